@@ -1,0 +1,50 @@
+# Every target works on a fresh machine and reuses what it finds; the second run starts at once.
+#
+#   make test                       ruff, then all tests (those for the GPU skip where there is none)
+#   make bench ARGS=--suite         bench.py
+#   make lint                       ruff alone
+#
+# TORCH is what pip is asked for: TORCH=torch==2.13.0, or TORCH='torch --index-url ...'.
+# An active virtual or conda environment is used as it is, else .venv is made with PYTHON3.
+
+TORCH ?= torch
+PYTHON3 ?= python3
+ARGS ?=
+
+VENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),.venv)
+PYTHON := $(VENV)/bin/python
+# The JIT and its tests look for ninja on PATH.
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+# One stamp for each TORCH asked for, and only the latest one kept: asking for another torch installs again.
+STAMP := $(VENV)/modelnew-$(shell printf %s '$(TORCH)' | cksum | cut -d' ' -f1).stamp
+# The oldest CUDA that torch 2.1 comes with, to compile device code against. Kept apart from the environment's packages:
+# torch pins other versions of the same ones.
+CUDA121 := $(VENV)/cuda-12.1
+CUDA121_WHEELS := nvidia-cuda-nvrtc-cu12==12.1.105 nvidia-cuda-nvcc-cu12==12.1.105 nvidia-cuda-runtime-cu12==12.1.105
+
+.PHONY: test bench lint
+.DELETE_ON_ERROR:
+
+test: lint $(CUDA121)
+	$(PYTHON) -m pytest $(ARGS)
+
+bench: $(STAMP)
+	$(PYTHON) bench.py $(ARGS)
+
+lint: $(STAMP)
+	$(PYTHON) -m ruff check .
+
+$(PYTHON):
+	$(PYTHON3) -m venv $(VENV)
+
+$(STAMP): pyproject.toml Makefile | $(PYTHON)
+	rm -f $(VENV)/modelnew-*.stamp
+	$(PYTHON) -m pip install -q $(TORCH)
+	$(PYTHON) -m pip install -q -e '.[bench,test]'
+	touch $@
+
+# These wheels exist for Linux on x86-64; elsewhere the folder stays empty and the tests that need them skip.
+$(CUDA121): | $(STAMP)
+	mkdir -p $@
+	-$(PYTHON) -m pip install -q --no-deps --target $@ $(CUDA121_WHEELS)

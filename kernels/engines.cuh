@@ -1,0 +1,21 @@
+// What an engine offers to the binding. One struct per engine, filled in at the end of its .cu file.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "problem.cuh"
+
+namespace modelnew {
+
+struct Engine {
+  const char* name;
+  // Null when the engine takes the problem, else a sentence that says why not.
+  const char* (*refusal)(const Problem&, Operator);
+  int64_t (*workspace_bytes)(const Problem&, Operator);
+  cudaError_t (*launch)(Operator, const Problem&, const Pointers&, cudaStream_t);
+  // One line for explain(): the configuration that launch would use. Always terminated.
+  void (*describe)(const Problem&, Operator, char* text, size_t text_size);
+};
+
+extern const Engine kDirectEngine;
+
+}  // namespace modelnew

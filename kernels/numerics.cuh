@@ -1,0 +1,112 @@
+// Storage types, conversions and TF32 rounding, the same bits on the host and on every GPU.
+//
+// 16-bit floats are carried as plain bit patterns, so that no CUDA header with operators of its own is needed (they are
+// slow to compile, and torch's build switches half of them off). Where PTX has an instruction it is used; the integer
+// code beside it is what hosts and older GPUs run, and what the tests compare with.
+#pragma once
+
+#if !defined(__CUDACC_RTC__)
+#include <cstdint>
+#include <cstring>
+#endif
+
+#include "problem.cuh"
+
+namespace modelnew {
+
+struct Half {
+  uint16_t bits;
+};
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+MODELNEW_HOST_DEVICE inline uint32_t float_bits(float value) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(value);
+#else
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+#endif
+}
+
+MODELNEW_HOST_DEVICE inline float bits_float(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+#endif
+}
+
+// Round to nearest, ties away from zero, to TF32's 10 explicit mantissa bits: what cuDNN does with both operands.
+// Inf and NaN stay as they are: adding the rounding constant to the NaN 0x7fffffff would carry into the sign.
+MODELNEW_HOST_DEVICE inline float round_to_tf32(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return __uint_as_float(bits);
+#else
+  const uint32_t bits = float_bits(value);
+  const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+  return finite ? bits_float((bits + 0x1000u) & ~0x1fffu) : value;
+#endif
+}
+
+MODELNEW_HOST_DEVICE inline float widen(float value) { return value; }
+MODELNEW_HOST_DEVICE inline double widen(double value) { return value; }
+MODELNEW_HOST_DEVICE inline float widen(BFloat16 value) { return bits_float(static_cast<uint32_t>(value.bits) << 16); }
+
+MODELNEW_HOST_DEVICE inline float widen(Half value) {
+#if defined(__CUDA_ARCH__)
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+  return wide;
+#else
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
+  const uint32_t magnitude = value.bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return bits_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);  // Inf, NaN
+  if (magnitude >= 0x0400u) return bits_float(sign | ((magnitude << 13) + 0x38000000u));         // normal
+  const float subnormal = static_cast<float>(magnitude) * 5.9604644775390625e-8f;                // times 2^-24, exact
+  return sign ? -subnormal : subnormal;
+#endif
+}
+
+// narrow: one rounding, to nearest even, from the accumulator to the tensor's type.
+MODELNEW_HOST_DEVICE inline void narrow(float value, float& stored) { stored = value; }
+MODELNEW_HOST_DEVICE inline void narrow(double value, float& stored) { stored = static_cast<float>(value); }
+MODELNEW_HOST_DEVICE inline void narrow(double value, double& stored) { stored = value; }
+
+MODELNEW_HOST_DEVICE inline void narrow(float value, BFloat16& stored) {
+  const uint32_t bits = float_bits(value);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  const uint32_t rounded = is_nan ? bits | 0x00400000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+  stored.bits = static_cast<uint16_t>(rounded >> 16);
+}
+
+MODELNEW_HOST_DEVICE inline void narrow(float value, Half& stored) {
+#if defined(__CUDA_ARCH__)
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(stored.bits) : "f"(value));
+#else
+  const uint32_t bits = float_bits(value);
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7fffu;  // NaN, as cvt writes it
+  } else if (magnitude >= 0x477ff000u) {
+    half = 0x7c00u;  // 65520 and more round to Inf
+  } else if (magnitude >= 0x38800000u) {
+    half = (magnitude - 0x38000000u + 0x0fffu + (magnitude >> 13 & 1u)) >> 13;
+  } else {
+    // Subnormal: adding 0.5 puts the last kept bit, 2^-24, at the end of the float's mantissa and rounds there.
+    half = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;
+  }
+  stored.bits = static_cast<uint16_t>(sign | half);
+#endif
+}
+
+}  // namespace modelnew

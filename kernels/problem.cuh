@@ -1,0 +1,70 @@
+// One 2-D convolution, as every engine sees it: sizes, strides and rules, without torch.
+//
+//   y[n, k, p, q] = bias[k] + sum over c, r, s of
+//                   w[k, c, r, s] * x[n, group(k) * C/groups + c, p*stride_h - pad_h + r*dilation_h, q*stride_w - ...]
+//
+// Upper case is a size, the same letter in lower case indexes that dimension (cuDNN's letters).
+// Everything here is plain C++: the binding, the kernels and the tests without a GPU include it alike.
+#pragma once
+
+#if !defined(__CUDACC_RTC__)
+#include <cstddef>
+#include <cstdint>
+#endif
+
+#if defined(__CUDACC__)
+#define MODELNEW_HOST_DEVICE __host__ __device__
+#else
+#define MODELNEW_HOST_DEVICE
+#endif
+
+namespace modelnew {
+
+enum class DType : int { kFloat32, kFloat16, kBFloat16, kFloat64 };
+
+// What is computed: y, dx (gradient to x), dw (gradient to w), db (gradient to bias). CUTLASS's names.
+enum class Operator : int { kFprop, kDgrad, kWgrad, kBgrad };
+
+struct Problem {
+  // Sizes. C and K count all groups; w is [K, C/groups, R, S].
+  int64_t N;
+  int C, H, W, K, R, S, P, Q;
+  int groups;
+  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  // Steps between neighbours of each dimension, in elements; zero for an expanded dimension.
+  // y_stride is dy's in the backward operators; x_stride is dx's in dgrad and w_stride is dw's in wgrad.
+  int64_t x_stride[4], w_stride[4], y_stride[4];
+  DType dtype;
+  bool has_bias;
+  bool tf32_allowed;  // PyTorch's switch, as it read at this call
+};
+
+// Raw device pointers of one launch. `out` is y, dx, dw or db; what an operator does not read is null.
+struct Pointers {
+  const void* x;
+  const void* w;
+  const void* bias;
+  const void* dy;
+  void* out;
+  void* workspace;
+};
+
+MODELNEW_HOST_DEVICE inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Multiply-adds of fprop, dgrad and wgrad alike.
+inline double multiply_adds(const Problem& problem) {
+  return static_cast<double>(problem.N) * problem.P * problem.Q * problem.K * (problem.C / problem.groups) * problem.R *
+         problem.S;
+}
+
+// Which contract holds for fp32 tensors while TF32 is allowed: true = operands rounded to TF32, false = full fp32.
+// cuDNN itself leaves TF32 where C/groups < 8 and where the whole problem is tiny (H200, cuDNN 9.19: every depthwise
+// problem, C 1 and C 5, an 11x11 stem with C 3; one image of 4x4), and users compare with what cuDNN does. Being more
+// exact than cuDNN is welcome, being less exact is a defect; so the doubtful cases go to fp32.
+inline bool uses_tf32(const Problem& problem) {
+  constexpr double kTinyMultiplyAdds = 1 << 20;
+  return problem.dtype == DType::kFloat32 && problem.tf32_allowed && problem.C / problem.groups >= 8 &&
+         multiply_adds(problem) >= kTinyMultiplyAdds;
+}
+
+}  // namespace modelnew

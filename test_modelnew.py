@@ -1,0 +1,2771 @@
+"""Tests of modelnew, one section for each layer.
+
+    Cases, references and bounds    what all numerical tests share
+    Kernels on the CPU              problem.cuh, numerics.cuh and the direct engine under a SIMT shim
+    Compile gates                   nvcc for every architecture, CUDA 12.1, register spills
+    modelnew against torch          conv2d, Conv2d, ModelNew: values, gradients, errors, state
+    The operator                    opcheck, compile, export, autocast, func transforms, double backward
+    The bundle                      the pasted file, as an evaluation harness runs it
+    The JIT                         digest, locks and messages, with a fake compiler
+    The engines on the GPU          numerics of every engine, streams, graphs, devices
+    bench.py and packaging
+
+Tests marked `gpu` skip without a GPU; everything else runs without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import dataclasses
+import functools
+import inspect
+import itertools
+import json
+import math
+import mmap
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import prune
+from torch.utils import cpp_extension
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bench
+import modelnew
+
+# torch's own test suite, parts of which run here, forbids to set torch.backends' switches once it is imported.
+with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ImportError):
+    patch.setattr(torch.backends, "disable_global_flags", lambda: None)
+    import torch.testing._internal.common_utils
+
+ROOT = Path(__file__).resolve().parent
+KERNELS = ROOT / "kernels"
+ENGINE_SOURCES = sorted(KERNELS.glob("*.cu"))
+
+GPU_MARKS = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def gpu(test: Callable) -> Callable:
+    """Marks a test that needs a GPU."""
+    return functools.reduce(lambda marked, mark: mark(marked), GPU_MARKS, test)
+
+
+@contextlib.contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """PyTorch's switch for cuDNN's convolutions, by whichever name this torch has for it."""
+    switch = getattr(torch.backends.cudnn, "conv", torch.backends.cudnn)
+    name, value = (
+        ("fp32_precision", "tf32" if allowed else "ieee")
+        if hasattr(switch, "fp32_precision")
+        else ("allow_tf32", allowed)
+    )
+    before = getattr(switch, name)
+    setattr(switch, name, value)
+    try:
+        yield
+    finally:
+        setattr(switch, name, before)
+
+
+@pytest.fixture
+def fp32_contract() -> Iterator[None]:
+    """Float32 convolutions in full precision."""
+    with tf32(False):
+        yield
+
+
+# Cases, references and bounds ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem in cuDNN's letters; w is [K, C/groups, R, S]."""
+
+    N: int
+    C: int
+    H: int
+    W: int
+    K: int
+    R: int
+    S: int
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    def __str__(self) -> str:
+        text = f"N{self.N} C{self.C} {self.H}x{self.W} K{self.K} {self.R}x{self.S}"
+        for name, value, default in (
+            ("s", self.stride, (1, 1)),
+            ("p", self.padding, (0, 0)),
+            ("d", self.dilation, (1, 1)),
+        ):
+            text += f" {name}{value[0]}{value[1]}" if value != default else ""
+        return text + (f" g{self.groups}" if self.groups > 1 else "")
+
+    @property
+    def kwargs(self) -> dict:
+        return {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
+
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        return (self.N, self.C, self.H, self.W)
+
+    @property
+    def w_shape(self) -> tuple[int, ...]:
+        return (self.K, self.C // self.groups, self.R, self.S)
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        spans = zip((self.H, self.W), self.padding, self.dilation, (self.R, self.S), self.stride, strict=True)
+        return (self.N, self.K, *((size + 2 * pad - d * (r - 1) - 1) // s + 1 for size, pad, d, r, s in spans))
+
+    @property
+    def multiply_adds(self) -> int:
+        return math.prod(self.y_shape) * math.prod(self.w_shape[1:])
+
+    def uses_tf32(self, dtype: torch.dtype, allowed: bool) -> bool:
+        """The rule of kernels/problem.cuh, said again: fp32 where cuDNN leaves TF32 as well."""
+        return dtype == torch.float32 and allowed and self.C // self.groups >= 8 and self.multiply_adds >= 2**20
+
+    def reduction(self, operator: str) -> int:
+        """How many products make up one element of the operator's result."""
+        P, Q = self.y_shape[2:]
+        taps = self.R * self.S
+        lengths = {"fprop": self.C // self.groups * taps, "dgrad": self.K // self.groups * taps}
+        return lengths.get(operator, self.N * P * Q)
+
+
+# The two tensors that each operator multiplies; bgrad only sums dy.
+OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+
+
+def product(operator: str, case: Case, first: Tensor, second: Tensor) -> Tensor:
+    """The operator's result in float64, from its two operands (see OPERANDS)."""
+    first, second = first.double(), second.double()
+    if operator == "fprop":
+        return F.conv2d(first, second, **case.kwargs)
+    if operator == "dgrad":
+        return nn.grad.conv2d_input(case.x_shape, second, first, **case.kwargs)
+    return nn.grad.conv2d_weight(second, case.w_shape, first, **case.kwargs)
+
+
+def references(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """y, dx, dw, db in float64, under their operators' names."""
+    exact = {name: product(name, case, *(tensors[key] for key in keys)) for name, keys in OPERANDS.items()}
+    exact["fprop"] += tensors["bias"].double().view(-1, 1, 1)
+    exact["bgrad"] = tensors["dy"].double().sum((0, 2, 3))
+    return exact
+
+
+def relative_bound(case: Case, operator: str, dtype: torch.dtype, tf32: bool) -> float:
+    """The factor of conv(|x|, |w|) in the numerical contract."""
+    n = case.reduction(operator)
+    if dtype == torch.float64:
+        return (n + 16) * 2.0**-52  # ours and the reference's
+    if tf32:
+        return 2.0**-10 + 2.0**-22 + (n + 16) * 2.0**-24
+    return 2.0**-21 + (64 + n / 64) * 2.0**-24
+
+
+def error_bound(case: Case, operator: str, tensors: dict[str, Tensor], result: Tensor, tf32: bool) -> Tensor:
+    """Element-wise bound of |result - float64 reference|; `tf32` says which contract holds."""
+    dtype, result = result.dtype, result.double().abs()
+    if operator == "bgrad":
+        scale = tensors["dy"].double().abs().sum((0, 2, 3))
+        offsets, bias = torch.zeros_like(scale), torch.zeros_like(scale)
+    else:
+        first, second = (tensors[key].double().abs() for key in OPERANDS[operator])
+        scale = product(operator, case, first, second)
+        ones_first, ones_second = torch.ones_like(first), torch.ones_like(second)
+        offsets = product(operator, case, ones_first, second) + product(operator, case, first, ones_second)
+        bias = tensors["bias"].double().abs().view(-1, 1, 1) if operator == "fprop" else torch.zeros(())
+    bound = relative_bound(case, operator, dtype, tf32 and operator != "bgrad") * scale
+    if dtype == torch.float64:
+        return bound + 2.0**-51 * (result + bias.to(result))
+    bound = bound + 2.0**-137 * offsets + 2.0**-126 + 2.0**-23 * (result + bias.to(result))
+    if dtype != torch.float32:  # one rounding at the end
+        info = torch.finfo(dtype)
+        bound = bound + info.eps / 2 * result * (1 + info.eps) + info.smallest_normal * info.eps / 2
+    return bound
+
+
+# A fill is a function (shape, generator) -> float32 tensor on the CPU.
+
+
+def integers(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Small integers, whose sums stay exact in every accumulator: results must be bit for bit right."""
+    return torch.randint(-3, 4, shape, generator=generator).float()
+
+
+def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def wide(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Magnitudes over 40 binades, both signs: a global norm would not see a wrong small element."""
+    return torch.randn(shape, generator=generator) * torch.exp2(40 * torch.rand(shape, generator=generator) - 20)
+
+
+def tiny(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Products around float32's smallest normal number."""
+    return torch.randn(shape, generator=generator) * 2.0**-63
+
+
+def under_a_tf32_step(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Just below a step of TF32 and all positive: truncating the operands errs by twice what rounding may."""
+    steps = torch.randint(0, 8, shape, generator=generator)
+    return 1 + (steps + 1) * 2.0**-10 - 2.0**-20
+
+
+def tf32_ties(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Half-way between two TF32 numbers, both signs: ties go away from zero."""
+    steps = torch.randint(0, 8, shape, generator=generator) + 0.5
+    signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    return signs * (1 + steps * 2.0**-10)
+
+
+def round_to_tf32(value: Tensor) -> Tensor:
+    """Float32 rounded to 10 mantissa bits, to nearest, ties away from zero."""
+    return ((value.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def make_tensors(
+    case: Case, dtype: torch.dtype, fill: Callable, device: str = "cpu", seed: int = 0
+) -> dict[str, Tensor]:
+    """x, w, bias and dy of a case. NaN lies before and behind each of them, for kernels that read too far."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"x": case.x_shape, "w": case.w_shape, "bias": (case.K,), "dy": case.y_shape}
+    return {name: with_margins(fill(shape, generator).to(dtype).to(device)) for name, shape in shapes.items()}
+
+
+MARGIN = 64
+
+
+def with_margins(tensor: Tensor) -> Tensor:
+    """A copy with NaN before and behind it in memory."""
+    storage = tensor.new_full((tensor.numel() + 2 * MARGIN,), math.nan)
+    inner = storage[MARGIN:-MARGIN].view(tensor.shape)
+    return inner.copy_(tensor)
+
+
+def margins_intact(tensor: Tensor) -> bool:
+    """Whether nobody wrote around a tensor made by with_margins."""
+    storage = torch.as_strided(tensor, (tensor.numel() + 2 * MARGIN,), (1,), tensor.storage_offset() - MARGIN)
+    return bool(storage[:MARGIN].isnan().all() and storage[-MARGIN:].isnan().all())
+
+
+def check_exact(case: Case, results: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """Bit for bit the float64 result, rounded once to the tensor's type."""
+    expected = references(case, tensors)
+    for operator, result in results.items():
+        assert result.dtype == tensors["x"].dtype
+        assert torch.equal(result, expected[operator].to(result.dtype)), f"{operator} of {case}"
+
+
+def check_bounds(case: Case, results: dict[str, Tensor], tensors: dict[str, Tensor], tf32: bool) -> None:
+    """Every element within the numerical contract."""
+    expected = references(case, tensors)
+    for operator, result in results.items():
+        error = (result.double() - expected[operator]).abs()
+        bound = error_bound(case, operator, tensors, result, tf32)
+        assert (error <= bound).all(), f"{operator} of {case}: {(error / bound).max():.3g} times the bound"
+
+
+# Kernels on the CPU --------------------------------------------------------------------------------------------------
+
+SIMT_HEADER = r"""
+// CUDA's execution model on one CPU thread, for kernels that synchronise by __syncthreads alone: one fibre for each
+// thread of a block, resumed in shuffled order from barrier to barrier. Shared memory starts as NaN in every block.
+#pragma once
+#include <dlfcn.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__ static const
+#define __grid_constant__
+#define __forceinline__ inline
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __launch_bounds__(...)
+#define __syncthreads() simt::barrier(__LINE__)
+
+using cudaStream_t = void*;
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorLaunchFailure = 719
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) double2 { double x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline double2 make_double2(double x, double y) { return {x, y}; }
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace simt {
+
+constexpr size_t kStackBytes = 128 << 10, kDefaultSmemBytes = 48 << 10, kMaxSmemBytes = 232448, kMarginBytes = 1024;
+constexpr unsigned char kPoison = 0xff;  // four of them are a NaN
+constexpr int kExited = -1;
+
+// The block's shared memory, 227 KiB as on sm_90, and a margin behind it in which stray writes are seen.
+alignas(128) inline unsigned char smem[kMaxSmemBytes + kMarginBytes];
+
+struct Fibre {
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  jmp_buf suspended;
+  bool started = false;
+  int line = 0;  // of the barrier it waits at
+};
+
+inline std::vector<Fibre> fibres;
+inline std::function<void()> body;
+inline jmp_buf scheduler;
+inline std::mt19937 shuffler;
+inline std::map<const void*, size_t> smem_limits;
+inline cudaError_t last_error = cudaSuccess;
+inline std::string message;
+inline std::set<std::string> launched;  // symbols of the kernels that ran
+inline int ignored_barrier = 0;  // its line; to see what its absence does
+
+inline void suspend(int line) {
+  Fibre& fibre = fibres[threadIdx.x];
+  fibre.line = line;
+  if (_setjmp(fibre.suspended) == 0) _longjmp(scheduler, 1);
+}
+
+inline void barrier(int line) {
+  if (line != ignored_barrier) suspend(line);
+}
+
+// A fibre outlives its block: it waits at kExited for the next one, so that switching needs no system call.
+inline void fibre_main() {
+  for (;;) {
+    body();
+    suspend(kExited);
+  }
+}
+
+inline void fail(const std::string& what) {
+  if (last_error == cudaSuccess) message = what;
+  last_error = cudaErrorLaunchFailure;
+  fibres.clear();
+}
+
+inline void on_signal(int signal_number) { _longjmp(scheduler, 1 + signal_number); }
+
+// Runs one thread up to its next barrier. False when it died of a bad access.
+inline bool resume(unsigned thread) {
+  threadIdx.x = thread;
+  if (int cause = _setjmp(scheduler)) {
+    if (cause == 1) return true;
+    fail("signal " + std::to_string(cause - 1) + " (misaligned or wild access) in thread " +
+         std::to_string(threadIdx.x) + " of block " + std::to_string(blockIdx.x));
+    return false;
+  }
+  Fibre& fibre = fibres[thread];
+  if (fibre.started) _longjmp(fibre.suspended, 1);
+  fibre.started = true;
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fibre.stack.get();
+  context.uc_stack.ss_size = kStackBytes;
+  makecontext(&context, fibre_main, 0);
+  setcontext(&context);
+  return false;
+}
+
+inline bool run_block(size_t smem_bytes) {
+  unsigned char* const end = smem + smem_bytes;
+  std::memset(smem, kPoison, smem_bytes + kMarginBytes);
+  std::vector<unsigned> order(blockDim.x);
+  std::iota(order.begin(), order.end(), 0u);
+  do {
+    std::shuffle(order.begin(), order.end(), shuffler);
+    for (unsigned thread : order)
+      if (!resume(thread)) return false;
+    for (unsigned thread : order)
+      if (fibres[thread].line != fibres[order[0]].line) {
+        fail("divergent barrier: lines " + std::to_string(fibres[thread].line) + " and " +
+             std::to_string(fibres[order[0]].line) + " (-1 is the end of the kernel)");
+        return false;
+      }
+  } while (fibres[order[0]].line != kExited);
+  if (std::any_of(end, end + kMarginBytes, [](unsigned char byte) { return byte != kPoison; })) {
+    fail("write beyond the shared memory asked for");
+    return false;
+  }
+  return true;
+}
+
+inline void run(const void* kernel, dim3 grid, dim3 block, size_t smem_bytes) {
+  const size_t limit = smem_limits.count(kernel) ? smem_limits[kernel] : kDefaultSmemBytes;
+  const bool one_dimensional = grid.y * grid.z * block.y * block.z == 1;
+  if (!one_dimensional || grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 || block.x > 1024 || smem_bytes > limit) {
+    message = "bad launch configuration";
+    last_error = cudaErrorInvalidConfiguration;
+    return;
+  }
+  if (Dl_info info; dladdr(kernel, &info) && info.dli_sname) launched.insert(info.dli_sname);
+  gridDim = grid, blockDim = block;
+  if (fibres.size() < block.x) fibres.resize(block.x);
+  std::vector<unsigned> blocks(grid.x);
+  std::iota(blocks.begin(), blocks.end(), 0u);
+  std::shuffle(blocks.begin(), blocks.end(), shuffler);
+
+  struct sigaction mine = {}, old[3];
+  const int caught[3] = {SIGSEGV, SIGBUS, SIGILL};
+  mine.sa_handler = on_signal;
+  mine.sa_flags = SA_NODEFER;
+  for (int i = 0; i < 3; ++i) sigaction(caught[i], &mine, &old[i]);
+  for (unsigned index : blocks) {
+    blockIdx.x = index;
+    if (!run_block(smem_bytes)) break;
+  }
+  for (int i = 0; i < 3; ++i) sigaction(caught[i], &old[i], nullptr);
+}
+
+template <class... Parameters>
+struct Launch {
+  void (*kernel)(Parameters...);
+  dim3 grid, block;
+  size_t smem_bytes;
+  template <class... Arguments>
+  void operator()(const Arguments&... arguments) const {
+    body = [&] { kernel(arguments...); };
+    run(reinterpret_cast<const void*>(kernel), grid, block, smem_bytes);
+  }
+};
+
+// kernel<<<grid, block, smem_bytes, stream>>>(arguments) becomes simt::launch(kernel, grid, ...)(arguments).
+template <class... Parameters>
+Launch<Parameters...> launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem_bytes = 0,
+                             cudaStream_t = nullptr) {
+  return {kernel, grid, block, smem_bytes};
+}
+
+}  // namespace simt
+
+inline cudaError_t cudaPeekAtLastError() { return simt::last_error; }
+inline cudaError_t cudaGetLastError() { return std::exchange(simt::last_error, cudaSuccess); }
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int value) {
+  if (value < 0 || static_cast<size_t>(value) > simt::kMaxSmemBytes) return cudaErrorInvalidValue;
+  simt::smem_limits[reinterpret_cast<const void*>(kernel)] = value;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 4 : static_cast<int>(simt::kMaxSmemBytes);
+  return cudaSuccess;
+}
+"""
+
+TOY_KERNEL = r"""
+#include <cuda_runtime_api.h>
+namespace modelnew {
+struct Params { const float* in; float* out; int n; };
+
+// out[i] = sum over the rounds of the element opposite to i in its block.
+template <int ROUNDS>
+__global__ void __launch_bounds__(64) reverse_kernel(const Params params) {
+  extern __shared__ __align__(16) unsigned char modelnew_smem[];
+  float* tile = reinterpret_cast<float*>(modelnew_smem);
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  float sum = 0;
+  for (int round = 0; round < ROUNDS; ++round) {
+    tile[threadIdx.x] = i < params.n ? params.in[round * params.n + i] : 0.f;
+    __syncthreads();  // first
+    sum += tile[blockDim.x - 1 - threadIdx.x];
+    __syncthreads();  // second
+  }
+  if (i < params.n) params.out[i] = sum;
+}
+}  // namespace modelnew
+
+extern "C" int toy(const float* in, float* out, int n) {
+  const modelnew::Params params = {in, out, n};
+  modelnew::reverse_kernel<5><<<(n + 63) / 64, 64, 64 * sizeof(float), nullptr>>>(params);
+  return cudaGetLastError();
+}
+"""
+
+# A launch's head: kernel, or kernel<arguments>, before its <<<configuration>>>.
+KERNEL_LAUNCH = re.compile(r"([\w:]+(?:<[^;{}()]*>)?)\s*<<<(.*?)>>>", re.DOTALL)
+
+DYNAMIC_SMEM = re.compile(r"extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];")
+
+# C entry points around an engine. The fields of Problem travel as one array of int64, in PROBLEM_FIELDS' order.
+PROBLEM_FIELDS = [
+    "N", "C", "H", "W", "K", "R", "S", "P", "Q", "groups", "stride_h", "stride_w", "pad_h", "pad_w", "dilation_h",
+    "dilation_w", "dtype", "has_bias", "tf32_allowed", *(f"{tensor}_stride[{i}]" for tensor in "xwy" for i in range(4)),
+]  # fmt: skip
+PROBLEM_FROM_FIELDS = (
+    "static modelnew::Problem make_problem(const int64_t* fields) {\n  modelnew::Problem problem{};\n"
+    + "".join(
+        f"  problem.{name} = static_cast<std::remove_reference_t<decltype(problem.{name})>>(fields[{i}]);\n"
+        for i, name in enumerate(PROBLEM_FIELDS)
+    )
+    + "  return problem;\n}\n"
+)
+ENGINE_ENTRY_POINTS = (
+    r"""
+#include <type_traits>
+#include "engines.cuh"
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using modelnew::kDirectEngine;
+static modelnew::Operator as_operator(int op) { return static_cast<modelnew::Operator>(op); }
+extern "C" {
+const char* engine_refusal(int op, const int64_t* fields) {
+  return kDirectEngine.refusal(make_problem(fields), as_operator(op));
+}
+int64_t engine_workspace_bytes(int op, const int64_t* fields) {
+  return kDirectEngine.workspace_bytes(make_problem(fields), as_operator(op));
+}
+const char* engine_describe(int op, const int64_t* fields) {
+  static char text[512];
+  kDirectEngine.describe(make_problem(fields), as_operator(op), text, sizeof text);
+  return text;
+}
+int engine_launch(int op, const int64_t* fields, void* const* pointers) {
+  const modelnew::Pointers all = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], pointers[5]};
+  return kDirectEngine.launch(as_operator(op), make_problem(fields), all, nullptr);
+}
+const char* simt_message() { return simt::message.c_str(); }
+const char* simt_launched() {
+  static std::string names;
+  names.clear();
+  for (const std::string& name : simt::launched) names += name + "\n";
+  return names.c_str();
+}
+void simt_ignore_barrier(int line) { simt::ignored_barrier = line; }
+}
+"""
+)
+
+DTYPE_NUMBER = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+OPERATOR_NUMBER = {"fprop": 0, "dgrad": 1, "wgrad": 2, "bgrad": 3}
+
+
+def compile_shared(source: str, folder: Path, *flags: str) -> ctypes.CDLL:
+    """A C++ text as a loaded shared library."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "source.cpp").write_text(source)
+    command = ["g++", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Werror", f"-I{folder}", f"-I{KERNELS}", *flags]
+    done = subprocess.run([*command, "source.cpp", "-o", "library.so"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(folder / "library.so"))
+
+
+def compile_simt(source: str, folder: Path) -> ctypes.CDLL:
+    """A CUDA text, kernels and launchers, as a library that runs on the CPU."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cuda_runtime_api.h").write_text(SIMT_HEADER)
+    source = KERNEL_LAUNCH.sub(r"simt::launch(\1, \2)", source)
+    source = DYNAMIC_SMEM.sub(r"unsigned char* const \1 = simt::smem;", source)
+    # Vector accesses must be aligned on a GPU: here they trap. Multiply-adds are fused as nvcc does.
+    sanitize = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
+    fuse = ("-march=native", "-ffp-contract=fast")
+    emulation = ("-DMODELNEW_HOST_EMULATION", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
+    return compile_shared(source, folder, "-O1", *emulation, *sanitize, *fuse)
+
+
+def run_toy(source: str, folder: Path, n: int = 200) -> tuple[int, Tensor, Tensor]:
+    """Compiles and runs the toy kernel: error code, result, expected result."""
+    library = compile_simt(source, folder)
+    values = torch.arange(5 * n, dtype=torch.float32).view(5, n)
+    result = with_margins(torch.empty(n))
+    code = library.toy(ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(result.data_ptr()), n)
+    assert margins_intact(result)
+    return code, result, F.pad(values.sum(0), (0, -n % 64)).view(-1, 64).flip(1).reshape(-1)[:n]
+
+
+TOY_MUTATIONS = {
+    "nothing": ("", "", True),
+    "first barrier dropped": ("__syncthreads();  // first", "", False),
+    "second barrier dropped": ("__syncthreads();  // second", "", False),
+    "divergent barrier": ("__syncthreads();  // first", "if (threadIdx.x < 32) __syncthreads();", False),
+    "early return": ("float sum = 0;", "float sum = 0; if (i >= params.n) return;", False),
+    "read one too far": ("blockDim.x - 1 - threadIdx.x", "blockDim.x - threadIdx.x", False),
+    "written beyond shared memory": ("tile[threadIdx.x] =", "tile[threadIdx.x + 1] =", False),
+    "more shared memory than granted": ("64 * sizeof(float)", "50000", False),
+}
+
+
+@pytest.mark.parametrize("mutation", TOY_MUTATIONS)
+def test_shim_catches_what_a_gpu_would_punish(mutation, tmp_path):
+    """The shim itself: a right kernel runs, and each classical mistake in it shows."""
+    old, new, right = TOY_MUTATIONS[mutation]
+    assert old in TOY_KERNEL
+    code, result, expected = run_toy(TOY_KERNEL.replace(old, new), tmp_path)
+    assert (code == 0 and torch.equal(result, expected)) == right
+
+
+class ShimEngine:
+    """The direct engine, compiled by g++ and run thread by thread."""
+
+    def __init__(self, source: str, folder: Path) -> None:
+        self.library = compile_simt(source + ENGINE_ENTRY_POINTS, folder)
+        for name in ("engine_refusal", "engine_describe", "simt_message", "simt_launched"):
+            getattr(self.library, name).restype = ctypes.c_char_p
+        self.library.engine_workspace_bytes.restype = ctypes.c_int64
+
+    @staticmethod
+    def fields(case: Case, tensors: dict[str, Tensor], tf32: bool) -> ctypes.Array:
+        x, w, y = tensors["x"], tensors["w"], tensors["dy"]
+        bias = tensors.get("bias")
+        values = [*case.x_shape, case.K, case.R, case.S, *case.y_shape[2:], case.groups]
+        values += [*case.stride, *case.padding, *case.dilation, DTYPE_NUMBER[x.dtype], bias is not None, tf32]
+        values += [*x.stride(), *w.stride(), *y.stride()]
+        return (ctypes.c_int64 * len(PROBLEM_FIELDS))(*values)
+
+    def run(self, operator: str, case: Case, tensors: dict[str, Tensor], tf32: bool, out: Tensor) -> Tensor:
+        """Runs one operator. `tensors` are x, w, dy (y's strides in fprop) and perhaps bias; `out` takes its place."""
+        number = OPERATOR_NUMBER[operator]
+        place = {"fprop": "dy", "dgrad": "x", "wgrad": "w"}
+        fields = self.fields(case, tensors | ({place[operator]: out} if operator in place else {}), tf32)
+        assert self.library.engine_refusal(number, fields) is None
+        assert self.library.engine_describe(number, fields)
+        bytes_needed = self.library.engine_workspace_bytes(number, fields)
+        workspace = with_margins(torch.full((-(-bytes_needed // 8),), math.nan, dtype=torch.float64))
+        reads = {"fprop": ("x", "w", "bias"), "dgrad": ("w", "dy"), "wgrad": ("x", "dy"), "bgrad": ("dy",)}[operator]
+        inputs = [
+            tensors[name].data_ptr() if name in reads and name in tensors else None for name in ("x", "w", "bias", "dy")
+        ]
+        pointers = (ctypes.c_void_p * 6)(*inputs, out.data_ptr(), workspace.data_ptr())
+        code = self.library.engine_launch(number, fields, pointers)
+        assert code == 0, f"{operator} of {case}: error {code}, {self.library.simt_message().decode()}"
+        assert margins_intact(workspace)
+        return out
+
+    def __call__(self, case: Case, tensors: dict[str, Tensor], tf32: bool = False) -> dict[str, Tensor]:
+        """All four operators, into outputs filled with NaN."""
+        shapes = {"fprop": case.y_shape, "dgrad": case.x_shape, "wgrad": case.w_shape, "bgrad": (case.K,)}
+        results = {}
+        for operator, shape in shapes.items():
+            out = with_margins(tensors["x"].new_full(shape, math.nan))
+            results[operator] = self.run(operator, case, tensors, tf32, out)
+            assert margins_intact(out), f"{operator} of {case} writes outside its output"
+        return results
+
+
+@pytest.fixture(scope="session")
+def direct_shim(tmp_path_factory) -> ShimEngine:
+    return ShimEngine((KERNELS / "direct.cu").read_text(), tmp_path_factory.mktemp("direct"))
+
+
+# Each case bends the geometry in a way of its own; the integers in it are odd or prime where nothing else asks.
+DENSE_CASES = [
+    Case(1, 1, 1, 1, 1, 1, 1),
+    Case(3, 7, 5, 11, 13, 1, 1),
+    Case(2, 3, 7, 11, 5, 3, 2),
+    Case(2, 4, 9, 14, 6, 2, 5, stride=(2, 1), padding=(1, 3)),
+    Case(1, 2, 10, 12, 3, 3, 3, padding=(3, 1), dilation=(2, 3)),
+    Case(1, 3, 11, 8, 4, 3, 4, stride=(3, 2), padding=(2, 4), dilation=(2, 1)),
+    Case(1, 5, 13, 9, 7, 1, 1, stride=(2, 3)),  # rows and columns that no filter meets
+    Case(1, 2, 12, 15, 3, 2, 2, stride=(5, 4), padding=(1, 0)),  # the same between filters
+    Case(1, 3, 6, 7, 2, 3, 3, stride=(2, 2), padding=(2, 2), dilation=(2, 2)),  # phases of dx without a tap
+    Case(1, 2, 19, 20, 2, 3, 3, stride=(4, 6), padding=(3, 2), dilation=(2, 3)),  # stride and dilation share divisors
+    Case(2, 2, 5, 6, 3, 5, 6),  # one output
+    Case(1, 2, 2, 3, 3, 4, 3, padding=(4, 3)),  # more padding than image
+    Case(1, 1, 4, 150, 2, 1, 131),  # a filter row longer than a chunk of the sum
+    Case(1, 1, 33, 35, 2, 31, 29, padding=(15, 14)),
+    Case(1, 3, 3, 301, 2, 3, 3),  # an image wider than any tile
+    Case(1, 3, 301, 3, 2, 3, 3, padding=(1, 1)),  # and one higher
+    Case(2, 6, 7, 8, 9, 3, 3, padding=(1, 1), groups=3),
+    Case(1, 8, 5, 5, 4, 2, 3, groups=2, stride=(1, 2), padding=(0, 1)),
+]
+DEPTHWISE_CASES = [
+    Case(2, 5, 9, 17, 5, 3, 3, padding=(1, 1), groups=5),
+    Case(1, 3, 70, 131, 3, 3, 3, groups=3),
+    Case(1, 3, 21, 22, 9, 3, 2, padding=(1, 0), groups=3),  # three outputs for each input channel
+    Case(2, 4, 15, 13, 8, 5, 5, stride=(2, 2), padding=(2, 2), groups=4),
+    Case(1, 2, 30, 17, 2, 3, 3, stride=(2, 1), padding=(2, 2), dilation=(2, 3), groups=2),
+    Case(1, 2, 37, 41, 2, 11, 9, padding=(5, 4), groups=2),
+    Case(2, 3, 40, 37, 3, 5, 5, padding=(2, 2), groups=3),
+    Case(1, 2, 17, 131, 2, 7, 7, padding=(3, 2), groups=2),
+    Case(2, 2, 33, 65, 4, 3, 3, padding=(1, 1), groups=2),
+    Case(1, 1, 9, 9, 6, 3, 3, padding=(1, 1)),  # one input channel without groups
+]
+# Channels around tiles of 4, 16, 64 and 128, pixels around tiles of 128 and 512.
+TILE_CASES = [
+    Case(1, C, H, W, K, R, R, padding=(R // 2, R // 2))
+    for (C, K), (H, W, R) in itertools.product(
+        [(3, 5), (15, 4), (17, 15), (8, 64), (1, 65), (16, 63), (65, 2), (2, 129)],
+        [(8, 16, 3), (1, 127, 1), (3, 43, 3), (19, 27, 1)],
+    )
+]
+
+
+def random_cases(count: int, seed: int) -> list[Case]:
+    """Small problems of any kind, for what nobody thought of."""
+    rng = random.Random(seed)
+
+    def draw() -> Case:
+        groups = rng.choice([1, 1, 1, 2, 3])
+        pair = lambda low, high: (rng.randint(low, high), rng.randint(low, high))  # noqa: E731
+        (H, W), (R, S), (C, K) = pair(1, 24), pair(1, 6), pair(1, 6)
+        return Case(
+            rng.randint(1, 3), C * groups, H, W, K * groups, R, S, pair(1, 4), pair(0, 5), pair(1, 3), groups
+        )  # fmt: skip
+
+    cases = (draw() for _ in itertools.count())
+    return list(itertools.islice((case for case in cases if min(case.y_shape) > 0), count))
+
+
+EXACT_CASES = DENSE_CASES + DEPTHWISE_CASES + TILE_CASES + random_cases(40, seed=0)
+
+
+@pytest.fixture(scope="session")
+def host_numerics(tmp_path_factory) -> ctypes.CDLL:
+    """The conversions of numerics.cuh and the rules of problem.cuh, as plain C++."""
+    loop = "  for (int64_t i = 0; i < count; ++i)"
+    source = f"""
+        #include <type_traits>
+        #include "numerics.cuh"
+        {PROBLEM_FROM_FIELDS}
+        using namespace modelnew;
+        extern "C" {{
+        bool rule_uses_tf32(const int64_t* fields) {{ return uses_tf32(make_problem(fields)); }}
+        void round_all(const float* in, float* out, int64_t count) {{ {loop} out[i] = round_to_tf32(in[i]); }}
+        void widen_half(const Half* in, float* out, int64_t count) {{ {loop} out[i] = widen(in[i]); }}
+        void widen_bfloat16(const BFloat16* in, float* out, int64_t count) {{ {loop} out[i] = widen(in[i]); }}
+        void narrow_half(const float* in, Half* out, int64_t count) {{ {loop} narrow(in[i], out[i]); }}
+        void narrow_bfloat16(const float* in, BFloat16* out, int64_t count) {{ {loop} narrow(in[i], out[i]); }}
+        }}
+    """
+    library = compile_shared(source, tmp_path_factory.mktemp("numerics"), "-O2")
+    library.rule_uses_tf32.restype = ctypes.c_bool
+    return library
+
+
+def convert(function: Callable, values: Tensor, dtype: torch.dtype) -> Tensor:
+    result = torch.empty(values.shape, dtype=dtype)
+    function(ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(result.data_ptr()), ctypes.c_int64(values.numel()))
+    return result
+
+
+def float_samples() -> Tensor:
+    """Random bit patterns (every exponent, NaN and Inf among them), and all neighbours of values that 16 bits hold."""
+    patterns = torch.randint(-(2**31), 2**31, (1 << 20,), generator=torch.Generator().manual_seed(0)).int()
+    halves = torch.arange(-(2**15), 2**15).short().view(torch.float16).float().view(torch.int32)
+    bfloats = torch.arange(-(2**15), 2**15).int() << 16
+    steps = torch.tensor([-1, 0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001], dtype=torch.int32)
+    near = torch.stack([halves, bfloats]).unsqueeze(-1) + steps
+    special = torch.tensor([0x7FFFFFFF, 0x7F800000, 0x7F7FFFFF, 1, 0], dtype=torch.int32)
+    return torch.cat([patterns, near.flatten(), special]).view(torch.float32)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0))
+
+
+@pytest.mark.parametrize("name, dtype", [("half", torch.float16), ("bfloat16", torch.bfloat16)])
+def test_16_bit_conversions_are_torchs(host_numerics, name, dtype):
+    every = torch.arange(-(2**15), 2**15).short().view(dtype)
+    assert same_values(convert(getattr(host_numerics, f"widen_{name}"), every, torch.float32), every.float())
+    samples = float_samples()
+    assert same_values(convert(getattr(host_numerics, f"narrow_{name}"), samples, dtype), samples.to(dtype))
+
+
+def test_tf32_rounding(host_numerics):
+    """Ties away from zero; Inf and NaN stay, also the NaN whose bits would carry into the sign."""
+    samples = float_samples()
+    expected = torch.where(samples.isfinite(), round_to_tf32(samples), samples)
+    assert same_values(convert(host_numerics.round_all, samples, torch.float32), expected)
+
+
+# Both sides of each of the rule's thresholds: 8 channels a group, 2^20 multiply-adds.
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 8, 66, 66, 8, 4, 4),
+        Case(1, 7, 66, 66, 16, 4, 4),
+        Case(1, 16, 66, 66, 16, 4, 4, groups=2),
+        Case(1, 16, 66, 66, 16, 4, 4, groups=4),
+        Case(1, 16, 64, 64, 16, 1, 1),
+        Case(1, 16, 64, 63, 16, 1, 1),
+        Case(16, 2**14, 1, 1, 4, 1, 1),
+        Case(40000, 4096, 300, 300, 4096, 1, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_which_contract_holds(host_numerics, case, dtype):
+    shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    for allowed in (False, True):
+        fields = ShimEngine.fields(case, tensors, allowed)
+        assert host_numerics.rule_uses_tf32(fields) == case.uses_tf32(dtype, allowed)
+
+
+@pytest.mark.parametrize("case", EXACT_CASES, ids=str)
+def test_direct_shim_exact(direct_shim, case):
+    tensors = make_tensors(case, torch.float32, integers)
+    check_exact(case, direct_shim(case, tensors), tensors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("case", DENSE_CASES[:10] + DEPTHWISE_CASES[:5], ids=str)
+def test_direct_shim_exact_other_dtypes(direct_shim, case, dtype):
+    tensors = make_tensors(case, dtype, integers)
+    check_exact(case, direct_shim(case, tensors), tensors)
+
+
+# Long and short reductions, a depthwise one, a strided one; large enough that TF32 holds where the switch allows it.
+ROUNDING_CASES = [
+    Case(1, 9, 40, 37, 11, 5, 4, padding=(2, 1)),
+    Case(2, 70, 12, 13, 10, 3, 3, stride=(2, 1), padding=(1, 1)),
+    Case(1, 6, 40, 33, 6, 3, 3, padding=(1, 1), groups=6),
+]
+FILLS = [normal, wide, tiny, under_a_tf32_step, tf32_ties]
+
+
+def named(value: object) -> str | None:
+    return getattr(value, "__name__", None)
+
+
+@pytest.mark.parametrize("fill", FILLS, ids=named)
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("case", ROUNDING_CASES, ids=str)
+def test_direct_shim_rounding_fp32(direct_shim, case, tf32, fill):
+    tensors = make_tensors(case, torch.float32, fill)
+    contract = case.uses_tf32(torch.float32, tf32)
+    results = direct_shim(case, tensors, tf32)
+    check_bounds(case, results, tensors, contract)
+    if contract:
+        # More exactly: fp32 sums of operands that were rounded, both of them, to nearest with ties away from zero.
+        rounded = {name: round_to_tf32(tensor) if name != "bias" else tensor for name, tensor in tensors.items()}
+        del results["bgrad"]
+        check_bounds(case, results, rounded, tf32=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("case", ROUNDING_CASES, ids=str)
+def test_direct_shim_rounding_other_dtypes(direct_shim, case, dtype):
+    tensors = make_tensors(case, dtype, normal)
+    check_bounds(case, direct_shim(case, tensors, tf32=True), tensors, tf32=False)
+
+
+VIEWS = {
+    "channels_last": lambda tensor: with_margins(tensor.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
+    "sliced": lambda tensor: with_margins(F.pad(tensor, (2, 3, 1, 2), value=math.nan))[:, :, 1:-2, 2:-3],
+    "every other": lambda tensor: with_margins(tensor.repeat_interleave(2, 3))[..., ::2],
+    "transposed": lambda tensor: with_margins(tensor.transpose(0, 3)).transpose(0, 3),
+    "expanded": lambda tensor: with_margins(tensor[:1, :, :, :1]).expand_as(tensor),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_direct_shim_takes_any_strides(direct_shim, view):
+    case = Case(2, 6, 9, 10, 9, 3, 2, stride=(1, 2), padding=(1, 1), groups=3)
+    tensors = make_tensors(case, torch.float32, integers)
+    tensors |= {name: VIEWS[view](tensors[name]) for name in ("x", "w", "dy")}
+    check_exact(case, direct_shim(case, tensors), tensors)
+
+
+def test_direct_shim_writes_any_strides(direct_shim):
+    case = Case(2, 4, 9, 10, 6, 3, 2, padding=(1, 1))
+    tensors = make_tensors(case, torch.float32, integers)
+    results = {}
+    for operator, shape in {"fprop": case.y_shape, "dgrad": case.x_shape, "wgrad": case.w_shape}.items():
+        out = VIEWS["channels_last"](torch.full(shape, math.nan))
+        results[operator] = direct_shim.run(operator, case, tensors, False, out)
+    check_exact(case, results, tensors)
+
+
+def test_direct_shim_without_bias(direct_shim):
+    case = DENSE_CASES[2]
+    tensors = make_tensors(case, torch.float32, integers)
+    y = direct_shim(case, {name: tensors[name] for name in ("x", "w", "dy")})["fprop"]
+    assert torch.equal(y, F.conv2d(tensors["x"], tensors["w"], **case.kwargs))
+
+
+def test_direct_shim_propagates_nan_and_inf(direct_shim):
+    """Into exactly the elements that read them; under TF32 too, and for the NaN with all bits set."""
+    case = Case(1, 16, 40, 37, 8, 3, 3)
+    assert case.uses_tf32(torch.float32, True)
+    for special in (math.inf, -math.inf, struct.unpack("f", b"\xff\xff\xff\x7f")[0]):
+        tensors = make_tensors(case, torch.float32, under_a_tf32_step)
+        tensors["x"][0, 3, 5, 7] = tensors["dy"][0, 2, 30, 4] = special
+        results, expected = direct_shim(case, tensors, tf32=True), references(case, tensors)
+        for operator, result in results.items():
+            assert torch.equal(result.isnan(), expected[operator].isnan()), operator
+            assert torch.equal(result.isinf(), expected[operator].isinf()), operator
+
+
+def test_direct_shim_cases_reach_every_kernel(direct_shim):
+    """Every instance of a kernel that is compiled is also run, on integers, by the tests above."""
+    for case, dtype in itertools.product(EXACT_CASES, (torch.float32, torch.float64)):
+        direct_shim(case, make_tensors(case, dtype, integers))
+    symbols = subprocess.run(["nm", "-D", direct_shim.library._name], capture_output=True, text=True, check=True).stdout
+    kernels = set(re.findall(r"\b_ZN8modelnew(?:\d+[a-z]+)*\d+[a-z_]+_kernel[IE]\S*", symbols))
+    assert kernels == set(direct_shim.library.simt_launched().decode().split())
+
+
+def test_direct_shim_beyond_one_launch(tmp_path):
+    """With limits that small problems exceed: images in several launches, all pixels of dw in one block."""
+    source = (KERNELS / "direct.cu").read_text()
+    for name, value in {"kMostBlocks": 5, "kWeightGradBlocks": 1, "kDepthwiseWgradBlocks": 1}.items():
+        source, found = re.subn(rf"{name} = \w+;", f"{name} = {value};", source)
+        assert found == 1
+    engine = ShimEngine(source, tmp_path)
+    for case in (
+        Case(7, 3, 9, 10, 5, 3, 3, padding=(1, 1)),
+        Case(6, 2, 12, 11, 3, 2, 3, stride=(2, 2)),
+        Case(11, 1, 40, 37, 1, 3, 3, padding=(1, 1)),
+    ):
+        tensors = make_tensors(case, torch.float32, integers)
+        check_exact(case, engine(case, tensors), tensors)
+
+
+def right(engine: ShimEngine, case: Case) -> bool:
+    tensors = make_tensors(case, torch.float32, integers)
+    try:
+        check_exact(case, engine(case, tensors), tensors)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_every_barrier_of_direct_is_needed_and_tested(direct_shim):
+    """Without any one of its barriers, the direct engine fails a test above."""
+    lines = (KERNELS / "direct.cu").read_text().splitlines()
+    barriers = [number for number, line in enumerate(lines, start=1) if "__syncthreads();" in line]
+    try:
+        for number in barriers:
+            direct_shim.library.simt_ignore_barrier(number)
+            assert not all(right(direct_shim, case) for case in EXACT_CASES), f"direct.cu:{number} can go unnoticed"
+    finally:
+        direct_shim.library.simt_ignore_barrier(0)
+
+
+def before_guard_page(tensor: Tensor) -> Tensor:
+    """A copy that ends where readable memory ends."""
+    size, page = tensor.numel() * tensor.element_size(), mmap.PAGESIZE
+    pages = -(-size // page)
+    memory = mmap.mmap(-1, (pages + 1) * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    no_access = ctypes.c_int(0)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + pages * page), ctypes.c_size_t(page), no_access) == 0
+    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=pages * page - size)
+    return flat.view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("case", DENSE_CASES + DEPTHWISE_CASES, ids=str)
+def test_direct_shim_reads_nothing_behind_its_operands(direct_shim, case):
+    tensors = {name: before_guard_page(tensor) for name, tensor in make_tensors(case, torch.float32, integers).items()}
+    check_exact(case, direct_shim(case, tensors), tensors)
+
+
+# Compile gates -------------------------------------------------------------------------------------------------------
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
+
+# The language standard concerns the front end and the architecture the back end, so one full list of architectures is
+# enough. The two commands run side by side: about 1 minute on 2 cores.
+NVCC_GATES = {
+    "C++17, all architectures": ["-std=c++17", "-arch=all"],
+    "C++20, sm_90a": ["-std=c++20", "-gencode=arch=compute_90a,code=sm_90a"],
+}
+# ptxas turns a register spill into a failure.
+SPILL_GATE = ["-Xptxas", "-warn-spills,-Werror"]
+SPILLING_KERNEL = """
+__global__ void __launch_bounds__(1024, 2) spill(float* p) {
+  float v[64];
+  #pragma unroll
+  for (int i = 0; i < 64; ++i) v[i] = p[i * 1024 + threadIdx.x];
+  __syncthreads();
+  #pragma unroll
+  for (int i = 0; i < 64; ++i) p[i * 1024 + threadIdx.x] = v[i] * v[63 - i];
+}
+"""
+
+
+def start_nvcc(source: Path, output: Path, *flags: str) -> subprocess.Popen:
+    """Nvcc as load_inline calls it, with warnings as errors."""
+    common = [
+        *cpp_extension.COMMON_NVCC_FLAGS,
+        "--compiler-options",
+        "-fPIC",
+        "-Werror",
+        "all-warnings",
+        "--threads",
+        "0",
+    ]
+    command = ["nvcc", *common, *flags, f"-I{KERNELS}", "-c", str(source), "-o", str(output)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.fixture(scope="module")
+def nvcc_runs(tmp_path_factory) -> dict[tuple[str, str], subprocess.Popen]:
+    """All of nvcc's work, started at once."""
+    folder = tmp_path_factory.mktemp("nvcc")
+    return {
+        (source.name, gate): start_nvcc(source, folder / f"{source.stem}{number}.o", *flags, *SPILL_GATE)
+        for source in ENGINE_SOURCES
+        for number, (gate, flags) in enumerate(NVCC_GATES.items())
+    }
+
+
+@needs_nvcc
+@pytest.mark.parametrize("gate", NVCC_GATES)
+@pytest.mark.parametrize("source", ENGINE_SOURCES, ids=lambda path: path.name)
+def test_nvcc_compiles_without_spills(nvcc_runs, source, gate):
+    run = nvcc_runs[source.name, gate]
+    output, _ = run.communicate()
+    assert run.returncode == 0, output
+
+
+@needs_nvcc
+def test_spill_gate_sees_spills(tmp_path):
+    source = tmp_path / "spill.cu"
+    source.write_text(SPILLING_KERNEL)
+    for gate, passes in ([], True), (SPILL_GATE, False):
+        run = start_nvcc(source, tmp_path / "spill.o", "-arch=sm_90", *gate)
+        output, _ = run.communicate()
+        assert (run.returncode == 0) == passes, output
+
+
+# CUDA 12.1, the oldest that torch 2.1 comes with: its runtime compiler and assembler, as the Makefile installs them.
+CUDA121 = Path(sys.prefix) / "cuda-12.1" / "nvidia"
+NVRTC, PTXAS = CUDA121 / "cuda_nvrtc/lib/libnvrtc.so.12", CUDA121 / "cuda_nvcc/bin/ptxas"
+
+# NVRTC compiles device code only. Launchers become device functions, and each launch instantiates its kernel.
+RTC_HEADERS = {
+    "cstdint": """
+        #pragma once
+        using int16_t = short; using int32_t = int; using int64_t = long long;
+        using uint8_t = unsigned char; using uint16_t = unsigned short;
+        using uint32_t = unsigned; using uint64_t = unsigned long long;
+    """,
+    "cstddef": "",
+    "cstring": "",
+    "cstdio": "template <class... T> int snprintf(T...) { return 0; }",
+    "algorithm": """
+        #pragma once
+        namespace std {
+        template <class T> constexpr T min(T a, T b) { return b < a ? b : a; }
+        template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
+        template <class In, class N, class Out> Out copy_n(In in, N n, Out out) {
+          for (N i = 0; i < n; ++i) *out++ = *in++;
+          return out;
+        }
+        }
+    """,
+    "cuda_runtime_api.h": """
+        #pragma once
+        #define cudaGetLastError() cudaSuccess
+        namespace rtc {
+        struct Launch { template <class... T> void operator()(const T&...) const {} };
+        template <class Kernel> Launch launch(Kernel*, dim3, dim3, size_t = 0, cudaStream_t = nullptr) { return {}; }
+        }
+    """,
+}
+
+
+def nvrtc_ptx(source: str, *options: str) -> str:
+    """PTX from CUDA 12.1's NVRTC; the compiler's log in the AssertionError. Leaves the thread in an ASCII locale."""
+    nvrtc = ctypes.CDLL(str(NVRTC))
+    texts = lambda strings: (ctypes.c_char_p * len(strings))(*(text.encode() for text in strings))  # noqa: E731
+    program = ctypes.c_void_p()
+    headers = (len(RTC_HEADERS), texts(RTC_HEADERS.values()), texts(RTC_HEADERS.keys()))
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", *headers) == 0
+
+    def fetch(what: str) -> str:
+        size = ctypes.c_size_t()
+        getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+        return buffer.value.decode()
+
+    assert nvrtc.nvrtcCompileProgram(program, len(options), texts(options)) == 0, fetch("ProgramLog")
+    return fetch("PTX")
+
+
+RTC_ARCHITECTURES = ["70", "80", "90a"]
+
+
+@pytest.fixture(scope="module")
+def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
+    """PTX of every engine for every architecture, compiled in threads of their own."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        runs = {}
+        for source, arch in itertools.product(ENGINE_SOURCES, RTC_ARCHITECTURES):
+            text = KERNEL_LAUNCH.sub(r"rtc::launch(\1, \2)", source.read_text())
+            # Launchers are hidden from NVRTC; here they are wanted.
+            text = "#include <cstdint>\n" + text.replace("__CUDACC_RTC__", "MODELNEW_NEVER_DEFINED")
+            options = ["--std=c++17", f"--gpu-architecture=compute_{arch}", "--device-as-default-execution-space"]
+            runs[source.name, arch] = pool.submit(nvrtc_ptx, text, *options, f"-I{KERNELS}")
+        yield runs
+
+
+@pytest.mark.skipif(not (NVRTC.exists() and PTXAS.exists()), reason="needs CUDA 12.1's wheels, see Makefile")
+@pytest.mark.parametrize("arch", RTC_ARCHITECTURES)
+@pytest.mark.parametrize("source", ENGINE_SOURCES, ids=lambda path: path.name)
+def test_device_code_under_cuda_12_1(rtc_runs, source, arch, tmp_path):
+    ptx = rtc_runs[source.name, arch].result()
+    kernels = set(re.findall(r"\w+_kernel\b(?=\()", source.read_text()))
+    assert kernels <= set(re.findall(r"[a-z_]+_kernel(?=I|E)", ptx)), "a kernel that nothing launches"
+    (tmp_path / "kernels.ptx").write_text(ptx)
+    command = [PTXAS, f"-arch=sm_{arch}", tmp_path / "kernels.ptx", "-o", tmp_path / "kernels.cubin"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", [*ENGINE_SOURCES, *sorted(KERNELS.glob("*.cuh"))], ids=lambda path: path.name)
+def test_torch_stays_above_the_binding(path):
+    """Torch headers cost more compile time than all kernels together, once nvcc sees them."""
+    assert not re.search(r"#\s*include\s*[<\"](torch|ATen|c10|pybind11|Python)", path.read_text())
+
+
+# modelnew against torch ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Shapes and keyword arguments of one conv2d call, with a name that says what is special about it."""
+
+    name: str
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    kwargs: dict = dataclasses.field(default_factory=dict)
+    bias: int | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def tensors(
+        self, device: str, dtype: torch.dtype = torch.float64, requires_grad: bool = True
+    ) -> list[Tensor | None]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [self.x, self.w] + ([] if self.bias is None else [(self.bias,)])
+        made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+        return [tensor.requires_grad_(requires_grad) for tensor in made] + [None] * (3 - len(made))
+
+
+# Each spelling that F.conv2d takes. Numbers are in double: so close to PyTorch's that only an error in kind can differ.
+CALLS = [
+    Call("plain", (2, 4, 9, 10), (6, 4, 3, 2)),
+    Call("bias", (2, 4, 9, 10), (6, 4, 3, 2), bias=6),
+    Call("unbatched", (4, 9, 10), (6, 4, 3, 3), {"padding": 1}, bias=6),
+    Call("ints", (2, 4, 9, 10), (6, 2, 3, 3), {"stride": 2, "padding": 1, "dilation": 2, "groups": 2}),
+    Call("tuples", (2, 4, 9, 10), (6, 4, 3, 2), {"stride": (2, 1), "padding": (0, 3), "dilation": (1, 2)}),
+    Call("lists", (2, 4, 9, 10), (6, 4, 3, 2), {"stride": [1, 2], "padding": [2, 0], "dilation": [2, 1]}),
+    Call("one-element tuples", (2, 4, 9, 10), (6, 4, 3, 2), {"stride": (2,), "padding": (1,), "dilation": [1]}),
+    Call("torch.Size", (2, 4, 9, 10), (6, 4, 3, 2), {"padding": torch.Size([1, 2])}),
+    Call("valid", (2, 4, 9, 10), (6, 4, 3, 2), {"padding": "valid", "stride": 2}),
+    Call("same, odd filter", (2, 4, 9, 10), (6, 4, 3, 5), {"padding": "same"}, bias=6),
+    Call("same, even filter", (2, 4, 9, 10), (6, 4, 2, 4), {"padding": "same"}, bias=6),
+    Call("same, dilated", (4, 9, 10), (6, 2, 2, 3), {"padding": "same", "dilation": (3, 2), "groups": 2}),
+    Call("depthwise", (2, 4, 9, 10), (8, 1, 3, 3), {"groups": 4, "padding": 1}, bias=8),
+    Call("no images", (0, 4, 9, 10), (6, 4, 3, 3), bias=6),
+    Call("no input channels", (2, 0, 9, 10), (6, 0, 3, 3)),
+]
+
+# Wrong in one way each.
+BAD_CALLS = [
+    Call("input of rank 2", (9, 10), (6, 4, 3, 3)),
+    Call("input of rank 5", (1, 2, 4, 9, 10), (6, 4, 3, 3)),
+    Call("weight of rank 3", (2, 4, 9, 10), (6, 4, 3)),
+    Call("channels differ", (2, 5, 9, 10), (6, 4, 3, 3)),
+    Call("channels differ in groups", (2, 4, 9, 10), (6, 4, 3, 3), {"groups": 2}),
+    Call("groups do not divide", (2, 4, 9, 10), (5, 2, 3, 3), {"groups": 2}),
+    Call("no groups", (2, 4, 9, 10), (6, 4, 3, 3), {"groups": 0}),
+    Call("negative groups", (2, 4, 9, 10), (6, 4, 3, 3), {"groups": -1}),
+    Call("stride 0", (2, 4, 9, 10), (6, 4, 3, 3), {"stride": 0}),
+    Call("negative stride", (2, 4, 9, 10), (6, 4, 3, 3), {"stride": (1, -1)}),
+    Call("negative padding", (2, 4, 9, 10), (6, 4, 3, 3), {"padding": -1}),
+    Call("dilation 0", (2, 4, 9, 10), (6, 4, 3, 3), {"dilation": 0}),
+    Call("filter too large", (2, 4, 9, 10), (6, 4, 12, 3), {"padding": 1}),
+    Call("dilated filter too large", (4, 9, 10), (6, 4, 3, 3), {"dilation": 6}),
+    Call("bias of wrong length", (2, 4, 9, 10), (6, 4, 3, 3), bias=5),
+    Call("same with stride", (2, 4, 9, 10), (6, 4, 3, 3), {"padding": "same", "stride": 2}),
+    Call("unknown padding", (2, 4, 9, 10), (6, 4, 3, 3), {"padding": "full"}),
+    Call("three strides", (2, 4, 9, 10), (6, 4, 3, 3), {"stride": (1, 1, 1)}),
+    Call("image without rows", (2, 4, 0, 10), (6, 4, 3, 3)),
+    Call("filter without rows", (2, 4, 9, 10), (6, 4, 0, 3)),
+]
+
+
+def outcome(function: Callable, *args: object, **kwargs: object) -> tuple[object, ...]:
+    """("ok", result), or the exception's type and text."""
+    try:
+        return "ok", function(*args, **kwargs)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def gradients(y: Tensor, tensors: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    wanted = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    weights = torch.arange(y.numel(), dtype=y.dtype, device=y.device).view(y.shape) % 7 - 3
+    return torch.autograd.grad(y, wanted, weights)
+
+
+def assert_same(ours: object, theirs: object) -> None:
+    """Equal up to float64 rounding, in dtype, shape and memory format as well."""
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    for a, b in zip(
+        ours if isinstance(ours, tuple) else (ours,), theirs if isinstance(theirs, tuple) else (theirs,), strict=True
+    ):
+        assert a.is_contiguous() == b.is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_conv2d_is_torchs(call, device):
+    tensors = call.tensors(device)
+    ours, theirs = modelnew.conv2d(*tensors, **call.kwargs), F.conv2d(*tensors, **call.kwargs)
+    assert_same(ours, theirs)
+    assert_same(gradients(ours, tensors), gradients(theirs, tensors))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", BAD_CALLS, ids=str)
+def test_bad_calls_raise_what_torch_raises(call, device):
+    tensors = call.tensors(device)
+    theirs = outcome(F.conv2d, *tensors, **call.kwargs)
+    assert theirs[0] != "ok"
+    assert outcome(modelnew.conv2d, *tensors, **call.kwargs) == theirs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_mixed_dtypes_raise_what_torch_raises(device):
+    x, w, bias = CALLS[1].tensors(device, requires_grad=False)
+    for mixed in ((x.float(), w, bias), (x, w.half(), bias), (x, w, bias.float()), (x.float(), w.float(), bias)):
+        theirs = outcome(F.conv2d, *mixed)
+        assert theirs[0] != "ok"
+        assert outcome(modelnew.conv2d, *mixed) == theirs
+
+
+@gpu
+def test_mixed_devices_raise_what_torch_raises():
+    x, w, bias = CALLS[1].tensors("cpu", requires_grad=False)
+    for mixed in ((x.cuda(), w, None), (x, w.cuda(), None), (x.cuda(), w.cuda(), bias)):
+        theirs = outcome(F.conv2d, *mixed)
+        assert theirs[0] != "ok"
+        assert outcome(modelnew.conv2d, *mixed) == theirs
+
+
+WRONG_ARGUMENTS = {
+    "lists for tensors": ([[1.0]], torch.ones(1, 1, 1, 1)),
+    "strings for tensors": ("x", "w"),
+    "no weight": (torch.ones(1, 1, 3, 3), None),
+    "a bias that is a number": (torch.ones(1, 1, 3, 3), torch.ones(1, 1, 1, 1), 1.0),
+    "a fractional stride": (torch.ones(1, 1, 3, 3), torch.ones(1, 1, 1, 1), None, 1.5),
+    "no groups": (torch.ones(1, 1, 3, 3), torch.ones(1, 1, 1, 1), None, 1, 0, 1, None),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("arguments", WRONG_ARGUMENTS)
+def test_wrong_arguments_raise_type_errors(arguments, device):
+    """Up to the list of what was received: we hand PyTorch the defaults as well."""
+    given = [value.to(device) if isinstance(value, Tensor) else value for value in WRONG_ARGUMENTS[arguments]]
+    theirs, ours = outcome(F.conv2d, *given), outcome(modelnew.conv2d, *given)
+    assert ours[0] is theirs[0] is TypeError
+    assert ours[1].split(" - got")[0].split("must be")[0] == theirs[1].split(" - got")[0].split("must be")[0]
+
+
+def test_cpu_serves_what_torch_serves():
+    """Dtypes that only the GPU kernels do not know."""
+    for dtype in (torch.complex64, torch.int32):
+        x, w, _ = CALLS[0].tensors("cpu", dtype, requires_grad=False)
+        assert torch.equal(modelnew.conv2d(x, w), F.conv2d(x, w))
+
+
+def test_signatures():
+    assert str(inspect.signature(modelnew.conv2d).replace(return_annotation=inspect.Signature.empty)).count("=") == 5
+    names = list(inspect.signature(modelnew.conv2d).parameters)
+    assert names == ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
+    parameters = inspect.signature(modelnew.ModelNew).parameters
+    assert [(name, parameter.default) for name, parameter in parameters.items()][3:] == [
+        ("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1), ("bias", False),
+    ]  # fmt: skip
+    assert list(parameters)[:3] == ["in_channels", "out_channels", "kernel_size"]
+
+
+# PyTorch's own test suite, which comes inside its wheel.
+
+
+@pytest.fixture(scope="module")
+def conv2d_opinfo():
+    methods = pytest.importorskip("torch.testing._internal.common_methods_invocations", exc_type=ImportError)
+    return next(info for info in methods.op_db if info.name == "nn.functional.conv2d")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_opinfo_samples(conv2d_opinfo, device, dtype, fp32_contract):
+    for sample in conv2d_opinfo.sample_inputs(device, dtype, requires_grad=True):
+        tensors = [sample.input, *(arg for arg in sample.args if isinstance(arg, Tensor))]
+        ours = modelnew.conv2d(sample.input, *sample.args, **sample.kwargs)
+        theirs = F.conv2d(sample.input, *sample.args, **sample.kwargs)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gradients(ours, tensors), gradients(theirs, tensors), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opinfo_error_inputs(conv2d_opinfo, device):
+    for bad in conv2d_opinfo.error_inputs(device):
+        sample = bad.sample_input
+        with pytest.raises(bad.error_type, match=bad.error_regex):
+            modelnew.conv2d(sample.input, *sample.args, **sample.kwargs)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+def test_moduleinfo_samples(device, training):
+    modules = pytest.importorskip("torch.testing._internal.common_modules", exc_type=ImportError)
+    info = next(info for info in modules.module_db if info.module_cls is nn.Conv2d)
+    options = {"device": device, "dtype": torch.float64, "requires_grad": True, "training": training}
+    for sample in info.module_inputs_func(info, **options):
+        created, called = sample.constructor_input, sample.forward_input
+        layers = []
+        for layer_class in (modelnew.Conv2d, nn.Conv2d):
+            torch.manual_seed(0)
+            layers.append(layer_class(*created.args, **created.kwargs).to(device, torch.float64).train(training))
+        ours, theirs = (layer(*called.args, **called.kwargs) for layer in layers)
+        assert_same(ours, theirs)
+        grads = [
+            gradients(y, [*called.args, *layer.parameters()]) for y, layer in zip((ours, theirs), layers, strict=True)
+        ]
+        assert_same(*grads)
+
+
+# Layers. Each set of arguments takes another way through nn.Conv2d.
+LAYER_ARGUMENTS = [
+    {"kernel_size": 3},
+    {"kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 2), "dilation": 2, "groups": 2, "bias": False},
+    {"kernel_size": (2, 3), "padding": "same"},
+    {"kernel_size": 3, "padding": "valid"},
+    {"kernel_size": 3, "padding": (2, 1), "padding_mode": "reflect"},
+    {"kernel_size": 3, "padding": 1, "padding_mode": "replicate", "stride": 2},
+    {"kernel_size": 3, "padding": "same", "padding_mode": "circular"},
+    {"kernel_size": 3, "dtype": torch.float64},
+]
+
+
+class Model(nn.Module):
+    """What ModelNew stands in for."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: object, bias: bool = False, **kwargs: object
+    ) -> None:
+        super().__init__()
+        self.conv2d = nn.Conv2d(in_channels, out_channels, kernel_size, bias=bias, **kwargs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv2d(x)
+
+
+def twins(ours: type[nn.Module], theirs: type[nn.Module], device: str, **kwargs: object) -> list[nn.Module]:
+    """One of each, made from the same seed."""
+    layers = []
+    for layer_class in (ours, theirs):
+        torch.manual_seed(42)
+        layers.append(layer_class(4, 6, **kwargs).to(device))
+    return layers
+
+
+def layer_pairs() -> list:
+    """(ours, theirs, arguments), for both of our layers."""
+    pairs = [(modelnew.Conv2d, nn.Conv2d, arguments) for arguments in LAYER_ARGUMENTS]
+    models = [arguments for arguments in LAYER_ARGUMENTS if not arguments.keys() & {"padding_mode", "dtype"}]
+    pairs += [(modelnew.ModelNew, Model, arguments) for arguments in models]
+    return [pytest.param(*pair, id=f"{pair[0].__name__} {pair[2]}") for pair in pairs]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ours, theirs, arguments", layer_pairs())
+def test_layers_are_torchs(ours, theirs, arguments, device):
+    """Same random draws, same state, same numbers, and state that moves freely between the two."""
+    layer, reference = twins(ours, theirs, device, **arguments)
+    assert list(layer.state_dict()) == list(reference.state_dict())
+    for name, value in reference.state_dict().items():
+        assert torch.equal(layer.state_dict()[name], value)
+    layer, reference = layer.double(), reference.double()
+    x = torch.randn(2, 4, 9, 10, dtype=torch.float64, device=device)
+    assert_same(layer(x), reference(x))
+    other = theirs(4, 6, **arguments).to(device, torch.float64)
+    layer.load_state_dict(other.state_dict(), strict=True)
+    assert_same(layer(x), other(x))
+
+
+@pytest.mark.parametrize("ours, theirs", [(modelnew.Conv2d, nn.Conv2d), (modelnew.ModelNew, Model)], ids=named)
+def test_bad_layers_raise_what_torch_raises(ours, theirs):
+    for bad in (
+        {"groups": 3},
+        {"groups": 0},
+        {"padding": "same", "stride": 2},
+        {"padding": "full"},
+        {"kernel_size": None},
+    ):
+        arguments = {"kernel_size": 3} | bad
+        expected = outcome(theirs, 4, 6, **arguments)
+        assert expected[0] != "ok"
+        assert outcome(ours, 4, 6, **arguments) == expected
+
+
+def test_conv2d_layer_is_an_nn_conv2d():
+    layer = modelnew.Conv2d(4, 6, 3, padding=1)
+    assert isinstance(layer, nn.Conv2d)
+    assert repr(layer) == repr(nn.Conv2d(4, 6, 3, padding=1))
+    assert outcome(modelnew.Conv2d, 4, 6, 3, padding_mode="mirror") == outcome(
+        nn.Conv2d, 4, 6, 3, padding_mode="mirror"
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layer_class", [modelnew.Conv2d, modelnew.ModelNew], ids=named)
+def test_layers_survive_copying_and_storing(layer_class, device, tmp_path):
+    layer = layer_class(4, 6, 3, padding=1, bias=True).to(device)
+    x = torch.randn(2, 4, 9, 10, device=device)
+    expected = layer(x)
+    torch.save(layer, tmp_path / "layer.pt")
+    loaded = torch.load(tmp_path / "layer.pt", **({"weights_only": False} if torch.__version__ >= "2.4" else {}))
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
+        assert torch.equal(twin(x), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_model_uses_its_parameters_as_they_are(device):
+    """Nothing derived from a weight outlives the call."""
+    model = modelnew.ModelNew(4, 6, 3, bias=True).to(device, torch.float64)
+    x = torch.randn(2, 4, 9, 10, dtype=torch.float64, device=device)
+
+    def check() -> None:
+        assert_same(model(x), F.conv2d(x, model.conv2d.weight, model.conv2d.bias))
+
+    check()
+    with torch.no_grad():
+        model.conv2d.weight.mul_(2)
+        check()
+        model.conv2d.bias.data = torch.ones_like(model.conv2d.bias)
+        check()
+    model.conv2d.weight = nn.Parameter(torch.randn_like(model.conv2d.weight))
+    check()
+    model.conv2d.bias = None
+    check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parametrizations(device):
+    x = torch.randn(2, 4, 9, 10, dtype=torch.float64, device=device)
+    for parametrize in (
+        nn.utils.parametrizations.weight_norm,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    ):
+        layer, reference = twins(modelnew.Conv2d, nn.Conv2d, device, kernel_size=3, dtype=torch.float64)
+        parametrize(layer), parametrize(reference)
+        assert_same(layer(x), reference(x))
+        grads = [gradients(each(x), list(each.parameters())) for each in (layer, reference)]
+        assert_same(*grads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_formats_are_torchs(device):
+    """channels_last where the input or the weight is; an expanded input gives a contiguous result."""
+    x, w, _ = Call("", (2, 4, 9, 10), (6, 4, 3, 3)).tensors(device, requires_grad=False)
+    last = functools.partial(torch.Tensor.contiguous, memory_format=torch.channels_last)
+    for a, b in ((last(x), w), (x, last(w)), (last(x), last(w)), (x[:1, :, :1, :1].expand(2, 4, 9, 10), w)):
+        ours, theirs = modelnew.conv2d(a, b), F.conv2d(a, b)
+        assert ours.stride() == theirs.stride()
+        assert_same(ours, theirs)
+
+
+def test_explain_and_force_engine_on_the_cpu():
+    x, w, bias = CALLS[1].tensors("cpu", requires_grad=False)
+    assert "PyTorch" in modelnew.explain(x, w, bias)
+    with pytest.raises(ValueError, match="warp-drive"), modelnew.force_engine("warp-drive"):
+        pass
+    with modelnew.force_engine("direct"):  # concerns CUDA tensors alone
+        assert torch.equal(modelnew.conv2d(x, w, bias), F.conv2d(x, w, bias))
+
+
+def test_engine_names_are_the_tables():
+    """Those that force_engine knows without a build, and those in the binding's table."""
+    table = re.search(r"kEngines\[\] = \{(.*?)\}", (KERNELS / "binding.cpp").read_text())[1]
+    names = [name.lower() for name in re.findall(r"&k(\w+)Engine", table)]
+    assert tuple(names) == modelnew._ENGINE_NAMES
+    assert {path.stem for path in ENGINE_SOURCES} == set(names)
+
+
+# The operator --------------------------------------------------------------------------------------------------------
+
+
+def operator(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1
+) -> Tensor:
+    """torch.ops.modelnew.conv2d, which on a CPU modelnew.conv2d has no need of."""
+    return torch.ops.modelnew.conv2d(x, w, bias, stride, padding, dilation, groups)
+
+
+CONVOLUTIONS = [modelnew.conv2d, operator]
+# One case with everything in it. Sizes differ from one another; dx has rows that no filter meets.
+RICH_CALL = Call(
+    "rich", (2, 4, 8, 9), (6, 2, 3, 2), {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2), "groups": 2}, bias=6
+)
+OPERATOR_CALLS = [
+    RICH_CALL,
+    Call("plain", (2, 4, 6, 5), (3, 4, 3, 2)),
+    Call("unbatched", (4, 6, 5), (3, 4, 3, 2), {"padding": (1, 1)}, bias=3),
+    Call("depthwise", (2, 3, 6, 5), (6, 1, 2, 3), {"padding": (1, 1), "groups": 3}, bias=6),
+]
+
+
+def numbers(kwargs: dict) -> tuple:
+    """stride, padding, dilation, groups as the operator's schema wants them."""
+    return tuple(kwargs.get(name, default) for name, default in
+                 (("stride", (1, 1)), ("padding", (0, 0)), ("dilation", (1, 1)), ("groups", 1)))  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", OPERATOR_CALLS, ids=str)
+def test_operator_and_its_gradients(call, device):
+    tensors = call.tensors(device)
+    ours, theirs = operator(*tensors, **call.kwargs), F.conv2d(*tensors, **call.kwargs)
+    assert_same(ours, theirs)
+    assert_same(gradients(ours, tensors), gradients(theirs, tensors))
+    for wanted in tensors[:2]:  # one gradient at a time
+        ours, theirs = operator(*tensors, **call.kwargs), F.conv2d(*tensors, **call.kwargs)
+        assert_same(*(torch.autograd.grad(y.sum(), wanted)[0] for y in (ours, theirs)))
+
+
+@pytest.mark.skipif(not hasattr(torch.library, "opcheck"), reason="torch.library.opcheck came with 2.4")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", [OPERATOR_CALLS[0], OPERATOR_CALLS[3]], ids=str)
+def test_opcheck(call, device):
+    x, w, bias = call.tensors(device)
+    torch.library.opcheck(torch.ops.modelnew.conv2d.default, (x, w, bias, *numbers(call.kwargs)))
+    dy = torch.randn_like(operator(x, w, bias, **call.kwargs)).requires_grad_()
+    for mask in ([True, True, True], [False, True, False]):
+        arguments = (dy, x, w, *numbers(call.kwargs), mask)
+        torch.library.opcheck(torch.ops.modelnew.conv2d_backward.default, arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("convolution", CONVOLUTIONS, ids=named)
+def test_compile(convolution, dynamic, device):
+    """One graph, forward and backward, for new sizes as well; on a GPU it holds our operator."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: list) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+
+    @torch.compile(fullgraph=True, dynamic=dynamic, backend=backend)
+    def compiled(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return convolution(x, w, bias, (2, 1), (1, 2), (1, 2), 2)  # RICH_CALL's; torch 2.1 makes variables of others
+
+    for x_shape in (
+        (5, 4, 8, 9),
+        (7, 4, 8, 9),
+        (7, 4, 11, 10),
+    ):  # no size twice: dynamic shapes take equal ones for one
+        tensors = dataclasses.replace(RICH_CALL, x=x_shape).tensors(device)
+        ours, theirs = compiled(*tensors), F.conv2d(*tensors, **RICH_CALL.kwargs)
+        assert_same(ours, theirs)
+        assert_same(gradients(ours, tensors), gradients(theirs, tensors))
+    if convolution is operator or device == "cuda":
+        targets = [[str(node.target) for node in graph.graph.nodes] for graph in graphs]
+        assert any("modelnew.conv2d.default" in names for names in targets)
+        assert any("modelnew.conv2d_backward.default" in names for names in targets)
+    if dynamic:
+        assert len(graphs) == 2
+
+
+@gpu
+def test_compile_with_inductor():
+    pytest.importorskip("triton")
+    torch._dynamo.reset()
+    model = modelnew.ModelNew(4, 6, 3, bias=True).to("cuda", torch.float64)
+    x = torch.randn(2, 4, 9, 10, dtype=torch.float64, device="cuda")
+    assert_same(torch.compile(model, fullgraph=True)(x), model(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layer_class", [modelnew.Conv2d, modelnew.ModelNew], ids=named)
+def test_export(layer_class, device):
+    layer = layer_class(4, 6, 3, padding=1).to(device, torch.float64)
+    x = torch.randn(2, 4, 9, 10, dtype=torch.float64, device=device)
+    program = torch.export.export(layer, (x,), **exported_batch())
+    run = program.module() if hasattr(program, "module") else program
+    other = torch.randn(5, 4, 9, 10, dtype=torch.float64, device=device)
+    assert_same(run(other), layer(other))
+    if device == "cuda":
+        assert any("modelnew.conv2d" in str(node.target) for node in program.graph.nodes)
+
+
+def exported_batch() -> dict:
+    """The argument of torch.export.export that leaves the batch size open; torch 2.1 has none."""
+    if not hasattr(torch.export, "Dim"):
+        pytest.skip("torch.export takes dynamic shapes from 2.2 on")
+    return {"dynamic_shapes": ({0: torch.export.Dim("batch", min=2)},)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("convolution", CONVOLUTIONS, ids=named)
+def test_meta_and_fake_tensors(convolution, device):
+    """Shapes, dtypes and strides without data, as the real call gives them."""
+    x, w, bias = RICH_CALL.tensors(device, torch.float32, requires_grad=False)
+    for x_like in (x, x.contiguous(memory_format=torch.channels_last)):
+        real = convolution(x_like, w, bias, **RICH_CALL.kwargs)
+        with FakeTensorMode() as mode:
+            fake = convolution(*(mode.from_tensor(tensor) for tensor in (x_like, w, bias)), **RICH_CALL.kwargs)
+        meta = convolution(*(tensor.to("meta") for tensor in (x_like, w, bias)), **RICH_CALL.kwargs)
+        assert fake.device == real.device
+        assert meta.device.type == "meta"
+        for abstract in (fake, meta):
+            assert (abstract.shape, abstract.dtype) == (real.shape, real.dtype)
+            if convolution is operator or abstract.is_cuda:
+                assert abstract.stride() == real.stride()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("convolution", CONVOLUTIONS, ids=named)
+def test_autocast(convolution, dtype, device):
+    """float32 goes to autocast's dtype, float64 stays, and gradients come back in the parameters' dtype."""
+    if device == "cpu" and dtype == torch.float16 and torch.__version__ < "2.4":
+        pytest.skip("autocast to float16 on CPUs came with torch 2.4")
+    for given in (torch.float32, torch.float64):
+        tensors = RICH_CALL.tensors(device, given)
+        with torch.autocast(device, dtype):
+            ours, theirs = convolution(*tensors, **RICH_CALL.kwargs), F.conv2d(*tensors, **RICH_CALL.kwargs)
+        assert ours.dtype == theirs.dtype == (dtype if given == torch.float32 else given)
+        torch.testing.assert_close(ours, theirs)
+        for mine, other in zip(gradients(ours, tensors), gradients(theirs, tensors), strict=True):
+            torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("convolution", CONVOLUTIONS, ids=named)
+def test_func_transforms(convolution, device):
+    x, w, bias = RICH_CALL.tensors(device, requires_grad=False)
+    xs, ws = torch.stack([x, 2 * x, x - 1]), torch.stack([w, w + 1, -w])
+    ours, theirs = (functools.partial(each, **RICH_CALL.kwargs) for each in (convolution, F.conv2d))
+    for transform in (
+        lambda f: torch.func.vmap(f, in_dims=(0, None, None))(xs, w, bias),
+        lambda f: torch.func.vmap(f, in_dims=(0, 0, None))(xs, ws, bias),
+        lambda f: torch.func.grad(lambda w: f(x, w, bias).square().sum())(w),
+        lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x, w, bias).square().sum()))(xs),
+        lambda f: torch.func.jvp(f, (x, w, bias), (x, w + 1, bias))[1],
+        lambda f: torch.func.jacrev(lambda b: f(x[:1], w, b))(bias),
+        lambda f: torch.func.hessian(lambda w: f(x[:1, :, :3, :3], w, bias).square().sum())(w),
+    ):
+        assert_same(transform(ours), transform(theirs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("convolution", CONVOLUTIONS, ids=named)
+def test_forward_mode(convolution, device):
+    x, w, _ = RICH_CALL.tensors(device, requires_grad=False)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(convolution(dual, w, **RICH_CALL.kwargs)).tangent
+    assert_same(tangent, F.conv2d(torch.ones_like(x), w, **RICH_CALL.kwargs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("convolution", CONVOLUTIONS, ids=named)
+@pytest.mark.parametrize("call", OPERATOR_CALLS, ids=str)
+def test_gradcheck_twice(call, convolution, device):
+    """First and second derivatives against finite differences, in every combination of inputs."""
+    tensors = [tensor for tensor in call.tensors(device) if tensor is not None]
+    function = functools.partial(convolution, **call.kwargs)
+    assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradcheck_is_exact_on_integers(device):
+    """Convolution is multilinear: with integers and a step of 1, finite differences are exact in float32."""
+    tensors = [tensor.detach().round().float().requires_grad_() for tensor in RICH_CALL.tensors(device)]
+    function = functools.partial(operator, **RICH_CALL.kwargs)
+    # gradcheck warns of single precision, which is enough here.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.autograd.gradcheck(function, tensors, eps=1, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_gradients_without_some(device):
+    """Second derivatives where only one first derivative was asked for."""
+    for wanted in ([0], [1], [2], [0, 2]):
+        tensors = RICH_CALL.tensors(device)
+        seconds = []
+        for convolution in (operator, F.conv2d):
+            y = convolution(*tensors, **RICH_CALL.kwargs).square()
+            firsts = torch.autograd.grad(y.sum(), [tensors[i] for i in wanted], create_graph=True)
+            loss = sum(first.square().sum() for first in firsts)
+            seconds.append(torch.autograd.grad(loss, tensors))
+        torch.testing.assert_close(*seconds)
+
+
+def test_operators_survive_a_second_definition():
+    """Running the module's code again, as a bundle does, leaves the operators as they are."""
+    before = torch.ops.modelnew.conv2d.default
+    modelnew._register_operators()
+    assert torch.ops.modelnew.conv2d.default is before
+    x, w, _ = RICH_CALL.tensors("cpu", requires_grad=False)
+    assert_same(operator(x, w, **RICH_CALL.kwargs), F.conv2d(x, w, **RICH_CALL.kwargs))
+
+
+# The bundle ----------------------------------------------------------------------------------------------------------
+
+# A problem as KernelBench poses it, with module globals that a careless bundle would overwrite.
+REFERENCE_SOURCE = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: tuple, stride: int = 1, padding: int = 0,
+                 dilation: int = 1, groups: int = 1, bias: bool = False):
+        super(Model, self).__init__()
+        self.conv2d = nn.Conv2d(in_channels, out_channels, kernel_size, stride=stride, padding=padding,
+                                dilation=dilation, groups=groups, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv2d(x)
+
+batch_size = 3
+in_channels = 16
+out_channels = 32
+kernel_size = (3, 5)
+width = 64
+height = 48
+
+def get_inputs():
+    return [torch.rand(batch_size, in_channels, height, width)]
+
+def get_init_inputs():
+    return [in_channels, out_channels, kernel_size]
+"""
+
+# What KernelBench's static checker rejects or warns of (its kernel_static_checker.py). It looks at code without its
+# comments; here the whole text must be free of it.
+FORBIDDEN_IN_BUNDLE = {
+    "exception handlers": r"\btry\s*:|\bexcept\b",
+    "the word pass": r"\bpass\b",
+    "future imports": r"__future__",
+    "compute layers": r"torch\.nn\.(?!(Module(List|Dict)?|parameter|Parameter(List|Dict)?|init)\b)",
+    "torch's operators": r"\btorch\.(mm|bmm|matmul|einsum|conv([123]d|_transpose[123]d)?|(avg|max)_pool[123]d|relu|tanh"
+    r"|sigmoid|softmax|linear|clamp|dropout|logsumexp)(?=\s*\(|\s|$)",
+    "torch's functions": r"\bnn\.functional\.\w+|\bF\.(conv|linear|relu|gelu|softmax|dropout|(max|avg)_pool|\w+_norm)",
+    "streams": r"cuda\.Stream\s*\(|with\s+torch\.cuda\.stream|\.wait_stream\s*\(|\.record_stream\s*\(",
+    "threads": r"\bthreading\b|multiprocessing|concurrent\.futures|PoolExecutor",
+    "tensor subclasses": r"_make_subclass|class\s+\w+.*\((torch\.)?Tensor\)|torch\.Tensor\.__new__",
+    "patched timers": r"(cuda\.Event|\.record|\.elapsed_time|synchronize|time\.perf_counter|time\.time)\s*=",
+    "half precision": r"__float2half(_rn)?\s*\(|\(\s*__half\s*\)\s*[\w>.-]|static_cast\s*<\s*(__half|half)\s*>\s*\("
+    r"|\.half\s*\(|\.float16\s*\(|\.to\s*\(\s*(dtype\s*=\s*)?torch\.(float16|half)\b",
+}
+
+
+@pytest.fixture(scope="module")
+def bundle_text() -> str:
+    return modelnew.bundle()
+
+
+@pytest.mark.parametrize("what", FORBIDDEN_IN_BUNDLE)
+def test_bundle_avoids(bundle_text, what):
+    lines = bundle_text.splitlines()
+    found = [(i, line) for i, line in enumerate(lines, start=1) if re.search(FORBIDDEN_IN_BUNDLE[what], line)]
+    assert not found
+
+
+def test_bundle_has_what_is_asked_for(bundle_text):
+    for pattern in (
+        r"__global__ void",
+        "load_inline",
+        r"threadIdx\.",
+        r"__syncthreads\s*\(",
+        r"class ModelNew\(nn\.Module\)",
+    ):
+        assert re.search(pattern, bundle_text)
+    for source in KERNELS.iterdir():
+        assert source.name in bundle_text
+
+
+def test_bundle_command(bundle_text, tmp_path):
+    """`python modelnew.py bundle`, to a file and to standard output."""
+    command = [sys.executable, str(ROOT / "modelnew.py"), "bundle"]
+    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, cwd=tmp_path)
+    run([*command, "-o", "bundle.py"])
+    assert (tmp_path / "bundle.py").read_text() == bundle_text
+    assert run(command).stdout == bundle_text
+
+
+def evaluate(bundle: str, device: str, cache: Path) -> tuple[dict, Tensor, Tensor]:
+    """As KernelBench does it: both sources in one dict, seeds 42, the same inputs. Returns (globals, theirs, ours)."""
+    context: dict = {}
+    exec(compile(REFERENCE_SOURCE, "<string>", "exec"), context)
+    before = dict(context)
+    prepended = f"import os\nos.environ['TORCH_EXTENSIONS_DIR'] = {str(cache)!r}\n"
+    exec(compile(prepended + bundle, "<string>", "exec"), context)
+    for name in ("Model", "get_inputs", "get_init_inputs", "in_channels", "height", "torch", "nn"):
+        assert context[name] is before[name], f"the bundle overwrites {name}"
+    torch.manual_seed(42)
+    inputs = [tensor.to(device) for tensor in context["get_inputs"]()]
+    outputs = []
+    for model_class in (context["Model"], context["ModelNew"]):
+        torch.manual_seed(42)
+        model = model_class(*context["get_init_inputs"]()).to(device=device)
+        outputs.append(model(*inputs))
+    return context, *outputs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bundle_under_exec(bundle_text, device, monkeypatch, tmp_path):
+    """Twice in one process, beside the imported module, with an architecture list that fits no GPU here."""
+    cache = tmp_path if device == "cpu" else Path(modelnew._cache_directory()).parent
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(cache))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9")
+    for _ in range(2):
+        context, theirs, ours = evaluate(bundle_text, device, cache)
+        assert context["ModelNew"] is not modelnew.ModelNew
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        ours.sum().backward()
+    assert list(tmp_path.iterdir()) == []
+    x, w, bias = RICH_CALL.tensors(device, requires_grad=False)
+    assert_same(modelnew.conv2d(x, w, bias, **RICH_CALL.kwargs), F.conv2d(x, w, bias, **RICH_CALL.kwargs))
+
+
+def test_bundle_has_few_globals_and_unmistakable_ones(bundle_text):
+    context: dict = {}
+    exec(compile(bundle_text, "<string>", "exec"), context)
+    # Classes that it imports keep their names; they are what the reference would mean by them.
+    strangers = {
+        name
+        for name, value in context.items()
+        if not (name.lower().startswith(("_modelnew", "__")) or inspect.ismodule(value) or name[0].isupper())
+    }
+    assert not strangers
+
+
+def test_bundle_refuses_sources_that_would_be_rejected(monkeypatch):
+    monkeypatch.setitem(modelnew._sources, "direct.cu", modelnew._sources["direct.cu"] + "// first pass\n")
+    with pytest.raises(ValueError, match="first pass"):
+        modelnew.bundle()
+
+
+# The JIT -------------------------------------------------------------------------------------------------------------
+
+
+class FakeTools:
+    """A machine with a GPU, a CUDA toolkit and a compiler that all exist on paper only."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.monkeypatch, self.folder = monkeypatch, folder
+        self.cuda_home = folder / "cuda"
+        self.nvcc = self.program(self.cuda_home / "bin" / "nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
+        self.program(folder / "bin" / "ninja", "1.13.0")
+        self.program(folder / "bin" / "c++", "12.2.0")
+        (self.cuda_home / "include").mkdir()
+        (self.cuda_home / "include" / "cuda_runtime_api.h").touch()
+        for name, value in {
+            "CUDA_HOME": self.cuda_home,
+            "PATH": folder / "bin",
+            "TORCH_EXTENSIONS_DIR": folder / "cache",
+        }.items():
+            monkeypatch.setenv(name, str(value))
+        for name in ("CXX", "CC", "MODELNEW_QUIET", "NVCC_CCBIN", "NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
+        monkeypatch.setattr(sys, "executable", str(folder / "bin" / "python"))
+        monkeypatch.setattr(modelnew, "_load_inline", self.load_inline)
+        monkeypatch.setattr(modelnew, "_import_library", lambda name, path: ("imported", name, Path(path).read_text()))
+        self.seconds = 0.0
+
+    @staticmethod
+    def program(path: Path, output: str) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\necho '{output}'\n")
+        path.chmod(0o755)
+        return path
+
+    def load_inline(self, name: str, build_directory: str, **keywords: object) -> tuple[str, str]:
+        """What torch's does: writes the library; notes that it was called."""
+        with open(self.folder / "compiled", "a") as log:
+            log.write(f"{name}\n")
+        # Like torch up to 2.13, wait for the owner of a lock file for ever.
+        assert not (Path(build_directory) / "lock").exists()
+        (Path(build_directory) / "lock").touch()
+        time.sleep(self.seconds)
+        Path(build_directory, f"{name}.so").write_text("library")
+        (Path(build_directory) / "lock").unlink()
+        self.keywords = keywords
+        return "compiled", name
+
+    @property
+    def compiled(self) -> list[str]:
+        """Names of the builds so far, other processes' included."""
+        log = self.folder / "compiled"
+        return log.read_text().split() if log.exists() else []
+
+    def plan(self, **sources: str):
+        """The build of small sources; replace one by its name with a _ for the dot."""
+        texts = {"binding.cpp": "// binding", "direct.cu": '#include "a.cuh"\n', "a.cuh": "// a"}
+        return modelnew._plan_build(texts | {name.replace("_", "."): text for name, text in sources.items()})
+
+    def open(self) -> object:
+        return modelnew._open_or_build(self.plan())
+
+
+@pytest.fixture
+def tools(monkeypatch, tmp_path) -> FakeTools:
+    return FakeTools(monkeypatch, tmp_path)
+
+
+DIGEST_INGREDIENTS = {
+    "a kernel": lambda tools: tools.plan(direct_cu="// other"),
+    "a header": lambda tools: tools.plan(a_cuh="// other"),
+    "the binding": lambda tools: tools.plan(binding_cpp="// other"),
+    "the GPU": lambda tools: tools.monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (8, 0)),
+    "torch": lambda tools: tools.monkeypatch.setattr(torch, "__version__", "9.9.9"),
+    "torch's CUDA": lambda tools: tools.monkeypatch.setattr(torch.version, "cuda", "13.1"),
+    "nvcc": lambda tools: tools.program(tools.nvcc, "Cuda compilation tools, release 13.1, V13.1.1"),
+    "the host compiler": lambda tools: tools.program(tools.folder / "bin" / "c++", "13.3.0, another one"),
+    "nvcc's extra flags": lambda tools: tools.monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G"),
+}
+
+
+@pytest.mark.parametrize("ingredient", DIGEST_INGREDIENTS)
+def test_name_changes_with(tools, ingredient):
+    before = tools.plan().name
+    assert tools.plan().name == before
+    changed = DIGEST_INGREDIENTS[ingredient](tools)
+    assert (changed if isinstance(changed, modelnew._Build) else tools.plan()).name != before
+
+
+def test_name_does_not_change_with_what_does_not_matter(tools):
+    before = tools.plan().name
+    tools.monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9")
+    tools.monkeypatch.setenv("MODELNEW_QUIET", "1")
+    assert tools.plan().name == before
+
+
+def test_build_once_then_import(tools, capsys):
+    name = tools.plan().name
+    assert tools.open() == ("compiled", name)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert re.match(r"modelnew: compiling .*sm_90.* \d+ s", said[0])
+    assert re.match(r"modelnew: compiled in \d+ s", said[1])
+    assert tools.open() == ("imported", name, "library")
+    assert tools.compiled == [name]
+    assert capsys.readouterr().err == ""
+
+
+def test_build_passes_what_torch_needs(tools):
+    """Every supported torch gets sm_90a, and none is asked for another architecture by the environment."""
+    seen = {}
+    tools.monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9;not-an-arch")
+    original = tools.load_inline
+    tools.monkeypatch.setattr(modelnew, "_load_inline", lambda **k: (seen.update(os.environ), original(**k))[1])
+    tools.open()
+    assert "-gencode=arch=compute_90a,code=sm_90a" in tools.keywords["extra_cuda_cflags"]
+    assert seen["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    assert seen["CUDA_HOME"] == str(tools.cuda_home)
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.9;not-an-arch"
+
+
+def test_quiet(tools, capsys):
+    tools.monkeypatch.setenv("MODELNEW_QUIET", "1")
+    tools.open()
+    assert capsys.readouterr().err == ""
+
+
+def in_processes(tools: FakeTools, count: int) -> list[multiprocessing.Process]:
+    """Processes that all open the build now. Forked, so that they share the fake machine and need no import."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=tools.open) for _ in range(count)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def test_processes_at_once_build_once(tools):
+    tools.seconds = 0.5
+    processes = in_processes(tools, 3)
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert len(tools.compiled) == 1
+
+
+def test_a_killed_build_does_not_hang_the_next(tools):
+    tools.seconds = 60
+    (process,) = in_processes(tools, 1)
+    deadline = time.monotonic() + 30
+    while not list((tools.folder / "cache").rglob("lock")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.join(30)
+    assert list((tools.folder / "cache").rglob("lock")), "the killed build left torch's lock file"
+    tools.seconds = 0
+    (process,) = in_processes(tools, 1)
+    process.join(30)
+    assert process.exitcode == 0
+    assert tools.open()[0] == "imported"
+
+
+def test_a_failed_build_leaves_nothing_that_looks_finished(tools):
+    def fail(**_: object) -> None:
+        raise RuntimeError("Error building extension")
+
+    with tools.monkeypatch.context() as patch:
+        patch.setattr(modelnew, "_load_inline", fail)
+        with pytest.raises(RuntimeError, match="Error building"):
+            tools.open()
+    assert tools.open()[0] == "compiled"
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def unwritable_cache(tools: FakeTools) -> None:
+    """A file where a directory should be: unwritable for root as well."""
+    (tools.folder / "cache").touch()
+
+
+OBSTACLES = {
+    "no ninja": (lambda tools: remove(tools.folder / "bin" / "ninja"), "pip install ninja"),
+    "no nvcc": (lambda tools: remove(tools.nvcc), r"install CUDA 13\.0 and set CUDA_HOME"),
+    "no compiler": (lambda tools: remove(tools.folder / "bin" / "c++"), r"install g\+\+"),
+    "nvcc of another CUDA": (
+        lambda tools: tools.program(tools.nvcc, "Cuda compilation tools, release 12.4, V12.4.1"),
+        r"CUDA 12\.4, but this PyTorch to CUDA 13\.0",
+    ),
+    "nvcc that says nothing": (lambda tools: tools.program(tools.nvcc, ""), "set CUDA_HOME"),
+    "no cache": (unwritable_cache, "set TORCH_EXTENSIONS_DIR"),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_obstacles_get_one_clear_sentence(tools, obstacle, capsys):
+    """Import goes on, says why there are no kernels, and so does the first call that needs them."""
+    obstruct, advice = OBSTACLES[obstacle]
+    obstruct(tools)
+    extension, reason = modelnew._load_extension()
+    assert extension is None
+    assert re.search(advice, reason)
+    assert "\n" not in reason
+    assert capsys.readouterr().err.count("\n") == 1
+    tools.monkeypatch.setattr(modelnew, "_extension", None)
+    tools.monkeypatch.setattr(modelnew, "_extension_error", reason)
+    with pytest.raises(RuntimeError, match=advice):
+        modelnew._built_extension()
+
+
+COMPILER_FAILURES = {
+    "/usr/bin/ld: cannot find -lcudart: No such file": "CUDA_HOME",
+    "nvcc fatal : Unsupported gpu architecture 'compute_90a'": "CUDA toolkit",
+    "fatal error: Python.h: No such file or directory": "python3-dev",
+    "kernels/direct.cu(17): error: expected a ;": r"kernels/direct\.cu\(17\): error: expected a ;",
+}
+
+
+@pytest.mark.parametrize("symptom", COMPILER_FAILURES)
+def test_compiler_failures_get_a_reason(tools, symptom):
+    def fail(**_: object) -> None:
+        raise RuntimeError(f"Error building extension 'modelnew':\n[1/2] c++ -o ...\n{symptom}\nninja: build stopped\n")
+
+    tools.monkeypatch.setattr(modelnew, "_load_inline", fail)
+    assert re.search(COMPILER_FAILURES[symptom], modelnew._load_extension()[1])
+
+
+def test_without_a_gpu_import_is_silent_and_calls_explain(tools, capsys):
+    tools.monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    extension, reason = modelnew._load_extension()
+    assert extension is None
+    assert "no CUDA GPU" in reason
+    tools.monkeypatch.setattr(torch.version, "cuda", None)
+    assert "without CUDA" in modelnew._load_extension()[1]
+    assert capsys.readouterr().err == ""
+    assert tools.compiled == []
+
+
+def test_amalgamation_has_each_header_once_and_true_line_numbers(tmp_path):
+    """The one translation unit reports errors at the places in the files under kernels/."""
+    for names in (["binding.cpp"], [source.name for source in ENGINE_SOURCES]):
+        text = modelnew._amalgamate(modelnew._sources, names)
+        assert not re.search(r'^\s*#\s*include\s*"', text, re.MULTILINE)
+        file, number, seen = "", 0, set()
+        for line in text.splitlines():
+            if marker := re.match(r'#line (\d+) "kernels/(.*)"', line):
+                file, number = marker[2], int(marker[1])
+                continue
+            original = modelnew._sources[file].splitlines()[number - 1]
+            assert line in (original, ""), f"{file}:{number}"
+            assert line == "" or (file, number) not in seen
+            seen.add((file, number))
+            number += 1
+    assert {path.name for path in KERNELS.iterdir()} == set(modelnew._sources)
+
+
+@pytest.mark.skipif(modelnew._find_cuda_home() is None, reason="needs CUDA's headers")
+def test_binding_compiles(tmp_path):
+    """Against this torch, CPU build or not: only a header that says how torch's CUDA was built may be missing there."""
+    stand_in = tmp_path / "c10/cuda/impl/cuda_cmake_macros.h"
+    stand_in.parent.mkdir(parents=True)
+    stand_in.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
+    torch_home = Path(torch.__file__).parent
+    includes = [KERNELS, Path(modelnew._find_cuda_home()) / "include", sysconfig.get_path("include")]
+    system = [torch_home / "include", torch_home / "include/torch/csrc/api/include", tmp_path]
+    standard = "c++20" if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12) else "c++17"
+    command = ["g++", f"-std={standard}", "-fsyntax-only", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror"]
+    command += ["-DTORCH_EXTENSION_NAME=modelnew_test", *(f"-I{path}" for path in includes)]
+    command += [argument for path in system for argument in ("-isystem", str(path))]
+    done = subprocess.run([*command, str(KERNELS / "binding.cpp")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# The engines on the GPU ----------------------------------------------------------------------------------------------
+
+ENGINES = list(modelnew._ENGINE_NAMES)
+
+
+def on_gpu(
+    case: Case, tensors: dict[str, Tensor], tf32_allowed: bool = False, engine: str | None = None
+) -> dict[str, Tensor]:
+    """y, dx, dw and db of a case through the public functions, on a forced engine if one is named."""
+    x, w, bias = (tensors[name].detach().requires_grad_() for name in ("x", "w", "bias"))
+    forced = modelnew.force_engine(engine) if engine else contextlib.nullcontext()
+    with tf32(tf32_allowed), forced, poisoned_memory():
+        y = modelnew.conv2d(x, w, bias, **case.kwargs)
+        dx, dw, db = torch.autograd.grad(y, (x, w, bias), tensors["dy"])
+    return {"fprop": y.detach(), "dgrad": dx, "wgrad": dw, "bgrad": db}
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh tensors are full of NaN, so that elements which nobody writes show (torch 2.2 and later)."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def takes(engine: str, case: Case, tensors: dict[str, Tensor]) -> bool:
+    """Whether the engine takes all operators of a case; the last engine in the table must."""
+    try:
+        with modelnew.force_engine(engine):
+            modelnew.explain(tensors["x"], tensors["w"], tensors["bias"], **case.kwargs)
+    except RuntimeError:
+        assert engine != ENGINES[-1]
+        return False
+    return True
+
+
+@gpu
+def test_extension_is_built():
+    assert modelnew._extension is not None, modelnew._extension_error
+    assert tuple(modelnew._extension.engine_names()) == modelnew._ENGINE_NAMES
+
+
+# Larger than a shim can run: tiles of 64 and 16 channels, of 128 and 512 pixels, from one element short to one more.
+GPU_TILE_CASES = [
+    Case(2, C, H, W, K, R, S, padding=(R // 2, S // 2))
+    for (C, K), (H, W), (R, S) in [
+        ((64, 64), (16, 128), (3, 3)),
+        ((63, 65), (17, 127), (3, 3)),
+        ((65, 63), (15, 129), (1, 1)),
+        ((16, 128), (23, 511), (3, 5)),
+        ((17, 15), (31, 513), (5, 3)),
+        ((128, 16), (7, 7), (7, 7)),
+        ((3, 64), (64, 65), (7, 7)),
+        ((256, 257), (14, 13), (3, 3)),
+        ((256, 2048), (80, 81), (3, 3)),  # so many tiles of dw that no block shares its pixels with another
+    ]
+]
+GPU_EXACT_CASES = EXACT_CASES + GPU_TILE_CASES + random_cases(40, seed=1)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gpu_exact(engine, dtype):
+    """Integers, bit for bit, over every geometry; one test for each engine and dtype, since the cases are quick."""
+    for case in GPU_EXACT_CASES:
+        tensors = make_tensors(case, dtype, integers, "cuda")
+        if takes(engine, case, tensors):
+            check_exact(case, on_gpu(case, tensors, engine=engine), tensors)
+
+
+# The project's reference shapes, smaller in what only takes time, a stem, and reductions from 27 to 4608 products.
+GPU_ROUNDING_CASES = [
+    *ROUNDING_CASES,
+    Case(2, 16, 66, 258, 128, 3, 3),
+    Case(1, 64, 34, 130, 128, 3, 3),
+    Case(1, 64, 36, 70, 128, 5, 7),
+    Case(1, 512, 14, 14, 64, 3, 3, padding=(1, 1)),
+    Case(4, 3, 112, 112, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(2, 64, 56, 56, 256, 1, 1),
+    Case(1, 128, 29, 31, 128, 3, 3, padding=(1, 1), groups=4),
+    Case(2, 96, 40, 41, 96, 7, 7, padding=(3, 3), groups=96),
+]
+
+
+@gpu
+@pytest.mark.parametrize("fill", FILLS, ids=named)
+@pytest.mark.parametrize("tf32_allowed", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("engine", [None, *ENGINES])
+def test_gpu_rounding_fp32(engine, tf32_allowed, fill):
+    """Both contracts, element by element."""
+    for case in GPU_ROUNDING_CASES:
+        tensors = make_tensors(case, torch.float32, fill, "cuda")
+        if engine is None or takes(engine, case, tensors):
+            results = on_gpu(case, tensors, tf32_allowed, engine)
+            check_bounds(case, results, tensors, case.uses_tf32(torch.float32, tf32_allowed))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("engine", [None, *ENGINES])
+def test_gpu_rounding_other_dtypes(engine, dtype):
+    for case in GPU_ROUNDING_CASES:
+        tensors = make_tensors(case, dtype, normal, "cuda")
+        if engine is None or takes(engine, case, tensors):
+            check_bounds(case, on_gpu(case, tensors, True, engine), tensors, tf32=False)
+
+
+@gpu
+def test_gpu_agrees_with_cudnn_under_both_settings():
+    """What users compare with: cuDNN, in whose noise ours must lie when both follow the same switch."""
+    for case in (Case(2, 16, 130, 258, 128, 3, 3), Case(1, 64, 66, 130, 128, 3, 3), Case(1, 64, 68, 70, 128, 5, 7)):
+        x = torch.rand(case.x_shape, device="cuda")
+        w = nn.Conv2d(case.C, case.K, (case.R, case.S)).weight.detach().cuda()
+        for allowed in (True, False):
+            with tf32(allowed):
+                torch.testing.assert_close(modelnew.conv2d(x, w), F.conv2d(x, w), rtol=1e-4, atol=1e-4)
+
+
+@gpu
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gpu_takes_any_strides(engine, view):
+    for case in (Case(2, 6, 9, 10, 9, 3, 2, stride=(1, 2), padding=(1, 1), groups=3), Case(2, 32, 19, 23, 40, 3, 3)):
+        tensors = make_tensors(case, torch.float32, integers, "cuda")
+        tensors |= {name: VIEWS[view](tensors[name]) for name in ("x", "w", "dy")}
+        if takes(engine, case, tensors):
+            check_exact(case, on_gpu(case, tensors, engine=engine), tensors)
+
+
+@gpu
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("special", [math.inf, -math.inf, struct.unpack("f", b"\xff\xff\xff\x7f")[0]], ids=str)
+def test_gpu_propagates_nan_and_inf(engine, special):
+    case = Case(2, 16, 40, 137, 24, 3, 3)
+    for allowed in (False, True):
+        tensors = make_tensors(case, torch.float32, under_a_tf32_step, "cuda")
+        tensors["x"].view(torch.int32)[1, 3, 5, 7] = torch.tensor(special).view(torch.int32).item()
+        tensors["dy"][0, 2, 30, 4] = special
+        results, expected = on_gpu(case, tensors, allowed, engine), references(case, tensors)
+        for name, result in results.items():
+            assert torch.equal(result.isnan(), expected[name].isnan()), name
+            assert torch.equal(result.isinf(), expected[name].isinf()), name
+
+
+@gpu
+def test_gpu_results_are_the_same_every_time():
+    case = Case(4, 32, 57, 61, 48, 3, 3, padding=(1, 1))
+    for dtype in DTYPES:
+        tensors = make_tensors(case, dtype, normal, "cuda")
+        first = on_gpu(case, tensors, True)
+        for _ in range(3):
+            again = on_gpu(case, tensors, True)
+            assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@gpu
+def test_gpu_without_images():
+    """Empty results, and gradients that are zero."""
+    case = Case(0, 4, 9, 10, 6, 3, 3)
+    results = on_gpu(case, make_tensors(case, torch.float32, normal, "cuda"))
+    assert results["fprop"].shape == case.y_shape
+    assert results["dgrad"].shape == case.x_shape
+    assert torch.equal(results["wgrad"], torch.zeros(case.w_shape, device="cuda"))
+    assert torch.equal(results["bgrad"], torch.zeros(case.K, device="cuda"))
+
+
+@gpu
+def test_gpu_more_than_2_to_the_31_elements():
+    """Offsets beyond 32 bits, in the input, in the output and in both gradients. Half precision: 4.3 GB a tensor."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free GPU memory")
+    size = 46400  # 46400^2 > 2^31
+    x = torch.zeros(1, 1, size, size, dtype=torch.half, device="cuda")
+    x[0, 0, -3:, -300:] = 1
+    x[0, 0, 0, :300] = 2
+    w = torch.full((1, 1, 1, 1), 3.0, dtype=torch.half, device="cuda")
+    x.requires_grad_(), w.requires_grad_()
+    y = modelnew.conv2d(x, w)
+    assert torch.equal(y.detach(), 3 * x.detach())
+    dx, dw = torch.autograd.grad(y, (x, w), x.detach())
+    assert torch.equal(dx, 3 * x.detach())
+    assert dw.item() == 3 * 300 + 4 * 300
+    del y, dx
+    # More elements in the output alone, from many channels.
+    w = torch.arange(1030, dtype=torch.half, device="cuda").view(-1, 1, 1, 1)
+    y = modelnew.conv2d(x.detach()[:, :, -1450:, -1450:], w)
+    assert y.numel() > 2**31
+    assert torch.equal(y[0, 1029, -3:, -300:], w[1029].expand(1, 3, 300)[0])
+    assert not y[0, :, :-3].any()
+
+
+@gpu
+def test_unserved_dtypes_are_named():
+    for dtype, name in {
+        torch.complex64: "ComplexFloat",
+        torch.int32: "Int",
+        torch.int8: "Char",
+        torch.bool: "Bool",
+    }.items():
+        x, w = torch.ones(1, 1, 3, 3, device="cuda").to(dtype), torch.ones(1, 1, 1, 1, device="cuda").to(dtype)
+        with pytest.raises(NotImplementedError, match=rf"no kernels for {name} tensors"):
+            modelnew.conv2d(x, w)
+
+
+@gpu
+def test_runs_on_the_current_stream():
+    """A result that is right only if our kernels wait for the work before them on a stream of the user's."""
+    case = Case(2, 16, 66, 130, 32, 3, 3)
+    tensors = make_tensors(case, torch.float32, integers, "cuda")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late = {name: tensor * 1 for name, tensor in tensors.items()}
+        results = on_gpu(case, late)
+    stream.synchronize()
+    check_exact(case, results, tensors)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_cuda_graph_replays_with_new_data(dtype):
+    """Forward and backward captured once; replays see new inputs and new weights."""
+    case = Case(2, 16, 40, 70, 24, 3, 3, padding=(1, 1))
+    fresh = [make_tensors(case, dtype, integers, "cuda", seed) for seed in range(3)]
+    static = {name: tensor.clone() for name, tensor in fresh[0].items()}
+
+    def step() -> dict[str, Tensor]:
+        x, w, bias = (static[name].detach().requires_grad_() for name in ("x", "w", "bias"))
+        y = modelnew.conv2d(x, w, bias, **case.kwargs)
+        return dict(
+            zip(OPERATOR_NUMBER, (y.detach(), *torch.autograd.grad(y, (x, w, bias), static["dy"])), strict=True)
+        )
+
+    with tf32(False):
+        warm_up = torch.cuda.Stream()
+        with torch.cuda.stream(warm_up):
+            step()
+        torch.cuda.current_stream().wait_stream(warm_up)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+    for tensors in fresh:
+        for name, tensor in tensors.items():
+            static[name].copy_(tensor)
+        graph.replay()
+        check_exact(case, results, tensors)
+
+
+@gpu
+def test_second_device():
+    """Tensors on a device that is not the current one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs a second GPU")
+    case = Case(2, 16, 40, 70, 24, 3, 3, padding=(1, 1))
+    tensors = make_tensors(case, torch.float32, integers, "cuda:1")
+    assert torch.cuda.current_device() == 0
+    results = on_gpu(case, tensors)
+    assert all(result.device.index == 1 for result in results.values())
+    check_exact(case, results, tensors)
+    replicas = nn.parallel.replicate(modelnew.Conv2d(16, 24, 3).cuda(0), [0, 1])
+    inputs = [torch.randn(2, 16, 9, 9, device=f"cuda:{index}") for index in range(2)]
+    for replica, x, y in zip(replicas, inputs, nn.parallel.parallel_apply(replicas, inputs), strict=True):
+        torch.testing.assert_close(y, F.conv2d(x, replica.weight, replica.bias), rtol=1e-3, atol=1e-3)
+
+
+@gpu
+def test_tensor_subclasses_and_modes_are_seen():
+    """The short way into the kernels must not pass by what users hook into PyTorch."""
+
+    class Logged(torch.Tensor):
+        called: list = []  # noqa: RUF012
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            cls.called.append(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    x, w, _ = RICH_CALL.tensors("cuda", requires_grad=False)
+    y = modelnew.conv2d(x.as_subclass(Logged), w, **RICH_CALL.kwargs)
+    assert isinstance(y, Logged)
+    assert Logged.called
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    with Log():
+        modelnew.conv2d(x, w, **RICH_CALL.kwargs)
+    assert "modelnew.conv2d.default" in seen
+
+
+@gpu
+def test_conjugate_and_negative_views():
+    """Lazy negation is resolved before the kernels read memory."""
+    z = torch.randn(2, 4, 9, 10, dtype=torch.complex64, device="cuda")
+    x = torch._neg_view(z.real)
+    w = torch.randn(6, 4, 3, 3, device="cuda")
+    with tf32(False):
+        torch.testing.assert_close(modelnew.conv2d(x, w), F.conv2d(x.resolve_neg(), w), rtol=1e-5, atol=1e-5)
+
+
+@gpu
+def test_explain_tells_engine_contract_and_reason():
+    case = GPU_ROUNDING_CASES[3]
+    tensors = make_tensors(case, torch.float32, normal, "cuda")
+    for allowed, contract in ((True, "tf32"), (False, "fp32")):
+        with tf32(allowed):
+            text = modelnew.explain(tensors["x"], tensors["w"], tensors["bias"], **case.kwargs)
+        for direction in ("forward", "dgrad", "wgrad", "bgrad"):
+            line = next(line for line in text.splitlines() if line.startswith(f"{direction}: "))
+            assert any(engine in line for engine in ENGINES)
+        assert contract in text.lower()
+
+
+@gpu
+def test_workspace_of_a_forward_is_small():
+    """Packed weights and 1 MB at most, beyond the output."""
+    case = Case(4, 64, 130, 130, 128, 3, 3)
+    tensors = make_tensors(case, torch.float32, normal, "cuda")
+    modelnew.conv2d(tensors["x"], tensors["w"])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = modelnew.conv2d(tensors["x"], tensors["w"])
+    extra = torch.cuda.max_memory_allocated() - before - y.numel() * y.element_size()
+    assert extra <= (1 << 20) + 2 * tensors["w"].numel() * 4
+
+
+# bench.py and packaging ----------------------------------------------------------------------------------------------
+
+GOOD_CASES = {
+    "8,64,128,3,3,512,1024": Case(8, 64, 512, 1024, 128, 3, 3),
+    "2,6,9,3,2,17,19,2,1,3,3": Case(2, 6, 17, 19, 9, 3, 2, (2, 2), (1, 1), (3, 3), 3),
+}
+BAD_CASES = {
+    "1,2,3": "7 to 11",
+    "1,2,3,3,3,8,x": "whole numbers",
+    "0,2,3,3,3,8,8": "positive",
+    "1,2,3,3,3,8,8,0": "positive",
+    "1,2,3,3,3,8,8,1,-1": "non-negative",
+    "1,3,4,3,3,8,8,1,0,1,2": "must divide",
+    "1,2,3,9,3,8,8": "larger than",
+}
+
+
+def on_the_command_line(case: Case) -> bench.Case:
+    return bench.Case(
+        "",
+        case.N,
+        case.C,
+        case.K,
+        case.R,
+        case.S,
+        case.H,
+        case.W,
+        case.stride[0],
+        case.padding[0],
+        case.dilation[0],
+        case.groups,
+    )
+
+
+@pytest.mark.parametrize("text", GOOD_CASES)
+def test_bench_reads_cases(text):
+    read, case = bench.parse_case(text), GOOD_CASES[text]
+    assert dataclasses.replace(read, name="") == on_the_command_line(case)
+    assert case.y_shape == (read.N, read.K, read.P, read.Q)
+    assert read.flop == 2 * case.multiply_adds
+    assert {name: (value, value) for name, value in read.options.items() if name != "groups"} == {
+        name: value for name, value in case.kwargs.items() if name != "groups"
+    }
+
+
+@pytest.mark.parametrize("text", BAD_CASES)
+def test_bench_rejects_cases(text, capsys):
+    with pytest.raises(ValueError, match=BAD_CASES[text]):
+        bench.parse_case(text)
+    with pytest.raises(SystemExit) as exit_code:
+        bench.main(["--case", text])
+    assert exit_code.value.code == 2
+    assert re.search(BAD_CASES[text], capsys.readouterr().err)
+
+
+BENCH_CASES = [
+    Case(2, 3, 7, 11, 5, 3, 2),
+    Case(3, 4, 13, 9, 6, 2, 3, (2, 2), (1, 1), (1, 1), 2),
+    Case(1, 2, 10, 12, 2, 3, 3, (3, 3), (2, 2), (2, 2), 2),
+    Case(1, 2, 12, 11, 3, 1, 1, (5, 5)),
+]
+
+
+@pytest.mark.parametrize("case", BENCH_CASES, ids=str)
+@pytest.mark.parametrize("budget", [1, 1 << 28])
+def test_bench_reference_is_exact(case, budget):
+    """Its float64 convolution, in pieces of any size, and the magnitudes that its bounds are made of."""
+    tensors = make_tensors(case, torch.float64, normal)
+    absolute = {name: tensor.abs() for name, tensor in tensors.items()}
+    reference = bench.Float64Reference(
+        on_the_command_line(case), bench.Operands(tensors["x"], tensors["w"], tensors["dy"])
+    )
+    reference.budget_bytes = budget
+    for direction, name in ((bench.FORWARD, "fprop"), (bench.DGRAD, "dgrad"), (bench.WGRAD, "wgrad")):
+        keys = OPERANDS[name]
+        expected = product(name, case, *(tensors[key] for key in keys))
+        magnitude = product(name, case, *(absolute[key] for key in keys))
+        covered = torch.zeros_like(expected)
+        for piece in reference.pieces(direction):
+            torch.testing.assert_close(piece.value, expected[piece.index])
+            torch.testing.assert_close(piece.magnitude, magnitude[piece.index])
+            covered[piece.index] += 1
+        assert (covered == 1).all()
+
+
+@pytest.mark.parametrize("case", BENCH_CASES, ids=str)
+def test_bench_floor_counts_what_must_move(case):
+    w, y = math.prod(case.w_shape), math.prod(case.y_shape)
+    rows_met = product("dgrad", case, torch.ones(case.y_shape), torch.ones(case.w_shape)).flatten(0, 1).sum((0, 2)) != 0
+    x_read = case.N * case.C * case.W * int(rows_met.sum())
+    x = math.prod(case.x_shape)
+    theirs = on_the_command_line(case)
+    assert bench.traffic(theirs, bench.FORWARD, 4) == (4 * (x_read + w), 4 * y)
+    assert bench.traffic(theirs, bench.DGRAD, 2) == (2 * (y + w), 2 * x)
+    assert bench.traffic(theirs, bench.WGRAD, 8) == (8 * (x_read + y), 8 * w)
+    rates = {"float16": 800.0, "float32": 50.0, "tf32": 400.0}
+    ceilings = bench.Ceilings(copy_gbs=4000, fill_gbs=5000, read_gbs=4000, matmul_size=1, matmul_tflops=rates)
+    floor = bench.floor(theirs, bench.FORWARD, "fp32", ceilings)
+    assert floor.memory_ms == pytest.approx(4 * y / 5000e6 + 4 * (x_read + w) / 4000e6)
+    assert floor.arithmetic_ms == pytest.approx(2 * case.multiply_adds / (800e9 / 3))
+    assert floor.ms == max(floor.memory_ms, floor.arithmetic_ms)
+
+
+@pytest.mark.parametrize("contract", ["tf32", "fp32", "float64"])
+def test_bench_holds_results_to_the_contract(contract):
+    """The same factors as in these tests."""
+    case, dtype = BENCH_CASES[0], torch.float64 if contract == "float64" else torch.float32
+    bound = bench.error_bound(contract, case.reduction("fprop"))
+    assert bound.magnitude == relative_bound(case, "fprop", dtype, contract == "tf32")
+
+
+def test_bench_errors_see_a_nan():
+    errors = bench.Errors()
+    piece = bench.Piece((slice(None),), torch.zeros(3), torch.ones(3))
+    errors.add(torch.tensor([0.0, math.nan, 0.0]), piece, bench.Bound(1.0, 1.0, 1.0))
+    errors.add(torch.zeros(3), piece, bench.Bound(1.0, 1.0, 1.0))
+    errors.relative = 0.0
+    assert not errors.within(1.0)
+
+
+def test_bench_rewrites_between_markers_only():
+    begin, end = bench.MARKERS
+    assert bench.replace_between_markers(f"a\n{begin}\nold\n{end}\nb", "new") == f"a\n{begin}\nnew\n{end}\nb"
+    for broken in ("", begin, f"{end}\n{begin}", f"{begin}{begin}{end}"):
+        with pytest.raises(ValueError, match="needs one"):
+            bench.replace_between_markers(broken, "new")
+    assert bench.replace_between_markers((ROOT / "README.md").read_text(), "")
+
+
+def test_bench_formats():
+    assert [bench.rounded(value, 3) for value in (0.01234, 1.0, 123.4, 4321.0)] == ["0.0123", "1.00", "123", "4321"]
+    assert [bench.cudnn_version(number) for number in (91900, 8902)] == ["9.19.0", "8.9.2"]
+
+
+@pytest.fixture
+def run_bench(monkeypatch, capsys) -> Callable[..., tuple[int, list[str]]]:
+    """Runs bench.py's main on a CPU; exit code and lines of standard output."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)  # it sets this
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run(*arguments: str) -> tuple[int, list[str]]:
+        code = bench.main(["--repeats", "3", *arguments])
+        return code, capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_bench_without_a_gpu_says_so(run_bench):
+    code, lines = run_bench("--suite", "smoke", "--backward")
+    assert code == 0
+    assert "No GPU" in lines[0]
+    assert "CPU" in lines[0]
+    assert lines[-1] == lines[0]
+    for case in bench.SUITES["smoke"]:
+        assert sum(line.startswith(f"{case.name} ") for line in lines) == 3
+
+
+WRONG_RESULTS = {
+    "one element": lambda y: y.index_put((torch.tensor(0),) * 4, y.flatten()[0] * 1.01 + 0.01),
+    "a NaN": lambda y: y.index_put((torch.tensor(0),) * 4, torch.tensor(math.nan)),
+    "the shape": lambda y: y[..., 1:],
+    "the dtype": lambda y: y.double(),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_RESULTS)
+def test_bench_prints_no_time_for_a_wrong_result(run_bench, monkeypatch, wrong):
+    monkeypatch.setattr(modelnew, "conv2d", lambda *args, **kwargs: WRONG_RESULTS[wrong](F.conv2d(*args, **kwargs)))
+    code, lines = run_bench("--case", "2,3,4,3,3,9,10")
+    assert code == 1
+    row = next(line for line in lines if line.startswith("2,3,4,3,3,9,10 ") and "forward" in line)
+    assert "FAILED" in row
+    assert not re.search(r"\d\.\d", row)
+
+
+def test_bench_goes_on_after_a_failing_row(run_bench, monkeypatch):
+    def fail(*args: object, **kwargs: object) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(modelnew, "conv2d", fail)
+    code, lines = run_bench("--case", "1,2,3,3,3,8,9", "--case", "1,2,3,3,3,9,8")
+    assert code == 1
+    assert sum("out of memory" in line for line in lines) == 2
+
+
+def test_bench_stores_and_publishes(run_bench, monkeypatch, tmp_path):
+    """--json, then --readme from the file; only runs on a GPU are worth publishing."""
+    code, _ = run_bench("--case", "1,2,3,3,3,8,9", "--host", "--json", str(tmp_path / "results" / "run.json"))
+    assert code == 0
+    stored = tmp_path / "results" / "run.json"
+    document = json.loads(stored.read_text())
+    assert document["rows"][0]["ours_ms"] > 0
+    shutil.copy(ROOT / "README.md", tmp_path)
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="GPU"):
+        bench.main(["--readme", str(stored)])
+    document["machine"]["gpu"] = True
+    stored.write_text(json.dumps(document))
+    assert bench.main(["--readme", str(stored)]) == 0
+    begin, end = (re.escape(marker) for marker in bench.MARKERS)
+    section = re.search(f"{begin}(.*){end}", (tmp_path / "README.md").read_text(), re.DOTALL)[1]
+    assert "| 1,2,3,3,3,8,9 | forward | fp32 |" in section
+
+
+def test_bench_draws(run_bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, _ = run_bench("--case", "1,2,3,3,3,8,9", "--plot", str(tmp_path / "roofline.png"))
+    assert code == 0
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@gpu
+def test_bench_on_the_gpu(capsys):
+    code = bench.main(["--suite", "smoke", "--backward", "--precision", "tf32", "fp32", "--repeats", "3"])
+    assert code == 0, capsys.readouterr().out
+    assert "No GPU" not in capsys.readouterr().out
+
+
+# Whoever imports this from an installed package sees the sources it would compile.
+INSTALLED = """
+import os, sys
+import modelnew
+assert os.path.dirname(modelnew.__file__) == sys.argv[1], modelnew.__file__
+assert sorted(modelnew._sources) == sorted(sys.argv[2:]), sorted(modelnew._sources)
+assert "class ModelNew" in modelnew.bundle()
+"""
+
+
+def test_installs_from_an_sdist(tmp_path):
+    """From the tree to an sdist, from that to a folder of packages; what users of `pip install` get."""
+    if int(pytest.importorskip("setuptools").__version__.split(".")[0]) < 64:
+        pytest.skip("needs setuptools 64")
+    pytest.importorskip("wheel")
+    ignored = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist")
+    tree, site = tmp_path / "tree", tmp_path / "site"
+    shutil.copytree(ROOT, tree, ignore=ignored)
+    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
+    run([sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('dist')"], cwd=tree)
+    (sdist,) = (tree / "dist").iterdir()
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    run([*pip, "--target", str(site), str(sdist)], cwd=tmp_path)
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} - {"__pycache__"} == {
+        "modelnew.py",
+        "modelnew_kernels",
+    }
+    names = [path.name for path in KERNELS.iterdir()]
+    environment = os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
+    run([sys.executable, "-c", INSTALLED, str(site), *names], cwd=tmp_path, env=environment)
