@@ -445,7 +445,7 @@ def conv2d(
         padding: also 'valid' or 'same'.
 
     Returns:
-        [N, K, P, Q] or [K, P, Q]; channels_last if the input or the weight is.
+        [N, K, P, Q] or [K, P, Q]; channels_last if the input or the weight is, but not in float64.
 
     CUDA tensors run our kernels (float32, float16, bfloat16, float64), all others PyTorch's own convolution.
     """
@@ -454,7 +454,7 @@ def conv2d(
             input, weight, bias, stride, padding, dilation, groups, _tf32_allowed(), _forced_engine
         )
         if y is False:  # plain, but with gradients
-            return _Convolution.apply(True, input, weight, bias, stride, padding, dilation, groups)
+            return _apply_straight(True, input, weight, bias, stride, padding, dilation, groups)
         if y is not None:
             return y
     return _general_conv2d(input, weight, bias, stride, padding, dilation, groups)
@@ -546,6 +546,10 @@ class _Convolution(torch.autograd.Function):
         return None, *gradients, None, None, None, None
 
 
+# Without the Python part of Function.apply, which unwraps what functorch left behind: plain tensors have none of that.
+_apply_straight = super(torch.autograd.Function, _Convolution).apply
+
+
 class _ConvolutionBackward(torch.autograd.Function):
     """dx, dw and db as functions of dy, x and w that can be differentiated once more."""
 
@@ -618,6 +622,11 @@ def _memory_format(*tensors: Tensor) -> torch.memory_format:
     return torch.channels_last if torch.channels_last in suggested else torch.contiguous_format
 
 
+def _output_format(x: Tensor, weight: Tensor) -> torch.memory_format:
+    """PyTorch's rule for the output of a convolution on CUDA, as in the extension."""
+    return torch.contiguous_format if x.dtype == torch.float64 else _memory_format(x, weight)
+
+
 def _in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
     """The tensor with exactly the strides of that format; an unbatched one as if it were a batch of one."""
     if tensor.dim() == 3:
@@ -628,7 +637,7 @@ def _in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
 
 def _conv2d_reference(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
     """conv2d on CPU and meta tensors: PyTorch's own, with the strides that the extension gives."""
-    return _in_format(_aten_conv2d(x, weight, bias, *settings), _memory_format(x, weight))
+    return _in_format(_aten_conv2d(x, weight, bias, *settings), _output_format(x, weight))
 
 
 def _backward_reference(dy: Tensor, x: Tensor, weight: Tensor, *settings_and_mask: Any) -> tuple[Tensor, ...]:

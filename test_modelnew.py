@@ -74,7 +74,7 @@ def gpu(test: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def tf32(allowed: bool) -> Iterator[None]:
+def tf32_switch(allowed: bool) -> Iterator[None]:
     """PyTorch's switch for cuDNN's convolutions, by whichever name this torch has for it."""
     switch = getattr(torch.backends.cudnn, "conv", torch.backends.cudnn)
     name, value = (
@@ -93,7 +93,7 @@ def tf32(allowed: bool) -> Iterator[None]:
 @pytest.fixture
 def fp32_contract() -> Iterator[None]:
     """Float32 convolutions in full precision."""
-    with tf32(False):
+    with tf32_switch(False):
         yield
 
 
@@ -235,6 +235,17 @@ def tiny(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator) * 2.0**-63
 
 
+def huge(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Sums that stay just below float32's largest number."""
+    return torch.randn(shape, generator=generator) * 2.0**54
+
+
+def any_exponent(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """From the smallest subnormal number to 2^30, which it meets in products."""
+    exponents = torch.randint(-149, 31, shape, generator=generator)
+    return (torch.randn(shape, generator=generator).double() * torch.exp2(exponents.double())).float()
+
+
 def under_a_tf32_step(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Just below a step of TF32 and all positive: truncating the operands errs by twice what rounding may."""
     steps = torch.randint(0, 8, shape, generator=generator)
@@ -246,6 +257,11 @@ def tf32_ties(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     steps = torch.randint(0, 8, shape, generator=generator) + 0.5
     signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
     return signs * (1 + steps * 2.0**-10)
+
+
+def equal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Each addition to a long sum rounds the same way: in one single chain the errors add up instead of averaging."""
+    return torch.full(shape, 0.7)
 
 
 def round_to_tf32(value: Tensor) -> Tensor:
@@ -758,9 +774,11 @@ def random_cases(count: int, seed: int) -> list[Case]:
     """Small problems of any kind, for what nobody thought of."""
     rng = random.Random(seed)
 
+    def pair(low: int, high: int) -> tuple[int, int]:
+        return rng.randint(low, high), rng.randint(low, high)
+
     def draw() -> Case:
         groups = rng.choice([1, 1, 1, 2, 3])
-        pair = lambda low, high: (rng.randint(low, high), rng.randint(low, high))  # noqa: E731
         (H, W), (R, S), (C, K) = pair(1, 24), pair(1, 6), pair(1, 6)
         return Case(
             rng.randint(1, 3), C * groups, H, W, K * groups, R, S, pair(1, 4), pair(0, 5), pair(1, 3), groups
@@ -874,8 +892,15 @@ ROUNDING_CASES = [
     Case(1, 9, 40, 37, 11, 5, 4, padding=(2, 1)),
     Case(2, 70, 12, 13, 10, 3, 3, stride=(2, 1), padding=(1, 1)),
     Case(1, 6, 40, 33, 6, 3, 3, padding=(1, 1), groups=6),
+    Case(1, 600, 5, 6, 600, 3, 3),
 ]
-FILLS = [normal, wide, tiny, under_a_tf32_step, tf32_ties]
+FILLS = [normal, wide, tiny, huge, any_exponent, under_a_tf32_step, tf32_ties, equal]
+# float16 holds no wide range of sums.
+OTHER_FILLS = [
+    pytest.param(dtype, fill, id=f"{dtype} {fill.__name__}")
+    for dtype, fill in itertools.product(DTYPES[1:], (normal, wide))
+    if (dtype, fill) != (torch.float16, wide)
+]
 
 
 def named(value: object) -> str | None:
@@ -897,10 +922,10 @@ def test_direct_shim_rounding_fp32(direct_shim, case, tf32, fill):
         check_bounds(case, results, rounded, tf32=False)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("dtype, fill", OTHER_FILLS)
 @pytest.mark.parametrize("case", ROUNDING_CASES, ids=str)
-def test_direct_shim_rounding_other_dtypes(direct_shim, case, dtype):
-    tensors = make_tensors(case, dtype, normal)
+def test_direct_shim_rounding_other_dtypes(direct_shim, case, dtype, fill):
+    tensors = make_tensors(case, dtype, fill)
     check_bounds(case, direct_shim(case, tensors, tf32=True), tensors, tf32=False)
 
 
@@ -2197,7 +2222,7 @@ def on_gpu(
     """y, dx, dw and db of a case through the public functions, on a forced engine if one is named."""
     x, w, bias = (tensors[name].detach().requires_grad_() for name in ("x", "w", "bias"))
     forced = modelnew.force_engine(engine) if engine else contextlib.nullcontext()
-    with tf32(tf32_allowed), forced, poisoned_memory():
+    with tf32_switch(tf32_allowed), forced, poisoned_memory():
         y = modelnew.conv2d(x, w, bias, **case.kwargs)
         dx, dw, db = torch.autograd.grad(y, (x, w, bias), tensors["dy"])
     return {"fprop": y.detach(), "dgrad": dx, "wgrad": dw, "bgrad": db}
@@ -2288,11 +2313,11 @@ def test_gpu_rounding_fp32(engine, tf32_allowed, fill):
 
 
 @gpu
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("dtype, fill", OTHER_FILLS)
 @pytest.mark.parametrize("engine", [None, *ENGINES])
-def test_gpu_rounding_other_dtypes(engine, dtype):
+def test_gpu_rounding_other_dtypes(engine, dtype, fill):
     for case in GPU_ROUNDING_CASES:
-        tensors = make_tensors(case, dtype, normal, "cuda")
+        tensors = make_tensors(case, dtype, fill, "cuda")
         if engine is None or takes(engine, case, tensors):
             check_bounds(case, on_gpu(case, tensors, True, engine), tensors, tf32=False)
 
@@ -2304,7 +2329,7 @@ def test_gpu_agrees_with_cudnn_under_both_settings():
         x = torch.rand(case.x_shape, device="cuda")
         w = nn.Conv2d(case.C, case.K, (case.R, case.S)).weight.detach().cuda()
         for allowed in (True, False):
-            with tf32(allowed):
+            with tf32_switch(allowed):
                 torch.testing.assert_close(modelnew.conv2d(x, w), F.conv2d(x, w), rtol=1e-4, atol=1e-4)
 
 
@@ -2424,7 +2449,7 @@ def test_cuda_graph_replays_with_new_data(dtype):
             zip(OPERATOR_NUMBER, (y.detach(), *torch.autograd.grad(y, (x, w, bias), static["dy"])), strict=True)
         )
 
-    with tf32(False):
+    with tf32_switch(False):
         warm_up = torch.cuda.Stream()
         with torch.cuda.stream(warm_up):
             step()
@@ -2490,7 +2515,7 @@ def test_conjugate_and_negative_views():
     z = torch.randn(2, 4, 9, 10, dtype=torch.complex64, device="cuda")
     x = torch._neg_view(z.real)
     w = torch.randn(6, 4, 3, 3, device="cuda")
-    with tf32(False):
+    with tf32_switch(False):
         torch.testing.assert_close(modelnew.conv2d(x, w), F.conv2d(x.resolve_neg(), w), rtol=1e-5, atol=1e-5)
 
 
@@ -2499,7 +2524,7 @@ def test_explain_tells_engine_contract_and_reason():
     case = GPU_ROUNDING_CASES[3]
     tensors = make_tensors(case, torch.float32, normal, "cuda")
     for allowed, contract in ((True, "tf32"), (False, "fp32")):
-        with tf32(allowed):
+        with tf32_switch(allowed):
             text = modelnew.explain(tensors["x"], tensors["w"], tensors["bias"], **case.kwargs)
         for direction in ("forward", "dgrad", "wgrad", "bgrad"):
             line = next(line for line in text.splitlines() if line.startswith(f"{direction}: "))

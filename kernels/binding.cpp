@@ -85,9 +85,9 @@ std::optional<DType> served_dtype(at::ScalarType type) {
   }
 }
 
-void require_served_dtype(const at::Tensor& x, const at::Tensor& w) {
+void require_served_dtype(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias) {
   // Unequal dtypes are a mix-up, which PyTorch words itself.
-  if (x.scalar_type() != w.scalar_type()) return;
+  if (x.scalar_type() != w.scalar_type() || (bias.defined() && bias.scalar_type() != x.scalar_type())) return;
   TORCH_CHECK_NOT_IMPLEMENTED(served_dtype(x.scalar_type()).has_value(),
                               concatenate("modelnew: conv2d has no kernels for ", x.scalar_type(),
                                           " tensors on CUDA, only for float32, float16, bfloat16 and float64; convert "
@@ -184,11 +184,11 @@ std::array<int64_t, 4> output_sizes(const at::Tensor& x, const at::Tensor& w, co
           output_size(x.size(3), w.size(3), s.stride[1], s.padding[1], s.dilation[1])};
 }
 
-// PyTorch's rule for the output of a convolution: channels_last if the input or the weight is.
+// PyTorch's rule for the output of a convolution: channels_last if the input or the weight is, but not in float64.
 at::MemoryFormat output_format(const at::Tensor& x, const at::Tensor& w) {
   const bool channels_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
                              w.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
-  return channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
+  return channels_last && x.scalar_type() != at::kDouble ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
 }
 
 // ---- Engines ----
@@ -236,7 +236,7 @@ at::Tensor packed_bias(const at::Tensor& bias) { return bias.defined() ? bias.co
 
 at::Tensor forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const Settings& s) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  require_served_dtype(x, w);
+  require_served_dtype(x, w, bias);
   require_int_range(x, w, bias, s);
   if (!valid(x, w, bias, s)) return result_of_pytorch(x, w, bias, s);
   if (x.dim() == 3) return forward(x.unsqueeze(0), w, bias, s).squeeze(0);
@@ -280,8 +280,9 @@ Gradients gradients_of_nothing(const at::Tensor& x, const at::Tensor& w, const s
 Gradients backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const Settings& s,
                    const std::array<bool, 3>& wanted) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  require_served_dtype(x, w);
-  require_int_range(x, w, at::Tensor(), s);
+  const at::Tensor no_bias;
+  require_served_dtype(x, w, no_bias);
+  require_int_range(x, w, no_bias, s);
   if (x.numel() == 0 || w.numel() == 0) return gradients_of_nothing(x, w, wanted);
   require_output_gradient(dy, x, w, s);
   if (x.dim() == 3) {
@@ -342,7 +343,7 @@ std::string explain_operator(const Problem& problem, Operator op, const Engine* 
 
 std::string explain(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const Settings& s) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  require_served_dtype(x, w);
+  require_served_dtype(x, w, bias);
   require_int_range(x, w, bias, s);
   if (!valid(x, w, bias, s)) {
     result_of_pytorch(x, w, bias, s);
