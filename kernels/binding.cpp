@@ -41,10 +41,14 @@ struct Settings {
 
 const char* name_of(Operator op) {
   switch (op) {
-    case Operator::kFprop: return "forward";
-    case Operator::kDgrad: return "dgrad";
-    case Operator::kWgrad: return "wgrad";
-    case Operator::kBgrad: return "bgrad";
+    case Operator::kFprop:
+      return "forward";
+    case Operator::kDgrad:
+      return "dgrad";
+    case Operator::kWgrad:
+      return "wgrad";
+    case Operator::kBgrad:
+      return "bgrad";
   }
   return "";
 }
@@ -77,11 +81,16 @@ std::string concatenate(const Parts&... parts) {
 
 std::optional<DType> served_dtype(at::ScalarType type) {
   switch (type) {
-    case at::kFloat: return DType::kFloat32;
-    case at::kHalf: return DType::kFloat16;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kDouble: return DType::kFloat64;
-    default: return std::nullopt;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kDouble:
+      return DType::kFloat64;
+    default:
+      return std::nullopt;
   }
 }
 
@@ -188,7 +197,8 @@ std::array<int64_t, 4> output_sizes(const at::Tensor& x, const at::Tensor& w, co
 at::MemoryFormat output_format(const at::Tensor& x, const at::Tensor& w) {
   const bool channels_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
                              w.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
-  return channels_last && x.scalar_type() != at::kDouble ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
+  return channels_last && x.scalar_type() != at::kDouble ? at::MemoryFormat::ChannelsLast
+                                                         : at::MemoryFormat::Contiguous;
 }
 
 // ---- Engines ----
@@ -207,8 +217,8 @@ const Engine& engine_for(const Problem& problem, Operator op, const Engine* forc
 }
 
 std::string describe_problem(const Problem& p) {
-  return concatenate("x[", p.N, ", ", p.C, ", ", p.H, ", ", p.W, "], w[", p.K, ", ", p.C / p.groups, ", ", p.R, ", ", p.S,
-                     "], y[", p.N, ", ", p.K, ", ", p.P, ", ", p.Q, "], stride (", p.stride_h, ", ", p.stride_w,
+  return concatenate("x[", p.N, ", ", p.C, ", ", p.H, ", ", p.W, "], w[", p.K, ", ", p.C / p.groups, ", ", p.R, ", ",
+                     p.S, "], y[", p.N, ", ", p.K, ", ", p.P, ", ", p.Q, "], stride (", p.stride_h, ", ", p.stride_w,
                      "), padding (", p.pad_h, ", ", p.pad_w, "), dilation (", p.dilation_h, ", ", p.dilation_w,
                      "), groups ", p.groups);
 }
@@ -319,11 +329,11 @@ Gradients backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& 
 
 // ---- explain() ----
 
-const char* contract_of(const Problem& problem) {
+const char* contract_of(const Problem& problem, Operator op) {
   if (problem.dtype != DType::kFloat32) return "operands as they are";
-  if (uses_tf32(problem)) return "tf32, as PyTorch's switch allows";
+  if (uses_tf32(problem, op)) return "tf32, as PyTorch's switch allows";
   if (!problem.tf32_allowed) return "fp32, as PyTorch's switch demands";
-  return "fp32, because the problem is tiny or C/groups below 8";
+  return "fp32, because the problem is small or C/groups below 8";
 }
 
 std::string explain_operator(const Problem& problem, Operator op, const Engine* forced) {
@@ -331,7 +341,7 @@ std::string explain_operator(const Problem& problem, Operator op, const Engine* 
   char configuration[256] = "";
   chosen.describe(problem, op, configuration, sizeof configuration);
   std::string text = concatenate(name_of(op), ": ", chosen.name, forced != nullptr ? " (forced)" : "");
-  if (op != Operator::kBgrad) text += concatenate("; ", contract_of(problem));
+  if (op != Operator::kBgrad) text += concatenate("; ", contract_of(problem, op));
   text += concatenate("; ", configuration);
   if (forced == nullptr) {
     for (const Engine* const* engine = kEngines; *engine != &chosen; ++engine) {
@@ -418,7 +428,8 @@ Settings required_settings(PyObject* const* args) {
 }
 
 const at::Tensor& required_tensor(PyObject* object) {
-  TORCH_CHECK_TYPE(THPVariable_Check(object), concatenate("modelnew: expected a tensor, but got ", Py_TYPE(object)->tp_name));
+  TORCH_CHECK_TYPE(THPVariable_Check(object),
+                   concatenate("modelnew: expected a tensor, but got ", Py_TYPE(object)->tp_name));
   return THPVariable_Unpack(object);
 }
 
@@ -467,8 +478,8 @@ class Screening {
  private:
   static uint64_t plain_keys() {
     static const uint64_t keys =
-        c10::DispatchKeySet({c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCUDA,
-                             c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::BackendSelect})
+        c10::DispatchKeySet({c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCUDA, c10::DispatchKey::ADInplaceOrView,
+                             c10::DispatchKey::BackendSelect})
             .raw_repr();
     return keys;
   }
@@ -572,7 +583,14 @@ PyMethodDef methods[] = {
 
 // TORCH_EXTENSION_NAME is load_inline's -D flag: the name that carries the digest of the build.
 PyMODINIT_FUNC MODELNEW_INIT(TORCH_EXTENSION_NAME)(void) {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, MODELNEW_STRING(TORCH_EXTENSION_NAME), nullptr, -1,
-                                   modelnew::methods, nullptr, nullptr, nullptr, nullptr};
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                                   MODELNEW_STRING(TORCH_EXTENSION_NAME),
+                                   nullptr,
+                                   -1,
+                                   modelnew::methods,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr};
   return PyModule_Create(&definition);
 }

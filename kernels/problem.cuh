@@ -58,13 +58,17 @@ inline double multiply_adds(const Problem& problem) {
 }
 
 // Which contract holds for fp32 tensors while TF32 is allowed: true = operands rounded to TF32, false = full fp32.
-// cuDNN itself leaves TF32 where C/groups < 8 and where the whole problem is tiny (H200, cuDNN 9.19: every depthwise
-// problem, C 1 and C 5, an 11x11 stem with C 3; one image of 4x4), and users compare with what cuDNN does. Being more
-// exact than cuDNN is welcome, being less exact is a defect; so the doubtful cases go to fp32.
-inline bool uses_tf32(const Problem& problem) {
-  constexpr double kTinyMultiplyAdds = 1 << 20;
+//
+// cuDNN itself leaves TF32 where C/groups < 8 (every depthwise problem, C 1 and C 5, an 11x11 stem with C 3) and where
+// the problem is small, and users compare with what cuDNN does. To be more exact than cuDNN is welcome, to be less exact
+// is a defect: the limits lie where cuDNN has all but given up fp32. H200, torch 2.11, cuDNN 9.19, 2026-11-20, dense
+// 1x1 and 3x3 with C = K of 8 to 512, images of 4 to 112 pixels, batch 1 to 64: of the problems with at least 2^27
+// multiply-adds cuDNN ran 2 of 74 in fp32 in the forward (8 and 16 channels) and 2 in dgrad, of those with 2^29 2 of 34
+// in wgrad; below these limits it mixes both (112 of the 192 smaller ones had a TF32 forward).
+inline bool uses_tf32(const Problem& problem, Operator op) {
+  const double least_multiply_adds = op == Operator::kWgrad ? 1 << 29 : 1 << 27;
   return problem.dtype == DType::kFloat32 && problem.tf32_allowed && problem.C / problem.groups >= 8 &&
-         multiply_adds(problem) >= kTinyMultiplyAdds;
+         multiply_adds(problem) >= least_multiply_adds;
 }
 
 }  // namespace modelnew
