@@ -1,4 +1,4 @@
-// Direct engine: any convolution on any GPU, with ordinary multiply-adds. Deterministic: no atomics, sums in fixed order.
+// Direct engine: any convolution on any GPU, with ordinary multiply-adds. Deterministic: no atomics, sums in one order.
 //
 //   pack_weights   w -> the order, type and rounding in which correlate stages it
 //   correlate      y from x (fprop) and dx from dy (dgrad)
@@ -18,7 +18,7 @@
 // with kChunk, not with the length of the sum. The storage type is a run-time switch around the staging loops: it costs
 // one uniform branch a stage and saves three quarters of the compile time.
 //
-// Bound by instruction issue, except where one input channel makes an output: that is memory traffic. Measured on an
+// Bound by instruction issue; where one input channel makes an output, by memory traffic. Measured on an
 // H200 (2026-11-20, ncu), cases by their size N, C, K, filter, image:
 //
 //   correlate       8, 64, 128, 3x3, 512x1024   21.5 ms   80% of the issue slots used, 54% of them by multiply-adds

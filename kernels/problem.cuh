@@ -60,8 +60,8 @@ inline double multiply_adds(const Problem& problem) {
 // Which contract holds for fp32 tensors while TF32 is allowed: true = operands rounded to TF32, false = full fp32.
 //
 // cuDNN itself leaves TF32 where C/groups < 8 (every depthwise problem, C 1 and C 5, an 11x11 stem with C 3) and where
-// the problem is small, and users compare with what cuDNN does. To be more exact than cuDNN is welcome, to be less exact
-// is a defect: the limits lie where cuDNN has all but given up fp32. H200, torch 2.11, cuDNN 9.19, 2026-11-20, dense
+// the problem is small, and users compare with what cuDNN does. More exact than cuDNN is welcome, less exact is a
+// defect: the limits lie where cuDNN has all but given up fp32. H200, torch 2.11, cuDNN 9.19, 2026-11-20, dense
 // 1x1 and 3x3 with C = K of 8 to 512, images of 4 to 112 pixels, batch 1 to 64: of the problems with at least 2^27
 // multiply-adds cuDNN ran 2 of 74 in fp32 in the forward (8 and 16 channels) and 2 in dgrad, of those with 2^29 2 of 34
 // in wgrad; below these limits it mixes both (112 of the 192 smaller ones had a TF32 forward).
