@@ -1,7 +1,7 @@
 # Every target works on a fresh machine and reuses what it finds; the second run starts at once.
 #
 #   make test                       ruff, then all tests (those for the GPU skip where there is none)
-#   make bench ARGS=--suite         bench.py
+#   make bench ARGS=--backward      bench.py
 #   make lint                       ruff alone
 #
 # TORCH is what pip is asked for: TORCH=torch==2.13.0, or TORCH='torch --index-url ...'.

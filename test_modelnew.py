@@ -37,7 +37,7 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -62,6 +62,7 @@ with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ImportError):
 ROOT = Path(__file__).resolve().parent
 KERNELS = ROOT / "kernels"
 ENGINE_SOURCES = sorted(KERNELS.glob("*.cu"))
+KERNEL_FILES = sorted(path for path in KERNELS.iterdir() if path.suffix in (".cpp", ".cu", ".cuh"))
 
 GPU_MARKS = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
@@ -147,9 +148,11 @@ class Case:
     def multiply_adds(self) -> int:
         return math.prod(self.y_shape) * math.prod(self.w_shape[1:])
 
-    def uses_tf32(self, dtype: torch.dtype, allowed: bool) -> bool:
-        """The rule of kernels/problem.cuh, said again: fp32 where cuDNN leaves TF32 as well."""
-        return dtype == torch.float32 and allowed and self.C // self.groups >= 8 and self.multiply_adds >= 2**20
+    def tf32_operators(self, dtype: torch.dtype, allowed: bool, least: dict[str, int] | None = None) -> set[str]:
+        """Operators under the TF32 contract, by the rule of kernels/problem.cuh: where cuDNN uses TF32 as well."""
+        if dtype != torch.float32 or not allowed or self.C // self.groups < 8:
+            return set()
+        return {name for name, limit in (least or LEAST_TF32_WORK).items() if self.multiply_adds >= limit}
 
     def reduction(self, operator: str) -> int:
         """How many products make up one element of the operator's result."""
@@ -158,6 +161,9 @@ class Case:
         lengths = {"fprop": self.C // self.groups * taps, "dgrad": self.K // self.groups * taps}
         return lengths.get(operator, self.N * P * Q)
 
+
+# Multiply-adds below which float32 stays float32, whatever PyTorch's switch says.
+LEAST_TF32_WORK = {"fprop": 2**27, "dgrad": 2**27, "wgrad": 2**29}
 
 # The two tensors that each operator multiplies; bgrad only sums dy.
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
@@ -203,7 +209,7 @@ def error_bound(case: Case, operator: str, tensors: dict[str, Tensor], result: T
         ones_first, ones_second = torch.ones_like(first), torch.ones_like(second)
         offsets = product(operator, case, ones_first, second) + product(operator, case, first, ones_second)
         bias = tensors["bias"].double().abs().view(-1, 1, 1) if operator == "fprop" else torch.zeros(())
-    bound = relative_bound(case, operator, dtype, tf32 and operator != "bgrad") * scale
+    bound = relative_bound(case, operator, dtype, tf32) * scale
     if dtype == torch.float64:
         return bound + 2.0**-51 * (result + bias.to(result))
     bound = bound + 2.0**-137 * offsets + 2.0**-126 + 2.0**-23 * (result + bias.to(result))
@@ -302,12 +308,12 @@ def check_exact(case: Case, results: dict[str, Tensor], tensors: dict[str, Tenso
         assert torch.equal(result, expected[operator].to(result.dtype)), f"{operator} of {case}"
 
 
-def check_bounds(case: Case, results: dict[str, Tensor], tensors: dict[str, Tensor], tf32: bool) -> None:
-    """Every element within the numerical contract."""
+def check_bounds(case: Case, results: dict[str, Tensor], tensors: dict[str, Tensor], tf32: Collection[str]) -> None:
+    """Every element within the numerical contract; `tf32` are the operators under the TF32 contract."""
     expected = references(case, tensors)
     for operator, result in results.items():
         error = (result.double() - expected[operator]).abs()
-        bound = error_bound(case, operator, tensors, result, tf32)
+        bound = error_bound(case, operator, tensors, result, operator in tf32)
         assert (error <= bound).all(), f"{operator} of {case}: {(error / bound).max():.3g} times the bound"
 
 
@@ -580,7 +586,6 @@ PROBLEM_FROM_FIELDS = (
 ENGINE_ENTRY_POINTS = (
     r"""
 #include <type_traits>
-#include "engines.cuh"
 """
     + PROBLEM_FROM_FIELDS
     + r"""
@@ -640,7 +645,8 @@ def compile_simt(source: str, folder: Path) -> ctypes.CDLL:
     sanitize = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
     fuse = ("-march=native", "-ffp-contract=fast")
     emulation = ("-DMODELNEW_HOST_EMULATION", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
-    return compile_shared(source, folder, "-O1", *emulation, *sanitize, *fuse)
+    # Without -fno-gnu-unique all libraries of a process would share the shim's state.
+    return compile_shared(source, folder, "-O1", "-fno-gnu-unique", *emulation, *sanitize, *fuse)
 
 
 def run_toy(source: str, folder: Path, n: int = 200) -> tuple[int, Tensor, Tensor]:
@@ -674,11 +680,22 @@ def test_shim_catches_what_a_gpu_would_punish(mutation, tmp_path):
     assert (code == 0 and torch.equal(result, expected)) == right
 
 
+# TF32 holds for large problems; in the shim for those it can run.
+LEAST_TF32_WORK_IN_SHIM = dict.fromkeys(LEAST_TF32_WORK, 2**20)
+
+
 class ShimEngine:
     """The direct engine, compiled by g++ and run thread by thread."""
 
-    def __init__(self, source: str, folder: Path) -> None:
-        self.library = compile_simt(source + ENGINE_ENTRY_POINTS, folder)
+    def __init__(self, folder: Path, **constants: int) -> None:
+        """`constants` replaces the values of constants in the source, to reach what takes large problems."""
+        source = modelnew._amalgamate(modelnew._sources, ["direct.cu"])
+        replacements = {rf"\b{name} = \w+;": f"{name} = {value};" for name, value in constants.items()}
+        replacements[r"\b1 << 29 : 1 << 27;"] = "1 << 20 : 1 << 20;"
+        for pattern, replacement in replacements.items():
+            source, found = re.subn(pattern, replacement, source)
+            assert found == 1, pattern
+        self.library = compile_simt(source + '#line 1 "entry_points"\n' + ENGINE_ENTRY_POINTS, folder)
         for name in ("engine_refusal", "engine_describe", "simt_message", "simt_launched"):
             getattr(self.library, name).restype = ctypes.c_char_p
         self.library.engine_workspace_bytes.restype = ctypes.c_int64
@@ -724,7 +741,7 @@ class ShimEngine:
 
 @pytest.fixture(scope="session")
 def direct_shim(tmp_path_factory) -> ShimEngine:
-    return ShimEngine((KERNELS / "direct.cu").read_text(), tmp_path_factory.mktemp("direct"))
+    return ShimEngine(tmp_path_factory.mktemp("direct"))
 
 
 # Each case bends the geometry in a way of its own; the integers in it are odd or prime where nothing else asks.
@@ -801,7 +818,9 @@ def host_numerics(tmp_path_factory) -> ctypes.CDLL:
         {PROBLEM_FROM_FIELDS}
         using namespace modelnew;
         extern "C" {{
-        bool rule_uses_tf32(const int64_t* fields) {{ return uses_tf32(make_problem(fields)); }}
+        bool rule_uses_tf32(int op, const int64_t* fields) {{
+          return uses_tf32(make_problem(fields), static_cast<Operator>(op));
+        }}
         void round_all(const float* in, float* out, int64_t count) {{ {loop} out[i] = round_to_tf32(in[i]); }}
         void widen_half(const Half* in, float* out, int64_t count) {{ {loop} out[i] = widen(in[i]); }}
         void widen_bfloat16(const BFloat16* in, float* out, int64_t count) {{ {loop} out[i] = widen(in[i]); }}
@@ -850,17 +869,18 @@ def test_tf32_rounding(host_numerics):
     assert same_values(convert(host_numerics.round_all, samples, torch.float32), expected)
 
 
-# Both sides of each of the rule's thresholds: 8 channels a group, 2^20 multiply-adds.
+# Both sides of the rule's thresholds: 8 channels a group, 2^27 multiply-adds, 2^29 in wgrad; and a huge problem.
 @pytest.mark.parametrize(
     "case",
     [
-        Case(1, 8, 66, 66, 8, 4, 4),
-        Case(1, 7, 66, 66, 16, 4, 4),
-        Case(1, 16, 66, 66, 16, 4, 4, groups=2),
-        Case(1, 16, 66, 66, 16, 4, 4, groups=4),
-        Case(1, 16, 64, 64, 16, 1, 1),
-        Case(1, 16, 64, 63, 16, 1, 1),
-        Case(16, 2**14, 1, 1, 4, 1, 1),
+        Case(1, 8, 515, 515, 64, 4, 4),
+        Case(1, 7, 515, 515, 64, 4, 4),
+        Case(1, 64, 515, 515, 64, 4, 4, groups=8),
+        Case(1, 56, 515, 515, 64, 4, 4, groups=8),
+        Case(1, 128, 128, 256, 128, 1, 1),
+        Case(1, 128, 128, 255, 128, 1, 1),
+        Case(1, 128, 128, 64, 128, 1, 1),
+        Case(1, 128, 128, 63, 128, 1, 1),
         Case(40000, 4096, 300, 300, 4096, 1, 1),
     ],
     ids=str,
@@ -870,8 +890,9 @@ def test_which_contract_holds(host_numerics, case, dtype):
     shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
     tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     for allowed in (False, True):
-        fields = ShimEngine.fields(case, tensors, allowed)
-        assert host_numerics.rule_uses_tf32(fields) == case.uses_tf32(dtype, allowed)
+        fields, expected = ShimEngine.fields(case, tensors, allowed), case.tf32_operators(dtype, allowed)
+        for name in OPERANDS:
+            assert host_numerics.rule_uses_tf32(OPERATOR_NUMBER[name], fields) == (name in expected)
 
 
 @pytest.mark.parametrize("case", EXACT_CASES, ids=str)
@@ -892,7 +913,7 @@ ROUNDING_CASES = [
     Case(1, 9, 40, 37, 11, 5, 4, padding=(2, 1)),
     Case(2, 70, 12, 13, 10, 3, 3, stride=(2, 1), padding=(1, 1)),
     Case(1, 6, 40, 33, 6, 3, 3, padding=(1, 1), groups=6),
-    Case(1, 600, 5, 6, 600, 3, 3),
+    Case(1, 512, 5, 6, 40, 3, 3),
 ]
 FILLS = [normal, wide, tiny, huge, any_exponent, under_a_tf32_step, tf32_ties, equal]
 # float16 holds no wide range of sums.
@@ -912,21 +933,19 @@ def named(value: object) -> str | None:
 @pytest.mark.parametrize("case", ROUNDING_CASES, ids=str)
 def test_direct_shim_rounding_fp32(direct_shim, case, tf32, fill):
     tensors = make_tensors(case, torch.float32, fill)
-    contract = case.uses_tf32(torch.float32, tf32)
+    operators = case.tf32_operators(torch.float32, tf32, LEAST_TF32_WORK_IN_SHIM)
     results = direct_shim(case, tensors, tf32)
-    check_bounds(case, results, tensors, contract)
-    if contract:
-        # More exactly: fp32 sums of operands that were rounded, both of them, to nearest with ties away from zero.
-        rounded = {name: round_to_tf32(tensor) if name != "bias" else tensor for name, tensor in tensors.items()}
-        del results["bgrad"]
-        check_bounds(case, results, rounded, tf32=False)
+    check_bounds(case, results, tensors, operators)
+    # More exactly: fp32 sums of operands that were rounded, both of them, to nearest with ties away from zero.
+    rounded = {name: round_to_tf32(tensor) if name != "bias" else tensor for name, tensor in tensors.items()}
+    check_bounds(case, {name: results[name] for name in operators}, rounded, tf32=())
 
 
 @pytest.mark.parametrize("dtype, fill", OTHER_FILLS)
 @pytest.mark.parametrize("case", ROUNDING_CASES, ids=str)
 def test_direct_shim_rounding_other_dtypes(direct_shim, case, dtype, fill):
     tensors = make_tensors(case, dtype, fill)
-    check_bounds(case, direct_shim(case, tensors, tf32=True), tensors, tf32=False)
+    check_bounds(case, direct_shim(case, tensors, tf32=True), tensors, tf32=())
 
 
 VIEWS = {
@@ -966,7 +985,7 @@ def test_direct_shim_without_bias(direct_shim):
 def test_direct_shim_propagates_nan_and_inf(direct_shim):
     """Into exactly the elements that read them; under TF32 too, and for the NaN with all bits set."""
     case = Case(1, 16, 40, 37, 8, 3, 3)
-    assert case.uses_tf32(torch.float32, True)
+    assert case.tf32_operators(torch.float32, True, LEAST_TF32_WORK_IN_SHIM) == set(OPERANDS)
     for special in (math.inf, -math.inf, struct.unpack("f", b"\xff\xff\xff\x7f")[0]):
         tensors = make_tensors(case, torch.float32, under_a_tf32_step)
         tensors["x"][0, 3, 5, 7] = tensors["dy"][0, 2, 30, 4] = special
@@ -987,11 +1006,7 @@ def test_direct_shim_cases_reach_every_kernel(direct_shim):
 
 def test_direct_shim_beyond_one_launch(tmp_path):
     """With limits that small problems exceed: images in several launches, all pixels of dw in one block."""
-    source = (KERNELS / "direct.cu").read_text()
-    for name, value in {"kMostBlocks": 5, "kWeightGradBlocks": 1, "kDepthwiseWgradBlocks": 1}.items():
-        source, found = re.subn(rf"{name} = \w+;", f"{name} = {value};", source)
-        assert found == 1
-    engine = ShimEngine(source, tmp_path)
+    engine = ShimEngine(tmp_path, kMostBlocks=5, kWeightGradBlocks=1, kDepthwiseWgradBlocks=1)
     for case in (
         Case(7, 3, 9, 10, 5, 3, 3, padding=(1, 1)),
         Case(6, 2, 12, 11, 3, 2, 3, stride=(2, 2)),
@@ -1195,7 +1210,12 @@ def test_device_code_under_cuda_12_1(rtc_runs, source, arch, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", [*ENGINE_SOURCES, *sorted(KERNELS.glob("*.cuh"))], ids=lambda path: path.name)
+def test_binding_uses_no_streams():
+    """Toolchains that link libstdc++ statically crash in std::ostream, which torch's copy has initialised otherwise."""
+    assert not re.search(r"#\s*include\s*<(sstream|iostream|fstream|ostream)>", (KERNELS / "binding.cpp").read_text())
+
+
+@pytest.mark.parametrize("path", [path for path in KERNEL_FILES if path.suffix != ".cpp"], ids=lambda path: path.name)
 def test_torch_stays_above_the_binding(path):
     """Torch headers cost more compile time than all kernels together, once nvcc sees them."""
     assert not re.search(r"#\s*include\s*[<\"](torch|ATen|c10|pybind11|Python)", path.read_text())
@@ -1720,7 +1740,9 @@ def test_autocast(convolution, dtype, device):
         with torch.autocast(device, dtype):
             ours, theirs = convolution(*tensors, **RICH_CALL.kwargs), F.conv2d(*tensors, **RICH_CALL.kwargs)
         assert ours.dtype == theirs.dtype == (dtype if given == torch.float32 else given)
-        torch.testing.assert_close(ours, theirs)
+        # PyTorch may round once more, before it adds the bias.
+        tolerance = 2 * torch.finfo(ours.dtype).eps
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
         for mine, other in zip(gradients(ours, tensors), gradients(theirs, tensors), strict=True):
             torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-1)
 
@@ -1817,10 +1839,10 @@ class Model(nn.Module):
 
 batch_size = 3
 in_channels = 16
-out_channels = 32
+out_channels = 64
 kernel_size = (3, 5)
-width = 64
-height = 48
+width = 128
+height = 126
 
 def get_inputs():
     return [torch.rand(batch_size, in_channels, height, width)]
@@ -1869,7 +1891,7 @@ def test_bundle_has_what_is_asked_for(bundle_text):
         r"class ModelNew\(nn\.Module\)",
     ):
         assert re.search(pattern, bundle_text)
-    for source in KERNELS.iterdir():
+    for source in KERNEL_FILES:
         assert source.name in bundle_text
 
 
@@ -2191,7 +2213,7 @@ def test_amalgamation_has_each_header_once_and_true_line_numbers(tmp_path):
             assert line == "" or (file, number) not in seen
             seen.add((file, number))
             number += 1
-    assert {path.name for path in KERNELS.iterdir()} == set(modelnew._sources)
+    assert {path.name for path in KERNEL_FILES} == set(modelnew._sources)
 
 
 @pytest.mark.skipif(modelnew._find_cuda_home() is None, reason="needs CUDA's headers")
@@ -2294,7 +2316,7 @@ GPU_ROUNDING_CASES = [
     Case(1, 512, 14, 14, 64, 3, 3, padding=(1, 1)),
     Case(4, 3, 112, 112, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
     Case(2, 64, 56, 56, 256, 1, 1),
-    Case(1, 128, 29, 31, 128, 3, 3, padding=(1, 1), groups=4),
+    Case(8, 128, 56, 57, 128, 3, 3, padding=(1, 1), groups=4),
     Case(2, 96, 40, 41, 96, 7, 7, padding=(3, 3), groups=96),
 ]
 
@@ -2309,7 +2331,7 @@ def test_gpu_rounding_fp32(engine, tf32_allowed, fill):
         tensors = make_tensors(case, torch.float32, fill, "cuda")
         if engine is None or takes(engine, case, tensors):
             results = on_gpu(case, tensors, tf32_allowed, engine)
-            check_bounds(case, results, tensors, case.uses_tf32(torch.float32, tf32_allowed))
+            check_bounds(case, results, tensors, case.tf32_operators(torch.float32, tf32_allowed))
 
 
 @gpu
@@ -2319,7 +2341,7 @@ def test_gpu_rounding_other_dtypes(engine, dtype, fill):
     for case in GPU_ROUNDING_CASES:
         tensors = make_tensors(case, dtype, fill, "cuda")
         if engine is None or takes(engine, case, tensors):
-            check_bounds(case, on_gpu(case, tensors, True, engine), tensors, tf32=False)
+            check_bounds(case, on_gpu(case, tensors, True, engine), tensors, tf32=())
 
 
 @gpu
@@ -2348,7 +2370,8 @@ def test_gpu_takes_any_strides(engine, view):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("special", [math.inf, -math.inf, struct.unpack("f", b"\xff\xff\xff\x7f")[0]], ids=str)
 def test_gpu_propagates_nan_and_inf(engine, special):
-    case = Case(2, 16, 40, 137, 24, 3, 3)
+    case = Case(2, 64, 66, 130, 128, 3, 3)
+    assert case.tf32_operators(torch.float32, True) == set(OPERANDS)
     for allowed in (False, True):
         tensors = make_tensors(case, torch.float32, under_a_tf32_step, "cuda")
         tensors["x"].view(torch.int32)[1, 3, 5, 7] = torch.tensor(special).view(torch.int32).item()
@@ -2521,7 +2544,7 @@ def test_conjugate_and_negative_views():
 
 @gpu
 def test_explain_tells_engine_contract_and_reason():
-    case = GPU_ROUNDING_CASES[3]
+    case = Case(2, 64, 66, 130, 128, 3, 3)
     tensors = make_tensors(case, torch.float32, normal, "cuda")
     for allowed, contract in ((True, "tf32"), (False, "fp32")):
         with tf32_switch(allowed):
@@ -2791,6 +2814,6 @@ def test_installs_from_an_sdist(tmp_path):
         "modelnew.py",
         "modelnew_kernels",
     }
-    names = [path.name for path in KERNELS.iterdir()]
+    names = [path.name for path in KERNEL_FILES]
     environment = os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
     run([sys.executable, "-c", INSTALLED, str(site), *names], cwd=tmp_path, env=environment)
