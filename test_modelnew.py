@@ -46,6 +46,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import prune
 from torch.utils import cpp_extension
@@ -1656,7 +1657,7 @@ def test_compile(convolution, dynamic, device):
 
     def keep(graph: torch.fx.GraphModule, _: list) -> Callable:
         graphs.append(graph)
-        return graph.forward
+        return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
 
