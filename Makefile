@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml Makefile | $(PYTHON)
 	$(PYTHON) -m pip install -q -e '.[bench,test]'
 	touch $@
 
-# These wheels exist for Linux on x86-64; elsewhere the folder stays empty and the tests that need them skip.
+# These wheels exist for Linux on x86-64; elsewhere the tests that need them skip.
 $(CUDA121): | $(STAMP)
 	mkdir -p $@
-	-$(PYTHON) -m pip install -q --no-deps --target $@ $(CUDA121_WHEELS)
+	$(PYTHON) -m pip install -q --no-deps --target $@ $(CUDA121_WHEELS) || rmdir $@

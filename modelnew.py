@@ -200,6 +200,10 @@ def _cache_directory() -> str:
     return os.path.join(os.environ.get("TORCH_EXTENSIONS_DIR") or default, "modelnew")
 
 
+# What torch and nvcc read from the environment besides the compilers' places. torch gives CC to nvcc as -ccbin.
+_COMPILER_VARIABLES = ("CC", "PYTORCH_NVCC", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+
+
 def _plan_build(sources: dict[str, str]) -> _Build:
     """The build for the visible GPUs, this torch and the compilers at hand. Starts no process, takes milliseconds."""
     cuda_home, capabilities = _find_cuda_home(), _gpu_capabilities()
@@ -218,7 +222,7 @@ def _plan_build(sources: dict[str, str]) -> _Build:
         cuda_flags,
         [torch.__version__, torch.version.git_version, torch.version.cuda, sysconfig.get_config_var("SOABI")],
         [_file_identity(nvcc), _file_identity(_find_host_compiler())],
-        [os.environ.get(name) for name in ("PYTORCH_NVCC", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")],
+        [os.environ.get(name) for name in _COMPILER_VARIABLES],
     ]
     digest = hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:16]
     name = f"modelnew_{digest}"
@@ -259,6 +263,11 @@ def _open_or_build(build: _Build) -> ModuleType:
     with lock:  # closing the file, also by being killed, gives the lock back
         with _Caught() as busy:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if busy.error is not None and not isinstance(busy.error, BlockingIOError):
+            raise RuntimeError(
+                f"{build.cache} lies on a file system without locks ({busy.error}); "
+                "set TORCH_EXTENSIONS_DIR to a directory on another one"
+            )
         if busy.error is not None:
             _say("waiting for another process, which is compiling the same kernels")
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -356,7 +365,7 @@ _KNOWN_FAILURES = {
     "Unsupported gpu architecture": "this nvcc is too old or too new for the GPU; "
     "install a CUDA toolkit that supports it and set CUDA_HOME to its directory",
     "unsupported GNU version": "this nvcc does not support the installed C++ compiler; "
-    "install an older g++ and set CXX and NVCC_CCBIN to it",
+    "install an older g++ and set CXX and CC to it",
     "Python.h: No such file": "Python's C headers are missing; install them (package python3-dev or the like)",
 }
 
@@ -388,10 +397,14 @@ def _load_extension() -> tuple[ModuleType | None, str]:
 
 
 def _built_extension() -> ModuleType:
-    """The extension, or RuntimeError with the reason why there is none."""
-    if _extension is None:
+    """The newest extension of this process, or RuntimeError with the reason why there is none.
+
+    The operators are defined once, by the first copy of this code in a process; later ones may have what it lacks.
+    """
+    extension = vars(torch.ops.modelnew).get("extension", _extension)
+    if extension is None:
         raise RuntimeError(f"modelnew has no compiled kernels for CUDA tensors: {_extension_error}")
-    return _extension
+    return extension
 
 
 # ---- Operator ----
@@ -493,17 +506,20 @@ def _prepare(
     strides, dilations, count = _pair(stride), _pair(dilation), _integer(groups)
     if not tensors or strides is None or dilations is None or count is None:
         return None
-    if padding == "same":
-        if strides != (1, 1) or min(dilations) < 1 or weight.dim() != 4:
+    if isinstance(padding, str) and padding == "same":
+        sized = x.dim() in (3, 4) and weight.dim() == 4 and min(weight.shape[2:]) >= 1
+        if strides != (1, 1) or min(dilations) < 1 or not sized:
             return None
         x, paddings = _pad_same(x, weight, dilations)
     else:
-        paddings = (0, 0) if padding == "valid" else _pair(padding)
+        paddings = (0, 0) if isinstance(padding, str) and padding == "valid" else _pair(padding)
     return None if paddings is None else (x, weight, bias, strides, paddings, dilations, count)
 
 
 def _integer(value: Any) -> int | None:
-    """An int of anything that PyTorch takes for one, NumPy's ints among them, or None."""
+    """An int of anything that PyTorch takes for one, NumPy's ints among them but not bools, or None."""
+    if isinstance(value, bool):
+        return None
     if isinstance(value, (int, torch.SymInt)):  # asked first: torch.compile cannot look for methods of its symbols
         return value
     return value.__index__() if hasattr(value, "__index__") else None
@@ -516,6 +532,10 @@ def _pair(value: Any) -> _Pair | None:
         return None
     first, last = _integer(items[0]), _integer(items[-1])
     return None if first is None or last is None else (first, last)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _pad_same(x: Tensor, weight: Tensor, dilation: _Pair) -> tuple[Tensor, _Pair]:
@@ -535,7 +555,8 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, straight: bool, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.settings = settings
+        # A list is the caller's own, who may change it before backward.
+        ctx.settings = tuple(map(_frozen, settings)) if list in map(type, settings) else settings
         if straight:
             return _extension.forward(x, weight, bias, *settings, _tf32_allowed(), _forced_engine)
         with torch._C._AutoDispatchBelowAutograd():
@@ -922,3 +943,5 @@ if __name__ == "__main__":
 
 # The last statement, so that everything is in place for it and a bundle can be written without a build.
 _extension, _extension_error = _load_extension()
+if _extension is not None:
+    torch.ops.modelnew.extension = _extension

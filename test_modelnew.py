@@ -574,7 +574,7 @@ DYNAMIC_SMEM = re.compile(r"extern __shared__ __align__\(\d+\) unsigned char (\w
 # C entry points around an engine. The fields of Problem travel as one array of int64, in PROBLEM_FIELDS' order.
 PROBLEM_FIELDS = [
     "N", "C", "H", "W", "K", "R", "S", "P", "Q", "groups", "stride_h", "stride_w", "pad_h", "pad_w", "dilation_h",
-    "dilation_w", "dtype", "has_bias", "tf32_allowed", *(f"{tensor}_stride[{i}]" for tensor in "xwy" for i in range(4)),
+    "dilation_w", "dtype", "tf32_allowed", *(f"{tensor}_stride[{i}]" for tensor in "xwy" for i in range(4)),
 ]  # fmt: skip
 PROBLEM_FROM_FIELDS = (
     "static modelnew::Problem make_problem(const int64_t* fields) {\n  modelnew::Problem problem{};\n"
@@ -704,9 +704,8 @@ class ShimEngine:
     @staticmethod
     def fields(case: Case, tensors: dict[str, Tensor], tf32: bool) -> ctypes.Array:
         x, w, y = tensors["x"], tensors["w"], tensors["dy"]
-        bias = tensors.get("bias")
         values = [*case.x_shape, case.K, case.R, case.S, *case.y_shape[2:], case.groups]
-        values += [*case.stride, *case.padding, *case.dilation, DTYPE_NUMBER[x.dtype], bias is not None, tf32]
+        values += [*case.stride, *case.padding, *case.dilation, DTYPE_NUMBER[x.dtype], tf32]
         values += [*x.stride(), *w.stride(), *y.stride()]
         return (ctypes.c_int64 * len(PROBLEM_FIELDS))(*values)
 

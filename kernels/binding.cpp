@@ -4,8 +4,8 @@
 //   forward()            check -> Problem -> launch  below autograd
 //   backward()           check -> Problem -> launch  below autograd, one launch per wanted gradient
 //
-// A CPython module by hand instead of pybind11's binding layer: with METH_FASTCALL and hand-written parsing, conv2d()
-// costs 0.3 us on top of allocating its output and launching, and small convolutions live on the host time of a call.
+// A CPython module by hand instead of pybind11's binding layer, with METH_FASTCALL and hand-written argument parsing:
+// small convolutions live on the host time of a call (bench.py --host).
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/conv2d.h>
@@ -160,7 +160,7 @@ void copy_strides(const at::Tensor& tensor, int64_t (&strides)[4]) {
 }
 
 // The problem of valid arguments with a batch dimension; `y` is the output or its gradient.
-Problem problem_of(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, bool has_bias, const Settings& s) {
+Problem problem_of(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, const Settings& s) {
   Problem problem{};
   problem.N = x.size(0);
   problem.C = static_cast<int>(x.size(1));
@@ -182,7 +182,6 @@ Problem problem_of(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y
   copy_strides(w, problem.w_stride);
   copy_strides(y, problem.y_stride);
   problem.dtype = *served_dtype(x.scalar_type());
-  problem.has_bias = has_bias;
   problem.tf32_allowed = s.tf32_allowed;
   return problem;
 }
@@ -260,7 +259,7 @@ at::Tensor forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b
   pointers.w = w.const_data_ptr();
   pointers.bias = bias_run.defined() ? bias_run.const_data_ptr() : nullptr;
   pointers.out = y.data_ptr();
-  launch(Operator::kFprop, problem_of(x, w, y, bias.defined(), s), pointers, x.options(), s.forced);
+  launch(Operator::kFprop, problem_of(x, w, y, s), pointers, x.options(), s.forced);
   return y;
 }
 
@@ -310,7 +309,7 @@ Gradients backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& 
     if (op == Operator::kDgrad) pointers.w = w.const_data_ptr();
     pointers.dy = dy.const_data_ptr();
     pointers.out = out.data_ptr();
-    launch(op, problem_of(as_x, as_w, dy, wanted[2], s), pointers, x.options(), s.forced);
+    launch(op, problem_of(as_x, as_w, dy, s), pointers, x.options(), s.forced);
   };
   if (wanted[0]) {
     gradients.dx = at::empty(x.sizes(), x.options(), x.suggest_memory_format());
@@ -363,7 +362,7 @@ std::string explain(const at::Tensor& x, const at::Tensor& w, const at::Tensor& 
   if (x.size(0) == 0) return "the batch is empty: nothing is launched\n";
   // Only the strides of y matter here; a meta tensor has them without memory.
   const at::Tensor y = at::empty(output_sizes(x, w, s), x.options().device(at::kMeta), output_format(x, w));
-  const Problem problem = problem_of(x, w, y, bias.defined(), s);
+  const Problem problem = problem_of(x, w, y, s);
   std::string text = concatenate(describe_problem(problem), ", ", x.scalar_type(), "\n");
   for (Operator op : {Operator::kFprop, Operator::kDgrad, Operator::kWgrad}) {
     text += explain_operator(problem, op, s.forced);
@@ -447,7 +446,8 @@ enum class Screen { kPlain, kNeedsAutograd, kExotic };
 // Whether a call may skip PyTorch's dispatcher. One comparison decides: the dispatch keys of the tensors and of this
 // thread hold nothing but those of plain CUDA tensors. Whatever PyTorch has or will have besides (Python modes and
 // subclasses, functorch, autocast, tracing, fake, functional, batched, conjugate, sparse or quantized tensors, another
-// device) shows as a further key, so that it is turned away without being named here.
+// device) shows as a further key, so that it is turned away without being named here. The profiler is none of these: it
+// sees the kernels of such a call, but no operator.
 class Screening {
  public:
   void add(PyObject* object) {
@@ -491,6 +491,15 @@ class Screening {
 
 // ---- Python functions ----
 
+// An allocation or a launch may wait for the GPU, and what the GPU waits for may need the GIL. The caller's references
+// keep the tensors alive meanwhile.
+at::Tensor forward_without_gil(PyObject* const* args, const Settings& settings) {
+  const at::Tensor &x = required_tensor(args[0]), &w = required_tensor(args[1]);
+  const at::Tensor bias = optional_tensor(args[2]);
+  pybind11::gil_scoped_release no_gil;
+  return forward(x, w, bias, settings);
+}
+
 // conv2d(input, weight, bias, *settings) -> Tensor; None: not for the short way; False: needs autograd.
 PyObject* py_conv2d(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -502,7 +511,7 @@ PyObject* py_conv2d(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Settings settings{};
   if (verdict == Screen::kExotic || !parse_settings(args + 3, settings)) Py_RETURN_NONE;
   if (verdict == Screen::kNeedsAutograd) Py_RETURN_FALSE;
-  return wrap(forward(THPVariable_Unpack(args[0]), THPVariable_Unpack(args[1]), optional_tensor(args[2]), settings));
+  return wrap(forward_without_gil(args, settings));
   END_HANDLE_TH_ERRORS
 }
 
@@ -519,8 +528,7 @@ PyObject* py_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* py_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   require_count(count, 3 + kSettings);
-  return wrap(forward(required_tensor(args[0]), required_tensor(args[1]), optional_tensor(args[2]),
-                      required_settings(args + 3)));
+  return wrap(forward_without_gil(args, required_settings(args + 3)));
   END_HANDLE_TH_ERRORS
 }
 
@@ -530,8 +538,13 @@ PyObject* py_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   require_count(count, 3 + kSettings + 3);
   std::array<bool, 3> wanted{};
   for (int i = 0; i < 3; ++i) wanted[i] = args[3 + kSettings + i] == Py_True;
-  const Gradients gradients = backward(required_tensor(args[0]), required_tensor(args[1]), required_tensor(args[2]),
-                                       required_settings(args + 3), wanted);
+  const Settings settings = required_settings(args + 3);
+  const at::Tensor &dy = required_tensor(args[0]), &x = required_tensor(args[1]), &w = required_tensor(args[2]);
+  Gradients gradients;
+  {
+    pybind11::gil_scoped_release no_gil;  // see forward_without_gil
+    gradients = backward(dy, x, w, settings, wanted);
+  }
   return Py_BuildValue("(NNN)", wrap(gradients.dx), wrap(gradients.dw), wrap(gradients.db));
   END_HANDLE_TH_ERRORS
 }

@@ -14,9 +14,9 @@
 //
 // fp32, fp16 and bf16 tensors are staged in shared memory as fp32 (rounded to TF32 there where that contract holds) and
 // multiplied by FFMA: products of TF32 or 16-bit operands are then exact. fp64 tensors use double throughout.
-// Every sum runs in chunks of at most kChunk terms, and the chunks are added with compensation: rounding errors grow
-// with kChunk, not with the length of the sum. The storage type is a run-time switch around the staging loops: it costs
-// one uniform branch a stage and saves three quarters of the compile time.
+// Sums run in chunks of at most kChunk terms; the chunks are added with compensation, or in double: rounding errors
+// grow with kChunk, not with the length of the sum. The storage type is a run-time switch around the staging loops: it
+// costs one uniform branch a stage and saves three quarters of the compile time.
 //
 // Bound by instruction issue; where one input channel makes an output, by memory traffic. Measured on an
 // H200 (2026-11-20, ncu), cases by their size N, C, K, filter, image:
@@ -49,6 +49,11 @@ constexpr int kSharedBytes = 48 * 1024;
 struct Axis {
   int x_size, y_size, taps, stride, pad, dilation;
 };
+
+// With a single output position the stride is never taken: 1 stands for it, however large it is.
+MODELNEW_HOST_DEVICE inline Axis make_axis(int x_size, int y_size, int taps, int stride, int pad, int dilation) {
+  return {x_size, y_size, taps, y_size == 1 ? 1 : stride, pad, dilation};
+}
 
 // One axis of a correlation: output position i reads input position i*stride + origin + t*tap_step for tap t, with
 // weight tap first_tap + t*tap_stride, and is written to output_origin + i*output_step. Input positions outside
@@ -108,8 +113,11 @@ struct StageAxis {
 
 MODELNEW_HOST_DEVICE inline StageAxis stage_axis(const Window& window, int tile, bool tap_by_tap) {
   if (tap_by_tap || window.taps <= 1) return {1, tile, window.stride, 1, 0};
-  const int size = (tile - 1) * window.stride + (window.taps - 1) * window.tap_step + 1;
-  return {window.taps, size, 1, window.stride, window.tap_step};
+  const int64_t size =
+      (tile - 1) * static_cast<int64_t>(window.stride) + (window.taps - 1) * static_cast<int64_t>(window.tap_step) + 1;
+  // What does not fit into shared memory does not fit, by however much.
+  const int bounded = static_cast<int>(size < kSharedBytes ? size : kSharedBytes);
+  return {window.taps, bounded, 1, window.stride, window.tap_step};
 }
 
 // Everything correlate and depthwise need, by value. `in` and `out` are x and y for fprop, dy and dx for dgrad.
@@ -197,9 +205,9 @@ __device__ inline void with_storage(DType dtype, const Action& action) {
 }
 
 // Ends a chunk: total += acc. The next chunk starts from the rounding error of that addition (Fast2Sum), so that only
-// the sums within chunks lose anything. (H200, dgrad of the 5x7 case, 4480 terms: 2.1e-7 relative without it, 1.45e-7
-// with it, at 3% of the time.) An error that is not finite (the total overflowed or holds an Inf) is dropped: it would
-// turn the Inf into NaN.
+// the sums within chunks lose anything to speak of: the error is exact while |total| >= |acc|. (H200, 2026-11-20, dgrad
+// with 4480 terms: 2.1e-7 relative without it, 1.45e-7 with it, at 3% of the time.) An error that is not finite (the
+// total overflowed or holds an Inf) is dropped: it would turn the Inf into NaN.
 template <typename Acc>
 __device__ inline void add_chunk(Acc& acc, Acc& total) {
   const Acc sum = total + acc;
@@ -217,7 +225,7 @@ struct alignas(16) Vector {
 
 // Copies a window of the input into shared memory, [channel][row][column], zero outside the image. Lanes run along
 // columns. Each thread steps through its positions without dividing, and has BATCH loads under way at a time: nothing
-// else hides their latency. (H200: with one load at a time P55 took 51 ms.)
+// else hides their latency. (H200, 2026-11-20: with one load at a time N 8, C 64, K 128, 3x3, 512x1024 took 51 ms.)
 template <typename Acc, typename Storage, int THREADS>
 __device__ inline void stage_window(Acc* smem, const Storage* in_ptr, const CorrelateParams& params,
                                     const StageAxis& rows, const StageAxis& columns, int row_origin, int column_origin,
@@ -255,6 +263,13 @@ __device__ inline void stage_window(Acc* smem, const Storage* in_ptr, const Corr
 //
 // A block owns TILE_K output channels x (tile_p x tile_q) output pixels of one image, group and phase, and walks over
 // the input channels in stages. Each warp owns THREAD_K channels; its lanes are neighbouring pixels:
+//
+//          Q, in tiles of tile_q                          the tile's pixels, row by row, 32 to a warp's step
+//        +-------+-------+---+                         +--------------+--------------+-----
+//      P | b0    | b2    | b4|                  TILE_K | warp 0       | warp 0       |        THREAD_K channels
+//        +-------+-------+---+   b0, b1: the           +--------------+--------------+-----
+//        | b6    | b8    |b10|   two tiles of          | warp 1       | warp 1       |        the next THREAD_K
+//        +-------+-------+---+   K over one place      +--------------+--------------+-----
 //
 //     shared memory   w [input channel][tap][TILE_K]
 //                     x [input channel][staged row][staged column]
@@ -331,7 +346,7 @@ __device__ inline void stage_weights(typename Config::Acc* w_smem, const typenam
     for (int i = 0; i < BATCH; ++i) {
       const int tap_r = rows.first_tap + (first_r + r) * rows.tap_stride;
       const int tap_s = columns.first_tap + (first_s + s) * columns.tap_stride;
-      const int index = (c * params.rows.taps + tap_r) * params.columns.taps + tap_s;
+      const int64_t index = (static_cast<int64_t>(c) * params.rows.taps + tap_r) * params.columns.taps + tap_s;
       value[i] = load_if(c < channels, reinterpret_cast<const Piece*>(packed_ptr) + (index * PIECES + piece));
       s += s_advance;
       const int s_carry = s >= taps_s;
@@ -441,7 +456,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
 
   const int64_t in_offset =
       at.n * params.in_stride[0] + static_cast<int64_t>(at.group) * params.in_channels * params.in_stride[1];
-  const int filter_elements = params.rows.taps * params.columns.taps * Config::TILE_K;
+  const int64_t filter_elements = static_cast<int64_t>(params.rows.taps) * params.columns.taps * Config::TILE_K;
   const Acc* const packed_ptr =
       static_cast<const Acc*>(params.w_ptr) +
       (static_cast<int64_t>(at.group) * params.tiles_k + at.k / Config::TILE_K) * params.in_channels * filter_elements;
@@ -452,8 +467,8 @@ __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
         const int channels =
             params.in_channels - c < params.stage_channels ? params.in_channels - c : params.stage_channels;
         __syncthreads();  // nobody reads the stage before any more
-        stage_weights<Config>(w_smem, packed_ptr + static_cast<int64_t>(c) * filter_elements, params, rows, columns, r,
-                              s, taps_r, taps_s, channels);
+        stage_weights<Config>(w_smem, packed_ptr + c * filter_elements, params, rows, columns, r, s, taps_r, taps_s,
+                              channels);
         with_storage<Acc>(params.dtype, [&](auto tag) {
           using Storage = decltype(tag);
           stage_window<Acc, Storage, Config::THREADS>(
@@ -705,6 +720,13 @@ __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
 // dw[k, e] = sum over pixels of dy[k, pixel] * x[e at pixel], where e numbers (c, r, s) as w does. A block owns
 // TILE_K x TILE_E elements of dw and one of `splits` ranges of pixels, 32 pixels a stage:
 //
+//            e = (c, r, s): TILE_E, 32 lanes to a step
+//          +--------------+--------------+
+//   TILE_K | warp 0       | warp 0       |  THREAD_K channels of y, THREAD_E steps
+//          +--------------+--------------+
+//          | warp 1       | warp 1       |  ... 8 warps
+//          +--------------+--------------+
+//
 //     shared memory   dy [32 pixels][TILE_K]    lanes = pixels when staged: global loads are coalesced along rows;
 //                     x  [32 pixels][TILE_E]    odd pitch for x: stores and loads without conflicts
 //     registers       acc, total [THREAD_K][THREAD_E]; a warp has one set of k (a broadcast), its lanes are
@@ -824,7 +846,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
   unsigned tile = blockIdx.x;
   const int split = static_cast<int>(tile % params.splits);
   tile /= params.splits;
-  const int first_e = static_cast<int>(tile % params.tiles_e) * Config::TILE_E;
+  const int64_t first_e = static_cast<int64_t>(tile % params.tiles_e) * Config::TILE_E;
   tile /= params.tiles_e;
   const int first_k = static_cast<int>(tile % params.tiles_k) * Config::TILE_K;
   const int group = static_cast<int>(tile / params.tiles_k);
@@ -912,7 +934,7 @@ __device__ inline double block_sum(double value, double* smem) {
     __syncthreads();  // the level above is complete
     if (static_cast<int>(threadIdx.x) < half) smem[threadIdx.x] += smem[threadIdx.x + half];
   }
-  return smem[0];
+  return threadIdx.x == 0 ? smem[0] : 0;
 }
 
 template <typename Acc, typename Storage>
@@ -943,17 +965,14 @@ __device__ inline void add_rows(double (&sum)[kDepthwiseTaps], const WeightGradP
       const Acc dy = widen(dy_ptr[q * params.dy_stride[3]]);
       const int x_column = q * params.columns.stride - params.columns.pad;
       Storage x_value[TAPS];
-      unsigned inside = 0;
 #pragma unroll
       for (int i = 0; i < TAPS; ++i) {
         const int h = x_row + tap_row[i], w = x_column + tap_column[i];
-        const bool valid = (h >= 0) & (h < params.rows.x_size) & (w >= 0) & (w < params.columns.x_size);
-        x_value[i] = x_ptr[valid ? h * params.x_stride[2] + w * params.x_stride[3] : 0];
-        inside |= static_cast<unsigned>(valid) << i;
+        x_value[i] = load_if(is_within(h, params.rows.x_size) & is_within(w, params.columns.x_size),
+                             x_ptr + (h * params.x_stride[2] + w * params.x_stride[3]));
       }
 #pragma unroll
-      for (int i = 0; i < TAPS; ++i)
-        if (inside >> i & 1) acc[i] += dy * widen(x_value[i]);
+      for (int i = 0; i < TAPS; ++i) acc[i] += dy * widen(x_value[i]);
       if (++terms == kChunk) {
 #pragma unroll
         for (int i = 0; i < TAPS; ++i) {
@@ -1211,7 +1230,8 @@ inline Tiling correlate_tiling(const Window& rows, const Window& columns, int in
     try_tiling<Config>(rows, columns, in_channels, std::max(tile_p, 1), tile_q, kThreadSlots * Config::THREADS, true,
                        best);
   };
-  for (int tile_q = 4; tile_q <= Config::TILE_PIXELS; tile_q *= 2) consider(tile_q);
+  for (int tile_q = 4; tile_q <= Config::TILE_PIXELS && tile_q < std::max(8, 2 * columns.outputs); tile_q *= 2)
+    consider(tile_q);
   if (columns.outputs > 0 && columns.outputs < Config::TILE_PIXELS) consider(columns.outputs);
   return best;
 }
@@ -1270,16 +1290,26 @@ enum class CorrelateKernel {
 
 struct CorrelatePlan {
   CorrelateKernel kernel;
-  int tile_k, threads;
+  int tile_k;
   Tiling tiling;
 };
 
+// What a correlation of one group reads and writes.
+struct Channels {
+  int in, out;
+};
+
+inline Channels correlate_channels(const Problem& problem, Operator op) {
+  const int group_c = problem.C / problem.groups, group_k = problem.K / problem.groups;
+  return op == Operator::kDgrad ? Channels{group_k, group_c} : Channels{group_c, group_k};
+}
+
 inline Axis row_axis(const Problem& problem) {
-  return {problem.H, problem.P, problem.R, problem.stride_h, problem.pad_h, problem.dilation_h};
+  return make_axis(problem.H, problem.P, problem.R, problem.stride_h, problem.pad_h, problem.dilation_h);
 }
 
 inline Axis column_axis(const Problem& problem) {
-  return {problem.W, problem.Q, problem.S, problem.stride_w, problem.pad_w, problem.dilation_w};
+  return make_axis(problem.W, problem.Q, problem.S, problem.stride_w, problem.pad_w, problem.dilation_w);
 }
 
 template <typename Config>
@@ -1287,24 +1317,25 @@ inline void consider(CorrelateKernel kernel, const Tiling& tiling, int out_chann
   if (tiling.cost < 0) return;
   Tiling scored = tiling;
   scored.cost *= static_cast<double>(ceil_div(out_channels, Config::TILE_K));
-  if (best.tiling.cost < 0 || scored.cost < best.tiling.cost) best = {kernel, Config::TILE_K, Config::THREADS, scored};
+  if (best.tiling.cost < 0 || scored.cost < best.tiling.cost) best = {kernel, Config::TILE_K, scored};
 }
 
 inline CorrelatePlan plan_correlate(const Problem& problem, Operator op) {
   const Window rows = widest_window(op, row_axis(problem)), columns = widest_window(op, column_axis(problem));
-  const int group_c = problem.C / problem.groups, group_k = problem.K / problem.groups;
-  const int in_channels = op == Operator::kDgrad ? group_k : group_c;
-  const int out_channels = op == Operator::kDgrad ? group_c : group_k;
+  const auto [in_channels, out_channels] = correlate_channels(problem, op);
   const bool is_double = problem.dtype == DType::kFloat64;
 
   CorrelatePlan best{};
   best.tiling.cost = -1;
   // Few output channels that read one input channel each gain nothing from tiling over channels.
   constexpr int kMostOutputsPerInput = 4;
-  if (group_c == 1 && (op == Operator::kDgrad || group_k <= kMostOutputsPerInput)) {
-    const auto slides = [&](int taps) {
-      return !is_double && in_channels == 1 && rows.taps == taps && columns.taps == taps && rows.tap_step == 1 &&
-             columns.tap_step == 1 && problem.stride_h == 1 && problem.stride_w == 1;
+  if (problem.C == problem.groups && (op == Operator::kDgrad || out_channels <= kMostOutputsPerInput)) {
+    const auto slides_along = [](const Window& window, const Axis& axis, int taps) {
+      return axis.stride == 1 && window.taps == taps && window.tap_step == 1;
+    };
+    const auto slides = [&, in = in_channels](int taps) {
+      return !is_double && in == 1 && slides_along(rows, row_axis(problem), taps) &&
+             slides_along(columns, column_axis(problem), taps);
     };
     if (slides(3))
       consider<Sliding3>(CorrelateKernel::kSliding3, sliding_tiling<Sliding3>(rows, columns), out_channels, best);
@@ -1339,7 +1370,7 @@ enum class WeightGradKernel { kTall, kWide, kDouble, kSliding, kDepthwise };
 
 struct WeightGradPlan {
   WeightGradKernel kernel;
-  int tiles_k, tiles_e, splits, threads;
+  int tiles_k, tiles_e, splits;
   int64_t stages_per_split, smem_bytes;
 };
 
@@ -1364,7 +1395,6 @@ inline WeightGradPlan weight_grad_plan(WeightGradKernel kernel, const Problem& p
   const int64_t e = static_cast<int64_t>(group_c) * problem.R * problem.S;
   WeightGradPlan plan{};
   plan.kernel = kernel;
-  plan.threads = Config::THREADS;
   plan.tiles_k = static_cast<int>(ceil_div(group_k, Config::TILE_K));
   plan.tiles_e = static_cast<int>(ceil_div(e, Config::TILE_E));
   plan.smem_bytes = Config::TILE_E * sizeof(WeightGradTap) +
@@ -1384,7 +1414,6 @@ inline WeightGradPlan plan_weight_grad(const Problem& problem) {
                         problem.stride_w == 1 && problem.dilation_h == 1 && problem.dilation_w == 1;
     WeightGradPlan plan{};
     plan.kernel = slides ? WeightGradKernel::kSliding : WeightGradKernel::kDepthwise;
-    plan.threads = kReduceThreads;
     plan.tiles_k = problem.K;
     plan.tiles_e = slides ? 1 : static_cast<int>(ceil_div(e, kDepthwiseTaps));
     plan.smem_bytes = kReduceThreads * sizeof(double);
@@ -1417,11 +1446,41 @@ inline BiasGradPlan plan_bias_grad(const Problem& problem) {
 
 // ---- What the binding calls ----
 
-inline const char* refusal(const Problem& problem, Operator) {
+constexpr int64_t kMostBlocks = 0x7fffffff;
+
+// The tiles of a correlation.
+struct CorrelateGrid {
+  int phases_h, phases_w, tiles_p, tiles_q, tiles_k;
+  int64_t blocks_per_image;
+};
+
+inline CorrelateGrid correlate_grid(const Problem& problem, Operator op, const CorrelatePlan& plan) {
+  const Axis rows = row_axis(problem), columns = column_axis(problem);
+  const bool dgrad = op == Operator::kDgrad;
+  CorrelateGrid grid{};
+  grid.phases_h = dgrad ? std::min(rows.stride, rows.x_size) : 1;
+  grid.phases_w = dgrad ? std::min(columns.stride, columns.x_size) : 1;
+  grid.tiles_p = static_cast<int>(ceil_div(widest_window(op, rows).outputs, plan.tiling.tile_p));
+  grid.tiles_q = static_cast<int>(ceil_div(widest_window(op, columns).outputs, plan.tiling.tile_q));
+  grid.tiles_k = static_cast<int>(ceil_div(correlate_channels(problem, op).out, plan.tile_k));
+  grid.blocks_per_image =
+      static_cast<int64_t>(grid.phases_h) * grid.phases_w * grid.tiles_p * grid.tiles_q * grid.tiles_k * problem.groups;
+  return grid;
+}
+
+inline const char* refusal(const Problem& problem, Operator op) {
+  // Positions and taps are 32-bit numbers in the kernels, with room for a tile beyond the image.
+  constexpr int64_t kMostPositions = int64_t{1} << 28;
   const int64_t padded_h = problem.H + 2 * static_cast<int64_t>(problem.pad_h);
   const int64_t padded_w = problem.W + 2 * static_cast<int64_t>(problem.pad_w);
-  constexpr int64_t kMostPixels = int64_t{1} << 30;  // positions are 32-bit numbers
-  return padded_h >= kMostPixels || padded_w >= kMostPixels ? "a padded image side of 2^30 pixels or more" : nullptr;
+  if (padded_h >= kMostPositions || padded_w >= kMostPositions) return "a padded image side of 2^28 pixels or more";
+  if (static_cast<int64_t>(problem.R) * problem.S >= kMostPositions) return "a filter of 2^28 taps or more";
+  // Only a gradient's phases, one for each step of a stride, can make that many tiles.
+  constexpr int64_t kFewPhases = 1 << 12;
+  if (op == Operator::kDgrad && static_cast<int64_t>(problem.stride_h) * problem.stride_w > kFewPhases &&
+      correlate_grid(problem, op, plan_correlate(problem, op)).blocks_per_image > kMostBlocks)
+    return "a stride so large that an image's gradient falls into 2^31 tiles or more";
+  return nullptr;
 }
 
 inline int64_t weight_elements(const Problem& problem) {
@@ -1431,10 +1490,8 @@ inline int64_t weight_elements(const Problem& problem) {
 // Of the packed weights, padded to whole tiles; 0 for the kernels that read w as it is.
 inline int64_t packed_elements(const Problem& problem, Operator op, const CorrelatePlan& plan) {
   if (plan.kernel >= CorrelateKernel::kSliding3) return 0;
-  const int group_c = problem.C / problem.groups, group_k = problem.K / problem.groups;
-  const int64_t out_channels = op == Operator::kDgrad ? group_c : group_k,
-                in_channels = op == Operator::kDgrad ? group_k : group_c;
-  return problem.groups * ceil_div(out_channels, plan.tile_k) * plan.tile_k * in_channels * problem.R * problem.S;
+  const Channels channels = correlate_channels(problem, op);
+  return problem.groups * ceil_div(channels.out, plan.tile_k) * plan.tile_k * channels.in * problem.R * problem.S;
 }
 
 inline int64_t workspace_bytes(const Problem& problem, Operator op) {
@@ -1446,8 +1503,6 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op) {
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
-
-constexpr int64_t kMostBlocks = 0x7fffffff;
 
 template <typename Config>
 inline void run_correlate(const CorrelateParams& params, unsigned blocks, size_t smem_bytes, cudaStream_t stream) {
@@ -1519,8 +1574,9 @@ inline cudaError_t pack_weights(const CorrelateParams& correlate, void* packed_p
 inline cudaError_t launch_correlate(Operator op, const Problem& problem, const Pointers& pointers,
                                     cudaStream_t stream) {
   const CorrelatePlan plan = plan_correlate(problem, op);
+  const CorrelateGrid grid = correlate_grid(problem, op, plan);
+  const Channels channels = correlate_channels(problem, op);
   const bool dgrad = op == Operator::kDgrad;
-  const int group_c = problem.C / problem.groups, group_k = problem.K / problem.groups;
 
   CorrelateParams params{};
   params.in_ptr = dgrad ? pointers.dy : pointers.x;
@@ -1529,7 +1585,7 @@ inline cudaError_t launch_correlate(Operator op, const Problem& problem, const P
   params.out_ptr = pointers.out;
   std::copy_n(dgrad ? problem.y_stride : problem.x_stride, 4, params.in_stride);
   std::copy_n(dgrad ? problem.x_stride : problem.y_stride, 4, params.out_stride);
-  params.w_stride_group = group_k * problem.w_stride[0];
+  params.w_stride_group = problem.K / problem.groups * problem.w_stride[0];
   params.w_stride_out = problem.w_stride[dgrad ? 1 : 0];
   params.w_stride_in = problem.w_stride[dgrad ? 0 : 1];
   params.w_stride_r = problem.w_stride[2];
@@ -1538,15 +1594,15 @@ inline cudaError_t launch_correlate(Operator op, const Problem& problem, const P
   params.rows = row_axis(problem);
   params.columns = column_axis(problem);
   params.groups = problem.groups;
-  params.in_channels = dgrad ? group_k : group_c;
-  params.out_channels = dgrad ? group_c : group_k;
-  params.phases_h = dgrad ? std::min(problem.stride_h, problem.H) : 1;
-  params.phases_w = dgrad ? std::min(problem.stride_w, problem.W) : 1;
+  params.in_channels = channels.in;
+  params.out_channels = channels.out;
+  params.phases_h = grid.phases_h;
+  params.phases_w = grid.phases_w;
   params.tile_p = plan.tiling.tile_p;
   params.tile_q = plan.tiling.tile_q;
-  params.tiles_p = static_cast<int>(ceil_div(widest_window(op, params.rows).outputs, params.tile_p));
-  params.tiles_q = static_cast<int>(ceil_div(widest_window(op, params.columns).outputs, params.tile_q));
-  params.tiles_k = static_cast<int>(ceil_div(params.out_channels, plan.tile_k));
+  params.tiles_p = grid.tiles_p;
+  params.tiles_q = grid.tiles_q;
+  params.tiles_k = grid.tiles_k;
   params.row_by_row = plan.tiling.row_by_row;
   params.column_by_column = plan.tiling.column_by_column;
   params.stage_channels = plan.tiling.stage_channels;
@@ -1559,16 +1615,13 @@ inline cudaError_t launch_correlate(Operator op, const Problem& problem, const P
     params.w_ptr = pointers.workspace;
   }
 
-  const int64_t blocks_per_image = static_cast<int64_t>(params.tiles_k) * params.tiles_q * params.tiles_p *
-                                   params.groups * params.phases_w * params.phases_h;
-  if (blocks_per_image > kMostBlocks) return cudaErrorInvalidConfiguration;
-  const int64_t images = kMostBlocks / blocks_per_image;
-  const int64_t element_size = problem.dtype == DType::kFloat64 ? 8 : problem.dtype == DType::kFloat32 ? 4 : 2;
+  if (grid.blocks_per_image > kMostBlocks) return cudaErrorInvalidConfiguration;
+  const int64_t images = kMostBlocks / grid.blocks_per_image;
   for (int64_t n = 0; n < problem.N; n += images) {
-    const int64_t blocks = std::min(images, problem.N - n) * blocks_per_image;
+    const int64_t blocks = std::min(images, problem.N - n) * grid.blocks_per_image;
     CorrelateParams part = params;
-    part.in_ptr = static_cast<const char*>(params.in_ptr) + n * params.in_stride[0] * element_size;
-    part.out_ptr = static_cast<char*>(params.out_ptr) + n * params.out_stride[0] * element_size;
+    part.in_ptr = static_cast<const char*>(params.in_ptr) + n * params.in_stride[0] * element_bytes(problem.dtype);
+    part.out_ptr = static_cast<char*>(params.out_ptr) + n * params.out_stride[0] * element_bytes(problem.dtype);
     run(plan.kernel, part, static_cast<unsigned>(blocks), plan.tiling.smem_bytes, stream);
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;

@@ -75,9 +75,8 @@ MODELNEW_HOST_DEVICE inline float widen(Half value) {
 #endif
 }
 
-// narrow: one rounding, to nearest even, from the accumulator to the tensor's type.
+// narrow: rounds to nearest even, from a sum to the tensor's type.
 MODELNEW_HOST_DEVICE inline void narrow(float value, float& stored) { stored = value; }
-MODELNEW_HOST_DEVICE inline void narrow(double value, float& stored) { stored = static_cast<float>(value); }
 MODELNEW_HOST_DEVICE inline void narrow(double value, double& stored) { stored = value; }
 
 MODELNEW_HOST_DEVICE inline void narrow(float value, BFloat16& stored) {

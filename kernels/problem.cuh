@@ -22,6 +22,8 @@ namespace modelnew {
 
 enum class DType : int { kFloat32, kFloat16, kBFloat16, kFloat64 };
 
+constexpr int element_bytes(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+
 // What is computed: y, dx (gradient to x), dw (gradient to w), db (gradient to bias). CUTLASS's names.
 enum class Operator : int { kFprop, kDgrad, kWgrad, kBgrad };
 
@@ -35,7 +37,6 @@ struct Problem {
   // y_stride is dy's in the backward operators; x_stride is dx's in dgrad and w_stride is dw's in wgrad.
   int64_t x_stride[4], w_stride[4], y_stride[4];
   DType dtype;
-  bool has_bias;
   bool tf32_allowed;  // PyTorch's switch, as it read at this call
 };
 
