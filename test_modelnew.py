@@ -41,6 +41,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -757,6 +758,9 @@ DENSE_CASES = [
     Case(1, 3, 6, 7, 2, 3, 3, stride=(2, 2), padding=(2, 2), dilation=(2, 2)),  # phases of dx without a tap
     Case(1, 2, 19, 20, 2, 3, 3, stride=(4, 6), padding=(3, 2), dilation=(2, 3)),  # stride and dilation share divisors
     Case(2, 2, 5, 6, 3, 5, 6),  # one output
+    Case(1, 8, 4, 5, 8, 2, 2, stride=(8388608, 1)),  # a stride whose multiples leave 32 bits
+    Case(1, 2, 4, 5, 2, 2, 2, stride=(4202600, 536870911), groups=2),
+    Case(1, 2, 40, 3, 2, 2, 2, stride=(37, 1), padding=(2, 0)),  # more phases of dx than filter rows
     Case(1, 2, 2, 3, 3, 4, 3, padding=(4, 3)),  # more padding than image
     Case(1, 1, 4, 150, 2, 1, 131),  # a filter row longer than a chunk of the sum
     Case(1, 1, 33, 35, 2, 31, 29, padding=(15, 14)),
@@ -1002,6 +1006,29 @@ def test_direct_shim_cases_reach_every_kernel(direct_shim):
     symbols = subprocess.run(["nm", "-D", direct_shim.library._name], capture_output=True, text=True, check=True).stdout
     kernels = set(re.findall(r"\b_ZN8modelnew(?:\d+[a-z]+)*\d+[a-z_]+_kernel[IE]\S*", symbols))
     assert kernels == set(direct_shim.library.simt_launched().decode().split())
+
+
+def test_direct_says_what_it_refuses(direct_shim):
+    """Only what its 32-bit positions cannot number; the forward of a problem may run where a gradient does not."""
+    most = 1 << 28
+    for case, fprop, dgrad in (
+        (Case(1, 1, most - 1, 1, 1, 1, 1), None, None),
+        (Case(1, 1, most, 1, 1, 1, 1), "image side", "image side"),
+        (Case(1, 1, 1, 5, 1, 1, 1, padding=(0, most)), "image side", "image side"),
+        (Case(1, 1, 1 << 14, 1 << 14, 1, 1 << 14, 1 << 14), "filter", "filter"),
+        (Case(1, 64, 12001, 6001, 64, 1, 1, stride=(6000, 6000), groups=64), None, "stride"),
+        (Case(1, 8, 12001, 6001, 8, 1, 1, stride=(6000, 6000), groups=8), None, None),
+    ):
+        tensors = {
+            "x": torch.empty(case.x_shape, device="meta"),
+            "w": torch.empty(case.K, case.C // case.groups, case.R, case.S, device="meta"),
+            "dy": torch.empty(case.y_shape, device="meta"),
+        }
+        fields = direct_shim.fields(case, tensors, False)
+        for operator, text in (("fprop", fprop), ("dgrad", dgrad)):
+            refusal = direct_shim.library.engine_refusal(OPERATOR_NUMBER[operator], fields)
+            assert (text is None) == (refusal is None), (case, operator, refusal)
+            assert text is None or text in refusal.decode()
 
 
 def test_direct_shim_beyond_one_launch(tmp_path):
@@ -1283,6 +1310,8 @@ BAD_CALLS = [
     Call("dilated filter too large", (4, 9, 10), (6, 4, 3, 3), {"dilation": 6}),
     Call("bias of wrong length", (2, 4, 9, 10), (6, 4, 3, 3), bias=5),
     Call("same with stride", (2, 4, 9, 10), (6, 4, 3, 3), {"padding": "same", "stride": 2}),
+    Call("same, even filter, input of rank 2", (9, 10), (6, 4, 2, 2), {"padding": "same"}),
+    Call("same, even filter without rows", (2, 4, 9, 10), (6, 4, 0, 2), {"padding": "same"}),
     Call("unknown padding", (2, 4, 9, 10), (6, 4, 3, 3), {"padding": "full"}),
     Call("three strides", (2, 4, 9, 10), (6, 4, 3, 3), {"stride": (1, 1, 1)}),
     Call("image without rows", (2, 4, 0, 10), (6, 4, 3, 3)),
@@ -1355,8 +1384,23 @@ WRONG_ARGUMENTS = {
     "no weight": (torch.ones(1, 1, 3, 3), None),
     "a bias that is a number": (torch.ones(1, 1, 3, 3), torch.ones(1, 1, 1, 1), 1.0),
     "a fractional stride": (torch.ones(1, 1, 3, 3), torch.ones(1, 1, 1, 1), None, 1.5),
+    "a bool for a stride": (torch.ones(1, 1, 3, 3), torch.ones(1, 1, 1, 1), None, True),
+    "an array for a padding": (torch.ones(1, 1, 3, 3), torch.ones(1, 1, 1, 1), None, 1, np.ones(2)),
     "no groups": (torch.ones(1, 1, 3, 3), torch.ones(1, 1, 1, 1), None, 1, 0, 1, None),
 }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_backward_does_not_see_what_became_of_a_list(device):
+    x, w, _ = Call("", (2, 4, 9, 10), (6, 4, 3, 3)).tensors(device)
+    conv2d = modelnew.conv2d if device == "cuda" else functools.partial(modelnew._Convolution.apply, False)
+    results = []
+    for padding, dilation in (([1, 1], [1, 1]), ((1, 1), (1, 1))):
+        y = conv2d(x, w, None, [1, 1], padding, dilation, 1)
+        if isinstance(padding, list):
+            padding[:] = dilation[:] = [2, 2]  # the same size of output
+        results.append(gradients(y, [x, w]))
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("device", DEVICES)
