@@ -522,7 +522,8 @@ def _integer(value: Any) -> int | None:
         return None
     if isinstance(value, (int, torch.SymInt)):  # asked first: torch.compile cannot look for methods of its symbols
         return value
-    return value.__index__() if hasattr(value, "__index__") else None
+    scalar = isinstance(value, Tensor) or not hasattr(value, "__len__")  # NumPy's arrays have an __index__, too
+    return value.__index__() if scalar and hasattr(value, "__index__") else None
 
 
 def _pair(value: Any) -> _Pair | None:

@@ -999,6 +999,47 @@ def test_direct_shim_propagates_nan_and_inf(direct_shim):
             assert torch.equal(result.isinf(), expected[operator].isinf()), operator
 
 
+def without_padding(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """y, dx and dw of a depthwise case as sums over taps that meet the image, whatever Inf the others would meet."""
+    x, w, dy = tensors["x"], tensors["w"], tensors["dy"]
+    window = {"kernel_size": (case.R, case.S), "dilation": case.dilation, "padding": case.padding}
+    shape = (case.N, case.C, case.R * case.S, -1)
+    columns = F.unfold(x, stride=case.stride, **window).view(shape)
+    meets = F.unfold(torch.ones_like(x), stride=case.stride, **window).view(shape) > 0
+    taps, pixels = w.view(1, case.C, -1, 1), dy.view(case.N, case.C, 1, -1)
+    zero = torch.zeros(())
+    spread = torch.where(meets, taps * pixels, zero).view(case.N, case.C * case.R * case.S, -1)
+    return {
+        "fprop": torch.where(meets, taps * columns, zero).sum(2).view(case.y_shape),
+        "dgrad": F.fold(spread, x.shape[2:], stride=case.stride, **window),
+        "wgrad": torch.where(meets, pixels * columns, zero).sum((0, 3)).view(case.w_shape),
+    }
+
+
+@pytest.mark.parametrize("infinite", ["w", "dy"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2, 9, 11, 2, 3, 3, padding=(1, 1), groups=2),
+        Case(1, 2, 9, 11, 2, 5, 5, padding=(2, 2), groups=2),
+        Case(1, 2, 9, 11, 2, 7, 7, padding=(3, 4), groups=2),
+        Case(1, 2, 9, 12, 2, 3, 3, stride=(2, 1), padding=(1, 1), groups=2),
+        Case(1, 2, 9, 12, 2, 3, 2, padding=(2, 1), dilation=(2, 3), groups=2),
+    ],
+    ids=str,
+)
+def test_direct_shim_skips_padding_in_depthwise(case, infinite, direct_shim):
+    """As PyTorch does in depthwise convolutions; an Inf multiplied by the zero of padding would be NaN."""
+    tensors = make_tensors(case, torch.float32, lambda shape, generator: torch.rand(shape, generator=generator) + 0.5)
+    tensors.pop("bias")
+    tensors[infinite][..., -1, -1] = math.inf
+    tensors[infinite][..., 0, 0] = math.inf
+    expected, results = without_padding(case, tensors), direct_shim(case, tensors)
+    for operator, result in expected.items():
+        assert not result.isnan().any()
+        torch.testing.assert_close(results[operator], result, rtol=1e-5, atol=1e-5)
+
+
 def test_direct_shim_cases_reach_every_kernel(direct_shim):
     """Every instance of a kernel that is compiled is also run, on integers, by the tests above."""
     for case, dtype in itertools.product(EXACT_CASES, (torch.float32, torch.float64)):

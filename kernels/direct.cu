@@ -181,6 +181,11 @@ MODELNEW_HOST_DEVICE inline bool is_within(int position, int size) {
   return static_cast<unsigned>(position) < static_cast<unsigned>(size);
 }
 
+template <typename Acc>
+__device__ inline bool is_finite(Acc value) {
+  return value - value == Acc(0);
+}
+
 // Zero where there is nothing to load. The address is computed by the caller either way: what is left is one predicated
 // load, not a branch around the arithmetic, and a row of these goes out back to back.
 template <typename Storage>
@@ -212,7 +217,7 @@ template <typename Acc>
 __device__ inline void add_chunk(Acc& acc, Acc& total) {
   const Acc sum = total + acc;
   const Acc error = acc - (sum - total);
-  acc = error - error == Acc(0) ? error : Acc(0);
+  acc = is_finite(error) ? error : Acc(0);
   total = sum;
 }
 
@@ -557,13 +562,17 @@ __device__ inline void slide(const CorrelateParams& params, const TileOrigin& at
   const int in_column = at.q + band.column + columns.origin;
   const bool stores = band.exists & (at.q + band.column < columns.outputs);
   const Acc bias = bias_ptr ? widen(*bias_ptr) : 0;
+  // Padding is skipped, not multiplied by zero, as in PyTorch's depthwise kernels (Inf times zero is NaN): a column
+  // outside the image has zero weights, a row outside is left out.
   Acc w_frag[TAPS][TAPS];
 #pragma unroll
   for (int r = 0; r < TAPS; ++r)
 #pragma unroll
-    for (int s = 0; s < TAPS; ++s)
-      w_frag[r][s] = widen(w_ptr[(rows.first_tap + r * rows.tap_stride) * params.w_stride_r +
-                                 (columns.first_tap + s * columns.tap_stride) * params.w_stride_s]);
+    for (int s = 0; s < TAPS; ++s) {
+      const Storage* source = w_ptr + ((rows.first_tap + r * rows.tap_stride) * params.w_stride_r +
+                                       (columns.first_tap + s * columns.tap_stride) * params.w_stride_s);
+      w_frag[r][s] = widen(load_if(is_within(in_column + s, columns.input_size), source));
+    }
 
   Acc acc[TAPS] = {};
   const Storage* row_ptr = in_ptr + in_row * params.in_stride[2] + in_column * params.in_stride[3];
@@ -586,11 +595,13 @@ __device__ inline void slide(const CorrelateParams& params, const TileOrigin& at
                     row_ptr + s * params.in_stride[3]);
 #pragma unroll
     for (int i = 0; i < Config::BATCH; ++i) {
+      if (is_within(in_row + first + i, rows.input_size)) {
 #pragma unroll
-      for (int s = 0; s < TAPS; ++s) {
-        const Acc x_frag = widen(value[i][s]);
+        for (int s = 0; s < TAPS; ++s) {
+          const Acc x_frag = widen(value[i][s]);
 #pragma unroll
-        for (int r = 0; r < TAPS; ++r) acc[(i + TAPS - r) % TAPS] += w_frag[r][s] * x_frag;
+          for (int r = 0; r < TAPS; ++r) acc[(i + TAPS - r) % TAPS] += w_frag[r][s] * x_frag;
+        }
       }
       if (stores & (first + i >= TAPS - 1) & (first + i < last_row)) narrow(acc[(i + 1) % TAPS] + bias, *complete_ptr);
       complete_ptr += complete_step;
@@ -664,6 +675,8 @@ __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
   Acc* const w_smem = reinterpret_cast<Acc*>(modelnew_smem);
   Acc* const x_smem = w_smem + taps;
   const int row_pitch = stage_rows.output_step * stage_columns.size;
+  const int in_row = (at.p + band.first_row) * rows.stride + rows.origin;  // that tap (0, 0) of my first output reads
+  const int in_column = (at.q + band.column) * columns.stride + columns.origin;
   const Acc* const my_x = x_smem + band.first_row * row_pitch + band.column * stage_columns.output_step;
 
   Acc acc[ROWS], total[ROWS];
@@ -704,8 +717,16 @@ __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
       const Acc* x_tap = my_x + r * stage_rows.tap_step * stage_columns.size;
       for (int s = 0; s < columns.taps; ++s, x_tap += stage_columns.tap_step) {
         const Acc w_frag = w_smem[r * columns.taps + s];
+        if (is_finite(w_frag)) {
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) acc[i] += w_frag * x_tap[i * row_pitch];
+          for (int i = 0; i < ROWS; ++i) acc[i] += w_frag * x_tap[i * row_pitch];
+        } else if (is_within(in_column + s * columns.tap_step, columns.input_size)) {
+          // Padding is skipped, as in PyTorch's depthwise kernels, where a zero would make NaN of an Inf.
+#pragma unroll
+          for (int i = 0; i < ROWS; ++i)
+            if (is_within(in_row + i * rows.stride + r * rows.tap_step, rows.input_size))
+              acc[i] += w_frag * x_tap[i * row_pitch];
+        }
       }
       terms += columns.taps;
     }
@@ -965,14 +986,17 @@ __device__ inline void add_rows(double (&sum)[kDepthwiseTaps], const WeightGradP
       const Acc dy = widen(dy_ptr[q * params.dy_stride[3]]);
       const int x_column = q * params.columns.stride - params.columns.pad;
       Storage x_value[TAPS];
+      unsigned inside = 0;  // bit i: tap i meets the image; padding is skipped, see sliding
 #pragma unroll
       for (int i = 0; i < TAPS; ++i) {
         const int h = x_row + tap_row[i], w = x_column + tap_column[i];
-        x_value[i] = load_if(is_within(h, params.rows.x_size) & is_within(w, params.columns.x_size),
-                             x_ptr + (h * params.x_stride[2] + w * params.x_stride[3]));
+        const bool meets = is_within(h, params.rows.x_size) & is_within(w, params.columns.x_size);
+        x_value[i] = load_if(meets, x_ptr + (h * params.x_stride[2] + w * params.x_stride[3]));
+        inside |= static_cast<unsigned>(meets) << i;
       }
 #pragma unroll
-      for (int i = 0; i < TAPS; ++i) acc[i] += dy * widen(x_value[i]);
+      for (int i = 0; i < TAPS; ++i)
+        if (inside >> i & 1) acc[i] += dy * widen(x_value[i]);
       if (++terms == kChunk) {
 #pragma unroll
         for (int i = 0; i < TAPS; ++i) {
@@ -1049,13 +1073,18 @@ __device__ inline void add_strip(double (&sum)[kSlidingTaps * kSlidingTaps], con
       dy_frag[i] = widen(load_if(exists(first + i), dy_ptr));
     }
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i)
-      if (exists(first + i)) {  // a zero for dy is not enough: x may be Inf
+    for (int i = 0; i < BATCH; ++i) {
+      if (!exists(first + i)) continue;  // a zero for dy is not enough: x may be Inf
+      const bool finite = is_finite(dy_frag[i]);
 #pragma unroll
-        for (int r = 0; r < TAPS; ++r)
+      for (int r = 0; r < TAPS; ++r)
 #pragma unroll
-          for (int s = 0; s < TAPS; ++s) acc[r][s] += dy_frag[i] * x_frag[i + r][s];
-      }
+        for (int s = 0; s < TAPS; ++s)
+          // Padding is skipped, see sliding; a finite dy may just as well meet its zeros.
+          if (finite || (is_within(first + i - params.rows.pad + r, params.rows.x_size) &&
+                         is_within(x_column + s, params.columns.x_size)))
+            acc[r][s] += dy_frag[i] * x_frag[i + r][s];
+    }
 #pragma unroll
     for (int r = 0; r < HALO; ++r)
 #pragma unroll
