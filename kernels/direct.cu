@@ -985,18 +985,21 @@ __device__ inline void add_rows(double (&sum)[kDepthwiseTaps], const WeightGradP
     for (int q = lane_id; q < params.columns.y_size; q += 32) {
       const Acc dy = widen(dy_ptr[q * params.dy_stride[3]]);
       const int x_column = q * params.columns.stride - params.columns.pad;
+      const auto meets = [&](int i) {
+        return is_within(x_row + tap_row[i], params.rows.x_size) &
+               is_within(x_column + tap_column[i], params.columns.x_size);
+      };
       Storage x_value[TAPS];
-      unsigned inside = 0;  // bit i: tap i meets the image; padding is skipped, see sliding
 #pragma unroll
       for (int i = 0; i < TAPS; ++i) {
         const int h = x_row + tap_row[i], w = x_column + tap_column[i];
-        const bool meets = is_within(h, params.rows.x_size) & is_within(w, params.columns.x_size);
-        x_value[i] = load_if(meets, x_ptr + (h * params.x_stride[2] + w * params.x_stride[3]));
-        inside |= static_cast<unsigned>(meets) << i;
+        x_value[i] = load_if(meets(i), x_ptr + (h * params.x_stride[2] + w * params.x_stride[3]));
       }
+      const bool finite = is_finite(dy);
 #pragma unroll
       for (int i = 0; i < TAPS; ++i)
-        if (inside >> i & 1) acc[i] += dy * widen(x_value[i]);
+        // Padding is skipped, see sliding; a finite dy may just as well meet its zeros.
+        if (finite || meets(i)) acc[i] += dy * widen(x_value[i]);
       if (++terms == kChunk) {
 #pragma unroll
         for (int i = 0; i < TAPS; ++i) {
