@@ -18,13 +18,13 @@
 // grow with kChunk, not with the length of the sum. The storage type is a run-time switch around the staging loops: it
 // costs one uniform branch a stage and saves three quarters of the compile time.
 //
-// Bound by instruction issue; where one input channel makes an output, by memory traffic. Measured on an
-// H200 (2026-11-20, ncu), cases by their size N, C, K, filter, image:
+// Bound by instruction issue; where one input channel makes an output, by memory traffic. Measured on an H200
+// (2026-11-20, bench.py and ncu), cases by their size N, C, K, filter, image:
 //
-//   correlate       8, 64, 128, 3x3, 512x1024   21.5 ms   80% of the issue slots used, 54% of them by multiply-adds
-//   weight_grad     the same                    36.7 ms   70% used; the rest waits for global loads and barriers
-//   sliding         16, 64, 64, 3x3, 512x512    0.66 ms   66% of the memory bandwidth
-//   sliding_wgrad   the same                    0.92 ms
+//   correlate       8, 64, 128, 3x3, 512x1024   21.8 ms   80% of the issue slots used, 54% of them by multiply-adds
+//   weight_grad     the same                    36.5 ms   70% used; the rest waits for global loads and barriers
+//   sliding         16, 64, 64, 3x3, 512x512    0.68 ms   1.4 times what reading and writing alone take
+//   sliding_wgrad   the same                    1.17 ms   2.4 times that
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
