@@ -16,10 +16,11 @@
 // multiplied by FFMA: products of TF32 or 16-bit operands are then exact. fp64 tensors use double throughout.
 // Sums run in chunks of at most kChunk terms; the chunks are added with compensation, or in double: rounding errors
 // grow with kChunk, not with the length of the sum. The storage type is a run-time switch around the staging loops: it
-// costs one uniform branch a stage and saves three quarters of the compile time.
+// costs one uniform branch a stage, and each kernel is compiled once for all types but double.
 //
 // Bound by instruction issue; where one input channel makes an output, by memory traffic. Measured on an H200
-// (2026-11-20, bench.py and ncu), cases by their size N, C, K, filter, image:
+// (2026-11-20; times by bench.py, issue slots by ncu one revision earlier, at 21.5 and 36.7 ms), cases by their size
+// N, C, K, filter, image:
 //
 //   correlate       8, 64, 128, 3x3, 512x1024   21.8 ms   80% of the issue slots used, 54% of them by multiply-adds
 //   weight_grad     the same                    36.5 ms   70% used; the rest waits for global loads and barriers
@@ -211,8 +212,8 @@ __device__ inline void with_storage(DType dtype, const Action& action) {
 
 // Ends a chunk: total += acc. The next chunk starts from the rounding error of that addition (Fast2Sum), so that only
 // the sums within chunks lose anything to speak of: the error is exact while |total| >= |acc|. (H200, 2026-11-20, dgrad
-// with 4480 terms: 2.1e-7 relative without it, 1.45e-7 with it, at 3% of the time.) An error that is not finite (the
-// total overflowed or holds an Inf) is dropped: it would turn the Inf into NaN.
+// with 4480 terms: 2.1e-7 relative without it, 1.45e-7 with it, at 3 to 5% of the time.) An error that is not finite
+// (the total overflowed or holds an Inf) is dropped: it would turn the Inf into NaN.
 template <typename Acc>
 __device__ inline void add_chunk(Acc& acc, Acc& total) {
   const Acc sum = total + acc;
@@ -300,6 +301,7 @@ MODELNEW_HOST_DEVICE inline int64_t stage_elements(const StageAxis& rows, const 
                                            static_cast<int64_t>(rows.size) * columns.size);
 }
 
+// Weights are packed once a call, so that a stage copies them 16 bytes at a time and rounds nothing.
 struct PackParams {
   const void* w_ptr;
   void* packed_ptr;  // [group][tile of output channels][input channel][r][s][TILE_K]
@@ -1220,6 +1222,7 @@ template <typename Config>
 inline bool try_tiling(const Window& rows, const Window& columns, int in_channels, int tile_p, int tile_q,
                        double slots_per_tap, bool may_split_taps, Tiling& best) {
   using Acc = typename Config::Acc;
+  // Estimates, to rank tiles with; none was fitted to times.
   constexpr double kSlotsPerStaged = 16;  // position, bounds, load, round, store of one element
   constexpr double kSlotsPerStored = 8;   // the same for an output, most of it waiting for memory
   constexpr double kPartialSectors = 8;   // elements: what a row that starts anywhere wastes at its two ends
