@@ -838,7 +838,7 @@ def explain(
     return extension.explain(*prepared, _tf32_allowed(), _forced_engine)
 
 
-_ENGINE_NAMES = ("direct",)  # of the table in kernels/binding.cpp, to be known without a build
+_ENGINE_NAMES = ("wgmma", "direct")  # of the table in kernels/binding.cpp, to be known without a build
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Tests of modelnew, one section for each layer.
 
     Cases, references and bounds    what all numerical tests share
-    Kernels on the CPU              problem.cuh, numerics.cuh and the direct engine under a SIMT shim
+    Kernels on the CPU              problem.cuh, numerics.cuh, the direct engine under a SIMT shim, wgmma's plans
     Compile gates                   nvcc for every architecture, CUDA 12.1, register spills
     modelnew against torch          conv2d, Conv2d, ModelNew: values, gradients, errors, state
     The operator                    opcheck, compile, export, autocast, func transforms, double backward
@@ -1123,6 +1123,362 @@ def test_direct_shim_reads_nothing_behind_its_operands(direct_shim, case):
     check_exact(case, direct_shim(case, tensors), tensors)
 
 
+# What wgmma.cu and hopper.cuh want of CUDA while the host compiles the plans in them; the GPU is what the test says.
+WGMMA_STAND_INS = """
+#pragma once
+#define __device__
+#define __forceinline__ inline
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess, cudaErrorNoDevice = 100 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76
+};
+inline int stand_in_capability = 90;  // 0: no GPU at all
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return stand_in_capability != 0 ? cudaSuccess : cudaErrorNoDevice;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount      ? 132
+           : attribute == cudaDevAttrComputeCapabilityMajor ? stand_in_capability / 10
+                                                            : stand_in_capability % 10;
+  return cudaSuccess;
+}
+unsigned long long __cvta_generic_to_shared(const void*);
+void __nanosleep(unsigned);
+"""
+
+WGMMA_ENTRY_POINTS = (
+    """
+#include <cstring>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "wgmma.cu"
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+using namespace modelnew::wgmma;
+
+// What is wrong with a plan, or nothing.
+static std::string fault_of(const Correlation& of, const Plan& plan, int bytes) {
+  if (plan.smem_bytes > 232448 || shared_layout(of, plan, bytes).end != plan.smem_bytes) return "shared memory";
+  if (plan.units < 1 || plan.blocks < 1 || plan.blocks > 132 || plan.unit_tiles < 1) return "units or blocks";
+  if (plan.x_stages < 2 || plan.x_stages > kMaxStages || plan.w_stages > kMaxStages) return "stages";
+  if (plan.w_stages != 0 && plan.w_stages < 2) return "stages of weights";
+
+  // The groups of steps that one tile takes, and the stages of x that the first `head_start` of them touch.
+  int groups = 0, touched = 0, stages = 0;
+  for (int step = 0; step < plan.channel_steps; step += plan.block_steps, ++stages) {
+    const int steps = of.R * of.S * std::min(plan.block_steps, plan.channel_steps - step);
+    for (int first = 0; first < steps; first += plan.group_steps)
+      if (groups++ < plan.head_start) touched = stages + 1;
+  }
+  if (plan.head_start < 1 || plan.head_start > groups)
+    return "a head start of " + std::to_string(plan.head_start) + " of " + std::to_string(groups) + " groups";
+  if (touched > plan.x_stages || (plan.w_stages > 0 && plan.head_start > plan.w_stages))
+    return "a head start beyond the rings";
+
+  // Every tile once, and runs that do not break off, nor go on where memory does not.
+  const int64_t images = of.N * of.groups * plan.tiles_k, tiles = int64_t{plan.tiles_p} * plan.tiles_q;
+  std::vector<char> seen(images * tiles);
+  for (int block = 0; block < plan.blocks; ++block) {
+    Tile last{};
+    last.run_ends = true;
+    std::string fault;
+    for_each_tile(of, plan, block, [&](const Tile& tile) {
+      const int row = tile.p / plan.tile_p, column = tile.q / plan.tile_q;
+      if (tile.p % plan.tile_p || tile.q % plan.tile_q || tile.p >= of.P || tile.q >= of.Q || tile.p < 0 ||
+          tile.q < 0 || tile.group < 0 || tile.group >= of.groups || tile.n < 0 || tile.n >= of.N ||
+          tile.tile_k < 0 || tile.tile_k >= plan.tiles_k) {
+        fault = "a tile outside";
+        return;
+      }
+      const int64_t image = (int64_t{tile.group} * of.N + tile.n) * plan.tiles_k + tile.tile_k;
+      if (seen[image * tiles + row * plan.tiles_q + column]++) fault = "a tile twice";
+      if (tile.run_starts != last.run_ends) fault = "a run that starts before another ends";
+      if (tile.run_starts) {
+        if (tile.run_p != tile.p || tile.run_q != tile.q) fault = "the place of a run's start";
+      } else {
+        const bool next = tile.p == last.p && tile.q == last.q + plan.tile_q;
+        const bool wraps = plan.y_flat && tile.p == last.p + plan.tile_p && tile.q == 0 && last.q + plan.tile_q >= of.Q;
+        const bool same = tile.group == last.group && tile.n == last.n && tile.tile_k == last.tile_k &&
+                          tile.run_p == last.run_p && tile.run_q == last.run_q;
+        if (!same || !(next || wraps)) fault = "a run of tiles that are not neighbours";
+      }
+      last = tile;
+    });
+    if (!fault.empty()) return fault;
+    if (!last.run_ends) return "a run that never ends";
+  }
+  for (char count : seen)
+    if (count != 1) return "a tile never";
+  const bool lines_up = of.out_stride[3] == 1 && of.out_stride[2] == of.Q && plan.tile_p == 1;
+  return plan.y_flat && !lines_up ? "runs beyond a row that ends" : "";
+}
+
+extern "C" {
+void set_capability(int capability) { stand_in_capability = capability; }
+const char* wgmma_refusal(int op, const int64_t* fields) {
+  return refusal(make_problem(fields), static_cast<Operator>(op));
+}
+const char* wgmma_describe(int op, const int64_t* fields) {
+  static char text[256];  // as the binding has it
+  describe(make_problem(fields), static_cast<Operator>(op), text, sizeof text);
+  return text;
+}
+double wgmma_cycles(int op, const int64_t* fields) {
+  Correlation of{};
+  Plan plan{};
+  return plan_of(make_problem(fields), static_cast<Operator>(op), Alignment{}, of, plan) ? plan.cycles : 0;
+}
+// Plans one configuration for tensors at these addresses: null if it does not fit, else what is wrong, or "".
+const char* wgmma_fault(int op, const int64_t* fields, int configuration, uint64_t in, uint64_t out) {
+  static std::string fault;
+  const Problem problem = make_problem(fields);
+  const Correlation of = correlation_of(problem, static_cast<Operator>(op));
+  Plan plan{};
+  const int bytes = element_bytes(problem.dtype);
+  if (!make_plan(of, bytes, Device{132}, Alignment{in, out}, configuration, plan)) return nullptr;
+  fault = fault_of(of, plan, bytes);
+  if (configuration < 0 && packed_bytes(of, plan) > workspace_bytes(problem, static_cast<Operator>(op)))
+    fault = "packed weights beyond the workspace, which is sized without addresses";
+  return fault.c_str();
+}
+}
+"""
+)
+
+
+class WgmmaPlans:
+    """The host part of the wgmma engine, for a GPU of 132 SMs that is not there."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cuda_runtime_api.h").write_text(WGMMA_STAND_INS)
+        flags = ("-O2", "-fno-gnu-unique", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
+        self.library = compile_shared(WGMMA_ENTRY_POINTS, folder, *flags)
+        for name in ("wgmma_refusal", "wgmma_describe", "wgmma_fault"):
+            getattr(self.library, name).restype = ctypes.c_char_p
+        self.library.wgmma_cycles.restype = ctypes.c_double
+
+    def __call__(
+        self,
+        function: str,
+        operator: str,
+        case: Case,
+        dtype: torch.dtype,
+        *more: object,
+        tf32: bool = True,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> str | float | None:
+        """One of the entry points, for tensors that only have strides."""
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format)
+            for name, shape in shapes.items()
+        }
+        fields = ShimEngine.fields(case, tensors, tf32)
+        result = getattr(self.library, f"wgmma_{function}")(OPERATOR_NUMBER[operator], fields, *more)
+        return result.decode() if isinstance(result, bytes) else result
+
+
+@pytest.fixture(scope="session")
+def wgmma_plans(tmp_path_factory) -> WgmmaPlans:
+    return WgmmaPlans(tmp_path_factory.mktemp("wgmma"))
+
+
+WGMMA_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+WGMMA_OPERATORS = ["fprop", "dgrad"]
+
+
+def random_wgmma_cases(count: int, seed: int) -> list[Case]:
+    """Any filter up to 7x7, channels and columns around the tiles' and the stages' sizes, padding of any size."""
+    rng = random.Random(seed)
+
+    def draw() -> Case:
+        groups = rng.choice([1, 1, 1, 2, 3])
+        C, K = (groups * rng.choice([8, 9, 16, 17, 31, 40, 64, 65, 100, 130, 300]) for _ in range(2))
+        W = rng.choice([32, 33, 63, 64, 65, 127, 129, 255, 256, 257, 300, 513, 1030])
+        N, H, R, S = rng.choice([1, 1, 2, 5, 13]), rng.randint(1, 60), rng.randint(1, 7), rng.randint(1, 7)
+        padding, dilation = rng.choices(range(10), k=2), rng.choices([1, 1, 2, 3], k=2)
+        return Case(N, C, H, W, K, R, S, (1, 1), tuple(padding), tuple(dilation), groups)
+
+    cases = (draw() for _ in itertools.count())
+    return list(itertools.islice((case for case in cases if min(case.y_shape) > 0), count))
+
+
+# Each of these has been wrong once: a stage in which the last block of channels takes fewer groups of steps, where a
+# head start counted in groups has to fit all the same; and x at an odd address, where another tile is the best, with
+# more packed weights.
+HARD_WGMMA_CASES = [
+    Case(13, 40, 13, 513, 300, 1, 3, padding=(2, 5), dilation=(2, 3)),
+    Case(13, 40, 44, 1030, 9, 3, 1, padding=(3, 2), dilation=(1, 2)),
+    Case(13, 100, 4, 32, 130, 7, 6, padding=(5, 5), dilation=(2, 2)),
+]
+
+
+@pytest.mark.parametrize("operator", WGMMA_OPERATORS)
+@pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
+def test_wgmma_plans_are_sound(wgmma_plans, dtype, operator):
+    """Each tile once, runs without a break, rings that hold the head start, all in 227 KiB: every configuration."""
+    rng, planned = random.Random(0), set()
+    for case in HARD_WGMMA_CASES + random_wgmma_cases(1000, seed=0):
+        if wgmma_plans("refusal", operator, case, torch.float16) is not None:
+            continue
+        memory_format = rng.choice([torch.contiguous_format] * 4 + [torch.channels_last])
+        for configuration in range(-1, 8):  # -1: the planner's choice
+            for address in (0, dtype.itemsize):
+                places = ctypes.c_uint64(address), ctypes.c_uint64(rng.choice([0, 16, dtype.itemsize]))
+                settings = dtype, configuration, *places
+                fault = wgmma_plans("fault", operator, case, *settings, memory_format=memory_format)
+                assert not fault, f"{operator} of {case}, configuration {settings}: {fault}"
+                planned |= {configuration} if fault is not None else set()
+    assert planned == set(range(-1, 8))
+
+
+@pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
+def test_wgmma_estimates_grow_with_the_batch(wgmma_plans, dtype):
+    for case, operator in itertools.product(random_wgmma_cases(1000, seed=1), WGMMA_OPERATORS):
+        if wgmma_plans("refusal", operator, case, torch.float16) is None:
+            once = wgmma_plans("cycles", operator, case, dtype)
+            twice = wgmma_plans("cycles", operator, dataclasses.replace(case, N=2 * case.N), dtype)
+            assert 0 < once <= twice, f"{operator} of {case}"
+
+
+# The project's reference cases, and the start of what explain() says of them.
+@pytest.mark.parametrize(
+    "case",
+    [Case(16, 16, 1024, 1024, 128, 3, 3), Case(8, 64, 512, 1024, 128, 3, 3), Case(8, 64, 512, 256, 128, 5, 7)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
+def test_wgmma_tiles_of_the_reference_cases(wgmma_plans, case, dtype):
+    assert wgmma_plans("describe", "fprop", case, dtype).startswith("tile of 128 channels x 1 x 256 pixels, ")
+    assert wgmma_plans("describe", "dgrad", case, dtype).startswith("tile of 64 channels x 2 x 256 pixels, ")
+
+
+def test_wgmma_describes_its_configuration(wgmma_plans):
+    """Whole and in the 256 bytes that the binding has for it."""
+    weights = r"(resident weights|weights in \d+ stages of \d+ bytes)"
+    for case, operator, dtype in itertools.product(random_wgmma_cases(100, seed=2), WGMMA_OPERATORS, WGMMA_DTYPES):
+        if wgmma_plans("refusal", operator, case, dtype) is None:
+            assert re.fullmatch(
+                r"tile of (64|128) channels x \d+ x (32|64|128|256) pixels, \d+ input channels a stage of \d+, "
+                rf"{weights}, \d+ bytes of shared memory, \d+ blocks, units of \d+ tiles, about [\d.e+-]+ Mcycles",
+                wgmma_plans("describe", operator, case, dtype),
+            )
+
+
+# What the engine leaves to others, and what looks alike and is its own. Sizes are those of tests/GPU: 2^27 and more.
+WGMMA_CASE = Case(2, 40, 130, 202, 130, 3, 3)
+WGMMA_REFUSALS = [
+    (WGMMA_CASE, "fprop", torch.float32, {}, None),
+    (WGMMA_CASE, "fprop", torch.float32, {"tf32": False}, "float32 as TF32 only"),
+    (Case(1, 40, 30, 40, 40, 3, 3), "fprop", torch.float32, {}, "float32 as TF32 only"),
+    (Case(1, 40, 30, 40, 40, 3, 3), "fprop", torch.float16, {"tf32": False}, None),
+    (WGMMA_CASE, "fprop", torch.float64, {}, "float64"),
+    (WGMMA_CASE, "wgrad", torch.float16, {}, "outputs and input gradients only"),
+    (WGMMA_CASE, "bgrad", torch.float16, {}, "outputs and input gradients only"),
+    (Case(1, 16, 80, 80, 16, 3, 3, stride=(2, 1)), "fprop", torch.float16, {}, "stride 1"),
+    (Case(1, 16, 80, 80, 16, 3, 3, stride=(1, 2)), "dgrad", torch.float16, {}, "stride 1"),
+    (Case(1, 16, 3, 80, 16, 3, 3, stride=(2, 1)), "fprop", torch.float16, {}, None),  # one row: no stride in it
+    (Case(1, 16, 80, 33, 16, 3, 3), "fprop", torch.float16, {}, "32 columns"),
+    (Case(1, 16, 80, 33, 16, 3, 3), "dgrad", torch.float16, {}, None),
+    (Case(1, 16, 80, 31, 16, 3, 3, padding=(0, 2)), "fprop", torch.float16, {}, None),
+    (Case(1, 16, 80, 31, 16, 3, 3, padding=(0, 2)), "dgrad", torch.float16, {}, "32 columns"),
+    (Case(1, 7, 80, 80, 16, 3, 3), "fprop", torch.float16, {}, "8 input channels"),
+    (Case(1, 7, 80, 80, 16, 3, 3), "dgrad", torch.float16, {}, "8 output channels"),
+    (Case(1, 16, 80, 80, 14, 3, 3, groups=2), "fprop", torch.float16, {}, "8 output channels"),
+    (Case(1, 16, 80, 80, 14, 3, 3, groups=2), "dgrad", torch.float16, {}, "8 input channels"),
+    (Case(1, 16, 80, 80, 16, 3, 3, groups=16), "fprop", torch.float16, {}, "8 input channels"),
+    (Case(1, 16, 300, 300, 16, 3, 3, dilation=(100, 100)), "fprop", torch.float16, {}, "does not fit"),
+    (WGMMA_CASE, "fprop", torch.float16, {"capability": 80}, "Hopper"),
+    (WGMMA_CASE, "fprop", torch.float16, {"capability": 89}, "Hopper"),
+    (WGMMA_CASE, "fprop", torch.float16, {"capability": 100}, "Hopper"),
+    (WGMMA_CASE, "fprop", torch.float16, {"capability": 0}, "Hopper"),
+]
+
+
+@pytest.mark.parametrize("case, operator, dtype, settings, text", WGMMA_REFUSALS, ids=str)
+def test_wgmma_says_what_it_refuses(wgmma_plans, case, operator, dtype, settings, text):
+    settings = dict(settings)
+    wgmma_plans.library.set_capability(settings.pop("capability", 90))
+    try:
+        refusal = wgmma_plans("refusal", operator, case, dtype, **settings)
+    finally:
+        wgmma_plans.library.set_capability(90)
+    assert (refusal is None) == (text is None), refusal
+    assert text is None or text in refusal
+
+
+# Cases that wgmma takes in forward and dgrad under every contract of its own: 2^27 multiply-adds, 32 columns.
+WGMMA_CASES = [
+    WGMMA_CASE,
+    # Channels of both sides a few beside the pieces, steps and tiles.
+    Case(1, 9, 301, 259, 31, 3, 3, padding=(1, 1)),
+    Case(1, 31, 301, 260, 9, 3, 3, padding=(1, 1)),
+    Case(1, 17, 90, 130, 100, 3, 3, padding=(1, 1)),
+    Case(1, 100, 91, 131, 17, 3, 3, padding=(1, 1)),
+    Case(2, 65, 40, 66, 130, 3, 3),
+    Case(2, 130, 40, 66, 65, 3, 3),
+    # Filters, dilations and paddings of all shapes: dgrad pads by what is left of them, less than nothing if need be.
+    Case(2, 40, 185, 131, 72, 1, 1),
+    Case(2, 40, 65, 132, 72, 1, 3),
+    Case(2, 40, 65, 513, 64, 1, 3, padding=(0, 1)),
+    Case(2, 40, 65, 132, 72, 3, 1, padding=(2, 0)),
+    Case(1, 40, 41, 134, 72, 7, 5, padding=(1, 4)),
+    Case(1, 40, 40, 133, 72, 5, 7, padding=(4, 0)),
+    Case(1, 40, 55, 132, 72, 2, 4, padding=(0, 3), dilation=(3, 2)),
+    Case(1, 40, 50, 140, 72, 3, 3, padding=(5, 7), dilation=(1, 3)),
+    Case(1, 40, 50, 139, 72, 3, 2, padding=(4, 3)),
+    Case(3, 72, 110, 142, 40, 1, 1, padding=(3, 2)),
+    Case(1, 300, 20, 40, 65, 6, 7, padding=(3, 3)),
+    # Groups.
+    Case(2, 80, 60, 100, 130, 3, 3, padding=(1, 1), groups=2),
+    Case(2, 51, 101, 130, 93, 3, 3, padding=(0, 1), groups=3),
+    # One row; and images one after another of one tile each.
+    Case(3, 130, 1, 600, 130, 1, 5),
+    Case(4, 100, 1, 513, 130, 3, 3, padding=(1, 1)),
+    Case(70, 40, 7, 36, 72, 3, 3),
+    # Columns around every tile's width, with an odd number of rows.
+    *(
+        Case(1, 40, (2**27 // (Q * 65 * 40 * 9) + 1) | 1, Q, 65, 3, 3, padding=(1, 1))
+        for Q in (32, 33, 63, 64, 65, 127, 129, 255, 256, 257, 300, 513)
+    ),
+]
+
+# Among these are all shapes of a tile, with 64 and with 128 channels, by the planner's own choice.
+WGMMA_CANDIDATES = [
+    Case(N, C, H, W, K, R, R, padding=(R // 2, R // 2))
+    for (N, C, K), H, W, R in itertools.product(
+        itertools.product((2, 8), (16, 72), (64, 130)), (33, 65, 130), (32, 64, 128, 256, 300), (1, 3)
+    )
+]
+
+
+def wgmma_tile(text: str) -> tuple[int, int] | None:
+    """Channels and columns of the tile that the first mention of wgmma in a text is about."""
+    found = re.search(r"tile of (\d+) channels x \d+ x (\d+) pixels", text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+WGMMA_TILES = set(itertools.product((64, 128), (32, 64, 128, 256)))
+
+
+@pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
+def test_wgmma_cases_are_wgmmas(wgmma_plans, dtype):
+    """That the cases for the GPU do not miss the engine, or some tile of it."""
+    for case, operator in itertools.product(WGMMA_CASES, WGMMA_OPERATORS):
+        assert wgmma_plans("refusal", operator, case, dtype) is None, f"{operator} of {case}"
+    candidates = [case for case in WGMMA_CANDIDATES if wgmma_plans("refusal", "fprop", case, dtype) is None]
+    assert {wgmma_tile(wgmma_plans("describe", "fprop", case, dtype)) for case in candidates} == WGMMA_TILES
+
+
 # Compile gates -------------------------------------------------------------------------------------------------------
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
@@ -1173,13 +1529,54 @@ def nvcc_runs(tmp_path_factory) -> dict[tuple[str, str], subprocess.Popen]:
     }
 
 
+@functools.cache
+def output_of(run: subprocess.Popen) -> str:
+    """What a process printed until its end."""
+    return run.communicate()[0]
+
+
 @needs_nvcc
 @pytest.mark.parametrize("gate", NVCC_GATES)
 @pytest.mark.parametrize("source", ENGINE_SOURCES, ids=lambda path: path.name)
 def test_nvcc_compiles_without_spills(nvcc_runs, source, gate):
     run = nvcc_runs[source.name, gate]
-    output, _ = run.communicate()
+    output = output_of(run)
     assert run.returncode == 0, output
+    # ptxas only remarks on it when it makes each wgmma wait for the one before, or leaves out a setmaxnreg.
+    assert not re.search(r"serialized|setmaxnreg", output), output
+
+
+CUOBJDUMP = shutil.which("cuobjdump") or next(
+    (str(path) for path in Path(sys.prefix).glob("lib/python*/site-packages/nvidia/cu*/bin/cuobjdump")), None
+)
+
+
+def machine_code(run: subprocess.Popen, arch: str) -> dict[str, list[str]]:
+    """Names of the instructions in each kernel of an nvcc run's object file, for one architecture."""
+    output = output_of(run)
+    assert run.returncode == 0, output
+    tools = os.environ | {"PATH": f"{Path(CUOBJDUMP).parent}{os.pathsep}{os.environ['PATH']}"}  # it calls nvdisasm
+    command = [CUOBJDUMP, "-sass", "-arch", arch, run.args[-1]]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, env=tools).stdout
+    _, *functions = re.split(r"Function : ", text)
+    instruction = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", re.MULTILINE)
+    return {function.split(maxsplit=1)[0]: instruction.findall(function) for function in functions}
+
+
+@needs_nvcc
+@pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_90"])
+def test_wgmma_is_in_the_machine_code(nvcc_runs, arch):
+    """Every instance multiplies on tensor cores and moves registers on sm_90a; elsewhere there is nothing in it."""
+    gate = next(gate for gate in NVCC_GATES if ("sm_90a" in gate) == (arch == "sm_90a"))
+    code = machine_code(nvcc_runs["wgmma.cu", gate], arch)
+    kernels = {name: instructions for name, instructions in code.items() if "wgmma_kernel" in name}
+    assert len(kernels) == len(WGMMA_DTYPES) * 4
+    for name, instructions in kernels.items():
+        if arch == "sm_90a":
+            assert {"HGMMA", "USETMAXREG", "UBLKCP", "SYNCS"} <= set(instructions), name
+        else:
+            assert set(instructions) <= {"LDC", "MOV", "EXIT", "BRA", "NOP"}, name
 
 
 @needs_nvcc
@@ -1210,6 +1607,11 @@ RTC_HEADERS = {
     "algorithm": """
         #pragma once
         namespace std {
+        template <class T> constexpr T max(initializer_list<T> all) {
+          T most = *all.begin();
+          for (const T& one : all) most = most < one ? one : most;
+          return most;
+        }
         template <class T> constexpr T min(T a, T b) { return b < a ? b : a; }
         template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
         template <class In, class N, class Out> Out copy_n(In in, N n, Out out) {
@@ -1221,6 +1623,9 @@ RTC_HEADERS = {
     "cuda_runtime_api.h": """
         #pragma once
         #define cudaGetLastError() cudaSuccess
+        #define cudaGetDevice(number) cudaSuccess
+        #define cudaDeviceGetAttribute(value, attribute, number) cudaSuccess
+        #define cudaFuncSetAttribute(kernel, attribute, value) cudaSuccess
         namespace rtc {
         struct Launch { template <class... T> void operator()(const T&...) const {} };
         template <class Kernel> Launch launch(Kernel*, dim3, dim3, size_t = 0, cudaStream_t = nullptr) { return {}; }
@@ -1270,7 +1675,7 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
 @pytest.mark.parametrize("source", ENGINE_SOURCES, ids=lambda path: path.name)
 def test_device_code_under_cuda_12_1(rtc_runs, source, arch, tmp_path):
     ptx = rtc_runs[source.name, arch].result()
-    kernels = set(re.findall(r"\w+_kernel\b(?=\()", source.read_text()))
+    kernels = set(re.findall(r"__global__ void [^;{]*?(\w+_kernel)\(", source.read_text()))
     assert kernels <= set(re.findall(r"[a-z_]+_kernel(?=I|E)", ptx)), "a kernel that nothing launches"
     (tmp_path / "kernels.ptx").write_text(ptx)
     command = [PTXAS, f"-arch=sm_{arch}", tmp_path / "kernels.ptx", "-o", tmp_path / "kernels.cubin"]
@@ -2326,13 +2731,25 @@ ENGINES = list(modelnew._ENGINE_NAMES)
 def on_gpu(
     case: Case, tensors: dict[str, Tensor], tf32_allowed: bool = False, engine: str | None = None
 ) -> dict[str, Tensor]:
-    """y, dx, dw and db of a case through the public functions, on a forced engine if one is named."""
-    x, w, bias = (tensors[name].detach().requires_grad_() for name in ("x", "w", "bias"))
-    forced = modelnew.force_engine(engine) if engine else contextlib.nullcontext()
-    with tf32_switch(tf32_allowed), forced, poisoned_memory():
-        y = modelnew.conv2d(x, w, bias, **case.kwargs)
-        dx, dw, db = torch.autograd.grad(y, (x, w, bias), tensors["dy"])
-    return {"fprop": y.detach(), "dgrad": dx, "wgrad": dw, "bgrad": db}
+    """y, dx, dw and db of a case through the public functions; if an engine is named, forced, those that it takes."""
+    operators = taken(engine, case, tensors, tf32_allowed)
+    wanted = {name: op for name, op in (("x", "dgrad"), ("w", "wgrad"), ("bias", "bgrad")) if op in operators}
+    x, w, bias = (tensors[name].detach().requires_grad_(name in wanted) for name in ("x", "w", "bias"))
+
+    def forced(yes: bool) -> contextlib.AbstractContextManager:
+        return modelnew.force_engine(engine) if engine and yes else contextlib.nullcontext()
+
+    results = {}
+    with tf32_switch(tf32_allowed), poisoned_memory():
+        if operators:
+            with forced("fprop" in operators):
+                y = modelnew.conv2d(x, w, bias, **case.kwargs)
+            results["fprop"] = y.detach()
+        if wanted:
+            with forced(True):
+                leaves = [tensor for tensor in (x, w, bias) if tensor.requires_grad]
+                results |= zip(wanted.values(), torch.autograd.grad(y, leaves, tensors["dy"]), strict=True)
+    return {operator: result for operator, result in results.items() if operator in operators}
 
 
 @contextlib.contextmanager
@@ -2346,15 +2763,14 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def takes(engine: str, case: Case, tensors: dict[str, Tensor]) -> bool:
-    """Whether the engine takes all operators of a case; the last engine in the table must."""
-    try:
-        with modelnew.force_engine(engine):
-            modelnew.explain(tensors["x"], tensors["w"], tensors["bias"], **case.kwargs)
-    except RuntimeError:
-        assert engine != ENGINES[-1]
-        return False
-    return True
+def taken(engine: str | None, case: Case, tensors: dict[str, Tensor], tf32_allowed: bool) -> set[str]:
+    """Operators of a case that the engine is chosen for. All if none is named, or the last one: it must take them."""
+    if engine in (None, ENGINES[-1]):
+        return set(OPERATOR_NUMBER)
+    with tf32_switch(tf32_allowed):
+        text = modelnew.explain(tensors["x"], tensors["w"], tensors["bias"], **case.kwargs)
+    lines = {"fprop": "forward", "dgrad": "dgrad", "wgrad": "wgrad", "bgrad": "bgrad"}
+    return {operator for operator, line in lines.items() if f"\n{line}: {engine};" in text}
 
 
 @gpu
@@ -2388,8 +2804,8 @@ def test_gpu_exact(engine, dtype):
     """Integers, bit for bit, over every geometry; one test for each engine and dtype, since the cases are quick."""
     for case in GPU_EXACT_CASES:
         tensors = make_tensors(case, dtype, integers, "cuda")
-        if takes(engine, case, tensors):
-            check_exact(case, on_gpu(case, tensors, engine=engine), tensors)
+        if results := on_gpu(case, tensors, engine=engine):
+            check_exact(case, results, tensors)
 
 
 # The project's reference shapes, smaller in what only takes time, a stem, and reductions from 27 to 4608 products.
@@ -2414,8 +2830,7 @@ def test_gpu_rounding_fp32(engine, tf32_allowed, fill):
     """Both contracts, element by element."""
     for case in GPU_ROUNDING_CASES:
         tensors = make_tensors(case, torch.float32, fill, "cuda")
-        if engine is None or takes(engine, case, tensors):
-            results = on_gpu(case, tensors, tf32_allowed, engine)
+        if results := on_gpu(case, tensors, tf32_allowed, engine):
             check_bounds(case, results, tensors, case.tf32_operators(torch.float32, tf32_allowed))
 
 
@@ -2425,8 +2840,8 @@ def test_gpu_rounding_fp32(engine, tf32_allowed, fill):
 def test_gpu_rounding_other_dtypes(engine, dtype, fill):
     for case in GPU_ROUNDING_CASES:
         tensors = make_tensors(case, dtype, fill, "cuda")
-        if engine is None or takes(engine, case, tensors):
-            check_bounds(case, on_gpu(case, tensors, True, engine), tensors, tf32=())
+        if results := on_gpu(case, tensors, True, engine):
+            check_bounds(case, results, tensors, tf32=())
 
 
 @gpu
@@ -2447,8 +2862,8 @@ def test_gpu_takes_any_strides(engine, view):
     for case in (Case(2, 6, 9, 10, 9, 3, 2, stride=(1, 2), padding=(1, 1), groups=3), Case(2, 32, 19, 23, 40, 3, 3)):
         tensors = make_tensors(case, torch.float32, integers, "cuda")
         tensors |= {name: VIEWS[view](tensors[name]) for name in ("x", "w", "dy")}
-        if takes(engine, case, tensors):
-            check_exact(case, on_gpu(case, tensors, engine=engine), tensors)
+        if results := on_gpu(case, tensors, engine=engine):
+            check_exact(case, results, tensors)
 
 
 @gpu
@@ -2465,6 +2880,176 @@ def test_gpu_propagates_nan_and_inf(engine, special):
         for name, result in results.items():
             assert torch.equal(result.isnan(), expected[name].isnan()), name
             assert torch.equal(result.isinf(), expected[name].isinf()), name
+
+
+hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+def on_wgmma(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """y and dx of a case, by wgmma for sure."""
+    results = on_gpu(case, tensors, True, "wgmma")
+    assert set(results) == set(WGMMA_OPERATORS), f"wgmma does not take {case}"
+    return results
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
+@pytest.mark.parametrize("case", WGMMA_CASES, ids=str)
+def test_gpu_wgmma_exact(case, dtype):
+    tensors = make_tensors(case, dtype, integers, "cuda")
+    check_exact(case, on_wgmma(case, tensors), tensors)
+    assert all(margins_intact(tensor) for tensor in tensors.values())
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
+def test_gpu_wgmma_exact_without_bias(dtype):
+    """Of tiles that store whole lines, and of others."""
+    for case in (WGMMA_CASE, Case(8, 40, 66, 64, 130, 3, 3, padding=(1, 1))):
+        tensors = make_tensors(case, dtype, integers, "cuda")
+        with tf32_switch(True), modelnew.force_engine("wgmma"), poisoned_memory():
+            y = modelnew.conv2d(tensors["x"], tensors["w"], **case.kwargs)
+        assert torch.equal(y, product("fprop", case, tensors["x"], tensors["w"]).to(dtype))
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
+def test_gpu_wgmma_exact_in_every_tile(dtype):
+    """One case for each tile that the planner can choose, as explain() tells."""
+    cases: dict[tuple[int, int], Case] = {}
+    for case in WGMMA_CANDIDATES:
+        x, w = (torch.empty(shape, dtype=dtype, device="cuda") for shape in (case.x_shape, case.w_shape))
+        with tf32_switch(True):
+            forward = modelnew.explain(x, w, **case.kwargs).splitlines()[1]
+        if forward.startswith("forward: wgmma;"):
+            cases.setdefault(wgmma_tile(forward), case)
+    assert set(cases) == WGMMA_TILES
+    for case in cases.values():
+        tensors = make_tensors(case, dtype, integers, "cuda")
+        check_exact(case, on_gpu(case, tensors, True, "wgmma"), tensors)
+
+
+# The alignments that change how pixels are loaded: even rows of x at an odd address, besides strides of any kind.
+WGMMA_VIEWS = VIEWS | {"off by one": lambda tensor: with_margins(F.pad(tensor.flatten(), (1, 0)))[1:].view_as(tensor)}
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
+@pytest.mark.parametrize("view", WGMMA_VIEWS)
+def test_gpu_wgmma_takes_any_strides(view, dtype):
+    for case in (Case(2, 40, 66, 132, 72, 3, 3, padding=(1, 1)), Case(2, 40, 67, 258, 65, 3, 2, padding=(1, 2))):
+        plain = make_tensors(case, dtype, integers, "cuda")
+        for names in (("x",), ("w",), ("dy",), ("x", "w", "dy")):
+            tensors = plain | {name: WGMMA_VIEWS[view](plain[name]) for name in names}
+            check_exact(case, on_wgmma(case, tensors), tensors)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("fill", [normal, wide, under_a_tf32_step, tf32_ties, equal], ids=named)
+@pytest.mark.parametrize("case", [WGMMA_CASE, Case(1, 300, 20, 66, 65, 6, 7, padding=(3, 3))], ids=str)
+def test_gpu_wgmma_rounds_operands_to_nearest(case, fill):
+    """Beside the contract: fp32 sums of operands that were rounded, both of them, with ties away from zero."""
+    tensors = make_tensors(case, torch.float32, fill, "cuda")
+    results = on_wgmma(case, tensors)
+    check_bounds(case, results, tensors, tf32=WGMMA_OPERATORS)
+    rounded = {name: round_to_tf32(tensor) if name != "bias" else tensor for name, tensor in tensors.items()}
+    expected = references(case, rounded)
+    for operator, result in results.items():
+        scale = product(operator, case, *(rounded[name].double().abs() for name in OPERANDS[operator]))
+        added = rounded["bias"].double().abs().view(-1, 1, 1) if operator == "fprop" else 0
+        # The contract without the part of the rounding of operands.
+        sums = (relative_bound(case, operator, torch.float32, tf32=True) - 2.0**-10) * scale
+        bound = sums + 2.0**-126 + 2.0**-23 * (result.double().abs() + added)
+        error = (result.double() - expected[operator]).abs()
+        assert (error <= bound).all(), f"{operator}: {(error / bound).max():.3g} times the bound"
+
+
+def put(special: float | str, tensor: Tensor, place: tuple[int, ...]) -> None:
+    """Writes one element: a number, or a NaN with "all bits" set, or with all "but the sign"."""
+    if isinstance(special, float):
+        tensor[place] = special
+    else:
+        bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+        bits[place] = -1 if special == "all bits" else torch.iinfo(bits.dtype).max
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan, "all bits", "but the sign"], ids=str)
+def test_gpu_wgmma_spreads_nan_and_inf_to_those_that_read_them(special, dtype):
+    """And leaves all other elements as they are. Corners, edges and an inner pixel, of channels in several pieces."""
+    case = Case(2, 40, 66, 132, 72, 3, 5, padding=(1, 2), dilation=(2, 1))
+    tensors = make_tensors(case, dtype, under_a_tf32_step, "cuda")
+    clean = on_wgmma(case, tensors)
+    for operator, name in (("fprop", "x"), ("dgrad", "dy")):
+        N, C, H, W = (size - 1 for size in tensors[name].shape)
+        for place in ((0, 0, 0, 0), (N, C, H, W), (1, 17, 31, 77), (0, C, 0, W), (1, 7, H, 0)):
+            spoilt = tensors | {name: tensors[name].clone()}
+            put(special, spoilt[name], place)
+            marks = torch.zeros_like(tensors[name])
+            marks[place] = 1
+            reached = product(operator, case, marks, torch.ones_like(tensors["w"])) > 0
+            assert reached.any()
+            result = on_wgmma(case, spoilt)[operator]
+            infinite = isinstance(special, float) and math.isinf(special)
+            assert torch.equal(result.isinf() if infinite else result.isnan(), reached)
+            assert torch.equal(result[~reached], clean[operator][~reached])
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
+def test_gpu_wgmma_is_deterministic(dtype):
+    for case in (Case(8, 40, 66, 257, 130, 3, 3), Case(8, 72, 65, 64, 64, 3, 3, padding=(1, 1))):
+        tensors = make_tensors(case, dtype, normal, "cuda")
+        first = on_wgmma(case, tensors)
+        for _ in range(100):
+            again = on_wgmma(case, tensors)
+            assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@gpu
+@hopper
+def test_gpu_wgmma_more_than_2_to_the_31_elements():
+    """In the output of the forward, then in the input of dgrad; references in chunks of channels."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free GPU memory")
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, w = (
+        torch.randint(-3, 4, shape, device="cuda", generator=generator).half()
+        for shape in ((1, 8, 4096, 4100), (130, 8, 1, 1))
+    )
+    expected = torch.zeros(x.shape, device="cuda")
+    with tf32_switch(False), modelnew.force_engine("wgmma"):
+        y = modelnew.conv2d(x.requires_grad_(), w)
+        assert y.numel() > 2**31
+        (dx,) = torch.autograd.grad(y, x, y.detach())
+    for k in range(0, 130, 10):
+        part = F.conv2d(x.detach().double(), w[k : k + 10].double())
+        assert torch.equal(y.detach()[:, k : k + 10], part.half())
+        expected += F.conv_transpose2d(part, w[k : k + 10].double()).float()
+    assert torch.equal(dx, expected.half())
+
+
+@gpu
+@hopper
+def test_gpu_forced_wgmma_says_what_it_refuses():
+    x = torch.ones(1, 16, 80, 80, dtype=torch.half, device="cuda", requires_grad=True)
+    w = torch.ones(16, 16, 3, 3, dtype=torch.half, device="cuda", requires_grad=True)
+    with modelnew.force_engine("wgmma"):
+        with pytest.raises(RuntimeError, match=r"'wgmma' is forced but cannot take the forward .*stride 1 only"):
+            modelnew.conv2d(x, w, stride=2)
+        y = modelnew.conv2d(x, w)
+        with pytest.raises(RuntimeError, match=r"'wgmma' is forced but cannot take the wgrad .*input gradients only"):
+            y.sum().backward()
 
 
 @gpu

@@ -16,6 +16,7 @@ struct Engine {
   void (*describe)(const Problem&, Operator, char* text, size_t text_size);
 };
 
+extern const Engine kWgmmaEngine;
 extern const Engine kDirectEngine;
 
 }  // namespace modelnew

@@ -108,4 +108,31 @@ MODELNEW_HOST_DEVICE inline void narrow(float value, Half& stored) {
 #endif
 }
 
+// Two values narrowed into one word, the first in its lower half.
+MODELNEW_HOST_DEVICE inline uint32_t narrow_pair(float first, float second, Half) {
+#if defined(__CUDA_ARCH__)
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+#else
+  Half low, high;
+  narrow(first, low);
+  narrow(second, high);
+  return low.bits | static_cast<uint32_t>(high.bits) << 16;
+#endif
+}
+
+MODELNEW_HOST_DEVICE inline uint32_t narrow_pair(float first, float second, BFloat16) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+#else
+  BFloat16 low, high;
+  narrow(first, low);
+  narrow(second, high);
+  return low.bits | static_cast<uint32_t>(high.bits) << 16;
+#endif
+}
+
 }  // namespace modelnew

@@ -1,0 +1,194 @@
+// Hopper's own instructions (sm_90a), each as one small function. PTX ISA 8.0, so that CUDA 12.1 knows them all.
+//
+// Shared memory is addressed by 32-bit numbers here, as these instructions want it.
+#pragma once
+
+#if !defined(__CUDACC_RTC__)
+#include <cstdint>
+#endif
+
+#include "numerics.cuh"
+
+// Set where the compiler may emit wgmma and setmaxnreg: not for plain sm_90, which torch below 2.9 builds as well.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define MODELNEW_SM90A 1
+#endif
+
+namespace modelnew {
+namespace hopper {
+
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarrier: a phase ends when `count` threads have arrived and all expected bytes have come ----
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Whether the phase of this parity has ended. On a fresh barrier, that of parity 1 has: the phase before the first.
+__device__ __forceinline__ bool barrier_ended(uint32_t barrier, uint32_t parity) {
+  uint32_t ended;
+  asm volatile(
+      "{\n"
+      ".reg .pred ended;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, ended;\n"
+      "}\n"
+      : "=r"(ended)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return ended != 0;
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  while (!barrier_ended(barrier, parity)) {
+  }
+}
+
+// The same for threads that have time: asking all the time takes issue slots from other warps.
+__device__ __forceinline__ void barrier_wait_idly(uint32_t barrier, uint32_t parity) {
+  while (!barrier_ended(barrier, parity)) __nanosleep(64);
+}
+
+// Ordinary stores of this thread to shared memory become visible to wgmma and to bulk copies.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- Bulk copies: addresses and sizes are multiples of 16 bytes ----
+
+__device__ __forceinline__ void bulk_load(uint32_t to_smem, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to_smem),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(uint64_t to, uint32_t from_smem, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from_smem), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until all but the latest PENDING groups of this thread have read their shared memory.
+template <int PENDING>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- Registers: a warpgroup gives some back, another takes them ----
+
+template <int COUNT>
+__device__ __forceinline__ void registers_give_back() {
+#if defined(MODELNEW_SM90A)
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
+template <int COUNT>
+__device__ __forceinline__ void registers_take() {
+#if defined(MODELNEW_SM90A)
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
+// ---- wgmma: acc[64, N] (+)= a[64, 32 bytes] b[N, 32 bytes], by the four warps of a warpgroup ----
+//
+// Both operands lie in shared memory as 16-byte pieces (8 values of 16 bits, 4 of TF32) without swizzle: the rows of
+// an operand 16 bytes apart, its two halves along the reduction `half_distance` apart.
+//
+// Thread t of the warpgroup holds, for row 16*(t/32) + t%32/4 + 8*i and column 8*j + 2*(t%4) + e: acc[4*j + 2*i + e].
+
+// The lower half of a descriptor, in units of 16 bytes: adding 1 moves the operand by one row. The upper half is
+// kDescriptorHigh: groups of 8 rows are 128 bytes apart.
+constexpr uint32_t kDescriptorHigh = 128 / 16;
+
+__device__ __forceinline__ uint32_t descriptor(uint32_t address, uint32_t half_distance) {
+  return address / 16 | half_distance / 16 << 16;
+}
+
+__device__ __forceinline__ void wgmma_fence() {
+#if defined(MODELNEW_SM90A)
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+#if defined(MODELNEW_SM90A)
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+
+// Waits until all but the latest PENDING committed groups are done.
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+#if defined(MODELNEW_SM90A)
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// Keeps the compiler from reading `acc` before the wgmma_wait above this line.
+template <int COUNT>
+__device__ __forceinline__ void wgmma_settle(float (&acc)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+template <typename Operand, int N>
+struct Wgmma;
+
+#define MODELNEW_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define MODELNEW_NAMES_32 \
+  MODELNEW_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MODELNEW_NAMES_64                                                                              \
+  MODELNEW_NAMES_32                                                                                    \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
+  "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MODELNEW_NAMES_128                                                                             \
+  MODELNEW_NAMES_64                                                                                    \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
+  "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, "  \
+  "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "   \
+  "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+#define MODELNEW_ACC_4(i) "+f"(acc[(i)]), "+f"(acc[(i) + 1]), "+f"(acc[(i) + 2]), "+f"(acc[(i) + 3])
+#define MODELNEW_ACC_16(i) MODELNEW_ACC_4(i), MODELNEW_ACC_4((i) + 4), MODELNEW_ACC_4((i) + 8), MODELNEW_ACC_4((i) + 12)
+#define MODELNEW_ACC_32(i) MODELNEW_ACC_16(i), MODELNEW_ACC_16((i) + 16)
+#define MODELNEW_ACC_64(i) MODELNEW_ACC_32(i), MODELNEW_ACC_32((i) + 32)
+#define MODELNEW_ACC_128(i) MODELNEW_ACC_64(i), MODELNEW_ACC_64((i) + 64)
+
+// COUNT accumulators a thread; A, B, KEEP: the operand numbers that follow them. Without `keep` acc is overwritten.
+#define MODELNEW_WGMMA(OPERAND, N, COUNT, A, B, KEEP, TYPES, SIGNS)                                                  \
+  template <>                                                                                                        \
+  struct Wgmma<OPERAND, N> {                                                                                         \
+    static __device__ __forceinline__ void multiply(float (&acc)[COUNT], uint32_t a, uint32_t b, int keep) {         \
+      const uint64_t a_operand = static_cast<uint64_t>(kDescriptorHigh) << 32 | a;                                   \
+      const uint64_t b_operand = static_cast<uint64_t>(kDescriptorHigh) << 32 | b;                                   \
+      asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " KEEP ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N TYPES \
+                   " {" MODELNEW_NAMES_##COUNT "}, " A ", " B ", keep, " SIGNS ";\n}\n"                              \
+                   : MODELNEW_ACC_##COUNT(0)                                                                         \
+                   : "l"(a_operand), "l"(b_operand), "r"(keep));                                                     \
+    }                                                                                                                \
+  };
+#define MODELNEW_WGMMA_SHAPES(OPERAND, TYPES, SIGNS)                              \
+  MODELNEW_WGMMA(OPERAND, 32, 16, "%16", "%17", "%18", TYPES, SIGNS)              \
+  MODELNEW_WGMMA(OPERAND, 64, 32, "%32", "%33", "%34", TYPES, SIGNS)              \
+  MODELNEW_WGMMA(OPERAND, 128, 64, "%64", "%65", "%66", TYPES, SIGNS)             \
+  MODELNEW_WGMMA(OPERAND, 256, 128, "%128", "%129", "%130", TYPES, SIGNS)
+
+#if defined(MODELNEW_SM90A)
+MODELNEW_WGMMA_SHAPES(Half, "k16.f32.f16.f16", "1, 1, 0, 0")
+MODELNEW_WGMMA_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0, 0")
+MODELNEW_WGMMA_SHAPES(float, "k8.f32.tf32.tf32", "1, 1")
+#endif
+
+}  // namespace hopper
+}  // namespace modelnew
