@@ -60,7 +60,6 @@ constexpr int kPlanes = 8;  // output channels that a warp stages at a time
 
 constexpr int kMaxStages = 20;  // of either ring
 constexpr int kBarrierBytes = 1024;
-constexpr int kCarryBytes = kMultiplyWarps * 2 * kPlanes * kLine;
 constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
 
 // A warp stages 8 planes x 512 bytes at a time, 256 pixels of 16 bits or 128 of 32. A plane takes a line more, for the
@@ -88,8 +87,8 @@ struct Plan {
   int tile_k;           // output channels of a block: 128, or 64 where the warpgroups share the channels, not the rows
   int tile_p, tile_q;   // rows of a block, columns
   int tiles_p, tiles_q, tiles_k;
-  int unit_tiles, units_per_image;
-  int units;
+  int tiles;              // of all images and groups, for one tile of output channels
+  int unit_tiles, units;  // a unit is a run of tiles, row by row and image by image
   int x_rows, x_pitch;  // a stage: rows and pixels of one piece
   int lead;             // unused pixels at the left of a stage, so that pairs of pixels start even
   int x_stages, block_steps, channel_steps;  // steps of the reduction along the channels: of a stage, of all
@@ -113,7 +112,7 @@ struct Params {
 
 // Where the parts of a block's shared memory start.
 struct SharedLayout {
-  int carry, staging, x_ring, w_ring, end;
+  int staging, x_ring, w_ring, end;
 };
 
 MODELNEW_HOST_DEVICE inline int total_steps(const Correlation& of, const Plan& plan) {
@@ -126,8 +125,7 @@ MODELNEW_HOST_DEVICE inline int step_bytes(const Plan& plan) { return plan.tile_
 
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Correlation& of, const Plan& plan, int element_bytes) {
   SharedLayout layout{};
-  layout.carry = kBarrierBytes;
-  layout.staging = layout.carry + kCarryBytes;
+  layout.staging = kBarrierBytes;
   layout.x_ring =
       layout.staging + kMultiplyWarps * kPlanes * staged_plane_bytes(element_bytes);
   layout.x_ring = (layout.x_ring + 127) / 128 * 128;
@@ -148,7 +146,7 @@ struct Tile {
 
 struct Walk {
   Tile tile;
-  int unit, index, end, row, column;
+  int unit, left, row, column;
 
   MODELNEW_HOST_DEVICE void start(const Correlation& of, const Plan& plan, int block) {
     unit = block;
@@ -158,32 +156,40 @@ struct Walk {
   MODELNEW_HOST_DEVICE bool done(const Plan& plan) const { return unit >= plan.units; }
 
   MODELNEW_HOST_DEVICE void next(const Correlation& of, const Plan& plan) {
-    if (++column == plan.tiles_q) {
-      column = 0;
-      ++row;
-    }
-    if (++index == end) {
+    if (--left == 0) {
       unit += plan.blocks;
       start_unit(of, plan);
-    } else {
-      place(plan, column == 0 && !plan.y_flat);
+      return;
     }
+    bool run_starts = false;
+    if (++column == plan.tiles_q) {
+      column = 0;
+      run_starts = !plan.y_flat;
+      if (++row == plan.tiles_p) {
+        row = 0;
+        run_starts = true;
+        if (++tile.n == of.N) {
+          tile.n = 0;
+          ++tile.group;
+        }
+      }
+    }
+    place(plan, run_starts);
   }
 
  private:
   MODELNEW_HOST_DEVICE void start_unit(const Correlation& of, const Plan& plan) {
     if (unit >= plan.units) return;
-    const int rest = unit / plan.tiles_k;
-    tile.tile_k = unit - rest * plan.tiles_k;
-    const int image = rest / plan.units_per_image;
-    const int part = rest - image * plan.units_per_image;
+    const int part = unit / plan.tiles_k;
+    tile.tile_k = unit - part * plan.tiles_k;
+    const int first = part * plan.unit_tiles;
+    left = plan.unit_tiles < plan.tiles - first ? plan.unit_tiles : plan.tiles - first;
+    const int row_of_all = first / plan.tiles_q;
+    column = first - row_of_all * plan.tiles_q;
+    const int image = row_of_all / plan.tiles_p;
+    row = row_of_all - image * plan.tiles_p;
     tile.group = image / static_cast<int>(of.N);
     tile.n = image - tile.group * static_cast<int>(of.N);
-    index = part * plan.unit_tiles;
-    const int tiles = plan.tiles_p * plan.tiles_q - index;
-    end = index + (tiles < plan.unit_tiles ? tiles : plan.unit_tiles);
-    row = index / plan.tiles_q;
-    column = index - row * plan.tiles_q;
     place(plan, true);
   }
 
@@ -191,7 +197,7 @@ struct Walk {
     tile.p = row * plan.tile_p;
     tile.q = column * plan.tile_q;
     tile.run_starts = run_starts;
-    tile.run_ends = index == end - 1 || (column == plan.tiles_q - 1 && !plan.y_flat);
+    tile.run_ends = left == 1 || (column == plan.tiles_q - 1 && (!plan.y_flat || row == plan.tiles_p - 1));
     if (run_starts) {
       tile.run_p = tile.p;
       tile.run_q = tile.q;
@@ -253,7 +259,7 @@ template <typename Element, int PIXELS>
 __device__ __forceinline__ uint32_t load_position(const uint8_t* address, bool exists) {
   uint32_t word;
   if constexpr (sizeof(Element) * PIXELS == 4) {
-    asm volatile("{\n.reg .pred exists;\nsetp.ne.b32 exists, %2, 0;\nmov.b32 %0, 0;\n@exists ld.global.nc.b32 %0, [%1];\n}"
+    asm volatile("{\n.reg .pred exists;\nsetp.ne.b32 exists, %2, 0;\nmov.b32 %0, 0;\n@exists ld.global.nc.L2::256B.b32 %0, [%1];\n}"
                  : "=r"(word)
                  : "l"(address), "r"(static_cast<int>(exists)));
   } else {
@@ -516,7 +522,6 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
 // One warp's view of its part of a tile.
 struct Store {
   uint8_t* staging;  // of this warp: staging_buffers x kPlanes x staged_plane_bytes
-  uint8_t* carry;    // of this warp: 2 x kPlanes x kSector
   int warp_in_group, lane_id;
   int first_k;  // of this warpgroup in the tile
   int first_p;
@@ -557,7 +562,7 @@ __device__ __forceinline__ float bias_of(const Params& params, int group, int k)
 //   stored:   [-----------------  ...  -------------]           the rest is carried over
 template <typename Element>
 __device__ __forceinline__ void store_runs(const Params& params, const Store& store, const Tile& tile,
-                                           const float (&bias)[2], const float (&acc)[1][128]) {
+                                           const float (&bias)[2], const float (&acc)[1][128], uint4 (&carry)[2][2]) {
   constexpr int kSize = sizeof(Element);
   constexpr int kColumns = kPartBytes / kSize;
   constexpr int kPlaneBytes = staged_plane_bytes(kSize);
@@ -579,7 +584,6 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int planes = min(of.out_channels - first_k - 8 * half, kPlanes);
-    uint4* carry = reinterpret_cast<uint4*>(store.carry + half * kPlanes * kLine) + lane_id;
 #pragma unroll
     for (int part = 0; part < kTilePixels / kColumns; ++part) {
       const int bytes = min(columns - part * kColumns, kColumns) * kSize;
@@ -594,8 +598,9 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
       __syncwarp();  // the part before has been read
       if (!run_starts) {
 #pragma unroll
-        for (int i = 0; i < kPlanes; i += 4)
-          *reinterpret_cast<uint4*>(store.staging + (i + lane_id / 8) * kPlaneBytes + lane_id % 8 * 16) = carry[8 * i];
+        for (int i = 0; i < 2; ++i)
+          *reinterpret_cast<uint4*>(store.staging + (4 * i + lane_id / 8) * kPlaneBytes + lane_id % 8 * 16) =
+              carry[half][i];
       }
       __syncwarp();  // the carried line ends in bytes that the new pixels overwrite
       const int shift = static_cast<int>(address + lane_id / 4 * plane_stride) & ~kLineMask;
@@ -665,10 +670,10 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
       }
       if (!run_ends) {
 #pragma unroll
-        for (int i = 0; i < kPlanes; i += 4) {
-          const int plane = i + lane_id / 8;
+        for (int i = 0; i < 2; ++i) {
+          const int plane = 4 * i + lane_id / 8;
           const int end = (static_cast<int>(address + plane * plane_stride) & ~kLineMask) + bytes;
-          carry[8 * i] = *reinterpret_cast<const uint4*>(store.staging + plane * kPlaneBytes + (end & kLineMask) +
+          carry[half][i] = *reinterpret_cast<const uint4*>(store.staging + plane * kPlaneBytes + (end & kLineMask) +
                                                          lane_id % 8 * 16);
         }
       }
@@ -738,7 +743,6 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   Store store;
   store.staging = smem + shared.layout.staging +
                   warp_id * kPlanes * staged_plane_bytes(sizeof(Element));
-  store.carry = smem + shared.layout.carry + warp_id * 2 * kPlanes * kLine;
   store.warp_in_group = warp_id % 4;
   store.lane_id = lane_id;
   store.first_p = split_k ? 0 : warpgroup_id * TILE_P;
@@ -759,6 +763,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   float acc[TILE_P][TILE_Q / 2];
   RingPosition x_at, w_at;
   uint32_t turn = 0;
+  // The unfinished lines of the 16 channels of this warp: each lane has 16 bytes of four of them.
+  uint4 carry[2][2] = {};
   int64_t resident = -1;
   for_each_tile(of, plan, blockIdx.x, [&](const Tile& tile) {
     const int64_t wanted = static_cast<int64_t>(tile.group) * plan.tiles_k + tile.tile_k;
@@ -842,7 +848,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 
     if constexpr (TILE_P == 1) {
       if (plan.y_runs) {
-        store_runs<Element>(params, store, tile, bias, acc);
+        store_runs<Element>(params, store, tile, bias, acc, carry);
         return;
       }
     }
@@ -1094,28 +1100,27 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   // Units: long runs to store, but all SMs busy to the end. Rows share their input with neighbouring rows: where the
   // rows that all blocks work on do not fit into half of the L2 cache, neighbouring blocks take neighbouring rows.
   plan.y_flat = plan.y_runs && group_rows == 1 && tile_k == 128 && of.out_stride[2] == of.Q;
-  const int64_t images = of.N * of.groups * plan.tiles_k;
-  const int tiles = plan.tiles_p * plan.tiles_q;
+  const int64_t tiles = of.N * of.groups * plan.tiles_p * plan.tiles_q;
+  if (tiles * plan.tiles_k > int64_t{1} << 30) return false;
+  plan.tiles = static_cast<int>(tiles);
   const double row_window = static_cast<double>(plan.x_rows) * of.W * of.in_channels * element_size * device.sms;
   double least_waste = 1e30;
   const auto consider = [&](int64_t unit_tiles) {
-    const int64_t units = images * ceil_div(tiles, unit_tiles);
-    const double waste = static_cast<double>(ceil_div(units, device.sms)) * unit_tiles * device.sms / (images * tiles);
+    const int64_t units = plan.tiles_k * ceil_div(tiles, unit_tiles);
+    const double waste = static_cast<double>(ceil_div(units, device.sms)) * unit_tiles * device.sms / (tiles * plan.tiles_k);
     if (waste < least_waste * 0.98) {
       least_waste = waste;
       plan.unit_tiles = static_cast<int>(unit_tiles);
     }
   };
   if (plan.y_flat && row_window < 25e6) {
-    for (int rounds = 1; rounds <= 8; ++rounds)
-      consider(ceil_div(tiles, std::min<int64_t>(std::max<int64_t>(rounds * device.sms / images, 1), tiles)));
+    for (int rounds = 1; rounds <= 4; ++rounds)
+      consider(ceil_div(tiles, std::max<int64_t>(rounds * device.sms / plan.tiles_k, 1)));
   }
   consider(plan.tiles_q);
   for (int parts = 2; parts <= plan.tiles_q; parts *= 2) consider(ceil_div(plan.tiles_q, parts));
   consider(1);
-  plan.units_per_image = static_cast<int>(ceil_div(tiles, plan.unit_tiles));
-  if (images * plan.units_per_image > int64_t{1} << 30) return false;
-  plan.units = static_cast<int>(images * plan.units_per_image);
+  plan.units = static_cast<int>(plan.tiles_k * ceil_div(tiles, plan.unit_tiles));
   plan.blocks = static_cast<int>(std::min(plan.units, device.sms));
   // Resident weights stay the same where all units of a block have the same output channels.
   if (plan.w_stages == 0 && plan.blocks > plan.tiles_k) plan.blocks -= plan.blocks % plan.tiles_k;
