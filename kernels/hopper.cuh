@@ -63,25 +63,12 @@ __device__ __forceinline__ void barrier_wait_idly(uint32_t barrier, uint32_t par
 // Ordinary stores of this thread to shared memory become visible to wgmma and to bulk copies.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- Bulk copies: addresses and sizes are multiples of 16 bytes ----
+// ---- Bulk copies, memory to shared memory: addresses and sizes are multiples of 16 bytes ----
 
 __device__ __forceinline__ void bulk_load(uint32_t to_smem, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to_smem),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
-}
-
-__device__ __forceinline__ void bulk_store(uint64_t to, uint32_t from_smem, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from_smem), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Waits until all but the latest PENDING groups of this thread have read their shared memory.
-template <int PENDING>
-__device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 // ---- Registers: a warpgroup gives some back, another takes them ----
@@ -148,15 +135,15 @@ struct Wgmma;
 #define MODELNEW_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define MODELNEW_NAMES_32 \
   MODELNEW_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define MODELNEW_NAMES_64                                                                              \
-  MODELNEW_NAMES_32                                                                                    \
+#define MODELNEW_NAMES_64                                                                             \
+  MODELNEW_NAMES_32                                                                                   \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
   "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define MODELNEW_NAMES_128                                                                             \
-  MODELNEW_NAMES_64                                                                                    \
+#define MODELNEW_NAMES_128                                                                            \
+  MODELNEW_NAMES_64                                                                                   \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
-  "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, "  \
-  "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "   \
+  "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, " \
+  "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "  \
   "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define MODELNEW_ACC_4(i) "+f"(acc[(i)]), "+f"(acc[(i) + 1]), "+f"(acc[(i) + 2]), "+f"(acc[(i) + 3])
@@ -178,10 +165,10 @@ struct Wgmma;
                    : "l"(a_operand), "l"(b_operand), "r"(keep));                                                     \
     }                                                                                                                \
   };
-#define MODELNEW_WGMMA_SHAPES(OPERAND, TYPES, SIGNS)                              \
-  MODELNEW_WGMMA(OPERAND, 32, 16, "%16", "%17", "%18", TYPES, SIGNS)              \
-  MODELNEW_WGMMA(OPERAND, 64, 32, "%32", "%33", "%34", TYPES, SIGNS)              \
-  MODELNEW_WGMMA(OPERAND, 128, 64, "%64", "%65", "%66", TYPES, SIGNS)             \
+#define MODELNEW_WGMMA_SHAPES(OPERAND, TYPES, SIGNS)                  \
+  MODELNEW_WGMMA(OPERAND, 32, 16, "%16", "%17", "%18", TYPES, SIGNS)  \
+  MODELNEW_WGMMA(OPERAND, 64, 32, "%32", "%33", "%34", TYPES, SIGNS)  \
+  MODELNEW_WGMMA(OPERAND, 128, 64, "%64", "%65", "%66", TYPES, SIGNS) \
   MODELNEW_WGMMA(OPERAND, 256, 128, "%128", "%129", "%130", TYPES, SIGNS)
 
 #if defined(MODELNEW_SM90A)

@@ -19,17 +19,39 @@
 //   warp 11      one thread orders bulk copies of packed weights
 //
 //   memory --convert--> x ring --+
-//                                +--> wgmma --> registers --> staging, a part for each warp --bulk copies--> memory
+//                                +--> wgmma --> registers --> staging, a part for each warp --> memory
 //   packed --bulk copy-> w ring -+
 //
-// Rings are handed over by mbarriers, so the two multiplying warpgroups drift apart: one stores while the other keeps
-// the tensor cores busy. Weights that fit as a whole stay in shared memory instead (`resident`).
+// Rings are handed over by mbarriers, and the second warpgroup keeps behind the first (head_start), so that one may
+// store while the other keeps the tensor cores busy. Weights that fit as a whole stay in shared memory (`resident`).
 //
-// Stores: memory wants whole 32-byte sectors in long runs (H200: 3.7 TB/s for runs of 512 bytes that start at any
-// sector, 2.1 with partial sectors at both ends, 1.0 from accumulators straight to memory). Rows of y start anywhere,
-// each channel at an alignment of its own. Hence a block walks along a row, and from row to row, through a run of tiles
-// that lie one after another in memory (a unit), stores whole sectors only and carries the unfinished last sector of
-// every channel over to the next tile; just the ends of a unit are stored element by element.
+// Stores: memory wants whole lines of 128 bytes (H200: 3.75 TB/s for 512 bytes a warp from a line boundary on, 2.1 from
+// elsewhere, 1.0 from accumulators straight to memory). Rows of y start anywhere, each channel at an alignment of its
+// own. Hence a block walks along a row, and from row to row, through a run of tiles that lie one after another in
+// memory (a unit), stores whole lines only and carries the unfinished last line of every channel over to the next tile,
+// in registers; just the ends of a run are stored by smaller pieces.
+//
+// Where the time goes: ms, median of 9 calls, H200, 2026-11-20, with parts of this file left out (rows two and three
+// one revision earlier, row four several: the loop over the steps is the same). Cases N, C, K, filter, image; fp16 / TF32.
+//
+//                                   16, 16, 128, 3x3, 1024^2   8, 64, 128, 3x3, 512x1024   8, 64, 128, 5x7, 512x256
+//   everything                      1.75 / 3.55                1.12 / 2.27                 0.84 / 1.59
+//   without loading x               1.57 / 3.13                1.01 / 1.92                 0.78 / 1.48
+//   without storing y               0.98 / 1.97                0.93 / 1.93                 0.79 / 1.43
+//   without either                  0.80 / 1.54                0.80 / 1.49                 0.70 / 1.34
+//   floor (memory or arithmetic)    1.04 / 2.07                0.68 / 1.32                 0.65 / 1.25
+//
+// The tensor cores alone come near their rate. What separates the first case from its floor is the time in which a
+// warpgroup stores and does not multiply: about 700 instructions a warp at 6 cycles each, waiting for shared memory
+// that wgmma keeps busy (62% of its bandwidth), 4000 cycles a tile beside 1150 to 2300 of multiplying; in the second
+// the three converting warps as well, at 80 instructions for 8 channels x 32 positions. Tried, and no faster:
+//
+//   16 warps with wgmma of n = 128 (four to convert, three to send bulk copies): 2.85, 1.23 and 0.85 ms in fp16;
+//     n = 128 costs nothing by itself, but the storing warps took 1900 cycles for 8 channels x 512 bytes
+//   bulk copies ordered by the multiplying warps, eight lanes or one: 90 to 140 cycles each, 2.0, 1.2 and 0.86 ms
+//   a thread of a multiplying warp that copies weights: ptxas serialises wgmma (C7520)
+//   commits of one, two or five steps in place of three: 1.52, 1.21, 1.31 ms in the second case
+//   more or no head start: within 2%; x past the L1 cache: 20% slower in the first case; stores without .cs: 10% slower
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -47,16 +69,16 @@ namespace wgmma {
 constexpr int kMultiplyWarps = 8;
 constexpr int kConvertWarps = 3;
 constexpr int kThreads = 32 * (kMultiplyWarps + kConvertWarps + 1);
-// A thread starts with 168 registers (wgmma with 128 accumulators compiles for no less than 154, so three warpgroups are
-// the most); 2 x 128 x 184 + 128 x 136 is what three of them have.
+// A thread starts with 168 registers: wgmma with n = 256 compiles for no less than 154, so three warpgroups are the
+// most.
 constexpr int kMultiplyRegisters = 184;
 constexpr int kConvertRegisters = 136;
 static_assert(2 * 128 * kMultiplyRegisters + 128 * kConvertRegisters <= 65536, "an SM has no more");
 
 constexpr int kTilePixels = 256;  // of a warpgroup: rows x columns
 constexpr int kStepBytes = 32;    // of the reduction, for one wgmma: 16 channels of 16 bits or 8 of fp32
-constexpr int kLine = 128;   // of the L2 cache: what a store should fill
-constexpr int kPlanes = 8;  // output channels that a warp stages at a time
+constexpr int kLine = 128;        // of the L2 cache: what a store should fill
+constexpr int kPlanes = 8;        // output channels that a warp stages at a time
 
 constexpr int kMaxStages = 20;  // of either ring
 constexpr int kBarrierBytes = 1024;
@@ -84,21 +106,21 @@ struct Correlation {
 
 // How it is cut up. All roles of the kernel derive their loops from this, so they agree.
 struct Plan {
-  int tile_k;           // output channels of a block: 128, or 64 where the warpgroups share the channels, not the rows
-  int tile_p, tile_q;   // rows of a block, columns
+  int tile_k;          // output channels of a block: 128, or 64 where the warpgroups share the channels, not the rows
+  int tile_p, tile_q;  // rows of a block, columns
   int tiles_p, tiles_q, tiles_k;
-  int tiles;              // of all images and groups, for one tile of output channels
-  int unit_tiles, units;  // a unit is a run of tiles, row by row and image by image
-  int x_rows, x_pitch;  // a stage: rows and pixels of one piece
-  int lead;             // unused pixels at the left of a stage, so that pairs of pixels start even
+  int tiles;                                 // of all images and groups, for one tile of output channels
+  int unit_tiles, units;                     // a unit is a run of tiles, row by row and image by image
+  int x_rows, x_pitch;                       // a stage: rows and pixels of one piece
+  int lead;                                  // unused pixels at the left of a stage, so that pairs of pixels start even
   int x_stages, block_steps, channel_steps;  // steps of the reduction along the channels: of a stage, of all
   int w_stages, group_steps;                 // steps of one bulk copy; no stages: resident
-  int head_start;    // groups of steps by which the first warpgroup keeps ahead of the second
-  bool x_pairs;      // pairs of pixels of 16 bits are aligned in x
-  bool y_pairs;      // pairs of pixels are aligned in y
-  bool y_runs;       // columns of y are neighbours
-  bool y_flat;       // and so are the end of a row and the start of the next
-  bool y_vectors;    // 16-byte pieces of a row are aligned in y
+  int head_start;                            // groups of steps by which the first warpgroup keeps ahead of the second
+  bool x_pairs;                              // pairs of pixels of 16 bits are aligned in x
+  bool y_pairs;                              // pairs of pixels are aligned in y
+  bool y_runs;                               // columns of y are neighbours
+  bool y_flat;                               // and so are the end of a row and the start of the next
+  bool y_vectors;                            // 16-byte pieces of a row are aligned in y
   int blocks, smem_bytes;
   double cycles;  // estimate
 };
@@ -126,12 +148,11 @@ MODELNEW_HOST_DEVICE inline int step_bytes(const Plan& plan) { return plan.tile_
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Correlation& of, const Plan& plan, int element_bytes) {
   SharedLayout layout{};
   layout.staging = kBarrierBytes;
-  layout.x_ring =
-      layout.staging + kMultiplyWarps * kPlanes * staged_plane_bytes(element_bytes);
+  layout.x_ring = layout.staging + kMultiplyWarps * kPlanes * staged_plane_bytes(element_bytes);
   layout.x_ring = (layout.x_ring + 127) / 128 * 128;
   layout.w_ring = layout.x_ring + plan.x_stages * x_stage_bytes(plan);
-  layout.end = layout.w_ring +
-               (plan.w_stages > 0 ? plan.w_stages * plan.group_steps : total_steps(of, plan)) * step_bytes(plan);
+  layout.end =
+      layout.w_ring + (plan.w_stages > 0 ? plan.w_stages * plan.group_steps : total_steps(of, plan)) * step_bytes(plan);
   return layout;
 }
 
@@ -139,8 +160,8 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Correlation& of, co
 
 struct Tile {
   int group, tile_k, n;
-  int p, q;                  // its upper left output
-  int run_p, run_q;          // where the run began that its rows belong to
+  int p, q;                   // its upper left output
+  int run_p, run_q;           // where the run began that its rows belong to
   bool run_starts, run_ends;  // nothing carried over from the tile before, to the tile behind
 };
 
@@ -247,11 +268,11 @@ static_assert((4 * kMaxStages + 2) * 8 <= kBarrierBytes, "room for all barriers"
 
 // -- Convert: memory -> x ring --
 //
-// A stage is cut into parts of 8 channels (an octet) x 32 positions, which the warps share out. A position, of one lane,
-// is two neighbouring pixels (16 bits, where pairs are aligned in x) or one. All lanes of a warp have the channels in
-// common, so stepping from one to the next costs them an addition. A warp loads a batch of parts into registers while
-// it stores the batch before to shared memory, across stages and tiles: what limits it then is the number of its
-// instructions, not the latency of memory.
+// A stage is cut into parts of 8 channels (an octet) x 32 positions, which the warps share out. A position, of one
+// lane, is two neighbouring pixels (16 bits, where pairs are aligned in x) or one. All lanes of a warp have the
+// channels in common, so stepping from one to the next costs them an addition. A warp loads a batch of parts into
+// registers while it stores the batch before to shared memory, across stages and tiles: what limits it then is the
+// number of its instructions, not the latency of memory.
 
 // One channel of one position; 0 where there is none. In assembly, so that the load stays where it is written and its
 // address out of the condition.
@@ -259,21 +280,24 @@ template <typename Element, int PIXELS>
 __device__ __forceinline__ uint32_t load_position(const uint8_t* address, bool exists) {
   uint32_t word;
   if constexpr (sizeof(Element) * PIXELS == 4) {
-    asm volatile("{\n.reg .pred exists;\nsetp.ne.b32 exists, %2, 0;\nmov.b32 %0, 0;\n@exists ld.global.nc.L2::256B.b32 %0, [%1];\n}"
-                 : "=r"(word)
-                 : "l"(address), "r"(static_cast<int>(exists)));
+    asm volatile(
+        "{\n.reg .pred exists;\nsetp.ne.b32 exists, %2, 0;\nmov.b32 %0, 0;\n@exists ld.global.nc.L2::256B.b32 %0, "
+        "[%1];\n}"
+        : "=r"(word)
+        : "l"(address), "r"(static_cast<int>(exists)));
   } else {
     uint16_t half_word;
-    asm volatile("{\n.reg .pred exists;\nsetp.ne.b32 exists, %2, 0;\nmov.b16 %0, 0;\n@exists ld.global.nc.b16 %0, [%1];\n}"
-                 : "=h"(half_word)
-                 : "l"(address), "r"(static_cast<int>(exists)));
+    asm volatile(
+        "{\n.reg .pred exists;\nsetp.ne.b32 exists, %2, 0;\nmov.b16 %0, 0;\n@exists ld.global.nc.b16 %0, [%1];\n}"
+        : "=h"(half_word)
+        : "l"(address), "r"(static_cast<int>(exists)));
     word = half_word;
   }
   return word;
 }
 
-// 16 bytes out of the words of 8 channels. 16 bits: all channels of one pixel, `which` of two if a word holds two. fp32:
-// the first or the last four channels, rounded.
+// 16 bytes out of the words of 8 channels. 16 bits: all channels of one pixel, `which` of two if a word holds two.
+// fp32: the first or the last four channels, rounded.
 template <typename Element, int PIXELS>
 __device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[8], int which) {
   if constexpr (sizeof(Element) == 2) {
@@ -286,8 +310,8 @@ __device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[8], int which)
   }
 }
 
-// Parts of a batch, 8 words of registers each: 27 KB are on their way to the three warps. The 26 parts of a stage of 3 x
-// 258 pixels are one batch of each.
+// Parts of a batch, 8 words of registers each: 27 KB are on their way to the three warps. The 26 parts of a stage of 3
+// x 258 pixels are one batch of each.
 constexpr int kBatch = 9;
 constexpr int kFirstHalf = 5;  // of a batch
 static_assert(kFirstHalf < kBatch, "two halves");
@@ -340,10 +364,11 @@ struct Converter {
     const Correlation& of = params.of;
     h0 = walk.tile.p - of.pad_h;
     w0 = walk.tile.q - of.pad_w - params.plan.lead;
-    stage_ptr = static_cast<const uint8_t*>(params.in_ptr) +
-                (walk.tile.n * of.in_stride[0] +
-                 static_cast<int64_t>(walk.tile.group) * of.in_channels * of.in_stride[1] + h0 * of.in_stride[2] +
-                 w0 * of.in_stride[3]) * static_cast<int64_t>(sizeof(Element));
+    stage_ptr =
+        static_cast<const uint8_t*>(params.in_ptr) +
+        (walk.tile.n * of.in_stride[0] + static_cast<int64_t>(walk.tile.group) * of.in_channels * of.in_stride[1] +
+         h0 * of.in_stride[2] + w0 * of.in_stride[3]) *
+            static_cast<int64_t>(sizeof(Element));
   }
 
   // Part i of the batch.
@@ -554,8 +579,8 @@ __device__ __forceinline__ float bias_of(const Params& params, int group, int k)
   return widen(static_cast<const Element*>(params.bias_ptr)[group * params.of.out_channels + k]);
 }
 
-// Tiles of one row: whole lines, see the top of this file. Eight channels (planes) at a time, by parts of 512 bytes. All
-// offsets count bytes from the line in which a part begins in its plane:
+// Tiles of one row: whole lines, see the top of this file. Eight channels (planes) at a time, by parts of 512 bytes.
+// All offsets count bytes from the line in which a part begins in its plane:
 //
 //              <- line ->                    <- line ->
 //   staged:   [carried|new        ...               |new ]
@@ -575,11 +600,11 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
   const int64_t tile_behind = ((tile.p - tile.run_p) * of.out_stride[2] + tile.q - tile.run_q) * kSize;
   const int first_k = store.first_k + 16 * store.warp_in_group;
   const int64_t plane_stride = of.out_stride[1] * kSize;
-  const uint64_t tile_address =
-      reinterpret_cast<uint64_t>(params.out_ptr) +
-      (static_cast<int64_t>(tile.n) * of.out_stride[0] +
-       (static_cast<int64_t>(tile.group) * of.out_channels + first_k) * of.out_stride[1] + p * of.out_stride[2] + tile.q) *
-          kSize;
+  const uint64_t tile_address = reinterpret_cast<uint64_t>(params.out_ptr) +
+                                (static_cast<int64_t>(tile.n) * of.out_stride[0] +
+                                 (static_cast<int64_t>(tile.group) * of.out_channels + first_k) * of.out_stride[1] +
+                                 p * of.out_stride[2] + tile.q) *
+                                    kSize;
 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -622,7 +647,7 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
       __syncwarp();          // all pixels are staged
 
       // 16 bytes a lane, and some planes at a time: their loads from shared memory are on their way together.
-      constexpr int kTogether = kSize == 2 ? 4 : 2;
+      constexpr int kTogether = kSize == 2 ? 4 : 1;
 #pragma unroll
       for (int first_plane = 0; first_plane < kPlanes; first_plane += kTogether) {
 #pragma unroll
@@ -633,7 +658,7 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
 #pragma unroll
           for (int i = 0; i < kTogether; ++i)
             pieces[i] = *reinterpret_cast<const uint4*>(store.staging + (first_plane + i) * kPlaneBytes + first +
-                                                        lane_id * 16);
+                                                        lane_id % (first == 0 ? 32 : kLine / 16) * 16);
 #pragma unroll
           for (int i = 0; i < kTogether; ++i) {
             const uint64_t begin = address + (first_plane + i) * plane_stride;
@@ -674,7 +699,7 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
           const int plane = 4 * i + lane_id / 8;
           const int end = (static_cast<int>(address + plane * plane_stride) & ~kLineMask) + bytes;
           carry[half][i] = *reinterpret_cast<const uint4*>(store.staging + plane * kPlaneBytes + (end & kLineMask) +
-                                                         lane_id % 8 * 16);
+                                                           lane_id % 8 * 16);
         }
       }
     }
@@ -741,15 +766,15 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const bool split_k = plan.tile_k == 128;  // the warpgroups take different channels of the same pixels
 
   Store store;
-  store.staging = smem + shared.layout.staging +
-                  warp_id * kPlanes * staged_plane_bytes(sizeof(Element));
+  store.staging = smem + shared.layout.staging + warp_id * kPlanes * staged_plane_bytes(sizeof(Element));
   store.warp_in_group = warp_id % 4;
   store.lane_id = lane_id;
   store.first_p = split_k ? 0 : warpgroup_id * TILE_P;
 
   // In units of 16 bytes, as descriptors count.
   const int piece_pixels = plan.x_rows * plan.x_pitch;
-  const uint32_t a_base = hopper::descriptor(shared.w_ring() + (split_k ? warpgroup_id * 64 * 16 : 0), plan.tile_k * 16);
+  const uint32_t a_base =
+      hopper::descriptor(shared.w_ring() + (split_k ? warpgroup_id * 64 * 16 : 0), plan.tile_k * 16);
   const uint32_t b_base =
       hopper::descriptor(shared.x_ring(), piece_pixels * 16) + plan.lead + store.first_p * plan.x_pitch;
   const uint32_t a_step = step_bytes(plan) / 16, b_step = 2 * piece_pixels;
@@ -774,8 +799,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       hopper::barrier_wait(shared.w_full(0), w_at.parity);
       w_at.advance(1);
     }
-    // The second warpgroup starts a tile when the first is `head_start` groups into it. Left alone, both would finish at
-    // the same time, since they wait for the same data, and the tensor cores would idle while both store. The first
+    // The second warpgroup starts a tile when the first is `head_start` groups into it. Left alone, both would finish
+    // at the same time, since they wait for the same data, and the tensor cores would idle while both store. The first
     // does not run on to the next signal before the second has seen this one: a parity tells just two phases apart.
     int until_signal = -1;
     if (warpgroup_id == 0) {
@@ -790,7 +815,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     const float bias[2] = {bias_of<Element>(params, tile.group, k), bias_of<Element>(params, tile.group, k + 8)};
 
     uint32_t a = a_base;
-    int keep = 0;              // the first step overwrites the accumulators
+    int keep = 0;                     // the first step overwrites the accumulators
     uint32_t x_held = 0, w_held = 0;  // barriers of what the steps in flight read, and of what they read last
     for (int step = 0; step < plan.channel_steps; step += plan.block_steps) {
       const int block_steps = min(plan.block_steps, plan.channel_steps - step);
@@ -1026,8 +1051,8 @@ constexpr int kHeadStartSteps = 12;
 // Bytes a cycle of one SM when all 132 write (H200: 3.7 TB/s in runs of 512 bytes).
 constexpr double kWriteBytesPerCycle = 16;
 
-// wgmma reads both operands from shared memory; narrow ones are bound by that: cycles over those of n = 256, by n = 256,
-// 128, 64, 32.
+// wgmma reads both operands from shared memory; narrow ones are bound by that: cycles over those of n = 256, by n =
+// 256, 128, 64, 32.
 constexpr double kNarrowCost[] = {1.0, 1.02, 1.1, 1.6};
 
 struct Device {
@@ -1065,7 +1090,8 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   plan.block_steps = std::min(plan.block_steps, plan.channel_steps);
   // Offsets within a stage are 32 bits wide.
   if ((plan.block_steps * step_channels * of.in_stride[1] + rows * of.in_stride[2] + pitch * of.in_stride[3]) *
-          element_size >= int64_t{1} << 32)
+          element_size >=
+      int64_t{1} << 32)
     return false;
   const int steps = static_cast<int>(taps * plan.block_steps);
   plan.group_steps = static_cast<int>(ceil_div(steps, ceil_div(steps, kGroupSteps)));
@@ -1107,7 +1133,8 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   double least_waste = 1e30;
   const auto consider = [&](int64_t unit_tiles) {
     const int64_t units = plan.tiles_k * ceil_div(tiles, unit_tiles);
-    const double waste = static_cast<double>(ceil_div(units, device.sms)) * unit_tiles * device.sms / (tiles * plan.tiles_k);
+    const double waste =
+        static_cast<double>(ceil_div(units, device.sms)) * unit_tiles * device.sms / (tiles * plan.tiles_k);
     if (waste < least_waste * 0.98) {
       least_waste = waste;
       plan.unit_tiles = static_cast<int>(unit_tiles);
@@ -1140,7 +1167,8 @@ struct Alignment {
 
 // Sets what the kernel may assume about addresses: true only where it holds for every element it concerns.
 inline void set_alignments(const Correlation& of, int element_size, const Alignment& address, Plan& plan) {
-  const auto multiples = [&](const int64_t (&stride)[4], int64_t images, int64_t channels, int64_t rows, int64_t of_what) {
+  const auto multiples = [&](const int64_t (&stride)[4], int64_t images, int64_t channels, int64_t rows,
+                             int64_t of_what) {
     return (images == 1 || stride[0] % of_what == 0) && (channels == 1 || stride[1] % of_what == 0) &&
            (rows == 1 || stride[2] % of_what == 0);
   };
@@ -1150,8 +1178,8 @@ inline void set_alignments(const Correlation& of, int element_size, const Alignm
   plan.x_pairs = element_size == 2 && of.in_stride[3] == 1 && of.W % 2 == 0 && address.in % (2 * element_size) == 0 &&
                  multiples(of.in_stride, of.N, in_channels, of.H, 2);
   plan.y_runs = out_dense;
-  plan.y_pairs = out_dense && address.out % (2 * element_size) == 0 &&
-                 multiples(of.out_stride, of.N, out_channels, of.P, 2);
+  plan.y_pairs =
+      out_dense && address.out % (2 * element_size) == 0 && multiples(of.out_stride, of.N, out_channels, of.P, 2);
   const int vector = 16 / element_size;
   plan.y_vectors = out_dense && of.Q % vector == 0 && address.out % 16 == 0 &&
                    multiples(of.out_stride, of.N, out_channels, of.P, vector);
