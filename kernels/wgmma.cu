@@ -31,11 +31,12 @@
 // memory (a unit), stores whole lines only and carries the unfinished last line of every channel over to the next tile,
 // in registers; just the ends of a run are stored by smaller pieces.
 //
-// Where the time goes: ms, median of 9 calls, H200, 2026-11-20, with parts of this file left out (rows two and three
-// one revision earlier, row four several: the loop over the steps is the same). Cases N, C, K, filter, image; fp16 / TF32.
+// Where the time goes: ms, median of 9 calls in a row, H200, 2026-11-20 (bench.py, with a cold cache, reads up to 8%
+// more). The first row is this file; rows two to four leave parts of earlier revisions out, which had the same loop
+// over the steps (everything: 1.80 / 3.68, 1.15 / 2.29, 0.88 / 1.59). Cases N, C, K, filter, image; fp16 / TF32.
 //
 //                                   16, 16, 128, 3x3, 1024^2   8, 64, 128, 3x3, 512x1024   8, 64, 128, 5x7, 512x256
-//   everything                      1.75 / 3.55                1.12 / 2.27                 0.84 / 1.59
+//   everything                      1.74 / 3.72                1.13 / 2.35                 0.82 / 1.61
 //   without loading x               1.57 / 3.13                1.01 / 1.92                 0.78 / 1.48
 //   without storing y               0.98 / 1.97                0.93 / 1.93                 0.79 / 1.43
 //   without either                  0.80 / 1.54                0.80 / 1.49                 0.70 / 1.34
@@ -44,7 +45,8 @@
 // The tensor cores alone come near their rate. What separates the first case from its floor is the time in which a
 // warpgroup stores and does not multiply: about 700 instructions a warp at 6 cycles each, waiting for shared memory
 // that wgmma keeps busy (62% of its bandwidth), 4000 cycles a tile beside 1150 to 2300 of multiplying; in the second
-// the three converting warps as well, at 80 instructions for 8 channels x 32 positions. Tried, and no faster:
+// the three converting warps as well, at 80 instructions for 8 channels x 32 positions. Tried, and no faster
+// (times of the revision in which it was tried):
 //
 //   16 warps with wgmma of n = 128 (four to convert, three to send bulk copies): 2.85, 1.23 and 0.85 ms in fp16;
 //     n = 128 costs nothing by itself, but the storing warps took 1900 cycles for 8 channels x 512 bytes
@@ -546,7 +548,7 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
 
 // One warp's view of its part of a tile.
 struct Store {
-  uint8_t* staging;  // of this warp: staging_buffers x kPlanes x staged_plane_bytes
+  uint8_t* staging;  // of this warp: kPlanes x staged_plane_bytes
   int warp_in_group, lane_id;
   int first_k;  // of this warpgroup in the tile
   int first_p;
@@ -731,7 +733,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
         store_pair(pixels + 8 * i, acc[row][4 * j + 2 * half] + bias[half], acc[row][4 * j + 2 * half + 1] + bias[half],
                    true);
       }
-      __syncwarp();
+      __syncwarp();  // all pixels are staged
       for (int plane = 0; plane < kPlanes && first_k + plane < of.out_channels; ++plane) {
         const Element* staged = reinterpret_cast<const Element*>(store.staging + plane * kPlaneBytes);
         Element* out = static_cast<Element*>(params.out_ptr) + static_cast<int64_t>(tile.n) * of.out_stride[0] +
@@ -816,7 +818,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 
     uint32_t a = a_base;
     int keep = 0;                     // the first step overwrites the accumulators
-    uint32_t x_held = 0, w_held = 0;  // barriers of what the steps in flight read, and of what they read last
+    uint32_t x_held = 0, w_held = 0;  // barriers to arrive on when the steps in flight are done, 0: none
     for (int step = 0; step < plan.channel_steps; step += plan.block_steps) {
       const int block_steps = min(plan.block_steps, plan.channel_steps - step);
       const int steps = of.R * of.S * block_steps;
@@ -899,7 +901,7 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
     hopper::barrier_init(shared.behind(), kMultiplyWarps / 2);
     hopper::fence_async();  // bulk copies complete on these barriers
   }
-  __syncthreads();  // barriers exist
+  __syncthreads();  // barriers exist before anybody waits on one
 
   const int warp_id = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp_id < kMultiplyWarps) {
@@ -1051,8 +1053,8 @@ constexpr int kHeadStartSteps = 12;
 // Bytes a cycle of one SM when all 132 write (H200: 3.7 TB/s in runs of 512 bytes).
 constexpr double kWriteBytesPerCycle = 16;
 
-// wgmma reads both operands from shared memory; narrow ones are bound by that: cycles over those of n = 256, by n =
-// 256, 128, 64, 32.
+// wgmma reads both operands from shared memory; narrow ones are bound by that: cycles over those of n = 256, for n of
+// kShapes. Counted from the bytes (10 to 24 KB for the work of one n = 256), not measured.
 constexpr double kNarrowCost[] = {1.0, 1.02, 1.1, 1.6};
 
 struct Device {
@@ -1152,6 +1154,8 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   // Resident weights stay the same where all units of a block have the same output channels.
   if (plan.w_stages == 0 && plan.blocks > plan.tiles_k) plan.blocks -= plan.blocks % plan.tiles_k;
 
+  // 256 cycles a step of both warpgroups. The other two numbers are estimates, never fitted: cycles a converted byte,
+  // and what hand-overs and stores that nothing hides cost a tile.
   const double multiply = 256.0 * kNarrowCost[shape] * taps * plan.channel_steps;
   const double convert = 0.04 * plan.channel_steps * 2 * rows * pitch * 16;
   const double write = 128.0 * kTilePixels * element_size / kWriteBytesPerCycle;
@@ -1174,7 +1178,7 @@ inline void set_alignments(const Correlation& of, int element_size, const Alignm
   };
   const int64_t in_channels = static_cast<int64_t>(of.groups) * of.in_channels;
   const int64_t out_channels = static_cast<int64_t>(of.groups) * of.out_channels;
-  const bool out_dense = of.out_stride[3] == 1 || of.Q == 1;
+  const bool out_dense = of.out_stride[3] == 1;
   plan.x_pairs = element_size == 2 && of.in_stride[3] == 1 && of.W % 2 == 0 && address.in % (2 * element_size) == 0 &&
                  multiples(of.in_stride, of.N, in_channels, of.H, 2);
   plan.y_runs = out_dense;
