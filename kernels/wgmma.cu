@@ -6,54 +6,63 @@
 // GEMM view: rows = output channels, columns = output pixels, reduction = (channel block, r, s, channel). No im2col:
 // the pixels of a tile with its halo lie in shared memory in pieces of 16 bytes (8 channels of 16 bits or 4 of fp32),
 //
-//   x stage:   [piece][row][pixel] x 16 bytes       w:   [step][2 pieces][tile_k rows] x 16 bytes
+//   row of x:  [piece][pixel] x 16 bytes            w:   [step][2 pieces][64 channels] x 16 bytes
 //
-// and a filter tap (r, s) reads them from r*dilation_h rows and s*dilation_w pixels further on: wgmma takes rows of an
+// and a filter tap (r, s) reads them from a row further down and s*dilation_w pixels further on: wgmma takes rows of an
 // operand that are 16 bytes apart, so a tap is a shift of its start address. No bank conflicts, no swizzle.
 //
 // One block an SM, for the life of the launch, 12 warps in three roles:
 //
 //   warps 0-7    two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread, then store them
-//   warps 8-10   convert: x from memory in pairs of pixels, rounded (TF32), transposed into the pieces of a stage;
-//                pixels of the padding and channels that are not there become 0
-//   warp 11      one thread orders bulk copies of packed weights
+//   warps 8-10   convert: x from memory in pairs of pixels, rounded (TF32), transposed into the pieces of a row; pixels
+//                of the padding and channels that are not there become 0
+//   warp 11      one thread orders bulk copies of packed weights; where these stay for good it converts as well
 //
 //   memory --convert--> x ring --+
-//                                +--> wgmma --> registers --> staging, a part for each warp --> memory
+//                                +--> wgmma --> registers --> staging --> memory
 //   packed --bulk copy-> w ring -+
 //
-// Rings are handed over by mbarriers, and the second warpgroup keeps behind the first (head_start), so that one may
-// store while the other keeps the tensor cores busy. Weights that fit as a whole stay in shared memory (`resident`).
+// Rings are handed over by mbarriers. The warpgroups take turns: one multiplies a block of channels, alone and at the
+// full rate of the tensor cores, while the other stores its tile. Weights that fit as a whole stay in shared memory.
+//
+// The x ring has rows of the image, so a block that walks down a column of tiles converts every row once (`down`). It
+// needs all channels of all rows of its window at once. Otherwise it walks along the rows of y:
 //
 // Stores: memory wants whole lines of 128 bytes (H200: 3.75 TB/s for 512 bytes a warp from a line boundary on, 2.1 from
 // elsewhere, 1.0 from accumulators straight to memory). Rows of y start anywhere, each channel at an alignment of its
 // own. Hence a block walks along a row, and from row to row, through a run of tiles that lie one after another in
 // memory (a unit), stores whole lines only and carries the unfinished last line of every channel over to the next tile,
-// in registers; just the ends of a run are stored by smaller pieces.
+// in staging (16 bits) or registers; just the ends of a run are stored by smaller pieces. Downwards every tile is alone
+// and its ends are shared with its neighbours.
 //
-// Where the time goes: ms, median of 9 calls in a row, H200, 2026-11-20 (bench.py, with a cold cache, reads up to 8%
-// more). The first row is this file; rows two to four leave parts of earlier revisions out, which had the same loop
-// over the steps (everything: 1.80 / 3.68, 1.15 / 2.29, 0.88 / 1.59). Cases N, C, K, filter, image; fp16 / TF32.
+// Where the time goes: ms, median of 9 calls in a row, H200, 2026-11-20 (bench.py, with a cold cache, reads a few per
+// cent more; GPUs differ by 4%). Rows two and three are of an earlier revision of the store, which was slower by 0.2 in
+// the first case, with the same loop over the steps. Cases N, C, K, filter, image; fp16 / TF32.
 //
 //                                   16, 16, 128, 3x3, 1024^2   8, 64, 128, 3x3, 512x1024   8, 64, 128, 5x7, 512x256
-//   everything                      1.74 / 3.72                1.13 / 2.35                 0.82 / 1.61
-//   without loading x               1.57 / 3.13                1.01 / 1.92                 0.78 / 1.48
-//   without storing y               0.98 / 1.97                0.93 / 1.93                 0.79 / 1.43
-//   without either                  0.80 / 1.54                0.80 / 1.49                 0.70 / 1.34
+//   everything                      1.62 / 3.74                0.95 / 2.27                 0.79 / 1.44
+//   without storing y               1.01 / 1.78                0.80 / 1.89                 0.76 / 1.37
+//   without storing, loading x      0.82 / 1.37                0.74 / -                    0.67 / 1.29
 //   floor (memory or arithmetic)    1.04 / 2.07                0.68 / 1.32                 0.65 / 1.25
 //
-// The tensor cores alone come near their rate. What separates the first case from its floor is the time in which a
-// warpgroup stores and does not multiply: about 700 instructions a warp at 6 cycles each, waiting for shared memory
-// that wgmma keeps busy (62% of its bandwidth), 4000 cycles a tile beside 1150 to 2300 of multiplying; in the second
-// the three converting warps as well, at 80 instructions for 8 channels x 32 positions. Tried, and no faster
-// (times of the revision in which it was tried):
+// What bounds the first case is the path of one warpgroup: of 5600 cycles a tile it multiplies for 1800 (1150 at full
+// rate), stores for 2300 and spends the rest on walking, waiting and handing over, 890 instructions at 6 cycles each;
+// memory alone would allow 4250. The second case multiplies for 4600 cycles at full rate and stores nearly as long, so
+// that a turn does not hide all of it. Instructions decide, and registers: one spilled on the way costs 300 cycles.
 //
+// Tried, and no faster (times of the revision in which it was tried):
+//
+//   wgmma in a loop that is not unrolled: ptxas commits each by itself and every wait is a wait for all; two warpgroups
+//     at a time hid that, one alone ran at half the rate (0.97 instead of 0.67 ms in the third case)
+//   groups of 9 steps in place of 6, and of 4: up to 4% slower, so are no turns; the turn given back later: the same
+//   x prefetched into the L2 cache three tiles ahead: the same, TF32 10% slower
+//   units from 62 to 496 tiles in the first case: within 2%; shorter ones slower, one tile 2.9 ms
+//   walking to the next tile while the last steps run: faster by itself, but it spilled and was slower
 //   16 warps with wgmma of n = 128 (four to convert, three to send bulk copies): 2.85, 1.23 and 0.85 ms in fp16;
 //     n = 128 costs nothing by itself, but the storing warps took 1900 cycles for 8 channels x 512 bytes
 //   bulk copies ordered by the multiplying warps, eight lanes or one: 90 to 140 cycles each, 2.0, 1.2 and 0.86 ms
 //   a thread of a multiplying warp that copies weights: ptxas serialises wgmma (C7520)
-//   commits of one, two or five steps in place of three: 1.52, 1.21, 1.31 ms in the second case
-//   more or no head start: within 2%; x past the L1 cache: 20% slower in the first case; stores without .cs: 10% slower
+//   x past the L1 cache: 20% slower in the first case; stores without .cs: 10% slower
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -69,29 +78,38 @@ namespace modelnew {
 namespace wgmma {
 
 constexpr int kMultiplyWarps = 8;
-constexpr int kConvertWarps = 3;
-constexpr int kThreads = 32 * (kMultiplyWarps + kConvertWarps + 1);
-// A thread starts with 168 registers: wgmma with n = 256 compiles for no less than 154, so three warpgroups are the
-// most.
-constexpr int kMultiplyRegisters = 184;
-constexpr int kConvertRegisters = 136;
-static_assert(2 * 128 * kMultiplyRegisters + 128 * kConvertRegisters <= 65536, "an SM has no more");
+constexpr int kServiceWarps = 4;  // convert x; the last one may copy weights instead
+constexpr int kThreads = 32 * (kMultiplyWarps + kServiceWarps);
+// A thread starts with 168 registers, the most for three warpgroups; wgmma with n = 256 compiles for no less than 154.
+constexpr int kMultiplyRegisters = 192;
+constexpr int kConvertRegisters = 120;
+static_assert(2 * kMultiplyRegisters + kConvertRegisters <= 3 * 168, "what one gives back the others take");
 
 constexpr int kTilePixels = 256;  // of a warpgroup: rows x columns
 constexpr int kStepBytes = 32;    // of the reduction, for one wgmma: 16 channels of 16 bits or 8 of fp32
 constexpr int kLine = 128;        // of the L2 cache: what a store should fill
 constexpr int kPlanes = 8;        // output channels that a warp stages at a time
 
-constexpr int kMaxStages = 20;  // of either ring
+// Steps of one bulk copy and of one commit, at most: enough cycles to issue the next ones. With narrow tiles there are
+// more instructions to a step.
+constexpr int kGroupSteps = 6;
+constexpr int kNarrowGroupSteps = 3;
+MODELNEW_HOST_DEVICE constexpr int most_group_steps(int tile_q) {
+  return tile_q >= 128 ? kGroupSteps : kNarrowGroupSteps;
+}
+
+constexpr int kMaxRows = 32;    // of the x ring
+constexpr int kMaxStages = 16;  // of the w ring
 constexpr int kBarrierBytes = 1024;
 constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
+constexpr int kGroupChannels = 64;    // output channels of a warpgroup
 
-// A warp stages 8 planes x 512 bytes at a time, 256 pixels of 16 bits or 128 of 32. A plane takes a line more, for the
-// shift of its start; planes are 4 or 8 words apart modulo the 32 banks, so that stores of accumulators, 8 planes x 16
-// bytes or 4 planes x 32 bytes at a time, meet little conflict.
+// A warp stages 8 planes x 512 bytes at a time, 256 pixels of 16 bits or 128 of 32. In front of them a plane has room
+// for a line, behind them for the shift of its start; planes are 4 or 8 words apart modulo the 32 banks, so that stores
+// of accumulators, 8 planes x 16 bytes or 4 planes x 32 bytes at a time, meet little conflict.
 constexpr int kPartBytes = 512;
 MODELNEW_HOST_DEVICE constexpr int staged_plane_bytes(int element_bytes) {
-  return kPartBytes + kLine + (element_bytes == 2 ? 16 : 32);
+  return kLine + kPartBytes + (element_bytes == 2 ? 16 : 32);
 }
 
 // What the kernel computes: y from x and w, or dx from dy and w seen as the same thing (filter flipped, channel axes
@@ -111,18 +129,25 @@ struct Plan {
   int tile_k;          // output channels of a block: 128, or 64 where the warpgroups share the channels, not the rows
   int tile_p, tile_q;  // rows of a block, columns
   int tiles_p, tiles_q, tiles_k;
-  int tiles;                                 // of all images and groups, for one tile of output channels
-  int unit_tiles, units;                     // a unit is a run of tiles, row by row and image by image
-  int x_rows, x_pitch;                       // a stage: rows and pixels of one piece
-  int lead;                                  // unused pixels at the left of a stage, so that pairs of pixels start even
-  int x_stages, block_steps, channel_steps;  // steps of the reduction along the channels: of a stage, of all
-  int w_stages, group_steps;                 // steps of one bulk copy; no stages: resident
-  int head_start;                            // groups of steps by which the first warpgroup keeps ahead of the second
-  bool x_pairs;                              // pairs of pixels of 16 bits are aligned in x
-  bool y_pairs;                              // pairs of pixels are aligned in y
-  bool y_runs;                               // columns of y are neighbours
-  bool y_flat;                               // and so are the end of a row and the start of the next
-  bool y_vectors;                            // 16-byte pieces of a row are aligned in y
+  int tiles;                         // of all images and groups, for one tile of output channels
+  bool down;                         // a unit runs down the image and keeps the rows of x that it needs again
+  int unit_tiles, units;             // a unit is a run of tiles: down a column, or row by row and image by image
+  int bands;                         // units of one column of tiles
+  int x_rows, x_pitch;               // the window of a tile: rows, and pixels of one piece of a row
+  int lead;                          // unused pixels at the left of a row, so that pairs of pixels start even
+  int x_slots;                       // rows of the x ring
+  int blocks_c, block_steps;         // blocks of input channels, their steps at a tap: what a row of the ring has
+  int convert_warps;                 // 3, or 4 where weights stay the same for a block's life
+  int staged_planes, staging_parts;  // of a warp: 8, or all 16; one for each warp, or for two that take turns
+  int w_stages;                      // of the w ring; none: weights are resident
+  int groups, group_steps;           // a block's steps are committed, and their weights copied, in groups; how many of
+  int large_groups;                  // them have group_steps, the others have one less
+  bool x_pairs;                      // pairs of pixels are aligned in x
+  bool x_simple;                     // and the last block of channels is as full as the others
+  bool y_pairs;                      // pairs of pixels are aligned in y
+  bool y_runs;                       // columns of y are neighbours
+  bool y_flat;                       // and so are the end of a row and the start of the next
+  bool y_vectors;                    // 16-byte pieces of a row are aligned in y
   int blocks, smem_bytes;
   double cycles;  // estimate
 };
@@ -140,21 +165,23 @@ struct SharedLayout {
 };
 
 MODELNEW_HOST_DEVICE inline int total_steps(const Correlation& of, const Plan& plan) {
-  return of.R * of.S * plan.channel_steps;
+  return of.R * of.S * plan.blocks_c * plan.block_steps;
 }
 
-MODELNEW_HOST_DEVICE inline int x_piece_bytes(const Plan& plan) { return plan.x_rows * plan.x_pitch * 16; }
-MODELNEW_HOST_DEVICE inline int x_stage_bytes(const Plan& plan) { return plan.block_steps * 2 * x_piece_bytes(plan); }
-MODELNEW_HOST_DEVICE inline int step_bytes(const Plan& plan) { return plan.tile_k * kStepBytes; }
+MODELNEW_HOST_DEVICE inline int x_row_bytes(const Plan& plan) { return plan.block_steps * 2 * plan.x_pitch * 16; }
+
+constexpr int kWeightStepBytes = kGroupChannels * kStepBytes;  // of one warpgroup
 
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Correlation& of, const Plan& plan, int element_bytes) {
   SharedLayout layout{};
   layout.staging = kBarrierBytes;
-  layout.x_ring = layout.staging + kMultiplyWarps * kPlanes * staged_plane_bytes(element_bytes);
-  layout.x_ring = (layout.x_ring + 127) / 128 * 128;
-  layout.w_ring = layout.x_ring + plan.x_stages * x_stage_bytes(plan);
-  layout.end =
-      layout.w_ring + (plan.w_stages > 0 ? plan.w_stages * plan.group_steps : total_steps(of, plan)) * step_bytes(plan);
+  layout.x_ring = layout.staging + plan.staging_parts * plan.staged_planes * staged_plane_bytes(element_bytes);
+  layout.w_ring = layout.x_ring + plan.x_slots * x_row_bytes(plan);
+  const int steps =
+      plan.w_stages > 0 ? plan.w_stages * plan.group_steps : total_steps(of, plan) * (plan.tile_k / kGroupChannels);
+  // A tile wider than y reads on behind its rows of x, and stores nothing of what comes of that.
+  const int weight_bytes = steps * kWeightStepBytes;
+  layout.end = layout.w_ring + (weight_bytes > plan.tile_q * 16 ? weight_bytes : plan.tile_q * 16);
   return layout;
 }
 
@@ -163,8 +190,8 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Correlation& of, co
 struct Tile {
   int group, tile_k, n;
   int p, q;                   // its upper left output
-  int run_p, run_q;           // where the run began that its rows belong to
   bool run_starts, run_ends;  // nothing carried over from the tile before, to the tile behind
+  bool continues, goes_on;    // its window lies tile_p rows below that of the tile before; the next one's below its own
 };
 
 struct Walk {
@@ -184,8 +211,10 @@ struct Walk {
       start_unit(of, plan);
       return;
     }
-    bool run_starts = false;
-    if (++column == plan.tiles_q) {
+    bool run_starts = plan.down;
+    if (plan.down) {
+      ++row;
+    } else if (++column == plan.tiles_q) {
       column = 0;
       run_starts = !plan.y_flat;
       if (++row == plan.tiles_p) {
@@ -197,7 +226,7 @@ struct Walk {
         }
       }
     }
-    place(plan, run_starts);
+    place(plan, run_starts, plan.down);
   }
 
  private:
@@ -205,26 +234,34 @@ struct Walk {
     if (unit >= plan.units) return;
     const int part = unit / plan.tiles_k;
     tile.tile_k = unit - part * plan.tiles_k;
-    const int first = part * plan.unit_tiles;
-    left = plan.unit_tiles < plan.tiles - first ? plan.unit_tiles : plan.tiles - first;
-    const int row_of_all = first / plan.tiles_q;
-    column = first - row_of_all * plan.tiles_q;
-    const int image = row_of_all / plan.tiles_p;
-    row = row_of_all - image * plan.tiles_p;
+    int image;
+    if (plan.down) {
+      // Neighbouring blocks take neighbouring columns: their lines of y meet.
+      const int band_of_all = part / plan.tiles_q;
+      column = part - band_of_all * plan.tiles_q;
+      image = band_of_all / plan.bands;
+      row = (band_of_all - image * plan.bands) * plan.unit_tiles;
+      left = plan.unit_tiles < plan.tiles_p - row ? plan.unit_tiles : plan.tiles_p - row;
+    } else {
+      const int first = part * plan.unit_tiles;
+      left = plan.unit_tiles < plan.tiles - first ? plan.unit_tiles : plan.tiles - first;
+      const int row_of_all = first / plan.tiles_q;
+      column = first - row_of_all * plan.tiles_q;
+      image = row_of_all / plan.tiles_p;
+      row = row_of_all - image * plan.tiles_p;
+    }
     tile.group = image / static_cast<int>(of.N);
     tile.n = image - tile.group * static_cast<int>(of.N);
-    place(plan, true);
+    place(plan, true, false);
   }
 
-  MODELNEW_HOST_DEVICE void place(const Plan& plan, bool run_starts) {
+  MODELNEW_HOST_DEVICE void place(const Plan& plan, bool run_starts, bool continues) {
     tile.p = row * plan.tile_p;
     tile.q = column * plan.tile_q;
+    tile.continues = continues;
+    tile.goes_on = plan.down && left > 1;
     tile.run_starts = run_starts;
-    tile.run_ends = left == 1 || (column == plan.tiles_q - 1 && (!plan.y_flat || row == plan.tiles_p - 1));
-    if (run_starts) {
-      tile.run_p = tile.p;
-      tile.run_q = tile.q;
-    }
+    tile.run_ends = plan.down || left == 1 || (column == plan.tiles_q - 1 && (!plan.y_flat || row == plan.tiles_p - 1));
   }
 };
 
@@ -238,68 +275,143 @@ MODELNEW_HOST_DEVICE inline void for_each_tile(const Correlation& of, const Plan
 
 // ---- Device code ----
 
+// What divides numbers below 2^16 by one below 2^15.
+__device__ __forceinline__ uint32_t reciprocal(uint32_t divisor) { return 0x80000000u / divisor + 1; }
+__device__ __forceinline__ int quotient(int number, uint32_t by) { return __umulhi(2 * number + 1, by); }
+
 // A place in a ring and the parity of its current round.
 struct RingPosition {
   int slot = 0;
   uint32_t parity = 0;
 
-  __device__ __forceinline__ void advance(int slots) {
-    if (++slot == slots) {
-      slot = 0;
+  // Without a branch.
+  __device__ __forceinline__ void next(int slots) {
+    const bool round = ++slot == slots;
+    slot = round ? 0 : slot;
+    parity ^= round;
+  }
+
+  // By no more than the ring has.
+  __device__ __forceinline__ void skip(int slots, int count) {
+    slot += count;
+    const bool round = slot >= slots;
+    slot -= round ? slots : 0;
+    parity ^= round;
+  }
+
+  __device__ __forceinline__ void advance(int slots, int count = 1) {
+    slot += count;
+    while (slot >= slots) {
+      slot -= slots;
       parity ^= 1;
     }
   }
 };
 
-// Addresses in shared memory. Barriers of 8 bytes: x_full, x_empty, w_full, w_empty, kMaxStages of each, and the two of
-// the head start.
+// Addresses in shared memory. Barriers of 8 bytes: x_full and x_empty, kMaxRows of each, w_full and w_empty, kMaxStages
+// of each, and the turns of the two warpgroups.
 struct Shared {
   uint32_t base;
   SharedLayout layout;
 
   __device__ __forceinline__ uint32_t x_full(int slot) const { return base + 8 * slot; }
-  __device__ __forceinline__ uint32_t x_empty(int slot) const { return base + 8 * (kMaxStages + slot); }
-  __device__ __forceinline__ uint32_t w_full(int slot) const { return base + 8 * (2 * kMaxStages + slot); }
-  __device__ __forceinline__ uint32_t w_empty(int slot) const { return base + 8 * (3 * kMaxStages + slot); }
-  __device__ __forceinline__ uint32_t ahead() const { return base + 8 * (4 * kMaxStages); }
-  __device__ __forceinline__ uint32_t behind() const { return base + 8 * (4 * kMaxStages + 1); }
+  __device__ __forceinline__ uint32_t x_empty(int slot) const { return base + 8 * (kMaxRows + slot); }
+  __device__ __forceinline__ uint32_t w_full(int slot) const { return base + 8 * (2 * kMaxRows + slot); }
+  __device__ __forceinline__ uint32_t w_empty(int slot) const { return base + 8 * (2 * kMaxRows + kMaxStages + slot); }
+  __device__ __forceinline__ uint32_t turn(int warpgroup_id) const {
+    return base + 8 * (2 * kMaxRows + 2 * kMaxStages + warpgroup_id);
+  }
+  __device__ __forceinline__ uint32_t staging_turn(int warp_id) const {
+    return base + 8 * (2 * kMaxRows + 2 * kMaxStages + 2 + warp_id);
+  }
   __device__ __forceinline__ uint32_t x_ring() const { return base + layout.x_ring; }
   __device__ __forceinline__ uint32_t w_ring() const { return base + layout.w_ring; }
 };
-static_assert((4 * kMaxStages + 2) * 8 <= kBarrierBytes, "room for all barriers");
+static_assert((2 * kMaxRows + 2 * kMaxStages + 2 + kMultiplyWarps) * 8 <= kBarrierBytes, "room for all barriers");
+
+// -- Copy weights: packed -> w ring, by one thread --
+
+// All weights of a tile.
+__device__ __forceinline__ void copy_resident_weights(const Params& params, const Shared& shared, int wanted) {
+  constexpr int kPiece = 16384;
+  const int bytes = total_steps(params.of, params.plan) * params.plan.tile_k * kStepBytes;
+  const uint8_t* from = static_cast<const uint8_t*>(params.packed_ptr) + static_cast<int64_t>(wanted) * bytes;
+  hopper::barrier_arrive_expecting(shared.w_full(0), bytes);
+  for (int offset = 0; offset < bytes; offset += kPiece)
+    hopper::bulk_load(shared.w_ring() + offset, from + offset, min(kPiece, bytes - offset), shared.w_full(0));
+}
+
+__device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int64_t group_bytes = static_cast<int64_t>(total_steps(of, plan)) * kWeightStepBytes;
+  const int groups = plan.tile_k / kGroupChannels;
+  RingPosition at;
+  int resident = -1;
+  for_each_tile(of, plan, blockIdx.x, [&](const Tile& tile) {
+    const int wanted = tile.group * plan.tiles_k + tile.tile_k;
+    if (plan.w_stages == 0) {
+      if (wanted == resident) return;
+      resident = wanted;
+      hopper::barrier_wait_idly(shared.w_empty(0), at.parity ^ 1);
+      copy_resident_weights(params, shared, wanted);
+      at.next(1);
+      return;
+    }
+    const uint8_t* from = static_cast<const uint8_t*>(params.packed_ptr) + wanted * groups * group_bytes;
+    for (int block = 0; block < plan.blocks_c; ++block) {
+      for (int warpgroup_id = 0; warpgroup_id < 2; ++warpgroup_id) {
+        const uint8_t* piece = from + (groups == 2 ? warpgroup_id * group_bytes : 0);
+        for (int i = 0; i < plan.groups; ++i) {
+          const int bytes = (plan.group_steps - (i >= plan.large_groups)) * kWeightStepBytes;
+          hopper::barrier_wait_idly(shared.w_empty(at.slot), at.parity ^ 1);
+          hopper::barrier_arrive_expecting(shared.w_full(at.slot), bytes);
+          hopper::bulk_load(shared.w_ring() + at.slot * plan.group_steps * kWeightStepBytes, piece, bytes,
+                            shared.w_full(at.slot));
+          piece += bytes;
+          at.next(plan.w_stages);
+        }
+      }
+      from += of.R * of.S * plan.block_steps * kWeightStepBytes;
+    }
+  });
+}
 
 // -- Convert: memory -> x ring --
 //
-// A stage is cut into parts of 8 channels (an octet) x 32 positions, which the warps share out. A position, of one
-// lane, is two neighbouring pixels (16 bits, where pairs are aligned in x) or one. All lanes of a warp have the
-// channels in common, so stepping from one to the next costs them an addition. A warp loads a batch of parts into
-// registers while it stores the batch before to shared memory, across stages and tiles: what limits it then is the
+// A fill is the rows that a tile adds to the ring, all of its window or those by which it lies lower. Its items, in the
+// order of their places in the ring, are pieces of two neighbouring pixels (where pairs are aligned in x) or of one; 32
+// of them, a part, are the work of a warp at a time, and the warps take turns. A warp loads a batch of parts into
+// registers while it stores the batch before to shared memory, across fills and tiles: what limits it then is the
 // number of its instructions, not the latency of memory.
 
-// One channel of one position; 0 where there is none. In assembly, so that the load stays where it is written and its
-// address out of the condition.
+// One channel of PIXELS neighbouring pixels; 0 where there are none. In assembly, so that the load stays where it is
+// written and its address out of the condition.
 template <typename Element, int PIXELS>
-__device__ __forceinline__ uint32_t load_position(const uint8_t* address, bool exists) {
-  uint32_t word;
-  if constexpr (sizeof(Element) * PIXELS == 4) {
+__device__ __forceinline__ void load_pixels(const uint8_t* address, bool exist, uint32_t* words) {
+  const int condition = exist;
+  if constexpr (sizeof(Element) * PIXELS == 8) {
     asm volatile(
-        "{\n.reg .pred exists;\nsetp.ne.b32 exists, %2, 0;\nmov.b32 %0, 0;\n@exists ld.global.nc.L2::256B.b32 %0, "
+        "{\n.reg .pred exist;\nsetp.ne.b32 exist, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+        "@exist ld.global.nc.L2::256B.v2.b32 {%0, %1}, [%2];\n}"
+        : "=&r"(words[0]), "=&r"(words[1])
+        : "l"(address), "r"(condition));
+  } else if constexpr (sizeof(Element) * PIXELS == 4) {
+    asm volatile(
+        "{\n.reg .pred exist;\nsetp.ne.b32 exist, %2, 0;\nmov.b32 %0, 0;\n@exist ld.global.nc.L2::256B.b32 %0, "
         "[%1];\n}"
-        : "=r"(word)
-        : "l"(address), "r"(static_cast<int>(exists)));
+        : "=&r"(words[0])
+        : "l"(address), "r"(condition));
   } else {
     uint16_t half_word;
-    asm volatile(
-        "{\n.reg .pred exists;\nsetp.ne.b32 exists, %2, 0;\nmov.b16 %0, 0;\n@exists ld.global.nc.b16 %0, [%1];\n}"
-        : "=h"(half_word)
-        : "l"(address), "r"(static_cast<int>(exists)));
-    word = half_word;
+    asm volatile("{\n.reg .pred exist;\nsetp.ne.b32 exist, %2, 0;\nmov.b16 %0, 0;\n@exist ld.global.nc.b16 %0, [%1];\n}"
+                 : "=&h"(half_word)
+                 : "l"(address), "r"(condition));
+    words[0] = half_word;
   }
-  return word;
 }
 
-// 16 bytes out of the words of 8 channels. 16 bits: all channels of one pixel, `which` of two if a word holds two.
-// fp32: the first or the last four channels, rounded.
+// The piece of pixel `which`: all its channels, rounded (TF32). `words` has those of each channel one after another.
 template <typename Element, int PIXELS>
 __device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[8], int which) {
   if constexpr (sizeof(Element) == 2) {
@@ -307,37 +419,40 @@ __device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[8], int which)
     return make_uint4(__byte_perm(words[0], words[1], select), __byte_perm(words[2], words[3], select),
                       __byte_perm(words[4], words[5], select), __byte_perm(words[6], words[7], select));
   } else {
-    const auto rounded = [&](int c) { return float_bits(round_to_tf32(bits_float(words[4 * which + c]))); };
+    const auto rounded = [&](int c) {
+      const uint32_t word = PIXELS == 2 && which != 0 ? words[2 * c + 1] : words[PIXELS * c];
+      return float_bits(round_to_tf32(bits_float(word)));
+    };
     return make_uint4(rounded(0), rounded(1), rounded(2), rounded(3));
   }
 }
 
-// Parts of a batch, 8 words of registers each: 27 KB are on their way to the three warps. The 26 parts of a stage of 3
-// x 258 pixels are one batch of each.
-constexpr int kBatch = 9;
-constexpr int kFirstHalf = 5;  // of a batch
+// Parts of a batch, 8 words of registers each: 18 KB are on their way to the three warps.
+constexpr int kBatch = 7;
+constexpr int kFirstHalf = 4;  // of a batch
 static_assert(kFirstHalf < kBatch, "two halves");
 
-template <typename Element, int PIXELS>
+template <typename Element, int PIXELS, bool ALL_CHANNELS, int WARPS>
 struct Converter {
+  static constexpr int CHANNELS = 16 / sizeof(Element);            // of a piece
+  static constexpr int WORDS = sizeof(Element) == 2 ? 1 : PIXELS;  // of one channel of an item
+  static constexpr int PART_BYTES = 32 * PIXELS * 16;              // in the ring
   static constexpr int STEP_CHANNELS = kStepBytes / sizeof(Element);
-  static constexpr int PIECES = 8 * sizeof(Element) / 16;  // that 8 channels fill
-  static_assert(PIXELS == 1 || sizeof(Element) == 2, "a word holds two pixels of 16 bits or one of 32");
 
   const Params& params;
   const Shared& shared;
   uint8_t* smem;
   int warp_id, lane_id;
-  int row_positions, positions, position_parts;
-  uint32_t by_octet, by_row;  // ceil(2^32 / position_parts), / row_positions: divide what is < 2^16
+  int row_pieces, row_items;  // items of a piece of a row, of a row
+  uint32_t by_row, by_piece;  // reciprocals of these
 
-  // The batch to load next: parts first, first + kConvertWarps, ... of the stage that starts at channel step `step`.
+  // The batch to load next: parts first, first + WARPS, ... of the fill of `block`.
   Walk walk;
-  int step, first;
-  int h0, w0;
-  const uint8_t* stage_ptr;  // the first pixel of the stage, inside the image or not, in its first channel
-  // Where each of its positions lies in x from there on, and a bit that says whether that is inside the image. Where a
-  // stage is one batch, this is worked out once, the bits once a tile, and few instructions remain.
+  int block, first;
+  int rows, h0, w0;         // of the fill
+  const uint8_t* fill_ptr;  // its first pixel, inside the image or not, in its first channel
+  // Where each of its items lies in x from there on, and a bit that says whether that is inside the image. Where all
+  // fills are of one batch, the offsets are worked out once, the bits once a tile, and few instructions remain.
   uint32_t offset[kBatch];
   uint32_t inside;
 
@@ -345,28 +460,27 @@ struct Converter {
       : params(params), shared(shared), smem(smem), warp_id(warp_id) {
     const Plan& plan = params.plan;
     lane_id = threadIdx.x % 32;
-    row_positions = plan.x_pitch / PIXELS;
-    positions = plan.x_rows * row_positions;
-    position_parts = (positions + 31) / 32;
-    by_octet = 0xffffffffu / position_parts + 1;
-    by_row = 0xffffffffu / row_positions + 1;
+    row_pieces = plan.x_pitch / PIXELS;
+    row_items = 2 * plan.block_steps * row_pieces;
+    by_row = reciprocal(row_items);
+    by_piece = reciprocal(row_pieces);
     walk.start(params.of, plan, blockIdx.x);
-    step = 0;
+    block = 0;
     first = warp_id;
     enter_tile();
     prepare();
     look();
   }
 
-  __device__ __forceinline__ int parts(int at_step) const {
-    return min(params.plan.block_steps, params.plan.channel_steps - at_step) * (STEP_CHANNELS / 8) * position_parts;
-  }
+  __device__ __forceinline__ int parts() const { return (rows * row_items + 31) / 32; }
 
   __device__ __forceinline__ void enter_tile() {
     const Correlation& of = params.of;
-    h0 = walk.tile.p - of.pad_h;
-    w0 = walk.tile.q - of.pad_w - params.plan.lead;
-    stage_ptr =
+    const Plan& plan = params.plan;
+    rows = walk.tile.continues ? plan.tile_p : plan.x_rows;
+    h0 = walk.tile.p - of.pad_h + plan.x_rows - rows;
+    w0 = walk.tile.q - of.pad_w - plan.lead;
+    fill_ptr =
         static_cast<const uint8_t*>(params.in_ptr) +
         (walk.tile.n * of.in_stride[0] + static_cast<int64_t>(walk.tile.group) * of.in_channels * of.in_stride[1] +
          h0 * of.in_stride[2] + w0 * of.in_stride[3]) *
@@ -374,25 +488,26 @@ struct Converter {
   }
 
   // Part i of the batch.
-  struct Position {
-    int octet, row, column;
+  struct Item {
+    int row, piece, column;
     bool exists;
   };
-  __device__ __forceinline__ Position position_of(int i) const {
-    const int part = first + i * kConvertWarps;
-    const int octet = __umulhi(part, by_octet);
-    const int position = (part - octet * position_parts) * 32 + lane_id;
-    const int row = __umulhi(position, by_row);
-    return {octet, row, PIXELS * (position - row * row_positions), part < parts(step) && position < positions};
+  __device__ __forceinline__ Item item_of(int i) const {
+    const int item = (first + i * WARPS) * 32 + lane_id;
+    const int row = quotient(item, by_row);
+    const int in_row = item - row * row_items;
+    const int piece = quotient(in_row, by_piece);
+    return {row, piece, PIXELS * (in_row - piece * row_pieces), row < rows};
   }
 
   __device__ __forceinline__ void prepare() {
     const Correlation& of = params.of;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const Position at = position_of(i);
+      const Item at = item_of(i);
       offset[i] = static_cast<uint32_t>(
-          (at.octet * 8 * of.in_stride[1] + at.row * of.in_stride[2] + at.column * of.in_stride[3]) * sizeof(Element));
+          (at.piece * CHANNELS * of.in_stride[1] + at.row * of.in_stride[2] + at.column * of.in_stride[3]) *
+          sizeof(Element));
     }
   }
 
@@ -400,7 +515,7 @@ struct Converter {
     inside = 0;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const Position at = position_of(i);
+      const Item at = item_of(i);
       const bool is_inside = at.exists && static_cast<unsigned>(h0 + at.row) < static_cast<unsigned>(params.of.H) &&
                              static_cast<unsigned>(w0 + at.column) < static_cast<unsigned>(params.of.W);
       inside |= static_cast<uint32_t>(is_inside) << i;
@@ -410,25 +525,24 @@ struct Converter {
   // Goes on to the next batch; false when there is none.
   __device__ __forceinline__ bool next() {
     const Plan& plan = params.plan;
-    const int before = parts(step);
-    first += kBatch * kConvertWarps;
+    const int before = parts();
+    first += kBatch * WARPS;
     if (first < before) {
       prepare();
       look();
       return true;
     }
     first = warp_id;
-    step += plan.block_steps;
-    const bool new_tile = step >= plan.channel_steps;
+    const bool new_tile = ++block == plan.blocks_c;
     if (new_tile) {
-      step = 0;
+      block = 0;
       walk.next(params.of, plan);
       if (walk.done(plan)) return false;
       enter_tile();
     } else {
-      stage_ptr += plan.block_steps * STEP_CHANNELS * params.of.in_stride[1] * static_cast<int64_t>(sizeof(Element));
+      fill_ptr += plan.block_steps * STEP_CHANNELS * params.of.in_stride[1] * static_cast<int64_t>(sizeof(Element));
     }
-    if (before > kBatch * kConvertWarps || before != parts(step)) {
+    if (before > kBatch * WARPS || before != parts()) {
       prepare();
       look();
     } else if (new_tile) {
@@ -437,275 +551,462 @@ struct Converter {
     return true;
   }
 
-  template <bool ALL_CHANNELS, int BEGIN, int END>
+  template <int BEGIN, int END>
   __device__ __forceinline__ void load(uint32_t (&words)[kBatch][8]) const {
     const int64_t channel_bytes = params.of.in_stride[1] * sizeof(Element);
 #pragma unroll
     for (int i = BEGIN; i < END; ++i) {
-      const int octet = ALL_CHANNELS ? 0 : __umulhi(first + i * kConvertWarps, by_octet);
-      const int channels = params.of.in_channels - step * STEP_CHANNELS - octet * 8;
-      const uint8_t* address = stage_ptr + offset[i];
+      const int piece = ALL_CHANNELS ? 0 : item_of(i).piece;
+      const int channels = params.of.in_channels - block * params.plan.block_steps * STEP_CHANNELS - piece * CHANNELS;
+      const uint8_t* address = fill_ptr + offset[i];
 #pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        words[i][c] = load_position<Element, PIXELS>(address, (inside >> i & 1) && (ALL_CHANNELS || c < channels));
+      for (int c = 0; c < CHANNELS; ++c) {
+        load_pixels<Element, PIXELS>(address, (inside >> i & 1) && (ALL_CHANNELS || c < channels),
+                                     words[i] + c * WORDS);
         address += channel_bytes;
         asm("" : "+l"(address));  // one addition a channel; the compiler would rather multiply for each
       }
     }
   }
 
+  // `place`: of the fill, in bytes from the start of the ring.
   template <int BEGIN, int END>
-  __device__ __forceinline__ void store(uint8_t* stage, int first_part, int stage_parts,
+  __device__ __forceinline__ void store(int place, int first_part, int items,
                                         const uint32_t (&words)[kBatch][8]) const {
+    const int ring_bytes = params.plan.x_slots * x_row_bytes(params.plan);
+    uint8_t* ring = smem + shared.layout.x_ring;
 #pragma unroll
     for (int i = BEGIN; i < END; ++i) {
-      const int part = first_part + i * kConvertWarps;
-      const int octet = __umulhi(part, by_octet);
-      const int position = (part - octet * position_parts) * 32 + lane_id;
-      const bool exists = part < stage_parts && position < positions;
-      uint4* to = reinterpret_cast<uint4*>(stage) + PIXELS * (octet * PIECES * positions + position);
+      const int item = (first_part + i * WARPS) * 32 + lane_id;
+      int at = place + item * PIXELS * 16;
+      if (at >= ring_bytes) at -= ring_bytes;
+      uint4* to = reinterpret_cast<uint4*>(ring + at);
       // Lanes that write 32 bytes apart: every other four of them start with the second pixel, so that eight lanes meet
       // all banks.
       const int swap = PIXELS == 2 ? lane_id / 4 % 2 : 0;
       const uint4 one = piece_of<Element, PIXELS>(words[i], swap);
-      if (exists) to[swap] = one;
-      if constexpr (PIXELS * PIECES == 2) {
+      if (item < items) to[swap] = one;
+      if constexpr (PIXELS == 2) {
         const uint4 other = piece_of<Element, PIXELS>(words[i], 1 - swap);
-        if (exists) to[PIXELS == 2 ? 1 - swap : positions] = other;
+        if (item < items) to[1 - swap] = other;
       }
     }
   }
 
-  template <bool ALL_CHANNELS>
   __device__ __forceinline__ void run() {
     const Plan& plan = params.plan;
-    RingPosition at;
+    RingPosition fill;         // its first row
+    RingPosition empty, full;  // the next row to wait for, to tell of
     uint32_t words[kBatch][8];
-    load<ALL_CHANNELS, 0, kFirstHalf>(words);
-    load<ALL_CHANNELS, kFirstHalf, kBatch>(words);
+    load<0, kFirstHalf>(words);
+    load<kFirstHalf, kBatch>(words);
+    int waited = 0, told = 0;  // rows of the fill
     for (bool more = true; more;) {
       // What is in the registers now.
-      const int loaded_first = first, loaded_parts = parts(step);
-      uint8_t* stage = smem + shared.layout.x_ring + at.slot * x_stage_bytes(plan);
+      const int loaded_first = first, loaded_rows = rows, loaded_parts = parts();
+      const int items = loaded_rows * row_items;
+      const int place = fill.slot * x_row_bytes(plan);
       more = next();
-      if (loaded_first == warp_id) hopper::barrier_wait(shared.x_empty(at.slot), at.parity ^ 1);
+      const int behind = loaded_first + kBatch * WARPS;
+      const bool fill_ends = behind >= loaded_parts;
+      // All rows of the fill in the end, also those in which this warp has no part: nobody gets a round ahead.
+      const int touched = fill_ends ? loaded_rows : quotient((behind - WARPS) * 32 + 31, by_row) + 1;
+      for (; waited < touched; ++waited) {
+        hopper::barrier_wait(shared.x_empty(empty.slot), empty.parity ^ 1);
+        empty.advance(plan.x_slots);
+      }
       // By halves, so that one is on its way while the other is stored.
-      store<0, kFirstHalf>(stage, loaded_first, loaded_parts, words);
-      if (more) load<ALL_CHANNELS, 0, kFirstHalf>(words);
-      store<kFirstHalf, kBatch>(stage, loaded_first, loaded_parts, words);
-      if (more) load<ALL_CHANNELS, kFirstHalf, kBatch>(words);
-      if (loaded_first + kBatch * kConvertWarps >= loaded_parts) {
+      store<0, kFirstHalf>(place, loaded_first, items, words);
+      if (more) load<0, kFirstHalf>(words);
+      store<kFirstHalf, kBatch>(place, loaded_first, items, words);
+      if (more) load<kFirstHalf, kBatch>(words);
+      const int done = fill_ends ? loaded_rows : quotient(behind * 32, by_row);
+      if (told < done) {
         hopper::fence_async();
         __syncwarp();  // all lanes have stored and fenced before one of them tells
-        if (lane_id == 0) hopper::barrier_arrive(shared.x_full(at.slot));
-        at.advance(plan.x_stages);
+        for (; told < done; ++told) {
+          if (lane_id == 0) hopper::barrier_arrive(shared.x_full(full.slot));
+          full.advance(plan.x_slots);
+        }
+      }
+      if (fill_ends) {
+        fill.advance(plan.x_slots, loaded_rows);
+        waited = told = 0;
       }
     }
   }
 };
-
-// -- Copy weights: packed -> w ring, by one thread --
-
-__device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared) {
-  constexpr int kPiece = 16384;
-  const Correlation& of = params.of;
-  const Plan& plan = params.plan;
-  const int bytes_of_step = step_bytes(plan);
-  const int64_t tile_bytes = static_cast<int64_t>(total_steps(of, plan)) * bytes_of_step;
-  RingPosition at;
-  int64_t resident = -1;
-  for_each_tile(of, plan, blockIdx.x, [&](const Tile& tile) {
-    const int64_t wanted = static_cast<int64_t>(tile.group) * plan.tiles_k + tile.tile_k;
-    const uint8_t* from = static_cast<const uint8_t*>(params.packed_ptr) + wanted * tile_bytes;
-    if (plan.w_stages == 0) {
-      if (wanted == resident) return;
-      resident = wanted;
-      hopper::barrier_wait_idly(shared.w_empty(0), at.parity ^ 1);
-      hopper::barrier_arrive_expecting(shared.w_full(0), static_cast<int>(tile_bytes));
-      for (int offset = 0; offset < tile_bytes; offset += kPiece) {
-        hopper::bulk_load(shared.w_ring() + offset, from + offset, min(kPiece, static_cast<int>(tile_bytes) - offset),
-                          shared.w_full(0));
-      }
-      at.advance(1);
-      return;
-    }
-    for (int step = 0; step < plan.channel_steps; step += plan.block_steps) {
-      const int steps = of.R * of.S * min(plan.block_steps, plan.channel_steps - step);
-      for (int first = 0; first < steps; first += plan.group_steps) {
-        const int bytes = min(plan.group_steps, steps - first) * bytes_of_step;
-        hopper::barrier_wait_idly(shared.w_empty(at.slot), at.parity ^ 1);
-        hopper::barrier_arrive_expecting(shared.w_full(at.slot), bytes);
-        hopper::bulk_load(shared.w_ring() + at.slot * plan.group_steps * bytes_of_step, from, bytes,
-                          shared.w_full(at.slot));
-        from += bytes;
-        at.advance(plan.w_stages);
-      }
-    }
-  });
-}
 
 // -- Store: accumulators -> staging -> memory --
 
 // One warp's view of its part of a tile.
 struct Store {
-  uint8_t* staging;  // of this warp: kPlanes x staged_plane_bytes
+  uint8_t* staging;  // of this warp: staged_planes x staged_plane_bytes
   int warp_in_group, lane_id;
   int first_k;  // of this warpgroup in the tile
   int first_p;
 };
 
+// What a warp knows of the run of tiles that it is in: where the next tile begins, in the first of its 16 channels; how
+// many bytes lie behind, as far as it matters; and the unfinished lines, 16 bytes of four of them a lane.
+struct Run {
+  uint64_t address;
+  int behind;
+  uint4 carry[2][2];
+};
+
+// Two neighbouring pixels as memory has them.
 template <typename Element>
-__device__ __forceinline__ void store_pair(Element* to, float first, float second, bool together) {
-  if constexpr (sizeof(Element) == 4) {
-    if (together) {
-      *reinterpret_cast<float2*>(to) = make_float2(first, second);
-    } else {
-      to[0] = first;
-      to[1] = second;
-    }
-  } else {
-    const uint32_t pair = narrow_pair(first, second, Element{});
-    if (together) {
-      *reinterpret_cast<uint32_t*>(to) = pair;
-    } else {
-      to[0].bits = static_cast<uint16_t>(pair);
-      to[1].bits = static_cast<uint16_t>(pair >> 16);
-    }
-  }
+struct Packed;
+template <>
+struct Packed<float> {
+  using Pair = float2;
+};
+template <>
+struct Packed<Half> {
+  using Pair = uint32_t;
+};
+template <>
+struct Packed<BFloat16> {
+  using Pair = uint32_t;
+};
+template <typename Element>
+using PackedPair = typename Packed<Element>::Pair;
+
+template <typename Element>
+__device__ __forceinline__ PackedPair<Element> pack_pair(float first, float second) {
+  if constexpr (sizeof(Element) == 4)
+    return make_float2(first, second);
+  else
+    return narrow_pair(first, second, Element{});
+}
+
+__device__ __forceinline__ uint32_t select(bool first, uint32_t a, uint32_t b) { return first ? a : b; }
+__device__ __forceinline__ float2 select(bool first, float2 a, float2 b) {
+  return make_float2(first ? a.x : b.x, first ? a.y : b.y);
 }
 
 // Of channel k of a group.
 template <typename Element>
 __device__ __forceinline__ float bias_of(const Params& params, int group, int k) {
-  if (params.bias_ptr == nullptr || k >= params.of.out_channels) return 0.0f;
+  if (k >= params.of.out_channels) return 0.0f;
   return widen(static_cast<const Element*>(params.bias_ptr)[group * params.of.out_channels + k]);
 }
 
-// Tiles of one row: whole lines, see the top of this file. Eight channels (planes) at a time, by parts of 512 bytes.
-// All offsets count bytes from the line in which a part begins in its plane:
+// What store_runs below does, in half as many instructions, in the two cases that matter: 16 bits, all 16 channels of a
+// warp, a tile that is alone or in the middle of a run.
+template <typename Element>
+__device__ __forceinline__ void store_all_planes(const Store& store, int bytes, int64_t plane_stride, bool alone,
+                                                 const float (&acc)[1][128], Run& run) {
+  constexpr int kPlaneBytes = staged_plane_bytes(2);
+  constexpr int kTogether = 2;
+  const int lane_id = store.lane_id;
+  uint8_t* const staged = store.staging + kLine;
+  uint32_t begin = static_cast<uint32_t>(run.address), stride = static_cast<uint32_t>(plane_stride);
+  asm volatile("" : "+r"(begin), "+r"(stride));
+
+  __syncwarp();  // carried lines are in their places
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int plane = 8 * half + lane_id / 4;
+    const int in_group = static_cast<int>((begin + plane * stride) & 15) + lane_id % 4 * 4;
+    const bool later = in_group >= 16;
+    uint8_t* to = staged + plane * kPlaneBytes + (in_group & 15);
+    uint32_t before = 0;
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      const uint32_t pair = narrow_pair(acc[0][4 * j + 2 * half], acc[0][4 * j + 2 * half + 1], Element{});
+      if (j > 0 || !later) *reinterpret_cast<uint32_t*>(to + 16 * j) = later ? before : pair;
+      before = pair;
+    }
+    if (later) *reinterpret_cast<uint32_t*>(to + 512) = before;
+  }
+  __syncwarp();  // all pixels are staged
+
+  // 16 bytes a lane of every plane, from its boundary on. `to` is opaque, or the compiler would split it into a part of
+  // the warp and one of the lane, for more and slower instructions.
+  const int mask = alone ? 15 : kLine - 1;
+  uint64_t to = run.address + (lane_id * 16 & ~mask);
+  asm volatile("" : "+l"(to));
+  const int in_boundary = lane_id * 16 & mask;
+  const int end = (lane_id * 16 | mask) - bytes;   // the last byte that has to be there
+  const bool first_piece = alone && lane_id == 0;  // shared with the neighbour: see below
+#pragma unroll
+  for (int first = 0; first < 2 * kPlanes; first += kTogether) {
+    uint4 pieces[kTogether];
+    uint64_t places[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      places[i] = to;
+      pieces[i] = *reinterpret_cast<const uint4*>(staged + lane_id * 16 + (first + i) * kPlaneBytes -
+                                                  (static_cast<uint32_t>(to) & mask & ~15));
+      to += plane_stride;
+      asm volatile("" : "+l"(to));
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (!first_piece && end < (static_cast<int>(places[i]) & mask))
+        __stcs(reinterpret_cast<uint4*>((places[i] & ~static_cast<uint64_t>(mask)) | in_boundary), pieces[i]);
+    }
+  }
+
+  if (alone) {
+    // The first and the last bytes, in words: four lanes a plane.
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int plane = 8 * half + lane_id / 4;
+      const uint64_t address = run.address + plane * plane_stride;
+      const int shift = static_cast<int>(address) & 15, word = lane_id % 4 * 4;
+      const int tail = ((shift + bytes) & ~15) + word;
+      const uint8_t* from = staged + plane * kPlaneBytes;
+      if (word >= shift && word < shift + bytes)
+        *reinterpret_cast<uint32_t*>(address - shift + word) = *reinterpret_cast<const uint32_t*>(from + word);
+      if (tail >= 16 && tail < shift + bytes)
+        *reinterpret_cast<uint32_t*>(address - shift + tail) = *reinterpret_cast<const uint32_t*>(from + tail);
+    }
+    return;
+  }
+
+  // The unfinished lines, 16 bytes of four of them a lane, to where the next tile wants them.
+  const uint32_t plane_begin = begin + lane_id / 8 * stride;
+  uint8_t* const line = staged + lane_id / 8 * kPlaneBytes + lane_id % 8 * 16;
+  uint4 lines[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t at = plane_begin + 4 * i * stride;
+    lines[i] = *reinterpret_cast<const uint4*>(line + 4 * i * kPlaneBytes - (at & (kLine - 16)) +
+                                               (((at & (kLine - 1)) + bytes) & ~(kLine - 1u)));
+  }
+  __syncwarp();  // all have been read
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    *reinterpret_cast<uint4*>(line + 4 * i * kPlaneBytes - ((plane_begin + 4 * i * stride + bytes) & (kLine - 16))) =
+        lines[i];
+  run.address += bytes;
+}
+
+// Tiles of one row. Eight channels (planes) at a time, by parts of 512 bytes. Offsets count bytes from the boundary at
+// or before which a part begins in its plane: a line in a run of tiles, 16 bytes in a tile that is alone.
 //
 //              <- line ->                    <- line ->
 //   staged:   [carried|new        ...               |new ]
 //   stored:   [-----------------  ...  -------------]           the rest is carried over
+//
+// In staging the new pixels of all planes begin at kLine + offset % 16, so that lanes meet few conflicts.
 template <typename Element>
 __device__ __forceinline__ void store_runs(const Params& params, const Store& store, const Tile& tile,
-                                           const float (&bias)[2], const float (&acc)[1][128], uint4 (&carry)[2][2]) {
+                                           const float (&bias)[2], const float (&acc)[1][128], Run& run) {
   constexpr int kSize = sizeof(Element);
   constexpr int kColumns = kPartBytes / kSize;
   constexpr int kPlaneBytes = staged_plane_bytes(kSize);
-  constexpr int kLineMask = ~(kLine - 1);
+  // Unfinished lines wait in staging: with 16 bits, where there is room for all planes, or in registers.
+  constexpr bool kInPlace = kSize == 2;
+  constexpr int kTogether = kSize == 2 ? 4 : 2;  // planes whose loads from shared memory are on their way together
   const Correlation& of = params.of;
   const int lane_id = store.lane_id;
   const int p = tile.p + store.first_p;
   if (p >= of.P) return;
+  const bool alone = tile.run_starts && tile.run_ends;
   const int columns = min(params.plan.tile_q, of.Q - tile.q);
-  const int64_t tile_behind = ((tile.p - tile.run_p) * of.out_stride[2] + tile.q - tile.run_q) * kSize;
   const int first_k = store.first_k + 16 * store.warp_in_group;
   const int64_t plane_stride = of.out_stride[1] * kSize;
-  const uint64_t tile_address = reinterpret_cast<uint64_t>(params.out_ptr) +
-                                (static_cast<int64_t>(tile.n) * of.out_stride[0] +
-                                 (static_cast<int64_t>(tile.group) * of.out_channels + first_k) * of.out_stride[1] +
-                                 p * of.out_stride[2] + tile.q) *
-                                    kSize;
+  const bool both = params.plan.staged_planes == 2 * kPlanes;  // halves are staged apart
+  if constexpr (kSize == 2) {
+    if (params.plan.y_pairs && columns % 2 == 0 && params.bias_ptr == nullptr &&
+        first_k + 2 * kPlanes <= of.out_channels && (alone || (run.behind == kLine && !tile.run_ends))) {
+      store_all_planes<Element>(store, columns * kSize, plane_stride, alone, acc, run);
+      return;
+    }
+  }
 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int planes = min(of.out_channels - first_k - 8 * half, kPlanes);
+    if (planes <= 0) break;
 #pragma unroll
     for (int part = 0; part < kTilePixels / kColumns; ++part) {
       const int bytes = min(columns - part * kColumns, kColumns) * kSize;
       if (bytes <= 0) break;
-      const uint64_t address = tile_address + 8 * half * plane_stride + part * kPartBytes;
-      // How far back the run reaches, as far as it matters.
-      const int run_behind = tile_behind + part * kPartBytes < kLine ? static_cast<int>(tile_behind) : kLine;
-      const bool run_starts = tile.run_starts && part == 0;
-      const bool run_ends = tile.run_ends && columns <= (part + 1) * kColumns;
+      const uint64_t address = run.address + 8 * half * plane_stride + part * kPartBytes;
+      const bool run_starts = alone || (tile.run_starts && part == 0);
+      const bool run_ends = alone || (tile.run_ends && columns <= (part + 1) * kColumns);
+      const int run_behind = alone ? 0 : min(run.behind + part * kPartBytes, kLine);
+      const auto begin_of = [&](int plane) {
+        return static_cast<uint32_t>(address) + plane * static_cast<uint32_t>(plane_stride);
+      };
+      uint8_t* const staged = store.staging + kLine + (both ? half * kPlanes * kPlaneBytes : 0);
+      const int own_plane = lane_id / 4;  // four lanes stage a plane
 
-      // Four lanes stage a plane; eight at a time take over what is carried of one.
+      // Eight lanes, twice, have the carried line of a plane.
       __syncwarp();  // the part before has been read
-      if (!run_starts) {
+      if (!kInPlace && !run_starts) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          *reinterpret_cast<uint4*>(store.staging + (4 * i + lane_id / 8) * kPlaneBytes + lane_id % 8 * 16) =
-              carry[half][i];
+        for (int i = 0; i < 2; ++i) {
+          const int plane = 4 * i + lane_id / 8;
+          *reinterpret_cast<uint4*>(staged + plane * kPlaneBytes - (begin_of(plane) & (kLine - 16)) +
+                                    lane_id % 8 * 16) = run.carry[half][i];
+        }
+        __syncwarp();  // its last bytes are overwritten by new pixels
       }
-      __syncwarp();  // the carried line ends in bytes that the new pixels overwrite
-      const int shift = static_cast<int>(address + lane_id / 4 * plane_stride) & ~kLineMask;
-      Element* pixels =
-          reinterpret_cast<Element*>(store.staging + lane_id / 4 * kPlaneBytes + shift) + 2 * (lane_id % 4);
-      const auto stage = [&](bool pairs, float added) {
+      // Four lanes stage 8 pixels of their plane at a time. Shifted pairs of pixels reach into the next 16 bytes (16
+      // bits) or 32 (fp32): those lanes stage the pair of the 8 pixels before instead, so that no bank is met twice.
+      const int shift = static_cast<int>(begin_of(own_plane) & 15);
+      constexpr int kGroupBytes = 8 * kSize;
+      if (params.plan.y_pairs) {
+        const int in_group = shift + lane_id % 4 * 2 * kSize;
+        const bool later = in_group >= kGroupBytes;
+        uint8_t* to = staged + own_plane * kPlaneBytes + in_group - (later ? kGroupBytes : 0);
+        const auto pair_of = [&](int i, float added) {
+          const int j = 4 * (part * (kColumns / 8) + i) + 2 * half;
+          return pack_pair<Element>(acc[0][j] + added, acc[0][j + 1] + added);
+        };
+        const auto stage = [&](float added) {
+          PackedPair<Element> before{}, pair{};
+#pragma unroll
+          for (int i = 0; i < kColumns / 8; ++i) {
+            pair = pair_of(i, added);
+            if (i > 0 || !later)
+              *reinterpret_cast<PackedPair<Element>*>(to + i * kGroupBytes) = select(later, before, pair);
+            before = pair;
+          }
+          if (later) *reinterpret_cast<PackedPair<Element>*>(to + kColumns / 8 * kGroupBytes) = pair;
+        };
+        if (params.bias_ptr != nullptr)
+          stage(bias[half]);
+        else
+          stage(-0.0f);  // which the compiler leaves out
+      } else {
+        Element* pixels = reinterpret_cast<Element*>(staged + own_plane * kPlaneBytes + shift) + 2 * (lane_id % 4);
 #pragma unroll
         for (int i = 0; i < kColumns / 8; ++i) {
-          const int j = part * (kColumns / 8) + i;
-          store_pair(pixels + 8 * i, acc[0][4 * j + 2 * half] + added, acc[0][4 * j + 2 * half + 1] + added, pairs);
+          const int j = 4 * (part * (kColumns / 8) + i) + 2 * half;
+          narrow(acc[0][j] + bias[half], pixels[8 * i]);
+          narrow(acc[0][j + 1] + bias[half], pixels[8 * i + 1]);
         }
-      };
-      if (!params.plan.y_pairs)
-        stage(false, bias[half]);
-      else if (params.bias_ptr != nullptr)
-        stage(true, bias[half]);
-      else
-        stage(true, -0.0f);  // which the compiler leaves out
-      __syncwarp();          // all pixels are staged
+      }
+      __syncwarp();  // all pixels are staged
 
-      // 16 bytes a lane, and some planes at a time: their loads from shared memory are on their way together.
-      constexpr int kTogether = kSize == 2 ? 4 : 1;
+      // The two cases that matter, 16 bytes a lane. `to` is opaque, or the compiler would split it into a part of the
+      // warp and one of the lane, for more and slower instructions.
+      const uint8_t* const own_piece = staged + lane_id * 16;
+      if (planes == kPlanes && run_behind == kLine && !run_ends) {
+        uint64_t to = address + (lane_id * 16 & -kLine);  // a line and the shift of the plane
+        asm volatile("" : "+l"(to));
+        const int in_line = lane_id * 16 & (kLine - 1), line_end = lane_id * 16 | (kLine - 1);
 #pragma unroll
-      for (int first_plane = 0; first_plane < kPlanes; first_plane += kTogether) {
+        for (int first = 0; first < kPlanes; first += kTogether) {
+          uint4 pieces[kTogether];
+          uint64_t places[kTogether];
 #pragma unroll
-        for (int first = 0; first < kPartBytes + kLine; first += 32 * 16) {
-          // The second round is for what exceeds 512 bytes: at the end of a run only, where less than a line may go.
-          if (first == kPartBytes && !run_ends) break;
+          for (int i = 0; i < kTogether; ++i) {
+            places[i] = to;
+            pieces[i] = *reinterpret_cast<const uint4*>(own_piece + (first + i) * kPlaneBytes -
+                                                        (static_cast<uint32_t>(to) & (kLine - 16)));
+            to += plane_stride;
+            asm volatile("" : "+l"(to));
+          }
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i) {
+            const int shift = static_cast<int>(places[i]) & (kLine - 1);
+            if (line_end < shift + bytes)
+              __stcs(reinterpret_cast<uint4*>((places[i] & ~static_cast<uint64_t>(kLine - 1)) | in_line), pieces[i]);
+          }
+        }
+      } else if (planes == kPlanes && alone) {
+        uint64_t to = address + lane_id * 16;
+        asm volatile("" : "+l"(to));
+        const int piece_end = lane_id * 16 + 16;
+#pragma unroll
+        for (int first = 0; first < kPlanes; first += kTogether) {
           uint4 pieces[kTogether];
 #pragma unroll
           for (int i = 0; i < kTogether; ++i)
-            pieces[i] = *reinterpret_cast<const uint4*>(store.staging + (first_plane + i) * kPlaneBytes + first +
-                                                        lane_id % (first == 0 ? 32 : kLine / 16) * 16);
+            pieces[i] = *reinterpret_cast<const uint4*>(own_piece + (first + i) * kPlaneBytes);
 #pragma unroll
           for (int i = 0; i < kTogether; ++i) {
-            const uint64_t begin = address + (first_plane + i) * plane_stride;
-            const int begin_offset = static_cast<int>(begin) & ~kLineMask;
-            const int end = first_plane + i < planes ? begin_offset + bytes : 0;
-            const int store_to = end & (run_ends ? ~15 : kLineMask);
-            const int offset = first + lane_id * 16;
-            if (offset >= begin_offset - run_behind && offset < store_to)
-              __stcs(reinterpret_cast<uint4*>((begin & ~static_cast<uint64_t>(kLine - 1)) + offset), pieces[i]);
+            if (lane_id > 0 && piece_end <= static_cast<int>(to & 15) + bytes)
+              __stcs(reinterpret_cast<uint4*>(to & ~uint64_t{15}), pieces[i]);
+            to += plane_stride;
+            asm volatile("" : "+l"(to));
           }
-          asm volatile("" ::: "memory");  // no further loads ahead: registers are short
+        }
+      } else {
+        // The first and the last tile of a run, and fewer planes.
+        const int mask = alone ? 15 : kLine - 1;
+        uint64_t to = address + lane_id * 16;
+        asm volatile("" : "+l"(to));
+#pragma unroll 1
+        for (int plane = 0; plane < planes; ++plane) {
+          const int begin_offset = static_cast<int>(to - lane_id * 16) & mask;
+          const int store_from = alone ? 16 : begin_offset - run_behind;
+          const int store_to = (begin_offset + bytes) & (run_ends ? ~15 : ~(kLine - 1));
+          const uint8_t* piece = own_piece + plane * kPlaneBytes - (begin_offset & ~15);
+          if (lane_id * 16 >= store_from && lane_id * 16 < store_to)
+            __stcs(reinterpret_cast<uint4*>(to - begin_offset), *reinterpret_cast<const uint4*>(piece));
+          // More than 512 bytes, together with what was carried over.
+          if (lane_id * 16 + kPartBytes < store_to)
+            __stcs(reinterpret_cast<uint4*>(to - begin_offset + kPartBytes),
+                   *reinterpret_cast<const uint4*>(piece + kPartBytes));
+          to += plane_stride;
+          asm volatile("" : "+l"(to));
         }
       }
 
-      // The ends of a run, element by element: of all planes at once, four lanes each.
-      if (run_behind < kLine || run_ends) {
-        const uint64_t begin = address + lane_id / 4 * plane_stride;
-        const int begin_offset = static_cast<int>(begin) & ~kLineMask;
+      // The ends of a run: of all planes at once, four lanes each. In whole words, where it is one piece of 16 bytes
+      // that a tile alone shares with its neighbours on both sides, else element by element.
+      if (alone && (kSize == 4 || params.plan.y_pairs) && bytes % 16 == 0) {
+        const uint64_t begin = address + own_plane * plane_stride;
+        const int begin_offset = static_cast<int>(begin) & 15, word = lane_id % 4 * 4;
+        const int offset = word < begin_offset ? word + bytes : word;
+        if (own_plane < planes)
+          *reinterpret_cast<uint32_t*>(begin - begin_offset + offset) =
+              *reinterpret_cast<const uint32_t*>(staged + own_plane * kPlaneBytes + offset);
+      } else if (run_starts || run_ends || run_behind < kLine) {
+        const uint64_t begin = address + own_plane * plane_stride;
+        const int begin_offset = static_cast<int>(begin) & (alone ? 15 : kLine - 1);
         const int end = begin_offset + bytes;
         const int store_from = max(begin_offset - run_behind, 0);
-        const int store_to = run_ends ? end : end & kLineMask;
+        const int store_to = run_ends ? end : end & ~(kLine - 1);
         uint8_t* line = reinterpret_cast<uint8_t*>(begin - begin_offset);
-        const uint8_t* staged = store.staging + lane_id / 4 * kPlaneBytes;
-        const int head_end = min((store_from + 15) & ~15, store_to);
+        const uint8_t* staged_line = staged + own_plane * kPlaneBytes - (begin_offset & ~15);
+        const int head_end = min(alone ? 16 : (store_from + 15) & ~15, store_to);
         const int tail_from = max(head_end, store_to & ~15);
 #pragma unroll
         for (int i = 0; i < 16; i += 4 * kSize) {
           const int head = store_from + i + lane_id % 4 * kSize, tail = tail_from + i + lane_id % 4 * kSize;
-          if (lane_id / 4 < planes && head < head_end)
-            *reinterpret_cast<Element*>(line + head) = *reinterpret_cast<const Element*>(staged + head);
-          if (lane_id / 4 < planes && tail < store_to)
-            *reinterpret_cast<Element*>(line + tail) = *reinterpret_cast<const Element*>(staged + tail);
+          if (own_plane < planes && head < head_end)
+            *reinterpret_cast<Element*>(line + head) = *reinterpret_cast<const Element*>(staged_line + head);
+          if (own_plane < planes && tail < store_to)
+            *reinterpret_cast<Element*>(line + tail) = *reinterpret_cast<const Element*>(staged_line + tail);
         }
       }
       if (!run_ends) {
+        uint4 lines[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int plane = 4 * i + lane_id / 8;
-          const int end = (static_cast<int>(address + plane * plane_stride) & ~kLineMask) + bytes;
-          carry[half][i] = *reinterpret_cast<const uint4*>(store.staging + plane * kPlaneBytes + (end & kLineMask) +
-                                                           lane_id % 8 * 16);
+          const int begin = begin_of(plane);
+          const int end = (begin & (kLine - 1)) + bytes;
+          lines[i] = *reinterpret_cast<const uint4*>(staged + plane * kPlaneBytes - (begin & (kLine - 16)) +
+                                                     (end & ~(kLine - 1)) + lane_id % 8 * 16);
+        }
+        if constexpr (kInPlace) {
+          __syncwarp();  // all have been read
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int plane = 4 * i + lane_id / 8;
+            *reinterpret_cast<uint4*>(staged + plane * kPlaneBytes - ((begin_of(plane) + bytes) & (kLine - 16)) +
+                                      lane_id % 8 * 16) = lines[i];
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) run.carry[half][i] = lines[i];
         }
       }
     }
   }
+  run.address += columns * kSize;
+  run.behind = min(run.behind + columns * kSize, kLine);
 }
 
 // Tiles of several rows, and y of any strides: 16 bytes a lane where rows are aligned, else element by element.
@@ -730,8 +1031,8 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
 #pragma unroll
       for (int i = 0; i < kPixels / 8; ++i) {
         const int row = (part * kPixels + 8 * i) / TILE_Q, j = (part * kPixels + 8 * i) % TILE_Q / 8;
-        store_pair(pixels + 8 * i, acc[row][4 * j + 2 * half] + bias[half], acc[row][4 * j + 2 * half + 1] + bias[half],
-                   true);
+        *reinterpret_cast<PackedPair<Element>*>(pixels + 8 * i) =
+            pack_pair<Element>(acc[row][4 * j + 2 * half] + bias[half], acc[row][4 * j + 2 * half + 1] + bias[half]);
       }
       __syncwarp();  // all pixels are staged
       for (int plane = 0; plane < kPlanes && first_k + plane < of.out_channels; ++plane) {
@@ -756,6 +1057,24 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
 }
 
 // -- Multiply: x ring, w ring -> accumulators --
+//
+// The warpgroups take turns: one multiplies a block of channels for its tile, alone, at the full rate of the tensor
+// cores, while the other finishes its steps and stores.
+
+// Where a run of tiles begins.
+template <typename Element>
+__device__ __forceinline__ uint64_t address_of(const Params& params, const Store& store, const Tile& tile) {
+  const Correlation& of = params.of;
+  const int64_t k = static_cast<int64_t>(tile.group) * of.out_channels + store.first_k + 16 * store.warp_in_group;
+  return reinterpret_cast<uint64_t>(params.out_ptr) +
+         (tile.n * of.out_stride[0] + k * of.out_stride[1] + (tile.p + store.first_p) * of.out_stride[2] + tile.q) *
+             static_cast<int64_t>(sizeof(Element));
+}
+
+template <int N>
+struct Count {
+  static constexpr int kValue = N;
+};
 
 template <typename Element, int TILE_Q>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem, int warpgroup_id) {
@@ -768,119 +1087,163 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const bool split_k = plan.tile_k == 128;  // the warpgroups take different channels of the same pixels
 
   Store store;
-  store.staging = smem + shared.layout.staging + warp_id * kPlanes * staged_plane_bytes(sizeof(Element));
+  store.staging = smem + shared.layout.staging +
+                  warp_id % plan.staging_parts * plan.staged_planes * staged_plane_bytes(sizeof(Element));
   store.warp_in_group = warp_id % 4;
   store.lane_id = lane_id;
   store.first_p = split_k ? 0 : warpgroup_id * TILE_P;
 
   // In units of 16 bytes, as descriptors count.
-  const int piece_pixels = plan.x_rows * plan.x_pitch;
-  const uint32_t a_base =
-      hopper::descriptor(shared.w_ring() + (split_k ? warpgroup_id * 64 * 16 : 0), plan.tile_k * 16);
-  const uint32_t b_base =
-      hopper::descriptor(shared.x_ring(), piece_pixels * 16) + plan.lead + store.first_p * plan.x_pitch;
-  const uint32_t a_step = step_bytes(plan) / 16, b_step = 2 * piece_pixels;
-  const uint32_t x_stage = x_stage_bytes(plan) / 16, w_stage = plan.group_steps * a_step;
-  const uint32_t row_step = of.dilation_h * plan.x_pitch;
+  constexpr uint32_t kStep = kWeightStepBytes / 16;
+  const uint32_t a_base = hopper::descriptor(shared.w_ring(), kGroupChannels * 16);
+  const uint32_t b_base = hopper::descriptor(shared.x_ring(), plan.x_pitch * 16) + plan.lead;
+  const uint32_t x_row = x_row_bytes(plan) / 16;
+  const int row_steps = of.S * plan.block_steps;
+  const uint32_t by_row = reciprocal(row_steps), by_tap = reciprocal(plan.block_steps);
+  const uint32_t w_stage = plan.group_steps * kStep;
+  const bool streamed = plan.w_stages > 0;
 
   const auto release = [&](uint32_t barrier) {
     if (lane_id == 0) hopper::barrier_arrive(barrier);
   };
 
   float acc[TILE_P][TILE_Q / 2];
-  RingPosition x_at, w_at;
-  uint32_t turn = 0;
-  // The unfinished lines of the 16 channels of this warp: each lane has 16 bytes of four of them.
-  uint4 carry[2][2] = {};
-  int64_t resident = -1;
-  for_each_tile(of, plan, blockIdx.x, [&](const Tile& tile) {
-    const int64_t wanted = static_cast<int64_t>(tile.group) * plan.tiles_k + tile.tile_k;
-    if (plan.w_stages == 0 && wanted != resident) {
-      if (resident >= 0) release(shared.w_empty(0));
-      resident = wanted;
-      hopper::barrier_wait(shared.w_full(0), w_at.parity);
-      w_at.advance(1);
-    }
-    // The second warpgroup starts a tile when the first is `head_start` groups into it. Left alone, both would finish
-    // at the same time, since they wait for the same data, and the tensor cores would idle while both store. The first
-    // does not run on to the next signal before the second has seen this one: a parity tells just two phases apart.
-    int until_signal = -1;
-    if (warpgroup_id == 0) {
-      until_signal = plan.head_start;
-    } else {
-      hopper::barrier_wait(shared.ahead(), turn);
-      release(shared.behind());
-      turn ^= 1;
+  RingPosition x_at;  // the first row of the window
+  RingPosition w_at;
+  uint32_t turn = warpgroup_id == 0 ? 1 : 0, staging_turn = turn;
+  const auto groups_of = [&](int steps) {
+    return plan.group_steps == steps       ? plan.large_groups
+           : plan.group_steps == steps + 1 ? plan.groups - plan.large_groups
+                                           : 0;
+  };
+  const int groups_of_6 = groups_of(6), groups_of_5 = groups_of(5), groups_of_4 = groups_of(4);
+  const int groups_of_3 = groups_of(3), groups_of_2 = groups_of(2), groups_of_1 = groups_of(1);
+  if (warpgroup_id == 1 && streamed) w_at.advance(plan.w_stages, plan.groups);
+  Run run = {};
+  int resident = -1;
+  Walk walk;
+  for (walk.start(of, plan, blockIdx.x); !walk.done(plan); walk.next(of, plan)) {
+    const Tile& tile = walk.tile;
+    if (!streamed) {
+      const int wanted = tile.group * plan.tiles_k + tile.tile_k;
+      if (wanted != resident) {
+        if (resident >= 0) release(shared.w_empty(0));
+        resident = wanted;
+        hopper::barrier_wait(shared.w_full(0), w_at.parity);
+        w_at.next(1);
+      }
     }
     store.first_k = tile.tile_k * plan.tile_k + (split_k ? warpgroup_id * 64 : 0);
-    const int k = store.first_k + 16 * store.warp_in_group + lane_id / 4;
-    const float bias[2] = {bias_of<Element>(params, tile.group, k), bias_of<Element>(params, tile.group, k + 8)};
+    float bias[2] = {-0.0f, -0.0f};  // which changes nothing
+    if (params.bias_ptr != nullptr) {
+      const int k = store.first_k + 16 * store.warp_in_group + lane_id / 4;
+      for (int i = 0; i < 2; ++i) bias[i] = bias_of<Element>(params, tile.group, k + 8 * i);
+    }
 
-    uint32_t a = a_base;
-    int keep = 0;                     // the first step overwrites the accumulators
-    uint32_t x_held = 0, w_held = 0;  // barriers to arrive on when the steps in flight are done, 0: none
-    for (int step = 0; step < plan.channel_steps; step += plan.block_steps) {
-      const int block_steps = min(plan.block_steps, plan.channel_steps - step);
-      const int steps = of.R * of.S * block_steps;
-      hopper::barrier_wait(shared.x_full(x_at.slot), x_at.parity);
-      uint32_t b_row = b_base + x_at.slot * x_stage;
-      uint32_t b = b_row;
-      int channel = 0, s = 0;
-      for (int first = 0; first < steps; first += plan.group_steps) {
-        const int group = min(plan.group_steps, steps - first);
-        if (plan.w_stages > 0) {
-          hopper::barrier_wait(shared.w_full(w_at.slot), w_at.parity);
-          a = a_base + w_at.slot * w_stage;
-        }
-        hopper::wgmma_fence();
-        for (int i = 0; i < group; ++i) {
+    const int drop = tile.goes_on ? plan.tile_p : plan.x_rows;  // rows of the window that the next tile does not need
+    uint32_t a = a_base + (split_k ? warpgroup_id * total_steps(of, plan) * kStep : 0);
+    int keep = 0;  // the first step overwrites the accumulators
+    for (int block = 0; block < plan.blocks_c; ++block) {
+      if (lane_id < plan.x_rows) {
+        const bool round = x_at.slot + lane_id >= plan.x_slots;
+        hopper::barrier_wait(shared.x_full(x_at.slot + lane_id - (round ? plan.x_slots : 0)), x_at.parity ^ round);
+      }
+      __syncwarp();
+      // Lane j works out where step first + j of the block reads.
+      int first = 0, in_place = 0;  // steps: of the next group; of those, in `place`
+      uint32_t place;
+      const auto find_places = [&] {
+        const int step = first + lane_id;
+        const int r = quotient(step, by_row);
+        const int in_row = step - r * row_steps;
+        const int s = quotient(in_row, by_tap);
+        int slot = x_at.slot + store.first_p + r * of.dilation_h;
+        if (slot >= plan.x_slots) slot -= plan.x_slots;
+        place = b_base + slot * x_row + s * of.dilation_w + (in_row - s * plan.block_steps) * 2 * plan.x_pitch;
+        in_place = 0;
+      };
+      find_places();
+
+      // Groups of COUNT steps and their commit, in straight-line code: in a loop that it does not unroll ptxas commits
+      // every wgmma by itself, and to wait for all but the latest group would be to wait for everything. While one
+      // group is multiplied the next one has to be issued: what a group costs in instructions decides.
+      uint32_t w_done = 0, w_latest = 0;  // barriers to arrive on when the group before the latest, the latest is done
+      const auto multiply_groups = [&](auto count, int groups) {
+        constexpr int COUNT = decltype(count)::kValue;
+        for (int i = 0; i < groups; ++i) {
+          if (in_place + COUNT > 32) find_places();
+          uint32_t b[COUNT];
 #pragma unroll
-          for (int row = 0; row < TILE_P; ++row) {
-            hopper::Wgmma<Element, TILE_Q>::multiply(acc[row], a, b + channel * b_step + row * plan.x_pitch, keep);
+          for (int j = 0; j < COUNT; ++j) b[j] = __shfl_sync(~0u, place, in_place + j);
+          if (streamed) {
+            hopper::barrier_wait(shared.w_full(w_at.slot), w_at.parity);
+            a = a_base + w_at.slot * w_stage;
           }
+          hopper::wgmma_wait<1>();
+          if (w_done != 0) release(w_done);
+
+          hopper::wgmma_fence();
+#pragma unroll
+          for (int j = 0; j < COUNT; ++j) {
+#pragma unroll
+            for (int row = 0; row < TILE_P; ++row)
+              hopper::Wgmma<Element, TILE_Q>::multiply(acc[row], a + j * kStep, b[j] + row * x_row, j == 0 ? keep : 1);
+          }
+          hopper::wgmma_commit();
           keep = 1;
-          a += a_step;
-          if (++channel == block_steps) {
-            channel = 0;
-            b += of.dilation_w;
-            if (++s == of.S) {
-              s = 0;
-              b = b_row += row_step;
-            }
+          a += COUNT * kStep;
+          first += COUNT;
+          in_place += COUNT;
+          if (streamed) {
+            w_done = w_latest;
+            w_latest = shared.w_empty(w_at.slot);
+            w_at.next(plan.w_stages);
           }
         }
-        hopper::wgmma_commit();
-        if (--until_signal == 0) {
-          hopper::barrier_wait(shared.behind(), turn ^ 1);
-          release(shared.ahead());
-          turn ^= 1;
-        }
-        // The group before this one is done: what only it read is free.
-        hopper::wgmma_wait<1>();
-        if (w_held != 0) release(w_held);
-        if (x_held != 0) release(x_held);
-        x_held = first + group == steps ? shared.x_empty(x_at.slot) : 0;
-        if (plan.w_stages > 0) {
-          w_held = shared.w_empty(w_at.slot);
-          w_at.advance(plan.w_stages);
+      };
+      hopper::barrier_wait(shared.turn(warpgroup_id), turn);
+      turn ^= 1;
+      if constexpr (most_group_steps(TILE_Q) >= 4) {
+        multiply_groups(Count<6>{}, groups_of_6);
+        multiply_groups(Count<5>{}, groups_of_5);
+        multiply_groups(Count<4>{}, groups_of_4);
+      }
+      multiply_groups(Count<3>{}, groups_of_3);
+      multiply_groups(Count<2>{}, groups_of_2);
+      multiply_groups(Count<1>{}, groups_of_1);
+      release(shared.turn(1 - warpgroup_id));
+
+      if (block == plan.blocks_c - 1) {
+        // There is time for this now.
+        if (TILE_P == 1 && tile.run_starts) {
+          run.address = address_of<Element>(params, store, tile);
+          run.behind = 0;
         }
       }
-      x_at.advance(plan.x_stages);
+      hopper::wgmma_wait<0>();
+      if (w_done != 0) release(w_done);
+      if (w_latest != 0) release(w_latest);
+      if (lane_id < drop) {
+        const int slot = x_at.slot + lane_id;
+        hopper::barrier_arrive(shared.x_empty(slot >= plan.x_slots ? slot - plan.x_slots : slot));
+      }
+      x_at.skip(plan.x_slots, drop);
+      if (streamed) w_at.advance(plan.w_stages, plan.groups);  // those of the other warpgroup
     }
-    hopper::wgmma_wait<0>();
-    if (w_held != 0) release(w_held);
-    release(x_held);
 #pragma unroll
     for (int row = 0; row < TILE_P; ++row) hopper::wgmma_settle(acc[row]);
 
     if constexpr (TILE_P == 1) {
       if (plan.y_runs) {
-        store_runs<Element>(params, store, tile, bias, acc, carry);
-        return;
+        if (plan.staging_parts < kMultiplyWarps) hopper::barrier_wait(shared.staging_turn(warp_id), staging_turn);
+        staging_turn ^= 1;
+        store_runs<Element>(params, store, tile, bias, acc, run);
+        if (plan.staging_parts < kMultiplyWarps) hopper::barrier_arrive(shared.staging_turn(warp_id ^ 4));
+        continue;
       }
     }
     store_rows<Element, TILE_P, TILE_Q>(params, store, tile, bias, acc);
-  });
+  }
 #endif
 }
 
@@ -891,15 +1254,20 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
   const Shared shared{hopper::smem_address(modelnew_wgmma_smem),
                       shared_layout(params.of, params.plan, sizeof(Element))};
   if (threadIdx.x == 0) {
-    for (int slot = 0; slot < kMaxStages; ++slot) {
-      hopper::barrier_init(shared.x_full(slot), kConvertWarps);
+    for (int slot = 0; slot < kMaxRows; ++slot) {
+      hopper::barrier_init(shared.x_full(slot), params.plan.convert_warps);
       hopper::barrier_init(shared.x_empty(slot), kMultiplyWarps);
-      hopper::barrier_init(shared.w_full(slot), 1);
-      hopper::barrier_init(shared.w_empty(slot), kMultiplyWarps);
     }
-    hopper::barrier_init(shared.ahead(), kMultiplyWarps / 2);
-    hopper::barrier_init(shared.behind(), kMultiplyWarps / 2);
+    for (int slot = 0; slot < kMaxStages; ++slot) {
+      hopper::barrier_init(shared.w_full(slot), 1);
+      hopper::barrier_init(shared.w_empty(slot), params.plan.w_stages > 0 ? kMultiplyWarps / 2 : kMultiplyWarps);
+    }
+    for (int warpgroup_id = 0; warpgroup_id < 2; ++warpgroup_id)
+      hopper::barrier_init(shared.turn(warpgroup_id), kMultiplyWarps / 2);
+    for (int warp_id = 0; warp_id < kMultiplyWarps; ++warp_id) hopper::barrier_init(shared.staging_turn(warp_id), 32);
     hopper::fence_async();  // bulk copies complete on these barriers
+    if (params.plan.convert_warps == kServiceWarps)
+      copy_resident_weights(params, shared, static_cast<int>(blockIdx.x) % params.plan.tiles_k);
   }
   __syncthreads();  // barriers exist before anybody waits on one
 
@@ -909,24 +1277,15 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
     multiply<Element, TILE_Q>(params, shared, modelnew_wgmma_smem, warp_id / 4);
   } else {
     hopper::registers_give_back<kConvertRegisters>();
-    if (warp_id == kMultiplyWarps + kConvertWarps) {
+    const int service_warp = warp_id - kMultiplyWarps;
+    if (service_warp >= params.plan.convert_warps) {
       if (threadIdx.x % 32 == 0) copy_weights(params, shared);
+    } else if (!params.plan.x_simple) {
+      Converter<Element, 1, false, 3>(params, shared, modelnew_wgmma_smem, service_warp).run();
+    } else if (params.plan.convert_warps == 3) {
+      Converter<Element, 2, true, 3>(params, shared, modelnew_wgmma_smem, service_warp).run();
     } else {
-      const bool all_channels = params.of.in_channels % (kStepBytes / static_cast<int>(sizeof(Element))) == 0;
-      const int convert_warp = warp_id - kMultiplyWarps;
-      if (sizeof(Element) == 2 && params.plan.x_pairs) {
-        Converter<Element, 4 / sizeof(Element)> converter(params, shared, modelnew_wgmma_smem, convert_warp);
-        if (all_channels)
-          converter.template run<true>();
-        else
-          converter.template run<false>();
-      } else {
-        Converter<Element, 1> converter(params, shared, modelnew_wgmma_smem, convert_warp);
-        if (all_channels)
-          converter.template run<true>();
-        else
-          converter.template run<false>();
-      }
+      Converter<Element, 2, true, 4>(params, shared, modelnew_wgmma_smem, service_warp).run();
     }
   }
 #endif
@@ -940,7 +1299,7 @@ struct PackOperandsParams {
   const void* w_ptr;
   void* packed_ptr;
   Correlation of;
-  int tile_k, tiles_k, block_steps, channel_steps;
+  int tiles_k, blocks_c, block_steps;  // tiles of 64 output channels
   int64_t pieces;
 };
 
@@ -953,24 +1312,23 @@ __global__ void __launch_bounds__(kPackThreads) pack_operands_kernel(const PackO
   const int64_t piece = blockIdx.x * static_cast<int64_t>(kPackThreads) + threadIdx.x;
   if (piece >= params.pieces) return;
 
-  // [group][tile][block][tap][step of the block][2][row]; only the last block may have fewer steps.
-  const int row = static_cast<int>(piece % params.tile_k);
-  int64_t rest = piece / params.tile_k;
+  // [group][64 channels][block][tap][step of the block][2][channel]
+  const int row = static_cast<int>(piece % kGroupChannels);
+  int64_t rest = piece / kGroupChannels;
   const int half = static_cast<int>(rest % 2);
   rest /= 2;
-  const int total = taps * params.channel_steps;
-  const int step = static_cast<int>(rest % total);
-  rest /= total;
+  const int step = static_cast<int>(rest % params.block_steps);
+  rest /= params.block_steps;
+  const int tap = static_cast<int>(rest % taps);
+  rest /= taps;
+  const int block = static_cast<int>(rest % params.blocks_c);
+  rest /= params.blocks_c;
   const int tile = static_cast<int>(rest % params.tiles_k);
   const int group = static_cast<int>(rest / params.tiles_k);
-  const int block = step / (taps * params.block_steps);
-  const int in_block = step - block * taps * params.block_steps;
-  const int steps = min(params.block_steps, params.channel_steps - block * params.block_steps);
-  const int tap = in_block / steps;
-  const int channel = (2 * (block * params.block_steps + in_block - tap * steps) + half) * kChunk;
+  const int channel = (2 * (block * params.block_steps + step) + half) * kChunk;
   const int r = of.flipped ? of.R - 1 - tap / of.S : tap / of.S;
   const int s = of.flipped ? of.S - 1 - tap % of.S : tap % of.S;
-  const int k = tile * params.tile_k + row;
+  const int k = tile * kGroupChannels + row;
 
   const Element* from = static_cast<const Element*>(params.w_ptr) + group * of.w_stride_group + k * of.w_stride_out +
                         channel * of.w_stride_in + r * of.w_stride_r + s * of.w_stride_s;
@@ -1044,18 +1402,23 @@ inline Correlation correlation_of(const Problem& problem, Operator op) {
 
 constexpr int kShapes[] = {256, 128, 64, 32};  // columns; rows make up 256 pixels
 
-// Steps of one bulk copy and of one commit: 4 x 256 cycles of both warpgroups hide the hand-over.
-constexpr int kGroupSteps = 4;
-
-// Steps that one warpgroup multiplies, at full speed, while the other stores.
-constexpr int kHeadStartSteps = 12;
-
 // Bytes a cycle of one SM when all 132 write (H200: 3.7 TB/s in runs of 512 bytes).
 constexpr double kWriteBytesPerCycle = 16;
+constexpr double kWritePartsPerCycle = 9;  // tiles that are alone in their run, 2.1 TB/s
+
+// Cycles of a warpgroup that stores, and of the converting warps.
+constexpr double kStoreCyclesPerByte = 5;
+constexpr double kConvertCyclesPerByte = 0.1;
+
+// What a unit that runs down costs beside its tiles, in tiles: the first window has to be filled.
+constexpr double kRestartTiles = 0.4;
+
+// Of x, at most, in the window of one tile.
+constexpr int kWindowBytes = 52 * 1024;
 
 // wgmma reads both operands from shared memory; narrow ones are bound by that: cycles over those of n = 256, for n of
-// kShapes. Counted from the bytes (10 to 24 KB for the work of one n = 256), not measured.
-constexpr double kNarrowCost[] = {1.0, 1.02, 1.1, 1.6};
+// kShapes. Estimates.
+constexpr double kNarrowCost[] = {1.0, 1.2, 1.5, 2.2};
 
 struct Device {
   int sms;
@@ -1075,92 +1438,121 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   plan.tiles_k = static_cast<int>(ceil_div(of.out_channels, tile_k));
   if (static_cast<int64_t>(plan.tiles_p) * plan.tiles_q > 1 << 30) return false;
 
-  plan.lead = element_size == 2 ? of.pad_w & 1 : 0;
+  plan.lead = of.pad_w & 1;
   const int64_t rows = plan.tile_p + (of.R - 1) * static_cast<int64_t>(of.dilation_h);
-  const int64_t pitch = even(plan.tile_q + (of.S - 1) * static_cast<int64_t>(of.dilation_w) + plan.lead);
-  if (rows > kSharedBytes || pitch > kSharedBytes || rows * pitch * 16 * 2 * 2 > kSharedBytes) return false;
+  // Pixels behind the last column of y may be missing: what is read in their place is not stored.
+  const int64_t columns = std::min(plan.tile_q, of.Q);
+  const int64_t pitch = even(columns + (of.S - 1) * static_cast<int64_t>(of.dilation_w) + plan.lead);
+  if (rows > kMaxRows || pitch > kSharedBytes || rows * pitch * 16 * 2 > kSharedBytes) return false;
   plan.x_rows = static_cast<int>(rows);
   plan.x_pitch = static_cast<int>(pitch);
 
-  // A stage: enough steps to hide its hand-over, few enough for three of them.
-  plan.channel_steps = static_cast<int>(ceil_div(of.in_channels, step_channels));
+  // A row of the ring has all channels or, where that does not fit twice, equal blocks of them.
+  const int channel_steps = static_cast<int>(ceil_div(of.in_channels, step_channels));
   const int64_t taps = static_cast<int64_t>(of.R) * of.S;
-  if (taps * plan.channel_steps * tile_k * kStepBytes > int64_t{1} << 30) return false;
-  plan.block_steps = 1;
-  const auto doubled_fits = [&] { return 2 * x_stage_bytes(plan) <= 40 * 1024; };
-  while (plan.block_steps < plan.channel_steps && taps * plan.block_steps < 8 && doubled_fits()) plan.block_steps *= 2;
-  plan.block_steps = std::min(plan.block_steps, plan.channel_steps);
-  // Offsets within a stage are 32 bits wide.
+  plan.block_steps = channel_steps;
+  if (!plan.down) {
+    // All blocks have the same number of steps; some of the last one's may multiply zeros, if few.
+    const int64_t most_steps = kWindowBytes / (rows * 2 * pitch * 16);
+    plan.block_steps = static_cast<int>(std::max<int64_t>(std::min<int64_t>(most_steps, channel_steps), 1));
+    while (ceil_div(channel_steps, plan.block_steps) * plan.block_steps * 16 > channel_steps * 17) --plan.block_steps;
+  }
+  plan.blocks_c = static_cast<int>(ceil_div(channel_steps, plan.block_steps));
+  const int64_t pass_steps = taps * plan.block_steps;
+  if (pass_steps >= 1 << 16 || pass_steps * plan.blocks_c * plan.tile_k * kStepBytes > int64_t{1} << 30) return false;
+  if (rows * pitch * 32 * plan.block_steps > kSharedBytes) return false;
+  plan.x_simple = plan.x_pairs && of.in_channels % (plan.block_steps * step_channels) == 0;
+  // Offsets within a fill are 32 bits wide.
   if ((plan.block_steps * step_channels * of.in_stride[1] + rows * of.in_stride[2] + pitch * of.in_stride[3]) *
           element_size >=
       int64_t{1} << 32)
     return false;
-  const int steps = static_cast<int>(taps * plan.block_steps);
-  plan.group_steps = static_cast<int>(ceil_div(steps, ceil_div(steps, kGroupSteps)));
+  plan.groups = static_cast<int>(ceil_div(pass_steps, most_group_steps(plan.tile_q)));
+  plan.group_steps = static_cast<int>(ceil_div(pass_steps, plan.groups));
+  plan.large_groups = static_cast<int>(pass_steps - static_cast<int64_t>(plan.groups) * (plan.group_steps - 1));
 
   // Shared memory: the least of everything, then more in the order of its use.
   const auto fits = [&] { return shared_layout(of, plan, element_size).end <= kSharedBytes; };
-  plan.x_stages = 2;
+  // Where a tile has several rows, its window has to lie in one piece.
+  if (plan.down && group_rows > 1) return false;
+  const int unit_slots = plan.down ? plan.tile_p : plan.x_rows;
+  const int least_slots = plan.down ? plan.x_rows + plan.tile_p : plan.x_rows;
+  if (least_slots > kMaxRows) return false;
+  plan.x_slots = least_slots;
+  // All planes of 16 bits have room, if two warps share a part of staging: where nothing is carried over.
+  plan.staged_planes = element_size == 2 && group_rows == 1 && plan.y_runs ? 2 * kPlanes : kPlanes;
+  plan.staging_parts = plan.staged_planes == 2 * kPlanes && plan.down ? kMultiplyWarps / 2 : kMultiplyWarps;
   plan.w_stages = 0;
-  if (!fits()) plan.w_stages = 3;
+  if (!fits()) plan.w_stages = 4;
   if (!fits()) return false;
-  const auto grow = [&](int& count, int most) {
-    while (count < most) {
-      ++count;
+  const auto grow = [&](int& count, int by, int most) {
+    while (count + by <= most) {
+      count += by;
       if (!fits()) {
-        --count;
+        count -= by;
         return;
       }
     }
   };
-  if (plan.w_stages > 0) grow(plan.w_stages, 6);
-  grow(plan.x_stages, 4);
-  if (plan.w_stages > 0) grow(plan.w_stages, kMaxStages);
-  const int groups = static_cast<int>(plan.channel_steps / plan.block_steps * ceil_div(steps, plan.group_steps) +
-                                      ceil_div(taps * (plan.channel_steps % plan.block_steps), plan.group_steps));
-  plan.head_start = std::min(groups, static_cast<int>(ceil_div(kHeadStartSteps, plan.group_steps)));
-  // Ahead by no more than the rings hold, or the first warpgroup would wait for what the second still needs.
-  const int stage_groups = static_cast<int>(ceil_div(steps, plan.group_steps));
-  plan.head_start = std::min(plan.head_start, (plan.x_stages - 1) * stage_groups);
-  if (plan.w_stages > 0) plan.head_start = std::max(1, std::min(plan.head_start, plan.w_stages - 3));
+  if (!plan.down) grow(plan.x_slots, unit_slots, std::min(2 * plan.x_rows, kMaxRows));
+  if (plan.w_stages > 0) grow(plan.w_stages, 1, 6);
+  grow(plan.x_slots, unit_slots, std::min(least_slots + 2 * unit_slots, kMaxRows));
+  if (plan.w_stages > 0) grow(plan.w_stages, 1, kMaxStages);
   plan.smem_bytes = shared_layout(of, plan, element_size).end;
-
   // Units: long runs to store, but all SMs busy to the end. Rows share their input with neighbouring rows: where the
   // rows that all blocks work on do not fit into half of the L2 cache, neighbouring blocks take neighbouring rows.
-  plan.y_flat = plan.y_runs && group_rows == 1 && tile_k == 128 && of.out_stride[2] == of.Q;
-  const int64_t tiles = of.N * of.groups * plan.tiles_p * plan.tiles_q;
+  plan.y_flat = !plan.down && plan.y_runs && group_rows == 1 && tile_k == 128 && of.out_stride[2] == of.Q;
+  const int64_t images = of.N * of.groups;
+  const int64_t tiles = images * plan.tiles_p * plan.tiles_q;
   if (tiles * plan.tiles_k > int64_t{1} << 30) return false;
   plan.tiles = static_cast<int>(tiles);
+  const auto parts_of = [&](int64_t unit_tiles) {
+    return plan.down ? images * ceil_div(plan.tiles_p, unit_tiles) * plan.tiles_q : ceil_div(tiles, unit_tiles);
+  };
   const double row_window = static_cast<double>(plan.x_rows) * of.W * of.in_channels * element_size * device.sms;
-  double least_waste = 1e30;
+  double least_tiles = 1e30;
   const auto consider = [&](int64_t unit_tiles) {
-    const int64_t units = plan.tiles_k * ceil_div(tiles, unit_tiles);
-    const double waste =
-        static_cast<double>(ceil_div(units, device.sms)) * unit_tiles * device.sms / (tiles * plan.tiles_k);
-    if (waste < least_waste * 0.98) {
-      least_waste = waste;
+    const int64_t rounds = ceil_div(plan.tiles_k * parts_of(unit_tiles), device.sms);
+    const double tiles = rounds * (unit_tiles + (plan.down ? kRestartTiles : 0));
+    if (tiles < least_tiles * 0.98) {
+      least_tiles = tiles;
       plan.unit_tiles = static_cast<int>(unit_tiles);
     }
   };
-  if (plan.y_flat && row_window < 25e6) {
-    for (int rounds = 1; rounds <= 4; ++rounds)
-      consider(ceil_div(tiles, std::max<int64_t>(rounds * device.sms / plan.tiles_k, 1)));
+  if (plan.down) {
+    // All lengths that differ.
+    for (int64_t tiles = plan.tiles_p;; tiles = ceil_div(plan.tiles_p, ceil_div(plan.tiles_p, tiles - 1))) {
+      consider(tiles);
+      if (tiles <= 1) break;
+    }
+  } else {
+    if (plan.y_flat && row_window < 25e6) {
+      for (int rounds = 1; rounds <= 4; ++rounds)
+        consider(ceil_div(tiles, std::max<int64_t>(rounds * device.sms / plan.tiles_k, 1)));
+    }
+    consider(plan.tiles_q);
+    for (int parts = 2; parts <= plan.tiles_q; parts *= 2) consider(ceil_div(plan.tiles_q, parts));
+    consider(1);
   }
-  consider(plan.tiles_q);
-  for (int parts = 2; parts <= plan.tiles_q; parts *= 2) consider(ceil_div(plan.tiles_q, parts));
-  consider(1);
-  plan.units = static_cast<int>(plan.tiles_k * ceil_div(tiles, plan.unit_tiles));
+  plan.bands = static_cast<int>(ceil_div(plan.tiles_p, plan.unit_tiles));
+  plan.units = static_cast<int>(plan.tiles_k * parts_of(plan.unit_tiles));
   plan.blocks = static_cast<int>(std::min(plan.units, device.sms));
   // Resident weights stay the same where all units of a block have the same output channels.
   if (plan.w_stages == 0 && plan.blocks > plan.tiles_k) plan.blocks -= plan.blocks % plan.tiles_k;
+  plan.convert_warps = plan.x_simple && plan.w_stages == 0 && of.groups == 1 && plan.blocks % plan.tiles_k == 0 ? 4 : 3;
 
-  // 256 cycles a step of both warpgroups. The other two numbers are estimates, never fitted: cycles a converted byte,
-  // and what hand-overs and stores that nothing hides cost a tile.
-  const double multiply = 256.0 * kNarrowCost[shape] * taps * plan.channel_steps;
-  const double convert = 0.04 * plan.channel_steps * 2 * rows * pitch * 16;
-  const double write = 128.0 * kTilePixels * element_size / kWriteBytesPerCycle;
-  const double waves = static_cast<double>(ceil_div(plan.units, plan.blocks)) * plan.unit_tiles;
-  plan.cycles = waves * (std::max({multiply, convert, write}) + 600);
+  // 256 cycles a step of both warpgroups. While one stores, the other multiplies its last block.
+  const bool runs = plan.y_flat || (!plan.down && plan.unit_tiles > 1);
+  const double multiply = 256.0 * kNarrowCost[shape] * taps * plan.blocks_c * plan.block_steps;
+  const double store = kTilePixels * element_size * kStoreCyclesPerByte;
+  const double bubble = std::max(store - 128.0 * kNarrowCost[shape] * taps * plan.block_steps, 0.0);
+  const double new_rows =
+      plan.down ? plan.tile_p + (rows - plan.tile_p) / static_cast<double>(plan.unit_tiles) : static_cast<double>(rows);
+  const double convert = kConvertCyclesPerByte * plan.blocks_c * plan.block_steps * 2 * new_rows * pitch * 16;
+  const double write = 128.0 * kTilePixels * element_size / (runs ? kWriteBytesPerCycle : kWritePartsPerCycle);
+  const double waves =
+      static_cast<double>(ceil_div(plan.units, plan.blocks)) * (plan.unit_tiles + (plan.down ? kRestartTiles : 0));
+  plan.cycles = waves * (std::max({multiply + bubble, convert, write}) + 200);
   return true;
 }
 
@@ -1179,7 +1571,7 @@ inline void set_alignments(const Correlation& of, int element_size, const Alignm
   const int64_t in_channels = static_cast<int64_t>(of.groups) * of.in_channels;
   const int64_t out_channels = static_cast<int64_t>(of.groups) * of.out_channels;
   const bool out_dense = of.out_stride[3] == 1;
-  plan.x_pairs = element_size == 2 && of.in_stride[3] == 1 && of.W % 2 == 0 && address.in % (2 * element_size) == 0 &&
+  plan.x_pairs = of.in_stride[3] == 1 && of.W % 2 == 0 && address.in % (2 * element_size) == 0 &&
                  multiples(of.in_stride, of.N, in_channels, of.H, 2);
   plan.y_runs = out_dense;
   plan.y_pairs =
@@ -1189,8 +1581,8 @@ inline void set_alignments(const Correlation& of, int element_size, const Alignm
                    multiples(of.out_stride, of.N, out_channels, of.P, vector);
 }
 
-// The best plan, or one of the configurations that tests force by number: shape + 4 * (64 channels a tile).
-constexpr int kConfigurations = 8;
+// The best plan, or one of the configurations that tests force by number: shape + 4 * (64 channels a tile) + 8 * down.
+constexpr int kConfigurations = 16;
 
 inline bool make_plan(const Correlation& of, int element_size, const Device& device, const Alignment& address,
                       int forced, Plan& best) {
@@ -1199,7 +1591,8 @@ inline bool make_plan(const Correlation& of, int element_size, const Device& dev
     if (forced >= 0 && forced != configuration) continue;
     Plan plan{};
     set_alignments(of, element_size, address, plan);
-    if (!complete(of, element_size, device, configuration % 4, configuration / 4 ? 64 : 128, plan)) continue;
+    plan.down = configuration / 8 != 0;
+    if (!complete(of, element_size, device, configuration % 4, configuration / 4 % 2 ? 64 : 128, plan)) continue;
     if (!found || plan.cycles < best.cycles) best = plan;
     found = true;
   }
@@ -1248,7 +1641,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
 }
 
 inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
-  return static_cast<int64_t>(of.groups) * plan.tiles_k * total_steps(of, plan) * step_bytes(plan);
+  return static_cast<int64_t>(of.groups) * plan.tiles_k * total_steps(of, plan) * plan.tile_k * kStepBytes;
 }
 
 inline int64_t workspace_bytes(const Problem& problem, Operator op) {
@@ -1267,10 +1660,9 @@ cudaError_t pack_operands(const void* w_ptr, void* packed_ptr, const Correlation
   params.w_ptr = w_ptr;
   params.packed_ptr = packed_ptr;
   params.of = of;
-  params.tile_k = plan.tile_k;
-  params.tiles_k = plan.tiles_k;
+  params.tiles_k = plan.tiles_k * (plan.tile_k / kGroupChannels);
+  params.blocks_c = plan.blocks_c;
   params.block_steps = plan.block_steps;
-  params.channel_steps = plan.channel_steps;
   params.pieces = packed_bytes(of, plan) / 16;
   const unsigned blocks = static_cast<unsigned>(ceil_div(params.pieces, kPackThreads));
   pack_operands_kernel<Element><<<blocks, kPackThreads, 0, stream>>>(params);
@@ -1333,12 +1725,12 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
     snprintf(weights, sizeof weights, "resident weights");
   else
     snprintf(weights, sizeof weights, "weights in %d stages of %d bytes", plan.w_stages,
-             plan.group_steps * step_bytes(plan));
+             plan.group_steps * kWeightStepBytes);
   snprintf(text, text_size,
-           "tile of %d channels x %d x %d pixels, %d input channels a stage of %d, %s, %d bytes of shared memory, "
+           "tile of %d channels x %d x %d pixels, %s, %d input channels a row of %d, %s, %d bytes of shared memory, "
            "%d blocks, units of %d tiles, about %.3g Mcycles",
-           plan.tile_k, plan.tile_p, plan.tile_q, channels, plan.x_stages, weights, plan.smem_bytes, plan.blocks,
-           plan.unit_tiles, plan.cycles * 1e-6);
+           plan.tile_k, plan.tile_p, plan.tile_q, plan.down ? "downwards" : "rightwards", channels, plan.x_slots,
+           weights, plan.smem_bytes, plan.blocks, plan.unit_tiles, plan.cycles * 1e-6);
 }
 
 #endif  // host
