@@ -1,7 +1,7 @@
 """Tests of modelnew, one section for each layer.
 
     Cases, references and bounds    what all numerical tests share
-    Kernels on the CPU              problem.cuh, numerics.cuh, the direct engine under a SIMT shim, wgmma's plans
+    Kernels on the CPU              problem.cuh, numerics.cuh, both engines under a SIMT shim, wgmma's plans
     Compile gates                   nvcc for every architecture, CUDA 12.1, register spills
     modelnew against torch          conv2d, Conv2d, ModelNew: values, gradients, errors, state
     The operator                    opcheck, compile, export, autocast, func transforms, double backward
@@ -363,7 +363,12 @@ enum cudaError_t {
   cudaErrorLaunchFailure = 719
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+};
 
 struct dim3 {
   unsigned x, y, z;
@@ -383,7 +388,7 @@ namespace simt {
 
 constexpr size_t kStackBytes = 128 << 10, kDefaultSmemBytes = 48 << 10, kMaxSmemBytes = 232448, kMarginBytes = 1024;
 constexpr unsigned char kPoison = 0xff;  // four of them are a NaN
-constexpr int kExited = -1;
+constexpr int kExited = -1, kWaiting = -2;
 
 // The block's shared memory, 227 KiB as on sm_90, and a margin behind it in which stray writes are seen.
 alignas(128) inline unsigned char smem[kMaxSmemBytes + kMarginBytes];
@@ -404,6 +409,15 @@ inline cudaError_t last_error = cudaSuccess;
 inline std::string message;
 inline std::set<std::string> launched;  // symbols of the kernels that ran
 inline int ignored_barrier = 0;  // its line; to see what its absence does
+inline size_t granted_bytes = 0;  // of shared memory, to the launch
+
+// For kernels whose threads wait for one another in other ways: they run independently, each until it has to wait.
+inline bool independent = false;
+inline uint64_t progress = 0;  // counts whatever somebody may wait for
+inline std::function<void()> before_block = [] {};
+inline std::function<bool()> between_rounds = [] { return false; };  // whether something is still on its way
+constexpr int kPatience = 1000;  // rounds without progress
+inline bool late = false;  // whether what is asynchronous happens late
 
 inline void suspend(int line) {
   Fibre& fibre = fibres[threadIdx.x];
@@ -429,6 +443,13 @@ inline void fail(const std::string& what) {
   fibres.clear();
 }
 
+// The same from within a thread, which does not go on.
+inline void complain(const std::string& what) {
+  if (last_error == cudaSuccess) message = what + ", thread " + std::to_string(threadIdx.x);
+  last_error = cudaErrorLaunchFailure;
+  for (;;) suspend(kWaiting);
+}
+
 inline void on_signal(int signal_number) { _longjmp(scheduler, 1 + signal_number); }
 
 // Runs one thread up to its next barrier. False when it died of a bad access.
@@ -452,11 +473,37 @@ inline bool resume(unsigned thread) {
   return false;
 }
 
-inline bool run_block(size_t smem_bytes) {
-  unsigned char* const end = smem + smem_bytes;
-  std::memset(smem, kPoison, smem_bytes + kMarginBytes);
-  std::vector<unsigned> order(blockDim.x);
-  std::iota(order.begin(), order.end(), 0u);
+// Threads of some warps, round by round, in shuffled order, until all have ended. Some warps are faster than others.
+inline bool run_independently(std::vector<unsigned>& order) {
+  int patience = kPatience;
+  unsigned often[32];  // of 32 rounds
+  for (unsigned& times : often) times = 1u << shuffler() % 6;
+  for (size_t ended = 0; ended < order.size();) {
+    const uint64_t before = progress;
+    bool runs[32];
+    for (int warp = 0; warp < 32; ++warp) runs[warp] = shuffler() % 32 < often[warp];
+    std::shuffle(order.begin(), order.end(), shuffler);
+    for (unsigned thread : order) {
+      if (fibres[thread].line == kExited || !runs[thread / 32]) continue;
+      if (!resume(thread)) return false;
+      if (fibres[thread].line == kExited) ++ended, ++progress;
+    }
+    const bool waits = !between_rounds() && progress == before;
+    patience = waits ? patience - 1 : kPatience;
+    if (patience == 0) {
+      fail("threads that wait for one another for ever");
+      return false;
+    }
+    if (last_error != cudaSuccess) {
+      fibres.clear();
+      return false;
+    }
+  }
+  return true;
+}
+
+// All threads from barrier to barrier.
+inline bool run_in_step(std::vector<unsigned>& order) {
   do {
     std::shuffle(order.begin(), order.end(), shuffler);
     for (unsigned thread : order)
@@ -468,6 +515,18 @@ inline bool run_block(size_t smem_bytes) {
         return false;
       }
   } while (fibres[order[0]].line != kExited);
+  return true;
+}
+
+inline bool run_block(size_t smem_bytes) {
+  unsigned char* const end = smem + smem_bytes;
+  std::memset(smem, kPoison, smem_bytes + kMarginBytes);
+  granted_bytes = smem_bytes;
+  std::vector<unsigned> order(blockDim.x);
+  std::iota(order.begin(), order.end(), 0u);
+  for (unsigned thread : order) fibres[thread].line = 0;
+  before_block();
+  if (!(independent ? run_independently(order) : run_in_step(order))) return false;
   if (std::any_of(end, end + kMarginBytes, [](unsigned char byte) { return byte != kPoison; })) {
     fail("write beyond the shared memory asked for");
     return false;
@@ -1123,6 +1182,236 @@ def test_direct_shim_reads_nothing_behind_its_operands(direct_shim, case):
     check_exact(case, direct_shim(case, tensors), tensors)
 
 
+# hopper.cuh for the CPU, and what else a kernel of warps with roles of their own takes: every thread runs until it has
+# to wait. What is asynchronous on a GPU happens here as late as it may or, in every other run, at once.
+HOPPER_STAND_IN = r"""
+#include <deque>
+
+#include "numerics.cuh"
+
+#define MODELNEW_SM90A 1
+
+namespace simt {
+
+struct Barrier {
+  int count, pending;
+  int64_t bytes;  // still to come
+  uint32_t phase;
+};
+inline std::map<uint32_t, Barrier> barriers;
+
+inline Barrier& barrier_at(uint32_t address) {
+  const auto found = barriers.find(address);
+  if (found == barriers.end()) complain("a barrier that nobody initialised");
+  return found->second;
+}
+
+inline void end_phase_if_due(Barrier& barrier) {
+  if (barrier.pending > 0 || barrier.bytes != 0) return;
+  barrier.phase ^= 1;
+  barrier.pending = barrier.count;
+}
+
+inline void arrive(uint32_t address, int64_t bytes = 0) {
+  Barrier& barrier = barrier_at(address);
+  if (barrier.pending <= 0) complain("one arrival too many");
+  --barrier.pending;
+  barrier.bytes += bytes;
+  end_phase_if_due(barrier);
+  ++progress;
+}
+
+inline void check_shared(uint32_t address, size_t bytes) {
+  if (address % 16 != 0 || address + bytes > granted_bytes) complain("a wild address in shared memory");
+}
+
+// Bulk copies on their way.
+struct Copy {
+  uint32_t to, bytes, barrier;
+  const void* from;
+};
+inline std::deque<Copy> copies;
+
+inline unsigned copy_delay = 1;  // rounds, on average
+
+inline bool copy_some() {
+  while (!copies.empty() && (!late || shuffler() % copy_delay == 0)) {
+    const Copy copy = copies.front();
+    copies.pop_front();
+    std::memcpy(smem + copy.to, copy.from, copy.bytes);
+    Barrier& barrier = barriers.at(copy.barrier);
+    barrier.bytes -= copy.bytes;
+    end_phase_if_due(barrier);
+    ++progress;
+  }
+  return !copies.empty();
+}
+
+// Threads that meet: those of a warp or of the block.
+struct Meeting {
+  unsigned waiting = 0, round = 0;
+  void attend(unsigned threads) {
+    const unsigned mine = round;
+    if (++waiting == threads) {
+      waiting = 0;
+      ++round;
+      ++progress;
+    } else {
+      while (round == mine) suspend(kWaiting);
+    }
+  }
+};
+inline Meeting block_meeting, warp_meetings[32];
+inline uint64_t shuffled[32][32];
+
+// Multiplications of a thread: ordered, and done at the latest when it waits for them.
+struct Multiplication {
+  std::function<void()> run;
+  int group;
+};
+inline std::deque<Multiplication> multiplications[1024];
+inline int multiply_groups[1024];
+
+inline void begin_block() {
+  barriers.clear();
+  copies.clear();
+  copy_delay = 1u << shuffler() % 9;
+  block_meeting = {};
+  for (Meeting& meeting : warp_meetings) meeting = {};
+  for (auto& of_thread : multiplications) of_thread.clear();
+}
+
+}  // namespace simt
+
+#undef __syncthreads
+#define __syncthreads() simt::block_meeting.attend(blockDim.x)
+inline void __syncwarp() { simt::warp_meetings[threadIdx.x / 32].attend(32); }
+template <typename Value>
+Value __shfl_sync(unsigned, Value value, int lane) {
+  const unsigned warp = threadIdx.x / 32;
+  std::memcpy(&simt::shuffled[warp][threadIdx.x % 32], &value, sizeof value);
+  __syncwarp();
+  std::memcpy(&value, &simt::shuffled[warp][lane & 31], sizeof value);
+  __syncwarp();
+  return value;
+}
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> 8 * (select >> 4 * i & 7) & 255) << 8 * i;
+  return result;
+}
+inline void __stcs(uint4* to, const uint4& value) { *to = value; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+using std::max;
+using std::min;
+
+namespace modelnew {
+namespace hopper {
+
+inline uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - simt::smem);
+}
+
+inline void load_8(const uint8_t* address, bool exist, uint32_t& low, uint32_t& high) {
+  const uint2 words = exist ? *reinterpret_cast<const uint2*>(address) : uint2{0, 0};
+  low = words.x, high = words.y;
+}
+inline void load_4(const uint8_t* address, bool exist, uint32_t& word) {
+  word = exist ? *reinterpret_cast<const uint32_t*>(address) : 0;
+}
+inline void load_2(const uint8_t* address, bool exist, uint32_t& word) {
+  word = exist ? *reinterpret_cast<const uint16_t*>(address) : 0;
+}
+
+inline void barrier_init(uint32_t barrier, int count) { simt::barriers[barrier] = {count, count, 0, 0}; }
+inline void barrier_arrive(uint32_t barrier) { simt::arrive(barrier); }
+inline void barrier_arrive_expecting(uint32_t barrier, int bytes) { simt::arrive(barrier, bytes); }
+inline bool barrier_ended(uint32_t barrier, uint32_t parity) {
+  return simt::barrier_at(barrier).phase != (parity & 1);
+}
+inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  while (!barrier_ended(barrier, parity)) simt::suspend(simt::kWaiting);
+}
+inline void barrier_wait_idly(uint32_t barrier, uint32_t parity) { barrier_wait(barrier, parity); }
+inline void fence_async() {}
+
+inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  simt::check_shared(to, bytes);
+  if (bytes % 16 != 0 || reinterpret_cast<uint64_t>(from) % 16 != 0) simt::complain("a bulk copy that is not aligned");
+  simt::copies.push_back({to, static_cast<uint32_t>(bytes), barrier, from});
+}
+
+template <int COUNT>
+void registers_give_back() {}
+template <int COUNT>
+void registers_take() {}
+
+inline uint32_t descriptor(uint32_t address, uint32_t half_distance) {
+  return address / 16 | half_distance / 16 << 16;
+}
+inline void wgmma_fence() {}
+inline void wgmma_commit() { ++simt::multiply_groups[threadIdx.x]; }
+template <int PENDING>
+void wgmma_wait() {
+  auto& ordered = simt::multiplications[threadIdx.x];
+  while (!ordered.empty() && ordered.front().group < simt::multiply_groups[threadIdx.x] - PENDING) {
+    ordered.front().run();
+    ordered.pop_front();
+  }
+  __syncwarp();  // the instruction is the whole warp's
+}
+template <int COUNT>
+void wgmma_settle(float (&)[COUNT]) {}
+
+template <typename Operand, int N>
+struct Wgmma {
+  static void multiply(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep) {
+    float* const sums = acc;
+    const auto run = [=] { multiply_now(sums, a, b, keep); };
+    if (simt::late)
+      simt::multiplications[threadIdx.x].push_back({run, simt::multiply_groups[threadIdx.x]});
+    else
+      run();
+  }
+
+  // Value k of a row of an operand.
+  static float value_at(uint32_t operand, int row, int k) {
+    constexpr int kHalf = 16 / sizeof(Operand);
+    const uint32_t address = (operand & 0x3fff) * 16 + k / kHalf * (operand >> 16) * 16 + row * 16;
+    simt::check_shared(address, 16);
+    Operand value;
+    std::memcpy(&value, simt::smem + address + k % kHalf * sizeof(Operand), sizeof value);
+    return widen(value);
+  }
+
+  static void multiply_now(float* acc, uint32_t a, uint32_t b, int keep) {
+    if ((a | b) & 0xc000) simt::complain("a descriptor beyond shared memory");
+    constexpr int kSteps = 32 / sizeof(Operand);
+    const int thread = threadIdx.x % 128;
+    float weights[2][kSteps];
+    for (int i = 0; i < 2; ++i)
+      for (int k = 0; k < kSteps; ++k)
+        weights[i][k] = value_at(a, 16 * (thread / 32) + thread % 32 / 4 + 8 * i, k);
+    for (int j = 0; j < N / 8; ++j)
+      for (int e = 0; e < 2; ++e) {
+        float pixel[kSteps];
+        for (int k = 0; k < kSteps; ++k) pixel[k] = value_at(b, 8 * j + 2 * (thread % 4) + e, k);
+        for (int i = 0; i < 2; ++i) {
+          float sum = keep ? acc[4 * j + 2 * i + e] : 0;
+          for (int k = 0; k < kSteps; ++k) sum += weights[i][k] * pixel[k];
+          acc[4 * j + 2 * i + e] = sum;
+        }
+      }
+  }
+};
+
+}  // namespace hopper
+}  // namespace modelnew
+"""
+
 # What wgmma.cu and hopper.cuh want of CUDA while the host compiles the plans in them; the GPU is what the test says.
 WGMMA_STAND_INS = """
 #pragma once
@@ -1557,6 +1846,159 @@ def test_wgmma_cases_are_wgmmas(wgmma_plans, dtype):
     for case in WGMMA_CANDIDATES:
         assert wgmma_plans("refusal", "fprop", case, dtype) is None, case
     assert {wgmma_tile(wgmma_plans("describe", "fprop", case, dtype)) for case in WGMMA_CANDIDATES} == WGMMA_TILES
+
+
+WGMMA_SHIM_ENTRY_POINTS = (
+    """
+#include <type_traits>
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+using namespace modelnew::wgmma;
+
+// Plans one configuration on a GPU of three SMs and runs it: -1 if it does not fit, else the error.
+extern "C" int wgmma_run(int op, const int64_t* fields, void* const* pointers, int configuration, int seed) {
+  simt::independent = true;
+  simt::before_block = simt::begin_block;
+  simt::between_rounds = simt::copy_some;
+  simt::late = seed % 2;
+  simt::shuffler.seed(seed);
+  const Problem problem = make_problem(fields);
+  const Operator which = static_cast<Operator>(op);
+  Params params{};
+  params.in_ptr = which == Operator::kDgrad ? pointers[3] : pointers[0];
+  params.bias_ptr = pointers[2];
+  params.out_ptr = pointers[4];
+  params.of = correlation_of(problem, which);
+  const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
+  const Alignment alignment{address(params.in_ptr), address(params.out_ptr)};
+  const int bytes = element_bytes(problem.dtype);
+  if (!make_plan(params.of, bytes, Device{3}, alignment, configuration, params.plan)) return -1;
+  std::vector<uint4> workspace(packed_bytes(params.of, params.plan) / sizeof(uint4));
+  switch (problem.dtype) {
+    case DType::kFloat16:
+      return run<Half>(pointers[1], workspace.data(), params, nullptr);
+    case DType::kBFloat16:
+      return run<BFloat16>(pointers[1], workspace.data(), params, nullptr);
+    default:
+      return run<float>(pointers[1], workspace.data(), params, nullptr);
+  }
+}
+extern "C" const char* simt_message() { return simt::message.c_str(); }
+"""
+)
+
+
+class WgmmaShim:
+    """The wgmma engine, compiled by g++ and run thread by thread: roles, barriers, copies and the matrix instruction.
+
+    What a GPU orders less strictly than this (memory as other threads see it, the asynchronous proxy) it does not show.
+    """
+
+    def __init__(self, folder: Path, replaced: str = "", by: str = "") -> None:
+        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": HOPPER_STAND_IN}, ["wgmma.cu"])
+        assert replaced in source
+        source = source.replace(replaced, by) if replaced else source
+        self.library = compile_simt(source + '#line 1 "entry_points"\n' + WGMMA_SHIM_ENTRY_POINTS, folder)
+        self.library.simt_message.restype = ctypes.c_char_p
+
+    def run(
+        self, operator: str, case: Case, tensors: dict[str, Tensor], configuration: int, seed: int, out: Tensor
+    ) -> str | None:
+        """Runs fprop or dgrad of one configuration into `out`: None if there is no such plan, else what went wrong."""
+        place, reads = {"fprop": ("dy", ("x", "w", "bias")), "dgrad": ("x", ("w", "dy"))}[operator]
+        fields = ShimEngine.fields(case, tensors | {place: out}, tf32=True)
+        inputs = [
+            tensors[name].data_ptr() if name in reads and name in tensors else None for name in ("x", "w", "bias", "dy")
+        ]
+        pointers = (ctypes.c_void_p * 5)(*inputs, out.data_ptr())
+        code = self.library.wgmma_run(OPERATOR_NUMBER[operator], fields, pointers, configuration, seed)
+        if code == -1:
+            return None
+        return "" if code == 0 else f"error {code}, {self.library.simt_message().decode()}"
+
+    def fault(self, operator: str, case: Case, dtype: torch.dtype, configuration: int, seed: int) -> str | None:
+        """What is wrong with a run on integers, with a bias or without and at any alignment, or an empty text."""
+        rng = random.Random(seed)
+        tensors = make_tensors(case, dtype, integers, seed=seed)
+        shift = rng.choice([0, 0, 0, 1, 2, 3])  # elements
+        tensors = {name: shifted(tensor, shift) for name, tensor in tensors.items()}
+        expected = references(case, tensors)[operator]
+        if rng.random() < 0.5:
+            expected -= tensors.pop("bias").double().view(-1, 1, 1) if operator == "fprop" else 0
+        out = shifted(with_margins(tensors["x"].new_full(expected.shape, math.nan)), rng.choice([0, 0, 0, 1, 2, 3]))
+        message = self.run(operator, case, tensors, configuration, seed, out)
+        if message == "" and not torch.equal(out, expected.to(dtype)):
+            message = f"{(out != expected.to(dtype)).sum()} of {out.numel()} outputs are wrong"
+        if message == "" and not margins_intact(out):
+            message = "written outside the output"
+        return message
+
+
+def shifted(tensor: Tensor, elements: int) -> Tensor:
+    """A copy that starts so many elements behind an aligned address, NaN before and behind it."""
+    behind = with_margins(torch.cat([tensor.new_full((elements,), math.nan), tensor.flatten()]))
+    return behind[elements:].view(tensor.shape)
+
+
+@pytest.fixture(scope="session")
+def wgmma_shim(tmp_path_factory) -> WgmmaShim:
+    return WgmmaShim(tmp_path_factory.mktemp("wgmma_shim"))
+
+
+def small_wgmma_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
+    """A few tiles each: one to three rows of them, ragged channels, filters, padding, dilation, groups."""
+    rng = random.Random(seed)
+    while count > 0:
+        groups, R, S = rng.choice([1, 1, 1, 2]), rng.randint(1, 3), rng.randint(1, 4)
+        C, K = groups * rng.choice([8, 9, 16, 16, 24, 40, 64]), groups * rng.choice([8, 20, 64, 100, 128, 130, 200])
+        H, W = rng.randint(R, 9), rng.choice([rng.randint(32, 92), rng.randint(100, 300), rng.randint(250, 600)])
+        padding, dilation = (rng.randint(0, 1), rng.randint(0, 2)), (rng.choice([1, 1, 2]), rng.choice([1, 1, 2]))
+        case = Case(rng.randint(1, 2), C, H, W, K, R, S, (1, 1), padding, dilation, groups)
+        if min(case.y_shape) > 0 and case.y_shape[3] >= 32:
+            yield case, rng.choice(WGMMA_OPERATORS), rng.choice(WGMMA_DTYPES)
+            count -= 1
+
+
+@pytest.mark.parametrize("configuration", sorted(WGMMA_CONFIGURATIONS))
+def test_wgmma_shim_exact(wgmma_shim, configuration):
+    runs = 0
+    for number, (case, operator, dtype) in enumerate(small_wgmma_cases(8, seed=configuration)):
+        fault = wgmma_shim.fault(operator, case, dtype, configuration, seed=number)
+        assert not fault, f"{operator} of {case}, {dtype}, seed {number}: {fault}"
+        runs += fault is not None
+    assert runs >= 2
+
+
+# Each takes away what some other warp relies on.
+WGMMA_MUTATIONS = {
+    "reads rows before they are there": ("barrier_wait(shared.x_full(", "barrier_ended(shared.x_full("),
+    "overwrites rows in use": ("barrier_wait(shared.x_empty(", "barrier_ended(shared.x_empty("),
+    "reads weights before they are there": ("barrier_wait(shared.w_full(w", "barrier_ended(shared.w_full(w"),
+    "overwrites weights in use": ("barrier_wait_idly(shared.w_empty(at", "barrier_ended(shared.w_empty(at"),
+    "stages where another warp does": ("barrier_wait(shared.staging_turn(", "barrier_ended(shared.staging_turn("),
+    "stores before the last steps are done": ("hopper::wgmma_wait<0>();", ""),
+    "stores before all is staged": ("__syncwarp();  // all pixels are staged", ""),
+    "keeps a row": ("if (lane_id < drop) {", "if (lane_id < drop - 1) {"),
+}
+
+
+@pytest.mark.parametrize("mutation", WGMMA_MUTATIONS)
+def test_wgmma_shim_sees_what_is_missing(mutation, tmp_path):
+    """The shim itself: a synchronisation that is left out shows in one of a few runs."""
+    shim = WgmmaShim(tmp_path, *WGMMA_MUTATIONS[mutation])
+    cases = [
+        (Case(2, 64, 9, 300, 128, 3, 3), -1, torch.float16),
+        (Case(2, 16, 9, 600, 128, 3, 3), 0, torch.float16),
+        (Case(2, 16, 20, 300, 128, 3, 3), 8, torch.float16),
+        (Case(1, 72, 9, 300, 128, 3, 3), 1, torch.float32),
+    ]
+    assert any(
+        shim.fault("fprop", case, dtype, configuration, seed)
+        for seed in range(6)
+        for case, configuration, dtype in cases
+    )
 
 
 # Compile gates -------------------------------------------------------------------------------------------------------

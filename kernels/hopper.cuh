@@ -21,6 +21,33 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// ---- Loads from memory that nobody writes, of so many bytes; 0 where `exist` is false ----
+//
+// In assembly, so that a load stays where it is written and its address out of the condition.
+
+__device__ __forceinline__ void load_8(const void* address, bool exist, uint32_t& low, uint32_t& high) {
+  asm volatile(
+      "{\n.reg .pred exist;\nsetp.ne.b32 exist, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+      "@exist ld.global.nc.L2::256B.v2.b32 {%0, %1}, [%2];\n}"
+      : "=&r"(low), "=&r"(high)
+      : "l"(address), "r"(static_cast<int>(exist)));
+}
+
+__device__ __forceinline__ void load_4(const void* address, bool exist, uint32_t& word) {
+  asm volatile(
+      "{\n.reg .pred exist;\nsetp.ne.b32 exist, %2, 0;\nmov.b32 %0, 0;\n@exist ld.global.nc.L2::256B.b32 %0, [%1];\n}"
+      : "=&r"(word)
+      : "l"(address), "r"(static_cast<int>(exist)));
+}
+
+__device__ __forceinline__ void load_2(const void* address, bool exist, uint32_t& word) {
+  uint16_t half_word;
+  asm volatile("{\n.reg .pred exist;\nsetp.ne.b32 exist, %2, 0;\nmov.b16 %0, 0;\n@exist ld.global.nc.b16 %0, [%1];\n}"
+               : "=&h"(half_word)
+               : "l"(address), "r"(static_cast<int>(exist)));
+  word = half_word;
+}
+
 // ---- mbarrier: a phase ends when `count` threads have arrived and all expected bytes have come ----
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {

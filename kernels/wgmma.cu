@@ -271,7 +271,7 @@ MODELNEW_HOST_DEVICE inline void for_each_tile(const Correlation& of, const Plan
   for (walk.start(of, plan, block); !walk.done(plan); walk.next(of, plan)) visit(walk.tile);
 }
 
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 // ---- Device code ----
 
@@ -385,30 +385,15 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
 // registers while it stores the batch before to shared memory, across fills and tiles: what limits it then is the
 // number of its instructions, not the latency of memory.
 
-// One channel of PIXELS neighbouring pixels; 0 where there are none. In assembly, so that the load stays where it is
-// written and its address out of the condition.
+// One channel of PIXELS neighbouring pixels; 0 where there are none.
 template <typename Element, int PIXELS>
 __device__ __forceinline__ void load_pixels(const uint8_t* address, bool exist, uint32_t* words) {
-  const int condition = exist;
-  if constexpr (sizeof(Element) * PIXELS == 8) {
-    asm volatile(
-        "{\n.reg .pred exist;\nsetp.ne.b32 exist, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
-        "@exist ld.global.nc.L2::256B.v2.b32 {%0, %1}, [%2];\n}"
-        : "=&r"(words[0]), "=&r"(words[1])
-        : "l"(address), "r"(condition));
-  } else if constexpr (sizeof(Element) * PIXELS == 4) {
-    asm volatile(
-        "{\n.reg .pred exist;\nsetp.ne.b32 exist, %2, 0;\nmov.b32 %0, 0;\n@exist ld.global.nc.L2::256B.b32 %0, "
-        "[%1];\n}"
-        : "=&r"(words[0])
-        : "l"(address), "r"(condition));
-  } else {
-    uint16_t half_word;
-    asm volatile("{\n.reg .pred exist;\nsetp.ne.b32 exist, %2, 0;\nmov.b16 %0, 0;\n@exist ld.global.nc.b16 %0, [%1];\n}"
-                 : "=&h"(half_word)
-                 : "l"(address), "r"(condition));
-    words[0] = half_word;
-  }
+  if constexpr (sizeof(Element) * PIXELS == 8)
+    hopper::load_8(address, exist, words[0], words[1]);
+  else if constexpr (sizeof(Element) * PIXELS == 4)
+    hopper::load_4(address, exist, words[0]);
+  else
+    hopper::load_2(address, exist, words[0]);
 }
 
 // The piece of pixel `which`: all its channels, rounded (TF32). `words` has those of each channel one after another.
@@ -1651,7 +1636,7 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op) {
   return packed_bytes(of, plan);
 }
 
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 template <typename Element>
 cudaError_t pack_operands(const void* w_ptr, void* packed_ptr, const Correlation& of, const Plan& plan,
