@@ -4,14 +4,16 @@
     python bench.py --backward --precision tf32 fp32   also the gradients, under both of PyTorch's precision settings
     python bench.py --suite depthwise --dtype float16  another list of layers, another dtype
     python bench.py --case 8,64,128,3,3,56,56,1,1      N,C,K,R,S,H,W[,stride,pad,dilation,groups], any number of times
+    python bench.py --rest 0                           sustained load, where the GPU's power cap decides
     python bench.py --host                             host time of a call, for small convolutions
     python bench.py --json results/h200.json --readme  keep the numbers and rewrite README's table from them
     python bench.py --readme results/*.json            only rewrite README's table, from kept numbers
 
 Each row is one pass of one layer. Our result is computed into memory filled with NaN, compared with float64 element by
-element, and only then timed: ours and PyTorch's in turn in one run, the L2 cache overwritten before every call, CUDA
-events around every call, median of the calls. The floor is the least time that the traffic and the arithmetic need at
-the rates that this very run measured. Without a GPU the suites run scaled down on the CPU, where modelnew is PyTorch.
+element, and only then timed: ours and PyTorch's in turn in one run, before every call a pause and the L2 cache
+overwritten, CUDA events around every call, median of the calls. The floor is the least time that the traffic and the
+arithmetic need at the rates that this very run measured. Without a GPU the suites run scaled down on the CPU, where
+modelnew is PyTorch.
 
 Exit code 0: every row was right. 1: some row was wrong or could not run; no time is printed for it. 2: bad arguments.
 """
@@ -42,6 +44,11 @@ ROOT = Path(__file__).resolve().parent
 MARKERS = ("<!-- bench:begin -->", "<!-- bench:end -->")
 SEED = 42
 FORMAT = 1  # of the JSON documents
+
+# Before each timed call. Without a pause the calls before it decide: the check's float64 products and both sides' own
+# calls hold an H200 at its power cap, at 1.2 to 1.9 GHz as read there, which made the same kernels up to 19% slower
+# within a second (2026-11-21).
+REST_MS = 20
 MIN_REPEATS = 3  # quartiles need as many
 FORWARD, DGRAD, WGRAD = "forward", "dgrad", "wgrad"
 CASE_FORM = "N,C,K,R,S,H,W[,stride,pad,dilation,groups]"
@@ -234,8 +241,10 @@ def type_info(contract: str) -> torch.finfo:
 class Clock:
     """Times calls one by one: with CUDA events and a cold L2 on a GPU, with the host's clock on a CPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rest_ms: float = 0) -> None:
+        """Before every timed call a GPU rests for `rest_ms`, or 0: it runs without a pause, up to its power cap."""
         self.device = device
+        self.rest_ms = rest_ms
         self.scratch: Tensor | None = None
         if device.type == "cuda":
             l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
@@ -263,6 +272,9 @@ class Clock:
         for _ in range(repeats):
             for call, spans_of_call in zip(calls, spans, strict=True):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                if self.rest_ms > 0:
+                    self.synchronize()
+                    time.sleep(self.rest_ms / 1e3)
                 self.scratch.zero_()
                 begin.record()
                 call()
@@ -555,6 +567,7 @@ class Settings:
     data: str
     repeats: int
     engine: str | None
+    rest_ms: float = REST_MS
     seed: int = SEED
 
 
@@ -756,11 +769,13 @@ def header(document: dict[str, Any]) -> list[str]:
     known = ", ".join(f"{label} {machine[key]}" for label, key in versions if machine[key])
     forced = f", engine {settings['engine']} forced" if settings["engine"] else ""
     cold = ", cold L2" if machine["gpu"] else ""
+    rest_ms = settings.get("rest_ms", 0) if machine["gpu"] else 0
+    rest = f", after a rest of {rest_ms:g} ms" if rest_ms else ""
     poison = "" if settings["poisoned"] else " (checked without NaN in new memory: this torch cannot fill it)"
     lines = [
         f"{machine['device']}, {known}, {machine['date']}",
         f"inputs torch.{settings['data']}, seed {settings['seed']}; median of {settings['repeats']}, ± half the "
-        f"interquartile range{cold}{forced}{poison}",
+        f"interquartile range{cold}{rest}{forced}{poison}",
     ]
     if machine["gpu"]:
         lines.append(f"float32 convolutions set to {' and '.join(settings['precision'])} by {settings['switch']}")
@@ -971,6 +986,13 @@ def repeats_argument(text: str) -> int:
     return int(text)
 
 
+def rest_argument(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a pause")
+    return value
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -985,6 +1007,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--engine", metavar="NAME", help="force one of modelnew's engines")
     add("--data", choices=("rand", "randn"), default="rand", help="how x is drawn (default: rand)")
     add("--repeats", type=repeats_argument, default=25, metavar="N", help="timed calls of each (default: 25)")
+    add("--rest", type=rest_argument, default=REST_MS, metavar="MS",
+        help=f"pause before each timed call of the GPU (default: {REST_MS}; 0: sustained load)")  # fmt: skip
     add("--host", action="store_true", help="host time per call; without --suite or --case nothing else")
     add("--json", type=Path, metavar="FILE", help="store all numbers of this run")
     add("--readme", nargs="*", type=Path, metavar="FILE.json",
@@ -1032,8 +1056,8 @@ def measure_all(todo: Sequence[Job], settings: Settings, ceilings: Ceilings, clo
 
 def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Measures what was asked for and returns the document."""
-    clock = Clock(device)
-    settings = Settings(args.data, args.repeats, args.engine)
+    clock = Clock(device, args.rest)
+    settings = Settings(args.data, args.repeats, args.engine, args.rest)
     todo = jobs(args, device.type == "cuda")
     library()  # builds the kernels now rather than inside the first row
     ceilings = None

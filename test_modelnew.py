@@ -1991,7 +1991,7 @@ def test_wgmma_shim_sees_what_is_missing(mutation, tmp_path):
     cases = [
         (Case(2, 64, 9, 300, 128, 3, 3), -1, torch.float16),
         (Case(2, 16, 9, 600, 128, 3, 3), 0, torch.float16),
-        (Case(2, 16, 20, 300, 128, 3, 3), 8, torch.float16),
+        (Case(1, 64, 16, 300, 128, 3, 3), 8, torch.float16),
         (Case(1, 72, 9, 300, 128, 3, 3), 1, torch.float32),
     ]
     assert any(
@@ -3946,6 +3946,23 @@ def run_bench(monkeypatch, capsys) -> Callable[..., tuple[int, list[str]]]:
         return code, capsys.readouterr().out.splitlines()
 
     return run
+
+
+@pytest.mark.parametrize("text", ["-1", "inf", "nan", "soon"])
+def test_bench_refuses_what_is_not_a_pause(run_bench, capsys, text):
+    with pytest.raises(SystemExit) as stopped:
+        run_bench("--rest", text)
+    assert stopped.value.code == 2
+    assert "--rest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("settings, text", [({}, "cold L2"), ({"rest_ms": 0}, "cold L2"), ({"rest_ms": 20.0}, "20 ms")])
+def test_bench_says_how_long_it_rested(settings, text):
+    document = bench.load_document(next((Path(__file__).parent / "results").glob("*.json")))
+    document["settings"].pop("rest_ms", None)
+    document["settings"] |= settings
+    line = next(line for line in bench.header(document) if "median" in line)
+    assert line.endswith(text)
 
 
 def test_bench_without_a_gpu_says_so(run_bench):
