@@ -45,10 +45,23 @@
 //   without storing, loading x      0.82 / 1.37                0.74 / -                    0.67 / 1.29
 //   floor (memory or arithmetic)    1.04 / 2.07                0.68 / 1.32                 0.65 / 1.25
 //
-// What bounds the first case is the path of one warpgroup: of 5600 cycles a tile it multiplies for 1800 (1150 at full
-// rate), stores for 2300 and spends the rest on walking, waiting and handing over, 890 instructions at 6 cycles each;
-// memory alone would allow 4250. The second case multiplies for 4600 cycles at full rate and stores nearly as long, so
-// that a turn does not hide all of it. Instructions decide, and registers: one spilled on the way costs 300 cycles.
+// What bounds the first case is the path of one warpgroup. Cycles a tile, read by a clock in the kernel (fp16 / TF32,
+// with the store of "whole sectors" below, 1.61 / 3.50 ms, 2026-11-21):
+//
+//                                        first case        second case      third case (fp16)
+//   waits for rows, works out places     385 /   415       490 / 8700       3200
+//   waits for its turn                    95 /   265       500 / 4400       9100
+//   orders steps of wgmma               1100 /  2570      5000 / 9500      18400
+//   waits for the last ones              555 /   585       535 / 2400       2800
+//   stores                              2650 /  7380      4400 / 5800       3700
+//   walks on                             830 /  1115       970 / 2100       1900
+//
+// Of the 2650 cycles 2050 remain when nothing goes to memory, and without multiplying at all the case takes 1.57 ms
+// instead of 1.64, with stores that stay in the L2 cache 1.52, with x from the L1 cache 1.57, with neither memory 1.54,
+// without staging and storing 0.94: no single resource is full. The second case with fp32 waits for the converting
+// warps, a quarter of whose time goes into finding out where a batch lies. And with fp16 the second and third case meet
+// the power cap: they run at 1.53 and 1.57 GHz, the others at 1.73 to 1.78 (cycles over time). Kept busy for a second,
+// every case drops to 1.2 to 1.9 GHz and is 2 to 19% slower.
 //
 // Tried, and no faster (times of the revision in which it was tried):
 //
@@ -57,11 +70,17 @@
 //   groups of 9 steps in place of 6, and of 4: up to 4% slower, so are no turns; the turn given back later: the same
 //   x prefetched into the L2 cache three tiles ahead: the same, TF32 10% slower
 //   units from 62 to 496 tiles in the first case: within 2%; shorter ones slower, one tile 2.9 ms
-//   walking to the next tile while the last steps run: faster by itself, but it spilled and was slower
 //   16 warps with wgmma of n = 128 (four to convert, three to send bulk copies): 2.85, 1.23 and 0.85 ms in fp16;
 //     n = 128 costs nothing by itself, but the storing warps took 1900 cycles for 8 channels x 512 bytes
 //   bulk copies ordered by the multiplying warps, eight lanes or one: 90 to 140 cycles each, 2.0, 1.2 and 0.86 ms
 //   a thread of a multiplying warp that copies weights: ptxas serialises wgmma (C7520)
+//   whole sectors of 32 bytes instead of lines of 128 (a carry of a quarter, starts and ends of runs in the fast path;
+//     stores alone: 3.69 instead of 3.72 TB/s in long runs): TF32 3.74 -> 3.51, 2.26 -> 2.24; fp16 1.59 -> 1.61,
+//     0.93 -> 0.95, with a hundred instructions less a tile
+//   tiles worked out by a converting warp and handed over in shared memory: walks in 450 cycles, stores in 2900
+//   storing a tile while the next one is multiplied, by ordinary stores between groups (1.64), or by bulk copies, 16 a
+//     warp from uniform registers (1.77): copies of 512 bytes take 31 to 37 cycles each in the copy engine
+//   walking on while the last steps run: 1.65
 //   x past the L1 cache: 20% slower in the first case; stores without .cs: 10% slower
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
