@@ -567,7 +567,7 @@ class Settings:
     data: str
     repeats: int
     engine: str | None
-    rest_ms: float = REST_MS
+    rest_ms: float
     seed: int = SEED
 
 

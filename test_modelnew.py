@@ -417,7 +417,6 @@ inline uint64_t progress = 0;  // counts whatever somebody may wait for
 inline std::function<void()> before_block = [] {};
 inline std::function<bool()> between_rounds = [] { return false; };  // whether something is still on its way
 constexpr int kPatience = 1000;  // rounds without progress
-inline bool late = false;  // whether what is asynchronous happens late
 
 inline void suspend(int line) {
   Fibre& fibre = fibres[threadIdx.x];
@@ -745,6 +744,14 @@ def test_shim_catches_what_a_gpu_would_punish(mutation, tmp_path):
 LEAST_TF32_WORK_IN_SHIM = dict.fromkeys(LEAST_TF32_WORK, 2**20)
 
 
+def input_pointers(operator: str, tensors: dict[str, Tensor]) -> list[int | None]:
+    """Addresses of x, w, bias and dy as far as an operator reads them."""
+    reads = {"fprop": ("x", "w", "bias"), "dgrad": ("w", "dy"), "wgrad": ("x", "dy"), "bgrad": ("dy",)}[operator]
+    return [
+        tensors[name].data_ptr() if name in reads and name in tensors else None for name in ("x", "w", "bias", "dy")
+    ]
+
+
 class ShimEngine:
     """The direct engine, compiled by g++ and run thread by thread."""
 
@@ -778,11 +785,7 @@ class ShimEngine:
         assert self.library.engine_describe(number, fields)
         bytes_needed = self.library.engine_workspace_bytes(number, fields)
         workspace = with_margins(torch.full((-(-bytes_needed // 8),), math.nan, dtype=torch.float64))
-        reads = {"fprop": ("x", "w", "bias"), "dgrad": ("w", "dy"), "wgrad": ("x", "dy"), "bgrad": ("dy",)}[operator]
-        inputs = [
-            tensors[name].data_ptr() if name in reads and name in tensors else None for name in ("x", "w", "bias", "dy")
-        ]
-        pointers = (ctypes.c_void_p * 6)(*inputs, out.data_ptr(), workspace.data_ptr())
+        pointers = (ctypes.c_void_p * 6)(*input_pointers(operator, tensors), out.data_ptr(), workspace.data_ptr())
         code = self.library.engine_launch(number, fields, pointers)
         assert code == 0, f"{operator} of {case}: error {code}, {self.library.simt_message().decode()}"
         assert margins_intact(workspace)
@@ -1192,6 +1195,8 @@ HOPPER_STAND_IN = r"""
 #define MODELNEW_SM90A 1
 
 namespace simt {
+
+inline bool late = false;  // whether what is asynchronous happens late
 
 struct Barrier {
   int count, pending;
@@ -1907,12 +1912,8 @@ class WgmmaShim:
         self, operator: str, case: Case, tensors: dict[str, Tensor], configuration: int, seed: int, out: Tensor
     ) -> str | None:
         """Runs fprop or dgrad of one configuration into `out`: None if there is no such plan, else what went wrong."""
-        place, reads = {"fprop": ("dy", ("x", "w", "bias")), "dgrad": ("x", ("w", "dy"))}[operator]
-        fields = ShimEngine.fields(case, tensors | {place: out}, tf32=True)
-        inputs = [
-            tensors[name].data_ptr() if name in reads and name in tensors else None for name in ("x", "w", "bias", "dy")
-        ]
-        pointers = (ctypes.c_void_p * 5)(*inputs, out.data_ptr())
+        fields = ShimEngine.fields(case, tensors | {{"fprop": "dy", "dgrad": "x"}[operator]: out}, tf32=True)
+        pointers = (ctypes.c_void_p * 5)(*input_pointers(operator, tensors), out.data_ptr())
         code = self.library.wgmma_run(OPERATOR_NUMBER[operator], fields, pointers, configuration, seed)
         if code == -1:
             return None
@@ -1925,9 +1926,9 @@ class WgmmaShim:
         shift = rng.choice([0, 0, 0, 1, 2, 3])  # elements
         tensors = {name: shifted(tensor, shift) for name, tensor in tensors.items()}
         expected = references(case, tensors)[operator]
-        if rng.random() < 0.5:
-            expected -= tensors.pop("bias").double().view(-1, 1, 1) if operator == "fprop" else 0
-        out = shifted(with_margins(tensors["x"].new_full(expected.shape, math.nan)), rng.choice([0, 0, 0, 1, 2, 3]))
+        if operator == "fprop" and rng.random() < 0.5:
+            expected -= tensors.pop("bias").double().view(-1, 1, 1)
+        out = shifted(tensors["x"].new_full(expected.shape, math.nan), rng.choice([0, 0, 0, 1, 2, 3]))
         message = self.run(operator, case, tensors, configuration, seed, out)
         if message == "" and not torch.equal(out, expected.to(dtype)):
             message = f"{(out != expected.to(dtype)).sum()} of {out.numel()} outputs are wrong"

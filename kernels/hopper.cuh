@@ -1,4 +1,5 @@
-// Hopper's own instructions (sm_90a), each as one small function. PTX ISA 8.0, so that CUDA 12.1 knows them all.
+// Hopper's own instructions (sm_90a) and a few loads, each as one small function. PTX ISA 8.0, so that CUDA 12.1 knows
+// them all.
 //
 // Shared memory is addressed by 32-bit numbers here, as these instructions want it.
 #pragma once

@@ -56,12 +56,12 @@
 //   stores                              2650 /  7380      4400 / 5800       3700
 //   walks on                             830 /  1115       970 / 2100       1900
 //
-// Of the 2650 cycles 2050 remain when nothing goes to memory, and without multiplying at all the case takes 1.57 ms
-// instead of 1.64, with stores that stay in the L2 cache 1.52, with x from the L1 cache 1.57, with neither memory 1.54,
-// without staging and storing 0.94: no single resource is full. The second case with fp32 waits for the converting
-// warps, a quarter of whose time goes into finding out where a batch lies. And with fp16 the second and third case meet
-// the power cap: they run at 1.53 and 1.57 GHz, the others at 1.73 to 1.78 (cycles over time). Kept busy for a second,
-// every case drops to 1.2 to 1.9 GHz and is 2 to 19% slower.
+// That revision takes 1.64 ms in the first case on another GPU (fp16), and there 1.57 without multiplying, 1.41 without
+// storing to memory (but with staging), 1.52 with stores that stay in the L2 cache, 1.57 with x from the L1 cache, 1.54
+// with both, 0.94 without staging and storing: no single resource is full. The second case with fp32 waits for the
+// converting warps, a quarter of whose time goes into finding out where a batch lies. And with fp16 the second and
+// third case meet the power cap: they run at 1.53 and 1.57 GHz, the others at 1.73 to 1.78 (cycles over time). Kept
+// busy for a second, every case drops to 1.2 to 1.9 GHz and is 2 to 19% slower.
 //
 // Tried, and no faster (times of the revision in which it was tried):
 //
@@ -75,8 +75,8 @@
 //   bulk copies ordered by the multiplying warps, eight lanes or one: 90 to 140 cycles each, 2.0, 1.2 and 0.86 ms
 //   a thread of a multiplying warp that copies weights: ptxas serialises wgmma (C7520)
 //   whole sectors of 32 bytes instead of lines of 128 (a carry of a quarter, starts and ends of runs in the fast path;
-//     stores alone: 3.69 instead of 3.72 TB/s in long runs): TF32 3.74 -> 3.51, 2.26 -> 2.24; fp16 1.59 -> 1.61,
-//     0.93 -> 0.95, with a hundred instructions less a tile
+//     stores alone: 3.69 instead of 3.72 TB/s in long runs): fp16 1.59 -> 1.61, 0.93 -> 0.95, although with fewer
+//     instructions. Faster with TF32, 3.74 -> 3.52, 2.26 -> 2.24, and not taken over yet
 //   tiles worked out by a converting warp and handed over in shared memory: walks in 450 cycles, stores in 2900
 //   storing a tile while the next one is multiplied, by ordinary stores between groups (1.64), or by bulk copies, 16 a
 //     warp from uniform registers (1.77): copies of 512 bytes take 31 to 37 cycles each in the copy engine
