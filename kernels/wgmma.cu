@@ -11,29 +11,33 @@
 // and a filter tap (r, s) reads them from a row further down and s*dilation_w pixels further on: wgmma takes rows of an
 // operand that are 16 bytes apart, so a tap is a shift of its start address. No bank conflicts, no swizzle.
 //
-// One block an SM, for the life of the launch, 12 warps in three roles:
+// One block an SM, for the life of the launch, 12 or 16 warps in three roles:
 //
-//   warps 0-7    two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread, then store them
-//   warps 8-10   convert: x from memory in pairs of pixels, rounded (TF32), transposed into the pieces of a row; pixels
-//                of the padding and channels that are not there become 0
-//   warp 11      one thread orders bulk copies of packed weights; where these stay for good it converts as well
+//   8 warps      two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread, then store them
+//   or 12        three, in turn, 64 channels x 128 pixels in 64 registers: where weights stay for good
+//   3 warps      convert: x from memory in pairs of pixels, rounded (TF32), transposed into the pieces of a row; pixels
+//                of the padding and channels that are not there become 0. They also work out the tiles
+//   1 warp       one thread orders bulk copies of packed weights; where these stay for good it converts as well
 //
 //   memory --convert--> x ring --+
 //                                +--> wgmma --> registers --> staging --> memory
 //   packed --bulk copy-> w ring -+
 //
 // Rings are handed over by mbarriers. The warpgroups take turns: one multiplies a block of channels, alone and at the
-// full rate of the tensor cores, while the other stores its tile. Weights that fit as a whole stay in shared memory.
+// full rate of the tensor cores, while the others store theirs. Weights that fit as a whole stay in shared memory.
 //
 // The x ring has rows of the image, so a block that walks down a column of tiles converts every row once (`down`). It
 // needs all channels of all rows of its window at once. Otherwise it walks along the rows of y:
 //
-// Stores: memory wants whole lines of 128 bytes (H200: 3.75 TB/s for 512 bytes a warp from a line boundary on, 2.1 from
-// elsewhere, 1.0 from accumulators straight to memory). Rows of y start anywhere, each channel at an alignment of its
-// own. Hence a block walks along a row, and from row to row, through a run of tiles that lie one after another in
-// memory (a unit), stores whole lines only and carries the unfinished last line of every channel over to the next tile,
-// in staging (16 bits) or registers; just the ends of a run are stored by smaller pieces. Downwards every tile is alone
-// and its ends are shared with its neighbours.
+// Stores: memory wants whole sectors of 32 bytes (H200: 3.69 TB/s for 512 bytes a warp from a sector boundary on, 3.0
+// from half a sector on, 1.0 from accumulators straight to memory). Rows of y start anywhere, each channel at an
+// alignment of its own. Hence a block walks along a row, and from row to row, through a run of tiles that lie one after
+// another in memory (a unit), stores whole sectors only and carries the unfinished one of every channel over to the
+// next tile, in shared memory; just the ends of a run are stored by smaller pieces. Downwards every tile is alone and
+// its ends are shared with its neighbours.
+//
+// NOT YET RUN ON A GPU: three warpgroups, records of tiles, whole sectors with 16 bits, batches that skip a half. All
+// times below are of revisions before.
 //
 // Where the time goes: ms, median of 9 calls in a row, H200, 2026-11-20 (bench.py, with a cold cache, reads a few per
 // cent more; GPUs differ by 4%). Rows two and three are of an earlier revision of the store, which was slower by 0.2 in
@@ -46,7 +50,7 @@
 //   floor (memory or arithmetic)    1.04 / 2.07                0.68 / 1.32                 0.65 / 1.25
 //
 // What bounds the first case is the path of one warpgroup. Cycles a tile, read by a clock in the kernel (fp16 / TF32,
-// with the store of "whole sectors" below, 1.61 / 3.50 ms, 2026-11-21):
+// with two warpgroups, 1.61 / 3.50 ms, 2026-11-21):
 //
 //                                        first case        second case      third case (fp16)
 //   waits for rows, works out places     385 /   415       490 / 8700       3200
@@ -74,10 +78,6 @@
 //     n = 128 costs nothing by itself, but the storing warps took 1900 cycles for 8 channels x 512 bytes
 //   bulk copies ordered by the multiplying warps, eight lanes or one: 90 to 140 cycles each, 2.0, 1.2 and 0.86 ms
 //   a thread of a multiplying warp that copies weights: ptxas serialises wgmma (C7520)
-//   whole sectors of 32 bytes instead of lines of 128 (a carry of a quarter, starts and ends of runs in the fast path;
-//     stores alone: 3.69 instead of 3.72 TB/s in long runs): fp16 1.59 -> 1.61, 0.93 -> 0.95, although with fewer
-//     instructions. Faster with TF32, 3.74 -> 3.52, 2.26 -> 2.24, and not taken over yet
-//   tiles worked out by a converting warp and handed over in shared memory: walks in 450 cycles, stores in 2900
 //   storing a tile while the next one is multiplied, by ordinary stores between groups (1.64), or by bulk copies, 16 a
 //     warp from uniform registers (1.77): copies of 512 bytes take 31 to 37 cycles each in the copy engine
 //   walking on while the last steps run: 1.65
@@ -96,18 +96,18 @@
 namespace modelnew {
 namespace wgmma {
 
-constexpr int kMultiplyWarps = 8;
 constexpr int kServiceWarps = 4;  // convert x; the last one may copy weights instead
-constexpr int kThreads = 32 * (kMultiplyWarps + kServiceWarps);
-// A thread starts with 168 registers, the most for three warpgroups; wgmma with n = 256 compiles for no less than 154.
+MODELNEW_HOST_DEVICE constexpr int threads(int warpgroups) { return 128 * warpgroups + 32 * kServiceWarps; }
+
+// Registers of a thread. Four warpgroups start with 128 each, which suits all of them. Three start with 168, and wgmma
+// with n = 256 compiles for no less than 154: the multiplying ones take more.
 constexpr int kMultiplyRegisters = 192;
 constexpr int kConvertRegisters = 120;
 static_assert(2 * kMultiplyRegisters + kConvertRegisters <= 3 * 168, "what one gives back the others take");
 
-constexpr int kTilePixels = 256;  // of a warpgroup: rows x columns
+constexpr int kTilePixels = 256;  // rows x columns
 constexpr int kStepBytes = 32;    // of the reduction, for one wgmma: 16 channels of 16 bits or 8 of fp32
-constexpr int kLine = 128;        // of the L2 cache: what a store should fill
-constexpr int kPlanes = 8;        // output channels that a warp stages at a time
+constexpr int kPlanes = 8;        // output channels that a warp stages at a time, at least
 
 // Steps of one bulk copy and of one commit, at most: enough cycles to issue the next ones. With narrow tiles there are
 // more instructions to a step.
@@ -120,16 +120,30 @@ MODELNEW_HOST_DEVICE constexpr int most_group_steps(int tile_q) {
 constexpr int kMaxRows = 32;    // of the x ring
 constexpr int kMaxStages = 16;  // of the w ring
 constexpr int kBarrierBytes = 1024;
+constexpr int kRecordBytes = 512;
 constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
 constexpr int kGroupChannels = 64;    // output channels of a warpgroup
 
-// A warp stages 8 planes x 512 bytes at a time, 256 pixels of 16 bits or 128 of 32. In front of them a plane has room
-// for a line, behind them for the shift of its start; planes are 4 or 8 words apart modulo the 32 banks, so that stores
-// of accumulators, 8 planes x 16 bytes or 4 planes x 32 bytes at a time, meet little conflict.
-constexpr int kPartBytes = 512;
-MODELNEW_HOST_DEVICE constexpr int staged_plane_bytes(int element_bytes) {
-  return kLine + kPartBytes + (element_bytes == 2 ? 16 : 32);
+// A tile is shared out to warpgroups: 64 channels x 256 pixels to each of two. To each of three, in turn, 64 channels x
+// 128 columns.
+MODELNEW_HOST_DEVICE constexpr int shares(int warpgroups) { return warpgroups == 3 ? 4 : 2; }
+MODELNEW_HOST_DEVICE constexpr int share_columns(int tile_q, int warpgroups) { return warpgroups == 3 ? 128 : tile_q; }
+
+// A warp stages 512 bytes of each plane at a time, or 256 where its share is no wider. In front of them a plane has
+// room for half a sector, behind them for the shift of its start; planes are 12 or 8 words apart modulo the 32 banks,
+// so that stores of accumulators, 8 planes x 16 bytes or 4 planes x 32 bytes at a time, meet little conflict.
+constexpr int kSector = 32;  // of memory: what a store should fill
+MODELNEW_HOST_DEVICE constexpr int part_bytes(int warpgroups, int element_bytes) {
+  return warpgroups == 3 && element_bytes == 2 ? 256 : 512;
 }
+MODELNEW_HOST_DEVICE constexpr int staged_plane_bytes(int warpgroups, int element_bytes) {
+  return part_bytes(warpgroups, element_bytes) + (element_bytes == 2 ? 48 : 32);
+}
+MODELNEW_HOST_DEVICE constexpr int staging_part_bytes(int planes, int warpgroups, int element_bytes) {
+  return planes * staged_plane_bytes(warpgroups, element_bytes) + 16;  // a carried sector is read as a whole
+}
+// Carried sectors of 16 planes, for the warps of two shares that lie side by side.
+constexpr int kCarriedBytes = 16 * kSector;
 
 // What the kernel computes: y from x and w, or dx from dy and w seen as the same thing (filter flipped, channel axes
 // swapped, and with a padding that may be negative).
@@ -150,12 +164,12 @@ struct Plan {
   int tiles_p, tiles_q, tiles_k;
   int tiles;                         // of all images and groups, for one tile of output channels
   bool down;                         // a unit runs down the image and keeps the rows of x that it needs again
-  int unit_tiles, units;             // a unit is a run of tiles: down a column, or row by row and image by image
-  int bands;                         // units of one column of tiles
+  int unit_tiles, units;             // a unit is a run of tiles: down a column or row by row, and image by image
   int x_rows, x_pitch;               // the window of a tile: rows, and pixels of one piece of a row
   int lead;                          // unused pixels at the left of a row, so that pairs of pixels start even
   int x_slots;                       // rows of the x ring
   int blocks_c, block_steps;         // blocks of input channels, their steps at a tap: what a row of the ring has
+  int warpgroups;                    // that multiply: 3 where weights are resident and a row has all channels, or 2
   int convert_warps;                 // 3, or 4 where weights stay the same for a block's life
   int staged_planes, staging_parts;  // of a warp: 8, or all 16; one for each warp, or for two that take turns
   int w_stages;                      // of the w ring; none: weights are resident
@@ -180,7 +194,7 @@ struct Params {
 
 // Where the parts of a block's shared memory start.
 struct SharedLayout {
-  int staging, x_ring, w_ring, end;
+  int records, carried, staging, x_ring, w_ring, end;
 };
 
 MODELNEW_HOST_DEVICE inline int total_steps(const Correlation& of, const Plan& plan) {
@@ -193,8 +207,11 @@ constexpr int kWeightStepBytes = kGroupChannels * kStepBytes;  // of one warpgro
 
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Correlation& of, const Plan& plan, int element_bytes) {
   SharedLayout layout{};
-  layout.staging = kBarrierBytes;
-  layout.x_ring = layout.staging + plan.staging_parts * plan.staged_planes * staged_plane_bytes(element_bytes);
+  layout.records = kBarrierBytes;
+  layout.carried = layout.records + kRecordBytes;
+  layout.staging = layout.carried + 8 * kCarriedBytes;
+  layout.x_ring =
+      layout.staging + plan.staging_parts * staging_part_bytes(plan.staged_planes, plan.warpgroups, element_bytes);
   layout.w_ring = layout.x_ring + plan.x_slots * x_row_bytes(plan);
   const int steps =
       plan.w_stages > 0 ? plan.w_stages * plan.group_steps : total_steps(of, plan) * (plan.tile_k / kGroupChannels);
@@ -211,7 +228,10 @@ struct Tile {
   int p, q;                   // its upper left output
   bool run_starts, run_ends;  // nothing carried over from the tile before, to the tile behind
   bool continues, goes_on;    // its window lies tile_p rows below that of the tile before; the next one's below its own
+  bool last;                  // of the block
+  int behind;                 // outputs of a row that precede it in its run, or kFarBehind
 };
+constexpr int kFarBehind = 64;  // more than a sector
 
 struct Walk {
   Tile tile;
@@ -230,22 +250,25 @@ struct Walk {
       start_unit(of, plan);
       return;
     }
-    bool run_starts = plan.down;
-    if (plan.down) {
-      ++row;
-    } else if (++column == plan.tiles_q) {
+    bool run_starts = plan.down, continues = plan.down;
+    bool next_row = plan.down;
+    if (!plan.down && ++column == plan.tiles_q) {
       column = 0;
       run_starts = !plan.y_flat;
-      if (++row == plan.tiles_p) {
-        row = 0;
-        run_starts = true;
-        if (++tile.n == of.N) {
-          tile.n = 0;
-          ++tile.group;
-        }
+      next_row = true;
+    }
+    if (next_row && ++row == plan.tiles_p) {
+      row = 0;
+      run_starts = true;
+      continues = false;
+      if (++tile.n == of.N) {
+        tile.n = 0;
+        ++tile.group;
       }
     }
-    place(plan, run_starts, plan.down);
+    const int behind = tile.behind + (plan.tile_q < of.Q - tile.q ? plan.tile_q : of.Q - tile.q);
+    tile.behind = behind < kFarBehind ? behind : kFarBehind;
+    place(plan, run_starts, continues);
   }
 
  private:
@@ -253,22 +276,21 @@ struct Walk {
     if (unit >= plan.units) return;
     const int part = unit / plan.tiles_k;
     tile.tile_k = unit - part * plan.tiles_k;
-    int image;
+    int row_of_all;
     if (plan.down) {
       // Neighbouring blocks take neighbouring columns: their lines of y meet.
-      const int band_of_all = part / plan.tiles_q;
-      column = part - band_of_all * plan.tiles_q;
-      image = band_of_all / plan.bands;
-      row = (band_of_all - image * plan.bands) * plan.unit_tiles;
-      left = plan.unit_tiles < plan.tiles_p - row ? plan.unit_tiles : plan.tiles_p - row;
+      const int band = part / plan.tiles_q, rows = plan.tiles / plan.tiles_q;
+      column = part - band * plan.tiles_q;
+      row_of_all = band * plan.unit_tiles;
+      left = plan.unit_tiles < rows - row_of_all ? plan.unit_tiles : rows - row_of_all;
     } else {
       const int first = part * plan.unit_tiles;
       left = plan.unit_tiles < plan.tiles - first ? plan.unit_tiles : plan.tiles - first;
-      const int row_of_all = first / plan.tiles_q;
+      row_of_all = first / plan.tiles_q;
       column = first - row_of_all * plan.tiles_q;
-      image = row_of_all / plan.tiles_p;
-      row = row_of_all - image * plan.tiles_p;
     }
+    const int image = row_of_all / plan.tiles_p;
+    row = row_of_all - image * plan.tiles_p;
     tile.group = image / static_cast<int>(of.N);
     tile.n = image - tile.group * static_cast<int>(of.N);
     place(plan, true, false);
@@ -278,8 +300,10 @@ struct Walk {
     tile.p = row * plan.tile_p;
     tile.q = column * plan.tile_q;
     tile.continues = continues;
-    tile.goes_on = plan.down && left > 1;
+    tile.goes_on = plan.down && left > 1 && row < plan.tiles_p - 1;
+    tile.last = left == 1 && unit + plan.blocks >= plan.units;
     tile.run_starts = run_starts;
+    if (run_starts) tile.behind = 0;
     tile.run_ends = plan.down || left == 1 || (column == plan.tiles_q - 1 && (!plan.y_flat || row == plan.tiles_p - 1));
   }
 };
@@ -327,9 +351,30 @@ struct RingPosition {
   }
 };
 
+// What the multiplying warps have to know of a tile. One of the converting warps writes it down before the first row of
+// the tile is there: to work it out takes a warp several hundred cycles, which the others have not got.
+struct alignas(16) TileRecord {
+  int64_t out;        // offset of its first output in the first of its channels
+  int rows, columns;  // of outputs from there on: to the end of the image, to the end of the tile
+  int channel;        // first of all groups
+  int channels;       // of its group from there on
+  int weights;        // which: group and tile of channels
+  int flags;          // and what is behind
+
+  static constexpr int kRunEnds = 1, kGoesOn = 2, kLast = 4, kBehindShift = 3;
+};
+static_assert(sizeof(TileRecord) == 32, "two loads");
+
+// Records are of tiles that have rows in the ring, three at most (see the end of `complete`), and of the two that are
+// being loaded.
+constexpr int kRecords = kRecordBytes / sizeof(TileRecord);
+static_assert(kRecords >= 8, "more than five");
+
 // Addresses in shared memory. Barriers of 8 bytes: x_full and x_empty, kMaxRows of each, w_full and w_empty, kMaxStages
-// of each, and the turns of the two warpgroups.
+// of each, the turns of the warpgroups, those of two warps that share a part of staging, and what is carried over.
 struct Shared {
+  static constexpr int kTurns = 8 * (2 * kMaxRows + 2 * kMaxStages);
+
   uint32_t base;
   SharedLayout layout;
 
@@ -337,16 +382,13 @@ struct Shared {
   __device__ __forceinline__ uint32_t x_empty(int slot) const { return base + 8 * (kMaxRows + slot); }
   __device__ __forceinline__ uint32_t w_full(int slot) const { return base + 8 * (2 * kMaxRows + slot); }
   __device__ __forceinline__ uint32_t w_empty(int slot) const { return base + 8 * (2 * kMaxRows + kMaxStages + slot); }
-  __device__ __forceinline__ uint32_t turn(int warpgroup_id) const {
-    return base + 8 * (2 * kMaxRows + 2 * kMaxStages + warpgroup_id);
-  }
-  __device__ __forceinline__ uint32_t staging_turn(int warp_id) const {
-    return base + 8 * (2 * kMaxRows + 2 * kMaxStages + 2 + warp_id);
-  }
+  __device__ __forceinline__ uint32_t turn(int warpgroup_id) const { return base + kTurns + 8 * warpgroup_id; }
+  __device__ __forceinline__ uint32_t staging_turn(int warp_id) const { return base + kTurns + 8 * (3 + warp_id); }
+  __device__ __forceinline__ uint32_t carried(int which) const { return base + kTurns + 8 * (11 + which); }
   __device__ __forceinline__ uint32_t x_ring() const { return base + layout.x_ring; }
   __device__ __forceinline__ uint32_t w_ring() const { return base + layout.w_ring; }
 };
-static_assert((2 * kMaxRows + 2 * kMaxStages + 2 + kMultiplyWarps) * 8 <= kBarrierBytes, "room for all barriers");
+static_assert(Shared::kTurns + 8 * (11 + 8) <= kBarrierBytes, "room for all barriers");
 
 // -- Copy weights: packed -> w ring, by one thread --
 
@@ -431,13 +473,14 @@ __device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[8], int which)
   }
 }
 
-// Parts of a batch, 8 words of registers each: 18 KB are on their way to the three warps.
-constexpr int kBatch = 7;
-constexpr int kFirstHalf = 4;  // of a batch
-static_assert(kFirstHalf < kBatch, "two halves");
+// Parts of a batch, 8 words of registers each: 18 KB are on their way to three warps. As many as registers allow.
+MODELNEW_HOST_DEVICE constexpr int batch(int warpgroups, int element_bytes) {
+  return warpgroups == 2 && element_bytes == 4 ? 6 : 7;
+}
 
-template <typename Element, int PIXELS, bool ALL_CHANNELS, int WARPS>
+template <typename Element, int PIXELS, bool ALL_CHANNELS, int WARPS, int BATCH>
 struct Converter {
+  static constexpr int FIRST_HALF = (BATCH + 1) / 2;
   static constexpr int CHANNELS = 16 / sizeof(Element);            // of a piece
   static constexpr int WORDS = sizeof(Element) == 2 ? 1 : PIXELS;  // of one channel of an item
   static constexpr int PART_BYTES = 32 * PIXELS * 16;              // in the ring
@@ -457,8 +500,9 @@ struct Converter {
   const uint8_t* fill_ptr;  // its first pixel, inside the image or not, in its first channel
   // Where each of its items lies in x from there on, and a bit that says whether that is inside the image. Where all
   // fills are of one batch, the offsets are worked out once, the bits once a tile, and few instructions remain.
-  uint32_t offset[kBatch];
+  uint32_t offset[BATCH];
   uint32_t inside;
+  int number;  // of the tile
 
   __device__ __forceinline__ Converter(const Params& params, const Shared& shared, uint8_t* smem, int warp_id)
       : params(params), shared(shared), smem(smem), warp_id(warp_id) {
@@ -471,9 +515,28 @@ struct Converter {
     walk.start(params.of, plan, blockIdx.x);
     block = 0;
     first = warp_id;
+    number = 0;
     enter_tile();
-    prepare();
-    look();
+    look<true>();
+  }
+
+  // Of the tile.
+  __device__ __forceinline__ void write_record() const {
+    const Correlation& of = params.of;
+    const Plan& plan = params.plan;
+    const Tile& tile = walk.tile;
+    TileRecord record;
+    const int k = tile.tile_k * plan.tile_k;
+    record.channel = tile.group * of.out_channels + k;
+    record.out = tile.n * of.out_stride[0] + record.channel * of.out_stride[1] + tile.p * of.out_stride[2] +
+                 tile.q * of.out_stride[3];
+    record.rows = of.P - tile.p;
+    record.columns = min(plan.tile_q, of.Q - tile.q);
+    record.channels = of.out_channels - k;
+    record.weights = tile.group * plan.tiles_k + tile.tile_k;
+    record.flags = (tile.run_ends ? TileRecord::kRunEnds : 0) | (tile.goes_on ? TileRecord::kGoesOn : 0) |
+                   (tile.last ? TileRecord::kLast : 0) | tile.behind << TileRecord::kBehindShift;
+    reinterpret_cast<TileRecord*>(smem + shared.layout.records)[number % kRecords] = record;
   }
 
   __device__ __forceinline__ int parts() const { return (rows * row_items + 31) / 32; }
@@ -489,6 +552,8 @@ struct Converter {
         (walk.tile.n * of.in_stride[0] + static_cast<int64_t>(walk.tile.group) * of.in_channels * of.in_stride[1] +
          h0 * of.in_stride[2] + w0 * of.in_stride[3]) *
             static_cast<int64_t>(sizeof(Element));
+    if (warp_id == WARPS - 1 && lane_id == 0) write_record();
+    ++number;
   }
 
   // Part i of the batch.
@@ -504,24 +569,29 @@ struct Converter {
     return {row, piece, PIXELS * (in_row - piece * row_pieces), row < rows};
   }
 
-  __device__ __forceinline__ void prepare() {
-    const Correlation& of = params.of;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const Item at = item_of(i);
-      offset[i] = static_cast<uint32_t>(
-          (at.piece * CHANNELS * of.in_stride[1] + at.row * of.in_stride[2] + at.column * of.in_stride[3]) *
-          sizeof(Element));
-    }
-  }
+  // The last batch of a fill may well be less than half a batch.
+  __device__ __forceinline__ bool has_second_half() const { return first + FIRST_HALF * WARPS < parts(); }
 
+  // Where the items of the batch lie, where that is not known already, and which are inside the image.
+  template <bool ALL>
   __device__ __forceinline__ void look() {
     inside = 0;
+    look_at_parts<ALL, 0, FIRST_HALF>();
+    if (has_second_half()) look_at_parts<ALL, FIRST_HALF, BATCH>();
+  }
+
+  template <bool ALL, int BEGIN, int END>
+  __device__ __forceinline__ void look_at_parts() {
+    const Correlation& of = params.of;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = BEGIN; i < END; ++i) {
       const Item at = item_of(i);
-      const bool is_inside = at.exists && static_cast<unsigned>(h0 + at.row) < static_cast<unsigned>(params.of.H) &&
-                             static_cast<unsigned>(w0 + at.column) < static_cast<unsigned>(params.of.W);
+      if constexpr (ALL)
+        offset[i] = static_cast<uint32_t>(
+            (at.piece * CHANNELS * of.in_stride[1] + at.row * of.in_stride[2] + at.column * of.in_stride[3]) *
+            sizeof(Element));
+      const bool is_inside = at.exists && static_cast<unsigned>(h0 + at.row) < static_cast<unsigned>(of.H) &&
+                             static_cast<unsigned>(w0 + at.column) < static_cast<unsigned>(of.W);
       inside |= static_cast<uint32_t>(is_inside) << i;
     }
   }
@@ -530,10 +600,9 @@ struct Converter {
   __device__ __forceinline__ bool next() {
     const Plan& plan = params.plan;
     const int before = parts();
-    first += kBatch * WARPS;
+    first += BATCH * WARPS;
     if (first < before) {
-      prepare();
-      look();
+      look<true>();
       return true;
     }
     first = warp_id;
@@ -546,17 +615,15 @@ struct Converter {
     } else {
       fill_ptr += plan.block_steps * STEP_CHANNELS * params.of.in_stride[1] * static_cast<int64_t>(sizeof(Element));
     }
-    if (before > kBatch * WARPS || before != parts()) {
-      prepare();
-      look();
-    } else if (new_tile) {
-      look();
-    }
+    if (before > BATCH * WARPS || before != parts())
+      look<true>();
+    else if (new_tile)
+      look<false>();
     return true;
   }
 
   template <int BEGIN, int END>
-  __device__ __forceinline__ void load(uint32_t (&words)[kBatch][8]) const {
+  __device__ __forceinline__ void load(uint32_t (&words)[BATCH][8]) const {
     const int64_t channel_bytes = params.of.in_stride[1] * sizeof(Element);
 #pragma unroll
     for (int i = BEGIN; i < END; ++i) {
@@ -575,8 +642,7 @@ struct Converter {
 
   // `place`: of the fill, in bytes from the start of the ring.
   template <int BEGIN, int END>
-  __device__ __forceinline__ void store(int place, int first_part, int items,
-                                        const uint32_t (&words)[kBatch][8]) const {
+  __device__ __forceinline__ void store(int place, int first_part, int items, const uint32_t (&words)[BATCH][8]) const {
     const int ring_bytes = params.plan.x_slots * x_row_bytes(params.plan);
     uint8_t* ring = smem + shared.layout.x_ring;
 #pragma unroll
@@ -601,9 +667,9 @@ struct Converter {
     const Plan& plan = params.plan;
     RingPosition fill;         // its first row
     RingPosition empty, full;  // the next row to wait for, to tell of
-    uint32_t words[kBatch][8];
-    load<0, kFirstHalf>(words);
-    load<kFirstHalf, kBatch>(words);
+    uint32_t words[BATCH][8];
+    load<0, FIRST_HALF>(words);
+    if (has_second_half()) load<FIRST_HALF, BATCH>(words);
     int waited = 0, told = 0;  // rows of the fill
     for (bool more = true; more;) {
       // What is in the registers now.
@@ -611,7 +677,7 @@ struct Converter {
       const int items = loaded_rows * row_items;
       const int place = fill.slot * x_row_bytes(plan);
       more = next();
-      const int behind = loaded_first + kBatch * WARPS;
+      const int behind = loaded_first + BATCH * WARPS;
       const bool fill_ends = behind >= loaded_parts;
       // All rows of the fill in the end, also those in which this warp has no part: nobody gets a round ahead.
       const int touched = fill_ends ? loaded_rows : quotient((behind - WARPS) * 32 + 31, by_row) + 1;
@@ -620,10 +686,10 @@ struct Converter {
         empty.advance(plan.x_slots);
       }
       // By halves, so that one is on its way while the other is stored.
-      store<0, kFirstHalf>(place, loaded_first, items, words);
-      if (more) load<0, kFirstHalf>(words);
-      store<kFirstHalf, kBatch>(place, loaded_first, items, words);
-      if (more) load<kFirstHalf, kBatch>(words);
+      store<0, FIRST_HALF>(place, loaded_first, items, words);
+      if (more) load<0, FIRST_HALF>(words);
+      if (loaded_first + FIRST_HALF * WARPS < loaded_parts) store<FIRST_HALF, BATCH>(place, loaded_first, items, words);
+      if (more && has_second_half()) load<FIRST_HALF, BATCH>(words);
       const int done = fill_ends ? loaded_rows : quotient(behind * 32, by_row);
       if (told < done) {
         hopper::fence_async();
@@ -643,20 +709,12 @@ struct Converter {
 
 // -- Store: accumulators -> staging -> memory --
 
-// One warp's view of its part of a tile.
+// One warp's view of its share of a tile.
 struct Store {
-  uint8_t* staging;  // of this warp: staged_planes x staged_plane_bytes
-  int warp_in_group, lane_id;
-  int first_k;  // of this warpgroup in the tile
-  int first_p;
-};
-
-// What a warp knows of the run of tiles that it is in: where the next tile begins, in the first of its 16 channels; how
-// many bytes lie behind, as far as it matters; and the unfinished lines, 16 bytes of four of them a lane.
-struct Run {
-  uint64_t address;
-  int behind;
-  uint4 carry[2][2];
+  uint8_t* staging;  // of this warp
+  uint4* carried;    // unfinished sectors, of this lane
+  int lane_id;
+  int first_k, first_p, first_q;  // in the tile
 };
 
 // Two neighbouring pixels as memory has them.
@@ -690,344 +748,216 @@ __device__ __forceinline__ float2 select(bool first, float2 a, float2 b) {
   return make_float2(first ? a.x : b.x, first ? a.y : b.y);
 }
 
-// Of channel k of a group.
-template <typename Element>
-__device__ __forceinline__ float bias_of(const Params& params, int group, int k) {
-  if (k >= params.of.out_channels) return 0.0f;
-  return widen(static_cast<const Element*>(params.bias_ptr)[group * params.of.out_channels + k]);
-}
-
-// What store_runs below does, in half as many instructions, in the two cases that matter: 16 bits, all 16 channels of a
-// warp, a tile that is alone or in the middle of a run.
-template <typename Element>
-__device__ __forceinline__ void store_all_planes(const Store& store, int bytes, int64_t plane_stride, bool alone,
-                                                 const float (&acc)[1][128], Run& run) {
-  constexpr int kPlaneBytes = staged_plane_bytes(2);
-  constexpr int kTogether = 2;
-  const int lane_id = store.lane_id;
-  uint8_t* const staged = store.staging + kLine;
-  uint32_t begin = static_cast<uint32_t>(run.address), stride = static_cast<uint32_t>(plane_stride);
-  asm volatile("" : "+r"(begin), "+r"(stride));
-
-  __syncwarp();  // carried lines are in their places
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int plane = 8 * half + lane_id / 4;
-    const int in_group = static_cast<int>((begin + plane * stride) & 15) + lane_id % 4 * 4;
-    const bool later = in_group >= 16;
-    uint8_t* to = staged + plane * kPlaneBytes + (in_group & 15);
-    uint32_t before = 0;
-#pragma unroll
-    for (int j = 0; j < 32; ++j) {
-      const uint32_t pair = narrow_pair(acc[0][4 * j + 2 * half], acc[0][4 * j + 2 * half + 1], Element{});
-      if (j > 0 || !later) *reinterpret_cast<uint32_t*>(to + 16 * j) = later ? before : pair;
-      before = pair;
-    }
-    if (later) *reinterpret_cast<uint32_t*>(to + 512) = before;
-  }
-  __syncwarp();  // all pixels are staged
-
-  // 16 bytes a lane of every plane, from its boundary on. `to` is opaque, or the compiler would split it into a part of
-  // the warp and one of the lane, for more and slower instructions.
-  const int mask = alone ? 15 : kLine - 1;
-  uint64_t to = run.address + (lane_id * 16 & ~mask);
-  asm volatile("" : "+l"(to));
-  const int in_boundary = lane_id * 16 & mask;
-  const int end = (lane_id * 16 | mask) - bytes;   // the last byte that has to be there
-  const bool first_piece = alone && lane_id == 0;  // shared with the neighbour: see below
-#pragma unroll
-  for (int first = 0; first < 2 * kPlanes; first += kTogether) {
-    uint4 pieces[kTogether];
-    uint64_t places[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      places[i] = to;
-      pieces[i] = *reinterpret_cast<const uint4*>(staged + lane_id * 16 + (first + i) * kPlaneBytes -
-                                                  (static_cast<uint32_t>(to) & mask & ~15));
-      to += plane_stride;
-      asm volatile("" : "+l"(to));
-    }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      if (!first_piece && end < (static_cast<int>(places[i]) & mask))
-        __stcs(reinterpret_cast<uint4*>((places[i] & ~static_cast<uint64_t>(mask)) | in_boundary), pieces[i]);
-    }
-  }
-
-  if (alone) {
-    // The first and the last bytes, in words: four lanes a plane.
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int plane = 8 * half + lane_id / 4;
-      const uint64_t address = run.address + plane * plane_stride;
-      const int shift = static_cast<int>(address) & 15, word = lane_id % 4 * 4;
-      const int tail = ((shift + bytes) & ~15) + word;
-      const uint8_t* from = staged + plane * kPlaneBytes;
-      if (word >= shift && word < shift + bytes)
-        *reinterpret_cast<uint32_t*>(address - shift + word) = *reinterpret_cast<const uint32_t*>(from + word);
-      if (tail >= 16 && tail < shift + bytes)
-        *reinterpret_cast<uint32_t*>(address - shift + tail) = *reinterpret_cast<const uint32_t*>(from + tail);
-    }
-    return;
-  }
-
-  // The unfinished lines, 16 bytes of four of them a lane, to where the next tile wants them.
-  const uint32_t plane_begin = begin + lane_id / 8 * stride;
-  uint8_t* const line = staged + lane_id / 8 * kPlaneBytes + lane_id % 8 * 16;
-  uint4 lines[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t at = plane_begin + 4 * i * stride;
-    lines[i] = *reinterpret_cast<const uint4*>(line + 4 * i * kPlaneBytes - (at & (kLine - 16)) +
-                                               (((at & (kLine - 1)) + bytes) & ~(kLine - 1u)));
-  }
-  __syncwarp();  // all have been read
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    *reinterpret_cast<uint4*>(line + 4 * i * kPlaneBytes - ((plane_begin + 4 * i * stride + bytes) & (kLine - 16))) =
-        lines[i];
-  run.address += bytes;
-}
-
-// Tiles of one row. Eight channels (planes) at a time, by parts of 512 bytes. Offsets count bytes from the boundary at
-// or before which a part begins in its plane: a line in a run of tiles, 16 bytes in a tile that is alone.
+// Shares of one row. All 16 channels (planes) of a warp at a time with 16 bits, 8 with fp32, by parts of 512 bytes or
+// 256. Offsets count bytes from the boundary at or before which a part begins in its plane: a sector of 32 bytes, or
+// one of 16 bytes where a run starts.
 //
-//              <- line ->                    <- line ->
+//              <- sector ->                <- sector ->
 //   staged:   [carried|new        ...               |new ]
 //   stored:   [-----------------  ...  -------------]           the rest is carried over
 //
-// In staging the new pixels of all planes begin at kLine + offset % 16, so that lanes meet few conflicts.
-template <typename Element>
-__device__ __forceinline__ void store_runs(const Params& params, const Store& store, const Tile& tile,
-                                           const float (&bias)[2], const float (&acc)[1][128], Run& run) {
+// In staging the new pixels of all planes begin at offset % 16 behind half a sector, so that lanes meet few conflicts.
+template <typename Element, int WARPGROUPS, int SHARE_Q>
+__device__ __forceinline__ void store_runs(const Params& params, const Store& store, const TileRecord& tile,
+                                           const float (&bias)[2], const float (&acc)[1][SHARE_Q / 2]) {
   constexpr int kSize = sizeof(Element);
+  constexpr int kPartBytes = part_bytes(WARPGROUPS, kSize);
   constexpr int kColumns = kPartBytes / kSize;
-  constexpr int kPlaneBytes = staged_plane_bytes(kSize);
-  // Unfinished lines wait in staging: with 16 bits, where there is room for all planes, or in registers.
-  constexpr bool kInPlace = kSize == 2;
-  constexpr int kTogether = kSize == 2 ? 4 : 2;  // planes whose loads from shared memory are on their way together
-  const Correlation& of = params.of;
+  constexpr int kPlaneBytes = staged_plane_bytes(WARPGROUPS, kSize);
+  constexpr int kAtOnce = kSize == 2 ? 2 * kPlanes : kPlanes;
+  constexpr int kLanes = kPartBytes / 16;  // that store a plane
+  constexpr int kRows = 32 / kLanes;       // planes that a warp stores at a time
+  constexpr int kTogether = 2;             // times that: those whose loads from shared memory are on their way together
+  static_assert(SHARE_Q % kColumns == 0 && kAtOnce % (kRows * kTogether) == 0, "whole parts");
   const int lane_id = store.lane_id;
-  const int p = tile.p + store.first_p;
-  if (p >= of.P) return;
-  const bool alone = tile.run_starts && tile.run_ends;
-  const int columns = min(params.plan.tile_q, of.Q - tile.q);
-  const int first_k = store.first_k + 16 * store.warp_in_group;
+  const int columns = min(SHARE_Q, tile.columns - store.first_q);
+  if (store.first_p >= tile.rows || columns <= 0) return;
+  const Correlation& of = params.of;
   const int64_t plane_stride = of.out_stride[1] * kSize;
-  const bool both = params.plan.staged_planes == 2 * kPlanes;  // halves are staged apart
-  if constexpr (kSize == 2) {
-    if (params.plan.y_pairs && columns % 2 == 0 && params.bias_ptr == nullptr &&
-        first_k + 2 * kPlanes <= of.out_channels && (alone || (run.behind == kLine && !tile.run_ends))) {
-      store_all_planes<Element>(store, columns * kSize, plane_stride, alone, acc, run);
-      return;
-    }
-  }
+  const uint64_t share_address =
+      reinterpret_cast<uint64_t>(params.out_ptr) +
+      (tile.out + store.first_k * of.out_stride[1] + store.first_p * of.out_stride[2] + store.first_q) * kSize;
+  uint8_t* const staged = store.staging + kSector / 2;
 
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int planes = min(of.out_channels - first_k - 8 * half, kPlanes);
+  for (int first_half = 0; first_half < 2; first_half += kAtOnce / kPlanes) {
+    const int planes = min(tile.channels - store.first_k - 8 * first_half, kAtOnce);
     if (planes <= 0) break;
 #pragma unroll
-    for (int part = 0; part < kTilePixels / kColumns; ++part) {
+    for (int part = 0; part < SHARE_Q / kColumns; ++part) {
       const int bytes = min(columns - part * kColumns, kColumns) * kSize;
       if (bytes <= 0) break;
-      const uint64_t address = run.address + 8 * half * plane_stride + part * kPartBytes;
-      const bool run_starts = alone || (tile.run_starts && part == 0);
-      const bool run_ends = alone || (tile.run_ends && columns <= (part + 1) * kColumns);
-      const int run_behind = alone ? 0 : min(run.behind + part * kPartBytes, kLine);
-      const auto begin_of = [&](int plane) {
-        return static_cast<uint32_t>(address) + plane * static_cast<uint32_t>(plane_stride);
-      };
-      uint8_t* const staged = store.staging + kLine + (both ? half * kPlanes * kPlaneBytes : 0);
-      const int own_plane = lane_id / 4;  // four lanes stage a plane
+      const uint64_t address = share_address + 8 * first_half * plane_stride + part * kPartBytes;
+      const int behind =
+          min(((tile.flags >> TileRecord::kBehindShift) + store.first_q + part * kColumns) * kSize, kSector);
+      const bool run_ends =
+          (tile.flags & TileRecord::kRunEnds) != 0 && tile.columns <= store.first_q + (part + 1) * kColumns;
+      uint32_t begin = static_cast<uint32_t>(address), stride = static_cast<uint32_t>(plane_stride);
+      asm volatile("" : "+r"(begin), "+r"(stride));
 
-      // Eight lanes, twice, have the carried line of a plane.
+      // Two lanes have the carried sector of a plane, 16 bytes each.
+      const bool carries = kAtOnce == 16 || lane_id / 16 == first_half;
+      const int carried_plane = lane_id / 2 % kAtOnce;
+      const auto sector_of = [&](int byte) {  // of the part: where it lies in staging
+        const uint32_t carried_begin = begin + carried_plane * stride;
+        const uint32_t sectors = ((carried_begin & (kSector - 1)) + byte) & ~(kSector - 1u);
+        return reinterpret_cast<uint4*>(staged + carried_plane * kPlaneBytes + lane_id % 2 * 16 - (carried_begin & 16) +
+                                        sectors);
+      };
       __syncwarp();  // the part before has been read
-      if (!kInPlace && !run_starts) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int plane = 4 * i + lane_id / 8;
-          *reinterpret_cast<uint4*>(staged + plane * kPlaneBytes - (begin_of(plane) & (kLine - 16)) +
-                                    lane_id % 8 * 16) = run.carry[half][i];
-        }
+      if (behind > 0) {
+        if (carries) *sector_of(0) = *store.carried;
         __syncwarp();  // its last bytes are overwritten by new pixels
       }
-      // Four lanes stage 8 pixels of their plane at a time. Shifted pairs of pixels reach into the next 16 bytes (16
-      // bits) or 32 (fp32): those lanes stage the pair of the 8 pixels before instead, so that no bank is met twice.
-      const int shift = static_cast<int>(begin_of(own_plane) & 15);
-      constexpr int kGroupBytes = 8 * kSize;
-      if (params.plan.y_pairs) {
-        const int in_group = shift + lane_id % 4 * 2 * kSize;
-        const bool later = in_group >= kGroupBytes;
-        uint8_t* to = staged + own_plane * kPlaneBytes + in_group - (later ? kGroupBytes : 0);
-        const auto pair_of = [&](int i, float added) {
-          const int j = 4 * (part * (kColumns / 8) + i) + 2 * half;
-          return pack_pair<Element>(acc[0][j] + added, acc[0][j + 1] + added);
+
+      // Four lanes stage 8 pixels of a plane at a time.
+#pragma unroll
+      for (int half = first_half; half < first_half + kAtOnce / kPlanes; ++half) {
+        const int plane = 8 * (half - first_half) + lane_id / 4;
+        const int shift = static_cast<int>((begin + plane * stride) & 15);
+        uint8_t* const to_plane = staged + plane * kPlaneBytes;
+        const auto value_of = [&](int i, int which, float added) {
+          return acc[0][4 * (part * (kColumns / 8) + i) + 2 * half + which] + added;
         };
         const auto stage = [&](float added) {
-          PackedPair<Element> before{}, pair{};
+          if constexpr (kSize == 2) {
+            // Shifted pairs of pixels reach into the next 16 bytes: those lanes stage the pair of the 8 pixels before
+            // instead, so that no bank is met twice.
+            const int in_group = shift + lane_id % 4 * 4;
+            const bool later = in_group >= 16;
+            uint8_t* const to = to_plane + (in_group & 15);
+            uint32_t before = 0;
+#pragma unroll
+            for (int i = 0; i < kColumns / 8; ++i) {
+              const uint32_t pair = narrow_pair(value_of(i, 0, added), value_of(i, 1, added), Element{});
+              if (i > 0 || !later) *reinterpret_cast<uint32_t*>(to + 16 * i) = later ? before : pair;
+              before = pair;
+            }
+            if (later) *reinterpret_cast<uint32_t*>(to + kPartBytes) = before;
+          } else {
+            uint8_t* const to = to_plane + shift + lane_id % 4 * 8;
+#pragma unroll
+            for (int i = 0; i < kColumns / 8; ++i)
+              *reinterpret_cast<float2*>(to + 32 * i) = make_float2(value_of(i, 0, added), value_of(i, 1, added));
+          }
+        };
+        if (!params.plan.y_pairs) {
+          Element* const pixels = reinterpret_cast<Element*>(to_plane + shift) + 2 * (lane_id % 4);
 #pragma unroll
           for (int i = 0; i < kColumns / 8; ++i) {
-            pair = pair_of(i, added);
-            if (i > 0 || !later)
-              *reinterpret_cast<PackedPair<Element>*>(to + i * kGroupBytes) = select(later, before, pair);
-            before = pair;
+            narrow(value_of(i, 0, bias[half]), pixels[8 * i]);
+            narrow(value_of(i, 1, bias[half]), pixels[8 * i + 1]);
           }
-          if (later) *reinterpret_cast<PackedPair<Element>*>(to + kColumns / 8 * kGroupBytes) = pair;
-        };
-        if (params.bias_ptr != nullptr)
+        } else if (params.bias_ptr != nullptr) {
           stage(bias[half]);
-        else
+        } else {
           stage(-0.0f);  // which the compiler leaves out
-      } else {
-        Element* pixels = reinterpret_cast<Element*>(staged + own_plane * kPlaneBytes + shift) + 2 * (lane_id % 4);
-#pragma unroll
-        for (int i = 0; i < kColumns / 8; ++i) {
-          const int j = 4 * (part * (kColumns / 8) + i) + 2 * half;
-          narrow(acc[0][j] + bias[half], pixels[8 * i]);
-          narrow(acc[0][j + 1] + bias[half], pixels[8 * i + 1]);
         }
       }
       __syncwarp();  // all pixels are staged
 
-      // The two cases that matter, 16 bytes a lane. `to` is opaque, or the compiler would split it into a part of the
-      // warp and one of the lane, for more and slower instructions.
-      const uint8_t* const own_piece = staged + lane_id * 16;
-      if (planes == kPlanes && run_behind == kLine && !run_ends) {
-        uint64_t to = address + (lane_id * 16 & -kLine);  // a line and the shift of the plane
-        asm volatile("" : "+l"(to));
-        const int in_line = lane_id * 16 & (kLine - 1), line_end = lane_id * 16 | (kLine - 1);
+      // 16 bytes a lane of every plane, from its boundary on. `to` is opaque, or the compiler would split it into a
+      // part of the warp and one of the lane, for more and slower instructions.
+      const int mask = behind == 0 ? 15 : kSector - 1;
+      const bool head = behind < kSector;  // the first piece or sector is not all ours
+      const int place = lane_id % kLanes * 16, own_row = lane_id / kLanes;
+      uint64_t to = address + own_row * plane_stride + (place & ~mask);
+      asm volatile("" : "+l"(to));
+      const int in_boundary = place & mask;
+      // A lane stores its piece if the shift of the plane is more than this: if the piece and the sector it lies in are
+      // all there, and all of this run.
+      const int end = head && place <= mask ? kSector : (place | mask) - bytes;
+      const uint8_t* const own_piece = staged + own_row * kPlaneBytes + place;
+      const auto piece_at = [&](int plane, uint64_t to_plane) {
+        return *reinterpret_cast<const uint4*>(own_piece + plane * kPlaneBytes -
+                                               (static_cast<uint32_t>(to_plane) & mask & ~15));
+      };
+      const auto store_piece = [&](uint64_t to_plane, const uint4& piece) {
+        if (end < (static_cast<int>(to_plane) & mask))
+          __stcs(reinterpret_cast<uint4*>((to_plane >> 32 << 32) | (static_cast<uint32_t>(to_plane) & ~mask) |
+                                          in_boundary),
+                 piece);
+      };
+      if (planes == kAtOnce) {
 #pragma unroll
-        for (int first = 0; first < kPlanes; first += kTogether) {
+        for (int first = 0; first < kAtOnce; first += kRows * kTogether) {
           uint4 pieces[kTogether];
           uint64_t places[kTogether];
 #pragma unroll
           for (int i = 0; i < kTogether; ++i) {
             places[i] = to;
-            pieces[i] = *reinterpret_cast<const uint4*>(own_piece + (first + i) * kPlaneBytes -
-                                                        (static_cast<uint32_t>(to) & (kLine - 16)));
-            to += plane_stride;
+            pieces[i] = piece_at(first + i * kRows, to);
+            to += kRows * plane_stride;
             asm volatile("" : "+l"(to));
           }
 #pragma unroll
-          for (int i = 0; i < kTogether; ++i) {
-            const int shift = static_cast<int>(places[i]) & (kLine - 1);
-            if (line_end < shift + bytes)
-              __stcs(reinterpret_cast<uint4*>((places[i] & ~static_cast<uint64_t>(kLine - 1)) | in_line), pieces[i]);
-          }
-        }
-      } else if (planes == kPlanes && alone) {
-        uint64_t to = address + lane_id * 16;
-        asm volatile("" : "+l"(to));
-        const int piece_end = lane_id * 16 + 16;
-#pragma unroll
-        for (int first = 0; first < kPlanes; first += kTogether) {
-          uint4 pieces[kTogether];
-#pragma unroll
-          for (int i = 0; i < kTogether; ++i)
-            pieces[i] = *reinterpret_cast<const uint4*>(own_piece + (first + i) * kPlaneBytes);
-#pragma unroll
-          for (int i = 0; i < kTogether; ++i) {
-            if (lane_id > 0 && piece_end <= static_cast<int>(to & 15) + bytes)
-              __stcs(reinterpret_cast<uint4*>(to & ~uint64_t{15}), pieces[i]);
-            to += plane_stride;
-            asm volatile("" : "+l"(to));
-          }
+          for (int i = 0; i < kTogether; ++i) store_piece(places[i], pieces[i]);
         }
       } else {
-        // The first and the last tile of a run, and fewer planes.
-        const int mask = alone ? 15 : kLine - 1;
-        uint64_t to = address + lane_id * 16;
-        asm volatile("" : "+l"(to));
 #pragma unroll 1
-        for (int plane = 0; plane < planes; ++plane) {
-          const int begin_offset = static_cast<int>(to - lane_id * 16) & mask;
-          const int store_from = alone ? 16 : begin_offset - run_behind;
-          const int store_to = (begin_offset + bytes) & (run_ends ? ~15 : ~(kLine - 1));
-          const uint8_t* piece = own_piece + plane * kPlaneBytes - (begin_offset & ~15);
-          if (lane_id * 16 >= store_from && lane_id * 16 < store_to)
-            __stcs(reinterpret_cast<uint4*>(to - begin_offset), *reinterpret_cast<const uint4*>(piece));
-          // More than 512 bytes, together with what was carried over.
-          if (lane_id * 16 + kPartBytes < store_to)
-            __stcs(reinterpret_cast<uint4*>(to - begin_offset + kPartBytes),
-                   *reinterpret_cast<const uint4*>(piece + kPartBytes));
-          to += plane_stride;
-          asm volatile("" : "+l"(to));
-        }
+        for (int plane = 0; plane + own_row < planes; plane += kRows, to += kRows * plane_stride)
+          store_piece(to, piece_at(plane, to));
       }
 
-      // The ends of a run: of all planes at once, four lanes each. In whole words, where it is one piece of 16 bytes
-      // that a tile alone shares with its neighbours on both sides, else element by element.
-      if (alone && (kSize == 4 || params.plan.y_pairs) && bytes % 16 == 0) {
-        const uint64_t begin = address + own_plane * plane_stride;
-        const int begin_offset = static_cast<int>(begin) & 15, word = lane_id % 4 * 4;
-        const int offset = word < begin_offset ? word + bytes : word;
-        if (own_plane < planes)
-          *reinterpret_cast<uint32_t*>(begin - begin_offset + offset) =
-              *reinterpret_cast<const uint32_t*>(staged + own_plane * kPlaneBytes + offset);
-      } else if (run_starts || run_ends || run_behind < kLine) {
-        const uint64_t begin = address + own_plane * plane_stride;
-        const int begin_offset = static_cast<int>(begin) & (alone ? 15 : kLine - 1);
-        const int end = begin_offset + bytes;
-        const int store_from = max(begin_offset - run_behind, 0);
-        const int store_to = run_ends ? end : end & ~(kLine - 1);
-        uint8_t* line = reinterpret_cast<uint8_t*>(begin - begin_offset);
-        const uint8_t* staged_line = staged + own_plane * kPlaneBytes - (begin_offset & ~15);
-        const int head_end = min(alone ? 16 : (store_from + 15) & ~15, store_to);
-        const int tail_from = max(head_end, store_to & ~15);
-#pragma unroll
-        for (int i = 0; i < 16; i += 4 * kSize) {
-          const int head = store_from + i + lane_id % 4 * kSize, tail = tail_from + i + lane_id % 4 * kSize;
-          if (own_plane < planes && head < head_end)
-            *reinterpret_cast<Element*>(line + head) = *reinterpret_cast<const Element*>(staged_line + head);
-          if (own_plane < planes && tail < store_to)
-            *reinterpret_cast<Element*>(line + tail) = *reinterpret_cast<const Element*>(staged_line + tail);
-        }
-      }
-      if (!run_ends) {
-        uint4 lines[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int plane = 4 * i + lane_id / 8;
-          const int begin = begin_of(plane);
-          const int end = (begin & (kLine - 1)) + bytes;
-          lines[i] = *reinterpret_cast<const uint4*>(staged + plane * kPlaneBytes - (begin & (kLine - 16)) +
-                                                     (end & ~(kLine - 1)) + lane_id % 8 * 16);
-        }
-        if constexpr (kInPlace) {
-          __syncwarp();  // all have been read
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int plane = 4 * i + lane_id / 8;
-            *reinterpret_cast<uint4*>(staged + plane * kPlaneBytes - ((begin_of(plane) + bytes) & (kLine - 16)) +
-                                      lane_id % 8 * 16) = lines[i];
+      // What begins or ends inside a sector: four lanes a plane, by words where these are aligned.
+      const auto store_ends = [&](auto word) {
+        constexpr int kWord = sizeof(word);
+#pragma unroll 1
+        for (int plane = lane_id / 4; plane < planes; plane += 8) {
+          const uint64_t plane_address = address + plane * plane_stride;
+          const int offset = static_cast<int>(plane_address) & mask;
+          const uint8_t* const from = staged + plane * kPlaneBytes - (offset & ~15);
+          uint8_t* const boundary = reinterpret_cast<uint8_t*>(plane_address - offset);
+          const int last = offset + bytes, whole = last & ~mask;
+          const int head_end = head ? min(mask + 1, run_ends ? last : whole) : 0;
+          const int tail = max(whole, head_end);
+          for (int at = lane_id % 4 * kWord; at <= mask; at += 4 * kWord) {
+            if (at >= offset - behind && at < head_end)
+              *reinterpret_cast<decltype(word)*>(boundary + at) = *reinterpret_cast<const decltype(word)*>(from + at);
+            if (run_ends && tail + at < last)
+              *reinterpret_cast<decltype(word)*>(boundary + tail + at) =
+                  *reinterpret_cast<const decltype(word)*>(from + tail + at);
           }
-        } else {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) run.carry[half][i] = lines[i];
         }
+      };
+      if (mask == 15 && run_ends && params.plan.y_pairs && bytes % 16 == 0) {
+        // One piece of 16 bytes in all, head and tail: a word a lane.
+#pragma unroll
+        for (int first = 0; first < kAtOnce; first += 8) {
+          const int plane = first + lane_id / 4;
+          const uint64_t plane_address = address + plane * plane_stride;
+          const int offset = static_cast<int>(plane_address) & 15, word = lane_id % 4 * 4;
+          const int at = word < offset ? word + bytes : word;
+          if (plane < planes)
+            *reinterpret_cast<uint32_t*>(plane_address - offset + at) =
+                *reinterpret_cast<const uint32_t*>(staged + plane * kPlaneBytes + at);
+        }
+      } else if (head || run_ends) {
+        if (kSize == 4 || (params.plan.y_pairs && columns % 2 == 0))
+          store_ends(uint32_t{});
+        else
+          store_ends(uint16_t{});
       }
+      asm volatile("" : "+r"(begin));  // or what sector_of has worked out above would take registers
+      if (!run_ends && carries) *store.carried = *sector_of(bytes);
     }
   }
-  run.address += columns * kSize;
-  run.behind = min(run.behind + columns * kSize, kLine);
 }
 
 // Tiles of several rows, and y of any strides: 16 bytes a lane where rows are aligned, else element by element.
 template <typename Element, int TILE_P, int TILE_Q>
-__device__ __forceinline__ void store_rows(const Params& params, const Store& store, const Tile& tile,
+__device__ __forceinline__ void store_rows(const Params& params, const Store& store, const TileRecord& tile,
                                            const float (&bias)[2], const float (&acc)[TILE_P][TILE_Q / 2]) {
   constexpr int kSize = sizeof(Element);
   constexpr int kVector = 16 / kSize;
-  constexpr int kPixels = kPartBytes / kSize;
-  constexpr int kPlaneBytes = staged_plane_bytes(kSize);
+  constexpr int kPixels = 512 / kSize;
+  constexpr int kPlaneBytes = staged_plane_bytes(2, kSize);
   const Correlation& of = params.of;
   const int lane_id = store.lane_id;
-  const int p0 = tile.p + store.first_p;
 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int first_k = store.first_k + 16 * store.warp_in_group + 8 * half;
+    const int first_k = store.first_k + 8 * half;
 #pragma unroll
     for (int part = 0; part < kTilePixels / kPixels; ++part) {
       Element* pixels = reinterpret_cast<Element*>(store.staging + lane_id / 4 * kPlaneBytes) + 2 * (lane_id % 4);
@@ -1039,20 +969,28 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
             pack_pair<Element>(acc[row][4 * j + 2 * half] + bias[half], acc[row][4 * j + 2 * half + 1] + bias[half]);
       }
       __syncwarp();  // all pixels are staged
-      for (int plane = 0; plane < kPlanes && first_k + plane < of.out_channels; ++plane) {
-        const Element* staged = reinterpret_cast<const Element*>(store.staging + plane * kPlaneBytes);
-        Element* out = static_cast<Element*>(params.out_ptr) + static_cast<int64_t>(tile.n) * of.out_stride[0] +
-                       (static_cast<int64_t>(tile.group) * of.out_channels + first_k + plane) * of.out_stride[1];
-        const auto p_of = [&](int pixel) { return p0 + (part * kPixels + pixel) / TILE_Q; };
-        const auto q_of = [&](int pixel) { return tile.q + (part * kPixels + pixel) % TILE_Q; };
-        if (params.plan.y_vectors) {
-          const int pixel = lane_id * kVector, p = p_of(pixel), q = q_of(pixel);
-          if (p < of.P && q < of.Q)
-            *reinterpret_cast<uint4*>(out + p * of.out_stride[2] + q) = *reinterpret_cast<const uint4*>(staged + pixel);
-        } else {
+      Element* const out = static_cast<Element*>(params.out_ptr) + tile.out + first_k * of.out_stride[1];
+      const auto row_of = [&](int pixel) { return store.first_p + (part * kPixels + pixel) / TILE_Q; };
+      const auto column_of = [&](int pixel) { return (part * kPixels + pixel) % TILE_Q; };
+      if (params.plan.y_vectors) {
+        const int pixel = lane_id * kVector, p = row_of(pixel), q = column_of(pixel);
+        const bool exist = p < tile.rows && q < tile.columns;
+        Element* to = out + p * of.out_stride[2] + q;
+#pragma unroll
+        for (int plane = 0; plane < kPlanes; ++plane, to += of.out_stride[1]) {
+          if (exist && first_k + plane < tile.channels)
+            *reinterpret_cast<uint4*>(to) =
+                *reinterpret_cast<const uint4*>(store.staging + plane * kPlaneBytes + lane_id * 16);
+        }
+      } else {
+#pragma unroll 1
+        for (int plane = 0; plane < kPlanes && first_k + plane < tile.channels; ++plane) {
+          const Element* const staged = reinterpret_cast<const Element*>(store.staging + plane * kPlaneBytes);
+#pragma unroll 1
           for (int pixel = lane_id; pixel < kPixels; pixel += 32) {
-            const int p = p_of(pixel), q = q_of(pixel);
-            if (p < of.P && q < of.Q) out[p * of.out_stride[2] + q * of.out_stride[3]] = staged[pixel];
+            const int p = row_of(pixel), q = column_of(pixel);
+            if (p < tile.rows && q < tile.columns)
+              out[plane * of.out_stride[1] + p * of.out_stride[2] + q * of.out_stride[3]] = staged[pixel];
           }
         }
       }
@@ -1062,28 +1000,24 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
 
 // -- Multiply: x ring, w ring -> accumulators --
 //
-// The warpgroups take turns: one multiplies a block of channels for its tile, alone, at the full rate of the tensor
-// cores, while the other finishes its steps and stores.
-
-// Where a run of tiles begins.
-template <typename Element>
-__device__ __forceinline__ uint64_t address_of(const Params& params, const Store& store, const Tile& tile) {
-  const Correlation& of = params.of;
-  const int64_t k = static_cast<int64_t>(tile.group) * of.out_channels + store.first_k + 16 * store.warp_in_group;
-  return reinterpret_cast<uint64_t>(params.out_ptr) +
-         (tile.n * of.out_stride[0] + k * of.out_stride[1] + (tile.p + store.first_p) * of.out_stride[2] + tile.q) *
-             static_cast<int64_t>(sizeof(Element));
-}
-
+// The warpgroups take turns: one multiplies a block of channels for its share of a tile, alone, at the full rate of the
+// tensor cores, while the others finish their steps and store. Two of them take the same share of every tile. Three of
+// them go round: more time to store, and where memory bounds the whole, more stores on their way.
+//
+//   shares of a tile (64 channels x 128 columns)   0 | 2        warpgroup   0 1 2 0 | 1 2 0 1 | 2 0 1 2 | 0 1 2 0 | ...
+//                                                  --+--        share       0 1 2 3 | 0 1 2 3 | 0 1 2 3 | 0 1 2 3 | ...
+//                                                  1 | 3
 template <int N>
 struct Count {
   static constexpr int kValue = N;
 };
 
-template <typename Element, int TILE_Q>
+template <typename Element, int TILE_Q, int WARPGROUPS>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem, int warpgroup_id) {
 #if defined(MODELNEW_SM90A)
-  constexpr int TILE_P = kTilePixels / TILE_Q;
+  constexpr int SHARE_Q = share_columns(TILE_Q, WARPGROUPS);
+  constexpr int SHARE_P = kTilePixels / TILE_Q;
+  constexpr int kShares = shares(WARPGROUPS);
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int lane_id = threadIdx.x % 32;
@@ -1092,10 +1026,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 
   Store store;
   store.staging = smem + shared.layout.staging +
-                  warp_id % plan.staging_parts * plan.staged_planes * staged_plane_bytes(sizeof(Element));
-  store.warp_in_group = warp_id % 4;
+                  warp_id % plan.staging_parts * staging_part_bytes(plan.staged_planes, WARPGROUPS, sizeof(Element));
   store.lane_id = lane_id;
-  store.first_p = split_k ? 0 : warpgroup_id * TILE_P;
 
   // In units of 16 bytes, as descriptors count.
   constexpr uint32_t kStep = kWeightStepBytes / 16;
@@ -1106,12 +1038,14 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const uint32_t by_row = reciprocal(row_steps), by_tap = reciprocal(plan.block_steps);
   const uint32_t w_stage = plan.group_steps * kStep;
   const bool streamed = plan.w_stages > 0;
+  uint32_t a_share = split_k ? total_steps(of, plan) * kStep : 0;  // from the weights of a share to the next one's
+  asm volatile("" : "+r"(a_share));                                // worked out here, once
 
   const auto release = [&](uint32_t barrier) {
     if (lane_id == 0) hopper::barrier_arrive(barrier);
   };
 
-  float acc[TILE_P][TILE_Q / 2];
+  float acc[SHARE_P][SHARE_Q / 2];
   RingPosition x_at;  // the first row of the window
   RingPosition w_at;
   uint32_t turn = warpgroup_id == 0 ? 1 : 0, staging_turn = turn;
@@ -1123,29 +1057,27 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const int groups_of_6 = groups_of(6), groups_of_5 = groups_of(5), groups_of_4 = groups_of(4);
   const int groups_of_3 = groups_of(3), groups_of_2 = groups_of(2), groups_of_1 = groups_of(1);
   if (warpgroup_id == 1 && streamed) w_at.advance(plan.w_stages, plan.groups);
-  Run run = {};
   int resident = -1;
-  Walk walk;
-  for (walk.start(of, plan, blockIdx.x); !walk.done(plan); walk.next(of, plan)) {
-    const Tile& tile = walk.tile;
-    if (!streamed) {
-      const int wanted = tile.group * plan.tiles_k + tile.tile_k;
-      if (wanted != resident) {
-        if (resident >= 0) release(shared.w_empty(0));
-        resident = wanted;
-        hopper::barrier_wait(shared.w_full(0), w_at.parity);
-        w_at.next(1);
-      }
-    }
-    store.first_k = tile.tile_k * plan.tile_k + (split_k ? warpgroup_id * 64 : 0);
+  // The record of the tile, in shared memory: read again where it is needed, which is cheaper than to keep it.
+  const TileRecord* const records = reinterpret_cast<const TileRecord*>(smem + shared.layout.records);
+  const TileRecord* record = records;
+  int number = 0;  // of the next tile
+  int flags = 0;
+  bool enters = true;
+  uint32_t next_share = warpgroup_id;
+  for (;;) {
+    const uint32_t share = WARPGROUPS == 3 ? next_share : warpgroup_id;
+    next_share = share + WARPGROUPS;
+    const bool leaves = next_share >= kShares;  // the tile, after this share
+    // Of two shares one has other channels, or other rows where there are 64 channels.
+    const int second = static_cast<int>(share % 2);
+    store.first_k = (split_k ? second * kGroupChannels : 0) + 16 * (warp_id % 4);
+    store.first_p = split_k ? 0 : second * SHARE_P;
+    store.first_q = static_cast<int>(share / 2) * SHARE_Q;
+    const int carried = 4 * second + warp_id % 4;
+    store.carried = reinterpret_cast<uint4*>(smem + shared.layout.carried + carried * kCarriedBytes) + lane_id;
     float bias[2] = {-0.0f, -0.0f};  // which changes nothing
-    if (params.bias_ptr != nullptr) {
-      const int k = store.first_k + 16 * store.warp_in_group + lane_id / 4;
-      for (int i = 0; i < 2; ++i) bias[i] = bias_of<Element>(params, tile.group, k + 8 * i);
-    }
-
-    const int drop = tile.goes_on ? plan.tile_p : plan.x_rows;  // rows of the window that the next tile does not need
-    uint32_t a = a_base + (split_k ? warpgroup_id * total_steps(of, plan) * kStep : 0);
+    uint32_t a = a_base + second * a_share;
     int keep = 0;  // the first step overwrites the accumulators
     for (int block = 0; block < plan.blocks_c; ++block) {
       if (lane_id < plan.x_rows) {
@@ -1153,6 +1085,25 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         hopper::barrier_wait(shared.x_full(x_at.slot + lane_id - (round ? plan.x_slots : 0)), x_at.parity ^ round);
       }
       __syncwarp();
+      if (enters) {
+        enters = false;
+        record = records + number % kRecords;
+        ++number;
+        flags = record->flags;
+        const int weights = record->weights;
+        if (!streamed && weights != resident) {
+          if (resident >= 0) release(shared.w_empty(0));
+          resident = weights;
+          hopper::barrier_wait(shared.w_full(0), w_at.parity);
+          w_at.next(1);
+        }
+      }
+      if (block == 0 && params.bias_ptr != nullptr) {
+        for (int i = 0; i < 2; ++i) {
+          const int k = store.first_k + lane_id / 4 + 8 * i;
+          if (k < record->channels) bias[i] = widen(static_cast<const Element*>(params.bias_ptr)[record->channel + k]);
+        }
+      }
       // Lane j works out where step first + j of the block reads.
       int first = 0, in_place = 0;  // steps: of the next group; of those, in `place`
       uint32_t place;
@@ -1163,7 +1114,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         const int s = quotient(in_row, by_tap);
         int slot = x_at.slot + store.first_p + r * of.dilation_h;
         if (slot >= plan.x_slots) slot -= plan.x_slots;
-        place = b_base + slot * x_row + s * of.dilation_w + (in_row - s * plan.block_steps) * 2 * plan.x_pitch;
+        place = b_base + slot * x_row + store.first_q + s * of.dilation_w +
+                (in_row - s * plan.block_steps) * 2 * plan.x_pitch;
         in_place = 0;
       };
       find_places();
@@ -1190,8 +1142,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 #pragma unroll
           for (int j = 0; j < COUNT; ++j) {
 #pragma unroll
-            for (int row = 0; row < TILE_P; ++row)
-              hopper::Wgmma<Element, TILE_Q>::multiply(acc[row], a + j * kStep, b[j] + row * x_row, j == 0 ? keep : 1);
+            for (int row = 0; row < SHARE_P; ++row)
+              hopper::Wgmma<Element, SHARE_Q>::multiply(acc[row], a + j * kStep, b[j] + row * x_row, j == 0 ? keep : 1);
           }
           hopper::wgmma_commit();
           keep = 1;
@@ -1215,15 +1167,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       multiply_groups(Count<3>{}, groups_of_3);
       multiply_groups(Count<2>{}, groups_of_2);
       multiply_groups(Count<1>{}, groups_of_1);
-      release(shared.turn(1 - warpgroup_id));
+      release(shared.turn(warpgroup_id == WARPGROUPS - 1 ? 0 : warpgroup_id + 1));
 
-      if (block == plan.blocks_c - 1) {
-        // There is time for this now.
-        if (TILE_P == 1 && tile.run_starts) {
-          run.address = address_of<Element>(params, store, tile);
-          run.behind = 0;
-        }
-      }
+      // Rows of the window that the next tile does not need.
+      const int drop = flags & TileRecord::kGoesOn ? plan.tile_p : plan.x_rows;
       hopper::wgmma_wait<0>();
       if (w_done != 0) release(w_done);
       if (w_latest != 0) release(w_latest);
@@ -1231,28 +1178,46 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         const int slot = x_at.slot + lane_id;
         hopper::barrier_arrive(shared.x_empty(slot >= plan.x_slots ? slot - plan.x_slots : slot));
       }
-      x_at.skip(plan.x_slots, drop);
+      if (leaves) x_at.skip(plan.x_slots, drop);
       if (streamed) w_at.advance(plan.w_stages, plan.groups);  // those of the other warpgroup
     }
 #pragma unroll
-    for (int row = 0; row < TILE_P; ++row) hopper::wgmma_settle(acc[row]);
+    for (int row = 0; row < SHARE_P; ++row) hopper::wgmma_settle(acc[row]);
 
-    if constexpr (TILE_P == 1) {
+    const TileRecord tile = *record;
+    bool rows = true;
+    if constexpr (SHARE_P == 1) {
       if (plan.y_runs) {
-        if (plan.staging_parts < kMultiplyWarps) hopper::barrier_wait(shared.staging_turn(warp_id), staging_turn);
-        staging_turn ^= 1;
-        store_runs<Element>(params, store, tile, bias, acc, run);
-        if (plan.staging_parts < kMultiplyWarps) hopper::barrier_arrive(shared.staging_turn(warp_id ^ 4));
-        continue;
+        rows = false;
+        if constexpr (WARPGROUPS == 3) {
+          // Another warpgroup stores the share on the left: two a tile, hence the parity.
+          hopper::barrier_wait(shared.carried(carried), share / 2 ^ 1);
+          store_runs<Element, WARPGROUPS, SHARE_Q>(params, store, tile, bias, acc);
+          __syncwarp();  // all lanes have put down what they carry
+          release(shared.carried(carried));
+        } else {
+          const bool shared_staging = plan.staging_parts < 4 * WARPGROUPS;
+          if (shared_staging) hopper::barrier_wait(shared.staging_turn(warp_id), staging_turn);
+          staging_turn ^= 1;
+          store_runs<Element, WARPGROUPS, SHARE_Q>(params, store, tile, bias, acc);
+          if (shared_staging) hopper::barrier_arrive(shared.staging_turn(warp_id ^ 4));
+        }
       }
     }
-    store_rows<Element, TILE_P, TILE_Q>(params, store, tile, bias, acc);
+    if constexpr (WARPGROUPS == 2) {
+      if (rows) store_rows<Element, SHARE_P, SHARE_Q>(params, store, tile, bias, acc);
+    }
+    if (leaves) {
+      if (flags & TileRecord::kLast) break;
+      next_share -= kShares;
+      enters = true;
+    }
   }
 #endif
 }
 
-template <typename Element, int TILE_Q>
-__global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constant__ Params params) {
+template <typename Element, int TILE_Q, int WARPGROUPS>
+__global__ void __launch_bounds__(threads(WARPGROUPS), 1) wgmma_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(128) unsigned char modelnew_wgmma_smem[];
   const Shared shared{hopper::smem_address(modelnew_wgmma_smem),
@@ -1260,15 +1225,18 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kMaxRows; ++slot) {
       hopper::barrier_init(shared.x_full(slot), params.plan.convert_warps);
-      hopper::barrier_init(shared.x_empty(slot), kMultiplyWarps);
+      hopper::barrier_init(shared.x_empty(slot), 4 * shares(WARPGROUPS));
     }
     for (int slot = 0; slot < kMaxStages; ++slot) {
       hopper::barrier_init(shared.w_full(slot), 1);
-      hopper::barrier_init(shared.w_empty(slot), params.plan.w_stages > 0 ? kMultiplyWarps / 2 : kMultiplyWarps);
+      hopper::barrier_init(shared.w_empty(slot), params.plan.w_stages > 0 ? 4 : 4 * WARPGROUPS);
     }
-    for (int warpgroup_id = 0; warpgroup_id < 2; ++warpgroup_id)
-      hopper::barrier_init(shared.turn(warpgroup_id), kMultiplyWarps / 2);
-    for (int warp_id = 0; warp_id < kMultiplyWarps; ++warp_id) hopper::barrier_init(shared.staging_turn(warp_id), 32);
+    for (int warpgroup_id = 0; warpgroup_id < WARPGROUPS; ++warpgroup_id)
+      hopper::barrier_init(shared.turn(warpgroup_id), 4);
+    for (int warp_id = 0; warp_id < 8; ++warp_id) {
+      hopper::barrier_init(shared.staging_turn(warp_id), 32);
+      hopper::barrier_init(shared.carried(warp_id), 1);
+    }
     hopper::fence_async();  // bulk copies complete on these barriers
     if (params.plan.convert_warps == kServiceWarps)
       copy_resident_weights(params, shared, static_cast<int>(blockIdx.x) % params.plan.tiles_k);
@@ -1276,20 +1244,21 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
   __syncthreads();  // barriers exist before anybody waits on one
 
   const int warp_id = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  if (warp_id < kMultiplyWarps) {
-    hopper::registers_take<kMultiplyRegisters>();
-    multiply<Element, TILE_Q>(params, shared, modelnew_wgmma_smem, warp_id / 4);
+  if (warp_id < 4 * WARPGROUPS) {
+    if constexpr (WARPGROUPS == 2) hopper::registers_take<kMultiplyRegisters>();
+    multiply<Element, TILE_Q, WARPGROUPS>(params, shared, modelnew_wgmma_smem, warp_id / 4);
   } else {
-    hopper::registers_give_back<kConvertRegisters>();
-    const int service_warp = warp_id - kMultiplyWarps;
+    if constexpr (WARPGROUPS == 2) hopper::registers_give_back<kConvertRegisters>();
+    const int service_warp = warp_id - 4 * WARPGROUPS;
+    constexpr int kBatch = batch(WARPGROUPS, sizeof(Element));
     if (service_warp >= params.plan.convert_warps) {
       if (threadIdx.x % 32 == 0) copy_weights(params, shared);
     } else if (!params.plan.x_simple) {
-      Converter<Element, 1, false, 3>(params, shared, modelnew_wgmma_smem, service_warp).run();
+      Converter<Element, 1, false, 3, kBatch>(params, shared, modelnew_wgmma_smem, service_warp).run();
     } else if (params.plan.convert_warps == 3) {
-      Converter<Element, 2, true, 3>(params, shared, modelnew_wgmma_smem, service_warp).run();
+      Converter<Element, 2, true, 3, kBatch>(params, shared, modelnew_wgmma_smem, service_warp).run();
     } else {
-      Converter<Element, 2, true, 4>(params, shared, modelnew_wgmma_smem, service_warp).run();
+      Converter<Element, 2, true, 4, kBatch>(params, shared, modelnew_wgmma_smem, service_warp).run();
     }
   }
 #endif
@@ -1414,7 +1383,7 @@ constexpr double kWritePartsPerCycle = 9;  // tiles that are alone in their run,
 constexpr double kStoreCyclesPerByte = 5;
 constexpr double kConvertCyclesPerByte = 0.1;
 
-// What a unit that runs down costs beside its tiles, in tiles: the first window has to be filled.
+// What an image costs beside its tiles in a unit that runs down, in tiles: the first window has to be filled.
 constexpr double kRestartTiles = 0.4;
 
 // Of x, at most, in the window of one tile.
@@ -1483,12 +1452,18 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   const int least_slots = plan.down ? plan.x_rows + plan.tile_p : plan.x_rows;
   if (least_slots > kMaxRows) return false;
   plan.x_slots = least_slots;
-  // All planes of 16 bits have room, if two warps share a part of staging: where nothing is carried over.
+  // Three warpgroups where they can: a part of staging for each of their warps. All planes of 16 bits have room; where
+  // nothing is carried over, and only two warpgroups take turns, two warps share one.
   plan.staged_planes = element_size == 2 && group_rows == 1 && plan.y_runs ? 2 * kPlanes : kPlanes;
-  plan.staging_parts = plan.staged_planes == 2 * kPlanes && plan.down ? kMultiplyWarps / 2 : kMultiplyWarps;
   plan.w_stages = 0;
-  if (!fits()) plan.w_stages = 4;
-  if (!fits()) return false;
+  plan.warpgroups = 3;
+  plan.staging_parts = 12;
+  if (group_rows > 1 || !plan.y_runs || plan.blocks_c > 1 || !fits()) {
+    plan.warpgroups = 2;
+    plan.staging_parts = plan.staged_planes == 2 * kPlanes && plan.down ? 4 : 8;
+    if (!fits()) plan.w_stages = 4;
+    if (!fits()) return false;
+  }
   const auto grow = [&](int& count, int by, int most) {
     while (count + by <= most) {
       count += by;
@@ -1511,21 +1486,27 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   if (tiles * plan.tiles_k > int64_t{1} << 30) return false;
   plan.tiles = static_cast<int>(tiles);
   const auto parts_of = [&](int64_t unit_tiles) {
-    return plan.down ? images * ceil_div(plan.tiles_p, unit_tiles) * plan.tiles_q : ceil_div(tiles, unit_tiles);
+    return plan.down ? ceil_div(images * plan.tiles_p, unit_tiles) * plan.tiles_q : ceil_div(tiles, unit_tiles);
   };
   const double row_window = static_cast<double>(plan.x_rows) * of.W * of.in_channels * element_size * device.sms;
+  // With what it costs to fill the first window of a unit and of each image in it.
+  const auto tiles_with_restarts = [&](int64_t unit_tiles) {
+    return unit_tiles + (plan.down ? kRestartTiles * ceil_div(unit_tiles, plan.tiles_p) : 0.0);
+  };
   double least_tiles = 1e30;
   const auto consider = [&](int64_t unit_tiles) {
     const int64_t rounds = ceil_div(plan.tiles_k * parts_of(unit_tiles), device.sms);
-    const double tiles = rounds * (unit_tiles + (plan.down ? kRestartTiles : 0));
+    const double tiles = rounds * tiles_with_restarts(unit_tiles);
     if (tiles < least_tiles * 0.98) {
       least_tiles = tiles;
       plan.unit_tiles = static_cast<int>(unit_tiles);
     }
   };
   if (plan.down) {
-    // All lengths that differ.
-    for (int64_t tiles = plan.tiles_p;; tiles = ceil_div(plan.tiles_p, ceil_div(plan.tiles_p, tiles - 1))) {
+    // All lengths that differ, in rows of all images, but not so long that blocks are left without a unit.
+    const int64_t rows = images * plan.tiles_p, columns = plan.tiles_k * plan.tiles_q;
+    const int64_t least_units = std::min<int64_t>(ceil_div(device.sms, columns), rows);
+    for (int64_t tiles = ceil_div(rows, least_units);; tiles = ceil_div(rows, ceil_div(rows, tiles - 1))) {
       consider(tiles);
       if (tiles <= 1) break;
     }
@@ -1538,24 +1519,23 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
     for (int parts = 2; parts <= plan.tiles_q; parts *= 2) consider(ceil_div(plan.tiles_q, parts));
     consider(1);
   }
-  plan.bands = static_cast<int>(ceil_div(plan.tiles_p, plan.unit_tiles));
   plan.units = static_cast<int>(plan.tiles_k * parts_of(plan.unit_tiles));
   plan.blocks = static_cast<int>(std::min(plan.units, device.sms));
   // Resident weights stay the same where all units of a block have the same output channels.
   if (plan.w_stages == 0 && plan.blocks > plan.tiles_k) plan.blocks -= plan.blocks % plan.tiles_k;
   plan.convert_warps = plan.x_simple && plan.w_stages == 0 && of.groups == 1 && plan.blocks % plan.tiles_k == 0 ? 4 : 3;
 
-  // 256 cycles a step of both warpgroups. While one stores, the other multiplies its last block.
+  // 256 cycles a step of a whole tile. While one warpgroup stores, another multiplies its last block, or two others do.
   const bool runs = plan.y_flat || (!plan.down && plan.unit_tiles > 1);
   const double multiply = 256.0 * kNarrowCost[shape] * taps * plan.blocks_c * plan.block_steps;
   const double store = kTilePixels * element_size * kStoreCyclesPerByte;
-  const double bubble = std::max(store - 128.0 * kNarrowCost[shape] * taps * plan.block_steps, 0.0);
+  const double turn = 128.0 * kNarrowCost[shape] * taps * plan.block_steps;
+  const double bubble = plan.warpgroups == 3 ? std::max(store / 2 - turn, 0.0) * 4 / 3 : std::max(store - turn, 0.0);
   const double new_rows =
       plan.down ? plan.tile_p + (rows - plan.tile_p) / static_cast<double>(plan.unit_tiles) : static_cast<double>(rows);
   const double convert = kConvertCyclesPerByte * plan.blocks_c * plan.block_steps * 2 * new_rows * pitch * 16;
   const double write = 128.0 * kTilePixels * element_size / (runs ? kWriteBytesPerCycle : kWritePartsPerCycle);
-  const double waves =
-      static_cast<double>(ceil_div(plan.units, plan.blocks)) * (plan.unit_tiles + (plan.down ? kRestartTiles : 0));
+  const double waves = static_cast<double>(ceil_div(plan.units, plan.blocks)) * tiles_with_restarts(plan.unit_tiles);
   plan.cycles = waves * (std::max({multiply + bubble, convert, write}) + 200);
   return true;
 }
@@ -1673,13 +1653,13 @@ cudaError_t pack_operands(const void* w_ptr, void* packed_ptr, const Correlation
   return cudaGetLastError();
 }
 
-template <typename Element, int TILE_Q>
+template <typename Element, int TILE_Q, int WARPGROUPS>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  const auto kernel = wgmma_kernel<Element, TILE_Q>;
+  const auto kernel = wgmma_kernel<Element, TILE_Q, WARPGROUPS>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<params.plan.blocks, kThreads, params.plan.smem_bytes, stream>>>(params);
+  kernel<<<params.plan.blocks, threads(WARPGROUPS), params.plan.smem_bytes, stream>>>(params);
   return cudaGetLastError();
 }
 
@@ -1688,15 +1668,16 @@ cudaError_t run(const void* w_ptr, void* workspace, Params& params, cudaStream_t
   const cudaError_t error = pack_operands<Element>(w_ptr, workspace, params.of, params.plan, stream);
   if (error != cudaSuccess) return error;
   params.packed_ptr = workspace;
+  if (params.plan.warpgroups == 3) return run_kernel<Element, 256, 3>(params, stream);
   switch (params.plan.tile_q) {
     case 256:
-      return run_kernel<Element, 256>(params, stream);
+      return run_kernel<Element, 256, 2>(params, stream);
     case 128:
-      return run_kernel<Element, 128>(params, stream);
+      return run_kernel<Element, 128, 2>(params, stream);
     case 64:
-      return run_kernel<Element, 64>(params, stream);
+      return run_kernel<Element, 64, 2>(params, stream);
     default:
-      return run_kernel<Element, 32>(params, stream);
+      return run_kernel<Element, 32, 2>(params, stream);
   }
 }
 
@@ -1730,11 +1711,12 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   else
     snprintf(weights, sizeof weights, "weights in %d stages of %d bytes", plan.w_stages,
              plan.group_steps * kWeightStepBytes);
-  snprintf(text, text_size,
-           "tile of %d channels x %d x %d pixels, %s, %d input channels a row of %d, %s, %d bytes of shared memory, "
-           "%d blocks, units of %d tiles, about %.3g Mcycles",
-           plan.tile_k, plan.tile_p, plan.tile_q, plan.down ? "downwards" : "rightwards", channels, plan.x_slots,
-           weights, plan.smem_bytes, plan.blocks, plan.unit_tiles, plan.cycles * 1e-6);
+  snprintf(
+      text, text_size,
+      "tile of %d channels x %d x %d pixels, %s, %d warpgroups, %d input channels a row of %d, %s, %d bytes of shared "
+      "memory, %d blocks, units of %d tiles, about %.3g Mcycles",
+      plan.tile_k, plan.tile_p, plan.tile_q, plan.down ? "downwards" : "rightwards", plan.warpgroups, channels,
+      plan.x_slots, weights, plan.smem_bytes, plan.blocks, plan.unit_tiles, plan.cycles * 1e-6);
 }
 
 #endif  // host
