@@ -7,6 +7,10 @@
 #if !defined(__CUDACC_RTC__)
 #include <cstdint>
 #endif
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#endif
 
 #include "numerics.cuh"
 
@@ -98,6 +102,66 @@ __device__ __forceinline__ void bulk_load(uint32_t to_smem, const void* from, in
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+
+// ---- Boxes: bulk stores, shared memory to a tensor of four dimensions ----
+//
+// A box is so many elements along each dimension. In shared memory its rows (first dimension) of 128 bytes lie one
+// after another, and the piece of 16 bytes number i of row r at place i ^ r%8 of its row: warps that store a column of
+// pieces meet all banks. What lies outside the tensor is not stored. The box starts at a multiple of 16 bytes in memory
+// and of 1024 bytes in shared memory.
+
+constexpr int kBoxRowBytes = 128;
+
+struct alignas(64) BoxMap {
+  uint64_t opaque[16];
+};
+
+__device__ __forceinline__ void store_box(const BoxMap& map, const void* from, int i, int j, int k, int l) {
+  // Nobody reads it soon: it should not displace x from the L2 cache.
+  asm volatile(
+      "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5}], [%1], policy;\n}" ::
+          "l"(&map),
+      "r"(smem_address(from)), "r"(i), "r"(j), "r"(k), "r"(l)
+      : "memory");
+}
+
+// What the thread has ordered since the last time is a group.
+__device__ __forceinline__ void bulk_stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until all but the latest PENDING groups of the thread have been read from shared memory. (To wait until they
+// are in memory costs the L1 cache: the compiler adds an instruction that empties it.)
+template <int PENDING>
+__device__ __forceinline__ void bulk_stores_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+// Sizes and box in elements of 2 or 4 bytes; strides, of all dimensions but the first, in bytes and multiples of 16.
+inline cudaError_t make_box_map(void* tensor, int element_bytes, const uint64_t (&sizes)[4],
+                                const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map) {
+  // The driver's own library is not linked.
+  static const auto encode = [] {
+    void* function = nullptr;
+#if CUDART_VERSION >= 12050
+    cudaDriverEntryPointQueryResult found;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault);
+#endif
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const uint32_t element_strides[4] = {1, 1, 1, 1};
+  const CUresult result =
+      encode(reinterpret_cast<CUtensorMap*>(&map),
+             element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, tensor, sizes,
+             strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  static_assert(sizeof(BoxMap) == sizeof(CUtensorMap), "the same");
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+#endif
 
 // ---- Registers: a warpgroup gives some back, another takes them ----
 

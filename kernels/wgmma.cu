@@ -11,77 +11,93 @@
 // and a filter tap (r, s) reads them from a row further down and s*dilation_w pixels further on: wgmma takes rows of an
 // operand that are 16 bytes apart, so a tap is a shift of its start address. No bank conflicts, no swizzle.
 //
-// One block an SM, for the life of the launch, 12 or 16 warps in three roles:
+// One block an SM, for the life of the launch, 12 warps in three roles:
 //
-//   8 warps      two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread, then store them
-//   or 12        three, in turn, 64 channels x 128 pixels in 64 registers: where weights stay for good
-//   3 warps      convert: x from memory in pairs of pixels, rounded (TF32), transposed into the pieces of a row; pixels
-//                of the padding and channels that are not there become 0. They also work out the tiles
-//   1 warp       one thread orders bulk copies of packed weights; where these stay for good it converts as well
+//   8 warps   two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread, then store them
+//   3 warps   convert: x from memory in pairs of pixels, rounded (TF32), transposed into the pieces of a row; pixels of
+//             the padding and channels that are not there become 0. They also work out the tiles
+//   1 warp    one thread orders bulk copies of packed weights; where these stay for good it converts as well
 //
 //   memory --convert--> x ring --+
 //                                +--> wgmma --> registers --> staging --> memory
 //   packed --bulk copy-> w ring -+
 //
 // Rings are handed over by mbarriers. The warpgroups take turns: one multiplies a block of channels, alone and at the
-// full rate of the tensor cores, while the others store theirs. Weights that fit as a whole stay in shared memory.
+// full rate of the tensor cores, while the other stores. Weights that fit as a whole stay in shared memory.
 //
 // The x ring has rows of the image, so a block that walks down a column of tiles converts every row once (`down`). It
 // needs all channels of all rows of its window at once. Otherwise it walks along the rows of y:
 //
-// Stores: memory wants whole sectors of 32 bytes (H200: 3.69 TB/s for 512 bytes a warp from a sector boundary on, 3.0
-// from half a sector on, 1.0 from accumulators straight to memory). Rows of y start anywhere, each channel at an
-// alignment of its own. Hence a block walks along a row, and from row to row, through a run of tiles that lie one after
-// another in memory (a unit), stores whole sectors only and carries the unfinished one of every channel over to the
-// next tile, in shared memory; just the ends of a run are stored by smaller pieces. Downwards every tile is alone and
-// its ends are shared with its neighbours.
+// Stores: memory wants whole sectors of 32 bytes. Rows of y start anywhere, each channel at an alignment of its own.
+// Hence a block walks along a row, and from row to row, through a run of tiles that lie one after another in memory (a
+// unit), stores whole sectors only and carries the unfinished one of every channel over to the next tile, in shared
+// memory; just the ends of a run are stored by smaller pieces. Downwards every tile is alone and its ends are shared
+// with its neighbours. There are three ways to store, all through staging in shared memory:
 //
-// NOT YET RUN ON A GPU: three warpgroups, records of tiles, whole sectors with 16 bits, batches that skip a half. All
-// times below are of revisions before.
+//   store_boxes   a run of tiles, weights resident: bulk stores of 16 or 8 channels x 512 bytes that are aligned alike
+//   store_runs    any other row of y: 512 bytes of a channel by a warp, shifted while they are staged
+//   store_rows    tiles of several rows, and y of any strides
 //
-// Where the time goes: ms, median of 9 calls in a row, H200, 2026-11-20 (bench.py, with a cold cache, reads a few per
-// cent more; GPUs differ by 4%). Rows two and three are of an earlier revision of the store, which was slower by 0.2 in
-// the first case, with the same loop over the steps. Cases N, C, K, filter, image; fp16 / TF32.
+// H200, 2026-11-21, stores alone, TB/s: bulk stores of 512 bytes of a channel from a sector on 3.7 to 3.8, from half a
+// sector on 1.5 to 1.7, from less not at all (an illegal instruction); 16 bytes a lane 3.7, from half a sector on 2.4 to
+// 3.0; accumulators straight to memory 1.0. Into the L2 cache the copy engine of one SM stores 31 bytes a cycle, whether by
+// boxes or by copies of 512 bytes. Boxes take one instruction a warp.
+//
+// Where the time goes: ms, median of 9 calls in a row after a rest, H200, 2026-11-21 (bench.py, with a cold cache,
+// reads a few per cent more; GPUs differ by 4%). Cases N, C, K, filter, image; fp16 / TF32.
 //
 //                                   16, 16, 128, 3x3, 1024^2   8, 64, 128, 3x3, 512x1024   8, 64, 128, 5x7, 512x256
-//   everything                      1.62 / 3.74                0.95 / 2.27                 0.79 / 1.44
-//   without storing y               1.01 / 1.78                0.80 / 1.89                 0.76 / 1.37
-//   without storing, loading x      0.82 / 1.37                0.74 / -                    0.67 / 1.29
+//   now                             1.54 / 3.27                0.957 / 2.26                0.81 / 1.50
+//   the revision before boxes       1.62 / 3.75                0.951 / 2.26                0.81 / 1.43
 //   floor (memory or arithmetic)    1.04 / 2.07                0.68 / 1.32                 0.65 / 1.25
 //
-// What bounds the first case is the path of one warpgroup. Cycles a tile, read by a clock in the kernel (fp16 / TF32,
-// with two warpgroups, 1.61 / 3.50 ms, 2026-11-21):
+// Where the first case loses it (a revision of 1.57 / 3.46, fp16 / TF32): without the bulk stores alone, but with
+// staging, 1.33 / 3.21; with x from the L1 cache 1.39 / 3.35; without both 1.32 / 3.20; an earlier one took 1.68 and
+// without loading x 1.30, without multiplying 1.67, without staging and storing 0.98 / 2.39. Cycles a tile of one
+// warpgroup there, read by a clock in the kernel, and of a converting warp:
 //
-//                                        first case        second case      third case (fp16)
-//   waits for rows, works out places     385 /   415       490 / 8700       3200
-//   waits for its turn                    95 /   265       500 / 4400       9100
-//   orders steps of wgmma               1100 /  2570      5000 / 9500      18400
-//   waits for the last ones              555 /   585       535 / 2400       2800
-//   stores                              2650 /  7380      4400 / 5800       3700
-//   walks on                             830 /  1115       970 / 2100       1900
+//                                           first case        second case      third case (fp16)
+//   waits for rows                           465 /   1080      580              6200
+//   waits for its turn                       480 /     80      475              7500
+//   orders steps of wgmma (ideal: 1152)     1840 /   2810     5430             20600
+//   waits for the last ones                  410 /    660      170              1800
+//   stores                                  1760 /   8440     4090              5500
+//   all else                                 375 /    730      735              1400
+//   converts: finds places                  1310 /   2050     2400              8600
+//             waits for room                1100 /   7260     4740             17000
+//             waits for x, stores pieces    2900 /   4470     4190             16800
 //
-// That revision takes 1.64 ms in the first case on another GPU (fp16), and there 1.57 without multiplying, 1.41 without
-// storing to memory (but with staging), 1.52 with stores that stay in the L2 cache, 1.57 with x from the L1 cache, 1.54
-// with both, 0.94 without staging and storing: no single resource is full. The second case with fp32 waits for the
-// converting warps, a quarter of whose time goes into finding out where a batch lies. And with fp16 the second and
-// third case meet the power cap: they run at 1.53 and 1.57 GHz, the others at 1.73 to 1.78 (cycles over time). Kept
-// busy for a second, every case drops to 1.2 to 1.9 GHz and is 2 to 19% slower.
+// So in the first case the path of a warpgroup (4900 cycles without waiting), that of a converting warp (4200) and
+// memory (4450 for the stores alone, 500 for x) are all nearly full and hinder each other. ncu, first case, fp16: of
+// the wavefronts that L1 and shared memory can serve, 60%; with store_runs 74%. A wgmma of n = 256 takes 80 of its 128
+// cycles. The L1 cache matters, though rows of x are read again only four tiles later: a ring of 6 rows (shared memory
+// 157 KB) is 2% faster than one of 9, of 11 or of 14. TF32 wants 5 rows: 3.30 ms, with 4 it takes 3.73. The second case
+// meets the power cap in fp16: 1.53 GHz, where the first runs at 1.74. Kept busy for a second, every case drops to 1.2
+// to 1.9 GHz and is 2 to 19% slower.
 //
 // Tried, and no faster (times of the revision in which it was tried):
 //
 //   wgmma in a loop that is not unrolled: ptxas commits each by itself and every wait is a wait for all; two warpgroups
 //     at a time hid that, one alone ran at half the rate (0.97 instead of 0.67 ms in the third case)
-//   groups of 9 steps in place of 6, and of 4: up to 4% slower, so are no turns; the turn given back later: the same
+//   groups of 9 steps in place of 6, and of 4: up to 4% slower, so are no turns; the turn given back later: the same;
+//     given away before the last group: third case 2% faster, TF32 in the first 8% slower
+//   three warpgroups of 64 channels x 128 pixels: 1.78 instead of 1.62, TF32 3.48 instead of 3.75: a share of half the
+//     size takes as long to store, so it is not the amount of data that counts but the instructions one after another
+//   boxes without evict_first: x leaves the L2 cache and is read twice, 1.69; waiting until boxes are in memory: the
+//     compiler adds CCTL.IVALL, which empties the L1 cache: TF32 3.71 instead of 3.54
+//   two warps that share the staging of boxes: 1.54, and the weights of a next group may deadlock
+//   loads of x behind the fence of the stores before it: 1.83 instead of 1.58
 //   x prefetched into the L2 cache three tiles ahead: the same, TF32 10% slower
-//   units from 62 to 496 tiles in the first case: within 2%; shorter ones slower, one tile 2.9 ms
-//   16 warps with wgmma of n = 128 (four to convert, three to send bulk copies): 2.85, 1.23 and 0.85 ms in fp16;
-//     n = 128 costs nothing by itself, but the storing warps took 1900 cycles for 8 channels x 512 bytes
-//   bulk copies ordered by the multiplying warps, eight lanes or one: 90 to 140 cycles each, 2.0, 1.2 and 0.86 ms
+//   units in the first case, boxes, fp16: 1 tile 3.35, 4 1.86, 8 1.69, 31 1.62, 496 1.54; TF32: 1 4.19, 4 3.31, 8 3.39,
+//     12 to 31 3.6 (rows of x that neighbouring blocks share)
+//   16 warps with wgmma of n = 128 (four to convert, three to send bulk copies): 2.85, 1.23 and 0.85 ms in fp16
+//   bulk copies of 512 bytes ordered by the multiplying warps, 16 a warp from uniform registers: 1.77
 //   a thread of a multiplying warp that copies weights: ptxas serialises wgmma (C7520)
-//   storing a tile while the next one is multiplied, by ordinary stores between groups (1.64), or by bulk copies, 16 a
-//     warp from uniform registers (1.77): copies of 512 bytes take 31 to 37 cycles each in the copy engine
-//   walking on while the last steps run: 1.65
+//   storing a tile while the next one is multiplied, by ordinary stores between groups: 1.64
 //   x past the L1 cache: 20% slower in the first case; stores without .cs: 10% slower
+//
+// Next: rows of the ring as wide as the image (16 bits and 16 channels: 4 rows are 131 KB), so that a run converts
+// every row once and not three times.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -97,10 +113,9 @@ namespace modelnew {
 namespace wgmma {
 
 constexpr int kServiceWarps = 4;  // convert x; the last one may copy weights instead
-MODELNEW_HOST_DEVICE constexpr int threads(int warpgroups) { return 128 * warpgroups + 32 * kServiceWarps; }
+constexpr int kThreads = 256 + 32 * kServiceWarps;
 
-// Registers of a thread. Four warpgroups start with 128 each, which suits all of them. Three start with 168, and wgmma
-// with n = 256 compiles for no less than 154: the multiplying ones take more.
+// Registers of a thread: all start with 168, and the multiplying ones need more.
 constexpr int kMultiplyRegisters = 192;
 constexpr int kConvertRegisters = 120;
 static_assert(2 * kMultiplyRegisters + kConvertRegisters <= 3 * 168, "what one gives back the others take");
@@ -124,26 +139,23 @@ constexpr int kRecordBytes = 512;
 constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
 constexpr int kGroupChannels = 64;    // output channels of a warpgroup
 
-// A tile is shared out to warpgroups: 64 channels x 256 pixels to each of two. To each of three, in turn, 64 channels x
-// 128 columns.
-MODELNEW_HOST_DEVICE constexpr int shares(int warpgroups) { return warpgroups == 3 ? 4 : 2; }
-MODELNEW_HOST_DEVICE constexpr int share_columns(int tile_q, int warpgroups) { return warpgroups == 3 ? 128 : tile_q; }
+constexpr int kSector = 32;  // bytes of memory: what a store should fill
 
-// A warp stages 512 bytes of each plane at a time, or 256 where its share is no wider. In front of them a plane has
-// room for half a sector, behind them for the shift of its start; planes are 12 or 8 words apart modulo the 32 banks,
-// so that stores of accumulators, 8 planes x 16 bytes or 4 planes x 32 bytes at a time, meet little conflict.
-constexpr int kSector = 32;  // of memory: what a store should fill
-MODELNEW_HOST_DEVICE constexpr int part_bytes(int warpgroups, int element_bytes) {
-  return warpgroups == 3 && element_bytes == 2 ? 256 : 512;
+// Boxes: a warp stages its 16 channels x 256 pixels (16 bits), or 8 channels at a time (fp32), in blocks of 128 bytes
+// of each channel, as bulk stores of boxes want them.
+constexpr int kBoxBytes = 8192;
+
+// Else it stages 512 bytes of each plane at a time. In front of them a plane has room for half a sector, behind them
+// for the shift of its start; planes are 12 or 8 words apart modulo the 32 banks, so that stores of accumulators, 8
+// planes x 16 bytes or 4 planes x 32 bytes at a time, meet little conflict.
+constexpr int kPartBytes = 512;
+MODELNEW_HOST_DEVICE constexpr int staged_plane_bytes(int element_bytes) {
+  return kPartBytes + (element_bytes == 2 ? 48 : 32);
 }
-MODELNEW_HOST_DEVICE constexpr int staged_plane_bytes(int warpgroups, int element_bytes) {
-  return part_bytes(warpgroups, element_bytes) + (element_bytes == 2 ? 48 : 32);
+MODELNEW_HOST_DEVICE constexpr int staging_part_bytes(int planes, int element_bytes) {
+  return planes * staged_plane_bytes(element_bytes) + 16;  // a carried sector is read as a whole
 }
-MODELNEW_HOST_DEVICE constexpr int staging_part_bytes(int planes, int warpgroups, int element_bytes) {
-  return planes * staged_plane_bytes(warpgroups, element_bytes) + 16;  // a carried sector is read as a whole
-}
-// Carried sectors of 16 planes, for the warps of two shares that lie side by side.
-constexpr int kCarriedBytes = 16 * kSector;
+constexpr int kCarriedBytes = 16 * kSector;  // of a warp: an unfinished sector of each channel
 
 // What the kernel computes: y from x and w, or dx from dy and w seen as the same thing (filter flipped, channel axes
 // swapped, and with a padding that may be negative).
@@ -169,9 +181,9 @@ struct Plan {
   int lead;                          // unused pixels at the left of a row, so that pairs of pixels start even
   int x_slots;                       // rows of the x ring
   int blocks_c, block_steps;         // blocks of input channels, their steps at a tap: what a row of the ring has
-  int warpgroups;                    // that multiply: 3 where weights are resident and a row has all channels, or 2
   int convert_warps;                 // 3, or 4 where weights stay the same for a block's life
-  int staged_planes, staging_parts;  // of a warp: 8, or all 16; one for each warp, or for two that take turns
+  int boxes, log_boxes;              // if not 0, y is stored by boxes, and every `boxes`-th channel is aligned alike
+  int staged_planes, staging_parts;  // else: of a warp, 8 or all 16; one for each warp, or for two that take turns
   int w_stages;                      // of the w ring; none: weights are resident
   int groups, group_steps;           // a block's steps are committed, and their weights copied, in groups; how many of
   int large_groups;                  // them have group_steps, the others have one less
@@ -181,6 +193,7 @@ struct Plan {
   bool y_runs;                       // columns of y are neighbours
   bool y_flat;                       // and so are the end of a row and the start of the next
   bool y_vectors;                    // 16-byte pieces of a row are aligned in y
+  bool y_sectors;                    // y starts with a sector
   int blocks, smem_bytes;
   double cycles;  // estimate
 };
@@ -190,11 +203,23 @@ struct Params {
   void* out_ptr;
   Correlation of;
   Plan plan;
+  hopper::BoxMap four_blocks, one_block;  // boxes of y
 };
+
+// The output channel that a row of the matrix of weights is for. Boxes store every `boxes`-th channel, those of a warp:
+// they are aligned alike. With 4 bytes an element the rows are in an order in which half a warp, 4 rows x 32 bytes,
+// meets all banks.
+template <int ELEMENT_BYTES>
+MODELNEW_HOST_DEVICE constexpr int channel_of_row(int row, int boxes) {
+  if (boxes == 0) return row;
+  const int warp_id = row / 16 % 8, in_half = row % 8;
+  const int place = ELEMENT_BYTES == 2 ? in_half : in_half % 4 * 2 + in_half / 4;
+  return row / 128 * 128 + warp_id % boxes + boxes * (16 * (warp_id / boxes) + row % 16 / 8 * 8 + place);
+}
 
 // Where the parts of a block's shared memory start.
 struct SharedLayout {
-  int records, carried, staging, x_ring, w_ring, end;
+  int staging, records, carried, x_ring, w_ring, end;
 };
 
 MODELNEW_HOST_DEVICE inline int total_steps(const Correlation& of, const Plan& plan) {
@@ -207,11 +232,12 @@ constexpr int kWeightStepBytes = kGroupChannels * kStepBytes;  // of one warpgro
 
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Correlation& of, const Plan& plan, int element_bytes) {
   SharedLayout layout{};
-  layout.records = kBarrierBytes;
+  layout.staging = kBarrierBytes;  // aligned as boxes have to be
+  layout.records =
+      layout.staging +
+      (plan.boxes != 0 ? 8 * kBoxBytes : plan.staging_parts * staging_part_bytes(plan.staged_planes, element_bytes));
   layout.carried = layout.records + kRecordBytes;
-  layout.staging = layout.carried + 8 * kCarriedBytes;
-  layout.x_ring =
-      layout.staging + plan.staging_parts * staging_part_bytes(plan.staged_planes, plan.warpgroups, element_bytes);
+  layout.x_ring = layout.carried + 8 * kCarriedBytes;
   layout.w_ring = layout.x_ring + plan.x_slots * x_row_bytes(plan);
   const int steps =
       plan.w_stages > 0 ? plan.w_stages * plan.group_steps : total_steps(of, plan) * (plan.tile_k / kGroupChannels);
@@ -318,6 +344,12 @@ MODELNEW_HOST_DEVICE inline void for_each_tile(const Correlation& of, const Plan
 
 // ---- Device code ----
 
+// A number known to the compiler.
+template <int N>
+struct Count {
+  static constexpr int kValue = N;
+};
+
 // What divides numbers below 2^16 by one below 2^15.
 __device__ __forceinline__ uint32_t reciprocal(uint32_t divisor) { return 0x80000000u / divisor + 1; }
 __device__ __forceinline__ int quotient(int number, uint32_t by) { return __umulhi(2 * number + 1, by); }
@@ -354,7 +386,7 @@ struct RingPosition {
 // What the multiplying warps have to know of a tile. One of the converting warps writes it down before the first row of
 // the tile is there: to work it out takes a warp several hundred cycles, which the others have not got.
 struct alignas(16) TileRecord {
-  int64_t out;        // offset of its first output in the first of its channels
+  int64_t out;        // offset of its first output in the first of its channels; with boxes image << 32 | in the plane
   int rows, columns;  // of outputs from there on: to the end of the image, to the end of the tile
   int channel;        // first of all groups
   int channels;       // of its group from there on
@@ -371,7 +403,7 @@ constexpr int kRecords = kRecordBytes / sizeof(TileRecord);
 static_assert(kRecords >= 8, "more than five");
 
 // Addresses in shared memory. Barriers of 8 bytes: x_full and x_empty, kMaxRows of each, w_full and w_empty, kMaxStages
-// of each, the turns of the warpgroups, those of two warps that share a part of staging, and what is carried over.
+// of each, the turns of the warpgroups and those of two warps that share a part of staging.
 struct Shared {
   static constexpr int kTurns = 8 * (2 * kMaxRows + 2 * kMaxStages);
 
@@ -383,12 +415,11 @@ struct Shared {
   __device__ __forceinline__ uint32_t w_full(int slot) const { return base + 8 * (2 * kMaxRows + slot); }
   __device__ __forceinline__ uint32_t w_empty(int slot) const { return base + 8 * (2 * kMaxRows + kMaxStages + slot); }
   __device__ __forceinline__ uint32_t turn(int warpgroup_id) const { return base + kTurns + 8 * warpgroup_id; }
-  __device__ __forceinline__ uint32_t staging_turn(int warp_id) const { return base + kTurns + 8 * (3 + warp_id); }
-  __device__ __forceinline__ uint32_t carried(int which) const { return base + kTurns + 8 * (11 + which); }
+  __device__ __forceinline__ uint32_t staging_turn(int warp_id) const { return base + kTurns + 8 * (2 + warp_id); }
   __device__ __forceinline__ uint32_t x_ring() const { return base + layout.x_ring; }
   __device__ __forceinline__ uint32_t w_ring() const { return base + layout.w_ring; }
 };
-static_assert(Shared::kTurns + 8 * (11 + 8) <= kBarrierBytes, "room for all barriers");
+static_assert(Shared::kTurns + 8 * (2 + 8) <= kBarrierBytes, "room for all barriers");
 
 // -- Copy weights: packed -> w ring, by one thread --
 
@@ -474,9 +505,7 @@ __device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[8], int which)
 }
 
 // Parts of a batch, 8 words of registers each: 18 KB are on their way to three warps. As many as registers allow.
-MODELNEW_HOST_DEVICE constexpr int batch(int warpgroups, int element_bytes) {
-  return warpgroups == 2 && element_bytes == 4 ? 6 : 7;
-}
+MODELNEW_HOST_DEVICE constexpr int batch(int element_bytes) { return element_bytes == 4 ? 6 : 7; }
 
 template <typename Element, int PIXELS, bool ALL_CHANNELS, int WARPS, int BATCH>
 struct Converter {
@@ -528,8 +557,9 @@ struct Converter {
     TileRecord record;
     const int k = tile.tile_k * plan.tile_k;
     record.channel = tile.group * of.out_channels + k;
-    record.out = tile.n * of.out_stride[0] + record.channel * of.out_stride[1] + tile.p * of.out_stride[2] +
-                 tile.q * of.out_stride[3];
+    record.out = plan.boxes != 0 ? static_cast<int64_t>(tile.n) << 32 | (tile.p * of.Q + tile.q)
+                                 : tile.n * of.out_stride[0] + record.channel * of.out_stride[1] +
+                                       tile.p * of.out_stride[2] + tile.q * of.out_stride[3];
     record.rows = of.P - tile.p;
     record.columns = min(plan.tile_q, of.Q - tile.q);
     record.channels = of.out_channels - k;
@@ -711,10 +741,10 @@ struct Converter {
 
 // One warp's view of its share of a tile.
 struct Store {
-  uint8_t* staging;  // of this warp
-  uint4* carried;    // unfinished sectors, of this lane
-  int lane_id;
-  int first_k, first_p, first_q;  // in the tile
+  uint8_t* smem;
+  uint32_t staging, carried;  // of this warp: where in shared memory
+  int warp_id, lane_id;
+  int first_k, first_p;  // in the tile
 };
 
 // Two neighbouring pixels as memory has them.
@@ -757,41 +787,36 @@ __device__ __forceinline__ float2 select(bool first, float2 a, float2 b) {
 //   stored:   [-----------------  ...  -------------]           the rest is carried over
 //
 // In staging the new pixels of all planes begin at offset % 16 behind half a sector, so that lanes meet few conflicts.
-template <typename Element, int WARPGROUPS, int SHARE_Q>
+template <typename Element, int TILE_Q>
 __device__ __forceinline__ void store_runs(const Params& params, const Store& store, const TileRecord& tile,
-                                           const float (&bias)[2], const float (&acc)[1][SHARE_Q / 2]) {
+                                           const float (&bias)[2], const float (&acc)[1][TILE_Q / 2]) {
   constexpr int kSize = sizeof(Element);
-  constexpr int kPartBytes = part_bytes(WARPGROUPS, kSize);
   constexpr int kColumns = kPartBytes / kSize;
-  constexpr int kPlaneBytes = staged_plane_bytes(WARPGROUPS, kSize);
+  constexpr int kPlaneBytes = staged_plane_bytes(kSize);
   constexpr int kAtOnce = kSize == 2 ? 2 * kPlanes : kPlanes;
-  constexpr int kLanes = kPartBytes / 16;  // that store a plane
-  constexpr int kRows = 32 / kLanes;       // planes that a warp stores at a time
-  constexpr int kTogether = 2;             // times that: those whose loads from shared memory are on their way together
-  static_assert(SHARE_Q % kColumns == 0 && kAtOnce % (kRows * kTogether) == 0, "whole parts");
+  constexpr int kTogether = 2;  // planes whose loads from shared memory are on their way together
   const int lane_id = store.lane_id;
-  const int columns = min(SHARE_Q, tile.columns - store.first_q);
-  if (store.first_p >= tile.rows || columns <= 0) return;
+  const int columns = tile.columns;
+  if (store.first_p >= tile.rows) return;
   const Correlation& of = params.of;
   const int64_t plane_stride = of.out_stride[1] * kSize;
-  const uint64_t share_address =
+  const uint64_t tile_address =
       reinterpret_cast<uint64_t>(params.out_ptr) +
-      (tile.out + store.first_k * of.out_stride[1] + store.first_p * of.out_stride[2] + store.first_q) * kSize;
-  uint8_t* const staged = store.staging + kSector / 2;
+      (tile.out + store.first_k * of.out_stride[1] + store.first_p * of.out_stride[2]) * kSize;
+  uint8_t* const staged = store.smem + store.staging + kSector / 2;
+  uint4* const own_carried = reinterpret_cast<uint4*>(store.smem + store.carried) + lane_id;
 
 #pragma unroll
   for (int first_half = 0; first_half < 2; first_half += kAtOnce / kPlanes) {
     const int planes = min(tile.channels - store.first_k - 8 * first_half, kAtOnce);
     if (planes <= 0) break;
 #pragma unroll
-    for (int part = 0; part < SHARE_Q / kColumns; ++part) {
+    for (int part = 0; part < TILE_Q / kColumns; ++part) {
       const int bytes = min(columns - part * kColumns, kColumns) * kSize;
-      if (bytes <= 0) break;
-      const uint64_t address = share_address + 8 * first_half * plane_stride + part * kPartBytes;
-      const int behind =
-          min(((tile.flags >> TileRecord::kBehindShift) + store.first_q + part * kColumns) * kSize, kSector);
-      const bool run_ends =
-          (tile.flags & TileRecord::kRunEnds) != 0 && tile.columns <= store.first_q + (part + 1) * kColumns;
+      if (part > 0 && bytes <= 0) break;
+      const uint64_t address = tile_address + 8 * first_half * plane_stride + part * kPartBytes;
+      const int behind = min(((tile.flags >> TileRecord::kBehindShift) + part * kColumns) * kSize, kSector);
+      const bool run_ends = (tile.flags & TileRecord::kRunEnds) != 0 && columns <= (part + 1) * kColumns;
       uint32_t begin = static_cast<uint32_t>(address), stride = static_cast<uint32_t>(plane_stride);
       asm volatile("" : "+r"(begin), "+r"(stride));
 
@@ -806,7 +831,7 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
       };
       __syncwarp();  // the part before has been read
       if (behind > 0) {
-        if (carries) *sector_of(0) = *store.carried;
+        if (carries) *sector_of(0) = *own_carried;
         __syncwarp();  // its last bytes are overwritten by new pixels
       }
 
@@ -860,14 +885,14 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
       // part of the warp and one of the lane, for more and slower instructions.
       const int mask = behind == 0 ? 15 : kSector - 1;
       const bool head = behind < kSector;  // the first piece or sector is not all ours
-      const int place = lane_id % kLanes * 16, own_row = lane_id / kLanes;
-      uint64_t to = address + own_row * plane_stride + (place & ~mask);
+      const int place = lane_id * 16;
+      uint64_t to = address + (place & ~mask);
       asm volatile("" : "+l"(to));
       const int in_boundary = place & mask;
       // A lane stores its piece if the shift of the plane is more than this: if the piece and the sector it lies in are
       // all there, and all of this run.
       const int end = head && place <= mask ? kSector : (place | mask) - bytes;
-      const uint8_t* const own_piece = staged + own_row * kPlaneBytes + place;
+      const uint8_t* const own_piece = staged + place;
       const auto piece_at = [&](int plane, uint64_t to_plane) {
         return *reinterpret_cast<const uint4*>(own_piece + plane * kPlaneBytes -
                                                (static_cast<uint32_t>(to_plane) & mask & ~15));
@@ -880,14 +905,14 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
       };
       if (planes == kAtOnce) {
 #pragma unroll
-        for (int first = 0; first < kAtOnce; first += kRows * kTogether) {
+        for (int first = 0; first < kAtOnce; first += kTogether) {
           uint4 pieces[kTogether];
           uint64_t places[kTogether];
 #pragma unroll
           for (int i = 0; i < kTogether; ++i) {
             places[i] = to;
-            pieces[i] = piece_at(first + i * kRows, to);
-            to += kRows * plane_stride;
+            pieces[i] = piece_at(first + i, to);
+            to += plane_stride;
             asm volatile("" : "+l"(to));
           }
 #pragma unroll
@@ -895,15 +920,16 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
         }
       } else {
 #pragma unroll 1
-        for (int plane = 0; plane + own_row < planes; plane += kRows, to += kRows * plane_stride)
-          store_piece(to, piece_at(plane, to));
+        for (int plane = 0; plane < planes; ++plane, to += plane_stride) store_piece(to, piece_at(plane, to));
       }
 
       // What begins or ends inside a sector: four lanes a plane, by words where these are aligned.
+      int quad = lane_id / 4;
+      asm volatile("" : "+r"(quad));  // or products with it would take registers from the start
       const auto store_ends = [&](auto word) {
         constexpr int kWord = sizeof(word);
 #pragma unroll 1
-        for (int plane = lane_id / 4; plane < planes; plane += 8) {
+        for (int plane = quad; plane < planes; plane += 8) {
           const uint64_t plane_address = address + plane * plane_stride;
           const int offset = static_cast<int>(plane_address) & mask;
           const uint8_t* const from = staged + plane * kPlaneBytes - (offset & ~15);
@@ -924,7 +950,7 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
         // One piece of 16 bytes in all, head and tail: a word a lane.
 #pragma unroll
         for (int first = 0; first < kAtOnce; first += 8) {
-          const int plane = first + lane_id / 4;
+          const int plane = first + quad;
           const uint64_t plane_address = address + plane * plane_stride;
           const int offset = static_cast<int>(plane_address) & 15, word = lane_id % 4 * 4;
           const int at = word < offset ? word + bytes : word;
@@ -939,8 +965,168 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
           store_ends(uint16_t{});
       }
       asm volatile("" : "+r"(begin));  // or what sector_of has worked out above would take registers
-      if (!run_ends && carries) *store.carried = *sector_of(bytes);
+      if (!run_ends && carries) *own_carried = *sector_of(bytes);
     }
+  }
+}
+
+// By boxes: tiles of a run of flat rows, all 16 channels of a warp at a time with 16 bits, 8 with fp32. They are
+// aligned alike, and so are staged at the same shift from a boundary of a sector, in blocks of 128 bytes:
+//
+//               <---- block ---->                              <---- block ---->
+//   staged:    [shift|new                   ...                                 |new ]   the last ones with the carried
+//   stored:    [-----------------           ...                 ----------------]        sectors: the next tile's first
+//
+// Four blocks are a box. Whole sectors in front of the first whole block and behind the last one are stored by pieces of
+// 16 bytes, and what begins or ends a run pixel by pixel.
+template <typename Element>
+__device__ __forceinline__ void store_boxes(const Params& params, const Store& store, const TileRecord& tile,
+                                            const float (&bias)[2], const float (&acc)[kTilePixels / 2]) {
+  constexpr int kSize = sizeof(Element);
+  constexpr int kSectorPixels = kSector / kSize;
+  constexpr int kBlockPixels = hopper::kBoxRowBytes / kSize;
+  constexpr int kTileBytes = kTilePixels * kSize;  // of a channel
+  constexpr int kBlocks = kTilePixels / kBlockPixels;
+  constexpr int kPasses = kSize / 2;
+  constexpr int kChannels = 16 / kPasses;  // of a pass
+  constexpr int kBlockBytes = kChannels * hopper::kBoxRowBytes;
+  constexpr int kParts = kBlocks / 4;  // boxes of a pass
+  static_assert(kBlocks * kBlockBytes == kBoxBytes, "all of staging");
+  const Correlation& of = params.of;
+  const int lane_id = store.lane_id;
+
+  // Pixels count from the start of the image in the warp's first channel, positions from the boundary before the tile.
+  const int log_boxes = params.plan.log_boxes;
+  const int kind = store.warp_id & ((1 << log_boxes) - 1), first_channel = store.warp_id >> log_boxes << 4;
+  const int n = static_cast<int>(tile.out >> 32);
+  const int pixel = static_cast<int>(tile.out) + kind * static_cast<int>(of.out_stride[1]);
+  const int shift = pixel & (kSectorPixels - 1);
+  const int behind = tile.flags >> TileRecord::kBehindShift;
+  const bool run_ends = (tile.flags & TileRecord::kRunEnds) != 0;
+  const int end = shift + tile.columns;
+  // All four or eight blocks are boxes, and what is left over lies where it is carried from.
+  const bool whole = shift <= behind && end >= kTilePixels && !run_ends;
+
+  // Two neighbouring pixels of lane_id / 4, 8 pixels further with every i: blocks repeat.
+  constexpr int kPeriod = kBlockPixels / 8;
+  const int row = kSize == 2 ? lane_id / 4 : lane_id / 4 % 4 * 2 + lane_id / 16;
+  const uint32_t row_place = store.staging + row * hopper::kBoxRowBytes + row * 16;
+  const uint32_t own = (shift + 2 * (lane_id % 4)) * kSize;
+  uint32_t to[kPeriod];
+#pragma unroll
+  for (int i = 0; i < kPeriod; ++i) {
+    constexpr int kMost = (kSectorPixels + 4) * kSize;  // of `own`
+    const uint32_t at = own + 8 * kSize * i;
+    to[i] = kMost + 8 * kSize * i < hopper::kBoxRowBytes
+                ? at ^ row_place
+                : (at % hopper::kBoxRowBytes ^ row_place) + at / hopper::kBoxRowBytes * kBlockBytes;
+  }
+
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const uint32_t carried = store.carried + pass * kChannels * kSector;
+    // Two lanes have the sector of a channel, 16 bytes each.
+    uint4* const own_carried = reinterpret_cast<uint4*>(store.smem + carried) + lane_id;
+    const bool carries = lane_id < 2 * kChannels;
+    uint4 before;
+    if (carries) before = *own_carried;
+    if (lane_id == 0) {
+      if (pass == 0 || !whole)
+        hopper::bulk_stores_wait_read<0>();
+      else
+        hopper::bulk_stores_wait_read<kParts - 1>();
+    }
+    __syncwarp();  // staging is free, at least for the first part
+    if (behind > 0 && carries)
+      *reinterpret_cast<uint4*>(store.smem + store.staging + lane_id / 2 * hopper::kBoxRowBytes +
+                                ((lane_id % 2 ^ lane_id / 2) & 7) * 16) = before;
+    __syncwarp();  // its last bytes are overwritten by new pixels
+
+    const auto stage = [&](int first, int last, const float (&added)[2]) {
+#pragma unroll
+      for (int i = first; i < last; ++i) {
+#pragma unroll
+        for (int half = 0; half < kChannels / 8; ++half) {
+          const int plane = pass * kChannels / 8 + half;
+          uint32_t place = to[i % kPeriod] + i / kPeriod * kBlockBytes + half * 8 * hopper::kBoxRowBytes;
+          if ((8 * i + kSectorPixels + 6) * kSize > kTileBytes && own + 8 * kSize * i >= kTileBytes)
+            place = carried + (row + 8 * half) * kSector + own + 8 * kSize * i - kTileBytes;
+          *reinterpret_cast<PackedPair<Element>*>(store.smem + place) =
+              pack_pair<Element>(acc[4 * i + 2 * plane] + added[plane], acc[4 * i + 2 * plane + 1] + added[plane]);
+        }
+      }
+    };
+    const auto stage_some = [&](int first, int last) {
+      const float none[2] = {-0.0f, -0.0f};  // which the compiler leaves out
+      if (params.bias_ptr != nullptr)
+        stage(first, last, bias);
+      else
+        stage(first, last, none);
+    };
+    const int box_channel = (tile.channel >> log_boxes) + first_channel + pass * kChannels;
+    constexpr int kGroups = kTilePixels / 8 / kParts;  // of 8 pixels, in a part
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (pass > 0 && part + 1 < kParts) {
+        stage_some(part * kGroups, (part + 1) * kGroups - 1);
+        if (lane_id == 0) hopper::bulk_stores_wait_read<0>();
+        __syncwarp();  // the next part of staging is free, in which this one ends
+        stage_some((part + 1) * kGroups - 1, (part + 1) * kGroups);
+      } else {
+        stage_some(part * kGroups, (part + 1) * kGroups);
+      }
+      hopper::fence_async();
+      __syncwarp();  // all pixels are staged
+      if (lane_id == 0) {
+        if (whole)
+          hopper::store_box(params.four_blocks, store.smem + store.staging + 4 * part * kBlockBytes,
+                            pixel - shift + 4 * part * kBlockPixels, box_channel, 0, n);
+        hopper::bulk_stores_commit();
+      }
+    }
+    if (whole) continue;
+
+    // What is there, without the unfinished sector if it is carried over.
+    const int begin = max(shift - behind, 0), until = run_ends ? end : end & ~(kSectorPixels - 1);
+    const int first_block = begin > 0 ? 1 : 0, last_block = min(until / kBlockPixels, kBlocks);
+    if (lane_id == 0) {
+#pragma unroll 1
+      for (int block = first_block; block < last_block; ++block)
+        hopper::store_box(params.one_block, store.smem + store.staging + block * kBlockBytes,
+                          pixel - shift + block * kBlockPixels, box_channel, 0, n);
+      hopper::bulk_stores_commit();
+    }
+    const auto place_of = [&](int row, int position) {
+      const uint32_t at = position * kSize;
+      return store.smem + (at < kTileBytes
+                               ? store.staging + at / hopper::kBoxRowBytes * kBlockBytes + row * hopper::kBoxRowBytes +
+                                     (at % hopper::kBoxRowBytes ^ (row & 7) * 16)
+                               : carried + row * kSector + at - kTileBytes);
+    };
+    const int boxes = 1 << log_boxes, channel = kind + boxes * (first_channel + pass * kChannels);
+    const int channels = min(kChannels, (tile.channels - channel + boxes - 1) >> log_boxes);
+    Element* const out = static_cast<Element*>(params.out_ptr) + n * of.out_stride[0] +
+                         (tile.channel + channel) * of.out_stride[1] + static_cast<int>(tile.out) - shift;
+    // Less than a block: eight lanes a channel, 16 bytes each, or what of them is there.
+    const auto store_pieces = [&](int boundary, int from, int to) {
+      constexpr int kPiece = 16 / kSize;
+      const int at = boundary + lane_id % 8 * kPiece, first = max(at, from), last = min(at + kPiece, to);
+#pragma unroll 1
+      for (int i = lane_id / 8; i < channels; i += 4) {
+        Element* const to_channel = out + i * boxes * of.out_stride[1];
+        if (last - first == kPiece) {
+          __stcs(reinterpret_cast<uint4*>(to_channel + at), *reinterpret_cast<const uint4*>(place_of(i, at)));
+        } else {
+#pragma unroll 1
+          for (int q = first; q < last; ++q) to_channel[q] = *reinterpret_cast<const Element*>(place_of(i, q));
+        }
+      }
+    };
+    const int rest = max(last_block, first_block) * kBlockPixels;
+    if (first_block > 0) store_pieces(0, begin, min(kBlockPixels, until));
+    store_pieces(rest, rest, until);
+    if (!run_ends && until < kTilePixels && carries)
+      *own_carried = *reinterpret_cast<const uint4*>(place_of(lane_id / 2, until + lane_id % 2 * (16 / kSize)));
   }
 }
 
@@ -951,7 +1137,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
   constexpr int kSize = sizeof(Element);
   constexpr int kVector = 16 / kSize;
   constexpr int kPixels = 512 / kSize;
-  constexpr int kPlaneBytes = staged_plane_bytes(2, kSize);
+  constexpr int kPlaneBytes = staged_plane_bytes(kSize);
   const Correlation& of = params.of;
   const int lane_id = store.lane_id;
 
@@ -960,7 +1146,8 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
     const int first_k = store.first_k + 8 * half;
 #pragma unroll
     for (int part = 0; part < kTilePixels / kPixels; ++part) {
-      Element* pixels = reinterpret_cast<Element*>(store.staging + lane_id / 4 * kPlaneBytes) + 2 * (lane_id % 4);
+      Element* pixels =
+          reinterpret_cast<Element*>(store.smem + store.staging + lane_id / 4 * kPlaneBytes) + 2 * (lane_id % 4);
       __syncwarp();  // the part before has been read
 #pragma unroll
       for (int i = 0; i < kPixels / 8; ++i) {
@@ -980,12 +1167,13 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
         for (int plane = 0; plane < kPlanes; ++plane, to += of.out_stride[1]) {
           if (exist && first_k + plane < tile.channels)
             *reinterpret_cast<uint4*>(to) =
-                *reinterpret_cast<const uint4*>(store.staging + plane * kPlaneBytes + lane_id * 16);
+                *reinterpret_cast<const uint4*>(store.smem + store.staging + plane * kPlaneBytes + lane_id * 16);
         }
       } else {
 #pragma unroll 1
         for (int plane = 0; plane < kPlanes && first_k + plane < tile.channels; ++plane) {
-          const Element* const staged = reinterpret_cast<const Element*>(store.staging + plane * kPlaneBytes);
+          const Element* const staged =
+              reinterpret_cast<const Element*>(store.smem + store.staging + plane * kPlaneBytes);
 #pragma unroll 1
           for (int pixel = lane_id; pixel < kPixels; pixel += 32) {
             const int p = row_of(pixel), q = column_of(pixel);
@@ -1000,24 +1188,12 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
 
 // -- Multiply: x ring, w ring -> accumulators --
 //
-// The warpgroups take turns: one multiplies a block of channels for its share of a tile, alone, at the full rate of the
-// tensor cores, while the others finish their steps and store. Two of them take the same share of every tile. Three of
-// them go round: more time to store, and where memory bounds the whole, more stores on their way.
-//
-//   shares of a tile (64 channels x 128 columns)   0 | 2        warpgroup   0 1 2 0 | 1 2 0 1 | 2 0 1 2 | 0 1 2 0 | ...
-//                                                  --+--        share       0 1 2 3 | 0 1 2 3 | 0 1 2 3 | 0 1 2 3 | ...
-//                                                  1 | 3
-template <int N>
-struct Count {
-  static constexpr int kValue = N;
-};
-
-template <typename Element, int TILE_Q, int WARPGROUPS>
+// The warpgroups take turns: one multiplies a block of channels for its half of a tile, alone, at the full rate of the
+// tensor cores, while the other one finishes its steps and stores.
+template <typename Element, int TILE_Q>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem, int warpgroup_id) {
 #if defined(MODELNEW_SM90A)
-  constexpr int SHARE_Q = share_columns(TILE_Q, WARPGROUPS);
-  constexpr int SHARE_P = kTilePixels / TILE_Q;
-  constexpr int kShares = shares(WARPGROUPS);
+  constexpr int TILE_P = kTilePixels / TILE_Q;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int lane_id = threadIdx.x % 32;
@@ -1025,9 +1201,16 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const bool split_k = plan.tile_k == 128;  // the warpgroups take different channels of the same pixels
 
   Store store;
-  store.staging = smem + shared.layout.staging +
-                  warp_id % plan.staging_parts * staging_part_bytes(plan.staged_planes, WARPGROUPS, sizeof(Element));
+  store.smem = smem;
+  store.staging =
+      shared.layout.staging +
+      (plan.boxes != 0 ? warp_id * kBoxBytes
+                       : warp_id % plan.staging_parts * staging_part_bytes(plan.staged_planes, sizeof(Element)));
+  store.carried = shared.layout.carried + warp_id * kCarriedBytes;
+  store.warp_id = warp_id;
   store.lane_id = lane_id;
+  store.first_k = (split_k ? warpgroup_id * kGroupChannels : 0) + 16 * (warp_id % 4);
+  store.first_p = split_k ? 0 : warpgroup_id * TILE_P;
 
   // In units of 16 bytes, as descriptors count.
   constexpr uint32_t kStep = kWeightStepBytes / 16;
@@ -1037,47 +1220,49 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const int row_steps = of.S * plan.block_steps;
   const uint32_t by_row = reciprocal(row_steps), by_tap = reciprocal(plan.block_steps);
   const uint32_t w_stage = plan.group_steps * kStep;
-  const bool streamed = plan.w_stages > 0;
-  uint32_t a_share = split_k ? total_steps(of, plan) * kStep : 0;  // from the weights of a share to the next one's
-  asm volatile("" : "+r"(a_share));                                // worked out here, once
+  int w_stages = plan.w_stages;
+  asm volatile("" : "+r"(w_stages));  // in a register: to load a parameter takes time
+  const bool streamed = w_stages > 0;
+  uint32_t a_resident = a_base + (split_k && warpgroup_id != 0 ? total_steps(of, plan) * kStep : 0);
+  asm volatile("" : "+r"(a_resident));  // worked out here, once
 
   const auto release = [&](uint32_t barrier) {
     if (lane_id == 0) hopper::barrier_arrive(barrier);
   };
 
-  float acc[SHARE_P][SHARE_Q / 2];
+  struct StepPlace {
+    int row;  // of the window
+    uint32_t in_row;
+  };
+  const auto place_of_step = [&](int step) -> StepPlace {
+    const int r = quotient(step, by_row);
+    const int in_row = step - r * row_steps;
+    const int s = quotient(in_row, by_tap);
+    return {store.first_p + r * of.dilation_h,
+            b_base + s * of.dilation_w + (in_row - s * plan.block_steps) * 2 * plan.x_pitch};
+  };
+  StepPlace first_steps = place_of_step(lane_id);
+  int x_slots = plan.x_slots;
+  asm volatile("" : "+r"(first_steps.row), "+r"(first_steps.in_row), "+r"(x_slots));  // kept, not worked out again
+
+  float acc[TILE_P][TILE_Q / 2];
   RingPosition x_at;  // the first row of the window
   RingPosition w_at;
-  uint32_t turn = warpgroup_id == 0 ? 1 : 0, staging_turn = turn;
+  uint32_t turn = warpgroup_id == 0 ? 1 : 0;
+  int large_groups = plan.large_groups, small_groups = plan.groups - plan.large_groups;
+  asm volatile("" : "+r"(large_groups), "+r"(small_groups));
   const auto groups_of = [&](int steps) {
-    return plan.group_steps == steps       ? plan.large_groups
-           : plan.group_steps == steps + 1 ? plan.groups - plan.large_groups
-                                           : 0;
+    return plan.group_steps == steps ? large_groups : plan.group_steps == steps + 1 ? small_groups : 0;
   };
-  const int groups_of_6 = groups_of(6), groups_of_5 = groups_of(5), groups_of_4 = groups_of(4);
-  const int groups_of_3 = groups_of(3), groups_of_2 = groups_of(2), groups_of_1 = groups_of(1);
   if (warpgroup_id == 1 && streamed) w_at.advance(plan.w_stages, plan.groups);
   int resident = -1;
   // The record of the tile, in shared memory: read again where it is needed, which is cheaper than to keep it.
   const TileRecord* const records = reinterpret_cast<const TileRecord*>(smem + shared.layout.records);
   const TileRecord* record = records;
   int number = 0;  // of the next tile
-  int flags = 0;
-  bool enters = true;
-  uint32_t next_share = warpgroup_id;
-  for (;;) {
-    const uint32_t share = WARPGROUPS == 3 ? next_share : warpgroup_id;
-    next_share = share + WARPGROUPS;
-    const bool leaves = next_share >= kShares;  // the tile, after this share
-    // Of two shares one has other channels, or other rows where there are 64 channels.
-    const int second = static_cast<int>(share % 2);
-    store.first_k = (split_k ? second * kGroupChannels : 0) + 16 * (warp_id % 4);
-    store.first_p = split_k ? 0 : second * SHARE_P;
-    store.first_q = static_cast<int>(share / 2) * SHARE_Q;
-    const int carried = 4 * second + warp_id % 4;
-    store.carried = reinterpret_cast<uint4*>(smem + shared.layout.carried + carried * kCarriedBytes) + lane_id;
+  do {
     float bias[2] = {-0.0f, -0.0f};  // which changes nothing
-    uint32_t a = a_base + second * a_share;
+    uint32_t a = a_resident;
     int keep = 0;  // the first step overwrites the accumulators
     for (int block = 0; block < plan.blocks_c; ++block) {
       if (lane_id < plan.x_rows) {
@@ -1085,11 +1270,9 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         hopper::barrier_wait(shared.x_full(x_at.slot + lane_id - (round ? plan.x_slots : 0)), x_at.parity ^ round);
       }
       __syncwarp();
-      if (enters) {
-        enters = false;
+      if (block == 0) {
         record = records + number % kRecords;
         ++number;
-        flags = record->flags;
         const int weights = record->weights;
         if (!streamed && weights != resident) {
           if (resident >= 0) release(shared.w_empty(0));
@@ -1100,25 +1283,20 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       }
       if (block == 0 && params.bias_ptr != nullptr) {
         for (int i = 0; i < 2; ++i) {
-          const int k = store.first_k + lane_id / 4 + 8 * i;
+          const int k = channel_of_row<sizeof(Element)>(store.first_k + lane_id / 4 + 8 * i, plan.boxes);
           if (k < record->channels) bias[i] = widen(static_cast<const Element*>(params.bias_ptr)[record->channel + k]);
         }
       }
-      // Lane j works out where step first + j of the block reads.
+      // Lane j works out where step first + j of the block reads. The first 32 are the same in every tile.
       int first = 0, in_place = 0;  // steps: of the next group; of those, in `place`
       uint32_t place;
-      const auto find_places = [&] {
-        const int step = first + lane_id;
-        const int r = quotient(step, by_row);
-        const int in_row = step - r * row_steps;
-        const int s = quotient(in_row, by_tap);
-        int slot = x_at.slot + store.first_p + r * of.dilation_h;
-        if (slot >= plan.x_slots) slot -= plan.x_slots;
-        place = b_base + slot * x_row + store.first_q + s * of.dilation_w +
-                (in_row - s * plan.block_steps) * 2 * plan.x_pitch;
+      const auto find_places = [&](const StepPlace& step) {
+        int slot = x_at.slot + step.row;
+        if (slot >= x_slots) slot -= x_slots;
+        place = step.in_row + slot * x_row;
         in_place = 0;
       };
-      find_places();
+      find_places(first_steps);
 
       // Groups of COUNT steps and their commit, in straight-line code: in a loop that it does not unroll ptxas commits
       // every wgmma by itself, and to wait for all but the latest group would be to wait for everything. While one
@@ -1127,7 +1305,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       const auto multiply_groups = [&](auto count, int groups) {
         constexpr int COUNT = decltype(count)::kValue;
         for (int i = 0; i < groups; ++i) {
-          if (in_place + COUNT > 32) find_places();
+          if (in_place + COUNT > 32) find_places(place_of_step(first + lane_id));
           uint32_t b[COUNT];
 #pragma unroll
           for (int j = 0; j < COUNT; ++j) b[j] = __shfl_sync(~0u, place, in_place + j);
@@ -1142,8 +1320,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 #pragma unroll
           for (int j = 0; j < COUNT; ++j) {
 #pragma unroll
-            for (int row = 0; row < SHARE_P; ++row)
-              hopper::Wgmma<Element, SHARE_Q>::multiply(acc[row], a + j * kStep, b[j] + row * x_row, j == 0 ? keep : 1);
+            for (int row = 0; row < TILE_P; ++row)
+              hopper::Wgmma<Element, TILE_Q>::multiply(acc[row], a + j * kStep, b[j] + row * x_row, j == 0 ? keep : 1);
           }
           hopper::wgmma_commit();
           keep = 1;
@@ -1160,17 +1338,17 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       hopper::barrier_wait(shared.turn(warpgroup_id), turn);
       turn ^= 1;
       if constexpr (most_group_steps(TILE_Q) >= 4) {
-        multiply_groups(Count<6>{}, groups_of_6);
-        multiply_groups(Count<5>{}, groups_of_5);
-        multiply_groups(Count<4>{}, groups_of_4);
+        multiply_groups(Count<6>{}, groups_of(6));
+        multiply_groups(Count<5>{}, groups_of(5));
+        multiply_groups(Count<4>{}, groups_of(4));
       }
-      multiply_groups(Count<3>{}, groups_of_3);
-      multiply_groups(Count<2>{}, groups_of_2);
-      multiply_groups(Count<1>{}, groups_of_1);
-      release(shared.turn(warpgroup_id == WARPGROUPS - 1 ? 0 : warpgroup_id + 1));
+      multiply_groups(Count<3>{}, groups_of(3));
+      multiply_groups(Count<2>{}, groups_of(2));
+      multiply_groups(Count<1>{}, groups_of(1));
+      release(shared.turn(1 - warpgroup_id));
 
       // Rows of the window that the next tile does not need.
-      const int drop = flags & TileRecord::kGoesOn ? plan.tile_p : plan.x_rows;
+      const int drop = record->flags & TileRecord::kGoesOn ? plan.tile_p : plan.x_rows;
       hopper::wgmma_wait<0>();
       if (w_done != 0) release(w_done);
       if (w_latest != 0) release(w_latest);
@@ -1178,65 +1356,49 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         const int slot = x_at.slot + lane_id;
         hopper::barrier_arrive(shared.x_empty(slot >= plan.x_slots ? slot - plan.x_slots : slot));
       }
-      if (leaves) x_at.skip(plan.x_slots, drop);
+      x_at.skip(plan.x_slots, drop);
       if (streamed) w_at.advance(plan.w_stages, plan.groups);  // those of the other warpgroup
     }
 #pragma unroll
-    for (int row = 0; row < SHARE_P; ++row) hopper::wgmma_settle(acc[row]);
+    for (int row = 0; row < TILE_P; ++row) hopper::wgmma_settle(acc[row]);
 
-    const TileRecord tile = *record;
     bool rows = true;
-    if constexpr (SHARE_P == 1) {
-      if (plan.y_runs) {
-        rows = false;
-        if constexpr (WARPGROUPS == 3) {
-          // Another warpgroup stores the share on the left: two a tile, hence the parity.
-          hopper::barrier_wait(shared.carried(carried), share / 2 ^ 1);
-          store_runs<Element, WARPGROUPS, SHARE_Q>(params, store, tile, bias, acc);
-          __syncwarp();  // all lanes have put down what they carry
-          release(shared.carried(carried));
-        } else {
-          const bool shared_staging = plan.staging_parts < 4 * WARPGROUPS;
-          if (shared_staging) hopper::barrier_wait(shared.staging_turn(warp_id), staging_turn);
-          staging_turn ^= 1;
-          store_runs<Element, WARPGROUPS, SHARE_Q>(params, store, tile, bias, acc);
-          if (shared_staging) hopper::barrier_arrive(shared.staging_turn(warp_id ^ 4));
-        }
+    if constexpr (TILE_Q == kTilePixels) {
+      rows = false;
+      if (plan.boxes != 0) {
+        store_boxes<Element>(params, store, *record, bias, acc[0]);
+      } else if (plan.y_runs) {
+        const bool shared_staging = plan.staging_parts < 8;
+        if (shared_staging) hopper::barrier_wait(shared.staging_turn(warp_id), (number ^ warpgroup_id) & 1);
+        store_runs<Element, TILE_Q>(params, store, *record, bias, acc);
+        if (shared_staging) hopper::barrier_arrive(shared.staging_turn(warp_id ^ 4));
+      } else {
+        rows = true;
       }
     }
-    if constexpr (WARPGROUPS == 2) {
-      if (rows) store_rows<Element, SHARE_P, SHARE_Q>(params, store, tile, bias, acc);
-    }
-    if (leaves) {
-      if (flags & TileRecord::kLast) break;
-      next_share -= kShares;
-      enters = true;
-    }
-  }
+    if (rows) store_rows<Element, TILE_P, TILE_Q>(params, store, *record, bias, acc);
+  } while ((record->flags & TileRecord::kLast) == 0);
+  if (plan.boxes != 0) hopper::bulk_stores_wait_read<0>();  // shared memory lives no longer than the block
 #endif
 }
 
-template <typename Element, int TILE_Q, int WARPGROUPS>
-__global__ void __launch_bounds__(threads(WARPGROUPS), 1) wgmma_kernel(const __grid_constant__ Params params) {
+template <typename Element, int TILE_Q>
+__global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
-  extern __shared__ __align__(128) unsigned char modelnew_wgmma_smem[];
+  extern __shared__ __align__(1024) unsigned char modelnew_wgmma_smem[];
   const Shared shared{hopper::smem_address(modelnew_wgmma_smem),
                       shared_layout(params.of, params.plan, sizeof(Element))};
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kMaxRows; ++slot) {
       hopper::barrier_init(shared.x_full(slot), params.plan.convert_warps);
-      hopper::barrier_init(shared.x_empty(slot), 4 * shares(WARPGROUPS));
+      hopper::barrier_init(shared.x_empty(slot), 8);
     }
     for (int slot = 0; slot < kMaxStages; ++slot) {
       hopper::barrier_init(shared.w_full(slot), 1);
-      hopper::barrier_init(shared.w_empty(slot), params.plan.w_stages > 0 ? 4 : 4 * WARPGROUPS);
+      hopper::barrier_init(shared.w_empty(slot), params.plan.w_stages > 0 ? 4 : 8);
     }
-    for (int warpgroup_id = 0; warpgroup_id < WARPGROUPS; ++warpgroup_id)
-      hopper::barrier_init(shared.turn(warpgroup_id), 4);
-    for (int warp_id = 0; warp_id < 8; ++warp_id) {
-      hopper::barrier_init(shared.staging_turn(warp_id), 32);
-      hopper::barrier_init(shared.carried(warp_id), 1);
-    }
+    for (int warpgroup_id = 0; warpgroup_id < 2; ++warpgroup_id) hopper::barrier_init(shared.turn(warpgroup_id), 4);
+    for (int warp_id = 0; warp_id < 8; ++warp_id) hopper::barrier_init(shared.staging_turn(warp_id), 32);
     hopper::fence_async();  // bulk copies complete on these barriers
     if (params.plan.convert_warps == kServiceWarps)
       copy_resident_weights(params, shared, static_cast<int>(blockIdx.x) % params.plan.tiles_k);
@@ -1244,13 +1406,13 @@ __global__ void __launch_bounds__(threads(WARPGROUPS), 1) wgmma_kernel(const __g
   __syncthreads();  // barriers exist before anybody waits on one
 
   const int warp_id = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  if (warp_id < 4 * WARPGROUPS) {
-    if constexpr (WARPGROUPS == 2) hopper::registers_take<kMultiplyRegisters>();
-    multiply<Element, TILE_Q, WARPGROUPS>(params, shared, modelnew_wgmma_smem, warp_id / 4);
+  if (warp_id < 8) {
+    hopper::registers_take<kMultiplyRegisters>();
+    multiply<Element, TILE_Q>(params, shared, modelnew_wgmma_smem, warp_id / 4);
   } else {
-    if constexpr (WARPGROUPS == 2) hopper::registers_give_back<kConvertRegisters>();
-    const int service_warp = warp_id - 4 * WARPGROUPS;
-    constexpr int kBatch = batch(WARPGROUPS, sizeof(Element));
+    hopper::registers_give_back<kConvertRegisters>();
+    const int service_warp = warp_id - 8;
+    constexpr int kBatch = batch(sizeof(Element));
     if (service_warp >= params.plan.convert_warps) {
       if (threadIdx.x % 32 == 0) copy_weights(params, shared);
     } else if (!params.plan.x_simple) {
@@ -1273,6 +1435,7 @@ struct PackOperandsParams {
   void* packed_ptr;
   Correlation of;
   int tiles_k, blocks_c, block_steps;  // tiles of 64 output channels
+  int boxes;
   int64_t pieces;
 };
 
@@ -1301,7 +1464,7 @@ __global__ void __launch_bounds__(kPackThreads) pack_operands_kernel(const PackO
   const int channel = (2 * (block * params.block_steps + step) + half) * kChunk;
   const int r = of.flipped ? of.R - 1 - tap / of.S : tap / of.S;
   const int s = of.flipped ? of.S - 1 - tap % of.S : tap % of.S;
-  const int k = tile * kGroupChannels + row;
+  const int k = channel_of_row<sizeof(Element)>(tile * kGroupChannels + row, params.boxes);
 
   const Element* from = static_cast<const Element*>(params.w_ptr) + group * of.w_stride_group + k * of.w_stride_out +
                         channel * of.w_stride_in + r * of.w_stride_r + s * of.w_stride_s;
@@ -1397,6 +1560,20 @@ struct Device {
   int sms;
 };
 
+// How many channels of y there are to one that is aligned alike, if boxes can store it, or 0.
+inline int boxes_of(const Correlation& of, int element_size, const Plan& plan) {
+  const int64_t channel_bytes = of.out_stride[1] * element_size, image_bytes = of.out_stride[0] * element_size;
+  const int64_t most_bytes = int64_t{1} << 40;
+  int boxes = 1;
+  while (boxes * channel_bytes % kSector != 0) boxes *= 2;
+  if (boxes > 8 || of.out_channels % boxes != 0) return 0;
+  if (of.groups > 1 && of.out_channels % plan.tile_k != 0) return 0;  // a box would reach into the next group
+  if (!plan.y_pairs || !plan.y_sectors || (of.N > 1 && image_bytes % kSector != 0)) return 0;
+  if (boxes * channel_bytes <= 0 || boxes * channel_bytes >= most_bytes || image_bytes >= most_bytes) return 0;
+  if ((boxes - 1) * of.out_stride[1] + static_cast<int64_t>(of.P) * of.Q >= int64_t{1} << 31) return 0;
+  return boxes;
+}
+
 inline int64_t even(int64_t value) { return value + (value & 1); }
 
 // Completes a plan whose tile is chosen; false when it does not fit.
@@ -1448,22 +1625,20 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   const auto fits = [&] { return shared_layout(of, plan, element_size).end <= kSharedBytes; };
   // Where a tile has several rows, its window has to lie in one piece.
   if (plan.down && group_rows > 1) return false;
-  const int unit_slots = plan.down ? plan.tile_p : plan.x_rows;
+  const int unit_slots = group_rows > 1 ? plan.x_rows : plan.down ? plan.tile_p : 1;
   const int least_slots = plan.down ? plan.x_rows + plan.tile_p : plan.x_rows;
   if (least_slots > kMaxRows) return false;
   plan.x_slots = least_slots;
-  // Three warpgroups where they can: a part of staging for each of their warps. All planes of 16 bits have room; where
-  // nothing is carried over, and only two warpgroups take turns, two warps share one.
+  plan.y_flat = !plan.down && plan.y_runs && group_rows == 1 && tile_k == 128 && of.out_stride[2] == of.Q;
+  plan.boxes = plan.y_flat ? boxes_of(of, element_size, plan) : 0;
+  // Without boxes all planes of 16 bits have room, and where nothing is carried over two warps share one part.
   plan.staged_planes = element_size == 2 && group_rows == 1 && plan.y_runs ? 2 * kPlanes : kPlanes;
+  plan.staging_parts = plan.staged_planes == 2 * kPlanes && plan.down ? 4 : 8;
   plan.w_stages = 0;
-  plan.warpgroups = 3;
-  plan.staging_parts = 12;
-  if (group_rows > 1 || !plan.y_runs || plan.blocks_c > 1 || !fits()) {
-    plan.warpgroups = 2;
-    plan.staging_parts = plan.staged_planes == 2 * kPlanes && plan.down ? 4 : 8;
-    if (!fits()) plan.w_stages = 4;
-    if (!fits()) return false;
-  }
+  if (!fits()) plan.boxes = 0;  // larger rings matter more
+  while (2 << plan.log_boxes <= plan.boxes) ++plan.log_boxes;
+  if (!fits()) plan.w_stages = 4;
+  if (!fits()) return false;
   const auto grow = [&](int& count, int by, int most) {
     while (count + by <= most) {
       count += by;
@@ -1475,12 +1650,12 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   };
   if (!plan.down) grow(plan.x_slots, unit_slots, std::min(2 * plan.x_rows, kMaxRows));
   if (plan.w_stages > 0) grow(plan.w_stages, 1, 6);
-  grow(plan.x_slots, unit_slots, std::min(least_slots + 2 * unit_slots, kMaxRows));
+  grow(plan.x_slots, unit_slots,
+       std::min(plan.down ? least_slots + 2 * plan.tile_p : (plan.boxes != 0 ? 2 : 3) * plan.x_rows, kMaxRows));
   if (plan.w_stages > 0) grow(plan.w_stages, 1, kMaxStages);
   plan.smem_bytes = shared_layout(of, plan, element_size).end;
   // Units: long runs to store, but all SMs busy to the end. Rows share their input with neighbouring rows: where the
   // rows that all blocks work on do not fit into half of the L2 cache, neighbouring blocks take neighbouring rows.
-  plan.y_flat = !plan.down && plan.y_runs && group_rows == 1 && tile_k == 128 && of.out_stride[2] == of.Q;
   const int64_t images = of.N * of.groups;
   const int64_t tiles = images * plan.tiles_p * plan.tiles_q;
   if (tiles * plan.tiles_k > int64_t{1} << 30) return false;
@@ -1525,12 +1700,12 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   if (plan.w_stages == 0 && plan.blocks > plan.tiles_k) plan.blocks -= plan.blocks % plan.tiles_k;
   plan.convert_warps = plan.x_simple && plan.w_stages == 0 && of.groups == 1 && plan.blocks % plan.tiles_k == 0 ? 4 : 3;
 
-  // 256 cycles a step of a whole tile. While one warpgroup stores, another multiplies its last block, or two others do.
+  // 256 cycles a step of a whole tile. While one warpgroup stores, the other one multiplies its last block.
   const bool runs = plan.y_flat || (!plan.down && plan.unit_tiles > 1);
   const double multiply = 256.0 * kNarrowCost[shape] * taps * plan.blocks_c * plan.block_steps;
   const double store = kTilePixels * element_size * kStoreCyclesPerByte;
   const double turn = 128.0 * kNarrowCost[shape] * taps * plan.block_steps;
-  const double bubble = plan.warpgroups == 3 ? std::max(store / 2 - turn, 0.0) * 4 / 3 : std::max(store - turn, 0.0);
+  const double bubble = std::max(store - turn, 0.0);
   const double new_rows =
       plan.down ? plan.tile_p + (rows - plan.tile_p) / static_cast<double>(plan.unit_tiles) : static_cast<double>(rows);
   const double convert = kConvertCyclesPerByte * plan.blocks_c * plan.block_steps * 2 * new_rows * pitch * 16;
@@ -1560,6 +1735,7 @@ inline void set_alignments(const Correlation& of, int element_size, const Alignm
   plan.y_runs = out_dense;
   plan.y_pairs =
       out_dense && address.out % (2 * element_size) == 0 && multiples(of.out_stride, of.N, out_channels, of.P, 2);
+  plan.y_sectors = address.out % kSector == 0;
   const int vector = 16 / element_size;
   plan.y_vectors = out_dense && of.Q % vector == 0 && address.out % 16 == 0 &&
                    multiples(of.out_stride, of.N, out_channels, of.P, vector);
@@ -1647,19 +1823,37 @@ cudaError_t pack_operands(const void* w_ptr, void* packed_ptr, const Correlation
   params.tiles_k = plan.tiles_k * (plan.tile_k / kGroupChannels);
   params.blocks_c = plan.blocks_c;
   params.block_steps = plan.block_steps;
+  params.boxes = plan.boxes;
   params.pieces = packed_bytes(of, plan) / 16;
   const unsigned blocks = static_cast<unsigned>(ceil_div(params.pieces, kPackThreads));
   pack_operands_kernel<Element><<<blocks, kPackThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
-template <typename Element, int TILE_Q, int WARPGROUPS>
+// y as boxes want it: [image][channel / boxes][pixel of `boxes` channels], and blocks of 128 bytes to go on with.
+template <typename Element>
+cudaError_t make_box_maps(Params& params) {
+  const Correlation& of = params.of;
+  constexpr uint64_t kSize = sizeof(Element);
+  const uint64_t boxes = params.plan.boxes, channel = of.out_stride[1], images = of.N;
+  const uint64_t channels = static_cast<uint64_t>(of.groups) * of.out_channels / boxes;
+  const uint64_t sizes[4] = {(boxes - 1) * channel + static_cast<uint64_t>(of.P) * of.Q, channels, 4, images};
+  const uint64_t strides[3] = {boxes * channel * kSize, hopper::kBoxRowBytes,
+                               images > 1 ? of.out_stride[0] * kSize : boxes * channel * kSize};
+  const uint32_t rows = kSize == 2 ? 16 : 8;
+  const uint32_t four[4] = {hopper::kBoxRowBytes / kSize, rows, 4, 1}, one[4] = {four[0], rows, 1, 1};
+  const cudaError_t error = hopper::make_box_map(params.out_ptr, kSize, sizes, strides, four, params.four_blocks);
+  if (error != cudaSuccess) return error;
+  return hopper::make_box_map(params.out_ptr, kSize, sizes, strides, one, params.one_block);
+}
+
+template <typename Element, int TILE_Q>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  const auto kernel = wgmma_kernel<Element, TILE_Q, WARPGROUPS>;
+  const auto kernel = wgmma_kernel<Element, TILE_Q>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<params.plan.blocks, threads(WARPGROUPS), params.plan.smem_bytes, stream>>>(params);
+  kernel<<<params.plan.blocks, kThreads, params.plan.smem_bytes, stream>>>(params);
   return cudaGetLastError();
 }
 
@@ -1668,16 +1862,19 @@ cudaError_t run(const void* w_ptr, void* workspace, Params& params, cudaStream_t
   const cudaError_t error = pack_operands<Element>(w_ptr, workspace, params.of, params.plan, stream);
   if (error != cudaSuccess) return error;
   params.packed_ptr = workspace;
-  if (params.plan.warpgroups == 3) return run_kernel<Element, 256, 3>(params, stream);
+  if (params.plan.boxes != 0) {
+    const cudaError_t error = make_box_maps<Element>(params);
+    if (error != cudaSuccess) return error;
+  }
   switch (params.plan.tile_q) {
     case 256:
-      return run_kernel<Element, 256, 2>(params, stream);
+      return run_kernel<Element, 256>(params, stream);
     case 128:
-      return run_kernel<Element, 128, 2>(params, stream);
+      return run_kernel<Element, 128>(params, stream);
     case 64:
-      return run_kernel<Element, 64, 2>(params, stream);
+      return run_kernel<Element, 64>(params, stream);
     default:
-      return run_kernel<Element, 32, 2>(params, stream);
+      return run_kernel<Element, 32>(params, stream);
   }
 }
 
@@ -1711,12 +1908,16 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   else
     snprintf(weights, sizeof weights, "weights in %d stages of %d bytes", plan.w_stages,
              plan.group_steps * kWeightStepBytes);
-  snprintf(
-      text, text_size,
-      "tile of %d channels x %d x %d pixels, %s, %d warpgroups, %d input channels a row of %d, %s, %d bytes of shared "
-      "memory, %d blocks, units of %d tiles, about %.3g Mcycles",
-      plan.tile_k, plan.tile_p, plan.tile_q, plan.down ? "downwards" : "rightwards", plan.warpgroups, channels,
-      plan.x_slots, weights, plan.smem_bytes, plan.blocks, plan.unit_tiles, plan.cycles * 1e-6);
+  char boxes[40] = "";
+  if (plan.boxes == 1)
+    snprintf(boxes, sizeof boxes, "boxes, ");
+  else if (plan.boxes > 1)
+    snprintf(boxes, sizeof boxes, "boxes of every %d%s channel, ", plan.boxes, plan.boxes == 2 ? "nd" : "th");
+  snprintf(text, text_size,
+           "tile of %d channels x %d x %d pixels, %s, %d input channels a row of %d, %s, %s%d bytes of shared memory, "
+           "%d blocks, units of %d tiles, about %.3g Mcycles",
+           plan.tile_k, plan.tile_p, plan.tile_q, plan.down ? "downwards" : "rightwards", channels, plan.x_slots,
+           weights, boxes, plan.smem_bytes, plan.blocks, plan.unit_tiles, plan.cycles * 1e-6);
 }
 
 #endif  // host
