@@ -988,9 +988,9 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
   constexpr int kTileBytes = kTilePixels * kSize;  // of a channel
   constexpr int kBlocks = kTilePixels / kBlockPixels;
   constexpr int kPasses = kSize / 2;
-  constexpr int kChannels = 16 / kPasses;  // of a pass
+  constexpr int kChannels = 16 / kPasses;  // at a time
   constexpr int kBlockBytes = kChannels * hopper::kBoxRowBytes;
-  constexpr int kParts = kBlocks / 4;  // boxes of a pass
+  constexpr int kParts = kBlocks / 4;  // boxes of so many channels
   static_assert(kBlocks * kBlockBytes == kBoxBytes, "all of staging");
   const Correlation& of = params.of;
   const int lane_id = store.lane_id;
