@@ -39,15 +39,15 @@
 //   store_rows    tiles of several rows, and y of any strides
 //
 // H200, 2026-11-21, stores alone, TB/s: bulk stores of 512 bytes of a channel from a sector on 3.7 to 3.8, from half a
-// sector on 1.5 to 1.7, from less not at all (an illegal instruction); 16 bytes a lane 3.7, from half a sector on 2.4 to
-// 3.0; accumulators straight to memory 1.0. Into the L2 cache the copy engine of one SM stores 31 bytes a cycle, whether by
-// boxes or by copies of 512 bytes. Boxes take one instruction a warp.
+// sector on 1.5 to 1.7, from less not at all (an illegal instruction); 16 bytes a lane 3.7, from half a sector on 2.4
+// to 3.0; accumulators straight to memory 1.0. Into the L2 cache the copy engine of one SM stores 31 bytes a cycle,
+// whether by boxes or by copies of 512 bytes. Boxes take one instruction a warp.
 //
 // Where the time goes: ms, median of 9 calls in a row after a rest, H200, 2026-11-21 (bench.py, with a cold cache,
 // reads a few per cent more; GPUs differ by 4%). Cases N, C, K, filter, image; fp16 / TF32.
 //
 //                                   16, 16, 128, 3x3, 1024^2   8, 64, 128, 3x3, 512x1024   8, 64, 128, 5x7, 512x256
-//   now                             1.54 / 3.27                0.957 / 2.26                0.81 / 1.50
+//   now                             1.54 / 3.27                0.957 / 2.26                0.81 / 1.50 (with 14 rows)
 //   the revision before boxes       1.62 / 3.75                0.951 / 2.26                0.81 / 1.43
 //   floor (memory or arithmetic)    1.04 / 2.07                0.68 / 1.32                 0.65 / 1.25
 //
@@ -88,6 +88,8 @@
 //   two warps that share the staging of boxes: 1.54, and the weights of a next group may deadlock
 //   loads of x behind the fence of the stores before it: 1.83 instead of 1.58
 //   x prefetched into the L2 cache three tiles ahead: the same, TF32 10% slower
+//   rings of any number of rows where weights are streamed: third case, TF32, 14 rows and 6 stages 1.50, 10 rows and 8
+//     stages 1.43
 //   units in the first case, boxes, fp16: 1 tile 3.35, 4 1.86, 8 1.69, 31 1.62, 496 1.54; TF32: 1 4.19, 4 3.31, 8 3.39,
 //     12 to 31 3.6 (rows of x that neighbouring blocks share)
 //   16 warps with wgmma of n = 128 (four to convert, three to send bulk copies): 2.85, 1.23 and 0.85 ms in fp16
@@ -977,8 +979,8 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
 //   staged:    [shift|new                   ...                                 |new ]   the last ones with the carried
 //   stored:    [-----------------           ...                 ----------------]        sectors: the next tile's first
 //
-// Four blocks are a box. Whole sectors in front of the first whole block and behind the last one are stored by pieces of
-// 16 bytes, and what begins or ends a run pixel by pixel.
+// Four blocks are a box. Whole sectors in front of the first whole block and behind the last one are stored by pieces
+// of 16 bytes, and what begins or ends a run pixel by pixel.
 template <typename Element>
 __device__ __forceinline__ void store_boxes(const Params& params, const Store& store, const TileRecord& tile,
                                             const float (&bias)[2], const float (&acc)[kTilePixels / 2]) {
@@ -987,8 +989,8 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
   constexpr int kBlockPixels = hopper::kBoxRowBytes / kSize;
   constexpr int kTileBytes = kTilePixels * kSize;  // of a channel
   constexpr int kBlocks = kTilePixels / kBlockPixels;
-  constexpr int kPasses = kSize / 2;
-  constexpr int kChannels = 16 / kPasses;  // at a time
+  constexpr int kRounds = kSize / 2;
+  constexpr int kChannels = 16 / kRounds;  // at a time
   constexpr int kBlockBytes = kChannels * hopper::kBoxRowBytes;
   constexpr int kParts = kBlocks / 4;  // boxes of so many channels
   static_assert(kBlocks * kBlockBytes == kBoxBytes, "all of staging");
@@ -1023,15 +1025,15 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
   }
 
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const uint32_t carried = store.carried + pass * kChannels * kSector;
+  for (int round = 0; round < kRounds; ++round) {
+    const uint32_t carried = store.carried + round * kChannels * kSector;
     // Two lanes have the sector of a channel, 16 bytes each.
     uint4* const own_carried = reinterpret_cast<uint4*>(store.smem + carried) + lane_id;
     const bool carries = lane_id < 2 * kChannels;
     uint4 before;
     if (carries) before = *own_carried;
     if (lane_id == 0) {
-      if (pass == 0 || !whole)
+      if (round == 0 || !whole)
         hopper::bulk_stores_wait_read<0>();
       else
         hopper::bulk_stores_wait_read<kParts - 1>();
@@ -1047,7 +1049,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
       for (int i = first; i < last; ++i) {
 #pragma unroll
         for (int half = 0; half < kChannels / 8; ++half) {
-          const int plane = pass * kChannels / 8 + half;
+          const int plane = round * kChannels / 8 + half;
           uint32_t place = to[i % kPeriod] + i / kPeriod * kBlockBytes + half * 8 * hopper::kBoxRowBytes;
           if ((8 * i + kSectorPixels + 6) * kSize > kTileBytes && own + 8 * kSize * i >= kTileBytes)
             place = carried + (row + 8 * half) * kSector + own + 8 * kSize * i - kTileBytes;
@@ -1063,11 +1065,11 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
       else
         stage(first, last, none);
     };
-    const int box_channel = (tile.channel >> log_boxes) + first_channel + pass * kChannels;
+    const int box_channel = (tile.channel >> log_boxes) + first_channel + round * kChannels;
     constexpr int kGroups = kTilePixels / 8 / kParts;  // of 8 pixels, in a part
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      if (pass > 0 && part + 1 < kParts) {
+      if (round > 0 && part + 1 < kParts) {
         stage_some(part * kGroups, (part + 1) * kGroups - 1);
         if (lane_id == 0) hopper::bulk_stores_wait_read<0>();
         __syncwarp();  // the next part of staging is free, in which this one ends
@@ -1103,7 +1105,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
                                      (at % hopper::kBoxRowBytes ^ (row & 7) * 16)
                                : carried + row * kSector + at - kTileBytes);
     };
-    const int boxes = 1 << log_boxes, channel = kind + boxes * (first_channel + pass * kChannels);
+    const int boxes = 1 << log_boxes, channel = kind + boxes * (first_channel + round * kChannels);
     const int channels = min(kChannels, (tile.channels - channel + boxes - 1) >> log_boxes);
     Element* const out = static_cast<Element*>(params.out_ptr) + n * of.out_stride[0] +
                          (tile.channel + channel) * of.out_stride[1] + static_cast<int>(tile.out) - shift;
@@ -1625,7 +1627,6 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   const auto fits = [&] { return shared_layout(of, plan, element_size).end <= kSharedBytes; };
   // Where a tile has several rows, its window has to lie in one piece.
   if (plan.down && group_rows > 1) return false;
-  const int unit_slots = group_rows > 1 ? plan.x_rows : plan.down ? plan.tile_p : 1;
   const int least_slots = plan.down ? plan.x_rows + plan.tile_p : plan.x_rows;
   if (least_slots > kMaxRows) return false;
   plan.x_slots = least_slots;
@@ -1639,6 +1640,10 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   while (2 << plan.log_boxes <= plan.boxes) ++plan.log_boxes;
   if (!fits()) plan.w_stages = 4;
   if (!fits()) return false;
+  // With boxes a window may begin at any row of the ring, and a ring of two windows leaves more to the L1 cache. Then
+  // another warp converts a place in the next round. (racecheck of CUDA 13.0 reports a hazard there; x_full, the
+  // multiplying warps and x_empty order the two.)
+  const int unit_slots = plan.down ? plan.tile_p : plan.boxes != 0 ? 1 : plan.x_rows;
   const auto grow = [&](int& count, int by, int most) {
     while (count + by <= most) {
       count += by;
@@ -1650,8 +1655,7 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   };
   if (!plan.down) grow(plan.x_slots, unit_slots, std::min(2 * plan.x_rows, kMaxRows));
   if (plan.w_stages > 0) grow(plan.w_stages, 1, 6);
-  grow(plan.x_slots, unit_slots,
-       std::min(plan.down ? least_slots + 2 * plan.tile_p : (plan.boxes != 0 ? 2 : 3) * plan.x_rows, kMaxRows));
+  grow(plan.x_slots, unit_slots, std::min(plan.boxes != 0 ? 2 * plan.x_rows : least_slots + 2 * unit_slots, kMaxRows));
   if (plan.w_stages > 0) grow(plan.w_stages, 1, kMaxStages);
   plan.smem_bytes = shared_layout(of, plan, element_size).end;
   // Units: long runs to store, but all SMs busy to the end. Rows share their input with neighbouring rows: where the
