@@ -2289,6 +2289,12 @@ RTC_HEADERS = {
         struct Launch { template <class... T> void operator()(const T&...) const {} };
         template <class Kernel> Launch launch(Kernel*, dim3, dim3, size_t = 0, cudaStream_t = nullptr) { return {}; }
         }
+        namespace modelnew {
+        namespace hopper {
+        struct BoxMap;
+        template <class... T> cudaError_t make_box_map(T&&...) { return cudaSuccess; }
+        }
+        }
     """,
 }
 
