@@ -98,10 +98,8 @@
 //   storing a tile while the next one is multiplied, by ordinary stores between groups: 1.64
 //   x past the L1 cache: 20% slower in the first case; stores without .cs: 10% slower
 //
-// NOT YET RUN ON A GPU: `wide`, a ring of rows as wide as the image (16 bits and 16 channels: 4 rows are 131 KB), so
-// that a run converts every row once and not three times. Configuration 16; where its estimate equals another's, that
-// one is taken, so nothing runs it by default. Two warps share a staging there. And boxes downwards: the three inner
-// blocks of a tile, its ends by pieces of 16 bytes; these run by default.
+// Next: rows of the ring as wide as the image (16 bits and 16 channels: 4 rows are 131 KB), so that a run converts
+// every row once and not three times.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -139,7 +137,7 @@ MODELNEW_HOST_DEVICE constexpr int most_group_steps(int tile_q) {
 constexpr int kMaxRows = 32;    // of the x ring
 constexpr int kMaxStages = 16;  // of the w ring
 constexpr int kBarrierBytes = 1024;
-constexpr int kRecordBytes = 1024;
+constexpr int kRecordBytes = 512;
 constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
 constexpr int kGroupChannels = 64;    // output channels of a warpgroup
 
@@ -180,7 +178,6 @@ struct Plan {
   int tiles_p, tiles_q, tiles_k;
   int tiles;                         // of all images and groups, for one tile of output channels
   bool down;                         // a unit runs down the image and keeps the rows of x that it needs again
-  bool wide;                         // so does one along rows, of whole rows: the ring has rows as wide as the image
   int unit_tiles, units;             // a unit is a run of tiles: down a column or row by row, and image by image
   int x_rows, x_pitch;               // the window of a tile: rows, and pixels of one piece of a row
   int lead;                          // unused pixels at the left of a row, so that pairs of pixels start even
@@ -238,8 +235,9 @@ constexpr int kWeightStepBytes = kGroupChannels * kStepBytes;  // of one warpgro
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Correlation& of, const Plan& plan, int element_bytes) {
   SharedLayout layout{};
   layout.staging = kBarrierBytes;  // aligned as boxes have to be
-  const int part_bytes = plan.boxes != 0 ? kBoxBytes : staging_part_bytes(plan.staged_planes, element_bytes);
-  layout.records = layout.staging + plan.staging_parts * part_bytes;
+  layout.records =
+      layout.staging +
+      (plan.boxes != 0 ? 8 * kBoxBytes : plan.staging_parts * staging_part_bytes(plan.staged_planes, element_bytes));
   layout.carried = layout.records + kRecordBytes;
   layout.x_ring = layout.carried + 8 * kCarriedBytes;
   layout.w_ring = layout.x_ring + plan.x_slots * x_row_bytes(plan);
@@ -258,7 +256,6 @@ struct Tile {
   int p, q;                   // its upper left output
   bool run_starts, run_ends;  // nothing carried over from the tile before, to the tile behind
   bool continues, goes_on;    // its window lies tile_p rows below that of the tile before; the next one's below its own
-  bool fills, stays;          // it brings rows of x; the next one's window is its own (of a wide row)
   bool last;                  // of the block
   int behind;                 // outputs of a row that precede it in its run, or kFarBehind
 };
@@ -288,7 +285,6 @@ struct Walk {
       run_starts = !plan.y_flat;
       next_row = true;
     }
-    continues |= plan.wide && next_row;
     if (next_row && ++row == plan.tiles_p) {
       row = 0;
       run_starts = true;
@@ -332,9 +328,7 @@ struct Walk {
     tile.p = row * plan.tile_p;
     tile.q = column * plan.tile_q;
     tile.continues = continues;
-    tile.fills = !plan.wide || column == 0;
-    tile.stays = plan.wide && column < plan.tiles_q - 1;
-    tile.goes_on = (plan.down || plan.wide) && !tile.stays && left > 1 && row < plan.tiles_p - 1;
+    tile.goes_on = plan.down && left > 1 && row < plan.tiles_p - 1;
     tile.last = left == 1 && unit + plan.blocks >= plan.units;
     tile.run_starts = run_starts;
     if (run_starts) tile.behind = 0;
@@ -401,8 +395,7 @@ struct alignas(16) TileRecord {
   int weights;        // which: group and tile of channels
   int flags;          // and what is behind
 
-  static constexpr int kRunEnds = 1, kGoesOn = 2, kLast = 4, kStays = 8, kBehindShift = 4, kBehindMask = 127;
-  static constexpr int kColumnShift = 11;  // tiles of a wide row in front of it
+  static constexpr int kRunEnds = 1, kGoesOn = 2, kLast = 4, kBehindShift = 3;
 };
 static_assert(sizeof(TileRecord) == 32, "two loads");
 
@@ -566,7 +559,7 @@ struct Converter {
     TileRecord record;
     const int k = tile.tile_k * plan.tile_k;
     record.channel = tile.group * of.out_channels + k;
-    record.out = plan.boxes != 0 ? static_cast<int64_t>(tile.n) << 32 | (tile.p * of.out_stride[2] + tile.q)
+    record.out = plan.boxes != 0 ? static_cast<int64_t>(tile.n) << 32 | (tile.p * of.Q + tile.q)
                                  : tile.n * of.out_stride[0] + record.channel * of.out_stride[1] +
                                        tile.p * of.out_stride[2] + tile.q * of.out_stride[3];
     record.rows = of.P - tile.p;
@@ -574,9 +567,7 @@ struct Converter {
     record.channels = of.out_channels - k;
     record.weights = tile.group * plan.tiles_k + tile.tile_k;
     record.flags = (tile.run_ends ? TileRecord::kRunEnds : 0) | (tile.goes_on ? TileRecord::kGoesOn : 0) |
-                   (tile.last ? TileRecord::kLast : 0) | (tile.stays ? TileRecord::kStays : 0) |
-                   tile.behind << TileRecord::kBehindShift |
-                   (plan.wide ? tile.q / plan.tile_q : 0) << TileRecord::kColumnShift;
+                   (tile.last ? TileRecord::kLast : 0) | tile.behind << TileRecord::kBehindShift;
     reinterpret_cast<TileRecord*>(smem + shared.layout.records)[number % kRecords] = record;
   }
 
@@ -585,9 +576,6 @@ struct Converter {
   __device__ __forceinline__ void enter_tile() {
     const Correlation& of = params.of;
     const Plan& plan = params.plan;
-    if (warp_id == WARPS - 1 && lane_id == 0) write_record();
-    ++number;
-    if (!walk.tile.fills) return;
     rows = walk.tile.continues ? plan.tile_p : plan.x_rows;
     h0 = walk.tile.p - of.pad_h + plan.x_rows - rows;
     w0 = walk.tile.q - of.pad_w - plan.lead;
@@ -596,6 +584,8 @@ struct Converter {
         (walk.tile.n * of.in_stride[0] + static_cast<int64_t>(walk.tile.group) * of.in_channels * of.in_stride[1] +
          h0 * of.in_stride[2] + w0 * of.in_stride[3]) *
             static_cast<int64_t>(sizeof(Element));
+    if (warp_id == WARPS - 1 && lane_id == 0) write_record();
+    ++number;
   }
 
   // Part i of the batch.
@@ -651,11 +641,9 @@ struct Converter {
     const bool new_tile = ++block == plan.blocks_c;
     if (new_tile) {
       block = 0;
-      do {
-        walk.next(params.of, plan);
-        if (walk.done(plan)) return false;
-        enter_tile();
-      } while (!walk.tile.fills);
+      walk.next(params.of, plan);
+      if (walk.done(plan)) return false;
+      enter_tile();
     } else {
       fill_ptr += plan.block_steps * STEP_CHANNELS * params.of.in_stride[1] * static_cast<int64_t>(sizeof(Element));
     }
@@ -829,8 +817,7 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
       const int bytes = min(columns - part * kColumns, kColumns) * kSize;
       if (part > 0 && bytes <= 0) break;
       const uint64_t address = tile_address + 8 * first_half * plane_stride + part * kPartBytes;
-      const int behind =
-          min(((tile.flags >> TileRecord::kBehindShift & TileRecord::kBehindMask) + part * kColumns) * kSize, kSector);
+      const int behind = min(((tile.flags >> TileRecord::kBehindShift) + part * kColumns) * kSize, kSector);
       const bool run_ends = (tile.flags & TileRecord::kRunEnds) != 0 && columns <= (part + 1) * kColumns;
       uint32_t begin = static_cast<uint32_t>(address), stride = static_cast<uint32_t>(plane_stride);
       asm volatile("" : "+r"(begin), "+r"(stride));
@@ -1016,7 +1003,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
   const int n = static_cast<int>(tile.out >> 32);
   const int pixel = static_cast<int>(tile.out) + kind * static_cast<int>(of.out_stride[1]);
   const int shift = pixel & (kSectorPixels - 1);
-  const int behind = tile.flags >> TileRecord::kBehindShift & TileRecord::kBehindMask;
+  const int behind = tile.flags >> TileRecord::kBehindShift;
   const bool run_ends = (tile.flags & TileRecord::kRunEnds) != 0;
   const int end = shift + tile.columns;
   // All four or eight blocks are boxes, and what is left over lies where it is carried from.
@@ -1131,10 +1118,6 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
         Element* const to_channel = out + i * boxes * of.out_stride[1];
         if (last - first == kPiece) {
           __stcs(reinterpret_cast<uint4*>(to_channel + at), *reinterpret_cast<const uint4*>(place_of(i, at)));
-        } else if (kSize == 2 && (first | last) % 2 == 0) {
-#pragma unroll 1
-          for (int q = first; q < last; q += 2)
-            *reinterpret_cast<uint32_t*>(to_channel + q) = *reinterpret_cast<const uint32_t*>(place_of(i, q));
         } else {
 #pragma unroll 1
           for (int q = first; q < last; ++q) to_channel[q] = *reinterpret_cast<const Element*>(place_of(i, q));
@@ -1221,9 +1204,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 
   Store store;
   store.smem = smem;
-  store.staging = shared.layout.staging +
-                  warp_id % plan.staging_parts *
-                      (plan.boxes != 0 ? kBoxBytes : staging_part_bytes(plan.staged_planes, sizeof(Element)));
+  store.staging =
+      shared.layout.staging +
+      (plan.boxes != 0 ? warp_id * kBoxBytes
+                       : warp_id % plan.staging_parts * staging_part_bytes(plan.staged_planes, sizeof(Element)));
   store.carried = shared.layout.carried + warp_id * kCarriedBytes;
   store.warp_id = warp_id;
   store.lane_id = lane_id;
@@ -1278,12 +1262,6 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const TileRecord* const records = reinterpret_cast<const TileRecord*>(smem + shared.layout.records);
   const TileRecord* record = records;
   int number = 0;  // of the next tile
-  const bool shared_staging = plan.staging_parts < 8;
-  bool boxes_pending = false;  // another warp waits for this one's staging, which is being read
-  const auto hand_staging_over = [&] {
-    if (lane_id == 0) hopper::bulk_stores_wait_read<0>();
-    hopper::barrier_arrive(shared.staging_turn(warp_id ^ 4));
-  };
   do {
     float bias[2] = {-0.0f, -0.0f};  // which changes nothing
     uint32_t a = a_resident;
@@ -1295,10 +1273,6 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       }
       __syncwarp();
       if (block == 0) {
-        if (boxes_pending) {
-          boxes_pending = false;
-          hand_staging_over();
-        }
         record = records + number % kRecords;
         ++number;
         const int weights = record->weights;
@@ -1318,11 +1292,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       // Lane j works out where step first + j of the block reads. The first 32 are the same in every tile.
       int first = 0, in_place = 0;  // steps: of the next group; of those, in `place`
       uint32_t place;
-      const uint32_t first_q = record->flags >> TileRecord::kColumnShift << 8;
       const auto find_places = [&](const StepPlace& step) {
         int slot = x_at.slot + step.row;
         if (slot >= x_slots) slot -= x_slots;
-        place = step.in_row + slot * x_row + first_q;
+        place = step.in_row + slot * x_row;
         in_place = 0;
       };
       find_places(first_steps);
@@ -1377,8 +1350,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       release(shared.turn(1 - warpgroup_id));
 
       // Rows of the window that the next tile does not need.
-      const int row_flags = record->flags & (TileRecord::kGoesOn | TileRecord::kStays);
-      const int drop = row_flags == 0 ? plan.x_rows : row_flags == TileRecord::kGoesOn ? plan.tile_p : 0;
+      const int drop = record->flags & TileRecord::kGoesOn ? plan.tile_p : plan.x_rows;
       hopper::wgmma_wait<0>();
       if (w_done != 0) release(w_done);
       if (w_latest != 0) release(w_latest);
@@ -1396,10 +1368,9 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     if constexpr (TILE_Q == kTilePixels) {
       rows = false;
       if (plan.boxes != 0) {
-        if (shared_staging) hopper::barrier_wait(shared.staging_turn(warp_id), (number ^ warpgroup_id) & 1);
         store_boxes<Element>(params, store, *record, bias, acc[0]);
-        boxes_pending = shared_staging;
       } else if (plan.y_runs) {
+        const bool shared_staging = plan.staging_parts < 8;
         if (shared_staging) hopper::barrier_wait(shared.staging_turn(warp_id), (number ^ warpgroup_id) & 1);
         store_runs<Element, TILE_Q>(params, store, *record, bias, acc);
         if (shared_staging) hopper::barrier_arrive(shared.staging_turn(warp_id ^ 4));
@@ -1409,7 +1380,6 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     }
     if (rows) store_rows<Element, TILE_P, TILE_Q>(params, store, *record, bias, acc);
   } while ((record->flags & TileRecord::kLast) == 0);
-  if (boxes_pending) hand_staging_over();
   if (plan.boxes != 0) hopper::bulk_stores_wait_read<0>();  // shared memory lives no longer than the block
 #endif
 }
@@ -1592,11 +1562,6 @@ struct Device {
   int sms;
 };
 
-// From the first pixel of a channel to the last one of as many channels as there are to one that is aligned alike.
-inline int64_t pixels_of_boxes(const Correlation& of, int boxes) {
-  return (boxes - 1) * of.out_stride[1] + (of.P - 1) * of.out_stride[2] + of.Q;
-}
-
 // How many channels of y there are to one that is aligned alike, if boxes can store it, or 0.
 inline int boxes_of(const Correlation& of, int element_size, const Plan& plan) {
   const int64_t channel_bytes = of.out_stride[1] * element_size, image_bytes = of.out_stride[0] * element_size;
@@ -1607,7 +1572,7 @@ inline int boxes_of(const Correlation& of, int element_size, const Plan& plan) {
   if (of.groups > 1 && of.out_channels % plan.tile_k != 0) return 0;  // a box would reach into the next group
   if (!plan.y_pairs || !plan.y_sectors || (of.N > 1 && image_bytes % kSector != 0)) return 0;
   if (boxes * channel_bytes <= 0 || boxes * channel_bytes >= most_bytes || image_bytes >= most_bytes) return 0;
-  if (of.out_stride[2] < of.Q || pixels_of_boxes(of, boxes) >= int64_t{1} << 31) return 0;
+  if ((boxes - 1) * of.out_stride[1] + static_cast<int64_t>(of.P) * of.Q >= int64_t{1} << 31) return 0;
   return boxes;
 }
 
@@ -1628,7 +1593,7 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   plan.lead = of.pad_w & 1;
   const int64_t rows = plan.tile_p + (of.R - 1) * static_cast<int64_t>(of.dilation_h);
   // Pixels behind the last column of y may be missing: what is read in their place is not stored.
-  const int64_t columns = plan.wide ? of.Q : std::min(plan.tile_q, of.Q);
+  const int64_t columns = std::min(plan.tile_q, of.Q);
   const int64_t pitch = even(columns + (of.S - 1) * static_cast<int64_t>(of.dilation_w) + plan.lead);
   if (rows > kMaxRows || pitch > kSharedBytes || rows * pitch * 16 * 2 > kSharedBytes) return false;
   plan.x_rows = static_cast<int>(rows);
@@ -1638,7 +1603,7 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   const int channel_steps = static_cast<int>(ceil_div(of.in_channels, step_channels));
   const int64_t taps = static_cast<int64_t>(of.R) * of.S;
   plan.block_steps = channel_steps;
-  if (!plan.down && !plan.wide) {
+  if (!plan.down) {
     // All blocks have the same number of steps; some of the last one's may multiply zeros, if few.
     const int64_t most_steps = kWindowBytes / (rows * 2 * pitch * 16);
     plan.block_steps = static_cast<int>(std::max<int64_t>(std::min<int64_t>(most_steps, channel_steps), 1));
@@ -1662,32 +1627,19 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   const auto fits = [&] { return shared_layout(of, plan, element_size).end <= kSharedBytes; };
   // Where a tile has several rows, its window has to lie in one piece.
   if (plan.down && group_rows > 1) return false;
-  const int least_slots = plan.down || plan.wide ? plan.x_rows + plan.tile_p : plan.x_rows;
+  const int least_slots = plan.down ? plan.x_rows + plan.tile_p : plan.x_rows;
   if (least_slots > kMaxRows) return false;
   plan.x_slots = least_slots;
   plan.y_flat = !plan.down && plan.y_runs && group_rows == 1 && tile_k == 128 && of.out_stride[2] == of.Q;
-  const bool one_row = plan.y_runs && group_rows == 1;
-  plan.boxes = plan.y_flat || (plan.down && one_row && tile_k == 128) ? boxes_of(of, element_size, plan) : 0;
-  // Without boxes all planes of 16 bits have room. Two warps share one part downwards, where ends are short.
-  plan.staged_planes = element_size == 2 && one_row ? 2 * kPlanes : kPlanes;
-  const auto place_staging = [&] {
-    plan.staging_parts =
-        (plan.boxes != 0 && (plan.wide || plan.down)) || (element_size == 2 && one_row && plan.down) ? 4 : 8;
-  };
-  place_staging();
+  plan.boxes = plan.y_flat ? boxes_of(of, element_size, plan) : 0;
+  // Without boxes all planes of 16 bits have room, and where nothing is carried over two warps share one part.
+  plan.staged_planes = element_size == 2 && group_rows == 1 && plan.y_runs ? 2 * kPlanes : kPlanes;
+  plan.staging_parts = plan.staged_planes == 2 * kPlanes && plan.down ? 4 : 8;
   plan.w_stages = 0;
-  if (!fits() && plan.down) plan.w_stages = 4;
-  if (!fits()) {
-    plan.boxes = 0;  // larger rings matter more
-    place_staging();
-    plan.w_stages = 0;
-  }
+  if (!fits()) plan.boxes = 0;  // larger rings matter more
+  while (2 << plan.log_boxes <= plan.boxes) ++plan.log_boxes;
   if (!fits()) plan.w_stages = 4;
   if (!fits()) return false;
-  // Records are of the window's row of tiles and of those that are being loaded.
-  if (plan.wide && (plan.boxes == 0 || plan.w_stages > 0 || plan.tiles_q < 2 || 3 * plan.tiles_q > kRecordBytes / 32))
-    return false;
-  while (2 << plan.log_boxes <= plan.boxes) ++plan.log_boxes;
   // With boxes a window may begin at any row of the ring, and a ring of two windows leaves more to the L1 cache. Then
   // another warp converts a place in the next round. (racecheck of CUDA 13.0 reports a hazard there; x_full, the
   // multiplying warps and x_empty order the two.)
@@ -1701,11 +1653,9 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
       }
     }
   };
-  if (!plan.down && !plan.wide) grow(plan.x_slots, unit_slots, std::min(2 * plan.x_rows, kMaxRows));
+  if (!plan.down) grow(plan.x_slots, unit_slots, std::min(2 * plan.x_rows, kMaxRows));
   if (plan.w_stages > 0) grow(plan.w_stages, 1, 6);
-  if (!plan.wide)
-    grow(plan.x_slots, unit_slots,
-         std::min(plan.boxes != 0 ? 2 * plan.x_rows : least_slots + 2 * unit_slots, kMaxRows));
+  grow(plan.x_slots, unit_slots, std::min(plan.boxes != 0 ? 2 * plan.x_rows : least_slots + 2 * unit_slots, kMaxRows));
   if (plan.w_stages > 0) grow(plan.w_stages, 1, kMaxStages);
   plan.smem_bytes = shared_layout(of, plan, element_size).end;
   // Units: long runs to store, but all SMs busy to the end. Rows share their input with neighbouring rows: where the
@@ -1740,17 +1690,13 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
       if (tiles <= 1) break;
     }
   } else {
-    if (plan.wide) {
-      const int64_t rows = tiles / plan.tiles_q;
-      for (int rounds = 1; rounds <= 4; ++rounds)
-        consider(ceil_div(rows, std::max<int64_t>(rounds * device.sms / plan.tiles_k, 1)) * plan.tiles_q);
-    } else if (plan.y_flat && row_window < 25e6) {
+    if (plan.y_flat && row_window < 25e6) {
       for (int rounds = 1; rounds <= 4; ++rounds)
         consider(ceil_div(tiles, std::max<int64_t>(rounds * device.sms / plan.tiles_k, 1)));
     }
     consider(plan.tiles_q);
-    for (int parts = 2; parts <= plan.tiles_q && !plan.wide; parts *= 2) consider(ceil_div(plan.tiles_q, parts));
-    if (!plan.wide) consider(1);
+    for (int parts = 2; parts <= plan.tiles_q; parts *= 2) consider(ceil_div(plan.tiles_q, parts));
+    consider(1);
   }
   plan.units = static_cast<int>(plan.tiles_k * parts_of(plan.unit_tiles));
   plan.blocks = static_cast<int>(std::min(plan.units, device.sms));
@@ -1799,9 +1745,8 @@ inline void set_alignments(const Correlation& of, int element_size, const Alignm
                    multiples(of.out_stride, of.N, out_channels, of.P, vector);
 }
 
-// The best plan, or one of the configurations that tests force by number: shape + 4 * (64 channels a tile) + 8 * down,
-// or 16: wide.
-constexpr int kConfigurations = 17;
+// The best plan, or one of the configurations that tests force by number: shape + 4 * (64 channels a tile) + 8 * down.
+constexpr int kConfigurations = 16;
 
 inline bool make_plan(const Correlation& of, int element_size, const Device& device, const Alignment& address,
                       int forced, Plan& best) {
@@ -1810,8 +1755,7 @@ inline bool make_plan(const Correlation& of, int element_size, const Device& dev
     if (forced >= 0 && forced != configuration) continue;
     Plan plan{};
     set_alignments(of, element_size, address, plan);
-    plan.down = configuration / 8 == 1;
-    plan.wide = configuration / 8 == 2;
+    plan.down = configuration / 8 != 0;
     if (!complete(of, element_size, device, configuration % 4, configuration / 4 % 2 ? 64 : 128, plan)) continue;
     if (!found || plan.cycles < best.cycles) best = plan;
     found = true;
@@ -1897,7 +1841,7 @@ cudaError_t make_box_maps(Params& params) {
   constexpr uint64_t kSize = sizeof(Element);
   const uint64_t boxes = params.plan.boxes, channel = of.out_stride[1], images = of.N;
   const uint64_t channels = static_cast<uint64_t>(of.groups) * of.out_channels / boxes;
-  const uint64_t sizes[4] = {static_cast<uint64_t>(pixels_of_boxes(of, params.plan.boxes)), channels, 4, images};
+  const uint64_t sizes[4] = {(boxes - 1) * channel + static_cast<uint64_t>(of.P) * of.Q, channels, 4, images};
   const uint64_t strides[3] = {boxes * channel * kSize, hopper::kBoxRowBytes,
                                images > 1 ? of.out_stride[0] * kSize : boxes * channel * kSize};
   const uint32_t rows = kSize == 2 ? 16 : 8;
