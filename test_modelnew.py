@@ -1252,22 +1252,31 @@ inline bool copy_some() {
   return !copies.empty();
 }
 
-// Bulk stores of a thread: ordered, and done at the latest when it waits for them.
-struct BulkStore {
-  std::function<void()> run;
-  int group;
+// What a thread has ordered, in groups: done at the latest when it waits for them.
+struct Ordered {
+  struct One {
+    std::function<void()> run;
+    int group;
+  };
+  std::deque<One> all;
+  int groups = 0;  // committed
+
+  void order(std::function<void()> run) { all.push_back({std::move(run), groups}); }
+  void do_first() {
+    all.front().run();
+    all.pop_front();
+  }
+  void wait(int pending) {
+    while (!all.empty() && all.front().group < groups - pending) do_first();
+  }
 };
-inline std::deque<BulkStore> bulk_stores[1024];
-inline int bulk_groups[1024];
+inline Ordered multiplications[1024], bulk_stores[1024];
 
 inline bool do_some() {
   bool left = copy_some();
   for (auto& of_thread : bulk_stores) {
-    while (!of_thread.empty() && (!late || shuffler() % copy_delay == 0)) {
-      of_thread.front().run();
-      of_thread.pop_front();
-    }
-    left |= !of_thread.empty();
+    while (!of_thread.all.empty() && (!late || shuffler() % copy_delay == 0)) of_thread.do_first();
+    left |= !of_thread.all.empty();
   }
   return left;
 }
@@ -1289,22 +1298,13 @@ struct Meeting {
 inline Meeting block_meeting, warp_meetings[32];
 inline uint64_t shuffled[32][32];
 
-// Multiplications of a thread: ordered, and done at the latest when it waits for them.
-struct Multiplication {
-  std::function<void()> run;
-  int group;
-};
-inline std::deque<Multiplication> multiplications[1024];
-inline int multiply_groups[1024];
-
 inline void begin_block() {
   barriers.clear();
   copies.clear();
   copy_delay = 1u << shuffler() % 9;
   block_meeting = {};
   for (Meeting& meeting : warp_meetings) meeting = {};
-  for (auto& of_thread : multiplications) of_thread.clear();
-  for (auto& of_thread : bulk_stores) of_thread.clear();
+  for (int thread = 0; thread < 1024; ++thread) multiplications[thread] = bulk_stores[thread] = {};
 }
 
 }  // namespace simt
@@ -1414,16 +1414,12 @@ inline void store_box_now(const BoxMap& map, uint32_t from, const int64_t (&firs
 }
 inline void store_box(const BoxMap& map, const void* from, int i, int j, int k, int l) {
   const auto run = [&map, from, i, j, k, l] { store_box_now(map, smem_address(from), {i, j, k, l}); };
-  simt::bulk_stores[threadIdx.x].push_back({run, simt::bulk_groups[threadIdx.x]});
+  simt::bulk_stores[threadIdx.x].order(run);
 }
-inline void bulk_stores_commit() { ++simt::bulk_groups[threadIdx.x]; }
+inline void bulk_stores_commit() { ++simt::bulk_stores[threadIdx.x].groups; }
 template <int PENDING>
 void bulk_stores_wait_read() {
-  auto& ordered = simt::bulk_stores[threadIdx.x];
-  while (!ordered.empty() && ordered.front().group < simt::bulk_groups[threadIdx.x] - PENDING) {
-    ordered.front().run();
-    ordered.pop_front();
-  }
+  simt::bulk_stores[threadIdx.x].wait(PENDING);
 }
 
 template <int COUNT>
@@ -1435,14 +1431,10 @@ inline uint32_t descriptor(uint32_t address, uint32_t half_distance) {
   return address / 16 | half_distance / 16 << 16;
 }
 inline void wgmma_fence() {}
-inline void wgmma_commit() { ++simt::multiply_groups[threadIdx.x]; }
+inline void wgmma_commit() { ++simt::multiplications[threadIdx.x].groups; }
 template <int PENDING>
 void wgmma_wait() {
-  auto& ordered = simt::multiplications[threadIdx.x];
-  while (!ordered.empty() && ordered.front().group < simt::multiply_groups[threadIdx.x] - PENDING) {
-    ordered.front().run();
-    ordered.pop_front();
-  }
+  simt::multiplications[threadIdx.x].wait(PENDING);
   __syncwarp();  // the instruction is the whole warp's
 }
 template <int COUNT>
@@ -1454,7 +1446,7 @@ struct Wgmma {
     float* const sums = acc;
     const auto run = [=] { multiply_now(sums, a, b, keep); };
     if (simt::late)
-      simt::multiplications[threadIdx.x].push_back({run, simt::multiply_groups[threadIdx.x]});
+      simt::multiplications[threadIdx.x].order(run);
     else
       run();
   }
@@ -1580,7 +1572,8 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   }
   if (plan.boxes != 0) {
     if (!plan.y_flat || plan.w_stages != 0 || plan.boxes > 8 || plan.boxes != 1 << plan.log_boxes) return "boxes";
-    if (layout.staging % 1024 != 0 || layout.records - layout.staging != 8 * kBoxBytes) return "staging of boxes";
+    const int staging_bytes = layout.records - layout.staging;
+    if (layout.staging % 1024 != 0 || staging_bytes != kMultiplyWarps * kBoxBytes) return "staging of boxes";
     if (of.out_channels % plan.boxes || plan.boxes * of.out_stride[1] * bytes % 32) return "channels aligned unlike";
     if (of.groups > 1 && of.out_channels % 128) return "boxes that reach into the next group";
     // Every channel is in one row of the weights, and no box has others than those aligned alike.

@@ -47,19 +47,22 @@
 // reads a few per cent more; GPUs differ by 4%). Cases N, C, K, filter, image; fp16 / TF32.
 //
 //                                   16, 16, 128, 3x3, 1024^2   8, 64, 128, 3x3, 512x1024   8, 64, 128, 5x7, 512x256
-//   now                             1.54 / 3.27                0.957 / 2.26                0.81 / 1.50 (with 14 rows)
+//   with boxes                      1.54 / 3.27                0.957 / 2.26                0.81 / 1.50
 //   the revision before boxes       1.62 / 3.75                0.951 / 2.26                0.81 / 1.43
 //   floor (memory or arithmetic)    1.04 / 2.07                0.68 / 1.32                 0.65 / 1.25
+//
+// Since then the plan of the second case in TF32 has 6 rows of x and 7 stages of weights again (then 7 and 6), of the
+// third 10 and 5, in TF32 10 and 8 (then 11 and 5, 14 and 6), as before boxes: not measured since.
 //
 // Where the first case loses it (a revision of 1.57 / 3.46, fp16 / TF32): without the bulk stores alone, but with
 // staging, 1.33 / 3.21; with x from the L1 cache 1.39 / 3.35; without both 1.32 / 3.20; an earlier one took 1.68 and
 // without loading x 1.30, without multiplying 1.67, without staging and storing 0.98 / 2.39. Cycles a tile of one
-// warpgroup there, read by a clock in the kernel, and of a converting warp:
+// warpgroup there, read by a clock in the kernel, and of a converting warp (the third case was stored by boxes then):
 //
 //                                           first case        second case      third case (fp16)
 //   waits for rows                           465 /   1080      580              6200
 //   waits for its turn                       480 /     80      475              7500
-//   orders steps of wgmma (ideal: 1152)     1840 /   2810     5430             20600
+//   orders steps of wgmma                   1840 /   2810     5430             20600
 //   waits for the last ones                  410 /    660      170              1800
 //   stores                                  1760 /   8440     4090              5500
 //   all else                                 375 /    730      735              1400
@@ -67,13 +70,13 @@
 //             waits for room                1100 /   7260     4740             17000
 //             waits for x, stores pieces    2900 /   4470     4190             16800
 //
-// So in the first case the path of a warpgroup (4900 cycles without waiting), that of a converting warp (4200) and
+// (9 steps of 128 cycles each are 1152.) So in the first case the path of a warpgroup (4900 cycles without waiting), that of a converting warp (4200) and
 // memory (4450 for the stores alone, 500 for x) are all nearly full and hinder each other. ncu, first case, fp16: of
-// the wavefronts that L1 and shared memory can serve, 60%; with store_runs 74%. A wgmma of n = 256 takes 80 of its 128
+// the wavefronts that L1 and shared memory can serve, 60%; before boxes 74%. A wgmma of n = 256 takes 80 of its 128
 // cycles. The L1 cache matters, though rows of x are read again only four tiles later: a ring of 6 rows (shared memory
-// 157 KB) is 2% faster than one of 9, of 11 or of 14. TF32 wants 5 rows: 3.30 ms, with 4 it takes 3.73. The second case
-// meets the power cap in fp16: 1.53 GHz, where the first runs at 1.74. Kept busy for a second, every case drops to 1.2
-// to 1.9 GHz and is 2 to 19% slower.
+// 157 KB) is 1% faster than one of 9 or 11, and these 1% faster than one of 14. TF32 wants 5 rows: 3.30 ms, with 4 it
+// takes 3.73. The second case meets the power cap in fp16: 1.53 GHz, where the first runs at 1.74. Kept busy for a
+// second, every case drops to 1.2 to 1.9 GHz and is 2 to 19% slower.
 //
 // Tried, and no faster (times of the revision in which it was tried):
 //
@@ -85,7 +88,7 @@
 //     size takes as long to store, so it is not the amount of data that counts but the instructions one after another
 //   boxes without evict_first: x leaves the L2 cache and is read twice, 1.69; waiting until boxes are in memory: the
 //     compiler adds CCTL.IVALL, which empties the L1 cache: TF32 3.71 instead of 3.54
-//   two warps that share the staging of boxes: 1.54, and the weights of a next group may deadlock
+//   two warps that share the staging of boxes: 1.54, as without; and the weights of a next group may deadlock
 //   loads of x behind the fence of the stores before it: 1.83 instead of 1.58
 //   x prefetched into the L2 cache three tiles ahead: the same, TF32 10% slower
 //   rings of any number of rows where weights are streamed: third case, TF32, 14 rows and 6 stages 1.50, 10 rows and 8
@@ -114,8 +117,9 @@
 namespace modelnew {
 namespace wgmma {
 
+constexpr int kMultiplyWarps = 8;
 constexpr int kServiceWarps = 4;  // convert x; the last one may copy weights instead
-constexpr int kThreads = 256 + 32 * kServiceWarps;
+constexpr int kThreads = 32 * (kMultiplyWarps + kServiceWarps);
 
 // Registers of a thread: all start with 168, and the multiplying ones need more.
 constexpr int kMultiplyRegisters = 192;
@@ -236,10 +240,10 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Correlation& of, co
   SharedLayout layout{};
   layout.staging = kBarrierBytes;  // aligned as boxes have to be
   layout.records =
-      layout.staging +
-      (plan.boxes != 0 ? 8 * kBoxBytes : plan.staging_parts * staging_part_bytes(plan.staged_planes, element_bytes));
+      layout.staging + (plan.boxes != 0 ? kMultiplyWarps * kBoxBytes
+                                        : plan.staging_parts * staging_part_bytes(plan.staged_planes, element_bytes));
   layout.carried = layout.records + kRecordBytes;
-  layout.x_ring = layout.carried + 8 * kCarriedBytes;
+  layout.x_ring = layout.carried + kMultiplyWarps * kCarriedBytes;
   layout.w_ring = layout.x_ring + plan.x_slots * x_row_bytes(plan);
   const int steps =
       plan.w_stages > 0 ? plan.w_stages * plan.group_steps : total_steps(of, plan) * (plan.tile_k / kGroupChannels);
@@ -399,10 +403,10 @@ struct alignas(16) TileRecord {
 };
 static_assert(sizeof(TileRecord) == 32, "two loads");
 
-// Records are of tiles that have rows in the ring, three at most (see the end of `complete`), and of the two that are
-// being loaded.
+// Records in use: of the tile that is being stored, of those that have rows in the ring, four at most (see the end of
+// `complete`), and of the two that are being loaded.
 constexpr int kRecords = kRecordBytes / sizeof(TileRecord);
-static_assert(kRecords >= 8, "more than five");
+static_assert(kRecords >= 8, "more than seven");
 
 // Addresses in shared memory. Barriers of 8 bytes: x_full and x_empty, kMaxRows of each, w_full and w_empty, kMaxStages
 // of each, the turns of the warpgroups and those of two warps that share a part of staging.
@@ -421,7 +425,7 @@ struct Shared {
   __device__ __forceinline__ uint32_t x_ring() const { return base + layout.x_ring; }
   __device__ __forceinline__ uint32_t w_ring() const { return base + layout.w_ring; }
 };
-static_assert(Shared::kTurns + 8 * (2 + 8) <= kBarrierBytes, "room for all barriers");
+static_assert(Shared::kTurns + 8 * (2 + kMultiplyWarps) <= kBarrierBytes, "room for all barriers");
 
 // -- Copy weights: packed -> w ring, by one thread --
 
@@ -506,15 +510,14 @@ __device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[8], int which)
   }
 }
 
-// Parts of a batch, 8 words of registers each: 18 KB are on their way to three warps. As many as registers allow.
-MODELNEW_HOST_DEVICE constexpr int batch(int element_bytes) { return element_bytes == 4 ? 6 : 7; }
-
-template <typename Element, int PIXELS, bool ALL_CHANNELS, int WARPS, int BATCH>
+// BATCH parts, 8 words of registers each, are on their way to a warp at a time, 18 KB to three warps: as many as
+// registers allow.
+template <typename Element, int PIXELS, bool ALL_CHANNELS, int WARPS>
 struct Converter {
+  static constexpr int BATCH = sizeof(Element) == 4 ? 6 : 7;
   static constexpr int FIRST_HALF = (BATCH + 1) / 2;
   static constexpr int CHANNELS = 16 / sizeof(Element);            // of a piece
   static constexpr int WORDS = sizeof(Element) == 2 ? 1 : PIXELS;  // of one channel of an item
-  static constexpr int PART_BYTES = 32 * PIXELS * 16;              // in the ring
   static constexpr int STEP_CHANNELS = kStepBytes / sizeof(Element);
 
   const Params& params;
@@ -775,23 +778,18 @@ __device__ __forceinline__ PackedPair<Element> pack_pair(float first, float seco
     return narrow_pair(first, second, Element{});
 }
 
-__device__ __forceinline__ uint32_t select(bool first, uint32_t a, uint32_t b) { return first ? a : b; }
-__device__ __forceinline__ float2 select(bool first, float2 a, float2 b) {
-  return make_float2(first ? a.x : b.x, first ? a.y : b.y);
-}
-
-// Shares of one row. All 16 channels (planes) of a warp at a time with 16 bits, 8 with fp32, by parts of 512 bytes or
-// 256. Offsets count bytes from the boundary at or before which a part begins in its plane: a sector of 32 bytes, or
-// one of 16 bytes where a run starts.
+// Tiles of one row. All 16 channels (planes) of a warp at a time with 16 bits, 8 with fp32, by parts of 512 bytes.
+// Offsets count bytes from the boundary at or before which a part begins in its plane: a sector of 32 bytes, or one of
+// 16 bytes where a run starts.
 //
 //              <- sector ->                <- sector ->
 //   staged:   [carried|new        ...               |new ]
 //   stored:   [-----------------  ...  -------------]           the rest is carried over
 //
 // In staging the new pixels of all planes begin at offset % 16 behind half a sector, so that lanes meet few conflicts.
-template <typename Element, int TILE_Q>
+template <typename Element>
 __device__ __forceinline__ void store_runs(const Params& params, const Store& store, const TileRecord& tile,
-                                           const float (&bias)[2], const float (&acc)[1][TILE_Q / 2]) {
+                                           const float (&bias)[2], const float (&acc)[kTilePixels / 2]) {
   constexpr int kSize = sizeof(Element);
   constexpr int kColumns = kPartBytes / kSize;
   constexpr int kPlaneBytes = staged_plane_bytes(kSize);
@@ -813,7 +811,7 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
     const int planes = min(tile.channels - store.first_k - 8 * first_half, kAtOnce);
     if (planes <= 0) break;
 #pragma unroll
-    for (int part = 0; part < TILE_Q / kColumns; ++part) {
+    for (int part = 0; part < kTilePixels / kColumns; ++part) {
       const int bytes = min(columns - part * kColumns, kColumns) * kSize;
       if (part > 0 && bytes <= 0) break;
       const uint64_t address = tile_address + 8 * first_half * plane_stride + part * kPartBytes;
@@ -844,7 +842,7 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
         const int shift = static_cast<int>((begin + plane * stride) & 15);
         uint8_t* const to_plane = staged + plane * kPlaneBytes;
         const auto value_of = [&](int i, int which, float added) {
-          return acc[0][4 * (part * (kColumns / 8) + i) + 2 * half + which] + added;
+          return acc[4 * (part * (kColumns / 8) + i) + 2 * half + which] + added;
         };
         const auto stage = [&](float added) {
           if constexpr (kSize == 2) {
@@ -1370,9 +1368,9 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if (plan.boxes != 0) {
         store_boxes<Element>(params, store, *record, bias, acc[0]);
       } else if (plan.y_runs) {
-        const bool shared_staging = plan.staging_parts < 8;
+        const bool shared_staging = plan.staging_parts < kMultiplyWarps;
         if (shared_staging) hopper::barrier_wait(shared.staging_turn(warp_id), (number ^ warpgroup_id) & 1);
-        store_runs<Element, TILE_Q>(params, store, *record, bias, acc);
+        store_runs<Element>(params, store, *record, bias, acc[0]);
         if (shared_staging) hopper::barrier_arrive(shared.staging_turn(warp_id ^ 4));
       } else {
         rows = true;
@@ -1393,14 +1391,14 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kMaxRows; ++slot) {
       hopper::barrier_init(shared.x_full(slot), params.plan.convert_warps);
-      hopper::barrier_init(shared.x_empty(slot), 8);
+      hopper::barrier_init(shared.x_empty(slot), kMultiplyWarps);
     }
     for (int slot = 0; slot < kMaxStages; ++slot) {
       hopper::barrier_init(shared.w_full(slot), 1);
-      hopper::barrier_init(shared.w_empty(slot), params.plan.w_stages > 0 ? 4 : 8);
+      hopper::barrier_init(shared.w_empty(slot), params.plan.w_stages > 0 ? 4 : kMultiplyWarps);
     }
     for (int warpgroup_id = 0; warpgroup_id < 2; ++warpgroup_id) hopper::barrier_init(shared.turn(warpgroup_id), 4);
-    for (int warp_id = 0; warp_id < 8; ++warp_id) hopper::barrier_init(shared.staging_turn(warp_id), 32);
+    for (int warp_id = 0; warp_id < kMultiplyWarps; ++warp_id) hopper::barrier_init(shared.staging_turn(warp_id), 32);
     hopper::fence_async();  // bulk copies complete on these barriers
     if (params.plan.convert_warps == kServiceWarps)
       copy_resident_weights(params, shared, static_cast<int>(blockIdx.x) % params.plan.tiles_k);
@@ -1408,21 +1406,20 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
   __syncthreads();  // barriers exist before anybody waits on one
 
   const int warp_id = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  if (warp_id < 8) {
+  if (warp_id < kMultiplyWarps) {
     hopper::registers_take<kMultiplyRegisters>();
     multiply<Element, TILE_Q>(params, shared, modelnew_wgmma_smem, warp_id / 4);
   } else {
     hopper::registers_give_back<kConvertRegisters>();
-    const int service_warp = warp_id - 8;
-    constexpr int kBatch = batch(sizeof(Element));
+    const int service_warp = warp_id - kMultiplyWarps;
     if (service_warp >= params.plan.convert_warps) {
       if (threadIdx.x % 32 == 0) copy_weights(params, shared);
     } else if (!params.plan.x_simple) {
-      Converter<Element, 1, false, 3, kBatch>(params, shared, modelnew_wgmma_smem, service_warp).run();
+      Converter<Element, 1, false, 3>(params, shared, modelnew_wgmma_smem, service_warp).run();
     } else if (params.plan.convert_warps == 3) {
-      Converter<Element, 2, true, 3, kBatch>(params, shared, modelnew_wgmma_smem, service_warp).run();
+      Converter<Element, 2, true, 3>(params, shared, modelnew_wgmma_smem, service_warp).run();
     } else {
-      Converter<Element, 2, true, 4, kBatch>(params, shared, modelnew_wgmma_smem, service_warp).run();
+      Converter<Element, 2, true, 4>(params, shared, modelnew_wgmma_smem, service_warp).run();
     }
   }
 #endif
@@ -1634,7 +1631,7 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   plan.boxes = plan.y_flat ? boxes_of(of, element_size, plan) : 0;
   // Without boxes all planes of 16 bits have room, and where nothing is carried over two warps share one part.
   plan.staged_planes = element_size == 2 && group_rows == 1 && plan.y_runs ? 2 * kPlanes : kPlanes;
-  plan.staging_parts = plan.staged_planes == 2 * kPlanes && plan.down ? 4 : 8;
+  plan.staging_parts = plan.staged_planes == 2 * kPlanes && plan.down ? kMultiplyWarps / 2 : kMultiplyWarps;
   plan.w_stages = 0;
   if (!fits()) plan.boxes = 0;  // larger rings matter more
   while (2 << plan.log_boxes <= plan.boxes) ++plan.log_boxes;
