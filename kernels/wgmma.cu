@@ -51,13 +51,30 @@
 //   the revision before boxes       1.62 / 3.75                0.951 / 2.26                0.81 / 1.43
 //   floor (memory or arithmetic)    1.04 / 2.07                0.68 / 1.32                 0.65 / 1.25
 //
-// Since then the plan of the second case in TF32 has 6 rows of x and 7 stages of weights again (then 7 and 6), of the
-// third 10 and 5, in TF32 10 and 8 (then 11 and 5, 14 and 6), as before boxes: not measured since.
+// What bounds it, read the same day on another GPU with parts left out (x not loaded again after the first tiles, y
+// neither staged nor stored; multiplying alone is without both). GHz are those of the fp16 runs.
 //
-// Where the first case loses it (a revision of 1.57 / 3.46, fp16 / TF32): without the bulk stores alone, but with
-// staging, 1.33 / 3.21; with x from the L1 cache 1.39 / 3.35; without both 1.32 / 3.20; an earlier one took 1.68 and
-// without loading x 1.30, without multiplying 1.67, without staging and storing 0.98 / 2.39. Cycles a tile of one
-// warpgroup there, read by a clock in the kernel, and of a converting warp (the third case was stored by boxes then):
+//                                   first case        second case       third case (fp16)
+//   whole                           1.55 / 3.28       0.958 / 2.29      0.80    1.76, 1.56, 1.65 GHz
+//   weights not copied again        1.55 / 3.27       0.910 / 2.28      0.78
+//   x not loaded                    1.28 / 2.88       0.910 / 2.14      0.78
+//   not stored                      0.94 / 2.45       0.810 / 1.97      0.77
+//   multiplying alone               0.85 / 2.10       0.775 / 1.65      0.75    1.78, 1.65, 1.67 GHz
+//
+// First case: memory. A program of nothing but these stores takes 1.12 ms in fp16, and with x read beside them, once,
+// 1.43 to 1.46, however it is read: 4 or 16 bytes a lane, 512 bytes or 2 KB of a channel, 8 KB of one alone, by bulk
+// copies (1.43 to 1.68), in bursts of all SMs at a time through the L2 cache (1.54 to 1.68); wherever the stores start,
+// at multiples of 32, 64 or 128 bytes; in units of 8 to 248 tiles (1.41 to 1.44). DRAM is active for 76% of the stores,
+// for 67% of both (ncu): it has to turn from writing to reading, and a sixteenth of the reads costs 0.1 ms already. So
+// what is saved elsewhere is lost again: a shorter path and rows converted once (see below) take 1.07 ms without the
+// bulk stores, where rows converted once alone take 1.24, and with them 1.51.
+//
+// Second case, fp16: power. The clock is at 1.5 to 1.56 GHz, and what is left out comes back as clock: copying weights,
+// loading x, storing take 5%, 5% and 15% of it. PyTorch's matrix product reaches 725 to 759 TFLOP/s on that GPU, which
+// would be 0.81 to 0.85 ms. In TF32 the converting warps take part of the blame.
+//
+// Cycles a tile of one warpgroup, read by a clock in the kernel, and of a converting warp, of a revision of 1.57 / 3.46
+// (the third case was stored by boxes then):
 //
 //                                           first case        second case      third case (fp16)
 //   waits for rows                           465 /   1080      580              6200
@@ -70,13 +87,11 @@
 //             waits for room                1100 /   7260     4740             17000
 //             waits for x, stores pieces    2900 /   4470     4190             16800
 //
-// (9 steps of 128 cycles each are 1152.) So in the first case the path of a warpgroup (4900 cycles without waiting), that of a converting warp (4200) and
-// memory (4450 for the stores alone, 500 for x) are all nearly full and hinder each other. ncu, first case, fp16: of
-// the wavefronts that L1 and shared memory can serve, 60%; before boxes 74%. A wgmma of n = 256 takes 80 of its 128
-// cycles. The L1 cache matters, though rows of x are read again only four tiles later: a ring of 6 rows (shared memory
-// 157 KB) is 1% faster than one of 9 or 11, and these 1% faster than one of 14. TF32 wants 5 rows: 3.30 ms, with 4 it
-// takes 3.73. The second case meets the power cap in fp16: 1.53 GHz, where the first runs at 1.74. Kept busy for a
-// second, every case drops to 1.2 to 1.9 GHz and is 2 to 19% slower.
+// (9 steps of 128 cycles each are 1152.) ncu, first case, fp16: of the wavefronts that L1 and shared memory can serve,
+// 60%; before boxes 74%. A wgmma of n = 256 takes 80 of its 128 cycles. The L1 cache matters, though rows of x are read
+// again only four tiles later: a ring of 6 rows (shared memory 157 KB) is 1% faster than one of 9 or 11, and these 1%
+// faster than one of 14. TF32 wants 5 rows: 3.30 ms, with 4 it takes 3.73. Kept busy for a second, every case drops to
+// 1.2 to 1.9 GHz and is 2 to 19% slower.
 //
 // Tried, and no faster (times of the revision in which it was tried):
 //
@@ -93,16 +108,25 @@
 //   x prefetched into the L2 cache three tiles ahead: the same, TF32 10% slower
 //   rings of any number of rows where weights are streamed: third case, TF32, 14 rows and 6 stages 1.50, 10 rows and 8
 //     stages 1.43
-//   units in the first case, boxes, fp16: 1 tile 3.35, 4 1.86, 8 1.69, 31 1.62, 496 1.54; TF32: 1 4.19, 4 3.31, 8 3.39,
-//     12 to 31 3.6 (rows of x that neighbouring blocks share)
+//   units in the first case, boxes, fp16: 1 tile 3.35, 4 1.86, 8 1.69, 31 1.62, 496 1.54; TF32: 1 4.19, 2 4.27, 3 3.32,
+//     4 3.24, 5 3.43, 12 to 31 3.6 (rows of x that neighbouring blocks share); in the second, fp16: 31 1.00, 62 0.99,
+//     124 0.97; TF32: 1 2.35, 2 2.32, 4 2.29, 8 2.42, 31 2.46
+//   every row of x converted once in a run, not three times (first case, fp16): rows of the ring as wide as the image,
+//     or pieces of rows, one of each tile and three rows of tiles of them: 1.51 instead of 1.53; together with fewer
+//     checks in converting tiles inside the image, second case 1% and TF32 1 to 2% slower
+//   boxes downwards, inner blocks of a tile, two warps sharing the staging: second case 1.10 instead of 0.975
+//   a shorter path: the plan's numbers in uniform registers instead of loaded (40 cycles each), places of a group read
+//     ahead, the next turn given away sooner, staging begun while the last steps are multiplied: 1.52 instead of 1.53
+//     in the first case, all else the same; with the last in TF32 as well, which spills, 3.4 instead of 3.24
+//   rows of x given back one by one as soon as their taps are done: TF32 in the first case the same, third case 2 to 6%
+//     slower
+//   four converting warps where weights are streamed, one thread of which copies these as well: not run, as 120
+//     registers do not suffice
 //   16 warps with wgmma of n = 128 (four to convert, three to send bulk copies): 2.85, 1.23 and 0.85 ms in fp16
 //   bulk copies of 512 bytes ordered by the multiplying warps, 16 a warp from uniform registers: 1.77
 //   a thread of a multiplying warp that copies weights: ptxas serialises wgmma (C7520)
 //   storing a tile while the next one is multiplied, by ordinary stores between groups: 1.64
 //   x past the L1 cache: 20% slower in the first case; stores without .cs: 10% slower
-//
-// Next: rows of the ring as wide as the image (16 bits and 16 channels: 4 rows are 131 KB), so that a run converts
-// every row once and not three times.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -1638,8 +1662,9 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   if (!fits()) plan.w_stages = 4;
   if (!fits()) return false;
   // With boxes a window may begin at any row of the ring, and a ring of two windows leaves more to the L1 cache. Then
-  // another warp converts a place in the next round. (racecheck of CUDA 13.0 reports a hazard there; x_full, the
-  // multiplying warps and x_empty order the two.)
+  // another warp converts a place in the next round, and racecheck of CUDA 13.0 reports a hazard, wrongly: x_full, the
+  // multiplying warps and x_empty order the two. It reports the same of two warps that write a place in turns, handed
+  // over by a third one's arrivals, and nothing if one of them writes in all rounds.
   const int unit_slots = plan.down ? plan.tile_p : plan.boxes != 0 ? 1 : plan.x_rows;
   const auto grow = [&](int& count, int by, int most) {
     while (count + by <= most) {
