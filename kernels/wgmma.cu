@@ -13,8 +13,7 @@
 //
 // One block an SM, for the life of the launch, 12 warps in three roles:
 //
-//   8 warps   two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread (or 128 pixels of fp32),
-//             then store them
+//   8 warps   two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread, then store them
 //   3 warps   convert: x from memory in pairs of pixels, rounded (TF32), transposed into the pieces of a row; pixels of
 //             the padding and channels that are not there become 0. They also work out the tiles
 //   1 warp    one thread orders bulk copies of packed weights; where these stay for good it converts as well
@@ -35,7 +34,7 @@
 // memory; just the ends of a run are stored by smaller pieces. Downwards every tile is alone and its ends are shared
 // with its neighbours. There are three ways to store, all through staging in shared memory:
 //
-//   store_boxes   a run of tiles of 512 bytes, weights resident: bulk stores of 16 channels that are aligned alike
+//   store_boxes   a run of tiles, weights resident: bulk stores of 16 or 8 channels x 512 bytes that are aligned alike
 //   store_runs    any other row of y: 512 bytes of a channel by a warp, shifted while they are staged
 //   store_rows    tiles of several rows, and y of any strides
 //
@@ -151,7 +150,7 @@ constexpr int kMultiplyRegisters = 192;
 constexpr int kConvertRegisters = 120;
 static_assert(2 * kMultiplyRegisters + kConvertRegisters <= 3 * 168, "what one gives back the others take");
 
-constexpr int kTilePixels = 256;  // rows x columns, but see kBoxBytes
+constexpr int kTilePixels = 256;  // rows x columns
 constexpr int kStepBytes = 32;    // of the reduction, for one wgmma: 16 channels of 16 bits or 8 of fp32
 constexpr int kPlanes = 8;        // output channels that a warp stages at a time, at least
 
@@ -172,12 +171,9 @@ constexpr int kGroupChannels = 64;    // output channels of a warpgroup
 
 constexpr int kSector = 32;  // bytes of memory: what a store should fill
 
-// Boxes: a warp stages its 16 channels x 512 bytes, 256 pixels of 16 bits or 128 of fp32, which is the tile then, in
-// blocks of 128 bytes of each channel, as bulk stores of boxes want them.
-constexpr int kBoxRunBytes = 512;
-constexpr int kBoxBytes = 16 * kBoxRunBytes;
-template <typename Element>
-constexpr int kBoxPixels = kBoxRunBytes / static_cast<int>(sizeof(Element));
+// Boxes: a warp stages its 16 channels x 256 pixels (16 bits), or 8 channels at a time (fp32), in blocks of 128 bytes
+// of each channel, as bulk stores of boxes want them.
+constexpr int kBoxBytes = 8192;
 
 // Else it stages 512 bytes of each plane at a time. In front of them a plane has room for half a sector, behind them
 // for the shift of its start; planes are 12 or 8 words apart modulo the 32 banks, so that stores of accumulators, 8
@@ -998,26 +994,28 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
   }
 }
 
-// By boxes: tiles of a run of flat rows, all 16 channels of a warp at a time. They are aligned alike, and so are staged
-// at the same shift from a boundary of a sector, in blocks of 128 bytes:
+// By boxes: tiles of a run of flat rows, all 16 channels of a warp at a time with 16 bits, 8 with fp32. They are
+// aligned alike, and so are staged at the same shift from a boundary of a sector, in blocks of 128 bytes:
 //
 //               <---- block ---->                              <---- block ---->
 //   staged:    [shift|new                   ...                                 |new ]   the last ones with the carried
 //   stored:    [-----------------           ...                 ----------------]        sectors: the next tile's first
 //
-// The four blocks are a box. Whole sectors in front of the first whole block and behind the last one are stored by
-// pieces of 16 bytes, and what begins or ends a run pixel by pixel.
+// Four blocks are a box. Whole sectors in front of the first whole block and behind the last one are stored by pieces
+// of 16 bytes, and what begins or ends a run pixel by pixel.
 template <typename Element>
 __device__ __forceinline__ void store_boxes(const Params& params, const Store& store, const TileRecord& tile,
-                                            const float (&bias)[2], const float (&acc)[kBoxPixels<Element> / 2]) {
+                                            const float (&bias)[2], const float (&acc)[kTilePixels / 2]) {
   constexpr int kSize = sizeof(Element);
-  constexpr int kTilePixels = kBoxPixels<Element>;
   constexpr int kSectorPixels = kSector / kSize;
   constexpr int kBlockPixels = hopper::kBoxRowBytes / kSize;
+  constexpr int kTileBytes = kTilePixels * kSize;  // of a channel
   constexpr int kBlocks = kTilePixels / kBlockPixels;
-  constexpr int kChannels = 16;
+  constexpr int kRounds = kSize / 2;
+  constexpr int kChannels = 16 / kRounds;  // at a time
   constexpr int kBlockBytes = kChannels * hopper::kBoxRowBytes;
-  static_assert(kBlocks == 4 && kBlocks * kBlockBytes == kBoxBytes, "all of staging");
+  constexpr int kParts = kBlocks / 4;  // boxes of so many channels
+  static_assert(kBlocks * kBlockBytes == kBoxBytes, "all of staging");
   const Correlation& of = params.of;
   const int lane_id = store.lane_id;
 
@@ -1030,7 +1028,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
   const int behind = tile.flags >> TileRecord::kBehindShift;
   const bool run_ends = (tile.flags & TileRecord::kRunEnds) != 0;
   const int end = shift + tile.columns;
-  // All blocks are stored as one box, and what is left over lies where it is carried from.
+  // All four or eight blocks are boxes, and what is left over lies where it is carried from.
   const bool whole = shift <= behind && end >= kTilePixels && !run_ends;
 
   // Two neighbouring pixels of lane_id / 4, 8 pixels further with every i: blocks repeat.
@@ -1048,84 +1046,112 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
                 : (at % hopper::kBoxRowBytes ^ row_place) + at / hopper::kBoxRowBytes * kBlockBytes;
   }
 
-  // Two lanes have the carried sector of a channel, 16 bytes each.
-  uint4* const own_carried = reinterpret_cast<uint4*>(store.smem + store.carried) + lane_id;
-  const uint4 before = *own_carried;
-  if (lane_id == 0) hopper::bulk_stores_wait_read<0>();
-  __syncwarp();  // staging is free
-  if (behind > 0)
-    *reinterpret_cast<uint4*>(store.smem + store.staging + lane_id / 2 * hopper::kBoxRowBytes +
-                              ((lane_id % 2 ^ lane_id / 2) & 7) * 16) = before;
-  __syncwarp();  // its last bytes are overwritten by new pixels
-
-  const auto stage = [&](const float (&added)[2]) {
 #pragma unroll
-    for (int i = 0; i < kTilePixels / 8; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint32_t place = to[i % kPeriod] + i / kPeriod * kBlockBytes + half * 8 * hopper::kBoxRowBytes;
-        if ((8 * i + kSectorPixels + 6) * kSize > kBoxRunBytes && own + 8 * kSize * i >= kBoxRunBytes)
-          place = store.carried + (row + 8 * half) * kSector + own + 8 * kSize * i - kBoxRunBytes;
-        *reinterpret_cast<PackedPair<Element>*>(store.smem + place) =
-            pack_pair<Element>(acc[4 * i + 2 * half] + added[half], acc[4 * i + 2 * half + 1] + added[half]);
-      }
+  for (int round = 0; round < kRounds; ++round) {
+    const uint32_t carried = store.carried + round * kChannels * kSector;
+    // Two lanes have the sector of a channel, 16 bytes each.
+    uint4* const own_carried = reinterpret_cast<uint4*>(store.smem + carried) + lane_id;
+    const bool carries = lane_id < 2 * kChannels;
+    uint4 before;
+    if (carries) before = *own_carried;
+    if (lane_id == 0) {
+      if (round == 0 || !whole)
+        hopper::bulk_stores_wait_read<0>();
+      else
+        hopper::bulk_stores_wait_read<kParts - 1>();
     }
-  };
-  const float none[2] = {-0.0f, -0.0f};  // which the compiler leaves out
-  if (params.bias_ptr != nullptr)
-    stage(bias);
-  else
-    stage(none);
-  hopper::fence_async();
-  __syncwarp();  // all pixels are staged
-  const int box_channel = (tile.channel >> log_boxes) + first_channel;
-  if (lane_id == 0) {
-    if (whole) hopper::store_box(params.four_blocks, store.smem + store.staging, pixel - shift, box_channel, 0, n);
-    hopper::bulk_stores_commit();
-  }
-  if (whole) return;
+    __syncwarp();  // staging is free, at least for the first part
+    if (behind > 0 && carries)
+      *reinterpret_cast<uint4*>(store.smem + store.staging + lane_id / 2 * hopper::kBoxRowBytes +
+                                ((lane_id % 2 ^ lane_id / 2) & 7) * 16) = before;
+    __syncwarp();  // its last bytes are overwritten by new pixels
 
-  // What is there, without the unfinished sector if it is carried over.
-  const int begin = max(shift - behind, 0), until = run_ends ? end : end & ~(kSectorPixels - 1);
-  const int first_block = begin > 0 ? 1 : 0, last_block = min(until / kBlockPixels, kBlocks);
-  if (lane_id == 0) {
-#pragma unroll 1
-    for (int block = first_block; block < last_block; ++block)
-      hopper::store_box(params.one_block, store.smem + store.staging + block * kBlockBytes,
-                        pixel - shift + block * kBlockPixels, box_channel, 0, n);
-    hopper::bulk_stores_commit();
-  }
-  const auto place_of = [&](int row, int position) {
-    const uint32_t at = position * kSize;
-    return store.smem + (at < kBoxRunBytes
-                             ? store.staging + at / hopper::kBoxRowBytes * kBlockBytes + row * hopper::kBoxRowBytes +
-                                   (at % hopper::kBoxRowBytes ^ (row & 7) * 16)
-                             : store.carried + row * kSector + at - kBoxRunBytes);
-  };
-  const int boxes = 1 << log_boxes, channel = kind + boxes * first_channel;
-  const int channels = min(kChannels, (tile.channels - channel + boxes - 1) >> log_boxes);
-  Element* const out = static_cast<Element*>(params.out_ptr) + n * of.out_stride[0] +
-                       (tile.channel + channel) * of.out_stride[1] + static_cast<int>(tile.out) - shift;
-  // Less than a block: eight lanes a channel, 16 bytes each, or what of them is there.
-  const auto store_pieces = [&](int boundary, int from, int to) {
-    constexpr int kPiece = 16 / kSize;
-    const int at = boundary + lane_id % 8 * kPiece, first = max(at, from), last = min(at + kPiece, to);
-#pragma unroll 1
-    for (int i = lane_id / 8; i < channels; i += 4) {
-      Element* const to_channel = out + i * boxes * of.out_stride[1];
-      if (last - first == kPiece) {
-        __stcs(reinterpret_cast<uint4*>(to_channel + at), *reinterpret_cast<const uint4*>(place_of(i, at)));
+    const auto stage = [&](int first, int last, const float (&added)[2]) {
+#pragma unroll
+      for (int i = first; i < last; ++i) {
+#pragma unroll
+        for (int half = 0; half < kChannels / 8; ++half) {
+          const int plane = round * kChannels / 8 + half;
+          uint32_t place = to[i % kPeriod] + i / kPeriod * kBlockBytes + half * 8 * hopper::kBoxRowBytes;
+          if ((8 * i + kSectorPixels + 6) * kSize > kTileBytes && own + 8 * kSize * i >= kTileBytes)
+            place = carried + (row + 8 * half) * kSector + own + 8 * kSize * i - kTileBytes;
+          *reinterpret_cast<PackedPair<Element>*>(store.smem + place) =
+              pack_pair<Element>(acc[4 * i + 2 * plane] + added[plane], acc[4 * i + 2 * plane + 1] + added[plane]);
+        }
+      }
+    };
+    const auto stage_some = [&](int first, int last) {
+      const float none[2] = {-0.0f, -0.0f};  // which the compiler leaves out
+      if (params.bias_ptr != nullptr)
+        stage(first, last, bias);
+      else
+        stage(first, last, none);
+    };
+    const int box_channel = (tile.channel >> log_boxes) + first_channel + round * kChannels;
+    constexpr int kGroups = kTilePixels / 8 / kParts;  // of 8 pixels, in a part
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (round > 0 && part + 1 < kParts) {
+        stage_some(part * kGroups, (part + 1) * kGroups - 1);
+        if (lane_id == 0) hopper::bulk_stores_wait_read<0>();
+        __syncwarp();  // the next part of staging is free, in which this one ends
+        stage_some((part + 1) * kGroups - 1, (part + 1) * kGroups);
       } else {
-#pragma unroll 1
-        for (int q = first; q < last; ++q) to_channel[q] = *reinterpret_cast<const Element*>(place_of(i, q));
+        stage_some(part * kGroups, (part + 1) * kGroups);
+      }
+      hopper::fence_async();
+      __syncwarp();  // all pixels are staged
+      if (lane_id == 0) {
+        if (whole)
+          hopper::store_box(params.four_blocks, store.smem + store.staging + 4 * part * kBlockBytes,
+                            pixel - shift + 4 * part * kBlockPixels, box_channel, 0, n);
+        hopper::bulk_stores_commit();
       }
     }
-  };
-  const int rest = max(last_block, first_block) * kBlockPixels;
-  if (first_block > 0) store_pieces(0, begin, min(kBlockPixels, until));
-  store_pieces(rest, rest, until);
-  if (!run_ends && until < kTilePixels)
-    *own_carried = *reinterpret_cast<const uint4*>(place_of(lane_id / 2, until + lane_id % 2 * (16 / kSize)));
+    if (whole) continue;
+
+    // What is there, without the unfinished sector if it is carried over.
+    const int begin = max(shift - behind, 0), until = run_ends ? end : end & ~(kSectorPixels - 1);
+    const int first_block = begin > 0 ? 1 : 0, last_block = min(until / kBlockPixels, kBlocks);
+    if (lane_id == 0) {
+#pragma unroll 1
+      for (int block = first_block; block < last_block; ++block)
+        hopper::store_box(params.one_block, store.smem + store.staging + block * kBlockBytes,
+                          pixel - shift + block * kBlockPixels, box_channel, 0, n);
+      hopper::bulk_stores_commit();
+    }
+    const auto place_of = [&](int row, int position) {
+      const uint32_t at = position * kSize;
+      return store.smem + (at < kTileBytes
+                               ? store.staging + at / hopper::kBoxRowBytes * kBlockBytes + row * hopper::kBoxRowBytes +
+                                     (at % hopper::kBoxRowBytes ^ (row & 7) * 16)
+                               : carried + row * kSector + at - kTileBytes);
+    };
+    const int boxes = 1 << log_boxes, channel = kind + boxes * (first_channel + round * kChannels);
+    const int channels = min(kChannels, (tile.channels - channel + boxes - 1) >> log_boxes);
+    Element* const out = static_cast<Element*>(params.out_ptr) + n * of.out_stride[0] +
+                         (tile.channel + channel) * of.out_stride[1] + static_cast<int>(tile.out) - shift;
+    // Less than a block: eight lanes a channel, 16 bytes each, or what of them is there.
+    const auto store_pieces = [&](int boundary, int from, int to) {
+      constexpr int kPiece = 16 / kSize;
+      const int at = boundary + lane_id % 8 * kPiece, first = max(at, from), last = min(at + kPiece, to);
+#pragma unroll 1
+      for (int i = lane_id / 8; i < channels; i += 4) {
+        Element* const to_channel = out + i * boxes * of.out_stride[1];
+        if (last - first == kPiece) {
+          __stcs(reinterpret_cast<uint4*>(to_channel + at), *reinterpret_cast<const uint4*>(place_of(i, at)));
+        } else {
+#pragma unroll 1
+          for (int q = first; q < last; ++q) to_channel[q] = *reinterpret_cast<const Element*>(place_of(i, q));
+        }
+      }
+    };
+    const int rest = max(last_block, first_block) * kBlockPixels;
+    if (first_block > 0) store_pieces(0, begin, min(kBlockPixels, until));
+    store_pieces(rest, rest, until);
+    if (!run_ends && until < kTilePixels && carries)
+      *own_carried = *reinterpret_cast<const uint4*>(place_of(lane_id / 2, until + lane_id % 2 * (16 / kSize)));
+  }
 }
 
 // Tiles of several rows, and y of any strides: 16 bytes a lane where rows are aligned, else element by element.
@@ -1143,7 +1169,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
   for (int half = 0; half < 2; ++half) {
     const int first_k = store.first_k + 8 * half;
 #pragma unroll
-    for (int part = 0; part < TILE_P * TILE_Q / kPixels; ++part) {
+    for (int part = 0; part < kTilePixels / kPixels; ++part) {
       Element* pixels =
           reinterpret_cast<Element*>(store.smem + store.staging + lane_id / 4 * kPlaneBytes) + 2 * (lane_id % 4);
       __syncwarp();  // the part before has been read
@@ -1188,9 +1214,10 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
 //
 // The warpgroups take turns: one multiplies a block of channels for its half of a tile, alone, at the full rate of the
 // tensor cores, while the other one finishes its steps and stores.
-template <typename Element, int TILE_P, int TILE_Q>
+template <typename Element, int TILE_Q>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem, int warpgroup_id) {
 #if defined(MODELNEW_SM90A)
+  constexpr int TILE_P = kTilePixels / TILE_Q;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int lane_id = threadIdx.x % 32;
@@ -1360,30 +1387,26 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     for (int row = 0; row < TILE_P; ++row) hopper::wgmma_settle(acc[row]);
 
     bool rows = true;
-    if constexpr (TILE_P == 1 && TILE_Q == kBoxPixels<Element>) {
-      if (plan.boxes != 0) {
-        rows = false;
-        store_boxes<Element>(params, store, *record, bias, acc[0]);
-      }
-    }
     if constexpr (TILE_Q == kTilePixels) {
-      if (rows && plan.y_runs) {
-        rows = false;
+      rows = false;
+      if (plan.boxes != 0) {
+        store_boxes<Element>(params, store, *record, bias, acc[0]);
+      } else if (plan.y_runs) {
         const bool shared_staging = plan.staging_parts < kMultiplyWarps;
         if (shared_staging) hopper::barrier_wait(shared.staging_turn(warp_id), (number ^ warpgroup_id) & 1);
         store_runs<Element>(params, store, *record, bias, acc[0]);
         if (shared_staging) hopper::barrier_arrive(shared.staging_turn(warp_id ^ 4));
+      } else {
+        rows = true;
       }
     }
-    if constexpr (TILE_P * TILE_Q == kTilePixels) {
-      if (rows) store_rows<Element, TILE_P, TILE_Q>(params, store, *record, bias, acc);
-    }
+    if (rows) store_rows<Element, TILE_P, TILE_Q>(params, store, *record, bias, acc);
   } while ((record->flags & TileRecord::kLast) == 0);
   if (plan.boxes != 0) hopper::bulk_stores_wait_read<0>();  // shared memory lives no longer than the block
 #endif
 }
 
-template <typename Element, int TILE_P, int TILE_Q>
+template <typename Element, int TILE_Q>
 __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) unsigned char modelnew_wgmma_smem[];
@@ -1409,7 +1432,7 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
   const int warp_id = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp_id < kMultiplyWarps) {
     hopper::registers_take<kMultiplyRegisters>();
-    multiply<Element, TILE_P, TILE_Q>(params, shared, modelnew_wgmma_smem, warp_id / 4);
+    multiply<Element, TILE_Q>(params, shared, modelnew_wgmma_smem, warp_id / 4);
   } else {
     hopper::registers_give_back<kConvertRegisters>();
     const int service_warp = warp_id - kMultiplyWarps;
@@ -1536,18 +1559,10 @@ inline Correlation correlation_of(const Problem& problem, Operator op) {
 // Few configurations: four shapes of a tile, two ways to share it. Each is completed, rejected if it does not fit, and
 // scored in cycles of an SM; the smallest estimate wins.
 
-struct Shape {
-  int rows, columns;
-  double narrow_cost;  // cycles of a wgmma over those of n = 256, for as many pixels
-};
-// wgmma reads both operands from shared memory; narrow ones are bound by that. Estimates. The last one is for boxes of
-// fp32.
-constexpr Shape kShapes[] = {{1, 256, 1.0}, {2, 128, 1.2}, {4, 64, 1.5}, {8, 32, 2.2}, {1, 128, 1.2}};
+constexpr int kShapes[] = {256, 128, 64, 32};  // columns; rows make up 256 pixels
 
-// Bytes a cycle of one SM when all 132 write (H200: 3.7 TB/s in runs of 512 bytes; without boxes the path of a
-// warpgroup makes it less).
-constexpr double kBoxBytesPerCycle = 16;
-constexpr double kWriteBytesPerCycle = 14;
+// Bytes a cycle of one SM when all 132 write (H200: 3.7 TB/s in runs of 512 bytes).
+constexpr double kWriteBytesPerCycle = 16;
 constexpr double kWritePartsPerCycle = 9;  // tiles that are alone in their run, 2.1 TB/s
 
 // Cycles of a warpgroup that stores, and of the converting warps.
@@ -1559,6 +1574,10 @@ constexpr double kRestartTiles = 0.4;
 
 // Of x, at most, in the window of one tile.
 constexpr int kWindowBytes = 52 * 1024;
+
+// wgmma reads both operands from shared memory; narrow ones are bound by that: cycles over those of n = 256, for n of
+// kShapes. Estimates.
+constexpr double kNarrowCost[] = {1.0, 1.2, 1.5, 2.2};
 
 struct Device {
   int sms;
@@ -1584,9 +1603,8 @@ inline int64_t even(int64_t value) { return value + (value & 1); }
 inline bool complete(const Correlation& of, int element_size, const Device& device, int shape, int tile_k, Plan& plan) {
   const int step_channels = kStepBytes / element_size;
   plan.tile_k = tile_k;
-  plan.tile_q = kShapes[shape].columns;
-  const int group_rows = kShapes[shape].rows;
-  const int tile_pixels = group_rows * plan.tile_q;
+  plan.tile_q = kShapes[shape];
+  const int group_rows = kTilePixels / plan.tile_q;
   plan.tile_p = tile_k == 64 ? 2 * group_rows : group_rows;
   plan.tiles_p = static_cast<int>(ceil_div(of.P, plan.tile_p));
   plan.tiles_q = static_cast<int>(ceil_div(of.Q, plan.tile_q));
@@ -1634,7 +1652,7 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   if (least_slots > kMaxRows) return false;
   plan.x_slots = least_slots;
   plan.y_flat = !plan.down && plan.y_runs && group_rows == 1 && tile_k == 128 && of.out_stride[2] == of.Q;
-  plan.boxes = plan.y_flat && plan.tile_q * element_size == kBoxRunBytes ? boxes_of(of, element_size, plan) : 0;
+  plan.boxes = plan.y_flat ? boxes_of(of, element_size, plan) : 0;
   // Without boxes all planes of 16 bits have room, and where nothing is carried over two warps share one part.
   plan.staged_planes = element_size == 2 && group_rows == 1 && plan.y_runs ? 2 * kPlanes : kPlanes;
   plan.staging_parts = plan.staged_planes == 2 * kPlanes && plan.down ? kMultiplyWarps / 2 : kMultiplyWarps;
@@ -1643,7 +1661,6 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   while (2 << plan.log_boxes <= plan.boxes) ++plan.log_boxes;
   if (!fits()) plan.w_stages = 4;
   if (!fits()) return false;
-  if (plan.boxes == 0 && tile_pixels < kTilePixels) return false;
   // With boxes a window may begin at any row of the ring, and a ring of two windows leaves more to the L1 cache. Then
   // another warp converts a place in the next round, and racecheck of CUDA 13.0 reports a hazard, wrongly: x_full, the
   // multiplying warps and x_empty order the two. It reports the same of two warps that write a place in turns, handed
@@ -1709,18 +1726,16 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   if (plan.w_stages == 0 && plan.blocks > plan.tiles_k) plan.blocks -= plan.blocks % plan.tiles_k;
   plan.convert_warps = plan.x_simple && plan.w_stages == 0 && of.groups == 1 && plan.blocks % plan.tiles_k == 0 ? 4 : 3;
 
-  // A cycle a pixel and step. While one warpgroup stores, the other one multiplies its last block.
+  // 256 cycles a step of a whole tile. While one warpgroup stores, the other one multiplies its last block.
   const bool runs = plan.y_flat || (!plan.down && plan.unit_tiles > 1);
-  const double step = tile_pixels * kShapes[shape].narrow_cost;
-  const double multiply = step * taps * plan.blocks_c * plan.block_steps;
-  const double store = tile_pixels * element_size * kStoreCyclesPerByte;
-  const double turn = step / 2 * taps * plan.block_steps;
+  const double multiply = 256.0 * kNarrowCost[shape] * taps * plan.blocks_c * plan.block_steps;
+  const double store = kTilePixels * element_size * kStoreCyclesPerByte;
+  const double turn = 128.0 * kNarrowCost[shape] * taps * plan.block_steps;
   const double bubble = std::max(store - turn, 0.0);
   const double new_rows =
       plan.down ? plan.tile_p + (rows - plan.tile_p) / static_cast<double>(plan.unit_tiles) : static_cast<double>(rows);
   const double convert = kConvertCyclesPerByte * plan.blocks_c * plan.block_steps * 2 * new_rows * pitch * 16;
-  const double write_rate = plan.boxes != 0 ? kBoxBytesPerCycle : runs ? kWriteBytesPerCycle : kWritePartsPerCycle;
-  const double write = 128.0 * tile_pixels * element_size / write_rate;
+  const double write = 128.0 * kTilePixels * element_size / (runs ? kWriteBytesPerCycle : kWritePartsPerCycle);
   const double waves = static_cast<double>(ceil_div(plan.units, plan.blocks)) * tiles_with_restarts(plan.unit_tiles);
   plan.cycles = waves * (std::max({multiply + bubble, convert, write}) + 200);
   return true;
@@ -1752,9 +1767,8 @@ inline void set_alignments(const Correlation& of, int element_size, const Alignm
                    multiples(of.out_stride, of.N, out_channels, of.P, vector);
 }
 
-// The best plan, or one of the configurations that tests force by number: shape + 4 * (64 channels a tile) + 8 * down,
-// or 16, the last shape.
-constexpr int kConfigurations = 17;
+// The best plan, or one of the configurations that tests force by number: shape + 4 * (64 channels a tile) + 8 * down.
+constexpr int kConfigurations = 16;
 
 inline bool make_plan(const Correlation& of, int element_size, const Device& device, const Alignment& address,
                       int forced, Plan& best) {
@@ -1763,9 +1777,8 @@ inline bool make_plan(const Correlation& of, int element_size, const Device& dev
     if (forced >= 0 && forced != configuration) continue;
     Plan plan{};
     set_alignments(of, element_size, address, plan);
-    plan.down = configuration / 8 == 1;
-    const int shape = configuration < 16 ? configuration % 4 : 4;
-    if (!complete(of, element_size, device, shape, configuration / 4 % 2 ? 64 : 128, plan)) continue;
+    plan.down = configuration / 8 != 0;
+    if (!complete(of, element_size, device, configuration % 4, configuration / 4 % 2 ? 64 : 128, plan)) continue;
     if (!found || plan.cycles < best.cycles) best = plan;
     found = true;
   }
@@ -1853,15 +1866,16 @@ cudaError_t make_box_maps(Params& params) {
   const uint64_t sizes[4] = {(boxes - 1) * channel + static_cast<uint64_t>(of.P) * of.Q, channels, 4, images};
   const uint64_t strides[3] = {boxes * channel * kSize, hopper::kBoxRowBytes,
                                images > 1 ? of.out_stride[0] * kSize : boxes * channel * kSize};
-  const uint32_t four[4] = {hopper::kBoxRowBytes / kSize, 16, 4, 1}, one[4] = {four[0], 16, 1, 1};
+  const uint32_t rows = kSize == 2 ? 16 : 8;
+  const uint32_t four[4] = {hopper::kBoxRowBytes / kSize, rows, 4, 1}, one[4] = {four[0], rows, 1, 1};
   const cudaError_t error = hopper::make_box_map(params.out_ptr, kSize, sizes, strides, four, params.four_blocks);
   if (error != cudaSuccess) return error;
   return hopper::make_box_map(params.out_ptr, kSize, sizes, strides, one, params.one_block);
 }
 
-template <typename Element, int TILE_P, int TILE_Q>
+template <typename Element, int TILE_Q>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  const auto kernel = wgmma_kernel<Element, TILE_P, TILE_Q>;
+  const auto kernel = wgmma_kernel<Element, TILE_Q>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
@@ -1878,18 +1892,15 @@ cudaError_t run(const void* w_ptr, void* workspace, Params& params, cudaStream_t
     const cudaError_t error = make_box_maps<Element>(params);
     if (error != cudaSuccess) return error;
   }
-  if constexpr (kBoxPixels<Element> != kTilePixels) {
-    if (params.plan.boxes != 0) return run_kernel<Element, 1, kBoxPixels<Element>>(params, stream);
-  }
   switch (params.plan.tile_q) {
     case 256:
-      return run_kernel<Element, 1, 256>(params, stream);
+      return run_kernel<Element, 256>(params, stream);
     case 128:
-      return run_kernel<Element, 2, 128>(params, stream);
+      return run_kernel<Element, 128>(params, stream);
     case 64:
-      return run_kernel<Element, 4, 64>(params, stream);
+      return run_kernel<Element, 64>(params, stream);
     default:
-      return run_kernel<Element, 8, 32>(params, stream);
+      return run_kernel<Element, 32>(params, stream);
   }
 }
 
