@@ -185,13 +185,6 @@ def _nvcc_release(cuda_home: str) -> tuple[int, int]:
     return int(release[1]), int(release[2])
 
 
-def _concurrency_flags(release: tuple[int, int]) -> list[str]:
-    """Flags with which nvcc works on several kernels at once. What it makes of them does not depend on how many."""
-    cores = len(os.sched_getaffinity(0))
-    # Older releases do not know it, or were not tried. On 2 cores: 23 s instead of 35.
-    return [f"--split-compile={cores}"] if cores > 1 and release >= (12, 4) else []
-
-
 def _file_identity(path: str | None) -> list[Any]:
     """What changes when a compiler is replaced, without starting it: real path, size and time of change."""
     if path is None:
@@ -310,7 +303,7 @@ def _compile(build: _Build) -> ModuleType:
     shutil.rmtree(directory, ignore_errors=True)
     os.makedirs(directory)
     targets = ", ".join(f"sm_{_architecture(capability)}" for capability in build.capabilities)
-    # 32 s on 16 cores of an H200's host, before nvcc worked on several kernels at once.
+    # 32 s on 16 cores of an H200's host; nvcc, which takes longest, runs on one core: 30 s on another machine's.
     expected = 35 if len(os.sched_getaffinity(0)) >= 4 else 60
     _say(f"compiling the kernels for {targets}, once for this machine; about {expected} s")
     start = time.perf_counter()
@@ -320,7 +313,7 @@ def _compile(build: _Build) -> ModuleType:
             cpp_sources=[build.cpp_source],
             cuda_sources=[build.cuda_source],
             extra_cflags=list(build.cpp_flags),
-            extra_cuda_cflags=build.cuda_flags + _concurrency_flags(_nvcc_release(build.cuda_home)),
+            extra_cuda_cflags=list(build.cuda_flags),
             extra_include_paths=[_write_stand_in_headers(directory)],
             build_directory=directory,
         )
