@@ -61,7 +61,7 @@
 //   not stored                      0.94 / 2.45       0.810 / 1.97      0.77
 //   multiplying alone               0.85 / 2.10       0.775 / 1.65      0.75    1.78, 1.65, 1.67 GHz
 //
-// First case: memory. A program of nothing but these stores takes 1.12 ms in fp16, and with x read beside them, once,
+// First case: memory. A program of nothing but these stores takes 1.13 ms in fp16, and with x read beside them, once,
 // 1.43 to 1.46, however it is read: 4 or 16 bytes a lane, 512 bytes or 2 KB of a channel, 8 KB of one alone, by bulk
 // copies (1.43 to 1.68), in bursts of all SMs at a time through the L2 cache (1.54 to 1.68); wherever the stores start,
 // at multiples of 32, 64 or 128 bytes; in units of 8 to 248 tiles (1.41 to 1.44). DRAM is active for 76% of the stores,
@@ -69,9 +69,10 @@
 // what is saved elsewhere is lost again: a shorter path and rows converted once (see below) take 1.07 ms without the
 // bulk stores, where rows converted once alone take 1.24, and with them 1.51.
 //
-// Second case, fp16: power. The clock is at 1.5 to 1.56 GHz, and what is left out comes back as clock: copying weights,
-// loading x, storing take 5%, 5% and 15% of it. PyTorch's matrix product reaches 725 to 759 TFLOP/s on that GPU, which
-// would be 0.81 to 0.85 ms. In TF32 the converting warps take part of the blame.
+// Second case, fp16: power. The clock is at 1.5 to 1.56 GHz, and less work gives some of it back: without copying
+// weights 2% fewer cycles and 3% more clock, without loading x 3% and 3%, without storing 12% and 4%. PyTorch's matrix
+// product reaches 725 to 759 TFLOP/s on that GPU, which would be 0.81 to 0.85 ms. In TF32, at 1.7 to 1.8 GHz, it is
+// loading x (7%), storing (14%), and the turns: multiplying alone takes 1.65 ms, at the full rate it would be 1.27.
 //
 // Cycles a tile of one warpgroup, read by a clock in the kernel, and of a converting warp, of a revision of 1.57 / 3.46
 // (the third case was stored by boxes then):
