@@ -65,9 +65,9 @@
 // 1.43 to 1.46, however it is read: 4 or 16 bytes a lane, 512 bytes or 2 KB of a channel, 8 KB of one alone, by bulk
 // copies (1.43 to 1.68), in bursts of all SMs at a time through the L2 cache (1.54 to 1.68); wherever the stores start,
 // at multiples of 32, 64 or 128 bytes; in units of 8 to 248 tiles (1.41 to 1.44). DRAM is active for 76% of the stores,
-// for 67% of both (ncu): it has to turn from writing to reading, and a sixteenth of the reads costs 0.1 ms already. So
-// what is saved elsewhere is lost again: a shorter path and rows converted once (see below) take 1.07 ms without the
-// bulk stores, where rows converted once alone take 1.24, and with them 1.51.
+// for 67% of both (ncu): presumably it has to turn from writing to reading; a sixteenth of the reads costs 0.1 ms
+// already. So what is saved elsewhere is lost again: a shorter path and rows converted once (see below) take 1.07 ms
+// without the bulk stores, where rows converted once alone take 1.24, and with them 1.51.
 //
 // Second case, fp16: power. The clock is at 1.5 to 1.56 GHz, and less work gives some of it back: without copying
 // weights 2% fewer cycles and 3% more clock, without loading x 3% and 3%, without storing 12% and 4%. PyTorch's matrix
