@@ -13,7 +13,8 @@
 //
 // One block an SM, for the life of the launch, 12 warps in three roles:
 //
-//   8 warps   two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread, then store them
+//   8 warps   two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread (downwards in fp32 also
+//             128 pixels, of as many bytes as 256 of 16 bits), then store them
 //   3 warps   convert: x from memory in pairs of pixels, rounded (TF32), transposed into the pieces of a row; pixels of
 //             the padding and channels that are not there become 0. They also work out the tiles
 //   1 warp    one thread orders bulk copies of packed weights; where these stay for good it converts as well
@@ -151,7 +152,7 @@ constexpr int kMultiplyRegisters = 192;
 constexpr int kConvertRegisters = 120;
 static_assert(2 * kMultiplyRegisters + kConvertRegisters <= 3 * 168, "what one gives back the others take");
 
-constexpr int kTilePixels = 256;  // rows x columns
+constexpr int kTilePixels = 256;  // rows x columns, but of the last one of kShapes
 constexpr int kStepBytes = 32;    // of the reduction, for one wgmma: 16 channels of 16 bits or 8 of fp32
 constexpr int kPlanes = 8;        // output channels that a warp stages at a time, at least
 
@@ -812,9 +813,9 @@ __device__ __forceinline__ PackedPair<Element> pack_pair(float first, float seco
 //   stored:   [-----------------  ...  -------------]           the rest is carried over
 //
 // In staging the new pixels of all planes begin at offset % 16 behind half a sector, so that lanes meet few conflicts.
-template <typename Element>
+template <typename Element, int TILE_Q>
 __device__ __forceinline__ void store_runs(const Params& params, const Store& store, const TileRecord& tile,
-                                           const float (&bias)[2], const float (&acc)[kTilePixels / 2]) {
+                                           const float (&bias)[2], const float (&acc)[TILE_Q / 2]) {
   constexpr int kSize = sizeof(Element);
   constexpr int kColumns = kPartBytes / kSize;
   constexpr int kPlaneBytes = staged_plane_bytes(kSize);
@@ -836,7 +837,7 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
     const int planes = min(tile.channels - store.first_k - 8 * first_half, kAtOnce);
     if (planes <= 0) break;
 #pragma unroll
-    for (int part = 0; part < kTilePixels / kColumns; ++part) {
+    for (int part = 0; part < TILE_Q / kColumns; ++part) {
       const int bytes = min(columns - part * kColumns, kColumns) * kSize;
       if (part > 0 && bytes <= 0) break;
       const uint64_t address = tile_address + 8 * first_half * plane_stride + part * kPartBytes;
@@ -1116,9 +1117,13 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
     const int first_block = begin > 0 ? 1 : 0, last_block = min(until / kBlockPixels, kBlocks);
     if (lane_id == 0) {
 #pragma unroll 1
-      for (int block = first_block; block < last_block; ++block)
-        hopper::store_box(params.one_block, store.smem + store.staging + block * kBlockBytes,
-                          pixel - shift + block * kBlockPixels, box_channel, 0, n);
+      for (int block = first_block; block < last_block;) {
+        const bool four = block % 4 == 0 && block + 4 <= last_block;
+        hopper::store_box(four ? params.four_blocks : params.one_block,
+                          store.smem + store.staging + block * kBlockBytes, pixel - shift + block * kBlockPixels,
+                          box_channel, 0, n);
+        block += four ? 4 : 1;
+      }
       hopper::bulk_stores_commit();
     }
     const auto place_of = [&](int row, int position) {
@@ -1132,24 +1137,31 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
     const int channels = min(kChannels, (tile.channels - channel + boxes - 1) >> log_boxes);
     Element* const out = static_cast<Element*>(params.out_ptr) + n * of.out_stride[0] +
                          (tile.channel + channel) * of.out_stride[1] + static_cast<int>(tile.out) - shift;
-    // Less than a block: eight lanes a channel, 16 bytes each, or what of them is there.
+    constexpr int kPiece = 16 / kSize;
+    // Less than a block: eight lanes a channel, 16 bytes each.
     const auto store_pieces = [&](int boundary, int from, int to) {
-      constexpr int kPiece = 16 / kSize;
-      const int at = boundary + lane_id % 8 * kPiece, first = max(at, from), last = min(at + kPiece, to);
-#pragma unroll 1
-      for (int i = lane_id / 8; i < channels; i += 4) {
-        Element* const to_channel = out + i * boxes * of.out_stride[1];
-        if (last - first == kPiece) {
-          __stcs(reinterpret_cast<uint4*>(to_channel + at), *reinterpret_cast<const uint4*>(place_of(i, at)));
-        } else {
-#pragma unroll 1
-          for (int q = first; q < last; ++q) to_channel[q] = *reinterpret_cast<const Element*>(place_of(i, q));
-        }
-      }
+      const int at = boundary + lane_id % 8 * kPiece;
+      const bool exists = at >= from && at + kPiece <= to;
+#pragma unroll
+      for (int i = lane_id / 8; i < kChannels; i += 4)
+        if (exists && i < channels)
+          __stcs(reinterpret_cast<uint4*>(out + i * boxes * of.out_stride[1] + at),
+                 *reinterpret_cast<const uint4*>(place_of(i, at)));
     };
+    // Less than a piece: a pixel a lane.
+    const auto store_pixels = [&](int from, int to) {
+      const int at = from + lane_id % kPiece;
+#pragma unroll
+      for (int i = lane_id / kPiece; i < kChannels; i += 32 / kPiece)
+        if (at < to && i < channels)
+          out[i * boxes * of.out_stride[1] + at] = *reinterpret_cast<const Element*>(place_of(i, at));
+    };
+    const int head = min((begin + kPiece - 1) & ~(kPiece - 1), until), tail = max(until & ~(kPiece - 1), head);
     const int rest = max(last_block, first_block) * kBlockPixels;
-    if (first_block > 0) store_pieces(0, begin, min(kBlockPixels, until));
+    if (begin < head) store_pixels(begin, head);
+    if (first_block > 0) store_pieces(0, head, min(kBlockPixels, until));
     store_pieces(rest, rest, until);
+    if (tail < until) store_pixels(tail, until);
     if (!run_ends && until < kTilePixels && carries)
       *own_carried = *reinterpret_cast<const uint4*>(place_of(lane_id / 2, until + lane_id % 2 * (16 / kSize)));
   }
@@ -1170,7 +1182,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
   for (int half = 0; half < 2; ++half) {
     const int first_k = store.first_k + 8 * half;
 #pragma unroll
-    for (int part = 0; part < kTilePixels / kPixels; ++part) {
+    for (int part = 0; part < TILE_P * TILE_Q / kPixels; ++part) {
       Element* pixels =
           reinterpret_cast<Element*>(store.smem + store.staging + lane_id / 4 * kPlaneBytes) + 2 * (lane_id % 4);
       __syncwarp();  // the part before has been read
@@ -1215,10 +1227,9 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
 //
 // The warpgroups take turns: one multiplies a block of channels for its half of a tile, alone, at the full rate of the
 // tensor cores, while the other one finishes its steps and stores.
-template <typename Element, int TILE_Q>
+template <typename Element, int TILE_P, int TILE_Q>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem, int warpgroup_id) {
 #if defined(MODELNEW_SM90A)
-  constexpr int TILE_P = kTilePixels / TILE_Q;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int lane_id = threadIdx.x % 32;
@@ -1387,27 +1398,29 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 #pragma unroll
     for (int row = 0; row < TILE_P; ++row) hopper::wgmma_settle(acc[row]);
 
-    bool rows = true;
-    if constexpr (TILE_Q == kTilePixels) {
-      rows = false;
+    if constexpr (TILE_P == 1 && TILE_Q == kTilePixels) {
       if (plan.boxes != 0) {
         store_boxes<Element>(params, store, *record, bias, acc[0]);
-      } else if (plan.y_runs) {
-        const bool shared_staging = plan.staging_parts < kMultiplyWarps;
-        if (shared_staging) hopper::barrier_wait(shared.staging_turn(warp_id), (number ^ warpgroup_id) & 1);
-        store_runs<Element>(params, store, *record, bias, acc[0]);
-        if (shared_staging) hopper::barrier_arrive(shared.staging_turn(warp_id ^ 4));
-      } else {
-        rows = true;
+        continue;
       }
     }
-    if (rows) store_rows<Element, TILE_P, TILE_Q>(params, store, *record, bias, acc);
+    if constexpr (TILE_P == 1) {
+      if (plan.y_runs) {
+        const bool shared_staging = plan.staging_parts < kMultiplyWarps;
+        if (shared_staging) hopper::barrier_wait(shared.staging_turn(warp_id), (number ^ warpgroup_id) & 1);
+        store_runs<Element, TILE_Q>(params, store, *record, bias, acc[0]);
+        if (shared_staging) hopper::barrier_arrive(shared.staging_turn(warp_id ^ 4));
+        continue;
+      }
+    }
+    if constexpr (TILE_P * TILE_Q == kTilePixels)
+      store_rows<Element, TILE_P, TILE_Q>(params, store, *record, bias, acc);
   } while ((record->flags & TileRecord::kLast) == 0);
   if (plan.boxes != 0) hopper::bulk_stores_wait_read<0>();  // shared memory lives no longer than the block
 #endif
 }
 
-template <typename Element, int TILE_Q>
+template <typename Element, int TILE_P, int TILE_Q>
 __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) unsigned char modelnew_wgmma_smem[];
@@ -1433,7 +1446,7 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
   const int warp_id = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp_id < kMultiplyWarps) {
     hopper::registers_take<kMultiplyRegisters>();
-    multiply<Element, TILE_Q>(params, shared, modelnew_wgmma_smem, warp_id / 4);
+    multiply<Element, TILE_P, TILE_Q>(params, shared, modelnew_wgmma_smem, warp_id / 4);
   } else {
     hopper::registers_give_back<kConvertRegisters>();
     const int service_warp = warp_id - kMultiplyWarps;
@@ -1560,25 +1573,32 @@ inline Correlation correlation_of(const Problem& problem, Operator op) {
 // Few configurations: four shapes of a tile, two ways to share it. Each is completed, rejected if it does not fit, and
 // scored in cycles of an SM; the smallest estimate wins.
 
-constexpr int kShapes[] = {256, 128, 64, 32};  // columns; rows make up 256 pixels
+struct Shape {
+  int rows, columns;
+  double narrow_cost;  // cycles of a wgmma over those of n = 256, for as many pixels
+};
+// wgmma reads both operands from shared memory; narrow ones are bound by that. Estimates.
+constexpr Shape kShapes[] = {{1, 256, 1.0}, {2, 128, 1.2}, {4, 64, 1.5}, {8, 32, 2.2}, {1, 128, 1.2}};
 
-// Bytes a cycle of one SM when all 132 write (H200: 3.7 TB/s in runs of 512 bytes).
-constexpr double kWriteBytesPerCycle = 16;
-constexpr double kWritePartsPerCycle = 9;  // tiles that are alone in their run, 2.1 TB/s
+// Constants of the estimate, fitted to 200 problems (8 to 512 channels, filters of 1x1 to 7x7, images of 32^2 to
+// 1024^2, both operators; 60 layers of them random) x fp16 and TF32, timed in all configurations that take them on an
+// H200, 2026-11-21: what is chosen takes 1.9% longer than the best one in the geometric mean, 37% at worst.
+//
+// Bytes a cycle of one SM when all 132 write: in boxes, in other pieces of 16 bytes or more, pixel by pixel.
+constexpr double kBoxRate = 16;
+constexpr double kPieceRate = 11;
+constexpr double kPixelRate = 2.5;
 
-// Cycles of a warpgroup that stores, and of the converting warps.
-constexpr double kStoreCyclesPerByte = 5;
-constexpr double kConvertCyclesPerByte = 0.1;
+// Cycles of a warpgroup that stores, a byte of a channel, and of a converting warp, a byte of the ring.
+constexpr double kStoreCyclesPerByte = 8;
+constexpr double kConvertCyclesPerByte = 0.4;
+constexpr double kPiecewiseConvertFactor = 2;  // x by single pixels, or with a last block that is not full
 
 // What an image costs beside its tiles in a unit that runs down, in tiles: the first window has to be filled.
 constexpr double kRestartTiles = 0.4;
 
 // Of x, at most, in the window of one tile.
 constexpr int kWindowBytes = 52 * 1024;
-
-// wgmma reads both operands from shared memory; narrow ones are bound by that: cycles over those of n = 256, for n of
-// kShapes. Estimates.
-constexpr double kNarrowCost[] = {1.0, 1.2, 1.5, 2.2};
 
 struct Device {
   int sms;
@@ -1601,11 +1621,17 @@ inline int boxes_of(const Correlation& of, int element_size, const Plan& plan) {
 inline int64_t even(int64_t value) { return value + (value & 1); }
 
 // Completes a plan whose tile is chosen; false when it does not fit.
+// Steps of an input channel block that multiply nothing but zeros are few.
+constexpr int64_t most_steps_with_zeros(int64_t channel_steps) { return channel_steps * 17 / 16; }
+
 inline bool complete(const Correlation& of, int element_size, const Device& device, int shape, int tile_k, Plan& plan) {
   const int step_channels = kStepBytes / element_size;
   plan.tile_k = tile_k;
-  plan.tile_q = kShapes[shape];
-  const int group_rows = kTilePixels / plan.tile_q;
+  plan.tile_q = kShapes[shape].columns;
+  const int group_rows = kShapes[shape].rows;
+  const int tile_pixels = group_rows * plan.tile_q;
+  const bool small = tile_pixels < kTilePixels;
+  if (small && !(element_size == 4 && plan.down && plan.y_runs)) return false;
   plan.tile_p = tile_k == 64 ? 2 * group_rows : group_rows;
   plan.tiles_p = static_cast<int>(ceil_div(of.P, plan.tile_p));
   plan.tiles_q = static_cast<int>(ceil_div(of.Q, plan.tile_q));
@@ -1629,7 +1655,8 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
     // All blocks have the same number of steps; some of the last one's may multiply zeros, if few.
     const int64_t most_steps = kWindowBytes / (rows * 2 * pitch * 16);
     plan.block_steps = static_cast<int>(std::max<int64_t>(std::min<int64_t>(most_steps, channel_steps), 1));
-    while (ceil_div(channel_steps, plan.block_steps) * plan.block_steps * 16 > channel_steps * 17) --plan.block_steps;
+    while (ceil_div(channel_steps, plan.block_steps) * plan.block_steps > most_steps_with_zeros(channel_steps))
+      --plan.block_steps;
   }
   plan.blocks_c = static_cast<int>(ceil_div(channel_steps, plan.block_steps));
   const int64_t pass_steps = taps * plan.block_steps;
@@ -1654,9 +1681,10 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   plan.x_slots = least_slots;
   plan.y_flat = !plan.down && plan.y_runs && group_rows == 1 && tile_k == 128 && of.out_stride[2] == of.Q;
   plan.boxes = plan.y_flat ? boxes_of(of, element_size, plan) : 0;
-  // Without boxes all planes of 16 bits have room, and where nothing is carried over two warps share one part.
+  // Without boxes all planes of 16 bits have room, and where nothing is carried over two warps share one part, but not
+  // for long.
   plan.staged_planes = element_size == 2 && group_rows == 1 && plan.y_runs ? 2 * kPlanes : kPlanes;
-  plan.staging_parts = plan.staged_planes == 2 * kPlanes && plan.down ? kMultiplyWarps / 2 : kMultiplyWarps;
+  plan.staging_parts = plan.down && (plan.staged_planes == 2 * kPlanes || small) ? kMultiplyWarps / 2 : kMultiplyWarps;
   plan.w_stages = 0;
   if (!fits()) plan.boxes = 0;  // larger rings matter more
   while (2 << plan.log_boxes <= plan.boxes) ++plan.log_boxes;
@@ -1727,18 +1755,26 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   if (plan.w_stages == 0 && plan.blocks > plan.tiles_k) plan.blocks -= plan.blocks % plan.tiles_k;
   plan.convert_warps = plan.x_simple && plan.w_stages == 0 && of.groups == 1 && plan.blocks % plan.tiles_k == 0 ? 4 : 3;
 
-  // 256 cycles a step of a whole tile. While one warpgroup stores, the other one multiplies its last block.
-  const bool runs = plan.y_flat || (!plan.down && plan.unit_tiles > 1);
-  const double multiply = 256.0 * kNarrowCost[shape] * taps * plan.blocks_c * plan.block_steps;
-  const double store = kTilePixels * element_size * kStoreCyclesPerByte;
-  const double turn = 128.0 * kNarrowCost[shape] * taps * plan.block_steps;
+  // A cycle a pixel and step. While one warpgroup stores, the other one multiplies its last block.
+  const double step = tile_pixels * kShapes[shape].narrow_cost;
+  const double multiply = step * taps * plan.blocks_c * plan.block_steps;
+  const double store = tile_pixels * element_size * kStoreCyclesPerByte;
+  const double turn = step / 2 * taps * plan.block_steps;
   const double bubble = std::max(store - turn, 0.0);
-  const double new_rows =
-      plan.down ? plan.tile_p + (rows - plan.tile_p) / static_cast<double>(plan.unit_tiles) : static_cast<double>(rows);
-  const double convert = kConvertCyclesPerByte * plan.blocks_c * plan.block_steps * 2 * new_rows * pitch * 16;
-  const double write = 128.0 * kTilePixels * element_size / (runs ? kWriteBytesPerCycle : kWritePartsPerCycle);
-  const double waves = static_cast<double>(ceil_div(plan.units, plan.blocks)) * tiles_with_restarts(plan.unit_tiles);
-  plan.cycles = waves * (std::max({multiply + bubble, convert, write}) + 200);
+  const double convert_row = kConvertCyclesPerByte / plan.convert_warps *
+                             (plan.x_simple ? 1 : kPiecewiseConvertFactor) * plan.blocks_c * plan.block_steps * 2 *
+                             pitch * 16;
+  const double convert = convert_row * (plan.down ? plan.tile_p : rows);
+  // A ring of less than two windows lets the one wait for the other.
+  const double ahead = plan.down ? 1 : std::min((plan.x_slots - rows) / static_cast<double>(rows), 1.0);
+  const double apart = (1 - ahead) * std::min(multiply, convert);
+  const bool whole_pieces = (plan.y_runs && group_rows == 1) || plan.y_vectors;
+  const double write_rate = plan.boxes != 0 ? kBoxRate : whole_pieces ? kPieceRate : kPixelRate;
+  const double write = 128.0 * tile_pixels * element_size / write_rate;
+  const double tile = std::max({multiply + std::max(bubble, apart), convert + apart, write}) + 200;
+  const double first_rows = plan.down ? convert_row * (rows - plan.tile_p) : 0;  // of every image in a unit
+  plan.cycles = static_cast<double>(ceil_div(plan.units, plan.blocks)) *
+                (plan.unit_tiles * tile + ceil_div(plan.unit_tiles, plan.tiles_p) * first_rows);
   return true;
 }
 
@@ -1768,8 +1804,9 @@ inline void set_alignments(const Correlation& of, int element_size, const Alignm
                    multiples(of.out_stride, of.N, out_channels, of.P, vector);
 }
 
-// The best plan, or one of the configurations that tests force by number: shape + 4 * (64 channels a tile) + 8 * down.
-constexpr int kConfigurations = 16;
+// The best plan, or one of the configurations that tests force by number: shape + 4 * (64 channels a tile) + 8 * down,
+// or 16, the last shape.
+constexpr int kConfigurations = 17;
 
 inline bool make_plan(const Correlation& of, int element_size, const Device& device, const Alignment& address,
                       int forced, Plan& best) {
@@ -1778,8 +1815,10 @@ inline bool make_plan(const Correlation& of, int element_size, const Device& dev
     if (forced >= 0 && forced != configuration) continue;
     Plan plan{};
     set_alignments(of, element_size, address, plan);
-    plan.down = configuration / 8 != 0;
-    if (!complete(of, element_size, device, configuration % 4, configuration / 4 % 2 ? 64 : 128, plan)) continue;
+    plan.down = configuration >= 8;
+    const int shape = configuration < 16 ? configuration % 4 : 4;
+    const int tile_k = configuration < 16 && configuration / 4 % 2 != 0 ? 64 : 128;
+    if (!complete(of, element_size, device, shape, tile_k, plan)) continue;
     if (!found || plan.cycles < best.cycles) best = plan;
     found = true;
   }
@@ -1831,11 +1870,12 @@ inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
   return static_cast<int64_t>(of.groups) * plan.tiles_k * total_steps(of, plan) * plan.tile_k * kStepBytes;
 }
 
+// What the packed weights of any plan fit into: which one it will be depends on addresses too.
 inline int64_t workspace_bytes(const Problem& problem, Operator op) {
-  Correlation of{};
-  Plan plan{};
-  plan_of(problem, op, Alignment{}, of, plan);
-  return packed_bytes(of, plan);
+  const Correlation of = correlation_of(problem, op);
+  const int64_t channel_steps = ceil_div(of.in_channels, kStepBytes / element_bytes(problem.dtype));
+  return of.groups * ceil_div(of.out_channels, 128) * 128 * of.R * of.S * most_steps_with_zeros(channel_steps) *
+         kStepBytes;
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -1874,9 +1914,9 @@ cudaError_t make_box_maps(Params& params) {
   return hopper::make_box_map(params.out_ptr, kSize, sizes, strides, one, params.one_block);
 }
 
-template <typename Element, int TILE_Q>
+template <typename Element, int TILE_P, int TILE_Q>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  const auto kernel = wgmma_kernel<Element, TILE_Q>;
+  const auto kernel = wgmma_kernel<Element, TILE_P, TILE_Q>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
@@ -1895,13 +1935,16 @@ cudaError_t run(const void* w_ptr, void* workspace, Params& params, cudaStream_t
   }
   switch (params.plan.tile_q) {
     case 256:
-      return run_kernel<Element, 256>(params, stream);
+      return run_kernel<Element, 1, 256>(params, stream);
     case 128:
-      return run_kernel<Element, 128>(params, stream);
+      if constexpr (sizeof(Element) == 4) {
+        if (params.plan.tile_p == 1) return run_kernel<Element, 1, 128>(params, stream);
+      }
+      return run_kernel<Element, 2, 128>(params, stream);
     case 64:
-      return run_kernel<Element, 64>(params, stream);
+      return run_kernel<Element, 4, 64>(params, stream);
     default:
-      return run_kernel<Element, 32>(params, stream);
+      return run_kernel<Element, 8, 32>(params, stream);
   }
 }
 
