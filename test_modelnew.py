@@ -2102,10 +2102,11 @@ def test_wgmma_shim_sees_what_is_missing(mutation, tmp_path):
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
 
 # The language standard concerns the front end and the architecture the back end, so one full list of architectures is
-# enough. The two commands run side by side: about 1 minute on 2 cores.
+# enough. sm_90a is compiled as users compile it, several kernels at once, which names registers otherwise. The two
+# commands run side by side: about 1 minute on 2 cores.
 NVCC_GATES = {
     "C++17, all architectures": ["-std=c++17", "-arch=all"],
-    "C++20, sm_90a": ["-std=c++20", "-gencode=arch=compute_90a,code=sm_90a"],
+    "C++20, sm_90a": ["-std=c++20", "-gencode=arch=compute_90a,code=sm_90a", "--split-compile=2"],
 }
 # ptxas turns a register spill into a failure.
 SPILL_GATE = ["-Xptxas", "-warn-spills,-Werror"]
@@ -3235,6 +3236,15 @@ def test_build_passes_what_torch_needs(tools):
     assert seen["TORCH_CUDA_ARCH_LIST"] == "9.0"
     assert seen["CUDA_HOME"] == str(tools.cuda_home)
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.9;not-an-arch"
+
+
+@pytest.mark.parametrize("release, known", [("12.1, V12.1.105", False), ("12.4, V12.4.99", True)])
+def test_build_uses_all_cores(tools, release, known):
+    tools.program(tools.nvcc, f"Cuda compilation tools, release {release}")
+    tools.monkeypatch.setattr(torch.version, "cuda", "12.1")
+    tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(7)))
+    tools.open()
+    assert ("--split-compile=7" in tools.keywords["extra_cuda_cflags"]) == known
 
 
 def test_quiet(tools, capsys):
