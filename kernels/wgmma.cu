@@ -35,7 +35,8 @@
 // memory; just the ends of a run are stored by smaller pieces. Downwards every tile is alone and its ends are shared
 // with its neighbours. There are three ways to store, all through staging in shared memory:
 //
-//   store_boxes   a run of tiles, weights resident: bulk stores of 16 or 8 channels x 512 bytes that are aligned alike
+//   store_boxes   a run of tiles of 256 pixels, weights resident: bulk stores of 16 or 8 channels x 512 bytes that are
+//                 aligned alike
 //   store_runs    any other row of y: 512 bytes of a channel by a warp, shifted while they are staged
 //   store_rows    tiles of several rows, and y of any strides
 //
@@ -48,12 +49,14 @@
 // reads a few per cent more; GPUs differ by 4%). Cases N, C, K, filter, image; fp16 / TF32.
 //
 //                                   16, 16, 128, 3x3, 1024^2   8, 64, 128, 3x3, 512x1024   8, 64, 128, 5x7, 512x256
-//   with boxes                      1.54 / 3.27                0.957 / 2.26                0.81 / 1.50
+//   as it is                        1.54 / 3.27                0.965 / 2.12                0.80 / 1.51
+//   TF32 by 256 pixels only         1.54 / 3.27                0.957 / 2.28                0.81 / 1.50
 //   the revision before boxes       1.62 / 3.75                0.951 / 2.26                0.81 / 1.43
 //   floor (memory or arithmetic)    1.04 / 2.07                0.68 / 1.32                 0.65 / 1.25
 //
 // What bounds it, read the same day on another GPU with parts left out (x not loaded again after the first tiles, y
-// neither staged nor stored; multiplying alone is without both). GHz are those of the fp16 runs.
+// neither staged nor stored; multiplying alone is without both). GHz are those of the fp16 runs. TF32 still took tiles
+// of 256 pixels in the second case.
 //
 //                                   first case        second case       third case (fp16)
 //   whole                           1.55 / 3.28       0.958 / 2.29      0.80    1.76, 1.56, 1.65 GHz
@@ -70,10 +73,23 @@
 // already. So what is saved elsewhere is lost again: a shorter path and rows converted once (see below) take 1.07 ms
 // without the bulk stores, where rows converted once alone take 1.24, and with them 1.51.
 //
+// In TF32 a unit is one row of y, so that the rows of x that three of them need are read by neighbouring blocks at the
+// same time: 1.10 GB from memory. In longer units a block reads them again a row later, behind 69 MB that all blocks
+// have stored in between: 1.7 GB with two rows, 2.8 GB with 8, whatever the hints of eviction. But rows of y end within
+// sectors, the other part of which another block stores: such partial sectors, 2% of y, cost 0.25 ms. Without them the
+// first case takes 3.05 ms (in fp16, in units of one row too, 1.52 instead of 1.81); the same stores to a place that
+// stays in the L2 cache, 3.09; no other part of a row's ends matters. Evicting them last, or not first: 3.3 to 3.4.
+// Hence what should come next: units of a few rows, walked down column of tiles by column, which keep the unfinished
+// sector and the first sector of every row in shared memory. Then rows of x are read at the same time and converted 5/3
+// times instead of three times (units of 3 rows; more have no room), and only every third row ends in partial sectors.
+//
 // Second case, fp16: power. The clock is at 1.5 to 1.56 GHz, and less work gives some of it back: without copying
 // weights 2% fewer cycles and 3% more clock, without loading x 3% and 3%, without storing 12% and 4%. PyTorch's matrix
-// product reaches 725 to 759 TFLOP/s on that GPU, which would be 0.81 to 0.85 ms. In TF32, at 1.7 to 1.8 GHz, it is
-// loading x (7%), storing (14%), and the turns: multiplying alone takes 1.65 ms, at the full rate it would be 1.27.
+// product reaches 725 to 759 TFLOP/s on that GPU, which would be 0.81 to 0.85 ms. Staged but not stored 0.87 ms, stored
+// but for partial sectors 0.94. In TF32, by 256 pixels, at 1.7 to 1.8 GHz, it was loading x (7%), storing (14%), and
+// the turns: multiplying alone takes 1.65 ms, at the full rate it would be 1.27. By 128 pixels, of as many bytes as 256
+// of 16 bits, all channels of four rows fit into the ring and every row is converted once, not three times; staged but
+// not stored it takes 1.99.
 //
 // Cycles a tile of one warpgroup, read by a clock in the kernel, and of a converting warp, of a revision of 1.57 / 3.46
 // (the third case was stored by boxes then):
@@ -110,9 +126,15 @@
 //   x prefetched into the L2 cache three tiles ahead: the same, TF32 10% slower
 //   rings of any number of rows where weights are streamed: third case, TF32, 14 rows and 6 stages 1.50, 10 rows and 8
 //     stages 1.43
-//   units in the first case, boxes, fp16: 1 tile 3.35, 4 1.86, 8 1.69, 31 1.62, 496 1.54; TF32: 1 4.19, 2 4.27, 3 3.32,
-//     4 3.24, 5 3.43, 12 to 31 3.6 (rows of x that neighbouring blocks share); in the second, fp16: 31 1.00, 62 0.99,
-//     124 0.97; TF32: 1 2.35, 2 2.32, 4 2.29, 8 2.42, 31 2.46
+//   units in the first case, boxes, fp16: 1 tile 3.35, 4 1.81, 8 1.69, 31 1.62, 496 1.54; TF32: 1 4.19, 2 4.27, 3 3.31,
+//     4 3.27, 5 3.45, 8 3.33, 12 to 496 3.5 to 3.6; in the second, fp16: 31 1.00, 62 0.99, 124 0.97; TF32 by 256
+//     pixels: 1 2.35, 2 2.32, 4 2.29, 8 2.42, 31 2.46, by 128 downwards: 4 2.38, 8 2.20, 31 2.11, 62 2.08, 124 2.07
+//   boxes of fp32 for tiles of 128 pixels, whose whole share is staged at once: first case, TF32 3.40, with 9 or 10
+//     rows 3.34 instead of 3.23
+//   x or y evicted otherwise, first case, fp16 / TF32: x last, in L2, L1 or both, 1.52 / 3.24, as without; y not first
+//     1.60 / 3.53; x first 4.0; x without the prefetch of 256 bytes 1.55 / 3.34, of 128 bytes as with 256
+//   places in x found without divisions: the same
+//   ordinary stores of a row's ends behind the fences, for which these would wait: the same; values kept for that spill
 //   every row of x converted once in a run, not three times (first case, fp16): rows of the ring as wide as the image,
 //     or pieces of rows, one of each tile and three rows of tiles of them: 1.51 instead of 1.53; together with fewer
 //     checks in converting tiles inside the image, second case 1% and TF32 1 to 2% slower
@@ -1030,8 +1052,11 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
   const int behind = tile.flags >> TileRecord::kBehindShift;
   const bool run_ends = (tile.flags & TileRecord::kRunEnds) != 0;
   const int end = shift + tile.columns;
-  // All four or eight blocks are boxes, and what is left over lies where it is carried from.
-  const bool whole = shift <= behind && end >= kTilePixels && !run_ends;
+  // What is there, without the unfinished sector if it is carried over, and its whole blocks.
+  const int begin = max(shift - behind, 0), until = run_ends ? end : end & ~(kSectorPixels - 1);
+  const int first_block = begin > 0 ? 1 : 0, last_block = min(until / kBlockPixels, kBlocks);
+  // All is blocks, and what is left over lies where it is carried from.
+  const bool whole = begin == 0 && last_block == kBlocks && !run_ends;
 
   // Two neighbouring pixels of lane_id / 4, 8 pixels further with every i: blocks repeat.
   constexpr int kPeriod = kBlockPixels / 8;
@@ -1057,7 +1082,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
     uint4 before;
     if (carries) before = *own_carried;
     if (lane_id == 0) {
-      if (round == 0 || !whole)
+      if (round == 0)
         hopper::bulk_stores_wait_read<0>();
       else
         hopper::bulk_stores_wait_read<kParts - 1>();
@@ -1104,28 +1129,22 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
       hopper::fence_async();
       __syncwarp();  // all pixels are staged
       if (lane_id == 0) {
-        if (whole)
-          hopper::store_box(params.four_blocks, store.smem + store.staging + 4 * part * kBlockBytes,
-                            pixel - shift + 4 * part * kBlockPixels, box_channel, 0, n);
+        const auto store_blocks = [&](const hopper::BoxMap& boxes, int block) {
+          hopper::store_box(boxes, store.smem + store.staging + block * kBlockBytes,
+                            pixel - shift + block * kBlockPixels, box_channel, 0, n);
+        };
+        const int first = max(4 * part, first_block), last = min(4 * part + 4, last_block);
+        if (last - first == 4) {
+          store_blocks(params.four_blocks, first);
+        } else {
+#pragma unroll 1
+          for (int block = first; block < last; ++block) store_blocks(params.one_block, block);
+        }
         hopper::bulk_stores_commit();
       }
     }
     if (whole) continue;
 
-    // What is there, without the unfinished sector if it is carried over.
-    const int begin = max(shift - behind, 0), until = run_ends ? end : end & ~(kSectorPixels - 1);
-    const int first_block = begin > 0 ? 1 : 0, last_block = min(until / kBlockPixels, kBlocks);
-    if (lane_id == 0) {
-#pragma unroll 1
-      for (int block = first_block; block < last_block;) {
-        const bool four = block % 4 == 0 && block + 4 <= last_block;
-        hopper::store_box(four ? params.four_blocks : params.one_block,
-                          store.smem + store.staging + block * kBlockBytes, pixel - shift + block * kBlockPixels,
-                          box_channel, 0, n);
-        block += four ? 4 : 1;
-      }
-      hopper::bulk_stores_commit();
-    }
     const auto place_of = [&](int row, int position) {
       const uint32_t at = position * kSize;
       return store.smem + (at < kTileBytes
