@@ -79,9 +79,9 @@
 // sectors, the other part of which another block stores: such partial sectors, 2% of y, cost 0.25 ms. Without them the
 // first case takes 3.05 ms (in fp16, in units of one row too, 1.52 instead of 1.81); the same stores to a place that
 // stays in the L2 cache, 3.09; no other part of a row's ends matters. Evicting them last, or not first: 3.3 to 3.4.
-// Hence what should come next: units of a few rows, walked down column of tiles by column, which keep the unfinished
-// sector and the first sector of every row in shared memory. Then rows of x are read at the same time and converted 5/3
-// times instead of three times (units of 3 rows; more have no room), and only every third row ends in partial sectors.
+// Units of two rows, walked down column of tiles by column, which keep the unfinished sector and the first one of every
+// row in shared memory, have half as many and convert a third less of x, but take 3.28, of three rows 3.34 (in fp16 of
+// two rows 1.73, of eight 1.80): what follows the 512 bytes of a row that a tile stores comes to memory too late.
 //
 // Second case, fp16: power. The clock is at 1.5 to 1.56 GHz, and less work gives some of it back: without copying
 // weights 2% fewer cycles and 3% more clock, without loading x 3% and 3%, without storing 12% and 4%. PyTorch's matrix
