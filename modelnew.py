@@ -310,8 +310,8 @@ def _compile(build: _Build, nvcc_release: tuple[int, int]) -> ModuleType:
     shutil.rmtree(directory, ignore_errors=True)
     os.makedirs(directory)
     targets = ", ".join(f"sm_{_architecture(capability)}" for capability in build.capabilities)
-    # 32 s on 16 cores of an H200's host, before nvcc worked on several kernels at once.
-    expected = 35 if len(os.sched_getaffinity(0)) >= 4 else 60
+    # 16 to 23 s on 16 cores of two H200s' hosts.
+    expected = 25 if len(os.sched_getaffinity(0)) >= 4 else 60
     _say(f"compiling the kernels for {targets}, once for this machine; about {expected} s")
     start = time.perf_counter()
     with _Environment(**_build_environment(build)):

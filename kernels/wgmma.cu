@@ -1709,10 +1709,12 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   while (2 << plan.log_boxes <= plan.boxes) ++plan.log_boxes;
   if (!fits()) plan.w_stages = 4;
   if (!fits()) return false;
-  // With boxes a window may begin at any row of the ring, and a ring of two windows leaves more to the L1 cache. Then
-  // another warp converts a place in the next round, and racecheck of CUDA 13.0 reports a hazard, wrongly: x_full, the
-  // multiplying warps and x_empty order the two. It reports the same of two warps that write a place in turns, handed
-  // over by a third one's arrivals, and nothing if one of them writes in all rounds.
+  // With boxes a window may begin at any row of the ring, and a ring of two windows leaves more to the L1 cache.
+  //
+  // There, and downwards, another warp may convert a place in the next round, and racecheck of CUDA 13.0 reports a
+  // hazard, wrongly: x_full, the multiplying warps and x_empty order the two. It reports the same of two warps that
+  // write a place in turns, handed over by a third one's arrivals, and nothing if one of them writes in all rounds; but
+  // if a third one reads by ordinary loads, as records of tiles are read, of one writer as well.
   const int unit_slots = plan.down ? plan.tile_p : plan.boxes != 0 ? 1 : plan.x_rows;
   const auto grow = [&](int& count, int by, int most) {
     while (count + by <= most) {
