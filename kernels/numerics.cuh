@@ -44,9 +44,9 @@ MODELNEW_HOST_DEVICE inline float bits_float(uint32_t bits) {
 
 // Round to nearest, ties away from zero, to TF32's 10 explicit mantissa bits: what cuDNN does with both operands.
 // (Not always: of the kernels among which its benchmark mode chooses some treat ties otherwise. H200, cuDNN 9.19,
-// 2026-11-21, 8x64x512x1024 by 128 filters of 3x3, x from randn: 58 to 940 of 534 million outputs differed from ours,
-// which were within 6e-7 of the exact sum of the operands rounded like this, by 1.0e-4 to 2.0e-4; all six of these that
-// were looked at had ties among their operands. With its default choice no output differs by more than 3.6e-6.)
+// 2026-11-21, 8x64x512x1024 by 128 filters of 3x3, x from randn: 58 to 940 of 534 million outputs differed from ours by
+// 1.0e-4 to 2.0e-4; of twelve that were looked at, all with ties among their operands, ours were within 6e-7 of the
+// exact sum of the operands rounded like this. From its default choice none differed by more than 3.6e-6.)
 // Inf and NaN stay as they are: adding the rounding constant to the NaN 0x7fffffff would carry into the sign.
 MODELNEW_HOST_DEVICE inline float round_to_tf32(float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
