@@ -46,11 +46,11 @@
 // whether by boxes or by copies of 512 bytes. Boxes take one instruction a warp.
 //
 // Where the time goes: ms, median of 9 calls in a row after a rest, H200, 2026-11-21 (bench.py, with a cold cache,
-// reads a few per cent more; GPUs differ by 4%). Cases N, C, K, filter, image; fp16 / TF32.
+// reads a few per cent more; GPUs differ by some 6%). Cases N, C, K, filter, image; fp16 / TF32.
 //
 //                                   16, 16, 128, 3x3, 1024^2   8, 64, 128, 3x3, 512x1024   8, 64, 128, 5x7, 512x256
 //   as it is                        1.54 / 3.27                0.965 / 2.12                0.80 / 1.51
-//   TF32 by 256 pixels only         1.54 / 3.27                0.957 / 2.28                0.81 / 1.50
+//   TF32 by 256 pixels only         the same                   the same / 2.28             the same / 1.50
 //   the revision before boxes       1.62 / 3.75                0.951 / 2.26                0.81 / 1.43
 //   floor (memory or arithmetic)    1.04 / 2.07                0.68 / 1.32                 0.65 / 1.25
 //
@@ -76,20 +76,22 @@
 // In TF32 a unit is one row of y, so that the rows of x that three of them need are read by neighbouring blocks at the
 // same time: 1.10 GB from memory. In longer units a block reads them again a row later, behind 69 MB that all blocks
 // have stored in between: 1.7 GB with two rows, 2.8 GB with 8, whatever the hints of eviction. But rows of y end within
-// sectors, the other part of which another block stores: such partial sectors, 2% of y, cost 0.25 ms. Without them the
-// first case takes 3.05 ms (in fp16, in units of one row too, 1.52 instead of 1.81); the same stores to a place that
-// stays in the L2 cache, 3.09; no other part of a row's ends matters. Evicting them last, or not first: 3.3 to 3.4.
-// Units of two rows, walked down column of tiles by column, which keep the unfinished sector and the first one of every
-// row in shared memory, have half as many and convert a third less of x, but take 3.28, of three rows 3.34 (in fp16 of
-// two rows 1.73, of eight 1.80): what follows the 512 bytes of a row that a tile stores comes to memory too late.
+// sectors, the other part of which another block stores: one sector of 128 in a row of a channel, which together cost
+// 0.25 ms. Without these the first case takes 3.05 ms (in fp16, in units of one row too, 1.52 instead of 1.81), without
+// anything that is no block 2.97; with all that is no block stored to a place that stays in the L2 cache 3.09. Evicting
+// it last, or blocks beside it not first: 3.3 to 3.4. Units of two rows, walked down column of tiles by column, which
+// keep the unfinished sector and the first one of every row in shared memory, have half as many such sectors and
+// convert a third less of x, but take 3.27 to 3.30 where one row takes 3.23 to 3.26, in turns; three rows more (3.34;
+// in fp16 two rows 1.73, eight 1.80): presumably what follows the pixels of a row that a tile stores comes to memory
+// too late.
 //
 // Second case, fp16: power. The clock is at 1.5 to 1.56 GHz, and less work gives some of it back: without copying
 // weights 2% fewer cycles and 3% more clock, without loading x 3% and 3%, without storing 12% and 4%. PyTorch's matrix
-// product reaches 725 to 759 TFLOP/s on that GPU, which would be 0.81 to 0.85 ms. Staged but not stored 0.87 ms, stored
-// but for partial sectors 0.94. In TF32, by 256 pixels, at 1.7 to 1.8 GHz, it was loading x (7%), storing (14%), and
-// the turns: multiplying alone takes 1.65 ms, at the full rate it would be 1.27. By 128 pixels, of as many bytes as 256
-// of 16 bits, all channels of four rows fit into the ring and every row is converted once, not three times; staged but
-// not stored it takes 1.99.
+// product reaches 725 to 759 TFLOP/s on that GPU, which would be 0.81 to 0.85 ms. Staged, and nothing but the ends of
+// tiles stored, 0.87 ms; all stored but partial sectors 0.94. In TF32, by 256 pixels, at 1.7 to 1.8 GHz, it was loading
+// x (7%), storing (14%), and the turns: multiplying alone takes 1.65 ms, at the full rate it would be 1.27. By 128
+// pixels, of as many bytes as 256 of 16 bits, all channels of four rows fit into the ring and every row is converted
+// once, not three times; staged, and nothing but ends stored, it takes 1.99.
 //
 // Cycles a tile of one warpgroup, read by a clock in the kernel, and of a converting warp, of a revision of 1.57 / 3.46
 // (the third case was stored by boxes then):
@@ -1182,7 +1184,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
     store_pieces(rest, rest, until);
     if (tail < until) store_pixels(tail, until);
     if (!run_ends && until < kTilePixels && carries)
-      *own_carried = *reinterpret_cast<const uint4*>(place_of(lane_id / 2, until + lane_id % 2 * (16 / kSize)));
+      *own_carried = *reinterpret_cast<const uint4*>(place_of(lane_id / 2, until + lane_id % 2 * kPiece));
   }
 }
 
@@ -1589,8 +1591,9 @@ inline Correlation correlation_of(const Problem& problem, Operator op) {
 
 // ---- Host: how to cut it up ----
 //
-// Few configurations: four shapes of a tile, two ways to share it. Each is completed, rejected if it does not fit, and
-// scored in cycles of an SM; the smallest estimate wins.
+// Few configurations: four shapes of a tile, two ways to share it, two directions; and a tile of half the size, for
+// fp32 downwards. Each is completed, rejected if it does not fit, and scored in cycles of an SM; the smallest estimate
+// wins.
 
 struct Shape {
   int rows, columns;
@@ -1639,10 +1642,11 @@ inline int boxes_of(const Correlation& of, int element_size, const Plan& plan) {
 
 inline int64_t even(int64_t value) { return value + (value & 1); }
 
-// Completes a plan whose tile is chosen; false when it does not fit.
-// Steps of an input channel block that multiply nothing but zeros are few.
+// All blocks of input channels have the same number of steps. Some of the last one's may multiply zeros, if few: so
+// many steps there are at most.
 constexpr int64_t most_steps_with_zeros(int64_t channel_steps) { return channel_steps * 17 / 16; }
 
+// Completes a plan whose tile is chosen; false when it does not fit.
 inline bool complete(const Correlation& of, int element_size, const Device& device, int shape, int tile_k, Plan& plan) {
   const int step_channels = kStepBytes / element_size;
   plan.tile_k = tile_k;
@@ -1671,7 +1675,6 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   const int64_t taps = static_cast<int64_t>(of.R) * of.S;
   plan.block_steps = channel_steps;
   if (!plan.down) {
-    // All blocks have the same number of steps; some of the last one's may multiply zeros, if few.
     const int64_t most_steps = kWindowBytes / (rows * 2 * pitch * 16);
     plan.block_steps = static_cast<int>(std::max<int64_t>(std::min<int64_t>(most_steps, channel_steps), 1));
     while (ceil_div(channel_steps, plan.block_steps) * plan.block_steps > most_steps_with_zeros(channel_steps))
@@ -1894,9 +1897,10 @@ inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
 // What the packed weights of any plan fit into: which one it will be depends on addresses too.
 inline int64_t workspace_bytes(const Problem& problem, Operator op) {
   const Correlation of = correlation_of(problem, op);
+  constexpr int kMostChannels = 2 * kGroupChannels;  // of a tile
   const int64_t channel_steps = ceil_div(of.in_channels, kStepBytes / element_bytes(problem.dtype));
-  return of.groups * ceil_div(of.out_channels, 128) * 128 * of.R * of.S * most_steps_with_zeros(channel_steps) *
-         kStepBytes;
+  return of.groups * ceil_div(of.out_channels, kMostChannels) * kMostChannels * of.R * of.S *
+         most_steps_with_zeros(channel_steps) * kStepBytes;
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
