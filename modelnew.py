@@ -310,7 +310,7 @@ def _compile(build: _Build, nvcc_release: tuple[int, int]) -> ModuleType:
     shutil.rmtree(directory, ignore_errors=True)
     os.makedirs(directory)
     targets = ", ".join(f"sm_{_architecture(capability)}" for capability in build.capabilities)
-    # 16 to 23 s on 16 cores of two H200s' hosts.
+    # A first import took 19, 20 and 27 s on fresh machines with 16 cores.
     expected = 25 if len(os.sched_getaffinity(0)) >= 4 else 60
     _say(f"compiling the kernels for {targets}, once for this machine; about {expected} s")
     start = time.perf_counter()
