@@ -46,7 +46,7 @@
 // whether by boxes or by copies of 512 bytes. Boxes take one instruction a warp.
 //
 // Where the time goes: ms, median of 9 calls in a row after a rest, H200, 2026-11-21 (bench.py, with a cold cache,
-// reads a few per cent more; GPUs differ by some 6%). Cases N, C, K, filter, image; fp16 / TF32.
+// reads a few per cent more; GPUs and hours differ by some 8%). Cases N, C, K, filter, image; fp16 / TF32.
 //
 //                                   16, 16, 128, 3x3, 1024^2   8, 64, 128, 3x3, 512x1024   8, 64, 128, 5x7, 512x256
 //   as it is                        1.54 / 3.27                0.965 / 2.12                0.80 / 1.51
