@@ -272,6 +272,89 @@ def equal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.full(shape, 0.7)
 
 
+# Operands that fp16 cannot contain, or not all of them: what becomes of normal ones, and of weights of size 1e-2. Few
+# enough elements are changed, where it says so, that a sample of them sees none.
+
+
+def few(tensor: Tensor, count: int = 3) -> tuple[Tensor, ...]:
+    """Places of a few elements, the first and the last among them."""
+    generator = torch.Generator().manual_seed(tensor.numel())
+    inner = torch.randint(tensor.numel(), (count - 2,), generator=generator).tolist()
+    return torch.unravel_index(torch.tensor([0, *inner, tensor.numel() - 1]).to(tensor.device), tensor.shape)
+
+
+def with_few(*values: float) -> Callable[[Tensor, Tensor], None]:
+    def change(x: Tensor, _: Tensor) -> None:
+        x[few(x, 3 * len(values))] = torch.tensor(values, device=x.device).repeat(3)
+
+    return change
+
+
+def of_size(size: float) -> Callable[[Tensor, Tensor], None]:
+    """A whole image, and weights of the opposite size."""
+
+    def change(x: Tensor, w: Tensor) -> None:
+        x[-1] = (x[-1].double() * size).float()
+        w.copy_((w.double() / size).clamp(-1e37, 1e37).float())
+
+    return change
+
+
+def faint_channel(x: Tensor, w: Tensor) -> None:
+    """A million times smaller than its neighbours, and weights that select it."""
+    x[:, 3] *= 1e-6
+    selects = torch.arange(w.shape[0]) % 2 == 0
+    chosen = w[selects, 3].clone()
+    w[selects] = 0
+    w[selects, 3] = chosen
+
+
+def dead_weights(_: Tensor, w: Tensor) -> None:
+    w[1::2, ::3] = 1e-20
+
+
+def faint_output_channel(_: Tensor, w: Tensor) -> None:
+    w[-1] *= 1e-20
+
+
+def zero_rows(x: Tensor, w: Tensor) -> None:
+    x[:, :, ::2] = 0
+    w[1] = 0
+
+
+def zero_images(x: Tensor, _: Tensor) -> None:
+    x[-1] = 0
+
+
+def all_zero(x: Tensor, w: Tensor) -> None:
+    x.zero_()
+    w.zero_()
+
+
+ADVERSE = {
+    "1e-30 beside 1e30": with_few(1e-30, 1e30),
+    "few small": with_few(1e-9, -1e-12),
+    "few large": with_few(1e6, -1e9),
+    "few denormals": with_few(1e-40, -3e-45),
+    "one outlier": with_few(1e38),
+    **{f"image of {size:g}": of_size(size) for size in (1e-38, 1e-20, 1e-10, 1e10, 1e20, 1e36)},
+    "faint channel": faint_channel,
+    "dead weights": dead_weights,
+    "faint output channel": faint_output_channel,
+    "zero rows": zero_rows,
+    "zero images": zero_images,
+    "all zero": all_zero,
+}
+
+
+def adverse_tensors(case: Case, kind: str, operator: str, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
+    """Operands of fprop or dgrad, changed."""
+    tensors = make_tensors(case, torch.float32, normal, device, seed)
+    tensors["w"] *= 1e-2
+    ADVERSE[kind](tensors[{"fprop": "x", "dgrad": "dy"}[operator]], tensors["w"])
+    return tensors
+
+
 def round_to_tf32(value: Tensor) -> Tensor:
     """Float32 rounded to 10 mantissa bits, to nearest, ties away from zero."""
     return ((value.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
@@ -589,6 +672,10 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int value) {
   simt::smem_limits[reinterpret_cast<const void*>(kernel)] = value;
   return cudaSuccess;
 }
+inline cudaError_t cudaMemsetAsync(void* place, int value, size_t bytes, cudaStream_t) {
+  std::memset(place, value, bytes);
+  return cudaSuccess;
+}
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount ? 4 : static_cast<int>(simt::kMaxSmemBytes);
@@ -879,6 +966,7 @@ def host_numerics(tmp_path_factory) -> ctypes.CDLL:
     """The conversions of numerics.cuh and the rules of problem.cuh, as plain C++."""
     loop = "  for (int64_t i = 0; i < count; ++i)"
     source = f"""
+        #include <initializer_list>
         #include <type_traits>
         #include "numerics.cuh"
         {PROBLEM_FROM_FIELDS}
@@ -892,10 +980,24 @@ def host_numerics(tmp_path_factory) -> ctypes.CDLL:
         void widen_bfloat16(const BFloat16* in, float* out, int64_t count) {{ {loop} out[i] = widen(in[i]); }}
         void narrow_half(const float* in, Half* out, int64_t count) {{ {loop} narrow(in[i], out[i]); }}
         void narrow_bfloat16(const float* in, BFloat16* out, int64_t count) {{ {loop} narrow(in[i], out[i]); }}
+        // Contained times 2^exponent, and whether that is watched to fit, in either half of a pair.
+        void contain_all(const float* in, float* out, bool* fits, int64_t count, int exponent) {{
+          {loop} {{
+            const uint32_t bits = float_bits(in[i]), one = float_bits(1.0f / power_of_two(exponent));
+            const uint32_t pair = i % 2 == 0 ? contain_pair(bits, one, power_of_two(exponent))
+                                             : contain_pair(one, bits, power_of_two(exponent));
+            out[i] = widen(Half{{static_cast<uint16_t>(i % 2 == 0 ? pair : pair >> 16)}});
+            Watch watch;
+            for (uint32_t seen : {{one, bits, one}}) watch.see(seen);
+            for (uint32_t seen : {{0u, pair, 0x3c003c00u}}) watch.see_contained(seen);
+            fits[i] = watch.fits(least_contained(exponent));
+          }}
+        }}
+        bool scale(uint32_t field, int to, int* exponent) {{ return scale_exponent(field, to, *exponent); }}
         }}
     """
     library = compile_shared(source, tmp_path_factory.mktemp("numerics"), "-O2")
-    library.rule_uses_tf32.restype = ctypes.c_bool
+    library.rule_uses_tf32.restype = library.scale.restype = ctypes.c_bool
     return library
 
 
@@ -933,6 +1035,36 @@ def test_tf32_rounding(host_numerics):
     samples = float_samples()
     expected = torch.where(samples.isfinite(), round_to_tf32(samples), samples)
     assert same_values(convert(host_numerics.round_all, samples, torch.float32), expected)
+
+
+@pytest.mark.parametrize("exponent", [-100, -20, -1, 0, 1, 13, 60, 100])
+def test_fp16_contains_tf32(host_numerics, exponent):
+    """Exactly the value rounded to TF32, wherever the watch says that it fits: zeros and normal numbers of fp16."""
+    exponents = torch.randint(-20, 20, (1 << 18,), generator=torch.Generator().manual_seed(1))
+    mantissas = float_samples()[: 1 << 18].view(torch.int32) & -0x7F800001
+    near = (mantissas | (127 + exponents.int() - exponent).clamp(0, 254) << 23).view(torch.float32)
+    steps = torch.arange(-0x2002, 0x2003, dtype=torch.int32)
+    edges = torch.tensor([2.0 ** (-14 - exponent), 2.0 ** (16 - exponent)]).view(torch.int32).unsqueeze(-1) + steps
+    samples = torch.cat(
+        [float_samples(), near, edges.flatten().view(torch.float32), -edges.flatten().view(torch.float32)]
+    )
+    contained, fits = torch.empty_like(samples), torch.empty(samples.shape, dtype=torch.bool)
+    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (samples, contained, fits))
+    host_numerics.contain_all(*pointers, ctypes.c_int64(samples.numel()), exponent)
+    rounded = torch.where(samples.isfinite(), round_to_tf32(samples), samples).double() * 2.0**exponent
+    small = samples.double().abs() * 2.0**exponent < 2.0**-14  # as it is, unrounded
+    expected = (samples == 0) | (~small & (rounded.abs() < 2.0**16))
+    assert torch.equal(fits, expected)
+    assert fits.sum() > 1 << 16
+    assert torch.equal(contained[fits].double(), rounded[fits])
+
+
+def test_scales_take_the_largest_value_where_it_belongs(host_numerics):
+    exponent = ctypes.c_int()
+    for field, to in itertools.product(range(256), (13, 14)):
+        allowed = host_numerics.scale(field, to, ctypes.byref(exponent))
+        assert allowed == (0 < field < 255 and abs(to + 127 - field) <= 100)
+        assert exponent.value == (to + 127 - field if allowed else 0)
 
 
 # Both sides of the rule's thresholds: 8 channels a group, 2^27 multiply-adds, 2^29 in wgrad; and a huge problem.
@@ -1270,7 +1402,7 @@ struct Ordered {
     while (!all.empty() && all.front().group < groups - pending) do_first();
   }
 };
-inline Ordered multiplications[1024], bulk_stores[1024];
+inline Ordered multiplications[1024], bulk_stores[1024], own_copies[1024];
 
 inline bool do_some() {
   bool left = copy_some();
@@ -1304,7 +1436,7 @@ inline void begin_block() {
   copy_delay = 1u << shuffler() % 9;
   block_meeting = {};
   for (Meeting& meeting : warp_meetings) meeting = {};
-  for (int thread = 0; thread < 1024; ++thread) multiplications[thread] = bulk_stores[thread] = {};
+  for (int thread = 0; thread < 1024; ++thread) multiplications[thread] = bulk_stores[thread] = own_copies[thread] = {};
 }
 
 }  // namespace simt
@@ -1328,6 +1460,23 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> 8 * (select >> 4 * i & 7) & 255) << 8 * i;
   return result;
 }
+inline bool __any_sync(unsigned, bool value) {
+  bool any = false;
+  for (int lane = 0; lane < 32; ++lane) any |= __shfl_sync(~0u, value, lane);
+  return any;
+}
+// Threads change at waits only, so these are whole.
+template <typename Value, typename Other>
+Value atomicAdd(Value* place, Other value) {
+  return std::exchange(*place, *place + static_cast<Value>(value));
+}
+template <typename Value, typename Other>
+Value atomicMax(Value* place, Other value) {
+  return std::exchange(*place, std::max(*place, static_cast<Value>(value)));
+}
+inline unsigned atomicOr(unsigned* place, unsigned value) { return std::exchange(*place, *place | value); }
+inline unsigned atomicExch(unsigned* place, unsigned value) { return std::exchange(*place, value); }
+inline void __threadfence() {}
 inline void __stcs(uint4* to, const uint4& value) { *to = value; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -1350,6 +1499,22 @@ inline void load_4(const uint8_t* address, bool exist, uint32_t& word) {
 }
 inline void load_2(const uint8_t* address, bool exist, uint32_t& word) {
   word = exist ? *reinterpret_cast<const uint16_t*>(address) : 0;
+}
+
+template <int BYTES>
+void copy_later(uint32_t to, const void* from, bool exist) {
+  if (to % BYTES != 0 || to + BYTES > simt::granted_bytes) simt::complain("a wild address in shared memory");
+  if (reinterpret_cast<uint64_t>(from) % BYTES != 0) simt::complain("a copy that is not aligned");
+  const auto run = [=] { exist ? std::memcpy(simt::smem + to, from, BYTES) : std::memset(simt::smem + to, 0, BYTES); };
+  if (simt::late)
+    simt::own_copies[threadIdx.x].order(run);
+  else
+    run();
+}
+inline void copies_commit() { ++simt::own_copies[threadIdx.x].groups; }
+template <int PENDING>
+void copies_wait() {
+  simt::own_copies[threadIdx.x].wait(PENDING);
 }
 
 inline void barrier_init(uint32_t barrier, int count) { simt::barriers[barrier] = {count, count, 0, 0}; }
@@ -1515,7 +1680,10 @@ void __nanosleep(unsigned);
 
 WGMMA_ENTRY_POINTS = (
     """
+#include <array>
 #include <cstring>
+#include <map>
+#include <set>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -1526,6 +1694,8 @@ WGMMA_ENTRY_POINTS = (
     + r"""
 using namespace modelnew;
 using namespace modelnew::wgmma;
+
+static const Guard kNoGuard{};
 
 // What is wrong with the numbers of a plan, or nothing.
 static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int bytes) {
@@ -1538,7 +1708,10 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
 
   if (plan.x_slots < plan.x_rows || plan.x_slots > kMaxRows) return "rows of the x ring";
   const int group_rows = plan.tile_k == 128 ? plan.tile_p : plan.tile_p / 2, tile_pixels = group_rows * plan.tile_q;
-  if (tile_pixels != 256 && !(tile_pixels == 128 && group_rows == 1 && bytes == 4 && plan.down && plan.y_runs))
+  const int multiplied_bytes = plan.contained ? 2 : bytes;
+  if (plan.contained && bytes != 4) return "16 bits contained in 16 bits";
+  if (tile_pixels != 256 &&
+      !(tile_pixels == 128 && group_rows == 1 && multiplied_bytes == 4 && plan.down && plan.y_runs))
     return "pixels of a tile";
   if (group_rows > 1 && plan.x_slots % plan.x_rows != 0) return "a window that wraps round the ring";
   if (plan.x_rows != plan.tile_p + (of.R - 1) * of.dilation_h) return "rows of a window";
@@ -1547,7 +1720,7 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   if (plan.x_pitch % 2 != 0 || plan.x_pitch < plan.lead + columns) return "pixels of a row";
   if (plan.w_stages != 0 && (plan.w_stages < 4 || plan.w_stages > kMaxStages)) return "stages of weights";
 
-  const int64_t steps = int64_t{plan.blocks_c} * plan.block_steps, channels = 32 / bytes;
+  const int64_t steps = int64_t{plan.blocks_c} * plan.block_steps, channels = 32 / multiplied_bytes;
   const int64_t needed = ceil_div(of.in_channels, channels);
   if (plan.blocks_c < 1 || plan.block_steps < 1 || steps < needed) return "channels that no block has";
   if (16 * steps > 17 * needed) return "too many channels of zeros";
@@ -1576,7 +1749,8 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   if (plan.boxes != 0) {
     if (!plan.y_flat || plan.w_stages != 0 || plan.boxes > 8 || plan.boxes != 1 << plan.log_boxes) return "boxes";
     const int staging_bytes = layout.records - layout.staging;
-    if (layout.staging % 1024 != 0 || staging_bytes != kMultiplyWarps * kBoxBytes) return "staging of boxes";
+    if (layout.staging % 1024 != 0 || staging_bytes != kMultiplyWarps * box_bytes(plan.contained))
+      return "staging of boxes";
     if (of.out_channels % plan.boxes || plan.boxes * of.out_stride[1] * bytes % 32) return "channels aligned unlike";
     if (of.groups > 1 && of.out_channels % 128) return "boxes that reach into the next group";
     // Every channel is in one row of the weights, and no box has others than those aligned alike.
@@ -1594,6 +1768,8 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   // The fourth one would else copy weights, and only simple x is shared among four.
   const bool same_weights = plan.w_stages == 0 && of.groups == 1 && plan.blocks % plan.tiles_k == 0;
   if (plan.convert_warps == 4 && !(same_weights && plan.x_simple)) return "nobody to copy weights";
+  const int raw_bytes = plan.contained ? plan.convert_warps * kRawParts * kRawPartBytes : 0;
+  if (layout.x_ring - layout.raw < raw_bytes) return "room for x on its way";
   return "";
 }
 
@@ -1607,7 +1783,7 @@ static std::string fault_of_walks(const Correlation& of, const Plan& plan) {
     last.run_ends = true;
     bool first = true;
     std::string fault;
-    for_each_tile(of, plan, block, [&](const Tile& tile) {
+    for_each_tile(of, plan, Agenda{kNoGuard, false}, block, [&](const Tile& tile) {
       if (!fault.empty()) return;
       const int row = tile.p / plan.tile_p, column = tile.q / plan.tile_q;
       if (tile.p % plan.tile_p || tile.q % plan.tile_q || tile.p >= of.P || tile.q >= of.Q || tile.p < 0 ||
@@ -1646,6 +1822,37 @@ static std::string fault_of_walks(const Correlation& of, const Plan& plan) {
   return "";
 }
 
+// What is wrong with a plan that does again what another one marks, or nothing: its tiles have other numbers, or it
+// takes a list of them, here of every third one, otherwise.
+static std::string fault_of_again(const Correlation& of, const Plan& plan, const Plan& again) {
+  if (plan.tile_k != again.tile_k || plan.tile_p != again.tile_p || plan.tile_q != again.tile_q) return "other tiles";
+  if (again.down || again.contained) return "a plan that takes no list";
+  if (again.convert_warps == 4 && again.tiles_k > 1) return "nobody to copy the weights of a list";
+  using Place = std::array<int, 5>;
+  const auto place = [](const Tile& tile) { return Place{tile.group, tile.tile_k, tile.n, tile.p, tile.q}; };
+  std::map<uint32_t, Place> places;
+  for (int block = 0; block < plan.blocks; ++block)
+    for (Walk walk(of, plan, Agenda{kNoGuard, false}, block); !walk.done(); walk.next())
+      if (!places.emplace(walk.number(), place(walk.tile)).second) return "a number of two tiles";
+  if (places.rbegin()->first + 1 != places.size()) return "a number of no tile";
+  std::vector<uint32_t> list;
+  for (const auto& [number, tile] : places)
+    if (number % 3 == 1) list.push_back(number);
+  Control control{};
+  control.listed = list.size();
+  Guard guard{};
+  guard.control = &control;
+  guard.list = list.data();
+  std::set<Place> left;
+  for (uint32_t number : list) left.insert(places[number]);
+  bool alone = true;
+  for (int block = 0; block < again.blocks; ++block)
+    for_each_tile(of, again, Agenda{guard, true}, block, [&](const Tile& tile) {
+      alone &= left.erase(place(tile)) == 1 && tile.run_starts && tile.run_ends && !tile.continues && !tile.goes_on;
+    });
+  return alone && left.empty() ? "" : "a list that is not done tile by tile";
+}
+
 static std::string fault_of(const Correlation& of, const Plan& plan, int bytes) {
   const std::string fault = fault_of_numbers(of, plan, bytes);
   return fault.empty() ? fault_of_walks(of, plan) : fault;
@@ -1675,8 +1882,14 @@ const char* wgmma_fault(int op, const int64_t* fields, int configuration, uint64
   const int bytes = element_bytes(problem.dtype);
   if (!make_plan(of, bytes, Device{132}, Alignment{in, out}, configuration, plan)) return nullptr;
   fault = fault_of(of, plan, bytes);
-  if (configuration < 0 && packed_bytes(of, plan) > workspace_bytes(problem, static_cast<Operator>(op)))
-    fault = "packed weights beyond the workspace, which is sized without addresses";
+  Plan again{};
+  if (fault.empty() && plan.contained) {
+    if (!plan_again(of, Device{132}, Alignment{in, out}, plan, again)) fault = "nothing to do tiles again by";
+    if (fault.empty()) fault = fault_of(of, again, bytes);
+    if (fault.empty()) fault = fault_of_again(of, plan, again);
+  }
+  if (fault.empty() && workspace_layout(of, plan, again).end > workspace_bytes(problem, static_cast<Operator>(op)))
+    fault = "more than the workspace, which is sized without addresses";
   return fault.c_str();
 }
 }
@@ -1761,8 +1974,14 @@ HARD_WGMMA_CASES = [
 ]
 
 # By number: four widths of a tile, of 128 or 64 channels, rightwards; the widest of both downwards, as the others have
-# several rows of pixels a warpgroup; and, in fp32 and downwards, 128 pixels. -1 is the planner's choice.
-WGMMA_CONFIGURATIONS = {-1, *range(8), 8, 12, 16}
+# several rows of pixels a warpgroup. fp32 also has 128 pixels downwards, and the others with contained operands. -1 is
+# the planner's choice.
+WGMMA_CONFIGURATIONS = {-1, *range(8), 8, 12}
+WGMMA_FP32_CONFIGURATIONS = {16, *(32 + number for number in WGMMA_CONFIGURATIONS if number >= 0)}
+
+
+def wgmma_configurations(dtype: torch.dtype) -> set[int]:
+    return WGMMA_CONFIGURATIONS | (WGMMA_FP32_CONFIGURATIONS if dtype == torch.float32 else set())
 
 
 @pytest.mark.parametrize("operator", WGMMA_OPERATORS)
@@ -1774,14 +1993,14 @@ def test_wgmma_plans_are_sound(wgmma_plans, dtype, operator):
         if wgmma_plans("refusal", operator, case, torch.float16) is not None:
             continue
         memory_format = rng.choice([torch.contiguous_format] * 4 + [torch.channels_last])
-        for configuration in range(-1, 17):
+        for configuration in range(-1, 64):
             for address in (0, dtype.itemsize):
                 places = ctypes.c_uint64(address), ctypes.c_uint64(rng.choice([0, 16, dtype.itemsize]))
                 settings = dtype, configuration, *places
                 fault = wgmma_plans("fault", operator, case, *settings, memory_format=memory_format)
                 assert not fault, f"{operator} of {case}, configuration {settings}: {fault}"
                 planned |= {configuration} if fault is not None else set()
-    assert planned == WGMMA_CONFIGURATIONS - ({16} if dtype.itemsize == 2 else set())
+    assert planned == wgmma_configurations(dtype)
 
 
 @pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
@@ -1793,9 +2012,8 @@ def test_wgmma_estimates_grow_with_the_batch(wgmma_plans, dtype):
             assert 0 < once <= twice, f"{operator} of {case}"
 
 
-# The project's reference cases, and whether they go downwards: in TF32 by tiles of 128 columns, as rings of 4 rows of
-# 256 columns and 64 channels, or of 6 in 16 bits, would leave no room for weights. 16 channels take longest to store,
-# which is faster in runs.
+# The project's reference cases, and whether they go downwards, where rings of 6 rows of 256 columns and 64 channels
+# would leave no room for weights. 16 channels take longest to store, which is faster in runs.
 @pytest.mark.parametrize(
     "case, down",
     [
@@ -1807,9 +2025,10 @@ def test_wgmma_estimates_grow_with_the_batch(wgmma_plans, dtype):
 )
 @pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
 def test_wgmma_tiles_of_the_reference_cases(wgmma_plans, case, down, dtype):
-    columns = 128 if down and dtype == torch.float32 else 256
     direction = "downwards" if down else "rightwards"
-    assert wgmma_tile(wgmma_plans("describe", "fprop", case, dtype)) == (128, columns, direction)
+    described = wgmma_plans("describe", "fprop", case, dtype)
+    assert wgmma_tile(described) == (128, 256, direction)
+    assert described.startswith("in scaled fp16, ") == (dtype == torch.float32)
     # No channels of dx are left idle; how many columns a tile has is the planner's to estimate.
     channels, _, _ = wgmma_tile(wgmma_plans("describe", "dgrad", case, dtype))
     assert channels == 64
@@ -1821,7 +2040,7 @@ def test_wgmma_describes_its_configuration(wgmma_plans):
     for case, operator, dtype in itertools.product(random_wgmma_cases(100, seed=2), WGMMA_OPERATORS, WGMMA_DTYPES):
         if wgmma_plans("refusal", operator, case, dtype) is None:
             assert re.fullmatch(
-                r"tile of (64|128) channels x \d+ x (32|64|128|256) pixels, (downwards|rightwards), "
+                r"(in scaled fp16, |)tile of (64|128) channels x \d+ x (32|64|128|256) pixels, (downwards|rightwards), "
                 rf"\d+ input channels a row of \d+, {weights}, (boxes, |boxes of every \d\w\w channel, )?"
                 r"\d+ bytes of shared memory, \d+ blocks, units of \d+ tiles, about [\d.e+-]+ Mcycles",
                 wgmma_plans("describe", operator, case, dtype),
@@ -1953,6 +2172,10 @@ WGMMA_SHIM_ENTRY_POINTS = (
 using namespace modelnew;
 using namespace modelnew::wgmma;
 
+extern "C" {
+int done_again = 0, of_tiles = 0;  // of the last run with contained operands
+}
+
 // Plans one configuration on a GPU of three SMs and runs it: -1 if it does not fit, else the error.
 extern "C" int wgmma_run(int op, const int64_t* fields, void* const* pointers, int configuration, int seed) {
   simt::independent = true;
@@ -1969,17 +2192,19 @@ extern "C" int wgmma_run(int op, const int64_t* fields, void* const* pointers, i
   params.of = correlation_of(problem, which);
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   const Alignment alignment{address(params.in_ptr), address(params.out_ptr)};
-  const int bytes = element_bytes(problem.dtype);
-  if (!make_plan(params.of, bytes, Device{3}, alignment, configuration, params.plan)) return -1;
-  std::vector<uint4> workspace(packed_bytes(params.of, params.plan) / sizeof(uint4));
-  switch (problem.dtype) {
-    case DType::kFloat16:
-      return run<Half>(pointers[1], workspace.data(), params, nullptr);
-    case DType::kBFloat16:
-      return run<BFloat16>(pointers[1], workspace.data(), params, nullptr);
-    default:
-      return run<float>(pointers[1], workspace.data(), params, nullptr);
+  const Device device{3};
+  if (!make_plan(params.of, element_bytes(problem.dtype), device, alignment, configuration, params.plan)) return -1;
+  // As large as the engine says, and full of what was there before.
+  std::vector<uint4> workspace(ceil_div(workspace_bytes(problem, which), sizeof(uint4)), uint4{~0u, ~0u, ~0u, ~0u});
+  const int tiles = params.plan.tiles * params.plan.tiles_k;
+  const bool contained = params.plan.contained;
+  const int code = run_plan(problem.dtype, device, alignment, pointers[1], workspace.data(), params, nullptr);
+  if (contained) {
+    const Control& control = *reinterpret_cast<const Control*>(workspace.data());
+    done_again = control.all_again != 0 ? tiles : static_cast<int>(control.listed);
+    of_tiles = tiles;
   }
+  return code;
 }
 extern "C" const char* simt_message() { return simt::message.c_str(); }
 """
@@ -2053,14 +2278,57 @@ def small_wgmma_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.
             count -= 1
 
 
-@pytest.mark.parametrize("configuration", sorted(WGMMA_CONFIGURATIONS))
+@pytest.mark.parametrize("configuration", sorted(wgmma_configurations(torch.float32)))
 def test_wgmma_shim_exact(wgmma_shim, configuration):
-    runs, count = 0, 16 if configuration == 16 else 8  # which takes fp32 only
+    runs, count = 0, 16 if configuration >= 16 else 8  # which take fp32 only
     for number, (case, operator, dtype) in enumerate(small_wgmma_cases(count, seed=configuration)):
         fault = wgmma_shim.fault(operator, case, dtype, configuration, seed=number)
         assert not fault, f"{operator} of {case}, {dtype}, seed {number}: {fault}"
         runs += fault is not None
     assert runs >= 2
+
+
+# Kinds of adverse data that are contained all the same, or but for a few tiles.
+CONTAINED_KINDS = {"zero rows", "zero images", "all zero", "faint output channel"}
+MARKED_KINDS = {"1e-30 beside 1e30", "few small", "few large", "few denormals", "one outlier"}
+ADVERSE_SHIM_CASES = [
+    ("fprop", Case(2, 16, 9, 600, 128, 3, 3), 32),
+    ("fprop", Case(2, 16, 9, 600, 128, 3, 3), 40),
+    ("dgrad", Case(2, 70, 12, 150, 40, 3, 4, padding=(1, 2)), 33),
+    ("fprop", Case(2, 18, 13, 70, 140, 2, 2, groups=2, dilation=(2, 1)), 38),
+]
+
+
+@pytest.mark.parametrize("number, kind", enumerate(ADVERSE), ids=str)
+def test_wgmma_shim_contains_what_fits_and_does_the_rest_again(wgmma_shim, number, kind):
+    """Within the contract, whatever the data; and the tiles that are done twice are those that have to be, or few."""
+    operator, case, configuration = ADVERSE_SHIM_CASES[number % len(ADVERSE_SHIM_CASES)]
+    tensors = adverse_tensors(case, kind, operator)
+    out = with_margins(torch.full({"fprop": case.y_shape, "dgrad": case.x_shape}[operator], math.nan))
+    assert wgmma_shim.run(operator, case, tensors, configuration, number, out) == ""
+    check_bounds(case, {operator: out}, tensors, tf32={operator})
+    assert margins_intact(out)
+    done, of = (ctypes.c_int.in_dll(wgmma_shim.library, name).value for name in ("done_again", "of_tiles"))
+    if kind in CONTAINED_KINDS:
+        assert done == 0
+    elif kind in MARKED_KINDS:
+        assert done > 0  # the sample of tensors as small as these sees some of them
+    else:
+        assert done == of
+
+
+@pytest.mark.parametrize("configuration", [32, 40])
+@pytest.mark.parametrize("column, tiles", [(300, 3), (257, 6), (580, 3)])
+def test_wgmma_shim_marks_the_tiles_whose_windows_have_it(wgmma_shim, configuration, column, tiles):
+    """Those of three rows, and of two columns if it lies in the halo; and no sample sees these places."""
+    case = Case(2, 16, 9, 600, 128, 3, 3)
+    for value in (1e-12, 1e9, 3e-42):
+        tensors = make_tensors(case, torch.float32, normal)
+        tensors["x"][1, 5, 4, column] = value
+        out = with_margins(torch.full(case.y_shape, math.nan))
+        assert wgmma_shim.run("fprop", case, tensors, configuration, seed=column, out=out) == ""
+        check_bounds(case, {"fprop": out}, tensors, tf32={"fprop"})
+        assert ctypes.c_int.in_dll(wgmma_shim.library, "done_again").value == tiles
 
 
 # Each takes away what some other warp relies on.
@@ -2212,7 +2480,7 @@ def test_wgmma_is_in_the_machine_code(nvcc_runs, arch):
     gate = next(gate for gate in NVCC_GATES if ("sm_90a" in gate) == (arch == "sm_90a"))
     code = machine_code(nvcc_runs["wgmma.cu", gate], arch)
     kernels = {name: instructions for name, instructions in code.items() if "wgmma_kernel" in name}
-    assert len(kernels) == len(WGMMA_DTYPES) * 4 + 1
+    assert len(kernels) == (len(WGMMA_DTYPES) + 1) * 4 + 1
     for name, instructions in kernels.items():
         if arch == "sm_90a":
             # Only tiles of 256 columns are stored by boxes.
@@ -3678,6 +3946,38 @@ def test_gpu_wgmma_spreads_nan_and_inf_to_those_that_read_them(special, dtype):
             infinite = isinstance(special, float) and math.isinf(special)
             assert torch.equal(result.isinf() if infinite else result.isnan(), reached)
             assert torch.equal(result[~reached], clean[operator][~reached])
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("kind", ADVERSE)
+def test_gpu_wgmma_keeps_the_contract_where_fp16_does_not_fit(kind):
+    for case in (WGMMA_CASE, Case(2, 16, 130, 518, 128, 3, 3), Case(2, 64, 40, 262, 128, 3, 3, padding=(1, 0))):
+        for operator in WGMMA_OPERATORS:
+            tensors = adverse_tensors(case, kind, operator, "cuda")
+            check_bounds(case, {operator: on_wgmma(case, tensors)[operator]}, tensors, tf32={operator})
+
+
+@gpu
+@hopper
+def test_cuda_graph_replays_with_data_of_another_size():
+    """What is contained, which tiles are done again and by what x is scaled is found out anew in every replay."""
+    case = Case(2, 16, 130, 518, 128, 3, 3)
+    fresh = [adverse_tensors(case, kind, "fprop", "cuda", seed) for seed, kind in enumerate([*ADVERSE, "few small"])]
+    static = {name: tensor.clone() for name, tensor in fresh[0].items()}
+    with tf32_switch(True), modelnew.force_engine("wgmma"):
+        warm_up = torch.cuda.Stream()
+        with torch.cuda.stream(warm_up):
+            modelnew.conv2d(static["x"], static["w"], static["bias"])
+        torch.cuda.current_stream().wait_stream(warm_up)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = modelnew.conv2d(static["x"], static["w"], static["bias"])
+        for tensors in fresh:
+            for name, tensor in tensors.items():
+                static[name].copy_(tensor)
+            graph.replay()
+            check_bounds(case, {"fprop": y}, tensors, tf32={"fprop"})
 
 
 @gpu

@@ -53,6 +53,23 @@ __device__ __forceinline__ void load_2(const void* address, bool exist, uint32_t
   word = half_word;
 }
 
+// ---- The same to shared memory, later: as this thread, and at first nobody else, can see once it has waited ----
+
+template <int BYTES>
+__device__ __forceinline__ void copy_later(uint32_t to_smem, const void* address, bool exist) {
+  asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], %2, %3;" ::"r"(to_smem), "l"(address), "n"(BYTES),
+               "r"(exist ? BYTES : 0)
+               : "memory");
+}
+
+// What the thread has ordered since the last time is a group.
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // ---- mbarrier: a phase ends when `count` threads have arrived and all expected bytes have come ----
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {

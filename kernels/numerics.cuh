@@ -139,4 +139,73 @@ MODELNEW_HOST_DEVICE inline uint32_t narrow_pair(float first, float second, BFlo
 #endif
 }
 
+// ---- fp16 as a container for TF32 ----
+//
+// Both have 10 explicit mantissa bits, so a value that is rounded to TF32, times a power of two that brings it to where
+// fp16 is normal, 2^-14 to 65504, is the same operand at twice the rate. What lies outside has to be found and multiplied
+// otherwise: a Watch looks at all that is converted.
+
+// 2^exponent, from -126 to 127.
+MODELNEW_HOST_DEVICE inline float power_of_two(int exponent) {
+  return bits_float(static_cast<uint32_t>(exponent + 127) << 23);
+}
+
+// Scales are 2^-100 to 2^100: a product with one is exact where it fits, and no denormal of fp32 becomes one of fp16.
+constexpr int kMostExponent = 100;
+
+// The scale 2^exponent that takes values with this exponent field to 2^to .. 2^(to + 1); false if it is none of those.
+MODELNEW_HOST_DEVICE inline bool scale_exponent(uint32_t field, int to, int& exponent) {
+  const int wanted = to + 127 - static_cast<int>(field);
+  const bool allowed = field != 0 && field != 255 && wanted >= -kMostExponent && wanted <= kMostExponent;
+  exponent = allowed ? wanted : 0;
+  return allowed;
+}
+
+// Two values, by their bits, rounded to TF32 and times `scale`, in one word. Conversion rounds ties to even, so they are
+// lifted above the tie; what this adds to other values is cut off again, also to zero.
+MODELNEW_HOST_DEVICE inline uint32_t contain_pair(uint32_t first, uint32_t second, float scale) {
+  return narrow_pair(bits_float(first | 1) * scale, bits_float(second | 1) * scale, Half{});
+}
+
+// Exponent field of the smallest value that 2^exponent takes to a normal fp16, less that exponent.
+constexpr int kLeastContainedExponent = 127 - 14;
+
+// What a Watch takes for too small: the bits of the smallest value, as it turns them.
+MODELNEW_HOST_DEVICE inline uint32_t least_contained(int exponent) {
+  return 0u - 2 * float_bits(power_of_two(-14 - exponent));
+}
+
+// Zero fits, and so do neither Inf nor NaN, whose containers are these again.
+struct Watch {
+  uint32_t least = 0;  // turned round, so that zero is the smallest and the smallest other value the largest
+  uint32_t most = 0;   // of each half of a container, in magnitude
+
+  MODELNEW_HOST_DEVICE void see(uint32_t bits) {
+    const uint32_t turned = 0u - 2 * bits;
+    least = least > turned ? least : turned;
+  }
+
+  MODELNEW_HOST_DEVICE void see_contained(uint32_t pair) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+    asm("max.NaN.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(most) : "r"(pair));
+#else
+    const uint32_t low = pair & 0x7fffu, high = pair & 0x7fff0000u;
+    const uint32_t most_low = most & 0xffffu, most_high = most & 0xffff0000u;
+    most = (low > most_low ? low : most_low) | (high > most_high ? high : most_high);
+#endif
+  }
+
+  template <typename Four>
+  MODELNEW_HOST_DEVICE void see_contained(const Four& pairs) {
+    see_contained(pairs.x);
+    see_contained(pairs.y);
+    see_contained(pairs.z);
+    see_contained(pairs.w);
+  }
+
+  MODELNEW_HOST_DEVICE bool fits(uint32_t least_allowed) const {
+    return least <= least_allowed && (most & 0x7fffu) < 0x7c00u && (most >> 16 & 0x7fffu) < 0x7c00u;
+  }
+};
+
 }  // namespace modelnew

@@ -176,6 +176,23 @@ constexpr int kMultiplyRegisters = 192;
 constexpr int kConvertRegisters = 120;
 static_assert(2 * kMultiplyRegisters + kConvertRegisters <= 3 * 168, "what one gives back the others take");
 
+// What tensors hold in memory, and what the tensor cores multiply.
+template <typename Stored_, typename Multiplied_>
+struct Format {
+  using Stored = Stored_;
+  using Multiplied = Multiplied_;
+  static constexpr bool CONTAINED = sizeof(Stored) != sizeof(Multiplied);  // TF32 values in scaled fp16
+};
+using Fp16 = Format<Half, Half>;
+using Bf16 = Format<BFloat16, BFloat16>;
+using Tf32 = Format<float, float>;
+using Contained = Format<float, Half>;
+
+// The same for the host: bytes of an element.
+struct ElementBytes {
+  int stored, multiplied;
+};
+
 constexpr int kTilePixels = 256;  // rows x columns, but of the last one of kShapes
 constexpr int kStepBytes = 32;    // of the reduction, for one wgmma: 16 channels of 16 bits or 8 of fp32
 constexpr int kPlanes = 8;        // output channels that a warp stages at a time, at least
@@ -197,20 +214,24 @@ constexpr int kGroupChannels = 64;    // output channels of a warpgroup
 
 constexpr int kSector = 32;  // bytes of memory: what a store should fill
 
-// Boxes: a warp stages its 16 channels x 256 pixels (16 bits), or 8 channels at a time (fp32), in blocks of 128 bytes
-// of each channel, as bulk stores of boxes want them.
-constexpr int kBoxBytes = 8192;
+// Boxes: a warp stages its 16 channels x 256 pixels, or in fp32 8 channels at a time unless operands are contained and
+// leave room, in blocks of 128 bytes of each channel, as bulk stores of boxes want them.
+MODELNEW_HOST_DEVICE constexpr int box_bytes(bool contained) { return contained ? 16384 : 8192; }
 
 // Else it stages 512 bytes of each plane at a time. In front of them a plane has room for half a sector, behind them
 // for the shift of its start; planes are 12 or 8 words apart modulo the 32 banks, so that stores of accumulators, 8
 // planes x 16 bytes or 4 planes x 32 bytes at a time, meet little conflict.
-constexpr int kPartBytes = 512;
-MODELNEW_HOST_DEVICE constexpr int staged_plane_bytes(int element_bytes) {
-  return kPartBytes + (element_bytes == 2 ? 48 : 32);
+MODELNEW_HOST_DEVICE constexpr int part_bytes(bool contained) { return contained ? 1024 : 512; }
+MODELNEW_HOST_DEVICE constexpr int staged_plane_bytes(int element_bytes, bool contained) {
+  return part_bytes(contained) + (element_bytes == 2 ? 48 : 32);
 }
-MODELNEW_HOST_DEVICE constexpr int staging_part_bytes(int planes, int element_bytes) {
-  return planes * staged_plane_bytes(element_bytes) + 16;  // a carried sector is read as a whole
+MODELNEW_HOST_DEVICE constexpr int staging_part_bytes(int planes, int element_bytes, bool contained) {
+  return planes * staged_plane_bytes(element_bytes, contained) + 16;  // a carried sector is read as a whole
 }
+// Contained operands: parts of x on their way to a converting warp, 32 pairs of pixels of 8 channels of fp32 each.
+constexpr int kRawParts = 4;
+constexpr int kRawPartBytes = 8 * 32 * 8;
+
 constexpr int kCarriedBytes = 16 * kSector;  // of a warp: an unfinished sector of each channel
 
 // What the kernel computes: y from x and w, or dx from dy and w seen as the same thing (filter flipped, channel axes
@@ -227,6 +248,7 @@ struct Correlation {
 
 // How it is cut up. All roles of the kernel derive their loops from this, so they agree.
 struct Plan {
+  bool contained;      // fp32 in memory, multiplied as scaled fp16
   int tile_k;          // output channels of a block: 128, or 64 where the warpgroups share the channels, not the rows
   int tile_p, tile_q;  // rows of a block, columns
   int tiles_p, tiles_q, tiles_k;
@@ -254,11 +276,32 @@ struct Plan {
   double cycles;  // estimate
 };
 
+// What the kernels of one call with contained operands tell each other. All zeros at first.
+struct Control {
+  uint32_t samples[256];  // of x, by their exponent field; but no zeros
+  uint32_t arrived;       // blocks of the preparation that are done
+  uint32_t bad_tiles_k;   // tiles of output channels with weights that do not fit
+  int32_t most, least;    // of the exponents of the weights' scales: the largest, and minus the smallest
+  uint32_t listed;        // tiles to do again
+  int32_t x_exponent;     // x is multiplied times 2^x_exponent
+  uint32_t all_again;     // 1: nothing is contained, the whole call has TF32 operands
+};
+
+// Where that lies in the workspace.
+struct Guard {
+  Control* control;      // null where operands are what is stored
+  uint32_t* bad_tile_k;  // of each tile of output channels: 1 if its weights do not fit
+  uint32_t* marked;      // a bit for each tile: it is on the list
+  uint32_t* list;        // of tiles to do again, by number: that of a unit of one tile rightwards
+  int32_t* w_exponents;  // of each row of the packed weights
+};
+
 struct Params {
   const void *in_ptr, *packed_ptr, *bias_ptr;
   void* out_ptr;
   Correlation of;
   Plan plan;
+  Guard guard;
   hopper::BoxMap four_blocks, one_block;  // boxes of y
 };
 
@@ -275,7 +318,7 @@ MODELNEW_HOST_DEVICE constexpr int channel_of_row(int row, int boxes) {
 
 // Where the parts of a block's shared memory start.
 struct SharedLayout {
-  int staging, records, carried, x_ring, w_ring, end;
+  int staging, records, carried, raw, x_ring, w_ring, end;
 };
 
 MODELNEW_HOST_DEVICE inline int total_steps(const Correlation& of, const Plan& plan) {
@@ -290,10 +333,12 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Correlation& of, co
   SharedLayout layout{};
   layout.staging = kBarrierBytes;  // aligned as boxes have to be
   layout.records =
-      layout.staging + (plan.boxes != 0 ? kMultiplyWarps * kBoxBytes
-                                        : plan.staging_parts * staging_part_bytes(plan.staged_planes, element_bytes));
+      layout.staging +
+      (plan.boxes != 0 ? kMultiplyWarps * box_bytes(plan.contained)
+                       : plan.staging_parts * staging_part_bytes(plan.staged_planes, element_bytes, plan.contained));
   layout.carried = layout.records + kRecordBytes;
-  layout.x_ring = layout.carried + kMultiplyWarps * kCarriedBytes;
+  layout.raw = layout.carried + kMultiplyWarps * kCarriedBytes;
+  layout.x_ring = layout.raw + (plan.contained ? (plan.w_stages > 0 ? 3 : 4) * kRawParts * kRawPartBytes : 0);
   layout.w_ring = layout.x_ring + plan.x_slots * x_row_bytes(plan);
   const int steps =
       plan.w_stages > 0 ? plan.w_stages * plan.group_steps : total_steps(of, plan) * (plan.tile_k / kGroupChannels);
@@ -315,21 +360,42 @@ struct Tile {
 };
 constexpr int kFarBehind = 64;  // more than a sector
 
+// Units: all of the plan's, or of one tile each those on the list.
+struct Agenda {
+  const Guard& guard;
+  bool listed;
+
+  MODELNEW_HOST_DEVICE int units(const Plan& plan) const {
+    return listed ? static_cast<int>(guard.control->listed) : plan.units;
+  }
+  MODELNEW_HOST_DEVICE int unit_tiles(const Plan& plan) const { return listed ? 1 : plan.unit_tiles; }
+  MODELNEW_HOST_DEVICE int number(int unit) const { return listed ? static_cast<int>(guard.list[unit]) : unit; }
+};
+
 struct Walk {
+  const Correlation& of;
+  const Plan& plan;
+  const Agenda agenda;
   Tile tile;
   int unit, left, row, column;
 
-  MODELNEW_HOST_DEVICE void start(const Correlation& of, const Plan& plan, int block) {
-    unit = block;
-    start_unit(of, plan);
+  MODELNEW_HOST_DEVICE Walk(const Correlation& of, const Plan& plan, const Agenda& agenda, int block)
+      : of(of), plan(plan), agenda(agenda), unit(block) {
+    start_unit();
   }
 
-  MODELNEW_HOST_DEVICE bool done(const Plan& plan) const { return unit >= plan.units; }
+  MODELNEW_HOST_DEVICE bool done() const { return unit >= agenda.units(plan); }
 
-  MODELNEW_HOST_DEVICE void next(const Correlation& of, const Plan& plan) {
+  // Of the tile, among all: of the unit that it would be rightwards in units of one tile.
+  MODELNEW_HOST_DEVICE uint32_t number() const {
+    const int row_of_all = static_cast<int>(tile.group * of.N + tile.n) * plan.tiles_p + row;
+    return (row_of_all * plan.tiles_q + column) * plan.tiles_k + tile.tile_k;
+  }
+
+  MODELNEW_HOST_DEVICE void next() {
     if (--left == 0) {
       unit += plan.blocks;
-      start_unit(of, plan);
+      start_unit();
       return;
     }
     bool run_starts = plan.down, continues = plan.down;
@@ -350,24 +416,25 @@ struct Walk {
     }
     const int behind = tile.behind + (plan.tile_q < of.Q - tile.q ? plan.tile_q : of.Q - tile.q);
     tile.behind = behind < kFarBehind ? behind : kFarBehind;
-    place(plan, run_starts, continues);
+    place(run_starts, continues);
   }
 
  private:
-  MODELNEW_HOST_DEVICE void start_unit(const Correlation& of, const Plan& plan) {
-    if (unit >= plan.units) return;
-    const int part = unit / plan.tiles_k;
-    tile.tile_k = unit - part * plan.tiles_k;
+  MODELNEW_HOST_DEVICE void start_unit() {
+    if (done()) return;
+    const int number = agenda.number(unit);
+    const int unit_tiles = agenda.unit_tiles(plan), part = number / plan.tiles_k;
+    tile.tile_k = number - part * plan.tiles_k;
     int row_of_all;
     if (plan.down) {
       // Neighbouring blocks take neighbouring columns: their lines of y meet.
       const int band = part / plan.tiles_q, rows = plan.tiles / plan.tiles_q;
       column = part - band * plan.tiles_q;
-      row_of_all = band * plan.unit_tiles;
-      left = plan.unit_tiles < rows - row_of_all ? plan.unit_tiles : rows - row_of_all;
+      row_of_all = band * unit_tiles;
+      left = unit_tiles < rows - row_of_all ? unit_tiles : rows - row_of_all;
     } else {
-      const int first = part * plan.unit_tiles;
-      left = plan.unit_tiles < plan.tiles - first ? plan.unit_tiles : plan.tiles - first;
+      const int first = part * unit_tiles;
+      left = unit_tiles < plan.tiles - first ? unit_tiles : plan.tiles - first;
       row_of_all = first / plan.tiles_q;
       column = first - row_of_all * plan.tiles_q;
     }
@@ -375,15 +442,15 @@ struct Walk {
     row = row_of_all - image * plan.tiles_p;
     tile.group = image / static_cast<int>(of.N);
     tile.n = image - tile.group * static_cast<int>(of.N);
-    place(plan, true, false);
+    place(true, false);
   }
 
-  MODELNEW_HOST_DEVICE void place(const Plan& plan, bool run_starts, bool continues) {
+  MODELNEW_HOST_DEVICE void place(bool run_starts, bool continues) {
     tile.p = row * plan.tile_p;
     tile.q = column * plan.tile_q;
     tile.continues = continues;
     tile.goes_on = plan.down && left > 1 && row < plan.tiles_p - 1;
-    tile.last = left == 1 && unit + plan.blocks >= plan.units;
+    tile.last = left == 1 && unit + plan.blocks >= agenda.units(plan);
     tile.run_starts = run_starts;
     if (run_starts) tile.behind = 0;
     tile.run_ends = plan.down || left == 1 || (column == plan.tiles_q - 1 && (!plan.y_flat || row == plan.tiles_p - 1));
@@ -391,9 +458,9 @@ struct Walk {
 };
 
 template <typename Visit>
-MODELNEW_HOST_DEVICE inline void for_each_tile(const Correlation& of, const Plan& plan, int block, Visit&& visit) {
-  Walk walk;
-  for (walk.start(of, plan, block); !walk.done(plan); walk.next(of, plan)) visit(walk.tile);
+MODELNEW_HOST_DEVICE inline void for_each_tile(const Correlation& of, const Plan& plan, const Agenda& agenda, int block,
+                                               Visit&& visit) {
+  for (Walk walk(of, plan, agenda, block); !walk.done(); walk.next()) visit(walk.tile);
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -489,14 +556,14 @@ __device__ __forceinline__ void copy_resident_weights(const Params& params, cons
     hopper::bulk_load(shared.w_ring() + offset, from + offset, min(kPiece, bytes - offset), shared.w_full(0));
 }
 
-__device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared) {
+__device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared, const Agenda& agenda) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int64_t group_bytes = static_cast<int64_t>(total_steps(of, plan)) * kWeightStepBytes;
   const int groups = plan.tile_k / kGroupChannels;
   RingPosition at;
   int resident = -1;
-  for_each_tile(of, plan, blockIdx.x, [&](const Tile& tile) {
+  for_each_tile(of, plan, agenda, blockIdx.x, [&](const Tile& tile) {
     const int wanted = tile.group * plan.tiles_k + tile.tile_k;
     if (plan.w_stages == 0) {
       if (wanted == resident) return;
@@ -534,20 +601,27 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
 // number of its instructions, not the latency of memory.
 
 // One channel of PIXELS neighbouring pixels; 0 where there are none.
-template <typename Element, int PIXELS>
+template <typename Stored, int PIXELS>
 __device__ __forceinline__ void load_pixels(const uint8_t* address, bool exist, uint32_t* words) {
-  if constexpr (sizeof(Element) * PIXELS == 8)
+  if constexpr (sizeof(Stored) * PIXELS == 8)
     hopper::load_8(address, exist, words[0], words[1]);
-  else if constexpr (sizeof(Element) * PIXELS == 4)
+  else if constexpr (sizeof(Stored) * PIXELS == 4)
     hopper::load_4(address, exist, words[0]);
   else
     hopper::load_2(address, exist, words[0]);
 }
 
-// The piece of pixel `which`: all its channels, rounded (TF32). `words` has those of each channel one after another.
-template <typename Element, int PIXELS>
-__device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[8], int which) {
-  if constexpr (sizeof(Element) == 2) {
+// The piece of pixel `which`: all its channels, rounded (TF32) and, if contained, times `scale`. `words` has those of
+// each channel one after another.
+template <typename Format, int PIXELS, int WORDS>
+__device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[WORDS], int which, float scale) {
+  if constexpr (Format::CONTAINED) {
+    const auto pair = [&](int c) {
+      return PIXELS == 2 && which != 0 ? contain_pair(words[2 * c + 1], words[2 * c + 3], scale)
+                                       : contain_pair(words[PIXELS * c], words[PIXELS * (c + 1)], scale);
+    };
+    return make_uint4(pair(0), pair(2), pair(4), pair(6));
+  } else if constexpr (sizeof(typename Format::Stored) == 2) {
     const uint32_t select = which == 0 ? 0x5410 : 0x7632;
     return make_uint4(__byte_perm(words[0], words[1], select), __byte_perm(words[2], words[3], select),
                       __byte_perm(words[4], words[5], select), __byte_perm(words[6], words[7], select));
@@ -560,15 +634,28 @@ __device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[8], int which)
   }
 }
 
-// BATCH parts, 8 words of registers each, are on their way to a warp at a time, 18 KB to three warps: as many as
-// registers allow.
-template <typename Element, int PIXELS, bool ALL_CHANNELS, int WARPS>
+__device__ __forceinline__ void exchange_if(bool wanted, uint4& one, uint4& other) {
+  const uint4 was = one;
+  one = wanted ? other : one;
+  other = wanted ? was : other;
+}
+
+// BATCH parts of up to 8 words of registers are on their way to a warp at a time, 18 KB to three warps: as many as
+// registers allow. Those of contained operands are of twice the size and come to shared memory, where every lane finds
+// its own words again: nobody else has to wait for them.
+//
+// Contained values are watched: those that do not fit into fp16 without a loss mark the tiles whose windows they lie
+// in, to be done again with TF32 operands.
+template <typename Format, int PIXELS, bool ALL_CHANNELS, int WARPS>
 struct Converter {
-  static constexpr int BATCH = sizeof(Element) == 4 ? 6 : 7;
+  using Stored = typename Format::Stored;
+  static constexpr int CHANNELS = 16 / sizeof(typename Format::Multiplied);  // of a piece
+  static constexpr int WORDS = sizeof(Stored) == 2 ? 1 : PIXELS;             // of one channel of an item
+  static constexpr int ITEM_WORDS = CHANNELS * WORDS;
+  static constexpr int BATCH = Format::CONTAINED ? kRawParts : sizeof(Stored) == 4 ? 6 : 7;
   static constexpr int FIRST_HALF = (BATCH + 1) / 2;
-  static constexpr int CHANNELS = 16 / sizeof(Element);            // of a piece
-  static constexpr int WORDS = sizeof(Element) == 2 ? 1 : PIXELS;  // of one channel of an item
-  static constexpr int STEP_CHANNELS = kStepBytes / sizeof(Element);
+  static constexpr int HELD = Format::CONTAINED ? 1 : BATCH;  // parts in registers
+  static constexpr int STEP_CHANNELS = kStepBytes / sizeof(typename Format::Multiplied);
 
   const Params& params;
   const Shared& shared;
@@ -588,18 +675,31 @@ struct Converter {
   uint32_t inside;
   int number;  // of the tile
 
-  __device__ __forceinline__ Converter(const Params& params, const Shared& shared, uint8_t* smem, int warp_id)
-      : params(params), shared(shared), smem(smem), warp_id(warp_id) {
+  // Contained operands: what x is multiplied by, what has been seen of the fill.
+  float scale;
+  Watch watch;
+  uint32_t raw;  // the lane's words of a part: a channel every 256 bytes
+
+  __device__ __forceinline__ Converter(const Params& params, const Shared& shared, uint8_t* smem, const Agenda& agenda,
+                                       int warp_id)
+      : params(params),
+        shared(shared),
+        smem(smem),
+        warp_id(warp_id),
+        walk(params.of, params.plan, agenda, static_cast<int>(blockIdx.x)) {
     const Plan& plan = params.plan;
     lane_id = threadIdx.x % 32;
     row_pieces = plan.x_pitch / PIXELS;
     row_items = 2 * plan.block_steps * row_pieces;
     by_row = reciprocal(row_items);
     by_piece = reciprocal(row_pieces);
-    walk.start(params.of, plan, blockIdx.x);
     block = 0;
     first = warp_id;
     number = 0;
+    if constexpr (Format::CONTAINED) {
+      scale = power_of_two(params.guard.control->x_exponent);
+      raw = shared.layout.raw + warp_id * kRawParts * kRawPartBytes + lane_id * 8;
+    }
     enter_tile();
     look<true>();
   }
@@ -636,9 +736,39 @@ struct Converter {
         static_cast<const uint8_t*>(params.in_ptr) +
         (walk.tile.n * of.in_stride[0] + static_cast<int64_t>(walk.tile.group) * of.in_channels * of.in_stride[1] +
          h0 * of.in_stride[2] + w0 * of.in_stride[3]) *
-            static_cast<int64_t>(sizeof(Element));
-    if (warp_id == WARPS - 1 && lane_id == 0) write_record();
+            static_cast<int64_t>(sizeof(Stored));
+    if (warp_id == WARPS - 1 && lane_id == 0) {
+      write_record();
+      if constexpr (Format::CONTAINED) {
+        const Guard& guard = params.guard;
+        if (guard.control->bad_tiles_k != 0 && guard.bad_tile_k[walk.tile.group * plan.tiles_k + walk.tile.tile_k] != 0)
+          mark(walk.number());
+      }
+    }
     ++number;
+  }
+
+  // Puts a tile on the list, once.
+  __device__ __forceinline__ void mark(uint32_t tile) const {
+    const uint32_t bit = 1u << tile % 32;
+    if ((atomicOr(params.guard.marked + tile / 32, bit) & bit) == 0)
+      params.guard.list[atomicAdd(&params.guard.control->listed, 1)] = tile;
+  }
+
+  // Of the fill's items, the first one that is watched. A row is watched once, in the first window that it is in: there
+  // it is one of the last rows, but in the uppermost window.
+  __device__ __forceinline__ int first_watched() const {
+    return walk.tile.p == 0 ? 0 : (rows - params.plan.tile_p) * row_items;
+  }
+
+  // At the end of a fill: marks its tile and those below, whose windows reach up into that of its tile.
+  __device__ __forceinline__ void judge(uint32_t tile) {
+    const Plan& plan = params.plan;
+    const bool fits = watch.fits(least_contained(params.guard.control->x_exponent));
+    watch = Watch{};
+    if (!__any_sync(~0u, !fits) || lane_id != 0) return;
+    const int below = plan.tiles_q * plan.tiles_k, row = static_cast<int>(tile) / below % plan.tiles_p;
+    for (int i = 0; i * plan.tile_p < plan.x_rows && row + i < plan.tiles_p; ++i) mark(tile + i * below);
   }
 
   // Part i of the batch.
@@ -672,9 +802,10 @@ struct Converter {
     for (int i = BEGIN; i < END; ++i) {
       const Item at = item_of(i);
       if constexpr (ALL)
-        offset[i] = static_cast<uint32_t>(
-            (at.piece * CHANNELS * of.in_stride[1] + at.row * of.in_stride[2] + at.column * of.in_stride[3]) *
-            sizeof(Element));
+        offset[i] =
+            (at.piece * CHANNELS * static_cast<uint32_t>(of.in_stride[1]) +
+             at.row * static_cast<uint32_t>(of.in_stride[2]) + at.column * static_cast<uint32_t>(of.in_stride[3])) *
+            static_cast<uint32_t>(sizeof(Stored));
       const bool is_inside = at.exists && static_cast<unsigned>(h0 + at.row) < static_cast<unsigned>(of.H) &&
                              static_cast<unsigned>(w0 + at.column) < static_cast<unsigned>(of.W);
       inside |= static_cast<uint32_t>(is_inside) << i;
@@ -694,11 +825,11 @@ struct Converter {
     const bool new_tile = ++block == plan.blocks_c;
     if (new_tile) {
       block = 0;
-      walk.next(params.of, plan);
-      if (walk.done(plan)) return false;
+      walk.next();
+      if (walk.done()) return false;
       enter_tile();
     } else {
-      fill_ptr += plan.block_steps * STEP_CHANNELS * params.of.in_stride[1] * static_cast<int64_t>(sizeof(Element));
+      fill_ptr += plan.block_steps * STEP_CHANNELS * params.of.in_stride[1] * static_cast<int64_t>(sizeof(Stored));
     }
     if (before > BATCH * WARPS || before != parts())
       look<true>();
@@ -708,8 +839,8 @@ struct Converter {
   }
 
   template <int BEGIN, int END>
-  __device__ __forceinline__ void load(uint32_t (&words)[BATCH][8]) const {
-    const int64_t channel_bytes = params.of.in_stride[1] * sizeof(Element);
+  __device__ __forceinline__ void load(uint32_t (&words)[HELD][ITEM_WORDS]) const {
+    const int64_t channel_bytes = params.of.in_stride[1] * sizeof(Stored);
 #pragma unroll
     for (int i = BEGIN; i < END; ++i) {
       const int piece = ALL_CHANNELS ? 0 : item_of(i).piece;
@@ -717,33 +848,74 @@ struct Converter {
       const uint8_t* address = fill_ptr + offset[i];
 #pragma unroll
       for (int c = 0; c < CHANNELS; ++c) {
-        load_pixels<Element, PIXELS>(address, (inside >> i & 1) && (ALL_CHANNELS || c < channels),
-                                     words[i] + c * WORDS);
+        const bool exists = (inside >> i & 1) && (ALL_CHANNELS || c < channels);
+        if constexpr (Format::CONTAINED)
+          hopper::copy_later<sizeof(Stored) * PIXELS>(shared.base + raw + i * kRawPartBytes + c * 256, address, exists);
+        else
+          load_pixels<Stored, PIXELS>(address, exists, words[i] + c * WORDS);
         address += channel_bytes;
         asm("" : "+l"(address));  // one addition a channel; the compiler would rather multiply for each
       }
     }
+    if constexpr (Format::CONTAINED) hopper::copies_commit();
+  }
+
+  // In place of half a batch, so that there are always as many to wait for.
+  __device__ __forceinline__ void load_nothing() const {
+    if constexpr (Format::CONTAINED) hopper::copies_commit();
   }
 
   // `place`: of the fill, in bytes from the start of the ring.
   template <int BEGIN, int END>
-  __device__ __forceinline__ void store(int place, int first_part, int items, const uint32_t (&words)[BATCH][8]) const {
+  __device__ __forceinline__ void store(int place, int first_part, int items, int first_watched,
+                                        uint32_t (&held)[HELD][ITEM_WORDS]) {
     const int ring_bytes = params.plan.x_slots * x_row_bytes(params.plan);
     uint8_t* ring = smem + shared.layout.x_ring;
+    if constexpr (Format::CONTAINED) hopper::copies_wait<1>();  // but for the other half of a batch
 #pragma unroll
     for (int i = BEGIN; i < END; ++i) {
       const int item = (first_part + i * WARPS) * 32 + lane_id;
       int at = place + item * PIXELS * 16;
       if (at >= ring_bytes) at -= ring_bytes;
       uint4* to = reinterpret_cast<uint4*>(ring + at);
+      uint32_t (&words)[ITEM_WORDS] = held[Format::CONTAINED ? 0 : i];
+      if constexpr (Format::CONTAINED) {
+#pragma unroll
+        for (int c = 0; c < CHANNELS; ++c) {
+          const uint8_t* const from = smem + raw + i * kRawPartBytes + c * 256;
+          if constexpr (PIXELS == 2) {
+            const uint2 pair = *reinterpret_cast<const uint2*>(from);
+            words[2 * c] = pair.x, words[2 * c + 1] = pair.y;
+          } else {
+            words[c] = *reinterpret_cast<const uint32_t*>(from);
+          }
+        }
+      }
       // Lanes that write 32 bytes apart: every other four of them start with the second pixel, so that eight lanes meet
       // all banks.
       const int swap = PIXELS == 2 ? lane_id / 4 % 2 : 0;
-      const uint4 one = piece_of<Element, PIXELS>(words[i], swap);
-      if (item < items) to[swap] = one;
-      if constexpr (PIXELS == 2) {
-        const uint4 other = piece_of<Element, PIXELS>(words[i], 1 - swap);
-        if (item < items) to[1 - swap] = other;
+      if constexpr (!Format::CONTAINED) {
+        const uint4 one = piece_of<Format, PIXELS>(words, swap, scale);
+        if (item < items) to[swap] = one;
+        if constexpr (PIXELS == 2) {
+          const uint4 other = piece_of<Format, PIXELS>(words, 1 - swap, scale);
+          if (item < items) to[1 - swap] = other;
+        }
+      } else {
+        // To exchange whole pieces takes fewer instructions than to pick words.
+        uint4 one = piece_of<Format, PIXELS>(words, 0, scale), other = make_uint4(0, 0, 0, 0);
+        if constexpr (PIXELS == 2) {
+          other = piece_of<Format, PIXELS>(words, 1, scale);
+          exchange_if(swap != 0, one, other);
+          if (item < items) to[1 - swap] = other;
+        }
+        if (item < items) to[swap] = one;
+        if ((first_part + i * WARPS) * 32 + 31 >= first_watched) {  // the whole part, or nothing of it
+          watch.see_contained(one);
+          watch.see_contained(other);
+#pragma unroll
+          for (int j = 0; j < ITEM_WORDS; ++j) watch.see(words[j]);
+        }
       }
     }
   }
@@ -752,15 +924,20 @@ struct Converter {
     const Plan& plan = params.plan;
     RingPosition fill;         // its first row
     RingPosition empty, full;  // the next row to wait for, to tell of
-    uint32_t words[BATCH][8];
+    uint32_t words[HELD][ITEM_WORDS];
     load<0, FIRST_HALF>(words);
-    if (has_second_half()) load<FIRST_HALF, BATCH>(words);
+    if (has_second_half())
+      load<FIRST_HALF, BATCH>(words);
+    else
+      load_nothing();
     int waited = 0, told = 0;  // rows of the fill
     for (bool more = true; more;) {
       // What is in the registers now.
       const int loaded_first = first, loaded_rows = rows, loaded_parts = parts();
       const int items = loaded_rows * row_items;
       const int place = fill.slot * x_row_bytes(plan);
+      const uint32_t loaded_tile = Format::CONTAINED ? walk.number() : 0;
+      const int watched = Format::CONTAINED ? first_watched() : 0;
       more = next();
       const int behind = loaded_first + BATCH * WARPS;
       const bool fill_ends = behind >= loaded_parts;
@@ -771,10 +948,17 @@ struct Converter {
         empty.advance(plan.x_slots);
       }
       // By halves, so that one is on its way while the other is stored.
-      store<0, FIRST_HALF>(place, loaded_first, items, words);
-      if (more) load<0, FIRST_HALF>(words);
-      if (loaded_first + FIRST_HALF * WARPS < loaded_parts) store<FIRST_HALF, BATCH>(place, loaded_first, items, words);
-      if (more && has_second_half()) load<FIRST_HALF, BATCH>(words);
+      store<0, FIRST_HALF>(place, loaded_first, items, watched, words);
+      if (more)
+        load<0, FIRST_HALF>(words);
+      else
+        load_nothing();
+      if (loaded_first + FIRST_HALF * WARPS < loaded_parts)
+        store<FIRST_HALF, BATCH>(place, loaded_first, items, watched, words);
+      if (more && has_second_half())
+        load<FIRST_HALF, BATCH>(words);
+      else
+        load_nothing();
       const int done = fill_ends ? loaded_rows : quotient(behind * 32, by_row);
       if (told < done) {
         hopper::fence_async();
@@ -787,6 +971,7 @@ struct Converter {
       if (fill_ends) {
         fill.advance(plan.x_slots, loaded_rows);
         waited = told = 0;
+        if constexpr (Format::CONTAINED) judge(loaded_tile);
       }
     }
   }
@@ -800,6 +985,20 @@ struct Store {
   uint32_t staging, carried;  // of this warp: where in shared memory
   int warp_id, lane_id;
   int first_k, first_p;  // in the tile
+};
+
+// What becomes of the sums of a thread's two rows: an output.
+template <bool CONTAINED>
+struct Finish {
+  float bias[2] = {-0.0f, -0.0f};  // which changes nothing
+  float factor[2] = {1, 1};        // contained operands: undoes their scales
+
+  __device__ __forceinline__ float value(float sum, int row, float added) const {
+    if constexpr (CONTAINED)
+      return fmaf(sum, factor[row], added);
+    else
+      return sum + added;
+  }
 };
 
 // Two neighbouring pixels as memory has them.
@@ -837,16 +1036,18 @@ __device__ __forceinline__ PackedPair<Element> pack_pair(float first, float seco
 //   stored:   [-----------------  ...  -------------]           the rest is carried over
 //
 // In staging the new pixels of all planes begin at offset % 16 behind half a sector, so that lanes meet few conflicts.
-template <typename Element, int TILE_Q>
+template <typename Format, int TILE_Q>
 __device__ __forceinline__ void store_runs(const Params& params, const Store& store, const TileRecord& tile,
-                                           const float (&bias)[2], const float (&acc)[TILE_Q / 2]) {
+                                           const Finish<Format::CONTAINED>& finish, const float (&acc)[TILE_Q / 2]) {
+  using Element = typename Format::Stored;
   constexpr int kSize = sizeof(Element);
+  constexpr int kPartBytes = part_bytes(Format::CONTAINED);
   constexpr int kColumns = kPartBytes / kSize;
-  constexpr int kPlaneBytes = staged_plane_bytes(kSize);
+  constexpr int kPlaneBytes = staged_plane_bytes(kSize, Format::CONTAINED);
+  constexpr int kPieces = kPartBytes / 512;  // of 16 bytes a lane
   constexpr int kAtOnce = kSize == 2 ? 2 * kPlanes : kPlanes;
   constexpr int kTogether = 2;  // planes whose loads from shared memory are on their way together
   const int lane_id = store.lane_id;
-  const int columns = tile.columns;
   if (store.first_p >= tile.rows) return;
   const Correlation& of = params.of;
   const int64_t plane_stride = of.out_stride[1] * kSize;
@@ -860,6 +1061,8 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
   for (int first_half = 0; first_half < 2; first_half += kAtOnce / kPlanes) {
     const int planes = min(tile.channels - store.first_k - 8 * first_half, kAtOnce);
     if (planes <= 0) break;
+    int columns = tile.columns;
+    asm volatile("" : "+r"(columns));  // or comparisons with it would take registers in both halves
 #pragma unroll
     for (int part = 0; part < TILE_Q / kColumns; ++part) {
       const int bytes = min(columns - part * kColumns, kColumns) * kSize;
@@ -892,7 +1095,7 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
         const int shift = static_cast<int>((begin + plane * stride) & 15);
         uint8_t* const to_plane = staged + plane * kPlaneBytes;
         const auto value_of = [&](int i, int which, float added) {
-          return acc[4 * (part * (kColumns / 8) + i) + 2 * half + which] + added;
+          return finish.value(acc[4 * (part * (kColumns / 8) + i) + 2 * half + which], half, added);
         };
         const auto stage = [&](float added) {
           if constexpr (kSize == 2) {
@@ -920,11 +1123,11 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
           Element* const pixels = reinterpret_cast<Element*>(to_plane + shift) + 2 * (lane_id % 4);
 #pragma unroll
           for (int i = 0; i < kColumns / 8; ++i) {
-            narrow(value_of(i, 0, bias[half]), pixels[8 * i]);
-            narrow(value_of(i, 1, bias[half]), pixels[8 * i + 1]);
+            narrow(value_of(i, 0, finish.bias[half]), pixels[8 * i]);
+            narrow(value_of(i, 1, finish.bias[half]), pixels[8 * i + 1]);
           }
-        } else if (params.bias_ptr != nullptr) {
-          stage(bias[half]);
+        } else if (Format::CONTAINED || params.bias_ptr != nullptr) {  // one instruction multiplies and adds
+          stage(finish.bias[half]);
         } else {
           stage(-0.0f);  // which the compiler leaves out
         }
@@ -941,36 +1144,46 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
       const int in_boundary = place & mask;
       // A lane stores its piece if the shift of the plane is more than this: if the piece and the sector it lies in are
       // all there, and all of this run.
-      const int end = head && place <= mask ? kSector : (place | mask) - bytes;
+      int end[kPieces];
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j)
+        end[j] = head && place + 512 * j <= mask ? kSector : ((place + 512 * j) | mask) - bytes;
       const uint8_t* const own_piece = staged + place;
-      const auto piece_at = [&](int plane, uint64_t to_plane) {
-        return *reinterpret_cast<const uint4*>(own_piece + plane * kPlaneBytes -
+      const auto piece_at = [&](int plane, int j, uint64_t to_plane) {
+        return *reinterpret_cast<const uint4*>(own_piece + plane * kPlaneBytes + 512 * j -
                                                (static_cast<uint32_t>(to_plane) & mask & ~15));
       };
-      const auto store_piece = [&](uint64_t to_plane, const uint4& piece) {
-        if (end < (static_cast<int>(to_plane) & mask))
-          __stcs(reinterpret_cast<uint4*>((to_plane >> 32 << 32) | (static_cast<uint32_t>(to_plane) & ~mask) |
-                                          in_boundary),
+      const auto store_piece = [&](int j, uint64_t to_plane, const uint4& piece) {
+        if (end[j] < (static_cast<int>(to_plane) & mask))
+          __stcs(reinterpret_cast<uint4*>(
+                     ((to_plane >> 32 << 32) | (static_cast<uint32_t>(to_plane) & ~mask) | in_boundary) + 512 * j),
                  piece);
       };
       if (planes == kAtOnce) {
 #pragma unroll
         for (int first = 0; first < kAtOnce; first += kTogether) {
-          uint4 pieces[kTogether];
+          uint4 pieces[kTogether][kPieces];
           uint64_t places[kTogether];
 #pragma unroll
           for (int i = 0; i < kTogether; ++i) {
             places[i] = to;
-            pieces[i] = piece_at(first + i, to);
+#pragma unroll
+            for (int j = 0; j < kPieces; ++j) pieces[i][j] = piece_at(first + i, j, to);
             to += plane_stride;
             asm volatile("" : "+l"(to));
           }
 #pragma unroll
-          for (int i = 0; i < kTogether; ++i) store_piece(places[i], pieces[i]);
+          for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+            for (int j = 0; j < kPieces; ++j) store_piece(j, places[i], pieces[i][j]);
+          }
         }
       } else {
 #pragma unroll 1
-        for (int plane = 0; plane < planes; ++plane, to += plane_stride) store_piece(to, piece_at(plane, to));
+        for (int plane = 0; plane < planes; ++plane, to += plane_stride) {
+#pragma unroll
+          for (int j = 0; j < kPieces; ++j) store_piece(j, to, piece_at(plane, j, to));
+        }
       }
 
       // What begins or ends inside a sector: four lanes a plane, by words where these are aligned.
@@ -1029,19 +1242,21 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
 //
 // Four blocks are a box. Whole sectors in front of the first whole block and behind the last one are stored by pieces
 // of 16 bytes, and what begins or ends a run pixel by pixel.
-template <typename Element>
+template <typename Format>
 __device__ __forceinline__ void store_boxes(const Params& params, const Store& store, const TileRecord& tile,
-                                            const float (&bias)[2], const float (&acc)[kTilePixels / 2]) {
+                                            const Finish<Format::CONTAINED>& finish,
+                                            const float (&acc)[kTilePixels / 2]) {
+  using Element = typename Format::Stored;
   constexpr int kSize = sizeof(Element);
   constexpr int kSectorPixels = kSector / kSize;
   constexpr int kBlockPixels = hopper::kBoxRowBytes / kSize;
   constexpr int kTileBytes = kTilePixels * kSize;  // of a channel
   constexpr int kBlocks = kTilePixels / kBlockPixels;
-  constexpr int kRounds = kSize / 2;
+  constexpr int kRounds = Format::CONTAINED ? 1 : kSize / 2;
   constexpr int kChannels = 16 / kRounds;  // at a time
   constexpr int kBlockBytes = kChannels * hopper::kBoxRowBytes;
   constexpr int kParts = kBlocks / 4;  // boxes of so many channels
-  static_assert(kBlocks * kBlockBytes == kBoxBytes, "all of staging");
+  static_assert(kBlocks * kBlockBytes == box_bytes(Format::CONTAINED), "all of staging");
   const Correlation& of = params.of;
   const int lane_id = store.lane_id;
 
@@ -1105,14 +1320,15 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
           if ((8 * i + kSectorPixels + 6) * kSize > kTileBytes && own + 8 * kSize * i >= kTileBytes)
             place = carried + (row + 8 * half) * kSector + own + 8 * kSize * i - kTileBytes;
           *reinterpret_cast<PackedPair<Element>*>(store.smem + place) =
-              pack_pair<Element>(acc[4 * i + 2 * plane] + added[plane], acc[4 * i + 2 * plane + 1] + added[plane]);
+              pack_pair<Element>(finish.value(acc[4 * i + 2 * plane], plane, added[plane]),
+                                 finish.value(acc[4 * i + 2 * plane + 1], plane, added[plane]));
         }
       }
     };
     const auto stage_some = [&](int first, int last) {
-      const float none[2] = {-0.0f, -0.0f};  // which the compiler leaves out
-      if (params.bias_ptr != nullptr)
-        stage(first, last, bias);
+      const float none[2] = {-0.0f, -0.0f};                 // which the compiler leaves out
+      if (Format::CONTAINED || params.bias_ptr != nullptr)  // one instruction multiplies and adds
+        stage(first, last, finish.bias);
       else
         stage(first, last, none);
     };
@@ -1189,13 +1405,15 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
 }
 
 // Tiles of several rows, and y of any strides: 16 bytes a lane where rows are aligned, else element by element.
-template <typename Element, int TILE_P, int TILE_Q>
+template <typename Format, int TILE_P, int TILE_Q>
 __device__ __forceinline__ void store_rows(const Params& params, const Store& store, const TileRecord& tile,
-                                           const float (&bias)[2], const float (&acc)[TILE_P][TILE_Q / 2]) {
+                                           const Finish<Format::CONTAINED>& finish,
+                                           const float (&acc)[TILE_P][TILE_Q / 2]) {
+  using Element = typename Format::Stored;
   constexpr int kSize = sizeof(Element);
   constexpr int kVector = 16 / kSize;
   constexpr int kPixels = 512 / kSize;
-  constexpr int kPlaneBytes = staged_plane_bytes(kSize);
+  constexpr int kPlaneBytes = staged_plane_bytes(kSize, Format::CONTAINED);
   const Correlation& of = params.of;
   const int lane_id = store.lane_id;
 
@@ -1211,7 +1429,8 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
       for (int i = 0; i < kPixels / 8; ++i) {
         const int row = (part * kPixels + 8 * i) / TILE_Q, j = (part * kPixels + 8 * i) % TILE_Q / 8;
         *reinterpret_cast<PackedPair<Element>*>(pixels + 8 * i) =
-            pack_pair<Element>(acc[row][4 * j + 2 * half] + bias[half], acc[row][4 * j + 2 * half + 1] + bias[half]);
+            pack_pair<Element>(finish.value(acc[row][4 * j + 2 * half], half, finish.bias[half]),
+                               finish.value(acc[row][4 * j + 2 * half + 1], half, finish.bias[half]));
       }
       __syncwarp();  // all pixels are staged
       Element* const out = static_cast<Element*>(params.out_ptr) + tile.out + first_k * of.out_stride[1];
@@ -1248,9 +1467,10 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
 //
 // The warpgroups take turns: one multiplies a block of channels for its half of a tile, alone, at the full rate of the
 // tensor cores, while the other one finishes its steps and stores.
-template <typename Element, int TILE_P, int TILE_Q>
+template <typename Format, int TILE_P, int TILE_Q>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem, int warpgroup_id) {
 #if defined(MODELNEW_SM90A)
+  using Element = typename Format::Stored;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int lane_id = threadIdx.x % 32;
@@ -1259,10 +1479,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 
   Store store;
   store.smem = smem;
-  store.staging =
-      shared.layout.staging +
-      (plan.boxes != 0 ? warp_id * kBoxBytes
-                       : warp_id % plan.staging_parts * staging_part_bytes(plan.staged_planes, sizeof(Element)));
+  store.staging = shared.layout.staging +
+                  (plan.boxes != 0 ? warp_id * box_bytes(Format::CONTAINED)
+                                   : warp_id % plan.staging_parts *
+                                         staging_part_bytes(plan.staged_planes, sizeof(Element), Format::CONTAINED));
   store.carried = shared.layout.carried + warp_id * kCarriedBytes;
   store.warp_id = warp_id;
   store.lane_id = lane_id;
@@ -1307,18 +1527,19 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   RingPosition w_at;
   uint32_t turn = warpgroup_id == 0 ? 1 : 0;
   int large_groups = plan.large_groups, small_groups = plan.groups - plan.large_groups;
-  asm volatile("" : "+r"(large_groups), "+r"(small_groups));
+  if constexpr (sizeof(Element) == 2) asm volatile("" : "+r"(large_groups), "+r"(small_groups));  // fp32 has none left
   const auto groups_of = [&](int steps) {
     return plan.group_steps == steps ? large_groups : plan.group_steps == steps + 1 ? small_groups : 0;
   };
   if (warpgroup_id == 1 && streamed) w_at.advance(plan.w_stages, plan.groups);
   int resident = -1;
+  Finish<Format::CONTAINED> finish;
   // The record of the tile, in shared memory: read again where it is needed, which is cheaper than to keep it.
   const TileRecord* const records = reinterpret_cast<const TileRecord*>(smem + shared.layout.records);
   const TileRecord* record = records;
   int number = 0;  // of the next tile
   do {
-    float bias[2] = {-0.0f, -0.0f};  // which changes nothing
+    for (float& added : finish.bias) added = -0.0f;
     uint32_t a = a_resident;
     int keep = 0;  // the first step overwrites the accumulators
     for (int block = 0; block < plan.blocks_c; ++block) {
@@ -1331,17 +1552,26 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         record = records + number % kRecords;
         ++number;
         const int weights = record->weights;
-        if (!streamed && weights != resident) {
-          if (resident >= 0) release(shared.w_empty(0));
+        if ((!streamed || Format::CONTAINED) && weights != resident) {
+          if (!streamed && resident >= 0) release(shared.w_empty(0));
           resident = weights;
-          hopper::barrier_wait(shared.w_full(0), w_at.parity);
-          w_at.next(1);
+          if constexpr (Format::CONTAINED) {
+            const int32_t* const w_exponents =
+                params.guard.w_exponents + weights * plan.tile_k + store.first_k + lane_id / 4;
+            for (int i = 0; i < 2; ++i)
+              finish.factor[i] = power_of_two(-params.guard.control->x_exponent - w_exponents[8 * i]);
+          }
+          if (!streamed) {
+            hopper::barrier_wait(shared.w_full(0), w_at.parity);
+            w_at.next(1);
+          }
         }
       }
       if (block == 0 && params.bias_ptr != nullptr) {
         for (int i = 0; i < 2; ++i) {
           const int k = channel_of_row<sizeof(Element)>(store.first_k + lane_id / 4 + 8 * i, plan.boxes);
-          if (k < record->channels) bias[i] = widen(static_cast<const Element*>(params.bias_ptr)[record->channel + k]);
+          if (k < record->channels)
+            finish.bias[i] = widen(static_cast<const Element*>(params.bias_ptr)[record->channel + k]);
         }
       }
       // Lane j works out where step first + j of the block reads. The first 32 are the same in every tile.
@@ -1378,7 +1608,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
           for (int j = 0; j < COUNT; ++j) {
 #pragma unroll
             for (int row = 0; row < TILE_P; ++row)
-              hopper::Wgmma<Element, TILE_Q>::multiply(acc[row], a + j * kStep, b[j] + row * x_row, j == 0 ? keep : 1);
+              hopper::Wgmma<typename Format::Multiplied, TILE_Q>::multiply(acc[row], a + j * kStep, b[j] + row * x_row,
+                                                                           j == 0 ? keep : 1);
           }
           hopper::wgmma_commit();
           keep = 1;
@@ -1421,7 +1652,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 
     if constexpr (TILE_P == 1 && TILE_Q == kTilePixels) {
       if (plan.boxes != 0) {
-        store_boxes<Element>(params, store, *record, bias, acc[0]);
+        store_boxes<Format>(params, store, *record, finish, acc[0]);
         continue;
       }
     }
@@ -1429,24 +1660,34 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if (plan.y_runs) {
         const bool shared_staging = plan.staging_parts < kMultiplyWarps;
         if (shared_staging) hopper::barrier_wait(shared.staging_turn(warp_id), (number ^ warpgroup_id) & 1);
-        store_runs<Element, TILE_Q>(params, store, *record, bias, acc[0]);
+        store_runs<Format, TILE_Q>(params, store, *record, finish, acc[0]);
         if (shared_staging) hopper::barrier_arrive(shared.staging_turn(warp_id ^ 4));
         continue;
       }
     }
     if constexpr (TILE_P * TILE_Q == kTilePixels)
-      store_rows<Element, TILE_P, TILE_Q>(params, store, *record, bias, acc);
+      store_rows<Format, TILE_P, TILE_Q>(params, store, *record, finish, acc);
   } while ((record->flags & TileRecord::kLast) == 0);
   if (plan.boxes != 0) hopper::bulk_stores_wait_read<0>();  // shared memory lives no longer than the block
 #endif
 }
 
-template <typename Element, int TILE_P, int TILE_Q>
+template <typename Format, int TILE_P, int TILE_Q>
 __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
+  // With contained operands this kernel runs twice: with these, and with TF32 operands what these were not fit for.
+  bool listed = false;
+  if constexpr (Format::CONTAINED) {
+    if (params.guard.control->all_again != 0) return;
+  } else if constexpr (sizeof(typename Format::Multiplied) == 4) {
+    listed = params.guard.control != nullptr && params.guard.control->all_again == 0;
+    if (listed && blockIdx.x >= params.guard.control->listed) return;
+  }
+  const Agenda agenda{params.guard, listed};
+
   extern __shared__ __align__(1024) unsigned char modelnew_wgmma_smem[];
   const Shared shared{hopper::smem_address(modelnew_wgmma_smem),
-                      shared_layout(params.of, params.plan, sizeof(Element))};
+                      shared_layout(params.of, params.plan, sizeof(typename Format::Stored))};
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kMaxRows; ++slot) {
       hopper::barrier_init(shared.x_full(slot), params.plan.convert_warps);
@@ -1467,24 +1708,24 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
   const int warp_id = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp_id < kMultiplyWarps) {
     hopper::registers_take<kMultiplyRegisters>();
-    multiply<Element, TILE_P, TILE_Q>(params, shared, modelnew_wgmma_smem, warp_id / 4);
+    multiply<Format, TILE_P, TILE_Q>(params, shared, modelnew_wgmma_smem, warp_id / 4);
   } else {
     hopper::registers_give_back<kConvertRegisters>();
     const int service_warp = warp_id - kMultiplyWarps;
     if (service_warp >= params.plan.convert_warps) {
-      if (threadIdx.x % 32 == 0) copy_weights(params, shared);
+      if (threadIdx.x % 32 == 0) copy_weights(params, shared, agenda);
     } else if (!params.plan.x_simple) {
-      Converter<Element, 1, false, 3>(params, shared, modelnew_wgmma_smem, service_warp).run();
+      Converter<Format, 1, false, 3>(params, shared, modelnew_wgmma_smem, agenda, service_warp).run();
     } else if (params.plan.convert_warps == 3) {
-      Converter<Element, 2, true, 3>(params, shared, modelnew_wgmma_smem, service_warp).run();
+      Converter<Format, 2, true, 3>(params, shared, modelnew_wgmma_smem, agenda, service_warp).run();
     } else {
-      Converter<Element, 2, true, 4>(params, shared, modelnew_wgmma_smem, service_warp).run();
+      Converter<Format, 2, true, 4>(params, shared, modelnew_wgmma_smem, agenda, service_warp).run();
     }
   }
 #endif
 }
 
-// ---- Packing ----
+// ---- Packing, and what contained operands need beside it ----
 
 constexpr int kPackThreads = 256;
 
@@ -1497,47 +1738,216 @@ struct PackOperandsParams {
   int64_t pieces;
 };
 
-// One thread writes one piece of 16 bytes: the channels of one output channel at one tap.
-template <typename Element>
-__global__ void __launch_bounds__(kPackThreads) pack_operands_kernel(const PackOperandsParams params) {
-  constexpr int kChunk = 16 / sizeof(Element);
+// A piece of 16 bytes: the channels of one output channel at one tap. Packed: [group][64 channels] and, of each of
+// these rows, [block][tap][step of the block][2], the channels innermost.
+struct PackedPiece {
+  int group, k, channel, r, s;
+  bool exists;  // its output channel
+};
+
+template <typename Format>
+__device__ __forceinline__ PackedPiece packed_piece(const PackOperandsParams& params, int group, int row,
+                                                    int64_t piece) {
+  constexpr int kChunk = 16 / sizeof(typename Format::Multiplied);
   const Correlation& of = params.of;
   const int taps = of.R * of.S;
-  const int64_t piece = blockIdx.x * static_cast<int64_t>(kPackThreads) + threadIdx.x;
-  if (piece >= params.pieces) return;
+  const int half = static_cast<int>(piece % 2);
+  piece /= 2;
+  const int step = static_cast<int>(piece % params.block_steps);
+  piece /= params.block_steps;
+  const int tap = static_cast<int>(piece % taps), block = static_cast<int>(piece / taps);
+  PackedPiece at;
+  at.group = group;
+  at.k = channel_of_row<sizeof(typename Format::Stored)>(row, params.boxes);
+  at.channel = (2 * (block * params.block_steps + step) + half) * kChunk;
+  at.r = of.flipped ? of.R - 1 - tap / of.S : tap / of.S;
+  at.s = of.flipped ? of.S - 1 - tap % of.S : tap % of.S;
+  at.exists = at.k < of.out_channels;
+  return at;
+}
 
-  // [group][64 channels][block][tap][step of the block][2][channel]
-  const int row = static_cast<int>(piece % kGroupChannels);
-  int64_t rest = piece / kGroupChannels;
-  const int half = static_cast<int>(rest % 2);
-  rest /= 2;
-  const int step = static_cast<int>(rest % params.block_steps);
-  rest /= params.block_steps;
-  const int tap = static_cast<int>(rest % taps);
-  rest /= taps;
-  const int block = static_cast<int>(rest % params.blocks_c);
-  rest /= params.blocks_c;
-  const int tile = static_cast<int>(rest % params.tiles_k);
-  const int group = static_cast<int>(rest / params.tiles_k);
-  const int channel = (2 * (block * params.block_steps + step) + half) * kChunk;
-  const int r = of.flipped ? of.R - 1 - tap / of.S : tap / of.S;
-  const int s = of.flipped ? of.S - 1 - tap % of.S : tap % of.S;
-  const int k = channel_of_row<sizeof(Element)>(tile * kGroupChannels + row, params.boxes);
-
-  const Element* from = static_cast<const Element*>(params.w_ptr) + group * of.w_stride_group + k * of.w_stride_out +
-                        channel * of.w_stride_in + r * of.w_stride_r + s * of.w_stride_s;
-  Element values[kChunk];
+// Its channels, 0 where there are none.
+template <typename Stored, int COUNT>
+__device__ __forceinline__ void load_weights(const PackOperandsParams& params, const PackedPiece& at,
+                                             Stored (&values)[COUNT]) {
+  const Correlation& of = params.of;
+  const Stored* from = static_cast<const Stored*>(params.w_ptr) + at.group * of.w_stride_group +
+                       at.k * of.w_stride_out + at.channel * of.w_stride_in + at.r * of.w_stride_r +
+                       at.s * of.w_stride_s;
 #pragma unroll
-  for (int c = 0; c < kChunk; ++c) {
-    const bool exists = k < of.out_channels && channel + c < of.in_channels;
-    if constexpr (sizeof(Element) == 2)
-      values[c].bits = exists ? from[c * of.w_stride_in].bits : 0;
-    else
-      values[c] = exists ? round_to_tf32(from[c * of.w_stride_in]) : 0.0f;
+  for (int c = 0; c < COUNT; ++c)
+    values[c] = at.exists && at.channel + c < of.in_channels ? from[c * of.w_stride_in] : Stored{};
+}
+
+// One thread writes one piece.
+template <typename Format>
+__device__ __forceinline__ void pack_piece(const PackOperandsParams& params, int64_t piece) {
+  using Stored = typename Format::Stored;
+  if (piece >= params.pieces) return;
+  const int64_t row_pieces = static_cast<int64_t>(params.blocks_c) * params.of.R * params.of.S * params.block_steps * 2;
+  const int64_t tile = piece / kGroupChannels / row_pieces;  // of 64 output channels, in all groups
+  const int group = static_cast<int>(tile / params.tiles_k);
+  const int row = static_cast<int>(tile % params.tiles_k * kGroupChannels + piece % kGroupChannels);
+  Stored values[16 / sizeof(Stored)];
+  load_weights(params, packed_piece<Format>(params, group, row, piece / kGroupChannels % row_pieces), values);
+  if constexpr (sizeof(Stored) == 4) {
+#pragma unroll
+    for (float& value : values) value = round_to_tf32(value);
   }
   uint4 packed;
   memcpy(&packed, values, sizeof packed);
   static_cast<uint4*>(params.packed_ptr)[piece] = packed;
+}
+
+template <typename Format>
+__global__ void __launch_bounds__(kPackThreads) pack_operands_kernel(const PackOperandsParams params) {
+  pack_piece<Format>(params, blockIdx.x * static_cast<int64_t>(kPackThreads) + threadIdx.x);
+}
+
+// Before a call with contained operands: the blocks of one launch pack a row of the weights each, contained; look at a
+// sample of x; pack all weights in TF32. The last one of the first two sorts decides what x is scaled by.
+constexpr int kSampleBlocks = 64;
+constexpr int kSamples = 1 << 16;
+static_assert(kPackThreads == 256, "a thread for each exponent");
+
+struct PrepareParams {
+  const void* in_ptr;
+  PackOperandsParams contained, tf32;
+  Guard guard;
+  int row_blocks;  // rows of packed weights, of all groups
+  int tile_k;
+  float window;  // values of x in the window of a tile
+};
+
+struct PrepareShared {
+  uint32_t magnitude;  // the largest one of the block's, as bits
+  uint32_t bad;        // some of its weights do not fit
+  uint32_t last;       // the block is the last one to be done
+  uint32_t outside;    // samples of x that do not fit
+  uint32_t samples[256];
+};
+
+// The weights of one output channel, times the power of two that takes the largest to 2^14..2^15.
+__device__ __forceinline__ void pack_contained_row(const PrepareParams& prepare, PrepareShared& shared,
+                                                   int row_of_all) {
+  const PackOperandsParams& params = prepare.contained;
+  const int rows = params.tiles_k * kGroupChannels, group = row_of_all / rows, row = row_of_all - group * rows;
+  const int row_pieces = params.blocks_c * params.of.R * params.of.S * params.block_steps * 2;
+  const auto weights_of = [&](int piece, uint32_t (&words)[8]) {
+    float values[8];
+    load_weights(params, packed_piece<Contained>(params, group, row, piece), values);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) words[c] = float_bits(values[c]);
+  };
+  uint32_t words[8], magnitude = 0;
+  for (int piece = threadIdx.x; piece < row_pieces; piece += kPackThreads) {
+    weights_of(piece, words);
+    for (uint32_t word : words) magnitude = max(magnitude, word & 0x7fffffff);
+  }
+  atomicMax(&shared.magnitude, magnitude);
+  __syncthreads();  // all have seen their weights
+
+  // Inf and NaN have no scale either.
+  int exponent = 0;
+  const bool scaled = scale_exponent(shared.magnitude >> 23, 14, exponent) || shared.magnitude == 0;
+  const float scale = power_of_two(exponent);
+  Watch watch;
+  uint4* const packed = static_cast<uint4*>(params.packed_ptr) +
+                        static_cast<int64_t>(row_of_all / kGroupChannels) * row_pieces * kGroupChannels +
+                        row_of_all % kGroupChannels;
+  for (int piece = threadIdx.x; piece < row_pieces; piece += kPackThreads) {
+    weights_of(piece, words);
+    const uint4 contained =
+        make_uint4(contain_pair(words[0], words[1], scale), contain_pair(words[2], words[3], scale),
+                   contain_pair(words[4], words[5], scale), contain_pair(words[6], words[7], scale));
+    for (uint32_t word : words) watch.see(word);
+    watch.see_contained(contained);
+    packed[static_cast<int64_t>(piece) * kGroupChannels] = contained;
+  }
+  if (!scaled || !watch.fits(least_contained(exponent))) shared.bad = 1;
+  __syncthreads();  // all have judged
+  if (threadIdx.x != 0) return;
+  prepare.guard.w_exponents[row_of_all] = exponent;
+  atomicMax(&prepare.guard.control->most, exponent);
+  atomicMax(&prepare.guard.control->least, -exponent);
+  if (shared.bad != 0 && atomicExch(prepare.guard.bad_tile_k + row_of_all / prepare.tile_k, 1) == 0)
+    atomicAdd(&prepare.guard.control->bad_tiles_k, 1);
+}
+
+// Places all over x, the same in every call: rows at even distances, a column drawn for each.
+__device__ __forceinline__ void sample(const PrepareParams& prepare, PrepareShared& shared, int block) {
+  const Correlation& of = prepare.contained.of;
+  const uint64_t channels = static_cast<uint64_t>(of.groups) * of.in_channels, rows = of.N * channels * of.H;
+  constexpr int kEach = kSamples / kSampleBlocks / kPackThreads;
+  uint32_t words[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const uint32_t number = (i * kSampleBlocks + block) * kPackThreads + threadIdx.x;
+    const uint32_t drawn = number * 0x9e3779b9u ^ number >> 7;
+    const uint64_t row = (number * rows + drawn % kSamples * rows / kSamples) / kSamples % rows;
+    const uint64_t image = row / (channels * of.H), in_image = row % (channels * of.H);
+    const uint64_t column = static_cast<uint64_t>(drawn * 0x85ebca6bu) * of.W >> 32;
+    words[i] =
+        static_cast<const uint32_t*>(prepare.in_ptr)[image * of.in_stride[0] + in_image / of.H * of.in_stride[1] +
+                                                     in_image % of.H * of.in_stride[2] + column * of.in_stride[3]];
+  }
+#pragma unroll
+  for (uint32_t word : words) {
+    if ((word & 0x7fffffff) != 0) atomicAdd(shared.samples + (word >> 23 & 255), 1);
+  }
+  __syncthreads();  // all are counted
+  if (const uint32_t count = shared.samples[threadIdx.x]; count != 0)
+    atomicAdd(prepare.guard.control->samples + threadIdx.x, count);
+}
+
+// Thread i has the samples of exponent i. The whole call goes to TF32 operands where too many tiles would be done twice:
+// TF32 takes about twice the time, so from half of the tiles on; one odd sample decides nothing.
+__device__ __forceinline__ void decide(const PrepareParams& prepare, PrepareShared& shared) {
+  Control& control = *prepare.guard.control;
+  const int exponent = threadIdx.x;
+  const uint32_t count = atomicAdd(control.samples + exponent, 0);  // as memory has it
+  const bool finite = exponent < 255;
+  if (exponent == 0) shared.magnitude = shared.outside = 0;
+  __syncthreads();  // they are zeros
+  if (count != 0 && finite) atomicMax(&shared.magnitude, exponent + 1);
+  __syncthreads();  // the largest exponent is known, or that there is none
+  int x_exponent = 0;
+  bool scaled = shared.magnitude == 0 || scale_exponent(shared.magnitude - 1, 13, x_exponent);
+  if (!finite || exponent < kLeastContainedExponent - x_exponent) atomicAdd(&shared.outside, count);
+  __syncthreads();  // what does not fit is counted
+  if (exponent != 0) return;
+  const uint32_t bad_tiles_k = atomicAdd(&control.bad_tiles_k, 0), tiles_k = prepare.row_blocks / prepare.tile_k;
+  const float in_a_window = shared.outside * prepare.window / kSamples;
+  // One factor, a normal number, undoes both scales.
+  const int most = atomicMax(&control.most, 0), least = atomicMax(&control.least, 0);
+  scaled = scaled && x_exponent + most <= 126 && x_exponent - least >= -126;
+  control.x_exponent = x_exponent;
+  control.all_again = !scaled || 2 * bad_tiles_k >= tiles_k || (shared.outside > 1 && in_a_window > 0.7f);
+}
+
+__global__ void __launch_bounds__(kPackThreads) prepare_kernel(const __grid_constant__ PrepareParams params) {
+  extern __shared__ __align__(16) unsigned char modelnew_prepare_smem[];
+  PrepareShared& shared = *reinterpret_cast<PrepareShared*>(modelnew_prepare_smem);
+  const int block = static_cast<int>(blockIdx.x), deciding_blocks = params.row_blocks + kSampleBlocks;
+  if (block >= deciding_blocks) {
+    pack_piece<Tf32>(params.tf32, (block - deciding_blocks) * static_cast<int64_t>(kPackThreads) + threadIdx.x);
+    return;
+  }
+  shared.samples[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.magnitude = shared.bad = 0;
+  __syncthreads();  // they are zeros
+  if (block < params.row_blocks)
+    pack_contained_row(params, shared, block);
+  else
+    sample(params, shared, block - params.row_blocks);
+  __threadfence();
+  __syncthreads();  // what the block has counted is in memory before it says so
+  if (threadIdx.x == 0) {
+    const uint32_t before = atomicAdd(&params.guard.control->arrived, 1);
+    shared.last = static_cast<int>(before) == deciding_blocks - 1;
+  }
+  __syncthreads();  // all know whether the block is the last one
+  if (shared.last != 0) decide(params, shared);
 }
 
 #endif  // device code
@@ -1616,6 +2026,10 @@ constexpr double kStoreCyclesPerByte = 8;
 constexpr double kConvertCyclesPerByte = 0.4;
 constexpr double kPiecewiseConvertFactor = 2;  // x by single pixels, or with a last block that is not full
 
+// Contained operands: what a byte of the ring costs more, and the launches beside the main one. Estimates.
+constexpr double kContainFactor = 2;
+constexpr double kContainCycles = 15e3;
+
 // What an image costs beside its tiles in a unit that runs down, in tiles: the first window has to be filled.
 constexpr double kRestartTiles = 0.4;
 
@@ -1647,14 +2061,17 @@ inline int64_t even(int64_t value) { return value + (value & 1); }
 constexpr int64_t most_steps_with_zeros(int64_t channel_steps) { return channel_steps * 17 / 16; }
 
 // Completes a plan whose tile is chosen; false when it does not fit.
-inline bool complete(const Correlation& of, int element_size, const Device& device, int shape, int tile_k, Plan& plan) {
-  const int step_channels = kStepBytes / element_size;
+inline bool complete(const Correlation& of, const ElementBytes& bytes, const Device& device, int shape, int tile_k,
+                     Plan& plan) {
+  const int element_size = bytes.stored;
+  const int step_channels = kStepBytes / bytes.multiplied;
+  plan.contained = bytes.stored != bytes.multiplied;
   plan.tile_k = tile_k;
   plan.tile_q = kShapes[shape].columns;
   const int group_rows = kShapes[shape].rows;
   const int tile_pixels = group_rows * plan.tile_q;
   const bool small = tile_pixels < kTilePixels;
-  if (small && !(element_size == 4 && plan.down && plan.y_runs)) return false;
+  if (small && !(bytes.multiplied == 4 && plan.down && plan.y_runs)) return false;
   plan.tile_p = tile_k == 64 ? 2 * group_rows : group_rows;
   plan.tiles_p = static_cast<int>(ceil_div(of.P, plan.tile_p));
   plan.tiles_q = static_cast<int>(ceil_div(of.Q, plan.tile_q));
@@ -1690,9 +2107,12 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
           element_size >=
       int64_t{1} << 32)
     return false;
-  plan.groups = static_cast<int>(ceil_div(pass_steps, most_group_steps(plan.tile_q)));
-  plan.group_steps = static_cast<int>(ceil_div(pass_steps, plan.groups));
-  plan.large_groups = static_cast<int>(pass_steps - static_cast<int64_t>(plan.groups) * (plan.group_steps - 1));
+  const auto set_groups = [&](int most_steps) {
+    plan.groups = static_cast<int>(ceil_div(pass_steps, most_steps));
+    plan.group_steps = static_cast<int>(ceil_div(pass_steps, plan.groups));
+    plan.large_groups = static_cast<int>(pass_steps - static_cast<int64_t>(plan.groups) * (plan.group_steps - 1));
+  };
+  set_groups(most_group_steps(plan.tile_q));
 
   // Shared memory: the least of everything, then more in the order of its use.
   const auto fits = [&] { return shared_layout(of, plan, element_size).end <= kSharedBytes; };
@@ -1706,11 +2126,15 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   // Without boxes all planes of 16 bits have room, and where nothing is carried over two warps share one part, but not
   // for long.
   plan.staged_planes = element_size == 2 && group_rows == 1 && plan.y_runs ? 2 * kPlanes : kPlanes;
-  plan.staging_parts = plan.down && (plan.staged_planes == 2 * kPlanes || small) ? kMultiplyWarps / 2 : kMultiplyWarps;
+  plan.staging_parts =
+      plan.down && (plan.staged_planes == 2 * kPlanes || small || plan.contained) ? kMultiplyWarps / 2 : kMultiplyWarps;
   plan.w_stages = 0;
   if (!fits()) plan.boxes = 0;  // larger rings matter more
   while (2 << plan.log_boxes <= plan.boxes) ++plan.log_boxes;
   if (!fits()) plan.w_stages = 4;
+  if (plan.contained && plan.down) {  // where few bytes are missing
+    for (int most_steps = plan.group_steps - 1; !fits() && most_steps >= 3; --most_steps) set_groups(most_steps);
+  }
   if (!fits()) return false;
   // With boxes a window may begin at any row of the ring, and a ring of two windows leaves more to the L1 cache.
   //
@@ -1777,7 +2201,8 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   plan.blocks = static_cast<int>(std::min(plan.units, device.sms));
   // Resident weights stay the same where all units of a block have the same output channels.
   if (plan.w_stages == 0 && plan.blocks > plan.tiles_k) plan.blocks -= plan.blocks % plan.tiles_k;
-  plan.convert_warps = plan.x_simple && plan.w_stages == 0 && of.groups == 1 && plan.blocks % plan.tiles_k == 0 ? 4 : 3;
+  const bool same_weights = plan.w_stages == 0 && of.groups == 1 && plan.blocks % plan.tiles_k == 0;
+  plan.convert_warps = plan.x_simple && same_weights ? 4 : 3;
 
   // A cycle a pixel and step. While one warpgroup stores, the other one multiplies its last block.
   const double step = tile_pixels * kShapes[shape].narrow_cost;
@@ -1786,8 +2211,8 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   const double turn = step / 2 * taps * plan.block_steps;
   const double bubble = std::max(store - turn, 0.0);
   const double convert_row = kConvertCyclesPerByte / plan.convert_warps *
-                             (plan.x_simple ? 1 : kPiecewiseConvertFactor) * plan.blocks_c * plan.block_steps * 2 *
-                             pitch * 16;
+                             (plan.x_simple ? 1 : kPiecewiseConvertFactor) * (plan.contained ? kContainFactor : 1) *
+                             plan.blocks_c * plan.block_steps * 2 * pitch * 16;
   const double convert = convert_row * (plan.down ? plan.tile_p : rows);
   // A ring of less than two windows lets the one wait for the other.
   const double ahead = plan.down ? 1 : std::min((plan.x_slots - rows) / static_cast<double>(rows), 1.0);
@@ -1799,6 +2224,7 @@ inline bool complete(const Correlation& of, int element_size, const Device& devi
   const double first_rows = plan.down ? convert_row * (rows - plan.tile_p) : 0;  // of every image in a unit
   plan.cycles = static_cast<double>(ceil_div(plan.units, plan.blocks)) *
                 (plan.unit_tiles * tile + ceil_div(plan.unit_tiles, plan.tiles_p) * first_rows);
+  if (plan.contained) plan.cycles += kContainCycles;
   return true;
 }
 
@@ -1829,20 +2255,42 @@ inline void set_alignments(const Correlation& of, int element_size, const Alignm
 }
 
 // The best plan, or one of the configurations that tests force by number: shape + 4 * (64 channels a tile) + 8 * down,
-// or 16, the last shape.
+// or 16, the last shape; and for fp32 the same with contained operands, from kContainedConfigurations on.
 constexpr int kConfigurations = 17;
+constexpr int kContainedConfigurations = 32;
+
+inline bool plan_configuration(const Correlation& of, int element_size, const Device& device, const Alignment& address,
+                               int configuration, Plan& plan) {
+  const bool contained = configuration >= kContainedConfigurations;
+  configuration %= kContainedConfigurations;
+  plan = Plan{};
+  set_alignments(of, element_size, address, plan);
+  plan.down = configuration >= 8;
+  const int shape = configuration < 16 ? configuration % 4 : 4;
+  const int tile_k = configuration < 16 && configuration / 4 % 2 != 0 ? 64 : 128;
+  return complete(of, {element_size, contained ? 2 : element_size}, device, shape, tile_k, plan);
+}
+
+// With TF32 operands, for the tiles of a plan with contained ones: the same tiles, rightwards.
+inline bool plan_again(const Correlation& of, const Device& device, const Alignment& address, const Plan& contained,
+                       Plan& plan) {
+  int configuration = contained.tile_k == 64 ? 4 : 0;
+  while (kShapes[configuration % 4].columns != contained.tile_q) ++configuration;
+  if (!plan_configuration(of, 4, device, address, configuration, plan)) return false;
+  // A list has tiles of all output channels.
+  if (plan.tiles_k > 1) plan.convert_warps = 3;
+  return true;
+}
 
 inline bool make_plan(const Correlation& of, int element_size, const Device& device, const Alignment& address,
                       int forced, Plan& best) {
   bool found = false;
-  for (int configuration = 0; configuration < kConfigurations; ++configuration) {
+  for (int configuration = 0; configuration < kContainedConfigurations + kConfigurations; ++configuration) {
+    if (configuration >= kConfigurations && (configuration < kContainedConfigurations || element_size != 4)) continue;
     if (forced >= 0 && forced != configuration) continue;
-    Plan plan{};
-    set_alignments(of, element_size, address, plan);
-    plan.down = configuration >= 8;
-    const int shape = configuration < 16 ? configuration % 4 : 4;
-    const int tile_k = configuration < 16 && configuration / 4 % 2 != 0 ? 64 : 128;
-    if (!complete(of, element_size, device, shape, tile_k, plan)) continue;
+    Plan plan, again;
+    if (!plan_configuration(of, element_size, device, address, configuration, plan)) continue;
+    if (plan.contained && !plan_again(of, device, address, plan, again)) continue;
     if (!found || plan.cycles < best.cycles) best = plan;
     found = true;
   }
@@ -1894,20 +2342,57 @@ inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
   return static_cast<int64_t>(of.groups) * plan.tiles_k * total_steps(of, plan) * plan.tile_k * kStepBytes;
 }
 
-// What the packed weights of any plan fit into: which one it will be depends on addresses too.
+// Where the parts of the workspace start.
+struct WorkspaceLayout {
+  int64_t bad_tile_k, marked, zeros_end;  // all zeros at first, from the start on
+  int64_t list, w_exponents, packed, packed_again, end;
+};
+
+// For weights of so many bytes, packed, and again in TF32; tiles of pixels; tiles of output channels of all groups.
+inline WorkspaceLayout workspace_layout(bool contained, int64_t packed_bytes, int64_t packed_again_bytes, int64_t tiles,
+                                        int64_t tiles_k, int tile_k) {
+  const auto aligned = [](int64_t bytes) { return ceil_div(bytes, 128) * 128; };
+  WorkspaceLayout layout{};
+  if (contained) {
+    layout.bad_tile_k = aligned(sizeof(Control));
+    layout.marked = layout.bad_tile_k + aligned(4 * tiles_k);
+    layout.zeros_end = layout.marked + aligned(ceil_div(tiles, 8));
+    layout.list = layout.zeros_end;
+    layout.w_exponents = layout.list + aligned(4 * tiles);
+    layout.packed = layout.w_exponents + aligned(4 * tiles_k * tile_k);
+    layout.packed_again = layout.packed + aligned(packed_bytes);
+  }
+  layout.end = contained ? layout.packed_again + packed_again_bytes : packed_bytes;
+  return layout;
+}
+
+inline WorkspaceLayout workspace_layout(const Correlation& of, const Plan& plan, const Plan& again) {
+  return workspace_layout(plan.contained, packed_bytes(of, plan), plan.contained ? packed_bytes(of, again) : 0,
+                          static_cast<int64_t>(plan.tiles) * plan.tiles_k, int64_t{of.groups} * plan.tiles_k,
+                          plan.tile_k);
+}
+
+// What any plan gets by with: which one it will be depends on addresses too.
 inline int64_t workspace_bytes(const Problem& problem, Operator op) {
   const Correlation of = correlation_of(problem, op);
   constexpr int kMostChannels = 2 * kGroupChannels;  // of a tile
-  const int64_t channel_steps = ceil_div(of.in_channels, kStepBytes / element_bytes(problem.dtype));
-  return of.groups * ceil_div(of.out_channels, kMostChannels) * kMostChannels * of.R * of.S *
-         most_steps_with_zeros(channel_steps) * kStepBytes;
+  const auto most_packed_bytes = [&](int element_size) {
+    const int64_t channel_steps = ceil_div(of.in_channels, kStepBytes / element_size);
+    return of.groups * ceil_div(of.out_channels, kMostChannels) * kMostChannels * of.R * of.S *
+           most_steps_with_zeros(channel_steps) * kStepBytes;
+  };
+  const int64_t packed = most_packed_bytes(element_bytes(problem.dtype));
+  if (problem.dtype != DType::kFloat32) return packed;
+  int64_t most_tiles = 0;
+  for (const Shape& shape : kShapes)
+    most_tiles = std::max(most_tiles, ceil_div(of.P, shape.rows) * ceil_div(of.Q, shape.columns));
+  const int64_t tiles_k = of.groups * ceil_div(of.out_channels, kGroupChannels);
+  return workspace_layout(true, most_packed_bytes(2), packed, of.N * most_tiles * tiles_k, tiles_k, kMostChannels).end;
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-template <typename Element>
-cudaError_t pack_operands(const void* w_ptr, void* packed_ptr, const Correlation& of, const Plan& plan,
-                          cudaStream_t stream) {
+inline PackOperandsParams pack_params(const void* w_ptr, void* packed_ptr, const Correlation& of, const Plan& plan) {
   PackOperandsParams params{};
   params.w_ptr = w_ptr;
   params.packed_ptr = packed_ptr;
@@ -1917,9 +2402,7 @@ cudaError_t pack_operands(const void* w_ptr, void* packed_ptr, const Correlation
   params.block_steps = plan.block_steps;
   params.boxes = plan.boxes;
   params.pieces = packed_bytes(of, plan) / 16;
-  const unsigned blocks = static_cast<unsigned>(ceil_div(params.pieces, kPackThreads));
-  pack_operands_kernel<Element><<<blocks, kPackThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return params;
 }
 
 // y as boxes want it: [image][channel / boxes][pixel of `boxes` channels], and blocks of 128 bytes to go on with.
@@ -1932,16 +2415,16 @@ cudaError_t make_box_maps(Params& params) {
   const uint64_t sizes[4] = {(boxes - 1) * channel + static_cast<uint64_t>(of.P) * of.Q, channels, 4, images};
   const uint64_t strides[3] = {boxes * channel * kSize, hopper::kBoxRowBytes,
                                images > 1 ? of.out_stride[0] * kSize : boxes * channel * kSize};
-  const uint32_t rows = kSize == 2 ? 16 : 8;
+  const uint32_t rows = kSize == 2 || params.plan.contained ? 16 : 8;
   const uint32_t four[4] = {hopper::kBoxRowBytes / kSize, rows, 4, 1}, one[4] = {four[0], rows, 1, 1};
   const cudaError_t error = hopper::make_box_map(params.out_ptr, kSize, sizes, strides, four, params.four_blocks);
   if (error != cudaSuccess) return error;
   return hopper::make_box_map(params.out_ptr, kSize, sizes, strides, one, params.one_block);
 }
 
-template <typename Element, int TILE_P, int TILE_Q>
+template <typename Format, int TILE_P, int TILE_Q>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  const auto kernel = wgmma_kernel<Element, TILE_P, TILE_Q>;
+  const auto kernel = wgmma_kernel<Format, TILE_P, TILE_Q>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
@@ -1949,28 +2432,80 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename Element>
-cudaError_t run(const void* w_ptr, void* workspace, Params& params, cudaStream_t stream) {
-  const cudaError_t error = pack_operands<Element>(w_ptr, workspace, params.of, params.plan, stream);
-  if (error != cudaSuccess) return error;
-  params.packed_ptr = workspace;
+// The kernel of a plan, its weights packed.
+template <typename Format>
+cudaError_t run_packed(Params& params, cudaStream_t stream) {
   if (params.plan.boxes != 0) {
-    const cudaError_t error = make_box_maps<Element>(params);
+    const cudaError_t error = make_box_maps<typename Format::Stored>(params);
     if (error != cudaSuccess) return error;
   }
   switch (params.plan.tile_q) {
     case 256:
-      return run_kernel<Element, 1, 256>(params, stream);
+      return run_kernel<Format, 1, 256>(params, stream);
     case 128:
-      if constexpr (sizeof(Element) == 4) {
-        if (params.plan.tile_p == 1) return run_kernel<Element, 1, 128>(params, stream);
+      if constexpr (sizeof(typename Format::Multiplied) == 4) {
+        if (params.plan.tile_p == 1) return run_kernel<Format, 1, 128>(params, stream);
       }
-      return run_kernel<Element, 2, 128>(params, stream);
+      return run_kernel<Format, 2, 128>(params, stream);
     case 64:
-      return run_kernel<Element, 4, 64>(params, stream);
+      return run_kernel<Format, 4, 64>(params, stream);
     default:
-      return run_kernel<Element, 8, 32>(params, stream);
+      return run_kernel<Format, 8, 32>(params, stream);
   }
+}
+
+template <typename Format>
+cudaError_t run(const void* w_ptr, void* workspace, Params& params, cudaStream_t stream) {
+  const PackOperandsParams pack = pack_params(w_ptr, workspace, params.of, params.plan);
+  pack_operands_kernel<Format>
+      <<<static_cast<unsigned>(ceil_div(pack.pieces, kPackThreads)), kPackThreads, 0, stream>>>(pack);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  params.packed_ptr = workspace;
+  return run_packed<Format>(params, stream);
+}
+
+// Contained operands, and `again` what does not fit into them.
+inline cudaError_t run_contained(const void* w_ptr, void* workspace, Params& params, const Plan& again,
+                                 cudaStream_t stream) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const WorkspaceLayout layout = workspace_layout(of, plan, again);
+  uint8_t* const start = static_cast<uint8_t*>(workspace);
+  const auto part = [&](int64_t offset) { return reinterpret_cast<uint32_t*>(start + offset); };
+  params.guard = {reinterpret_cast<Control*>(start), part(layout.bad_tile_k), part(layout.marked), part(layout.list),
+                  reinterpret_cast<int32_t*>(part(layout.w_exponents))};
+  PrepareParams prepare{};
+  prepare.in_ptr = params.in_ptr;
+  prepare.contained = pack_params(w_ptr, part(layout.packed), of, plan);
+  prepare.tf32 = pack_params(w_ptr, part(layout.packed_again), of, again);
+  prepare.guard = params.guard;
+  prepare.row_blocks = of.groups * plan.tiles_k * plan.tile_k;
+  prepare.tile_k = plan.tile_k;
+  prepare.window = static_cast<float>(plan.x_rows) * plan.x_pitch * of.in_channels;
+  cudaError_t error = cudaMemsetAsync(workspace, 0, layout.zeros_end, stream);
+  if (error != cudaSuccess) return error;
+  const int64_t blocks = prepare.row_blocks + kSampleBlocks + ceil_div(prepare.tf32.pieces, kPackThreads);
+  prepare_kernel<<<static_cast<unsigned>(blocks), kPackThreads, sizeof(PrepareShared), stream>>>(prepare);
+  error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  params.packed_ptr = part(layout.packed);
+  error = run_packed<Contained>(params, stream);
+  if (error != cudaSuccess) return error;
+  params.plan = again;
+  params.packed_ptr = part(layout.packed_again);
+  return run_packed<Tf32>(params, stream);
+}
+
+// Runs the plan in `params`.
+inline cudaError_t run_plan(DType dtype, const Device& device, const Alignment& address, const void* w_ptr,
+                            void* workspace, Params& params, cudaStream_t stream) {
+  if (dtype == DType::kFloat16) return run<Fp16>(w_ptr, workspace, params, stream);
+  if (dtype == DType::kBFloat16) return run<Bf16>(w_ptr, workspace, params, stream);
+  if (!params.plan.contained) return run<Tf32>(w_ptr, workspace, params, stream);
+  Plan again;
+  if (!plan_again(params.of, device, address, params.plan, again)) return cudaErrorInvalidConfiguration;
+  return run_contained(w_ptr, workspace, params, again, stream);
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
@@ -1979,15 +2514,12 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   params.bias_ptr = op == Operator::kDgrad ? nullptr : pointers.bias;
   params.out_ptr = pointers.out;
   const Alignment address{reinterpret_cast<uint64_t>(params.in_ptr), reinterpret_cast<uint64_t>(params.out_ptr)};
-  if (!plan_of(problem, op, address, params.of, params.plan)) return cudaErrorInvalidConfiguration;
-  switch (problem.dtype) {
-    case DType::kFloat16:
-      return run<Half>(pointers.w, pointers.workspace, params, stream);
-    case DType::kBFloat16:
-      return run<BFloat16>(pointers.w, pointers.workspace, params, stream);
-    default:
-      return run<float>(pointers.w, pointers.workspace, params, stream);
-  }
+  Device device{};
+  current_device(device);
+  params.of = correlation_of(problem, op);
+  if (!make_plan(params.of, element_bytes(problem.dtype), device, address, -1, params.plan))
+    return cudaErrorInvalidConfiguration;
+  return run_plan(problem.dtype, device, address, pointers.w, pointers.workspace, params, stream);
 }
 
 #endif  // launchers
@@ -1996,7 +2528,7 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   Correlation of{};
   Plan plan{};
   plan_of(problem, op, Alignment{}, of, plan);
-  const int channels = kStepBytes / element_bytes(problem.dtype) * plan.block_steps;
+  const int channels = kStepBytes / (plan.contained ? 2 : element_bytes(problem.dtype)) * plan.block_steps;
   char weights[64];
   if (plan.w_stages == 0)
     snprintf(weights, sizeof weights, "resident weights");
@@ -2008,11 +2540,13 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
     snprintf(boxes, sizeof boxes, "boxes, ");
   else if (plan.boxes > 1)
     snprintf(boxes, sizeof boxes, "boxes of every %d%s channel, ", plan.boxes, plan.boxes == 2 ? "nd" : "th");
-  snprintf(text, text_size,
-           "tile of %d channels x %d x %d pixels, %s, %d input channels a row of %d, %s, %s%d bytes of shared memory, "
-           "%d blocks, units of %d tiles, about %.3g Mcycles",
-           plan.tile_k, plan.tile_p, plan.tile_q, plan.down ? "downwards" : "rightwards", channels, plan.x_slots,
-           weights, boxes, plan.smem_bytes, plan.blocks, plan.unit_tiles, plan.cycles * 1e-6);
+  snprintf(
+      text, text_size,
+      "%stile of %d channels x %d x %d pixels, %s, %d input channels a row of %d, %s, %s%d bytes of shared memory, "
+      "%d blocks, units of %d tiles, about %.3g Mcycles",
+      plan.contained ? "in scaled fp16, " : "", plan.tile_k, plan.tile_p, plan.tile_q,
+      plan.down ? "downwards" : "rightwards", channels, plan.x_slots, weights, boxes, plan.smem_bytes, plan.blocks,
+      plan.unit_tiles, plan.cycles * 1e-6);
 }
 
 #endif  // host
