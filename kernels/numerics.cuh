@@ -142,8 +142,8 @@ MODELNEW_HOST_DEVICE inline uint32_t narrow_pair(float first, float second, BFlo
 // ---- fp16 as a container for TF32 ----
 //
 // Both have 10 explicit mantissa bits, so a value that is rounded to TF32, times a power of two that brings it to where
-// fp16 is normal, 2^-14 to 65504, is the same operand at twice the rate. What lies outside has to be found and multiplied
-// otherwise: a Watch looks at all that is converted.
+// fp16 is normal, 2^-14 to 65504, is the same operand at twice the rate. What lies outside has to be found and
+// multiplied otherwise: a Watch looks at all that is converted.
 
 // 2^exponent, from -126 to 127.
 MODELNEW_HOST_DEVICE inline float power_of_two(int exponent) {
@@ -161,8 +161,8 @@ MODELNEW_HOST_DEVICE inline bool scale_exponent(uint32_t field, int to, int& exp
   return allowed;
 }
 
-// Two values, by their bits, rounded to TF32 and times `scale`, in one word. Conversion rounds ties to even, so they are
-// lifted above the tie; what this adds to other values is cut off again, also to zero.
+// Two values, by their bits, rounded to TF32 and times `scale`, in one word. Conversion rounds ties to even, so they
+// are lifted above the tie; what this adds to other values is cut off again, also to zero.
 MODELNEW_HOST_DEVICE inline uint32_t contain_pair(uint32_t first, uint32_t second, float scale) {
   return narrow_pair(bits_float(first | 1) * scale, bits_float(second | 1) * scale, Half{});
 }
@@ -175,7 +175,7 @@ MODELNEW_HOST_DEVICE inline uint32_t least_contained(int exponent) {
   return 0u - 2 * float_bits(power_of_two(-14 - exponent));
 }
 
-// Zero fits, and so do neither Inf nor NaN, whose containers are these again.
+// Zero fits; Inf and NaN, whose containers are NaN, do not.
 struct Watch {
   uint32_t least = 0;  // turned round, so that zero is the smallest and the smallest other value the largest
   uint32_t most = 0;   // of each half of a container, in magnitude

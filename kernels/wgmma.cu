@@ -1,6 +1,7 @@
 // wgmma engine: implicit GEMM on Hopper's tensor cores, stride 1. Deterministic: one sum an output, in one order.
 //
 //   pack_operands   w -> the bytes that shared memory wants, in the order in which the main kernel takes them
+//   prepare         the same for contained operands (below), and what they are scaled by
 //   wgmma_kernel    y from x (fprop) and dx from dy (dgrad)
 //
 // GEMM view: rows = output channels, columns = output pixels, reduction = (channel block, r, s, channel). No im2col:
@@ -15,13 +16,23 @@
 //
 //   8 warps   two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread (downwards in fp32 also
 //             128 pixels, of as many bytes as 256 of 16 bits), then store them
-//   3 warps   convert: x from memory in pairs of pixels, rounded (TF32), transposed into the pieces of a row; pixels of
-//             the padding and channels that are not there become 0. They also work out the tiles
+//   3 warps   convert: x from memory in pairs of pixels, rounded (TF32), scaled (contained), transposed into the pieces
+//             of a row; pixels of the padding and channels that are not there become 0. They also work out the tiles
 //   1 warp    one thread orders bulk copies of packed weights; where these stay for good it converts as well
 //
 //   memory --convert--> x ring --+
 //                                +--> wgmma --> registers --> staging --> memory
 //   packed --bulk copy-> w ring -+
+//
+// Contained operands: fp32 tensors under the TF32 contract are multiplied as fp16, at twice the rate and half the
+// shared memory of TF32. Both have 10 explicit mantissa bits, so a value rounded to TF32 and scaled by a power of two
+// is the same operand, as long as it is zero or a normal number of fp16 (numerics.cuh). prepare scales the weights of
+// each output channel so that the largest is at 2^14..2^15, and x so that the largest of a sample of 65,536 values is
+// at 2^13..2^14, which leaves room for 4 times as much above and 27 binades below. What lies outside is found while x
+// is converted, on the bits of every value: its tiles come on a list, and a second launch of wgmma_kernel does them
+// again with TF32 operands. So it does all of a call where the sample or the weights say that too much lies outside. It
+// is launched in any case and ends at once when there is nothing to do, so that the host waits for nothing and a
+// captured graph is right for whatever data it is replayed with. Which tiles are done twice depends on the data alone.
 //
 // Rings are handed over by mbarriers. The warpgroups take turns: one multiplies a block of channels, alone and at the
 // full rate of the tensor cores, while the other stores. Weights that fit as a whole stay in shared memory.
@@ -50,9 +61,22 @@
 //
 //                                   16, 16, 128, 3x3, 1024^2   8, 64, 128, 3x3, 512x1024   8, 64, 128, 5x7, 512x256
 //   as it is                        1.54 / 3.27                0.965 / 2.12                0.80 / 1.51
+//   contained                       - / 3.30                   - / 1.28                    - / 1.00
 //   TF32 by 256 pixels only         the same                   the same / 2.28             the same / 1.50
 //   the revision before boxes       1.62 / 3.75                0.951 / 2.26                0.81 / 1.43
 //   floor (memory or arithmetic)    1.04 / 2.07                0.68 / 1.32                 0.65 / 1.25
+//
+// Contained operands are what TF32 calls take now (the rest of this note is about TF32 operands and fp16). First case:
+// memory; a program of nothing but the stores of its 8.6 GB by boxes takes 2.2 ms, and with the 1.1 GB of x read once
+// beside them 2.82 to 2.95, in units of 1 to 495 tiles, with tiles of 128 channels x 256 pixels, 64 x 512 or 32 x 1024,
+// with blocks that take the next unit as they come; stores in one linear stream, nothing but whole lines, take 1.95 to
+// 2.0 and 2.60 to 2.66 (twice the reads 2.86, four times 3.4): any reads at all cost 0.6 ms. Without storing it takes
+// 2.42, without loading x again 3.0. Second case 0.98 and 1.14, third 0.96 and 0.87: converting, 120 to 150
+// instructions for 16 values at 5 to 6 cycles each, and storing, one warp alone on its scheduler at 8 cycles an
+// instruction. Watching x costs 0.3%, 0.8% and 3 to 4%. Tried: words of x in registers as without containers (first
+// case 3.4, second 1.5); 6 parts on their way (no room in the second case), 2 or 3 (1.35); 8 converting warps of 64
+// registers (ptxas wants 154 registers for wgmma of n = 256); boxes of 8 channels (3.45); parts of 512 bytes (second
+// case 1.48); words picked by the pixel (third case 1.2) or pieces exchanged before they are stored (1.03).
 //
 // What bounds it, read the same day on another GPU with parts left out (x not loaded again after the first tiles, y
 // neither staged nor stored; multiplying alone is without both). GHz are those of the fp16 runs. TF32 still took tiles
@@ -218,9 +242,9 @@ constexpr int kSector = 32;  // bytes of memory: what a store should fill
 // leave room, in blocks of 128 bytes of each channel, as bulk stores of boxes want them.
 MODELNEW_HOST_DEVICE constexpr int box_bytes(bool contained) { return contained ? 16384 : 8192; }
 
-// Else it stages 512 bytes of each plane at a time. In front of them a plane has room for half a sector, behind them
-// for the shift of its start; planes are 12 or 8 words apart modulo the 32 banks, so that stores of accumulators, 8
-// planes x 16 bytes or 4 planes x 32 bytes at a time, meet little conflict.
+// Else it stages 512 bytes of each plane at a time, 1 KB of contained operands. In front of them a plane has room for
+// half a sector, behind them for the shift of its start; planes are 12 or 8 words apart modulo the 32 banks, so that
+// stores of accumulators, 8 planes x 16 bytes or 4 planes x 32 bytes at a time, meet little conflict.
 MODELNEW_HOST_DEVICE constexpr int part_bytes(bool contained) { return contained ? 1024 : 512; }
 MODELNEW_HOST_DEVICE constexpr int staged_plane_bytes(int element_bytes, bool contained) {
   return part_bytes(contained) + (element_bytes == 2 ? 48 : 32);
@@ -228,6 +252,7 @@ MODELNEW_HOST_DEVICE constexpr int staged_plane_bytes(int element_bytes, bool co
 MODELNEW_HOST_DEVICE constexpr int staging_part_bytes(int planes, int element_bytes, bool contained) {
   return planes * staged_plane_bytes(element_bytes, contained) + 16;  // a carried sector is read as a whole
 }
+
 // Contained operands: parts of x on their way to a converting warp, 32 pairs of pixels of 8 channels of fp32 each.
 constexpr int kRawParts = 4;
 constexpr int kRawPartBytes = 8 * 32 * 8;
@@ -634,12 +659,6 @@ __device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[WORDS], int wh
   }
 }
 
-__device__ __forceinline__ void exchange_if(bool wanted, uint4& one, uint4& other) {
-  const uint4 was = one;
-  one = wanted ? other : one;
-  other = wanted ? was : other;
-}
-
 // BATCH parts of up to 8 words of registers are on their way to a warp at a time, 18 KB to three warps: as many as
 // registers allow. Those of contained operands are of twice the size and come to shared memory, where every lane finds
 // its own words again: nobody else has to wait for them.
@@ -677,6 +696,7 @@ struct Converter {
 
   // Contained operands: what x is multiplied by, what has been seen of the fill.
   float scale;
+  uint32_t least_allowed;
   Watch watch;
   uint32_t raw;  // the lane's words of a part: a channel every 256 bytes
 
@@ -698,6 +718,7 @@ struct Converter {
     number = 0;
     if constexpr (Format::CONTAINED) {
       scale = power_of_two(params.guard.control->x_exponent);
+      least_allowed = least_contained(params.guard.control->x_exponent);
       raw = shared.layout.raw + warp_id * kRawParts * kRawPartBytes + lane_id * 8;
     }
     enter_tile();
@@ -764,7 +785,7 @@ struct Converter {
   // At the end of a fill: marks its tile and those below, whose windows reach up into that of its tile.
   __device__ __forceinline__ void judge(uint32_t tile) {
     const Plan& plan = params.plan;
-    const bool fits = watch.fits(least_contained(params.guard.control->x_exponent));
+    const bool fits = watch.fits(least_allowed);
     watch = Watch{};
     if (!__any_sync(~0u, !fits) || lane_id != 0) return;
     const int below = plan.tiles_q * plan.tiles_k, row = static_cast<int>(tile) / below % plan.tiles_p;
@@ -902,14 +923,14 @@ struct Converter {
           if (item < items) to[1 - swap] = other;
         }
       } else {
-        // To exchange whole pieces takes fewer instructions than to pick words.
-        uint4 one = piece_of<Format, PIXELS>(words, 0, scale), other = make_uint4(0, 0, 0, 0);
+        // One after the other, though lanes meet: to pick words or to exchange pieces takes longer.
+        const uint4 one = piece_of<Format, PIXELS>(words, 0, scale);
+        if (item < items) to[0] = one;
+        uint4 other = make_uint4(0, 0, 0, 0);
         if constexpr (PIXELS == 2) {
           other = piece_of<Format, PIXELS>(words, 1, scale);
-          exchange_if(swap != 0, one, other);
-          if (item < items) to[1 - swap] = other;
+          if (item < items) to[1] = other;
         }
-        if (item < items) to[swap] = one;
         if ((first_part + i * WARPS) * 32 + 31 >= first_watched) {  // the whole part, or nothing of it
           watch.see_contained(one);
           watch.see_contained(other);
@@ -1027,7 +1048,7 @@ __device__ __forceinline__ PackedPair<Element> pack_pair(float first, float seco
     return narrow_pair(first, second, Element{});
 }
 
-// Tiles of one row. All 16 channels (planes) of a warp at a time with 16 bits, 8 with fp32, by parts of 512 bytes.
+// Tiles of one row. All 16 channels (planes) of a warp at a time with 16 bits, 8 with fp32, by parts of part_bytes().
 // Offsets count bytes from the boundary at or before which a part begins in its plane: a sector of 32 bytes, or one of
 // 16 bytes where a run starts.
 //
@@ -1233,8 +1254,9 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
   }
 }
 
-// By boxes: tiles of a run of flat rows, all 16 channels of a warp at a time with 16 bits, 8 with fp32. They are
-// aligned alike, and so are staged at the same shift from a boundary of a sector, in blocks of 128 bytes:
+// By boxes: tiles of a run of flat rows, all 16 channels of a warp at a time with 16 bits or contained operands, 8 with
+// fp32 else. They are aligned alike, and so are staged at the same shift from a boundary of a sector, in blocks of 128
+// bytes:
 //
 //               <---- block ---->                              <---- block ---->
 //   staged:    [shift|new                   ...                                 |new ]   the last ones with the carried
@@ -1900,8 +1922,8 @@ __device__ __forceinline__ void sample(const PrepareParams& prepare, PrepareShar
     atomicAdd(prepare.guard.control->samples + threadIdx.x, count);
 }
 
-// Thread i has the samples of exponent i. The whole call goes to TF32 operands where too many tiles would be done twice:
-// TF32 takes about twice the time, so from half of the tiles on; one odd sample decides nothing.
+// Thread i has the samples of exponent i. The whole call goes to TF32 operands where too many tiles would be done
+// twice: TF32 takes about twice the time, so from half of the tiles on; one odd sample decides nothing.
 __device__ __forceinline__ void decide(const PrepareParams& prepare, PrepareShared& shared) {
   Control& control = *prepare.guard.control;
   const int exponent = threadIdx.x;
@@ -2026,7 +2048,9 @@ constexpr double kStoreCyclesPerByte = 8;
 constexpr double kConvertCyclesPerByte = 0.4;
 constexpr double kPiecewiseConvertFactor = 2;  // x by single pixels, or with a last block that is not full
 
-// Contained operands: what a byte of the ring costs more, and the launches beside the main one. Estimates.
+// Contained operands: what a byte of the ring costs more, and the launches beside the main one. Of 200 problems (80
+// layers, 120 random ones) in TF32, H200, 2026-11-21, what is chosen takes 5% longer than the best configuration in the
+// geometric mean, 42% at worst; the choice without contained operands takes 20% longer than the best.
 constexpr double kContainFactor = 2;
 constexpr double kContainCycles = 15e3;
 
