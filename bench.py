@@ -595,14 +595,36 @@ def memory_is_poisoned(device: torch.device) -> bool:
         return bool(torch.empty(8, device=device).isnan().all())
 
 
+def wide(*shape: int, **options: Any) -> Tensor:
+    """Magnitudes over 40 binades, which no float16 holds."""
+    return torch.randn(*shape, **options) * torch.exp2(40 * torch.rand(*shape, **options) - 20)
+
+
+def specks(*shape: int, **options: Any) -> Tensor:
+    """Uniform, but for one value in 2^17 that is too small for float16: rarely does a sample of 2^16 see one."""
+    x = torch.rand(*shape, **options)
+    places = torch.randint(x.numel(), (x.numel() >> 17,), device=x.device)
+    x.view(-1)[places] = 1e-12
+    return x
+
+
+# How x may be drawn, and what the report says of it.
+DATA: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "rand": (torch.rand, "torch.rand"),
+    "randn": (torch.randn, "torch.randn"),
+    "wide": (wide, "torch.randn times 2^-20 to 2^20"),
+    "specks": (specks, "torch.rand, one value in 2^17 replaced by 1e-12"),
+}
+
+
 def draw_operands(job: Job, data: str, device: torch.device) -> Operands:
-    """x uniform or normal, w as nn.Conv2d draws it, dy normal; 16-bit ones are rounded from float32."""
+    """x drawn as asked, w as nn.Conv2d draws it, dy normal; 16-bit ones are rounded from float32."""
     torch.manual_seed(SEED)
     case = job.case
     target = getattr(torch, job.dtype)
     drawn = torch.float64 if job.dtype == "float64" else torch.float32
     layer = torch.nn.Conv2d(case.C, case.K, (case.R, case.S), groups=case.groups, bias=False, dtype=drawn)
-    draw = {"rand": torch.rand, "randn": torch.randn}[data]
+    draw, _ = DATA[data]
     x = draw(case.N, case.C, case.H, case.W, dtype=drawn, device=device).to(target)
     dy = None
     if job.direction != FORWARD:
@@ -774,7 +796,7 @@ def header(document: dict[str, Any]) -> list[str]:
     poison = "" if settings["poisoned"] else " (checked without NaN in new memory: this torch cannot fill it)"
     lines = [
         f"{machine['device']}, {known}, {machine['date']}",
-        f"inputs torch.{settings['data']}, seed {settings['seed']}; median of {settings['repeats']}, ± half the "
+        f"inputs {DATA[settings['data']][1]}, seed {settings['seed']}; median of {settings['repeats']}, ± half the "
         f"interquartile range{cold}{rest}{forced}{poison}",
     ]
     if machine["gpu"]:
@@ -1005,7 +1027,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="PyTorch's setting for float32 convolutions (default: tf32, as PyTorch's own)")  # fmt: skip
     add("--backward", action="store_true", help="rows for the gradients to input and weight as well, each alone")
     add("--engine", metavar="NAME", help="force one of modelnew's engines")
-    add("--data", choices=("rand", "randn"), default="rand", help="how x is drawn (default: rand)")
+    add("--data", choices=tuple(DATA), default="rand",
+        help="how x is drawn: uniform (default), normal, over 40 binades, uniform but for few tiny values")  # fmt: skip
     add("--repeats", type=repeats_argument, default=25, metavar="N", help="timed calls of each (default: 25)")
     add("--rest", type=rest_argument, default=REST_MS, metavar="MS",
         help=f"pause before each timed call of the GPU (default: {REST_MS}; 0: sustained load)")  # fmt: skip

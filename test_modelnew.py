@@ -4436,6 +4436,13 @@ def test_bench_stores_and_publishes(run_bench, monkeypatch, tmp_path):
     assert "| 1,2,3,3,3,8,9 | forward | fp32 |" in section
 
 
+@pytest.mark.parametrize("data, text", [("wide", "2^-20 to 2^20"), ("specks", "one value in 2^17")])
+def test_bench_takes_data_that_16_bits_do_not_hold(run_bench, data, text):
+    code, lines = run_bench("--case", "1,2,3,3,3,300,600", "--data", data)
+    assert code == 0
+    assert any(text in line for line in lines)
+
+
 def test_bench_draws(run_bench, tmp_path):
     pytest.importorskip("matplotlib")
     code, _ = run_bench("--case", "1,2,3,3,3,8,9", "--plot", str(tmp_path / "roofline.png"))
