@@ -114,7 +114,7 @@ MODELNEW_HOST_DEVICE inline void narrow(float value, Half& stored) {
 
 // Two values narrowed into one word, the first in its lower half.
 MODELNEW_HOST_DEVICE inline uint32_t narrow_pair(float first, float second, Half) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
   return pair;
