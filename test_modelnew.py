@@ -1768,6 +1768,8 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   // The fourth one would else copy weights, and only simple x is shared among four.
   const bool same_weights = plan.w_stages == 0 && of.groups == 1 && plan.blocks % plan.tiles_k == 0;
   if (plan.convert_warps == 4 && !(same_weights && plan.x_simple)) return "nobody to copy weights";
+  if (plan.staging_parts != kMultiplyWarps && !(plan.staging_parts == kMultiplyWarps / 2 && plan.down && plan.y_runs))
+    return "warps that stage where another one does, and take no turns";
   const int raw_bytes = plan.contained ? plan.convert_warps * kRawParts * kRawPartBytes : 0;
   if (layout.x_ring - layout.raw < raw_bytes) return "room for x on its way";
   return "";
@@ -2318,17 +2320,33 @@ def test_wgmma_shim_contains_what_fits_and_does_the_rest_again(wgmma_shim, numbe
 
 
 @pytest.mark.parametrize("configuration", [32, 40])
-@pytest.mark.parametrize("column, tiles", [(300, 3), (257, 6), (580, 3)])
-def test_wgmma_shim_marks_the_tiles_whose_windows_have_it(wgmma_shim, configuration, column, tiles):
+@pytest.mark.parametrize("column, tiles, value", [(300, 3, 1e-12), (257, 6, 1e9), (580, 3, 3e-42)])
+def test_wgmma_shim_marks_the_tiles_whose_windows_have_it(wgmma_shim, configuration, column, tiles, value):
     """Those of three rows, and of two columns if it lies in the halo; and no sample sees these places."""
     case = Case(2, 16, 9, 600, 128, 3, 3)
-    for value in (1e-12, 1e9, 3e-42):
-        tensors = make_tensors(case, torch.float32, normal)
-        tensors["x"][1, 5, 4, column] = value
-        out = with_margins(torch.full(case.y_shape, math.nan))
-        assert wgmma_shim.run("fprop", case, tensors, configuration, seed=column, out=out) == ""
-        check_bounds(case, {"fprop": out}, tensors, tf32={"fprop"})
-        assert ctypes.c_int.in_dll(wgmma_shim.library, "done_again").value == tiles
+    tensors = make_tensors(case, torch.float32, normal)
+    tensors["x"][1, 5, 4, column] = value
+    out = with_margins(torch.full(case.y_shape, math.nan))
+    assert wgmma_shim.run("fprop", case, tensors, configuration, seed=column, out=out) == ""
+    check_bounds(case, {"fprop": out}, tensors, tf32={"fprop"})
+    assert ctypes.c_int.in_dll(wgmma_shim.library, "done_again").value == tiles
+
+
+@pytest.mark.parametrize("configuration", [0, 8, 12, 16, 32, 33, 40, 44])
+def test_wgmma_shim_exact_in_other_strides(wgmma_shim, configuration):
+    """Channels last; and images of one row in wider ones: the distance of rows, an odd number, must not matter."""
+    case, flat = Case(1, 16, 9, 300, 72, 3, 3, padding=(1, 1)), Case(2, 16, 1, 300, 72, 3, 3, padding=(1, 1))
+    plain, tensors = (make_tensors(of, torch.float32, integers) for of in (case, flat))
+    last = {name: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for name, t in plain.items()}
+    y = torch.full(case.y_shape, math.nan).contiguous(memory_format=torch.channels_last)
+    tensors["x"] = F.pad(tensors["x"], (0, 1, 0, 1), value=math.nan)[:, :, :1, :300]
+    runs = [(case, last, y), (flat, tensors, torch.full(flat.y_shape, math.nan))]
+    for seed, (of, operands, out) in itertools.product(range(2), runs):
+        out.fill_(math.nan)
+        message = wgmma_shim.run("fprop", of, operands, configuration, seed, out)
+        assert message == "" or (message is None and configuration == 16 and of is case)
+        if message == "":
+            check_exact(of, {"fprop": out}, operands)
 
 
 # Each takes away what some other warp relies on.

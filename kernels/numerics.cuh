@@ -150,7 +150,8 @@ MODELNEW_HOST_DEVICE inline float power_of_two(int exponent) {
   return bits_float(static_cast<uint32_t>(exponent + 127) << 23);
 }
 
-// Scales are 2^-100 to 2^100: a product with one is exact where it fits, and no denormal of fp32 becomes one of fp16.
+// Scales are 2^-100 to 2^100: a product with one is exact where it fits, and what a zero is lifted to (contain_pair),
+// 2^-149, vanishes.
 constexpr int kMostExponent = 100;
 
 // The scale 2^exponent that takes values with this exponent field to 2^to .. 2^(to + 1); false if it is none of those.
@@ -170,9 +171,9 @@ MODELNEW_HOST_DEVICE inline uint32_t contain_pair(uint32_t first, uint32_t secon
 // Exponent field of the smallest value that 2^exponent takes to a normal fp16, less that exponent.
 constexpr int kLeastContainedExponent = 127 - 14;
 
-// What a Watch takes for too small: the bits of the smallest value, as it turns them.
+// What a Watch takes for too small: the bits of that value, as it turns them.
 MODELNEW_HOST_DEVICE inline uint32_t least_contained(int exponent) {
-  return 0u - 2 * float_bits(power_of_two(-14 - exponent));
+  return 0u - 2 * (static_cast<uint32_t>(kLeastContainedExponent - exponent) << 23);
 }
 
 // Zero fits; Inf and NaN, whose containers are NaN, do not.

@@ -14,8 +14,8 @@
 //
 // One block an SM, for the life of the launch, 12 warps in three roles:
 //
-//   8 warps   two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread (downwards in fp32 also
-//             128 pixels, of as many bytes as 256 of 16 bits), then store them
+//   8 warps   two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread (TF32 operands downwards
+//             also 128 pixels, of as many bytes as 256 of 16 bits), then store them
 //   3 warps   convert: x from memory in pairs of pixels, rounded (TF32), scaled (contained), transposed into the pieces
 //             of a row; pixels of the padding and channels that are not there become 0. They also work out the tiles
 //   1 warp    one thread orders bulk copies of packed weights; where these stay for good it converts as well
@@ -30,9 +30,10 @@
 // each output channel so that the largest is at 2^14..2^15, and x so that the largest of a sample of 65,536 values is
 // at 2^13..2^14, which leaves room for 4 times as much above and 27 binades below. What lies outside is found while x
 // is converted, on the bits of every value: its tiles come on a list, and a second launch of wgmma_kernel does them
-// again with TF32 operands. So it does all of a call where the sample or the weights say that too much lies outside. It
-// is launched in any case and ends at once when there is nothing to do, so that the host waits for nothing and a
-// captured graph is right for whatever data it is replayed with. Which tiles are done twice depends on the data alone.
+// again with TF32 operands, in the same tiles, rightwards. So it does all of a call where the sample or the weights say
+// that too much lies outside. It is launched in any case and ends at once when there is nothing to do, so that the host
+// waits for nothing and a captured graph is right for whatever data it is replayed with. Which tiles are done twice
+// depends on the data and the plan, not on time.
 //
 // Rings are handed over by mbarriers. The warpgroups take turns: one multiplies a block of channels, alone and at the
 // full rate of the tensor cores, while the other stores. Weights that fit as a whole stay in shared memory.
@@ -46,9 +47,10 @@
 // memory; just the ends of a run are stored by smaller pieces. Downwards every tile is alone and its ends are shared
 // with its neighbours. There are three ways to store, all through staging in shared memory:
 //
-//   store_boxes   a run of tiles of 256 pixels, weights resident: bulk stores of 16 or 8 channels x 512 bytes that are
-//                 aligned alike
-//   store_runs    any other row of y: 512 bytes of a channel by a warp, shifted while they are staged
+//   store_boxes   a run of tiles of 256 pixels, weights resident: bulk stores of 16 channels, or of 8 with TF32
+//                 operands, x 512 bytes that are aligned alike
+//   store_runs    any other row of y: 512 bytes of a channel by a warp, twice that of contained operands, shifted while
+//                 they are staged
 //   store_rows    tiles of several rows, and y of any strides
 //
 // H200, 2026-11-21, stores alone, TB/s: bulk stores of 512 bytes of a channel from a sector on 3.7 to 3.8, from half a
@@ -60,8 +62,8 @@
 // reads a few per cent more; GPUs and hours differ by some 8%). Cases N, C, K, filter, image; fp16 / TF32.
 //
 //                                   16, 16, 128, 3x3, 1024^2   8, 64, 128, 3x3, 512x1024   8, 64, 128, 5x7, 512x256
-//   as it is                        1.54 / 3.27                0.965 / 2.12                0.80 / 1.51
-//   contained                       - / 3.30                   - / 1.28                    - / 1.00
+//   fp16 / TF32 operands            1.54 / 3.27                0.965 / 2.12                0.80 / 1.51
+//   contained instead of TF32       - / 3.30                   - / 1.28                    - / 1.00
 //   TF32 by 256 pixels only         the same                   the same / 2.28             the same / 1.50
 //   the revision before boxes       1.62 / 3.75                0.951 / 2.26                0.81 / 1.43
 //   floor (memory or arithmetic)    1.04 / 2.07                0.68 / 1.32                 0.65 / 1.25
@@ -777,7 +779,7 @@ struct Converter {
   }
 
   // Of the fill's items, the first one that is watched. A row is watched once, in the first window that it is in: there
-  // it is one of the last rows, but in the uppermost window.
+  // it is one of the last rows, but in the uppermost window. (A part that the first one is in is watched as a whole.)
   __device__ __forceinline__ int first_watched() const {
     return walk.tile.p == 0 ? 0 : (rows - params.plan.tile_p) * row_items;
   }
@@ -953,7 +955,7 @@ struct Converter {
       load_nothing();
     int waited = 0, told = 0;  // rows of the fill
     for (bool more = true; more;) {
-      // What is in the registers now.
+      // What is in the registers, or in this warp's parts of shared memory, now.
       const int loaded_first = first, loaded_rows = rows, loaded_parts = parts();
       const int items = loaded_rows * row_items;
       const int place = fill.slot * x_row_bytes(plan);
@@ -1906,7 +1908,7 @@ __device__ __forceinline__ void sample(const PrepareParams& prepare, PrepareShar
   for (int i = 0; i < kEach; ++i) {
     const uint32_t number = (i * kSampleBlocks + block) * kPackThreads + threadIdx.x;
     const uint32_t drawn = number * 0x9e3779b9u ^ number >> 7;
-    const uint64_t row = (number * rows + drawn % kSamples * rows / kSamples) / kSamples % rows;
+    const uint64_t row = (number * rows + drawn % kSamples * rows / kSamples) / kSamples;
     const uint64_t image = row / (channels * of.H), in_image = row % (channels * of.H);
     const uint64_t column = static_cast<uint64_t>(drawn * 0x85ebca6bu) * of.W >> 32;
     words[i] =
@@ -1923,7 +1925,9 @@ __device__ __forceinline__ void sample(const PrepareParams& prepare, PrepareShar
 }
 
 // Thread i has the samples of exponent i. The whole call goes to TF32 operands where too many tiles would be done
-// twice: TF32 takes about twice the time, so from half of the tiles on; one odd sample decides nothing.
+// twice: TF32 takes about twice the time, so from half of the tiles on; a single sample that is too small decides
+// nothing, but one that is far larger than all others makes these too small. And where the weights of half of the tiles
+// do not fit.
 __device__ __forceinline__ void decide(const PrepareParams& prepare, PrepareShared& shared) {
   Control& control = *prepare.guard.control;
   const int exponent = threadIdx.x;
@@ -2018,14 +2022,15 @@ inline Correlation correlation_of(const Problem& problem, Operator op) {
     std::copy_n(problem.x_stride, 4, of.in_stride);
     std::copy_n(problem.y_stride, 4, of.out_stride);
   }
+  if (of.H == 1) of.in_stride[2] = 0;  // whatever it is; so that rows of the padding are aligned as the image is
   return of;
 }
 
 // ---- Host: how to cut it up ----
 //
 // Few configurations: four shapes of a tile, two ways to share it, two directions; and a tile of half the size, for
-// fp32 downwards. Each is completed, rejected if it does not fit, and scored in cycles of an SM; the smallest estimate
-// wins.
+// TF32 operands downwards. fp32 also has the four with contained operands. Each is completed, rejected if it does not
+// fit, and scored in cycles of an SM; the smallest estimate wins.
 
 struct Shape {
   int rows, columns;
@@ -2147,11 +2152,11 @@ inline bool complete(const Correlation& of, const ElementBytes& bytes, const Dev
   plan.x_slots = least_slots;
   plan.y_flat = !plan.down && plan.y_runs && group_rows == 1 && tile_k == 128 && of.out_stride[2] == of.Q;
   plan.boxes = plan.y_flat ? boxes_of(of, element_size, plan) : 0;
-  // Without boxes all planes of 16 bits have room, and where nothing is carried over two warps share one part, but not
-  // for long.
+  // Without boxes all planes of 16 bits have room. Runs that lie downwards, where nothing is carried over, two warps
+  // stage in one part, by turns (store_rows takes none), but not for long.
   plan.staged_planes = element_size == 2 && group_rows == 1 && plan.y_runs ? 2 * kPlanes : kPlanes;
-  plan.staging_parts =
-      plan.down && (plan.staged_planes == 2 * kPlanes || small || plan.contained) ? kMultiplyWarps / 2 : kMultiplyWarps;
+  const bool sharing = plan.down && plan.y_runs && (plan.staged_planes == 2 * kPlanes || small || plan.contained);
+  plan.staging_parts = sharing ? kMultiplyWarps / 2 : kMultiplyWarps;
   plan.w_stages = 0;
   if (!fits()) plan.boxes = 0;  // larger rings matter more
   while (2 << plan.log_boxes <= plan.boxes) ++plan.log_boxes;
