@@ -72,15 +72,16 @@
 // memory; a program of nothing but the stores of its 8.6 GB by boxes takes 2.2 ms, and with the 1.1 GB of x read once
 // beside them 2.82 to 2.95, in units of 1 to 495 tiles, with tiles of 128 channels x 256 pixels, 64 x 512 or 32 x 1024,
 // with blocks that take the next unit as they come; stores in one linear stream, nothing but whole lines, take 1.95 to
-// 2.0 and 2.60 to 2.66 (twice the reads 2.86, four times 3.4): any reads at all cost 0.6 ms. Without storing it takes
-// 2.42, without loading x again 3.0. Second case 0.98 and 1.14, third 0.96 and 0.87: converting, 120 to 150
-// instructions for 16 values at 5 to 6 cycles each, and storing, one warp alone on its scheduler at 8 cycles an
-// instruction. ncu (1.35 GHz): tensor pipe 22%, 60%, 69% of the cycles; of the wavefronts of L1 and shared memory 43%,
-// 77%, 70%; DRAM 51%, 46%, 13%; x is read 1.00 to 1.02 times. prepare takes 12 us there, the second launch, with
-// nothing to do, 2.8. Watching x costs 0.3%, 0.8% and 3 to 4%. Tried: words of x in registers as without containers
-// (first case 3.4, second 1.5); 6 parts on their way (no room in the second case), 2 or 3 (1.35); 8 converting warps of
-// 64 registers (ptxas wants 154 registers for wgmma of n = 256); boxes of 8 channels (3.45); parts of 512 bytes (second
-// case 1.48); words picked by the pixel (third case 1.2) or pieces exchanged before they are stored (1.03).
+// 2.0 and 2.60 to 2.66 (twice the reads 2.86, four times 3.4): any reads at all cost 0.6 ms. A revision of 3.31, 1.29
+// and 1.03 took 2.42 without storing, 3.0 without loading x again. Second case 0.98 and 1.14, third 0.96 and 0.87:
+// converting, 120 to 150 instructions for 16 values at 5 to 6 cycles each, and storing, one warp alone on its scheduler
+// at 8 cycles an instruction. ncu (1.35 GHz): tensor pipe 22%, 60%, 69% of the cycles; of the wavefronts of L1 and
+// shared memory 43%, 77%, 70%; DRAM 51%, 46%, 13%; x is read 1.00 to 1.02 times. prepare takes 12 us there, the second
+// launch, with nothing to do, 2.8. Watching x costs 0.3%, 0.8% and 3 to 4%. Tried: words of x in registers as without
+// containers (first case 3.4, second 1.5); 6 parts on their way (no room in the second case), 2 or 3 (1.35); 8
+// converting warps of 64 registers (ptxas wants 154 registers for wgmma of n = 256); boxes of 8 channels (3.45); parts
+// of 512 bytes (second case 1.48); words picked by the pixel (third case 1.2) or pieces exchanged before they are
+// stored (1.03).
 //
 // What bounds it, read the same day on another GPU with parts left out (x not loaded again after the first tiles, y
 // neither staged nor stored; multiplying alone is without both). GHz are those of the fp16 runs. TF32 still took tiles
@@ -2057,7 +2058,7 @@ constexpr double kPiecewiseConvertFactor = 2;  // x by single pixels, or with a 
 
 // Contained operands: what a byte of the ring costs more, and the launches beside the main one. Of 200 problems (80
 // layers, 120 random ones) in TF32, H200, 2026-11-21, what is chosen takes 5% longer than the best configuration in the
-// geometric mean, 42% at worst; the choice without contained operands takes 20% longer than the best.
+// geometric mean, 47% at worst; the choice without contained operands takes 20% longer than the best.
 constexpr double kContainFactor = 2;
 constexpr double kContainCycles = 15e3;
 
