@@ -1,7 +1,7 @@
 // Direct engine: any convolution on any GPU, with ordinary multiply-adds. Deterministic: no atomics, sums in one order.
 //
 //   pack_weights   w -> the order, type and rounding in which correlate stages it
-//   correlate      y from x (fprop) and dx from dy (dgrad)
+//   correlate      y from x (fprop) and dx from dy (dgrad); correlate_listed: just some tiles, for another engine
 //   sliding        the same with one input channel for each output: square filters of 3, 5 or 7, in registers
 //   depthwise      the same for any other filter, through shared memory
 //   weight_grad    dw from x and dy
@@ -310,13 +310,14 @@ struct PackParams {
   int out_channels, in_channels, R, S, tile_k, tiles_k;
   DType dtype;
   bool round_to_tf32;
+  TileList list;  // if there is one, and nothing on it, nobody wants them
 };
 
 // One thread an element of packed. Output channels beyond the last are zeros.
 template <typename Acc>
 __global__ void __launch_bounds__(kReduceThreads) pack_weights_kernel(const PackParams params) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kReduceThreads + threadIdx.x;
-  if (i >= params.elements) return;
+  if (i >= params.elements || (params.list.all != nullptr && *params.list.all == 0 && *params.list.count == 0)) return;
   int64_t rest = i / params.tile_k;
   const int s = static_cast<int>(rest % params.S);
   rest /= params.S;
@@ -407,8 +408,7 @@ __device__ inline void store_tile(const typename Config::Acc (&total)[Config::TH
 }
 
 template <typename Config>
-__global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
-    correlate_kernel(const CorrelateParams params) {
+__device__ __forceinline__ void correlate_tile(const CorrelateParams& params, const TileOrigin& at) {
   using Acc = typename Config::Acc;
   constexpr int THREAD_K = Config::THREAD_K, THREAD_PIXELS = Config::THREAD_PIXELS;
   extern __shared__ __align__(16) unsigned char modelnew_smem[];
@@ -417,7 +417,6 @@ __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
   const int thread_k = warp_id % Config::WARPS_K * THREAD_K;
   const int first_pixel = warp_id / Config::WARPS_K * (32 * THREAD_PIXELS) + lane_id;
 
-  const TileOrigin at = locate_tile(params, blockIdx.x, Config::TILE_K);
   const Window rows = make_window(params.op, params.rows, at.phase_h);
   const Window columns = make_window(params.op, params.columns, at.phase_w);
   const StageAxis stage_rows = stage_axis(rows, params.tile_p, params.row_by_row);
@@ -519,6 +518,38 @@ __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
     store_tile<Config>(total, bias_ptr, out_ptr, params.out_stride[1], pixel_offset,
                        params.out_channels - at.k - thread_k);
   });
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
+    correlate_kernel(const CorrelateParams params) {
+  correlate_tile<Config>(params, locate_tile(params, blockIdx.x, Config::TILE_K));
+}
+
+// Tiles on a list, each of several of this kernel's, of `params`: blocks take them in turns. Without a stride, so there
+// is one phase.
+template <typename Config>
+__global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
+    correlate_listed_kernel(const CorrelateParams params, const TileList list, const int images) {
+  const int parts_k = list.tile_k / Config::TILE_K, parts = parts_k * (list.tile_p / params.tile_p);
+  const unsigned tiles_k = (params.out_channels + list.tile_k - 1) / list.tile_k;
+  const unsigned tiles_p = (params.tiles_p * params.tile_p + list.tile_p - 1) / list.tile_p;
+  const bool all = *list.all != 0;
+  const unsigned count = all ? params.groups * images * tiles_p * params.tiles_q * tiles_k : *list.count;
+  for (unsigned i = blockIdx.x; i < count * parts; i += gridDim.x) {
+    unsigned tile = all ? i / parts : list.numbers[i / parts];
+    const int part = static_cast<int>(i % parts);
+    TileOrigin at{};
+    at.k = static_cast<int>(tile % tiles_k) * list.tile_k + part % parts_k * Config::TILE_K;
+    tile /= tiles_k;
+    at.q = static_cast<int>(tile % params.tiles_q) * list.tile_q;
+    tile /= params.tiles_q;
+    at.p = static_cast<int>(tile % tiles_p) * list.tile_p + part / parts_k * params.tile_p;
+    tile /= tiles_p;
+    at.n = static_cast<int>(tile % images);
+    at.group = static_cast<int>(tile / images);
+    if (at.k < params.out_channels && at.p < params.tiles_p * params.tile_p) correlate_tile<Config>(params, at);
+  }
 }
 
 // Where a thread of sliding and depthwise works: its column, its band of rows.
@@ -1529,6 +1560,15 @@ inline int64_t packed_elements(const Problem& problem, Operator op, const Correl
   return problem.groups * ceil_div(channels.out, plan.tile_k) * plan.tile_k * channels.in * problem.R * problem.S;
 }
 
+// Tiles of 128 pixels, in the shape that the list has.
+inline CorrelatePlan listed_plan(const Problem& problem, Operator op, int tile_q) {
+  CorrelatePlan plan{CorrelateKernel::kWideK, WideK::TILE_K, {}};
+  plan.tiling.cost = -1;
+  try_tiling<WideK>(widest_window(op, row_axis(problem)), widest_window(op, column_axis(problem)),
+                    correlate_channels(problem, op).in, WideK::TILE_PIXELS / tile_q, tile_q, 1, true, plan.tiling);
+  return plan;
+}
+
 inline int64_t workspace_bytes(const Problem& problem, Operator op) {
   constexpr int64_t kSlot = sizeof(double);
   if (op == Operator::kWgrad) return plan_weight_grad(problem).splits * weight_elements(problem) * kSlot;
@@ -1579,8 +1619,9 @@ inline void run(CorrelateKernel kernel, const CorrelateParams& params, unsigned 
 }
 
 inline cudaError_t pack_weights(const CorrelateParams& correlate, void* packed_ptr, int tile_k, int64_t elements,
-                                cudaStream_t stream) {
+                                const TileList& list, cudaStream_t stream) {
   PackParams params{};
+  params.list = list;
   params.w_ptr = correlate.w_ptr;
   params.packed_ptr = packed_ptr;
   params.w_stride_group = correlate.w_stride_group;
@@ -1606,9 +1647,8 @@ inline cudaError_t pack_weights(const CorrelateParams& correlate, void* packed_p
   return cudaGetLastError();
 }
 
-inline cudaError_t launch_correlate(Operator op, const Problem& problem, const Pointers& pointers,
-                                    cudaStream_t stream) {
-  const CorrelatePlan plan = plan_correlate(problem, op);
+inline CorrelateParams correlate_params(Operator op, const Problem& problem, const Pointers& pointers,
+                                        const CorrelatePlan& plan) {
   const CorrelateGrid grid = correlate_grid(problem, op, plan);
   const Channels channels = correlate_channels(problem, op);
   const bool dgrad = op == Operator::kDgrad;
@@ -1643,9 +1683,16 @@ inline cudaError_t launch_correlate(Operator op, const Problem& problem, const P
   params.stage_channels = plan.tiling.stage_channels;
   params.dtype = problem.dtype;
   params.round_to_tf32 = uses_tf32(problem, op);
+  return params;
+}
 
+inline cudaError_t launch_correlate(Operator op, const Problem& problem, const Pointers& pointers,
+                                    cudaStream_t stream) {
+  const CorrelatePlan plan = plan_correlate(problem, op);
+  const CorrelateGrid grid = correlate_grid(problem, op, plan);
+  CorrelateParams params = correlate_params(op, problem, pointers, plan);
   if (const int64_t elements = packed_elements(problem, op, plan)) {
-    const cudaError_t error = pack_weights(params, pointers.workspace, plan.tile_k, elements, stream);
+    const cudaError_t error = pack_weights(params, pointers.workspace, plan.tile_k, elements, TileList{}, stream);
     if (error != cudaSuccess) return error;
     params.w_ptr = pointers.workspace;
   }
@@ -1662,6 +1709,20 @@ inline cudaError_t launch_correlate(Operator op, const Problem& problem, const P
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
+}
+
+inline cudaError_t launch_listed(Operator op, const Problem& problem, const Pointers& pointers, const TileList& list,
+                                 int sms, cudaStream_t stream) {
+  const CorrelatePlan plan = listed_plan(problem, op, list.tile_q);
+  if (plan.tiling.cost < 0) return cudaErrorInvalidConfiguration;
+  CorrelateParams params = correlate_params(op, problem, pointers, plan);
+  const cudaError_t error =
+      pack_weights(params, pointers.workspace, plan.tile_k, packed_elements(problem, op, plan), list, stream);
+  if (error != cudaSuccess) return error;
+  params.w_ptr = pointers.workspace;
+  correlate_listed_kernel<WideK><<<WideK::BLOCKS_PER_SM * sms, WideK::THREADS, plan.tiling.smem_bytes, stream>>>(
+      params, list, static_cast<int>(problem.N));
+  return cudaGetLastError();
 }
 
 inline cudaError_t add_partials(const Problem& problem, const Pointers& pointers, int splits, bool bias,
@@ -1792,8 +1853,20 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
 
 }  // namespace direct
 
+#if !defined(__CUDACC_RTC__)
+int64_t listed_workspace_bytes(const Problem& problem, Operator op) {
+  const direct::CorrelatePlan plan{direct::CorrelateKernel::kWideK, direct::WideK::TILE_K, {}};
+  return direct::packed_elements(problem, op, plan) * static_cast<int64_t>(sizeof(float));
+}
+#endif
+
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 #if !defined(__CUDACC_RTC__)
+cudaError_t launch_listed(Operator op, const Problem& problem, const Pointers& pointers, const TileList& list, int sms,
+                          cudaStream_t stream) {
+  return direct::launch_listed(op, problem, pointers, list, sms, stream);
+}
+
 extern const Engine kDirectEngine{"direct", direct::refusal, direct::workspace_bytes, direct::launch, direct::describe};
 #endif
 #endif

@@ -16,6 +16,11 @@ struct Engine {
   void (*describe)(const Problem&, Operator, char* text, size_t text_size);
 };
 
+// The direct engine's multiply-adds for another engine: tiles of fprop or dgrad of fp32 tensors, in full accuracy and
+// without a stride. Bytes of its workspace.
+cudaError_t launch_listed(Operator, const Problem&, const Pointers&, const TileList&, int sms, cudaStream_t);
+int64_t listed_workspace_bytes(const Problem&, Operator);
+
 extern const Engine kWgmmaEngine;
 extern const Engine kDirectEngine;
 

@@ -50,6 +50,14 @@ struct Pointers {
   void* workspace;
 };
 
+// Tiles of outputs, those on a list in memory or all of them. The number of a tile is
+// (((group * N + image) * rows of tiles + row) * columns of tiles + column) * tiles_k + tile of a group's channels.
+struct TileList {
+  const uint32_t *all, *count;  // not 0: all of them; how many are on the list
+  const uint32_t* numbers;
+  int tile_k, tile_p, tile_q;  // 128 channels x 128 pixels or 64 x 256: so many channels, rows, columns
+};
+
 MODELNEW_HOST_DEVICE inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Multiply-adds of fprop, dgrad and wgrad alike.
