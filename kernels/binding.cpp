@@ -337,7 +337,7 @@ const char* contract_of(const Problem& problem, Operator op) {
 
 std::string explain_operator(const Problem& problem, Operator op, const Engine* forced) {
   const Engine& chosen = engine_for(problem, op, forced);
-  char configuration[256] = "";
+  char configuration[320] = "";
   chosen.describe(problem, op, configuration, sizeof configuration);
   std::string text = concatenate(name_of(op), ": ", chosen.name, forced != nullptr ? " (forced)" : "");
   if (op != Operator::kBgrad) text += concatenate("; ", contract_of(problem, op));

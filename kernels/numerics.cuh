@@ -168,15 +168,36 @@ MODELNEW_HOST_DEVICE inline uint32_t contain_pair(uint32_t first, uint32_t secon
   return narrow_pair(bits_float(first | 1) * scale, bits_float(second | 1) * scale, Half{});
 }
 
-// Exponent field of the smallest value that 2^exponent takes to a normal fp16, less that exponent.
-constexpr int kLeastContainedExponent = 127 - 14;
+// ---- fp16 in two parts as a container for fp32 ----
+//
+// A value times such a scale, v, is first + rest / 2^11: `first` is v rounded to fp16, to nearest, and leaves at most
+// 2^-11 of v, with 12 bits and a sign; times 2^11, which keeps it in fp16's range, and rounded it is within 2^-23 of v.
+// From v = 2^-13 on: to round the rest errs by half of fp16's smallest number at most there, 2^-25 / 2^11. With the
+// product of two rests left out, a product is within 2^-21.
 
-// What a Watch takes for too small: the bits of that value, as it turns them.
-MODELNEW_HOST_DEVICE inline uint32_t least_contained(int exponent) {
-  return 0u - 2 * (static_cast<uint32_t>(kLeastContainedExponent - exponent) << 23);
+constexpr float kRestScale = 2048;
+
+MODELNEW_HOST_DEVICE inline uint32_t split_pair(uint32_t first, uint32_t second, float scale) {
+  return narrow_pair(bits_float(first) * scale, bits_float(second) * scale, Half{});
 }
 
-// Zero fits; Inf and NaN, whose containers are NaN, do not.
+// What the first parts leave.
+MODELNEW_HOST_DEVICE inline uint32_t split_rest(uint32_t first, uint32_t second, float scale, uint32_t first_parts) {
+  const auto rest = [&](uint32_t bits, uint32_t first_part) {
+    return (bits_float(bits) * scale - widen(Half{static_cast<uint16_t>(first_part)})) * kRestScale;  // exact
+  };
+  return narrow_pair(rest(first, first_parts & 0xffffu), rest(second, first_parts >> 16), Half{});
+}
+
+// Exponent field of the smallest value that 2^exponent takes to where it fits into so many parts, less that exponent.
+MODELNEW_HOST_DEVICE constexpr int least_contained_exponent(int parts) { return 127 - (parts == 2 ? 13 : 14); }
+
+// What a Watch takes for too small: the bits of that value, as it turns them.
+MODELNEW_HOST_DEVICE inline uint32_t least_contained(int exponent, int parts) {
+  return 0u - 2 * (static_cast<uint32_t>(least_contained_exponent(parts) - exponent) << 23);
+}
+
+// Zero fits; Inf and NaN, whose containers are Inf or NaN, do not.
 struct Watch {
   uint32_t least = 0;  // turned round, so that zero is the smallest and the smallest other value the largest
   uint32_t most = 0;   // of each half of a container, in magnitude

@@ -1,7 +1,7 @@
 // wgmma engine: implicit GEMM on Hopper's tensor cores, stride 1. Deterministic: one sum an output, in one order.
 //
 //   pack_operands   w -> the bytes that shared memory wants, in the order in which the main kernel takes them
-//   prepare         the same for contained operands (below), and what they are scaled by
+//   prepare         the same for contained and split operands (below), and what they are scaled by
 //   wgmma_kernel    y from x (fprop) and dx from dy (dgrad)
 //
 // GEMM view: rows = output channels, columns = output pixels, reduction = (channel block, r, s, channel). No im2col:
@@ -15,9 +15,10 @@
 // One block an SM, for the life of the launch, 12 warps in three roles:
 //
 //   8 warps   two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread (TF32 operands downwards
-//             also 128 pixels, of as many bytes as 256 of 16 bits), then store them
-//   3 warps   convert: x from memory in pairs of pixels, rounded (TF32), scaled (contained), transposed into the pieces
-//             of a row; pixels of the padding and channels that are not there become 0. They also work out the tiles
+//             also 128 pixels, of as many bytes as 256 of 16 bits; split ones 128 pixels in 192), then store them
+//   3 warps   convert: x from memory in pairs of pixels, rounded (TF32), scaled (contained, split), transposed into the
+//             pieces of a row; pixels of the padding and channels that are not there become 0. They also work out the
+//             tiles
 //   1 warp    one thread orders bulk copies of packed weights; where these stay for good it converts as well
 //
 //   memory --convert--> x ring --+
@@ -35,6 +36,14 @@
 // waits for nothing and a captured graph is right for whatever data it is replayed with. Which tiles are done twice
 // depends on the data and the plan, not on time.
 //
+// Split operands: fp32 tensors in full accuracy, by the same tensor cores. A value, scaled likewise (x to 2^14..2^15:
+// room for twice as much above and 27 binades below), is the sum of two parts in fp16, and three of the four products
+// of two values' parts are summed up (numerics.cuh). Tensor cores cut off what they add, so that long sums grow too
+// small: theirs are those of groups of up to 64 channels and taps. A group's products of first parts have a set of
+// accumulators; while those of first and second parts are multiplied, into another set, the first one is added to a
+// third, with rounding to nearest. What does not fit, Inf and NaN among it, is done again by the direct engine's
+// multiply-adds, the tiles on the list or all of a call.
+//
 // Rings are handed over by mbarriers. The warpgroups take turns: one multiplies a block of channels, alone and at the
 // full rate of the tensor cores, while the other stores. Weights that fit as a whole stay in shared memory.
 //
@@ -47,8 +56,8 @@
 // memory; just the ends of a run are stored by smaller pieces. Downwards every tile is alone and its ends are shared
 // with its neighbours. There are three ways to store, all through staging in shared memory:
 //
-//   store_boxes   a run of tiles of 256 pixels, weights resident: bulk stores of 16 channels, or of 8 with TF32
-//                 operands, x 512 bytes that are aligned alike
+//   store_boxes   a run of tiles of 256 pixels (split operands: 128), weights resident: bulk stores of 16 channels, or
+//                 of 8 with TF32 operands, x 512 bytes that are aligned alike
 //   store_runs    any other row of y: 512 bytes of a channel by a warp, twice that of contained operands, shifted while
 //                 they are staged
 //   store_rows    tiles of several rows, and y of any strides
@@ -82,6 +91,20 @@
 // converting warps of 64 registers (ptxas wants 154 registers for wgmma of n = 256); boxes of 8 channels (3.45); parts
 // of 512 bytes (second case 1.48); words picked by the pixel (third case 1.2) or pieces exchanged before they are
 // stored (1.03).
+//
+// Split operands, 2026-11-22, the same cases, two GPUs: 4.3 to 4.9, 3.0 to 3.2 and 2.61 to 2.66 ms. Without storing 3.8
+// to 4.1, 2.7 and 2.59, without converting 3.5 to 3.6, 2.6 to 2.7 and 2.31, without both 2.8 to 3.0, 2.4 to 2.5 and
+// 2.25; all products at the full rate are 3.4, 3.4 and 3.3 million cycles, 1.9 to 2.0 ms at 1.755 GHz. ncu: tensor pipe
+// 46%, 71% and 74% of the cycles, wavefronts of L1 and shared memory 64%, 75% and 72%, DRAM 37%, 19% and 5%. One
+// warpgroup alone leaves the tensor cores idle for some 180 cycles a group, between the last wgmma that it may order
+// ahead and the next group's first, behind 64 additions, and for 390 a turn (a revision of 3.14 and 2.85 ms in the last
+// two cases). Watching x costs 1.4% in the third case; in the others, 1 to 3%, it is lost in the noise. Every other
+// tile done again 18.3, 15.6 and 13.7 ms, all of a call by multiply-adds 27.5, 25.3 and 22.2. Tried, on revisions that
+// took 4.9, 3.1 and 2.8: additions between the wgmmas of the rests (6.5, 3.5, 3.1); the next group's places looked up
+// before the additions, which spills (7.2, 3.9, 3.7); both warpgroups at the same time, each with a ring of weights of
+// its own (third case the same, second, with two stages each, 3.5) and with a ring of three rows of x for the sake of
+// more stages (3.9); the turn given away before the last additions (5.0, 3.2, 2.9); 3 or 4 parts of x on their way
+// (4.8, 3.2, -); runs in place of boxes (first case 6.3).
 //
 // What bounds it, read the same day on another GPU with parts left out (x not loaded again after the first tiles, y
 // neither staged nor stored; multiplying alone is without both). GHz are those of the fp16 runs. TF32 still took tiles
@@ -200,38 +223,47 @@ constexpr int kMultiplyWarps = 8;
 constexpr int kServiceWarps = 4;  // convert x; the last one may copy weights instead
 constexpr int kThreads = 32 * (kMultiplyWarps + kServiceWarps);
 
-// Registers of a thread: all start with 168, and the multiplying ones need more.
-constexpr int kMultiplyRegisters = 192;
-constexpr int kConvertRegisters = 120;
-static_assert(2 * kMultiplyRegisters + kConvertRegisters <= 3 * 168, "what one gives back the others take");
-
 // What tensors hold in memory, and what the tensor cores multiply.
-template <typename Stored_, typename Multiplied_>
+template <typename Stored_, typename Multiplied_, int CONTAINED_ = 0>
 struct Format {
   using Stored = Stored_;
   using Multiplied = Multiplied_;
-  static constexpr bool CONTAINED = sizeof(Stored) != sizeof(Multiplied);  // TF32 values in scaled fp16
+  static constexpr int CONTAINED = CONTAINED_;          // parts of scaled fp16 that contain an fp32 value, or 0
+  static constexpr int PARTS = CONTAINED == 2 ? 2 : 1;  // of an operand
+  // Sets of accumulators: that of all products; of split operands, that of the first parts of a group of steps, of all
+  // groups before, and of first parts and rests.
+  static constexpr int SUMS = CONTAINED == 2 ? 3 : 1;
+  static constexpr int GROUP_SUM = 0, SUM = SUMS == 1 ? 0 : 1, RESTS = SUMS - 1;
+  static constexpr int PIXELS = CONTAINED == 2 ? 128 : 256;  // rows x columns of a warpgroup; TF32 also has 128
+  // Registers of a thread: all start with 168, and the multiplying ones need more.
+  static constexpr int MULTIPLY_REGISTERS = CONTAINED == 2 ? 208 : 192;
+  static constexpr int CONVERT_REGISTERS = CONTAINED == 2 ? 88 : 120;
+  static_assert(2 * MULTIPLY_REGISTERS + CONVERT_REGISTERS <= 3 * 168, "what one gives back the others take");
 };
 using Fp16 = Format<Half, Half>;
 using Bf16 = Format<BFloat16, BFloat16>;
 using Tf32 = Format<float, float>;
-using Contained = Format<float, Half>;
+using Contained = Format<float, Half, 1>;
+using Split = Format<float, Half, 2>;
 
-// The same for the host: bytes of an element.
-struct ElementBytes {
-  int stored, multiplied;
+// The same for the host.
+struct Operands {
+  int element_bytes;  // as stored
+  int contained;
+
+  constexpr int multiplied_bytes() const { return contained != 0 ? 2 : element_bytes; }
 };
 
-constexpr int kTilePixels = 256;  // rows x columns, but of the last one of kShapes
-constexpr int kStepBytes = 32;    // of the reduction, for one wgmma: 16 channels of 16 bits or 8 of fp32
-constexpr int kPlanes = 8;        // output channels that a warp stages at a time, at least
+constexpr int kStepBytes = 32;  // of the reduction, for one wgmma: 16 channels of 16 bits or 8 of fp32
+constexpr int kPlanes = 8;      // output channels that a warp stages at a time, at least
 
 // Steps of one bulk copy and of one commit, at most: enough cycles to issue the next ones. With narrow tiles there are
 // more instructions to a step.
 constexpr int kGroupSteps = 6;
 constexpr int kNarrowGroupSteps = 3;
-MODELNEW_HOST_DEVICE constexpr int most_group_steps(int tile_q) {
-  return tile_q >= 128 ? kGroupSteps : kNarrowGroupSteps;
+constexpr int kSplitGroupSteps = 4;  // of 16 channels: what tensor cores may sum up by themselves
+MODELNEW_HOST_DEVICE constexpr int most_group_steps(int tile_q, int contained) {
+  return contained == 2 ? kSplitGroupSteps : tile_q >= 128 ? kGroupSteps : kNarrowGroupSteps;
 }
 
 constexpr int kMaxRows = 32;    // of the x ring
@@ -245,23 +277,25 @@ constexpr int kSector = 32;  // bytes of memory: what a store should fill
 
 // Boxes: a warp stages its 16 channels x 256 pixels, or in fp32 8 channels at a time unless operands are contained and
 // leave room, in blocks of 128 bytes of each channel, as bulk stores of boxes want them.
-MODELNEW_HOST_DEVICE constexpr int box_bytes(bool contained) { return contained ? 16384 : 8192; }
+MODELNEW_HOST_DEVICE constexpr int box_bytes(int contained) { return contained == 1 ? 16384 : 8192; }
 
 // Else it stages 512 bytes of each plane at a time, 1 KB of contained operands. In front of them a plane has room for
 // half a sector, behind them for the shift of its start; planes are 12 or 8 words apart modulo the 32 banks, so that
 // stores of accumulators, 8 planes x 16 bytes or 4 planes x 32 bytes at a time, meet little conflict.
-MODELNEW_HOST_DEVICE constexpr int part_bytes(bool contained) { return contained ? 1024 : 512; }
-MODELNEW_HOST_DEVICE constexpr int staged_plane_bytes(int element_bytes, bool contained) {
+MODELNEW_HOST_DEVICE constexpr int part_bytes(int contained) { return contained == 1 ? 1024 : 512; }
+MODELNEW_HOST_DEVICE constexpr int staged_plane_bytes(int element_bytes, int contained) {
   return part_bytes(contained) + (element_bytes == 2 ? 48 : 32);
 }
-MODELNEW_HOST_DEVICE constexpr int staging_part_bytes(int planes, int element_bytes, bool contained) {
+MODELNEW_HOST_DEVICE constexpr int staging_part_bytes(int planes, int element_bytes, int contained) {
   return planes * staged_plane_bytes(element_bytes, contained) + 16;  // a carried sector is read as a whole
 }
 
-// Contained operands: parts of x on their way to a converting warp, 32 pairs of pixels of 8 channels of fp32 each.
-constexpr int kRawParts = 4;
+// Contained and split operands: parts of x on their way to a converting warp, 32 pairs of pixels of 8 channels of fp32
+// each.
+MODELNEW_HOST_DEVICE constexpr int raw_parts(int contained) { return contained == 2 ? 2 : 4; }
 constexpr int kRawPartBytes = 8 * 32 * 8;
 
+constexpr int kFinishBytes = 16 * 8;         // of a warp: what to multiply by and to add, of each channel
 constexpr int kCarriedBytes = 16 * kSector;  // of a warp: an unfinished sector of each channel
 
 // What the kernel computes: y from x and w, or dx from dy and w seen as the same thing (filter flipped, channel axes
@@ -278,7 +312,7 @@ struct Correlation {
 
 // How it is cut up. All roles of the kernel derive their loops from this, so they agree.
 struct Plan {
-  bool contained;      // fp32 in memory, multiplied as scaled fp16
+  int contained;       // parts of scaled fp16 that contain an fp32 value, or 0: multiplied as stored
   int tile_k;          // output channels of a block: 128, or 64 where the warpgroups share the channels, not the rows
   int tile_p, tile_q;  // rows of a block, columns
   int tiles_p, tiles_q, tiles_k;
@@ -306,7 +340,7 @@ struct Plan {
   double cycles;  // estimate
 };
 
-// What the kernels of one call with contained operands tell each other. All zeros at first.
+// What the kernels of one call with contained or split operands tell each other. All zeros at first.
 struct Control {
   uint32_t samples[256];  // of x, by their exponent field; but no zeros
   uint32_t arrived;       // blocks of the preparation that are done
@@ -314,7 +348,7 @@ struct Control {
   int32_t most, least;    // of the exponents of the weights' scales: the largest, and minus the smallest
   uint32_t listed;        // tiles to do again
   int32_t x_exponent;     // x is multiplied times 2^x_exponent
-  uint32_t all_again;     // 1: nothing is contained, the whole call has TF32 operands
+  uint32_t all_again;     // 1: nothing is contained, the whole call is done otherwise
 };
 
 // Where that lies in the workspace.
@@ -348,16 +382,24 @@ MODELNEW_HOST_DEVICE constexpr int channel_of_row(int row, int boxes) {
 
 // Where the parts of a block's shared memory start.
 struct SharedLayout {
-  int staging, records, carried, raw, x_ring, w_ring, end;
+  int staging, records, finish, carried, raw, x_ring, w_ring, end;
 };
 
 MODELNEW_HOST_DEVICE inline int total_steps(const Correlation& of, const Plan& plan) {
   return of.R * of.S * plan.blocks_c * plan.block_steps;
 }
 
-MODELNEW_HOST_DEVICE inline int x_row_bytes(const Plan& plan) { return plan.block_steps * 2 * plan.x_pitch * 16; }
+MODELNEW_HOST_DEVICE constexpr int operand_parts(int contained) { return contained == 2 ? 2 : 1; }
 
-constexpr int kWeightStepBytes = kGroupChannels * kStepBytes;  // of one warpgroup
+// Of one part of the operands. Second parts of x are a ring behind that of the first ones.
+MODELNEW_HOST_DEVICE inline int x_row_bytes(const Plan& plan) { return plan.block_steps * 2 * plan.x_pitch * 16; }
+MODELNEW_HOST_DEVICE inline int x_ring_bytes(const Plan& plan) { return plan.x_slots * x_row_bytes(plan); }
+
+// Of one warpgroup, one part of the operands, and all.
+constexpr int kWeightPartBytes = kGroupChannels * kStepBytes;
+MODELNEW_HOST_DEVICE constexpr int weight_step_bytes(const Plan& plan) {
+  return operand_parts(plan.contained) * kWeightPartBytes;
+}
 
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Correlation& of, const Plan& plan, int element_bytes) {
   SharedLayout layout{};
@@ -366,14 +408,18 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Correlation& of, co
       layout.staging +
       (plan.boxes != 0 ? kMultiplyWarps * box_bytes(plan.contained)
                        : plan.staging_parts * staging_part_bytes(plan.staged_planes, element_bytes, plan.contained));
-  layout.carried = layout.records + kRecordBytes;
-  layout.raw = layout.carried + kMultiplyWarps * kCarriedBytes;
-  layout.x_ring = layout.raw + (plan.contained ? (plan.w_stages > 0 ? 3 : 4) * kRawParts * kRawPartBytes : 0);
-  layout.w_ring = layout.x_ring + plan.x_slots * x_row_bytes(plan);
+  layout.finish = layout.records + kRecordBytes;
+  layout.carried = layout.finish + (plan.contained == 2 ? kMultiplyWarps * kFinishBytes : 0);
+  // Downwards sectors are carried from part to part, and split operands have one part.
+  const bool carries = !plan.down || plan.contained != 2;
+  layout.raw = layout.carried + (carries ? kMultiplyWarps * kCarriedBytes : 0);
+  layout.x_ring =
+      layout.raw + (plan.contained != 0 ? (plan.w_stages > 0 ? 3 : 4) * raw_parts(plan.contained) * kRawPartBytes : 0);
+  layout.w_ring = layout.x_ring + operand_parts(plan.contained) * x_ring_bytes(plan);
   const int steps =
       plan.w_stages > 0 ? plan.w_stages * plan.group_steps : total_steps(of, plan) * (plan.tile_k / kGroupChannels);
   // A tile wider than y reads on behind its rows of x, and stores nothing of what comes of that.
-  const int weight_bytes = steps * kWeightStepBytes;
+  const int weight_bytes = steps * weight_step_bytes(plan);
   layout.end = layout.w_ring + (weight_bytes > plan.tile_q * 16 ? weight_bytes : plan.tile_q * 16);
   return layout;
 }
@@ -579,7 +625,8 @@ static_assert(Shared::kTurns + 8 * (2 + kMultiplyWarps) <= kBarrierBytes, "room 
 // All weights of a tile.
 __device__ __forceinline__ void copy_resident_weights(const Params& params, const Shared& shared, int wanted) {
   constexpr int kPiece = 16384;
-  const int bytes = total_steps(params.of, params.plan) * params.plan.tile_k * kStepBytes;
+  const int groups = params.plan.tile_k / kGroupChannels;
+  const int bytes = total_steps(params.of, params.plan) * groups * weight_step_bytes(params.plan);
   const uint8_t* from = static_cast<const uint8_t*>(params.packed_ptr) + static_cast<int64_t>(wanted) * bytes;
   hopper::barrier_arrive_expecting(shared.w_full(0), bytes);
   for (int offset = 0; offset < bytes; offset += kPiece)
@@ -589,7 +636,7 @@ __device__ __forceinline__ void copy_resident_weights(const Params& params, cons
 __device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared, const Agenda& agenda) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const int64_t group_bytes = static_cast<int64_t>(total_steps(of, plan)) * kWeightStepBytes;
+  const int64_t group_bytes = static_cast<int64_t>(total_steps(of, plan)) * weight_step_bytes(plan);
   const int groups = plan.tile_k / kGroupChannels;
   RingPosition at;
   int resident = -1;
@@ -608,16 +655,16 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
       for (int warpgroup_id = 0; warpgroup_id < 2; ++warpgroup_id) {
         const uint8_t* piece = from + (groups == 2 ? warpgroup_id * group_bytes : 0);
         for (int i = 0; i < plan.groups; ++i) {
-          const int bytes = (plan.group_steps - (i >= plan.large_groups)) * kWeightStepBytes;
+          const int bytes = (plan.group_steps - (i >= plan.large_groups)) * weight_step_bytes(plan);
           hopper::barrier_wait_idly(shared.w_empty(at.slot), at.parity ^ 1);
           hopper::barrier_arrive_expecting(shared.w_full(at.slot), bytes);
-          hopper::bulk_load(shared.w_ring() + at.slot * plan.group_steps * kWeightStepBytes, piece, bytes,
+          hopper::bulk_load(shared.w_ring() + at.slot * plan.group_steps * weight_step_bytes(plan), piece, bytes,
                             shared.w_full(at.slot));
           piece += bytes;
           at.next(plan.w_stages);
         }
       }
-      from += of.R * of.S * plan.block_steps * kWeightStepBytes;
+      from += of.R * of.S * plan.block_steps * weight_step_bytes(plan);
     }
   });
 }
@@ -645,10 +692,10 @@ __device__ __forceinline__ void load_pixels(const uint8_t* address, bool exist, 
 // each channel one after another.
 template <typename Format, int PIXELS, int WORDS>
 __device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[WORDS], int which, float scale) {
-  if constexpr (Format::CONTAINED) {
+  if constexpr (Format::CONTAINED != 0) {
     const auto pair = [&](int c) {
-      return PIXELS == 2 && which != 0 ? contain_pair(words[2 * c + 1], words[2 * c + 3], scale)
-                                       : contain_pair(words[PIXELS * c], words[PIXELS * (c + 1)], scale);
+      const uint32_t first = words[PIXELS * c + which], second = words[PIXELS * (c + 1) + which];
+      return Format::CONTAINED == 1 ? contain_pair(first, second, scale) : split_pair(first, second, scale);
     };
     return make_uint4(pair(0), pair(2), pair(4), pair(6));
   } else if constexpr (sizeof(typename Format::Stored) == 2) {
@@ -664,21 +711,30 @@ __device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[WORDS], int wh
   }
 }
 
+// What such a piece, of the first parts, leaves for the second ones.
+template <int PIXELS, int WORDS>
+__device__ __forceinline__ uint4 rest_of(const uint32_t (&words)[WORDS], int which, float scale, const uint4& piece) {
+  const auto pair = [&](int c, uint32_t first_parts) {
+    return split_rest(words[PIXELS * c + which], words[PIXELS * (c + 1) + which], scale, first_parts);
+  };
+  return make_uint4(pair(0, piece.x), pair(2, piece.y), pair(4, piece.z), pair(6, piece.w));
+}
+
 // BATCH parts of up to 8 words of registers are on their way to a warp at a time, 18 KB to three warps: as many as
-// registers allow. Those of contained operands are of twice the size and come to shared memory, where every lane finds
-// its own words again: nobody else has to wait for them.
+// registers allow. Those of contained and split operands are of twice the size and come to shared memory, where every
+// lane finds its own words again: nobody else has to wait for them.
 //
-// Contained values are watched: those that do not fit into fp16 without a loss mark the tiles whose windows they lie
-// in, to be done again with TF32 operands.
+// Their values are watched: those that do not fit into fp16 without a loss mark the tiles whose windows they lie in, to
+// be done again.
 template <typename Format, int PIXELS, bool ALL_CHANNELS, int WARPS>
 struct Converter {
   using Stored = typename Format::Stored;
   static constexpr int CHANNELS = 16 / sizeof(typename Format::Multiplied);  // of a piece
   static constexpr int WORDS = sizeof(Stored) == 2 ? 1 : PIXELS;             // of one channel of an item
   static constexpr int ITEM_WORDS = CHANNELS * WORDS;
-  static constexpr int BATCH = Format::CONTAINED ? kRawParts : sizeof(Stored) == 4 ? 6 : 7;
+  static constexpr int BATCH = Format::CONTAINED != 0 ? raw_parts(Format::CONTAINED) : sizeof(Stored) == 4 ? 6 : 7;
   static constexpr int FIRST_HALF = (BATCH + 1) / 2;
-  static constexpr int HELD = Format::CONTAINED ? 1 : BATCH;  // parts in registers
+  static constexpr int HELD = Format::CONTAINED != 0 ? 1 : BATCH;  // parts in registers
   static constexpr int STEP_CHANNELS = kStepBytes / sizeof(typename Format::Multiplied);
 
   const Params& params;
@@ -699,7 +755,7 @@ struct Converter {
   uint32_t inside;
   int number;  // of the tile
 
-  // Contained operands: what x is multiplied by, what has been seen of the fill.
+  // Contained and split operands: what x is multiplied by, what has been seen of the fill.
   float scale;
   uint32_t least_allowed;
   Watch watch;
@@ -721,10 +777,10 @@ struct Converter {
     block = 0;
     first = warp_id;
     number = 0;
-    if constexpr (Format::CONTAINED) {
+    if constexpr (Format::CONTAINED != 0) {
       scale = power_of_two(params.guard.control->x_exponent);
-      least_allowed = least_contained(params.guard.control->x_exponent);
-      raw = shared.layout.raw + warp_id * kRawParts * kRawPartBytes + lane_id * 8;
+      least_allowed = least_contained(params.guard.control->x_exponent, Format::CONTAINED);
+      raw = shared.layout.raw + warp_id * BATCH * kRawPartBytes + lane_id * 8;
     }
     enter_tile();
     look<true>();
@@ -765,7 +821,7 @@ struct Converter {
             static_cast<int64_t>(sizeof(Stored));
     if (warp_id == WARPS - 1 && lane_id == 0) {
       write_record();
-      if constexpr (Format::CONTAINED) {
+      if constexpr (Format::CONTAINED != 0) {
         const Guard& guard = params.guard;
         if (guard.control->bad_tiles_k != 0 && guard.bad_tile_k[walk.tile.group * plan.tiles_k + walk.tile.tile_k] != 0)
           mark(walk.number());
@@ -875,7 +931,7 @@ struct Converter {
 #pragma unroll
       for (int c = 0; c < CHANNELS; ++c) {
         const bool exists = (inside >> i & 1) && (ALL_CHANNELS || c < channels);
-        if constexpr (Format::CONTAINED)
+        if constexpr (Format::CONTAINED != 0)
           hopper::copy_later<sizeof(Stored) * PIXELS>(shared.base + raw + i * kRawPartBytes + c * 256, address, exists);
         else
           load_pixels<Stored, PIXELS>(address, exists, words[i] + c * WORDS);
@@ -883,29 +939,29 @@ struct Converter {
         asm("" : "+l"(address));  // one addition a channel; the compiler would rather multiply for each
       }
     }
-    if constexpr (Format::CONTAINED) hopper::copies_commit();
+    if constexpr (Format::CONTAINED != 0) hopper::copies_commit();
   }
 
   // In place of half a batch, so that there are always as many to wait for.
   __device__ __forceinline__ void load_nothing() const {
-    if constexpr (Format::CONTAINED) hopper::copies_commit();
+    if constexpr (Format::CONTAINED != 0) hopper::copies_commit();
   }
 
   // `place`: of the fill, in bytes from the start of the ring.
   template <int BEGIN, int END>
   __device__ __forceinline__ void store(int place, int first_part, int items, int first_watched,
                                         uint32_t (&held)[HELD][ITEM_WORDS]) {
-    const int ring_bytes = params.plan.x_slots * x_row_bytes(params.plan);
+    const int ring_bytes = x_ring_bytes(params.plan);
     uint8_t* ring = smem + shared.layout.x_ring;
-    if constexpr (Format::CONTAINED) hopper::copies_wait<1>();  // but for the other half of a batch
+    if constexpr (Format::CONTAINED != 0) hopper::copies_wait<1>();  // but for the other half of a batch
 #pragma unroll
     for (int i = BEGIN; i < END; ++i) {
       const int item = (first_part + i * WARPS) * 32 + lane_id;
       int at = place + item * PIXELS * 16;
       if (at >= ring_bytes) at -= ring_bytes;
       uint4* to = reinterpret_cast<uint4*>(ring + at);
-      uint32_t (&words)[ITEM_WORDS] = held[Format::CONTAINED ? 0 : i];
-      if constexpr (Format::CONTAINED) {
+      uint32_t (&words)[ITEM_WORDS] = held[Format::CONTAINED != 0 ? 0 : i];
+      if constexpr (Format::CONTAINED != 0) {
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) {
           const uint8_t* const from = smem + raw + i * kRawPartBytes + c * 256;
@@ -920,7 +976,7 @@ struct Converter {
       // Lanes that write 32 bytes apart: every other four of them start with the second pixel, so that eight lanes meet
       // all banks.
       const int swap = PIXELS == 2 ? lane_id / 4 % 2 : 0;
-      if constexpr (!Format::CONTAINED) {
+      if constexpr (Format::CONTAINED == 0) {
         const uint4 one = piece_of<Format, PIXELS>(words, swap, scale);
         if (item < items) to[swap] = one;
         if constexpr (PIXELS == 2) {
@@ -929,16 +985,19 @@ struct Converter {
         }
       } else {
         // One after the other, though lanes meet: to pick words or to exchange pieces takes longer.
-        const uint4 one = piece_of<Format, PIXELS>(words, 0, scale);
-        if (item < items) to[0] = one;
-        uint4 other = make_uint4(0, 0, 0, 0);
-        if constexpr (PIXELS == 2) {
-          other = piece_of<Format, PIXELS>(words, 1, scale);
-          if (item < items) to[1] = other;
+        uint4 pieces[PIXELS];
+#pragma unroll
+        for (int which = 0; which < PIXELS; ++which) {
+          pieces[which] = piece_of<Format, PIXELS>(words, which, scale);
+          if (item < items) to[which] = pieces[which];
+          if constexpr (Format::CONTAINED == 2) {
+            uint4* const to_rest = reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(to) + ring_bytes);
+            if (item < items) to_rest[which] = rest_of<PIXELS>(words, which, scale, pieces[which]);
+          }
         }
         if ((first_part + i * WARPS) * 32 + 31 >= first_watched) {  // the whole part, or nothing of it
-          watch.see_contained(one);
-          watch.see_contained(other);
+#pragma unroll
+          for (int which = 0; which < PIXELS; ++which) watch.see_contained(pieces[which]);
 #pragma unroll
           for (int j = 0; j < ITEM_WORDS; ++j) watch.see(words[j]);
         }
@@ -962,8 +1021,8 @@ struct Converter {
       const int loaded_first = first, loaded_rows = rows, loaded_parts = parts();
       const int items = loaded_rows * row_items;
       const int place = fill.slot * x_row_bytes(plan);
-      const uint32_t loaded_tile = Format::CONTAINED ? walk.number() : 0;
-      const int watched = Format::CONTAINED ? first_watched() : 0;
+      const uint32_t loaded_tile = Format::CONTAINED != 0 ? walk.number() : 0;
+      const int watched = Format::CONTAINED != 0 ? first_watched() : 0;
       more = next();
       const int behind = loaded_first + BATCH * WARPS;
       const bool fill_ends = behind >= loaded_parts;
@@ -997,7 +1056,7 @@ struct Converter {
       if (fill_ends) {
         fill.advance(plan.x_slots, loaded_rows);
         waited = told = 0;
-        if constexpr (Format::CONTAINED) judge(loaded_tile);
+        if constexpr (Format::CONTAINED != 0) judge(loaded_tile);
       }
     }
   }
@@ -1017,7 +1076,7 @@ struct Store {
 template <bool CONTAINED>
 struct Finish {
   float bias[2] = {-0.0f, -0.0f};  // which changes nothing
-  float factor[2] = {1, 1};        // contained operands: undoes their scales
+  float factor[2] = {1, 1};        // contained and split operands: undoes their scales
 
   __device__ __forceinline__ float value(float sum, int row, float added) const {
     if constexpr (CONTAINED)
@@ -1064,7 +1123,8 @@ __device__ __forceinline__ PackedPair<Element> pack_pair(float first, float seco
 // In staging the new pixels of all planes begin at offset % 16 behind half a sector, so that lanes meet few conflicts.
 template <typename Format, int TILE_Q>
 __device__ __forceinline__ void store_runs(const Params& params, const Store& store, const TileRecord& tile,
-                                           const Finish<Format::CONTAINED>& finish, const float (&acc)[TILE_Q / 2]) {
+                                           const Finish<Format::CONTAINED != 0>& finish,
+                                           const float (&acc)[TILE_Q / 2]) {
   using Element = typename Format::Stored;
   constexpr int kSize = sizeof(Element);
   constexpr int kPartBytes = part_bytes(Format::CONTAINED);
@@ -1152,7 +1212,7 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
             narrow(value_of(i, 0, finish.bias[half]), pixels[8 * i]);
             narrow(value_of(i, 1, finish.bias[half]), pixels[8 * i + 1]);
           }
-        } else if (Format::CONTAINED || params.bias_ptr != nullptr) {  // one instruction multiplies and adds
+        } else if (Format::CONTAINED != 0 || params.bias_ptr != nullptr) {  // one instruction multiplies and adds
           stage(finish.bias[half]);
         } else {
           stage(-0.0f);  // which the compiler leaves out
@@ -1269,17 +1329,17 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
 //
 // Four blocks are a box. Whole sectors in front of the first whole block and behind the last one are stored by pieces
 // of 16 bytes, and what begins or ends a run pixel by pixel.
-template <typename Format>
+template <typename Format, int TILE_Q>
 __device__ __forceinline__ void store_boxes(const Params& params, const Store& store, const TileRecord& tile,
-                                            const Finish<Format::CONTAINED>& finish,
-                                            const float (&acc)[kTilePixels / 2]) {
+                                            const Finish<Format::CONTAINED != 0>& finish,
+                                            const float (&acc)[TILE_Q / 2]) {
   using Element = typename Format::Stored;
   constexpr int kSize = sizeof(Element);
   constexpr int kSectorPixels = kSector / kSize;
   constexpr int kBlockPixels = hopper::kBoxRowBytes / kSize;
-  constexpr int kTileBytes = kTilePixels * kSize;  // of a channel
-  constexpr int kBlocks = kTilePixels / kBlockPixels;
-  constexpr int kRounds = Format::CONTAINED ? 1 : kSize / 2;
+  constexpr int kTileBytes = TILE_Q * kSize;  // of a channel
+  constexpr int kBlocks = TILE_Q / kBlockPixels;
+  constexpr int kRounds = Format::CONTAINED != 0 ? 1 : kSize / 2;
   constexpr int kChannels = 16 / kRounds;  // at a time
   constexpr int kBlockBytes = kChannels * hopper::kBoxRowBytes;
   constexpr int kParts = kBlocks / 4;  // boxes of so many channels
@@ -1353,14 +1413,14 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
       }
     };
     const auto stage_some = [&](int first, int last) {
-      const float none[2] = {-0.0f, -0.0f};                 // which the compiler leaves out
-      if (Format::CONTAINED || params.bias_ptr != nullptr)  // one instruction multiplies and adds
+      const float none[2] = {-0.0f, -0.0f};                      // which the compiler leaves out
+      if (Format::CONTAINED != 0 || params.bias_ptr != nullptr)  // one instruction multiplies and adds
         stage(first, last, finish.bias);
       else
         stage(first, last, none);
     };
     const int box_channel = (tile.channel >> log_boxes) + first_channel + round * kChannels;
-    constexpr int kGroups = kTilePixels / 8 / kParts;  // of 8 pixels, in a part
+    constexpr int kGroups = TILE_Q / 8 / kParts;  // of 8 pixels, in a part
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (round > 0 && part + 1 < kParts) {
@@ -1426,7 +1486,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
     if (first_block > 0) store_pieces(0, head, min(kBlockPixels, until));
     store_pieces(rest, rest, until);
     if (tail < until) store_pixels(tail, until);
-    if (!run_ends && until < kTilePixels && carries)
+    if (!run_ends && until < TILE_Q && carries)
       *own_carried = *reinterpret_cast<const uint4*>(place_of(lane_id / 2, until + lane_id % 2 * kPiece));
   }
 }
@@ -1434,7 +1494,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
 // Tiles of several rows, and y of any strides: 16 bytes a lane where rows are aligned, else element by element.
 template <typename Format, int TILE_P, int TILE_Q>
 __device__ __forceinline__ void store_rows(const Params& params, const Store& store, const TileRecord& tile,
-                                           const Finish<Format::CONTAINED>& finish,
+                                           const Finish<Format::CONTAINED != 0>& finish,
                                            const float (&acc)[TILE_P][TILE_Q / 2]) {
   using Element = typename Format::Stored;
   constexpr int kSize = sizeof(Element);
@@ -1517,10 +1577,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   store.first_p = split_k ? 0 : warpgroup_id * TILE_P;
 
   // In units of 16 bytes, as descriptors count.
-  constexpr uint32_t kStep = kWeightStepBytes / 16;
+  constexpr uint32_t kWeightPart = kWeightPartBytes / 16, kStep = Format::PARTS * kWeightPart;
   const uint32_t a_base = hopper::descriptor(shared.w_ring(), kGroupChannels * 16);
   const uint32_t b_base = hopper::descriptor(shared.x_ring(), plan.x_pitch * 16) + plan.lead;
-  const uint32_t x_row = x_row_bytes(plan) / 16;
+  const uint32_t x_row = x_row_bytes(plan) / 16, x_rest = x_ring_bytes(plan) / 16;
   const int row_steps = of.S * plan.block_steps;
   const uint32_t by_row = reciprocal(row_steps), by_tap = reciprocal(plan.block_steps);
   const uint32_t w_stage = plan.group_steps * kStep;
@@ -1549,7 +1609,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   int x_slots = plan.x_slots;
   asm volatile("" : "+r"(first_steps.row), "+r"(first_steps.in_row), "+r"(x_slots));  // kept, not worked out again
 
-  float acc[TILE_P][TILE_Q / 2];
+  float acc[Format::SUMS][TILE_P][TILE_Q / 2];
   RingPosition x_at;  // the first row of the window
   RingPosition w_at;
   uint32_t turn = warpgroup_id == 0 ? 1 : 0;
@@ -1558,17 +1618,35 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const auto groups_of = [&](int steps) {
     return plan.group_steps == steps ? large_groups : plan.group_steps == steps + 1 ? small_groups : 0;
   };
+  const auto for_each_sum = [&](const auto& visit) {
+#pragma unroll
+    for (int row = 0; row < TILE_P; ++row) {
+#pragma unroll
+      for (int i = 0; i < TILE_Q / 2; ++i) visit(row, i);
+    }
+  };
   if (warpgroup_id == 1 && streamed) w_at.advance(plan.w_stages, plan.groups);
   int resident = -1;
-  Finish<Format::CONTAINED> finish;
+  Finish<Format::CONTAINED != 0> finish;
   // The record of the tile, in shared memory: read again where it is needed, which is cheaper than to keep it.
   const TileRecord* const records = reinterpret_cast<const TileRecord*>(smem + shared.layout.records);
   const TileRecord* record = records;
+  const auto factor_of = [&](int weights, int row) {
+    const int32_t* const w_exponents = params.guard.w_exponents + weights * plan.tile_k + store.first_k;
+    return power_of_two(-params.guard.control->x_exponent - w_exponents[row]);
+  };
+  const auto bias_of = [&](int row) {
+    const int k = channel_of_row<sizeof(Element)>(store.first_k + row, plan.boxes);
+    const bool exists = params.bias_ptr != nullptr && k < record->channels;
+    return exists ? widen(static_cast<const Element*>(params.bias_ptr)[record->channel + k]) : -0.0f;
+  };
+  // Split operands leave no registers for that while they are multiplied.
+  float2* const finish_of_row = reinterpret_cast<float2*>(smem + shared.layout.finish + warp_id * kFinishBytes);
   int number = 0;  // of the next tile
   do {
-    for (float& added : finish.bias) added = -0.0f;
     uint32_t a = a_resident;
     int keep = 0;  // the first step overwrites the accumulators
+    if constexpr (Format::SUMS > 1) for_each_sum([&](int row, int i) { acc[Format::SUM][row][i] = 0; });
     for (int block = 0; block < plan.blocks_c; ++block) {
       if (lane_id < plan.x_rows) {
         const bool round = x_at.slot + lane_id >= plan.x_slots;
@@ -1579,14 +1657,14 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         record = records + number % kRecords;
         ++number;
         const int weights = record->weights;
-        if ((!streamed || Format::CONTAINED) && weights != resident) {
+        if ((!streamed || Format::CONTAINED != 0) && weights != resident) {
           if (!streamed && resident >= 0) release(shared.w_empty(0));
           resident = weights;
-          if constexpr (Format::CONTAINED) {
-            const int32_t* const w_exponents =
-                params.guard.w_exponents + weights * plan.tile_k + store.first_k + lane_id / 4;
-            for (int i = 0; i < 2; ++i)
-              finish.factor[i] = power_of_two(-params.guard.control->x_exponent - w_exponents[8 * i]);
+          if constexpr (Format::CONTAINED == 1) {
+            for (int i = 0; i < 2; ++i) finish.factor[i] = factor_of(weights, lane_id / 4 + 8 * i);
+          } else if constexpr (Format::CONTAINED == 2) {
+            if (lane_id < 16) finish_of_row[lane_id] = make_float2(factor_of(weights, lane_id), bias_of(lane_id));
+            __syncwarp();
           }
           if (!streamed) {
             hopper::barrier_wait(shared.w_full(0), w_at.parity);
@@ -1594,12 +1672,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
           }
         }
       }
-      if (block == 0 && params.bias_ptr != nullptr) {
-        for (int i = 0; i < 2; ++i) {
-          const int k = channel_of_row<sizeof(Element)>(store.first_k + lane_id / 4 + 8 * i, plan.boxes);
-          if (k < record->channels)
-            finish.bias[i] = widen(static_cast<const Element*>(params.bias_ptr)[record->channel + k]);
-        }
+      if (Format::CONTAINED != 2 && block == 0) {
+        for (int i = 0; i < 2; ++i) finish.bias[i] = bias_of(lane_id / 4 + 8 * i);
       }
       // Lane j works out where step first + j of the block reads. The first 32 are the same in every tile.
       int first = 0, in_place = 0;  // steps: of the next group; of those, in `place`
@@ -1616,35 +1690,68 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       // every wgmma by itself, and to wait for all but the latest group would be to wait for everything. While one
       // group is multiplied the next one has to be issued: what a group costs in instructions decides.
       uint32_t w_done = 0, w_latest = 0;  // barriers to arrive on when the group before the latest, the latest is done
+      //
+      // Split operands take more descriptors: most are worked out in uniform registers, if the compiler knows that they
+      // are the same in all lanes, as what comes from a lane of a constant number is.
+      constexpr bool kUniform = Format::SUMS > 1;
       const auto multiply_groups = [&](auto count, int groups) {
         constexpr int COUNT = decltype(count)::kValue;
         for (int i = 0; i < groups; ++i) {
           if (in_place + COUNT > 32) find_places(place_of_step(first + lane_id));
           uint32_t b[COUNT];
 #pragma unroll
-          for (int j = 0; j < COUNT; ++j) b[j] = __shfl_sync(~0u, place, in_place + j);
+          for (int j = 0; j < COUNT; ++j) b[j] = __shfl_sync(~0u, place, kUniform ? j : in_place + j);
+          if constexpr (kUniform) place = __shfl_down_sync(~0u, place, COUNT);
           if (streamed) {
             hopper::barrier_wait(shared.w_full(w_at.slot), w_at.parity);
             a = a_base + w_at.slot * w_stage;
           }
-          hopper::wgmma_wait<1>();
-          if (w_done != 0) release(w_done);
-
-          hopper::wgmma_fence();
+          using Wgmma = hopper::Wgmma<typename Format::Multiplied, TILE_Q>;
+          if constexpr (kUniform) a = __shfl_sync(~0u, a, 0);
+          if constexpr (Format::SUMS == 1) {
+            hopper::wgmma_wait<1>();
+            if (w_done != 0) release(w_done);
+            hopper::wgmma_fence();
 #pragma unroll
-          for (int j = 0; j < COUNT; ++j) {
+            for (int j = 0; j < COUNT; ++j) {
 #pragma unroll
-            for (int row = 0; row < TILE_P; ++row)
-              hopper::Wgmma<typename Format::Multiplied, TILE_Q>::multiply(acc[row], a + j * kStep, b[j] + row * x_row,
-                                                                           j == 0 ? keep : 1);
+              for (int row = 0; row < TILE_P; ++row)
+                Wgmma::multiply(acc[Format::SUM][row], a + j * kStep, b[j] + row * x_row, j == 0 ? keep : 1);
+            }
+            hopper::wgmma_commit();
+          } else {
+            hopper::wgmma_fence();
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j) {
+#pragma unroll
+              for (int row = 0; row < TILE_P; ++row)
+                Wgmma::multiply(acc[Format::GROUP_SUM][row], a + j * kStep, b[j] + row * x_row, j == 0 ? 0 : 1);
+            }
+            hopper::wgmma_commit();
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j) {
+#pragma unroll
+              for (int row = 0; row < TILE_P; ++row) {
+                Wgmma::multiply(acc[Format::RESTS][row], a + j * kStep, b[j] + x_rest + row * x_row, j == 0 ? keep : 1);
+                Wgmma::multiply(acc[Format::RESTS][row], a + j * kStep + kWeightPart, b[j] + row * x_row, 1);
+              }
+            }
+            hopper::wgmma_commit();
+            // While the rests are multiplied, what the group has summed up is added, with rounding to nearest: the
+            // tensor cores cut off what they add.
+            hopper::wgmma_wait<1>();
+            if (w_latest != 0) release(w_latest);
+            w_latest = 0;
+#pragma unroll
+            for (int row = 0; row < TILE_P; ++row) hopper::wgmma_settle(acc[Format::GROUP_SUM][row]);
+            for_each_sum([&](int row, int i) { acc[Format::SUM][row][i] += acc[Format::GROUP_SUM][row][i]; });
           }
-          hopper::wgmma_commit();
           keep = 1;
           a += COUNT * kStep;
           first += COUNT;
           in_place += COUNT;
           if (streamed) {
-            w_done = w_latest;
+            if constexpr (Format::SUMS == 1) w_done = w_latest;
             w_latest = shared.w_empty(w_at.slot);
             w_at.next(plan.w_stages);
           }
@@ -1652,11 +1759,12 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       };
       hopper::barrier_wait(shared.turn(warpgroup_id), turn);
       turn ^= 1;
-      if constexpr (most_group_steps(TILE_Q) >= 4) {
+      constexpr int kMostGroupSteps = most_group_steps(TILE_Q, Format::CONTAINED);
+      if constexpr (kMostGroupSteps >= 6) {
         multiply_groups(Count<6>{}, groups_of(6));
         multiply_groups(Count<5>{}, groups_of(5));
-        multiply_groups(Count<4>{}, groups_of(4));
       }
+      if constexpr (kMostGroupSteps >= 4) multiply_groups(Count<4>{}, groups_of(4));
       multiply_groups(Count<3>{}, groups_of(3));
       multiply_groups(Count<2>{}, groups_of(2));
       multiply_groups(Count<1>{}, groups_of(1));
@@ -1675,11 +1783,18 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if (streamed) w_at.advance(plan.w_stages, plan.groups);  // those of the other warpgroup
     }
 #pragma unroll
-    for (int row = 0; row < TILE_P; ++row) hopper::wgmma_settle(acc[row]);
+    for (int row = 0; row < TILE_P; ++row) hopper::wgmma_settle(acc[Format::RESTS][row]);
+    if constexpr (Format::SUMS > 1) {
+      for_each_sum([&](int row, int i) { acc[Format::SUM][row][i] += acc[Format::RESTS][row][i] * (1 / kRestScale); });
+      for (int i = 0; i < 2; ++i) {
+        const float2 of_row = finish_of_row[lane_id / 4 + 8 * i];
+        finish.factor[i] = of_row.x, finish.bias[i] = of_row.y;
+      }
+    }
 
-    if constexpr (TILE_P == 1 && TILE_Q == kTilePixels) {
+    if constexpr (TILE_P == 1 && TILE_Q == Format::PIXELS) {
       if (plan.boxes != 0) {
-        store_boxes<Format>(params, store, *record, finish, acc[0]);
+        store_boxes<Format, TILE_Q>(params, store, *record, finish, acc[Format::SUM][0]);
         continue;
       }
     }
@@ -1687,13 +1802,13 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if (plan.y_runs) {
         const bool shared_staging = plan.staging_parts < kMultiplyWarps;
         if (shared_staging) hopper::barrier_wait(shared.staging_turn(warp_id), (number ^ warpgroup_id) & 1);
-        store_runs<Format, TILE_Q>(params, store, *record, finish, acc[0]);
+        store_runs<Format, TILE_Q>(params, store, *record, finish, acc[Format::SUM][0]);
         if (shared_staging) hopper::barrier_arrive(shared.staging_turn(warp_id ^ 4));
         continue;
       }
     }
-    if constexpr (TILE_P * TILE_Q == kTilePixels)
-      store_rows<Format, TILE_P, TILE_Q>(params, store, *record, finish, acc);
+    if constexpr (TILE_P * TILE_Q == Format::PIXELS)
+      store_rows<Format, TILE_P, TILE_Q>(params, store, *record, finish, acc[Format::SUM]);
   } while ((record->flags & TileRecord::kLast) == 0);
   if (plan.boxes != 0) hopper::bulk_stores_wait_read<0>();  // shared memory lives no longer than the block
 #endif
@@ -1702,9 +1817,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 template <typename Format, int TILE_P, int TILE_Q>
 __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
-  // With contained operands this kernel runs twice: with these, and with TF32 operands what these were not fit for.
+  // With contained operands this kernel runs twice: with these, and with TF32 operands for what they are not fit. For
+  // what split ones are not, there is another engine.
   bool listed = false;
-  if constexpr (Format::CONTAINED) {
+  if constexpr (Format::CONTAINED != 0) {
     if (params.guard.control->all_again != 0) return;
   } else if constexpr (sizeof(typename Format::Multiplied) == 4) {
     listed = params.guard.control != nullptr && params.guard.control->all_again == 0;
@@ -1734,10 +1850,10 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
 
   const int warp_id = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp_id < kMultiplyWarps) {
-    hopper::registers_take<kMultiplyRegisters>();
+    hopper::registers_take<Format::MULTIPLY_REGISTERS>();
     multiply<Format, TILE_P, TILE_Q>(params, shared, modelnew_wgmma_smem, warp_id / 4);
   } else {
-    hopper::registers_give_back<kConvertRegisters>();
+    hopper::registers_give_back<Format::CONVERT_REGISTERS>();
     const int service_warp = warp_id - kMultiplyWarps;
     if (service_warp >= params.plan.convert_warps) {
       if (threadIdx.x % 32 == 0) copy_weights(params, shared, agenda);
@@ -1831,8 +1947,9 @@ __global__ void __launch_bounds__(kPackThreads) pack_operands_kernel(const PackO
   pack_piece<Format>(params, blockIdx.x * static_cast<int64_t>(kPackThreads) + threadIdx.x);
 }
 
-// Before a call with contained operands: the blocks of one launch pack a row of the weights each, contained; look at a
-// sample of x; pack all weights in TF32. The last one of the first two sorts decides what x is scaled by.
+// Before a call with contained or split operands: the blocks of one launch pack a row of the weights each; look at a
+// sample of x; pack all weights in TF32, for contained operands. The last one of the first two sorts decides what x is
+// scaled by.
 constexpr int kSampleBlocks = 64;
 constexpr int kSamples = 1 << 16;
 static_assert(kPackThreads == 256, "a thread for each exponent");
@@ -1841,9 +1958,12 @@ struct PrepareParams {
   const void* in_ptr;
   PackOperandsParams contained, tf32;
   Guard guard;
+  int parts;       // of contained operands
   int row_blocks;  // rows of packed weights, of all groups
   int tile_k;
-  float window;  // values of x in the window of a tile
+  float window;            // values of x in the window of a tile
+  float again_from;        // such a share of all tiles all of them are done otherwise
+  float most_in_a_window;  // values that do not fit: more on average, and that share of tiles has one
 };
 
 struct PrepareShared {
@@ -1859,7 +1979,7 @@ __device__ __forceinline__ void pack_contained_row(const PrepareParams& prepare,
                                                    int row_of_all) {
   const PackOperandsParams& params = prepare.contained;
   const int rows = params.tiles_k * kGroupChannels, group = row_of_all / rows, row = row_of_all - group * rows;
-  const int row_pieces = params.blocks_c * params.of.R * params.of.S * params.block_steps * 2;
+  const int row_pieces = params.blocks_c * params.of.R * params.of.S * params.block_steps * 2, parts = prepare.parts;
   const auto weights_of = [&](int piece, uint32_t (&words)[8]) {
     float values[8];
     load_weights(params, packed_piece<Contained>(params, group, row, piece), values);
@@ -1880,18 +2000,18 @@ __device__ __forceinline__ void pack_contained_row(const PrepareParams& prepare,
   const float scale = power_of_two(exponent);
   Watch watch;
   uint4* const packed = static_cast<uint4*>(params.packed_ptr) +
-                        static_cast<int64_t>(row_of_all / kGroupChannels) * row_pieces * kGroupChannels +
+                        static_cast<int64_t>(row_of_all / kGroupChannels) * parts * row_pieces * kGroupChannels +
                         row_of_all % kGroupChannels;
   for (int piece = threadIdx.x; piece < row_pieces; piece += kPackThreads) {
     weights_of(piece, words);
-    const uint4 contained =
-        make_uint4(contain_pair(words[0], words[1], scale), contain_pair(words[2], words[3], scale),
-                   contain_pair(words[4], words[5], scale), contain_pair(words[6], words[7], scale));
+    const uint4 contained = parts == 2 ? piece_of<Split, 1>(words, 0, scale) : piece_of<Contained, 1>(words, 0, scale);
     for (uint32_t word : words) watch.see(word);
     watch.see_contained(contained);
-    packed[static_cast<int64_t>(piece) * kGroupChannels] = contained;
+    uint4* const to = packed + (static_cast<int64_t>(piece / 2) * parts * 2 + piece % 2) * kGroupChannels;
+    to[0] = contained;
+    if (parts == 2) to[2 * kGroupChannels] = rest_of<1>(words, 0, scale, contained);
   }
-  if (!scaled || !watch.fits(least_contained(exponent))) shared.bad = 1;
+  if (!scaled || !watch.fits(least_contained(exponent, prepare.parts))) shared.bad = 1;
   __syncthreads();  // all have judged
   if (threadIdx.x != 0) return;
   prepare.guard.w_exponents[row_of_all] = exponent;
@@ -1927,10 +2047,10 @@ __device__ __forceinline__ void sample(const PrepareParams& prepare, PrepareShar
     atomicAdd(prepare.guard.control->samples + threadIdx.x, count);
 }
 
-// Thread i has the samples of exponent i. The whole call goes to TF32 operands where too many tiles would be done
-// twice: TF32 takes about twice the time, so from half of the tiles on; a single sample that is too small decides
-// nothing, but one that is far larger than all others makes these too small. And where the weights of half of the tiles
-// do not fit.
+// Thread i has the samples of exponent i. The whole call is done otherwise where too many tiles would be done twice: by
+// TF32 operands, which take about twice the time, from half of the tiles on; by multiply-adds, which take six to nine
+// times as long as split ones, from 9 of 10. A single sample that is too small decides nothing, but one that is far
+// larger than all others makes these too small. And where the weights of so many tiles do not fit.
 __device__ __forceinline__ void decide(const PrepareParams& prepare, PrepareShared& shared) {
   Control& control = *prepare.guard.control;
   const int exponent = threadIdx.x;
@@ -1941,8 +2061,9 @@ __device__ __forceinline__ void decide(const PrepareParams& prepare, PrepareShar
   if (count != 0 && finite) atomicMax(&shared.magnitude, exponent + 1);
   __syncthreads();  // the largest exponent is known, or that there is none
   int x_exponent = 0;
-  bool scaled = shared.magnitude == 0 || scale_exponent(shared.magnitude - 1, 13, x_exponent);
-  if (!finite || exponent < kLeastContainedExponent - x_exponent) atomicAdd(&shared.outside, count);
+  const int to = prepare.parts == 2 ? 14 : 13;
+  bool scaled = shared.magnitude == 0 || scale_exponent(shared.magnitude - 1, to, x_exponent);
+  if (!finite || exponent < least_contained_exponent(prepare.parts) - x_exponent) atomicAdd(&shared.outside, count);
   __syncthreads();  // what does not fit is counted
   if (exponent != 0) return;
   const uint32_t bad_tiles_k = atomicAdd(&control.bad_tiles_k, 0), tiles_k = prepare.row_blocks / prepare.tile_k;
@@ -1951,7 +2072,8 @@ __device__ __forceinline__ void decide(const PrepareParams& prepare, PrepareShar
   const int most = atomicMax(&control.most, 0), least = atomicMax(&control.least, 0);
   scaled = scaled && x_exponent + most <= 126 && x_exponent - least >= -126;
   control.x_exponent = x_exponent;
-  control.all_again = !scaled || 2 * bad_tiles_k >= tiles_k || (shared.outside > 1 && in_a_window > 0.7f);
+  control.all_again = !scaled || bad_tiles_k >= prepare.again_from * tiles_k ||
+                      (shared.outside > 1 && in_a_window > prepare.most_in_a_window);
 }
 
 __global__ void __launch_bounds__(kPackThreads) prepare_kernel(const __grid_constant__ PrepareParams params) {
@@ -2031,16 +2153,18 @@ inline Correlation correlation_of(const Problem& problem, Operator op) {
 
 // ---- Host: how to cut it up ----
 //
-// Few configurations: four shapes of a tile, two ways to share it, two directions; and a tile of half the size, for
-// TF32 operands downwards. fp32 also has the four with contained operands. Each is completed, rejected if it does not
-// fit, and scored in cycles of an SM; the smallest estimate wins.
+// Few configurations: four shapes of a tile, two ways to share it, two directions; and tiles of half the size, one of
+// them for TF32 operands downwards, three for split ones. Each is completed, rejected if it does not fit, and scored in
+// cycles of an SM; the smallest estimate wins.
 
 struct Shape {
   int rows, columns;
   double narrow_cost;  // cycles of a wgmma over those of n = 256, for as many pixels
 };
 // wgmma reads both operands from shared memory; narrow ones are bound by that. Estimates.
-constexpr Shape kShapes[] = {{1, 256, 1.0}, {2, 128, 1.2}, {4, 64, 1.5}, {8, 32, 2.2}, {1, 128, 1.2}};
+constexpr Shape kShapes[] = {{1, 256, 1.0}, {2, 128, 1.2}, {4, 64, 1.5}, {8, 32, 2.2},
+                             {1, 128, 1.2}, {2, 64, 1.5},  {4, 32, 2.2}};
+constexpr int kSmallShapes = 4;  // from here on half the size
 
 // Constants of the estimate, fitted to 200 problems (8 to 512 channels, filters of 1x1 to 7x7, images of 32^2 to
 // 1024^2, both operators; 60 layers of them random) x fp16 and TF32, timed in all configurations that take them on an
@@ -2061,6 +2185,14 @@ constexpr double kPiecewiseConvertFactor = 2;  // x by single pixels, or with a 
 // geometric mean, 47% at worst; the choice without contained operands takes 20% longer than the best.
 constexpr double kContainFactor = 2;
 constexpr double kContainCycles = 15e3;
+
+// Split operands: products to one of others, what a byte of the first parts costs, and how much of converting is added
+// to multiplying, which wants the same shared memory; bytes a cycle of runs that lie downwards. Of the same problems
+// those that take split operands, H200, 2026-11-22: 3% longer in the geometric mean, 53% at worst.
+constexpr double kSplitSteps = 3;
+constexpr double kSplitFactor = 2;
+constexpr double kSplitShare = 0.5;
+constexpr double kLoneRunRate = 7;
 
 // What an image costs beside its tiles in a unit that runs down, in tiles: the first window has to be filled.
 constexpr double kRestartTiles = 0.4;
@@ -2093,17 +2225,17 @@ inline int64_t even(int64_t value) { return value + (value & 1); }
 constexpr int64_t most_steps_with_zeros(int64_t channel_steps) { return channel_steps * 17 / 16; }
 
 // Completes a plan whose tile is chosen; false when it does not fit.
-inline bool complete(const Correlation& of, const ElementBytes& bytes, const Device& device, int shape, int tile_k,
+inline bool complete(const Correlation& of, const Operands& operands, const Device& device, int shape, int tile_k,
                      Plan& plan) {
-  const int element_size = bytes.stored;
-  const int step_channels = kStepBytes / bytes.multiplied;
-  plan.contained = bytes.stored != bytes.multiplied;
+  const int element_size = operands.element_bytes;
+  const int step_channels = kStepBytes / operands.multiplied_bytes(), parts = operand_parts(operands.contained);
+  plan.contained = operands.contained;
   plan.tile_k = tile_k;
   plan.tile_q = kShapes[shape].columns;
   const int group_rows = kShapes[shape].rows;
   const int tile_pixels = group_rows * plan.tile_q;
-  const bool small = tile_pixels < kTilePixels;
-  if (small && !(bytes.multiplied == 4 && plan.down && plan.y_runs)) return false;
+  const bool small = shape >= kSmallShapes, split = operands.contained == 2;
+  if (small != split && !(small && operands.multiplied_bytes() == 4 && plan.down && plan.y_runs)) return false;
   plan.tile_p = tile_k == 64 ? 2 * group_rows : group_rows;
   plan.tiles_p = static_cast<int>(ceil_div(of.P, plan.tile_p));
   plan.tiles_q = static_cast<int>(ceil_div(of.Q, plan.tile_q));
@@ -2115,7 +2247,7 @@ inline bool complete(const Correlation& of, const ElementBytes& bytes, const Dev
   // Pixels behind the last column of y may be missing: what is read in their place is not stored.
   const int64_t columns = std::min(plan.tile_q, of.Q);
   const int64_t pitch = even(columns + (of.S - 1) * static_cast<int64_t>(of.dilation_w) + plan.lead);
-  if (rows > kMaxRows || pitch > kSharedBytes || rows * pitch * 16 * 2 > kSharedBytes) return false;
+  if (rows > kMaxRows || pitch > kSharedBytes || rows * pitch * 32 * parts > kSharedBytes) return false;
   plan.x_rows = static_cast<int>(rows);
   plan.x_pitch = static_cast<int>(pitch);
 
@@ -2124,15 +2256,16 @@ inline bool complete(const Correlation& of, const ElementBytes& bytes, const Dev
   const int64_t taps = static_cast<int64_t>(of.R) * of.S;
   plan.block_steps = channel_steps;
   if (!plan.down) {
-    const int64_t most_steps = kWindowBytes / (rows * 2 * pitch * 16);
+    const int64_t most_steps = kWindowBytes / (rows * pitch * 32 * parts);
     plan.block_steps = static_cast<int>(std::max<int64_t>(std::min<int64_t>(most_steps, channel_steps), 1));
     while (ceil_div(channel_steps, plan.block_steps) * plan.block_steps > most_steps_with_zeros(channel_steps))
       --plan.block_steps;
   }
   plan.blocks_c = static_cast<int>(ceil_div(channel_steps, plan.block_steps));
   const int64_t pass_steps = taps * plan.block_steps;
-  if (pass_steps >= 1 << 16 || pass_steps * plan.blocks_c * plan.tile_k * kStepBytes > int64_t{1} << 30) return false;
-  if (rows * pitch * 32 * plan.block_steps > kSharedBytes) return false;
+  if (pass_steps >= 1 << 16 || pass_steps * plan.blocks_c * plan.tile_k * kStepBytes * parts > int64_t{1} << 30)
+    return false;
+  if (rows * pitch * 32 * parts * plan.block_steps > kSharedBytes) return false;
   plan.x_simple = plan.x_pairs && of.in_channels % (plan.block_steps * step_channels) == 0;
   // Offsets within a fill are 32 bits wide.
   if ((plan.block_steps * step_channels * of.in_stride[1] + rows * of.in_stride[2] + pitch * of.in_stride[3]) *
@@ -2144,7 +2277,7 @@ inline bool complete(const Correlation& of, const ElementBytes& bytes, const Dev
     plan.group_steps = static_cast<int>(ceil_div(pass_steps, plan.groups));
     plan.large_groups = static_cast<int>(pass_steps - static_cast<int64_t>(plan.groups) * (plan.group_steps - 1));
   };
-  set_groups(most_group_steps(plan.tile_q));
+  set_groups(most_group_steps(plan.tile_q, plan.contained));
 
   // Shared memory: the least of everything, then more in the order of its use.
   const auto fits = [&] { return shared_layout(of, plan, element_size).end <= kSharedBytes; };
@@ -2154,17 +2287,17 @@ inline bool complete(const Correlation& of, const ElementBytes& bytes, const Dev
   if (least_slots > kMaxRows) return false;
   plan.x_slots = least_slots;
   plan.y_flat = !plan.down && plan.y_runs && group_rows == 1 && tile_k == 128 && of.out_stride[2] == of.Q;
-  plan.boxes = plan.y_flat ? boxes_of(of, element_size, plan) : 0;
+  plan.boxes = plan.y_flat && small == split ? boxes_of(of, element_size, plan) : 0;
   // Without boxes all planes of 16 bits have room. Runs that lie downwards, where nothing is carried over, two warps
   // stage in one part, by turns (store_rows takes none), but not for long.
   plan.staged_planes = element_size == 2 && group_rows == 1 && plan.y_runs ? 2 * kPlanes : kPlanes;
-  const bool sharing = plan.down && plan.y_runs && (plan.staged_planes == 2 * kPlanes || small || plan.contained);
+  const bool sharing = plan.down && plan.y_runs && (plan.staged_planes == 2 * kPlanes || small || plan.contained != 0);
   plan.staging_parts = sharing ? kMultiplyWarps / 2 : kMultiplyWarps;
   plan.w_stages = 0;
   if (!fits()) plan.boxes = 0;  // larger rings matter more
   while (2 << plan.log_boxes <= plan.boxes) ++plan.log_boxes;
   if (!fits()) plan.w_stages = 4;
-  if (plan.contained && plan.down) {  // where few bytes are missing
+  if (plan.contained != 0 && plan.down) {  // where few bytes are missing
     for (int most_steps = plan.group_steps - 1; !fits() && most_steps >= 3; --most_steps) set_groups(most_steps);
   }
   if (!fits()) return false;
@@ -2237,26 +2370,31 @@ inline bool complete(const Correlation& of, const ElementBytes& bytes, const Dev
   plan.convert_warps = plan.x_simple && same_weights ? 4 : 3;
 
   // A cycle a pixel and step. While one warpgroup stores, the other one multiplies its last block.
-  const double step = tile_pixels * kShapes[shape].narrow_cost;
-  const double multiply = step * taps * plan.blocks_c * plan.block_steps;
+  const double step = tile_pixels * kShapes[shape].narrow_cost * (split ? kSplitSteps : 1);
+  const double products = step * taps * plan.blocks_c * plan.block_steps;
   const double store = tile_pixels * element_size * kStoreCyclesPerByte;
   const double turn = step / 2 * taps * plan.block_steps;
   const double bubble = std::max(store - turn, 0.0);
   const double convert_row = kConvertCyclesPerByte / plan.convert_warps *
-                             (plan.x_simple ? 1 : kPiecewiseConvertFactor) * (plan.contained ? kContainFactor : 1) *
+                             (plan.x_simple ? 1 : kPiecewiseConvertFactor) *
+                             (split                 ? kSplitFactor
+                              : plan.contained != 0 ? kContainFactor
+                                                    : 1) *
                              plan.blocks_c * plan.block_steps * 2 * pitch * 16;
   const double convert = convert_row * (plan.down ? plan.tile_p : rows);
+  const double multiply = products + (split ? kSplitShare * convert : 0);
   // A ring of less than two windows lets the one wait for the other.
   const double ahead = plan.down ? 1 : std::min((plan.x_slots - rows) / static_cast<double>(rows), 1.0);
   const double apart = (1 - ahead) * std::min(multiply, convert);
   const bool whole_pieces = (plan.y_runs && group_rows == 1) || plan.y_vectors;
-  const double write_rate = plan.boxes != 0 ? kBoxRate : whole_pieces ? kPieceRate : kPixelRate;
+  const double run_rate = split && plan.down ? kLoneRunRate : kPieceRate;
+  const double write_rate = plan.boxes != 0 ? kBoxRate : whole_pieces ? run_rate : kPixelRate;
   const double write = 128.0 * tile_pixels * element_size / write_rate;
   const double tile = std::max({multiply + std::max(bubble, apart), convert + apart, write}) + 200;
   const double first_rows = plan.down ? convert_row * (rows - plan.tile_p) : 0;  // of every image in a unit
   plan.cycles = static_cast<double>(ceil_div(plan.units, plan.blocks)) *
                 (plan.unit_tiles * tile + ceil_div(plan.unit_tiles, plan.tiles_p) * first_rows);
-  if (plan.contained) plan.cycles += kContainCycles;
+  if (plan.contained != 0) plan.cycles += kContainCycles;
   return true;
 }
 
@@ -2287,20 +2425,26 @@ inline void set_alignments(const Correlation& of, int element_size, const Alignm
 }
 
 // The best plan, or one of the configurations that tests force by number: shape + 4 * (64 channels a tile) + 8 * down,
-// or 16, the last shape; and for fp32 the same with contained operands, from kContainedConfigurations on.
+// with operands as they are stored, or 16 with the first of the small shapes. With values contained in one part the
+// same but the last, from kContainedConfigurations on; in two parts those of the small shapes, from twice that on.
 constexpr int kConfigurations = 17;
 constexpr int kContainedConfigurations = 32;
+constexpr int kSplitConfigurations = 2 * kContainedConfigurations;
+constexpr int kAllConfigurations = 3 * kContainedConfigurations;
 
 inline bool plan_configuration(const Correlation& of, int element_size, const Device& device, const Alignment& address,
                                int configuration, Plan& plan) {
-  const bool contained = configuration >= kContainedConfigurations;
+  const int contained = configuration / kContainedConfigurations;
   configuration %= kContainedConfigurations;
+  const bool last = configuration == kConfigurations - 1;
+  if (configuration >= kConfigurations || (contained != 0 && (element_size != 4 || last))) return false;
   plan = Plan{};
   set_alignments(of, element_size, address, plan);
   plan.down = configuration >= 8;
-  const int shape = configuration < 16 ? configuration % 4 : 4;
-  const int tile_k = configuration < 16 && configuration / 4 % 2 != 0 ? 64 : 128;
-  return complete(of, {element_size, contained ? 2 : element_size}, device, shape, tile_k, plan);
+  const int shape = last ? kSmallShapes : (contained == 2 ? kSmallShapes : 0) + configuration % 4;
+  if (shape >= static_cast<int>(sizeof kShapes / sizeof kShapes[0])) return false;
+  const int tile_k = !last && configuration / 4 % 2 != 0 ? 64 : 128;
+  return complete(of, {element_size, contained}, device, shape, tile_k, plan);
 }
 
 // With TF32 operands, for the tiles of a plan with contained ones: the same tiles, rightwards.
@@ -2314,33 +2458,52 @@ inline bool plan_again(const Correlation& of, const Device& device, const Alignm
   return true;
 }
 
-inline bool make_plan(const Correlation& of, int element_size, const Device& device, const Alignment& address,
+// What is asked for: fp32 tensors are multiplied as TF32, which may be contained, or split.
+struct Precision {
+  int element_bytes;
+  bool exact;  // fp32 tensors: in full
+};
+
+inline Precision precision_of(const Problem& problem, Operator op) {
+  return {element_bytes(problem.dtype), problem.dtype == DType::kFloat32 && !uses_tf32(problem, op)};
+}
+
+inline bool make_plan(const Correlation& of, const Precision& precision, const Device& device, const Alignment& address,
                       int forced, Plan& best) {
   bool found = false;
-  for (int configuration = 0; configuration < kContainedConfigurations + kConfigurations; ++configuration) {
-    if (configuration >= kConfigurations && (configuration < kContainedConfigurations || element_size != 4)) continue;
+  for (int configuration = 0; configuration < kAllConfigurations; ++configuration) {
+    if (precision.exact != (configuration >= kSplitConfigurations)) continue;
     if (forced >= 0 && forced != configuration) continue;
     Plan plan, again;
-    if (!plan_configuration(of, element_size, device, address, configuration, plan)) continue;
-    if (plan.contained && !plan_again(of, device, address, plan, again)) continue;
+    if (!plan_configuration(of, precision.element_bytes, device, address, configuration, plan)) continue;
+    if (plan.contained == 1 && !plan_again(of, device, address, plan, again)) continue;
     if (!found || plan.cycles < best.cycles) best = plan;
     found = true;
   }
   return found;
 }
 
+// Full fp32 accuracy: the direct engine has it too, and is the more exact one for short sums. H200, 2026-11-22, 19
+// problems of 2^25 to 2^33 multiply-adds, 1x1 and 3x3: it takes 1.3 to 3.7 times as long, at 2^25 58 us, this one 29.
+constexpr int kLeastSplitTerms = 64;
+constexpr double kLeastSplitMultiplyAdds = 1 << 25;
+
 // Null, or why not. Without a GPU: the sizes alone decide.
 inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
-  if (problem.dtype == DType::kFloat32 && !uses_tf32(problem, op))
-    return "it multiplies float32 as TF32 only, which this call does not allow";
   if ((problem.stride_h != 1 && problem.P > 1) || (problem.stride_w != 1 && problem.Q > 1))
     return "it takes stride 1 only";
   const Correlation of = correlation_of(problem, op);
   if (of.Q < 32) return "it takes outputs of at least 32 columns";
   if (of.in_channels < 8) return "it takes at least 8 input channels a group";
   if (of.out_channels < 8) return "it takes at least 8 output channels a group";
+  if (precision_of(problem, op).exact) {
+    if (static_cast<int64_t>(of.in_channels) * of.R * of.S < kLeastSplitTerms)
+      return "it takes sums of at least 64 terms where full float32 accuracy is asked for";
+    if (multiply_adds(problem) < kLeastSplitMultiplyAdds)
+      return "it takes at least 2^25 multiply-adds where full float32 accuracy is asked for";
+  }
   return nullptr;
 }
 
@@ -2357,7 +2520,7 @@ inline bool plan_of(const Problem& problem, Operator op, const Alignment& addres
   Device device{};
   current_device(device);
   of = correlation_of(problem, op);
-  return make_plan(of, element_bytes(problem.dtype), device, address, -1, plan);
+  return make_plan(of, precision_of(problem, op), device, address, -1, plan);
 }
 
 inline const char* refusal(const Problem& problem, Operator op) {
@@ -2371,7 +2534,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
 }
 
 inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
-  return static_cast<int64_t>(of.groups) * plan.tiles_k * total_steps(of, plan) * plan.tile_k * kStepBytes;
+  return static_cast<int64_t>(of.groups) * plan.tiles_k * total_steps(of, plan) * (plan.tile_k / kGroupChannels) *
+         weight_step_bytes(plan);
 }
 
 // Where the parts of the workspace start.
@@ -2380,7 +2544,8 @@ struct WorkspaceLayout {
   int64_t list, w_exponents, packed, packed_again, end;
 };
 
-// For weights of so many bytes, packed, and again in TF32; tiles of pixels; tiles of output channels of all groups.
+// For weights of so many bytes, packed, and as those want them that do tiles again; tiles of pixels; tiles of output
+// channels of all groups.
 inline WorkspaceLayout workspace_layout(bool contained, int64_t packed_bytes, int64_t packed_again_bytes, int64_t tiles,
                                         int64_t tiles_k, int tile_k) {
   const auto aligned = [](int64_t bytes) { return ceil_div(bytes, 128) * 128; };
@@ -2398,28 +2563,37 @@ inline WorkspaceLayout workspace_layout(bool contained, int64_t packed_bytes, in
   return layout;
 }
 
-inline WorkspaceLayout workspace_layout(const Correlation& of, const Plan& plan, const Plan& again) {
-  return workspace_layout(plan.contained, packed_bytes(of, plan), plan.contained ? packed_bytes(of, again) : 0,
+// packed_again_bytes: with contained operands only.
+inline WorkspaceLayout workspace_layout(const Correlation& of, const Plan& plan, int64_t packed_again_bytes) {
+  return workspace_layout(plan.contained != 0, packed_bytes(of, plan), packed_again_bytes,
                           static_cast<int64_t>(plan.tiles) * plan.tiles_k, int64_t{of.groups} * plan.tiles_k,
                           plan.tile_k);
 }
 
 // What any plan gets by with: which one it will be depends on addresses too.
-inline int64_t workspace_bytes(const Problem& problem, Operator op) {
+inline int64_t workspace_bytes(const Problem& problem, Operator op, const Precision& precision) {
   const Correlation of = correlation_of(problem, op);
+  const bool exact = precision.exact;
   constexpr int kMostChannels = 2 * kGroupChannels;  // of a tile
-  const auto most_packed_bytes = [&](int element_size) {
-    const int64_t channel_steps = ceil_div(of.in_channels, kStepBytes / element_size);
+  const auto most_packed_bytes = [&](const Operands& operands) {
+    const int64_t channel_steps = ceil_div(of.in_channels, kStepBytes / operands.multiplied_bytes());
     return of.groups * ceil_div(of.out_channels, kMostChannels) * kMostChannels * of.R * of.S *
-           most_steps_with_zeros(channel_steps) * kStepBytes;
+           most_steps_with_zeros(channel_steps) * kStepBytes * operand_parts(operands.contained);
   };
-  const int64_t packed = most_packed_bytes(element_bytes(problem.dtype));
-  if (problem.dtype != DType::kFloat32) return packed;
+  const int64_t stored = most_packed_bytes({element_bytes(problem.dtype), 0});
+  if (problem.dtype != DType::kFloat32) return stored;
   int64_t most_tiles = 0;
   for (const Shape& shape : kShapes)
     most_tiles = std::max(most_tiles, ceil_div(of.P, shape.rows) * ceil_div(of.Q, shape.columns));
   const int64_t tiles_k = of.groups * ceil_div(of.out_channels, kGroupChannels);
-  return workspace_layout(true, most_packed_bytes(2), packed, of.N * most_tiles * tiles_k, tiles_k, kMostChannels).end;
+  const int64_t again = exact ? listed_workspace_bytes(problem, op) : stored;
+  return workspace_layout(true, most_packed_bytes({4, exact ? 2 : 1}), again, of.N * most_tiles * tiles_k, tiles_k,
+                          kMostChannels)
+      .end;
+}
+
+inline int64_t workspace_bytes(const Problem& problem, Operator op) {
+  return workspace_bytes(problem, op, precision_of(problem, op));
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -2447,7 +2621,7 @@ cudaError_t make_box_maps(Params& params) {
   const uint64_t sizes[4] = {(boxes - 1) * channel + static_cast<uint64_t>(of.P) * of.Q, channels, 4, images};
   const uint64_t strides[3] = {boxes * channel * kSize, hopper::kBoxRowBytes,
                                images > 1 ? of.out_stride[0] * kSize : boxes * channel * kSize};
-  const uint32_t rows = kSize == 2 || params.plan.contained ? 16 : 8;
+  const uint32_t rows = kSize == 2 || params.plan.contained != 0 ? 16 : 8;
   const uint32_t four[4] = {hopper::kBoxRowBytes / kSize, rows, 4, 1}, one[4] = {four[0], rows, 1, 1};
   const cudaError_t error = hopper::make_box_map(params.out_ptr, kSize, sizes, strides, four, params.four_blocks);
   if (error != cudaSuccess) return error;
@@ -2471,18 +2645,20 @@ cudaError_t run_packed(Params& params, cudaStream_t stream) {
     const cudaError_t error = make_box_maps<typename Format::Stored>(params);
     if (error != cudaSuccess) return error;
   }
+  constexpr int kPixels = Format::PIXELS;
   switch (params.plan.tile_q) {
     case 256:
-      return run_kernel<Format, 1, 256>(params, stream);
+      if constexpr (kPixels == 256) return run_kernel<Format, 1, 256>(params, stream);
+      return cudaErrorInvalidConfiguration;
     case 128:
       if constexpr (sizeof(typename Format::Multiplied) == 4) {
         if (params.plan.tile_p == 1) return run_kernel<Format, 1, 128>(params, stream);
       }
-      return run_kernel<Format, 2, 128>(params, stream);
+      return run_kernel<Format, kPixels / 128, 128>(params, stream);
     case 64:
-      return run_kernel<Format, 4, 64>(params, stream);
+      return run_kernel<Format, kPixels / 64, 64>(params, stream);
     default:
-      return run_kernel<Format, 8, 32>(params, stream);
+      return run_kernel<Format, kPixels / 32, 32>(params, stream);
   }
 }
 
@@ -2497,31 +2673,59 @@ cudaError_t run(const void* w_ptr, void* workspace, Params& params, cudaStream_t
   return run_packed<Format>(params, stream);
 }
 
-// Contained operands, and `again` what does not fit into them.
-inline cudaError_t run_contained(const void* w_ptr, void* workspace, Params& params, const Plan& again,
-                                 cudaStream_t stream) {
+// What is to be computed, and on what.
+struct Call {
+  Operator op;
+  const Problem& problem;
+  const Pointers& pointers;
+  const Device& device;
+  const Alignment& address;
+};
+
+// Contained operands in one part or two, and what does not fit into them again: with TF32 operands, or by FFMA.
+inline cudaError_t run_contained(const Call& call, Params& params, cudaStream_t stream) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const WorkspaceLayout layout = workspace_layout(of, plan, again);
-  uint8_t* const start = static_cast<uint8_t*>(workspace);
+  const bool split = plan.contained == 2;
+  Plan again{};
+  if (!split && !plan_again(of, call.device, call.address, plan, again)) return cudaErrorInvalidConfiguration;
+  const WorkspaceLayout layout =
+      workspace_layout(of, plan, split ? listed_workspace_bytes(call.problem, call.op) : packed_bytes(of, again));
+  uint8_t* const start = static_cast<uint8_t*>(call.pointers.workspace);
   const auto part = [&](int64_t offset) { return reinterpret_cast<uint32_t*>(start + offset); };
   params.guard = {reinterpret_cast<Control*>(start), part(layout.bad_tile_k), part(layout.marked), part(layout.list),
                   reinterpret_cast<int32_t*>(part(layout.w_exponents))};
   PrepareParams prepare{};
   prepare.in_ptr = params.in_ptr;
-  prepare.contained = pack_params(w_ptr, part(layout.packed), of, plan);
-  prepare.tf32 = pack_params(w_ptr, part(layout.packed_again), of, again);
+  prepare.contained = pack_params(call.pointers.w, part(layout.packed), of, plan);
+  if (!split) prepare.tf32 = pack_params(call.pointers.w, part(layout.packed_again), of, again);
   prepare.guard = params.guard;
+  prepare.parts = plan.contained;
   prepare.row_blocks = of.groups * plan.tiles_k * plan.tile_k;
   prepare.tile_k = plan.tile_k;
   prepare.window = static_cast<float>(plan.x_rows) * plan.x_pitch * of.in_channels;
-  cudaError_t error = cudaMemsetAsync(workspace, 0, layout.zeros_end, stream);
+  prepare.again_from = split ? 0.9f : 0.5f;
+  prepare.most_in_a_window = split ? 2.3f : 0.7f;  // -log(1 - again_from)
+  cudaError_t error = cudaMemsetAsync(start, 0, layout.zeros_end, stream);
   if (error != cudaSuccess) return error;
   const int64_t blocks = prepare.row_blocks + kSampleBlocks + ceil_div(prepare.tf32.pieces, kPackThreads);
   prepare_kernel<<<static_cast<unsigned>(blocks), kPackThreads, sizeof(PrepareShared), stream>>>(prepare);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   params.packed_ptr = part(layout.packed);
+  if (split) {
+    error = run_packed<Split>(params, stream);
+    if (error != cudaSuccess) return error;
+    const TileList list{&params.guard.control->all_again,
+                        &params.guard.control->listed,
+                        params.guard.list,
+                        plan.tile_k,
+                        plan.tile_p,
+                        plan.tile_q};
+    Pointers pointers = call.pointers;
+    pointers.workspace = part(layout.packed_again);
+    return launch_listed(call.op, call.problem, pointers, list, call.device.sms, stream);
+  }
   error = run_packed<Contained>(params, stream);
   if (error != cudaSuccess) return error;
   params.plan = again;
@@ -2530,14 +2734,12 @@ inline cudaError_t run_contained(const void* w_ptr, void* workspace, Params& par
 }
 
 // Runs the plan in `params`.
-inline cudaError_t run_plan(DType dtype, const Device& device, const Alignment& address, const void* w_ptr,
-                            void* workspace, Params& params, cudaStream_t stream) {
-  if (dtype == DType::kFloat16) return run<Fp16>(w_ptr, workspace, params, stream);
-  if (dtype == DType::kBFloat16) return run<Bf16>(w_ptr, workspace, params, stream);
-  if (!params.plan.contained) return run<Tf32>(w_ptr, workspace, params, stream);
-  Plan again;
-  if (!plan_again(params.of, device, address, params.plan, again)) return cudaErrorInvalidConfiguration;
-  return run_contained(w_ptr, workspace, params, again, stream);
+inline cudaError_t run_plan(const Call& call, Params& params, cudaStream_t stream) {
+  const DType dtype = call.problem.dtype;
+  if (params.plan.contained != 0) return run_contained(call, params, stream);
+  if (dtype == DType::kFloat16) return run<Fp16>(call.pointers.w, call.pointers.workspace, params, stream);
+  if (dtype == DType::kBFloat16) return run<Bf16>(call.pointers.w, call.pointers.workspace, params, stream);
+  return run<Tf32>(call.pointers.w, call.pointers.workspace, params, stream);
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
@@ -2549,9 +2751,9 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   Device device{};
   current_device(device);
   params.of = correlation_of(problem, op);
-  if (!make_plan(params.of, element_bytes(problem.dtype), device, address, -1, params.plan))
+  if (!make_plan(params.of, precision_of(problem, op), device, address, -1, params.plan))
     return cudaErrorInvalidConfiguration;
-  return run_plan(problem.dtype, device, address, pointers.w, pointers.workspace, params, stream);
+  return run_plan({op, problem, pointers, device, address}, params, stream);
 }
 
 #endif  // launchers
@@ -2560,13 +2762,14 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   Correlation of{};
   Plan plan{};
   plan_of(problem, op, Alignment{}, of, plan);
-  const int channels = kStepBytes / (plan.contained ? 2 : element_bytes(problem.dtype)) * plan.block_steps;
+  const Operands operands{element_bytes(problem.dtype), plan.contained};
+  const int channels = kStepBytes / operands.multiplied_bytes() * plan.block_steps;
   char weights[64];
   if (plan.w_stages == 0)
     snprintf(weights, sizeof weights, "resident weights");
   else
     snprintf(weights, sizeof weights, "weights in %d stages of %d bytes", plan.w_stages,
-             plan.group_steps * kWeightStepBytes);
+             plan.group_steps * weight_step_bytes(plan));
   char boxes[40] = "";
   if (plan.boxes == 1)
     snprintf(boxes, sizeof boxes, "boxes, ");
@@ -2576,9 +2779,11 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
       text, text_size,
       "%stile of %d channels x %d x %d pixels, %s, %d input channels a row of %d, %s, %s%d bytes of shared memory, "
       "%d blocks, units of %d tiles, about %.3g Mcycles",
-      plan.contained ? "in scaled fp16, " : "", plan.tile_k, plan.tile_p, plan.tile_q,
-      plan.down ? "downwards" : "rightwards", channels, plan.x_slots, weights, boxes, plan.smem_bytes, plan.blocks,
-      plan.unit_tiles, plan.cycles * 1e-6);
+      plan.contained == 2   ? "in two parts of scaled fp16, "
+      : plan.contained == 1 ? "in scaled fp16, "
+                            : "",
+      plan.tile_k, plan.tile_p, plan.tile_q, plan.down ? "downwards" : "rightwards", channels, plan.x_slots, weights,
+      boxes, plan.smem_bytes, plan.blocks, plan.unit_tiles, plan.cycles * 1e-6);
 }
 
 #endif  // host
