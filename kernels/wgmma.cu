@@ -1690,7 +1690,6 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       // every wgmma by itself, and to wait for all but the latest group would be to wait for everything. While one
       // group is multiplied the next one has to be issued: what a group costs in instructions decides.
       uint32_t w_done = 0, w_latest = 0;  // barriers to arrive on when the group before the latest, the latest is done
-      //
       // Split operands take more descriptors: most are worked out in uniform registers, if the compiler knows that they
       // are the same in all lanes, as what comes from a lane of a constant number is.
       constexpr bool kUniform = Format::SUMS > 1;
