@@ -2393,7 +2393,7 @@ def small_wgmma_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.
 @pytest.mark.parametrize("configuration", sorted(wgmma_configurations(torch.float32) | WGMMA_SPLIT_CONFIGURATIONS))
 def test_wgmma_shim_exact(wgmma_shim, configuration):
     runs, only_fp32 = 0, configuration >= 16
-    count = 6 if not only_fp32 else 3 if 64 <= configuration < 72 else 4
+    count = 6 if not only_fp32 else 2 if 64 <= configuration < 72 else 4  # these take every case
     for number, (case, operator, dtype) in enumerate(small_wgmma_cases(count, seed=configuration)):
         dtype = torch.float32 if only_fp32 else dtype
         fault = wgmma_shim.fault(operator, case, dtype, configuration, seed=number)
@@ -2536,6 +2536,8 @@ def test_wgmma_shim_sees_what_is_missing(mutation, wgmma_mutants):
     ]
     if "adds up" in mutation:
         cases = [(Case(1, 16, 9, 300, 128, 3, 3), 64, torch.float32)]
+    elif "box" in mutation:
+        cases = [cases[1], cases[4]]
     assert any(
         shim.fault("fprop", case, dtype, configuration, seed)
         for seed in range(6)
