@@ -44,6 +44,9 @@
 // third, with rounding to nearest. What does not fit, Inf and NaN among it, is done again by the direct engine's
 // multiply-adds, the tiles on the list or all of a call.
 //
+//   x = x1 + x2 / 2^11      w1 x1, of a group       --wgmma--> GROUP_SUM --added, a group at a time--> SUM
+//   w = w1 + w2 / 2^11      w1 x2 + w2 x1, of all   --wgmma--> RESTS     --times 2^-11, at the end---> SUM --> memory
+//
 // Rings are handed over by mbarriers. The warpgroups take turns: one multiplies a block of channels, alone and at the
 // full rate of the tensor cores, while the other stores. Weights that fit as a whole stay in shared memory.
 //
@@ -92,19 +95,20 @@
 // of 512 bytes (second case 1.48); words picked by the pixel (third case 1.2) or pieces exchanged before they are
 // stored (1.03).
 //
-// Split operands, 2026-11-22, the same cases, two GPUs: 4.3 to 4.9, 3.0 to 3.2 and 2.61 to 2.66 ms. Without storing 3.8
-// to 4.1, 2.7 and 2.59, without converting 3.5 to 3.6, 2.6 to 2.7 and 2.31, without both 2.8 to 3.0, 2.4 to 2.5 and
+// Split operands, 2026-11-22, the same cases, in turns on several GPUs, of revisions before the last thresholds
+// (bench.py of the last one, 473b829: 4.39, 2.95 and 2.62): 4.3 to 4.9, 3.0 to 3.2 and 2.61 to 2.66 ms. Without storing
+// 3.8 to 4.1, 2.7 and 2.59, without converting 3.5 to 3.6, 2.6 to 2.7 and 2.31, without both 2.8 to 3.0, 2.4 to 2.5 and
 // 2.25; all products at the full rate are 3.4, 3.4 and 3.3 million cycles, 1.9 to 2.0 ms at 1.755 GHz. ncu: tensor pipe
 // 46%, 71% and 74% of the cycles, wavefronts of L1 and shared memory 64%, 75% and 72%, DRAM 37%, 19% and 5%. One
 // warpgroup alone leaves the tensor cores idle for some 180 cycles a group, between the last wgmma that it may order
 // ahead and the next group's first, behind 64 additions, and for 390 a turn (a revision of 3.14 and 2.85 ms in the last
 // two cases). Watching x costs 1.4% in the third case; in the others, 1 to 3%, it is lost in the noise. Every other
 // tile done again 18.3, 15.6 and 13.7 ms, all of a call by multiply-adds 27.5, 25.3 and 22.2. Tried, on revisions that
-// took 4.9, 3.1 and 2.8: additions between the wgmmas of the rests (6.5, 3.5, 3.1); the next group's places looked up
-// before the additions, which spills (7.2, 3.9, 3.7); both warpgroups at the same time, each with a ring of weights of
-// its own (third case the same, second, with two stages each, 3.5) and with a ring of three rows of x for the sake of
-// more stages (3.9); the turn given away before the last additions (5.0, 3.2, 2.9); 3 or 4 parts of x on their way
-// (4.8, 3.2, -); runs in place of boxes (first case 6.3).
+// took 6.3 (without boxes), 3.1 and 3.1: additions between the wgmmas of the rests (6.5, 3.5, 3.1); the next group's
+// places looked up before the additions, which spills (7.2, 3.9, 3.7); both warpgroups at the same time, each with a
+// ring of weights of its own (third case the same, second, with two stages each, 3.5). On later ones, of 4.9, 3.2 and
+// 2.8: the same with a ring of three rows of x for the sake of more stages (second case 3.9); the turn given away
+// before the last additions (5.0, 3.2, 2.9); 3 or 4 parts of x on their way (4.8 and 4.9, 3.2 and 3.3, -).
 //
 // What bounds it, read the same day on another GPU with parts left out (x not loaded again after the first tiles, y
 // neither staged nor stored; multiplying alone is without both). GHz are those of the fp16 runs. TF32 still took tiles
@@ -2483,7 +2487,8 @@ inline bool make_plan(const Correlation& of, const Precision& precision, const D
 }
 
 // Full fp32 accuracy: the direct engine has it too, and is the more exact one for short sums. H200, 2026-11-22, 19
-// problems of 2^25 to 2^33 multiply-adds, 1x1 and 3x3: it takes 1.3 to 3.7 times as long, at 2^25 58 us, this one 29.
+// problems of 2^25 to 2^33 multiply-adds, 1x1 and 3x3: it takes 1.3 to 4.4 times as long, at 2^25 58 us, this one 29
+// (x from randn, so with a tile on the list here and there; before the last thresholds).
 constexpr int kLeastSplitTerms = 64;
 constexpr double kLeastSplitMultiplyAdds = 1 << 25;
 
