@@ -1406,8 +1406,8 @@ inline void check_shared(uint32_t address, size_t bytes) {
 
 // Bulk copies on their way.
 struct Copy {
-  uint32_t to, bytes, barrier;
-  const void* from;
+  uint32_t to, barrier;
+  std::vector<uint8_t> bytes;
 };
 inline std::deque<Copy> copies;
 
@@ -1417,9 +1417,9 @@ inline bool copy_some() {
   while (!copies.empty() && (!late || shuffler() % copy_delay == 0)) {
     const Copy copy = copies.front();
     copies.pop_front();
-    std::memcpy(smem + copy.to, copy.from, copy.bytes);
+    std::copy(copy.bytes.begin(), copy.bytes.end(), smem + copy.to);
     Barrier& barrier = barriers.at(copy.barrier);
-    barrier.bytes -= copy.bytes;
+    barrier.bytes -= static_cast<int>(copy.bytes.size());
     end_phase_if_due(barrier);
     ++progress;
   }
@@ -1582,7 +1582,8 @@ inline void fence_async() {}
 inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   simt::check_shared(to, bytes);
   if (bytes % 16 != 0 || reinterpret_cast<uint64_t>(from) % 16 != 0) simt::complain("a bulk copy that is not aligned");
-  simt::copies.push_back({to, static_cast<uint32_t>(bytes), barrier, from});
+  const uint8_t* const first = static_cast<const uint8_t*>(from);
+  simt::copies.push_back({to, barrier, {first, first + bytes}});
 }
 
 constexpr int kBoxRowBytes = 128;
@@ -1592,10 +1593,13 @@ struct BoxMap {
   uint64_t sizes[4], strides[4];
   uint32_t box[4];
 };
-inline cudaError_t make_box_map(void* tensor, int element_bytes, const uint64_t (&sizes)[4],
+enum class BoxUse { kStore, kLoad };
+inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                 const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map) {
-  map = {static_cast<uint8_t*>(tensor), element_bytes};
-  bool right = reinterpret_cast<uint64_t>(tensor) % 16 == 0 && box[0] * element_bytes == kBoxRowBytes;
+  map = {static_cast<uint8_t*>(const_cast<void*>(tensor)), element_bytes};
+  const uint32_t row_bytes = box[0] * element_bytes;
+  bool right = reinterpret_cast<uint64_t>(tensor) % 16 == 0;
+  right &= use == BoxUse::kStore ? row_bytes == kBoxRowBytes : row_bytes % 16 == 0;
   map.strides[0] = element_bytes;
   for (int i = 0; i < 4; ++i) {
     if (i > 0) map.strides[i] = strides[i - 1];
@@ -1606,26 +1610,45 @@ inline cudaError_t make_box_map(void* tensor, int element_bytes, const uint64_t 
   if (!right) simt::complain("a map of boxes that the driver would refuse");
   return right ? cudaSuccess : static_cast<cudaError_t>(1);
 }
-inline void store_box_now(const BoxMap& map, uint32_t from, const int64_t (&first)[4]) {
-  const uint32_t rows = map.box[1] * map.box[2] * map.box[3], elements = kBoxRowBytes / map.element_bytes;
-  simt::check_shared(from, rows * kBoxRowBytes);
-  if (from % 1024 != 0) simt::complain("a box that is not aligned in shared memory");
+// Visits all elements of a box: its place in memory, or null outside the tensor, its row and its number in there.
+template <typename Visit>
+void for_each_in_box(const BoxMap& map, const int64_t (&first)[4], const Visit& visit) {
   if (first[0] * map.element_bytes % 16 != 0) simt::complain("a box that is not aligned in memory");
+  const uint32_t rows = map.box[1] * map.box[2] * map.box[3];
   for (uint32_t row = 0; row < rows; ++row)
-    for (uint32_t element = 0; element < elements; ++element) {
+    for (uint32_t element = 0; element < map.box[0]; ++element) {
       const uint32_t inside[4] = {element, row % map.box[1], row / map.box[1] % map.box[2],
                                   row / map.box[1] / map.box[2]};
-      uint8_t* to = map.tensor;
+      uint8_t* place = map.tensor;
       bool exists = true;
       for (int i = 0; i < 4; ++i) {
         const int64_t at = first[i] + inside[i];
         exists &= at >= 0 && static_cast<uint64_t>(at) < map.sizes[i];
-        to += at * map.strides[i];
+        place += at * map.strides[i];
       }
-      const uint32_t byte = element * map.element_bytes;
-      const uint32_t place = row * kBoxRowBytes + ((byte / 16 ^ row % 8) * 16 | byte % 16);
-      if (exists) std::memcpy(to, simt::smem + from + place, map.element_bytes);
+      visit(exists ? place : nullptr, row, element);
     }
+}
+inline uint32_t box_bytes(const BoxMap& map) {
+  return map.box[0] * map.box[1] * map.box[2] * map.box[3] * map.element_bytes;
+}
+inline void store_box_now(const BoxMap& map, uint32_t from, const int64_t (&first)[4]) {
+  simt::check_shared(from, box_bytes(map));
+  if (from % 1024 != 0) simt::complain("a box that is not aligned in shared memory");
+  for_each_in_box(map, first, [&](uint8_t* to, uint32_t row, uint32_t element) {
+    const uint32_t byte = element * map.element_bytes;
+    const uint32_t place = row * kBoxRowBytes + ((byte / 16 ^ row % 8) * 16 | byte % 16);
+    if (to != nullptr) std::memcpy(to, simt::smem + from + place, map.element_bytes);
+  });
+}
+inline void load_box(const BoxMap& map, uint32_t to, int i, int j, int k, int l, uint32_t barrier) {
+  simt::check_shared(to, box_bytes(map));
+  if (to % 128 != 0) simt::complain("a box that is not aligned in shared memory");
+  std::vector<uint8_t> loaded;
+  for_each_in_box(map, {i, j, k, l}, [&](const uint8_t* from, uint32_t, uint32_t) {
+    for (int byte = 0; byte < map.element_bytes; ++byte) loaded.push_back(from != nullptr ? from[byte] : 0);
+  });
+  simt::copies.push_back({to, barrier, loaded});
 }
 inline void store_box(const BoxMap& map, const void* from, int i, int j, int k, int l) {
   const auto run = [&map, from, i, j, k, l] { store_box_now(map, smem_address(from), {i, j, k, l}); };
@@ -1773,7 +1796,8 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   if (group_rows > 1 && plan.x_slots % plan.x_rows != 0) return "a window that wraps round the ring";
   if (plan.x_rows != plan.tile_p + (of.R - 1) * of.dilation_h) return "rows of a window";
   const int columns = std::min(plan.tile_q, of.Q) + (of.S - 1) * of.dilation_w;
-  if (plan.lead < 0 || plan.lead > 1 || (of.pad_w + plan.lead) % 2 != 0) return "pairs of pixels that start odd";
+  const int even = plan.chunks ? 4 : 2;
+  if (plan.lead < 0 || plan.lead >= even || (of.pad_w + plan.lead) % even != 0) return "pixels that start odd";
   if (plan.x_pitch % 2 != 0 || plan.x_pitch < plan.lead + columns) return "pixels of a row";
   if (plan.w_stages != 0 && (plan.w_stages < 4 || plan.w_stages > kMaxStages)) return "stages of weights";
 
@@ -1781,7 +1805,24 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   const int64_t needed = ceil_div(of.in_channels, channels);
   if (plan.blocks_c < 1 || plan.block_steps < 1 || steps < needed) return "channels that no block has";
   if (16 * steps > 17 * needed) return "too many channels of zeros";
-  if (plan.x_simple && (!plan.x_pairs || steps * channels != of.in_channels)) return "x that is not that simple";
+  if (plan.x_simple && !plan.chunks && (!plan.x_pairs || steps * channels != of.in_channels))
+    return "x that is not that simple";
+  if (plan.chunks) {
+    if (plan.contained != 1 || !plan.x_boxes || plan.w_stages == 0 || plan.convert_warps != 3) return "chunks of x";
+    if (of.groups > 1 && steps * channels != of.in_channels) return "chunks that reach into the next group";
+    if (layout.raw % 128 != 0 || layout.notes - layout.raw < 6 * 4096 || layout.x_ring - layout.notes < 6 * 16)
+      return "room for chunks";
+    if (plan.whole_chunks * 64 + plan.rest_pixels != plan.x_pitch) return "pixels in no chunk";
+    const int rest_lanes = plan.rest_pixels / 2 * plan.rest_rows * plan.rest_pieces / 2;
+    const int rest_bytes = plan.rest_columns * 4 * plan.rest_rows * plan.rest_pieces * 8;
+    if (plan.rest_pixels > 0) {
+      if (plan.rest_columns < plan.rest_pixels || plan.rest_columns % 4 != 0) return "columns of rests";
+      if (rest_lanes < 1 || rest_lanes > 32 || rest_bytes > 4096) return "the size of rests";
+      if (plan.rest_pieces % 2 != 0 || plan.rest_pieces < 2 || plan.rest_pieces > 2 * plan.block_steps)
+        return "pieces of rests";
+      if (plan.rest_rows != 1 && (plan.down || plan.rest_rows != plan.x_rows)) return "rows of rests";
+    }
+  }
 
   const int64_t block_steps = int64_t{of.R} * of.S * plan.block_steps;
   const int64_t weight_bytes = plan.w_stages > 0 ? int64_t{plan.w_stages} * plan.group_steps * 64 * 32
@@ -2268,6 +2309,7 @@ using namespace modelnew::wgmma;
 
 extern "C" {
 int done_again = 0, of_tiles = 0;  // of the last run with contained operands
+int chunks = 0;                    // whether the last run loads x by boxes
 }
 
 // Plans one configuration on a GPU of three SMs and runs it: -1 if it does not fit, else the error.
@@ -2295,6 +2337,7 @@ extern "C" int wgmma_run(int op, const int64_t* fields, void* const* pointers, i
   std::vector<uint4> workspace(pieces, uint4{~0u, ~0u, ~0u, ~0u});
   const int tiles = params.plan.tiles * params.plan.tiles_k;
   const bool contained = params.plan.contained != 0;
+  chunks = params.plan.chunks;
   const Pointers operands{pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], workspace.data()};
   const int code = run_plan({which, problem, operands, device, alignment}, params, nullptr);
   if (contained) {
@@ -2400,6 +2443,30 @@ def test_wgmma_shim_exact(wgmma_shim, configuration):
         assert not fault, f"{operator} of {case}, {dtype}, seed {number}: {fault}"
         runs += fault is not None
     assert runs >= 2
+
+
+# Weights that are streamed, and x that boxes can load: whole chunks and rests of one row, of several, of several steps;
+# rests alone; a last block of channels that is not full; blocks of channels; groups.
+CHUNK_CASES = [
+    ("fprop", Case(1, 64, 4, 264, 128, 3, 3), 40),
+    ("fprop", Case(1, 64, 8, 264, 128, 4, 3, padding=(1, 1)), 32),
+    ("dgrad", Case(2, 100, 6, 132, 72, 3, 3, padding=(0, 3)), 33),
+    ("fprop", Case(1, 120, 5, 68, 128, 3, 3, padding=(1, 2)), 34),
+    ("fprop", Case(1, 128, 3, 140, 256, 3, 3, padding=(0, 1), groups=2), 32),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CHUNK_CASES)))
+def test_wgmma_shim_loads_chunks(wgmma_shim, number):
+    operator, case, configuration = CHUNK_CASES[number]
+    tensors = make_tensors(case, torch.float32, integers, seed=number)
+    expected = references(case, tensors)[operator]
+    for seed in (0, 1):
+        out = with_margins(torch.full(expected.shape, math.nan))
+        assert wgmma_shim.run(operator, case, tensors, configuration, seed, out) == ""
+        assert ctypes.c_int.in_dll(wgmma_shim.library, "chunks").value == 1
+        assert torch.equal(out, expected.float())
+        assert margins_intact(out)
 
 
 # Kinds of adverse data that are contained all the same, or but for a few tiles.

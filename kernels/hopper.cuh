@@ -120,12 +120,13 @@ __device__ __forceinline__ void bulk_load(uint32_t to_smem, const void* from, in
                : "memory");
 }
 
-// ---- Boxes: bulk stores, shared memory to a tensor of four dimensions ----
+// ---- Boxes: bulk copies between shared memory and a tensor of four dimensions ----
 //
-// A box is so many elements along each dimension. In shared memory its rows (first dimension) of 128 bytes lie one
-// after another, and the piece of 16 bytes number i of row r at place i ^ r%8 of its row: warps that store a column of
-// pieces meet all banks. What lies outside the tensor is not stored. The box starts at a multiple of 16 bytes in memory
-// and of 1024 bytes in shared memory.
+// A box is so many elements along each dimension; its rows (first dimension) lie one after another in shared memory.
+// What lies outside the tensor is not stored, and loaded as 0. Rows to be stored are of 128 bytes, and piece number i,
+// of 16 bytes, of row r lies at place i ^ r%8 of its row, so that warps that store a column of pieces meet all banks;
+// the box starts at a multiple of 16 bytes in memory and of 1024 bytes in shared memory. Boxes to be loaded start at
+// a multiple of 16 bytes, too (else it is an illegal instruction), and of 128 in shared memory.
 
 constexpr int kBoxRowBytes = 128;
 
@@ -143,6 +144,15 @@ __device__ __forceinline__ void store_box(const BoxMap& map, const void* from, i
       : "memory");
 }
 
+__device__ __forceinline__ void load_box(const BoxMap& map, uint32_t to_smem, int i, int j, int k, int l,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(to_smem),
+      "l"(&map), "r"(i), "r"(j), "r"(k), "r"(l), "r"(barrier)
+      : "memory");
+}
+
 // What the thread has ordered since the last time is a group.
 __device__ __forceinline__ void bulk_stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
@@ -154,8 +164,10 @@ __device__ __forceinline__ void bulk_stores_wait_read() {
 }
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+enum class BoxUse { kStore, kLoad };
+
 // Sizes and box in elements of 2 or 4 bytes; strides, of all dimensions but the first, in bytes and multiples of 16.
-inline cudaError_t make_box_map(void* tensor, int element_bytes, const uint64_t (&sizes)[4],
+inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                 const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map) {
   // The driver's own library is not linked.
   static const auto encode = [] {
@@ -172,9 +184,11 @@ inline cudaError_t make_box_map(void* tensor, int element_bytes, const uint64_t 
   const uint32_t element_strides[4] = {1, 1, 1, 1};
   const CUresult result =
       encode(reinterpret_cast<CUtensorMap*>(&map),
-             element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, tensor, sizes,
-             strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
+             const_cast<void*>(tensor), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             use == BoxUse::kStore ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+             use == BoxUse::kStore ? CU_TENSOR_MAP_L2_PROMOTION_NONE : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   static_assert(sizeof(BoxMap) == sizeof(CUtensorMap), "the same");
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
