@@ -2242,6 +2242,10 @@ WGMMA_CASES = [
     # Groups.
     Case(2, 80, 60, 100, 130, 3, 3, padding=(1, 1), groups=2),
     Case(2, 51, 101, 130, 93, 3, 3, padding=(0, 1), groups=3),
+    # Boxes load x of fp32, with rests of several sizes.
+    Case(2, 64, 45, 264, 128, 3, 3),
+    Case(1, 100, 30, 396, 136, 3, 5, padding=(1, 3)),
+    Case(1, 256, 21, 148, 192, 2, 3, padding=(0, 1), groups=2),
     # One row; and images one after another of one tile each.
     Case(3, 130, 1, 600, 130, 1, 5),
     Case(4, 100, 1, 513, 130, 3, 3, padding=(1, 1)),
@@ -4258,7 +4262,8 @@ def test_gpu_wgmma_spreads_nan_and_inf_to_those_that_read_them(special, dtype, t
 @pytest.mark.parametrize("tf32", [True, False], ids=["tf32", "fp32"])
 @pytest.mark.parametrize("kind", ADVERSE)
 def test_gpu_wgmma_keeps_the_contract_where_fp16_does_not_fit(kind, tf32):
-    for case in (WGMMA_CASE, Case(2, 16, 130, 518, 128, 3, 3), Case(2, 64, 40, 262, 128, 3, 3, padding=(1, 0))):
+    # In the last one boxes load x.
+    for case in (WGMMA_CASE, Case(2, 16, 130, 518, 128, 3, 3), Case(2, 64, 40, 264, 128, 3, 3, padding=(1, 0))):
         for operator in WGMMA_OPERATORS:
             tensors = adverse_tensors(case, kind, operator, "cuda")
             result = on_wgmma(case, tensors, tf32)[operator]
