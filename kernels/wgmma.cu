@@ -1199,7 +1199,7 @@ struct ChunkConverter {
               whole = rows * row_chunks;
     const int rest_groups = plan.rest_pixels > 0 ? (pieces + plan.rest_pieces - 1) / plan.rest_pieces : 0;
     const int all = whole + rows / plan.rest_rows * rest_groups;
-    chunks = max((all - warp_id + WARPS - 1) / WARPS, 1);  // perhaps an empty one, to pass the fill on
+    chunks = max((all - warp_id + WARPS - 1) / WARPS, 1);  // perhaps an empty one, to hand the fill on
     first = from;
     looked_at_rows = rows;
     const int own = (from + lane_id) * WARPS + warp_id;
