@@ -2823,6 +2823,7 @@ RTC_HEADERS = {
         namespace modelnew {
         namespace hopper {
         struct BoxMap;
+        enum class BoxUse { kStore, kLoad };
         template <class... T> cudaError_t make_box_map(T&&...) { return cudaSuccess; }
         }
         }
