@@ -2465,12 +2465,11 @@ def test_wgmma_shim_loads_chunks(wgmma_shim, number):
     operator, case, configuration = CHUNK_CASES[number]
     tensors = make_tensors(case, torch.float32, integers, seed=number)
     expected = references(case, tensors)[operator]
-    for seed in (0, 1):
-        out = with_margins(torch.full(expected.shape, math.nan))
-        assert wgmma_shim.run(operator, case, tensors, configuration, seed, out) == ""
-        assert ctypes.c_int.in_dll(wgmma_shim.library, "chunks").value == 1
-        assert torch.equal(out, expected.float())
-        assert margins_intact(out)
+    out = with_margins(torch.full(expected.shape, math.nan))
+    assert wgmma_shim.run(operator, case, tensors, configuration, number, out) == ""
+    assert ctypes.c_int.in_dll(wgmma_shim.library, "chunks").value == 1
+    assert torch.equal(out, expected.float())
+    assert margins_intact(out)
 
 
 # Kinds of adverse data that are contained all the same, or but for a few tiles.
@@ -2868,6 +2867,8 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
             # Launchers are hidden from NVRTC; here they are wanted.
             text = "#include <cstdint>\n" + text.replace("__CUDACC_RTC__", "MODELNEW_NEVER_DEFINED")
             text += OTHER_ENGINE if source.name == "wgmma.cu" else ""
+            if arch == "90a":  # narrow tiles are the same code again, and half of the time
+                text = re.sub(r"return run_kernel<Format, kPixels / (64|32), \1>.*;", "return cudaErrorUnknown;", text)
             options = ["--std=c++17", f"--gpu-architecture=compute_{arch}", "--device-as-default-execution-space"]
             runs[source.name, arch] = pool.submit(nvrtc_ptx, text, *options, f"-I{KERNELS}")
         yield runs
