@@ -25,6 +25,8 @@
 //                                +--> wgmma --> registers --> staging --> memory
 //   packed --bulk copy-> w ring -+
 //
+//   memory --boxes--> chunks --convert--> x ring    contained operands whose weights are streamed (see ChunkConverter)
+//
 // Contained operands: fp32 tensors under the TF32 contract are multiplied as fp16, at twice the rate and half the
 // shared memory of TF32. Both have 10 explicit mantissa bits, so a value rounded to TF32 and scaled by a power of two
 // is the same operand, as long as it is zero or a normal number of fp16 (numerics.cuh). prepare scales the weights of
@@ -95,8 +97,10 @@
 // of 512 bytes (second case 1.48); words picked by the pixel (third case 1.2) or pieces exchanged before they are
 // stored (1.03).
 //
-// Contained operands by chunks, 2026-11-22, another GPU, in turns with the revision before: second case 1.24 to 1.27
-// (1.29 to 1.31), third 0.92 to 0.95, and 1.02 to 1.1 when the clock is lower (0.99 and 1.05 to 1.2). Before, converting
+// Contained operands by chunks, 2026-11-22, another GPU, all of this paragraph and the next of revisions in the making,
+// which also had chunks for split operands (bench.py of the last one, 62580c9: 3.46, 1.39 and 1.06 ms; the one before,
+// 473b829, on yet another GPU: 3.44, 1.38 and 1.08). In turns with the revision before: second case 1.24 to 1.27
+// (1.29 to 1.31), third 0.92 to 0.95, and 1.02 to 1.1 when clocks are low (0.99 and 1.05 to 1.2). Before, converting
 // bounded the third case: of 56,000 cycles a tile a warp spent 30% on finding places, 22% on loading, 35% on the rest,
 // and was idle for 9%. A chunk takes a warp some 1,700 cycles there, 27% of them for loading the next one, 37% for its
 // note, its words and converting them, 15% for waiting for room. Cycles a tile of one warpgroup: second case, waits for
@@ -1109,6 +1113,12 @@ struct Converter {
 // several steps, and perhaps rows. The converting warps take turns with them; CHUNKS are on their way to each, across
 // fills and tiles, with a note of what is to be done with them. What lies where in a fill is worked out once, by all
 // lanes, and what lies outside the image comes as zeros.
+//
+//   a row of a step:   [ 64 pixels ][ 64 pixels ] ... [rest]      the rests of several steps, perhaps rows, are a chunk
+//   a chunk:           [16 channels][64 pixels] x 4 bytes         a rest: [channels of all its steps][rows][columns]
+//
+// A chunk needs one barrier, raw_full: the copy engine arrives when it is there, and so does the thread that ordered
+// it, after its note. None says that it is free: the warp that orders the next one into it has read it itself.
 struct alignas(16) Note {
   uint32_t place;  // of the first pixel in its fill in the x ring, in bytes
   uint32_t how;
@@ -2783,7 +2793,7 @@ inline Precision precision_of(const Problem& problem, Operator op) {
 //
 // H200, 2026-11-22, with boxes / without, in turns: first case 3.48 / 3.34 ms, second 1.26 / 1.31, third 0.95 / 1.1 to
 // 1.2. Of 200 problems 69 take boxes, and 0.96 of the time (0.60 to 1.13; without boxes by single pixels at worst).
-// Split operands gained 2 to 5% in the second and third case, and lost as much elsewhere, also where they took no boxes:
+// Split operands gained 2 to 5% in the second and third case, and lost as much elsewhere, also where they took none:
 // one more way to convert in their kernels costs them registers.
 inline void try_chunks(const Correlation& of, const Device& device, const Alignment& address, int configuration,
                        Plan& plan) {
