@@ -3,6 +3,8 @@
     python bench.py                                    the three reference cases, forward
     python bench.py --backward --precision tf32 fp32   also the gradients, under both of PyTorch's precision settings
     python bench.py --suite depthwise --dtype float16  another list of layers, another dtype
+    python bench.py --suite resnet50 --batch 1 32      a network's distinct convolutions, a row for each batch
+    python bench.py --suite unet --channels-last       x and the weight in channels_last, on both sides
     python bench.py --case 8,64,128,3,3,56,56,1,1      N,C,K,R,S,H,W[,stride,pad,dilation,groups], any number of times
     python bench.py --rest 0                           sustained load, where the GPU's power cap decides
     python bench.py --host                             host time of a call, for small convolutions
@@ -54,9 +56,17 @@ FORWARD, DGRAD, WGRAD = "forward", "dgrad", "wgrad"
 CASE_FORM = "N,C,K,R,S,H,W[,stride,pad,dilation,groups]"
 
 
+def pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    """(vertical, horizontal)"""
+    return (value, value) if isinstance(value, int) else value
+
+
 @dataclass(frozen=True)
 class Case:
-    """One layer: x[N,C,H,W], w[K,C/groups,R,S], y[N,K,P,Q]; stride, pad and dilation hold for both directions."""
+    """One layer: x[N,C,H,W], w[K,C/groups,R,S], y[N,K,P,Q].
+
+    Stride, pad and dilation are given as one number or as (vertical, horizontal), and kept as the latter.
+    """
 
     name: str
     N: int
@@ -66,37 +76,50 @@ class Case:
     S: int
     H: int
     W: int
-    stride: int = 1
-    pad: int = 0
-    dilation: int = 1
+    stride: int | tuple[int, int] = 1
+    pad: int | tuple[int, int] = 0
+    dilation: int | tuple[int, int] = 1
     groups: int = 1
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("stride", "pad", "dilation"):
+            object.__setattr__(self, name, pair(getattr(self, name)))  # the dataclass is frozen
 
     @property
     def P(self) -> int:
-        return (self.H + 2 * self.pad - self.dilation * (self.R - 1) - 1) // self.stride + 1
+        return (self.H + 2 * self.pad[0] - self.dilation[0] * (self.R - 1) - 1) // self.stride[0] + 1
 
     @property
     def Q(self) -> int:
-        return (self.W + 2 * self.pad - self.dilation * (self.S - 1) - 1) // self.stride + 1
+        return (self.W + 2 * self.pad[1] - self.dilation[1] * (self.S - 1) - 1) // self.stride[1] + 1
 
     @property
     def flop(self) -> float:
-        """Floating point operations of one pass (all three take the same), two for each multiply-add."""
+        """Floating point operations of one pass (all three take the same), two for each multiply-add; no bias."""
         return 2.0 * self.N * self.K * self.P * self.Q * (self.C // self.groups) * self.R * self.S
 
     @property
     def shape(self) -> str:
-        extras = [("stride", self.stride, 1), ("pad", self.pad, 0), ("dilation", self.dilation, 1)]
-        extras.append(("groups", self.groups, 1))
         text = f"N{self.N} C{self.C} K{self.K} {self.R}x{self.S}, {self.H}x{self.W}"
-        return text + "".join(f", {name} {value}" for name, value, usual in extras if value != usual)
+        for name, (vertical, horizontal), usual in (
+            ("stride", self.stride, 1),
+            ("pad", self.pad, 0),
+            ("dilation", self.dilation, 1),
+        ):
+            if vertical != horizontal:
+                text += f", {name} {vertical}x{horizontal}"
+            elif vertical != usual:
+                text += f", {name} {vertical}"
+        return text + (f", groups {self.groups}" if self.groups > 1 else "") + (", bias" if self.bias else "")
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, int | tuple[int, int]]:
         """The keyword arguments of conv2d."""
         return {"stride": self.stride, "padding": self.pad, "dilation": self.dilation, "groups": self.groups}
 
 
+# The layers of networks are written for one image; DEFAULTS or --batch says how many there are.
 SUITES: dict[str, tuple[Case, ...]] = {
     #                 name      N   C    K   R  S   H     W
     "reference": (
@@ -120,6 +143,105 @@ SUITES: dict[str, tuple[Case, ...]] = {
         Case("grouped", 2, 24, 36, 3, 3, 27, 35, pad=1, groups=3),
         Case("depthwise", 2, 20, 20, 5, 5, 40, 24, pad=2, groups=20),
     ),
+    # ResNet-50 v1.5, which strides in its 3x3; each distinct convolution once, called after where torchvision's model
+    # first has it. l1.conv3 is also layer1's downsample.
+    "resnet50": (
+        Case("stem", 1, 3, 64, 7, 7, 224, 224, stride=2, pad=3),
+        Case("l1.0.conv1", 1, 64, 64, 1, 1, 56, 56),
+        Case("l1.conv2", 1, 64, 64, 3, 3, 56, 56, pad=1),
+        Case("l1.conv3", 1, 64, 256, 1, 1, 56, 56),
+        Case("l1.1.conv1", 1, 256, 64, 1, 1, 56, 56),
+        Case("l2.0.conv1", 1, 256, 128, 1, 1, 56, 56),
+        Case("l2.0.conv2", 1, 128, 128, 3, 3, 56, 56, stride=2, pad=1),
+        Case("l2.conv3", 1, 128, 512, 1, 1, 28, 28),
+        Case("l2.down", 1, 256, 512, 1, 1, 56, 56, stride=2),
+        Case("l2.1.conv1", 1, 512, 128, 1, 1, 28, 28),
+        Case("l2.1.conv2", 1, 128, 128, 3, 3, 28, 28, pad=1),
+        Case("l3.0.conv1", 1, 512, 256, 1, 1, 28, 28),
+        Case("l3.0.conv2", 1, 256, 256, 3, 3, 28, 28, stride=2, pad=1),
+        Case("l3.conv3", 1, 256, 1024, 1, 1, 14, 14),
+        Case("l3.down", 1, 512, 1024, 1, 1, 28, 28, stride=2),
+        Case("l3.1.conv1", 1, 1024, 256, 1, 1, 14, 14),
+        Case("l3.1.conv2", 1, 256, 256, 3, 3, 14, 14, pad=1),
+        Case("l4.0.conv1", 1, 1024, 512, 1, 1, 14, 14),
+        Case("l4.0.conv2", 1, 512, 512, 3, 3, 14, 14, stride=2, pad=1),
+        Case("l4.conv3", 1, 512, 2048, 1, 1, 7, 7),
+        Case("l4.down", 1, 1024, 2048, 1, 1, 14, 14, stride=2),
+        Case("l4.1.conv1", 1, 2048, 512, 1, 1, 7, 7),
+        Case("l4.1.conv2", 1, 512, 512, 3, 3, 7, 7, pad=1),
+    ),
+    # U-Net with padding 1 on 512x512 images: 3 to 1024 channels, 512 to 64 pixels. The encoder's four levels have 512,
+    # 256, 128 and 64 pixels, and the bottleneck stays at 64, where the classic network pools once more, to 32. Decoder
+    # layers read the level below and the skip connection, concatenated; their second convolution is the encoder's.
+    "unet": (
+        Case("enc1a", 1, 3, 64, 3, 3, 512, 512, pad=1),
+        Case("enc1b", 1, 64, 64, 3, 3, 512, 512, pad=1),
+        Case("enc2a", 1, 64, 128, 3, 3, 256, 256, pad=1),
+        Case("enc2b", 1, 128, 128, 3, 3, 256, 256, pad=1),
+        Case("enc3a", 1, 128, 256, 3, 3, 128, 128, pad=1),
+        Case("enc3b", 1, 256, 256, 3, 3, 128, 128, pad=1),
+        Case("enc4a", 1, 256, 512, 3, 3, 64, 64, pad=1),
+        Case("enc4b", 1, 512, 512, 3, 3, 64, 64, pad=1),
+        Case("mid_a", 1, 512, 1024, 3, 3, 64, 64, pad=1),
+        Case("mid_b", 1, 1024, 1024, 3, 3, 64, 64, pad=1),
+        Case("dec4a", 1, 1024, 512, 3, 3, 64, 64, pad=1),
+        Case("dec3a", 1, 512, 256, 3, 3, 128, 128, pad=1),
+        Case("dec2a", 1, 256, 128, 3, 3, 256, 256, pad=1),
+        Case("dec1a", 1, 128, 64, 3, 3, 512, 512, pad=1),
+        Case("last", 1, 64, 2, 1, 1, 512, 512),
+    ),
+    # The depthwise convolutions of MobileNetV2 at 224x224.
+    "mobilenet": (
+        Case("m32", 1, 32, 32, 3, 3, 112, 112, pad=1, groups=32),
+        Case("m96s2", 1, 96, 96, 3, 3, 112, 112, stride=2, pad=1, groups=96),
+        Case("m144", 1, 144, 144, 3, 3, 56, 56, pad=1, groups=144),
+        Case("m144s2", 1, 144, 144, 3, 3, 56, 56, stride=2, pad=1, groups=144),
+        Case("m192", 1, 192, 192, 3, 3, 28, 28, pad=1, groups=192),
+        Case("m192s2", 1, 192, 192, 3, 3, 28, 28, stride=2, pad=1, groups=192),
+        Case("m384", 1, 384, 384, 3, 3, 14, 14, pad=1, groups=384),
+        Case("m576", 1, 576, 576, 3, 3, 14, 14, pad=1, groups=576),
+        Case("m576s2", 1, 576, 576, 3, 3, 14, 14, stride=2, pad=1, groups=576),
+        Case("m960", 1, 960, 960, 3, 3, 7, 7, pad=1, groups=960),
+    ),
+    # The depthwise convolutions of ConvNeXt-T at 224x224.
+    "convnext": (
+        Case("c96", 1, 96, 96, 7, 7, 56, 56, pad=3, groups=96),
+        Case("c192", 1, 192, 192, 7, 7, 28, 28, pad=3, groups=192),
+        Case("c384", 1, 384, 384, 7, 7, 14, 14, pad=3, groups=384),
+        Case("c768", 1, 768, 768, 7, 7, 7, 7, pad=3, groups=768),
+    ),
+    # KernelBench's level 1, by the number of the problem, as of its commit 423217d; 86 is a pair of convolutions.
+    "kernelbench": (
+        Case("kb50", 256, 3, 96, 11, 11, 224, 224, stride=4, pad=2, bias=True),
+        Case("kb62", 8, 32, 64, 5, 9, 512, 512),
+        Case("kb80", 8, 32, 64, 5, 9, 512, 512, pad=(2, 4), dilation=(2, 3)),
+        Case("kb82", 16, 64, 64, 3, 3, 512, 512, groups=64),
+        Case("kb83", 64, 8, 8, 3, 1, 512, 512, groups=8),
+        Case("kb84", 64, 128, 128, 3, 3, 256, 512, groups=128),
+        Case("kb85", 32, 128, 128, 3, 7, 128, 256, groups=128),
+        Case("kb86dw", 16, 64, 64, 3, 3, 512, 512, pad=1, groups=64),
+        Case("kb86pw", 16, 64, 128, 1, 1, 512, 512),
+        Case("kb87", 16, 64, 128, 1, 1, 1024, 1024),
+    ),
+}
+
+
+class Defaults(NamedTuple):
+    """What a suite runs with unless the command line says otherwise."""
+
+    batches: tuple[int, ...] = ()  # each layer once for each of them; none: every case has its own N
+    repeats: int = 25
+    rest_ms: float = REST_MS
+
+
+# Networks have many rows, whose pauses take longer than their calls: 15 repeats keep those of a suite below 20 s.
+# ResNet-50 has 69 rows, but calls of few milliseconds, so that shorter pauses do to stay below the power cap.
+DEFAULTS: dict[str, Defaults] = {
+    "resnet50": Defaults(batches=(1, 32, 256), repeats=15, rest_ms=5),
+    "unet": Defaults(batches=(1, 16), repeats=15),
+    "mobilenet": Defaults(batches=(128,), repeats=15),
+    "convnext": Defaults(batches=(128,), repeats=15),
+    "kernelbench": Defaults(repeats=15),
 }
 
 # Small enough that a GPU is done with it sooner than a host can launch the next one.
@@ -134,6 +256,17 @@ class Job:
     direction: str
     dtype: str
     precision: str  # PyTorch's setting for fp32 tensors
+    batch: int | None = None  # which of a suite's batches this row is of
+    channels_last: bool = False
+
+    @property
+    def name(self) -> str:
+        """One for each row of a suite: the case's, with the batch where the suite runs at several."""
+        return self.case.name if self.batch is None else f"{self.case.name}/{self.batch}"
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        return torch.channels_last if self.channels_last else torch.contiguous_format
 
 
 def parse_case(text: str) -> Case:
@@ -145,7 +278,7 @@ def parse_case(text: str) -> Case:
     if not 7 <= len(numbers) <= 11:
         raise ValueError(f"{text!r} has {len(numbers)} numbers, not 7 to 11: {CASE_FORM}")
     case = Case(text, *numbers)
-    if min(numbers[:8]) < 1 or case.pad < 0 or case.dilation < 1 or case.groups < 1:
+    if min(numbers[:8]) < 1 or min(case.pad) < 0 or min(case.dilation) < 1 or case.groups < 1:
         raise ValueError(f"{text!r}: sizes, stride, dilation and groups must be positive, pad non-negative")
     if case.C % case.groups or case.K % case.groups:
         raise ValueError(f"{text!r}: groups {case.groups} must divide C {case.C} and K {case.K}")
@@ -197,21 +330,33 @@ class Traffic(NamedTuple):
 
 def touched_rows(case: Case) -> int:
     """How many of the H input rows any filter row meets (with a stride, perhaps not all)."""
-    if case.stride == 1:
-        return min(case.H, case.P + case.dilation * (case.R - 1))  # padding adds no row
-    rows = {
-        p * case.stride - case.pad + r * case.dilation for p, r in itertools.product(range(case.P), range(case.R))
-    }
-    return len(rows & set(range(case.H)))
+    return touched(case.H, case.P, case.R, case.stride[0], case.pad[0], case.dilation[0])
 
 
-def traffic(case: Case, direction: str, itemsize: int) -> Traffic:
-    """Least traffic of a pass: every operand once, of x the rows that matter."""
+def touched_columns(case: Case) -> int:
+    """The same for the W columns."""
+    return touched(case.W, case.Q, case.S, case.stride[1], case.pad[1], case.dilation[1])
+
+
+def touched(size: int, outputs: int, taps: int, stride: int, pad: int, dilation: int) -> int:
+    """Along one axis: at how many of `size` places any of `outputs` filters has any of its `taps`."""
+    places = {output * stride - pad + tap * dilation for output in range(outputs) for tap in range(taps)}
+    return len(places & set(range(size)))
+
+
+def traffic(case: Case, direction: str, itemsize: int, channels_last: bool = False) -> Traffic:
+    """Least traffic of a pass: every operand once, of x the rows that matter.
+
+    In channels_last also only the columns that matter: the channels of a pixel lie together, mostly more than the 32
+    bytes that memory is read by. Else the columns between come along.
+    """
+    pixels = touched_rows(case) * (touched_columns(case) if channels_last else case.W)
     whole_x = case.N * case.C * case.H * case.W * itemsize
-    x = case.N * case.C * touched_rows(case) * case.W * itemsize
+    x = case.N * case.C * pixels * itemsize
     w = case.K * (case.C // case.groups) * case.R * case.S * itemsize
     y = case.N * case.K * case.P * case.Q * itemsize
-    return {FORWARD: Traffic(x + w, y), DGRAD: Traffic(y + w, whole_x), WGRAD: Traffic(x + y, w)}[direction]
+    bias = case.K * case.bias * itemsize
+    return {FORWARD: Traffic(x + w + bias, y), DGRAD: Traffic(y + w, whole_x), WGRAD: Traffic(x + y, w)}[direction]
 
 
 class Floor(NamedTuple):
@@ -223,9 +368,9 @@ class Floor(NamedTuple):
         return max(self)
 
 
-def floor(case: Case, direction: str, contract: str, ceilings: Ceilings) -> Floor:
+def floor(case: Case, direction: str, contract: str, ceilings: Ceilings, channels_last: bool = False) -> Floor:
     """The times below which neither the traffic nor the arithmetic of this pass can be done at the measured rates."""
-    moved = traffic(case, direction, type_info(contract).bits // 8)
+    moved = traffic(case, direction, type_info(contract).bits // 8, channels_last)
     memory_ms = moved.written / ceilings.fill_gbs / 1e6 + moved.read / ceilings.read_gbs / 1e6
     return Floor(memory_ms, case.flop / ceilings.matrix_rate(contract) / 1e9)
 
@@ -384,6 +529,7 @@ class Operands:
     x: Tensor
     w: Tensor
     dy: Tensor | None  # only where a gradient is asked for
+    bias: Tensor | None = None
 
 
 def chunks(case: Case, budget_bytes: int, bytes_per_row: int) -> Iterator[tuple[slice, int, int]]:
@@ -420,14 +566,15 @@ class Float64Reference:
     def _columns(self, images: slice, p_begin: int, p_end: int) -> Tensor:
         """The inputs of output rows p_begin to p_end."""
         case = self.case
-        x = F.pad(self.operands.x[images].double(), (case.pad,) * 4)
+        pad_h, pad_w = case.pad
+        x = F.pad(self.operands.x[images].double(), (pad_w, pad_w, pad_h, pad_h))
         rows = x[:, :, self._input_rows(p_begin, p_end)]
         return F.unfold(rows, **self.window).reshape(x.shape[0], case.groups, self.filters.shape[2], -1)
 
     def _input_rows(self, p_begin: int, p_end: int) -> slice:
         """The rows of the padded input that output rows p_begin to p_end read."""
-        case = self.case
-        return slice(p_begin * case.stride, (p_end - 1) * case.stride + case.dilation * (case.R - 1) + 1)
+        stride, dilation = self.case.stride[0], self.case.dilation[0]
+        return slice(p_begin * stride, (p_end - 1) * stride + dilation * (self.case.R - 1) + 1)
 
     def _output_gradient(self, images: slice, p_begin: int, p_end: int) -> Tensor:
         """dy as [images, groups, K/groups, rows*Q]."""
@@ -444,14 +591,19 @@ class Float64Reference:
             shape = (columns.shape[0], case.K, p_end - p_begin, case.Q)
             value = (self.filters @ columns).reshape(shape)
             magnitude = (self.filters.abs() @ columns.abs_()).reshape(shape)
+            if self.operands.bias is not None:  # one more product, of the bias and 1
+                bias = self.operands.bias.double()[:, None, None]
+                value += bias
+                magnitude += bias.abs()
             yield Piece((images, slice(None), slice(p_begin, p_end)), value, magnitude)
 
     def _dgrad(self) -> Iterator[Piece]:
         case = self.case
+        pad_h, pad_w = case.pad
         transposed = self.filters.transpose(1, 2)
         for images, p_begin, p_end in self._chunks(case.Q * max(case.C * case.R * case.S, case.K)):
             if p_begin == 0:
-                padded = (images.stop - images.start, case.C, case.H + 2 * case.pad, case.W + 2 * case.pad)
+                padded = (images.stop - images.start, case.C, case.H + 2 * pad_h, case.W + 2 * pad_w)
                 value, magnitude = torch.zeros(2, *padded, dtype=torch.float64, device=self.filters.device)
             rows = self._input_rows(p_begin, p_end)
             dy = self._output_gradient(images, p_begin, p_end)
@@ -459,7 +611,7 @@ class Float64Reference:
                 size = (rows.stop - rows.start, total.shape[3])
                 total[:, :, rows] += F.fold(columns.flatten(1, 2), size, **self.window)
             if p_end == case.P:
-                inner = (..., slice(case.pad, case.pad + case.H), slice(case.pad, case.pad + case.W))
+                inner = (..., slice(pad_h, pad_h + case.H), slice(pad_w, pad_w + case.W))
                 yield Piece((images,), value[inner], magnitude[inner])
 
     def _wgrad(self) -> Iterator[Piece]:
@@ -568,6 +720,8 @@ class Settings:
     repeats: int
     engine: str | None
     rest_ms: float
+    channels_last: bool = False
+    cudnn_benchmark: bool = True
     seed: int = SEED
 
 
@@ -618,28 +772,33 @@ DATA: dict[str, tuple[Callable[..., Tensor], str]] = {
 
 
 def draw_operands(job: Job, data: str, device: torch.device) -> Operands:
-    """x drawn as asked, w as nn.Conv2d draws it, dy normal; 16-bit ones are rounded from float32."""
+    """x drawn as asked, w and bias as nn.Conv2d draws them, dy normal; 16-bit ones are rounded from float32."""
     torch.manual_seed(SEED)
     case = job.case
     target = getattr(torch, job.dtype)
     drawn = torch.float64 if job.dtype == "float64" else torch.float32
-    layer = torch.nn.Conv2d(case.C, case.K, (case.R, case.S), groups=case.groups, bias=False, dtype=drawn)
+    layer = torch.nn.Conv2d(case.C, case.K, (case.R, case.S), groups=case.groups, bias=case.bias, dtype=drawn)
+    layer.requires_grad_(False).to(device, target, memory_format=job.memory_format)
     draw, _ = DATA[data]
-    x = draw(case.N, case.C, case.H, case.W, dtype=drawn, device=device).to(target)
+
+    def finish(tensor: Tensor) -> Tensor:
+        return tensor.to(target, memory_format=job.memory_format)
+
+    x = finish(draw(case.N, case.C, case.H, case.W, dtype=drawn, device=device))
     dy = None
     if job.direction != FORWARD:
-        dy = torch.randn(case.N, case.K, case.P, case.Q, dtype=drawn, device=device).to(target)
-    return Operands(x, layer.weight.detach().to(device, target), dy)
+        dy = finish(torch.randn(case.N, case.K, case.P, case.Q, dtype=drawn, device=device))
+    return Operands(x, layer.weight.detach(), dy, None if layer.bias is None else layer.bias.detach())
 
 
 def pass_alone(convolve: Callable[..., Tensor], job: Job, operands: Operands) -> Callable[[], Tensor]:
     """A call that runs one pass alone; a gradient through autograd, in a graph that holds that gradient only."""
     options = job.case.options
     if job.direction == FORWARD:
-        return lambda: convolve(operands.x, operands.w, None, **options)
+        return lambda: convolve(operands.x, operands.w, operands.bias, **options)
     x = operands.x.detach().requires_grad_(job.direction == DGRAD)
     w = operands.w.detach().requires_grad_(job.direction == WGRAD)
-    y = convolve(x, w, None, **options)
+    y = convolve(x, w, operands.bias, **options)
     wanted = x if job.direction == DGRAD else w
     return lambda: torch.autograd.grad(y, wanted, operands.dy, retain_graph=True)[0]
 
@@ -666,7 +825,7 @@ def measure(job: Job, settings: Settings, ceilings: Ceilings, clock: Clock) -> d
 
 def engine_and_contract(job: Job, operands: Operands) -> dict[str, str]:
     """Which engine runs this pass and which accuracy it promises, as explain() says."""
-    text = str(library().explain(operands.x, operands.w, None, **job.case.options))
+    text = str(library().explain(operands.x, operands.w, operands.bias, **job.case.options))
     engine, contract = parse_explanation(text, job.direction)
     if job.dtype != "float32":
         contract = job.dtype
@@ -697,14 +856,22 @@ def check(job: Job, operands: Operands, contract: str, result: Tensor, peer_resu
         "ours_worst": ours.worst,
         "peer_error": peers.relative,
         "peer_worst": peers.worst,
+        "error_ratio": error_ratio(ours.relative, peers.relative),
         "allclose": close,
     }
 
 
+def error_ratio(ours: float, peers: float) -> float:
+    """How many times as far from float64 as theirs our result is; two exact ones are even."""
+    if peers > 0:
+        return ours / peers
+    return math.inf if ours > 0 else 1.0
+
+
 def rates(job: Job, contract: str, ceilings: Ceilings, ours: Timing, peer: Timing) -> dict[str, Any]:
     """What follows from the times."""
-    least = floor(job.case, job.direction, contract, ceilings)
-    moved = sum(traffic(job.case, job.direction, type_info(contract).bits // 8))
+    least = floor(job.case, job.direction, contract, ceilings, job.channels_last)
+    moved = sum(traffic(job.case, job.direction, type_info(contract).bits // 8, job.channels_last))
     return {
         **{f"ours_{name}": value for name, value in ours._asdict().items()},
         **{f"peer_{name}": value for name, value in peer._asdict().items()},
@@ -790,17 +957,20 @@ def header(document: dict[str, Any]) -> list[str]:
     versions = [("torch", "torch"), ("CUDA", "cuda"), ("cuDNN", "cudnn"), ("driver", "driver"), ("commit", "commit")]
     known = ", ".join(f"{label} {machine[key]}" for label, key in versions if machine[key])
     forced = f", engine {settings['engine']} forced" if settings["engine"] else ""
+    channels_last = ", in channels_last" if settings.get("channels_last") else ""
     cold = ", cold L2" if machine["gpu"] else ""
     rest_ms = settings.get("rest_ms", 0) if machine["gpu"] else 0
     rest = f", after a rest of {rest_ms:g} ms" if rest_ms else ""
     poison = "" if settings["poisoned"] else " (checked without NaN in new memory: this torch cannot fill it)"
     lines = [
         f"{machine['device']}, {known}, {machine['date']}",
-        f"inputs {DATA[settings['data']][1]}, seed {settings['seed']}; median of {settings['repeats']}, ± half the "
-        f"interquartile range{cold}{rest}{forced}{poison}",
+        f"inputs {DATA[settings['data']][1]}, seed {settings['seed']}{channels_last}; median of {settings['repeats']}, "
+        f"± half the interquartile range{cold}{rest}{forced}{poison}",
     ]
     if machine["gpu"]:
         lines.append(f"float32 convolutions set to {' and '.join(settings['precision'])} by {settings['switch']}")
+        if "cudnn_benchmark" in settings:  # older documents do not say; it was on
+            lines[-1] += f"; torch.backends.cudnn.benchmark {'on' if settings['cudnn_benchmark'] else 'off'}"
     if ceilings:
         memory = ", ".join(f"{name} {ceilings[f'{name}_gbs']:.0f}" for name in ("copy", "fill", "read"))
         matmul = ", ".join(f"{name} {rounded(rate, 3)}" for name, rate in ceilings["matmul_tflops"].items())
@@ -827,8 +997,8 @@ def column_titles(peer: str) -> list[str]:
 def cells(row: dict[str, Any]) -> list[str]:
     """A row's texts, one for each of COLUMNS; a failed row has no numbers."""
     # fp32 under TF32's setting: where cuDNN itself stays in fp32, so do we.
-    contract = "fp32 (tf32)" if row["contract"] == "fp32" and row["precision"] == "tf32" else row["contract"]
-    start = [row["name"], row["pass"], contract, row["engine"]]
+    setting = " (tf32)" if row["contract"] == "fp32" and row["precision"] == "tf32" else ""
+    start = [row["name"], row["pass"], contract_text(row, setting), row["engine"]]
     if row["failure"]:
         return start + ["FAILED"] + [""] * (len(COLUMNS) - len(start) - 1)
     return [
@@ -843,6 +1013,11 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['ours_worst']:.3f} / {row['peer_worst']:.3f}",
         {True: "yes", False: "no", None: "-"}[row["allclose"]],
     ]
+
+
+def contract_text(row: dict[str, Any], setting: str = "") -> str:
+    """The contract, and NHWC for rows in channels_last."""
+    return row["contract"] + setting + (" NHWC" if row.get("channels_last") else "")
 
 
 def with_spread(row: dict[str, Any], who: str) -> str:
@@ -872,25 +1047,55 @@ def markdown_table(rows: Sequence[dict[str, Any]], peer: str) -> list[str]:
 
 
 def legend(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Names and shapes of the cases, each once; a case given on the command line is called by its numbers."""
-    return list(dict.fromkeys(f"{row['name']}: {row['shape']}" for row in rows))
+    """Names and shapes of the cases, each once with all its batches; a case given on the command line is called by its
+    numbers."""
+    batches: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        batch, _, image = row["shape"].partition(" ")
+        batches.setdefault((row.get("layer", row["name"]), image), {})[batch] = None
+    return [f"{name}: {', '.join(ns)} {image}" for (name, image), ns in batches.items()]
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """The geometric mean of the speed-ups, over all rows and by pass and contract, and the worst row."""
+    """The geometric mean of the speed-ups, over all rows, by pass and contract and by batch; worst rows; accuracy."""
     measured = [row for row in rows if not row["failure"]]
     if not measured:
         return "Nothing measured."
-    worst = min(measured, key=lambda row: row["speedup"])
-    groups: dict[str, list[float]] = {}
-    for row in measured:
-        groups.setdefault(f"{row['pass']} {row['contract']}", []).append(row["speedup"])
-    means = ", ".join(f"{name} {statistics.geometric_mean(speedups):.2f}x" for name, speedups in groups.items())
-    overall = statistics.geometric_mean(row["speedup"] for row in measured)
-    return (
-        f"Geometric mean of the speed-up over {len(measured)} rows: {overall:.2f}x ({means}). "
-        f"Worst row: {worst['name']} {worst['pass']} {worst['contract']}, {worst['speedup']:.2f}x."
-    )
+    by_contract = grouped(measured, lambda row: f"{row['pass']} {contract_text(row)}")
+    means = ", ".join(f"{name} {mean_speedup(group):.2f}x" for name, group in by_contract.items())
+    sentences = [
+        f"Geometric mean of the speed-up over {len(measured)} rows: {mean_speedup(measured):.2f}x ({means}).",
+        f"Worst row: {worst_row(measured)}.",
+    ]
+    by_batch = grouped((row for row in measured if row.get("batch")), lambda row: f"batch {row['batch']}")
+    if len(by_batch) > 1:
+        groups = (f"{name} {mean_speedup(group):.2f}x, worst {worst_row(group)}" for name, group in by_batch.items())
+        sentences.append(f"By batch: {'; '.join(groups)}.")
+    if "error_ratio" in measured[0]:  # older documents do not have it
+        least_accurate = max(measured, key=lambda row: row["error_ratio"])
+        ratio = f"{least_accurate['error_ratio']:.3f}, {row_title(least_accurate)}"
+        sentences.append(f"Accuracy: worst ratio of our error to theirs {ratio}.")
+    return " ".join(sentences)
+
+
+def grouped(rows: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def mean_speedup(rows: Sequence[dict[str, Any]]) -> float:
+    return statistics.geometric_mean(row["speedup"] for row in rows)
+
+
+def row_title(row: dict[str, Any]) -> str:
+    return f"{row['name']} {row['pass']} {contract_text(row)}"
+
+
+def worst_row(rows: Sequence[dict[str, Any]]) -> str:
+    worst = min(rows, key=lambda row: row["speedup"])
+    return f"{row_title(worst)}, {worst['speedup']:.2f}x"
 
 
 def host_lines(document: dict[str, Any]) -> list[str]:
@@ -1002,6 +1207,12 @@ def case_argument(text: str) -> Case:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def batch_argument(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
 def repeats_argument(text: str) -> int:
     if not text.isdecimal() or int(text) < MIN_REPEATS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {MIN_REPEATS}")
@@ -1019,19 +1230,24 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--suite", action="append", choices=SUITES, default=[],
-        help="a list of layers (default: reference); repeatable")  # fmt: skip
+        help="a list of layers, or a network's (default: reference); repeatable")  # fmt: skip
+    add("--batch", nargs="+", type=batch_argument, default=[], metavar="N",
+        help="images in x: each layer of the suites is a row for each (default: the suite's own)")  # fmt: skip
     add("--case", action="append", type=case_argument, default=[], metavar=CASE_FORM,
         help="a layer of your own, never scaled down; repeatable")  # fmt: skip
     add("--dtype", nargs="+", choices=("float32", "float16", "bfloat16", "float64"), default=["float32"])
     add("--precision", nargs="+", choices=("tf32", "fp32"), default=["tf32"],
         help="PyTorch's setting for float32 convolutions (default: tf32, as PyTorch's own)")  # fmt: skip
+    add("--channels-last", action="store_true", help="x and the weight in channels_last, for ours and cuDNN's alike")
+    add("--cudnn-benchmark", action=argparse.BooleanOptionalAction, default=True,
+        help="cuDNN measures its algorithms (default), or takes the one it expects to be fastest")  # fmt: skip
     add("--backward", action="store_true", help="rows for the gradients to input and weight as well, each alone")
     add("--engine", metavar="NAME", help="force one of modelnew's engines")
     add("--data", choices=tuple(DATA), default="rand",
         help="how x is drawn: uniform (default), normal, over 40 binades, uniform but for few tiny values")  # fmt: skip
-    add("--repeats", type=repeats_argument, default=25, metavar="N", help="timed calls of each (default: 25)")
-    add("--rest", type=rest_argument, default=REST_MS, metavar="MS",
-        help=f"pause before each timed call of the GPU (default: {REST_MS}; 0: sustained load)")  # fmt: skip
+    add("--repeats", type=repeats_argument, metavar="N", help="timed calls of each (default: 25; of a network's 15)")
+    add("--rest", type=rest_argument, metavar="MS",
+        help=f"pause before a timed call of the GPU (default: {REST_MS}; of resnet50's 5; 0: sustained)")  # fmt: skip
     add("--host", action="store_true", help="host time per call; without --suite or --case nothing else")
     add("--json", type=Path, metavar="FILE", help="store all numbers of this run")
     add("--readme", nargs="*", type=Path, metavar="FILE.json",
@@ -1040,20 +1256,43 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.readme and (args.json or args.plot):
         parser.error("--readme with files measures nothing: --json and --plot have nothing to store or draw")
+    if args.batch and not args.suite:
+        parser.error("--batch is for the layers of a --suite; a --case has its own N")
+    # Of several lists, those that want the most decide.
+    defaults = [DEFAULTS.get(suite, Defaults()) for suite in args.suite]
+    if args.case or not args.suite:
+        defaults.append(Defaults())
+    if args.repeats is None:
+        args.repeats = max(default.repeats for default in defaults)
+    if args.rest is None:
+        args.rest = max(default.rest_ms for default in defaults)
     return args
+
+
+def suite_cases(suite: str, batches: Sequence[int]) -> list[tuple[Case, int | None]]:
+    """The suite's cases, for each batch all of them; with the batch, or None where each has its own N."""
+    batches = batches or DEFAULTS.get(suite, Defaults()).batches
+    if not batches:
+        return [(case, None) for case in SUITES[suite]]
+    return [(replace(case, N=batch), batch) for batch in dict.fromkeys(batches) for case in SUITES[suite]]
 
 
 def jobs(args: argparse.Namespace, on_gpu: bool) -> list[Job]:
     """Every row that the command line asks for."""
-    suites = args.suite or ([] if args.case or args.host else ["reference"])
-    cases = [case if on_gpu else scaled_down(case) for suite in suites for case in SUITES[suite]] + args.case
+    suites = dict.fromkeys(args.suite or ([] if args.case or args.host else ["reference"]))
+    cases = [
+        (case if on_gpu else scaled_down(case), batch)
+        for suite in suites
+        for case, batch in suite_cases(suite, args.batch)
+    ]
+    cases += [(case, None) for case in args.case]
     directions = (FORWARD, DGRAD, WGRAD) if args.backward else (FORWARD,)
     precisions = args.precision if on_gpu else ["fp32"]  # there is no TF32 on a CPU
     return [
-        Job(case, direction, dtype, precision)
+        Job(case, direction, dtype, precision, batch, args.channels_last)
         for dtype in args.dtype
         for precision in (precisions if dtype == "float32" else precisions[:1])
-        for case in cases
+        for case, batch in cases
         for direction in directions
     ]
 
@@ -1062,15 +1301,16 @@ def measure_all(todo: Sequence[Job], settings: Settings, ceilings: Ceilings, clo
     """All rows, with progress on stderr. A row that cannot run is a failed row, not the end."""
     rows = []
     for number, job in enumerate(todo, 1):
-        title = f"[{number}/{len(todo)}] {job.case.name} {job.direction} {job.dtype} {job.precision}"
+        title = f"[{number}/{len(todo)}] {job.name} {job.direction} {job.dtype} {job.precision}"
         print(f"{title} ...", end="", file=sys.stderr, flush=True)
         begin = time.perf_counter()
         try:
             result = measure(job, settings, ceilings, clock)
         except (RuntimeError, ValueError) as error:  # refused by a forced engine, out of memory, failed launch
             result = {"failure": f"{type(error).__name__}: {error}", "engine": settings.engine or "?", "contract": "?"}
-        identity = {"name": job.case.name, "shape": job.case.shape, "case": asdict(job.case), "pass": job.direction,
-                    "dtype": job.dtype, "precision": job.precision}  # fmt: skip
+        identity = {"name": job.name, "layer": job.case.name, "batch": job.batch, "shape": job.case.shape,
+                    "case": asdict(job.case), "pass": job.direction, "dtype": job.dtype, "precision": job.precision,
+                    "channels_last": job.channels_last}  # fmt: skip
         rows.append(identity | result)
         outcome = result["failure"] or f"{result['ours_ms']:.3g} ms, {result['speedup']:.2f}x"
         print(f" {outcome} ({time.perf_counter() - begin:.1f} s)", file=sys.stderr, flush=True)
@@ -1080,7 +1320,7 @@ def measure_all(todo: Sequence[Job], settings: Settings, ceilings: Ceilings, clo
 def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Measures what was asked for and returns the document."""
     clock = Clock(device, args.rest)
-    settings = Settings(args.data, args.repeats, args.engine, args.rest)
+    settings = Settings(args.data, args.repeats, args.engine, args.rest, args.channels_last, args.cudnn_benchmark)
     todo = jobs(args, device.type == "cuda")
     library()  # builds the kernels now rather than inside the first row
     ceilings = None
@@ -1119,7 +1359,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.readme is not None:
             sys.exit("--readme: README shows what a GPU measured")
     pyplot = load_pyplot() if args.plot else None
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = args.cudnn_benchmark
     document = run(args, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
