@@ -146,7 +146,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     # ResNet-50 v1.5, which strides in its 3x3; each distinct convolution once, called after where torchvision's model
     # first has it. l1.conv3 is also layer1's downsample.
     "resnet50": (
-        Case("stem", 1, 3, 64, 7, 7, 224, 224, stride=2, pad=3),
+        Case("conv1", 1, 3, 64, 7, 7, 224, 224, stride=2, pad=3),
         Case("l1.0.conv1", 1, 64, 64, 1, 1, 56, 56),
         Case("l1.conv2", 1, 64, 64, 3, 3, 56, 56, pad=1),
         Case("l1.conv3", 1, 64, 256, 1, 1, 56, 56),

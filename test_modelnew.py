@@ -4616,14 +4616,25 @@ def test_bench_reference_is_exact(case, budget):
         assert (covered == 1).all()
 
 
+def test_bench_reference_adds_the_bias():
+    case = bench.Case("", 2, 3, 4, 3, 2, 7, 8, bias=True)
+    x, w, bias = (torch.randn(shape, dtype=torch.float64) for shape in ((2, 3, 7, 8), (4, 3, 3, 2), (4,)))
+    (piece,) = bench.Float64Reference(case, bench.Operands(x, w, None, bias)).pieces(bench.FORWARD)
+    torch.testing.assert_close(piece.value, F.conv2d(x, w, bias))
+    torch.testing.assert_close(piece.magnitude, F.conv2d(x.abs(), w.abs(), bias.abs()))
+
+
 @pytest.mark.parametrize("case", BENCH_CASES, ids=str)
 def test_bench_floor_counts_what_must_move(case):
     w, y = math.prod(case.w_shape), math.prod(case.y_shape)
-    rows_met = product("dgrad", case, torch.ones(case.y_shape), torch.ones(case.w_shape)).flatten(0, 1).sum((0, 2)) != 0
-    x_read = case.N * case.C * case.W * int(rows_met.sum())
+    met = product("dgrad", case, torch.ones(case.y_shape), torch.ones(case.w_shape)).sum((0, 1)) != 0
+    x_read = case.N * case.C * case.W * int(met.any(1).sum())
     x = math.prod(case.x_shape)
     theirs = on_the_command_line(case)
     assert bench.traffic(theirs, bench.FORWARD, 4) == (4 * (x_read + w), 4 * y)
+    assert bench.traffic(dataclasses.replace(theirs, bias=True), bench.FORWARD, 4).read == 4 * (x_read + w + case.K)
+    pixels_read = case.N * case.C * int(met.sum())
+    assert bench.traffic(theirs, bench.FORWARD, 4, channels_last=True) == (4 * (pixels_read + w), 4 * y)
     assert bench.traffic(theirs, bench.DGRAD, 2) == (2 * (y + w), 2 * x)
     assert bench.traffic(theirs, bench.WGRAD, 8) == (8 * (x_read + y), 8 * w)
     rates = {"float16": 800.0, "float32": 50.0, "tf32": 400.0}
@@ -4632,6 +4643,111 @@ def test_bench_floor_counts_what_must_move(case):
     assert floor.memory_ms == pytest.approx(4 * y / 5000e6 + 4 * (x_read + w) / 4000e6)
     assert floor.arithmetic_ms == pytest.approx(2 * case.multiply_adds / (800e9 / 3))
     assert floor.ms == max(floor.memory_ms, floor.arithmetic_ms)
+
+
+def square(C: int, K: int, R: int, H: int, stride: int = 1, groups: int = 1) -> bench.Case:
+    """A layer as most networks have them, padded so that only the stride shrinks the image."""
+    return bench.Case("", 1, C, K, R, R, H, H, stride, R // 2, 1, groups)
+
+
+def resnet50() -> Iterator[bench.Case]:
+    """All its convolutions, in order."""
+    yield square(3, 64, 7, 224, stride=2)
+    C, H = 64, 56
+    for width, blocks, first_stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for block in range(blocks):
+            stride = first_stride if block == 0 else 1
+            yield square(C, width, 1, H)
+            yield square(width, width, 3, H, stride)
+            if block == 0:
+                yield square(C, 4 * width, 1, H, stride)
+            C, H = 4 * width, H // stride
+            yield square(width, C, 1, H)
+
+
+def unet() -> Iterator[bench.Case]:
+    levels = [(64, 512), (128, 256), (256, 128), (512, 64)]
+    C = 3
+    for width, H in [*levels, (1024, 64)]:  # no pooling before the bottleneck
+        yield from (square(C, width, 3, H), square(width, width, 3, H))
+        C = width
+    for width, H in reversed(levels):
+        yield from (square(2 * width, width, 3, H), square(width, width, 3, H))
+    yield square(64, 2, 1, 512)
+
+
+def mobilenet() -> Iterator[bench.Case]:
+    """The depthwise ones, from the paper's table of expansion, channels, blocks and stride."""
+    C, H = 32, 112
+    table = "1 16 1 1, 6 24 2 2, 6 32 3 2, 6 64 4 2, 6 96 3 1, 6 160 3 2, 6 320 1 1"
+    for expansion, channels, blocks, first_stride in (map(int, row.split()) for row in table.split(", ")):
+        for stride in [first_stride] + [1] * (blocks - 1):
+            yield square(expansion * C, expansion * C, 3, H, stride, expansion * C)
+            C, H = channels, H // stride
+
+
+def convnext() -> Iterator[bench.Case]:
+    return (square(96 << stage, 96 << stage, 7, 56 >> stage, groups=96 << stage) for stage in range(4))
+
+
+@pytest.mark.parametrize("network", [resnet50, unet, mobilenet, convnext], ids=lambda network: network.__name__)
+def test_bench_has_every_convolution_of_a_network_once(network):
+    listed = [dataclasses.replace(case, name="") for case in bench.SUITES[network.__name__]]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == set(network())
+
+
+def test_bench_resnet50_is_the_known_size():
+    """4.09 billion multiply-adds, less 2 million of the last, fully connected layer."""
+    assert sum(case.flop for case in resnet50()) / 2 == pytest.approx(4.09e9 - 2.048e6, rel=1e-3)
+
+
+def test_bench_cases_have_names_of_their_own():
+    names = [case.name for cases in bench.SUITES.values() for case in cases]
+    assert len(names) == len(set(names))
+    assert max(map(len, names)) <= 10
+
+
+def bench_jobs(*arguments: str) -> list[bench.Job]:
+    return bench.jobs(bench.parse_arguments(arguments), on_gpu=True)
+
+
+def test_bench_has_a_row_for_each_batch():
+    def batches(*arguments: str) -> list[int]:
+        return list(dict.fromkeys(job.case.N for job in bench_jobs(*arguments)))
+
+    assert batches("--suite", "resnet50") == [1, 32, 256]
+    assert batches("--suite", "convnext", "--batch", "3", "7", "3") == [3, 7]
+    assert batches("--suite", "reference") == [case.N for case in bench.SUITES["reference"][:2]]  # its own
+    rows = bench_jobs("--suite", "unet", "--suite", "mobilenet", "--suite", "kernelbench")
+    assert len({job.name for job in rows}) == len(rows) == 2 * 15 + 10 + 10
+    assert bench_jobs("--suite", "unet", "--batch", "5")[0].name == "enc1a/5"
+    own, reference = (
+        bench_jobs("--suite", "reference", "--batch", "5", "--case", "2,3,4,3,3,9,10")[-1],
+        "2,3,4,3,3,9,10",
+    )
+    assert (own.name, own.case.N) == (reference, 2)
+
+
+@pytest.mark.parametrize("arguments", ["--suite unet --batch 0", "--suite unet --batch x", "--batch 3",
+                                       "--case 1,2,3,3,3,8,9 --batch 3", "--suite alexnet"])  # fmt: skip
+def test_bench_refuses_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.parse_arguments(arguments.split())
+    assert stopped.value.code == 2
+    assert re.search("--batch|--suite", capsys.readouterr().err.rpartition("error:")[2])
+
+
+@pytest.mark.parametrize("arguments, repeats, rest", [
+    ("", 25, 20),
+    ("--suite unet", 15, 20),
+    ("--suite resnet50", 15, 5),
+    ("--suite resnet50 --case 1,2,3,3,3,8,9", 25, 20),
+    ("--suite resnet50 --suite convnext --repeats 4 --rest 0", 4, 0),
+])  # fmt: skip
+def test_bench_repeats_and_rests_as_the_suite_asks(arguments, repeats, rest):
+    read = bench.parse_arguments(arguments.split())
+    assert (read.repeats, read.rest) == (repeats, rest)
 
 
 @pytest.mark.parametrize("contract", ["tf32", "fp32", "float64"])
@@ -4703,6 +4819,86 @@ def test_bench_without_a_gpu_says_so(run_bench):
     assert lines[-1] == lines[0]
     for case in bench.SUITES["smoke"]:
         assert sum(line.startswith(f"{case.name} ") for line in lines) == 3
+
+
+def test_bench_runs_kernelbench(run_bench):
+    """Strides, pads and dilations of each axis its own, and a bias."""
+    code, lines = run_bench("--suite", "kernelbench")
+    assert code == 0
+    assert "kb80: N1 C32 K64 5x9, 64x64, pad 2x4, dilation 2x3" in lines
+    assert "kb50: N1 C3 K96 11x11, 64x64, stride 4, pad 2, bias" in lines
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_bench_gives_both_sides_the_same_format(run_bench, monkeypatch, tmp_path, channels_last):
+    seen = {modelnew: set(), F: set()}
+
+    def record(side: object) -> Callable[..., Tensor]:
+        def convolve(x: Tensor, w: Tensor, *args: object, **kwargs: object) -> Tensor:
+            seen[side] |= {tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (x, w)}
+            return torch.conv2d(x, w, *args, **kwargs)
+
+        return convolve
+
+    for side in seen:
+        monkeypatch.setattr(side, "conv2d", record(side))
+    stored = tmp_path / "run.json"
+    code, lines = run_bench("--case", "1,2,3,3,3,8,9", "--json", str(stored), *["--channels-last"] * channels_last)
+    assert code == 0
+    assert seen == {modelnew: {channels_last}, F: {channels_last}}
+    assert any("in channels_last" in line for line in lines) == channels_last
+    assert any("forward  fp32 NHWC  " in line for line in lines) == channels_last
+    document = json.loads(stored.read_text())
+    assert document["settings"]["channels_last"] == document["rows"][0]["channels_last"] == channels_last
+
+
+@pytest.mark.parametrize("option, on", [("--cudnn-benchmark", True), ("--no-cudnn-benchmark", False)])
+def test_bench_sets_and_shows_how_cudnn_chooses(run_bench, tmp_path, option, on):
+    stored = tmp_path / "run.json"
+    assert run_bench("--case", "1,2,3,3,3,8,9", "--json", str(stored), option)[0] == 0
+    assert torch.backends.cudnn.benchmark is on
+    document = json.loads(stored.read_text())
+    document["machine"]["gpu"] = True
+    assert any(f"benchmark {'on' if on else 'off'}" in line for line in bench.header(document))
+
+
+def bench_row(name: str, batch: int | None, speedup: float, ratio: float) -> dict[str, object]:
+    return {"name": name, "batch": batch, "pass": "forward", "contract": "tf32", "failure": None,
+            "speedup": speedup, "error_ratio": ratio}  # fmt: skip
+
+
+def test_bench_sums_up_each_batch_and_the_accuracy():
+    rows = [bench_row("a/1", 1, 1.0, 0.9), bench_row("b/1", 1, 4.0, 1.25), bench_row("a/16", 16, 0.5, 1.0)]
+    failed = bench_row("b/16", 16, 0.0, math.nan) | {"failure": "wrong"}
+    assert bench.summary([*rows, failed]) == (
+        "Geometric mean of the speed-up over 3 rows: 1.26x (forward tf32 1.26x). Worst row: a/16 forward tf32, 0.50x. "
+        "By batch: batch 1 2.00x, worst a/1 forward tf32, 1.00x; batch 16 0.50x, worst a/16 forward tf32, 0.50x. "
+        "Accuracy: worst ratio of our error to theirs 1.250, b/1 forward tf32."
+    )
+    assert "By batch" not in bench.summary(rows[:2])
+    assert [bench.error_ratio(*errors) for errors in ((3.0, 2.0), (0.0, 0.0), (1.0, 0.0))] == [1.5, 1.0, math.inf]
+
+
+def test_bench_names_a_layer_once_for_all_its_batches():
+    rows = [{"name": f"a/{batch}", "layer": "a", "shape": f"N{batch} C3 K4 1x1, 8x8"} for batch in (1, 16, 16)]
+    assert bench.legend(rows) == ["a: N1, N16 C3 K4 1x1, 8x8"]
+
+
+def test_bench_reads_older_documents(run_bench, tmp_path):
+    """Those stored before suites had batches say nothing of them, nor of formats and ratios."""
+    stored = tmp_path / "run.json"
+    run_bench("--suite", "convnext", "--batch", "1", "2", "--json", str(stored))
+    document = json.loads(stored.read_text())
+    document["machine"]["gpu"] = True
+    newer = bench.readme_section([document])
+    assert all(text in newer for text in ("By batch", "Accuracy", "cudnn.benchmark on", "- c96: N1 C96"))
+    for key in ("channels_last", "cudnn_benchmark"):
+        del document["settings"][key]
+    for row, key in itertools.product(document["rows"], ("layer", "batch", "channels_last", "error_ratio")):
+        del row[key]
+    older = bench.readme_section([document])
+    assert "- c96/2: N1 C96 K96 7x7, 56x56, pad 3, groups 96" in older
+    assert not any(text in older for text in ("By batch", "Accuracy", "cudnn.benchmark"))
 
 
 WRONG_RESULTS = {
