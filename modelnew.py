@@ -1,10 +1,11 @@
 """A two-dimensional convolution on CUDA kernels of its own, compiled for the GPU at hand when this module is imported.
 
-    from modelnew import ModelNew, Conv2d, conv2d
+    from modelnew import ModelNew, Conv2d, conv2d, accelerate
 
     y = conv2d(x, weight, bias, stride=1, padding=1)  # PyTorch's conv2d by signature, result, gradients and errors
     layer = Conv2d(64, 128, 3)                        # nn.Conv2d by signature and state_dict
     model = ModelNew(64, 128, 3)                      # a Model that holds its parameters in `self.conv2d`
+    network, report = accelerate(network, example)    # every nn.Conv2d of a network; restore(network) undoes it
 
 float32, float16, bfloat16 and float64; any strides; TF32 or full fp32 as PyTorch's own switches say at each call.
 CPU tensors run PyTorch's own convolution. Without a GPU, importing this module compiles nothing.
@@ -800,12 +801,27 @@ class ModelNew(nn.Module):
 import argparse  # noqa: E402
 import ast  # noqa: E402
 import contextlib  # noqa: E402
+import copyreg  # noqa: E402
+import functools  # noqa: E402
+import itertools  # noqa: E402
+import statistics  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from torch.nn import functional as F  # noqa: E402
 
-__all__ = ["Conv2d", "ModelNew", "bundle", "conv2d", "explain", "force_engine"]
+__all__ = [
+    "Conv2d",
+    "LayerReport",
+    "ModelNew",
+    "Report",
+    "accelerate",
+    "bundle",
+    "conv2d",
+    "explain",
+    "force_engine",
+    "restore",
+]
 
 
 class Conv2d(nn.Conv2d):
@@ -862,6 +878,533 @@ def force_engine(name: str) -> Iterator[None]:
         yield
     finally:
         _forced_engine = before
+
+
+# ---- Networks ----
+#
+# accelerate() changes the class of a layer, in place, and restore() changes it back. Conv2d has no state of its own, so
+# parameters and their ties, hooks, pruning, old weight_norm, attributes, optimizers, references by DDP and FSDP and the
+# keys of state_dict stay what they are: the same objects. A new module in the place of the old one would lose whatever
+# holds the old one. The new class knows what it was made from: nothing is written into the module, and copies know it.
+#
+#     nn.Conv2d                              AcceleratedConv2d(_Accelerated, Conv2d)
+#     Mine(nn.Conv2d)                        AcceleratedMine(_Accelerated, Mine, Conv2d): Mine's methods come first
+#     ParametrizedConv2d(nn.Conv2d)          ParametrizedConv2d(AcceleratedConv2d), see _rebuilt
+#
+# It works because nn.Conv2d.forward does nothing but call self._conv_forward. Where a class or an instance has one of
+# the two of its own, a new base class would not be asked, or would change what is computed: such layers stay.
+
+
+class LayerReport(NamedTuple):
+    """One convolution of a network: a row for each of its calls in a pass of the example input, or one without."""
+
+    name: str  # as in named_modules(), the first one if there are several; empty if the network is the layer
+    replaced: bool  # by this call of accelerate() or an earlier one
+    reason: str  # why not, if it was not
+    convolution: str  # its sizes, with those of the input if that is known
+    dtype: str
+    engine: str | None = None  # what ran; None if nothing is known to have run
+    explanation: str = ""  # explain()'s whole line about the forward pass
+    before_ms: float | None = None  # medians, of PyTorch's convolution and of ours
+    after_ms: float | None = None
+
+
+class Report(NamedTuple):
+    """What accelerate() did. `str(report)` is a table to be read, the attributes are for programs."""
+
+    layers: tuple[LayerReport, ...]
+    before_ms: float | None  # medians for the whole network
+    after_ms: float | None
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        replaced = [row for row in self.layers if row.replaced]
+        other = {(row.name, row.reason): None for row in self.layers if not row.replaced}  # without repetitions
+        count = len({row.name for row in self.layers})
+        lines = [f"{len({row.name for row in replaced})} of {count} convolutions run on modelnew"]
+        shown = [row for row in self.layers if row.replaced or row.engine]
+        if shown:
+            total = ("whole network", "", "", "", *_speed(self.before_ms, self.after_ms))
+            cells = [(_shown(row.name), row.convolution, row.dtype, row.engine or "-",
+                      *_speed(row.before_ms, row.after_ms)) for row in shown]  # fmt: skip
+            titles = ("layer", "convolution", "type", "engine", "before ms", "after ms", "speed-up")
+            lines += _table([titles, *cells, *([total] if self.after_ms is not None else [])])
+        if other:
+            lines += ["not replaced:", *(f"  {_shown(name)}: {reason}" for name, reason in other)]
+        return "\n".join([*lines, *self.notes])
+
+
+def _shown(name: str) -> str:
+    return name or "(the network itself)"
+
+
+def _speed(before: float | None, after: float | None) -> tuple[str, str, str]:
+    """Two times and their quotient as texts."""
+    times = ["-" if ms is None else f"{ms:.4f}" for ms in (before, after)]
+    return times[0], times[1], f"{before / after:.2f}x" if before and after else "-"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines in columns, the last three, numbers, aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = len(widths) - 3
+    return [
+        "  ".join(
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+
+
+def accelerate(
+    model: nn.Module, example_input: Tensor | tuple[Any, ...] | dict[str, Any] | None = None
+) -> tuple[nn.Module, Report]:
+    """Lets every nn.Conv2d of a network run on this module's kernels, in place; restore() undoes it.
+
+    Args:
+        model: any module, an nn.Conv2d included. Its layers stay the same objects with the same parameters, hooks and
+            state_dict, but their class becomes a subclass of modelnew.Conv2d as well as of what it was.
+        example_input: what the network is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+            The network then runs on it, as it is (in training mode if it is in that) but without gradients, once to
+            see which engine each layer uses, and on a GPU some 40 times more to time layers and network with PyTorch's
+            convolution and ours in turn. Buffers, such as the statistics of batch norm, and the random state are put
+            back afterwards. The network's own hooks are called in all of these passes.
+
+    Returns:
+        The model that was given, and a report to be printed, a row for each convolution. Layers stay as they are, and
+        the report says why, if they compute something else (a forward of their own, quantization), are of TorchScript,
+        not initialised yet (nn.LazyConv2d) or have parameters that the kernels do not know.
+
+    Raises TypeError for a model that is no nn.Module or an example of another type, RuntimeError for a network on a GPU
+    if there are no kernels, and what the network raises for the example; the network is then as it was before.
+
+    To be called before torch.compile, or on what it returned; code that was compiled before is then compiled again.
+    TorchScript does not know the kernels: call restore() before torch.jit.script. A network that is pickled whole needs
+    modelnew to be loaded; its state_dict does not.
+    """
+    _require_module(model)
+    call = _example_call(example_input)
+    network = _uncompiled(model)
+    layers = {name: layer for name, layer in network.named_modules() if _is_convolution(layer)}
+    if any(_any_cuda(*layer.parameters()) for layer in layers.values()):
+        _built_extension()
+    before = {name: type(layer) for name, layer in layers.items()}
+    try:
+        reasons = {name: _replace(layer) for name, layer in layers.items()}
+        report = _report(network, layers, reasons, call)
+    except BaseException:
+        for name, layer in layers.items():
+            _set_class(layer, before[name])
+        raise
+    if any(type(layer) is not before[name] for name, layer in layers.items()):
+        _forget_compiled(model)
+    return model, report
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Gives the layers that accelerate() changed, in this model or in one that it is a copy of, their classes back.
+
+    Returns the model that was given. Layers that were made as modelnew.Conv2d stay that. Raises TypeError for a model
+    that is no nn.Module.
+    """
+    _require_module(model)
+    accelerated = [layer for layer in model.modules() if isinstance(layer, _Accelerated)]
+    for layer in accelerated:
+        _set_class(layer, _original_class(type(layer)))
+    if accelerated:
+        _forget_compiled(model)
+    return model
+
+
+def _require_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+
+
+def _example_call(example: Any) -> _Call | None:
+    """The arguments of a call of the network."""
+    if example is None:
+        return None
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, tuple):
+        return example, {}
+    if isinstance(example, dict):
+        return (), example
+    raise TypeError(
+        "example_input must be a tensor, a tuple of arguments or a dict of keyword arguments, "
+        f"not {type(example).__name__}"
+    )
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """What torch.compile(model) wraps. Asked without importing its machinery, which takes seconds."""
+    return model._modules.get("_orig_mod", model)
+
+
+def _forget_compiled(model: nn.Module) -> None:
+    """Makes torch.compile read the network again. Not all of its versions see that a layer has another class."""
+    if any("_orig_mod" in m._modules or getattr(m, "_compiled_call_impl", None) for m in model.modules()):
+        torch.compiler.reset()
+
+
+def _is_convolution(layer: nn.Module) -> bool:
+    """Whether the layer is, or was before TorchScript compiled it, an nn.Conv2d."""
+    scripted = isinstance(layer, torch.jit.ScriptModule) and getattr(layer, "original_name", "") == "Conv2d"
+    return isinstance(layer, nn.Conv2d) or scripted
+
+
+# What PyTorch's convolution consists of. Kept here because some people patch nn.Conv2d itself.
+_FORWARDS = {name: getattr(nn.Conv2d, name) for name in ("forward", "_conv_forward")}
+
+_SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def _reason_to_stay(layer: nn.Module) -> str:
+    """Why a convolution that is none of ours cannot become one, or nothing."""
+    cls = type(layer)
+    parameters = list(layer.parameters())
+    if isinstance(layer, torch.jit.ScriptModule):
+        return "TorchScript compiled it"
+    if any(map(nn.parameter.is_lazy, parameters)):
+        return "not initialised yet: run the network once, then accelerate it again"
+    for name, torchs in _FORWARDS.items():
+        if name in vars(layer):
+            return f"it has a {name} of its own, set on the instance"
+        if getattr(cls, name) is not torchs:
+            return f"its class, {cls.__module__}.{cls.__qualname__}, has a {name} of its own"
+    if getattr(layer, "qconfig", None) is not None:
+        return "it is prepared for quantization (it has a qconfig)"
+    for parameter in parameters:
+        # DTensor, quantized tensors and the like bring their own operators, of which ours is none.
+        if type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return f"its parameters are of type {type(parameter).__name__}: accelerate before sharding or quantizing"
+        if parameter.dtype not in _SERVED_DTYPES:
+            return f"its parameters are {_dtype_name(parameter)}"
+    return ""
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _replace(layer: nn.Module) -> str:
+    """Changes the class of a convolution, or says why not."""
+    if isinstance(layer, _Accelerated):
+        return ""
+    if isinstance(layer, Conv2d):
+        return "it was made as a modelnew.Conv2d"
+    reason = _reason_to_stay(layer)
+    if not reason:
+        try:
+            _set_class(layer, _accelerated_class(type(layer)))
+        except TypeError as error:  # a class that refuses subclasses, or whose objects cannot change class
+            return f"its class cannot be extended: {error}"
+    return reason
+
+
+def _set_class(layer: nn.Module, cls: type) -> None:
+    object.__setattr__(layer, "__class__", cls)  # past a __setattr__ of the layer's own
+
+
+class _Accelerated:
+    """Base of all classes that accelerate() makes."""
+
+    _modelnew_original: type  # what the class was made from
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For copy and pickle, which look for a class by its name and would not find this one."""
+        reduced = super().__reduce_ex__(max(protocol, 2))
+        made_here = "_modelnew_original" in vars(type(self))
+        if made_here and isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:
+            return _new_accelerated, (self._modelnew_original,), *reduced[2:]
+        return reduced
+
+
+def _new_accelerated(original: type) -> nn.Module:
+    """An accelerated layer without contents, for copy and pickle to fill."""
+    cls = _extended(original)
+    return cls.__new__(cls)
+
+
+_PARAMETRIZE = "torch.nn.utils.parametrize"
+
+
+def _accelerated_class(cls: type) -> type:
+    """The class that a layer of class `cls` gets; for everything but parametrized layers always the same one."""
+    if cls.__module__ != _PARAMETRIZE:
+        return _extended(cls)
+    base = next(parent for parent in cls.__mro__ if parent.__module__ != _PARAMETRIZE)
+    return _rebuilt(cls, base, _extended(base))
+
+
+@functools.cache
+def _extended(cls: type) -> type:
+    bases = (_Accelerated, Conv2d) if cls is nn.Conv2d else (_Accelerated, cls, Conv2d)
+    contents = {"__module__": __name__, "__doc__": cls.__doc__, "_modelnew_original": cls}
+    return type(cls)(f"Accelerated{cls.__name__}", bases, contents)
+
+
+def _original_class(cls: type) -> type:
+    """The class before accelerate(), also if parametrize or FSDP has put one of its own over ours since."""
+    extended = next(parent for parent in cls.__mro__ if "_modelnew_original" in vars(parent))
+    return _rebuilt(cls, extended, extended._modelnew_original)
+
+
+def _rebuilt(cls: type, old: type, new: type) -> type:
+    """`new`, or a class like `cls` that is derived from `new` instead of `old`.
+
+    torch.nn.utils.parametrize makes a class for each module, keeps its properties there, and removes itself by deleting
+    them and taking __bases__[0] for the module's class again; so neither another subclass on top of it nor one beside
+    it would do. Changing its __bases__ would also change copies of the module, which share it.
+    """
+    if cls is old:
+        return new
+    bases = tuple(_rebuilt(base, old, new) if issubclass(base, old) else base for base in cls.__bases__)
+    source = vars(cls).get("_modelnew_source")
+    if source is not None and source.__bases__ == bases and _contents(source) == _contents(cls):
+        return source  # nothing has happened since: exactly the class that it was
+    return type(cls)(cls.__name__, bases, _contents(cls) | {"_modelnew_source": cls})
+
+
+def _contents(cls: type) -> dict[str, Any]:
+    """What a class statement with this class as its result would define."""
+    added = ("__dict__", "__weakref__", "__slotnames__", "_modelnew_source")  # by Python, by copying an object, by us
+    return {name: value for name, value in vars(cls).items() if name not in added}
+
+
+# -- Passes of the example --
+
+_TIMED_RUNS = 10  # of each kind; their median forgives a few that were disturbed
+
+
+def _report(network: nn.Module, layers: dict[str, nn.Module], reasons: dict[str, str], call: _Call | None) -> Report:
+    """The report; with an example, from passes of it."""
+    ours = {name: layer for name, layer in layers.items() if isinstance(layer, Conv2d)}
+    rows = {name: [_row(name, layer, reasons[name])] for name, layer in layers.items()}
+    notes, network_ms = [], (None, None)
+    if not layers:
+        notes.append("the network has no nn.Conv2d")
+    if not ours or call is None:
+        return Report(tuple(itertools.chain.from_iterable(rows.values())), None, None, tuple(notes))
+    if any(map(nn.parameter.is_lazy, network.parameters())):
+        notes.append("the example was not run: it would initialise the lazy modules of the network")
+    else:
+        with _unchanged(network, call), _eager(), torch.no_grad():
+            seen = _watched(network, ours, reasons, call)
+            notes += [f"not called with this example: {_shown(name)}" for name in ours if name not in seen]
+            if any(_any_cuda(*layer.parameters()) for layer in ours.values()):
+                network_ms = _time(network, ours, seen, call)
+            else:
+                notes.append("on the CPU modelnew is PyTorch's own convolution: nothing was timed")
+        rows |= seen
+    return Report(tuple(itertools.chain.from_iterable(rows.values())), *network_ms, tuple(notes))
+
+
+def _row(name: str, layer: nn.Module, reason: str, x: Tensor | None = None) -> LayerReport:
+    """What is known without times; with the layer's input also what runs."""
+    weight = next(layer.parameters(), None)
+    row = LayerReport(
+        name,
+        replaced=isinstance(layer, _Accelerated),
+        reason=reason,
+        convolution=_sizes(layer, x),
+        dtype="" if weight is None else _dtype_name(weight),
+    )
+    if x is None:
+        return row
+    x, weight, bias = _autocast(x, layer.weight, layer.bias)
+    padding = layer.padding
+    if layer.padding_mode != "zeros":
+        x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), 0
+    text = explain(x, weight, bias, layer.stride, padding, layer.dilation, layer.groups)
+    # Without such a line PyTorch's own convolution runs, or nothing, as for an empty batch.
+    line = next((line for line in text.splitlines() if line.startswith("forward: ")), "")
+    engine = line.removeprefix("forward: ").partition(";")[0] or ("PyTorch" if text.startswith("PyTorch") else None)
+    return row._replace(dtype=_dtype_name(x), engine=engine, explanation=line or text.strip())
+
+
+def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """What autocast, if it is on, makes of the arguments of a convolution on a GPU."""
+    if not (tensors[0].is_cuda and torch.is_autocast_enabled()):
+        return list(tensors)
+    return [t if t is None or t.dtype == torch.float64 else t.to(_autocast_dtype("cuda")) for t in tensors]
+
+
+def _sizes(layer: nn.Module, x: Tensor | None = None) -> str:
+    """A convolution in words, such as `N32 C64 K128 3x3, 56x56, stride 2, pad 1`."""
+    if not isinstance(layer, nn.Conv2d):
+        return ""
+
+    def both(value: Any) -> str:
+        pair = value if isinstance(value, tuple) else (value, value)
+        return str(value) if isinstance(value, str) else str(pair[0]) if pair[0] == pair[1] else f"{pair[0]}x{pair[1]}"
+
+    R, S = layer.kernel_size
+    text = f"C{layer.in_channels} K{layer.out_channels} {R}x{S}"
+    if x is not None:
+        batch = f"N{x.shape[0]} " if x.dim() == 4 else ""
+        text = f"{batch}{text}, {x.shape[-2]}x{x.shape[-1]}"
+    settings = (("stride", both(layer.stride), "1"), ("pad", both(layer.padding), "0"),
+                ("dilation", both(layer.dilation), "1"), ("groups", str(layer.groups), "1"))  # fmt: skip
+    text += "".join(f", {name} {value}" for name, value, usual in settings if value != usual)
+    return text if layer.padding_mode == "zeros" else f"{text}, {layer.padding_mode}"
+
+
+_Rows = dict[str, list[LayerReport]]  # by layer, one for each of its calls in a pass
+
+
+def _watched(network: nn.Module, layers: dict[str, nn.Module], reasons: dict[str, str], call: _Call) -> _Rows:
+    """Runs the network once and looks at what its layers are called with."""
+    rows: _Rows = {}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            x = _first(arguments, keywords)
+            if isinstance(x, Tensor):  # else the layer raises
+                rows.setdefault(name, []).append(_row(name, layer, reasons[name], x))
+
+        return hook
+
+    with contextlib.ExitStack() as hooks:
+        for name, layer in layers.items():
+            # Registered last, hence called last: it sees what hooks of the user's made of input and weight.
+            hooks.callback(layer.register_forward_pre_hook(watch(name), with_kwargs=True).remove)
+        network(*call[0], **call[1])
+    return rows
+
+
+def _first(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """A layer's input among the arguments of its call."""
+    return arguments[0] if arguments else keywords.get("input")
+
+
+def _time(
+    network: nn.Module, layers: dict[str, nn.Module], rows: _Rows, call: _Call
+) -> tuple[float | None, float | None]:
+    """Writes times into the rows and returns the network's, before and after.
+
+    In turn with PyTorch's convolution and ours: both meet the same clocks and, unlike in calls of a layer by itself,
+    the caches as the network leaves them.
+    """
+    accelerated = [layer for layer in layers.values() if isinstance(layer, _Accelerated)]
+    ours = [(layer, type(layer)) for layer in accelerated]
+    theirs = [(layer, _original_class(cls)) for layer, cls in ours]
+    network_ms: tuple[list[float], list[float]] = ([], [])
+    layers_ms: tuple[dict[Any, list[float]], ...] = ({}, {})
+    devices = _cuda_devices(network, call)
+    try:
+        for run in range(-2, 2 * _TIMED_RUNS):  # two to warm up
+            for which, classes in enumerate((theirs, ours)):
+                for layer, cls in classes:
+                    _set_class(layer, cls)
+                if run < _TIMED_RUNS:
+                    host_ms, ms = _network_ms(network, call, devices)
+                    network_ms[which].extend([ms] if run >= 0 else [])
+                else:
+                    for key, ms in _layers_ms(network, layers, call, devices, host_ms).items():
+                        layers_ms[which].setdefault(key, []).append(ms)
+    finally:
+        for layer, cls in ours:
+            _set_class(layer, cls)
+    before, after = ({key: statistics.median(ms) for key, ms in side.items()} for side in layers_ms)
+    for name, calls in rows.items():
+        keys = [(name, index) for index in range(len(calls))]
+        rows[name] = [
+            row._replace(before_ms=before.get(key) if row.replaced else None, after_ms=after.get(key))
+            for key, row in zip(keys, calls, strict=True)
+        ]
+    return statistics.median(network_ms[0]), statistics.median(network_ms[1])
+
+
+def _network_ms(network: nn.Module, call: _Call, devices: list[torch.device]) -> tuple[float, float]:
+    """Milliseconds until a pass was launched, and until it was done on all of its GPUs."""
+    _synchronize(devices)
+    start = time.perf_counter()
+    network(*call[0], **call[1])
+    launched = time.perf_counter()
+    _synchronize(devices)
+    return (launched - start) * 1e3, (time.perf_counter() - start) * 1e3
+
+
+def _layers_ms(
+    network: nn.Module, layers: dict[str, nn.Module], call: _Call, devices: list[torch.device], host_ms: float
+) -> dict[tuple[str, int], float]:
+    """Milliseconds of each call, by (name, number), of each layer in a pass; `host_ms` is what it takes to launch."""
+    spans: dict[str, list[list[torch.cuda.Event]]] = {}
+
+    def mark(name: str, begins: bool) -> Callable[..., None]:
+        def hook(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], *_: Any) -> None:
+            event, x = torch.cuda.Event(enable_timing=True), _first(arguments, keywords)
+            if x.is_cuda:
+                event.record(torch.cuda.current_stream(x.device))
+                calls = spans.setdefault(name, [])
+                calls.append([event]) if begins else calls[-1].append(event)
+
+        return hook
+
+    with contextlib.ExitStack() as hooks:
+        for name, layer in layers.items():  # after all other hooks, and before them: around the layer's forward alone
+            hooks.callback(layer.register_forward_pre_hook(mark(name, True), with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_hook(mark(name, False), with_kwargs=True, prepend=True).remove)
+        # The GPU waits until the host is through, or else short layers would be as long as it takes to launch them:
+        # twice its time, for the events and the hooks, at 2 GHz.
+        torch.cuda._sleep(int(min(2 * host_ms, 1000) * 2e6))
+        network(*call[0], **call[1])
+    _synchronize(devices)
+    times = {(name, number): span for name, calls in spans.items() for number, span in enumerate(calls)}
+    return {key: begin.elapsed_time(end) for key, (begin, end) in times.items()}
+
+
+def _synchronize(devices: list[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def _cuda_devices(network: nn.Module, call: _Call) -> list[torch.device]:
+    """GPUs that a pass is known to use."""
+    tensors = itertools.chain(network.parameters(), network.buffers(), call[0], call[1].values())
+    return sorted({t.device for t in tensors if isinstance(t, Tensor) and t.is_cuda}, key=str)
+
+
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    """Without torch.compile, which would read hooks instead of calling them. torch before 2.6 cannot do without it."""
+    needed = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")  # importing it takes seconds
+    return torch.compiler.set_stance("force_eager") if needed else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _unchanged(network: nn.Module, call: _Call) -> Iterator[None]:
+    """A `with` block whose passes leave no trace in buffers, tensors that are plain attributes, and the random state.
+
+    Plain attributes: old weight_norm and pruning keep there the weight that they compute, with its graph.
+    """
+    modules = list(network.modules())
+    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    bindings = [dict(module._buffers) for module in modules]
+    attributes = [_plain_tensors(module) for module in modules]
+    with torch.random.fork_rng([device.index for device in _cuda_devices(network, call)]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    if not torch.equal(buffer, before):
+                        buffer.copy_(before)
+            for module, bound, plain in zip(modules, bindings, attributes, strict=True):
+                module._buffers.clear()
+                module._buffers.update(bound)
+                for name in _plain_tensors(module).keys() - plain.keys():
+                    del vars(module)[name]
+                vars(module).update(plain)
+
+
+def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
 
 
 # ---- The bundle ----
