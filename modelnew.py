@@ -889,7 +889,7 @@ def force_engine(name: str) -> Iterator[None]:
 #
 #     nn.Conv2d                              AcceleratedConv2d(_Accelerated, Conv2d)
 #     Mine(nn.Conv2d)                        AcceleratedMine(_Accelerated, Mine, Conv2d): Mine's methods come first
-#     ParametrizedConv2d(nn.Conv2d)          ParametrizedConv2d(AcceleratedConv2d), see _rebuilt
+#     ParametrizedConv2d(nn.Conv2d)          ParametrizedAcceleratedConv2d(AcceleratedConv2d), see _rebuilt
 #
 # It works because nn.Conv2d.forward does nothing but call self._conv_forward. Where a class or an instance has one of
 # the two of its own, a new base class would not be asked, or would change what is computed: such layers stay.
@@ -982,15 +982,16 @@ def accelerate(
     Raises TypeError for a model that is no nn.Module or an example of another type, RuntimeError for a network on a GPU
     if there are no kernels, and what the network raises for the example; the network is then as it was before.
 
-    To be called before torch.compile, or on what it returned; code that was compiled before is then compiled again.
-    TorchScript does not know the kernels: call restore() before torch.jit.script. A network that is pickled whole needs
+    To be called before torch.compile, or on what it returned; code that was compiled before is then compiled again. But
+    on what torch.fx has traced, not before it: its tracer looks into layers that are not torch's own. TorchScript does
+    not know the kernels: call restore() before torch.jit.script. A network that is pickled whole needs
     modelnew to be loaded; its state_dict does not.
     """
     _require_module(model)
     call = _example_call(example_input)
     network = _uncompiled(model)
     layers = {name: layer for name, layer in network.named_modules() if _is_convolution(layer)}
-    if any(_any_cuda(*layer.parameters()) for layer in layers.values()):
+    if layers and _any_cuda(*network.parameters()):
         _built_extension()
     before = {name: type(layer) for name, layer in layers.items()}
     try:
@@ -1168,7 +1169,8 @@ def _rebuilt(cls: type, old: type, new: type) -> type:
     source = vars(cls).get("_modelnew_source")
     if source is not None and source.__bases__ == bases and _contents(source) == _contents(cls):
         return source  # nothing has happened since: exactly the class that it was
-    return type(cls)(cls.__name__, bases, _contents(cls) | {"_modelnew_source": cls})
+    name = cls.__name__.replace(old.__name__, new.__name__)  # ParametrizedConv2d: named for its base
+    return type(cls)(name, bases, _contents(cls) | {"_modelnew_source": cls})
 
 
 def _contents(cls: type) -> dict[str, Any]:
@@ -1197,7 +1199,7 @@ def _report(network: nn.Module, layers: dict[str, nn.Module], reasons: dict[str,
         with _unchanged(network, call), _eager(), torch.no_grad():
             seen = _watched(network, ours, reasons, call)
             notes += [f"not called with this example: {_shown(name)}" for name in ours if name not in seen]
-            if any(_any_cuda(*layer.parameters()) for layer in ours.values()):
+            if _cuda_devices(network, call):
                 network_ms = _time(network, ours, seen, call)
             else:
                 notes.append("on the CPU modelnew is PyTorch's own convolution: nothing was timed")
@@ -1340,7 +1342,7 @@ def _layers_ms(
     def mark(name: str, begins: bool) -> Callable[..., None]:
         def hook(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], *_: Any) -> None:
             event, x = torch.cuda.Event(enable_timing=True), _first(arguments, keywords)
-            if x.is_cuda:
+            if _any_cuda(x):
                 event.record(torch.cuda.current_stream(x.device))
                 calls = spans.setdefault(name, [])
                 calls.append([event]) if begins else calls[-1].append(event)

@@ -4,6 +4,7 @@
     Kernels on the CPU              problem.cuh, numerics.cuh, both engines under a SIMT shim, wgmma's plans
     Compile gates                   nvcc for every architecture, CUDA 12.1, register spills
     modelnew against torch          conv2d, Conv2d, ModelNew: values, gradients, errors, state
+    Networks                        accelerate, restore and their report, the ResNet-50 in examples/
     The operator                    opcheck, compile, export, autocast, func transforms, double backward
     The bundle                      the pasted file, as an evaluation harness runs it
     The JIT                         digest, locks and messages, with a fake compiler
@@ -20,6 +21,7 @@ import copy
 import ctypes
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import itertools
 import json
@@ -3284,6 +3286,648 @@ def test_engine_names_are_the_tables():
     names = [name.lower() for name in re.findall(r"&k(\w+)Engine", table)]
     assert tuple(names) == modelnew._ENGINE_NAMES
     assert {path.stem for path in ENGINE_SOURCES} == set(names)
+
+
+# Networks ------------------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Conv2d):
+    """A user's layer that computes what nn.Conv2d does."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, channels, 3, padding=1)
+        self.note = "mine"
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.note}"
+
+
+class OwnForward(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class OwnConvolution(nn.Conv2d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
+class NoSubclasses(nn.Conv2d):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("no subclasses, please")
+
+
+class Zoo(nn.Module):
+    """Convolutions with whatever people do to them, for [N, 4, H, W]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        # The older ways of normalising weights warn that they are old.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.old_norms = nn.Sequential(
+                nn.utils.weight_norm(nn.Conv2d(4, 4, 3, padding=1)), nn.utils.spectral_norm(nn.Conv2d(4, 4, 1))
+            )
+        self.norms = nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, (1, 3), groups=2)),
+            nn.utils.parametrizations.spectral_norm(Plain(4)),
+        )
+        self.pruned = prune.l1_unstructured(nn.Conv2d(4, 4, 3, padding="same"), "weight", 0.5)
+        self.twice = nn.Conv2d(4, 4, 3, stride=2, padding=1, padding_mode="circular")
+        self.again = self.twice  # the same module
+        self.tied = nn.Conv2d(4, 4, 3, stride=2, padding=1)
+        self.tied.weight = self.twice.weight  # another module, the same parameter
+        self.frozen = nn.Conv2d(4, 4, 1, bias=False).requires_grad_(False)
+        self.dropout = nn.Dropout(0.5)
+        self.bn = nn.BatchNorm2d(4)
+        self.tied.mark = "a user's attribute"
+        # Every dictionary of hooks has one.
+        self.frozen.register_forward_pre_hook(twice_the_input)
+        self.frozen.register_forward_hook(plus_one)
+        self.frozen.register_full_backward_hook(no_change)
+        self.frozen.register_full_backward_pre_hook(no_change)
+        self.frozen.register_state_dict_pre_hook(no_change)
+        self.frozen._register_state_dict_hook(no_change)
+        self.frozen._register_load_state_dict_pre_hook(no_change)
+        self.frozen.register_load_state_dict_post_hook(no_change)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pruned(self.norms(self.old_norms(x)))
+        x = self.again(self.twice(input=x)) + self.tied(self.tied(x))
+        return self.dropout(self.bn(self.frozen(x)))
+
+
+def twice_the_input(_, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    return (2 * inputs[0],)
+
+
+def plus_one(_, __, y: Tensor) -> Tensor:
+    return y + 1
+
+
+def no_change(*_: object) -> None:
+    pass
+
+
+ZOO_LAYERS = 8  # convolutions of the zoo, each module once
+ZOO_CALLS = 10  # and how often they run
+
+
+@pytest.fixture
+def zoo() -> tuple[nn.Module, Tensor]:
+    return Zoo(), torch.randn(2, 4, 9, 10)
+
+
+@pytest.fixture
+def ours_called(monkeypatch) -> list:
+    """Grows with every call of modelnew.conv2d: on a CPU results tell nothing about who computed them."""
+    called, conv2d = [], modelnew.conv2d
+    monkeypatch.setattr(modelnew, "conv2d", lambda *args: called.append(args) or conv2d(*args))
+    return called
+
+
+def convolutions(model: nn.Module) -> list[nn.Conv2d]:
+    return [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The result and all gradients of a training step that draws the same random numbers each time."""
+    torch.manual_seed(2)
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def everything_about(model: nn.Module) -> list:
+    """Identities of all that users can hold of a model, class names excepted."""
+    found: list = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.append((name, id(module), module.training))
+        for key, value in vars(module).items():
+            found.append((name, key, id(value)))  # the dictionaries of parameters, hooks and so on are the same objects
+            found += [(name, key, k, id(v)) for k, v in value.items()] if isinstance(value, dict) else []
+    return found
+
+
+def test_accelerate_changes_who_computes_and_nothing_else(zoo, ours_called):
+    model, x = zoo
+    twin = Zoo()  # no copy: torch cannot copy weights that a norm or pruning computed
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, classes = everything_about(model), [type(layer) for layer in convolutions(model)]
+    state = model.state_dict()
+    returned, report = modelnew.accelerate(model)
+    assert returned is model
+    assert everything_about(model) == before
+    assert all(isinstance(layer, modelnew.Conv2d) for layer in convolutions(model))
+    assert isinstance(model.norms[1], Plain)
+    assert [row.replaced for row in report.layers] == [True] * ZOO_LAYERS
+    assert list(model.state_dict()) == list(state)
+    assert model.state_dict()._metadata == state._metadata
+    results = step(model, x)
+    assert len(ours_called) == ZOO_CALLS
+    for ours, theirs in zip(results, step(twin, x), strict=True):
+        assert torch.equal(ours, theirs)
+    assert len(ours_called) == ZOO_CALLS
+    optimizer.step()
+    assert not torch.equal(model.twice.weight, twin.twice.weight)
+    twin.load_state_dict(model.state_dict())
+    assert modelnew.restore(model) is model
+    assert [type(layer) for layer in convolutions(model)] == classes
+    assert torch.equal(step(model, x)[0], step(twin, x)[0])
+    assert len(ours_called) == ZOO_CALLS
+
+
+def test_accelerating_twice_and_restoring_twice_is_harmless(zoo):
+    model, _ = zoo
+    classes = [type(layer) for layer in convolutions(model)]
+    modelnew.restore(model)
+    assert [type(layer) for layer in convolutions(model)] == classes
+    _, first = modelnew.accelerate(model)
+    accelerated = [type(layer) for layer in convolutions(model)]
+    _, second = modelnew.accelerate(model)
+    assert [type(layer) for layer in convolutions(model)] == accelerated
+    assert first == second
+    for _ in range(2):
+        modelnew.restore(model)
+        assert [type(layer) for layer in convolutions(model)] == classes
+
+
+def test_a_model_that_is_a_layer(ours_called):
+    layer = nn.Conv2d(4, 6, 3)
+    returned, report = modelnew.accelerate(layer, torch.randn(4, 9, 10))
+    assert returned is layer
+    assert report.layers[0].name == ""
+    assert report.layers[0].convolution == "C4 K6 3x3, 9x10"
+    assert "the network itself" in str(report)
+    assert len(ours_called) == 1
+    assert type(modelnew.restore(layer)) is nn.Conv2d
+
+
+def stored(model: nn.Module, path: Path) -> nn.Module:
+    torch.save(model, path)
+    return torch.load(path, **({"weights_only": False} if torch.__version__ >= "2.4" else {}))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle 0", "pickle 2", "pickle", "save"])
+def test_copies_are_accelerated_too_and_can_be_restored(how, tmp_path, ours_called):
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), Plain(4), modelnew.Conv2d(4, 4, 3))
+    model[0].mark = "a user's attribute"
+    model, _ = modelnew.accelerate(model)
+    x = torch.randn(2, 4, 9, 10)
+    expected = model(x)
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "save":
+        twin = stored(model, tmp_path / "model.pt")
+    else:
+        protocol = [int(digit) for digit in how.split()[1:]]
+        twin = pickle.loads(pickle.dumps(model, *protocol))
+    assert [type(layer) for layer in twin] == [type(layer) for layer in model]
+    ours_called.clear()
+    assert torch.equal(twin(x), expected)
+    assert len(ours_called) == 3
+    assert (twin[0].mark, twin[1].note) == ("a user's attribute", "mine")
+    modelnew.restore(twin)
+    assert [type(layer) for layer in twin] == [nn.Conv2d, Plain, modelnew.Conv2d]
+    assert torch.equal(twin(x), expected)
+    assert all(isinstance(layer, modelnew.Conv2d) for layer in model)
+
+
+def test_copies_of_parametrized_layers_are_their_own():
+    """Copies share the class that torch made for the parametrized layer."""
+    model = nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 6, 3))
+    shared = type(model)
+    twin = copy.deepcopy(model)
+    modelnew.accelerate(model)
+    assert type(twin) is shared
+    assert not issubclass(shared, modelnew.Conv2d)
+    third = copy.deepcopy(model)
+    assert isinstance(third, modelnew.Conv2d)
+    modelnew.restore(third)
+    assert type(third) is shared
+    x = torch.randn(1, 4, 5, 5)
+    assert torch.equal(model(x), third(x))
+    with pytest.raises(RuntimeError, match="only supported through state_dict"):  # as torch says of its own
+        pickle.dumps(model)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Conv2d(4, 4, 3, padding=1), lambda: Plain(4)], ids=["nn.Conv2d", "mine"])
+def test_parametrizations_come_and_go_on_accelerated_layers(make, ours_called):
+    def add(layer: nn.Module) -> None:
+        nn.utils.parametrizations.weight_norm(layer)
+
+    def remove(layer: nn.Module) -> None:
+        nn.utils.parametrize.remove_parametrizations(layer, "weight")
+
+    x = torch.randn(2, 4, 9, 10)
+    # Every order in which the four can happen.
+    orders = [order for order in itertools.permutations("arAR") if order.index("a") < order.index("r")]
+    orders = [order for order in orders if order.index("A") < order.index("R")]
+    assert len(orders) == 6
+    for order in orders:
+        layer = make()
+        original, expected = type(layer), layer(x)
+        for action in order:
+            {"a": add, "r": remove, "A": modelnew.accelerate, "R": modelnew.restore}[action](layer)
+            ours_called.clear()
+            torch.testing.assert_close(layer(x), expected)
+            accelerated = order.index("A") <= order.index(action) < order.index("R")
+            assert len(ours_called) == accelerated
+            assert isinstance(layer, original)
+            assert nn.utils.parametrize.is_parametrized(layer) == (
+                order.index("a") <= order.index(action) < order.index("r")
+            )
+        assert type(layer) is original
+
+
+def with_own(name: str) -> nn.Module:
+    layer = nn.Conv2d(4, 4, 3)
+    setattr(layer, name, lambda x, *_: x)
+    return layer
+
+
+def prepared_for_quantization() -> nn.Module:
+    layer = nn.Conv2d(4, 4, 3)
+    layer.qconfig = torch.ao.quantization.default_qconfig
+    return layer
+
+
+def trained_for_quantization() -> nn.Module:
+    return torch.ao.nn.qat.Conv2d(4, 4, 3, qconfig=torch.ao.quantization.get_default_qat_qconfig())
+
+
+class Wrapped(nn.Parameter):
+    """A parameter that brings operators of its own, as DTensor does."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def with_wrapped_weight() -> nn.Module:
+    layer = nn.Conv2d(4, 4, 3)
+    layer.weight = Wrapped(torch.randn(4, 4, 3, 3))
+    return layer
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that TorchScript is old
+        return torch.jit.script(nn.Conv2d(4, 4, 3))
+
+
+LEFT_ALONE = {
+    "own forward": (lambda: OwnForward(4, 4, 3), "OwnForward, has a forward of its own"),
+    "own _conv_forward": (lambda: OwnConvolution(4, 4, 3), "OwnConvolution, has a _conv_forward of its own"),
+    "own forward, parametrized": (
+        lambda: nn.utils.parametrizations.weight_norm(OwnForward(4, 4, 3)),
+        "has a forward of its own",
+    ),
+    "forward on the instance": (lambda: with_own("forward"), "forward of its own, set on the instance"),
+    "_conv_forward on the instance": (lambda: with_own("_conv_forward"), "_conv_forward of its own, set on"),
+    "lazy": (lambda: nn.LazyConv2d(4, 3), "not initialised yet"),
+    "before quantization": (prepared_for_quantization, "prepared for quantization"),
+    "quantization-aware": (trained_for_quantization, "torch.ao.nn.qat.modules.conv.Conv2d, has a forward of its own"),
+    "TorchScript": (scripted, "TorchScript compiled it"),
+    "complex": (lambda: nn.Conv2d(4, 4, 3, dtype=torch.complex64), "parameters are complex64"),
+    "tensor subclass": (with_wrapped_weight, "of type Wrapped"),
+    "no subclasses": (lambda: NoSubclasses(4, 4, 3), "no subclasses, please"),
+    "ours": (lambda: modelnew.Conv2d(4, 4, 3), "made as a modelnew.Conv2d"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(deprecated|Complex).*")
+@pytest.mark.parametrize("make, reason", LEFT_ALONE.values(), ids=LEFT_ALONE)
+def test_what_computes_something_else_is_left_alone_and_reported(make, reason):
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Sequential(make()))
+    layer = model[1][0]
+    cls, before = type(layer), dict(vars(layer))
+    _, report = modelnew.accelerate(model)
+    assert (type(layer), dict(vars(layer))) == (cls, before)
+    row = report.layers[1]
+    assert (row.name, row.replaced) == ("1.0", False)
+    assert reason in row.reason
+    assert f"1.0: {row.reason}" in str(report)
+    assert report.layers[0].replaced
+    assert "1 of 2 convolutions" in str(report)
+    modelnew.restore(model)
+    assert (type(layer), type(model[0])) == (cls, nn.Conv2d)
+
+
+@pytest.mark.parametrize("name", ["forward", "_conv_forward"])
+def test_a_patched_nn_conv2d_is_left_alone(name, monkeypatch):
+    """Some patch the class for all layers at once, as for images that wrap around."""
+    layer = nn.Conv2d(4, 4, 3)
+    monkeypatch.setattr(nn.Conv2d, name, lambda self, x, *_: x)
+    _, report = modelnew.accelerate(layer)
+    assert type(layer) is nn.Conv2d
+    assert f"has a {name} of its own" in report.layers[0].reason
+
+
+def test_lazy_layers_are_accelerated_once_they_exist():
+    model, x = nn.Sequential(nn.Conv2d(4, 4, 3), nn.LazyConv2d(4, 3)), torch.randn(1, 4, 9, 9)
+    _, report = modelnew.accelerate(model, x)
+    assert "would initialise the lazy modules" in str(report)
+    assert isinstance(model[1].weight, nn.UninitializedParameter)
+    model(x)
+    assert type(model[1]) is nn.Conv2d
+    _, report = modelnew.accelerate(model, x)
+    assert [row.engine for row in report.layers] == ["PyTorch"] * 2
+    modelnew.restore(model)
+    assert [type(layer) for layer in model] == [nn.Conv2d] * 2
+
+
+def test_example_leaves_no_trace(zoo):
+    model, x = zoo
+    model(x).sum().backward()  # so that there are gradients, and weights that weight_norm computed
+    model.frozen.eval()
+    about, state = everything_about(model), copy.deepcopy(model.state_dict())
+    computed, random_state = model.old_norms[0].weight, torch.random.get_rng_state()
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    _, report = modelnew.accelerate(model, x)
+    assert len(report.layers) == ZOO_CALLS
+    assert everything_about(model) == about
+    assert model.old_norms[0].weight is computed
+    assert computed.grad_fn is not None
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key]), key
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert grad is None or torch.equal(p.grad, grad)
+    # The test sees what a pass does change.
+    torch.manual_seed(3)
+    random_state = torch.random.get_rng_state()
+    model(x)
+    assert not torch.equal(torch.random.get_rng_state(), random_state)
+    for key in ("bn.running_mean", "bn.num_batches_tracked", "norms.1.parametrizations.weight.0._u"):
+        assert not torch.equal(model.state_dict()[key], state[key])
+
+
+class Keeping(nn.Module):
+    """Keeps its last result, and takes two arguments, one of which says whether a layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1, groups=2), nn.Conv2d(4, 2, (1, 2), stride=(1, 2))
+        self.calls = []
+
+    def forward(self, x: Tensor, both: bool = False) -> Tensor:
+        self.calls.append(torch.is_grad_enabled())
+        self.last = self.second(self.first(self.first(x))) if both else self.first(x)
+        return self.last
+
+
+X = torch.randn(3, 4, 9, 10)
+
+
+@pytest.mark.parametrize(
+    "example, second",
+    [(X, False), ((X,), False), ((X, True), True), ({"x": X}, False), ({"both": True, "x": X}, True)],
+    ids=["tensor", "tuple of one", "tuple", "dict of one", "dict"],
+)
+def test_report_has_a_row_for_each_call(example, second):
+    model = Keeping()
+    _, report = modelnew.accelerate(model, example)
+    first = ("first", "N3 C4 K4 3x3, 9x10, pad 1, groups 2", "float32", "PyTorch")
+    other = ("second", "N3 C4 K2 1x2, 9x10, stride 1x2" if second else "C4 K2 1x2, stride 1x2", "float32")
+    rows = [(row.name, row.convolution, row.dtype, row.engine) for row in report.layers]
+    assert rows == [first] * (1 + second) + [(*other, "PyTorch" if second else None)]
+    assert model.calls == [False]
+    assert not hasattr(model, "last")
+    assert ("not called with this example: second" in str(report)) == (not second)
+    assert "nothing was timed" in str(report)
+    assert (report.before_ms, report.after_ms) == (None, None)
+    for row in rows:
+        assert any(line.split()[0] == row[0] and row[1] in line for line in str(report).splitlines())
+
+
+def test_without_an_example_nothing_runs():
+    model = Keeping()
+    _, report = modelnew.accelerate(model)
+    assert model.calls == []
+    assert [(row.engine, row.explanation) for row in report.layers] == [(None, "")] * 2
+
+
+@pytest.mark.parametrize("arguments", [(nn.Conv2d,), ("model",), (nn.Conv2d(4, 4, 3), [X]), (nn.Conv2d(4, 4, 3), 3)])
+def test_accelerate_and_restore_take_modules_and_examples(arguments):
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module|example_input must be"):
+        modelnew.accelerate(*arguments)
+    if not isinstance(arguments[0], nn.Module):
+        with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+            modelnew.restore(arguments[0])
+    else:
+        assert type(arguments[0]) is nn.Conv2d
+
+
+def test_an_example_that_fails_leaves_the_network_as_it_was(zoo):
+    model, _ = zoo
+    classes, about = [type(layer) for layer in convolutions(model)], everything_about(model)
+    with pytest.raises(RuntimeError, match="channels"):
+        modelnew.accelerate(model, torch.randn(2, 5, 9, 10))
+    assert [type(layer) for layer in convolutions(model)] == classes
+    assert everything_about(model) == about
+
+
+def test_without_kernels_a_network_on_a_gpu_stays_as_it_is(monkeypatch):
+    """accelerate() must not make a network that works one that raises."""
+    monkeypatch.setattr(modelnew, "_extension", None)
+    monkeypatch.setattr(modelnew, "_extension_error", "for a test")
+    monkeypatch.delattr(torch.ops.modelnew, "extension", raising=False)
+    monkeypatch.setattr(modelnew, "_any_cuda", lambda *_: True)
+    layer = nn.Conv2d(4, 4, 3)
+    with pytest.raises(RuntimeError, match="for a test"):
+        modelnew.accelerate(layer)
+    assert type(layer) is nn.Conv2d
+
+
+def test_a_network_without_convolutions():
+    _, report = modelnew.accelerate(nn.Linear(4, 4), torch.randn(1, 4))
+    assert "no nn.Conv2d" in str(report)
+    assert report.layers == ()
+
+
+def test_compiled_networks(ours_called):
+    compilations = []
+    model, x = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()).eval(), torch.randn(1, 4, 9, 9)
+    compiled = torch.compile(model, backend=lambda graph, _: compilations.append(graph) or graph.forward)
+    expected = compiled(x)
+    for action, count in ((modelnew.accelerate, 2), (modelnew.restore, 3)):
+        action(compiled)
+        assert torch.equal(compiled(x), expected)
+        assert len(compilations) == count, "stale code runs"
+    returned, report = modelnew.accelerate(compiled, x)
+    assert returned is compiled
+    assert isinstance(model[0], modelnew.Conv2d)
+    assert [(row.name, row.engine) for row in report.layers] == [("0", "PyTorch")]
+    assert len(compilations) == 3, "the example was compiled"
+    assert len(ours_called) >= 1
+
+
+@pytest.fixture
+def process_group(tmp_path) -> Iterator[None]:
+    distributed = pytest.importorskip("torch.distributed")
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("needs gloo")
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("first", ["accelerate", "wrap"])
+def test_distributed_data_parallel(first, process_group, ours_called):
+    model, x = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()), torch.randn(2, 4, 9, 10)
+    expected = step(model, x)
+    if first == "accelerate":
+        modelnew.accelerate(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    modelnew.accelerate(wrapped, x)
+    ours_called.clear()
+    for ours, theirs in zip(step(wrapped, x), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert len(ours_called) == 1
+
+
+def test_fully_sharded_layers(process_group, ours_called):
+    """fully_shard puts a class of its own over the layer's, and leaves parameters that only torch's operators know."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("fully_shard came with 2.6")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    x = torch.randn(2, 4, 9, 10)
+    layer, other = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+    modelnew.accelerate(layer)
+    fsdp.fully_shard(layer, mesh=mesh)
+    layer(x).sum().backward()
+    assert len(ours_called) == 1
+    modelnew.restore(layer)
+    assert type(layer).__name__ == "FSDPConv2d"
+    assert not isinstance(layer, modelnew.Conv2d)
+    layer(x).sum().backward()
+    fsdp.fully_shard(other, mesh=mesh)
+    _, report = modelnew.accelerate(other)
+    assert "DTensor: accelerate before sharding" in report.layers[0].reason
+    assert len(ours_called) == 1
+
+
+class FakeEvent:
+    """A CUDA event for a machine without CUDA: the host's clock."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, _: object) -> None:
+        self.time = time.perf_counter()
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return (end.time - self.time) * 1e3
+
+
+def test_times_before_and_after_are_not_mixed_up(monkeypatch, capsys):
+    """On a GPU that exists on paper only, where our convolution takes 4 ms longer than PyTorch's."""
+    for name, stand_in in {"Event": FakeEvent, "current_stream": lambda _: None, "_sleep": no_change}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    for name, stand_in in {
+        "_any_cuda": lambda *_: True,
+        "_cuda_devices": lambda *_: [torch.device("cuda", 0)],
+        "_synchronize": no_change,
+        "_built_extension": no_change,
+        "_TIMED_RUNS": 3,
+        "conv2d": lambda *args: time.sleep(0.004) or F.conv2d(*args),
+        "explain": lambda *_: "the problem\nforward: wgmma; tf32; 128x128\ndgrad: direct; tf32; 1x1\n",
+    }.items():
+        monkeypatch.setattr(modelnew, name, stand_in)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda _: contextlib.nullcontext())
+    model = nn.Sequential(
+        nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), OwnForward(4, 4, 1), modelnew.Conv2d(4, 4, 1)
+    )
+    model.append(model[0])
+    _, report = modelnew.accelerate(model, X)
+    rows = {}
+    for row in report.layers:
+        rows.setdefault(row.name, []).append(row)
+    assert [len(calls) for calls in rows.values()] == [2, 1, 1]
+    for row in rows["0"]:
+        assert row.before_ms < 4 < row.after_ms
+        assert (row.engine, row.explanation) == ("wgmma", "forward: wgmma; tf32; 128x128")
+    assert (rows["2"][0].before_ms, rows["2"][0].after_ms, rows["2"][0].engine) == (None, None, None)
+    assert (rows["3"][0].before_ms, rows["3"][0].engine) == (None, "wgmma")  # it has no time before
+    assert rows["3"][0].after_ms > 4
+    assert 4 < report.before_ms < 11 < 12 < report.after_ms
+    assert re.search(r"^whole network .*0\.\d\dx$", str(report), re.MULTILINE)
+    assert isinstance(model[0], modelnew.Conv2d)
+    assert all(not layer._forward_hooks and not layer._forward_pre_hooks for layer in model)
+
+
+@gpu
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_gpu_report_says_what_ran_and_how_long(autocast):
+    model = nn.Sequential(
+        nn.Conv2d(16, 64, 3, padding=1), nn.BatchNorm2d(64), nn.Dropout(0.1), nn.Conv2d(64, 64, 3, groups=64)
+    ).cuda()
+    x = torch.randn(4, 16, 128, 128, device="cuda")
+    state, random_state = copy.deepcopy(model.state_dict()), torch.cuda.get_rng_state()
+    with torch.autocast("cuda", enabled=autocast):
+        _, report = modelnew.accelerate(model, x)
+        layer = model[0]
+        cast = torch.float16 if autocast else torch.float32
+        expected = modelnew.explain(x.to(cast), layer.weight.to(cast), layer.bias.to(cast), padding=1)
+    assert f"\n{report.layers[0].explanation}\n" in expected
+    assert expected.partition("forward: ")[2].startswith(report.layers[0].engine)
+    assert [row.dtype for row in report.layers] == [str(cast).removeprefix("torch.")] * 2
+    for row in report.layers:
+        assert 0 < row.before_ms < report.before_ms
+        assert 0 < row.after_ms < report.after_ms
+    assert torch.equal(torch.cuda.get_rng_state(), random_state)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key])
+    x = x.double()
+    ours = model.double().eval()(x)
+    assert_same(ours, modelnew.restore(model)(x))
+
+
+# The example. It is no package: a file of that name elsewhere must not be found.
+@pytest.fixture(scope="module")
+def resnet50() -> object:
+    spec = importlib.util.spec_from_file_location("resnet50_example", ROOT / "examples" / "resnet50.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_resnet50_is_resnet50(resnet50):
+    """By torchvision's numbers and names."""
+    model = resnet50.ResNet50()
+    assert sum(p.numel() for p in model.parameters()) == 25_557_032
+    names = list(model.state_dict())
+    assert len(names) == 320
+    assert {"conv1.weight", "layer1.0.downsample.0.weight", "layer3.5.bn3.running_var", "fc.bias"} <= set(names)
+    assert model.layer2[0].conv2.stride == (2, 2)  # version 1.5
+    assert model.eval()(torch.randn(1, 3, 64, 64)).shape == (1, 1000)
+
+
+@pytest.mark.parametrize("options", [[], ["--channels-last", "--batch", "3", "--dtype", "bfloat16", "--size", "48"]])
+def test_resnet50_example(resnet50, options, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resnet50.main(options) == 0
+    printed = capsys.readouterr().out
+    assert "53 of 53 convolutions run on modelnew" in printed
+    assert "error of the logits" in printed
+
+
+@gpu
+@pytest.mark.parametrize("tf32", [True, False], ids=["tf32", "fp32"])
+def test_gpu_resnet50_logits(resnet50, tf32):
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 224, 224, device="cuda")
+    model = resnet50.calibrated(resnet50.ResNet50().cuda(), x)
+    exact = resnet50.float64_logits(model, x)
+    with tf32_switch(tf32):
+        before = resnet50.relative_error(model, x, exact)
+        after = resnet50.relative_error(modelnew.accelerate(model)[0], x, exact)
+    # The errors are small sums of many roundings; orders of summation differ by chance.
+    assert after <= 1.05 * before + 1e-6
 
 
 # The operator --------------------------------------------------------------------------------------------------------
