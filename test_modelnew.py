@@ -3666,14 +3666,16 @@ def test_example_leaves_no_trace(zoo):
 
 
 class Keeping(nn.Module):
-    """Keeps its last result, and takes two arguments, one of which says whether a layer runs."""
+    """Keeps its last result, counts in a new buffer each time, and takes a second argument: whether both layers run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(4, 4, 3, padding=1, groups=2), nn.Conv2d(4, 2, (1, 2), stride=(1, 2))
+        self.register_buffer("count", torch.zeros(()))
         self.calls = []
 
     def forward(self, x: Tensor, both: bool = False) -> Tensor:
+        self.count = self.count + 1
         self.calls.append(torch.is_grad_enabled())
         self.last = self.second(self.first(self.first(x))) if both else self.first(x)
         return self.last
@@ -3696,6 +3698,7 @@ def test_report_has_a_row_for_each_call(example, second):
     assert rows == [first] * (1 + second) + [(*other, "PyTorch" if second else None)]
     assert model.calls == [False]
     assert not hasattr(model, "last")
+    assert model.count == 0
     assert ("not called with this example: second" in str(report)) == (not second)
     assert "nothing was timed" in str(report)
     assert (report.before_ms, report.after_ms) == (None, None)
@@ -3763,6 +3766,19 @@ def test_compiled_networks(ours_called):
     assert [(row.name, row.engine) for row in report.layers] == [("0", "PyTorch")]
     assert len(compilations) == 3, "the example was compiled"
     assert len(ours_called) >= 1
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="torch.compiler.set_stance came with 2.6")
+def test_compiled_parts_of_a_network_run_eagerly_on_the_example():
+    """Compiled code does not call the hooks that look at a layer's input."""
+    compilations = []
+    part = torch.compile(nn.Conv2d(4, 4, 3), backend=lambda graph, _: compilations.append(graph) or graph.forward)
+    model = nn.Sequential(part, nn.Conv2d(4, 4, 3))
+    _, report = modelnew.accelerate(model, X)
+    assert [(row.name, row.engine) for row in report.layers] == [("0._orig_mod", "PyTorch"), ("1", "PyTorch")]
+    assert not compilations
+    model(X)
+    assert compilations
 
 
 @pytest.fixture
