@@ -1337,14 +1337,14 @@ def _layers_ms(
     network: nn.Module, layers: dict[str, nn.Module], call: _Call, devices: list[torch.device], host_ms: float
 ) -> dict[tuple[str, int], float]:
     """Milliseconds of each call, by (name, number), of each layer in a pass; `host_ms` is what it takes to launch."""
-    spans: dict[str, list[list[torch.cuda.Event]]] = {}
+    spans: dict[tuple[str, torch.device], list[list[torch.cuda.Event]]] = {}
 
     def mark(name: str, begins: bool) -> Callable[..., None]:
         def hook(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], *_: Any) -> None:
             event, x = torch.cuda.Event(enable_timing=True), _first(arguments, keywords)
             if _any_cuda(x):
                 event.record(torch.cuda.current_stream(x.device))
-                calls = spans.setdefault(name, [])
+                calls = spans.setdefault((name, x.device), [])  # DataParallel runs a layer on several at once
                 calls.append([event]) if begins else calls[-1].append(event)
 
         return hook
@@ -1358,8 +1358,11 @@ def _layers_ms(
         torch.cuda._sleep(int(min(2 * host_ms, 1000) * 2e6))
         network(*call[0], **call[1])
     _synchronize(devices)
-    times = {(name, number): span for name, calls in spans.items() for number, span in enumerate(calls)}
-    return {key: begin.elapsed_time(end) for key, (begin, end) in times.items()}
+    times: dict[tuple[str, int], float] = {}
+    for (name, _), calls in spans.items():
+        first = sum(key[0] == name for key in times)
+        times |= {(name, first + i): begin.elapsed_time(end) for i, (begin, end) in enumerate(calls)}
+    return times
 
 
 def _synchronize(devices: list[torch.device]) -> None:

@@ -3926,6 +3926,7 @@ def test_resnet50_is_resnet50(resnet50):
 @pytest.mark.parametrize("options", [[], ["--channels-last", "--batch", "3", "--dtype", "bfloat16", "--size", "48"]])
 def test_resnet50_example(resnet50, options, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # the example sets it; this puts it back
     assert resnet50.main(options) == 0
     printed = capsys.readouterr().out
     assert "53 of 53 convolutions run on modelnew" in printed
@@ -3942,8 +3943,8 @@ def test_gpu_resnet50_logits(resnet50, tf32):
     with tf32_switch(tf32):
         before = resnet50.relative_error(model, x, exact)
         after = resnet50.relative_error(modelnew.accelerate(model)[0], x, exact)
-    # The errors are small sums of many roundings; orders of summation differ by chance.
-    assert after <= 1.05 * before + 1e-6
+    # The slack is for float32's roundings, whose sums differ by chance with the order of summation.
+    assert after <= 1.05 * before + 2e-7
 
 
 # The operator --------------------------------------------------------------------------------------------------------

@@ -152,8 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         speed_after = images_per_second(network, x, args.repeats)
         speed_up = speed_after / speed_before
         print(f"images per second: nn.Conv2d {speed_before:.0f}, modelnew {speed_after:.0f}: {speed_up:.2f}x")
-    # Roundings of other orders differ by chance: hence some slack.
-    return 0 if error_after <= 1.05 * error_before + 1e-6 else 1
+    # The slack is for float32's roundings, whose sums differ by chance with the order of summation.
+    return 0 if error_after <= 1.05 * error_before + 2e-7 else 1
 
 
 if __name__ == "__main__":
