@@ -38,6 +38,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import types
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -3827,30 +3828,47 @@ def test_fully_sharded_layers(process_group, ours_called):
     assert len(ours_called) == 1
 
 
-class FakeEvent:
-    """A CUDA event for a machine without CUDA: the host's clock."""
+class FakeClock:
+    """CUDA's events and the host's clock, which goes on by a millisecond whenever it is read."""
 
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ms = 0
+        monkeypatch.setattr(modelnew, "time", types.SimpleNamespace(perf_counter=lambda: self.read() / 1e3))
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", no_change)
+        monkeypatch.setattr(torch.cuda, "_sleep", no_change)
+
+    def read(self) -> int:
+        self.ms += 1
+        return self.ms
+
+    def convolve(self, *args: object) -> Tensor:
+        """Takes 4 ms; PyTorch's takes no time."""
+        self.ms += 4
+        return F.conv2d(*args)
+
+
+class FakeEvent:
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
 
     def record(self, _: object) -> None:
-        self.time = time.perf_counter()
+        self.ms = self.clock.read()
 
-    def elapsed_time(self, end: FakeEvent) -> float:
-        return (end.time - self.time) * 1e3
+    def elapsed_time(self, end: FakeEvent) -> int:
+        return end.ms - self.ms
 
 
-def test_times_before_and_after_are_not_mixed_up(monkeypatch, capsys):
-    """On a GPU that exists on paper only, where our convolution takes 4 ms longer than PyTorch's."""
-    for name, stand_in in {"Event": FakeEvent, "current_stream": lambda _: None, "_sleep": no_change}.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+def test_times_before_and_after_are_not_mixed_up(monkeypatch):
+    """On a GPU that exists on paper only."""
+    clock = FakeClock(monkeypatch)
     for name, stand_in in {
         "_any_cuda": lambda *_: True,
         "_cuda_devices": lambda *_: [torch.device("cuda", 0)],
         "_synchronize": no_change,
         "_built_extension": no_change,
         "_TIMED_RUNS": 3,
-        "conv2d": lambda *args: time.sleep(0.004) or F.conv2d(*args),
+        "conv2d": clock.convolve,
         "explain": lambda *_: "the problem\nforward: wgmma; tf32; 128x128\ndgrad: direct; tf32; 1x1\n",
     }.items():
         monkeypatch.setattr(modelnew, name, stand_in)
@@ -3865,13 +3883,15 @@ def test_times_before_and_after_are_not_mixed_up(monkeypatch, capsys):
         rows.setdefault(row.name, []).append(row)
     assert [len(calls) for calls in rows.values()] == [2, 1, 1]
     for row in rows["0"]:
-        assert row.before_ms < 4 < row.after_ms
+        assert (row.before_ms, row.after_ms) == (1, 5)
         assert (row.engine, row.explanation) == ("wgmma", "forward: wgmma; tf32; 128x128")
     assert (rows["2"][0].before_ms, rows["2"][0].after_ms, rows["2"][0].engine) == (None, None, None)
     assert (rows["3"][0].before_ms, rows["3"][0].engine) == (None, "wgmma")  # it has no time before
-    assert rows["3"][0].after_ms > 4
-    assert 4 < report.before_ms < 11 < 12 < report.after_ms
-    assert re.search(r"^whole network .*0\.\d\dx$", str(report), re.MULTILINE)
+    assert rows["3"][0].after_ms == 5
+    assert report.before_ms == pytest.approx(2 + 4)
+    assert report.after_ms == pytest.approx(2 + 3 * 4)
+    assert re.search(r"^0 .* wgmma +1\.0000 +5\.0000 +0\.20x$", str(report), re.MULTILINE)
+    assert re.search(r"^whole network +6\.0000 +14\.0000 +0\.43x$", str(report), re.MULTILINE)
     assert isinstance(model[0], modelnew.Conv2d)
     assert all(not layer._forward_hooks and not layer._forward_pre_hooks for layer in model)
 
