@@ -861,7 +861,7 @@ def explain(
     return extension.explain(*prepared, _tf32_allowed(), _forced_engine)
 
 
-_ENGINE_NAMES = ("wgmma", "direct")  # of the table in kernels/binding.cpp, to be known without a build
+_ENGINE_NAMES = ("wgmma", "depthwise", "direct")  # of the table in kernels/binding.cpp, to be known without a build
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ import sysconfig
 import time
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -743,23 +743,23 @@ ENGINE_ENTRY_POINTS = (
 """
     + PROBLEM_FROM_FIELDS
     + r"""
-using modelnew::kDirectEngine;
+static const modelnew::Engine& kEngine = modelnew::ENGINE;
 static modelnew::Operator as_operator(int op) { return static_cast<modelnew::Operator>(op); }
 extern "C" {
 const char* engine_refusal(int op, const int64_t* fields) {
-  return kDirectEngine.refusal(make_problem(fields), as_operator(op));
+  return kEngine.refusal(make_problem(fields), as_operator(op));
 }
 int64_t engine_workspace_bytes(int op, const int64_t* fields) {
-  return kDirectEngine.workspace_bytes(make_problem(fields), as_operator(op));
+  return kEngine.workspace_bytes(make_problem(fields), as_operator(op));
 }
 const char* engine_describe(int op, const int64_t* fields) {
   static char text[512];
-  kDirectEngine.describe(make_problem(fields), as_operator(op), text, sizeof text);
+  kEngine.describe(make_problem(fields), as_operator(op), text, sizeof text);
   return text;
 }
 int engine_launch(int op, const int64_t* fields, void* const* pointers) {
   const modelnew::Pointers all = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], pointers[5]};
-  return kDirectEngine.launch(as_operator(op), make_problem(fields), all, nullptr);
+  return kEngine.launch(as_operator(op), make_problem(fields), all, nullptr);
 }
 const char* simt_message() { return simt::message.c_str(); }
 const char* simt_launched() {
@@ -847,16 +847,18 @@ def input_pointers(operator: str, tensors: dict[str, Tensor]) -> list[int | None
 
 
 class ShimEngine:
-    """The direct engine, compiled by g++ and run thread by thread."""
+    """An engine that synchronises by __syncthreads alone, compiled by g++ and run thread by thread."""
 
-    def __init__(self, folder: Path, **constants: int) -> None:
+    def __init__(self, folder: Path, name: str = "direct", mutations: Sequence[tuple] = (), **constants: int) -> None:
         """`constants` replaces the values of constants in the source, to reach what takes large problems."""
-        source = modelnew._amalgamate(modelnew._sources, ["direct.cu"])
-        replacements = {rf"\b{name} = \w+;": f"{name} = {value};" for name, value in constants.items()}
+        source = modelnew._amalgamate(modelnew._sources, [f"{name}.cu"])
+        replacements = {rf"\b{constant} = \w+;": f"{constant} = {value};" for constant, value in constants.items()}
         replacements[r"\b1 << 29 : 1 << 27;"] = "1 << 20 : 1 << 20;"
+        replacements |= {re.escape(old): new for old, new in mutations}
         for pattern, replacement in replacements.items():
             source, found = re.subn(pattern, replacement, source)
             assert found == 1, pattern
+        source = f"#define ENGINE k{name.capitalize()}Engine\n{source}"
         self.library = compile_simt(source + '#line 1 "entry_points"\n' + ENGINE_ENTRY_POINTS, folder)
         for name in ("engine_refusal", "engine_describe", "simt_message", "simt_launched"):
             getattr(self.library, name).restype = ctypes.c_char_p

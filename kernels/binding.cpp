@@ -27,7 +27,7 @@ namespace modelnew {
 namespace {
 
 // Tried in this order: the first engine that does not refuse a problem runs it, the last one takes everything.
-const Engine* const kEngines[] = {&kWgmmaEngine, &kDirectEngine};
+const Engine* const kEngines[] = {&kWgmmaEngine, &kDepthwiseEngine, &kDirectEngine};
 
 using Pair = std::array<int64_t, 2>;
 

@@ -22,6 +22,7 @@ cudaError_t launch_listed(Operator, const Problem&, const Pointers&, const TileL
 int64_t listed_workspace_bytes(const Problem&, Operator);
 
 extern const Engine kWgmmaEngine;
+extern const Engine kDepthwiseEngine;
 extern const Engine kDirectEngine;
 
 }  // namespace modelnew

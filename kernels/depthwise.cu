@@ -1,0 +1,1378 @@
+// Depthwise engine: convolutions in which every output channel reads one input channel, forward and, without a stride,
+// dgrad, which is the same with the filter turned round. fp32, fp16 and bf16, with fp32 sums.
+//
+//   planes_kernel       NCHW, filters of 3x3, 5x5 and 7x7: planes through shared memory, sliding windows in registers
+//   planes_any_kernel   NCHW and any other strides, any filter, stride and dilation
+//   pixels_kernel       channels_last, 3x3, 5x5 and 7x7: lanes along channels, sliding windows fed from global memory
+//   pixels_any_kernel   channels_last, any filter, stride and dilation
+//
+// Memory traffic bounds these problems up to 5x5, multiply-adds from 7x7 on: an H200 moves about 20 bytes in a cycle of
+// an SM and multiplies 128 times, so an fp32 output, 8 bytes, has time for 52 instructions. What counts is bytes under
+// way (many loads before the first wait), memory read once and in whole sectors, and little but multiply-adds.
+//
+// Sums of up to 64 products are one chain, longer ones chains of at most 64, added with compensation. Padding is left
+// out as in PyTorch's own depthwise kernels, where a zero would make NaN of an Inf: rows outside the image are skipped,
+// columns are zeros; where a weight is Inf or NaN, the same kernels take every product by itself (exact_sum).
+#if !defined(__CUDACC_RTC__)
+#include <algorithm>
+#include <cstdio>
+
+#include "engines.cuh"
+#endif
+
+#include "numerics.cuh"
+#include "problem.cuh"
+
+namespace modelnew {
+namespace depthwise {
+
+constexpr int kThreads = 128;
+constexpr int kChunk = 64;
+
+// A block stays within the 48 KB of shared memory that every GPU grants without being asked: four or more blocks run on
+// an SM, one loading while others multiply.
+constexpr int kSharedBytes = 48 * 1024;
+
+// One image axis: output i reads input i*stride + t*dilation + origin for tap t, if that is in [0, inputs).
+struct Axis {
+  int outputs, inputs, taps, stride, dilation, origin;
+};
+
+// dx[h] takes dy[h + pad - r*dilation]: with t = taps - 1 - r this runs from left to right. With a single output
+// position the stride is never taken: 1 stands for it, however large it is.
+MODELNEW_HOST_DEVICE inline Axis make_axis(Operator op, int x_size, int y_size, int taps, int stride, int pad,
+                                           int dilation) {
+  if (op == Operator::kDgrad)
+    return {x_size, y_size, taps, y_size == 1 ? 1 : stride, dilation, pad - (taps - 1) * dilation};
+  return {y_size, x_size, taps, y_size == 1 ? 1 : stride, dilation, -pad};
+}
+
+// How finished outputs leave planes_kernel and planes_any_kernel.
+enum class Store : int {
+  kVectors,  // four neighbours at once, to addresses that allow it
+  kRuns,     // by way of shared memory, the block's outputs being one run in memory
+  kSingly
+};
+
+// A block of the planes kernels: `planes` planes, or some rows and columns of one. A thread owns band_rows x its columns.
+struct Tile {
+  int planes;              // of the output
+  int bands, band_rows;    // of each plane
+  int groups;              // of columns: threads side by side
+  int tile_p, tile_q;      // outputs of each plane
+  int tiles_p, tiles_q;    // of one plane
+  int64_t tiles;           // of all
+  int in_planes, in_rows;  // staged, at most
+  int pitch;               // floats of a staged row
+  int w_pitch;             // floats of a staged filter
+  int x_floats, w_floats;
+  bool whole;    // all rows of a plane are staged
+  bool by_runs;  // what is staged is one run in memory
+  Store store;
+  int smem_bytes;
+};
+
+// A block of the pixels kernels: `lanes` threads side by side own neighbouring channels, and there are `items` of them.
+// An item is a group of columns in a band of rows of an image.
+struct Strip {
+  int lanes, items;
+  int chunks;  // of channels
+  int groups, bands, band_rows;
+  int w_pitch;
+  int64_t blocks;
+  int smem_bytes;
+};
+
+struct Params {
+  const void *in_ptr, *w_ptr, *bias_ptr;
+  void* out_ptr;
+  int64_t in_stride[4], out_stride[4];  // image, channel, row, column
+  int64_t w_stride_k, w_stride_r, w_stride_s;
+  Axis rows, columns;
+  int64_t images;
+  int channels;    // of the output
+  int multiplier;  // outputs for each input channel
+  bool flipped;    // the filter
+  Tile tile;
+  Strip strip;
+};
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+MODELNEW_HOST_DEVICE inline bool is_within(int position, int size) {
+  return static_cast<unsigned>(position) < static_cast<unsigned>(size);
+}
+
+MODELNEW_HOST_DEVICE inline int least(int a, int b) { return a < b ? a : b; }
+MODELNEW_HOST_DEVICE inline int most(int a, int b) { return a < b ? b : a; }
+MODELNEW_HOST_DEVICE constexpr int round_up(int value, int step) { return (value + step - 1) / step * step; }
+
+__device__ inline bool is_finite(float value) { return value - value == 0; }
+
+// Neighbours in memory, moved at once.
+template <typename Storage, int SIZE>
+struct alignas(SIZE * sizeof(Storage)) Pack {
+  Storage element[SIZE];
+};
+
+// Zeros where there is nothing to load; one predicated load, not a branch.
+template <typename Value>
+__device__ inline Value load_if(bool condition, const Value* source) {
+  Value value{};
+  if (condition) value = *source;
+  return value;
+}
+
+// Ends a chunk: total += acc, and the next chunk starts from that addition's rounding error (Fast2Sum). An error that is
+// not finite is dropped: it would turn an Inf into NaN.
+__device__ inline void add_chunk(float& acc, float& total) {
+  const float sum = total + acc, error = acc - (sum - total);
+  acc = is_finite(error) ? error : 0;
+  total = sum;
+}
+
+template <typename Storage>
+__device__ inline float load_bias(const Params& params, int k) {
+  return params.bias_ptr ? widen(static_cast<const Storage*>(params.bias_ptr)[k]) : 0.f;
+}
+
+// ---- Staging, NCHW ----
+//
+// Shared memory of a block:
+//
+//     flag     whether a weight is Inf or NaN
+//     x        [input plane][row][pitch] floats, from the first column that an output reads, zeros outside the image
+//     w        [output plane][w_pitch] floats
+//     y        [output plane][row][column] as in memory, if outputs leave by runs
+//
+//        pitch
+//      <------------------->
+//      0 0 x x x x x x x 0 0 .      rows of a plane below one another, planes behind one another: element e of a run
+//      0 0 x x x x x x x 0 0 .      in memory goes to e + (e / W) * (pitch - W) + left
+//      0 0 x x x x x x x 0 0 .
+
+constexpr int kFlagBytes = 16;
+
+struct Place {
+  int64_t first_plane, first_in;  // of the output, of the input
+  int planes, in_planes;
+  int p, q, rows_p;        // first output, and how many rows of them
+  int first_row, in_rows;  // staged
+  int first_column;        // the input column that staged column 0 holds
+};
+
+__device__ inline Place locate(const Params& params, unsigned block) {
+  const Tile& tile = params.tile;
+  Place at;
+  const int64_t planes = params.images * params.channels;
+  at.q = static_cast<int>(block % tile.tiles_q) * tile.tile_q;
+  block /= tile.tiles_q;
+  at.p = static_cast<int>(block % tile.tiles_p) * tile.tile_p;
+  at.first_plane = static_cast<int64_t>(block / tile.tiles_p) * tile.planes;
+  at.planes = static_cast<int>(planes - at.first_plane < tile.planes ? planes - at.first_plane : tile.planes);
+  at.first_in = at.first_plane / params.multiplier;
+  at.in_planes = static_cast<int>((at.first_plane + at.planes - 1) / params.multiplier - at.first_in) + 1;
+  at.rows_p = least(params.rows.outputs - at.p, tile.tile_p);
+  const int first = at.p * params.rows.stride + params.rows.origin;
+  const int behind = first + (at.rows_p - 1) * params.rows.stride + (params.rows.taps - 1) * params.rows.dilation + 1;
+  at.first_row = tile.whole ? 0 : most(first, 0);
+  at.in_rows = tile.whole ? params.rows.inputs : most(least(behind, params.rows.inputs) - at.first_row, 0);
+  at.first_column = at.q * params.columns.stride + params.columns.origin;
+  return at;
+}
+
+// A run of `count` elements as 16-byte packs, with what lies before the first and behind the last whole one.
+template <typename Storage>
+struct Run {
+  static constexpr int SIZE = 16 / sizeof(Storage);
+  int head, packs, tail_first;
+
+  __device__ Run(const Storage* first, int count) {
+    const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(first) / sizeof(Storage) % SIZE);
+    head = least((SIZE - misaligned) % SIZE, count);
+    packs = (count - head) / SIZE;
+    tail_first = head + packs * SIZE;
+  }
+};
+
+// Stages a run. All loads of a batch are under way before the first store.
+template <typename Storage>
+__device__ inline void stage_run(float* x_smem, const Params& params, const Place& at) {
+  using Vector = Pack<Storage, Run<Storage>::SIZE>;
+  constexpr int SIZE = Run<Storage>::SIZE, BATCH = 8;
+  const int width = params.columns.inputs, gap = params.tile.pitch - width, left = -at.first_column;
+  const int count = at.in_planes * at.in_rows * width;
+  const int channels = params.channels / params.multiplier;
+  const int64_t image = at.first_in / channels, channel = at.first_in % channels;
+  const Storage* const in_ptr = static_cast<const Storage*>(params.in_ptr) + image * params.in_stride[0] +
+                                channel * params.in_stride[1] + static_cast<int64_t>(at.first_row) * width;
+  const Run<Storage> run(in_ptr, count);
+  const Vector* const packs = reinterpret_cast<const Vector*>(in_ptr + run.head);
+  // e / width is exact as (e * inverse) >> 31 while e * width < 2^31.
+  const uint32_t inverse = (0x80000000u + width - 1) / width;
+  const auto row_of = [&](int e) { return static_cast<int>(static_cast<uint64_t>(e) * inverse >> 31); };
+
+  Vector value[BATCH];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+      value[i] = load_if(first + i * kThreads < run.packs, packs + (first + i * kThreads));
+  };
+  const auto store = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      if (first + i * kThreads >= run.packs) break;
+      const int e = run.head + (first + i * kThreads) * SIZE, row = row_of(e);
+      int column = e - row * width;
+      float* target = x_smem + (e + row * gap + left);
+      if (column + SIZE <= width) {
+#pragma unroll
+        for (int j = 0; j < SIZE; ++j) target[j] = widen(value[i].element[j]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < SIZE; ++j) {
+          *target++ = widen(value[i].element[j]);
+          const bool ends = ++column == width;
+          target += ends ? gap : 0;
+          column = ends ? 0 : column;
+        }
+      }
+    }
+  };
+
+  load(threadIdx.x);
+  const int fours = at.in_planes * at.in_rows * params.tile.pitch / 4;
+  for (int i = threadIdx.x; i < fours; i += kThreads) reinterpret_cast<Pack<float, 4>*>(x_smem)[i] = Pack<float, 4>{};
+  __syncthreads();  // zeros are in place before x comes over them
+  store(threadIdx.x);
+  for (int first = threadIdx.x + BATCH * kThreads; first < run.packs; first += BATCH * kThreads) {
+    load(first);
+    store(first);
+  }
+  const int i = threadIdx.x;
+  const int single = i < run.head ? i : run.tail_first + i - run.head;  // head and tail, an element a thread
+  if (single < count && i < 2 * SIZE) {
+    const int row = row_of(single);
+    x_smem[single + row * gap + left] = widen(in_ptr[single]);
+  }
+}
+
+// Stages element by element, whatever the strides, lanes along columns.
+template <typename Storage>
+__device__ inline void stage_singly(float* x_smem, const Params& params, const Place& at) {
+  constexpr int BATCH = 8;
+  const int pitch = params.tile.pitch, rows = at.in_rows, count = at.in_planes * rows * pitch;
+  const int channels = params.channels / params.multiplier;
+  const int64_t image = at.first_in / channels;
+  const int first_channel = static_cast<int>(at.first_in % channels);
+  const Storage* const in_ptr = static_cast<const Storage*>(params.in_ptr) + image * params.in_stride[0];
+  for (int first = threadIdx.x; first < count; first += BATCH * kThreads) {
+    Storage value[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int e = first + i * kThreads, line = e / pitch, plane = line / rows;
+      const int row = at.first_row + line % rows, column = at.first_column + e % pitch;
+      const int channel = first_channel + plane;
+      const bool inside = (e < count) & is_within(column, params.columns.inputs);
+      value[i] = load_if(inside,
+                         in_ptr + (channel / channels * params.in_stride[0] + channel % channels * params.in_stride[1] +
+                                   row * params.in_stride[2] + column * params.in_stride[3]));
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+      if (first + i * kThreads < count) x_smem[first + i * kThreads] = widen(value[i]);
+  }
+}
+
+// Stages `filters` filters from that of output channel `first_k` on, wrapping round behind the last channel, as rows of
+// `row_pitch` floats. Raises the flag for a weight that is not finite.
+template <typename Storage>
+__device__ inline void stage_filters(float* w_smem, int* flag, const Params& params, int first_k, int filters, int R,
+                                     int S, int row_pitch, int w_pitch) {
+  const Storage* const w_ptr = static_cast<const Storage*>(params.w_ptr);
+  const int taps = R * S;
+  bool finite = true;
+  for (int i = threadIdx.x; i < filters * taps; i += kThreads) {
+    const int filter = i / taps, tap = i % taps, r = tap / S, s = tap % S;
+    const int64_t k = (first_k + filter) % params.channels;
+    const int from_r = params.flipped ? R - 1 - r : r, from_s = params.flipped ? S - 1 - s : s;
+    const float weight = widen(w_ptr[k * params.w_stride_k + from_r * params.w_stride_r + from_s * params.w_stride_s]);
+    w_smem[filter * w_pitch + r * row_pitch + s] = weight;
+    finite &= is_finite(weight);
+  }
+  if (!finite) *flag = 1;
+}
+
+// The sum of one output over the taps that meet the image, and no others.
+__device__ inline float exact_sum(const float* x_plane, const float* w, int row_pitch, const Params& params,
+                                  const Place& at, int p, int q) {
+  float acc = 0, total = 0;
+  int terms = 0;
+#pragma unroll 1
+  for (int r = 0; r < params.rows.taps; ++r) {
+    const int row = p * params.rows.stride + r * params.rows.dilation + params.rows.origin - at.first_row;
+    if (!is_within(row, at.in_rows)) continue;
+#pragma unroll 1
+    for (int s = 0; s < params.columns.taps; ++s) {
+      const int column = q * params.columns.stride + s * params.columns.dilation + params.columns.origin;
+      if (!is_within(column, params.columns.inputs)) continue;
+      acc += w[r * row_pitch + s] * x_plane[row * params.tile.pitch + column - at.first_column];
+      if (++terms % kChunk == 0) add_chunk(acc, total);
+    }
+  }
+  add_chunk(acc, total);
+  return total + acc;
+}
+
+// Where a thread of the planes kernels writes: `y_smem` is where its tile lies when it leaves by runs.
+template <typename Storage>
+struct Target {
+  Storage *y_smem, *out_ptr;  // the first output of the thread's plane and tile
+  int64_t row_stride, column_stride;
+  int pitch;
+  float bias;
+
+  __device__ void store(int p, int q, float value) const {
+    if (y_smem)
+      narrow(value + bias, y_smem[p * pitch + q]);
+    else
+      narrow(value + bias, out_ptr[p * row_stride + q * column_stride]);
+  }
+};
+
+// What a block of the planes kernels shares.
+template <typename Storage>
+struct Stage {
+  int* flag;
+  float *x_smem, *w_smem;
+  Storage *y_smem, *run_ptr;  // a block's outputs, if they leave by runs: both equally misaligned
+};
+
+template <typename Storage>
+__device__ inline Storage* plane_pointer(const Params& params, int64_t plane, int p, int q) {
+  return static_cast<Storage*>(params.out_ptr) +
+         (plane / params.channels * params.out_stride[0] + plane % params.channels * params.out_stride[1] +
+          p * params.out_stride[2] + q * params.out_stride[3]);
+}
+
+template <typename Storage>
+__device__ inline Stage<Storage> stage(unsigned char* smem, const Params& params, const Place& at, int row_pitch) {
+  Stage<Storage> staged;
+  staged.flag = reinterpret_cast<int*>(smem);
+  staged.x_smem = reinterpret_cast<float*>(smem + kFlagBytes);
+  staged.w_smem = staged.x_smem + params.tile.x_floats;
+  staged.run_ptr = plane_pointer<Storage>(params, at.first_plane, at.p, at.q);
+  staged.y_smem = reinterpret_cast<Storage*>(staged.w_smem + params.tile.w_floats) +
+                  reinterpret_cast<uintptr_t>(staged.run_ptr) % 16 / sizeof(Storage);
+  if (threadIdx.x == 0) *staged.flag = 0;
+  if (params.tile.by_runs) {
+    stage_run<Storage>(staged.x_smem, params, at);  // with a barrier
+  } else {
+    stage_singly<Storage>(staged.x_smem, params, at);
+    __syncthreads();  // the flag is down before somebody raises it
+  }
+  stage_filters<Storage>(staged.w_smem, staged.flag, params, static_cast<int>(at.first_plane % params.channels),
+                         at.planes, params.rows.taps, params.columns.taps, row_pitch, params.tile.w_pitch);
+  __syncthreads();  // x, w and the flag are complete
+  return staged;
+}
+
+// Brings a block's outputs from shared memory to where they belong, 16 bytes a thread.
+template <typename Storage>
+__device__ inline void store_run(const Stage<Storage>& staged, int count) {
+  using Vector = Pack<Storage, Run<Storage>::SIZE>;
+  __syncthreads();  // everybody's outputs are there
+  const Run<Storage> run(staged.run_ptr, count);
+  Vector* const to = reinterpret_cast<Vector*>(staged.run_ptr + run.head);
+  const Vector* const from = reinterpret_cast<const Vector*>(staged.y_smem + run.head);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < run.packs; i += kThreads) to[i] = from[i];
+  const int i = threadIdx.x;
+  const int single = i < run.head ? i : run.tail_first + i - run.head;
+  if (single < count && i < 2 * Run<Storage>::SIZE) staged.run_ptr[single] = staged.y_smem[single];
+}
+
+// ---- planes_kernel ----
+//
+// A thread owns COLUMNS neighbouring columns of a band and walks down its input rows. Each row, read from shared memory
+// 16 bytes at a time, goes into every output row that it belongs to; OPEN of them are under way. With 3 taps:
+//
+//      input row i   -> output i - 2 += w[2] * x      acc[0], complete: stored
+//                       output i - 1 += w[1] * x      acc[1], acc[0] of the next row
+//                       output i     += w[0] * x      acc[2], acc[1] of the next row
+//
+// With a stride of 2, a step takes two input rows and completes one output row; tap a + 2m of row a of a step belongs to
+// the output that opened m steps ago.
+template <int TAPS_, int STRIDE_, typename Storage_>
+struct PlanesConfig {
+  using Storage = Storage_;
+  static constexpr int TAPS = TAPS_, STRIDE = STRIDE_, COLUMNS = 4;
+  static constexpr int OPEN = (TAPS + STRIDE - 1) / STRIDE, WINDOW = (COLUMNS - 1) * STRIDE + TAPS;
+  static constexpr int BLOCKS_PER_SM = TAPS == 7 ? 4 : TAPS == 5 ? 5 : 6;  // TAPS^2 weights are in registers
+  static_assert(TAPS * TAPS <= kChunk, "an output is one chunk");
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) planes_kernel(const Params params) {
+  using Storage = typename Config::Storage;
+  constexpr int TAPS = Config::TAPS, STRIDE = Config::STRIDE, COLUMNS = Config::COLUMNS, OPEN = Config::OPEN;
+  extern __shared__ __align__(16) unsigned char modelnew_smem[];
+
+  const Tile& tile = params.tile;
+  const Place at = locate(params, blockIdx.x);
+  const Stage<Storage> staged = stage<Storage>(modelnew_smem, params, at, TAPS);
+
+  const int group = threadIdx.x % tile.groups, line = static_cast<int>(threadIdx.x) / tile.groups;
+  const int plane = line / tile.bands, first_p = line % tile.bands * tile.band_rows, first_q = group * COLUMNS;
+  const int outputs_p = least(at.rows_p - first_p, tile.band_rows);
+  const int outputs_q = least(params.columns.outputs - at.q - first_q, COLUMNS);
+  if ((plane < at.planes) & (outputs_p > 0) & (outputs_q > 0)) {
+    const int64_t out_plane = at.first_plane + plane;
+    const int in_plane = static_cast<int>(out_plane / params.multiplier - at.first_in);
+    const float* const x_plane = staged.x_smem + in_plane * at.in_rows * tile.pitch;
+    const float* const w = staged.w_smem + plane * tile.w_pitch;
+    const int k = static_cast<int>(out_plane % params.channels);
+    const Target<Storage> target = {
+        tile.store == Store::kRuns ? staged.y_smem + plane * at.rows_p * params.columns.outputs : nullptr,
+        plane_pointer<Storage>(params, out_plane, at.p, at.q),
+        params.out_stride[2],
+        params.out_stride[3],
+        params.columns.outputs,
+        load_bias<Storage>(params, k)};
+
+    if (*staged.flag) {
+#pragma unroll 1
+      for (int i = 0; i < outputs_p; ++i)
+#pragma unroll 1
+        for (int j = 0; j < outputs_q; ++j)
+          target.store(first_p + i, first_q + j,
+                       exact_sum(x_plane, w, TAPS, params, at, at.p + first_p + i, at.q + first_q + j));
+    } else {
+      float w_frag[TAPS][TAPS];
+#pragma unroll
+      for (int r = 0; r < TAPS; ++r)
+#pragma unroll
+        for (int s = 0; s < TAPS; ++s) w_frag[r][s] = w[r * TAPS + s];
+      float acc[OPEN][COLUMNS] = {};
+      int row = (at.p + first_p) * STRIDE + params.rows.origin - at.first_row;
+      const float* x_row = x_plane + row * tile.pitch + first_q * STRIDE;
+      Storage* out_row = target.out_ptr + first_p * target.row_stride + first_q * target.column_stride;
+#pragma unroll 1
+      for (int step = 1 - OPEN; step < outputs_p; ++step) {
+#pragma unroll
+        for (int a = 0; a < STRIDE; ++a, ++row, x_row += tile.pitch) {
+          if (!is_within(row, at.in_rows)) continue;
+          float x_frag[round_up(Config::WINDOW, 4)];
+#pragma unroll
+          for (int j = 0; j < round_up(Config::WINDOW, 4); j += 4) {
+            const Pack<float, 4> four = *reinterpret_cast<const Pack<float, 4>*>(x_row + j);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x_frag[j + i] = four.element[i];
+          }
+#pragma unroll
+          for (int m = OPEN - 1; m >= 0; --m)
+            if (a + m * STRIDE < TAPS)
+#pragma unroll
+              for (int s = 0; s < TAPS; ++s)
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j)
+                  acc[OPEN - 1 - m][j] += w_frag[a + m * STRIDE][s] * x_frag[j * STRIDE + s];
+        }
+        if (step >= 0) {
+          if (tile.store == Store::kVectors) {
+            Pack<Storage, COLUMNS> four;
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) narrow(acc[0][j] + target.bias, four.element[j]);
+            *reinterpret_cast<Pack<Storage, COLUMNS>*>(out_row) = four;
+            out_row += target.row_stride;
+          } else {
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+              if (j < outputs_q) target.store(first_p + step, first_q + j, acc[0][j]);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < OPEN; ++m)
+#pragma unroll
+          for (int j = 0; j < COLUMNS; ++j) acc[m][j] = m + 1 < OPEN ? acc[m + 1 < OPEN ? m + 1 : 0][j] : 0.f;
+      }
+    }
+  }
+  if (tile.store == Store::kRuns) store_run(staged, at.planes * at.rows_p * params.columns.outputs);
+}
+
+// ---- planes_any_kernel ----
+//
+// Filters that are not held in registers: a thread owns ROWS x COLUMNS outputs and goes over the filter, TAPS taps of a
+// row at a time, read as one piece. Without a stride, its columns are a dilation apart: neighbouring taps then read
+// neighbouring ones of the same values, which stay in registers. COLUMNS is odd, so that lanes side by side, COLUMNS
+// words apart, meet different banks.
+//
+//      x_frag   . . . . . . . .        columns first_q + {0, 1, ... 7} * dilation of an input row
+//      tap 0    ^ ^ ^ ^ ^
+//      tap 1      ^ ^ ^ ^ ^
+//      tap 3          ^ ^ ^ ^ ^
+template <typename Storage_, bool SLIDES_>
+struct PlanesAnyConfig {
+  using Storage = Storage_;
+  static constexpr bool SLIDES = SLIDES_;
+  static constexpr int ROWS = 4, COLUMNS = 5, TAPS = 4, BLOCKS_PER_SM = 4;
+  static_assert(COLUMNS % 2 == 1, "no bank conflicts");
+};
+
+template <typename Config>
+struct AnySums {
+  static constexpr int ROWS = Config::ROWS, COLUMNS = Config::COLUMNS;
+  float acc[ROWS][COLUMNS], total[ROWS][COLUMNS];
+  float x_frag[ROWS][COLUMNS - 1 + Config::TAPS];
+
+  __device__ void end_chunk() {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+      for (int j = 0; j < COLUMNS; ++j) add_chunk(acc[i][j], total[i][j]);
+  }
+
+  // TAPS taps from x_row[i] on.
+  template <int TAPS>
+  __device__ void multiply(const float* w, const float* const (&x_row)[ROWS], const bool (&inside)[ROWS], int offset,
+                           int output_step, int tap_step) {
+    float w_frag[TAPS];
+    if constexpr (TAPS == 4) {
+      const Pack<float, 4> four = *reinterpret_cast<const Pack<float, 4>*>(w);
+#pragma unroll
+      for (int s = 0; s < TAPS; ++s) w_frag[s] = four.element[s];
+    } else {
+#pragma unroll
+      for (int s = 0; s < TAPS; ++s) w_frag[s] = w[s];
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      if (!inside[i]) continue;
+      if constexpr (Config::SLIDES) {
+#pragma unroll
+        for (int s = 0; s < TAPS; ++s) x_frag[i][COLUMNS - 1 + s] = x_row[i][offset + (COLUMNS - 1 + s) * tap_step];
+#pragma unroll
+        for (int s = 0; s < TAPS; ++s)
+#pragma unroll
+          for (int j = 0; j < COLUMNS; ++j) acc[i][j] += w_frag[s] * x_frag[i][j + s];
+#pragma unroll
+        for (int j = 0; j < COLUMNS - 1; ++j) x_frag[i][j] = x_frag[i][j + TAPS];
+      } else {
+#pragma unroll
+        for (int s = 0; s < TAPS; ++s)
+#pragma unroll
+          for (int j = 0; j < COLUMNS; ++j) acc[i][j] += w_frag[s] * x_row[i][offset + j * output_step + s * tap_step];
+      }
+    }
+  }
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) planes_any_kernel(const Params params) {
+  using Storage = typename Config::Storage;
+  constexpr int ROWS = Config::ROWS, COLUMNS = Config::COLUMNS, TAPS = Config::TAPS;
+  extern __shared__ __align__(16) unsigned char modelnew_smem[];
+
+  const Tile& tile = params.tile;
+  const Place at = locate(params, blockIdx.x);
+  const int R = params.rows.taps, S = params.columns.taps, row_pitch = round_up(S, TAPS);
+  const Stage<Storage> staged = stage<Storage>(modelnew_smem, params, at, row_pitch);
+
+  // Threads side by side: phase of the dilation first, then groups of COLUMNS columns.
+  const int spacing = Config::SLIDES ? params.columns.dilation : 1;
+  const int group = threadIdx.x % tile.groups, line = static_cast<int>(threadIdx.x) / tile.groups;
+  const int plane = line / tile.bands, first_p = line % tile.bands * ROWS;
+  const int first_q = group / spacing * COLUMNS * spacing + group % spacing;
+  const int outputs_p = least(at.rows_p - first_p, ROWS);
+  if ((plane < at.planes) & (outputs_p > 0) & (at.q + first_q < params.columns.outputs)) {
+    const int64_t out_plane = at.first_plane + plane;
+    const int in_plane = static_cast<int>(out_plane / params.multiplier - at.first_in);
+    const float* const x_plane = staged.x_smem + in_plane * at.in_rows * tile.pitch;
+    const float* const w = staged.w_smem + plane * tile.w_pitch;
+    const int k = static_cast<int>(out_plane % params.channels);
+    const Target<Storage> target = {
+        tile.store == Store::kRuns ? staged.y_smem + plane * at.rows_p * params.columns.outputs : nullptr,
+        plane_pointer<Storage>(params, out_plane, at.p, at.q),
+        params.out_stride[2],
+        params.out_stride[3],
+        params.columns.outputs,
+        load_bias<Storage>(params, k)};
+    const auto store = [&](int i, int j, float value) {
+      const int q = first_q + j * spacing;
+      if ((i < outputs_p) & (at.q + q < params.columns.outputs)) target.store(first_p + i, q, value);
+    };
+
+    if (*staged.flag) {
+#pragma unroll 1
+      for (int i = 0; i < ROWS; ++i)
+#pragma unroll 1
+        for (int j = 0; j < COLUMNS; ++j)
+          store(i, j, exact_sum(x_plane, w, row_pitch, params, at, at.p + first_p + i, at.q + first_q + j * spacing));
+    } else {
+      AnySums<Config> sums;
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) sums.acc[i][j] = sums.total[i][j] = 0;
+      const int tap_step = params.columns.dilation, output_step = spacing * params.columns.stride;
+      const int first_row = (at.p + first_p) * params.rows.stride + params.rows.origin - at.first_row;
+      int terms = 0;
+#pragma unroll 1
+      for (int r = 0; r < R; ++r) {
+        if (terms + S > kChunk) {
+          sums.end_chunk();
+          terms = 0;
+        }
+        terms += S;
+        const float* x_row[ROWS];
+        bool inside[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+          const int row = first_row + i * params.rows.stride + r * params.rows.dilation;
+          inside[i] = (i < outputs_p) & is_within(row, at.in_rows);
+          x_row[i] = x_plane + (inside[i] ? row : 0) * tile.pitch + first_q * params.columns.stride;
+          if (Config::SLIDES && inside[i]) {
+#pragma unroll
+            for (int j = 0; j < COLUMNS - 1; ++j) sums.x_frag[i][j] = x_row[i][j * tap_step];
+          }
+        }
+        const float* w_row = w + r * row_pitch;
+        int s = 0;
+#pragma unroll 1
+        for (; s + TAPS <= S; s += TAPS)
+          sums.template multiply<TAPS>(w_row + s, x_row, inside, s * tap_step, output_step, tap_step);
+#pragma unroll 1
+        for (; s < S; ++s) sums.template multiply<1>(w_row + s, x_row, inside, s * tap_step, output_step, tap_step);
+      }
+      sums.end_chunk();
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) store(i, j, sums.total[i][j] + sums.acc[i][j]);
+    }
+  }
+  if (tile.store == Store::kRuns) store_run(staged, at.planes * at.rows_p * params.columns.outputs);
+}
+
+// ---- pixels_kernel ----
+//
+// The windows of planes_kernel, fed from global memory: lanes own neighbouring channels (CHANNELS of them each), so a
+// warp's load is one run. The input rows of a step are loaded a step ahead. Threads of a block are neighbours along a
+// row of the image, and the columns that two of them read come from L1 the second time; the filters of a block's
+// channels are turned from [channel][tap] to one register a tap by way of shared memory.
+template <int TAPS_, int STRIDE_, int CHANNELS_, typename Storage_>
+struct PixelsConfig {
+  using Storage = Storage_;
+  static constexpr int TAPS = TAPS_, STRIDE = STRIDE_, CHANNELS = CHANNELS_, COLUMNS = 4;
+  static constexpr int OPEN = (TAPS + STRIDE - 1) / STRIDE, WINDOW = (COLUMNS - 1) * STRIDE + TAPS;
+  static constexpr int STEPS = TAPS == 3 && STRIDE == 1 ? 2 : 1;  // at once
+  static constexpr int BLOCKS_PER_SM = 4;
+  static_assert(TAPS * TAPS <= kChunk, "an output is one chunk");
+};
+
+// Where a thread of the pixels kernels works.
+struct Spot {
+  int64_t n;
+  int k, p, q;
+  bool exists;
+};
+
+__device__ inline Spot locate_spot(const Params& params, unsigned block, int channels, int columns) {
+  const Strip& strip = params.strip;
+  const int lane = threadIdx.x % strip.lanes, item = static_cast<int>(threadIdx.x) / strip.lanes;
+  Spot spot;
+  spot.k = (static_cast<int>(block % strip.chunks) * strip.lanes + lane) * channels;
+  int64_t rest = static_cast<int64_t>(block / strip.chunks) * strip.items + item;
+  spot.q = static_cast<int>(rest % strip.groups) * columns;
+  rest /= strip.groups;
+  spot.p = static_cast<int>(rest % strip.bands) * strip.band_rows;
+  spot.n = rest / strip.bands;
+  spot.exists = (item < strip.items) & (spot.k < params.channels) & (spot.n < params.images);
+  return spot;
+}
+
+// The sum of one output over the taps that meet the image, and no others. `w` points at one channel's filter.
+template <typename Storage>
+__device__ inline float exact_sum_of_pixel(const Storage* in_ptr, const float* w, int tap_pitch, const Params& params,
+                                           int p, int q) {
+  float acc = 0, total = 0;
+  int terms = 0;
+#pragma unroll 1
+  for (int r = 0; r < params.rows.taps; ++r) {
+    const int row = p * params.rows.stride + r * params.rows.dilation + params.rows.origin;
+    if (!is_within(row, params.rows.inputs)) continue;
+#pragma unroll 1
+    for (int s = 0; s < params.columns.taps; ++s) {
+      const int column = q * params.columns.stride + s * params.columns.dilation + params.columns.origin;
+      if (!is_within(column, params.columns.inputs)) continue;
+      acc += w[(r * params.columns.taps + s) * tap_pitch] *
+             widen(in_ptr[row * params.in_stride[2] + column * params.in_stride[3]]);
+      if (++terms % kChunk == 0) add_chunk(acc, total);
+    }
+  }
+  add_chunk(acc, total);
+  return total + acc;
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_kernel(const Params params) {
+  using Storage = typename Config::Storage;
+  constexpr int TAPS = Config::TAPS, STRIDE = Config::STRIDE, CHANNELS = Config::CHANNELS, OPEN = Config::OPEN;
+  constexpr int COLUMNS = Config::COLUMNS, WINDOW = Config::WINDOW, STEPS = Config::STEPS, ROWS = STEPS * STRIDE;
+  using Channels = Pack<Storage, CHANNELS>;
+  extern __shared__ __align__(16) unsigned char modelnew_smem[];
+  int* const flag = reinterpret_cast<int*>(modelnew_smem);
+  float* const w_smem = reinterpret_cast<float*>(modelnew_smem + kFlagBytes);
+
+  const Strip& strip = params.strip;
+  const Spot spot = locate_spot(params, blockIdx.x, CHANNELS, COLUMNS);
+  const Storage* const in_ptr = static_cast<const Storage*>(params.in_ptr) + spot.n * params.in_stride[0] + spot.k;
+  const int first_row = spot.p * STRIDE + params.rows.origin, first_column = spot.q * STRIDE + params.columns.origin;
+  const int64_t row_stride = params.in_stride[2], column_stride = params.in_stride[3];
+
+  // The rows of a step, from `row` on.
+  const Storage* row_ptr = in_ptr + (first_row * row_stride + first_column * column_stride);
+  Channels ahead[ROWS][WINDOW];
+  const auto load = [&](int row) {
+#pragma unroll
+    for (int a = 0; a < ROWS; ++a, row_ptr += row_stride)
+#pragma unroll
+      for (int j = 0; j < WINDOW; ++j)
+        ahead[a][j] = load_if(
+            spot.exists & is_within(row + a, params.rows.inputs) & is_within(first_column + j, params.columns.inputs),
+            reinterpret_cast<const Channels*>(row_ptr + j * column_stride));
+  };
+  load(first_row);
+
+  if (threadIdx.x == 0) *flag = 0;
+  __syncthreads();  // the flag is down before somebody raises it
+  const int first_k = static_cast<int>(blockIdx.x % strip.chunks) * strip.lanes * CHANNELS;
+  stage_filters<Storage>(w_smem, flag, params, first_k, least(strip.lanes * CHANNELS, params.channels - first_k), TAPS,
+                         TAPS, TAPS, strip.w_pitch);
+  __syncthreads();  // w and the flag are complete
+  if (!spot.exists) return;
+
+  const int outputs_p = least(params.rows.outputs - spot.p, strip.band_rows);
+  const int outputs_q = least(params.columns.outputs - spot.q, COLUMNS);
+  Storage* out_row = static_cast<Storage*>(params.out_ptr) + spot.n * params.out_stride[0] + spot.k +
+                     (spot.p * params.out_stride[2] + spot.q * params.out_stride[3]);
+  const float* const w = w_smem + static_cast<int>(threadIdx.x) % strip.lanes * CHANNELS * strip.w_pitch;
+  float bias[CHANNELS];
+#pragma unroll
+  for (int v = 0; v < CHANNELS; ++v) bias[v] = load_bias<Storage>(params, spot.k + v);
+
+  if (*flag) {
+#pragma unroll 1
+    for (int i = 0; i < outputs_p; ++i)
+#pragma unroll 1
+      for (int j = 0; j < outputs_q; ++j)
+#pragma unroll
+        for (int v = 0; v < CHANNELS; ++v)
+          narrow(exact_sum_of_pixel(in_ptr + v, w + v * strip.w_pitch, 1, params, spot.p + i, spot.q + j) + bias[v],
+                 out_row[i * params.out_stride[2] + j * params.out_stride[3] + v]);
+    return;
+  }
+
+  float w_frag[CHANNELS][TAPS][TAPS];
+#pragma unroll
+  for (int v = 0; v < CHANNELS; ++v)
+#pragma unroll
+    for (int r = 0; r < TAPS; ++r)
+#pragma unroll
+      for (int s = 0; s < TAPS; ++s) w_frag[v][r][s] = w[v * strip.w_pitch + r * TAPS + s];
+  float acc[OPEN][COLUMNS][CHANNELS] = {};
+#pragma unroll 1
+  for (int first_step = 1 - OPEN, row = first_row; first_step < outputs_p; first_step += STEPS, row += ROWS) {
+    Channels x_frag[ROWS][WINDOW];
+#pragma unroll
+    for (int a = 0; a < ROWS; ++a)
+#pragma unroll
+      for (int j = 0; j < WINDOW; ++j) x_frag[a][j] = ahead[a][j];
+    load(row + ROWS);
+#pragma unroll
+    for (int u = 0; u < STEPS; ++u) {
+#pragma unroll
+      for (int a = 0; a < STRIDE; ++a) {
+        if (!is_within(row + u * STRIDE + a, params.rows.inputs)) continue;
+#pragma unroll
+        for (int m = OPEN - 1; m >= 0; --m)
+          if (a + m * STRIDE < TAPS)
+#pragma unroll
+            for (int s = 0; s < TAPS; ++s)
+#pragma unroll
+              for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+                for (int v = 0; v < CHANNELS; ++v)
+                  acc[OPEN - 1 - m][j][v] +=
+                      w_frag[v][a + m * STRIDE][s] * widen(x_frag[u * STRIDE + a][j * STRIDE + s].element[v]);
+      }
+      if ((first_step + u >= 0) & (first_step + u < outputs_p)) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+          Channels outputs;
+#pragma unroll
+          for (int v = 0; v < CHANNELS; ++v) narrow(acc[0][j][v] + bias[v], outputs.element[v]);
+          if (j < outputs_q) *reinterpret_cast<Channels*>(out_row + j * params.out_stride[3]) = outputs;
+        }
+        out_row += params.out_stride[2];
+      }
+#pragma unroll
+      for (int m = 0; m < OPEN; ++m)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+          for (int v = 0; v < CHANNELS; ++v) acc[m][j][v] = m + 1 < OPEN ? acc[m + 1 < OPEN ? m + 1 : 0][j][v] : 0.f;
+    }
+  }
+}
+
+// ---- pixels_any_kernel ----
+//
+// Lanes own neighbouring channels, a thread COLUMNS outputs of a row and one after the other all rows of its band.
+// Filters lie in shared memory as [tap][lane]: no bank conflicts. Without a stride, a thread's columns are a dilation
+// apart, and each tap needs one new value.
+template <typename Storage_, bool SLIDES_>
+struct PixelsAnyConfig {
+  using Storage = Storage_;
+  static constexpr bool SLIDES = SLIDES_;
+  static constexpr int COLUMNS = 8, BLOCKS_PER_SM = 6;
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_any_kernel(const Params params) {
+  using Storage = typename Config::Storage;
+  constexpr int COLUMNS = Config::COLUMNS;
+  constexpr bool SLIDES = Config::SLIDES;
+  extern __shared__ __align__(16) unsigned char modelnew_smem[];
+  int* const flag = reinterpret_cast<int*>(modelnew_smem);
+  float* const w_smem = reinterpret_cast<float*>(modelnew_smem + kFlagBytes);
+
+  const Strip& strip = params.strip;
+  const int R = params.rows.taps, S = params.columns.taps, lanes = strip.lanes;
+  const int spacing = SLIDES ? params.columns.dilation : 1;
+  Spot spot = locate_spot(params, blockIdx.x, 1, 1);
+  spot.q = spot.q / spacing * COLUMNS * spacing + spot.q % spacing;
+
+  if (threadIdx.x == 0) *flag = 0;
+  __syncthreads();  // the flag is down before somebody raises it
+  const int first_k = static_cast<int>(blockIdx.x % strip.chunks) * lanes;
+  bool finite = true;
+  for (int i = threadIdx.x; i < lanes * R * S; i += kThreads) {
+    const int filter = i / (R * S), tap = i % (R * S);
+    const int r = params.flipped ? R - 1 - tap / S : tap / S, s = params.flipped ? S - 1 - tap % S : tap % S;
+    const float weight =
+        widen(load_if(first_k + filter < params.channels,
+                      static_cast<const Storage*>(params.w_ptr) +
+                          ((first_k + filter) * params.w_stride_k + r * params.w_stride_r + s * params.w_stride_s)));
+    w_smem[tap * lanes + filter] = weight;
+    finite &= is_finite(weight);
+  }
+  if (!finite) *flag = 1;
+  __syncthreads();  // w and the flag are complete
+  if (!spot.exists | (spot.q >= params.columns.outputs)) return;
+
+  const Storage* const in_ptr = static_cast<const Storage*>(params.in_ptr) + spot.n * params.in_stride[0] +
+                                spot.k / params.multiplier * params.in_stride[1];
+  const float* const w = w_smem + static_cast<int>(threadIdx.x) % lanes;
+  const float bias = load_bias<Storage>(params, spot.k);
+  const int outputs_p = least(params.rows.outputs - spot.p, strip.band_rows);
+  const int first_column = spot.q * params.columns.stride + params.columns.origin;
+  const int output_step = spacing * params.columns.stride, tap_step = params.columns.dilation;
+#pragma unroll 1
+  for (int p = spot.p; p < spot.p + outputs_p; ++p) {
+    Storage* const out_row = static_cast<Storage*>(params.out_ptr) + spot.n * params.out_stride[0] +
+                             spot.k * params.out_stride[1] + p * params.out_stride[2];
+    const auto store = [&](int j, float value) {
+      const int q = spot.q + j * spacing;
+      if (q < params.columns.outputs) narrow(value + bias, out_row[q * params.out_stride[3]]);
+    };
+    if (*flag) {
+#pragma unroll 1
+      for (int j = 0; j < COLUMNS; ++j) store(j, exact_sum_of_pixel(in_ptr, w, lanes, params, p, spot.q + j * spacing));
+      continue;
+    }
+    float acc[COLUMNS] = {}, total[COLUMNS] = {};
+    const auto end_chunk = [&] {
+#pragma unroll
+      for (int j = 0; j < COLUMNS; ++j) add_chunk(acc[j], total[j]);
+    };
+    int terms = 0;
+#pragma unroll 1
+    for (int r = 0; r < R; ++r) {
+      const int row = p * params.rows.stride + r * params.rows.dilation + params.rows.origin;
+      if (!is_within(row, params.rows.inputs)) continue;
+      if (terms + S > kChunk) {
+        end_chunk();
+        terms = 0;
+      }
+      terms += S;
+      const Storage* const x_row = in_ptr + row * params.in_stride[2];
+      const auto load = [&](int column) {
+        return widen(load_if(is_within(column, params.columns.inputs), x_row + column * params.in_stride[3]));
+      };
+      float x_frag[COLUMNS];
+      if (SLIDES) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS - 1; ++j) x_frag[j] = load(first_column + j * tap_step);
+      }
+#pragma unroll 4
+      for (int s = 0; s < S; ++s) {
+        const float w_frag = w[(r * S + s) * lanes];
+        if (SLIDES) {
+          x_frag[COLUMNS - 1] = load(first_column + (COLUMNS - 1 + s) * tap_step);
+        } else {
+#pragma unroll
+          for (int j = 0; j < COLUMNS; ++j) x_frag[j] = load(first_column + j * output_step + s * tap_step);
+        }
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) acc[j] += w_frag * x_frag[j];
+#pragma unroll
+        for (int j = 0; j < COLUMNS - 1; ++j) x_frag[j] = x_frag[j + 1];
+      }
+    }
+    end_chunk();
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) store(j, total[j] + acc[j]);
+  }
+}
+
+#endif  // device code
+
+#if !defined(__CUDACC_RTC__)
+
+// ---- Plans ----
+
+enum class Kernel { kPlanes, kPlanesAny, kPixels, kPixelsAny };
+
+struct Plan {
+  bool exists;
+  Kernel kernel;
+  bool slides;
+  Tile tile;
+  Strip strip;
+  double cost;
+};
+
+constexpr int64_t kMostBlocks = 0x7fffffff;
+constexpr int kVectorColumns = 4, kAnyRows = 4, kAnyColumns = 5, kPixelColumns = 4, kAnyPixelColumns = 8;
+
+inline Axis row_axis(const Problem& problem, Operator op) {
+  return make_axis(op, problem.H, problem.P, problem.R, problem.stride_h, problem.pad_h, problem.dilation_h);
+}
+
+inline Axis column_axis(const Problem& problem, Operator op) {
+  return make_axis(op, problem.W, problem.Q, problem.S, problem.stride_w, problem.pad_w, problem.dilation_w);
+}
+
+// Square filters whose weights registers hold, and what of the two axes has to be the same.
+inline bool is_windowed(const Axis& rows, const Axis& columns) {
+  const bool square = rows.taps == columns.taps && rows.stride == columns.stride;
+  const bool dense = rows.dilation == 1 && columns.dilation == 1;
+  const bool compiled =
+      ((rows.taps == 3 || rows.taps == 5) && rows.stride <= 2) || (rows.taps == 7 && rows.stride == 1);
+  return square && dense && compiled;
+}
+
+inline bool is_multiple(const int64_t (&strides)[4], int dimensions, int of) {
+  for (int i = 0; i < 4; ++i)
+    if (dimensions >> i & 1 && strides[i] % of != 0) return false;
+  return true;
+}
+
+// Whether planes lie behind one another in memory, and the rows in them.
+inline bool is_packed(const int64_t (&stride)[4], int64_t images, int channels, int height, int width, int planes) {
+  const int64_t plane = static_cast<int64_t>(height) * width;
+  const bool rows_packed = (stride[3] == 1 || width == 1) && (stride[2] == width || height == 1);
+  const bool planes_packed = (stride[1] == plane || channels == 1) && (stride[0] == channels * plane || images == 1);
+  return rows_packed && (planes == 1 || planes_packed);
+}
+
+// Multiply-adds and other instructions of one thread, roughly; to rank tiles with, and never fitted to times.
+struct Slots {
+  double once, step;
+  int extra_steps;
+};
+
+constexpr double kMultiprocessors = 132;  // for ranking alone: what is computed does not depend on it
+
+// In cycles of an SM, if instructions bound it: blocks take turns, and the last thread of all ends late.
+inline double cycles(double blocks, double block_slots, double thread_slots) {
+  return std::max(1.0,
+                  blocks / kMultiprocessors < 8
+                      ? static_cast<double>(static_cast<int64_t>((blocks + kMultiprocessors - 1) / kMultiprocessors))
+                      : blocks / kMultiprocessors) *
+             block_slots / 128 +
+         2 * thread_slots;
+}
+
+// What all candidates for a tile share.
+struct TileWork {
+  const Problem& problem;
+  Operator op;
+  Axis rows, columns;
+  bool windowed, slides, aligned;
+  int multiplier, channels;
+  const int64_t (&in_stride)[4], (&out_stride)[4];
+
+  int thread_rows() const { return kAnyRows; }
+  int thread_columns() const { return windowed ? kVectorColumns : kAnyColumns; }
+  int spacing() const { return !windowed && slides ? columns.dilation : 1; }
+};
+
+// Completes a tile of which planes, bands, band_rows, groups and tiles_q are given. False if it does not fit.
+inline bool complete(const TileWork& work, Tile& tile) {
+  const Axis &rows = work.rows, &columns = work.columns;
+  const int64_t all_planes = work.problem.N * work.channels;
+  tile.tile_p = tile.bands * tile.band_rows;
+  tile.tile_q = tile.groups * work.thread_columns();
+  tile.tiles_p = static_cast<int>(ceil_div(rows.outputs, tile.tile_p));
+  tile.tiles = ceil_div(all_planes, tile.planes) * tile.tiles_p * tile.tiles_q;
+  tile.whole = tile.planes > 1;
+  tile.in_planes = tile.planes % work.multiplier == 0 ? tile.planes / work.multiplier
+                                                      : (tile.planes - 1) / work.multiplier + (tile.planes > 1 ? 2 : 1);
+  const int64_t span_h = static_cast<int64_t>(std::min(tile.tile_p, rows.outputs) - 1) * rows.stride +
+                         static_cast<int64_t>(rows.taps - 1) * rows.dilation + 1;
+  tile.in_rows = static_cast<int>(tile.whole ? rows.inputs : std::min<int64_t>(rows.inputs, span_h));
+
+  // Columns that threads read, also those of outputs that do not exist.
+  int64_t span_w;
+  if (work.windowed) {
+    const int window = (kVectorColumns - 1) * columns.stride + columns.taps;
+    span_w = static_cast<int64_t>(tile.groups - 1) * kVectorColumns * columns.stride + round_up(window, 4);
+  } else {
+    span_w = static_cast<int64_t>(tile.tile_q - 1) * columns.stride +
+             static_cast<int64_t>(columns.taps - 1) * columns.dilation + 1;
+  }
+  const int64_t left = -static_cast<int64_t>(columns.origin);
+  tile.by_runs = left >= 0 && tile.tiles_q == 1 && left + columns.inputs < kSharedBytes &&
+                 is_packed(work.in_stride, work.problem.N, work.channels / work.multiplier, rows.inputs, columns.inputs,
+                           tile.in_planes);
+  if (tile.by_runs) span_w = std::max(span_w, left + columns.inputs);
+  if (span_w > kSharedBytes / 4) return false;
+  tile.pitch = round_up(static_cast<int>(span_w), 4);
+
+  const int64_t taps = static_cast<int64_t>(rows.taps) * columns.taps;
+  if (taps > kSharedBytes / 4) return false;
+  tile.w_pitch = work.windowed ? static_cast<int>(taps) | 1 : rows.taps * round_up(columns.taps, 4);
+  const int64_t x_floats = static_cast<int64_t>(tile.in_planes) * tile.in_rows * tile.pitch;
+  const int64_t w_floats = round_up(tile.planes * tile.w_pitch, 4);
+  const int64_t bytes = kFlagBytes + 4 * (x_floats + w_floats);
+  if (bytes > kSharedBytes) return false;
+  tile.x_floats = static_cast<int>(x_floats);
+  tile.w_floats = static_cast<int>(w_floats);
+  tile.smem_bytes = static_cast<int>(bytes);
+
+  const int64_t outputs = static_cast<int64_t>(tile.planes) * std::min(tile.tile_p, rows.outputs) * columns.outputs;
+  const int64_t y_bytes = outputs * element_bytes(work.problem.dtype) + 16;
+  const bool out_packed = tile.tiles_q == 1 && is_packed(work.out_stride, work.problem.N, work.channels, rows.outputs,
+                                                         columns.outputs, tile.planes);
+  if (work.windowed && work.aligned && columns.outputs % kVectorColumns == 0 && work.out_stride[3] == 1 &&
+      is_multiple(work.out_stride, 7, kVectorColumns)) {
+    tile.store = Store::kVectors;
+  } else if (out_packed && bytes + y_bytes <= kSharedBytes) {
+    tile.store = Store::kRuns;
+    tile.smem_bytes += static_cast<int>(round_up(static_cast<int>(y_bytes), 16));
+  } else {
+    tile.store = Store::kSingly;
+  }
+  return tile.smem_bytes <= kSharedBytes && tile.tiles <= kMostBlocks;
+}
+
+inline double tile_cost(const TileWork& work, const Tile& tile) {
+  const double taps = static_cast<double>(work.rows.taps) * work.columns.taps;
+  const int open = static_cast<int>(ceil_div(work.rows.taps, work.rows.stride));
+  const double thread = work.windowed
+                            ? 250 + 1.5 * taps + (tile.band_rows + open - 1) * (kVectorColumns * taps + 30)
+                            : 350 + kAnyRows * kAnyColumns * taps * (work.slides ? 1.25 : 2.2) + 40 * work.rows.taps;
+  const double threads =
+      32 * static_cast<double>(ceil_div(static_cast<int64_t>(tile.planes) * tile.bands * tile.groups, 32));
+  const double moved = 1.0 * tile.x_floats * (tile.by_runs ? 5 : 40) + 8.0 * tile.w_floats +
+                       static_cast<double>(tile.planes) * tile.tile_p * work.columns.outputs / tile.tiles_q *
+                           (tile.store == Store::kSingly ? 4 : 1);
+  const double at_once = std::min(8.0, 227.0 * 1024 / (tile.smem_bytes + 1024));  // blocks on an SM
+  return cycles(static_cast<double>(tile.tiles), threads * thread + moved, thread) * (1 + 0.5 / at_once);
+}
+
+// The cheapest tile; with `only_rows`, of those with bands of so many rows. tiles == 0 if none fits.
+inline Tile choose_tile(const TileWork& work, double& best_cost, int only_rows = 0, int only_planes = 0) {
+  Tile best{};
+  best_cost = -1;
+  const int unit = work.thread_columns() * work.spacing();
+  const int64_t all_groups = ceil_div(work.columns.outputs, unit) * work.spacing();  // threads side by side
+  if (work.spacing() > kThreads) return best;
+  const auto consider = [&](Tile tile) {
+    if (!complete(work, tile)) return false;
+    const double cost = tile_cost(work, tile);
+    if (best_cost < 0 || cost < best_cost) best = tile, best_cost = cost;
+    return true;
+  };
+  for (int tiles_q = static_cast<int>(ceil_div(all_groups, kThreads / work.spacing() * work.spacing())), tries = 0;
+       tries < 6 && tiles_q <= all_groups; tiles_q *= 2, ++tries) {
+    const int groups = static_cast<int>(ceil_div(ceil_div(all_groups, work.spacing()), tiles_q)) * work.spacing();
+    Tile tile{};
+    tile.groups = groups;
+    tile.tiles_q = static_cast<int>(ceil_div(all_groups, groups));
+    const int rows_p = work.rows.outputs;
+    for (int parts = 1; parts <= 2 * rows_p; parts = parts < 8 ? parts + 1 : parts * 2) {
+      const int band_rows = work.windowed ? static_cast<int>(ceil_div(rows_p, parts)) : kAnyRows;
+      if (only_rows != 0 && band_rows != only_rows) continue;
+      tile.band_rows = band_rows;
+      const int64_t bands = ceil_div(rows_p, band_rows);
+      if (bands * groups <= kThreads && tile.tiles_q == 1) {
+        tile.bands = static_cast<int>(bands);
+        int64_t planes = std::min<int64_t>(kThreads / (bands * groups), work.problem.N * work.channels);
+        if (only_planes != 0) planes = std::min<int64_t>(planes, only_planes);
+        for (; planes > 1; planes = only_planes != 0 ? 1 : planes > 8 ? planes * 3 / 4 : planes - 1) {
+          tile.planes = static_cast<int>(planes);
+          consider(tile);
+        }
+      }
+      tile.planes = 1;
+      for (int64_t fit = std::min<int64_t>(bands, kThreads / groups); fit >= 1; fit = fit > 4 ? fit * 3 / 4 : fit - 1) {
+        tile.bands = static_cast<int>(ceil_div(bands, ceil_div(bands, fit)));
+        consider(tile);
+      }
+      if (!work.windowed) break;
+    }
+  }
+  return best;
+}
+
+inline bool is_channels_last(const Problem& problem) {
+  return problem.C > 1 && problem.x_stride[1] == 1 && problem.y_stride[1] == 1;
+}
+
+// Channels that a thread of pixels_kernel takes, zero if it is not for this problem.
+inline int window_channels(const Problem& problem, Operator op, bool aligned) {
+  if (!is_windowed(row_axis(problem, op), column_axis(problem, op)) || problem.K != problem.C) return 0;
+  if (problem.R != 3) return 1;
+  const bool pairs =
+      aligned && problem.C % 2 == 0 && is_multiple(problem.x_stride, 13, 2) && is_multiple(problem.y_stride, 13, 2);
+  return pairs ? 2 : 0;
+}
+
+inline Strip choose_strip(const Problem& problem, Operator op, int channels, bool slides, double& best_cost,
+                          int only_rows = 0) {
+  const Axis rows = row_axis(problem, op), columns = column_axis(problem, op);
+  const int taps = rows.taps * columns.taps, open = static_cast<int>(ceil_div(rows.taps, rows.stride));
+  const int window = (kPixelColumns - 1) * columns.stride + columns.taps;
+  const int all_lanes =
+      static_cast<int>(ceil_div(op == Operator::kDgrad ? problem.C : problem.K, std::max(channels, 1)));
+  Strip best{};
+  best_cost = -1;
+  Strip strip{};
+  const int spacing = channels == 0 && slides ? columns.dilation : 1;
+  strip.groups = channels > 0
+                     ? static_cast<int>(ceil_div(columns.outputs, kPixelColumns))
+                     : static_cast<int>(ceil_div(columns.outputs, int64_t{kAnyPixelColumns} * spacing)) * spacing;
+  strip.w_pitch = taps | 1;
+  for (int lanes = std::min(8, all_lanes); lanes <= 64 && lanes < all_lanes + 8; lanes += 8) {
+    strip.lanes = lanes;
+    strip.items = kThreads / lanes;
+    strip.chunks = static_cast<int>(ceil_div(all_lanes, lanes));
+    const int64_t bytes = kFlagBytes + int64_t{4} * lanes * (channels > 0 ? channels * strip.w_pitch : taps);
+    if (bytes > kSharedBytes) continue;
+    strip.smem_bytes = static_cast<int>(bytes);
+    for (int parts = 1; parts <= 2 * rows.outputs; parts = parts < 8 ? parts + 1 : parts * 2) {
+      strip.band_rows = static_cast<int>(ceil_div(rows.outputs, parts));
+      if (only_rows != 0 && strip.band_rows != only_rows) continue;
+      strip.bands = static_cast<int>(ceil_div(rows.outputs, strip.band_rows));
+      strip.blocks = ceil_div(problem.N * strip.bands * strip.groups, strip.items) * strip.chunks;
+      const double step =
+          channels > 0 ? kPixelColumns * taps * channels + 4.0 * window + 20 : (slides ? 14.0 : 40.0) * taps;
+      const double thread = 200 + 4.0 * taps + (strip.band_rows + (channels > 0 ? open - 1 : 0)) * step;
+      const int bytes_wide = lanes * std::max(channels, 1) * element_bytes(problem.dtype);
+      const double cost =
+          cycles(static_cast<double>(strip.blocks), kThreads * thread, thread) * (bytes_wide < 64    ? 1.5
+                                                                                  : bytes_wide < 128 ? 1.1
+                                                                                                     : 1);
+      if (strip.blocks <= kMostBlocks && (best_cost < 0 || cost < best_cost)) best = strip, best_cost = cost;
+    }
+  }
+  return best;
+}
+
+// `aligned`: the tensors begin where vectors may.
+inline Plan make_plan(const Problem& problem, Operator op, bool aligned, int only_rows = 0, int only_planes = 0) {
+  Plan plan{};
+  const Axis rows = row_axis(problem, op), columns = column_axis(problem, op);
+  plan.slides = columns.stride == 1;
+  if (is_channels_last(problem)) {
+    const int channels = window_channels(problem, op, aligned);
+    plan.kernel = channels > 0 ? Kernel::kPixels : Kernel::kPixelsAny;
+    plan.strip = choose_strip(problem, op, channels, plan.slides, plan.cost, only_rows);
+    plan.exists = plan.cost >= 0;
+    if (plan.exists) return plan;
+  }
+  const bool dgrad = op == Operator::kDgrad;
+  const bool windowed = is_windowed(rows, columns);
+  const TileWork work = {problem,
+                         op,
+                         rows,
+                         columns,
+                         windowed,
+                         plan.slides,
+                         aligned,
+                         problem.K / problem.C,
+                         problem.K,
+                         dgrad ? problem.y_stride : problem.x_stride,
+                         dgrad ? problem.x_stride : problem.y_stride};
+  plan.kernel = windowed ? Kernel::kPlanes : Kernel::kPlanesAny;
+  plan.tile = choose_tile(work, plan.cost, only_rows, only_planes);
+  plan.exists = plan.cost >= 0;
+  return plan;
+}
+
+// ---- What the binding calls ----
+
+inline const char* refusal(const Problem& problem, Operator op) {
+  if (op == Operator::kWgrad || op == Operator::kBgrad) return "it computes the forward and the gradient to the input";
+  if (problem.C != problem.groups) return "more than one input channel in a group";
+  if (problem.dtype == DType::kFloat64) return "float64";
+  if (op == Operator::kDgrad && problem.K != problem.C) return "a gradient that sums over several output channels";
+  if (op == Operator::kDgrad && ((problem.P > 1 && problem.stride_h > 1) || (problem.Q > 1 && problem.stride_w > 1)))
+    return "a gradient with a stride";
+  // Positions are 32-bit numbers in the kernels, with room for a tile beyond the image.
+  constexpr int64_t kMostPositions = int64_t{1} << 28;
+  if (problem.H + 2 * static_cast<int64_t>(problem.pad_h) >= kMostPositions ||
+      problem.W + 2 * static_cast<int64_t>(problem.pad_w) >= kMostPositions)
+    return "a padded image side of 2^28 pixels or more";
+  if (problem.S > kChunk) return "a filter row of more than 64 taps";
+  if (static_cast<int64_t>(problem.R) * problem.S > kSharedBytes / 4)
+    return "a filter that does not fit into shared memory";
+  if (!make_plan(problem, op, true).exists || !make_plan(problem, op, false).exists)
+    return "no tile of it fits into shared memory, or it takes more than 2^31 - 1 of them";
+  return nullptr;
+}
+
+inline int64_t workspace_bytes(const Problem&, Operator) { return 0; }
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+template <typename Config>
+inline void run_planes(const Params& params, cudaStream_t stream) {
+  planes_kernel<Config><<<static_cast<unsigned>(params.tile.tiles), kThreads, params.tile.smem_bytes, stream>>>(params);
+}
+
+template <typename Config>
+inline void run_planes_any(const Params& params, cudaStream_t stream) {
+  planes_any_kernel<Config>
+      <<<static_cast<unsigned>(params.tile.tiles), kThreads, params.tile.smem_bytes, stream>>>(params);
+}
+
+template <typename Config>
+inline void run_pixels(const Params& params, cudaStream_t stream) {
+  pixels_kernel<Config>
+      <<<static_cast<unsigned>(params.strip.blocks), kThreads, params.strip.smem_bytes, stream>>>(params);
+}
+
+template <typename Config>
+inline void run_pixels_any(const Params& params, cudaStream_t stream) {
+  pixels_any_kernel<Config>
+      <<<static_cast<unsigned>(params.strip.blocks), kThreads, params.strip.smem_bytes, stream>>>(params);
+}
+
+template <typename Storage>
+inline void run(const Plan& plan, const Params& params, cudaStream_t stream) {
+  const int variant = params.rows.taps * 10 + params.rows.stride;  // 31: 3x3 with stride 1
+  switch (plan.kernel) {
+    case Kernel::kPlanes:
+      return variant == 31   ? run_planes<PlanesConfig<3, 1, Storage>>(params, stream)
+             : variant == 32 ? run_planes<PlanesConfig<3, 2, Storage>>(params, stream)
+             : variant == 51 ? run_planes<PlanesConfig<5, 1, Storage>>(params, stream)
+             : variant == 52 ? run_planes<PlanesConfig<5, 2, Storage>>(params, stream)
+                             : run_planes<PlanesConfig<7, 1, Storage>>(params, stream);
+    case Kernel::kPlanesAny:
+      return plan.slides ? run_planes_any<PlanesAnyConfig<Storage, true>>(params, stream)
+                         : run_planes_any<PlanesAnyConfig<Storage, false>>(params, stream);
+    case Kernel::kPixels:
+      return variant == 31   ? run_pixels<PixelsConfig<3, 1, 2, Storage>>(params, stream)
+             : variant == 32 ? run_pixels<PixelsConfig<3, 2, 2, Storage>>(params, stream)
+             : variant == 51 ? run_pixels<PixelsConfig<5, 1, 1, Storage>>(params, stream)
+             : variant == 52 ? run_pixels<PixelsConfig<5, 2, 1, Storage>>(params, stream)
+                             : run_pixels<PixelsConfig<7, 1, 1, Storage>>(params, stream);
+    case Kernel::kPixelsAny:
+      return plan.slides ? run_pixels_any<PixelsAnyConfig<Storage, true>>(params, stream)
+                         : run_pixels_any<PixelsAnyConfig<Storage, false>>(params, stream);
+  }
+}
+
+inline cudaError_t launch_planned(Operator op, const Problem& problem, const Pointers& pointers, const Plan& plan,
+                                  cudaStream_t stream) {
+  if (!plan.exists) return cudaErrorInvalidConfiguration;
+  const bool dgrad = op == Operator::kDgrad;
+  Params params{};
+  params.in_ptr = dgrad ? pointers.dy : pointers.x;
+  params.w_ptr = pointers.w;
+  params.bias_ptr = dgrad ? nullptr : pointers.bias;
+  params.out_ptr = pointers.out;
+  std::copy_n(dgrad ? problem.y_stride : problem.x_stride, 4, params.in_stride);
+  std::copy_n(dgrad ? problem.x_stride : problem.y_stride, 4, params.out_stride);
+  params.w_stride_k = problem.w_stride[0];
+  params.w_stride_r = problem.w_stride[2];
+  params.w_stride_s = problem.w_stride[3];
+  params.rows = row_axis(problem, op);
+  params.columns = column_axis(problem, op);
+  params.images = problem.N;
+  params.channels = problem.K;
+  params.multiplier = problem.K / problem.C;
+  params.flipped = dgrad;
+  params.tile = plan.tile;
+  params.strip = plan.strip;
+  switch (problem.dtype) {
+    case DType::kFloat32:
+      run<float>(plan, params, stream);
+      break;
+    case DType::kFloat16:
+      run<Half>(plan, params, stream);
+      break;
+    case DType::kBFloat16:
+      run<BFloat16>(plan, params, stream);
+      break;
+    case DType::kFloat64:
+      return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+inline bool is_aligned(const Problem& problem, Operator op, const Pointers& pointers) {
+  const uintptr_t mask = kVectorColumns * element_bytes(problem.dtype) - 1;
+  const void* const in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
+  return ((reinterpret_cast<uintptr_t>(in_ptr) | reinterpret_cast<uintptr_t>(pointers.out)) & mask) == 0;
+}
+
+inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  return launch_planned(op, problem, pointers, make_plan(problem, op, is_aligned(problem, op, pointers)), stream);
+}
+
+#endif  // launchers
+
+inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
+  const Plan plan = make_plan(problem, op, true);
+  const Tile& tile = plan.tile;
+  const Strip& strip = plan.strip;
+  static constexpr const char* kStores[] = {"vectors", "runs", "single elements"};
+  if (plan.kernel == Kernel::kPlanes || plan.kernel == Kernel::kPlanesAny)
+    snprintf(text, text_size,
+             "%s: tile of %d planes x %d x %d pixels, bands of %d rows, loads %s, stores %s, %d bytes of shared memory",
+             plan.kernel == Kernel::kPlanes ? "planes" : "planes_any", tile.planes, tile.tile_p, tile.tile_q,
+             tile.band_rows, tile.by_runs ? "runs" : "single elements", kStores[static_cast<int>(tile.store)],
+             tile.smem_bytes);
+  else
+    snprintf(text, text_size, "%s: %d lanes of %d channels, bands of %d rows, %d bytes of shared memory",
+             plan.kernel == Kernel::kPixels ? "pixels" : "pixels_any", strip.lanes,
+             plan.kernel == Kernel::kPixels ? window_channels(problem, op, true) : 1, strip.band_rows,
+             strip.smem_bytes);
+}
+
+#endif  // host
+
+}  // namespace depthwise
+
+#if (defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)) && !defined(__CUDACC_RTC__)
+extern const Engine kDepthwiseEngine{"depthwise", depthwise::refusal, depthwise::workspace_bytes, depthwise::launch,
+                                     depthwise::describe};
+#endif
+
+}  // namespace modelnew
