@@ -123,6 +123,27 @@ __device__ inline Value load_if(bool condition, const Value* source) {
   return value;
 }
 
+// Neighbours rounded to the tensor's type: 16-bit ones two at a time.
+template <int SIZE>
+__device__ inline void narrow_all(const float (&value)[SIZE], Pack<float, SIZE>& stored) {
+#pragma unroll
+  for (int i = 0; i < SIZE; ++i) stored.element[i] = value[i];
+}
+
+template <typename Storage, int SIZE>
+__device__ inline void narrow_all(const float (&value)[SIZE], Pack<Storage, SIZE>& stored) {
+  if constexpr (SIZE == 1) {
+    narrow(value[0], stored.element[0]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < SIZE; i += 2) {
+      const uint32_t pair = narrow_pair(value[i], value[i + 1], Storage{});
+      stored.element[i].bits = static_cast<uint16_t>(pair & 0xffffu);
+      stored.element[i + 1].bits = static_cast<uint16_t>(pair >> 16);
+    }
+  }
+}
+
 // Ends a chunk: total += acc, and the next chunk starts from that addition's rounding error (Fast2Sum). An error that is
 // not finite is dropped: it would turn an Inf into NaN.
 __device__ inline void add_chunk(float& acc, float& total) {
@@ -199,7 +220,7 @@ struct Run {
 template <typename Storage>
 __device__ inline void stage_run(float* x_smem, const Params& params, const Place& at) {
   using Vector = Pack<Storage, Run<Storage>::SIZE>;
-  constexpr int SIZE = Run<Storage>::SIZE, BATCH = 8;
+  constexpr int SIZE = Run<Storage>::SIZE, BATCH = 32 / SIZE;
   const int width = params.columns.inputs, gap = params.tile.pitch - width, left = -at.first_column;
   const int count = at.in_planes * at.in_rows * width;
   const int channels = params.channels / params.multiplier;
@@ -212,13 +233,19 @@ __device__ inline void stage_run(float* x_smem, const Params& params, const Plac
   const uint32_t inverse = (0x80000000u + width - 1) / width;
   const auto row_of = [&](int e) { return static_cast<int>(static_cast<uint64_t>(e) * inverse >> 31); };
 
-  Vector value[BATCH];
-  const auto load = [&](int first) {
+  for (int batch = 0; batch == 0 || batch < run.packs; batch += BATCH * kThreads) {
+    const int first = batch + static_cast<int>(threadIdx.x);
+    Vector value[BATCH];
 #pragma unroll
     for (int i = 0; i < BATCH; ++i)
       value[i] = load_if(first + i * kThreads < run.packs, packs + (first + i * kThreads));
-  };
-  const auto store = [&](int first) {
+    if (batch == 0) {
+      const int fours = at.in_planes * at.in_rows * params.tile.pitch / 4;
+#pragma unroll 4
+      for (int i = threadIdx.x; i < fours; i += kThreads)
+        reinterpret_cast<Pack<float, 4>*>(x_smem)[i] = Pack<float, 4>{};
+      __syncthreads();  // zeros are in place before x comes over them
+    }
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
       if (first + i * kThreads >= run.packs) break;
@@ -238,16 +265,6 @@ __device__ inline void stage_run(float* x_smem, const Params& params, const Plac
         }
       }
     }
-  };
-
-  load(threadIdx.x);
-  const int fours = at.in_planes * at.in_rows * params.tile.pitch / 4;
-  for (int i = threadIdx.x; i < fours; i += kThreads) reinterpret_cast<Pack<float, 4>*>(x_smem)[i] = Pack<float, 4>{};
-  __syncthreads();  // zeros are in place before x comes over them
-  store(threadIdx.x);
-  for (int first = threadIdx.x + BATCH * kThreads; first < run.packs; first += BATCH * kThreads) {
-    load(first);
-    store(first);
   }
   const int i = threadIdx.x;
   const int single = i < run.head ? i : run.tail_first + i - run.head;  // head and tail, an element a thread
@@ -324,19 +341,16 @@ __device__ inline float exact_sum(const float* x_plane, const float* w, int row_
   return total + acc;
 }
 
-// Where a thread of the planes kernels writes: `y_smem` is where its tile lies when it leaves by runs.
+// Where a thread of the planes kernels writes: the first output of its plane and tile, in shared memory if they leave by
+// runs.
 template <typename Storage>
 struct Target {
-  Storage *y_smem, *out_ptr;  // the first output of the thread's plane and tile
+  Storage* first;
   int64_t row_stride, column_stride;
-  int pitch;
   float bias;
 
   __device__ void store(int p, int q, float value) const {
-    if (y_smem)
-      narrow(value + bias, y_smem[p * pitch + q]);
-    else
-      narrow(value + bias, out_ptr[p * row_stride + q * column_stride]);
+    narrow(value + bias, first[p * row_stride + q * column_stride]);
   }
 };
 
@@ -375,6 +389,16 @@ __device__ inline Stage<Storage> stage(unsigned char* smem, const Params& params
                          at.planes, params.rows.taps, params.columns.taps, row_pitch, params.tile.w_pitch);
   __syncthreads();  // x, w and the flag are complete
   return staged;
+}
+
+template <typename Storage>
+__device__ inline Target<Storage> make_target(const Stage<Storage>& staged, const Params& params, const Place& at,
+                                              int plane) {
+  const int64_t out_plane = at.first_plane + plane;
+  const float bias = load_bias<Storage>(params, static_cast<int>(out_plane % params.channels));
+  const int width = params.columns.outputs;
+  if (params.tile.store == Store::kRuns) return {staged.y_smem + plane * at.rows_p * width, width, 1, bias};
+  return {plane_pointer<Storage>(params, out_plane, at.p, at.q), params.out_stride[2], params.out_stride[3], bias};
 }
 
 // Brings a block's outputs from shared memory to where they belong, 16 bytes a thread.
@@ -431,14 +455,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) planes_kernel
     const int in_plane = static_cast<int>(out_plane / params.multiplier - at.first_in);
     const float* const x_plane = staged.x_smem + in_plane * at.in_rows * tile.pitch;
     const float* const w = staged.w_smem + plane * tile.w_pitch;
-    const int k = static_cast<int>(out_plane % params.channels);
-    const Target<Storage> target = {
-        tile.store == Store::kRuns ? staged.y_smem + plane * at.rows_p * params.columns.outputs : nullptr,
-        plane_pointer<Storage>(params, out_plane, at.p, at.q),
-        params.out_stride[2],
-        params.out_stride[3],
-        params.columns.outputs,
-        load_bias<Storage>(params, k)};
+    const Target<Storage> target = make_target(staged, params, at, plane);
 
     if (*staged.flag) {
 #pragma unroll 1
@@ -456,46 +473,61 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) planes_kernel
       float acc[OPEN][COLUMNS] = {};
       int row = (at.p + first_p) * STRIDE + params.rows.origin - at.first_row;
       const float* x_row = x_plane + row * tile.pitch + first_q * STRIDE;
-      Storage* out_row = target.out_ptr + first_p * target.row_stride + first_q * target.column_stride;
-#pragma unroll 1
-      for (int step = 1 - OPEN; step < outputs_p; ++step) {
+      Storage* out_row = target.first + first_p * target.row_stride + first_q * target.column_stride;
+      const bool by_vectors = tile.store == Store::kVectors;
+      const auto multiply = [&](int a) {
+        float x_frag[round_up(Config::WINDOW, 4)];
 #pragma unroll
-        for (int a = 0; a < STRIDE; ++a, ++row, x_row += tile.pitch) {
-          if (!is_within(row, at.in_rows)) continue;
-          float x_frag[round_up(Config::WINDOW, 4)];
+        for (int j = 0; j < round_up(Config::WINDOW, 4); j += 4) {
+          const Pack<float, 4> four = *reinterpret_cast<const Pack<float, 4>*>(x_row + a * tile.pitch + j);
 #pragma unroll
-          for (int j = 0; j < round_up(Config::WINDOW, 4); j += 4) {
-            const Pack<float, 4> four = *reinterpret_cast<const Pack<float, 4>*>(x_row + j);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x_frag[j + i] = four.element[i];
-          }
-#pragma unroll
-          for (int m = OPEN - 1; m >= 0; --m)
-            if (a + m * STRIDE < TAPS)
-#pragma unroll
-              for (int s = 0; s < TAPS; ++s)
-#pragma unroll
-                for (int j = 0; j < COLUMNS; ++j)
-                  acc[OPEN - 1 - m][j] += w_frag[a + m * STRIDE][s] * x_frag[j * STRIDE + s];
+          for (int i = 0; i < 4; ++i) x_frag[j + i] = four.element[i];
         }
-        if (step >= 0) {
-          if (tile.store == Store::kVectors) {
-            Pack<Storage, COLUMNS> four;
 #pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) narrow(acc[0][j] + target.bias, four.element[j]);
+        for (int m = OPEN - 1; m >= 0; --m)
+          if (a + m * STRIDE < TAPS)
+#pragma unroll
+            for (int s = 0; s < TAPS; ++s)
+#pragma unroll
+              for (int j = 0; j < COLUMNS; ++j)
+                acc[OPEN - 1 - m][j] += w_frag[a + m * STRIDE][s] * x_frag[j * STRIDE + s];
+      };
+      const auto end_step = [&](int step) {
+        if (step >= 0) {
+          if (by_vectors) {
+            float output[COLUMNS];
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) output[j] = acc[0][j] + target.bias;
+            Pack<Storage, COLUMNS> four;
+            narrow_all(output, four);
             *reinterpret_cast<Pack<Storage, COLUMNS>*>(out_row) = four;
-            out_row += target.row_stride;
           } else {
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
-              if (j < outputs_q) target.store(first_p + step, first_q + j, acc[0][j]);
+              if (j < outputs_q) narrow(acc[0][j] + target.bias, out_row[j * target.column_stride]);
           }
+          out_row += target.row_stride;
         }
 #pragma unroll
         for (int m = 0; m < OPEN; ++m)
 #pragma unroll
           for (int j = 0; j < COLUMNS; ++j) acc[m][j] = m + 1 < OPEN ? acc[m + 1 < OPEN ? m + 1 : 0][j] : 0.f;
+      };
+      // Rows above the image, rows of it, rows below: without a branch around the multiply-adds, sums change registers
+      // in them and need no moves.
+      int step = 1 - OPEN;
+#pragma unroll 1
+      for (; (step < outputs_p) & (row + STRIDE <= 0); ++step, row += STRIDE, x_row += STRIDE * tile.pitch)
+        end_step(step);
+#pragma unroll 1
+      for (; (step < outputs_p) & (row < at.in_rows); ++step, row += STRIDE, x_row += STRIDE * tile.pitch) {
+#pragma unroll
+        for (int a = 0; a < STRIDE; ++a)
+          if (STRIDE == 1 || is_within(row + a, at.in_rows)) multiply(a);
+        end_step(step);
       }
+#pragma unroll 1
+      for (; step < outputs_p; ++step) end_step(step);
     }
   }
   if (tile.store == Store::kRuns) store_run(staged, at.planes * at.rows_p * params.columns.outputs);
@@ -533,10 +565,10 @@ struct AnySums {
       for (int j = 0; j < COLUMNS; ++j) add_chunk(acc[i][j], total[i][j]);
   }
 
-  // TAPS taps from x_row[i] on.
+  // TAPS taps from x_plane[x_row[i] + offset] on.
   template <int TAPS>
-  __device__ void multiply(const float* w, const float* const (&x_row)[ROWS], const bool (&inside)[ROWS], int offset,
-                           int output_step, int tap_step) {
+  __device__ void multiply(const float* w, const float* x_plane, const int (&x_row)[ROWS], const bool (&inside)[ROWS],
+                           int offset, int output_step, int tap_step) {
     float w_frag[TAPS];
     if constexpr (TAPS == 4) {
       const Pack<float, 4> four = *reinterpret_cast<const Pack<float, 4>*>(w);
@@ -551,7 +583,8 @@ struct AnySums {
       if (!inside[i]) continue;
       if constexpr (Config::SLIDES) {
 #pragma unroll
-        for (int s = 0; s < TAPS; ++s) x_frag[i][COLUMNS - 1 + s] = x_row[i][offset + (COLUMNS - 1 + s) * tap_step];
+        for (int s = 0; s < TAPS; ++s)
+          x_frag[i][COLUMNS - 1 + s] = x_plane[x_row[i] + offset + (COLUMNS - 1 + s) * tap_step];
 #pragma unroll
         for (int s = 0; s < TAPS; ++s)
 #pragma unroll
@@ -562,7 +595,8 @@ struct AnySums {
 #pragma unroll
         for (int s = 0; s < TAPS; ++s)
 #pragma unroll
-          for (int j = 0; j < COLUMNS; ++j) acc[i][j] += w_frag[s] * x_row[i][offset + j * output_step + s * tap_step];
+          for (int j = 0; j < COLUMNS; ++j)
+            acc[i][j] += w_frag[s] * x_plane[x_row[i] + offset + j * output_step + s * tap_step];
       }
     }
   }
@@ -590,14 +624,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) planes_any_ke
     const int in_plane = static_cast<int>(out_plane / params.multiplier - at.first_in);
     const float* const x_plane = staged.x_smem + in_plane * at.in_rows * tile.pitch;
     const float* const w = staged.w_smem + plane * tile.w_pitch;
-    const int k = static_cast<int>(out_plane % params.channels);
-    const Target<Storage> target = {
-        tile.store == Store::kRuns ? staged.y_smem + plane * at.rows_p * params.columns.outputs : nullptr,
-        plane_pointer<Storage>(params, out_plane, at.p, at.q),
-        params.out_stride[2],
-        params.out_stride[3],
-        params.columns.outputs,
-        load_bias<Storage>(params, k)};
+    const Target<Storage> target = make_target(staged, params, at, plane);
     const auto store = [&](int i, int j, float value) {
       const int q = first_q + j * spacing;
       if ((i < outputs_p) & (at.q + q < params.columns.outputs)) target.store(first_p + i, q, value);
@@ -625,25 +652,26 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) planes_any_ke
           terms = 0;
         }
         terms += S;
-        const float* x_row[ROWS];
+        int x_row[ROWS];
         bool inside[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
           const int row = first_row + i * params.rows.stride + r * params.rows.dilation;
           inside[i] = (i < outputs_p) & is_within(row, at.in_rows);
-          x_row[i] = x_plane + (inside[i] ? row : 0) * tile.pitch + first_q * params.columns.stride;
+          x_row[i] = (inside[i] ? row : 0) * tile.pitch + first_q * params.columns.stride;
           if (Config::SLIDES && inside[i]) {
 #pragma unroll
-            for (int j = 0; j < COLUMNS - 1; ++j) sums.x_frag[i][j] = x_row[i][j * tap_step];
+            for (int j = 0; j < COLUMNS - 1; ++j) sums.x_frag[i][j] = x_plane[x_row[i] + j * tap_step];
           }
         }
         const float* w_row = w + r * row_pitch;
         int s = 0;
 #pragma unroll 1
         for (; s + TAPS <= S; s += TAPS)
-          sums.template multiply<TAPS>(w_row + s, x_row, inside, s * tap_step, output_step, tap_step);
+          sums.template multiply<TAPS>(w_row + s, x_plane, x_row, inside, s * tap_step, output_step, tap_step);
 #pragma unroll 1
-        for (; s < S; ++s) sums.template multiply<1>(w_row + s, x_row, inside, s * tap_step, output_step, tap_step);
+        for (; s < S; ++s)
+          sums.template multiply<1>(w_row + s, x_plane, x_row, inside, s * tap_step, output_step, tap_step);
       }
       sums.end_chunk();
 #pragma unroll
@@ -731,19 +759,26 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_kernel
   const int first_row = spot.p * STRIDE + params.rows.origin, first_column = spot.q * STRIDE + params.columns.origin;
   const int64_t row_stride = params.in_stride[2], column_stride = params.in_stride[3];
 
-  // The rows of a step, from `row` on.
-  const Storage* row_ptr = in_ptr + (first_row * row_stride + first_column * column_stride);
-  Channels ahead[ROWS][WINDOW];
-  const auto load = [&](int row) {
+  // The first step that meets the image; those before it leave nothing but the bias.
+  int step = 1 - OPEN, row = first_row;
+  for (; row + ROWS <= 0; row += ROWS) step += STEPS;
+  unsigned columns_inside = 0;  // a bit for each column of the window
 #pragma unroll
-    for (int a = 0; a < ROWS; ++a, row_ptr += row_stride)
+  for (int j = 0; j < WINDOW; ++j)
+    columns_inside |= spot.exists & is_within(first_column + j, params.columns.inputs) ? 1u << j : 0u;
+  // Loads the rows of the step that begins at `row`.
+  const Storage* row_ptr = in_ptr + (row * row_stride + first_column * column_stride);
+  Channels ahead[ROWS][WINDOW];
+  const auto load = [&] {
+#pragma unroll
+    for (int a = 0; a < ROWS; ++a, row_ptr += row_stride) {
+      const unsigned inside = is_within(row + a, params.rows.inputs) ? columns_inside : 0;
 #pragma unroll
       for (int j = 0; j < WINDOW; ++j)
-        ahead[a][j] = load_if(
-            spot.exists & is_within(row + a, params.rows.inputs) & is_within(first_column + j, params.columns.inputs),
-            reinterpret_cast<const Channels*>(row_ptr + j * column_stride));
+        ahead[a][j] = load_if(inside >> j & 1, reinterpret_cast<const Channels*>(row_ptr + j * column_stride));
+    }
   };
-  load(first_row);
+  load();
 
   if (threadIdx.x == 0) *flag = 0;
   __syncthreads();  // the flag is down before somebody raises it
@@ -782,19 +817,43 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_kernel
 #pragma unroll
       for (int s = 0; s < TAPS; ++s) w_frag[v][r][s] = w[v * strip.w_pitch + r * TAPS + s];
   float acc[OPEN][COLUMNS][CHANNELS] = {};
+  const auto end_step = [&](int step) {
+    if ((step >= 0) & (step < outputs_p)) {
+#pragma unroll
+      for (int j = 0; j < COLUMNS; ++j) {
+        float output[CHANNELS];
+#pragma unroll
+        for (int v = 0; v < CHANNELS; ++v) output[v] = acc[0][j][v] + bias[v];
+        Channels outputs;
+        narrow_all(output, outputs);
+        if (j < outputs_q) *reinterpret_cast<Channels*>(out_row + j * params.out_stride[3]) = outputs;
+      }
+      out_row += params.out_stride[2];
+    }
+#pragma unroll
+    for (int m = 0; m < OPEN; ++m)
+#pragma unroll
+      for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+        for (int v = 0; v < CHANNELS; ++v) acc[m][j][v] = m + 1 < OPEN ? acc[m + 1 < OPEN ? m + 1 : 0][j][v] : 0.f;
+  };
+  // Steps above the image, steps that meet it, steps below. A row outside, in a step whose other rows are inside, is
+  // zeros.
 #pragma unroll 1
-  for (int first_step = 1 - OPEN, row = first_row; first_step < outputs_p; first_step += STEPS, row += ROWS) {
+  for (int above = 0; above < least(step, outputs_p); ++above) end_step(above);
+#pragma unroll 1
+  for (; (step < outputs_p) & (row < params.rows.inputs); step += STEPS) {
     Channels x_frag[ROWS][WINDOW];
 #pragma unroll
     for (int a = 0; a < ROWS; ++a)
 #pragma unroll
       for (int j = 0; j < WINDOW; ++j) x_frag[a][j] = ahead[a][j];
-    load(row + ROWS);
+    row += ROWS;
+    load();
 #pragma unroll
     for (int u = 0; u < STEPS; ++u) {
 #pragma unroll
-      for (int a = 0; a < STRIDE; ++a) {
-        if (!is_within(row + u * STRIDE + a, params.rows.inputs)) continue;
+      for (int a = 0; a < STRIDE; ++a)
 #pragma unroll
         for (int m = OPEN - 1; m >= 0; --m)
           if (a + m * STRIDE < TAPS)
@@ -806,25 +865,11 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_kernel
                 for (int v = 0; v < CHANNELS; ++v)
                   acc[OPEN - 1 - m][j][v] +=
                       w_frag[v][a + m * STRIDE][s] * widen(x_frag[u * STRIDE + a][j * STRIDE + s].element[v]);
-      }
-      if ((first_step + u >= 0) & (first_step + u < outputs_p)) {
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-          Channels outputs;
-#pragma unroll
-          for (int v = 0; v < CHANNELS; ++v) narrow(acc[0][j][v] + bias[v], outputs.element[v]);
-          if (j < outputs_q) *reinterpret_cast<Channels*>(out_row + j * params.out_stride[3]) = outputs;
-        }
-        out_row += params.out_stride[2];
-      }
-#pragma unroll
-      for (int m = 0; m < OPEN; ++m)
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j)
-#pragma unroll
-          for (int v = 0; v < CHANNELS; ++v) acc[m][j][v] = m + 1 < OPEN ? acc[m + 1 < OPEN ? m + 1 : 0][j][v] : 0.f;
+      end_step(step + u);
     }
   }
+#pragma unroll 1
+  for (; step < outputs_p; ++step) end_step(step);
 }
 
 // ---- pixels_any_kernel ----
@@ -916,7 +961,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_any_ke
 #pragma unroll
         for (int j = 0; j < COLUMNS - 1; ++j) x_frag[j] = load(first_column + j * tap_step);
       }
-#pragma unroll 4
+#pragma unroll 2
       for (int s = 0; s < S; ++s) {
         const float w_frag = w[(r * S + s) * lanes];
         if (SLIDES) {
