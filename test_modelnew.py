@@ -859,6 +859,7 @@ class ShimEngine:
             source, found = re.subn(pattern, replacement, source)
             assert found == 1, pattern
         source = f"#define ENGINE k{name.capitalize()}Engine\n{source}"
+        self.operators = ("fprop", "dgrad") if name == "depthwise" else tuple(OPERATOR_NUMBER)
         self.library = compile_simt(source + '#line 1 "entry_points"\n' + ENGINE_ENTRY_POINTS, folder)
         for name in ("engine_refusal", "engine_describe", "simt_message", "simt_launched"):
             getattr(self.library, name).restype = ctypes.c_char_p
@@ -888,19 +889,42 @@ class ShimEngine:
         return out
 
     def __call__(self, case: Case, tensors: dict[str, Tensor], tf32: bool = False) -> dict[str, Tensor]:
-        """All four operators, into outputs filled with NaN."""
-        shapes = {"fprop": case.y_shape, "dgrad": case.x_shape, "wgrad": case.w_shape, "bgrad": (case.K,)}
+        """All four operators or those that the engine takes, into outputs filled with NaN, strided like x, w and dy."""
+        places = {"fprop": "dy", "dgrad": "x", "wgrad": "w", "bgrad": "bias"}
         results = {}
-        for operator, shape in shapes.items():
+        for operator in self.operators:
+            shape = (case.K,) if operator == "bgrad" else tensors[places[operator]].shape
+            if operator in OPERANDS and self.refuses(operator, case, tensors) and len(self.operators) < 4:
+                continue
             out = with_margins(tensors["x"].new_full(shape, math.nan))
+            if len(shape) == 4 and is_channels_last(tensors[places[operator]]):
+                out = VIEWS["channels_last"](out)
             results[operator] = self.run(operator, case, tensors, tf32, out)
-            assert margins_intact(out), f"{operator} of {case} writes outside its output"
+            inner = out.permute(0, 2, 3, 1) if not out.is_contiguous() else out
+            assert margins_intact(inner), f"{operator} of {case} writes outside its output"
         return results
+
+    def refuses(self, operator: str, case: Case, tensors: dict[str, Tensor]) -> str | None:
+        """Why the engine refuses an operator, whose output would be strided like the tensor in its place."""
+        return self.library.engine_refusal(OPERATOR_NUMBER[operator], self.fields(case, tensors, False))
+
+    def describes(self, operator: str, case: Case, tensors: dict[str, Tensor]) -> str:
+        return self.library.engine_describe(OPERATOR_NUMBER[operator], self.fields(case, tensors, False)).decode()
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Unambiguously."""
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 @pytest.fixture(scope="session")
 def direct_shim(tmp_path_factory) -> ShimEngine:
     return ShimEngine(tmp_path_factory.mktemp("direct"))
+
+
+@pytest.fixture(scope="session")
+def depthwise_shim(tmp_path_factory) -> ShimEngine:
+    return ShimEngine(tmp_path_factory.mktemp("depthwise"), "depthwise")
 
 
 # Each case bends the geometry in a way of its own; the integers in it are odd or prime where nothing else asks.
@@ -1362,6 +1386,292 @@ def before_guard_page(tensor: Tensor) -> Tensor:
 def test_direct_shim_reads_nothing_behind_its_operands(direct_shim, case):
     tensors = {name: before_guard_page(tensor) for name, tensor in make_tensors(case, torch.float32, integers).items()}
     check_exact(case, direct_shim(case, tensors), tensors)
+
+
+# The depthwise engine. Columns around groups of 4 and 5, rows around bands, planes that one block takes many or few of,
+# images wider and higher than a block, R != S, strides, dilations, more padding than filter, more outputs than inputs.
+def depthwise_case(N: int, C: int, H: int, W: int, R: int, S: int, times: int = 1, **settings: tuple) -> Case:
+    return Case(N, C, H, W, C * times, R, S, groups=C, **settings)
+
+
+WINDOW_CASES = [
+    depthwise_case(N, C, H, W, R, R, stride=(stride, stride), padding=(R // 2, R // 2))
+    for (N, C), (H, W), (R, stride) in itertools.product(
+        [(2, 34), (3, 2)],
+        [(7, 7), (14, 14), (28, 28), (5, 3), (9, 17), (1, 1)],
+        [(3, 1), (3, 2), (5, 1), (5, 2), (7, 1)],
+    )
+]
+ONE_TO_ONE_CASES = [
+    *WINDOW_CASES,
+    depthwise_case(1, 2, 112, 112, 3, 3, padding=(1, 1)),
+    depthwise_case(1, 2, 113, 56, 7, 7, padding=(3, 3)),
+    depthwise_case(1, 2, 61, 59, 3, 3, stride=(2, 2)),
+    depthwise_case(1, 1, 3, 521, 3, 3, padding=(1, 1)),  # wider than a block's threads
+    depthwise_case(1, 3, 900, 6, 5, 5, padding=(2, 2)),  # higher than shared memory
+    depthwise_case(2, 2, 6, 7, 3, 3, padding=(5, 6)),  # outputs that meet no input
+    depthwise_case(2, 2, 6, 8, 3, 3, stride=(2, 2), padding=(6, 5)),
+    depthwise_case(1, 5, 12, 13, 3, 3, times=3, padding=(1, 1)),
+    depthwise_case(3, 50, 6, 6, 3, 3, times=2, padding=(1, 1)),  # blocks that begin within an input's outputs
+    depthwise_case(2, 4, 15, 13, 5, 5, times=2, stride=(2, 2), padding=(2, 2)),
+    depthwise_case(1, 3, 21, 22, 3, 2, padding=(1, 0)),
+    depthwise_case(1, 4, 17, 23, 2, 5, padding=(1, 2), stride=(1, 2)),
+    depthwise_case(2, 2, 30, 17, 3, 3, stride=(2, 1), padding=(2, 2), dilation=(2, 3)),
+    depthwise_case(2, 8, 19, 26, 3, 3, padding=(3, 3), dilation=(3, 3)),
+    depthwise_case(1, 2, 14, 40, 5, 4, padding=(4, 5), dilation=(2, 4), stride=(3, 1)),
+    depthwise_case(1, 2, 37, 41, 11, 9, padding=(5, 4)),
+    depthwise_case(1, 2, 33, 35, 31, 29, padding=(15, 14)),  # sums of many chunks
+    depthwise_case(1, 2, 9, 70, 1, 64, padding=(0, 31)),
+    depthwise_case(2, 3, 7, 7, 13, 13, padding=(6, 6)),
+    depthwise_case(2, 3, 5, 6, 5, 6),  # one output
+    depthwise_case(2, 3, 9, 9, 7, 7, stride=(2, 2), padding=(3, 3)),
+    depthwise_case(1, 2, 4, 5, 2, 2, stride=(4202600, 536870911)),
+]
+LAYOUTS = ["contiguous", "channels_last"]
+
+
+def in_layout(tensors: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
+    if layout == "contiguous":
+        return tensors
+    return tensors | {name: VIEWS["channels_last"](tensors[name]) for name in ("x", "dy")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", ONE_TO_ONE_CASES, ids=str)
+def test_depthwise_shim_exact(depthwise_shim, case, layout):
+    for dtype in DTYPES[:3]:
+        tensors = in_layout(make_tensors(case, dtype, integers), layout)
+        results = depthwise_shim(case, tensors)
+        assert "fprop" in results
+        check_exact(case, results, tensors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(4))
+def test_depthwise_shim_exact_at_random(depthwise_shim, seed, layout):
+    for case in random_depthwise_cases(20, seed):
+        tensors = in_layout(make_tensors(case, random.Random(seed).choice(DTYPES[:3]), integers), layout)
+        check_exact(case, depthwise_shim(case, tensors), tensors)
+
+
+def random_depthwise_cases(count: int, seed: int, most: int = 24) -> list[Case]:
+    rng = random.Random(seed)
+
+    def draw() -> Case:
+        R, S = rng.choice([(3, 3), (5, 5), (7, 7), (rng.randint(1, 9), rng.randint(1, 9))])
+        steps = rng.choice([(1, 1), (2, 2), (rng.randint(1, 4), rng.randint(1, 4))])
+        return depthwise_case(
+            rng.randint(1, 3), rng.randint(1, most), rng.randint(1, 2 * most), rng.randint(1, 2 * most), R, S,
+            rng.choice([1, 1, 2]), stride=steps, padding=(rng.randint(0, R), rng.randint(0, S)),
+            dilation=rng.choice([(1, 1), (rng.randint(1, 3), rng.randint(1, 3))]),
+        )  # fmt: skip
+
+    cases = (draw() for _ in itertools.count())
+    return list(itertools.islice((case for case in cases if min(case.y_shape) > 0), count))
+
+
+DEPTHWISE_ROUNDING_CASES = [
+    depthwise_case(2, 6, 20, 33, 3, 3, padding=(1, 1)),
+    depthwise_case(1, 4, 20, 20, 7, 7, padding=(3, 3)),
+    depthwise_case(1, 2, 28, 30, 21, 19, padding=(10, 9)),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("fill", [normal, wide, tiny, huge, any_exponent, equal], ids=named)
+@pytest.mark.parametrize("case", DEPTHWISE_ROUNDING_CASES, ids=str)
+def test_depthwise_shim_rounding_fp32(depthwise_shim, case, fill, layout):
+    tensors = in_layout(make_tensors(case, torch.float32, fill), layout)
+    check_bounds(case, depthwise_shim(case, tensors, tf32=True), tensors, tf32=())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", DEPTHWISE_ROUNDING_CASES, ids=str)
+def test_depthwise_shim_rounding_16_bit(depthwise_shim, case, dtype, layout):
+    tensors = in_layout(make_tensors(case, dtype, normal), layout)
+    check_bounds(case, depthwise_shim(case, tensors), tensors, tf32=())
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_depthwise_shim_takes_any_strides(depthwise_shim, view):
+    for case in (
+        depthwise_case(2, 6, 9, 10, 3, 3, padding=(1, 1)),
+        depthwise_case(2, 3, 9, 10, 3, 2, times=2, stride=(1, 2), padding=(1, 1)),
+    ):
+        tensors = make_tensors(case, torch.float32, integers)
+        plain = tensors["x"], tensors["dy"]
+        tensors |= {name: VIEWS[view](tensors[name]) for name in ("x", "w", "dy")}
+        for operator, place, out in (("fprop", "dy", plain[1]), ("dgrad", "x", plain[0])):
+            if not depthwise_shim.refuses(operator, case, tensors | {place: out}):
+                result = with_margins(torch.full_like(out, math.nan))
+                check_exact(case, {operator: depthwise_shim.run(operator, case, tensors, False, result)}, tensors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("elements", [1, 2, 3, 5])
+def test_depthwise_shim_takes_operands_that_begin_anywhere(depthwise_shim, elements, layout):
+    """And writes outputs there: vectors only where they may be."""
+    for case in (
+        depthwise_case(2, 6, 12, 12, 3, 3, padding=(1, 1)),
+        depthwise_case(2, 6, 14, 14, 7, 7, padding=(3, 3)),
+    ):
+        for dtype in DTYPES[:3]:
+            tensors = make_tensors(case, dtype, integers)
+            order, back = ((0, 2, 3, 1), (0, 3, 1, 2)) if layout == "channels_last" else ((0, 1, 2, 3),) * 2
+            move = lambda tensor, order=order, back=back: shifted(tensor.permute(order), elements).permute(back)  # noqa: E731
+            moved = (
+                tensors | {name: move(tensors[name]) for name in ("x", "dy")} | {"w": shifted(tensors["w"], elements)}
+            )
+            out = move(torch.full_like(tensors["dy"], math.nan))
+            check_exact(case, {"fprop": depthwise_shim.run("fprop", case, moved, False, out)}, tensors)
+
+
+def test_depthwise_shim_without_bias(depthwise_shim):
+    case = WINDOW_CASES[0]
+    tensors = make_tensors(case, torch.float32, integers)
+    y = depthwise_shim(case, {name: tensors[name] for name in ("x", "w", "dy")})["fprop"]
+    assert torch.equal(y, F.conv2d(tensors["x"], tensors["w"], **case.kwargs))
+
+
+PADDING_CASES = [
+    depthwise_case(2, 2, 9, 11, 3, 3, padding=(1, 1)),
+    depthwise_case(1, 2, 9, 11, 5, 5, padding=(2, 2)),
+    depthwise_case(1, 2, 9, 11, 7, 7, padding=(3, 4)),
+    depthwise_case(1, 2, 9, 12, 3, 3, stride=(2, 2), padding=(1, 1)),
+    depthwise_case(1, 2, 9, 12, 3, 3, stride=(2, 1), padding=(1, 1)),
+    depthwise_case(1, 2, 9, 12, 3, 2, padding=(2, 1), dilation=(2, 3)),
+    depthwise_case(1, 2, 9, 12, 9, 11, padding=(4, 5)),
+]
+
+
+def skips_padding(engine: ShimEngine, case: Case, infinite: str, layout: str = "contiguous") -> bool:
+    """Whether an Inf in w, x or dy is not multiplied by the zeros of padding, nor by those beside a block's columns."""
+    tensors = make_tensors(case, torch.float32, lambda shape, generator: torch.rand(shape, generator=generator) + 0.5)
+    tensors.pop("bias")
+    tensors[infinite][..., -1, -1] = math.inf
+    tensors[infinite][..., 0, 0] = math.inf
+    tensors = in_layout(tensors, layout)
+    expected, results = without_padding(case, tensors), engine(case, tensors)
+    assert not any(expected[operator].isnan().any() for operator in results)
+    return bool(results) and all(
+        torch.allclose(result, expected[operator].reshape(result.shape), 1e-5, 1e-5)
+        for operator, result in results.items()
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("infinite", ["w", "x", "dy"])
+@pytest.mark.parametrize("case", PADDING_CASES, ids=str)
+def test_depthwise_shim_skips_padding(case, infinite, layout, depthwise_shim):
+    """As PyTorch does in depthwise convolutions; an Inf multiplied by the zero of padding would be NaN."""
+    assert skips_padding(depthwise_shim, case, infinite, layout)
+
+
+@pytest.mark.parametrize("case", ONE_TO_ONE_CASES[::3], ids=str)
+def test_depthwise_shim_reads_nothing_behind_its_operands(depthwise_shim, case):
+    tensors = {name: before_guard_page(tensor) for name, tensor in make_tensors(case, torch.float32, integers).items()}
+    check_exact(case, depthwise_shim(case, tensors), tensors)
+
+
+def test_depthwise_shim_cases_reach_every_kernel(depthwise_shim):
+    for case, dtype, layout in itertools.product(ONE_TO_ONE_CASES[:5] + ONE_TO_ONE_CASES[-14:], DTYPES[:3], LAYOUTS):
+        depthwise_shim(case, in_layout(make_tensors(case, dtype, integers), layout))
+    library = depthwise_shim.library
+    symbols = subprocess.run(["nm", "-D", library._name], capture_output=True, text=True, check=True).stdout
+    kernels = set(re.findall(r"\b_ZN8modelnew(?:\d+[a-z]+)*\d+[a-z_]+_kernel[IE]\S*", symbols))
+    assert kernels == set(library.simt_launched().decode().split())
+
+
+def depthwise_is_right(engine: ShimEngine) -> bool:
+    """In some of the cases above."""
+    cases = [*ONE_TO_ONE_CASES[:10], *ONE_TO_ONE_CASES[-20:-8]]
+    try:
+        for case, layout in itertools.product(cases, LAYOUTS):
+            tensors = in_layout(make_tensors(case, torch.float32, integers), layout)
+            check_exact(case, engine(case, tensors), tensors)
+        return all(
+            skips_padding(engine, case, "w", layout) for case, layout in itertools.product(PADDING_CASES, LAYOUTS)
+        )
+    except AssertionError:
+        return False
+
+
+def test_every_barrier_of_depthwise_is_needed_and_tested(depthwise_shim):
+    lines = (KERNELS / "depthwise.cu").read_text().splitlines()
+    barriers = [number for number, line in enumerate(lines, start=1) if "__syncthreads();" in line]
+    assert depthwise_is_right(depthwise_shim)
+    try:
+        for number in barriers:
+            depthwise_shim.library.simt_ignore_barrier(number)
+            assert not depthwise_is_right(depthwise_shim), f"depthwise.cu:{number} can go unnoticed"
+    finally:
+        depthwise_shim.library.simt_ignore_barrier(0)
+
+
+DEPTHWISE_MUTATIONS = {
+    "weights taken for finite": ("if (!finite) *flag = 1;\n}", "}"),
+    "rows above the image multiplied": ("(row + STRIDE <= 0); ++step", "(row + STRIDE < -1); ++step"),
+    "an output too many": ("if (j < outputs_q) narrow(", "narrow("),
+    "halo not cleared": ("reinterpret_cast<Pack<float, 4>*>(x_smem)[i] = Pack<float, 4>{};", ";"),
+}
+
+
+@pytest.mark.parametrize("mutation", DEPTHWISE_MUTATIONS)
+def test_depthwise_shim_sees_what_is_missing(mutation, tmp_path):
+    assert not depthwise_is_right(ShimEngine(tmp_path, "depthwise", [DEPTHWISE_MUTATIONS[mutation]]))
+
+
+def test_depthwise_has_a_plan_for_every_problem_of_its_kind(depthwise_shim):
+    """10,000 random ones: a tile within 48 KB of shared memory and 2^31 blocks, in both layouts."""
+    rng = random.Random(0)
+    size = lambda most: int(2 ** rng.uniform(0, math.log2(most)))  # noqa: E731
+    planned = 0
+    while planned < 10000:
+        R, S = rng.choice([(3, 3), (5, 5), (7, 7), (size(31), size(31))])
+        case = depthwise_case(
+            size(1 << 20), size(4096), size(2048), size(2048), R, S, rng.choice([1, 1, 2, 5]),
+            stride=rng.choice([(1, 1), (2, 2), (size(8), size(8))]), padding=(rng.randint(0, R), rng.randint(0, S)),
+            dilation=rng.choice([(1, 1), (1, 1), (size(4), size(4))]),
+        )  # fmt: skip
+        if min(case.y_shape) <= 0 or math.prod(case.x_shape) > 1 << 40:
+            continue
+        planned += 1
+        dtype, layout = rng.choice(DTYPES[:3]), rng.choice(LAYOUTS)
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        if layout == "channels_last":
+            tensors |= {name: tensors[name].to(memory_format=torch.channels_last) for name in ("x", "dy")}
+        for operator in ("fprop", "dgrad"):
+            refusal = depthwise_shim.refuses(operator, case, tensors)
+            if refusal is None:
+                text = depthwise_shim.describes(operator, case, tensors)
+                smem, blocks = map(int, re.search(r"(\d+) bytes of shared memory, (\d+) blocks", text).groups())
+                assert 0 < smem <= 48 << 10
+                assert 0 < blocks < 1 << 31
+            else:
+                assert operator == "dgrad" or b"2^31" in refusal or max(case.dilation) > 1, (case, refusal)
+
+
+def test_depthwise_says_what_it_refuses(depthwise_shim):
+    most = 1 << 28
+    for case, dtype, fprop, dgrad in (
+        (depthwise_case(1, 4, 9, 9, 3, 3), torch.float32, None, None),
+        (depthwise_case(1, 4, 9, 9, 3, 3), torch.float64, "float64", "float64"),
+        (Case(1, 4, 9, 9, 4, 3, 3, groups=2), torch.float32, "input channel", "input channel"),
+        (depthwise_case(1, 4, 9, 9, 3, 3, times=2), torch.float32, None, "several"),
+        (depthwise_case(1, 4, 9, 9, 3, 3, stride=(1, 2)), torch.float32, None, "stride"),
+        (depthwise_case(1, 4, 9, 99, 1, 65), torch.float32, "64 taps", "64 taps"),
+        (depthwise_case(1, 1, most, 1, 1, 1), torch.float32, "image side", "image side"),
+        (depthwise_case(1, 1, 900, 900, 400, 60), torch.float32, "shared memory", "shared memory"),
+        (depthwise_case(1, 1, 9000, 9000, 3, 3, dilation=(1, 4000)), torch.float32, "shared memory", "shared memory"),
+    ):
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        for operator, text in (("fprop", fprop), ("dgrad", dgrad), ("wgrad", "forward"), ("bgrad", "forward")):
+            refusal = depthwise_shim.refuses(operator, case, tensors)
+            assert (text is None) == (refusal is None), (case, operator, refusal)
+            assert text is None or text in refusal.decode()
 
 
 # hopper.cuh for the CPU, and what else a kernel of warps with roles of their own takes: every thread runs until it has

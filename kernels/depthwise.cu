@@ -209,7 +209,7 @@ struct Run {
   int head, packs, tail_first;
 
   __device__ Run(const Storage* first, int count) {
-    const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(first) / sizeof(Storage) % SIZE);
+    const int misaligned = static_cast<int>(reinterpret_cast<uint64_t>(first) / sizeof(Storage) % SIZE);
     head = least((SIZE - misaligned) % SIZE, count);
     packs = (count - head) / SIZE;
     tail_first = head + packs * SIZE;
@@ -377,7 +377,7 @@ __device__ inline Stage<Storage> stage(unsigned char* smem, const Params& params
   staged.w_smem = staged.x_smem + params.tile.x_floats;
   staged.run_ptr = plane_pointer<Storage>(params, at.first_plane, at.p, at.q);
   staged.y_smem = reinterpret_cast<Storage*>(staged.w_smem + params.tile.w_floats) +
-                  reinterpret_cast<uintptr_t>(staged.run_ptr) % 16 / sizeof(Storage);
+                  reinterpret_cast<uint64_t>(staged.run_ptr) % 16 / sizeof(Storage);
   if (threadIdx.x == 0) *staged.flag = 0;
   if (params.tile.by_runs) {
     stage_run<Storage>(staged.x_smem, params, at);  // with a barrier
@@ -1134,51 +1134,69 @@ inline double tile_cost(const TileWork& work, const Tile& tile) {
       32 * static_cast<double>(ceil_div(static_cast<int64_t>(tile.planes) * tile.bands * tile.groups, 32));
   const double moved = 1.0 * tile.x_floats * (tile.by_runs ? 5 : 40) + 8.0 * tile.w_floats +
                        static_cast<double>(tile.planes) * tile.tile_p * work.columns.outputs / tile.tiles_q *
-                           (tile.store == Store::kSingly ? 4 : 1);
-  const double at_once = std::min(8.0, 227.0 * 1024 / (tile.smem_bytes + 1024));  // blocks on an SM
-  return cycles(static_cast<double>(tile.tiles), threads * thread + moved, thread) * (1 + 0.5 / at_once);
+                           (tile.store == Store::kSingly ? 60 : 1);
+  // Few warps on an SM leave it waiting: blocks of the shared memory of sm_90, at most 16 warps for 7x7, 24 for others.
+  const double blocks = std::min(16.0, 227.0 * 1024 / (tile.smem_bytes + 1024));
+  const double warps = std::min(work.rows.taps == 7 ? 16.0 : 24.0, blocks * threads / 32);
+  return cycles(static_cast<double>(tile.tiles), threads * thread + moved, thread) * (1 + 8 / warps);
 }
 
-// The cheapest tile; with `only_rows`, of those with bands of so many rows. tiles == 0 if none fits.
-inline Tile choose_tile(const TileWork& work, double& best_cost, int only_rows = 0, int only_planes = 0) {
+// Bands of how many rows are tried: whole columns of an image, halves of them, thirds ... `part` counts from 0.
+inline int band_candidate(int rows, int part, int only_rows) {
+  constexpr int kParts[] = {1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024};
+  constexpr int kCount = sizeof kParts / sizeof *kParts;
+  if (only_rows != 0) return part == 0 ? only_rows : 0;
+  return part < kCount && (part == 0 || kParts[part - 1] < rows) ? static_cast<int>(ceil_div(rows, kParts[part])) : 0;
+}
+
+// What is asked of a plan beyond being the cheapest one; zeros ask nothing.
+struct Wish {
+  bool any;  // the first one that is found
+  int band_rows, planes;
+};
+
+// The cheapest of some forty tiles; `cost` is negative if none fits.
+inline Tile choose_tile(const TileWork& work, const Wish& wish, double& cost) {
   Tile best{};
-  best_cost = -1;
-  const int unit = work.thread_columns() * work.spacing();
-  const int64_t all_groups = ceil_div(work.columns.outputs, unit) * work.spacing();  // threads side by side
-  if (work.spacing() > kThreads) return best;
-  const auto consider = [&](Tile tile) {
+  cost = -1;
+  const int spacing = work.spacing(), rows = work.rows.outputs;
+  if (spacing > kThreads) return best;
+  const int64_t units = ceil_div(work.columns.outputs, int64_t{work.thread_columns()} * spacing);
+  const auto consider = [&](const Tile& candidate) {
+    Tile tile = candidate;
     if (!complete(work, tile)) return false;
-    const double cost = tile_cost(work, tile);
-    if (best_cost < 0 || cost < best_cost) best = tile, best_cost = cost;
+    const double found = tile_cost(work, tile);
+    if (cost < 0 || found < cost) best = tile, cost = found;
     return true;
   };
-  for (int tiles_q = static_cast<int>(ceil_div(all_groups, kThreads / work.spacing() * work.spacing())), tries = 0;
-       tries < 6 && tiles_q <= all_groups; tiles_q *= 2, ++tries) {
-    const int groups = static_cast<int>(ceil_div(ceil_div(all_groups, work.spacing()), tiles_q)) * work.spacing();
+  // Whole rows of the image if possible, else halves of them, and so on.
+  for (int64_t tiles_q = ceil_div(units, kThreads / spacing); tiles_q < 2 * units && cost < 0; tiles_q *= 2) {
     Tile tile{};
-    tile.groups = groups;
-    tile.tiles_q = static_cast<int>(ceil_div(all_groups, groups));
-    const int rows_p = work.rows.outputs;
-    for (int parts = 1; parts <= 2 * rows_p; parts = parts < 8 ? parts + 1 : parts * 2) {
-      const int band_rows = work.windowed ? static_cast<int>(ceil_div(rows_p, parts)) : kAnyRows;
-      if (only_rows != 0 && band_rows != only_rows) continue;
-      tile.band_rows = band_rows;
-      const int64_t bands = ceil_div(rows_p, band_rows);
-      if (bands * groups <= kThreads && tile.tiles_q == 1) {
+    tile.groups = static_cast<int>(ceil_div(units, tiles_q)) * spacing;
+    tile.tiles_q = static_cast<int>(ceil_div(units * spacing, tile.groups));
+    for (int part = 0; int band_rows = band_candidate(rows, part, wish.band_rows); ++part) {
+      if (!work.windowed && part > 0) break;
+      tile.band_rows = work.windowed ? band_rows : kAnyRows;
+      const int64_t bands = ceil_div(rows, tile.band_rows);
+      // Several planes, as many as the threads serve and fewer.
+      if (bands * tile.groups <= kThreads && tile.tiles_q == 1) {
         tile.bands = static_cast<int>(bands);
-        int64_t planes = std::min<int64_t>(kThreads / (bands * groups), work.problem.N * work.channels);
-        if (only_planes != 0) planes = std::min<int64_t>(planes, only_planes);
-        for (; planes > 1; planes = only_planes != 0 ? 1 : planes > 8 ? planes * 3 / 4 : planes - 1) {
+        int64_t planes = std::min<int64_t>(kThreads / (bands * tile.groups), work.problem.N * work.channels);
+        if (wish.planes != 0) planes = std::min<int64_t>(planes, wish.planes);
+        for (int fit = 0; planes > 1 && fit < 3; planes = planes * 3 / 4) {
           tile.planes = static_cast<int>(planes);
-          consider(tile);
+          fit += consider(tile);
+          if (wish.any && cost >= 0) return best;
         }
       }
+      // Some bands of one.
       tile.planes = 1;
-      for (int64_t fit = std::min<int64_t>(bands, kThreads / groups); fit >= 1; fit = fit > 4 ? fit * 3 / 4 : fit - 1) {
-        tile.bands = static_cast<int>(ceil_div(bands, ceil_div(bands, fit)));
-        consider(tile);
+      int64_t some = std::min<int64_t>(bands, kThreads / tile.groups);
+      for (int fit = 0; some >= 1 && fit < 2; some /= 2) {
+        tile.bands = static_cast<int>(ceil_div(bands, ceil_div(bands, some)));
+        fit += consider(tile);
+        if (wish.any && cost >= 0) return best;
       }
-      if (!work.windowed) break;
     }
   }
   return best;
@@ -1197,8 +1215,8 @@ inline int window_channels(const Problem& problem, Operator op, bool aligned) {
   return pairs ? 2 : 0;
 }
 
-inline Strip choose_strip(const Problem& problem, Operator op, int channels, bool slides, double& best_cost,
-                          int only_rows = 0) {
+inline Strip choose_strip(const Problem& problem, Operator op, int channels, bool slides, const Wish& wish,
+                          double& best_cost) {
   const Axis rows = row_axis(problem, op), columns = column_axis(problem, op);
   const int taps = rows.taps * columns.taps, open = static_cast<int>(ceil_div(rows.taps, rows.stride));
   const int window = (kPixelColumns - 1) * columns.stride + columns.taps;
@@ -1219,9 +1237,7 @@ inline Strip choose_strip(const Problem& problem, Operator op, int channels, boo
     const int64_t bytes = kFlagBytes + int64_t{4} * lanes * (channels > 0 ? channels * strip.w_pitch : taps);
     if (bytes > kSharedBytes) continue;
     strip.smem_bytes = static_cast<int>(bytes);
-    for (int parts = 1; parts <= 2 * rows.outputs; parts = parts < 8 ? parts + 1 : parts * 2) {
-      strip.band_rows = static_cast<int>(ceil_div(rows.outputs, parts));
-      if (only_rows != 0 && strip.band_rows != only_rows) continue;
+    for (int part = 0; (strip.band_rows = band_candidate(rows.outputs, part, wish.band_rows)) != 0; ++part) {
       strip.bands = static_cast<int>(ceil_div(rows.outputs, strip.band_rows));
       strip.blocks = ceil_div(problem.N * strip.bands * strip.groups, strip.items) * strip.chunks;
       const double step =
@@ -1233,20 +1249,21 @@ inline Strip choose_strip(const Problem& problem, Operator op, int channels, boo
                                                                                   : bytes_wide < 128 ? 1.1
                                                                                                      : 1);
       if (strip.blocks <= kMostBlocks && (best_cost < 0 || cost < best_cost)) best = strip, best_cost = cost;
+      if (wish.any && best_cost >= 0) return best;
     }
   }
   return best;
 }
 
 // `aligned`: the tensors begin where vectors may.
-inline Plan make_plan(const Problem& problem, Operator op, bool aligned, int only_rows = 0, int only_planes = 0) {
+inline Plan make_plan(const Problem& problem, Operator op, bool aligned, const Wish& wish = {}) {
   Plan plan{};
   const Axis rows = row_axis(problem, op), columns = column_axis(problem, op);
   plan.slides = columns.stride == 1;
   if (is_channels_last(problem)) {
     const int channels = window_channels(problem, op, aligned);
     plan.kernel = channels > 0 ? Kernel::kPixels : Kernel::kPixelsAny;
-    plan.strip = choose_strip(problem, op, channels, plan.slides, plan.cost, only_rows);
+    plan.strip = choose_strip(problem, op, channels, plan.slides, wish, plan.cost);
     plan.exists = plan.cost >= 0;
     if (plan.exists) return plan;
   }
@@ -1264,7 +1281,7 @@ inline Plan make_plan(const Problem& problem, Operator op, bool aligned, int onl
                          dgrad ? problem.y_stride : problem.x_stride,
                          dgrad ? problem.x_stride : problem.y_stride};
   plan.kernel = windowed ? Kernel::kPlanes : Kernel::kPlanesAny;
-  plan.tile = choose_tile(work, plan.cost, only_rows, only_planes);
+  plan.tile = choose_tile(work, wish, plan.cost);
   plan.exists = plan.cost >= 0;
   return plan;
 }
@@ -1286,7 +1303,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (problem.S > kChunk) return "a filter row of more than 64 taps";
   if (static_cast<int64_t>(problem.R) * problem.S > kSharedBytes / 4)
     return "a filter that does not fit into shared memory";
-  if (!make_plan(problem, op, true).exists || !make_plan(problem, op, false).exists)
+  if (!make_plan(problem, op, false, {true, 0, 0}).exists)
     return "no tile of it fits into shared memory, or it takes more than 2^31 - 1 of them";
   return nullptr;
 }
@@ -1382,9 +1399,9 @@ inline cudaError_t launch_planned(Operator op, const Problem& problem, const Poi
 }
 
 inline bool is_aligned(const Problem& problem, Operator op, const Pointers& pointers) {
-  const uintptr_t mask = kVectorColumns * element_bytes(problem.dtype) - 1;
+  const uint64_t mask = kVectorColumns * element_bytes(problem.dtype) - 1;
   const void* const in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
-  return ((reinterpret_cast<uintptr_t>(in_ptr) | reinterpret_cast<uintptr_t>(pointers.out)) & mask) == 0;
+  return ((reinterpret_cast<uint64_t>(in_ptr) | reinterpret_cast<uint64_t>(pointers.out)) & mask) == 0;
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
@@ -1399,16 +1416,18 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   const Strip& strip = plan.strip;
   static constexpr const char* kStores[] = {"vectors", "runs", "single elements"};
   if (plan.kernel == Kernel::kPlanes || plan.kernel == Kernel::kPlanesAny)
-    snprintf(text, text_size,
-             "%s: tile of %d planes x %d x %d pixels, bands of %d rows, loads %s, stores %s, %d bytes of shared memory",
-             plan.kernel == Kernel::kPlanes ? "planes" : "planes_any", tile.planes, tile.tile_p, tile.tile_q,
-             tile.band_rows, tile.by_runs ? "runs" : "single elements", kStores[static_cast<int>(tile.store)],
-             tile.smem_bytes);
+    snprintf(
+        text, text_size,
+        "%s: tile of %d planes x %d x %d pixels, bands of %d rows, loads %s, stores %s, %d bytes of shared memory, "
+        "%lld blocks",
+        plan.kernel == Kernel::kPlanes ? "planes" : "planes_any", tile.planes, tile.tile_p, tile.tile_q, tile.band_rows,
+        tile.by_runs ? "runs" : "single elements", kStores[static_cast<int>(tile.store)], tile.smem_bytes,
+        static_cast<long long>(tile.tiles));
   else
-    snprintf(text, text_size, "%s: %d lanes of %d channels, bands of %d rows, %d bytes of shared memory",
+    snprintf(text, text_size, "%s: %d lanes of %d channels, bands of %d rows, %d bytes of shared memory, %lld blocks",
              plan.kernel == Kernel::kPixels ? "pixels" : "pixels_any", strip.lanes,
-             plan.kernel == Kernel::kPixels ? window_channels(problem, op, true) : 1, strip.band_rows,
-             strip.smem_bytes);
+             plan.kernel == Kernel::kPixels ? window_channels(problem, op, true) : 1, strip.band_rows, strip.smem_bytes,
+             static_cast<long long>(strip.blocks));
 }
 
 #endif  // host
