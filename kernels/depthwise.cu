@@ -881,7 +881,7 @@ template <typename Storage_, bool SLIDES_>
 struct PixelsAnyConfig {
   using Storage = Storage_;
   static constexpr bool SLIDES = SLIDES_;
-  static constexpr int COLUMNS = 8, BLOCKS_PER_SM = 6;
+  static constexpr int COLUMNS = 8, BLOCKS_PER_SM = SLIDES ? 6 : 5;
 };
 
 template <typename Config>

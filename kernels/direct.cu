@@ -2,8 +2,7 @@
 //
 //   pack_weights   w -> the order, type and rounding in which correlate stages it
 //   correlate      y from x (fprop) and dx from dy (dgrad); correlate_listed: just some tiles, for another engine
-//   sliding        the same with one input channel for each output: square filters of 3, 5 or 7, in registers
-//   depthwise      the same for any other filter, through shared memory
+//   depthwise      the same with one input channel for each output, through shared memory
 //   weight_grad    dw from x and dy
 //   sliding_wgrad, depthwise_wgrad   the same with one input channel for each output: 3x3, any filter
 //   bias_grad      db from dy
@@ -24,8 +23,7 @@
 //
 //   correlate       8, 64, 128, 3x3, 512x1024   21.8 ms   80% of the issue slots used, 54% of them by multiply-adds
 //   weight_grad     the same                    36.5 ms   70% used; the rest waits for global loads and barriers
-//   sliding         16, 64, 64, 3x3, 512x512    0.68 ms   1.4 times what reading and writing alone take
-//   sliding_wgrad   the same                    1.17 ms   2.4 times that
+//   sliding_wgrad   16, 64, 64, 3x3, 512x512    1.17 ms   2.4 times what reading and writing alone take
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -553,7 +551,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
   }
 }
 
-// Where a thread of sliding and depthwise works: its column, its band of rows.
+// Where a thread of depthwise works: its column, its band of rows.
 struct Band {
   int column, first_row;
   bool exists;  // a tile cut short at the image's end leaves threads over
@@ -562,105 +560,6 @@ struct Band {
 MODELNEW_HOST_DEVICE inline Band locate_band(int thread, int tile_p, int tile_q, int rows) {
   const int first_row = thread / tile_q * rows;
   return {thread % tile_q, first_row < tile_p ? first_row : 0, first_row < tile_p};
-}
-
-// ---- sliding ----
-//
-// Depthwise with stride 1 and a square filter: pure memory traffic, so no tiling over channels, no shared memory, and
-// no rounding (uses_tf32 is false for a single input channel). A thread walks down ROWS outputs of its column; each
-// value it loads (lanes on neighbouring columns) goes at once into the TAPS outputs that it belongs to. At most TAPS
-// outputs are open at a time, in a ring of accumulators:
-//
-//      input row i   -> output i     += w[0] * x      slot  i      % TAPS
-//                       output i - 1 += w[1] * x      slot (i - 1) % TAPS
-//                       output i - 2 += w[2] * x      slot (i - 2) % TAPS, complete: stored and cleared
-//
-// A block is tile_q columns wide and as many bands of ROWS high as its threads make. The row loop goes in batches of
-// whole rings, which makes the slots compile-time numbers.
-template <typename Acc_, int TAPS_>
-struct SlidingConfig {
-  using Acc = Acc_;
-  static constexpr int TAPS = TAPS_, ROWS = 32, THREADS = 128, TILE_PIXELS = ROWS * THREADS, TILE_K = 1;
-  static constexpr int BATCH = TAPS == 3 ? 6 : TAPS;  // input rows under way
-  static_assert(TAPS * TAPS <= kChunk, "an output is one chunk");
-  static_assert(BATCH % TAPS == 0, "the ring's slots are the same in every batch");
-};
-
-template <typename Config, typename Storage>
-__device__ inline void slide(const CorrelateParams& params, const TileOrigin& at, const Band& band, const Window& rows,
-                             const Window& columns, const Storage* in_ptr, const Storage* w_ptr,
-                             const Storage* bias_ptr, Storage* out_ptr) {
-  using Acc = typename Config::Acc;
-  constexpr int TAPS = Config::TAPS;
-  const int first_row = at.p + band.first_row, in_row = first_row + rows.origin;
-  const int in_column = at.q + band.column + columns.origin;
-  const bool stores = band.exists & (at.q + band.column < columns.outputs);
-  const Acc bias = bias_ptr ? widen(*bias_ptr) : 0;
-  // Padding is skipped, not multiplied by zero, as in PyTorch's depthwise kernels (Inf times zero is NaN): a column
-  // outside the image has zero weights, a row outside is left out.
-  Acc w_frag[TAPS][TAPS];
-#pragma unroll
-  for (int r = 0; r < TAPS; ++r)
-#pragma unroll
-    for (int s = 0; s < TAPS; ++s) {
-      const Storage* source = w_ptr + ((rows.first_tap + r * rows.tap_stride) * params.w_stride_r +
-                                       (columns.first_tap + s * columns.tap_stride) * params.w_stride_s);
-      w_frag[r][s] = widen(load_if(is_within(in_column + s, columns.input_size), source));
-    }
-
-  Acc acc[TAPS] = {};
-  const Storage* row_ptr = in_ptr + in_row * params.in_stride[2] + in_column * params.in_stride[3];
-  // Where the output goes that an input row completes: TAPS - 1 rows above the image at first, and not stored there.
-  Storage* complete_ptr = out_ptr + out_position(columns, at.q + band.column) * params.out_stride[3] +
-                          (out_position(rows, first_row) - (TAPS - 1) * rows.output_step) * params.out_stride[2];
-  const int64_t complete_step = rows.output_step * params.out_stride[2];
-  const int outputs = rows.outputs - first_row < Config::ROWS ? rows.outputs - first_row : Config::ROWS;
-  const int last_row = outputs + TAPS - 1;  // one past the last input row
-#pragma unroll 1
-  for (int first = 0; first < last_row; first += Config::BATCH) {
-    // All loads of a batch before its first store: nothing tells the compiler that they do not overlap.
-    Storage value[Config::BATCH][TAPS];
-#pragma unroll
-    for (int i = 0; i < Config::BATCH; ++i, row_ptr += params.in_stride[2])
-#pragma unroll
-      for (int s = 0; s < TAPS; ++s)
-        value[i][s] =
-            load_if(is_within(in_row + first + i, rows.input_size) & is_within(in_column + s, columns.input_size),
-                    row_ptr + s * params.in_stride[3]);
-#pragma unroll
-    for (int i = 0; i < Config::BATCH; ++i) {
-      if (is_within(in_row + first + i, rows.input_size)) {
-#pragma unroll
-        for (int s = 0; s < TAPS; ++s) {
-          const Acc x_frag = widen(value[i][s]);
-#pragma unroll
-          for (int r = 0; r < TAPS; ++r) acc[(i + TAPS - r) % TAPS] += w_frag[r][s] * x_frag;
-        }
-      }
-      if (stores & (first + i >= TAPS - 1) & (first + i < last_row)) narrow(acc[(i + 1) % TAPS] + bias, *complete_ptr);
-      complete_ptr += complete_step;
-      acc[(i + 1) % TAPS] = 0;
-    }
-  }
-}
-
-template <typename Config>
-__global__ void __launch_bounds__(Config::THREADS) sliding_kernel(const CorrelateParams params) {
-  using Acc = typename Config::Acc;
-  const TileOrigin at = locate_tile(params, blockIdx.x, Config::TILE_K);
-  const Window rows = make_window(params.op, params.rows, at.phase_h);
-  const Window columns = make_window(params.op, params.columns, at.phase_w);
-  const Band band = locate_band(threadIdx.x, params.tile_p, params.tile_q, Config::ROWS);
-  const int64_t channel = static_cast<int64_t>(at.group) * params.out_channels + at.k;
-  with_storage<Acc>(params.dtype, [&](auto tag) {
-    using Storage = decltype(tag);
-    slide<Config, Storage>(
-        params, at, band, rows, columns,
-        static_cast<const Storage*>(params.in_ptr) + at.n * params.in_stride[0] + at.group * params.in_stride[1],
-        static_cast<const Storage*>(params.w_ptr) + at.group * params.w_stride_group + at.k * params.w_stride_out,
-        params.bias_ptr ? static_cast<const Storage*>(params.bias_ptr) + channel : nullptr,
-        static_cast<Storage*>(params.out_ptr) + at.n * params.out_stride[0] + channel * params.out_stride[1]);
-  });
 }
 
 // ---- depthwise ----
@@ -1032,7 +931,7 @@ __device__ inline void add_rows(double (&sum)[kDepthwiseTaps], const WeightGradP
       const bool finite = is_finite(dy);
 #pragma unroll
       for (int i = 0; i < TAPS; ++i)
-        // Padding is skipped, see sliding; a finite dy may just as well meet its zeros.
+        // Padding is skipped, see depthwise; a finite dy may just as well meet its zeros.
         if (finite || meets(i)) acc[i] += dy * widen(x_value[i]);
       if (++terms == kChunk) {
 #pragma unroll
@@ -1117,7 +1016,7 @@ __device__ inline void add_strip(double (&sum)[kSlidingTaps * kSlidingTaps], con
       for (int r = 0; r < TAPS; ++r)
 #pragma unroll
         for (int s = 0; s < TAPS; ++s)
-          // Padding is skipped, see sliding; a finite dy may just as well meet its zeros.
+          // Padding is skipped, see depthwise; a finite dy may just as well meet its zeros.
           if (finite || (is_within(first + i - params.rows.pad + r, params.rows.x_size) &&
                          is_within(x_column + s, params.columns.x_size)))
             acc[r][s] += dy_frag[i] * x_frag[i + r][s];
@@ -1303,7 +1202,7 @@ inline Tiling correlate_tiling(const Window& rows, const Window& columns, int in
   return best;
 }
 
-// Tiles of sliding and depthwise: `tile_q` columns and as many bands of ROWS as the block's threads make.
+// Tiles of depthwise: `tile_q` columns and as many bands of ROWS as the block's threads make.
 template <typename Config>
 inline int band_rows(const Window& rows, int tile_q) {
   const int whole = static_cast<int>(ceil_div(std::max(rows.outputs, 1), Config::ROWS)) * Config::ROWS;
@@ -1320,40 +1219,14 @@ inline Tiling depthwise_tiling(const Window& rows, const Window& columns) {
   return best;
 }
 
-// Nothing is staged: the best tile wastes the fewest lanes, and of those the widest reads the longest rows.
-template <typename Config>
-inline Tiling sliding_tiling(const Window& rows, const Window& columns) {
-  Tiling best{};
-  best.cost = -1;
-  for (int tile_q = 128; tile_q >= 8; tile_q /= 2) {
-    const int tile_p = band_rows<Config>(rows, tile_q);
-    const double cost = static_cast<double>(ceil_div(rows.outputs, tile_p)) * ceil_div(columns.outputs, tile_q);
-    if (best.cost < 0 || cost < best.cost) best = {tile_p, tile_q, 1, false, false, 0, cost};
-  }
-  return best;
-}
-
 using WideK = CorrelateConfig<float, 8, 4, 8, 1, 2>;     // 64 channels x 128 pixels
 using NarrowK = CorrelateConfig<float, 8, 4, 2, 4, 2>;   // 16 x 512
 using FewK = CorrelateConfig<float, 4, 4, 1, 4, 4>;      // 4 x 512
 using DoubleK = CorrelateConfig<double, 4, 4, 4, 1, 3>;  // 16 x 128
-using Sliding3 = SlidingConfig<float, 3>;
-using Sliding5 = SlidingConfig<float, 5>;
-using Sliding7 = SlidingConfig<float, 7>;
 using Depthwise = DepthwiseConfig<float>;
 using DepthwiseDouble = DepthwiseConfig<double>;
 
-enum class CorrelateKernel {
-  kWideK,
-  kNarrowK,
-  kFewK,
-  kDoubleK,
-  kSliding3,
-  kSliding5,
-  kSliding7,
-  kDepthwise,
-  kDepthwiseDouble
-};
+enum class CorrelateKernel { kWideK, kNarrowK, kFewK, kDoubleK, kDepthwise, kDepthwiseDouble };
 
 struct CorrelatePlan {
   CorrelateKernel kernel;
@@ -1397,20 +1270,7 @@ inline CorrelatePlan plan_correlate(const Problem& problem, Operator op) {
   // Few output channels that read one input channel each gain nothing from tiling over channels.
   constexpr int kMostOutputsPerInput = 4;
   if (problem.C == problem.groups && (op == Operator::kDgrad || out_channels <= kMostOutputsPerInput)) {
-    const auto slides_along = [](const Window& window, const Axis& axis, int taps) {
-      return axis.stride == 1 && window.taps == taps && window.tap_step == 1;
-    };
-    const auto slides = [&, in = in_channels](int taps) {
-      return !is_double && in == 1 && slides_along(rows, row_axis(problem), taps) &&
-             slides_along(columns, column_axis(problem), taps);
-    };
-    if (slides(3))
-      consider<Sliding3>(CorrelateKernel::kSliding3, sliding_tiling<Sliding3>(rows, columns), out_channels, best);
-    else if (slides(5))
-      consider<Sliding5>(CorrelateKernel::kSliding5, sliding_tiling<Sliding5>(rows, columns), out_channels, best);
-    else if (slides(7))
-      consider<Sliding7>(CorrelateKernel::kSliding7, sliding_tiling<Sliding7>(rows, columns), out_channels, best);
-    else if (is_double)
+    if (is_double)
       consider<DepthwiseDouble>(CorrelateKernel::kDepthwiseDouble, depthwise_tiling<DepthwiseDouble>(rows, columns),
                                 out_channels, best);
     else
@@ -1556,7 +1416,7 @@ inline int64_t weight_elements(const Problem& problem) {
 
 // Of the packed weights, padded to whole tiles; 0 for the kernels that read w as it is.
 inline int64_t packed_elements(const Problem& problem, Operator op, const CorrelatePlan& plan) {
-  if (plan.kernel >= CorrelateKernel::kSliding3) return 0;
+  if (plan.kernel >= CorrelateKernel::kDepthwise) return 0;
   const Channels channels = correlate_channels(problem, op);
   return problem.groups * ceil_div(channels.out, plan.tile_k) * plan.tile_k * channels.in * problem.R * problem.S;
 }
@@ -1590,11 +1450,6 @@ inline void run_depthwise(const CorrelateParams& params, unsigned blocks, size_t
   depthwise_kernel<Config><<<blocks, Config::THREADS, smem_bytes, stream>>>(params);
 }
 
-template <typename Config>
-inline void run_sliding(const CorrelateParams& params, unsigned blocks, cudaStream_t stream) {
-  sliding_kernel<Config><<<blocks, Config::THREADS, 0, stream>>>(params);
-}
-
 inline void run(CorrelateKernel kernel, const CorrelateParams& params, unsigned blocks, size_t smem_bytes,
                 cudaStream_t stream) {
   switch (kernel) {
@@ -1608,12 +1463,6 @@ inline void run(CorrelateKernel kernel, const CorrelateParams& params, unsigned 
       return run_correlate<DoubleK>(params, blocks, smem_bytes, stream);
     case CorrelateKernel::kDepthwise:
       return run_depthwise<Depthwise>(params, blocks, smem_bytes, stream);
-    case CorrelateKernel::kSliding3:
-      return run_sliding<Sliding3>(params, blocks, stream);
-    case CorrelateKernel::kSliding5:
-      return run_sliding<Sliding5>(params, blocks, stream);
-    case CorrelateKernel::kSliding7:
-      return run_sliding<Sliding7>(params, blocks, stream);
     case CorrelateKernel::kDepthwiseDouble:
       return run_depthwise<DepthwiseDouble>(params, blocks, smem_bytes, stream);
   }
@@ -1841,8 +1690,8 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
              plan.tiles_k, plan.tiles_e, plan.splits);
     return;
   }
-  static constexpr const char* kNames[] = {"correlate",   "correlate",   "correlate", "correlate double", "sliding 3x3",
-                                           "sliding 5x5", "sliding 7x7", "depthwise", "depthwise double"};
+  static constexpr const char* kNames[] = {"correlate",        "correlate", "correlate",
+                                           "correlate double", "depthwise", "depthwise double"};
   const CorrelatePlan plan = plan_correlate(problem, op);
   snprintf(text, text_size,
            "%s: tile of %d channels x %d x %d pixels, %d input channels a stage, %d bytes of shared memory",
