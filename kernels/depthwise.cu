@@ -54,7 +54,7 @@ enum class Store : int {
   kSingly
 };
 
-// A block of the planes kernels: `planes` planes, or some rows and columns of one. A thread owns band_rows x its columns.
+// A block of the planes kernels: `planes` planes, or some rows and columns of one. A thread owns band_rows rows.
 struct Tile {
   int planes;              // of the output
   int bands, band_rows;    // of each plane
@@ -144,8 +144,8 @@ __device__ inline void narrow_all(const float (&value)[SIZE], Pack<Storage, SIZE
   }
 }
 
-// Ends a chunk: total += acc, and the next chunk starts from that addition's rounding error (Fast2Sum). An error that is
-// not finite is dropped: it would turn an Inf into NaN.
+// Ends a chunk: total += acc, and the next chunk starts from that addition's rounding error (Fast2Sum). An error that
+// is not finite is dropped: it would turn an Inf into NaN.
 __device__ inline void add_chunk(float& acc, float& total) {
   const float sum = total + acc, error = acc - (sum - total);
   acc = is_finite(error) ? error : 0;
@@ -341,8 +341,8 @@ __device__ inline float exact_sum(const float* x_plane, const float* w, int row_
   return total + acc;
 }
 
-// Where a thread of the planes kernels writes: the first output of its plane and tile, in shared memory if they leave by
-// runs.
+// Where a thread of the planes kernels writes: the first output of its plane and tile, in shared memory if they leave
+// by runs.
 template <typename Storage>
 struct Target {
   Storage* first;
@@ -425,8 +425,8 @@ __device__ inline void store_run(const Stage<Storage>& staged, int count) {
 //                       output i - 1 += w[1] * x      acc[1], acc[0] of the next row
 //                       output i     += w[0] * x      acc[2], acc[1] of the next row
 //
-// With a stride of 2, a step takes two input rows and completes one output row; tap a + 2m of row a of a step belongs to
-// the output that opened m steps ago.
+// With a stride of 2, a step takes two input rows and completes one output row; tap a + 2m of row a of a step belongs
+// to the output that opened m steps ago.
 template <int TAPS_, int STRIDE_, typename Storage_>
 struct PlanesConfig {
   using Storage = Storage_;
@@ -760,8 +760,8 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_kernel
   const int64_t row_stride = params.in_stride[2], column_stride = params.in_stride[3];
 
   // The first step that meets the image; those before it leave nothing but the bias.
-  int step = 1 - OPEN, row = first_row;
-  for (; row + ROWS <= 0; row += ROWS) step += STEPS;
+  const int skipped = first_row < 0 ? -first_row / ROWS : 0;
+  int step = 1 - OPEN + skipped * STEPS, row = first_row + skipped * ROWS;
   unsigned columns_inside = 0;  // a bit for each column of the window
 #pragma unroll
   for (int j = 0; j < WINDOW; ++j)
@@ -1178,14 +1178,16 @@ inline Tile choose_tile(const TileWork& work, const Wish& wish, double& cost) {
       if (!work.windowed && part > 0) break;
       tile.band_rows = work.windowed ? band_rows : kAnyRows;
       const int64_t bands = ceil_div(rows, tile.band_rows);
-      // Several planes, as many as the threads serve and fewer.
+      // Several planes, as many as so many warps serve.
       if (bands * tile.groups <= kThreads && tile.tiles_q == 1) {
         tile.bands = static_cast<int>(bands);
-        int64_t planes = std::min<int64_t>(kThreads / (bands * tile.groups), work.problem.N * work.channels);
-        if (wish.planes != 0) planes = std::min<int64_t>(planes, wish.planes);
-        for (int fit = 0; planes > 1 && fit < 3; planes = planes * 3 / 4) {
+        int64_t most_planes = work.problem.N * work.channels;
+        if (wish.planes != 0) most_planes = std::min<int64_t>(most_planes, wish.planes);
+        for (int threads = kThreads; threads >= 32; threads -= 32) {
+          const int64_t planes = std::min(threads / (bands * tile.groups), most_planes);
+          if (planes <= 1) break;
           tile.planes = static_cast<int>(planes);
-          fit += consider(tile);
+          consider(tile);
           if (wish.any && cost >= 0) return best;
         }
       }
