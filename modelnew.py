@@ -861,7 +861,8 @@ def explain(
     return extension.explain(*prepared, _tf32_allowed(), _forced_engine)
 
 
-_ENGINE_NAMES = ("wgmma", "depthwise", "direct")  # of the table in kernels/binding.cpp, to be known without a build
+# Of the table in kernels/binding.cpp, to be known without a build.
+_ENGINE_NAMES = ("wgmma", "gather", "depthwise", "direct")
 
 
 @contextlib.contextmanager

@@ -26,8 +26,9 @@
 namespace modelnew {
 namespace {
 
-// Tried in this order: the first engine that does not refuse a problem runs it, the last one takes everything.
-const Engine* const kEngines[] = {&kWgmmaEngine, &kDepthwiseEngine, &kDirectEngine};
+// Tried in this order: the first engine that neither refuses a problem nor yields it to a later one runs it; the last one
+// takes everything.
+const Engine* const kEngines[] = {&kWgmmaEngine, &kGatherEngine, &kDepthwiseEngine, &kDirectEngine};
 
 using Pair = std::array<int64_t, 2>;
 
@@ -202,6 +203,12 @@ at::MemoryFormat output_format(const at::Tensor& x, const at::Tensor& w) {
 
 // ---- Engines ----
 
+// Null, or why an engine that is not forced does not run the problem.
+const char* reason_against(const Engine& engine, const Problem& problem, Operator op) {
+  const char* const refusal = engine.refusal(problem, op);
+  return refusal != nullptr || engine.yields == nullptr ? refusal : engine.yields(problem, op);
+}
+
 const Engine& engine_for(const Problem& problem, Operator op, const Engine* forced) {
   if (forced != nullptr) {
     const char* refusal = forced->refusal(problem, op);
@@ -210,7 +217,7 @@ const Engine& engine_for(const Problem& problem, Operator op, const Engine* forc
     return *forced;
   }
   for (const Engine* engine : kEngines) {
-    if (engine->refusal(problem, op) == nullptr) return *engine;
+    if (reason_against(*engine, problem, op) == nullptr) return *engine;
   }
   TORCH_CHECK_NOT_IMPLEMENTED(false, concatenate("modelnew: no engine takes the ", name_of(op), " of this problem"));
 }
@@ -344,7 +351,7 @@ std::string explain_operator(const Problem& problem, Operator op, const Engine* 
   text += concatenate("; ", configuration);
   if (forced == nullptr) {
     for (const Engine* const* engine = kEngines; *engine != &chosen; ++engine) {
-      text += concatenate("; not ", (*engine)->name, ": ", (*engine)->refusal(problem, op));
+      text += concatenate("; not ", (*engine)->name, ": ", reason_against(**engine, problem, op));
     }
   }
   return text + "\n";

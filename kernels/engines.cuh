@@ -14,6 +14,9 @@ struct Engine {
   cudaError_t (*launch)(Operator, const Problem&, const Pointers&, cudaStream_t);
   // One line for explain(): the configuration that launch would use. Always terminated.
   void (*describe)(const Problem&, Operator, char* text, size_t text_size);
+  // Null, or why an engine further down the table is the faster one, for a problem that this one takes. Not asked where
+  // the engine is forced. May be null itself.
+  const char* (*yields)(const Problem&, Operator) = nullptr;
 };
 
 // The direct engine's multiply-adds for another engine: tiles of fprop or dgrad of fp32 tensors, in full accuracy and
@@ -21,6 +24,7 @@ struct Engine {
 cudaError_t launch_listed(Operator, const Problem&, const Pointers&, const TileList&, int sms, cudaStream_t);
 int64_t listed_workspace_bytes(const Problem&, Operator);
 
+extern const Engine kGatherEngine;
 extern const Engine kWgmmaEngine;
 extern const Engine kDepthwiseEngine;
 extern const Engine kDirectEngine;

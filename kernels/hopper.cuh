@@ -53,6 +53,27 @@ __device__ __forceinline__ void load_2(const void* address, bool exist, uint32_t
   word = half_word;
 }
 
+// Of places far from each other: without more of the line than is asked for.
+template <int BYTES>
+__device__ __forceinline__ void load_alone(const void* address, bool exist, uint32_t& word) {
+  if constexpr (BYTES == 2) {
+    load_2(address, exist, word);
+  } else {
+    asm volatile("{\n.reg .pred exist;\nsetp.ne.b32 exist, %2, 0;\nmov.b32 %0, 0;\n@exist ld.global.nc.b32 %0, [%1];\n}"
+                 : "=&r"(word)
+                 : "l"(address), "r"(static_cast<int>(exist)));
+  }
+}
+
+__device__ __forceinline__ void load_16(const void* address, bool exist, uint32_t& a, uint32_t& b, uint32_t& c,
+                                        uint32_t& d) {
+  asm volatile(
+      "{\n.reg .pred exist;\nsetp.ne.b32 exist, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, "
+      "0;\n@exist ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(a), "=&r"(b), "=&r"(c), "=&r"(d)
+      : "l"(address), "r"(static_cast<int>(exist)));
+}
+
 // ---- The same to shared memory, later: as this thread, and at first nobody else, can see once it has waited ----
 
 template <int BYTES>
@@ -60,6 +81,23 @@ __device__ __forceinline__ void copy_later(uint32_t to_smem, const void* address
   asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], %2, %3;" ::"r"(to_smem), "l"(address), "n"(BYTES),
                "r"(exist ? BYTES : 0)
                : "memory");
+}
+
+// The first `size` of BYTES, and zeros for the rest.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(uint32_t to_smem, const void* address, int size) {
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_smem), "l"(address), "r"(size)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(to_smem), "l"(address), "n"(BYTES),
+                 "r"(size)
+                 : "memory");
+}
+
+// The thread arrives at a barrier when all that it has ordered is there.
+__device__ __forceinline__ void copies_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // What the thread has ordered since the last time is a group.
@@ -299,6 +337,46 @@ MODELNEW_WGMMA_SHAPES(Half, "k16.f32.f16.f16", "1, 1, 0, 0")
 MODELNEW_WGMMA_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0, 0")
 MODELNEW_WGMMA_SHAPES(float, "k8.f32.tf32.tf32", "1, 1")
 #endif
+
+// The same with `a` in registers: each thread holds what ldmatrix gives it of the 16 rows of its warp.
+template <typename Operand, int N>
+struct WgmmaRegisters;
+
+#define MODELNEW_WGMMA_REGISTERS(OPERAND, N, COUNT, A, B, KEEP, TYPES, SIGNS)                                        \
+  template <>                                                                                                        \
+  struct WgmmaRegisters<OPERAND, N> {                                                                                \
+    static __device__ __forceinline__ void multiply(float (&acc)[COUNT], const uint32_t (&a)[4], uint32_t b,         \
+                                                    int keep) {                                                      \
+      const uint64_t b_operand = static_cast<uint64_t>(kDescriptorHigh) << 32 | b;                                   \
+      asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " KEEP ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N TYPES \
+                   " {" MODELNEW_NAMES_##COUNT "}, {" A "}, " B ", keep, " SIGNS ";\n}\n"                            \
+                   : MODELNEW_ACC_##COUNT(0)                                                                         \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_operand), "r"(keep));                         \
+    }                                                                                                                \
+  };
+#define MODELNEW_WGMMA_REGISTERS_SHAPES(OPERAND, TYPES, SIGNS)                                 \
+  MODELNEW_WGMMA_REGISTERS(OPERAND, 64, 32, "%32, %33, %34, %35", "%36", "%37", TYPES, SIGNS)  \
+  MODELNEW_WGMMA_REGISTERS(OPERAND, 128, 64, "%64, %65, %66, %67", "%68", "%69", TYPES, SIGNS) \
+  MODELNEW_WGMMA_REGISTERS(OPERAND, 256, 128, "%128, %129, %130, %131", "%132", "%133", TYPES, SIGNS)
+
+#if defined(MODELNEW_SM90A)
+MODELNEW_WGMMA_REGISTERS_SHAPES(Half, "k16.f32.f16.f16", "1, 1, 0")
+MODELNEW_WGMMA_REGISTERS_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0")
+MODELNEW_WGMMA_REGISTERS_SHAPES(float, "k8.f32.tf32.tf32", "1, 1")
+#endif
+
+__device__ __forceinline__ void load_shared(uint32_t& word, uint32_t address) {
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+}
+
+// 16 rows x 32 bytes of shared memory as that operand: lane l names row l % 16 of the first 16 bytes (l < 16) or of the
+// other ones.
+__device__ __forceinline__ void load_matrix(uint32_t (&a)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(address)
+               : "memory");
+}
 
 }  // namespace hopper
 }  // namespace modelnew

@@ -1,0 +1,1514 @@
+// gather engine: implicit GEMM on Hopper's tensor cores for what has no long rows: strides, 1x1, small images,
+// channels_last. Deterministic: one sum an output, in one order.
+//
+//   pack     w -> the bytes that shared memory wants, in the order in which the main kernel takes them
+//   gather   y from x (fprop), and dx from dy (dgrad without a stride)
+//
+// GEMM view: rows = output pixels, columns = output channels, reduction = (block of channels, r, s, channel). A stage
+// of shared memory holds the pixels that a tile of outputs reads, with the halo, in a block of channels:
+//
+//   x stage:  [piece][slot] x 16 bytes     piece = 8 channels of 16 bits or 4 of fp32, slot = pixel
+//   w stage:  [piece][TILE_N channels] x 16 bytes, of one tap
+//
+// w is the operand that wgmma reads from shared memory. x goes through registers: ldmatrix takes 16 bytes from wherever
+// each lane says, so that any pixel of the tile may lie in any slot, and a tap is the same shift of all of them. Hence
+// strides, rows of any length and several images in a tile cost nothing here; all of that is in the table of slots.
+//
+//   points    1x1: slot m is what output m reads; outputs are numbered through all images
+//   windows   other filters: lines (rows of outputs, numbered through all images) with their halo
+//
+//         +--pitch---+
+//         | . . . . .|   rows of image n that the first lines need
+//         | . . . . .|
+//         +----------+
+//         | . . . . .|   rows of image n + 1, with a halo of their own
+//         +----------+
+//
+// One block an SM, for the life of the launch, 12 warps in three roles:
+//
+//   8 warps   two warpgroups multiply, each BLOCKS_M x 64 pixels by TILE_N channels, then store them through staging
+//   3 warps   gather: they order copies of x into slots, zeros for the padding (16-bit values that are no neighbours by
+//             fours of bytes they load and store themselves)
+//   1 warp    one thread orders bulk copies of packed weights
+//
+//   memory --cp.async---> x ring --ldmatrix, rounding to TF32--> registers --+
+//                                                                            +--> wgmma --> staging --> memory
+//   packed --bulk copy--> w ring --------------------------------------------+
+//
+// fp32 is rounded on its way to the tensor cores, so that copies go straight to shared memory. They write 128 bytes of
+// it at once if these lie side by side, and otherwise piece by piece (1x1 of 256 channels to 64, channels_last, 256
+// images of 56x56: 438 us with pieces of a pixel apart, 286 side by side). Hence three layouts of a stage, by how it is
+// filled (Loads):
+//
+//   kPixels     [channel][slot]   four pixels of a channel a copy, points only; operands are single words then
+//   kChannels   [slot][piece]     a piece a copy; number i lies at place i ^ slot % 8, against bank conflicts
+//   kSingle     [piece][slot]     one value a copy, from anywhere
+//
+// Where there are few tiles the reduction is split: parts of it write sums of their own, which sum_kernel adds up in
+// their order.
+//
+// What bounds it (H200, 2026-11-22, TF32, 256 images, us, packing included, revisions in the making; without loading x,
+// or storing y, or both and seven eighths of w; cuDNN's own time). A bare loop of these wgmmas with ldmatrix and
+// rounding reaches 480 TFLOP/s, these layers 80 to 290.
+//
+//   1x1 1024 to 512, 14x14     180   without x 156   without y 157   without all 125    cuDNN 331
+//   3x3 256 to 256, 14x14      205   without x 200   without y 191   without all 182    cuDNN 219
+//   1x1 64 to 256, 56x56       318   without x 308   without y 113   without all  90    cuDNN 294
+//   1x1 512 to 128, 28x28      161   without x 119   without y 122   without all  80    cuDNN 152
+//
+// Reading and writing take turns in a block: while its warpgroups store, the rings fill, but nobody multiplies. Tried:
+// weights for clusters of 2 or 4 blocks by multicast, 1.2 to 1.4 and 2 to 2.3 times slower, for whatever reason (with
+// an eighth of the bytes of weights it is 1 to 5% faster); y of [channel][pixel] by boxes of 32 channels x 128 bytes,
+// 408 instead of 318 us in the third line; x through registers of the gathering warps (1x1 256 to 64, 56x56: 493
+// instead of 295 us).
+#if !defined(__CUDACC_RTC__)
+#include <algorithm>
+#include <cstdio>
+
+#include "engines.cuh"
+#endif
+
+#include "hopper.cuh"
+#include "numerics.cuh"
+#include "problem.cuh"
+
+namespace modelnew {
+namespace gather {
+
+// ---- Geometry, host and device ----
+//
+// Other architectures than sm_90a have an empty kernel: what only its roles use is then unused.
+
+template <typename Stored_>
+struct Format {
+  using Stored = Stored_;
+  static constexpr int CHANNELS = 16 / sizeof(Stored);  // of a piece
+  // Registers of a thread: all start with 168, and the multiplying ones need more.
+  static constexpr int MULTIPLY_REGISTERS = sizeof(Stored) == 4 ? 216 : 208;
+  static constexpr int GATHER_REGISTERS = 3 * 168 - 2 * MULTIPLY_REGISTERS;
+};
+
+constexpr int kMultiplyWarps = 8, kGatherWarps = 3;
+[[maybe_unused]] constexpr int kGatherThreads = 32 * kGatherWarps;
+constexpr int kThreads = 32 * (kMultiplyWarps + kGatherWarps + 1);
+constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
+constexpr int kMaxStages = 8;
+constexpr int kBarrierBytes = 1024;
+
+// Staging of the results of 64 pixels x 32 channels, by a warpgroup: [channel][pixel], or [pixel][channel]
+// where channels are neighbours in memory; the pitches, in words, keep stores of accumulators and loads of 16 bytes
+// free of bank conflicts.
+constexpr int kStagedChannels = 32;
+constexpr int kPixelsPitch = 68, kChannelsPitch = 40;
+constexpr int kStagingBytes = 64 * kChannelsPitch * 4;
+static_assert(kStagedChannels * kPixelsPitch * 4 <= kStagingBytes, "either fits");
+
+// The same for boxes: two buffers a warpgroup, one of them being stored.
+constexpr int kBoxStagingBytes = 64 * kStagedChannels * 4;
+
+// y from x and w, or dx from dy and w seen as the same thing: filter flipped, channel axes swapped, a padding that may
+// be negative. Channels are those of one group; strides are in elements.
+struct Correlation {
+  int64_t N;
+  int groups, in_channels, out_channels;
+  int H, W, P, Q, R, S;
+  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  int64_t in_stride[4], out_stride[4];
+  int64_t w_stride_group, w_stride_out, w_stride_in, w_stride_r, w_stride_s;
+  bool flipped;
+};
+
+// How slots are filled.
+enum class Loads : int {
+  kSingle,    // a lane loads a channel of a pixel
+  kPixels,    // four neighbouring pixels of a channel (points only)
+  kChannels,  // the channels of a piece
+};
+
+struct Plan {
+  int tile_n, blocks_m;  // channels; 64 pixels of a warpgroup, so many times
+  bool points;
+  int tile_p, tile_q;                // windows: lines, columns
+  int tiles_q, tiles_m, tiles_n;     // tiles_m: of pixels, in all
+  int64_t tiles;                     // of all groups and parts of the reduction
+  int row_step, column_step;         // slots between neighbouring outputs
+  int in_row_step, in_column_step;   // input positions between neighbouring slots
+  int gap;                           // rows of slots, at the seam of two images, more than row_step
+  int pitch, slots;                  // of a row, in all
+  int piece_slots, plane_slots;      // from piece to piece, from channel to channel: bank conflicts are kept off
+  int pieces, blocks_c, iterations;  // pieces a stage, blocks of channels, w stages of all of them
+  int splits, split_blocks;          // parts of the reduction, blocks of channels of each but perhaps the last one
+  Loads loads;
+  bool quarters;           // slots of points are in the order of slot_of_point
+  bool rows;               // a stage is [slot][piece] instead of [piece][slot]
+  bool out_channels_last;  // channels of y are neighbours
+  int vector;              // outputs that are stored at a time: 4 or 1
+  bool boxes;              // y is stored by boxes of 64 pixels x 32 channels
+  int x_stages, w_stages;
+  int x_stage_bytes, w_stage_bytes, smem_bytes;
+  int blocks;
+  double cycles;  // estimate
+};
+
+MODELNEW_HOST_DEVICE inline int tile_pixels(const Plan& plan) { return 128 * plan.blocks_m; }
+
+struct Params {
+  const void *in_ptr, *packed_ptr, *bias_ptr;
+  void* out_ptr;  // of partial sums, where there are parts of the reduction: of the first one
+  int64_t out_elements;
+  Correlation of;
+  Plan plan;
+  hopper::BoxMap out_map;
+};
+
+struct PackParams {
+  const void* w_ptr;
+  void* packed_ptr;
+  Correlation of;
+  int tile_n, tiles_n, blocks_c, pieces;
+  int64_t count;  // of pieces
+};
+
+// Where the parts of a block's shared memory start.
+struct SharedLayout {
+  int staging, table, x_ring, w_ring, end;
+};
+
+MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
+  SharedLayout layout{};
+  layout.staging = kBarrierBytes;  // aligned as boxes have to be
+  layout.table = layout.staging + (plan.boxes ? 4 * kBoxStagingBytes : 2 * kStagingBytes);
+  layout.x_ring = layout.table + 2 * (plan.slots + 31) / 32 * 32 * 4;
+  layout.x_ring = (layout.x_ring + 127) / 128 * 128;
+  layout.w_ring = layout.x_ring + plan.x_stages * plan.x_stage_bytes;
+  layout.end = layout.w_ring + plan.w_stages * plan.w_stage_bytes;
+  return layout;
+}
+
+// A tile: its first pixel's number (points) or line and column, and its channels.
+struct Tile {
+  int group, n_block, split;
+  int first_block, blocks;  // of channels
+  int64_t first;            // points: output number; windows: line
+  int q;
+};
+
+MODELNEW_HOST_DEVICE inline Tile locate_tile(const Plan& plan, int64_t number) {
+  // Tiles of the same pixels are neighbours, so that x comes from memory once.
+  Tile tile;
+  tile.n_block = static_cast<int>(number % plan.tiles_n);
+  number /= plan.tiles_n;
+  const int64_t m = number % plan.tiles_m;
+  number /= plan.tiles_m;
+  tile.split = static_cast<int>(number % plan.splits);
+  tile.group = static_cast<int>(number / plan.splits);
+  tile.first_block = tile.split * plan.split_blocks;
+  const int left = plan.blocks_c - tile.first_block;
+  tile.blocks = left < plan.split_blocks ? left : plan.split_blocks;
+  tile.first = plan.points ? m * tile_pixels(plan) : m / plan.tiles_q * plan.tile_p;
+  tile.q = plan.points ? 0 : static_cast<int>(m % plan.tiles_q) * plan.tile_q;
+  return tile;
+}
+
+// The first image that the tile reads and writes.
+MODELNEW_HOST_DEVICE inline int64_t first_image(const Correlation& of, const Plan& plan, const Tile& tile) {
+  return plan.points ? tile.first / (static_cast<int64_t>(of.P) * of.Q) : tile.first / of.P;
+}
+
+// Where output m of a tile is: image, counted from the tile's first one, row and column; false if it does not exist.
+MODELNEW_HOST_DEVICE inline bool locate_output(const Correlation& of, const Plan& plan, const Tile& tile, int64_t image,
+                                               int m, int& n, int& p, int& q) {
+  if (plan.points) {
+    const int plane = of.P * of.Q;
+    const int in_image = static_cast<int>(tile.first - image * plane) + m;
+    n = in_image / plane;
+    const int rest = in_image - n * plane;
+    p = rest / of.Q;
+    q = rest - p * of.Q;
+    return image + n < of.N;
+  }
+  const int line = m / plan.tile_q;
+  const int in_image = static_cast<int>(tile.first - image * of.P) + line;
+  n = in_image / of.P;
+  p = in_image - n * of.P;
+  q = tile.q + m - line * plan.tile_q;
+  return line < plan.tile_p && image + n < of.N && q < of.Q;
+}
+
+// The slot that output m reads at its first tap. Where a lane writes pieces of four pixels, neighbouring ones lie a
+// quarter apart, and two slots more: then neither writing nor reading them meets a bank conflict.
+MODELNEW_HOST_DEVICE inline int slot_of_point(const Plan& plan, int m) {
+  return plan.quarters ? m % 4 * (tile_pixels(plan) / 4 + 2) + m / 4 : m;
+}
+
+MODELNEW_HOST_DEVICE inline int slot_of_output(const Correlation& of, const Plan& plan, const Tile& tile, int64_t image,
+                                               int m) {
+  if (plan.points) return slot_of_point(plan, m);
+  const int line = m / plan.tile_q;
+  if (line >= plan.tile_p) return 0;
+  const int seams = (static_cast<int>(tile.first - image * of.P) + line) / of.P;
+  return (line * plan.row_step + seams * plan.gap) * plan.pitch + (m - line * plan.tile_q) * plan.column_step;
+}
+
+// What a slot of a window holds: image, counted from the tile's first one, row and column; false if it is outside.
+MODELNEW_HOST_DEVICE inline bool locate_slot(const Correlation& of, const Plan& plan, const Tile& tile, int64_t image,
+                                             int slot, int& n, int& h, int& w) {
+  const int row = slot / plan.pitch, column = slot - row * plan.pitch;
+  const int first_p = static_cast<int>(tile.first - image * of.P);
+  const int per_image = of.P * plan.row_step + plan.gap, behind_seam = row - (per_image - first_p * plan.row_step);
+  n = behind_seam < 0 ? 0 : 1 + behind_seam / per_image;
+  const int in_image = n == 0 ? row + first_p * plan.row_step : behind_seam - (n - 1) * per_image;
+  // Rows of slots count from the first one that the image's first line reads.
+  h = (plan.in_row_step == 1 ? in_image : in_image * plan.in_row_step) - of.pad_h;
+  w = (tile.q * of.stride_w - of.pad_w) + column * plan.in_column_step;
+  return image + n < of.N && h >= 0 && h < of.H && w >= 0 && w < of.W;
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+// ---- Device code ----
+
+// -- Pack: [group][tile of channels][block of channels][tap][piece][TILE_N] x 16 bytes --
+
+constexpr int kPackThreads = 256;
+
+template <typename Format>
+__global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams params) {
+  using Stored = typename Format::Stored;
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kPackThreads + threadIdx.x;
+  if (number >= params.count) return;
+  const Correlation& of = params.of;
+  const int taps = of.R * of.S;
+  // Neighbouring threads read neighbouring taps and channels of w.
+  int64_t rest = number;
+  const int tap = static_cast<int>(rest % taps);
+  rest /= taps;
+  const int pieces = params.blocks_c * params.pieces;
+  const int piece_of_all = static_cast<int>(rest % pieces);
+  rest /= pieces;
+  const int rows = params.tiles_n * params.tile_n;
+  const int k = static_cast<int>(rest % rows), group = static_cast<int>(rest / rows);
+  const int r = of.flipped ? of.R - 1 - tap / of.S : tap / of.S, s = of.flipped ? of.S - 1 - tap % of.S : tap % of.S;
+  const int channel = piece_of_all * Format::CHANNELS;
+  const Stored* from = static_cast<const Stored*>(params.w_ptr) + group * of.w_stride_group + k * of.w_stride_out +
+                       channel * of.w_stride_in + r * of.w_stride_r + s * of.w_stride_s;
+  Stored values[Format::CHANNELS];
+#pragma unroll
+  for (int c = 0; c < Format::CHANNELS; ++c) {
+    values[c] = k < of.out_channels && channel + c < of.in_channels ? from[c * of.w_stride_in] : Stored{};
+    if constexpr (sizeof(Stored) == 4) values[c] = round_to_tf32(values[c]);
+  }
+  uint4 packed;
+  memcpy(&packed, values, sizeof packed);
+  const int n_block = k / params.tile_n, block = piece_of_all / params.pieces, piece = piece_of_all % params.pieces;
+  const int64_t stage =
+      ((static_cast<int64_t>(group) * params.tiles_n + n_block) * params.blocks_c + block) * taps + tap;
+  static_cast<uint4*>(params.packed_ptr)[(stage * params.pieces + piece) * params.tile_n + k % params.tile_n] = packed;
+}
+
+// What divides numbers below 2^16 by one below 2^15.
+__device__ __forceinline__ uint32_t reciprocal(uint32_t divisor) { return 0x80000000u / divisor + 1; }
+__device__ __forceinline__ int quotient(int number, uint32_t by) { return __umulhi(2 * number + 1, by); }
+
+// A place in a ring and the parity of its current round.
+struct RingPosition {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next(int slots) {
+    const bool round = ++slot == slots;
+    slot = round ? 0 : slot;
+    parity ^= round;
+  }
+};
+
+struct Shared {
+  uint32_t base;
+  SharedLayout layout;
+
+  __device__ __forceinline__ uint32_t x_full(int stage) const { return base + 8 * stage; }
+  __device__ __forceinline__ uint32_t x_empty(int stage) const { return base + 8 * (kMaxStages + stage); }
+  __device__ __forceinline__ uint32_t w_full(int stage) const { return base + 8 * (2 * kMaxStages + stage); }
+  __device__ __forceinline__ uint32_t w_empty(int stage) const { return base + 8 * (3 * kMaxStages + stage); }
+};
+static_assert(4 * kMaxStages * 8 <= kBarrierBytes, "room for all barriers");
+
+__device__ __forceinline__ void named_barrier(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// -- Copy weights: packed -> w ring, by one thread --
+
+__device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared) {
+  const Plan& plan = params.plan;
+  RingPosition at;
+  for (int64_t number = blockIdx.x; number < plan.tiles; number += gridDim.x) {
+    const Tile tile = locate_tile(plan, number);
+    const int taps = plan.iterations / plan.blocks_c;
+    const int64_t first = (static_cast<int64_t>(tile.group) * plan.tiles_n + tile.n_block) * plan.iterations +
+                          static_cast<int64_t>(tile.first_block) * taps;
+    const uint8_t* from = static_cast<const uint8_t*>(params.packed_ptr) + first * plan.w_stage_bytes;
+    for (int i = 0; i < tile.blocks * taps; ++i) {
+      hopper::barrier_wait_idly(shared.w_empty(at.slot), at.parity ^ 1);
+      hopper::barrier_arrive_expecting(shared.w_full(at.slot), plan.w_stage_bytes);
+      hopper::bulk_load(shared.base + shared.layout.w_ring + at.slot * plan.w_stage_bytes, from, plan.w_stage_bytes,
+                        shared.w_full(at.slot));
+      from += plan.w_stage_bytes;
+      at.next(plan.w_stages);
+    }
+  }
+}
+
+// -- Gather x: memory -> x ring --
+
+[[maybe_unused]] constexpr int kNothing = -1;  // in the table: the slot is outside of the image
+
+// The stages of x that a gathering warp fills, one after another, and the table of the tile that a stage belongs to.
+template <typename Stored, Loads LOADS>
+struct Stages {
+  static constexpr int CHANNELS = 16 / sizeof(Stored);
+
+  const Params& params;
+  const int warp, lane;
+  int32_t* const tables;  // offsets of the pixels of slots, of this tile and the next one
+
+  int64_t number;
+  const Stored* base;  // the group's first channel in the tile's first image
+  int32_t* offsets;    // this tile's
+  int block, end;      // of channels
+  bool entered;        // the stage is the first one of its tile
+
+  // Before the first one.
+  __device__ __forceinline__ Stages(const Params& params, int32_t* tables)
+      : params(params), warp(threadIdx.x / 32 - kMultiplyWarps), lane(threadIdx.x % 32), tables(tables) {
+    number = static_cast<int64_t>(blockIdx.x) - gridDim.x;
+    block = 0;
+    end = 1;
+    offsets = tables + table_slots();
+  }
+
+  __device__ __forceinline__ int table_slots() const { return (params.plan.slots + 31) / 32 * 32; }
+  __device__ __forceinline__ int first_channel() const { return block * params.plan.pieces * CHANNELS; }
+
+  // False after the last one.
+  __device__ __forceinline__ bool next() {
+    entered = false;
+    if (++block < end) return true;
+    entered = true;
+    number += gridDim.x;
+    if (number >= params.plan.tiles) return false;
+    enter_tile();
+    return true;
+  }
+
+  // All gathering warps come here once a tile: they fill the table together.
+  __device__ __forceinline__ void enter_tile() {
+    const Correlation& of = params.of;
+    const Plan& plan = params.plan;
+    const Tile tile = locate_tile(plan, number);
+    block = tile.first_block;
+    end = block + tile.blocks;
+    const int64_t image = first_image(of, plan, tile);
+    base = static_cast<const Stored*>(params.in_ptr) + image * of.in_stride[0] +
+           static_cast<int64_t>(tile.group) * of.in_channels * of.in_stride[1];
+    offsets = offsets == tables ? tables + table_slots() : tables;
+    constexpr int kStep = LOADS == Loads::kPixels ? 4 : 1;
+    for (int slot = (threadIdx.x - 32 * kMultiplyWarps) * kStep; slot < table_slots(); slot += kGatherThreads * kStep) {
+      int n, h, w;
+      bool inside;
+      if (plan.points) {
+        inside = locate_output(of, plan, tile, image, slot, n, h, w);
+        h = h * of.stride_h - of.pad_h;
+        w = w * of.stride_w - of.pad_w;
+        inside = inside && h >= 0 && h < of.H && w >= 0 && w < of.W;
+      } else {
+        inside = slot < plan.slots && locate_slot(of, plan, tile, image, slot, n, h, w);
+      }
+      offsets[slot / kStep] =
+          inside ? static_cast<int32_t>(n * of.in_stride[0] + h * of.in_stride[2] + w * of.in_stride[3]) : kNothing;
+    }
+    named_barrier(1, kGatherThreads);
+  }
+};
+
+// Neighbouring channels of one place: COUNT copies of BYTES each, `left` channels and for the rest zeros. `size` is
+// BYTES, or 0 where zeros are to be written.
+template <int BYTES, int COUNT, typename Stored, typename To>
+__device__ __forceinline__ void copy_channels(const To& to, const Stored* from, int64_t step, int left, int size) {
+  if (left >= COUNT) {
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) {
+      hopper::copy_async<BYTES>(to(c), from, size);
+      from += step;
+    }
+  } else {
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) {
+      hopper::copy_async<BYTES>(to(c), from, c < left ? size : 0);
+      from += step;
+    }
+  }
+}
+
+// As x lies in memory, by copies that nobody waits for but who reads the stage: it is rounded when it is multiplied.
+// The warps take items in turns:
+//
+//   kSingle     32 slots of 16 channels
+//   kPixels     32 times 4 slots of 4 channels
+//   kChannels   32 / pieces slots of all pieces; where the first of them lie, a lane remembers for the whole tile
+template <typename Stored, Loads LOADS>
+__device__ __forceinline__ void copy_stages(const Params& params, const Shared& shared, int32_t* tables) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  Stages<Stored, LOADS> stages(params, tables);
+  const int lane = stages.lane;
+  constexpr int kOwn = 22;  // all of a tile of 256 points
+  [[maybe_unused]] int own[kOwn];
+  RingPosition at;
+  while (stages.next()) {
+    const uint32_t stage = shared.base + shared.layout.x_ring + at.slot * plan.x_stage_bytes;
+    const int first_channel = stages.first_channel();
+    hopper::barrier_wait(shared.x_empty(at.slot), at.parity ^ 1);
+    if constexpr (LOADS == Loads::kChannels) {
+      const int log_lanes = plan.pieces == 8 ? 3 : 2, piece = lane & (plan.pieces - 1);
+      const int channel = first_channel + piece * stages.CHANNELS;
+      const int whole = channel < of.in_channels ? 16 : 0, slots_a_copy = 32 >> log_lanes;
+      const Stored* const base = stages.base + channel;
+      const int first = stages.warp * slots_a_copy + (lane >> log_lanes), distance = kGatherWarps * slots_a_copy;
+      // Copies write neighbouring pieces of 128 bytes at once, others one by one.
+      uint32_t to = stage;
+      int next = distance * 16;
+      uint32_t flip = 0;
+      if (plan.rows) {
+        to += first * 128 + (piece ^ first % 8) * 16;
+        next = distance * 128;
+        flip = distance % 8 * 16;  // 4 pieces
+      } else {
+        to += (piece * plan.piece_slots + first) * 16;
+      }
+      if (stages.entered) {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) own[i] = stages.offsets[min(first + i * distance, plan.slots - 1)];
+      }
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        if (first + i * distance < plan.slots)
+          hopper::copy_async<16>(to, base + max(own[i], 0), own[i] == kNothing ? 0 : whole);
+        to = (to + next) ^ flip;
+      }
+      for (int slot = first + kOwn * distance; slot < plan.slots; slot += distance) {
+        const int offset = stages.offsets[slot];
+        hopper::copy_async<16>(to, base + max(offset, 0), offset == kNothing ? 0 : whole);
+        to = (to + next) ^ flip;
+      }
+    } else if constexpr (LOADS == Loads::kPixels) {
+      constexpr int kCopies = 4;
+      const int items = plan.blocks_m * plan.pieces * stages.CHANNELS / kCopies;
+      for (int item = stages.warp; item < items; item += kGatherWarps) {
+        const int group = item & (plan.blocks_m - 1), channel = (item >> (plan.blocks_m - 1)) * kCopies;
+        const int offset = stages.offsets[group * 32 + lane];
+        const uint32_t to = stage + (channel * plan.plane_slots + (group * 32 + lane) * 4) * sizeof(Stored);
+        copy_channels<4 * sizeof(Stored), kCopies>(
+            [&](int c) { return to + static_cast<uint32_t>(c * plan.plane_slots * sizeof(Stored)); },
+            stages.base + max(offset, 0) + (first_channel + channel) * of.in_stride[1], of.in_stride[1],
+            of.in_channels - first_channel - channel, offset == kNothing ? 0 : 4 * static_cast<int>(sizeof(Stored)));
+      }
+    } else {
+      constexpr int kCopies = 16;
+      const int groups = (plan.slots + 31) / 32, halves = plan.pieces * stages.CHANNELS / kCopies;
+      for (int group = stages.warp, part = 0;; group += kGatherWarps) {
+        while (group >= groups) {
+          group -= groups;
+          ++part;
+        }
+        if (part >= halves) break;
+        const int slot = group * 32 + lane, offset = stages.offsets[slot], channel = part * kCopies;
+        const uint32_t to = stage + (channel / stages.CHANNELS * plan.piece_slots + slot) * 16;
+        if (slot < plan.slots)
+          copy_channels<sizeof(Stored), kCopies>(
+              [&](int c) {
+                return to + static_cast<uint32_t>(c / stages.CHANNELS * plan.piece_slots * 16 +
+                                                  c % stages.CHANNELS * sizeof(Stored));
+              },
+              stages.base + max(offset, 0) + (first_channel + channel) * of.in_stride[1], of.in_stride[1],
+              of.in_channels - first_channel - channel, offset == kNothing ? 0 : static_cast<int>(sizeof(Stored)));
+      }
+    }
+    hopper::copies_arrive(shared.x_full(at.slot));
+    at.next(plan.x_stages);
+  }
+}
+
+// 16-bit values that are not neighbours by fours of bytes go through registers. Units of items of 16 words of a lane:
+//
+//   kSingle     2 times 32 slots x the channels of a piece
+//   kPixels     32 times 4 slots x the channels of a piece
+template <typename Stored, Loads LOADS>
+struct Registers {
+  static constexpr int CHANNELS = 16 / sizeof(Stored);
+  static constexpr int ITEM = 16, ITEMS = 1;
+  static constexpr int SLOTS = LOADS == Loads::kPixels ? 128 : 64;  // of an item
+
+  const Params& params;
+  Stages<Stored, LOADS> stages;
+  int unit, units;  // of a stage, for each warp
+  uint32_t by_groups;
+
+  __device__ __forceinline__ Registers(const Params& params, int32_t* tables) : params(params), stages(params, tables) {
+    groups = stages.table_slots() / 32;
+    by_groups = reciprocal(groups);
+    const int items =
+        LOADS == Loads::kPixels ? params.plan.blocks_m * params.plan.pieces : (groups * params.plan.pieces + 1) / 2;
+    units = (items + kGatherWarps * ITEMS - 1) / (kGatherWarps * ITEMS);
+    unit = units - 1;
+  }
+  int groups;
+
+  __device__ __forceinline__ bool next() {
+    if (++unit < units) return true;
+    unit = 0;
+    return stages.next();
+  }
+
+  __device__ __forceinline__ int first_item(int of_unit) const {
+    return (of_unit * kGatherWarps + stages.warp) * ITEMS;
+  }
+
+  __device__ __forceinline__ void load(uint32_t (&word)[ITEMS][ITEM]) const {
+    const Correlation& of = params.of;
+    const Plan& plan = params.plan;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int item = first_item(unit) + i;
+      constexpr int TIMES = LOADS == Loads::kPixels ? 1 : 2;
+#pragma unroll
+      for (int j = 0; j < TIMES; ++j) {
+        int piece, group;
+        locate(item, j, piece, group);
+        const int offset = piece < plan.pieces ? stages.offsets[group * 32 + stages.lane] : kNothing;
+        const int channel = stages.first_channel() + piece * CHANNELS;
+        const Stored* from = stages.base + offset + channel * of.in_stride[1];
+#pragma unroll
+        for (int c = 0; c < CHANNELS; ++c) {
+          const bool exists = offset != kNothing && channel + c < of.in_channels;
+          if constexpr (LOADS == Loads::kPixels)
+            hopper::load_8(from + c * of.in_stride[1], exists, word[i][2 * c], word[i][2 * c + 1]);
+          else
+            hopper::load_2(from + c * of.in_stride[1], exists, word[i][j * CHANNELS + c]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const uint32_t (&word)[ITEMS][ITEM], int of_unit, uint32_t stage) const {
+    const Plan& plan = params.plan;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int item = first_item(of_unit) + i;
+      if constexpr (LOADS == Loads::kPixels) {
+        int piece, group;
+        locate(item, 0, piece, group);
+        if (piece >= plan.pieces) continue;
+        const uint32_t address = stage + (piece * plan.piece_slots + group * 32 + stages.lane) * 16;
+        const int quarter = (tile_pixels(plan) / 4 + 2) * 16;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          // Pixel j of eight channels: half j % 2 of word j / 2 of each.
+          const uint32_t which = j % 2 == 0 ? 0x5410 : 0x7632;
+          const auto pair = [&](int c) {
+            return __byte_perm(word[i][2 * c + j / 2], word[i][2 * c + 2 + j / 2], which);
+          };
+          put(address + j * quarter, pair(0), pair(2), pair(4), pair(6));
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          int piece, group;
+          locate(item, j, piece, group);
+          const int slot = group * 32 + stages.lane;
+          if (piece >= plan.pieces || slot >= plan.slots) continue;
+          const auto pair = [&](int c) { return word[i][j * CHANNELS + c] | word[i][j * CHANNELS + c + 1] << 16; };
+          put(stage + (piece * plan.piece_slots + slot) * 16, pair(0), pair(2), pair(4), pair(6));
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void locate(int item, int j, int& piece, int& group) const {
+    if constexpr (LOADS == Loads::kPixels) {
+      piece = item >> (params.plan.blocks_m - 1);
+      group = item & (params.plan.blocks_m - 1);
+    } else {
+      piece = quotient(2 * item + j, by_groups);
+      group = 2 * item + j - piece * groups;
+    }
+  }
+
+  __device__ __forceinline__ static void put(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+  }
+};
+
+// Stores unit after unit while the next one is being loaded.
+template <typename Stored, Loads LOADS>
+__device__ __forceinline__ void convert_stages(const Params& params, const Shared& shared, int32_t* tables) {
+  using Units = Registers<Stored, LOADS>;
+  const Plan& plan = params.plan;
+  Units units(params, tables);
+  RingPosition at;
+  uint32_t first[Units::ITEMS][Units::ITEM], second[Units::ITEMS][Units::ITEM];
+  bool loaded = false, more = true;
+  const auto step = [&](const uint32_t (&before)[Units::ITEMS][Units::ITEM],
+                        uint32_t (&next)[Units::ITEMS][Units::ITEM]) {
+    const int unit = units.unit;
+    more = units.next();
+    if (more) units.load(next);
+    if (loaded) {
+      if (unit == 0) hopper::barrier_wait(shared.x_empty(at.slot), at.parity ^ 1);
+      units.store(before, unit, shared.base + shared.layout.x_ring + at.slot * plan.x_stage_bytes);
+      if (unit == units.units - 1) {
+        hopper::barrier_arrive(shared.x_full(at.slot));
+        at.next(plan.x_stages);
+      }
+    }
+    loaded = true;
+  };
+  while (true) {
+    step(first, second);
+    if (!more) break;
+    step(second, first);
+    if (!more) break;
+  }
+}
+
+template <typename Stored, Loads LOADS>
+__device__ __forceinline__ void gather_stages(const Params& params, const Shared& shared, int32_t* tables) {
+  if constexpr (sizeof(Stored) == 4 || LOADS == Loads::kChannels)
+    copy_stages<Stored, LOADS>(params, shared, tables);
+  else
+    convert_stages<Stored, LOADS>(params, shared, tables);
+}
+
+// -- Multiply, and store --
+
+template <int TILE_N, int BLOCKS_M>
+using Sums = float[BLOCKS_M][TILE_N / 2];
+
+// Four neighbours in memory, aligned as a whole.
+template <typename Stored>
+__device__ __forceinline__ void store_four(Stored* to, const Stored (&values)[4]) {
+  if constexpr (sizeof(Stored) == 4) {
+    *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
+  } else {
+    *reinterpret_cast<uint2*>(to) = make_uint2(values[0].bits | static_cast<uint32_t>(values[1].bits) << 16,
+                                               values[2].bits | static_cast<uint32_t>(values[3].bits) << 16);
+  }
+}
+
+// 64 pixels x 32 channels at a time through staging.
+template <typename Format, int TILE_N, int BLOCKS_M>
+__device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, int64_t image, float* staging,
+                                           int warpgroup, const Sums<TILE_N, BLOCKS_M>& acc) {
+  using Stored = typename Format::Stored;
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  const int first_k = tile.n_block * TILE_N;
+  const int channels = min(TILE_N, of.out_channels - first_k);
+  const int64_t channel_of_all = static_cast<int64_t>(tile.group) * of.out_channels + first_k;
+  Stored* const out = static_cast<Stored*>(params.out_ptr) + tile.split * params.out_elements +
+                      image * of.out_stride[0] + channel_of_all * of.out_stride[1];
+  const Stored* const bias =
+      params.bias_ptr == nullptr ? nullptr : static_cast<const Stored*>(params.bias_ptr) + channel_of_all;
+  const bool channels_last = plan.out_channels_last, fours = plan.vector == 4;
+  const auto added = [&](int channel) { return bias == nullptr || channel >= channels ? 0.0f : widen(bias[channel]); };
+
+#pragma unroll
+  for (int mb = 0; mb < BLOCKS_M; ++mb) {
+    const int first_m = (warpgroup * BLOCKS_M + mb) * 64;
+    // The pixels that this thread stores: one (or four neighbours), or with channels as neighbours four 16 apart.
+    int32_t offset[4];
+    int first_channel;
+    if (channels_last)
+      first_channel = thread % 8 * 4;
+    else
+      first_channel = fours ? thread / 16 : thread / 64;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int m = channels_last ? thread / 8 + 16 * i : fours ? thread % 16 * 4 : thread % 64;
+      offset[i] = -1;
+      if (i > 0 && !channels_last) continue;
+      int n, p, q;
+      if (locate_output(of, plan, tile, image, first_m + m, n, p, q))
+        offset[i] = static_cast<int32_t>(n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3]);
+    }
+    Stored* to = out + offset[0] + first_channel * of.out_stride[1];  // unless channels are neighbours
+    const int64_t step = (fours ? 8 : 2) * of.out_stride[1];
+#pragma unroll
+    for (int chunk = 0; chunk < TILE_N / kStagedChannels; ++chunk) {
+      if (mb + chunk > 0) named_barrier(2 + warpgroup, 128);  // what was staged before has been read
+      const int pixel = warp * 16 + lane / 4, channel = lane % 4 * 2;
+      const float* values = &acc[mb][chunk * (kStagedChannels / 2)];
+      if (channels_last) {
+        float* staged = staging + pixel * kChannelsPitch + channel;
+#pragma unroll
+        for (int j = 0; j < kStagedChannels / 8; ++j) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            *reinterpret_cast<float2*>(staged + 8 * i * kChannelsPitch + 8 * j) =
+                make_float2(values[4 * j + 2 * i], values[4 * j + 2 * i + 1]);
+        }
+      } else {
+        float* staged = staging + channel * kPixelsPitch + pixel;
+#pragma unroll
+        for (int j = 0; j < kStagedChannels / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) staged[(8 * j + e % 2) * kPixelsPitch + e / 2 * 8] = values[4 * j + e];
+        }
+      }
+      named_barrier(2 + warpgroup, 128);  // all of it is staged
+      const int chunk_k = chunk * kStagedChannels;
+      if (channels_last) {
+        const float* staged = staging + thread / 8 * kChannelsPitch + first_channel;
+        const int k = chunk_k + first_channel;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float4 four = *reinterpret_cast<const float4*>(staged + 16 * i * kChannelsPitch);
+          const float sums[4] = {four.x, four.y, four.z, four.w};
+          Stored stored[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) narrow(sums[e] + added(k + e), stored[e]);
+          if (offset[i] < 0) continue;
+          if (fours) {
+            if (k < channels) store_four(out + offset[i] + k, stored);
+          } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+              if (k + e < channels) out[offset[i] + k + e] = stored[e];
+          }
+        }
+      } else if (fours) {
+        const float* staged = staging + first_channel * kPixelsPitch + thread % 16 * 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float4 four = *reinterpret_cast<const float4*>(staged + 8 * i * kPixelsPitch);
+          const int k = chunk_k + first_channel + 8 * i;
+          const float bias_k = added(k), sums[4] = {four.x, four.y, four.z, four.w};
+          Stored stored[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) narrow(sums[e] + bias_k, stored[e]);
+          if (offset[0] >= 0 && k < channels) store_four(to, stored);
+          to += step;
+        }
+      } else {
+        const float* staged = staging + first_channel * kPixelsPitch + thread % 64;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          const int k = chunk_k + first_channel + 2 * i;
+          Stored stored;
+          narrow(staged[2 * i * kPixelsPitch] + added(k), stored);
+          if (offset[0] >= 0 && k < channels) *to = stored;
+          to += step;
+        }
+      }
+    }
+  }
+}
+
+// The same by boxes: fp32, channels are neighbours, and so are the pixels of a tile. `chunks`: that the warpgroup has
+// stored so far.
+template <int TILE_N, int BLOCKS_M>
+__device__ __forceinline__ void store_boxes(const Params& params, const Tile& tile, uint8_t* staging, int warpgroup,
+                                            int& chunks, Sums<TILE_N, BLOCKS_M>& acc) {
+  const Correlation& of = params.of;
+  const int thread = threadIdx.x % 128, lane = thread % 32;
+  const int first_k = tile.n_block * TILE_N, channels = min(TILE_N, of.out_channels - first_k);
+  const int channel_of_all = tile.group * of.out_channels + first_k;
+  const float* const bias =
+      params.bias_ptr == nullptr ? nullptr : static_cast<const float*>(params.bias_ptr) + channel_of_all;
+  // Piece number i of 16 bytes of a pixel lies at place i ^ pixel % 8.
+  const int pixel = thread / 32 * 16 + lane / 4, channel = lane % 4 * 2;
+#pragma unroll
+  for (int mb = 0; mb < BLOCKS_M; ++mb) {
+    const int first = static_cast<int>(tile.first) + (warpgroup * BLOCKS_M + mb) * 64;
+#pragma unroll
+    for (int chunk = 0; chunk < TILE_N / kStagedChannels; ++chunk) {
+      const int chunk_k = chunk * kStagedChannels;
+      uint8_t* const staged = staging + chunks % 2 * kBoxStagingBytes;
+      ++chunks;
+      float* const values = &acc[mb][chunk * (kStagedChannels / 2)];
+      if (bias != nullptr) {
+#pragma unroll
+        for (int j = 0; j < kStagedChannels / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int k = chunk_k + 8 * j + channel + e;
+            const float added = k < channels ? bias[k] : 0.0f;
+            values[4 * j + e] += added;
+            values[4 * j + 2 + e] += added;
+          }
+        }
+      }
+      if (thread == 0) hopper::bulk_stores_wait_read<1>();
+      named_barrier(2 + warpgroup, 128);  // the buffer has been read
+#pragma unroll
+      for (int j = 0; j < kStagedChannels / 8; ++j) {
+        uint8_t* const to = staged + pixel * 128 + ((2 * j + channel / 4) ^ (pixel % 8)) * 16 + channel % 4 * 4;
+        *reinterpret_cast<float2*>(to) = make_float2(values[4 * j], values[4 * j + 1]);
+        *reinterpret_cast<float2*>(to + 8 * 128) = make_float2(values[4 * j + 2], values[4 * j + 3]);
+      }
+      hopper::fence_async();
+      named_barrier(2 + warpgroup, 128);  // all of it is staged
+      if (thread == 0) {
+        if (chunk_k < channels)
+          hopper::store_box(params.out_map, staged, channel_of_all + chunk_k, first, tile.split, 0);
+        hopper::bulk_stores_commit();
+      }
+    }
+  }
+}
+
+// Of a warpgroup: where it is in the rings.
+struct Rings {
+  RingPosition x, w;
+};
+
+// All of a tile. PLANES: a stage of x is [channel][slot], as in memory; a plane takes the slots of the tile and 8 more.
+//
+// A stage of weights is a batch of wgmmas, or two: while the tensor cores work on one, the operands of the next one are
+// loaded, into the other set of registers.
+template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, bool PLANES>
+__device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Tile& tile,
+                                              Rings& rings, const uint32_t (&x_offset)[BLOCKS_M],
+                                              Sums<TILE_N, BLOCKS_M>& acc) {
+  using Operand = typename Format::Stored;
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int lane = threadIdx.x % 32;
+  constexpr int BATCHES = PIECES * BLOCKS_M > 8 ? 2 : 1, STEPS = PIECES / 2 / BATCHES;
+  constexpr uint32_t kPlaneBytes = (128 * BLOCKS_M + 8) * 4;
+  constexpr uint32_t kStageWeights = PIECES * TILE_N * 16, kStepWeights = 2 * TILE_N * 16;
+  // Else pieces are found by x_offset, a slot: [slot][piece], number i at place i ^ slot % 8, or [piece][slot].
+  const bool rows = PIECES == 8 && plan.rows;
+  const uint32_t piece_bytes = plan.piece_slots * 16;
+  // From tap to tap of a row, and from the last one of a row to the first one of the next.
+  const int next_tap = of.dilation_w, next_row = of.dilation_h * plan.pitch - (of.S - 1) * of.dilation_w;
+  const int taps = PLANES ? 1 : of.R * of.S;
+  const uint32_t w_ring = hopper::descriptor(shared.base + shared.layout.w_ring, TILE_N * 16);
+  uint32_t a[2][STEPS][BLOCKS_M][4];  // operands
+  int keep = 0, taps_left = 0, s_left = of.S, left = tile.blocks * taps, before = -1;
+  uint32_t x_stage = 0, shift = 0;  // of the tap, in slots
+
+  // One stage; `set` is known to the compiler.
+  const auto stage = [&](int set) {
+    if (taps_left == 0) {
+      taps_left = taps;
+      s_left = of.S;
+      x_stage = shared.base + shared.layout.x_ring + rings.x.slot * plan.x_stage_bytes;
+      shift = 0;
+      hopper::barrier_wait(shared.x_full(rings.x.slot), rings.x.parity);
+    }
+    const uint32_t w_from = w_ring + rings.w.slot * (kStageWeights / 16);
+#pragma unroll
+    for (int batch = 0; batch < BATCHES; ++batch) {
+      uint32_t (&operands)[STEPS][BLOCKS_M][4] = a[BATCHES == 1 ? set : batch];
+#pragma unroll
+      for (int j = 0; j < STEPS; ++j) {
+        const int step = batch * STEPS + j;
+#pragma unroll
+        for (int mb = 0; mb < BLOCKS_M; ++mb) {
+          if constexpr (PLANES) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+              hopper::load_shared(operands[j][mb][e],
+                                  x_stage + x_offset[mb] + e % 2 * 8 * 4 + (8 * step + e / 2 * 4) * kPlaneBytes);
+          } else {
+            const uint32_t slot = x_offset[mb] + shift;
+            const uint32_t place =
+                rows ? ((slot % 8 ^ lane / 16) ^ 2 * step) * 16 : (lane / 16 + 2 * step) * piece_bytes;
+            hopper::load_matrix(operands[j][mb], x_stage + slot * (rows ? 128 : 16) + place);
+          }
+        }
+      }
+      if constexpr (sizeof(Operand) == 4) {
+#pragma unroll
+        for (int j = 0; j < STEPS; ++j) {
+#pragma unroll
+          for (int mb = 0; mb < BLOCKS_M; ++mb) {
+#pragma unroll
+            for (uint32_t& value : operands[j][mb]) value = float_bits(round_to_tf32(bits_float(value)));
+          }
+        }
+      }
+      if (batch == 0) hopper::barrier_wait(shared.w_full(rings.w.slot), rings.w.parity);
+      hopper::wgmma_fence();
+#pragma unroll
+      for (int j = 0; j < STEPS; ++j) {
+#pragma unroll
+        for (int mb = 0; mb < BLOCKS_M; ++mb)
+          hopper::WgmmaRegisters<Operand, TILE_N>::multiply(acc[mb], operands[j][mb],
+                                                            w_from + (batch * STEPS + j) * (kStepWeights / 16), keep);
+        keep = 1;
+      }
+      hopper::wgmma_commit();
+      hopper::wgmma_wait<1>();
+      // The batch before this one has been multiplied.
+      if (batch == 0 && before >= 0 && lane == 0) hopper::barrier_arrive(shared.w_empty(before));
+    }
+    before = rings.w.slot;
+    rings.w.next(plan.w_stages);
+    --left;
+    if (--taps_left == 0) {
+      // All of the stage of x is in registers.
+      if (lane == 0) hopper::barrier_arrive(shared.x_empty(rings.x.slot));
+      rings.x.next(plan.x_stages);
+      return;
+    }
+    const bool row_ends = --s_left == 0;
+    shift += row_ends ? next_row : next_tap;
+    s_left = row_ends ? of.S : s_left;
+  };
+  while (true) {
+    stage(0);
+    if (left == 0) break;
+    stage(1);
+    if (left == 0) break;
+  }
+  hopper::wgmma_wait<0>();
+  if (lane == 0) hopper::barrier_arrive(shared.w_empty(before));
+#pragma unroll
+  for (int mb = 0; mb < BLOCKS_M; ++mb) hopper::wgmma_settle(acc[mb]);
+}
+
+template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* staging) {
+  using Operand = typename Format::Stored;
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const bool planes = sizeof(Operand) == 4 && plan.loads == Loads::kPixels;
+  Rings rings;
+  int chunks = 0;
+  for (int64_t number = blockIdx.x; number < plan.tiles; number += gridDim.x) {
+    const Tile tile = locate_tile(plan, number);
+    const int64_t image = first_image(of, plan, tile);
+    uint32_t x_offset[BLOCKS_M];
+#pragma unroll
+    for (int mb = 0; mb < BLOCKS_M; ++mb) {
+      const int m = (warpgroup * BLOCKS_M + mb) * 64 + warp * 16;
+      if (planes) {
+        x_offset[mb] = (m + lane / 4 + lane % 4 * plan.plane_slots) * 4;
+      } else {
+        x_offset[mb] = slot_of_output(of, plan, tile, image, m + lane % 16);
+      }
+    }
+    Sums<TILE_N, BLOCKS_M> acc;
+    if (planes) {
+      if constexpr (sizeof(Operand) == 4)
+        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, true>(params, shared, tile, rings, x_offset, acc);
+    } else {
+      multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, false>(params, shared, tile, rings, x_offset, acc);
+    }
+    if (plan.boxes) {
+      if constexpr (sizeof(Operand) == 4) store_boxes<TILE_N, BLOCKS_M>(params, tile, staging, warpgroup, chunks, acc);
+    } else {
+      float* const staged = reinterpret_cast<float*>(staging);
+      store_tile<Format, TILE_N, BLOCKS_M>(params, tile, image, staged, warpgroup, acc);
+      named_barrier(2 + warpgroup, 128);  // the next tile's staging does not overtake this one's
+    }
+  }
+  if (plan.boxes && threadIdx.x % 128 == 0) hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
+}
+
+template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
+__global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_constant__ Params params) {
+#if defined(MODELNEW_SM90A)
+  extern __shared__ __align__(1024) uint8_t modelnew_gather_smem[];
+  Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kMaxStages; ++stage) {
+      hopper::barrier_init(shared.x_full(stage), kGatherThreads);
+      hopper::barrier_init(shared.x_empty(stage), kMultiplyWarps);
+      hopper::barrier_init(shared.w_full(stage), 1);
+      hopper::barrier_init(shared.w_empty(stage), kMultiplyWarps);
+    }
+    hopper::fence_async();
+  }
+  __syncthreads();  // barriers are ready
+  const int warp = threadIdx.x / 32;
+  if (warp < kMultiplyWarps) {
+    hopper::registers_take<Format::MULTIPLY_REGISTERS>();
+    uint8_t* staging = modelnew_gather_smem + shared.layout.staging;
+    staging += warp / 4 * (params.plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes);
+    multiply<Format, TILE_N, BLOCKS_M, PIECES>(params, shared, staging);
+  } else {
+    hopper::registers_give_back<Format::GATHER_REGISTERS>();
+    if (warp == kMultiplyWarps + kGatherWarps) {
+      if (threadIdx.x % 32 == 0) copy_weights(params, shared);
+    } else {
+      int32_t* table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
+      if (params.plan.loads == Loads::kSingle)
+        gather_stages<typename Format::Stored, Loads::kSingle>(params, shared, table);
+      else if (params.plan.loads == Loads::kPixels)
+        gather_stages<typename Format::Stored, Loads::kPixels>(params, shared, table);
+      else
+        gather_stages<typename Format::Stored, Loads::kChannels>(params, shared, table);
+    }
+  }
+#endif
+}
+
+// -- Sum up: partial sums -> y, four neighbours a thread, part after part --
+
+struct SumParams {
+  const float *partial_ptr, *bias_ptr;
+  float* out_ptr;
+  int64_t elements;
+  int splits, channels, neighbours;  // of y; elements of a channel that follow one another
+};
+
+__global__ void __launch_bounds__(kPackThreads) sum_kernel(const SumParams params) {
+  const int64_t first = 4 * (static_cast<int64_t>(blockIdx.x) * kPackThreads + threadIdx.x);
+  if (first >= params.elements) return;
+  const float4* from = reinterpret_cast<const float4*>(params.partial_ptr + first);
+  float4 sum = *from;
+  for (int split = 1; split < params.splits; ++split) {
+    const float4 part = from[split * (params.elements / 4)];
+    sum.x += part.x;
+    sum.y += part.y;
+    sum.z += part.z;
+    sum.w += part.w;
+  }
+  if (params.bias_ptr != nullptr) {
+    const auto bias = [&](int e) { return params.bias_ptr[(first + e) / params.neighbours % params.channels]; };
+    sum.x += bias(0);
+    sum.y += bias(1);
+    sum.z += bias(2);
+    sum.w += bias(3);
+  }
+  *reinterpret_cast<float4*>(params.out_ptr + first) = sum;
+}
+
+#endif  // device code
+
+#if !defined(__CUDACC_RTC__)
+
+// ---- Host: what to compute ----
+
+inline Correlation correlation_of(const Problem& problem, Operator op) {
+  Correlation of{};
+  const int group_c = problem.C / problem.groups, group_k = problem.K / problem.groups;
+  of.N = problem.N;
+  of.groups = problem.groups;
+  of.R = problem.R;
+  of.S = problem.S;
+  of.dilation_h = problem.dilation_h;
+  of.dilation_w = problem.dilation_w;
+  of.w_stride_group = group_k * problem.w_stride[0];
+  of.w_stride_r = problem.w_stride[2];
+  of.w_stride_s = problem.w_stride[3];
+  of.flipped = op == Operator::kDgrad;
+  // With a single output position the stride is never taken.
+  of.stride_h = problem.P == 1 ? 1 : problem.stride_h;
+  of.stride_w = problem.Q == 1 ? 1 : problem.stride_w;
+  if (op == Operator::kDgrad) {
+    of.in_channels = group_k;
+    of.out_channels = group_c;
+    of.H = problem.P;
+    of.W = problem.Q;
+    of.P = problem.H;
+    of.Q = problem.W;
+    of.pad_h = problem.dilation_h * (problem.R - 1) - problem.pad_h;
+    of.pad_w = problem.dilation_w * (problem.S - 1) - problem.pad_w;
+    of.w_stride_out = problem.w_stride[1];
+    of.w_stride_in = problem.w_stride[0];
+    std::copy_n(problem.y_stride, 4, of.in_stride);
+    std::copy_n(problem.x_stride, 4, of.out_stride);
+  } else {
+    of.in_channels = group_c;
+    of.out_channels = group_k;
+    of.H = problem.H;
+    of.W = problem.W;
+    of.P = problem.P;
+    of.Q = problem.Q;
+    of.pad_h = problem.pad_h;
+    of.pad_w = problem.pad_w;
+    of.w_stride_out = problem.w_stride[0];
+    of.w_stride_in = problem.w_stride[1];
+    std::copy_n(problem.x_stride, 4, of.in_stride);
+    std::copy_n(problem.y_stride, 4, of.out_stride);
+  }
+  return of;
+}
+
+// ---- Host: how to cut it up ----
+
+struct Device {
+  int sms;
+};
+
+// Addresses of the tensors; zeros, before they are known, stand for aligned ones.
+struct Alignment {
+  uint64_t in, out;
+};
+
+// Steps to neighbours along rows and columns that make the image a row of pixels, and fours of them aligned.
+inline bool dense_fours(const int64_t (&stride)[4], int rows, int columns, int64_t images, int channels) {
+  return stride[3] == 1 && (stride[2] == columns || rows == 1) && static_cast<int64_t>(rows) * columns % 4 == 0 &&
+         (stride[1] % 4 == 0 || channels == 1) && (stride[0] % 4 == 0 || images == 1);
+}
+
+// Pixels of all images of y follow one another at one step.
+inline bool dense_pixels(const Correlation& of) {
+  return (of.P == 1 || of.out_stride[2] == of.Q * of.out_stride[3]) &&
+         (of.N == 1 || of.out_stride[0] == static_cast<int64_t>(of.P) * of.Q * of.out_stride[3]);
+}
+
+inline int64_t out_elements(const Correlation& of) { return of.N * of.groups * of.out_channels * of.P * of.Q; }
+
+// y is dense, [image][channel][row][column] or [image][row][column][channel].
+inline bool dense_output(const Correlation& of) {
+  const int64_t plane = static_cast<int64_t>(of.P) * of.Q, channels = static_cast<int64_t>(of.groups) * of.out_channels;
+  const bool last = of.out_stride[1] == 1 && channels > 1;
+  return (of.N == 1 || of.out_stride[0] == channels * plane) && (last || channels == 1 || of.out_stride[1] == plane) &&
+         (of.Q == 1 || of.out_stride[3] == (last ? channels : 1)) &&
+         (of.P == 1 || of.out_stride[2] == (last ? channels : 1) * of.Q);
+}
+
+// Partial sums of all parts of the reduction.
+constexpr int64_t kMostPartialBytes = 32 << 20;
+constexpr int kMostSplits = 8;
+
+struct TileShape {
+  int tile_n, blocks_m, pieces;
+  double stage_cycles;  // to multiply
+  bool of_16_bits;      // there is one, too: others are not worth the time to compile them
+};
+constexpr TileShape kTileShapes[] = {
+    {256, 1, 8, 1500, true}, {128, 2, 8, 1750, true}, {64, 2, 8, 1100, false}, {128, 2, 4, 950, false}};
+
+// Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, fp32, 32
+// and 256 images, both memory formats, H200, 2026-11-22.
+//
+// Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled; of y.
+constexpr double kMemoryRate = 20, kSingleRate = 6, kPixelsRate = 14, kChannelsRate = 9.5, kStoreRate = 16;
+constexpr double kTileCycles = 1500;    // to fill and to drain
+constexpr double kLaunchCycles = 3500;  // of one more kernel
+
+// Completes a plan; false when it does not fit.
+inline bool complete(const Correlation& of, int element_bytes, const Device& device, const Alignment& address,
+                     const TileShape& shape, int splits, int tile_p, int tile_q, Plan& plan) {
+  plan = Plan{};
+  const int channels = 16 / element_bytes;
+  plan.tile_n = shape.tile_n;
+  plan.blocks_m = shape.blocks_m;
+  plan.points = of.R == 1 && of.S == 1;
+  plan.tile_p = tile_p;
+  plan.tile_q = tile_q;
+  const int pixels = tile_pixels(plan);
+  plan.tiles_n = static_cast<int>(ceil_div(of.out_channels, plan.tile_n));
+  const int64_t lines = of.N * of.P;
+  plan.tiles_q = plan.points ? 1 : static_cast<int>(ceil_div(of.Q, tile_q));
+  const int64_t tiles_m = plan.points ? ceil_div(lines * of.Q, pixels) : ceil_div(lines, tile_p) * plan.tiles_q;
+  if (tiles_m > (1 << 30)) return false;
+  plan.tiles_m = static_cast<int>(tiles_m);
+
+  const bool aligned_in = address.in % 16 == 0;
+  const bool channels_last = of.in_stride[1] == 1 && of.in_channels % channels == 0 &&
+                             of.in_stride[3] % channels == 0 && of.in_stride[2] % channels == 0 &&
+                             of.in_stride[0] % channels == 0;
+  const bool dense_points = plan.points && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0 &&
+                            of.H == of.P && of.W == of.Q && dense_fours(of.in_stride, of.H, of.W, of.N, of.in_channels);
+  plan.loads = channels_last && aligned_in                             ? Loads::kChannels
+               : dense_points && address.in % (4 * element_bytes) == 0 ? Loads::kPixels
+                                                                       : Loads::kSingle;
+  int64_t images = 1 + (plan.points ? (pixels - 1) / (static_cast<int64_t>(of.P) * of.Q) + 1 : (tile_p - 1) / of.P + 1);
+  images = std::min(images, of.N);
+  if (plan.points) {
+    plan.slots = pixels;
+    plan.quarters = plan.loads == Loads::kPixels && element_bytes == 2;
+    plan.piece_slots = (plan.quarters ? pixels + 8 : pixels) | 1;
+  } else {
+    plan.row_step = of.R == 1 ? 1 : of.stride_h;
+    plan.column_step = of.S == 1 ? 1 : of.stride_w;
+    plan.in_row_step = of.R == 1 ? of.stride_h : 1;
+    plan.in_column_step = of.S == 1 ? of.stride_w : 1;
+    const int64_t span = static_cast<int64_t>(of.R - 1) * of.dilation_h + 1;
+    const int64_t gap = span - plan.row_step;
+    const int64_t pitch =
+        static_cast<int64_t>(tile_q - 1) * plan.column_step + static_cast<int64_t>(of.S - 1) * of.dilation_w + 1;
+    const int64_t seams = std::min<int64_t>(images - 1, (of.P - 1 + tile_p - 1) / of.P);
+    const int64_t rows = (tile_p - 1) * static_cast<int64_t>(plan.row_step) + std::max<int64_t>(gap, 0) * seams + span;
+    if (gap < 0 && of.P > 1 && images > 1 && of.P * static_cast<int64_t>(plan.row_step) + gap <= 0) return false;
+    if (rows * pitch > 4096) return false;
+    plan.gap = static_cast<int>(gap);
+    plan.pitch = static_cast<int>(pitch);
+    plan.slots = static_cast<int>(rows * pitch);
+    plan.piece_slots = plan.slots | 1;
+  }
+  // Offsets of pixels from the tile's first image on are ints.
+  const auto reach = [&](const int64_t (&stride)[4], int rows, int columns) {
+    return images * std::abs(stride[0]) + rows * std::abs(stride[2]) + columns * std::abs(stride[3]);
+  };
+  if (reach(of.in_stride, of.H, of.W) >= int64_t{1} << 31 || reach(of.out_stride, of.P, of.Q) >= int64_t{1} << 31)
+    return false;
+
+  plan.pieces = shape.pieces;
+  plan.blocks_c = static_cast<int>(ceil_div(of.in_channels, plan.pieces * channels));
+  const int64_t iterations = static_cast<int64_t>(plan.blocks_c) * of.R * of.S;
+  if (iterations > (1 << 20)) return false;
+  plan.iterations = static_cast<int>(iterations);
+  plan.split_blocks = static_cast<int>(ceil_div(plan.blocks_c, splits));
+  plan.splits = static_cast<int>(ceil_div(plan.blocks_c, plan.split_blocks));
+  if (plan.splits != splits) return false;
+  plan.tiles = static_cast<int64_t>(plan.tiles_m) * plan.tiles_n * of.groups * splits;
+  plan.rows = plan.loads == Loads::kChannels && plan.pieces == 8;
+  plan.plane_slots = pixels + 8;
+  plan.x_stage_bytes = element_bytes == 4 && plan.loads == Loads::kPixels
+                           ? plan.pieces * channels * plan.plane_slots * 4
+                           : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
+  plan.w_stage_bytes = plan.pieces * plan.tile_n * 16;
+
+  plan.out_channels_last = of.out_stride[1] == 1 && of.out_channels > 1;
+  const bool aligned_out = address.out % (4 * element_bytes) == 0;
+  if (plan.out_channels_last) {
+    plan.vector = aligned_out && of.out_channels % 4 == 0 && of.out_stride[0] % 4 == 0 && of.out_stride[2] % 4 == 0 &&
+                          of.out_stride[3] % 4 == 0
+                      ? 4
+                      : 1;
+  } else {
+    const bool fours = dense_fours(of.out_stride, of.P, of.Q, of.N, of.out_channels);
+    const bool whole = plan.points || (tile_q == of.Q ? tile_p * of.Q % 4 == 0 : tile_q % 4 == 0 && of.Q % 4 == 0);
+    plan.vector = aligned_out && fours && whole ? 4 : 1;
+  }
+
+  const bool splittable = element_bytes == 4 && aligned_out && out_elements(of) % 4 == 0 && dense_output(of) &&
+                          splits * out_elements(of) * 4 <= kMostPartialBytes;
+  if (splits > 1 && !splittable) return false;
+  plan.boxes = plan.points && plan.out_channels_last && element_bytes == 4 && plan.vector == 4 && dense_pixels(of) &&
+               of.N * of.P * of.Q < (int64_t{1} << 30) && (of.groups == 1 || of.out_channels % kStagedChannels == 0);
+
+  // Points take as many stages of x as of w, windows one of x for all taps.
+  const int taps = of.R * of.S;
+  bool fits = false;
+  for (int x_stages = plan.points || taps < 4 ? 4 : 3; x_stages >= 2 && !fits; --x_stages) {
+    for (int w_stages = kMaxStages; w_stages >= 3 && !fits; --w_stages) {
+      plan.x_stages = x_stages;
+      plan.w_stages = w_stages;
+      plan.smem_bytes = shared_layout(plan).end;
+      fits = plan.smem_bytes <= kSharedBytes;
+    }
+  }
+  if (!fits) return false;
+  plan.blocks = static_cast<int>(std::min<int64_t>(plan.tiles, device.sms));
+
+  const double in_bytes = 16.0 * plan.slots * plan.pieces * plan.split_blocks;
+  const double out_bytes = static_cast<double>(pixels) * plan.tile_n * element_bytes;
+  const double multiply = static_cast<double>(plan.split_blocks) * of.R * of.S * shape.stage_cycles;
+  const double rate = plan.loads == Loads::kSingle   ? kSingleRate
+                      : plan.loads == Loads::kPixels ? kPixelsRate
+                                                     : kChannelsRate;
+  const double store = out_bytes / kStoreRate;
+  const double memory = (in_bytes / plan.tiles_n + out_bytes) / kMemoryRate;
+  const double tile = std::max({multiply + store, in_bytes / rate, memory}) + kTileCycles;
+  plan.cycles = ceil_div(plan.tiles, device.sms) * tile;
+  if (splits > 1) plan.cycles += kLaunchCycles + (splits + 1) * 4.0 * out_elements(of) / device.sms / kMemoryRate;
+  return true;
+}
+
+inline bool make_plan(const Correlation& of, int element_bytes, const Device& device, const Alignment& address,
+                      int forced, Plan& best, int forced_splits = 0) {
+  bool found = false;
+  int number = 0;
+  const auto consider = [&](const TileShape& shape, int tile_p, int tile_q) {
+    if (tile_p < 1) return;
+    for (int splits : {1, 2, 3, 4, 6, 8}) {
+      Plan plan;
+      if (forced_splits > 0 && splits != forced_splits) continue;
+      if (!complete(of, element_bytes, device, address, shape, splits, tile_p, tile_q, plan)) continue;
+      if (found && plan.cycles >= best.cycles) continue;
+      best = plan;
+      found = true;
+    }
+  };
+  for (const TileShape& shape : kTileShapes) {
+    if (forced >= 0 && number++ != forced) continue;
+    if (element_bytes == 2 && !shape.of_16_bits) continue;
+    const int pixels = 128 * shape.blocks_m;
+    if (of.R == 1 && of.S == 1) {
+      consider(shape, 1, 1);
+      continue;
+    }
+    // Whole rows, or a part of them.
+    for (int tile_q : {of.Q, 32, 64, 128, 256}) {
+      if (tile_q > pixels || tile_q > of.Q) continue;
+      const int most = static_cast<int>(std::min<int64_t>(pixels / tile_q, of.N * of.P));
+      for (int tile_p : {most, most & ~1, most & ~3, (most + 1) / 2, (most + 3) / 4, 2, 1})
+        consider(shape, tile_p, tile_q);
+    }
+  }
+  return found;
+}
+
+// Null, or why not. Without a GPU: the sizes alone decide.
+inline const char* refusal_of_problem(const Problem& problem, Operator op) {
+  if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
+  if (problem.dtype == DType::kFloat64) return "it has no float64";
+  if (problem.dtype == DType::kFloat32 && !uses_tf32(problem, op)) return "it has no full float32 accuracy";
+  if (op == Operator::kDgrad && ((problem.stride_h != 1 && problem.P > 1) || (problem.stride_w != 1 && problem.Q > 1)))
+    return "it takes input gradients with stride 1 only";
+  if (problem.C / problem.groups < 8) return "it takes at least 8 input channels a group";
+  if (problem.K / problem.groups < 8) return "it takes at least 8 output channels a group";
+  return nullptr;
+}
+
+inline int current_device(Device& device) {
+  int number = 0, major = 0, minor = 0;
+  if (cudaGetDevice(&number) != cudaSuccess) return 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, number);
+  cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, number);
+  return 10 * major + minor;
+}
+
+inline bool plan_of(const Problem& problem, Operator op, const Alignment& address, Correlation& of, Plan& plan) {
+  Device device{};
+  current_device(device);
+  of = correlation_of(problem, op);
+  return make_plan(of, element_bytes(problem.dtype), device, address, -1, plan);
+}
+
+inline const char* refusal(const Problem& problem, Operator op) {
+  if (const char* reason = refusal_of_problem(problem, op)) return reason;
+  Device device{};
+  if (current_device(device) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
+  Correlation of{};
+  Plan plan{};
+  if (!plan_of(problem, op, Alignment{}, of, plan)) return "a tile with its halo does not fit into shared memory";
+  return nullptr;
+}
+
+// What any plan gets by with: which one it will be depends on addresses too.
+inline int64_t workspace_bytes(const Problem& problem, Operator op) {
+  const Correlation of = correlation_of(problem, op);
+  const int channels = 16 / element_bytes(problem.dtype);
+  const int64_t pieces = ceil_div(of.in_channels, 8 * channels) * 8;
+  const int64_t packed = of.groups * ceil_div(of.out_channels, 256) * 256 * of.R * of.S * pieces * 16;
+  const int64_t partial = std::min(kMostPartialBytes, kMostSplits * 4 * out_elements(of));
+  return packed + (problem.dtype == DType::kFloat32 && 2 * 4 * out_elements(of) <= kMostPartialBytes ? partial : 0);
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+// y as boxes want it: [1][part of the reduction][pixel of all images][channel].
+inline cudaError_t make_out_map(Params& params) {
+  const Correlation& of = params.of;
+  const uint64_t channels = static_cast<uint64_t>(of.groups) * of.out_channels;
+  const uint64_t pixels = static_cast<uint64_t>(of.N) * of.P * of.Q;
+  const uint64_t sizes[4] = {channels, pixels, static_cast<uint64_t>(params.plan.splits), 1};
+  const uint64_t part = params.plan.splits > 1 ? params.out_elements * sizeof(float) : 16;
+  const uint64_t strides[3] = {pixels > 1 ? of.out_stride[3] * sizeof(float) : 16, part, 16};
+  const uint32_t box[4] = {kStagedChannels, 64, 1, 1};
+  return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, sizeof(float), sizes, strides, box,
+                              params.out_map);
+}
+
+template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
+cudaError_t run_kernel(Params& params, cudaStream_t stream) {
+  if (params.plan.boxes) {
+    const cudaError_t error = make_out_map(params);
+    if (error != cudaSuccess) return error;
+  }
+  const auto kernel = gather_kernel<Format, TILE_N, BLOCKS_M, PIECES>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<params.plan.blocks, kThreads, params.plan.smem_bytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <typename Format>
+cudaError_t run_tiles(Params& params, cudaStream_t stream) {
+  const Plan& plan = params.plan;
+  if (plan.pieces == 8 && plan.tile_n == 256) return run_kernel<Format, 256, 1, 8>(params, stream);
+  if (plan.pieces == 8 && plan.tile_n == 128) return run_kernel<Format, 128, 2, 8>(params, stream);
+  if constexpr (sizeof(typename Format::Stored) == 4) {
+    if (plan.pieces == 8) return run_kernel<Format, 64, 2, 8>(params, stream);
+    return run_kernel<Format, 128, 2, 4>(params, stream);
+  }
+  return cudaErrorInvalidConfiguration;
+}
+
+template <typename Format>
+cudaError_t run(const void* w_ptr, void* workspace, Params& params, cudaStream_t stream) {
+  const Plan& plan = params.plan;
+  PackParams pack{w_ptr, workspace, params.of, plan.tile_n, plan.tiles_n, plan.blocks_c, plan.pieces, 0};
+  pack.count = static_cast<int64_t>(params.of.groups) * plan.tiles_n * plan.iterations * plan.pieces * plan.tile_n;
+  pack_kernel<Format><<<static_cast<unsigned>(ceil_div(pack.count, kPackThreads)), kPackThreads, 0, stream>>>(pack);
+  cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  params.packed_ptr = workspace;
+  void* const out_ptr = params.out_ptr;
+  const void* const bias_ptr = params.bias_ptr;
+  if (plan.splits > 1) {
+    params.out_elements = out_elements(params.of);
+    params.out_ptr = static_cast<uint8_t*>(workspace) + pack.count * 16;
+    params.bias_ptr = nullptr;
+  }
+  error = run_tiles<Format>(params, stream);
+  if (error != cudaSuccess || plan.splits == 1) return error;
+  SumParams sum{};
+  sum.partial_ptr = static_cast<const float*>(params.out_ptr);
+  sum.bias_ptr = static_cast<const float*>(bias_ptr);
+  sum.out_ptr = static_cast<float*>(out_ptr);
+  sum.elements = params.out_elements;
+  sum.splits = plan.splits;
+  sum.channels = params.of.groups * params.of.out_channels;
+  sum.neighbours = plan.out_channels_last ? 1 : params.of.P * params.of.Q;
+  sum_kernel<<<static_cast<unsigned>(ceil_div(sum.elements / 4, kPackThreads)), kPackThreads, 0, stream>>>(sum);
+  return cudaGetLastError();
+}
+
+inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  Params params{};
+  params.in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
+  params.bias_ptr = op == Operator::kDgrad ? nullptr : pointers.bias;
+  params.out_ptr = pointers.out;
+  const Alignment address{reinterpret_cast<uint64_t>(params.in_ptr), reinterpret_cast<uint64_t>(params.out_ptr)};
+  if (!plan_of(problem, op, address, params.of, params.plan)) return cudaErrorInvalidConfiguration;
+  if (problem.dtype == DType::kFloat16) return run<Format<Half>>(pointers.w, pointers.workspace, params, stream);
+  if (problem.dtype == DType::kBFloat16) return run<Format<BFloat16>>(pointers.w, pointers.workspace, params, stream);
+  return run<Format<float>>(pointers.w, pointers.workspace, params, stream);
+}
+
+#endif  // launchers
+
+inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
+  Correlation of{};
+  Plan plan{};
+  plan_of(problem, op, Alignment{}, of, plan);
+  const char* const loads[] = {"single values", "fours of pixels", "16 bytes of channels"};
+  char tile[80];
+  if (plan.points)
+    snprintf(tile, sizeof tile, "%d pixels", tile_pixels(plan));
+  else
+    snprintf(tile, sizeof tile, "%d lines x %d columns", plan.tile_p, plan.tile_q);
+  snprintf(text, text_size,
+           "tile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
+           "%d blocks for %lld "
+           "tiles, %d parts of the reduction, about %.3g Mcycles",
+           plan.tile_n, tile, loads[static_cast<int>(plan.loads)], plan.x_stages, plan.x_stage_bytes, plan.w_stages,
+           plan.w_stage_bytes, plan.vector == 4 ? "fours" : "single values", plan.blocks,
+           static_cast<long long>(plan.tiles), plan.splits, plan.cycles * 1e-6);
+}
+
+#endif  // host
+
+}  // namespace gather
+
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+extern const Engine kGatherEngine{"gather", gather::refusal, gather::workspace_bytes, gather::launch, gather::describe};
+#endif
+
+}  // namespace modelnew
