@@ -722,7 +722,7 @@ extern "C" int toy(const float* in, float* out, int n) {
 # A launch's head: kernel, or kernel<arguments>, before its <<<configuration>>>.
 KERNEL_LAUNCH = re.compile(r"([\w:]+(?:<[^;{}()]*>)?)\s*<<<(.*?)>>>", re.DOTALL)
 
-DYNAMIC_SMEM = re.compile(r"extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];")
+DYNAMIC_SMEM = re.compile(r"extern __shared__ __align__\(\d+\) (?:unsigned char|uint8_t) (\w+)\[\];")
 
 # C entry points around an engine. The fields of Problem travel as one array of int64, in PROBLEM_FIELDS' order.
 PROBLEM_FIELDS = [
@@ -1680,6 +1680,7 @@ def test_depthwise_says_what_it_refuses(depthwise_shim):
 # hopper.cuh for the CPU, and what else a kernel of warps with roles of their own takes: every thread runs until it has
 # to wait. What is asynchronous on a GPU happens here as late as it may or, in every other run, at once.
 HOPPER_STAND_IN = r"""
+#include <array>
 #include <deque>
 
 #include "numerics.cuh"
@@ -1763,12 +1764,20 @@ struct Ordered {
   }
 };
 inline Ordered multiplications[1024], bulk_stores[1024], own_copies[1024];
+inline std::deque<std::function<void()>> arriving[1024];  // copies of threads, with arrivals behind them
 
 inline bool do_some() {
   bool left = copy_some();
   for (auto& of_thread : bulk_stores) {
     while (!of_thread.all.empty() && (!late || shuffler() % copy_delay == 0)) of_thread.do_first();
     left |= !of_thread.all.empty();
+  }
+  for (auto& of_thread : arriving) {
+    while (!of_thread.empty() && (!late || shuffler() % copy_delay == 0)) {
+      of_thread.front()();
+      of_thread.pop_front();
+    }
+    left |= !of_thread.empty();
   }
   return left;
 }
@@ -1787,7 +1796,7 @@ struct Meeting {
     }
   }
 };
-inline Meeting block_meeting, warp_meetings[32];
+inline Meeting block_meeting, warp_meetings[32], named_meetings[16];
 inline uint64_t shuffled[32][32];
 
 inline void begin_block() {
@@ -1796,6 +1805,8 @@ inline void begin_block() {
   copy_delay = 1u << shuffler() % 9;
   block_meeting = {};
   for (Meeting& meeting : warp_meetings) meeting = {};
+  for (Meeting& meeting : named_meetings) meeting = {};
+  for (auto& of_thread : arriving) of_thread.clear();
   for (int thread = 0; thread < 1024; ++thread) multiplications[thread] = bulk_stores[thread] = own_copies[thread] = {};
 }
 
@@ -1847,6 +1858,7 @@ inline unsigned atomicExch(unsigned* place, unsigned value) { return std::exchan
 inline void __threadfence() {}
 inline void __stcs(uint4* to, const uint4& value) { *to = value; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 using std::max;
 using std::min;
@@ -1858,14 +1870,14 @@ inline uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - simt::smem);
 }
 
-inline void load_8(const uint8_t* address, bool exist, uint32_t& low, uint32_t& high) {
+inline void load_8(const void* address, bool exist, uint32_t& low, uint32_t& high) {
   const uint2 words = exist ? *reinterpret_cast<const uint2*>(address) : uint2{0, 0};
   low = words.x, high = words.y;
 }
-inline void load_4(const uint8_t* address, bool exist, uint32_t& word) {
+inline void load_4(const void* address, bool exist, uint32_t& word) {
   word = exist ? *reinterpret_cast<const uint32_t*>(address) : 0;
 }
-inline void load_2(const uint8_t* address, bool exist, uint32_t& word) {
+inline void load_2(const void* address, bool exist, uint32_t& word) {
   word = exist ? *reinterpret_cast<const uint16_t*>(address) : 0;
 }
 
@@ -1879,6 +1891,11 @@ void copy_later(uint32_t to, const void* from, bool exist) {
   else
     run();
 }
+template <int BYTES>
+void copy_async(uint32_t to, const void* from, int size) {
+  if (size != 0 && size != BYTES) simt::complain("a part of a copy");
+  copy_later<BYTES>(to, size != 0 ? from : nullptr, size != 0);  // an address that nobody reads may be any
+}
 inline void copies_commit() { ++simt::own_copies[threadIdx.x].groups; }
 template <int PENDING>
 void copies_wait() {
@@ -1887,6 +1904,14 @@ void copies_wait() {
 
 inline void barrier_init(uint32_t barrier, int count) { simt::barriers[barrier] = {count, count, 0, 0}; }
 inline void barrier_arrive(uint32_t barrier) { simt::arrive(barrier); }
+inline void copies_arrive(uint32_t barrier) {
+  auto& mine = simt::own_copies[threadIdx.x].all;
+  auto& queue = simt::arriving[threadIdx.x];
+  for (auto& one : mine) queue.push_back(std::move(one.run));
+  mine.clear();
+  queue.push_back([=] { simt::arrive(barrier); });
+  ++simt::progress;
+}
 inline void barrier_arrive_expecting(uint32_t barrier, int bytes) { simt::arrive(barrier, bytes); }
 inline bool barrier_ended(uint32_t barrier, uint32_t parity) {
   return simt::barrier_at(barrier).phase != (parity & 1);
@@ -2037,6 +2062,59 @@ struct Wgmma {
       }
   }
 };
+
+// The same with rows of `a` in the registers of four threads each.
+template <typename Operand, int N>
+struct WgmmaRegisters {
+  static void multiply(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int keep) {
+    static uint32_t words[32][32][4];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    std::memcpy(words[warp][lane], a, sizeof a);
+    __syncwarp();
+    constexpr int kSteps = 32 / sizeof(Operand), kWord = 4 / sizeof(Operand);
+    std::array<std::array<float, kSteps>, 2> rows;
+    for (int i = 0; i < 2; ++i)
+      for (int k = 0; k < kSteps; ++k) {
+        const uint32_t& word = words[warp][lane / 4 * 4 + k / kWord % 4][i + 2 * (k / kWord / 4)];
+        Operand value;
+        std::memcpy(&value, reinterpret_cast<const uint8_t*>(&word) + k % kWord * sizeof value, sizeof value);
+        rows[i][k] = widen(value);
+      }
+    __syncwarp();
+    float* const sums = acc;
+    const auto run = [=] {
+      for (int j = 0; j < N / 8; ++j)
+        for (int e = 0; e < 2; ++e) {
+          float weights[kSteps];
+          for (int k = 0; k < kSteps; ++k)
+            weights[k] = Wgmma<Operand, N>::value_at(b, 8 * j + 2 * (lane % 4) + e, k);
+          for (int i = 0; i < 2; ++i) {
+            float sum = keep ? sums[4 * j + 2 * i + e] : 0;
+            for (int k = 0; k < kSteps; ++k) sum += rows[i][k] * weights[k];
+            sums[4 * j + 2 * i + e] = sum;
+          }
+        }
+    };
+    if (simt::late)
+      simt::multiplications[threadIdx.x].order(run);
+    else
+      run();
+  }
+};
+
+inline void load_shared(uint32_t& word, uint32_t address) {
+  if (address % 4 != 0 || address + 4 > simt::granted_bytes) simt::complain("a wild address in shared memory");
+  std::memcpy(&word, simt::smem + address, 4);
+}
+inline void load_matrix(uint32_t (&a)[4], uint32_t address) {
+  static uint32_t addresses[32][32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  simt::check_shared(address, 16);
+  addresses[warp][lane] = address;
+  __syncwarp();
+  for (int e = 0; e < 4; ++e) load_shared(a[e], addresses[warp][8 * e + lane / 4] + lane % 4 * 4);
+  __syncwarp();
+}
 
 }  // namespace hopper
 }  // namespace modelnew
@@ -2933,6 +3011,628 @@ def test_wgmma_shim_sees_what_is_missing(mutation, wgmma_mutants):
     )
 
 
+# The gather engine without a GPU --------------------------------------------------------------------------------------
+
+GATHER_ENTRY_POINTS = (
+    """
+#include <algorithm>
+#include <iterator>
+#include <random>
+#include <set>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "gather.cu"
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+using namespace modelnew::gather;
+
+static std::set<std::string> seen;  // kinds of plans
+
+static int64_t offset_of(const int64_t (&stride)[4], int64_t n, int64_t row, int64_t column) {
+  return n * stride[0] + row * stride[2] + column * stride[3];
+}
+
+// What is wrong with the numbers of a plan, or nothing.
+static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int bytes) {
+  const SharedLayout layout = shared_layout(plan);
+  const int channels = 16 / bytes;
+  const bool planes = bytes == 4 && plan.loads == Loads::kPixels;
+  if (layout.end > kSharedBytes || layout.end != plan.smem_bytes) return "shared memory";
+  if (plan.x_stages < 2 || plan.x_stages > kMaxStages) return "stages of x";
+  if (plan.w_stages < 3 || plan.w_stages > kMaxStages) return "stages of weights";
+  if (layout.x_ring % 16 || plan.x_stage_bytes % 16 || layout.w_ring % 16 || plan.w_stage_bytes % 16)
+    return "stages that are not aligned";
+  if (plan.boxes && (layout.staging % 1024 || kBoxStagingBytes % 1024)) return "staging of boxes";
+  if (layout.staging < 4 * kMaxStages * 8) return "room for barriers";
+  if (layout.table - layout.staging < 2 * (plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes))
+    return "room for staging";
+  if (layout.x_ring - layout.table < 2 * ceil_div(plan.slots, 32) * 32 * 4) return "room for tables";
+  if (layout.w_ring - layout.x_ring != plan.x_stages * plan.x_stage_bytes) return "the size of the x ring";
+  if (layout.end - layout.w_ring != plan.w_stages * plan.w_stage_bytes) return "the size of the w ring";
+  const int64_t x_bytes = planes ? int64_t{plan.pieces} * channels * plan.plane_slots * 4
+                                 : int64_t{plan.pieces} * plan.piece_slots * 16;
+  if (plan.x_stage_bytes < x_bytes || plan.w_stage_bytes != plan.pieces * plan.tile_n * 16) return "bytes of a stage";
+  if (plan.piece_slots < plan.slots || plan.plane_slots < tile_pixels(plan)) return "slots of a piece";
+
+  if (int64_t{plan.blocks_c} * plan.pieces * channels < of.in_channels) return "channels in no block";
+  if (int64_t{plan.blocks_c - 1} * plan.pieces * channels >= of.in_channels) return "a block without channels";
+  if (plan.iterations != int64_t{plan.blocks_c} * of.R * of.S) return "stages of weights in all";
+  if (plan.tiles_n != ceil_div(of.out_channels, plan.tile_n)) return "tiles of channels";
+  if (plan.splits < 1 || plan.splits > kMostSplits || plan.splits != ceil_div(plan.blocks_c, plan.split_blocks))
+    return "parts of the reduction";
+  if (plan.splits > 1 && (bytes != 4 || plan.splits * out_elements(of) * 4 > kMostPartialBytes || out_elements(of) % 4))
+    return "partial sums";
+  if (plan.tiles != int64_t{plan.tiles_m} * plan.tiles_n * of.groups * plan.splits) return "tiles in all";
+  if (plan.blocks < 1 || plan.blocks > plan.tiles || plan.blocks > 132) return "blocks";
+  if (!(plan.cycles > 0)) return "no estimate";
+  return "";
+}
+
+// What is wrong with the tiles, or nothing: every output is one tile's, in every part of the reduction.
+static std::string fault_of_tiles(const Correlation& of, const Plan& plan) {
+  const int64_t pixels = of.N * of.P * of.Q;
+  std::vector<uint8_t> owned(of.groups * plan.splits * plan.tiles_n * pixels);
+  for (int64_t number = 0; number < plan.tiles; ++number) {
+    const Tile tile = locate_tile(plan, number);
+    if (tile.group < 0 || tile.group >= of.groups || tile.n_block < 0 || tile.n_block >= plan.tiles_n)
+      return "a tile outside";
+    if (tile.split < 0 || tile.split >= plan.splits || tile.first_block != tile.split * plan.split_blocks ||
+        tile.blocks != std::min(plan.split_blocks, plan.blocks_c - tile.first_block))
+      return "blocks of channels of a tile";
+    const int64_t part = int64_t{tile.group} * plan.splits + tile.split;
+    const int64_t image = first_image(of, plan, tile);
+    for (int m = 0; m < tile_pixels(plan); ++m) {
+      int n, p, q;
+      if (!locate_output(of, plan, tile, image, m, n, p, q)) continue;
+      if (n < 0 || image + n >= of.N || p < 0 || p >= of.P || q < 0 || q >= of.Q) return "an output outside";
+      const int64_t pixel = ((image + n) * of.P + p) * of.Q + q;
+      if (owned[(part * plan.tiles_n + tile.n_block) * pixels + pixel]++) return "an output twice";
+    }
+  }
+  return std::count(owned.begin(), owned.end(), 1) == static_cast<int64_t>(owned.size()) ? "" : "an output never";
+}
+
+// What is wrong with what a tile reads, or nothing: each output at each tap what the convolution says.
+static std::string fault_of_reads(const Correlation& of, const Plan& plan, const Tile& tile, int bytes, uint64_t in) {
+  const SharedLayout layout = shared_layout(plan);
+  const int64_t image = first_image(of, plan, tile);
+  const int channels = 16 / bytes, pixels = tile_pixels(plan);
+  const bool planes = bytes == 4 && plan.loads == Loads::kPixels;
+  const auto address = [&](int channel, int64_t offset) {
+    const int64_t of_all = int64_t{tile.group} * of.in_channels + channel;
+    return in + (image * of.in_stride[0] + of_all * of.in_stride[1] + offset) * bytes;
+  };
+  std::vector<int> taken(std::max(plan.piece_slots, plan.plane_slots));
+  std::vector<int64_t> offsets(pixels, -1);  // of points, in their order; what is outside is -1 here as in the table
+  const auto fault_of_offset = [&](int64_t offset) -> std::string {
+    if (offset < 0 || offset >= int64_t{1} << 31) return "an offset that is no int";
+    if (plan.loads == Loads::kChannels) {
+      if (of.in_stride[1] != 1 || of.in_channels % channels) return "pieces that are not channels";
+      for (int channel = 0; channel < of.in_channels; channel += channels)
+        if (address(channel, offset) % 16) return "pieces that are not aligned";
+    }
+    return "";
+  };
+  for (int m = 0; m < pixels; ++m) {
+    int n, p, q;
+    const bool exists = locate_output(of, plan, tile, image, m, n, p, q);
+    const int first = slot_of_output(of, plan, tile, image, m);
+    if (plan.points) {
+      const int slots = planes ? plan.plane_slots : plan.piece_slots;
+      if (first < 0 || first >= slots || taken[first]++) return "slots of points";
+      const int64_t h = int64_t{p} * of.stride_h - of.pad_h, w = int64_t{q} * of.stride_w - of.pad_w;
+      if (!exists || h < 0 || h >= of.H || w < 0 || w >= of.W) continue;
+      offsets[m] = offset_of(of.in_stride, n, h, w);
+      if (const std::string fault = fault_of_offset(offsets[m]); !fault.empty()) return fault;
+      continue;
+    }
+    for (int r = 0; r < of.R; ++r)
+      for (int s = 0; s < of.S; ++s) {
+        const int64_t slot = first + int64_t{r} * of.dilation_h * plan.pitch + int64_t{s} * of.dilation_w;
+        if (!exists) {  // it is multiplied all the same
+          const int64_t last = layout.x_ring + int64_t{plan.x_stages - 1} * plan.x_stage_bytes;
+          const int64_t byte = last + (int64_t{plan.pieces - 1} * plan.piece_slots + slot) * 16;
+          if (slot < 0 || byte + 16 > layout.end) return "an address outside shared memory";
+          continue;
+        }
+        if (slot < 0 || slot >= plan.slots) return "a slot outside";
+        int in_n, h, w;
+        const bool inside = locate_slot(of, plan, tile, image, static_cast<int>(slot), in_n, h, w);
+        const int64_t true_h = int64_t{p} * of.stride_h - of.pad_h + int64_t{r} * of.dilation_h;
+        const int64_t true_w = int64_t{q} * of.stride_w - of.pad_w + int64_t{s} * of.dilation_w;
+        if (inside != (true_h >= 0 && true_h < of.H && true_w >= 0 && true_w < of.W)) return "the edge of an image";
+        if (inside && (in_n != n || h != true_h || w != true_w)) return "another place of x";
+      }
+  }
+  for (int slot = 0; slot < plan.slots && !plan.points; ++slot) {
+    int n, h, w;
+    if (!locate_slot(of, plan, tile, image, slot, n, h, w)) continue;
+    if (n < 0 || image + n >= of.N || h < 0 || h >= of.H || w < 0 || w >= of.W) return "x outside";
+    if (const std::string fault = fault_of_offset(offset_of(of.in_stride, n, h, w)); !fault.empty()) return fault;
+  }
+  if (plan.loads != Loads::kPixels) return "";
+  if (!plan.points) return "fours of pixels in windows";
+  for (int m = 0; m < pixels; m += 4)
+    for (int j = 0; j < 4; ++j) {
+      if (offsets[m + j] != (offsets[m] < 0 ? -1 : offsets[m] + j)) return "fours of pixels that are no neighbours";
+      for (int channel = 0; channel < of.in_channels && offsets[m] >= 0; ++channel)
+        if (address(channel, offsets[m]) % (4 * bytes)) return "fours of pixels that are not aligned";
+    }
+  return "";
+}
+
+// What is wrong with what a tile writes, or nothing.
+static std::string fault_of_writes(const Correlation& of, const Plan& plan, const Tile& tile, int bytes, uint64_t out) {
+  const int64_t image = first_image(of, plan, tile);
+  const int first_k = tile.n_block * plan.tile_n, channels = std::min(plan.tile_n, of.out_channels - first_k);
+  const int64_t channel_of_all = int64_t{tile.group} * of.out_channels + first_k;
+  std::vector<int64_t> offsets(tile_pixels(plan), -1);
+  for (int m = 0; m < tile_pixels(plan); ++m) {
+    int n, p, q;
+    if (!locate_output(of, plan, tile, image, m, n, p, q)) continue;
+    offsets[m] = offset_of(of.out_stride, n, p, q);
+    if (offsets[m] < 0 || offsets[m] >= int64_t{1} << 31) return "an offset that is no int";
+    const bool in_line = (tile.first + m) * of.out_stride[3] == image * of.out_stride[0] + offsets[m];
+    if (plan.boxes && (!plan.points || !in_line)) return "boxes of pixels that do not follow one another";
+  }
+  if (plan.boxes) {
+    if (bytes != 4 || !plan.out_channels_last || out % 16 || channel_of_all % 4) return "boxes of other tensors";
+    if (of.N * of.P * of.Q > 1 && of.out_stride[3] % 4) return "boxes of pixels that are not aligned";
+    if (of.groups > 1 && channels % kStagedChannels) return "boxes that reach into the next group";
+  }
+  if (plan.out_channels_last && of.out_stride[1] != 1) return "channels that are no neighbours";
+  if (plan.vector != 4) return plan.vector == 1 ? "" : "neither fours nor single values";
+  if (plan.out_channels_last && channels % 4) return "fours of channels that do not exist";
+  for (int m = 0; m < tile_pixels(plan); ++m) {
+    if (!plan.out_channels_last && offsets[m] != (offsets[m / 4 * 4] < 0 ? -1 : offsets[m / 4 * 4] + m % 4))
+      return "fours of pixels of y that are no neighbours";
+    if (offsets[m] < 0 || (m % 4 && !plan.out_channels_last)) continue;
+    for (int k = 0; k < channels; k += plan.out_channels_last ? 4 : 1) {
+      const int64_t offset = image * of.out_stride[0] + (channel_of_all + k) * of.out_stride[1] + offsets[m];
+      if ((out + offset * bytes) % (4 * bytes)) return "fours of y that are not aligned";
+    }
+  }
+  return "";
+}
+
+static void note(const Correlation& of, const Plan& plan) {
+  const char* const loads[] = {"single", "pixels", "channels"};
+  const std::string kind = plan.points ? "points" : "windows";
+  seen.insert(kind + ", x by " + loads[static_cast<int>(plan.loads)]);
+  seen.insert(kind + (plan.out_channels_last ? ", channels of y by " : ", pixels of y by ") +
+              (plan.boxes ? "boxes" : plan.vector == 4 ? "fours" : "one"));
+  if (plan.points) return;
+  seen.insert(plan.tile_q < of.Q ? "a part of a line" : "whole lines");
+  if (plan.tile_p > of.P) seen.insert(plan.gap < 0 ? "several images with less than no gap" : "several images");
+}
+
+extern "C" {
+void set_capability(int capability) { stand_in_capability = capability; }
+const char* gather_refusal(int op, const int64_t* fields) {
+  return refusal(make_problem(fields), static_cast<Operator>(op));
+}
+const char* gather_describe(int op, const int64_t* fields) {
+  static char text[320];  // as the binding has it
+  describe(make_problem(fields), static_cast<Operator>(op), text, sizeof text);
+  return text;
+}
+const char* gather_seen() {
+  static std::string all;
+  all.clear();
+  for (const std::string& kind : seen) all += kind + "\n";
+  return all.c_str();
+}
+double gather_cycles(int op, const int64_t* fields, uint64_t in, uint64_t out) {
+  const Problem problem = make_problem(fields);
+  Plan plan{};
+  const Correlation of = correlation_of(problem, static_cast<Operator>(op));
+  return make_plan(of, element_bytes(problem.dtype), Device{132}, Alignment{in, out}, -1, plan) ? plan.cycles : 0;
+}
+// Plans every shape of a tile and the best one for tensors at these addresses: null if there is none, else what is
+// wrong, or "". All tiles, and of a few at random what they read and write.
+const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t out, int seed) {
+  static std::string fault;
+  std::mt19937 shuffler(seed);
+  const Problem problem = make_problem(fields);
+  const Correlation of = correlation_of(problem, static_cast<Operator>(op));
+  const int bytes = element_bytes(problem.dtype);
+  bool any = false;
+  for (int shape = -1; shape < static_cast<int>(std::size(kTileShapes)); ++shape) {
+    Plan plan{};
+    if (!make_plan(of, bytes, Device{132}, Alignment{in, out}, shape, plan)) continue;
+    any = true;
+    note(of, plan);
+    fault = fault_of_numbers(of, plan, bytes);
+    const int64_t packed = int64_t{of.groups} * plan.tiles_n * plan.iterations * plan.w_stage_bytes;
+    if (packed > workspace_bytes(problem, static_cast<Operator>(op))) fault = "more weights than the workspace holds";
+    if (fault.empty()) fault = fault_of_tiles(of, plan);
+    for (int i = 0; i < 4 && fault.empty(); ++i) {
+      const Tile tile = locate_tile(plan, i == 0 ? 0 : i == 1 ? plan.tiles - 1 : shuffler() % plan.tiles);
+      fault = fault_of_reads(of, plan, tile, bytes, in);
+      if (fault.empty()) fault = fault_of_writes(of, plan, tile, bytes, out);
+    }
+    if (!fault.empty()) {
+      fault += ", shape " + std::to_string(shape) + " of a tile";
+      return fault.c_str();
+    }
+  }
+  return any ? "" : nullptr;
+}
+}
+"""
+)
+
+
+def any_strides(shape: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
+    """Of a tensor of its own, contiguous or channels_last, or of a part of a larger one."""
+    order = rng.choice([(3, 2, 1, 0), (3, 2, 1, 0), (1, 3, 2, 0), (1, 3, 2, 0), (2, 3, 1, 0)])
+    part, strides, step = rng.random() < 0.3, [0] * 4, 1
+    for dimension in order:
+        strides[dimension] = step
+        step *= shape[dimension] + (rng.choice([0, 0, 1, 4, 8]) if part else 0)
+        step *= rng.choice([1, 1, 1, 1, 3, 2**20]) if part and rng.random() < 0.1 else 1
+    return tuple(strides)
+
+
+class GatherPlans:
+    """The host part of the gather engine, for a GPU of 132 SMs that is not there."""
+
+    def __init__(self, folder: Path, replaced: str = "", by: str = "") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cuda_runtime_api.h").write_text(WGMMA_STAND_INS)
+        source = (KERNELS / "gather.cu").read_text()
+        assert source.count(replaced) == 1 or not replaced, replaced
+        (folder / "gather.cu").write_text(source.replace(replaced, by))
+        flags = ("-O2", "-fno-gnu-unique", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
+        self.library = compile_shared(GATHER_ENTRY_POINTS, folder, *flags)
+        for name in ("gather_refusal", "gather_describe", "gather_fault", "gather_seen"):
+            getattr(self.library, name).restype = ctypes.c_char_p
+        self.library.gather_cycles.restype = ctypes.c_double
+
+    def __call__(
+        self,
+        function: str,
+        operator: str,
+        case: Case,
+        dtype: torch.dtype,
+        *more: object,
+        tf32: bool = True,
+        strides: dict[str, tuple[int, ...]] | None = None,
+    ) -> str | float | None:
+        """One of the entry points, for tensors that only have strides: contiguous ones unless others are named."""
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        for name, of_tensor in (strides or {}).items():
+            tensors[name] = tensors[name].as_strided(shapes[name], of_tensor)
+        fields = ShimEngine.fields(case, tensors, tf32)
+        result = getattr(self.library, f"gather_{function}")(OPERATOR_NUMBER[operator], fields, *more)
+        return result.decode() if isinstance(result, bytes) else result
+
+    def fault(self, operator: str, case: Case, dtype: torch.dtype, seed: int) -> str | None:
+        """What is wrong with its plans for tensors of any strides at any addresses."""
+        rng = random.Random(seed)
+        strides = {name: any_strides(shape, rng) for name, shape in (("x", case.x_shape), ("dy", case.y_shape))}
+        places = [ctypes.c_uint64(rng.choice([0, 0, 0, 1, 2, 4, 8]) * dtype.itemsize) for _ in range(2)]
+        return self("fault", operator, case, dtype, *places, seed, strides=strides)
+
+
+@pytest.fixture(scope="session")
+def gather_plans(tmp_path_factory) -> GatherPlans:
+    return GatherPlans(tmp_path_factory.mktemp("gather"))
+
+
+def random_gather_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
+    """Images from one pixel to several tiles, many of them in a tile; half of the filters 1x1, strides, groups."""
+    rng = random.Random(seed)
+    while count > 0:
+        operator, groups = rng.choice(WGMMA_OPERATORS), rng.choice([1, 1, 1, 2, 3, 4])
+        C, K = (groups * rng.choice([8, 9, 12, 16, 31, 32, 40, 64, 65, 100, 128, 200]) for _ in range(2))
+        N = rng.choice([1, 2, 3, 5, 8, 40])
+        H, W = (
+            rng.choice([rng.randint(1, 8), rng.randint(1, 16), 4 * rng.randint(1, 8), rng.randint(1, 60)])
+            for _ in range(2)
+        )
+        R, S = rng.choice([(1, 1), (1, 1), (1, 1), (3, 3), (2, 2), (rng.randint(1, 5), rng.randint(1, 5))])
+        stride = tuple(rng.choices([1, 2, 3], k=2)) if operator == "fprop" else (1, 1)
+        padding = tuple(rng.choices([0, 0, 0, 1, 2, 3], k=2))
+        case = Case(N, C, H, W, K, R, S, stride, padding, tuple(rng.choices([1, 1, 2, 3], k=2)), groups)
+        if min(case.y_shape) > 0:
+            yield case, operator, rng.choice(WGMMA_DTYPES)
+            count -= 1
+
+
+GATHER_KINDS = {
+    *(f"points, x by {how}" for how in ("single", "pixels", "channels")),
+    *(f"windows, x by {how}" for how in ("single", "channels")),
+    *(
+        f"{kind}, {what} of y by {how}"
+        for kind in ("points", "windows")
+        for what in ("channels", "pixels")
+        for how in ("fours", "one")
+    ),
+    "points, channels of y by boxes",
+    "whole lines",
+    "a part of a line",
+    "several images",
+    "several images with less than no gap",
+}
+
+
+def test_gather_plans_are_sound(gather_plans):
+    """Each output in one tile, each tap where the convolution says, all in 227 KiB, aligned: every shape of a tile."""
+    planned, count = 0, 3000
+    for seed, (case, operator, dtype) in enumerate(random_gather_cases(count, seed=0)):
+        fault = gather_plans.fault(operator, case, dtype, seed)
+        assert not fault, f"{operator} of {case}, {dtype}, seed {seed}: {fault}"
+        planned += fault is not None
+    assert planned > 0.9 * count
+    assert set(gather_plans.library.gather_seen().decode().splitlines()) >= GATHER_KINDS
+
+
+# Each puts something out of place, by one as a rule.
+GATHER_PLAN_MUTATIONS = {
+    "a row too few between images": ("plan.gap = static_cast<int>(gap);", "plan.gap = static_cast<int>(gap) - 1;"),
+    "rows too short": ("plan.pitch = static_cast<int>(pitch);", "plan.pitch = static_cast<int>(pitch) - 1;"),
+    "quarters that overlap": ("m % 4 * (tile_pixels(plan) / 4 + 2)", "m % 4 * (tile_pixels(plan) / 4 - 1)"),
+    "y as if it were aligned": ("plan.vector = aligned_out && fours", "plan.vector = fours"),
+    "x as if it were aligned": ("dense_points && address.in % (4 * element_bytes) == 0", "dense_points"),
+    "a workspace for partial sums alone": ("return packed + (problem", "return 0 * packed + (problem"),
+}
+
+
+@pytest.mark.parametrize("mutation", GATHER_PLAN_MUTATIONS)
+def test_gather_plan_checks_see_what_is_wrong(mutation, tmp_path):
+    mutant = GatherPlans(tmp_path, *GATHER_PLAN_MUTATIONS[mutation])
+    cases = enumerate(random_gather_cases(3000, seed=0))
+    assert any(mutant.fault(operator, case, dtype, seed) for seed, (case, operator, dtype) in cases)
+
+
+# A tile's share of reading x is as small as there are tiles of other channels beside it, so that twice the output
+# channels may halve the estimate of what is one round of tiles. Twice the images may make sums come in fours, which is
+# what splitting the reduction asks for.
+LEAST_GROWTH = {"N": 0.5, "in": 1.0, "out": 0.5}
+
+
+def test_gather_estimates_grow_with_the_work(gather_plans):
+    aligned = ctypes.c_uint64(0), ctypes.c_uint64(0)
+    for case, operator, dtype in random_gather_cases(2000, seed=1):
+        once = gather_plans("cycles", operator, case, dtype, *aligned)
+        sides = {"N": "N", "C": "in" if operator == "fprop" else "out", "K": "out" if operator == "fprop" else "in"}
+        for letter, side in sides.items():
+            double = dataclasses.replace(case, **{letter: 2 * getattr(case, letter)})
+            twice = gather_plans("cycles", operator, double, dtype, *aligned)
+            # More images may leave no tile that fits.
+            assert twice >= LEAST_GROWTH[side] * once or (letter == "N" and twice == 0), f"{operator} of {double}"
+
+
+def test_every_problem_has_an_engine(gather_plans, direct_shim):
+    """gather refuses in a sentence or has a plan, whatever the addresses turn out to be; direct takes what is left."""
+    rng, taken_by_gather = random.Random(3), 0
+    for case, _, dtype in random_gather_cases(2500, seed=2):
+        if rng.random() < 0.2:  # depthwise, and few channels
+            groups = rng.choice([1, case.C])
+            case = dataclasses.replace(
+                case, C=groups * rng.choice([1, 3, 7]), K=groups * rng.randint(1, 9), groups=groups
+            )
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        for operator in OPERATOR_NUMBER:
+            assert direct_shim.refuses(operator, case, tensors) is None
+            refusal = gather_plans("refusal", operator, case, dtype)
+            if refusal is None:
+                taken_by_gather += 1
+                places = (ctypes.c_uint64(rng.choice([0, 1, 2, 4]) * dtype.itemsize) for _ in range(2))
+                assert gather_plans("cycles", operator, case, dtype, *places) > 0, f"{operator} of {case}, {dtype}"
+            else:
+                assert re.fullmatch(r"(it|a tile) [\w ,.()-]+", refusal), refusal
+    assert taken_by_gather > 1000
+
+
+def test_gather_describes_its_configuration(gather_plans):
+    """Whole and in the 320 bytes that the binding has for it."""
+    for case, operator, dtype in random_gather_cases(300, seed=4):
+        if gather_plans("refusal", operator, case, dtype) is None:
+            assert re.fullmatch(
+                r"tile of \d+ channels x (\d+ pixels|\d+ lines x \d+ columns), x by [\w ]+ in \d stages of \d+ bytes, "
+                r".*, \d+ blocks for \d+ tiles, \d parts of the reduction, about [\d.e+-]+ Mcycles",
+                gather_plans("describe", operator, case, dtype),
+            )
+
+
+# What the engine leaves to others, and what looks alike and is its own.
+GATHER_CASE = Case(8, 40, 56, 56, 72, 3, 3, stride=(2, 2), padding=(1, 1))
+GATHER_REFUSALS = [
+    (dataclasses.replace(GATHER_CASE, N=12), "fprop", torch.float32, {}, None),
+    (dataclasses.replace(GATHER_CASE, N=12), "fprop", torch.float32, {"tf32": False}, "full float32"),
+    (GATHER_CASE, "fprop", torch.float16, {"tf32": False}, None),
+    (dataclasses.replace(GATHER_CASE, N=1), "fprop", torch.float32, {}, "full float32"),  # by uses_tf32()
+    (GATHER_CASE, "fprop", torch.float64, {}, "float64"),
+    (GATHER_CASE, "wgrad", torch.float16, {}, "outputs and input gradients only"),
+    (GATHER_CASE, "bgrad", torch.float16, {}, "outputs and input gradients only"),
+    (GATHER_CASE, "dgrad", torch.float16, {}, "stride 1"),
+    (Case(1, 16, 80, 80, 16, 3, 3, stride=(1, 2)), "dgrad", torch.float16, {}, "stride 1"),
+    (Case(1, 16, 3, 80, 16, 3, 3, stride=(2, 1)), "dgrad", torch.float16, {}, None),  # one row: no stride in it
+    (Case(1, 7, 80, 80, 16, 1, 1), "fprop", torch.float16, {}, "8 input channels"),
+    (Case(1, 7, 80, 80, 16, 1, 1), "dgrad", torch.float16, {}, "8 input channels"),
+    (Case(1, 16, 80, 80, 14, 1, 1, groups=2), "fprop", torch.float16, {}, "8 output channels"),
+    (Case(1, 16, 80, 80, 16, 3, 3, groups=16), "fprop", torch.float16, {}, "8 input channels"),
+    (Case(1, 16, 300, 300, 16, 3, 3, dilation=(100, 100)), "fprop", torch.float16, {}, "does not fit"),
+    (GATHER_CASE, "fprop", torch.float16, {"capability": 80}, "Hopper"),
+    (GATHER_CASE, "fprop", torch.float16, {"capability": 100}, "Hopper"),
+    (GATHER_CASE, "fprop", torch.float16, {"capability": 0}, "Hopper"),
+]
+
+
+@pytest.mark.parametrize("case, operator, dtype, settings, text", GATHER_REFUSALS, ids=str)
+def test_gather_says_what_it_refuses(gather_plans, case, operator, dtype, settings, text):
+    settings = dict(settings)
+    gather_plans.library.set_capability(settings.pop("capability", 90))
+    try:
+        refusal = gather_plans("refusal", operator, case, dtype, **settings)
+    finally:
+        gather_plans.library.set_capability(90)
+    assert (refusal is None) == (text is None), refusal
+    assert text is None or text in refusal
+
+
+GATHER_SHIM_ENTRY_POINTS = (
+    """
+#include <type_traits>
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+using namespace modelnew::gather;
+
+// Plans one shape of a tile on a GPU of three SMs and runs it: -1 if it does not fit, else the error.
+extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, int shape, int seed) {
+  simt::independent = true;
+  simt::before_block = simt::begin_block;
+  simt::between_rounds = simt::do_some;
+  simt::late = seed % 2;
+  simt::shuffler.seed(seed);
+  const Problem problem = make_problem(fields);
+  const Operator which = static_cast<Operator>(op);
+  Params params{};
+  params.in_ptr = which == Operator::kDgrad ? pointers[3] : pointers[0];
+  params.bias_ptr = pointers[2];
+  params.out_ptr = pointers[4];
+  params.of = correlation_of(problem, which);
+  const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
+  const Alignment alignment{address(params.in_ptr), address(params.out_ptr)};
+  const int bytes = element_bytes(problem.dtype);
+  if (shape >= static_cast<int>(std::size(kTileShapes))) return -1;
+  if (!make_plan(params.of, bytes, Device{3}, alignment, shape, params.plan)) return -1;
+  // As large as the engine says, and full of what was there before.
+  std::vector<uint4> workspace(ceil_div(workspace_bytes(problem, which), sizeof(uint4)), uint4{~0u, ~0u, ~0u, ~0u});
+  const auto run_format = bytes == 4 ? run<Format<float>> : run<Format<Half>>;
+  return run_format(pointers[1], workspace.data(), params, nullptr);
+}
+extern "C" const char* simt_message() { return simt::message.c_str(); }
+"""
+)
+
+# What gather.cu has in assembly of its own.
+GATHER_ASSEMBLY = {
+    r'asm volatile\("bar\.sync [^;]*;[^;]*;': "simt::named_meetings[number].attend(threads);",
+    r'asm volatile\("st\.shared\.v4[^;]*;[^;]*;': (
+        "simt::check_shared(address, 16); const uint32_t words[4] = {a, b, c, d}; "
+        "std::memcpy(simt::smem + address, words, 16);"
+    ),
+}
+
+
+class GatherShim:
+    """The gather engine in fp32 and fp16, compiled by g++ and run thread by thread, as WgmmaShim runs the other one."""
+
+    def __init__(self, folder: Path, replaced: str = "", by: str = "") -> None:
+        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": HOPPER_STAND_IN}, ["gather.cu"])
+        assert source.count(replaced) == 1 or not replaced, replaced
+        source = source.replace(replaced, by)
+        for pattern, replacement in GATHER_ASSEMBLY.items():
+            source, found = re.subn(pattern, lambda _, text=replacement: text, source)
+            assert found == 1, pattern
+        source = source.replace("run<Format<BFloat16>>(", "run<Format<Half>>(")  # the same code
+        self.library = compile_simt(source + '#line 1 "entry_points"\n' + GATHER_SHIM_ENTRY_POINTS, folder)
+        self.library.simt_message.restype = ctypes.c_char_p
+
+    def fault(self, operator: str, case: Case, dtype: torch.dtype, shape: int, layout: str, seed: int) -> str | None:
+        """What is wrong with a run on integers, with a bias or without and at any alignment, or an empty text."""
+        rng = random.Random(seed)
+        tensors = make_tensors(case, dtype, integers, seed=seed)
+        expected = references(case, tensors)[operator]
+        if operator == "fprop" and rng.random() < 0.5:
+            expected -= tensors.pop("bias").double().view(-1, 1, 1)
+        shift = rng.choice([0, 0, 0, 1, 2])  # elements
+        tensors = {name: shifted(tensor, shift) for name, tensor in tensors.items()}
+        inner = shifted(tensors["x"].new_full(expected.shape, math.nan), rng.choice([0, 0, 0, 1, 2]))
+        out = inner
+        if layout == "channels_last":
+            for name in ("x", "dy"):
+                tensors[name] = shifted(tensors[name].permute(0, 2, 3, 1), shift).permute(0, 3, 1, 2)
+            N, K, P, Q = expected.shape
+            out = inner.view(N, P, Q, K).permute(0, 3, 1, 2)
+        fields = ShimEngine.fields(case, tensors | {{"fprop": "dy", "dgrad": "x"}[operator]: out}, True)
+        pointers = (ctypes.c_void_p * 5)(*input_pointers(operator, tensors), out.data_ptr())
+        code = self.library.gather_run(OPERATOR_NUMBER[operator], fields, pointers, shape, seed)
+        if code != 0:
+            return None if code == -1 else f"error {code}, {self.library.simt_message().decode()}"
+        if not torch.equal(out, expected.to(dtype)):
+            return f"{(out != expected.to(dtype)).sum()} of {out.numel()} outputs are wrong"
+        return "" if margins_intact(inner) else "written outside the output"
+
+
+@pytest.fixture(scope="session")
+def gather_shim(tmp_path_factory) -> GatherShim:
+    return GatherShim(tmp_path_factory.mktemp("gather_shim"))
+
+
+# Points and windows, several images in a tile and several tiles, more channels than a stage and than a tile, groups.
+GATHER_SHIM_CASES = [
+    (Case(3, 40, 12, 12, 72, 1, 1), "fprop"),
+    (Case(2, 72, 9, 13, 24, 1, 1, stride=(2, 3), padding=(1, 0)), "fprop"),
+    (Case(9, 16, 5, 6, 130, 3, 3, stride=(2, 2), padding=(1, 1)), "fprop"),
+    (Case(2, 24, 17, 21, 16, 2, 3, stride=(3, 1), dilation=(1, 2), groups=2), "fprop"),
+    (Case(3, 64, 7, 7, 40, 3, 3, padding=(1, 1)), "dgrad"),
+    (Case(5, 32, 8, 8, 96, 1, 1, groups=2), "dgrad"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("number", range(len(GATHER_SHIM_CASES)))
+def test_gather_shim_exact(gather_shim, number, layout, dtype):
+    """Integers through every role: each shape of a tile in turn."""
+    case, operator = GATHER_SHIM_CASES[number]
+    for seed in (2 * number, 2 * number + 1):
+        shape = (seed + number + LAYOUTS.index(layout)) % 4
+        fault = gather_shim.fault(operator, case, dtype, shape, layout, seed)
+        assert fault == "", f"{operator} of {case}, shape {shape}, seed {seed}: {fault}"
+
+
+# Each takes away what some other warp relies on, or moves what another one reads.
+GATHER_MUTATIONS = {
+    "reads x before it is there": ("barrier_wait(shared.x_full(", "barrier_ended(shared.x_full("),
+    "overwrites weights in use": ("barrier_wait_idly(shared.w_empty(at", "barrier_ended(shared.w_empty(at"),
+    "stores before the last steps are done": ("hopper::wgmma_wait<0>();", ""),
+    "reads points elsewhere": ("m % 4 * (tile_pixels(plan) / 4 + 2)", "m % 4 * (tile_pixels(plan) / 4 + 1)"),
+    "stages where a box is read": ("if (thread == 0) hopper::bulk_stores_wait_read<1>();", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def gather_mutants(tmp_path_factory) -> Iterator[dict[str, Future]]:
+    """Each mutation's shim, compiled in threads of their own."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        folder = tmp_path_factory.mktemp("gather_mutants")
+        yield {
+            name: pool.submit(GatherShim, folder / str(number), *texts)
+            for number, (name, texts) in enumerate(GATHER_MUTATIONS.items())
+        }
+
+
+@pytest.mark.parametrize("mutation", GATHER_MUTATIONS)
+def test_gather_shim_sees_what_is_missing(mutation, gather_mutants):
+    """The shim itself: what is left out shows in one of a few runs."""
+    shim = gather_mutants[mutation].result()
+    cases = [
+        (Case(3, 40, 12, 12, 72, 1, 1), "contiguous", torch.float16),
+        (Case(9, 72, 12, 12, 72, 1, 1), "channels_last", torch.float32),
+        (Case(9, 72, 5, 6, 130, 3, 3, padding=(1, 1)), "contiguous", torch.float16),
+    ]
+    if "box" in mutation:
+        cases = cases[1:2]
+    assert any(
+        shim.fault("fprop", case, dtype, seed % 4, layout, seed)
+        for seed in (1, 3, 5, 2, 7, 9)
+        for case, layout, dtype in cases
+    )
+
+
 # Compile gates -------------------------------------------------------------------------------------------------------
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
@@ -3068,6 +3768,22 @@ def test_wgmma_is_in_the_machine_code(nvcc_runs, arch):
 
 
 @needs_nvcc
+@pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_90"])
+def test_gather_is_in_the_machine_code(nvcc_runs, arch):
+    """The same: and x comes by asynchronous copies or through registers, and goes to them by matrices."""
+    gate = next(gate for gate in NVCC_GATES if ("sm_90a" in gate) == (arch == "sm_90a"))
+    code = machine_code(nvcc_runs["gather.cu", gate], arch)
+    kernels = {name: instructions for name, instructions in code.items() if "gather_kernel" in name}
+    assert len(kernels) >= len(WGMMA_DTYPES)
+    for name, instructions in kernels.items():
+        if arch == "sm_90a":
+            assert {"HGMMA", "USETMAXREG", "UBLKCP", "SYNCS", "LDGSTS", "LDSM"} <= set(instructions), name
+        else:
+            assert set(instructions) <= {"LDC", "MOV", "EXIT", "BRA", "NOP"}, name
+
+
+@needs_nvcc
 def test_spill_gate_sees_spills(tmp_path):
     source = tmp_path / "spill.cu"
     source.write_text(SPILLING_KERNEL)
@@ -3113,6 +3829,7 @@ RTC_HEADERS = {
     "algorithm": """
         #pragma once
         namespace std {
+        template <class T> constexpr T abs(T a) { return a < 0 ? -a : a; }
         template <class T> constexpr T max(initializer_list<T> all) {
           T most = *all.begin();
           for (const T& one : all) most = most < one ? one : most;
@@ -3167,11 +3884,11 @@ def nvrtc_ptx(source: str, *options: str) -> str:
     return fetch("PTX")
 
 
-# Of the wgmma engine sm_80 has what sm_70 has.
+# Of these engines sm_80 has what sm_70 has.
 RTC_TARGETS = [
     (source, arch)
     for source, arch in itertools.product(ENGINE_SOURCES, ("70", "80", "90a"))
-    if (source.name, arch) != ("wgmma.cu", "80")
+    if (source.name, arch) not in (("wgmma.cu", "80"), ("gather.cu", "80"))
 ]
 
 
@@ -3187,6 +3904,9 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
             text += OTHER_ENGINE if source.name == "wgmma.cu" else ""
             if arch == "90a":  # narrow tiles are the same code again, and half of the time
                 text = re.sub(r"return run_kernel<Format, kPixels / (64|32), \1>.*;", "return cudaErrorUnknown;", text)
+                # Of gather one shape of a tile of fp32 and of fp16.
+                text = re.sub(r"if \(plan\.\w+ == \d+\) return run_kernel<Format, [\d, ]+>.*;", "", text)
+                text = re.sub(r"return run<Format<BFloat16>>\(.*;", "return cudaErrorUnknown;", text)
             options = ["--std=c++17", f"--gpu-architecture=compute_{arch}", "--device-as-default-execution-space"]
             runs[source.name, arch] = pool.submit(nvrtc_ptx, text, *options, f"-I{KERNELS}")
         yield runs
@@ -4240,16 +4960,16 @@ def test_gpu_report_says_what_ran_and_how_long(autocast):
 
 # The example. It is no package: a file of that name elsewhere must not be found.
 @pytest.fixture(scope="module")
-def resnet50() -> object:
+def resnet50_example() -> object:
     spec = importlib.util.spec_from_file_location("resnet50_example", ROOT / "examples" / "resnet50.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_resnet50_is_resnet50(resnet50):
+def test_resnet50_is_resnet50(resnet50_example):
     """By torchvision's numbers and names."""
-    model = resnet50.ResNet50()
+    model = resnet50_example.ResNet50()
     assert sum(p.numel() for p in model.parameters()) == 25_557_032
     names = list(model.state_dict())
     assert len(names) == 320
@@ -4259,10 +4979,10 @@ def test_resnet50_is_resnet50(resnet50):
 
 
 @pytest.mark.parametrize("options", [[], ["--channels-last", "--batch", "3", "--dtype", "bfloat16", "--size", "48"]])
-def test_resnet50_example(resnet50, options, capsys, monkeypatch):
+def test_resnet50_example(resnet50_example, options, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # the example sets it; this puts it back
-    assert resnet50.main(options) == 0
+    assert resnet50_example.main(options) == 0
     printed = capsys.readouterr().out
     assert "53 of 53 convolutions run on modelnew" in printed
     assert "error of the logits" in printed
@@ -4270,14 +4990,14 @@ def test_resnet50_example(resnet50, options, capsys, monkeypatch):
 
 @gpu
 @pytest.mark.parametrize("tf32", [True, False], ids=["tf32", "fp32"])
-def test_gpu_resnet50_logits(resnet50, tf32):
+def test_gpu_resnet50_logits(resnet50_example, tf32):
     torch.manual_seed(0)
     x = torch.randn(8, 3, 224, 224, device="cuda")
-    model = resnet50.calibrated(resnet50.ResNet50().cuda(), x)
-    exact = resnet50.float64_logits(model, x)
+    model = resnet50_example.calibrated(resnet50_example.ResNet50().cuda(), x)
+    exact = resnet50_example.float64_logits(model, x)
     with tf32_switch(tf32):
-        before = resnet50.relative_error(model, x, exact)
-        after = resnet50.relative_error(modelnew.accelerate(model)[0], x, exact)
+        before = resnet50_example.relative_error(model, x, exact)
+        after = resnet50_example.relative_error(modelnew.accelerate(model)[0], x, exact)
     # The slack is for float32's roundings, whose sums differ by chance with the order of summation.
     assert after <= 1.05 * before + 2e-7
 
