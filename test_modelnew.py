@@ -5692,13 +5692,16 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def taken(engine: str | None, case: Case, tensors: dict[str, Tensor], tf32_allowed: bool) -> set[str]:
-    """Operators of a case that the engine is chosen for. All if none is named, or the last one: it must take them."""
+    """Operators of a case that the engine takes. All if none is named, or the last one: it must take them."""
     if engine in (None, ENGINES[-1]):
         return set(OPERATOR_NUMBER)
     with tf32_switch(tf32_allowed):
         text = modelnew.explain(tensors["x"], tensors["w"], tensors["bias"], **case.kwargs)
     lines = {"fprop": "forward", "dgrad": "dgrad", "wgrad": "wgrad", "bgrad": "bgrad"}
-    return {operator for operator, line in lines.items() if f"\n{line}: {engine};" in text}
+    takes = re.compile(rf"{engine};|.*; could be forced: (\w+, )*{engine}\b")
+    return {
+        operator for operator, line in lines.items() if re.search(rf"^{line}: ({takes.pattern})", text, re.MULTILINE)
+    }
 
 
 @gpu
@@ -5889,7 +5892,9 @@ def test_gpu_wgmma_exact_in_every_tile(dtype, tf32):
             forward = modelnew.explain(x, w, **case.kwargs).splitlines()[1]
         if forward.startswith("forward: wgmma;"):
             cases.setdefault(wgmma_tile(forward), case)
-    assert set(cases) == wgmma_tiles(dtype, tf32)
+    # The one that only a 1x1 filter would choose, which goes to gather.
+    missing = {(128, 32, "rightwards")} if tf32 and dtype == torch.float32 else set()
+    assert set(cases) == wgmma_tiles(dtype, tf32) - missing
     for case in cases.values():
         tensors = make_tensors(case, dtype, integers, "cuda")
         check_exact(case, on_gpu(case, tensors, tf32, "wgmma"), tensors)

@@ -353,6 +353,12 @@ std::string explain_operator(const Problem& problem, Operator op, const Engine* 
     for (const Engine* const* engine = kEngines; *engine != &chosen; ++engine) {
       text += concatenate("; not ", (*engine)->name, ": ", reason_against(**engine, problem, op));
     }
+    std::string others;
+    for (const Engine* engine : kEngines) {
+      if (engine == &chosen || engine->refusal(problem, op) != nullptr) continue;
+      others += concatenate(others.empty() ? "" : ", ", engine->name);
+    }
+    if (!others.empty()) text += concatenate("; could be forced: ", others);
   }
   return text + "\n";
 }
