@@ -339,7 +339,7 @@ const char* contract_of(const Problem& problem, Operator op) {
   if (problem.dtype != DType::kFloat32) return "operands as they are";
   if (uses_tf32(problem, op)) return "tf32, as PyTorch's switch allows";
   if (!problem.tf32_allowed) return "fp32, as PyTorch's switch demands";
-  return "fp32, because the problem is small or C/groups below 8";
+  return "fp32, because the problem is small or C/groups or K/groups below 8";
 }
 
 std::string explain_operator(const Problem& problem, Operator op, const Engine* forced) {

@@ -1322,7 +1322,7 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
   bool found = false;
   int number = 0;
   const auto consider = [&](const TileShape& shape, int tile_p, int tile_q) {
-    if (tile_p < 1) return;
+    if (tile_p < 1 || tile_p * tile_q > 128 * shape.blocks_m) return;
     for (int splits : {1, 2, 3, 4, 6, 8}) {
       Plan plan;
       if (forced_splits > 0 && splits != forced_splits) continue;

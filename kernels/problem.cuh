@@ -73,11 +73,12 @@ inline double multiply_adds(const Problem& problem) {
 // defect: the limits lie where cuDNN has all but given up fp32. H200, torch 2.11, cuDNN 9.19, 2026-11-20, dense
 // 1x1 and 3x3 with C = K of 8 to 512, images of 4 to 112 pixels, batch 1 to 64: of the problems with at least 2^27
 // multiply-adds cuDNN ran 2 of 74 in fp32 in the forward (8 and 16 channels) and 2 in dgrad, of those with 2^29 2 of 34
-// in wgrad; below these limits it mixes both (112 of the 192 smaller ones had a TF32 forward).
+// in wgrad; below these limits it mixes both (112 of the 192 smaller ones had a TF32 forward). With 2 output channels
+// it stayed with fp32 too (1x1 of 64 channels to 2, 16 images of 512x512, 2026-11-22); 3 to 7 were not tried.
 inline bool uses_tf32(const Problem& problem, Operator op) {
   const double least_multiply_adds = op == Operator::kWgrad ? 1 << 29 : 1 << 27;
   return problem.dtype == DType::kFloat32 && problem.tf32_allowed && problem.C / problem.groups >= 8 &&
-         multiply_adds(problem) >= least_multiply_adds;
+         problem.K / problem.groups >= 8 && multiply_adds(problem) >= least_multiply_adds;
 }
 
 }  // namespace modelnew
