@@ -46,6 +46,7 @@ ROOT = Path(__file__).resolve().parent
 MARKERS = ("<!-- bench:begin -->", "<!-- bench:end -->")
 SEED = 42
 FORMAT = 1  # of the JSON documents
+MOST_ROWS_SHOWN = 20  # of a table in README; longer ones are folded
 
 # Before each timed call. Without a pause the calls before it decide: the check's float64 products and both sides' own
 # calls hold an H200 at its power cap, at 1.2 to 1.9 GHz as read there, which made the same kernels up to 19% slower
@@ -1114,7 +1115,9 @@ def readme_section(documents: Sequence[dict[str, Any]]) -> str:
         rows = document["rows"]
         blocks.append(bullets(header(document)))
         if rows:
-            blocks += ["\n".join(markdown_table(rows, peer_name(document))), summary(rows)]
+            table = "\n".join(markdown_table(rows, peer_name(document)))
+            folded = f"<details><summary>{len(rows)} rows</summary>\n\n{table}\n\n</details>"
+            blocks += [folded if len(rows) > MOST_ROWS_SHOWN else table, summary(rows)]
         if document["host"]:
             blocks.append(bullets(host_lines(document)))
     shapes = legend([row for document in documents for row in document["rows"]])

@@ -2876,10 +2876,13 @@ inline const char* refusal(const Problem& problem, Operator op) {
 
 // H200, 2026-11-22, fp32 under TF32, 256 images of 56x56, by the engine gather / by this one: 1x1 of 64 channels to 64,
 // 64 to 256, 256 to 64 and 256 to 128 in 128, 318, 261 and 341 us / 182, 438, 622 and 660; 3x3 of 64 channels in 393 /
-// 335.
+// 335, and in channels_last 436 / 1068.
 inline const char* yields(const Problem& problem, Operator op) {
-  const bool faster = problem.R == 1 && problem.S == 1 && uses_tf32(problem, op);
-  return faster && kGatherEngine.refusal(problem, op) == nullptr ? "gather is faster with 1x1 filters" : nullptr;
+  const int64_t (&in_stride)[4] = op == Operator::kDgrad ? problem.y_stride : problem.x_stride;
+  const bool channels_last = in_stride[1] == 1 && in_stride[3] > 1;
+  const bool faster = (problem.R == 1 && problem.S == 1) || channels_last;
+  if (!faster || !uses_tf32(problem, op) || kGatherEngine.refusal(problem, op) != nullptr) return nullptr;
+  return channels_last ? "gather is faster in channels_last" : "gather is faster with 1x1 filters";
 }
 
 inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
