@@ -3,6 +3,7 @@
 //
 //   pack     w -> the bytes that shared memory wants, in the order in which the main kernel takes them
 //   gather   y from x (fprop), and dx from dy (dgrad without a stride)
+//   sum      adds up partial sums where the reduction is split
 //
 // GEMM view: rows = output pixels, columns = output channels, reduction = (block of channels, r, s, channel). A stage
 // of shared memory holds the pixels that a tile of outputs reads, with the halo, in a block of channels:
@@ -56,6 +57,7 @@
 //   1x1 64 to 256, 56x56       318   without x 308   without y 113   without all  90    cuDNN 294
 //   1x1 512 to 128, 28x28      161   without x 119   without y 122   without all  80    cuDNN 152
 //
+// The second one is bound by its shape: 8 lines fill 112 of a tile's 128 pixels, and 448 tiles take four rounds of 132.
 // Reading and writing take turns in a block: while its warpgroups store, the rings fill, but nobody multiplies. Tried:
 // weights for clusters of 2 or 4 blocks by multicast, 1.2 to 1.4 and 2 to 2.3 times slower, for whatever reason (with
 // an eighth of the bytes of weights it is 1 to 5% faster); y of [channel][pixel] by boxes of 32 channels x 128 bytes,

@@ -53,27 +53,6 @@ __device__ __forceinline__ void load_2(const void* address, bool exist, uint32_t
   word = half_word;
 }
 
-// Of places far from each other: without more of the line than is asked for.
-template <int BYTES>
-__device__ __forceinline__ void load_alone(const void* address, bool exist, uint32_t& word) {
-  if constexpr (BYTES == 2) {
-    load_2(address, exist, word);
-  } else {
-    asm volatile("{\n.reg .pred exist;\nsetp.ne.b32 exist, %2, 0;\nmov.b32 %0, 0;\n@exist ld.global.nc.b32 %0, [%1];\n}"
-                 : "=&r"(word)
-                 : "l"(address), "r"(static_cast<int>(exist)));
-  }
-}
-
-__device__ __forceinline__ void load_16(const void* address, bool exist, uint32_t& a, uint32_t& b, uint32_t& c,
-                                        uint32_t& d) {
-  asm volatile(
-      "{\n.reg .pred exist;\nsetp.ne.b32 exist, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, "
-      "0;\n@exist ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(a), "=&r"(b), "=&r"(c), "=&r"(d)
-      : "l"(address), "r"(static_cast<int>(exist)));
-}
-
 // ---- The same to shared memory, later: as this thread, and at first nobody else, can see once it has waited ----
 
 template <int BYTES>
