@@ -3480,6 +3480,30 @@ def test_gather_says_what_it_refuses(gather_plans, case, operator, dtype, settin
     assert text is None or text in refusal
 
 
+# What gather takes under every contract of its own: 2^27 multiply-adds at least.
+GATHER_CASES = [
+    dataclasses.replace(GATHER_CASE, N=12),
+    Case(16, 256, 14, 14, 260, 1, 1),
+    Case(9, 72, 57, 55, 130, 1, 1, stride=(2, 1), padding=(1, 0)),
+    Case(40, 128, 7, 7, 200, 3, 3, padding=(1, 1)),
+    Case(5, 100, 31, 29, 136, 3, 2, padding=(2, 0), dilation=(1, 3)),
+    Case(16, 96, 28, 28, 192, 5, 5, stride=(2, 3), padding=(2, 2), groups=2),
+    Case(50, 512, 14, 14, 64, 1, 1, groups=2),
+]
+
+
+def gather_operators(case: Case) -> set[str]:
+    return {"fprop"} | ({"dgrad"} if case.stride == (1, 1) else set())
+
+
+@pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
+def test_gather_cases_are_gathers(gather_plans, dtype):
+    """That the cases for the GPU do not miss the engine."""
+    for case in GATHER_CASES:
+        taken_ones = {name for name in WGMMA_OPERATORS if gather_plans("refusal", name, case, dtype) is None}
+        assert taken_ones == gather_operators(case), case
+
+
 GATHER_SHIM_ENTRY_POINTS = (
     """
 #include <type_traits>
@@ -5857,6 +5881,23 @@ def on_wgmma(case: Case, tensors: dict[str, Tensor], tf32: bool = True) -> dict[
     results = on_gpu(case, tensors, tf32, "wgmma")
     assert set(results) == set(WGMMA_OPERATORS), f"wgmma does not take {case}"
     return results
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", WGMMA_DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", GATHER_CASES, ids=str)
+def test_gpu_gather_exact(case, layout, dtype):
+    """Forced, as wgmma comes before it in the table."""
+    tensors = in_layout(make_tensors(case, dtype, integers, "cuda"), layout)
+    results, x = {}, tensors["x"].detach().requires_grad_()
+    with tf32_switch(True), poisoned_memory(), modelnew.force_engine("gather"):
+        y = modelnew.conv2d(x, tensors["w"], tensors["bias"], **case.kwargs)
+        results["fprop"] = y.detach()
+        if "dgrad" in gather_operators(case):
+            (results["dgrad"],) = torch.autograd.grad(y, x, tensors["dy"])
+    check_exact(case, results, tensors)
 
 
 @gpu
