@@ -42,7 +42,9 @@
 // filled (Loads):
 //
 //   kPixels     [channel][slot]   four pixels of a channel a copy, points only; operands are single words then
-//   kChannels   [slot][piece]     a piece a copy; number i lies at place i ^ slot % 8, against bank conflicts
+//   kChannels   [slot][piece]     a piece a copy; number i lies at place i ^ slot % 8, against bank conflicts. Where
+//                                 strides allow it, one thread orders bulk copies of boxes instead, of all points of a
+//                                 tile or of a row of slots: halo and padding come with them
 //   kSingle     [piece][slot]     one value a copy, from anywhere
 //
 // Where there are few tiles the reduction is split: parts of it write sums of their own, which sum_kernel adds up in
@@ -143,6 +145,7 @@ struct Plan {
   Loads loads;
   bool quarters;           // slots of points are in the order of slot_of_point
   bool rows;               // a stage is [slot][piece] instead of [piece][slot]
+  bool in_boxes;           // and x comes by boxes
   bool out_channels_last;  // channels of y are neighbours
   int vector;              // outputs that are stored at a time: 4 or 1
   bool boxes;              // y is stored by boxes of 64 pixels x 32 channels
@@ -160,7 +163,7 @@ struct Params {
   int64_t out_elements;
   Correlation of;
   Plan plan;
-  hopper::BoxMap out_map;
+  hopper::BoxMap in_map, out_map;
 };
 
 struct PackParams {
@@ -181,7 +184,8 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   layout.staging = kBarrierBytes;  // aligned as boxes have to be
   layout.table = layout.staging + (plan.boxes ? 4 * kBoxStagingBytes : 2 * kStagingBytes);
   layout.x_ring = layout.table + 2 * (plan.slots + 31) / 32 * 32 * 4;
-  layout.x_ring = (layout.x_ring + 127) / 128 * 128;
+  const int alignment = plan.in_boxes ? 1024 : 128;  // where the order of pieces starts anew
+  layout.x_ring = (layout.x_ring + alignment - 1) / alignment * alignment;
   layout.w_ring = layout.x_ring + plan.x_stages * plan.x_stage_bytes;
   layout.end = layout.w_ring + plan.w_stages * plan.w_stage_bytes;
   return layout;
@@ -684,6 +688,35 @@ __device__ __forceinline__ void convert_stages(const Params& params, const Share
   }
 }
 
+// Boxes of the channels of a stage, by one thread.
+__device__ __forceinline__ void load_boxes(const Params& params, const Shared& shared, int channels_a_stage) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  RingPosition at;
+  for (int64_t number = blockIdx.x; number < plan.tiles; number += gridDim.x) {
+    const Tile tile = locate_tile(plan, number);
+    const int image = static_cast<int>(first_image(of, plan, tile));
+    const int rows = plan.points ? 1 : plan.slots / plan.pitch;
+    for (int block = tile.first_block; block < tile.first_block + tile.blocks; ++block) {
+      const uint32_t stage = shared.base + shared.layout.x_ring + at.slot * plan.x_stage_bytes;
+      const int channel = tile.group * of.in_channels + block * channels_a_stage;
+      hopper::barrier_wait(shared.x_empty(at.slot), at.parity ^ 1);
+      hopper::barrier_arrive_expecting(shared.x_full(at.slot), plan.slots * 128);
+      if (plan.points) {
+        hopper::load_box(params.in_map, stage, channel, static_cast<int>(tile.first), 0, 0, shared.x_full(at.slot));
+      } else {
+        for (int row = 0; row < rows; ++row) {
+          int n, h, w;
+          locate_slot(of, plan, tile, image, row * plan.pitch, n, h, w);
+          hopper::load_box(params.in_map, stage + row * plan.pitch * 128, channel, w, h, image + n,
+                           shared.x_full(at.slot));
+        }
+      }
+      at.next(plan.x_stages);
+    }
+  }
+}
+
 template <typename Stored, Loads LOADS>
 __device__ __forceinline__ void gather_stages(const Params& params, const Shared& shared, int32_t* tables) {
   if constexpr (sizeof(Stored) == 4 || LOADS == Loads::kChannels)
@@ -1030,7 +1063,7 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
-      hopper::barrier_init(shared.x_full(stage), kGatherThreads);
+      hopper::barrier_init(shared.x_full(stage), params.plan.in_boxes ? 1 : kGatherThreads);
       hopper::barrier_init(shared.x_empty(stage), kMultiplyWarps);
       hopper::barrier_init(shared.w_full(stage), 1);
       hopper::barrier_init(shared.w_empty(stage), kMultiplyWarps);
@@ -1050,7 +1083,9 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
       if (threadIdx.x % 32 == 0) copy_weights(params, shared);
     } else {
       int32_t* table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
-      if (params.plan.loads == Loads::kSingle)
+      if (params.plan.in_boxes) {
+        if (threadIdx.x == 32 * kMultiplyWarps) load_boxes(params, shared, PIECES * Format::CHANNELS);
+      } else if (params.plan.loads == Loads::kSingle)
         gather_stages<typename Format::Stored, Loads::kSingle>(params, shared, table);
       else if (params.plan.loads == Loads::kPixels)
         gather_stages<typename Format::Stored, Loads::kPixels>(params, shared, table);
@@ -1161,10 +1196,16 @@ inline bool dense_fours(const int64_t (&stride)[4], int rows, int columns, int64
          (stride[1] % 4 == 0 || channels == 1) && (stride[0] % 4 == 0 || images == 1);
 }
 
-// Pixels of all images of y follow one another at one step.
-inline bool dense_pixels(const Correlation& of) {
-  return (of.P == 1 || of.out_stride[2] == of.Q * of.out_stride[3]) &&
-         (of.N == 1 || of.out_stride[0] == static_cast<int64_t>(of.P) * of.Q * of.out_stride[3]);
+// Pixels of all images follow one another at one step.
+inline bool dense_pixels(const int64_t (&stride)[4], int64_t images, int rows, int columns) {
+  return (rows == 1 || stride[2] == columns * stride[3]) &&
+         (images == 1 || stride[0] == static_cast<int64_t>(rows) * columns * stride[3]);
+}
+
+// 1x1, and output number i reads pixel number i.
+inline bool dense_points_of(const Correlation& of) {
+  return of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0 &&
+         of.H == of.P && of.W == of.Q;
 }
 
 inline int64_t out_elements(const Correlation& of) { return of.N * of.groups * of.out_channels * of.P * of.Q; }
@@ -1195,6 +1236,7 @@ constexpr TileShape kTileShapes[] = {
 //
 // Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled; of y.
 constexpr double kMemoryRate = 20, kSingleRate = 6, kPixelsRate = 14, kChannelsRate = 9.5, kStoreRate = 16;
+constexpr double kBoxRate = 25;         // of x by boxes; not fitted
 constexpr double kTileCycles = 1500;    // to fill and to drain
 constexpr double kLaunchCycles = 3500;  // of one more kernel
 
@@ -1220,8 +1262,7 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   const bool channels_last = of.in_stride[1] == 1 && of.in_channels % channels == 0 &&
                              of.in_stride[3] % channels == 0 && of.in_stride[2] % channels == 0 &&
                              of.in_stride[0] % channels == 0;
-  const bool dense_points = plan.points && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0 &&
-                            of.H == of.P && of.W == of.Q && dense_fours(of.in_stride, of.H, of.W, of.N, of.in_channels);
+  const bool dense_points = dense_points_of(of) && dense_fours(of.in_stride, of.H, of.W, of.N, of.in_channels);
   plan.loads = channels_last && aligned_in                             ? Loads::kChannels
                : dense_points && address.in % (4 * element_bytes) == 0 ? Loads::kPixels
                                                                        : Loads::kSingle;
@@ -1266,10 +1307,17 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   if (plan.splits != splits) return false;
   plan.tiles = static_cast<int64_t>(plan.tiles_m) * plan.tiles_n * of.groups * splits;
   plan.rows = plan.loads == Loads::kChannels && plan.pieces == 8;
+  // Boxes take neighbouring columns, and the last one of a group has no channels of the next group.
+  const bool dense_in = !plan.points || (dense_points_of(of) && dense_pixels(of.in_stride, of.N, of.P, of.Q));
+  plan.in_boxes = plan.rows && dense_in && plan.in_column_step <= 1 && plan.in_row_step <= 1 &&
+                  (of.groups == 1 || of.in_channels % (plan.pieces * channels) == 0) &&
+                  of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && (plan.points || plan.pitch <= 256) &&
+                  of.in_stride[2] > 0 && of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
   plan.plane_slots = pixels + 8;
   plan.x_stage_bytes = element_bytes == 4 && plan.loads == Loads::kPixels
                            ? plan.pieces * channels * plan.plane_slots * 4
-                           : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
+                       : plan.in_boxes ? (plan.slots * 128 + 1023) / 1024 * 1024
+                                       : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
   plan.w_stage_bytes = plan.pieces * plan.tile_n * 16;
 
   plan.out_channels_last = of.out_stride[1] == 1 && of.out_channels > 1;
@@ -1288,8 +1336,9 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   const bool splittable = element_bytes == 4 && aligned_out && out_elements(of) % 4 == 0 && dense_output(of) &&
                           splits * out_elements(of) * 4 <= kMostPartialBytes;
   if (splits > 1 && !splittable) return false;
-  plan.boxes = plan.points && plan.out_channels_last && element_bytes == 4 && plan.vector == 4 && dense_pixels(of) &&
-               of.N * of.P * of.Q < (int64_t{1} << 30) && (of.groups == 1 || of.out_channels % kStagedChannels == 0);
+  plan.boxes = plan.points && plan.out_channels_last && element_bytes == 4 && plan.vector == 4 &&
+               dense_pixels(of.out_stride, of.N, of.P, of.Q) && of.N * of.P * of.Q < (int64_t{1} << 30) &&
+               (of.groups == 1 || of.out_channels % kStagedChannels == 0);
 
   // Points take as many stages of x as of w, windows one of x for all taps.
   const int taps = of.R * of.S;
@@ -1308,7 +1357,8 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   const double in_bytes = 16.0 * plan.slots * plan.pieces * plan.split_blocks;
   const double out_bytes = static_cast<double>(pixels) * plan.tile_n * element_bytes;
   const double multiply = static_cast<double>(plan.split_blocks) * of.R * of.S * shape.stage_cycles;
-  const double rate = plan.loads == Loads::kSingle   ? kSingleRate
+  const double rate = plan.in_boxes                  ? kBoxRate
+                      : plan.loads == Loads::kSingle ? kSingleRate
                       : plan.loads == Loads::kPixels ? kPixelsRate
                                                      : kChannelsRate;
   const double store = out_bytes / kStoreRate;
@@ -1416,8 +1466,33 @@ inline cudaError_t make_out_map(Params& params) {
                               params.out_map);
 }
 
+// x as boxes want it, of bytes of 128: [1][1][pixel of all images][channel], or [image][row][column][channel].
+inline cudaError_t make_in_map(Params& params, int element_bytes) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const uint64_t channels = static_cast<uint64_t>(of.groups) * of.in_channels;
+  const uint64_t W = of.W, H = of.H, N = of.N;
+  const auto bytes = [&](int axis, uint64_t size) -> uint64_t {
+    return size > 1 ? of.in_stride[axis] * element_bytes : 16;  // of one there is no next
+  };
+  const uint32_t box_channels = 128 / element_bytes;
+  void* const in_ptr = const_cast<void*>(params.in_ptr);
+  if (plan.points) {
+    const uint64_t sizes[4] = {channels, N * H * W, 1, 1}, strides[3] = {bytes(3, N * H * W), 16, 16};
+    const uint32_t box[4] = {box_channels, static_cast<uint32_t>(tile_pixels(plan)), 1, 1};
+    return hopper::make_box_map(hopper::BoxUse::kLoadRows, in_ptr, element_bytes, sizes, strides, box, params.in_map);
+  }
+  const uint64_t sizes[4] = {channels, W, H, N}, strides[3] = {bytes(3, W), bytes(2, H), bytes(0, N)};
+  const uint32_t box[4] = {box_channels, static_cast<uint32_t>(plan.pitch), 1, 1};
+  return hopper::make_box_map(hopper::BoxUse::kLoadRows, in_ptr, element_bytes, sizes, strides, box, params.in_map);
+}
+
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
 cudaError_t run_kernel(Params& params, cudaStream_t stream) {
+  if (params.plan.in_boxes) {
+    const cudaError_t error = make_in_map(params, sizeof(typename Format::Stored));
+    if (error != cudaSuccess) return error;
+  }
   if (params.plan.boxes) {
     const cudaError_t error = make_out_map(params);
     if (error != cudaSuccess) return error;

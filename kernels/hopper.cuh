@@ -193,7 +193,7 @@ __device__ __forceinline__ void bulk_stores_wait_read() {
 }
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-enum class BoxUse { kStore, kLoad };
+enum class BoxUse { kStore, kLoad, kLoadRows };  // kLoadRows: rows of 128 bytes in the order of those to be stored
 
 // Sizes and box in elements of 2 or 4 bytes; strides, of all dimensions but the first, in bytes and multiples of 16.
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
@@ -215,7 +215,7 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
       encode(reinterpret_cast<CUtensorMap*>(&map),
              element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
              const_cast<void*>(tensor), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             use == BoxUse::kStore ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+             use == BoxUse::kLoad ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
              use == BoxUse::kStore ? CU_TENSOR_MAP_L2_PROMOTION_NONE : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   static_assert(sizeof(BoxMap) == sizeof(CUtensorMap), "the same");
