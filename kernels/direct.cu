@@ -3,7 +3,7 @@
 //   pack_weights   w -> the order, type and rounding in which correlate stages it
 //   correlate      y from x (fprop) and dx from dy (dgrad); correlate_listed: just some tiles, for another engine
 //   depthwise      the same with one input channel for each output, through shared memory
-//   points         the same for 1x1 filters to at most 8 channels of fp32, every pixel read once and straight into registers
+//   points         the same for 1x1 filters to at most 8 channels of fp32: every pixel is read once, into registers
 //   weight_grad    dw from x and dy
 //   sliding_wgrad, depthwise_wgrad   the same with one input channel for each output: 3x3, any filter
 //   bias_grad      db from dy

@@ -23,9 +23,10 @@
 // All warps multiply, and take turns in ordering bulk copies. Where images are so narrow that their rows are no
 // multiples of 16 bytes (7x7, 14x14), whole planes come as one run of memory, from which threads fill the window.
 //
-// Full fp32 accuracy takes three products: v = first + rest, both TF32, and first*first + first*rest + rest*first, of 16
-// terms of the reduction at a time (8 in the largest tile); these are added up by ordinary additions, because the tensor
-// core truncates. A product is within 2^-21. Under the TF32 contract there is one product, and the tensor core adds up.
+// Full fp32 accuracy takes three products: v = first + rest, both TF32, and first*first + first*rest + rest*first, of
+// 16 terms of the reduction at a time (8 in the largest tile); these are added up by ordinary additions, because the
+// tensor core truncates. A product is within 2^-21. Under the TF32 contract there is one product, and the tensor core
+// adds up.
 //
 // Inf and NaN: the rest of an Inf is NaN, and a value near the largest rounds to Inf. Whatever is not finite at the end
 // is computed again, by multiply-adds, in exact_output.
@@ -74,8 +75,8 @@ constexpr int kBlocks = 2;  // on an SM, as far as registers go
 constexpr int kMaxStages = 8;
 constexpr int kMaxSplits = 8;
 
-// WARPS_K groups of WARPS_M x WARPS_N warps, each of M16 x N8 tiles of 16 channels x 8 pixels, for every WARPS_K-th step
-// of 8 terms; STEPS of them together.
+// WARPS_K groups of WARPS_M x WARPS_N warps, each of M16 x N8 tiles of 16 channels x 8 pixels, for every WARPS_K-th
+// step of 8 terms; STEPS of them together.
 template <int WARPS_K_, int WARPS_M_, int WARPS_N_, int M16_, int N8_, int STEPS_>
 struct Shape {
   static constexpr int WARPS_K = WARPS_K_, WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, M16 = M16_, N8 = N8_;
@@ -152,8 +153,8 @@ struct Params {
   hopper::BoxMap x_map, w_map;
 };
 
-// A block's shared memory, in words: where the table of a chunk's reduction, and behind it the ring, start. Staging takes
-// the place of the ring.
+// A block's shared memory, in words: where the table of a chunk's reduction, and behind it the ring, start. Staging
+// takes the place of the ring.
 constexpr int kTable = 32;      // behind the barriers
 constexpr int kStagingPad = 8;  // stores of accumulators meet all banks
 
@@ -280,8 +281,8 @@ __device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
 
 // -- Loads --
 
-// The word at which a term's x starts; and what nobody writes again, the padding of the reduction: zeros of x behind the
-// channels, of all pixels or of each, and of w, against Inf.
+// The word at which a term's x starts; and what nobody writes again, the padding of the reduction: zeros of x behind
+// the channels, of all pixels or of each, and of w, against Inf.
 __device__ __forceinline__ void make_table(const Params& params, float* smem) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
@@ -476,8 +477,8 @@ __device__ __forceinline__ void load_chunk(const Params& params, const Tile& til
 
 // -- Multiplying --
 
-// v = first + rest, or first alone; the tensor core takes no more of them than TF32 has. Where v is Inf, NaN or too large
-// to be rounded the rest is NaN or Inf.
+// v = first + rest, or first alone; the tensor core takes no more of them than TF32 has. Where v is Inf, NaN or too
+// large to be rounded the rest is NaN or Inf.
 template <bool EXACT>
 __device__ __forceinline__ void split(uint32_t v, uint32_t& first, uint32_t& rest) {
   if constexpr (EXACT) {
@@ -826,9 +827,9 @@ inline int chunk_channels(const Correlation& of, int warps_k) {
   return channels;
 }
 
-// Constants of the estimate, in cycles of an SM at 1.75 GHz, of three products; from 920 times: 23 layers of a ResNet-50
-// with 1 and 4 images, stems and last layers, in all shapes and splits, H200, 2026-11-22. The plan that it chooses is on
-// average 4% slower than the best one of them, 80% in the worst case. One product has not been fitted.
+// Constants of the estimate, in cycles of an SM at 1.75 GHz, of three products; from 920 times: 23 layers of a
+// ResNet-50 with 1 and 4 images, stems and last layers, in all shapes and splits, H200, 2026-11-22. The plan that it
+// chooses is on average 4% slower than the best one of them, 80% in the worst case. One product has not been fitted.
 constexpr double kMmaCycles = 1.55;  // of an SM, for 16 x 8 x 8, measured: 62% of the rate of wgmma
 constexpr double kCallCycles = 9400, kBlockCycles = 1700, kChunkCycles = 910;
 constexpr double kClusterCycles = 2200, kClusterBlockCycles = 530, kLargeClusterBlockCycles = 1140;
@@ -1168,8 +1169,8 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
 }
 
 #if defined(__CUDACC__)
-// x as boxes want it, [n][channel][row][column] or [n][row][column][channel], of every in_row_step-th row, and w, rows of
-// its terms or [output channel][tap][channel].
+// x as boxes want it, [n][channel][row][column] or [n][row][column][channel], of every in_row_step-th row, and w, rows
+// of its terms or [output channel][tap][channel].
 inline cudaError_t make_maps(Params& params) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
