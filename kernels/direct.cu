@@ -270,6 +270,8 @@ __device__ inline void stage_window(Acc* smem, const Storage* in_ptr, const Corr
 // loads, 16 bytes each, are what keeps enough of them under way.
 
 constexpr int kMostPointChannels = 8, kPointThreads = 128, kPointBatch = 8;
+constexpr int kPointChunk = 16;  // of a sum: in cuDNN's kernels for this it is not one chain either, and not as inexact
+constexpr int64_t kLeastPoints = 1 << 17;  // with fewer, too few threads have loads under way
 
 struct PointsParams {
   const float *in_ptr, *w_ptr, *bias_ptr;
@@ -312,7 +314,7 @@ __global__ void __launch_bounds__(kPointThreads) points_kernel(const PointsParam
         for (int j = 0; j < 4; ++j) acc[k][j] = fmaf(w, x[i].element[j], acc[k][j]);
       }
     }
-    if ((first + kPointBatch) % kChunk == 0) {
+    if ((first + kPointBatch) % kPointChunk == 0) {
 #pragma unroll
       for (int k = 0; k < CHANNELS; ++k) {
 #pragma unroll
@@ -1492,7 +1494,7 @@ inline bool takes_points(const Problem& problem, Operator op) {
          !uses_tf32(problem, op) && problem.groups == 1 && problem.R == 1 && problem.S == 1 && problem.H == problem.P &&
          problem.W == problem.Q && problem.pad_h == 0 && problem.pad_w == 0 && out_channels <= kMostPointChannels &&
          in_channels * kMostPointChannels * static_cast<int64_t>(sizeof(float)) <= kSharedBytes && pixels % 4 == 0 &&
-         problem.N < 65536 && dense(in) && dense(out);
+         problem.N * pixels >= kLeastPoints && problem.N < 65536 && dense(in) && dense(out);
 }
 
 inline int64_t weight_elements(const Problem& problem) {

@@ -840,6 +840,23 @@ struct ShapeCycles {
 };
 constexpr ShapeCycles kShapeCycles[] = {{1.08, 46}, {1.38, 46}, {1.77, 19}, {1.81, 175}, {1.67, 25}};
 
+// How many words a bank has to give in the first load of x by a warp: of four terms of eight pixels.
+inline int bank_conflicts(const Correlation& of, const Plan& plan) {
+  int words[32][32], counts[32] = {}, most = 1;  // of each bank
+  for (int lane = 0; lane < 32; ++lane) {
+    const int term = lane % 4, pixel = lane / 4, tap = plan.taps_first ? 0 : term % plan.taps;
+    const int line = pixel / plan.tile_q, column = pixel % plan.tile_q;
+    const int word = (plan.taps_first ? term : term / plan.taps) * plan.channel_words +
+                     tap / of.S * of.dilation_h * plan.row_words + tap % of.S * of.dilation_w * plan.pixel_words +
+                     line * plan.row_step * plan.row_words + column * plan.column_step * plan.pixel_words;
+    int* const bank = words[word % 32];
+    int& count = counts[word % 32];
+    if (std::find(bank, bank + count, word) == bank + count) bank[count++] = word;
+    most = std::max(most, count);
+  }
+  return most;
+}
+
 // Completes a plan; false when it does not fit.
 inline bool complete(const Correlation& of, bool tf32, const Device& device, const Alignment& address, int shape,
                      int splits, int tile_p, int tile_q, Plan& plan) {
@@ -1035,6 +1052,9 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   const double products = chunks * (plan.depth / 8) * (plan.tile_m / 16) * (plan.tile_n / 8) * (tf32 ? 1 : 3);
   const double multiply = products * kMmaCycles * kShapeCycles[shape].product;
   const double steps = chunks * ceil_div(plan.depth / 8, plan.warps_k) * kShapeCycles[shape].step;
+  // Loads of x, of all warps; what there is no conflict about is in the cycles of a step.
+  const double conflicts = kWarps * chunks * ceil_div(plan.depth / 8, plan.warps_k) * 2.0 * kShapes[shape].n8 *
+                           (bank_conflicts(of, plan) - 1);
   const double words = plan.x_words + plan.w_words;
   const double load = chunks * (4 * words / kLoadRate + 4.0 * plan.tile_m * plan.depth / kWeightsRate +
                                 (plan.x_copies == Copies::kPlanes ? kPlacedTerms * plan.depth : 0) +
@@ -1045,7 +1065,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   const int resident = std::max(1, std::min(kBlocks, device.smem_bytes / (plan.smem_bytes + 1024)));
   const double blocks = std::ceil(static_cast<double>(plan.tiles) * splits / device.sms);
   plan.cycles = kCallCycles + (splits > 1 ? kClusterCycles : 0) +
-                blocks * (kBlockCycles + multiply + load + store + cluster) +
+                blocks * (kBlockCycles + multiply + conflicts + load + store + cluster) +
                 std::ceil(blocks / resident) * (steps + chunks * kChunkCycles);
   return true;
 }
@@ -1132,9 +1152,17 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-// 1x1 of 64 channels to 2, 16 images of 512x512, us, H200, 2026-11-22: 361 by this engine (in the driver).
+// Tiles have at least 16 output channels. By this engine / by direct, us, fp32, H200, 2026-11-22, commit 296e213: 1x1 of
+// 64 channels to 2, an image of 512x512, 36 / 27; 8 images of 256x256, 3x3 of 16 channels to 3, 73 / 65; 9x9 of 64
+// channels to 3, 2369 / 939; one of 8x8, 3x3 of 4 channels to 4, 7 / 10.
+constexpr double kLeastOfFewChannels = 1 << 26;
+
 inline const char* yields(const Problem& problem, Operator op) {
-  return direct_has_points(problem, op) ? "direct reads every pixel just once" : nullptr;
+  if (direct_has_points(problem, op)) return "direct reads every pixel just once";
+  const int out_channels = (op == Operator::kDgrad ? problem.C : problem.K) / problem.groups;
+  if (out_channels <= 4 && multiply_adds(problem) >= kLeastOfFewChannels)
+    return "direct is faster with few output channels";
+  return nullptr;
 }
 
 inline int64_t workspace_bytes(const Problem&, Operator) { return 0; }
