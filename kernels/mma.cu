@@ -639,6 +639,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Tile& til
 
 template <typename Shape, bool EXACT>
 __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_constant__ Params params) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   float* const smem = reinterpret_cast<float*>(smem_bytes);
   const Plan& plan = params.plan;
@@ -745,6 +746,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
     cluster_sync();  // staging of all blocks
   store_rows(params, tile, staging, rank * plan.split_rows);
   if (plan.splits > 1) cluster_leave();  // others may still be reading this block's
+#endif
 }
 
 #endif  // device code
