@@ -798,7 +798,7 @@ inline void flatten_points(Correlation& of) {
 
 // Channels of a chunk: enough that each group of warps has some 40 to 128 terms, all of them where there are few.
 inline int chunk_channels(const Correlation& of, int warps_k) {
-  const int taps = of.R * of.S;
+  const int64_t taps = static_cast<int64_t>(of.R) * of.S;
   if (of.in_channels < 8 && of.in_channels * taps <= 384) return of.in_channels;
   int channels = warps_k > 1 ? 64 : 32;
   while (channels > 1 && channels * taps > (warps_k > 1 ? 160 : 128)) channels /= 2;
@@ -1107,11 +1107,31 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (const char* reason = refusal_of_problem(problem, op)) return reason;
   Device device{};
   if (current_device(device) < 80) return "it needs an Ampere GPU or a later one (compute capability 8.0)";
-  if (!plan_of(problem, op, Alignment{}).found) return "a tile with its halo does not fit into shared memory";
+  // Addresses are not known yet. How x comes depends on its own, and rows of w that are aligned take no more room.
+  if (!plan_of(problem, op, Alignment{0, 4, 4}).found || !plan_of(problem, op, Alignment{4, 4, 4}).found)
+    return "a tile with its halo does not fit into shared memory";
   return nullptr;
 }
 
 inline int64_t workspace_bytes(const Problem&, Operator) { return 0; }
+
+inline void set_divisors(Params& params) {
+  const Plan& plan = params.plan;
+  params.by_splits = make_divisor(plan.splits);
+  params.by_tiles_m = make_divisor(plan.tiles_m);
+  params.by_tiles_q = make_divisor(plan.tiles_q);
+  params.by_tiles_p = make_divisor(plan.tiles_p);
+  params.by_images = make_divisor(params.of.N);
+  params.by_taps = make_divisor(plan.taps);
+  params.by_channels = make_divisor(plan.channels);
+  params.by_s = make_divisor(params.of.S);
+  params.by_tile_q = make_divisor(plan.tile_q);
+  params.by_row_entries = make_divisor(std::max(1, plan.row_entries));
+  params.by_x_pieces = make_divisor(std::max(1, plan.x_pieces));
+  params.by_w_pieces = make_divisor(plan.w_pieces);
+  params.by_plane = make_divisor(std::max(1, plan.plane));
+  params.by_width = make_divisor(params.of.W);
+}
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
@@ -1142,7 +1162,6 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-#if defined(__CUDACC__)
 // x as boxes want it, [n][channel][row][column] or [n][row][column][channel], of every in_row_step-th row, and w, rows of
 // its terms or [output channel][tap][channel].
 inline cudaError_t make_maps(Params& params) {
@@ -1178,29 +1197,13 @@ inline cudaError_t make_maps(Params& params) {
   return make(params.w_ptr, {taps * in_channels, rows, 1, 1}, {out, 16, 16},
               {static_cast<uint32_t>(plan.w_pitch), tile_m, 1, 1}, params.w_map);
 }
-#endif
 
 template <bool EXACT>
 cudaError_t run(Params& params, cudaStream_t stream) {
   const Plan& plan = params.plan;
-#if defined(__CUDACC__)
   const cudaError_t error = make_maps(params);
   if (error != cudaSuccess) return error;
-#endif
-  params.by_splits = make_divisor(plan.splits);
-  params.by_tiles_m = make_divisor(plan.tiles_m);
-  params.by_tiles_q = make_divisor(plan.tiles_q);
-  params.by_tiles_p = make_divisor(plan.tiles_p);
-  params.by_images = make_divisor(params.of.N);
-  params.by_taps = make_divisor(plan.taps);
-  params.by_channels = make_divisor(plan.channels);
-  params.by_s = make_divisor(params.of.S);
-  params.by_tile_q = make_divisor(plan.tile_q);
-  params.by_row_entries = make_divisor(std::max(1, plan.row_entries));
-  params.by_x_pieces = make_divisor(std::max(1, plan.x_pieces));
-  params.by_w_pieces = make_divisor(plan.w_pieces);
-  params.by_plane = make_divisor(std::max(1, plan.plane));
-  params.by_width = make_divisor(params.of.W);
+  set_divisors(params);
   switch (plan.shape) {
     case 0:
       return run_kernel<Shape0, EXACT>(params, stream);
