@@ -260,7 +260,7 @@ __device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
 
 // The word at which a term's x starts; and what nobody writes again, the padding of the reduction: zeros of x behind the
 // channels, of all pixels or of each, and of w, against Inf.
-__device__ __forceinline__ void make_table(const Params& params, float* smem) {
+__device__ __forceinline__ void make_table(const Params& params, const Tile& tile, float* smem) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int terms = plan.channels * plan.taps;
@@ -292,9 +292,10 @@ __device__ __forceinline__ void make_table(const Params& params, float* smem) {
       x_smem[i] = 0;
     const bool run = plan.w_copies == Copies::kRun;
     const int rows = run ? 1 : plan.w_copies == Copies::kBox ? 0 : plan.tile_m;  // a box has what follows in memory
+    const int run_words = min(plan.tile_m, of.out_channels - tile.m) * terms;    // what follows its last row
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * padding; i += kThreads)
-      w_smem[run ? plan.tile_m * terms + i : i / padding * plan.w_pitch + terms + i % padding] = 0;
+      w_smem[run ? run_words + i : i / padding * plan.w_pitch + terms + i % padding] = 0;
   }
 }
 
@@ -691,7 +692,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
         const int word = line * plan.row_step * plan.row_words + column * plan.column_step * plan.pixel_words;
         pixels[n] = line < plan.tile_p ? 4 * word : 0;
       }
-      make_table(params, smem);
+      make_table(params, tile, smem);
     }
     if (i < 0) continue;
     if (plan.x_copies == Copies::kPlanes) {
