@@ -852,6 +852,12 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   const bool channels_last = of.in_stride[1] == 1 && of.in_stride[3] != 1 && plan.channels >= 4;
   const auto fours = [](int64_t stride, int64_t size) { return size == 1 || stride % 4 == 0; };
   const bool aligned_in = address.in % 16 == 0 && fours(of.in_stride[0], of.N);
+  // Boxes of expanded tensors have not been tried.
+  const auto moves = [](int64_t stride, int64_t size) { return size == 1 || stride > 0; };
+  const bool x_boxes = device.hopper && moves(of.in_stride[0], of.N) && moves(of.in_stride[2], of.H) &&
+                       moves(of.in_stride[1], static_cast<int64_t>(of.in_channels) * of.groups) &&
+                       moves(of.in_stride[3], of.W);
+  const bool w_boxes = device.hopper && of.w_stride_out > 0 && (of.S == 1 || of.w_stride_s > 0);
   const int64_t plane = static_cast<int64_t>(of.H) * of.W;
   plan.plane = static_cast<int>(std::min<int64_t>(plane, 1 << 30));
   plan.row_step = of.R == 1 ? 1 : of.stride_h;
@@ -897,7 +903,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
         aligned_in && of.in_channels % 4 == 0 && fours(of.in_stride[2], of.H) && fours(of.in_stride[3], of.W);
     plan.x_copies = pieces_of_fours ? Copies::kFours : Copies::kWords;
     const bool whole_steps = (plan.in_row_step == 1 || of.pad_h == 0) && (plan.in_column_step == 1 || of.pad_w == 0);
-    if (pieces_of_fours && device.hopper && !padded && rows <= 256 && columns <= 256 && whole_steps) {
+    if (pieces_of_fours && x_boxes && !padded && rows <= 256 && columns <= 256 && whole_steps) {
       plan.x_copies = Copies::kBox;
       plan.x_bulk = true;
     }
@@ -917,7 +923,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
       width = 4;
       plan.lead = ((-of.pad_w) % 4 + 4) % 4;
       plan.columns = round_up(plan.columns + plan.lead, 4);
-      if (device.hopper && rows <= 256 && plan.columns <= 256 && (plan.in_row_step == 1 || of.pad_h == 0)) {
+      if (x_boxes && rows <= 256 && plan.columns <= 256 && (plan.in_row_step == 1 || of.pad_h == 0)) {
         plan.x_copies = Copies::kBox;
         plan.x_bulk = true;
       }
@@ -960,11 +966,11 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   plan.w_pitch = plan.depth + 4;  // an odd number of fours: rows of words meet all banks
   if (aligned_w && (natural_fours || taps_fours)) {
     plan.w_copies = Copies::kFours;
-    if (device.hopper && natural_fours && plan.w_pitch <= 256) {
+    if (w_boxes && natural_fours && plan.w_pitch <= 256) {
       plan.w_copies = Copies::kBox;
       plan.w_bulk = true;
     }
-    if (device.hopper && taps_fours && !of.flipped && (of.R == 1 || of.w_stride_r == of.S * of.w_stride_s) && !padded) {
+    if (w_boxes && taps_fours && !of.flipped && (of.R == 1 || of.w_stride_r == of.S * of.w_stride_s) && !padded) {
       plan.w_copies = Copies::kBox;
       plan.w_bulk = true;
       plan.w_pitch = terms;
