@@ -132,8 +132,12 @@ __device__ __forceinline__ void barrier_wait_idly(uint32_t barrier, uint32_t par
   while (!barrier_ended(barrier, parity)) __nanosleep(64);
 }
 
-// Ordinary stores of this thread to shared memory become visible to wgmma and to bulk copies.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Ordinary stores of this thread to shared memory become visible to wgmma and to bulk copies, which only Hopper has.
+__device__ __forceinline__ void fence_async() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 
 // ---- Bulk copies, memory to shared memory: addresses and sizes are multiples of 16 bytes ----
 

@@ -281,9 +281,15 @@ __device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
 
 // -- Loads --
 
+<<<<<<< HEAD
 // The word at which a term's x starts; and what nobody writes again, the padding of the reduction: zeros of x behind
 // the channels, of all pixels or of each, and of w, against Inf.
 __device__ __forceinline__ void make_table(const Params& params, float* smem) {
+=======
+// The word at which a term's x starts; and what nobody writes again, the padding of the reduction: zeros of x behind the
+// channels, of all pixels or of each, and of w, against Inf.
+__device__ __forceinline__ void make_table(const Params& params, const Tile& tile, float* smem) {
+>>>>>>> s12-mmatests
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int terms = plan.channels * plan.taps;
@@ -315,9 +321,10 @@ __device__ __forceinline__ void make_table(const Params& params, float* smem) {
       x_smem[i] = 0;
     const bool run = plan.w_copies == Copies::kRun;
     const int rows = run ? 1 : plan.w_copies == Copies::kBox ? 0 : plan.tile_m;  // a box has what follows in memory
+    const int run_words = min(plan.tile_m, of.out_channels - tile.m) * terms;    // what follows its last row
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * padding; i += kThreads)
-      w_smem[run ? plan.tile_m * terms + i : i / padding * plan.w_pitch + terms + i % padding] = 0;
+      w_smem[run ? run_words + i : i / padding * plan.w_pitch + terms + i % padding] = 0;
   }
 }
 
@@ -662,6 +669,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Tile& til
 
 template <typename Shape, bool EXACT>
 __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_constant__ Params params) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   float* const smem = reinterpret_cast<float*>(smem_bytes);
   const Plan& plan = params.plan;
@@ -713,7 +721,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
         const int word = line * plan.row_step * plan.row_words + column * plan.column_step * plan.pixel_words;
         pixels[n] = line < plan.tile_p ? 4 * word : 0;
       }
-      make_table(params, smem);
+      make_table(params, tile, smem);
     }
     if (i < 0) continue;
     if (plan.x_copies == Copies::kPlanes) {
@@ -768,6 +776,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
     cluster_sync();  // staging of all blocks
   store_rows(params, tile, staging, rank * plan.split_rows);
   if (plan.splits > 1) cluster_leave();  // others may still be reading this block's
+#endif
 }
 
 #endif  // device code
@@ -819,7 +828,7 @@ inline void flatten_points(Correlation& of) {
 
 // Channels of a chunk: enough that each group of warps has some 40 to 128 terms, all of them where there are few.
 inline int chunk_channels(const Correlation& of, int warps_k) {
-  const int taps = of.R * of.S;
+  const int64_t taps = static_cast<int64_t>(of.R) * of.S;
   if (of.in_channels < 8 && of.in_channels * taps <= 384) return of.in_channels;
   int channels = warps_k > 1 ? 64 : 32;
   while (channels > 1 && channels * taps > (warps_k > 1 ? 160 : 128)) channels /= 2;
@@ -889,6 +898,12 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   const bool channels_last = of.in_stride[1] == 1 && of.in_stride[3] != 1 && plan.channels >= 4;
   const auto fours = [](int64_t stride, int64_t size) { return size == 1 || stride % 4 == 0; };
   const bool aligned_in = address.in % 16 == 0 && fours(of.in_stride[0], of.N);
+  // Boxes of expanded tensors have not been tried.
+  const auto moves = [](int64_t stride, int64_t size) { return size == 1 || stride > 0; };
+  const bool x_boxes = device.hopper && moves(of.in_stride[0], of.N) && moves(of.in_stride[2], of.H) &&
+                       moves(of.in_stride[1], static_cast<int64_t>(of.in_channels) * of.groups) &&
+                       moves(of.in_stride[3], of.W);
+  const bool w_boxes = device.hopper && of.w_stride_out > 0 && (of.S == 1 || of.w_stride_s > 0);
   const int64_t plane = static_cast<int64_t>(of.H) * of.W;
   plan.plane = static_cast<int>(std::min<int64_t>(plane, 1 << 30));
   plan.row_step = of.R == 1 ? 1 : of.stride_h;
@@ -934,7 +949,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
         aligned_in && of.in_channels % 4 == 0 && fours(of.in_stride[2], of.H) && fours(of.in_stride[3], of.W);
     plan.x_copies = pieces_of_fours ? Copies::kFours : Copies::kWords;
     const bool whole_steps = (plan.in_row_step == 1 || of.pad_h == 0) && (plan.in_column_step == 1 || of.pad_w == 0);
-    if (pieces_of_fours && device.hopper && !padded && rows <= 256 && columns <= 256 && whole_steps) {
+    if (pieces_of_fours && x_boxes && !padded && rows <= 256 && columns <= 256 && whole_steps) {
       plan.x_copies = Copies::kBox;
       plan.x_bulk = true;
     }
@@ -954,7 +969,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
       width = 4;
       plan.lead = ((-of.pad_w) % 4 + 4) % 4;
       plan.columns = round_up(plan.columns + plan.lead, 4);
-      if (device.hopper && rows <= 256 && plan.columns <= 256 && (plan.in_row_step == 1 || of.pad_h == 0)) {
+      if (x_boxes && rows <= 256 && plan.columns <= 256 && (plan.in_row_step == 1 || of.pad_h == 0)) {
         plan.x_copies = Copies::kBox;
         plan.x_bulk = true;
       }
@@ -997,11 +1012,11 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   plan.w_pitch = plan.depth + 4;  // an odd number of fours: rows of words meet all banks
   if (aligned_w && (natural_fours || taps_fours)) {
     plan.w_copies = Copies::kFours;
-    if (device.hopper && natural_fours && plan.w_pitch <= 256) {
+    if (w_boxes && natural_fours && plan.w_pitch <= 256) {
       plan.w_copies = Copies::kBox;
       plan.w_bulk = true;
     }
-    if (device.hopper && taps_fours && !of.flipped && (of.R == 1 || of.w_stride_r == of.S * of.w_stride_s) && !padded) {
+    if (w_boxes && taps_fours && !of.flipped && (of.R == 1 || of.w_stride_r == of.S * of.w_stride_s) && !padded) {
       plan.w_copies = Copies::kBox;
       plan.w_bulk = true;
       plan.w_pitch = terms;
@@ -1148,7 +1163,9 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (const char* reason = refusal_of_problem(problem, op)) return reason;
   Device device{};
   if (current_device(device) < 80) return "it needs an Ampere GPU or a later one (compute capability 8.0)";
-  if (!plan_of(problem, op, Alignment{}).found) return "a tile with its halo does not fit into shared memory";
+  // Addresses are not known yet. How x comes depends on its own, and rows of w that are aligned take no more room.
+  if (!plan_of(problem, op, Alignment{0, 4, 4}).found || !plan_of(problem, op, Alignment{4, 4, 4}).found)
+    return "a tile with its halo does not fit into shared memory";
   return nullptr;
 }
 
@@ -1166,6 +1183,24 @@ inline const char* yields(const Problem& problem, Operator op) {
 }
 
 inline int64_t workspace_bytes(const Problem&, Operator) { return 0; }
+
+inline void set_divisors(Params& params) {
+  const Plan& plan = params.plan;
+  params.by_splits = make_divisor(plan.splits);
+  params.by_tiles_m = make_divisor(plan.tiles_m);
+  params.by_tiles_q = make_divisor(plan.tiles_q);
+  params.by_tiles_p = make_divisor(plan.tiles_p);
+  params.by_images = make_divisor(params.of.N);
+  params.by_taps = make_divisor(plan.taps);
+  params.by_channels = make_divisor(plan.channels);
+  params.by_s = make_divisor(params.of.S);
+  params.by_tile_q = make_divisor(plan.tile_q);
+  params.by_row_entries = make_divisor(std::max(1, plan.row_entries));
+  params.by_x_pieces = make_divisor(std::max(1, plan.x_pieces));
+  params.by_w_pieces = make_divisor(plan.w_pieces);
+  params.by_plane = make_divisor(std::max(1, plan.plane));
+  params.by_width = make_divisor(params.of.W);
+}
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
@@ -1196,9 +1231,14 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+<<<<<<< HEAD
 #if defined(__CUDACC__)
 // x as boxes want it, [n][channel][row][column] or [n][row][column][channel], of every in_row_step-th row, and w, rows
 // of its terms or [output channel][tap][channel].
+=======
+// x as boxes want it, [n][channel][row][column] or [n][row][column][channel], of every in_row_step-th row, and w, rows of
+// its terms or [output channel][tap][channel].
+>>>>>>> s12-mmatests
 inline cudaError_t make_maps(Params& params) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
@@ -1232,29 +1272,13 @@ inline cudaError_t make_maps(Params& params) {
   return make(params.w_ptr, {taps * in_channels, rows, 1, 1}, {out, 16, 16},
               {static_cast<uint32_t>(plan.w_pitch), tile_m, 1, 1}, params.w_map);
 }
-#endif
 
 template <bool EXACT>
 cudaError_t run(Params& params, cudaStream_t stream) {
   const Plan& plan = params.plan;
-#if defined(__CUDACC__)
   const cudaError_t error = make_maps(params);
   if (error != cudaSuccess) return error;
-#endif
-  params.by_splits = make_divisor(plan.splits);
-  params.by_tiles_m = make_divisor(plan.tiles_m);
-  params.by_tiles_q = make_divisor(plan.tiles_q);
-  params.by_tiles_p = make_divisor(plan.tiles_p);
-  params.by_images = make_divisor(params.of.N);
-  params.by_taps = make_divisor(plan.taps);
-  params.by_channels = make_divisor(plan.channels);
-  params.by_s = make_divisor(params.of.S);
-  params.by_tile_q = make_divisor(plan.tile_q);
-  params.by_row_entries = make_divisor(std::max(1, plan.row_entries));
-  params.by_x_pieces = make_divisor(std::max(1, plan.x_pieces));
-  params.by_w_pieces = make_divisor(plan.w_pieces);
-  params.by_plane = make_divisor(std::max(1, plan.plane));
-  params.by_width = make_divisor(params.of.W);
+  set_divisors(params);
   switch (plan.shape) {
     case 0:
       return run_kernel<Shape0, EXACT>(params, stream);
