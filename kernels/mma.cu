@@ -281,15 +281,9 @@ __device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
 
 // -- Loads --
 
-<<<<<<< HEAD
 // The word at which a term's x starts; and what nobody writes again, the padding of the reduction: zeros of x behind
 // the channels, of all pixels or of each, and of w, against Inf.
-__device__ __forceinline__ void make_table(const Params& params, float* smem) {
-=======
-// The word at which a term's x starts; and what nobody writes again, the padding of the reduction: zeros of x behind the
-// channels, of all pixels or of each, and of w, against Inf.
 __device__ __forceinline__ void make_table(const Params& params, const Tile& tile, float* smem) {
->>>>>>> s12-mmatests
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int terms = plan.channels * plan.taps;
@@ -1231,14 +1225,9 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-<<<<<<< HEAD
 #if defined(__CUDACC__)
 // x as boxes want it, [n][channel][row][column] or [n][row][column][channel], of every in_row_step-th row, and w, rows
 // of its terms or [output channel][tap][channel].
-=======
-// x as boxes want it, [n][channel][row][column] or [n][row][column][channel], of every in_row_step-th row, and w, rows of
-// its terms or [output channel][tap][channel].
->>>>>>> s12-mmatests
 inline cudaError_t make_maps(Params& params) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
