@@ -1225,7 +1225,6 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-#if defined(__CUDACC__)
 // x as boxes want it, [n][channel][row][column] or [n][row][column][channel], of every in_row_step-th row, and w, rows
 // of its terms or [output channel][tap][channel].
 inline cudaError_t make_maps(Params& params) {
