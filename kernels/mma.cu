@@ -839,6 +839,7 @@ constexpr double kMmaCycles = 1.55;  // of an SM, for 16 x 8 x 8, measured: 62% 
 constexpr double kCallCycles = 9400, kBlockCycles = 1700, kChunkCycles = 910;
 constexpr double kClusterCycles = 2200, kClusterBlockCycles = 530, kLargeClusterBlockCycles = 1140;
 constexpr double kStoreRate = 24, kLoadRate = 200, kWeightsRate = 85, kWordRate = 8, kPlacedTerms = 20;
+constexpr double kConflictCycles = 0.15;  // most of them hide behind something else
 struct ShapeCycles {
   double product;  // of a product of 16 x 8 x 8, over kMmaCycles
   double step;     // of a warp that waits for nothing else
@@ -1076,7 +1077,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   const int resident = std::max(1, std::min(kBlocks, device.smem_bytes / (plan.smem_bytes + 1024)));
   const double blocks = std::ceil(static_cast<double>(plan.tiles) * splits / device.sms);
   plan.cycles = kCallCycles + (splits > 1 ? kClusterCycles : 0) +
-                blocks * (kBlockCycles + multiply + conflicts + load + store + cluster) +
+                blocks * (kBlockCycles + multiply + kConflictCycles * conflicts + load + store + cluster) +
                 std::ceil(blocks / resident) * (steps + chunks * kChunkCycles);
   return true;
 }
