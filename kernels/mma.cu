@@ -1006,6 +1006,8 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   const bool natural_fours = plan.natural && plan.channels * plan.taps % 4 == 0;
   const bool taps_fours = plan.taps_first && plan.channels % 4 == 0 && of.in_channels % 4 == 0 &&
                           fours(of.w_stride_r, of.R) && fours(of.w_stride_s, of.S);
+  const bool taps_in_order = plan.taps_first && !of.flipped && (of.S == 1 || of.w_stride_s == of.in_channels) &&
+                             (of.R == 1 || of.w_stride_r == static_cast<int64_t>(of.S) * of.in_channels);
   plan.w_pitch = plan.depth + 4;  // an odd number of fours: rows of words meet all banks
   if (aligned_w && (natural_fours || taps_fours)) {
     plan.w_copies = Copies::kFours;
@@ -1018,8 +1020,8 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
       plan.w_bulk = true;
       plan.w_pitch = terms;
     }
-  } else if (plan.natural && plan.chunks == 1 && plan.channels == of.in_channels && of.w_stride_out == terms &&
-             address.w % 16 == 0 && fours(of.w_stride_group, of.groups)) {
+  } else if ((plan.natural || taps_in_order) && plan.chunks == 1 && plan.channels == of.in_channels &&
+             of.w_stride_out == terms && address.w % 16 == 0 && fours(of.w_stride_group, of.groups)) {
     plan.w_copies = Copies::kRun;
     plan.w_bulk = device.hopper && static_cast<int64_t>(of.out_channels) * terms % 4 == 0;
     plan.w_pitch = terms;
