@@ -27,11 +27,13 @@
 // columns are zeros; where a weight is Inf or NaN, the same kernels take every product by itself (exact_sum).
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 #include "engines.cuh"
 #endif
 
+#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
 
@@ -84,6 +86,23 @@ struct Tile {
   int smem_bytes;
 };
 
+// A block of ring_kernel: `planes` channels of some images, one image after the other, all rows or a band of them. Rows
+// come and go in chunks of `steps` steps.
+struct Ring {
+  int planes, groups, threads;  // a thread for each group of columns of a plane; whole warps
+  int sets;                     // of channels
+  int parts;                    // of the images
+  int bands, band_rows;         // of each image's outputs
+  int steps, slots;
+  bool whole;                 // a chunk is all of an image's planes, one run in memory
+  int lanes;                  // threads that copy one run
+  int in_pitch, out_pitch;    // elements from plane to plane in shared memory
+  int in_vector, out_vector;  // bytes that are copied at once
+  int slot_bytes, out_bytes;  // the latter also has room for the filters
+  int64_t blocks;
+  int smem_bytes;
+};
+
 // A block of the pixels kernels: `lanes` threads side by side own neighbouring channels, and there are `items` of them.
 // An item is a group of columns in a band of rows of an image.
 struct Strip {
@@ -106,6 +125,7 @@ struct Params {
   int multiplier;  // outputs for each input channel
   bool flipped;    // the filter
   Tile tile;
+  Ring ring;
   Strip strip;
 };
 
@@ -545,6 +565,299 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) planes_kernel
   if (tile.store == Store::kRuns) store_run(staged, at.planes * at.rows_p * params.columns.outputs);
 }
 
+// ---- ring_kernel ----
+//
+// The windows of planes_kernel for planes that lie densely in memory, 7 columns a thread: image sides tend to be
+// multiples of 7, and lanes an odd number of words apart meet different banks. Since an input row is needed only while
+// it enters the sums, shared memory holds no image but a ring of chunks of rows, unpadded as they are in memory: copies
+// need no arithmetic and are under way all the time, weights are loaded once for many images.
+//
+//      memory --cp.async--> slot 0 |  chunk i + 1  |  under way
+//                           slot 1 |  chunk i      |--windows--> sums --> | outputs of chunk i | --16 bytes--> memory
+//
+// A step takes STRIDE input rows and completes at most one output row. Columns outside the image can be the first and
+// last EDGE of a window: the last group of columns ends with the image, even if it then repeats outputs of the one
+// before.
+// Of kThreads threads each, as registers allow that hold TAPS^2 weights.
+MODELNEW_HOST_DEVICE constexpr int ring_blocks_per_sm(int taps) { return taps == 7 ? 3 : taps == 5 ? 4 : 6; }
+
+template <int TAPS_, int STRIDE_, typename Storage_>
+struct RingConfig {
+  using Storage = Storage_;
+  static constexpr int TAPS = TAPS_, STRIDE = STRIDE_, COLUMNS = 7, EDGE = TAPS / 2;
+  static constexpr int OPEN = (TAPS + STRIDE - 1) / STRIDE, WINDOW = (COLUMNS - 1) * STRIDE + TAPS;
+  static constexpr int BLOCKS_PER_SM = ring_blocks_per_sm(TAPS);
+  static_assert(TAPS * TAPS <= kChunk, "an output is one chunk");
+  static_assert(COLUMNS % 2 == 1, "no bank conflicts");
+  static_assert(2 * EDGE <= WINDOW, "edges do not meet");
+};
+
+// The steps of a band, and the input rows that they take. Step i completes output row i of the band.
+struct Steps {
+  int first, count, first_row;
+};
+
+MODELNEW_HOST_DEVICE inline Steps band_steps(const Axis& rows, int open, int first_p, int outputs_p) {
+  const int row = first_p * rows.stride + rows.origin;
+  const int skipped = row < 0 ? -row / rows.stride : 0;  // nothing but rows above the image
+  return {1 - open + skipped, outputs_p + open - 1 - skipped, row + skipped * rows.stride};
+}
+
+// Some of them, and those of their input rows that exist.
+struct Chunk {
+  int step, behind;  // first step, last one + 1
+  int row, first_row, rows;
+};
+
+MODELNEW_HOST_DEVICE inline Chunk chunk_of(const Axis& rows, const Steps& steps, int chunk, int chunk_steps) {
+  const int first = chunk * chunk_steps, behind = least(first + chunk_steps, steps.count);
+  Chunk at;
+  at.step = steps.first + first;
+  at.behind = steps.first + behind;
+  at.row = steps.first_row + first * rows.stride;
+  at.first_row = least(most(at.row, 0), rows.inputs);
+  at.rows = least(steps.first_row + behind * rows.stride, rows.inputs) - at.first_row;
+  return at;
+}
+
+// Copies runs of `bytes`, some steps apart, to or from shared memory; `lanes` threads are busy with one run.
+struct Runs {
+  int first, step, count;  // which of them are this thread's
+  int lane_bytes, lanes_bytes;
+};
+
+template <int BYTES>
+__device__ inline void fetch_runs(const Runs& runs, uint32_t to_smem, int to_pitch, const char* from, int64_t pitch,
+                                  int bytes) {
+  for (int run = runs.first; run < runs.count; run += runs.step)
+#pragma unroll 4
+    for (int i = runs.lane_bytes * BYTES; i < bytes; i += runs.lanes_bytes * BYTES)
+      hopper::copy_async<BYTES>(to_smem + run * to_pitch + i, from + run * pitch + i, BYTES);
+}
+
+template <int BYTES>
+__device__ inline void write_runs(const Runs& runs, char* to, int64_t pitch, const char* from_smem, int from_pitch,
+                                  int bytes) {
+  using Vector = Pack<uint32_t, BYTES / 4>;
+  for (int run = runs.first; run < runs.count; run += runs.step)
+#pragma unroll 4
+    for (int i = runs.lane_bytes * BYTES; i < bytes; i += runs.lanes_bytes * BYTES)
+      *reinterpret_cast<Vector*>(to + run * pitch + i) =
+          *reinterpret_cast<const Vector*>(from_smem + run * from_pitch + i);
+}
+
+// exact_sum, from global memory. `w` points at one channel's filter.
+template <typename Storage>
+__device__ inline float exact_sum_of_pixel(const Storage* in_ptr, const float* w, int tap_pitch, const Params& params,
+                                           int p, int q) {
+  float acc = 0, total = 0;
+  int terms = 0;
+#pragma unroll 1
+  for (int r = 0; r < params.rows.taps; ++r) {
+    const int row = p * params.rows.stride + r * params.rows.dilation + params.rows.origin;
+    if (!is_within(row, params.rows.inputs)) continue;
+#pragma unroll 1
+    for (int s = 0; s < params.columns.taps; ++s) {
+      const int column = q * params.columns.stride + s * params.columns.dilation + params.columns.origin;
+      if (!is_within(column, params.columns.inputs)) continue;
+      acc += w[(r * params.columns.taps + s) * tap_pitch] *
+             widen(in_ptr[row * params.in_stride[2] + column * params.in_stride[3]]);
+      if (++terms % kChunk == 0) add_chunk(acc, total);
+    }
+  }
+  add_chunk(acc, total);
+  return total + acc;
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(const Params params) {
+  using Storage = typename Config::Storage;
+  constexpr int TAPS = Config::TAPS, STRIDE = Config::STRIDE, COLUMNS = Config::COLUMNS, OPEN = Config::OPEN;
+  constexpr int WINDOW = Config::WINDOW, EDGE = Config::EDGE, BYTES = sizeof(Storage);
+  extern __shared__ __align__(16) unsigned char modelnew_smem[];
+  const Ring& ring = params.ring;
+  int* const flag = reinterpret_cast<int*>(modelnew_smem);
+  Storage* const y_smem = reinterpret_cast<Storage*>(modelnew_smem + kFlagBytes);
+  float* const w_smem = reinterpret_cast<float*>(y_smem);  // until the first outputs
+  Storage* const x_smem = reinterpret_cast<Storage*>(modelnew_smem + kFlagBytes + ring.out_bytes);
+
+  // The block's channels, images and rows.
+  const int thread = threadIdx.x, H = params.rows.inputs, W = params.columns.inputs, P = params.rows.outputs;
+  const int Q = params.columns.outputs;
+  const int first_k = static_cast<int>(blockIdx.x % ring.sets) * ring.planes;
+  const int band = static_cast<int>(blockIdx.x / ring.sets % ring.bands);
+  const int64_t part = blockIdx.x / ring.sets / ring.bands;
+  const int64_t first_n = params.images * part / ring.parts, behind_n = params.images * (part + 1) / ring.parts;
+  const int planes = least(ring.planes, params.channels - first_k);
+  const int first_p = band * ring.band_rows, outputs_p = least(ring.band_rows, P - first_p);
+  const Steps steps = band_steps(params.rows, OPEN, first_p, outputs_p);
+
+  const Runs runs = {thread / ring.lanes, ring.threads / ring.lanes, ring.whole ? 1 : planes, thread % ring.lanes,
+                     ring.lanes};
+  const int run_planes = ring.whole ? planes : 1;
+  int64_t ordered_n = first_n;
+  int ordered_step = 0, ordered_slot = 0;
+  // Orders the next chunk into the next slot.
+  const auto order = [&] {
+    if (ordered_n < behind_n) {
+      const Chunk chunk = chunk_of(params.rows, steps, ordered_step, ring.steps);
+      const uint32_t to = hopper::smem_address(x_smem) + ordered_slot * ring.slot_bytes;
+      const char* const from = static_cast<const char*>(params.in_ptr) +
+                               (((ordered_n * params.channels + first_k) * H + chunk.first_row) * W) * BYTES;
+      const int64_t pitch = static_cast<int64_t>(H) * W * BYTES;
+      const int bytes = run_planes * chunk.rows * W * BYTES, to_pitch = ring.in_pitch * BYTES;
+      if (ring.in_vector == 16)
+        fetch_runs<16>(runs, to, to_pitch, from, pitch, bytes);
+      else if (ring.in_vector == 8)
+        fetch_runs<8>(runs, to, to_pitch, from, pitch, bytes);
+      else
+        fetch_runs<4>(runs, to, to_pitch, from, pitch, bytes);
+      ordered_slot = ordered_slot + 1 == ring.slots ? 0 : ordered_slot + 1;
+      if (++ordered_step * ring.steps >= steps.count) {
+        ordered_step = 0;
+        ++ordered_n;
+      }
+    }
+    hopper::copies_commit();
+  };
+  for (int slot = 0; slot < ring.slots; ++slot) order();
+
+  // Filters: all loads are under way before the first store.
+  {
+    const int weights = planes * TAPS * TAPS;
+    const Storage* const w_ptr =
+        static_cast<const Storage*>(params.w_ptr) + static_cast<int64_t>(first_k) * TAPS * TAPS;
+    Storage value[TAPS * TAPS];
+#pragma unroll
+    for (int i = 0; i < TAPS * TAPS; ++i)
+      value[i] = load_if(thread + i * ring.threads < weights, w_ptr + (thread + i * ring.threads));
+    if (thread == 0) *flag = 0;
+    __syncthreads();  // the flag is down before somebody raises it
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < TAPS * TAPS; ++i) {
+      const int e = thread + i * ring.threads;
+      if (e >= weights) break;
+      const int tap = e % (TAPS * TAPS);
+      const float weight = widen(value[i]);
+      w_smem[params.flipped ? e - tap + (TAPS * TAPS - 1 - tap) : e] = weight;
+      finite &= is_finite(weight);
+    }
+    if (!finite) *flag = 1;
+    __syncthreads();  // w and the flag are complete
+  }
+
+  const int plane = thread / ring.groups;
+  const int first_q = least(thread % ring.groups * COLUMNS, Q - COLUMNS);
+  const bool exists = plane < planes;
+  const float bias = exists ? load_bias<Storage>(params, first_k + plane) : 0.f;
+  const float* const w = w_smem + (exists ? plane : 0) * TAPS * TAPS;
+  if (*flag) {
+    hopper::copies_wait<0>();  // nothing comes behind the block's end
+    if (!exists) return;
+#pragma unroll 1
+    for (int64_t n = first_n; n < behind_n; ++n) {
+      const Storage* const in_plane =
+          static_cast<const Storage*>(params.in_ptr) + (n * params.channels + first_k + plane) * H * W;
+      Storage* const out_plane =
+          plane_pointer<Storage>(params, n * params.channels + first_k + plane, first_p, first_q);
+#pragma unroll 1
+      for (int i = 0; i < outputs_p; ++i)
+#pragma unroll 1
+        for (int j = 0; j < COLUMNS; ++j)
+          narrow(exact_sum_of_pixel(in_plane, w, 1, params, first_p + i, first_q + j) + bias, out_plane[i * Q + j]);
+    }
+    return;
+  }
+
+  float w_frag[TAPS][TAPS];
+#pragma unroll
+  for (int r = 0; r < TAPS; ++r)
+#pragma unroll
+    for (int s = 0; s < TAPS; ++s) w_frag[r][s] = w[r * TAPS + s];
+  const int first_column = first_q * STRIDE + params.columns.origin;
+  int slot = 0;
+#pragma unroll 1
+  for (int64_t n = first_n; n < behind_n; ++n) {
+    float acc[OPEN][COLUMNS] = {};
+#pragma unroll 1
+    for (int i = 0; i * ring.steps < steps.count; ++i) {
+      const Chunk chunk = chunk_of(params.rows, steps, i, ring.steps);
+      const int first_output = most(chunk.step, 0);
+      if (ring.slots == 1)
+        hopper::copies_wait<0>();
+      else if (ring.slots == 2)
+        hopper::copies_wait<1>();
+      else
+        hopper::copies_wait<2>();
+      __syncthreads();  // the chunk is there, and the outputs before it have left
+      if (exists) {
+        const Storage* x_row = x_smem + (slot * ring.slot_bytes / BYTES + plane * ring.in_pitch +
+                                         (chunk.row - chunk.first_row) * W + first_column);
+        Storage* y_row = y_smem + (plane * ring.out_pitch + first_q);
+        int row = chunk.row, step = chunk.step;
+        const auto multiply = [&](int a) {
+          float x_frag[WINDOW];
+#pragma unroll
+          for (int j = 0; j < WINDOW; ++j) {
+            bool inside = STRIDE == 1 || is_within(row + a, H);
+            if (j < EDGE) inside &= first_column + j >= 0;
+            if (j >= WINDOW - EDGE) inside &= first_column + j < W;
+            x_frag[j] = inside ? widen(x_row[a * W + j]) : 0.f;
+          }
+#pragma unroll
+          for (int m = OPEN - 1; m >= 0; --m)
+            if (a + m * STRIDE < TAPS)
+#pragma unroll
+              for (int s = 0; s < TAPS; ++s)
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j)
+                  acc[OPEN - 1 - m][j] += w_frag[a + m * STRIDE][s] * x_frag[j * STRIDE + s];
+        };
+        const auto end_step = [&] {
+          if (step >= 0) {
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) narrow(acc[0][j] + bias, y_row[j]);
+            y_row += Q;
+          }
+#pragma unroll
+          for (int m = 0; m < OPEN; ++m)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) acc[m][j] = m + 1 < OPEN ? acc[m + 1 < OPEN ? m + 1 : 0][j] : 0.f;
+          ++step;
+          row += STRIDE;
+          x_row += STRIDE * W;
+        };
+        // Without a branch around the multiply-adds, sums change registers in them and need no moves.
+#pragma unroll 1
+        while ((step < chunk.behind) & (row < H)) {
+#pragma unroll
+          for (int a = 0; a < STRIDE; ++a) multiply(a);
+          end_step();
+        }
+#pragma unroll 1
+        while (step < chunk.behind) end_step();
+      }
+      __syncthreads();  // the outputs are complete, and nobody needs the slot
+      order();
+      slot = slot + 1 == ring.slots ? 0 : slot + 1;
+      if (chunk.behind > first_output) {
+        char* const to = static_cast<char*>(params.out_ptr) +
+                         (((n * params.channels + first_k) * P + first_p + first_output) * Q) * BYTES;
+        const char* const from = reinterpret_cast<const char*>(y_smem);
+        const int64_t pitch = static_cast<int64_t>(P) * Q * BYTES;
+        const int bytes = run_planes * (chunk.behind - first_output) * Q * BYTES, from_pitch = ring.out_pitch * BYTES;
+        if (ring.out_vector == 16)
+          write_runs<16>(runs, to, pitch, from, from_pitch, bytes);
+        else if (ring.out_vector == 8)
+          write_runs<8>(runs, to, pitch, from, from_pitch, bytes);
+        else
+          write_runs<4>(runs, to, pitch, from, from_pitch, bytes);
+      }
+    }
+  }
+}
+
 // ---- planes_any_kernel ----
 //
 // Filters that are not held in registers: a thread owns ROWS x COLUMNS outputs and goes over the filter, TAPS taps of a
@@ -730,29 +1043,6 @@ __device__ inline Spot locate_spot(const Params& params, unsigned block, int cha
   spot.n = rest / strip.bands;
   spot.exists = (item < strip.items) & (spot.k < params.channels) & (spot.n < params.images);
   return spot;
-}
-
-// The sum of one output over the taps that meet the image, and no others. `w` points at one channel's filter.
-template <typename Storage>
-__device__ inline float exact_sum_of_pixel(const Storage* in_ptr, const float* w, int tap_pitch, const Params& params,
-                                           int p, int q) {
-  float acc = 0, total = 0;
-  int terms = 0;
-#pragma unroll 1
-  for (int r = 0; r < params.rows.taps; ++r) {
-    const int row = p * params.rows.stride + r * params.rows.dilation + params.rows.origin;
-    if (!is_within(row, params.rows.inputs)) continue;
-#pragma unroll 1
-    for (int s = 0; s < params.columns.taps; ++s) {
-      const int column = q * params.columns.stride + s * params.columns.dilation + params.columns.origin;
-      if (!is_within(column, params.columns.inputs)) continue;
-      acc += w[(r * params.columns.taps + s) * tap_pitch] *
-             widen(in_ptr[row * params.in_stride[2] + column * params.in_stride[3]]);
-      if (++terms % kChunk == 0) add_chunk(acc, total);
-    }
-  }
-  add_chunk(acc, total);
-  return total + acc;
 }
 
 template <typename Config>
@@ -1000,19 +1290,21 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_any_ke
 
 // ---- Plans ----
 
-enum class Kernel { kPlanes, kPlanesAny, kPixels, kPixelsAny };
+enum class Kernel { kPlanes, kPlanesAny, kRing, kPixels, kPixelsAny };
 
 struct Plan {
   bool exists;
   Kernel kernel;
   bool slides;
   Tile tile;
+  Ring ring;
   Strip strip;
   double cost;
 };
 
 constexpr int64_t kMostBlocks = 0x7fffffff;
-constexpr int kVectorColumns = 4, kAnyRows = 4, kAnyColumns = 5, kPixelColumns = 4, kAnyPixelColumns = 8;
+constexpr int kVectorColumns = 4, kRingColumns = 7, kAnyRows = 4, kAnyColumns = 5, kPixelColumns = 4,
+              kAnyPixelColumns = 8;
 
 inline Axis row_axis(const Problem& problem, Operator op) {
   return make_axis(op, problem.H, problem.P, problem.R, problem.stride_h, problem.pad_h, problem.dilation_h);
@@ -1161,10 +1453,21 @@ inline int band_candidate(int rows, int part, int only_rows) {
   return part < kCount && (part == 0 || kParts[part - 1] < rows) ? static_cast<int>(ceil_div(rows, kParts[part])) : 0;
 }
 
+// What ranks the plans of ring_kernel: of an SM of an H200, per cycle or in cycles.
+struct RingModel {
+  double bytes = 19;      // from and to memory
+  double latency = 1500;  // of memory under load
+  double stall = 1;       // instructions of a lone warp of a scheduler wait so much longer
+  double overlap = 0.25;  // what is not the bottleneck shows nevertheless, so much of it
+};
+
 // What is asked of a plan beyond being the cheapest one; zeros ask nothing.
 struct Wish {
   bool any;  // the first one that is found
   int band_rows, planes;
+  bool tiles;  // not ring_kernel
+  int steps, slots, parts;
+  RingModel model;
 };
 
 // The cheapest of some forty tiles; `cost` is negative if none fits.
@@ -1213,6 +1516,157 @@ inline Tile choose_tile(const TileWork& work, const Wish& wish, double& cost) {
       }
     }
   }
+  return best;
+}
+
+// Whether ring_kernel is for a problem whose tensors begin where vectors may: dense planes, a filter whose weights
+// registers hold, padding that a window's edges cover, and as many columns as a thread owns.
+inline bool ring_takes(const Problem& problem, Operator op, const Axis& rows, const Axis& columns) {
+  const bool compiled = (rows.taps == 3 || rows.taps == 5 || rows.taps == 7) && rows.stride <= 2;
+  const bool square = rows.taps == columns.taps && rows.stride == columns.stride;
+  if (!compiled || !square || rows.dilation != 1 || columns.dilation != 1 || problem.K != problem.C) return false;
+  const int edge = rows.taps / 2;
+  const int right = (columns.outputs - 1) * columns.stride + columns.taps - 1 + columns.origin - (columns.inputs - 1);
+  if (rows.origin > 0 || rows.origin < -edge || columns.origin > 0 || columns.origin < -edge || right > edge)
+    return false;
+  const bool dgrad = op == Operator::kDgrad;
+  return columns.outputs >= kRingColumns && columns.outputs <= kRingColumns * kThreads && problem.w_stride[3] == 1 &&
+         problem.w_stride[2] == columns.taps && (problem.w_stride[0] == rows.taps * columns.taps || problem.K == 1) &&
+         is_packed(dgrad ? problem.y_stride : problem.x_stride, problem.N, problem.C, rows.inputs, columns.inputs, 2) &&
+         is_packed(dgrad ? problem.x_stride : problem.y_stride, problem.N, problem.C, rows.outputs, columns.outputs, 2);
+}
+
+// Bytes to copy at once, if runs begin and end at multiples of `bytes`; zero if not even four.
+inline int vector_of(int64_t bytes) { return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 0; }
+
+// From plane to plane in shared memory, so that the groups of the next plane meet the banks that those of this one, a
+// multiple of 7 elements apart, leave free.
+inline int ring_pitch(int64_t elements, int groups, int stride, int vector, int element) {
+  int target = stride;
+  while (2 * target <= stride * groups) target *= 2;
+  const int period = 128 / element, at_once = vector / element;
+  target = round_up(target, at_once) % period;
+  const int least_pitch = round_up(static_cast<int>(elements), at_once);
+  return groups >= 32 ? least_pitch : least_pitch + (target + period - least_pitch % period) % period;
+}
+
+// Completes a ring of which planes, threads, steps, slots, parts and band_rows are given. False if it does not fit.
+inline bool complete(const Problem& problem, const Axis& rows, const Axis& columns, Ring& ring) {
+  const int element = element_bytes(problem.dtype), open = static_cast<int>(ceil_div(rows.taps, rows.stride));
+  ring.groups = static_cast<int>(ceil_div(columns.outputs, kRingColumns));
+  ring.sets = static_cast<int>(ceil_div(problem.C, ring.planes));
+  ring.bands = static_cast<int>(ceil_div(rows.outputs, ring.band_rows));
+  const int all_steps = band_steps(rows, open, 0, ring.band_rows).count;
+  ring.whole = ring.bands == 1 && ring.steps >= all_steps;
+  ring.steps = std::min(ring.steps, ring.band_rows + open - 1);
+  const int64_t in_run = static_cast<int64_t>(columns.inputs) * (ring.whole ? rows.inputs : 1) * element;
+  const int64_t out_run = static_cast<int64_t>(columns.outputs) * (ring.whole ? rows.outputs : 1) * element;
+  const int runs = ring.whole ? ring.planes | problem.C : 1;  // a power of two divides both or not their union
+  ring.in_vector = vector_of(in_run * runs);
+  ring.out_vector = vector_of(out_run * runs);
+  if (ring.in_vector == 0 || ring.out_vector == 0) return false;
+  const int64_t in_rows = std::min(ring.steps * rows.stride, rows.inputs);
+  const int64_t in_elements = in_rows * columns.inputs;
+  const int64_t out_elements = static_cast<int64_t>(std::min(ring.steps, ring.band_rows)) * columns.outputs;
+  if (std::max(in_elements, out_elements) * element > kSharedBytes) return false;
+  ring.in_pitch = static_cast<int>(in_elements);
+  ring.out_pitch = static_cast<int>(out_elements);
+  if (!ring.whole) {
+    ring.in_pitch = ring_pitch(in_elements, ring.groups, rows.stride, ring.in_vector, element);
+    ring.out_pitch = ring_pitch(out_elements, ring.groups, 1, ring.out_vector, element);
+  }
+  ring.lanes = ring.threads;
+  if (!ring.whole && ring.planes > 1)
+    for (ring.lanes = 32; ring.lanes > 8 && ring.lanes * ring.planes > ring.threads;) ring.lanes /= 2;
+  const int64_t slot_bytes = int64_t{ring.planes} * ring.in_pitch * element;
+  const int64_t out_bytes = int64_t{ring.planes} * std::max(ring.out_pitch * element, rows.taps * columns.taps * 4);
+  const int64_t bytes = kFlagBytes + (out_bytes + 15) / 16 * 16 + (slot_bytes + 15) / 16 * 16 * ring.slots;
+  if (bytes > kSharedBytes) return false;
+  ring.slot_bytes = round_up(static_cast<int>(slot_bytes), 16);
+  ring.out_bytes = round_up(static_cast<int>(out_bytes), 16);
+  ring.smem_bytes = static_cast<int>(bytes);
+  ring.blocks = static_cast<int64_t>(ring.sets) * ring.parts * ring.bands;
+  return ring.blocks <= kMostBlocks;
+}
+
+// Blocks that an SM of sm_90 has room for: BLOCKS_PER_SM of kThreads by their registers, 32 at most, and 227 KB.
+inline double ring_resident(const Axis& rows, const Ring& ring) {
+  const int by_registers = ring_blocks_per_sm(rows.taps) * kThreads / ring.threads;
+  return std::min({32, by_registers, 227 * 1024 / (ring.smem_bytes + 1024)});
+}
+
+// Cycles.
+inline double ring_cost(const Problem& problem, const Axis& rows, const Axis& columns, const Ring& ring,
+                        const RingModel& model) {
+  const double taps = static_cast<double>(rows.taps) * columns.taps, warps = ring.threads / 32;
+  const int open = static_cast<int>(ceil_div(rows.taps, rows.stride)), element = element_bytes(problem.dtype);
+  const double window = (kRingColumns - 1) * rows.stride + columns.taps;
+  const double steps = band_steps(rows, open, 0, ring.band_rows).count, chunks = std::ceil(steps / ring.steps);
+  const double images = static_cast<double>(problem.N) / ring.parts;
+  const double in_rows = ring.bands == 1 ? rows.inputs : std::min<double>(rows.inputs, steps * rows.stride);
+  const double in_bytes = ring.planes * in_rows * columns.inputs * element;  // of an image
+  const double out_bytes = static_cast<double>(ring.planes) * ring.band_rows * columns.outputs * element;
+
+  // Instructions of a warp.
+  const double a_step = kRingColumns * (taps + 3) + rows.stride * (window * rows.stride + rows.taps) + 8;
+  const double copies = (3 * in_bytes / ring.in_vector + 4 * out_bytes / ring.out_vector) / ring.threads;
+  const double warp = 500 + 6 * taps + images * (chunks * 150 + steps * a_step + copies);
+
+  const double all = static_cast<double>(ring.blocks) / kMultiprocessors, resident = ring_resident(rows, ring);
+  const double active = std::min(resident, std::max(1.0, all));
+  const double issue = all * warps * warp / 4 * (1 + model.stall / std::max(1.0, active * warps / 4));
+  const double memory = all * images * (in_bytes + out_bytes) / model.bytes;
+  const double latency = all * images * in_bytes * model.latency / (active * (ring.slots - 0.5) * ring.slot_bytes);
+  const double longest = std::max({issue, memory, latency});
+  // Blocks that come last leave SMs and each other alone: by their images if all run at once.
+  const double uneven = all <= resident ? std::ceil(images) / images : 1 + 0.5 * resident / all;
+  return (longest + model.overlap * (issue + memory + latency - longest)) * (0.5 + 0.5 * uneven) *
+         std::max(1.0, 1 / all);
+}
+
+// The cheapest of some dozens of rings; `cost` is negative if none fits.
+inline Ring choose_ring(const Problem& problem, const Axis& rows, const Axis& columns, const Wish& wish, double& cost) {
+  constexpr int kSteps[] = {0x7fffffff, 8, 4, 2, 1};
+  const int groups = static_cast<int>(ceil_div(columns.outputs, kRingColumns));
+  const int open = static_cast<int>(ceil_div(rows.taps, rows.stride));
+  Ring best{};
+  cost = -1;
+  // As few warps as leave few lanes without a group.
+  int threads = 32;
+  for (int more = 32; more <= kThreads; more += 32)
+    if (more / groups * groups * threads > threads / groups * groups * more * 1.1) threads = more;
+  const int most_planes = std::min(wish.planes > 0 ? wish.planes : threads, std::min(threads / groups, problem.C));
+  for (int halves = 1; halves <= (rows.stride == 1 ? 1 : 2) && most_planes / halves >= 1; ++halves)
+    for (const int some_steps : kSteps)
+      for (int slots = 1; slots <= 3; ++slots) {
+        if (wish.slots > 0 && slots != wish.slots) continue;
+        Ring ring{};
+        ring.threads = threads;
+        ring.planes = most_planes / halves;
+        ring.steps = wish.steps > 0 ? wish.steps : some_steps;
+        ring.slots = slots;
+        ring.parts = static_cast<int>(std::min<int64_t>(problem.N, kMostBlocks));
+        ring.band_rows = rows.outputs;
+        ring.steps = std::min(ring.steps, band_steps(rows, open, 0, rows.outputs).count);
+        if (!complete(problem, rows, columns, ring)) continue;
+        const double room = kMultiprocessors * ring_resident(rows, ring);
+        if (wish.band_rows > 0 || ring.blocks < room) {
+          // Fewer images than SMs have room for: bands of rows, of some times what their first output takes.
+          const int rows_wanted = static_cast<int>(rows.outputs * static_cast<double>(ring.blocks) / room) + 1;
+          ring.band_rows =
+              std::min(rows.outputs, wish.band_rows > 0 ? wish.band_rows : std::max(rows_wanted, 2 * open));
+          if (!complete(problem, rows, columns, ring)) continue;
+        }
+        for (int waves = 1; waves <= 4; waves *= 2) {
+          Ring parted = ring;
+          const double parts = wish.parts > 0 ? wish.parts : waves * room / (double(ring.sets) * ring.bands);
+          parted.parts = static_cast<int>(std::max(1.0, std::min(parts, static_cast<double>(ring.parts))));
+          if (!complete(problem, rows, columns, parted)) continue;
+          const double found = ring_cost(problem, rows, columns, parted, wish.model);
+          if (cost < 0 || found < cost) best = parted, cost = found;
+          if (parted.parts == ring.parts) break;
+        }
+      }
   return best;
 }
 
@@ -1281,6 +1735,12 @@ inline Plan make_plan(const Problem& problem, Operator op, bool aligned, const W
     plan.exists = plan.cost >= 0;
     if (plan.exists) return plan;
   }
+  if (aligned && !wish.tiles && ring_takes(problem, op, rows, columns)) {
+    plan.kernel = Kernel::kRing;
+    plan.ring = choose_ring(problem, rows, columns, wish, plan.cost);
+    plan.exists = plan.cost >= 0;
+    if (plan.exists) return plan;
+  }
   const bool dgrad = op == Operator::kDgrad;
   const bool windowed = is_windowed(rows, columns);
   const TileWork work = {problem,
@@ -1317,7 +1777,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (problem.S > kChunk) return "a filter row of more than 64 taps";
   if (static_cast<int64_t>(problem.R) * problem.S > kSharedBytes / 4)
     return "a filter that does not fit into shared memory";
-  if (!make_plan(problem, op, false, {true, 0, 0}).exists)
+  if (!make_plan(problem, op, false, {true}).exists)
     return "no tile of it fits into shared memory, or it takes more than 2^31 - 1 of them";
   return nullptr;
 }
@@ -1335,6 +1795,12 @@ template <typename Config>
 inline void run_planes_any(const Params& params, cudaStream_t stream) {
   planes_any_kernel<Config>
       <<<static_cast<unsigned>(params.tile.tiles), kThreads, params.tile.smem_bytes, stream>>>(params);
+}
+
+template <typename Config>
+inline void run_ring(const Params& params, cudaStream_t stream) {
+  ring_kernel<Config>
+      <<<static_cast<unsigned>(params.ring.blocks), params.ring.threads, params.ring.smem_bytes, stream>>>(params);
 }
 
 template <typename Config>
@@ -1362,6 +1828,13 @@ inline void run(const Plan& plan, const Params& params, cudaStream_t stream) {
     case Kernel::kPlanesAny:
       return plan.slides ? run_planes_any<PlanesAnyConfig<Storage, true>>(params, stream)
                          : run_planes_any<PlanesAnyConfig<Storage, false>>(params, stream);
+    case Kernel::kRing:
+      return variant == 31   ? run_ring<RingConfig<3, 1, Storage>>(params, stream)
+             : variant == 32 ? run_ring<RingConfig<3, 2, Storage>>(params, stream)
+             : variant == 51 ? run_ring<RingConfig<5, 1, Storage>>(params, stream)
+             : variant == 52 ? run_ring<RingConfig<5, 2, Storage>>(params, stream)
+             : variant == 71 ? run_ring<RingConfig<7, 1, Storage>>(params, stream)
+                             : run_ring<RingConfig<7, 2, Storage>>(params, stream);
     case Kernel::kPixels:
       return variant == 31   ? run_pixels<PixelsConfig<3, 1, 2, Storage>>(params, stream)
              : variant == 32 ? run_pixels<PixelsConfig<3, 2, 2, Storage>>(params, stream)
@@ -1395,6 +1868,7 @@ inline cudaError_t launch_planned(Operator op, const Problem& problem, const Poi
   params.multiplier = problem.K / problem.C;
   params.flipped = dgrad;
   params.tile = plan.tile;
+  params.ring = plan.ring;
   params.strip = plan.strip;
   switch (problem.dtype) {
     case DType::kFloat32:
@@ -1412,14 +1886,13 @@ inline cudaError_t launch_planned(Operator op, const Problem& problem, const Poi
   return cudaGetLastError();
 }
 
-inline bool is_aligned(const Problem& problem, Operator op, const Pointers& pointers) {
-  const uint64_t mask = kVectorColumns * element_bytes(problem.dtype) - 1;
+inline bool is_aligned(Operator op, const Pointers& pointers) {
   const void* const in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
-  return ((reinterpret_cast<uint64_t>(in_ptr) | reinterpret_cast<uint64_t>(pointers.out)) & mask) == 0;
+  return ((reinterpret_cast<uint64_t>(in_ptr) | reinterpret_cast<uint64_t>(pointers.out)) & 15) == 0;
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
-  return launch_planned(op, problem, pointers, make_plan(problem, op, is_aligned(problem, op, pointers)), stream);
+  return launch_planned(op, problem, pointers, make_plan(problem, op, is_aligned(op, pointers)), stream);
 }
 
 #endif  // launchers
@@ -1437,6 +1910,14 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
         plan.kernel == Kernel::kPlanes ? "planes" : "planes_any", tile.planes, tile.tile_p, tile.tile_q, tile.band_rows,
         tile.by_runs ? "runs" : "single elements", kStores[static_cast<int>(tile.store)], tile.smem_bytes,
         static_cast<long long>(tile.tiles));
+  else if (plan.kernel == Kernel::kRing)
+    snprintf(
+        text, text_size,
+        "ring: %d planes of %d groups of columns, bands of %d rows, %d slots of %d steps%s, a block for %lld of %lld "
+        "images, %d bytes of shared memory, %lld blocks",
+        plan.ring.planes, plan.ring.groups, plan.ring.band_rows, plan.ring.slots, plan.ring.steps,
+        plan.ring.whole ? ", whole planes" : "", static_cast<long long>(ceil_div(problem.N, plan.ring.parts)),
+        static_cast<long long>(problem.N), plan.ring.smem_bytes, static_cast<long long>(plan.ring.blocks));
   else
     snprintf(text, text_size, "%s: %d lanes of %d channels, bands of %d rows, %d bytes of shared memory, %lld blocks",
              plan.kernel == Kernel::kPixels ? "pixels" : "pixels_any", strip.lanes,
