@@ -1457,7 +1457,7 @@ inline int band_candidate(int rows, int part, int only_rows) {
 struct RingModel {
   double bytes = 19;      // from and to memory
   double latency = 1500;  // of memory under load
-  double stall = 1;       // instructions of a lone warp of a scheduler wait so much longer
+  double stall = 0.5;     // instructions of a lone warp of a scheduler wait so much longer
   double overlap = 0.25;  // what is not the bottleneck shows nevertheless, so much of it
 };
 
@@ -1643,28 +1643,25 @@ inline Ring choose_ring(const Problem& problem, const Axis& rows, const Axis& co
         Ring ring{};
         ring.threads = threads;
         ring.planes = most_planes / halves;
-        ring.steps = wish.steps > 0 ? wish.steps : some_steps;
+        ring.steps = std::min(wish.steps > 0 ? wish.steps : some_steps, band_steps(rows, open, 0, rows.outputs).count);
         ring.slots = slots;
-        ring.parts = static_cast<int>(std::min<int64_t>(problem.N, kMostBlocks));
+        ring.parts = 1;
         ring.band_rows = rows.outputs;
-        ring.steps = std::min(ring.steps, band_steps(rows, open, 0, rows.outputs).count);
         if (!complete(problem, rows, columns, ring)) continue;
-        const double room = kMultiprocessors * ring_resident(rows, ring);
-        if (wish.band_rows > 0 || ring.blocks < room) {
-          // Fewer images than SMs have room for: bands of rows, of some times what their first output takes.
-          const int rows_wanted = static_cast<int>(rows.outputs * static_cast<double>(ring.blocks) / room) + 1;
-          ring.band_rows =
-              std::min(rows.outputs, wish.band_rows > 0 ? wish.band_rows : std::max(rows_wanted, 2 * open));
-          if (!complete(problem, rows, columns, ring)) continue;
-        }
+        // As many blocks as run at once, or some times more: parts of the images, then bands of rows, each of some
+        // times the rows that its first output takes.
         for (int waves = 1; waves <= 4; waves *= 2) {
+          const double wanted = waves * kMultiprocessors * ring_resident(rows, ring) / ring.sets;
+          const double images = static_cast<double>(std::min<int64_t>(problem.N, 1 << 24));
+          const double bands = std::min(std::max(1.0, wanted / images), std::ceil(rows.outputs / (2.0 * open)));
           Ring parted = ring;
-          const double parts = wish.parts > 0 ? wish.parts : waves * room / (double(ring.sets) * ring.bands);
-          parted.parts = static_cast<int>(std::max(1.0, std::min(parts, static_cast<double>(ring.parts))));
+          parted.parts = static_cast<int>(wish.parts > 0 ? std::min<double>(wish.parts, images)
+                                                         : std::max(1.0, std::min(wanted, images)));
+          parted.band_rows = wish.band_rows > 0 ? std::min(wish.band_rows, rows.outputs)
+                                                : static_cast<int>(std::ceil(rows.outputs / std::floor(bands)));
           if (!complete(problem, rows, columns, parted)) continue;
           const double found = ring_cost(problem, rows, columns, parted, wish.model);
           if (cost < 0 || found < cost) best = parted, cost = found;
-          if (parted.parts == ring.parts) break;
         }
       }
   return best;
