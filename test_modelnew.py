@@ -1475,7 +1475,7 @@ ONE_TO_ONE_CASES = [
     depthwise_case(1, 2, 112, 112, 3, 3, padding=(1, 1)),
     depthwise_case(1, 2, 113, 56, 7, 7, padding=(3, 3)),
     depthwise_case(1, 2, 61, 59, 3, 3, stride=(2, 2)),
-    depthwise_case(1, 1, 3, 521, 3, 3, padding=(1, 1)),  # wider than a block's threads
+    depthwise_case(1, 1, 3, 921, 3, 3, padding=(1, 1)),  # wider than a block's threads
     depthwise_case(1, 3, 900, 6, 5, 5, padding=(2, 2)),  # higher than shared memory
     depthwise_case(2, 2, 6, 7, 3, 3, padding=(5, 6)),  # outputs that meet no input
     depthwise_case(2, 2, 6, 8, 3, 3, stride=(2, 2), padding=(6, 5)),
@@ -1641,7 +1641,7 @@ PADDING_CASES = [
     depthwise_case(5, 70, 9, 12, 3, 3, stride=(2, 1), padding=(1, 1)),
     depthwise_case(1, 2, 9, 12, 3, 2, padding=(2, 1), dilation=(2, 3)),
     depthwise_case(1, 2, 9, 12, 9, 11, padding=(4, 5)),
-    depthwise_case(2, 6, 3, 521, 3, 3, padding=(1, 1)),
+    depthwise_case(2, 6, 3, 921, 3, 3, padding=(1, 1)),
 ]
 
 

@@ -1,7 +1,9 @@
 // Depthwise engine: convolutions in which every output channel reads one input channel, forward and, without a stride,
 // dgrad, which is the same with the filter turned round. fp32, fp16 and bf16, with fp32 sums.
 //
-//   planes_kernel       NCHW, filters of 3x3, 5x5 and 7x7: planes through shared memory, sliding windows in registers
+//   ring_kernel         NCHW without gaps, filters of 3x3, 5x5 and 7x7: rows through a ring in shared memory, sliding
+//                       windows in registers
+//   planes_kernel       other NCHW, the same filters: planes through shared memory, sliding windows in registers
 //   planes_any_kernel   NCHW and any other strides, any filter, stride and dilation
 //   pixels_kernel       channels_last, 3x3, 5x5 and 7x7: lanes along channels, sliding windows fed from global memory
 //   pixels_any_kernel   channels_last, any filter, stride and dilation
@@ -20,7 +22,9 @@
 //   7x7   96            56x56      174  39                  384           14x14       74  23
 //         192           28x28       98  35                  768             7x7       56  15
 //
-// What limits small planes has not been looked into, and the constants of the plans have not been fitted to times.
+// That was planes_kernel, which computes addresses for all that it stages and loads nothing while it multiplies. For
+// ring_kernel instructions are counted (sm_90a, fp32, of an output): 15 for 3x3, 23 with a stride of 2, 57 for 7x7, of
+// which 9, 9 and 49 multiply; a vector copied costs another ten. The constants of the plans are not fitted to times.
 //
 // Sums of up to 64 products are one chain, longer ones chains of at most 64, added with compensation. Padding is left
 // out as in PyTorch's own depthwise kernels, where a zero would make NaN of an Inf: rows outside the image are skipped,
@@ -620,10 +624,10 @@ MODELNEW_HOST_DEVICE inline Chunk chunk_of(const Axis& rows, const Steps& steps,
   return at;
 }
 
-// Copies runs of `bytes`, some steps apart, to or from shared memory; `lanes` threads are busy with one run.
+// Runs of bytes between memory and shared memory, each copied by `lanes` threads.
 struct Runs {
   int first, step, count;  // which of them are this thread's
-  int lane_bytes, lanes_bytes;
+  int lane, lanes;
 };
 
 template <int BYTES>
@@ -631,7 +635,7 @@ __device__ inline void fetch_runs(const Runs& runs, uint32_t to_smem, int to_pit
                                   int bytes) {
   for (int run = runs.first; run < runs.count; run += runs.step)
 #pragma unroll 4
-    for (int i = runs.lane_bytes * BYTES; i < bytes; i += runs.lanes_bytes * BYTES)
+    for (int i = runs.lane * BYTES; i < bytes; i += runs.lanes * BYTES)
       hopper::copy_async<BYTES>(to_smem + run * to_pitch + i, from + run * pitch + i, BYTES);
 }
 
@@ -641,7 +645,7 @@ __device__ inline void write_runs(const Runs& runs, char* to, int64_t pitch, con
   using Vector = Pack<uint32_t, BYTES / 4>;
   for (int run = runs.first; run < runs.count; run += runs.step)
 #pragma unroll 4
-    for (int i = runs.lane_bytes * BYTES; i < bytes; i += runs.lanes_bytes * BYTES)
+    for (int i = runs.lane * BYTES; i < bytes; i += runs.lanes * BYTES)
       *reinterpret_cast<Vector*>(to + run * pitch + i) =
           *reinterpret_cast<const Vector*>(from_smem + run * from_pitch + i);
 }
@@ -1561,7 +1565,7 @@ inline bool complete(const Problem& problem, const Axis& rows, const Axis& colum
   ring.steps = std::min(ring.steps, ring.band_rows + open - 1);
   const int64_t in_run = static_cast<int64_t>(columns.inputs) * (ring.whole ? rows.inputs : 1) * element;
   const int64_t out_run = static_cast<int64_t>(columns.outputs) * (ring.whole ? rows.outputs : 1) * element;
-  const int runs = ring.whole ? ring.planes | problem.C : 1;  // a power of two divides both or not their union
+  const int runs = ring.whole ? ring.planes | problem.C : 1;  // divided by the powers of two that divide both
   ring.in_vector = vector_of(in_run * runs);
   ring.out_vector = vector_of(out_run * runs);
   if (ring.in_vector == 0 || ring.out_vector == 0) return false;
