@@ -1,9 +1,9 @@
 // Depthwise engine: convolutions in which every output channel reads one input channel, forward and, without a stride,
 // dgrad, which is the same with the filter turned round. fp32, fp16 and bf16, with fp32 sums.
 //
-//   ring_kernel         NCHW without gaps, filters of 3x3, 5x5 and 7x7: rows through a ring in shared memory, sliding
-//                       windows in registers
-//   planes_kernel       other NCHW, the same filters: planes through shared memory, sliding windows in registers
+//   ring_kernel         NCHW without gaps, filters of 3x3 and 7x7: rows through a ring in shared memory, windows in
+//                       registers
+//   planes_kernel       other NCHW, and 5x5: planes through shared memory, sliding windows in registers
 //   planes_any_kernel   NCHW and any other strides, any filter, stride and dilation
 //   pixels_kernel       channels_last, 3x3, 5x5 and 7x7: lanes along channels, sliding windows fed from global memory
 //   pixels_any_kernel   channels_last, any filter, stride and dilation
@@ -583,7 +583,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) planes_kernel
 // last EDGE of a window: the last group of columns ends with the image, even if it then repeats outputs of the one
 // before.
 // Of kThreads threads each, as registers allow that hold TAPS^2 weights.
-MODELNEW_HOST_DEVICE constexpr int ring_blocks_per_sm(int taps) { return taps == 7 ? 3 : taps == 5 ? 4 : 6; }
+MODELNEW_HOST_DEVICE constexpr int ring_blocks_per_sm(int taps) { return taps == 7 ? 3 : 6; }
 
 template <int TAPS_, int STRIDE_, typename Storage_>
 struct RingConfig {
@@ -634,7 +634,6 @@ template <int BYTES>
 __device__ inline void fetch_runs(const Runs& runs, uint32_t to_smem, int to_pitch, const char* from, int64_t pitch,
                                   int bytes) {
   for (int run = runs.first; run < runs.count; run += runs.step)
-#pragma unroll 4
     for (int i = runs.lane * BYTES; i < bytes; i += runs.lanes * BYTES)
       hopper::copy_async<BYTES>(to_smem + run * to_pitch + i, from + run * pitch + i, BYTES);
 }
@@ -643,11 +642,19 @@ template <int BYTES>
 __device__ inline void write_runs(const Runs& runs, char* to, int64_t pitch, const char* from_smem, int from_pitch,
                                   int bytes) {
   using Vector = Pack<uint32_t, BYTES / 4>;
+  constexpr int BATCH = 4;  // loads before the first store
+  const int step = runs.lanes * BYTES;
   for (int run = runs.first; run < runs.count; run += runs.step)
-#pragma unroll 4
-    for (int i = runs.lane * BYTES; i < bytes; i += runs.lanes * BYTES)
-      *reinterpret_cast<Vector*>(to + run * pitch + i) =
-          *reinterpret_cast<const Vector*>(from_smem + run * from_pitch + i);
+    for (int i = runs.lane * BYTES; i < bytes; i += BATCH * step) {
+      Vector value[BATCH];
+#pragma unroll
+      for (int k = 0; k < BATCH; ++k)
+        value[k] =
+            load_if(i + k * step < bytes, reinterpret_cast<const Vector*>(from_smem + run * from_pitch + i + k * step));
+#pragma unroll
+      for (int k = 0; k < BATCH; ++k)
+        if (i + k * step < bytes) *reinterpret_cast<Vector*>(to + run * pitch + i + k * step) = value[k];
+    }
 }
 
 // exact_sum, from global memory. `w` points at one channel's filter.
@@ -1526,7 +1533,7 @@ inline Tile choose_tile(const TileWork& work, const Wish& wish, double& cost) {
 // Whether ring_kernel is for a problem whose tensors begin where vectors may: dense planes, a filter whose weights
 // registers hold, padding that a window's edges cover, and as many columns as a thread owns.
 inline bool ring_takes(const Problem& problem, Operator op, const Axis& rows, const Axis& columns) {
-  const bool compiled = (rows.taps == 3 || rows.taps == 5 || rows.taps == 7) && rows.stride <= 2;
+  const bool compiled = (rows.taps == 3 || rows.taps == 7) && rows.stride <= 2;
   const bool square = rows.taps == columns.taps && rows.stride == columns.stride;
   if (!compiled || !square || rows.dilation != 1 || columns.dilation != 1 || problem.K != problem.C) return false;
   const int edge = rows.taps / 2;
@@ -1832,8 +1839,6 @@ inline void run(const Plan& plan, const Params& params, cudaStream_t stream) {
     case Kernel::kRing:
       return variant == 31   ? run_ring<RingConfig<3, 1, Storage>>(params, stream)
              : variant == 32 ? run_ring<RingConfig<3, 2, Storage>>(params, stream)
-             : variant == 51 ? run_ring<RingConfig<5, 1, Storage>>(params, stream)
-             : variant == 52 ? run_ring<RingConfig<5, 2, Storage>>(params, stream)
              : variant == 71 ? run_ring<RingConfig<7, 1, Storage>>(params, stream)
                              : run_ring<RingConfig<7, 2, Storage>>(params, stream);
     case Kernel::kPixels:
