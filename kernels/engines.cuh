@@ -27,6 +27,7 @@ int64_t listed_workspace_bytes(const Problem&, Operator);
 extern const Engine kGatherEngine;
 extern const Engine kWgmmaEngine;
 extern const Engine kDepthwiseEngine;
+extern const Engine kMmaEngine;
 extern const Engine kDirectEngine;
 
 }  // namespace modelnew

@@ -118,10 +118,16 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int b
 // Whether the phase of this parity has ended. On a fresh barrier, that of parity 1 has: the phase before the first.
 __device__ __forceinline__ bool barrier_ended(uint32_t barrier, uint32_t parity) {
   uint32_t ended;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define MODELNEW_TEST_WAIT "test_wait"
+#else
+#define MODELNEW_TEST_WAIT "try_wait"
+#endif
   asm volatile(
       "{\n"
       ".reg .pred ended;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+      "mbarrier." MODELNEW_TEST_WAIT
+      ".parity.shared::cta.b64 ended, [%1], %2;\n"
       "selp.u32 %0, 1, 0, ended;\n"
       "}\n"
       : "=r"(ended)
@@ -182,6 +188,12 @@ __device__ __forceinline__ void load_box(const BoxMap& map, uint32_t to_smem, in
       "[%6];" ::"r"(to_smem),
       "l"(&map), "r"(i), "r"(j), "r"(k), "r"(l), "r"(barrier)
       : "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const BoxMap& map) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+#endif
 }
 
 // What the thread has ordered since the last time is a group.
