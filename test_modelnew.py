@@ -852,7 +852,7 @@ extern "C" int depthwise_ring(int op, const int64_t* fields, void* const* pointe
   using namespace modelnew;
   const Problem problem = make_problem(fields);
   const depthwise::Plan plan = depthwise::make_plan(
-      problem, as_operator(op), true, {false, wish[0], wish[1], false, wish[2], wish[3], wish[4], {}});
+      problem, as_operator(op), true, {false, wish[0], wish[1], false, wish[2], wish[3], wish[4], wish[5], {}});
   if (!plan.exists || plan.kernel != depthwise::Kernel::kRing) return -1;
   const Pointers all = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], nullptr};
   return depthwise::launch_planned(as_operator(op), problem, all, plan, nullptr);
@@ -886,8 +886,9 @@ namespace hopper {
 inline uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - simt::smem);
 }
+inline uint64_t evict_first() { return 0; }
 template <int BYTES>
-void copy_async(uint32_t to, const void* from, int size) {
+void copy_async(uint32_t to, const void* from, int size, uint64_t) {
   const bool aligned = (to | reinterpret_cast<uint64_t>(from)) % BYTES == 0;
   if (size != BYTES || !aligned || to + BYTES > simt::granted_bytes) simt::complain("a wild copy");
   simt::ordered[threadIdx.x].push_back({to, from, BYTES, simt::groups[threadIdx.x]});
@@ -1614,7 +1615,7 @@ def test_depthwise_ring_in_any_shape(depthwise_shim):
             continue
         tensors = make_tensors(case, rng.choice(DTYPES[:3]), integers, seed=ran)
         out = with_margins(torch.full_like(tensors["dy" if operator == "fprop" else "x"], math.nan))
-        wish = (ctypes.c_int * 5)(*(rng.choice([0, rng.randint(1, most)]) for most in (20, 20, 12, 3, 5)))
+        wish = (ctypes.c_int * 6)(*(rng.choice([0, rng.randint(1, most)]) for most in (20, 20, 12, 3, 5, 9)))
         pointers = (ctypes.c_void_p * 5)(*input_pointers(operator, tensors), out.data_ptr())
         fields = ShimEngine.fields(case, tensors, False)
         code = depthwise_shim.library.depthwise_ring(OPERATOR_NUMBER[operator], fields, pointers, wish)

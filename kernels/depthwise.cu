@@ -35,6 +35,7 @@
 #include <cstdio>
 
 #include "engines.cuh"
+#include "memo.cuh"
 #endif
 
 #include "hopper.cuh"
@@ -93,12 +94,14 @@ struct Tile {
 // A block of ring_kernel: `planes` channels of some images, one image after the other, all rows or a band of them. Rows
 // come and go in chunks of `steps` steps.
 struct Ring {
-  int planes, groups, threads;  // a thread for each group of columns of a plane; whole warps
+  int planes, groups, threads;  // a thread for each group of columns and each split of a plane; whole warps
+  int splits, split_rows;       // of a band's outputs: several only if a chunk is all of an image's planes
   int sets;                     // of channels
   int parts;                    // of the images
   int bands, band_rows;         // of each image's outputs
   int steps, slots;
   bool whole;                 // a chunk is all of an image's planes, one run in memory
+  bool pairs;                 // columns are read two at a time
   int lanes;                  // threads that copy one run
   int in_pitch, out_pitch;    // elements from plane to plane in shared memory
   int in_vector, out_vector;  // bytes that are copied at once
@@ -632,10 +635,10 @@ struct Runs {
 
 template <int BYTES>
 __device__ inline void fetch_runs(const Runs& runs, uint32_t to_smem, int to_pitch, const char* from, int64_t pitch,
-                                  int bytes) {
+                                  int bytes, uint64_t policy) {
   for (int run = runs.first; run < runs.count; run += runs.step)
     for (int i = runs.lane * BYTES; i < bytes; i += runs.lanes * BYTES)
-      hopper::copy_async<BYTES>(to_smem + run * to_pitch + i, from + run * pitch + i, BYTES);
+      hopper::copy_async<BYTES>(to_smem + run * to_pitch + i, from + run * pitch + i, BYTES, policy);
 }
 
 template <int BYTES>
@@ -655,6 +658,36 @@ __device__ inline void write_runs(const Runs& runs, char* to, int64_t pitch, con
       for (int k = 0; k < BATCH; ++k)
         if (i + k * step < bytes) *reinterpret_cast<Vector*>(to + run * pitch + i + k * step) = value[k];
     }
+}
+
+template <bool VALUE_>
+struct Flag {
+  static constexpr bool VALUE = VALUE_;
+};
+
+// A row's columns from `first_column` on, `x_row` pointing at the first one; zeros outside the image. In pairs that
+// begin with columns of an even number, in an image of an even number of them: both are inside or neither is.
+template <typename Config, bool PAIRS>
+__device__ inline void load_window(float (&x_frag)[Config::WINDOW], const typename Config::Storage* x_row,
+                                   int first_column, int W, bool exists) {
+  using Storage = typename Config::Storage;
+  constexpr int WINDOW = Config::WINDOW, EDGE = Config::EDGE, SINGLES = PAIRS ? WINDOW % 2 : WINDOW;
+#pragma unroll
+  for (int j = 0; j < SINGLES; ++j) {
+    bool inside = exists;
+    if (j < EDGE) inside &= first_column + j >= 0;
+    if (j >= WINDOW - EDGE) inside &= first_column + j < W;
+    x_frag[j] = inside ? widen(x_row[j]) : 0.f;
+  }
+#pragma unroll
+  for (int j = SINGLES; j < WINDOW; j += 2) {
+    bool inside = exists;
+    if (j < EDGE) inside &= first_column + j >= 0;
+    if (j >= WINDOW - EDGE) inside &= first_column + j < W;
+    const Pack<Storage, 2> pair = load_if(inside, reinterpret_cast<const Pack<Storage, 2>*>(x_row + j));
+    x_frag[j] = widen(pair.element[0]);
+    x_frag[j + 1] = widen(pair.element[1]);
+  }
 }
 
 // exact_sum, from global memory. `w` points at one channel's filter.
@@ -684,7 +717,7 @@ template <typename Config>
 __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(const Params params) {
   using Storage = typename Config::Storage;
   constexpr int TAPS = Config::TAPS, STRIDE = Config::STRIDE, COLUMNS = Config::COLUMNS, OPEN = Config::OPEN;
-  constexpr int WINDOW = Config::WINDOW, EDGE = Config::EDGE, BYTES = sizeof(Storage);
+  constexpr int WINDOW = Config::WINDOW, BYTES = sizeof(Storage);
   extern __shared__ __align__(16) unsigned char modelnew_smem[];
   const Ring& ring = params.ring;
   int* const flag = reinterpret_cast<int*>(modelnew_smem);
@@ -706,6 +739,9 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(c
   const Runs runs = {thread / ring.lanes, ring.threads / ring.lanes, ring.whole ? 1 : planes, thread % ring.lanes,
                      ring.lanes};
   const int run_planes = ring.whole ? planes : 1;
+  // Nobody reads x again soon: what comes in should displace itself, not what others left in the L2 cache and, where
+  // they wrote it, has to go to memory first.
+  const uint64_t policy = hopper::evict_first();
   int64_t ordered_n = first_n;
   int ordered_step = 0, ordered_slot = 0;
   // Orders the next chunk into the next slot.
@@ -718,11 +754,11 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(c
       const int64_t pitch = static_cast<int64_t>(H) * W * BYTES;
       const int bytes = run_planes * chunk.rows * W * BYTES, to_pitch = ring.in_pitch * BYTES;
       if (ring.in_vector == 16)
-        fetch_runs<16>(runs, to, to_pitch, from, pitch, bytes);
+        fetch_runs<16>(runs, to, to_pitch, from, pitch, bytes, policy);
       else if (ring.in_vector == 8)
-        fetch_runs<8>(runs, to, to_pitch, from, pitch, bytes);
+        fetch_runs<8>(runs, to, to_pitch, from, pitch, bytes, policy);
       else
-        fetch_runs<4>(runs, to, to_pitch, from, pitch, bytes);
+        fetch_runs<4>(runs, to, to_pitch, from, pitch, bytes, policy);
       ordered_slot = ordered_slot + 1 == ring.slots ? 0 : ordered_slot + 1;
       if (++ordered_step * ring.steps >= steps.count) {
         ordered_step = 0;
@@ -758,8 +794,9 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(c
     __syncthreads();  // w and the flag are complete
   }
 
-  const int plane = thread / ring.groups;
+  const int plane = thread / (ring.groups * ring.splits), split = thread / ring.groups % ring.splits;
   const int first_q = least(thread % ring.groups * COLUMNS, Q - COLUMNS);
+  const int own_p = split * ring.split_rows, own_rows = least(ring.split_rows, outputs_p - own_p);
   const bool exists = plane < planes;
   const float bias = exists ? load_bias<Storage>(params, first_k + plane) : 0.f;
   const float* const w = w_smem + (exists ? plane : 0) * TAPS * TAPS;
@@ -771,12 +808,13 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(c
       const Storage* const in_plane =
           static_cast<const Storage*>(params.in_ptr) + (n * params.channels + first_k + plane) * H * W;
       Storage* const out_plane =
-          plane_pointer<Storage>(params, n * params.channels + first_k + plane, first_p, first_q);
+          plane_pointer<Storage>(params, n * params.channels + first_k + plane, first_p + own_p, first_q);
 #pragma unroll 1
-      for (int i = 0; i < outputs_p; ++i)
+      for (int i = 0; i < own_rows; ++i)
 #pragma unroll 1
         for (int j = 0; j < COLUMNS; ++j)
-          narrow(exact_sum_of_pixel(in_plane, w, 1, params, first_p + i, first_q + j) + bias, out_plane[i * Q + j]);
+          narrow(exact_sum_of_pixel(in_plane, w, 1, params, first_p + own_p + i, first_q + j) + bias,
+                 out_plane[i * Q + j]);
     }
     return;
   }
@@ -787,6 +825,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(c
 #pragma unroll
     for (int s = 0; s < TAPS; ++s) w_frag[r][s] = w[r * TAPS + s];
   const int first_column = first_q * STRIDE + params.columns.origin;
+  const Steps own = band_steps(params.rows, OPEN, first_p + own_p, own_rows);
   int slot = 0;
 #pragma unroll 1
   for (int64_t n = first_n; n < behind_n; ++n) {
@@ -803,28 +842,12 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(c
         hopper::copies_wait<2>();
       __syncthreads();  // the chunk is there, and the outputs before it have left
       if (exists) {
+        // Of a whole image, a thread has its own steps.
+        int row = ring.whole ? own.first_row : chunk.row, step = ring.whole ? own.first : chunk.step;
+        const int behind = ring.whole ? own.first + own.count : chunk.behind;
         const Storage* x_row = x_smem + (slot * ring.slot_bytes / BYTES + plane * ring.in_pitch +
-                                         (chunk.row - chunk.first_row) * W + first_column);
-        Storage* y_row = y_smem + (plane * ring.out_pitch + first_q);
-        int row = chunk.row, step = chunk.step;
-        const auto multiply = [&](int a) {
-          float x_frag[WINDOW];
-#pragma unroll
-          for (int j = 0; j < WINDOW; ++j) {
-            bool inside = STRIDE == 1 || is_within(row + a, H);
-            if (j < EDGE) inside &= first_column + j >= 0;
-            if (j >= WINDOW - EDGE) inside &= first_column + j < W;
-            x_frag[j] = inside ? widen(x_row[a * W + j]) : 0.f;
-          }
-#pragma unroll
-          for (int m = OPEN - 1; m >= 0; --m)
-            if (a + m * STRIDE < TAPS)
-#pragma unroll
-              for (int s = 0; s < TAPS; ++s)
-#pragma unroll
-                for (int j = 0; j < COLUMNS; ++j)
-                  acc[OPEN - 1 - m][j] += w_frag[a + m * STRIDE][s] * x_frag[j * STRIDE + s];
-        };
+                                         (row - chunk.first_row) * W + first_column);
+        Storage* y_row = y_smem + (plane * ring.out_pitch + own_p * Q + first_q);
         const auto end_step = [&] {
           if (step >= 0) {
 #pragma unroll
@@ -839,15 +862,33 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(c
           row += STRIDE;
           x_row += STRIDE * W;
         };
-        // Without a branch around the multiply-adds, sums change registers in them and need no moves.
+        const auto multiply = [&](auto pairs) {
+          // Without a branch around the multiply-adds, sums change registers in them and need no moves.
 #pragma unroll 1
-        while ((step < chunk.behind) & (row < H)) {
+          while ((step < behind) & (row < H)) {
 #pragma unroll
-          for (int a = 0; a < STRIDE; ++a) multiply(a);
-          end_step();
-        }
+            for (int a = 0; a < STRIDE; ++a) {
+              float x_frag[WINDOW];
+              load_window<Config, decltype(pairs)::VALUE>(x_frag, x_row + a * W, first_column, W,
+                                                          STRIDE == 1 || is_within(row + a, H));
+#pragma unroll
+              for (int m = OPEN - 1; m >= 0; --m)
+                if (a + m * STRIDE < TAPS)
+#pragma unroll
+                  for (int s = 0; s < TAPS; ++s)
+#pragma unroll
+                    for (int j = 0; j < COLUMNS; ++j)
+                      acc[OPEN - 1 - m][j] += w_frag[a + m * STRIDE][s] * x_frag[j * STRIDE + s];
+            }
+            end_step();
+          }
+        };
+        if (STRIDE == 2 && ring.pairs)
+          multiply(Flag<STRIDE == 2>{});
+        else
+          multiply(Flag<false>{});
 #pragma unroll 1
-        while (step < chunk.behind) end_step();
+        while (step < behind) end_step();
       }
       __syncthreads();  // the outputs are complete, and nobody needs the slot
       order();
@@ -1464,12 +1505,16 @@ inline int band_candidate(int rows, int part, int only_rows) {
   return part < kCount && (part == 0 || kParts[part - 1] < rows) ? static_cast<int>(ceil_div(rows, kParts[part])) : 0;
 }
 
-// What ranks the plans of ring_kernel: of an SM of an H200, per cycle or in cycles.
+// What ranks the plans of ring_kernel, in cycles of an SM of an H200. Fitted to 1700 times of 18 layers and all their
+// rings in fp32 (H200, 2026-11-22): the ring of choice is 2.3% slower than the best one on average and 8% at worst.
 struct RingModel {
-  double bytes = 19;      // from and to memory
-  double latency = 1500;  // of memory under load
-  double stall = 0.5;     // instructions of a lone warp of a scheduler wait so much longer
-  double overlap = 0.25;  // what is not the bottleneck shows nevertheless, so much of it
+  double launch = 13500;  // of whatever kernel, and what was left in the L2 cache, written to memory
+  double bytes = 16;      // from and to memory, a cycle
+  double line = 48;       // bytes more, since runs begin and end within lines
+  double latency = 1200;  // of memory under load
+  double block = 700;     // until a block's weights are in registers
+  double chunk = 150;     // instructions of a warp
+  double stall = 2.4;     // cycles from one instruction of a warp to its next one, with the scheduler to itself
 };
 
 // What is asked of a plan beyond being the cheapest one; zeros ask nothing.
@@ -1477,7 +1522,7 @@ struct Wish {
   bool any;  // the first one that is found
   int band_rows, planes;
   bool tiles;  // not ring_kernel
-  int steps, slots, parts;
+  int steps, slots, parts, split_rows;
   RingModel model;
 };
 
@@ -1561,7 +1606,8 @@ inline int ring_pitch(int64_t elements, int groups, int stride, int vector, int 
   return groups >= 32 ? least_pitch : least_pitch + (target + period - least_pitch % period) % period;
 }
 
-// Completes a ring of which planes, threads, steps, slots, parts and band_rows are given. False if it does not fit.
+// Completes a ring of which planes, threads, steps, slots, parts, band_rows and split_rows are given. False if it does
+// not fit.
 inline bool complete(const Problem& problem, const Axis& rows, const Axis& columns, Ring& ring) {
   const int element = element_bytes(problem.dtype), open = static_cast<int>(ceil_div(rows.taps, rows.stride));
   ring.groups = static_cast<int>(ceil_div(columns.outputs, kRingColumns));
@@ -1570,6 +1616,10 @@ inline bool complete(const Problem& problem, const Axis& rows, const Axis& colum
   const int all_steps = band_steps(rows, open, 0, ring.band_rows).count;
   ring.whole = ring.bands == 1 && ring.steps >= all_steps;
   ring.steps = std::min(ring.steps, ring.band_rows + open - 1);
+  ring.split_rows = ring.whole ? std::min(ring.split_rows, rows.outputs) : ring.band_rows;
+  ring.splits = ring.whole ? static_cast<int>(ceil_div(rows.outputs, ring.split_rows)) : 1;
+  if (int64_t{ring.planes} * ring.groups * ring.splits > ring.threads) return false;
+  ring.pairs = columns.stride == 2 && columns.inputs % 2 == 0 && columns.origin % 2 != 0;
   const int64_t in_run = static_cast<int64_t>(columns.inputs) * (ring.whole ? rows.inputs : 1) * element;
   const int64_t out_run = static_cast<int64_t>(columns.outputs) * (ring.whole ? rows.outputs : 1) * element;
   const int runs = ring.whole ? ring.planes | problem.C : 1;  // divided by the powers of two that divide both
@@ -1606,75 +1656,115 @@ inline double ring_resident(const Axis& rows, const Ring& ring) {
   return std::min({32, by_registers, 227 * 1024 / (ring.smem_bytes + 1024)});
 }
 
-// Cycles.
+// Cycles in which shared memory gives a warp what it asks for when it loads a window.
+inline double ring_window_cycles(const Axis& columns, const Ring& ring, int element) {
+  const int loads = ((kRingColumns - 1) * columns.stride + columns.taps) / (ring.pairs ? 2 : 1);
+  const int bytes = ring.pairs ? 2 * element : element, at_once = bytes == 8 ? 16 : 32;  // lanes
+  const int threads = std::min(32, ring.planes * ring.groups * ring.splits);
+  double cycles = 0;
+  for (int first = 0; first < threads; first += at_once) {
+    int lanes[32] = {}, worst = 0;  // that meet a bank
+    for (int thread = first; thread < std::min(first + at_once, threads); ++thread) {
+      const int plane = thread / (ring.groups * ring.splits), split = thread / ring.groups % ring.splits;
+      const int column = std::min(thread % ring.groups * kRingColumns, columns.outputs - kRingColumns) * columns.stride;
+      const int64_t at =
+          int64_t{plane} * ring.in_pitch + int64_t{split} * ring.split_rows * columns.stride * columns.inputs + column;
+      worst = std::max(worst, ++lanes[at * element / 4 % 32]);
+    }
+    cycles += worst;
+  }
+  return loads * cycles;
+}
+
+// Cycles. Memory, or the blocks that an SM has room for: each waits for a chunk, multiplies and writes, image by image.
 inline double ring_cost(const Problem& problem, const Axis& rows, const Axis& columns, const Ring& ring,
                         const RingModel& model) {
   const double taps = static_cast<double>(rows.taps) * columns.taps, warps = ring.threads / 32;
   const int open = static_cast<int>(ceil_div(rows.taps, rows.stride)), element = element_bytes(problem.dtype);
-  const double window = (kRingColumns - 1) * rows.stride + columns.taps;
+  const double window = ((kRingColumns - 1) * rows.stride + columns.taps) / (ring.pairs ? 2 : 1);
   const double steps = band_steps(rows, open, 0, ring.band_rows).count, chunks = std::ceil(steps / ring.steps);
-  const double images = static_cast<double>(problem.N) / ring.parts;
-  const double in_rows = ring.bands == 1 ? rows.inputs : std::min<double>(rows.inputs, steps * rows.stride);
+  const double own_steps = ring.splits == 1 ? steps : ring.split_rows + open - 1;
+  const double images = std::ceil(static_cast<double>(problem.N) / ring.parts);
+  const double in_rows = std::min<double>(rows.inputs, steps * rows.stride);
   const double in_bytes = ring.planes * in_rows * columns.inputs * element;  // of an image
   const double out_bytes = static_cast<double>(ring.planes) * ring.band_rows * columns.outputs * element;
+  const double runs = ring.whole ? 1 : ring.planes * chunks;
 
-  // Instructions of a warp.
-  const double a_step = kRingColumns * (taps + 3) + rows.stride * (window * rows.stride + rows.taps) + 8;
+  const double a_step = kRingColumns * (taps + 3) + rows.stride * (1.2 * window + rows.taps) + 8;
   const double copies = (3 * in_bytes / ring.in_vector + 4 * out_bytes / ring.out_vector) / ring.threads;
-  const double warp = 500 + 6 * taps + images * (chunks * 150 + steps * a_step + copies);
+  const double instructions = own_steps * a_step + copies + chunks * model.chunk;  // of a warp, for an image
+  const double shared = own_steps * (rows.stride * ring_window_cycles(columns, ring, element) + kRingColumns);
 
-  const double all = static_cast<double>(ring.blocks) / kMultiprocessors, resident = ring_resident(rows, ring);
-  const double active = std::min(resident, std::max(1.0, all));
-  const double issue = all * warps * warp / 4 * (1 + model.stall / std::max(1.0, active * warps / 4));
-  const double memory = all * images * (in_bytes + out_bytes) / model.bytes;
-  const double latency = all * images * in_bytes * model.latency / (active * (ring.slots - 0.5) * ring.slot_bytes);
-  const double longest = std::max({issue, memory, latency});
-  // Blocks that come last leave SMs and each other alone: by their images if all run at once.
-  const double uneven = all <= resident ? std::ceil(images) / images : 1 + 0.5 * resident / all;
-  return (longest + model.overlap * (issue + memory + latency - longest)) * (0.5 + 0.5 * uneven) *
-         std::max(1.0, 1 / all);
+  const double all = static_cast<double>(ring.blocks) / kMultiprocessors;  // blocks of an SM
+  const double active = std::min(ring_resident(rows, ring), std::max(1.0, all)), rounds = all / active;
+  const double computing =
+      std::max(instructions * std::max(model.stall, active * warps / 4), shared * active * warps);
+  const double block = model.block + images * (computing + chunks * model.latency / ring.slots);
+  // Of few rounds, the last one is not full.
+  const double blocks = (rounds > 4 ? rounds : (std::ceil(rounds) + rounds) / 2) * block;
+  const double moved = in_bytes + out_bytes + 2 * runs * model.line;
+  const double memory = all * problem.N / ring.parts * moved / model.bytes;
+  return model.launch + std::cbrt(blocks * blocks * blocks + memory * memory * memory);
 }
 
-// The cheapest of some dozens of rings; `cost` is negative if none fits.
+// The cheapest of some hundreds of rings; `cost` is negative if none fits.
 inline Ring choose_ring(const Problem& problem, const Axis& rows, const Axis& columns, const Wish& wish, double& cost) {
-  constexpr int kSteps[] = {0x7fffffff, 8, 4, 2, 1};
+  constexpr int kSteps[] = {0x7fffffff, 16, 12, 8, 6, 4, 2, 1};
   const int groups = static_cast<int>(ceil_div(columns.outputs, kRingColumns));
   const int open = static_cast<int>(ceil_div(rows.taps, rows.stride));
+  const int all_steps = band_steps(rows, open, 0, rows.outputs).count;
+  const double images = static_cast<double>(std::min<int64_t>(problem.N, 1 << 24));
   Ring best{};
   cost = -1;
+  const auto consider = [&](Ring ring) {
+    ring.parts = 1;
+    ring.band_rows = rows.outputs;
+    if (!complete(problem, rows, columns, ring)) return;
+    // A block for each image, or as many blocks as run at once, or some times more: parts of the images, then bands of
+    // rows, each of some times the rows that its first output takes.
+    for (int waves = 0; waves <= 4; waves = waves == 0 ? 1 : 2 * waves) {
+      const double wanted = waves * kMultiprocessors * ring_resident(rows, ring) / ring.sets;
+      const double bands = std::min(std::max(1.0, wanted / images), std::ceil(rows.outputs / (2.0 * open)));
+      Ring parted = ring;
+      parted.parts = static_cast<int>(wish.parts > 0 ? std::min<double>(wish.parts, images)
+                                      : waves == 0   ? images
+                                                     : std::max(1.0, std::min(wanted, images)));
+      parted.band_rows = wish.band_rows > 0 ? std::min(wish.band_rows, rows.outputs)
+                                            : static_cast<int>(std::ceil(rows.outputs / std::floor(bands)));
+      if (!complete(problem, rows, columns, parted)) continue;
+      const double found = ring_cost(problem, rows, columns, parted, wish.model);
+      if (cost < 0 || found < cost) best = parted, cost = found;
+    }
+  };
   // As few warps as leave few lanes without a group.
   int threads = 32;
   for (int more = 32; more <= kThreads; more += 32)
     if (more / groups * groups * threads > threads / groups * groups * more * 1.1) threads = more;
-  const int most_planes = std::min(wish.planes > 0 ? wish.planes : threads, std::min(threads / groups, problem.C));
-  for (int halves = 1; halves <= (rows.stride == 1 ? 1 : 2) && most_planes / halves >= 1; ++halves)
-    for (const int some_steps : kSteps)
-      for (int slots = 1; slots <= 3; ++slots) {
-        if (wish.slots > 0 && slots != wish.slots) continue;
-        Ring ring{};
-        ring.threads = threads;
+  Ring ring{};
+  for (ring.slots = wish.slots > 0 ? wish.slots : 1; ring.slots <= (wish.slots > 0 ? wish.slots : 3); ++ring.slots) {
+    const int most_planes = std::min(wish.planes > 0 ? wish.planes : threads, std::min(threads / groups, problem.C));
+    ring.threads = threads;
+    ring.split_rows = rows.outputs;
+    for (int halves = 1; halves <= 2 && most_planes / halves >= 1 && wish.split_rows == 0; ++halves)
+      for (const int steps : kSteps) {
         ring.planes = most_planes / halves;
-        ring.steps = std::min(wish.steps > 0 ? wish.steps : some_steps, band_steps(rows, open, 0, rows.outputs).count);
-        ring.slots = slots;
-        ring.parts = 1;
-        ring.band_rows = rows.outputs;
-        if (!complete(problem, rows, columns, ring)) continue;
-        // As many blocks as run at once, or some times more: parts of the images, then bands of rows, each of some
-        // times the rows that its first output takes.
-        for (int waves = 1; waves <= 4; waves *= 2) {
-          const double wanted = waves * kMultiprocessors * ring_resident(rows, ring) / ring.sets;
-          const double images = static_cast<double>(std::min<int64_t>(problem.N, 1 << 24));
-          const double bands = std::min(std::max(1.0, wanted / images), std::ceil(rows.outputs / (2.0 * open)));
-          Ring parted = ring;
-          parted.parts = static_cast<int>(wish.parts > 0 ? std::min<double>(wish.parts, images)
-                                                         : std::max(1.0, std::min(wanted, images)));
-          parted.band_rows = wish.band_rows > 0 ? std::min(wish.band_rows, rows.outputs)
-                                                : static_cast<int>(std::ceil(rows.outputs / std::floor(bands)));
-          if (!complete(problem, rows, columns, parted)) continue;
-          const double found = ring_cost(problem, rows, columns, parted, wish.model);
-          if (cost < 0 || found < cost) best = parted, cost = found;
-        }
+        ring.steps = std::min(wish.steps > 0 ? wish.steps : steps, all_steps);
+        consider(ring);
+        if (wish.steps > 0) break;
       }
+    // All of an image's planes at once, and several threads for the columns of one.
+    ring.steps = wish.steps > 0 ? std::min(wish.steps, all_steps) : all_steps;
+    for (int splits = 2; splits <= 8 && ring.steps == all_steps; ++splits) {
+      ring.split_rows = wish.split_rows > 0 ? wish.split_rows : static_cast<int>(ceil_div(rows.outputs, splits));
+      const int threads_of_plane = groups * static_cast<int>(ceil_div(rows.outputs, ring.split_rows));
+      for (ring.threads = 32; ring.threads <= kThreads; ring.threads += 32) {
+        ring.planes = std::min(ring.threads / threads_of_plane, problem.C);
+        if (wish.planes > 0) ring.planes = std::min(ring.planes, wish.planes);
+        if (ring.planes > 0) consider(ring);
+      }
+      if (wish.split_rows > 0) break;
+    }
+  }
   return best;
 }
 
@@ -1770,6 +1860,11 @@ inline Plan make_plan(const Problem& problem, Operator op, bool aligned, const W
 
 // ---- What the binding calls ----
 
+inline const Plan& plan_of(const Problem& problem, Operator op, bool aligned) {
+  thread_local Memo<Plan> memo;
+  return memo.get(key_of(problem, op, !aligned, 0, 0), [&] { return make_plan(problem, op, aligned); });
+}
+
 inline const char* refusal(const Problem& problem, Operator op) {
   if (op == Operator::kWgrad || op == Operator::kBgrad) return "it computes the forward and the gradient to the input";
   if (problem.C != problem.groups) return "more than one input channel in a group";
@@ -1785,7 +1880,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (problem.S > kChunk) return "a filter row of more than 64 taps";
   if (static_cast<int64_t>(problem.R) * problem.S > kSharedBytes / 4)
     return "a filter that does not fit into shared memory";
-  if (!make_plan(problem, op, false, {true}).exists)
+  thread_local Memo<bool> fits;
+  if (!fits.get(key_of(problem, op, 0, 0, 0), [&] { return make_plan(problem, op, false, {true}).exists; }))
     return "no tile of it fits into shared memory, or it takes more than 2^31 - 1 of them";
   return nullptr;
 }
@@ -1898,13 +1994,13 @@ inline bool is_aligned(Operator op, const Pointers& pointers) {
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
-  return launch_planned(op, problem, pointers, make_plan(problem, op, is_aligned(op, pointers)), stream);
+  return launch_planned(op, problem, pointers, plan_of(problem, op, is_aligned(op, pointers)), stream);
 }
 
 #endif  // launchers
 
 inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
-  const Plan plan = make_plan(problem, op, true);
+  const Plan& plan = plan_of(problem, op, true);
   const Tile& tile = plan.tile;
   const Strip& strip = plan.strip;
   static constexpr const char* kStores[] = {"vectors", "runs", "single elements"};
@@ -1919,9 +2015,9 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   else if (plan.kernel == Kernel::kRing)
     snprintf(
         text, text_size,
-        "ring: %d planes of %d groups of columns, bands of %d rows, %d slots of %d steps%s, a block for %lld of %lld "
-        "images, %d bytes of shared memory, %lld blocks",
-        plan.ring.planes, plan.ring.groups, plan.ring.band_rows, plan.ring.slots, plan.ring.steps,
+        "ring: %d planes of %d groups of columns, bands of %d rows, %d rows a thread, %d slots of %d steps%s, a block "
+        "for %lld of %lld images, %d bytes of shared memory, %lld blocks",
+        plan.ring.planes, plan.ring.groups, plan.ring.band_rows, plan.ring.split_rows, plan.ring.slots, plan.ring.steps,
         plan.ring.whole ? ", whole planes" : "", static_cast<long long>(ceil_div(problem.N, plan.ring.parts)),
         static_cast<long long>(problem.N), plan.ring.smem_bytes, static_cast<long long>(plan.ring.blocks));
   else

@@ -82,6 +82,31 @@ __device__ __forceinline__ void copy_async(uint32_t to_smem, const void* address
 #endif
 }
 
+// What is read once leaves the L2 cache first. A policy of copies.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy = 0;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
+template <int BYTES>
+__device__ __forceinline__ void copy_async(uint32_t to_smem, const void* address, int size, uint64_t policy) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  copy_async<BYTES>(to_smem, address, size);
+#else
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to_smem),
+                 "l"(address), "r"(size), "l"(policy)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint.L2::128B [%0], [%1], %2, %3, %4;" ::"r"(to_smem),
+                 "l"(address), "n"(BYTES), "r"(size), "l"(policy)
+                 : "memory");
+#endif
+}
+
 // The thread arrives at a barrier when all that it has ordered is there.
 __device__ __forceinline__ void copies_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
