@@ -22,9 +22,20 @@
 //   7x7   96            56x56      174  39                  384           14x14       74  23
 //         192           28x28       98  35                  768             7x7       56  15
 //
-// That was planes_kernel, which computes addresses for all that it stages and loads nothing while it multiplies. For
-// ring_kernel instructions are counted (sm_90a, fp32, of an output): 15 for 3x3, 23 with a stride of 2, 57 for 7x7, of
-// which 9, 9 and 49 multiply; a vector copied costs another ten. The constants of the plans are not fitted to times.
+// That was planes_kernel, which computes addresses for all that it stages and loads nothing while it multiplies. With
+// ring_kernel, H200, a driver of its own, 2026-11-22, revisions in the making; the best of all rings, most often one
+// image and one slot a block:
+//
+//   3x3   32 channels of 112x112   118  75      stride 2    96 channels of 112x112   224  77
+//         144           56x56      131  78                  144           56x56       92  70
+//         192           28x28       50  68                  192           28x28       38  57
+//         576           14x14       40  64                  576           14x14       33  49
+//         960             7x7       20  52
+//   7x7   96            56x56      116  59                  384           14x14       44  39
+//         192           28x28       68  51                  768             7x7       26  32
+//
+// Small planes were read by few warps, with 2 (14x14) and 4 lanes (stride 2) at the same bank. Since then, not yet
+// measured: splits, pairs, x leaving the L2 cache first.
 //
 // Sums of up to 64 products are one chain, longer ones chains of at most 64, added with compensation. Padding is left
 // out as in PyTorch's own depthwise kernels, where a zero would make NaN of an Inf: rows outside the image are skipped,
@@ -631,11 +642,26 @@ MODELNEW_HOST_DEVICE inline Chunk chunk_of(const Axis& rows, const Steps& steps,
 struct Runs {
   int first, step, count;  // which of them are this thread's
   int lane, lanes;
+  bool whole;  // a single run, of all threads: warps take turns at kRingBatch pieces of 32 vectors, distances constant
 };
+
+constexpr int kRingBatch = 4;
 
 template <int BYTES>
 __device__ inline void fetch_runs(const Runs& runs, uint32_t to_smem, int to_pitch, const char* from, int64_t pitch,
                                   int bytes, uint64_t policy) {
+  if (runs.whole) {
+    for (int i = (runs.lane / 32 * 32 * kRingBatch + runs.lane % 32) * BYTES; i < bytes;
+         i += runs.lanes * kRingBatch * BYTES) {
+      const uint32_t to = to_smem + i;
+      const char* const piece = from + i;
+#pragma unroll
+      for (int k = 0; k < kRingBatch; ++k)
+        if (i + k * 32 * BYTES < bytes)
+          hopper::copy_async<BYTES>(to + k * 32 * BYTES, piece + k * 32 * BYTES, BYTES, policy);
+    }
+    return;
+  }
   for (int run = runs.first; run < runs.count; run += runs.step)
     for (int i = runs.lane * BYTES; i < bytes; i += runs.lanes * BYTES)
       hopper::copy_async<BYTES>(to_smem + run * to_pitch + i, from + run * pitch + i, BYTES, policy);
@@ -645,19 +671,26 @@ template <int BYTES>
 __device__ inline void write_runs(const Runs& runs, char* to, int64_t pitch, const char* from_smem, int from_pitch,
                                   int bytes) {
   using Vector = Pack<uint32_t, BYTES / 4>;
-  constexpr int BATCH = 4;  // loads before the first store
+  // A batch's loads come before its first store.
+  const auto write = [&](const char* piece_smem, char* piece, int i, int distance) {
+    Vector value[kRingBatch];
+#pragma unroll
+    for (int k = 0; k < kRingBatch; ++k)
+      value[k] = load_if(i + k * distance < bytes, reinterpret_cast<const Vector*>(piece_smem + k * distance));
+#pragma unroll
+    for (int k = 0; k < kRingBatch; ++k)
+      if (i + k * distance < bytes) *reinterpret_cast<Vector*>(piece + k * distance) = value[k];
+  };
+  if (runs.whole) {
+    for (int i = (runs.lane / 32 * 32 * kRingBatch + runs.lane % 32) * BYTES; i < bytes;
+         i += runs.lanes * kRingBatch * BYTES)
+      write(from_smem + i, to + i, i, 32 * BYTES);
+    return;
+  }
   const int step = runs.lanes * BYTES;
   for (int run = runs.first; run < runs.count; run += runs.step)
-    for (int i = runs.lane * BYTES; i < bytes; i += BATCH * step) {
-      Vector value[BATCH];
-#pragma unroll
-      for (int k = 0; k < BATCH; ++k)
-        value[k] =
-            load_if(i + k * step < bytes, reinterpret_cast<const Vector*>(from_smem + run * from_pitch + i + k * step));
-#pragma unroll
-      for (int k = 0; k < BATCH; ++k)
-        if (i + k * step < bytes) *reinterpret_cast<Vector*>(to + run * pitch + i + k * step) = value[k];
-    }
+    for (int i = runs.lane * BYTES; i < bytes; i += kRingBatch * step)
+      write(from_smem + run * from_pitch + i, to + run * pitch + i, i, step);
 }
 
 template <bool VALUE_>
@@ -672,19 +705,17 @@ __device__ inline void load_window(float (&x_frag)[Config::WINDOW], const typena
                                    int first_column, int W, bool exists) {
   using Storage = typename Config::Storage;
   constexpr int WINDOW = Config::WINDOW, EDGE = Config::EDGE, SINGLES = PAIRS ? WINDOW % 2 : WINDOW;
-#pragma unroll
-  for (int j = 0; j < SINGLES; ++j) {
+  const auto is_inside = [&](int j) {
     bool inside = exists;
     if (j < EDGE) inside &= first_column + j >= 0;
     if (j >= WINDOW - EDGE) inside &= first_column + j < W;
-    x_frag[j] = inside ? widen(x_row[j]) : 0.f;
-  }
+    return inside;
+  };
+#pragma unroll
+  for (int j = 0; j < SINGLES; ++j) x_frag[j] = is_inside(j) ? widen(x_row[j]) : 0.f;
 #pragma unroll
   for (int j = SINGLES; j < WINDOW; j += 2) {
-    bool inside = exists;
-    if (j < EDGE) inside &= first_column + j >= 0;
-    if (j >= WINDOW - EDGE) inside &= first_column + j < W;
-    const Pack<Storage, 2> pair = load_if(inside, reinterpret_cast<const Pack<Storage, 2>*>(x_row + j));
+    const Pack<Storage, 2> pair = load_if(is_inside(j), reinterpret_cast<const Pack<Storage, 2>*>(x_row + j));
     x_frag[j] = widen(pair.element[0]);
     x_frag[j + 1] = widen(pair.element[1]);
   }
@@ -737,7 +768,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(c
   const Steps steps = band_steps(params.rows, OPEN, first_p, outputs_p);
 
   const Runs runs = {thread / ring.lanes, ring.threads / ring.lanes, ring.whole ? 1 : planes, thread % ring.lanes,
-                     ring.lanes};
+                     ring.lanes,          TAPS == 3 && ring.whole};
   const int run_planes = ring.whole ? planes : 1;
   // Nobody reads x again soon: what comes in should displace itself, not what others left in the L2 cache and, where
   // they wrote it, has to go to memory first.
@@ -863,7 +894,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(c
           x_row += STRIDE * W;
         };
         const auto multiply = [&](auto pairs) {
-          // Without a branch around the multiply-adds, sums change registers in them and need no moves.
+        // Without a branch around the multiply-adds, sums change registers in them and need no moves.
 #pragma unroll 1
           while ((step < behind) & (row < H)) {
 #pragma unroll
@@ -1506,15 +1537,16 @@ inline int band_candidate(int rows, int part, int only_rows) {
 }
 
 // What ranks the plans of ring_kernel, in cycles of an SM of an H200. Fitted to 1700 times of 18 layers and all their
-// rings in fp32 (H200, 2026-11-22): the ring of choice is 2.3% slower than the best one on average and 8% at worst.
+// rings in fp32 (H200, 2026-11-22), before planes were split: the ring of choice took 2.7% longer than the best one on
+// average and 7% at worst.
 struct RingModel {
-  double launch = 13500;  // of whatever kernel, and what was left in the L2 cache, written to memory
+  double launch = 6200;   // of whatever kernel, and until the first bytes are there
   double bytes = 16;      // from and to memory, a cycle
-  double line = 48;       // bytes more, since runs begin and end within lines
-  double latency = 1200;  // of memory under load
-  double block = 700;     // until a block's weights are in registers
-  double chunk = 150;     // instructions of a warp
-  double stall = 2.4;     // cycles from one instruction of a warp to its next one, with the scheduler to itself
+  double line = 110;      // bytes more, since runs begin and end within lines
+  double latency = 1400;  // of memory under load
+  double block = 620;     // until a block's weights are in registers
+  double chunk = 200;     // instructions of a warp
+  double stall = 2.2;     // cycles from one instruction of a warp to its next one, with the scheduler to itself
 };
 
 // What is asked of a plan beyond being the cheapest one; zeros ask nothing.
@@ -1697,14 +1729,15 @@ inline double ring_cost(const Problem& problem, const Axis& rows, const Axis& co
 
   const double all = static_cast<double>(ring.blocks) / kMultiprocessors;  // blocks of an SM
   const double active = std::min(ring_resident(rows, ring), std::max(1.0, all)), rounds = all / active;
-  const double computing =
-      std::max(instructions * std::max(model.stall, active * warps / 4), shared * active * warps);
+  const double computing = std::max(instructions * std::max(model.stall, active * warps / 4), shared * active * warps);
   const double block = model.block + images * (computing + chunks * model.latency / ring.slots);
   // Of few rounds, the last one is not full.
   const double blocks = (rounds > 4 ? rounds : (std::ceil(rounds) + rounds) / 2) * block;
   const double moved = in_bytes + out_bytes + 2 * runs * model.line;
-  const double memory = all * problem.N / ring.parts * moved / model.bytes;
-  return model.launch + std::cbrt(blocks * blocks * blocks + memory * memory * memory);
+  const double memory = std::max(1.0, all) * problem.N / ring.parts * moved / model.bytes;
+  // The last chunk is multiplied while nobody loads.
+  const double tail = instructions / chunks * model.stall;
+  return model.launch + std::cbrt(blocks * blocks * blocks + memory * memory * memory) + tail;
 }
 
 // The cheapest of some hundreds of rings; `cost` is negative if none fits.
@@ -1752,7 +1785,11 @@ inline Ring choose_ring(const Problem& problem, const Axis& rows, const Axis& co
         consider(ring);
         if (wish.steps > 0) break;
       }
-    // All of an image's planes at once, and several threads for the columns of one.
+    // All of an image's planes at once, and several threads for the columns of one. Small planes only: a chunk of some
+    // rows of larger ones comes fast enough.
+    constexpr int64_t kMostSplitBytes = 4096;
+    const int64_t plane_bytes = int64_t{rows.inputs} * columns.inputs * element_bytes(problem.dtype);
+    if (plane_bytes > kMostSplitBytes && wish.split_rows == 0) continue;
     ring.steps = wish.steps > 0 ? std::min(wish.steps, all_steps) : all_steps;
     for (int splits = 2; splits <= 8 && ring.steps == all_steps; ++splits) {
       ring.split_rows = wish.split_rows > 0 ? wish.split_rows : static_cast<int>(ceil_div(rows.outputs, splits));
