@@ -846,12 +846,71 @@ def input_pointers(operator: str, tensors: dict[str, Tensor]) -> list[int | None
     ]
 
 
+# Runs ring_kernel in a shape of the caller's choice, or says -1.
+DEPTHWISE_ENTRY_POINTS = r"""
+extern "C" int depthwise_ring(int op, const int64_t* fields, void* const* pointers, const int* wish) {
+  using namespace modelnew;
+  const Problem problem = make_problem(fields);
+  const depthwise::Plan plan = depthwise::make_plan(
+      problem, as_operator(op), true, {false, wish[0], wish[1], false, wish[2], wish[3], wish[4], wish[5], {}});
+  if (!plan.exists || plan.kernel != depthwise::Kernel::kRing) return -1;
+  const Pointers all = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], nullptr};
+  return depthwise::launch_planned(as_operator(op), problem, all, plan, nullptr);
+}
+"""
+
+# hopper.cuh as far as an engine of the same kind takes it: copies that happen as late as they may.
+COPIES_STAND_IN = r"""
+#include <deque>
+
+#include "numerics.cuh"
+
+namespace simt {
+struct OrderedCopy {
+  uint32_t to;
+  const void* from;
+  int bytes, group;
+};
+inline std::deque<OrderedCopy> ordered[1024];
+inline int groups[1024];
+inline const bool copies_begin_anew = [] {
+  before_block = [] {
+    for (int thread = 0; thread < 1024; ++thread) ordered[thread].clear(), groups[thread] = 0;
+  };
+  return true;
+}();
+}  // namespace simt
+
+namespace modelnew {
+namespace hopper {
+inline uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - simt::smem);
+}
+inline uint64_t evict_first() { return 0; }
+template <int BYTES>
+void copy_async(uint32_t to, const void* from, int size, uint64_t) {
+  const bool aligned = (to | reinterpret_cast<uint64_t>(from)) % BYTES == 0;
+  if (size != BYTES || !aligned || to + BYTES > simt::granted_bytes) simt::complain("a wild copy");
+  simt::ordered[threadIdx.x].push_back({to, from, BYTES, simt::groups[threadIdx.x]});
+}
+inline void copies_commit() { ++simt::groups[threadIdx.x]; }
+template <int PENDING>
+void copies_wait() {
+  auto& mine = simt::ordered[threadIdx.x];
+  for (; !mine.empty() && mine.front().group < simt::groups[threadIdx.x] - PENDING; mine.pop_front())
+    std::memcpy(simt::smem + mine.front().to, mine.front().from, mine.front().bytes);
+}
+}  // namespace hopper
+}  // namespace modelnew
+"""
+
+
 class ShimEngine:
     """An engine that synchronises by __syncthreads alone, compiled by g++ and run thread by thread."""
 
     def __init__(self, folder: Path, name: str = "direct", mutations: Sequence[tuple] = (), **constants: int) -> None:
         """`constants` replaces the values of constants in the source, to reach what takes large problems."""
-        source = modelnew._amalgamate(modelnew._sources, [f"{name}.cu"])
+        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": COPIES_STAND_IN}, [f"{name}.cu"])
         replacements = {rf"\b{constant} = \w+;": f"{constant} = {value};" for constant, value in constants.items()}
         replacements[r"\b1 << 29 : 1 << 27;"] = "1 << 20 : 1 << 20;"
         replacements |= {re.escape(old): new for old, new in mutations}
@@ -860,7 +919,8 @@ class ShimEngine:
             assert found == 1, pattern
         source = f"#define ENGINE k{name.capitalize()}Engine\n{source}"
         self.operators = ("fprop", "dgrad") if name == "depthwise" else tuple(OPERATOR_NUMBER)
-        self.library = compile_simt(source + '#line 1 "entry_points"\n' + ENGINE_ENTRY_POINTS, folder)
+        entry_points = ENGINE_ENTRY_POINTS + (DEPTHWISE_ENTRY_POINTS if name == "depthwise" else "")
+        self.library = compile_simt(source + '#line 1 "entry_points"\n' + entry_points, folder)
         for name in ("engine_refusal", "engine_describe", "simt_message", "simt_launched"):
             getattr(self.library, name).restype = ctypes.c_char_p
         self.library.engine_workspace_bytes.restype = ctypes.c_int64
@@ -1402,12 +1462,21 @@ WINDOW_CASES = [
         [(3, 1), (3, 2), (5, 1), (5, 2), (7, 1)],
     )
 ]
+# Dense planes from 7 outputs wide on: strips of 7 and what is left, runs that allow vectors of 16, 8 and 4 bytes.
+RING_CASES = [
+    depthwise_case(3, 12, 20, 26, 3, 3, padding=(1, 1)),
+    depthwise_case(2, 9, 17, 16, 3, 3, stride=(2, 2), padding=(1, 1)),
+    depthwise_case(2, 5, 12, 20, 7, 7, padding=(3, 2)),
+    depthwise_case(1, 6, 19, 30, 3, 3, stride=(2, 2), padding=(1, 0)),
+    depthwise_case(3, 8, 14, 14, 7, 7, padding=(3, 3)),
+    depthwise_case(2, 8, 22, 28, 7, 7, stride=(2, 2), padding=(3, 3)),
+]
 ONE_TO_ONE_CASES = [
     *WINDOW_CASES,
     depthwise_case(1, 2, 112, 112, 3, 3, padding=(1, 1)),
     depthwise_case(1, 2, 113, 56, 7, 7, padding=(3, 3)),
     depthwise_case(1, 2, 61, 59, 3, 3, stride=(2, 2)),
-    depthwise_case(1, 1, 3, 521, 3, 3, padding=(1, 1)),  # wider than a block's threads
+    depthwise_case(1, 1, 3, 921, 3, 3, padding=(1, 1)),  # wider than a block's threads
     depthwise_case(1, 3, 900, 6, 5, 5, padding=(2, 2)),  # higher than shared memory
     depthwise_case(2, 2, 6, 7, 3, 3, padding=(5, 6)),  # outputs that meet no input
     depthwise_case(2, 2, 6, 8, 3, 3, stride=(2, 2), padding=(6, 5)),
@@ -1425,6 +1494,7 @@ ONE_TO_ONE_CASES = [
     depthwise_case(2, 3, 7, 7, 13, 13, padding=(6, 6)),
     depthwise_case(2, 3, 5, 6, 5, 6),  # one output
     depthwise_case(2, 3, 9, 9, 7, 7, stride=(2, 2), padding=(3, 3)),
+    *RING_CASES,
     depthwise_case(1, 2, 4, 5, 2, 2, stride=(4202600, 536870911)),
 ]
 LAYOUTS = ["contiguous", "channels_last"]
@@ -1527,6 +1597,36 @@ def test_depthwise_shim_takes_operands_that_begin_anywhere(depthwise_shim, eleme
             check_exact(case, {"fprop": depthwise_shim.run("fprop", case, moved, False, out)}, tensors)
 
 
+def test_depthwise_ring_in_any_shape(depthwise_shim):
+    """Chunks of one step to all, 1 to 3 slots, images and rows divided among blocks, few planes and many."""
+    rng = random.Random(0)
+    ran = 0
+    while ran < 150:
+        R, stride = rng.choice([3, 7]), rng.choice([1, 2])
+        H, W = (rng.choice([7, 8, 14, 15, 16, 28, 33, 40]) for _ in range(2))
+        padding = rng.choice([(R // 2, R // 2), (rng.randint(0, R // 2), rng.randint(0, R // 2))])
+        if min(H, W) + 2 * min(padding) < R:
+            continue
+        case = depthwise_case(
+            rng.randint(1, 5), rng.choice([1, 3, 8, 12, 40]), H, W, R, R, stride=(stride, stride), padding=padding
+        )
+        operator = rng.choice(["fprop", "dgrad"])
+        if operator == "dgrad" and stride > 1:
+            continue
+        tensors = make_tensors(case, rng.choice(DTYPES[:3]), integers, seed=ran)
+        out = with_margins(torch.full_like(tensors["dy" if operator == "fprop" else "x"], math.nan))
+        wish = (ctypes.c_int * 6)(*(rng.choice([0, rng.randint(1, most)]) for most in (20, 20, 12, 3, 5, 9)))
+        pointers = (ctypes.c_void_p * 5)(*input_pointers(operator, tensors), out.data_ptr())
+        fields = ShimEngine.fields(case, tensors, False)
+        code = depthwise_shim.library.depthwise_ring(OPERATOR_NUMBER[operator], fields, pointers, wish)
+        if code == -1:
+            continue
+        ran += 1
+        assert code == 0, (case, list(wish), depthwise_shim.library.simt_message())
+        check_exact(case, {operator: out}, tensors)
+        assert margins_intact(out), (case, list(wish))
+
+
 def test_depthwise_shim_without_bias(depthwise_shim):
     case = WINDOW_CASES[0]
     tensors = make_tensors(case, torch.float32, integers)
@@ -1542,7 +1642,7 @@ PADDING_CASES = [
     depthwise_case(5, 70, 9, 12, 3, 3, stride=(2, 1), padding=(1, 1)),
     depthwise_case(1, 2, 9, 12, 3, 2, padding=(2, 1), dilation=(2, 3)),
     depthwise_case(1, 2, 9, 12, 9, 11, padding=(4, 5)),
-    depthwise_case(2, 6, 3, 521, 3, 3, padding=(1, 1)),
+    depthwise_case(2, 6, 3, 921, 3, 3, padding=(1, 1)),
 ]
 
 
@@ -1576,7 +1676,7 @@ def test_depthwise_shim_reads_nothing_behind_its_operands(depthwise_shim, case):
 
 
 def test_depthwise_shim_cases_reach_every_kernel(depthwise_shim):
-    for case, dtype, layout in itertools.product(ONE_TO_ONE_CASES[:5] + ONE_TO_ONE_CASES[-14:], DTYPES[:3], LAYOUTS):
+    for case, dtype, layout in itertools.product(ONE_TO_ONE_CASES[:5] + ONE_TO_ONE_CASES[-20:], DTYPES[:3], LAYOUTS):
         depthwise_shim(case, in_layout(make_tensors(case, dtype, integers), layout))
     library = depthwise_shim.library
     symbols = subprocess.run(["nm", "-D", library._name], capture_output=True, text=True, check=True).stdout
@@ -1616,6 +1716,8 @@ DEPTHWISE_MUTATIONS = {
     "weights taken for finite": ("if (!finite) *flag = 1;\n}", "}"),
     "rows above the image multiplied": ("(row + STRIDE <= 0); ++step", "(row + STRIDE < -1); ++step"),
     "an output too many": ("if (j < outputs_q) narrow(", "narrow("),
+    "a column behind the image": ("inside &= first_column + j < W;", "inside &= first_column + j <= W;"),
+    "a chunk not waited for": ("hopper::copies_wait<2>();", "hopper::copies_wait<3>();"),
     "halo not cleared": ("reinterpret_cast<Pack<float, 4>*>(x_smem)[i] = Pack<float, 4>{};", ";"),
 }
 
