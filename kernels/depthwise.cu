@@ -23,19 +23,20 @@
 //         192           28x28       98  35                  768             7x7       56  15
 //
 // That was planes_kernel, which computes addresses for all that it stages and loads nothing while it multiplies. With
-// ring_kernel, H200, a driver of its own, 2026-11-22, revisions in the making; the best of all rings, most often one
-// image and one slot a block:
+// ring_kernel (but 3x3 of 112x112 and of 56x56 without a stride), H200, a driver of its own, 2026-11-22:
 //
-//   3x3   32 channels of 112x112   118  75      stride 2    96 channels of 112x112   224  77
-//         144           56x56      131  78                  144           56x56       92  70
-//         192           28x28       50  68                  192           28x28       38  57
-//         576           14x14       40  64                  576           14x14       33  49
-//         960             7x7       20  52
-//   7x7   96            56x56      116  59                  384           14x14       44  39
-//         192           28x28       68  51                  768             7x7       26  32
+//   3x3   32 channels of 112x112   125  73      stride 2    96 channels of 112x112   242  71
+//         144           56x56      139  73                  144           56x56       99  65
+//         192           28x28       52  65                  192           28x28       37  57
+//         576           14x14       42  62                  576           14x14       29  56
+//         960             7x7       21  51
+//   7x7   96            56x56      122  56                  384           14x14       45  38
+//         192           28x28       72  47                  768             7x7       27  32
 //
-// Small planes were read by few warps, with 2 (14x14) and 4 lanes (stride 2) at the same bank. Since then, not yet
-// measured: splits, pairs, x leaving the L2 cache first.
+// A plain copy of as many bytes takes 79 to 86% of the time of the first three in the left column, 43/52, 33/42 and
+// 17/21 of the others, 25/29 of stride 2 at 14x14. x leaves the L2 cache first: what is there otherwise are dirty lines
+// of others, which have to be written to make room (stride 2 of 112x112: 299 us without it). 7x7 is bound by its
+// multiply-adds, also those with rows outside of a plane.
 //
 // Sums of up to 64 products are one chain, longer ones chains of at most 64, added with compensation. Padding is left
 // out as in PyTorch's own depthwise kernels, where a zero would make NaN of an Inf: rows outside the image are skipped,
@@ -1870,7 +1871,12 @@ inline Plan make_plan(const Problem& problem, Operator op, bool aligned, const W
     plan.exists = plan.cost >= 0;
     if (plan.exists) return plan;
   }
-  if (aligned && !wish.tiles && ring_takes(problem, op, rows, columns)) {
+  // Of wide planes of fp32 planes_kernel has as many bytes under way, with less ado: 32 channels of 112x112 125 us, by
+  // ring_kernel 137, 144 of 56x56 139 and 141 (128 images, H200, a driver of its own, 2026-11-22).
+  constexpr int kMostRingColumns = 40;
+  const bool wide =
+      problem.dtype == DType::kFloat32 && rows.taps == 3 && rows.stride == 1 && columns.outputs > kMostRingColumns;
+  if (aligned && !wish.tiles && (!wide || wish.any) && ring_takes(problem, op, rows, columns)) {
     plan.kernel = Kernel::kRing;
     plan.ring = choose_ring(problem, rows, columns, wish, plan.cost);
     plan.exists = plan.cost >= 0;
