@@ -319,6 +319,14 @@ MODELNEW_HOST_DEVICE inline bool locate_slot(const Correlation& of, const Plan& 
   return image + n < of.N && h >= 0 && h < of.H && w >= 0 && w < of.W;
 }
 
+// Whether contained operands are watched at a tap, by how many there are from it on, in all and in its row: each value
+// of x as often as it is multiplied, unless the filter's first and last row, or column, read all that those between
+// them do.
+MODELNEW_HOST_DEVICE inline bool watches_tap(const Correlation& of, const Plan& plan, int taps_left, int s_left) {
+  return (!plan.end_columns || s_left == of.S || s_left == 1) &&
+         (!plan.end_rows || taps_left > (of.R - 1) * of.S || taps_left <= of.S);
+}
+
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 // ---- Device code ----
@@ -1239,9 +1247,6 @@ struct Operands {
 //
 // A stage of weights is a batch of wgmmas, or two: while the tensor cores work on one, the operands of the next one are
 // loaded, into the other set of registers.
-//
-// Contained operands are watched where they are converted: each value of x as often as it is multiplied, unless the
-// first and the last tap of a row, or row of taps, read all that those between them do.
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, bool PLANES>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Tile& tile,
                                               Rings& rings, const uint32_t (&x_offset)[BLOCKS_M], float scale,
@@ -1277,8 +1282,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
       hopper::barrier_wait(shared.x_full(rings.x.slot), rings.x.parity);
     }
     const uint32_t w_from = w_ring + rings.w.slot * (kStageWeights / 16);
-    [[maybe_unused]] const bool watched = PLANES || ((!plan.end_columns || s_left == of.S || s_left == 1) &&
-                                                     (!plan.end_rows || taps_left > taps - of.S || taps_left <= of.S));
+    [[maybe_unused]] const bool watched = PLANES || watches_tap(of, plan, taps_left, s_left);
 #pragma unroll
     for (int batch = 0; batch < BATCHES; ++batch) {
       uint32_t (&operands)[STEPS][BLOCKS_M][4] = a[BATCHES == 1 ? set : batch];
