@@ -100,6 +100,7 @@ using Contained = Format<float, Half>;
 constexpr int kMultiplyWarps = 8, kGatherWarps = 3;
 [[maybe_unused]] constexpr int kGatherThreads = 32 * kGatherWarps;
 constexpr int kThreads = 32 * (kMultiplyWarps + kGatherWarps + 1);
+[[maybe_unused]] constexpr int kDecidingThreads = kThreads - kGatherThreads;
 constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
 constexpr int kMaxStages = 8;
 constexpr int kNarrowTile = 64;  // channels of a tile with TF32 operands
@@ -170,7 +171,7 @@ struct PackParams {
   void* packed_ptr;
   Correlation of;
   int tile_n, tiles_n, blocks_c, pieces;  // pieces of a stage of weights
-  int64_t count;                          // of pieces
+  int count;                              // of pieces
 };
 
 // What the kernels of one call with contained operands tell each other.
@@ -219,7 +220,7 @@ struct PrepareParams {
   const void* in_ptr;
   PackParams pack;
   Guard guard;
-  int64_t rows;        // of packed weights, of all groups
+  int rows;            // of packed weights, of all groups
   int row_threads;     // of a row: 32 to 256
   int64_t mark_words;  // to be zeros
 };
@@ -340,21 +341,18 @@ struct PackedPiece {
   int channel;
 };
 
-MODELNEW_HOST_DEVICE inline PackedPiece locate_piece(const PackParams& params, int channels, int64_t row_of_all,
-                                                     int64_t number) {
+MODELNEW_HOST_DEVICE inline PackedPiece locate_piece(const PackParams& params, int channels, int row_of_all,
+                                                     int number) {
   const Correlation& of = params.of;
-  const int taps = of.R * of.S, tap = static_cast<int>(number % taps);
-  const int piece_of_all = static_cast<int>(number / taps);
-  const int64_t tile = row_of_all / params.tile_n;  // of channels of all groups
-  const int row = static_cast<int>(row_of_all % params.tile_n);
-  const int group = static_cast<int>(tile / params.tiles_n);
-  const int k = static_cast<int>(tile % params.tiles_n) * params.tile_n + row;
+  const int taps = of.R * of.S, piece_of_all = number / taps, tap = number - piece_of_all * taps;
+  const int tile = row_of_all / params.tile_n, row = row_of_all - tile * params.tile_n;  // of channels of all groups
+  const int group = tile / params.tiles_n, k = (tile - group * params.tiles_n) * params.tile_n + row;
   const int r = of.flipped ? of.R - 1 - tap / of.S : tap / of.S, s = of.flipped ? of.S - 1 - tap % of.S : tap % of.S;
   PackedPiece piece;
   piece.channel = k < of.out_channels ? piece_of_all * channels : of.in_channels;
   piece.from = group * of.w_stride_group + k * of.w_stride_out + int64_t{piece_of_all} * channels * of.w_stride_in +
                r * of.w_stride_r + s * of.w_stride_s;
-  const int64_t stage = (tile * params.blocks_c + piece_of_all / params.pieces) * taps + tap;
+  const int64_t stage = (static_cast<int64_t>(tile) * params.blocks_c + piece_of_all / params.pieces) * taps + tap;
   piece.to = (stage * params.pieces + piece_of_all % params.pieces) * params.tile_n + row;
   return piece;
 }
@@ -370,10 +368,10 @@ __device__ __forceinline__ void load_weights(const PackParams& params, const Pac
 }
 
 template <typename Format>
-__device__ __forceinline__ void pack_piece(const PackParams& params, int64_t number) {
+__device__ __forceinline__ void pack_piece(const PackParams& params, int number) {
   using Stored = typename Format::Stored;
   static_assert(!Format::CONTAINED, "those are scaled by rows");
-  const int64_t row_pieces = static_cast<int64_t>(params.blocks_c) * params.pieces * params.of.R * params.of.S;
+  const int row_pieces = params.blocks_c * params.pieces * params.of.R * params.of.S;
   const PackedPiece piece = locate_piece(params, Format::W_CHANNELS, number / row_pieces, number % row_pieces);
   Stored values[Format::W_CHANNELS];
   load_weights(params, piece, values);
@@ -389,7 +387,7 @@ __device__ __forceinline__ void pack_piece(const PackParams& params, int64_t num
 template <typename Format>
 __global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams params) {
   hopper::launch_dependents();
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * kPackThreads + threadIdx.x;
+  const int number = static_cast<int>(blockIdx.x * kPackThreads + threadIdx.x);
   if (number < params.count) pack_piece<Format>(params, number);
 }
 
@@ -417,17 +415,34 @@ __device__ __forceinline__ void pack_contained_rows(const PrepareParams& prepare
   const PackParams& params = prepare.pack;
   const int in_block = static_cast<int>(threadIdx.x) / prepare.row_threads;
   const int first = static_cast<int>(threadIdx.x) % prepare.row_threads;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kPackThreads / prepare.row_threads) + in_block;
+  const int row = static_cast<int>(blockIdx.x) * (kPackThreads / prepare.row_threads) + in_block;
   const int row_pieces = row < prepare.rows ? params.blocks_c * params.pieces * params.of.R * params.of.S : 0;
   if (threadIdx.x < kPackThreads / 32) shared.magnitudes[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.scales = {-kNoScale, -kNoScale};
   __syncthreads();  // they have their first values
-  float values[8];
+  // What a thread packs is loaded at once and kept; of longer rows it loads the rest twice.
+  constexpr int kKept = 4;
+  float kept[kKept][8], values[8];
   uint32_t magnitude = 0;
-  for (int number = first; number < row_pieces; number += prepare.row_threads) {
-    load_weights(params, locate_piece(params, 8, row, number), values);
+  const auto measure = [&](const float (&of_piece)[8]) {
 #pragma unroll
-    for (float value : values) magnitude = max(magnitude, float_bits(value) & 0x7fffffff);
+    for (float value : of_piece) magnitude = max(magnitude, float_bits(value) & 0x7fffffff);
+  };
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    const int number = first + i * prepare.row_threads;
+    if (number < row_pieces) {
+      load_weights(params, locate_piece(params, 8, row, number), kept[i]);
+    } else {
+#pragma unroll
+      for (float& value : kept[i]) value = 0;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) measure(kept[i]);
+  for (int number = first + kKept * prepare.row_threads; number < row_pieces; number += prepare.row_threads) {
+    load_weights(params, locate_piece(params, 8, row, number), values);
+    measure(values);
   }
   atomicMax(&shared.magnitudes[in_block], magnitude);
   __syncthreads();  // all have seen their weights
@@ -438,15 +453,21 @@ __device__ __forceinline__ void pack_contained_rows(const PrepareParams& prepare
   const bool scaled = scale_exponent(magnitude >> 23, 14, exponent) || magnitude == 0;
   const float scale = power_of_two(exponent);
   Watch watch;
-  for (int number = first; number < row_pieces; number += prepare.row_threads) {
-    const PackedPiece piece = locate_piece(params, 8, row, number);
-    load_weights(params, piece, values);
+  const auto pack = [&](int number, const float (&of_piece)[8]) {
 #pragma unroll
-    for (float value : values) watch.see(float_bits(value));
-    const auto pair = [&](int c) { return contain_pair(float_bits(values[c]), float_bits(values[c + 4]), scale); };
+    for (float value : of_piece) watch.see(float_bits(value));
+    const auto pair = [&](int c) { return contain_pair(float_bits(of_piece[c]), float_bits(of_piece[c + 4]), scale); };
     const uint4 packed = make_uint4(pair(0), pair(1), pair(2), pair(3));
     watch.see_contained(packed);
-    static_cast<uint4*>(params.packed_ptr)[piece.to] = packed;
+    static_cast<uint4*>(params.packed_ptr)[locate_piece(params, 8, row, number).to] = packed;
+  };
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    if (first + i * prepare.row_threads < row_pieces) pack(first + i * prepare.row_threads, kept[i]);
+  }
+  for (int number = first + kKept * prepare.row_threads; number < row_pieces; number += prepare.row_threads) {
+    load_weights(params, locate_piece(params, 8, row, number), values);
+    pack(number, values);
   }
   const bool fits = scaled && watch.fits(least_contained(exponent, 1));
   if (row < prepare.rows) {
@@ -501,35 +522,40 @@ __global__ void __launch_bounds__(kPackThreads) prepare_kernel(const __grid_cons
     sample(params, shared, static_cast<int>(blockIdx.x) - guard.row_blocks);
 }
 
+__device__ __forceinline__ void named_barrier(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 // What a block of the main kernel makes of it: whether x and the weights may be contained, and x's scale. The whole
 // call is done otherwise where some weight does not fit, or so much of x that half of the tiles would be done twice. A
 // single sample that is too small decides nothing, but one that is far larger than all others makes these too small.
 struct Decision {
   uint32_t magnitude, outside;  // exponent field of the largest finite sample, plus 1; samples that do not fit
   RowScales scales;
+  uint32_t given_up;  // the block contains nothing: who gathers x is to end
 };
 
-__device__ __forceinline__ bool decide(const Guard& guard, Decision& shared, int& x_exponent) {
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread == 0) shared = {0, 0, {-kNoScale, -kNoScale}};
+// By all threads but those that gather x: `thread` is a number among them.
+__device__ __forceinline__ bool decide(const Guard& guard, Decision& shared, int thread, int& x_exponent) {
+  if (thread == 0) shared = {0, 0, {-kNoScale, -kNoScale}, 0};
   uint32_t count = 0;
   if (thread < 256) {
 #pragma unroll
     for (int block = 0; block < kSampleBlocks; ++block) count += guard.samples[block * 256 + thread];
   }
-  __syncthreads();  // it has its first values
+  named_barrier(4, kDecidingThreads);  // it has its first values
   if (count != 0 && thread < 255) atomicMax(&shared.magnitude, thread + 1);
-  for (int block = thread; block < guard.row_blocks; block += kThreads) {
+  for (int block = thread; block < guard.row_blocks; block += kDecidingThreads) {
     const RowScales scales = guard.scales[block];
     atomicMax(&shared.scales.most, scales.most);
     atomicMax(&shared.scales.least, scales.least);
   }
-  __syncthreads();  // the largest exponents are known
+  named_barrier(4, kDecidingThreads);  // the largest exponents are known
   const uint32_t magnitude = shared.magnitude;
   bool contained = magnitude == 0 || scale_exponent(magnitude - 1, 13, x_exponent);
   if (count != 0 && (thread == 255 || thread < least_contained_exponent(1) - x_exponent))
     atomicAdd(&shared.outside, count);
-  __syncthreads();  // what does not fit is counted
+  named_barrier(4, kDecidingThreads);  // what does not fit is counted
   // One factor, a normal number, undoes both scales.
   contained = contained && x_exponent + shared.scales.most <= 126 && x_exponent - shared.scales.least >= -126;
   const float in_a_window = shared.outside * guard.window / kSamples;
@@ -604,10 +630,6 @@ struct Shared {
 };
 constexpr int kDecisionPlace = 4 * kMaxStages * 8;  // behind the barriers
 static_assert(kDecisionPlace + sizeof(Decision) <= kBarrierBytes, "room for all");
-
-__device__ __forceinline__ void named_barrier(int number, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
 
 // -- Copy weights: packed -> w ring, by one thread --
 
@@ -704,6 +726,7 @@ struct Stages {
   int32_t* offsets;    // this tile's
   int block, end;      // of channels
   bool entered;        // the stage is the first one of its tile
+  bool given_up;       // what is left is to meet the other warps
 
   // Before the first one.
   __device__ __forceinline__ Stages(const Params& params, const Agenda<Format>& agenda, int32_t* tables)
@@ -715,6 +738,7 @@ struct Stages {
     unit = static_cast<int64_t>(blockIdx.x) - gridDim.x;
     block = 0;
     end = 1;
+    given_up = false;
     offsets = tables + table_slots();
   }
 
@@ -748,7 +772,8 @@ struct Stages {
            static_cast<int64_t>(tile.group) * of.in_channels * of.in_stride[1];
     offsets = offsets == tables ? tables + table_slots() : tables;
     constexpr int kStep = LOADS == Loads::kPixels ? 4 : 1;
-    for (int slot = (threadIdx.x - 32 * kMultiplyWarps) * kStep; slot < table_slots(); slot += kGatherThreads * kStep) {
+    const int slots = given_up ? 0 : table_slots();
+    for (int slot = (threadIdx.x - 32 * kMultiplyWarps) * kStep; slot < slots; slot += kGatherThreads * kStep) {
       int n, h, w;
       bool inside;
       if (plan.points) {
@@ -793,7 +818,7 @@ __device__ __forceinline__ void copy_channels(const To& to, const Stored* from, 
 //   kChannels   32 / pieces slots of all pieces; where the first of them lie, a lane remembers for the whole tile
 template <typename Format, Loads LOADS>
 __device__ __forceinline__ void copy_stages(const Params& params, const Shared& shared, const Agenda<Format>& agenda,
-                                            int32_t* tables) {
+                                            int32_t* tables, const volatile uint32_t* given_up) {
   using Stored = typename Format::Stored;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
@@ -805,7 +830,14 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
   while (stages.next()) {
     const uint32_t stage = shared.base + shared.layout.x_ring + at.slot * plan.x_stage_bytes;
     const int first_channel = stages.first_channel();
+    if constexpr (Format::CONTAINED) {
+      if (stages.given_up) continue;
+    }
     hopper::barrier_wait(shared.x_empty(at.slot), at.parity ^ 1);
+    if constexpr (Format::CONTAINED) {
+      stages.given_up = *given_up != 0;
+      if (stages.given_up) continue;
+    }
     if constexpr (LOADS == Loads::kChannels) {
       const int log_lanes = plan.pieces == 8 ? 3 : 2, piece = lane & (plan.pieces - 1);
       const int channel = first_channel + piece * stages.CHANNELS;
@@ -874,6 +906,7 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
     hopper::copies_arrive(shared.x_full(at.slot));
     at.next(plan.x_stages);
   }
+  if constexpr (Format::CONTAINED) hopper::copies_wait<0>();  // perhaps nobody has
 }
 
 // 16-bit values that are not neighbours by fours of bytes go through registers. Units of items of 16 words of a lane:
@@ -1020,9 +1053,9 @@ __device__ __forceinline__ void convert_stages(const Params& params, const Share
 
 template <typename Format, Loads LOADS>
 __device__ __forceinline__ void gather_stages(const Params& params, const Shared& shared, const Agenda<Format>& agenda,
-                                              int32_t* tables) {
+                                              int32_t* tables, const volatile uint32_t* given_up) {
   if constexpr (sizeof(typename Format::Stored) == 4 || LOADS == Loads::kChannels)
-    copy_stages<Format, LOADS>(params, shared, agenda, tables);
+    copy_stages<Format, LOADS>(params, shared, agenda, tables, given_up);
   else
     convert_stages<Format, LOADS>(params, shared, agenda, tables);
 }
@@ -1437,33 +1470,40 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   if (plan.boxes && threadIdx.x % 128 == 0) hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
 }
 
+// Where nothing is contained: lets those end that gather x and wait for room, and packs weights for the kernel that does
+// all of it.
+__device__ __forceinline__ void give_up(const Params& params, const Shared& shared, Decision& decision, int thread) {
+  if (thread == 0) {
+    if (blockIdx.x == 0) params.guard.control->all_again = 1;
+    decision.given_up = 1;
+  }
+  named_barrier(4, kDecidingThreads);  // it is said before it can be asked
+  if (thread < 32 * kMultiplyWarps && thread % 32 == 0) {
+    for (int stage = 0; stage < params.plan.x_stages; ++stage) hopper::barrier_arrive(shared.x_empty(stage));
+  }
+  const int threads = static_cast<int>(gridDim.x) * kDecidingThreads;
+  for (int number = static_cast<int>(blockIdx.x) * kDecidingThreads + thread; number < params.other_pack.count;
+       number += threads)
+    pack_piece<Tf32>(params.other_pack, number);
+}
+
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
 __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_gather_smem[];
   // What comes behind this kernel may be made ready; it waits for the end of this one before it reads or writes memory.
   hopper::launch_dependents();
+  // With contained operands this kernel runs twice: with these, and with TF32 operands for what they are not fit for.
   constexpr bool kMayBeAgain = Agenda<Format>::AGAIN;
   const bool again = kMayBeAgain && params.guard.control != nullptr;
-  // Other formats: x and y are nothing that packing writes or reads, so that only who copies weights waits.
-  if (Format::CONTAINED || again) hopper::wait_for_prerequisites();
-  int x_exponent = 0;
-  if constexpr (Format::CONTAINED) {
-    Decision& decision = *reinterpret_cast<Decision*>(modelnew_gather_smem + kDecisionPlace);
-    if (!decide(params.guard, decision, x_exponent)) {
-      // Nothing is contained: this kernel packs weights for the one that does all of it.
-      if (blockIdx.x == 0 && threadIdx.x == 0) params.guard.control->all_again = 1;
-      const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
-      for (int64_t number = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; number < params.other_pack.count;
-           number += threads)
-        pack_piece<Tf32>(params.other_pack, number);
-      return;
-    }
-  }
+  // Else x, y and the bias are nothing that packing writes: only who needs packed weights and what comes with them
+  // waits for these.
+  if (again) hopper::wait_for_prerequisites();
   const Agenda<Format> agenda(params);
   if (again && static_cast<int64_t>(blockIdx.x) >= agenda.units) return;
 
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
+  [[maybe_unused]] Decision& decision = *reinterpret_cast<Decision*>(modelnew_gather_smem + kDecisionPlace);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
       hopper::barrier_init(shared.x_full(stage), kGatherThreads);
@@ -1472,9 +1512,22 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
       hopper::barrier_init(shared.w_empty(stage), kMultiplyWarps);
     }
     hopper::fence_async();
+    decision.given_up = 0;
   }
   __syncthreads();  // barriers are ready
   const int warp = threadIdx.x / 32;
+  const bool copies_weights = warp == kMultiplyWarps + kGatherWarps;
+  int x_exponent = 0;
+  if constexpr (Format::CONTAINED) {
+    if (warp < kMultiplyWarps || copies_weights) {
+      hopper::wait_for_prerequisites();
+      const int thread = static_cast<int>(threadIdx.x) - (copies_weights ? kGatherThreads : 0);
+      if (!decide(params.guard, decision, thread, x_exponent)) {
+        give_up(params, shared, decision, thread);
+        return;
+      }
+    }
+  }
   if (warp < kMultiplyWarps) {
     hopper::registers_take<Format::MULTIPLY_REGISTERS>();
     uint8_t* staging = modelnew_gather_smem + shared.layout.staging;
@@ -1482,7 +1535,7 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
     multiply<Format, TILE_N, BLOCKS_M, PIECES>(params, shared, agenda, x_exponent, staging);
   } else {
     hopper::registers_give_back<Format::GATHER_REGISTERS>();
-    if (warp == kMultiplyWarps + kGatherWarps) {
+    if (copies_weights) {
       if constexpr (kMayBeAgain) {
         if (agenda.listed) {
           widen_weights(params, shared, agenda);
@@ -1493,12 +1546,13 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
       if (threadIdx.x % 32 == 0) copy_weights(params, shared, agenda);
     } else {
       int32_t* table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
+      const volatile uint32_t* const given_up = &decision.given_up;
       if (params.plan.loads == Loads::kSingle)
-        gather_stages<Format, Loads::kSingle>(params, shared, agenda, table);
+        gather_stages<Format, Loads::kSingle>(params, shared, agenda, table, given_up);
       else if (params.plan.loads == Loads::kPixels)
-        gather_stages<Format, Loads::kPixels>(params, shared, agenda, table);
+        gather_stages<Format, Loads::kPixels>(params, shared, agenda, table, given_up);
       else
-        gather_stages<Format, Loads::kChannels>(params, shared, agenda, table);
+        gather_stages<Format, Loads::kChannels>(params, shared, agenda, table, given_up);
     }
   }
 #endif
@@ -1659,6 +1713,11 @@ inline int64_t most_listed(const Correlation& of) {
   return 8192 + 2 * ceil_div(of.N * of.P * of.Q, 64) * ceil_div(of.out_channels, 64) * of.groups;
 }
 
+// Of weights, whole tiles of all groups.
+inline int64_t packed_rows(const Correlation& of, int tile_n) {
+  return of.groups * ceil_div(of.out_channels, tile_n) * tile_n;
+}
+
 inline int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
 
 // Completes a plan; false when it does not fit.
@@ -1736,6 +1795,7 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
                            : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
   plan.w_pieces = plan.contained ? plan.pieces / 2 : plan.pieces;
   plan.w_stage_bytes = plan.w_pieces * plan.tile_n * 16;
+  if (packed_rows(of, plan.tile_n) * plan.iterations * plan.w_pieces >= (1 << 30)) return false;
   if (plan.contained && plan.tiles > std::min(most_listed(of), int64_t{1} << 31)) return false;
   // Lines of one image in a tile come in multiples of this.
   const int lines_together = plan.points ? 1 : greatest_common_divisor(of.P, tile_p);
@@ -1899,10 +1959,6 @@ inline WorkspaceLayout workspace_layout(bool contained, int64_t rows, int64_t ti
   return layout;
 }
 
-inline int64_t packed_rows(const Correlation& of, int tile_n) {
-  return of.groups * ceil_div(of.out_channels, tile_n) * tile_n;
-}
-
 // What any plan gets by with: which one it will be depends on addresses too.
 inline int64_t workspace_bytes(const Problem& problem, Operator op) {
   const Correlation of = correlation_of(problem, op);
@@ -1969,7 +2025,7 @@ cudaError_t run_tiles(Params& params, cudaStream_t stream) {
 
 inline PackParams pack_params(const Correlation& of, const Plan& plan, const void* w_ptr, void* packed_ptr) {
   PackParams pack{w_ptr, packed_ptr, of, plan.tile_n, plan.tiles_n, plan.blocks_c, plan.w_pieces, 0};
-  pack.count = packed_rows(of, plan.tile_n) * plan.iterations * plan.w_pieces;
+  pack.count = static_cast<int>(packed_rows(of, plan.tile_n) * plan.iterations * plan.w_pieces);
   return pack;
 }
 
@@ -1988,7 +2044,7 @@ inline cudaError_t run_contained(const PackParams& pack, const Plan& again, cons
   PrepareParams prepare{};
   prepare.in_ptr = params.in_ptr;
   prepare.pack = pack;
-  prepare.rows = packed_rows(params.of, plan.tile_n);
+  prepare.rows = static_cast<int>(packed_rows(params.of, plan.tile_n));
   prepare.row_threads = 32;
   const int64_t row_pieces = static_cast<int64_t>(plan.iterations) * plan.w_pieces;
   while (prepare.row_threads < kPackThreads && row_pieces > 2 * prepare.row_threads) prepare.row_threads *= 2;
@@ -2023,7 +2079,9 @@ cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& p
   const Correlation& of = params.of;
   const Plan plan = params.plan;
   uint8_t* const start = static_cast<uint8_t*>(workspace);
-  const auto packed_bytes = [&](const Plan& of_plan) { return pack_params(of, of_plan, nullptr, nullptr).count * 16; };
+  const auto packed_bytes = [&](const Plan& of_plan) {
+    return pack_params(of, of_plan, nullptr, nullptr).count * int64_t{16};
+  };
   const WorkspaceLayout layout = workspace_layout(plan.contained, packed_rows(of, plan.tile_n), plan.tiles,
                                                   packed_bytes(plan), plan.contained ? packed_bytes(again) : 0, 0);
   void* const out_ptr = params.out_ptr;
