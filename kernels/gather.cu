@@ -2,8 +2,12 @@
 // channels_last. Deterministic: one sum an output, in one order.
 //
 //   pack     w -> the bytes that shared memory wants, in the order in which the main kernel takes them
+//   prepare  the same for contained operands (below), and a sample of x
 //   gather   y from x (fprop), and dx from dy (dgrad without a stride)
+//   again    of contained operands what they are not fit for: the same kernel with TF32 operands
 //   sum      adds up partial sums where the reduction is split
+//
+// Each is launched while the one before it still runs, and waits for its end where it needs what that one has written.
 //
 // GEMM view: rows = output pixels, columns = output channels, reduction = (block of channels, r, s, channel). A stage
 // of shared memory holds the pixels that a tile of outputs reads, with the halo, in a block of channels:
@@ -48,9 +52,23 @@
 // Where there are few tiles the reduction is split: parts of it write sums of their own, which sum_kernel adds up in
 // their order.
 //
-// What bounds it (H200, 2026-11-22, TF32, 256 images, us, packing included, revisions in the making; without loading x,
-// or storing y, or both and seven eighths of w; cuDNN's own time). A bare loop of these wgmmas with ldmatrix and
-// rounding reaches 480 TFLOP/s, these layers 80 to 290.
+// Contained operands: fp32 tensors under the TF32 contract are multiplied as scaled fp16, at twice the rate of TF32 and
+// with half the bytes of weights (numerics.cuh; wgmma.cu says more about the rules). x lies in shared memory as it is
+// in memory, whichever way it is loaded, and is scaled and converted on its way to the tensor cores, where every value
+// is watched: tiles with one that does not fit come on a list, which the kernel `again` does with TF32 operands, in
+// narrower tiles, since a single one keeps everybody waiting. It takes contained weights out of their containers again:
+// they are the same numbers. Where a weight does not fit, or the sample of x says that half of the tiles would be done
+// twice, it does all of the call, and the main kernel packs weights for it instead of multiplying. It is launched in
+// any case and ends at once when nothing is left to do, so that the host waits for nothing.
+//
+// None of this has been measured yet: the constants of contained operands' tiles are estimates. By its machine code, a
+// warp's stage of 32 channels of n = 256 takes some 125 instructions, and 32 more at taps that watch; two of them share
+// the issue slots of 512 cycles, which their wgmmas take at the full rate.
+//
+// What bounds it with TF32 operands (H200, 2026-11-22, 256 images, in tiles of up to 256 channels, which contained
+// operands have replaced; us, packing included, revisions in the making; without loading x, or storing y, or both and
+// seven eighths of w; cuDNN's own time). A bare loop of these wgmmas with ldmatrix and rounding reaches 480 TFLOP/s,
+// these layers 80 to 290.
 //
 //   1x1 1024 to 512, 14x14     180   without x 156   without y 157   without all 125    cuDNN 331
 //   3x3 256 to 256, 14x14      205   without x 200   without y 191   without all 182    cuDNN 219
@@ -66,6 +84,7 @@
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
+#include <type_traits>
 
 #include "engines.cuh"
 #endif
@@ -1470,8 +1489,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   if (plan.boxes && threadIdx.x % 128 == 0) hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
 }
 
-// Where nothing is contained: lets those end that gather x and wait for room, and packs weights for the kernel that does
-// all of it.
+// Where nothing is contained: lets those end that gather x and wait for room, and packs weights for the kernel that
+// does all of it.
 __device__ __forceinline__ void give_up(const Params& params, const Shared& shared, Decision& decision, int thread) {
   if (thread == 0) {
     if (blockIdx.x == 0) params.guard.control->all_again = 1;
@@ -1516,26 +1535,29 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
   }
   __syncthreads();  // barriers are ready
   const int warp = threadIdx.x / 32;
-  const bool copies_weights = warp == kMultiplyWarps + kGatherWarps;
   int x_exponent = 0;
-  if constexpr (Format::CONTAINED) {
-    if (warp < kMultiplyWarps || copies_weights) {
+  // Of those who need what the preparation found: false where nothing is contained.
+  const auto is_contained = [&](int thread) {
+    if constexpr (Format::CONTAINED) {
       hopper::wait_for_prerequisites();
-      const int thread = static_cast<int>(threadIdx.x) - (copies_weights ? kGatherThreads : 0);
       if (!decide(params.guard, decision, thread, x_exponent)) {
         give_up(params, shared, decision, thread);
-        return;
+        return false;
       }
     }
-  }
+    return true;
+  };
   if (warp < kMultiplyWarps) {
+    if (!is_contained(threadIdx.x)) return;
     hopper::registers_take<Format::MULTIPLY_REGISTERS>();
     uint8_t* staging = modelnew_gather_smem + shared.layout.staging;
     staging += warp / 4 * (params.plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes);
     multiply<Format, TILE_N, BLOCKS_M, PIECES>(params, shared, agenda, x_exponent, staging);
   } else {
+    // All of this warpgroup, before some of them wait or leave.
     hopper::registers_give_back<Format::GATHER_REGISTERS>();
-    if (copies_weights) {
+    if (warp == kMultiplyWarps + kGatherWarps) {
+      if (!is_contained(static_cast<int>(threadIdx.x) - kGatherThreads)) return;
       if constexpr (kMayBeAgain) {
         if (agenda.listed) {
           widen_weights(params, shared, agenda);
