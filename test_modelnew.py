@@ -3805,8 +3805,8 @@ GATHER_MUTATIONS = {
     "reads points elsewhere": ("m % 4 * (tile_pixels(plan) / 4 + 2)", "m % 4 * (tile_pixels(plan) / 4 + 1)"),
     "stages where a box is read": ("if (thread == 0) hopper::bulk_stores_wait_read<1>();", ""),
     "packs channels in their order": (
-        "float_bits(values[c]), float_bits(values[c + 4])",
-        "float_bits(values[2 * c]), float_bits(values[2 * c + 1])",
+        "float_bits(of_piece[c]), float_bits(of_piece[c + 4])",
+        "float_bits(of_piece[2 * c]), float_bits(of_piece[2 * c + 1])",
     ),
 }
 
