@@ -100,12 +100,15 @@ namespace gather {
 //
 // Other architectures than sm_90a have an empty kernel: what only its roles use is then unused.
 
-// What tensors hold in memory, and what the tensor cores multiply.
-template <typename Stored_, typename Multiplied_ = Stored_>
+// What tensors hold in memory, and what the tensor cores multiply. AGAIN: of the kernel that does what contained operands
+// are not fit for.
+template <typename Stored_, typename Multiplied_ = Stored_, bool AGAIN_ = false>
 struct Format {
   using Stored = Stored_;
   using Multiplied = Multiplied_;
   static constexpr bool CONTAINED = sizeof(Multiplied) < sizeof(Stored);
+  static constexpr bool AGAIN = AGAIN_;
+  static constexpr bool POINTS = !CONTAINED && !AGAIN;        // as well as windows
   static constexpr int CHANNELS = 16 / sizeof(Stored);        // of a piece of x
   static constexpr int W_CHANNELS = 16 / sizeof(Multiplied);  // of a piece of packed weights
   static constexpr int STEP_PIECES = CONTAINED ? 4 : 2;       // of x, in one wgmma
@@ -115,6 +118,7 @@ struct Format {
 };
 using Tf32 = Format<float>;
 using Contained = Format<float, Half>;
+using Again = Format<float, float, true>;
 
 constexpr int kMultiplyWarps = 8, kGatherWarps = 3;
 [[maybe_unused]] constexpr int kGatherThreads = 32 * kGatherWarps;
@@ -122,7 +126,9 @@ constexpr int kThreads = 32 * (kMultiplyWarps + kGatherWarps + 1);
 [[maybe_unused]] constexpr int kDecidingThreads = kThreads - kGatherThreads;
 constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
 constexpr int kMaxStages = 8;
-constexpr int kNarrowTile = 64;  // channels of a tile with TF32 operands
+// Channels of a tile of contained operands, and of the parts in which it is done again.
+constexpr int kContainedTile = 256, kAgainTile = 64, kAgainParts = kContainedTile / kAgainTile;
+constexpr int kContainedPieces = 8;  // of x, in a stage of either
 constexpr int kBarrierBytes = 1024;
 
 // Staging of the results of 64 pixels x 32 channels, by a warpgroup: [channel][pixel], or [pixel][channel]
@@ -230,8 +236,7 @@ struct Params {
   Plan plan;
   hopper::BoxMap out_map;
   Guard guard;
-  // Contained: how weights are packed for the call that does all again. Then: how they were packed, and the plan's
-  // tiles of channels.
+  // Contained: how weights are packed for the kernel that does all again. Then: how they were packed.
   PackParams other_pack;
 };
 
@@ -320,8 +325,8 @@ MODELNEW_HOST_DEVICE inline int slot_of_output(const Correlation& of, const Plan
                                                int m) {
   if (plan.points) return slot_of_point(plan, m);
   const int line = m / plan.tile_q;
-  if (line >= plan.tile_p) return 0;
   const int seams = (static_cast<int>(tile.first - image * of.P) + line) / of.P;
+  if (line >= plan.tile_p || image + seams >= of.N) return 0;  // it does not exist; any value that does
   return (line * plan.row_step + seams * plan.gap) * plan.pitch + (m - line * plan.tile_q) * plan.column_step;
 }
 
@@ -589,32 +594,27 @@ __device__ __forceinline__ void mark(const Guard& guard, uint32_t tile) {
 }
 
 // Which tiles a block does: every gridDim.x-th of the plan's or, where TF32 operands do again what contained ones are
-// not fit for, of those on the list; these are wider than the plan's.
+// not fit for, of the parts of those on the list.
 template <typename Format>
 struct Agenda {
-  static constexpr bool AGAIN = sizeof(typename Format::Multiplied) == 4;
-
   const Params& params;
   bool listed = false;
   int64_t units;
 
   __device__ __forceinline__ explicit Agenda(const Params& params) : params(params), units(params.plan.tiles) {
-    if constexpr (AGAIN) {
-      const Control* const control = params.guard.control;
-      listed = control != nullptr && control->all_again == 0;
-      if (listed) units = static_cast<int64_t>(control->listed) * parts();
+    if constexpr (Format::AGAIN) {
+      listed = params.guard.control->all_again == 0;
+      if (listed) units = static_cast<int64_t>(params.guard.control->listed) * kAgainParts;
     }
   }
 
-  __device__ __forceinline__ int parts() const { return params.other_pack.tile_n / params.plan.tile_n; }
-
   // The number of a tile, or -1: nothing of it exists.
   __device__ __forceinline__ int64_t number(int64_t unit) const {
-    if constexpr (AGAIN) {
+    if constexpr (Format::AGAIN) {
       if (listed) {
-        const int64_t of_list = params.guard.list[unit / parts()];
+        const int64_t of_list = params.guard.list[unit / kAgainParts];
         const int tiles_n = params.other_pack.tiles_n;
-        const int n_block = static_cast<int>(of_list % tiles_n) * parts() + static_cast<int>(unit % parts());
+        const int n_block = static_cast<int>(of_list % tiles_n * kAgainParts + unit % kAgainParts);
         return n_block < params.plan.tiles_n ? of_list / tiles_n * params.plan.tiles_n + n_block : -1;
       }
     }
@@ -677,49 +677,52 @@ __device__ __forceinline__ void store_words(uint32_t address, uint32_t a, uint32
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// For tiles on the list, by one warp: contained weights, of 64 rows of a wider tile, taken out of their containers.
-__device__ __forceinline__ void widen_weights(const Params& params, const Shared& shared, const Agenda<Tf32>& agenda) {
+// For tiles on the list, by one warp: contained weights, of 64 rows of a wider tile, taken out of their containers. A
+// stage is on its way while the warp waits for room.
+__device__ __forceinline__ void widen_weights(const Params& params, const Shared& shared, const Agenda<Again>& agenda) {
   const Plan& plan = params.plan;
   const PackParams& packed = params.other_pack;
   const int lane = threadIdx.x % 32, taps = plan.iterations / plan.blocks_c;
-  constexpr int kRows = kNarrowTile / 32, kLoads = 4;  // rows of a lane; loads on their way
+  constexpr int kPieces = kContainedPieces / 2, kRows = kAgainTile / 32;  // of contained weights; rows of a lane
   RingPosition at;
   for (int64_t unit = blockIdx.x; unit < agenda.units; unit += gridDim.x) {
     const int64_t number = agenda.number(unit);
     if (number < 0) continue;
     const Tile tile = locate_tile(plan, number);
-    const int wide = tile.n_block / agenda.parts(), row = tile.n_block % agenda.parts() * kNarrowTile + lane;
-    const int64_t tile_of_all = static_cast<int64_t>(tile.group) * packed.tiles_n + wide;
+    const int64_t wide_tile = static_cast<int64_t>(tile.group) * packed.tiles_n + tile.n_block / kAgainParts;
+    const int row = tile.n_block % kAgainParts * kAgainTile + lane;
     float factors[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) factors[i] = params.guard.w_factors[tile_of_all * packed.tile_n + row + 32 * i];
-    const int64_t stage = tile_of_all * plan.iterations + static_cast<int64_t>(tile.first_block) * taps;
-    const uint4* from = static_cast<const uint4*>(packed.packed_ptr) + stage * packed.pieces * packed.tile_n + row;
+    for (int i = 0; i < kRows; ++i) factors[i] = params.guard.w_factors[wide_tile * kContainedTile + row + 32 * i];
+    const int64_t stage = wide_tile * plan.iterations + static_cast<int64_t>(tile.first_block) * taps;
+    const uint4* from = static_cast<const uint4*>(packed.packed_ptr) + stage * kPieces * kContainedTile + row;
     for (int i = 0; i < tile.blocks * taps; ++i) {
+      uint4 words[kPieces][kRows];
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+#pragma unroll
+        for (int j = 0; j < kRows; ++j) words[piece][j] = from[piece * kContainedTile + 32 * j];
+      }
       hopper::barrier_wait(shared.w_empty(at.slot), at.parity ^ 1);
       const uint32_t to = shared.base + shared.layout.w_ring + at.slot * plan.w_stage_bytes + lane * 16;
-      for (int first = 0; first < packed.pieces * kRows; first += kLoads) {
-        uint4 words[kLoads];
 #pragma unroll
-        for (int j = 0; j < kLoads; ++j)
-          words[j] = from[(first + j) / kRows * packed.tile_n + (first + j) % kRows * 32];
+      for (int piece = 0; piece < kPieces; ++piece) {
 #pragma unroll
-        for (int j = 0; j < kLoads; ++j) {
-          const float factor = factors[j % kRows];
+        for (int j = 0; j < kRows; ++j) {
+          const uint4 pairs = words[piece][j];
           const auto value = [&](uint32_t pair, int shift) {
-            return float_bits(widen(Half{static_cast<uint16_t>(pair >> shift)}) * factor);
+            return float_bits(widen(Half{static_cast<uint16_t>(pair >> shift)}) * factors[j]);
           };
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            store_words(to + ((first + j) / kRows * 2 + half) * kNarrowTile * 16 + (first + j) % kRows * 32 * 16,
-                        value(words[j].x, 16 * half), value(words[j].y, 16 * half), value(words[j].z, 16 * half),
-                        value(words[j].w, 16 * half));
+            store_words(to + ((2 * piece + half) * kAgainTile + 32 * j) * 16, value(pairs.x, 16 * half),
+                        value(pairs.y, 16 * half), value(pairs.z, 16 * half), value(pairs.w, 16 * half));
         }
       }
       hopper::fence_async();
       __syncwarp();  // the whole stage is there
       if (lane == 0) hopper::barrier_arrive(shared.w_full(at.slot));
-      from += packed.pieces * packed.tile_n;
+      from += kPieces * kContainedTile;
       at.next(plan.w_stages);
     }
   }
@@ -829,6 +832,15 @@ __device__ __forceinline__ void copy_channels(const To& to, const Stored* from, 
   }
 }
 
+// False: the block has given up (below). Then nobody reads stages and makes room, whatever state the ring is in. All
+// lanes come to the same conclusion.
+__device__ __forceinline__ bool wait_for_room(uint32_t empty, uint32_t parity, const volatile uint32_t* given_up) {
+  while (!hopper::barrier_ended(empty, parity)) {
+    if (*given_up != 0) break;
+  }
+  return !__any_sync(~0u, *given_up != 0);
+}
+
 // As x lies in memory, by copies that nobody waits for but who reads the stage: it is rounded when it is multiplied.
 // The warps take items in turns:
 //
@@ -850,12 +862,10 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
     const uint32_t stage = shared.base + shared.layout.x_ring + at.slot * plan.x_stage_bytes;
     const int first_channel = stages.first_channel();
     if constexpr (Format::CONTAINED) {
+      if (!stages.given_up) stages.given_up = !wait_for_room(shared.x_empty(at.slot), at.parity ^ 1, given_up);
       if (stages.given_up) continue;
-    }
-    hopper::barrier_wait(shared.x_empty(at.slot), at.parity ^ 1);
-    if constexpr (Format::CONTAINED) {
-      stages.given_up = *given_up != 0;
-      if (stages.given_up) continue;
+    } else {
+      hopper::barrier_wait(shared.x_empty(at.slot), at.parity ^ 1);
     }
     if constexpr (LOADS == Loads::kChannels) {
       const int log_lanes = plan.pieces == 8 ? 3 : 2, piece = lane & (plan.pieces - 1);
@@ -1310,7 +1320,6 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   const int lane = threadIdx.x % 32;
   constexpr int ALL_STEPS = PIECES / Format::STEP_PIECES;
   constexpr int BATCHES = ALL_STEPS * BLOCKS_M > 4 ? 2 : 1, STEPS = ALL_STEPS / BATCHES;
-  constexpr int TOGETHER = Format::CONTAINED && BLOCKS_M == 2 ? 1 : STEPS;  // are loaded: registers
   constexpr uint32_t kPlaneBytes = (128 * BLOCKS_M + 8) * 4;
   constexpr uint32_t kStepWeights = 2 * TILE_N * 16, kStageWeights = ALL_STEPS * kStepWeights;
   // Else pieces are found by x_offset, a slot: [slot][piece], number i at place i ^ slot % 8, or [piece][slot].
@@ -1334,47 +1343,44 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
       hopper::barrier_wait(shared.x_full(rings.x.slot), rings.x.parity);
     }
     const uint32_t w_from = w_ring + rings.w.slot * (kStageWeights / 16);
-    [[maybe_unused]] const bool watched = PLANES || watches_tap(of, plan, taps_left, s_left);
+    [[maybe_unused]] const bool watched = watches_tap(of, plan, taps_left, s_left);
 #pragma unroll
     for (int batch = 0; batch < BATCHES; ++batch) {
       uint32_t (&operands)[STEPS][BLOCKS_M][4] = a[BATCHES == 1 ? set : batch];
+      Loaded loaded[STEPS][BLOCKS_M];
 #pragma unroll
-      for (int first = 0; first < STEPS; first += TOGETHER) {
-        Loaded loaded[TOGETHER][BLOCKS_M];
+      for (int j = 0; j < STEPS; ++j) {
 #pragma unroll
-        for (int j = 0; j < TOGETHER; ++j) {
+        for (int mb = 0; mb < BLOCKS_M; ++mb) {
 #pragma unroll
-          for (int mb = 0; mb < BLOCKS_M; ++mb) {
+          for (int i = 0; i < Loaded::MATRICES; ++i) {
+            uint32_t (&words)[4] = loaded[j][mb].words[i];
+            const int pair = (batch * STEPS + j) * Loaded::MATRICES + i;  // of pieces
+            if constexpr (PLANES) {
 #pragma unroll
-            for (int i = 0; i < Loaded::MATRICES; ++i) {
-              uint32_t (&words)[4] = loaded[j][mb].words[i];
-              const int pair = (batch * STEPS + first + j) * Loaded::MATRICES + i;  // of pieces
-              if constexpr (PLANES) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                  hopper::load_shared(words[e],
-                                      x_stage + x_offset[mb] + e % 2 * 8 * 4 + (8 * pair + e / 2 * 4) * kPlaneBytes);
-              } else {
-                const uint32_t slot = x_offset[mb] + shift;
-                const uint32_t place =
-                    rows ? ((slot % 8 ^ lane / 16) ^ 2 * pair) * 16 : (lane / 16 + 2 * pair) * piece_bytes;
-                hopper::load_matrix(words, x_stage + slot * (rows ? 128 : 16) + place);
-              }
+              for (int e = 0; e < 4; ++e)
+                hopper::load_shared(words[e],
+                                    x_stage + x_offset[mb] + e % 2 * 8 * 4 + (8 * pair + e / 2 * 4) * kPlaneBytes);
+            } else {
+              const uint32_t slot = x_offset[mb] + shift;
+              const uint32_t place =
+                  rows ? ((slot % 8 ^ lane / 16) ^ 2 * pair) * 16 : (lane / 16 + 2 * pair) * piece_bytes;
+              hopper::load_matrix(words, x_stage + slot * (rows ? 128 : 16) + place);
             }
           }
         }
+      }
 #pragma unroll
-        for (int j = 0; j < TOGETHER; ++j) {
+      for (int j = 0; j < STEPS; ++j) {
 #pragma unroll
-          for (int mb = 0; mb < BLOCKS_M; ++mb) loaded[j][mb].convert(scale, operands[first + j][mb]);
-        }
-        if constexpr (Format::CONTAINED) {
-          if (watched) {
+        for (int mb = 0; mb < BLOCKS_M; ++mb) loaded[j][mb].convert(scale, operands[j][mb]);
+      }
+      if constexpr (Format::CONTAINED) {
+        if (watched) {
 #pragma unroll
-            for (int j = 0; j < TOGETHER; ++j) {
+          for (int j = 0; j < STEPS; ++j) {
 #pragma unroll
-              for (int mb = 0; mb < BLOCKS_M; ++mb) loaded[j][mb].show(operands[first + j][mb], watch);
-            }
+            for (int mb = 0; mb < BLOCKS_M; ++mb) loaded[j][mb].show(operands[j][mb], watch);
           }
         }
       }
@@ -1442,7 +1448,7 @@ __device__ __forceinline__ void undo_scales(const Params& params, const Tile& ti
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, const Agenda<Format>& agenda,
                                          int x_exponent, uint8_t* staging) {
-  constexpr bool kPlanes = sizeof(typename Format::Stored) == 4;
+  constexpr bool kPlanes = Format::POINTS && sizeof(typename Format::Stored) == 4;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
@@ -1489,16 +1495,11 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   if (plan.boxes && threadIdx.x % 128 == 0) hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
 }
 
-// Where nothing is contained: lets those end that gather x and wait for room, and packs weights for the kernel that
-// does all of it.
-__device__ __forceinline__ void give_up(const Params& params, const Shared& shared, Decision& decision, int thread) {
+// Where nothing is contained: lets those end that gather x, and packs weights for the kernel that does all of it.
+__device__ __forceinline__ void give_up(const Params& params, Decision& decision, int thread) {
   if (thread == 0) {
     if (blockIdx.x == 0) params.guard.control->all_again = 1;
-    decision.given_up = 1;
-  }
-  named_barrier(4, kDecidingThreads);  // it is said before it can be asked
-  if (thread < 32 * kMultiplyWarps && thread % 32 == 0) {
-    for (int stage = 0; stage < params.plan.x_stages; ++stage) hopper::barrier_arrive(shared.x_empty(stage));
+    *static_cast<volatile uint32_t*>(&decision.given_up) = 1;
   }
   const int threads = static_cast<int>(gridDim.x) * kDecidingThreads;
   for (int number = static_cast<int>(blockIdx.x) * kDecidingThreads + thread; number < params.other_pack.count;
@@ -1512,14 +1513,11 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
   extern __shared__ __align__(1024) uint8_t modelnew_gather_smem[];
   // What comes behind this kernel may be made ready; it waits for the end of this one before it reads or writes memory.
   hopper::launch_dependents();
-  // With contained operands this kernel runs twice: with these, and with TF32 operands for what they are not fit for.
-  constexpr bool kMayBeAgain = Agenda<Format>::AGAIN;
-  const bool again = kMayBeAgain && params.guard.control != nullptr;
-  // Else x, y and the bias are nothing that packing writes: only who needs packed weights and what comes with them
-  // waits for these.
-  if (again) hopper::wait_for_prerequisites();
+  // x, y and the bias are nothing that packing writes: only who needs packed weights and what comes with them waits for
+  // these. But what is to be done again the kernel before this one says, and all of its blocks have started.
+  if constexpr (Format::AGAIN) hopper::wait_for_prerequisites();
   const Agenda<Format> agenda(params);
-  if (again && static_cast<int64_t>(blockIdx.x) >= agenda.units) return;
+  if (Format::AGAIN && static_cast<int64_t>(blockIdx.x) >= agenda.units) return;
 
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
   [[maybe_unused]] Decision& decision = *reinterpret_cast<Decision*>(modelnew_gather_smem + kDecisionPlace);
@@ -1541,7 +1539,7 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
     if constexpr (Format::CONTAINED) {
       hopper::wait_for_prerequisites();
       if (!decide(params.guard, decision, thread, x_exponent)) {
-        give_up(params, shared, decision, thread);
+        give_up(params, decision, thread);
         return false;
       }
     }
@@ -1558,23 +1556,24 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
     hopper::registers_give_back<Format::GATHER_REGISTERS>();
     if (warp == kMultiplyWarps + kGatherWarps) {
       if (!is_contained(static_cast<int>(threadIdx.x) - kGatherThreads)) return;
-      if constexpr (kMayBeAgain) {
+      if constexpr (Format::AGAIN) {
         if (agenda.listed) {
           widen_weights(params, shared, agenda);
           return;
         }
       }
-      if (!Format::CONTAINED && !again) hopper::wait_for_prerequisites();
+      if constexpr (Format::POINTS) hopper::wait_for_prerequisites();  // the others have
       if (threadIdx.x % 32 == 0) copy_weights(params, shared, agenda);
     } else {
       int32_t* table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
       const volatile uint32_t* const given_up = &decision.given_up;
-      if (params.plan.loads == Loads::kSingle)
+      if (params.plan.loads == Loads::kSingle) {
         gather_stages<Format, Loads::kSingle>(params, shared, agenda, table, given_up);
-      else if (params.plan.loads == Loads::kPixels)
-        gather_stages<Format, Loads::kPixels>(params, shared, agenda, table, given_up);
-      else
+      } else if (params.plan.loads == Loads::kChannels) {
         gather_stages<Format, Loads::kChannels>(params, shared, agenda, table, given_up);
+      } else if constexpr (Format::POINTS) {
+        gather_stages<Format, Loads::kPixels>(params, shared, agenda, table, given_up);
+      }
     }
   }
 #endif
@@ -1702,33 +1701,34 @@ inline bool dense_output(const Correlation& of) {
 constexpr int64_t kMostPartialBytes = 32 << 20;
 constexpr int kMostSplits = 8;
 
-// Shapes of a tile, and what is multiplied in it: others are not worth the time to compile them. TF32 operands have
-// narrow tiles only, for calls that are too small for contained ones, and for what these are not fit for: one tile that
-// is done again keeps the whole call waiting, so that it should be cut up.
-enum class Multiplied { kOf16Bits, kTf32, kContained };
-
 struct TileShape {
-  Multiplied multiplied;
   int tile_n, blocks_m, pieces;
   double stage_cycles;  // to multiply
+  bool of_16_bits;      // there is one, too: others are not worth the time to compile them
+  bool contained;
 };
-// Cycles of contained ones, and of TF32 tiles of 128 pixels or 4 pieces, are estimates: twice the rate, less overhead.
-constexpr TileShape kTileShapes[] = {
-    {Multiplied::kOf16Bits, 256, 1, 8, 1500},  {Multiplied::kOf16Bits, 128, 2, 8, 1750},
-    {Multiplied::kTf32, 64, 1, 8, 700},        {Multiplied::kTf32, 64, 2, 8, 1100},
-    {Multiplied::kTf32, 64, 2, 4, 600},        {Multiplied::kContained, 256, 1, 8, 800},
-    {Multiplied::kContained, 128, 2, 8, 1000}, {Multiplied::kContained, 64, 2, 8, 750},
-    {Multiplied::kContained, 128, 2, 4, 550}};
+constexpr TileShape kTileShapes[] = {{256, 1, 8, 1500, true, false},
+                                     {128, 2, 8, 1750, true, false},
+                                     {64, 2, 8, 1100, false, false},
+                                     {128, 2, 4, 950, false, false},
+                                     {kContainedTile, 1, kContainedPieces, 1280, false, true}};
+// Of what is done again. A single tile keeps the whole call waiting, so that it is cut up.
+constexpr TileShape kAgainShape{kAgainTile, 1, kContainedPieces, 700, false, false};
 
 // Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, fp32, 32
 // and 256 images, both memory formats, H200, 2026-11-22.
 //
 // Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled; of y.
 constexpr double kMemoryRate = 20, kSingleRate = 6, kPixelsRate = 14, kChannelsRate = 9.5, kStoreRate = 16;
-constexpr double kTileCycles = 1500;    // to fill and to drain
-constexpr double kLaunchCycles = 3500;  // of one more kernel
-// To come to a decision, and of a launch that has nothing to do again; an estimate.
-constexpr double kContainCycles = 2500;
+constexpr double kTileCycles = 1500;     // to fill and to drain
+constexpr double kLaunchCycles = 3500;   // of one more kernel
+constexpr double kContainCycles = 8000;  // to come to a decision, and of a launch that has nothing to do again
+
+// What there are kernels for: 1x1 multiplies too little for each value that is loaded.
+inline bool may_contain(const Correlation& of, int element_bytes) { return element_bytes == 4 && of.R * of.S > 1; }
+
+// Fewer channels have not been tried, or were faster with TF32 operands.
+constexpr int kLeastContainedChannels = 128;
 
 // As many tiles as a list has room for: more than any plan that fills its tiles by a half.
 inline int64_t most_listed(const Correlation& of) {
@@ -1746,7 +1746,7 @@ inline int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_
 inline bool complete(const Correlation& of, int element_bytes, const Device& device, const Alignment& address,
                      const TileShape& shape, int splits, int tile_p, int tile_q, Plan& plan) {
   plan = Plan{};
-  plan.contained = shape.multiplied == Multiplied::kContained;
+  plan.contained = shape.contained;
   const int channels = 16 / element_bytes;
   plan.tile_n = shape.tile_n;
   plan.blocks_m = shape.blocks_m;
@@ -1876,12 +1876,7 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
 // channels in a tile.
 inline bool plan_again(const Correlation& of, const Device& device, const Alignment& address, const Plan& contained,
                        Plan& plan) {
-  for (const TileShape& shape : kTileShapes) {
-    if (shape.multiplied == Multiplied::kTf32 && shape.blocks_m == contained.blocks_m &&
-        shape.pieces == contained.pieces)
-      return complete(of, 4, device, address, shape, contained.splits, contained.tile_p, contained.tile_q, plan);
-  }
-  return false;
+  return complete(of, 4, device, address, kAgainShape, contained.splits, contained.tile_p, contained.tile_q, plan);
 }
 
 inline bool make_plan(const Correlation& of, int element_bytes, const Device& device, const Alignment& address,
@@ -1902,7 +1897,9 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
   };
   for (const TileShape& shape : kTileShapes) {
     if (forced >= 0 && number++ != forced) continue;
-    if ((element_bytes == 2) != (shape.multiplied == Multiplied::kOf16Bits)) continue;
+    if (element_bytes == 2 && !shape.of_16_bits) continue;
+    if (shape.contained && !may_contain(of, element_bytes)) continue;
+    if (shape.contained && forced < 0 && std::min(of.in_channels, of.out_channels) < kLeastContainedChannels) continue;
     const int pixels = 128 * shape.blocks_m;
     if (of.R == 1 && of.S == 1) {
       consider(shape, 1, 1);
@@ -1984,14 +1981,13 @@ inline WorkspaceLayout workspace_layout(bool contained, int64_t rows, int64_t ti
 // What any plan gets by with: which one it will be depends on addresses too.
 inline int64_t workspace_bytes(const Problem& problem, Operator op) {
   const Correlation of = correlation_of(problem, op);
-  const bool is_float = problem.dtype == DType::kFloat32;
-  const int channels = 16 / element_bytes(problem.dtype);
+  const int bytes = element_bytes(problem.dtype), channels = 16 / bytes;
+  const bool contained = may_contain(of, bytes);
   const int64_t pieces = ceil_div(of.in_channels, 8 * channels) * 8 * of.R * of.S;  // of a row
-  const int64_t partial = std::min(kMostPartialBytes, kMostSplits * 4 * out_elements(of));
-  return workspace_layout(is_float, packed_rows(of, 256), most_listed(of),
-                          packed_rows(of, 256) * pieces * (is_float ? 8 : 16),
-                          packed_rows(of, kNarrowTile) * pieces * 16,
-                          is_float && 2 * 4 * out_elements(of) <= kMostPartialBytes ? partial : 0)
+  const int64_t rows = packed_rows(of, 256), partial = std::min(kMostPartialBytes, kMostSplits * 4 * out_elements(of));
+  return workspace_layout(contained, rows, most_listed(of), rows * pieces * 16,
+                          packed_rows(of, kAgainTile) * pieces * 16,
+                          bytes == 4 && 2 * 4 * out_elements(of) <= kMostPartialBytes ? partial : 0)
       .end;
 }
 
@@ -2023,24 +2019,14 @@ cudaError_t run_kernel(Params& params, cudaStream_t stream) {
   return hopper::launch_early(kernel, params.plan.blocks, kThreads, params.plan.smem_bytes, stream, params);
 }
 
-// The shapes of kTileShapes.
 template <typename Format>
 cudaError_t run_tiles(Params& params, cudaStream_t stream) {
   const Plan& plan = params.plan;
-  const auto is = [&](int tile_n, int blocks_m, int pieces) {
-    return plan.tile_n == tile_n && plan.blocks_m == blocks_m && plan.pieces == pieces;
-  };
-  if constexpr (std::is_same_v<Format, Tf32>) {
-    if (is(64, 1, 8)) return run_kernel<Format, 64, 1, 8>(params, stream);
-    if (is(64, 2, 8)) return run_kernel<Format, 64, 2, 8>(params, stream);
-    if (is(64, 2, 4)) return run_kernel<Format, 64, 2, 4>(params, stream);
-  } else {
-    if (is(256, 1, 8)) return run_kernel<Format, 256, 1, 8>(params, stream);
-    if (is(128, 2, 8)) return run_kernel<Format, 128, 2, 8>(params, stream);
-    if constexpr (Format::CONTAINED) {
-      if (is(64, 2, 8)) return run_kernel<Format, 64, 2, 8>(params, stream);
-      if (is(128, 2, 4)) return run_kernel<Format, 128, 2, 4>(params, stream);
-    }
+  if (plan.pieces == 8 && plan.tile_n == 256) return run_kernel<Format, 256, 1, 8>(params, stream);
+  if (plan.pieces == 8 && plan.tile_n == 128) return run_kernel<Format, 128, 2, 8>(params, stream);
+  if constexpr (sizeof(typename Format::Stored) == 4) {
+    if (plan.pieces == 8) return run_kernel<Format, 64, 2, 8>(params, stream);
+    return run_kernel<Format, 128, 2, 4>(params, stream);
   }
   return cudaErrorInvalidConfiguration;
 }
@@ -2087,12 +2073,12 @@ inline cudaError_t run_contained(const PackParams& pack, const Plan& again, cons
   if (error != cudaSuccess) return error;
   params.packed_ptr = pack.packed_ptr;
   params.other_pack = pack_params(params.of, again, pack.w_ptr, workspace + layout.packed_again);
-  error = run_tiles<Contained>(params, stream);
+  error = run_kernel<Contained, kContainedTile, 1, kContainedPieces>(params, stream);
   if (error != cudaSuccess) return error;
   params.plan = again;
   params.packed_ptr = params.other_pack.packed_ptr;
   params.other_pack = pack;
-  return run_tiles<Tf32>(params, stream);
+  return run_kernel<Again, kAgainTile, 1, kContainedPieces>(params, stream);
 }
 
 // Runs the plan in `params`; `again`: with contained operands.
