@@ -3739,17 +3739,16 @@ def test_gather_shim_contains_what_fits_and_does_the_rest_again(gather_shim, num
         assert done == of
 
 
-@pytest.mark.parametrize("number", range(len(ADVERSE_GATHER_CASES)))
-def test_gather_shim_gives_up(gather_shim, number):
+def test_gather_shim_gives_up(gather_shim):
     """All of a call is done again, in whichever order the warps of a block come to know it."""
-    operator, case, _ = ADVERSE_GATHER_CASES[number]
-    tensors = adverse_tensors(case, "dead weights", operator)
-    for seed in range(30):
-        out = torch.full({"fprop": case.y_shape, "dgrad": case.x_shape}[operator], math.nan)
-        assert gather_shim.run(operator, case, tensors, GATHER_CONTAINED, seed, out) == "", seed
+    case = Case(1, 40, 8, 12, 16, 1, 3)
+    tensors = adverse_tensors(case, "dead weights", "fprop")
+    for seed in range(20):
+        out = torch.full(case.y_shape, math.nan)
+        assert gather_shim.run("fprop", case, tensors, GATHER_CONTAINED, seed, out) == "", seed
         done, of = gather_shim.done()
         assert done == of
-    check_bounds(case, {operator: out}, tensors, tf32={operator})
+        check_bounds(case, {"fprop": out}, tensors, tf32={"fprop"})
 
 
 @pytest.mark.parametrize("value", [1e-12, 1e9, 3e-42, math.nan, -math.inf], ids=str)

@@ -54,21 +54,26 @@
 //
 // Contained operands: fp32 tensors under the TF32 contract are multiplied as scaled fp16, at twice the rate of TF32 and
 // with half the bytes of weights (numerics.cuh; wgmma.cu says more about the rules). x lies in shared memory as it is
-// in memory, whichever way it is loaded, and is scaled and converted on its way to the tensor cores, where every value
-// is watched: tiles with one that does not fit come on a list, which the kernel `again` does with TF32 operands, in
-// narrower tiles, since a single one keeps everybody waiting. It takes contained weights out of their containers again:
-// they are the same numbers. Where a weight does not fit, or the sample of x says that half of the tiles would be done
-// twice, it does all of the call, and the main kernel packs weights for it instead of multiplying. It is launched in
-// any case and ends at once when nothing is left to do, so that the host waits for nothing.
+// in memory and is scaled and converted on its way to the tensor cores, where every value is watched: tiles with one
+// that does not fit come on a list, which the kernel `again` does with TF32 operands, in narrower tiles, since a single
+// one keeps everybody waiting. It takes contained weights out of their containers again: they are the same numbers.
+// Where a weight does not fit, or the sample of x says that half of the tiles would be done twice, it does all of the
+// call, and the main kernel packs weights for it instead of multiplying. It is launched in any case and ends at once
+// when nothing is left to do, so that the host waits for nothing.
 //
-// None of this has been measured yet: the constants of contained operands' tiles are estimates. By its machine code, a
-// warp's stage of 32 channels of n = 256 takes some 125 instructions, and 32 more at taps that watch; two of them share
-// the issue slots of 512 cycles, which their wgmmas take at the full rate.
+// That is for filters larger than 1x1 and many channels, in one shape of a tile: all else is bound by something else
+// than the tensor cores, and faster with TF32 operands (H200, 2026-11-22, 3x3, NCHW, us: contained, TF32, cuDNN):
 //
-// What bounds it with TF32 operands (H200, 2026-11-22, 256 images, in tiles of up to 256 channels, which contained
-// operands have replaced; us, packing included, revisions in the making; without loading x, or storing y, or both and
-// seven eighths of w; cuDNN's own time). A bare loop of these wgmmas with ldmatrix and rounding reaches 480 TFLOP/s,
-// these layers 80 to 290.
+//                                  256 images          32 images
+//   256 to 256, 28x28, stride 2   216   338   304     61   71   64
+//   256 to 256, 14x14             199   225   219     64   63   52
+//   512 to 512, 14x14, stride 2   210   367   246     70   94   72
+//   512 to 512, 7x7               186   218   201     68   72   64
+//   128 to 128, 28x28             331   244   284     72   50   54
+//
+// What bounds it with TF32 operands (H200, 2026-11-22, 256 images, us, packing included, revisions in the making;
+// without loading x, or storing y, or both and seven eighths of w; cuDNN's own time). A bare loop of these wgmmas with
+// ldmatrix and rounding reaches 480 TFLOP/s, these layers 80 to 290.
 //
 //   1x1 1024 to 512, 14x14     180   without x 156   without y 157   without all 125    cuDNN 331
 //   3x3 256 to 256, 14x14      205   without x 200   without y 191   without all 182    cuDNN 219
@@ -100,8 +105,8 @@ namespace gather {
 //
 // Other architectures than sm_90a have an empty kernel: what only its roles use is then unused.
 
-// What tensors hold in memory, and what the tensor cores multiply. AGAIN: of the kernel that does what contained operands
-// are not fit for.
+// What tensors hold in memory, and what the tensor cores multiply. AGAIN: in the kernel that does what contained
+// operands are not fit for.
 template <typename Stored_, typename Multiplied_ = Stored_, bool AGAIN_ = false>
 struct Format {
   using Stored = Stored_;
@@ -1707,6 +1712,7 @@ struct TileShape {
   bool of_16_bits;      // there is one, too: others are not worth the time to compile them
   bool contained;
 };
+// The estimate makes windows a quarter longer than they are, and contained operands are compared with those.
 constexpr TileShape kTileShapes[] = {{256, 1, 8, 1500, true, false},
                                      {128, 2, 8, 1750, true, false},
                                      {64, 2, 8, 1100, false, false},
