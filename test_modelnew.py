@@ -1944,14 +1944,16 @@ struct BoxMap {
   int element_bytes;
   uint64_t sizes[4], strides[4];
   uint32_t box[4];
+  bool rows;  // of 128 bytes, pieces of 16 in the order of store_box
 };
-enum class BoxUse { kStore, kLoad };
+enum class BoxUse { kStore, kLoad, kLoadRows };
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                 const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map) {
   map = {static_cast<uint8_t*>(const_cast<void*>(tensor)), element_bytes};
   const uint32_t row_bytes = box[0] * element_bytes;
   bool right = reinterpret_cast<uint64_t>(tensor) % 16 == 0;
-  right &= use == BoxUse::kStore ? row_bytes == kBoxRowBytes : row_bytes % 16 == 0;
+  map.rows = use != BoxUse::kLoad;
+  right &= map.rows ? row_bytes == kBoxRowBytes : row_bytes % 16 == 0;
   map.strides[0] = element_bytes;
   for (int i = 0; i < 4; ++i) {
     if (i > 0) map.strides[i] = strides[i - 1];
@@ -1996,9 +1998,12 @@ inline void store_box_now(const BoxMap& map, uint32_t from, const int64_t (&firs
 inline void load_box(const BoxMap& map, uint32_t to, int i, int j, int k, int l, uint32_t barrier) {
   simt::check_shared(to, box_bytes(map));
   if (to % 128 != 0) simt::complain("a box that is not aligned in shared memory");
-  std::vector<uint8_t> loaded;
-  for_each_in_box(map, {i, j, k, l}, [&](const uint8_t* from, uint32_t, uint32_t) {
-    for (int byte = 0; byte < map.element_bytes; ++byte) loaded.push_back(from != nullptr ? from[byte] : 0);
+  std::vector<uint8_t> loaded(box_bytes(map));
+  for_each_in_box(map, {i, j, k, l}, [&](const uint8_t* from, uint32_t row, uint32_t element) {
+    uint32_t place = (row * map.box[0] + element) * map.element_bytes;
+    // The order of pieces goes by the address.
+    if (map.rows) place ^= (row + to / kBoxRowBytes) % 8 * 16;
+    for (int byte = 0; byte < map.element_bytes; ++byte) loaded[place + byte] = from != nullptr ? from[byte] : 0;
   });
   simt::copies.push_back({to, barrier, loaded});
 }
@@ -3063,8 +3068,11 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   if (layout.w_ring - layout.x_ring != plan.x_stages * plan.x_stage_bytes) return "the size of the x ring";
   if (layout.end - layout.w_ring != plan.w_stages * plan.w_stage_bytes) return "the size of the w ring";
   if (plan.w_pieces != (plan.contained ? plan.pieces / 2 : plan.pieces)) return "pieces of weights";
-  const int64_t x_bytes = planes ? int64_t{plan.pieces} * channels * plan.plane_slots * 4
-                                 : int64_t{plan.pieces} * plan.piece_slots * 16;
+  const int64_t x_bytes = planes          ? int64_t{plan.pieces} * channels * plan.plane_slots * 4
+                          : plan.in_boxes ? int64_t{plan.slots} * 128
+                                          : int64_t{plan.pieces} * plan.piece_slots * 16;
+  if (plan.in_boxes && (layout.x_ring % 1024 || plan.x_stage_bytes % 1024 || !plan.rows || plan.pitch > 256))
+    return "boxes of x";
   if (plan.x_stage_bytes < x_bytes || plan.w_stage_bytes != plan.w_pieces * plan.tile_n * 16) return "bytes of a stage";
   if (plan.piece_slots < plan.slots || plan.plane_slots < tile_pixels(plan)) return "slots of a piece";
 
@@ -4078,7 +4086,7 @@ RTC_HEADERS = {
         namespace modelnew {
         namespace hopper {
         struct BoxMap;
-        enum class BoxUse { kStore, kLoad };
+        enum class BoxUse { kStore, kLoad, kLoadRows };
         template <class... T> cudaError_t make_box_map(T&&...) { return cudaSuccess; }
         template <class Kernel, class Params>
         cudaError_t launch_early(Kernel*, unsigned, int, int, cudaStream_t, const Params&) { return cudaSuccess; }

@@ -3,6 +3,7 @@
 //   pack_weights   w -> the order, type and rounding in which correlate stages it
 //   correlate      y from x (fprop) and dx from dy (dgrad); correlate_listed: just some tiles, for another engine
 //   depthwise      the same with one input channel for each output, through shared memory
+//   points         the same for 1x1 filters to at most 8 channels of fp32: every pixel is read once, into registers
 //   weight_grad    dw from x and dy
 //   sliding_wgrad, depthwise_wgrad   the same with one input channel for each output: 3x3, any filter
 //   bias_grad      db from dy
@@ -260,6 +261,76 @@ __device__ inline void stage_window(Acc* smem, const Storage* in_ptr, const Corr
 #pragma unroll
     for (int i = 0; i < BATCH; ++i)
       if (first + i * THREADS < elements) smem[first + i * THREADS] = to_operand<Acc>(value[i], params.round_to_tf32);
+  }
+}
+
+// ---- Points: 1x1 filters to few channels ----
+//
+// A thread owns four neighbouring pixels and all output channels of them. Memory traffic bounds it: the batches of
+// loads, 16 bytes each, are what keeps enough of them under way.
+
+constexpr int kMostPointChannels = 8, kPointThreads = 128, kPointBatch = 8;
+constexpr int kPointChunk = 16;  // of a sum: in cuDNN's kernels for this it is not one chain either, and not as inexact
+constexpr int64_t kLeastPoints = 1 << 17;  // with fewer, too few threads have loads under way
+
+struct PointsParams {
+  const float *in_ptr, *w_ptr, *bias_ptr;
+  float* out_ptr;
+  int64_t in_image, in_channel, out_image, out_channel, w_out, w_in;  // steps
+  int in_channels, out_channels;
+  int64_t pixels;  // of an image, a multiple of 4
+};
+
+// Dynamic shared memory: w as [input channel][CHANNELS], zeros beyond the last output channel.
+template <int CHANNELS>
+__global__ void __launch_bounds__(kPointThreads) points_kernel(const PointsParams params) {
+  extern __shared__ __align__(16) unsigned char points_smem[];
+  float* const w_smem = reinterpret_cast<float*>(points_smem);
+  for (int i = threadIdx.x; i < params.in_channels * CHANNELS; i += kPointThreads) {
+    const int c = i / CHANNELS, k = i % CHANNELS;
+    w_smem[i] = k < params.out_channels ? params.w_ptr[k * params.w_out + c * params.w_in] : 0.0f;
+  }
+  __syncthreads();
+  const int64_t pixel = 4 * (static_cast<int64_t>(blockIdx.x) * kPointThreads + threadIdx.x);
+  if (pixel >= params.pixels) return;
+  const float* in = params.in_ptr + blockIdx.y * params.in_image + pixel;
+  float acc[CHANNELS][4] = {}, total[CHANNELS][4] = {};
+#pragma unroll 1
+  for (int first = 0; first < params.in_channels; first += kPointBatch) {
+    Vector<float> x[kPointBatch];
+#pragma unroll
+    for (int i = 0; i < kPointBatch; ++i) {
+      x[i] = {};
+      if (first + i < params.in_channels) x[i] = *reinterpret_cast<const Vector<float>*>(in + i * params.in_channel);
+    }
+    in += kPointBatch * params.in_channel;
+#pragma unroll
+    for (int i = 0; i < kPointBatch; ++i) {
+      if (first + i >= params.in_channels) break;
+#pragma unroll
+      for (int k = 0; k < CHANNELS; ++k) {
+        const float w = w_smem[(first + i) * CHANNELS + k];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc[k][j] = fmaf(w, x[i].element[j], acc[k][j]);
+      }
+    }
+    if ((first + kPointBatch) % kPointChunk == 0) {
+#pragma unroll
+      for (int k = 0; k < CHANNELS; ++k) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) add_chunk(acc[k][j], total[k][j]);
+      }
+    }
+  }
+  float* out = params.out_ptr + blockIdx.y * params.out_image + pixel;
+#pragma unroll
+  for (int k = 0; k < CHANNELS; ++k) {
+    if (k >= params.out_channels) break;
+    const float bias = params.bias_ptr != nullptr ? params.bias_ptr[k] : 0.0f;
+    Vector<float> sum;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum.element[j] = total[k][j] + acc[k][j] + bias;
+    *reinterpret_cast<Vector<float>*>(out + k * params.out_channel) = sum;
   }
 }
 
@@ -1410,6 +1481,22 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
+// Whether points takes it, for tensors at multiples of 16 bytes.
+inline bool takes_points(const Problem& problem, Operator op) {
+  const auto [in_channels, out_channels] = correlate_channels(problem, op);
+  const int64_t (&in)[4] = op == Operator::kDgrad ? problem.y_stride : problem.x_stride;
+  const int64_t (&out)[4] = op == Operator::kDgrad ? problem.x_stride : problem.y_stride;
+  const int64_t pixels = static_cast<int64_t>(problem.H) * problem.W;
+  const auto dense = [&](const int64_t (&stride)[4]) {
+    return stride[3] == 1 && (stride[2] == problem.W || problem.H == 1) && stride[0] % 4 == 0 && stride[1] % 4 == 0;
+  };
+  return (op == Operator::kFprop || op == Operator::kDgrad) && problem.dtype == DType::kFloat32 &&
+         !uses_tf32(problem, op) && problem.groups == 1 && problem.R == 1 && problem.S == 1 && problem.H == problem.P &&
+         problem.W == problem.Q && problem.pad_h == 0 && problem.pad_w == 0 && out_channels <= kMostPointChannels &&
+         in_channels * kMostPointChannels * static_cast<int64_t>(sizeof(float)) <= kSharedBytes && pixels % 4 == 0 &&
+         problem.N * pixels >= kLeastPoints && problem.N < 65536 && dense(in) && dense(out);
+}
+
 inline int64_t weight_elements(const Problem& problem) {
   return static_cast<int64_t>(problem.K) * (problem.C / problem.groups) * problem.R * problem.S;
 }
@@ -1534,6 +1621,38 @@ inline CorrelateParams correlate_params(Operator op, const Problem& problem, con
   params.dtype = problem.dtype;
   params.round_to_tf32 = uses_tf32(problem, op);
   return params;
+}
+
+inline cudaError_t launch_points(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  const bool dgrad = op == Operator::kDgrad;
+  const auto [in_channels, out_channels] = correlate_channels(problem, op);
+  const int64_t (&in)[4] = dgrad ? problem.y_stride : problem.x_stride;
+  const int64_t (&out)[4] = dgrad ? problem.x_stride : problem.y_stride;
+  PointsParams params{};
+  params.in_ptr = static_cast<const float*>(dgrad ? pointers.dy : pointers.x);
+  params.w_ptr = static_cast<const float*>(pointers.w);
+  params.bias_ptr = static_cast<const float*>(dgrad ? nullptr : pointers.bias);
+  params.out_ptr = static_cast<float*>(pointers.out);
+  params.in_image = in[0];
+  params.in_channel = in[1];
+  params.out_image = out[0];
+  params.out_channel = out[1];
+  params.w_out = problem.w_stride[dgrad ? 1 : 0];
+  params.w_in = problem.w_stride[dgrad ? 0 : 1];
+  params.in_channels = in_channels;
+  params.out_channels = out_channels;
+  params.pixels = static_cast<int64_t>(problem.H) * problem.W;
+  const dim3 blocks(static_cast<unsigned>(ceil_div(params.pixels / 4, kPointThreads)),
+                    static_cast<unsigned>(problem.N));
+  const int channels = out_channels <= 2 ? 2 : out_channels <= 4 ? 4 : 8;
+  const size_t smem_bytes = static_cast<size_t>(in_channels) * channels * sizeof(float);
+  if (channels == 2)
+    points_kernel<2><<<blocks, kPointThreads, smem_bytes, stream>>>(params);
+  else if (channels == 4)
+    points_kernel<4><<<blocks, kPointThreads, smem_bytes, stream>>>(params);
+  else
+    points_kernel<8><<<blocks, kPointThreads, smem_bytes, stream>>>(params);
+  return cudaGetLastError();
 }
 
 inline cudaError_t launch_correlate(Operator op, const Problem& problem, const Pointers& pointers,
@@ -1672,6 +1791,9 @@ inline cudaError_t launch_bias_grad(const Problem& problem, const Pointers& poin
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
   if (op == Operator::kWgrad) return launch_weight_grad(problem, pointers, stream);
   if (op == Operator::kBgrad) return launch_bias_grad(problem, pointers, stream);
+  const void* const in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
+  const bool aligned = (reinterpret_cast<uint64_t>(in_ptr) | reinterpret_cast<uint64_t>(pointers.out)) % 16 == 0;
+  if (aligned && takes_points(problem, op)) return launch_points(op, problem, pointers, stream);
   return launch_correlate(op, problem, pointers, stream);
 }
 
@@ -1690,6 +1812,10 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
              plan.tiles_k, plan.tiles_e, plan.splits);
     return;
   }
+  if (takes_points(problem, op)) {
+    snprintf(text, text_size, "points: all output channels of four pixels a thread");
+    return;
+  }
   static constexpr const char* kNames[] = {"correlate",        "correlate", "correlate",
                                            "correlate double", "depthwise", "depthwise double"};
   const CorrelatePlan plan = plan_correlate(problem, op);
@@ -1704,6 +1830,8 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
 }  // namespace direct
 
 #if !defined(__CUDACC_RTC__)
+bool direct_has_points(const Problem& problem, Operator op) { return direct::takes_points(problem, op); }
+
 int64_t listed_workspace_bytes(const Problem& problem, Operator op) {
   const direct::CorrelatePlan plan{direct::CorrelateKernel::kWideK, direct::WideK::TILE_K, {}};
   return direct::packed_elements(problem, op, plan) * static_cast<int64_t>(sizeof(float));

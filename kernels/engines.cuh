@@ -24,9 +24,13 @@ struct Engine {
 cudaError_t launch_listed(Operator, const Problem&, const Pointers&, const TileList&, int sms, cudaStream_t);
 int64_t listed_workspace_bytes(const Problem&, Operator);
 
+// Whether the direct engine reads every pixel just once and nothing else: 1x1 filters to few channels.
+bool direct_has_points(const Problem&, Operator);
+
 extern const Engine kGatherEngine;
 extern const Engine kWgmmaEngine;
 extern const Engine kDepthwiseEngine;
+extern const Engine kMmaEngine;
 extern const Engine kDirectEngine;
 
 }  // namespace modelnew

@@ -46,7 +46,9 @@
 // filled (Loads):
 //
 //   kPixels     [channel][slot]   four pixels of a channel a copy, points only; operands are single words then
-//   kChannels   [slot][piece]     a piece a copy; number i lies at place i ^ slot % 8, against bank conflicts
+//   kChannels   [slot][piece]     a piece a copy; number i lies at place i ^ slot % 8, against bank conflicts. Where
+//                                 strides allow it, one thread orders bulk copies of boxes instead, of all points of a
+//                                 tile or of a row of slots: halo and padding come with them
 //   kSingle     [piece][slot]     one value a copy, from anywhere
 //
 // Where there are few tiles the reduction is split: parts of it write sums of their own, which sum_kernel adds up in
@@ -182,6 +184,7 @@ struct Plan {
   Loads loads;
   bool quarters;               // slots of points are in the order of slot_of_point
   bool rows;                   // a stage is [slot][piece] instead of [piece][slot]
+  bool in_boxes;               // and x comes by boxes
   bool out_channels_last;      // channels of y are neighbours
   int vector;                  // outputs that are stored at a time: 4 or 1
   bool boxes;                  // y is stored by boxes of 64 pixels x 32 channels
@@ -239,7 +242,7 @@ struct Params {
   int64_t out_elements;
   Correlation of;
   Plan plan;
-  hopper::BoxMap out_map;
+  hopper::BoxMap in_map, out_map;
   Guard guard;
   // Contained: how weights are packed for the kernel that does all again. Then: how they were packed.
   PackParams other_pack;
@@ -264,7 +267,8 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   layout.staging = kBarrierBytes;  // aligned as boxes have to be
   layout.table = layout.staging + (plan.boxes ? 4 * kBoxStagingBytes : 2 * kStagingBytes);
   layout.x_ring = layout.table + 2 * (plan.slots + 31) / 32 * 32 * 4;
-  layout.x_ring = (layout.x_ring + 127) / 128 * 128;
+  const int alignment = plan.in_boxes ? 1024 : 128;  // where the order of pieces starts anew
+  layout.x_ring = (layout.x_ring + alignment - 1) / alignment * alignment;
   layout.w_ring = layout.x_ring + plan.x_stages * plan.x_stage_bytes;
   layout.end = layout.w_ring + plan.w_stages * plan.w_stage_bytes;
   return layout;
@@ -1085,6 +1089,35 @@ __device__ __forceinline__ void convert_stages(const Params& params, const Share
   }
 }
 
+// Boxes of the channels of a stage, by one thread.
+__device__ __forceinline__ void load_boxes(const Params& params, const Shared& shared, int channels_a_stage) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  RingPosition at;
+  for (int64_t number = blockIdx.x; number < plan.tiles; number += gridDim.x) {
+    const Tile tile = locate_tile(plan, number);
+    const int image = static_cast<int>(first_image(of, plan, tile));
+    const int rows = plan.points ? 1 : plan.slots / plan.pitch;
+    for (int block = tile.first_block; block < tile.first_block + tile.blocks; ++block) {
+      const uint32_t stage = shared.base + shared.layout.x_ring + at.slot * plan.x_stage_bytes;
+      const int channel = tile.group * of.in_channels + block * channels_a_stage;
+      hopper::barrier_wait(shared.x_empty(at.slot), at.parity ^ 1);
+      hopper::barrier_arrive_expecting(shared.x_full(at.slot), plan.slots * 128);
+      if (plan.points) {
+        hopper::load_box(params.in_map, stage, channel, static_cast<int>(tile.first), 0, 0, shared.x_full(at.slot));
+      } else {
+        for (int row = 0; row < rows; ++row) {
+          int n, h, w;
+          locate_slot(of, plan, tile, image, row * plan.pitch, n, h, w);
+          hopper::load_box(params.in_map, stage + row * plan.pitch * 128, channel, w, h, image + n,
+                           shared.x_full(at.slot));
+        }
+      }
+      at.next(plan.x_stages);
+    }
+  }
+}
+
 template <typename Format, Loads LOADS>
 __device__ __forceinline__ void gather_stages(const Params& params, const Shared& shared, const Agenda<Format>& agenda,
                                               int32_t* tables, const volatile uint32_t* given_up) {
@@ -1528,7 +1561,7 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
   [[maybe_unused]] Decision& decision = *reinterpret_cast<Decision*>(modelnew_gather_smem + kDecisionPlace);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
-      hopper::barrier_init(shared.x_full(stage), kGatherThreads);
+      hopper::barrier_init(shared.x_full(stage), params.plan.in_boxes ? 1 : kGatherThreads);
       hopper::barrier_init(shared.x_empty(stage), kMultiplyWarps);
       hopper::barrier_init(shared.w_full(stage), 1);
       hopper::barrier_init(shared.w_empty(stage), kMultiplyWarps);
@@ -1572,7 +1605,9 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
     } else {
       int32_t* table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
       const volatile uint32_t* const given_up = &decision.given_up;
-      if (params.plan.loads == Loads::kSingle) {
+      if (params.plan.in_boxes) {
+        if (Format::POINTS && threadIdx.x == 32 * kMultiplyWarps) load_boxes(params, shared, PIECES * Format::CHANNELS);
+      } else if (params.plan.loads == Loads::kSingle) {
         gather_stages<Format, Loads::kSingle>(params, shared, agenda, table, given_up);
       } else if (params.plan.loads == Loads::kChannels) {
         gather_stages<Format, Loads::kChannels>(params, shared, agenda, table, given_up);
@@ -1685,10 +1720,16 @@ inline bool dense_fours(const int64_t (&stride)[4], int rows, int columns, int64
          (stride[1] % 4 == 0 || channels == 1) && (stride[0] % 4 == 0 || images == 1);
 }
 
-// Pixels of all images of y follow one another at one step.
-inline bool dense_pixels(const Correlation& of) {
-  return (of.P == 1 || of.out_stride[2] == of.Q * of.out_stride[3]) &&
-         (of.N == 1 || of.out_stride[0] == static_cast<int64_t>(of.P) * of.Q * of.out_stride[3]);
+// Pixels of all images follow one another at one step.
+inline bool dense_pixels(const int64_t (&stride)[4], int64_t images, int rows, int columns) {
+  return (rows == 1 || stride[2] == columns * stride[3]) &&
+         (images == 1 || stride[0] == static_cast<int64_t>(rows) * columns * stride[3]);
+}
+
+// 1x1, and output number i reads pixel number i.
+inline bool dense_points_of(const Correlation& of) {
+  return of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0 &&
+         of.H == of.P && of.W == of.Q;
 }
 
 inline int64_t out_elements(const Correlation& of) { return of.N * of.groups * of.out_channels * of.P * of.Q; }
@@ -1706,26 +1747,29 @@ inline bool dense_output(const Correlation& of) {
 constexpr int64_t kMostPartialBytes = 32 << 20;
 constexpr int kMostSplits = 8;
 
+enum class Use { kAsTheyAre, kContained, kOfThoseAgain };
+
 struct TileShape {
   int tile_n, blocks_m, pieces;
   double stage_cycles;  // to multiply
   bool of_16_bits;      // there is one, too: others are not worth the time to compile them
-  bool contained;
+  Use use = Use::kAsTheyAre;
 };
 // The estimate makes windows a quarter longer than they are, and contained operands are compared with those.
-constexpr TileShape kTileShapes[] = {{256, 1, 8, 1500, true, false},
-                                     {128, 2, 8, 1750, true, false},
-                                     {64, 2, 8, 1100, false, false},
-                                     {128, 2, 4, 950, false, false},
-                                     {kContainedTile, 1, kContainedPieces, 1280, false, true}};
+constexpr TileShape kTileShapes[] = {{256, 1, 8, 1500, true},
+                                     {128, 2, 8, 1750, true},
+                                     {64, 2, 8, 1100, false},
+                                     {128, 2, 4, 950, false},
+                                     {kContainedTile, 1, kContainedPieces, 1280, false, Use::kContained}};
 // Of what is done again. A single tile keeps the whole call waiting, so that it is cut up.
-constexpr TileShape kAgainShape{kAgainTile, 1, kContainedPieces, 700, false, false};
+constexpr TileShape kAgainShape{kAgainTile, 1, kContainedPieces, 700, false, Use::kOfThoseAgain};
 
 // Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, fp32, 32
 // and 256 images, both memory formats, H200, 2026-11-22.
 //
 // Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled; of y.
 constexpr double kMemoryRate = 20, kSingleRate = 6, kPixelsRate = 14, kChannelsRate = 9.5, kStoreRate = 16;
+constexpr double kBoxRate = 25;          // of x by boxes; not fitted
 constexpr double kTileCycles = 1500;     // to fill and to drain
 constexpr double kLaunchCycles = 3500;   // of one more kernel
 constexpr double kContainCycles = 8000;  // to come to a decision, and of a launch that has nothing to do again
@@ -1752,7 +1796,7 @@ inline int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_
 inline bool complete(const Correlation& of, int element_bytes, const Device& device, const Alignment& address,
                      const TileShape& shape, int splits, int tile_p, int tile_q, Plan& plan) {
   plan = Plan{};
-  plan.contained = shape.contained;
+  plan.contained = shape.use == Use::kContained;
   const int channels = 16 / element_bytes;
   plan.tile_n = shape.tile_n;
   plan.blocks_m = shape.blocks_m;
@@ -1771,8 +1815,7 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   const bool channels_last = of.in_stride[1] == 1 && of.in_channels % channels == 0 &&
                              of.in_stride[3] % channels == 0 && of.in_stride[2] % channels == 0 &&
                              of.in_stride[0] % channels == 0;
-  const bool dense_points = plan.points && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0 &&
-                            of.H == of.P && of.W == of.Q && dense_fours(of.in_stride, of.H, of.W, of.N, of.in_channels);
+  const bool dense_points = dense_points_of(of) && dense_fours(of.in_stride, of.H, of.W, of.N, of.in_channels);
   plan.loads = channels_last && aligned_in                             ? Loads::kChannels
                : dense_points && address.in % (4 * element_bytes) == 0 ? Loads::kPixels
                                                                        : Loads::kSingle;
@@ -1817,10 +1860,18 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   if (plan.splits != splits) return false;
   plan.tiles = static_cast<int64_t>(plan.tiles_m) * plan.tiles_n * of.groups * splits;
   plan.rows = plan.loads == Loads::kChannels && plan.pieces == 8;
+  // Boxes take neighbouring columns, and the last one of a group has no channels of the next group.
+  const bool dense_in = !plan.points || (dense_points_of(of) && dense_pixels(of.in_stride, of.N, of.P, of.Q));
+  // Contained operands take none: a block that gives up would have to wait for those on their way.
+  plan.in_boxes = shape.use == Use::kAsTheyAre && plan.rows && dense_in && plan.in_column_step <= 1 &&
+                  plan.in_row_step <= 1 && (of.groups == 1 || of.in_channels % (plan.pieces * channels) == 0) &&
+                  of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && (plan.points || plan.pitch <= 256) &&
+                  of.in_stride[2] > 0 && of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
   plan.plane_slots = pixels + 8;
   plan.x_stage_bytes = element_bytes == 4 && plan.loads == Loads::kPixels
                            ? plan.pieces * channels * plan.plane_slots * 4
-                           : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
+                       : plan.in_boxes ? (plan.slots * 128 + 1023) / 1024 * 1024
+                                       : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
   plan.w_pieces = plan.contained ? plan.pieces / 2 : plan.pieces;
   plan.w_stage_bytes = plan.w_pieces * plan.tile_n * 16;
   if (packed_rows(of, plan.tile_n) * plan.iterations * plan.w_pieces >= (1 << 30)) return false;
@@ -1846,8 +1897,9 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   const bool splittable = element_bytes == 4 && aligned_out && out_elements(of) % 4 == 0 && dense_output(of) &&
                           splits * out_elements(of) * 4 <= kMostPartialBytes;
   if (splits > 1 && !splittable) return false;
-  plan.boxes = plan.points && plan.out_channels_last && element_bytes == 4 && plan.vector == 4 && dense_pixels(of) &&
-               of.N * of.P * of.Q < (int64_t{1} << 30) && (of.groups == 1 || of.out_channels % kStagedChannels == 0);
+  plan.boxes = plan.points && plan.out_channels_last && element_bytes == 4 && plan.vector == 4 &&
+               dense_pixels(of.out_stride, of.N, of.P, of.Q) && of.N * of.P * of.Q < (int64_t{1} << 30) &&
+               (of.groups == 1 || of.out_channels % kStagedChannels == 0);
 
   // Points take as many stages of x as of w, windows one of x for all taps.
   const int taps = of.R * of.S;
@@ -1866,7 +1918,8 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   const double in_bytes = 16.0 * plan.slots * plan.pieces * plan.split_blocks;
   const double out_bytes = static_cast<double>(pixels) * plan.tile_n * element_bytes;
   const double multiply = static_cast<double>(plan.split_blocks) * of.R * of.S * shape.stage_cycles;
-  const double rate = plan.loads == Loads::kSingle   ? kSingleRate
+  const double rate = plan.in_boxes                  ? kBoxRate
+                      : plan.loads == Loads::kSingle ? kSingleRate
                       : plan.loads == Loads::kPixels ? kPixelsRate
                                                      : kChannelsRate;
   const double store = out_bytes / kStoreRate;
@@ -1904,8 +1957,10 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
   for (const TileShape& shape : kTileShapes) {
     if (forced >= 0 && number++ != forced) continue;
     if (element_bytes == 2 && !shape.of_16_bits) continue;
-    if (shape.contained && !may_contain(of, element_bytes)) continue;
-    if (shape.contained && forced < 0 && std::min(of.in_channels, of.out_channels) < kLeastContainedChannels) continue;
+    if (shape.use == Use::kContained && !may_contain(of, element_bytes)) continue;
+    if (shape.use == Use::kContained && forced < 0 &&
+        std::min(of.in_channels, of.out_channels) < kLeastContainedChannels)
+      continue;
     const int pixels = 128 * shape.blocks_m;
     if (of.R == 1 && of.S == 1) {
       consider(shape, 1, 1);
@@ -2012,8 +2067,33 @@ inline cudaError_t make_out_map(Params& params) {
                               params.out_map);
 }
 
+// x as boxes want it, of bytes of 128: [1][1][pixel of all images][channel], or [image][row][column][channel].
+inline cudaError_t make_in_map(Params& params, int element_bytes) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const uint64_t channels = static_cast<uint64_t>(of.groups) * of.in_channels;
+  const uint64_t W = of.W, H = of.H, N = of.N;
+  const auto bytes = [&](int axis, uint64_t size) -> uint64_t {
+    return size > 1 ? of.in_stride[axis] * element_bytes : 16;  // of one there is no next
+  };
+  const uint32_t box_channels = 128 / element_bytes;
+  void* const in_ptr = const_cast<void*>(params.in_ptr);
+  if (plan.points) {
+    const uint64_t sizes[4] = {channels, N * H * W, 1, 1}, strides[3] = {bytes(3, N * H * W), 16, 16};
+    const uint32_t box[4] = {box_channels, static_cast<uint32_t>(tile_pixels(plan)), 1, 1};
+    return hopper::make_box_map(hopper::BoxUse::kLoadRows, in_ptr, element_bytes, sizes, strides, box, params.in_map);
+  }
+  const uint64_t sizes[4] = {channels, W, H, N}, strides[3] = {bytes(3, W), bytes(2, H), bytes(0, N)};
+  const uint32_t box[4] = {box_channels, static_cast<uint32_t>(plan.pitch), 1, 1};
+  return hopper::make_box_map(hopper::BoxUse::kLoadRows, in_ptr, element_bytes, sizes, strides, box, params.in_map);
+}
+
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
 cudaError_t run_kernel(Params& params, cudaStream_t stream) {
+  if (params.plan.in_boxes) {
+    const cudaError_t error = make_in_map(params, sizeof(typename Format::Stored));
+    if (error != cudaSuccess) return error;
+  }
   if (params.plan.boxes) {
     const cudaError_t error = make_out_map(params);
     if (error != cudaSuccess) return error;

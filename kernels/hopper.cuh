@@ -106,10 +106,16 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int b
 // Whether the phase of this parity has ended. On a fresh barrier, that of parity 1 has: the phase before the first.
 __device__ __forceinline__ bool barrier_ended(uint32_t barrier, uint32_t parity) {
   uint32_t ended;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define MODELNEW_TEST_WAIT "test_wait"
+#else
+#define MODELNEW_TEST_WAIT "try_wait"
+#endif
   asm volatile(
       "{\n"
       ".reg .pred ended;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+      "mbarrier." MODELNEW_TEST_WAIT
+      ".parity.shared::cta.b64 ended, [%1], %2;\n"
       "selp.u32 %0, 1, 0, ended;\n"
       "}\n"
       : "=r"(ended)
@@ -128,8 +134,12 @@ __device__ __forceinline__ void barrier_wait_idly(uint32_t barrier, uint32_t par
   while (!barrier_ended(barrier, parity)) __nanosleep(64);
 }
 
-// Ordinary stores of this thread to shared memory become visible to wgmma and to bulk copies.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Ordinary stores of this thread to shared memory become visible to wgmma and to bulk copies, which only Hopper has.
+__device__ __forceinline__ void fence_async() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 
 // ---- Bulk copies, memory to shared memory: addresses and sizes are multiples of 16 bytes ----
 
@@ -172,6 +182,12 @@ __device__ __forceinline__ void load_box(const BoxMap& map, uint32_t to_smem, in
       : "memory");
 }
 
+__device__ __forceinline__ void prefetch_map(const BoxMap& map) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+#endif
+}
+
 // What the thread has ordered since the last time is a group.
 __device__ __forceinline__ void bulk_stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
@@ -183,7 +199,7 @@ __device__ __forceinline__ void bulk_stores_wait_read() {
 }
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-enum class BoxUse { kStore, kLoad };
+enum class BoxUse { kStore, kLoad, kLoadRows };  // kLoadRows: rows of 128 bytes in the order of those to be stored
 
 // Sizes and box in elements of 2 or 4 bytes; strides, of all dimensions but the first, in bytes and multiples of 16.
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
@@ -205,7 +221,7 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
       encode(reinterpret_cast<CUtensorMap*>(&map),
              element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
              const_cast<void*>(tensor), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             use == BoxUse::kStore ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+             use == BoxUse::kLoad ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
              use == BoxUse::kStore ? CU_TENSOR_MAP_L2_PROMOTION_NONE : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   static_assert(sizeof(BoxMap) == sizeof(CUtensorMap), "the same");

@@ -2874,12 +2874,20 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
+// By this engine / by mma, us, fp32, H200, 2026-11-22, commit 296e213: 3x3 of 64 channels, 56x56, 1, 4 and 8 images, 39, 42
+// and 45 / 14, 32 and 57; 3x3 of 256 channels, 32x32, one image (2^29.2 multiply-adds) 71 / 43; 1x1 of 128 channels to
+// 512, 64x64, one and four images (2^30) 32 and 53 / 20 and 61.
+constexpr double kLeastAgainstMma = 1.4142 * (1 << 29);
+
 // H200, 2026-11-22, fp32 under TF32, 256 images of 56x56, by the engine gather / by this one: 1x1 of 64 channels to 64,
 // 64 to 256, 256 to 64 and 256 to 128 in 128, 318, 261 and 341 us / 182, 438, 622 and 660; 3x3 of 64 channels in 393 /
 // 335, and in channels_last 436 / 1068 (of revisions in the making; the last one by bench.py at 0360cc5).
 inline const char* yields(const Problem& problem, Operator op) {
   const int64_t (&in_stride)[4] = op == Operator::kDgrad ? problem.y_stride : problem.x_stride;
   const bool channels_last = in_stride[1] == 1 && in_stride[3] > 1;
+  if (!uses_tf32(problem, op) && problem.dtype == DType::kFloat32 && multiply_adds(problem) < kLeastAgainstMma &&
+      kMmaEngine.refusal(problem, op) == nullptr)
+    return "mma is faster with few multiply-adds";
   const bool faster = (problem.R == 1 && problem.S == 1) || channels_last;
   if (!faster || !uses_tf32(problem, op) || kGatherEngine.refusal(problem, op) != nullptr) return nullptr;
   return channels_last ? "gather is faster in channels_last" : "gather is faster with 1x1 filters";

@@ -1,0 +1,74 @@
+// y from x and w, or dx from dy and w, seen as the same thing.
+#pragma once
+
+#if !defined(__CUDACC_RTC__)
+#include <algorithm>
+#endif
+
+#include "problem.cuh"
+
+namespace modelnew {
+
+// Of dgrad the filter is flipped, channel axes are swapped and the padding may be negative. Channels are those of one
+// group; strides are in elements. dgrad with a stride is none.
+struct Correlation {
+  int64_t N;
+  int groups, in_channels, out_channels;
+  int H, W, P, Q, R, S;
+  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  int64_t in_stride[4], out_stride[4];
+  int64_t w_stride_group, w_stride_out, w_stride_in, w_stride_r, w_stride_s;
+  bool flipped;
+};
+
+#if !defined(__CUDACC_RTC__)
+
+inline Correlation correlation_of_problem(const Problem& problem, Operator op) {
+  Correlation of{};
+  const int group_c = problem.C / problem.groups, group_k = problem.K / problem.groups;
+  of.N = problem.N;
+  of.groups = problem.groups;
+  of.R = problem.R;
+  of.S = problem.S;
+  of.dilation_h = problem.dilation_h;
+  of.dilation_w = problem.dilation_w;
+  of.w_stride_group = group_k * problem.w_stride[0];
+  of.w_stride_r = problem.w_stride[2];
+  of.w_stride_s = problem.w_stride[3];
+  of.flipped = op == Operator::kDgrad;
+  // With a single output position the stride is never taken.
+  of.stride_h = problem.P == 1 ? 1 : problem.stride_h;
+  of.stride_w = problem.Q == 1 ? 1 : problem.stride_w;
+  if (op == Operator::kDgrad) {
+    of.in_channels = group_k;
+    of.out_channels = group_c;
+    of.H = problem.P;
+    of.W = problem.Q;
+    of.P = problem.H;
+    of.Q = problem.W;
+    of.pad_h = problem.dilation_h * (problem.R - 1) - problem.pad_h;
+    of.pad_w = problem.dilation_w * (problem.S - 1) - problem.pad_w;
+    of.w_stride_out = problem.w_stride[1];
+    of.w_stride_in = problem.w_stride[0];
+    std::copy_n(problem.y_stride, 4, of.in_stride);
+    std::copy_n(problem.x_stride, 4, of.out_stride);
+  } else {
+    of.in_channels = group_c;
+    of.out_channels = group_k;
+    of.H = problem.H;
+    of.W = problem.W;
+    of.P = problem.P;
+    of.Q = problem.Q;
+    of.pad_h = problem.pad_h;
+    of.pad_w = problem.pad_w;
+    of.w_stride_out = problem.w_stride[0];
+    of.w_stride_in = problem.w_stride[1];
+    std::copy_n(problem.x_stride, 4, of.in_stride);
+    std::copy_n(problem.y_stride, 4, of.out_stride);
+  }
+  return of;
+}
+
+#endif
+
+}  // namespace modelnew

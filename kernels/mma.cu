@@ -1,0 +1,1331 @@
+// mma engine: implicit GEMM on the tensor cores of any GPU since Ampere, for fp32 tensors: small problems, stems, and
+// what has few channels. One launch, no workspace, weights read as they are. Deterministic: one sum an output, in one
+// order.
+//
+// GEMM view: rows = output channels, columns = output pixels of one image, reduction = (block of channels, channel, r,
+// s), or (block of channels, r, s, channel) where that is the order of w in memory. A stage of shared memory holds a
+// block of channels, a chunk:
+//
+//   w stage:  [TILE_M output channels][chunk of the reduction], as in memory
+//   x stage:  [channel][row][column], or [row][column][channel], of all that the tile's outputs read, halo included
+//
+//   +--- columns ---+
+//   | . . . . . . . |      word of x = pixel_offset(output) + reduction_offset(channel, r, s)
+//   | . . . . . . . |
+//   +---------------+      The first is a register of a lane for each of its columns, the second comes from a table.
+//
+// So strides, dilation, filters of any size and few channels are all the same, and a value of x comes once into shared
+// memory for all taps. Both operands are read as words: ldmatrix would need rows at multiples of 16 bytes.
+//
+//   memory --bulk copies of boxes, or cp.async--> ring of stages --words, split--> registers --> mma.sync
+//          --> staging --> memory
+//
+// All warps multiply, and take turns in ordering bulk copies. Where images are so narrow that their rows are no
+// multiples of 16 bytes (7x7, 14x14), whole planes come as one run of memory, from which threads fill the window.
+//
+// Full fp32 accuracy takes three products: v = first + rest, both TF32, and first*first + first*rest + rest*first, of
+// 16 terms of the reduction at a time (8 in the largest tile); these are added up by ordinary additions, because the
+// tensor core truncates. A product is within 2^-21. Under the TF32 contract there is one product, and the tensor core
+// adds up.
+//
+// Inf and NaN: the rest of an Inf is NaN, and a value near the largest rounds to Inf. Whatever is not finite at the end
+// is computed again, by multiply-adds, in exact_output.
+//
+// Where there are few tiles, a cluster of blocks shares one: each takes a part of the reduction, and the sums meet in
+// staging, where each block adds up some rows of all, in one order, and stores them (sm_90; others do without). In the
+// smallest tile four groups of warps share the reduction in the same way.
+//
+// What bounds it (H200, 2026-11-22, one image, us from the start of the kernel, in a driver, caches cold; an empty
+// kernel takes 2.8 of the time that is measured):
+//
+//                                       copies ordered   first chunk   products done   met in staging   stored
+//   1x1   64 to   64 channels, 56x56         1.3             2.2            3.2              3.6          4.4
+//   1x1 2048 to  512 channels,   7x7         2.1             2.7            6.5              7.9          8.9
+//   3x3  512 to  512 channels,   7x7         2.3             3.0           11.9             13.3         14.4
+//
+// mma.sync of 16x8x8 takes 1.55 cycles of an SM (TF32, measured; 26 from one to the next that needs it), a warp tile of
+// 32x32 some 5.5 instructions around each, of 32x64 4.8, of 16x16 9: the instructions decide, not the tensor core.
+// What made it faster, in this order: little code and few divisions before the first copy, bulk copies (cp.async: 7
+// bytes a cycle of an SM), warps side by side in ordering them, larger warp tiles with the reduction shared by warps,
+// reading the other blocks' staging four at a time. With warm caches it takes 0.2 to 1 us less.
+//
+// With one product it is no match for gather at 32 images (1x1 1024 to 256, 14x14: 56 us, gather 37), but with few
+// channels (7x7, 3 to 64, stride 2, 256 images: 731 us, with three products 1260, cuDNN's TF32 2385).
+#if !defined(__CUDACC_RTC__)
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include "engines.cuh"
+#include "memo.cuh"
+#endif
+
+#include "correlation.cuh"
+#include "hopper.cuh"
+#include "numerics.cuh"
+#include "problem.cuh"
+
+namespace modelnew {
+namespace mma {
+
+// ---- Geometry, host and device ----
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kBlocks = 2;  // on an SM, as far as registers go
+constexpr int kMaxStages = 8;
+constexpr int kMaxSplits = 8;
+
+// WARPS_K groups of WARPS_M x WARPS_N warps, each of M16 x N8 tiles of 16 channels x 8 pixels, for every WARPS_K-th
+// step of 8 terms; STEPS of them together.
+template <int WARPS_K_, int WARPS_M_, int WARPS_N_, int M16_, int N8_, int STEPS_>
+struct Shape {
+  static constexpr int WARPS_K = WARPS_K_, WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, M16 = M16_, N8 = N8_;
+  static constexpr int STEPS = STEPS_;
+  static constexpr int TILE_M = WARPS_M * M16 * 16, TILE_N = WARPS_N * N8 * 8;
+  static_assert(WARPS_K * WARPS_M * WARPS_N == kWarps, "all warps multiply");
+};
+
+// What brings a chunk into shared memory.
+enum class Copies : int {
+  kWords,  // copies of 4 bytes by all threads
+  kFours,  // of 16 bytes
+  kRun,    // all of it is one run of memory: a bulk copy, or 16 bytes each
+  kBox,    // a bulk copy of a box
+  kPlanes  // a run of whole planes, from which threads fill the window
+};
+
+struct Plan {
+  int shape;                                  // number of it
+  int tile_m, tile_n, warps_k;                // channels, pixels, groups of warps
+  int tile_p, tile_q;                         // rows and columns of a tile
+  int tiles_p, tiles_q, tiles_m;              // of an image and a group
+  int64_t tiles;                              // of all images and groups
+  int row_step, column_step;                  // of the window, between neighbouring outputs
+  int in_row_step, in_column_step;            // of the image, between neighbours in the window
+  int rows, columns, lead;                    // of the window; columns in front, for alignment
+  int pixel_words, channel_words, row_words;  // from a neighbour to the next in a stage
+  int channels, chunks;                       // channels of a chunk
+  int taps, depth;                            // terms of a chunk, a multiple of 8
+  bool taps_first;                            // channels are neighbours in the reduction
+  bool natural;                               // the reduction is in the order of w in memory, without gaps
+  Copies x_copies, w_copies;
+  bool x_bulk, w_bulk;                     // by bulk copies
+  int plane;                               // words of a plane of x
+  int entries, row_entries;                // copies of a channel, or pixels; of a row
+  int x_pieces;                            // copies of a pixel
+  int w_pieces, w_row_step, w_piece_step;  // copies of a row of w; from one copy of a thread to its next
+  int splits, split_chunks, split_rows;    // blocks that share a tile; chunks of each, rows that it stores
+  int w_pitch, x_words, w_words, stages;   // of a stage, and how many
+  int window_words;                        // behind the ring, where stages have planes
+  int row_bits, piece_bits;                // powers of two: split_rows, pieces of out_vector outputs of a row
+  int out_vector;                          // outputs that are stored at a time: 4 or 1
+  bool lines_are_run;                      // rows of y follow one another in memory, and the tile has whole ones
+  int smem_bytes;
+  double cycles;  // estimate
+};
+
+// Divides numbers from 0 to 2^31 - 1 by one that is known before.
+struct Divisor {
+  uint32_t divisor, multiplier, shift;
+};
+
+MODELNEW_HOST_DEVICE inline Divisor make_divisor(int64_t divisor) {
+  uint32_t bits = 0;
+  while ((int64_t{1} << bits) < divisor) ++bits;
+  // 2^(31 + bits) over the divisor, rounded up, is less than 2^32.
+  const uint64_t multiplier = ((uint64_t{1} << (31 + bits)) + divisor - 1) / divisor;
+  return {static_cast<uint32_t>(divisor), static_cast<uint32_t>(multiplier), bits - 1};
+}
+
+MODELNEW_HOST_DEVICE inline int quotient(int number, const Divisor& by) {
+  if (by.divisor == 1) return number;
+  return static_cast<int>(static_cast<uint32_t>(static_cast<uint64_t>(number) * by.multiplier >> 32) >> by.shift);
+}
+
+struct Params {
+  const float *in_ptr, *w_ptr, *bias_ptr;
+  float* out_ptr;
+  Correlation of;
+  Plan plan;
+  Divisor by_taps, by_channels, by_s, by_tile_q, by_row_entries, by_w_pieces, by_x_pieces, by_plane, by_width;
+  Divisor by_splits, by_tiles_m, by_tiles_q, by_tiles_p, by_images;
+  bool tf32;
+  hopper::BoxMap x_map, w_map;
+};
+
+// A block's shared memory, in words: where the table of a chunk's reduction, and behind it the ring, start. Staging
+// takes the place of the ring.
+constexpr int kTable = 32;      // behind the barriers
+constexpr int kStagingPad = 8;  // stores of accumulators meet all banks
+
+MODELNEW_HOST_DEVICE inline int ring_start(const Plan& plan) { return (kTable + plan.depth + 31) / 32 * 32; }
+
+MODELNEW_HOST_DEVICE inline int shared_words(const Plan& plan) {
+  const int ring = plan.stages * (plan.x_words + plan.w_words) + plan.window_words;
+  const int staging = plan.warps_k * plan.tile_m * (plan.tile_n + kStagingPad);
+  return ring_start(plan) + (ring > staging ? ring : staging);
+}
+
+struct Tile {
+  int group, n, m, p, q;
+};
+
+// Tiles of the same pixels are neighbours, so that x comes from memory once.
+MODELNEW_HOST_DEVICE inline Tile locate_tile(const Params& params, int number) {
+  const Plan& plan = params.plan;
+  const int row = quotient(number, params.by_tiles_m), image = quotient(row, params.by_tiles_q);
+  const int all = quotient(image, params.by_tiles_p), group = quotient(all, params.by_images);
+  return {group, all - group * static_cast<int>(params.of.N), (number - row * plan.tiles_m) * plan.tile_m,
+          (image - all * plan.tiles_p) * plan.tile_p, (row - image * plan.tiles_q) * plan.tile_q};
+}
+
+// Number i of a chunk's reduction.
+struct Term {
+  int channel, r, s;
+};
+
+MODELNEW_HOST_DEVICE inline Term locate_term(const Params& params, int i) {
+  const Plan& plan = params.plan;
+  const int slow = quotient(i, plan.taps_first ? params.by_channels : params.by_taps);
+  const int fast = i - slow * (plan.taps_first ? plan.channels : plan.taps);
+  const int tap = plan.taps_first ? slow : fast;
+  const int r = quotient(tap, params.by_s);
+  return {plan.taps_first ? fast : slow, r, tap - r * params.of.S};
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+// ---- Device code ----
+
+// -- Instructions --
+
+// d += a b: 16 x 8 by 8 x 8, TF32.
+__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+__device__ __forceinline__ void cluster_sync() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// The same for threads that have read all they wanted to.
+__device__ __forceinline__ void cluster_leave() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// The same words of shared memory of another block of the cluster.
+__device__ __forceinline__ float4 load_cluster_4(uint32_t address, int rank) {
+  float4 value{};
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+      : "r"(address), "r"(rank)
+      : "memory");
+#endif
+  return value;
+}
+
+__device__ __forceinline__ float load_cluster(uint32_t address, int rank) {
+  float value = 0;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, [there];\n}"
+               : "=f"(value)
+               : "r"(address), "r"(rank)
+               : "memory");
+#endif
+  return value;
+}
+
+// The sums over all blocks of it, of 2, 4 or 8, in their order. Loads first: each takes a while.
+__device__ __forceinline__ float4 add_cluster_4(uint32_t address, int blocks) {
+  float4 sum{};
+#pragma unroll 1
+  for (int rank = 0; rank < blocks; rank += 4) {
+    float4 parts[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) parts[i] = rank + i < blocks ? load_cluster_4(address, rank + i) : float4{};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum.x += parts[i].x;
+      sum.y += parts[i].y;
+      sum.z += parts[i].z;
+      sum.w += parts[i].w;
+    }
+  }
+  return sum;
+}
+
+__device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
+  float sum = 0;
+#pragma unroll 1
+  for (int rank = 0; rank < blocks; rank += 4) {
+    float parts[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) parts[i] = rank + i < blocks ? load_cluster(address, rank + i) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum += parts[i];
+  }
+  return sum;
+}
+
+// -- Loads --
+
+// The word at which a term's x starts; and what nobody writes again, the padding of the reduction: zeros of x behind
+// the channels, of all pixels or of each, and of w, against Inf.
+__device__ __forceinline__ void make_table(const Params& params, const Tile& tile, float* smem) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int terms = plan.channels * plan.taps;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < plan.depth; i += kThreads) {
+    const Term term = locate_term(params, i);
+    const int row = of.R == 1 ? 0 : term.r * of.dilation_h, column = of.S == 1 ? 0 : term.s * of.dilation_w;
+    reinterpret_cast<int*>(smem)[kTable + i] =
+        4 * (i < terms
+                 ? term.channel * plan.channel_words + row * plan.row_words + (column + plan.lead) * plan.pixel_words
+                 : plan.channels * plan.channel_words);
+  }
+  if (plan.x_copies == Copies::kPlanes) {
+    const int window = ring_start(plan) + plan.stages * (plan.x_words + plan.w_words);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < plan.window_words; i += kThreads) smem[window + i] = 0;
+  }
+  if (terms == plan.depth) return;
+  const int padding = plan.depth - terms;
+#pragma unroll 1
+  for (int stage = 0; stage < plan.stages; ++stage) {
+    float* const x_smem = smem + ring_start(plan) + stage * (plan.x_words + plan.w_words);
+    float* const w_smem = x_smem + plan.x_words;
+    const int first = plan.channels * plan.channel_words;
+    const int step = plan.pixel_words == 1 ? 1 : plan.pixel_words;
+#pragma unroll 1
+    for (int i = plan.x_copies == Copies::kPlanes ? plan.x_words : first + step * threadIdx.x; i < plan.x_words;
+         i += step * kThreads)
+      x_smem[i] = 0;
+    const bool run = plan.w_copies == Copies::kRun;
+    const int rows = run ? 1 : plan.w_copies == Copies::kBox ? 0 : plan.tile_m;  // a box has what follows in memory
+    const int run_words = min(plan.tile_m, of.out_channels - tile.m) * terms;    // what follows its last row
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * padding; i += kThreads)
+      w_smem[run ? run_words + i : i / padding * plan.w_pitch + terms + i % padding] = 0;
+  }
+}
+
+// The window of a chunk, zeros where the image has nothing: a warp takes a channel, or lanes run along channels.
+template <int WORDS>
+__device__ __forceinline__ void load_window(const Params& params, const Tile& tile, int first_channel, uint32_t to) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int h = tile.p * of.stride_h - of.pad_h, w = tile.q * of.stride_w - of.pad_w - plan.lead;
+  const float* const image = params.in_ptr + tile.n * of.in_stride[0] +
+                             (static_cast<int64_t>(tile.group) * of.in_channels + first_channel) * of.in_stride[1];
+  const int channels = min(plan.channels, of.in_channels - first_channel);
+  const int channel_step = static_cast<int>(of.in_stride[1]), row_step = static_cast<int>(of.in_stride[2]),
+            column_step = static_cast<int>(of.in_stride[3]);
+  const bool planes = plan.pixel_words == 1;
+  const int count = planes ? plan.entries : plan.entries * plan.x_pieces;
+  const int first = planes ? threadIdx.x % 32 : threadIdx.x, step = planes ? 32 : kThreads;
+#pragma unroll 1
+  for (int plane = planes ? threadIdx.x / 32 : 0; plane < (planes ? plan.channels : 1); plane += kWarps) {
+#pragma unroll 1
+    for (int i = first; i < count; i += step) {
+      const int e = planes ? i : quotient(i, params.by_x_pieces);
+      const int c = planes ? plane : (i - e * plan.x_pieces) * WORDS;
+      const int row = quotient(e, params.by_row_entries);
+      const int column = (e - row * plan.row_entries) * (planes ? WORDS : 1);
+      const int in_h = h + row * plan.in_row_step, in_w = w + column * plan.in_column_step;
+      const bool exists = c < channels && in_h >= 0 && in_h < of.H && in_w >= 0 && in_w < of.W;
+      const float* from = exists ? image + c * channel_step + in_h * row_step + in_w * column_step : params.in_ptr;
+      hopper::copy_async<4 * WORDS>(
+          to + 4 * (c * plan.channel_words + row * plan.row_words + column * plan.pixel_words), from,
+          exists ? 4 * WORDS : 0);
+    }
+  }
+}
+
+__device__ __forceinline__ void load_run(const float* from, int words, int room, uint32_t to) {
+#pragma unroll 1
+  for (int i = 4 * threadIdx.x; i < room; i += 4 * kThreads)
+    hopper::copy_async<16>(to + 4 * i, i < words ? from + i : from, 4 * max(0, min(4, words - i)));
+}
+
+template <int WORDS>
+__device__ __forceinline__ void load_rows(const Params& params, const float* rows_ptr, int rows, int channels,
+                                          uint32_t to) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  int row = quotient(threadIdx.x, params.by_w_pieces), piece = threadIdx.x - row * plan.w_pieces;
+#pragma unroll 1
+  while (row < plan.tile_m) {
+    const int i = piece * WORDS;
+    // The channels that are left are a run in the order of w in memory, too.
+    int left = channels * plan.taps - i, offset = i;
+    if (!plan.natural) {
+      const Term term = locate_term(params, i);
+      const int r = of.flipped ? of.R - 1 - term.r : term.r, s = of.flipped ? of.S - 1 - term.s : term.s;
+      left = channels - term.channel;
+      offset = static_cast<int>(term.channel * of.w_stride_in + r * of.w_stride_r + s * of.w_stride_s);
+    }
+    const int words = row < rows ? max(0, min(WORDS, left)) : 0;
+    const float* from = words > 0 ? rows_ptr + row * of.w_stride_out + offset : params.w_ptr;
+    hopper::copy_async<4 * WORDS>(to + 4 * (row * plan.w_pitch + i), from, 4 * words);
+    row += plan.w_row_step;
+    piece += plan.w_piece_step;
+    if (piece >= plan.w_pieces) {
+      piece -= plan.w_pieces;
+      ++row;
+    }
+  }
+}
+
+// Planes of a chunk into the window; its border stays zero.
+__device__ __forceinline__ void place_planes(const Params& params, const Tile& tile, const float* planes,
+                                             float* window) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int h = of.pad_h - tile.p * of.stride_h, w = of.pad_w - tile.q * of.stride_w;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < plan.channels * plan.plane; i += kThreads) {
+    const int c = quotient(i, params.by_plane), in_plane = i - c * plan.plane;
+    const int in_h = quotient(in_plane, params.by_width);
+    const int row = in_h + h, column = in_plane - in_h * of.W + w;
+    if (row >= 0 && row < plan.rows && column >= 0 && column < plan.columns)
+      window[c * plan.channel_words + row * plan.row_words + column] = planes[i];
+  }
+}
+
+// What one thread orders of a chunk; the barrier is told how much will come.
+__device__ __forceinline__ void load_bulk(const Params& params, const Tile& tile, int first_channel,
+                                          const float* rows_ptr, int rows, uint32_t x_smem, uint32_t barrier) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int channel_words = plan.x_copies == Copies::kPlanes ? plan.plane : plan.channel_words;
+  const int x_bytes = 4 * (plan.pixel_words == 1 ? plan.channels * channel_words : plan.entries * plan.pixel_words);
+  const int w_bytes = 4 * plan.w_pitch * (plan.w_copies == Copies::kBox ? plan.tile_m : rows);
+  hopper::barrier_arrive_expecting(barrier, (plan.x_bulk ? x_bytes : 0) + (plan.w_bulk ? w_bytes : 0));
+  const int channel = tile.group * of.in_channels + first_channel;
+  if (plan.w_bulk) {
+    const uint32_t w_smem = x_smem + 4 * plan.x_words;
+    const int row = tile.group * of.out_channels + tile.m;
+    if (plan.w_copies == Copies::kRun)
+      hopper::bulk_load(w_smem, rows_ptr, w_bytes, barrier);
+    else if (plan.taps_first)
+      hopper::load_box(params.w_map, w_smem, first_channel, 0, row, 0, barrier);
+    else
+      hopper::load_box(params.w_map, w_smem, first_channel * plan.taps, row, 0, 0, barrier);
+  }
+  if (!plan.x_bulk) return;
+  if (plan.x_copies != Copies::kBox) {
+    hopper::bulk_load(x_smem, params.in_ptr + tile.n * of.in_stride[0] + channel * of.in_stride[1], x_bytes, barrier);
+    return;
+  }
+  const int h = plan.in_row_step == 1 ? tile.p * of.stride_h - of.pad_h : tile.p;
+  const int w = plan.in_column_step == 1 ? tile.q * of.stride_w - of.pad_w - plan.lead : tile.q;
+  if (plan.pixel_words == 1)
+    hopper::load_box(params.x_map, x_smem, w, h, channel, tile.n, barrier);
+  else
+    hopper::load_box(params.x_map, x_smem, channel, w, h, tile.n, barrier);
+#endif
+}
+
+__device__ __forceinline__ void load_chunk(const Params& params, const Tile& tile, int chunk, uint32_t x_smem,
+                                           uint32_t barrier, bool orders) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const uint32_t w_smem = x_smem + 4 * plan.x_words;
+  const int first_channel = chunk * plan.channels;
+  const int channels = min(plan.channels, of.in_channels - first_channel);
+  const float* const rows_ptr =
+      params.w_ptr + tile.group * of.w_stride_group + tile.m * of.w_stride_out + first_channel * of.w_stride_in;
+  const int rows = min(plan.tile_m, of.out_channels - tile.m);
+  if (plan.x_bulk || plan.w_bulk) {
+    if (orders) load_bulk(params, tile, first_channel, rows_ptr, rows, x_smem, barrier);
+    if (plan.x_bulk && plan.w_bulk) return;
+  }
+  if (plan.w_bulk) {
+  } else if (plan.w_copies == Copies::kRun) {
+    load_run(rows_ptr, rows * plan.w_pitch, plan.tile_m * plan.w_pitch, w_smem);
+  } else if (plan.w_copies == Copies::kFours) {
+    load_rows<4>(params, rows_ptr, rows, channels, w_smem);
+  } else {
+    load_rows<1>(params, rows_ptr, rows, channels, w_smem);
+  }
+  if (plan.x_bulk) {
+  } else if (plan.x_copies == Copies::kRun || plan.x_copies == Copies::kPlanes) {
+    const float* const from = params.in_ptr + tile.n * of.in_stride[0] +
+                              (static_cast<int64_t>(tile.group) * of.in_channels + first_channel) * of.in_stride[1];
+    const int plane = plan.x_copies == Copies::kRun ? plan.channel_words : plan.plane;
+    load_run(from, channels * plane, plan.channels * plane, x_smem);
+  } else if (plan.x_copies == Copies::kFours) {
+    load_window<4>(params, tile, first_channel, x_smem);
+  } else {
+    load_window<1>(params, tile, first_channel, x_smem);
+  }
+  hopper::copies_arrive(barrier);
+}
+
+// -- Multiplying --
+
+// v = first + rest, or first alone; the tensor core takes no more of them than TF32 has. Where v is Inf, NaN or too
+// large to be rounded the rest is NaN or Inf.
+template <bool EXACT>
+__device__ __forceinline__ void split(uint32_t v, uint32_t& first, uint32_t& rest) {
+  if constexpr (EXACT) {
+    first = v + 0x1000u;
+    rest = float_bits(bits_float(v) - bits_float(first & ~0x1fffu));
+  } else {
+    first = float_bits(round_to_tf32(bits_float(v)));
+  }
+}
+
+// STEPS times 8 terms of the reduction, WARPS_K steps apart.
+template <typename Shape, bool EXACT, int STEPS>
+__device__ __forceinline__ void multiply_steps(uint32_t x_smem, uint32_t a_smem, int pitch_8, uint32_t table,
+                                               const int (&pixels)[Shape::N8], float (&acc)[Shape::M16][Shape::N8][4]) {
+  constexpr int M16 = Shape::M16, APART = 32 * Shape::WARPS_K;
+  uint32_t x_low[STEPS], x_high[STEPS], a[STEPS][M16][4], a_rest[STEPS][M16][4];
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    hopper::load_shared(x_low[i], table + i * APART);
+    hopper::load_shared(x_high[i], table + i * APART + 16);
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        hopper::load_shared(a[i][m][j], a_smem + (2 * m + j % 2) * pitch_8 + i * APART + j / 2 * 16);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    x_low[i] += x_smem;
+    x_high[i] += x_smem;
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) split<EXACT>(a[i][m][j], a[i][m][j], a_rest[i][m][j]);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < Shape::N8; ++n) {
+    uint32_t b[STEPS][2], b_rest[STEPS][2];
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      hopper::load_shared(b[i][0], x_low[i] + pixels[n]);
+      hopper::load_shared(b[i][1], x_high[i] + pixels[n]);
+      split<EXACT>(b[i][0], b[i][0], b_rest[i][0]);
+      split<EXACT>(b[i][1], b[i][1], b_rest[i][1]);
+    }
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+      float d[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < STEPS; ++i) {
+        if constexpr (EXACT) {
+          multiply_add(d, a_rest[i][m], b[i]);
+          multiply_add(d, a[i][m], b_rest[i]);
+          multiply_add(d, a[i][m], b[i]);
+        } else {
+          multiply_add(acc[m][n], a[i][m], b[i]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 4 && EXACT; ++j) acc[m][n][j] += d[j];
+    }
+  }
+}
+
+template <typename Shape, bool EXACT>
+__device__ __forceinline__ void multiply_chunk(const Plan& plan, int warp_k, uint32_t x_smem, uint32_t a_smem,
+                                               uint32_t table, const int (&pixels)[Shape::N8],
+                                               float (&acc)[Shape::M16][Shape::N8][4]) {
+  constexpr int STEPS = Shape::STEPS, APART = 32 * Shape::WARPS_K;
+  const int pitch_8 = 8 * 4 * plan.w_pitch;
+  a_smem += 32 * warp_k;
+  table += 32 * warp_k;
+  int steps = (plan.depth / 8 - warp_k + Shape::WARPS_K - 1) / Shape::WARPS_K;
+#pragma unroll 1
+  for (; steps >= STEPS; steps -= STEPS, a_smem += APART * STEPS, table += APART * STEPS)
+    multiply_steps<Shape, EXACT, STEPS>(x_smem, a_smem, pitch_8, table, pixels, acc);
+  if constexpr (STEPS > 1) {
+#pragma unroll 1
+    for (; steps > 0; --steps, a_smem += APART, table += APART)
+      multiply_steps<Shape, EXACT, 1>(x_smem, a_smem, pitch_8, table, pixels, acc);
+  }
+}
+
+// -- Storing --
+
+// One output by multiply-adds, in chunks of 64: for Inf and NaN.
+__device__ __noinline__ float exact_output(const Params& params, int64_t n, int group, int k, int p, int q) {
+  const Correlation& of = params.of;
+  const float* const image =
+      params.in_ptr + n * of.in_stride[0] + static_cast<int64_t>(group) * of.in_channels * of.in_stride[1];
+  const float* const filter = params.w_ptr + group * of.w_stride_group + k * of.w_stride_out;
+  float sum = 0, chunk = 0;
+  int terms = 0;
+#pragma unroll 1
+  for (int c = 0; c < of.in_channels; ++c) {
+#pragma unroll 1
+    for (int r = 0; r < of.R; ++r) {
+#pragma unroll 1
+      for (int s = 0; s < of.S; ++s) {
+        const int h = p * of.stride_h - of.pad_h + r * of.dilation_h,
+                  w = q * of.stride_w - of.pad_w + s * of.dilation_w;
+        const bool exists = h >= 0 && h < of.H && w >= 0 && w < of.W;
+        const int w_r = of.flipped ? of.R - 1 - r : r, w_s = of.flipped ? of.S - 1 - s : s;
+        float x = exists ? image[c * of.in_stride[1] + h * of.in_stride[2] + w * of.in_stride[3]] : 0.0f;
+        float weight = filter[c * of.w_stride_in + w_r * of.w_stride_r + w_s * of.w_stride_s];
+        if (params.tf32) {
+          x = round_to_tf32(x);
+          weight = round_to_tf32(weight);
+        }
+        chunk = fmaf(x, weight, chunk);
+        if (++terms % 64 == 0) {
+          sum += chunk;
+          chunk = 0;
+        }
+      }
+    }
+  }
+  return sum + chunk;
+}
+
+__device__ __forceinline__ bool is_finite(float value) { return (float_bits(value) & 0x7f800000u) != 0x7f800000u; }
+
+// The block's rows of the tile, split_rows of them, from the staging of all blocks of the cluster to memory.
+__device__ __forceinline__ void store_rows(const Params& params, const Tile& tile, const float* staging,
+                                           int first_row) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int pitch = plan.tile_n + kStagingPad;
+  const int lines = min(plan.tile_p, of.P - tile.p), columns = min(plan.tile_q, of.Q - tile.q);
+  const int64_t first_channel = static_cast<int64_t>(tile.group) * of.out_channels + tile.m;
+  float* const out = params.out_ptr + tile.n * of.out_stride[0] + first_channel * of.out_stride[1] +
+                     tile.p * of.out_stride[2] + tile.q * of.out_stride[3];
+  const int rows = of.out_channels - tile.m;
+
+  const auto finished = [&](float sum, int row, int pixel) {
+    if (!is_finite(sum)) {
+      const int line = quotient(pixel, params.by_tile_q), column = pixel - line * plan.tile_q;
+      sum = exact_output(params, tile.n, tile.group, tile.m + row, tile.p + line, tile.q + column);
+    }
+    return params.bias_ptr != nullptr ? sum + params.bias_ptr[first_channel + row] : sum;
+  };
+
+  const int vector = plan.out_vector;
+  const bool channels_last = of.out_stride[1] == 1 && of.out_stride[3] != 1;
+  // Lanes run along what are neighbours in memory.
+  const int fast_bits = channels_last ? plan.row_bits : plan.piece_bits;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 1 << (plan.row_bits + plan.piece_bits); i += kThreads) {
+    const int slow = i >> fast_bits, fast = i - (slow << fast_bits);
+    const int row = first_row + (channels_last ? fast : slow), pixel = (channels_last ? slow : fast) * vector;
+    const int line = quotient(pixel, params.by_tile_q), column = pixel - line * plan.tile_q;
+    if (row >= rows || line >= lines || column >= columns) continue;
+    const float* const from = staging + row * pitch + pixel;
+    const uint32_t address = hopper::smem_address(from);
+    float* const to = out + row * of.out_stride[1] + line * of.out_stride[2] + column * of.out_stride[3];
+    if (vector == 4) {
+      float4 sum{};
+      if (plan.splits > 1)
+        sum = add_cluster_4(address, plan.splits);
+      else
+        sum = *reinterpret_cast<const float4*>(from);
+      if (is_finite(sum.x) && is_finite(sum.y) && is_finite(sum.z) && is_finite(sum.w)) {
+        const float bias = params.bias_ptr != nullptr ? params.bias_ptr[first_channel + row] : 0.0f;
+        *reinterpret_cast<float4*>(to) = make_float4(sum.x + bias, sum.y + bias, sum.z + bias, sum.w + bias);
+      } else {
+#pragma unroll 1
+        for (int j = 0; j < 4; ++j) {
+          to[j] = finished(j == 0 ? sum.x : j == 1 ? sum.y : j == 2 ? sum.z : sum.w, row, pixel + j);
+        }
+      }
+    } else {
+      const float sum = plan.splits > 1 ? add_cluster(address, plan.splits) : *from;
+      *to = finished(sum, row, pixel);
+    }
+  }
+}
+
+// -- Kernel --
+
+template <typename Shape, bool EXACT>
+__global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_constant__ Params params) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  extern __shared__ __align__(128) unsigned char smem_bytes[];
+  float* const smem = reinterpret_cast<float*>(smem_bytes);
+  const Plan& plan = params.plan;
+  const int warp_id = threadIdx.x / 32, lane_id = threadIdx.x % 32;
+  const int warp_k = warp_id / (Shape::WARPS_M * Shape::WARPS_N);
+  const int warp_m = warp_id / Shape::WARPS_N % Shape::WARPS_M, warp_n = warp_id % Shape::WARPS_N;
+
+  const int number = quotient(blockIdx.x, params.by_splits), rank = blockIdx.x - number * plan.splits;
+  const Tile tile = locate_tile(params, number);
+  const int first_chunk = rank * plan.split_chunks;
+  const int chunks = min(plan.split_chunks, plan.chunks - first_chunk);
+  const uint32_t ring = hopper::smem_address(smem + ring_start(plan));
+  const int stage_bytes = 4 * (plan.x_words + plan.w_words);
+  const uint32_t window = ring + plan.stages * stage_bytes;  // of planes
+
+  const uint32_t barriers = hopper::smem_address(smem);
+  if (threadIdx.x == 0) {
+    if (plan.x_copies == Copies::kBox) hopper::prefetch_map(params.x_map);
+    if (plan.w_copies == Copies::kBox) hopper::prefetch_map(params.w_map);
+    const int arrivals = (plan.x_bulk || plan.w_bulk ? 1 : 0) + (plan.x_bulk && plan.w_bulk ? 0 : kThreads);
+    for (int i = 0; i < plan.stages; ++i) hopper::barrier_init(barriers + 8 * i, arrivals);
+    hopper::fence_async();
+  }
+  __syncthreads();  // the barriers
+
+  // All chunks are under way at once, if there is room, or one less than there are slots: that one is being read.
+  const int ahead = chunks <= plan.stages ? chunks : plan.stages - 1;
+  int load_slot = 0, slot = 0;
+  uint32_t parity = 0;
+  int pixels[Shape::N8] = {};  // the window's byte at which each of this lane's outputs starts
+  float acc[Shape::M16][Shape::N8][4] = {};
+#pragma unroll 1
+  for (int i = -ahead; i < chunks; ++i) {
+    if (i >= 0) {
+      hopper::barrier_wait(barriers + 8 * slot, parity);
+      __syncthreads();  // the table, and nobody reads chunk i - 1 any more
+    }
+    if (i + ahead < chunks) {
+      // Warps take turns in ordering bulk copies: at the start they do it side by side.
+      load_chunk(params, tile, first_chunk + i + ahead, ring + load_slot * stage_bytes, barriers + 8 * load_slot,
+                 static_cast<int>(threadIdx.x) == 32 * ((i + ahead) % kWarps));
+      load_slot = load_slot + 1 == plan.stages ? 0 : load_slot + 1;
+    }
+    if (i == -1) {  // while the first chunks come
+#pragma unroll
+      for (int n = 0; n < Shape::N8; ++n) {
+        const int pixel = (warp_n * Shape::N8 + n) * 8 + lane_id / 4;
+        const int line = quotient(pixel, params.by_tile_q), column = pixel - line * plan.tile_q;
+        const int word = line * plan.row_step * plan.row_words + column * plan.column_step * plan.pixel_words;
+        pixels[n] = line < plan.tile_p ? 4 * word : 0;
+      }
+      make_table(params, tile, smem);
+    }
+    if (i < 0) continue;
+    if (plan.x_copies == Copies::kPlanes) {
+      float* const stage = smem + ring_start(plan);
+      place_planes(params, tile, stage + slot * (plan.x_words + plan.w_words),
+                   stage + plan.stages * (plan.x_words + plan.w_words));
+      __syncthreads();  // the window
+    }
+    const uint32_t x_smem = ring + slot * stage_bytes;
+    const uint32_t a_smem =
+        x_smem + 4 * (plan.x_words + (warp_m * Shape::M16 * 16 + lane_id / 4) * plan.w_pitch + lane_id % 4);
+    multiply_chunk<Shape, EXACT>(plan, warp_k, plan.x_copies == Copies::kPlanes ? window : x_smem, a_smem,
+                                 barriers + 4 * (kTable + lane_id % 4), pixels, acc);
+    if (++slot == plan.stages) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+
+  __syncthreads();  // nobody reads the ring any more
+  float* const staging = smem + ring_start(plan);
+  constexpr int PITCH = Shape::TILE_N + kStagingPad, STAGING = Shape::TILE_M * PITCH;
+#pragma unroll
+  for (int m = 0; m < Shape::M16; ++m) {
+#pragma unroll
+    for (int n = 0; n < Shape::N8; ++n) {
+      float* const to = staging + warp_k * STAGING + ((warp_m * Shape::M16 + m) * 16 + lane_id / 4) * PITCH +
+                        (warp_n * Shape::N8 + n) * 8 + lane_id % 4 * 2;
+      *reinterpret_cast<float2*>(to) = make_float2(acc[m][n][0], acc[m][n][1]);
+      *reinterpret_cast<float2*>(to + 8 * PITCH) = make_float2(acc[m][n][2], acc[m][n][3]);
+    }
+  }
+  if constexpr (Shape::WARPS_K > 1) {
+    __syncthreads();  // sums of all groups of warps
+#pragma unroll 1
+    for (int i = 4 * threadIdx.x; i < STAGING; i += 4 * kThreads) {
+      float4 sum = *reinterpret_cast<const float4*>(staging + i);
+#pragma unroll
+      for (int k = 1; k < Shape::WARPS_K; ++k) {
+        const float4 part = *reinterpret_cast<const float4*>(staging + k * STAGING + i);
+        sum.x += part.x;
+        sum.y += part.y;
+        sum.z += part.z;
+        sum.w += part.w;
+      }
+      *reinterpret_cast<float4*>(staging + i) = sum;
+    }
+  }
+  if (plan.splits == 1)
+    __syncthreads();  // staging
+  else
+    cluster_sync();  // staging of all blocks
+  store_rows(params, tile, staging, rank * plan.split_rows);
+  if (plan.splits > 1) cluster_leave();  // others may still be reading this block's
+#endif
+}
+
+#endif  // device code
+
+#if !defined(__CUDACC_RTC__)
+
+// ---- Host: how to cut it up ----
+
+struct Device {
+  int sms, smem_bytes;
+  bool hopper;  // clusters and bulk copies
+};
+
+// Addresses of the tensors; zeros, before they are known, stand for aligned ones.
+struct Alignment {
+  uint64_t in, w, out;
+};
+
+using Shape0 = Shape<4, 1, 2, 2, 4, 2>;
+using Shape1 = Shape<1, 2, 4, 2, 4, 2>;
+using Shape2 = Shape<1, 2, 4, 1, 8, 2>;
+using Shape3 = Shape<1, 2, 4, 2, 8, 1>;
+using Shape4 = Shape<1, 1, 8, 1, 4, 2>;
+
+struct ShapeSizes {
+  int tile_m, tile_n, warps_k, m16, n8;
+};
+
+template <typename Shape>
+constexpr ShapeSizes sizes_of() {
+  return {Shape::TILE_M, Shape::TILE_N, Shape::WARPS_K, Shape::M16, Shape::N8};
+}
+constexpr ShapeSizes kShapes[] = {sizes_of<Shape0>(), sizes_of<Shape1>(), sizes_of<Shape2>(), sizes_of<Shape3>(),
+                                  sizes_of<Shape4>()};
+constexpr int kShapeCount = sizeof kShapes / sizeof kShapes[0];
+
+inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// 1x1 filters that take every pixel see one row of pixels instead of an image.
+inline void flatten_points(Correlation& of) {
+  // A stride that is never taken is 1, too, and may leave pixels out.
+  const bool same = of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0 &&
+                    of.H == of.P && of.W == of.Q;
+  const auto dense = [&](const int64_t (&stride)[4]) { return of.H == 1 || stride[2] == of.W * stride[3]; };
+  if (!same || !dense(of.in_stride) || !dense(of.out_stride)) return;
+  const int64_t pixels = static_cast<int64_t>(of.H) * of.W;
+  if (pixels > 1 << 30) return;
+  of.W = of.Q = static_cast<int>(pixels);
+  of.H = of.P = 1;
+}
+
+// Channels of a chunk: enough that each group of warps has some 40 to 128 terms, all of them where there are few.
+inline int chunk_channels(const Correlation& of, int warps_k) {
+  const int64_t taps = static_cast<int64_t>(of.R) * of.S;
+  if (of.in_channels < 8 && of.in_channels * taps <= 384) return of.in_channels;
+  int channels = warps_k > 1 ? 64 : 32;
+  while (channels > 1 && channels * taps > (warps_k > 1 ? 160 : 128)) channels /= 2;
+  while (channels > 8 && channels >= 2 * of.in_channels) channels /= 2;
+  return channels;
+}
+
+// Constants of the estimate, in cycles of an SM at 1.75 GHz, of three products; from 920 times: 23 layers of a
+// ResNet-50 with 1 and 4 images, stems and last layers, in all shapes and splits, H200, 2026-11-22. The plan that it
+// chooses is on average 4% slower than the best one of them, 80% in the worst case. One product has not been fitted.
+constexpr double kMmaCycles = 1.55;  // of an SM, for 16 x 8 x 8, measured: 62% of the rate of wgmma
+constexpr double kCallCycles = 9400, kBlockCycles = 1700, kChunkCycles = 910;
+constexpr double kClusterCycles = 2200, kClusterBlockCycles = 530, kLargeClusterBlockCycles = 1140;
+constexpr double kStoreRate = 24, kLoadRate = 200, kWeightsRate = 85, kWordRate = 8, kPlacedTerms = 20;
+constexpr double kConflictCycles = 0.15;  // most of them hide behind something else
+struct ShapeCycles {
+  double product;  // of a product of 16 x 8 x 8, over kMmaCycles
+  double step;     // of a warp that waits for nothing else
+};
+constexpr ShapeCycles kShapeCycles[] = {{1.08, 46}, {1.38, 46}, {1.77, 19}, {1.81, 175}, {1.67, 25}};
+
+// How many words a bank has to give in the first load of x by a warp: of four terms of eight pixels.
+inline int bank_conflicts(const Correlation& of, const Plan& plan) {
+  int words[32][32], counts[32] = {}, most = 1;  // of each bank
+  for (int lane = 0; lane < 32; ++lane) {
+    const int term = lane % 4, pixel = lane / 4, tap = plan.taps_first ? 0 : term % plan.taps;
+    const int line = pixel / plan.tile_q, column = pixel % plan.tile_q;
+    const int word = (plan.taps_first ? term : term / plan.taps) * plan.channel_words +
+                     tap / of.S * of.dilation_h * plan.row_words + tap % of.S * of.dilation_w * plan.pixel_words +
+                     line * plan.row_step * plan.row_words + column * plan.column_step * plan.pixel_words;
+    int* const bank = words[word % 32];
+    int& count = counts[word % 32];
+    if (std::find(bank, bank + count, word) == bank + count) bank[count++] = word;
+    most = std::max(most, count);
+  }
+  return most;
+}
+
+// Completes a plan; false when it does not fit.
+inline bool complete(const Correlation& of, bool tf32, const Device& device, const Alignment& address, int shape,
+                     int splits, int tile_p, int tile_q, Plan& plan) {
+  const ShapeSizes& sizes = kShapes[shape];
+  plan = Plan{};
+  plan.shape = shape;
+  plan.tile_m = sizes.tile_m;
+  plan.tile_n = sizes.tile_n;
+  plan.warps_k = sizes.warps_k;
+  plan.tile_p = tile_p;
+  plan.tile_q = tile_q;
+  plan.tiles_p = static_cast<int>(ceil_div(of.P, tile_p));
+  plan.tiles_q = static_cast<int>(ceil_div(of.Q, tile_q));
+  plan.tiles_m = static_cast<int>(ceil_div(of.out_channels, plan.tile_m));
+  const double tiles = static_cast<double>(plan.tiles_p) * plan.tiles_q * plan.tiles_m * of.groups * of.N;
+  if (tiles * splits > 2147483647.0 || of.N > 2147483647) return false;
+  plan.tiles = static_cast<int64_t>(tiles);
+
+  plan.taps = of.R * of.S;
+  plan.channels = chunk_channels(of, sizes.warps_k);
+  plan.chunks = static_cast<int>(ceil_div(of.in_channels, plan.channels));
+  plan.split_chunks = static_cast<int>(ceil_div(plan.chunks, splits));
+  plan.splits = splits;
+  plan.split_rows = plan.tile_m / splits;
+  if (splits > 1 && (!device.hopper || ceil_div(plan.chunks, plan.split_chunks) != splits)) return false;
+  const int terms = plan.channels * plan.taps;
+  plan.depth = round_up(terms, 8);
+
+  // x: the window.
+  const bool channels_last = of.in_stride[1] == 1 && of.in_stride[3] != 1 && plan.channels >= 4;
+  const auto fours = [](int64_t stride, int64_t size) { return size == 1 || stride % 4 == 0; };
+  const bool aligned_in = address.in % 16 == 0 && fours(of.in_stride[0], of.N);
+  // Boxes of expanded tensors have not been tried.
+  const auto moves = [](int64_t stride, int64_t size) { return size == 1 || stride > 0; };
+  const bool x_boxes = device.hopper && moves(of.in_stride[0], of.N) && moves(of.in_stride[2], of.H) &&
+                       moves(of.in_stride[1], static_cast<int64_t>(of.in_channels) * of.groups) &&
+                       moves(of.in_stride[3], of.W);
+  const bool w_boxes = device.hopper && of.w_stride_out > 0 && (of.S == 1 || of.w_stride_s > 0);
+  const int64_t plane = static_cast<int64_t>(of.H) * of.W;
+  plan.plane = static_cast<int>(std::min<int64_t>(plane, 1 << 30));
+  plan.row_step = of.R == 1 ? 1 : of.stride_h;
+  plan.column_step = of.S == 1 ? 1 : of.stride_w;
+  plan.in_row_step = of.R == 1 ? of.stride_h : 1;
+  plan.in_column_step = of.S == 1 ? of.stride_w : 1;
+  const bool rows_of_fours = aligned_in && of.in_stride[3] == 1 && of.W % 4 == 0 && fours(of.in_stride[2], of.H) &&
+                             fours(of.in_stride[1], static_cast<int64_t>(of.in_channels) * of.groups) &&
+                             (plan.tiles_q == 1 || tile_q * of.stride_w % 4 == 0);
+  if (rows_of_fours && !channels_last && device.hopper) {
+    plan.column_step = of.stride_w;  // boxes of all columns
+    plan.in_column_step = 1;
+  }
+  // A chunk of small images is a run of memory, without padding just as the window wants it.
+  const bool planes = !channels_last && of.in_stride[3] == 1 && (of.H == 1 || of.in_stride[2] == of.W) &&
+                      of.in_stride[1] == plane && aligned_in && plane <= 1024 && plan.channels * plane % 4 == 0 &&
+                      of.in_channels * plane % 4 == 0;
+  const bool run = planes && plan.tiles_p == 1 && plan.tiles_q == 1 && of.pad_h == 0 && of.pad_w == 0;
+  if (run) {
+    plan.row_step = of.stride_h;
+    plan.column_step = of.stride_w;
+    plan.in_row_step = plan.in_column_step = 1;
+  }
+  const int64_t rows =
+      run ? of.H
+          : static_cast<int64_t>(tile_p - 1) * plan.row_step + static_cast<int64_t>(of.R - 1) * of.dilation_h + 1;
+  const int64_t columns =
+      run ? of.W
+          : static_cast<int64_t>(tile_q - 1) * plan.column_step + static_cast<int64_t>(of.S - 1) * of.dilation_w + 1;
+  if (rows * columns > 30000) return false;
+  plan.rows = static_cast<int>(rows);
+  plan.columns = static_cast<int>(columns);
+  const bool padded = terms != plan.depth;
+  if (run) {
+    plan.x_copies = Copies::kRun;
+    plan.x_bulk = device.hopper && of.in_channels % plan.channels == 0;
+    plan.pixel_words = 1;
+    plan.row_words = of.W;
+    plan.channel_words = static_cast<int>(plane);
+    plan.x_words = (plan.channels + padded) * plan.channel_words;
+  } else if (channels_last) {
+    const bool pieces_of_fours =
+        aligned_in && of.in_channels % 4 == 0 && fours(of.in_stride[2], of.H) && fours(of.in_stride[3], of.W);
+    plan.x_copies = pieces_of_fours ? Copies::kFours : Copies::kWords;
+    const bool whole_steps = (plan.in_row_step == 1 || of.pad_h == 0) && (plan.in_column_step == 1 || of.pad_w == 0);
+    if (pieces_of_fours && x_boxes && !padded && rows <= 256 && columns <= 256 && whole_steps) {
+      plan.x_copies = Copies::kBox;
+      plan.x_bulk = true;
+    }
+    plan.pixel_words = plan.channels + 4;  // so that lanes of pixels meet all banks
+    plan.channel_words = 1;
+    plan.row_words = plan.columns * plan.pixel_words;
+    plan.row_entries = plan.columns;
+    plan.entries = plan.rows * plan.row_entries;
+    plan.x_pieces = plan.channels / (pieces_of_fours ? 4 : 1);
+    plan.x_words = plan.entries * plan.pixel_words;
+  } else {
+    plan.pixel_words = 1;
+    int width = 1;
+    if (rows_of_fours && plan.in_column_step == 1) {
+      // Four columns are inside the image or outside.
+      plan.x_copies = Copies::kFours;
+      width = 4;
+      plan.lead = ((-of.pad_w) % 4 + 4) % 4;
+      plan.columns = round_up(plan.columns + plan.lead, 4);
+      if (x_boxes && rows <= 256 && plan.columns <= 256 && (plan.in_row_step == 1 || of.pad_h == 0)) {
+        plan.x_copies = Copies::kBox;
+        plan.x_bulk = true;
+      }
+    }
+    // Neighbouring channels 8 or 24 banks apart, for 1x1 filters.
+    if (plan.x_copies == Copies::kBox) {
+      for (int more = 0; plan.taps == 1 && more <= 12 && plan.columns + more <= 256; more += 4) {
+        if (plan.rows * (plan.columns + more) % 16 != 8) continue;
+        plan.columns += more;
+        break;
+      }
+    }
+    plan.row_words = plan.columns;
+    plan.row_entries = plan.columns / width;
+    plan.entries = plan.rows * plan.row_entries;
+    plan.channel_words = plan.rows * plan.columns;
+    if (plan.x_copies != Copies::kBox) {
+      if (plan.taps == 1) plan.channel_words = (plan.channel_words + 23) / 32 * 32 + 8;
+      plan.channel_words = round_up(plan.channel_words, 4);
+    }
+    plan.x_words = (plan.channels + padded) * plan.channel_words;
+    if (plan.x_copies == Copies::kWords && planes && plan.in_row_step == 1 && plan.in_column_step == 1) {
+      plan.x_copies = Copies::kPlanes;
+      plan.x_bulk = device.hopper && of.in_channels % plan.channels == 0;
+      plan.window_words = round_up(plan.x_words, 32);
+      plan.x_words = plan.channels * static_cast<int>(plane);
+    }
+  }
+  plan.x_words = round_up(plan.x_words, 32);
+
+  // w: rows as they are in memory.
+  plan.taps_first = of.w_stride_in == 1 && plan.taps > 1 && of.in_channels > 1;
+  plan.natural = !plan.taps_first && !of.flipped && (of.S == 1 || of.w_stride_s == 1) &&
+                 (of.R == 1 || of.w_stride_r == of.S) && (of.in_channels == 1 || of.w_stride_in == plan.taps);
+  const bool aligned_w =
+      address.w % 16 == 0 && fours(of.w_stride_out, of.out_channels) && fours(of.w_stride_group, of.groups);
+  const bool natural_fours = plan.natural && plan.channels * plan.taps % 4 == 0;
+  const bool taps_fours = plan.taps_first && plan.channels % 4 == 0 && of.in_channels % 4 == 0 &&
+                          fours(of.w_stride_r, of.R) && fours(of.w_stride_s, of.S);
+  const bool taps_in_order = plan.taps_first && !of.flipped && (of.S == 1 || of.w_stride_s == of.in_channels) &&
+                             (of.R == 1 || of.w_stride_r == static_cast<int64_t>(of.S) * of.in_channels);
+  plan.w_pitch = plan.depth + 4;  // an odd number of fours: rows of words meet all banks
+  if (aligned_w && (natural_fours || taps_fours)) {
+    plan.w_copies = Copies::kFours;
+    if (w_boxes && natural_fours && plan.w_pitch <= 256) {
+      plan.w_copies = Copies::kBox;
+      plan.w_bulk = true;
+    }
+    if (w_boxes && taps_fours && !of.flipped && (of.R == 1 || of.w_stride_r == of.S * of.w_stride_s) && !padded) {
+      plan.w_copies = Copies::kBox;
+      plan.w_bulk = true;
+      plan.w_pitch = terms;
+    }
+  } else if ((plan.natural || taps_in_order) && plan.chunks == 1 && plan.channels == of.in_channels &&
+             of.w_stride_out == terms && address.w % 16 == 0 && fours(of.w_stride_group, of.groups)) {
+    plan.w_copies = Copies::kRun;
+    plan.w_bulk = device.hopper && static_cast<int64_t>(of.out_channels) * terms % 4 == 0;
+    plan.w_pitch = terms;
+  }
+  plan.w_words = round_up(plan.tile_m * plan.w_pitch + 8, 32);
+  plan.w_pieces = plan.w_copies == Copies::kFours ? terms / 4 : terms;
+  plan.w_row_step = kThreads / plan.w_pieces;
+  plan.w_piece_step = kThreads % plan.w_pieces;
+
+  const auto reach = [&](const int64_t (&stride)[4], int channels, int height, int width) {
+    return channels * std::abs(stride[1]) + height * std::abs(stride[2]) + width * std::abs(stride[3]);
+  };
+  if (reach(of.in_stride, plan.channels, of.H, of.W) >= int64_t{1} << 31) return false;
+  if (plan.channels * std::abs(of.w_stride_in) + of.R * std::abs(of.w_stride_r) + of.S * std::abs(of.w_stride_s) >=
+      int64_t{1} << 31)
+    return false;
+
+  // y.
+  plan.lines_are_run = tile_q == of.Q && (of.P == 1 || of.out_stride[2] == of.Q) && of.out_stride[3] == 1;
+  const bool aligned_out = address.out % 16 == 0 && fours(of.out_stride[0], of.N) &&
+                           fours(of.out_stride[1], static_cast<int64_t>(of.out_channels) * of.groups) &&
+                           of.out_stride[3] == 1;
+  const bool by_lines = tile_q % 4 == 0 && of.Q % 4 == 0 && fours(of.out_stride[2], of.P);
+  const bool by_runs = plan.lines_are_run && tile_p * of.Q % 4 == 0 &&
+                       (plan.tiles_p == 1 ? of.P * of.Q % 4 == 0 : of.P % tile_p * of.Q % 4 == 0);
+  plan.out_vector = aligned_out && (by_lines || by_runs) ? 4 : 1;
+  while (1 << plan.row_bits < plan.split_rows) ++plan.row_bits;
+  while (plan.out_vector << plan.piece_bits < plan.tile_n) ++plan.piece_bits;
+
+  bool fits = false;
+  for (int stages = std::min(kMaxStages, plan.split_chunks); stages >= 1 && !fits; --stages) {
+    if (stages == 1 && plan.split_chunks > 1) break;
+    plan.stages = stages;
+    plan.smem_bytes = 4 * shared_words(plan);
+    // Deep rings only where few blocks share the SM.
+    const bool crowded = plan.tiles * splits > 2 * device.sms && stages > 3;
+    fits = plan.smem_bytes <= (crowded ? device.smem_bytes / kBlocks - 1024 : device.smem_bytes);
+  }
+  if (!fits) return false;
+
+  const double chunks = plan.split_chunks;
+  const double products = chunks * (plan.depth / 8) * (plan.tile_m / 16) * (plan.tile_n / 8) * (tf32 ? 1 : 3);
+  const double multiply = products * kMmaCycles * kShapeCycles[shape].product;
+  const double steps = chunks * ceil_div(plan.depth / 8, plan.warps_k) * kShapeCycles[shape].step;
+  // Loads of x, of all warps; what there is no conflict about is in the cycles of a step.
+  const double conflicts = kWarps * chunks * ceil_div(plan.depth / 8, plan.warps_k) * 2.0 * kShapes[shape].n8 *
+                           (bank_conflicts(of, plan) - 1);
+  const double words = plan.x_words + plan.w_words;
+  const double load = chunks * (4 * words / kLoadRate + 4.0 * plan.tile_m * plan.depth / kWeightsRate +
+                                (plan.x_copies == Copies::kPlanes ? kPlacedTerms * plan.depth : 0) +
+                                (plan.x_copies == Copies::kWords ? 4 * plan.x_words / kWordRate : 0) +
+                                (plan.w_copies == Copies::kWords ? 4 * plan.w_words / kWordRate : 0));
+  const double store = 4.0 * plan.tile_m * plan.tile_n / splits / kStoreRate * (plan.out_vector == 4 ? 1 : 2.5);
+  const double cluster = splits == 1 ? 0 : splits < 8 ? kClusterBlockCycles : kLargeClusterBlockCycles;
+  const int resident = std::max(1, std::min(kBlocks, device.smem_bytes / (plan.smem_bytes + 1024)));
+  const double blocks = std::ceil(static_cast<double>(plan.tiles) * splits / device.sms);
+  plan.cycles = kCallCycles + (splits > 1 ? kClusterCycles : 0) +
+                blocks * (kBlockCycles + multiply + kConflictCycles * conflicts + load + store + cluster) +
+                std::ceil(blocks / resident) * (steps + chunks * kChunkCycles);
+  return true;
+}
+
+inline bool make_plan(const Correlation& of, bool tf32, const Device& device, const Alignment& address, Plan& best,
+                      int forced_shape = -1, int forced_splits = 0) {
+  bool found = false;
+  for (int shape = 0; shape < kShapeCount; ++shape) {
+    if (forced_shape >= 0 && shape != forced_shape) continue;
+    const int pixels = kShapes[shape].tile_n;
+    // Whole rows of outputs, or parts of the same size.
+    const int parts = static_cast<int>(ceil_div(of.Q, pixels));
+    const int part = std::min(pixels, round_up(static_cast<int>(ceil_div(of.Q, parts)), 4));
+    for (int tile_q : {of.Q, part, pixels - 8, 128, 64, 32, 16}) {
+      if (tile_q > pixels || (tile_q > of.Q && tile_q != part)) continue;
+      const int most = std::min(of.P, pixels / tile_q);
+      const int even = static_cast<int>(ceil_div(of.P, ceil_div(of.P, most)));
+      for (int tile_p : {even, most}) {
+        for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
+          if (forced_splits > 0 && splits != forced_splits) continue;
+          Plan plan;
+          if (!complete(of, tf32, device, address, shape, splits, tile_p, tile_q, plan)) continue;
+          if (found && plan.cycles >= best.cycles) continue;
+          best = plan;
+          found = true;
+        }
+        if (most == even) break;
+      }
+    }
+  }
+  return found;
+}
+
+// Null, or why not. Without a GPU: the sizes alone decide.
+inline const char* refusal_of_problem(const Problem& problem, Operator op) {
+  if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
+  if (problem.dtype != DType::kFloat32) return "it has float32 only";
+  if (op == Operator::kDgrad && ((problem.stride_h != 1 && problem.P > 1) || (problem.stride_w != 1 && problem.Q > 1)))
+    return "it takes input gradients with stride 1 only";
+  if (problem.groups > 1 && (problem.C / problem.groups < 8 || problem.K / problem.groups < 8))
+    return "it takes groups of at least 8 channels only";
+  return nullptr;
+}
+
+// Compute capability, times 10.
+inline int current_device(Device& device) {
+  int number = 0, major = 0, minor = 0;
+  if (cudaGetDevice(&number) != cudaSuccess) return 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, number);
+  cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, number);
+  cudaDeviceGetAttribute(&device.smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, number);
+  device.hopper = major == 9;
+  return 10 * major + minor;
+}
+
+struct Planned {
+  Correlation of;
+  Plan plan;
+  bool found;
+};
+
+inline const Planned& plan_of(const Problem& problem, Operator op, const Alignment& address) {
+  thread_local Memo<Planned> memo;
+  Device device{};
+  const int capability = current_device(device);
+  ProblemKey key = key_of(problem, op, address.in, address.w, address.out);
+  key[33] = capability;
+  key[34] = device.sms;
+  return memo.get(key, [&] {
+    Planned planned{};
+    planned.of = correlation_of_problem(problem, op);
+    flatten_points(planned.of);
+    planned.found = make_plan(planned.of, uses_tf32(problem, op), device, address, planned.plan);
+    return planned;
+  });
+}
+
+inline const char* refusal(const Problem& problem, Operator op) {
+  if (const char* reason = refusal_of_problem(problem, op)) return reason;
+  Device device{};
+  if (current_device(device) < 80) return "it needs an Ampere GPU or a later one (compute capability 8.0)";
+  // Addresses are not known yet. How x comes depends on its own, and rows of w that are aligned take no more room.
+  if (!plan_of(problem, op, Alignment{0, 4, 4}).found || !plan_of(problem, op, Alignment{4, 4, 4}).found)
+    return "a tile with its halo does not fit into shared memory";
+  return nullptr;
+}
+
+// Tiles have at least 16 output channels. By this engine / by direct, us, fp32, H200, 2026-11-22, commit 296e213: 1x1 of
+// 64 channels to 2, an image of 512x512, 36 / 27; 8 images of 256x256, 3x3 of 16 channels to 3, 73 / 65; 9x9 of 64
+// channels to 3, 2369 / 939; one of 8x8, 3x3 of 4 channels to 4, 7 / 10.
+constexpr double kLeastOfFewChannels = 1 << 26;
+
+inline const char* yields(const Problem& problem, Operator op) {
+  if (direct_has_points(problem, op)) return "direct reads every pixel just once";
+  const int out_channels = (op == Operator::kDgrad ? problem.C : problem.K) / problem.groups;
+  if (out_channels <= 4 && multiply_adds(problem) >= kLeastOfFewChannels)
+    return "direct is faster with few output channels";
+  return nullptr;
+}
+
+inline int64_t workspace_bytes(const Problem&, Operator) { return 0; }
+
+inline void set_divisors(Params& params) {
+  const Plan& plan = params.plan;
+  params.by_splits = make_divisor(plan.splits);
+  params.by_tiles_m = make_divisor(plan.tiles_m);
+  params.by_tiles_q = make_divisor(plan.tiles_q);
+  params.by_tiles_p = make_divisor(plan.tiles_p);
+  params.by_images = make_divisor(params.of.N);
+  params.by_taps = make_divisor(plan.taps);
+  params.by_channels = make_divisor(plan.channels);
+  params.by_s = make_divisor(params.of.S);
+  params.by_tile_q = make_divisor(plan.tile_q);
+  params.by_row_entries = make_divisor(std::max(1, plan.row_entries));
+  params.by_x_pieces = make_divisor(std::max(1, plan.x_pieces));
+  params.by_w_pieces = make_divisor(plan.w_pieces);
+  params.by_plane = make_divisor(std::max(1, plan.plane));
+  params.by_width = make_divisor(params.of.W);
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+template <typename Shape, bool EXACT>
+cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
+  const auto kernel = mma_kernel<Shape, EXACT>;
+  const Plan& plan = params.plan;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
+  if (error != cudaSuccess) return error;
+  const unsigned blocks = static_cast<unsigned>(plan.tiles * plan.splits);
+#if defined(__CUDACC__)
+  if (plan.splits > 1) {
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = plan.splits;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = blocks;
+    config.blockDim = kThreads;
+    config.dynamicSmemBytes = plan.smem_bytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, params);
+  }
+#endif
+  kernel<<<blocks, kThreads, plan.smem_bytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+// x as boxes want it, [n][channel][row][column] or [n][row][column][channel], of every in_row_step-th row, and w, rows
+// of its terms or [output channel][tap][channel].
+inline cudaError_t make_maps(Params& params) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const auto bytes = [](int64_t stride, int64_t size) { return static_cast<uint64_t>(size > 1 ? 4 * stride : 16); };
+  const auto make = [](const float* tensor, const uint64_t (&sizes)[4], const uint64_t (&strides)[3],
+                       const uint32_t (&box)[4], hopper::BoxMap& map) {
+    return hopper::make_box_map(hopper::BoxUse::kLoad, const_cast<float*>(tensor), 4, sizes, strides, box, map);
+  };
+  if (plan.x_copies == Copies::kBox) {
+    const uint64_t height = ceil_div(of.H, plan.in_row_step), width = ceil_div(of.W, plan.in_column_step);
+    const uint64_t channels = static_cast<uint64_t>(of.groups) * of.in_channels, images = of.N;
+    const uint64_t row = bytes(of.in_stride[2] * plan.in_row_step, height), image = bytes(of.in_stride[0], of.N);
+    const uint32_t columns = plan.columns, rows = plan.rows;
+    cudaError_t error;
+    if (plan.pixel_words == 1)
+      error = make(params.in_ptr, {width, height, channels, images}, {row, bytes(of.in_stride[1], channels), image},
+                   {columns, rows, static_cast<uint32_t>(plan.channels), 1}, params.x_map);
+    else
+      error = make(params.in_ptr, {channels, width, height, images},
+                   {bytes(of.in_stride[3] * plan.in_column_step, width), row, image},
+                   {static_cast<uint32_t>(plan.pixel_words), columns, rows, 1}, params.x_map);
+    if (error != cudaSuccess) return error;
+  }
+  if (plan.w_copies != Copies::kBox) return cudaSuccess;
+  const uint64_t rows = static_cast<uint64_t>(of.groups) * of.out_channels, out = bytes(of.w_stride_out, rows);
+  const uint64_t taps = plan.taps, in_channels = of.in_channels;
+  const uint32_t tile_m = plan.tile_m;
+  if (plan.taps_first)
+    return make(params.w_ptr, {in_channels, taps, rows, 1}, {bytes(of.w_stride_s, taps), out, 16},
+                {static_cast<uint32_t>(plan.channels), static_cast<uint32_t>(plan.taps), tile_m, 1}, params.w_map);
+  return make(params.w_ptr, {taps * in_channels, rows, 1, 1}, {out, 16, 16},
+              {static_cast<uint32_t>(plan.w_pitch), tile_m, 1, 1}, params.w_map);
+}
+
+template <bool EXACT>
+cudaError_t run(Params& params, cudaStream_t stream) {
+  const Plan& plan = params.plan;
+  const cudaError_t error = make_maps(params);
+  if (error != cudaSuccess) return error;
+  set_divisors(params);
+  switch (plan.shape) {
+    case 0:
+      return run_kernel<Shape0, EXACT>(params, stream);
+    case 1:
+      return run_kernel<Shape1, EXACT>(params, stream);
+    case 2:
+      return run_kernel<Shape2, EXACT>(params, stream);
+    case 3:
+      return run_kernel<Shape3, EXACT>(params, stream);
+    default:
+      return run_kernel<Shape4, EXACT>(params, stream);
+  }
+}
+
+inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  Params params{};
+  params.in_ptr = static_cast<const float*>(op == Operator::kDgrad ? pointers.dy : pointers.x);
+  params.w_ptr = static_cast<const float*>(pointers.w);
+  params.bias_ptr = static_cast<const float*>(op == Operator::kDgrad ? nullptr : pointers.bias);
+  params.out_ptr = static_cast<float*>(pointers.out);
+  params.tf32 = uses_tf32(problem, op);
+  const Alignment address{reinterpret_cast<uint64_t>(params.in_ptr), reinterpret_cast<uint64_t>(params.w_ptr),
+                          reinterpret_cast<uint64_t>(params.out_ptr)};
+  const Planned& planned = plan_of(problem, op, address);
+  if (!planned.found) return cudaErrorInvalidConfiguration;
+  params.of = planned.of;
+  params.plan = planned.plan;
+  return params.tf32 ? run<false>(params, stream) : run<true>(params, stream);
+}
+
+#endif  // launchers
+
+inline const char* name_of(Copies copies) {
+  const char* const names[] = {"single values", "fours", "runs", "boxes", "planes"};
+  return names[static_cast<int>(copies)];
+}
+
+inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
+  const Plan& plan = plan_of(problem, op, Alignment{}).plan;
+  snprintf(text, text_size,
+           "%s, tile of %d channels x %d x %d pixels, %d stages of %d channels, %d bytes of shared memory, x by %s, "
+           "weights by %s, y by %s, %lld tiles for %d blocks each, about %.3g Mcycles",
+           uses_tf32(problem, op) ? "one product" : "three products of parts", plan.tile_m, plan.tile_p, plan.tile_q,
+           plan.stages, plan.channels, plan.smem_bytes, name_of(plan.x_copies), name_of(plan.w_copies),
+           plan.out_vector == 4 ? "fours" : "single values", static_cast<long long>(plan.tiles), plan.splits,
+           plan.cycles * 1e-6);
+}
+
+#endif  // host
+
+}  // namespace mma
+
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+extern const Engine kMmaEngine{"mma", mma::refusal, mma::workspace_bytes, mma::launch, mma::describe, mma::yields};
+#endif
+
+}  // namespace modelnew
