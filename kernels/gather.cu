@@ -2,8 +2,12 @@
 // channels_last. Deterministic: one sum an output, in one order.
 //
 //   pack     w -> the bytes that shared memory wants, in the order in which the main kernel takes them
+//   prepare  the same for contained operands (below), and a sample of x
 //   gather   y from x (fprop), and dx from dy (dgrad without a stride)
+//   again    of contained operands what they are not fit for: the same kernel with TF32 operands
 //   sum      adds up partial sums where the reduction is split
+//
+// Each is launched while the one before it still runs, and waits for its end where it needs what that one has written.
 //
 // GEMM view: rows = output pixels, columns = output channels, reduction = (block of channels, r, s, channel). A stage
 // of shared memory holds the pixels that a tile of outputs reads, with the halo, in a block of channels:
@@ -50,9 +54,28 @@
 // Where there are few tiles the reduction is split: parts of it write sums of their own, which sum_kernel adds up in
 // their order.
 //
-// What bounds it (H200, 2026-11-22, TF32, 256 images, us, packing included, revisions in the making; without loading x,
-// or storing y, or both and seven eighths of w; cuDNN's own time). A bare loop of these wgmmas with ldmatrix and
-// rounding reaches 480 TFLOP/s, these layers 80 to 290.
+// Contained operands: fp32 tensors under the TF32 contract are multiplied as scaled fp16, at twice the rate of TF32 and
+// with half the bytes of weights (numerics.cuh; wgmma.cu says more about the rules). x lies in shared memory as it is
+// in memory and is scaled and converted on its way to the tensor cores, where every value is watched: tiles with one
+// that does not fit come on a list, which the kernel `again` does with TF32 operands, in narrower tiles, since a single
+// one keeps everybody waiting. It takes contained weights out of their containers again: they are the same numbers.
+// Where a weight does not fit, or the sample of x says that half of the tiles would be done twice, it does all of the
+// call, and the main kernel packs weights for it instead of multiplying. It is launched in any case and ends at once
+// when nothing is left to do, so that the host waits for nothing.
+//
+// That is for filters larger than 1x1 and many channels, in one shape of a tile: all else is bound by something else
+// than the tensor cores, and faster with TF32 operands (H200, 2026-11-22, 3x3, NCHW, us: contained, TF32, cuDNN):
+//
+//                                  256 images          32 images
+//   256 to 256, 28x28, stride 2   216   338   304     61   71   64
+//   256 to 256, 14x14             199   225   219     64   63   52
+//   512 to 512, 14x14, stride 2   210   367   246     70   94   72
+//   512 to 512, 7x7               186   218   201     68   72   64
+//   128 to 128, 28x28             331   244   284     72   50   54
+//
+// What bounds it with TF32 operands (H200, 2026-11-22, 256 images, us, packing included, revisions in the making;
+// without loading x, or storing y, or both and seven eighths of w; cuDNN's own time). A bare loop of these wgmmas with
+// ldmatrix and rounding reaches 480 TFLOP/s, these layers 80 to 290.
 //
 //   1x1 1024 to 512, 14x14     180   without x 156   without y 157   without all 125    cuDNN 331
 //   3x3 256 to 256, 14x14      205   without x 200   without y 191   without all 182    cuDNN 219
@@ -68,6 +91,7 @@
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
+#include <type_traits>
 
 #include "engines.cuh"
 #endif
@@ -83,20 +107,35 @@ namespace gather {
 //
 // Other architectures than sm_90a have an empty kernel: what only its roles use is then unused.
 
-template <typename Stored_>
+// What tensors hold in memory, and what the tensor cores multiply. AGAIN: in the kernel that does what contained
+// operands are not fit for.
+template <typename Stored_, typename Multiplied_ = Stored_, bool AGAIN_ = false>
 struct Format {
   using Stored = Stored_;
-  static constexpr int CHANNELS = 16 / sizeof(Stored);  // of a piece
+  using Multiplied = Multiplied_;
+  static constexpr bool CONTAINED = sizeof(Multiplied) < sizeof(Stored);
+  static constexpr bool AGAIN = AGAIN_;
+  static constexpr bool POINTS = !CONTAINED && !AGAIN;        // as well as windows
+  static constexpr int CHANNELS = 16 / sizeof(Stored);        // of a piece of x
+  static constexpr int W_CHANNELS = 16 / sizeof(Multiplied);  // of a piece of packed weights
+  static constexpr int STEP_PIECES = CONTAINED ? 4 : 2;       // of x, in one wgmma
   // Registers of a thread: all start with 168, and the multiplying ones need more.
   static constexpr int MULTIPLY_REGISTERS = sizeof(Stored) == 4 ? 216 : 208;
   static constexpr int GATHER_REGISTERS = 3 * 168 - 2 * MULTIPLY_REGISTERS;
 };
+using Tf32 = Format<float>;
+using Contained = Format<float, Half>;
+using Again = Format<float, float, true>;
 
 constexpr int kMultiplyWarps = 8, kGatherWarps = 3;
 [[maybe_unused]] constexpr int kGatherThreads = 32 * kGatherWarps;
 constexpr int kThreads = 32 * (kMultiplyWarps + kGatherWarps + 1);
+[[maybe_unused]] constexpr int kDecidingThreads = kThreads - kGatherThreads;
 constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
 constexpr int kMaxStages = 8;
+// Channels of a tile of contained operands, and of the parts in which it is done again.
+constexpr int kContainedTile = 256, kAgainTile = 64, kAgainParts = kContainedTile / kAgainTile;
+constexpr int kContainedPieces = 8;  // of x, in a stage of either
 constexpr int kBarrierBytes = 1024;
 
 // Staging of the results of 64 pixels x 32 channels, by a warpgroup: [channel][pixel], or [pixel][channel]
@@ -143,12 +182,15 @@ struct Plan {
   int pieces, blocks_c, iterations;  // pieces a stage, blocks of channels, w stages of all of them
   int splits, split_blocks;          // parts of the reduction, blocks of channels of each but perhaps the last one
   Loads loads;
-  bool quarters;           // slots of points are in the order of slot_of_point
-  bool rows;               // a stage is [slot][piece] instead of [piece][slot]
-  bool in_boxes;           // and x comes by boxes
-  bool out_channels_last;  // channels of y are neighbours
-  int vector;              // outputs that are stored at a time: 4 or 1
-  bool boxes;              // y is stored by boxes of 64 pixels x 32 channels
+  bool quarters;               // slots of points are in the order of slot_of_point
+  bool rows;                   // a stage is [slot][piece] instead of [piece][slot]
+  bool in_boxes;               // and x comes by boxes
+  bool out_channels_last;      // channels of y are neighbours
+  int vector;                  // outputs that are stored at a time: 4 or 1
+  bool boxes;                  // y is stored by boxes of 64 pixels x 32 channels
+  bool contained;              // fp32 values are multiplied as scaled fp16
+  int w_pieces;                // of a stage of weights
+  bool end_rows, end_columns;  // the filter's first and last row read all that the ones between them do; columns
   int x_stages, w_stages;
   int x_stage_bytes, w_stage_bytes, smem_bytes;
   int blocks;
@@ -157,6 +199,43 @@ struct Plan {
 
 MODELNEW_HOST_DEVICE inline int tile_pixels(const Plan& plan) { return 128 * plan.blocks_m; }
 
+struct PackParams {
+  const void* w_ptr;
+  void* packed_ptr;
+  Correlation of;
+  int tile_n, tiles_n, blocks_c, pieces;  // pieces of a stage of weights
+  int count;                              // of pieces
+};
+
+// What the kernels of one call with contained operands tell each other.
+struct Control {
+  uint32_t listed;     // tiles to do again
+  uint32_t all_again;  // 1: nothing is contained, the whole call is done with TF32 operands
+};
+
+// The scales of the rows of weights that a block of the preparation packed.
+struct RowScales {
+  int32_t most, least;  // the largest exponent, and minus the smallest one; kNoScale where weights do not fit
+};
+constexpr int kNoScale = 1 << 16;
+
+constexpr int kPackThreads = 256;
+constexpr int kSampleBlocks = 32;
+constexpr int kSamples = 1 << 16;
+constexpr int64_t kSampleBytes = kSampleBlocks * 256 * 4;
+
+// Where that lies in the workspace.
+struct Guard {
+  Control* control;  // null where nothing is contained
+  RowScales* scales;
+  uint32_t* samples;  // of x, of each sampling block, by their exponent field; but no zeros
+  uint32_t* marked;   // a bit for each tile: it is on the list
+  uint32_t* list;     // of tiles to do again, by number
+  float* w_factors;   // of each row of packed weights: what undoes its scale
+  int row_blocks;     // so many scales
+  float window;       // values of x in the window of a tile
+};
+
 struct Params {
   const void *in_ptr, *packed_ptr, *bias_ptr;
   void* out_ptr;  // of partial sums, where there are parts of the reduction: of the first one
@@ -164,14 +243,18 @@ struct Params {
   Correlation of;
   Plan plan;
   hopper::BoxMap in_map, out_map;
+  Guard guard;
+  // Contained: how weights are packed for the kernel that does all again. Then: how they were packed.
+  PackParams other_pack;
 };
 
-struct PackParams {
-  const void* w_ptr;
-  void* packed_ptr;
-  Correlation of;
-  int tile_n, tiles_n, blocks_c, pieces;
-  int64_t count;  // of pieces
+struct PrepareParams {
+  const void* in_ptr;
+  PackParams pack;
+  Guard guard;
+  int rows;            // of packed weights, of all groups
+  int row_threads;     // of a row: 32 to 256
+  int64_t mark_words;  // to be zeros
 };
 
 // Where the parts of a block's shared memory start.
@@ -251,8 +334,8 @@ MODELNEW_HOST_DEVICE inline int slot_of_output(const Correlation& of, const Plan
                                                int m) {
   if (plan.points) return slot_of_point(plan, m);
   const int line = m / plan.tile_q;
-  if (line >= plan.tile_p) return 0;
   const int seams = (static_cast<int>(tile.first - image * of.P) + line) / of.P;
+  if (line >= plan.tile_p || image + seams >= of.N) return 0;  // it does not exist; any value that does
   return (line * plan.row_step + seams * plan.gap) * plan.pitch + (m - line * plan.tile_q) * plan.column_step;
 }
 
@@ -270,47 +353,283 @@ MODELNEW_HOST_DEVICE inline bool locate_slot(const Correlation& of, const Plan& 
   return image + n < of.N && h >= 0 && h < of.H && w >= 0 && w < of.W;
 }
 
+// Whether contained operands are watched at a tap, by how many there are from it on, in all and in its row: each value
+// of x as often as it is multiplied, unless the filter's first and last row, or column, read all that those between
+// them do.
+MODELNEW_HOST_DEVICE inline bool watches_tap(const Correlation& of, const Plan& plan, int taps_left, int s_left) {
+  return (!plan.end_columns || s_left == of.S || s_left == 1) &&
+         (!plan.end_rows || taps_left > (of.R - 1) * of.S || taps_left <= of.S);
+}
+
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 // ---- Device code ----
 
 // -- Pack: [group][tile of channels][block of channels][tap][piece][TILE_N] x 16 bytes --
 
-constexpr int kPackThreads = 256;
+// Where piece `number` of the packed weights of one row comes from and goes to. Neighbouring numbers read neighbouring
+// taps and channels of w.
+struct PackedPiece {
+  int64_t from, to;  // in w, in elements; in the packed weights, in pieces
+  int channel;
+};
+
+MODELNEW_HOST_DEVICE inline PackedPiece locate_piece(const PackParams& params, int channels, int row_of_all,
+                                                     int number) {
+  const Correlation& of = params.of;
+  const int taps = of.R * of.S, piece_of_all = number / taps, tap = number - piece_of_all * taps;
+  const int tile = row_of_all / params.tile_n, row = row_of_all - tile * params.tile_n;  // of channels of all groups
+  const int group = tile / params.tiles_n, k = (tile - group * params.tiles_n) * params.tile_n + row;
+  const int r = of.flipped ? of.R - 1 - tap / of.S : tap / of.S, s = of.flipped ? of.S - 1 - tap % of.S : tap % of.S;
+  PackedPiece piece;
+  piece.channel = k < of.out_channels ? piece_of_all * channels : of.in_channels;
+  piece.from = group * of.w_stride_group + k * of.w_stride_out + int64_t{piece_of_all} * channels * of.w_stride_in +
+               r * of.w_stride_r + s * of.w_stride_s;
+  const int64_t stage = (static_cast<int64_t>(tile) * params.blocks_c + piece_of_all / params.pieces) * taps + tap;
+  piece.to = (stage * params.pieces + piece_of_all % params.pieces) * params.tile_n + row;
+  return piece;
+}
+
+// Its channels; those that do not exist are zeros.
+template <typename Stored, int COUNT>
+__device__ __forceinline__ void load_weights(const PackParams& params, const PackedPiece& piece,
+                                             Stored (&values)[COUNT]) {
+  const Stored* const from = static_cast<const Stored*>(params.w_ptr) + piece.from;
+#pragma unroll
+  for (int c = 0; c < COUNT; ++c)
+    values[c] = piece.channel + c < params.of.in_channels ? from[c * params.of.w_stride_in] : Stored{};
+}
 
 template <typename Format>
-__global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams params) {
+__device__ __forceinline__ void pack_piece(const PackParams& params, int number) {
   using Stored = typename Format::Stored;
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * kPackThreads + threadIdx.x;
-  if (number >= params.count) return;
-  const Correlation& of = params.of;
-  const int taps = of.R * of.S;
-  // Neighbouring threads read neighbouring taps and channels of w.
-  int64_t rest = number;
-  const int tap = static_cast<int>(rest % taps);
-  rest /= taps;
-  const int pieces = params.blocks_c * params.pieces;
-  const int piece_of_all = static_cast<int>(rest % pieces);
-  rest /= pieces;
-  const int rows = params.tiles_n * params.tile_n;
-  const int k = static_cast<int>(rest % rows), group = static_cast<int>(rest / rows);
-  const int r = of.flipped ? of.R - 1 - tap / of.S : tap / of.S, s = of.flipped ? of.S - 1 - tap % of.S : tap % of.S;
-  const int channel = piece_of_all * Format::CHANNELS;
-  const Stored* from = static_cast<const Stored*>(params.w_ptr) + group * of.w_stride_group + k * of.w_stride_out +
-                       channel * of.w_stride_in + r * of.w_stride_r + s * of.w_stride_s;
-  Stored values[Format::CHANNELS];
+  static_assert(!Format::CONTAINED, "those are scaled by rows");
+  const int row_pieces = params.blocks_c * params.pieces * params.of.R * params.of.S;
+  const PackedPiece piece = locate_piece(params, Format::W_CHANNELS, number / row_pieces, number % row_pieces);
+  Stored values[Format::W_CHANNELS];
+  load_weights(params, piece, values);
+  if constexpr (sizeof(Stored) == 4) {
 #pragma unroll
-  for (int c = 0; c < Format::CHANNELS; ++c) {
-    values[c] = k < of.out_channels && channel + c < of.in_channels ? from[c * of.w_stride_in] : Stored{};
-    if constexpr (sizeof(Stored) == 4) values[c] = round_to_tf32(values[c]);
+    for (float& value : values) value = round_to_tf32(value);
   }
   uint4 packed;
   memcpy(&packed, values, sizeof packed);
-  const int n_block = k / params.tile_n, block = piece_of_all / params.pieces, piece = piece_of_all % params.pieces;
-  const int64_t stage =
-      ((static_cast<int64_t>(group) * params.tiles_n + n_block) * params.blocks_c + block) * taps + tap;
-  static_cast<uint4*>(params.packed_ptr)[(stage * params.pieces + piece) * params.tile_n + k % params.tile_n] = packed;
+  static_cast<uint4*>(params.packed_ptr)[piece.to] = packed;
 }
+
+template <typename Format>
+__global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams params) {
+  hopper::launch_dependents();
+  const int number = static_cast<int>(blockIdx.x * kPackThreads + threadIdx.x);
+  if (number < params.count) pack_piece<Format>(params, number);
+}
+
+// -- Prepare: the same for contained operands, and a sample of x --
+//
+// A block packs some rows of the weights, each scaled by the power of two that takes its largest one to 2^14..2^15, or
+// looks at a part of the sample. What they find they leave for the main kernel, every block of which comes to the same
+// conclusions: so nothing has to be zeros beforehand, and no block waits for another one.
+//
+// A wgmma multiplies 16 channels: four pieces of x, of which lane t of a row holds channel t each. They are numbered so
+// that the lane's first two operands are those of pieces 0 and 1, the other two those of pieces 2 and 3:
+//
+//   place in a piece of 8 weights   0 1 2 3 4 5 6 7
+//   channel                         0 4 1 5 2 6 3 7
+
+static_assert(kPackThreads == 256, "a thread for each exponent");
+
+struct PrepareShared {
+  uint32_t magnitudes[kPackThreads / 32];  // the largest ones of rows, as bits
+  RowScales scales;
+  uint32_t samples[256];
+};
+
+__device__ __forceinline__ void pack_contained_rows(const PrepareParams& prepare, PrepareShared& shared) {
+  const PackParams& params = prepare.pack;
+  const int in_block = static_cast<int>(threadIdx.x) / prepare.row_threads;
+  const int first = static_cast<int>(threadIdx.x) % prepare.row_threads;
+  const int row = static_cast<int>(blockIdx.x) * (kPackThreads / prepare.row_threads) + in_block;
+  const int row_pieces = row < prepare.rows ? params.blocks_c * params.pieces * params.of.R * params.of.S : 0;
+  if (threadIdx.x < kPackThreads / 32) shared.magnitudes[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.scales = {-kNoScale, -kNoScale};
+  __syncthreads();  // they have their first values
+  // What a thread packs is loaded at once and kept; of longer rows it loads the rest twice.
+  constexpr int kKept = 4;
+  float kept[kKept][8], values[8];
+  uint32_t magnitude = 0;
+  const auto measure = [&](const float (&of_piece)[8]) {
+#pragma unroll
+    for (float value : of_piece) magnitude = max(magnitude, float_bits(value) & 0x7fffffff);
+  };
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    const int number = first + i * prepare.row_threads;
+    if (number < row_pieces) {
+      load_weights(params, locate_piece(params, 8, row, number), kept[i]);
+    } else {
+#pragma unroll
+      for (float& value : kept[i]) value = 0;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) measure(kept[i]);
+  for (int number = first + kKept * prepare.row_threads; number < row_pieces; number += prepare.row_threads) {
+    load_weights(params, locate_piece(params, 8, row, number), values);
+    measure(values);
+  }
+  atomicMax(&shared.magnitudes[in_block], magnitude);
+  __syncthreads();  // all have seen their weights
+
+  // Inf and NaN have no scale either.
+  magnitude = shared.magnitudes[in_block];
+  int exponent = 0;
+  const bool scaled = scale_exponent(magnitude >> 23, 14, exponent) || magnitude == 0;
+  const float scale = power_of_two(exponent);
+  Watch watch;
+  const auto pack = [&](int number, const float (&of_piece)[8]) {
+#pragma unroll
+    for (float value : of_piece) watch.see(float_bits(value));
+    const auto pair = [&](int c) { return contain_pair(float_bits(of_piece[c]), float_bits(of_piece[c + 4]), scale); };
+    const uint4 packed = make_uint4(pair(0), pair(1), pair(2), pair(3));
+    watch.see_contained(packed);
+    static_cast<uint4*>(params.packed_ptr)[locate_piece(params, 8, row, number).to] = packed;
+  };
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    if (first + i * prepare.row_threads < row_pieces) pack(first + i * prepare.row_threads, kept[i]);
+  }
+  for (int number = first + kKept * prepare.row_threads; number < row_pieces; number += prepare.row_threads) {
+    load_weights(params, locate_piece(params, 8, row, number), values);
+    pack(number, values);
+  }
+  const bool fits = scaled && watch.fits(least_contained(exponent, 1));
+  if (row < prepare.rows) {
+    atomicMax(&shared.scales.most, fits ? exponent : kNoScale);
+    atomicMax(&shared.scales.least, fits ? -exponent : kNoScale);
+    if (first == 0) prepare.guard.w_factors[row] = power_of_two(-exponent);
+  }
+  __syncthreads();  // all have judged
+  if (threadIdx.x == 0) prepare.guard.scales[blockIdx.x] = shared.scales;
+}
+
+// Places all over x, the same in every call: rows at even distances, a column drawn for each.
+__device__ __forceinline__ void sample(const PrepareParams& prepare, PrepareShared& shared, int block) {
+  const Correlation& of = prepare.pack.of;
+  const uint64_t channels = static_cast<uint64_t>(of.groups) * of.in_channels, rows = of.N * channels * of.H;
+  constexpr int kEach = kSamples / kSampleBlocks / kPackThreads;
+  shared.samples[threadIdx.x] = 0;
+  uint32_t words[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const uint32_t number = (i * kSampleBlocks + block) * kPackThreads + threadIdx.x;
+    const uint32_t drawn = number * 0x9e3779b9u ^ number >> 7;
+    const uint64_t row = (number * rows + drawn % kSamples * rows / kSamples) / kSamples;
+    const uint64_t image = row / (channels * of.H), in_image = row % (channels * of.H);
+    const uint64_t column = static_cast<uint64_t>(drawn * 0x85ebca6bu) * of.W >> 32;
+    words[i] =
+        static_cast<const uint32_t*>(prepare.in_ptr)[image * of.in_stride[0] + in_image / of.H * of.in_stride[1] +
+                                                     in_image % of.H * of.in_stride[2] + column * of.in_stride[3]];
+  }
+  __syncthreads();  // they are zeros
+#pragma unroll
+  for (uint32_t word : words) {
+    if ((word & 0x7fffffff) != 0) atomicAdd(shared.samples + (word >> 23 & 255), 1);
+  }
+  __syncthreads();  // all are counted
+  prepare.guard.samples[block * 256 + threadIdx.x] = shared.samples[threadIdx.x];
+}
+
+__global__ void __launch_bounds__(kPackThreads) prepare_kernel(const __grid_constant__ PrepareParams params) {
+  extern __shared__ __align__(16) uint8_t modelnew_gather_prepare_smem[];
+  PrepareShared& shared = *reinterpret_cast<PrepareShared*>(modelnew_gather_prepare_smem);
+  hopper::launch_dependents();
+  const Guard& guard = params.guard;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *guard.control = {0, 0};
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * kPackThreads;
+  for (int64_t word = static_cast<int64_t>(blockIdx.x) * kPackThreads + threadIdx.x; word < params.mark_words;
+       word += threads)
+    guard.marked[word] = 0;
+  if (static_cast<int>(blockIdx.x) < guard.row_blocks)
+    pack_contained_rows(params, shared);
+  else
+    sample(params, shared, static_cast<int>(blockIdx.x) - guard.row_blocks);
+}
+
+__device__ __forceinline__ void named_barrier(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// What a block of the main kernel makes of it: whether x and the weights may be contained, and x's scale. The whole
+// call is done otherwise where some weight does not fit, or so much of x that half of the tiles would be done twice. A
+// single sample that is too small decides nothing, but one that is far larger than all others makes these too small.
+struct Decision {
+  uint32_t magnitude, outside;  // exponent field of the largest finite sample, plus 1; samples that do not fit
+  RowScales scales;
+  uint32_t given_up;  // the block contains nothing: who gathers x is to end
+};
+
+// By all threads but those that gather x: `thread` is a number among them.
+__device__ __forceinline__ bool decide(const Guard& guard, Decision& shared, int thread, int& x_exponent) {
+  if (thread == 0) shared = {0, 0, {-kNoScale, -kNoScale}, 0};
+  uint32_t count = 0;
+  if (thread < 256) {
+#pragma unroll
+    for (int block = 0; block < kSampleBlocks; ++block) count += guard.samples[block * 256 + thread];
+  }
+  named_barrier(4, kDecidingThreads);  // it has its first values
+  if (count != 0 && thread < 255) atomicMax(&shared.magnitude, thread + 1);
+  for (int block = thread; block < guard.row_blocks; block += kDecidingThreads) {
+    const RowScales scales = guard.scales[block];
+    atomicMax(&shared.scales.most, scales.most);
+    atomicMax(&shared.scales.least, scales.least);
+  }
+  named_barrier(4, kDecidingThreads);  // the largest exponents are known
+  const uint32_t magnitude = shared.magnitude;
+  bool contained = magnitude == 0 || scale_exponent(magnitude - 1, 13, x_exponent);
+  if (count != 0 && (thread == 255 || thread < least_contained_exponent(1) - x_exponent))
+    atomicAdd(&shared.outside, count);
+  named_barrier(4, kDecidingThreads);  // what does not fit is counted
+  // One factor, a normal number, undoes both scales.
+  contained = contained && x_exponent + shared.scales.most <= 126 && x_exponent - shared.scales.least >= -126;
+  const float in_a_window = shared.outside * guard.window / kSamples;
+  constexpr float kMostInAWindow = 0.7f;  // on average, and half of the tiles have one
+  return contained && (shared.outside <= 1 || in_a_window <= kMostInAWindow);
+}
+
+// Puts a tile on the list, once.
+__device__ __forceinline__ void mark(const Guard& guard, uint32_t tile) {
+  const uint32_t bit = 1u << tile % 32;
+  if ((atomicOr(guard.marked + tile / 32, bit) & bit) == 0) guard.list[atomicAdd(&guard.control->listed, 1)] = tile;
+}
+
+// Which tiles a block does: every gridDim.x-th of the plan's or, where TF32 operands do again what contained ones are
+// not fit for, of the parts of those on the list.
+template <typename Format>
+struct Agenda {
+  const Params& params;
+  bool listed = false;
+  int64_t units;
+
+  __device__ __forceinline__ explicit Agenda(const Params& params) : params(params), units(params.plan.tiles) {
+    if constexpr (Format::AGAIN) {
+      listed = params.guard.control->all_again == 0;
+      if (listed) units = static_cast<int64_t>(params.guard.control->listed) * kAgainParts;
+    }
+  }
+
+  // The number of a tile, or -1: nothing of it exists.
+  __device__ __forceinline__ int64_t number(int64_t unit) const {
+    if constexpr (Format::AGAIN) {
+      if (listed) {
+        const int64_t of_list = params.guard.list[unit / kAgainParts];
+        const int tiles_n = params.other_pack.tiles_n;
+        const int n_block = static_cast<int>(of_list % tiles_n * kAgainParts + unit % kAgainParts);
+        return n_block < params.plan.tiles_n ? of_list / tiles_n * params.plan.tiles_n + n_block : -1;
+      }
+    }
+    return unit;
+  }
+};
 
 // What divides numbers below 2^16 by one below 2^15.
 __device__ __forceinline__ uint32_t reciprocal(uint32_t divisor) { return 0x80000000u / divisor + 1; }
@@ -337,19 +656,17 @@ struct Shared {
   __device__ __forceinline__ uint32_t w_full(int stage) const { return base + 8 * (2 * kMaxStages + stage); }
   __device__ __forceinline__ uint32_t w_empty(int stage) const { return base + 8 * (3 * kMaxStages + stage); }
 };
-static_assert(4 * kMaxStages * 8 <= kBarrierBytes, "room for all barriers");
-
-__device__ __forceinline__ void named_barrier(int number, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
+constexpr int kDecisionPlace = 4 * kMaxStages * 8;  // behind the barriers
+static_assert(kDecisionPlace + sizeof(Decision) <= kBarrierBytes, "room for all");
 
 // -- Copy weights: packed -> w ring, by one thread --
 
-__device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared) {
+template <typename Format>
+__device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared, const Agenda<Format>& agenda) {
   const Plan& plan = params.plan;
   RingPosition at;
-  for (int64_t number = blockIdx.x; number < plan.tiles; number += gridDim.x) {
-    const Tile tile = locate_tile(plan, number);
+  for (int64_t unit = blockIdx.x; unit < agenda.units; unit += gridDim.x) {
+    const Tile tile = locate_tile(plan, agenda.number(unit));
     const int taps = plan.iterations / plan.blocks_c;
     const int64_t first = (static_cast<int64_t>(tile.group) * plan.tiles_n + tile.n_block) * plan.iterations +
                           static_cast<int64_t>(tile.first_block) * taps;
@@ -365,31 +682,94 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
   }
 }
 
+__device__ __forceinline__ void store_words(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// For tiles on the list, by one warp: contained weights, of 64 rows of a wider tile, taken out of their containers. A
+// stage is on its way while the warp waits for room.
+__device__ __forceinline__ void widen_weights(const Params& params, const Shared& shared, const Agenda<Again>& agenda) {
+  const Plan& plan = params.plan;
+  const PackParams& packed = params.other_pack;
+  const int lane = threadIdx.x % 32, taps = plan.iterations / plan.blocks_c;
+  constexpr int kPieces = kContainedPieces / 2, kRows = kAgainTile / 32;  // of contained weights; rows of a lane
+  RingPosition at;
+  for (int64_t unit = blockIdx.x; unit < agenda.units; unit += gridDim.x) {
+    const int64_t number = agenda.number(unit);
+    if (number < 0) continue;
+    const Tile tile = locate_tile(plan, number);
+    const int64_t wide_tile = static_cast<int64_t>(tile.group) * packed.tiles_n + tile.n_block / kAgainParts;
+    const int row = tile.n_block % kAgainParts * kAgainTile + lane;
+    float factors[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) factors[i] = params.guard.w_factors[wide_tile * kContainedTile + row + 32 * i];
+    const int64_t stage = wide_tile * plan.iterations + static_cast<int64_t>(tile.first_block) * taps;
+    const uint4* from = static_cast<const uint4*>(packed.packed_ptr) + stage * kPieces * kContainedTile + row;
+    for (int i = 0; i < tile.blocks * taps; ++i) {
+      uint4 words[kPieces][kRows];
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+#pragma unroll
+        for (int j = 0; j < kRows; ++j) words[piece][j] = from[piece * kContainedTile + 32 * j];
+      }
+      hopper::barrier_wait(shared.w_empty(at.slot), at.parity ^ 1);
+      const uint32_t to = shared.base + shared.layout.w_ring + at.slot * plan.w_stage_bytes + lane * 16;
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+#pragma unroll
+        for (int j = 0; j < kRows; ++j) {
+          const uint4 pairs = words[piece][j];
+          const auto value = [&](uint32_t pair, int shift) {
+            return float_bits(widen(Half{static_cast<uint16_t>(pair >> shift)}) * factors[j]);
+          };
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            store_words(to + ((2 * piece + half) * kAgainTile + 32 * j) * 16, value(pairs.x, 16 * half),
+                        value(pairs.y, 16 * half), value(pairs.z, 16 * half), value(pairs.w, 16 * half));
+        }
+      }
+      hopper::fence_async();
+      __syncwarp();  // the whole stage is there
+      if (lane == 0) hopper::barrier_arrive(shared.w_full(at.slot));
+      from += kPieces * kContainedTile;
+      at.next(plan.w_stages);
+    }
+  }
+}
+
 // -- Gather x: memory -> x ring --
 
 [[maybe_unused]] constexpr int kNothing = -1;  // in the table: the slot is outside of the image
 
 // The stages of x that a gathering warp fills, one after another, and the table of the tile that a stage belongs to.
-template <typename Stored, Loads LOADS>
+template <typename Format, Loads LOADS>
 struct Stages {
-  static constexpr int CHANNELS = 16 / sizeof(Stored);
+  using Stored = typename Format::Stored;
+  static constexpr int CHANNELS = Format::CHANNELS;
 
   const Params& params;
+  const Agenda<Format>& agenda;
   const int warp, lane;
   int32_t* const tables;  // offsets of the pixels of slots, of this tile and the next one
 
-  int64_t number;
+  int64_t unit;
   const Stored* base;  // the group's first channel in the tile's first image
   int32_t* offsets;    // this tile's
   int block, end;      // of channels
   bool entered;        // the stage is the first one of its tile
+  bool given_up;       // what is left is to meet the other warps
 
   // Before the first one.
-  __device__ __forceinline__ Stages(const Params& params, int32_t* tables)
-      : params(params), warp(threadIdx.x / 32 - kMultiplyWarps), lane(threadIdx.x % 32), tables(tables) {
-    number = static_cast<int64_t>(blockIdx.x) - gridDim.x;
+  __device__ __forceinline__ Stages(const Params& params, const Agenda<Format>& agenda, int32_t* tables)
+      : params(params),
+        agenda(agenda),
+        warp(threadIdx.x / 32 - kMultiplyWarps),
+        lane(threadIdx.x % 32),
+        tables(tables) {
+    unit = static_cast<int64_t>(blockIdx.x) - gridDim.x;
     block = 0;
     end = 1;
+    given_up = false;
     offsets = tables + table_slots();
   }
 
@@ -401,14 +781,18 @@ struct Stages {
     entered = false;
     if (++block < end) return true;
     entered = true;
-    number += gridDim.x;
-    if (number >= params.plan.tiles) return false;
-    enter_tile();
+    int64_t number;
+    do {
+      unit += gridDim.x;
+      if (unit >= agenda.units) return false;
+      number = agenda.number(unit);
+    } while (number < 0);
+    enter_tile(number);
     return true;
   }
 
   // All gathering warps come here once a tile: they fill the table together.
-  __device__ __forceinline__ void enter_tile() {
+  __device__ __forceinline__ void enter_tile(int64_t number) {
     const Correlation& of = params.of;
     const Plan& plan = params.plan;
     const Tile tile = locate_tile(plan, number);
@@ -419,7 +803,8 @@ struct Stages {
            static_cast<int64_t>(tile.group) * of.in_channels * of.in_stride[1];
     offsets = offsets == tables ? tables + table_slots() : tables;
     constexpr int kStep = LOADS == Loads::kPixels ? 4 : 1;
-    for (int slot = (threadIdx.x - 32 * kMultiplyWarps) * kStep; slot < table_slots(); slot += kGatherThreads * kStep) {
+    const int slots = given_up ? 0 : table_slots();
+    for (int slot = (threadIdx.x - 32 * kMultiplyWarps) * kStep; slot < slots; slot += kGatherThreads * kStep) {
       int n, h, w;
       bool inside;
       if (plan.points) {
@@ -456,17 +841,28 @@ __device__ __forceinline__ void copy_channels(const To& to, const Stored* from, 
   }
 }
 
+// False: the block has given up (below). Then nobody reads stages and makes room, whatever state the ring is in. All
+// lanes come to the same conclusion.
+__device__ __forceinline__ bool wait_for_room(uint32_t empty, uint32_t parity, const volatile uint32_t* given_up) {
+  while (!hopper::barrier_ended(empty, parity)) {
+    if (*given_up != 0) break;
+  }
+  return !__any_sync(~0u, *given_up != 0);
+}
+
 // As x lies in memory, by copies that nobody waits for but who reads the stage: it is rounded when it is multiplied.
 // The warps take items in turns:
 //
 //   kSingle     32 slots of 16 channels
 //   kPixels     32 times 4 slots of 4 channels
 //   kChannels   32 / pieces slots of all pieces; where the first of them lie, a lane remembers for the whole tile
-template <typename Stored, Loads LOADS>
-__device__ __forceinline__ void copy_stages(const Params& params, const Shared& shared, int32_t* tables) {
+template <typename Format, Loads LOADS>
+__device__ __forceinline__ void copy_stages(const Params& params, const Shared& shared, const Agenda<Format>& agenda,
+                                            int32_t* tables, const volatile uint32_t* given_up) {
+  using Stored = typename Format::Stored;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  Stages<Stored, LOADS> stages(params, tables);
+  Stages<Format, LOADS> stages(params, agenda, tables);
   const int lane = stages.lane;
   constexpr int kOwn = 22;  // all of a tile of 256 points
   [[maybe_unused]] int own[kOwn];
@@ -474,7 +870,12 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
   while (stages.next()) {
     const uint32_t stage = shared.base + shared.layout.x_ring + at.slot * plan.x_stage_bytes;
     const int first_channel = stages.first_channel();
-    hopper::barrier_wait(shared.x_empty(at.slot), at.parity ^ 1);
+    if constexpr (Format::CONTAINED) {
+      if (!stages.given_up) stages.given_up = !wait_for_room(shared.x_empty(at.slot), at.parity ^ 1, given_up);
+      if (stages.given_up) continue;
+    } else {
+      hopper::barrier_wait(shared.x_empty(at.slot), at.parity ^ 1);
+    }
     if constexpr (LOADS == Loads::kChannels) {
       const int log_lanes = plan.pieces == 8 ? 3 : 2, piece = lane & (plan.pieces - 1);
       const int channel = first_channel + piece * stages.CHANNELS;
@@ -543,24 +944,27 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
     hopper::copies_arrive(shared.x_full(at.slot));
     at.next(plan.x_stages);
   }
+  if constexpr (Format::CONTAINED) hopper::copies_wait<0>();  // perhaps nobody has
 }
 
 // 16-bit values that are not neighbours by fours of bytes go through registers. Units of items of 16 words of a lane:
 //
 //   kSingle     2 times 32 slots x the channels of a piece
 //   kPixels     32 times 4 slots x the channels of a piece
-template <typename Stored, Loads LOADS>
+template <typename Format, Loads LOADS>
 struct Registers {
-  static constexpr int CHANNELS = 16 / sizeof(Stored);
+  using Stored = typename Format::Stored;
+  static constexpr int CHANNELS = Format::CHANNELS;
   static constexpr int ITEM = 16, ITEMS = 1;
   static constexpr int SLOTS = LOADS == Loads::kPixels ? 128 : 64;  // of an item
 
   const Params& params;
-  Stages<Stored, LOADS> stages;
+  Stages<Format, LOADS> stages;
   int unit, units;  // of a stage, for each warp
   uint32_t by_groups;
 
-  __device__ __forceinline__ Registers(const Params& params, int32_t* tables) : params(params), stages(params, tables) {
+  __device__ __forceinline__ Registers(const Params& params, const Agenda<Format>& agenda, int32_t* tables)
+      : params(params), stages(params, agenda, tables) {
     groups = stages.table_slots() / 32;
     by_groups = reciprocal(groups);
     const int items =
@@ -624,7 +1028,7 @@ struct Registers {
           const auto pair = [&](int c) {
             return __byte_perm(word[i][2 * c + j / 2], word[i][2 * c + 2 + j / 2], which);
           };
-          put(address + j * quarter, pair(0), pair(2), pair(4), pair(6));
+          store_words(address + j * quarter, pair(0), pair(2), pair(4), pair(6));
         }
       } else {
 #pragma unroll
@@ -634,7 +1038,7 @@ struct Registers {
           const int slot = group * 32 + stages.lane;
           if (piece >= plan.pieces || slot >= plan.slots) continue;
           const auto pair = [&](int c) { return word[i][j * CHANNELS + c] | word[i][j * CHANNELS + c + 1] << 16; };
-          put(stage + (piece * plan.piece_slots + slot) * 16, pair(0), pair(2), pair(4), pair(6));
+          store_words(stage + (piece * plan.piece_slots + slot) * 16, pair(0), pair(2), pair(4), pair(6));
         }
       }
     }
@@ -650,18 +1054,15 @@ struct Registers {
       group = 2 * item + j - piece * groups;
     }
   }
-
-  __device__ __forceinline__ static void put(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-  }
 };
 
 // Stores unit after unit while the next one is being loaded.
-template <typename Stored, Loads LOADS>
-__device__ __forceinline__ void convert_stages(const Params& params, const Shared& shared, int32_t* tables) {
-  using Units = Registers<Stored, LOADS>;
+template <typename Format, Loads LOADS>
+__device__ __forceinline__ void convert_stages(const Params& params, const Shared& shared, const Agenda<Format>& agenda,
+                                               int32_t* tables) {
+  using Units = Registers<Format, LOADS>;
   const Plan& plan = params.plan;
-  Units units(params, tables);
+  Units units(params, agenda, tables);
   RingPosition at;
   uint32_t first[Units::ITEMS][Units::ITEM], second[Units::ITEMS][Units::ITEM];
   bool loaded = false, more = true;
@@ -717,12 +1118,13 @@ __device__ __forceinline__ void load_boxes(const Params& params, const Shared& s
   }
 }
 
-template <typename Stored, Loads LOADS>
-__device__ __forceinline__ void gather_stages(const Params& params, const Shared& shared, int32_t* tables) {
-  if constexpr (sizeof(Stored) == 4 || LOADS == Loads::kChannels)
-    copy_stages<Stored, LOADS>(params, shared, tables);
+template <typename Format, Loads LOADS>
+__device__ __forceinline__ void gather_stages(const Params& params, const Shared& shared, const Agenda<Format>& agenda,
+                                              int32_t* tables, const volatile uint32_t* given_up) {
+  if constexpr (sizeof(typename Format::Stored) == 4 || LOADS == Loads::kChannels)
+    copy_stages<Format, LOADS>(params, shared, agenda, tables, given_up);
   else
-    convert_stages<Stored, LOADS>(params, shared, tables);
+    convert_stages<Format, LOADS>(params, shared, agenda, tables);
 }
 
 // -- Multiply, and store --
@@ -909,21 +1311,55 @@ struct Rings {
   RingPosition x, w;
 };
 
+// Operands of one wgmma, of one row of blocks: as loaded, and what becomes of them.
+template <typename Format>
+struct Operands {
+  static constexpr int MATRICES = Format::STEP_PIECES / 2;
+  uint32_t words[MATRICES][4];
+
+  // Rounded to TF32 where fp32 is multiplied as it is; 16-bit values go on as they are.
+  __device__ __forceinline__ void convert(float scale, uint32_t (&operands)[4]) const {
+    if constexpr (Format::CONTAINED) {
+      // Rows g and g + 8 of pieces 0 and 1, then of 2 and 3.
+#pragma unroll
+      for (int i = 0; i < 4; ++i) operands[i] = contain_pair(words[i / 2][i % 2], words[i / 2][i % 2 + 2], scale);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        operands[i] = words[0][i];
+        if constexpr (sizeof(typename Format::Multiplied) == 4)
+          operands[i] = float_bits(round_to_tf32(bits_float(words[0][i])));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void show(const uint32_t (&operands)[4], Watch& watch) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < MATRICES; ++j) watch.see(words[j][i]);
+      watch.see_contained(operands[i]);
+    }
+  }
+};
+
 // All of a tile. PLANES: a stage of x is [channel][slot], as in memory; a plane takes the slots of the tile and 8 more.
 //
 // A stage of weights is a batch of wgmmas, or two: while the tensor cores work on one, the operands of the next one are
 // loaded, into the other set of registers.
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, bool PLANES>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Tile& tile,
-                                              Rings& rings, const uint32_t (&x_offset)[BLOCKS_M],
-                                              Sums<TILE_N, BLOCKS_M>& acc) {
-  using Operand = typename Format::Stored;
+                                              Rings& rings, const uint32_t (&x_offset)[BLOCKS_M], float scale,
+                                              Watch& watch, Sums<TILE_N, BLOCKS_M>& acc) {
+  using Operand = typename Format::Multiplied;
+  using Loaded = Operands<Format>;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int lane = threadIdx.x % 32;
-  constexpr int BATCHES = PIECES * BLOCKS_M > 8 ? 2 : 1, STEPS = PIECES / 2 / BATCHES;
+  constexpr int ALL_STEPS = PIECES / Format::STEP_PIECES;
+  constexpr int BATCHES = ALL_STEPS * BLOCKS_M > 4 ? 2 : 1, STEPS = ALL_STEPS / BATCHES;
   constexpr uint32_t kPlaneBytes = (128 * BLOCKS_M + 8) * 4;
-  constexpr uint32_t kStageWeights = PIECES * TILE_N * 16, kStepWeights = 2 * TILE_N * 16;
+  constexpr uint32_t kStepWeights = 2 * TILE_N * 16, kStageWeights = ALL_STEPS * kStepWeights;
   // Else pieces are found by x_offset, a slot: [slot][piece], number i at place i ^ slot % 8, or [piece][slot].
   const bool rows = PIECES == 8 && plan.rows;
   const uint32_t piece_bytes = plan.piece_slots * 16;
@@ -945,34 +1381,44 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
       hopper::barrier_wait(shared.x_full(rings.x.slot), rings.x.parity);
     }
     const uint32_t w_from = w_ring + rings.w.slot * (kStageWeights / 16);
+    [[maybe_unused]] const bool watched = watches_tap(of, plan, taps_left, s_left);
 #pragma unroll
     for (int batch = 0; batch < BATCHES; ++batch) {
       uint32_t (&operands)[STEPS][BLOCKS_M][4] = a[BATCHES == 1 ? set : batch];
+      Loaded loaded[STEPS][BLOCKS_M];
 #pragma unroll
       for (int j = 0; j < STEPS; ++j) {
-        const int step = batch * STEPS + j;
 #pragma unroll
         for (int mb = 0; mb < BLOCKS_M; ++mb) {
-          if constexpr (PLANES) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-              hopper::load_shared(operands[j][mb][e],
-                                  x_stage + x_offset[mb] + e % 2 * 8 * 4 + (8 * step + e / 2 * 4) * kPlaneBytes);
-          } else {
-            const uint32_t slot = x_offset[mb] + shift;
-            const uint32_t place =
-                rows ? ((slot % 8 ^ lane / 16) ^ 2 * step) * 16 : (lane / 16 + 2 * step) * piece_bytes;
-            hopper::load_matrix(operands[j][mb], x_stage + slot * (rows ? 128 : 16) + place);
+          for (int i = 0; i < Loaded::MATRICES; ++i) {
+            uint32_t (&words)[4] = loaded[j][mb].words[i];
+            const int pair = (batch * STEPS + j) * Loaded::MATRICES + i;  // of pieces
+            if constexpr (PLANES) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e)
+                hopper::load_shared(words[e],
+                                    x_stage + x_offset[mb] + e % 2 * 8 * 4 + (8 * pair + e / 2 * 4) * kPlaneBytes);
+            } else {
+              const uint32_t slot = x_offset[mb] + shift;
+              const uint32_t place =
+                  rows ? ((slot % 8 ^ lane / 16) ^ 2 * pair) * 16 : (lane / 16 + 2 * pair) * piece_bytes;
+              hopper::load_matrix(words, x_stage + slot * (rows ? 128 : 16) + place);
+            }
           }
         }
       }
-      if constexpr (sizeof(Operand) == 4) {
 #pragma unroll
-        for (int j = 0; j < STEPS; ++j) {
+      for (int j = 0; j < STEPS; ++j) {
 #pragma unroll
-          for (int mb = 0; mb < BLOCKS_M; ++mb) {
+        for (int mb = 0; mb < BLOCKS_M; ++mb) loaded[j][mb].convert(scale, operands[j][mb]);
+      }
+      if constexpr (Format::CONTAINED) {
+        if (watched) {
 #pragma unroll
-            for (uint32_t& value : operands[j][mb]) value = float_bits(round_to_tf32(bits_float(value)));
+          for (int j = 0; j < STEPS; ++j) {
+#pragma unroll
+            for (int mb = 0; mb < BLOCKS_M; ++mb) loaded[j][mb].show(operands[j][mb], watch);
           }
         }
       }
@@ -1016,16 +1462,41 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   for (int mb = 0; mb < BLOCKS_M; ++mb) hopper::wgmma_settle(acc[mb]);
 }
 
+// Sums of contained operands, times what undoes the scales.
+template <int TILE_N, int BLOCKS_M>
+__device__ __forceinline__ void undo_scales(const Params& params, const Tile& tile, int x_exponent,
+                                            Sums<TILE_N, BLOCKS_M>& acc) {
+  const int64_t row = (static_cast<int64_t>(tile.group) * params.plan.tiles_n + tile.n_block) * TILE_N;
+  const float2* const w_factors = reinterpret_cast<const float2*>(params.guard.w_factors + row) + threadIdx.x % 4;
+  const float x_factor = power_of_two(-x_exponent);
+#pragma unroll
+  for (int j = 0; j < TILE_N / 8; ++j) {
+    const float2 factors = w_factors[4 * j];
+#pragma unroll
+    for (int mb = 0; mb < BLOCKS_M; ++mb) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        acc[mb][4 * j + 2 * i] *= factors.x * x_factor;
+        acc[mb][4 * j + 2 * i + 1] *= factors.y * x_factor;
+      }
+    }
+  }
+}
+
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
-__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* staging) {
-  using Operand = typename Format::Stored;
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, const Agenda<Format>& agenda,
+                                         int x_exponent, uint8_t* staging) {
+  constexpr bool kPlanes = Format::POINTS && sizeof(typename Format::Stored) == 4;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  const bool planes = sizeof(Operand) == 4 && plan.loads == Loads::kPixels;
+  const bool planes = kPlanes && plan.loads == Loads::kPixels;
+  const float scale = power_of_two(x_exponent);
   Rings rings;
   int chunks = 0;
-  for (int64_t number = blockIdx.x; number < plan.tiles; number += gridDim.x) {
+  for (int64_t unit = blockIdx.x; unit < agenda.units; unit += gridDim.x) {
+    const int64_t number = agenda.number(unit);
+    if (number < 0) continue;
     const Tile tile = locate_tile(plan, number);
     const int64_t image = first_image(of, plan, tile);
     uint32_t x_offset[BLOCKS_M];
@@ -1039,14 +1510,20 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       }
     }
     Sums<TILE_N, BLOCKS_M> acc;
+    Watch watch;
     if (planes) {
-      if constexpr (sizeof(Operand) == 4)
-        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, true>(params, shared, tile, rings, x_offset, acc);
+      if constexpr (kPlanes)
+        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, true>(params, shared, tile, rings, x_offset, scale, watch, acc);
     } else {
-      multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, false>(params, shared, tile, rings, x_offset, acc);
+      multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, false>(params, shared, tile, rings, x_offset, scale, watch, acc);
+    }
+    if constexpr (Format::CONTAINED) {
+      const bool fits = watch.fits(least_contained(x_exponent, 1));
+      if (__any_sync(~0u, !fits) && lane == 0) mark(params.guard, static_cast<uint32_t>(number));
+      undo_scales<TILE_N, BLOCKS_M>(params, tile, x_exponent, acc);
     }
     if (plan.boxes) {
-      if constexpr (sizeof(Operand) == 4) store_boxes<TILE_N, BLOCKS_M>(params, tile, staging, warpgroup, chunks, acc);
+      if constexpr (kPlanes) store_boxes<TILE_N, BLOCKS_M>(params, tile, staging, warpgroup, chunks, acc);
     } else {
       float* const staged = reinterpret_cast<float*>(staging);
       store_tile<Format, TILE_N, BLOCKS_M>(params, tile, image, staged, warpgroup, acc);
@@ -1056,11 +1533,32 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   if (plan.boxes && threadIdx.x % 128 == 0) hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
 }
 
+// Where nothing is contained: lets those end that gather x, and packs weights for the kernel that does all of it.
+__device__ __forceinline__ void give_up(const Params& params, Decision& decision, int thread) {
+  if (thread == 0) {
+    if (blockIdx.x == 0) params.guard.control->all_again = 1;
+    *static_cast<volatile uint32_t*>(&decision.given_up) = 1;
+  }
+  const int threads = static_cast<int>(gridDim.x) * kDecidingThreads;
+  for (int number = static_cast<int>(blockIdx.x) * kDecidingThreads + thread; number < params.other_pack.count;
+       number += threads)
+    pack_piece<Tf32>(params.other_pack, number);
+}
+
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
 __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_gather_smem[];
+  // What comes behind this kernel may be made ready; it waits for the end of this one before it reads or writes memory.
+  hopper::launch_dependents();
+  // x, y and the bias are nothing that packing writes: only who needs packed weights and what comes with them waits for
+  // these. But what is to be done again the kernel before this one says, and all of its blocks have started.
+  if constexpr (Format::AGAIN) hopper::wait_for_prerequisites();
+  const Agenda<Format> agenda(params);
+  if (Format::AGAIN && static_cast<int64_t>(blockIdx.x) >= agenda.units) return;
+
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
+  [[maybe_unused]] Decision& decision = *reinterpret_cast<Decision*>(modelnew_gather_smem + kDecisionPlace);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
       hopper::barrier_init(shared.x_full(stage), params.plan.in_boxes ? 1 : kGatherThreads);
@@ -1069,28 +1567,53 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
       hopper::barrier_init(shared.w_empty(stage), kMultiplyWarps);
     }
     hopper::fence_async();
+    decision.given_up = 0;
   }
   __syncthreads();  // barriers are ready
   const int warp = threadIdx.x / 32;
+  int x_exponent = 0;
+  // Of those who need what the preparation found: false where nothing is contained.
+  const auto is_contained = [&](int thread) {
+    if constexpr (Format::CONTAINED) {
+      hopper::wait_for_prerequisites();
+      if (!decide(params.guard, decision, thread, x_exponent)) {
+        give_up(params, decision, thread);
+        return false;
+      }
+    }
+    return true;
+  };
   if (warp < kMultiplyWarps) {
+    if (!is_contained(threadIdx.x)) return;
     hopper::registers_take<Format::MULTIPLY_REGISTERS>();
     uint8_t* staging = modelnew_gather_smem + shared.layout.staging;
     staging += warp / 4 * (params.plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes);
-    multiply<Format, TILE_N, BLOCKS_M, PIECES>(params, shared, staging);
+    multiply<Format, TILE_N, BLOCKS_M, PIECES>(params, shared, agenda, x_exponent, staging);
   } else {
+    // All of this warpgroup, before some of them wait or leave.
     hopper::registers_give_back<Format::GATHER_REGISTERS>();
     if (warp == kMultiplyWarps + kGatherWarps) {
-      if (threadIdx.x % 32 == 0) copy_weights(params, shared);
+      if (!is_contained(static_cast<int>(threadIdx.x) - kGatherThreads)) return;
+      if constexpr (Format::AGAIN) {
+        if (agenda.listed) {
+          widen_weights(params, shared, agenda);
+          return;
+        }
+      }
+      if constexpr (Format::POINTS) hopper::wait_for_prerequisites();  // the others have
+      if (threadIdx.x % 32 == 0) copy_weights(params, shared, agenda);
     } else {
       int32_t* table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
+      const volatile uint32_t* const given_up = &decision.given_up;
       if (params.plan.in_boxes) {
-        if (threadIdx.x == 32 * kMultiplyWarps) load_boxes(params, shared, PIECES * Format::CHANNELS);
-      } else if (params.plan.loads == Loads::kSingle)
-        gather_stages<typename Format::Stored, Loads::kSingle>(params, shared, table);
-      else if (params.plan.loads == Loads::kPixels)
-        gather_stages<typename Format::Stored, Loads::kPixels>(params, shared, table);
-      else
-        gather_stages<typename Format::Stored, Loads::kChannels>(params, shared, table);
+        if (Format::POINTS && threadIdx.x == 32 * kMultiplyWarps) load_boxes(params, shared, PIECES * Format::CHANNELS);
+      } else if (params.plan.loads == Loads::kSingle) {
+        gather_stages<Format, Loads::kSingle>(params, shared, agenda, table, given_up);
+      } else if (params.plan.loads == Loads::kChannels) {
+        gather_stages<Format, Loads::kChannels>(params, shared, agenda, table, given_up);
+      } else if constexpr (Format::POINTS) {
+        gather_stages<Format, Loads::kPixels>(params, shared, agenda, table, given_up);
+      }
     }
   }
 #endif
@@ -1106,6 +1629,7 @@ struct SumParams {
 };
 
 __global__ void __launch_bounds__(kPackThreads) sum_kernel(const SumParams params) {
+  hopper::wait_for_prerequisites();
   const int64_t first = 4 * (static_cast<int64_t>(blockIdx.x) * kPackThreads + threadIdx.x);
   if (first >= params.elements) return;
   const float4* from = reinterpret_cast<const float4*>(params.partial_ptr + first);
@@ -1223,27 +1747,56 @@ inline bool dense_output(const Correlation& of) {
 constexpr int64_t kMostPartialBytes = 32 << 20;
 constexpr int kMostSplits = 8;
 
+enum class Use { kAsTheyAre, kContained, kOfThoseAgain };
+
 struct TileShape {
   int tile_n, blocks_m, pieces;
   double stage_cycles;  // to multiply
   bool of_16_bits;      // there is one, too: others are not worth the time to compile them
+  Use use = Use::kAsTheyAre;
 };
-constexpr TileShape kTileShapes[] = {
-    {256, 1, 8, 1500, true}, {128, 2, 8, 1750, true}, {64, 2, 8, 1100, false}, {128, 2, 4, 950, false}};
+// The estimate makes windows a quarter longer than they are, and contained operands are compared with those.
+constexpr TileShape kTileShapes[] = {{256, 1, 8, 1500, true},
+                                     {128, 2, 8, 1750, true},
+                                     {64, 2, 8, 1100, false},
+                                     {128, 2, 4, 950, false},
+                                     {kContainedTile, 1, kContainedPieces, 1280, false, Use::kContained}};
+// Of what is done again. A single tile keeps the whole call waiting, so that it is cut up.
+constexpr TileShape kAgainShape{kAgainTile, 1, kContainedPieces, 700, false, Use::kOfThoseAgain};
 
 // Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, fp32, 32
 // and 256 images, both memory formats, H200, 2026-11-22.
 //
 // Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled; of y.
 constexpr double kMemoryRate = 20, kSingleRate = 6, kPixelsRate = 14, kChannelsRate = 9.5, kStoreRate = 16;
-constexpr double kBoxRate = 25;         // of x by boxes; not fitted
-constexpr double kTileCycles = 1500;    // to fill and to drain
-constexpr double kLaunchCycles = 3500;  // of one more kernel
+constexpr double kBoxRate = 25;          // of x by boxes; not fitted
+constexpr double kTileCycles = 1500;     // to fill and to drain
+constexpr double kLaunchCycles = 3500;   // of one more kernel
+constexpr double kContainCycles = 8000;  // to come to a decision, and of a launch that has nothing to do again
+
+// What there are kernels for: 1x1 multiplies too little for each value that is loaded.
+inline bool may_contain(const Correlation& of, int element_bytes) { return element_bytes == 4 && of.R * of.S > 1; }
+
+// Fewer channels have not been tried, or were faster with TF32 operands.
+constexpr int kLeastContainedChannels = 128;
+
+// As many tiles as a list has room for: more than any plan that fills its tiles by a half.
+inline int64_t most_listed(const Correlation& of) {
+  return 8192 + 2 * ceil_div(of.N * of.P * of.Q, 64) * ceil_div(of.out_channels, 64) * of.groups;
+}
+
+// Of weights, whole tiles of all groups.
+inline int64_t packed_rows(const Correlation& of, int tile_n) {
+  return of.groups * ceil_div(of.out_channels, tile_n) * tile_n;
+}
+
+inline int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
 
 // Completes a plan; false when it does not fit.
 inline bool complete(const Correlation& of, int element_bytes, const Device& device, const Alignment& address,
                      const TileShape& shape, int splits, int tile_p, int tile_q, Plan& plan) {
   plan = Plan{};
+  plan.contained = shape.use == Use::kContained;
   const int channels = 16 / element_bytes;
   plan.tile_n = shape.tile_n;
   plan.blocks_m = shape.blocks_m;
@@ -1309,8 +1862,9 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   plan.rows = plan.loads == Loads::kChannels && plan.pieces == 8;
   // Boxes take neighbouring columns, and the last one of a group has no channels of the next group.
   const bool dense_in = !plan.points || (dense_points_of(of) && dense_pixels(of.in_stride, of.N, of.P, of.Q));
-  plan.in_boxes = plan.rows && dense_in && plan.in_column_step <= 1 && plan.in_row_step <= 1 &&
-                  (of.groups == 1 || of.in_channels % (plan.pieces * channels) == 0) &&
+  // Contained operands take none: a block that gives up would have to wait for those on their way.
+  plan.in_boxes = shape.use == Use::kAsTheyAre && plan.rows && dense_in && plan.in_column_step <= 1 &&
+                  plan.in_row_step <= 1 && (of.groups == 1 || of.in_channels % (plan.pieces * channels) == 0) &&
                   of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && (plan.points || plan.pitch <= 256) &&
                   of.in_stride[2] > 0 && of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
   plan.plane_slots = pixels + 8;
@@ -1318,7 +1872,14 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
                            ? plan.pieces * channels * plan.plane_slots * 4
                        : plan.in_boxes ? (plan.slots * 128 + 1023) / 1024 * 1024
                                        : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
-  plan.w_stage_bytes = plan.pieces * plan.tile_n * 16;
+  plan.w_pieces = plan.contained ? plan.pieces / 2 : plan.pieces;
+  plan.w_stage_bytes = plan.w_pieces * plan.tile_n * 16;
+  if (packed_rows(of, plan.tile_n) * plan.iterations * plan.w_pieces >= (1 << 30)) return false;
+  if (plan.contained && plan.tiles > std::min(most_listed(of), int64_t{1} << 31)) return false;
+  // Lines of one image in a tile come in multiples of this.
+  const int lines_together = plan.points ? 1 : greatest_common_divisor(of.P, tile_p);
+  plan.end_rows = plan.row_step == 1 && lines_together >= static_cast<int64_t>(of.R - 1) * of.dilation_h;
+  plan.end_columns = plan.column_step == 1 && tile_q >= static_cast<int64_t>(of.S - 1) * of.dilation_w;
 
   plan.out_channels_last = of.out_stride[1] == 1 && of.out_channels > 1;
   const bool aligned_out = address.out % (4 * element_bytes) == 0;
@@ -1366,7 +1927,15 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   const double tile = std::max({multiply + store, in_bytes / rate, memory}) + kTileCycles;
   plan.cycles = ceil_div(plan.tiles, device.sms) * tile;
   if (splits > 1) plan.cycles += kLaunchCycles + (splits + 1) * 4.0 * out_elements(of) / device.sms / kMemoryRate;
+  if (plan.contained) plan.cycles += kContainCycles;
   return true;
+}
+
+// With TF32 operands, for what contained ones are not fit for: the same pixels and parts of the reduction, and fewer
+// channels in a tile.
+inline bool plan_again(const Correlation& of, const Device& device, const Alignment& address, const Plan& contained,
+                       Plan& plan) {
+  return complete(of, 4, device, address, kAgainShape, contained.splits, contained.tile_p, contained.tile_q, plan);
 }
 
 inline bool make_plan(const Correlation& of, int element_bytes, const Device& device, const Alignment& address,
@@ -1376,10 +1945,11 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
   const auto consider = [&](const TileShape& shape, int tile_p, int tile_q) {
     if (tile_p < 1 || tile_p * tile_q > 128 * shape.blocks_m) return;
     for (int splits : {1, 2, 3, 4, 6, 8}) {
-      Plan plan;
+      Plan plan, again;
       if (forced_splits > 0 && splits != forced_splits) continue;
       if (!complete(of, element_bytes, device, address, shape, splits, tile_p, tile_q, plan)) continue;
       if (found && plan.cycles >= best.cycles) continue;
+      if (plan.contained && !plan_again(of, device, address, plan, again)) continue;
       best = plan;
       found = true;
     }
@@ -1387,6 +1957,10 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
   for (const TileShape& shape : kTileShapes) {
     if (forced >= 0 && number++ != forced) continue;
     if (element_bytes == 2 && !shape.of_16_bits) continue;
+    if (shape.use == Use::kContained && !may_contain(of, element_bytes)) continue;
+    if (shape.use == Use::kContained && forced < 0 &&
+        std::min(of.in_channels, of.out_channels) < kLeastContainedChannels)
+      continue;
     const int pixels = 128 * shape.blocks_m;
     if (of.R == 1 && of.S == 1) {
       consider(shape, 1, 1);
@@ -1424,9 +1998,8 @@ inline int current_device(Device& device) {
   return 10 * major + minor;
 }
 
-inline bool plan_of(const Problem& problem, Operator op, const Alignment& address, Correlation& of, Plan& plan) {
-  Device device{};
-  current_device(device);
+inline bool plan_of(const Problem& problem, Operator op, const Device& device, const Alignment& address,
+                    Correlation& of, Plan& plan) {
   of = correlation_of(problem, op);
   return make_plan(of, element_bytes(problem.dtype), device, address, -1, plan);
 }
@@ -1437,18 +2010,46 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (current_device(device) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   Correlation of{};
   Plan plan{};
-  if (!plan_of(problem, op, Alignment{}, of, plan)) return "a tile with its halo does not fit into shared memory";
+  if (!plan_of(problem, op, device, Alignment{}, of, plan))
+    return "a tile with its halo does not fit into shared memory";
   return nullptr;
+}
+
+// Where the parts of the workspace start.
+struct WorkspaceLayout {
+  int64_t scales, samples, marked, list, w_factors, packed, packed_again, partial, end;
+};
+
+// Of weights of so many bytes, packed, contained ones in so many rows, and packed again; and of partial sums.
+inline WorkspaceLayout workspace_layout(bool contained, int64_t rows, int64_t tiles, int64_t packed_bytes,
+                                        int64_t packed_again_bytes, int64_t partial_bytes) {
+  const auto aligned = [](int64_t bytes) { return ceil_div(bytes, 128) * 128; };
+  WorkspaceLayout layout{};
+  if (contained) {
+    layout.scales = aligned(sizeof(Control));
+    layout.samples = layout.scales + aligned(rows * static_cast<int64_t>(sizeof(RowScales)));
+    layout.marked = layout.samples + kSampleBytes;
+    layout.list = layout.marked + aligned(ceil_div(tiles, 32) * 4);
+    layout.w_factors = layout.list + aligned(4 * tiles);
+    layout.packed = layout.w_factors + aligned(4 * rows);
+  }
+  layout.packed_again = layout.packed + aligned(packed_bytes);
+  layout.partial = layout.packed_again + (contained ? aligned(packed_again_bytes) : 0);
+  layout.end = layout.partial + partial_bytes;
+  return layout;
 }
 
 // What any plan gets by with: which one it will be depends on addresses too.
 inline int64_t workspace_bytes(const Problem& problem, Operator op) {
   const Correlation of = correlation_of(problem, op);
-  const int channels = 16 / element_bytes(problem.dtype);
-  const int64_t pieces = ceil_div(of.in_channels, 8 * channels) * 8;
-  const int64_t packed = of.groups * ceil_div(of.out_channels, 256) * 256 * of.R * of.S * pieces * 16;
-  const int64_t partial = std::min(kMostPartialBytes, kMostSplits * 4 * out_elements(of));
-  return packed + (problem.dtype == DType::kFloat32 && 2 * 4 * out_elements(of) <= kMostPartialBytes ? partial : 0);
+  const int bytes = element_bytes(problem.dtype), channels = 16 / bytes;
+  const bool contained = may_contain(of, bytes);
+  const int64_t pieces = ceil_div(of.in_channels, 8 * channels) * 8 * of.R * of.S;  // of a row
+  const int64_t rows = packed_rows(of, 256), partial = std::min(kMostPartialBytes, kMostSplits * 4 * out_elements(of));
+  return workspace_layout(contained, rows, most_listed(of), rows * pieces * 16,
+                          packed_rows(of, kAgainTile) * pieces * 16,
+                          bytes == 4 && 2 * 4 * out_elements(of) <= kMostPartialBytes ? partial : 0)
+      .end;
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -1501,8 +2102,7 @@ cudaError_t run_kernel(Params& params, cudaStream_t stream) {
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<params.plan.blocks, kThreads, params.plan.smem_bytes, stream>>>(params);
-  return cudaGetLastError();
+  return hopper::launch_early(kernel, params.plan.blocks, kThreads, params.plan.smem_bytes, stream, params);
 }
 
 template <typename Format>
@@ -1517,34 +2117,92 @@ cudaError_t run_tiles(Params& params, cudaStream_t stream) {
   return cudaErrorInvalidConfiguration;
 }
 
+inline PackParams pack_params(const Correlation& of, const Plan& plan, const void* w_ptr, void* packed_ptr) {
+  PackParams pack{w_ptr, packed_ptr, of, plan.tile_n, plan.tiles_n, plan.blocks_c, plan.w_pieces, 0};
+  pack.count = static_cast<int>(packed_rows(of, plan.tile_n) * plan.iterations * plan.w_pieces);
+  return pack;
+}
+
 template <typename Format>
-cudaError_t run(const void* w_ptr, void* workspace, Params& params, cudaStream_t stream) {
-  const Plan& plan = params.plan;
-  PackParams pack{w_ptr, workspace, params.of, plan.tile_n, plan.tiles_n, plan.blocks_c, plan.pieces, 0};
-  pack.count = static_cast<int64_t>(params.of.groups) * plan.tiles_n * plan.iterations * plan.pieces * plan.tile_n;
+cudaError_t run_packed(const PackParams& pack, Params& params, cudaStream_t stream) {
   pack_kernel<Format><<<static_cast<unsigned>(ceil_div(pack.count, kPackThreads)), kPackThreads, 0, stream>>>(pack);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  params.packed_ptr = pack.packed_ptr;
+  return run_tiles<Format>(params, stream);
+}
+
+inline cudaError_t run_contained(const PackParams& pack, const Plan& again, const WorkspaceLayout& layout,
+                                 uint8_t* workspace, Params& params, cudaStream_t stream) {
+  const Plan& plan = params.plan;
+  PrepareParams prepare{};
+  prepare.in_ptr = params.in_ptr;
+  prepare.pack = pack;
+  prepare.rows = static_cast<int>(packed_rows(params.of, plan.tile_n));
+  prepare.row_threads = 32;
+  const int64_t row_pieces = static_cast<int64_t>(plan.iterations) * plan.w_pieces;
+  while (prepare.row_threads < kPackThreads && row_pieces > 2 * prepare.row_threads) prepare.row_threads *= 2;
+  prepare.mark_words = ceil_div(plan.tiles, 32);
+  Guard& guard = params.guard;
+  guard.control = reinterpret_cast<Control*>(workspace);
+  guard.scales = reinterpret_cast<RowScales*>(workspace + layout.scales);
+  guard.samples = reinterpret_cast<uint32_t*>(workspace + layout.samples);
+  guard.marked = reinterpret_cast<uint32_t*>(workspace + layout.marked);
+  guard.list = reinterpret_cast<uint32_t*>(workspace + layout.list);
+  guard.w_factors = reinterpret_cast<float*>(workspace + layout.w_factors);
+  guard.row_blocks = static_cast<int>(ceil_div(prepare.rows, kPackThreads / prepare.row_threads));
+  guard.window = static_cast<float>(plan.slots) * params.of.in_channels;
+  prepare.guard = guard;
+  prepare_kernel<<<static_cast<unsigned>(guard.row_blocks + kSampleBlocks), kPackThreads, sizeof(PrepareShared),
+                   stream>>>(prepare);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  params.packed_ptr = workspace;
+  params.packed_ptr = pack.packed_ptr;
+  params.other_pack = pack_params(params.of, again, pack.w_ptr, workspace + layout.packed_again);
+  error = run_kernel<Contained, kContainedTile, 1, kContainedPieces>(params, stream);
+  if (error != cudaSuccess) return error;
+  params.plan = again;
+  params.packed_ptr = params.other_pack.packed_ptr;
+  params.other_pack = pack;
+  return run_kernel<Again, kAgainTile, 1, kContainedPieces>(params, stream);
+}
+
+// Runs the plan in `params`; `again`: with contained operands.
+template <typename Stored>
+cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& params, cudaStream_t stream) {
+  const Correlation& of = params.of;
+  const Plan plan = params.plan;
+  uint8_t* const start = static_cast<uint8_t*>(workspace);
+  const auto packed_bytes = [&](const Plan& of_plan) {
+    return pack_params(of, of_plan, nullptr, nullptr).count * int64_t{16};
+  };
+  const WorkspaceLayout layout = workspace_layout(plan.contained, packed_rows(of, plan.tile_n), plan.tiles,
+                                                  packed_bytes(plan), plan.contained ? packed_bytes(again) : 0, 0);
   void* const out_ptr = params.out_ptr;
   const void* const bias_ptr = params.bias_ptr;
   if (plan.splits > 1) {
-    params.out_elements = out_elements(params.of);
-    params.out_ptr = static_cast<uint8_t*>(workspace) + pack.count * 16;
+    params.out_elements = out_elements(of);
+    params.out_ptr = start + layout.partial;
     params.bias_ptr = nullptr;
   }
-  error = run_tiles<Format>(params, stream);
+  void* const partial_ptr = params.out_ptr;
+  const PackParams pack = pack_params(of, plan, w_ptr, start + layout.packed);
+  cudaError_t error = cudaErrorInvalidConfiguration;
+  if constexpr (sizeof(Stored) == 4) {
+    if (plan.contained) error = run_contained(pack, again, layout, start, params, stream);
+  }
+  if (!plan.contained) error = run_packed<Format<Stored>>(pack, params, stream);
   if (error != cudaSuccess || plan.splits == 1) return error;
   SumParams sum{};
-  sum.partial_ptr = static_cast<const float*>(params.out_ptr);
+  sum.partial_ptr = static_cast<const float*>(partial_ptr);
   sum.bias_ptr = static_cast<const float*>(bias_ptr);
   sum.out_ptr = static_cast<float*>(out_ptr);
   sum.elements = params.out_elements;
   sum.splits = plan.splits;
-  sum.channels = params.of.groups * params.of.out_channels;
-  sum.neighbours = plan.out_channels_last ? 1 : params.of.P * params.of.Q;
-  sum_kernel<<<static_cast<unsigned>(ceil_div(sum.elements / 4, kPackThreads)), kPackThreads, 0, stream>>>(sum);
-  return cudaGetLastError();
+  sum.channels = of.groups * of.out_channels;
+  sum.neighbours = plan.out_channels_last ? 1 : of.P * of.Q;
+  return hopper::launch_early(sum_kernel, static_cast<unsigned>(ceil_div(sum.elements / 4, kPackThreads)), kPackThreads,
+                              0, stream, sum);
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
@@ -1553,18 +2211,25 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   params.bias_ptr = op == Operator::kDgrad ? nullptr : pointers.bias;
   params.out_ptr = pointers.out;
   const Alignment address{reinterpret_cast<uint64_t>(params.in_ptr), reinterpret_cast<uint64_t>(params.out_ptr)};
-  if (!plan_of(problem, op, address, params.of, params.plan)) return cudaErrorInvalidConfiguration;
-  if (problem.dtype == DType::kFloat16) return run<Format<Half>>(pointers.w, pointers.workspace, params, stream);
-  if (problem.dtype == DType::kBFloat16) return run<Format<BFloat16>>(pointers.w, pointers.workspace, params, stream);
-  return run<Format<float>>(pointers.w, pointers.workspace, params, stream);
+  Device device{};
+  current_device(device);
+  Plan again{};
+  if (!plan_of(problem, op, device, address, params.of, params.plan) ||
+      (params.plan.contained && !plan_again(params.of, device, address, params.plan, again)))
+    return cudaErrorInvalidConfiguration;
+  if (problem.dtype == DType::kFloat16) return run<Half>(pointers.w, pointers.workspace, again, params, stream);
+  if (problem.dtype == DType::kBFloat16) return run<BFloat16>(pointers.w, pointers.workspace, again, params, stream);
+  return run<float>(pointers.w, pointers.workspace, again, params, stream);
 }
 
 #endif  // launchers
 
 inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
+  Device device{};
+  current_device(device);
   Correlation of{};
   Plan plan{};
-  plan_of(problem, op, Alignment{}, of, plan);
+  plan_of(problem, op, device, Alignment{}, of, plan);
   const char* const loads[] = {"single values", "fours of pixels", "16 bytes of channels"};
   char tile[80];
   if (plan.points)
@@ -1572,12 +2237,13 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   else
     snprintf(tile, sizeof tile, "%d lines x %d columns", plan.tile_p, plan.tile_q);
   snprintf(text, text_size,
-           "tile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
+           "%stile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
            "%d blocks for %lld "
            "tiles, %d parts of the reduction, about %.3g Mcycles",
-           plan.tile_n, tile, loads[static_cast<int>(plan.loads)], plan.x_stages, plan.x_stage_bytes, plan.w_stages,
-           plan.w_stage_bytes, plan.vector == 4 ? "fours" : "single values", plan.blocks,
-           static_cast<long long>(plan.tiles), plan.splits, plan.cycles * 1e-6);
+           plan.contained ? "in scaled fp16, " : "", plan.tile_n, tile, loads[static_cast<int>(plan.loads)],
+           plan.x_stages, plan.x_stage_bytes, plan.w_stages, plan.w_stage_bytes,
+           plan.vector == 4 ? "fours" : "single values", plan.blocks, static_cast<long long>(plan.tiles), plan.splits,
+           plan.cycles * 1e-6);
 }
 
 #endif  // host

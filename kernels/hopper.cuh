@@ -10,6 +10,8 @@
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+
+#include <type_traits>
 #endif
 
 #include "numerics.cuh"
@@ -263,6 +265,43 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   static_assert(sizeof(BoxMap) == sizeof(CUtensorMap), "the same");
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+#endif
+
+// ---- Kernels one behind another, the launch of the later one hidden behind the earlier one ----
+//
+// A kernel that is launched early may start as soon as every block of the one before it has ended or allowed it. It
+// then waits, before it touches what that one or others before it touch, until that one is at its end and its stores
+// are seen; and has to, in some thread of every block, so that its own end is the end of all before it.
+
+__device__ __forceinline__ void launch_dependents() {
+#if defined(MODELNEW_SM90A)
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_prerequisites() {
+#if defined(MODELNEW_SM90A)
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+template <typename Params>
+cudaError_t launch_early(void (*kernel)(Params), unsigned blocks, int threads, int smem_bytes, cudaStream_t stream,
+                         const std::remove_const_t<Params>& params) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  void* arguments[] = {const_cast<std::remove_const_t<Params>*>(&params)};
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
 }
 #endif
 
