@@ -3716,8 +3716,10 @@ static Params params_of(const Correlation& of, const Plan& plan) {
 static std::string fault_of_numbers(const Correlation& of, const Plan& plan, const Device& device) {
   const int ring = ring_start(plan), stage = plan.x_words + plan.w_words;
   if (plan.smem_bytes > device.smem_bytes || plan.smem_bytes != 4 * shared_words(plan)) return "shared memory";
-  if (4 * (int64_t{ring} + int64_t{plan.stages} * stage + plan.window_words) > plan.smem_bytes) return "room for the ring";
-  if (4 * (ring + plan.warps_k * plan.tile_m * (plan.tile_n + kStagingPad)) > plan.smem_bytes) return "room for staging";
+  const int64_t words = int64_t{plan.stages} * stage + plan.window_words;
+  if (4 * (ring + words) > plan.smem_bytes) return "room for the ring";
+  const int staging = plan.warps_k * plan.tile_m * (plan.tile_n + kStagingPad);
+  if (4 * (ring + staging) > plan.smem_bytes) return "room for staging";
   if (ring < kTable + plan.depth || 2 * kMaxStages > kTable) return "room for the table and barriers";
   if (ring % 32 || plan.x_words % 32 || plan.w_words % 32) return "stages that are not aligned";
   if (plan.stages < 1 || plan.stages > kMaxStages || plan.stages > plan.split_chunks) return "stages";
@@ -3773,7 +3775,8 @@ static std::string fault_of_weights(const Params& params, const Tile& tile, int6
   std::vector<uint8_t> there(terms);
   for (int i = 0; i < terms; ++i) {
     const Term term = locate_term(params, i);
-    if (term.channel < 0 || term.channel >= plan.channels || term.r < 0 || term.r >= of.R || term.s < 0 || term.s >= of.S)
+    if (term.channel < 0 || term.channel >= plan.channels || term.r < 0 || term.r >= of.R || term.s < 0 ||
+        term.s >= of.S)
       return "a term outside";
     if (there[(term.channel * of.R + term.r) * of.S + term.s]++) return "a term twice";
     if (plan.natural && term.channel < of.in_channels && offset_of(term) != i) return "another order than that of w";
@@ -3795,7 +3798,8 @@ static std::string fault_of_weights(const Params& params, const Tile& tile, int6
         for (int i = 0; i < terms; i += 4) {
           const Term term = locate_term(params, i);
           if (chunk * plan.channels + term.channel >= of.in_channels) continue;
-          if ((first + chunk * chunk_step + row * of.w_stride_out + offset_of(term)) % 4) return "fours of weights astray";
+          const int64_t place = first + chunk * chunk_step + row * of.w_stride_out + offset_of(term);
+          if (place % 4) return "fours of weights astray";
         }
   if (plan.w_copies == Copies::kRun) {
     if (plan.chunks != 1 || of.w_stride_out != terms || plan.w_pitch != terms || first % 4) return "a run of weights";
@@ -3843,9 +3847,11 @@ static std::string fault_of_window(const Params& params, const Tile& tile, int64
     const bool exists = line < plan.tile_p && p < of.P && q < of.Q;
     for (int i = 0; i < plan.depth; ++i) {
       const Term term = locate_term(params, i);
-      const int64_t word = start + (i < terms ? term.channel * plan.channel_words + term.r * of.dilation_h * plan.row_words +
-                                                    (term.s * of.dilation_w + plan.lead) * plan.pixel_words
-                                              : plan.channels * plan.channel_words);
+      const int row_of_term = term.r * of.dilation_h, column_of_term = term.s * of.dilation_w + plan.lead;
+      const int64_t offset = i < terms ? int64_t{term.channel} * plan.channel_words + row_of_term * plan.row_words +
+                                             column_of_term * plan.pixel_words
+                                       : plan.channels * plan.channel_words;
+      const int64_t word = start + offset;
       // Outputs that do not exist are computed all the same.
       if (word < 0 || word >= window + plan.w_words) return "a word outside";
       if (!exists) continue;
@@ -3884,7 +3890,8 @@ static std::string fault_of_window(const Params& params, const Tile& tile, int64
           if (!channels_last && (w % 4 || of.W % 4)) return "fours at the edge of an image";
           if (h < 0 || h >= of.H || w < 0 || w >= of.W) continue;
           const int64_t channel = channels_last ? c / 4 * 4 : c;
-          if ((image + channel * of.in_stride[1] + h * of.in_stride[2] + w * of.in_stride[3]) % 4) return "fours of x astray";
+          const int64_t place = channel * of.in_stride[1] + h * of.in_stride[2] + w * of.in_stride[3];
+          if ((image + place) % 4) return "fours of x astray";
         }
     if (channels_last ? of.in_stride[1] != 1 || of.in_channels % 4 || plan.channels % 4 || plan.pixel_words % 4
                       : of.in_stride[3] != 1 || plan.columns % 4)
@@ -3941,7 +3948,8 @@ static std::string fault_of_writes(const Params& params, const Tile& tile, int64
 
 static void note(const Plan& plan) {
   const std::string names[] = {"words", "fours", "runs", "boxes", "planes"};
-  const std::string kind = plan.pixel_words == 1 ? "planes of " : "pixels of ", order = plan.taps_first ? "taps of " : "";
+  const std::string kind = plan.pixel_words == 1 ? "planes of " : "pixels of ";
+  const std::string order = plan.taps_first ? "taps of " : "";
   seen.insert(kind + "x by " + names[static_cast<int>(plan.x_copies)] + (plan.x_bulk ? " in bulk" : ""));
   seen.insert(order + "w by " + names[static_cast<int>(plan.w_copies)] + (plan.w_bulk ? " in bulk" : ""));
   seen.insert("shape " + std::to_string(plan.shape));
@@ -4010,11 +4018,12 @@ const char* mma_fault(int op, const int64_t* fields, uint64_t in, uint64_t w, ui
 int mma_wrong_divisor(int seed) {
   std::mt19937 random(seed);
   for (int i = 0; i < 20000; ++i) {
-    const int divisor = i < 5000 ? i + 1 : i < 5031 ? 1 << (i - 5000) : i == 5031 ? 2147483647 : 1 + (random() >> (1 + i % 31));
+    const int drawn = 1 + (random() >> (1 + i % 31));
+    const int divisor = i < 5000 ? i + 1 : i < 5031 ? 1 << (i - 5000) : i == 5031 ? 2147483647 : drawn;
     const Divisor by = make_divisor(divisor);
-    const int64_t multiple = divisor * (random() % (2147483647u / divisor + 1) + int64_t{0});
-    for (int64_t number : {int64_t{0}, multiple - 1, multiple, multiple + 1, static_cast<int64_t>(random() >> 1), int64_t{2147483647}})
-      if (number >= 0 && number <= 2147483647 && quotient(static_cast<int>(number), by) != number / divisor) return divisor;
+    const int64_t most = 2147483647, any = random() >> 1, multiple = any / divisor * divisor;
+    for (int64_t number : {int64_t{0}, multiple - 1, multiple, multiple + 1, any, most})
+      if (number >= 0 && number <= most && quotient(static_cast<int>(number), by) != number / divisor) return divisor;
   }
   return 0;
 }
@@ -4295,8 +4304,8 @@ int x_copies = 0, w_copies = 0;  // of the last run
 int recomputed = 0;              // outputs of it, by exact_output
 }
 
-// Plans one shape of a tile on a GPU of three SMs and runs it, as TF32 if that is allowed, however small the problem: -1
-// if it does not fit, else the error.
+// Plans one shape of a tile on a GPU of three SMs and runs it, as TF32 if that is allowed, however small the problem:
+// -1 if it does not fit, else the error.
 extern "C" int mma_run(int op, const int64_t* fields, void* const* pointers, int shape, bool hopper, int seed) {
   simt::independent = true;
   simt::before_block = simt::begin_block;
@@ -4341,8 +4350,9 @@ inline void simt_multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint3
   const auto value = [&](unsigned of_lane, int word) { return modelnew::bits_float(words[of_lane][word] & ~0x1fffu); };
   for (int i = 0; i < 4; ++i) {
     double sum = d[i];
+    const unsigned row = lane / 4 * 4, column = (lane % 4 * 2 + i % 2) * 4;  // lanes that have them
     for (int k = 0; k < 8; ++k)
-      sum += double{value(lane / 4 * 4 + k % 4, i / 2 + k / 4 * 2)} * value((lane % 4 * 2 + i % 2) * 4 + k % 4, 4 + k / 4);
+      sum += double{value(row + k % 4, i / 2 + k / 4 * 2)} * value(column + k % 4, 4 + k / 4);
     d[i] = static_cast<float>(sum);
   }
 }
@@ -4455,7 +4465,8 @@ def test_mma_shim_exact(mma_shim, number):
         MMA_COPIES.update((name, mma_shim.last(name)) for name in ("x_copies", "w_copies"))
         assert fault == "", f"{operator} of {case}, {layout}, {settings}, seed {3 * number + seed + 1}: {fault}"
     if number == len(MMA_SHIM_CASES) - 1 and len(MMA_COPIES) > 2:  # not this case alone
-        assert MMA_COPIES == {*(("x_copies", i) for i in range(5)), *(("w_copies", i) for i in range(4))}
+        kinds = {*(("x_copies", i) for i in range(5)), *(("w_copies", i) for i in range(4))}
+        assert kinds == MMA_COPIES
 
 
 MMA_COPIES: set[tuple[str, int]] = set()  # what brought x and w in the runs above
@@ -4677,7 +4688,7 @@ def test_gather_is_in_the_machine_code(nvcc_runs, arch):
 @pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_mma_is_in_the_machine_code(nvcc_runs, arch):
-    """Every instance multiplies on tensor cores and copies asynchronously; in bulk, and for clusters, where Hopper is."""
+    """Every instance multiplies on tensor cores and copies asynchronously; in bulk, and with clusters, on Hopper."""
     gate = next(gate for gate in NVCC_GATES if arch in gate)
     code = machine_code(nvcc_runs["mma.cu", gate], arch)
     kernels = {name: instructions for name, instructions in code.items() if "mma_kernel" in name}
@@ -6799,6 +6810,100 @@ def test_gpu_gather_exact(case, layout, dtype):
         if "dgrad" in gather_operators(case):
             (results["dgrad"],) = torch.autograd.grad(y, x, tensors["dy"])
     check_exact(case, results, tensors)
+
+
+# By the planner's choice these reach, on a Hopper GPU of 132 SMs, every kind of copy (see the test below), 1, 2, 4 and 8
+# blocks for a tile, and tiles of 16, 32 and 64 channels, of 32 by 64 pixels and by 256, that is all five shapes.
+MMA_CASES = [
+    Case(1, 3, 224, 224, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(1, 3, 61, 67, 20, 5, 5, stride=(2, 3), padding=(2, 1)),
+    Case(1, 64, 56, 56, 64, 3, 3, padding=(1, 1)),
+    Case(1, 256, 14, 14, 256, 3, 3, padding=(1, 1)),
+    Case(1, 512, 7, 7, 512, 3, 3, padding=(1, 1)),
+    Case(1, 2048, 7, 7, 512, 1, 1),
+    Case(4, 256, 8, 8, 100, 3, 3),
+    Case(1, 128, 28, 28, 512, 1, 1),
+    Case(2, 100, 31, 29, 72, 3, 2, stride=(1, 2), padding=(2, 0), dilation=(1, 3)),
+    Case(8, 64, 57, 60, 2, 1, 1),
+    Case(2, 16, 300, 500, 8, 3, 3, padding=(1, 1)),
+    Case(16, 64, 96, 96, 64, 3, 3, padding=(1, 1)),
+    Case(3, 48, 20, 24, 80, 3, 3, stride=(2, 1), padding=(1, 1), groups=2),
+    Case(16, 8, 90, 90, 16, 1, 1),
+]
+MMA_VIEWS = {name: VIEWS[name] for name in ("channels_last", "sliced", "every other")} | {
+    "contiguous": lambda tensor: tensor,
+    "off by one": lambda tensor: shifted(tensor, 1),
+    "one image": lambda tensor: tensor[:1].expand_as(tensor),
+}
+
+
+def test_mma_cases_reach_every_way(mma_plans):
+    """That the cases for the GPU do not miss a shape of a tile, or a kind of copy, or a number of blocks."""
+    told = set()
+    for case, operator, layout in itertools.product(MMA_CASES, WGMMA_OPERATORS, LAYOUTS):
+        if operator == "dgrad" and case.stride != (1, 1):
+            continue
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        strides = {
+            name: torch.empty(shape, device="meta").to(memory_format=torch.channels_last).stride()
+            for name, shape in shapes.items()
+            if layout == "channels_last"
+        }
+        assert mma_plans("refusal", operator, case, strides=strides) is None, case
+        text = mma_plans("describe", operator, case, strides=strides)
+        shape, by_x, by_w, blocks = re.search(
+            r"tile of (\d+) channels.*x by ([\w ]+), weights by ([\w ]+),.*for (\d) blocks", text
+        ).groups()
+        told |= {f"{shape} channels", f"x by {by_x}", f"w by {by_w}", f"{blocks} blocks"}
+    assert told >= {
+        *(f"{number} channels" for number in (16, 32, 64)),
+        *(f"x by {how}" for how in ("boxes", "planes", "runs", "single values")),
+        *(f"w by {how}" for how in ("boxes", "runs", "single values")),
+        *(f"{number} blocks" for number in (1, 2, 4, 8)),
+    }, told
+
+
+def on_mma(case: Case, tensors: dict[str, Tensor], tf32: bool) -> dict[str, Tensor]:
+    """y, and dx where there is no stride, by mma for sure."""
+    results, x = {}, tensors["x"].detach().requires_grad_()
+    with tf32_switch(tf32), poisoned_memory(), modelnew.force_engine("mma"):
+        y = modelnew.conv2d(x, tensors["w"], tensors.get("bias"), **case.kwargs)
+        results["fprop"] = y.detach()
+        if case.stride == (1, 1):
+            (results["dgrad"],) = torch.autograd.grad(y, x, tensors["dy"])
+    return results
+
+
+@gpu
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("view", MMA_VIEWS)
+@pytest.mark.parametrize("case", MMA_CASES, ids=str)
+def test_gpu_mma_exact(case, view, tf32):
+    """Forced. In full with more bits than TF32 has; twice the same bits."""
+    tensors = make_tensors(case, torch.float32, integers, "cuda")
+    full = set(WGMMA_OPERATORS) - case.tf32_operators(torch.float32, tf32)
+    if full == set(WGMMA_OPERATORS):
+        tensors["w"] *= 65
+    tensors |= {name: MMA_VIEWS[view](tensors[name]) for name in ("x", "w", "dy")}
+    results = on_mma(case, tensors, tf32)
+    check_exact(case, results, tensors)
+    again = on_mma(case, tensors, tf32)
+    assert all(torch.equal(again[name], result) for name, result in results.items())
+
+
+@gpu
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan], ids=str)
+def test_gpu_mma_spreads_nan_and_inf(special, tf32):
+    """As PyTorch does on the CPU: to those outputs that read one, also where an Inf meets padding."""
+    for case in MMA_CASES:
+        tensors = make_tensors(case, torch.float32, positive, "cuda")
+        tensors["x"][0, 1, 5, 3] = tensors["w"][1, 2, 0, 0] = special
+        expected = F.conv2d(*(tensors[name].cpu() for name in ("x", "w", "bias")), **case.kwargs)
+        y = on_mma(case, tensors, tf32)["fprop"].cpu()
+        assert torch.equal(y.isnan(), expected.isnan()), case
+        assert torch.equal(y.isinf(), expected.isinf()), case
+        torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
 @gpu
