@@ -4176,16 +4176,11 @@ def test_mma_plans_are_sound(mma_plans):
 # Each puts something out of place.
 MMA_PLAN_MUTATIONS = {
     "no columns for alignment": ("plan.lead = ((-of.pad_w) % 4 + 4) % 4;", "plan.lead = 0;"),
-    "rows too few": (
-        "static_cast<int64_t>(of.R - 1) * of.dilation_h + 1",
-        "static_cast<int64_t>(of.R - 1) * of.dilation_h",
-    ),
     "boxes of any size": ("x_boxes && rows <= 256 && plan.columns <= 256", "x_boxes"),
     "w as if it were aligned": (
         "address.w % 16 == 0 && fours(of.w_stride_out, of.out_channels)",
         "fours(of.w_stride_out, 1)",
     ),
-    "y as if it were aligned": ("address.out % 16 == 0 &&", ""),
     "taps in the order of memory": ("!plan.taps_first && !of.flipped && (of.S", "!plan.taps_first && (of.S"),
 }
 
@@ -4553,7 +4548,7 @@ SPILL_GATE = ["-Xptxas", "-v"]
 SPILL = re.compile(r"Function properties for (\w+)\n +\d+ bytes stack frame, ([1-9]\d*) bytes spill stores")
 SPLIT_FORMAT, SPLIT_BY_BOXES = "6FormatIfNS_4HalfELi2EE", "6FormatIfNS_4HalfELi2EEELi1ELi128E"
 MOST_SPLIT_SPILL = 700
-MOST_MMA_SPILL = 64  # of 128 registers, once a tile
+MOST_MMA_SPILL, MOST_MMA_SPILL_120 = 64, 96  # of 128 registers; a gate with sm_120 has the second
 SPILLING_KERNEL = """
 __global__ void __launch_bounds__(1024, 2) spill(float* p) {
   float v[64];
@@ -4632,7 +4627,8 @@ def test_nvcc_compiles_without_spills(nvcc_runs, source, gate):
     assert len(re.findall(r" [1-9]\d* bytes spill stores", output)) == len(spills)
     for function, spilled in spills:
         assert SPLIT_FORMAT in function or "mma_kernel" in function.replace("wgmma", ""), spills
-        assert int(spilled) <= (MOST_SPLIT_SPILL if SPLIT_FORMAT in function else MOST_MMA_SPILL), spills
+        most = MOST_MMA_SPILL_120 if "sm_120" in gate else MOST_MMA_SPILL
+        assert int(spilled) <= (MOST_SPLIT_SPILL if SPLIT_FORMAT in function else most), spills
     assert not WGMMA_REMARKS.search(output), output
 
 
