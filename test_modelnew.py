@@ -441,6 +441,7 @@ SIMT_HEADER = r"""
 #define __constant__ static const
 #define __grid_constant__
 #define __forceinline__ inline
+#define __noinline__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 #define __syncthreads() simt::barrier(__LINE__)
@@ -846,12 +847,71 @@ def input_pointers(operator: str, tensors: dict[str, Tensor]) -> list[int | None
     ]
 
 
+# Runs ring_kernel in a shape of the caller's choice, or says -1.
+DEPTHWISE_ENTRY_POINTS = r"""
+extern "C" int depthwise_ring(int op, const int64_t* fields, void* const* pointers, const int* wish) {
+  using namespace modelnew;
+  const Problem problem = make_problem(fields);
+  const depthwise::Plan plan = depthwise::make_plan(
+      problem, as_operator(op), true, {false, wish[0], wish[1], false, wish[2], wish[3], wish[4], wish[5], {}});
+  if (!plan.exists || plan.kernel != depthwise::Kernel::kRing) return -1;
+  const Pointers all = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], nullptr};
+  return depthwise::launch_planned(as_operator(op), problem, all, plan, nullptr);
+}
+"""
+
+# hopper.cuh as far as an engine of the same kind takes it: copies that happen as late as they may.
+COPIES_STAND_IN = r"""
+#include <deque>
+
+#include "numerics.cuh"
+
+namespace simt {
+struct OrderedCopy {
+  uint32_t to;
+  const void* from;
+  int bytes, group;
+};
+inline std::deque<OrderedCopy> ordered[1024];
+inline int groups[1024];
+inline const bool copies_begin_anew = [] {
+  before_block = [] {
+    for (int thread = 0; thread < 1024; ++thread) ordered[thread].clear(), groups[thread] = 0;
+  };
+  return true;
+}();
+}  // namespace simt
+
+namespace modelnew {
+namespace hopper {
+inline uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - simt::smem);
+}
+inline uint64_t evict_first() { return 0; }
+template <int BYTES>
+void copy_async(uint32_t to, const void* from, int size, uint64_t) {
+  const bool aligned = (to | reinterpret_cast<uint64_t>(from)) % BYTES == 0;
+  if (size != BYTES || !aligned || to + BYTES > simt::granted_bytes) simt::complain("a wild copy");
+  simt::ordered[threadIdx.x].push_back({to, from, BYTES, simt::groups[threadIdx.x]});
+}
+inline void copies_commit() { ++simt::groups[threadIdx.x]; }
+template <int PENDING>
+void copies_wait() {
+  auto& mine = simt::ordered[threadIdx.x];
+  for (; !mine.empty() && mine.front().group < simt::groups[threadIdx.x] - PENDING; mine.pop_front())
+    std::memcpy(simt::smem + mine.front().to, mine.front().from, mine.front().bytes);
+}
+}  // namespace hopper
+}  // namespace modelnew
+"""
+
+
 class ShimEngine:
     """An engine that synchronises by __syncthreads alone, compiled by g++ and run thread by thread."""
 
     def __init__(self, folder: Path, name: str = "direct", mutations: Sequence[tuple] = (), **constants: int) -> None:
         """`constants` replaces the values of constants in the source, to reach what takes large problems."""
-        source = modelnew._amalgamate(modelnew._sources, [f"{name}.cu"])
+        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": COPIES_STAND_IN}, [f"{name}.cu"])
         replacements = {rf"\b{constant} = \w+;": f"{constant} = {value};" for constant, value in constants.items()}
         replacements[r"\b1 << 29 : 1 << 27;"] = "1 << 20 : 1 << 20;"
         replacements |= {re.escape(old): new for old, new in mutations}
@@ -860,7 +920,8 @@ class ShimEngine:
             assert found == 1, pattern
         source = f"#define ENGINE k{name.capitalize()}Engine\n{source}"
         self.operators = ("fprop", "dgrad") if name == "depthwise" else tuple(OPERATOR_NUMBER)
-        self.library = compile_simt(source + '#line 1 "entry_points"\n' + ENGINE_ENTRY_POINTS, folder)
+        entry_points = ENGINE_ENTRY_POINTS + (DEPTHWISE_ENTRY_POINTS if name == "depthwise" else "")
+        self.library = compile_simt(source + '#line 1 "entry_points"\n' + entry_points, folder)
         for name in ("engine_refusal", "engine_describe", "simt_message", "simt_launched"):
             getattr(self.library, name).restype = ctypes.c_char_p
         self.library.engine_workspace_bytes.restype = ctypes.c_int64
@@ -1402,12 +1463,21 @@ WINDOW_CASES = [
         [(3, 1), (3, 2), (5, 1), (5, 2), (7, 1)],
     )
 ]
+# Dense planes from 7 outputs wide on: strips of 7 and what is left, runs that allow vectors of 16, 8 and 4 bytes.
+RING_CASES = [
+    depthwise_case(3, 12, 20, 26, 3, 3, padding=(1, 1)),
+    depthwise_case(2, 9, 17, 16, 3, 3, stride=(2, 2), padding=(1, 1)),
+    depthwise_case(2, 5, 12, 20, 7, 7, padding=(3, 2)),
+    depthwise_case(1, 6, 19, 30, 3, 3, stride=(2, 2), padding=(1, 0)),
+    depthwise_case(3, 8, 14, 14, 7, 7, padding=(3, 3)),
+    depthwise_case(2, 8, 22, 28, 7, 7, stride=(2, 2), padding=(3, 3)),
+]
 ONE_TO_ONE_CASES = [
     *WINDOW_CASES,
     depthwise_case(1, 2, 112, 112, 3, 3, padding=(1, 1)),
     depthwise_case(1, 2, 113, 56, 7, 7, padding=(3, 3)),
     depthwise_case(1, 2, 61, 59, 3, 3, stride=(2, 2)),
-    depthwise_case(1, 1, 3, 521, 3, 3, padding=(1, 1)),  # wider than a block's threads
+    depthwise_case(1, 1, 3, 921, 3, 3, padding=(1, 1)),  # wider than a block's threads
     depthwise_case(1, 3, 900, 6, 5, 5, padding=(2, 2)),  # higher than shared memory
     depthwise_case(2, 2, 6, 7, 3, 3, padding=(5, 6)),  # outputs that meet no input
     depthwise_case(2, 2, 6, 8, 3, 3, stride=(2, 2), padding=(6, 5)),
@@ -1425,6 +1495,7 @@ ONE_TO_ONE_CASES = [
     depthwise_case(2, 3, 7, 7, 13, 13, padding=(6, 6)),
     depthwise_case(2, 3, 5, 6, 5, 6),  # one output
     depthwise_case(2, 3, 9, 9, 7, 7, stride=(2, 2), padding=(3, 3)),
+    *RING_CASES,
     depthwise_case(1, 2, 4, 5, 2, 2, stride=(4202600, 536870911)),
 ]
 LAYOUTS = ["contiguous", "channels_last"]
@@ -1527,6 +1598,36 @@ def test_depthwise_shim_takes_operands_that_begin_anywhere(depthwise_shim, eleme
             check_exact(case, {"fprop": depthwise_shim.run("fprop", case, moved, False, out)}, tensors)
 
 
+def test_depthwise_ring_in_any_shape(depthwise_shim):
+    """Chunks of one step to all, 1 to 3 slots, images and rows divided among blocks, few planes and many."""
+    rng = random.Random(0)
+    ran = 0
+    while ran < 150:
+        R, stride = rng.choice([3, 7]), rng.choice([1, 2])
+        H, W = (rng.choice([7, 8, 14, 15, 16, 28, 33, 40]) for _ in range(2))
+        padding = rng.choice([(R // 2, R // 2), (rng.randint(0, R // 2), rng.randint(0, R // 2))])
+        if min(H, W) + 2 * min(padding) < R:
+            continue
+        case = depthwise_case(
+            rng.randint(1, 5), rng.choice([1, 3, 8, 12, 40]), H, W, R, R, stride=(stride, stride), padding=padding
+        )
+        operator = rng.choice(["fprop", "dgrad"])
+        if operator == "dgrad" and stride > 1:
+            continue
+        tensors = make_tensors(case, rng.choice(DTYPES[:3]), integers, seed=ran)
+        out = with_margins(torch.full_like(tensors["dy" if operator == "fprop" else "x"], math.nan))
+        wish = (ctypes.c_int * 6)(*(rng.choice([0, rng.randint(1, most)]) for most in (20, 20, 12, 3, 5, 9)))
+        pointers = (ctypes.c_void_p * 5)(*input_pointers(operator, tensors), out.data_ptr())
+        fields = ShimEngine.fields(case, tensors, False)
+        code = depthwise_shim.library.depthwise_ring(OPERATOR_NUMBER[operator], fields, pointers, wish)
+        if code == -1:
+            continue
+        ran += 1
+        assert code == 0, (case, list(wish), depthwise_shim.library.simt_message())
+        check_exact(case, {operator: out}, tensors)
+        assert margins_intact(out), (case, list(wish))
+
+
 def test_depthwise_shim_without_bias(depthwise_shim):
     case = WINDOW_CASES[0]
     tensors = make_tensors(case, torch.float32, integers)
@@ -1542,7 +1643,7 @@ PADDING_CASES = [
     depthwise_case(5, 70, 9, 12, 3, 3, stride=(2, 1), padding=(1, 1)),
     depthwise_case(1, 2, 9, 12, 3, 2, padding=(2, 1), dilation=(2, 3)),
     depthwise_case(1, 2, 9, 12, 9, 11, padding=(4, 5)),
-    depthwise_case(2, 6, 3, 521, 3, 3, padding=(1, 1)),
+    depthwise_case(2, 6, 3, 921, 3, 3, padding=(1, 1)),
 ]
 
 
@@ -1576,7 +1677,7 @@ def test_depthwise_shim_reads_nothing_behind_its_operands(depthwise_shim, case):
 
 
 def test_depthwise_shim_cases_reach_every_kernel(depthwise_shim):
-    for case, dtype, layout in itertools.product(ONE_TO_ONE_CASES[:5] + ONE_TO_ONE_CASES[-14:], DTYPES[:3], LAYOUTS):
+    for case, dtype, layout in itertools.product(ONE_TO_ONE_CASES[:5] + ONE_TO_ONE_CASES[-20:], DTYPES[:3], LAYOUTS):
         depthwise_shim(case, in_layout(make_tensors(case, dtype, integers), layout))
     library = depthwise_shim.library
     symbols = subprocess.run(["nm", "-D", library._name], capture_output=True, text=True, check=True).stdout
@@ -1616,6 +1717,8 @@ DEPTHWISE_MUTATIONS = {
     "weights taken for finite": ("if (!finite) *flag = 1;\n}", "}"),
     "rows above the image multiplied": ("(row + STRIDE <= 0); ++step", "(row + STRIDE < -1); ++step"),
     "an output too many": ("if (j < outputs_q) narrow(", "narrow("),
+    "a column behind the image": ("inside &= first_column + j < W;", "inside &= first_column + j <= W;"),
+    "a chunk not waited for": ("hopper::copies_wait<2>();", "hopper::copies_wait<3>();"),
     "halo not cleared": ("reinterpret_cast<Pack<float, 4>*>(x_smem)[i] = Pack<float, 4>{};", ";"),
 }
 
@@ -1881,20 +1984,24 @@ inline void load_2(const void* address, bool exist, uint32_t& word) {
   word = exist ? *reinterpret_cast<const uint16_t*>(address) : 0;
 }
 
+// The first `size` of BYTES, and zeros for the rest.
 template <int BYTES>
-void copy_later(uint32_t to, const void* from, bool exist) {
+void copy_async(uint32_t to, const void* from, int size) {
   if (to % BYTES != 0 || to + BYTES > simt::granted_bytes) simt::complain("a wild address in shared memory");
-  if (reinterpret_cast<uint64_t>(from) % BYTES != 0) simt::complain("a copy that is not aligned");
-  const auto run = [=] { exist ? std::memcpy(simt::smem + to, from, BYTES) : std::memset(simt::smem + to, 0, BYTES); };
+  if (size < 0 || size > BYTES) simt::complain("more than a copy");
+  if (size > 0 && reinterpret_cast<uint64_t>(from) % BYTES != 0) simt::complain("a copy that is not aligned");
+  const auto run = [=] {
+    std::memset(simt::smem + to, 0, BYTES);
+    if (size > 0) std::memcpy(simt::smem + to, from, size);  // an address that nobody reads may be any
+  };
   if (simt::late)
     simt::own_copies[threadIdx.x].order(run);
   else
     run();
 }
 template <int BYTES>
-void copy_async(uint32_t to, const void* from, int size) {
-  if (size != 0 && size != BYTES) simt::complain("a part of a copy");
-  copy_later<BYTES>(to, size != 0 ? from : nullptr, size != 0);  // an address that nobody reads may be any
+void copy_later(uint32_t to, const void* from, bool exist) {
+  copy_async<BYTES>(to, from, exist ? BYTES : 0);
 }
 inline void copies_commit() { ++simt::own_copies[threadIdx.x].groups; }
 template <int PENDING>
@@ -1967,6 +2074,7 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
   if (!right) simt::complain("a map of boxes that the driver would refuse");
   return right ? cudaSuccess : static_cast<cudaError_t>(1);
 }
+inline void prefetch_map(const BoxMap&) {}
 // Visits all elements of a box: its place in memory, or null outside the tensor, its row and its number in there.
 template <typename Visit>
 void for_each_in_box(const BoxMap& map, const int64_t (&first)[4], const Visit& visit) {
@@ -2147,7 +2255,8 @@ enum cudaError_t { cudaSuccess, cudaErrorNoDevice = 100 };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrComputeCapabilityMajor = 75,
-  cudaDevAttrComputeCapabilityMinor = 76
+  cudaDevAttrComputeCapabilityMinor = 76,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
 };
 inline int stand_in_capability = 90;  // 0: no GPU at all
 inline cudaError_t cudaGetDevice(int* device) {
@@ -2155,9 +2264,10 @@ inline cudaError_t cudaGetDevice(int* device) {
   return stand_in_capability != 0 ? cudaSuccess : cudaErrorNoDevice;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount      ? 132
-           : attribute == cudaDevAttrComputeCapabilityMajor ? stand_in_capability / 10
-                                                            : stand_in_capability % 10;
+  *value = attribute == cudaDevAttrMultiProcessorCount            ? 132
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? (stand_in_capability == 90 ? 232448 : 101376)
+           : attribute == cudaDevAttrComputeCapabilityMajor       ? stand_in_capability / 10
+                                                                  : stand_in_capability % 10;
   return cudaSuccess;
 }
 unsigned long long __cvta_generic_to_shared(const void*);
@@ -2183,6 +2293,12 @@ using namespace modelnew::wgmma;
 
 // The direct engine's share, whatever it is.
 int64_t modelnew::listed_workspace_bytes(const Problem&, Operator) { return 12345; }
+
+// Engines further down the table, which take everything or nothing.
+static bool others_refuse = false;
+static const char* refuse(const Problem&, Operator) { return others_refuse ? "it is told to" : nullptr; }
+const Engine modelnew::kGatherEngine{"gather", refuse, nullptr, nullptr, nullptr};
+const Engine modelnew::kMmaEngine{"mma", refuse, nullptr, nullptr, nullptr};
 
 static const Guard kNoGuard{};
 
@@ -2375,6 +2491,10 @@ static std::string fault_of(const Correlation& of, const Plan& plan, int bytes) 
 
 extern "C" {
 void set_capability(int capability) { stand_in_capability = capability; }
+void let_others_refuse(bool refuse) { others_refuse = refuse; }
+const char* wgmma_yields(int op, const int64_t* fields) {
+  return yields(make_problem(fields), static_cast<Operator>(op));
+}
 const char* wgmma_refusal(int op, const int64_t* fields) {
   return refusal(make_problem(fields), static_cast<Operator>(op));
 }
@@ -2427,7 +2547,7 @@ class WgmmaPlans:
         (folder / "cuda_runtime_api.h").write_text(WGMMA_STAND_INS)
         flags = ("-O2", "-fno-gnu-unique", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
         self.library = compile_shared(WGMMA_ENTRY_POINTS, folder, *flags)
-        for name in ("wgmma_refusal", "wgmma_describe", "wgmma_fault"):
+        for name in ("wgmma_refusal", "wgmma_yields", "wgmma_describe", "wgmma_fault"):
             getattr(self.library, name).restype = ctypes.c_char_p
         self.library.wgmma_cycles.restype = ctypes.c_double
 
@@ -2628,6 +2748,36 @@ def test_wgmma_says_what_it_refuses(wgmma_plans, case, operator, dtype, settings
         wgmma_plans.library.set_capability(90)
     assert (refusal is None) == (text is None), refusal
     assert text is None or text in refusal
+
+
+# 2^29 multiply-adds are where mma is slower again; of TF32 gather has what has no long rows.
+@pytest.mark.parametrize(
+    "case, settings, to",
+    [
+        (Case(1, 64, 130, 258, 128, 3, 3), {"tf32": False}, None),
+        (Case(1, 64, 50, 58, 128, 3, 3), {"tf32": False}, "mma"),
+        (Case(1, 64, 50, 58, 128, 3, 3), {}, None),
+        (Case(1, 64, 32, 34, 128, 3, 3), {}, "mma"),  # too small for TF32
+        (Case(1, 64, 50, 58, 128, 3, 3), {"dtype": torch.float16}, None),
+        (Case(1, 64, 130, 258, 128, 1, 1), {}, "gather"),
+        (Case(1, 64, 130, 258, 128, 1, 1), {"tf32": False}, "mma"),
+        (Case(4, 64, 130, 258, 128, 1, 1), {"tf32": False}, None),
+        (Case(1, 64, 50, 58, 128, 3, 3), {"memory_format": torch.channels_last}, "gather"),
+        (Case(1, 64, 50, 58, 128, 3, 3), {"memory_format": torch.channels_last, "tf32": False}, "mma"),
+    ],
+    ids=str,
+)
+def test_wgmma_yields_to_what_is_faster(wgmma_plans, case, settings, to):
+    settings = dict(settings)
+    dtype = settings.pop("dtype", torch.float32)
+    reason = wgmma_plans("yields", "fprop", case, dtype, **settings)
+    assert (reason is None) == (to is None), reason
+    assert to is None or reason.startswith(f"{to} is faster")
+    wgmma_plans.library.let_others_refuse(True)
+    try:
+        assert wgmma_plans("yields", "fprop", case, dtype, **settings) is None
+    finally:
+        wgmma_plans.library.let_others_refuse(False)
 
 
 # Cases that wgmma takes in forward and dgrad under every contract of its own: 2^27 multiply-adds, 32 columns.
@@ -3467,29 +3617,6 @@ def test_gather_estimates_grow_with_the_work(gather_plans):
             assert twice >= LEAST_GROWTH[side] * once or (letter == "N" and twice == 0), f"{operator} of {double}"
 
 
-def test_every_problem_has_an_engine(gather_plans, direct_shim):
-    """gather refuses in a sentence or has a plan, whatever the addresses turn out to be; direct takes what is left."""
-    rng, taken_by_gather = random.Random(3), 0
-    for case, _, dtype in random_gather_cases(2500, seed=2):
-        if rng.random() < 0.2:  # depthwise, and few channels
-            groups = rng.choice([1, case.C])
-            case = dataclasses.replace(
-                case, C=groups * rng.choice([1, 3, 7]), K=groups * rng.randint(1, 9), groups=groups
-            )
-        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
-        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-        for operator in OPERATOR_NUMBER:
-            assert direct_shim.refuses(operator, case, tensors) is None
-            refusal = gather_plans("refusal", operator, case, dtype)
-            if refusal is None:
-                taken_by_gather += 1
-                places = (ctypes.c_uint64(rng.choice([0, 1, 2, 4]) * dtype.itemsize) for _ in range(2))
-                assert gather_plans("cycles", operator, case, dtype, *places) > 0, f"{operator} of {case}, {dtype}"
-            else:
-                assert re.fullmatch(r"(it|a tile) [\w ,.()-]+", refusal), refusal
-    assert taken_by_gather > 1000
-
-
 def test_gather_describes_its_configuration(gather_plans):
     """Whole and in the 320 bytes that the binding has for it."""
     for case, operator, dtype in random_gather_cases(300, seed=4):
@@ -3864,6 +3991,853 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_mutants):
     )
 
 
+# The mma engine without a GPU -----------------------------------------------------------------------------------------
+
+MMA_ENTRY_POINTS = (
+    """
+#include <cstring>
+#include <iterator>
+#include <random>
+#include <set>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "mma.cu"
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+using namespace modelnew::mma;
+
+static std::set<std::string> seen;  // kinds of plans
+
+static Params params_of(const Correlation& of, const Plan& plan) {
+  Params params{};
+  params.of = of;
+  params.plan = plan;
+  set_divisors(params);
+  return params;
+}
+
+// What is wrong with the numbers of a plan, or nothing.
+static std::string fault_of_numbers(const Correlation& of, const Plan& plan, const Device& device) {
+  const int ring = ring_start(plan), stage = plan.x_words + plan.w_words;
+  if (plan.smem_bytes > device.smem_bytes || plan.smem_bytes != 4 * shared_words(plan)) return "shared memory";
+  const int64_t words = int64_t{plan.stages} * stage + plan.window_words;
+  if (4 * (ring + words) > plan.smem_bytes) return "room for the ring";
+  const int staging = plan.warps_k * plan.tile_m * (plan.tile_n + kStagingPad);
+  if (4 * (ring + staging) > plan.smem_bytes) return "room for staging";
+  if (ring < kTable + plan.depth || 2 * kMaxStages > kTable) return "room for the table and barriers";
+  if (ring % 32 || plan.x_words % 32 || plan.w_words % 32) return "stages that are not aligned";
+  if (plan.stages < 1 || plan.stages > kMaxStages || plan.stages > plan.split_chunks) return "stages";
+  if (plan.stages == 1 && plan.split_chunks > 1) return "a chunk that is loaded where one is read";
+
+  const int terms = plan.channels * plan.taps;
+  if (plan.taps != of.R * of.S || plan.depth % 8 || plan.depth < terms || plan.depth >= terms + 8) return "terms";
+  if (int64_t{plan.chunks} * plan.channels < of.in_channels || (plan.chunks - 1) * plan.channels >= of.in_channels)
+    return "channels in no chunk, or a chunk without";
+  if (int64_t{plan.splits} * plan.split_chunks < plan.chunks || (plan.splits - 1) * plan.split_chunks >= plan.chunks)
+    return "chunks in no part, or a part without";
+  if (plan.splits > 1 && !device.hopper) return "a cluster without Hopper";
+  if (plan.splits * plan.split_rows != plan.tile_m || 1 << plan.row_bits != plan.split_rows) return "rows of a part";
+  if (plan.out_vector << plan.piece_bits != plan.tile_n) return "pieces of a row of outputs";
+  if (plan.tile_p * plan.tile_q > plan.tile_n || plan.tile_p < 1 || plan.tile_q < 1) return "pixels of a tile";
+  if ((plan.x_bulk || plan.w_bulk) && !device.hopper) return "bulk copies without Hopper";
+  if ((plan.x_copies == Copies::kBox && !plan.x_bulk) || (plan.w_copies == Copies::kBox && !plan.w_bulk))
+    return "boxes that are no bulk copies";
+  if (plan.w_words < (plan.tile_m - 1) * plan.w_pitch + plan.depth) return "rows of weights beyond their stage";
+  if (!(plan.cycles > 0)) return "no estimate";
+  return "";
+}
+
+// What is wrong with the tiles, or nothing: every output is one tile's.
+static std::string fault_of_tiles(const Params& params) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int64_t rows = of.groups * of.N * plan.tiles_m;
+  std::vector<uint8_t> owned(rows * of.P * of.Q);
+  if (plan.tiles != rows * plan.tiles_p * plan.tiles_q) return "tiles in all";
+  for (int64_t number = 0; number < plan.tiles; ++number) {
+    const Tile tile = locate_tile(params, static_cast<int>(number));
+    if (tile.group < 0 || tile.group >= of.groups || tile.n < 0 || tile.n >= of.N || tile.m % plan.tile_m ||
+        tile.m < 0 || tile.m >= of.out_channels || tile.p < 0 || tile.p >= of.P || tile.q < 0 || tile.q >= of.Q)
+      return "a tile outside";
+    const int64_t row = (tile.group * of.N + tile.n) * plan.tiles_m + tile.m / plan.tile_m;
+    for (int p = tile.p; p < std::min(of.P, tile.p + plan.tile_p); ++p)
+      for (int q = tile.q; q < std::min(of.Q, tile.q + plan.tile_q); ++q)
+        if (owned[(row * of.P + p) * of.Q + q]++) return "an output twice";
+  }
+  return std::count(owned.begin(), owned.end(), 1) == static_cast<int64_t>(owned.size()) ? "" : "an output never";
+}
+
+// What is wrong with the order of the reduction and with the weights of a tile, or nothing. The address is in words.
+static std::string fault_of_weights(const Params& params, const Tile& tile, int64_t address) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int terms = plan.channels * plan.taps, rows = std::min(plan.tile_m, of.out_channels - tile.m);
+  const auto offset_of = [&](const Term& term) {
+    const int r = of.flipped ? of.R - 1 - term.r : term.r, s = of.flipped ? of.S - 1 - term.s : term.s;
+    return term.channel * of.w_stride_in + r * of.w_stride_r + s * of.w_stride_s;
+  };
+  std::vector<uint8_t> there(terms);
+  for (int i = 0; i < terms; ++i) {
+    const Term term = locate_term(params, i);
+    if (term.channel < 0 || term.channel >= plan.channels || term.r < 0 || term.r >= of.R || term.s < 0 ||
+        term.s >= of.S)
+      return "a term outside";
+    if (there[(term.channel * of.R + term.r) * of.S + term.s]++) return "a term twice";
+    if (plan.natural && term.channel < of.in_channels && offset_of(term) != i) return "another order than that of w";
+    const Term four = locate_term(params, i / 4 * 4);
+    if (plan.w_copies == Copies::kFours && term.channel < of.in_channels && offset_of(term) != offset_of(four) + i % 4)
+      return "fours of weights that are no neighbours";
+  }
+  const int64_t first = address + tile.group * of.w_stride_group + tile.m * of.w_stride_out;
+  const int64_t chunk_step = plan.channels * of.w_stride_in;
+  const int width = plan.w_copies == Copies::kFours ? 4 : 1;
+  if (plan.w_copies == Copies::kWords || plan.w_copies == Copies::kFours) {
+    if (plan.w_pieces * width != terms || plan.w_pitch < plan.depth) return "pieces of a row of weights";
+    if (plan.w_row_step * plan.w_pieces + plan.w_piece_step != kThreads || plan.w_piece_step >= plan.w_pieces)
+      return "steps of a thread";
+  }
+  if (width == 4)
+    for (int chunk = 0; chunk < plan.chunks; ++chunk)
+      for (int row = 0; row < std::min(rows, 4); ++row)
+        for (int i = 0; i < terms; i += 4) {
+          const Term term = locate_term(params, i);
+          if (chunk * plan.channels + term.channel >= of.in_channels) continue;
+          const int64_t place = first + chunk * chunk_step + row * of.w_stride_out + offset_of(term);
+          if (place % 4) return "fours of weights astray";
+        }
+  if (plan.w_copies == Copies::kRun) {
+    if (plan.chunks != 1 || of.w_stride_out != terms || plan.w_pitch != terms || first % 4) return "a run of weights";
+    if (plan.w_bulk && rows * terms % 4) return "a bulk copy of a part of 16 bytes";
+  }
+  if (plan.w_copies != Copies::kBox) return "";
+  const int64_t row = int64_t{tile.group} * of.out_channels + tile.m;
+  if (of.flipped || address % 4 || plan.w_pitch % 4 || plan.tile_m > 256) return "a box of weights";
+  if (tile.group * of.w_stride_group + tile.m * of.w_stride_out != row * of.w_stride_out) return "rows of no matrix";
+  if (int64_t{of.groups} * of.out_channels > 1 && of.w_stride_out % 4) return "rows of a matrix astray";
+  if (plan.taps_first) {
+    if (of.w_stride_in != 1 || plan.w_pitch != terms || plan.depth != terms) return "a box with gaps";
+    if (plan.channels % 4 || plan.taps > 256 || of.w_stride_s % 4) return "the size of a box of weights";
+    for (int i = 0; i < plan.taps; ++i)
+      if (offset_of(locate_term(params, i * plan.channels)) != i * of.w_stride_s) return "taps that are no row";
+    return "";
+  }
+  if (!plan.natural || plan.w_pitch > 256 || plan.w_pitch < plan.depth) return "a box of rows";
+  return plan.chunks > 1 && terms % 4 ? "a box that starts astray" : "";
+}
+
+// What is wrong with what a tile reads, or nothing: each output at each term what the convolution says, by the register
+// of a lane and the table; and what brings it there. The address is in words.
+static std::string fault_of_window(const Params& params, const Tile& tile, int64_t address) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const bool run = plan.x_copies == Copies::kRun, planes = plan.x_copies == Copies::kPlanes;
+  const int64_t h0 = run ? 0 : int64_t{tile.p} * of.stride_h - of.pad_h;
+  const int64_t w0 = run ? 0 : int64_t{tile.q} * of.stride_w - of.pad_w - plan.lead;
+  const bool channels_last = plan.pixel_words != 1;
+  const int window = planes ? plan.window_words : plan.x_words, terms = plan.channels * plan.taps;
+  if (channels_last ? plan.channel_words != 1 || plan.row_words != plan.columns * plan.pixel_words
+                    : plan.row_words != plan.columns || plan.channel_words < plan.rows * plan.columns)
+    return "words of a window";
+  const int64_t all_words = channels_last ? int64_t{plan.rows} * plan.row_words
+                                          : int64_t{plan.channels + (terms != plan.depth)} * plan.channel_words;
+  if (all_words > window || (channels_last && plan.pixel_words < plan.channels + (terms != plan.depth)))
+    return "room for the window";
+  for (int pixel = 0; pixel < plan.tile_n; ++pixel) {
+    const int line = pixel / plan.tile_q, column = pixel % plan.tile_q;
+    const int64_t start = line < plan.tile_p ? int64_t{line} * plan.row_step * plan.row_words +
+                                                   int64_t{column} * plan.column_step * plan.pixel_words
+                                             : 0;
+    const int64_t p = tile.p + line, q = tile.q + column;
+    const bool exists = line < plan.tile_p && p < of.P && q < of.Q;
+    for (int i = 0; i < plan.depth; ++i) {
+      const Term term = locate_term(params, i);
+      const int row_of_term = term.r * of.dilation_h, column_of_term = term.s * of.dilation_w + plan.lead;
+      const int64_t offset = i < terms ? int64_t{term.channel} * plan.channel_words + row_of_term * plan.row_words +
+                                             column_of_term * plan.pixel_words
+                                       : plan.channels * plan.channel_words;
+      const int64_t word = start + offset;
+      // Outputs that do not exist are computed all the same.
+      if (word < 0 || word >= window + plan.w_words) return "a word outside";
+      if (!exists) continue;
+      if (word >= window) return "a word behind the window";
+      const int64_t in_channel = channels_last ? word % plan.pixel_words : word / plan.channel_words;
+      if (i >= terms) {
+        if (in_channel != plan.channels) return "padding of the reduction among channels";
+        continue;
+      }
+      const int64_t place = channels_last ? word / plan.pixel_words : word % plan.channel_words;
+      const int64_t row = place / plan.columns, at = place % plan.columns;
+      if (in_channel != term.channel || row >= plan.rows) return "another channel";
+      if (h0 + row * plan.in_row_step != p * of.stride_h - of.pad_h + int64_t{term.r} * of.dilation_h ||
+          w0 + at * plan.in_column_step != q * of.stride_w - of.pad_w + int64_t{term.s} * of.dilation_w)
+        return "another place of x";
+    }
+  }
+
+  const int64_t image = address + tile.n * of.in_stride[0] + int64_t{tile.group} * of.in_channels * of.in_stride[1];
+  if (run || planes) {
+    const int64_t plane = int64_t{of.H} * of.W;
+    if (of.in_stride[3] != 1 || (of.H > 1 && of.in_stride[2] != of.W) || of.in_stride[1] != plane) return "no run";
+    if (plan.plane != plane || (run && plan.channel_words != plane)) return "words of a plane";
+    if (plan.x_words < plan.channels * plane || plan.channels * plane % 4) return "room for a run";
+    for (int c = 0; c < of.in_channels; c += plan.channels)
+      if ((image + c * plane) % 4) return "a run astray";
+    if (plan.x_bulk ? of.in_channels % plan.channels : of.in_channels * plane % 4) return "the end of a run";
+    return "";
+  }
+  const int width = plan.x_copies == Copies::kWords ? 1 : 4;
+  if (width == 4) {  // 16 bytes are inside an image or outside
+    for (int c : {0, std::max(0, std::min(of.in_channels, 2 * plan.channels) - 1)})
+      for (int row = 0; row < plan.rows; ++row)
+        for (int at = 0; at < plan.columns; at += channels_last ? 1 : 4) {
+          const int64_t h = h0 + int64_t{row} * plan.in_row_step, w = w0 + int64_t{at} * plan.in_column_step;
+          if (!channels_last && (w % 4 || of.W % 4)) return "fours at the edge of an image";
+          if (h < 0 || h >= of.H || w < 0 || w >= of.W) continue;
+          const int64_t channel = channels_last ? c / 4 * 4 : c;
+          const int64_t place = channel * of.in_stride[1] + h * of.in_stride[2] + w * of.in_stride[3];
+          if ((image + place) % 4) return "fours of x astray";
+        }
+    if (channels_last ? of.in_stride[1] != 1 || of.in_channels % 4 || plan.channels % 4 || plan.pixel_words % 4
+                      : of.in_stride[3] != 1 || plan.columns % 4)
+      return "fours that are no neighbours";
+  }
+  if (plan.x_copies != Copies::kBox) {
+    const int pieces = channels_last ? plan.channels / width : 1;
+    if (channels_last ? plan.x_pieces != pieces || plan.row_entries != plan.columns
+                      : plan.row_entries * width != plan.columns || plan.channel_words % width)
+      return "copies of a row";
+    return plan.entries == plan.rows * plan.row_entries ? "" : "copies of a window";
+  }
+  const int sizes[] = {plan.columns, plan.rows, channels_last ? plan.pixel_words : plan.channels};
+  for (int size : sizes)
+    if (size < 1 || size > 256) return "the size of a box";
+  if (terms != plan.depth && channels_last) return "a box where padding is";
+  const int64_t box = int64_t{sizes[0]} * sizes[1] * sizes[2];
+  if (box != (channels_last ? int64_t{plan.entries} * plan.pixel_words : plan.channels * int64_t{plan.channel_words}))
+    return "bytes that the barrier expects";
+  // Every so many-th row of the image is one of the box's tensor.
+  if ((plan.in_row_step != 1 && (of.pad_h || plan.in_row_step != of.stride_h)) ||
+      (plan.in_column_step != 1 && (of.pad_w || plan.in_column_step != of.stride_w)))
+    return "rows that no box has";
+  if (address % 4 || (of.N > 1 && of.in_stride[0] % 4)) return "images astray";
+  const int64_t all[] = {of.N, int64_t{of.groups} * of.in_channels, of.H, of.W};
+  for (int i = 0; i < 4; ++i)
+    if (all[i] > 1 && of.in_stride[i] <= 0) return "a box of an expanded tensor";
+  return "";
+}
+
+// What is wrong with what a tile writes four at a time, or nothing. The address is in words.
+static std::string fault_of_writes(const Params& params, const Tile& tile, int64_t address) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  if (plan.out_vector == 1) return "";
+  if (plan.out_vector != 4) return "neither fours nor single values";
+  const int lines = std::min(plan.tile_p, of.P - tile.p), columns = std::min(plan.tile_q, of.Q - tile.q);
+  const auto offset_of = [&](int pixel) -> int64_t {
+    const int line = pixel / plan.tile_q, column = pixel % plan.tile_q;
+    if (line >= lines || column >= columns) return -1;
+    return (tile.p + line) * of.out_stride[2] + (tile.q + column) * of.out_stride[3];
+  };
+  for (int pixel = 0; pixel < plan.tile_n; pixel += 4) {
+    const int64_t first = offset_of(pixel);
+    for (int j = 1; j < 4; ++j)
+      if (offset_of(pixel + j) != (first < 0 ? -1 : first + j)) return "fours of y that are no neighbours";
+    for (int m = tile.m; m < std::min(of.out_channels, tile.m + plan.tile_m) && first >= 0; ++m) {
+      const int64_t channel = int64_t{tile.group} * of.out_channels + m;
+      if ((address + tile.n * of.out_stride[0] + channel * of.out_stride[1] + first) % 4) return "fours of y astray";
+    }
+  }
+  return "";
+}
+
+static void note(const Plan& plan) {
+  const std::string names[] = {"words", "fours", "runs", "boxes", "planes"};
+  const std::string kind = plan.pixel_words == 1 ? "planes of " : "pixels of ";
+  const std::string order = plan.taps_first ? "taps of " : "";
+  seen.insert(kind + "x by " + names[static_cast<int>(plan.x_copies)] + (plan.x_bulk ? " in bulk" : ""));
+  seen.insert(order + "w by " + names[static_cast<int>(plan.w_copies)] + (plan.w_bulk ? " in bulk" : ""));
+  seen.insert("shape " + std::to_string(plan.shape));
+  seen.insert(std::to_string(plan.splits) + " parts");
+  seen.insert("y by " + std::to_string(plan.out_vector));
+  if (plan.lead > 0) seen.insert("lead");
+  if (plan.chunks > plan.stages) seen.insert("a ring that turns");
+}
+
+extern "C" {
+void set_capability(int capability) { stand_in_capability = capability; }
+const char* mma_refusal(int op, const int64_t* fields) {
+  return refusal(make_problem(fields), static_cast<Operator>(op));
+}
+const char* mma_describe(int op, const int64_t* fields) {
+  static char text[321];
+  std::memset(text, 'x', sizeof text);
+  describe(make_problem(fields), static_cast<Operator>(op), text, 320);  // as the binding has it
+  return text[320] == 'x' && std::memchr(text, 0, 320) ? text : "written too far";
+}
+const char* mma_seen() {
+  static std::string all;
+  all.clear();
+  for (const std::string& kind : seen) all += kind + "\n";
+  return all.c_str();
+}
+int mma_shape(int op, const int64_t* fields) {
+  return plan_of(make_problem(fields), static_cast<Operator>(op), Alignment{}).plan.shape;
+}
+double mma_cycles(int op, const int64_t* fields, uint64_t in, uint64_t w, uint64_t out) {
+  const Planned& planned = plan_of(make_problem(fields), static_cast<Operator>(op), Alignment{in, w, out});
+  return planned.found ? planned.plan.cycles : 0;
+}
+// Plans for tensors at these addresses, on the GPU that was set, the best way and every shape and number of parts: null
+// if there is no plan, else what is wrong, or "". All tiles, and of a few at random what they read and write.
+const char* mma_fault(int op, const int64_t* fields, uint64_t in, uint64_t w, uint64_t out, int seed) {
+  static std::string fault;
+  std::mt19937 shuffler(seed);
+  const Problem problem = make_problem(fields);
+  Correlation of = correlation_of_problem(problem, static_cast<Operator>(op));
+  flatten_points(of);
+  Device device{};
+  current_device(device);
+  bool any = false;
+  for (int i = -1; i < 4 * kShapeCount; i += i < 0 ? 1 : 1 + shuffler() % 4) {
+    Plan plan{};
+    const int shape = i < 0 ? -1 : i / 4, splits = i < 0 ? 0 : 1 << i % 4;
+    if (!make_plan(of, problem.tf32_allowed, device, Alignment{in, w, out}, plan, shape, splits)) continue;
+    any = true;
+    note(plan);
+    const Params params = params_of(of, plan);
+    fault = fault_of_numbers(of, plan, device);
+    if (fault.empty()) fault = fault_of_tiles(params);
+    for (int j = 0; j < 3 && fault.empty(); ++j) {
+      const int64_t number = j == 0 ? 0 : j == 1 ? plan.tiles - 1 : shuffler() % plan.tiles;
+      const Tile tile = locate_tile(params, static_cast<int>(number));
+      fault = fault_of_weights(params, tile, w / 4);
+      if (fault.empty()) fault = fault_of_window(params, tile, in / 4);
+      if (fault.empty()) fault = fault_of_writes(params, tile, out / 4);
+    }
+    if (!fault.empty()) {
+      fault += ", shape " + std::to_string(shape) + ", " + std::to_string(splits) + " parts";
+      return fault.c_str();
+    }
+  }
+  return any ? "" : nullptr;
+}
+// A divisor by which a quotient is wrong, or 0.
+int mma_wrong_divisor(int seed) {
+  std::mt19937 random(seed);
+  for (int i = 0; i < 20000; ++i) {
+    const int drawn = 1 + (random() >> (1 + i % 31));
+    const int divisor = i < 5000 ? i + 1 : i < 5031 ? 1 << (i - 5000) : i == 5031 ? 2147483647 : drawn;
+    const Divisor by = make_divisor(divisor);
+    const int64_t most = 2147483647, any = random() >> 1, multiple = any / divisor * divisor;
+    for (int64_t number : {int64_t{0}, multiple - 1, multiple, multiple + 1, any, most})
+      if (number >= 0 && number <= most && quotient(static_cast<int>(number), by) != number / divisor) return divisor;
+  }
+  return 0;
+}
+// Whether a memo gives what was computed for each of many problems that differ in one field or address, in any order.
+bool mma_memo_is_right(const int64_t* fields, int count, int seed) {
+  std::mt19937 random(seed);
+  std::vector<ProblemKey> keys;
+  for (int i = -1; i < count + 3 + 1; ++i) {
+    std::vector<int64_t> changed(fields, fields + count);
+    if (i >= 0 && i < count) changed[i] = i == count - 13 ? !changed[i] : changed[i] + 1;
+    const auto at = [&](int j) { return i == count + j ? uint64_t{16} : uint64_t{0}; };
+    const Operator op = i == count + 3 ? Operator::kDgrad : Operator::kFprop;
+    keys.push_back(key_of(make_problem(changed.data()), op, at(0), at(1), at(2)));
+  }
+  if (std::set<ProblemKey>(keys.begin(), keys.end()).size() != keys.size()) return false;
+  // More of them than a memo has places for.
+  for (int i = 0; i < 300; ++i) keys.push_back(keys[random() % keys.size()]), keys.back()[35] = 1 + i;
+  Memo<int> memo;
+  std::vector<int> computed(keys.size());
+  for (int i = 0; i < 20000; ++i) {
+    const int number = random() % keys.size();
+    if (memo.get(keys[number], [&] { return ++computed[number], number; }) != number) return false;
+  }
+  // One that is asked for again at once is not computed again.
+  const int before = computed[0] + (memo.get(keys[0], [&] { return ++computed[0], 0; }), 0);
+  const int after = computed[0];
+  memo.get(keys[0], [&] { return ++computed[0], 0; });
+  return before <= after && computed[0] == after;
+}
+}
+"""
+)
+
+
+def mma_strides(shape: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
+    """Of any tensor, and of expanded ones."""
+    strides = any_strides(shape, rng)
+    return tuple(0 if rng.random() < 0.02 else stride for stride in strides)
+
+
+class MmaPlans:
+    """The host part of the mma engine, for a GPU of 132 SMs that is not there."""
+
+    def __init__(self, folder: Path, replaced: str = "", by: str = "") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cuda_runtime_api.h").write_text(WGMMA_STAND_INS)
+        source = (KERNELS / "mma.cu").read_text()
+        assert source.count(replaced) == 1 or not replaced, replaced
+        (folder / "mma.cu").write_text(source.replace(replaced, by))
+        flags = ("-O2", "-fno-gnu-unique", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
+        self.library = compile_shared(MMA_ENTRY_POINTS, folder, *flags)
+        for name in ("mma_refusal", "mma_describe", "mma_fault", "mma_seen"):
+            getattr(self.library, name).restype = ctypes.c_char_p
+        self.library.mma_cycles.restype = ctypes.c_double
+        self.library.mma_memo_is_right.restype = ctypes.c_bool
+
+    def __call__(
+        self,
+        function: str,
+        operator: str,
+        case: Case,
+        *more: object,
+        dtype: torch.dtype = torch.float32,
+        tf32: bool = False,
+        strides: dict[str, tuple[int, ...]] | None = None,
+        capability: int = 90,
+    ) -> str | float | None:
+        """One of the entry points, for tensors that only have strides: contiguous ones unless others are named."""
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        for name, of_tensor in (strides or {}).items():
+            tensors[name] = tensors[name].as_strided(shapes[name], of_tensor)
+        fields = ShimEngine.fields(case, tensors, tf32)
+        self.library.set_capability(capability)
+        result = getattr(self.library, f"mma_{function}")(OPERATOR_NUMBER[operator], fields, *more)
+        return result.decode() if isinstance(result, bytes) else result
+
+    def fault(self, operator: str, case: Case, seed: int) -> str | None:
+        """What is wrong with its plans for tensors of any strides at any addresses."""
+        rng = random.Random(seed)
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        settings = {
+            "strides": {name: mma_strides(shape, rng) for name, shape in shapes.items()},
+            "capability": rng.choice([90, 90, 80]),
+            "tf32": rng.random() < 0.5,
+        }
+        aligned = (ctypes.c_uint64(0) for _ in range(3))
+        places = [ctypes.c_uint64(4 * rng.choice([0, 0, 0, 0, 1, 2, 4])) for _ in range(3)]
+        refused = self("refusal", operator, case, **settings)
+        if refused is None:
+            assert self("cycles", operator, case, *aligned, **settings) > 0
+            fault = self("fault", operator, case, *places, seed, **settings)
+            return "no plan at these addresses" if fault is None else fault
+        assert re.fullmatch(r"(it|a tile) [\w ,.()-]+", refused), refused
+        return None
+
+
+@pytest.fixture(scope="session")
+def mma_plans(tmp_path_factory) -> MmaPlans:
+    return MmaPlans(tmp_path_factory.mktemp("mma"))
+
+
+def random_mma_cases(count: int, seed: int) -> Iterator[tuple[Case, str]]:
+    """Anything small: few channels and many, one pixel and lines of several tiles, large filters, groups."""
+    rng = random.Random(seed)
+    while count > 0:
+        operator, groups = rng.choice(WGMMA_OPERATORS), rng.choice([1, 1, 1, 1, 2, 3])
+        channels = [1, 2, 3, 4, 5, 7, 8, 16, 31, 64, 100, 128, 130, 257] if groups == 1 else [8, 9, 12, 16, 31, 64]
+        C, K = (groups * rng.choice(channels) for _ in range(2))
+        N = rng.choice([1, 1, 2, 3, 5])
+        H, W = (
+            rng.choice([1, rng.randint(1, 8), rng.randint(7, 16), 4 * rng.randint(1, 8), rng.randint(1, most)])
+            for most in (41, rng.choice([60, 300, 1030]))
+        )
+        R, S = rng.choice([(1, 1), (1, 1), (3, 3), (3, 3), (2, 2), (7, 7), (rng.randint(1, 12), rng.randint(1, 12))])
+        stride = tuple(rng.choices([1, 1, 2, 3, 4], k=2)) if operator == "fprop" else (1, 1)
+        padding = tuple(rng.choices([0, 0, 1, 2, 3, 5], k=2))
+        dilation = tuple(rng.choices([1, 1, 1, 2, 3, 13], k=2))
+        case = Case(N, C, H, W, K, R, S, stride, padding, dilation, groups)
+        if min(case.y_shape) > 0:
+            yield case, operator
+            count -= 1
+
+
+MMA_KINDS = {
+    *(f"shape {number}" for number in range(5)),
+    *(f"{number} parts" for number in (1, 2, 4, 8)),
+    *(f"planes of x by {how}" for how in ("words", "fours", "boxes in bulk", "runs", "runs in bulk", "planes")),
+    *(f"pixels of x by {how}" for how in ("words", "fours", "boxes in bulk")),
+    *(f"w by {how}" for how in ("words", "fours", "boxes in bulk", "runs", "runs in bulk")),
+    *(f"taps of w by {how}" for how in ("words", "fours", "boxes in bulk")),
+    *("y by 1", "y by 4", "lead", "a ring that turns", "planes of x by planes in bulk"),
+}
+
+
+def test_mma_plans_are_sound(mma_plans):
+    """Each output once, each term once and where the convolution says, all of it in shared memory and aligned."""
+    planned, count = 0, 3000
+    for seed, (case, operator) in enumerate(random_mma_cases(count, seed=0)):
+        fault = mma_plans.fault(operator, case, seed)
+        assert not fault, f"{operator} of {case}, seed {seed}: {fault}"
+        planned += fault is not None
+    assert planned > 0.9 * count
+    assert set(mma_plans.library.mma_seen().decode().splitlines()) >= MMA_KINDS
+
+
+# Each puts something out of place.
+MMA_PLAN_MUTATIONS = {
+    "no columns for alignment": ("plan.lead = ((-of.pad_w) % 4 + 4) % 4;", "plan.lead = 0;"),
+    "boxes of any size": ("x_boxes && rows <= 256 && plan.columns <= 256", "x_boxes"),
+    "w as if it were aligned": (
+        "address.w % 16 == 0 && fours(of.w_stride_out, of.out_channels)",
+        "fours(of.w_stride_out, 1)",
+    ),
+    "taps in the order of memory": ("!plan.taps_first && !of.flipped && (of.S", "!plan.taps_first && (of.S"),
+}
+
+
+@pytest.mark.parametrize("mutation", MMA_PLAN_MUTATIONS)
+def test_mma_plan_checks_see_what_is_wrong(mutation, tmp_path):
+    mutant = MmaPlans(tmp_path, *MMA_PLAN_MUTATIONS[mutation])
+    cases = enumerate(random_mma_cases(3000, seed=0))
+    assert any(mutant.fault(operator, case, seed) for seed, (case, operator) in cases)
+
+
+def test_mma_divides_exactly(mma_plans):
+    assert mma_plans.library.mma_wrong_divisor(0) == 0
+
+
+def test_memo_tells_problems_apart(mma_plans):
+    case = Case(2, 12, 13, 14, 15, 3, 4, (2, 1), (1, 2), (1, 2), groups=3)
+    tensors = make_tensors(case, torch.float32, equal)
+    fields = ShimEngine.fields(case, tensors, False)
+    assert mma_plans.library.mma_memo_is_right(fields, len(PROBLEM_FIELDS), 0)
+
+
+def test_every_problem_has_an_engine(gather_plans, mma_plans, direct_shim):
+    """gather and mma refuse in a sentence or have a plan, whatever the addresses are; direct takes what is left."""
+    rng, taken_by = random.Random(3), {"gather": 0, "mma": 0}
+    gathers = random_gather_cases(5000, seed=2)
+    cases = itertools.chain(gathers, ((case, "", torch.float32) for case, _ in random_mma_cases(5000, seed=2)))
+    for case, _, dtype in cases:
+        if rng.random() < 0.2:  # depthwise, and few channels
+            groups = rng.choice([1, case.C])
+            case = dataclasses.replace(
+                case, C=groups * rng.choice([1, 3, 7]), K=groups * rng.randint(1, 9), groups=groups
+            )
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        for operator in OPERATOR_NUMBER:
+            assert direct_shim.refuses(operator, case, tensors) is None
+            places = [ctypes.c_uint64(rng.choice([0, 1, 2, 4]) * dtype.itemsize) for _ in range(3)]
+            for engine, plans, at in (("gather", gather_plans, places[:2]), ("mma", mma_plans, places)):
+                refusal = plans("refusal", operator, case, dtype=dtype)
+                if refusal is None:
+                    taken_by[engine] += 1
+                    estimate = plans("cycles", operator, case, *([dtype, *at] if engine == "gather" else at))
+                    assert estimate > 0, f"{operator} of {case}, {dtype}, by {engine}"
+                else:
+                    assert re.fullmatch(r"(it|a tile) [\w ,.()-]+", refusal), refusal
+    assert min(taken_by.values()) > 2000
+
+
+# More channels may need a smaller chunk or tile, which is estimated better, or leave none that fits.
+LEAST_MMA_GROWTH = 0.75
+
+
+def test_mma_estimates_grow_with_the_work(mma_plans):
+    aligned = [ctypes.c_uint64(0)] * 3
+    for case, operator in random_mma_cases(1000, seed=1):
+        if mma_plans("refusal", operator, case) is not None:
+            continue
+        once = mma_plans("cycles", operator, case, *aligned)
+        for letter in "NCK":
+            double = dataclasses.replace(case, **{letter: 2 * getattr(case, letter)})
+            twice = mma_plans("cycles", operator, double, *aligned)
+            refused = mma_plans("refusal", operator, double) is not None
+            assert refused or twice >= LEAST_MMA_GROWTH * once, f"{operator} of {double}: {twice} after {once}"
+
+
+def test_mma_describes_its_configuration(mma_plans):
+    """Whole and in the 320 bytes that the binding has for it."""
+    for case, operator in random_mma_cases(300, seed=4):
+        for tf32 in (False, True):
+            if mma_plans("refusal", operator, case, tf32=tf32) is None:
+                assert re.fullmatch(
+                    r"(one product|three products of parts), tile of \d+ channels x \d+ x \d+ pixels, \d stages of \d+ "
+                    r"channels, \d+ bytes of shared memory, x by [a-z ]+, weights by [a-z ]+, y by [a-z ]+, "
+                    r"\d+ tiles for \d blocks each, about [\d.e+-]+ Mcycles",
+                    mma_plans("describe", operator, case, tf32=tf32),
+                )
+
+
+# What the engine leaves to others, and what looks alike and is its own.
+MMA_CASE = Case(1, 3, 56, 57, 64, 7, 7, stride=(2, 2), padding=(3, 3))
+MMA_REFUSALS = [
+    (MMA_CASE, "fprop", {}, None),
+    (MMA_CASE, "fprop", {"capability": 80}, None),
+    (MMA_CASE, "fprop", {"capability": 120}, None),
+    (MMA_CASE, "fprop", {"capability": 75}, "Ampere"),
+    (MMA_CASE, "fprop", {"capability": 0}, "Ampere"),
+    (MMA_CASE, "fprop", {"dtype": torch.float16}, "float32 only"),
+    (MMA_CASE, "fprop", {"dtype": torch.float64}, "float32 only"),
+    (MMA_CASE, "dgrad", {}, "stride 1"),
+    (MMA_CASE, "wgrad", {}, "outputs and input gradients only"),
+    (MMA_CASE, "bgrad", {}, "outputs and input gradients only"),
+    (Case(1, 16, 3, 80, 16, 3, 3, stride=(2, 1)), "dgrad", {}, None),  # one row: no stride in it
+    (Case(1, 14, 9, 9, 16, 3, 3, groups=2), "fprop", {}, "groups of at least 8"),
+    (Case(1, 16, 9, 9, 14, 3, 3, groups=2), "fprop", {}, "groups of at least 8"),
+    (Case(1, 16, 900, 900, 16, 3, 3, dilation=(100, 100)), "fprop", {}, "does not fit"),
+    (Case(1, 1, 20000, 20000, 1, 16384, 16384), "fprop", {}, "does not fit"),
+]
+
+
+@pytest.mark.parametrize("case, operator, settings, text", MMA_REFUSALS, ids=str)
+def test_mma_says_what_it_refuses(mma_plans, case, operator, settings, text):
+    refusal = mma_plans("refusal", operator, case, **settings)
+    assert (refusal is None) == (text is None), refusal
+    assert text is None or text in refusal
+
+
+MMA_SHIM_ENTRY_POINTS = (
+    """
+#include <type_traits>
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+using namespace modelnew::mma;
+
+extern "C" {
+int x_copies = 0, w_copies = 0;  // of the last run
+int recomputed = 0;              // outputs of it, by exact_output
+}
+
+// Plans one shape of a tile on a GPU of three SMs and runs it, as TF32 if that is allowed, however small the problem:
+// -1 if it does not fit, else the error.
+extern "C" int mma_run(int op, const int64_t* fields, void* const* pointers, int shape, bool hopper, int seed) {
+  simt::independent = true;
+  simt::before_block = simt::begin_block;
+  simt::between_rounds = simt::do_some;
+  simt::late = seed % 2;
+  simt::shuffler.seed(seed);
+  simt_recomputed = 0;
+  const Problem problem = make_problem(fields);
+  const Operator which = static_cast<Operator>(op);
+  Params params{};
+  params.in_ptr = static_cast<const float*>(which == Operator::kDgrad ? pointers[3] : pointers[0]);
+  params.w_ptr = static_cast<const float*>(pointers[1]);
+  params.bias_ptr = static_cast<const float*>(pointers[2]);
+  params.out_ptr = static_cast<float*>(pointers[4]);
+  params.tf32 = problem.tf32_allowed;
+  params.of = correlation_of_problem(problem, which);
+  flatten_points(params.of);
+  const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
+  const Alignment alignment{address(params.in_ptr), address(params.w_ptr), address(params.out_ptr)};
+  const Device device{3, static_cast<int>(simt::kMaxSmemBytes), hopper};
+  if (!make_plan(params.of, params.tf32, device, alignment, params.plan, shape, 1)) return -1;
+  x_copies = static_cast<int>(params.plan.x_copies), w_copies = static_cast<int>(params.plan.w_copies);
+  const int code = params.tf32 ? run<false>(params, nullptr) : run<true>(params, nullptr);
+  recomputed = simt_recomputed;
+  return code;
+}
+extern "C" const char* simt_message() { return simt::message.c_str(); }
+"""
+)
+
+# mma.sync: the lanes of a warp show one another their operands, of which it takes what TF32 has.
+MMA_INSTRUCTION = r"""
+inline int simt_recomputed = 0;
+inline void simt_multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  static uint32_t shown[32][2][32][6];  // of each warp, in turns: nobody writes where another lane may still read
+  static unsigned turns[1024];
+  const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32_t(&words)[32][6] = shown[warp][turns[threadIdx.x]++ % 2];
+  std::copy(a, a + 4, words[lane]);
+  std::copy(b, b + 2, words[lane] + 4);
+  __syncwarp();
+  const auto value = [&](unsigned of_lane, int word) { return modelnew::bits_float(words[of_lane][word] & ~0x1fffu); };
+  for (int i = 0; i < 4; ++i) {
+    double sum = d[i];
+    const unsigned row = lane / 4 * 4, column = (lane % 4 * 2 + i % 2) * 4;  // lanes that have them
+    for (int k = 0; k < 8; ++k)
+      sum += double{value(row + k % 4, i / 2 + k / 4 * 2)} * value(column + k % 4, 4 + k / 4);
+    d[i] = static_cast<float>(sum);
+  }
+}
+"""
+
+# What mma.cu has in assembly of its own. One block at a time runs, so there are no clusters.
+MMA_ASSEMBLY = {
+    r'asm\("mma\.sync[^;]*;[^;]*;': ("simt_multiply_add(d, a, b);", 1),
+    r'asm volatile\("barrier\.cluster[^)]*\);': ('simt::complain("a cluster");', 2),
+    r'asm volatile\(\s*"\{\\n\.reg \.b32 there;.*?"memory"\);': ('simt::complain("a cluster");', 2),
+}
+
+
+class MmaShim:
+    """The mma engine, compiled by g++ and run thread by thread, as WgmmaShim runs the other one."""
+
+    def __init__(self, folder: Path, replaced: str = "", by: str = "") -> None:
+        stand_in = HOPPER_STAND_IN + MMA_INSTRUCTION
+        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": stand_in}, ["mma.cu"])
+        assert source.count(replaced) == 1 or not replaced, replaced
+        source = source.replace(replaced, by)
+        for pattern, (replacement, count) in MMA_ASSEMBLY.items():
+            source, found = re.subn(pattern, lambda _, text=replacement: text, source, flags=re.DOTALL)
+            assert found == count, pattern
+        source, found = re.subn(r"(__noinline__ float exact_output\(.*?\) \{)", r"\1 ++simt_recomputed;", source)
+        assert found == 1
+        entry_points = MMA_SHIM_ENTRY_POINTS
+        if replaced:  # one shape and one contract compile sooner
+            source = re.sub(r"return run_kernel<Shape[0234], EXACT>", "return run_kernel<Shape1, EXACT>", source)
+            entry_points = entry_points.replace("params.tf32 ? run<false>(params, nullptr) : ", "")
+        self.library = compile_simt(source + '#line 1 "entry_points"\n' + entry_points, folder)
+        self.library.simt_message.restype = ctypes.c_char_p
+
+    def last(self, name: str) -> int:
+        return ctypes.c_int.in_dll(self.library, name).value
+
+    def run(
+        self,
+        operator: str,
+        case: Case,
+        tensors: dict[str, Tensor],
+        out: Tensor,
+        *,
+        shape: int = -1,
+        hopper: bool = True,
+        tf32: bool = False,
+        seed: int = 0,
+    ) -> str | None:
+        """Runs fprop or dgrad into `out`: None if there is no such plan, else what went wrong."""
+        fields = ShimEngine.fields(case, tensors | {{"fprop": "dy", "dgrad": "x"}[operator]: out}, tf32)
+        pointers = (ctypes.c_void_p * 5)(*input_pointers(operator, tensors), out.data_ptr())
+        code = self.library.mma_run(OPERATOR_NUMBER[operator], fields, pointers, shape, hopper, seed)
+        if code == -1:
+            return None
+        return "" if code == 0 else f"error {code}, {self.library.simt_message().decode()}"
+
+    def fault(self, operator: str, case: Case, layout: str, seed: int, **settings: object) -> str | None:
+        """What is wrong with a run on integers, with a bias or without and at any alignment, or an empty text."""
+        rng = random.Random(seed)
+        tensors = make_tensors(case, torch.float32, integers, seed=seed)
+        if not settings.get("tf32"):  # more bits than TF32 has: of weights, or of what they meet
+            tensors[rng.choice(["w", {"fprop": "x", "dgrad": "dy"}[operator]])] *= 1025
+        expected = references(case, tensors)[operator]
+        if operator == "fprop" and rng.random() < 0.5:
+            expected -= tensors.pop("bias").double().view(-1, 1, 1)
+        shift = rng.choice([0, 0, 0, 1, 2])  # elements
+        order, back = ((0, 2, 3, 1), (0, 3, 1, 2)) if layout == "channels_last" else ((0, 1, 2, 3),) * 2
+        for name in tensors.keys() - {"bias"}:
+            tensors[name] = shifted(tensors[name].permute(order), shift).permute(back)
+        inner = shifted(torch.full_like(expected, math.nan).float().permute(order), rng.choice([0, 0, 0, 1, 2]))
+        out = inner.permute(back)
+        message = self.run(operator, case, tensors, out, seed=seed, **settings)
+        if message != "":
+            return message
+        if not torch.equal(out, expected.float()):
+            return f"{(out != expected.float()).sum()} of {out.numel()} outputs are wrong"
+        if self.last("recomputed"):
+            return f"{self.last('recomputed')} outputs are not finite at first"
+        return "" if margins_intact(inner) else "written outside the output"
+
+
+@pytest.fixture(scope="session")
+def mma_shim(tmp_path_factory) -> MmaShim:
+    return MmaShim(tmp_path_factory.mktemp("mma_shim"))
+
+
+# Few channels and several chunks of them, stems, points, small images with padding and without, lines longer than a
+# tile, ragged channels, groups. Rows of x in fours (36 columns) and not, with an odd padding and with a stride.
+MMA_SHIM_CASES = [
+    (Case(2, 3, 19, 36, 20, 7, 7, stride=(2, 2), padding=(3, 3)), "fprop"),
+    (Case(1, 40, 5, 36, 17, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(2, 36, 9, 9, 24, 1, 1), "fprop"),
+    (Case(1, 64, 6, 6, 40, 3, 3), "fprop"),
+    (Case(2, 20, 6, 6, 24, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(1, 5, 2, 300, 35, 2, 3, padding=(0, 2), dilation=(1, 2)), "fprop"),
+    (Case(2, 16, 13, 12, 18, 1, 1, stride=(2, 3), padding=(0, 1)), "fprop"),
+    (Case(1, 24, 9, 20, 36, 1, 3, stride=(2, 1), groups=2), "fprop"),
+    (Case(1, 17, 5, 32, 24, 3, 3, padding=(1, 1)), "dgrad"),
+    (Case(1, 16, 7, 7, 36, 3, 2, padding=(0, 1), groups=2), "dgrad"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MMA_SHIM_CASES)))
+def test_mma_shim_exact(mma_shim, number):
+    """Integers, with Hopper's features and without, under both contracts: each shape of a tile in turn."""
+    case, operator = MMA_SHIM_CASES[number]
+    for seed, (layout, hopper) in enumerate(itertools.product(LAYOUTS, (True, False))):
+        settings = {"shape": (seed + number) % 5, "hopper": hopper, "tf32": (seed + number) % 3 == 0}
+        fault = mma_shim.fault(operator, case, layout, 3 * number + seed + 1, **settings)
+        MMA_COPIES.update((name, mma_shim.last(name)) for name in ("x_copies", "w_copies"))
+        assert fault == "", f"{operator} of {case}, {layout}, {settings}, seed {3 * number + seed + 1}: {fault}"
+    if number == len(MMA_SHIM_CASES) - 1 and len(MMA_COPIES) > 2:  # not this case alone
+        kinds = {*(("x_copies", i) for i in range(5)), *(("w_copies", i) for i in range(4))}
+        assert kinds == MMA_COPIES
+
+
+MMA_COPIES: set[tuple[str, int]] = set()  # what brought x and w in the runs above
+
+
+def spreads(shim: MmaShim, tf32: bool) -> bool:
+    """Whether Inf, NaN and what only rounds to Inf come to those outputs that PyTorch has them in."""
+    case, largest = Case(1, 16, 7, 20, 20, 3, 3), torch.finfo(torch.float32).max
+    for special in (math.inf, -math.inf, struct.unpack("f", b"\xff\xff\xff\x7f")[0], largest):
+        if special == largest and tf32:
+            continue
+        tensors = make_tensors(case, torch.float32, under_a_tf32_step)
+        tensors["w"] *= 1e-2
+        tensors["x"].view(torch.int32)[0, 3, 5, 7] = torch.tensor(special).view(torch.int32).item()
+        tensors["w"][2, 1, 0, 0] = special if special != largest else 1
+        expected = references(case, tensors)["fprop"]
+        out = torch.full(case.y_shape, math.nan)
+        assert shim.run("fprop", case, tensors, out, shape=1, tf32=tf32) == ""
+        right = torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf())
+        finite = expected.isfinite()
+        right &= torch.equal(out.sign()[expected.isinf()].double(), expected.sign()[expected.isinf()])
+        if not right or not torch.allclose(out[finite].double(), expected[finite], rtol=1e-3 if tf32 else 1e-6):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_mma_shim_spreads_nan_and_inf_to_those_that_read_them(mma_shim, tf32):
+    assert spreads(mma_shim, tf32)
+
+
+# Each takes away what others rely on, or leaves out a part of the sum.
+MMA_MUTATIONS = {
+    "no zeros outside an image": ("exists ? 4 * WORDS : 0);", "4 * WORDS);"),
+    "another column in front": ("(column + plan.lead) * plan.pixel_words", "column * plan.pixel_words"),
+    "reads a chunk before it is there": ("barrier_wait(barriers + 8 * slot", "barrier_ended(barriers + 8 * slot"),
+    "overwrites a chunk in use": ("__syncthreads();  // the table, and", "// the table, and"),
+    "Inf is not computed again": ("if (!is_finite(sum)) {", "if (false) {"),
+    "a product dropped": ("multiply_add(d, a_rest[i][m], b[i]);", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def mma_mutants(tmp_path_factory) -> Iterator[dict[str, Future]]:
+    """Each mutation's shim, compiled in threads of their own."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        folder = tmp_path_factory.mktemp("mma_mutants")
+        yield {
+            name: pool.submit(MmaShim, folder / str(number), *texts)
+            for number, (name, texts) in enumerate(MMA_MUTATIONS.items())
+        }
+
+
+@pytest.mark.parametrize("mutation", MMA_MUTATIONS)
+def test_mma_shim_sees_what_is_missing(mutation, mma_mutants):
+    """The shim itself: what is left out shows in one of a few runs."""
+    shim = mma_mutants[mutation].result()
+    if "Inf" in mutation:
+        assert not spreads(shim, False)
+        return
+    # Rounds of a ring of words and of one of boxes; without the mutation they are right.
+    cases = [Case(1, 300, 4, W, 20, 1, 1, padding=(1, 1)) for W in (9, 12)]
+    assert any(shim.fault("fprop", case, "contiguous", seed, shape=1) for seed in (1, 3, 5, 2, 7, 9) for case in cases)
+
+
 # Compile gates -------------------------------------------------------------------------------------------------------
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
@@ -3882,6 +4856,7 @@ SPILL_GATE = ["-Xptxas", "-v"]
 SPILL = re.compile(r"Function properties for (\w+)\n +\d+ bytes stack frame, ([1-9]\d*) bytes spill stores")
 SPLIT_FORMAT, SPLIT_BY_BOXES = "6FormatIfNS_4HalfELi2EE", "6FormatIfNS_4HalfELi2EEELi1ELi128E"
 MOST_SPLIT_SPILL = 700
+MOST_MMA_SPILL, MOST_MMA_SPILL_120 = 64, 96  # of 128 registers; a gate with sm_120 has the second
 SPILLING_KERNEL = """
 __global__ void __launch_bounds__(1024, 2) spill(float* p) {
   float v[64];
@@ -3959,8 +4934,9 @@ def test_nvcc_compiles_without_spills(nvcc_runs, source, gate):
     spills = SPILL.findall(output)
     assert len(re.findall(r" [1-9]\d* bytes spill stores", output)) == len(spills)
     for function, spilled in spills:
-        assert SPLIT_FORMAT in function, spills
-        assert int(spilled) <= MOST_SPLIT_SPILL, spills
+        assert SPLIT_FORMAT in function or "mma_kernel" in function.replace("wgmma", ""), spills
+        most = MOST_MMA_SPILL_120 if "sm_120" in gate else MOST_MMA_SPILL
+        assert int(spilled) <= (MOST_SPLIT_SPILL if SPLIT_FORMAT in function else most), spills
     assert not WGMMA_REMARKS.search(output), output
 
 
@@ -4016,6 +4992,21 @@ def test_gather_is_in_the_machine_code(nvcc_runs, arch):
 
 
 @needs_nvcc
+@pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_mma_is_in_the_machine_code(nvcc_runs, arch):
+    """Every instance multiplies on tensor cores and copies asynchronously; in bulk, and with clusters, on Hopper."""
+    gate = next(gate for gate in NVCC_GATES if arch in gate)
+    code = machine_code(nvcc_runs["mma.cu", gate], arch)
+    kernels = {name: instructions for name, instructions in code.items() if "mma_kernel" in name}
+    assert len(kernels) == 5 * 2
+    hopper_only = {"UBLKCP", "UTMALDG", "UCGABAR_ARV"}
+    for name, instructions in kernels.items():
+        assert {"HMMA", "LDGSTS", "LDS"} <= set(instructions), name
+        assert hopper_only & set(instructions) == (hopper_only if arch == "sm_90a" else set()), name
+
+
+@needs_nvcc
 def test_spill_gate_sees_spills(tmp_path):
     source = tmp_path / "spill.cu"
     source.write_text(SPILLING_KERNEL)
@@ -4058,9 +5049,11 @@ RTC_HEADERS = {
     "cstddef": "",
     "cstring": "",
     "cstdio": "template <class... T> int snprintf(T...) { return 0; }",
+    "cstdlib": "",
     "algorithm": """
         #pragma once
         namespace std {
+        using ::ceil;
         template <class T> constexpr T abs(T a) { return a < 0 ? -a : a; }
         template <class T> constexpr T max(initializer_list<T> all) {
           T most = *all.begin();
@@ -4082,6 +5075,7 @@ RTC_HEADERS = {
         #define cudaDeviceGetAttribute(value, attribute, number) cudaSuccess
         #define cudaFuncSetAttribute(kernel, attribute, value) cudaSuccess
         #define cudaMemsetAsync(place, value, bytes, stream) cudaSuccess
+        #define cudaLaunchKernelEx(config, kernel, params) (rtc::launch(kernel, 1, 1), cudaSuccess)
         namespace rtc {
         struct Launch { template <class... T> void operator()(const T&...) const {} };
         template <class Kernel> Launch launch(Kernel*, dim3, dim3, size_t = 0, cudaStream_t = nullptr) { return {}; }
@@ -4129,8 +5123,23 @@ def nvrtc_ptx(source: str, *options: str) -> str:
 RTC_TARGETS = [
     (source, arch)
     for source, arch in itertools.product(ENGINE_SOURCES, ("70", "80", "90a"))
-    if arch != "80" or source.name == "direct.cu"
+    if arch != "80" or source.name in ("direct.cu", "mma.cu")
 ]
+# What of an engine's headers is for the host alone, in other words.
+RTC_HOST_PARTS = """
+namespace modelnew {
+Correlation correlation_of_problem(const Problem&, Operator) { return {}; }
+struct ProblemKey {
+  int64_t words[36];
+  int64_t& operator[](int i) { return words[i]; }
+};
+template <class... T> ProblemKey key_of(const T&...) { return {}; }
+template <class Value> struct Memo {
+  Value value;
+  template <class Compute> const Value& get(const ProblemKey&, const Compute& compute) { return value = compute(); }
+};
+}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -4143,6 +5152,10 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
             # Launchers are hidden from NVRTC; here they are wanted.
             text = "#include <cstdint>\n" + text.replace("__CUDACC_RTC__", "MODELNEW_NEVER_DEFINED")
             text += OTHER_ENGINE if source.name == "wgmma.cu" else ""
+            if source.name == "mma.cu":
+                text = text.replace('#include "memo.cuh"', '#include "correlation.cuh"' + RTC_HOST_PARTS)
+                text = text.replace("thread_local Memo<", "Memo<")
+                text = re.sub(r"return run_kernel<Shape[124], EXACT>\(.*;", "return cudaErrorUnknown;", text)
             if arch == "90a":  # narrow tiles are the same code again, and half of the time
                 text = re.sub(r"return run_kernel<Format, kPixels / (64|32), \1>.*;", "return cudaErrorUnknown;", text)
                 # Of gather one shape of a tile of fp32, of fp16 and of contained operands.
@@ -6142,6 +7155,99 @@ def test_gpu_gather_is_deterministic():
             assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+# By the planner's choice these reach, on a Hopper GPU of 132 SMs, every shape of a tile, 1, 2, 4 and 8 blocks for one,
+# and what brings x and w there; the test below tells.
+MMA_CASES = [
+    Case(1, 3, 224, 224, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(1, 3, 61, 67, 20, 5, 5, stride=(2, 3), padding=(2, 1)),
+    Case(1, 64, 56, 56, 64, 3, 3, padding=(1, 1)),
+    Case(1, 256, 14, 14, 256, 3, 3, padding=(1, 1)),
+    Case(1, 512, 7, 7, 512, 3, 3, padding=(1, 1)),
+    Case(1, 2048, 7, 7, 512, 1, 1),
+    Case(4, 256, 8, 8, 100, 3, 3),
+    Case(1, 128, 28, 28, 512, 1, 1),
+    Case(2, 100, 31, 29, 72, 3, 2, stride=(1, 2), padding=(2, 0), dilation=(1, 3)),
+    Case(8, 64, 57, 60, 2, 1, 1),
+    Case(2, 16, 300, 500, 8, 3, 3, padding=(1, 1)),
+    Case(16, 64, 96, 96, 64, 3, 3, padding=(1, 1)),
+    Case(3, 48, 20, 24, 80, 3, 3, stride=(2, 1), padding=(1, 1), groups=2),
+    Case(16, 8, 90, 90, 16, 1, 1),
+]
+MMA_VIEWS = {name: VIEWS[name] for name in ("channels_last", "sliced", "every other")} | {
+    "contiguous": lambda tensor: tensor,
+    "off by one": lambda tensor: shifted(tensor, 1),
+    "one image": lambda tensor: tensor[:1].expand_as(tensor),
+}
+
+
+def test_mma_cases_reach_every_way(mma_plans):
+    """That the cases for the GPU do not miss a shape of a tile, or a kind of copy, or a number of blocks."""
+    told = set()
+    for case, operator, layout in itertools.product(MMA_CASES, WGMMA_OPERATORS, LAYOUTS):
+        if operator == "dgrad" and case.stride != (1, 1):
+            continue
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        strides = {
+            name: torch.empty(shape, device="meta").to(memory_format=torch.channels_last).stride()
+            for name, shape in shapes.items()
+            if layout == "channels_last"
+        }
+        assert mma_plans("refusal", operator, case, strides=strides) is None, case
+        text = mma_plans("describe", operator, case, strides=strides)
+        by_x, by_w, blocks = re.search(r" x by ([a-z ]+), weights by ([a-z ]+),.*for (\d) blocks", text).groups()
+        shape = mma_plans("shape", operator, case, strides=strides)
+        told |= {f"shape {shape}", f"x by {by_x}", f"w by {by_w}", f"{blocks} blocks"}
+    assert told >= {
+        *(f"shape {number}" for number in range(5)),
+        *(f"x by {how}" for how in ("boxes", "planes", "runs", "single values")),
+        *(f"w by {how}" for how in ("boxes", "runs", "single values")),
+        *(f"{number} blocks" for number in (1, 2, 4, 8)),
+    }, told
+
+
+def on_mma(case: Case, tensors: dict[str, Tensor], tf32: bool) -> dict[str, Tensor]:
+    """y, and dx where there is no stride, by mma for sure."""
+    results, x = {}, tensors["x"].detach().requires_grad_()
+    with tf32_switch(tf32), poisoned_memory(), modelnew.force_engine("mma"):
+        y = modelnew.conv2d(x, tensors["w"], tensors.get("bias"), **case.kwargs)
+        results["fprop"] = y.detach()
+        if case.stride == (1, 1):
+            (results["dgrad"],) = torch.autograd.grad(y, x, tensors["dy"])
+    return results
+
+
+@gpu
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("view", MMA_VIEWS)
+@pytest.mark.parametrize("case", MMA_CASES, ids=str)
+def test_gpu_mma_exact(case, view, tf32):
+    """Forced. In full with more bits than TF32 has; twice the same bits."""
+    tensors = make_tensors(case, torch.float32, integers, "cuda")
+    full = set(WGMMA_OPERATORS) - case.tf32_operators(torch.float32, tf32)
+    if full == set(WGMMA_OPERATORS):
+        tensors["w"] *= 65
+    tensors |= {name: MMA_VIEWS[view](tensors[name]) for name in ("x", "w", "dy")}
+    results = on_mma(case, tensors, tf32)
+    check_exact(case, results, tensors)
+    again = on_mma(case, tensors, tf32)
+    assert all(torch.equal(again[name], result) for name, result in results.items())
+
+
+@gpu
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan], ids=str)
+def test_gpu_mma_spreads_nan_and_inf(special, tf32):
+    """As PyTorch does on the CPU: to those outputs that read one, also where an Inf meets padding."""
+    for case in MMA_CASES:
+        tensors = make_tensors(case, torch.float32, positive, "cuda")
+        tensors["x"][0, 1, 5, 3] = tensors["w"][1, 2, 0, 0] = special
+        expected = F.conv2d(*(tensors[name].cpu() for name in ("x", "w", "bias")), **case.kwargs)
+        y = on_mma(case, tensors, tf32)["fprop"].cpu()
+        assert torch.equal(y.isnan(), expected.isnan()), case
+        assert torch.equal(y.isinf(), expected.isinf()), case
+        torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
 @gpu
 @hopper
 @pytest.mark.parametrize("dtype, tf32", WGMMA_PRECISIONS)
@@ -6178,8 +7284,8 @@ def test_gpu_wgmma_exact_in_every_tile(dtype, tf32):
             forward = modelnew.explain(x, w, **case.kwargs).splitlines()[1]
         if forward.startswith("forward: wgmma;"):
             cases.setdefault(wgmma_tile(forward), case)
-    # The one that only a 1x1 filter would choose, which goes to gather.
-    missing = {(128, 32, "rightwards")} if tf32 and dtype == torch.float32 else set()
+    # The one that only a 1x1 filter would choose, which goes to gather; and one that only those do that go to mma.
+    missing = {(128, 32, "rightwards") if tf32 else (64, 128, "downwards")} if dtype == torch.float32 else set()
     assert set(cases) == wgmma_tiles(dtype, tf32) - missing
     for case in cases.values():
         tensors = make_tensors(case, dtype, integers, "cuda")

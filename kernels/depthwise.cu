@@ -1,7 +1,9 @@
 // Depthwise engine: convolutions in which every output channel reads one input channel, forward and, without a stride,
 // dgrad, which is the same with the filter turned round. fp32, fp16 and bf16, with fp32 sums.
 //
-//   planes_kernel       NCHW, filters of 3x3, 5x5 and 7x7: planes through shared memory, sliding windows in registers
+//   ring_kernel         NCHW without gaps, filters of 3x3 and 7x7: rows through a ring in shared memory, windows in
+//                       registers
+//   planes_kernel       other NCHW, and 5x5: planes through shared memory, sliding windows in registers
 //   planes_any_kernel   NCHW and any other strides, any filter, stride and dilation
 //   pixels_kernel       channels_last, 3x3, 5x5 and 7x7: lanes along channels, sliding windows fed from global memory
 //   pixels_any_kernel   channels_last, any filter, stride and dilation
@@ -20,18 +22,35 @@
 //   7x7   96            56x56      174  39                  384           14x14       74  23
 //         192           28x28       98  35                  768             7x7       56  15
 //
-// What limits small planes has not been looked into, and the constants of the plans have not been fitted to times.
+// That was planes_kernel, which computes addresses for all that it stages and loads nothing while it multiplies. With
+// ring_kernel (but 3x3 of 112x112 and of 56x56 without a stride), H200, a driver of its own, 2026-11-22:
+//
+//   3x3   32 channels of 112x112   125  73      stride 2    96 channels of 112x112   242  71
+//         144           56x56      139  73                  144           56x56       99  65
+//         192           28x28       52  65                  192           28x28       37  57
+//         576           14x14       42  62                  576           14x14       29  56
+//         960             7x7       21  51
+//   7x7   96            56x56      122  56                  384           14x14       45  38
+//         192           28x28       72  47                  768             7x7       27  32
+//
+// A plain copy of as many bytes takes 79 to 86% of the time of the first three in the left column, 43/52, 33/42 and
+// 17/21 of the others, 25/29 of stride 2 at 14x14. x leaves the L2 cache first: what is there otherwise are dirty lines
+// of others, which have to be written to make room (stride 2 of 112x112: 299 us without it). 7x7 is bound by its
+// multiply-adds, also those with rows outside of a plane.
 //
 // Sums of up to 64 products are one chain, longer ones chains of at most 64, added with compensation. Padding is left
 // out as in PyTorch's own depthwise kernels, where a zero would make NaN of an Inf: rows outside the image are skipped,
 // columns are zeros; where a weight is Inf or NaN, the same kernels take every product by itself (exact_sum).
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 #include "engines.cuh"
+#include "memo.cuh"
 #endif
 
+#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
 
@@ -84,6 +103,25 @@ struct Tile {
   int smem_bytes;
 };
 
+// A block of ring_kernel: `planes` channels of some images, one image after the other, all rows or a band of them. Rows
+// come and go in chunks of `steps` steps.
+struct Ring {
+  int planes, groups, threads;  // a thread for each group of columns and each split of a plane; whole warps
+  int splits, split_rows;       // of a band's outputs: several only if a chunk is all of an image's planes
+  int sets;                     // of channels
+  int parts;                    // of the images
+  int bands, band_rows;         // of each image's outputs
+  int steps, slots;
+  bool whole;                 // a chunk is all of an image's planes, one run in memory
+  bool pairs;                 // columns are read two at a time
+  int lanes;                  // threads that copy one run
+  int in_pitch, out_pitch;    // elements from plane to plane in shared memory
+  int in_vector, out_vector;  // bytes that are copied at once
+  int slot_bytes, out_bytes;  // the latter also has room for the filters
+  int64_t blocks;
+  int smem_bytes;
+};
+
 // A block of the pixels kernels: `lanes` threads side by side own neighbouring channels, and there are `items` of them.
 // An item is a group of columns in a band of rows of an image.
 struct Strip {
@@ -106,6 +144,7 @@ struct Params {
   int multiplier;  // outputs for each input channel
   bool flipped;    // the filter
   Tile tile;
+  Ring ring;
   Strip strip;
 };
 
@@ -545,6 +584,364 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) planes_kernel
   if (tile.store == Store::kRuns) store_run(staged, at.planes * at.rows_p * params.columns.outputs);
 }
 
+// ---- ring_kernel ----
+//
+// The windows of planes_kernel for planes that lie densely in memory, 7 columns a thread: image sides tend to be
+// multiples of 7, and lanes an odd number of words apart meet different banks. Since an input row is needed only while
+// it enters the sums, shared memory holds no image but a ring of chunks of rows, unpadded as they are in memory: copies
+// need no arithmetic and are under way all the time, weights are loaded once for many images.
+//
+//      memory --cp.async--> slot 0 |  chunk i + 1  |  under way
+//                           slot 1 |  chunk i      |--windows--> sums --> | outputs of chunk i | --16 bytes--> memory
+//
+// A step takes STRIDE input rows and completes at most one output row. Columns outside the image can be the first and
+// last EDGE of a window: the last group of columns ends with the image, even if it then repeats outputs of the one
+// before.
+// Of kThreads threads each, as registers allow that hold TAPS^2 weights.
+MODELNEW_HOST_DEVICE constexpr int ring_blocks_per_sm(int taps) { return taps == 7 ? 3 : 6; }
+
+template <int TAPS_, int STRIDE_, typename Storage_>
+struct RingConfig {
+  using Storage = Storage_;
+  static constexpr int TAPS = TAPS_, STRIDE = STRIDE_, COLUMNS = 7, EDGE = TAPS / 2;
+  static constexpr int OPEN = (TAPS + STRIDE - 1) / STRIDE, WINDOW = (COLUMNS - 1) * STRIDE + TAPS;
+  static constexpr int BLOCKS_PER_SM = ring_blocks_per_sm(TAPS);
+  static_assert(TAPS * TAPS <= kChunk, "an output is one chunk");
+  static_assert(COLUMNS % 2 == 1, "no bank conflicts");
+  static_assert(2 * EDGE <= WINDOW, "edges do not meet");
+};
+
+// The steps of a band, and the input rows that they take. Step i completes output row i of the band.
+struct Steps {
+  int first, count, first_row;
+};
+
+MODELNEW_HOST_DEVICE inline Steps band_steps(const Axis& rows, int open, int first_p, int outputs_p) {
+  const int row = first_p * rows.stride + rows.origin;
+  const int skipped = row < 0 ? -row / rows.stride : 0;  // nothing but rows above the image
+  return {1 - open + skipped, outputs_p + open - 1 - skipped, row + skipped * rows.stride};
+}
+
+// Some of them, and those of their input rows that exist.
+struct Chunk {
+  int step, behind;  // first step, last one + 1
+  int row, first_row, rows;
+};
+
+MODELNEW_HOST_DEVICE inline Chunk chunk_of(const Axis& rows, const Steps& steps, int chunk, int chunk_steps) {
+  const int first = chunk * chunk_steps, behind = least(first + chunk_steps, steps.count);
+  Chunk at;
+  at.step = steps.first + first;
+  at.behind = steps.first + behind;
+  at.row = steps.first_row + first * rows.stride;
+  at.first_row = least(most(at.row, 0), rows.inputs);
+  at.rows = least(steps.first_row + behind * rows.stride, rows.inputs) - at.first_row;
+  return at;
+}
+
+// Runs of bytes between memory and shared memory, each copied by `lanes` threads.
+struct Runs {
+  int first, step, count;  // which of them are this thread's
+  int lane, lanes;
+  bool whole;  // a single run, of all threads: warps take turns at kRingBatch pieces of 32 vectors, distances constant
+};
+
+constexpr int kRingBatch = 4;
+
+template <int BYTES>
+__device__ inline void fetch_runs(const Runs& runs, uint32_t to_smem, int to_pitch, const char* from, int64_t pitch,
+                                  int bytes, uint64_t policy) {
+  if (runs.whole) {
+    for (int i = (runs.lane / 32 * 32 * kRingBatch + runs.lane % 32) * BYTES; i < bytes;
+         i += runs.lanes * kRingBatch * BYTES) {
+      const uint32_t to = to_smem + i;
+      const char* const piece = from + i;
+#pragma unroll
+      for (int k = 0; k < kRingBatch; ++k)
+        if (i + k * 32 * BYTES < bytes)
+          hopper::copy_async<BYTES>(to + k * 32 * BYTES, piece + k * 32 * BYTES, BYTES, policy);
+    }
+    return;
+  }
+  for (int run = runs.first; run < runs.count; run += runs.step)
+    for (int i = runs.lane * BYTES; i < bytes; i += runs.lanes * BYTES)
+      hopper::copy_async<BYTES>(to_smem + run * to_pitch + i, from + run * pitch + i, BYTES, policy);
+}
+
+template <int BYTES>
+__device__ inline void write_runs(const Runs& runs, char* to, int64_t pitch, const char* from_smem, int from_pitch,
+                                  int bytes) {
+  using Vector = Pack<uint32_t, BYTES / 4>;
+  // A batch's loads come before its first store.
+  const auto write = [&](const char* piece_smem, char* piece, int i, int distance) {
+    Vector value[kRingBatch];
+#pragma unroll
+    for (int k = 0; k < kRingBatch; ++k)
+      value[k] = load_if(i + k * distance < bytes, reinterpret_cast<const Vector*>(piece_smem + k * distance));
+#pragma unroll
+    for (int k = 0; k < kRingBatch; ++k)
+      if (i + k * distance < bytes) *reinterpret_cast<Vector*>(piece + k * distance) = value[k];
+  };
+  if (runs.whole) {
+    for (int i = (runs.lane / 32 * 32 * kRingBatch + runs.lane % 32) * BYTES; i < bytes;
+         i += runs.lanes * kRingBatch * BYTES)
+      write(from_smem + i, to + i, i, 32 * BYTES);
+    return;
+  }
+  const int step = runs.lanes * BYTES;
+  for (int run = runs.first; run < runs.count; run += runs.step)
+    for (int i = runs.lane * BYTES; i < bytes; i += kRingBatch * step)
+      write(from_smem + run * from_pitch + i, to + run * pitch + i, i, step);
+}
+
+template <bool VALUE_>
+struct Flag {
+  static constexpr bool VALUE = VALUE_;
+};
+
+// A row's columns from `first_column` on, `x_row` pointing at the first one; zeros outside the image. In pairs that
+// begin with columns of an even number, in an image of an even number of them: both are inside or neither is.
+template <typename Config, bool PAIRS>
+__device__ inline void load_window(float (&x_frag)[Config::WINDOW], const typename Config::Storage* x_row,
+                                   int first_column, int W, bool exists) {
+  using Storage = typename Config::Storage;
+  constexpr int WINDOW = Config::WINDOW, EDGE = Config::EDGE, SINGLES = PAIRS ? WINDOW % 2 : WINDOW;
+  const auto is_inside = [&](int j) {
+    bool inside = exists;
+    if (j < EDGE) inside &= first_column + j >= 0;
+    if (j >= WINDOW - EDGE) inside &= first_column + j < W;
+    return inside;
+  };
+#pragma unroll
+  for (int j = 0; j < SINGLES; ++j) x_frag[j] = is_inside(j) ? widen(x_row[j]) : 0.f;
+#pragma unroll
+  for (int j = SINGLES; j < WINDOW; j += 2) {
+    const Pack<Storage, 2> pair = load_if(is_inside(j), reinterpret_cast<const Pack<Storage, 2>*>(x_row + j));
+    x_frag[j] = widen(pair.element[0]);
+    x_frag[j + 1] = widen(pair.element[1]);
+  }
+}
+
+// exact_sum, from global memory. `w` points at one channel's filter.
+template <typename Storage>
+__device__ inline float exact_sum_of_pixel(const Storage* in_ptr, const float* w, int tap_pitch, const Params& params,
+                                           int p, int q) {
+  float acc = 0, total = 0;
+  int terms = 0;
+#pragma unroll 1
+  for (int r = 0; r < params.rows.taps; ++r) {
+    const int row = p * params.rows.stride + r * params.rows.dilation + params.rows.origin;
+    if (!is_within(row, params.rows.inputs)) continue;
+#pragma unroll 1
+    for (int s = 0; s < params.columns.taps; ++s) {
+      const int column = q * params.columns.stride + s * params.columns.dilation + params.columns.origin;
+      if (!is_within(column, params.columns.inputs)) continue;
+      acc += w[(r * params.columns.taps + s) * tap_pitch] *
+             widen(in_ptr[row * params.in_stride[2] + column * params.in_stride[3]]);
+      if (++terms % kChunk == 0) add_chunk(acc, total);
+    }
+  }
+  add_chunk(acc, total);
+  return total + acc;
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(const Params params) {
+  using Storage = typename Config::Storage;
+  constexpr int TAPS = Config::TAPS, STRIDE = Config::STRIDE, COLUMNS = Config::COLUMNS, OPEN = Config::OPEN;
+  constexpr int WINDOW = Config::WINDOW, BYTES = sizeof(Storage);
+  extern __shared__ __align__(16) unsigned char modelnew_smem[];
+  const Ring& ring = params.ring;
+  int* const flag = reinterpret_cast<int*>(modelnew_smem);
+  Storage* const y_smem = reinterpret_cast<Storage*>(modelnew_smem + kFlagBytes);
+  float* const w_smem = reinterpret_cast<float*>(y_smem);  // until the first outputs
+  Storage* const x_smem = reinterpret_cast<Storage*>(modelnew_smem + kFlagBytes + ring.out_bytes);
+
+  // The block's channels, images and rows.
+  const int thread = threadIdx.x, H = params.rows.inputs, W = params.columns.inputs, P = params.rows.outputs;
+  const int Q = params.columns.outputs;
+  const int first_k = static_cast<int>(blockIdx.x % ring.sets) * ring.planes;
+  const int band = static_cast<int>(blockIdx.x / ring.sets % ring.bands);
+  const int64_t part = blockIdx.x / ring.sets / ring.bands;
+  const int64_t first_n = params.images * part / ring.parts, behind_n = params.images * (part + 1) / ring.parts;
+  const int planes = least(ring.planes, params.channels - first_k);
+  const int first_p = band * ring.band_rows, outputs_p = least(ring.band_rows, P - first_p);
+  const Steps steps = band_steps(params.rows, OPEN, first_p, outputs_p);
+
+  const Runs runs = {thread / ring.lanes, ring.threads / ring.lanes, ring.whole ? 1 : planes, thread % ring.lanes,
+                     ring.lanes,          TAPS == 3 && ring.whole};
+  const int run_planes = ring.whole ? planes : 1;
+  // Nobody reads x again soon: what comes in should displace itself, not what others left in the L2 cache and, where
+  // they wrote it, has to go to memory first.
+  const uint64_t policy = hopper::evict_first();
+  int64_t ordered_n = first_n;
+  int ordered_step = 0, ordered_slot = 0;
+  // Orders the next chunk into the next slot.
+  const auto order = [&] {
+    if (ordered_n < behind_n) {
+      const Chunk chunk = chunk_of(params.rows, steps, ordered_step, ring.steps);
+      const uint32_t to = hopper::smem_address(x_smem) + ordered_slot * ring.slot_bytes;
+      const char* const from = static_cast<const char*>(params.in_ptr) +
+                               (((ordered_n * params.channels + first_k) * H + chunk.first_row) * W) * BYTES;
+      const int64_t pitch = static_cast<int64_t>(H) * W * BYTES;
+      const int bytes = run_planes * chunk.rows * W * BYTES, to_pitch = ring.in_pitch * BYTES;
+      if (ring.in_vector == 16)
+        fetch_runs<16>(runs, to, to_pitch, from, pitch, bytes, policy);
+      else if (ring.in_vector == 8)
+        fetch_runs<8>(runs, to, to_pitch, from, pitch, bytes, policy);
+      else
+        fetch_runs<4>(runs, to, to_pitch, from, pitch, bytes, policy);
+      ordered_slot = ordered_slot + 1 == ring.slots ? 0 : ordered_slot + 1;
+      if (++ordered_step * ring.steps >= steps.count) {
+        ordered_step = 0;
+        ++ordered_n;
+      }
+    }
+    hopper::copies_commit();
+  };
+  for (int slot = 0; slot < ring.slots; ++slot) order();
+
+  // Filters: all loads are under way before the first store.
+  {
+    const int weights = planes * TAPS * TAPS;
+    const Storage* const w_ptr =
+        static_cast<const Storage*>(params.w_ptr) + static_cast<int64_t>(first_k) * TAPS * TAPS;
+    Storage value[TAPS * TAPS];
+#pragma unroll
+    for (int i = 0; i < TAPS * TAPS; ++i)
+      value[i] = load_if(thread + i * ring.threads < weights, w_ptr + (thread + i * ring.threads));
+    if (thread == 0) *flag = 0;
+    __syncthreads();  // the flag is down before somebody raises it
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < TAPS * TAPS; ++i) {
+      const int e = thread + i * ring.threads;
+      if (e >= weights) break;
+      const int tap = e % (TAPS * TAPS);
+      const float weight = widen(value[i]);
+      w_smem[params.flipped ? e - tap + (TAPS * TAPS - 1 - tap) : e] = weight;
+      finite &= is_finite(weight);
+    }
+    if (!finite) *flag = 1;
+    __syncthreads();  // w and the flag are complete
+  }
+
+  const int plane = thread / (ring.groups * ring.splits), split = thread / ring.groups % ring.splits;
+  const int first_q = least(thread % ring.groups * COLUMNS, Q - COLUMNS);
+  const int own_p = split * ring.split_rows, own_rows = least(ring.split_rows, outputs_p - own_p);
+  const bool exists = plane < planes;
+  const float bias = exists ? load_bias<Storage>(params, first_k + plane) : 0.f;
+  const float* const w = w_smem + (exists ? plane : 0) * TAPS * TAPS;
+  if (*flag) {
+    hopper::copies_wait<0>();  // nothing comes behind the block's end
+    if (!exists) return;
+#pragma unroll 1
+    for (int64_t n = first_n; n < behind_n; ++n) {
+      const Storage* const in_plane =
+          static_cast<const Storage*>(params.in_ptr) + (n * params.channels + first_k + plane) * H * W;
+      Storage* const out_plane =
+          plane_pointer<Storage>(params, n * params.channels + first_k + plane, first_p + own_p, first_q);
+#pragma unroll 1
+      for (int i = 0; i < own_rows; ++i)
+#pragma unroll 1
+        for (int j = 0; j < COLUMNS; ++j)
+          narrow(exact_sum_of_pixel(in_plane, w, 1, params, first_p + own_p + i, first_q + j) + bias,
+                 out_plane[i * Q + j]);
+    }
+    return;
+  }
+
+  float w_frag[TAPS][TAPS];
+#pragma unroll
+  for (int r = 0; r < TAPS; ++r)
+#pragma unroll
+    for (int s = 0; s < TAPS; ++s) w_frag[r][s] = w[r * TAPS + s];
+  const int first_column = first_q * STRIDE + params.columns.origin;
+  const Steps own = band_steps(params.rows, OPEN, first_p + own_p, own_rows);
+  int slot = 0;
+#pragma unroll 1
+  for (int64_t n = first_n; n < behind_n; ++n) {
+    float acc[OPEN][COLUMNS] = {};
+#pragma unroll 1
+    for (int i = 0; i * ring.steps < steps.count; ++i) {
+      const Chunk chunk = chunk_of(params.rows, steps, i, ring.steps);
+      const int first_output = most(chunk.step, 0);
+      if (ring.slots == 1)
+        hopper::copies_wait<0>();
+      else if (ring.slots == 2)
+        hopper::copies_wait<1>();
+      else
+        hopper::copies_wait<2>();
+      __syncthreads();  // the chunk is there, and the outputs before it have left
+      if (exists) {
+        // Of a whole image, a thread has its own steps.
+        int row = ring.whole ? own.first_row : chunk.row, step = ring.whole ? own.first : chunk.step;
+        const int behind = ring.whole ? own.first + own.count : chunk.behind;
+        const Storage* x_row = x_smem + (slot * ring.slot_bytes / BYTES + plane * ring.in_pitch +
+                                         (row - chunk.first_row) * W + first_column);
+        Storage* y_row = y_smem + (plane * ring.out_pitch + own_p * Q + first_q);
+        const auto end_step = [&] {
+          if (step >= 0) {
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) narrow(acc[0][j] + bias, y_row[j]);
+            y_row += Q;
+          }
+#pragma unroll
+          for (int m = 0; m < OPEN; ++m)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) acc[m][j] = m + 1 < OPEN ? acc[m + 1 < OPEN ? m + 1 : 0][j] : 0.f;
+          ++step;
+          row += STRIDE;
+          x_row += STRIDE * W;
+        };
+        const auto multiply = [&](auto pairs) {
+        // Without a branch around the multiply-adds, sums change registers in them and need no moves.
+#pragma unroll 1
+          while ((step < behind) & (row < H)) {
+#pragma unroll
+            for (int a = 0; a < STRIDE; ++a) {
+              float x_frag[WINDOW];
+              load_window<Config, decltype(pairs)::VALUE>(x_frag, x_row + a * W, first_column, W,
+                                                          STRIDE == 1 || is_within(row + a, H));
+#pragma unroll
+              for (int m = OPEN - 1; m >= 0; --m)
+                if (a + m * STRIDE < TAPS)
+#pragma unroll
+                  for (int s = 0; s < TAPS; ++s)
+#pragma unroll
+                    for (int j = 0; j < COLUMNS; ++j)
+                      acc[OPEN - 1 - m][j] += w_frag[a + m * STRIDE][s] * x_frag[j * STRIDE + s];
+            }
+            end_step();
+          }
+        };
+        if (STRIDE == 2 && ring.pairs)
+          multiply(Flag<STRIDE == 2>{});
+        else
+          multiply(Flag<false>{});
+#pragma unroll 1
+        while (step < behind) end_step();
+      }
+      __syncthreads();  // the outputs are complete, and nobody needs the slot
+      order();
+      slot = slot + 1 == ring.slots ? 0 : slot + 1;
+      if (chunk.behind > first_output) {
+        char* const to = static_cast<char*>(params.out_ptr) +
+                         (((n * params.channels + first_k) * P + first_p + first_output) * Q) * BYTES;
+        const char* const from = reinterpret_cast<const char*>(y_smem);
+        const int64_t pitch = static_cast<int64_t>(P) * Q * BYTES;
+        const int bytes = run_planes * (chunk.behind - first_output) * Q * BYTES, from_pitch = ring.out_pitch * BYTES;
+        if (ring.out_vector == 16)
+          write_runs<16>(runs, to, pitch, from, from_pitch, bytes);
+        else if (ring.out_vector == 8)
+          write_runs<8>(runs, to, pitch, from, from_pitch, bytes);
+        else
+          write_runs<4>(runs, to, pitch, from, from_pitch, bytes);
+      }
+    }
+  }
+}
+
 // ---- planes_any_kernel ----
 //
 // Filters that are not held in registers: a thread owns ROWS x COLUMNS outputs and goes over the filter, TAPS taps of a
@@ -730,29 +1127,6 @@ __device__ inline Spot locate_spot(const Params& params, unsigned block, int cha
   spot.n = rest / strip.bands;
   spot.exists = (item < strip.items) & (spot.k < params.channels) & (spot.n < params.images);
   return spot;
-}
-
-// The sum of one output over the taps that meet the image, and no others. `w` points at one channel's filter.
-template <typename Storage>
-__device__ inline float exact_sum_of_pixel(const Storage* in_ptr, const float* w, int tap_pitch, const Params& params,
-                                           int p, int q) {
-  float acc = 0, total = 0;
-  int terms = 0;
-#pragma unroll 1
-  for (int r = 0; r < params.rows.taps; ++r) {
-    const int row = p * params.rows.stride + r * params.rows.dilation + params.rows.origin;
-    if (!is_within(row, params.rows.inputs)) continue;
-#pragma unroll 1
-    for (int s = 0; s < params.columns.taps; ++s) {
-      const int column = q * params.columns.stride + s * params.columns.dilation + params.columns.origin;
-      if (!is_within(column, params.columns.inputs)) continue;
-      acc += w[(r * params.columns.taps + s) * tap_pitch] *
-             widen(in_ptr[row * params.in_stride[2] + column * params.in_stride[3]]);
-      if (++terms % kChunk == 0) add_chunk(acc, total);
-    }
-  }
-  add_chunk(acc, total);
-  return total + acc;
 }
 
 template <typename Config>
@@ -1000,19 +1374,21 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_any_ke
 
 // ---- Plans ----
 
-enum class Kernel { kPlanes, kPlanesAny, kPixels, kPixelsAny };
+enum class Kernel { kPlanes, kPlanesAny, kRing, kPixels, kPixelsAny };
 
 struct Plan {
   bool exists;
   Kernel kernel;
   bool slides;
   Tile tile;
+  Ring ring;
   Strip strip;
   double cost;
 };
 
 constexpr int64_t kMostBlocks = 0x7fffffff;
-constexpr int kVectorColumns = 4, kAnyRows = 4, kAnyColumns = 5, kPixelColumns = 4, kAnyPixelColumns = 8;
+constexpr int kVectorColumns = 4, kRingColumns = 7, kAnyRows = 4, kAnyColumns = 5, kPixelColumns = 4,
+              kAnyPixelColumns = 8;
 
 inline Axis row_axis(const Problem& problem, Operator op) {
   return make_axis(op, problem.H, problem.P, problem.R, problem.stride_h, problem.pad_h, problem.dilation_h);
@@ -1161,10 +1537,26 @@ inline int band_candidate(int rows, int part, int only_rows) {
   return part < kCount && (part == 0 || kParts[part - 1] < rows) ? static_cast<int>(ceil_div(rows, kParts[part])) : 0;
 }
 
+// What ranks the plans of ring_kernel, in cycles of an SM of an H200. Fitted to 1700 times of 18 layers and all their
+// rings in fp32 (H200, 2026-11-22), before planes were split: the ring of choice took 2.7% longer than the best one on
+// average and 7% at worst.
+struct RingModel {
+  double launch = 6200;   // of whatever kernel, and until the first bytes are there
+  double bytes = 16;      // from and to memory, a cycle
+  double line = 110;      // bytes more, since runs begin and end within lines
+  double latency = 1400;  // of memory under load
+  double block = 620;     // until a block's weights are in registers
+  double chunk = 200;     // instructions of a warp
+  double stall = 2.2;     // cycles from one instruction of a warp to its next one, with the scheduler to itself
+};
+
 // What is asked of a plan beyond being the cheapest one; zeros ask nothing.
 struct Wish {
   bool any;  // the first one that is found
   int band_rows, planes;
+  bool tiles;  // not ring_kernel
+  int steps, slots, parts, split_rows;
+  RingModel model;
 };
 
 // The cheapest of some forty tiles; `cost` is negative if none fits.
@@ -1211,6 +1603,204 @@ inline Tile choose_tile(const TileWork& work, const Wish& wish, double& cost) {
         fit += consider(tile);
         if (wish.any && cost >= 0) return best;
       }
+    }
+  }
+  return best;
+}
+
+// Whether ring_kernel is for a problem whose tensors begin where vectors may: dense planes, a filter whose weights
+// registers hold, padding that a window's edges cover, and as many columns as a thread owns.
+inline bool ring_takes(const Problem& problem, Operator op, const Axis& rows, const Axis& columns) {
+  const bool compiled = (rows.taps == 3 || rows.taps == 7) && rows.stride <= 2;
+  const bool square = rows.taps == columns.taps && rows.stride == columns.stride;
+  if (!compiled || !square || rows.dilation != 1 || columns.dilation != 1 || problem.K != problem.C) return false;
+  const int edge = rows.taps / 2;
+  const int right = (columns.outputs - 1) * columns.stride + columns.taps - 1 + columns.origin - (columns.inputs - 1);
+  if (rows.origin > 0 || rows.origin < -edge || columns.origin > 0 || columns.origin < -edge || right > edge)
+    return false;
+  const bool dgrad = op == Operator::kDgrad;
+  return columns.outputs >= kRingColumns && columns.outputs <= kRingColumns * kThreads && problem.w_stride[3] == 1 &&
+         problem.w_stride[2] == columns.taps && (problem.w_stride[0] == rows.taps * columns.taps || problem.K == 1) &&
+         is_packed(dgrad ? problem.y_stride : problem.x_stride, problem.N, problem.C, rows.inputs, columns.inputs, 2) &&
+         is_packed(dgrad ? problem.x_stride : problem.y_stride, problem.N, problem.C, rows.outputs, columns.outputs, 2);
+}
+
+// Bytes to copy at once, if runs begin and end at multiples of `bytes`; zero if not even four.
+inline int vector_of(int64_t bytes) { return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 0; }
+
+// From plane to plane in shared memory, so that the groups of the next plane meet the banks that those of this one, a
+// multiple of 7 elements apart, leave free.
+inline int ring_pitch(int64_t elements, int groups, int stride, int vector, int element) {
+  int target = stride;
+  while (2 * target <= stride * groups) target *= 2;
+  const int period = 128 / element, at_once = vector / element;
+  target = round_up(target, at_once) % period;
+  const int least_pitch = round_up(static_cast<int>(elements), at_once);
+  return groups >= 32 ? least_pitch : least_pitch + (target + period - least_pitch % period) % period;
+}
+
+// Completes a ring of which planes, threads, steps, slots, parts, band_rows and split_rows are given. False if it does
+// not fit.
+inline bool complete(const Problem& problem, const Axis& rows, const Axis& columns, Ring& ring) {
+  const int element = element_bytes(problem.dtype), open = static_cast<int>(ceil_div(rows.taps, rows.stride));
+  ring.groups = static_cast<int>(ceil_div(columns.outputs, kRingColumns));
+  ring.sets = static_cast<int>(ceil_div(problem.C, ring.planes));
+  ring.bands = static_cast<int>(ceil_div(rows.outputs, ring.band_rows));
+  const int all_steps = band_steps(rows, open, 0, ring.band_rows).count;
+  ring.whole = ring.bands == 1 && ring.steps >= all_steps;
+  ring.steps = std::min(ring.steps, ring.band_rows + open - 1);
+  ring.split_rows = ring.whole ? std::min(ring.split_rows, rows.outputs) : ring.band_rows;
+  ring.splits = ring.whole ? static_cast<int>(ceil_div(rows.outputs, ring.split_rows)) : 1;
+  if (int64_t{ring.planes} * ring.groups * ring.splits > ring.threads) return false;
+  ring.pairs = columns.stride == 2 && columns.inputs % 2 == 0 && columns.origin % 2 != 0;
+  const int64_t in_run = static_cast<int64_t>(columns.inputs) * (ring.whole ? rows.inputs : 1) * element;
+  const int64_t out_run = static_cast<int64_t>(columns.outputs) * (ring.whole ? rows.outputs : 1) * element;
+  const int runs = ring.whole ? ring.planes | problem.C : 1;  // divided by the powers of two that divide both
+  ring.in_vector = vector_of(in_run * runs);
+  ring.out_vector = vector_of(out_run * runs);
+  if (ring.in_vector == 0 || ring.out_vector == 0) return false;
+  const int64_t in_rows = std::min(ring.steps * rows.stride, rows.inputs);
+  const int64_t in_elements = in_rows * columns.inputs;
+  const int64_t out_elements = static_cast<int64_t>(std::min(ring.steps, ring.band_rows)) * columns.outputs;
+  if (std::max(in_elements, out_elements) * element > kSharedBytes) return false;
+  ring.in_pitch = static_cast<int>(in_elements);
+  ring.out_pitch = static_cast<int>(out_elements);
+  if (!ring.whole) {
+    ring.in_pitch = ring_pitch(in_elements, ring.groups, rows.stride, ring.in_vector, element);
+    ring.out_pitch = ring_pitch(out_elements, ring.groups, 1, ring.out_vector, element);
+  }
+  ring.lanes = ring.threads;
+  if (!ring.whole && ring.planes > 1)
+    for (ring.lanes = 32; ring.lanes > 8 && ring.lanes * ring.planes > ring.threads;) ring.lanes /= 2;
+  const int64_t slot_bytes = int64_t{ring.planes} * ring.in_pitch * element;
+  const int64_t out_bytes = int64_t{ring.planes} * std::max(ring.out_pitch * element, rows.taps * columns.taps * 4);
+  const int64_t bytes = kFlagBytes + (out_bytes + 15) / 16 * 16 + (slot_bytes + 15) / 16 * 16 * ring.slots;
+  if (bytes > kSharedBytes) return false;
+  ring.slot_bytes = round_up(static_cast<int>(slot_bytes), 16);
+  ring.out_bytes = round_up(static_cast<int>(out_bytes), 16);
+  ring.smem_bytes = static_cast<int>(bytes);
+  ring.blocks = static_cast<int64_t>(ring.sets) * ring.parts * ring.bands;
+  return ring.blocks <= kMostBlocks;
+}
+
+// Blocks that an SM of sm_90 has room for: BLOCKS_PER_SM of kThreads by their registers, 32 at most, and 227 KB.
+inline double ring_resident(const Axis& rows, const Ring& ring) {
+  const int by_registers = ring_blocks_per_sm(rows.taps) * kThreads / ring.threads;
+  return std::min({32, by_registers, 227 * 1024 / (ring.smem_bytes + 1024)});
+}
+
+// Cycles in which shared memory gives a warp what it asks for when it loads a window.
+inline double ring_window_cycles(const Axis& columns, const Ring& ring, int element) {
+  const int loads = ((kRingColumns - 1) * columns.stride + columns.taps) / (ring.pairs ? 2 : 1);
+  const int bytes = ring.pairs ? 2 * element : element, at_once = bytes == 8 ? 16 : 32;  // lanes
+  const int threads = std::min(32, ring.planes * ring.groups * ring.splits);
+  double cycles = 0;
+  for (int first = 0; first < threads; first += at_once) {
+    int lanes[32] = {}, worst = 0;  // that meet a bank
+    for (int thread = first; thread < std::min(first + at_once, threads); ++thread) {
+      const int plane = thread / (ring.groups * ring.splits), split = thread / ring.groups % ring.splits;
+      const int column = std::min(thread % ring.groups * kRingColumns, columns.outputs - kRingColumns) * columns.stride;
+      const int64_t at =
+          int64_t{plane} * ring.in_pitch + int64_t{split} * ring.split_rows * columns.stride * columns.inputs + column;
+      worst = std::max(worst, ++lanes[at * element / 4 % 32]);
+    }
+    cycles += worst;
+  }
+  return loads * cycles;
+}
+
+// Cycles. Memory, or the blocks that an SM has room for: each waits for a chunk, multiplies and writes, image by image.
+inline double ring_cost(const Problem& problem, const Axis& rows, const Axis& columns, const Ring& ring,
+                        const RingModel& model) {
+  const double taps = static_cast<double>(rows.taps) * columns.taps, warps = ring.threads / 32;
+  const int open = static_cast<int>(ceil_div(rows.taps, rows.stride)), element = element_bytes(problem.dtype);
+  const double window = ((kRingColumns - 1) * rows.stride + columns.taps) / (ring.pairs ? 2 : 1);
+  const double steps = band_steps(rows, open, 0, ring.band_rows).count, chunks = std::ceil(steps / ring.steps);
+  const double own_steps = ring.splits == 1 ? steps : ring.split_rows + open - 1;
+  const double images = std::ceil(static_cast<double>(problem.N) / ring.parts);
+  const double in_rows = std::min<double>(rows.inputs, steps * rows.stride);
+  const double in_bytes = ring.planes * in_rows * columns.inputs * element;  // of an image
+  const double out_bytes = static_cast<double>(ring.planes) * ring.band_rows * columns.outputs * element;
+  const double runs = ring.whole ? 1 : ring.planes * chunks;
+
+  const double a_step = kRingColumns * (taps + 3) + rows.stride * (1.2 * window + rows.taps) + 8;
+  const double copies = (3 * in_bytes / ring.in_vector + 4 * out_bytes / ring.out_vector) / ring.threads;
+  const double instructions = own_steps * a_step + copies + chunks * model.chunk;  // of a warp, for an image
+  const double shared = own_steps * (rows.stride * ring_window_cycles(columns, ring, element) + kRingColumns);
+
+  const double all = static_cast<double>(ring.blocks) / kMultiprocessors;  // blocks of an SM
+  const double active = std::min(ring_resident(rows, ring), std::max(1.0, all)), rounds = all / active;
+  const double computing = std::max(instructions * std::max(model.stall, active * warps / 4), shared * active * warps);
+  const double block = model.block + images * (computing + chunks * model.latency / ring.slots);
+  // Of few rounds, the last one is not full.
+  const double blocks = (rounds > 4 ? rounds : (std::ceil(rounds) + rounds) / 2) * block;
+  const double moved = in_bytes + out_bytes + 2 * runs * model.line;
+  const double memory = std::max(1.0, all) * problem.N / ring.parts * moved / model.bytes;
+  // The last chunk is multiplied while nobody loads.
+  const double tail = instructions / chunks * model.stall;
+  return model.launch + std::cbrt(blocks * blocks * blocks + memory * memory * memory) + tail;
+}
+
+// The cheapest of some hundreds of rings; `cost` is negative if none fits.
+inline Ring choose_ring(const Problem& problem, const Axis& rows, const Axis& columns, const Wish& wish, double& cost) {
+  constexpr int kSteps[] = {0x7fffffff, 16, 12, 8, 6, 4, 2, 1};
+  const int groups = static_cast<int>(ceil_div(columns.outputs, kRingColumns));
+  const int open = static_cast<int>(ceil_div(rows.taps, rows.stride));
+  const int all_steps = band_steps(rows, open, 0, rows.outputs).count;
+  const double images = static_cast<double>(std::min<int64_t>(problem.N, 1 << 24));
+  Ring best{};
+  cost = -1;
+  const auto consider = [&](Ring ring) {
+    ring.parts = 1;
+    ring.band_rows = rows.outputs;
+    if (!complete(problem, rows, columns, ring)) return;
+    // A block for each image, or as many blocks as run at once, or some times more: parts of the images, then bands of
+    // rows, each of some times the rows that its first output takes.
+    for (int waves = 0; waves <= 4; waves = waves == 0 ? 1 : 2 * waves) {
+      const double wanted = waves * kMultiprocessors * ring_resident(rows, ring) / ring.sets;
+      const double bands = std::min(std::max(1.0, wanted / images), std::ceil(rows.outputs / (2.0 * open)));
+      Ring parted = ring;
+      parted.parts = static_cast<int>(wish.parts > 0 ? std::min<double>(wish.parts, images)
+                                      : waves == 0   ? images
+                                                     : std::max(1.0, std::min(wanted, images)));
+      parted.band_rows = wish.band_rows > 0 ? std::min(wish.band_rows, rows.outputs)
+                                            : static_cast<int>(std::ceil(rows.outputs / std::floor(bands)));
+      if (!complete(problem, rows, columns, parted)) continue;
+      const double found = ring_cost(problem, rows, columns, parted, wish.model);
+      if (cost < 0 || found < cost) best = parted, cost = found;
+    }
+  };
+  // As few warps as leave few lanes without a group.
+  int threads = 32;
+  for (int more = 32; more <= kThreads; more += 32)
+    if (more / groups * groups * threads > threads / groups * groups * more * 1.1) threads = more;
+  Ring ring{};
+  for (ring.slots = wish.slots > 0 ? wish.slots : 1; ring.slots <= (wish.slots > 0 ? wish.slots : 3); ++ring.slots) {
+    const int most_planes = std::min(wish.planes > 0 ? wish.planes : threads, std::min(threads / groups, problem.C));
+    ring.threads = threads;
+    ring.split_rows = rows.outputs;
+    for (int halves = 1; halves <= 2 && most_planes / halves >= 1 && wish.split_rows == 0; ++halves)
+      for (const int steps : kSteps) {
+        ring.planes = most_planes / halves;
+        ring.steps = std::min(wish.steps > 0 ? wish.steps : steps, all_steps);
+        consider(ring);
+        if (wish.steps > 0) break;
+      }
+    // All of an image's planes at once, and several threads for the columns of one. Small planes only: a chunk of some
+    // rows of larger ones comes fast enough.
+    constexpr int64_t kMostSplitBytes = 4096;
+    const int64_t plane_bytes = int64_t{rows.inputs} * columns.inputs * element_bytes(problem.dtype);
+    if (plane_bytes > kMostSplitBytes && wish.split_rows == 0) continue;
+    ring.steps = wish.steps > 0 ? std::min(wish.steps, all_steps) : all_steps;
+    for (int splits = 2; splits <= 8 && ring.steps == all_steps; ++splits) {
+      ring.split_rows = wish.split_rows > 0 ? wish.split_rows : static_cast<int>(ceil_div(rows.outputs, splits));
+      const int threads_of_plane = groups * static_cast<int>(ceil_div(rows.outputs, ring.split_rows));
+      for (ring.threads = 32; ring.threads <= kThreads; ring.threads += 32) {
+        ring.planes = std::min(ring.threads / threads_of_plane, problem.C);
+        if (wish.planes > 0) ring.planes = std::min(ring.planes, wish.planes);
+        if (ring.planes > 0) consider(ring);
+      }
+      if (wish.split_rows > 0) break;
     }
   }
   return best;
@@ -1281,6 +1871,17 @@ inline Plan make_plan(const Problem& problem, Operator op, bool aligned, const W
     plan.exists = plan.cost >= 0;
     if (plan.exists) return plan;
   }
+  // Of wide planes of fp32 planes_kernel has as many bytes under way, with less ado: 32 channels of 112x112 125 us, by
+  // ring_kernel 137, 144 of 56x56 139 and 141 (128 images, H200, a driver of its own, 2026-11-22).
+  constexpr int kMostRingColumns = 40;
+  const bool wide =
+      problem.dtype == DType::kFloat32 && rows.taps == 3 && rows.stride == 1 && columns.outputs > kMostRingColumns;
+  if (aligned && !wish.tiles && (!wide || wish.any) && ring_takes(problem, op, rows, columns)) {
+    plan.kernel = Kernel::kRing;
+    plan.ring = choose_ring(problem, rows, columns, wish, plan.cost);
+    plan.exists = plan.cost >= 0;
+    if (plan.exists) return plan;
+  }
   const bool dgrad = op == Operator::kDgrad;
   const bool windowed = is_windowed(rows, columns);
   const TileWork work = {problem,
@@ -1302,6 +1903,11 @@ inline Plan make_plan(const Problem& problem, Operator op, bool aligned, const W
 
 // ---- What the binding calls ----
 
+inline const Plan& plan_of(const Problem& problem, Operator op, bool aligned) {
+  thread_local Memo<Plan> memo;
+  return memo.get(key_of(problem, op, !aligned, 0, 0), [&] { return make_plan(problem, op, aligned); });
+}
+
 inline const char* refusal(const Problem& problem, Operator op) {
   if (op == Operator::kWgrad || op == Operator::kBgrad) return "it computes the forward and the gradient to the input";
   if (problem.C != problem.groups) return "more than one input channel in a group";
@@ -1317,7 +1923,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (problem.S > kChunk) return "a filter row of more than 64 taps";
   if (static_cast<int64_t>(problem.R) * problem.S > kSharedBytes / 4)
     return "a filter that does not fit into shared memory";
-  if (!make_plan(problem, op, false, {true, 0, 0}).exists)
+  thread_local Memo<bool> fits;
+  if (!fits.get(key_of(problem, op, 0, 0, 0), [&] { return make_plan(problem, op, false, {true}).exists; }))
     return "no tile of it fits into shared memory, or it takes more than 2^31 - 1 of them";
   return nullptr;
 }
@@ -1335,6 +1942,12 @@ template <typename Config>
 inline void run_planes_any(const Params& params, cudaStream_t stream) {
   planes_any_kernel<Config>
       <<<static_cast<unsigned>(params.tile.tiles), kThreads, params.tile.smem_bytes, stream>>>(params);
+}
+
+template <typename Config>
+inline void run_ring(const Params& params, cudaStream_t stream) {
+  ring_kernel<Config>
+      <<<static_cast<unsigned>(params.ring.blocks), params.ring.threads, params.ring.smem_bytes, stream>>>(params);
 }
 
 template <typename Config>
@@ -1362,6 +1975,11 @@ inline void run(const Plan& plan, const Params& params, cudaStream_t stream) {
     case Kernel::kPlanesAny:
       return plan.slides ? run_planes_any<PlanesAnyConfig<Storage, true>>(params, stream)
                          : run_planes_any<PlanesAnyConfig<Storage, false>>(params, stream);
+    case Kernel::kRing:
+      return variant == 31   ? run_ring<RingConfig<3, 1, Storage>>(params, stream)
+             : variant == 32 ? run_ring<RingConfig<3, 2, Storage>>(params, stream)
+             : variant == 71 ? run_ring<RingConfig<7, 1, Storage>>(params, stream)
+                             : run_ring<RingConfig<7, 2, Storage>>(params, stream);
     case Kernel::kPixels:
       return variant == 31   ? run_pixels<PixelsConfig<3, 1, 2, Storage>>(params, stream)
              : variant == 32 ? run_pixels<PixelsConfig<3, 2, 2, Storage>>(params, stream)
@@ -1395,6 +2013,7 @@ inline cudaError_t launch_planned(Operator op, const Problem& problem, const Poi
   params.multiplier = problem.K / problem.C;
   params.flipped = dgrad;
   params.tile = plan.tile;
+  params.ring = plan.ring;
   params.strip = plan.strip;
   switch (problem.dtype) {
     case DType::kFloat32:
@@ -1412,20 +2031,19 @@ inline cudaError_t launch_planned(Operator op, const Problem& problem, const Poi
   return cudaGetLastError();
 }
 
-inline bool is_aligned(const Problem& problem, Operator op, const Pointers& pointers) {
-  const uint64_t mask = kVectorColumns * element_bytes(problem.dtype) - 1;
+inline bool is_aligned(Operator op, const Pointers& pointers) {
   const void* const in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
-  return ((reinterpret_cast<uint64_t>(in_ptr) | reinterpret_cast<uint64_t>(pointers.out)) & mask) == 0;
+  return ((reinterpret_cast<uint64_t>(in_ptr) | reinterpret_cast<uint64_t>(pointers.out)) & 15) == 0;
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
-  return launch_planned(op, problem, pointers, make_plan(problem, op, is_aligned(problem, op, pointers)), stream);
+  return launch_planned(op, problem, pointers, plan_of(problem, op, is_aligned(op, pointers)), stream);
 }
 
 #endif  // launchers
 
 inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
-  const Plan plan = make_plan(problem, op, true);
+  const Plan& plan = plan_of(problem, op, true);
   const Tile& tile = plan.tile;
   const Strip& strip = plan.strip;
   static constexpr const char* kStores[] = {"vectors", "runs", "single elements"};
@@ -1437,6 +2055,14 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
         plan.kernel == Kernel::kPlanes ? "planes" : "planes_any", tile.planes, tile.tile_p, tile.tile_q, tile.band_rows,
         tile.by_runs ? "runs" : "single elements", kStores[static_cast<int>(tile.store)], tile.smem_bytes,
         static_cast<long long>(tile.tiles));
+  else if (plan.kernel == Kernel::kRing)
+    snprintf(
+        text, text_size,
+        "ring: %d planes of %d groups of columns, bands of %d rows, %d rows a thread, %d slots of %d steps%s, a block "
+        "for %lld of %lld images, %d bytes of shared memory, %lld blocks",
+        plan.ring.planes, plan.ring.groups, plan.ring.band_rows, plan.ring.split_rows, plan.ring.slots, plan.ring.steps,
+        plan.ring.whole ? ", whole planes" : "", static_cast<long long>(ceil_div(problem.N, plan.ring.parts)),
+        static_cast<long long>(problem.N), plan.ring.smem_bytes, static_cast<long long>(plan.ring.blocks));
   else
     snprintf(text, text_size, "%s: %d lanes of %d channels, bands of %d rows, %d bytes of shared memory, %lld blocks",
              plan.kernel == Kernel::kPixels ? "pixels" : "pixels_any", strip.lanes,

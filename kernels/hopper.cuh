@@ -64,9 +64,16 @@ __device__ __forceinline__ void copy_later(uint32_t to_smem, const void* address
                : "memory");
 }
 
-// The first `size` of BYTES, and zeros for the rest.
+// The first `size` of BYTES, and zeros for the rest. GPUs before sm_80 copy words, at once.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(uint32_t to_smem, const void* address, int size) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#pragma unroll
+  for (int i = 0; i < BYTES / 4; ++i) {
+    const uint32_t word = 4 * i < size ? static_cast<const uint32_t*>(address)[i] : 0;
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to_smem + 4 * i), "r"(word) : "memory");
+  }
+#else
   if constexpr (BYTES == 16)
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_smem), "l"(address), "r"(size)
                  : "memory");
@@ -74,6 +81,32 @@ __device__ __forceinline__ void copy_async(uint32_t to_smem, const void* address
     asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(to_smem), "l"(address), "n"(BYTES),
                  "r"(size)
                  : "memory");
+#endif
+}
+
+// What is read once leaves the L2 cache first. A policy of copies.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy = 0;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
+template <int BYTES>
+__device__ __forceinline__ void copy_async(uint32_t to_smem, const void* address, int size, uint64_t policy) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  copy_async<BYTES>(to_smem, address, size);
+#else
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to_smem),
+                 "l"(address), "r"(size), "l"(policy)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint.L2::128B [%0], [%1], %2, %3, %4;" ::"r"(to_smem),
+                 "l"(address), "n"(BYTES), "r"(size), "l"(policy)
+                 : "memory");
+#endif
 }
 
 // The thread arrives at a barrier when all that it has ordered is there.
@@ -82,11 +115,17 @@ __device__ __forceinline__ void copies_arrive(uint32_t barrier) {
 }
 
 // What the thread has ordered since the last time is a group.
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copies_commit() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
 
 template <int PENDING>
 __device__ __forceinline__ void copies_wait() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
 }
 
 // ---- mbarrier: a phase ends when `count` threads have arrived and all expected bytes have come ----

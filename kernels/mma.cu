@@ -1168,8 +1168,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-// Tiles have at least 16 output channels. By this engine / by direct, us, fp32, H200, 2026-11-22, commit 296e213: 1x1 of
-// 64 channels to 2, an image of 512x512, 36 / 27; 8 images of 256x256, 3x3 of 16 channels to 3, 73 / 65; 9x9 of 64
+// Tiles have at least 16 output channels. By this engine / by direct, us, fp32, H200, 2026-11-22, commit 296e213: 1x1
+// of 64 channels to 2, an image of 512x512, 36 / 27; 8 images of 256x256, 3x3 of 16 channels to 3, 73 / 65; 9x9 of 64
 // channels to 3, 2369 / 939; one of 8x8, 3x3 of 4 channels to 4, 7 / 10.
 constexpr double kLeastOfFewChannels = 1 << 26;
 

@@ -2874,9 +2874,9 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-// By this engine / by mma, us, fp32, H200, 2026-11-22, commit 296e213: 3x3 of 64 channels, 56x56, 1, 4 and 8 images, 39, 42
-// and 45 / 14, 32 and 57; 3x3 of 256 channels, 32x32, one image (2^29.2 multiply-adds) 71 / 43; 1x1 of 128 channels to
-// 512, 64x64, one and four images (2^30) 32 and 53 / 20 and 61.
+// By this engine / by mma, us, fp32, H200, 2026-11-22, commit 296e213: 3x3 of 64 channels, 56x56, 1, 4 and 8 images,
+// 39, 42 and 45 / 14, 32 and 57; 3x3 of 256 channels, 32x32, one image (2^29.2 multiply-adds) 71 / 43; 1x1 of 128
+// channels to 512, 64x64, one and four images (2^30) 32 and 53 / 20 and 61.
 constexpr double kLeastAgainstMma = 1.4142 * (1 << 29);
 
 // H200, 2026-11-22, fp32 under TF32, 256 images of 56x56, by the engine gather / by this one: 1x1 of 64 channels to 64,
