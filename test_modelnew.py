@@ -2027,6 +2027,9 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   while (!barrier_ended(barrier, parity)) simt::suspend(simt::kWaiting);
 }
 inline void barrier_wait_idly(uint32_t barrier, uint32_t parity) { barrier_wait(barrier, parity); }
+inline void barrier_wait_unless(uint32_t barrier, uint32_t parity, const volatile uint32_t* flag) {
+  while (!barrier_ended(barrier, parity) && *flag == 0) simt::suspend(simt::kWaiting);
+}
 inline void fence_async() {}
 
 inline void launch_dependents() {}
@@ -3876,9 +3879,9 @@ def test_gather_shim_contains_what_fits_and_does_the_rest_again(gather_shim, num
 
 def test_gather_shim_gives_up(gather_shim):
     """All of a call is done again, in whichever order the warps of a block come to know it."""
-    case = Case(1, 40, 8, 12, 16, 1, 3)
+    case = Case(9, 72, 8, 12, 16, 1, 3)
     tensors = adverse_tensors(case, "dead weights", "fprop")
-    for seed in range(20):
+    for seed in range(12):
         out = torch.full(case.y_shape, math.nan)
         assert gather_shim.run("fprop", case, tensors, GATHER_CONTAINED, seed, out) == "", seed
         done, of = gather_shim.done()
@@ -3978,12 +3981,13 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_mutants):
         (Case(3, 40, 12, 12, 72, 1, 1), "contiguous", torch.float16),
         (Case(9, 72, 12, 12, 72, 1, 1), "channels_last", torch.float32),
         (Case(9, 72, 5, 6, 130, 3, 3, padding=(1, 1)), "contiguous", torch.float16),
+        (Case(4, 40, 5, 6, 24, 2, 3), "channels_last", torch.float32),
     ]
     if "box" in mutation:
         cases = cases[1:2]
     assert any(
         shim.fault("fprop", case, dtype, gather_shape(case, dtype, seed), layout, seed)
-        for seed in (1, 3, 5, 2, 7, 9)
+        for seed in (1, 3, 5, 4, 7, 9)
         for case, layout, dtype in cases
     )
 

@@ -844,9 +844,7 @@ __device__ __forceinline__ void copy_channels(const To& to, const Stored* from, 
 // False: the block has given up (below). Then nobody reads stages and makes room, whatever state the ring is in. All
 // lanes come to the same conclusion.
 __device__ __forceinline__ bool wait_for_room(uint32_t empty, uint32_t parity, const volatile uint32_t* given_up) {
-  while (!hopper::barrier_ended(empty, parity)) {
-    if (*given_up != 0) break;
-  }
+  hopper::barrier_wait_unless(empty, parity, given_up);
   return !__any_sync(~0u, *given_up != 0);
 }
 
