@@ -1603,7 +1603,7 @@ def test_depthwise_ring_in_any_shape(depthwise_shim):
     """Chunks of one step to all, 1 to 3 slots, images and rows divided among blocks, few planes and many."""
     rng = random.Random(0)
     ran = 0
-    while ran < 150:
+    while ran < 100:
         R, stride = rng.choice([3, 7]), rng.choice([1, 2])
         H, W = (rng.choice([7, 8, 14, 15, 16, 28, 33, 40]) for _ in range(2))
         padding = rng.choice([(R // 2, R // 2), (rng.randint(0, R // 2), rng.randint(0, R // 2))])
@@ -3004,7 +3004,7 @@ def small_wgmma_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.
 @pytest.mark.parametrize("configuration", sorted(wgmma_configurations(torch.float32) | WGMMA_SPLIT_CONFIGURATIONS))
 def test_wgmma_shim_exact(wgmma_shim, configuration):
     runs, only_fp32 = 0, configuration >= 16
-    count = 6 if not only_fp32 else 2 if 64 <= configuration < 72 else 4  # these take every case
+    count = 4 if not only_fp32 else 2 if 64 <= configuration < 72 else 3  # these take every case
     for number, (case, operator, dtype) in enumerate(small_wgmma_cases(count, seed=configuration)):
         dtype = torch.float32 if only_fp32 else dtype
         fault = wgmma_shim.fault(operator, case, dtype, configuration, seed=number)
@@ -3840,10 +3840,9 @@ def gather_shape(case: Case, dtype: torch.dtype, number: int) -> int:
 def test_gather_shim_exact(gather_shim, number, layout, dtype):
     """Integers through every role: each shape of a tile in turn."""
     case, operator = GATHER_SHIM_CASES[number]
-    for seed in (2 * number, 2 * number + 1):
-        shape = gather_shape(case, dtype, seed + number + LAYOUTS.index(layout))
-        fault = gather_shim.fault(operator, case, dtype, shape, layout, seed)
-        assert fault == "", f"{operator} of {case}, shape {shape}, seed {seed}: {fault}"
+    shape = gather_shape(case, dtype, 2 * number + LAYOUTS.index(layout))
+    fault = gather_shim.fault(operator, case, dtype, shape, layout, seed=number)
+    assert fault == "", f"{operator} of {case}, shape {shape}: {fault}"
 
 
 # The fourth one's channels leave a part of the last stage, and of the parts in which a tile is done again.
@@ -3882,7 +3881,7 @@ def test_gather_shim_gives_up(gather_shim):
     """All of a call is done again, in whichever order the warps of a block come to know it."""
     case = Case(9, 72, 8, 12, 16, 1, 3)
     tensors = adverse_tensors(case, "dead weights", "fprop")
-    for seed in range(12):
+    for seed in range(8):
         out = torch.full(case.y_shape, math.nan)
         assert gather_shim.run("fprop", case, tensors, GATHER_CONTAINED, seed, out) == "", seed
         done, of = gather_shim.done()
@@ -3890,7 +3889,7 @@ def test_gather_shim_gives_up(gather_shim):
         check_bounds(case, {"fprop": out}, tensors, tf32={"fprop"})
 
 
-@pytest.mark.parametrize("value", [1e-12, 1e9, 3e-42, math.nan, -math.inf], ids=str)
+@pytest.mark.parametrize("value", [1e9, 3e-42, math.nan], ids=str)
 @pytest.mark.parametrize("number", range(len(ADVERSE_GATHER_CASES)))
 def test_gather_shim_does_a_tile_again(gather_shim, number, value):
     """A single value that does not fit, which is all that some outputs see: they are right, few tiles are listed."""
@@ -3922,7 +3921,7 @@ def test_gather_shim_does_a_tile_again(gather_shim, number, value):
     assert done < of or of <= 4 or value == 1e9  # the sample of so small a tensor may see it
 
 
-@pytest.mark.parametrize("value", [None, 1e-9, -1e30, math.nan], ids=str)
+@pytest.mark.parametrize("value", [None, 1e-9, math.nan], ids=str)
 @pytest.mark.parametrize("shape", GATHER_SHAPES)
 def test_gather_shim_splits_the_reduction(gather_shim, shape, value):
     """Parts of it, the last one shorter, and one of them done again: the others' sums stay as they are."""
