@@ -981,7 +981,8 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 @pytest.fixture(scope="session")
 def direct_shim(tmp_path_factory) -> ShimEngine:
-    return ShimEngine(tmp_path_factory.mktemp("direct"))
+    few_points = ("kLeastPoints = 1 << 17;", "kLeastPoints = 1;")
+    return ShimEngine(tmp_path_factory.mktemp("direct"), mutations=[few_points])
 
 
 @pytest.fixture(scope="session")
@@ -1053,7 +1054,9 @@ def random_cases(count: int, seed: int) -> list[Case]:
     return list(itertools.islice((case for case in cases if min(case.y_shape) > 0), count))
 
 
-EXACT_CASES = DENSE_CASES + DEPTHWISE_CASES + TILE_CASES + random_cases(40, seed=0)
+# 1x1 to 2, 4 and 8 channels, with sums of one and of several chunks.
+POINT_CASES = [Case(2, 20, 6, 10, 2, 1, 1), Case(1, 37, 4, 135, 3, 1, 1), Case(2, 7, 2, 34, 7, 1, 1)]
+EXACT_CASES = DENSE_CASES + DEPTHWISE_CASES + TILE_CASES + POINT_CASES + random_cases(40, seed=0)
 
 
 @pytest.fixture(scope="session")
@@ -5072,10 +5075,17 @@ RTC_HEADERS = {
     "cstring": "",
     "cstdio": "template <class... T> int snprintf(T...) { return 0; }",
     "cstdlib": "",
+    "cmath": "",
     "algorithm": """
         #pragma once
         namespace std {
+        using ::cbrt;
         using ::ceil;
+        using ::floor;
+        template <class In, class T> In find(In from, In end, const T& value) {
+          while (from != end && !(*from == value)) ++from;
+          return from;
+        }
         template <class T> constexpr T abs(T a) { return a < 0 ? -a : a; }
         template <class T> constexpr T max(initializer_list<T> all) {
           T most = *all.begin();
@@ -5174,9 +5184,9 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
             # Launchers are hidden from NVRTC; here they are wanted.
             text = "#include <cstdint>\n" + text.replace("__CUDACC_RTC__", "MODELNEW_NEVER_DEFINED")
             text += OTHER_ENGINE if source.name == "wgmma.cu" else ""
+            text = text.replace('#include "memo.cuh"', '#include "correlation.cuh"' + RTC_HOST_PARTS)
+            text = text.replace("thread_local Memo<", "Memo<")
             if source.name == "mma.cu":
-                text = text.replace('#include "memo.cuh"', '#include "correlation.cuh"' + RTC_HOST_PARTS)
-                text = text.replace("thread_local Memo<", "Memo<")
                 text = re.sub(r"return run_kernel<Shape[124], EXACT>\(.*;", "return cudaErrorUnknown;", text)
             if arch == "90a":  # narrow tiles are the same code again, and half of the time
                 text = re.sub(r"return run_kernel<Format, kPixels / (64|32), \1>.*;", "return cudaErrorUnknown;", text)
