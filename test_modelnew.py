@@ -627,8 +627,8 @@ inline bool run_block(size_t smem_bytes) {
 
 inline void run(const void* kernel, dim3 grid, dim3 block, size_t smem_bytes) {
   const size_t limit = smem_limits.count(kernel) ? smem_limits[kernel] : kDefaultSmemBytes;
-  const bool one_dimensional = grid.y * grid.z * block.y * block.z == 1;
-  if (!one_dimensional || grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 || block.x > 1024 || smem_bytes > limit) {
+  const bool flat = grid.z * block.y * block.z == 1;
+  if (!flat || grid.y == 0 || grid.y > 0xffffu || grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 || block.x > 1024 || smem_bytes > limit) {
     message = "bad launch configuration";
     last_error = cudaErrorInvalidConfiguration;
     return;
@@ -636,7 +636,7 @@ inline void run(const void* kernel, dim3 grid, dim3 block, size_t smem_bytes) {
   if (Dl_info info; dladdr(kernel, &info) && info.dli_sname) launched.insert(info.dli_sname);
   gridDim = grid, blockDim = block;
   if (fibres.size() < block.x) fibres.resize(block.x);
-  std::vector<unsigned> blocks(grid.x);
+  std::vector<unsigned> blocks(grid.x * grid.y);
   std::iota(blocks.begin(), blocks.end(), 0u);
   std::shuffle(blocks.begin(), blocks.end(), shuffler);
 
@@ -646,7 +646,7 @@ inline void run(const void* kernel, dim3 grid, dim3 block, size_t smem_bytes) {
   mine.sa_flags = SA_NODEFER;
   for (int i = 0; i < 3; ++i) sigaction(caught[i], &mine, &old[i]);
   for (unsigned index : blocks) {
-    blockIdx.x = index;
+    blockIdx.x = index % grid.x, blockIdx.y = index / grid.x;
     if (!run_block(smem_bytes)) break;
   }
   for (int i = 0; i < 3; ++i) sigaction(caught[i], &old[i], nullptr);
@@ -5092,6 +5092,11 @@ RTC_HEADERS = {
           for (const T& one : all) most = most < one ? one : most;
           return most;
         }
+        template <class T> constexpr T min(initializer_list<T> all) {
+          T least = *all.begin();
+          for (const T& one : all) least = one < least ? one : least;
+          return least;
+        }
         template <class T> constexpr T min(T a, T b) { return b < a ? b : a; }
         template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
         template <class In, class N, class Out> Out copy_n(In in, N n, Out out) {
@@ -5166,6 +5171,7 @@ struct ProblemKey {
   int64_t& operator[](int i) { return words[i]; }
 };
 template <class... T> ProblemKey key_of(const T&...) { return {}; }
+bool direct_has_points(const Problem&, Operator) { return false; }
 template <class Value> struct Memo {
   Value value;
   template <class Compute> const Value& get(const ProblemKey&, const Compute& compute) { return value = compute(); }
