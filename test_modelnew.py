@@ -628,7 +628,8 @@ inline bool run_block(size_t smem_bytes) {
 inline void run(const void* kernel, dim3 grid, dim3 block, size_t smem_bytes) {
   const size_t limit = smem_limits.count(kernel) ? smem_limits[kernel] : kDefaultSmemBytes;
   const bool flat = grid.z * block.y * block.z == 1;
-  if (!flat || grid.y == 0 || grid.y > 0xffffu || grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 || block.x > 1024 || smem_bytes > limit) {
+  const bool fits = grid.x > 0 && grid.x <= 0x7fffffffu && grid.y > 0 && grid.y <= 0xffffu;
+  if (!flat || !fits || block.x == 0 || block.x > 1024 || smem_bytes > limit) {
     message = "bad launch configuration";
     last_error = cudaErrorInvalidConfiguration;
     return;
