@@ -3008,7 +3008,7 @@ def small_wgmma_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.
 @pytest.mark.parametrize("configuration", sorted(wgmma_configurations(torch.float32) | WGMMA_SPLIT_CONFIGURATIONS))
 def test_wgmma_shim_exact(wgmma_shim, configuration):
     runs, only_fp32 = 0, configuration >= 16
-    count = 4 if not only_fp32 else 2 if 64 <= configuration < 72 else 3  # these take every case
+    count = 6 if not only_fp32 else 2 if 64 <= configuration < 72 else 4  # these take every case
     for number, (case, operator, dtype) in enumerate(small_wgmma_cases(count, seed=configuration)):
         dtype = torch.float32 if only_fp32 else dtype
         fault = wgmma_shim.fault(operator, case, dtype, configuration, seed=number)
