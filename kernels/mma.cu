@@ -35,7 +35,7 @@
 // staging, where each block adds up some rows of all, in one order, and stores them (sm_90; others do without). In the
 // smallest tile four groups of warps share the reduction in the same way.
 //
-// What bounds it (H200, 2026-11-22, one image, us from the start of the kernel, in a driver, caches cold; an empty
+// What bounds it (H200, 2026-11-22, one image, us from the start of the kernel, a revision in the making, in a driver, cold; an empty
 // kernel takes 2.8 of the time that is measured):
 //
 //                                       copies ordered   first chunk   products done   met in staging   stored
