@@ -24,8 +24,8 @@
 // multiples of 16 bytes (7x7, 14x14), whole planes come as one run of memory, from which threads fill the window.
 //
 // Full fp32 accuracy takes three products: v = first + rest, both TF32, and first*first + first*rest + rest*first, of 8
-// terms of the reduction at a time; these are added up by ordinary additions, because the tensor core truncates (with 16
-// terms at a time the error is 1.5e-7 instead of 1.1e-7, and that of a whole ResNet-50 1.5 times that of cuDNN). A
+// terms of the reduction at a time; these are added up by ordinary additions, because the tensor core truncates. (With
+// 16 terms at a time the error is 1.5e-7 instead of 1.1e-7, and that of a whole ResNet-50 1.5 times that of cuDNN.) A
 // product is within 2^-21. Under the TF32 contract there is one product, and the tensor core adds up.
 //
 // Inf and NaN: the rest of an Inf is NaN, and a value near the largest rounds to Inf. Whatever is not finite at the end
@@ -35,8 +35,8 @@
 // staging, where each block adds up some rows of all, in one order, and stores them (sm_90; others do without). In the
 // smallest tile four groups of warps share the reduction in the same way.
 //
-// What bounds it (H200, 2026-11-22, one image, us from the start of the kernel, a revision in the making, in a driver, cold; an empty
-// kernel takes 2.8 of the time that is measured):
+// What bounds it (H200, 2026-11-22, one image, us from the start of the kernel, a revision in the making, in a driver,
+// caches cold; an empty kernel takes 2.8 of the time that is measured):
 //
 //                                       copies ordered   first chunk   products done   met in staging   stored
 //   1x1   64 to   64 channels, 56x56         1.3             2.2            3.2              3.6          4.4
