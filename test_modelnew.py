@@ -490,6 +490,10 @@ struct Fibre {
   jmp_buf suspended;
   bool started = false;
   int line = 0;  // of the barrier it waits at
+  const unsigned* place = nullptr;  // where it waits for another value than this one
+  unsigned value = 0;
+
+  bool waits() const { return place != nullptr && *place == value; }
 };
 
 inline std::vector<Fibre> fibres;
@@ -514,6 +518,14 @@ inline void suspend(int line) {
   Fibre& fibre = fibres[threadIdx.x];
   fibre.line = line;
   if (_setjmp(fibre.suspended) == 0) _longjmp(scheduler, 1);
+}
+
+// For as long as a place has this value. The scheduler looks at it, which is cheaper than to resume the thread.
+inline void wait_while(const unsigned& place, unsigned value) {
+  Fibre& fibre = fibres[threadIdx.x];
+  fibre.place = &place, fibre.value = value;
+  while (place == value) suspend(kWaiting);
+  fibre.place = nullptr;
 }
 
 inline void barrier(int line) {
@@ -565,17 +577,21 @@ inline bool resume(unsigned thread) {
 }
 
 // Threads of some warps, round by round, in shuffled order, until all have ended. Some warps are faster than others.
-inline bool run_independently(std::vector<unsigned>& order) {
+inline bool run_independently(const std::vector<unsigned>& order) {
   int patience = kPatience;
+  std::vector<unsigned> of_round;
   unsigned often[32];  // of 32 rounds
   for (unsigned& times : often) times = 1u << shuffler() % 6;
   for (size_t ended = 0; ended < order.size();) {
     const uint64_t before = progress;
     bool runs[32];
     for (int warp = 0; warp < 32; ++warp) runs[warp] = shuffler() % 32 < often[warp];
-    std::shuffle(order.begin(), order.end(), shuffler);
-    for (unsigned thread : order) {
-      if (fibres[thread].line == kExited || !runs[thread / 32]) continue;
+    of_round.clear();
+    for (unsigned thread : order)
+      if (runs[thread / 32] && fibres[thread].line != kExited) of_round.push_back(thread);
+    std::shuffle(of_round.begin(), of_round.end(), shuffler);
+    for (unsigned thread : of_round) {
+      if (fibres[thread].waits()) continue;
       if (!resume(thread)) return false;
       if (fibres[thread].line == kExited) ++ended, ++progress;
     }
@@ -615,7 +631,7 @@ inline bool run_block(size_t smem_bytes) {
   granted_bytes = smem_bytes;
   std::vector<unsigned> order(blockDim.x);
   std::iota(order.begin(), order.end(), 0u);
-  for (unsigned thread : order) fibres[thread].line = 0;
+  for (unsigned thread : order) fibres[thread].line = 0, fibres[thread].place = nullptr;
   before_block();
   if (!(independent ? run_independently(order) : run_in_step(order))) return false;
   if (std::any_of(end, end + kMarginBytes, [](unsigned char byte) { return byte != kPoison; })) {
@@ -1788,6 +1804,10 @@ def test_depthwise_says_what_it_refuses(depthwise_shim):
 # hopper.cuh for the CPU, and what else a kernel of warps with roles of their own takes: every thread runs until it has
 # to wait. What is asynchronous on a GPU happens here as late as it may or, in every other run, at once.
 HOPPER_STAND_IN = r"""
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 #include <array>
 #include <deque>
 
@@ -1867,20 +1887,26 @@ struct Ordered {
     all.front().run();
     all.pop_front();
   }
+  void clear() {
+    all.clear();
+    groups = 0;
+  }
   void wait(int pending) {
     while (!all.empty() && all.front().group < groups - pending) do_first();
   }
 };
-inline Ordered multiplications[1024], bulk_stores[1024], own_copies[1024];
-inline std::deque<std::function<void()>> arriving[1024];  // copies of threads, with arrivals behind them
+inline Ordered multiplications[1024], own_copies[1024];
+// Of few threads: those are gone through in every round.
+inline std::map<unsigned, Ordered> bulk_stores;
+inline std::map<unsigned, std::deque<std::function<void()>>> arriving;  // copies of threads, with arrivals behind them
 
 inline bool do_some() {
   bool left = copy_some();
-  for (auto& of_thread : bulk_stores) {
+  for (auto& [thread, of_thread] : bulk_stores) {
     while (!of_thread.all.empty() && (!late || shuffler() % copy_delay == 0)) of_thread.do_first();
     left |= !of_thread.all.empty();
   }
-  for (auto& of_thread : arriving) {
+  for (auto& [thread, of_thread] : arriving) {
     while (!of_thread.empty() && (!late || shuffler() % copy_delay == 0)) {
       of_thread.front()();
       of_thread.pop_front();
@@ -1900,7 +1926,7 @@ struct Meeting {
       ++round;
       ++progress;
     } else {
-      while (round == mine) suspend(kWaiting);
+      wait_while(round, mine);
     }
   }
 };
@@ -1914,8 +1940,9 @@ inline void begin_block() {
   block_meeting = {};
   for (Meeting& meeting : warp_meetings) meeting = {};
   for (Meeting& meeting : named_meetings) meeting = {};
-  for (auto& of_thread : arriving) of_thread.clear();
-  for (int thread = 0; thread < 1024; ++thread) multiplications[thread] = bulk_stores[thread] = own_copies[thread] = {};
+  bulk_stores.clear();
+  arriving.clear();
+  for (unsigned thread = 0; thread < blockDim.x; ++thread) multiplications[thread].clear(), own_copies[thread].clear();
 }
 
 }  // namespace simt
@@ -2029,7 +2056,7 @@ inline bool barrier_ended(uint32_t barrier, uint32_t parity) {
   return simt::barrier_at(barrier).phase != (parity & 1);
 }
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
-  while (!barrier_ended(barrier, parity)) simt::suspend(simt::kWaiting);
+  simt::wait_while(simt::barrier_at(barrier).phase, parity & 1);
 }
 inline void barrier_wait_idly(uint32_t barrier, uint32_t parity) { barrier_wait(barrier, parity); }
 inline void barrier_wait_unless(uint32_t barrier, uint32_t parity, const volatile uint32_t* flag) {
@@ -2151,6 +2178,20 @@ void wgmma_wait() {
 template <int COUNT>
 void wgmma_settle(float (&)[COUNT]) {}
 
+// Most of what the tests compute: by the processor's instruction where it has one.
+template <typename Operand>
+void widen_16_bytes(const unsigned char* from, float* to) {
+  Operand values[16 / sizeof(Operand)];
+  std::memcpy(values, from, sizeof values);
+  for (const Operand& value : values) *to++ = widen(value);
+}
+#if defined(__F16C__)
+template <>
+inline void widen_16_bytes<Half>(const unsigned char* from, float* to) {
+  _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i_u*>(from))));
+}
+#endif
+
 template <typename Operand, int N>
 struct Wgmma {
   static void multiply(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep) {
@@ -2162,14 +2203,14 @@ struct Wgmma {
       run();
   }
 
-  // Value k of a row of an operand.
-  static float value_at(uint32_t operand, int row, int k) {
+  // The values of a row of an operand, 16 bytes in each of two places.
+  static void read_row(uint32_t operand, int row, float (&values)[32 / sizeof(Operand)]) {
     constexpr int kHalf = 16 / sizeof(Operand);
-    const uint32_t address = (operand & 0x3fff) * 16 + k / kHalf * (operand >> 16) * 16 + row * 16;
-    simt::check_shared(address, 16);
-    Operand value;
-    std::memcpy(&value, simt::smem + address + k % kHalf * sizeof(Operand), sizeof value);
-    return widen(value);
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t address = (operand & 0x3fff) * 16 + half * (operand >> 16) * 16 + row * 16;
+      simt::check_shared(address, 16);
+      widen_16_bytes<Operand>(simt::smem + address, values + half * kHalf);
+    }
   }
 
   static void multiply_now(float* acc, uint32_t a, uint32_t b, int keep) {
@@ -2177,13 +2218,11 @@ struct Wgmma {
     constexpr int kSteps = 32 / sizeof(Operand);
     const int thread = threadIdx.x % 128;
     float weights[2][kSteps];
-    for (int i = 0; i < 2; ++i)
-      for (int k = 0; k < kSteps; ++k)
-        weights[i][k] = value_at(a, 16 * (thread / 32) + thread % 32 / 4 + 8 * i, k);
+    for (int i = 0; i < 2; ++i) read_row(a, 16 * (thread / 32) + thread % 32 / 4 + 8 * i, weights[i]);
     for (int j = 0; j < N / 8; ++j)
       for (int e = 0; e < 2; ++e) {
         float pixel[kSteps];
-        for (int k = 0; k < kSteps; ++k) pixel[k] = value_at(b, 8 * j + 2 * (thread % 4) + e, k);
+        read_row(b, 8 * j + 2 * (thread % 4) + e, pixel);
         for (int i = 0; i < 2; ++i) {
           float sum = keep ? acc[4 * j + 2 * i + e] : 0;
           for (int k = 0; k < kSteps; ++k) sum += weights[i][k] * pixel[k];
@@ -2216,8 +2255,7 @@ struct WgmmaRegisters {
       for (int j = 0; j < N / 8; ++j)
         for (int e = 0; e < 2; ++e) {
           float weights[kSteps];
-          for (int k = 0; k < kSteps; ++k)
-            weights[k] = Wgmma<Operand, N>::value_at(b, 8 * j + 2 * (lane % 4) + e, k);
+          Wgmma<Operand, N>::read_row(b, 8 * j + 2 * (lane % 4) + e, weights);
           for (int i = 0; i < 2; ++i) {
             float sum = keep ? sums[4 * j + 2 * i + e] : 0;
             for (int k = 0; k < kSteps; ++k) sum += rows[i][k] * weights[k];
