@@ -447,6 +447,10 @@ SIMT_HEADER = r"""
 #define __launch_bounds__(...)
 #define __syncthreads() simt::barrier(__LINE__)
 
+extern "C" {
+int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
+}
+
 using cudaStream_t = void*;
 enum cudaError_t {
   cudaSuccess = 0,
@@ -822,6 +826,32 @@ def compile_simt(source: str, folder: Path) -> ctypes.CDLL:
     return compile_shared(source, folder, "-O1", "-fno-gnu-unique", *emulation, *sanitize, *fuse)
 
 
+def left_out(text: str) -> tuple[str, str]:
+    """The mutation that does without a statement, by what it begins with."""
+    return text, f"if (!MUTATED) {text}"
+
+
+def with_mutations(source: str, mutations: dict[str, tuple[str, str]]) -> str:
+    """A text in which one mutation takes place at a time, or none: to compile it for each would take minutes.
+
+    A mutation is a text and what stands in its place, in which MUTATED says whether it takes place.
+    """
+    for number, (name, (old, new)) in enumerate(mutations.items(), start=1):
+        assert old in source, name
+        source = source.replace(old, new.replace("MUTATED", f"(simt_mutation == {number})"))
+    return source
+
+
+@contextlib.contextmanager
+def mutated(library: ctypes.CDLL, mutations: dict[str, tuple[str, str]], name: str) -> Iterator[None]:
+    mutation = ctypes.c_int.in_dll(library, "simt_mutation")
+    mutation.value = [*mutations].index(name) + 1
+    try:
+        yield
+    finally:
+        mutation.value = 0
+
+
 def run_toy(source: str, folder: Path, n: int = 200) -> tuple[int, Tensor, Tensor]:
     """Compiles and runs the toy kernel: error code, result, expected result."""
     library = compile_simt(source, folder)
@@ -924,6 +954,19 @@ void copies_wait() {
 """
 
 
+DEPTHWISE_MUTATIONS = {
+    "weights taken for finite": left_out("if (!finite) *flag = 1;\n}"),
+    "rows above the image multiplied": ("(row + STRIDE <= 0); ++step", "(row + STRIDE <= (MUTATED ? -2 : 0)); ++step"),
+    "an output too many": ("if (j < outputs_q) narrow(", "if (MUTATED || j < outputs_q) narrow("),
+    "a column behind the image": ("inside &= first_column + j < W;", "inside &= first_column + j < W + MUTATED;"),
+    "a chunk not waited for": (
+        "hopper::copies_wait<2>();",
+        "(MUTATED ? hopper::copies_wait<3> : hopper::copies_wait<2>)();",
+    ),
+    "halo not cleared": left_out("reinterpret_cast<Pack<float, 4>*>(x_smem)[i] = Pack<float, 4>{};"),
+}
+
+
 class ShimEngine:
     """An engine that synchronises by __syncthreads alone, compiled by g++ and run thread by thread."""
 
@@ -936,6 +979,7 @@ class ShimEngine:
         for pattern, replacement in replacements.items():
             source, found = re.subn(pattern, replacement, source)
             assert found == 1, pattern
+        source = with_mutations(source, DEPTHWISE_MUTATIONS if name == "depthwise" else {})
         source = f"#define ENGINE k{name.capitalize()}Engine\n{source}"
         self.operators = ("fprop", "dgrad") if name == "depthwise" else tuple(OPERATOR_NUMBER)
         entry_points = ENGINE_ENTRY_POINTS + (DEPTHWISE_ENTRY_POINTS if name == "depthwise" else "")
@@ -1734,19 +1778,10 @@ def test_every_barrier_of_depthwise_is_needed_and_tested(depthwise_shim):
         depthwise_shim.library.simt_ignore_barrier(0)
 
 
-DEPTHWISE_MUTATIONS = {
-    "weights taken for finite": ("if (!finite) *flag = 1;\n}", "}"),
-    "rows above the image multiplied": ("(row + STRIDE <= 0); ++step", "(row + STRIDE < -1); ++step"),
-    "an output too many": ("if (j < outputs_q) narrow(", "narrow("),
-    "a column behind the image": ("inside &= first_column + j < W;", "inside &= first_column + j <= W;"),
-    "a chunk not waited for": ("hopper::copies_wait<2>();", "hopper::copies_wait<3>();"),
-    "halo not cleared": ("reinterpret_cast<Pack<float, 4>*>(x_smem)[i] = Pack<float, 4>{};", ";"),
-}
-
-
 @pytest.mark.parametrize("mutation", DEPTHWISE_MUTATIONS)
-def test_depthwise_shim_sees_what_is_missing(mutation, tmp_path):
-    assert not depthwise_is_right(ShimEngine(tmp_path, "depthwise", [DEPTHWISE_MUTATIONS[mutation]]))
+def test_depthwise_shim_sees_what_is_missing(mutation, depthwise_shim):
+    with mutated(depthwise_shim.library, DEPTHWISE_MUTATIONS, mutation):
+        assert not depthwise_is_right(depthwise_shim)
 
 
 def test_depthwise_has_a_plan_for_every_problem_of_its_kind(depthwise_shim):
@@ -2973,18 +3008,37 @@ cudaError_t launch_listed(Operator, const Problem&, const Pointers&, const TileL
 """
 
 
+# Each takes away what some other warp relies on.
+WGMMA_MUTATIONS = {
+    "reads rows before they are there": left_out("hopper::barrier_wait(shared.x_full("),
+    "overwrites rows in use": left_out("hopper::barrier_wait(shared.x_empty("),
+    "reads weights before they are there": left_out("hopper::barrier_wait(shared.w_full(w"),
+    "overwrites weights in use": left_out("hopper::barrier_wait_idly(shared.w_empty(at"),
+    "stages where another warp does": left_out("hopper::barrier_wait(shared.staging_turn("),
+    "stores before the last steps are done": left_out("hopper::wgmma_wait<0>();"),
+    "stages where a box is read": (
+        "hopper::bulk_stores_wait_read<0>();\n      else",
+        "(MUTATED ? hopper::bulk_stores_commit : hopper::bulk_stores_wait_read<0>)();\n      else",
+    ),
+    "stages where the last boxes are read": left_out("if (lane_id == 0) hopper::bulk_stores_wait_read<0>();"),
+    "leaves before its boxes are read": left_out("hopper::bulk_stores_wait_read<0>();  // shared memory"),
+    "stores before all is staged": left_out("__syncwarp();  // all pixels are staged"),
+    "keeps a row": ("if (lane_id < drop) {", "if (lane_id < drop - MUTATED) {"),
+    "adds up a group before it is done": left_out("hopper::wgmma_wait<1>();\n            if (w_latest"),
+}
+
+
 class WgmmaShim:
     """The wgmma engine, compiled by g++ and run thread by thread: roles, barriers, copies and the matrix instruction.
 
     What a GPU orders less strictly than this (memory as other threads see it, the asynchronous proxy) it does not show.
     """
 
-    def __init__(self, folder: Path, replaced: str = "", by: str = "") -> None:
-        # Both meet at barriers as hopper.cuh has them. A mutant does without the other engine: it compiles sooner.
-        files = ["wgmma.cu"] if replaced else ["wgmma.cu", "direct.cu"]
+    def __init__(self, folder: Path) -> None:
+        # Both meet at barriers as hopper.cuh has them.
+        files = ["wgmma.cu", "direct.cu"]
         source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": HOPPER_STAND_IN}, files)
-        assert replaced in source
-        source = source.replace(replaced, by) + OTHER_ENGINE if replaced else source
+        source = with_mutations(source, WGMMA_MUTATIONS)
         self.library = compile_simt(source + '#line 1 "entry_points"\n' + WGMMA_SHIM_ENTRY_POINTS, folder)
         self.library.simt_message.restype = ctypes.c_char_p
 
@@ -3171,38 +3225,9 @@ def test_wgmma_shim_exact_in_other_strides(wgmma_shim, configuration):
             check_exact(of, {"fprop": out}, operands)
 
 
-# Each takes away what some other warp relies on.
-WGMMA_MUTATIONS = {
-    "reads rows before they are there": ("barrier_wait(shared.x_full(", "barrier_ended(shared.x_full("),
-    "overwrites rows in use": ("barrier_wait(shared.x_empty(", "barrier_ended(shared.x_empty("),
-    "reads weights before they are there": ("barrier_wait(shared.w_full(w", "barrier_ended(shared.w_full(w"),
-    "overwrites weights in use": ("barrier_wait_idly(shared.w_empty(at", "barrier_ended(shared.w_empty(at"),
-    "stages where another warp does": ("barrier_wait(shared.staging_turn(", "barrier_ended(shared.staging_turn("),
-    "stores before the last steps are done": ("hopper::wgmma_wait<0>();", ""),
-    "stages where a box is read": ("bulk_stores_wait_read<0>();\n      else", "bulk_stores_commit();\n      else"),
-    "stages where the last boxes are read": ("if (lane_id == 0) hopper::bulk_stores_wait_read<0>();", ""),
-    "leaves before its boxes are read": ("hopper::bulk_stores_wait_read<0>();  // shared memory", "(void)0;  //"),
-    "stores before all is staged": ("__syncwarp();  // all pixels are staged", ""),
-    "keeps a row": ("if (lane_id < drop) {", "if (lane_id < drop - 1) {"),
-    "adds up a group before it is done": ("hopper::wgmma_wait<1>();\n            if (w_latest", "if (w_latest"),
-}
-
-
-@pytest.fixture(scope="module")
-def wgmma_mutants(tmp_path_factory) -> Iterator[dict[str, Future]]:
-    """Each mutation's shim, compiled in threads of their own."""
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        folder = tmp_path_factory.mktemp("wgmma_mutants")
-        yield {
-            name: pool.submit(WgmmaShim, folder / str(number), *texts)
-            for number, (name, texts) in enumerate(WGMMA_MUTATIONS.items())
-        }
-
-
 @pytest.mark.parametrize("mutation", WGMMA_MUTATIONS)
-def test_wgmma_shim_sees_what_is_missing(mutation, wgmma_mutants):
+def test_wgmma_shim_sees_what_is_missing(mutation, wgmma_shim):
     """The shim itself: a synchronisation that is left out shows in one of a few runs."""
-    shim = wgmma_mutants[mutation].result()
     cases = [
         (Case(2, 64, 9, 300, 128, 3, 3), -1, torch.float16),
         (Case(2, 16, 9, 600, 128, 3, 3), 0, torch.float16),
@@ -3214,11 +3239,12 @@ def test_wgmma_shim_sees_what_is_missing(mutation, wgmma_mutants):
         cases = [(Case(1, 16, 9, 300, 128, 3, 3), 64, torch.float32)]
     elif "box" in mutation:
         cases = [cases[1], cases[4]]
-    assert any(
-        shim.fault("fprop", case, dtype, configuration, seed)
-        for seed in range(6)
-        for case, configuration, dtype in cases
-    )
+    with mutated(wgmma_shim.library, WGMMA_MUTATIONS, mutation):
+        assert any(
+            wgmma_shim.fault("fprop", case, dtype, configuration, seed)
+            for seed in range(6)
+            for case, configuration, dtype in cases
+        )
 
 
 # The gather engine without a GPU --------------------------------------------------------------------------------------
@@ -4716,24 +4742,33 @@ MMA_ASSEMBLY = {
 }
 
 
+# Each takes away what others rely on, or leaves out a part of the sum.
+MMA_MUTATIONS = {
+    "no zeros outside an image": ("exists ? 4 * WORDS : 0);", "MUTATED || exists ? 4 * WORDS : 0);"),
+    "another column in front": (
+        "(column + plan.lead) * plan.pixel_words",
+        "(MUTATED ? column : column + plan.lead) * plan.pixel_words",
+    ),
+    "reads a chunk before it is there": left_out("hopper::barrier_wait(barriers + 8 * slot"),
+    "overwrites a chunk in use": left_out("__syncthreads();  // the table, and"),
+    "Inf is not computed again": ("if (!is_finite(sum)) {", "if (!MUTATED && !is_finite(sum)) {"),
+    "a product dropped": left_out("multiply_add(d, a_rest[i][m], b[i]);"),
+}
+
+
 class MmaShim:
     """The mma engine, compiled by g++ and run thread by thread, as WgmmaShim runs the other one."""
 
-    def __init__(self, folder: Path, replaced: str = "", by: str = "") -> None:
+    def __init__(self, folder: Path) -> None:
         stand_in = HOPPER_STAND_IN + MMA_INSTRUCTION
         source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": stand_in}, ["mma.cu"])
-        assert source.count(replaced) == 1 or not replaced, replaced
-        source = source.replace(replaced, by)
+        source = with_mutations(source, MMA_MUTATIONS)
         for pattern, (replacement, count) in MMA_ASSEMBLY.items():
             source, found = re.subn(pattern, lambda _, text=replacement: text, source, flags=re.DOTALL)
             assert found == count, pattern
         source, found = re.subn(r"(__noinline__ float exact_output\(.*?\) \{)", r"\1 ++simt_recomputed;", source)
         assert found == 1
-        entry_points = MMA_SHIM_ENTRY_POINTS
-        if replaced:  # one shape and one contract compile sooner
-            source = re.sub(r"return run_kernel<Shape[0234], EXACT>", "return run_kernel<Shape1, EXACT>", source)
-            entry_points = entry_points.replace("params.tf32 ? run<false>(params, nullptr) : ", "")
-        self.library = compile_simt(source + '#line 1 "entry_points"\n' + entry_points, folder)
+        self.library = compile_simt(source + '#line 1 "entry_points"\n' + MMA_SHIM_ENTRY_POINTS, folder)
         self.library.simt_message.restype = ctypes.c_char_p
 
     def last(self, name: str) -> int:
@@ -4848,38 +4883,21 @@ def test_mma_shim_spreads_nan_and_inf_to_those_that_read_them(mma_shim, tf32):
     assert spreads(mma_shim, tf32)
 
 
-# Each takes away what others rely on, or leaves out a part of the sum.
-MMA_MUTATIONS = {
-    "no zeros outside an image": ("exists ? 4 * WORDS : 0);", "4 * WORDS);"),
-    "another column in front": ("(column + plan.lead) * plan.pixel_words", "column * plan.pixel_words"),
-    "reads a chunk before it is there": ("barrier_wait(barriers + 8 * slot", "barrier_ended(barriers + 8 * slot"),
-    "overwrites a chunk in use": ("__syncthreads();  // the table, and", "// the table, and"),
-    "Inf is not computed again": ("if (!is_finite(sum)) {", "if (false) {"),
-    "a product dropped": ("multiply_add(d, a_rest[i][m], b[i]);", ""),
-}
-
-
-@pytest.fixture(scope="module")
-def mma_mutants(tmp_path_factory) -> Iterator[dict[str, Future]]:
-    """Each mutation's shim, compiled in threads of their own."""
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        folder = tmp_path_factory.mktemp("mma_mutants")
-        yield {
-            name: pool.submit(MmaShim, folder / str(number), *texts)
-            for number, (name, texts) in enumerate(MMA_MUTATIONS.items())
-        }
-
-
 @pytest.mark.parametrize("mutation", MMA_MUTATIONS)
-def test_mma_shim_sees_what_is_missing(mutation, mma_mutants):
+def test_mma_shim_sees_what_is_missing(mutation, mma_shim):
     """The shim itself: what is left out shows in one of a few runs."""
-    shim = mma_mutants[mutation].result()
-    if "Inf" in mutation:
-        assert not spreads(shim, False)
-        return
     # Rounds of a ring of words and of one of boxes; without the mutation they are right.
     cases = [Case(1, 300, 4, W, 20, 1, 1, padding=(1, 1)) for W in (9, 12)]
-    assert any(shim.fault("fprop", case, "contiguous", seed, shape=1) for seed in (1, 3, 5, 2, 7, 9) for case in cases)
+    with mutated(mma_shim.library, MMA_MUTATIONS, mutation):
+        assert (
+            not spreads(mma_shim, False)
+            if "Inf" in mutation
+            else any(
+                mma_shim.fault("fprop", case, "contiguous", seed, shape=1)
+                for seed in (1, 3, 5, 2, 7, 9)
+                for case in cases
+            )
+        )
 
 
 # Compile gates -------------------------------------------------------------------------------------------------------
