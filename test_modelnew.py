@@ -65,6 +65,11 @@ with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ImportError):
     patch.setattr(torch.backends, "disable_global_flags", lambda: None)
     import torch.testing._internal.common_utils
 
+# Without a GPU operands are small, and compilers run beside the tests: torch's threads, which spin where they wait for
+# one another, took most of the time of some tests.
+if not torch.cuda.is_available():
+    torch.set_num_threads(1)
+
 ROOT = Path(__file__).resolve().parent
 KERNELS = ROOT / "kernels"
 ENGINE_SOURCES = sorted(KERNELS.glob("*.cu"))
