@@ -3823,13 +3823,29 @@ GATHER_ASSEMBLY = {
 }
 
 
+# Each takes away what some other warp relies on, or moves what another one reads.
+GATHER_MUTATIONS = {
+    "reads x before it is there": left_out("hopper::barrier_wait(shared.x_full("),
+    "overwrites weights in use": left_out("hopper::barrier_wait_idly(shared.w_empty(at"),
+    "stores before the last steps are done": left_out("hopper::wgmma_wait<0>();"),
+    "reads points elsewhere": (
+        "m % 4 * (tile_pixels(plan) / 4 + 2)",
+        "m % 4 * (tile_pixels(plan) / 4 + 2 - MUTATED)",
+    ),
+    "stages where a box is read": left_out("if (thread == 0) hopper::bulk_stores_wait_read<1>();"),
+    "packs channels in their order": (
+        "float_bits(of_piece[c]), float_bits(of_piece[c + 4])",
+        "float_bits(of_piece[MUTATED ? 2 * c : c]), float_bits(of_piece[MUTATED ? 2 * c + 1 : c + 4])",
+    ),
+}
+
+
 class GatherShim:
     """The gather engine in fp32 and fp16, compiled by g++ and run thread by thread, as WgmmaShim runs the other one."""
 
-    def __init__(self, folder: Path, replaced: str = "", by: str = "") -> None:
+    def __init__(self, folder: Path) -> None:
         source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": HOPPER_STAND_IN}, ["gather.cu"])
-        assert source.count(replaced) == 1 or not replaced, replaced
-        source = source.replace(replaced, by)
+        source = with_mutations(source, GATHER_MUTATIONS)
         for pattern, replacement in GATHER_ASSEMBLY.items():
             source, found = re.subn(pattern, lambda _, text=replacement: text, source)
             assert found == 1, pattern
@@ -4022,35 +4038,9 @@ def test_gather_shim_splits_the_reduction(gather_shim, shape, value):
         assert torch.allclose(out.double(), expected, rtol=1e-3, atol=0.2, equal_nan=True)
 
 
-# Each takes away what some other warp relies on, or moves what another one reads.
-GATHER_MUTATIONS = {
-    "reads x before it is there": ("barrier_wait(shared.x_full(", "barrier_ended(shared.x_full("),
-    "overwrites weights in use": ("barrier_wait_idly(shared.w_empty(at", "barrier_ended(shared.w_empty(at"),
-    "stores before the last steps are done": ("hopper::wgmma_wait<0>();", ""),
-    "reads points elsewhere": ("m % 4 * (tile_pixels(plan) / 4 + 2)", "m % 4 * (tile_pixels(plan) / 4 + 1)"),
-    "stages where a box is read": ("if (thread == 0) hopper::bulk_stores_wait_read<1>();", ""),
-    "packs channels in their order": (
-        "float_bits(of_piece[c]), float_bits(of_piece[c + 4])",
-        "float_bits(of_piece[2 * c]), float_bits(of_piece[2 * c + 1])",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def gather_mutants(tmp_path_factory) -> Iterator[dict[str, Future]]:
-    """Each mutation's shim, compiled in threads of their own."""
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        folder = tmp_path_factory.mktemp("gather_mutants")
-        yield {
-            name: pool.submit(GatherShim, folder / str(number), *texts)
-            for number, (name, texts) in enumerate(GATHER_MUTATIONS.items())
-        }
-
-
 @pytest.mark.parametrize("mutation", GATHER_MUTATIONS)
-def test_gather_shim_sees_what_is_missing(mutation, gather_mutants):
+def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
     """The shim itself: what is left out shows in one of a few runs."""
-    shim = gather_mutants[mutation].result()
     cases = [
         (Case(3, 40, 12, 12, 72, 1, 1), "contiguous", torch.float16),
         (Case(9, 72, 12, 12, 72, 1, 1), "channels_last", torch.float32),
@@ -4059,11 +4049,12 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_mutants):
     ]
     if "box" in mutation:
         cases = cases[1:2]
-    assert any(
-        shim.fault("fprop", case, dtype, gather_shape(case, dtype, seed), layout, seed)
-        for seed in (1, 3, 5, 4, 7, 9)
-        for case, layout, dtype in cases
-    )
+    with mutated(gather_shim.library, GATHER_MUTATIONS, mutation):
+        assert any(
+            gather_shim.fault("fprop", case, dtype, gather_shape(case, dtype, seed), layout, seed)
+            for seed in (1, 3, 5, 4, 7, 9)
+            for case, layout, dtype in cases
+        )
 
 
 # The mma engine without a GPU -----------------------------------------------------------------------------------------
