@@ -857,35 +857,37 @@ def mutated(library: ctypes.CDLL, mutations: dict[str, tuple[str, str]], name: s
         mutation.value = 0
 
 
-def run_toy(source: str, folder: Path, n: int = 200) -> tuple[int, Tensor, Tensor]:
-    """Compiles and runs the toy kernel: error code, result, expected result."""
-    library = compile_simt(source, folder)
+TOY_MUTATIONS = {
+    "first barrier dropped": left_out("__syncthreads();  // first"),
+    "second barrier dropped": left_out("__syncthreads();  // second"),
+    "divergent barrier": ("__syncthreads();  // first", "if (!MUTATED || threadIdx.x < 32) __syncthreads();  // first"),
+    "early return": ("float sum = 0;", "float sum = 0; if (MUTATED && i >= params.n) return;"),
+    "read one too far": ("blockDim.x - 1 - threadIdx.x", "blockDim.x - !MUTATED - threadIdx.x"),
+    "written beyond shared memory": ("tile[threadIdx.x] =", "tile[threadIdx.x + MUTATED] ="),
+    "more shared memory than granted": ("64 * sizeof(float)", "MUTATED ? 50000 : 64 * sizeof(float)"),
+}
+
+
+@pytest.fixture(scope="session")
+def toy_shim(tmp_path_factory) -> ctypes.CDLL:
+    return compile_simt(with_mutations(TOY_KERNEL, TOY_MUTATIONS), tmp_path_factory.mktemp("toy"))
+
+
+def toy_is_right(library: ctypes.CDLL, n: int = 200) -> bool:
     values = torch.arange(5 * n, dtype=torch.float32).view(5, n)
     result = with_margins(torch.empty(n))
     code = library.toy(ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(result.data_ptr()), n)
     assert margins_intact(result)
-    return code, result, F.pad(values.sum(0), (0, -n % 64)).view(-1, 64).flip(1).reshape(-1)[:n]
-
-
-TOY_MUTATIONS = {
-    "nothing": ("", "", True),
-    "first barrier dropped": ("__syncthreads();  // first", "", False),
-    "second barrier dropped": ("__syncthreads();  // second", "", False),
-    "divergent barrier": ("__syncthreads();  // first", "if (threadIdx.x < 32) __syncthreads();", False),
-    "early return": ("float sum = 0;", "float sum = 0; if (i >= params.n) return;", False),
-    "read one too far": ("blockDim.x - 1 - threadIdx.x", "blockDim.x - threadIdx.x", False),
-    "written beyond shared memory": ("tile[threadIdx.x] =", "tile[threadIdx.x + 1] =", False),
-    "more shared memory than granted": ("64 * sizeof(float)", "50000", False),
-}
+    return code == 0 and torch.equal(result, F.pad(values.sum(0), (0, -n % 64)).view(-1, 64).flip(1).reshape(-1)[:n])
 
 
 @pytest.mark.parametrize("mutation", TOY_MUTATIONS)
-def test_shim_catches_what_a_gpu_would_punish(mutation, tmp_path):
-    """The shim itself: a right kernel runs, and each classical mistake in it shows."""
-    old, new, right = TOY_MUTATIONS[mutation]
-    assert old in TOY_KERNEL
-    code, result, expected = run_toy(TOY_KERNEL.replace(old, new), tmp_path)
-    assert (code == 0 and torch.equal(result, expected)) == right
+def test_shim_catches_what_a_gpu_would_punish(mutation, toy_shim):
+    """The shim itself: a right kernel runs, before and after, and each classical mistake in it shows."""
+    assert toy_is_right(toy_shim)
+    with mutated(toy_shim, TOY_MUTATIONS, mutation):
+        assert not toy_is_right(toy_shim)
+    assert toy_is_right(toy_shim)
 
 
 # TF32 holds for large problems; in the shim for those it can run.
