@@ -2647,12 +2647,18 @@ class WgmmaPlans:
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> str | float | None:
         """One of the entry points, for tensors that only have strides."""
+        return self.call(function, operator, self.fields(case, dtype, tf32, memory_format), *more)
+
+    @staticmethod
+    def fields(case: Case, dtype: torch.dtype, tf32: bool, memory_format: torch.memory_format) -> ctypes.Array:
         shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
         tensors = {
             name: torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format)
             for name, shape in shapes.items()
         }
-        fields = ShimEngine.fields(case, tensors, tf32)
+        return ShimEngine.fields(case, tensors, tf32)
+
+    def call(self, function: str, operator: str, fields: ctypes.Array, *more: object) -> str | float | None:
         result = getattr(self.library, f"wgmma_{function}")(OPERATOR_NUMBER[operator], fields, *more)
         return result.decode() if isinstance(result, bytes) else result
 
@@ -2729,12 +2735,12 @@ def test_wgmma_plans_are_sound(wgmma_plans, dtype, tf32, operator):
         if wgmma_plans("refusal", operator, case, torch.float16) is not None:
             continue
         memory_format = rng.choice([torch.contiguous_format] * 4 + [torch.channels_last])
+        fields = wgmma_plans.fields(case, dtype, tf32, memory_format)
         for configuration in range(-1, 96):
             for address in (0, dtype.itemsize):
                 places = ctypes.c_uint64(address), ctypes.c_uint64(rng.choice([0, 16, dtype.itemsize]))
-                settings = dtype, configuration, *places
-                fault = wgmma_plans("fault", operator, case, *settings, tf32=tf32, memory_format=memory_format)
-                assert not fault, f"{operator} of {case}, configuration {settings}: {fault}"
+                fault = wgmma_plans.call("fault", operator, fields, configuration, *places)
+                assert not fault, f"{operator} of {case}, configuration {configuration}, {places}: {fault}"
                 planned |= {configuration} if fault is not None else set()
     assert planned == wgmma_configurations(dtype, tf32)
 
