@@ -163,7 +163,13 @@ class Case:
         """Operators under the TF32 contract, by the rule of kernels/problem.cuh: where cuDNN uses TF32 as well."""
         if dtype != torch.float32 or not allowed or min(self.C, self.K) // self.groups < 8:
             return set()
-        return {name for name, limit in (least or LEAST_TF32_WORK).items() if self.multiply_adds >= limit}
+        limits = dict(least or LEAST_TF32_WORK)
+        if least is None and self.groups == 1:
+            if (self.R, self.S) == (1, 1) and max(self.stride) > 1:
+                limits["fprop"] = 2**29
+            elif min(self.C, self.K) >= 64:
+                limits["fprop"] = 2**24
+        return {name for name, limit in limits.items() if self.multiply_adds >= limit}
 
     def reduction(self, operator: str) -> int:
         """How many products make up one element of the operator's result."""
@@ -982,6 +988,7 @@ class ShimEngine:
         source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": COPIES_STAND_IN}, [f"{name}.cu"])
         replacements = {rf"\b{constant} = \w+;": f"{constant} = {value};" for constant, value in constants.items()}
         replacements[r"\b1 << 29 : 1 << 27;"] = "1 << 20 : 1 << 20;"
+        replacements |= {rf"\bleast = 1 << {bits};": "least = 1 << 20;" for bits in (24, 29)}
         replacements |= {re.escape(old): new for old, new in mutations}
         for pattern, replacement in replacements.items():
             source, found = re.subn(pattern, replacement, source)
@@ -1269,7 +1276,8 @@ def test_scales_take_the_largest_value_where_it_belongs(host_numerics):
         assert exponent.value == (to + 127 - field if allowed else 0)
 
 
-# Both sides of the rule's thresholds: 8 channels a group, 2^27 multiply-adds, 2^29 in wgrad; and a huge problem.
+# Both sides of the rule's thresholds: 8 channels a group, 2^27 multiply-adds, 2^29 in wgrad, 2^24 of 64 channels in the
+# forward but 2^29 of 1x1 at a stride; and a huge problem.
 @pytest.mark.parametrize(
     "case",
     [
@@ -1281,6 +1289,14 @@ def test_scales_take_the_largest_value_where_it_belongs(host_numerics):
         Case(1, 128, 128, 255, 128, 1, 1),
         Case(1, 128, 128, 64, 128, 1, 1),
         Case(1, 128, 128, 63, 128, 1, 1),
+        Case(1, 64, 64, 64, 64, 1, 1),
+        Case(1, 64, 64, 63, 64, 1, 1),
+        Case(1, 63, 64, 66, 64, 1, 1),
+        Case(1, 64, 64, 66, 63, 1, 1),
+        Case(2, 64, 64, 64, 64, 1, 1, groups=2),
+        Case(8, 64, 255, 256, 256, 1, 1, stride=(1, 2)),
+        Case(8, 64, 256, 256, 512, 1, 1, stride=(2, 1)),
+        Case(8, 64, 256, 256, 256, 1, 2, stride=(2, 2)),
         Case(40000, 4096, 300, 300, 4096, 1, 1),
     ],
     ids=str,
@@ -2033,6 +2049,10 @@ Value atomicMax(Value* place, Other value) {
 inline unsigned atomicOr(unsigned* place, unsigned value) { return std::exchange(*place, *place | value); }
 inline unsigned atomicExch(unsigned* place, unsigned value) { return std::exchange(*place, value); }
 inline void __threadfence() {}
+template <typename Value>
+Value __ldcg(const Value* from) {
+  return *from;
+}
 inline void __stcs(uint4* to, const uint4& value) { *to = value; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -3289,7 +3309,7 @@ static int64_t offset_of(const int64_t (&stride)[4], int64_t n, int64_t row, int
 static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int bytes) {
   const SharedLayout layout = shared_layout(plan);
   const int channels = 16 / bytes;
-  const bool planes = bytes == 4 && plan.loads == Loads::kPixels;
+  const bool planes = plan.planes;
   if (layout.end > kSharedBytes || layout.end != plan.smem_bytes) return "shared memory";
   if (plan.x_stages < 2 || plan.x_stages > kMaxStages) return "stages of x";
   if (plan.w_stages < 3 || plan.w_stages > kMaxStages) return "stages of weights";
@@ -3315,39 +3335,47 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   if (int64_t{plan.blocks_c - 1} * plan.pieces * channels >= of.in_channels) return "a block without channels";
   if (plan.iterations != int64_t{plan.blocks_c} * of.R * of.S) return "stages of weights in all";
   if (plan.tiles_n != ceil_div(of.out_channels, plan.tile_n)) return "tiles of channels";
-  if (!plan.points && plan.tile_p * plan.tile_q > tile_pixels(plan)) return "more pixels than a tile has";
-  if (plan.splits < 1 || plan.splits > kMostSplits || plan.splits != ceil_div(plan.blocks_c, plan.split_blocks))
-    return "parts of the reduction";
-  if (plan.splits > 1 && (bytes != 4 || plan.splits * out_elements(of) * 4 > kMostPartialBytes || out_elements(of) % 4))
-    return "partial sums";
-  if (plan.tiles != int64_t{plan.tiles_m} * plan.tiles_n * of.groups * plan.splits) return "tiles in all";
-  if (plan.blocks < 1 || plan.blocks > plan.tiles || plan.blocks > 132) return "blocks";
+  if (!plan.points && !plan.packed && plan.tile_p * plan.tile_q > tile_pixels(plan))
+    return "more pixels than a tile has";
+  if (plan.planes != (bytes == 4 && plan.points && plan.loads != Loads::kChannels)) return "planes";
+  if (plan.splits < 1 || plan.splits != ceil_div(plan.blocks_c, plan.split_blocks)) return "parts of the reduction";
+  const int64_t cut_up = plan.tiles - plan.whole_tiles;
+  if (plan.whole_tiles % 132 && plan.whole_tiles != plan.tiles) return "whole tiles that do not fill all SMs";
+  if (plan.splits > 1 ? cut_up < 1 || cut_up >= 132 : cut_up != 0) return "tiles that are cut up";
+  if (plan.units != plan.whole_tiles + cut_up * plan.splits) return "units of work";
+  if (8 * cut_up > kArrivedBytes) return "room for counters";
+  if (plan.tiles != int64_t{plan.tiles_m} * plan.tiles_n * of.groups) return "tiles in all";
+  if (plan.blocks < 1 || plan.blocks > plan.units || plan.blocks > 132) return "blocks";
   if (!(plan.cycles > 0)) return "no estimate";
   return "";
 }
 
-// What is wrong with the tiles, or nothing: every output is one tile's, in every part of the reduction.
+// What is wrong with the tiles, or nothing: every output is one tile's, in every block of channels.
 static std::string fault_of_tiles(const Correlation& of, const Plan& plan) {
   const int64_t pixels = of.N * of.P * of.Q;
-  std::vector<uint8_t> owned(of.groups * plan.splits * plan.tiles_n * pixels);
-  for (int64_t number = 0; number < plan.tiles; ++number) {
-    const Tile tile = locate_tile(plan, number);
+  std::vector<int> owned(of.groups * plan.tiles_n * pixels);
+  std::set<int64_t> parts;
+  for (int unit = 0; unit < plan.units; ++unit) {
+    const Tile tile = locate_tile(plan, unit);
     if (tile.group < 0 || tile.group >= of.groups || tile.n_block < 0 || tile.n_block >= plan.tiles_n)
       return "a tile outside";
-    if (tile.split < 0 || tile.split >= plan.splits || tile.first_block != tile.split * plan.split_blocks ||
-        tile.blocks != std::min(plan.split_blocks, plan.blocks_c - tile.first_block))
+    if (tile.first_block % plan.split_blocks || tile.blocks < 1 || tile.first_block + tile.blocks > plan.blocks_c)
       return "blocks of channels of a tile";
-    const int64_t part = int64_t{tile.group} * plan.splits + tile.split;
+    if (tile.part < 0 ? tile.blocks != plan.blocks_c : !parts.insert(tile.part).second) return "the number of a part";
     const int64_t image = first_image(of, plan, tile);
     for (int m = 0; m < tile_pixels(plan); ++m) {
       int n, p, q;
       if (!locate_output(of, plan, tile, image, m, n, p, q)) continue;
       if (n < 0 || image + n >= of.N || p < 0 || p >= of.P || q < 0 || q >= of.Q) return "an output outside";
       const int64_t pixel = ((image + n) * of.P + p) * of.Q + q;
-      if (owned[(part * plan.tiles_n + tile.n_block) * pixels + pixel]++) return "an output twice";
+      owned[(int64_t{tile.group} * plan.tiles_n + tile.n_block) * pixels + pixel] += tile.blocks;
     }
   }
-  return std::count(owned.begin(), owned.end(), 1) == static_cast<int64_t>(owned.size()) ? "" : "an output never";
+  if (static_cast<int>(parts.size()) != plan.units - plan.whole_tiles || (!parts.empty() && *parts.begin() != 0))
+    return "parts";
+  return std::count(owned.begin(), owned.end(), plan.blocks_c) == static_cast<int64_t>(owned.size())
+             ? ""
+             : "blocks of channels of an output never or twice";
 }
 
 // What is wrong with what a tile reads, or nothing: each output at each tap what the convolution says.
@@ -3355,13 +3383,14 @@ static std::string fault_of_reads(const Correlation& of, const Plan& plan, const
   const SharedLayout layout = shared_layout(plan);
   const int64_t image = first_image(of, plan, tile);
   const int channels = 16 / bytes, pixels = tile_pixels(plan);
-  const bool planes = bytes == 4 && plan.loads == Loads::kPixels;
+  const bool planes = plan.planes;
   const auto address = [&](int channel, int64_t offset) {
     const int64_t of_all = int64_t{tile.group} * of.in_channels + channel;
     return in + (image * of.in_stride[0] + of_all * of.in_stride[1] + offset) * bytes;
   };
   std::vector<int> taken(std::max(plan.piece_slots, plan.plane_slots));
   std::vector<bool> read(plan.slots), watched(plan.slots);
+  const WatchedTaps taps(of, plan, tile, image);
   std::vector<int64_t> offsets(pixels, -1);  // of points, in their order; what is outside is -1 here as in the table
   const auto fault_of_offset = [&](int64_t offset) -> std::string {
     if (offset < 0 || offset >= int64_t{1} << 31) return "an offset that is no int";
@@ -3390,7 +3419,7 @@ static std::string fault_of_reads(const Correlation& of, const Plan& plan, const
         const int64_t slot = first + int64_t{r} * of.dilation_h * plan.pitch + int64_t{s} * of.dilation_w;
         if (slot >= 0 && slot < plan.slots) {
           if (exists) read[slot] = true;
-          if (watches_tap(of, plan, (of.R - r) * of.S - s, of.S - s)) watched[slot] = true;
+          if (taps.at(of, (of.R - r) * of.S - s, of.S - s)) watched[slot] = true;
         }
         if (!exists) {  // it is multiplied all the same
           const int64_t last = layout.x_ring + int64_t{plan.x_stages - 1} * plan.x_stage_bytes;
@@ -3436,8 +3465,9 @@ static std::string fault_of_writes(const Correlation& of, const Plan& plan, cons
     if (!locate_output(of, plan, tile, image, m, n, p, q)) continue;
     offsets[m] = offset_of(of.out_stride, n, p, q);
     if (offsets[m] < 0 || offsets[m] >= int64_t{1} << 31) return "an offset that is no int";
-    const bool in_line = (tile.first + m) * of.out_stride[3] == image * of.out_stride[0] + offsets[m];
-    if (plan.boxes && (!plan.points || !in_line)) return "boxes of pixels that do not follow one another";
+    const bool in_line = (first_output(plan, tile) + m) * of.out_stride[3] == image * of.out_stride[0] + offsets[m];
+    if (plan.boxes && ((!plan.points && !plan.packed) || !in_line))
+      return "boxes of pixels that do not follow one another";
   }
   if (plan.boxes) {
     if (bytes != 4 || !plan.out_channels_last || out % 16 || channel_of_all % 4) return "boxes of other tensors";
@@ -3465,11 +3495,16 @@ static void note(const Correlation& of, const Plan& plan) {
   seen.insert(kind + ", x by " + loads[static_cast<int>(plan.loads)]);
   seen.insert(kind + (plan.out_channels_last ? ", channels of y by " : ", pixels of y by ") +
               (plan.boxes ? "boxes" : plan.vector == 4 ? "fours" : "one"));
+  if (plan.splits > 1) seen.insert(kind + (plan.whole_tiles > 0 ? ", some tiles in parts" : ", all tiles in parts"));
+  if (plan.copied) seen.insert("x copied");
   if (plan.points) return;
-  if (plan.contained && of.R > 2 && of.S > 2)
-    seen.insert(std::string("watches ") + (plan.end_rows ? "end" : "all") + " rows and " +
-                (plan.end_columns ? "end" : "all") + " columns");
-  seen.insert(plan.tile_q < of.Q ? "a part of a line" : "whole lines");
+  if (plan.contained && of.R > 2 && of.S > 2) {
+    const Tile tile = locate_tile(plan, 0);
+    const WatchedTaps taps(of, plan, tile, first_image(of, plan, tile));
+    seen.insert(std::string(plan.packed ? "packed, watches " : "watches ") + (taps.end_rows ? "end" : "all") +
+                " rows and " + (taps.end_columns ? "end" : "all") + " columns");
+  }
+  seen.insert(plan.packed ? "packed lines" : plan.tile_q < of.Q ? "a part of a line" : "whole lines");
   if (plan.tile_p > of.P) seen.insert(plan.gap < 0 ? "several images with less than no gap" : "several images");
 }
 
@@ -3515,27 +3550,33 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
     const auto packed = [&](const Plan& all) {
       return int64_t{of.groups} * all.tiles_n * all.iterations * all.w_stage_bytes;
     };
-    const int64_t partial = plan.splits > 1 ? plan.splits * out_elements(of) * 4 : 0;
-    const WorkspaceLayout layout = workspace_layout(plan.contained, packed_rows(of, plan.tile_n), plan.tiles,
-                                                    packed(plan), plan.contained ? packed(again) : 0, partial);
+    const int64_t partial =
+        plan.splits > 1 ? (plan.units - plan.whole_tiles) * int64_t{4} * tile_pixels(plan) * plan.tile_n : 0;
+    const int64_t copied_x = plan.copied ? of.N * of.P * of.Q * of.groups * of.in_channels * bytes : 0;
+    const WorkspaceLayout layout =
+        workspace_layout(plan.contained, packed_rows(of, plan.tile_n), plan.tiles, packed(plan),
+                         plan.contained ? packed(again) : 0, copied_x, partial);
+    if (layout.arrived - layout.copied < copied_x) fault = "room for the copy of x";
+    if (partial > 0 && layout.partial - layout.arrived < kArrivedBytes) fault = "room for counters";
     if (layout.end > workspace_bytes(problem, static_cast<Operator>(op))) fault = "more than the workspace holds";
     if (layout.packed_again - layout.packed < packed(plan)) fault = "room for weights";
     if (plan.contained && fault.empty()) {
       fault = fault_of_numbers(of, again, bytes);
-      const bool alike = again.splits == plan.splits && again.split_blocks == plan.split_blocks &&
-                         again.tiles_m == plan.tiles_m && again.tile_p == plan.tile_p && again.tile_q == plan.tile_q;
+      const bool alike = again.splits == 1 && again.packed == plan.packed && again.tiles_m == plan.tiles_m &&
+                         again.tile_p == plan.tile_p && again.tile_q == plan.tile_q;
       const bool parts = plan.tile_n % again.tile_n == 0 &&
                          again.tiles_n * again.tile_n > (plan.tiles_n - 1) * plan.tile_n;
       if (!alike || !parts) fault = "other tiles to do again";
-      if (layout.partial - layout.packed_again < packed(again)) fault = "room for weights packed again";
+      if (layout.copied - layout.packed_again < packed(again)) fault = "room for weights packed again";
       if (layout.list - layout.marked < ceil_div(plan.tiles, 8) || layout.w_factors - layout.list < 4 * plan.tiles)
         fault = "room for lists";
     }
     if (fault.empty()) fault = fault_of_numbers(of, plan, bytes);
     if (fault.empty()) fault = fault_of_tiles(of, plan);
     for (int i = 0; i < 4 && fault.empty(); ++i) {
-      const Tile tile = locate_tile(plan, i == 0 ? 0 : i == 1 ? plan.tiles - 1 : shuffler() % plan.tiles);
-      fault = fault_of_reads(of, plan, tile, bytes, in);
+      const int units = plan.units;
+      const Tile tile = locate_tile(plan, i == 0 ? 0 : i == 1 ? units - 1 : static_cast<int>(shuffler() % units));
+      fault = fault_of_reads(plan.copied ? copied(of) : of, plan, tile, bytes, plan.copied ? 0 : in);
       if (fault.empty()) fault = fault_of_writes(of, plan, tile, bytes, out);
     }
     if (!fault.empty()) {
@@ -3638,11 +3679,16 @@ GATHER_KINDS = {
         for how in ("fours", "one")
     ),
     "points, channels of y by boxes",
+    "windows, channels of y by boxes",
+    *(f"{kind}, {which} tiles in parts" for kind in ("points", "windows") for which in ("some", "all")),
+    "x copied",
+    "packed lines",
     "whole lines",
     "a part of a line",
     "several images",
     "several images with less than no gap",
     *(f"watches {rows} rows and {columns} columns" for rows in ("all", "end") for columns in ("all", "end")),
+    *(f"packed, watches {rows} rows and {columns} columns" for rows in ("all", "end") for columns in ("all", "end")),
 }
 
 
@@ -3666,6 +3712,22 @@ GATHER_PLAN_MUTATIONS = {
     "x as if it were aligned": ("dense_points && address.in % (4 * element_bytes) == 0", "dense_points"),
     "a workspace without room for weights": ("layout.packed + aligned(packed_bytes);", "layout.packed;"),
     "rows that nobody watches": ("lines_together >= static_cast", "lines_together + 1 >= static_cast"),
+    "rows of packed tiles that nobody watches": (
+        ">= static_cast<int64_t>(of.R - 1) * of.dilation_h * of.Q;",
+        ">= static_cast<int64_t>(of.R - 1) * of.dilation_h * (of.Q - 1);",
+    ),
+    "columns of packed tiles that nobody watches": (
+        "const int64_t head = start + length - first,",
+        "const int64_t head = start + length + 1 - first,",
+    ),
+    "packed tiles that start a line too early": (
+        "const int most_skipped = plan.packed ? of.Q",
+        "const int most_skipped = plan.packed ? of.Q / 2",
+    ),
+    "parts of channels that overlap": (
+        "tile.first_block = split * plan.split_blocks;",
+        "tile.first_block = split * (plan.split_blocks - 1);",
+    ),
     "columns that nobody watches": ("plan.end_columns = plan.column_step == 1 && tile_q", "plan.end_columns = tile_q"),
     "a list that is too short": (
         "layout.w_factors = layout.list + aligned(4",
@@ -3704,9 +3766,9 @@ def test_gather_describes_its_configuration(gather_plans):
     for case, operator, dtype in random_gather_cases(300, seed=4):
         if gather_plans("refusal", operator, case, dtype) is None:
             assert re.fullmatch(
-                r"(in scaled fp16, )?tile of \d+ channels x (\d+ pixels|\d+ lines x \d+ columns), "
+                r"(in scaled fp16, )?(x copied, )?tile of \d+ channels x (\d+ pixels|\d+ lines x \d+ columns), "
                 r"x by [\w ]+ in \d stages of \d+ bytes, "
-                r".*, \d+ blocks for \d+ tiles, \d parts of the reduction, about [\d.e+-]+ Mcycles",
+                r".*, \d+ blocks for \d+ tiles, \d+ of them in \d+ parts, about [\d.e+-]+ Mcycles",
                 gather_plans("describe", operator, case, dtype),
             )
 
@@ -3747,11 +3809,11 @@ def test_gather_says_what_it_refuses(gather_plans, case, operator, dtype, settin
     assert text is None or text in refusal
 
 
-# What gather takes under every contract of its own: 2^27 multiply-adds at least.
+# What gather takes under every contract of its own: 2^27 multiply-adds at least, 2^29 of 1x1 at a stride.
 GATHER_CASES = [
     dataclasses.replace(GATHER_CASE, N=12),
     Case(16, 256, 14, 14, 260, 1, 1),
-    Case(9, 72, 57, 55, 130, 1, 1, stride=(2, 1), padding=(1, 0)),
+    Case(35, 72, 57, 55, 130, 1, 1, stride=(2, 1), padding=(1, 0)),
     Case(40, 128, 7, 7, 200, 3, 3, padding=(1, 1)),
     Case(5, 100, 31, 29, 136, 3, 2, padding=(2, 0), dilation=(1, 3)),
     Case(16, 96, 28, 28, 192, 5, 5, stride=(2, 3), padding=(2, 2), groups=2),
@@ -3845,6 +3907,11 @@ GATHER_MUTATIONS = {
         "float_bits(of_piece[c]), float_bits(of_piece[c + 4])",
         "float_bits(of_piece[MUTATED ? 2 * c : c]), float_bits(of_piece[MUTATED ? 2 * c + 1 : c + 4])",
     ),
+    "asks whether parts are there before one has looked": left_out(
+        "named_barrier(2 + warpgroup, 128);  // whether it is the last one is known"
+    ),
+    "counts parts from anywhere": left_out("params.zero_ptr[i] = 0;"),
+    "copies x from elsewhere": ("from[channel * of.in_stride[1]]", "from[(channel + MUTATED) * of.in_stride[1]]"),
 }
 
 
@@ -3899,6 +3966,16 @@ class GatherShim:
             return None
         return "" if code == 0 else f"error {code}, {self.library.simt_message().decode()}"
 
+    @contextlib.contextmanager
+    def splitting(self, count: int) -> Iterator[None]:
+        """Runs cut tiles up into so many parts of the reduction; 0: as the plan likes it."""
+        splits = ctypes.c_int.in_dll(self.library, "forced_splits")
+        splits.value = count
+        try:
+            yield
+        finally:
+            splits.value = 0
+
     def done(self) -> tuple[int, int]:
         """Of the latest run: tiles that were done again, of all contained ones."""
         done, of = (ctypes.c_int.in_dll(self.library, name).value for name in ("done_again", "of_tiles"))
@@ -3918,17 +3995,22 @@ GATHER_SHIM_CASES = [
     (Case(2, 24, 17, 21, 16, 2, 3, stride=(3, 1), dilation=(1, 2), groups=2), "fprop"),
     (Case(3, 64, 7, 7, 40, 3, 3, padding=(1, 1)), "dgrad"),
     (Case(5, 32, 8, 8, 96, 1, 1, groups=2), "dgrad"),
+    (Case(9, 136, 7, 7, 300, 1, 1), "fprop"),
 ]
 
 
-# Of kTileShapes: those of fp32, the first two of 16 bits as well; that of contained operands takes no 1x1.
-GATHER_SHAPES, GATHER_SHAPES_16, GATHER_CONTAINED = range(5), range(2), 4
+# Of kTileShapes: those of fp32, the first two of 16 bits as well; those of half a stage and of contained operands take
+# no 1x1.
+GATHER_SHAPES, GATHER_SHAPES_16, GATHER_CONTAINED = range(6), range(2), 5
+GATHER_SHAPES_OF_POINTS = (0, 1, 2, 4)
 
 
 def gather_shape(case: Case, dtype: torch.dtype, number: int) -> int:
     """The shapes of a tile that the case may have, in turn."""
-    count = len(GATHER_SHAPES_16 if dtype == torch.float16 else GATHER_SHAPES)
-    return number % (count - (case.R * case.S == 1 and dtype == torch.float32))
+    shapes = GATHER_SHAPES_OF_POINTS if case.R * case.S == 1 else GATHER_SHAPES
+    if dtype == torch.float16:
+        shapes = GATHER_SHAPES_16
+    return shapes[number % len(shapes)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -4028,12 +4110,8 @@ def test_gather_shim_splits_the_reduction(gather_shim, shape, value):
     if value is not None:
         tensors["x"][2, 97, 5, 4] = value
     out = with_margins(torch.full(case.y_shape, math.nan))
-    splits = ctypes.c_int.in_dll(gather_shim.library, "forced_splits")
-    splits.value = 3
-    try:
+    with gather_shim.splitting(3):
         assert gather_shim.run("fprop", case, tensors, shape, shape, out) == ""
-    finally:
-        splits.value = 0
     assert margins_intact(out)
     done, of = gather_shim.done()
     assert (done > 0) == (value is not None and shape == GATHER_CONTAINED)
@@ -4055,9 +4133,14 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
         (Case(9, 72, 5, 6, 130, 3, 3, padding=(1, 1)), "contiguous", torch.float16),
         (Case(4, 40, 5, 6, 24, 2, 3), "channels_last", torch.float32),
     ]
+    splits = 0
     if "box" in mutation:
         cases = cases[1:2]
-    with mutated(gather_shim.library, GATHER_MUTATIONS, mutation):
+    if "parts" in mutation:
+        cases, splits = [(Case(4, 160, 12, 9, 72, 3, 3, padding=(1, 1)), "contiguous", torch.float32)], 3
+    if "copies" in mutation:
+        cases = [(Case(9, 136, 7, 7, 300, 1, 1), "contiguous", torch.float32)]
+    with mutated(gather_shim.library, GATHER_MUTATIONS, mutation), gather_shim.splitting(splits):
         assert any(
             gather_shim.fault("fprop", case, dtype, gather_shape(case, dtype, seed), layout, seed)
             for seed in (1, 3, 5, 4, 7, 9)

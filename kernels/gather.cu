@@ -5,7 +5,6 @@
 //   prepare  the same for contained operands (below), and a sample of x
 //   gather   y from x (fprop), and dx from dy (dgrad without a stride)
 //   again    of contained operands what they are not fit for: the same kernel with TF32 operands
-//   sum      adds up partial sums where the reduction is split
 //
 // Each is launched while the one before it still runs, and waits for its end where it needs what that one has written.
 //
@@ -51,8 +50,8 @@
 //                                 tile or of a row of slots: halo and padding come with them
 //   kSingle     [piece][slot]     one value a copy, from anywhere
 //
-// Where there are few tiles the reduction is split: parts of it write sums of their own, which sum_kernel adds up in
-// their order.
+// Blocks take tiles in turns. What is left in the last turn, fewer tiles than there are SMs, is cut up into parts of
+// the reduction; whichever part of a tile comes last adds up the sums of all, in their order (meet).
 //
 // Contained operands: fp32 tensors under the TF32 contract are multiplied as scaled fp16, at twice the rate of TF32 and
 // with half the bytes of weights (numerics.cuh; wgmma.cu says more about the rules). x lies in shared memory as it is
@@ -91,6 +90,7 @@
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <type_traits>
 
 #include "engines.cuh"
@@ -120,7 +120,7 @@ struct Format {
   static constexpr int W_CHANNELS = 16 / sizeof(Multiplied);  // of a piece of packed weights
   static constexpr int STEP_PIECES = CONTAINED ? 4 : 2;       // of x, in one wgmma
   // Registers of a thread: all start with 168, and the multiplying ones need more.
-  static constexpr int MULTIPLY_REGISTERS = sizeof(Stored) == 4 ? 216 : 208;
+  static constexpr int MULTIPLY_REGISTERS = sizeof(Stored) == 2 ? 208 : AGAIN ? 216 : 224;
   static constexpr int GATHER_REGISTERS = 3 * 168 - 2 * MULTIPLY_REGISTERS;
 };
 using Tf32 = Format<float>;
@@ -133,6 +133,7 @@ constexpr int kThreads = 32 * (kMultiplyWarps + kGatherWarps + 1);
 [[maybe_unused]] constexpr int kDecidingThreads = kThreads - kGatherThreads;
 constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
 constexpr int kMaxStages = 8;
+constexpr int kLeastPointPieces = 8;  // of a stage of 1x1: no smaller one was ever faster
 // Channels of a tile of contained operands, and of the parts in which it is done again.
 constexpr int kContainedTile = 256, kAgainTile = 64, kAgainParts = kContainedTile / kAgainTile;
 constexpr int kContainedPieces = 8;  // of x, in a stage of either
@@ -171,9 +172,11 @@ enum class Loads : int {
 struct Plan {
   int tile_n, blocks_m;  // channels; 64 pixels of a warpgroup, so many times
   bool points;
+  bool packed;                       // windows: outputs of a tile follow one another, from anywhere in a line
   int tile_p, tile_q;                // windows: lines, columns
   int tiles_q, tiles_m, tiles_n;     // tiles_m: of pixels, in all
-  int64_t tiles;                     // of all groups and parts of the reduction
+  int64_t tiles;                     // of all groups
+  int whole_tiles, units;            // those that are not cut up; these and the parts of the others
   int row_step, column_step;         // slots between neighbouring outputs
   int in_row_step, in_column_step;   // input positions between neighbouring slots
   int gap;                           // rows of slots, at the seam of two images, more than row_step
@@ -183,6 +186,8 @@ struct Plan {
   int splits, split_blocks;          // parts of the reduction, blocks of channels of each but perhaps the last one
   Loads loads;
   bool quarters;               // slots of points are in the order of slot_of_point
+  bool planes;                 // a stage is [channel][slot], of single words
+  bool copied;                 // x is copied before, and the rest of the plan is of the copy
   bool rows;                   // a stage is [slot][piece] instead of [piece][slot]
   bool in_boxes;               // and x comes by boxes
   bool out_channels_last;      // channels of y are neighbours
@@ -205,6 +210,16 @@ struct PackParams {
   Correlation of;
   int tile_n, tiles_n, blocks_c, pieces;  // pieces of a stage of weights
   int count;                              // of pieces
+  uint32_t* zero_ptr;                     // words that are to be zeros before the main kernel counts in them
+  int zeros;
+};
+
+// What copies x before it is read.
+struct CopyParams {
+  const void* in_ptr;
+  void* out_ptr;
+  Correlation of;              // of what is copied
+  int channel_blocks, blocks;  // none: x is read as it is
 };
 
 // What the kernels of one call with contained operands tell each other.
@@ -238,8 +253,10 @@ struct Guard {
 
 struct Params {
   const void *in_ptr, *packed_ptr, *bias_ptr;
-  void* out_ptr;  // of partial sums, where there are parts of the reduction: of the first one
-  int64_t out_elements;
+  void* out_ptr;
+  // Of parts of the reduction: their sums, as threads hold them, and how many there are of each half of a tile.
+  float* partial_ptr;
+  uint32_t* arrived_ptr;
   Correlation of;
   Plan plan;
   hopper::BoxMap in_map, out_map;
@@ -276,32 +293,69 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
 
 // A tile: its first pixel's number (points) or line and column, and its channels.
 struct Tile {
-  int group, n_block, split;
+  int group, n_block;
+  int part;                 // its number among all parts of tiles, or -1: it is whole
   int first_block, blocks;  // of channels
   int64_t first;            // points: output number; windows: line
-  int q;
+  int q, skip;              // windows: first column; outputs of the first line that are another tile's
 };
 
-MODELNEW_HOST_DEVICE inline Tile locate_tile(const Plan& plan, int64_t number) {
-  // Tiles of the same pixels are neighbours, so that x comes from memory once.
+// Tiles whose reduction is cut up.
+MODELNEW_HOST_DEVICE inline int cut_up(const Plan& plan) { return static_cast<int>(plan.tiles - plan.whole_tiles); }
+
+// The tile that a unit of work is, or is a part of.
+MODELNEW_HOST_DEVICE inline int tile_number(const Plan& plan, int unit) {
+  const int whole_tiles = static_cast<int>(plan.whole_tiles);
+  return unit < whole_tiles ? unit : whole_tiles + (unit - whole_tiles) % cut_up(plan);
+}
+
+// Numbers below 2^32 have a division that is several times faster.
+MODELNEW_HOST_DEVICE inline int64_t divide(int64_t number, int64_t by) {
+  if ((number | by) >> 32 == 0) return static_cast<uint32_t>(number) / static_cast<uint32_t>(by);
+  return number / by;
+}
+
+// Unit of work number so many: a tile, or a part of its reduction. Tiles of the same pixels are neighbours, so that x
+// comes from memory once.
+MODELNEW_HOST_DEVICE inline Tile locate_tile(const Plan& plan, int unit) {
   Tile tile;
-  tile.n_block = static_cast<int>(number % plan.tiles_n);
-  number /= plan.tiles_n;
-  const int64_t m = number % plan.tiles_m;
-  number /= plan.tiles_m;
-  tile.split = static_cast<int>(number % plan.splits);
-  tile.group = static_cast<int>(number / plan.splits);
-  tile.first_block = tile.split * plan.split_blocks;
-  const int left = plan.blocks_c - tile.first_block;
-  tile.blocks = left < plan.split_blocks ? left : plan.split_blocks;
-  tile.first = plan.points ? m * tile_pixels(plan) : m / plan.tiles_q * plan.tile_p;
-  tile.q = plan.points ? 0 : static_cast<int>(m % plan.tiles_q) * plan.tile_q;
+  tile.part = -1;
+  tile.first_block = 0;
+  tile.blocks = plan.blocks_c;
+  if (unit >= plan.whole_tiles) {
+    tile.part = unit - static_cast<int>(plan.whole_tiles);
+    const int split = tile.part / cut_up(plan);
+    tile.first_block = split * plan.split_blocks;
+    const int left = plan.blocks_c - tile.first_block;
+    tile.blocks = left < plan.split_blocks ? left : plan.split_blocks;
+  }
+  const int number = tile_number(plan, unit);
+  int m = number / plan.tiles_n;
+  tile.n_block = number - m * plan.tiles_n;
+  tile.group = m / plan.tiles_m;
+  m -= tile.group * plan.tiles_m;
+  tile.q = tile.skip = 0;
+  const int64_t first = static_cast<int64_t>(m) * tile_pixels(plan);
+  if (plan.points) {
+    tile.first = first;
+  } else if (plan.packed) {
+    tile.first = divide(first, plan.tile_q);
+    tile.skip = static_cast<int>(first - tile.first * plan.tile_q);
+  } else {
+    tile.first = static_cast<int64_t>(m / plan.tiles_q) * plan.tile_p;
+    tile.q = m % plan.tiles_q * plan.tile_q;
+  }
   return tile;
+}
+
+// The number of its first output among those of all images: points and packed windows.
+MODELNEW_HOST_DEVICE inline int64_t first_output(const Plan& plan, const Tile& tile) {
+  return plan.points ? tile.first : tile.first * plan.tile_q + tile.skip;
 }
 
 // The first image that the tile reads and writes.
 MODELNEW_HOST_DEVICE inline int64_t first_image(const Correlation& of, const Plan& plan, const Tile& tile) {
-  return plan.points ? tile.first / (static_cast<int64_t>(of.P) * of.Q) : tile.first / of.P;
+  return divide(tile.first, plan.points ? static_cast<int64_t>(of.P) * of.Q : of.P);
 }
 
 // Where output m of a tile is: image, counted from the tile's first one, row and column; false if it does not exist.
@@ -316,6 +370,7 @@ MODELNEW_HOST_DEVICE inline bool locate_output(const Correlation& of, const Plan
     q = rest - p * of.Q;
     return image + n < of.N;
   }
+  m += tile.skip;
   const int line = m / plan.tile_q;
   const int in_image = static_cast<int>(tile.first - image * of.P) + line;
   n = in_image / of.P;
@@ -333,6 +388,7 @@ MODELNEW_HOST_DEVICE inline int slot_of_point(const Plan& plan, int m) {
 MODELNEW_HOST_DEVICE inline int slot_of_output(const Correlation& of, const Plan& plan, const Tile& tile, int64_t image,
                                                int m) {
   if (plan.points) return slot_of_point(plan, m);
+  m += tile.skip;
   const int line = m / plan.tile_q;
   const int seams = (static_cast<int>(tile.first - image * of.P) + line) / of.P;
   if (line >= plan.tile_p || image + seams >= of.N) return 0;  // it does not exist; any value that does
@@ -353,13 +409,32 @@ MODELNEW_HOST_DEVICE inline bool locate_slot(const Correlation& of, const Plan& 
   return image + n < of.N && h >= 0 && h < of.H && w >= 0 && w < of.W;
 }
 
-// Whether contained operands are watched at a tap, by how many there are from it on, in all and in its row: each value
-// of x as often as it is multiplied, unless the filter's first and last row, or column, read all that those between
-// them do.
-MODELNEW_HOST_DEVICE inline bool watches_tap(const Correlation& of, const Plan& plan, int taps_left, int s_left) {
-  return (!plan.end_columns || s_left == of.S || s_left == 1) &&
-         (!plan.end_rows || taps_left > (of.R - 1) * of.S || taps_left <= of.S);
-}
+// At which taps contained operands are watched: each value of x as often as it is multiplied, unless the filter's first
+// and last row, or column, read all that those between them do. They do where the outputs of the tile in each image, or
+// in each line, go on for as long as the filter is. Of lines known to be whole the plan says so.
+struct WatchedTaps {
+  bool end_rows, end_columns;
+
+  MODELNEW_HOST_DEVICE WatchedTaps(const Correlation& of, const Plan& plan, const Tile& tile, int64_t image)
+      : end_rows(plan.end_rows), end_columns(plan.end_columns) {
+    if (!plan.packed) return;
+    const int64_t plane = static_cast<int64_t>(of.P) * of.Q, first = first_output(plan, tile), in_all = of.N * plane;
+    const int64_t end = first + tile_pixels(plan) < in_all ? first + tile_pixels(plan) : in_all;
+    const auto least = [&](int64_t length, int64_t start) {  // of the runs that ends of `length` leave
+      const int64_t head = start + length - first, tail = (end - start) % length;
+      if (head >= end - first) return end - first;
+      return tail == 0 || head < tail ? head : tail;
+    };
+    end_rows = end_rows && least(plane, image * plane) >= static_cast<int64_t>(of.R - 1) * of.dilation_h * of.Q;
+    end_columns = end_columns && least(of.Q, tile.first * of.Q) >= static_cast<int64_t>(of.S - 1) * of.dilation_w;
+  }
+
+  // By how many taps there are from this one on, in all and in its row.
+  MODELNEW_HOST_DEVICE bool at(const Correlation& of, int taps_left, int s_left) const {
+    return (!end_columns || s_left == of.S || s_left == 1) &&
+           (!end_rows || taps_left > (of.R - 1) * of.S || taps_left <= of.S);
+  }
+};
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
@@ -417,10 +492,63 @@ __device__ __forceinline__ void pack_piece(const PackParams& params, int number)
   static_cast<uint4*>(params.packed_ptr)[piece.to] = packed;
 }
 
+// -- Copy x: what 1x1 filters read, to [output pixel][channel of all groups] --
+
+constexpr int kCopySide = 64;  // pixels and channels of a block
+
+template <typename Stored>
+using CopyShared = Stored[kCopySide][kCopySide + 1];
+
+// Warps read neighbouring pixels and write neighbouring channels.
+template <typename Stored>
+__device__ __forceinline__ void copy_points(const CopyParams& params, int block, CopyShared<Stored>& shared) {
+  const Correlation& of = params.of;
+  constexpr int kChannelsAtOnce = kPackThreads / kCopySide, kPixelsAtOnce = kPackThreads / 32;
+  const int channels = of.groups * of.in_channels;
+  const int64_t pixels = of.N * of.P * of.Q, pixel_block = block / params.channel_blocks;
+  const int first_channel = static_cast<int>(block - pixel_block * params.channel_blocks) * kCopySide;
+  {
+    const int pixel = threadIdx.x % kCopySide, first = threadIdx.x / kCopySide;
+    const int64_t of_all = pixel_block * kCopySide + pixel, line = of_all / of.Q, image = line / of.P;
+    const int64_t h = (line - image * of.P) * of.stride_h - of.pad_h,
+                  w = (of_all - line * of.Q) * of.stride_w - of.pad_w;
+    const bool inside = of_all < pixels && h >= 0 && h < of.H && w >= 0 && w < of.W;
+    const Stored* const from = static_cast<const Stored*>(params.in_ptr) +
+                               (inside ? image * of.in_stride[0] + h * of.in_stride[2] + w * of.in_stride[3] : 0);
+    Stored values[kCopySide / kChannelsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kCopySide / kChannelsAtOnce; ++i) {
+      const int channel = first_channel + first + i * kChannelsAtOnce;
+      values[i] = inside && channel < channels ? from[channel * of.in_stride[1]] : Stored{};
+    }
+#pragma unroll
+    for (int i = 0; i < kCopySide / kChannelsAtOnce; ++i) shared[pixel][first + i * kChannelsAtOnce] = values[i];
+  }
+  __syncthreads();  // all of it is there
+#pragma unroll
+  for (int i = 0; i < kCopySide; i += kPixelsAtOnce) {
+    const int pixel = i + threadIdx.x / 32;
+    const int64_t of_all = pixel_block * kCopySide + pixel;
+#pragma unroll
+    for (int c = threadIdx.x % 32; c < kCopySide; c += 32) {
+      if (of_all < pixels && first_channel + c < channels)
+        static_cast<Stored*>(params.out_ptr)[of_all * channels + first_channel + c] = shared[pixel][c];
+    }
+  }
+}
+
 template <typename Format>
-__global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams params) {
+__global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams params, const CopyParams copy) {
+  using Stored = typename Format::Stored;
+  extern __shared__ __align__(16) uint8_t modelnew_gather_pack_smem[];
   hopper::launch_dependents();
-  const int number = static_cast<int>(blockIdx.x * kPackThreads + threadIdx.x);
+  if (static_cast<int>(blockIdx.x) < copy.blocks) {
+    copy_points<Stored>(copy, blockIdx.x, *reinterpret_cast<CopyShared<Stored>*>(modelnew_gather_pack_smem));
+    return;
+  }
+  const int number = static_cast<int>((blockIdx.x - copy.blocks) * kPackThreads + threadIdx.x);
+  const int threads = static_cast<int>(gridDim.x - copy.blocks) * kPackThreads;
+  for (int i = number; i < params.zeros; i += threads) params.zero_ptr[i] = 0;
   if (number < params.count) pack_piece<Format>(params, number);
 }
 
@@ -546,9 +674,9 @@ __global__ void __launch_bounds__(kPackThreads) prepare_kernel(const __grid_cons
   const Guard& guard = params.guard;
   if (blockIdx.x == 0 && threadIdx.x == 0) *guard.control = {0, 0};
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kPackThreads;
-  for (int64_t word = static_cast<int64_t>(blockIdx.x) * kPackThreads + threadIdx.x; word < params.mark_words;
-       word += threads)
-    guard.marked[word] = 0;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kPackThreads + threadIdx.x;
+  for (int64_t word = first; word < params.mark_words; word += threads) guard.marked[word] = 0;
+  for (int64_t word = first; word < params.pack.zeros; word += threads) params.pack.zero_ptr[word] = 0;
   if (static_cast<int>(blockIdx.x) < guard.row_blocks)
     pack_contained_rows(params, shared);
   else
@@ -608,22 +736,24 @@ template <typename Format>
 struct Agenda {
   const Params& params;
   bool listed = false;
-  int64_t units;
+  int units_again = 0;
 
-  __device__ __forceinline__ explicit Agenda(const Params& params) : params(params), units(params.plan.tiles) {
+  __device__ __forceinline__ explicit Agenda(const Params& params) : params(params) {
     if constexpr (Format::AGAIN) {
       listed = params.guard.control->all_again == 0;
-      if (listed) units = static_cast<int64_t>(params.guard.control->listed) * kAgainParts;
+      units_again = listed ? static_cast<int>(params.guard.control->listed) * kAgainParts : params.plan.units;
     }
   }
 
-  // The number of a tile, or -1: nothing of it exists.
-  __device__ __forceinline__ int64_t number(int64_t unit) const {
+  __device__ __forceinline__ int units() const { return Format::AGAIN ? units_again : params.plan.units; }
+
+  // The number of a unit of the plan, or -1: nothing of it exists.
+  __device__ __forceinline__ int number(int unit) const {
     if constexpr (Format::AGAIN) {
       if (listed) {
-        const int64_t of_list = params.guard.list[unit / kAgainParts];
-        const int tiles_n = params.other_pack.tiles_n;
-        const int n_block = static_cast<int>(of_list % tiles_n * kAgainParts + unit % kAgainParts);
+        const int of_list = static_cast<int>(params.guard.list[unit / kAgainParts]),
+                  tiles_n = params.other_pack.tiles_n;
+        const int n_block = of_list % tiles_n * kAgainParts + unit % kAgainParts;
         return n_block < params.plan.tiles_n ? of_list / tiles_n * params.plan.tiles_n + n_block : -1;
       }
     }
@@ -635,15 +765,15 @@ struct Agenda {
 __device__ __forceinline__ uint32_t reciprocal(uint32_t divisor) { return 0x80000000u / divisor + 1; }
 __device__ __forceinline__ int quotient(int number, uint32_t by) { return __umulhi(2 * number + 1, by); }
 
-// A place in a ring and the parity of its current round.
+// A place in a ring and the parity of its current round, in one register.
 struct RingPosition {
-  int slot = 0;
-  uint32_t parity = 0;
+  uint32_t state = 0;
 
+  __device__ __forceinline__ int slot() const { return state >> 1; }
+  __device__ __forceinline__ uint32_t parity() const { return state & 1; }
   __device__ __forceinline__ void next(int slots) {
-    const bool round = ++slot == slots;
-    slot = round ? 0 : slot;
-    parity ^= round;
+    state += 2;
+    if (slot() == slots) state = (state & 1) ^ 1;
   }
 };
 
@@ -656,8 +786,9 @@ struct Shared {
   __device__ __forceinline__ uint32_t w_full(int stage) const { return base + 8 * (2 * kMaxStages + stage); }
   __device__ __forceinline__ uint32_t w_empty(int stage) const { return base + 8 * (3 * kMaxStages + stage); }
 };
-constexpr int kDecisionPlace = 4 * kMaxStages * 8;  // behind the barriers
-static_assert(kDecisionPlace + sizeof(Decision) <= kBarrierBytes, "room for all");
+constexpr int kDecisionPlace = 4 * kMaxStages * 8;             // behind the barriers
+constexpr int kLastPlace = kDecisionPlace + sizeof(Decision);  // a word of each warpgroup: whether it comes last
+static_assert(kLastPlace + 8 <= kBarrierBytes, "room for all");
 
 // -- Copy weights: packed -> w ring, by one thread --
 
@@ -665,17 +796,17 @@ template <typename Format>
 __device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared, const Agenda<Format>& agenda) {
   const Plan& plan = params.plan;
   RingPosition at;
-  for (int64_t unit = blockIdx.x; unit < agenda.units; unit += gridDim.x) {
+  for (int unit = blockIdx.x; unit < agenda.units(); unit += gridDim.x) {
     const Tile tile = locate_tile(plan, agenda.number(unit));
     const int taps = plan.iterations / plan.blocks_c;
     const int64_t first = (static_cast<int64_t>(tile.group) * plan.tiles_n + tile.n_block) * plan.iterations +
                           static_cast<int64_t>(tile.first_block) * taps;
     const uint8_t* from = static_cast<const uint8_t*>(params.packed_ptr) + first * plan.w_stage_bytes;
     for (int i = 0; i < tile.blocks * taps; ++i) {
-      hopper::barrier_wait_idly(shared.w_empty(at.slot), at.parity ^ 1);
-      hopper::barrier_arrive_expecting(shared.w_full(at.slot), plan.w_stage_bytes);
-      hopper::bulk_load(shared.base + shared.layout.w_ring + at.slot * plan.w_stage_bytes, from, plan.w_stage_bytes,
-                        shared.w_full(at.slot));
+      hopper::barrier_wait_idly(shared.w_empty(at.slot()), at.parity() ^ 1);
+      hopper::barrier_arrive_expecting(shared.w_full(at.slot()), plan.w_stage_bytes);
+      hopper::bulk_load(shared.base + shared.layout.w_ring + at.slot() * plan.w_stage_bytes, from, plan.w_stage_bytes,
+                        shared.w_full(at.slot()));
       from += plan.w_stage_bytes;
       at.next(plan.w_stages);
     }
@@ -694,8 +825,8 @@ __device__ __forceinline__ void widen_weights(const Params& params, const Shared
   const int lane = threadIdx.x % 32, taps = plan.iterations / plan.blocks_c;
   constexpr int kPieces = kContainedPieces / 2, kRows = kAgainTile / 32;  // of contained weights; rows of a lane
   RingPosition at;
-  for (int64_t unit = blockIdx.x; unit < agenda.units; unit += gridDim.x) {
-    const int64_t number = agenda.number(unit);
+  for (int unit = blockIdx.x; unit < agenda.units(); unit += gridDim.x) {
+    const int number = agenda.number(unit);
     if (number < 0) continue;
     const Tile tile = locate_tile(plan, number);
     const int64_t wide_tile = static_cast<int64_t>(tile.group) * packed.tiles_n + tile.n_block / kAgainParts;
@@ -712,8 +843,8 @@ __device__ __forceinline__ void widen_weights(const Params& params, const Shared
 #pragma unroll
         for (int j = 0; j < kRows; ++j) words[piece][j] = from[piece * kContainedTile + 32 * j];
       }
-      hopper::barrier_wait(shared.w_empty(at.slot), at.parity ^ 1);
-      const uint32_t to = shared.base + shared.layout.w_ring + at.slot * plan.w_stage_bytes + lane * 16;
+      hopper::barrier_wait(shared.w_empty(at.slot()), at.parity() ^ 1);
+      const uint32_t to = shared.base + shared.layout.w_ring + at.slot() * plan.w_stage_bytes + lane * 16;
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
 #pragma unroll
@@ -730,7 +861,7 @@ __device__ __forceinline__ void widen_weights(const Params& params, const Shared
       }
       hopper::fence_async();
       __syncwarp();  // the whole stage is there
-      if (lane == 0) hopper::barrier_arrive(shared.w_full(at.slot));
+      if (lane == 0) hopper::barrier_arrive(shared.w_full(at.slot()));
       from += kPieces * kContainedTile;
       at.next(plan.w_stages);
     }
@@ -752,7 +883,7 @@ struct Stages {
   const int warp, lane;
   int32_t* const tables;  // offsets of the pixels of slots, of this tile and the next one
 
-  int64_t unit;
+  int unit;
   const Stored* base;  // the group's first channel in the tile's first image
   int32_t* offsets;    // this tile's
   int block, end;      // of channels
@@ -766,7 +897,7 @@ struct Stages {
         warp(threadIdx.x / 32 - kMultiplyWarps),
         lane(threadIdx.x % 32),
         tables(tables) {
-    unit = static_cast<int64_t>(blockIdx.x) - gridDim.x;
+    unit = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     block = 0;
     end = 1;
     given_up = false;
@@ -781,10 +912,10 @@ struct Stages {
     entered = false;
     if (++block < end) return true;
     entered = true;
-    int64_t number;
+    int number;
     do {
-      unit += gridDim.x;
-      if (unit >= agenda.units) return false;
+      unit += static_cast<int>(gridDim.x);
+      if (unit >= agenda.units()) return false;
       number = agenda.number(unit);
     } while (number < 0);
     enter_tile(number);
@@ -792,7 +923,7 @@ struct Stages {
   }
 
   // All gathering warps come here once a tile: they fill the table together.
-  __device__ __forceinline__ void enter_tile(int64_t number) {
+  __device__ __forceinline__ void enter_tile(int number) {
     const Correlation& of = params.of;
     const Plan& plan = params.plan;
     const Tile tile = locate_tile(plan, number);
@@ -862,17 +993,17 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
   const Plan& plan = params.plan;
   Stages<Format, LOADS> stages(params, agenda, tables);
   const int lane = stages.lane;
-  constexpr int kOwn = 22;  // all of a tile of 256 points
+  constexpr int kOwn = 12;
   [[maybe_unused]] int own[kOwn];
   RingPosition at;
   while (stages.next()) {
-    const uint32_t stage = shared.base + shared.layout.x_ring + at.slot * plan.x_stage_bytes;
+    const uint32_t stage = shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes;
     const int first_channel = stages.first_channel();
     if constexpr (Format::CONTAINED) {
-      if (!stages.given_up) stages.given_up = !wait_for_room(shared.x_empty(at.slot), at.parity ^ 1, given_up);
+      if (!stages.given_up) stages.given_up = !wait_for_room(shared.x_empty(at.slot()), at.parity() ^ 1, given_up);
       if (stages.given_up) continue;
     } else {
-      hopper::barrier_wait(shared.x_empty(at.slot), at.parity ^ 1);
+      hopper::barrier_wait(shared.x_empty(at.slot()), at.parity() ^ 1);
     }
     if constexpr (LOADS == Loads::kChannels) {
       const int log_lanes = plan.pieces == 8 ? 3 : 2, piece = lane & (plan.pieces - 1);
@@ -928,18 +1059,27 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
         }
         if (part >= halves) break;
         const int slot = group * 32 + lane, offset = stages.offsets[slot], channel = part * kCopies;
-        const uint32_t to = stage + (channel / stages.CHANNELS * plan.piece_slots + slot) * 16;
-        if (slot < plan.slots)
+        if (slot >= plan.slots) continue;
+        const Stored* const from = stages.base + max(offset, 0) + (first_channel + channel) * of.in_stride[1];
+        const int left = of.in_channels - first_channel - channel;
+        const int size = offset == kNothing ? 0 : static_cast<int>(sizeof(Stored));
+        if (plan.planes) {
+          const uint32_t to = stage + (channel * plan.plane_slots + slot) * sizeof(Stored);
+          copy_channels<sizeof(Stored), kCopies>(
+              [&](int c) { return to + static_cast<uint32_t>(c * plan.plane_slots * sizeof(Stored)); }, from,
+              of.in_stride[1], left, size);
+        } else {
+          const uint32_t to = stage + (channel / stages.CHANNELS * plan.piece_slots + slot) * 16;
           copy_channels<sizeof(Stored), kCopies>(
               [&](int c) {
                 return to + static_cast<uint32_t>(c / stages.CHANNELS * plan.piece_slots * 16 +
                                                   c % stages.CHANNELS * sizeof(Stored));
               },
-              stages.base + max(offset, 0) + (first_channel + channel) * of.in_stride[1], of.in_stride[1],
-              of.in_channels - first_channel - channel, offset == kNothing ? 0 : static_cast<int>(sizeof(Stored)));
+              from, of.in_stride[1], left, size);
+        }
       }
     }
-    hopper::copies_arrive(shared.x_full(at.slot));
+    hopper::copies_arrive(shared.x_full(at.slot()));
     at.next(plan.x_stages);
   }
   if constexpr (Format::CONTAINED) hopper::copies_wait<0>();  // perhaps nobody has
@@ -1070,10 +1210,10 @@ __device__ __forceinline__ void convert_stages(const Params& params, const Share
     more = units.next();
     if (more) units.load(next);
     if (loaded) {
-      if (unit == 0) hopper::barrier_wait(shared.x_empty(at.slot), at.parity ^ 1);
-      units.store(before, unit, shared.base + shared.layout.x_ring + at.slot * plan.x_stage_bytes);
+      if (unit == 0) hopper::barrier_wait(shared.x_empty(at.slot()), at.parity() ^ 1);
+      units.store(before, unit, shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes);
       if (unit == units.units - 1) {
-        hopper::barrier_arrive(shared.x_full(at.slot));
+        hopper::barrier_arrive(shared.x_full(at.slot()));
         at.next(plan.x_stages);
       }
     }
@@ -1087,29 +1227,29 @@ __device__ __forceinline__ void convert_stages(const Params& params, const Share
   }
 }
 
-// Boxes of the channels of a stage, by one thread.
+// Boxes of the channels of a stage, by one warp: a lane orders a row of slots.
 __device__ __forceinline__ void load_boxes(const Params& params, const Shared& shared, int channels_a_stage) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
+  const int lane = threadIdx.x % 32;
+  const int boxes = plan.points ? 1 : plan.slots / plan.pitch;
   RingPosition at;
-  for (int64_t number = blockIdx.x; number < plan.tiles; number += gridDim.x) {
-    const Tile tile = locate_tile(plan, number);
-    const int image = static_cast<int>(first_image(of, plan, tile));
-    const int rows = plan.points ? 1 : plan.slots / plan.pitch;
+  for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
+    const Tile tile = locate_tile(plan, unit);
+    const int64_t image = first_image(of, plan, tile);
     for (int block = tile.first_block; block < tile.first_block + tile.blocks; ++block) {
-      const uint32_t stage = shared.base + shared.layout.x_ring + at.slot * plan.x_stage_bytes;
+      const uint32_t stage = shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes;
       const int channel = tile.group * of.in_channels + block * channels_a_stage;
-      hopper::barrier_wait(shared.x_empty(at.slot), at.parity ^ 1);
-      hopper::barrier_arrive_expecting(shared.x_full(at.slot), plan.slots * 128);
-      if (plan.points) {
-        hopper::load_box(params.in_map, stage, channel, static_cast<int>(tile.first), 0, 0, shared.x_full(at.slot));
-      } else {
-        for (int row = 0; row < rows; ++row) {
-          int n, h, w;
-          locate_slot(of, plan, tile, image, row * plan.pitch, n, h, w);
-          hopper::load_box(params.in_map, stage + row * plan.pitch * 128, channel, w, h, image + n,
-                           shared.x_full(at.slot));
+      hopper::barrier_wait(shared.x_empty(at.slot()), at.parity() ^ 1);
+      if (lane == 0) hopper::barrier_arrive_expecting(shared.x_full(at.slot()), plan.slots * 128);
+      __syncwarp();  // bytes are expected before they come
+      for (int box = lane; box < boxes; box += 32) {
+        int n = 0, h = 0, w = static_cast<int>(tile.first);
+        if (!plan.points) {
+          locate_slot(of, plan, tile, image, box * plan.pitch, n, h, w);
+          n += static_cast<int>(image);
         }
+        hopper::load_box(params.in_map, stage + box * plan.pitch * 128, channel, w, h, n, shared.x_full(at.slot()));
       }
       at.next(plan.x_stages);
     }
@@ -1152,8 +1292,8 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
   const int first_k = tile.n_block * TILE_N;
   const int channels = min(TILE_N, of.out_channels - first_k);
   const int64_t channel_of_all = static_cast<int64_t>(tile.group) * of.out_channels + first_k;
-  Stored* const out = static_cast<Stored*>(params.out_ptr) + tile.split * params.out_elements +
-                      image * of.out_stride[0] + channel_of_all * of.out_stride[1];
+  Stored* const out =
+      static_cast<Stored*>(params.out_ptr) + image * of.out_stride[0] + channel_of_all * of.out_stride[1];
   const Stored* const bias =
       params.bias_ptr == nullptr ? nullptr : static_cast<const Stored*>(params.bias_ptr) + channel_of_all;
   const bool channels_last = plan.out_channels_last, fours = plan.vector == 4;
@@ -1251,27 +1391,27 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
   }
 }
 
-// The same by boxes: fp32, channels are neighbours, and so are the pixels of a tile. `chunks`: that the warpgroup has
-// stored so far.
+// The same by boxes: fp32, channels are neighbours, and so are the pixels of a tile. Two buffers take turns.
 template <int TILE_N, int BLOCKS_M>
 __device__ __forceinline__ void store_boxes(const Params& params, const Tile& tile, uint8_t* staging, int warpgroup,
-                                            int& chunks, Sums<TILE_N, BLOCKS_M>& acc) {
+                                            Sums<TILE_N, BLOCKS_M>& acc) {
   const Correlation& of = params.of;
+  const Plan& plan = params.plan;
   const int thread = threadIdx.x % 128, lane = thread % 32;
   const int first_k = tile.n_block * TILE_N, channels = min(TILE_N, of.out_channels - first_k);
   const int channel_of_all = tile.group * of.out_channels + first_k;
   const float* const bias =
       params.bias_ptr == nullptr ? nullptr : static_cast<const float*>(params.bias_ptr) + channel_of_all;
+  static_assert(TILE_N / kStagedChannels % 2 == 0, "the first chunk goes to the first buffer");
   // Piece number i of 16 bytes of a pixel lies at place i ^ pixel % 8.
   const int pixel = thread / 32 * 16 + lane / 4, channel = lane % 4 * 2;
 #pragma unroll
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
-    const int first = static_cast<int>(tile.first) + (warpgroup * BLOCKS_M + mb) * 64;
+    const int first = static_cast<int>(first_output(plan, tile)) + (warpgroup * BLOCKS_M + mb) * 64;
 #pragma unroll
     for (int chunk = 0; chunk < TILE_N / kStagedChannels; ++chunk) {
       const int chunk_k = chunk * kStagedChannels;
-      uint8_t* const staged = staging + chunks % 2 * kBoxStagingBytes;
-      ++chunks;
+      uint8_t* const staged = staging + chunk % 2 * kBoxStagingBytes;
       float* const values = &acc[mb][chunk * (kStagedChannels / 2)];
       if (bias != nullptr) {
 #pragma unroll
@@ -1296,8 +1436,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
       hopper::fence_async();
       named_barrier(2 + warpgroup, 128);  // all of it is staged
       if (thread == 0) {
-        if (chunk_k < channels)
-          hopper::store_box(params.out_map, staged, channel_of_all + chunk_k, first, tile.split, 0);
+        if (chunk_k < channels) hopper::store_box(params.out_map, staged, channel_of_all + chunk_k, first, 0, 0);
         hopper::bulk_stores_commit();
       }
     }
@@ -1348,7 +1487,8 @@ struct Operands {
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, bool PLANES>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Tile& tile,
                                               Rings& rings, const uint32_t (&x_offset)[BLOCKS_M], float scale,
-                                              Watch& watch, Sums<TILE_N, BLOCKS_M>& acc) {
+                                              const WatchedTaps& watched_taps, Watch& watch,
+                                              Sums<TILE_N, BLOCKS_M>& acc) {
   using Operand = typename Format::Multiplied;
   using Loaded = Operands<Format>;
   const Correlation& of = params.of;
@@ -1374,12 +1514,12 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
     if (taps_left == 0) {
       taps_left = taps;
       s_left = of.S;
-      x_stage = shared.base + shared.layout.x_ring + rings.x.slot * plan.x_stage_bytes;
+      x_stage = shared.base + shared.layout.x_ring + rings.x.slot() * plan.x_stage_bytes;
       shift = 0;
-      hopper::barrier_wait(shared.x_full(rings.x.slot), rings.x.parity);
+      hopper::barrier_wait(shared.x_full(rings.x.slot()), rings.x.parity());
     }
-    const uint32_t w_from = w_ring + rings.w.slot * (kStageWeights / 16);
-    [[maybe_unused]] const bool watched = watches_tap(of, plan, taps_left, s_left);
+    const uint32_t w_from = w_ring + rings.w.slot() * (kStageWeights / 16);
+    [[maybe_unused]] const bool watched = Format::CONTAINED && watched_taps.at(of, taps_left, s_left);
 #pragma unroll
     for (int batch = 0; batch < BATCHES; ++batch) {
       uint32_t (&operands)[STEPS][BLOCKS_M][4] = a[BATCHES == 1 ? set : batch];
@@ -1420,7 +1560,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
           }
         }
       }
-      if (batch == 0) hopper::barrier_wait(shared.w_full(rings.w.slot), rings.w.parity);
+      if (batch == 0) hopper::barrier_wait(shared.w_full(rings.w.slot()), rings.w.parity());
       hopper::wgmma_fence();
 #pragma unroll
       for (int j = 0; j < STEPS; ++j) {
@@ -1435,12 +1575,12 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
       // The batch before this one has been multiplied.
       if (batch == 0 && before >= 0 && lane == 0) hopper::barrier_arrive(shared.w_empty(before));
     }
-    before = rings.w.slot;
+    before = rings.w.slot();
     rings.w.next(plan.w_stages);
     --left;
     if (--taps_left == 0) {
       // All of the stage of x is in registers.
-      if (lane == 0) hopper::barrier_arrive(shared.x_empty(rings.x.slot));
+      if (lane == 0) hopper::barrier_arrive(shared.x_empty(rings.x.slot()));
       rings.x.next(plan.x_stages);
       return;
     }
@@ -1481,19 +1621,70 @@ __device__ __forceinline__ void undo_scales(const Params& params, const Tile& ti
   }
 }
 
+// Of a warpgroup whose sums are those of a part of the reduction: leaves them in memory. Whichever comes last adds up
+// those of all parts, in their order; true for that one. What is left is as its threads hold it: [four][thread].
+template <int TILE_N, int BLOCKS_M>
+__device__ __forceinline__ bool meet(const Params& params, const Tile& tile, volatile uint32_t* last, int warpgroup,
+                                     Sums<TILE_N, BLOCKS_M>& acc) {
+  const Plan& plan = params.plan;
+  constexpr int kFours = TILE_N / 8, kDistance = BLOCKS_M * kFours * 128;  // of a row of blocks; of a warpgroup's sums
+  const int tiles = cut_up(plan), which = tile.part % tiles, thread = threadIdx.x % 128;
+  const auto left = [&](int part) {
+    float4* const fours = reinterpret_cast<float4*>(params.partial_ptr);
+    return fours + (2 * part + warpgroup) * static_cast<int64_t>(kDistance) + thread;
+  };
+  float4* const own = left(tile.part);
+#pragma unroll
+  for (int mb = 0; mb < BLOCKS_M; ++mb) {
+#pragma unroll
+    for (int i = 0; i < kFours; ++i)
+      own[(mb * kFours + i) * 128] =
+          make_float4(acc[mb][4 * i], acc[mb][4 * i + 1], acc[mb][4 * i + 2], acc[mb][4 * i + 3]);
+  }
+  __threadfence();
+  named_barrier(2 + warpgroup, 128);  // all of it is in memory
+  if (thread == 0)
+    *last = atomicAdd(params.arrived_ptr + 2 * which + warpgroup, 1u) == static_cast<uint32_t>(plan.splits) - 1;
+  named_barrier(2 + warpgroup, 128);  // whether it is the last one is known
+  if (*last == 0) return false;
+  __threadfence();
+#pragma unroll
+  for (int mb = 0; mb < BLOCKS_M; ++mb) {
+#pragma unroll
+    for (float& sum : acc[mb]) sum = 0;
+  }
+#pragma unroll 1
+  for (int split = 0; split < plan.splits; ++split) {
+    const float4* const from = left(split * tiles + which);
+#pragma unroll
+    for (int mb = 0; mb < BLOCKS_M; ++mb) {
+#pragma unroll
+      for (int i = 0; i < kFours; ++i) {
+        const float4 sums = __ldcg(from + (mb * kFours + i) * 128);
+        acc[mb][4 * i] += sums.x;
+        acc[mb][4 * i + 1] += sums.y;
+        acc[mb][4 * i + 2] += sums.z;
+        acc[mb][4 * i + 3] += sums.w;
+        if (i % 4 == 3) __syncwarp();  // no more loads at once than there are registers for
+      }
+    }
+  }
+  return true;
+}
+
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, const Agenda<Format>& agenda,
-                                         int x_exponent, uint8_t* staging) {
-  constexpr bool kPlanes = Format::POINTS && sizeof(typename Format::Stored) == 4;
+                                         int x_exponent, uint8_t* smem) {
+  constexpr bool kFloats = sizeof(typename Format::Stored) == 4;
+  constexpr bool kPlanes = Format::POINTS && kFloats && PIECES >= kLeastPointPieces;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  const bool planes = kPlanes && plan.loads == Loads::kPixels;
+  const bool planes = kPlanes && plan.planes;
   const float scale = power_of_two(x_exponent);
   Rings rings;
-  int chunks = 0;
-  for (int64_t unit = blockIdx.x; unit < agenda.units; unit += gridDim.x) {
-    const int64_t number = agenda.number(unit);
+  for (int unit = blockIdx.x; unit < agenda.units(); unit += gridDim.x) {
+    const int number = agenda.number(unit);
     if (number < 0) continue;
     const Tile tile = locate_tile(plan, number);
     const int64_t image = first_image(of, plan, tile);
@@ -1507,21 +1698,28 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         x_offset[mb] = slot_of_output(of, plan, tile, image, m + lane % 16);
       }
     }
+    const WatchedTaps taps(of, plan, tile, image);
     Sums<TILE_N, BLOCKS_M> acc;
     Watch watch;
     if (planes) {
       if constexpr (kPlanes)
-        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, true>(params, shared, tile, rings, x_offset, scale, watch, acc);
+        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, true>(params, shared, tile, rings, x_offset, scale, taps, watch,
+                                                              acc);
     } else {
-      multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, false>(params, shared, tile, rings, x_offset, scale, watch, acc);
+      multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, false>(params, shared, tile, rings, x_offset, scale, taps, watch,
+                                                             acc);
     }
     if constexpr (Format::CONTAINED) {
       const bool fits = watch.fits(least_contained(x_exponent, 1));
-      if (__any_sync(~0u, !fits) && lane == 0) mark(params.guard, static_cast<uint32_t>(number));
+      if (__any_sync(~0u, !fits) && lane == 0) mark(params.guard, static_cast<uint32_t>(tile_number(plan, number)));
       undo_scales<TILE_N, BLOCKS_M>(params, tile, x_exponent, acc);
     }
+    uint8_t* const staging =
+        smem + shared.layout.staging + warpgroup * (plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes);
+    volatile uint32_t* const last = reinterpret_cast<uint32_t*>(smem + kLastPlace) + warpgroup;
+    if (!Format::AGAIN && tile.part >= 0 && !meet<TILE_N, BLOCKS_M>(params, tile, last, warpgroup, acc)) continue;
     if (plan.boxes) {
-      if constexpr (kPlanes) store_boxes<TILE_N, BLOCKS_M>(params, tile, staging, warpgroup, chunks, acc);
+      if constexpr (kFloats) store_boxes<TILE_N, BLOCKS_M>(params, tile, staging, warpgroup, acc);
     } else {
       float* const staged = reinterpret_cast<float*>(staging);
       store_tile<Format, TILE_N, BLOCKS_M>(params, tile, image, staged, warpgroup, acc);
@@ -1553,7 +1751,7 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
   // these. But what is to be done again the kernel before this one says, and all of its blocks have started.
   if constexpr (Format::AGAIN) hopper::wait_for_prerequisites();
   const Agenda<Format> agenda(params);
-  if (Format::AGAIN && static_cast<int64_t>(blockIdx.x) >= agenda.units) return;
+  if (Format::AGAIN && static_cast<int>(blockIdx.x) >= agenda.units()) return;
 
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
   [[maybe_unused]] Decision& decision = *reinterpret_cast<Decision*>(modelnew_gather_smem + kDecisionPlace);
@@ -1584,9 +1782,7 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
   if (warp < kMultiplyWarps) {
     if (!is_contained(threadIdx.x)) return;
     hopper::registers_take<Format::MULTIPLY_REGISTERS>();
-    uint8_t* staging = modelnew_gather_smem + shared.layout.staging;
-    staging += warp / 4 * (params.plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes);
-    multiply<Format, TILE_N, BLOCKS_M, PIECES>(params, shared, agenda, x_exponent, staging);
+    multiply<Format, TILE_N, BLOCKS_M, PIECES>(params, shared, agenda, x_exponent, modelnew_gather_smem);
   } else {
     // All of this warpgroup, before some of them wait or leave.
     hopper::registers_give_back<Format::GATHER_REGISTERS>();
@@ -1601,10 +1797,11 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
       if constexpr (Format::POINTS) hopper::wait_for_prerequisites();  // the others have
       if (threadIdx.x % 32 == 0) copy_weights(params, shared, agenda);
     } else {
+      if (params.plan.copied) hopper::wait_for_prerequisites();
       int32_t* table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
       const volatile uint32_t* const given_up = &decision.given_up;
       if (params.plan.in_boxes) {
-        if (Format::POINTS && threadIdx.x == 32 * kMultiplyWarps) load_boxes(params, shared, PIECES * Format::CHANNELS);
+        if (Format::POINTS && warp == kMultiplyWarps) load_boxes(params, shared, PIECES * Format::CHANNELS);
       } else if (params.plan.loads == Loads::kSingle) {
         gather_stages<Format, Loads::kSingle>(params, shared, agenda, table, given_up);
       } else if (params.plan.loads == Loads::kChannels) {
@@ -1615,38 +1812,6 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
     }
   }
 #endif
-}
-
-// -- Sum up: partial sums -> y, four neighbours a thread, part after part --
-
-struct SumParams {
-  const float *partial_ptr, *bias_ptr;
-  float* out_ptr;
-  int64_t elements;
-  int splits, channels, neighbours;  // of y; elements of a channel that follow one another
-};
-
-__global__ void __launch_bounds__(kPackThreads) sum_kernel(const SumParams params) {
-  hopper::wait_for_prerequisites();
-  const int64_t first = 4 * (static_cast<int64_t>(blockIdx.x) * kPackThreads + threadIdx.x);
-  if (first >= params.elements) return;
-  const float4* from = reinterpret_cast<const float4*>(params.partial_ptr + first);
-  float4 sum = *from;
-  for (int split = 1; split < params.splits; ++split) {
-    const float4 part = from[split * (params.elements / 4)];
-    sum.x += part.x;
-    sum.y += part.y;
-    sum.z += part.z;
-    sum.w += part.w;
-  }
-  if (params.bias_ptr != nullptr) {
-    const auto bias = [&](int e) { return params.bias_ptr[(first + e) / params.neighbours % params.channels]; };
-    sum.x += bias(0);
-    sum.y += bias(1);
-    sum.z += bias(2);
-    sum.w += bias(3);
-  }
-  *reinterpret_cast<float4*>(params.out_ptr + first) = sum;
 }
 
 #endif  // device code
@@ -1730,20 +1895,9 @@ inline bool dense_points_of(const Correlation& of) {
          of.H == of.P && of.W == of.Q;
 }
 
-inline int64_t out_elements(const Correlation& of) { return of.N * of.groups * of.out_channels * of.P * of.Q; }
-
-// y is dense, [image][channel][row][column] or [image][row][column][channel].
-inline bool dense_output(const Correlation& of) {
-  const int64_t plane = static_cast<int64_t>(of.P) * of.Q, channels = static_cast<int64_t>(of.groups) * of.out_channels;
-  const bool last = of.out_stride[1] == 1 && channels > 1;
-  return (of.N == 1 || of.out_stride[0] == channels * plane) && (last || channels == 1 || of.out_stride[1] == plane) &&
-         (of.Q == 1 || of.out_stride[3] == (last ? channels : 1)) &&
-         (of.P == 1 || of.out_stride[2] == (last ? channels : 1) * of.Q);
-}
-
-// Partial sums of all parts of the reduction.
+// Sums of the parts of tiles.
 constexpr int64_t kMostPartialBytes = 32 << 20;
-constexpr int kMostSplits = 8;
+constexpr int kSplits[] = {1, 2, 3, 4, 5, 6, 8, 12, 16};
 
 enum class Use { kAsTheyAre, kContained, kOfThoseAgain };
 
@@ -1754,23 +1908,25 @@ struct TileShape {
   Use use = Use::kAsTheyAre;
 };
 // The estimate makes windows a quarter longer than they are, and contained operands are compared with those.
-constexpr TileShape kTileShapes[] = {{256, 1, 8, 1500, true},
-                                     {128, 2, 8, 1750, true},
-                                     {64, 2, 8, 1100, false},
-                                     {128, 2, 4, 950, false},
-                                     {kContainedTile, 1, kContainedPieces, 1280, false, Use::kContained}};
+constexpr TileShape kTileShapes[] = {
+    {256, 1, 8, 1360, true}, {128, 2, 8, 1750, true},
+    {64, 2, 8, 1210, false}, {128, 2, 4, 995, false},
+    {128, 1, 8, 950, false}, {kContainedTile, 1, kContainedPieces, 1280, false, Use::kContained}};
 // Of what is done again. A single tile keeps the whole call waiting, so that it is cut up.
 constexpr TileShape kAgainShape{kAgainTile, 1, kContainedPieces, 700, false, Use::kOfThoseAgain};
 
-// Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, fp32, 32
-// and 256 images, both memory formats, H200, 2026-11-22.
+// Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, in up to
+// 4 parts of the reduction, fp32, 32 and 256 images, both memory formats, H200, 2026-11-22: 1486 times, of which it is
+// 14% off (root mean square). What it chooses is 0.7% slower than the fastest, on average.
 //
 // Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled; of y.
-constexpr double kMemoryRate = 20, kSingleRate = 6, kPixelsRate = 14, kChannelsRate = 9.5, kStoreRate = 16;
-constexpr double kBoxRate = 25;          // of x by boxes; not fitted
-constexpr double kTileCycles = 1500;     // to fill and to drain
-constexpr double kLaunchCycles = 3500;   // of one more kernel
-constexpr double kContainCycles = 8000;  // to come to a decision, and of a launch that has nothing to do again
+constexpr double kMemoryRate = 18.3, kSingleRate = 8.8, kWordsRate = 5.5, kPixelsRate = 17, kChannelsRate = 9.5;
+constexpr double kBoxRate = 35, kStoreRate = 17, kStoreChannelsRate = 40, kStoreBoxRate = 140;
+constexpr double kTileCycles = 800;      // to fill and to drain
+constexpr double kCopyCycles = 4600;     // of copying x, but for its bytes
+constexpr double kMeetCycles = 4600;     // of parts of a tile, but for their sums
+constexpr double kMeetRate = 32;         // bytes a cycle, of these
+constexpr double kContainCycles = 3750;  // to come to a decision, and of a launch that has nothing to do again
 
 // What there are kernels for: 1x1 multiplies too little for each value that is loaded.
 inline bool may_contain(const Correlation& of, int element_bytes) { return element_bytes == 4 && of.R * of.S > 1; }
@@ -1790,24 +1946,41 @@ inline int64_t packed_rows(const Correlation& of, int tile_n) {
 
 inline int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
 
+// Which outputs make a tile.
+struct Cut {
+  enum { kPoints, kPacked, kLines } kind;
+  int tile_p, tile_q;  // of kLines: lines, columns
+};
+
+// Of the sums of one part of a tile.
+inline int64_t partial_bytes(int pixels, int tile_n) { return static_cast<int64_t>(pixels) * tile_n * sizeof(float); }
+
+// Of all parts of tiles: small problems get by with less.
+inline int64_t most_partial_bytes(const Correlation& of) {
+  const int64_t whole = of.groups * ceil_div(of.N * of.P * of.Q, 128) * ceil_div(of.out_channels, 128);
+  return std::min(kMostPartialBytes, 2 * kSplits[std::size(kSplits) - 1] * whole * partial_bytes(128, 128));
+}
+
 // Completes a plan; false when it does not fit.
 inline bool complete(const Correlation& of, int element_bytes, const Device& device, const Alignment& address,
-                     const TileShape& shape, int splits, int tile_p, int tile_q, Plan& plan) {
+                     const TileShape& shape, int splits, const Cut& cut, Plan& plan) {
   plan = Plan{};
   plan.contained = shape.use == Use::kContained;
   const int channels = 16 / element_bytes;
   plan.tile_n = shape.tile_n;
   plan.blocks_m = shape.blocks_m;
-  plan.points = of.R == 1 && of.S == 1;
-  plan.tile_p = tile_p;
-  plan.tile_q = tile_q;
+  plan.points = cut.kind == Cut::kPoints;
+  plan.packed = cut.kind == Cut::kPacked;
+  if (plan.points && shape.pieces < kLeastPointPieces) return false;
   const int pixels = tile_pixels(plan);
+  // Packed tiles start at multiples of what divides both.
+  const int most_skipped = plan.packed ? of.Q - greatest_common_divisor(pixels, of.Q) : 0;
+  const int tile_p = plan.tile_p = plan.packed ? (most_skipped + pixels - 1) / of.Q + 1 : cut.tile_p;
+  const int tile_q = plan.tile_q = plan.packed ? of.Q : cut.tile_q;
   plan.tiles_n = static_cast<int>(ceil_div(of.out_channels, plan.tile_n));
   const int64_t lines = of.N * of.P;
   plan.tiles_q = plan.points ? 1 : static_cast<int>(ceil_div(of.Q, tile_q));
-  const int64_t tiles_m = plan.points ? ceil_div(lines * of.Q, pixels) : ceil_div(lines, tile_p) * plan.tiles_q;
-  if (tiles_m > (1 << 30)) return false;
-  plan.tiles_m = static_cast<int>(tiles_m);
+  if (static_cast<int64_t>(of.P) * of.Q > (1 << 30)) return false;
 
   const bool aligned_in = address.in % 16 == 0;
   const bool channels_last = of.in_stride[1] == 1 && of.in_channels % channels == 0 &&
@@ -1841,6 +2014,11 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
     plan.slots = static_cast<int>(rows * pitch);
     plan.piece_slots = plan.slots | 1;
   }
+  const int64_t tiles_m =
+      plan.points || plan.packed ? ceil_div(lines * of.Q, pixels) : ceil_div(lines, tile_p) * plan.tiles_q;
+  if (tiles_m > (1 << 30)) return false;
+  plan.tiles_m = static_cast<int>(tiles_m);
+
   // Offsets of pixels from the tile's first image on are ints.
   const auto reach = [&](const int64_t (&stride)[4], int rows, int columns) {
     return images * std::abs(stride[0]) + rows * std::abs(stride[2]) + columns * std::abs(stride[3]);
@@ -1856,26 +2034,33 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   plan.split_blocks = static_cast<int>(ceil_div(plan.blocks_c, splits));
   plan.splits = static_cast<int>(ceil_div(plan.blocks_c, plan.split_blocks));
   if (plan.splits != splits) return false;
-  plan.tiles = static_cast<int64_t>(plan.tiles_m) * plan.tiles_n * of.groups * splits;
+  plan.tiles = static_cast<int64_t>(plan.tiles_m) * plan.tiles_n * of.groups;
+  if (plan.tiles > (1 << 30) - 64 * device.sms) return false;  // units are ints
+  // As many as all SMs take, again and again; the last ones are cut up.
+  plan.whole_tiles = static_cast<int>(splits > 1 ? plan.tiles / device.sms * device.sms : plan.tiles);
+  const int64_t parts = (plan.tiles - plan.whole_tiles) * splits;
+  plan.units = static_cast<int>(plan.whole_tiles + parts);
+  if (splits > 1 && (parts == 0 || parts * partial_bytes(pixels, plan.tile_n) > most_partial_bytes(of))) return false;
   plan.rows = plan.loads == Loads::kChannels && plan.pieces == 8;
   // Boxes take neighbouring columns, and the last one of a group has no channels of the next group.
   const bool dense_in = !plan.points || (dense_points_of(of) && dense_pixels(of.in_stride, of.N, of.P, of.Q));
   // Contained operands take none: a block that gives up would have to wait for those on their way.
-  plan.in_boxes = shape.use == Use::kAsTheyAre && plan.rows && dense_in && plan.in_column_step <= 1 &&
-                  plan.in_row_step <= 1 && (of.groups == 1 || of.in_channels % (plan.pieces * channels) == 0) &&
-                  of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && (plan.points || plan.pitch <= 256) &&
-                  of.in_stride[2] > 0 && of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
+  plan.in_boxes = shape.use == Use::kAsTheyAre && plan.rows && dense_in &&
+                  (plan.points || (plan.in_column_step == 1 && plan.in_row_step == 1 && plan.pitch <= 256)) &&
+                  (of.groups == 1 || of.in_channels % (plan.pieces * channels) == 0) &&
+                  of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && of.in_stride[2] > 0 &&
+                  of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
+  plan.planes = element_bytes == 4 && plan.points && plan.loads != Loads::kChannels;
   plan.plane_slots = pixels + 8;
-  plan.x_stage_bytes = element_bytes == 4 && plan.loads == Loads::kPixels
-                           ? plan.pieces * channels * plan.plane_slots * 4
+  plan.x_stage_bytes = plan.planes     ? plan.pieces * channels * plan.plane_slots * 4
                        : plan.in_boxes ? (plan.slots * 128 + 1023) / 1024 * 1024
                                        : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
   plan.w_pieces = plan.contained ? plan.pieces / 2 : plan.pieces;
   plan.w_stage_bytes = plan.w_pieces * plan.tile_n * 16;
   if (packed_rows(of, plan.tile_n) * plan.iterations * plan.w_pieces >= (1 << 30)) return false;
-  if (plan.contained && plan.tiles > std::min(most_listed(of), int64_t{1} << 31)) return false;
-  // Lines of one image in a tile come in multiples of this.
-  const int lines_together = plan.points ? 1 : greatest_common_divisor(of.P, tile_p);
+  if (plan.contained && plan.tiles > most_listed(of)) return false;
+  // Lines of one image in a tile come in multiples of this. Of packed ones each tile says it.
+  const int lines_together = plan.packed ? of.P : plan.points ? 1 : greatest_common_divisor(of.P, tile_p);
   plan.end_rows = plan.row_step == 1 && lines_together >= static_cast<int64_t>(of.R - 1) * of.dilation_h;
   plan.end_columns = plan.column_step == 1 && tile_q >= static_cast<int64_t>(of.S - 1) * of.dilation_w;
 
@@ -1888,14 +2073,12 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
                       : 1;
   } else {
     const bool fours = dense_fours(of.out_stride, of.P, of.Q, of.N, of.out_channels);
-    const bool whole = plan.points || (tile_q == of.Q ? tile_p * of.Q % 4 == 0 : tile_q % 4 == 0 && of.Q % 4 == 0);
+    const bool whole =
+        plan.points || plan.packed || (tile_q == of.Q ? tile_p * of.Q % 4 == 0 : tile_q % 4 == 0 && of.Q % 4 == 0);
     plan.vector = aligned_out && fours && whole ? 4 : 1;
   }
 
-  const bool splittable = element_bytes == 4 && aligned_out && out_elements(of) % 4 == 0 && dense_output(of) &&
-                          splits * out_elements(of) * 4 <= kMostPartialBytes;
-  if (splits > 1 && !splittable) return false;
-  plan.boxes = plan.points && plan.out_channels_last && element_bytes == 4 && plan.vector == 4 &&
+  plan.boxes = (plan.points || plan.packed) && plan.out_channels_last && element_bytes == 4 && plan.vector == 4 &&
                dense_pixels(of.out_stride, of.N, of.P, of.Q) && of.N * of.P * of.Q < (int64_t{1} << 30) &&
                (of.groups == 1 || of.out_channels % kStagedChannels == 0);
 
@@ -1911,41 +2094,82 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
     }
   }
   if (!fits) return false;
-  plan.blocks = static_cast<int>(std::min<int64_t>(plan.tiles, device.sms));
+  plan.blocks = std::min(plan.units, device.sms);
 
-  const double in_bytes = 16.0 * plan.slots * plan.pieces * plan.split_blocks;
   const double out_bytes = static_cast<double>(pixels) * plan.tile_n * element_bytes;
-  const double multiply = static_cast<double>(plan.split_blocks) * of.R * of.S * shape.stage_cycles;
   const double rate = plan.in_boxes                  ? kBoxRate
-                      : plan.loads == Loads::kSingle ? kSingleRate
+                      : plan.loads == Loads::kSingle ? plan.planes ? kWordsRate : kSingleRate
                       : plan.loads == Loads::kPixels ? kPixelsRate
                                                      : kChannelsRate;
-  const double store = out_bytes / kStoreRate;
-  const double memory = (in_bytes / plan.tiles_n + out_bytes) / kMemoryRate;
-  const double tile = std::max({multiply + store, in_bytes / rate, memory}) + kTileCycles;
-  plan.cycles = ceil_div(plan.tiles, device.sms) * tile;
-  if (splits > 1) plan.cycles += kLaunchCycles + (splits + 1) * 4.0 * out_elements(of) / device.sms / kMemoryRate;
+  const double store_rate = plan.boxes ? kStoreBoxRate : plan.out_channels_last ? kStoreChannelsRate : kStoreRate;
+  const auto cycles_of = [&](int blocks_c) {
+    const double in_bytes = 16.0 * plan.slots * plan.pieces * blocks_c;
+    const double multiply = static_cast<double>(blocks_c) * of.R * of.S * shape.stage_cycles;
+    const double memory = (in_bytes / plan.tiles_n + out_bytes) / kMemoryRate;
+    return std::max({multiply + out_bytes / store_rate, in_bytes / rate, memory}) + kTileCycles;
+  };
+  plan.cycles = ceil_div(plan.whole_tiles, device.sms) * cycles_of(plan.blocks_c);
+  if (splits > 1)
+    plan.cycles += ceil_div(parts, device.sms) * (cycles_of(plan.split_blocks) + out_bytes / kMeetRate) + kMeetCycles +
+                   splits * out_bytes / kMeetRate;
   if (plan.contained) plan.cycles += kContainCycles;
   return true;
 }
 
-// With TF32 operands, for what contained ones are not fit for: the same pixels and parts of the reduction, and fewer
-// channels in a tile.
+// 1x1 whose x comes by single words, that is: at a stride, or planes of no multiple of 4 pixels. What is read is first
+// copied to where channels are neighbours, unless that is a lot. From strides alone, which the workspace depends on.
+constexpr int64_t kMostCopiedBytes = 256 << 20;
+
+inline int64_t copied_bytes(const Correlation& of, int element_bytes) {
+  return of.N * of.P * of.Q * of.groups * of.in_channels * element_bytes;
+}
+
+inline bool may_copy(const Correlation& of, int element_bytes) {
+  const bool dense = dense_points_of(of) && dense_fours(of.in_stride, of.H, of.W, of.N, of.in_channels);
+  return of.R == 1 && of.S == 1 && !dense && of.in_stride[1] != 1 && of.in_channels % (16 / element_bytes) == 0 &&
+         copied_bytes(of, element_bytes) <= kMostCopiedBytes;
+}
+
+// The same of the copy.
+inline Correlation copied(const Correlation& of) {
+  Correlation result = of;
+  const int64_t channels = static_cast<int64_t>(of.groups) * of.in_channels;
+  result.H = of.P;
+  result.W = of.Q;
+  result.stride_h = result.stride_w = 1;
+  result.pad_h = result.pad_w = 0;
+  const int64_t stride[4] = {of.P * of.Q * channels, 1, of.Q * channels, channels};
+  std::copy_n(stride, 4, result.in_stride);
+  return result;
+}
+
+// Read in sectors, and written.
+inline double copy_cycles(const Correlation& of, int element_bytes, const Device& device) {
+  return copied_bytes(of, element_bytes) * (1.0 + std::min(of.stride_w, 8)) / device.sms / kMemoryRate + kCopyCycles;
+}
+
+// With TF32 operands, for what contained ones are not fit for: the same pixels, and fewer channels in a tile.
 inline bool plan_again(const Correlation& of, const Device& device, const Alignment& address, const Plan& contained,
                        Plan& plan) {
-  return complete(of, 4, device, address, kAgainShape, contained.splits, contained.tile_p, contained.tile_q, plan);
+  const Cut cut{contained.packed ? Cut::kPacked : Cut::kLines, contained.tile_p, contained.tile_q};
+  return complete(of, 4, device, address, kAgainShape, 1, cut, plan);
 }
 
 inline bool make_plan(const Correlation& of, int element_bytes, const Device& device, const Alignment& address,
                       int forced, Plan& best, int forced_splits = 0) {
   bool found = false;
   int number = 0;
-  const auto consider = [&](const TileShape& shape, int tile_p, int tile_q) {
-    if (tile_p < 1 || tile_p * tile_q > 128 * shape.blocks_m) return;
-    for (int splits : {1, 2, 3, 4, 6, 8}) {
+  const Correlation copy = copied(of);
+  const auto consider = [&](const TileShape& shape, const Cut& cut, bool copies) {
+    const Correlation& what = copies ? copy : of;
+    const Alignment at{copies ? 0 : address.in, address.out};
+    if (cut.tile_p < 1 || cut.tile_p * cut.tile_q > 128 * shape.blocks_m) return;
+    for (int splits : kSplits) {
       Plan plan, again;
       if (forced_splits > 0 && splits != forced_splits) continue;
-      if (!complete(of, element_bytes, device, address, shape, splits, tile_p, tile_q, plan)) continue;
+      if (!complete(what, element_bytes, device, at, shape, splits, cut, plan)) continue;
+      plan.copied = copies;
+      if (copies) plan.cycles += copy_cycles(of, element_bytes, device);
       if (found && plan.cycles >= best.cycles) continue;
       if (plan.contained && !plan_again(of, device, address, plan, again)) continue;
       best = plan;
@@ -1961,15 +2185,17 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
       continue;
     const int pixels = 128 * shape.blocks_m;
     if (of.R == 1 && of.S == 1) {
-      consider(shape, 1, 1);
+      consider(shape, {Cut::kPoints, 1, 1}, false);
+      if (may_copy(of, element_bytes)) consider(shape, {Cut::kPoints, 1, 1}, true);
       continue;
     }
+    if (of.Q <= pixels) consider(shape, {Cut::kPacked, 1, 1}, false);
     // Whole rows, or a part of them.
     for (int tile_q : {of.Q, 32, 64, 128, 256}) {
       if (tile_q > pixels || tile_q > of.Q) continue;
       const int most = static_cast<int>(std::min<int64_t>(pixels / tile_q, of.N * of.P));
       for (int tile_p : {most, most & ~1, most & ~3, (most + 1) / 2, (most + 3) / 4, 2, 1})
-        consider(shape, tile_p, tile_q);
+        consider(shape, {Cut::kLines, tile_p, tile_q}, false);
     }
   }
   return found;
@@ -2013,14 +2239,26 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
+constexpr double kLeastAgainstMma = 1 << 29;
+
+inline const char* yields(const Problem& problem, Operator op) {
+  if (problem.dtype != DType::kFloat32 || multiply_adds(problem) >= kLeastAgainstMma ||
+      kMmaEngine.refusal(problem, op) != nullptr)
+    return nullptr;
+  return "mma is faster with few multiply-adds";
+}
+
 // Where the parts of the workspace start.
 struct WorkspaceLayout {
-  int64_t scales, samples, marked, list, w_factors, packed, packed_again, partial, end;
+  int64_t scales, samples, marked, list, w_factors, packed, packed_again, copied, arrived, partial, end;
 };
 
-// Of weights of so many bytes, packed, contained ones in so many rows, and packed again; and of partial sums.
+// Two counters for each tile that is cut up: there are fewer than partial sums of the smallest tile.
+constexpr int64_t kArrivedBytes = 8 * kMostPartialBytes / (128 * kAgainTile * 4);
+
+// Of weights of so many bytes, packed, contained ones in so many rows, and packed again; of x; and of partial sums.
 inline WorkspaceLayout workspace_layout(bool contained, int64_t rows, int64_t tiles, int64_t packed_bytes,
-                                        int64_t packed_again_bytes, int64_t partial_bytes) {
+                                        int64_t packed_again_bytes, int64_t copied_bytes, int64_t partial_bytes) {
   const auto aligned = [](int64_t bytes) { return ceil_div(bytes, 128) * 128; };
   WorkspaceLayout layout{};
   if (contained) {
@@ -2032,7 +2270,9 @@ inline WorkspaceLayout workspace_layout(bool contained, int64_t rows, int64_t ti
     layout.packed = layout.w_factors + aligned(4 * rows);
   }
   layout.packed_again = layout.packed + aligned(packed_bytes);
-  layout.partial = layout.packed_again + (contained ? aligned(packed_again_bytes) : 0);
+  layout.copied = layout.packed_again + (contained ? aligned(packed_again_bytes) : 0);
+  layout.arrived = layout.copied + aligned(copied_bytes);
+  layout.partial = layout.arrived + (partial_bytes > 0 ? kArrivedBytes : 0);
   layout.end = layout.partial + partial_bytes;
   return layout;
 }
@@ -2043,23 +2283,22 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op) {
   const int bytes = element_bytes(problem.dtype), channels = 16 / bytes;
   const bool contained = may_contain(of, bytes);
   const int64_t pieces = ceil_div(of.in_channels, 8 * channels) * 8 * of.R * of.S;  // of a row
-  const int64_t rows = packed_rows(of, 256), partial = std::min(kMostPartialBytes, kMostSplits * 4 * out_elements(of));
+  const int64_t rows = packed_rows(of, 256);
   return workspace_layout(contained, rows, most_listed(of), rows * pieces * 16,
-                          packed_rows(of, kAgainTile) * pieces * 16,
-                          bytes == 4 && 2 * 4 * out_elements(of) <= kMostPartialBytes ? partial : 0)
+                          packed_rows(of, kAgainTile) * pieces * 16, may_copy(of, bytes) ? copied_bytes(of, bytes) : 0,
+                          most_partial_bytes(of))
       .end;
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-// y as boxes want it: [1][part of the reduction][pixel of all images][channel].
+// y as boxes want it: [1][1][pixel of all images][channel].
 inline cudaError_t make_out_map(Params& params) {
   const Correlation& of = params.of;
   const uint64_t channels = static_cast<uint64_t>(of.groups) * of.out_channels;
   const uint64_t pixels = static_cast<uint64_t>(of.N) * of.P * of.Q;
-  const uint64_t sizes[4] = {channels, pixels, static_cast<uint64_t>(params.plan.splits), 1};
-  const uint64_t part = params.plan.splits > 1 ? params.out_elements * sizeof(float) : 16;
-  const uint64_t strides[3] = {pixels > 1 ? of.out_stride[3] * sizeof(float) : 16, part, 16};
+  const uint64_t sizes[4] = {channels, pixels, 1, 1};
+  const uint64_t strides[3] = {pixels > 1 ? of.out_stride[3] * sizeof(float) : 16, 16, 16};
   const uint32_t box[4] = {kStagedChannels, 64, 1, 1};
   return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, sizeof(float), sizes, strides, box,
                               params.out_map);
@@ -2107,8 +2346,10 @@ template <typename Format>
 cudaError_t run_tiles(Params& params, cudaStream_t stream) {
   const Plan& plan = params.plan;
   if (plan.pieces == 8 && plan.tile_n == 256) return run_kernel<Format, 256, 1, 8>(params, stream);
-  if (plan.pieces == 8 && plan.tile_n == 128) return run_kernel<Format, 128, 2, 8>(params, stream);
+  if (plan.pieces == 8 && plan.tile_n == 128 && plan.blocks_m == 2)
+    return run_kernel<Format, 128, 2, 8>(params, stream);
   if constexpr (sizeof(typename Format::Stored) == 4) {
+    if (plan.pieces == 8 && plan.tile_n == 128) return run_kernel<Format, 128, 1, 8>(params, stream);
     if (plan.pieces == 8) return run_kernel<Format, 64, 2, 8>(params, stream);
     return run_kernel<Format, 128, 2, 4>(params, stream);
   }
@@ -2116,14 +2357,27 @@ cudaError_t run_tiles(Params& params, cudaStream_t stream) {
 }
 
 inline PackParams pack_params(const Correlation& of, const Plan& plan, const void* w_ptr, void* packed_ptr) {
-  PackParams pack{w_ptr, packed_ptr, of, plan.tile_n, plan.tiles_n, plan.blocks_c, plan.w_pieces, 0};
+  PackParams pack{w_ptr, packed_ptr, of, plan.tile_n, plan.tiles_n, plan.blocks_c, plan.w_pieces, 0, nullptr, 0};
   pack.count = static_cast<int>(packed_rows(of, plan.tile_n) * plan.iterations * plan.w_pieces);
   return pack;
 }
 
 template <typename Format>
-cudaError_t run_packed(const PackParams& pack, Params& params, cudaStream_t stream) {
-  pack_kernel<Format><<<static_cast<unsigned>(ceil_div(pack.count, kPackThreads)), kPackThreads, 0, stream>>>(pack);
+cudaError_t run_packed(const PackParams& pack, void* copy_ptr, Params& params, cudaStream_t stream) {
+  CopyParams copy{};
+  size_t smem_bytes = 0;
+  if (params.plan.copied) {
+    copy.in_ptr = params.in_ptr;
+    copy.out_ptr = copy_ptr;
+    copy.of = params.of;
+    copy.channel_blocks = static_cast<int>(ceil_div(copy.of.groups * copy.of.in_channels, kCopySide));
+    copy.blocks = static_cast<int>(ceil_div(copy.of.N * copy.of.P * copy.of.Q, kCopySide)) * copy.channel_blocks;
+    smem_bytes = sizeof(CopyShared<typename Format::Stored>);
+    params.in_ptr = copy_ptr;
+    params.of = copied(params.of);
+  }
+  const unsigned blocks = static_cast<unsigned>(copy.blocks + ceil_div(pack.count, kPackThreads));
+  pack_kernel<Format><<<blocks, kPackThreads, smem_bytes, stream>>>(pack, copy);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   params.packed_ptr = pack.packed_ptr;
@@ -2175,32 +2429,18 @@ cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& p
     return pack_params(of, of_plan, nullptr, nullptr).count * int64_t{16};
   };
   const WorkspaceLayout layout = workspace_layout(plan.contained, packed_rows(of, plan.tile_n), plan.tiles,
-                                                  packed_bytes(plan), plan.contained ? packed_bytes(again) : 0, 0);
-  void* const out_ptr = params.out_ptr;
-  const void* const bias_ptr = params.bias_ptr;
+                                                  packed_bytes(plan), plan.contained ? packed_bytes(again) : 0,
+                                                  plan.copied ? copied_bytes(of, sizeof(Stored)) : 0, plan.splits - 1);
+  PackParams pack = pack_params(of, plan, w_ptr, start + layout.packed);
   if (plan.splits > 1) {
-    params.out_elements = out_elements(of);
-    params.out_ptr = start + layout.partial;
-    params.bias_ptr = nullptr;
+    params.partial_ptr = reinterpret_cast<float*>(start + layout.partial);
+    params.arrived_ptr = pack.zero_ptr = reinterpret_cast<uint32_t*>(start + layout.arrived);
+    pack.zeros = static_cast<int>(2 * (plan.tiles - plan.whole_tiles));
   }
-  void* const partial_ptr = params.out_ptr;
-  const PackParams pack = pack_params(of, plan, w_ptr, start + layout.packed);
-  cudaError_t error = cudaErrorInvalidConfiguration;
   if constexpr (sizeof(Stored) == 4) {
-    if (plan.contained) error = run_contained(pack, again, layout, start, params, stream);
+    if (plan.contained) return run_contained(pack, again, layout, start, params, stream);
   }
-  if (!plan.contained) error = run_packed<Format<Stored>>(pack, params, stream);
-  if (error != cudaSuccess || plan.splits == 1) return error;
-  SumParams sum{};
-  sum.partial_ptr = static_cast<const float*>(partial_ptr);
-  sum.bias_ptr = static_cast<const float*>(bias_ptr);
-  sum.out_ptr = static_cast<float*>(out_ptr);
-  sum.elements = params.out_elements;
-  sum.splits = plan.splits;
-  sum.channels = of.groups * of.out_channels;
-  sum.neighbours = plan.out_channels_last ? 1 : of.P * of.Q;
-  return hopper::launch_early(sum_kernel, static_cast<unsigned>(ceil_div(sum.elements / 4, kPackThreads)), kPackThreads,
-                              0, stream, sum);
+  return run_packed<Format<Stored>>(pack, start + layout.copied, params, stream);
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
@@ -2230,18 +2470,17 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   plan_of(problem, op, device, Alignment{}, of, plan);
   const char* const loads[] = {"single values", "fours of pixels", "16 bytes of channels"};
   char tile[80];
-  if (plan.points)
+  if (plan.points || plan.packed)
     snprintf(tile, sizeof tile, "%d pixels", tile_pixels(plan));
   else
     snprintf(tile, sizeof tile, "%d lines x %d columns", plan.tile_p, plan.tile_q);
   snprintf(text, text_size,
-           "%stile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
-           "%d blocks for %lld "
-           "tiles, %d parts of the reduction, about %.3g Mcycles",
-           plan.contained ? "in scaled fp16, " : "", plan.tile_n, tile, loads[static_cast<int>(plan.loads)],
-           plan.x_stages, plan.x_stage_bytes, plan.w_stages, plan.w_stage_bytes,
-           plan.vector == 4 ? "fours" : "single values", plan.blocks, static_cast<long long>(plan.tiles), plan.splits,
-           plan.cycles * 1e-6);
+           "%s%stile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
+           "%d blocks for %lld tiles, %lld of them in %d parts, about %.3g Mcycles",
+           plan.contained ? "in scaled fp16, " : "", plan.copied ? "x copied, " : "", plan.tile_n, tile,
+           loads[static_cast<int>(plan.loads)], plan.x_stages, plan.x_stage_bytes, plan.w_stages, plan.w_stage_bytes,
+           plan.vector == 4 ? "fours" : "single values", plan.blocks, static_cast<long long>(plan.tiles),
+           static_cast<long long>(plan.tiles - plan.whole_tiles), plan.splits, plan.cycles * 1e-6);
 }
 
 #endif  // host
@@ -2249,7 +2488,8 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
 }  // namespace gather
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-extern const Engine kGatherEngine{"gather", gather::refusal, gather::workspace_bytes, gather::launch, gather::describe};
+extern const Engine kGatherEngine{"gather",       gather::refusal,  gather::workspace_bytes,
+                                  gather::launch, gather::describe, gather::yields};
 #endif
 
 }  // namespace modelnew

@@ -2879,6 +2879,12 @@ inline const char* refusal(const Problem& problem, Operator op) {
 // channels to 512, 64x64, one and four images (2^30) 32 and 53 / 20 and 61.
 constexpr double kLeastAgainstMma = 1.4142 * (1 << 29);
 
+// Of fewer outputs there are fewer than two tiles for each SM, which gather cuts up. H200, 2026-11-22, fp32 under TF32,
+// 3x3, by this engine (bench.py at 85de294) / by gather (in a driver, a revision in the making), us: one image, 256
+// channels to 512 and 1024 to 512, 64x64, 70 and 238 / 48 and 120; 256 to 256, 128x128 (2^22 outputs), 83 / 72; 128 to
+// 128, 256x256 (2^23), 83 / 87; 64 to 64, 56x56, 32 and 256 images (2^22.6, 2^25.6), 72 and 303 / 58 and 375.
+constexpr double kLeastOutputs = 1 << 23;
+
 // H200, 2026-11-22, fp32 under TF32, 256 images of 56x56, by the engine gather / by this one: 1x1 of 64 channels to 64,
 // 64 to 256, 256 to 64 and 256 to 128 in 128, 318, 261 and 341 us / 182, 438, 622 and 660; 3x3 of 64 channels in 393 /
 // 335, and in channels_last 436 / 1068 (of revisions in the making; the last one by bench.py at 0360cc5).
@@ -2888,9 +2894,14 @@ inline const char* yields(const Problem& problem, Operator op) {
   if (!uses_tf32(problem, op) && problem.dtype == DType::kFloat32 && multiply_adds(problem) < kLeastAgainstMma &&
       kMmaEngine.refusal(problem, op) == nullptr)
     return "mma is faster with few multiply-adds";
-  const bool faster = (problem.R == 1 && problem.S == 1) || channels_last;
+  const bool points = problem.R == 1 && problem.S == 1;
+  const double outputs = op == Operator::kDgrad ? static_cast<double>(problem.N) * problem.C * problem.H * problem.W
+                                                : static_cast<double>(problem.N) * problem.K * problem.P * problem.Q;
+  const bool faster = points || channels_last || outputs < kLeastOutputs;
   if (!faster || !uses_tf32(problem, op) || kGatherEngine.refusal(problem, op) != nullptr) return nullptr;
-  return channels_last ? "gather is faster in channels_last" : "gather is faster with 1x1 filters";
+  return channels_last ? "gather is faster in channels_last"
+         : points      ? "gather is faster with 1x1 filters"
+                       : "gather is faster with few outputs";
 }
 
 inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
