@@ -90,7 +90,6 @@
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
-#include <iterator>
 #include <type_traits>
 
 #include "engines.cuh"
@@ -115,10 +114,11 @@ struct Format {
   using Multiplied = Multiplied_;
   static constexpr bool CONTAINED = sizeof(Multiplied) < sizeof(Stored);
   static constexpr bool AGAIN = AGAIN_;
-  static constexpr bool POINTS = !CONTAINED && !AGAIN;        // as well as windows
-  static constexpr int CHANNELS = 16 / sizeof(Stored);        // of a piece of x
-  static constexpr int W_CHANNELS = 16 / sizeof(Multiplied);  // of a piece of packed weights
-  static constexpr int STEP_PIECES = CONTAINED ? 4 : 2;       // of x, in one wgmma
+  static constexpr bool POINTS = !CONTAINED && !AGAIN;             // as well as windows
+  static constexpr bool IN_PARTS = sizeof(Stored) == 4 && !AGAIN;  // tiles may be cut up: 16 bits lack the registers
+  static constexpr int CHANNELS = 16 / sizeof(Stored);             // of a piece of x
+  static constexpr int W_CHANNELS = 16 / sizeof(Multiplied);       // of a piece of packed weights
+  static constexpr int STEP_PIECES = CONTAINED ? 4 : 2;            // of x, in one wgmma
   // Registers of a thread: all start with 168, and the multiplying ones need more.
   static constexpr int MULTIPLY_REGISTERS = sizeof(Stored) == 2 ? 208 : AGAIN ? 216 : 224;
   static constexpr int GATHER_REGISTERS = 3 * 168 - 2 * MULTIPLY_REGISTERS;
@@ -1716,8 +1716,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     }
     uint8_t* const staging =
         smem + shared.layout.staging + warpgroup * (plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes);
-    volatile uint32_t* const last = reinterpret_cast<uint32_t*>(smem + kLastPlace) + warpgroup;
-    if (!Format::AGAIN && tile.part >= 0 && !meet<TILE_N, BLOCKS_M>(params, tile, last, warpgroup, acc)) continue;
+    [[maybe_unused]] volatile uint32_t* const last = reinterpret_cast<uint32_t*>(smem + kLastPlace) + warpgroup;
+    if constexpr (Format::IN_PARTS) {
+      if (tile.part >= 0 && !meet<TILE_N, BLOCKS_M>(params, tile, last, warpgroup, acc)) continue;
+    }
     if (plan.boxes) {
       if constexpr (kFloats) store_boxes<TILE_N, BLOCKS_M>(params, tile, staging, warpgroup, acc);
     } else {
@@ -1897,7 +1899,7 @@ inline bool dense_points_of(const Correlation& of) {
 
 // Sums of the parts of tiles.
 constexpr int64_t kMostPartialBytes = 32 << 20;
-constexpr int kSplits[] = {1, 2, 3, 4, 5, 6, 8, 12, 16};
+constexpr int kSplits[] = {1, 2, 3, 4, 5, 6, 8, 12, 16}, kMostSplits = 16;
 
 enum class Use { kAsTheyAre, kContained, kOfThoseAgain };
 
@@ -1958,7 +1960,7 @@ inline int64_t partial_bytes(int pixels, int tile_n) { return static_cast<int64_
 // Of all parts of tiles: small problems get by with less.
 inline int64_t most_partial_bytes(const Correlation& of) {
   const int64_t whole = of.groups * ceil_div(of.N * of.P * of.Q, 128) * ceil_div(of.out_channels, 128);
-  return std::min(kMostPartialBytes, 2 * kSplits[std::size(kSplits) - 1] * whole * partial_bytes(128, 128));
+  return std::min(kMostPartialBytes, 2 * kMostSplits * whole * partial_bytes(128, 128));
 }
 
 // Completes a plan; false when it does not fit.
@@ -2037,6 +2039,7 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   plan.tiles = static_cast<int64_t>(plan.tiles_m) * plan.tiles_n * of.groups;
   if (plan.tiles > (1 << 30) - 64 * device.sms) return false;  // units are ints
   // As many as all SMs take, again and again; the last ones are cut up.
+  if (splits > 1 && element_bytes != 4) return false;
   plan.whole_tiles = static_cast<int>(splits > 1 ? plan.tiles / device.sms * device.sms : plan.tiles);
   const int64_t parts = (plan.tiles - plan.whole_tiles) * splits;
   plan.units = static_cast<int>(plan.whole_tiles + parts);
