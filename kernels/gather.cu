@@ -1911,24 +1911,26 @@ struct TileShape {
 };
 // The estimate makes windows a quarter longer than they are, and contained operands are compared with those.
 constexpr TileShape kTileShapes[] = {
-    {256, 1, 8, 1360, true}, {128, 2, 8, 1750, true},
-    {64, 2, 8, 1210, false}, {128, 2, 4, 995, false},
-    {128, 1, 8, 950, false}, {kContainedTile, 1, kContainedPieces, 1280, false, Use::kContained}};
+    {256, 1, 8, 1210, true}, {128, 2, 8, 1600, true},
+    {64, 2, 8, 1150, false}, {128, 2, 4, 895, false},
+    {128, 1, 8, 854, false}, {kContainedTile, 1, kContainedPieces, 913, false, Use::kContained}};
 // Of what is done again. A single tile keeps the whole call waiting, so that it is cut up.
 constexpr TileShape kAgainShape{kAgainTile, 1, kContainedPieces, 700, false, Use::kOfThoseAgain};
 
 // Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, in up to
-// 4 parts of the reduction, fp32, 32 and 256 images, both memory formats, H200, 2026-11-22: 1486 times, of which it is
-// 14% off (root mean square). What it chooses is 0.7% slower than the fastest, on average.
+// 4 parts of the reduction, fp32, 32 and 256 images, both memory formats, H200, 2026-11-22 (revisions in the making):
+// 1616 times, of which it is 15% off (root mean square). What it chooses is 1.9% slower than the fastest, on average.
 //
-// Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled; of y.
-constexpr double kMemoryRate = 18.3, kSingleRate = 8.8, kWordsRate = 5.5, kPixelsRate = 17, kChannelsRate = 9.5;
-constexpr double kBoxRate = 35, kStoreRate = 17, kStoreChannelsRate = 40, kStoreBoxRate = 140;
-constexpr double kTileCycles = 800;      // to fill and to drain
-constexpr double kCopyCycles = 4600;     // of copying x, but for its bytes
-constexpr double kMeetCycles = 4600;     // of parts of a tile, but for their sums
-constexpr double kMeetRate = 32;         // bytes a cycle, of these
-constexpr double kContainCycles = 3750;  // to come to a decision, and of a launch that has nothing to do again
+// Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled (single words of windows
+// are never what a tile waits for); of y.
+constexpr double kMemoryRate = 21.8, kSingleRate = 100, kWordsRate = 5.8, kPixelsRate = 22, kChannelsRate = 10.7;
+constexpr double kBoxRate = 200, kStoreRate = 20, kStoreOneRate = 13, kStoreChannelsRate = 23.5, kStoreBoxRate = 400;
+constexpr double kLost = 0.08;            // of what takes less time than what a tile waits for
+constexpr double kTileCycles = 1500;      // to fill and to drain
+constexpr double kCopyCycles = 6600;      // of copying x, but for its bytes
+constexpr double kMeetCycles = 1900;      // of parts of a tile, but for their sums
+constexpr double kMeetRate = 29.5;        // bytes a cycle, of these
+constexpr double kContainCycles = 16000;  // to come to a decision, and of a launch that has nothing to do again
 
 // What there are kernels for: 1x1 multiplies too little for each value that is loaded.
 inline bool may_contain(const Correlation& of, int element_bytes) { return element_bytes == 4 && of.R * of.S > 1; }
@@ -2104,12 +2106,16 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
                       : plan.loads == Loads::kSingle ? plan.planes ? kWordsRate : kSingleRate
                       : plan.loads == Loads::kPixels ? kPixelsRate
                                                      : kChannelsRate;
-  const double store_rate = plan.boxes ? kStoreBoxRate : plan.out_channels_last ? kStoreChannelsRate : kStoreRate;
+  const double store_rate = plan.boxes               ? kStoreBoxRate
+                            : plan.out_channels_last ? kStoreChannelsRate
+                            : plan.vector == 4       ? kStoreRate
+                                                     : kStoreOneRate;
   const auto cycles_of = [&](int blocks_c) {
     const double in_bytes = 16.0 * plan.slots * plan.pieces * blocks_c;
     const double multiply = static_cast<double>(blocks_c) * of.R * of.S * shape.stage_cycles;
     const double memory = (in_bytes / plan.tiles_n + out_bytes) / kMemoryRate;
-    return std::max({multiply + out_bytes / store_rate, in_bytes / rate, memory}) + kTileCycles;
+    const double work = multiply + out_bytes / store_rate, load = in_bytes / rate;
+    return (1 - kLost) * std::max({work, load, memory}) + kLost * (work + load + memory) + kTileCycles;
   };
   plan.cycles = ceil_div(plan.whole_tiles, device.sms) * cycles_of(plan.blocks_c);
   if (splits > 1)
