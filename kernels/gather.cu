@@ -28,6 +28,8 @@
 //         | . . . . .|   rows of image n + 1, with a halo of their own
 //         +----------+
 //
+// A tile is that of some lines and columns or, packed, of so many outputs in their order, from anywhere in a line on.
+//
 // One block an SM, for the life of the launch, 12 warps in three roles:
 //
 //   8 warps   two warpgroups multiply, each BLOCKS_M x 64 pixels by TILE_N channels, then store them through staging
@@ -48,7 +50,11 @@
 //   kChannels   [slot][piece]     a piece a copy; number i lies at place i ^ slot % 8, against bank conflicts. Where
 //                                 strides allow it, one thread orders bulk copies of boxes instead, of all points of a
 //                                 tile or of a row of slots: halo and padding come with them
-//   kSingle     [piece][slot]     one value a copy, from anywhere
+//   kSingle     [piece][slot]     one value a copy, from anywhere; of points in fp32 [channel][slot], single words
+//
+// Single words come slowly (5 to 6 bytes a cycle of an SM), and each tile of channels reads them anew: what 1x1 filters
+// read at a stride, or of planes that are no fours of pixels, is copied by the packing kernel to where channels are
+// neighbours, if that pays.
 //
 // Blocks take tiles in turns. What is left in the last turn, fewer tiles than there are SMs, is cut up into parts of
 // the reduction; whichever part of a tile comes last adds up the sums of all, in their order (meet).
@@ -63,30 +69,35 @@
 // when nothing is left to do, so that the host waits for nothing.
 //
 // That is for filters larger than 1x1 and many channels, in one shape of a tile: all else is bound by something else
-// than the tensor cores, and faster with TF32 operands (H200, 2026-11-22, 3x3, NCHW, us: contained, TF32, cuDNN):
+// than the tensor cores, and faster with TF32 operands (H200, 2026-11-22, 3x3, NCHW, us, the best plan of each, in a
+// revision in the making: contained, TF32; cuDNN by bench.py):
 //
 //                                  256 images          32 images
-//   256 to 256, 28x28, stride 2   216   338   304     61   71   64
-//   256 to 256, 14x14             199   225   219     64   63   52
-//   512 to 512, 14x14, stride 2   210   367   246     70   94   72
-//   512 to 512, 7x7               186   218   201     68   72   64
-//   128 to 128, 28x28             331   244   284     72   50   54
+//   256 to 256, 28x28, stride 2   218   283   304     70   54   62
+//   256 to 256, 14x14             152   164   223     58   46   52
+//   512 to 512, 14x14, stride 2   213   295   252     72   65   72
+//   512 to 512, 7x7               165   184   202     68   58   65
 //
-// What bounds it with TF32 operands (H200, 2026-11-22, 256 images, us, packing included, revisions in the making;
-// without loading x, or storing y, or both and seven eighths of w; cuDNN's own time). A bare loop of these wgmmas with
-// ldmatrix and rounding reaches 480 TFLOP/s, these layers 80 to 290.
+// What bounds it with TF32 operands (H200, 2026-11-22, 256 images, us, packing included, revisions in the making before
+// tiles were packed and cut up; without loading x, or storing y, or both and seven eighths of w; cuDNN's own time). A
+// bare loop of these wgmmas with ldmatrix and rounding reaches 480 TFLOP/s, these layers 80 to 290.
 //
 //   1x1 1024 to 512, 14x14     180   without x 156   without y 157   without all 125    cuDNN 331
 //   3x3 256 to 256, 14x14      205   without x 200   without y 191   without all 182    cuDNN 219
 //   1x1 64 to 256, 56x56       318   without x 308   without y 113   without all  90    cuDNN 294
 //   1x1 512 to 128, 28x28      161   without x 119   without y 122   without all  80    cuDNN 152
 //
-// The second one is bound by its shape: 8 lines fill 112 of a tile's 128 pixels, and 448 tiles take four rounds of 132.
+// The second one was bound by its shape: 8 lines fill 112 of a tile's 128 pixels, and 448 tiles take 4 rounds of 132.
+// Packed, 392 tiles take three: 194 to 154 us (by turns in one run; 28x28, 128 to 128: 243 to 225; 7x7, cut up: 180 to
+// 164; 1x1 at a stride by copies: 1024 to 2048, 14x14, 350 to 249).
 // Reading and writing take turns in a block: while its warpgroups store, the rings fill, but nobody multiplies. Tried:
 // weights for clusters of 2 or 4 blocks by multicast, 1.2 to 1.4 and 2 to 2.3 times slower, for whatever reason (with
 // an eighth of the bytes of weights it is 1 to 5% faster); y of [channel][pixel] by boxes of 32 channels x 128 bytes,
 // 408 instead of 318 us in the third line; x through registers of the gathering warps (1x1 256 to 64, 56x56: 493
-// instead of 295 us).
+// instead of 295 us); x of [channel][pixel] by boxes of 16 pixels x 32 channels, 1 to 10% slower than 16-byte copies
+// (1024 to 512, 14x14, where boxes meet seams of images: 210 instead of 182 us); points at a stride of channels_last by
+// a box a line (1024 to 2048, 14x14, 256 images: 1250 us at least instead of 186); a tile's numbers worked out twice, by
+// 64-bit divisions, instead of kept: up to 1 us for each tile of an SM.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -2248,7 +2259,11 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-constexpr double kLeastAgainstMma = 1 << 29;
+// By this engine (in a driver, a revision in the making) / by mma, us, TF32, H200, 2026-11-22, two images: 3x3 of 256
+// channels, 14x14 (2^27.8 multiply-adds), 25 / 25; of 64 channels, 56x56, 19 / 17; 1x1 of 1024 channels to 256, 14x14
+// (2^26.6), 21 / 14; four images of the latter and of 64 channels to 64, 56x56 (2^27.6), 21 / 21 and 12 / 11; of 3x3 of
+// 128 channels, 28x28 (2^28.8), 22 / 29.
+constexpr double kLeastAgainstMma = 1 << 28;
 
 inline const char* yields(const Problem& problem, Operator op) {
   if (problem.dtype != DType::kFloat32 || multiply_adds(problem) >= kLeastAgainstMma ||
