@@ -1292,6 +1292,18 @@ __device__ __forceinline__ void store_four(Stored* to, const Stored (&values)[4]
   }
 }
 
+// Does something with the sums that a thread has of a chunk, 64 pixels x 32 channels: number so many of its
+// warpgroup's. By branches, so that the rest of what stores a chunk is there once: a kernel that starts reads its code
+// from memory, after others have run.
+template <int TILE_N, int BLOCKS_M, typename Use>
+__device__ __forceinline__ void with_chunk(const Sums<TILE_N, BLOCKS_M>& acc, int number, const Use& use) {
+  constexpr int kChunks = TILE_N / kStagedChannels;
+#pragma unroll
+  for (int i = 0; i < BLOCKS_M * kChunks; ++i) {
+    if (i == number) use(&acc[i / kChunks][i % kChunks * (kStagedChannels / 2)]);
+  }
+}
+
 // 64 pixels x 32 channels at a time through staging.
 template <typename Format, int TILE_N, int BLOCKS_M>
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, int64_t image, float* staging,
@@ -1310,7 +1322,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
   const bool channels_last = plan.out_channels_last, fours = plan.vector == 4;
   const auto added = [&](int channel) { return bias == nullptr || channel >= channels ? 0.0f : widen(bias[channel]); };
 
-#pragma unroll
+#pragma unroll 1
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
     const int first_m = (warpgroup * BLOCKS_M + mb) * 64;
     // The pixels that this thread stores: one (or four neighbours), or with channels as neighbours four 16 apart.
@@ -1331,28 +1343,29 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
     Stored* to = out + offset[0] + first_channel * of.out_stride[1];  // unless channels are neighbours
     const int64_t step = (fours ? 8 : 2) * of.out_stride[1];
-#pragma unroll
+#pragma unroll 1
     for (int chunk = 0; chunk < TILE_N / kStagedChannels; ++chunk) {
       if (mb + chunk > 0) named_barrier(2 + warpgroup, 128);  // what was staged before has been read
       const int pixel = warp * 16 + lane / 4, channel = lane % 4 * 2;
-      const float* values = &acc[mb][chunk * (kStagedChannels / 2)];
-      if (channels_last) {
-        float* staged = staging + pixel * kChannelsPitch + channel;
+      with_chunk<TILE_N, BLOCKS_M>(acc, mb * (TILE_N / kStagedChannels) + chunk, [&](const float* values) {
+        if (channels_last) {
+          float* staged = staging + pixel * kChannelsPitch + channel;
 #pragma unroll
-        for (int j = 0; j < kStagedChannels / 8; ++j) {
+          for (int j = 0; j < kStagedChannels / 8; ++j) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            *reinterpret_cast<float2*>(staged + 8 * i * kChannelsPitch + 8 * j) =
-                make_float2(values[4 * j + 2 * i], values[4 * j + 2 * i + 1]);
+            for (int i = 0; i < 2; ++i)
+              *reinterpret_cast<float2*>(staged + 8 * i * kChannelsPitch + 8 * j) =
+                  make_float2(values[4 * j + 2 * i], values[4 * j + 2 * i + 1]);
+          }
+        } else {
+          float* staged = staging + channel * kPixelsPitch + pixel;
+#pragma unroll
+          for (int j = 0; j < kStagedChannels / 8; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) staged[(8 * j + e % 2) * kPixelsPitch + e / 2 * 8] = values[4 * j + e];
+          }
         }
-      } else {
-        float* staged = staging + channel * kPixelsPitch + pixel;
-#pragma unroll
-        for (int j = 0; j < kStagedChannels / 8; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) staged[(8 * j + e % 2) * kPixelsPitch + e / 2 * 8] = values[4 * j + e];
-        }
-      }
+      });
       named_barrier(2 + warpgroup, 128);  // all of it is staged
       const int chunk_k = chunk * kStagedChannels;
       if (channels_last) {
@@ -1405,7 +1418,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
 // The same by boxes: fp32, channels are neighbours, and so are the pixels of a tile. Two buffers take turns.
 template <int TILE_N, int BLOCKS_M>
 __device__ __forceinline__ void store_boxes(const Params& params, const Tile& tile, uint8_t* staging, int warpgroup,
-                                            Sums<TILE_N, BLOCKS_M>& acc) {
+                                            const Sums<TILE_N, BLOCKS_M>& acc) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int thread = threadIdx.x % 128, lane = thread % 32;
@@ -1416,34 +1429,36 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
   static_assert(TILE_N / kStagedChannels % 2 == 0, "the first chunk goes to the first buffer");
   // Piece number i of 16 bytes of a pixel lies at place i ^ pixel % 8.
   const int pixel = thread / 32 * 16 + lane / 4, channel = lane % 4 * 2;
-#pragma unroll
+#pragma unroll 1
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
     const int first = static_cast<int>(first_output(plan, tile)) + (warpgroup * BLOCKS_M + mb) * 64;
-#pragma unroll
+#pragma unroll 1
     for (int chunk = 0; chunk < TILE_N / kStagedChannels; ++chunk) {
       const int chunk_k = chunk * kStagedChannels;
       uint8_t* const staged = staging + chunk % 2 * kBoxStagingBytes;
-      float* const values = &acc[mb][chunk * (kStagedChannels / 2)];
+      float added[kStagedChannels / 8][2] = {};
       if (bias != nullptr) {
 #pragma unroll
         for (int j = 0; j < kStagedChannels / 8; ++j) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int k = chunk_k + 8 * j + channel + e;
-            const float added = k < channels ? bias[k] : 0.0f;
-            values[4 * j + e] += added;
-            values[4 * j + 2 + e] += added;
+            if (k < channels) added[j][e] = bias[k];
           }
         }
       }
       if (thread == 0) hopper::bulk_stores_wait_read<1>();
       named_barrier(2 + warpgroup, 128);  // the buffer has been read
+      with_chunk<TILE_N, BLOCKS_M>(acc, mb * (TILE_N / kStagedChannels) + chunk, [&](const float* values) {
 #pragma unroll
-      for (int j = 0; j < kStagedChannels / 8; ++j) {
-        uint8_t* const to = staged + pixel * 128 + ((2 * j + channel / 4) ^ (pixel % 8)) * 16 + channel % 4 * 4;
-        *reinterpret_cast<float2*>(to) = make_float2(values[4 * j], values[4 * j + 1]);
-        *reinterpret_cast<float2*>(to + 8 * 128) = make_float2(values[4 * j + 2], values[4 * j + 3]);
-      }
+        for (int j = 0; j < kStagedChannels / 8; ++j) {
+          uint8_t* const to = staged + pixel * 128 + ((2 * j + channel / 4) ^ (pixel % 8)) * 16 + channel % 4 * 4;
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            *reinterpret_cast<float2*>(to + 8 * i * 128) =
+                make_float2(values[4 * j + 2 * i] + added[j][0], values[4 * j + 2 * i + 1] + added[j][1]);
+        }
+      });
       hopper::fence_async();
       named_barrier(2 + warpgroup, 128);  // all of it is staged
       if (thread == 0) {
