@@ -48,7 +48,7 @@
 //
 //   kPixels     [channel][slot]   four pixels of a channel a copy, points only; operands are single words then
 //   kChannels   [slot][piece]     a piece a copy; number i lies at place i ^ slot % 8, against bank conflicts. Where
-//                                 strides allow it, one thread orders bulk copies of boxes instead, of all points of a
+//                                 strides allow it, one warp orders bulk copies of boxes instead, of all points of a
 //                                 tile or of a row of slots: halo and padding come with them
 //   kSingle     [piece][slot]     one value a copy, from anywhere; of points in fp32 [channel][slot], single words
 //
@@ -57,7 +57,13 @@
 // neighbours, if that pays.
 //
 // Blocks take tiles in turns. What is left in the last turn, fewer tiles than there are SMs, is cut up into parts of
-// the reduction; whichever part of a tile comes last adds up the sums of all, in their order (meet).
+// the reduction; whichever part of a tile comes last adds up the sums of all, in their order (meet):
+//
+//   block          0           1      ...  131
+//   first turn     tile 0      tile 1      tile 131
+//   last turn      tile 132    tile 133    ...   their first parts, then their second ones, and so on
+//                      |           |
+//                      sums in memory, a counter for each half of a tile: the last to come stores y
 //
 // Contained operands: fp32 tensors under the TF32 contract are multiplied as scaled fp16, at twice the rate of TF32 and
 // with half the bytes of weights (numerics.cuh; wgmma.cu says more about the rules). x lies in shared memory as it is
@@ -94,10 +100,12 @@
 // weights for clusters of 2 or 4 blocks by multicast, 1.2 to 1.4 and 2 to 2.3 times slower, for whatever reason (with
 // an eighth of the bytes of weights it is 1 to 5% faster); y of [channel][pixel] by boxes of 32 channels x 128 bytes,
 // 408 instead of 318 us in the third line; x through registers of the gathering warps (1x1 256 to 64, 56x56: 493
-// instead of 295 us); x of [channel][pixel] by boxes of 16 pixels x 32 channels, 1 to 10% slower than 16-byte copies
-// (1024 to 512, 14x14, where boxes meet seams of images: 210 instead of 182 us); points at a stride of channels_last by
-// a box a line (1024 to 2048, 14x14, 256 images: 1253 us in tiles of 128 channels; by pieces, in tiles of 256, 180); a
-// tile's numbers worked out twice, by 64-bit divisions, instead of kept: up to 1 us for each tile of an SM.
+// instead of 295 us). x of [channel][pixel] by boxes of 16 pixels x 32 channels, by turns in one run, 1x1: 2 to 9% more
+// than 16-byte copies, but 23% more for 256 to 128, 56x56, 17% more for 1024 to 512, 14x14, where boxes meet seams of
+// images, and 4% less for 512 to 256, 28x28. That revision also worked out a tile's numbers twice, against spills, which
+// costs too: 64 to 64, 56x56: 141 us by 64-bit divisions, 136 by 32-bit ones, 127 before all of that. Points at a stride
+// of channels_last by a box a line, which one thread ordered: 1024 to 2048, 14x14, 256 images, 1253 us in tiles of 128
+// channels; by pieces, in tiles of 256, 180.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -1299,8 +1307,9 @@ struct Number {
 
 // Does something with the sums that a thread has of a chunk, 64 pixels x 32 channels: number so many of its
 // warpgroup's. By one jump, so that the rest of what stores a chunk is there once: a kernel that starts reads its code
-// from memory, after others have run. (H200, 2026-11-22, 32 images, layers of a ResNet-50, by bench.py, where cuDNN runs
-// in between: 2 to 10 us a call less than with a copy for each chunk; 256 images, a chain of branches: up to 22% more.)
+// from memory, after others have run. (H200, 2026-11-22, layers of a ResNet-50. 32 images, by bench.py, where cuDNN
+// runs in between: 2 to 10 us a call less than with a copy for each chunk. 256 images, a chain of branches: up to 22%
+// more.)
 template <int TILE_N, int BLOCKS_M, typename Use>
 __device__ __forceinline__ void with_chunk(const Sums<TILE_N, BLOCKS_M>& acc, int number, const Use& use) {
   constexpr int kChunks = TILE_N / kStagedChannels;
@@ -1959,7 +1968,6 @@ struct TileShape {
   bool of_16_bits;      // there is one, too: others are not worth the time to compile them
   Use use = Use::kAsTheyAre;
 };
-// The estimate makes windows a quarter longer than they are, and contained operands are compared with those.
 constexpr TileShape kTileShapes[] = {
     {256, 1, 8, 1210, true}, {128, 2, 8, 1600, true},
     {64, 2, 8, 1150, false}, {128, 2, 4, 895, false},
@@ -2197,7 +2205,7 @@ inline Correlation copied(const Correlation& of) {
   result.W = of.Q;
   result.stride_h = result.stride_w = 1;
   result.pad_h = result.pad_w = 0;
-  const int64_t stride[4] = {of.P * of.Q * channels, 1, of.Q * channels, channels};
+  const int64_t line = of.Q * channels, stride[4] = {of.P * line, 1, line, channels};
   std::copy_n(stride, 4, result.in_stride);
   return result;
 }
@@ -2300,7 +2308,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
 
 // By this engine (in a driver, a revision in the making) / by mma, us, TF32, H200, 2026-11-22, two images: 3x3 of 256
 // channels, 14x14 (2^27.8 multiply-adds), 25 / 25; of 64 channels, 56x56, 19 / 17; 1x1 of 1024 channels to 256, 14x14
-// (2^26.6), 21 / 14; four images of the latter and of 64 channels to 64, 56x56 (2^27.6), 21 / 21 and 12 / 11; of 3x3 of
+// (2^26.6), 21 / 14; four images of the latter and of 64 channels to 64, 56x56 (2^25.6), 21 / 21 and 12 / 11; of 3x3 of
 // 128 channels, 28x28 (2^28.8), 22 / 29.
 constexpr double kLeastAgainstMma = 1 << 28;
 
@@ -2349,7 +2357,7 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op) {
   const int64_t rows = packed_rows(of, 256);
   return workspace_layout(contained, rows, most_listed(of), rows * pieces * 16,
                           packed_rows(of, kAgainTile) * pieces * 16, may_copy(of, bytes) ? copied_bytes(of, bytes) : 0,
-                          most_partial_bytes(of))
+                          bytes == 4 ? most_partial_bytes(of) : 0)
       .end;
 }
 
