@@ -102,10 +102,10 @@
 // 408 instead of 318 us in the third line; x through registers of the gathering warps (1x1 256 to 64, 56x56: 493
 // instead of 295 us). x of [channel][pixel] by boxes of 16 pixels x 32 channels, by turns in one run, 1x1: 2 to 9% more
 // than 16-byte copies, but 23% more for 256 to 128, 56x56, 17% more for 1024 to 512, 14x14, where boxes meet seams of
-// images, and 4% less for 512 to 256, 28x28. That revision also worked out a tile's numbers twice, against spills, which
-// costs too: 64 to 64, 56x56: 141 us by 64-bit divisions, 136 by 32-bit ones, 127 before all of that. Points at a stride
-// of channels_last by a box a line, which one thread ordered: 1024 to 2048, 14x14, 256 images, 1253 us in tiles of 128
-// channels; by pieces, in tiles of 256, 180.
+// images, and 4% less for 512 to 256, 28x28. That revision also worked out a tile's numbers twice, against spills,
+// which costs too: 64 to 64, 56x56: 141 us by 64-bit divisions, 136 by 32-bit ones, 127 before all of that. Points at a
+// stride of channels_last by a box a line, which one thread ordered: 1024 to 2048, 14x14, 256 images, 1253 us in tiles
+// of 128 channels; by pieces, in tiles of 256, 180.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
