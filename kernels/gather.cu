@@ -125,21 +125,18 @@ namespace gather {
 //
 // Other architectures than sm_90a have an empty kernel: what only its roles use is then unused.
 
-// What tensors hold in memory, and what the tensor cores multiply. AGAIN: in the kernel that does what contained
-// operands are not fit for.
-template <typename Stored_, typename Multiplied_ = Stored_, bool AGAIN_ = false>
+// What y and the bias hold, and what stages do, as the tensor cores multiply it. AGAIN: in the kernel that does what
+// contained operands are not fit for.
+template <typename Tensor_, typename Stored_ = Tensor_, bool AGAIN_ = false>
 struct Format {
+  using Tensor = Tensor_;
   using Stored = Stored_;
-  using Multiplied = Multiplied_;
-  static constexpr bool CONTAINED = sizeof(Multiplied) < sizeof(Stored);
+  static constexpr bool CONTAINED = sizeof(Stored) < sizeof(Tensor);
   static constexpr bool AGAIN = AGAIN_;
-  static constexpr bool POINTS = !CONTAINED && !AGAIN;             // as well as windows
-  static constexpr bool IN_PARTS = sizeof(Stored) == 4 && !AGAIN;  // tiles may be cut up: 16 bits lack the registers
-  static constexpr int CHANNELS = 16 / sizeof(Stored);             // of a piece of x
-  static constexpr int W_CHANNELS = 16 / sizeof(Multiplied);       // of a piece of packed weights
-  static constexpr int STEP_PIECES = CONTAINED ? 4 : 2;            // of x, in one wgmma
+  static constexpr bool IN_PARTS = sizeof(Tensor) == 4 && !AGAIN;  // tiles may be cut up: 16 bits lack the registers
+  static constexpr int CHANNELS = 16 / sizeof(Stored);             // of a piece
   // Registers of a thread: all start with 168, and the multiplying ones need more.
-  static constexpr int MULTIPLY_REGISTERS = sizeof(Stored) == 2 ? 208 : AGAIN ? 216 : 224;
+  static constexpr int MULTIPLY_REGISTERS = sizeof(Tensor) == 2 ? 208 : AGAIN ? 216 : 224;
   static constexpr int GATHER_REGISTERS = 3 * 168 - 2 * MULTIPLY_REGISTERS;
 };
 using Tf32 = Format<float>;
@@ -149,13 +146,10 @@ using Again = Format<float, float, true>;
 constexpr int kMultiplyWarps = 8, kGatherWarps = 3;
 [[maybe_unused]] constexpr int kGatherThreads = 32 * kGatherWarps;
 constexpr int kThreads = 32 * (kMultiplyWarps + kGatherWarps + 1);
-[[maybe_unused]] constexpr int kDecidingThreads = kThreads - kGatherThreads;
 constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
 constexpr int kMaxStages = 8;
 constexpr int kLeastPointPieces = 8;  // of a stage of 1x1: no smaller one was ever faster
-// Channels of a tile of contained operands, and of the parts in which it is done again.
-constexpr int kContainedTile = 256, kAgainTile = 64, kAgainParts = kContainedTile / kAgainTile;
-constexpr int kContainedPieces = 8;  // of x, in a stage of either
+constexpr int kStepPieces = 2;        // in one wgmma
 constexpr int kBarrierBytes = 1024;
 
 // Staging of the results of 64 pixels x 32 channels, by a warpgroup: [channel][pixel], or [pixel][channel]
@@ -204,17 +198,15 @@ struct Plan {
   int pieces, blocks_c, iterations;  // pieces a stage, blocks of channels, w stages of all of them
   int splits, split_blocks;          // parts of the reduction, blocks of channels of each but perhaps the last one
   Loads loads;
-  bool quarters;               // slots of points are in the order of slot_of_point
-  bool planes;                 // a stage is [channel][slot], of single words
-  bool copied;                 // x is copied before, and the rest of the plan is of the copy
-  bool rows;                   // a stage is [slot][piece] instead of [piece][slot]
-  bool in_boxes;               // and x comes by boxes
-  bool out_channels_last;      // channels of y are neighbours
-  int vector;                  // outputs that are stored at a time: 4 or 1
-  bool boxes;                  // y is stored by boxes of 64 pixels x 32 channels
-  bool contained;              // fp32 values are multiplied as scaled fp16
-  int w_pieces;                // of a stage of weights
-  bool end_rows, end_columns;  // the filter's first and last row read all that the ones between them do; columns
+  bool quarters;           // slots of points are in the order of slot_of_point
+  bool planes;             // a stage is [channel][slot], of single words
+  bool copied;             // x is copied before, and the rest of the plan is of the copy
+  bool rows;               // a stage is [slot][piece] instead of [piece][slot]
+  bool in_boxes;           // and x comes by boxes
+  bool out_channels_last;  // channels of y are neighbours
+  int vector;              // outputs that are stored at a time: 4 or 1
+  bool boxes;              // y is stored by boxes of 64 pixels x 32 channels
+  bool contained;          // fp32 values are multiplied as scaled fp16; the copy holds these
   int x_stages, w_stages;
   int x_stage_bytes, w_stage_bytes, smem_bytes;
   int blocks;
@@ -227,7 +219,7 @@ struct PackParams {
   const void* w_ptr;
   void* packed_ptr;
   Correlation of;
-  int tile_n, tiles_n, blocks_c, pieces;  // pieces of a stage of weights
+  int tile_n, tiles_n, blocks_c, pieces;  // pieces of a stage
   int count;                              // of pieces
   uint32_t* zero_ptr;                     // words that are to be zeros before the main kernel counts in them
   int zeros;
@@ -237,14 +229,22 @@ struct PackParams {
 struct CopyParams {
   const void* in_ptr;
   void* out_ptr;
-  Correlation of;              // of what is copied
+  Correlation of;              // of what is copied: 1x1, and its outputs are the pixels of the copy
   int channel_blocks, blocks;  // none: x is read as it is
 };
 
 // What the kernels of one call with contained operands tell each other.
 struct Control {
-  uint32_t listed;     // tiles to do again
-  uint32_t all_again;  // 1: nothing is contained, the whole call is done with TF32 operands
+  uint32_t listed;     // values of x that do not fit; more than kMostListed: they are too many
+  uint32_t all_again;  // 1: some weight does not fit, or x has no scale
+  int32_t x_exponent;  // x is scaled by two to the power of this
+};
+constexpr uint32_t kMostListed = 256;
+
+// A value of x that does not fit: (number of a pixel of the copy) * channels + channel, and what it is.
+struct Listed {
+  int64_t place;
+  float value;
 };
 
 // The scales of the rows of weights that a block of the preparation packed.
@@ -256,18 +256,15 @@ constexpr int kNoScale = 1 << 16;
 constexpr int kPackThreads = 256;
 constexpr int kSampleBlocks = 32;
 constexpr int kSamples = 1 << 16;
-constexpr int64_t kSampleBytes = kSampleBlocks * 256 * 4;
 
 // Where that lies in the workspace.
 struct Guard {
   Control* control;  // null where nothing is contained
   RowScales* scales;
-  uint32_t* samples;  // of x, of each sampling block, by their exponent field; but no zeros
-  uint32_t* marked;   // a bit for each tile: it is on the list
-  uint32_t* list;     // of tiles to do again, by number
-  float* w_factors;   // of each row of packed weights: what undoes its scale
-  int row_blocks;     // so many scales
-  float window;       // values of x in the window of a tile
+  uint32_t* samples;  // of each sampling block, the largest finite magnitude of x that it saw, as bits
+  Listed* list;
+  float* w_factors;  // of each row of packed weights: what undoes its scale
+  int row_blocks;    // so many scales
 };
 
 struct Params {
@@ -280,17 +277,22 @@ struct Params {
   Plan plan;
   hopper::BoxMap in_map, out_map;
   Guard guard;
-  // Contained: how weights are packed for the kernel that does all again. Then: how they were packed.
-  PackParams other_pack;
+  PackParams other_pack;  // contained: how weights are packed for the kernel that does all again
 };
 
 struct PrepareParams {
   const void* in_ptr;
   PackParams pack;
   Guard guard;
-  int rows;            // of packed weights, of all groups
-  int row_threads;     // of a row: 32 to 256
-  int64_t mark_words;  // to be zeros
+  int rows;         // of packed weights, of all groups
+  int row_threads;  // of a row: 32 to 256
+};
+
+struct ContainParams {
+  CopyParams copy;
+  Guard guard;
+  int channels;  // of a pixel of the copy: eights
+  bool eights;   // those of x are neighbours, and eights of them aligned
 };
 
 // Where the parts of a block's shared memory start.
@@ -428,32 +430,24 @@ MODELNEW_HOST_DEVICE inline bool locate_slot(const Correlation& of, const Plan& 
   return image + n < of.N && h >= 0 && h < of.H && w >= 0 && w < of.W;
 }
 
-// At which taps contained operands are watched: each value of x as often as it is multiplied, unless the filter's first
-// and last row, or column, read all that those between them do. They do where the outputs of the tile in each image, or
-// in each line, go on for as long as the filter is. Of lines known to be whole the plan says so.
-struct WatchedTaps {
-  bool end_rows, end_columns;
-
-  MODELNEW_HOST_DEVICE WatchedTaps(const Correlation& of, const Plan& plan, const Tile& tile, int64_t image)
-      : end_rows(plan.end_rows), end_columns(plan.end_columns) {
-    if (!plan.packed) return;
-    const int64_t plane = static_cast<int64_t>(of.P) * of.Q, first = first_output(plan, tile), in_all = of.N * plane;
-    const int64_t end = first + tile_pixels(plan) < in_all ? first + tile_pixels(plan) : in_all;
-    const auto least = [&](int64_t length, int64_t start) {  // of the runs that ends of `length` leave
-      const int64_t head = start + length - first, tail = (end - start) % length;
-      if (head >= end - first) return end - first;
-      return tail == 0 || head < tail ? head : tail;
-    };
-    end_rows = end_rows && least(plane, image * plane) >= static_cast<int64_t>(of.R - 1) * of.dilation_h * of.Q;
-    end_columns = end_columns && least(of.Q, tile.first * of.Q) >= static_cast<int64_t>(of.S - 1) * of.dilation_w;
+// Of a copy of x, [pixel][channel]: of a filter larger than 1x1 all pixels are copied, else those that it reads. Copies
+// of fp32 in fp16 have their channels filled up to eights.
+MODELNEW_HOST_DEVICE inline Correlation copied(const Correlation& of, bool contained = true) {
+  Correlation result = of;
+  if (contained) result.in_channels = (of.in_channels + 7) / 8 * 8;
+  const int64_t channels = static_cast<int64_t>(of.groups) * result.in_channels;
+  if (of.R == 1 && of.S == 1) {
+    result.H = of.P;
+    result.W = of.Q;
+    result.stride_h = result.stride_w = 1;
+    result.pad_h = result.pad_w = 0;
   }
-
-  // By how many taps there are from this one on, in all and in its row.
-  MODELNEW_HOST_DEVICE bool at(const Correlation& of, int taps_left, int s_left) const {
-    return (!end_columns || s_left == of.S || s_left == 1) &&
-           (!end_rows || taps_left > (of.R - 1) * of.S || taps_left <= of.S);
-  }
-};
+  result.in_stride[3] = channels;
+  result.in_stride[2] = result.W * channels;
+  result.in_stride[1] = 1;
+  result.in_stride[0] = result.H * result.in_stride[2];
+  return result;
+}
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
@@ -499,8 +493,8 @@ __device__ __forceinline__ void pack_piece(const PackParams& params, int number)
   using Stored = typename Format::Stored;
   static_assert(!Format::CONTAINED, "those are scaled by rows");
   const int row_pieces = params.blocks_c * params.pieces * params.of.R * params.of.S;
-  const PackedPiece piece = locate_piece(params, Format::W_CHANNELS, number / row_pieces, number % row_pieces);
-  Stored values[Format::W_CHANNELS];
+  const PackedPiece piece = locate_piece(params, Format::CHANNELS, number / row_pieces, number % row_pieces);
+  Stored values[Format::CHANNELS];
   load_weights(params, piece, values);
   if constexpr (sizeof(Stored) == 4) {
 #pragma unroll
@@ -518,6 +512,17 @@ constexpr int kCopySide = 64;  // pixels and channels of a block
 template <typename Stored>
 using CopyShared = Stored[kCopySide][kCopySide + 1];
 
+// The first channel of a pixel of the copy; null if that is padding, or none.
+template <typename Stored>
+__device__ __forceinline__ const Stored* source_of(const CopyParams& params, int64_t pixel) {
+  const Correlation& of = params.of;
+  const int64_t line = divide(pixel, of.Q), image = divide(line, of.P);
+  const int64_t h = (line - image * of.P) * of.stride_h - of.pad_h, w = (pixel - line * of.Q) * of.stride_w - of.pad_w;
+  if (image >= of.N || h < 0 || h >= of.H || w < 0 || w >= of.W) return nullptr;
+  return static_cast<const Stored*>(params.in_ptr) + image * of.in_stride[0] + h * of.in_stride[2] +
+         w * of.in_stride[3];
+}
+
 // Warps read neighbouring pixels and write neighbouring channels.
 template <typename Stored>
 __device__ __forceinline__ void copy_points(const CopyParams& params, int block, CopyShared<Stored>& shared) {
@@ -528,17 +533,12 @@ __device__ __forceinline__ void copy_points(const CopyParams& params, int block,
   const int first_channel = static_cast<int>(block - pixel_block * params.channel_blocks) * kCopySide;
   {
     const int pixel = threadIdx.x % kCopySide, first = threadIdx.x / kCopySide;
-    const int64_t of_all = pixel_block * kCopySide + pixel, line = of_all / of.Q, image = line / of.P;
-    const int64_t h = (line - image * of.P) * of.stride_h - of.pad_h,
-                  w = (of_all - line * of.Q) * of.stride_w - of.pad_w;
-    const bool inside = of_all < pixels && h >= 0 && h < of.H && w >= 0 && w < of.W;
-    const Stored* const from = static_cast<const Stored*>(params.in_ptr) +
-                               (inside ? image * of.in_stride[0] + h * of.in_stride[2] + w * of.in_stride[3] : 0);
+    const Stored* const from = source_of<Stored>(params, pixel_block * kCopySide + pixel);
     Stored values[kCopySide / kChannelsAtOnce];
 #pragma unroll
     for (int i = 0; i < kCopySide / kChannelsAtOnce; ++i) {
       const int channel = first_channel + first + i * kChannelsAtOnce;
-      values[i] = inside && channel < channels ? from[channel * of.in_stride[1]] : Stored{};
+      values[i] = from != nullptr && channel < channels ? from[channel * of.in_stride[1]] : Stored{};
     }
 #pragma unroll
     for (int i = 0; i < kCopySide / kChannelsAtOnce; ++i) shared[pixel][first + i * kChannelsAtOnce] = values[i];
@@ -574,21 +574,13 @@ __global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams par
 // -- Prepare: the same for contained operands, and a sample of x --
 //
 // A block packs some rows of the weights, each scaled by the power of two that takes its largest one to 2^14..2^15, or
-// looks at a part of the sample. What they find they leave for the main kernel, every block of which comes to the same
-// conclusions: so nothing has to be zeros beforehand, and no block waits for another one.
-//
-// A wgmma multiplies 16 channels: four pieces of x, of which lane t of a row holds channel t each. They are numbered so
-// that the lane's first two operands are those of pieces 0 and 1, the other two those of pieces 2 and 3:
-//
-//   place in a piece of 8 weights   0 1 2 3 4 5 6 7
-//   channel                         0 4 1 5 2 6 3 7
-
-static_assert(kPackThreads == 256, "a thread for each exponent");
+// looks at a part of the sample. What they find they leave for the kernel behind, so that nothing has to be zeros
+// beforehand, and no block waits for another one.
 
 struct PrepareShared {
   uint32_t magnitudes[kPackThreads / 32];  // the largest ones of rows, as bits
   RowScales scales;
-  uint32_t samples[256];
+  uint32_t sample;  // the largest finite magnitude
 };
 
 __device__ __forceinline__ void pack_contained_rows(const PrepareParams& prepare, PrepareShared& shared) {
@@ -636,8 +628,8 @@ __device__ __forceinline__ void pack_contained_rows(const PrepareParams& prepare
   const auto pack = [&](int number, const float (&of_piece)[8]) {
 #pragma unroll
     for (float value : of_piece) watch.see(float_bits(value));
-    const auto pair = [&](int c) { return contain_pair(float_bits(of_piece[c]), float_bits(of_piece[c + 4]), scale); };
-    const uint4 packed = make_uint4(pair(0), pair(1), pair(2), pair(3));
+    const auto pair = [&](int c) { return contain_pair(float_bits(of_piece[c]), float_bits(of_piece[c + 1]), scale); };
+    const uint4 packed = make_uint4(pair(0), pair(2), pair(4), pair(6));
     watch.see_contained(packed);
     static_cast<uint4*>(params.packed_ptr)[locate_piece(params, 8, row, number).to] = packed;
   };
@@ -664,7 +656,7 @@ __device__ __forceinline__ void sample(const PrepareParams& prepare, PrepareShar
   const Correlation& of = prepare.pack.of;
   const uint64_t channels = static_cast<uint64_t>(of.groups) * of.in_channels, rows = of.N * channels * of.H;
   constexpr int kEach = kSamples / kSampleBlocks / kPackThreads;
-  shared.samples[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.sample = 0;
   uint32_t words[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -677,13 +669,16 @@ __device__ __forceinline__ void sample(const PrepareParams& prepare, PrepareShar
         static_cast<const uint32_t*>(prepare.in_ptr)[image * of.in_stride[0] + in_image / of.H * of.in_stride[1] +
                                                      in_image % of.H * of.in_stride[2] + column * of.in_stride[3]];
   }
-  __syncthreads();  // they are zeros
+  __syncthreads();  // it is zero
+  uint32_t magnitude = 0;
 #pragma unroll
   for (uint32_t word : words) {
-    if ((word & 0x7fffffff) != 0) atomicAdd(shared.samples + (word >> 23 & 255), 1);
+    const uint32_t of_word = word & 0x7fffffff;
+    if (of_word < 0x7f800000) magnitude = max(magnitude, of_word);
   }
-  __syncthreads();  // all are counted
-  prepare.guard.samples[block * 256 + threadIdx.x] = shared.samples[threadIdx.x];
+  atomicMax(&shared.sample, magnitude);
+  __syncthreads();  // all have been seen
+  if (threadIdx.x == 0) prepare.guard.samples[block] = shared.sample;
 }
 
 __global__ void __launch_bounds__(kPackThreads) prepare_kernel(const __grid_constant__ PrepareParams params) {
@@ -691,10 +686,9 @@ __global__ void __launch_bounds__(kPackThreads) prepare_kernel(const __grid_cons
   PrepareShared& shared = *reinterpret_cast<PrepareShared*>(modelnew_gather_prepare_smem);
   hopper::launch_dependents();
   const Guard& guard = params.guard;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *guard.control = {0, 0};
+  if (blockIdx.x == 0 && threadIdx.x == 0) *guard.control = {0, 0, 0};
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kPackThreads;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kPackThreads + threadIdx.x;
-  for (int64_t word = first; word < params.mark_words; word += threads) guard.marked[word] = 0;
   for (int64_t word = first; word < params.pack.zeros; word += threads) params.pack.zero_ptr[word] = 0;
   if (static_cast<int>(blockIdx.x) < guard.row_blocks)
     pack_contained_rows(params, shared);
@@ -702,83 +696,150 @@ __global__ void __launch_bounds__(kPackThreads) prepare_kernel(const __grid_cons
     sample(params, shared, static_cast<int>(blockIdx.x) - guard.row_blocks);
 }
 
+// -- Contain x: to [pixel][channel], scaled --
+
+using ContainShared = uint32_t[kCopySide][kCopySide / 2 + 1];  // pairs of channels
+
+// Pairs are watched one by one, now that there is one that does not fit: such values go on the list, and zeros into
+// their places. `place` is that of the first value of a pair.
+template <int PAIRS, typename Place>
+__device__ __forceinline__ void list_misfits(const Guard& guard, const uint32_t (&words)[2 * PAIRS], float scale,
+                                             uint32_t least, const Place& place, uint32_t (&pairs)[PAIRS]) {
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    uint32_t kept[2] = {words[2 * i], words[2 * i + 1]};
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      Watch watch;
+      watch.see(kept[j]);
+      watch.see_contained(contain_pair(kept[j], 0, scale));
+      if (watch.fits(least)) continue;
+      // Once there are too many, all waits for a place on the list would be for nothing.
+      if (*static_cast<volatile uint32_t*>(&guard.control->listed) <= kMostListed) {
+        const uint32_t number = atomicAdd(&guard.control->listed, 1u);
+        if (number < kMostListed) guard.list[number] = {place(i) + j, bits_float(kept[j])};
+      }
+      kept[j] = 0;
+    }
+    pairs[i] = contain_pair(kept[0], kept[1], scale);
+  }
+}
+
+// What the preparation found: one block tells the kernels behind.
+__device__ __forceinline__ void decide(const Guard& guard, bool scaled, int x_exponent, RowScales& shared) {
+  if (threadIdx.x == 0) shared = {-kNoScale, -kNoScale};
+  __syncthreads();  // it has its first value
+  for (int block = threadIdx.x; block < guard.row_blocks; block += kPackThreads) {
+    const RowScales scales = guard.scales[block];
+    atomicMax(&shared.most, scales.most);
+    atomicMax(&shared.least, scales.least);
+  }
+  __syncthreads();  // the largest exponents are known
+  if (threadIdx.x != 0) return;
+  // One factor, a normal number, undoes both scales.
+  const bool contained = scaled && x_exponent + shared.most <= 126 && x_exponent - shared.least >= -126;
+  guard.control->all_again = contained ? 0 : 1;
+  guard.control->x_exponent = x_exponent;
+}
+
+// A block takes 64 pixels x 64 channels, a thread eight pairs of channels. EIGHTS: those of two pixels, which lie side
+// by side in x as in the copy. Else those of one, which come as the neighbours of a warp's pixels, and change threads.
+template <bool EIGHTS>
+__global__ void __launch_bounds__(kPackThreads) contain_kernel(const __grid_constant__ ContainParams params) {
+  extern __shared__ __align__(16) uint8_t modelnew_gather_contain_smem[];
+  ContainShared& shared = *reinterpret_cast<ContainShared*>(modelnew_gather_contain_smem);
+  hopper::launch_dependents();
+  const CopyParams& copy = params.copy;
+  const Correlation& of = copy.of;
+  const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
+  const int64_t pixels = of.N * of.P * of.Q, pixel_block = block / copy.channel_blocks;
+  const int first_channel = static_cast<int>(block - pixel_block * copy.channel_blocks) * kCopySide;
+  constexpr int kPairs = kCopySide * kCopySide / kPackThreads / 2;
+  const auto pixel_of = [&](int i) {
+    return pixel_block * kCopySide + (EIGHTS ? thread / 8 + i / 4 * 32 : thread % kCopySide);
+  };
+  const auto channel_of = [&](int i) {
+    return first_channel + (EIGHTS ? thread % 8 * 8 + i % 4 * 2 : 2 * (thread / kCopySide + 4 * i));
+  };
+  uint32_t words[2 * kPairs];
+  if constexpr (EIGHTS) {
+#pragma unroll
+    for (int i = 0; i < kPairs; i += 4) {
+      const float* const from = source_of<float>(copy, pixel_of(i));
+      const bool exists = from != nullptr && channel_of(i) < of.in_channels;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        uint4 four = make_uint4(0, 0, 0, 0);
+        if (exists) four = *reinterpret_cast<const uint4*>(from + channel_of(i) + 4 * j);
+        words[2 * i + 4 * j] = four.x;
+        words[2 * i + 4 * j + 1] = four.y;
+        words[2 * i + 4 * j + 2] = four.z;
+        words[2 * i + 4 * j + 3] = four.w;
+      }
+    }
+  } else {
+    const float* const from = source_of<float>(copy, pixel_of(0));
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int channel = channel_of(i) + j;
+        const bool exists = from != nullptr && channel < of.in_channels;
+        words[2 * i + j] = exists ? float_bits(from[channel * of.in_stride[1]]) : 0;
+      }
+    }
+  }
+  hopper::wait_for_prerequisites();  // the sample has been taken, and nobody reads an earlier copy any more
+  uint32_t magnitude = 0;
+#pragma unroll
+  for (int i = 0; i < kSampleBlocks; i += 4) {
+    const uint4 four = *reinterpret_cast<const uint4*>(params.guard.samples + i);
+    magnitude = max(magnitude, max(max(four.x, four.y), max(four.z, four.w)));
+  }
+  // Room for four times as much as the sample has; of nothing but zeros there any scale will do.
+  int exponent = 0;
+  const bool scaled = scale_exponent(magnitude >> 23, 13, exponent) || magnitude == 0;
+  const float scale = power_of_two(exponent);
+  uint32_t pairs[kPairs];
+  Watch watch;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    watch.see(words[2 * i]);
+    watch.see(words[2 * i + 1]);
+    pairs[i] = contain_pair(words[2 * i], words[2 * i + 1], scale);
+    watch.see_contained(pairs[i]);
+  }
+  const uint32_t least = least_contained(exponent, 1);
+  if (!watch.fits(least)) {
+    const auto place = [&](int i) { return pixel_of(i) * params.channels + channel_of(i); };
+    list_misfits(params.guard, words, scale, least, place, pairs);
+  }
+  if constexpr (!EIGHTS) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) shared[thread % kCopySide][thread / kCopySide + 4 * i] = pairs[i];
+    __syncthreads();  // all of it is there
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int in_block = thread / 8 + 32 * i, channel = first_channel + thread % 8 * 8;
+    if constexpr (!EIGHTS) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) pairs[4 * i + j] = shared[in_block][thread % 8 * 4 + j];
+    }
+    const int64_t pixel = pixel_block * kCopySide + in_block;
+    if (pixel < pixels && channel < params.channels)
+      static_cast<uint4*>(copy.out_ptr)[(pixel * params.channels + channel) / 8] =
+          make_uint4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
+  }
+  if (block == 0) {
+    __syncthreads();  // the shared memory is free
+    decide(params.guard, scaled, exponent, *reinterpret_cast<RowScales*>(modelnew_gather_contain_smem));
+  }
+}
+
 __device__ __forceinline__ void named_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
-
-// What a block of the main kernel makes of it: whether x and the weights may be contained, and x's scale. The whole
-// call is done otherwise where some weight does not fit, or so much of x that half of the tiles would be done twice. A
-// single sample that is too small decides nothing, but one that is far larger than all others makes these too small.
-struct Decision {
-  uint32_t magnitude, outside;  // exponent field of the largest finite sample, plus 1; samples that do not fit
-  RowScales scales;
-  uint32_t given_up;  // the block contains nothing: who gathers x is to end
-};
-
-// By all threads but those that gather x: `thread` is a number among them.
-__device__ __forceinline__ bool decide(const Guard& guard, Decision& shared, int thread, int& x_exponent) {
-  if (thread == 0) shared = {0, 0, {-kNoScale, -kNoScale}, 0};
-  uint32_t count = 0;
-  if (thread < 256) {
-#pragma unroll
-    for (int block = 0; block < kSampleBlocks; ++block) count += guard.samples[block * 256 + thread];
-  }
-  named_barrier(4, kDecidingThreads);  // it has its first values
-  if (count != 0 && thread < 255) atomicMax(&shared.magnitude, thread + 1);
-  for (int block = thread; block < guard.row_blocks; block += kDecidingThreads) {
-    const RowScales scales = guard.scales[block];
-    atomicMax(&shared.scales.most, scales.most);
-    atomicMax(&shared.scales.least, scales.least);
-  }
-  named_barrier(4, kDecidingThreads);  // the largest exponents are known
-  const uint32_t magnitude = shared.magnitude;
-  bool contained = magnitude == 0 || scale_exponent(magnitude - 1, 13, x_exponent);
-  if (count != 0 && (thread == 255 || thread < least_contained_exponent(1) - x_exponent))
-    atomicAdd(&shared.outside, count);
-  named_barrier(4, kDecidingThreads);  // what does not fit is counted
-  // One factor, a normal number, undoes both scales.
-  contained = contained && x_exponent + shared.scales.most <= 126 && x_exponent - shared.scales.least >= -126;
-  const float in_a_window = shared.outside * guard.window / kSamples;
-  constexpr float kMostInAWindow = 0.7f;  // on average, and half of the tiles have one
-  return contained && (shared.outside <= 1 || in_a_window <= kMostInAWindow);
-}
-
-// Puts a tile on the list, once.
-__device__ __forceinline__ void mark(const Guard& guard, uint32_t tile) {
-  const uint32_t bit = 1u << tile % 32;
-  if ((atomicOr(guard.marked + tile / 32, bit) & bit) == 0) guard.list[atomicAdd(&guard.control->listed, 1)] = tile;
-}
-
-// Which tiles a block does: every gridDim.x-th of the plan's or, where TF32 operands do again what contained ones are
-// not fit for, of the parts of those on the list.
-template <typename Format>
-struct Agenda {
-  const Params& params;
-  bool listed = false;
-  int units_again = 0;
-
-  __device__ __forceinline__ explicit Agenda(const Params& params) : params(params) {
-    if constexpr (Format::AGAIN) {
-      listed = params.guard.control->all_again == 0;
-      units_again = listed ? static_cast<int>(params.guard.control->listed) * kAgainParts : params.plan.units;
-    }
-  }
-
-  __device__ __forceinline__ int units() const { return Format::AGAIN ? units_again : params.plan.units; }
-
-  // The number of a unit of the plan, or -1: nothing of it exists.
-  __device__ __forceinline__ int number(int unit) const {
-    if constexpr (Format::AGAIN) {
-      if (listed) {
-        const int of_list = static_cast<int>(params.guard.list[unit / kAgainParts]),
-                  tiles_n = params.other_pack.tiles_n;
-        const int n_block = of_list % tiles_n * kAgainParts + unit % kAgainParts;
-        return n_block < params.plan.tiles_n ? of_list / tiles_n * params.plan.tiles_n + n_block : -1;
-      }
-    }
-    return unit;
-  }
-};
 
 // What divides numbers below 2^16 by one below 2^15.
 __device__ __forceinline__ uint32_t reciprocal(uint32_t divisor) { return 0x80000000u / divisor + 1; }
@@ -805,18 +866,16 @@ struct Shared {
   __device__ __forceinline__ uint32_t w_full(int stage) const { return base + 8 * (2 * kMaxStages + stage); }
   __device__ __forceinline__ uint32_t w_empty(int stage) const { return base + 8 * (3 * kMaxStages + stage); }
 };
-constexpr int kDecisionPlace = 4 * kMaxStages * 8;             // behind the barriers
-constexpr int kLastPlace = kDecisionPlace + sizeof(Decision);  // a word of each warpgroup: whether it comes last
+constexpr int kLastPlace = 4 * kMaxStages * 8;  // behind the barriers, a word of each warpgroup: whether it comes last
 static_assert(kLastPlace + 8 <= kBarrierBytes, "room for all");
 
 // -- Copy weights: packed -> w ring, by one thread --
 
-template <typename Format>
-__device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared, const Agenda<Format>& agenda) {
+__device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
   RingPosition at;
-  for (int unit = blockIdx.x; unit < agenda.units(); unit += gridDim.x) {
-    const Tile tile = locate_tile(plan, agenda.number(unit));
+  for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
+    const Tile tile = locate_tile(plan, unit);
     const int taps = plan.iterations / plan.blocks_c;
     const int64_t first = (static_cast<int64_t>(tile.group) * plan.tiles_n + tile.n_block) * plan.iterations +
                           static_cast<int64_t>(tile.first_block) * taps;
@@ -836,57 +895,6 @@ __device__ __forceinline__ void store_words(uint32_t address, uint32_t a, uint32
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// For tiles on the list, by one warp: contained weights, of 64 rows of a wider tile, taken out of their containers. A
-// stage is on its way while the warp waits for room.
-__device__ __forceinline__ void widen_weights(const Params& params, const Shared& shared, const Agenda<Again>& agenda) {
-  const Plan& plan = params.plan;
-  const PackParams& packed = params.other_pack;
-  const int lane = threadIdx.x % 32, taps = plan.iterations / plan.blocks_c;
-  constexpr int kPieces = kContainedPieces / 2, kRows = kAgainTile / 32;  // of contained weights; rows of a lane
-  RingPosition at;
-  for (int unit = blockIdx.x; unit < agenda.units(); unit += gridDim.x) {
-    const int number = agenda.number(unit);
-    if (number < 0) continue;
-    const Tile tile = locate_tile(plan, number);
-    const int64_t wide_tile = static_cast<int64_t>(tile.group) * packed.tiles_n + tile.n_block / kAgainParts;
-    const int row = tile.n_block % kAgainParts * kAgainTile + lane;
-    float factors[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) factors[i] = params.guard.w_factors[wide_tile * kContainedTile + row + 32 * i];
-    const int64_t stage = wide_tile * plan.iterations + static_cast<int64_t>(tile.first_block) * taps;
-    const uint4* from = static_cast<const uint4*>(packed.packed_ptr) + stage * kPieces * kContainedTile + row;
-    for (int i = 0; i < tile.blocks * taps; ++i) {
-      uint4 words[kPieces][kRows];
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-        for (int j = 0; j < kRows; ++j) words[piece][j] = from[piece * kContainedTile + 32 * j];
-      }
-      hopper::barrier_wait(shared.w_empty(at.slot()), at.parity() ^ 1);
-      const uint32_t to = shared.base + shared.layout.w_ring + at.slot() * plan.w_stage_bytes + lane * 16;
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-        for (int j = 0; j < kRows; ++j) {
-          const uint4 pairs = words[piece][j];
-          const auto value = [&](uint32_t pair, int shift) {
-            return float_bits(widen(Half{static_cast<uint16_t>(pair >> shift)}) * factors[j]);
-          };
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            store_words(to + ((2 * piece + half) * kAgainTile + 32 * j) * 16, value(pairs.x, 16 * half),
-                        value(pairs.y, 16 * half), value(pairs.z, 16 * half), value(pairs.w, 16 * half));
-        }
-      }
-      hopper::fence_async();
-      __syncwarp();  // the whole stage is there
-      if (lane == 0) hopper::barrier_arrive(shared.w_full(at.slot()));
-      from += kPieces * kContainedTile;
-      at.next(plan.w_stages);
-    }
-  }
-}
-
 // -- Gather x: memory -> x ring --
 
 [[maybe_unused]] constexpr int kNothing = -1;  // in the table: the slot is outside of the image
@@ -898,7 +906,6 @@ struct Stages {
   static constexpr int CHANNELS = Format::CHANNELS;
 
   const Params& params;
-  const Agenda<Format>& agenda;
   const int warp, lane;
   int32_t* const tables;  // offsets of the pixels of slots, of this tile and the next one
 
@@ -907,19 +914,13 @@ struct Stages {
   int32_t* offsets;    // this tile's
   int block, end;      // of channels
   bool entered;        // the stage is the first one of its tile
-  bool given_up;       // what is left is to meet the other warps
 
   // Before the first one.
-  __device__ __forceinline__ Stages(const Params& params, const Agenda<Format>& agenda, int32_t* tables)
-      : params(params),
-        agenda(agenda),
-        warp(threadIdx.x / 32 - kMultiplyWarps),
-        lane(threadIdx.x % 32),
-        tables(tables) {
+  __device__ __forceinline__ Stages(const Params& params, int32_t* tables)
+      : params(params), warp(threadIdx.x / 32 - kMultiplyWarps), lane(threadIdx.x % 32), tables(tables) {
     unit = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     block = 0;
     end = 1;
-    given_up = false;
     offsets = tables + table_slots();
   }
 
@@ -931,21 +932,17 @@ struct Stages {
     entered = false;
     if (++block < end) return true;
     entered = true;
-    int number;
-    do {
-      unit += static_cast<int>(gridDim.x);
-      if (unit >= agenda.units()) return false;
-      number = agenda.number(unit);
-    } while (number < 0);
-    enter_tile(number);
+    unit += static_cast<int>(gridDim.x);
+    if (unit >= params.plan.units) return false;
+    enter_tile();
     return true;
   }
 
   // All gathering warps come here once a tile: they fill the table together.
-  __device__ __forceinline__ void enter_tile(int number) {
+  __device__ __forceinline__ void enter_tile() {
     const Correlation& of = params.of;
     const Plan& plan = params.plan;
-    const Tile tile = locate_tile(plan, number);
+    const Tile tile = locate_tile(plan, unit);
     block = tile.first_block;
     end = block + tile.blocks;
     const int64_t image = first_image(of, plan, tile);
@@ -953,8 +950,7 @@ struct Stages {
            static_cast<int64_t>(tile.group) * of.in_channels * of.in_stride[1];
     offsets = offsets == tables ? tables + table_slots() : tables;
     constexpr int kStep = LOADS == Loads::kPixels ? 4 : 1;
-    const int slots = given_up ? 0 : table_slots();
-    for (int slot = (threadIdx.x - 32 * kMultiplyWarps) * kStep; slot < slots; slot += kGatherThreads * kStep) {
+    for (int slot = (threadIdx.x - 32 * kMultiplyWarps) * kStep; slot < table_slots(); slot += kGatherThreads * kStep) {
       int n, h, w;
       bool inside;
       if (plan.points) {
@@ -991,13 +987,6 @@ __device__ __forceinline__ void copy_channels(const To& to, const Stored* from, 
   }
 }
 
-// False: the block has given up (below). Then nobody reads stages and makes room, whatever state the ring is in. All
-// lanes come to the same conclusion.
-__device__ __forceinline__ bool wait_for_room(uint32_t empty, uint32_t parity, const volatile uint32_t* given_up) {
-  hopper::barrier_wait_unless(empty, parity, given_up);
-  return !__any_sync(~0u, *given_up != 0);
-}
-
 // As x lies in memory, by copies that nobody waits for but who reads the stage: it is rounded when it is multiplied.
 // The warps take items in turns:
 //
@@ -1005,12 +994,11 @@ __device__ __forceinline__ bool wait_for_room(uint32_t empty, uint32_t parity, c
 //   kPixels     32 times 4 slots of 4 channels
 //   kChannels   32 / pieces slots of all pieces; where the first of them lie, a lane remembers for the whole tile
 template <typename Format, Loads LOADS>
-__device__ __forceinline__ void copy_stages(const Params& params, const Shared& shared, const Agenda<Format>& agenda,
-                                            int32_t* tables, const volatile uint32_t* given_up) {
+__device__ __forceinline__ void copy_stages(const Params& params, const Shared& shared, int32_t* tables) {
   using Stored = typename Format::Stored;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  Stages<Format, LOADS> stages(params, agenda, tables);
+  Stages<Format, LOADS> stages(params, tables);
   const int lane = stages.lane;
   constexpr int kOwn = 12;
   [[maybe_unused]] int own[kOwn];
@@ -1018,12 +1006,7 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
   while (stages.next()) {
     const uint32_t stage = shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes;
     const int first_channel = stages.first_channel();
-    if constexpr (Format::CONTAINED) {
-      if (!stages.given_up) stages.given_up = !wait_for_room(shared.x_empty(at.slot()), at.parity() ^ 1, given_up);
-      if (stages.given_up) continue;
-    } else {
-      hopper::barrier_wait(shared.x_empty(at.slot()), at.parity() ^ 1);
-    }
+    hopper::barrier_wait(shared.x_empty(at.slot()), at.parity() ^ 1);
     if constexpr (LOADS == Loads::kChannels) {
       const int log_lanes = plan.pieces == 8 ? 3 : 2, piece = lane & (plan.pieces - 1);
       const int channel = first_channel + piece * stages.CHANNELS;
@@ -1101,7 +1084,6 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
     hopper::copies_arrive(shared.x_full(at.slot()));
     at.next(plan.x_stages);
   }
-  if constexpr (Format::CONTAINED) hopper::copies_wait<0>();  // perhaps nobody has
 }
 
 // 16-bit values that are not neighbours by fours of bytes go through registers. Units of items of 16 words of a lane:
@@ -1120,8 +1102,7 @@ struct Registers {
   int unit, units;  // of a stage, for each warp
   uint32_t by_groups;
 
-  __device__ __forceinline__ Registers(const Params& params, const Agenda<Format>& agenda, int32_t* tables)
-      : params(params), stages(params, agenda, tables) {
+  __device__ __forceinline__ Registers(const Params& params, int32_t* tables) : params(params), stages(params, tables) {
     groups = stages.table_slots() / 32;
     by_groups = reciprocal(groups);
     const int items =
@@ -1215,11 +1196,10 @@ struct Registers {
 
 // Stores unit after unit while the next one is being loaded.
 template <typename Format, Loads LOADS>
-__device__ __forceinline__ void convert_stages(const Params& params, const Shared& shared, const Agenda<Format>& agenda,
-                                               int32_t* tables) {
+__device__ __forceinline__ void convert_stages(const Params& params, const Shared& shared, int32_t* tables) {
   using Units = Registers<Format, LOADS>;
   const Plan& plan = params.plan;
-  Units units(params, agenda, tables);
+  Units units(params, tables);
   RingPosition at;
   uint32_t first[Units::ITEMS][Units::ITEM], second[Units::ITEMS][Units::ITEM];
   bool loaded = false, more = true;
@@ -1276,12 +1256,11 @@ __device__ __forceinline__ void load_boxes(const Params& params, const Shared& s
 }
 
 template <typename Format, Loads LOADS>
-__device__ __forceinline__ void gather_stages(const Params& params, const Shared& shared, const Agenda<Format>& agenda,
-                                              int32_t* tables, const volatile uint32_t* given_up) {
+__device__ __forceinline__ void gather_stages(const Params& params, const Shared& shared, int32_t* tables) {
   if constexpr (sizeof(typename Format::Stored) == 4 || LOADS == Loads::kChannels)
-    copy_stages<Format, LOADS>(params, shared, agenda, tables, given_up);
+    copy_stages<Format, LOADS>(params, shared, tables);
   else
-    convert_stages<Format, LOADS>(params, shared, agenda, tables);
+    convert_stages<Format, LOADS>(params, shared, tables);
 }
 
 // -- Multiply, and store --
@@ -1341,17 +1320,17 @@ __device__ __forceinline__ void with_chunk(const Sums<TILE_N, BLOCKS_M>& acc, in
 template <typename Format, int TILE_N, int BLOCKS_M>
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, int64_t image, float* staging,
                                            int warpgroup, const Sums<TILE_N, BLOCKS_M>& acc) {
-  using Stored = typename Format::Stored;
+  using Tensor = typename Format::Tensor;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int first_k = tile.n_block * TILE_N;
   const int channels = min(TILE_N, of.out_channels - first_k);
   const int64_t channel_of_all = static_cast<int64_t>(tile.group) * of.out_channels + first_k;
-  Stored* const out =
-      static_cast<Stored*>(params.out_ptr) + image * of.out_stride[0] + channel_of_all * of.out_stride[1];
-  const Stored* const bias =
-      params.bias_ptr == nullptr ? nullptr : static_cast<const Stored*>(params.bias_ptr) + channel_of_all;
+  Tensor* const out =
+      static_cast<Tensor*>(params.out_ptr) + image * of.out_stride[0] + channel_of_all * of.out_stride[1];
+  const Tensor* const bias =
+      params.bias_ptr == nullptr ? nullptr : static_cast<const Tensor*>(params.bias_ptr) + channel_of_all;
   const bool channels_last = plan.out_channels_last, fours = plan.vector == 4;
   const auto added = [&](int channel) { return bias == nullptr || channel >= channels ? 0.0f : widen(bias[channel]); };
 
@@ -1374,7 +1353,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
       if (locate_output(of, plan, tile, image, first_m + m, n, p, q))
         offset[i] = static_cast<int32_t>(n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3]);
     }
-    Stored* to = out + offset[0] + first_channel * of.out_stride[1];  // unless channels are neighbours
+    Tensor* to = out + offset[0] + first_channel * of.out_stride[1];  // unless channels are neighbours
     const int64_t step = (fours ? 8 : 2) * of.out_stride[1];
 #pragma unroll 1
     for (int chunk = 0; chunk < TILE_N / kStagedChannels; ++chunk) {
@@ -1408,16 +1387,16 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
         for (int i = 0; i < 4; ++i) {
           const float4 four = *reinterpret_cast<const float4*>(staged + 16 * i * kChannelsPitch);
           const float sums[4] = {four.x, four.y, four.z, four.w};
-          Stored stored[4];
+          Tensor narrowed[4];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) narrow(sums[e] + added(k + e), stored[e]);
+          for (int e = 0; e < 4; ++e) narrow(sums[e] + added(k + e), narrowed[e]);
           if (offset[i] < 0) continue;
           if (fours) {
-            if (k < channels) store_four(out + offset[i] + k, stored);
+            if (k < channels) store_four(out + offset[i] + k, narrowed);
           } else {
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-              if (k + e < channels) out[offset[i] + k + e] = stored[e];
+              if (k + e < channels) out[offset[i] + k + e] = narrowed[e];
           }
         }
       } else if (fours) {
@@ -1427,10 +1406,10 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
           const float4 four = *reinterpret_cast<const float4*>(staged + 8 * i * kPixelsPitch);
           const int k = chunk_k + first_channel + 8 * i;
           const float bias_k = added(k), sums[4] = {four.x, four.y, four.z, four.w};
-          Stored stored[4];
+          Tensor narrowed[4];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) narrow(sums[e] + bias_k, stored[e]);
-          if (offset[0] >= 0 && k < channels) store_four(to, stored);
+          for (int e = 0; e < 4; ++e) narrow(sums[e] + bias_k, narrowed[e]);
+          if (offset[0] >= 0 && k < channels) store_four(to, narrowed);
           to += step;
         }
       } else {
@@ -1438,9 +1417,9 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           const int k = chunk_k + first_channel + 2 * i;
-          Stored stored;
-          narrow(staged[2 * i * kPixelsPitch] + added(k), stored);
-          if (offset[0] >= 0 && k < channels) *to = stored;
+          Tensor narrowed;
+          narrow(staged[2 * i * kPixelsPitch] + added(k), narrowed);
+          if (offset[0] >= 0 && k < channels) *to = narrowed;
           to += step;
         }
       }
@@ -1507,53 +1486,19 @@ struct Rings {
   RingPosition x, w;
 };
 
-// Operands of one wgmma, of one row of blocks: as loaded, and what becomes of them.
-template <typename Format>
-struct Operands {
-  static constexpr int MATRICES = Format::STEP_PIECES / 2;
-  uint32_t words[MATRICES][4];
-
-  // Rounded to TF32 where fp32 is multiplied as it is; 16-bit values go on as they are.
-  __device__ __forceinline__ void convert(float scale, uint32_t (&operands)[4]) const {
-    if constexpr (Format::CONTAINED) {
-      // Rows g and g + 8 of pieces 0 and 1, then of 2 and 3.
-#pragma unroll
-      for (int i = 0; i < 4; ++i) operands[i] = contain_pair(words[i / 2][i % 2], words[i / 2][i % 2 + 2], scale);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        operands[i] = words[0][i];
-        if constexpr (sizeof(typename Format::Multiplied) == 4)
-          operands[i] = float_bits(round_to_tf32(bits_float(words[0][i])));
-      }
-    }
-  }
-
-  __device__ __forceinline__ void show(const uint32_t (&operands)[4], Watch& watch) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int j = 0; j < MATRICES; ++j) watch.see(words[j][i]);
-      watch.see_contained(operands[i]);
-    }
-  }
-};
-
 // All of a tile. PLANES: a stage of x is [channel][slot], as in memory; a plane takes the slots of the tile and 8 more.
 //
 // A stage of weights is a batch of wgmmas, or two: while the tensor cores work on one, the operands of the next one are
 // loaded, into the other set of registers.
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, bool PLANES>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Tile& tile,
-                                              Rings& rings, const uint32_t (&x_offset)[BLOCKS_M], float scale,
-                                              const WatchedTaps& watched_taps, Watch& watch,
+                                              Rings& rings, const uint32_t (&x_offset)[BLOCKS_M],
                                               Sums<TILE_N, BLOCKS_M>& acc) {
-  using Operand = typename Format::Multiplied;
-  using Loaded = Operands<Format>;
+  using Operand = typename Format::Stored;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int lane = threadIdx.x % 32;
-  constexpr int ALL_STEPS = PIECES / Format::STEP_PIECES;
+  constexpr int ALL_STEPS = PIECES / kStepPieces;
   constexpr int BATCHES = ALL_STEPS * BLOCKS_M > 4 ? 2 : 1, STEPS = ALL_STEPS / BATCHES;
   constexpr uint32_t kPlaneBytes = (128 * BLOCKS_M + 8) * 4;
   constexpr uint32_t kStepWeights = 2 * TILE_N * 16, kStageWeights = ALL_STEPS * kStepWeights;
@@ -1578,44 +1523,34 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
       hopper::barrier_wait(shared.x_full(rings.x.slot()), rings.x.parity());
     }
     const uint32_t w_from = w_ring + rings.w.slot() * (kStageWeights / 16);
-    [[maybe_unused]] const bool watched = Format::CONTAINED && watched_taps.at(of, taps_left, s_left);
 #pragma unroll
     for (int batch = 0; batch < BATCHES; ++batch) {
       uint32_t (&operands)[STEPS][BLOCKS_M][4] = a[BATCHES == 1 ? set : batch];
-      Loaded loaded[STEPS][BLOCKS_M];
 #pragma unroll
       for (int j = 0; j < STEPS; ++j) {
 #pragma unroll
         for (int mb = 0; mb < BLOCKS_M; ++mb) {
+          const int pair = batch * STEPS + j;  // of pieces
+          if constexpr (PLANES) {
 #pragma unroll
-          for (int i = 0; i < Loaded::MATRICES; ++i) {
-            uint32_t (&words)[4] = loaded[j][mb].words[i];
-            const int pair = (batch * STEPS + j) * Loaded::MATRICES + i;  // of pieces
-            if constexpr (PLANES) {
-#pragma unroll
-              for (int e = 0; e < 4; ++e)
-                hopper::load_shared(words[e],
-                                    x_stage + x_offset[mb] + e % 2 * 8 * 4 + (8 * pair + e / 2 * 4) * kPlaneBytes);
-            } else {
-              const uint32_t slot = x_offset[mb] + shift;
-              const uint32_t place =
-                  rows ? ((slot % 8 ^ lane / 16) ^ 2 * pair) * 16 : (lane / 16 + 2 * pair) * piece_bytes;
-              hopper::load_matrix(words, x_stage + slot * (rows ? 128 : 16) + place);
-            }
+            for (int e = 0; e < 4; ++e)
+              hopper::load_shared(operands[j][mb][e],
+                                  x_stage + x_offset[mb] + e % 2 * 8 * 4 + (8 * pair + e / 2 * 4) * kPlaneBytes);
+          } else {
+            const uint32_t slot = x_offset[mb] + shift;
+            const uint32_t place =
+                rows ? ((slot % 8 ^ lane / 16) ^ 2 * pair) * 16 : (lane / 16 + 2 * pair) * piece_bytes;
+            hopper::load_matrix(operands[j][mb], x_stage + slot * (rows ? 128 : 16) + place);
           }
         }
       }
+      if constexpr (sizeof(Operand) == 4) {
 #pragma unroll
-      for (int j = 0; j < STEPS; ++j) {
+        for (int j = 0; j < STEPS; ++j) {
 #pragma unroll
-        for (int mb = 0; mb < BLOCKS_M; ++mb) loaded[j][mb].convert(scale, operands[j][mb]);
-      }
-      if constexpr (Format::CONTAINED) {
-        if (watched) {
+          for (int mb = 0; mb < BLOCKS_M; ++mb) {
 #pragma unroll
-          for (int j = 0; j < STEPS; ++j) {
-#pragma unroll
-            for (int mb = 0; mb < BLOCKS_M; ++mb) loaded[j][mb].show(operands[j][mb], watch);
+            for (uint32_t& operand : operands[j][mb]) operand = float_bits(round_to_tf32(bits_float(operand)));
           }
         }
       }
@@ -1732,20 +1667,15 @@ __device__ __forceinline__ bool meet(const Params& params, const Tile& tile, vol
 }
 
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
-__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, const Agenda<Format>& agenda,
-                                         int x_exponent, uint8_t* smem) {
-  constexpr bool kFloats = sizeof(typename Format::Stored) == 4;
-  constexpr bool kPlanes = Format::POINTS && kFloats && PIECES >= kLeastPointPieces;
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, int x_exponent, uint8_t* smem) {
+  constexpr bool kPlanes = sizeof(typename Format::Stored) == 4 && PIECES >= kLeastPointPieces;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const bool planes = kPlanes && plan.planes;
-  const float scale = power_of_two(x_exponent);
   Rings rings;
-  for (int unit = blockIdx.x; unit < agenda.units(); unit += gridDim.x) {
-    const int number = agenda.number(unit);
-    if (number < 0) continue;
-    const Tile tile = locate_tile(plan, number);
+  for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
+    const Tile tile = locate_tile(plan, unit);
     const int64_t image = first_image(of, plan, tile);
     uint32_t x_offset[BLOCKS_M];
 #pragma unroll
@@ -1757,22 +1687,14 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         x_offset[mb] = slot_of_output(of, plan, tile, image, m + lane % 16);
       }
     }
-    const WatchedTaps taps(of, plan, tile, image);
     Sums<TILE_N, BLOCKS_M> acc;
-    Watch watch;
     if (planes) {
       if constexpr (kPlanes)
-        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, true>(params, shared, tile, rings, x_offset, scale, taps, watch,
-                                                              acc);
+        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, true>(params, shared, tile, rings, x_offset, acc);
     } else {
-      multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, false>(params, shared, tile, rings, x_offset, scale, taps, watch,
-                                                             acc);
+      multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, false>(params, shared, tile, rings, x_offset, acc);
     }
-    if constexpr (Format::CONTAINED) {
-      const bool fits = watch.fits(least_contained(x_exponent, 1));
-      if (__any_sync(~0u, !fits) && lane == 0) mark(params.guard, static_cast<uint32_t>(tile_number(plan, number)));
-      undo_scales<TILE_N, BLOCKS_M>(params, tile, x_exponent, acc);
-    }
+    if constexpr (Format::CONTAINED) undo_scales<TILE_N, BLOCKS_M>(params, tile, x_exponent, acc);
     uint8_t* const staging =
         smem + shared.layout.staging + warpgroup * (plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes);
     [[maybe_unused]] volatile uint32_t* const last = reinterpret_cast<uint32_t*>(smem + kLastPlace) + warpgroup;
@@ -1780,7 +1702,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if (tile.part >= 0 && !meet<TILE_N, BLOCKS_M>(params, tile, last, warpgroup, acc)) continue;
     }
     if (plan.boxes) {
-      if constexpr (kFloats) store_boxes<TILE_N, BLOCKS_M>(params, tile, staging, warpgroup, acc);
+      if constexpr (sizeof(typename Format::Tensor) == 4)
+        store_boxes<TILE_N, BLOCKS_M>(params, tile, staging, warpgroup, acc);
     } else {
       float* const staged = reinterpret_cast<float*>(staging);
       store_tile<Format, TILE_N, BLOCKS_M>(params, tile, image, staged, warpgroup, acc);
@@ -1790,16 +1713,93 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   if (plan.boxes && threadIdx.x % 128 == 0) hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
 }
 
-// Where nothing is contained: lets those end that gather x, and packs weights for the kernel that does all of it.
-__device__ __forceinline__ void give_up(const Params& params, Decision& decision, int thread) {
-  if (thread == 0) {
-    if (blockIdx.x == 0) params.guard.control->all_again = 1;
-    *static_cast<volatile uint32_t*>(&decision.given_up) = 1;
+// What did not fit is zero in the copy of x: y has its products added, in fp32. The warp of the first value on the
+// list that an output reads adds those of all that it reads, in their order.
+struct MendShared {
+  Listed list[kMostListed];  // in the order of their places
+  uint8_t reads[kThreads / 32][kMostListed];
+};
+
+__device__ __forceinline__ void mend(const Params& params, int count, MendShared& shared) {
+  const Correlation& of = params.of;
+  const Correlation copy = copied(of);
+  const int channels = static_cast<int>(copy.in_stride[3]), taps = of.R * of.S;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const Listed own = params.guard.list[i];
+    int before = 0;
+    for (int j = 0; j < count; ++j) before += params.guard.list[j].place < own.place;
+    shared.list[before] = own;
   }
-  const int threads = static_cast<int>(gridDim.x) * kDecidingThreads;
-  for (int number = static_cast<int>(blockIdx.x) * kDecidingThreads + thread; number < params.other_pack.count;
-       number += threads)
-    pack_piece<Tf32>(params.other_pack, number);
+  __syncthreads();  // the list is in order
+  const int warps = static_cast<int>(gridDim.x) * (kThreads / 32);
+  for (int unit = static_cast<int>(blockIdx.x) * (kThreads / 32) + warp; unit < count * taps; unit += warps) {
+    // Where a value lies in its image, and whether an output reads it by which tap.
+    const auto row_of = [&](int64_t pixel) { return static_cast<int>(pixel / copy.W % copy.H); };
+    const auto column_of = [&](int64_t pixel) { return static_cast<int>(pixel % copy.W); };
+    const auto tap_of = [&](const Listed& listed, int64_t n, int p, int q) {
+      const int64_t pixel = listed.place / channels;
+      const int down = row_of(pixel) + copy.pad_h - p * copy.stride_h;
+      const int right = column_of(pixel) + copy.pad_w - q * copy.stride_w;
+      const int r = down / of.dilation_h, s = right / of.dilation_w;
+      const bool reads = pixel / copy.W / copy.H == n && down >= 0 && right >= 0 && r * of.dilation_h == down &&
+                         s * of.dilation_w == right && r < of.R && s < of.S;
+      return reads ? r * of.S + s : -1;
+    };
+    const int first = unit / taps, tap = unit % taps;
+    const int64_t pixel = shared.list[first].place / channels, n = pixel / copy.W / copy.H;
+    const int down = row_of(pixel) + copy.pad_h - tap / of.S * of.dilation_h;
+    const int right = column_of(pixel) + copy.pad_w - tap % of.S * of.dilation_w;
+    const int p = down / copy.stride_h, q = right / copy.stride_w;
+    if (down < 0 || right < 0 || p * copy.stride_h != down || q * copy.stride_w != right || p >= of.P || q >= of.Q)
+      continue;
+    uint8_t* const reads = shared.reads[warp];
+    for (int i = lane; i < count; i += 32) reads[i] = tap_of(shared.list[i], n, p, q) >= 0;
+    __syncwarp();  // all of the list has been looked at
+    bool is_first = true;
+    for (int i = 0; i < first; ++i) is_first = is_first && reads[i] == 0;
+    float* const out =
+        static_cast<float*>(params.out_ptr) + n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3];
+    const float* const w = static_cast<const float*>(params.other_pack.w_ptr);
+    for (int k = is_first ? lane : of.out_channels; k < of.out_channels; k += 32) {
+      float sum = out[k * of.out_stride[1]];
+      for (int i = first; i < count; ++i) {
+        if (reads[i] == 0) continue;
+        const Listed& listed = shared.list[i];
+        const int by = tap_of(listed, n, p, q), r = by / of.S, s = by % of.S;
+        const float weight =
+            w[k * of.w_stride_out + listed.place % channels * of.w_stride_in +
+              (of.flipped ? of.R - 1 - r : r) * of.w_stride_r + (of.flipped ? of.S - 1 - s : s) * of.w_stride_s];
+        sum = fmaf(round_to_tf32(listed.value), round_to_tf32(weight), sum);
+      }
+      out[k * of.out_stride[1]] = sum;
+    }
+    __syncwarp();  // the next output's do not overtake them
+  }
+}
+
+// Whether the block is to multiply. With contained operands that is what the kernels before it have found: otherwise it
+// packs weights for the kernel that does all of it. That one mends what these have left, where it has not to do all.
+template <typename Format>
+__device__ __forceinline__ bool is_to_multiply(const Params& params, uint8_t* smem, int& x_exponent) {
+  if constexpr (Format::CONTAINED || Format::AGAIN) {
+    hopper::wait_for_prerequisites();
+    const Control control = *params.guard.control;
+    const bool contained = control.all_again == 0 && control.listed <= kMostListed;
+    x_exponent = control.x_exponent;
+    if constexpr (Format::AGAIN) {
+      if (contained && control.listed != 0)
+        mend(params, static_cast<int>(control.listed), *reinterpret_cast<MendShared*>(smem));
+      return !contained;
+    } else if (!contained) {
+      const int threads = static_cast<int>(gridDim.x) * kThreads;
+      for (int number = static_cast<int>(blockIdx.x) * kThreads + threadIdx.x; number < params.other_pack.count;
+           number += threads)
+        pack_piece<Tf32>(params.other_pack, number);
+      return false;
+    }
+  }
+  return true;
 }
 
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
@@ -1808,14 +1808,9 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
   extern __shared__ __align__(1024) uint8_t modelnew_gather_smem[];
   // What comes behind this kernel may be made ready; it waits for the end of this one before it reads or writes memory.
   hopper::launch_dependents();
-  // x, y and the bias are nothing that packing writes: only who needs packed weights and what comes with them waits for
-  // these. But what is to be done again the kernel before this one says, and all of its blocks have started.
-  if constexpr (Format::AGAIN) hopper::wait_for_prerequisites();
-  const Agenda<Format> agenda(params);
-  if (Format::AGAIN && static_cast<int>(blockIdx.x) >= agenda.units()) return;
-
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
-  [[maybe_unused]] Decision& decision = *reinterpret_cast<Decision*>(modelnew_gather_smem + kDecisionPlace);
+  int x_exponent = 0;
+  if (!is_to_multiply<Format>(params, modelnew_gather_smem, x_exponent)) return;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
       hopper::barrier_init(shared.x_full(stage), params.plan.in_boxes ? 1 : kGatherThreads);
@@ -1824,52 +1819,32 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
       hopper::barrier_init(shared.w_empty(stage), kMultiplyWarps);
     }
     hopper::fence_async();
-    decision.given_up = 0;
   }
   __syncthreads();  // barriers are ready
   const int warp = threadIdx.x / 32;
-  int x_exponent = 0;
-  // Of those who need what the preparation found: false where nothing is contained.
-  const auto is_contained = [&](int thread) {
-    if constexpr (Format::CONTAINED) {
-      hopper::wait_for_prerequisites();
-      if (!decide(params.guard, decision, thread, x_exponent)) {
-        give_up(params, decision, thread);
-        return false;
-      }
-    }
-    return true;
-  };
   if (warp < kMultiplyWarps) {
-    if (!is_contained(threadIdx.x)) return;
     hopper::registers_take<Format::MULTIPLY_REGISTERS>();
-    multiply<Format, TILE_N, BLOCKS_M, PIECES>(params, shared, agenda, x_exponent, modelnew_gather_smem);
+    multiply<Format, TILE_N, BLOCKS_M, PIECES>(params, shared, x_exponent, modelnew_gather_smem);
   } else {
     // All of this warpgroup, before some of them wait or leave.
     hopper::registers_give_back<Format::GATHER_REGISTERS>();
+    // x, y and the bias are nothing that packing writes: only who needs packed weights and what comes with them waits.
     if (warp == kMultiplyWarps + kGatherWarps) {
-      if (!is_contained(static_cast<int>(threadIdx.x) - kGatherThreads)) return;
-      if constexpr (Format::AGAIN) {
-        if (agenda.listed) {
-          widen_weights(params, shared, agenda);
-          return;
-        }
-      }
-      if constexpr (Format::POINTS) hopper::wait_for_prerequisites();  // the others have
-      if (threadIdx.x % 32 == 0) copy_weights(params, shared, agenda);
-    } else {
-      if (params.plan.copied) hopper::wait_for_prerequisites();
-      int32_t* table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
-      const volatile uint32_t* const given_up = &decision.given_up;
-      if (params.plan.in_boxes) {
-        if (Format::POINTS && warp == kMultiplyWarps) load_boxes(params, shared, PIECES * Format::CHANNELS);
-      } else if (params.plan.loads == Loads::kSingle) {
-        gather_stages<Format, Loads::kSingle>(params, shared, agenda, table, given_up);
-      } else if (params.plan.loads == Loads::kChannels) {
-        gather_stages<Format, Loads::kChannels>(params, shared, agenda, table, given_up);
-      } else if constexpr (Format::POINTS) {
-        gather_stages<Format, Loads::kPixels>(params, shared, agenda, table, given_up);
-      }
+      hopper::wait_for_prerequisites();
+      if (threadIdx.x % 32 == 0) copy_weights(params, shared);
+      return;
+    }
+    if (params.plan.copied) hopper::wait_for_prerequisites();
+    if (params.plan.in_boxes) {
+      if (warp == kMultiplyWarps) load_boxes(params, shared, PIECES * Format::CHANNELS);
+    } else if constexpr (!Format::CONTAINED) {
+      int32_t* const table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
+      if (params.plan.loads == Loads::kSingle)
+        gather_stages<Format, Loads::kSingle>(params, shared, table);
+      else if (params.plan.loads == Loads::kChannels)
+        gather_stages<Format, Loads::kChannels>(params, shared, table);
+      else
+        gather_stages<Format, Loads::kPixels>(params, shared, table);
     }
   }
 #endif
@@ -1960,20 +1935,18 @@ inline bool dense_points_of(const Correlation& of) {
 constexpr int64_t kMostPartialBytes = 32 << 20;
 constexpr int kSplits[] = {1, 2, 3, 4, 5, 6, 8, 12, 16}, kMostSplits = 16;
 
-enum class Use { kAsTheyAre, kContained, kOfThoseAgain };
-
 struct TileShape {
   int tile_n, blocks_m, pieces;
   double stage_cycles;  // to multiply
   bool of_16_bits;      // there is one, too: others are not worth the time to compile them
-  Use use = Use::kAsTheyAre;
+  bool contained = false;
 };
-constexpr TileShape kTileShapes[] = {
-    {256, 1, 8, 1210, true}, {128, 2, 8, 1600, true},
-    {64, 2, 8, 1150, false}, {128, 2, 4, 895, false},
-    {128, 1, 8, 854, false}, {kContainedTile, 1, kContainedPieces, 913, false, Use::kContained}};
-// Of what is done again. A single tile keeps the whole call waiting, so that it is cut up.
-constexpr TileShape kAgainShape{kAgainTile, 1, kContainedPieces, 700, false, Use::kOfThoseAgain};
+constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, true},        {128, 2, 8, 1600, true},
+                                     {64, 2, 8, 1150, false},        {128, 2, 4, 895, false},
+                                     {128, 1, 8, 854, false},        {256, 1, 8, 1210, false, true},
+                                     {128, 2, 8, 1240, false, true}, {128, 1, 8, 670, false, true}};
+// Of what is done again.
+constexpr TileShape kAgainShape{64, 2, 8, 1150, false};
 
 // Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, in up to
 // 4 parts of the reduction, fp32, 32 and 256 images, both memory formats, H200, 2026-11-22 (revisions in the making):
@@ -1983,23 +1956,32 @@ constexpr TileShape kAgainShape{kAgainTile, 1, kContainedPieces, 700, false, Use
 // are never what a tile waits for); of y.
 constexpr double kMemoryRate = 21.8, kSingleRate = 100, kWordsRate = 5.8, kPixelsRate = 22, kChannelsRate = 10.7;
 constexpr double kBoxRate = 200, kStoreRate = 20, kStoreOneRate = 13, kStoreChannelsRate = 23.5, kStoreBoxRate = 400;
-constexpr double kLost = 0.08;            // of what takes less time than what a tile waits for
-constexpr double kTileCycles = 1500;      // to fill and to drain
-constexpr double kCopyCycles = 6600;      // of copying x, but for its bytes
-constexpr double kMeetCycles = 1900;      // of parts of a tile, but for their sums
-constexpr double kMeetRate = 29.5;        // bytes a cycle, of these
-constexpr double kContainCycles = 16000;  // to come to a decision, and of a launch that has nothing to do again
+constexpr double kLost = 0.08;           // of what takes less time than what a tile waits for
+constexpr double kTileCycles = 1500;     // to fill and to drain
+constexpr double kCopyCycles = 6600;     // of copying x, but for its bytes
+constexpr double kMeetCycles = 1900;     // of parts of a tile, but for their sums
+constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
+constexpr double kContainCycles = 9000;  // of two more launches, one of them behind the end
 
-// What there are kernels for: 1x1 multiplies too little for each value that is loaded.
-inline bool may_contain(const Correlation& of, int element_bytes) { return element_bytes == 4 && of.R * of.S > 1; }
+// Of copies of x.
+constexpr int64_t kMostCopiedBytes = 512 << 20;
+
+inline int64_t copied_bytes(const Correlation& of, int element_bytes) {
+  return of.N * of.P * of.Q * of.groups * of.in_channels * element_bytes;
+}
+
+inline int64_t contained_bytes(const Correlation& of) {
+  const Correlation copy = copied(of);
+  return of.N * copy.in_stride[0] * static_cast<int64_t>(sizeof(Half));
+}
+
+// Of fp32 under the TF32 contract. From sizes alone, which the workspace depends on.
+inline bool may_contain(const Correlation& of, int element_bytes) {
+  return element_bytes == 4 && of.groups == 1 && contained_bytes(of) <= kMostCopiedBytes;
+}
 
 // Fewer channels have not been tried, or were faster with TF32 operands.
 constexpr int kLeastContainedChannels = 128;
-
-// As many tiles as a list has room for: more than any plan that fills its tiles by a half.
-inline int64_t most_listed(const Correlation& of) {
-  return 8192 + 2 * ceil_div(of.N * of.P * of.Q, 64) * ceil_div(of.out_channels, 64) * of.groups;
-}
 
 // Of weights, whole tiles of all groups.
 inline int64_t packed_rows(const Correlation& of, int tile_n) {
@@ -2024,11 +2006,11 @@ inline int64_t most_partial_bytes(const Correlation& of) {
 }
 
 // Completes a plan; false when it does not fit.
-inline bool complete(const Correlation& of, int element_bytes, const Device& device, const Alignment& address,
+inline bool complete(const Correlation& of, int out_bytes, const Device& device, const Alignment& address,
                      const TileShape& shape, int splits, const Cut& cut, Plan& plan) {
   plan = Plan{};
-  plan.contained = shape.use == Use::kContained;
-  const int channels = 16 / element_bytes;
+  plan.contained = shape.contained;
+  const int in_bytes = plan.contained ? 2 : out_bytes, channels = 16 / in_bytes;
   plan.tile_n = shape.tile_n;
   plan.blocks_m = shape.blocks_m;
   plan.points = cut.kind == Cut::kPoints;
@@ -2049,14 +2031,14 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
                              of.in_stride[3] % channels == 0 && of.in_stride[2] % channels == 0 &&
                              of.in_stride[0] % channels == 0;
   const bool dense_points = dense_points_of(of) && dense_fours(of.in_stride, of.H, of.W, of.N, of.in_channels);
-  plan.loads = channels_last && aligned_in                             ? Loads::kChannels
-               : dense_points && address.in % (4 * element_bytes) == 0 ? Loads::kPixels
-                                                                       : Loads::kSingle;
+  plan.loads = channels_last && aligned_in                        ? Loads::kChannels
+               : dense_points && address.in % (4 * in_bytes) == 0 ? Loads::kPixels
+                                                                  : Loads::kSingle;
   int64_t images = 1 + (plan.points ? (pixels - 1) / (static_cast<int64_t>(of.P) * of.Q) + 1 : (tile_p - 1) / of.P + 1);
   images = std::min(images, of.N);
   if (plan.points) {
     plan.slots = pixels;
-    plan.quarters = plan.loads == Loads::kPixels && element_bytes == 2;
+    plan.quarters = plan.loads == Loads::kPixels && in_bytes == 2;
     plan.piece_slots = (plan.quarters ? pixels + 8 : pixels) | 1;
   } else {
     plan.row_step = of.R == 1 ? 1 : of.stride_h;
@@ -2099,7 +2081,7 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   plan.tiles = static_cast<int64_t>(plan.tiles_m) * plan.tiles_n * of.groups;
   if (plan.tiles > (1 << 30) - 64 * device.sms) return false;  // units are ints
   // As many as all SMs take, again and again; the last ones are cut up.
-  if (splits > 1 && element_bytes != 4) return false;
+  if (splits > 1 && out_bytes != 4) return false;
   plan.whole_tiles = static_cast<int>(splits > 1 ? plan.tiles / device.sms * device.sms : plan.tiles);
   const int64_t parts = (plan.tiles - plan.whole_tiles) * splits;
   plan.units = static_cast<int>(plan.whole_tiles + parts);
@@ -2107,28 +2089,22 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   plan.rows = plan.loads == Loads::kChannels && plan.pieces == 8;
   // Boxes take neighbouring columns, and the last one of a group has no channels of the next group.
   const bool dense_in = !plan.points || (dense_points_of(of) && dense_pixels(of.in_stride, of.N, of.P, of.Q));
-  // Contained operands take none: a block that gives up would have to wait for those on their way.
-  plan.in_boxes = shape.use == Use::kAsTheyAre && plan.rows && dense_in &&
+  plan.in_boxes = plan.rows && dense_in &&
                   (plan.points || (plan.in_column_step == 1 && plan.in_row_step == 1 && plan.pitch <= 256)) &&
                   (of.groups == 1 || of.in_channels % (plan.pieces * channels) == 0) &&
                   of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && of.in_stride[2] > 0 &&
                   of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
-  plan.planes = element_bytes == 4 && plan.points && plan.loads != Loads::kChannels;
+  if (plan.contained && !plan.in_boxes) return false;
+  plan.planes = in_bytes == 4 && plan.points && plan.loads != Loads::kChannels;
   plan.plane_slots = pixels + 8;
   plan.x_stage_bytes = plan.planes     ? plan.pieces * channels * plan.plane_slots * 4
                        : plan.in_boxes ? (plan.slots * 128 + 1023) / 1024 * 1024
                                        : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
-  plan.w_pieces = plan.contained ? plan.pieces / 2 : plan.pieces;
-  plan.w_stage_bytes = plan.w_pieces * plan.tile_n * 16;
-  if (packed_rows(of, plan.tile_n) * plan.iterations * plan.w_pieces >= (1 << 30)) return false;
-  if (plan.contained && plan.tiles > most_listed(of)) return false;
-  // Lines of one image in a tile come in multiples of this. Of packed ones each tile says it.
-  const int lines_together = plan.packed ? of.P : plan.points ? 1 : greatest_common_divisor(of.P, tile_p);
-  plan.end_rows = plan.row_step == 1 && lines_together >= static_cast<int64_t>(of.R - 1) * of.dilation_h;
-  plan.end_columns = plan.column_step == 1 && tile_q >= static_cast<int64_t>(of.S - 1) * of.dilation_w;
+  plan.w_stage_bytes = plan.pieces * plan.tile_n * 16;
+  if (packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces >= (1 << 30)) return false;
 
   plan.out_channels_last = of.out_stride[1] == 1 && of.out_channels > 1;
-  const bool aligned_out = address.out % (4 * element_bytes) == 0;
+  const bool aligned_out = address.out % (4 * out_bytes) == 0;
   if (plan.out_channels_last) {
     plan.vector = aligned_out && of.out_channels % 4 == 0 && of.out_stride[0] % 4 == 0 && of.out_stride[2] % 4 == 0 &&
                           of.out_stride[3] % 4 == 0
@@ -2141,7 +2117,7 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
     plan.vector = aligned_out && fours && whole ? 4 : 1;
   }
 
-  plan.boxes = (plan.points || plan.packed) && plan.out_channels_last && element_bytes == 4 && plan.vector == 4 &&
+  plan.boxes = (plan.points || plan.packed) && plan.out_channels_last && out_bytes == 4 && plan.vector == 4 &&
                dense_pixels(of.out_stride, of.N, of.P, of.Q) && of.N * of.P * of.Q < (int64_t{1} << 30) &&
                (of.groups == 1 || of.out_channels % kStagedChannels == 0);
 
@@ -2159,7 +2135,7 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   if (!fits) return false;
   plan.blocks = std::min(plan.units, device.sms);
 
-  const double out_bytes = static_cast<double>(pixels) * plan.tile_n * element_bytes;
+  const double tile_bytes = static_cast<double>(pixels) * plan.tile_n * out_bytes;
   const double rate = plan.in_boxes                  ? kBoxRate
                       : plan.loads == Loads::kSingle ? plan.planes ? kWordsRate : kSingleRate
                       : plan.loads == Loads::kPixels ? kPixelsRate
@@ -2171,43 +2147,23 @@ inline bool complete(const Correlation& of, int element_bytes, const Device& dev
   const auto cycles_of = [&](int blocks_c) {
     const double in_bytes = 16.0 * plan.slots * plan.pieces * blocks_c;
     const double multiply = static_cast<double>(blocks_c) * of.R * of.S * shape.stage_cycles;
-    const double memory = (in_bytes / plan.tiles_n + out_bytes) / kMemoryRate;
-    const double work = multiply + out_bytes / store_rate, load = in_bytes / rate;
+    const double memory = (in_bytes / plan.tiles_n + tile_bytes) / kMemoryRate;
+    const double work = multiply + tile_bytes / store_rate, load = in_bytes / rate;
     return (1 - kLost) * std::max({work, load, memory}) + kLost * (work + load + memory) + kTileCycles;
   };
   plan.cycles = ceil_div(plan.whole_tiles, device.sms) * cycles_of(plan.blocks_c);
   if (splits > 1)
-    plan.cycles += ceil_div(parts, device.sms) * (cycles_of(plan.split_blocks) + out_bytes / kMeetRate) + kMeetCycles +
-                   splits * out_bytes / kMeetRate;
-  if (plan.contained) plan.cycles += kContainCycles;
+    plan.cycles += ceil_div(parts, device.sms) * (cycles_of(plan.split_blocks) + tile_bytes / kMeetRate) + kMeetCycles +
+                   splits * tile_bytes / kMeetRate;
   return true;
 }
 
 // 1x1 whose x comes by single words, that is: at a stride, or planes of no multiple of 4 pixels. What is read is first
-// copied to where channels are neighbours, unless that is a lot. From strides alone, which the workspace depends on.
-constexpr int64_t kMostCopiedBytes = 256 << 20;
-
-inline int64_t copied_bytes(const Correlation& of, int element_bytes) {
-  return of.N * of.P * of.Q * of.groups * of.in_channels * element_bytes;
-}
-
+// copied to where channels are neighbours, unless that is a lot. From sizes and strides alone.
 inline bool may_copy(const Correlation& of, int element_bytes) {
   const bool dense = dense_points_of(of) && dense_fours(of.in_stride, of.H, of.W, of.N, of.in_channels);
   return of.R == 1 && of.S == 1 && !dense && of.in_stride[1] != 1 && of.in_channels % (16 / element_bytes) == 0 &&
          copied_bytes(of, element_bytes) <= kMostCopiedBytes;
-}
-
-// The same of the copy.
-inline Correlation copied(const Correlation& of) {
-  Correlation result = of;
-  const int64_t channels = static_cast<int64_t>(of.groups) * of.in_channels;
-  result.H = of.P;
-  result.W = of.Q;
-  result.stride_h = result.stride_w = 1;
-  result.pad_h = result.pad_w = 0;
-  const int64_t line = of.Q * channels, stride[4] = {of.P * line, 1, line, channels};
-  std::copy_n(stride, 4, result.in_stride);
-  return result;
 }
 
 // Read in sectors, and written.
@@ -2215,55 +2171,72 @@ inline double copy_cycles(const Correlation& of, int element_bytes, const Device
   return copied_bytes(of, element_bytes) * (1.0 + std::min(of.stride_w, 8)) / device.sms / kMemoryRate + kCopyCycles;
 }
 
-// With TF32 operands, for what contained ones are not fit for: the same pixels, and fewer channels in a tile.
-inline bool plan_again(const Correlation& of, const Device& device, const Alignment& address, const Plan& contained,
-                       Plan& plan) {
-  const Cut cut{contained.packed ? Cut::kPacked : Cut::kLines, contained.tile_p, contained.tile_q};
-  return complete(of, 4, device, address, kAgainShape, 1, cut, plan);
+inline double contain_cycles(const Correlation& of, const Device& device) {
+  const int sectors = of.R == 1 && of.S == 1 && of.in_stride[1] != 1 ? std::min(of.stride_w, 8) : 1;
+  return contained_bytes(of) * (1.0 + 2 * sectors) / device.sms / kMemoryRate + kCopyCycles + kContainCycles;
+}
+
+// The best one in a shape of a tile; `least`: cycles that others take, and whether there is any.
+inline bool improve(const Correlation& of, int out_bytes, const Device& device, const Alignment& address,
+                    const TileShape& shape, int forced_splits, double more_cycles, bool is_copied, bool& found,
+                    Plan& best) {
+  const int pixels = 128 * shape.blocks_m;
+  bool improved = false;
+  const auto consider = [&](const Cut& cut) {
+    if (cut.tile_p < 1 || cut.tile_p * cut.tile_q > pixels) return;
+    for (int splits : kSplits) {
+      Plan plan;
+      if (forced_splits > 0 && splits != forced_splits) continue;
+      if (!complete(of, out_bytes, device, address, shape, splits, cut, plan)) continue;
+      plan.copied = is_copied;
+      plan.cycles += more_cycles;
+      if (found && plan.cycles >= best.cycles) continue;
+      best = plan;
+      found = improved = true;
+    }
+  };
+  if (of.R == 1 && of.S == 1) {
+    consider({Cut::kPoints, 1, 1});
+    return improved;
+  }
+  if (of.Q <= pixels) consider({Cut::kPacked, 1, 1});
+  // Whole rows, or a part of them.
+  for (int tile_q : {of.Q, 32, 64, 128, 256}) {
+    if (tile_q > pixels || tile_q > of.Q) continue;
+    const int most = static_cast<int>(std::min<int64_t>(pixels / tile_q, of.N * of.P));
+    for (int tile_p : {most, most & ~1, most & ~3, (most + 1) / 2, (most + 3) / 4, 2, 1})
+      consider({Cut::kLines, tile_p, tile_q});
+  }
+  return improved;
+}
+
+// With TF32 operands, for what contained ones are not fit for.
+inline bool plan_again(const Correlation& of, const Device& device, const Alignment& address, Plan& plan) {
+  bool found = false;
+  return improve(of, 4, device, address, kAgainShape, 1, 0, false, found, plan);
 }
 
 inline bool make_plan(const Correlation& of, int element_bytes, const Device& device, const Alignment& address,
                       int forced, Plan& best, int forced_splits = 0) {
   bool found = false;
   int number = 0;
-  const Correlation copy = copied(of);
-  const auto consider = [&](const TileShape& shape, const Cut& cut, bool copies) {
-    const Correlation& what = copies ? copy : of;
-    const Alignment at{copies ? 0 : address.in, address.out};
-    if (cut.tile_p < 1 || cut.tile_p * cut.tile_q > 128 * shape.blocks_m) return;
-    for (int splits : kSplits) {
-      Plan plan, again;
-      if (forced_splits > 0 && splits != forced_splits) continue;
-      if (!complete(what, element_bytes, device, at, shape, splits, cut, plan)) continue;
-      plan.copied = copies;
-      if (copies) plan.cycles += copy_cycles(of, element_bytes, device);
-      if (found && plan.cycles >= best.cycles) continue;
-      if (plan.contained && !plan_again(of, device, address, plan, again)) continue;
-      best = plan;
-      found = true;
-    }
-  };
+  const Alignment of_copy{0, address.out};
   for (const TileShape& shape : kTileShapes) {
     if (forced >= 0 && number++ != forced) continue;
     if (element_bytes == 2 && !shape.of_16_bits) continue;
-    if (shape.use == Use::kContained && !may_contain(of, element_bytes)) continue;
-    if (shape.use == Use::kContained && forced < 0 &&
-        std::min(of.in_channels, of.out_channels) < kLeastContainedChannels)
-      continue;
-    const int pixels = 128 * shape.blocks_m;
-    if (of.R == 1 && of.S == 1) {
-      consider(shape, {Cut::kPoints, 1, 1}, false);
-      if (may_copy(of, element_bytes)) consider(shape, {Cut::kPoints, 1, 1}, true);
+    if (shape.contained) {
+      Plan again;
+      if (may_contain(of, element_bytes) &&
+          (forced >= 0 || std::min(of.in_channels, of.out_channels) >= kLeastContainedChannels) &&
+          plan_again(of, device, address, again))
+        improve(copied(of), element_bytes, device, of_copy, shape, forced_splits, contain_cycles(of, device), true,
+                found, best);
       continue;
     }
-    if (of.Q <= pixels) consider(shape, {Cut::kPacked, 1, 1}, false);
-    // Whole rows, or a part of them.
-    for (int tile_q : {of.Q, 32, 64, 128, 256}) {
-      if (tile_q > pixels || tile_q > of.Q) continue;
-      const int most = static_cast<int>(std::min<int64_t>(pixels / tile_q, of.N * of.P));
-      for (int tile_p : {most, most & ~1, most & ~3, (most + 1) / 2, (most + 3) / 4, 2, 1})
-        consider(shape, {Cut::kLines, tile_p, tile_q}, false);
-    }
+    improve(of, element_bytes, device, address, shape, forced_splits, 0, false, found, best);
+    if (may_copy(of, element_bytes))
+      improve(copied(of, false), element_bytes, device, of_copy, shape, forced_splits,
+              copy_cycles(of, element_bytes, device), true, found, best);
   }
   return found;
 }
@@ -2321,23 +2294,22 @@ inline const char* yields(const Problem& problem, Operator op) {
 
 // Where the parts of the workspace start.
 struct WorkspaceLayout {
-  int64_t scales, samples, marked, list, w_factors, packed, packed_again, copied, arrived, partial, end;
+  int64_t scales, samples, list, w_factors, packed, packed_again, copied, arrived, partial, end;
 };
 
 // Two counters for each tile that is cut up: there are fewer than partial sums of the smallest tile.
-constexpr int64_t kArrivedBytes = 8 * kMostPartialBytes / (128 * kAgainTile * 4);
+constexpr int64_t kArrivedBytes = 8 * kMostPartialBytes / (128 * 64 * 4);
 
 // Of weights of so many bytes, packed, contained ones in so many rows, and packed again; of x; and of partial sums.
-inline WorkspaceLayout workspace_layout(bool contained, int64_t rows, int64_t tiles, int64_t packed_bytes,
-                                        int64_t packed_again_bytes, int64_t copied_bytes, int64_t partial_bytes) {
+inline WorkspaceLayout workspace_layout(bool contained, int64_t rows, int64_t packed_bytes, int64_t packed_again_bytes,
+                                        int64_t copied_bytes, int64_t partial_bytes) {
   const auto aligned = [](int64_t bytes) { return ceil_div(bytes, 128) * 128; };
   WorkspaceLayout layout{};
   if (contained) {
     layout.scales = aligned(sizeof(Control));
     layout.samples = layout.scales + aligned(rows * static_cast<int64_t>(sizeof(RowScales)));
-    layout.marked = layout.samples + kSampleBytes;
-    layout.list = layout.marked + aligned(ceil_div(tiles, 32) * 4);
-    layout.w_factors = layout.list + aligned(4 * tiles);
+    layout.list = layout.samples + aligned(kSampleBlocks * static_cast<int64_t>(sizeof(uint32_t)));
+    layout.w_factors = layout.list + aligned(kMostListed * static_cast<int64_t>(sizeof(Listed)));
     layout.packed = layout.w_factors + aligned(4 * rows);
   }
   layout.packed_again = layout.packed + aligned(packed_bytes);
@@ -2355,8 +2327,9 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op) {
   const bool contained = may_contain(of, bytes);
   const int64_t pieces = ceil_div(of.in_channels, 8 * channels) * 8 * of.R * of.S;  // of a row
   const int64_t rows = packed_rows(of, 256);
-  return workspace_layout(contained, rows, most_listed(of), rows * pieces * 16,
-                          packed_rows(of, kAgainTile) * pieces * 16, may_copy(of, bytes) ? copied_bytes(of, bytes) : 0,
+  const int64_t of_copy = may_copy(of, bytes) ? copied_bytes(of, bytes) : 0;
+  return workspace_layout(contained, rows, rows * pieces * 16, packed_rows(of, kAgainShape.tile_n) * pieces * 16,
+                          std::max(of_copy, contained ? contained_bytes(of) : 0),
                           bytes == 4 ? most_partial_bytes(of) : 0)
       .end;
 }
@@ -2419,8 +2392,10 @@ cudaError_t run_tiles(Params& params, cudaStream_t stream) {
   if (plan.pieces == 8 && plan.tile_n == 256) return run_kernel<Format, 256, 1, 8>(params, stream);
   if (plan.pieces == 8 && plan.tile_n == 128 && plan.blocks_m == 2)
     return run_kernel<Format, 128, 2, 8>(params, stream);
-  if constexpr (sizeof(typename Format::Stored) == 4) {
+  if constexpr (sizeof(typename Format::Tensor) == 4) {
     if (plan.pieces == 8 && plan.tile_n == 128) return run_kernel<Format, 128, 1, 8>(params, stream);
+  }
+  if constexpr (sizeof(typename Format::Stored) == 4) {
     if (plan.pieces == 8) return run_kernel<Format, 64, 2, 8>(params, stream);
     return run_kernel<Format, 128, 2, 4>(params, stream);
   }
@@ -2428,9 +2403,21 @@ cudaError_t run_tiles(Params& params, cudaStream_t stream) {
 }
 
 inline PackParams pack_params(const Correlation& of, const Plan& plan, const void* w_ptr, void* packed_ptr) {
-  PackParams pack{w_ptr, packed_ptr, of, plan.tile_n, plan.tiles_n, plan.blocks_c, plan.w_pieces, 0, nullptr, 0};
-  pack.count = static_cast<int>(packed_rows(of, plan.tile_n) * plan.iterations * plan.w_pieces);
+  PackParams pack{w_ptr, packed_ptr, of, plan.tile_n, plan.tiles_n, plan.blocks_c, plan.pieces, 0, nullptr, 0};
+  pack.count = static_cast<int>(packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces);
   return pack;
+}
+
+inline CopyParams copy_params(const Correlation& of, const void* in_ptr, void* copy_ptr, int channels) {
+  CopyParams copy{in_ptr, copy_ptr, of, static_cast<int>(ceil_div(channels, kCopySide)), 0};
+  if (of.R * of.S > 1) {  // all pixels are copied, as 1x1 filters without a stride read them
+    copy.of.P = of.H;
+    copy.of.Q = of.W;
+    copy.of.stride_h = copy.of.stride_w = 1;
+    copy.of.pad_h = copy.of.pad_w = 0;
+  }
+  copy.blocks = static_cast<int>(ceil_div(of.N * copy.of.P * copy.of.Q, kCopySide)) * copy.channel_blocks;
+  return copy;
 }
 
 template <typename Format>
@@ -2438,14 +2425,10 @@ cudaError_t run_packed(const PackParams& pack, void* copy_ptr, Params& params, c
   CopyParams copy{};
   size_t smem_bytes = 0;
   if (params.plan.copied) {
-    copy.in_ptr = params.in_ptr;
-    copy.out_ptr = copy_ptr;
-    copy.of = params.of;
-    copy.channel_blocks = static_cast<int>(ceil_div(copy.of.groups * copy.of.in_channels, kCopySide));
-    copy.blocks = static_cast<int>(ceil_div(copy.of.N * copy.of.P * copy.of.Q, kCopySide)) * copy.channel_blocks;
+    copy = copy_params(params.of, params.in_ptr, copy_ptr, params.of.groups * params.of.in_channels);
     smem_bytes = sizeof(CopyShared<typename Format::Stored>);
     params.in_ptr = copy_ptr;
-    params.of = copied(params.of);
+    params.of = copied(params.of, false);
   }
   const unsigned blocks = static_cast<unsigned>(copy.blocks + ceil_div(pack.count, kPackThreads));
   pack_kernel<Format><<<blocks, kPackThreads, smem_bytes, stream>>>(pack, copy);
@@ -2458,36 +2441,50 @@ cudaError_t run_packed(const PackParams& pack, void* copy_ptr, Params& params, c
 inline cudaError_t run_contained(const PackParams& pack, const Plan& again, const WorkspaceLayout& layout,
                                  uint8_t* workspace, Params& params, cudaStream_t stream) {
   const Plan& plan = params.plan;
+  const Correlation of = params.of, copy = copied(of);
+  const void* const in_ptr = params.in_ptr;
   PrepareParams prepare{};
-  prepare.in_ptr = params.in_ptr;
+  prepare.in_ptr = in_ptr;
   prepare.pack = pack;
-  prepare.rows = static_cast<int>(packed_rows(params.of, plan.tile_n));
+  prepare.rows = static_cast<int>(packed_rows(of, plan.tile_n));
   prepare.row_threads = 32;
-  const int64_t row_pieces = static_cast<int64_t>(plan.iterations) * plan.w_pieces;
+  const int64_t row_pieces = static_cast<int64_t>(plan.iterations) * plan.pieces;
   while (prepare.row_threads < kPackThreads && row_pieces > 2 * prepare.row_threads) prepare.row_threads *= 2;
-  prepare.mark_words = ceil_div(plan.tiles, 32);
   Guard& guard = params.guard;
   guard.control = reinterpret_cast<Control*>(workspace);
   guard.scales = reinterpret_cast<RowScales*>(workspace + layout.scales);
   guard.samples = reinterpret_cast<uint32_t*>(workspace + layout.samples);
-  guard.marked = reinterpret_cast<uint32_t*>(workspace + layout.marked);
-  guard.list = reinterpret_cast<uint32_t*>(workspace + layout.list);
+  guard.list = reinterpret_cast<Listed*>(workspace + layout.list);
   guard.w_factors = reinterpret_cast<float*>(workspace + layout.w_factors);
   guard.row_blocks = static_cast<int>(ceil_div(prepare.rows, kPackThreads / prepare.row_threads));
-  guard.window = static_cast<float>(plan.slots) * params.of.in_channels;
   prepare.guard = guard;
   prepare_kernel<<<static_cast<unsigned>(guard.row_blocks + kSampleBlocks), kPackThreads, sizeof(PrepareShared),
                    stream>>>(prepare);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  params.packed_ptr = pack.packed_ptr;
-  params.other_pack = pack_params(params.of, again, pack.w_ptr, workspace + layout.packed_again);
-  error = run_kernel<Contained, kContainedTile, 1, kContainedPieces>(params, stream);
+
+  ContainParams contain{};
+  contain.channels = static_cast<int>(copy.in_stride[3]);
+  contain.copy = copy_params(of, in_ptr, workspace + layout.copied, contain.channels);
+  contain.guard = guard;
+  contain.eights = of.in_stride[1] == 1 && of.in_channels % 8 == 0 && of.in_stride[0] % 4 == 0 &&
+                   of.in_stride[2] % 4 == 0 && of.in_stride[3] % 4 == 0 && reinterpret_cast<uint64_t>(in_ptr) % 16 == 0;
+  error = hopper::launch_early(contain.eights ? contain_kernel<true> : contain_kernel<false>,
+                               static_cast<unsigned>(contain.copy.blocks), kPackThreads, sizeof(ContainShared), stream,
+                               contain);
   if (error != cudaSuccess) return error;
+
+  params.in_ptr = workspace + layout.copied;
+  params.of = copy;
+  params.packed_ptr = pack.packed_ptr;
+  params.other_pack = pack_params(of, again, pack.w_ptr, workspace + layout.packed_again);
+  error = run_tiles<Contained>(params, stream);
+  if (error != cudaSuccess) return error;
+  params.in_ptr = in_ptr;
+  params.of = of;
   params.plan = again;
   params.packed_ptr = params.other_pack.packed_ptr;
-  params.other_pack = pack;
-  return run_kernel<Again, kAgainTile, 1, kContainedPieces>(params, stream);
+  return run_kernel<Again, kAgainShape.tile_n, kAgainShape.blocks_m, kAgainShape.pieces>(params, stream);
 }
 
 // Runs the plan in `params`; `again`: with contained operands.
@@ -2499,9 +2496,12 @@ cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& p
   const auto packed_bytes = [&](const Plan& of_plan) {
     return pack_params(of, of_plan, nullptr, nullptr).count * int64_t{16};
   };
-  const WorkspaceLayout layout = workspace_layout(plan.contained, packed_rows(of, plan.tile_n), plan.tiles,
-                                                  packed_bytes(plan), plan.contained ? packed_bytes(again) : 0,
-                                                  plan.copied ? copied_bytes(of, sizeof(Stored)) : 0, plan.splits - 1);
+  const int64_t bytes_of_copy = plan.contained ? contained_bytes(of)
+                                : plan.copied  ? copied_bytes(of, sizeof(Stored))
+                                               : 0;
+  const WorkspaceLayout layout =
+      workspace_layout(plan.contained, packed_rows(of, plan.tile_n), packed_bytes(plan),
+                       plan.contained ? packed_bytes(again) : 0, bytes_of_copy, plan.splits - 1);
   PackParams pack = pack_params(of, plan, w_ptr, start + layout.packed);
   if (plan.splits > 1) {
     params.partial_ptr = reinterpret_cast<float*>(start + layout.partial);
@@ -2524,7 +2524,7 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   current_device(device);
   Plan again{};
   if (!plan_of(problem, op, device, address, params.of, params.plan) ||
-      (params.plan.contained && !plan_again(params.of, device, address, params.plan, again)))
+      (params.plan.contained && !plan_again(params.of, device, address, again)))
     return cudaErrorInvalidConfiguration;
   if (problem.dtype == DType::kFloat16) return run<Half>(pointers.w, pointers.workspace, again, params, stream);
   if (problem.dtype == DType::kBFloat16) return run<BFloat16>(pointers.w, pointers.workspace, again, params, stream);

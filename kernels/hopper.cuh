@@ -168,12 +168,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   }
 }
 
-// The same, unless a flag in shared memory is set meanwhile.
-__device__ __forceinline__ void barrier_wait_unless(uint32_t barrier, uint32_t parity, const volatile uint32_t* flag) {
-  while (!barrier_ended(barrier, parity) && *flag == 0) {
-  }
-}
-
 // The same for threads that have time: asking all the time takes issue slots from other warps.
 __device__ __forceinline__ void barrier_wait_idly(uint32_t barrier, uint32_t parity) {
   while (!barrier_ended(barrier, parity)) __nanosleep(64);
