@@ -247,24 +247,16 @@ struct Listed {
   float value;
 };
 
-// The scales of the rows of weights that a block of the preparation packed.
-struct RowScales {
-  int32_t most, least;  // the largest exponent, and minus the smallest one; kNoScale where weights do not fit
-};
-constexpr int kNoScale = 1 << 16;
-
 constexpr int kPackThreads = 256;
 constexpr int kSampleBlocks = 32;
 constexpr int kSamples = 1 << 16;
 
 // Where that lies in the workspace.
 struct Guard {
-  Control* control;  // null where nothing is contained
-  RowScales* scales;
+  Control* control;   // null where nothing is contained
   uint32_t* samples;  // of each sampling block, the largest finite magnitude of x that it saw, as bits
   Listed* list;
   float* w_factors;  // of each row of packed weights: what undoes its scale
-  int row_blocks;    // so many scales
 };
 
 struct Params {
@@ -280,19 +272,23 @@ struct Params {
   PackParams other_pack;  // contained: how weights are packed for the kernel that does all again
 };
 
-struct PrepareParams {
+struct SampleParams {
   const void* in_ptr;
-  PackParams pack;
+  Correlation of;
   Guard guard;
-  int rows;         // of packed weights, of all groups
-  int row_threads;  // of a row: 32 to 256
+  uint32_t* zero_ptr;  // words that are to be zeros before the main kernel counts in them
+  int zeros;
 };
 
 struct ContainParams {
+  PackParams pack;
+  int rows;         // of packed weights, of all groups
+  int row_threads;  // of a row: 32 to 256
+  int row_blocks;
   CopyParams copy;
-  Guard guard;
   int channels;  // of a pixel of the copy: eights
   bool eights;   // those of x are neighbours, and eights of them aligned
+  Guard guard;
 };
 
 // Where the parts of a block's shared memory start.
@@ -571,29 +567,72 @@ __global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams par
   if (number < params.count) pack_piece<Format>(params, number);
 }
 
-// -- Prepare: the same for contained operands, and a sample of x --
-//
-// A block packs some rows of the weights, each scaled by the power of two that takes its largest one to 2^14..2^15, or
-// looks at a part of the sample. What they find they leave for the kernel behind, so that nothing has to be zeros
-// beforehand, and no block waits for another one.
+// -- Sample x: what its scale is to be --
 
-struct PrepareShared {
-  uint32_t magnitudes[kPackThreads / 32];  // the largest ones of rows, as bits
-  RowScales scales;
-  uint32_t sample;  // the largest finite magnitude
-};
+// Places all over x, the same in every call: rows at even distances, a column drawn for each.
+__global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_constant__ SampleParams params) {
+  extern __shared__ __align__(16) uint8_t modelnew_gather_sample_smem[];
+  uint32_t& largest = *reinterpret_cast<uint32_t*>(modelnew_gather_sample_smem);
+  hopper::launch_dependents();
+  const Correlation& of = params.of;
+  const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
+  if (block == 0 && thread == 0) *params.guard.control = {0, 0, 0};
+  for (int i = block * kPackThreads + thread; i < params.zeros; i += kSampleBlocks * kPackThreads)
+    params.zero_ptr[i] = 0;
+  const int64_t channels = static_cast<int64_t>(of.groups) * of.in_channels;
+  const uint64_t rows = of.N * channels * of.H;
+  constexpr int kEach = kSamples / kSampleBlocks / kPackThreads;
+  if (thread == 0) largest = 0;
+  uint32_t words[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const uint32_t number = (i * kSampleBlocks + block) * kPackThreads + thread;
+    const uint32_t drawn = number * 0x9e3779b9u ^ number >> 7;
+    const uint64_t row = (number * rows + drawn % kSamples * rows / kSamples) / kSamples;
+    const int64_t line = divide(static_cast<int64_t>(row), of.H), image = divide(line, channels);
+    const int64_t column = static_cast<uint64_t>(drawn * 0x85ebca6bu) * of.W >> 32;
+    words[i] = static_cast<const uint32_t*>(
+        params.in_ptr)[image * of.in_stride[0] + (line - image * channels) * of.in_stride[1] +
+                       (static_cast<int64_t>(row) - line * of.H) * of.in_stride[2] + column * of.in_stride[3]];
+  }
+  __syncthreads();  // it is zero
+  uint32_t magnitude = 0;
+#pragma unroll
+  for (uint32_t word : words) {
+    const uint32_t of_word = word & 0x7fffffff;
+    if (of_word < 0x7f800000) magnitude = max(magnitude, of_word);
+  }
+  atomicMax(&largest, magnitude);
+  __syncthreads();  // all have been seen
+  if (thread == 0) params.guard.samples[block] = largest;
+}
 
-__device__ __forceinline__ void pack_contained_rows(const PrepareParams& prepare, PrepareShared& shared) {
-  const PackParams& params = prepare.pack;
-  const int in_block = static_cast<int>(threadIdx.x) / prepare.row_threads;
-  const int first = static_cast<int>(threadIdx.x) % prepare.row_threads;
-  const int row = static_cast<int>(blockIdx.x) * (kPackThreads / prepare.row_threads) + in_block;
-  const int row_pieces = row < prepare.rows ? params.blocks_c * params.pieces * params.of.R * params.of.S : 0;
-  if (threadIdx.x < kPackThreads / 32) shared.magnitudes[threadIdx.x] = 0;
-  if (threadIdx.x == 0) shared.scales = {-kNoScale, -kNoScale};
+// -- Contain: weights as above, and x to [pixel][channel], scaled and rounded to what fits into fp16 --
+
+// The scale of x, two to the power of `exponent`: room for four times as much as the sample has. Of nothing but zeros
+// there any scale will do. False: there is none.
+__device__ __forceinline__ bool find_scale(const Guard& guard, int& exponent) {
+  uint32_t magnitude = 0;
+#pragma unroll
+  for (int i = 0; i < kSampleBlocks; i += 4) {
+    const uint4 four = *reinterpret_cast<const uint4*>(guard.samples + i);
+    magnitude = max(magnitude, max(max(four.x, four.y), max(four.z, four.w)));
+  }
+  return scale_exponent(magnitude >> 23, 13, exponent) || magnitude == 0;
+}
+
+// A block packs some rows of the weights, each scaled by the power of two that takes its largest one to 2^14..2^15.
+__device__ __forceinline__ void contain_rows(const ContainParams& contain, uint32_t* magnitudes) {
+  const PackParams& params = contain.pack;
+  const int row_threads = contain.row_threads;
+  const int in_block = static_cast<int>(threadIdx.x) / row_threads;
+  const int first = static_cast<int>(threadIdx.x) % row_threads;
+  const int row = static_cast<int>(blockIdx.x) * (kPackThreads / row_threads) + in_block;
+  const int row_pieces = row < contain.rows ? params.blocks_c * params.pieces * params.of.R * params.of.S : 0;
+  if (threadIdx.x < kPackThreads / 32) magnitudes[threadIdx.x] = 0;
   __syncthreads();  // they have their first values
   // What a thread packs is loaded at once and kept; of longer rows it loads the rest twice.
-  constexpr int kKept = 4;
+  constexpr int kKept = 1;
   float kept[kKept][8], values[8];
   uint32_t magnitude = 0;
   const auto measure = [&](const float (&of_piece)[8]) {
@@ -602,7 +641,7 @@ __device__ __forceinline__ void pack_contained_rows(const PrepareParams& prepare
   };
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {
-    const int number = first + i * prepare.row_threads;
+    const int number = first + i * row_threads;
     if (number < row_pieces) {
       load_weights(params, locate_piece(params, 8, row, number), kept[i]);
     } else {
@@ -612,15 +651,16 @@ __device__ __forceinline__ void pack_contained_rows(const PrepareParams& prepare
   }
 #pragma unroll
   for (int i = 0; i < kKept; ++i) measure(kept[i]);
-  for (int number = first + kKept * prepare.row_threads; number < row_pieces; number += prepare.row_threads) {
+  for (int number = first + kKept * row_threads; number < row_pieces; number += row_threads) {
     load_weights(params, locate_piece(params, 8, row, number), values);
     measure(values);
   }
-  atomicMax(&shared.magnitudes[in_block], magnitude);
+  atomicMax(&magnitudes[in_block], magnitude);
   __syncthreads();  // all have seen their weights
 
+  hopper::wait_for_prerequisites();  // nobody reads earlier weights any more, and the sample has been taken
   // Inf and NaN have no scale either.
-  magnitude = shared.magnitudes[in_block];
+  magnitude = magnitudes[in_block];
   int exponent = 0;
   const bool scaled = scale_exponent(magnitude >> 23, 14, exponent) || magnitude == 0;
   const float scale = power_of_two(exponent);
@@ -635,123 +675,45 @@ __device__ __forceinline__ void pack_contained_rows(const PrepareParams& prepare
   };
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {
-    if (first + i * prepare.row_threads < row_pieces) pack(first + i * prepare.row_threads, kept[i]);
+    if (first + i * row_threads < row_pieces) pack(first + i * row_threads, kept[i]);
   }
-  for (int number = first + kKept * prepare.row_threads; number < row_pieces; number += prepare.row_threads) {
+  for (int number = first + kKept * row_threads; number < row_pieces; number += row_threads) {
     load_weights(params, locate_piece(params, 8, row, number), values);
     pack(number, values);
   }
-  const bool fits = scaled && watch.fits(least_contained(exponent, 1));
-  if (row < prepare.rows) {
-    atomicMax(&shared.scales.most, fits ? exponent : kNoScale);
-    atomicMax(&shared.scales.least, fits ? -exponent : kNoScale);
-    if (first == 0) prepare.guard.w_factors[row] = power_of_two(-exponent);
-  }
-  __syncthreads();  // all have judged
-  if (threadIdx.x == 0) prepare.guard.scales[blockIdx.x] = shared.scales;
+  if (row >= contain.rows) return;
+  // One factor, a normal number, undoes both scales.
+  int x_exponent;
+  const bool fits = find_scale(contain.guard, x_exponent) && scaled && watch.fits(least_contained(exponent, 1)) &&
+                    x_exponent + exponent <= 126 && x_exponent + exponent >= -126;
+  if (!fits) contain.guard.control->all_again = 1;
+  if (first == 0) contain.guard.w_factors[row] = power_of_two(-exponent);
 }
-
-// Places all over x, the same in every call: rows at even distances, a column drawn for each.
-__device__ __forceinline__ void sample(const PrepareParams& prepare, PrepareShared& shared, int block) {
-  const Correlation& of = prepare.pack.of;
-  const uint64_t channels = static_cast<uint64_t>(of.groups) * of.in_channels, rows = of.N * channels * of.H;
-  constexpr int kEach = kSamples / kSampleBlocks / kPackThreads;
-  if (threadIdx.x == 0) shared.sample = 0;
-  uint32_t words[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const uint32_t number = (i * kSampleBlocks + block) * kPackThreads + threadIdx.x;
-    const uint32_t drawn = number * 0x9e3779b9u ^ number >> 7;
-    const uint64_t row = (number * rows + drawn % kSamples * rows / kSamples) / kSamples;
-    const uint64_t image = row / (channels * of.H), in_image = row % (channels * of.H);
-    const uint64_t column = static_cast<uint64_t>(drawn * 0x85ebca6bu) * of.W >> 32;
-    words[i] =
-        static_cast<const uint32_t*>(prepare.in_ptr)[image * of.in_stride[0] + in_image / of.H * of.in_stride[1] +
-                                                     in_image % of.H * of.in_stride[2] + column * of.in_stride[3]];
-  }
-  __syncthreads();  // it is zero
-  uint32_t magnitude = 0;
-#pragma unroll
-  for (uint32_t word : words) {
-    const uint32_t of_word = word & 0x7fffffff;
-    if (of_word < 0x7f800000) magnitude = max(magnitude, of_word);
-  }
-  atomicMax(&shared.sample, magnitude);
-  __syncthreads();  // all have been seen
-  if (threadIdx.x == 0) prepare.guard.samples[block] = shared.sample;
-}
-
-__global__ void __launch_bounds__(kPackThreads) prepare_kernel(const __grid_constant__ PrepareParams params) {
-  extern __shared__ __align__(16) uint8_t modelnew_gather_prepare_smem[];
-  PrepareShared& shared = *reinterpret_cast<PrepareShared*>(modelnew_gather_prepare_smem);
-  hopper::launch_dependents();
-  const Guard& guard = params.guard;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *guard.control = {0, 0, 0};
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * kPackThreads;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kPackThreads + threadIdx.x;
-  for (int64_t word = first; word < params.pack.zeros; word += threads) params.pack.zero_ptr[word] = 0;
-  if (static_cast<int>(blockIdx.x) < guard.row_blocks)
-    pack_contained_rows(params, shared);
-  else
-    sample(params, shared, static_cast<int>(blockIdx.x) - guard.row_blocks);
-}
-
-// -- Contain x: to [pixel][channel], scaled --
 
 using ContainShared = uint32_t[kCopySide][kCopySide / 2 + 1];  // pairs of channels
 
-// Pairs are watched one by one, now that there is one that does not fit: such values go on the list, and zeros into
-// their places. `place` is that of the first value of a pair.
-template <int PAIRS, typename Place>
-__device__ __forceinline__ void list_misfits(const Guard& guard, const uint32_t (&words)[2 * PAIRS], float scale,
-                                             uint32_t least, const Place& place, uint32_t (&pairs)[PAIRS]) {
-#pragma unroll
-  for (int i = 0; i < PAIRS; ++i) {
-    uint32_t kept[2] = {words[2 * i], words[2 * i + 1]};
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      Watch watch;
-      watch.see(kept[j]);
-      watch.see_contained(contain_pair(kept[j], 0, scale));
-      if (watch.fits(least)) continue;
-      // Once there are too many, all waits for a place on the list would be for nothing.
-      if (*static_cast<volatile uint32_t*>(&guard.control->listed) <= kMostListed) {
-        const uint32_t number = atomicAdd(&guard.control->listed, 1u);
-        if (number < kMostListed) guard.list[number] = {place(i) + j, bits_float(kept[j])};
-      }
-      kept[j] = 0;
-    }
-    pairs[i] = contain_pair(kept[0], kept[1], scale);
+// Whether a value does not fit, of those of a thread one of which does not: then it goes on the list. `place` is that in
+// the copy.
+__device__ __forceinline__ bool list_misfit(const Guard& guard, float value, int x_exponent, int64_t place) {
+  Watch watch;
+  watch.see(float_bits(value));
+  watch.see_contained(contain_pair(float_bits(value), 0, power_of_two(x_exponent)));
+  if (watch.fits(least_contained(x_exponent, 1))) return false;
+  // Once there are too many, all waits for a place on the list would be for nothing.
+  if (*static_cast<volatile uint32_t*>(&guard.control->listed) <= kMostListed) {
+    const uint32_t number = atomicAdd(&guard.control->listed, 1u);
+    if (number < kMostListed) guard.list[number] = {place, value};
   }
-}
-
-// What the preparation found: one block tells the kernels behind.
-__device__ __forceinline__ void decide(const Guard& guard, bool scaled, int x_exponent, RowScales& shared) {
-  if (threadIdx.x == 0) shared = {-kNoScale, -kNoScale};
-  __syncthreads();  // it has its first value
-  for (int block = threadIdx.x; block < guard.row_blocks; block += kPackThreads) {
-    const RowScales scales = guard.scales[block];
-    atomicMax(&shared.most, scales.most);
-    atomicMax(&shared.least, scales.least);
-  }
-  __syncthreads();  // the largest exponents are known
-  if (threadIdx.x != 0) return;
-  // One factor, a normal number, undoes both scales.
-  const bool contained = scaled && x_exponent + shared.most <= 126 && x_exponent - shared.least >= -126;
-  guard.control->all_again = contained ? 0 : 1;
-  guard.control->x_exponent = x_exponent;
+  return true;
 }
 
 // A block takes 64 pixels x 64 channels, a thread eight pairs of channels. EIGHTS: those of two pixels, which lie side
 // by side in x as in the copy. Else those of one, which come as the neighbours of a warp's pixels, and change threads.
 template <bool EIGHTS>
-__global__ void __launch_bounds__(kPackThreads) contain_kernel(const __grid_constant__ ContainParams params) {
-  extern __shared__ __align__(16) uint8_t modelnew_gather_contain_smem[];
-  ContainShared& shared = *reinterpret_cast<ContainShared*>(modelnew_gather_contain_smem);
-  hopper::launch_dependents();
+__device__ __forceinline__ void contain_points(const ContainParams& params, int block, ContainShared& shared) {
   const CopyParams& copy = params.copy;
   const Correlation& of = copy.of;
-  const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
+  const int thread = static_cast<int>(threadIdx.x);
   const int64_t pixels = of.N * of.P * of.Q, pixel_block = block / copy.channel_blocks;
   const int first_channel = static_cast<int>(block - pixel_block * copy.channel_blocks) * kCopySide;
   constexpr int kPairs = kCopySide * kCopySide / kPackThreads / 2;
@@ -790,15 +752,9 @@ __global__ void __launch_bounds__(kPackThreads) contain_kernel(const __grid_cons
     }
   }
   hopper::wait_for_prerequisites();  // the sample has been taken, and nobody reads an earlier copy any more
-  uint32_t magnitude = 0;
-#pragma unroll
-  for (int i = 0; i < kSampleBlocks; i += 4) {
-    const uint4 four = *reinterpret_cast<const uint4*>(params.guard.samples + i);
-    magnitude = max(magnitude, max(max(four.x, four.y), max(four.z, four.w)));
-  }
-  // Room for four times as much as the sample has; of nothing but zeros there any scale will do.
-  int exponent = 0;
-  const bool scaled = scale_exponent(magnitude >> 23, 13, exponent) || magnitude == 0;
+  int exponent;
+  if (!find_scale(params.guard, exponent) && thread == 0) params.guard.control->all_again = 1;
+  if (block == 0 && thread == 0) params.guard.control->x_exponent = exponent;
   const float scale = power_of_two(exponent);
   uint32_t pairs[kPairs];
   Watch watch;
@@ -809,18 +765,11 @@ __global__ void __launch_bounds__(kPackThreads) contain_kernel(const __grid_cons
     pairs[i] = contain_pair(words[2 * i], words[2 * i + 1], scale);
     watch.see_contained(pairs[i]);
   }
-  const uint32_t least = least_contained(exponent, 1);
-  if (!watch.fits(least)) {
-    const auto place = [&](int i) { return pixel_of(i) * params.channels + channel_of(i); };
-    list_misfits(params.guard, words, scale, least, place, pairs);
-  }
   if constexpr (!EIGHTS) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) shared[thread % kCopySide][thread / kCopySide + 4 * i] = pairs[i];
-    __syncthreads();  // all of it is there
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  const auto store = [&](int i) {
     const int in_block = thread / 8 + 32 * i, channel = first_channel + thread % 8 * 8;
     if constexpr (!EIGHTS) {
 #pragma unroll
@@ -830,11 +779,42 @@ __global__ void __launch_bounds__(kPackThreads) contain_kernel(const __grid_cons
     if (pixel < pixels && channel < params.channels)
       static_cast<uint4*>(copy.out_ptr)[(pixel * params.channels + channel) / 8] =
           make_uint4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
+  };
+  if constexpr (EIGHTS) {
+    store(0);
+    store(1);
   }
-  if (block == 0) {
-    __syncthreads();  // the shared memory is free
-    decide(params.guard, scaled, exponent, *reinterpret_cast<RowScales*>(modelnew_gather_contain_smem));
+  if (!watch.fits(least_contained(exponent, 1))) {
+    // What does not fit is zero instead. Values are loaded once more: to keep them would cost registers.
+#pragma unroll 1
+    for (int i = 0; i < 2 * kPairs; ++i) {
+      const int channel = channel_of(i / 2) + i % 2;
+      const float* const from = source_of<float>(copy, pixel_of(i / 2));
+      if (from == nullptr || channel >= of.in_channels) continue;
+      const int64_t place = pixel_of(i / 2) * params.channels + channel;
+      if (!list_misfit(params.guard, from[channel * of.in_stride[1]], exponent, place)) continue;
+      if constexpr (EIGHTS)
+        static_cast<Half*>(copy.out_ptr)[place] = Half{};
+      else
+        reinterpret_cast<Half*>(shared[thread % kCopySide])[channel - first_channel] = Half{};
+    }
   }
+  if constexpr (!EIGHTS) {
+    __syncthreads();  // all of it is there
+    store(0);
+    store(1);
+  }
+}
+
+template <bool EIGHTS>
+__global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_constant__ ContainParams params) {
+  extern __shared__ __align__(16) uint8_t modelnew_gather_contain_smem[];
+  hopper::launch_dependents();
+  const int block = static_cast<int>(blockIdx.x) - params.row_blocks;
+  if (block < 0)
+    contain_rows(params, reinterpret_cast<uint32_t*>(modelnew_gather_contain_smem));
+  else
+    contain_points<EIGHTS>(params, block, *reinterpret_cast<ContainShared*>(modelnew_gather_contain_smem));
 }
 
 __device__ __forceinline__ void named_barrier(int number, int threads) {
@@ -1809,8 +1789,6 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
   // What comes behind this kernel may be made ready; it waits for the end of this one before it reads or writes memory.
   hopper::launch_dependents();
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
-  int x_exponent = 0;
-  if (!is_to_multiply<Format>(params, modelnew_gather_smem, x_exponent)) return;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
       hopper::barrier_init(shared.x_full(stage), params.plan.in_boxes ? 1 : kGatherThreads);
@@ -1820,6 +1798,8 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
     }
     hopper::fence_async();
   }
+  int x_exponent = 0;
+  if (!is_to_multiply<Format>(params, modelnew_gather_smem + kBarrierBytes, x_exponent)) return;
   __syncthreads();  // barriers are ready
   const int warp = threadIdx.x / 32;
   if (warp < kMultiplyWarps) {
@@ -2294,7 +2274,7 @@ inline const char* yields(const Problem& problem, Operator op) {
 
 // Where the parts of the workspace start.
 struct WorkspaceLayout {
-  int64_t scales, samples, list, w_factors, packed, packed_again, copied, arrived, partial, end;
+  int64_t samples, list, w_factors, packed, packed_again, copied, arrived, partial, end;
 };
 
 // Two counters for each tile that is cut up: there are fewer than partial sums of the smallest tile.
@@ -2306,8 +2286,7 @@ inline WorkspaceLayout workspace_layout(bool contained, int64_t rows, int64_t pa
   const auto aligned = [](int64_t bytes) { return ceil_div(bytes, 128) * 128; };
   WorkspaceLayout layout{};
   if (contained) {
-    layout.scales = aligned(sizeof(Control));
-    layout.samples = layout.scales + aligned(rows * static_cast<int64_t>(sizeof(RowScales)));
+    layout.samples = aligned(sizeof(Control));
     layout.list = layout.samples + aligned(kSampleBlocks * static_cast<int64_t>(sizeof(uint32_t)));
     layout.w_factors = layout.list + aligned(kMostListed * static_cast<int64_t>(sizeof(Listed)));
     layout.packed = layout.w_factors + aligned(4 * rows);
@@ -2443,35 +2422,31 @@ inline cudaError_t run_contained(const PackParams& pack, const Plan& again, cons
   const Plan& plan = params.plan;
   const Correlation of = params.of, copy = copied(of);
   const void* const in_ptr = params.in_ptr;
-  PrepareParams prepare{};
-  prepare.in_ptr = in_ptr;
-  prepare.pack = pack;
-  prepare.rows = static_cast<int>(packed_rows(of, plan.tile_n));
-  prepare.row_threads = 32;
-  const int64_t row_pieces = static_cast<int64_t>(plan.iterations) * plan.pieces;
-  while (prepare.row_threads < kPackThreads && row_pieces > 2 * prepare.row_threads) prepare.row_threads *= 2;
   Guard& guard = params.guard;
   guard.control = reinterpret_cast<Control*>(workspace);
-  guard.scales = reinterpret_cast<RowScales*>(workspace + layout.scales);
   guard.samples = reinterpret_cast<uint32_t*>(workspace + layout.samples);
   guard.list = reinterpret_cast<Listed*>(workspace + layout.list);
   guard.w_factors = reinterpret_cast<float*>(workspace + layout.w_factors);
-  guard.row_blocks = static_cast<int>(ceil_div(prepare.rows, kPackThreads / prepare.row_threads));
-  prepare.guard = guard;
-  prepare_kernel<<<static_cast<unsigned>(guard.row_blocks + kSampleBlocks), kPackThreads, sizeof(PrepareShared),
-                   stream>>>(prepare);
+  const SampleParams sample{in_ptr, of, guard, pack.zero_ptr, pack.zeros};
+  sample_kernel<<<kSampleBlocks, kPackThreads, sizeof(uint32_t), stream>>>(sample);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
 
   ContainParams contain{};
+  contain.pack = pack;
+  contain.rows = static_cast<int>(packed_rows(of, plan.tile_n));
+  contain.row_threads = 32;
+  const int64_t row_pieces = static_cast<int64_t>(plan.iterations) * plan.pieces;
+  while (contain.row_threads < kPackThreads && row_pieces > 2 * contain.row_threads) contain.row_threads *= 2;
+  contain.row_blocks = static_cast<int>(ceil_div(contain.rows, kPackThreads / contain.row_threads));
   contain.channels = static_cast<int>(copy.in_stride[3]);
   contain.copy = copy_params(of, in_ptr, workspace + layout.copied, contain.channels);
   contain.guard = guard;
   contain.eights = of.in_stride[1] == 1 && of.in_channels % 8 == 0 && of.in_stride[0] % 4 == 0 &&
                    of.in_stride[2] % 4 == 0 && of.in_stride[3] % 4 == 0 && reinterpret_cast<uint64_t>(in_ptr) % 16 == 0;
   error = hopper::launch_early(contain.eights ? contain_kernel<true> : contain_kernel<false>,
-                               static_cast<unsigned>(contain.copy.blocks), kPackThreads, sizeof(ContainShared), stream,
-                               contain);
+                               static_cast<unsigned>(contain.row_blocks + contain.copy.blocks), kPackThreads,
+                               sizeof(ContainShared), stream, contain);
   if (error != cudaSuccess) return error;
 
   params.in_ptr = workspace + layout.copied;
