@@ -150,6 +150,7 @@ constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
 constexpr int kMaxStages = 8;
 constexpr int kLeastPointPieces = 8;  // of a stage of 1x1: no smaller one was ever faster
 constexpr int kStepPieces = 2;        // in one wgmma
+constexpr int kContainedBlock = 64;   // channels of a stage of contained operands
 constexpr int kBarrierBytes = 1024;
 
 // Staging of the results of 64 pixels x 32 channels, by a warpgroup: [channel][pixel], or [pixel][channel]
@@ -163,6 +164,14 @@ static_assert(kStagedChannels * kPixelsPitch * 4 <= kStagingBytes, "either fits"
 // The same for boxes: two buffers a warpgroup, one of them being stored.
 constexpr int kBoxStagingBytes = 64 * kStagedChannels * 4;
 
+// At a stride of 2 a copy of x may hold its even and its odd rows, columns or both apart, as channels: then the filter
+// moves over them without a stride, as a smaller one of R x S, and of each phase only some taps are not zero.
+struct Phases {
+  int rows, columns;     // 1 or 2
+  int first_r[2], r[2];  // of the phase of rows: its first tap among the R, and how many there are
+  int first_s[2], s[2];  // of columns
+};
+
 // y from x and w, or dx from dy and w seen as the same thing: filter flipped, channel axes swapped, a padding that may
 // be negative. Channels are those of one group; strides are in elements.
 struct Correlation {
@@ -173,6 +182,7 @@ struct Correlation {
   int64_t in_stride[4], out_stride[4];
   int64_t w_stride_group, w_stride_out, w_stride_in, w_stride_r, w_stride_s;
   bool flipped;
+  Phases phases;
 };
 
 // How slots are filled.
@@ -219,9 +229,10 @@ struct PackParams {
   const void* w_ptr;
   void* packed_ptr;
   Correlation of;
-  int tile_n, tiles_n, blocks_c, pieces;  // pieces of a stage
-  int count;                              // of pieces
-  uint32_t* zero_ptr;                     // words that are to be zeros before the main kernel counts in them
+  Phases phases;                                        // of x as it is multiplied
+  int tile_n, tiles_n, iterations, row_pieces, pieces;  // stages of a tile, pieces of a row of it, of a stage
+  int count;                                            // of pieces
+  uint32_t* zero_ptr;  // words that are to be zeros before the main kernel counts in them
   int zeros;
 };
 
@@ -241,7 +252,7 @@ struct Control {
 };
 constexpr uint32_t kMostListed = 256;
 
-// A value of x that does not fit: (number of a pixel of the copy) * channels + channel, and what it is.
+// A value of x that does not fit: (number of a pixel of what is copied) * channels + channel, and what it is.
 struct Listed {
   int64_t place;
   float value;
@@ -257,6 +268,8 @@ struct Guard {
   uint32_t* samples;  // of each sampling block, the largest finite magnitude of x that it saw, as bits
   Listed* list;
   float* w_factors;  // of each row of packed weights: what undoes its scale
+  // Of what is copied: an image, and channels as they are filled up.
+  int rows, columns, channels;
 };
 
 struct Params {
@@ -286,8 +299,8 @@ struct ContainParams {
   int row_threads;  // of a row: 32 to 256
   int row_blocks;
   CopyParams copy;
-  int channels;  // of a pixel of the copy: eights
-  bool eights;   // those of x are neighbours, and eights of them aligned
+  Phases phases;  // of the copy
+  bool eights;    // channels of x are neighbours, and eights of them aligned
   Guard guard;
 };
 
@@ -306,6 +319,21 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   layout.w_ring = layout.x_ring + plan.x_stages * plan.x_stage_bytes;
   layout.end = layout.w_ring + plan.w_stages * plan.w_stage_bytes;
   return layout;
+}
+
+// Blocks of channels take turns by phase. Taps of one, and stages of weights of all before it.
+MODELNEW_HOST_DEVICE inline int phases_of(const Phases& phases) { return phases.rows * phases.columns; }
+
+MODELNEW_HOST_DEVICE inline int taps_of(const Phases& phases, int phase) {
+  return phases.r[phase / phases.columns] * phases.s[phase % phases.columns];
+}
+
+MODELNEW_HOST_DEVICE inline int stages_before(const Phases& phases, int block) {
+  if (phases_of(phases) == 1) return block * taps_of(phases, 0);
+  const int of_all = (phases.r[0] + phases.r[1]) * (phases.s[0] + phases.s[1]);
+  int stages = block / phases_of(phases) * of_all;
+  for (int phase = 0; phase < block % phases_of(phases); ++phase) stages += taps_of(phases, phase);
+  return stages;
 }
 
 // A tile: its first pixel's number (points) or line and column, and its channels.
@@ -427,17 +455,43 @@ MODELNEW_HOST_DEVICE inline bool locate_slot(const Correlation& of, const Plan& 
 }
 
 // Of a copy of x, [pixel][channel]: of a filter larger than 1x1 all pixels are copied, else those that it reads. Copies
-// of fp32 in fp16 have their channels filled up to eights.
+// of fp32 in fp16 have their channels filled up to eights, and those in phases to whole blocks.
 MODELNEW_HOST_DEVICE inline Correlation copied(const Correlation& of, bool contained = true) {
   Correlation result = of;
-  if (contained) result.in_channels = (of.in_channels + 7) / 8 * 8;
-  const int64_t channels = static_cast<int64_t>(of.groups) * result.in_channels;
-  if (of.R == 1 && of.S == 1) {
+  const bool points = of.R == 1 && of.S == 1;
+  if (points) {
     result.H = of.P;
     result.W = of.Q;
     result.stride_h = result.stride_w = 1;
     result.pad_h = result.pad_w = 0;
   }
+  if (contained) {
+    result.in_channels = (of.in_channels + 7) / 8 * 8;
+    const auto separate = [](int& phases, int (&first)[2], int (&taps)[2], int& size, int& R, int& stride, int& pad) {
+      const int start = (pad + 1) / 2, end = (R - 1 - pad) >> 1;  // of the window, in rows of a phase
+      phases = 2;
+      first[0] = first[1] = taps[0] = taps[1] = 0;
+      for (int r = R - 1; r >= 0; --r) {
+        const int phase = (r + pad) & 1;
+        first[phase] = (r - pad - phase) / 2 + start;
+        ++taps[phase];
+      }
+      size = (size + 1) / 2;
+      R = start + end + 1;
+      stride = 1;
+      pad = start;
+    };
+    const bool rows = of.stride_h == 2 && of.R > 1 && of.dilation_h == 1;
+    const bool columns = of.stride_w == 2 && of.S > 1 && of.dilation_w == 1;
+    if (rows && columns) {
+      Phases& phases = result.phases;
+      separate(phases.rows, phases.first_r, phases.r, result.H, result.R, result.stride_h, result.pad_h);
+      separate(phases.columns, phases.first_s, phases.s, result.W, result.S, result.stride_w, result.pad_w);
+      result.in_channels =
+          phases_of(phases) * ((of.in_channels + kContainedBlock - 1) / kContainedBlock * kContainedBlock);
+    }
+  }
+  const int64_t channels = static_cast<int64_t>(of.groups) * result.in_channels;
   result.in_stride[3] = channels;
   result.in_stride[2] = result.W * channels;
   result.in_stride[1] = 1;
@@ -458,9 +512,22 @@ struct PackedPiece {
   int channel;
 };
 
+// The phase that reads tap r, of those of rows or of columns, and the tap's number in there.
+struct PhasedTap {
+  int phase, tap;
+};
+
+MODELNEW_HOST_DEVICE inline PhasedTap phased_tap(int phases, const int (&first)[2], int r, int pad) {
+  if (phases == 1) return {0, r};
+  // Row p * 2 - pad + r is number p + (r - pad) / 2, rounded down, of its phase; the window starts at -pad / 2.
+  const int start = pad + (pad & 1), phase = (r + pad) & 1;
+  return {phase, (r - pad + start - phase) / 2 - first[phase]};
+}
+
 MODELNEW_HOST_DEVICE inline PackedPiece locate_piece(const PackParams& params, int channels, int row_of_all,
                                                      int number) {
   const Correlation& of = params.of;
+  const Phases& phases = params.phases;
   const int taps = of.R * of.S, piece_of_all = number / taps, tap = number - piece_of_all * taps;
   const int tile = row_of_all / params.tile_n, row = row_of_all - tile * params.tile_n;  // of channels of all groups
   const int group = tile / params.tiles_n, k = (tile - group * params.tiles_n) * params.tile_n + row;
@@ -469,8 +536,16 @@ MODELNEW_HOST_DEVICE inline PackedPiece locate_piece(const PackParams& params, i
   piece.channel = k < of.out_channels ? piece_of_all * channels : of.in_channels;
   piece.from = group * of.w_stride_group + k * of.w_stride_out + int64_t{piece_of_all} * channels * of.w_stride_in +
                r * of.w_stride_r + s * of.w_stride_s;
-  const int64_t stage = (static_cast<int64_t>(tile) * params.blocks_c + piece_of_all / params.pieces) * taps + tap;
-  piece.to = (stage * params.pieces + piece_of_all % params.pieces) * params.tile_n + row;
+  const int block = piece_of_all / params.pieces;
+  int stage = block * taps + tap;
+  if (phases_of(phases) > 1) {
+    const PhasedTap down = phased_tap(phases.rows, phases.first_r, r, of.pad_h);
+    const PhasedTap right = phased_tap(phases.columns, phases.first_s, s, of.pad_w);
+    const int phase = down.phase * phases.columns + right.phase;
+    stage = stages_before(phases, block * phases_of(phases) + phase) + down.tap * phases.s[right.phase] + right.tap;
+  }
+  const int64_t stage_of_all = static_cast<int64_t>(tile) * params.iterations + stage;
+  piece.to = (stage_of_all * params.pieces + piece_of_all % params.pieces) * params.tile_n + row;
   return piece;
 }
 
@@ -488,8 +563,8 @@ template <typename Format>
 __device__ __forceinline__ void pack_piece(const PackParams& params, int number) {
   using Stored = typename Format::Stored;
   static_assert(!Format::CONTAINED, "those are scaled by rows");
-  const int row_pieces = params.blocks_c * params.pieces * params.of.R * params.of.S;
-  const PackedPiece piece = locate_piece(params, Format::CHANNELS, number / row_pieces, number % row_pieces);
+  const PackedPiece piece =
+      locate_piece(params, Format::CHANNELS, number / params.row_pieces, number % params.row_pieces);
   Stored values[Format::CHANNELS];
   load_weights(params, piece, values);
   if constexpr (sizeof(Stored) == 4) {
@@ -628,7 +703,7 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, uint3
   const int in_block = static_cast<int>(threadIdx.x) / row_threads;
   const int first = static_cast<int>(threadIdx.x) % row_threads;
   const int row = static_cast<int>(blockIdx.x) * (kPackThreads / row_threads) + in_block;
-  const int row_pieces = row < contain.rows ? params.blocks_c * params.pieces * params.of.R * params.of.S : 0;
+  const int row_pieces = row < contain.rows ? params.row_pieces : 0;
   if (threadIdx.x < kPackThreads / 32) magnitudes[threadIdx.x] = 0;
   __syncthreads();  // they have their first values
   // What a thread packs is loaded at once and kept; of longer rows it loads the rest twice.
@@ -769,6 +844,17 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) shared[thread % kCopySide][thread / kCopySide + 4 * i] = pairs[i];
   }
+  const int channels = params.guard.channels;
+  // Where a channel of a pixel goes to.
+  const auto place_in_copy = [&](int64_t pixel, int channel) {
+    const Phases& phases = params.phases;
+    if (phases_of(phases) == 1) return pixel * channels + channel;
+    const int64_t line = divide(pixel, of.Q), image = divide(line, of.P);
+    const int h = static_cast<int>(line - image * of.P), w = static_cast<int>(pixel - line * of.Q);
+    const int64_t to = (image * (of.P / phases.rows) + h / phases.rows) * (of.Q / phases.columns) + w / phases.columns;
+    const int phase = h % phases.rows * phases.columns + w % phases.columns;
+    return (to * phases_of(phases) + phase) * channels + channel;
+  };
   const auto store = [&](int i) {
     const int in_block = thread / 8 + 32 * i, channel = first_channel + thread % 8 * 8;
     if constexpr (!EIGHTS) {
@@ -776,8 +862,8 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
       for (int j = 0; j < 4; ++j) pairs[4 * i + j] = shared[in_block][thread % 8 * 4 + j];
     }
     const int64_t pixel = pixel_block * kCopySide + in_block;
-    if (pixel < pixels && channel < params.channels)
-      static_cast<uint4*>(copy.out_ptr)[(pixel * params.channels + channel) / 8] =
+    if (pixel < pixels && channel < channels)
+      static_cast<uint4*>(copy.out_ptr)[place_in_copy(pixel, channel) / 8] =
           make_uint4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
   };
   if constexpr (EIGHTS) {
@@ -791,10 +877,10 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
       const int channel = channel_of(i / 2) + i % 2;
       const float* const from = source_of<float>(copy, pixel_of(i / 2));
       if (from == nullptr || channel >= of.in_channels) continue;
-      const int64_t place = pixel_of(i / 2) * params.channels + channel;
+      const int64_t place = pixel_of(i / 2) * channels + channel;
       if (!list_misfit(params.guard, from[channel * of.in_stride[1]], exponent, place)) continue;
       if constexpr (EIGHTS)
-        static_cast<Half*>(copy.out_ptr)[place] = Half{};
+        static_cast<Half*>(copy.out_ptr)[place_in_copy(pixel_of(i / 2), channel)] = Half{};
       else
         reinterpret_cast<Half*>(shared[thread % kCopySide])[channel - first_channel] = Half{};
     }
@@ -856,11 +942,12 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
   RingPosition at;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const Tile tile = locate_tile(plan, unit);
-    const int taps = plan.iterations / plan.blocks_c;
-    const int64_t first = (static_cast<int64_t>(tile.group) * plan.tiles_n + tile.n_block) * plan.iterations +
-                          static_cast<int64_t>(tile.first_block) * taps;
+    const Phases& phases = params.of.phases;
+    const int before = stages_before(phases, tile.first_block);
+    const int stages = stages_before(phases, tile.first_block + tile.blocks) - before;
+    const int64_t first = (static_cast<int64_t>(tile.group) * plan.tiles_n + tile.n_block) * plan.iterations + before;
     const uint8_t* from = static_cast<const uint8_t*>(params.packed_ptr) + first * plan.w_stage_bytes;
-    for (int i = 0; i < tile.blocks * taps; ++i) {
+    for (int i = 0; i < stages; ++i) {
       hopper::barrier_wait_idly(shared.w_empty(at.slot()), at.parity() ^ 1);
       hopper::barrier_arrive_expecting(shared.w_full(at.slot()), plan.w_stage_bytes);
       hopper::bulk_load(shared.base + shared.layout.w_ring + at.slot() * plan.w_stage_bytes, from, plan.w_stage_bytes,
@@ -1218,7 +1305,9 @@ __device__ __forceinline__ void load_boxes(const Params& params, const Shared& s
     const int64_t image = first_image(of, plan, tile);
     for (int block = tile.first_block; block < tile.first_block + tile.blocks; ++block) {
       const uint32_t stage = shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes;
-      const int channel = tile.group * of.in_channels + block * channels_a_stage;
+      const int phases = phases_of(of.phases), phase = block % phases;
+      const int channel =
+          tile.group * of.in_channels + phase * (of.in_channels / phases) + block / phases * channels_a_stage;
       hopper::barrier_wait(shared.x_empty(at.slot()), at.parity() ^ 1);
       if (lane == 0) hopper::barrier_arrive_expecting(shared.x_full(at.slot()), plan.slots * 128);
       __syncwarp();  // bytes are expected before they come
@@ -1486,20 +1575,32 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   const bool rows = PIECES == 8 && plan.rows;
   const uint32_t piece_bytes = plan.piece_slots * 16;
   // From tap to tap of a row, and from the last one of a row to the first one of the next.
-  const int next_tap = of.dilation_w, next_row = of.dilation_h * plan.pitch - (of.S - 1) * of.dilation_w;
-  const int taps = PLANES ? 1 : of.R * of.S;
+  const int next_tap = of.dilation_w;
+  int row_taps = of.S, next_row = of.dilation_h * plan.pitch - (of.S - 1) * of.dilation_w;
+  const Phases& phases = of.phases;
+  int taps = PLANES ? 1 : of.R * of.S, phase = Format::CONTAINED ? tile.first_block % phases_of(phases) : 0;
   const uint32_t w_ring = hopper::descriptor(shared.base + shared.layout.w_ring, TILE_N * 16);
   uint32_t a[2][STEPS][BLOCKS_M][4];  // operands
   int keep = 0, taps_left = 0, s_left = of.S, left = tile.blocks * taps, before = -1;
+  if constexpr (Format::CONTAINED)
+    left = stages_before(phases, tile.first_block + tile.blocks) - stages_before(phases, tile.first_block);
   uint32_t x_stage = 0, shift = 0;  // of the tap, in slots
 
   // One stage; `set` is known to the compiler.
   const auto stage = [&](int set) {
     if (taps_left == 0) {
-      taps_left = taps;
-      s_left = of.S;
-      x_stage = shared.base + shared.layout.x_ring + rings.x.slot() * plan.x_stage_bytes;
       shift = 0;
+      if constexpr (Format::CONTAINED) {
+        const int row_phase = phase / phases.columns, column_phase = phase % phases.columns;
+        shift = phases.first_r[row_phase] * plan.pitch + phases.first_s[column_phase];
+        row_taps = phases.s[column_phase];
+        taps = phases.r[row_phase] * row_taps;
+        next_row = of.dilation_h * plan.pitch - (row_taps - 1) * of.dilation_w;
+        if (++phase == phases_of(phases)) phase = 0;
+      }
+      taps_left = taps;
+      s_left = row_taps;
+      x_stage = shared.base + shared.layout.x_ring + rings.x.slot() * plan.x_stage_bytes;
       hopper::barrier_wait(shared.x_full(rings.x.slot()), rings.x.parity());
     }
     const uint32_t w_from = w_ring + rings.w.slot() * (kStageWeights / 16);
@@ -1560,7 +1661,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
     }
     const bool row_ends = --s_left == 0;
     shift += row_ends ? next_row : next_tap;
-    s_left = row_ends ? of.S : s_left;
+    s_left = row_ends ? row_taps : s_left;
   };
   while (true) {
     stage(0);
@@ -1702,37 +1803,40 @@ struct MendShared {
 
 __device__ __forceinline__ void mend(const Params& params, int count, MendShared& shared) {
   const Correlation& of = params.of;
-  const Correlation copy = copied(of);
-  const int channels = static_cast<int>(copy.in_stride[3]), taps = of.R * of.S;
+  const Guard& guard = params.guard;
+  const int channels = guard.channels, taps = of.R * of.S;
+  // Of 1x1 filters only what they read is copied.
+  const bool points = taps == 1;
+  const int stride_h = points ? 1 : of.stride_h, stride_w = points ? 1 : of.stride_w;
+  const int pad_h = points ? 0 : of.pad_h, pad_w = points ? 0 : of.pad_w;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int i = threadIdx.x; i < count; i += kThreads) {
-    const Listed own = params.guard.list[i];
+    const Listed own = guard.list[i];
     int before = 0;
-    for (int j = 0; j < count; ++j) before += params.guard.list[j].place < own.place;
+    for (int j = 0; j < count; ++j) before += guard.list[j].place < own.place;
     shared.list[before] = own;
   }
   __syncthreads();  // the list is in order
   const int warps = static_cast<int>(gridDim.x) * (kThreads / 32);
   for (int unit = static_cast<int>(blockIdx.x) * (kThreads / 32) + warp; unit < count * taps; unit += warps) {
     // Where a value lies in its image, and whether an output reads it by which tap.
-    const auto row_of = [&](int64_t pixel) { return static_cast<int>(pixel / copy.W % copy.H); };
-    const auto column_of = [&](int64_t pixel) { return static_cast<int>(pixel % copy.W); };
+    const auto row_of = [&](int64_t pixel) { return static_cast<int>(pixel / guard.columns % guard.rows); };
+    const auto column_of = [&](int64_t pixel) { return static_cast<int>(pixel % guard.columns); };
     const auto tap_of = [&](const Listed& listed, int64_t n, int p, int q) {
       const int64_t pixel = listed.place / channels;
-      const int down = row_of(pixel) + copy.pad_h - p * copy.stride_h;
-      const int right = column_of(pixel) + copy.pad_w - q * copy.stride_w;
+      const int down = row_of(pixel) + pad_h - p * stride_h;
+      const int right = column_of(pixel) + pad_w - q * stride_w;
       const int r = down / of.dilation_h, s = right / of.dilation_w;
-      const bool reads = pixel / copy.W / copy.H == n && down >= 0 && right >= 0 && r * of.dilation_h == down &&
-                         s * of.dilation_w == right && r < of.R && s < of.S;
+      const bool reads = pixel / guard.columns / guard.rows == n && down >= 0 && right >= 0 &&
+                         r * of.dilation_h == down && s * of.dilation_w == right && r < of.R && s < of.S;
       return reads ? r * of.S + s : -1;
     };
     const int first = unit / taps, tap = unit % taps;
-    const int64_t pixel = shared.list[first].place / channels, n = pixel / copy.W / copy.H;
-    const int down = row_of(pixel) + copy.pad_h - tap / of.S * of.dilation_h;
-    const int right = column_of(pixel) + copy.pad_w - tap % of.S * of.dilation_w;
-    const int p = down / copy.stride_h, q = right / copy.stride_w;
-    if (down < 0 || right < 0 || p * copy.stride_h != down || q * copy.stride_w != right || p >= of.P || q >= of.Q)
-      continue;
+    const int64_t pixel = shared.list[first].place / channels, n = pixel / guard.columns / guard.rows;
+    const int down = row_of(pixel) + pad_h - tap / of.S * of.dilation_h;
+    const int right = column_of(pixel) + pad_w - tap % of.S * of.dilation_w;
+    const int p = down / stride_h, q = right / stride_w;
+    if (down < 0 || right < 0 || p * stride_h != down || q * stride_w != right || p >= of.P || q >= of.Q) continue;
     uint8_t* const reads = shared.reads[warp];
     for (int i = lane; i < count; i += 32) reads[i] = tap_of(shared.list[i], n, p, q) >= 0;
     __syncwarp();  // all of the list has been looked at
@@ -1849,6 +1953,7 @@ inline Correlation correlation_of(const Problem& problem, Operator op) {
   of.w_stride_r = problem.w_stride[2];
   of.w_stride_s = problem.w_stride[3];
   of.flipped = op == Operator::kDgrad;
+  of.phases = {1, 1, {0, 0}, {problem.R, 0}, {0, 0}, {problem.S, 0}};
   // With a single output position the stride is never taken.
   of.stride_h = problem.P == 1 ? 1 : problem.stride_h;
   of.stride_w = problem.Q == 1 ? 1 : problem.stride_w;
@@ -2052,9 +2157,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
 
   plan.pieces = shape.pieces;
   plan.blocks_c = static_cast<int>(ceil_div(of.in_channels, plan.pieces * channels));
-  const int64_t iterations = static_cast<int64_t>(plan.blocks_c) * of.R * of.S;
-  if (iterations > (1 << 20)) return false;
-  plan.iterations = static_cast<int>(iterations);
+  if (static_cast<int64_t>(plan.blocks_c) * of.R * of.S > (1 << 20)) return false;
+  plan.iterations = stages_before(of.phases, plan.blocks_c);
   plan.split_blocks = static_cast<int>(ceil_div(plan.blocks_c, splits));
   plan.splits = static_cast<int>(ceil_div(plan.blocks_c, plan.split_blocks));
   if (plan.splits != splits) return false;
@@ -2126,7 +2230,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                                                      : kStoreOneRate;
   const auto cycles_of = [&](int blocks_c) {
     const double in_bytes = 16.0 * plan.slots * plan.pieces * blocks_c;
-    const double multiply = static_cast<double>(blocks_c) * of.R * of.S * shape.stage_cycles;
+    const double multiply = static_cast<double>(stages_before(of.phases, blocks_c)) * shape.stage_cycles;
     const double memory = (in_bytes / plan.tiles_n + tile_bytes) / kMemoryRate;
     const double work = multiply + tile_bytes / store_rate, load = in_bytes / rate;
     return (1 - kLost) * std::max({work, load, memory}) + kLost * (work + load + memory) + kTileCycles;
@@ -2381,17 +2485,30 @@ cudaError_t run_tiles(Params& params, cudaStream_t stream) {
   return cudaErrorInvalidConfiguration;
 }
 
-inline PackParams pack_params(const Correlation& of, const Plan& plan, const void* w_ptr, void* packed_ptr) {
-  PackParams pack{w_ptr, packed_ptr, of, plan.tile_n, plan.tiles_n, plan.blocks_c, plan.pieces, 0, nullptr, 0};
+inline PackParams pack_params(const Correlation& of, const Phases& phases, const Plan& plan, const void* w_ptr,
+                              void* packed_ptr) {
+  PackParams pack{w_ptr,
+                  packed_ptr,
+                  of,
+                  phases,
+                  plan.tile_n,
+                  plan.tiles_n,
+                  plan.iterations,
+                  plan.iterations * plan.pieces,
+                  plan.pieces,
+                  0,
+                  nullptr,
+                  0};
   pack.count = static_cast<int>(packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces);
   return pack;
 }
 
-inline CopyParams copy_params(const Correlation& of, const void* in_ptr, void* copy_ptr, int channels) {
+inline CopyParams copy_params(const Correlation& of, const Phases& phases, const void* in_ptr, void* copy_ptr,
+                              int channels) {
   CopyParams copy{in_ptr, copy_ptr, of, static_cast<int>(ceil_div(channels, kCopySide)), 0};
   if (of.R * of.S > 1) {  // all pixels are copied, as 1x1 filters without a stride read them
-    copy.of.P = of.H;
-    copy.of.Q = of.W;
+    copy.of.P = static_cast<int>(ceil_div(of.H, phases.rows)) * phases.rows;  // what there is not is zeros
+    copy.of.Q = static_cast<int>(ceil_div(of.W, phases.columns)) * phases.columns;
     copy.of.stride_h = copy.of.stride_w = 1;
     copy.of.pad_h = copy.of.pad_w = 0;
   }
@@ -2404,7 +2521,7 @@ cudaError_t run_packed(const PackParams& pack, void* copy_ptr, Params& params, c
   CopyParams copy{};
   size_t smem_bytes = 0;
   if (params.plan.copied) {
-    copy = copy_params(params.of, params.in_ptr, copy_ptr, params.of.groups * params.of.in_channels);
+    copy = copy_params(params.of, params.of.phases, params.in_ptr, copy_ptr, params.of.groups * params.of.in_channels);
     smem_bytes = sizeof(CopyShared<typename Format::Stored>);
     params.in_ptr = copy_ptr;
     params.of = copied(params.of, false);
@@ -2427,6 +2544,10 @@ inline cudaError_t run_contained(const PackParams& pack, const Plan& again, cons
   guard.samples = reinterpret_cast<uint32_t*>(workspace + layout.samples);
   guard.list = reinterpret_cast<Listed*>(workspace + layout.list);
   guard.w_factors = reinterpret_cast<float*>(workspace + layout.w_factors);
+  guard.channels = copy.in_channels / phases_of(copy.phases);
+  const CopyParams contained = copy_params(of, copy.phases, in_ptr, workspace + layout.copied, guard.channels);
+  guard.rows = contained.of.P;
+  guard.columns = contained.of.Q;
   const SampleParams sample{in_ptr, of, guard, pack.zero_ptr, pack.zeros};
   sample_kernel<<<kSampleBlocks, kPackThreads, sizeof(uint32_t), stream>>>(sample);
   cudaError_t error = cudaGetLastError();
@@ -2436,11 +2557,10 @@ inline cudaError_t run_contained(const PackParams& pack, const Plan& again, cons
   contain.pack = pack;
   contain.rows = static_cast<int>(packed_rows(of, plan.tile_n));
   contain.row_threads = 32;
-  const int64_t row_pieces = static_cast<int64_t>(plan.iterations) * plan.pieces;
-  while (contain.row_threads < kPackThreads && row_pieces > 2 * contain.row_threads) contain.row_threads *= 2;
+  while (contain.row_threads < kPackThreads && pack.row_pieces > 2 * contain.row_threads) contain.row_threads *= 2;
   contain.row_blocks = static_cast<int>(ceil_div(contain.rows, kPackThreads / contain.row_threads));
-  contain.channels = static_cast<int>(copy.in_stride[3]);
-  contain.copy = copy_params(of, in_ptr, workspace + layout.copied, contain.channels);
+  contain.phases = copy.phases;
+  contain.copy = contained;
   contain.guard = guard;
   contain.eights = of.in_stride[1] == 1 && of.in_channels % 8 == 0 && of.in_stride[0] % 4 == 0 &&
                    of.in_stride[2] % 4 == 0 && of.in_stride[3] % 4 == 0 && reinterpret_cast<uint64_t>(in_ptr) % 16 == 0;
@@ -2452,7 +2572,7 @@ inline cudaError_t run_contained(const PackParams& pack, const Plan& again, cons
   params.in_ptr = workspace + layout.copied;
   params.of = copy;
   params.packed_ptr = pack.packed_ptr;
-  params.other_pack = pack_params(of, again, pack.w_ptr, workspace + layout.packed_again);
+  params.other_pack = pack_params(of, of.phases, again, pack.w_ptr, workspace + layout.packed_again);
   error = run_tiles<Contained>(params, stream);
   if (error != cudaSuccess) return error;
   params.in_ptr = in_ptr;
@@ -2469,7 +2589,7 @@ cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& p
   const Plan plan = params.plan;
   uint8_t* const start = static_cast<uint8_t*>(workspace);
   const auto packed_bytes = [&](const Plan& of_plan) {
-    return pack_params(of, of_plan, nullptr, nullptr).count * int64_t{16};
+    return pack_params(of, of.phases, of_plan, nullptr, nullptr).count * int64_t{16};
   };
   const int64_t bytes_of_copy = plan.contained ? contained_bytes(of)
                                 : plan.copied  ? copied_bytes(of, sizeof(Stored))
@@ -2477,7 +2597,8 @@ cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& p
   const WorkspaceLayout layout =
       workspace_layout(plan.contained, packed_rows(of, plan.tile_n), packed_bytes(plan),
                        plan.contained ? packed_bytes(again) : 0, bytes_of_copy, plan.splits - 1);
-  PackParams pack = pack_params(of, plan, w_ptr, start + layout.packed);
+  const Phases phases = plan.contained ? copied(of).phases : of.phases;
+  PackParams pack = pack_params(of, phases, plan, w_ptr, start + layout.packed);
   if (plan.splits > 1) {
     params.partial_ptr = reinterpret_cast<float*>(start + layout.partial);
     params.arrived_ptr = pack.zero_ptr = reinterpret_cast<uint32_t*>(start + layout.arrived);
