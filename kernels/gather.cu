@@ -212,6 +212,8 @@ struct Plan {
   bool planes;             // a stage is [channel][slot], of single words
   bool copied;             // x is copied before, and the rest of the plan is of the copy
   bool rows;               // a stage is [slot][piece] instead of [piece][slot]
+  bool dense_slots;        // boxes of x are of slots that follow one another in memory, else each is a row
+  int x_boxes, box_slots;  // so many, of so many slots
   bool in_boxes;           // and x comes by boxes
   bool out_channels_last;  // channels of y are neighbours
   int vector;              // outputs that are stored at a time: 4 or 1
@@ -241,6 +243,8 @@ struct CopyParams {
   const void* in_ptr;
   void* out_ptr;
   Correlation of;              // of what is copied: 1x1, and its outputs are the pixels of the copy
+  Phases phases;               // of which the copy holds one beside the other, as channels
+  int channels;                // of a pixel of the copy
   int channel_blocks, blocks;  // none: x is read as it is
 };
 
@@ -252,7 +256,7 @@ struct Control {
 };
 constexpr uint32_t kMostListed = 256;
 
-// A value of x that does not fit: (number of a pixel of what is copied) * channels + channel, and what it is.
+// A value of x that does not fit: (number of a pixel of the copy) * channels + channel, and what it is.
 struct Listed {
   int64_t place;
   float value;
@@ -268,8 +272,6 @@ struct Guard {
   uint32_t* samples;  // of each sampling block, the largest finite magnitude of x that it saw, as bits
   Listed* list;
   float* w_factors;  // of each row of packed weights: what undoes its scale
-  // Of what is copied: an image, and channels as they are filled up.
-  int rows, columns, channels;
 };
 
 struct Params {
@@ -282,7 +284,9 @@ struct Params {
   Plan plan;
   hopper::BoxMap in_map, out_map;
   Guard guard;
-  PackParams other_pack;  // contained: how weights are packed for the kernel that does all again
+  // Contained: how weights are packed for the kernel that does all again, and how x was copied.
+  PackParams other_pack;
+  CopyParams copy;
 };
 
 struct SampleParams {
@@ -299,8 +303,7 @@ struct ContainParams {
   int row_threads;  // of a row: 32 to 256
   int row_blocks;
   CopyParams copy;
-  Phases phases;  // of the copy
-  bool eights;    // channels of x are neighbours, and eights of them aligned
+  bool eights;  // channels of x are neighbours, and eights of them aligned
   Guard guard;
 };
 
@@ -454,43 +457,40 @@ MODELNEW_HOST_DEVICE inline bool locate_slot(const Correlation& of, const Plan& 
   return image + n < of.N && h >= 0 && h < of.H && w >= 0 && w < of.W;
 }
 
-// Of a copy of x, [pixel][channel]: of a filter larger than 1x1 all pixels are copied, else those that it reads. Copies
-// of fp32 in fp16 have their channels filled up to eights, and those in phases to whole blocks.
+// Of rows or columns at a stride of 2: what becomes of the filter when both phases of x are apart.
+MODELNEW_HOST_DEVICE inline void separate_phases(int& phases, int (&first)[2], int (&taps)[2], int& R, int& stride,
+                                                 int pad) {
+  // Row p * 2 - pad + r of x is row p + (r - pad) / 2, rounded down, of its phase; the window starts pad / 2 before p.
+  const int start = (pad + 1) / 2, end = (R - 1 - pad) >> 1;
+  phases = 2;
+  taps[0] = taps[1] = 0;
+  for (int r = R - 1; r >= 0; --r) {
+    const int phase = (r + pad) & 1;
+    first[phase] = (r - pad - phase) / 2 + start;
+    ++taps[phase];
+  }
+  R = start + end + 1;
+  stride = 1;
+}
+
+// Of a copy of x, [pixel][channel]. Of 1x1 filters only what they read is copied. Copies of fp32 in fp16 have their
+// channels filled up to eights, phases to whole blocks, and what larger filters read of the padding lies around images.
 MODELNEW_HOST_DEVICE inline Correlation copied(const Correlation& of, bool contained = true) {
   Correlation result = of;
-  const bool points = of.R == 1 && of.S == 1;
-  if (points) {
-    result.H = of.P;
-    result.W = of.Q;
+  if (contained) result.in_channels = (of.in_channels + 7) / 8 * 8;
+  if (of.R == 1 && of.S == 1) {
     result.stride_h = result.stride_w = 1;
-    result.pad_h = result.pad_w = 0;
+  } else if (contained && of.stride_h == 2 && of.stride_w == 2 && of.R > 1 && of.S > 1 && of.dilation_h == 1 &&
+             of.dilation_w == 1) {
+    Phases& phases = result.phases;
+    separate_phases(phases.rows, phases.first_r, phases.r, result.R, result.stride_h, of.pad_h);
+    separate_phases(phases.columns, phases.first_s, phases.s, result.S, result.stride_w, of.pad_w);
+    const int blocks = (of.in_channels + kContainedBlock - 1) / kContainedBlock;
+    result.in_channels = phases_of(phases) * blocks * kContainedBlock;
   }
-  if (contained) {
-    result.in_channels = (of.in_channels + 7) / 8 * 8;
-    const auto separate = [](int& phases, int (&first)[2], int (&taps)[2], int& size, int& R, int& stride, int& pad) {
-      const int start = (pad + 1) / 2, end = (R - 1 - pad) >> 1;  // of the window, in rows of a phase
-      phases = 2;
-      first[0] = first[1] = taps[0] = taps[1] = 0;
-      for (int r = R - 1; r >= 0; --r) {
-        const int phase = (r + pad) & 1;
-        first[phase] = (r - pad - phase) / 2 + start;
-        ++taps[phase];
-      }
-      size = (size + 1) / 2;
-      R = start + end + 1;
-      stride = 1;
-      pad = start;
-    };
-    const bool rows = of.stride_h == 2 && of.R > 1 && of.dilation_h == 1;
-    const bool columns = of.stride_w == 2 && of.S > 1 && of.dilation_w == 1;
-    if (rows && columns) {
-      Phases& phases = result.phases;
-      separate(phases.rows, phases.first_r, phases.r, result.H, result.R, result.stride_h, result.pad_h);
-      separate(phases.columns, phases.first_s, phases.s, result.W, result.S, result.stride_w, result.pad_w);
-      result.in_channels =
-          phases_of(phases) * ((of.in_channels + kContainedBlock - 1) / kContainedBlock * kContainedBlock);
-    }
-  }
+  result.pad_h = result.pad_w = 0;
+  result.H = (of.P - 1) * result.stride_h + (result.R - 1) * of.dilation_h + 1;
+  result.W = (of.Q - 1) * result.stride_w + (result.S - 1) * of.dilation_w + 1;
   const int64_t channels = static_cast<int64_t>(of.groups) * result.in_channels;
   result.in_stride[3] = channels;
   result.in_stride[2] = result.W * channels;
@@ -517,11 +517,9 @@ struct PhasedTap {
   int phase, tap;
 };
 
-MODELNEW_HOST_DEVICE inline PhasedTap phased_tap(int phases, const int (&first)[2], int r, int pad) {
-  if (phases == 1) return {0, r};
-  // Row p * 2 - pad + r is number p + (r - pad) / 2, rounded down, of its phase; the window starts at -pad / 2.
-  const int start = pad + (pad & 1), phase = (r + pad) & 1;
-  return {phase, (r - pad + start - phase) / 2 - first[phase]};
+MODELNEW_HOST_DEVICE inline PhasedTap phased_tap(const int (&first)[2], int r, int pad) {
+  const int phase = (r + pad) & 1;
+  return {phase, (r - pad - phase) / 2 + (pad + 1) / 2 - first[phase]};  // as separate_phases counts them
 }
 
 MODELNEW_HOST_DEVICE inline PackedPiece locate_piece(const PackParams& params, int channels, int row_of_all,
@@ -539,8 +537,8 @@ MODELNEW_HOST_DEVICE inline PackedPiece locate_piece(const PackParams& params, i
   const int block = piece_of_all / params.pieces;
   int stage = block * taps + tap;
   if (phases_of(phases) > 1) {
-    const PhasedTap down = phased_tap(phases.rows, phases.first_r, r, of.pad_h);
-    const PhasedTap right = phased_tap(phases.columns, phases.first_s, s, of.pad_w);
+    const PhasedTap down = phased_tap(phases.first_r, r, of.pad_h);
+    const PhasedTap right = phased_tap(phases.first_s, s, of.pad_w);
     const int phase = down.phase * phases.columns + right.phase;
     stage = stages_before(phases, block * phases_of(phases) + phase) + down.tap * phases.s[right.phase] + right.tap;
   }
@@ -583,15 +581,28 @@ constexpr int kCopySide = 64;  // pixels and channels of a block
 template <typename Stored>
 using CopyShared = Stored[kCopySide][kCopySide + 1];
 
-// The first channel of a pixel of the copy; null if that is padding, or none.
-template <typename Stored>
-__device__ __forceinline__ const Stored* source_of(const CopyParams& params, int64_t pixel) {
+// Where a pixel of the copy, in one of its phases, lies in x.
+struct SourcePixel {
+  int64_t n;
+  int h, w;
+};
+
+__device__ __forceinline__ SourcePixel source_pixel(const CopyParams& params, int64_t pixel, int phase) {
   const Correlation& of = params.of;
   const int64_t line = divide(pixel, of.Q), image = divide(line, of.P);
-  const int64_t h = (line - image * of.P) * of.stride_h - of.pad_h, w = (pixel - line * of.Q) * of.stride_w - of.pad_w;
-  if (image >= of.N || h < 0 || h >= of.H || w < 0 || w >= of.W) return nullptr;
-  return static_cast<const Stored*>(params.in_ptr) + image * of.in_stride[0] + h * of.in_stride[2] +
-         w * of.in_stride[3];
+  const int row = static_cast<int>(line - image * of.P), column = static_cast<int>(pixel - line * of.Q);
+  return {image, row * of.stride_h - of.pad_h + phase / params.phases.columns,
+          column * of.stride_w - of.pad_w + phase % params.phases.columns};
+}
+
+// Its first channel; null if it is padding, or none.
+template <typename Stored>
+__device__ __forceinline__ const Stored* source_of(const CopyParams& params, int64_t pixel, int phase = 0) {
+  const Correlation& of = params.of;
+  const SourcePixel at = source_pixel(params, pixel, phase);
+  if (at.n >= of.N || at.h < 0 || at.h >= of.H || at.w < 0 || at.w >= of.W) return nullptr;
+  return static_cast<const Stored*>(params.in_ptr) + at.n * of.in_stride[0] + at.h * of.in_stride[2] +
+         at.w * of.in_stride[3];
 }
 
 // Warps read neighbouring pixels and write neighbouring channels.
@@ -790,7 +801,10 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
   const Correlation& of = copy.of;
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t pixels = of.N * of.P * of.Q, pixel_block = block / copy.channel_blocks;
-  const int first_channel = static_cast<int>(block - pixel_block * copy.channel_blocks) * kCopySide;
+  // In the copy; and in x, of one phase.
+  const int copied_channel = static_cast<int>(block - pixel_block * copy.channel_blocks) * kCopySide;
+  const int phase_channels = copy.channels / phases_of(copy.phases), phase = copied_channel / phase_channels;
+  const int first_channel = copied_channel - phase * phase_channels;
   constexpr int kPairs = kCopySide * kCopySide / kPackThreads / 2;
   const auto pixel_of = [&](int i) {
     return pixel_block * kCopySide + (EIGHTS ? thread / 8 + i / 4 * 32 : thread % kCopySide);
@@ -802,7 +816,7 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
   if constexpr (EIGHTS) {
 #pragma unroll
     for (int i = 0; i < kPairs; i += 4) {
-      const float* const from = source_of<float>(copy, pixel_of(i));
+      const float* const from = source_of<float>(copy, pixel_of(i), phase);
       const bool exists = from != nullptr && channel_of(i) < of.in_channels;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -815,7 +829,7 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
       }
     }
   } else {
-    const float* const from = source_of<float>(copy, pixel_of(0));
+    const float* const from = source_of<float>(copy, pixel_of(0), phase);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
 #pragma unroll
@@ -844,26 +858,15 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) shared[thread % kCopySide][thread / kCopySide + 4 * i] = pairs[i];
   }
-  const int channels = params.guard.channels;
-  // Where a channel of a pixel goes to.
-  const auto place_in_copy = [&](int64_t pixel, int channel) {
-    const Phases& phases = params.phases;
-    if (phases_of(phases) == 1) return pixel * channels + channel;
-    const int64_t line = divide(pixel, of.Q), image = divide(line, of.P);
-    const int h = static_cast<int>(line - image * of.P), w = static_cast<int>(pixel - line * of.Q);
-    const int64_t to = (image * (of.P / phases.rows) + h / phases.rows) * (of.Q / phases.columns) + w / phases.columns;
-    const int phase = h % phases.rows * phases.columns + w % phases.columns;
-    return (to * phases_of(phases) + phase) * channels + channel;
-  };
   const auto store = [&](int i) {
-    const int in_block = thread / 8 + 32 * i, channel = first_channel + thread % 8 * 8;
+    const int in_block = thread / 8 + 32 * i, channel = copied_channel + thread % 8 * 8;
     if constexpr (!EIGHTS) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) pairs[4 * i + j] = shared[in_block][thread % 8 * 4 + j];
     }
     const int64_t pixel = pixel_block * kCopySide + in_block;
-    if (pixel < pixels && channel < channels)
-      static_cast<uint4*>(copy.out_ptr)[place_in_copy(pixel, channel) / 8] =
+    if (pixel < pixels && channel < copy.channels)
+      static_cast<uint4*>(copy.out_ptr)[(pixel * copy.channels + channel) / 8] =
           make_uint4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
   };
   if constexpr (EIGHTS) {
@@ -875,12 +878,12 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
 #pragma unroll 1
     for (int i = 0; i < 2 * kPairs; ++i) {
       const int channel = channel_of(i / 2) + i % 2;
-      const float* const from = source_of<float>(copy, pixel_of(i / 2));
+      const float* const from = source_of<float>(copy, pixel_of(i / 2), phase);
       if (from == nullptr || channel >= of.in_channels) continue;
-      const int64_t place = pixel_of(i / 2) * channels + channel;
+      const int64_t place = pixel_of(i / 2) * copy.channels + phase * phase_channels + channel;
       if (!list_misfit(params.guard, from[channel * of.in_stride[1]], exponent, place)) continue;
       if constexpr (EIGHTS)
-        static_cast<Half*>(copy.out_ptr)[place_in_copy(pixel_of(i / 2), channel)] = Half{};
+        static_cast<Half*>(copy.out_ptr)[place] = Half{};
       else
         reinterpret_cast<Half*>(shared[thread % kCopySide])[channel - first_channel] = Half{};
     }
@@ -1293,31 +1296,35 @@ __device__ __forceinline__ void convert_stages(const Params& params, const Share
   }
 }
 
-// Boxes of the channels of a stage, by one warp: a lane orders a row of slots.
+// Boxes of the channels of a stage, by one warp: each lane orders some. They are of slots that follow one another in
+// memory, or rows of slots.
 __device__ __forceinline__ void load_boxes(const Params& params, const Shared& shared, int channels_a_stage) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const int lane = threadIdx.x % 32;
-  const int boxes = plan.points ? 1 : plan.slots / plan.pitch;
+  const int lane = threadIdx.x % 32, phases = phases_of(of.phases);
+  const int boxes = plan.x_boxes, box_bytes = plan.box_slots * 128;
   RingPosition at;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const Tile tile = locate_tile(plan, unit);
     const int64_t image = first_image(of, plan, tile);
+    const int first_slot = static_cast<int>(
+        plan.points ? tile.first : (image * of.H + (tile.first - image * of.P) * plan.row_step) * of.W);
+    int phase = tile.first_block % phases;
     for (int block = tile.first_block; block < tile.first_block + tile.blocks; ++block) {
       const uint32_t stage = shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes;
-      const int phases = phases_of(of.phases), phase = block % phases;
       const int channel =
           tile.group * of.in_channels + phase * (of.in_channels / phases) + block / phases * channels_a_stage;
+      if (++phase == phases) phase = 0;
       hopper::barrier_wait(shared.x_empty(at.slot()), at.parity() ^ 1);
-      if (lane == 0) hopper::barrier_arrive_expecting(shared.x_full(at.slot()), plan.slots * 128);
+      if (lane == 0) hopper::barrier_arrive_expecting(shared.x_full(at.slot()), boxes * box_bytes);
       __syncwarp();  // bytes are expected before they come
       for (int box = lane; box < boxes; box += 32) {
-        int n = 0, h = 0, w = static_cast<int>(tile.first);
-        if (!plan.points) {
+        int n = 0, h = 0, w = first_slot + box * plan.box_slots;
+        if (!plan.dense_slots) {
           locate_slot(of, plan, tile, image, box * plan.pitch, n, h, w);
           n += static_cast<int>(image);
         }
-        hopper::load_box(params.in_map, stage + box * plan.pitch * 128, channel, w, h, n, shared.x_full(at.slot()));
+        hopper::load_box(params.in_map, stage + box * box_bytes, channel, w, h, n, shared.x_full(at.slot()));
       }
       at.next(plan.x_stages);
     }
@@ -1796,65 +1803,68 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 
 // What did not fit is zero in the copy of x: y has its products added, in fp32. The warp of the first value on the
 // list that an output reads adds those of all that it reads, in their order.
+struct Misfit {
+  int64_t n;
+  int h, w, c;
+  float value;
+};
+
 struct MendShared {
-  Listed list[kMostListed];  // in the order of their places
+  Misfit list[kMostListed];  // in the order of their places
   uint8_t reads[kThreads / 32][kMostListed];
 };
 
+// The number of the tap by which an output reads a value, or -1.
+__device__ __forceinline__ int tap_of(const Correlation& of, const Misfit& misfit, int64_t n, int p, int q) {
+  const int down = misfit.h + of.pad_h - p * of.stride_h, right = misfit.w + of.pad_w - q * of.stride_w;
+  const int r = down / of.dilation_h, s = right / of.dilation_w;
+  const bool reads = misfit.n == n && down >= 0 && right >= 0 && r * of.dilation_h == down &&
+                     s * of.dilation_w == right && r < of.R && s < of.S;
+  return reads ? r * of.S + s : -1;
+}
+
 __device__ __forceinline__ void mend(const Params& params, int count, MendShared& shared) {
   const Correlation& of = params.of;
-  const Guard& guard = params.guard;
-  const int channels = guard.channels, taps = of.R * of.S;
-  // Of 1x1 filters only what they read is copied.
-  const bool points = taps == 1;
-  const int stride_h = points ? 1 : of.stride_h, stride_w = points ? 1 : of.stride_w;
-  const int pad_h = points ? 0 : of.pad_h, pad_w = points ? 0 : of.pad_w;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const CopyParams& copy = params.copy;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, taps = of.R * of.S;
   for (int i = threadIdx.x; i < count; i += kThreads) {
-    const Listed own = guard.list[i];
+    const Listed own = params.guard.list[i];
     int before = 0;
-    for (int j = 0; j < count; ++j) before += guard.list[j].place < own.place;
-    shared.list[before] = own;
+    for (int j = 0; j < count; ++j) before += params.guard.list[j].place < own.place;
+    const int64_t pixel = own.place / copy.channels;
+    const int channel = static_cast<int>(own.place - pixel * copy.channels);
+    const int phase_channels = copy.channels / phases_of(copy.phases);
+    const SourcePixel at = source_pixel(copy, pixel, channel / phase_channels);
+    shared.list[before] = {at.n, at.h, at.w, channel % phase_channels, own.value};
   }
   __syncthreads();  // the list is in order
   const int warps = static_cast<int>(gridDim.x) * (kThreads / 32);
   for (int unit = static_cast<int>(blockIdx.x) * (kThreads / 32) + warp; unit < count * taps; unit += warps) {
-    // Where a value lies in its image, and whether an output reads it by which tap.
-    const auto row_of = [&](int64_t pixel) { return static_cast<int>(pixel / guard.columns % guard.rows); };
-    const auto column_of = [&](int64_t pixel) { return static_cast<int>(pixel % guard.columns); };
-    const auto tap_of = [&](const Listed& listed, int64_t n, int p, int q) {
-      const int64_t pixel = listed.place / channels;
-      const int down = row_of(pixel) + pad_h - p * stride_h;
-      const int right = column_of(pixel) + pad_w - q * stride_w;
-      const int r = down / of.dilation_h, s = right / of.dilation_w;
-      const bool reads = pixel / guard.columns / guard.rows == n && down >= 0 && right >= 0 &&
-                         r * of.dilation_h == down && s * of.dilation_w == right && r < of.R && s < of.S;
-      return reads ? r * of.S + s : -1;
-    };
     const int first = unit / taps, tap = unit % taps;
-    const int64_t pixel = shared.list[first].place / channels, n = pixel / guard.columns / guard.rows;
-    const int down = row_of(pixel) + pad_h - tap / of.S * of.dilation_h;
-    const int right = column_of(pixel) + pad_w - tap % of.S * of.dilation_w;
-    const int p = down / stride_h, q = right / stride_w;
-    if (down < 0 || right < 0 || p * stride_h != down || q * stride_w != right || p >= of.P || q >= of.Q) continue;
+    const Misfit& own = shared.list[first];
+    const int down = own.h + of.pad_h - tap / of.S * of.dilation_h;
+    const int right = own.w + of.pad_w - tap % of.S * of.dilation_w;
+    const int p = down / of.stride_h, q = right / of.stride_w;
+    if (down < 0 || right < 0 || p * of.stride_h != down || q * of.stride_w != right || p >= of.P || q >= of.Q)
+      continue;
     uint8_t* const reads = shared.reads[warp];
-    for (int i = lane; i < count; i += 32) reads[i] = tap_of(shared.list[i], n, p, q) >= 0;
+    for (int i = lane; i < count; i += 32) reads[i] = tap_of(of, shared.list[i], own.n, p, q) >= 0;
     __syncwarp();  // all of the list has been looked at
     bool is_first = true;
     for (int i = 0; i < first; ++i) is_first = is_first && reads[i] == 0;
     float* const out =
-        static_cast<float*>(params.out_ptr) + n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3];
+        static_cast<float*>(params.out_ptr) + own.n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3];
     const float* const w = static_cast<const float*>(params.other_pack.w_ptr);
     for (int k = is_first ? lane : of.out_channels; k < of.out_channels; k += 32) {
       float sum = out[k * of.out_stride[1]];
       for (int i = first; i < count; ++i) {
         if (reads[i] == 0) continue;
-        const Listed& listed = shared.list[i];
-        const int by = tap_of(listed, n, p, q), r = by / of.S, s = by % of.S;
+        const Misfit& misfit = shared.list[i];
+        const int by = tap_of(of, misfit, own.n, p, q), r = by / of.S, s = by % of.S;
         const float weight =
-            w[k * of.w_stride_out + listed.place % channels * of.w_stride_in +
-              (of.flipped ? of.R - 1 - r : r) * of.w_stride_r + (of.flipped ? of.S - 1 - s : s) * of.w_stride_s];
-        sum = fmaf(round_to_tf32(listed.value), round_to_tf32(weight), sum);
+            w[k * of.w_stride_out + misfit.c * of.w_stride_in + (of.flipped ? of.R - 1 - r : r) * of.w_stride_r +
+              (of.flipped ? of.S - 1 - s : s) * of.w_stride_s];
+        sum = fmaf(round_to_tf32(misfit.value), round_to_tf32(weight), sum);
       }
       out[k * of.out_stride[1]] = sum;
     }
@@ -2179,10 +2189,14 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                   of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && of.in_stride[2] > 0 &&
                   of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
   if (plan.contained && !plan.in_boxes) return false;
+  plan.dense_slots = plan.in_boxes && (plan.points || (plan.contained && plan.packed));
+  plan.x_boxes = static_cast<int>(plan.dense_slots ? ceil_div(plan.slots, 256) : plan.slots / std::max(plan.pitch, 1));
+  plan.box_slots =
+      plan.dense_slots ? static_cast<int>(ceil_div(ceil_div(plan.slots, plan.x_boxes), 8)) * 8 : plan.pitch;
   plan.planes = in_bytes == 4 && plan.points && plan.loads != Loads::kChannels;
   plan.plane_slots = pixels + 8;
   plan.x_stage_bytes = plan.planes     ? plan.pieces * channels * plan.plane_slots * 4
-                       : plan.in_boxes ? (plan.slots * 128 + 1023) / 1024 * 1024
+                       : plan.in_boxes ? (plan.x_boxes * plan.box_slots * 128 + 1023) / 1024 * 1024
                                        : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
   plan.w_stage_bytes = plan.pieces * plan.tile_n * 16;
   if (packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces >= (1 << 30)) return false;
@@ -2442,13 +2456,13 @@ inline cudaError_t make_in_map(Params& params, int element_bytes) {
   };
   const uint32_t box_channels = 128 / element_bytes;
   void* const in_ptr = const_cast<void*>(params.in_ptr);
-  if (plan.points) {
+  if (plan.dense_slots) {
     const uint64_t sizes[4] = {channels, N * H * W, 1, 1}, strides[3] = {bytes(3, N * H * W), 16, 16};
-    const uint32_t box[4] = {box_channels, static_cast<uint32_t>(tile_pixels(plan)), 1, 1};
+    const uint32_t box[4] = {box_channels, static_cast<uint32_t>(plan.box_slots), 1, 1};
     return hopper::make_box_map(hopper::BoxUse::kLoadRows, in_ptr, element_bytes, sizes, strides, box, params.in_map);
   }
   const uint64_t sizes[4] = {channels, W, H, N}, strides[3] = {bytes(3, W), bytes(2, H), bytes(0, N)};
-  const uint32_t box[4] = {box_channels, static_cast<uint32_t>(plan.pitch), 1, 1};
+  const uint32_t box[4] = {box_channels, static_cast<uint32_t>(plan.box_slots), 1, 1};
   return hopper::make_box_map(hopper::BoxUse::kLoadRows, in_ptr, element_bytes, sizes, strides, box, params.in_map);
 }
 
@@ -2503,17 +2517,22 @@ inline PackParams pack_params(const Correlation& of, const Phases& phases, const
   return pack;
 }
 
-inline CopyParams copy_params(const Correlation& of, const Phases& phases, const void* in_ptr, void* copy_ptr,
-                              int channels) {
-  CopyParams copy{in_ptr, copy_ptr, of, static_cast<int>(ceil_div(channels, kCopySide)), 0};
-  if (of.R * of.S > 1) {  // all pixels are copied, as 1x1 filters without a stride read them
-    copy.of.P = static_cast<int>(ceil_div(of.H, phases.rows)) * phases.rows;  // what there is not is zeros
-    copy.of.Q = static_cast<int>(ceil_div(of.W, phases.columns)) * phases.columns;
-    copy.of.stride_h = copy.of.stride_w = 1;
-    copy.of.pad_h = copy.of.pad_w = 0;
+// `copy`: what is copied of x, as copied() has it.
+inline CopyParams copy_params(const Correlation& of, const Correlation& copy, const void* in_ptr, void* copy_ptr) {
+  const int channels = copy.groups * copy.in_channels;
+  CopyParams params{in_ptr, copy_ptr, of, copy.phases, channels, static_cast<int>(ceil_div(channels, kCopySide)), 0};
+  if (of.R * of.S > 1) {
+    const auto place = [](int phases, int of_pad, int& stride, int& pad) {
+      stride = phases;
+      pad = phases == 2 ? (of_pad + 1) / 2 * 2 : of_pad;
+    };
+    place(copy.phases.rows, of.pad_h, params.of.stride_h, params.of.pad_h);
+    place(copy.phases.columns, of.pad_w, params.of.stride_w, params.of.pad_w);
+    params.of.P = copy.H;
+    params.of.Q = copy.W;
   }
-  copy.blocks = static_cast<int>(ceil_div(of.N * copy.of.P * copy.of.Q, kCopySide)) * copy.channel_blocks;
-  return copy;
+  params.blocks = static_cast<int>(ceil_div(of.N * params.of.P * params.of.Q, kCopySide)) * params.channel_blocks;
+  return params;
 }
 
 template <typename Format>
@@ -2521,10 +2540,11 @@ cudaError_t run_packed(const PackParams& pack, void* copy_ptr, Params& params, c
   CopyParams copy{};
   size_t smem_bytes = 0;
   if (params.plan.copied) {
-    copy = copy_params(params.of, params.of.phases, params.in_ptr, copy_ptr, params.of.groups * params.of.in_channels);
+    const Correlation of = params.of;
+    params.of = copied(of, false);
+    copy = copy_params(of, params.of, params.in_ptr, copy_ptr);
     smem_bytes = sizeof(CopyShared<typename Format::Stored>);
     params.in_ptr = copy_ptr;
-    params.of = copied(params.of, false);
   }
   const unsigned blocks = static_cast<unsigned>(copy.blocks + ceil_div(pack.count, kPackThreads));
   pack_kernel<Format><<<blocks, kPackThreads, smem_bytes, stream>>>(pack, copy);
@@ -2544,10 +2564,7 @@ inline cudaError_t run_contained(const PackParams& pack, const Plan& again, cons
   guard.samples = reinterpret_cast<uint32_t*>(workspace + layout.samples);
   guard.list = reinterpret_cast<Listed*>(workspace + layout.list);
   guard.w_factors = reinterpret_cast<float*>(workspace + layout.w_factors);
-  guard.channels = copy.in_channels / phases_of(copy.phases);
-  const CopyParams contained = copy_params(of, copy.phases, in_ptr, workspace + layout.copied, guard.channels);
-  guard.rows = contained.of.P;
-  guard.columns = contained.of.Q;
+  params.copy = copy_params(of, copy, in_ptr, workspace + layout.copied);
   const SampleParams sample{in_ptr, of, guard, pack.zero_ptr, pack.zeros};
   sample_kernel<<<kSampleBlocks, kPackThreads, sizeof(uint32_t), stream>>>(sample);
   cudaError_t error = cudaGetLastError();
@@ -2559,8 +2576,7 @@ inline cudaError_t run_contained(const PackParams& pack, const Plan& again, cons
   contain.row_threads = 32;
   while (contain.row_threads < kPackThreads && pack.row_pieces > 2 * contain.row_threads) contain.row_threads *= 2;
   contain.row_blocks = static_cast<int>(ceil_div(contain.rows, kPackThreads / contain.row_threads));
-  contain.phases = copy.phases;
-  contain.copy = contained;
+  contain.copy = params.copy;
   contain.guard = guard;
   contain.eights = of.in_stride[1] == 1 && of.in_channels % 8 == 0 && of.in_stride[0] % 4 == 0 &&
                    of.in_stride[2] % 4 == 0 && of.in_stride[3] % 4 == 0 && reinterpret_cast<uint64_t>(in_ptr) % 16 == 0;
