@@ -238,7 +238,23 @@ struct PackParams {
   int zeros;
 };
 
-// What copies x before it is read.
+// Divides numbers below 2^31 without a division, which takes as long as a thread's whole part of a copy.
+struct Divisor {
+  uint32_t multiplier;
+  int shift;
+};
+
+inline Divisor divisor(int by) {
+  int shift = 31;
+  while ((int64_t{1} << (shift - 31)) < by) ++shift;
+  return {static_cast<uint32_t>(((uint64_t{1} << shift) + by - 1) / by), shift};
+}
+
+MODELNEW_HOST_DEVICE inline int divide(int number, const Divisor& by) {
+  return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(number)) * by.multiplier >> by.shift);
+}
+
+// What copies x before it is read. A copy is so small that numbers of its values are ints.
 struct CopyParams {
   const void* in_ptr;
   void* out_ptr;
@@ -246,6 +262,7 @@ struct CopyParams {
   Phases phases;               // of which the copy holds one beside the other, as channels
   int channels;                // of a pixel of the copy
   int channel_blocks, blocks;  // none: x is read as it is
+  Divisor by_rows, by_columns, by_channel_blocks;
 };
 
 // What the kernels of one call with contained operands tell each other.
@@ -258,7 +275,7 @@ constexpr uint32_t kMostListed = 256;
 
 // A value of x that does not fit: (number of a pixel of the copy) * channels + channel, and what it is.
 struct Listed {
-  int64_t place;
+  int place;
   float value;
 };
 
@@ -303,7 +320,6 @@ struct ContainParams {
   int row_threads;  // of a row: 32 to 256
   int row_blocks;
   CopyParams copy;
-  bool eights;  // channels of x are neighbours, and eights of them aligned
   Guard guard;
 };
 
@@ -474,12 +490,18 @@ MODELNEW_HOST_DEVICE inline void separate_phases(int& phases, int (&first)[2], i
 }
 
 // Of a copy of x, [pixel][channel]. Of 1x1 filters only what they read is copied. Copies of fp32 in fp16 have their
-// channels filled up to eights, phases to whole blocks, and what larger filters read of the padding lies around images.
+// channels filled up to eights. Those in phases have theirs filled up to whole blocks, and around images lies what the
+// filter reads of the padding: so the slots of a tile follow one another in memory, and come by few boxes. (Without
+// phases boxes of a row, whose padding is not in memory, are faster: H200, 2026-11-22, in a profiler, 256 images of
+// 14x14, 256 to 256 channels 118.7 us; such a copy 123.0.)
 MODELNEW_HOST_DEVICE inline Correlation copied(const Correlation& of, bool contained = true) {
   Correlation result = of;
   if (contained) result.in_channels = (of.in_channels + 7) / 8 * 8;
   if (of.R == 1 && of.S == 1) {
     result.stride_h = result.stride_w = 1;
+    result.pad_h = result.pad_w = 0;
+    result.H = of.P;
+    result.W = of.Q;
   } else if (contained && of.stride_h == 2 && of.stride_w == 2 && of.R > 1 && of.S > 1 && of.dilation_h == 1 &&
              of.dilation_w == 1) {
     Phases& phases = result.phases;
@@ -487,10 +509,10 @@ MODELNEW_HOST_DEVICE inline Correlation copied(const Correlation& of, bool conta
     separate_phases(phases.columns, phases.first_s, phases.s, result.S, result.stride_w, of.pad_w);
     const int blocks = (of.in_channels + kContainedBlock - 1) / kContainedBlock;
     result.in_channels = phases_of(phases) * blocks * kContainedBlock;
+    result.pad_h = result.pad_w = 0;
+    result.H = of.P + result.R - 1;
+    result.W = of.Q + result.S - 1;
   }
-  result.pad_h = result.pad_w = 0;
-  result.H = (of.P - 1) * result.stride_h + (result.R - 1) * of.dilation_h + 1;
-  result.W = (of.Q - 1) * result.stride_w + (result.S - 1) * of.dilation_w + 1;
   const int64_t channels = static_cast<int64_t>(of.groups) * result.in_channels;
   result.in_stride[3] = channels;
   result.in_stride[2] = result.W * channels;
@@ -583,21 +605,20 @@ using CopyShared = Stored[kCopySide][kCopySide + 1];
 
 // Where a pixel of the copy, in one of its phases, lies in x.
 struct SourcePixel {
-  int64_t n;
-  int h, w;
+  int n, h, w;
 };
 
-__device__ __forceinline__ SourcePixel source_pixel(const CopyParams& params, int64_t pixel, int phase) {
+__device__ __forceinline__ SourcePixel source_pixel(const CopyParams& params, int pixel, int phase) {
   const Correlation& of = params.of;
-  const int64_t line = divide(pixel, of.Q), image = divide(line, of.P);
-  const int row = static_cast<int>(line - image * of.P), column = static_cast<int>(pixel - line * of.Q);
-  return {image, row * of.stride_h - of.pad_h + phase / params.phases.columns,
-          column * of.stride_w - of.pad_w + phase % params.phases.columns};
+  const int line = divide(pixel, params.by_columns), image = divide(line, params.by_rows);
+  const int log_columns = params.phases.columns - 1;
+  return {image, (line - image * of.P) * of.stride_h - of.pad_h + (phase >> log_columns),
+          (pixel - line * of.Q) * of.stride_w - of.pad_w + (phase & log_columns)};
 }
 
 // Its first channel; null if it is padding, or none.
 template <typename Stored>
-__device__ __forceinline__ const Stored* source_of(const CopyParams& params, int64_t pixel, int phase = 0) {
+__device__ __forceinline__ const Stored* source_of(const CopyParams& params, int pixel, int phase = 0) {
   const Correlation& of = params.of;
   const SourcePixel at = source_pixel(params, pixel, phase);
   if (at.n >= of.N || at.h < 0 || at.h >= of.H || at.w < 0 || at.w >= of.W) return nullptr;
@@ -611,8 +632,8 @@ __device__ __forceinline__ void copy_points(const CopyParams& params, int block,
   const Correlation& of = params.of;
   constexpr int kChannelsAtOnce = kPackThreads / kCopySide, kPixelsAtOnce = kPackThreads / 32;
   const int channels = of.groups * of.in_channels;
-  const int64_t pixels = of.N * of.P * of.Q, pixel_block = block / params.channel_blocks;
-  const int first_channel = static_cast<int>(block - pixel_block * params.channel_blocks) * kCopySide;
+  const int pixels = static_cast<int>(of.N) * of.P * of.Q, pixel_block = divide(block, params.by_channel_blocks);
+  const int first_channel = (block - pixel_block * params.channel_blocks) * kCopySide;
   {
     const int pixel = threadIdx.x % kCopySide, first = threadIdx.x / kCopySide;
     const Stored* const from = source_of<Stored>(params, pixel_block * kCopySide + pixel);
@@ -629,11 +650,11 @@ __device__ __forceinline__ void copy_points(const CopyParams& params, int block,
 #pragma unroll
   for (int i = 0; i < kCopySide; i += kPixelsAtOnce) {
     const int pixel = i + threadIdx.x / 32;
-    const int64_t of_all = pixel_block * kCopySide + pixel;
+    const int of_all = pixel_block * kCopySide + pixel;
 #pragma unroll
     for (int c = threadIdx.x % 32; c < kCopySide; c += 32) {
       if (of_all < pixels && first_channel + c < channels)
-        static_cast<Stored*>(params.out_ptr)[of_all * channels + first_channel + c] = shared[pixel][c];
+        static_cast<Stored*>(params.out_ptr)[int64_t{of_all} * channels + first_channel + c] = shared[pixel][c];
     }
   }
 }
@@ -698,12 +719,8 @@ __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_const
 // The scale of x, two to the power of `exponent`: room for four times as much as the sample has. Of nothing but zeros
 // there any scale will do. False: there is none.
 __device__ __forceinline__ bool find_scale(const Guard& guard, int& exponent) {
-  uint32_t magnitude = 0;
-#pragma unroll
-  for (int i = 0; i < kSampleBlocks; i += 4) {
-    const uint4 four = *reinterpret_cast<const uint4*>(guard.samples + i);
-    magnitude = max(magnitude, max(max(four.x, four.y), max(four.z, four.w)));
-  }
+  static_assert(kSampleBlocks == 32, "one of each lane");
+  const uint32_t magnitude = hopper::warp_max(guard.samples[threadIdx.x % 32]);
   return scale_exponent(magnitude >> 23, 13, exponent) || magnitude == 0;
 }
 
@@ -780,7 +797,7 @@ using ContainShared = uint32_t[kCopySide][kCopySide / 2 + 1];  // pairs of chann
 
 // Whether a value does not fit, of those of a thread one of which does not: then it goes on the list. `place` is that in
 // the copy.
-__device__ __forceinline__ bool list_misfit(const Guard& guard, float value, int x_exponent, int64_t place) {
+__device__ __forceinline__ bool list_misfit(const Guard& guard, float value, int x_exponent, int place) {
   Watch watch;
   watch.see(float_bits(value));
   watch.see_contained(contain_pair(float_bits(value), 0, power_of_two(x_exponent)));
@@ -793,35 +810,47 @@ __device__ __forceinline__ bool list_misfit(const Guard& guard, float value, int
   return true;
 }
 
-// A block takes 64 pixels x 64 channels, a thread eight pairs of channels. EIGHTS: those of two pixels, which lie side
-// by side in x as in the copy. Else those of one, which come as the neighbours of a warp's pixels, and change threads.
-template <bool EIGHTS>
+// A block takes 64 pixels x 64 channels, a thread eight pairs of channels. VECTOR, of values that lie side by side in x
+// and are loaded at once: 8 channels, as in the copy; 4 or 1 pixels, the neighbours of which are a warp's, and these
+// change threads.
+template <int VECTOR>
 __device__ __forceinline__ void contain_points(const ContainParams& params, int block, ContainShared& shared) {
   const CopyParams& copy = params.copy;
   const Correlation& of = copy.of;
   const int thread = static_cast<int>(threadIdx.x);
-  const int64_t pixels = of.N * of.P * of.Q, pixel_block = block / copy.channel_blocks;
+  const int pixel_block = divide(block, copy.by_channel_blocks), first_pixel = pixel_block * kCopySide;
   // In the copy; and in x, of one phase.
-  const int copied_channel = static_cast<int>(block - pixel_block * copy.channel_blocks) * kCopySide;
-  const int phase_channels = copy.channels / phases_of(copy.phases), phase = copied_channel / phase_channels;
-  const int first_channel = copied_channel - phase * phase_channels;
+  const int copied_channel = (block - pixel_block * copy.channel_blocks) * kCopySide;
+  int phase = 0, phase_first = 0;
+  if (phases_of(copy.phases) > 1) {
+    const int phase_channels = copy.channels / phases_of(copy.phases);
+    phase = copied_channel / phase_channels;
+    phase_first = phase * phase_channels;
+  }
+  const int first_channel = copied_channel - phase_first;
   constexpr int kPairs = kCopySide * kCopySide / kPackThreads / 2;
+  // Of pair i: counted from the first ones.
   const auto pixel_of = [&](int i) {
-    return pixel_block * kCopySide + (EIGHTS ? thread / 8 + i / 4 * 32 : thread % kCopySide);
+    return VECTOR == 8 ? thread / 8 + i / 4 * 32 : VECTOR == 4 ? thread % 16 * 4 + i % 4 : thread % kCopySide;
   };
   const auto channel_of = [&](int i) {
-    return first_channel + (EIGHTS ? thread % 8 * 8 + i % 4 * 2 : 2 * (thread / kCopySide + 4 * i));
+    return VECTOR == 8   ? thread % 8 * 8 + i % 4 * 2
+           : VECTOR == 4 ? thread / 16 * 4 + i / 4 * 2
+                         : 2 * (thread / kCopySide + 4 * i);
   };
   uint32_t words[2 * kPairs];
-  if constexpr (EIGHTS) {
+  const auto load_four = [](const float* from, bool exists) {
+    return exists ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+  };
+  if constexpr (VECTOR == 8) {
 #pragma unroll
     for (int i = 0; i < kPairs; i += 4) {
-      const float* const from = source_of<float>(copy, pixel_of(i), phase);
-      const bool exists = from != nullptr && channel_of(i) < of.in_channels;
+      const int channel = first_channel + channel_of(i);
+      const float* const from = source_of<float>(copy, first_pixel + pixel_of(i), phase);
+      const bool exists = from != nullptr && channel < of.in_channels;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        uint4 four = make_uint4(0, 0, 0, 0);
-        if (exists) four = *reinterpret_cast<const uint4*>(from + channel_of(i) + 4 * j);
+        const uint4 four = load_four(from + channel + 4 * j, exists);
         words[2 * i + 4 * j] = four.x;
         words[2 * i + 4 * j + 1] = four.y;
         words[2 * i + 4 * j + 2] = four.z;
@@ -829,22 +858,35 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
       }
     }
   } else {
-    const float* const from = source_of<float>(copy, pixel_of(0), phase);
+    const float* const pixel = source_of<float>(copy, first_pixel + pixel_of(0), phase);
+    const int channel = first_channel + channel_of(0);
+    const float* from = pixel + channel * of.in_stride[1];
+    const int left = pixel == nullptr ? 0 : of.in_channels - channel;
+    if constexpr (VECTOR == 4) {
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
+      for (int c = 0; c < 4; ++c) {
+        const uint4 four = load_four(from, c < left);
+        uint32_t* const first = words + c / 2 * 8 + c % 2;
+        first[0] = four.x;
+        first[2] = four.y;
+        first[4] = four.z;
+        first[6] = four.w;
+        from += of.in_stride[1];
+      }
+    } else {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int channel = channel_of(i) + j;
-        const bool exists = from != nullptr && channel < of.in_channels;
-        words[2 * i + j] = exists ? float_bits(from[channel * of.in_stride[1]]) : 0;
+      for (int i = 0; i < kPairs; ++i) {
+        words[2 * i] = 8 * i < left ? float_bits(from[0]) : 0;
+        words[2 * i + 1] = 8 * i + 1 < left ? float_bits(from[of.in_stride[1]]) : 0;
+        from += 8 * of.in_stride[1];
       }
     }
   }
   hopper::wait_for_prerequisites();  // the sample has been taken, and nobody reads an earlier copy any more
-  int exponent;
-  if (!find_scale(params.guard, exponent) && thread == 0) params.guard.control->all_again = 1;
-  if (block == 0 && thread == 0) params.guard.control->x_exponent = exponent;
-  const float scale = power_of_two(exponent);
+  int x_exponent;
+  if (!find_scale(params.guard, x_exponent) && thread == 0) params.guard.control->all_again = 1;
+  if (block == 0 && thread == 0) params.guard.control->x_exponent = x_exponent;
+  const float scale = power_of_two(x_exponent);
   uint32_t pairs[kPairs];
   Watch watch;
 #pragma unroll
@@ -854,48 +896,46 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
     pairs[i] = contain_pair(words[2 * i], words[2 * i + 1], scale);
     watch.see_contained(pairs[i]);
   }
-  if constexpr (!EIGHTS) {
+  const auto store_eights = [&] {
+    const int pixels = static_cast<int>(of.N) * of.P * of.Q, channel = copied_channel + thread % 8 * 8;
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) shared[thread % kCopySide][thread / kCopySide + 4 * i] = pairs[i];
-  }
-  const auto store = [&](int i) {
-    const int in_block = thread / 8 + 32 * i, channel = copied_channel + thread % 8 * 8;
-    if constexpr (!EIGHTS) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) pairs[4 * i + j] = shared[in_block][thread % 8 * 4 + j];
+    for (int i = 0; i < 2; ++i) {
+      const int pixel = first_pixel + thread / 8 + 32 * i;
+      if (pixel < pixels && channel < copy.channels)
+        static_cast<uint4*>(copy.out_ptr)[(pixel * copy.channels + channel) / 8] =
+            make_uint4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
     }
-    const int64_t pixel = pixel_block * kCopySide + in_block;
-    if (pixel < pixels && channel < copy.channels)
-      static_cast<uint4*>(copy.out_ptr)[(pixel * copy.channels + channel) / 8] =
-          make_uint4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
   };
-  if constexpr (EIGHTS) {
-    store(0);
-    store(1);
+  if constexpr (VECTOR == 8) {
+    store_eights();
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) shared[pixel_of(i)][channel_of(i) / 2] = pairs[i];
   }
-  if (!watch.fits(least_contained(exponent, 1))) {
+  if (!watch.fits(least_contained(x_exponent, 1))) {
     // What does not fit is zero instead. Values are loaded once more: to keep them would cost registers.
 #pragma unroll 1
     for (int i = 0; i < 2 * kPairs; ++i) {
-      const int channel = channel_of(i / 2) + i % 2;
-      const float* const from = source_of<float>(copy, pixel_of(i / 2), phase);
-      if (from == nullptr || channel >= of.in_channels) continue;
-      const int64_t place = pixel_of(i / 2) * copy.channels + phase * phase_channels + channel;
-      if (!list_misfit(params.guard, from[channel * of.in_stride[1]], exponent, place)) continue;
-      if constexpr (EIGHTS)
+      const int pixel = pixel_of(i / 2), channel = channel_of(i / 2) + i % 2;
+      const float* const from = source_of<float>(copy, first_pixel + pixel, phase);
+      if (from == nullptr || first_channel + channel >= of.in_channels) continue;
+      const int place = (first_pixel + pixel) * copy.channels + copied_channel + channel;
+      if (!list_misfit(params.guard, from[(first_channel + channel) * of.in_stride[1]], x_exponent, place)) continue;
+      if constexpr (VECTOR == 8)
         static_cast<Half*>(copy.out_ptr)[place] = Half{};
       else
-        reinterpret_cast<Half*>(shared[thread % kCopySide])[channel - first_channel] = Half{};
+        reinterpret_cast<Half*>(shared[pixel])[channel] = Half{};
     }
   }
-  if constexpr (!EIGHTS) {
+  if constexpr (VECTOR != 8) {
     __syncthreads();  // all of it is there
-    store(0);
-    store(1);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) pairs[i] = shared[thread / 8 + i / 4 * 32][thread % 8 * 4 + i % 4];
+    store_eights();
   }
 }
 
-template <bool EIGHTS>
+template <int VECTOR>
 __global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_constant__ ContainParams params) {
   extern __shared__ __align__(16) uint8_t modelnew_gather_contain_smem[];
   hopper::launch_dependents();
@@ -903,7 +943,7 @@ __global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_c
   if (block < 0)
     contain_rows(params, reinterpret_cast<uint32_t*>(modelnew_gather_contain_smem));
   else
-    contain_points<EIGHTS>(params, block, *reinterpret_cast<ContainShared*>(modelnew_gather_contain_smem));
+    contain_points<VECTOR>(params, block, *reinterpret_cast<ContainShared*>(modelnew_gather_contain_smem));
 }
 
 __device__ __forceinline__ void named_barrier(int number, int threads) {
@@ -1598,7 +1638,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
     if (taps_left == 0) {
       shift = 0;
       if constexpr (Format::CONTAINED) {
-        const int row_phase = phase / phases.columns, column_phase = phase % phases.columns;
+        const int row_phase = phase >> (phases.columns - 1), column_phase = phase & (phases.columns - 1);
         shift = phases.first_r[row_phase] * plan.pitch + phases.first_s[column_phase];
         row_taps = phases.s[column_phase];
         taps = phases.r[row_phase] * row_taps;
@@ -1804,8 +1844,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 // What did not fit is zero in the copy of x: y has its products added, in fp32. The warp of the first value on the
 // list that an output reads adds those of all that it reads, in their order.
 struct Misfit {
-  int64_t n;
-  int h, w, c;
+  int n, h, w, c;
   float value;
 };
 
@@ -1815,7 +1854,7 @@ struct MendShared {
 };
 
 // The number of the tap by which an output reads a value, or -1.
-__device__ __forceinline__ int tap_of(const Correlation& of, const Misfit& misfit, int64_t n, int p, int q) {
+__device__ __forceinline__ int tap_of(const Correlation& of, const Misfit& misfit, int n, int p, int q) {
   const int down = misfit.h + of.pad_h - p * of.stride_h, right = misfit.w + of.pad_w - q * of.stride_w;
   const int r = down / of.dilation_h, s = right / of.dilation_w;
   const bool reads = misfit.n == n && down >= 0 && right >= 0 && r * of.dilation_h == down &&
@@ -1831,8 +1870,7 @@ __device__ __forceinline__ void mend(const Params& params, int count, MendShared
     const Listed own = params.guard.list[i];
     int before = 0;
     for (int j = 0; j < count; ++j) before += params.guard.list[j].place < own.place;
-    const int64_t pixel = own.place / copy.channels;
-    const int channel = static_cast<int>(own.place - pixel * copy.channels);
+    const int pixel = own.place / copy.channels, channel = own.place - pixel * copy.channels;
     const int phase_channels = copy.channels / phases_of(copy.phases);
     const SourcePixel at = source_pixel(copy, pixel, channel / phase_channels);
     shared.list[before] = {at.n, at.h, at.w, channel % phase_channels, own.value};
@@ -2189,7 +2227,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                   of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && of.in_stride[2] > 0 &&
                   of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
   if (plan.contained && !plan.in_boxes) return false;
-  plan.dense_slots = plan.in_boxes && (plan.points || (plan.contained && plan.packed));
+  plan.dense_slots = plan.in_boxes && (plan.points || (phases_of(of.phases) > 1 && plan.packed));
   plan.x_boxes = static_cast<int>(plan.dense_slots ? ceil_div(plan.slots, 256) : plan.slots / std::max(plan.pitch, 1));
   plan.box_slots =
       plan.dense_slots ? static_cast<int>(ceil_div(ceil_div(plan.slots, plan.x_boxes), 8)) * 8 : plan.pitch;
@@ -2520,18 +2558,20 @@ inline PackParams pack_params(const Correlation& of, const Phases& phases, const
 // `copy`: what is copied of x, as copied() has it.
 inline CopyParams copy_params(const Correlation& of, const Correlation& copy, const void* in_ptr, void* copy_ptr) {
   const int channels = copy.groups * copy.in_channels;
-  CopyParams params{in_ptr, copy_ptr, of, copy.phases, channels, static_cast<int>(ceil_div(channels, kCopySide)), 0};
+  CopyParams params{in_ptr, copy_ptr, of, copy.phases, channels, static_cast<int>(ceil_div(channels, kCopySide)),
+                    0,      {},       {}, {}};
   if (of.R * of.S > 1) {
-    const auto place = [](int phases, int of_pad, int& stride, int& pad) {
-      stride = phases;
-      pad = phases == 2 ? (of_pad + 1) / 2 * 2 : of_pad;
-    };
-    place(copy.phases.rows, of.pad_h, params.of.stride_h, params.of.pad_h);
-    place(copy.phases.columns, of.pad_w, params.of.stride_w, params.of.pad_w);
+    const bool phased = phases_of(copy.phases) > 1;
+    params.of.stride_h = params.of.stride_w = phased ? 2 : 1;
+    params.of.pad_h = phased ? (of.pad_h + 1) / 2 * 2 : 0;
+    params.of.pad_w = phased ? (of.pad_w + 1) / 2 * 2 : 0;
     params.of.P = copy.H;
     params.of.Q = copy.W;
   }
   params.blocks = static_cast<int>(ceil_div(of.N * params.of.P * params.of.Q, kCopySide)) * params.channel_blocks;
+  params.by_rows = divisor(params.of.P);
+  params.by_columns = divisor(params.of.Q);
+  params.by_channel_blocks = divisor(params.channel_blocks);
   return params;
 }
 
@@ -2578,9 +2618,16 @@ inline cudaError_t run_contained(const PackParams& pack, const Plan& again, cons
   contain.row_blocks = static_cast<int>(ceil_div(contain.rows, kPackThreads / contain.row_threads));
   contain.copy = params.copy;
   contain.guard = guard;
-  contain.eights = of.in_stride[1] == 1 && of.in_channels % 8 == 0 && of.in_stride[0] % 4 == 0 &&
-                   of.in_stride[2] % 4 == 0 && of.in_stride[3] % 4 == 0 && reinterpret_cast<uint64_t>(in_ptr) % 16 == 0;
-  error = hopper::launch_early(contain.eights ? contain_kernel<true> : contain_kernel<false>,
+  const Correlation& source = contain.copy.of;
+  const bool aligned = reinterpret_cast<uint64_t>(in_ptr) % 16 == 0;
+  const bool eights = aligned && of.in_stride[1] == 1 && of.in_channels % 8 == 0 && of.in_stride[0] % 4 == 0 &&
+                      of.in_stride[2] % 4 == 0 && of.in_stride[3] % 4 == 0;
+  const bool fours = aligned && phases_of(copy.phases) == 1 && source.P == source.H && source.Q == source.W &&
+                     source.stride_h == 1 && source.stride_w == 1 && source.pad_h == 0 && source.pad_w == 0 &&
+                     dense_fours(of.in_stride, of.H, of.W, of.N, of.in_channels);
+  error = hopper::launch_early(eights  ? contain_kernel<8>
+                               : fours ? contain_kernel<4>
+                                       : contain_kernel<1>,
                                static_cast<unsigned>(contain.row_blocks + contain.copy.blocks), kPackThreads,
                                sizeof(ContainShared), stream, contain);
   if (error != cudaSuccess) return error;
