@@ -810,33 +810,45 @@ __device__ __forceinline__ bool list_misfit(const Guard& guard, float value, int
   return true;
 }
 
-// A block takes 64 pixels x 64 channels, a thread eight pairs of channels. VECTOR, of values that lie side by side in x
-// and are loaded at once: 8 channels, as in the copy; 4 or 1 pixels, the neighbours of which are a warp's, and these
-// change threads.
+// A block takes 64 rows of 64 channels of the copy, a thread eight pairs of channels. VECTOR, of values that lie side by
+// side in x and are loaded at once: 8 channels, as in the copy; or 4, 2 or 1 columns, of which a warp has neighbours,
+// and which change threads. A row is a pixel; of two columns one of the phase of odd ones follows each.
 template <int VECTOR>
 __device__ __forceinline__ void contain_points(const ContainParams& params, int block, ContainShared& shared) {
   const CopyParams& copy = params.copy;
   const Correlation& of = copy.of;
   const int thread = static_cast<int>(threadIdx.x);
-  const int pixel_block = divide(block, copy.by_channel_blocks), first_pixel = pixel_block * kCopySide;
-  // In the copy; and in x, of one phase.
-  const int copied_channel = (block - pixel_block * copy.channel_blocks) * kCopySide;
-  int phase = 0, phase_first = 0;
+  constexpr int kRowsOfPixel = VECTOR == 2 ? 2 : 1;
+  const int pixel_block = divide(block, copy.by_channel_blocks);
+  const int first_pixel = pixel_block * (kCopySide / kRowsOfPixel);
+  const int channel_block = block - pixel_block * copy.channel_blocks;
+  int first_channel = channel_block * kCopySide, phase = 0, phase_channels = 0;  // of x, of one phase
   if (phases_of(copy.phases) > 1) {
-    const int phase_channels = copy.channels / phases_of(copy.phases);
-    phase = copied_channel / phase_channels;
-    phase_first = phase * phase_channels;
+    phase_channels = copy.channels / phases_of(copy.phases);
+    phase = first_channel / phase_channels;
+    first_channel -= phase * phase_channels;
+    phase *= kRowsOfPixel;
   }
-  const int first_channel = copied_channel - phase_first;
   constexpr int kPairs = kCopySide * kCopySide / kPackThreads / 2;
-  // Of pair i: counted from the first ones.
-  const auto pixel_of = [&](int i) {
-    return VECTOR == 8 ? thread / 8 + i / 4 * 32 : VECTOR == 4 ? thread % 16 * 4 + i % 4 : thread % kCopySide;
+  // Of pair i: its row, and its first channel in there.
+  const auto row_of = [&](int i) {
+    return VECTOR == 8   ? thread / 8 + i / 4 * 32
+           : VECTOR == 4 ? thread % 16 * 4 + i % 4
+           : VECTOR == 2 ? thread % 32 * 2 + i % 2
+                         : thread % kCopySide;
   };
   const auto channel_of = [&](int i) {
     return VECTOR == 8   ? thread % 8 * 8 + i % 4 * 2
            : VECTOR == 4 ? thread / 16 * 4 + i / 4 * 2
+           : VECTOR == 2 ? thread / 32 * 8 + i / 2 * 2
                          : 2 * (thread / kCopySide + 4 * i);
+  };
+  const auto source_of_row = [&](int row) {
+    return source_of<float>(copy, first_pixel + row / kRowsOfPixel, phase + row % kRowsOfPixel);
+  };
+  const auto place_of = [&](int row, int channel) {
+    const int place = (first_pixel + row / kRowsOfPixel) * copy.channels + first_channel + channel;
+    return place + (phase + row % kRowsOfPixel) * phase_channels;
   };
   uint32_t words[2 * kPairs];
   const auto load_four = [](const float* from, bool exists) {
@@ -846,7 +858,7 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
 #pragma unroll
     for (int i = 0; i < kPairs; i += 4) {
       const int channel = first_channel + channel_of(i);
-      const float* const from = source_of<float>(copy, first_pixel + pixel_of(i), phase);
+      const float* const from = source_of_row(row_of(i));
       const bool exists = from != nullptr && channel < of.in_channels;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -858,10 +870,10 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
       }
     }
   } else {
-    const float* const pixel = source_of<float>(copy, first_pixel + pixel_of(0), phase);
+    const float* const row = source_of_row(row_of(0));
     const int channel = first_channel + channel_of(0);
-    const float* from = pixel + channel * of.in_stride[1];
-    const int left = pixel == nullptr ? 0 : of.in_channels - channel;
+    const float* from = row + channel * of.in_stride[1];
+    const int left = row == nullptr ? 0 : of.in_channels - channel;
     if constexpr (VECTOR == 4) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
@@ -871,6 +883,15 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
         first[2] = four.y;
         first[4] = four.z;
         first[6] = four.w;
+        from += of.in_stride[1];
+      }
+    } else if constexpr (VECTOR == 2) {
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        uint2 two = make_uint2(0, 0);
+        if (c < left) two = *reinterpret_cast<const uint2*>(from);
+        words[c / 2 * 4 + c % 2] = two.x;
+        words[c / 2 * 4 + c % 2 + 2] = two.y;
         from += of.in_stride[1];
       }
     } else {
@@ -897,12 +918,13 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
     watch.see_contained(pairs[i]);
   }
   const auto store_eights = [&] {
-    const int pixels = static_cast<int>(of.N) * of.P * of.Q, channel = copied_channel + thread % 8 * 8;
+    const int pixels = static_cast<int>(of.N) * of.P * of.Q, channel = thread % 8 * 8;
+    const bool exists = phase_channels > 0 || first_channel + channel < copy.channels;  // phases are whole blocks
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int pixel = first_pixel + thread / 8 + 32 * i;
-      if (pixel < pixels && channel < copy.channels)
-        static_cast<uint4*>(copy.out_ptr)[(pixel * copy.channels + channel) / 8] =
+      const int row = thread / 8 + 32 * i;
+      if (exists && first_pixel + row / kRowsOfPixel < pixels)
+        static_cast<uint4*>(copy.out_ptr)[place_of(row, channel) / 8] =
             make_uint4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
     }
   };
@@ -910,21 +932,20 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
     store_eights();
   } else {
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) shared[pixel_of(i)][channel_of(i) / 2] = pairs[i];
+    for (int i = 0; i < kPairs; ++i) shared[row_of(i)][channel_of(i) / 2] = pairs[i];
   }
   if (!watch.fits(least_contained(x_exponent, 1))) {
     // What does not fit is zero instead. Values are loaded once more: to keep them would cost registers.
 #pragma unroll 1
     for (int i = 0; i < 2 * kPairs; ++i) {
-      const int pixel = pixel_of(i / 2), channel = channel_of(i / 2) + i % 2;
-      const float* const from = source_of<float>(copy, first_pixel + pixel, phase);
+      const int row = row_of(i / 2), channel = channel_of(i / 2) + i % 2, place = place_of(row, channel);
+      const float* const from = source_of_row(row);
       if (from == nullptr || first_channel + channel >= of.in_channels) continue;
-      const int place = (first_pixel + pixel) * copy.channels + copied_channel + channel;
       if (!list_misfit(params.guard, from[(first_channel + channel) * of.in_stride[1]], x_exponent, place)) continue;
       if constexpr (VECTOR == 8)
         static_cast<Half*>(copy.out_ptr)[place] = Half{};
       else
-        reinterpret_cast<Half*>(shared[pixel])[channel] = Half{};
+        reinterpret_cast<Half*>(shared[row])[channel] = Half{};
     }
   }
   if constexpr (VECTOR != 8) {
@@ -1625,19 +1646,19 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   const int next_tap = of.dilation_w;
   int row_taps = of.S, next_row = of.dilation_h * plan.pitch - (of.S - 1) * of.dilation_w;
   const Phases& phases = of.phases;
-  int taps = PLANES ? 1 : of.R * of.S, phase = Format::CONTAINED ? tile.first_block % phases_of(phases) : 0;
+  const bool phased = Format::CONTAINED && phases_of(phases) > 1;
+  int taps = PLANES ? 1 : of.R * of.S, phase = phased ? tile.first_block % phases_of(phases) : 0;
   const uint32_t w_ring = hopper::descriptor(shared.base + shared.layout.w_ring, TILE_N * 16);
   uint32_t a[2][STEPS][BLOCKS_M][4];  // operands
   int keep = 0, taps_left = 0, s_left = of.S, left = tile.blocks * taps, before = -1;
-  if constexpr (Format::CONTAINED)
-    left = stages_before(phases, tile.first_block + tile.blocks) - stages_before(phases, tile.first_block);
+  if (phased) left = stages_before(phases, tile.first_block + tile.blocks) - stages_before(phases, tile.first_block);
   uint32_t x_stage = 0, shift = 0;  // of the tap, in slots
 
   // One stage; `set` is known to the compiler.
   const auto stage = [&](int set) {
     if (taps_left == 0) {
       shift = 0;
-      if constexpr (Format::CONTAINED) {
+      if (phased) {
         const int row_phase = phase >> (phases.columns - 1), column_phase = phase & (phases.columns - 1);
         shift = phases.first_r[row_phase] * plan.pitch + phases.first_s[column_phase];
         row_taps = phases.s[column_phase];
@@ -2618,17 +2639,31 @@ inline cudaError_t run_contained(const PackParams& pack, const Plan& again, cons
   contain.row_blocks = static_cast<int>(ceil_div(contain.rows, kPackThreads / contain.row_threads));
   contain.copy = params.copy;
   contain.guard = guard;
+  // What lies side by side in x.
   const Correlation& source = contain.copy.of;
-  const bool aligned = reinterpret_cast<uint64_t>(in_ptr) % 16 == 0;
-  const bool eights = aligned && of.in_stride[1] == 1 && of.in_channels % 8 == 0 && of.in_stride[0] % 4 == 0 &&
-                      of.in_stride[2] % 4 == 0 && of.in_stride[3] % 4 == 0;
-  const bool fours = aligned && phases_of(copy.phases) == 1 && source.P == source.H && source.Q == source.W &&
-                     source.stride_h == 1 && source.stride_w == 1 && source.pad_h == 0 && source.pad_w == 0 &&
-                     dense_fours(of.in_stride, of.H, of.W, of.N, of.in_channels);
-  error = hopper::launch_early(eights  ? contain_kernel<8>
-                               : fours ? contain_kernel<4>
-                                       : contain_kernel<1>,
-                               static_cast<unsigned>(contain.row_blocks + contain.copy.blocks), kPackThreads,
+  const uint64_t address = reinterpret_cast<uint64_t>(in_ptr);
+  const auto multiples = [&](int of_what) {
+    return of.in_stride[0] % of_what == 0 && of.in_stride[2] % of_what == 0 && address % (4 * of_what) == 0;
+  };
+  int vector = 1;
+  if (of.in_stride[1] == 1 && of.in_channels % 8 == 0 && multiples(4) && of.in_stride[3] % 4 == 0)
+    vector = 8;
+  else if (address % 16 == 0 && dense_points_of(source) && dense_fours(of.in_stride, of.H, of.W, of.N, of.in_channels))
+    vector = 4;
+  else if (phases_of(copy.phases) > 1 && of.in_stride[3] == 1 && of.W % 2 == 0 && multiples(2) &&
+           of.in_stride[1] % 2 == 0)
+    vector = 2;
+  if (vector == 2) {
+    contain.copy.channel_blocks /= 2;  // of a phase of rows
+    contain.copy.by_channel_blocks = divisor(contain.copy.channel_blocks);
+    contain.copy.blocks =
+        static_cast<int>(ceil_div(of.N * source.P * source.Q, kCopySide / 2)) * contain.copy.channel_blocks;
+  }
+  const auto contain_x = vector == 8   ? contain_kernel<8>
+                         : vector == 4 ? contain_kernel<4>
+                         : vector == 2 ? contain_kernel<2>
+                                       : contain_kernel<1>;
+  error = hopper::launch_early(contain_x, static_cast<unsigned>(contain.row_blocks + contain.copy.blocks), kPackThreads,
                                sizeof(ContainShared), stream, contain);
   if (error != cudaSuccess) return error;
 
