@@ -167,9 +167,10 @@ constexpr int kBoxStagingBytes = 64 * kStagedChannels * 4;
 // At a stride of 2 a copy of x may hold its even and its odd rows, columns or both apart, as channels: then the filter
 // moves over them without a stride, as a smaller one of R x S, and of each phase only some taps are not zero.
 struct Phases {
-  int rows, columns;     // 1 or 2
+  int rows, columns;     // 1, or 2 of both
   int first_r[2], r[2];  // of the phase of rows: its first tap among the R, and how many there are
   int first_s[2], s[2];  // of columns
+  int taps, before[4];   // of all phases, of those before each
 };
 
 // y from x and w, or dx from dy and w seen as the same thing: filter flipped, channel axes swapped, a padding that may
@@ -227,18 +228,7 @@ struct Plan {
 
 MODELNEW_HOST_DEVICE inline int tile_pixels(const Plan& plan) { return 128 * plan.blocks_m; }
 
-struct PackParams {
-  const void* w_ptr;
-  void* packed_ptr;
-  Correlation of;
-  Phases phases;                                        // of x as it is multiplied
-  int tile_n, tiles_n, iterations, row_pieces, pieces;  // stages of a tile, pieces of a row of it, of a stage
-  int count;                                            // of pieces
-  uint32_t* zero_ptr;  // words that are to be zeros before the main kernel counts in them
-  int zeros;
-};
-
-// Divides numbers below 2^31 without a division, which takes as long as a thread's whole part of a copy.
+// Divides numbers below 2^31 without a division, which would take longer than what a thread does with the quotient.
 struct Divisor {
   uint32_t multiplier;
   int shift;
@@ -253,6 +243,18 @@ inline Divisor divisor(int by) {
 MODELNEW_HOST_DEVICE inline int divide(int number, const Divisor& by) {
   return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(number)) * by.multiplier >> by.shift);
 }
+
+struct PackParams {
+  const void* w_ptr;
+  void* packed_ptr;
+  Correlation of;
+  Phases phases;                                        // of x as it is multiplied
+  int tile_n, tiles_n, iterations, row_pieces, pieces;  // stages of a tile, pieces of a row of it, of a stage
+  int count;                                            // of pieces
+  uint32_t* zero_ptr;  // words that are to be zeros before the main kernel counts in them
+  int zeros;
+  Divisor by_tile_n, by_tiles_n, by_row_pieces, by_taps, by_s, by_pieces;
+};
 
 // What copies x before it is read. A copy is so small that numbers of its values are ints.
 struct CopyParams {
@@ -340,19 +342,12 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   return layout;
 }
 
-// Blocks of channels take turns by phase. Taps of one, and stages of weights of all before it.
+// Blocks of channels take turns by phase. The stages of weights of all before one.
 MODELNEW_HOST_DEVICE inline int phases_of(const Phases& phases) { return phases.rows * phases.columns; }
 
-MODELNEW_HOST_DEVICE inline int taps_of(const Phases& phases, int phase) {
-  return phases.r[phase / phases.columns] * phases.s[phase % phases.columns];
-}
-
 MODELNEW_HOST_DEVICE inline int stages_before(const Phases& phases, int block) {
-  if (phases_of(phases) == 1) return block * taps_of(phases, 0);
-  const int of_all = (phases.r[0] + phases.r[1]) * (phases.s[0] + phases.s[1]);
-  int stages = block / phases_of(phases) * of_all;
-  for (int phase = 0; phase < block % phases_of(phases); ++phase) stages += taps_of(phases, phase);
-  return stages;
+  if (phases.rows == 1) return block * phases.taps;
+  return block / 4 * phases.taps + phases.before[block % 4];
 }
 
 // A tile: its first pixel's number (points) or line and column, and its channels.
@@ -507,6 +502,8 @@ MODELNEW_HOST_DEVICE inline Correlation copied(const Correlation& of, bool conta
     Phases& phases = result.phases;
     separate_phases(phases.rows, phases.first_r, phases.r, result.R, result.stride_h, of.pad_h);
     separate_phases(phases.columns, phases.first_s, phases.s, result.S, result.stride_w, of.pad_w);
+    for (int phase = 1; phase < 4; ++phase)
+      phases.before[phase] = phases.before[phase - 1] + phases.r[(phase - 1) / 2] * phases.s[(phase - 1) % 2];
     const int blocks = (of.in_channels + kContainedBlock - 1) / kContainedBlock;
     result.in_channels = phases_of(phases) * blocks * kContainedBlock;
     result.pad_h = result.pad_w = 0;
@@ -548,24 +545,23 @@ MODELNEW_HOST_DEVICE inline PackedPiece locate_piece(const PackParams& params, i
                                                      int number) {
   const Correlation& of = params.of;
   const Phases& phases = params.phases;
-  const int taps = of.R * of.S, piece_of_all = number / taps, tap = number - piece_of_all * taps;
-  const int tile = row_of_all / params.tile_n, row = row_of_all - tile * params.tile_n;  // of channels of all groups
-  const int group = tile / params.tiles_n, k = (tile - group * params.tiles_n) * params.tile_n + row;
-  const int r = of.flipped ? of.R - 1 - tap / of.S : tap / of.S, s = of.flipped ? of.S - 1 - tap % of.S : tap % of.S;
+  const int piece_of_all = divide(number, params.by_taps), tap = number - piece_of_all * of.R * of.S;
+  const int tile = divide(row_of_all, params.by_tile_n), row = row_of_all - tile * params.tile_n;  // of all groups
+  const int group = divide(tile, params.by_tiles_n), k = (tile - group * params.tiles_n) * params.tile_n + row;
+  const int seen_r = divide(tap, params.by_s), seen_s = tap - seen_r * of.S;
+  const int r = of.flipped ? of.R - 1 - seen_r : seen_r, s = of.flipped ? of.S - 1 - seen_s : seen_s;
   PackedPiece piece;
   piece.channel = k < of.out_channels ? piece_of_all * channels : of.in_channels;
   piece.from = group * of.w_stride_group + k * of.w_stride_out + int64_t{piece_of_all} * channels * of.w_stride_in +
                r * of.w_stride_r + s * of.w_stride_s;
-  const int block = piece_of_all / params.pieces;
-  int stage = block * taps + tap;
-  if (phases_of(phases) > 1) {
-    const PhasedTap down = phased_tap(phases.first_r, r, of.pad_h);
-    const PhasedTap right = phased_tap(phases.first_s, s, of.pad_w);
-    const int phase = down.phase * phases.columns + right.phase;
-    stage = stages_before(phases, block * phases_of(phases) + phase) + down.tap * phases.s[right.phase] + right.tap;
+  const int block = divide(piece_of_all, params.by_pieces), in_stage = piece_of_all - block * params.pieces;
+  int stage = block * of.R * of.S + tap;
+  if (phases.rows > 1) {
+    const PhasedTap down = phased_tap(phases.first_r, r, of.pad_h), right = phased_tap(phases.first_s, s, of.pad_w);
+    stage += phases.before[2 * down.phase + right.phase] + down.tap * phases.s[right.phase] + right.tap - tap;
   }
   const int64_t stage_of_all = static_cast<int64_t>(tile) * params.iterations + stage;
-  piece.to = (stage_of_all * params.pieces + piece_of_all % params.pieces) * params.tile_n + row;
+  piece.to = (stage_of_all * params.pieces + in_stage) * params.tile_n + row;
   return piece;
 }
 
@@ -583,8 +579,8 @@ template <typename Format>
 __device__ __forceinline__ void pack_piece(const PackParams& params, int number) {
   using Stored = typename Format::Stored;
   static_assert(!Format::CONTAINED, "those are scaled by rows");
-  const PackedPiece piece =
-      locate_piece(params, Format::CHANNELS, number / params.row_pieces, number % params.row_pieces);
+  const int row = divide(number, params.by_row_pieces);
+  const PackedPiece piece = locate_piece(params, Format::CHANNELS, row, number - row * params.row_pieces);
   Stored values[Format::CHANNELS];
   load_weights(params, piece, values);
   if constexpr (sizeof(Stored) == 4) {
@@ -2022,7 +2018,7 @@ inline Correlation correlation_of(const Problem& problem, Operator op) {
   of.w_stride_r = problem.w_stride[2];
   of.w_stride_s = problem.w_stride[3];
   of.flipped = op == Operator::kDgrad;
-  of.phases = {1, 1, {0, 0}, {problem.R, 0}, {0, 0}, {problem.S, 0}};
+  of.phases = {1, 1, {0, 0}, {problem.R, 0}, {0, 0}, {problem.S, 0}, problem.R * problem.S, {}};
   // With a single output position the stride is never taken.
   of.stride_h = problem.P == 1 ? 1 : problem.stride_h;
   of.stride_w = problem.Q == 1 ? 1 : problem.stride_w;
@@ -2560,19 +2556,23 @@ cudaError_t run_tiles(Params& params, cudaStream_t stream) {
 
 inline PackParams pack_params(const Correlation& of, const Phases& phases, const Plan& plan, const void* w_ptr,
                               void* packed_ptr) {
-  PackParams pack{w_ptr,
-                  packed_ptr,
-                  of,
-                  phases,
-                  plan.tile_n,
-                  plan.tiles_n,
-                  plan.iterations,
-                  plan.iterations * plan.pieces,
-                  plan.pieces,
-                  0,
-                  nullptr,
-                  0};
-  pack.count = static_cast<int>(packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces);
+  PackParams pack{};
+  pack.w_ptr = w_ptr;
+  pack.packed_ptr = packed_ptr;
+  pack.of = of;
+  pack.phases = phases;
+  pack.tile_n = plan.tile_n;
+  pack.tiles_n = plan.tiles_n;
+  pack.iterations = plan.iterations;
+  pack.row_pieces = plan.iterations * plan.pieces;
+  pack.pieces = plan.pieces;
+  pack.count = static_cast<int>(packed_rows(of, plan.tile_n) * pack.row_pieces);
+  pack.by_tile_n = divisor(plan.tile_n);
+  pack.by_tiles_n = divisor(plan.tiles_n);
+  pack.by_pieces = divisor(plan.pieces);
+  pack.by_row_pieces = divisor(pack.row_pieces);
+  pack.by_taps = divisor(of.R * of.S);
+  pack.by_s = divisor(of.S);
   return pack;
 }
 
