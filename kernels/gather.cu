@@ -705,7 +705,8 @@ __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_const
     const uint32_t of_word = word & 0x7fffffff;
     if (of_word < 0x7f800000) magnitude = max(magnitude, of_word);
   }
-  atomicMax(&largest, magnitude);
+  magnitude = hopper::warp_max(magnitude);
+  if (thread % 32 == 0) atomicMax(&largest, magnitude);
   __syncthreads();  // all have been seen
   if (thread == 0) params.guard.samples[block] = largest;
 }
@@ -750,11 +751,13 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, uint3
   }
 #pragma unroll
   for (int i = 0; i < kKept; ++i) measure(kept[i]);
+#pragma unroll 2
   for (int number = first + kKept * row_threads; number < row_pieces; number += row_threads) {
     load_weights(params, locate_piece(params, 8, row, number), values);
     measure(values);
   }
-  atomicMax(&magnitudes[in_block], magnitude);
+  magnitude = hopper::warp_max(magnitude);  // a warp has one row
+  if (threadIdx.x % 32 == 0) atomicMax(&magnitudes[in_block], magnitude);
   __syncthreads();  // all have seen their weights
 
   hopper::wait_for_prerequisites();  // nobody reads earlier weights any more, and the sample has been taken
@@ -2106,12 +2109,12 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, false};
 // are never what a tile waits for); of y.
 constexpr double kMemoryRate = 21.8, kSingleRate = 100, kWordsRate = 5.8, kPixelsRate = 22, kChannelsRate = 10.7;
 constexpr double kBoxRate = 200, kStoreRate = 20, kStoreOneRate = 13, kStoreChannelsRate = 23.5, kStoreBoxRate = 400;
-constexpr double kLost = 0.08;           // of what takes less time than what a tile waits for
-constexpr double kTileCycles = 1500;     // to fill and to drain
-constexpr double kCopyCycles = 6600;     // of copying x, but for its bytes
-constexpr double kMeetCycles = 1900;     // of parts of a tile, but for their sums
-constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
-constexpr double kContainCycles = 9000;  // of two more launches, one of them behind the end
+constexpr double kLost = 0.08;                               // of what takes less time than what a tile waits for
+constexpr double kTileCycles = 1500;                         // to fill and to drain
+constexpr double kCopyCycles = 6600;                         // of copying x, but for its bytes
+constexpr double kMeetCycles = 1900;                         // of parts of a tile, but for their sums
+constexpr double kMeetRate = 29.5;                           // bytes a cycle, of these
+constexpr double kContainCycles = 17000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
 // Of copies of x.
 constexpr int64_t kMostCopiedBytes = 512 << 20;
@@ -2329,7 +2332,7 @@ inline double copy_cycles(const Correlation& of, int element_bytes, const Device
 
 inline double contain_cycles(const Correlation& of, const Device& device) {
   const int sectors = of.R == 1 && of.S == 1 && of.in_stride[1] != 1 ? std::min(of.stride_w, 8) : 1;
-  return contained_bytes(of) * (1.0 + 2 * sectors) / device.sms / kMemoryRate + kCopyCycles + kContainCycles;
+  return contained_bytes(of) * (1.0 + 2 * sectors) / device.sms / kContainRate + kContainCycles;
 }
 
 // The best one in a shape of a tile; `least`: cycles that others take, and whether there is any.

@@ -2879,11 +2879,20 @@ inline const char* refusal(const Problem& problem, Operator op) {
 // channels to 512, 64x64, one and four images (2^30) 32 and 53 / 20 and 61.
 constexpr double kLeastAgainstMma = 1.4142 * (1 << 29);
 
-// Of fewer outputs there are fewer than two tiles for each SM, which gather cuts up. H200, 2026-11-22, fp32 under TF32,
+// Of so many outputs there are hardly two tiles for each SM, which gather cuts up. H200, 2026-11-22, fp32 under TF32,
 // 3x3, by this engine (bench.py at 85de294) / by gather (in a driver, a revision in the making), us: one image, 256
 // channels to 512 and 1024 to 512, 64x64, 70 and 238 / 48 and 120; 256 to 256, 128x128 (2^22 outputs), 83 / 72; 128 to
-// 128, 256x256 (2^23), 83 / 87; 64 to 64, 56x56, 32 and 256 images (2^22.6, 2^25.6), 72 and 303 / 58 and 375.
-constexpr double kLeastOutputs = 1 << 23;
+// 128, 256x256 (2^23), 83 / 87 (and 65 since gather contains it); 64 to 128, 256x256, 61 / 49; 64 to 64, 56x56, 32 and
+// 256 images (2^22.6, 2^25.6), 72 and 303 / 58 and 375.
+constexpr double kFewOutputs = 1 << 23;
+
+// gather copies x once into the operands that this engine makes anew for each tile of output channels. H200,
+// 2026-11-22, 3x3, 16 images, by this engine (bench.py at b0abd2c) / by gather (in a driver), us: 64 channels to 64,
+// 512x512, 1011 / 1843; 64 to 128, 256x256, 344 / 488; 128 to 128, 256x256, 798 / 770; 128 to 256, 128x128, 396 / 337;
+// 256 to 128, 256x256, 1550 / 1351; 256 to 256, 128x128, 723 / 572; 512 to 512, 64x64, 691 / 487. The more taps a filter
+// has, the less its operands cost here: larger ones have not been tried. gather makes no larger copies.
+constexpr int kManyChannels = 128, kFewTaps = 9;
+constexpr int64_t kMostCopied = 1 << 28;  // values
 
 // H200, 2026-11-22, fp32 under TF32, 256 images of 56x56, by the engine gather / by this one: 1x1 of 64 channels to 64,
 // 64 to 256, 256 to 64 and 256 to 128 in 128, 318, 261 and 341 us / 182, 438, 622 and 660; 3x3 of 64 channels in 393 /
@@ -2895,12 +2904,16 @@ inline const char* yields(const Problem& problem, Operator op) {
       kMmaEngine.refusal(problem, op) == nullptr)
     return "mma is faster with few multiply-adds";
   const bool points = problem.R == 1 && problem.S == 1;
-  const double outputs = op == Operator::kDgrad ? static_cast<double>(problem.N) * problem.C * problem.H * problem.W
-                                                : static_cast<double>(problem.N) * problem.K * problem.P * problem.Q;
-  const bool faster = points || channels_last || outputs < kLeastOutputs;
+  const double of_x = static_cast<double>(problem.N) * problem.C * problem.H * problem.W;
+  const double of_y = static_cast<double>(problem.N) * problem.K * problem.P * problem.Q;
+  const double inputs = op == Operator::kDgrad ? of_y : of_x, outputs = op == Operator::kDgrad ? of_x : of_y;
+  const bool copied = problem.groups == 1 && std::min(problem.C, problem.K) >= kManyChannels &&
+                      problem.R * problem.S <= kFewTaps && inputs <= kMostCopied;
+  const bool faster = points || channels_last || outputs <= kFewOutputs || copied;
   if (!faster || !uses_tf32(problem, op) || kGatherEngine.refusal(problem, op) != nullptr) return nullptr;
   return channels_last ? "gather is faster in channels_last"
          : points      ? "gather is faster with 1x1 filters"
+         : copied      ? "gather is faster with many channels"
                        : "gather is faster with few outputs";
 }
 
