@@ -186,12 +186,23 @@ struct Correlation {
   Phases phases;
 };
 
+template <int NUMBER>
+struct Number {
+  static constexpr int value = NUMBER;
+};
+
 // How slots are filled.
 enum class Loads : int {
   kSingle,    // a lane loads a channel of a pixel
   kPixels,    // four neighbouring pixels of a channel (points only)
   kChannels,  // the channels of a piece
 };
+
+// What a kernel has code for. One for each way in which x comes, since a kernel whose code is twice as long starts later
+// where others have run in between (H200, 2026-11-22, 1x1, 32 images of a ResNet-50's layers, another kernel between
+// two calls, us, code of all ways in one kernel, 114 to 133 KB / of one way, 64 to 81 KB: 64 to 64, 56x56, 31.9 / 26.6;
+// 256 to 1024, 14x14, 36.7 / 30.8; with nothing in between 24.9 / 23.6 and 30.8 / 30.4).
+enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kAny };
 
 struct Plan {
   int tile_n, blocks_m;  // channels; 64 pixels of a warpgroup, so many times
@@ -227,6 +238,13 @@ struct Plan {
 };
 
 MODELNEW_HOST_DEVICE inline int tile_pixels(const Plan& plan) { return 128 * plan.blocks_m; }
+
+MODELNEW_HOST_DEVICE inline Source source_of(const Plan& plan) {
+  return plan.in_boxes                  ? Source::kBoxes
+         : plan.loads == Loads::kSingle ? Source::kSingle
+         : plan.loads == Loads::kPixels ? Source::kPixels
+                                        : Source::kChannels;
+}
 
 // Divides numbers below 2^31 without a division, which would take longer than what a thread does with the quotient.
 struct Divisor {
@@ -1415,11 +1433,6 @@ __device__ __forceinline__ void store_four(Stored* to, const Stored (&values)[4]
   }
 }
 
-template <int NUMBER>
-struct Number {
-  static constexpr int value = NUMBER;
-};
-
 // Does something with the sums that a thread has of a chunk, 64 pixels x 32 channels: number so many of its
 // warpgroup's. By one jump, so that the rest of what stores a chunk is there once: a kernel that starts reads its code
 // from memory, after others have run. (H200, 2026-11-22, layers of a ResNet-50. 32 images, by bench.py, where cuDNN
@@ -1626,7 +1639,7 @@ struct Rings {
 //
 // A stage of weights is a batch of wgmmas, or two: while the tensor cores work on one, the operands of the next one are
 // loaded, into the other set of registers.
-template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, bool PLANES>
+template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, Source SOURCE, bool PLANES>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Tile& tile,
                                               Rings& rings, const uint32_t (&x_offset)[BLOCKS_M],
                                               Sums<TILE_N, BLOCKS_M>& acc) {
@@ -1639,7 +1652,8 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   constexpr uint32_t kPlaneBytes = (128 * BLOCKS_M + 8) * 4;
   constexpr uint32_t kStepWeights = 2 * TILE_N * 16, kStageWeights = ALL_STEPS * kStepWeights;
   // Else pieces are found by x_offset, a slot: [slot][piece], number i at place i ^ slot % 8, or [piece][slot].
-  const bool rows = PIECES == 8 && plan.rows;
+  constexpr bool kRows = SOURCE == Source::kBoxes || SOURCE == Source::kChannels;
+  const bool rows = PIECES == 8 && (kRows || (SOURCE == Source::kAny && plan.rows));
   const uint32_t piece_bytes = plan.piece_slots * 16;
   // From tap to tap of a row, and from the last one of a row to the first one of the next.
   const int next_tap = of.dilation_w;
@@ -1814,13 +1828,15 @@ __device__ __forceinline__ bool meet(const Params& params, const Tile& tile, vol
   return true;
 }
 
-template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
+template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, Source SOURCE>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, int x_exponent, uint8_t* smem) {
-  constexpr bool kPlanes = sizeof(typename Format::Stored) == 4 && PIECES >= kLeastPointPieces;
+  constexpr bool kPlanes = sizeof(typename Format::Stored) == 4 && PIECES >= kLeastPointPieces &&
+                           SOURCE != Source::kBoxes && SOURCE != Source::kChannels;
+  constexpr bool kNothingElse = kPlanes && SOURCE == Source::kPixels;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  const bool planes = kPlanes && plan.planes;
+  const bool planes = kNothingElse || (kPlanes && plan.planes);
   Rings rings;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const Tile tile = locate_tile(plan, unit);
@@ -1838,9 +1854,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     Sums<TILE_N, BLOCKS_M> acc;
     if (planes) {
       if constexpr (kPlanes)
-        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, true>(params, shared, tile, rings, x_offset, acc);
+        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, SOURCE, true>(params, shared, tile, rings, x_offset, acc);
     } else {
-      multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, false>(params, shared, tile, rings, x_offset, acc);
+      if constexpr (!kNothingElse)
+        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, SOURCE, false>(params, shared, tile, rings, x_offset, acc);
     }
     if constexpr (Format::CONTAINED) undo_scales<TILE_N, BLOCKS_M>(params, tile, x_exponent, acc);
     uint8_t* const staging =
@@ -1914,7 +1931,7 @@ __device__ __forceinline__ void mend(const Params& params, int count, MendShared
         static_cast<float*>(params.out_ptr) + own.n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3];
     const float* const w = static_cast<const float*>(params.other_pack.w_ptr);
     for (int k = is_first ? lane : of.out_channels; k < of.out_channels; k += 32) {
-      float sum = out[k * of.out_stride[1]];
+      float sum = 0;  // added to y at once: a bias may be far larger
       for (int i = first; i < count; ++i) {
         if (reads[i] == 0) continue;
         const Misfit& misfit = shared.list[i];
@@ -1924,7 +1941,7 @@ __device__ __forceinline__ void mend(const Params& params, int count, MendShared
               (of.flipped ? of.S - 1 - s : s) * of.w_stride_s];
         sum = fmaf(round_to_tf32(misfit.value), round_to_tf32(weight), sum);
       }
-      out[k * of.out_stride[1]] = sum;
+      out[k * of.out_stride[1]] += sum;
     }
     __syncwarp();  // the next output's do not overtake them
   }
@@ -1954,7 +1971,7 @@ __device__ __forceinline__ bool is_to_multiply(const Params& params, uint8_t* sm
   return true;
 }
 
-template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
+template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, Source SOURCE>
 __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_gather_smem[];
@@ -1976,7 +1993,7 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
   const int warp = threadIdx.x / 32;
   if (warp < kMultiplyWarps) {
     hopper::registers_take<Format::MULTIPLY_REGISTERS>();
-    multiply<Format, TILE_N, BLOCKS_M, PIECES>(params, shared, x_exponent, modelnew_gather_smem);
+    multiply<Format, TILE_N, BLOCKS_M, PIECES, SOURCE>(params, shared, x_exponent, modelnew_gather_smem);
   } else {
     // All of this warpgroup, before some of them wait or leave.
     hopper::registers_give_back<Format::GATHER_REGISTERS>();
@@ -1987,17 +2004,23 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
       return;
     }
     if (params.plan.copied) hopper::wait_for_prerequisites();
-    if (params.plan.in_boxes) {
-      if (warp == kMultiplyWarps) load_boxes(params, shared, PIECES * Format::CHANNELS);
-    } else if constexpr (!Format::CONTAINED) {
-      int32_t* const table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
-      if (params.plan.loads == Loads::kSingle)
-        gather_stages<Format, Loads::kSingle>(params, shared, table);
-      else if (params.plan.loads == Loads::kChannels)
-        gather_stages<Format, Loads::kChannels>(params, shared, table);
-      else
-        gather_stages<Format, Loads::kPixels>(params, shared, table);
+    constexpr bool kAny = SOURCE == Source::kAny;
+    const Plan& plan = params.plan;
+    [[maybe_unused]] int32_t* const table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
+    if constexpr (SOURCE == Source::kBoxes || kAny) {
+      if (!kAny || plan.in_boxes) {
+        if (warp == kMultiplyWarps) load_boxes(params, shared, PIECES * Format::CHANNELS);
+        return;
+      }
     }
+    if constexpr (SOURCE == Source::kSingle || kAny) {
+      if (!kAny || plan.loads == Loads::kSingle) return gather_stages<Format, Loads::kSingle>(params, shared, table);
+    }
+    if constexpr (SOURCE == Source::kChannels || kAny) {
+      if (!kAny || plan.loads == Loads::kChannels)
+        return gather_stages<Format, Loads::kChannels>(params, shared, table);
+    }
+    if constexpr (SOURCE == Source::kPixels || kAny) gather_stages<Format, Loads::kPixels>(params, shared, table);
   }
 #endif
 }
@@ -2091,15 +2114,24 @@ constexpr int kSplits[] = {1, 2, 3, 4, 5, 6, 8, 12, 16}, kMostSplits = 16;
 struct TileShape {
   int tile_n, blocks_m, pieces;
   double stage_cycles;  // to multiply
-  bool of_16_bits;      // there is one, too: others are not worth the time to compile them
+  // How x may come, as bits by the number of a Source: what is not among them is never fast enough in this shape to be
+  // worth the time to compile it. kAny: as well in 16 bits.
+  unsigned sources;
   bool contained = false;
 };
-constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, true},        {128, 2, 8, 1600, true},
-                                     {64, 2, 8, 1150, false},        {128, 2, 4, 895, false},
-                                     {128, 1, 8, 854, false},        {256, 1, 8, 1210, false, true},
-                                     {128, 2, 8, 1240, false, true}, {128, 1, 8, 670, false, true}};
+constexpr unsigned bit(Source source) { return 1u << static_cast<int>(source); }
+constexpr unsigned kBySingle = bit(Source::kSingle), kByPixels = bit(Source::kPixels),
+                   kByChannels = bit(Source::kChannels), kByBoxes = bit(Source::kBoxes), k16Bits = bit(Source::kAny);
+constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByPixels | kByChannels | kByBoxes | k16Bits},
+                                     {128, 2, 8, 1600, kByPixels | kByBoxes | k16Bits},
+                                     {64, 2, 8, 1150, kBySingle | kByPixels | kByBoxes},
+                                     {128, 2, 4, 895, kBySingle | kByChannels},
+                                     {128, 1, 8, 854, kBySingle | kByPixels | kByChannels | kByBoxes},
+                                     {256, 1, 8, 1210, kByBoxes, true},
+                                     {128, 2, 8, 1240, kByBoxes, true},
+                                     {128, 1, 8, 670, kByBoxes, true}};
 // Of what is done again.
-constexpr TileShape kAgainShape{64, 2, 8, 1150, false};
+constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
 
 // Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, in up to
 // 4 parts of the reduction, fp32, 32 and 256 images, both memory formats, H200, 2026-11-22 (revisions in the making):
@@ -2246,7 +2278,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                   (of.groups == 1 || of.in_channels % (plan.pieces * channels) == 0) &&
                   of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && of.in_stride[2] > 0 &&
                   of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
-  if (plan.contained && !plan.in_boxes) return false;
+  const bool sixteen_bits = out_bytes == 2;
+  if ((shape.sources & (sixteen_bits ? k16Bits : bit(source_of(plan)))) == 0) return false;
   plan.dense_slots = plan.in_boxes && (plan.points || (phases_of(of.phases) > 1 && plan.packed));
   // Many small boxes take longer than the one or four taps for which they are read: 512 to 512, 14x14, stride 2, 32
   // images in a profiler 45 us, of slots that follow one another 34 us (H200, 2026-11-22).
@@ -2382,7 +2415,6 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
   const Alignment of_copy{0, address.out};
   for (const TileShape& shape : kTileShapes) {
     if (forced >= 0 && number++ != forced) continue;
-    if (element_bytes == 2 && !shape.of_16_bits) continue;
     if (shape.contained) {
       Plan again;
       if (may_contain(of, element_bytes) &&
@@ -2527,7 +2559,7 @@ inline cudaError_t make_in_map(Params& params, int element_bytes) {
   return hopper::make_box_map(hopper::BoxUse::kLoadRows, in_ptr, element_bytes, sizes, strides, box, params.in_map);
 }
 
-template <typename Format, int TILE_N, int BLOCKS_M, int PIECES>
+template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, Source SOURCE>
 cudaError_t run_kernel(Params& params, cudaStream_t stream) {
   if (params.plan.in_boxes) {
     const cudaError_t error = make_in_map(params, sizeof(typename Format::Stored));
@@ -2537,27 +2569,54 @@ cudaError_t run_kernel(Params& params, cudaStream_t stream) {
     const cudaError_t error = make_out_map(params);
     if (error != cudaSuccess) return error;
   }
-  const auto kernel = gather_kernel<Format, TILE_N, BLOCKS_M, PIECES>;
+  const auto kernel = gather_kernel<Format, TILE_N, BLOCKS_M, PIECES, SOURCE>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
   return hopper::launch_early(kernel, params.plan.blocks, kThreads, params.plan.smem_bytes, stream, params);
 }
 
+// Runs the plan by the kernel of this shape of a tile for what x comes by, if there is one.
+template <typename Format, int SHAPE, Source SOURCE>
+cudaError_t run_source(Params& params, cudaStream_t stream) {
+  constexpr TileShape kShape = kTileShapes[SHAPE];
+  if constexpr ((kShape.sources & bit(SOURCE)) != 0)
+    return run_kernel<Format, kShape.tile_n, kShape.blocks_m, kShape.pieces, SOURCE>(params, stream);
+  else
+    return cudaErrorInvalidConfiguration;
+}
+
+// Runs the plan if it has this shape: true, and what became of it.
+template <typename Format, int SHAPE>
+bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
+  constexpr TileShape kShape = kTileShapes[SHAPE];
+  const Plan& plan = params.plan;
+  if (plan.tile_n != kShape.tile_n || plan.blocks_m != kShape.blocks_m || plan.pieces != kShape.pieces) return false;
+  if constexpr (kShape.contained != Format::CONTAINED) {
+    return false;
+  } else if constexpr (sizeof(typename Format::Tensor) == 2) {
+    error = run_source<Format, SHAPE, Source::kAny>(params, stream);
+  } else if constexpr (Format::CONTAINED) {
+    error = run_source<Format, SHAPE, Source::kBoxes>(params, stream);
+  } else {
+    const Source source = source_of(plan);
+    error = source == Source::kSingle     ? run_source<Format, SHAPE, Source::kSingle>(params, stream)
+            : source == Source::kPixels   ? run_source<Format, SHAPE, Source::kPixels>(params, stream)
+            : source == Source::kChannels ? run_source<Format, SHAPE, Source::kChannels>(params, stream)
+                                          : run_source<Format, SHAPE, Source::kBoxes>(params, stream);
+  }
+  return true;
+}
+
 template <typename Format>
 cudaError_t run_tiles(Params& params, cudaStream_t stream) {
-  const Plan& plan = params.plan;
-  if (plan.pieces == 8 && plan.tile_n == 256) return run_kernel<Format, 256, 1, 8>(params, stream);
-  if (plan.pieces == 8 && plan.tile_n == 128 && plan.blocks_m == 2)
-    return run_kernel<Format, 128, 2, 8>(params, stream);
-  if constexpr (sizeof(typename Format::Tensor) == 4) {
-    if (plan.pieces == 8 && plan.tile_n == 128) return run_kernel<Format, 128, 1, 8>(params, stream);
-  }
-  if constexpr (sizeof(typename Format::Stored) == 4) {
-    if (plan.pieces == 8) return run_kernel<Format, 64, 2, 8>(params, stream);
-    return run_kernel<Format, 128, 2, 4>(params, stream);
-  }
-  return cudaErrorInvalidConfiguration;
+  cudaError_t error = cudaErrorInvalidConfiguration;
+  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 8, "all are tried");
+  run_shape<Format, 0>(params, stream, error) || run_shape<Format, 1>(params, stream, error) ||
+      run_shape<Format, 2>(params, stream, error) || run_shape<Format, 3>(params, stream, error) ||
+      run_shape<Format, 4>(params, stream, error) || run_shape<Format, 5>(params, stream, error) ||
+      run_shape<Format, 6>(params, stream, error) || run_shape<Format, 7>(params, stream, error);
+  return error;
 }
 
 inline PackParams pack_params(const Correlation& of, const Phases& phases, const Plan& plan, const void* w_ptr,
@@ -2683,7 +2742,7 @@ inline cudaError_t run_contained(const PackParams& pack, const Plan& again, cons
   params.of = of;
   params.plan = again;
   params.packed_ptr = params.other_pack.packed_ptr;
-  return run_kernel<Again, kAgainShape.tile_n, kAgainShape.blocks_m, kAgainShape.pieces>(params, stream);
+  return run_kernel<Again, kAgainShape.tile_n, kAgainShape.blocks_m, kAgainShape.pieces, Source::kAny>(params, stream);
 }
 
 // Runs the plan in `params`; `again`: with contained operands.
