@@ -2121,9 +2121,6 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   simt::wait_while(simt::barrier_at(barrier).phase, parity & 1);
 }
 inline void barrier_wait_idly(uint32_t barrier, uint32_t parity) { barrier_wait(barrier, parity); }
-inline void barrier_wait_unless(uint32_t barrier, uint32_t parity, const volatile uint32_t* flag) {
-  while (!barrier_ended(barrier, parity) && *flag == 0) simt::suspend(simt::kWaiting);
-}
 inline void fence_async() {}
 
 inline void launch_dependents() {}
@@ -3307,7 +3304,8 @@ static int64_t offset_of(const int64_t (&stride)[4], int64_t n, int64_t row, int
   return n * stride[0] + row * stride[2] + column * stride[3];
 }
 
-// What is wrong with the numbers of a plan, or nothing.
+// What is wrong with the numbers of a plan, or nothing. Here and below `of` is what the plan is of, a copy of x where
+// it has one, and `bytes` are those of a value that it reads or writes.
 static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int bytes) {
   const SharedLayout layout = shared_layout(plan);
   const int channels = 16 / bytes;
@@ -3324,13 +3322,13 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   if (layout.x_ring - layout.table < 2 * ceil_div(plan.slots, 32) * 32 * 4) return "room for tables";
   if (layout.w_ring - layout.x_ring != plan.x_stages * plan.x_stage_bytes) return "the size of the x ring";
   if (layout.end - layout.w_ring != plan.w_stages * plan.w_stage_bytes) return "the size of the w ring";
-  if (plan.w_pieces != (plan.contained ? plan.pieces / 2 : plan.pieces)) return "pieces of weights";
+  if (plan.contained && (!plan.copied || !plan.in_boxes || bytes != 2)) return "contained, but not boxes of a copy";
   const int64_t x_bytes = planes          ? int64_t{plan.pieces} * channels * plan.plane_slots * 4
                           : plan.in_boxes ? int64_t{plan.slots} * 128
                                           : int64_t{plan.pieces} * plan.piece_slots * 16;
   if (plan.in_boxes && (layout.x_ring % 1024 || plan.x_stage_bytes % 1024 || !plan.rows || plan.pitch > 256))
     return "boxes of x";
-  if (plan.x_stage_bytes < x_bytes || plan.w_stage_bytes != plan.w_pieces * plan.tile_n * 16) return "bytes of a stage";
+  if (plan.x_stage_bytes < x_bytes || plan.w_stage_bytes != plan.pieces * plan.tile_n * 16) return "bytes of a stage";
   if (plan.piece_slots < plan.slots || plan.plane_slots < tile_pixels(plan)) return "slots of a piece";
 
   if (int64_t{plan.blocks_c} * plan.pieces * channels < of.in_channels) return "channels in no block";
@@ -3391,8 +3389,6 @@ static std::string fault_of_reads(const Correlation& of, const Plan& plan, const
     return in + (image * of.in_stride[0] + of_all * of.in_stride[1] + offset) * bytes;
   };
   std::vector<int> taken(std::max(plan.piece_slots, plan.plane_slots));
-  std::vector<bool> read(plan.slots), watched(plan.slots);
-  const WatchedTaps taps(of, plan, tile, image);
   std::vector<int64_t> offsets(pixels, -1);  // of points, in their order; what is outside is -1 here as in the table
   const auto fault_of_offset = [&](int64_t offset) -> std::string {
     if (offset < 0 || offset >= int64_t{1} << 31) return "an offset that is no int";
@@ -3403,6 +3399,10 @@ static std::string fault_of_reads(const Correlation& of, const Plan& plan, const
     }
     return "";
   };
+  // A copy has pixel after pixel, all channels of each: boxes go by its strides, and what writes it by these numbers.
+  const auto is_pixel = [&](int64_t number, int64_t offset) {
+    return image * of.in_stride[0] + offset == number * of.groups * of.in_channels;
+  };
   for (int m = 0; m < pixels; ++m) {
     int n, p, q;
     const bool exists = locate_output(of, plan, tile, image, m, n, p, q);
@@ -3411,18 +3411,15 @@ static std::string fault_of_reads(const Correlation& of, const Plan& plan, const
       const int slots = planes ? plan.plane_slots : plan.piece_slots;
       if (first < 0 || first >= slots || taken[first]++) return "slots of points";
       const int64_t h = int64_t{p} * of.stride_h - of.pad_h, w = int64_t{q} * of.stride_w - of.pad_w;
-      if (!exists || h < 0 || h >= of.H || w < 0 || w >= of.W) continue;
+      if (!exists || (!plan.copied && (h < 0 || h >= of.H || w < 0 || w >= of.W))) continue;
       offsets[m] = offset_of(of.in_stride, n, h, w);
+      if (plan.copied && !is_pixel(((image + n) * of.P + p) * of.Q + q, offsets[m])) return "another pixel of the copy";
       if (const std::string fault = fault_of_offset(offsets[m]); !fault.empty()) return fault;
       continue;
     }
     for (int r = 0; r < of.R; ++r)
       for (int s = 0; s < of.S; ++s) {
         const int64_t slot = first + int64_t{r} * of.dilation_h * plan.pitch + int64_t{s} * of.dilation_w;
-        if (slot >= 0 && slot < plan.slots) {
-          if (exists) read[slot] = true;
-          if (taps.at(of, (of.R - r) * of.S - s, of.S - s)) watched[slot] = true;
-        }
         if (!exists) {  // it is multiplied all the same
           const int64_t last = layout.x_ring + int64_t{plan.x_stages - 1} * plan.x_stage_bytes;
           const int64_t byte = last + (int64_t{plan.pieces - 1} * plan.piece_slots + slot) * 16;
@@ -3439,11 +3436,12 @@ static std::string fault_of_reads(const Correlation& of, const Plan& plan, const
       }
   }
   for (int slot = 0; slot < plan.slots && !plan.points; ++slot) {
-    if (read[slot] && !watched[slot]) return "a slot that nobody watches";
     int n, h, w;
     if (!locate_slot(of, plan, tile, image, slot, n, h, w)) continue;
     if (n < 0 || image + n >= of.N || h < 0 || h >= of.H || w < 0 || w >= of.W) return "x outside";
-    if (const std::string fault = fault_of_offset(offset_of(of.in_stride, n, h, w)); !fault.empty()) return fault;
+    const int64_t offset = offset_of(of.in_stride, n, h, w);
+    if (plan.copied && !is_pixel(((image + n) * of.H + h) * of.W + w, offset)) return "another pixel of the copy";
+    if (const std::string fault = fault_of_offset(offset); !fault.empty()) return fault;
   }
   if (plan.loads != Loads::kPixels) return "";
   if (!plan.points) return "fours of pixels in windows";
@@ -3491,6 +3489,38 @@ static std::string fault_of_writes(const Correlation& of, const Plan& plan, cons
   return "";
 }
 
+// All of it: every tile, and of a few at random what they read and write.
+static std::string fault_of_plan(const Correlation& of, const Plan& plan, int in_bytes, int out_bytes, uint64_t in,
+                                 uint64_t out, std::mt19937& shuffler) {
+  std::string fault = fault_of_numbers(of, plan, in_bytes);
+  if (fault.empty()) fault = fault_of_tiles(of, plan);
+  for (int i = 0; i < 4 && fault.empty(); ++i) {
+    const int units = plan.units;
+    const Tile tile = locate_tile(plan, i == 0 ? 0 : i == 1 ? units - 1 : static_cast<int>(shuffler() % units));
+    fault = fault_of_reads(of, plan, tile, in_bytes, in);
+    if (fault.empty()) fault = fault_of_writes(of, plan, tile, out_bytes, out);
+  }
+  return fault;
+}
+
+// Of the workspace with parts of at least so many bytes: what is wrong, or nothing.
+static std::string fault_of_layout(const WorkspaceLayout& layout, const Plan& plan, int64_t rows, int64_t packed_bytes,
+                                   int64_t packed_again_bytes, int64_t copied_bytes, int64_t partial_bytes) {
+  if ((layout.samples | layout.list | layout.w_factors | layout.packed | layout.packed_again | layout.copied |
+       layout.arrived | layout.partial) % 16)
+    return "parts of the workspace that are not aligned";
+  if (layout.packed_again - layout.packed < packed_bytes) return "room for weights";
+  if (layout.arrived - layout.copied < copied_bytes) return "room for the copy of x";
+  if (partial_bytes > 0 && layout.partial - layout.arrived < kArrivedBytes) return "room for counters";
+  if (layout.end - layout.partial < partial_bytes) return "room for sums";
+  if (!plan.contained) return "";
+  if (layout.samples < static_cast<int64_t>(sizeof(Control))) return "room for what kernels tell each other";
+  if (layout.list - layout.samples < 4 * kSampleBlocks) return "room for samples";
+  if (layout.w_factors - layout.list < static_cast<int64_t>(kMostListed * sizeof(Listed))) return "room for the list";
+  if (layout.packed - layout.w_factors < 4 * rows) return "room for factors";
+  return layout.copied - layout.packed_again < packed_again_bytes ? "room for weights packed again" : "";
+}
+
 static void note(const Correlation& of, const Plan& plan) {
   const char* const loads[] = {"single", "pixels", "channels"};
   const std::string kind = plan.points ? "points" : "windows";
@@ -3498,16 +3528,13 @@ static void note(const Correlation& of, const Plan& plan) {
   seen.insert(kind + (plan.out_channels_last ? ", channels of y by " : ", pixels of y by ") +
               (plan.boxes ? "boxes" : plan.vector == 4 ? "fours" : "one"));
   if (plan.splits > 1) seen.insert(kind + (plan.whole_tiles > 0 ? ", some tiles in parts" : ", all tiles in parts"));
-  if (plan.copied) seen.insert("x copied");
-  if (plan.points) return;
-  if (plan.contained && of.R > 2 && of.S > 2) {
-    for (int unit = 0; unit < std::min(plan.units, 16); ++unit) {
-      const Tile tile = locate_tile(plan, unit);
-      const WatchedTaps taps(of, plan, tile, first_image(of, plan, tile));
-      seen.insert(std::string(plan.packed ? "packed, watches " : "watches ") + (taps.end_rows ? "end" : "all") +
-                  " rows and " + (taps.end_columns ? "end" : "all") + " columns");
-    }
+  if (plan.contained) {
+    seen.insert(kind + ", contained" + (of.in_channels % 8 ? ", channels filled up" : ""));
+    if (plan.splits > 1) seen.insert(kind + ", contained, tiles in parts");
+  } else if (plan.copied) {
+    seen.insert("x copied");
   }
+  if (plan.points) return;
   seen.insert(plan.packed ? "packed lines" : plan.tile_q < of.Q ? "a part of a line" : "whole lines");
   if (plan.tile_p > of.P) seen.insert(plan.gap < 0 ? "several images with less than no gap" : "several images");
 }
@@ -3535,7 +3562,7 @@ double gather_cycles(int op, const int64_t* fields, uint64_t in, uint64_t out) {
   return make_plan(of, element_bytes(problem.dtype), Device{132}, Alignment{in, out}, -1, plan) ? plan.cycles : 0;
 }
 // Plans every shape of a tile and the best one for tensors at these addresses: null if there is none, else what is
-// wrong, or "". All tiles, and of a few at random what they read and write.
+// wrong, or "".
 const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t out, int seed) {
   static std::string fault;
   fault.clear();
@@ -3543,45 +3570,47 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
   const Problem problem = make_problem(fields);
   const Correlation of = correlation_of(problem, static_cast<Operator>(op));
   const int bytes = element_bytes(problem.dtype);
-  bool any = false;
+  bool any = false, checked_again = false;
+  Plan again{};
+  const bool has_again = bytes == 4 && plan_again(of, Device{132}, Alignment{in, out}, again);
   for (int shape = -1; shape < static_cast<int>(std::size(kTileShapes)); ++shape) {
     Plan plan{};
-    if (!make_plan(of, bytes, Device{132}, Alignment{in, out}, shape, plan)) continue;
+    const int splits = shape >= 0 && shuffler() % 4 == 0 ? 2 : 0;  // else as many as it likes
+    if (!make_plan(of, bytes, Device{132}, Alignment{in, out}, shape, plan, splits)) {
+      // Windows may be too large for shared memory; points are not.
+      const bool may = shape >= 0 && kTileShapes[shape].contained && may_contain(of, bytes) && has_again;
+      if (may && of.R * of.S == 1 && splits == 0) return "points that are not contained";
+      continue;
+    }
     any = true;
     note(of, plan);
-    Plan again{};
-    if (plan.contained && !plan_again(of, Device{132}, Alignment{in, out}, plan, again)) fault = "nothing to do again";
     const auto packed = [&](const Plan& all) {
       return int64_t{of.groups} * all.tiles_n * all.iterations * all.w_stage_bytes;
     };
     const int64_t partial =
         plan.splits > 1 ? (plan.units - plan.whole_tiles) * int64_t{4} * tile_pixels(plan) * plan.tile_n : 0;
-    const int64_t copied_x = plan.copied ? of.N * of.P * of.Q * of.groups * of.in_channels * bytes : 0;
+    const int64_t pixels = of.N * (of.R * of.S == 1 ? int64_t{of.P} * of.Q : int64_t{of.H} * of.W);
+    const int64_t copied_x = plan.contained ? pixels * ceil_div(of.in_channels, 8) * 16
+                             : plan.copied  ? pixels * of.groups * of.in_channels * bytes
+                                            : 0;
+    const int64_t rows = packed_rows(of, plan.tile_n), packed_again = plan.contained ? packed(again) : 0;
     const WorkspaceLayout layout =
-        workspace_layout(plan.contained, packed_rows(of, plan.tile_n), plan.tiles, packed(plan),
-                         plan.contained ? packed(again) : 0, copied_x, partial);
-    if (layout.arrived - layout.copied < copied_x) fault = "room for the copy of x";
-    if (partial > 0 && layout.partial - layout.arrived < kArrivedBytes) fault = "room for counters";
+        workspace_layout(plan.contained, rows, packed(plan), packed_again, copied_x, partial);
+    fault = fault_of_layout(layout, plan, rows, packed(plan), packed_again, copied_x, partial);
     if (layout.end > workspace_bytes(problem, static_cast<Operator>(op))) fault = "more than the workspace holds";
-    if (layout.packed_again - layout.packed < packed(plan)) fault = "room for weights";
-    if (plan.contained && fault.empty()) {
-      fault = fault_of_numbers(of, again, bytes);
-      const bool alike = again.splits == 1 && again.packed == plan.packed && again.tiles_m == plan.tiles_m &&
-                         again.tile_p == plan.tile_p && again.tile_q == plan.tile_q;
-      const bool parts = plan.tile_n % again.tile_n == 0 &&
-                         again.tiles_n * again.tile_n > (plan.tiles_n - 1) * plan.tile_n;
-      if (!alike || !parts) fault = "other tiles to do again";
-      if (layout.copied - layout.packed_again < packed(again)) fault = "room for weights packed again";
-      if (layout.list - layout.marked < ceil_div(plan.tiles, 8) || layout.w_factors - layout.list < 4 * plan.tiles)
-        fault = "room for lists";
+    if (plan.contained && contained_bytes(of) < copied_x) fault = "bytes of the copy";
+    if (plan.contained && (bytes != 4 || of.groups != 1)) fault = "operands that are not to be contained";
+    if (plan.contained && !checked_again && fault.empty()) {
+      checked_again = true;
+      fault = has_again ? fault_of_plan(of, again, bytes, bytes, in, out, shuffler) : "nothing to do all again";
+      if (again.splits != 1 || again.copied) fault = "parts, or a copy, of what is done again";
+      // The list in order, and for each warp which of it an output reads.
+      const size_t to_mend = kMostListed * (sizeof(Listed) + kThreads / 32);
+      if (kBarrierBytes + to_mend > static_cast<size_t>(again.smem_bytes)) fault = "room to mend";
     }
-    if (fault.empty()) fault = fault_of_numbers(of, plan, bytes);
-    if (fault.empty()) fault = fault_of_tiles(of, plan);
-    for (int i = 0; i < 4 && fault.empty(); ++i) {
-      const int units = plan.units;
-      const Tile tile = locate_tile(plan, i == 0 ? 0 : i == 1 ? units - 1 : static_cast<int>(shuffler() % units));
-      fault = fault_of_reads(plan.copied ? copied(of) : of, plan, tile, bytes, plan.copied ? 0 : in);
-      if (fault.empty()) fault = fault_of_writes(of, plan, tile, bytes, out);
+    if (fault.empty()) {
+      const Correlation own = plan.copied ? copied(of, plan.contained) : of;
+      fault = fault_of_plan(own, plan, plan.contained ? 2 : bytes, bytes, plan.copied ? 0 : in, out, shuffler);
     }
     if (!fault.empty()) {
       fault += ", shape " + std::to_string(shape) + " of a tile";
@@ -3691,8 +3720,11 @@ GATHER_KINDS = {
     "a part of a line",
     "several images",
     "several images with less than no gap",
-    *(f"watches {rows} rows and {columns} columns" for rows in ("all", "end") for columns in ("all", "end")),
-    *(f"packed, watches {rows} rows and {columns} columns" for rows in ("all", "end") for columns in ("all", "end")),
+    *(
+        f"{kind}, contained{how}"
+        for kind in ("points", "windows")
+        for how in ("", ", channels filled up", ", tiles in parts")
+    ),
 }
 
 
@@ -3713,17 +3745,8 @@ GATHER_PLAN_MUTATIONS = {
     "rows too short": ("plan.pitch = static_cast<int>(pitch);", "plan.pitch = static_cast<int>(pitch) - 1;"),
     "quarters that overlap": ("m % 4 * (tile_pixels(plan) / 4 + 2)", "m % 4 * (tile_pixels(plan) / 4 - 1)"),
     "y as if it were aligned": ("plan.vector = aligned_out && fours", "plan.vector = fours"),
-    "x as if it were aligned": ("dense_points && address.in % (4 * element_bytes) == 0", "dense_points"),
+    "x as if it were aligned": ("dense_points && address.in % (4 * in_bytes) == 0", "dense_points"),
     "a workspace without room for weights": ("layout.packed + aligned(packed_bytes);", "layout.packed;"),
-    "rows that nobody watches": ("lines_together >= static_cast", "lines_together + 1 >= static_cast"),
-    "rows of packed tiles that nobody watches": (
-        ">= static_cast<int64_t>(of.R - 1) * of.dilation_h * of.Q;",
-        ">= static_cast<int64_t>(of.R - 1) * of.dilation_h * (of.Q - 1);",
-    ),
-    "columns of packed tiles that nobody watches": (
-        "const int64_t head = start + length - first,",
-        "const int64_t head = length,",
-    ),
     "packed tiles that start a line too early": (
         "const int most_skipped = plan.packed ? of.Q",
         "const int most_skipped = plan.packed ? of.Q / 2",
@@ -3732,11 +3755,15 @@ GATHER_PLAN_MUTATIONS = {
         "tile.first_block = split * plan.split_blocks;",
         "tile.first_block = split * (plan.split_blocks - 1);",
     ),
-    "columns that nobody watches": ("plan.end_columns = plan.column_step == 1 && tile_q", "plan.end_columns = tile_q"),
-    "a list that is too short": (
-        "layout.w_factors = layout.list + aligned(4",
-        "layout.w_factors = layout.list + aligned(2",
+    "a list that is too short": ("aligned(kMostListed * static_cast", "aligned(kMostListed / 2 * static_cast"),
+    "a copy whose channels are not filled up": (
+        "result.in_channels = (of.in_channels + 7) / 8 * 8;",
+        "result.in_channels = of.in_channels;",
     ),
+    "a workspace without room for the copy": ("contained ? contained_bytes(of) : 0),", "int64_t{0}),"),
+    "points that skip what their copy has not": ("result.stride_h = result.stride_w = 1;", ""),
+    "lines of the copy too short": ("result.W * channels;", "(result.W - 1) * channels;"),
+    "parts of what is done again": ("address, kAgainShape, 1, 0", "address, kAgainShape, 0, 0"),
 }
 
 
