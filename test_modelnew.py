@@ -4261,6 +4261,21 @@ def test_gather_shim_mends_what_the_sample_missed(gather_shim):
     assert gather_shim.done_again() == 1
 
 
+@pytest.mark.xfail(strict=True, reason="mend adds products to y, bias included, one by one")
+def test_gather_shim_mends_beside_a_large_bias(gather_shim):
+    """Many small products are added up before they meet what they would vanish in one by one."""
+    case = Case(2, 40, 6, 6, 16, 3, 3)
+    tensors = make_tensors(case, torch.float32, normal)
+    tensors["x"].zero_()
+    tensors["x"][0] = 1
+    tensors["x"][1, :25, 2:5, 2:5] = 1e-9
+    tensors["w"].abs_()
+    tensors["bias"].fill_(0.1)
+    out = gather_shim.result("fprop", case, tensors, "contiguous", GATHER_CONTAINED[0], 0)
+    assert gather_shim.done_again() == 25 * 9
+    check_bounds(case, {"fprop": out}, tensors, tf32={"fprop"})
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("too_many", [0, 1])
 def test_gather_shim_mends_as_many_as_it_can_list(gather_shim, too_many, layout):
