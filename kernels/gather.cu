@@ -148,9 +148,9 @@ constexpr int kMultiplyWarps = 8, kGatherWarps = 3;
 constexpr int kThreads = 32 * (kMultiplyWarps + kGatherWarps + 1);
 constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
 constexpr int kMaxStages = 8;
-constexpr int kLeastPointPieces = 8;  // of a stage of 1x1: no smaller one was ever faster
-constexpr int kStepPieces = 2;        // in one wgmma
-constexpr int kContainedBlock = 64;   // channels of a stage of contained operands
+constexpr int kLeastPointPieces = 8;             // of a stage of 1x1: no smaller one was ever faster
+[[maybe_unused]] constexpr int kStepPieces = 2;  // in one wgmma
+constexpr int kContainedBlock = 64;              // channels of a stage of contained operands
 constexpr int kBarrierBytes = 1024;
 
 // Staging of the results of 64 pixels x 32 channels, by a warpgroup: [channel][pixel], or [pixel][channel]
