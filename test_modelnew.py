@@ -161,7 +161,12 @@ class Case:
 
     def tf32_operators(self, dtype: torch.dtype, allowed: bool, least: dict[str, int] | None = None) -> set[str]:
         """Operators under the TF32 contract, by the rule of kernels/problem.cuh: where cuDNN uses TF32 as well."""
-        if dtype != torch.float32 or not allowed or min(self.C, self.K) // self.groups < 8:
+        if dtype != torch.float32 or not allowed:
+            return set()
+        stem = (self.C, self.R, self.S, self.groups) == (3, 7, 7, 1) and self.K in (64, 128) and self.N >= 8
+        if stem and self.multiply_adds >= 2**25:
+            return {"fprop"}
+        if min(self.C, self.K) // self.groups < 8:
             return set()
         limits = dict(least or LEAST_TF32_WORK)
         if least is None and self.groups == 1:
@@ -1277,7 +1282,7 @@ def test_scales_take_the_largest_value_where_it_belongs(host_numerics):
 
 
 # Both sides of the rule's thresholds: 8 channels a group, 2^27 multiply-adds, 2^29 in wgrad, 2^24 of 64 channels in the
-# forward but 2^29 of 1x1 at a stride; and a huge problem.
+# forward but 2^29 of 1x1 at a stride; a huge problem; and stems.
 @pytest.mark.parametrize(
     "case",
     [
@@ -1298,6 +1303,13 @@ def test_scales_take_the_largest_value_where_it_belongs(host_numerics):
         Case(8, 64, 256, 256, 512, 1, 1, stride=(2, 1)),
         Case(8, 64, 256, 256, 256, 1, 2, stride=(2, 2)),
         Case(40000, 4096, 300, 300, 4096, 1, 1),
+        Case(8, 3, 40, 40, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+        Case(8, 3, 38, 38, 64, 7, 7, stride=(2, 2), padding=(3, 3)),  # 2^24.7 multiply-adds
+        Case(7, 3, 224, 224, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+        Case(8, 3, 224, 224, 128, 7, 7, padding=(3, 3)),
+        Case(8, 3, 224, 224, 96, 7, 7, padding=(3, 3)),
+        Case(8, 4, 224, 224, 64, 7, 7, padding=(3, 3)),
+        Case(8, 3, 224, 224, 64, 7, 5, padding=(3, 3)),
     ],
     ids=str,
 )

@@ -66,6 +66,8 @@ inline double multiply_adds(const Problem& problem) {
          problem.S;
 }
 
+constexpr double kLeastStem = 1 << 25;  // multiply-adds
+
 // Which contract holds for fp32 tensors while TF32 is allowed: true = operands rounded to TF32, false = full fp32.
 //
 // cuDNN itself leaves TF32 where C/groups < 8 (every depthwise problem, C 1 and C 5, an 11x11 stem with C 3) and where
@@ -79,9 +81,17 @@ inline double multiply_adds(const Problem& problem) {
 // 700 random dense forwards, C and K of 8 to 2048 independently, filters of 1, 3 and 5, strides of 1 and 2, 2^23 to
 // 2^29 multiply-adds, 2026-11-22: with at least 64 channels on both sides and 2^24 multiply-adds 249 of 251 ran in TF32
 // (but for two of 64 channels to 2048), 1x1 filters at a stride aside. Of these 8 of 14 ran in fp32 from 2^27 on.
+//
+// The stem of a ResNet is an exception: of 900 forwards with 1 to 7 channels, filters of 3 to 16, strides of 1 to 16, 16
+// to 128 output channels, 2^25 to 2^35 multiply-adds, 2026-11-22, cuDNN ran all 31 in TF32, in channels_last too, that
+// had 7x7 filters from 3 channels to 64 or 128 and 8 images or more; all others it mixes.
 inline bool uses_tf32(const Problem& problem, Operator op) {
   const int channels = problem.C / problem.groups, filters = problem.K / problem.groups;
-  if (problem.dtype != DType::kFloat32 || !problem.tf32_allowed || channels < 8 || filters < 8) return false;
+  const bool stem = op == Operator::kFprop && problem.groups == 1 && channels == 3 &&
+                    (filters == 64 || filters == 128) && problem.R == 7 && problem.S == 7 && problem.N >= 8;
+  if (problem.dtype != DType::kFloat32 || !problem.tf32_allowed) return false;
+  if (stem && multiply_adds(problem) >= kLeastStem) return true;
+  if (channels < 8 || filters < 8) return false;
   double least = op == Operator::kWgrad ? 1 << 29 : 1 << 27;
   if (op == Operator::kFprop && problem.groups == 1) {
     const bool points = problem.R == 1 && problem.S == 1;
