@@ -2,9 +2,10 @@
 // channels_last. Deterministic: one sum an output, in one order.
 //
 //   pack     w -> the bytes that shared memory wants, in the order in which the main kernel takes them
-//   prepare  the same for contained operands (below), and a sample of x
+//   sample   contained operands (below): what x is scaled by
+//   contain  the same as pack, and a copy of x
 //   gather   y from x (fprop), and dx from dy (dgrad without a stride)
-//   again    of contained operands what they are not fit for: the same kernel with TF32 operands
+//   again    what contained operands are not fit for: the same kernel with TF32 operands, or a few products
 //
 // Each is launched while the one before it still runs, and waits for its end where it needs what that one has written.
 //
@@ -66,23 +67,30 @@
 //                      sums in memory, a counter for each half of a tile: the last to come stores y
 //
 // Contained operands: fp32 tensors under the TF32 contract are multiplied as scaled fp16, at twice the rate of TF32 and
-// with half the bytes of weights (numerics.cuh; wgmma.cu says more about the rules). x lies in shared memory as it is
-// in memory and is scaled and converted on its way to the tensor cores, where every value is watched: tiles with one
-// that does not fit come on a list, which the kernel `again` does with TF32 operands, in narrower tiles, since a single
-// one keeps everybody waiting. It takes contained weights out of their containers again: they are the same numbers.
-// Where a weight does not fit, or the sample of x says that half of the tiles would be done twice, it does all of the
-// call, and the main kernel packs weights for it instead of multiplying. It is launched in any case and ends at once
-// when nothing is left to do, so that the host waits for nothing.
+// with half the bytes (numerics.cuh; wgmma.cu says more about the rules). x is copied first, scaled and with channels
+// as neighbours, so that boxes bring it straight to where it is multiplied. Every value of x is watched on its way: one
+// that does not fit is zero in the copy and comes on a list. The kernel `again` adds its products to y, in fp32 (mend).
+// If there are more than the list takes, if a weight does not fit or x has no scale, it does all of the call instead,
+// and the main kernel packs weights for it instead of multiplying. It is launched in any case and ends at once when
+// nothing is left to do, so that the host waits for nothing.
 //
-// That is for filters larger than 1x1 and many channels, in one shape of a tile: all else is bound by something else
-// than the tensor cores, and faster with TF32 operands (H200, 2026-11-22, 3x3, NCHW, us, the best plan of each, in a
-// revision in the making: contained, TF32; cuDNN by bench.py):
+//   sample ---> contain: weights, copy of x, list ---> gather ---> again: nothing, or the list, or all
 //
-//                                  256 images          32 images
-//   256 to 256, 28x28, stride 2   218   283   304     70   54   62
-//   256 to 256, 14x14             152   164   223     58   46   52
-//   512 to 512, 14x14, stride 2   213   295   252     72   65   72
-//   512 to 512, 7x7               165   184   202     68   58   65
+// That pays for filters larger than 1x1 with many channels, for 1x1 with far more multiplications than values, and at a
+// stride, where x would be copied anyway; the estimate decides (H200, 2026-11-22, NCHW, us, the best plan of each in a
+// driver, a revision in the making: contained, TF32; cuDNN by bench.py):
+//
+//                                      256 images          32 images
+//   3x3 128 to 128, 28x28            162   211   284     38   42   55
+//   3x3 256 to 256, 28x28, stride 2  198   280   303     44   53   62
+//   3x3 256 to 256, 14x14            128   159   219     35   43   52
+//   3x3 512 to 512, 7x7              124   174   200     48   55   64
+//   1x1 512 to 2048, 7x7             106   124   166     34   31   36
+//   1x1 1024 to 2048, 14x14, str. 2  183   240   327     46   50   59
+//
+// (To convert x in registers on its way to the tensor cores, at every tap anew, took 218, 152 and 165 us in the second
+// to the fourth line, 256 images: the tensor cores waited for it.) The copy costs 8 to 15 us of 32 images, most of it
+// launches, and moves 3.3 TB/s of 256. The main kernel reaches 650 to 770 TFLOP/s where there are many tiles.
 //
 // What bounds it with TF32 operands (H200, 2026-11-22, 256 images, us, packing included, revisions in the making before
 // tiles were packed and cut up; without loading x, or storing y, or both and seven eighths of w; cuDNN's own time). A
@@ -105,7 +113,9 @@
 // images, and 4% less for 512 to 256, 28x28. That revision also worked out a tile's numbers twice, against spills,
 // which costs too: 64 to 64, 56x56: 141 us by 64-bit divisions, 136 by 32-bit ones, 127 before all of that. Points at a
 // stride of channels_last by a box a line, which one thread ordered: 1024 to 2048, 14x14, 256 images, 1253 us in tiles
-// of 128 channels; by pieces, in tiles of 256, 180.
+// of 128 channels; by pieces, in tiles of 256, 180. Four buffers for boxes of y instead of two: no difference, or up to
+// 6% more. A first round that stores nothing, to bring code from memory: 3 to 5 us more. For the copy of x, blocks that
+// go on to the next part while one is stored: 38 us instead of 32 (14x14 of 256 channels, 256 images, in a profiler).
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -114,6 +124,7 @@
 #include "engines.cuh"
 #endif
 
+#include "divisor.cuh"
 #include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
@@ -198,8 +209,8 @@ enum class Loads : int {
   kChannels,  // the channels of a piece
 };
 
-// What a kernel has code for. One for each way in which x comes, since a kernel whose code is twice as long starts later
-// where others have run in between (H200, 2026-11-22, 1x1, 32 images of a ResNet-50's layers, another kernel between
+// What a kernel has code for. There is one for each way in which x comes, since a kernel with twice the code starts
+// later where others have run in between (H200, 2026-11-22, 1x1, 32 images of a ResNet-50's layers, another kernel between
 // two calls, us, code of all ways in one kernel, 114 to 133 KB / of one way, 64 to 81 KB: 64 to 64, 56x56, 31.9 / 26.6;
 // 256 to 1024, 14x14, 36.7 / 30.8; with nothing in between 24.9 / 23.6 and 30.8 / 30.4).
 enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kAny };
@@ -244,22 +255,6 @@ MODELNEW_HOST_DEVICE inline Source source_of(const Plan& plan) {
          : plan.loads == Loads::kSingle ? Source::kSingle
          : plan.loads == Loads::kPixels ? Source::kPixels
                                         : Source::kChannels;
-}
-
-// Divides numbers below 2^31 without a division, which would take longer than what a thread does with the quotient.
-struct Divisor {
-  uint32_t multiplier;
-  int shift;
-};
-
-inline Divisor divisor(int by) {
-  int shift = 31;
-  while ((int64_t{1} << (shift - 31)) < by) ++shift;
-  return {static_cast<uint32_t>(((uint64_t{1} << shift) + by - 1) / by), shift};
-}
-
-MODELNEW_HOST_DEVICE inline int divide(int number, const Divisor& by) {
-  return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(number)) * by.multiplier >> by.shift);
 }
 
 struct PackParams {
@@ -563,16 +558,16 @@ MODELNEW_HOST_DEVICE inline PackedPiece locate_piece(const PackParams& params, i
                                                      int number) {
   const Correlation& of = params.of;
   const Phases& phases = params.phases;
-  const int piece_of_all = divide(number, params.by_taps), tap = number - piece_of_all * of.R * of.S;
-  const int tile = divide(row_of_all, params.by_tile_n), row = row_of_all - tile * params.tile_n;  // of all groups
-  const int group = divide(tile, params.by_tiles_n), k = (tile - group * params.tiles_n) * params.tile_n + row;
-  const int seen_r = divide(tap, params.by_s), seen_s = tap - seen_r * of.S;
+  const int piece_of_all = quotient(number, params.by_taps), tap = number - piece_of_all * of.R * of.S;
+  const int tile = quotient(row_of_all, params.by_tile_n), row = row_of_all - tile * params.tile_n;  // of all groups
+  const int group = quotient(tile, params.by_tiles_n), k = (tile - group * params.tiles_n) * params.tile_n + row;
+  const int seen_r = quotient(tap, params.by_s), seen_s = tap - seen_r * of.S;
   const int r = of.flipped ? of.R - 1 - seen_r : seen_r, s = of.flipped ? of.S - 1 - seen_s : seen_s;
   PackedPiece piece;
   piece.channel = k < of.out_channels ? piece_of_all * channels : of.in_channels;
   piece.from = group * of.w_stride_group + k * of.w_stride_out + int64_t{piece_of_all} * channels * of.w_stride_in +
                r * of.w_stride_r + s * of.w_stride_s;
-  const int block = divide(piece_of_all, params.by_pieces), in_stage = piece_of_all - block * params.pieces;
+  const int block = quotient(piece_of_all, params.by_pieces), in_stage = piece_of_all - block * params.pieces;
   int stage = block * of.R * of.S + tap;
   if (phases.rows > 1) {
     const PhasedTap down = phased_tap(phases.first_r, r, of.pad_h), right = phased_tap(phases.first_s, s, of.pad_w);
@@ -597,7 +592,7 @@ template <typename Format>
 __device__ __forceinline__ void pack_piece(const PackParams& params, int number) {
   using Stored = typename Format::Stored;
   static_assert(!Format::CONTAINED, "those are scaled by rows");
-  const int row = divide(number, params.by_row_pieces);
+  const int row = quotient(number, params.by_row_pieces);
   const PackedPiece piece = locate_piece(params, Format::CHANNELS, row, number - row * params.row_pieces);
   Stored values[Format::CHANNELS];
   load_weights(params, piece, values);
@@ -624,7 +619,7 @@ struct SourcePixel {
 
 __device__ __forceinline__ SourcePixel source_pixel(const CopyParams& params, int pixel, int phase) {
   const Correlation& of = params.of;
-  const int line = divide(pixel, params.by_columns), image = divide(line, params.by_rows);
+  const int line = quotient(pixel, params.by_columns), image = quotient(line, params.by_rows);
   const int log_columns = params.phases.columns - 1;
   return {image, (line - image * of.P) * of.stride_h - of.pad_h + (phase >> log_columns),
           (pixel - line * of.Q) * of.stride_w - of.pad_w + (phase & log_columns)};
@@ -646,7 +641,7 @@ __device__ __forceinline__ void copy_points(const CopyParams& params, int block,
   const Correlation& of = params.of;
   constexpr int kChannelsAtOnce = kPackThreads / kCopySide, kPixelsAtOnce = kPackThreads / 32;
   const int channels = of.groups * of.in_channels;
-  const int pixels = static_cast<int>(of.N) * of.P * of.Q, pixel_block = divide(block, params.by_channel_blocks);
+  const int pixels = static_cast<int>(of.N) * of.P * of.Q, pixel_block = quotient(block, params.by_channel_blocks);
   const int first_channel = (block - pixel_block * params.channel_blocks) * kCopySide;
   {
     const int pixel = threadIdx.x % kCopySide, first = threadIdx.x / kCopySide;
@@ -812,8 +807,8 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, uint3
 
 using ContainShared = uint32_t[kCopySide][kCopySide / 2 + 1];  // pairs of channels
 
-// Whether a value does not fit, of those of a thread one of which does not: then it goes on the list. `place` is that in
-// the copy.
+// Whether a value does not fit, of those of a thread one of which does not: then it goes on the list. `place` is that
+// in the copy.
 __device__ __forceinline__ bool list_misfit(const Guard& guard, float value, int x_exponent, int place) {
   Watch watch;
   watch.see(float_bits(value));
@@ -827,16 +822,16 @@ __device__ __forceinline__ bool list_misfit(const Guard& guard, float value, int
   return true;
 }
 
-// A block takes 64 rows of 64 channels of the copy, a thread eight pairs of channels. VECTOR, of values that lie side by
-// side in x and are loaded at once: 8 channels, as in the copy; or 4, 2 or 1 columns, of which a warp has neighbours,
-// and which change threads. A row is a pixel; of two columns one of the phase of odd ones follows each.
+// A block takes 64 rows of 64 channels of the copy, a thread eight pairs of channels. VECTOR, of values that lie side
+// by side in x and are loaded at once: 8 channels, as in the copy; or 4, 2 or 1 columns, of which a warp has
+// neighbours, and which change threads. A row is a pixel; of two columns one of the phase of odd ones follows each.
 template <int VECTOR>
 __device__ __forceinline__ void contain_points(const ContainParams& params, int block, ContainShared& shared) {
   const CopyParams& copy = params.copy;
   const Correlation& of = copy.of;
   const int thread = static_cast<int>(threadIdx.x);
   constexpr int kRowsOfPixel = VECTOR == 2 ? 2 : 1;
-  const int pixel_block = divide(block, copy.by_channel_blocks);
+  const int pixel_block = quotient(block, copy.by_channel_blocks);
   const int first_pixel = pixel_block * (kCopySide / kRowsOfPixel);
   const int channel_block = block - pixel_block * copy.channel_blocks;
   int first_channel = channel_block * kCopySide, phase = 0, phase_channels = 0;  // of x, of one phase
@@ -2632,12 +2627,12 @@ inline PackParams pack_params(const Correlation& of, const Phases& phases, const
   pack.row_pieces = plan.iterations * plan.pieces;
   pack.pieces = plan.pieces;
   pack.count = static_cast<int>(packed_rows(of, plan.tile_n) * pack.row_pieces);
-  pack.by_tile_n = divisor(plan.tile_n);
-  pack.by_tiles_n = divisor(plan.tiles_n);
-  pack.by_pieces = divisor(plan.pieces);
-  pack.by_row_pieces = divisor(pack.row_pieces);
-  pack.by_taps = divisor(of.R * of.S);
-  pack.by_s = divisor(of.S);
+  pack.by_tile_n = make_divisor(plan.tile_n);
+  pack.by_tiles_n = make_divisor(plan.tiles_n);
+  pack.by_pieces = make_divisor(plan.pieces);
+  pack.by_row_pieces = make_divisor(pack.row_pieces);
+  pack.by_taps = make_divisor(of.R * of.S);
+  pack.by_s = make_divisor(of.S);
   return pack;
 }
 
@@ -2655,9 +2650,9 @@ inline CopyParams copy_params(const Correlation& of, const Correlation& copy, co
     params.of.Q = copy.W;
   }
   params.blocks = static_cast<int>(ceil_div(of.N * params.of.P * params.of.Q, kCopySide)) * params.channel_blocks;
-  params.by_rows = divisor(params.of.P);
-  params.by_columns = divisor(params.of.Q);
-  params.by_channel_blocks = divisor(params.channel_blocks);
+  params.by_rows = make_divisor(params.of.P);
+  params.by_columns = make_divisor(params.of.Q);
+  params.by_channel_blocks = make_divisor(params.channel_blocks);
   return params;
 }
 
@@ -2720,7 +2715,7 @@ inline cudaError_t run_contained(const PackParams& pack, const Plan& again, cons
     vector = 2;
   if (vector == 2) {
     contain.copy.channel_blocks /= 2;  // of a phase of rows
-    contain.copy.by_channel_blocks = divisor(contain.copy.channel_blocks);
+    contain.copy.by_channel_blocks = make_divisor(contain.copy.channel_blocks);
     contain.copy.blocks =
         static_cast<int>(ceil_div(of.N * source.P * source.Q, kCopySide / 2)) * contain.copy.channel_blocks;
   }

@@ -82,9 +82,9 @@ constexpr double kLeastStem = 1 << 25;  // multiply-adds
 // 2^29 multiply-adds, 2026-11-22: with at least 64 channels on both sides and 2^24 multiply-adds 249 of 251 ran in TF32
 // (but for two of 64 channels to 2048), 1x1 filters at a stride aside. Of these 8 of 14 ran in fp32 from 2^27 on.
 //
-// The stem of a ResNet is an exception: of 900 forwards with 1 to 7 channels, filters of 3 to 16, strides of 1 to 16, 16
-// to 128 output channels, 2^25 to 2^35 multiply-adds, 2026-11-22, cuDNN ran all 31 in TF32, in channels_last too, that
-// had 7x7 filters from 3 channels to 64 or 128 and 8 images or more; all others it mixes.
+// The stem of a ResNet is an exception: of 900 forwards with 1 to 7 channels, filters of 3 to 16, strides of 1 to 16,
+// 16 to 128 output channels, 2^25 to 2^35 multiply-adds, 2026-11-22, cuDNN ran all 31 in TF32 that had 7x7 filters from
+// 3 channels to 64 or 128 and 8 images or more, in channels_last as well (all 10 that were tried); others it mixes.
 inline bool uses_tf32(const Problem& problem, Operator op) {
   const int channels = problem.C / problem.groups, filters = problem.K / problem.groups;
   const bool stem = op == Operator::kFprop && problem.groups == 1 && channels == 3 &&

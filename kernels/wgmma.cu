@@ -2889,8 +2889,8 @@ constexpr double kFewOutputs = 1 << 23;
 // gather copies x once into the operands that this engine makes anew for each tile of output channels. H200,
 // 2026-11-22, 3x3, 16 images, by this engine (bench.py at b0abd2c) / by gather (in a driver), us: 64 channels to 64,
 // 512x512, 1011 / 1843; 64 to 128, 256x256, 344 / 488; 128 to 128, 256x256, 798 / 770; 128 to 256, 128x128, 396 / 337;
-// 256 to 128, 256x256, 1550 / 1351; 256 to 256, 128x128, 723 / 572; 512 to 512, 64x64, 691 / 487. The more taps a filter
-// has, the less its operands cost here: larger ones have not been tried. gather makes no larger copies.
+// 256 to 128, 256x256, 1550 / 1351; 256 to 256, 128x128, 723 / 572; 512 to 512, 64x64, 691 / 487. The more taps a
+// filter has, the less its operands cost here: larger ones have not been tried. gather makes no larger copies.
 constexpr int kManyChannels = 128, kFewTaps = 9;
 constexpr int64_t kMostCopied = 1 << 28;  // values
 

@@ -1,0 +1,30 @@
+// Divides by numbers that are known before a kernel runs, in three instructions instead of some twenty.
+#pragma once
+
+#if !defined(__CUDACC_RTC__)
+#include <cstdint>
+#endif
+
+#include "problem.cuh"
+
+namespace modelnew {
+
+// Divides numbers from 0 to 2^31 - 1 by one that is known before.
+struct Divisor {
+  uint32_t divisor, multiplier, shift;
+};
+
+MODELNEW_HOST_DEVICE inline Divisor make_divisor(int64_t divisor) {
+  uint32_t bits = 0;
+  while ((int64_t{1} << bits) < divisor) ++bits;
+  // 2^(31 + bits) over the divisor, rounded up, is less than 2^32.
+  const uint64_t multiplier = ((uint64_t{1} << (31 + bits)) + divisor - 1) / divisor;
+  return {static_cast<uint32_t>(divisor), static_cast<uint32_t>(multiplier), bits - 1};
+}
+
+MODELNEW_HOST_DEVICE inline int quotient(int number, const Divisor& by) {
+  if (by.divisor == 1) return number;
+  return static_cast<int>(static_cast<uint32_t>(static_cast<uint64_t>(number) * by.multiplier >> 32) >> by.shift);
+}
+
+}  // namespace modelnew
