@@ -815,19 +815,28 @@ inline int chunk_channels(const Correlation& of, int warps_k) {
   return channels;
 }
 
-// Constants of the estimate, in cycles of an SM at 1.75 GHz, of three products; from 920 times: 23 layers of a
-// ResNet-50 with 1 and 4 images, stems and last layers, in all shapes and splits, H200, 2026-11-22. The plan that it
-// chooses is on average 4% slower than the best one of them, 80% in the worst case. One product has not been fitted.
 constexpr double kMmaCycles = 1.55;  // of an SM, for 16 x 8 x 8, measured: 62% of the rate of wgmma
-constexpr double kCallCycles = 9400, kBlockCycles = 1700, kChunkCycles = 910;
-constexpr double kClusterCycles = 2200, kClusterBlockCycles = 530, kLargeClusterBlockCycles = 1140;
-constexpr double kStoreRate = 24, kLoadRate = 200, kWeightsRate = 85, kWordRate = 8, kPlacedTerms = 20;
+constexpr double kLoadRate = 200, kWeightsRate = 85, kWordRate = 8;
 constexpr double kConflictCycles = 0.15;  // most of them hide behind something else
 struct ShapeCycles {
   double product;  // of a product of 16 x 8 x 8, over kMmaCycles
   double step;     // of a warp that waits for nothing else
 };
-constexpr ShapeCycles kShapeCycles[] = {{1.08, 46}, {1.38, 46}, {1.77, 19}, {1.81, 175}, {1.67, 25}};
+
+// Constants of the estimate, in cycles of an SM at 1.75 GHz (store_rate: bytes a cycle).
+struct Constants {
+  double call, block, chunk, cluster, cluster_block, large_cluster_block, store_rate, placed_term;
+  ShapeCycles shapes[5];
+};
+// Of three products, from 920 times: 23 layers of a ResNet-50 with 1 and 4 images, stems and last layers, in all shapes
+// and splits, H200, 2026-11-22. The plan that it chooses is on average 4% slower than the best one of them, 80% in the
+// worst case.
+constexpr Constants kThreeProducts{
+    9400, 1700, 910, 2200, 530, 1140, 24, 20, {{1.08, 46}, {1.38, 46}, {1.77, 19}, {1.81, 175}, {1.67, 25}}};
+// Of one product, from 447 times of the same kind: these layers with one image, its stem with 1, 32 and 256: 2.5%, and
+// 23% in the worst case (by the constants of three products 5%).
+constexpr Constants kOneProduct{
+    9900, 1720, 490, 1530, 1110, 2980, 22, 28, {{0.88, 45}, {1.5, 46}, {3.25, 19}, {1.4, 231}, {3.45, 25}}};
 
 // How many words a bank has to give in the first load of x by a warp: of four terms of eight pixels.
 inline int bank_conflicts(const Correlation& of, const Plan& plan) {
@@ -1045,25 +1054,28 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   }
   if (!fits) return false;
 
+  const Constants& constants = tf32 ? kOneProduct : kThreeProducts;
+  const ShapeCycles& cycles = constants.shapes[shape];
   const double chunks = plan.split_chunks;
   const double products = chunks * (plan.depth / 8) * (plan.tile_m / 16) * (plan.tile_n / 8) * (tf32 ? 1 : 3);
-  const double multiply = products * kMmaCycles * kShapeCycles[shape].product;
-  const double steps = chunks * ceil_div(plan.depth / 8, plan.warps_k) * kShapeCycles[shape].step;
+  const double multiply = products * kMmaCycles * cycles.product;
+  const double steps = chunks * ceil_div(plan.depth / 8, plan.warps_k) * cycles.step;
   // Loads of x, of all warps; what there is no conflict about is in the cycles of a step.
   const double conflicts = kWarps * chunks * ceil_div(plan.depth / 8, plan.warps_k) * 2.0 * kShapes[shape].n8 *
                            (bank_conflicts(of, plan) - 1);
   const double words = plan.x_words + plan.w_words;
   const double load = chunks * (4 * words / kLoadRate + 4.0 * plan.tile_m * plan.depth / kWeightsRate +
-                                (plan.x_copies == Copies::kPlanes ? kPlacedTerms * plan.depth : 0) +
+                                (plan.x_copies == Copies::kPlanes ? constants.placed_term * plan.depth : 0) +
                                 (plan.x_copies == Copies::kWords ? 4 * plan.x_words / kWordRate : 0) +
                                 (plan.w_copies == Copies::kWords ? 4 * plan.w_words / kWordRate : 0));
-  const double store = 4.0 * plan.tile_m * plan.tile_n / splits / kStoreRate * (plan.out_vector == 4 ? 1 : 2.5);
-  const double cluster = splits == 1 ? 0 : splits < 8 ? kClusterBlockCycles : kLargeClusterBlockCycles;
+  const double store =
+      4.0 * plan.tile_m * plan.tile_n / splits / constants.store_rate * (plan.out_vector == 4 ? 1 : 2.5);
+  const double cluster = splits == 1 ? 0 : splits < 8 ? constants.cluster_block : constants.large_cluster_block;
   const int resident = std::max(1, std::min(kBlocks, device.smem_bytes / (plan.smem_bytes + 1024)));
   const double blocks = std::ceil(static_cast<double>(plan.tiles) * splits / device.sms);
-  plan.cycles = kCallCycles + (splits > 1 ? kClusterCycles : 0) +
-                blocks * (kBlockCycles + multiply + kConflictCycles * conflicts + load + store + cluster) +
-                std::ceil(blocks / resident) * (steps + chunks * kChunkCycles);
+  plan.cycles = constants.call + (splits > 1 ? constants.cluster : 0) +
+                blocks * (constants.block + multiply + kConflictCycles * conflicts + load + store + cluster) +
+                std::ceil(blocks / resident) * (steps + chunks * constants.chunk);
   return true;
 }
 
