@@ -2395,7 +2395,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 }
 unsigned long long __cvta_generic_to_shared(const void*);
 void __nanosleep(unsigned);
-unsigned __reduce_max_sync(unsigned, unsigned);
+unsigned __shfl_xor_sync(unsigned, unsigned, int);
 """
 
 WGMMA_ENTRY_POINTS = (

@@ -444,7 +444,10 @@ __device__ __forceinline__ uint32_t warp_max(uint32_t value) {
   return __reduce_max_sync(~0u, value);
 #else
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(~0u, value, distance));
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const uint32_t other = __shfl_xor_sync(~0u, value, distance);
+    value = other > value ? other : value;
+  }
   return value;
 #endif
 }
