@@ -210,9 +210,9 @@ enum class Loads : int {
 };
 
 // What a kernel has code for. There is one for each way in which x comes, since a kernel with twice the code starts
-// later where others have run in between (H200, 2026-11-22, 1x1, 32 images of a ResNet-50's layers, another kernel between
-// two calls, us, code of all ways in one kernel, 114 to 133 KB / of one way, 64 to 81 KB: 64 to 64, 56x56, 31.9 / 26.6;
-// 256 to 1024, 14x14, 36.7 / 30.8; with nothing in between 24.9 / 23.6 and 30.8 / 30.4).
+// later where others have run in between. (H200, 2026-11-22, 1x1, 32 images of a ResNet-50's layers, another kernel
+// between two calls, us, code of all ways in one kernel, 114 to 133 KB / of one way, 63 to 82 KB: 64 to 64, 56x56, 31.9
+// / 26.6; 256 to 1024, 14x14, 36.7 / 30.8. With nothing in between 24.9 / 23.6 and 30.8 / 30.4.)
 enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kAny };
 
 struct Plan {
