@@ -4028,6 +4028,7 @@ GATHER_CONTAINED_CASES = [
     Case(12, 140, 57, 57, 264, 3, 3, stride=(2, 2), padding=(1, 0)),
     Case(40, 1000, 14, 14, 1100, 1, 1),
     Case(64, 1024, 14, 14, 512, 1, 1, stride=(2, 2)),
+    Case(24, 140, 30, 28, 264, 5, 4, stride=(2, 2), padding=(2, 3)),  # pairs of columns
 ]
 GATHER_CASES = [
     dataclasses.replace(GATHER_CASE, N=12),
