@@ -122,6 +122,7 @@
 #include <type_traits>
 
 #include "engines.cuh"
+#include "memo.cuh"
 #endif
 
 #include "divisor.cuh"
@@ -2448,20 +2449,34 @@ inline int current_device(Device& device) {
   return 10 * major + minor;
 }
 
-inline bool plan_of(const Problem& problem, Operator op, const Device& device, const Alignment& address,
-                    Correlation& of, Plan& plan) {
-  of = correlation_of(problem, op);
-  return make_plan(of, element_bytes(problem.dtype), device, address, -1, plan);
+struct Planned {
+  Correlation of;
+  Plan plan, again;  // again: where the plan is contained
+  bool found;
+};
+
+// To plan windows takes some 30 us, as long as they take the GPU.
+inline const Planned& plan_of(const Problem& problem, Operator op, const Alignment& address) {
+  thread_local Memo<Planned> memo;
+  Device device{};
+  const int capability = current_device(device);
+  ProblemKey key = key_of(problem, op, address.in, 0, address.out);
+  key[33] = capability;
+  key[34] = device.sms;
+  return memo.get(key, [&] {
+    Planned planned{};
+    planned.of = correlation_of(problem, op);
+    planned.found = make_plan(planned.of, element_bytes(problem.dtype), device, address, -1, planned.plan);
+    if (planned.found && planned.plan.contained) planned.found = plan_again(planned.of, device, address, planned.again);
+    return planned;
+  });
 }
 
 inline const char* refusal(const Problem& problem, Operator op) {
   if (const char* reason = refusal_of_problem(problem, op)) return reason;
   Device device{};
   if (current_device(device) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
-  Correlation of{};
-  Plan plan{};
-  if (!plan_of(problem, op, device, Alignment{}, of, plan))
-    return "a tile with its halo does not fit into shared memory";
+  if (!plan_of(problem, op, Alignment{}).found) return "a tile with its halo does not fit into shared memory";
   return nullptr;
 }
 
@@ -2774,12 +2789,11 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   params.bias_ptr = op == Operator::kDgrad ? nullptr : pointers.bias;
   params.out_ptr = pointers.out;
   const Alignment address{reinterpret_cast<uint64_t>(params.in_ptr), reinterpret_cast<uint64_t>(params.out_ptr)};
-  Device device{};
-  current_device(device);
-  Plan again{};
-  if (!plan_of(problem, op, device, address, params.of, params.plan) ||
-      (params.plan.contained && !plan_again(params.of, device, address, again)))
-    return cudaErrorInvalidConfiguration;
+  const Planned& planned = plan_of(problem, op, address);
+  if (!planned.found) return cudaErrorInvalidConfiguration;
+  params.of = planned.of;
+  params.plan = planned.plan;
+  const Plan& again = planned.again;
   if (problem.dtype == DType::kFloat16) return run<Half>(pointers.w, pointers.workspace, again, params, stream);
   if (problem.dtype == DType::kBFloat16) return run<BFloat16>(pointers.w, pointers.workspace, again, params, stream);
   return run<float>(pointers.w, pointers.workspace, again, params, stream);
@@ -2788,11 +2802,7 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
 #endif  // launchers
 
 inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
-  Device device{};
-  current_device(device);
-  Correlation of{};
-  Plan plan{};
-  plan_of(problem, op, device, Alignment{}, of, plan);
+  const Plan& plan = plan_of(problem, op, Alignment{}).plan;
   const char* const loads[] = {"single values", "fours of pixels", "16 bytes of channels"};
   char tile[80];
   if (plan.points || plan.packed)
