@@ -3659,7 +3659,7 @@ static void note(const Correlation& of, const Plan& plan) {
 
 extern "C" {
 void set_capability(int capability) { stand_in_capability = capability; }
-int gather_divide(int number, int by) { return divide(number, divisor(by)); }
+int gather_divide(int number, int by) { return quotient(number, make_divisor(by)); }
 const char* gather_refusal(int op, const int64_t* fields) {
   return refusal(make_problem(fields), static_cast<Operator>(op));
 }
