@@ -971,6 +971,7 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
 
 template <int VECTOR>
 __global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_constant__ ContainParams params) {
+#if defined(MODELNEW_SM90A)
   extern __shared__ __align__(16) uint8_t modelnew_gather_contain_smem[];
   hopper::launch_dependents();
   const int block = static_cast<int>(blockIdx.x) - params.row_blocks;
@@ -978,6 +979,7 @@ __global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_c
     contain_rows(params, reinterpret_cast<uint32_t*>(modelnew_gather_contain_smem));
   else
     contain_points<VECTOR>(params, block, *reinterpret_cast<ContainShared*>(modelnew_gather_contain_smem));
+#endif
 }
 
 __device__ __forceinline__ void named_barrier(int number, int threads) {
@@ -2658,6 +2660,7 @@ inline CopyParams copy_params(const Correlation& of, const Correlation& copy, co
                     0,      {},       {}, {}};
   if (of.R * of.S > 1) {
     const bool phased = phases_of(copy.phases) > 1;
+    params.of.R = params.of.S = 1;
     params.of.stride_h = params.of.stride_w = phased ? 2 : 1;
     params.of.pad_h = phased ? (of.pad_h + 1) / 2 * 2 : 0;
     params.of.pad_w = phased ? (of.pad_w + 1) / 2 * 2 : 0;
