@@ -8394,7 +8394,7 @@ def test_explain_tells_engine_contract_and_reason():
 @gpu
 @pytest.mark.parametrize("images, copied", [(8, False), (4, True)])
 def test_workspace_of_a_forward_is_small(images, copied):
-    """Packed weights and 1 MB at most beyond the output; for `gather` also sums of parts and half of the input's bytes."""
+    """Packed weights and 1 MB at most beyond the output; for `gather` sums of parts and half of the input too."""
     case = Case(images, 64, 130, 130, 128, 3, 3)
     tensors = make_tensors(case, torch.float32, normal, "cuda")
     modelnew.conv2d(tensors["x"], tensors["w"])
