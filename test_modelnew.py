@@ -3726,7 +3726,7 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
     if (layout.end > workspace_bytes(problem, static_cast<Operator>(op))) fault = "more than the workspace holds";
     if (plan.contained && contained_bytes(of) < copied_x) fault = "bytes of the copy";
     if (plan.contained && fault.empty()) fault = fault_of_phases(of, copied(of), plan.blocks_c);
-    if (bytes == 4 ? source_of(plan) == Source::kAny : shape > 1) fault = "no such kernel";
+    if (bytes == 4 ? source_of_plan(plan) == Source::kAny : shape > 1) fault = "no such kernel";
     if (plan.contained && (bytes != 4 || of.groups != 1)) fault = "operands that are not to be contained";
     if (plan.contained && !checked_again && fault.empty()) {
       checked_again = true;
@@ -4103,7 +4103,7 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   if (shape >= static_cast<int>(std::size(kTileShapes))) return -1;
   if (!make_plan(params.of, bytes, Device{3}, alignment, shape, params.plan, forced_splits)) return -1;
   const Plan plan = params.plan;
-  latest_source = static_cast<int>(source_of(plan));
+  latest_source = static_cast<int>(source_of_plan(plan));
   Plan again{};
   if (plan.contained && !plan_again(params.of, Device{3}, alignment, again)) return -1;
   // As large as the engine says, and full of what was there before.

@@ -238,7 +238,7 @@ struct Plan {
   bool rows;               // a stage is [slot][piece] instead of [piece][slot]
   bool dense_slots;        // boxes of x are of slots that follow one another in memory, else each is a row
   int x_boxes, box_slots;  // so many, of so many slots
-  bool in_boxes;           // and x comes by boxes
+  bool in_boxes;           // x comes by boxes
   bool out_channels_last;  // channels of y are neighbours
   int vector;              // outputs that are stored at a time: 4 or 1
   bool boxes;              // y is stored by boxes of 64 pixels x 32 channels
@@ -251,7 +251,7 @@ struct Plan {
 
 MODELNEW_HOST_DEVICE inline int tile_pixels(const Plan& plan) { return 128 * plan.blocks_m; }
 
-MODELNEW_HOST_DEVICE inline Source source_of(const Plan& plan) {
+MODELNEW_HOST_DEVICE inline Source source_of_plan(const Plan& plan) {
   return plan.in_boxes                  ? Source::kBoxes
          : plan.loads == Loads::kSingle ? Source::kSingle
          : plan.loads == Loads::kPixels ? Source::kPixels
@@ -2277,7 +2277,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                   of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && of.in_stride[2] > 0 &&
                   of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
   const bool sixteen_bits = out_bytes == 2;
-  if ((shape.sources & (sixteen_bits ? k16Bits : bit(source_of(plan)))) == 0) return false;
+  if ((shape.sources & (sixteen_bits ? k16Bits : bit(source_of_plan(plan)))) == 0) return false;
   plan.dense_slots = plan.in_boxes && (plan.points || (phases_of(of.phases) > 1 && plan.packed));
   // Many small boxes take longer than the one or four taps for which they are read: 512 to 512, 14x14, stride 2, 32
   // images in a profiler 45 us, of slots that follow one another 34 us (H200, 2026-11-22).
@@ -2611,7 +2611,7 @@ bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
   } else if constexpr (Format::CONTAINED) {
     error = run_source<Format, SHAPE, Source::kBoxes>(params, stream);
   } else {
-    const Source source = source_of(plan);
+    const Source source = source_of_plan(plan);
     error = source == Source::kSingle     ? run_source<Format, SHAPE, Source::kSingle>(params, stream)
             : source == Source::kPixels   ? run_source<Format, SHAPE, Source::kPixels>(params, stream)
             : source == Source::kChannels ? run_source<Format, SHAPE, Source::kChannels>(params, stream)
