@@ -89,8 +89,9 @@
 //   1x1 1024 to 2048, 14x14, str. 2  183   240   327     46   50   59
 //
 // (To convert x in registers on its way to the tensor cores, at every tap anew, took 218, 152 and 165 us in the second
-// to the fourth line, 256 images: the tensor cores waited for it.) The copy costs 8 to 15 us of 32 images, most of it
-// launches, and moves 3.3 TB/s of 256. The main kernel reaches 650 to 770 TFLOP/s where there are many tiles.
+// to the fourth line, 256 images: the tensor cores waited for it.) In a profiler, where launches do not overlap, sample
+// takes 6 us, contain 10 to 22 and again 3 of 32 images of 3x3 layers; contain moves 3.3 TB/s of 256 images of 14x14.
+// With tensors of 16 bits the same loop reaches 640 to 770 TFLOP/s where there are many tiles.
 //
 // What bounds it with TF32 operands (H200, 2026-11-22, 256 images, us, packing included, revisions in the making before
 // tiles were packed and cut up; without loading x, or storing y, or both and seven eighths of w; cuDNN's own time). A
@@ -176,10 +177,17 @@ static_assert(kStagedChannels * kPixelsPitch * 4 <= kStagingBytes, "either fits"
 // The same for boxes: two buffers a warpgroup, one of them being stored.
 constexpr int kBoxStagingBytes = 64 * kStagedChannels * 4;
 
-// At a stride of 2 a copy of x may hold its even and its odd rows, columns or both apart, as channels: then the filter
-// moves over them without a stride, as a smaller one of R x S, and of each phase only some taps are not zero.
+// At a stride of 2 a copy of x may hold its even and odd rows and columns apart, as channels: then the filter moves over
+// them without a stride, as a smaller one of R x S, and of each phase only some taps are not zero.
+//
+//   x            copy            taps of a 3x3 filter, padding 1
+//   a b a b      a a   b b       a: the middle one     b: left, right
+//   c d c d      a a   b b       c: above, below       d: the corners
+//   a b a b
+//   c d c d      c c   d d
+//                c c   d d
 struct Phases {
-  int rows, columns;     // 1, or 2 of both
+  int rows, columns;     // 1 and 1, or 2 and 2
   int first_r[2], r[2];  // of the phase of rows: its first tap among the R, and how many there are
   int first_s[2], s[2];  // of columns
   int taps, before[4];   // of all phases, of those before each
@@ -198,11 +206,6 @@ struct Correlation {
   Phases phases;
 };
 
-template <int NUMBER>
-struct Number {
-  static constexpr int value = NUMBER;
-};
-
 // How slots are filled.
 enum class Loads : int {
   kSingle,    // a lane loads a channel of a pixel
@@ -212,8 +215,8 @@ enum class Loads : int {
 
 // What a kernel has code for. There is one for each way in which x comes, since a kernel with twice the code starts
 // later where others have run in between. (H200, 2026-11-22, 1x1, 32 images of a ResNet-50's layers, another kernel
-// between two calls, us, code of all ways in one kernel, 114 to 133 KB / of one way, 63 to 82 KB: 64 to 64, 56x56, 31.9
-// / 26.6; 256 to 1024, 14x14, 36.7 / 30.8. With nothing in between 24.9 / 23.6 and 30.8 / 30.4.)
+// between two calls, us, in a driver, code of all ways in one kernel, 116 to 138 KB / of one way, 63 to 86 KB: 64 to 64,
+// 56x56, 31.7 / 25.2; 256 to 1024, 14x14, 36.5 / 30.5. With nothing in between, the first one takes 24.9 and 30.8.)
 enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kAny };
 
 struct Plan {
@@ -745,28 +748,17 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, uint3
   const int row_pieces = row < contain.rows ? params.row_pieces : 0;
   if (threadIdx.x < kPackThreads / 32) magnitudes[threadIdx.x] = 0;
   __syncthreads();  // they have their first values
-  // What a thread packs is loaded at once and kept; of longer rows it loads the rest twice.
-  constexpr int kKept = 1;
-  float kept[kKept][8], values[8];
+  // The first piece that a thread packs is kept; of longer rows it loads the rest twice.
+  float kept[8] = {}, values[8];
   uint32_t magnitude = 0;
   const auto measure = [&](const float (&of_piece)[8]) {
 #pragma unroll
     for (float value : of_piece) magnitude = max(magnitude, float_bits(value) & 0x7fffffff);
   };
-#pragma unroll
-  for (int i = 0; i < kKept; ++i) {
-    const int number = first + i * row_threads;
-    if (number < row_pieces) {
-      load_weights(params, locate_piece(params, 8, row, number), kept[i]);
-    } else {
-#pragma unroll
-      for (float& value : kept[i]) value = 0;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kKept; ++i) measure(kept[i]);
+  if (first < row_pieces) load_weights(params, locate_piece(params, 8, row, first), kept);
+  measure(kept);
 #pragma unroll 2
-  for (int number = first + kKept * row_threads; number < row_pieces; number += row_threads) {
+  for (int number = first + row_threads; number < row_pieces; number += row_threads) {
     load_weights(params, locate_piece(params, 8, row, number), values);
     measure(values);
   }
@@ -789,11 +781,8 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, uint3
     watch.see_contained(packed);
     static_cast<uint4*>(params.packed_ptr)[locate_piece(params, 8, row, number).to] = packed;
   };
-#pragma unroll
-  for (int i = 0; i < kKept; ++i) {
-    if (first + i * row_threads < row_pieces) pack(first + i * row_threads, kept[i]);
-  }
-  for (int number = first + kKept * row_threads; number < row_pieces; number += row_threads) {
+  if (first < row_pieces) pack(first, kept);
+  for (int number = first + row_threads; number < row_pieces; number += row_threads) {
     load_weights(params, locate_piece(params, 8, row, number), values);
     pack(number, values);
   }
@@ -969,6 +958,8 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
   }
 }
 
+// Five blocks an SM: 48 registers. With 68, three blocks and other code for what does not fit, in another run, 256 to
+// 256, 28x28, stride 2, 256 images took 244 us instead of 226 (H200, 2026-11-22).
 template <int VECTOR>
 __global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_constant__ ContainParams params) {
 #if defined(MODELNEW_SM90A)
@@ -1430,6 +1421,11 @@ __device__ __forceinline__ void store_four(Stored* to, const Stored (&values)[4]
                                                values[2].bits | static_cast<uint32_t>(values[3].bits) << 16);
   }
 }
+
+template <int NUMBER>
+struct Number {
+  static constexpr int value = NUMBER;
+};
 
 // Does something with the sums that a thread has of a chunk, 64 pixels x 32 channels: number so many of its
 // warpgroup's. By one jump, so that the rest of what stores a chunk is there once: a kernel that starts reads its code
@@ -2134,6 +2130,7 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
 // Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, in up to
 // 4 parts of the reduction, fp32, 32 and 256 images, both memory formats, H200, 2026-11-22 (revisions in the making):
 // 1616 times, of which it is 15% off (root mean square). What it chooses is 1.9% slower than the fastest, on average.
+// What is about contained operands was set by hand afterwards, from the same layers and those of a U-Net.
 //
 // Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled (single words of windows
 // are never what a tile waits for); of y.
@@ -2366,12 +2363,12 @@ inline double contain_cycles(const Correlation& of, const Device& device) {
   return contained_bytes(of) * (1.0 + 2 * sectors) / device.sms / kContainRate + kContainCycles;
 }
 
-// The best one in a shape of a tile; `least`: cycles that others take, and whether there is any.
-inline bool improve(const Correlation& of, int out_bytes, const Device& device, const Alignment& address,
+// Puts the best plan in a shape of a tile in the place of `best`, if that is none (`found`) or a slower one.
+// `more_cycles`: of what happens before, where `of` is that of a copy.
+inline void improve(const Correlation& of, int out_bytes, const Device& device, const Alignment& address,
                     const TileShape& shape, int forced_splits, double more_cycles, bool is_copied, bool& found,
                     Plan& best) {
   const int pixels = 128 * shape.blocks_m;
-  bool improved = false;
   const auto consider = [&](const Cut& cut) {
     if (cut.tile_p < 1 || cut.tile_p * cut.tile_q > pixels) return;
     for (int splits : kSplits) {
@@ -2382,12 +2379,12 @@ inline bool improve(const Correlation& of, int out_bytes, const Device& device, 
       plan.cycles += more_cycles;
       if (found && plan.cycles >= best.cycles) continue;
       best = plan;
-      found = improved = true;
+      found = true;
     }
   };
   if (of.R == 1 && of.S == 1) {
     consider({Cut::kPoints, 1, 1});
-    return improved;
+    return;
   }
   if (of.Q <= pixels) consider({Cut::kPacked, 1, 1});
   // Whole rows, or a part of them.
@@ -2397,13 +2394,13 @@ inline bool improve(const Correlation& of, int out_bytes, const Device& device, 
     for (int tile_p : {most, most & ~1, most & ~3, (most + 1) / 2, (most + 3) / 4, 2, 1})
       consider({Cut::kLines, tile_p, tile_q});
   }
-  return improved;
 }
 
 // With TF32 operands, for what contained ones are not fit for.
 inline bool plan_again(const Correlation& of, const Device& device, const Alignment& address, Plan& plan) {
   bool found = false;
-  return improve(of, 4, device, address, kAgainShape, 1, 0, false, found, plan);
+  improve(of, 4, device, address, kAgainShape, 1, 0, false, found, plan);
+  return found;
 }
 
 inline bool make_plan(const Correlation& of, int element_bytes, const Device& device, const Alignment& address,
@@ -2411,13 +2408,14 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
   bool found = false;
   int number = 0;
   const Alignment of_copy{0, address.out};
+  Plan again;
+  const bool contains = may_contain(of, element_bytes) &&
+                        (forced >= 0 || std::min(of.in_channels, of.out_channels) >= kLeastContainedChannels) &&
+                        plan_again(of, device, address, again);
   for (const TileShape& shape : kTileShapes) {
     if (forced >= 0 && number++ != forced) continue;
     if (shape.contained) {
-      Plan again;
-      if (may_contain(of, element_bytes) &&
-          (forced >= 0 || std::min(of.in_channels, of.out_channels) >= kLeastContainedChannels) &&
-          plan_again(of, device, address, again))
+      if (contains)
         improve(copied(of), element_bytes, device, of_copy, shape, forced_splits, contain_cycles(of, device), true,
                 found, best);
       continue;
@@ -2693,10 +2691,11 @@ cudaError_t run_packed(const PackParams& pack, void* copy_ptr, Params& params, c
   return run_tiles<Format>(params, stream);
 }
 
-inline cudaError_t run_contained(const PackParams& pack, const Plan& again, const WorkspaceLayout& layout,
-                                 uint8_t* workspace, Params& params, cudaStream_t stream) {
+inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy, const Plan& again,
+                                 const WorkspaceLayout& layout, uint8_t* workspace, Params& params,
+                                 cudaStream_t stream) {
   const Plan& plan = params.plan;
-  const Correlation of = params.of, copy = copied(of);
+  const Correlation of = params.of;
   const void* const in_ptr = params.in_ptr;
   Guard& guard = params.guard;
   guard.control = reinterpret_cast<Control*>(workspace);
@@ -2765,23 +2764,23 @@ cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& p
   const Plan plan = params.plan;
   uint8_t* const start = static_cast<uint8_t*>(workspace);
   const auto packed_bytes = [&](const Plan& of_plan) {
-    return pack_params(of, of.phases, of_plan, nullptr, nullptr).count * int64_t{16};
+    return packed_rows(of, of_plan.tile_n) * of_plan.iterations * of_plan.pieces * 16;
   };
+  const Correlation copy = plan.contained ? copied(of) : of;
   const int64_t bytes_of_copy = plan.contained ? contained_bytes(of)
                                 : plan.copied  ? copied_bytes(of, sizeof(Stored))
                                                : 0;
   const WorkspaceLayout layout =
       workspace_layout(plan.contained, packed_rows(of, plan.tile_n), packed_bytes(plan),
                        plan.contained ? packed_bytes(again) : 0, bytes_of_copy, plan.splits - 1);
-  const Phases phases = plan.contained ? copied(of).phases : of.phases;
-  PackParams pack = pack_params(of, phases, plan, w_ptr, start + layout.packed);
+  PackParams pack = pack_params(of, copy.phases, plan, w_ptr, start + layout.packed);
   if (plan.splits > 1) {
     params.partial_ptr = reinterpret_cast<float*>(start + layout.partial);
     params.arrived_ptr = pack.zero_ptr = reinterpret_cast<uint32_t*>(start + layout.arrived);
     pack.zeros = static_cast<int>(2 * (plan.tiles - plan.whole_tiles));
   }
   if constexpr (sizeof(Stored) == 4) {
-    if (plan.contained) return run_contained(pack, again, layout, start, params, stream);
+    if (plan.contained) return run_contained(pack, copy, again, layout, start, params, stream);
   }
   return run_packed<Format<Stored>>(pack, start + layout.copied, params, stream);
 }

@@ -823,7 +823,8 @@ struct ShapeCycles {
   double step;     // of a warp that waits for nothing else
 };
 
-// Constants of the estimate, in cycles of an SM at 1.75 GHz (store_rate: bytes a cycle).
+// Constants of the estimate, in cycles of an SM at 1.75 GHz. store_rate: bytes a cycle; placed_term: of a term of a
+// chunk, where threads fill the window from whole planes.
 struct Constants {
   double call, block, chunk, cluster, cluster_block, large_cluster_block, store_rate, placed_term;
   ShapeCycles shapes[5];
@@ -833,8 +834,8 @@ struct Constants {
 // worst case.
 constexpr Constants kThreeProducts{
     9400, 1700, 910, 2200, 530, 1140, 24, 20, {{1.08, 46}, {1.38, 46}, {1.77, 19}, {1.81, 175}, {1.67, 25}}};
-// Of one product, from 447 times of the same kind: these layers with one image, its stem with 1, 32 and 256: 2.5%, and
-// 23% in the worst case (by the constants of three products 5%).
+// Of one product, from 385 times of the same kind: these layers with one image but for 1x1 at a stride, which are fp32,
+// and the stem with 1, 32 and 256: 2.5%, and 23% in the worst case (by the constants of three products 5%).
 constexpr Constants kOneProduct{
     9900, 1720, 490, 1530, 1110, 2980, 22, 28, {{0.88, 45}, {1.5, 46}, {3.25, 19}, {1.4, 231}, {3.45, 25}}};
 
