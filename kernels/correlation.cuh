@@ -69,6 +69,19 @@ inline Correlation correlation_of_problem(const Problem& problem, Operator op) {
   return of;
 }
 
+// 1x1 filters that take every pixel see one row of pixels instead of an image.
+inline void flatten_points(Correlation& of) {
+  // A stride that is never taken is 1, too, and may leave pixels out.
+  const bool same = of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0 &&
+                    of.H == of.P && of.W == of.Q;
+  const auto dense = [&](const int64_t (&stride)[4]) { return of.H == 1 || stride[2] == of.W * stride[3]; };
+  if (!same || !dense(of.in_stride) || !dense(of.out_stride)) return;
+  const int64_t pixels = static_cast<int64_t>(of.H) * of.W;
+  if (pixels > 1 << 30) return;
+  of.W = of.Q = static_cast<int>(pixels);
+  of.H = of.P = 1;
+}
+
 #endif
 
 }  // namespace modelnew

@@ -237,6 +237,78 @@ __device__ __forceinline__ void bulk_stores_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
+// ---- Clusters: blocks that read one another's shared memory ----
+
+__device__ __forceinline__ void cluster_sync() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// The same for threads that have read all they wanted to.
+__device__ __forceinline__ void cluster_leave() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// The same words of shared memory of another block of the cluster.
+__device__ __forceinline__ float4 load_cluster_4(uint32_t address, int rank) {
+  float4 value{};
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+      : "r"(address), "r"(rank)
+      : "memory");
+#endif
+  return value;
+}
+
+__device__ __forceinline__ float load_cluster(uint32_t address, int rank) {
+  float value = 0;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, [there];\n}"
+               : "=f"(value)
+               : "r"(address), "r"(rank)
+               : "memory");
+#endif
+  return value;
+}
+
+// The sums over all blocks of it, of 2, 4 or 8, in their order. Loads first: each takes a while.
+__device__ __forceinline__ float4 add_cluster_4(uint32_t address, int blocks) {
+  float4 sum{};
+#pragma unroll 1
+  for (int rank = 0; rank < blocks; rank += 4) {
+    float4 parts[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) parts[i] = rank + i < blocks ? load_cluster_4(address, rank + i) : float4{};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum.x += parts[i].x;
+      sum.y += parts[i].y;
+      sum.z += parts[i].z;
+      sum.w += parts[i].w;
+    }
+  }
+  return sum;
+}
+
+__device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
+  float sum = 0;
+#pragma unroll 1
+  for (int rank = 0; rank < blocks; rank += 4) {
+    float parts[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) parts[i] = rank + i < blocks ? load_cluster(address, rank + i) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum += parts[i];
+  }
+  return sum;
+}
+
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
 enum class BoxUse { kStore, kLoad, kLoadRows };  // kLoadRows: rows of 128 bytes in the order of those to be stored
 

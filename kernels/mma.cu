@@ -65,6 +65,7 @@
 #include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "tf32.cuh"
 
 namespace modelnew {
 namespace mma {
@@ -179,88 +180,6 @@ MODELNEW_HOST_DEVICE inline Term locate_term(const Params& params, int i) {
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 // ---- Device code ----
-
-// -- Instructions --
-
-// d += a b: 16 x 8 by 8 x 8, TF32.
-__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#endif
-}
-
-__device__ __forceinline__ void cluster_sync() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-
-// The same for threads that have read all they wanted to.
-__device__ __forceinline__ void cluster_leave() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-
-// The same words of shared memory of another block of the cluster.
-__device__ __forceinline__ float4 load_cluster_4(uint32_t address, int rank) {
-  float4 value{};
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
-      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-      : "r"(address), "r"(rank)
-      : "memory");
-#endif
-  return value;
-}
-
-__device__ __forceinline__ float load_cluster(uint32_t address, int rank) {
-  float value = 0;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, [there];\n}"
-               : "=f"(value)
-               : "r"(address), "r"(rank)
-               : "memory");
-#endif
-  return value;
-}
-
-// The sums over all blocks of it, of 2, 4 or 8, in their order. Loads first: each takes a while.
-__device__ __forceinline__ float4 add_cluster_4(uint32_t address, int blocks) {
-  float4 sum{};
-#pragma unroll 1
-  for (int rank = 0; rank < blocks; rank += 4) {
-    float4 parts[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) parts[i] = rank + i < blocks ? load_cluster_4(address, rank + i) : float4{};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum.x += parts[i].x;
-      sum.y += parts[i].y;
-      sum.z += parts[i].z;
-      sum.w += parts[i].w;
-    }
-  }
-  return sum;
-}
-
-__device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
-  float sum = 0;
-#pragma unroll 1
-  for (int rank = 0; rank < blocks; rank += 4) {
-    float parts[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) parts[i] = rank + i < blocks ? load_cluster(address, rank + i) : 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum += parts[i];
-  }
-  return sum;
-}
 
 // -- Loads --
 
@@ -461,18 +380,6 @@ __device__ __forceinline__ void load_chunk(const Params& params, const Tile& til
 
 // -- Multiplying --
 
-// v = first + rest, or first alone; the tensor core takes no more of them than TF32 has. Where v is Inf, NaN or too
-// large to be rounded the rest is NaN or Inf.
-template <bool EXACT>
-__device__ __forceinline__ void split(uint32_t v, uint32_t& first, uint32_t& rest) {
-  if constexpr (EXACT) {
-    first = v + 0x1000u;
-    rest = float_bits(bits_float(v) - bits_float(first & ~0x1fffu));
-  } else {
-    first = float_bits(round_to_tf32(bits_float(v)));
-  }
-}
-
 // STEPS times 8 terms of the reduction, WARPS_K steps apart.
 template <typename Shape, bool EXACT, int STEPS>
 __device__ __forceinline__ void multiply_steps(uint32_t x_smem, uint32_t a_smem, int pitch_8, uint32_t table,
@@ -585,8 +492,6 @@ __device__ __noinline__ float exact_output(const Params& params, int64_t n, int 
   return sum + chunk;
 }
 
-__device__ __forceinline__ bool is_finite(float value) { return (float_bits(value) & 0x7f800000u) != 0x7f800000u; }
-
 // The block's rows of the tile, split_rows of them, from the staging of all blocks of the cluster to memory.
 __device__ __forceinline__ void store_rows(const Params& params, const Tile& tile, const float* staging,
                                            int first_row) {
@@ -623,7 +528,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Tile& til
     if (vector == 4) {
       float4 sum{};
       if (plan.splits > 1)
-        sum = add_cluster_4(address, plan.splits);
+        sum = hopper::add_cluster_4(address, plan.splits);
       else
         sum = *reinterpret_cast<const float4*>(from);
       if (is_finite(sum.x) && is_finite(sum.y) && is_finite(sum.z) && is_finite(sum.w)) {
@@ -636,7 +541,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Tile& til
         }
       }
     } else {
-      const float sum = plan.splits > 1 ? add_cluster(address, plan.splits) : *from;
+      const float sum = plan.splits > 1 ? hopper::add_cluster(address, plan.splits) : *from;
       *to = finished(sum, row, pixel);
     }
   }
@@ -750,9 +655,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
   if (plan.splits == 1)
     __syncthreads();  // staging
   else
-    cluster_sync();  // staging of all blocks
+    hopper::cluster_sync();  // staging of all blocks
   store_rows(params, tile, staging, rank * plan.split_rows);
-  if (plan.splits > 1) cluster_leave();  // others may still be reading this block's
+  if (plan.splits > 1) hopper::cluster_leave();  // others may still be reading this block's
 #endif
 }
 
@@ -791,19 +696,6 @@ constexpr ShapeSizes kShapes[] = {sizes_of<Shape0>(), sizes_of<Shape1>(), sizes_
 constexpr int kShapeCount = sizeof kShapes / sizeof kShapes[0];
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-// 1x1 filters that take every pixel see one row of pixels instead of an image.
-inline void flatten_points(Correlation& of) {
-  // A stride that is never taken is 1, too, and may leave pixels out.
-  const bool same = of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0 &&
-                    of.H == of.P && of.W == of.Q;
-  const auto dense = [&](const int64_t (&stride)[4]) { return of.H == 1 || stride[2] == of.W * stride[3]; };
-  if (!same || !dense(of.in_stride) || !dense(of.out_stride)) return;
-  const int64_t pixels = static_cast<int64_t>(of.H) * of.W;
-  if (pixels > 1 << 30) return;
-  of.W = of.Q = static_cast<int>(pixels);
-  of.H = of.P = 1;
-}
 
 // Channels of a chunk: enough that each group of warps has some 40 to 128 terms, all of them where there are few.
 inline int chunk_channels(const Correlation& of, int warps_k) {

@@ -1,0 +1,618 @@
+// pointwise engine: 1x1 filters over few pixels, fp32 tensors, on the tensor cores of any GPU since Ampere. What counts
+// there is the time from the start of the kernel to its first product: one launch, no workspace, a few kilobytes of
+// code, and operands go from memory to registers without a stop. Deterministic: one sum an output, in one order.
+//
+// y is a matrix whose rows and columns are output channels and pixels (of all images, in their order), so that columns
+// are neighbours in memory; the reduction runs over input channels:
+//
+//   y of [channel][pixel]        rows = channels, columns = pixels        a = w, b = x
+//   y of [pixel][channel]        rows = pixels, columns = channels        a = x, b = w
+//
+// A warp has 32 rows x 32 columns and takes 16 terms of the reduction at a time, as two steps of mma.sync. Which term
+// is which of the instruction's 8 is free, as long as both operands agree, and so is which column is which. Hence the
+// lane that holds terms t and t + 4 of rows n and n + 8 holds four neighbours instead, and loads them by 16 bytes:
+//
+//   lane = 4 n + t     a: row n, terms 4t .. 4t+3                         first step: 4t, 4t+1; second: 4t+2, 4t+3
+//                      b: terms 4t .. 4t+3, columns 4n .. 4n+3            column n of the instruction's tile j: 4n+j
+//                      b in channels_last: columns 4n+j, terms 4t .. 4t+3
+//
+// So a load of b takes 128 bytes of each of four planes, one of a 64 bytes of each of eight filters; and of every row of
+// y a lane ends up with eight neighbours.
+//
+// Warps of a block share the reduction (slices), where it is long blocks of a cluster do, too (sm_90). Their sums meet
+// in shared memory and are added up in order:
+//
+//   memory --16 bytes a lane--> registers --> mma.sync --> sums of a slice [row][column] --> added up --> memory
+//
+// Full fp32 accuracy takes three products, and what is not finite is computed again by multiply-adds, as in mma.cu.
+#if !defined(__CUDACC_RTC__)
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include "engines.cuh"
+#endif
+
+#include "correlation.cuh"
+#include "divisor.cuh"
+#include "hopper.cuh"
+#include "numerics.cuh"
+#include "problem.cuh"
+#include "tf32.cuh"
+
+namespace modelnew {
+namespace pointwise {
+
+// ---- Geometry, host and device ----
+
+constexpr int kSide = 32;   // rows and columns of a warp
+constexpr int kTerms = 16;  // of the reduction, at a time
+// Warps of a block: three products take more registers than 16 of them have.
+MODELNEW_HOST_DEVICE constexpr int most_warps(bool exact) { return exact ? 8 : 16; }
+constexpr int kMostRowBits = 2, kMostSplitBits = 3;
+constexpr int kPitch = kSide + 4;  // of sums in shared memory: stores and loads of 16 bytes meet all banks
+
+// How operands come.
+enum class Loads : int {
+  kFours,         // by fours: terms of w, pixels of x
+  kStrided,       // w by fours, x by single values
+  kChannelsLast,  // by fours of terms
+  kSingle         // by single values
+};
+
+struct Plan {
+  Loads loads;
+  bool pixel_rows;    // rows are pixels, columns channels
+  int rows, columns;  // of y
+  int row_bits;       // of a power of two, warps of a block side by side
+  int slices;         // and one behind the other in the reduction
+  int split_bits;     // of a power of two, blocks of a cluster
+  int slice_steps;    // of 16 terms
+  int row_tiles, column_tiles;
+  int out_vector;  // outputs that are stored at a time: 4 or 1
+  double cycles;   // estimate
+};
+
+struct Params {
+  const float *x_ptr, *w_ptr, *bias_ptr;
+  float* out_ptr;
+  Plan plan;
+  int channels;  // terms of the reduction
+  // Steps in elements; of pixels, between neighbouring outputs.
+  int x_image, x_channel, x_row, x_column;
+  int y_image, y_channel, y_row, y_column;
+  int w_out, w_in;
+  Divisor by_plane, by_width, by_row_tiles;
+};
+
+MODELNEW_HOST_DEVICE inline int block_rows(const Plan& plan) { return kSide << plan.row_bits; }
+MODELNEW_HOST_DEVICE inline int splits_of(const Plan& plan) { return 1 << plan.split_bits; }
+MODELNEW_HOST_DEVICE inline int shared_bytes(const Plan& plan) {
+  return plan.slices * block_rows(plan) * kPitch * static_cast<int>(sizeof(float));
+}
+
+// Where a pixel, numbered through all images, lies in x and in y.
+struct Place {
+  int x, y;
+};
+
+MODELNEW_HOST_DEVICE inline Place place_of_pixel(const Params& params, int pixel) {
+  const int image = quotient(pixel, params.by_plane),
+            in_plane = pixel - image * static_cast<int>(params.by_plane.divisor);
+  const int row = quotient(in_plane, params.by_width),
+            column = in_plane - row * static_cast<int>(params.by_width.divisor);
+  return {image * params.x_image + row * params.x_row + column * params.x_column,
+          image * params.y_image + row * params.y_row + column * params.y_column};
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+// ---- Device code ----
+
+// What a lane holds of 16 terms: of a, four neighbouring terms of four rows, eight apart; of b, [term][column].
+struct Operands {
+  float a[4][4], b[4][4];
+};
+
+// What a lane loads from, at the first of its terms.
+template <Loads LOADS>
+struct Sources {
+  const float *a_ptr, *b_ptr;
+  int a[4], b[4];  // offsets of its rows and columns
+
+  __device__ __forceinline__ void load(const Params& params, int term, Operands& operands) const {
+    const auto four = [](const float* from, float (&values)[4]) {
+      const float4 loaded = __ldg(reinterpret_cast<const float4*>(from));
+      values[0] = loaded.x;
+      values[1] = loaded.y;
+      values[2] = loaded.z;
+      values[3] = loaded.w;
+    };
+    if constexpr (LOADS != Loads::kSingle) {
+      if (term >= params.channels) {  // they are multiples of 4
+        operands = Operands{};
+        return;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four(a_ptr + a[i] + term, operands.a[i]);
+    }
+    if constexpr (LOADS == Loads::kChannelsLast) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float terms[4];
+        four(b_ptr + b[j] + term, terms);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) operands.b[i][j] = terms[i];
+      }
+    } else if constexpr (LOADS == Loads::kFours) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four(b_ptr + b[0] + (term + i) * params.x_channel, operands.b[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool exists = LOADS == Loads::kStrided || term + i < params.channels;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          operands.b[i][j] = exists ? __ldg(b_ptr + b[j] + (term + i) * params.x_channel) : 0.0f;
+        }
+        if constexpr (LOADS == Loads::kSingle) {
+#pragma unroll
+          for (int row = 0; row < 4; ++row)
+            operands.a[row][i] = exists ? __ldg(a_ptr + a[row] + (term + i) * params.w_in) : 0.0f;
+        }
+      }
+    }
+  }
+};
+
+// Of a warp: rows 16m and 16m + 8, columns of tile j.
+using Sums = float[2][4][4];
+
+template <bool EXACT>
+__device__ __forceinline__ void multiply(const Operands& operands, Sums& acc) {
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    uint32_t a[2][4], a_rest[2][4];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        split<EXACT>(float_bits(operands.a[2 * m + i % 2][2 * step + i / 2]), a[m][i], a_rest[m][i]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t b[2], b_rest[2];
+      split<EXACT>(float_bits(operands.b[2 * step][j]), b[0], b_rest[0]);
+      split<EXACT>(float_bits(operands.b[2 * step + 1][j]), b[1], b_rest[1]);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        if constexpr (EXACT) {
+          // The tensor core truncates: 8 terms at a time.
+          float d[4] = {0, 0, 0, 0};
+          multiply_add(d, a_rest[m], b);
+          multiply_add(d, a[m], b_rest);
+          multiply_add(d, a[m], b);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc[m][j][e] += d[e];
+        } else {
+          multiply_add(acc[m][j], a[m], b);
+        }
+      }
+    }
+  }
+}
+
+// One output by multiply-adds, in chunks of 64: for Inf and NaN.
+__device__ __noinline__ float exact_output(const Params& params, int channel, int pixel) {
+  const float* x = params.x_ptr + place_of_pixel(params, pixel).x;
+  const float* w = params.w_ptr + channel * params.w_out;
+  float sum = 0, chunk = 0;
+#pragma unroll 1
+  for (int c = 0; c < params.channels; ++c) {
+    chunk = fmaf(*x, *w, chunk);
+    x += params.x_channel;
+    w += params.w_in;
+    if (c % 64 == 63) {
+      sum += chunk;
+      chunk = 0;
+    }
+  }
+  return sum + chunk;
+}
+
+// Sums of a channel and a pixel, and of their neighbours to the right, that are not finite.
+template <bool PIXEL_ROWS>
+__device__ __forceinline__ void repair(const Params& params, int row, int column, float (&sums)[4]) {
+  if (is_finite(sums[0]) && is_finite(sums[1]) && is_finite(sums[2]) && is_finite(sums[3])) return;
+#pragma unroll 1
+  for (int i = 0; i < 4 && column + i < params.plan.columns; ++i) {
+    float sum = i == 0 ? sums[0] : i == 1 ? sums[1] : i == 2 ? sums[2] : sums[3];
+    if (!is_finite(sum))
+      sum = PIXEL_ROWS ? exact_output(params, column + i, row) : exact_output(params, row, column + i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sums[j] = i == j ? sum : sums[j];
+  }
+}
+
+template <Loads LOADS, bool EXACT>
+__global__ void __launch_bounds__(32 * most_warps(EXACT), 1) pointwise_kernel(const __grid_constant__ Params params) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  extern __shared__ __align__(16) unsigned char modelnew_pointwise_smem[];
+  float* const smem = reinterpret_cast<float*>(modelnew_pointwise_smem);
+  const Plan& plan = params.plan;
+  const int warp_id = threadIdx.x / 32, lane_id = threadIdx.x % 32, n = lane_id / 4, t = lane_id % 4;
+  const int slice = warp_id >> plan.row_bits, row_warp = warp_id - (slice << plan.row_bits);
+
+  // Tiles of the same columns are neighbours, and the blocks that share one are a cluster.
+  const int splits = splits_of(plan), number = blockIdx.x >> plan.split_bits, rank = blockIdx.x - number * splits;
+  const int column_tile = quotient(number, params.by_row_tiles), row_tile = number - column_tile * plan.row_tiles;
+  const int first_row = row_tile * block_rows(plan), first_column = column_tile * kSide;
+
+  constexpr bool kPixelRows = LOADS == Loads::kChannelsLast;
+  constexpr bool kNeighbours = LOADS == Loads::kFours || LOADS == Loads::kChannelsLast;  // columns of a lane
+  Sources<LOADS> sources;
+  sources.a_ptr = kPixelRows ? params.x_ptr : params.w_ptr;
+  sources.b_ptr = kPixelRows ? params.w_ptr : params.x_ptr;
+  // What does not exist is as good as the last one that does: nobody stores it.
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = min(first_row + row_warp * kSide + 8 * i + n, plan.rows - 1);
+    sources.a[i] = kPixelRows ? place_of_pixel(params, row).x : row * params.w_out;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int column = first_column + (kNeighbours ? 4 * n + j : 8 * j + n);
+    if (kPixelRows)
+      sources.b[j] = min(column, plan.columns - 1) * params.w_out;
+    else if (LOADS != Loads::kFours || j == 0)
+      sources.b[j] = place_of_pixel(params, min(column, plan.columns - (LOADS == Loads::kFours ? 4 : 1))).x;
+  }
+
+  // What this thread stores: four neighbours in every rows_apart-th row from this one on.
+  const int own_row = threadIdx.x / (kSide / 4), rows_apart = blockDim.x / (kSide / 4);
+  const int column = first_column + threadIdx.x % (kSide / 4) * 4;
+  int column_offset = 0;
+
+  Sums acc = {};
+  const int steps = (params.channels + kTerms - 1) / kTerms;
+  const int begin = min((rank * plan.slices + slice) * plan.slice_steps, steps),
+            end = min(begin + plan.slice_steps, steps);
+  const auto term = [&](int step) { return step * kTerms + 4 * t; };
+  // What is loaded is multiplied a step later; loads and products are there twice, so that nothing is moved.
+  Operands first, second;
+#pragma unroll 1
+  for (int step = begin - 1; step < end; step += 2) {
+    if (step + 1 < end) sources.load(params, term(step + 1), second);
+    if (step >= begin)
+      multiply<EXACT>(first, acc);
+    else  // while the first operands come
+      column_offset = kPixelRows ? column : place_of_pixel(params, column).y;
+    if (step + 1 >= end) break;
+    if (step + 2 < end) sources.load(params, term(step + 2), first);
+    multiply<EXACT>(second, acc);
+  }
+
+  float* const staged = smem + (slice * block_rows(plan) + row_warp * kSide + n) * kPitch;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {  // rows, 8 apart
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* const sums = &acc[i / 2][0][i % 2 * 2 + half];
+      float* const to = staged + 8 * i * kPitch;
+      if constexpr (kNeighbours) {
+        *reinterpret_cast<float4*>(to + 8 * t + 4 * half) = make_float4(sums[0], sums[4], sums[8], sums[12]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) to[8 * j + 2 * t + half] = sums[4 * j];
+      }
+    }
+  }
+  __syncthreads();  // sums of all slices
+
+  const int slice_words = block_rows(plan) * kPitch;
+  float* const own = smem + threadIdx.x % (kSide / 4) * 4;
+  const auto add_slices = [&](const float* from) {
+    float4 sum{};
+#pragma unroll 1
+    for (int i = 0; i < plan.slices; i += 4, from += 4 * slice_words) {
+      float4 parts[4] = {};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (i + j < plan.slices) parts[j] = *reinterpret_cast<const float4*>(from + j * slice_words);
+#pragma unroll
+      for (const float4& part : parts) {
+        sum.x += part.x;
+        sum.y += part.y;
+        sum.z += part.z;
+        sum.w += part.w;
+      }
+    }
+    return sum;
+  };
+  int row = own_row, end_row = min(block_rows(plan), plan.rows - first_row);
+  if (splits > 1) {
+#pragma unroll 1
+    for (; row < end_row; row += rows_apart)
+      *reinterpret_cast<float4*>(own + row * kPitch) = add_slices(own + row * kPitch);
+    hopper::cluster_sync();  // all blocks have added up
+    const int share = block_rows(plan) >> plan.split_bits;
+    row = own_row + rank * share;
+    end_row = min(end_row, (rank + 1) * share);
+  }
+  const bool stores = column < plan.columns;
+#pragma unroll 1
+  for (; row < end_row && stores; row += rows_apart) {
+    const float* const from = own + row * kPitch;
+    const float4 sum = splits > 1 ? hopper::add_cluster_4(hopper::smem_address(from), splits) : add_slices(from);
+    float values[4] = {sum.x, sum.y, sum.z, sum.w};
+    if constexpr (EXACT) repair<kPixelRows>(params, first_row + row, column, values);
+    if (params.bias_ptr != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        values[i] += __ldg(params.bias_ptr + (kPixelRows ? min(column + i, plan.columns - 1) : first_row + row));
+    }
+    float* const to = params.out_ptr +
+                      (kPixelRows ? place_of_pixel(params, first_row + row).y : (first_row + row) * params.y_channel) +
+                      column_offset;
+    if (plan.out_vector == 4) {
+      *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (column + i >= plan.columns) break;
+        to[kPixelRows || i == 0 ? i : place_of_pixel(params, column + i).y - column_offset] = values[i];
+      }
+    }
+  }
+  if (splits > 1) hopper::cluster_leave();  // nobody reads this block's sums any more
+#endif
+}
+
+#endif  // device code
+
+#if !defined(__CUDACC_RTC__)
+
+// ---- Host: what to compute, and how to cut it up ----
+
+struct Device {
+  int sms;
+  bool hopper;
+};
+
+// Addresses of the tensors; zeros, before they are known, stand for aligned ones.
+struct Alignment {
+  uint64_t x, w, y;
+};
+
+// Constants of the estimate, in cycles of an SM at 1.75 GHz; from the 15 layers of a ResNet-50 that have 1x1 filters, 1,
+// 2 and 4 images, all configurations, TF32 in both memory formats and full accuracy, H200, 2026-11-22 (a revision in the
+// making, caches cold): 2475 times, of which it is 10% off (root mean square). What it chooses is 1.1% slower than the
+// fastest, on average, and 11% at most.
+constexpr double kCallCycles = 9400, kWaveCycles = 4800;  // of a first and of every other wave of blocks
+constexpr double kStepCycles = 870, kWarpCycles = 66;     // 16 terms of a warp, and for each of the SM's warps
+constexpr double kExactCycles = 50, kStridedCycles = 47;  // more for each of these
+constexpr double kClusterCycles = 1450, kClusterBlockCycles = 350;
+// Of the SMs, those that clusters get: others are too few of their neighbourhood (128 blocks in clusters of 4 took two
+// waves of 132 SMs, 112 one).
+constexpr double kClusterShare = 0.88;
+
+inline bool complete(const Device& device, bool exact, int channels, int row_bits, int split_bits, int slices,
+                     Plan& plan) {
+  const int steps = static_cast<int>(ceil_div(channels, kTerms));
+  plan.row_bits = row_bits;
+  plan.split_bits = split_bits;
+  const int splits = splits_of(plan);
+  plan.slices = slices;
+  if (slices << row_bits > most_warps(exact) || (slices > 1 && slices * splits >= 2 * steps)) return false;
+  plan.slice_steps = static_cast<int>(ceil_div(steps, plan.slices * splits));
+  plan.row_tiles = static_cast<int>(ceil_div(plan.rows, block_rows(plan)));
+  plan.column_tiles = static_cast<int>(ceil_div(plan.columns, kSide));
+  const int64_t blocks = static_cast<int64_t>(plan.row_tiles) * plan.column_tiles * splits;
+  const int warps = slices << row_bits;
+  const int at_once = static_cast<int>(device.sms * (most_warps(exact) / warps) * (splits > 1 ? kClusterShare : 1));
+  const double of_sm = static_cast<double>(ceil_div(blocks, device.sms));
+  const bool strided = plan.loads == Loads::kStrided || plan.loads == Loads::kSingle;
+  plan.cycles =
+      kCallCycles + (ceil_div(blocks, at_once) - 1) * kWaveCycles + plan.slice_steps * kStepCycles +
+      of_sm * warps * plan.slice_steps * (kWarpCycles + (exact ? kExactCycles : 0) + (strided ? kStridedCycles : 0)) +
+      (splits > 1 ? kClusterCycles + of_sm * kClusterBlockCycles : 0);
+  return true;
+}
+
+// Null, or why not. Without a GPU: the sizes alone decide.
+inline const char* refusal_of_problem(const Problem& problem, Operator op) {
+  if (op != Operator::kFprop) return "it computes outputs only";
+  if (problem.dtype != DType::kFloat32) return "it has float32 only";
+  if (problem.R != 1 || problem.S != 1) return "it takes 1x1 filters only";
+  if (problem.groups != 1) return "it takes one group only";
+  if (problem.pad_h != 0 || problem.pad_w != 0) return "it takes no padding";
+  const auto reach = [](const int64_t (&stride)[4], int64_t n, int64_t c, int64_t h, int64_t w) {
+    return n * std::abs(stride[0]) + c * std::abs(stride[1]) + h * std::abs(stride[2]) + w * std::abs(stride[3]);
+  };
+  const int64_t most = int64_t{1} << 31;
+  if (reach(problem.x_stride, problem.N, problem.C, problem.H, problem.W) >= most ||
+      reach(problem.y_stride, problem.N, problem.K, problem.P, problem.Q) >= most ||
+      reach(problem.w_stride, problem.K, problem.C, 0, 0) >= most ||
+      problem.N * problem.P * problem.Q >= most - kSide || problem.K >= most - kSide * 16)
+    return "it takes tensors of fewer than 2^31 elements";
+  return nullptr;
+}
+
+inline bool make_plan(const Correlation& of, bool exact, const Device& device, const Alignment& address, Plan& best,
+                      int forced_row_bits = -1, int forced_split_bits = -1, int forced_slices = 0) {
+  const int pixels = static_cast<int>(of.N * of.P * of.Q);
+  const auto fours = [](int64_t stride, int64_t size) { return stride % 4 == 0 || size == 1; };
+  const bool dense = of.in_stride[3] == 1 && of.stride_w == 1;
+  const bool w_fours =
+      of.w_stride_in == 1 && of.in_channels % 4 == 0 && fours(of.w_stride_out, of.out_channels) && address.w % 16 == 0;
+  const bool x_channels = of.in_stride[1] == 1 && of.in_channels % 4 == 0 && fours(of.in_stride[0], of.N) &&
+                          fours(of.in_stride[2], of.H) && fours(of.in_stride[3], of.W) && address.x % 16 == 0;
+  const bool x_fours = dense && of.Q % 4 == 0 && fours(of.in_stride[0], of.N) &&
+                       fours(of.in_stride[1], of.in_channels) && fours(int64_t{of.stride_h} * of.in_stride[2], of.P) &&
+                       address.x % 16 == 0;
+  Plan plan{};
+  plan.pixel_rows = w_fours && x_channels && of.out_stride[1] == 1 && of.in_channels > 1 && of.out_channels > 1;
+  plan.loads = plan.pixel_rows      ? Loads::kChannelsLast
+               : w_fours && x_fours ? Loads::kFours
+               : w_fours            ? Loads::kStrided
+                                    : Loads::kSingle;
+  plan.rows = plan.pixel_rows ? pixels : of.out_channels;
+  plan.columns = plan.pixel_rows ? of.out_channels : pixels;
+  const bool aligned_out = address.y % 16 == 0 && fours(of.out_stride[0], of.N) && fours(of.out_stride[2], of.P);
+  const bool out_fours = plan.pixel_rows
+                             ? of.out_channels % 4 == 0 && fours(of.out_stride[3], of.Q)
+                             : of.out_stride[3] == 1 && of.Q % 4 == 0 && fours(of.out_stride[1], of.out_channels);
+  plan.out_vector = aligned_out && out_fours ? 4 : 1;
+  bool found = false;
+  for (int row_bits = 0; row_bits <= kMostRowBits; ++row_bits) {
+    if (forced_row_bits >= 0 && row_bits != forced_row_bits) continue;
+    for (int split_bits = 0; split_bits <= kMostSplitBits; ++split_bits) {
+      if (forced_split_bits >= 0 ? split_bits != forced_split_bits : split_bits > 0 && !device.hopper) continue;
+      for (int slices = 1; slices <= most_warps(exact); slices *= 2) {
+        if (forced_slices > 0 && slices != forced_slices) continue;
+        if (!complete(device, exact, of.in_channels, row_bits, split_bits, slices, plan)) continue;
+        if (found && plan.cycles >= best.cycles) continue;
+        best = plan;
+        found = true;
+      }
+    }
+  }
+  return found;
+}
+
+// Compute capability, times 10.
+inline int current_device(Device& device) {
+  int number = 0, major = 0, minor = 0;
+  if (cudaGetDevice(&number) != cudaSuccess) return 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, number);
+  cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, number);
+  device.hopper = major == 9;
+  return 10 * major + minor;
+}
+
+inline Correlation flattened(const Problem& problem) {
+  Correlation of = correlation_of_problem(problem, Operator::kFprop);
+  flatten_points(of);
+  return of;
+}
+
+inline const char* refusal(const Problem& problem, Operator op) {
+  if (const char* reason = refusal_of_problem(problem, op)) return reason;
+  Device device{};
+  if (current_device(device) < 80) return "it needs an Ampere GPU or a later one (compute capability 8.0)";
+  return nullptr;
+}
+
+inline const char* yields(const Problem&, Operator) { return nullptr; }
+
+inline int64_t workspace_bytes(const Problem&, Operator) { return 0; }
+
+inline Params make_params(const Correlation& of, const Plan& plan) {
+  Params params{};
+  params.plan = plan;
+  params.channels = of.in_channels;
+  params.x_image = static_cast<int>(of.in_stride[0]);
+  params.x_channel = static_cast<int>(of.in_stride[1]);
+  params.x_row = static_cast<int>(of.in_stride[2]) * of.stride_h;
+  params.x_column = static_cast<int>(of.in_stride[3]) * of.stride_w;
+  params.y_image = static_cast<int>(of.out_stride[0]);
+  params.y_channel = static_cast<int>(of.out_stride[1]);
+  params.y_row = static_cast<int>(of.out_stride[2]);
+  params.y_column = static_cast<int>(of.out_stride[3]);
+  params.w_out = static_cast<int>(of.w_stride_out);
+  params.w_in = static_cast<int>(of.w_stride_in);
+  params.by_plane = make_divisor(static_cast<int64_t>(of.P) * of.Q);
+  params.by_width = make_divisor(of.Q);
+  params.by_row_tiles = make_divisor(plan.row_tiles);
+  return params;
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+template <Loads LOADS, bool EXACT>
+cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
+  const auto kernel = pointwise_kernel<LOADS, EXACT>;
+  const Plan& plan = params.plan;
+  const int smem_bytes = shared_bytes(plan), threads = 32 * plan.slices << plan.row_bits;
+  if (smem_bytes > 48 << 10) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  const unsigned blocks = static_cast<unsigned>(plan.row_tiles) * plan.column_tiles * splits_of(plan);
+#if defined(__CUDACC__)
+  if (plan.split_bits > 0) {
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = splits_of(plan);
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = blocks;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, params);
+  }
+#endif
+  kernel<<<blocks, threads, smem_bytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <bool EXACT>
+cudaError_t run(const Params& params, cudaStream_t stream) {
+  switch (params.plan.loads) {
+    case Loads::kFours:
+      return run_kernel<Loads::kFours, EXACT>(params, stream);
+    case Loads::kStrided:
+      return run_kernel<Loads::kStrided, EXACT>(params, stream);
+    case Loads::kChannelsLast:
+      return run_kernel<Loads::kChannelsLast, EXACT>(params, stream);
+    default:
+      return run_kernel<Loads::kSingle, EXACT>(params, stream);
+  }
+}
+
+inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  Device device{};
+  current_device(device);
+  const Correlation of = flattened(problem);
+  const Alignment address{reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.w),
+                          reinterpret_cast<uint64_t>(pointers.out)};
+  Plan plan;
+  make_plan(of, !uses_tf32(problem, op), device, address, plan);
+  Params params = make_params(of, plan);
+  params.x_ptr = static_cast<const float*>(pointers.x);
+  params.w_ptr = static_cast<const float*>(pointers.w);
+  params.bias_ptr = static_cast<const float*>(pointers.bias);
+  params.out_ptr = static_cast<float*>(pointers.out);
+  return uses_tf32(problem, op) ? run<false>(params, stream) : run<true>(params, stream);
+}
+
+#endif  // launchers
+
+inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
+  Device device{};
+  current_device(device);
+  Plan plan;
+  make_plan(flattened(problem), !uses_tf32(problem, op), device, Alignment{}, plan);
+  const char* const loads[] = {"fours", "fours of weights", "fours of channels", "single values"};
+  snprintf(text, text_size,
+           "%s, tile of %d %s x %d %s, by %s, y by %s, %d tiles for %d blocks of %d slices each, about %.3g Mcycles",
+           uses_tf32(problem, op) ? "one product" : "three products of parts", block_rows(plan),
+           plan.pixel_rows ? "pixels" : "channels", kSide, plan.pixel_rows ? "channels" : "pixels",
+           loads[static_cast<int>(plan.loads)], plan.out_vector == 4 ? "fours" : "single values",
+           plan.row_tiles * plan.column_tiles, splits_of(plan), plan.slices, plan.cycles * 1e-6);
+}
+
+#endif  // host
+
+}  // namespace pointwise
+
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+extern const Engine kPointwiseEngine{"pointwise",       pointwise::refusal,  pointwise::workspace_bytes,
+                                     pointwise::launch, pointwise::describe, pointwise::yields};
+#endif
+
+}  // namespace modelnew

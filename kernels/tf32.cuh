@@ -1,0 +1,33 @@
+// mma.sync in TF32, which every GPU since Ampere has, and fp32 values as what it takes. Its sums are truncated, so that
+// full fp32 accuracy takes few terms at a time.
+#pragma once
+
+#include "numerics.cuh"
+
+namespace modelnew {
+
+// d += a b: 16 x 8 by 8 x 8, TF32.
+__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+// v = first + rest, or first alone; the tensor core takes no more of them than TF32 has. Where v is Inf, NaN or too
+// large to be rounded the rest is NaN or Inf.
+template <bool EXACT>
+__device__ __forceinline__ void split(uint32_t v, uint32_t& first, uint32_t& rest) {
+  if constexpr (EXACT) {
+    first = v + 0x1000u;
+    rest = float_bits(bits_float(v) - bits_float(first & ~0x1fffu));
+  } else {
+    first = float_bits(round_to_tf32(bits_float(v)));
+  }
+}
+
+__device__ __forceinline__ bool is_finite(float value) { return (float_bits(value) & 0x7f800000u) != 0x7f800000u; }
+
+}  // namespace modelnew
