@@ -152,8 +152,8 @@ struct Format {
   static constexpr bool AGAIN = AGAIN_;
   static constexpr bool IN_PARTS = sizeof(Tensor) == 4 && !AGAIN;  // tiles may be cut up: 16 bits lack the registers
   static constexpr int CHANNELS = 16 / sizeof(Stored);             // of a piece
-  // Registers of a thread, by multiplying warpgroups of its block: all start with 168, or 128 where there are two blocks
-  // an SM, and the multiplying ones need more.
+  // Registers of a thread, by multiplying warpgroups of its block: all start with 168, with two blocks an SM with 128,
+  // and the multiplying ones need more.
   MODELNEW_HOST_DEVICE static constexpr int multiply_registers(int warpgroups) {
     return warpgroups == 1 || sizeof(Tensor) == 2 ? 208 : AGAIN ? 216 : 224;
   }
@@ -1248,8 +1248,8 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
   }
 }
 
-// 16-bit values that are not neighbours by fours of bytes go through registers. Units of items of 16 words of a lane, of
-// blocks with two multiplying warpgroups:
+// 16-bit values that are not neighbours by fours of bytes go through registers, in blocks with two multiplying
+// warpgroups. Units of items of 16 words of a lane:
 //
 //   kSingle     2 times 32 slots x the channels of a piece
 //   kPixels     32 times 4 slots x the channels of a piece
