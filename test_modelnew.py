@@ -3374,7 +3374,7 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   if (layout.staging < 4 * kMaxStages * 8) return "room for barriers";
   if (layout.table - layout.staging < plan.warpgroups * (plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes))
     return "room for staging";
-  if (layout.x_ring - layout.table < 2 * ceil_div(plan.slots, 32) * 32 * 4) return "room for tables";
+  if (!plan.in_boxes && layout.x_ring - layout.table < 2 * ceil_div(plan.slots, 32) * 32 * 4) return "room for tables";
   if (layout.w_ring - layout.x_ring != plan.x_stages * plan.x_stage_bytes) return "the size of the x ring";
   if (layout.end - layout.w_ring != plan.w_stages * plan.w_stage_bytes) return "the size of the w ring";
   if (plan.contained && (!plan.copied || !plan.in_boxes || bytes != 2)) return "contained, but not boxes of a copy";

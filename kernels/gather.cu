@@ -61,14 +61,14 @@
 // read at a stride, or of planes that are no fours of pixels, is copied by the packing kernel to where channels are
 // neighbours, if that pays.
 //
-// Blocks take tiles in turns. What is left in the last turn, fewer tiles than there are SMs, is cut up into parts of
+// Blocks take tiles in turns. What is left in the last turn, fewer tiles than there are blocks, is cut up into parts of
 // the reduction; whichever part of a tile comes last adds up the sums of all, in their order (meet):
 //
 //   block          0           1      ...  131
 //   first turn     tile 0      tile 1      tile 131
 //   last turn      tile 132    tile 133    ...   their first parts, then their second ones, and so on
 //                      |           |
-//                      sums in memory, a counter for each half of a tile: the last to come stores y
+//                      sums in memory, a counter for each warpgroup's share of a tile: the last to come stores y
 //
 // Contained operands: fp32 tensors under the TF32 contract are multiplied as scaled fp16, at twice the rate of TF32 and
 // with half the bytes (numerics.cuh; wgmma.cu says more about the rules). x is copied first, scaled and with channels
@@ -334,7 +334,8 @@ struct Guard {
 struct Params {
   const void *in_ptr, *packed_ptr, *bias_ptr;
   void* out_ptr;
-  // Of parts of the reduction: their sums, as threads hold them, and how many there are of each half of a tile.
+  // Of parts of the reduction: their sums, as threads hold them, and how many there are of each warpgroup's share of a
+  // tile.
   float* partial_ptr;
   uint32_t* arrived_ptr;
   Correlation of;
@@ -372,7 +373,7 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   SharedLayout layout{};
   layout.staging = kBarrierBytes;  // aligned as boxes have to be
   layout.table = layout.staging + plan.warpgroups * staging_bytes(plan);
-  layout.x_ring = layout.table + 2 * (plan.slots + 31) / 32 * 32 * 4;
+  layout.x_ring = layout.table + (plan.in_boxes ? 0 : 2 * (plan.slots + 31) / 32 * 32 * 4);  // boxes need no table
   const int alignment = plan.in_boxes ? 1024 : 128;  // where the order of pieces starts anew
   layout.x_ring = (layout.x_ring + alignment - 1) / alignment * alignment;
   layout.w_ring = layout.x_ring + plan.x_stages * plan.x_stage_bytes;
@@ -2371,8 +2372,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                             : plan.out_channels_last ? kStoreChannelsRate
                             : plan.vector == 4       ? kStoreRate
                                                      : kStoreOneRate;
-  // Of an SM that has so many tiles at once, and its memory and copies for all of them. A block stores what it has
-  // multiplied; of two, one may multiply while the other one stores.
+  // Of an SM that has so many tiles at once. A block stores when it has multiplied; of two blocks one may multiply
+  // while the other one stores. All rates are those of an SM.
   const auto turn_cycles = [&](int blocks_c, int64_t tiles) {
     const double in_bytes = 16.0 * plan.slots * plan.pieces * blocks_c;
     const double multiply = static_cast<double>(stages_before(of.phases, blocks_c)) * shape.stage_cycles;
@@ -2382,7 +2383,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
     return tiles * ((1 - kLost) * std::max({work, load, memory}) + kLost * (multiply + store + load + memory)) +
            kTileCycles;
   };
-  // Of all SMs: the last turn may leave them a tile each.
+  // Of so many tiles. In the last turn SMs may have one each, where there are two blocks.
   const auto cycles_of = [&](int64_t tiles, int blocks_c, double more_bytes) {
     const auto cycles = [&](int64_t tiles_of_sm) {
       return turn_cycles(blocks_c, tiles_of_sm) + tiles_of_sm * more_bytes / kMeetRate;
