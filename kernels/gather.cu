@@ -262,6 +262,7 @@ struct Plan {
   int vector;              // outputs that are stored at a time: 4 or 1
   bool boxes;              // y is stored by boxes of 64 pixels x 32 channels
   bool contained;          // fp32 values are multiplied as scaled fp16; the copy holds these
+  bool resident;           // all weights that a block ever needs stay in shared memory
   int x_stages, w_stages;
   int x_stage_bytes, w_stage_bytes, smem_bytes;
   int blocks;
@@ -1047,6 +1048,7 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
       from += plan.w_stage_bytes;
       at.next(plan.w_stages);
     }
+    if (plan.resident) return;
   }
 }
 
@@ -1876,6 +1878,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       }
     }
     Sums<TILE_N, BLOCKS_M> acc;
+    if (plan.resident) rings.w = {};  // the first stages have come, for good
     if (planes) {
       if constexpr (kPlanes)
         multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, WARPGROUPS, SOURCE, true>(params, shared, tile, rings, x_offset,
@@ -2160,9 +2163,9 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByPixels | kByChannels |
                                      {256, 1, 8, 1210, kByBoxes, true},
                                      {128, 2, 8, 1240, kByBoxes, true},
                                      {128, 1, 8, 670, kByBoxes, true},
-                                     {64, 2, 8, 600, kByPixels | kByBoxes, false, 1},
-                                     {128, 2, 8, 850, kByPixels | kByBoxes, false, 1},
-                                     {128, 1, 8, 450, kByPixels | kByBoxes, false, 1}};
+                                     {64, 2, 8, 1150, kByPixels | kByBoxes, false, 1},
+                                     {128, 2, 8, 1600, kByPixels | kByBoxes, false, 1},
+                                     {128, 1, 8, 854, kByPixels | kByBoxes, false, 1}};
 // Of what is done again.
 constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
 
@@ -2175,6 +2178,7 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
 // are never what a tile waits for); of y.
 constexpr double kMemoryRate = 21.8, kSingleRate = 100, kWordsRate = 5.8, kPixelsRate = 22, kChannelsRate = 10.7;
 constexpr double kBoxRate = 200, kStoreRate = 20, kStoreOneRate = 13, kStoreChannelsRate = 23.5, kStoreBoxRate = 400;
+constexpr int kMostResidentTiles = 8;                        // of channels: 132 SMs are 4 more than a multiple of it
 constexpr double kLost = 0.08;                               // of what takes less time than what a tile waits for
 constexpr double kTileCycles = 1500;                         // to fill and to drain
 constexpr double kCopyCycles = 6600;                         // of copying x, but for its bytes
@@ -2351,17 +2355,25 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
 
   // Points take as many stages of x as of w, windows one of x for all taps.
   const int taps = of.R * of.S;
+  const auto fits_with = [&](int x_stages, int w_stages) {
+    plan.x_stages = x_stages;
+    plan.w_stages = w_stages;
+    plan.smem_bytes = shared_layout(plan).end;
+    return plan.smem_bytes <= (plan.warpgroups == 1 ? kHalfSharedBytes : kSharedBytes);
+  };
+  plan.blocks = std::min(plan.units, at_once);
   bool fits = false;
+  // A block takes every so manieth tile, as many as there are blocks: a multiple of tiles_n, so that it has the same
+  // channels of y each time.
+  if (plan.points && splits == 1 && of.groups == 1 && plan.iterations <= kMaxStages &&
+      plan.tiles_n <= kMostResidentTiles) {
+    fits = plan.resident = fits_with(4, plan.iterations);
+    if (fits && plan.units > at_once) plan.blocks = at_once / plan.tiles_n * plan.tiles_n;
+  }
   for (int x_stages = plan.points || taps < 4 ? 4 : 3; x_stages >= 2 && !fits; --x_stages) {
-    for (int w_stages = kMaxStages; w_stages >= 3 && !fits; --w_stages) {
-      plan.x_stages = x_stages;
-      plan.w_stages = w_stages;
-      plan.smem_bytes = shared_layout(plan).end;
-      fits = plan.smem_bytes <= (plan.warpgroups == 1 ? kHalfSharedBytes : kSharedBytes);
-    }
+    for (int w_stages = kMaxStages; w_stages >= 3 && !fits; --w_stages) fits = fits_with(x_stages, w_stages);
   }
   if (!fits) return false;
-  plan.blocks = std::min(plan.units, at_once);
 
   const double tile_bytes = static_cast<double>(pixels) * plan.tile_n * out_bytes;
   const double rate = plan.in_boxes                  ? kBoxRate
@@ -2372,16 +2384,15 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                             : plan.out_channels_last ? kStoreChannelsRate
                             : plan.vector == 4       ? kStoreRate
                                                      : kStoreOneRate;
-  // Of an SM that has so many tiles at once. A block stores when it has multiplied; of two blocks one may multiply
-  // while the other one stores. All rates are those of an SM.
+  // Of an SM that has so many tiles at once: all rates are those of an SM, but a warpgroup multiplies no faster for being
+  // alone. Two blocks hide half of each other's filling and draining.
   const auto turn_cycles = [&](int blocks_c, int64_t tiles) {
-    const double in_bytes = 16.0 * plan.slots * plan.pieces * blocks_c;
+    const double in_bytes = 16.0 * tiles * plan.slots * plan.pieces * blocks_c, out_bytes = tiles * tile_bytes;
     const double multiply = static_cast<double>(stages_before(of.phases, blocks_c)) * shape.stage_cycles;
-    const double store = tile_bytes / store_rate, load = in_bytes / rate;
-    const double memory = (in_bytes / plan.tiles_n + tile_bytes) / kMemoryRate;
-    const double work = tiles == 1 ? multiply + store : std::max(multiply, store);
-    return tiles * ((1 - kLost) * std::max({work, load, memory}) + kLost * (multiply + store + load + memory)) +
-           kTileCycles;
+    const double work = multiply + out_bytes / store_rate, load = in_bytes / rate;
+    const double memory = (in_bytes / plan.tiles_n + out_bytes) / kMemoryRate;
+    return (1 - kLost) * std::max({work, load, memory}) + kLost * (work + load + memory) +
+           kTileCycles / static_cast<double>(tiles);
   };
   // Of so many tiles. In the last turn SMs may have one each, where there are two blocks.
   const auto cycles_of = [&](int64_t tiles, int blocks_c, double more_bytes) {
