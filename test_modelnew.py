@@ -3360,16 +3360,21 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   const SharedLayout layout = shared_layout(plan);
   const int channels = 16 / bytes;
   const bool planes = plan.planes;
-  if (layout.end > kSharedBytes || layout.end != plan.smem_bytes) return "shared memory";
+  // Of each block of an SM the system takes 1 KB.
+  const int on_sm = blocks_per_sm(plan.warpgroups);
+  if (plan.warpgroups * on_sm != 2) return "warpgroups of an SM";
+  if (on_sm * (layout.end + 1024) > 228 << 10 || layout.end != plan.smem_bytes) return "shared memory";
+  if (on_sm > 1 && (!plan.points || bytes != 4)) return "two blocks an SM, but not of points in fp32";
+  if (tile_pixels(plan) != 64 * plan.warpgroups * plan.blocks_m) return "pixels of a tile";
   if (plan.x_stages < 2 || plan.x_stages > kMaxStages) return "stages of x";
   if (plan.w_stages < 3 || plan.w_stages > kMaxStages) return "stages of weights";
   if (layout.x_ring % 16 || plan.x_stage_bytes % 16 || layout.w_ring % 16 || plan.w_stage_bytes % 16)
     return "stages that are not aligned";
   if (plan.boxes && (layout.staging % 1024 || kBoxStagingBytes % 1024)) return "staging of boxes";
   if (layout.staging < 4 * kMaxStages * 8) return "room for barriers";
-  if (layout.table - layout.staging < 2 * (plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes))
+  if (layout.table - layout.staging < plan.warpgroups * (plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes))
     return "room for staging";
-  if (layout.x_ring - layout.table < 2 * ceil_div(plan.slots, 32) * 32 * 4) return "room for tables";
+  if (!plan.in_boxes && layout.x_ring - layout.table < 2 * ceil_div(plan.slots, 32) * 32 * 4) return "room for tables";
   if (layout.w_ring - layout.x_ring != plan.x_stages * plan.x_stage_bytes) return "the size of the x ring";
   if (layout.end - layout.w_ring != plan.w_stages * plan.w_stage_bytes) return "the size of the w ring";
   if (plan.contained && (!plan.copied || !plan.in_boxes || bytes != 2)) return "contained, but not boxes of a copy";
@@ -3402,12 +3407,13 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   if (plan.planes != (bytes == 4 && plan.points && plan.loads != Loads::kChannels)) return "planes";
   if (plan.splits < 1 || plan.splits != ceil_div(plan.blocks_c, plan.split_blocks)) return "parts of the reduction";
   const int64_t cut_up = plan.tiles - plan.whole_tiles;
-  if (plan.whole_tiles % 132 && plan.whole_tiles != plan.tiles) return "whole tiles that do not fill all SMs";
-  if (plan.splits > 1 ? cut_up < 1 || cut_up >= 132 : cut_up != 0) return "tiles that are cut up";
+  const int at_once = on_sm * 132;
+  if (plan.whole_tiles % at_once && plan.whole_tiles != plan.tiles) return "whole tiles that do not fill all SMs";
+  if (plan.splits > 1 ? cut_up < 1 || cut_up >= at_once : cut_up != 0) return "tiles that are cut up";
   if (plan.units != plan.whole_tiles + cut_up * plan.splits) return "units of work";
-  if (8 * cut_up > kArrivedBytes) return "room for counters";
+  if (4 * plan.warpgroups * cut_up > kArrivedBytes) return "room for counters";
   if (plan.tiles != int64_t{plan.tiles_m} * plan.tiles_n * of.groups) return "tiles in all";
-  if (plan.blocks < 1 || plan.blocks > plan.units || plan.blocks > 132) return "blocks";
+  if (plan.blocks < 1 || plan.blocks > plan.units || plan.blocks > at_once) return "blocks";
   if (!(plan.cycles > 0)) return "no estimate";
   return "";
 }
@@ -3640,7 +3646,13 @@ static void note(const Correlation& of, const Plan& plan) {
   seen.insert(kind + ", x by " + loads[static_cast<int>(plan.loads)]);
   seen.insert(kind + (plan.out_channels_last ? ", channels of y by " : ", pixels of y by ") +
               (plan.boxes ? "boxes" : plan.vector == 4 ? "fours" : "one"));
-  if (plan.splits > 1) seen.insert(kind + (plan.whole_tiles > 0 ? ", some tiles in parts" : ", all tiles in parts"));
+  const char* const parts = plan.whole_tiles > 0 ? ", some tiles in parts" : ", all tiles in parts";
+  if (plan.splits > 1) seen.insert(kind + parts);
+  if (plan.warpgroups == 1) {
+    seen.insert("two blocks an SM, tiles of " + std::to_string(tile_pixels(plan)) + " pixels by " +
+                (plan.in_boxes ? "boxes" : "fours") + (plan.copied ? " of a copy" : ""));
+    if (plan.splits > 1) seen.insert(std::string("two blocks an SM") + parts);
+  }
   if (plan.contained) {
     seen.insert(kind + ", contained" + (of.in_channels % 8 ? ", channels filled up" : ""));
     if (plan.splits > 1) seen.insert(kind + ", contained, tiles in parts");
@@ -3861,6 +3873,9 @@ GATHER_KINDS = {
     "windows, channels of y by boxes",
     *(f"{kind}, {which} tiles in parts" for kind in ("points", "windows") for which in ("some", "all")),
     "x copied",
+    *(f"two blocks an SM, tiles of {size} pixels by {x}" for size in (64, 128) for x in ("fours", "boxes")),
+    *(f"two blocks an SM, tiles of {size} pixels by boxes of a copy" for size in (64, 128)),
+    *(f"two blocks an SM, {which} tiles in parts" for which in ("some", "all")),
     "packed lines",
     "whole lines",
     "a part of a line",
@@ -4345,8 +4360,10 @@ GATHER_SHIM_CASES = [
 ]
 
 
-# Of kTileShapes: those of fp32, the first two of 16 bits as well, and those of contained operands.
-GATHER_SHAPES, GATHER_SHAPES_16, GATHER_CONTAINED = range(5), range(2), range(5, 8)
+# Of kTileShapes: those of fp32, the first two of 16 bits as well, those of contained operands, and of fp32 again those
+# of blocks with one multiplying warpgroup, for points only.
+GATHER_WINDOWS, GATHER_SHAPES_16, GATHER_CONTAINED, GATHER_POINTS = range(5), range(2), range(5, 8), range(8, 11)
+GATHER_SHAPES = [*GATHER_WINDOWS, *GATHER_POINTS]
 # Cases of every Source but the one of any, in its order: single words, fours of pixels, channels, boxes. The shape of
 # half a stage, in which pieces of channels are apart, takes neither 1x1 nor boxes: it has cases of its own.
 GATHER_SOURCES = (
@@ -4375,6 +4392,9 @@ def test_gather_shim_runs_each_kernel(gather_shim, shape, source, of_kernel, dty
     case, layout = GATHER_SOURCES[source]
     if shape == GATHER_HALF_A_STAGE:
         case = Case(2, case.C, 9, 8, 136, 3, 3)
+    if shape in GATHER_POINTS and case.R > 1:
+        assert gather_shim.fault("fprop", case, dtype, shape, layout, seed=2) is None
+        case = dataclasses.replace(case, R=1, S=1, padding=(0, 0))
     if not gather_shim.library.gather_sources(shape) >> of_kernel & 1:
         assert gather_shim.fault("fprop", case, dtype, shape, layout, seed=2) is None
         return
@@ -4383,6 +4403,34 @@ def test_gather_shim_runs_each_kernel(gather_shim, shape, source, of_kernel, dty
         assert ctypes.c_int.in_dll(gather_shim.library, "latest_source").value == source
         (kernel,) = (name for name in gather_shim.launched() if "gather_kernel" in name)
         assert f"SourceE{of_kernel}E" in kernel
+
+
+# Tiles that images end in, fewer channels than a stage, more than a tile and more than all stages, groups, a copy of x.
+GATHER_POINTS_CASES = [
+    (Case(1, 8, 4, 4, 8, 1, 1), "fprop"),
+    (Case(3, 40, 12, 12, 72, 1, 1), "fprop"),
+    (Case(7, 136, 6, 10, 132, 1, 1), "dgrad"),
+    (Case(5, 264, 8, 8, 300, 1, 1), "fprop"),
+    (Case(5, 136, 8, 8, 64, 1, 1, groups=2), "dgrad"),
+    (Case(5, 72, 13, 11, 136, 1, 1, stride=(2, 3), padding=(1, 0)), "fprop"),
+    (Case(9, 40, 17, 17, 40, 1, 1), "dgrad"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", GATHER_POINTS)
+@pytest.mark.parametrize("number", range(len(GATHER_POINTS_CASES)))
+def test_gather_shim_exact_with_two_blocks_an_sm(gather_shim, number, shape, layout):
+    """Integers in blocks with one multiplying warpgroup, of whole tiles and of parts."""
+    case, operator = GATHER_POINTS_CASES[number]
+    faults = []
+    for splits in (0, 2, 3):
+        with gather_shim.splitting(splits):
+            # Tensors at aligned addresses, and y behind them.
+            faults += [gather_shim.fault(operator, case, torch.float32, shape, layout, seed) for seed in (2, 9, 13)]
+    assert set(faults) <= {"", None}, f"{operator} of {case}, shape {shape}: {faults}"
+    wanted = case.stride == (1, 1) or layout == "contiguous"  # at a stride a copy, or pieces
+    assert ("" in faults[:3]) == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -4623,7 +4671,7 @@ def test_gather_shim_mends_as_many_as_it_can_list(gather_shim, too_many, layout)
 
 
 @pytest.mark.parametrize("value", [None, 1e-9, math.nan], ids=str)
-@pytest.mark.parametrize("shape", [*GATHER_SHAPES, *GATHER_CONTAINED])
+@pytest.mark.parametrize("shape", [*GATHER_WINDOWS, *GATHER_CONTAINED])
 def test_gather_shim_splits_the_reduction(gather_shim, shape, value):
     """Parts of it, the last one shorter; what is mended comes behind their sum."""
     case = Case(4, 160, 12, 9, 72, 3, 3, padding=(1, 1))
@@ -5687,9 +5735,10 @@ def test_gather_is_in_the_machine_code(nvcc_runs, arch):
     kernels = {name: instructions for name, instructions in code.items() if "gather_kernel" in name}
     contained = {name for name in kernels if "FormatIfNS_4HalfE" in name}
     source_of = {name: re.search(r"SourceE(\d)E", name)[1] for name in kernels}
-    # In fp32 shapes of a tile by sources; two of 16 bits, and what does all of contained ones again, of any source.
-    assert len(kernels) == 3 + 2 + 3 + 2 + 4 + 2 * 2 + 3 + 1
-    assert sorted(source_of.values()) == sorted("0" * 3 + "1" * 4 + "2" * 3 + "3" * (4 + 3) + "4" * 5)
+    # In fp32 shapes of a tile by sources; two of 16 bits, what does all of contained ones again, of any source, and
+    # three of blocks with one multiplying warpgroup.
+    assert len(kernels) == 3 + 2 + 3 + 2 + 4 + 2 * 2 + 3 + 1 + 3 * 2
+    assert sorted(source_of.values()) == sorted("0" * 3 + "1" * (4 + 3) + "2" * 3 + "3" * (4 + 3 + 3) + "4" * 5)
     assert [source_of[name] for name in contained] == ["3"] * 3
     for name, instructions in kernels.items():
         if arch == "sm_90a":
@@ -5882,10 +5931,10 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
                 # So are those of one row of 256 columns: of the ones of 16 bits.
                 two_bytes = "(kPixels == 256 && sizeof(typename Format::Stored) == 2) return"
                 text = text.replace("(kPixels == 256) return", two_bytes)
-                # Of gather one shape of a tile of fp32, by single values, of fp16 and of contained operands; and what
-                # is done again, which has code for all ways in which x comes.
+                # Of gather one shape of a tile of fp32, by single values, of fp16, of contained operands and of two
+                # blocks an SM; and what is done again, which has code for all ways in which x comes.
                 text = re.sub(r"kBy(Pixels|Channels|Boxes)(?= \||\})", "0u", text)
-                text = re.sub(r"run_shape<Format, [02356]>\(params, stream, error\)", "false", text)
+                text = re.sub(r"run_shape<Format, (?:[02356]|9|10)>\(params, stream, error\)", "false", text)
                 text = re.sub(r"return run<BFloat16>\(.*;", "return cudaErrorUnknown;", text)
             options = ["--std=c++17", f"--gpu-architecture=compute_{arch}", "--device-as-default-execution-space"]
             runs[source.name, arch] = pool.submit(nvrtc_ptx, text, *options, f"-I{KERNELS}")

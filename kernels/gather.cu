@@ -42,6 +42,10 @@
 //                                                                            +--> wgmma --> staging --> memory
 //   packed --bulk copy--> w ring --------------------------------------------+
 //
+// Or two blocks an SM, of 8 warps, in each of which a single warpgroup multiplies: 1x1 in fp32 only, by fours of pixels
+// or boxes. There one block can multiply while the other one stores; in a single block these take turns. Tiles are
+// smaller for it, since each block has half of the shared memory and of the registers.
+//
 // fp32 is rounded on its way to the tensor cores, so that copies go straight to shared memory. They write 128 bytes of
 // it at once if these lie side by side, and otherwise piece by piece (1x1 of 256 channels to 64, channels_last, 256
 // images of 56x56: 438 us with pieces of a pixel apart, 286 side by side). Hence three layouts of a stage, by how it is
@@ -57,14 +61,14 @@
 // read at a stride, or of planes that are no fours of pixels, is copied by the packing kernel to where channels are
 // neighbours, if that pays.
 //
-// Blocks take tiles in turns. What is left in the last turn, fewer tiles than there are SMs, is cut up into parts of
+// Blocks take tiles in turns. What is left in the last turn, fewer tiles than there are blocks, is cut up into parts of
 // the reduction; whichever part of a tile comes last adds up the sums of all, in their order (meet):
 //
 //   block          0           1      ...  131
 //   first turn     tile 0      tile 1      tile 131
 //   last turn      tile 132    tile 133    ...   their first parts, then their second ones, and so on
 //                      |           |
-//                      sums in memory, a counter for each half of a tile: the last to come stores y
+//                      sums in memory, a counter for each warpgroup's share of a tile: the last to come stores y
 //
 // Contained operands: fp32 tensors under the TF32 contract are multiplied as scaled fp16, at twice the rate of TF32 and
 // with half the bytes (numerics.cuh; wgmma.cu says more about the rules). x is copied first, scaled and with channels
@@ -148,18 +152,29 @@ struct Format {
   static constexpr bool AGAIN = AGAIN_;
   static constexpr bool IN_PARTS = sizeof(Tensor) == 4 && !AGAIN;  // tiles may be cut up: 16 bits lack the registers
   static constexpr int CHANNELS = 16 / sizeof(Stored);             // of a piece
-  // Registers of a thread: all start with 168, and the multiplying ones need more.
-  static constexpr int MULTIPLY_REGISTERS = sizeof(Tensor) == 2 ? 208 : AGAIN ? 216 : 224;
-  static constexpr int GATHER_REGISTERS = 3 * 168 - 2 * MULTIPLY_REGISTERS;
+  // Registers of a thread, by multiplying warpgroups of its block: all start with 168, with two blocks an SM with 128,
+  // and the multiplying ones need more.
+  MODELNEW_HOST_DEVICE static constexpr int multiply_registers(int warpgroups) {
+    return warpgroups == 1 || sizeof(Tensor) == 2 ? 208 : AGAIN ? 216 : 224;
+  }
+  MODELNEW_HOST_DEVICE static constexpr int gather_registers(int warpgroups) {
+    return (warpgroups + 1) * (warpgroups == 1 ? 128 : 168) - warpgroups * multiply_registers(warpgroups);
+  }
 };
 using Tf32 = Format<float>;
 using Contained = Format<float, Half>;
 using Again = Format<float, float, true>;
 
-constexpr int kMultiplyWarps = 8, kGatherWarps = 3;
+constexpr int kGatherWarps = 3;
 [[maybe_unused]] constexpr int kGatherThreads = 32 * kGatherWarps;
-constexpr int kThreads = 32 * (kMultiplyWarps + kGatherWarps + 1);
-constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
+// Of a block with so many multiplying warpgroups; those that order copies are one more. An SM has two multiplying ones,
+// of one block or of two.
+MODELNEW_HOST_DEVICE constexpr int threads_of(int warpgroups) { return 128 * warpgroups + kGatherThreads + 32; }
+MODELNEW_HOST_DEVICE constexpr int blocks_per_sm(int warpgroups) { return 2 / warpgroups; }
+constexpr int kThreads = threads_of(2);  // of contained operands, and what does all of them again
+// What a block may have on sm_90, and what each of two blocks of an SM may: that has 228 KB, and 1 KB of each block is
+// the system's.
+constexpr int kSharedBytes = 232448, kHalfSharedBytes = (228 * 1024) / 2 - 1024;
 constexpr int kMaxStages = 8;
 constexpr int kLeastPointPieces = 8;             // of a stage of 1x1: no smaller one was ever faster
 [[maybe_unused]] constexpr int kStepPieces = 2;  // in one wgmma
@@ -221,6 +236,7 @@ enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kAny };
 
 struct Plan {
   int tile_n, blocks_m;  // channels; 64 pixels of a warpgroup, so many times
+  int warpgroups;        // that multiply, of a block: 2, or 1 where an SM has two blocks
   bool points;
   bool packed;                       // windows: outputs of a tile follow one another, from anywhere in a line
   int tile_p, tile_q;                // windows: lines, columns
@@ -246,13 +262,19 @@ struct Plan {
   int vector;              // outputs that are stored at a time: 4 or 1
   bool boxes;              // y is stored by boxes of 64 pixels x 32 channels
   bool contained;          // fp32 values are multiplied as scaled fp16; the copy holds these
+  bool resident;           // all weights that a block ever needs stay in shared memory
   int x_stages, w_stages;
   int x_stage_bytes, w_stage_bytes, smem_bytes;
   int blocks;
   double cycles;  // estimate
 };
 
-MODELNEW_HOST_DEVICE inline int tile_pixels(const Plan& plan) { return 128 * plan.blocks_m; }
+MODELNEW_HOST_DEVICE inline int tile_pixels(const Plan& plan) { return 64 * plan.warpgroups * plan.blocks_m; }
+
+// Of the staging of one warpgroup.
+MODELNEW_HOST_DEVICE inline int staging_bytes(const Plan& plan) {
+  return plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes;
+}
 
 MODELNEW_HOST_DEVICE inline Source source_of_plan(const Plan& plan) {
   return plan.in_boxes                  ? Source::kBoxes
@@ -313,7 +335,8 @@ struct Guard {
 struct Params {
   const void *in_ptr, *packed_ptr, *bias_ptr;
   void* out_ptr;
-  // Of parts of the reduction: their sums, as threads hold them, and how many there are of each half of a tile.
+  // Of parts of the reduction: their sums, as threads hold them, and how many there are of each warpgroup's share of a
+  // tile.
   float* partial_ptr;
   uint32_t* arrived_ptr;
   Correlation of;
@@ -350,8 +373,8 @@ struct SharedLayout {
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   SharedLayout layout{};
   layout.staging = kBarrierBytes;  // aligned as boxes have to be
-  layout.table = layout.staging + (plan.boxes ? 4 * kBoxStagingBytes : 2 * kStagingBytes);
-  layout.x_ring = layout.table + 2 * (plan.slots + 31) / 32 * 32 * 4;
+  layout.table = layout.staging + plan.warpgroups * staging_bytes(plan);
+  layout.x_ring = layout.table + (plan.in_boxes ? 0 : 2 * (plan.slots + 31) / 32 * 32 * 4);  // boxes need no table
   const int alignment = plan.in_boxes ? 1024 : 128;  // where the order of pieces starts anew
   layout.x_ring = (layout.x_ring + alignment - 1) / alignment * alignment;
   layout.w_ring = layout.x_ring + plan.x_stages * plan.x_stage_bytes;
@@ -1025,6 +1048,7 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
       from += plan.w_stage_bytes;
       at.next(plan.w_stages);
     }
+    if (plan.resident) return;
   }
 }
 
@@ -1054,7 +1078,7 @@ struct Stages {
 
   // Before the first one.
   __device__ __forceinline__ Stages(const Params& params, int32_t* tables)
-      : params(params), warp(threadIdx.x / 32 - kMultiplyWarps), lane(threadIdx.x % 32), tables(tables) {
+      : params(params), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), tables(tables) {
     unit = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     block = 0;
     end = 1;
@@ -1087,7 +1111,7 @@ struct Stages {
            static_cast<int64_t>(tile.group) * of.in_channels * of.in_stride[1];
     offsets = offsets == tables ? tables + table_slots() : tables;
     constexpr int kStep = LOADS == Loads::kPixels ? 4 : 1;
-    for (int slot = (threadIdx.x - 32 * kMultiplyWarps) * kStep; slot < table_slots(); slot += kGatherThreads * kStep) {
+    for (int slot = threadIdx.x % 128 * kStep; slot < table_slots(); slot += kGatherThreads * kStep) {
       int n, h, w;
       bool inside;
       if (plan.points) {
@@ -1128,9 +1152,9 @@ __device__ __forceinline__ void copy_channels(const To& to, const Stored* from, 
 // The warps take items in turns:
 //
 //   kSingle     32 slots of 16 channels
-//   kPixels     32 times 4 slots of 4 channels
+//   kPixels     32 times 4 slots of 4 channels; of tiles of 64 pixels 16 times 4 slots of 8 channels
 //   kChannels   32 / pieces slots of all pieces; where the first of them lie, a lane remembers for the whole tile
-template <typename Format, Loads LOADS>
+template <typename Format, Loads LOADS, int PIXELS>
 __device__ __forceinline__ void copy_stages(const Params& params, const Shared& shared, int32_t* tables) {
   using Stored = typename Format::Stored;
   const Correlation& of = params.of;
@@ -1178,11 +1202,15 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
       }
     } else if constexpr (LOADS == Loads::kPixels) {
       constexpr int kCopies = 4;
-      const int items = plan.blocks_m * plan.pieces * stages.CHANNELS / kCopies;
+      // Lanes of neighbouring pixels, rows of these in a warp, and groups of lanes in a row.
+      constexpr int kFours = PIXELS / 4, kLanes = kFours < 32 ? kFours : 32, kRows = 32 / kLanes,
+                    kGroups = kFours / kLanes;
+      const int items = plan.pieces * stages.CHANNELS / kCopies * kGroups / kRows;
       for (int item = stages.warp; item < items; item += kGatherWarps) {
-        const int group = item & (plan.blocks_m - 1), channel = (item >> (plan.blocks_m - 1)) * kCopies;
-        const int offset = stages.offsets[group * 32 + lane];
-        const uint32_t to = stage + (channel * plan.plane_slots + (group * 32 + lane) * 4) * sizeof(Stored);
+        const int four = item % kGroups * 32 + lane % kLanes;
+        const int channel = (item / kGroups * kRows + lane / kLanes) * kCopies;
+        const int offset = stages.offsets[four];
+        const uint32_t to = stage + (channel * plan.plane_slots + four * 4) * sizeof(Stored);
         copy_channels<4 * sizeof(Stored), kCopies>(
             [&](int c) { return to + static_cast<uint32_t>(c * plan.plane_slots * sizeof(Stored)); },
             stages.base + max(offset, 0) + (first_channel + channel) * of.in_stride[1], of.in_stride[1],
@@ -1223,7 +1251,8 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
   }
 }
 
-// 16-bit values that are not neighbours by fours of bytes go through registers. Units of items of 16 words of a lane:
+// 16-bit values that are not neighbours by fours of bytes go through registers, in blocks with two multiplying
+// warpgroups. Units of items of 16 words of a lane:
 //
 //   kSingle     2 times 32 slots x the channels of a piece
 //   kPixels     32 times 4 slots x the channels of a piece
@@ -1398,10 +1427,11 @@ __device__ __forceinline__ void load_boxes(const Params& params, const Shared& s
   }
 }
 
-template <typename Format, Loads LOADS>
+// PIXELS: of a tile.
+template <typename Format, Loads LOADS, int PIXELS>
 __device__ __forceinline__ void gather_stages(const Params& params, const Shared& shared, int32_t* tables) {
   if constexpr (sizeof(typename Format::Stored) == 4 || LOADS == Loads::kChannels)
-    copy_stages<Format, LOADS>(params, shared, tables);
+    copy_stages<Format, LOADS, PIXELS>(params, shared, tables);
   else
     convert_stages<Format, LOADS>(params, shared, tables);
 }
@@ -1633,7 +1663,7 @@ struct Rings {
 //
 // A stage of weights is a batch of wgmmas, or two: while the tensor cores work on one, the operands of the next one are
 // loaded, into the other set of registers.
-template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, Source SOURCE, bool PLANES>
+template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE, bool PLANES>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Tile& tile,
                                               Rings& rings, const uint32_t (&x_offset)[BLOCKS_M],
                                               Sums<TILE_N, BLOCKS_M>& acc) {
@@ -1643,7 +1673,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   const int lane = threadIdx.x % 32;
   constexpr int ALL_STEPS = PIECES / kStepPieces;
   constexpr int BATCHES = ALL_STEPS * BLOCKS_M > 4 ? 2 : 1, STEPS = ALL_STEPS / BATCHES;
-  constexpr uint32_t kPlaneBytes = (128 * BLOCKS_M + 8) * 4;
+  constexpr uint32_t kPlaneBytes = (64 * WARPGROUPS * BLOCKS_M + 8) * 4;
   constexpr uint32_t kStepWeights = 2 * TILE_N * 16, kStageWeights = ALL_STEPS * kStepWeights;
   // Else pieces are found by x_offset, a slot: [slot][piece], number i at place i ^ slot % 8, or [piece][slot].
   constexpr bool kRows = SOURCE == Source::kBoxes || SOURCE == Source::kChannels;
@@ -1773,7 +1803,7 @@ __device__ __forceinline__ void undo_scales(const Params& params, const Tile& ti
 
 // Of a warpgroup whose sums are those of a part of the reduction: leaves them in memory. Whichever comes last adds up
 // those of all parts, in their order; true for that one. What is left is as its threads hold it: [four][thread].
-template <int TILE_N, int BLOCKS_M>
+template <int TILE_N, int BLOCKS_M, int WARPGROUPS>
 __device__ __forceinline__ bool meet(const Params& params, const Tile& tile, volatile uint32_t* last, int warpgroup,
                                      Sums<TILE_N, BLOCKS_M>& acc) {
   const Plan& plan = params.plan;
@@ -1781,7 +1811,7 @@ __device__ __forceinline__ bool meet(const Params& params, const Tile& tile, vol
   const int tiles = cut_up(plan), which = tile.part % tiles, thread = threadIdx.x % 128;
   const auto left = [&](int part) {
     float4* const fours = reinterpret_cast<float4*>(params.partial_ptr);
-    return fours + (2 * part + warpgroup) * static_cast<int64_t>(kDistance) + thread;
+    return fours + (WARPGROUPS * part + warpgroup) * static_cast<int64_t>(kDistance) + thread;
   };
   float4* const own = left(tile.part);
 #pragma unroll
@@ -1794,7 +1824,8 @@ __device__ __forceinline__ bool meet(const Params& params, const Tile& tile, vol
   __threadfence();
   named_barrier(2 + warpgroup, 128);  // all of it is in memory
   if (thread == 0)
-    *last = atomicAdd(params.arrived_ptr + 2 * which + warpgroup, 1u) == static_cast<uint32_t>(plan.splits) - 1;
+    *last =
+        atomicAdd(params.arrived_ptr + WARPGROUPS * which + warpgroup, 1u) == static_cast<uint32_t>(plan.splits) - 1;
   named_barrier(2 + warpgroup, 128);  // whether it is the last one is known
   if (*last == 0) return false;
   __threadfence();
@@ -1822,14 +1853,15 @@ __device__ __forceinline__ bool meet(const Params& params, const Tile& tile, vol
   return true;
 }
 
-template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, Source SOURCE>
+template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, int x_exponent, uint8_t* smem) {
   constexpr bool kPlanes = sizeof(typename Format::Stored) == 4 && PIECES >= kLeastPointPieces &&
                            SOURCE != Source::kBoxes && SOURCE != Source::kChannels;
   constexpr bool kNothingElse = kPlanes && SOURCE == Source::kPixels;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int warpgroup = WARPGROUPS == 1 ? 0 : threadIdx.x / 128;
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const bool planes = kNothingElse || (kPlanes && plan.planes);
   Rings rings;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
@@ -1846,19 +1878,21 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       }
     }
     Sums<TILE_N, BLOCKS_M> acc;
+    if (plan.resident) rings.w = {};  // the first stages have come, for good
     if (planes) {
       if constexpr (kPlanes)
-        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, SOURCE, true>(params, shared, tile, rings, x_offset, acc);
+        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, WARPGROUPS, SOURCE, true>(params, shared, tile, rings, x_offset,
+                                                                                  acc);
     } else {
       if constexpr (!kNothingElse)
-        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, SOURCE, false>(params, shared, tile, rings, x_offset, acc);
+        multiply_tile<Format, TILE_N, BLOCKS_M, PIECES, WARPGROUPS, SOURCE, false>(params, shared, tile, rings,
+                                                                                   x_offset, acc);
     }
     if constexpr (Format::CONTAINED) undo_scales<TILE_N, BLOCKS_M>(params, tile, x_exponent, acc);
-    uint8_t* const staging =
-        smem + shared.layout.staging + warpgroup * (plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes);
+    uint8_t* const staging = smem + shared.layout.staging + warpgroup * staging_bytes(plan);
     [[maybe_unused]] volatile uint32_t* const last = reinterpret_cast<uint32_t*>(smem + kLastPlace) + warpgroup;
     if constexpr (Format::IN_PARTS) {
-      if (tile.part >= 0 && !meet<TILE_N, BLOCKS_M>(params, tile, last, warpgroup, acc)) continue;
+      if (tile.part >= 0 && !meet<TILE_N, BLOCKS_M, WARPGROUPS>(params, tile, last, warpgroup, acc)) continue;
     }
     if (plan.boxes) {
       if constexpr (sizeof(typename Format::Tensor) == 4)
@@ -1965,8 +1999,9 @@ __device__ __forceinline__ bool is_to_multiply(const Params& params, uint8_t* sm
   return true;
 }
 
-template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, Source SOURCE>
-__global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_constant__ Params params) {
+template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
+__global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROUPS))
+    gather_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_gather_smem[];
   // What comes behind this kernel may be made ready; it waits for the end of this one before it reads or writes memory.
@@ -1975,46 +2010,49 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
       hopper::barrier_init(shared.x_full(stage), params.plan.in_boxes ? 1 : kGatherThreads);
-      hopper::barrier_init(shared.x_empty(stage), kMultiplyWarps);
+      hopper::barrier_init(shared.x_empty(stage), 4 * WARPGROUPS);
       hopper::barrier_init(shared.w_full(stage), 1);
-      hopper::barrier_init(shared.w_empty(stage), kMultiplyWarps);
+      hopper::barrier_init(shared.w_empty(stage), 4 * WARPGROUPS);
     }
     hopper::fence_async();
   }
   int x_exponent = 0;
   if (!is_to_multiply<Format>(params, modelnew_gather_smem + kBarrierBytes, x_exponent)) return;
   __syncthreads();  // barriers are ready
-  const int warp = threadIdx.x / 32;
-  if (warp < kMultiplyWarps) {
-    hopper::registers_take<Format::MULTIPLY_REGISTERS>();
-    multiply<Format, TILE_N, BLOCKS_M, PIECES, SOURCE>(params, shared, x_exponent, modelnew_gather_smem);
+  if (threadIdx.x < 128 * WARPGROUPS) {
+    hopper::registers_take<Format::multiply_registers(WARPGROUPS)>();
+    multiply<Format, TILE_N, BLOCKS_M, PIECES, WARPGROUPS, SOURCE>(params, shared, x_exponent, modelnew_gather_smem);
   } else {
     // All of this warpgroup, before some of them wait or leave.
-    hopper::registers_give_back<Format::GATHER_REGISTERS>();
+    hopper::registers_give_back<Format::gather_registers(WARPGROUPS)>();
+    const int warp = threadIdx.x / 32 % 4;
     // x, y and the bias are nothing that packing writes: only who needs packed weights and what comes with them waits.
-    if (warp == kMultiplyWarps + kGatherWarps) {
+    if (warp == kGatherWarps) {
       hopper::wait_for_prerequisites();
       if (threadIdx.x % 32 == 0) copy_weights(params, shared);
       return;
     }
     if (params.plan.copied) hopper::wait_for_prerequisites();
     constexpr bool kAny = SOURCE == Source::kAny;
+    [[maybe_unused]] constexpr int kPixels = 64 * WARPGROUPS * BLOCKS_M;
     const Plan& plan = params.plan;
     [[maybe_unused]] int32_t* const table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
     if constexpr (SOURCE == Source::kBoxes || kAny) {
       if (!kAny || plan.in_boxes) {
-        if (warp == kMultiplyWarps) load_boxes(params, shared, PIECES * Format::CHANNELS);
+        if (warp == 0) load_boxes(params, shared, PIECES * Format::CHANNELS);
         return;
       }
     }
     if constexpr (SOURCE == Source::kSingle || kAny) {
-      if (!kAny || plan.loads == Loads::kSingle) return gather_stages<Format, Loads::kSingle>(params, shared, table);
+      if (!kAny || plan.loads == Loads::kSingle)
+        return gather_stages<Format, Loads::kSingle, kPixels>(params, shared, table);
     }
     if constexpr (SOURCE == Source::kChannels || kAny) {
       if (!kAny || plan.loads == Loads::kChannels)
-        return gather_stages<Format, Loads::kChannels>(params, shared, table);
+        return gather_stages<Format, Loads::kChannels, kPixels>(params, shared, table);
     }
-    if constexpr (SOURCE == Source::kPixels || kAny) gather_stages<Format, Loads::kPixels>(params, shared, table);
+    if constexpr (SOURCE == Source::kPixels || kAny)
+      gather_stages<Format, Loads::kPixels, kPixels>(params, shared, table);
   }
 #endif
 }
@@ -2112,6 +2150,7 @@ struct TileShape {
   // worth the time to compile it. kAny: as well in 16 bits.
   unsigned sources;
   bool contained = false;
+  int warpgroups = 2;  // that multiply, of a block; 1: of points only
 };
 constexpr unsigned bit(Source source) { return 1u << static_cast<int>(source); }
 constexpr unsigned kBySingle = bit(Source::kSingle), kByPixels = bit(Source::kPixels),
@@ -2123,7 +2162,10 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByPixels | kByChannels |
                                      {128, 1, 8, 854, kBySingle | kByPixels | kByChannels | kByBoxes},
                                      {256, 1, 8, 1210, kByBoxes, true},
                                      {128, 2, 8, 1240, kByBoxes, true},
-                                     {128, 1, 8, 670, kByBoxes, true}};
+                                     {128, 1, 8, 670, kByBoxes, true},
+                                     {64, 2, 8, 1150, kByPixels | kByBoxes, false, 1},
+                                     {128, 2, 8, 1600, kByPixels | kByBoxes, false, 1},
+                                     {128, 1, 8, 854, kByPixels | kByBoxes, false, 1}};
 // Of what is done again.
 constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
 
@@ -2136,6 +2178,7 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
 // are never what a tile waits for); of y.
 constexpr double kMemoryRate = 21.8, kSingleRate = 100, kWordsRate = 5.8, kPixelsRate = 22, kChannelsRate = 10.7;
 constexpr double kBoxRate = 200, kStoreRate = 20, kStoreOneRate = 13, kStoreChannelsRate = 23.5, kStoreBoxRate = 400;
+constexpr int kMostResidentTiles = 8;                        // of channels: 132 SMs are 4 more than a multiple of it
 constexpr double kLost = 0.08;                               // of what takes less time than what a tile waits for
 constexpr double kTileCycles = 1500;                         // to fill and to drain
 constexpr double kCopyCycles = 6600;                         // of copying x, but for its bytes
@@ -2193,9 +2236,10 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   const int in_bytes = plan.contained ? 2 : out_bytes, channels = 16 / in_bytes;
   plan.tile_n = shape.tile_n;
   plan.blocks_m = shape.blocks_m;
+  plan.warpgroups = shape.warpgroups;
   plan.points = cut.kind == Cut::kPoints;
   plan.packed = cut.kind == Cut::kPacked;
-  if (plan.points && shape.pieces < kLeastPointPieces) return false;
+  if (plan.points ? shape.pieces < kLeastPointPieces : plan.warpgroups == 1) return false;
   const int pixels = tile_pixels(plan);
   // Packed tiles start at multiples of what divides both.
   const int most_skipped = plan.packed ? of.Q - greatest_common_divisor(pixels, of.Q) : 0;
@@ -2261,7 +2305,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   if (plan.tiles > (1 << 30) - 64 * device.sms) return false;  // units are ints
   // As many as all SMs take, again and again; the last ones are cut up.
   if (splits > 1 && out_bytes != 4) return false;
-  plan.whole_tiles = static_cast<int>(splits > 1 ? plan.tiles / device.sms * device.sms : plan.tiles);
+  const int at_once = blocks_per_sm(plan.warpgroups) * device.sms;
+  plan.whole_tiles = static_cast<int>(splits > 1 ? plan.tiles / at_once * at_once : plan.tiles);
   const int64_t parts = (plan.tiles - plan.whole_tiles) * splits;
   plan.units = static_cast<int>(plan.whole_tiles + parts);
   if (splits > 1 && (parts == 0 || parts * partial_bytes(pixels, plan.tile_n) > most_partial_bytes(of))) return false;
@@ -2310,17 +2355,25 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
 
   // Points take as many stages of x as of w, windows one of x for all taps.
   const int taps = of.R * of.S;
+  const auto fits_with = [&](int x_stages, int w_stages) {
+    plan.x_stages = x_stages;
+    plan.w_stages = w_stages;
+    plan.smem_bytes = shared_layout(plan).end;
+    return plan.smem_bytes <= (plan.warpgroups == 1 ? kHalfSharedBytes : kSharedBytes);
+  };
+  plan.blocks = std::min(plan.units, at_once);
   bool fits = false;
+  // A block takes every so manieth tile, as many as there are blocks: a multiple of tiles_n, so that it has the same
+  // channels of y each time.
+  if (plan.points && splits == 1 && of.groups == 1 && plan.iterations <= kMaxStages &&
+      plan.tiles_n <= kMostResidentTiles) {
+    fits = plan.resident = fits_with(4, plan.iterations);
+    if (fits && plan.units > at_once) plan.blocks = at_once / plan.tiles_n * plan.tiles_n;
+  }
   for (int x_stages = plan.points || taps < 4 ? 4 : 3; x_stages >= 2 && !fits; --x_stages) {
-    for (int w_stages = kMaxStages; w_stages >= 3 && !fits; --w_stages) {
-      plan.x_stages = x_stages;
-      plan.w_stages = w_stages;
-      plan.smem_bytes = shared_layout(plan).end;
-      fits = plan.smem_bytes <= kSharedBytes;
-    }
+    for (int w_stages = kMaxStages; w_stages >= 3 && !fits; --w_stages) fits = fits_with(x_stages, w_stages);
   }
   if (!fits) return false;
-  plan.blocks = std::min(plan.units, device.sms);
 
   const double tile_bytes = static_cast<double>(pixels) * plan.tile_n * out_bytes;
   const double rate = plan.in_boxes                  ? kBoxRate
@@ -2331,17 +2384,28 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                             : plan.out_channels_last ? kStoreChannelsRate
                             : plan.vector == 4       ? kStoreRate
                                                      : kStoreOneRate;
-  const auto cycles_of = [&](int blocks_c) {
-    const double in_bytes = 16.0 * plan.slots * plan.pieces * blocks_c;
+  // Of an SM that has so many tiles at once: all rates are those of an SM, but a warpgroup multiplies no faster for being
+  // alone. Two blocks hide half of each other's filling and draining.
+  const auto turn_cycles = [&](int blocks_c, int64_t tiles) {
+    const double in_bytes = 16.0 * tiles * plan.slots * plan.pieces * blocks_c, out_bytes = tiles * tile_bytes;
     const double multiply = static_cast<double>(stages_before(of.phases, blocks_c)) * shape.stage_cycles;
-    const double memory = (in_bytes / plan.tiles_n + tile_bytes) / kMemoryRate;
-    const double work = multiply + tile_bytes / store_rate, load = in_bytes / rate;
-    return (1 - kLost) * std::max({work, load, memory}) + kLost * (work + load + memory) + kTileCycles;
+    const double work = multiply + out_bytes / store_rate, load = in_bytes / rate;
+    const double memory = (in_bytes / plan.tiles_n + out_bytes) / kMemoryRate;
+    return (1 - kLost) * std::max({work, load, memory}) + kLost * (work + load + memory) +
+           kTileCycles / static_cast<double>(tiles);
   };
-  plan.cycles = ceil_div(plan.whole_tiles, device.sms) * cycles_of(plan.blocks_c);
+  // Of so many tiles. In the last turn SMs may have one each, where there are two blocks.
+  const auto cycles_of = [&](int64_t tiles, int blocks_c, double more_bytes) {
+    const auto cycles = [&](int64_t tiles_of_sm) {
+      return turn_cycles(blocks_c, tiles_of_sm) + tiles_of_sm * more_bytes / kMeetRate;
+    };
+    const int64_t rest = ceil_div(tiles % at_once, device.sms);
+    return tiles / at_once * cycles(blocks_per_sm(plan.warpgroups)) + (rest > 0 ? cycles(rest) : 0);
+  };
+  plan.cycles = cycles_of(plan.whole_tiles, plan.blocks_c, 0);
   if (splits > 1)
-    plan.cycles += ceil_div(parts, device.sms) * (cycles_of(plan.split_blocks) + tile_bytes / kMeetRate) + kMeetCycles +
-                   splits * tile_bytes / kMeetRate;
+    plan.cycles += cycles_of(parts, plan.split_blocks, tile_bytes) + kMeetCycles +
+                   ceil_div(plan.tiles - plan.whole_tiles, device.sms) * splits * tile_bytes / kMeetRate;
   return true;
 }
 
@@ -2368,7 +2432,7 @@ inline double contain_cycles(const Correlation& of, const Device& device) {
 inline void improve(const Correlation& of, int out_bytes, const Device& device, const Alignment& address,
                     const TileShape& shape, int forced_splits, double more_cycles, bool is_copied, bool& found,
                     Plan& best) {
-  const int pixels = 128 * shape.blocks_m;
+  const int pixels = 64 * shape.warpgroups * shape.blocks_m;
   const auto consider = [&](const Cut& cut) {
     if (cut.tile_p < 1 || cut.tile_p * cut.tile_q > pixels) return;
     for (int splits : kSplits) {
@@ -2498,7 +2562,7 @@ struct WorkspaceLayout {
   int64_t samples, list, w_factors, packed, packed_again, copied, arrived, partial, end;
 };
 
-// Two counters for each tile that is cut up: there are fewer than partial sums of the smallest tile.
+// Two counters at most for each tile that is cut up: there are fewer than partial sums of the smallest tile.
 constexpr int64_t kArrivedBytes = 8 * kMostPartialBytes / (128 * 64 * 4);
 
 // Of weights of so many bytes, packed, contained ones in so many rows, and packed again; of x; and of partial sums.
@@ -2569,7 +2633,7 @@ inline cudaError_t make_in_map(Params& params, int element_bytes) {
   return hopper::make_box_map(hopper::BoxUse::kLoadRows, in_ptr, element_bytes, sizes, strides, box, params.in_map);
 }
 
-template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, Source SOURCE>
+template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
 cudaError_t run_kernel(Params& params, cudaStream_t stream) {
   if (params.plan.in_boxes) {
     const cudaError_t error = make_in_map(params, sizeof(typename Format::Stored));
@@ -2579,11 +2643,12 @@ cudaError_t run_kernel(Params& params, cudaStream_t stream) {
     const cudaError_t error = make_out_map(params);
     if (error != cudaSuccess) return error;
   }
-  const auto kernel = gather_kernel<Format, TILE_N, BLOCKS_M, PIECES, SOURCE>;
+  const auto kernel = gather_kernel<Format, TILE_N, BLOCKS_M, PIECES, WARPGROUPS, SOURCE>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
-  return hopper::launch_early(kernel, params.plan.blocks, kThreads, params.plan.smem_bytes, stream, params);
+  const unsigned blocks = static_cast<unsigned>(params.plan.blocks);
+  return hopper::launch_early(kernel, blocks, threads_of(WARPGROUPS), params.plan.smem_bytes, stream, params);
 }
 
 // Runs the plan by the kernel of this shape of a tile for what x comes by, if there is one.
@@ -2591,7 +2656,7 @@ template <typename Format, int SHAPE, Source SOURCE>
 cudaError_t run_source(Params& params, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
   if constexpr ((kShape.sources & bit(SOURCE)) != 0)
-    return run_kernel<Format, kShape.tile_n, kShape.blocks_m, kShape.pieces, SOURCE>(params, stream);
+    return run_kernel<Format, kShape.tile_n, kShape.blocks_m, kShape.pieces, kShape.warpgroups, SOURCE>(params, stream);
   else
     return cudaErrorInvalidConfiguration;
 }
@@ -2601,7 +2666,9 @@ template <typename Format, int SHAPE>
 bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
   const Plan& plan = params.plan;
-  if (plan.tile_n != kShape.tile_n || plan.blocks_m != kShape.blocks_m || plan.pieces != kShape.pieces) return false;
+  if (plan.tile_n != kShape.tile_n || plan.blocks_m != kShape.blocks_m || plan.pieces != kShape.pieces ||
+      plan.warpgroups != kShape.warpgroups)
+    return false;
   if constexpr (kShape.contained != Format::CONTAINED) {
     return false;
   } else if constexpr (sizeof(typename Format::Tensor) == 2) {
@@ -2621,11 +2688,13 @@ bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
 template <typename Format>
 cudaError_t run_tiles(Params& params, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidConfiguration;
-  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 8, "all are tried");
+  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 11, "all are tried");
   run_shape<Format, 0>(params, stream, error) || run_shape<Format, 1>(params, stream, error) ||
       run_shape<Format, 2>(params, stream, error) || run_shape<Format, 3>(params, stream, error) ||
       run_shape<Format, 4>(params, stream, error) || run_shape<Format, 5>(params, stream, error) ||
-      run_shape<Format, 6>(params, stream, error) || run_shape<Format, 7>(params, stream, error);
+      run_shape<Format, 6>(params, stream, error) || run_shape<Format, 7>(params, stream, error) ||
+      run_shape<Format, 8>(params, stream, error) || run_shape<Format, 9>(params, stream, error) ||
+      run_shape<Format, 10>(params, stream, error);
   return error;
 }
 
@@ -2754,7 +2823,8 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
   params.of = of;
   params.plan = again;
   params.packed_ptr = params.other_pack.packed_ptr;
-  return run_kernel<Again, kAgainShape.tile_n, kAgainShape.blocks_m, kAgainShape.pieces, Source::kAny>(params, stream);
+  return run_kernel<Again, kAgainShape.tile_n, kAgainShape.blocks_m, kAgainShape.pieces, kAgainShape.warpgroups,
+                    Source::kAny>(params, stream);
 }
 
 // Runs the plan in `params`; `again`: with contained operands.
@@ -2777,7 +2847,7 @@ cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& p
   if (plan.splits > 1) {
     params.partial_ptr = reinterpret_cast<float*>(start + layout.partial);
     params.arrived_ptr = pack.zero_ptr = reinterpret_cast<uint32_t*>(start + layout.arrived);
-    pack.zeros = static_cast<int>(2 * (plan.tiles - plan.whole_tiles));
+    pack.zeros = plan.warpgroups * cut_up(plan);
   }
   if constexpr (sizeof(Stored) == 4) {
     if (plan.contained) return run_contained(pack, copy, again, layout, start, params, stream);
