@@ -20,7 +20,8 @@
 // strides, rows of any length and several images in a tile cost nothing here; all of that is in the table of slots.
 //
 //   points    1x1: slot m is what output m reads; outputs are numbered through all images
-//   windows   other filters: lines (rows of outputs, numbered through all images) with their halo
+//   windows   other filters: lines (rows of outputs, numbered through all images) with their halo; and 1x1 at a stride,
+//             where rows of what it reads come by boxes
 //
 //         +--pitch---+
 //         | . . . . .|   rows of image n that the first lines need
@@ -50,8 +51,14 @@
 //   kPixels     [channel][slot]   four pixels of a channel a copy, points only; operands are single words then
 //   kChannels   [slot][piece]     a piece a copy; number i lies at place i ^ slot % 8, against bank conflicts. Where
 //                                 strides allow it, one warp orders bulk copies of boxes instead, of all points of a
-//                                 tile or of a row of slots: halo and padding come with them
+//                                 tile or of a row of slots: halo and padding come with them. Rows may be of
+//                                 every second to eighth column
 //   kSingle     [piece][slot]     one value a copy, from anywhere; of points in fp32 [channel][slot], single words
+//
+// fp32 in channels_last, read at a stride of 2 by a filter larger than 1x1, may come by such boxes of every second row
+// and column: a stage then holds one phase of x (Phases), of which taps read neighbouring slots. Each slot comes once,
+// as it does without phases, but a stage is a quarter as large, so that larger tiles fit, and more stages. Blocks and
+// weights are in the same order as those of a copy in phases.
 //
 // Single words come slowly (5 to 6 bytes a cycle of an SM), and each tile of channels reads them anew: what 1x1 filters
 // read at a stride, or of planes that are no fours of pixels, is copied by the packing kernel to where channels are
@@ -1414,8 +1421,8 @@ __device__ __forceinline__ void load_boxes(const Params& params, const Shared& s
     int phase = tile.first_block % phases;
     for (int block = tile.first_block; block < tile.first_block + tile.blocks; ++block) {
       const uint32_t stage = shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes;
-      int channel = tile.group * of.in_channels + block / phases * channels_a_stage;
-      if (!PHASES) channel += phase * (of.in_channels / phases);
+      const int channel = tile.group * of.in_channels + phase * (PHASES ? 0 : of.in_channels / phases) +
+                          block / phases * channels_a_stage;
       const int row_phase = phase >> (of.phases.columns - 1), column_phase = phase & (of.phases.columns - 1);
       if (++phase == phases) phase = 0;
       hopper::barrier_wait(shared.x_empty(at.slot()), at.parity() ^ 1);
@@ -2886,12 +2893,14 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   else
     snprintf(tile, sizeof tile, "%d lines x %d columns", plan.tile_p, plan.tile_q);
   snprintf(text, text_size,
-           "%s%stile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
+           "%s%s%stile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
            "%d blocks for %lld tiles, %lld of them in %d parts, about %.3g Mcycles",
-           plan.contained ? "in scaled fp16, " : "", plan.copied ? "x copied, " : "", plan.tile_n, tile,
-           loads[static_cast<int>(plan.loads)], plan.x_stages, plan.x_stage_bytes, plan.w_stages, plan.w_stage_bytes,
-           plan.vector == 4 ? "fours" : "single values", plan.blocks, static_cast<long long>(plan.tiles),
-           static_cast<long long>(plan.tiles - plan.whole_tiles), plan.splits, plan.cycles * 1e-6);
+           plan.contained ? "in scaled fp16, " : "", plan.copied ? "x copied, " : "",
+           plan.in_phases ? "x in phases, " : "", plan.tile_n, tile,
+           plan.in_boxes ? "boxes" : loads[static_cast<int>(plan.loads)], plan.x_stages, plan.x_stage_bytes,
+           plan.w_stages, plan.w_stage_bytes, plan.vector == 4 ? "fours" : "single values", plan.blocks,
+           static_cast<long long>(plan.tiles), static_cast<long long>(plan.tiles - plan.whole_tiles), plan.splits,
+           plan.cycles * 1e-6);
 }
 
 #endif  // host
