@@ -185,10 +185,10 @@ static_assert(kStagedChannels * kPixelsPitch * 4 <= kStagingBytes, "either fits"
 // The same for boxes: two buffers a warpgroup, one of them being stored.
 constexpr int kBoxStagingBytes = 64 * kStagedChannels * 4;
 
-// At a stride of 2 a copy of x may hold its even and odd rows and columns apart, as channels: then the filter moves over
-// them without a stride, as a smaller one of R x S, and of each phase only some taps are not zero. Where channels of x
-// itself are neighbours boxes at a stride take its phases apart, without a copy: number i of the rows or columns of a
-// phase is number 2 * i + phase of x.
+// At a stride of 2 a copy of x may hold its even and odd rows and columns apart, as channels: then the filter moves
+// over them without a stride, as a smaller one of R x S, and of each phase only some taps are not zero. Where channels
+// of x itself are neighbours, boxes at a stride take its phases apart without a copy: number i of the rows or columns
+// of a phase is number 2 * i + phase of x.
 //
 //   x            phases          taps of a 3x3 filter, padding 1
 //   a b a b      a a   b b       a: the middle one     b: left, right
