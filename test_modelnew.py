@@ -2156,12 +2156,13 @@ struct BoxMap {
   uint8_t* tensor;
   int element_bytes;
   uint64_t sizes[4], strides[4];
-  uint32_t box[4];
-  bool rows;  // of 128 bytes, pieces of 16 in the order of store_box
+  uint32_t box[4], step;  // of so many elements; from one to the next of the second dimension
+  bool rows;              // of 128 bytes, pieces of 16 in the order of store_box
 };
 enum class BoxUse { kStore, kLoad, kLoadRows };
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
-                                const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map) {
+                                const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map,
+                                uint32_t step = 1) {
   map = {static_cast<uint8_t*>(const_cast<void*>(tensor)), element_bytes};
   const uint32_t row_bytes = box[0] * element_bytes;
   bool right = reinterpret_cast<uint64_t>(tensor) % 16 == 0;
@@ -2174,6 +2175,10 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
     right &= sizes[i] >= 1 && sizes[i] <= uint64_t{1} << 32 && box[i] >= 1 && box[i] <= 256;
     right &= i == 0 || (map.strides[i] % 16 == 0 && map.strides[i] < uint64_t{1} << 40);
   }
+  // A box is so many elements of memory, of which it has every so manieth.
+  right &= step >= 1 && step <= 8 && box[1] % step == 0;
+  map.step = step;
+  map.box[1] = box[1] / step;
   if (!right) simt::complain("a map of boxes that the driver would refuse");
   return right ? cudaSuccess : static_cast<cudaError_t>(1);
 }
@@ -2190,7 +2195,7 @@ void for_each_in_box(const BoxMap& map, const int64_t (&first)[4], const Visit& 
       uint8_t* place = map.tensor;
       bool exists = true;
       for (int i = 0; i < 4; ++i) {
-        const int64_t at = first[i] + inside[i];
+        const int64_t at = first[i] + int64_t{inside[i]} * (i == 1 ? map.step : 1);
         exists &= at >= 0 && static_cast<uint64_t>(at) < map.sizes[i];
         place += at * map.strides[i];
       }
@@ -3385,13 +3390,17 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
     if (layout.x_ring % 1024 || plan.x_stage_bytes != ceil_div(x_bytes, 1024) * 1024 || !plan.rows)
       return "stages of boxes";
     if (plan.x_boxes < 1 || plan.box_slots < 1 || plan.box_slots > 256) return "boxes of x";
+    if (plan.box_step < 1 || plan.box_step > 8 || plan.box_slots * plan.box_step > 256) return "steps of boxes";
+    if (plan.in_phases ? bytes != 4 || plan.copied || plan.points || plan.dense_slots || plan.box_step != 2
+                       : plan.dense_slots && plan.box_step != 1)
+      return "boxes of something else";
     // In the order of pieces of a slot the number of the slot in the stage counts, not that in the box.
     if (plan.dense_slots ? plan.box_slots % 8 || int64_t{plan.x_boxes - 1} * plan.box_slots >= plan.slots ||
                                int64_t{plan.x_boxes} * plan.box_slots < plan.slots
                          : plan.box_slots != plan.pitch || int64_t{plan.x_boxes} * plan.pitch != plan.slots)
       return "slots of boxes";
-  } else if (plan.dense_slots) {
-    return "slots as in memory, but no boxes";
+  } else if (plan.dense_slots || plan.in_phases) {
+    return "slots as in memory, or phases of x, but no boxes";
   }
   if (plan.x_stage_bytes < x_bytes || plan.w_stage_bytes != plan.pieces * plan.tile_n * 16) return "bytes of a stage";
   if (plan.piece_slots < plan.slots || plan.plane_slots < tile_pixels(plan)) return "slots of a piece";
@@ -3512,8 +3521,15 @@ static std::string fault_of_reads(const Correlation& of, const Plan& plan, const
       }
   }
   for (int slot = 0; slot < plan.slots && !plan.points; ++slot) {
-    int n, h, w;
-    if (!locate_slot(of, plan, tile, image, slot, n, h, w)) continue;
+    int n, h, w, row_n, row_h, row_w;
+    const bool inside = locate_slot(of, plan, tile, image, slot, n, h, w);
+    if (plan.in_boxes && !plan.dense_slots) {
+      // Columns of a phase are as far apart as they have to be.
+      locate_slot(of, plan, tile, image, slot / plan.pitch * plan.pitch, row_n, row_h, row_w);
+      const int step = plan.in_phases ? 1 : plan.box_step;
+      if (n != row_n || h != row_h || w != row_w + slot % plan.pitch * step) return "slots of a box that are no row";
+    }
+    if (!inside) continue;
     if (n < 0 || image + n >= of.N || h < 0 || h >= of.H || w < 0 || w >= of.W) return "x outside";
     if (plan.dense_slots && ((image + n) * of.H + h) * of.W + w != first_pixel + slot)
       return "another pixel than memory has in this place";
@@ -3599,12 +3615,12 @@ static std::string fault_of_layout(const WorkspaceLayout& layout, const Plan& pl
   return layout.copied - layout.packed_again < packed_again_bytes ? "room for weights packed again" : "";
 }
 
-// What is wrong with the phases of a copy along one axis, or nothing: each tap of the filter is one of a phase's, which
-// reads from its rows what the filter read.
-static std::string fault_of_axis(int R, int stride, int pad, int P, int phases, const int (&first)[2],
-                                 const int (&taps)[2], int own_R, int own_H) {
+// What is wrong with phases along one axis, or nothing: each tap of the filter is one of a phase's, which reads from
+// its rows what the filter read. They are those of a copy, or (H > 0) of that many rows of x itself.
+static std::string fault_of_axis(int R, int stride, int pad, int P, int H, int phases, const int (&first)[2],
+                                 const int (&taps)[2], int own_R, int own_H, int own_pad) {
   if (phases != 2 || stride != 1) return "the number of phases";
-  // Row p * 2 - pad + r of x is row `(r - pad) >> 1` behind p of phase `(r - pad) & 1`; the copy starts at p == 0.
+  // Row p * 2 - pad + r of x is row `(r - pad) >> 1` behind p of phase `(r - pad) & 1`; a copy starts at p == 0.
   const int start = -pad >> 1;
   int seen_taps = 0;
   for (int phase = 0; phase < 2; ++phase) {
@@ -3616,22 +3632,25 @@ static std::string fault_of_axis(int R, int stride, int pad, int P, int phases, 
   }
   if (seen_taps != R) return "taps in no phase";
   if (own_R != ((R - 1 - pad) >> 1) - start + 1) return "the size of a filter by phases";
-  return own_H == P + own_R - 1 ? "" : "the size of a copy in phases";
+  if (H > 0) return 2 * own_H - H != H % 2 ? "pairs of rows" : own_pad != -start ? "the padding of phases" : "";
+  return own_H == P + own_R - 1 && own_pad == 0 ? "" : "the size of a copy in phases";
 }
 
-static std::string fault_of_phases(const Correlation& of, const Correlation& copy, int blocks_c) {
-  const Phases& phases = copy.phases;
+// Of a copy, or of phases of x itself: blocks have so many channels.
+static std::string fault_of_phases(const Correlation& of, const Correlation& own, int block, int blocks_c) {
+  const Phases& phases = own.phases;
   const bool wanted = of.stride_h == 2 && of.stride_w == 2 && of.R > 1 && of.S > 1 && of.dilation_h == 1 &&
-                      of.dilation_w == 1;
+                      of.dilation_w == 1, from_x = block == 32;
   if ((phases_of(phases) > 1) != wanted) return "phases, or none";
   if (!wanted) return "";
-  std::string fault = fault_of_axis(of.R, copy.stride_h, of.pad_h, of.P, phases.rows, phases.first_r, phases.r,
-                                    copy.R, copy.H);
+  std::string fault = fault_of_axis(of.R, own.stride_h, of.pad_h, of.P, from_x ? of.H : 0, phases.rows,
+                                    phases.first_r, phases.r, own.R, own.H, own.pad_h);
   if (fault.empty())
-    fault = fault_of_axis(of.S, copy.stride_w, of.pad_w, of.Q, phases.columns, phases.first_s, phases.s, copy.S,
-                          copy.W);
+    fault = fault_of_axis(of.S, own.stride_w, of.pad_w, of.Q, from_x ? of.W : 0, phases.columns, phases.first_s,
+                          phases.s, own.S, own.W, own.pad_w);
   if (!fault.empty()) return fault;
-  if (copy.in_channels != 4 * ceil_div(of.in_channels, 64) * 64 || blocks_c % 4) return "channels of phases";
+  if (own.in_channels != 4 * ceil_div(of.in_channels, block) * block || blocks_c % 4) return "channels of phases";
+  if (from_x && !std::equal(own.in_stride, own.in_stride + 4, of.in_stride)) return "strides of another tensor";
   if (stages_before(phases, 0) != 0) return "stages before the first one";
   for (int block = 0; block < blocks_c; ++block)
     if (stages_before(phases, block + 1) - stages_before(phases, block) !=
@@ -3663,6 +3682,12 @@ static void note(const Correlation& of, const Plan& plan) {
     }
   } else if (plan.copied) {
     seen.insert("x copied");
+  } else if (plan.in_phases) {
+    const std::string filled = of.in_channels % 32 ? ", channels filled up" : "";
+    seen.insert("phases of x" + (plan.splits > 1 ? ", tiles in parts" : filled));
+    if (of.R == 2 && of.S == 2 && of.pad_h % 2 == 0 && of.pad_w % 2 == 0) seen.insert("phases of x, of one tap");
+  } else if (plan.in_boxes && !plan.points) {
+    if (of.R * of.S == 1) seen.insert(plan.box_step > 1 ? "1x1 by rows at a stride" : "1x1 by rows");
   }
   if (plan.points) return;
   seen.insert(plan.packed ? "packed lines" : plan.tile_q < of.Q ? "a part of a line" : "whole lines");
@@ -3737,8 +3762,13 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
     fault = fault_of_layout(layout, plan, rows, packed(plan), packed_again, copied_x, partial);
     if (layout.end > workspace_bytes(problem, static_cast<Operator>(op))) fault = "more than the workspace holds";
     if (plan.contained && contained_bytes(of) < copied_x) fault = "bytes of the copy";
-    if (plan.contained && fault.empty()) fault = fault_of_phases(of, copied(of), plan.blocks_c);
-    if (bytes == 4 ? source_of_plan(plan) == Source::kAny : shape > 1) fault = "no such kernel";
+    if (plan.contained && fault.empty()) fault = fault_of_phases(of, copied(of), 64, plan.blocks_c);
+    if (plan.in_phases && fault.empty()) fault = fault_of_phases(of, in_phases(of), 32, plan.blocks_c);
+    if (plan.in_phases && (of.groups != 1 || of.flipped || of.in_channels % 4 || of.in_stride[1] != 1))
+      fault = "phases of another tensor";
+    const Source source = source_of_plan(plan);
+    if (bytes == 4 ? source == Source::kAny : shape > 1 || plan.in_phases) fault = "no such kernel";
+    if (bytes == 4 && shape >= 0 && !(kTileShapes[shape].sources & bit(source))) fault = "no kernel of this shape";
     if (plan.contained && (bytes != 4 || of.groups != 1)) fault = "operands that are not to be contained";
     if (plan.contained && !checked_again && fault.empty()) {
       checked_again = true;
@@ -3749,7 +3779,7 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
       if (kBarrierBytes + to_mend > static_cast<size_t>(again.smem_bytes)) fault = "room to mend";
     }
     if (fault.empty()) {
-      const Correlation own = plan.copied ? copied(of, plan.contained) : of;
+      const Correlation own = plan.copied ? copied(of, plan.contained) : plan.in_phases ? in_phases(of) : of;
       fault = fault_of_plan(own, plan, plan.contained ? 2 : bytes, bytes, plan.copied ? 0 : in, out, shuffler);
     }
     if (!fault.empty()) {
@@ -3890,6 +3920,9 @@ GATHER_KINDS = {
     "phases of points, tiles in parts",
     *(f"phases of windows, by {boxes}" for boxes in ("a box", "boxes", "rows")),
     "phases of windows, tiles in parts",
+    *(f"phases of x{how}" for how in ("", ", channels filled up", ", tiles in parts", ", of one tap")),
+    "1x1 by rows",
+    "1x1 by rows at a stride",
 }
 
 
@@ -3937,14 +3970,18 @@ GATHER_PLAN_MUTATIONS = {
     "a copy in phases without its last row": ("result.H = of.P + result.R - 1;", "result.H = of.P + result.R - 2;"),
     "phases that share stages": ("* phases.s[(phase - 1) % 2];", "* phases.s[phase % 2];"),
     "phases of channels that are no blocks": (
-        "const int blocks = (of.in_channels + kContainedBlock - 1) / kContainedBlock;",
-        "const int blocks = std::max(1, of.in_channels / kContainedBlock);",
+        "const int blocks = (of.in_channels + block_channels - 1) / block_channels;",
+        "const int blocks = std::max(1, of.in_channels / block_channels);",
     ),
     "boxes of more slots than there may be": ("ceil_div(plan.slots, 256)", "ceil_div(plan.slots, 512)"),
     "boxes that start in the middle of eight slots": (
         "ceil_div(ceil_div(plan.slots, plan.x_boxes), 8)) * 8",
         "ceil_div(plan.slots, plan.x_boxes))",
     ),
+    "phases of x that start a pair too late": ("result.pad_h = (of.pad_h + 1) / 2;", "result.pad_h = of.pad_h / 2;"),
+    "phases of x without its last column": ("result.W = (of.W + 1) / 2;", "result.W = of.W / 2;"),
+    "boxes of more columns than there may be": ("plan.pitch * plan.box_step <= 256", "plan.pitch <= 256"),
+    "boxes of neighbouring columns at a stride": ("from_phases ? 2 : plan.in_column_step;", "from_phases ? 2 : 1;"),
     "slots as in memory of whole lines": ("phases_of(of.phases) > 1 && plan.packed)", "phases_of(of.phases) > 1)"),
 }
 
@@ -3993,7 +4030,8 @@ def test_gather_describes_its_configuration(gather_plans):
     for case, operator, dtype in random_gather_cases(300, seed=4):
         if gather_plans("refusal", operator, case, dtype) is None:
             assert re.fullmatch(
-                r"(in scaled fp16, )?(x copied, )?tile of \d+ channels x (\d+ pixels|\d+ lines x \d+ columns), "
+                r"(in scaled fp16, )?(x copied, |x in phases, )?"
+                r"tile of \d+ channels x (\d+ pixels|\d+ lines x \d+ columns), "
                 r"x by [\w ]+ in \d stages of \d+ bytes, "
                 r".*, \d+ blocks for \d+ tiles, \d+ of them in \d+ parts, about [\d.e+-]+ Mcycles",
                 gather_plans("describe", operator, case, dtype),
@@ -4045,6 +4083,16 @@ GATHER_CONTAINED_CASES = [
     Case(64, 1024, 14, 14, 512, 1, 1, stride=(2, 2)),
     Case(24, 140, 30, 28, 264, 5, 4, stride=(2, 2), padding=(2, 3)),  # pairs of columns
 ]
+# And these, in channels_last, come by boxes at a stride: phases of x itself, channels that fill blocks and not, and
+# rows of what 1x1 filters read.
+GATHER_STRIDED_CASES = [
+    Case(16, 64, 57, 55, 136, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(20, 36, 55, 57, 130, 3, 3, stride=(2, 2), padding=(0, 1)),
+    Case(20, 36, 41, 43, 130, 5, 5, stride=(2, 2), padding=(2, 1)),
+    Case(9, 64, 63, 61, 264, 5, 5, stride=(2, 2), padding=(1, 3)),
+    Case(40, 64, 57, 55, 260, 1, 1, stride=(2, 2)),
+    Case(64, 36, 85, 83, 300, 1, 1, stride=(3, 3), padding=(1, 0)),
+]
 GATHER_CASES = [
     dataclasses.replace(GATHER_CASE, N=12),
     Case(16, 256, 14, 14, 260, 1, 1),
@@ -4054,6 +4102,7 @@ GATHER_CASES = [
     Case(16, 96, 28, 28, 192, 5, 5, stride=(2, 3), padding=(2, 2), groups=2),
     Case(50, 512, 14, 14, 64, 1, 1, groups=2),
     *GATHER_CONTAINED_CASES,
+    *GATHER_STRIDED_CASES,
 ]
 
 
@@ -4077,6 +4126,15 @@ def test_gather_contains_what_the_gpu_tests_say(gather_plans, layout):
         for operator in gather_operators(case):
             text = gather_plans("describe", operator, case, torch.float32, strides=strides)
             assert text.startswith("in scaled fp16, "), f"{operator} of {case}: {text}"
+
+
+def test_gather_takes_boxes_at_a_stride_where_the_gpu_tests_say(gather_plans):
+    for case in GATHER_STRIDED_CASES:
+        tensors = {"x": torch.empty(case.x_shape, device="meta"), "dy": torch.empty(case.y_shape, device="meta")}
+        strides = {name: tensor.stride() for name, tensor in in_layout(tensors, "channels_last").items()}
+        text = gather_plans("describe", "fprop", case, torch.float32, strides=strides)
+        assert text.startswith("x in phases, ") == (case.R > 1), f"{case}: {text}"
+        assert "x by boxes" in text, f"{case}: {text}"
 
 
 GATHER_SHIM_ENTRY_POINTS = (
@@ -4211,6 +4269,14 @@ GATHER_MUTATIONS = {
     "multiplies by the first phase at the start of a part": (
         "phase = phased ? tile.first_block % phases_of(phases) : 0;",
         "phase = phased && !MUTATED ? tile.first_block % phases_of(phases) : 0;",
+    ),
+    "loads even rows of x itself for odd ones": (
+        "h = 2 * h + row_phase;",
+        "h = 2 * h + (MUTATED ? 0 : row_phase);",
+    ),
+    "loads even columns of x itself for odd ones": (
+        "w = 2 * w + column_phase;",
+        "w = 2 * w + (MUTATED ? 0 : column_phase);",
     ),
     "copies x from elsewhere": ("from[channel * of.in_stride[1]]", "from[(channel + MUTATED) * of.in_stride[1]]"),
 }
@@ -4364,21 +4430,25 @@ GATHER_SHIM_CASES = [
 # of blocks with one multiplying warpgroup, for points only.
 GATHER_WINDOWS, GATHER_SHAPES_16, GATHER_CONTAINED, GATHER_POINTS = range(5), range(2), range(5, 8), range(8, 11)
 GATHER_SHAPES = [*GATHER_WINDOWS, *GATHER_POINTS]
-# Cases of every Source but the one of any, in its order: single words, fours of pixels, channels, boxes. The shape of
-# half a stage, in which pieces of channels are apart, takes neither 1x1 nor boxes: it has cases of its own.
+# Cases of every Source but the one of any, in its order: single words, fours of pixels, channels, boxes, boxes of
+# phases of x, which 16 bits have not. The shape of half a stage, in which pieces of channels are apart, takes neither
+# 1x1 nor boxes: it has cases of its own.
 GATHER_SOURCES = (
     (Case(3, 42, 9, 13, 72, 1, 1, stride=(2, 1)), "contiguous"),
     (Case(3, 40, 12, 12, 72, 1, 1), "contiguous"),
-    (Case(3, 40, 9, 13, 72, 1, 1, stride=(2, 1)), "channels_last"),
+    (Case(3, 40, 9, 7, 72, 1, 1, stride=(2, 1)), "channels_last"),  # rows too short for boxes
     (Case(3, 72, 9, 9, 136, 2, 3, padding=(1, 0)), "channels_last"),
+    (Case(3, 72, 9, 15, 136, 3, 3, stride=(2, 2), padding=(1, 1)), "channels_last"),
 )
 GATHER_ANY, GATHER_HALF_A_STAGE = len(GATHER_SOURCES), 3
-GATHER_SOURCES_16 = [(shape, source, GATHER_ANY) for shape in GATHER_SHAPES_16 for source in range(GATHER_ANY)]
+GATHER_BOXES, GATHER_PHASES = 3, 4
+GATHER_SHAPES_OF_PHASES = (0, 1, 4)
+GATHER_SOURCES_16 = [(shape, source, GATHER_ANY) for shape in GATHER_SHAPES_16 for source in range(GATHER_PHASES)]
 GATHER_SOURCES_32 = [
     (shape, source, source)
     for shape in GATHER_SHAPES
     for source in range(GATHER_ANY)
-    if shape != GATHER_HALF_A_STAGE or source in (0, 2)
+    if shape in GATHER_SHAPES_OF_PHASES or source in ((0, 2) if shape == GATHER_HALF_A_STAGE else range(GATHER_PHASES))
 ]
 
 
@@ -4508,6 +4578,72 @@ def test_gather_shim_exact_in_phases_and_parts(gather_shim, number, splits):
         faults = [gather_shim.fault("fprop", case, torch.float32, i, LAYOUTS[i % 2], i) for i in GATHER_CONTAINED]
     assert set(faults) <= {"", None}  # as many tiles as SMs are not cut up
     assert "" in faults
+
+
+# Of x itself, in channels_last: channels that fill blocks and not, several images in a tile and several tiles, padding
+# that is odd or even or larger than the filter, odd rows and columns, phases of one tap, boxes as large as they may be.
+GATHER_SHIM_PHASES_OF_X = [
+    Case(5, 36, 8, 18, 40, 3, 3, padding=(1, 1)),
+    Case(3, 64, 9, 17, 136, 3, 3, padding=(0, 2)),
+    Case(30, 8, 6, 34, 40, 2, 2),  # few enough pixels would be read as they are
+    Case(16, 100, 5, 14, 24, 2, 2, padding=(3, 2)),
+    Case(2, 12, 13, 21, 40, 5, 5, padding=(2, 3)),
+    Case(2, 36, 15, 20, 24, 7, 4, padding=(3, 0)),
+    Case(2, 72, 20, 19, 16, 2, 3, padding=(4, 1)),
+    Case(1, 16, 5, 254, 24, 3, 3, padding=(1, 1)),
+]
+GATHER_SHIM_PHASES_OF_X = [dataclasses.replace(case, stride=(2, 2)) for case in GATHER_SHIM_PHASES_OF_X]
+
+
+@pytest.mark.parametrize("number", range(len(GATHER_SHIM_PHASES_OF_X)))
+def test_gather_shim_exact_in_phases_of_x(gather_shim, number):
+    case = GATHER_SHIM_PHASES_OF_X[number]
+    for turn, seed in enumerate((2, 9)):  # at aligned addresses; at once, and as late as it may be
+        shape = GATHER_SHAPES_OF_PHASES[(turn + number) % 3]
+        fault = gather_shim.fault("fprop", case, torch.float32, shape, "channels_last", seed)
+        assert fault == "", f"{case}, shape {shape}, seed {seed}: {fault}"
+        assert ctypes.c_int.in_dll(gather_shim.library, "latest_source").value == GATHER_PHASES
+
+
+@pytest.mark.parametrize("number, splits", [(0, 3), (0, 8), (1, 2), (3, 6), (4, 4)])
+def test_gather_shim_exact_in_phases_of_x_and_parts(gather_shim, number, splits):
+    """Parts of the reduction start at any phase."""
+    case, faults = GATHER_SHIM_PHASES_OF_X[number], []
+    with gather_shim.splitting(splits):
+        for shape in GATHER_SHAPES_OF_PHASES:
+            faults.append(gather_shim.fault("fprop", case, torch.float32, shape, "channels_last", 2))
+            if faults[-1] is not None:
+                assert ctypes.c_int.in_dll(gather_shim.library, "latest_source").value == GATHER_PHASES
+    assert set(faults) <= {"", None}  # as many tiles as SMs are not cut up
+    assert "" in faults
+
+
+# Padding that is no multiple of the stride and more than that, rows and columns that nobody reads, one step or both,
+# groups; the largest step of a box, and one that is larger.
+GATHER_SHIM_ROWS_OF_POINTS = [
+    (Case(3, 36, 9, 19, 72, 1, 1, stride=(2, 2)), GATHER_BOXES),
+    (Case(2, 64, 11, 26, 24, 1, 1, stride=(3, 3), padding=(1, 2)), GATHER_BOXES),
+    (Case(5, 32, 7, 8, 40, 1, 1, stride=(2, 1)), GATHER_BOXES),
+    (Case(2, 128, 5, 33, 40, 1, 1, stride=(1, 4), padding=(1, 5), groups=2), GATHER_BOXES),
+    (Case(2, 8, 3, 70, 24, 1, 1, stride=(2, 8)), GATHER_BOXES),
+    (Case(2, 40, 9, 17, 24, 1, 3, stride=(2, 2), padding=(0, 1)), GATHER_BOXES),
+    (Case(2, 40, 9, 27, 24, 3, 1, stride=(1, 3), padding=(1, 2)), GATHER_BOXES),
+    (Case(2, 8, 3, 80, 24, 1, 1, stride=(2, 9)), 2),
+    (Case(2, 40, 9, 12, 24, 1, 1, stride=(2, 2)), 2),  # rows that are too short
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("number", range(len(GATHER_SHIM_ROWS_OF_POINTS)))
+def test_gather_shim_exact_by_rows_of_points(gather_shim, number, dtype):
+    case, source = GATHER_SHIM_ROWS_OF_POINTS[number]
+    shapes = (0, 4) if source != GATHER_BOXES else (0, 1, 2, 4)
+    for turn, seed in enumerate((2, 9)):
+        shape = (turn + number) % 2 if dtype == torch.float16 else shapes[(turn + number) % len(shapes)]
+        fault = gather_shim.fault("fprop", case, dtype, shape, "channels_last", seed)
+        assert fault == "", f"{case}, shape {shape}, seed {seed}: {fault}"
+        if dtype == torch.float32 or case.C % 8 == 0:
+            assert ctypes.c_int.in_dll(gather_shim.library, "latest_source").value == source
 
 
 ADVERSE_GATHER_CASES = [
@@ -4701,6 +4837,8 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
         (Case(4, 40, 5, 6, 24, 2, 3), "channels_last", torch.float32),
     ]
     splits, contained = 0, False
+    if "x itself" in mutation:
+        cases = [(GATHER_SHIM_PHASES_OF_X[0], "channels_last", torch.float32)]
     if "phase" in mutation:
         cases, contained = [(GATHER_SHIM_PHASED_CASES[0], "contiguous", torch.float32)], True
     if "start of a part" in mutation:
@@ -5737,14 +5875,15 @@ def test_gather_is_in_the_machine_code(nvcc_runs, arch):
     source_of = {name: re.search(r"SourceE(\d)E", name)[1] for name in kernels}
     # In fp32 shapes of a tile by sources; two of 16 bits, what does all of contained ones again, of any source, and
     # three of blocks with one multiplying warpgroup.
-    assert len(kernels) == 3 + 2 + 3 + 2 + 4 + 2 * 2 + 3 + 1 + 3 * 2
-    assert sorted(source_of.values()) == sorted("0" * 3 + "1" * (4 + 3) + "2" * 3 + "3" * (4 + 3 + 3) + "4" * 5)
+    assert len(kernels) == 4 + 3 + 3 + 2 + 5 + 2 * 2 + 3 + 1 + 3 * 2
+    of_sources = "0" * 3 + "1" * (4 + 3) + "2" * 3 + "3" * (4 + 3 + 3) + "4" * 3 + "5" * 5
+    assert sorted(source_of.values()) == sorted(of_sources)
     assert [source_of[name] for name in contained] == ["3"] * 3
     for name, instructions in kernels.items():
         if arch == "sm_90a":
             assert {"HGMMA", "USETMAXREG", "UBLKCP", "SYNCS"} <= set(instructions), name
-            assert ("UTMALDG" in instructions) == (source_of[name] in "34"), name
-            assert ("LDGSTS" in instructions) == (source_of[name] != "3"), name
+            assert ("UTMALDG" in instructions) == (source_of[name] in "345"), name
+            assert ("LDGSTS" in instructions) == (source_of[name] not in "34"), name
             assert ("LDSM" in instructions) == (source_of[name] != "1"), name  # that one has single words only
         else:
             assert set(instructions) <= {"LDC", "MOV", "EXIT", "BRA", "NOP"}, name
@@ -5933,7 +6072,7 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
                 text = text.replace("(kPixels == 256) return", two_bytes)
                 # Of gather one shape of a tile of fp32, by single values, of fp16, of contained operands and of two
                 # blocks an SM; and what is done again, which has code for all ways in which x comes.
-                text = re.sub(r"kBy(Pixels|Channels|Boxes)(?= \||\})", "0u", text)
+                text = re.sub(r"kBy(Pixels|Channels|Boxes|Phases)(?= \||\})", "0u", text)
                 text = re.sub(r"run_shape<Format, (?:[02356]|9|10)>\(params, stream, error\)", "false", text)
                 text = re.sub(r"return run<BFloat16>\(.*;", "return cudaErrorUnknown;", text)
             options = ["--std=c++17", f"--gpu-architecture=compute_{arch}", "--device-as-default-execution-space"]

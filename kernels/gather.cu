@@ -20,7 +20,8 @@
 // strides, rows of any length and several images in a tile cost nothing here; all of that is in the table of slots.
 //
 //   points    1x1: slot m is what output m reads; outputs are numbered through all images
-//   windows   other filters: lines (rows of outputs, numbered through all images) with their halo
+//   windows   other filters: lines (rows of outputs, numbered through all images) with their halo; and 1x1 at a stride,
+//             where rows of what it reads come by boxes
 //
 //         +--pitch---+
 //         | . . . . .|   rows of image n that the first lines need
@@ -54,8 +55,14 @@
 //   kPixels     [channel][slot]   four pixels of a channel a copy, points only; operands are single words then
 //   kChannels   [slot][piece]     a piece a copy; number i lies at place i ^ slot % 8, against bank conflicts. Where
 //                                 strides allow it, one warp orders bulk copies of boxes instead, of all points of a
-//                                 tile or of a row of slots: halo and padding come with them
+//                                 tile or of a row of slots: halo and padding come with them. Rows may be of
+//                                 every second to eighth column
 //   kSingle     [piece][slot]     one value a copy, from anywhere; of points in fp32 [channel][slot], single words
+//
+// fp32 in channels_last, read at a stride of 2 by a filter larger than 1x1, may come by such boxes of every second row
+// and column: a stage then holds one phase of x (Phases), of which taps read neighbouring slots. Each slot comes once,
+// as it does without phases, but a stage is a quarter as large, so that larger tiles fit, and more stages. Blocks and
+// weights are in the same order as those of a copy in phases.
 //
 // Single words come slowly (5 to 6 bytes a cycle of an SM), and each tile of channels reads them anew: what 1x1 filters
 // read at a stride, or of planes that are no fours of pixels, is copied by the packing kernel to where channels are
@@ -179,6 +186,7 @@ constexpr int kMaxStages = 8;
 constexpr int kLeastPointPieces = 8;             // of a stage of 1x1: no smaller one was ever faster
 [[maybe_unused]] constexpr int kStepPieces = 2;  // in one wgmma
 constexpr int kContainedBlock = 64;              // channels of a stage of contained operands
+constexpr int kPhasesBlock = 32;                 // of one of phases of x itself
 constexpr int kBarrierBytes = 1024;
 
 // Staging of the results of 64 pixels x 32 channels, by a warpgroup: [channel][pixel], or [pixel][channel]
@@ -192,10 +200,12 @@ static_assert(kStagedChannels * kPixelsPitch * 4 <= kStagingBytes, "either fits"
 // The same for boxes: two buffers a warpgroup, one of them being stored.
 constexpr int kBoxStagingBytes = 64 * kStagedChannels * 4;
 
-// At a stride of 2 a copy of x may hold its even and odd rows and columns apart, as channels: then the filter moves over
-// them without a stride, as a smaller one of R x S, and of each phase only some taps are not zero.
+// At a stride of 2 a copy of x may hold its even and odd rows and columns apart, as channels: then the filter moves
+// over them without a stride, as a smaller one of R x S, and of each phase only some taps are not zero. Where channels
+// of x itself are neighbours, boxes at a stride take its phases apart without a copy: number i of the rows or columns
+// of a phase is number 2 * i + phase of x.
 //
-//   x            copy            taps of a 3x3 filter, padding 1
+//   x            phases          taps of a 3x3 filter, padding 1
 //   a b a b      a a   b b       a: the middle one     b: left, right
 //   c d c d      a a   b b       c: above, below       d: the corners
 //   a b a b
@@ -232,7 +242,9 @@ enum class Loads : int {
 // later where others have run in between. (H200, 2026-11-22, 1x1, 32 images of a ResNet-50's layers, another kernel
 // between two calls, us, in a driver, code of all ways in one kernel, 116 to 138 KB / of one way, 63 to 86 KB: 64 to 64,
 // 56x56, 31.7 / 25.2; 256 to 1024, 14x14, 36.5 / 30.5. With nothing in between, the first one takes 24.9 and 30.8.)
-enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kAny };
+//
+// kPhases: by boxes as well, of the phases of x itself.
+enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kPhases, kAny };
 
 struct Plan {
   int tile_n, blocks_m;  // channels; 64 pixels of a warpgroup, so many times
@@ -257,7 +269,9 @@ struct Plan {
   bool rows;               // a stage is [slot][piece] instead of [piece][slot]
   bool dense_slots;        // boxes of x are of slots that follow one another in memory, else each is a row
   int x_boxes, box_slots;  // so many, of so many slots
+  int box_step;            // columns of x between neighbouring slots of a box
   bool in_boxes;           // x comes by boxes
+  bool in_phases;          // these are of its phases, without a copy
   bool out_channels_last;  // channels of y are neighbours
   int vector;              // outputs that are stored at a time: 4 or 1
   bool boxes;              // y is stored by boxes of 64 pixels x 32 channels
@@ -277,7 +291,8 @@ MODELNEW_HOST_DEVICE inline int staging_bytes(const Plan& plan) {
 }
 
 MODELNEW_HOST_DEVICE inline Source source_of_plan(const Plan& plan) {
-  return plan.in_boxes                  ? Source::kBoxes
+  return plan.in_phases                 ? Source::kPhases
+         : plan.in_boxes                ? Source::kBoxes
          : plan.loads == Loads::kSingle ? Source::kSingle
          : plan.loads == Loads::kPixels ? Source::kPixels
                                         : Source::kChannels;
@@ -524,6 +539,22 @@ MODELNEW_HOST_DEVICE inline void separate_phases(int& phases, int (&first)[2], i
   stride = 1;
 }
 
+// Whether the filter moves over phases of x without a stride.
+MODELNEW_HOST_DEVICE inline bool has_phases(const Correlation& of) {
+  return of.stride_h == 2 && of.stride_w == 2 && of.R > 1 && of.S > 1 && of.dilation_h == 1 && of.dilation_w == 1;
+}
+
+// What then becomes of the filter and of the channels, of which those of a phase are filled up to blocks of so many.
+MODELNEW_HOST_DEVICE inline void separate(const Correlation& of, int block_channels, Correlation& result) {
+  Phases& phases = result.phases;
+  separate_phases(phases.rows, phases.first_r, phases.r, result.R, result.stride_h, of.pad_h);
+  separate_phases(phases.columns, phases.first_s, phases.s, result.S, result.stride_w, of.pad_w);
+  for (int phase = 1; phase < 4; ++phase)
+    phases.before[phase] = phases.before[phase - 1] + phases.r[(phase - 1) / 2] * phases.s[(phase - 1) % 2];
+  const int blocks = (of.in_channels + block_channels - 1) / block_channels;
+  result.in_channels = phases_of(phases) * blocks * block_channels;
+}
+
 // Of a copy of x, [pixel][channel]. Of 1x1 filters only what they read is copied. Copies of fp32 in fp16 have their
 // channels filled up to eights. Those in phases have theirs filled up to whole blocks, and around images lies what the
 // filter reads of the padding: so the slots of a tile follow one another in memory, and come by few boxes. (Without
@@ -537,15 +568,8 @@ MODELNEW_HOST_DEVICE inline Correlation copied(const Correlation& of, bool conta
     result.pad_h = result.pad_w = 0;
     result.H = of.P;
     result.W = of.Q;
-  } else if (contained && of.stride_h == 2 && of.stride_w == 2 && of.R > 1 && of.S > 1 && of.dilation_h == 1 &&
-             of.dilation_w == 1) {
-    Phases& phases = result.phases;
-    separate_phases(phases.rows, phases.first_r, phases.r, result.R, result.stride_h, of.pad_h);
-    separate_phases(phases.columns, phases.first_s, phases.s, result.S, result.stride_w, of.pad_w);
-    for (int phase = 1; phase < 4; ++phase)
-      phases.before[phase] = phases.before[phase - 1] + phases.r[(phase - 1) / 2] * phases.s[(phase - 1) % 2];
-    const int blocks = (of.in_channels + kContainedBlock - 1) / kContainedBlock;
-    result.in_channels = phases_of(phases) * blocks * kContainedBlock;
+  } else if (contained && has_phases(of)) {
+    separate(of, kContainedBlock, result);
     result.pad_h = result.pad_w = 0;
     result.H = of.P + result.R - 1;
     result.W = of.Q + result.S - 1;
@@ -556,6 +580,23 @@ MODELNEW_HOST_DEVICE inline Correlation copied(const Correlation& of, bool conta
   result.in_stride[1] = 1;
   result.in_stride[0] = result.H * result.in_stride[2];
   return result;
+}
+
+// Of the phases of x itself. A block of channels, those of a stage, is of one phase; H and W count pairs of rows and of
+// columns, and strides are those of x: phases are nowhere side by side.
+MODELNEW_HOST_DEVICE inline Correlation in_phases(const Correlation& of) {
+  Correlation result = of;
+  separate(of, kPhasesBlock, result);
+  result.pad_h = (of.pad_h + 1) / 2;
+  result.pad_w = (of.pad_w + 1) / 2;
+  result.H = (of.H + 1) / 2;
+  result.W = (of.W + 1) / 2;
+  return result;
+}
+
+// x as the plan has it: as it is, copied or in phases.
+MODELNEW_HOST_DEVICE inline Correlation as_planned(const Correlation& of, const Plan& plan) {
+  return plan.copied ? copied(of, plan.contained) : plan.in_phases ? in_phases(of) : of;
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -1393,7 +1434,8 @@ __device__ __forceinline__ void convert_stages(const Params& params, const Share
 }
 
 // Boxes of the channels of a stage, by one warp: each lane orders some. They are of slots that follow one another in
-// memory, or rows of slots.
+// memory, or rows of slots. PHASES: of a stage's phase of x itself, whose channels are the same in all phases.
+template <bool PHASES>
 __device__ __forceinline__ void load_boxes(const Params& params, const Shared& shared, int channels_a_stage) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
@@ -1408,8 +1450,9 @@ __device__ __forceinline__ void load_boxes(const Params& params, const Shared& s
     int phase = tile.first_block % phases;
     for (int block = tile.first_block; block < tile.first_block + tile.blocks; ++block) {
       const uint32_t stage = shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes;
-      const int channel =
-          tile.group * of.in_channels + phase * (of.in_channels / phases) + block / phases * channels_a_stage;
+      const int channel = tile.group * of.in_channels + phase * (PHASES ? 0 : of.in_channels / phases) +
+                          block / phases * channels_a_stage;
+      const int row_phase = phase >> (of.phases.columns - 1), column_phase = phase & (of.phases.columns - 1);
       if (++phase == phases) phase = 0;
       hopper::barrier_wait(shared.x_empty(at.slot()), at.parity() ^ 1);
       if (lane == 0) hopper::barrier_arrive_expecting(shared.x_full(at.slot()), boxes * box_bytes);
@@ -1419,6 +1462,10 @@ __device__ __forceinline__ void load_boxes(const Params& params, const Shared& s
         if (!plan.dense_slots) {
           locate_slot(of, plan, tile, image, box * plan.pitch, n, h, w);
           n += static_cast<int>(image);
+        }
+        if (PHASES) {
+          h = 2 * h + row_phase;
+          w = 2 * w + column_phase;
         }
         hopper::load_box(params.in_map, stage + box * box_bytes, channel, w, h, n, shared.x_full(at.slot()));
       }
@@ -1676,14 +1723,14 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   constexpr uint32_t kPlaneBytes = (64 * WARPGROUPS * BLOCKS_M + 8) * 4;
   constexpr uint32_t kStepWeights = 2 * TILE_N * 16, kStageWeights = ALL_STEPS * kStepWeights;
   // Else pieces are found by x_offset, a slot: [slot][piece], number i at place i ^ slot % 8, or [piece][slot].
-  constexpr bool kRows = SOURCE == Source::kBoxes || SOURCE == Source::kChannels;
+  constexpr bool kRows = SOURCE == Source::kBoxes || SOURCE == Source::kPhases || SOURCE == Source::kChannels;
   const bool rows = PIECES == 8 && (kRows || (SOURCE == Source::kAny && plan.rows));
   const uint32_t piece_bytes = plan.piece_slots * 16;
   // From tap to tap of a row, and from the last one of a row to the first one of the next.
   const int next_tap = of.dilation_w;
   int row_taps = of.S, next_row = of.dilation_h * plan.pitch - (of.S - 1) * of.dilation_w;
   const Phases& phases = of.phases;
-  const bool phased = Format::CONTAINED && phases_of(phases) > 1;
+  const bool phased = SOURCE == Source::kPhases || (Format::CONTAINED && phases_of(phases) > 1);
   int taps = PLANES ? 1 : of.R * of.S, phase = phased ? tile.first_block % phases_of(phases) : 0;
   const uint32_t w_ring = hopper::descriptor(shared.base + shared.layout.w_ring, TILE_N * 16);
   uint32_t a[2][STEPS][BLOCKS_M][4];  // operands
@@ -1856,7 +1903,7 @@ __device__ __forceinline__ bool meet(const Params& params, const Tile& tile, vol
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, int x_exponent, uint8_t* smem) {
   constexpr bool kPlanes = sizeof(typename Format::Stored) == 4 && PIECES >= kLeastPointPieces &&
-                           SOURCE != Source::kBoxes && SOURCE != Source::kChannels;
+                           SOURCE != Source::kBoxes && SOURCE != Source::kPhases && SOURCE != Source::kChannels;
   constexpr bool kNothingElse = kPlanes && SOURCE == Source::kPixels;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
@@ -2003,6 +2050,7 @@ template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS,
 __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROUPS))
     gather_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
+  static_assert(SOURCE != Source::kPhases || PIECES * Format::CHANNELS == kPhasesBlock, "a block is a stage");
   extern __shared__ __align__(1024) uint8_t modelnew_gather_smem[];
   // What comes behind this kernel may be made ready; it waits for the end of this one before it reads or writes memory.
   hopper::launch_dependents();
@@ -2037,9 +2085,9 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
     [[maybe_unused]] constexpr int kPixels = 64 * WARPGROUPS * BLOCKS_M;
     const Plan& plan = params.plan;
     [[maybe_unused]] int32_t* const table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
-    if constexpr (SOURCE == Source::kBoxes || kAny) {
+    if constexpr (SOURCE == Source::kBoxes || SOURCE == Source::kPhases || kAny) {
       if (!kAny || plan.in_boxes) {
-        if (warp == 0) load_boxes(params, shared, PIECES * Format::CHANNELS);
+        if (warp == 0) load_boxes<SOURCE == Source::kPhases>(params, shared, PIECES * Format::CHANNELS);
         return;
       }
     }
@@ -2154,12 +2202,13 @@ struct TileShape {
 };
 constexpr unsigned bit(Source source) { return 1u << static_cast<int>(source); }
 constexpr unsigned kBySingle = bit(Source::kSingle), kByPixels = bit(Source::kPixels),
-                   kByChannels = bit(Source::kChannels), kByBoxes = bit(Source::kBoxes), k16Bits = bit(Source::kAny);
-constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByPixels | kByChannels | kByBoxes | k16Bits},
-                                     {128, 2, 8, 1600, kByPixels | kByBoxes | k16Bits},
+                   kByChannels = bit(Source::kChannels), kByBoxes = bit(Source::kBoxes),
+                   kByPhases = bit(Source::kPhases), k16Bits = bit(Source::kAny);
+constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByPixels | kByChannels | kByBoxes | kByPhases | k16Bits},
+                                     {128, 2, 8, 1600, kByPixels | kByBoxes | kByPhases | k16Bits},
                                      {64, 2, 8, 1150, kBySingle | kByPixels | kByBoxes},
                                      {128, 2, 4, 895, kBySingle | kByChannels},
-                                     {128, 1, 8, 854, kBySingle | kByPixels | kByChannels | kByBoxes},
+                                     {128, 1, 8, 854, kBySingle | kByPixels | kByChannels | kByBoxes | kByPhases},
                                      {256, 1, 8, 1210, kByBoxes, true},
                                      {128, 2, 8, 1240, kByBoxes, true},
                                      {128, 1, 8, 670, kByBoxes, true},
@@ -2210,6 +2259,9 @@ constexpr int kLeastContainedChannels = 128;
 inline int64_t packed_rows(const Correlation& of, int tile_n) {
   return of.groups * ceil_div(of.out_channels, tile_n) * tile_n;
 }
+
+// Of boxes at a stride: what a map of boxes takes, and slots of a row, fewer of which have not been tried.
+constexpr int kMostBoxStep = 8, kLeastSteppingPitch = 8;
 
 inline int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
 
@@ -2311,19 +2363,27 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   plan.units = static_cast<int>(plan.whole_tiles + parts);
   if (splits > 1 && (parts == 0 || parts * partial_bytes(pixels, plan.tile_n) > most_partial_bytes(of))) return false;
   plan.rows = plan.loads == Loads::kChannels && plan.pieces == 8;
-  // Boxes take neighbouring columns, and the last one of a group has no channels of the next group.
+  // Boxes take neighbouring columns or those at a step, and the last one of a group has no channels of the next group.
+  const bool from_phases = phases_of(of.phases) > 1 && !plan.contained;
   const bool dense_in = !plan.points || (dense_points_of(of) && dense_pixels(of.in_stride, of.N, of.P, of.Q));
-  plan.in_boxes = plan.rows && dense_in &&
-                  (plan.points || (plan.in_column_step == 1 && plan.in_row_step == 1 && plan.pitch <= 256)) &&
+  plan.box_step = plan.points ? 1 : from_phases ? 2 : plan.in_column_step;
+  const bool steps = plan.box_step > 1 || plan.in_row_step > 1;
+  const bool whole_rows = plan.box_step <= kMostBoxStep && plan.pitch * plan.box_step <= 256 &&
+                          (!steps || plan.pitch >= kLeastSteppingPitch);
+  plan.in_boxes = plan.rows && dense_in && (plan.points || whole_rows) &&
                   (of.groups == 1 || of.in_channels % (plan.pieces * channels) == 0) &&
                   of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && of.in_stride[2] > 0 &&
                   of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
+  plan.in_phases = plan.in_boxes && from_phases;
+  // What comes in phases comes by boxes of rows; and windows of 1x1 are for what does.
+  if (from_phases && (plan.points || !plan.in_boxes)) return false;
+  if (!plan.points && of.R == 1 && of.S == 1 && !plan.in_boxes) return false;
   const bool sixteen_bits = out_bytes == 2;
   if ((shape.sources & (sixteen_bits ? k16Bits : bit(source_of_plan(plan)))) == 0) return false;
-  plan.dense_slots = plan.in_boxes && (plan.points || (phases_of(of.phases) > 1 && plan.packed));
+  plan.dense_slots = plan.in_boxes && !plan.in_phases && (plan.points || (phases_of(of.phases) > 1 && plan.packed));
   // Many small boxes take longer than the one or four taps for which they are read: 512 to 512, 14x14, stride 2, 32
   // images in a profiler 45 us, of slots that follow one another 34 us (H200, 2026-11-22).
-  if (phases_of(of.phases) > 1 && !plan.dense_slots && plan.pitch < 64) return false;
+  if (phases_of(of.phases) > 1 && !plan.in_phases && !plan.dense_slots && plan.pitch < 64) return false;
   plan.x_boxes = static_cast<int>(plan.dense_slots ? ceil_div(plan.slots, 256) : plan.slots / std::max(plan.pitch, 1));
   plan.box_slots =
       plan.dense_slots ? static_cast<int>(ceil_div(ceil_div(plan.slots, plan.x_boxes), 8)) * 8 : plan.pitch;
@@ -2417,6 +2477,11 @@ inline bool may_copy(const Correlation& of, int element_bytes) {
          copied_bytes(of, element_bytes) <= kMostCopiedBytes;
 }
 
+// Of fp32 under the TF32 contract, whose channels are neighbours: boxes of fours of them.
+inline bool may_take_phases(const Correlation& of, int element_bytes) {
+  return element_bytes == 4 && of.groups == 1 && has_phases(of) && of.in_stride[1] == 1 && of.in_channels % 4 == 0;
+}
+
 // Read in sectors, and written.
 inline double copy_cycles(const Correlation& of, int element_bytes, const Device& device) {
   return copied_bytes(of, element_bytes) * (1.0 + std::min(of.stride_w, 8)) / device.sms / kMemoryRate + kCopyCycles;
@@ -2447,7 +2512,11 @@ inline void improve(const Correlation& of, int out_bytes, const Device& device, 
     }
   };
   if (of.R == 1 && of.S == 1) {
-    consider({Cut::kPoints, 1, 1});
+    const bool from_phases = phases_of(of.phases) > 1 && !shape.contained;
+    if (!from_phases) consider({Cut::kPoints, 1, 1});
+    // At a stride boxes bring rows of what is read.
+    const bool in_rows = from_phases || ((of.stride_h > 1 || of.stride_w > 1) && of.in_stride[1] == 1);
+    if (in_rows && of.Q <= pixels) consider({Cut::kPacked, 1, 1});
     return;
   }
   if (of.Q <= pixels) consider({Cut::kPacked, 1, 1});
@@ -2485,6 +2554,8 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
       continue;
     }
     improve(of, element_bytes, device, address, shape, forced_splits, 0, false, found, best);
+    if (may_take_phases(of, element_bytes) && (shape.sources & kByPhases) != 0)
+      improve(in_phases(of), element_bytes, device, address, shape, forced_splits, 0, false, found, best);
     if (may_copy(of, element_bytes))
       improve(copied(of, false), element_bytes, device, of_copy, shape, forced_splits,
               copy_cycles(of, element_bytes, device), true, found, best);
@@ -2612,9 +2683,9 @@ inline cudaError_t make_out_map(Params& params) {
                               params.out_map);
 }
 
-// x as boxes want it, of bytes of 128: [1][1][pixel of all images][channel], or [image][row][column][channel].
-inline cudaError_t make_in_map(Params& params, int element_bytes) {
-  const Correlation& of = params.of;
+// x as boxes want it, of bytes of 128: [1][1][pixel of all images][channel], or [image][row][column][channel]. `of`: of
+// x as it lies in memory, all phases of it.
+inline cudaError_t make_in_map(const Correlation& of, int element_bytes, Params& params) {
   const Plan& plan = params.plan;
   const uint64_t channels = static_cast<uint64_t>(of.groups) * of.in_channels;
   const uint64_t W = of.W, H = of.H, N = of.N;
@@ -2629,20 +2700,22 @@ inline cudaError_t make_in_map(Params& params, int element_bytes) {
     return hopper::make_box_map(hopper::BoxUse::kLoadRows, in_ptr, element_bytes, sizes, strides, box, params.in_map);
   }
   const uint64_t sizes[4] = {channels, W, H, N}, strides[3] = {bytes(3, W), bytes(2, H), bytes(0, N)};
-  const uint32_t box[4] = {box_channels, static_cast<uint32_t>(plan.box_slots), 1, 1};
-  return hopper::make_box_map(hopper::BoxUse::kLoadRows, in_ptr, element_bytes, sizes, strides, box, params.in_map);
+  const uint32_t step = plan.box_step, box[4] = {box_channels, plan.box_slots * step, 1, 1};
+  return hopper::make_box_map(hopper::BoxUse::kLoadRows, in_ptr, element_bytes, sizes, strides, box, params.in_map,
+                              step);
+}
+
+// What the plan in `params` loads and stores by boxes; `of` and `element_bytes`: of x as it lies in memory.
+inline cudaError_t make_maps(const Correlation& of, int element_bytes, Params& params) {
+  if (params.plan.in_boxes) {
+    const cudaError_t error = make_in_map(of, element_bytes, params);
+    if (error != cudaSuccess) return error;
+  }
+  return params.plan.boxes ? make_out_map(params) : cudaSuccess;
 }
 
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
 cudaError_t run_kernel(Params& params, cudaStream_t stream) {
-  if (params.plan.in_boxes) {
-    const cudaError_t error = make_in_map(params, sizeof(typename Format::Stored));
-    if (error != cudaSuccess) return error;
-  }
-  if (params.plan.boxes) {
-    const cudaError_t error = make_out_map(params);
-    if (error != cudaSuccess) return error;
-  }
   const auto kernel = gather_kernel<Format, TILE_N, BLOCKS_M, PIECES, WARPGROUPS, SOURCE>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
@@ -2680,6 +2753,7 @@ bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
     error = source == Source::kSingle     ? run_source<Format, SHAPE, Source::kSingle>(params, stream)
             : source == Source::kPixels   ? run_source<Format, SHAPE, Source::kPixels>(params, stream)
             : source == Source::kChannels ? run_source<Format, SHAPE, Source::kChannels>(params, stream)
+            : source == Source::kPhases   ? run_source<Format, SHAPE, Source::kPhases>(params, stream)
                                           : run_source<Format, SHAPE, Source::kBoxes>(params, stream);
   }
   return true;
@@ -2741,22 +2815,26 @@ inline CopyParams copy_params(const Correlation& of, const Correlation& copy, co
   return params;
 }
 
+// `planned`: x as the plan has it.
 template <typename Format>
-cudaError_t run_packed(const PackParams& pack, void* copy_ptr, Params& params, cudaStream_t stream) {
+cudaError_t run_packed(const PackParams& pack, const Correlation& planned, void* copy_ptr, Params& params,
+                       cudaStream_t stream) {
+  const Correlation of = params.of;
   CopyParams copy{};
   size_t smem_bytes = 0;
   if (params.plan.copied) {
-    const Correlation of = params.of;
-    params.of = copied(of, false);
-    copy = copy_params(of, params.of, params.in_ptr, copy_ptr);
+    copy = copy_params(of, planned, params.in_ptr, copy_ptr);
     smem_bytes = sizeof(CopyShared<typename Format::Stored>);
     params.in_ptr = copy_ptr;
   }
   const unsigned blocks = static_cast<unsigned>(copy.blocks + ceil_div(pack.count, kPackThreads));
   pack_kernel<Format><<<blocks, kPackThreads, smem_bytes, stream>>>(pack, copy);
-  const cudaError_t error = cudaGetLastError();
+  cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
+  params.of = planned;
   params.packed_ptr = pack.packed_ptr;
+  error = make_maps(params.plan.in_phases ? of : planned, sizeof(typename Format::Stored), params);
+  if (error != cudaSuccess) return error;
   return run_tiles<Format>(params, stream);
 }
 
@@ -2817,12 +2895,15 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
   params.of = copy;
   params.packed_ptr = pack.packed_ptr;
   params.other_pack = pack_params(of, of.phases, again, pack.w_ptr, workspace + layout.packed_again);
-  error = run_tiles<Contained>(params, stream);
+  error = make_maps(copy, sizeof(Half), params);
+  if (error == cudaSuccess) error = run_tiles<Contained>(params, stream);
   if (error != cudaSuccess) return error;
   params.in_ptr = in_ptr;
   params.of = of;
   params.plan = again;
   params.packed_ptr = params.other_pack.packed_ptr;
+  error = make_maps(of, sizeof(float), params);
+  if (error != cudaSuccess) return error;
   return run_kernel<Again, kAgainShape.tile_n, kAgainShape.blocks_m, kAgainShape.pieces, kAgainShape.warpgroups,
                     Source::kAny>(params, stream);
 }
@@ -2836,23 +2917,23 @@ cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& p
   const auto packed_bytes = [&](const Plan& of_plan) {
     return packed_rows(of, of_plan.tile_n) * of_plan.iterations * of_plan.pieces * 16;
   };
-  const Correlation copy = plan.contained ? copied(of) : of;
+  const Correlation planned = as_planned(of, plan);
   const int64_t bytes_of_copy = plan.contained ? contained_bytes(of)
                                 : plan.copied  ? copied_bytes(of, sizeof(Stored))
                                                : 0;
   const WorkspaceLayout layout =
       workspace_layout(plan.contained, packed_rows(of, plan.tile_n), packed_bytes(plan),
                        plan.contained ? packed_bytes(again) : 0, bytes_of_copy, plan.splits - 1);
-  PackParams pack = pack_params(of, copy.phases, plan, w_ptr, start + layout.packed);
+  PackParams pack = pack_params(of, planned.phases, plan, w_ptr, start + layout.packed);
   if (plan.splits > 1) {
     params.partial_ptr = reinterpret_cast<float*>(start + layout.partial);
     params.arrived_ptr = pack.zero_ptr = reinterpret_cast<uint32_t*>(start + layout.arrived);
     pack.zeros = plan.warpgroups * cut_up(plan);
   }
   if constexpr (sizeof(Stored) == 4) {
-    if (plan.contained) return run_contained(pack, copy, again, layout, start, params, stream);
+    if (plan.contained) return run_contained(pack, planned, again, layout, start, params, stream);
   }
-  return run_packed<Format<Stored>>(pack, start + layout.copied, params, stream);
+  return run_packed<Format<Stored>>(pack, planned, start + layout.copied, params, stream);
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
@@ -2882,12 +2963,14 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   else
     snprintf(tile, sizeof tile, "%d lines x %d columns", plan.tile_p, plan.tile_q);
   snprintf(text, text_size,
-           "%s%stile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
+           "%s%s%stile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
            "%d blocks for %lld tiles, %lld of them in %d parts, about %.3g Mcycles",
-           plan.contained ? "in scaled fp16, " : "", plan.copied ? "x copied, " : "", plan.tile_n, tile,
-           loads[static_cast<int>(plan.loads)], plan.x_stages, plan.x_stage_bytes, plan.w_stages, plan.w_stage_bytes,
-           plan.vector == 4 ? "fours" : "single values", plan.blocks, static_cast<long long>(plan.tiles),
-           static_cast<long long>(plan.tiles - plan.whole_tiles), plan.splits, plan.cycles * 1e-6);
+           plan.contained ? "in scaled fp16, " : "", plan.copied ? "x copied, " : "",
+           plan.in_phases ? "x in phases, " : "", plan.tile_n, tile,
+           plan.in_boxes ? "boxes" : loads[static_cast<int>(plan.loads)], plan.x_stages, plan.x_stage_bytes,
+           plan.w_stages, plan.w_stage_bytes, plan.vector == 4 ? "fours" : "single values", plan.blocks,
+           static_cast<long long>(plan.tiles), static_cast<long long>(plan.tiles - plan.whole_tiles), plan.splits,
+           plan.cycles * 1e-6);
 }
 
 #endif  // host

@@ -313,8 +313,10 @@ __device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
 enum class BoxUse { kStore, kLoad, kLoadRows };  // kLoadRows: rows of 128 bytes in the order of those to be stored
 
 // Sizes and box in elements of 2 or 4 bytes; strides, of all dimensions but the first, in bytes and multiples of 16.
+// `step`, up to 8: of the second dimension a box has every so manieth element of its own so many, a multiple of it.
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
-                                const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map) {
+                                const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map,
+                                uint32_t step = 1) {
   // The driver's own library is not linked.
   static const auto encode = [] {
     void* function = nullptr;
@@ -327,7 +329,7 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   if (encode == nullptr) return cudaErrorNotSupported;
-  const uint32_t element_strides[4] = {1, 1, 1, 1};
+  const uint32_t element_strides[4] = {1, step, 1, 1};
   const CUresult result =
       encode(reinterpret_cast<CUtensorMap*>(&map),
              element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
