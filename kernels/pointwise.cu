@@ -114,13 +114,18 @@ struct Operands {
   float a[4][4], b[4][4];
 };
 
-// What a lane loads from, at the first of its terms.
+// What a lane loads from: bytes from the start of a tensor to its rows and columns, at the first of its terms.
 template <Loads LOADS>
 struct Sources {
-  const float *a_ptr, *b_ptr;
-  int a[4], b[4];  // offsets of its rows and columns
+  uint32_t a[4], b[LOADS == Loads::kFours ? 1 : 4];
 
-  __device__ __forceinline__ void load(const Params& params, int term, Operands& operands) const {
+  static __device__ __forceinline__ const float* at(const float* tensor, uint32_t bytes) {
+    return reinterpret_cast<const float*>(reinterpret_cast<const char*>(tensor) + bytes);
+  }
+
+  // AHEAD: of that term. `left`: terms from there on; of all but kSingle they are multiples of 16.
+  template <int AHEAD>
+  __device__ __forceinline__ void load(const Params& params, int left, Operands& operands) const {
     const auto four = [](const float* from, float (&values)[4]) {
       const float4 loaded = __ldg(reinterpret_cast<const float4*>(from));
       values[0] = loaded.x;
@@ -128,40 +133,51 @@ struct Sources {
       values[2] = loaded.z;
       values[3] = loaded.w;
     };
+    constexpr bool kPixelRows = LOADS == Loads::kChannelsLast;
+    const float* const a_ptr = kPixelRows ? params.x_ptr : params.w_ptr;
+    const float* const b_ptr = kPixelRows ? params.w_ptr : params.x_ptr;
+    const uint32_t of_x = 4 * params.x_channel, of_w = 4 * params.w_in;
     if constexpr (LOADS != Loads::kSingle) {
-      if (term >= params.channels) {  // they are multiples of 4
-        operands = Operands{};
-        return;
-      }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) four(a_ptr + a[i] + term, operands.a[i]);
+      for (int i = 0; i < 4; ++i) four(at(a_ptr, a[i] + 4 * AHEAD), operands.a[i]);
     }
     if constexpr (LOADS == Loads::kChannelsLast) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float terms[4];
-        four(b_ptr + b[j] + term, terms);
+        four(at(b_ptr, b[j] + 4 * AHEAD), terms);
 #pragma unroll
         for (int i = 0; i < 4; ++i) operands.b[i][j] = terms[i];
       }
     } else if constexpr (LOADS == Loads::kFours) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) four(b_ptr + b[0] + (term + i) * params.x_channel, operands.b[i]);
+      for (int i = 0; i < 4; ++i) four(at(b_ptr, b[0] + (AHEAD + i) * of_x), operands.b[i]);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const bool exists = LOADS == Loads::kStrided || term + i < params.channels;
+        const bool exists = LOADS == Loads::kStrided || AHEAD + i < left;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          operands.b[i][j] = exists ? __ldg(b_ptr + b[j] + (term + i) * params.x_channel) : 0.0f;
-        }
-        if constexpr (LOADS == Loads::kSingle) {
-#pragma unroll
-          for (int row = 0; row < 4; ++row)
-            operands.a[row][i] = exists ? __ldg(a_ptr + a[row] + (term + i) * params.w_in) : 0.0f;
+          operands.b[i][j] = exists ? __ldg(at(b_ptr, b[j] + (AHEAD + i) * of_x)) : 0.0f;
+          if constexpr (LOADS == Loads::kSingle)
+            operands.a[j][i] = exists ? __ldg(at(a_ptr, a[j] + (AHEAD + i) * of_w)) : 0.0f;
         }
       }
     }
+  }
+
+  __device__ __forceinline__ void advance(const Params& params, int terms) {
+    const uint32_t along_w = 4 * terms * (LOADS == Loads::kSingle ? params.w_in : 1);
+    const uint32_t along_x = 4 * terms * (LOADS == Loads::kChannelsLast ? 1 : params.x_channel);
+#pragma unroll
+    for (uint32_t& row : a) row += along_w;
+#pragma unroll
+    for (uint32_t& column : b) column += along_x;
+    // The compiler would work all of them out again for each load.
+#pragma unroll
+    for (uint32_t& row : a) asm volatile("" : "+r"(row));
+#pragma unroll
+    for (uint32_t& column : b) asm volatile("" : "+r"(column));
   }
 };
 
@@ -250,23 +266,24 @@ __global__ void __launch_bounds__(32 * most_warps(EXACT), 1) pointwise_kernel(co
 
   constexpr bool kPixelRows = LOADS == Loads::kChannelsLast;
   constexpr bool kNeighbours = LOADS == Loads::kFours || LOADS == Loads::kChannelsLast;  // columns of a lane
+  const int steps = (params.channels + kTerms - 1) / kTerms;
+  const int begin = min((rank * plan.slices + slice) * plan.slice_steps, steps);
+  const int end = min(begin + plan.slice_steps, steps), first_term = begin * kTerms + 4 * t;
   Sources<LOADS> sources;
-  sources.a_ptr = kPixelRows ? params.x_ptr : params.w_ptr;
-  sources.b_ptr = kPixelRows ? params.w_ptr : params.x_ptr;
   // What does not exist is as good as the last one that does: nobody stores it.
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = min(first_row + row_warp * kSide + 8 * i + n, plan.rows - 1);
-    sources.a[i] = kPixelRows ? place_of_pixel(params, row).x : row * params.w_out;
+    sources.a[i] = 4 * (kPixelRows ? place_of_pixel(params, row).x : row * params.w_out);
   }
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
+  for (int j = 0; j < (LOADS == Loads::kFours ? 1 : 4); ++j) {
     const int column = first_column + (kNeighbours ? 4 * n + j : 8 * j + n);
-    if (kPixelRows)
-      sources.b[j] = min(column, plan.columns - 1) * params.w_out;
-    else if (LOADS != Loads::kFours || j == 0)
-      sources.b[j] = place_of_pixel(params, min(column, plan.columns - (LOADS == Loads::kFours ? 4 : 1))).x;
+    // Of four pixels of a lane all exist, or none.
+    const int last = plan.columns - (LOADS == Loads::kFours ? 4 : 1), existing = min(column, last);
+    sources.b[j] = 4 * (kPixelRows ? existing * params.w_out : place_of_pixel(params, existing).x);
   }
+  sources.advance(params, first_term);
 
   // What this thread stores: four neighbours in every rows_apart-th row from this one on.
   const int own_row = threadIdx.x / (kSide / 4), rows_apart = blockDim.x / (kSide / 4);
@@ -274,22 +291,21 @@ __global__ void __launch_bounds__(32 * most_warps(EXACT), 1) pointwise_kernel(co
   int column_offset = 0;
 
   Sums acc = {};
-  const int steps = (params.channels + kTerms - 1) / kTerms;
-  const int begin = min((rank * plan.slices + slice) * plan.slice_steps, steps),
-            end = min(begin + plan.slice_steps, steps);
-  const auto term = [&](int step) { return step * kTerms + 4 * t; };
   // What is loaded is multiplied a step later; loads and products are there twice, so that nothing is moved.
   Operands first, second;
+  int left = params.channels - first_term;  // terms, from this lane's first one on
 #pragma unroll 1
   for (int step = begin - 1; step < end; step += 2) {
-    if (step + 1 < end) sources.load(params, term(step + 1), second);
+    if (step + 1 < end) sources.template load<0>(params, left, second);
     if (step >= begin)
       multiply<EXACT>(first, acc);
     else  // while the first operands come
       column_offset = kPixelRows ? column : place_of_pixel(params, column).y;
     if (step + 1 >= end) break;
-    if (step + 2 < end) sources.load(params, term(step + 2), first);
+    if (step + 2 < end) sources.template load<kTerms>(params, left, first);
     multiply<EXACT>(second, acc);
+    sources.advance(params, 2 * kTerms);
+    left -= 2 * kTerms;
   }
 
   float* const staged = smem + (slice * block_rows(plan) + row_warp * kSide + n) * kPitch;
@@ -312,20 +328,23 @@ __global__ void __launch_bounds__(32 * most_warps(EXACT), 1) pointwise_kernel(co
   const int slice_words = block_rows(plan) * kPitch;
   float* const own = smem + threadIdx.x % (kSide / 4) * 4;
   const auto add_slices = [&](const float* from) {
-    float4 sum{};
+    float4 sum = *reinterpret_cast<const float4*>(from);
+    const auto add = [&](const float4& part) {
+      sum.x += part.x;
+      sum.y += part.y;
+      sum.z += part.z;
+      sum.w += part.w;
+    };
+    if (plan.slices == 2) add(*reinterpret_cast<const float4*>(from + slice_words));
 #pragma unroll 1
-    for (int i = 0; i < plan.slices; i += 4, from += 4 * slice_words) {
-      float4 parts[4] = {};
+    for (int i = 4; i <= plan.slices; i += 4, from += 4 * slice_words) {
+      float4 parts[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (i + j < plan.slices) parts[j] = *reinterpret_cast<const float4*>(from + j * slice_words);
+      for (int j = 1; j < 4; ++j) parts[j] = *reinterpret_cast<const float4*>(from + j * slice_words);
+      if (i < plan.slices) parts[0] = *reinterpret_cast<const float4*>(from + 4 * slice_words);
 #pragma unroll
-      for (const float4& part : parts) {
-        sum.x += part.x;
-        sum.y += part.y;
-        sum.z += part.z;
-        sum.w += part.w;
-      }
+      for (int j = 1; j < 4; ++j) add(parts[j]);
+      if (i < plan.slices) add(parts[0]);
     }
     return sum;
   };
@@ -386,12 +405,11 @@ struct Alignment {
 
 // Constants of the estimate, in cycles of an SM at 1.75 GHz; from the 15 layers of a ResNet-50 that have 1x1 filters, 1,
 // 2 and 4 images, all configurations, TF32 in both memory formats and full accuracy, H200, 2026-11-22 (a revision in the
-// making, caches cold): 2475 times, of which it is 10% off (root mean square). What it chooses is 1.1% slower than the
-// fastest, on average, and 11% at most.
-constexpr double kCallCycles = 9400, kWaveCycles = 4800;  // of a first and of every other wave of blocks
-constexpr double kStepCycles = 870, kWarpCycles = 66;     // 16 terms of a warp, and for each of the SM's warps
-constexpr double kExactCycles = 50, kStridedCycles = 47;  // more for each of these
-constexpr double kClusterCycles = 1450, kClusterBlockCycles = 350;
+// making, caches cold): 2475 times. What it chooses is 0.7% slower than the fastest, on average, and 13% at most.
+constexpr double kCallCycles = 9400, kWaveCycles = 5000;  // of a first and of every other wave of blocks
+constexpr double kStepCycles = 500, kWarpCycles = 62;     // 16 terms of a warp, and for each of the SM's warps
+constexpr double kExactCycles = 50, kStridedCycles = 45;  // more for each of these
+constexpr double kClusterCycles = 1500, kClusterBlockCycles = 315;
 // Of the SMs, those that clusters get: others are too few of their neighbourhood (128 blocks in clusters of 4 took two
 // waves of 132 SMs, 112 one).
 constexpr double kClusterShare = 0.88;
@@ -429,12 +447,12 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   const auto reach = [](const int64_t (&stride)[4], int64_t n, int64_t c, int64_t h, int64_t w) {
     return n * std::abs(stride[0]) + c * std::abs(stride[1]) + h * std::abs(stride[2]) + w * std::abs(stride[3]);
   };
-  const int64_t most = int64_t{1} << 31;
+  const int64_t most = int64_t{1} << 30;  // offsets in bytes are 32-bit numbers
   if (reach(problem.x_stride, problem.N, problem.C, problem.H, problem.W) >= most ||
       reach(problem.y_stride, problem.N, problem.K, problem.P, problem.Q) >= most ||
-      reach(problem.w_stride, problem.K, problem.C, 0, 0) >= most ||
-      problem.N * problem.P * problem.Q >= most - kSide || problem.K >= most - kSide * 16)
-    return "it takes tensors of fewer than 2^31 elements";
+      reach(problem.w_stride, problem.K, problem.C, 0, 0) >= most || problem.N * problem.P * problem.Q >= most ||
+      problem.K >= most)
+    return "it takes tensors of fewer than 2^30 elements";
   return nullptr;
 }
 
@@ -443,9 +461,9 @@ inline bool make_plan(const Correlation& of, bool exact, const Device& device, c
   const int pixels = static_cast<int>(of.N * of.P * of.Q);
   const auto fours = [](int64_t stride, int64_t size) { return stride % 4 == 0 || size == 1; };
   const bool dense = of.in_stride[3] == 1 && of.stride_w == 1;
-  const bool w_fours =
-      of.w_stride_in == 1 && of.in_channels % 4 == 0 && fours(of.w_stride_out, of.out_channels) && address.w % 16 == 0;
-  const bool x_channels = of.in_stride[1] == 1 && of.in_channels % 4 == 0 && fours(of.in_stride[0], of.N) &&
+  const bool w_fours = of.w_stride_in == 1 && of.in_channels % kTerms == 0 && fours(of.w_stride_out, of.out_channels) &&
+                       address.w % 16 == 0;
+  const bool x_channels = of.in_stride[1] == 1 && of.in_channels % kTerms == 0 && fours(of.in_stride[0], of.N) &&
                           fours(of.in_stride[2], of.H) && fours(of.in_stride[3], of.W) && address.x % 16 == 0;
   const bool x_fours = dense && of.Q % 4 == 0 && fours(of.in_stride[0], of.N) &&
                        fours(of.in_stride[1], of.in_channels) && fours(int64_t{of.stride_h} * of.in_stride[2], of.P) &&
@@ -504,7 +522,16 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-inline const char* yields(const Problem&, Operator) { return nullptr; }
+// By this engine over by mma, H200, 2026-11-22 (drivers, a revision in the making): in full accuracy 0.96 of the time for
+// 15 layers of a ResNet-50, in the geometric mean, 4 images (0.82 to 1.15) and 16 (0.69 to 1.17; 2^27.6 to 2^30.6
+// multiply-adds). With one product 14 of them are faster with 8 images. More has not been tried.
+constexpr double kLeastForMma = int64_t{1} << 31;
+
+inline const char* yields(const Problem& problem, Operator op) {
+  if (direct_has_points(problem, op)) return "direct reads every pixel just once";
+  if (multiply_adds(problem) >= kLeastForMma) return "mma may be faster with many multiply-adds";
+  return nullptr;
+}
 
 inline int64_t workspace_bytes(const Problem&, Operator) { return 0; }
 
