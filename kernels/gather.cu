@@ -44,8 +44,11 @@
 //   packed --bulk copy--> w ring --------------------------------------------+
 //
 // Or two blocks an SM, of 8 warps, in each of which a single warpgroup multiplies: 1x1 in fp32 only, by fours of pixels
-// or boxes. There one block can multiply while the other one stores; in a single block these take turns. Tiles are
-// smaller for it, since each block has half of the shared memory and of the registers.
+// or boxes. Tiles are smaller for it, since each block has half of the shared memory and of the registers. One block
+// hides some of the other one's filling and draining, but while that one stores it multiplies no faster than before: a
+// warpgroup alone waits for its own operands. (H200, 2026-11-22, TF32, us, one block / two, the best tiles of each, in a
+// driver. 256 images: 64 to 64, 56x56, 118 / 112; 256 to 128, 319 / 308; 512 to 128, 28x28, 151 / 146, channels_last
+// 142 / 137. 32 images: 64 to 64, 56x56, 25.8 / 23.5; 1024 to 256, 14x14, 29.2 / 27.3.)
 //
 // fp32 is rounded on its way to the tensor cores, so that copies go straight to shared memory. They write 128 bytes of
 // it at once if these lie side by side, and otherwise piece by piece (1x1 of 256 channels to 64, channels_last, 256
@@ -56,17 +59,23 @@
 //   kChannels   [slot][piece]     a piece a copy; number i lies at place i ^ slot % 8, against bank conflicts. Where
 //                                 strides allow it, one warp orders bulk copies of boxes instead, of all points of a
 //                                 tile or of a row of slots: halo and padding come with them. Rows may be of
-//                                 every second to eighth column
+//                                 every second to eighth column (1x1 256 to 512, 56x56, stride 2, 256 images:
+//                                 240 us, a piece a copy 235)
 //   kSingle     [piece][slot]     one value a copy, from anywhere; of points in fp32 [channel][slot], single words
 //
 // fp32 in channels_last, read at a stride of 2 by a filter larger than 1x1, may come by such boxes of every second row
 // and column: a stage then holds one phase of x (Phases), of which taps read neighbouring slots. Each slot comes once,
 // as it does without phases, but a stage is a quarter as large, so that larger tiles fit, and more stages. Blocks and
-// weights are in the same order as those of a copy in phases.
+// weights are in the same order as those of a copy in phases. (H200, 2026-11-22, 256 images, us, in a driver, before /
+// so: 3x3 128 to 128, 56x56, 310 / 234; 256 to 256, 28x28, 191 / 166. Boxes of pairs of columns, both as channels of
+// one, instead of a stride: 231 and 166.)
 //
 // Single words come slowly (5 to 6 bytes a cycle of an SM), and each tile of channels reads them anew: what 1x1 filters
 // read at a stride, or of planes that are no fours of pixels, is copied by the packing kernel to where channels are
 // neighbours, if that pays.
+//
+// Few weights stay in shared memory for good (resident), where a block has the same channels of y each time: 1x1 64 to
+// 256, 56x56, 278 to 274 us, 128 to 512, 28x28, 175 to 170 (256 images, in a driver).
 //
 // Blocks take tiles in turns. What is left in the last turn, fewer tiles than there are blocks, is cut up into parts of
 // the reduction; whichever part of a tile comes last adds up the sums of all, in their order (meet):
@@ -126,7 +135,8 @@
 // which costs too: 64 to 64, 56x56: 141 us by 64-bit divisions, 136 by 32-bit ones, 127 before all of that. Points at a
 // stride of channels_last by a box a line, which one thread ordered: 1024 to 2048, 14x14, 256 images, 1253 us in tiles
 // of 128 channels; by pieces, in tiles of 256, 180. Four buffers for boxes of y instead of two: no difference, or up to
-// 6% more. A first round that stores nothing, to bring code from memory: 3 to 5 us more. For the copy of x, blocks that
+// 6% more. Rounding by the copy itself, boxes of CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, instead of in registers: 1 to 6% less,
+// but ties go to even (Inf and NaN stay), and away from zero in cuDNN. A first round that stores nothing, to bring code from memory: 3 to 5 us more. For the copy of x, blocks that
 // go on to the next part while one is stored: 38 us instead of 32 (14x14 of 256 channels, 256 images, in a profiler).
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
@@ -2446,7 +2456,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                                                      : kStoreOneRate;
   // Of an SM that has so many tiles at once: all rates are those of an SM, but a warpgroup multiplies no faster for being
   // alone. Two blocks hide half of each other's filling and draining.
-  const double hidden = plan.warpgroups == 1 && plan.in_boxes ? 0.97 : 1;  // as measured, channels_last
+  // In channels_last two blocks an SM are faster than that, unless weights are resident.
+  const double hidden = plan.warpgroups == 1 && plan.in_boxes && !plan.resident ? 0.97 : 1;
   const auto turn_cycles = [&](int blocks_c, int64_t tiles) {
     const double in_bytes = 16.0 * tiles * plan.slots * plan.pieces * blocks_c, out_bytes = tiles * tile_bytes;
     const double multiply = static_cast<double>(stages_before(of.phases, blocks_c)) * shape.stage_cycles;
