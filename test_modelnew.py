@@ -4721,6 +4721,10 @@ MMA_ENTRY_POINTS = (
 #include <type_traits>
 #include <vector>
 
+extern "C" {
+int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
+}
+
 #include "mma.cu"
 """
     + PROBLEM_FROM_FIELDS
@@ -5057,7 +5061,7 @@ int mma_wrong_divisor(int seed) {
   return 0;
 }
 // Whether a memo gives what was computed for each of many problems that differ in one field or address, in any order.
-bool mma_memo_is_right(const int64_t* fields, int count, int seed) {
+int mma_memo_is_right(const int64_t* fields, int count, int seed) {
   std::mt19937 random(seed);
   std::vector<ProblemKey> keys;
   for (int i = -1; i < count + 3 + 1; ++i) {
@@ -5093,21 +5097,50 @@ def mma_strides(shape: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
     return tuple(0 if rng.random() < 0.02 else stride for stride in strides)
 
 
+# Each puts something out of place.
+MMA_PLAN_MUTATIONS = {
+    "no columns for alignment": (
+        "plan.lead = ((-of.pad_w) % 4 + 4) % 4;",
+        "plan.lead = MUTATED ? 0 : ((-of.pad_w) % 4 + 4) % 4;",
+    ),
+    "boxes of any size": (
+        "x_boxes && rows <= 256 && plan.columns <= 256",
+        "x_boxes && (MUTATED || (rows <= 256 && plan.columns <= 256))",
+    ),
+    "w as if it were aligned": (
+        "address.w % 16 == 0 && fours(of.w_stride_out, of.out_channels)",
+        "(MUTATED || address.w % 16 == 0) && fours(of.w_stride_out, MUTATED ? 1 : of.out_channels)",
+    ),
+    "taps in the order of memory": (
+        "!plan.taps_first && !of.flipped && (of.S",
+        "!plan.taps_first && (MUTATED || !of.flipped) && (of.S",
+    ),
+}
+REFUSAL = re.compile(r"(it|a tile) [\w ,.()^-]+")
+
+
 class MmaPlans:
     """The host part of the mma engine, for a GPU of 132 SMs that is not there."""
 
-    def __init__(self, folder: Path, replaced: str = "", by: str = "") -> None:
+    engine, entry_points, mutations = "mma", MMA_ENTRY_POINTS, MMA_PLAN_MUTATIONS
+
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "cuda_runtime_api.h").write_text(WGMMA_STAND_INS)
-        source = (KERNELS / "mma.cu").read_text()
-        assert source.count(replaced) == 1 or not replaced, replaced
-        (folder / "mma.cu").write_text(source.replace(replaced, by))
+        source = (KERNELS / f"{self.engine}.cu").read_text()
+        (folder / f"{self.engine}.cu").write_text(with_mutations(source, self.mutations))
         flags = ("-O2", "-fno-gnu-unique", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
-        self.library = compile_shared(MMA_ENTRY_POINTS, folder, *flags)
-        for name in ("mma_refusal", "mma_describe", "mma_fault", "mma_seen"):
-            getattr(self.library, name).restype = ctypes.c_char_p
-        self.library.mma_cycles.restype = ctypes.c_double
-        self.library.mma_memo_is_right.restype = ctypes.c_bool
+        self.library = compile_shared(self.entry_points, folder, *flags)
+        for name in ("refusal", "describe", "fault", "seen"):
+            self.entry(name).restype = ctypes.c_char_p
+        self.entry("cycles").restype = ctypes.c_double
+
+    def entry(self, name: str) -> Callable:
+        return getattr(self.library, f"{self.engine}_{name}")
+
+    def seen(self) -> set[str]:
+        """Kinds of plans that were looked at."""
+        return set(self.entry("seen")().decode().splitlines())
 
     def __call__(
         self,
@@ -5127,7 +5160,7 @@ class MmaPlans:
             tensors[name] = tensors[name].as_strided(shapes[name], of_tensor)
         fields = ShimEngine.fields(case, tensors, tf32)
         self.library.set_capability(capability)
-        result = getattr(self.library, f"mma_{function}")(OPERATOR_NUMBER[operator], fields, *more)
+        result = self.entry(function)(OPERATOR_NUMBER[operator], fields, *more)
         return result.decode() if isinstance(result, bytes) else result
 
     def fault(self, operator: str, case: Case, seed: int) -> str | None:
@@ -5146,7 +5179,7 @@ class MmaPlans:
             assert self("cycles", operator, case, *aligned, **settings) > 0
             fault = self("fault", operator, case, *places, seed, **settings)
             return "no plan at these addresses" if fault is None else fault
-        assert re.fullmatch(r"(it|a tile) [\w ,.()-]+", refused), refused
+        assert REFUSAL.fullmatch(refused), refused
         return None
 
 
@@ -5196,26 +5229,14 @@ def test_mma_plans_are_sound(mma_plans):
         assert not fault, f"{operator} of {case}, seed {seed}: {fault}"
         planned += fault is not None
     assert planned > 0.9 * count
-    assert set(mma_plans.library.mma_seen().decode().splitlines()) >= MMA_KINDS
-
-
-# Each puts something out of place.
-MMA_PLAN_MUTATIONS = {
-    "no columns for alignment": ("plan.lead = ((-of.pad_w) % 4 + 4) % 4;", "plan.lead = 0;"),
-    "boxes of any size": ("x_boxes && rows <= 256 && plan.columns <= 256", "x_boxes"),
-    "w as if it were aligned": (
-        "address.w % 16 == 0 && fours(of.w_stride_out, of.out_channels)",
-        "fours(of.w_stride_out, 1)",
-    ),
-    "taps in the order of memory": ("!plan.taps_first && !of.flipped && (of.S", "!plan.taps_first && (of.S"),
-}
+    assert mma_plans.seen() >= MMA_KINDS
 
 
 @pytest.mark.parametrize("mutation", MMA_PLAN_MUTATIONS)
-def test_mma_plan_checks_see_what_is_wrong(mutation, tmp_path):
-    mutant = MmaPlans(tmp_path, *MMA_PLAN_MUTATIONS[mutation])
+def test_mma_plan_checks_see_what_is_wrong(mma_plans, mutation):
     cases = enumerate(random_mma_cases(3000, seed=0))
-    assert any(mutant.fault(operator, case, seed) for seed, (case, operator) in cases)
+    with mutated(mma_plans.library, MMA_PLAN_MUTATIONS, mutation):
+        assert any(mma_plans.fault(operator, case, seed) for seed, (case, operator) in cases)
 
 
 def test_mma_divides_exactly(mma_plans):
@@ -5252,7 +5273,7 @@ def test_every_problem_has_an_engine(gather_plans, mma_plans, direct_shim):
                     estimate = plans("cycles", operator, case, *([dtype, *at] if engine == "gather" else at))
                     assert estimate > 0, f"{operator} of {case}, {dtype}, by {engine}"
                 else:
-                    assert re.fullmatch(r"(it|a tile) [\w ,.()-]+", refusal), refusal
+                    assert REFUSAL.fullmatch(refusal), refusal
     assert min(taken_by.values()) > 2000
 
 
