@@ -5250,33 +5250,6 @@ def test_memo_tells_problems_apart(mma_plans):
     assert mma_plans.library.mma_memo_is_right(fields, len(PROBLEM_FIELDS), 0)
 
 
-def test_every_problem_has_an_engine(gather_plans, mma_plans, direct_shim):
-    """gather and mma refuse in a sentence or have a plan, whatever the addresses are; direct takes what is left."""
-    rng, taken_by = random.Random(3), {"gather": 0, "mma": 0}
-    gathers = random_gather_cases(5000, seed=2)
-    cases = itertools.chain(gathers, ((case, "", torch.float32) for case, _ in random_mma_cases(5000, seed=2)))
-    for case, _, dtype in cases:
-        if rng.random() < 0.2:  # depthwise, and few channels
-            groups = rng.choice([1, case.C])
-            case = dataclasses.replace(
-                case, C=groups * rng.choice([1, 3, 7]), K=groups * rng.randint(1, 9), groups=groups
-            )
-        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
-        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-        for operator in OPERATOR_NUMBER:
-            assert direct_shim.refuses(operator, case, tensors) is None
-            places = [ctypes.c_uint64(rng.choice([0, 1, 2, 4]) * dtype.itemsize) for _ in range(3)]
-            for engine, plans, at in (("gather", gather_plans, places[:2]), ("mma", mma_plans, places)):
-                refusal = plans("refusal", operator, case, dtype=dtype)
-                if refusal is None:
-                    taken_by[engine] += 1
-                    estimate = plans("cycles", operator, case, *([dtype, *at] if engine == "gather" else at))
-                    assert estimate > 0, f"{operator} of {case}, {dtype}, by {engine}"
-                else:
-                    assert REFUSAL.fullmatch(refusal), refusal
-    assert min(taken_by.values()) > 2000
-
-
 # More channels may need a smaller chunk or tile, which is estimated better, or leave none that fits.
 LEAST_MMA_GROWTH = 0.75
 
@@ -5330,7 +5303,10 @@ MMA_REFUSALS = [
 
 @pytest.mark.parametrize("case, operator, settings, text", MMA_REFUSALS, ids=str)
 def test_mma_says_what_it_refuses(mma_plans, case, operator, settings, text):
-    refusal = mma_plans("refusal", operator, case, **settings)
+    check_refusal(mma_plans("refusal", operator, case, **settings), text)
+
+
+def check_refusal(refusal: str | None, text: str | None) -> None:
     assert (refusal is None) == (text is None), refusal
     assert text is None or text in refusal
 
@@ -5558,6 +5534,314 @@ def test_mma_shim_sees_what_is_missing(mutation, mma_shim):
                 for case in cases
             )
         )
+
+
+# The pointwise engine without a GPU -----------------------------------------------------------------------------------
+
+POINTWISE_ENTRY_POINTS = (
+    """
+#include <cstring>
+#include <random>
+#include <set>
+#include <string>
+#include <type_traits>
+
+extern "C" {
+int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
+}
+
+#include "pointwise.cu"
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+using namespace modelnew::pointwise;
+
+static std::set<std::string> seen;  // kinds of plans
+
+// What is wrong with the numbers of a plan, or nothing.
+static std::string fault_of_numbers(const Problem& problem, const Plan& plan, bool exact) {
+  const int threads = 32 * plan.slices << plan.row_bits;
+  if (shared_bytes(plan) > 232448 || threads > (exact ? 256 : 512)) return "a block that is too large";
+  if (block_rows(plan) % splits_of(plan) != 0) return "rows of a share";
+  const int64_t pixels = problem.N * problem.P * problem.Q;
+  if (plan.rows != (plan.pixel_rows ? pixels : problem.K) || plan.columns != (plan.pixel_rows ? problem.K : pixels))
+    return "rows and columns of y";
+  const auto covers = [](int64_t tiles, int64_t size, int64_t all) { return tiles == (all + size - 1) / size; };
+  if (!covers(plan.row_tiles, block_rows(plan), plan.rows) || !covers(plan.column_tiles, kSide, plan.columns))
+    return "tiles that y does not have, or too few";
+  const int64_t steps = ceil_div(problem.C, kTerms);
+  if (int64_t{plan.slice_steps} * plan.slices * splits_of(plan) < steps) return "steps of no slice";
+  // Blocks of a cluster may have none, but of several slices half have some.
+  if (plan.slices > 1 && int64_t{plan.slices} * splits_of(plan) >= 2 * steps) return "slices without steps";
+  return plan.cycles > 0 ? "" : "no estimate";
+}
+
+// What is wrong with where a plan finds x, w and y, or nothing: some places, from the problem itself, first and last
+// among them. Addresses are in words.
+static std::string fault_of_places(const Problem& problem, const Params& params, const Alignment& at, int seed) {
+  const Plan& plan = params.plan;
+  std::mt19937 random(seed);
+  const int64_t pixels = problem.N * problem.P * problem.Q;
+  const auto drawn = [&](int i, int64_t most) { return i == 0 ? 0 : i == 1 ? most - 1 : random() % most; };
+  const auto x = [&](int64_t pixel, int64_t c) {
+    const int64_t row = pixel / problem.Q % problem.P * problem.stride_h, column = pixel % problem.Q * problem.stride_w;
+    return pixel / problem.Q / problem.P * problem.x_stride[0] + c * problem.x_stride[1] + row * problem.x_stride[2] +
+           column * problem.x_stride[3];
+  };
+  const auto w = [&](int64_t k, int64_t c) { return k * problem.w_stride[0] + c * problem.w_stride[1]; };
+  const auto y = [&](int64_t pixel, int64_t k) {
+    return pixel / problem.Q / problem.P * problem.y_stride[0] + k * problem.y_stride[1] +
+           pixel / problem.Q % problem.P * problem.y_stride[2] + pixel % problem.Q * problem.y_stride[3];
+  };
+  // Whether four values that begin at a multiple of 4 are neighbours and 16 bytes.
+  const auto are_four = [](int64_t address, int64_t size, int64_t i, const auto& offset_of) {
+    if (size % 4 != 0) return false;
+    const int64_t first = offset_of(i / 4 * 4);
+    for (int j = 1; j < 4; ++j)
+      if (offset_of(i / 4 * 4 + j) != first + j) return false;
+    return (address + first) % 4 == 0;
+  };
+  if (plan.pixel_rows != (plan.loads == Loads::kChannelsLast)) return "rows of another kind than loads";
+  for (int i = 0; i < 40; ++i) {
+    const int64_t pixel = drawn(i, pixels), c = drawn(i, problem.C), k = drawn(i, problem.K);
+    const Place place = place_of_pixel(params, static_cast<int>(pixel));
+    if (place.x + c * params.x_channel != x(pixel, c)) return "another place of x";
+    if (k * params.w_out + c * params.w_in != w(k, c)) return "another place of w";
+    if (place.y + k * params.y_channel != y(pixel, k)) return "another place of y";
+    if (plan.pixel_rows && params.y_channel != 1) return "channels of y that are no neighbours";
+    const auto channel_of_w = [&](int64_t channel) { return w(k, channel); };
+    const auto channel_of_x = [&](int64_t channel) { return x(pixel, channel); };
+    const auto pixel_of_x = [&](int64_t other) { return x(other, c); };
+    const auto channel_of_y = [&](int64_t channel) { return y(pixel, channel); };
+    const auto pixel_of_y = [&](int64_t other) { return y(other, k); };
+    if (plan.loads != Loads::kSingle && !are_four(at.w, problem.C, c, channel_of_w)) return "fours of w astray";
+    if (plan.loads == Loads::kFours && !are_four(at.x, pixels, pixel, pixel_of_x)) return "fours of x astray";
+    if (plan.loads == Loads::kChannelsLast && !are_four(at.x, problem.C, c, channel_of_x)) return "channels astray";
+    if (plan.out_vector != 4) continue;
+    if (plan.pixel_rows ? !are_four(at.y, problem.K, k, channel_of_y) : !are_four(at.y, pixels, pixel, pixel_of_y))
+      return "fours of y astray";
+  }
+  return plan.out_vector == 1 || plan.out_vector == 4 ? "" : "neither fours nor single values";
+}
+
+static void note(const Plan& plan) {
+  const char* const loads[] = {"fours", "fours of weights", "fours of channels", "single values"};
+  seen.insert(std::string("by ") + loads[static_cast<int>(plan.loads)]);
+  seen.insert("y by " + std::to_string(plan.out_vector));
+  seen.insert(std::to_string(plan.slices) + " slices");
+  seen.insert(std::to_string(splits_of(plan)) + " splits");
+}
+
+extern "C" {
+void set_capability(int capability) { stand_in_capability = capability; }
+const char* pointwise_refusal(int op, const int64_t* fields) {
+  return refusal(make_problem(fields), static_cast<Operator>(op));
+}
+const char* pointwise_describe(int op, const int64_t* fields) {
+  static char text[321];
+  std::memset(text, 'x', sizeof text);
+  describe(make_problem(fields), static_cast<Operator>(op), text, 320);  // as the binding has it
+  return text[320] == 'x' && std::memchr(text, 0, 320) ? text : "written too far";
+}
+const char* pointwise_seen() {
+  static std::string all;
+  all.clear();
+  for (const std::string& kind : seen) all += kind + "\n";
+  return all.c_str();
+}
+double pointwise_cycles(int op, const int64_t* fields, uint64_t x, uint64_t w, uint64_t y) {
+  const Problem problem = make_problem(fields);
+  Device device{};
+  current_device(device);
+  Plan plan{};
+  const bool exact = !uses_tf32(problem, static_cast<Operator>(op));
+  return make_plan(flattened(problem), exact, device, Alignment{x, w, y}, plan) ? plan.cycles : 0;
+}
+// Plans for tensors at these addresses, on the GPU that was set, the best one and all that can be forced: null if there
+// is none, else what is wrong, or "".
+const char* pointwise_fault(int, const int64_t* fields, uint64_t x, uint64_t w, uint64_t y, int seed) {
+  static std::string fault;
+  const Problem problem = make_problem(fields);
+  const Correlation of = flattened(problem);
+  const bool exact = !problem.tf32_allowed;
+  Device device{};
+  current_device(device);
+  Plan best{};
+  if (!make_plan(of, exact, device, Alignment{x, w, y}, best)) return nullptr;
+  if (best.split_bits > 0 && !device.hopper) return "a cluster without Hopper";
+  note(best);
+  for (int i = -1; i < 3 * 4 * 5; ++i) {
+    Plan plan = best;
+    const int row_bits = i % 3, split_bits = i / 3 % 4, slices = 1 << i / 12;
+    if (i >= 0 && !make_plan(of, exact, device, Alignment{x, w, y}, plan, row_bits, split_bits, slices)) continue;
+    if (i >= 0 && (plan.row_bits != row_bits || plan.split_bits != split_bits || plan.slices != slices))
+      return "another plan than the forced one";
+    fault = fault_of_numbers(problem, plan, exact);
+    if (fault.empty() && i < 0)
+      fault = fault_of_places(problem, make_params(of, plan), Alignment{x / 4, w / 4, y / 4}, seed);
+    if (fault.empty() && plan.cycles < best.cycles && (device.hopper || split_bits == 0)) fault = "not the best plan";
+    if (!fault.empty()) {
+      fault += ", plan " + std::to_string(i);
+      return fault.c_str();
+    }
+  }
+  return "";
+}
+}
+"""
+)
+
+
+# Each puts something out of place.
+POINTWISE_PLAN_MUTATIONS = {
+    "w as if it were aligned": ("&& address.w % 16 == 0;", "&& (MUTATED || address.w % 16 == 0);"),
+    "planes of x astray": (
+        "fours(of.in_stride[1], of.in_channels) &&",
+        "(MUTATED || fours(of.in_stride[1], of.in_channels)) &&",
+    ),
+    "rows of x astray": ("fours(of.in_stride[2], of.H)", "(MUTATED || fours(of.in_stride[2], of.H))"),
+    "y as if it were aligned": ("aligned_out && out_fours ? 4", "(MUTATED || aligned_out) && out_fours ? 4"),
+    "a step too few": ("ceil_div(steps, plan.slices", "ceil_div(steps - (MUTATED && steps > 1), plan.slices"),
+    "a row too few": ("ceil_div(plan.rows, block", "ceil_div(plan.rows - MUTATED, block"),
+    "every pixel of a row": ("(of.in_stride[3]) * of.stride_w", "(of.in_stride[3]) * (MUTATED ? 1 : of.stride_w)"),
+    "not the best": ("plan.cycles >= best.cycles", "(MUTATED || plan.cycles >= best.cycles)"),
+}
+
+
+class PointwisePlans(MmaPlans):
+    """The host part of the pointwise engine, in the same way."""
+
+    engine, entry_points, mutations = "pointwise", POINTWISE_ENTRY_POINTS, POINTWISE_PLAN_MUTATIONS
+
+
+@pytest.fixture(scope="session")
+def pointwise_plans(tmp_path_factory) -> PointwisePlans:
+    return PointwisePlans(tmp_path_factory.mktemp("pointwise"))
+
+
+def random_pointwise_cases(count: int, seed: int) -> Iterator[Case]:
+    """1x1 filters, few channels and many, from one pixel to some thousands; half at a stride."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        C, K = (rng.choice([1, 2, 3, 4, 7, 8, 16, 31, 64, 100, 130, 256, 500, 1024, 2048]) for _ in range(2))
+        H, W = (rng.choice([1, 4, 7, 8, 14, 28, rng.randint(1, 60)]) for _ in range(2))
+        stride = rng.choice([(1, 1), (1, 1), (2, 2), (rng.randint(1, 4), rng.randint(1, 4))])
+        yield Case(rng.choice([1, 1, 2, 3, 8]), C, H, W, K, 1, 1, stride)
+
+
+POINTWISE_KINDS = {
+    *(f"by {loads}" for loads in ("fours", "fours of weights", "fours of channels", "single values")),
+    *("y by 1", "y by 4"),
+    *(f"{number} slices" for number in (1, 2, 4, 8, 16)),
+    *(f"{number} splits" for number in (1, 2, 4, 8)),
+}
+
+
+def test_pointwise_plans_are_sound(pointwise_plans):
+    """For tensors of any strides at any addresses: y and the reduction whole, loads and stores where they may be."""
+    planned, count = 0, 3000
+    for seed, case in enumerate(random_pointwise_cases(count, seed=0)):
+        fault = pointwise_plans.fault("fprop", case, seed)
+        assert not fault, f"{case}, seed {seed}: {fault}"
+        planned += fault is not None
+    assert planned > 0.9 * count
+    assert pointwise_plans.seen() >= POINTWISE_KINDS
+
+
+@pytest.mark.parametrize("mutation", POINTWISE_PLAN_MUTATIONS)
+def test_pointwise_plan_checks_see_what_is_wrong(pointwise_plans, mutation):
+    cases = enumerate(random_pointwise_cases(3000, seed=0))
+    with mutated(pointwise_plans.library, POINTWISE_PLAN_MUTATIONS, mutation):
+        assert any(pointwise_plans.fault("fprop", case, seed) for seed, case in cases)
+
+
+def test_pointwise_estimates_grow_with_the_work(pointwise_plans):
+    aligned = [ctypes.c_uint64(0)] * 3
+    for case in random_pointwise_cases(1000, seed=1):
+        once = pointwise_plans("cycles", "fprop", case, *aligned)
+        for letter in "NCK":
+            double = dataclasses.replace(case, **{letter: 2 * getattr(case, letter)})
+            twice = pointwise_plans("cycles", "fprop", double, *aligned)
+            # More channels may be loaded by fours where fewer were not.
+            assert twice >= (1 if letter == "N" else 0.9) * once, f"{double}: {twice} after {once}"
+
+
+def test_pointwise_describes_its_configuration(pointwise_plans):
+    for case, tf32 in itertools.product(random_pointwise_cases(300, seed=4), (False, True)):
+        text = pointwise_plans("describe", "fprop", case, tf32=tf32)
+        assert re.fullmatch(
+            r"(one product|three products of parts), tile of \d+ (channels x \d+ pixels|pixels x \d+ channels), by "
+            r"(fours( of weights| of channels)?|single values), y by (fours|single values), \d+ tiles for \d blocks of "
+            r"\d+ slices each, about [\d.e+-]+ Mcycles",
+            text,
+        ), text
+        assert text.startswith("one product") == ("fprop" in case.tf32_operators(torch.float32, tf32))
+
+
+# What the engine leaves to others, and what looks alike and is its own.
+POINTWISE_CASE = Case(2, 64, 9, 10, 40, 1, 1)
+POINTWISE_REFUSALS = [
+    (POINTWISE_CASE, "fprop", {}, None),
+    (POINTWISE_CASE, "fprop", {"capability": 80}, None),
+    (POINTWISE_CASE, "fprop", {"capability": 120}, None),
+    (POINTWISE_CASE, "fprop", {"capability": 75}, "Ampere"),
+    (POINTWISE_CASE, "fprop", {"capability": 0}, "Ampere"),
+    (POINTWISE_CASE, "fprop", {"dtype": torch.float16}, "float32 only"),
+    (POINTWISE_CASE, "fprop", {"dtype": torch.float64}, "float32 only"),
+    *((POINTWISE_CASE, operator, {}, "outputs only") for operator in ("dgrad", "wgrad", "bgrad")),
+    (dataclasses.replace(POINTWISE_CASE, stride=(3, 2), dilation=(5, 7)), "fprop", {}, None),
+    (dataclasses.replace(POINTWISE_CASE, S=2), "fprop", {}, "1x1 filters only"),
+    (dataclasses.replace(POINTWISE_CASE, R=3), "fprop", {}, "1x1 filters only"),
+    (dataclasses.replace(POINTWISE_CASE, groups=2), "fprop", {}, "one group only"),
+    (dataclasses.replace(POINTWISE_CASE, padding=(0, 1)), "fprop", {}, "no padding"),
+    (dataclasses.replace(POINTWISE_CASE, padding=(1, 0)), "fprop", {}, "no padding"),
+    (POINTWISE_CASE, "fprop", {"strides": {"x": (2**29, 2**24, 2**10, 1)}}, r"fewer than 2^31"),
+    (POINTWISE_CASE, "fprop", {"strides": {"w": (2**26, 1, 1, 1)}}, r"fewer than 2^31"),
+    (POINTWISE_CASE, "fprop", {"strides": {"dy": (1, 2**26, 1, 1)}}, r"fewer than 2^31"),
+    (Case(2**21, 2, 32, 32, 2, 1, 1), "fprop", {"strides": {"x": (0, 1, 0, 0), "dy": (0, 1, 0, 0)}}, "2^31"),
+    (Case(1, 64, 2**12, 2**11, 64, 1, 1), "fprop", {}, None),
+    (Case(1, 64, 2**13, 2**12, 64, 1, 1), "fprop", {}, "fewer than 2^31"),
+]
+
+
+@pytest.mark.parametrize("case, operator, settings, text", POINTWISE_REFUSALS, ids=str)
+def test_pointwise_says_what_it_refuses(pointwise_plans, case, operator, settings, text):
+    check_refusal(pointwise_plans("refusal", operator, case, **settings), text)
+
+
+def test_every_problem_has_an_engine(gather_plans, pointwise_plans, mma_plans, direct_shim):
+    """The others refuse in a sentence or have a plan, whatever the addresses are; direct takes what is left."""
+    rng, taken_by = random.Random(3), {"gather": 0, "pointwise": 0, "mma": 0}
+    cases = itertools.chain(
+        ((case, dtype) for case, _, dtype in random_gather_cases(4000, seed=2)),
+        ((case, torch.float32) for case in random_pointwise_cases(2500, seed=2)),
+        ((case, torch.float32) for case, _ in random_mma_cases(4000, seed=2)),
+    )
+    for case, dtype in cases:
+        if rng.random() < 0.2:  # depthwise, and few channels
+            groups = rng.choice([1, case.C])
+            case = dataclasses.replace(
+                case, C=groups * rng.choice([1, 3, 7]), K=groups * rng.randint(1, 9), groups=groups
+            )
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        for operator in OPERATOR_NUMBER:
+            assert direct_shim.refuses(operator, case, tensors) is None
+            places = [ctypes.c_uint64(rng.choice([0, 1, 2, 4]) * dtype.itemsize) for _ in range(3)]
+            for engine, plans, at in (
+                ("gather", gather_plans, [dtype, *places[:2]]),
+                ("pointwise", pointwise_plans, places),
+                ("mma", mma_plans, places),
+            ):
+                refusal = plans("refusal", operator, case, dtype=dtype)
+                if refusal is None:
+                    taken_by[engine] += 1
+                    estimate = plans("cycles", operator, case, *at)
+                    assert estimate > 0, f"{operator} of {case}, {dtype}, by {engine}"
+                else:
+                    assert REFUSAL.fullmatch(refusal), refusal
+    assert min(taken_by.values()) > 2000
 
 
 # Compile gates -------------------------------------------------------------------------------------------------------
