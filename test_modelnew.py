@@ -44,6 +44,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -1921,6 +1922,16 @@ inline void check_shared(uint32_t address, size_t bytes) {
   if (address % 16 != 0 || address + bytes > granted_bytes) complain("a wild address in shared memory");
 }
 
+// From where to where loads by __ldg may go; if nothing is said, anywhere.
+inline std::vector<std::pair<const char*, const char*>> readable;
+
+inline void check_readable(const void* from, size_t bytes) {
+  const auto first = static_cast<const char*>(from);
+  bool inside = readable.empty();
+  for (const auto& [start, end] : readable) inside |= first >= start && first + bytes <= end;
+  if (!inside) complain("a load outside of what it may read");
+}
+
 // Bulk copies on their way.
 struct Copy {
   uint32_t to, barrier;
@@ -2066,6 +2077,11 @@ Value atomicMax(Value* place, Other value) {
 inline unsigned atomicOr(unsigned* place, unsigned value) { return std::exchange(*place, *place | value); }
 inline unsigned atomicExch(unsigned* place, unsigned value) { return std::exchange(*place, value); }
 inline void __threadfence() {}
+template <typename Value>
+Value __ldg(const Value* from) {
+  simt::check_readable(from, sizeof(Value));
+  return *from;
+}
 template <typename Value>
 Value __ldcg(const Value* from) {
   return *from;
@@ -5322,18 +5338,12 @@ using namespace modelnew::mma;
 
 extern "C" {
 int x_copies = 0, w_copies = 0;  // of the last run
-int recomputed = 0;              // outputs of it, by exact_output
 }
 
 // Plans one shape of a tile on a GPU of three SMs and runs it, as TF32 if that is allowed, however small the problem:
 // -1 if it does not fit, else the error.
-extern "C" int mma_run(int op, const int64_t* fields, void* const* pointers, int shape, bool hopper, int seed) {
-  simt::independent = true;
-  simt::before_block = simt::begin_block;
-  simt::between_rounds = simt::do_some;
-  simt::late = seed % 2;
-  simt::shuffler.seed(seed);
-  simt_recomputed = 0;
+extern "C" int mma_run(int op, const int64_t* fields, void* const* pointers, int shape, bool hopper, int splits,
+                       int seed) {
   const Problem problem = make_problem(fields);
   const Operator which = static_cast<Operator>(op);
   Params params{};
@@ -5347,22 +5357,23 @@ extern "C" int mma_run(int op, const int64_t* fields, void* const* pointers, int
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   const Alignment alignment{address(params.in_ptr), address(params.w_ptr), address(params.out_ptr)};
   const Device device{3, static_cast<int>(simt::kMaxSmemBytes), hopper};
-  if (!make_plan(params.of, params.tf32, device, alignment, params.plan, shape, 1)) return -1;
+  if (!make_plan(params.of, params.tf32, device, alignment, params.plan, shape, splits)) return -1;
   x_copies = static_cast<int>(params.plan.x_copies), w_copies = static_cast<int>(params.plan.w_copies);
-  const int code = params.tf32 ? run<false>(params, nullptr) : run<true>(params, nullptr);
-  recomputed = simt_recomputed;
-  return code;
+  const auto launch = [&] { return params.tf32 ? run<false>(params, nullptr) : run<true>(params, nullptr); };
+  return simt_run(seed, params.plan.splits > 1, launch);
 }
-extern "C" const char* simt_message() { return simt::message.c_str(); }
 """
 )
 
 # mma.sync: the lanes of a warp show one another their operands, of which it takes what TF32 has.
 MMA_INSTRUCTION = r"""
-inline int simt_recomputed = 0;
+extern "C" {
+int recomputed = 0;  // outputs of the last run, by exact_output
+const char* simt_message() { return simt::message.c_str(); }
+}
+inline unsigned turns[1024];
 inline void simt_multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   static uint32_t shown[32][2][32][6];  // of each warp, in turns: nobody writes where another lane may still read
-  static unsigned turns[1024];
   const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32_t(&words)[32][6] = shown[warp][turns[threadIdx.x]++ % 2];
   std::copy(a, a + 4, words[lane]);
@@ -5376,6 +5387,24 @@ inline void simt_multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint3
       sum += double{value(row + k % 4, i / 2 + k / 4 * 2)} * value(column + k % 4, 4 + k / 4);
     d[i] = static_cast<float>(sum);
   }
+}
+// A launch, or what stands for one of clusters; copies of odd seeds come late.
+template <typename Launch>
+int simt_run(int seed, bool clusters, Launch launch) {
+  simt::independent = true;
+  simt::before_block = simt::begin_block;
+  simt::between_rounds = simt::do_some;
+  simt::late = seed % 2;
+  simt::shuffler.seed(seed);
+  simt::again = clusters;
+  simt::shown.clear();
+  int code = 0;
+  for (int i = 0; i <= clusters && code == 0; ++i) {
+    recomputed = 0;
+    std::fill(std::begin(turns), std::end(turns), 0u);
+    code = launch();
+  }
+  return code;
 }
 """
 
@@ -5396,15 +5425,19 @@ MMA_MUTATIONS = {
 class MmaShim:
     """The mma engine, compiled by g++ and run thread by thread, as WgmmaShim runs the other one."""
 
+    engine, entry_points, mutations = "mma", MMA_SHIM_ENTRY_POINTS, MMA_MUTATIONS
+    # What a run can ask of a plan, and what it asks for if it is not told.
+    wishes: ClassVar[dict[str, int]] = {"shape": -1, "hopper": True, "splits": 1}
+
     def __init__(self, folder: Path) -> None:
         stand_in = HOPPER_STAND_IN + MMA_INSTRUCTION
-        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": stand_in}, ["mma.cu"])
-        source = with_mutations(source, MMA_MUTATIONS)
+        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": stand_in}, [f"{self.engine}.cu"])
+        source = with_mutations(source, self.mutations)
         source, found = re.subn(r'asm\("mma\.sync[^;]*;[^;]*;', "simt_multiply_add(d, a, b);", source)
         assert found == 1
-        source, found = re.subn(r"(__noinline__ float exact_output\(.*?\) \{)", r"\1 ++simt_recomputed;", source)
+        source, found = re.subn(r"(__noinline__ float exact_output\(.*?\) \{)", r"\1 ++recomputed;", source)
         assert found == 1
-        self.library = compile_simt(source + '#line 1 "entry_points"\n' + MMA_SHIM_ENTRY_POINTS, folder)
+        self.library = compile_simt(source + '#line 1 "entry_points"\n' + self.entry_points, folder)
         self.library.simt_message.restype = ctypes.c_char_p
 
     def last(self, name: str) -> int:
@@ -5417,15 +5450,16 @@ class MmaShim:
         tensors: dict[str, Tensor],
         out: Tensor,
         *,
-        shape: int = -1,
-        hopper: bool = True,
         tf32: bool = False,
         seed: int = 0,
+        **wishes: int,
     ) -> str | None:
         """Runs fprop or dgrad into `out`: None if there is no such plan, else what went wrong."""
+        assert wishes.keys() <= self.wishes.keys()
         fields = ShimEngine.fields(case, tensors | {{"fprop": "dy", "dgrad": "x"}[operator]: out}, tf32)
         pointers = (ctypes.c_void_p * 5)(*input_pointers(operator, tensors), out.data_ptr())
-        code = self.library.mma_run(OPERATOR_NUMBER[operator], fields, pointers, shape, hopper, seed)
+        run = getattr(self.library, f"{self.engine}_run")
+        code = run(OPERATOR_NUMBER[operator], fields, pointers, *(self.wishes | wishes).values(), seed)
         if code == -1:
             return None
         return "" if code == 0 else f"error {code}, {self.library.simt_message().decode()}"
@@ -5493,9 +5527,9 @@ def test_mma_shim_exact(mma_shim, number):
 MMA_COPIES: set[tuple[str, int]] = set()  # what brought x and w in the runs above
 
 
-def spreads(shim: MmaShim, tf32: bool) -> bool:
+def spreads(shim: MmaShim, case: Case, tf32: bool, layout: str = "contiguous", **wishes: int) -> bool:
     """Whether Inf, NaN and what only rounds to Inf come to those outputs that PyTorch has them in."""
-    case, largest = Case(1, 16, 7, 20, 20, 3, 3), torch.finfo(torch.float32).max
+    largest = torch.finfo(torch.float32).max
     for special in (math.inf, -math.inf, struct.unpack("f", b"\xff\xff\xff\x7f")[0], largest):
         if special == largest and tf32:
             continue
@@ -5504,8 +5538,10 @@ def spreads(shim: MmaShim, tf32: bool) -> bool:
         tensors["x"].view(torch.int32)[0, 3, 5, 7] = torch.tensor(special).view(torch.int32).item()
         tensors["w"][2, 1, 0, 0] = special if special != largest else 1
         expected = references(case, tensors)["fprop"]
-        out = torch.full(case.y_shape, math.nan)
-        assert shim.run("fprop", case, tensors, out, shape=1, tf32=tf32) == ""
+        tensors |= {"dy": torch.full(case.y_shape, math.nan)}
+        tensors = in_layout(tensors, layout)
+        out = tensors["dy"]
+        assert shim.run("fprop", case, tensors, out, tf32=tf32, **wishes) == ""
         right = torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf())
         finite = expected.isfinite()
         right &= torch.equal(out.sign()[expected.isinf()].double(), expected.sign()[expected.isinf()])
@@ -5514,9 +5550,12 @@ def spreads(shim: MmaShim, tf32: bool) -> bool:
     return True
 
 
+MMA_SPREADING_CASE = Case(1, 16, 7, 20, 20, 3, 3)
+
+
 @pytest.mark.parametrize("tf32", [False, True])
 def test_mma_shim_spreads_nan_and_inf_to_those_that_read_them(mma_shim, tf32):
-    assert spreads(mma_shim, tf32)
+    assert spreads(mma_shim, MMA_SPREADING_CASE, tf32, shape=1)
 
 
 @pytest.mark.parametrize("mutation", MMA_MUTATIONS)
@@ -5526,7 +5565,7 @@ def test_mma_shim_sees_what_is_missing(mutation, mma_shim):
     cases = [Case(1, 300, 4, W, 20, 1, 1, padding=(1, 1)) for W in (9, 12)]
     with mutated(mma_shim.library, MMA_MUTATIONS, mutation):
         assert (
-            not spreads(mma_shim, False)
+            not spreads(mma_shim, MMA_SPREADING_CASE, False, shape=1)
             if "Inf" in mutation
             else any(
                 mma_shim.fault("fprop", case, "contiguous", seed, shape=1)
