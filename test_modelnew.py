@@ -5524,6 +5524,12 @@ def test_mma_shim_exact(mma_shim, number):
         assert kinds == MMA_COPIES
 
 
+@pytest.mark.parametrize("splits", [2, 8])
+def test_mma_shim_adds_up_over_a_cluster(mma_shim, splits):
+    case = Case(1, 100 * splits, 3, 5, 20, 1, 1)
+    assert [mma_shim.fault("fprop", case, layout, splits, shape=1, splits=splits) for layout in LAYOUTS] == ["", ""]
+
+
 MMA_COPIES: set[tuple[str, int]] = set()  # what brought x and w in the runs above
 
 
@@ -5847,6 +5853,190 @@ POINTWISE_REFUSALS = [
 @pytest.mark.parametrize("case, operator, settings, text", POINTWISE_REFUSALS, ids=str)
 def test_pointwise_says_what_it_refuses(pointwise_plans, case, operator, settings, text):
     check_refusal(pointwise_plans("refusal", operator, case, **settings), text)
+
+
+POINTWISE_SHIM_ENTRY_POINTS = (
+    """
+#include <type_traits>
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+using namespace modelnew::pointwise;
+
+extern "C" {
+int loads = 0, out_vector = 0;  // of the last run
+}
+
+// Plans this many rows, splits and slices (-1, -1 and 0: any) on a GPU of three SMs and runs that, as TF32 if it is
+// allowed, however small the problem: -1 if there is no such plan, else the error.
+extern "C" int pointwise_run(int, const int64_t* fields, void* const* pointers, int row_bits, int split_bits,
+                             int slices, int seed) {
+  const Problem problem = make_problem(fields);
+  const Correlation of = flattened(problem);
+  const auto address = [&](int i) { return reinterpret_cast<uint64_t>(pointers[i]); };
+  const Alignment alignment{address(0), address(1), address(4)};
+  Plan plan{};
+  if (!make_plan(of, !problem.tf32_allowed, Device{3, true}, alignment, plan, row_bits, split_bits, slices)) return -1;
+  loads = static_cast<int>(plan.loads), out_vector = plan.out_vector;
+  Params params = make_params(of, plan);
+  params.x_ptr = static_cast<const float*>(pointers[0]);
+  params.w_ptr = static_cast<const float*>(pointers[1]);
+  params.bias_ptr = static_cast<const float*>(pointers[2]);
+  params.out_ptr = static_cast<float*>(pointers[4]);
+  const auto may_read = [](const float* from, const int64_t (&stride)[4], int64_t a, int64_t b, int64_t c, int64_t d) {
+    const int64_t last = (a - 1) * stride[0] + (b - 1) * stride[1] + (c - 1) * stride[2] + (d - 1) * stride[3];
+    simt::readable.push_back({reinterpret_cast<const char*>(from), reinterpret_cast<const char*>(from + last + 1)});
+  };
+  simt::readable.clear();
+  may_read(params.x_ptr, problem.x_stride, problem.N, problem.C, problem.H, problem.W);
+  may_read(params.w_ptr, problem.w_stride, problem.K, problem.C, 1, 1);
+  if (params.bias_ptr != nullptr) may_read(params.bias_ptr, {1, 0, 0, 0}, problem.K, 1, 1, 1);
+  const auto launch = [&] {
+    return problem.tf32_allowed ? run<false>(params, nullptr) : run<true>(params, nullptr);
+  };
+  return simt_run(seed, plan.split_bits > 0, launch);
+}
+"""
+)
+
+# Each takes away what others rely on, looks where nothing is, or leaves out a part of the sum.
+POINTWISE_MUTATIONS = {
+    "adds up before all is there": left_out("__syncthreads();  // sums of all slices"),
+    "rows that do not exist": ("+ n, plan.rows - 1);", "+ n, plan.rows - (MUTATED ? -31 : 1));"),
+    "columns that do not exist": ("kFours ? 4 : 1))).x;", "kFours ? 4 : 1) + (MUTATED ? 31 : 0))).x;"),
+    "filters that do not exist": (
+        "min(column, plan.columns - 1) * params.w_out",
+        "(MUTATED ? column : min(column, plan.columns - 1)) * params.w_out",
+    ),
+    "terms that do not exist": ("term >= params.channels)", "term >= params.channels + 16 * MUTATED)"),
+    "single terms that do not exist": ("|| term + i < params.channels;", "|| MUTATED || term + i < params.channels;"),
+    "begins behind the end": (
+        "min((rank * plan.slices + slice) * plan.slice_steps, steps)",
+        "min((rank * plan.slices + slice) * plan.slice_steps, MUTATED ? 1000000 : steps)",
+    ),
+    "the last slice left out": ("if (i + j < plan.slices)", "if (i + j < plan.slices - (MUTATED && plan.slices > 1))"),
+    "the last columns left out": ("stores = column < plan.columns;", "stores = column + 4 * MUTATED < plan.columns;"),
+    "reads other blocks' sums early": left_out("hopper::cluster_sync();"),
+    "another block's rows": ("row = own_row + rank * share;", "row = own_row + (rank + MUTATED) * share;"),
+    "Inf is not computed again": ("if (!is_finite(sum))", "if (!MUTATED && !is_finite(sum))"),
+    "computes another channel again": (
+        "exact_output(params, row, column + i)",
+        "exact_output(params, row - MUTATED * (row > 0), column + i)",
+    ),
+    "computes another pixel again": (
+        "exact_output(params, column + i, row)",
+        "exact_output(params, column + i, row - MUTATED * (row > 0))",
+    ),
+    "a product dropped": left_out("multiply_add(d, a[m], b_rest);"),
+}
+
+
+class PointwiseShim(MmaShim):
+    """The pointwise engine in the same way."""
+
+    engine, entry_points, mutations = "pointwise", POINTWISE_SHIM_ENTRY_POINTS, POINTWISE_MUTATIONS
+    wishes: ClassVar[dict[str, int]] = {"row_bits": -1, "split_bits": -1, "slices": 0}
+
+
+@pytest.fixture(scope="session")
+def pointwise_shim(tmp_path_factory) -> PointwiseShim:
+    return PointwiseShim(tmp_path_factory.mktemp("pointwise_shim"))
+
+
+# One pixel, one channel, one term, a tile and one more or less of each, images whose pixels come by fours and not,
+# strides, and several steps: as many as slices and blocks, fewer, and more.
+POINTWISE_SHIM_CASES = [
+    Case(2, 16, 4, 8, 32, 1, 1),
+    Case(1, 40, 6, 6, 33, 1, 1),
+    Case(3, 20, 3, 5, 31, 1, 1),
+    Case(2, 36, 9, 8, 12, 1, 1, stride=(2, 1)),
+    Case(1, 64, 7, 15, 40, 1, 1, stride=(2, 2)),
+    Case(1, 31, 4, 16, 20, 1, 1),
+    Case(5, 100, 1, 1, 10, 1, 1),
+    Case(1, 1, 5, 7, 2, 1, 1),
+    Case(2, 4, 3, 11, 1, 1, 1, stride=(1, 3)),
+    Case(1, 132, 2, 2, 8, 1, 1),
+]
+# Bits of rows, bits of splits and slices; in TF32 a block has up to 16 warps, in full 8.
+POINTWISE_SHIM_PLANS = [
+    (0, 0, 1), (0, 0, 4), (1, 0, 2), (2, 0, 1), (0, 1, 1), (0, 2, 2), (1, 3, 1), (2, 1, 2), (0, 0, 8),
+    (0, 0, 16), (0, 3, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(POINTWISE_SHIM_CASES)))
+def test_pointwise_shim_exact(pointwise_shim, number):
+    """Integers under both contracts: the plans in turn, and where one is for larger problems the planner's."""
+    case = POINTWISE_SHIM_CASES[number]
+    for seed, (layout, tf32) in enumerate([*itertools.product(LAYOUTS, (True, False))] * 5, start=20 * number):
+        plan = POINTWISE_SHIM_PLANS[seed % len(POINTWISE_SHIM_PLANS)]
+        wishes = dict(zip(pointwise_shim.wishes, plan, strict=True))
+        fault = pointwise_shim.fault("fprop", case, layout, seed, tf32=tf32, **wishes)
+        if fault is None:
+            fault = pointwise_shim.fault("fprop", case, layout, seed, tf32=tf32)
+        else:
+            POINTWISE_SEEN.add(plan)
+        assert fault == "", f"{case}, {layout}, tf32 {tf32}, {wishes}, seed {seed}: {fault}"
+        POINTWISE_SEEN.add((tf32, pointwise_shim.last("loads"), pointwise_shim.last("out_vector")))
+    if number == len(POINTWISE_SHIM_CASES) - 1 and len(POINTWISE_SEEN) > 20:  # not this case alone
+        assert {*itertools.product((True, False), range(4), (1, 4)), *POINTWISE_SHIM_PLANS} == POINTWISE_SEEN
+
+
+POINTWISE_SEEN: set[tuple[int, ...]] = set()  # plans, and contracts with loads and stores, in the runs above
+
+
+@pytest.mark.parametrize("view", [*VIEWS, "one image"])
+def test_pointwise_shim_takes_any_strides(pointwise_shim, view):
+    """Of x, of w and of y."""
+    change = VIEWS.get(view, lambda tensor: tensor[:1].expand_as(tensor))
+    for number, case in enumerate((Case(2, 20, 5, 8, 36, 1, 1), Case(3, 16, 7, 9, 33, 1, 1, stride=(2, 1)))):
+        tensors = make_tensors(case, torch.float32, integers)
+        changed = [{"x"}, {"w"}, {"dy"}, {"x", "w", "dy"}]
+        for names in changed if view not in ("expanded", "one image") else changed[:2]:
+            viewed = tensors | {name: change(tensors[name]) for name in names - {"dy"}}
+            out = torch.full(case.y_shape, math.nan)
+            out = change(out) if "dy" in names else with_margins(out)
+            for tf32, split_bits in itertools.product((False, True), (0, 1)):
+                out.fill_(math.nan)
+                message = pointwise_shim.run("fprop", case, viewed, out, tf32=tf32, split_bits=split_bits, seed=number)
+                assert message == "", f"{case}, {names}: {message}"
+                check_exact(case, {"fprop": out}, viewed)
+
+
+POINTWISE_SPREADING_CASES = [Case(1, 20, 7, 20, 40, 1, 1), Case(1, 20, 7, 9, 40, 1, 1), Case(1, 19, 7, 8, 40, 1, 1)]
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pointwise_shim_spreads_nan_and_inf_to_those_that_read_them(pointwise_shim, layout, tf32):
+    for case, split_bits in itertools.product(POINTWISE_SPREADING_CASES, (0, 1)):
+        assert spreads(pointwise_shim, case, tf32, layout, split_bits=split_bits), case
+
+
+# Five steps for two slices and for eight, and for two blocks and four; single values of few terms.
+POINTWISE_TELLING_RUNS = [
+    (Case(1, 68, 4, 9, 20, 1, 1), layout, seed, {"split_bits": split_bits, "slices": slices})
+    for layout, seed in itertools.product(LAYOUTS, (0, 1))
+    for split_bits, slices in [(0, 2), (0, 8), (1, 1), (2, 1)]
+] + [(Case(1, 19, 3, 5, 20, 1, 1), "contiguous", 0, {"slices": 1})]
+
+
+@pytest.mark.parametrize("mutation", POINTWISE_MUTATIONS)
+def test_pointwise_shim_sees_what_is_missing(mutation, pointwise_shim):
+    """The shim itself: what is left out shows in one of a few runs, which are right without it."""
+
+    def are_right() -> bool:
+        if "again" in mutation:
+            return all(spreads(pointwise_shim, POINTWISE_SPREADING_CASES[0], False, layout) for layout in LAYOUTS)
+        return all(
+            pointwise_shim.fault("fprop", case, layout, seed, **plan) == ""
+            for case, layout, seed, plan in POINTWISE_TELLING_RUNS
+        )
+
+    assert are_right()
+    with mutated(pointwise_shim.library, POINTWISE_MUTATIONS, mutation):
+        assert not are_right()
 
 
 def test_every_problem_has_an_engine(gather_plans, pointwise_plans, mma_plans, direct_shim):
