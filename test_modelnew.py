@@ -5619,6 +5619,8 @@ static std::string fault_of_numbers(const Problem& problem, const Plan& plan, bo
   if (int64_t{plan.slice_steps} * plan.slices * splits_of(plan) < steps) return "steps of no slice";
   // Blocks of a cluster may have none, but of several slices half have some.
   if (plan.slices > 1 && int64_t{plan.slices} * splits_of(plan) >= 2 * steps) return "slices without steps";
+  // In full every 8 terms are an addition, which all may err to the same side.
+  if (exact && plan.slice_steps > 128 && plan.slices * splits_of(plan) < 4) return "too long a sum";
   return plan.cycles > 0 ? "" : "no estimate";
 }
 
@@ -5745,7 +5747,7 @@ POINTWISE_PLAN_MUTATIONS = {
         "fours(of.in_stride[1], of.in_channels) &&",
         "(MUTATED || fours(of.in_stride[1], of.in_channels)) &&",
     ),
-    "rows of x astray": ("fours(of.in_stride[2], of.H)", "(MUTATED || fours(of.in_stride[2], of.H))"),
+    "pixels of x astray": ("fours(of.in_stride[3], of.W)", "(MUTATED || fours(of.in_stride[3], of.W))"),
     "y as if it were aligned": ("aligned_out && out_fours ? 4", "(MUTATED || aligned_out) && out_fours ? 4"),
     "a step too few": ("ceil_div(steps, plan.slices", "ceil_div(steps - (MUTATED && steps > 1), plan.slices"),
     "a row too few": ("ceil_div(plan.rows, block", "ceil_div(plan.rows - MUTATED, block"),
@@ -5769,7 +5771,7 @@ def random_pointwise_cases(count: int, seed: int) -> Iterator[Case]:
     """1x1 filters, few channels and many, from one pixel to some thousands; half at a stride."""
     rng = random.Random(seed)
     for _ in range(count):
-        C, K = (rng.choice([1, 2, 3, 4, 7, 8, 16, 31, 64, 100, 130, 256, 500, 1024, 2048]) for _ in range(2))
+        C, K = (rng.choice([1, 2, 3, 4, 7, 8, 16, 31, 64, 100, 130, 256, 500, 1024, 2048, 9000]) for _ in range(2))
         H, W = (rng.choice([1, 4, 7, 8, 14, 28, rng.randint(1, 60)]) for _ in range(2))
         stride = rng.choice([(1, 1), (1, 1), (2, 2), (rng.randint(1, 4), rng.randint(1, 4))])
         yield Case(rng.choice([1, 1, 2, 3, 8]), C, H, W, K, 1, 1, stride)
@@ -6002,6 +6004,17 @@ def test_pointwise_shim_takes_any_strides(pointwise_shim, view):
                 message = pointwise_shim.run("fprop", case, viewed, out, tf32=tf32, split_bits=split_bits, seed=number)
                 assert message == "", f"{case}, {names}: {message}"
                 check_exact(case, {"fprop": out}, viewed)
+
+
+def test_pointwise_shim_keeps_the_contract_in_long_sums(pointwise_shim):
+    """Products that are all the same, of the size at which additions err most."""
+    case = Case(1, 8192, 1, 4, 4, 1, 1)
+    tensors = make_tensors(case, torch.float32, lambda shape, _: torch.full(shape, 0.24446875))
+    tensors["w"].fill_(1)
+    assert pointwise_shim.fault("fprop", case, "contiguous", 0, slices=1, split_bits=0) is None
+    out = torch.full(case.y_shape, math.nan)
+    assert pointwise_shim.run("fprop", case, tensors, out, slices=4, split_bits=0) == ""
+    check_bounds(case, {"fprop": out}, tensors, tf32=())
 
 
 POINTWISE_SPREADING_CASES = [Case(1, 20, 7, 20, 40, 1, 1), Case(1, 20, 7, 9, 40, 1, 1), Case(1, 19, 7, 8, 40, 1, 1)]
