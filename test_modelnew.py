@@ -6286,6 +6286,21 @@ def test_mma_is_in_the_machine_code(nvcc_runs, arch):
 
 
 @needs_nvcc
+@pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_pointwise_is_in_the_machine_code(nvcc_runs, arch):
+    """The same, from memory to registers: by 16 bytes, but for single values. Clusters are Hopper's."""
+    gate = next(gate for gate in NVCC_GATES if arch in gate)
+    code = machine_code(nvcc_runs("pointwise.cu", gate), arch)
+    kernels = {name: instructions for name, instructions in code.items() if "pointwise_kernel" in name}
+    assert len(kernels) == 4 * 2
+    for name, instructions in kernels.items():
+        assert {"HMMA", "LDG", "LDS", "STS"} <= set(instructions), name
+        assert "LDGSTS" not in instructions, name
+        assert ("UCGABAR_ARV" in instructions) == (arch == "sm_90a"), name
+
+
+@needs_nvcc
 def test_spill_gate_sees_spills(tmp_path):
     source = tmp_path / "spill.cu"
     source.write_text(SPILLING_KERNEL)
@@ -6412,12 +6427,13 @@ def nvrtc_ptx(source: str, *options: str) -> str:
 RTC_TARGETS = [
     (source, arch)
     for source, arch in itertools.product(ENGINE_SOURCES, ("70", "80", "90a"))
-    if arch != "80" or source.name in ("direct.cu", "mma.cu")
+    if arch != "80" or source.name in ("direct.cu", "mma.cu", "pointwise.cu")
 ]
 # What of an engine's headers is for the host alone, in other words.
 RTC_HOST_PARTS = """
 namespace modelnew {
 Correlation correlation_of_problem(const Problem&, Operator) { return {}; }
+void flatten_points(Correlation&) {}
 struct ProblemKey {
   int64_t words[36];
   int64_t& operator[](int i) { return words[i]; }
@@ -6442,7 +6458,8 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
             # Launchers are hidden from NVRTC; here they are wanted.
             text = "#include <cstdint>\n" + text.replace("__CUDACC_RTC__", "MODELNEW_NEVER_DEFINED")
             text += OTHER_ENGINE if source.name == "wgmma.cu" else ""
-            text = text.replace('#include "memo.cuh"', '#include "correlation.cuh"' + RTC_HOST_PARTS)
+            memo = '#include "memo.cuh"' if "memo.cuh" in text else '#include "correlation.cuh"'
+            text = text.replace(memo, '#include "correlation.cuh"' + RTC_HOST_PARTS)
             text = text.replace("thread_local Memo<", "Memo<")
             if source.name == "mma.cu":
                 text = re.sub(r"return run_kernel<Shape[124], EXACT>\(.*;", "return cudaErrorUnknown;", text)
@@ -8490,12 +8507,7 @@ def test_mma_cases_reach_every_way(mma_plans):
     for case, operator, layout in itertools.product(MMA_CASES, WGMMA_OPERATORS, LAYOUTS):
         if operator == "dgrad" and case.stride != (1, 1):
             continue
-        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
-        strides = {
-            name: torch.empty(shape, device="meta").to(memory_format=torch.channels_last).stride()
-            for name, shape in shapes.items()
-            if layout == "channels_last"
-        }
+        strides = layout_strides(case, layout)
         assert mma_plans("refusal", operator, case, strides=strides) is None, case
         text = mma_plans("describe", operator, case, strides=strides)
         by_x, by_w, blocks = re.search(r" x by ([a-z ]+), weights by ([a-z ]+),.*for (\d) blocks", text).groups()
@@ -8507,6 +8519,16 @@ def test_mma_cases_reach_every_way(mma_plans):
         *(f"w by {how}" for how in ("boxes", "runs", "single values")),
         *(f"{number} blocks" for number in (1, 2, 4, 8)),
     }, told
+
+
+def layout_strides(case: Case, layout: str) -> dict[str, tuple[int, ...]]:
+    """Those of x, w and dy in channels_last; nothing for contiguous ones."""
+    shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+    return {
+        name: torch.empty(shape, device="meta").to(memory_format=torch.channels_last).stride()
+        for name, shape in shapes.items()
+        if layout == "channels_last"
+    }
 
 
 def on_mma(case: Case, tensors: dict[str, Tensor], tf32: bool) -> dict[str, Tensor]:
@@ -8541,16 +8563,143 @@ def test_gpu_mma_exact(case, view, tf32):
 @pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan], ids=str)
 def test_gpu_mma_spreads_nan_and_inf(special, tf32):
-    """To those outputs that read one, also where an Inf meets padding: its zeros are factors, as in any GEMM."""
+    """Also where an Inf meets padding: its zeros are factors, as in any GEMM."""
     for case in MMA_CASES:
-        tensors = make_tensors(case, torch.float32, positive, "cuda")
-        tensors["x"][0, 1, 5, 3] = tensors["w"][1, 2, 0, 0] = special
-        # In float64, where the CPU has no kernels that leave padding out.
-        expected = F.conv2d(*(tensors[name].cpu().double() for name in ("x", "w", "bias")), **case.kwargs).float()
-        y = on_mma(case, tensors, tf32)["fprop"].cpu()
-        assert torch.equal(y.isnan(), expected.isnan()), case
-        assert torch.equal(y.isinf(), expected.isinf()), case
-        torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
+        check_spreading(case, special, lambda tensors, case=case: on_mma(case, tensors, tf32)["fprop"])
+
+
+def check_spreading(case: Case, special: float, run: Callable[[dict[str, Tensor]], Tensor]) -> None:
+    """That a value comes to those outputs that read it, from x and from w."""
+    tensors = make_tensors(case, torch.float32, positive, "cuda")
+    tensors["x"][0, 1, min(5, case.H - 1), min(3, case.W - 1)] = tensors["w"][1, 2, 0, 0] = special
+    # In float64, where the CPU has no kernels that leave padding out.
+    expected = F.conv2d(*(tensors[name].cpu().double() for name in ("x", "w", "bias")), **case.kwargs).float()
+    y = run(tensors).cpu()
+    assert torch.equal(y.isnan(), expected.isnan()), case
+    assert torch.equal(y.isinf(), expected.isinf()), case
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+# By the planner's choice these reach, on a Hopper GPU of 132 SMs and under both contracts, all ways to load and to
+# store, 1, 2, 4 and 8 blocks for a tile and all slices; the test below tells.
+POINTWISE_CASES = [
+    Case(2, 64, 56, 56, 64, 1, 1),
+    Case(4, 64, 56, 56, 64, 1, 1),
+    Case(1, 256, 14, 14, 1024, 1, 1),
+    Case(1, 1024, 14, 14, 256, 1, 1),
+    Case(1, 2048, 7, 7, 512, 1, 1),
+    Case(1, 3000, 8, 12, 128, 1, 1),
+    Case(1, 2048, 6, 4, 400, 1, 1),
+    Case(4, 100, 31, 29, 72, 1, 1, stride=(1, 2)),
+    Case(1, 1024, 32, 32, 2048, 1, 1, stride=(2, 2)),
+    Case(64, 2048, 1, 1, 1000, 1, 1),
+    Case(3, 37, 20, 24, 50, 1, 1),
+    Case(8, 131, 27, 32, 1021, 1, 1),
+    Case(8, 132, 27, 31, 1022, 1, 1),
+    Case(8, 8, 15, 16, 9, 1, 1),
+    Case(16, 64, 60, 60, 64, 1, 1),
+    Case(2, 5, 9, 301, 1, 1, 1),
+]
+POINTWISE_VIEWS = {
+    **{name: {"x": view, "w": view} for name, view in MMA_VIEWS.items()},
+    "transposed": {"x": VIEWS["transposed"], "w": VIEWS["transposed"]},
+    "x in channels_last": {"x": VIEWS["channels_last"]},
+    "w in channels_last": {"w": VIEWS["channels_last"]},  # y is, too, but not x
+    "x off by one": {"x": MMA_VIEWS["off by one"]},
+}
+
+
+def test_pointwise_cases_reach_every_way(pointwise_plans):
+    """That the cases for the GPU do not miss a way to load or store under a contract, or a number of blocks."""
+    told = set()
+    for case, tf32, layout in itertools.product(POINTWISE_CASES, (False, True), LAYOUTS):
+        settings = {"strides": layout_strides(case, layout), "tf32": tf32}
+        assert pointwise_plans("refusal", "fprop", case, **settings) is None, case
+        text = pointwise_plans("describe", "fprop", case, **settings)
+        contract, loads, stores, blocks, slices = re.search(
+            r"^(one|three) .* by ([a-z ]+), y by ([a-z ]+), .* for (\d) blocks of (\d+) slices", text
+        ).groups()
+        told |= {(contract, loads, stores), (contract, f"{blocks} blocks"), (contract, f"{slices} slices")}
+    ways = {
+        *itertools.product(("fours of weights", "fours of channels", "single values"), ("fours", "single values")),
+        ("fours", "fours"),
+    }
+    assert told == {
+        *((contract, *way) for contract in ("one", "three") for way in ways),
+        *((contract, f"{number} blocks") for contract in ("one", "three") for number in (1, 2, 4, 8)),
+        *((contract, f"{number} slices") for contract in ("one", "three") for number in (1, 2, 4, 8)),
+        ("one", "16 slices"),
+    }, told
+
+
+def on_pointwise(case: Case, tensors: dict[str, Tensor], tf32: bool) -> Tensor:
+    """y, by pointwise for sure."""
+    with tf32_switch(tf32), poisoned_memory(), modelnew.force_engine("pointwise"):
+        return modelnew.conv2d(tensors["x"], tensors["w"], tensors.get("bias"), **case.kwargs)
+
+
+@gpu
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("view", POINTWISE_VIEWS)
+@pytest.mark.parametrize("case", POINTWISE_CASES, ids=str)
+def test_gpu_pointwise_exact(case, view, tf32):
+    """Forced. In full with more bits than TF32 has; with a bias and without, twice the same bits."""
+    tensors = make_tensors(case, torch.float32, integers, "cuda")
+    if "fprop" not in case.tf32_operators(torch.float32, tf32):
+        tensors["w"] *= 1025
+    tensors |= {name: change(tensors[name]) for name, change in POINTWISE_VIEWS[view].items()}
+    y = on_pointwise(case, tensors, tf32)
+    check_exact(case, {"fprop": y}, tensors)
+    assert torch.equal(on_pointwise(case, tensors, tf32), y)
+    bias = tensors.pop("bias").view(-1, 1, 1)
+    assert torch.equal(on_pointwise(case, tensors, tf32) + bias, y)
+
+
+@gpu
+@pytest.mark.parametrize("fill", FILLS, ids=named)
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpu_pointwise_rounding(layout, tf32, fill):
+    """Both contracts, element by element; and the same bits every time."""
+    for case in POINTWISE_CASES:
+        tensors = in_layout(make_tensors(case, torch.float32, fill, "cuda"), layout)
+        y = on_pointwise(case, tensors, tf32)
+        check_bounds(case, {"fprop": y}, tensors, case.tf32_operators(torch.float32, tf32))
+        assert all(torch.equal(on_pointwise(case, tensors, tf32), y) for _ in range(5))
+
+
+@gpu
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan], ids=str)
+def test_gpu_pointwise_spreads_nan_and_inf(special, layout, tf32):
+    for case in POINTWISE_CASES:
+        if case.K > 1:
+            run = functools.partial(on_pointwise, case, tf32=tf32)
+            check_spreading(case, special, lambda tensors, run=run: run(in_layout(tensors, layout)))
+
+
+@gpu
+def test_gpu_forced_pointwise_says_what_it_refuses():
+    x, w = torch.randn(2, 16, 9, 10, device="cuda"), torch.randn(24, 16, 1, 1, device="cuda", requires_grad=True)
+    refused = r"'pointwise' is forced but cannot take the forward .*"
+    with modelnew.force_engine("pointwise"):
+        for settings, reason in (({"padding": 1}, "no padding"), ({"groups": 2}, "one group only")):
+            with pytest.raises(RuntimeError, match=refused + reason):
+                modelnew.conv2d(x, w[:, :8] if "groups" in settings else w, **settings)
+        with pytest.raises(RuntimeError, match=refused + "1x1 filters only"):
+            modelnew.conv2d(x, torch.randn(24, 16, 1, 3, device="cuda"))
+        with pytest.raises(RuntimeError, match=refused + "float32 only"):
+            modelnew.conv2d(x.double(), w.double())
+        y = modelnew.conv2d(x, w)
+        with pytest.raises(RuntimeError, match=r"'pointwise' is forced but cannot take the wgrad .*outputs only"):
+            y.sum().backward()
+
+
+@gpu
+def test_gpu_forced_pointwise_without_images():
+    case = Case(0, 16, 9, 10, 24, 1, 1)
+    assert on_pointwise(case, make_tensors(case, torch.float32, normal, "cuda"), True).shape == case.y_shape
 
 
 @gpu
