@@ -44,6 +44,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -1921,6 +1922,16 @@ inline void check_shared(uint32_t address, size_t bytes) {
   if (address % 16 != 0 || address + bytes > granted_bytes) complain("a wild address in shared memory");
 }
 
+// From where to where loads by __ldg may go; if nothing is said, anywhere.
+inline std::vector<std::pair<const char*, const char*>> readable;
+
+inline void check_readable(const void* from, size_t bytes) {
+  const auto first = static_cast<const char*>(from);
+  bool inside = readable.empty();
+  for (const auto& [start, end] : readable) inside |= first >= start && first + bytes <= end;
+  if (!inside) complain("a load outside of what it may read");
+}
+
 // Bulk copies on their way.
 struct Copy {
   uint32_t to, barrier;
@@ -2003,6 +2014,11 @@ struct Meeting {
 inline Meeting block_meeting, warp_meetings[32], named_meetings[16];
 inline uint64_t shuffled[32][32];
 
+// Blocks run one after another, so a cluster of them runs twice: what a block shows of its shared memory at first, the
+// others read the second time. Without `again` there are none.
+inline bool again = false;
+inline std::map<unsigned, std::vector<unsigned char>> shown;  // by blocks
+
 inline void begin_block() {
   barriers.clear();
   copies.clear();
@@ -2061,6 +2077,11 @@ Value atomicMax(Value* place, Other value) {
 inline unsigned atomicOr(unsigned* place, unsigned value) { return std::exchange(*place, *place | value); }
 inline unsigned atomicExch(unsigned* place, unsigned value) { return std::exchange(*place, value); }
 inline void __threadfence() {}
+template <typename Value>
+Value __ldg(const Value* from) {
+  simt::check_readable(from, sizeof(Value));
+  return *from;
+}
 template <typename Value>
 Value __ldcg(const Value* from) {
   return *from;
@@ -2134,6 +2155,31 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 }
 inline void barrier_wait_idly(uint32_t barrier, uint32_t parity) { barrier_wait(barrier, parity); }
 inline void fence_async() {}
+
+inline void cluster_sync() {
+  if (!simt::again) simt::complain("a cluster");
+  simt::block_meeting.attend(blockDim.x);
+  simt::shown.emplace(blockIdx.x, std::vector<unsigned char>(simt::smem, simt::smem + simt::granted_bytes));
+  simt::block_meeting.attend(blockDim.x);
+}
+inline void cluster_leave() { simt::block_meeting.attend(blockDim.x); }
+inline float4 add_cluster_4(uint32_t address, int blocks) {
+  simt::check_shared(address, 16);
+  float sums[4] = {};
+  for (int rank = 0; rank < blocks; ++rank) {
+    const auto found = simt::shown.find(blockIdx.x / blocks * blocks + rank);
+    for (int i = 0; i < 4; ++i) {
+      float part = NAN;
+      if (found != simt::shown.end()) std::memcpy(&part, &found->second[address + 4 * i], 4);
+      sums[i] += part;
+    }
+  }
+  return {sums[0], sums[1], sums[2], sums[3]};
+}
+inline float add_cluster(uint32_t address, int blocks) {
+  const float4 sums = add_cluster_4(address / 16 * 16, blocks);
+  return address % 16 == 0 ? sums.x : address % 16 == 4 ? sums.y : address % 16 == 8 ? sums.z : sums.w;
+}
 
 inline void launch_dependents() {}
 inline void wait_for_prerequisites() {}
@@ -2398,6 +2444,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
                                                                   : stand_in_capability % 10;
   return cudaSuccess;
 }
+struct float4 { float x, y, z, w; };
 unsigned long long __cvta_generic_to_shared(const void*);
 void __nanosleep(unsigned);
 unsigned __shfl_xor_sync(unsigned, unsigned, int);
@@ -4876,6 +4923,10 @@ MMA_ENTRY_POINTS = (
 #include <type_traits>
 #include <vector>
 
+extern "C" {
+int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
+}
+
 #include "mma.cu"
 """
     + PROBLEM_FROM_FIELDS
@@ -5212,7 +5263,7 @@ int mma_wrong_divisor(int seed) {
   return 0;
 }
 // Whether a memo gives what was computed for each of many problems that differ in one field or address, in any order.
-bool mma_memo_is_right(const int64_t* fields, int count, int seed) {
+int mma_memo_is_right(const int64_t* fields, int count, int seed) {
   std::mt19937 random(seed);
   std::vector<ProblemKey> keys;
   for (int i = -1; i < count + 3 + 1; ++i) {
@@ -5248,21 +5299,50 @@ def mma_strides(shape: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
     return tuple(0 if rng.random() < 0.02 else stride for stride in strides)
 
 
+# Each puts something out of place.
+MMA_PLAN_MUTATIONS = {
+    "no columns for alignment": (
+        "plan.lead = ((-of.pad_w) % 4 + 4) % 4;",
+        "plan.lead = MUTATED ? 0 : ((-of.pad_w) % 4 + 4) % 4;",
+    ),
+    "boxes of any size": (
+        "x_boxes && rows <= 256 && plan.columns <= 256",
+        "x_boxes && (MUTATED || (rows <= 256 && plan.columns <= 256))",
+    ),
+    "w as if it were aligned": (
+        "address.w % 16 == 0 && fours(of.w_stride_out, of.out_channels)",
+        "(MUTATED || address.w % 16 == 0) && fours(of.w_stride_out, MUTATED ? 1 : of.out_channels)",
+    ),
+    "taps in the order of memory": (
+        "!plan.taps_first && !of.flipped && (of.S",
+        "!plan.taps_first && (MUTATED || !of.flipped) && (of.S",
+    ),
+}
+REFUSAL = re.compile(r"(it|a tile) [\w ,.()^-]+")
+
+
 class MmaPlans:
     """The host part of the mma engine, for a GPU of 132 SMs that is not there."""
 
-    def __init__(self, folder: Path, replaced: str = "", by: str = "") -> None:
+    engine, entry_points, mutations = "mma", MMA_ENTRY_POINTS, MMA_PLAN_MUTATIONS
+
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "cuda_runtime_api.h").write_text(WGMMA_STAND_INS)
-        source = (KERNELS / "mma.cu").read_text()
-        assert source.count(replaced) == 1 or not replaced, replaced
-        (folder / "mma.cu").write_text(source.replace(replaced, by))
+        source = (KERNELS / f"{self.engine}.cu").read_text()
+        (folder / f"{self.engine}.cu").write_text(with_mutations(source, self.mutations))
         flags = ("-O2", "-fno-gnu-unique", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
-        self.library = compile_shared(MMA_ENTRY_POINTS, folder, *flags)
-        for name in ("mma_refusal", "mma_describe", "mma_fault", "mma_seen"):
-            getattr(self.library, name).restype = ctypes.c_char_p
-        self.library.mma_cycles.restype = ctypes.c_double
-        self.library.mma_memo_is_right.restype = ctypes.c_bool
+        self.library = compile_shared(self.entry_points, folder, *flags)
+        for name in ("refusal", "describe", "fault", "seen"):
+            self.entry(name).restype = ctypes.c_char_p
+        self.entry("cycles").restype = ctypes.c_double
+
+    def entry(self, name: str) -> Callable:
+        return getattr(self.library, f"{self.engine}_{name}")
+
+    def seen(self) -> set[str]:
+        """Kinds of plans that were looked at."""
+        return set(self.entry("seen")().decode().splitlines())
 
     def __call__(
         self,
@@ -5282,7 +5362,7 @@ class MmaPlans:
             tensors[name] = tensors[name].as_strided(shapes[name], of_tensor)
         fields = ShimEngine.fields(case, tensors, tf32)
         self.library.set_capability(capability)
-        result = getattr(self.library, f"mma_{function}")(OPERATOR_NUMBER[operator], fields, *more)
+        result = self.entry(function)(OPERATOR_NUMBER[operator], fields, *more)
         return result.decode() if isinstance(result, bytes) else result
 
     def fault(self, operator: str, case: Case, seed: int) -> str | None:
@@ -5301,7 +5381,7 @@ class MmaPlans:
             assert self("cycles", operator, case, *aligned, **settings) > 0
             fault = self("fault", operator, case, *places, seed, **settings)
             return "no plan at these addresses" if fault is None else fault
-        assert re.fullmatch(r"(it|a tile) [\w ,.()-]+", refused), refused
+        assert REFUSAL.fullmatch(refused), refused
         return None
 
 
@@ -5351,26 +5431,14 @@ def test_mma_plans_are_sound(mma_plans):
         assert not fault, f"{operator} of {case}, seed {seed}: {fault}"
         planned += fault is not None
     assert planned > 0.9 * count
-    assert set(mma_plans.library.mma_seen().decode().splitlines()) >= MMA_KINDS
-
-
-# Each puts something out of place.
-MMA_PLAN_MUTATIONS = {
-    "no columns for alignment": ("plan.lead = ((-of.pad_w) % 4 + 4) % 4;", "plan.lead = 0;"),
-    "boxes of any size": ("x_boxes && rows <= 256 && plan.columns <= 256", "x_boxes"),
-    "w as if it were aligned": (
-        "address.w % 16 == 0 && fours(of.w_stride_out, of.out_channels)",
-        "fours(of.w_stride_out, 1)",
-    ),
-    "taps in the order of memory": ("!plan.taps_first && !of.flipped && (of.S", "!plan.taps_first && (of.S"),
-}
+    assert mma_plans.seen() >= MMA_KINDS
 
 
 @pytest.mark.parametrize("mutation", MMA_PLAN_MUTATIONS)
-def test_mma_plan_checks_see_what_is_wrong(mutation, tmp_path):
-    mutant = MmaPlans(tmp_path, *MMA_PLAN_MUTATIONS[mutation])
+def test_mma_plan_checks_see_what_is_wrong(mma_plans, mutation):
     cases = enumerate(random_mma_cases(3000, seed=0))
-    assert any(mutant.fault(operator, case, seed) for seed, (case, operator) in cases)
+    with mutated(mma_plans.library, MMA_PLAN_MUTATIONS, mutation):
+        assert any(mma_plans.fault(operator, case, seed) for seed, (case, operator) in cases)
 
 
 def test_mma_divides_exactly(mma_plans):
@@ -5382,33 +5450,6 @@ def test_memo_tells_problems_apart(mma_plans):
     tensors = make_tensors(case, torch.float32, equal)
     fields = ShimEngine.fields(case, tensors, False)
     assert mma_plans.library.mma_memo_is_right(fields, len(PROBLEM_FIELDS), 0)
-
-
-def test_every_problem_has_an_engine(gather_plans, mma_plans, direct_shim):
-    """gather and mma refuse in a sentence or have a plan, whatever the addresses are; direct takes what is left."""
-    rng, taken_by = random.Random(3), {"gather": 0, "mma": 0}
-    gathers = random_gather_cases(5000, seed=2)
-    cases = itertools.chain(gathers, ((case, "", torch.float32) for case, _ in random_mma_cases(5000, seed=2)))
-    for case, _, dtype in cases:
-        if rng.random() < 0.2:  # depthwise, and few channels
-            groups = rng.choice([1, case.C])
-            case = dataclasses.replace(
-                case, C=groups * rng.choice([1, 3, 7]), K=groups * rng.randint(1, 9), groups=groups
-            )
-        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
-        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-        for operator in OPERATOR_NUMBER:
-            assert direct_shim.refuses(operator, case, tensors) is None
-            places = [ctypes.c_uint64(rng.choice([0, 1, 2, 4]) * dtype.itemsize) for _ in range(3)]
-            for engine, plans, at in (("gather", gather_plans, places[:2]), ("mma", mma_plans, places)):
-                refusal = plans("refusal", operator, case, dtype=dtype)
-                if refusal is None:
-                    taken_by[engine] += 1
-                    estimate = plans("cycles", operator, case, *([dtype, *at] if engine == "gather" else at))
-                    assert estimate > 0, f"{operator} of {case}, {dtype}, by {engine}"
-                else:
-                    assert re.fullmatch(r"(it|a tile) [\w ,.()-]+", refusal), refusal
-    assert min(taken_by.values()) > 2000
 
 
 # More channels may need a smaller chunk or tile, which is estimated better, or leave none that fits.
@@ -5464,7 +5505,10 @@ MMA_REFUSALS = [
 
 @pytest.mark.parametrize("case, operator, settings, text", MMA_REFUSALS, ids=str)
 def test_mma_says_what_it_refuses(mma_plans, case, operator, settings, text):
-    refusal = mma_plans("refusal", operator, case, **settings)
+    check_refusal(mma_plans("refusal", operator, case, **settings), text)
+
+
+def check_refusal(refusal: str | None, text: str | None) -> None:
     assert (refusal is None) == (text is None), refusal
     assert text is None or text in refusal
 
@@ -5480,18 +5524,12 @@ using namespace modelnew::mma;
 
 extern "C" {
 int x_copies = 0, w_copies = 0;  // of the last run
-int recomputed = 0;              // outputs of it, by exact_output
 }
 
 // Plans one shape of a tile on a GPU of three SMs and runs it, as TF32 if that is allowed, however small the problem:
 // -1 if it does not fit, else the error.
-extern "C" int mma_run(int op, const int64_t* fields, void* const* pointers, int shape, bool hopper, int seed) {
-  simt::independent = true;
-  simt::before_block = simt::begin_block;
-  simt::between_rounds = simt::do_some;
-  simt::late = seed % 2;
-  simt::shuffler.seed(seed);
-  simt_recomputed = 0;
+extern "C" int mma_run(int op, const int64_t* fields, void* const* pointers, int shape, bool hopper, int splits,
+                       int seed) {
   const Problem problem = make_problem(fields);
   const Operator which = static_cast<Operator>(op);
   Params params{};
@@ -5505,22 +5543,23 @@ extern "C" int mma_run(int op, const int64_t* fields, void* const* pointers, int
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   const Alignment alignment{address(params.in_ptr), address(params.w_ptr), address(params.out_ptr)};
   const Device device{3, static_cast<int>(simt::kMaxSmemBytes), hopper};
-  if (!make_plan(params.of, params.tf32, device, alignment, params.plan, shape, 1)) return -1;
+  if (!make_plan(params.of, params.tf32, device, alignment, params.plan, shape, splits)) return -1;
   x_copies = static_cast<int>(params.plan.x_copies), w_copies = static_cast<int>(params.plan.w_copies);
-  const int code = params.tf32 ? run<false>(params, nullptr) : run<true>(params, nullptr);
-  recomputed = simt_recomputed;
-  return code;
+  const auto launch = [&] { return params.tf32 ? run<false>(params, nullptr) : run<true>(params, nullptr); };
+  return simt_run(seed, params.plan.splits > 1, launch);
 }
-extern "C" const char* simt_message() { return simt::message.c_str(); }
 """
 )
 
 # mma.sync: the lanes of a warp show one another their operands, of which it takes what TF32 has.
 MMA_INSTRUCTION = r"""
-inline int simt_recomputed = 0;
+extern "C" {
+int recomputed = 0;  // outputs of the last run, by exact_output
+const char* simt_message() { return simt::message.c_str(); }
+}
+inline unsigned turns[1024];
 inline void simt_multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   static uint32_t shown[32][2][32][6];  // of each warp, in turns: nobody writes where another lane may still read
-  static unsigned turns[1024];
   const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32_t(&words)[32][6] = shown[warp][turns[threadIdx.x]++ % 2];
   std::copy(a, a + 4, words[lane]);
@@ -5535,15 +5574,25 @@ inline void simt_multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint3
     d[i] = static_cast<float>(sum);
   }
 }
-"""
-
-# What mma.cu has in assembly of its own. One block at a time runs, so there are no clusters.
-MMA_ASSEMBLY = {
-    r'asm\("mma\.sync[^;]*;[^;]*;': ("simt_multiply_add(d, a, b);", 1),
-    r'asm volatile\("barrier\.cluster[^)]*\);': ('simt::complain("a cluster");', 2),
-    r'asm volatile\(\s*"\{\\n\.reg \.b32 there;.*?"memory"\);': ('simt::complain("a cluster");', 2),
+// A launch, or what stands for one of clusters; copies of odd seeds come late.
+template <typename Launch>
+int simt_run(int seed, bool clusters, Launch launch) {
+  simt::independent = true;
+  simt::before_block = simt::begin_block;
+  simt::between_rounds = simt::do_some;
+  simt::late = seed % 2;
+  simt::shuffler.seed(seed);
+  simt::again = clusters;
+  simt::shown.clear();
+  int code = 0;
+  for (int i = 0; i <= clusters && code == 0; ++i) {
+    recomputed = 0;
+    std::fill(std::begin(turns), std::end(turns), 0u);
+    code = launch();
+  }
+  return code;
 }
-
+"""
 
 # Each takes away what others rely on, or leaves out a part of the sum.
 MMA_MUTATIONS = {
@@ -5562,16 +5611,19 @@ MMA_MUTATIONS = {
 class MmaShim:
     """The mma engine, compiled by g++ and run thread by thread, as WgmmaShim runs the other one."""
 
+    engine, entry_points, mutations = "mma", MMA_SHIM_ENTRY_POINTS, MMA_MUTATIONS
+    # What a run can ask of a plan, and what it asks for if it is not told.
+    wishes: ClassVar[dict[str, int]] = {"shape": -1, "hopper": True, "splits": 1}
+
     def __init__(self, folder: Path) -> None:
         stand_in = HOPPER_STAND_IN + MMA_INSTRUCTION
-        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": stand_in}, ["mma.cu"])
-        source = with_mutations(source, MMA_MUTATIONS)
-        for pattern, (replacement, count) in MMA_ASSEMBLY.items():
-            source, found = re.subn(pattern, lambda _, text=replacement: text, source, flags=re.DOTALL)
-            assert found == count, pattern
-        source, found = re.subn(r"(__noinline__ float exact_output\(.*?\) \{)", r"\1 ++simt_recomputed;", source)
+        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": stand_in}, [f"{self.engine}.cu"])
+        source = with_mutations(source, self.mutations)
+        source, found = re.subn(r'asm\("mma\.sync[^;]*;[^;]*;', "simt_multiply_add(d, a, b);", source)
         assert found == 1
-        self.library = compile_simt(source + '#line 1 "entry_points"\n' + MMA_SHIM_ENTRY_POINTS, folder)
+        source, found = re.subn(r"(__noinline__ float exact_output\(.*?\) \{)", r"\1 ++recomputed;", source)
+        assert found == 1
+        self.library = compile_simt(source + '#line 1 "entry_points"\n' + self.entry_points, folder)
         self.library.simt_message.restype = ctypes.c_char_p
 
     def last(self, name: str) -> int:
@@ -5584,15 +5636,16 @@ class MmaShim:
         tensors: dict[str, Tensor],
         out: Tensor,
         *,
-        shape: int = -1,
-        hopper: bool = True,
         tf32: bool = False,
         seed: int = 0,
+        **wishes: int,
     ) -> str | None:
         """Runs fprop or dgrad into `out`: None if there is no such plan, else what went wrong."""
+        assert wishes.keys() <= self.wishes.keys()
         fields = ShimEngine.fields(case, tensors | {{"fprop": "dy", "dgrad": "x"}[operator]: out}, tf32)
         pointers = (ctypes.c_void_p * 5)(*input_pointers(operator, tensors), out.data_ptr())
-        code = self.library.mma_run(OPERATOR_NUMBER[operator], fields, pointers, shape, hopper, seed)
+        run = getattr(self.library, f"{self.engine}_run")
+        code = run(OPERATOR_NUMBER[operator], fields, pointers, *(self.wishes | wishes).values(), seed)
         if code == -1:
             return None
         return "" if code == 0 else f"error {code}, {self.library.simt_message().decode()}"
@@ -5657,12 +5710,18 @@ def test_mma_shim_exact(mma_shim, number):
         assert kinds == MMA_COPIES
 
 
+@pytest.mark.parametrize("splits", [2, 4])
+def test_mma_shim_adds_up_over_a_cluster(mma_shim, splits):
+    case = Case(1, 128 * splits, 3, 5, 20, 1, 1)
+    assert [mma_shim.fault("fprop", case, layout, splits, shape=1, splits=splits) for layout in LAYOUTS] == ["", ""]
+
+
 MMA_COPIES: set[tuple[str, int]] = set()  # what brought x and w in the runs above
 
 
-def spreads(shim: MmaShim, tf32: bool) -> bool:
+def spreads(shim: MmaShim, case: Case, tf32: bool, layout: str = "contiguous", **wishes: int) -> bool:
     """Whether Inf, NaN and what only rounds to Inf come to those outputs that PyTorch has them in."""
-    case, largest = Case(1, 16, 7, 20, 20, 3, 3), torch.finfo(torch.float32).max
+    largest = torch.finfo(torch.float32).max
     for special in (math.inf, -math.inf, struct.unpack("f", b"\xff\xff\xff\x7f")[0], largest):
         if special == largest and tf32:
             continue
@@ -5671,8 +5730,10 @@ def spreads(shim: MmaShim, tf32: bool) -> bool:
         tensors["x"].view(torch.int32)[0, 3, 5, 7] = torch.tensor(special).view(torch.int32).item()
         tensors["w"][2, 1, 0, 0] = special if special != largest else 1
         expected = references(case, tensors)["fprop"]
-        out = torch.full(case.y_shape, math.nan)
-        assert shim.run("fprop", case, tensors, out, shape=1, tf32=tf32) == ""
+        tensors |= {"dy": torch.full(case.y_shape, math.nan)}
+        tensors = in_layout(tensors, layout)
+        out = tensors["dy"]
+        assert shim.run("fprop", case, tensors, out, tf32=tf32, **wishes) == ""
         right = torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf())
         finite = expected.isfinite()
         right &= torch.equal(out.sign()[expected.isinf()].double(), expected.sign()[expected.isinf()])
@@ -5681,9 +5742,12 @@ def spreads(shim: MmaShim, tf32: bool) -> bool:
     return True
 
 
+MMA_SPREADING_CASE = Case(1, 16, 7, 20, 20, 3, 3)
+
+
 @pytest.mark.parametrize("tf32", [False, True])
 def test_mma_shim_spreads_nan_and_inf_to_those_that_read_them(mma_shim, tf32):
-    assert spreads(mma_shim, tf32)
+    assert spreads(mma_shim, MMA_SPREADING_CASE, tf32, shape=1)
 
 
 @pytest.mark.parametrize("mutation", MMA_MUTATIONS)
@@ -5693,7 +5757,7 @@ def test_mma_shim_sees_what_is_missing(mutation, mma_shim):
     cases = [Case(1, 300, 4, W, 20, 1, 1, padding=(1, 1)) for W in (9, 12)]
     with mutated(mma_shim.library, MMA_MUTATIONS, mutation):
         assert (
-            not spreads(mma_shim, False)
+            not spreads(mma_shim, MMA_SPREADING_CASE, False, shape=1)
             if "Inf" in mutation
             else any(
                 mma_shim.fault("fprop", case, "contiguous", seed, shape=1)
@@ -5701,6 +5765,511 @@ def test_mma_shim_sees_what_is_missing(mutation, mma_shim):
                 for case in cases
             )
         )
+
+
+# The pointwise engine without a GPU -----------------------------------------------------------------------------------
+
+POINTWISE_ENTRY_POINTS = (
+    """
+#include <cstring>
+#include <random>
+#include <set>
+#include <string>
+#include <type_traits>
+
+extern "C" {
+int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
+}
+
+#include "pointwise.cu"
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+using namespace modelnew::pointwise;
+
+static std::set<std::string> seen;  // kinds of plans
+
+// What is wrong with the numbers of a plan, or nothing.
+static std::string fault_of_numbers(const Problem& problem, const Plan& plan, bool exact) {
+  const int threads = 32 * plan.slices << plan.row_bits;
+  if (shared_bytes(plan) > 232448 || threads > (exact ? 256 : 512)) return "a block that is too large";
+  if (block_rows(plan) % splits_of(plan) != 0) return "rows of a share";
+  const int64_t pixels = problem.N * problem.P * problem.Q;
+  if (plan.rows != (plan.pixel_rows ? pixels : problem.K) || plan.columns != (plan.pixel_rows ? problem.K : pixels))
+    return "rows and columns of y";
+  const auto covers = [](int64_t tiles, int64_t size, int64_t all) { return tiles == (all + size - 1) / size; };
+  if (!covers(plan.row_tiles, block_rows(plan), plan.rows) || !covers(plan.column_tiles, kSide, plan.columns))
+    return "tiles that y does not have, or too few";
+  const int64_t steps = ceil_div(problem.C, kTerms);
+  if (int64_t{plan.slice_steps} * plan.slices * splits_of(plan) < steps) return "steps of no slice";
+  // Blocks of a cluster may have none, but of several slices half have some.
+  if (plan.slices > 1 && int64_t{plan.slices} * splits_of(plan) >= 2 * steps) return "slices without steps";
+  // In full every 8 terms are an addition, which all may err to the same side.
+  if (exact && plan.slice_steps > 128 && plan.slices * splits_of(plan) < 4) return "too long a sum";
+  return plan.cycles > 0 ? "" : "no estimate";
+}
+
+// What is wrong with where a plan finds x, w and y, or nothing: some places, from the problem itself, first and last
+// among them. Addresses are in words.
+static std::string fault_of_places(const Problem& problem, const Params& params, const Alignment& at, int seed) {
+  const Plan& plan = params.plan;
+  std::mt19937 random(seed);
+  const int64_t pixels = problem.N * problem.P * problem.Q;
+  const auto drawn = [&](int i, int64_t most) { return i == 0 ? 0 : i == 1 ? most - 1 : random() % most; };
+  const auto x = [&](int64_t pixel, int64_t c) {
+    const int64_t row = pixel / problem.Q % problem.P * problem.stride_h, column = pixel % problem.Q * problem.stride_w;
+    return pixel / problem.Q / problem.P * problem.x_stride[0] + c * problem.x_stride[1] + row * problem.x_stride[2] +
+           column * problem.x_stride[3];
+  };
+  const auto w = [&](int64_t k, int64_t c) { return k * problem.w_stride[0] + c * problem.w_stride[1]; };
+  const auto y = [&](int64_t pixel, int64_t k) {
+    return pixel / problem.Q / problem.P * problem.y_stride[0] + k * problem.y_stride[1] +
+           pixel / problem.Q % problem.P * problem.y_stride[2] + pixel % problem.Q * problem.y_stride[3];
+  };
+  // Whether four values that begin at a multiple of 4 are neighbours and 16 bytes.
+  const auto are_four = [](int64_t address, int64_t size, int64_t i, const auto& offset_of) {
+    if (size % 4 != 0) return false;
+    const int64_t first = offset_of(i / 4 * 4);
+    for (int j = 1; j < 4; ++j)
+      if (offset_of(i / 4 * 4 + j) != first + j) return false;
+    return (address + first) % 4 == 0;
+  };
+  if (plan.pixel_rows != (plan.loads == Loads::kChannelsLast)) return "rows of another kind than loads";
+  for (int i = 0; i < 40; ++i) {
+    const int64_t pixel = drawn(i, pixels), c = drawn(i, problem.C), k = drawn(i, problem.K);
+    const Place place = place_of_pixel(params, static_cast<int>(pixel));
+    if (place.x + c * params.x_channel != x(pixel, c)) return "another place of x";
+    if (k * params.w_out + c * params.w_in != w(k, c)) return "another place of w";
+    if (place.y + k * params.y_channel != y(pixel, k)) return "another place of y";
+    if (plan.pixel_rows && params.y_channel != 1) return "channels of y that are no neighbours";
+    const auto channel_of_w = [&](int64_t channel) { return w(k, channel); };
+    const auto channel_of_x = [&](int64_t channel) { return x(pixel, channel); };
+    const auto pixel_of_x = [&](int64_t other) { return x(other, c); };
+    const auto channel_of_y = [&](int64_t channel) { return y(pixel, channel); };
+    const auto pixel_of_y = [&](int64_t other) { return y(other, k); };
+    if (plan.loads != Loads::kSingle && !are_four(at.w, problem.C, c, channel_of_w)) return "fours of w astray";
+    if (plan.loads == Loads::kFours && !are_four(at.x, pixels, pixel, pixel_of_x)) return "fours of x astray";
+    if (plan.loads == Loads::kChannelsLast && !are_four(at.x, problem.C, c, channel_of_x)) return "channels astray";
+    if (plan.out_vector != 4) continue;
+    if (plan.pixel_rows ? !are_four(at.y, problem.K, k, channel_of_y) : !are_four(at.y, pixels, pixel, pixel_of_y))
+      return "fours of y astray";
+  }
+  return plan.out_vector == 1 || plan.out_vector == 4 ? "" : "neither fours nor single values";
+}
+
+static void note(const Plan& plan) {
+  const char* const loads[] = {"fours", "fours of weights", "fours of channels", "single values"};
+  seen.insert(std::string("by ") + loads[static_cast<int>(plan.loads)]);
+  seen.insert("y by " + std::to_string(plan.out_vector));
+  seen.insert(std::to_string(plan.slices) + " slices");
+  seen.insert(std::to_string(splits_of(plan)) + " splits");
+}
+
+extern "C" {
+void set_capability(int capability) { stand_in_capability = capability; }
+const char* pointwise_refusal(int op, const int64_t* fields) {
+  return refusal(make_problem(fields), static_cast<Operator>(op));
+}
+const char* pointwise_describe(int op, const int64_t* fields) {
+  static char text[321];
+  std::memset(text, 'x', sizeof text);
+  describe(make_problem(fields), static_cast<Operator>(op), text, 320);  // as the binding has it
+  return text[320] == 'x' && std::memchr(text, 0, 320) ? text : "written too far";
+}
+const char* pointwise_seen() {
+  static std::string all;
+  all.clear();
+  for (const std::string& kind : seen) all += kind + "\n";
+  return all.c_str();
+}
+double pointwise_cycles(int op, const int64_t* fields, uint64_t x, uint64_t w, uint64_t y) {
+  const Problem problem = make_problem(fields);
+  Device device{};
+  current_device(device);
+  Plan plan{};
+  const bool exact = !uses_tf32(problem, static_cast<Operator>(op));
+  return make_plan(flattened(problem), exact, device, Alignment{x, w, y}, plan) ? plan.cycles : 0;
+}
+// Plans for tensors at these addresses, on the GPU that was set, the best one and all that can be forced: null if there
+// is none, else what is wrong, or "".
+const char* pointwise_fault(int, const int64_t* fields, uint64_t x, uint64_t w, uint64_t y, int seed) {
+  static std::string fault;
+  const Problem problem = make_problem(fields);
+  const Correlation of = flattened(problem);
+  const bool exact = !problem.tf32_allowed;
+  Device device{};
+  current_device(device);
+  Plan best{};
+  if (!make_plan(of, exact, device, Alignment{x, w, y}, best)) return nullptr;
+  if (best.split_bits > 0 && !device.hopper) return "a cluster without Hopper";
+  note(best);
+  for (int i = -1; i < 3 * 4 * 5; ++i) {
+    Plan plan = best;
+    const int row_bits = i % 3, split_bits = i / 3 % 4, slices = 1 << i / 12;
+    if (i >= 0 && !make_plan(of, exact, device, Alignment{x, w, y}, plan, row_bits, split_bits, slices)) continue;
+    if (i >= 0 && (plan.row_bits != row_bits || plan.split_bits != split_bits || plan.slices != slices))
+      return "another plan than the forced one";
+    fault = fault_of_numbers(problem, plan, exact);
+    if (fault.empty() && i < 0)
+      fault = fault_of_places(problem, make_params(of, plan), Alignment{x / 4, w / 4, y / 4}, seed);
+    if (fault.empty() && plan.cycles < best.cycles && (device.hopper || split_bits == 0)) fault = "not the best plan";
+    if (!fault.empty()) {
+      fault += ", plan " + std::to_string(i);
+      return fault.c_str();
+    }
+  }
+  return "";
+}
+}
+"""
+)
+
+
+# Each puts something out of place.
+POINTWISE_PLAN_MUTATIONS = {
+    "w as if it were aligned": ("&& address.w % 16 == 0;", "&& (MUTATED || address.w % 16 == 0);"),
+    "planes of x astray": (
+        "fours(of.in_stride[1], of.in_channels) &&",
+        "(MUTATED || fours(of.in_stride[1], of.in_channels)) &&",
+    ),
+    "pixels of x astray": ("fours(of.in_stride[3], of.W)", "(MUTATED || fours(of.in_stride[3], of.W))"),
+    "y as if it were aligned": ("aligned_out && out_fours ? 4", "(MUTATED || aligned_out) && out_fours ? 4"),
+    "a step too few": ("ceil_div(steps, plan.slices", "ceil_div(steps - (MUTATED && steps > 1), plan.slices"),
+    "a row too few": ("ceil_div(plan.rows, block", "ceil_div(plan.rows - MUTATED, block"),
+    "every pixel of a row": ("(of.in_stride[3]) * of.stride_w", "(of.in_stride[3]) * (MUTATED ? 1 : of.stride_w)"),
+    "not the best": ("plan.cycles >= best.cycles", "(MUTATED || plan.cycles >= best.cycles)"),
+}
+
+
+class PointwisePlans(MmaPlans):
+    """The host part of the pointwise engine, in the same way."""
+
+    engine, entry_points, mutations = "pointwise", POINTWISE_ENTRY_POINTS, POINTWISE_PLAN_MUTATIONS
+
+
+@pytest.fixture(scope="session")
+def pointwise_plans(tmp_path_factory) -> PointwisePlans:
+    return PointwisePlans(tmp_path_factory.mktemp("pointwise"))
+
+
+def random_pointwise_cases(count: int, seed: int) -> Iterator[Case]:
+    """1x1 filters, few channels and many, from one pixel to some thousands; half at a stride."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        C, K = (rng.choice([1, 2, 3, 4, 7, 8, 16, 31, 64, 100, 130, 256, 500, 1024, 2048, 9000]) for _ in range(2))
+        H, W = (rng.choice([1, 4, 7, 8, 14, 28, rng.randint(1, 60)]) for _ in range(2))
+        stride = rng.choice([(1, 1), (1, 1), (2, 2), (rng.randint(1, 4), rng.randint(1, 4))])
+        yield Case(rng.choice([1, 1, 2, 3, 8]), C, H, W, K, 1, 1, stride)
+
+
+POINTWISE_KINDS = {
+    *(f"by {loads}" for loads in ("fours", "fours of weights", "fours of channels", "single values")),
+    *("y by 1", "y by 4"),
+    *(f"{number} slices" for number in (1, 2, 4, 8, 16)),
+    *(f"{number} splits" for number in (1, 2, 4, 8)),
+}
+
+
+def test_pointwise_plans_are_sound(pointwise_plans):
+    """For tensors of any strides at any addresses: y and the reduction whole, loads and stores where they may be."""
+    planned, count = 0, 3000
+    for seed, case in enumerate(random_pointwise_cases(count, seed=0)):
+        fault = pointwise_plans.fault("fprop", case, seed)
+        assert not fault, f"{case}, seed {seed}: {fault}"
+        planned += fault is not None
+    assert planned > 0.9 * count
+    assert pointwise_plans.seen() >= POINTWISE_KINDS
+
+
+@pytest.mark.parametrize("mutation", POINTWISE_PLAN_MUTATIONS)
+def test_pointwise_plan_checks_see_what_is_wrong(pointwise_plans, mutation):
+    cases = enumerate(random_pointwise_cases(3000, seed=0))
+    with mutated(pointwise_plans.library, POINTWISE_PLAN_MUTATIONS, mutation):
+        assert any(pointwise_plans.fault("fprop", case, seed) for seed, case in cases)
+
+
+def test_pointwise_estimates_grow_with_the_work(pointwise_plans):
+    aligned = [ctypes.c_uint64(0)] * 3
+    for case in random_pointwise_cases(1000, seed=1):
+        once = pointwise_plans("cycles", "fprop", case, *aligned)
+        for letter in "NCK":
+            double = dataclasses.replace(case, **{letter: 2 * getattr(case, letter)})
+            twice = pointwise_plans("cycles", "fprop", double, *aligned)
+            # More channels may be loaded by fours where fewer were not.
+            assert twice >= (1 if letter == "N" else 0.9) * once, f"{double}: {twice} after {once}"
+
+
+def test_pointwise_describes_its_configuration(pointwise_plans):
+    for case, tf32 in itertools.product(random_pointwise_cases(300, seed=4), (False, True)):
+        text = pointwise_plans("describe", "fprop", case, tf32=tf32)
+        assert re.fullmatch(
+            r"(one product|three products of parts), tile of \d+ (channels x \d+ pixels|pixels x \d+ channels), by "
+            r"(fours( of weights| of channels)?|single values), y by (fours|single values), \d+ tiles for \d blocks of "
+            r"\d+ slices each, about [\d.e+-]+ Mcycles",
+            text,
+        ), text
+        assert text.startswith("one product") == ("fprop" in case.tf32_operators(torch.float32, tf32))
+
+
+# What the engine leaves to others, and what looks alike and is its own.
+POINTWISE_CASE = Case(2, 64, 9, 10, 40, 1, 1)
+POINTWISE_REFUSALS = [
+    (POINTWISE_CASE, "fprop", {}, None),
+    (POINTWISE_CASE, "fprop", {"capability": 80}, None),
+    (POINTWISE_CASE, "fprop", {"capability": 120}, None),
+    (POINTWISE_CASE, "fprop", {"capability": 75}, "Ampere"),
+    (POINTWISE_CASE, "fprop", {"capability": 0}, "Ampere"),
+    (POINTWISE_CASE, "fprop", {"dtype": torch.float16}, "float32 only"),
+    (POINTWISE_CASE, "fprop", {"dtype": torch.float64}, "float32 only"),
+    *((POINTWISE_CASE, operator, {}, "outputs only") for operator in ("dgrad", "wgrad", "bgrad")),
+    (dataclasses.replace(POINTWISE_CASE, stride=(3, 2), dilation=(5, 7)), "fprop", {}, None),
+    (dataclasses.replace(POINTWISE_CASE, S=2), "fprop", {}, "1x1 filters only"),
+    (dataclasses.replace(POINTWISE_CASE, R=3), "fprop", {}, "1x1 filters only"),
+    (dataclasses.replace(POINTWISE_CASE, groups=2), "fprop", {}, "one group only"),
+    (dataclasses.replace(POINTWISE_CASE, padding=(0, 1)), "fprop", {}, "no padding"),
+    (dataclasses.replace(POINTWISE_CASE, padding=(1, 0)), "fprop", {}, "no padding"),
+    (POINTWISE_CASE, "fprop", {"strides": {"x": (2**29, 2**24, 2**10, 1)}}, r"fewer than 2^31"),
+    (POINTWISE_CASE, "fprop", {"strides": {"w": (2**26, 1, 1, 1)}}, r"fewer than 2^31"),
+    (POINTWISE_CASE, "fprop", {"strides": {"dy": (1, 2**26, 1, 1)}}, r"fewer than 2^31"),
+    (Case(2**21, 2, 32, 32, 2, 1, 1), "fprop", {"strides": {"x": (0, 1, 0, 0), "dy": (0, 1, 0, 0)}}, "2^31"),
+    (Case(1, 64, 2**12, 2**11, 64, 1, 1), "fprop", {}, None),
+    (Case(1, 64, 2**13, 2**12, 64, 1, 1), "fprop", {}, "fewer than 2^31"),
+]
+
+
+@pytest.mark.parametrize("case, operator, settings, text", POINTWISE_REFUSALS, ids=str)
+def test_pointwise_says_what_it_refuses(pointwise_plans, case, operator, settings, text):
+    check_refusal(pointwise_plans("refusal", operator, case, **settings), text)
+
+
+POINTWISE_SHIM_ENTRY_POINTS = (
+    """
+#include <type_traits>
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+using namespace modelnew::pointwise;
+
+extern "C" {
+int loads = 0, out_vector = 0;  // of the last run
+}
+
+// Plans this many rows, splits and slices (-1, -1 and 0: any) on a GPU of three SMs and runs that, as TF32 if it is
+// allowed, however small the problem: -1 if there is no such plan, else the error.
+extern "C" int pointwise_run(int, const int64_t* fields, void* const* pointers, int row_bits, int split_bits,
+                             int slices, int seed) {
+  const Problem problem = make_problem(fields);
+  const Correlation of = flattened(problem);
+  const auto address = [&](int i) { return reinterpret_cast<uint64_t>(pointers[i]); };
+  const Alignment alignment{address(0), address(1), address(4)};
+  Plan plan{};
+  if (!make_plan(of, !problem.tf32_allowed, Device{3, true}, alignment, plan, row_bits, split_bits, slices)) return -1;
+  loads = static_cast<int>(plan.loads), out_vector = plan.out_vector;
+  Params params = make_params(of, plan);
+  params.x_ptr = static_cast<const float*>(pointers[0]);
+  params.w_ptr = static_cast<const float*>(pointers[1]);
+  params.bias_ptr = static_cast<const float*>(pointers[2]);
+  params.out_ptr = static_cast<float*>(pointers[4]);
+  const auto may_read = [](const float* from, const int64_t (&stride)[4], int64_t a, int64_t b, int64_t c, int64_t d) {
+    const int64_t last = (a - 1) * stride[0] + (b - 1) * stride[1] + (c - 1) * stride[2] + (d - 1) * stride[3];
+    simt::readable.push_back({reinterpret_cast<const char*>(from), reinterpret_cast<const char*>(from + last + 1)});
+  };
+  simt::readable.clear();
+  may_read(params.x_ptr, problem.x_stride, problem.N, problem.C, problem.H, problem.W);
+  may_read(params.w_ptr, problem.w_stride, problem.K, problem.C, 1, 1);
+  if (params.bias_ptr != nullptr) may_read(params.bias_ptr, {1, 0, 0, 0}, problem.K, 1, 1, 1);
+  const auto launch = [&] {
+    return problem.tf32_allowed ? run<false>(params, nullptr) : run<true>(params, nullptr);
+  };
+  return simt_run(seed, plan.split_bits > 0, launch);
+}
+"""
+)
+
+# Each takes away what others rely on, looks where nothing is, or leaves out a part of the sum.
+POINTWISE_MUTATIONS = {
+    "adds up before all is there": left_out("__syncthreads();  // sums of all slices"),
+    "rows that do not exist": ("+ n, plan.rows - 1);", "+ n, plan.rows - (MUTATED ? -31 : 1));"),
+    "columns that do not exist": ("kFours ? 4 : 1))).x;", "kFours ? 4 : 1) + (MUTATED ? 31 : 0))).x;"),
+    "filters that do not exist": (
+        "min(column, plan.columns - 1) * params.w_out",
+        "(MUTATED ? column : min(column, plan.columns - 1)) * params.w_out",
+    ),
+    "terms that do not exist": ("term >= params.channels)", "term >= params.channels + 16 * MUTATED)"),
+    "single terms that do not exist": ("|| term + i < params.channels;", "|| MUTATED || term + i < params.channels;"),
+    "begins behind the end": (
+        "min((rank * plan.slices + slice) * plan.slice_steps, steps)",
+        "min((rank * plan.slices + slice) * plan.slice_steps, MUTATED ? 1000000 : steps)",
+    ),
+    "the last slice left out": ("if (i + j < plan.slices)", "if (i + j < plan.slices - (MUTATED && plan.slices > 1))"),
+    "the last columns left out": ("stores = column < plan.columns;", "stores = column + 4 * MUTATED < plan.columns;"),
+    "reads other blocks' sums early": left_out("hopper::cluster_sync();"),
+    "another block's rows": ("row = own_row + rank * share;", "row = own_row + (rank + MUTATED) * share;"),
+    "Inf is not computed again": ("if (!is_finite(sum))", "if (!MUTATED && !is_finite(sum))"),
+    "computes another channel again": (
+        "exact_output(params, row, column + i)",
+        "exact_output(params, row - MUTATED * (row > 0), column + i)",
+    ),
+    "computes another pixel again": (
+        "exact_output(params, column + i, row)",
+        "exact_output(params, column + i, row - MUTATED * (row > 0))",
+    ),
+    "a product dropped": left_out("multiply_add(d, a[m], b_rest);"),
+}
+
+
+class PointwiseShim(MmaShim):
+    """The pointwise engine in the same way."""
+
+    engine, entry_points, mutations = "pointwise", POINTWISE_SHIM_ENTRY_POINTS, POINTWISE_MUTATIONS
+    wishes: ClassVar[dict[str, int]] = {"row_bits": -1, "split_bits": -1, "slices": 0}
+
+
+@pytest.fixture(scope="session")
+def pointwise_shim(tmp_path_factory) -> PointwiseShim:
+    return PointwiseShim(tmp_path_factory.mktemp("pointwise_shim"))
+
+
+# One pixel, one channel, one term, a tile and one more or less of each, images whose pixels come by fours and not,
+# strides, and several steps: as many as slices and blocks, fewer, and more.
+POINTWISE_SHIM_CASES = [
+    Case(2, 16, 4, 8, 32, 1, 1),
+    Case(1, 40, 6, 6, 33, 1, 1),
+    Case(3, 20, 3, 5, 31, 1, 1),
+    Case(2, 36, 9, 8, 12, 1, 1, stride=(2, 1)),
+    Case(1, 64, 7, 15, 40, 1, 1, stride=(2, 2)),
+    Case(1, 31, 4, 16, 20, 1, 1),
+    Case(5, 100, 1, 1, 10, 1, 1),
+    Case(1, 1, 5, 7, 2, 1, 1),
+    Case(2, 4, 3, 11, 1, 1, 1, stride=(1, 3)),
+    Case(1, 132, 2, 2, 8, 1, 1),
+]
+# Bits of rows, bits of splits and slices; in TF32 a block has up to 16 warps, in full 8.
+POINTWISE_SHIM_PLANS = [
+    (0, 0, 1), (0, 0, 4), (1, 0, 2), (2, 0, 1), (0, 1, 1), (0, 2, 2), (1, 3, 1), (2, 1, 2), (0, 0, 8),
+    (0, 0, 16), (0, 3, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(POINTWISE_SHIM_CASES)))
+def test_pointwise_shim_exact(pointwise_shim, number):
+    """Integers under both contracts: the plans in turn, and where one is for larger problems the planner's."""
+    case = POINTWISE_SHIM_CASES[number]
+    for seed, (layout, tf32) in enumerate([*itertools.product(LAYOUTS, (True, False))] * 5, start=20 * number):
+        plan = POINTWISE_SHIM_PLANS[seed % len(POINTWISE_SHIM_PLANS)]
+        wishes = dict(zip(pointwise_shim.wishes, plan, strict=True))
+        fault = pointwise_shim.fault("fprop", case, layout, seed, tf32=tf32, **wishes)
+        if fault is None:
+            fault = pointwise_shim.fault("fprop", case, layout, seed, tf32=tf32)
+        else:
+            POINTWISE_SEEN.add(plan)
+        assert fault == "", f"{case}, {layout}, tf32 {tf32}, {wishes}, seed {seed}: {fault}"
+        POINTWISE_SEEN.add((tf32, pointwise_shim.last("loads"), pointwise_shim.last("out_vector")))
+    if number == len(POINTWISE_SHIM_CASES) - 1 and len(POINTWISE_SEEN) > 20:  # not this case alone
+        assert {*itertools.product((True, False), range(4), (1, 4)), *POINTWISE_SHIM_PLANS} == POINTWISE_SEEN
+
+
+POINTWISE_SEEN: set[tuple[int, ...]] = set()  # plans, and contracts with loads and stores, in the runs above
+
+
+@pytest.mark.parametrize("view", [*VIEWS, "one image"])
+def test_pointwise_shim_takes_any_strides(pointwise_shim, view):
+    """Of x, of w and of y."""
+    change = VIEWS.get(view, lambda tensor: tensor[:1].expand_as(tensor))
+    for number, case in enumerate((Case(2, 20, 5, 8, 36, 1, 1), Case(3, 16, 7, 9, 33, 1, 1, stride=(2, 1)))):
+        tensors = make_tensors(case, torch.float32, integers)
+        changed = [{"x"}, {"w"}, {"dy"}, {"x", "w", "dy"}]
+        for names in changed if view not in ("expanded", "one image") else changed[:2]:
+            viewed = tensors | {name: change(tensors[name]) for name in names - {"dy"}}
+            out = torch.full(case.y_shape, math.nan)
+            out = change(out) if "dy" in names else with_margins(out)
+            for tf32, split_bits in itertools.product((False, True), (0, 1)):
+                out.fill_(math.nan)
+                message = pointwise_shim.run("fprop", case, viewed, out, tf32=tf32, split_bits=split_bits, seed=number)
+                assert message == "", f"{case}, {names}: {message}"
+                check_exact(case, {"fprop": out}, viewed)
+
+
+def test_pointwise_shim_keeps_the_contract_in_long_sums(pointwise_shim):
+    """Products that are all the same, of the size at which additions err most."""
+    case = Case(1, 8192, 1, 4, 4, 1, 1)
+    tensors = make_tensors(case, torch.float32, lambda shape, _: torch.full(shape, 0.24446875))
+    tensors["w"].fill_(1)
+    assert pointwise_shim.fault("fprop", case, "contiguous", 0, slices=1, split_bits=0) is None
+    out = torch.full(case.y_shape, math.nan)
+    assert pointwise_shim.run("fprop", case, tensors, out, slices=4, split_bits=0) == ""
+    check_bounds(case, {"fprop": out}, tensors, tf32=())
+
+
+POINTWISE_SPREADING_CASES = [Case(1, 20, 7, 20, 40, 1, 1), Case(1, 20, 7, 9, 40, 1, 1), Case(1, 19, 7, 8, 40, 1, 1)]
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pointwise_shim_spreads_nan_and_inf_to_those_that_read_them(pointwise_shim, layout, tf32):
+    for case, split_bits in itertools.product(POINTWISE_SPREADING_CASES, (0, 1)):
+        assert spreads(pointwise_shim, case, tf32, layout, split_bits=split_bits), case
+
+
+# Five steps for two slices and for eight, and for two blocks and four; single values of few terms.
+POINTWISE_TELLING_RUNS = [
+    (Case(1, 68, 4, 9, 20, 1, 1), layout, seed, {"split_bits": split_bits, "slices": slices})
+    for layout, seed in itertools.product(LAYOUTS, (0, 1))
+    for split_bits, slices in [(0, 2), (0, 8), (1, 1), (2, 1)]
+] + [(Case(1, 19, 3, 5, 20, 1, 1), "contiguous", 0, {"slices": 1})]
+
+
+@pytest.mark.parametrize("mutation", POINTWISE_MUTATIONS)
+def test_pointwise_shim_sees_what_is_missing(mutation, pointwise_shim):
+    """The shim itself: what is left out shows in one of a few runs, which are right without it."""
+
+    def are_right() -> bool:
+        if "again" in mutation:
+            return all(spreads(pointwise_shim, POINTWISE_SPREADING_CASES[0], False, layout) for layout in LAYOUTS)
+        return all(
+            pointwise_shim.fault("fprop", case, layout, seed, **plan) == ""
+            for case, layout, seed, plan in POINTWISE_TELLING_RUNS
+        )
+
+    assert are_right()
+    with mutated(pointwise_shim.library, POINTWISE_MUTATIONS, mutation):
+        assert not are_right()
+
+
+def test_every_problem_has_an_engine(gather_plans, pointwise_plans, mma_plans, direct_shim):
+    """The others refuse in a sentence or have a plan, whatever the addresses are; direct takes what is left."""
+    rng, taken_by = random.Random(3), {"gather": 0, "pointwise": 0, "mma": 0}
+    cases = itertools.chain(
+        ((case, dtype) for case, _, dtype in random_gather_cases(4000, seed=2)),
+        ((case, torch.float32) for case in random_pointwise_cases(2500, seed=2)),
+        ((case, torch.float32) for case, _ in random_mma_cases(4000, seed=2)),
+    )
+    for case, dtype in cases:
+        if rng.random() < 0.2:  # depthwise, and few channels
+            groups = rng.choice([1, case.C])
+            case = dataclasses.replace(
+                case, C=groups * rng.choice([1, 3, 7]), K=groups * rng.randint(1, 9), groups=groups
+            )
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        for operator in OPERATOR_NUMBER:
+            assert direct_shim.refuses(operator, case, tensors) is None
+            places = [ctypes.c_uint64(rng.choice([0, 1, 2, 4]) * dtype.itemsize) for _ in range(3)]
+            for engine, plans, at in (
+                ("gather", gather_plans, [dtype, *places[:2]]),
+                ("pointwise", pointwise_plans, places),
+                ("mma", mma_plans, places),
+            ):
+                refusal = plans("refusal", operator, case, dtype=dtype)
+                if refusal is None:
+                    taken_by[engine] += 1
+                    estimate = plans("cycles", operator, case, *at)
+                    assert estimate > 0, f"{operator} of {case}, {dtype}, by {engine}"
+                else:
+                    assert REFUSAL.fullmatch(refusal), refusal
+    assert min(taken_by.values()) > 2000
 
 
 # Compile gates -------------------------------------------------------------------------------------------------------
@@ -5905,6 +6474,21 @@ def test_mma_is_in_the_machine_code(nvcc_runs, arch):
 
 
 @needs_nvcc
+@pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_pointwise_is_in_the_machine_code(nvcc_runs, arch):
+    """The same, from memory to registers: by 16 bytes, but for single values. Clusters are Hopper's."""
+    gate = next(gate for gate in NVCC_GATES if arch in gate)
+    code = machine_code(nvcc_runs("pointwise.cu", gate), arch)
+    kernels = {name: instructions for name, instructions in code.items() if "pointwise_kernel" in name}
+    assert len(kernels) == 4 * 2
+    for name, instructions in kernels.items():
+        assert {"HMMA", "LDG", "LDS", "STS"} <= set(instructions), name
+        assert "LDGSTS" not in instructions, name
+        assert ("UCGABAR_ARV" in instructions) == (arch == "sm_90a"), name
+
+
+@needs_nvcc
 def test_spill_gate_sees_spills(tmp_path):
     source = tmp_path / "spill.cu"
     source.write_text(SPILLING_KERNEL)
@@ -6031,12 +6615,13 @@ def nvrtc_ptx(source: str, *options: str) -> str:
 RTC_TARGETS = [
     (source, arch)
     for source, arch in itertools.product(ENGINE_SOURCES, ("70", "80", "90a"))
-    if arch != "80" or source.name in ("direct.cu", "mma.cu")
+    if arch != "80" or source.name in ("direct.cu", "mma.cu", "pointwise.cu")
 ]
 # What of an engine's headers is for the host alone, in other words.
 RTC_HOST_PARTS = """
 namespace modelnew {
 Correlation correlation_of_problem(const Problem&, Operator) { return {}; }
+void flatten_points(Correlation&) {}
 struct ProblemKey {
   int64_t words[36];
   int64_t& operator[](int i) { return words[i]; }
@@ -6061,7 +6646,8 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
             # Launchers are hidden from NVRTC; here they are wanted.
             text = "#include <cstdint>\n" + text.replace("__CUDACC_RTC__", "MODELNEW_NEVER_DEFINED")
             text += OTHER_ENGINE if source.name == "wgmma.cu" else ""
-            text = text.replace('#include "memo.cuh"', '#include "correlation.cuh"' + RTC_HOST_PARTS)
+            memo = '#include "memo.cuh"' if "memo.cuh" in text else '#include "correlation.cuh"'
+            text = text.replace(memo, '#include "correlation.cuh"' + RTC_HOST_PARTS)
             text = text.replace("thread_local Memo<", "Memo<")
             if source.name == "mma.cu":
                 text = re.sub(r"return run_kernel<Shape[124], EXACT>\(.*;", "return cudaErrorUnknown;", text)
@@ -8109,12 +8695,7 @@ def test_mma_cases_reach_every_way(mma_plans):
     for case, operator, layout in itertools.product(MMA_CASES, WGMMA_OPERATORS, LAYOUTS):
         if operator == "dgrad" and case.stride != (1, 1):
             continue
-        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
-        strides = {
-            name: torch.empty(shape, device="meta").to(memory_format=torch.channels_last).stride()
-            for name, shape in shapes.items()
-            if layout == "channels_last"
-        }
+        strides = layout_strides(case, layout)
         assert mma_plans("refusal", operator, case, strides=strides) is None, case
         text = mma_plans("describe", operator, case, strides=strides)
         by_x, by_w, blocks = re.search(r" x by ([a-z ]+), weights by ([a-z ]+),.*for (\d) blocks", text).groups()
@@ -8126,6 +8707,16 @@ def test_mma_cases_reach_every_way(mma_plans):
         *(f"w by {how}" for how in ("boxes", "runs", "single values")),
         *(f"{number} blocks" for number in (1, 2, 4, 8)),
     }, told
+
+
+def layout_strides(case: Case, layout: str) -> dict[str, tuple[int, ...]]:
+    """Those of x, w and dy in channels_last; nothing for contiguous ones."""
+    shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+    return {
+        name: torch.empty(shape, device="meta").to(memory_format=torch.channels_last).stride()
+        for name, shape in shapes.items()
+        if layout == "channels_last"
+    }
 
 
 def on_mma(case: Case, tensors: dict[str, Tensor], tf32: bool) -> dict[str, Tensor]:
@@ -8160,16 +8751,143 @@ def test_gpu_mma_exact(case, view, tf32):
 @pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan], ids=str)
 def test_gpu_mma_spreads_nan_and_inf(special, tf32):
-    """To those outputs that read one, also where an Inf meets padding: its zeros are factors, as in any GEMM."""
+    """Also where an Inf meets padding: its zeros are factors, as in any GEMM."""
     for case in MMA_CASES:
-        tensors = make_tensors(case, torch.float32, positive, "cuda")
-        tensors["x"][0, 1, 5, 3] = tensors["w"][1, 2, 0, 0] = special
-        # In float64, where the CPU has no kernels that leave padding out.
-        expected = F.conv2d(*(tensors[name].cpu().double() for name in ("x", "w", "bias")), **case.kwargs).float()
-        y = on_mma(case, tensors, tf32)["fprop"].cpu()
-        assert torch.equal(y.isnan(), expected.isnan()), case
-        assert torch.equal(y.isinf(), expected.isinf()), case
-        torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
+        check_spreading(case, special, lambda tensors, case=case: on_mma(case, tensors, tf32)["fprop"])
+
+
+def check_spreading(case: Case, special: float, run: Callable[[dict[str, Tensor]], Tensor]) -> None:
+    """That a value comes to those outputs that read it, from x and from w."""
+    tensors = make_tensors(case, torch.float32, positive, "cuda")
+    tensors["x"][0, 1, min(5, case.H - 1), min(3, case.W - 1)] = tensors["w"][1, 2, 0, 0] = special
+    # In float64, where the CPU has no kernels that leave padding out.
+    expected = F.conv2d(*(tensors[name].cpu().double() for name in ("x", "w", "bias")), **case.kwargs).float()
+    y = run(tensors).cpu()
+    assert torch.equal(y.isnan(), expected.isnan()), case
+    assert torch.equal(y.isinf(), expected.isinf()), case
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+# By the planner's choice these reach, on a Hopper GPU of 132 SMs and under both contracts, all ways to load and to
+# store, 1, 2, 4 and 8 blocks for a tile and all slices; the test below tells.
+POINTWISE_CASES = [
+    Case(2, 64, 56, 56, 64, 1, 1),
+    Case(4, 64, 56, 56, 64, 1, 1),
+    Case(1, 256, 14, 14, 1024, 1, 1),
+    Case(1, 1024, 14, 14, 256, 1, 1),
+    Case(1, 2048, 7, 7, 512, 1, 1),
+    Case(1, 3000, 8, 12, 128, 1, 1),
+    Case(1, 2048, 6, 4, 400, 1, 1),
+    Case(4, 100, 31, 29, 72, 1, 1, stride=(1, 2)),
+    Case(1, 1024, 32, 32, 2048, 1, 1, stride=(2, 2)),
+    Case(64, 2048, 1, 1, 1000, 1, 1),
+    Case(3, 37, 20, 24, 50, 1, 1),
+    Case(8, 131, 27, 32, 1021, 1, 1),
+    Case(8, 132, 27, 31, 1022, 1, 1),
+    Case(8, 8, 15, 16, 9, 1, 1),
+    Case(16, 64, 60, 60, 64, 1, 1),
+    Case(2, 5, 9, 301, 1, 1, 1),
+]
+POINTWISE_VIEWS = {
+    **{name: {"x": view, "w": view} for name, view in MMA_VIEWS.items()},
+    "transposed": {"x": VIEWS["transposed"], "w": VIEWS["transposed"]},
+    "x in channels_last": {"x": VIEWS["channels_last"]},
+    "w in channels_last": {"w": VIEWS["channels_last"]},  # y is, too, but not x
+    "x off by one": {"x": MMA_VIEWS["off by one"]},
+}
+
+
+def test_pointwise_cases_reach_every_way(pointwise_plans):
+    """That the cases for the GPU do not miss a way to load or store under a contract, or a number of blocks."""
+    told = set()
+    for case, tf32, layout in itertools.product(POINTWISE_CASES, (False, True), LAYOUTS):
+        settings = {"strides": layout_strides(case, layout), "tf32": tf32}
+        assert pointwise_plans("refusal", "fprop", case, **settings) is None, case
+        text = pointwise_plans("describe", "fprop", case, **settings)
+        contract, loads, stores, blocks, slices = re.search(
+            r"^(one|three) .* by ([a-z ]+), y by ([a-z ]+), .* for (\d) blocks of (\d+) slices", text
+        ).groups()
+        told |= {(contract, loads, stores), (contract, f"{blocks} blocks"), (contract, f"{slices} slices")}
+    ways = {
+        *itertools.product(("fours of weights", "fours of channels", "single values"), ("fours", "single values")),
+        ("fours", "fours"),
+    }
+    assert told == {
+        *((contract, *way) for contract in ("one", "three") for way in ways),
+        *((contract, f"{number} blocks") for contract in ("one", "three") for number in (1, 2, 4, 8)),
+        *((contract, f"{number} slices") for contract in ("one", "three") for number in (1, 2, 4, 8)),
+        ("one", "16 slices"),
+    }, told
+
+
+def on_pointwise(case: Case, tensors: dict[str, Tensor], tf32: bool) -> Tensor:
+    """y, by pointwise for sure."""
+    with tf32_switch(tf32), poisoned_memory(), modelnew.force_engine("pointwise"):
+        return modelnew.conv2d(tensors["x"], tensors["w"], tensors.get("bias"), **case.kwargs)
+
+
+@gpu
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("view", POINTWISE_VIEWS)
+@pytest.mark.parametrize("case", POINTWISE_CASES, ids=str)
+def test_gpu_pointwise_exact(case, view, tf32):
+    """Forced. In full with more bits than TF32 has; with a bias and without, twice the same bits."""
+    tensors = make_tensors(case, torch.float32, integers, "cuda")
+    if "fprop" not in case.tf32_operators(torch.float32, tf32):
+        tensors["w"] *= 1025
+    tensors |= {name: change(tensors[name]) for name, change in POINTWISE_VIEWS[view].items()}
+    y = on_pointwise(case, tensors, tf32)
+    check_exact(case, {"fprop": y}, tensors)
+    assert torch.equal(on_pointwise(case, tensors, tf32), y)
+    bias = tensors.pop("bias").view(-1, 1, 1)
+    assert torch.equal(on_pointwise(case, tensors, tf32) + bias, y)
+
+
+@gpu
+@pytest.mark.parametrize("fill", FILLS, ids=named)
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpu_pointwise_rounding(layout, tf32, fill):
+    """Both contracts, element by element; and the same bits every time."""
+    for case in POINTWISE_CASES:
+        tensors = in_layout(make_tensors(case, torch.float32, fill, "cuda"), layout)
+        y = on_pointwise(case, tensors, tf32)
+        check_bounds(case, {"fprop": y}, tensors, case.tf32_operators(torch.float32, tf32))
+        assert all(torch.equal(on_pointwise(case, tensors, tf32), y) for _ in range(5))
+
+
+@gpu
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan], ids=str)
+def test_gpu_pointwise_spreads_nan_and_inf(special, layout, tf32):
+    for case in POINTWISE_CASES:
+        if case.K > 1:
+            run = functools.partial(on_pointwise, case, tf32=tf32)
+            check_spreading(case, special, lambda tensors, run=run: run(in_layout(tensors, layout)))
+
+
+@gpu
+def test_gpu_forced_pointwise_says_what_it_refuses():
+    x, w = torch.randn(2, 16, 9, 10, device="cuda"), torch.randn(24, 16, 1, 1, device="cuda", requires_grad=True)
+    refused = r"'pointwise' is forced but cannot take the forward .*"
+    with modelnew.force_engine("pointwise"):
+        for settings, reason in (({"padding": 1}, "no padding"), ({"groups": 2}, "one group only")):
+            with pytest.raises(RuntimeError, match=refused + reason):
+                modelnew.conv2d(x, w[:, :8] if "groups" in settings else w, **settings)
+        with pytest.raises(RuntimeError, match=refused + "1x1 filters only"):
+            modelnew.conv2d(x, torch.randn(24, 16, 1, 3, device="cuda"))
+        with pytest.raises(RuntimeError, match=refused + "float32 only"):
+            modelnew.conv2d(x.double(), w.double())
+        y = modelnew.conv2d(x, w)
+        with pytest.raises(RuntimeError, match=r"'pointwise' is forced but cannot take the wgrad .*outputs only"):
+            y.sum().backward()
+
+
+@gpu
+def test_gpu_forced_pointwise_without_images():
+    case = Case(0, 16, 9, 10, 24, 1, 1)
+    assert on_pointwise(case, make_tensors(case, torch.float32, normal, "cuda"), True).shape == case.y_shape
 
 
 @gpu

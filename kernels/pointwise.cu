@@ -64,6 +64,9 @@ constexpr int kTerms = 16;  // of the reduction, at a time
 // Warps of a block: three products take more registers than 16 of them have.
 MODELNEW_HOST_DEVICE constexpr int most_warps(bool exact) { return exact ? 8 : 16; }
 constexpr int kMostRowBits = 2, kMostSplitBits = 3;
+// Of longer sums there are so many: with three products every 8 terms are an addition, and all of them may err to the
+// same side. One sum of 8192 equal products was 1.25 times as far off as it may be.
+constexpr int kLongSteps = 128, kLeastLongSums = 4;
 constexpr int kPitch = kSide + 4;  // of sums in shared memory: stores and loads of 16 bytes meet all banks
 
 // How operands come.
@@ -437,6 +440,7 @@ inline bool complete(const Device& device, bool exact, int channels, int row_bit
   plan.slices = slices;
   if (slices << row_bits > most_warps(exact) || (slices > 1 && slices * splits >= 2 * steps)) return false;
   plan.slice_steps = static_cast<int>(ceil_div(steps, plan.slices * splits));
+  if (exact && plan.slice_steps > kLongSteps && slices * splits < kLeastLongSums) return false;
   plan.row_tiles = static_cast<int>(ceil_div(plan.rows, block_rows(plan)));
   plan.column_tiles = static_cast<int>(ceil_div(plan.columns, kSide));
   const int64_t blocks = static_cast<int64_t>(plan.row_tiles) * plan.column_tiles * splits;
