@@ -463,12 +463,13 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (problem.groups != 1) return "it takes one group only";
   if (problem.pad_h != 0 || problem.pad_w != 0) return "it takes no padding";
   const auto reach = [](const int64_t (&stride)[4], int64_t n, int64_t c, int64_t h, int64_t w) {
-    return n * std::abs(stride[0]) + c * std::abs(stride[1]) + h * std::abs(stride[2]) + w * std::abs(stride[3]);
+    return (n - 1) * std::abs(stride[0]) + (c - 1) * std::abs(stride[1]) + (h - 1) * std::abs(stride[2]) +
+           (w - 1) * std::abs(stride[3]);
   };
   const int64_t most = int64_t{1} << 30;  // offsets in bytes are 32-bit numbers
   if (reach(problem.x_stride, problem.N, problem.C, problem.H, problem.W) >= most ||
       reach(problem.y_stride, problem.N, problem.K, problem.P, problem.Q) >= most ||
-      reach(problem.w_stride, problem.K, problem.C, 0, 0) >= most || problem.N * problem.P * problem.Q >= most ||
+      reach(problem.w_stride, problem.K, problem.C, 1, 1) >= most || problem.N * problem.P * problem.Q >= most ||
       problem.K >= most)
     return "it takes tensors of fewer than 2^30 elements";
   return nullptr;
