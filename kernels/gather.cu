@@ -2440,7 +2440,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
       plan.tiles_n <= kMostResidentTiles) {
     const int blocks = plan.units > at_once ? at_once / plan.tiles_n * plan.tiles_n : plan.units;
     fits = plan.resident =
-        ceil_div(plan.units, blocks) == ceil_div(plan.units, at_once) && fits_with(4, plan.iterations);
+        blocks > 0 && ceil_div(plan.units, blocks) == ceil_div(plan.units, at_once) && fits_with(4, plan.iterations);
     if (fits) plan.blocks = blocks;
   }
   for (int x_stages = plan.points || taps < 4 ? 4 : 3; x_stages >= 2 && !fits; --x_stages) {
