@@ -5751,6 +5751,18 @@ def spreads(shim: MmaShim, case: Case, tf32: bool, layout: str = "contiguous", *
 MMA_SPREADING_CASE = Case(1, 16, 7, 20, 20, 3, 3)
 
 
+def test_mma_shim_keeps_the_contract_in_long_sums(mma_shim):
+    """Products that are all the same, of the size at which additions err most: in two sums at least."""
+    case = Case(1, 8192, 1, 4, 4, 1, 1)
+    tensors = make_tensors(case, torch.float32, lambda shape, _: torch.full(shape, 0.24446875))
+    tensors["w"].fill_(1)
+    assert mma_shim.fault("fprop", case, "contiguous", 0, tf32=False, shape=1, splits=1) is None
+    for wishes in ({"shape": 0}, {"shape": 1, "splits": 2}):
+        out = torch.full(case.y_shape, math.nan)
+        assert mma_shim.run("fprop", case, tensors, out, tf32=False, **wishes) == ""
+        check_bounds(case, {"fprop": out}, tensors, tf32=())
+
+
 @pytest.mark.parametrize("tf32", [False, True])
 def test_mma_shim_spreads_nan_and_inf_to_those_that_read_them(mma_shim, tf32):
     assert spreads(mma_shim, MMA_SPREADING_CASE, tf32, shape=1)
