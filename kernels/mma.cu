@@ -748,11 +748,11 @@ inline int bank_conflicts(const Correlation& of, const Plan& plan) {
   return most;
 }
 
-// Completes a plan; false when it does not fit.
 // Longer sums are two at least: with three products every 8 terms are an addition, and all of them may err to the same
 // side. One sum of 8192 equal products was 1.25 times as far off as it may be.
 constexpr int kLongSum = 4608;
 
+// Completes a plan; false when it does not fit.
 inline bool complete(const Correlation& of, bool tf32, const Device& device, const Alignment& address, int shape,
                      int splits, int tile_p, int tile_q, Plan& plan) {
   const ShapeSizes& sizes = kShapes[shape];
