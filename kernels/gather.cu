@@ -46,8 +46,8 @@
 // Or two blocks an SM, of 8 warps, in each of which a single warpgroup multiplies: 1x1 in fp32 only, by fours of pixels
 // or boxes. Tiles are smaller for it, since each block has half of the shared memory and of the registers. One block
 // hides some of the other one's filling and draining, but while that one stores it multiplies no faster than before: a
-// warpgroup alone waits for its own operands. (H200, 2026-11-22, TF32, us, one block / two, the best tiles of each, in a
-// driver. 256 images: 64 to 64, 56x56, 118 / 112; 256 to 128, 319 / 308; 512 to 128, 28x28, 151 / 146, channels_last
+// warpgroup alone waits for its own operands. (H200, 2026-11-22, TF32, us, one block / two, the best tiles of each, in
+// a driver. 256 images: 64 to 64, 56x56, 118 / 112; 256 to 128, 319 / 308; 512 to 128, 28x28, 151 / 146, channels_last
 // 142 / 137. 32 images: 64 to 64, 56x56, 25.8 / 23.5; 1024 to 256, 14x14, 29.2 / 27.3.)
 //
 // fp32 is rounded on its way to the tensor cores, so that copies go straight to shared memory. They write 128 bytes of
@@ -135,9 +135,10 @@
 // which costs too: 64 to 64, 56x56: 141 us by 64-bit divisions, 136 by 32-bit ones, 127 before all of that. Points at a
 // stride of channels_last by a box a line, which one thread ordered: 1024 to 2048, 14x14, 256 images, 1253 us in tiles
 // of 128 channels; by pieces, in tiles of 256, 180. Four buffers for boxes of y instead of two: no difference, or up to
-// 6% more. Rounding by the copy itself, boxes of CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, instead of in registers: 1 to 6% less,
-// but ties go to even (Inf and NaN stay), and away from zero in cuDNN. A first round that stores nothing, to bring code from memory: 3 to 5 us more. For the copy of x, blocks that
-// go on to the next part while one is stored: 38 us instead of 32 (14x14 of 256 channels, 256 images, in a profiler).
+// 6% more. Rounding by the copy itself, boxes of CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, instead of in registers: 0 to 4%
+// less in the best tiles, up to 10% in others, but ties go to even (Inf and NaN stay), and away from zero in cuDNN. A
+// first round that stores nothing, to bring code from memory: 3 to 5 us more. For the copy of x, blocks that go on to
+// the next part while one is stored: 38 us instead of 32 (14x14 of 256 channels, 256 images, in a profiler).
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -2434,8 +2435,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   plan.blocks = std::min(plan.units, at_once);
   bool fits = false;
   // A block takes every so manieth tile, as many as there are blocks: a multiple of tiles_n, so that it has the same
-  // channels of y each time, if that takes no more turns. (512 to 1024, 28x28, stride 2, 32 images, contained: 392 tiles
-  // in 4 turns of 128 instead of 3 of 132, 55 us instead of 49, bench.py.)
+  // channels of y each time, if that takes no more turns. (512 to 1024, 28x28, stride 2, 32 images, contained: 392
+  // tiles in 4 turns of 128 instead of 3 of 132, 55 us instead of 49, bench.py.)
   if (plan.points && splits == 1 && of.groups == 1 && plan.iterations <= kMaxStages &&
       plan.tiles_n <= kMostResidentTiles) {
     const int blocks = plan.units > at_once ? at_once / plan.tiles_n * plan.tiles_n : plan.units;
@@ -2457,9 +2458,9 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                             : plan.out_channels_last ? kStoreChannelsRate
                             : plan.vector == 4       ? kStoreRate
                                                      : kStoreOneRate;
-  // Of an SM that has so many tiles at once: all rates are those of an SM, but a warpgroup multiplies no faster for being
-  // alone. Two blocks hide half of each other's filling and draining.
-  // In channels_last two blocks an SM are faster than that, unless weights are resident.
+  // Of an SM that has so many tiles at once: all rates are those of an SM, but a warpgroup multiplies no faster for
+  // being alone. Two blocks hide half of each other's filling and draining. In channels_last two blocks an SM are
+  // faster than that, unless weights are resident.
   const double hidden = plan.warpgroups == 1 && plan.in_boxes && !plan.resident && splits == 1 ? 0.97 : 1;
   const auto turn_cycles = [&](int blocks_c, int64_t tiles) {
     const double in_bytes = 16.0 * tiles * plan.slots * plan.pieces * blocks_c, out_bytes = tiles * tile_bytes;

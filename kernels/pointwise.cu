@@ -1,5 +1,5 @@
 // pointwise engine: 1x1 filters over few pixels, fp32 tensors, on the tensor cores of any GPU since Ampere. What counts
-// there is the time from the start of the kernel to its first product: one launch, no workspace, a few kilobytes of
+// there is the time from the start of the kernel to its first product: one launch, no workspace, 14 to 25 KB of
 // code, and operands go from memory to registers without a stop. Deterministic: one sum an output, in one order.
 //
 // y is a matrix whose rows and columns are output channels and pixels (of all images, in their order), so that columns
@@ -16,8 +16,8 @@
 //                      b: terms 4t .. 4t+3, columns 4n .. 4n+3            column n of the instruction's tile j: 4n+j
 //                      b in channels_last: columns 4n+j, terms 4t .. 4t+3
 //
-// So a load of b takes 128 bytes of each of four planes, one of a 64 bytes of each of eight filters; and of every row of
-// y a lane ends up with eight neighbours.
+// So a load of b takes 128 bytes of each of four planes, one of a 64 bytes of each of eight filters; and of every row
+// of y a lane ends up with eight neighbours.
 //
 // Warps of a block share the reduction (slices), where it is long blocks of a cluster do, too (sm_90). Their sums meet
 // in shared memory and are added up in order:
@@ -26,8 +26,8 @@
 //
 // Full fp32 accuracy takes three products, and what is not finite is computed again by multiply-adds, as in mma.cu.
 //
-// What bounds it (H200, 2026-11-22, one image, TF32, us from the start of a block at 1.75 GHz, a revision in the making,
-// in a driver, caches cold; an empty kernel takes 2.7 of the time that is measured; by mma.cu):
+// What bounds it (H200, 2026-11-22, one image, TF32, us from the start of a block at 1.75 GHz, a revision in the
+// making, in a driver, caches cold; an empty kernel takes 2.7 of the time that is measured; by mma.cu):
 //
 //                           first loads ordered   multiplied   met   stored   measured   mma
 //   1x1  64 to  64, 56x56           0.2               1.2      1.3     1.8       5.6     7.6
@@ -37,8 +37,8 @@
 //
 // A step of 16 terms takes what all warps of the SM load in it: some 60 cycles for each. What made it faster, in this
 // order: blocks that all fit on the SMs at once (64 to 256: 9.2 to 7.5), few instructions where sums are added up and
-// stored (0.6 us less), offsets that are kept instead of being worked out for each load (256 to 128: 10.5 to 8.6, with a
-// choice of smaller blocks). Tried: warps of 64 rows, which load less for each product, 0 to 5% faster.
+// stored (0.6 us less), offsets that are kept instead of being worked out for each load (256 to 128: 10.5 to 8.6, with
+// a choice of smaller blocks). Tried: warps of 64 rows, which load less for each product, 0 to 5% faster.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -153,7 +153,7 @@ struct Sources {
     constexpr bool kPixelRows = LOADS == Loads::kChannelsLast;
     const float* const a_ptr = kPixelRows ? params.x_ptr : params.w_ptr;
     const float* const b_ptr = kPixelRows ? params.w_ptr : params.x_ptr;
-    const uint32_t of_x = 4 * params.x_channel, of_w = 4 * params.w_in;
+    const uint32_t of_x = 4u * params.x_channel, of_w = 4u * params.w_in;
     if constexpr (LOADS != Loads::kSingle) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) four(at(a_ptr, a[i] + 4 * AHEAD), operands.a[i]);
@@ -184,8 +184,8 @@ struct Sources {
   }
 
   __device__ __forceinline__ void advance(const Params& params, int terms) {
-    const uint32_t along_w = 4 * terms * (LOADS == Loads::kSingle ? params.w_in : 1);
-    const uint32_t along_x = 4 * terms * (LOADS == Loads::kChannelsLast ? 1 : params.x_channel);
+    const uint32_t along_w = 4u * terms * (LOADS == Loads::kSingle ? params.w_in : 1);
+    const uint32_t along_x = 4u * terms * (LOADS == Loads::kChannelsLast ? 1 : params.x_channel);
 #pragma unroll
     for (uint32_t& row : a) row += along_w;
 #pragma unroll
@@ -291,14 +291,14 @@ __global__ void __launch_bounds__(32 * most_warps(EXACT), 1) pointwise_kernel(co
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = min(first_row + row_warp * kSide + 8 * i + n, plan.rows - 1);
-    sources.a[i] = 4 * (kPixelRows ? place_of_pixel(params, row).x : row * params.w_out);
+    sources.a[i] = 4u * (kPixelRows ? place_of_pixel(params, row).x : row * params.w_out);
   }
 #pragma unroll
   for (int j = 0; j < (LOADS == Loads::kFours ? 1 : 4); ++j) {
     const int column = first_column + (kNeighbours ? 4 * n + j : 8 * j + n);
     // Of four pixels of a lane all exist, or none.
     const int last = plan.columns - (LOADS == Loads::kFours ? 4 : 1), existing = min(column, last);
-    sources.b[j] = 4 * (kPixelRows ? existing * params.w_out : place_of_pixel(params, existing).x);
+    sources.b[j] = 4u * (kPixelRows ? existing * params.w_out : place_of_pixel(params, existing).x);
   }
   sources.advance(params, first_term);
 
@@ -420,9 +420,9 @@ struct Alignment {
   uint64_t x, w, y;
 };
 
-// Constants of the estimate, in cycles of an SM at 1.75 GHz; from the 15 layers of a ResNet-50 that have 1x1 filters, 1,
-// 2 and 4 images, all configurations, TF32 in both memory formats and full accuracy, H200, 2026-11-22 (a revision in the
-// making, caches cold): 2475 times. What it chooses is 0.7% slower than the fastest, on average, and 13% at most.
+// Constants of the estimate, in cycles of an SM at 1.75 GHz; from the 15 layers of a ResNet-50 that have 1x1 filters,
+// 1, 2 and 4 images, all configurations, TF32 in both memory formats and full accuracy, H200, 2026-11-22 (a revision in
+// the making, caches cold): 2475 times. What it chooses is 0.7% slower than the fastest, on average, and 13% at most.
 constexpr double kCallCycles = 9400, kWaveCycles = 5000;  // of a first and of every other wave of blocks
 constexpr double kStepCycles = 500, kWarpCycles = 62;     // 16 terms of a warp, and for each of the SM's warps
 constexpr double kExactCycles = 50, kStridedCycles = 45;  // more for each of these
@@ -541,8 +541,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-// By this engine over by mma, H200, 2026-11-22 (drivers, a revision in the making): in full accuracy 0.96 of the time for
-// 15 layers of a ResNet-50, in the geometric mean, 4 images (0.82 to 1.15) and 16 (0.69 to 1.17; 2^27.6 to 2^30.6
+// By this engine over by mma, H200, 2026-11-22 (drivers, a revision in the making): in full accuracy 0.96 of the time
+// for 15 layers of a ResNet-50, in the geometric mean, 4 images (0.82 to 1.15) and 16 (0.69 to 1.17; 2^27.6 to 2^30.6
 // multiply-adds). With one product 14 of them are faster with 8 images. More has not been tried.
 constexpr double kLeastForMma = int64_t{1} << 31;
 
