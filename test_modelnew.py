@@ -2035,6 +2035,15 @@ inline void begin_block() {
 
 #undef __syncthreads
 #define __syncthreads() simt::block_meeting.attend(blockDim.x)
+inline int __syncthreads_or(int vote) {
+  static int votes = 0;
+  votes |= vote != 0;
+  simt::block_meeting.attend(blockDim.x);
+  const int any = votes;
+  simt::block_meeting.attend(blockDim.x);
+  votes = 0;
+  return any;
+}
 inline void __syncwarp() { simt::warp_meetings[threadIdx.x / 32].attend(32); }
 template <typename Value>
 Value __shfl_sync(unsigned, Value value, int lane) {
@@ -4956,7 +4965,10 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, con
   if (plan.smem_bytes > device.smem_bytes || plan.smem_bytes != 4 * shared_words(plan)) return "shared memory";
   const int64_t words = int64_t{plan.stages} * stage + plan.window_words;
   if (4 * (ring + words) > plan.smem_bytes) return "room for the ring";
-  const int staging = plan.warps_k * plan.tile_m * (plan.tile_n + kStagingPad);
+  const int slice = staging_words(plan.out_channels_last, plan.tile_m, plan.tile_n), staging = plan.warps_k * slice;
+  if (slice < (plan.out_channels_last ? channels_pitch(plan.tile_m) : plan.tile_m) *
+                  (plan.out_channels_last ? plan.tile_n : pixels_pitch(plan.tile_n)))
+    return "sums in staging";
   if (4 * (ring + staging) > plan.smem_bytes) return "room for staging";
   if (ring < kTable + plan.depth || 2 * kMaxStages > kTable) return "room for the table and barriers";
   if (ring % 32 || plan.x_words % 32 || plan.w_words % 32) return "stages that are not aligned";
@@ -4970,8 +4982,9 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, con
   if (int64_t{plan.splits} * plan.split_chunks < plan.chunks || (plan.splits - 1) * plan.split_chunks >= plan.chunks)
     return "chunks in no part, or a part without";
   if (plan.splits > 1 && !device.hopper) return "a cluster without Hopper";
-  if (plan.splits * plan.split_rows != plan.tile_m || 1 << plan.row_bits != plan.split_rows) return "rows of a part";
-  if (plan.out_vector << plan.piece_bits != plan.tile_n) return "pieces of a row of outputs";
+  if (plan.splits * plan.split_rows != plan.tile_m || 1 << plan.split_bits != plan.splits) return "rows of a part";
+  if (plan.out_vector << plan.piece_bits != (plan.out_channels_last ? plan.split_rows : plan.tile_n))
+    return "pieces of a row of outputs";
   if (plan.tile_p * plan.tile_q > plan.tile_n || plan.tile_p < 1 || plan.tile_q < 1) return "pixels of a tile";
   if ((plan.x_bulk || plan.w_bulk) && !device.hopper) return "bulk copies without Hopper";
   if ((plan.x_copies == Copies::kBox && !plan.x_bulk) || (plan.w_copies == Copies::kBox && !plan.w_bulk))
@@ -5066,15 +5079,18 @@ static std::string fault_of_window(const Params& params, const Tile& tile, int64
   const Plan& plan = params.plan;
   const bool run = plan.x_copies == Copies::kRun, planes = plan.x_copies == Copies::kPlanes;
   const int64_t h0 = run ? 0 : int64_t{tile.p} * of.stride_h - of.pad_h;
-  const int64_t w0 = run ? 0 : int64_t{tile.q} * of.stride_w - of.pad_w - plan.lead;
+  const int64_t w0 = run ? 0 : int64_t{tile.q} * of.stride_w - of.pad_w - (plan.lines ? 0 : plan.lead);
   const bool channels_last = plan.pixel_words != 1;
   const int window = planes ? plan.window_words : plan.x_words, terms = plan.channels * plan.taps;
-  if (channels_last ? plan.channel_words != 1 || plan.row_words != plan.columns * plan.pixel_words
+  if (channels_last ? plan.channel_words != 1 || plan.row_words < plan.columns * plan.pixel_words ||
+                          (!plan.lines && plan.row_words != plan.columns * plan.pixel_words)
                     : plan.row_words != plan.columns || plan.channel_words < plan.rows * plan.columns)
     return "words of a window";
-  const int64_t all_words = channels_last ? int64_t{plan.rows} * plan.row_words
-                                          : int64_t{plan.channels + (terms != plan.depth)} * plan.channel_words;
-  if (all_words > window || (channels_last && plan.pixel_words < plan.channels + (terms != plan.depth)))
+  const bool padded = terms != plan.depth;
+  const int64_t all_words = plan.lines      ? int64_t{1 + padded} * plan.rows * plan.row_words
+                            : channels_last ? int64_t{plan.rows} * plan.row_words
+                                            : int64_t{plan.channels + padded} * plan.channel_words;
+  if (all_words > window || (channels_last && plan.pixel_words < plan.channels + (padded && !plan.lines)))
     return "room for the window";
   for (int pixel = 0; pixel < plan.tile_n; ++pixel) {
     const int line = pixel / plan.tile_q, column = pixel % plan.tile_q;
@@ -5085,15 +5101,25 @@ static std::string fault_of_window(const Params& params, const Tile& tile, int64
     const bool exists = line < plan.tile_p && p < of.P && q < of.Q;
     for (int i = 0; i < plan.depth; ++i) {
       const Term term = locate_term(params, i);
-      const int row_of_term = term.r * of.dilation_h, column_of_term = term.s * of.dilation_w + plan.lead;
+      const int row_of_term = term.r * of.dilation_h, column_of_term = term.s * of.dilation_w;
       const int64_t offset = i < terms ? int64_t{term.channel} * plan.channel_words + row_of_term * plan.row_words +
-                                             column_of_term * plan.pixel_words
-                                       : plan.channels * plan.channel_words;
+                                             column_of_term * plan.pixel_words + plan.lead
+                                       : plan.zeros;
       const int64_t word = start + offset;
       // Outputs that do not exist are computed all the same.
       if (word < 0 || word >= window + plan.w_words) return "a word outside";
       if (!exists) continue;
       if (word >= window) return "a word behind the window";
+      if (plan.lines) {
+        const int64_t row = word / plan.row_words, at = (word % plan.row_words - plan.lead) / plan.pixel_words;
+        if (i >= terms ? row < plan.rows : row >= plan.rows) return "padding of the reduction among channels";
+        if (i >= terms) continue;
+        if ((word % plan.row_words - plan.lead) % plan.pixel_words != term.channel) return "another channel";
+        if (h0 + row != p * of.stride_h - of.pad_h + int64_t{term.r} * of.dilation_h ||
+            w0 + at != q * of.stride_w - of.pad_w + int64_t{term.s} * of.dilation_w)
+          return "another place of x";
+        continue;
+      }
       const int64_t in_channel = channels_last ? word % plan.pixel_words : word / plan.channel_words;
       if (i >= terms) {
         if (in_channel != plan.channels) return "padding of the reduction among channels";
@@ -5118,6 +5144,17 @@ static std::string fault_of_window(const Params& params, const Tile& tile, int64
       if ((image + c * plane) % 4) return "a run astray";
     if (plan.x_bulk ? of.in_channels % plan.channels : of.in_channels * plane % 4) return "the end of a run";
     return "";
+  }
+  if (plan.lines) {
+    if (of.groups != 1 || of.in_stride[1] != 1 || of.in_stride[3] != of.in_channels || plan.chunks != 1) return "no line";
+    if (((tile.q * of.stride_w - of.pad_w) * of.in_channels - plan.lead) % 4)
+      return "a line that starts astray";
+    if (plan.row_words % 4 || plan.row_words > 256 || plan.rows > 256) return "the size of a box";
+    if (plan.x_bulk_words != plan.rows * plan.row_words) return "bytes that the barrier expects";
+    if (address % 4 || (of.N > 1 && (of.in_stride[0] % 4 || of.in_stride[0] <= 0)) ||
+        (of.H > 1 && (of.in_stride[2] % 4 || of.in_stride[2] <= 0)))
+      return "lines astray";
+    return plan.in_row_step == 1 && plan.in_column_step == 1 ? "" : "rows that no box has";
   }
   const int width = plan.x_copies == Copies::kWords ? 1 : 4;
   if (width == 4) {  // 16 bytes are inside an image or outside
@@ -5147,7 +5184,7 @@ static std::string fault_of_window(const Params& params, const Tile& tile, int64
     if (size < 1 || size > 256) return "the size of a box";
   if (terms != plan.depth && channels_last) return "a box where padding is";
   const int64_t box = int64_t{sizes[0]} * sizes[1] * sizes[2];
-  if (box != (channels_last ? int64_t{plan.entries} * plan.pixel_words : plan.channels * int64_t{plan.channel_words}))
+  if (box != plan.x_bulk_words)
     return "bytes that the barrier expects";
   // Every so many-th row of the image is one of the box's tensor.
   if ((plan.in_row_step != 1 && (of.pad_h || plan.in_row_step != of.stride_h)) ||
@@ -5172,6 +5209,14 @@ static std::string fault_of_writes(const Params& params, const Tile& tile, int64
     if (line >= lines || column >= columns) return -1;
     return (tile.p + line) * of.out_stride[2] + (tile.q + column) * of.out_stride[3];
   };
+  if (plan.out_channels_last) {  // fours of channels, of each pixel
+    if (of.out_stride[1] != 1 || of.out_channels % 4 || plan.split_rows % 4) return "fours of y that are no neighbours";
+    for (int pixel = 0; pixel < plan.tile_n; ++pixel) {
+      const int64_t first = offset_of(pixel);
+      if (first >= 0 && (address + tile.n * of.out_stride[0] + first) % 4) return "fours of y astray";
+    }
+    return "";
+  }
   for (int pixel = 0; pixel < plan.tile_n; pixel += 4) {
     const int64_t first = offset_of(pixel);
     for (int j = 1; j < 4; ++j)
@@ -5186,13 +5231,13 @@ static std::string fault_of_writes(const Params& params, const Tile& tile, int64
 
 static void note(const Plan& plan) {
   const std::string names[] = {"words", "fours", "runs", "boxes", "planes"};
-  const std::string kind = plan.pixel_words == 1 ? "planes of " : "pixels of ";
+  const std::string kind = plan.lines ? "lines of " : plan.pixel_words == 1 ? "planes of " : "pixels of ";
   const std::string order = plan.taps_first ? "taps of " : "";
   seen.insert(kind + "x by " + names[static_cast<int>(plan.x_copies)] + (plan.x_bulk ? " in bulk" : ""));
   seen.insert(order + "w by " + names[static_cast<int>(plan.w_copies)] + (plan.w_bulk ? " in bulk" : ""));
   seen.insert("shape " + std::to_string(plan.shape));
   seen.insert(std::to_string(plan.splits) + " parts");
-  seen.insert("y by " + std::to_string(plan.out_vector));
+  seen.insert((plan.out_channels_last ? "pixels of y by " : "y by ") + std::to_string(plan.out_vector));
   if (plan.lead > 0) seen.insert("lead");
   if (plan.chunks > plan.stages) seen.insert("a ring that turns");
 }
@@ -5307,10 +5352,7 @@ def mma_strides(shape: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
 
 # Each puts something out of place.
 MMA_PLAN_MUTATIONS = {
-    "no columns for alignment": (
-        "plan.lead = ((-of.pad_w) % 4 + 4) % 4;",
-        "plan.lead = MUTATED ? 0 : ((-of.pad_w) % 4 + 4) % 4;",
-    ),
+    "no columns for alignment": ("plan.lead = lead_of(1);", "plan.lead = MUTATED ? 0 : lead_of(1);"),
     "boxes of any size": (
         "x_boxes && rows <= 256 && plan.columns <= 256",
         "x_boxes && (MUTATED || (rows <= 256 && plan.columns <= 256))",
@@ -5425,7 +5467,16 @@ MMA_KINDS = {
     *(f"pixels of x by {how}" for how in ("words", "fours", "boxes in bulk")),
     *(f"w by {how}" for how in ("words", "fours", "boxes in bulk", "runs", "runs in bulk")),
     *(f"taps of w by {how}" for how in ("words", "fours", "boxes in bulk")),
-    *("y by 1", "y by 4", "lead", "a ring that turns", "planes of x by planes in bulk"),
+    *(
+        "y by 1",
+        "y by 4",
+        "pixels of y by 1",
+        "pixels of y by 4",
+        "lead",
+        "a ring that turns",
+        "planes of x by planes in bulk",
+        "lines of x by boxes in bulk",
+    ),
 }
 
 
@@ -5548,7 +5599,7 @@ extern "C" int mma_run(int op, const int64_t* fields, void* const* pointers, int
   flatten_points(params.of);
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   const Alignment alignment{address(params.in_ptr), address(params.w_ptr), address(params.out_ptr)};
-  const Device device{3, static_cast<int>(simt::kMaxSmemBytes), hopper};
+  const Device device{3, static_cast<int>(simt::kMaxSmemBytes), hopper, {}};
   if (!make_plan(params.of, params.tf32, device, alignment, params.plan, shape, splits)) return -1;
   x_copies = static_cast<int>(params.plan.x_copies), w_copies = static_cast<int>(params.plan.w_copies);
   const auto launch = [&] { return params.tf32 ? run<false>(params, nullptr) : run<true>(params, nullptr); };
@@ -5604,12 +5655,12 @@ int simt_run(int seed, bool clusters, Launch launch) {
 MMA_MUTATIONS = {
     "no zeros outside an image": ("exists ? 4 * WORDS : 0);", "MUTATED || exists ? 4 * WORDS : 0);"),
     "another column in front": (
-        "(column + plan.lead) * plan.pixel_words",
-        "(MUTATED ? column : column + plan.lead) * plan.pixel_words",
+        "column * plan.pixel_words + plan.lead",
+        "column * plan.pixel_words + (MUTATED ? 0 : plan.lead)",
     ),
     "reads a chunk before it is there": left_out("hopper::barrier_wait(barriers + 8 * slot"),
-    "overwrites a chunk in use": left_out("__syncthreads();  // the table, and"),
-    "Inf is not computed again": ("if (!is_finite(sum)) {", "if (!MUTATED && !is_finite(sum)) {"),
+    "overwrites a chunk in use": left_out("__syncthreads();  // nobody reads chunk i - 1"),
+    "Inf is not computed again": ("if (__syncthreads_or(!finite)) store", "if (__syncthreads_or(!MUTATED && !finite)) store"),
     "a product dropped": left_out("multiply_add(d, a_rest[i][m], b[i]);"),
 }
 

@@ -24,7 +24,8 @@ MODELNEW_HOST_DEVICE inline Divisor make_divisor(int64_t divisor) {
 
 MODELNEW_HOST_DEVICE inline int quotient(int number, const Divisor& by) {
   if (by.divisor == 1) return number;
-  return static_cast<int>(static_cast<uint32_t>(static_cast<uint64_t>(number) * by.multiplier >> 32) >> by.shift);
+  return static_cast<int>(
+      static_cast<uint32_t>(static_cast<uint64_t>(static_cast<uint32_t>(number)) * by.multiplier >> 32) >> by.shift);
 }
 
 }  // namespace modelnew

@@ -279,19 +279,15 @@ __device__ __forceinline__ float load_cluster(uint32_t address, int rank) {
 
 // The sums over all blocks of it, of 2, 4 or 8, in their order. Loads first: each takes a while.
 __device__ __forceinline__ float4 add_cluster_4(uint32_t address, int blocks) {
-  float4 sum{};
-#pragma unroll 1
-  for (int rank = 0; rank < blocks; rank += 4) {
-    float4 parts[4];
+  float4 sum{}, parts[8];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) parts[i] = rank + i < blocks ? load_cluster_4(address, rank + i) : float4{};
+  for (int i = 0; i < 8; ++i) parts[i] = i < blocks ? load_cluster_4(address, i) : float4{};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum.x += parts[i].x;
-      sum.y += parts[i].y;
-      sum.z += parts[i].z;
-      sum.w += parts[i].w;
-    }
+  for (int i = 0; i < 8; ++i) {
+    sum.x += parts[i].x;
+    sum.y += parts[i].y;
+    sum.z += parts[i].z;
+    sum.w += parts[i].w;
   }
   return sum;
 }

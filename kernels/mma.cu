@@ -35,22 +35,31 @@
 // staging, where each block adds up some rows of all, in one order, and stores them (sm_90; others do without). In the
 // smallest tile four groups of warps share the reduction in the same way.
 //
-// What bounds it (H200, 2026-11-22, one image, us from the start of the kernel, a revision in the making, in a driver,
-// caches cold; an empty kernel takes 2.8 of the time that is measured):
+// Channels of x that are neighbours and few, of a stem in channels_last, come as rows of all of them:
 //
-//                                       copies ordered   first chunk   products done   met in staging   stored
-//   1x1   64 to   64 channels, 56x56         1.3             2.2            3.2              3.6          4.4
-//   1x1 2048 to  512 channels,   7x7         2.1             2.7            6.5              7.9          8.9
-//   3x3  512 to  512 channels,   7x7         2.3             3.0           11.9             13.3         14.4
+//   x stage:  [row][column and channel], a row in one piece      (7x7, 3 to 64, stride 2, 256 images: 1594 to 676 us)
+//
+// What bounds it (H200, 2026-11-22, one image, TF32, in a driver, cycles from the start of the kernel, caches cold; an
+// empty kernel takes 2.8 us of the time that is measured):
+//
+//                                        copies ordered   first chunk   products done   met in staging   stored
+//   3x3  64 to  64 channels, 56x56             2000          4400            8900           10600         15500
+//   3x3 256 to 256 channels, 14x14             2600          4200           17200           18800         21000
+//   3x3 512 to 512 channels, 7x7               2900          6800           17800           20200         21800
 //
 // mma.sync of 16x8x8 takes 1.55 cycles of an SM (TF32, measured; 26 from one to the next that needs it), a warp tile of
-// 32x32 some 5.5 instructions around each, of 32x64 4.8, of 16x16 9: the instructions decide, not the tensor core.
+// 32x32 some 9 instructions around each, of 32x64 7: rounding takes two of them a word, and most go to a pipe of half
+// rate. Without the products themselves, or without loading x for them, the second line takes the same time: these
+// instructions decide, not the tensor core. Tried against it: operands of the next step loaded before a step is
+// multiplied, 15% more (predicated copies of registers); eight groups of warps with tiles of 32x64, the same time.
 // What made it faster, in this order: little code and few divisions before the first copy, bulk copies (cp.async: 7
 // bytes a cycle of an SM), warps side by side in ordering them, larger warp tiles with the reduction shared by warps,
-// reading the other blocks' staging four at a time. With warm caches it takes 0.2 to 1 us less.
+// reading the other blocks' staging side by side, storing four rows at a time (stem, 256 images: 736 to 614 us), no
+// more blocks than find room at once (find_clusters: 3x3 512 to 512, 14x14, stride 2, 32 to 20 us), a table of where
+// words of planes go (3x3 256 to 256, 14x14: 20 to 17). With warm caches it takes 0.2 to 1 us less.
 //
 // With one product it is no match for gather at 32 images (1x1 1024 to 256, 14x14: 56 us, gather 37), but with few
-// channels (7x7, 3 to 64, stride 2, 256 images: 731 us, with three products 1260, cuDNN's TF32 2385).
+// channels (7x7, 3 to 64, stride 2, 256 images: 614 us, with three products 1184, cuDNN's TF32 2407).
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -78,11 +87,11 @@ constexpr int kMaxStages = 8;
 constexpr int kMaxSplits = 8;
 
 // WARPS_K groups of WARPS_M x WARPS_N warps, each of M16 x N8 tiles of 16 channels x 8 pixels, for every WARPS_K-th
-// step of 8 terms; STEPS of them together.
-template <int WARPS_K_, int WARPS_M_, int WARPS_N_, int M16_, int N8_, int STEPS_>
+// step of 8 terms. STEPS of them together, if registers allow.
+template <int WARPS_K_, int WARPS_M_, int WARPS_N_, int M16_, int N8_>
 struct Shape {
   static constexpr int WARPS_K = WARPS_K_, WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, M16 = M16_, N8 = N8_;
-  static constexpr int STEPS = STEPS_;
+  static constexpr int STEPS = M16 * N8 <= 8 ? 2 : 1;
   static constexpr int TILE_M = WARPS_M * M16 * 16, TILE_N = WARPS_N * N8 * 8;
   static_assert(WARPS_K * WARPS_M * WARPS_N == kWarps, "all warps multiply");
 };
@@ -104,7 +113,7 @@ struct Plan {
   int64_t tiles;                              // of all images and groups
   int row_step, column_step;                  // of the window, between neighbouring outputs
   int in_row_step, in_column_step;            // of the image, between neighbours in the window
-  int rows, columns, lead;                    // of the window; columns in front, for alignment
+  int rows, columns, lead;                    // of the window; words in front of a row, for alignment
   int pixel_words, channel_words, row_words;  // from a neighbour to the next in a stage
   int channels, chunks;                       // channels of a chunk
   int taps, depth;                            // terms of a chunk, a multiple of 8
@@ -112,15 +121,23 @@ struct Plan {
   bool natural;                               // the reduction is in the order of w in memory, without gaps
   Copies x_copies, w_copies;
   bool x_bulk, w_bulk;                     // by bulk copies
+  int arrivals;                            // that a stage waits for: who orders bulk copies, all threads, or both
   int plane;                               // words of a plane of x
+  bool lines;                              // rows come with all channels of their pixels: few of them, as neighbours
+  int x_bulk_words;                        // that a bulk copy brings
+  int box_row_step, box_column_step;       // of a box of x, where it starts: so much for an output of the tile's first,
+  int first_row, first_column;             // and for the first one of all
+  int zeros;                               // the word of the window at which zeros start, for every output
   int entries, row_entries;                // copies of a channel, or pixels; of a row
   int x_pieces;                            // copies of a pixel
   int w_pieces, w_row_step, w_piece_step;  // copies of a row of w; from one copy of a thread to its next
-  int splits, split_chunks, split_rows;    // blocks that share a tile; chunks of each, rows that it stores
+  int splits, split_bits;                  // blocks that share a tile, a power of two
+  int split_chunks, split_rows;            // chunks of each, rows that it stores
   int w_pitch, x_words, w_words, stages;   // of a stage, and how many
   int window_words;                        // behind the ring, where stages have planes
-  int row_bits, piece_bits;                // powers of two: split_rows, pieces of out_vector outputs of a row
-  int out_vector;                          // outputs that are stored at a time: 4 or 1
+  bool out_channels_last;                  // channels of y are neighbours, and so they are in staging
+  int out_vector;                          // neighbouring outputs that are stored at a time: 4 or 1
+  int piece_bits;                          // so many of these, a power of two, are the neighbours in a tile
   bool lines_are_run;                      // rows of y follow one another in memory, and the tile has whole ones
   int smem_bytes;
   double cycles;  // estimate
@@ -131,22 +148,31 @@ struct Params {
   float* out_ptr;
   Correlation of;
   Plan plan;
-  Divisor by_taps, by_channels, by_s, by_tile_q, by_row_entries, by_w_pieces, by_x_pieces, by_plane, by_width;
-  Divisor by_splits, by_tiles_m, by_tiles_q, by_tiles_p, by_images;
+  Divisor by_taps, by_channels, by_s, by_tile_q, by_row_entries, by_w_pieces, by_x_pieces, by_width;
+  Divisor by_tiles_m, by_tiles_q, by_tiles_p, by_images;
   bool tf32;
   hopper::BoxMap x_map, w_map;
 };
 
 // A block's shared memory, in words: where the table of a chunk's reduction, and behind it the ring, start. Staging
 // takes the place of the ring.
-constexpr int kTable = 32;      // behind the barriers
-constexpr int kStagingPad = 8;  // stores of accumulators meet all banks
+constexpr int kTable = 32;      // behind the barriers; behind it, of planes, where each word goes
+constexpr int kStagingPad = 8;  // stores of accumulators meet all banks; half of it where channels are neighbours
 
-MODELNEW_HOST_DEVICE inline int ring_start(const Plan& plan) { return (kTable + plan.depth + 31) / 32 * 32; }
+MODELNEW_HOST_DEVICE inline int ring_start(const Plan& plan) {
+  return (kTable + plan.depth + (plan.x_copies == Copies::kPlanes ? plan.plane : 0) + 31) / 32 * 32;
+}
+
+// Of staging: from a channel to the next where pixels are neighbours, and the other way round.
+MODELNEW_HOST_DEVICE constexpr int pixels_pitch(int tile_n) { return tile_n + kStagingPad; }
+MODELNEW_HOST_DEVICE constexpr int channels_pitch(int tile_m) { return tile_m + kStagingPad / 2; }
+MODELNEW_HOST_DEVICE constexpr int staging_words(bool channels_last, int tile_m, int tile_n) {
+  return channels_last ? tile_n * channels_pitch(tile_m) : tile_m * pixels_pitch(tile_n);
+}
 
 MODELNEW_HOST_DEVICE inline int shared_words(const Plan& plan) {
   const int ring = plan.stages * (plan.x_words + plan.w_words) + plan.window_words;
-  const int staging = plan.warps_k * plan.tile_m * (plan.tile_n + kStagingPad);
+  const int staging = plan.warps_k * staging_words(plan.out_channels_last, plan.tile_m, plan.tile_n);
   return ring_start(plan) + (ring > staging ? ring : staging);
 }
 
@@ -195,11 +221,18 @@ __device__ __forceinline__ void make_table(const Params& params, const Tile& til
     const int row = of.R == 1 ? 0 : term.r * of.dilation_h, column = of.S == 1 ? 0 : term.s * of.dilation_w;
     reinterpret_cast<int*>(smem)[kTable + i] =
         4 * (i < terms
-                 ? term.channel * plan.channel_words + row * plan.row_words + (column + plan.lead) * plan.pixel_words
-                 : plan.channels * plan.channel_words);
+                 ? term.channel * plan.channel_words + row * plan.row_words + column * plan.pixel_words + plan.lead
+                 : plan.zeros);
   }
   if (plan.x_copies == Copies::kPlanes) {
     const int window = ring_start(plan) + plan.stages * (plan.x_words + plan.w_words);
+    const int h = of.pad_h - tile.p * of.stride_h, w = of.pad_w - tile.q * of.stride_w;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < plan.plane; i += kThreads) {
+      const int in_h = quotient(i, params.by_width), row = in_h + h, column = i - in_h * of.W + w;
+      const bool exists = row >= 0 && row < plan.rows && column >= 0 && column < plan.columns;
+      reinterpret_cast<int*>(smem)[kTable + plan.depth + i] = exists ? row * plan.row_words + column : -1;
+    }
 #pragma unroll 1
     for (int i = threadIdx.x; i < plan.window_words; i += kThreads) smem[window + i] = 0;
   }
@@ -209,10 +242,9 @@ __device__ __forceinline__ void make_table(const Params& params, const Tile& til
   for (int stage = 0; stage < plan.stages; ++stage) {
     float* const x_smem = smem + ring_start(plan) + stage * (plan.x_words + plan.w_words);
     float* const w_smem = x_smem + plan.x_words;
-    const int first = plan.channels * plan.channel_words;
-    const int step = plan.pixel_words == 1 ? 1 : plan.pixel_words;
+    const int step = plan.pixel_words == 1 || plan.lines ? 1 : plan.pixel_words;
 #pragma unroll 1
-    for (int i = plan.x_copies == Copies::kPlanes ? plan.x_words : first + step * threadIdx.x; i < plan.x_words;
+    for (int i = plan.x_copies == Copies::kPlanes ? plan.x_words : plan.zeros + step * threadIdx.x; i < plan.x_words;
          i += step * kThreads)
       x_smem[i] = 0;
     const bool run = plan.w_copies == Copies::kRun;
@@ -291,38 +323,41 @@ __device__ __forceinline__ void load_rows(const Params& params, const float* row
   }
 }
 
-// Planes of a chunk into the window; its border stays zero.
-__device__ __forceinline__ void place_planes(const Params& params, const Tile& tile, const float* planes,
-                                             float* window) {
-  const Correlation& of = params.of;
-  const Plan& plan = params.plan;
-  const int h = of.pad_h - tile.p * of.stride_h, w = of.pad_w - tile.q * of.stride_w;
+// Planes of a chunk into the window; its border stays zero. A warp takes a plane.
+__device__ __forceinline__ void place_planes(const Plan& plan, const int* places, const float* planes, float* window) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < plan.channels * plan.plane; i += kThreads) {
-    const int c = quotient(i, params.by_plane), in_plane = i - c * plan.plane;
-    const int in_h = quotient(in_plane, params.by_width);
-    const int row = in_h + h, column = in_plane - in_h * of.W + w;
-    if (row >= 0 && row < plan.rows && column >= 0 && column < plan.columns)
-      window[c * plan.channel_words + row * plan.row_words + column] = planes[i];
+  for (int c = threadIdx.x / 32; c < plan.channels; c += kWarps) {
+    const float* const from = planes + c * plan.plane;
+    float* const to = window + c * plan.channel_words;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < plan.plane; i += 32) {
+      const int place = places[i];
+      if (place >= 0) to[place] = from[i];
+    }
   }
 }
 
+// Weights of a tile's first channel, from this input channel on.
+__device__ __forceinline__ const float* weights_of(const Params& params, const Tile& tile, int first_channel) {
+  const Correlation& of = params.of;
+  return params.w_ptr + tile.group * of.w_stride_group + tile.m * of.w_stride_out + first_channel * of.w_stride_in;
+}
+
 // What one thread orders of a chunk; the barrier is told how much will come.
-__device__ __forceinline__ void load_bulk(const Params& params, const Tile& tile, int first_channel,
-                                          const float* rows_ptr, int rows, uint32_t x_smem, uint32_t barrier) {
+__device__ __forceinline__ void load_bulk(const Params& params, const Tile& tile, int first_channel, uint32_t x_smem,
+                                          uint32_t barrier) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const int channel_words = plan.x_copies == Copies::kPlanes ? plan.plane : plan.channel_words;
-  const int x_bytes = 4 * (plan.pixel_words == 1 ? plan.channels * channel_words : plan.entries * plan.pixel_words);
-  const int w_bytes = 4 * plan.w_pitch * (plan.w_copies == Copies::kBox ? plan.tile_m : rows);
+  const int rows = plan.w_copies == Copies::kBox ? plan.tile_m : min(plan.tile_m, of.out_channels - tile.m);
+  const int x_bytes = 4 * plan.x_bulk_words, w_bytes = 4 * plan.w_pitch * rows;
   hopper::barrier_arrive_expecting(barrier, (plan.x_bulk ? x_bytes : 0) + (plan.w_bulk ? w_bytes : 0));
   const int channel = tile.group * of.in_channels + first_channel;
   if (plan.w_bulk) {
     const uint32_t w_smem = x_smem + 4 * plan.x_words;
     const int row = tile.group * of.out_channels + tile.m;
     if (plan.w_copies == Copies::kRun)
-      hopper::bulk_load(w_smem, rows_ptr, w_bytes, barrier);
+      hopper::bulk_load(w_smem, weights_of(params, tile, first_channel), w_bytes, barrier);
     else if (plan.taps_first)
       hopper::load_box(params.w_map, w_smem, first_channel, 0, row, 0, barrier);
     else
@@ -333,39 +368,36 @@ __device__ __forceinline__ void load_bulk(const Params& params, const Tile& tile
     hopper::bulk_load(x_smem, params.in_ptr + tile.n * of.in_stride[0] + channel * of.in_stride[1], x_bytes, barrier);
     return;
   }
-  const int h = plan.in_row_step == 1 ? tile.p * of.stride_h - of.pad_h : tile.p;
-  const int w = plan.in_column_step == 1 ? tile.q * of.stride_w - of.pad_w - plan.lead : tile.q;
-  if (plan.pixel_words == 1)
+  const int h = tile.p * plan.box_row_step + plan.first_row, w = tile.q * plan.box_column_step + plan.first_column;
+  if (plan.lines)
+    hopper::load_box(params.x_map, x_smem, w, h, tile.n, 0, barrier);
+  else if (plan.pixel_words == 1)
     hopper::load_box(params.x_map, x_smem, w, h, channel, tile.n, barrier);
   else
     hopper::load_box(params.x_map, x_smem, channel, w, h, tile.n, barrier);
 #endif
 }
 
-__device__ __forceinline__ void load_chunk(const Params& params, const Tile& tile, int chunk, uint32_t x_smem,
-                                           uint32_t barrier, bool orders) {
+// What all threads order of a chunk.
+__device__ __forceinline__ void load_words(const Params& params, const Tile& tile, int first_channel, uint32_t x_smem,
+                                           uint32_t barrier) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const uint32_t w_smem = x_smem + 4 * plan.x_words;
-  const int first_channel = chunk * plan.channels;
-  const int channels = min(plan.channels, of.in_channels - first_channel);
-  const float* const rows_ptr =
-      params.w_ptr + tile.group * of.w_stride_group + tile.m * of.w_stride_out + first_channel * of.w_stride_in;
-  const int rows = min(plan.tile_m, of.out_channels - tile.m);
-  if (plan.x_bulk || plan.w_bulk) {
-    if (orders) load_bulk(params, tile, first_channel, rows_ptr, rows, x_smem, barrier);
-    if (plan.x_bulk && plan.w_bulk) return;
-  }
-  if (plan.w_bulk) {
-  } else if (plan.w_copies == Copies::kRun) {
-    load_run(rows_ptr, rows * plan.w_pitch, plan.tile_m * plan.w_pitch, w_smem);
-  } else if (plan.w_copies == Copies::kFours) {
-    load_rows<4>(params, rows_ptr, rows, channels, w_smem);
-  } else {
-    load_rows<1>(params, rows_ptr, rows, channels, w_smem);
+  if (!plan.w_bulk) {
+    const uint32_t w_smem = x_smem + 4 * plan.x_words;
+    const int channels = min(plan.channels, of.in_channels - first_channel);
+    const int rows = min(plan.tile_m, of.out_channels - tile.m);
+    const float* const rows_ptr = weights_of(params, tile, first_channel);
+    if (plan.w_copies == Copies::kRun)
+      load_run(rows_ptr, rows * plan.w_pitch, plan.tile_m * plan.w_pitch, w_smem);
+    else if (plan.w_copies == Copies::kFours)
+      load_rows<4>(params, rows_ptr, rows, channels, w_smem);
+    else
+      load_rows<1>(params, rows_ptr, rows, channels, w_smem);
   }
   if (plan.x_bulk) {
   } else if (plan.x_copies == Copies::kRun || plan.x_copies == Copies::kPlanes) {
+    const int channels = min(plan.channels, of.in_channels - first_channel);
     const float* const from = params.in_ptr + tile.n * of.in_stride[0] +
                               (static_cast<int64_t>(tile.group) * of.in_channels + first_channel) * of.in_stride[1];
     const int plane = plan.x_copies == Copies::kRun ? plan.channel_words : plan.plane;
@@ -436,15 +468,16 @@ __device__ __forceinline__ void multiply_steps(uint32_t x_smem, uint32_t a_smem,
   }
 }
 
+// A chunk's steps of a warp: every WARPS_K-th one, from the first one on.
 template <typename Shape, bool EXACT>
-__device__ __forceinline__ void multiply_chunk(const Plan& plan, int warp_k, uint32_t x_smem, uint32_t a_smem,
+__device__ __forceinline__ void multiply_chunk(const Plan& plan, int first, uint32_t x_smem, uint32_t a_smem,
                                                uint32_t table, const int (&pixels)[Shape::N8],
                                                float (&acc)[Shape::M16][Shape::N8][4]) {
   constexpr int STEPS = Shape::STEPS, APART = 32 * Shape::WARPS_K;
   const int pitch_8 = 8 * 4 * plan.w_pitch;
-  a_smem += 32 * warp_k;
-  table += 32 * warp_k;
-  int steps = (plan.depth / 8 - warp_k + Shape::WARPS_K - 1) / Shape::WARPS_K;
+  a_smem += 32 * first;
+  table += 32 * first;
+  int steps = (plan.depth / 8 - first + Shape::WARPS_K - 1) / Shape::WARPS_K;
 #pragma unroll 1
   for (; steps >= STEPS; steps -= STEPS, a_smem += APART * STEPS, table += APART * STEPS)
     multiply_steps<Shape, EXACT, STEPS>(x_smem, a_smem, pitch_8, table, pixels, acc);
@@ -492,60 +525,124 @@ __device__ __noinline__ float exact_output(const Params& params, int64_t n, int 
   return sum + chunk;
 }
 
-// The block's rows of the tile, split_rows of them, from the staging of all blocks of the cluster to memory.
-__device__ __forceinline__ void store_rows(const Params& params, const Tile& tile, const float* staging,
-                                           int first_row) {
-  const Correlation& of = params.of;
-  const Plan& plan = params.plan;
-  const int pitch = plan.tile_n + kStagingPad;
-  const int lines = min(plan.tile_p, of.P - tile.p), columns = min(plan.tile_q, of.Q - tile.q);
-  const int64_t first_channel = static_cast<int64_t>(tile.group) * of.out_channels + tile.m;
-  float* const out = params.out_ptr + tile.n * of.out_stride[0] + first_channel * of.out_stride[1] +
-                     tile.p * of.out_stride[2] + tile.q * of.out_stride[3];
-  const int rows = of.out_channels - tile.m;
+// The block's rows of a tile, from the staging of all blocks of the cluster to memory.
+struct Store {
+  const Params& params;
+  const Tile& tile;
+  const float* staging;
+  float* out;
+  int64_t first_channel;
+  int first_row, rows, lines, columns;
 
-  const auto finished = [&](float sum, int row, int pixel) {
-    if (!is_finite(sum)) {
-      const int line = quotient(pixel, params.by_tile_q), column = pixel - line * plan.tile_q;
-      sum = exact_output(params, tile.n, tile.group, tile.m + row, tile.p + line, tile.q + column);
-    }
-    return params.bias_ptr != nullptr ? sum + params.bias_ptr[first_channel + row] : sum;
-  };
+  __device__ __forceinline__ Store(const Params& params, const Tile& tile, const float* all_staging, int first_row)
+      : params(params), tile(tile), first_row(first_row) {
+    const Correlation& of = params.of;
+    const Plan& plan = params.plan;
+    staging = all_staging + first_row * (plan.out_channels_last ? 1 : pixels_pitch(plan.tile_n));
+    first_channel = static_cast<int64_t>(tile.group) * of.out_channels + tile.m + first_row;
+    out = params.out_ptr + tile.n * of.out_stride[0] + first_channel * of.out_stride[1] + tile.p * of.out_stride[2] +
+          tile.q * of.out_stride[3];
+    rows = min(plan.split_rows, of.out_channels - tile.m - first_row);
+    lines = min(plan.tile_p, of.P - tile.p);
+    columns = min(plan.tile_q, of.Q - tile.q);
+  }
 
-  const int vector = plan.out_vector;
-  const bool channels_last = of.out_stride[1] == 1 && of.out_stride[3] != 1;
-  // Lanes run along what are neighbours in memory.
-  const int fast_bits = channels_last ? plan.row_bits : plan.piece_bits;
+  __device__ __forceinline__ float bias_of(int row) const {
+    return params.bias_ptr != nullptr ? __ldg(params.bias_ptr + first_channel + row) : 0.0f;
+  }
+  __device__ __forceinline__ float4 sums_at(const float* at) const {
+    if (params.plan.splits > 1) return hopper::add_cluster_4(hopper::smem_address(at), params.plan.splits);
+    return *reinterpret_cast<const float4*>(at);
+  }
+  static __device__ __forceinline__ bool all_finite(const float4& sums) {
+    return is_finite(sums.x) && is_finite(sums.y) && is_finite(sums.z) && is_finite(sums.w);
+  }
+
+  // Lanes run along what are neighbours in memory and in staging. What is not finite is computed again.
+  __device__ __forceinline__ void by_one() const {
+    const Plan& plan = params.plan;
+    const int bits = plan.piece_bits + (plan.out_vector == 4 ? 2 : 0);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < 1 << (plan.row_bits + plan.piece_bits); i += kThreads) {
-    const int slow = i >> fast_bits, fast = i - (slow << fast_bits);
-    const int row = first_row + (channels_last ? fast : slow), pixel = (channels_last ? slow : fast) * vector;
-    const int line = quotient(pixel, params.by_tile_q), column = pixel - line * plan.tile_q;
-    if (row >= rows || line >= lines || column >= columns) continue;
-    const float* const from = staging + row * pitch + pixel;
-    const uint32_t address = hopper::smem_address(from);
-    float* const to = out + row * of.out_stride[1] + line * of.out_stride[2] + column * of.out_stride[3];
-    if (vector == 4) {
-      float4 sum{};
-      if (plan.splits > 1)
-        sum = hopper::add_cluster_4(address, plan.splits);
-      else
-        sum = *reinterpret_cast<const float4*>(from);
-      if (is_finite(sum.x) && is_finite(sum.y) && is_finite(sum.z) && is_finite(sum.w)) {
-        const float bias = params.bias_ptr != nullptr ? params.bias_ptr[first_channel + row] : 0.0f;
-        *reinterpret_cast<float4*>(to) = make_float4(sum.x + bias, sum.y + bias, sum.z + bias, sum.w + bias);
-      } else {
-#pragma unroll 1
-        for (int j = 0; j < 4; ++j) {
-          to[j] = finished(j == 0 ? sum.x : j == 1 ? sum.y : j == 2 ? sum.z : sum.w, row, pixel + j);
-        }
-      }
-    } else {
-      const float sum = plan.splits > 1 ? hopper::add_cluster(address, plan.splits) : *from;
-      *to = finished(sum, row, pixel);
+    for (int i = threadIdx.x; i < plan.tile_n * plan.split_rows; i += kThreads) {
+      const int slow = i >> bits, fast = i - (slow << bits);
+      one(plan.out_channels_last ? fast : slow, plan.out_channels_last ? slow : fast);
     }
   }
-}
+  __device__ __forceinline__ void one(int row, int pixel) const {
+    const Correlation& of = params.of;
+    const Plan& plan = params.plan;
+    const int line = quotient(pixel, params.by_tile_q), column = pixel - line * plan.tile_q;
+    if (row >= rows || line >= lines || column >= columns) return;
+    const float* const at = staging + (plan.out_channels_last ? pixel * channels_pitch(plan.tile_m) + row
+                                                              : row * pixels_pitch(plan.tile_n) + pixel);
+    float sum = plan.splits > 1 ? hopper::add_cluster(hopper::smem_address(at), plan.splits) : *at;
+    if (!is_finite(sum))
+      sum = exact_output(params, tile.n, tile.group, tile.m + first_row + row, tile.p + line, tile.q + column);
+    out[row * of.out_stride[1] + line * of.out_stride[2] + column * of.out_stride[3]] = sum + bias_of(row);
+  }
+
+  // A thread has the same four pixels of several channels: some at a time, whose loads do not wait for one another.
+  // True if all are finite.
+  __device__ __forceinline__ bool by_four_pixels() const {
+    const Correlation& of = params.of;
+    const Plan& plan = params.plan;
+    const int pixel = (threadIdx.x & ((1 << plan.piece_bits) - 1)) * 4;
+    const int line = quotient(pixel, params.by_tile_q), column = pixel - line * plan.tile_q;
+    if (line >= lines || column >= columns) return true;
+    constexpr int kTogether = 4;
+    const int apart = kThreads >> plan.piece_bits, together = plan.splits > 1 ? 1 : kTogether;
+    const int pitch = pixels_pitch(plan.tile_n);
+    bool finite = true;
+    int row = threadIdx.x >> plan.piece_bits;
+    const int64_t step = apart * of.out_stride[1];
+    float* to = out + row * of.out_stride[1] + line * of.out_stride[2] + column * of.out_stride[3];
+#pragma unroll 1
+    for (; row < rows; row += together * apart, to += together * step) {
+      const float* const from = staging + row * pitch + pixel;
+      float4 sums[kTogether] = {sums_at(from)};
+      float biases[kTogether] = {bias_of(row)};
+      finite &= all_finite(sums[0]);
+      if (together > 1) {
+#pragma unroll
+        for (int j = 1; j < kTogether; ++j) {
+          const int existing = row + j * apart < rows ? j * apart : 0;
+          sums[j] = *reinterpret_cast<const float4*>(from + existing * pitch);
+          biases[j] = bias_of(row + existing);
+          finite &= all_finite(sums[j]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (j >= together || row + j * apart >= rows) continue;
+        const float4& sum = sums[j];
+        *reinterpret_cast<float4*>(to + j * step) =
+            make_float4(sum.x + biases[j], sum.y + biases[j], sum.z + biases[j], sum.w + biases[j]);
+      }
+    }
+    return finite;
+  }
+
+  // The same four channels of several pixels.
+  __device__ __forceinline__ bool by_four_channels() const {
+    const Correlation& of = params.of;
+    const Plan& plan = params.plan;
+    const int row = (threadIdx.x & ((1 << plan.piece_bits) - 1)) * 4;
+    if (row >= rows) return true;
+    const int apart = kThreads >> plan.piece_bits, end = lines * plan.tile_q;
+    bool finite = true;
+    const float biases[4] = {bias_of(row), bias_of(row + 1), bias_of(row + 2), bias_of(row + 3)};
+#pragma unroll 2
+    for (int pixel = threadIdx.x >> plan.piece_bits; pixel < end; pixel += apart) {
+      const int line = quotient(pixel, params.by_tile_q), column = pixel - line * plan.tile_q;
+      const float4 sums = sums_at(staging + pixel * channels_pitch(plan.tile_m) + row);
+      if (column >= columns) continue;
+      finite &= all_finite(sums);
+      *reinterpret_cast<float4*>(out + row + line * of.out_stride[2] + column * of.out_stride[3]) =
+          make_float4(sums.x + biases[0], sums.y + biases[1], sums.z + biases[2], sums.w + biases[3]);
+    }
+    return finite;
+  }
+};
 
 // -- Kernel --
 
@@ -559,41 +656,51 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
   const int warp_k = warp_id / (Shape::WARPS_M * Shape::WARPS_N);
   const int warp_m = warp_id / Shape::WARPS_N % Shape::WARPS_M, warp_n = warp_id % Shape::WARPS_N;
 
-  const int number = quotient(blockIdx.x, params.by_splits), rank = blockIdx.x - number * plan.splits;
+  // First of all what takes long: where boxes are, and the barriers of what the first copies bring.
+  static_assert(kMaxStages <= kWarps, "a warp for each");
+  const uint32_t barriers = hopper::smem_address(smem);
+  if (lane_id == 0) {
+    if (plan.x_copies == Copies::kBox && warp_id == kWarps - 1) hopper::prefetch_map(params.x_map);
+    if (plan.w_copies == Copies::kBox && warp_id == kWarps - 2) hopper::prefetch_map(params.w_map);
+    if (warp_id < plan.stages) {
+      hopper::barrier_init(barriers + 8 * warp_id, plan.arrivals);
+      hopper::fence_async();
+    }
+  }
+  const bool bulk = plan.arrivals % kThreads != 0, words = plan.arrivals >= kThreads;
+  if (words) __syncthreads();  // the barriers
+
+  const int number = blockIdx.x >> plan.split_bits, rank = blockIdx.x - (number << plan.split_bits);
   const Tile tile = locate_tile(params, number);
   const int first_chunk = rank * plan.split_chunks;
   const int chunks = min(plan.split_chunks, plan.chunks - first_chunk);
-  const uint32_t ring = hopper::smem_address(smem + ring_start(plan));
+  const uint32_t ring = barriers + 4 * ring_start(plan);
   const int stage_bytes = 4 * (plan.x_words + plan.w_words);
   const uint32_t window = ring + plan.stages * stage_bytes;  // of planes
-
-  const uint32_t barriers = hopper::smem_address(smem);
-  if (threadIdx.x == 0) {
-    if (plan.x_copies == Copies::kBox) hopper::prefetch_map(params.x_map);
-    if (plan.w_copies == Copies::kBox) hopper::prefetch_map(params.w_map);
-    const int arrivals = (plan.x_bulk || plan.w_bulk ? 1 : 0) + (plan.x_bulk && plan.w_bulk ? 0 : kThreads);
-    for (int i = 0; i < plan.stages; ++i) hopper::barrier_init(barriers + 8 * i, arrivals);
-    hopper::fence_async();
-  }
-  __syncthreads();  // the barriers
-
   // All chunks are under way at once, if there is room, or one less than there are slots: that one is being read.
-  const int ahead = chunks <= plan.stages ? chunks : plan.stages - 1;
-  int load_slot = 0, slot = 0;
-  uint32_t parity = 0;
+  const bool all_at_once = chunks <= plan.stages;
+  const int ahead = all_at_once ? chunks : plan.stages - 1;
+
+  uint32_t turn = 0;           // of the ring, and the slot in it: slot * 2 + parity
   int pixels[Shape::N8] = {};  // the window's byte at which each of this lane's outputs starts
   float acc[Shape::M16][Shape::N8][4] = {};
 #pragma unroll 1
-  for (int i = -ahead; i < chunks; ++i) {
+  for (int i = -1; i < chunks; ++i) {
+    const int slot = static_cast<int>(turn >> 1);
     if (i >= 0) {
-      hopper::barrier_wait(barriers + 8 * slot, parity);
-      __syncthreads();  // the table, and nobody reads chunk i - 1 any more
+      hopper::barrier_wait(barriers + 8 * slot, turn & 1);
+      if (!all_at_once) __syncthreads();  // nobody reads chunk i - 1 any more
     }
-    if (i + ahead < chunks) {
-      // Warps take turns in ordering bulk copies: at the start they do it side by side.
-      load_chunk(params, tile, first_chunk + i + ahead, ring + load_slot * stage_bytes, barriers + 8 * load_slot,
-                 static_cast<int>(threadIdx.x) == 32 * ((i + ahead) % kWarps));
-      load_slot = load_slot + 1 == plan.stages ? 0 : load_slot + 1;
+    // The first chunks, and then one whenever a slot is free. Warps take turns in ordering bulk copies: of the first
+    // ones each orders what comes to the barrier that it has made.
+    const int end = i < 0 ? ahead : min(i + ahead + 1, chunks);
+    int load_slot = i < 0 ? 0 : (slot == 0 ? plan.stages : slot) - 1;
+#pragma unroll 1
+    for (int chunk = i < 0 ? 0 : i + ahead; chunk < end; ++chunk, ++load_slot) {
+      const int channel = (first_chunk + chunk) * plan.channels;
+      const uint32_t to = ring + load_slot * stage_bytes, barrier = barriers + 8 * load_slot;
+      if (bulk && static_cast<int>(threadIdx.x) == chunk % kWarps * 32) load_bulk(params, tile, channel, to, barrier);
+      if (words) load_words(params, tile, channel, to, barrier);
     }
     if (i == -1) {  // while the first chunks come
 #pragma unroll
@@ -604,46 +711,62 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
         pixels[n] = line < plan.tile_p ? 4 * word : 0;
       }
       make_table(params, tile, smem);
+      __syncthreads();  // the barriers, and the table
     }
     if (i < 0) continue;
+    const uint32_t stage = ring + slot * stage_bytes;
     if (plan.x_copies == Copies::kPlanes) {
-      float* const stage = smem + ring_start(plan);
-      place_planes(params, tile, stage + slot * (plan.x_words + plan.w_words),
-                   stage + plan.stages * (plan.x_words + plan.w_words));
+      float* const stages = smem + ring_start(plan);
+      __syncthreads();  // nobody reads the window any more
+      place_planes(plan, reinterpret_cast<const int*>(smem) + kTable + plan.depth,
+                   stages + slot * (plan.x_words + plan.w_words), stages + plan.stages * (plan.x_words + plan.w_words));
       __syncthreads();  // the window
     }
-    const uint32_t x_smem = ring + slot * stage_bytes;
     const uint32_t a_smem =
-        x_smem + 4 * (plan.x_words + (warp_m * Shape::M16 * 16 + lane_id / 4) * plan.w_pitch + lane_id % 4);
-    multiply_chunk<Shape, EXACT>(plan, warp_k, plan.x_copies == Copies::kPlanes ? window : x_smem, a_smem,
+        stage + 4 * (plan.x_words + (warp_m * Shape::M16 * 16 + lane_id / 4) * plan.w_pitch + lane_id % 4);
+    // Steps of all chunks are one sequence, which the groups of warps deal out.
+    const int first_step = (warp_k + i * (Shape::WARPS_K - plan.depth / 8 % Shape::WARPS_K)) % Shape::WARPS_K;
+    multiply_chunk<Shape, EXACT>(plan, first_step, plan.x_copies == Copies::kPlanes ? window : stage, a_smem,
                                  barriers + 4 * (kTable + lane_id % 4), pixels, acc);
-    if (++slot == plan.stages) {
-      slot = 0;
-      parity ^= 1;
-    }
+    turn = slot + 1 == plan.stages ? ~turn & 1 : turn + 2;
   }
 
   __syncthreads();  // nobody reads the ring any more
   float* const staging = smem + ring_start(plan);
-  constexpr int PITCH = Shape::TILE_N + kStagingPad, STAGING = Shape::TILE_M * PITCH;
+  const int slice_words = staging_words(plan.out_channels_last, Shape::TILE_M, Shape::TILE_N);
+  float* const slice = staging + warp_k * slice_words;
+  const int first_m = warp_m * Shape::M16 * 16 + lane_id / 4, first_n = warp_n * Shape::N8 * 8 + lane_id % 4 * 2;
+  if (plan.out_channels_last) {
+    constexpr int PITCH = channels_pitch(Shape::TILE_M);
 #pragma unroll
-  for (int m = 0; m < Shape::M16; ++m) {
+    for (int m = 0; m < Shape::M16; ++m) {
 #pragma unroll
-    for (int n = 0; n < Shape::N8; ++n) {
-      float* const to = staging + warp_k * STAGING + ((warp_m * Shape::M16 + m) * 16 + lane_id / 4) * PITCH +
-                        (warp_n * Shape::N8 + n) * 8 + lane_id % 4 * 2;
-      *reinterpret_cast<float2*>(to) = make_float2(acc[m][n][0], acc[m][n][1]);
-      *reinterpret_cast<float2*>(to + 8 * PITCH) = make_float2(acc[m][n][2], acc[m][n][3]);
+      for (int n = 0; n < Shape::N8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          slice[(first_n + 8 * n + j % 2) * PITCH + first_m + 16 * m + j / 2 * 8] = acc[m][n][j];
+      }
+    }
+  } else {
+    constexpr int PITCH = pixels_pitch(Shape::TILE_N);
+#pragma unroll
+    for (int m = 0; m < Shape::M16; ++m) {
+#pragma unroll
+      for (int n = 0; n < Shape::N8; ++n) {
+        float* const to = slice + (first_m + 16 * m) * PITCH + first_n + 8 * n;
+        *reinterpret_cast<float2*>(to) = make_float2(acc[m][n][0], acc[m][n][1]);
+        *reinterpret_cast<float2*>(to + 8 * PITCH) = make_float2(acc[m][n][2], acc[m][n][3]);
+      }
     }
   }
   if constexpr (Shape::WARPS_K > 1) {
     __syncthreads();  // sums of all groups of warps
 #pragma unroll 1
-    for (int i = 4 * threadIdx.x; i < STAGING; i += 4 * kThreads) {
+    for (int i = 4 * threadIdx.x; i < slice_words; i += 4 * kThreads) {
       float4 sum = *reinterpret_cast<const float4*>(staging + i);
 #pragma unroll
       for (int k = 1; k < Shape::WARPS_K; ++k) {
-        const float4 part = *reinterpret_cast<const float4*>(staging + k * STAGING + i);
+        const float4 part = *reinterpret_cast<const float4*>(staging + k * slice_words + i);
         sum.x += part.x;
         sum.y += part.y;
         sum.z += part.z;
@@ -656,7 +779,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
     __syncthreads();  // staging
   else
     hopper::cluster_sync();  // staging of all blocks
-  store_rows(params, tile, staging, rank * plan.split_rows);
+  const Store store(params, tile, staging, rank * plan.split_rows);
+  bool finite = plan.out_vector == 4;
+  if (finite) finite = plan.out_channels_last ? store.by_four_channels() : store.by_four_pixels();
+  if (__syncthreads_or(!finite)) store.by_one();
   if (plan.splits > 1) hopper::cluster_leave();  // others may still be reading this block's
 #endif
 }
@@ -670,6 +796,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
 struct Device {
   int sms, smem_bytes;
   bool hopper;  // clusters and bulk copies
+  int clusters
+      [4];  // of 1, 2, 4 and 8 blocks, each on an SM of its own, that run at once; 0: as many as there are SMs for
 };
 
 // Addresses of the tensors; zeros, before they are known, stand for aligned ones.
@@ -677,11 +805,11 @@ struct Alignment {
   uint64_t in, w, out;
 };
 
-using Shape0 = Shape<4, 1, 2, 2, 4, 2>;
-using Shape1 = Shape<1, 2, 4, 2, 4, 2>;
-using Shape2 = Shape<1, 2, 4, 1, 8, 2>;
-using Shape3 = Shape<1, 2, 4, 2, 8, 1>;
-using Shape4 = Shape<1, 1, 8, 1, 4, 2>;
+using Shape0 = Shape<4, 1, 2, 2, 4>;
+using Shape1 = Shape<1, 2, 4, 2, 4>;
+using Shape2 = Shape<1, 2, 4, 1, 8>;
+using Shape3 = Shape<1, 2, 4, 2, 8>;
+using Shape4 = Shape<1, 1, 8, 1, 4>;
 
 struct ShapeSizes {
   int tile_m, tile_n, warps_k, m16, n8;
@@ -721,15 +849,14 @@ struct Constants {
   double call, block, chunk, cluster, cluster_block, large_cluster_block, store_rate, placed_term;
   ShapeCycles shapes[5];
 };
-// Of three products, from 920 times: 23 layers of a ResNet-50 with 1 and 4 images, stems and last layers, in all shapes
-// and splits, H200, 2026-11-22. The plan that it chooses is on average 4% slower than the best one of them, 80% in the
+// Of three products, from 890 times: 23 layers of a ResNet-50 with 1 and 4 images, stems and last layers, in all shapes
+// and splits, H200, 2026-11-22. The plan that it chooses is on average 2% slower than the best one of them, 30% in the
 // worst case.
 constexpr Constants kThreeProducts{
-    9400, 1700, 910, 2200, 530, 1140, 24, 20, {{1.08, 46}, {1.38, 46}, {1.77, 19}, {1.81, 175}, {1.67, 25}}};
-// Of one product, from 385 times of the same kind: these layers with one image but for 1x1 at a stride, which are fp32,
-// and the stem with 1, 32 and 256: 2.5%, and 23% in the worst case (by the constants of three products 5%).
+    7470, 2120, 1540, 2110, 690, 960, 69, 15, {{1.07, 1}, {1.38, 32}, {1.55, 1}, {1.81, 128}, {1.32, 1}}};
+// Of one product, from as many times of the same problems: 2%, and 15% in the worst case.
 constexpr Constants kOneProduct{
-    9900, 1720, 490, 1530, 1110, 2980, 22, 28, {{0.88, 45}, {1.5, 46}, {3.25, 19}, {1.4, 231}, {3.45, 25}}};
+    11050, 970, 546, 827, 1100, 1880, 22, 12, {{1.3, 88}, {1.55, 68}, {1.83, 120}, {1.78, 114}, {2.32, 41}}};
 
 // How many words a bank has to give in the first load of x by a warp: of four terms of eight pixels.
 inline int bank_conflicts(const Correlation& of, const Plan& plan) {
@@ -777,6 +904,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   plan.chunks = static_cast<int>(ceil_div(of.in_channels, plan.channels));
   plan.split_chunks = static_cast<int>(ceil_div(plan.chunks, splits));
   plan.splits = splits;
+  while (1 << plan.split_bits < splits) ++plan.split_bits;
   plan.split_rows = plan.tile_m / splits;
   if (splits > 1 && (!device.hopper || ceil_div(plan.chunks, plan.split_chunks) != splits)) return false;
   const int terms = plan.channels * plan.taps;
@@ -825,6 +953,15 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   plan.rows = static_cast<int>(rows);
   plan.columns = static_cast<int>(columns);
   const bool padded = terms != plan.depth;
+  // Few channels that are neighbours in memory: a row of the window with all of them, in fours.
+  const auto lead_of = [&](int words) { return ((-of.pad_w * words) % 4 + 4) % 4; };
+  const int64_t line_words = round_up(static_cast<int>(columns) * of.in_channels + lead_of(of.in_channels), 4);
+  const bool lines = device.hopper && !run && aligned_in && of.in_channels > 1 && of.in_channels < 4 &&
+                     of.groups == 1 && plan.channels == of.in_channels && of.in_stride[1] == 1 &&
+                     of.in_stride[3] == of.in_channels && of.W > 1 &&
+                     (plan.tiles_q == 1 || tile_q * of.stride_w * of.in_channels % 4 == 0) &&
+                     moves(of.in_stride[0], of.N) && moves(of.in_stride[2], of.H) && fours(of.in_stride[2], of.H) &&
+                     rows <= 256 && line_words <= 256 && plan.in_row_step == 1 && plan.in_column_step == 1;
   if (run) {
     plan.x_copies = Copies::kRun;
     plan.x_bulk = device.hopper && of.in_channels % plan.channels == 0;
@@ -832,6 +969,20 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
     plan.row_words = of.W;
     plan.channel_words = static_cast<int>(plane);
     plan.x_words = (plan.channels + padded) * plan.channel_words;
+    plan.x_bulk_words = plan.channels * plan.channel_words;
+    plan.zeros = plan.x_bulk_words;
+  } else if (lines) {
+    // Rows of pixels with their channels, a run of memory each.
+    plan.x_copies = Copies::kBox;
+    plan.x_bulk = plan.lines = true;
+    plan.pixel_words = of.in_channels;
+    plan.channel_words = 1;
+    plan.lead = lead_of(of.in_channels);
+    plan.row_words = line_words;
+    plan.row_entries = plan.columns;
+    plan.entries = plan.rows * plan.row_entries;
+    plan.x_bulk_words = plan.zeros = plan.rows * plan.row_words;
+    plan.x_words = (1 + padded) * plan.x_bulk_words;
   } else if (channels_last) {
     const bool pieces_of_fours =
         aligned_in && of.in_channels % 4 == 0 && fours(of.in_stride[2], of.H) && fours(of.in_stride[3], of.W);
@@ -848,6 +999,8 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
     plan.entries = plan.rows * plan.row_entries;
     plan.x_pieces = plan.channels / (pieces_of_fours ? 4 : 1);
     plan.x_words = plan.entries * plan.pixel_words;
+    plan.x_bulk_words = plan.x_words;
+    plan.zeros = plan.channels;
   } else {
     plan.pixel_words = 1;
     int width = 1;
@@ -855,7 +1008,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
       // Four columns are inside the image or outside.
       plan.x_copies = Copies::kFours;
       width = 4;
-      plan.lead = ((-of.pad_w) % 4 + 4) % 4;
+      plan.lead = lead_of(1);
       plan.columns = round_up(plan.columns + plan.lead, 4);
       if (x_boxes && rows <= 256 && plan.columns <= 256 && (plan.in_row_step == 1 || of.pad_h == 0)) {
         plan.x_copies = Copies::kBox;
@@ -879,14 +1032,19 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
       plan.channel_words = round_up(plan.channel_words, 4);
     }
     plan.x_words = (plan.channels + padded) * plan.channel_words;
+    plan.x_bulk_words = plan.zeros = plan.channels * plan.channel_words;
     if (plan.x_copies == Copies::kWords && planes && plan.in_row_step == 1 && plan.in_column_step == 1) {
       plan.x_copies = Copies::kPlanes;
       plan.x_bulk = device.hopper && of.in_channels % plan.channels == 0;
       plan.window_words = round_up(plan.x_words, 32);
-      plan.x_words = plan.channels * static_cast<int>(plane);
+      plan.x_words = plan.x_bulk_words = plan.channels * static_cast<int>(plane);
     }
   }
   plan.x_words = round_up(plan.x_words, 32);
+  plan.box_row_step = plan.in_row_step == 1 ? of.stride_h : 1;
+  plan.box_column_step = (plan.in_column_step == 1 ? of.stride_w : 1) * (plan.lines ? of.in_channels : 1);
+  plan.first_row = plan.in_row_step == 1 ? -of.pad_h : 0;
+  plan.first_column = (plan.in_column_step == 1 ? -of.pad_w : 0) * (plan.lines ? of.in_channels : 1) - plan.lead;
 
   // w: rows as they are in memory.
   plan.taps_first = of.w_stride_in == 1 && plan.taps > 1 && of.in_channels > 1;
@@ -922,6 +1080,8 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   plan.w_row_step = kThreads / plan.w_pieces;
   plan.w_piece_step = kThreads % plan.w_pieces;
 
+  plan.arrivals = (plan.x_bulk || plan.w_bulk ? 1 : 0) + (plan.x_bulk && plan.w_bulk ? 0 : kThreads);
+
   const auto reach = [&](const int64_t (&stride)[4], int channels, int height, int width) {
     return channels * std::abs(stride[1]) + height * std::abs(stride[2]) + width * std::abs(stride[3]);
   };
@@ -932,23 +1092,30 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
 
   // y.
   plan.lines_are_run = tile_q == of.Q && (of.P == 1 || of.out_stride[2] == of.Q) && of.out_stride[3] == 1;
-  const bool aligned_out = address.out % 16 == 0 && fours(of.out_stride[0], of.N) &&
-                           fours(of.out_stride[1], static_cast<int64_t>(of.out_channels) * of.groups) &&
-                           of.out_stride[3] == 1;
-  const bool by_lines = tile_q % 4 == 0 && of.Q % 4 == 0 && fours(of.out_stride[2], of.P);
+  const auto four_of = [&](int axis, int64_t size) { return fours(of.out_stride[axis], size); };
+  const bool aligned_out = address.out % 16 == 0 && four_of(0, of.N);
+  const int64_t all_channels = static_cast<int64_t>(of.out_channels) * of.groups;
+  const bool by_lines = tile_q % 4 == 0 && of.Q % 4 == 0 && four_of(2, of.P);
   const bool by_runs = plan.lines_are_run && tile_p * of.Q % 4 == 0 &&
                        (plan.tiles_p == 1 ? of.P * of.Q % 4 == 0 : of.P % tile_p * of.Q % 4 == 0);
-  plan.out_vector = aligned_out && (by_lines || by_runs) ? 4 : 1;
-  while (1 << plan.row_bits < plan.split_rows) ++plan.row_bits;
-  while (plan.out_vector << plan.piece_bits < plan.tile_n) ++plan.piece_bits;
+  plan.out_channels_last = of.out_stride[1] == 1 && of.out_stride[3] != 1;
+  const bool out_fours =
+      plan.out_channels_last
+          ? of.out_channels % 4 == 0 && plan.split_rows % 4 == 0 && four_of(2, of.P) && four_of(3, of.Q)
+          : of.out_stride[3] == 1 && four_of(1, all_channels) && (by_lines || by_runs);
+  plan.out_vector = aligned_out && out_fours ? 4 : 1;
+  const int fast = plan.out_channels_last ? plan.split_rows : plan.tile_n;
+  while (plan.out_vector << plan.piece_bits < fast) ++plan.piece_bits;
 
+  const int known = device.clusters[splits < 2 ? 0 : splits < 4 ? 1 : splits < 8 ? 2 : 3];
+  const int at_once = known > 0 ? known : std::max(1, device.sms / splits);
   bool fits = false;
   for (int stages = std::min(kMaxStages, plan.split_chunks); stages >= 1 && !fits; --stages) {
     if (stages == 1 && plan.split_chunks > 1) break;
     plan.stages = stages;
     plan.smem_bytes = 4 * shared_words(plan);
-    // Deep rings only where few blocks share the SM.
-    const bool crowded = plan.tiles * splits > 2 * device.sms && stages > 3;
+    // Deep rings only where few blocks share the SM, and if all of them run at once.
+    const bool crowded = stages > 3 && (plan.tiles * splits > 2 * device.sms || (splits > 1 && plan.tiles > at_once));
     fits = plan.smem_bytes <= (crowded ? device.smem_bytes / kBlocks - 1024 : device.smem_bytes);
   }
   if (!fits) return false;
@@ -971,7 +1138,9 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
       4.0 * plan.tile_m * plan.tile_n / splits / constants.store_rate * (plan.out_vector == 4 ? 1 : 2.5);
   const double cluster = splits == 1 ? 0 : splits < 8 ? constants.cluster_block : constants.large_cluster_block;
   const int resident = std::max(1, std::min(kBlocks, device.smem_bytes / (plan.smem_bytes + 1024)));
-  const double blocks = std::ceil(static_cast<double>(plan.tiles) * splits / device.sms);
+  // Of an SM. Where clusters do not all find SMs of their own, some SMs have two blocks at once.
+  const double share = static_cast<double>(plan.tiles) / at_once;
+  const double blocks = splits > 1 && resident > 1 ? std::max(1.0, share) : std::ceil(share);
   plan.cycles = constants.call + (splits > 1 ? constants.cluster : 0) +
                 blocks * (constants.block + multiply + kConflictCycles * conflicts + load + store + cluster) +
                 std::ceil(blocks / resident) * (steps + chunks * constants.chunk);
@@ -1018,6 +1187,30 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   return nullptr;
 }
 
+#if defined(__CUDACC__)
+
+inline cudaLaunchAttribute cluster_of(int blocks) {
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = blocks;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  return cluster;
+}
+
+inline cudaLaunchConfig_t config_of(unsigned blocks, int smem_bytes, cudaStream_t stream,
+                                    cudaLaunchAttribute& cluster) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return config;
+}
+
+#endif
+
 // Compute capability, times 10.
 inline int current_device(Device& device) {
   int number = 0, major = 0, minor = 0;
@@ -1028,6 +1221,25 @@ inline int current_device(Device& device) {
   cudaDeviceGetAttribute(&device.smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, number);
   device.hopper = major == 9;
   return 10 * major + minor;
+}
+
+// SMs belong to groups of different sizes, in which clusters have to find room (H200: 132 SMs, but of clusters of 4
+// blocks, each with an SM of its own, fewer than 33).
+inline void find_clusters(Device& device) {
+#if defined(__CUDACC__)
+  if (!device.hopper) return;
+  const auto kernel = mma_kernel<Shape0, false>;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.smem_bytes) != cudaSuccess)
+    return;
+  for (int bits = 1; bits < 4; ++bits) {
+    cudaLaunchAttribute cluster = cluster_of(1 << bits);
+    const cudaLaunchConfig_t config = config_of(device.sms << bits, device.smem_bytes, nullptr, cluster);
+    int found = 0;
+    if (cudaOccupancyMaxActiveClusters(&found, kernel, &config) == cudaSuccess) device.clusters[bits] = found;
+  }
+#else
+  static_cast<void>(device);
+#endif
 }
 
 struct Planned {
@@ -1045,6 +1257,7 @@ inline const Planned& plan_of(const Problem& problem, Operator op, const Alignme
   key[34] = device.sms;
   return memo.get(key, [&] {
     Planned planned{};
+    find_clusters(device);
     planned.of = correlation_of_problem(problem, op);
     flatten_points(planned.of);
     planned.found = make_plan(planned.of, uses_tf32(problem, op), device, address, planned.plan);
@@ -1079,7 +1292,6 @@ inline int64_t workspace_bytes(const Problem&, Operator) { return 0; }
 
 inline void set_divisors(Params& params) {
   const Plan& plan = params.plan;
-  params.by_splits = make_divisor(plan.splits);
   params.by_tiles_m = make_divisor(plan.tiles_m);
   params.by_tiles_q = make_divisor(plan.tiles_q);
   params.by_tiles_p = make_divisor(plan.tiles_p);
@@ -1091,7 +1303,6 @@ inline void set_divisors(Params& params) {
   params.by_row_entries = make_divisor(std::max(1, plan.row_entries));
   params.by_x_pieces = make_divisor(std::max(1, plan.x_pieces));
   params.by_w_pieces = make_divisor(plan.w_pieces);
-  params.by_plane = make_divisor(std::max(1, plan.plane));
   params.by_width = make_divisor(params.of.W);
 }
 
@@ -1106,17 +1317,8 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(plan.tiles * plan.splits);
 #if defined(__CUDACC__)
   if (plan.splits > 1) {
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = plan.splits;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = blocks;
-    config.blockDim = kThreads;
-    config.dynamicSmemBytes = plan.smem_bytes;
-    config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
+    cudaLaunchAttribute cluster = cluster_of(plan.splits);
+    const cudaLaunchConfig_t config = config_of(blocks, plan.smem_bytes, stream, cluster);
     return cudaLaunchKernelEx(&config, kernel, params);
   }
 #endif
@@ -1140,7 +1342,10 @@ inline cudaError_t make_maps(Params& params) {
     const uint64_t row = bytes(of.in_stride[2] * plan.in_row_step, height), image = bytes(of.in_stride[0], of.N);
     const uint32_t columns = plan.columns, rows = plan.rows;
     cudaError_t error;
-    if (plan.pixel_words == 1)
+    if (plan.lines)
+      error = make(params.in_ptr, {width * channels, height, images, 1}, {row, image, 16},
+                   {static_cast<uint32_t>(plan.row_words), rows, 1, 1}, params.x_map);
+    else if (plan.pixel_words == 1)
       error = make(params.in_ptr, {width, height, channels, images}, {row, bytes(of.in_stride[1], channels), image},
                    {columns, rows, static_cast<uint32_t>(plan.channels), 1}, params.x_map);
     else
