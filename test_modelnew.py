@@ -2715,14 +2715,23 @@ const char* wgmma_fault(int op, const int64_t* fields, int configuration, uint64
 )
 
 
+def compile_plans(engine: str, entry_points: str, mutations: dict[str, tuple[str, str]], folder: Path) -> ctypes.CDLL:
+    """The host part of an engine, which `entry_points` include, as a library; see with_mutations."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cuda_runtime_api.h").write_text(WGMMA_STAND_INS)
+    source = (KERNELS / f"{engine}.cu").read_text()
+    for name, (old, _) in mutations.items():
+        assert source.count(old) == 1, name
+    (folder / f"{engine}.cu").write_text(with_mutations(source, mutations))
+    flags = ("-O2", "-fno-gnu-unique", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
+    return compile_shared(entry_points, folder, *flags)
+
+
 class WgmmaPlans:
     """The host part of the wgmma engine, for a GPU of 132 SMs that is not there."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "cuda_runtime_api.h").write_text(WGMMA_STAND_INS)
-        flags = ("-O2", "-fno-gnu-unique", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
-        self.library = compile_shared(WGMMA_ENTRY_POINTS, folder, *flags)
+        self.library = compile_plans("wgmma", WGMMA_ENTRY_POINTS, {}, folder)
         for name in ("wgmma_refusal", "wgmma_yields", "wgmma_describe", "wgmma_fault"):
             getattr(self.library, name).restype = ctypes.c_char_p
         self.library.wgmma_cycles.restype = ctypes.c_double
@@ -3393,6 +3402,10 @@ GATHER_ENTRY_POINTS = (
 #include <type_traits>
 #include <vector>
 
+extern "C" {
+int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
+}
+
 #include "gather.cu"
 """
     + PROBLEM_FROM_FIELDS
@@ -3711,6 +3724,7 @@ static std::string fault_of_phases(const Correlation& of, const Correlation& own
 }
 
 static void note(const Correlation& of, const Plan& plan) {
+  if (simt_mutation != 0) return;  // kinds are those of the engine as it is
   const char* const loads[] = {"single", "pixels", "channels"};
   const std::string kind = plan.points ? "points" : "windows";
   seen.insert(kind + ", x by " + loads[static_cast<int>(plan.loads)]);
@@ -3856,17 +3870,106 @@ def any_strides(shape: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
     return tuple(strides)
 
 
+# Each puts something out of place, by one as a rule.
+GATHER_PLAN_MUTATIONS = {
+    "a row too few between images": (
+        "plan.gap = static_cast<int>(gap);",
+        "plan.gap = static_cast<int>(gap) - MUTATED;",
+    ),
+    "rows too short": (
+        "plan.pitch = static_cast<int>(pitch);",
+        "plan.pitch = static_cast<int>(pitch) - MUTATED;",
+    ),
+    "quarters that overlap": (
+        "m % 4 * (tile_pixels(plan) / 4 + 2)",
+        "m % 4 * (tile_pixels(plan) / 4 + (MUTATED ? -1 : 2))",
+    ),
+    "y as if it were aligned": (
+        "plan.vector = aligned_out && fours",
+        "plan.vector = (MUTATED || aligned_out) && fours",
+    ),
+    "x as if it were aligned": (
+        "dense_points && address.in % (4 * in_bytes) == 0",
+        "dense_points && (MUTATED || address.in % (4 * in_bytes) == 0)",
+    ),
+    "a workspace without room for weights": (
+        "layout.packed + aligned(packed_bytes);",
+        "layout.packed + (MUTATED ? 0 : aligned(packed_bytes));",
+    ),
+    "packed tiles that start a line too early": (
+        "const int most_skipped = plan.packed ? of.Q",
+        "const int most_skipped = plan.packed ? of.Q / (MUTATED ? 2 : 1)",
+    ),
+    "parts of channels that overlap": (
+        "tile.first_block = split * plan.split_blocks;",
+        "tile.first_block = split * (plan.split_blocks - MUTATED);",
+    ),
+    "a list that is too short": (
+        "aligned(kMostListed * static_cast",
+        "aligned(kMostListed / (MUTATED ? 2 : 1) * static_cast",
+    ),
+    "a copy whose channels are not filled up": left_out("result.in_channels = (of.in_channels + 7) / 8 * 8;"),
+    "a workspace without room for the copy": (
+        "contained ? contained_bytes(of) : 0),",
+        "contained && !MUTATED ? contained_bytes(of) : 0),",
+    ),
+    "points that skip what their copy has not": left_out("result.stride_h = result.stride_w = 1;"),
+    "lines of the copy too short": ("result.W * channels;", "(result.W - MUTATED) * channels;"),
+    "parts of what is done again": ("address, kAgainShape, 1, 0", "address, kAgainShape, MUTATED ? 0 : 1, 0"),
+    "phases whose first tap is the next one": (
+        "first[phase] = (r - pad - phase) / 2 + start;",
+        "first[phase] = (r - pad - phase) / 2 + start + MUTATED;",
+    ),
+    "windows of phases that start too late": (
+        "const int start = (pad + 1) / 2,",
+        "const int start = (pad + !MUTATED) / 2,",
+    ),
+    "a copy in phases without its last row": (
+        "result.H = of.P + result.R - 1;",
+        "result.H = of.P + result.R - 1 - MUTATED;",
+    ),
+    "phases that share stages": (
+        "* phases.s[(phase - 1) % 2];",
+        "* phases.s[(phase - !MUTATED) % 2];",
+    ),
+    "phases of channels that are no blocks": (
+        "const int blocks = (of.in_channels + block_channels - 1) / block_channels;",
+        "const int blocks = MUTATED ? std::max(1, of.in_channels / block_channels)"
+        " : (of.in_channels + block_channels - 1) / block_channels;",
+    ),
+    "boxes of more slots than there may be": (
+        "ceil_div(plan.slots, 256)",
+        "ceil_div(plan.slots, MUTATED ? 512 : 256)",
+    ),
+    "boxes that start in the middle of eight slots": (
+        "ceil_div(ceil_div(plan.slots, plan.x_boxes), 8)) * 8",
+        "ceil_div(ceil_div(plan.slots, plan.x_boxes), MUTATED ? 1 : 8)) * (MUTATED ? 1 : 8)",
+    ),
+    "phases of x that start a pair too late": (
+        "result.pad_h = (of.pad_h + 1) / 2;",
+        "result.pad_h = (of.pad_h + !MUTATED) / 2;",
+    ),
+    "phases of x without its last column": ("result.W = (of.W + 1) / 2;", "result.W = (of.W + !MUTATED) / 2;"),
+    "boxes of more columns than there may be": (
+        "plan.pitch * plan.box_step <= 256",
+        "plan.pitch * (MUTATED ? 1 : plan.box_step) <= 256",
+    ),
+    "boxes of neighbouring columns at a stride": (
+        "from_phases ? 2 : plan.in_column_step;",
+        "from_phases ? 2 : MUTATED ? 1 : plan.in_column_step;",
+    ),
+    "slots as in memory of whole lines": (
+        "phases_of(of.phases) > 1 && plan.packed)",
+        "phases_of(of.phases) > 1 && (MUTATED || plan.packed))",
+    ),
+}
+
+
 class GatherPlans:
     """The host part of the gather engine, for a GPU of 132 SMs that is not there."""
 
-    def __init__(self, folder: Path, replaced: str = "", by: str = "") -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "cuda_runtime_api.h").write_text(WGMMA_STAND_INS)
-        source = (KERNELS / "gather.cu").read_text()
-        assert source.count(replaced) == 1 or not replaced, replaced
-        (folder / "gather.cu").write_text(source.replace(replaced, by))
-        flags = ("-O2", "-fno-gnu-unique", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
-        self.library = compile_shared(GATHER_ENTRY_POINTS, folder, *flags)
+    def __init__(self, folder: Path) -> None:
+        self.library = compile_plans("gather", GATHER_ENTRY_POINTS, GATHER_PLAN_MUTATIONS, folder)
         for name in ("gather_refusal", "gather_describe", "gather_fault", "gather_seen"):
             getattr(self.library, name).restype = ctypes.c_char_p
         self.library.gather_cycles.restype = ctypes.c_double
@@ -3988,59 +4091,12 @@ def test_gather_plans_are_sound(gather_plans):
     assert set(gather_plans.library.gather_seen().decode().splitlines()) >= GATHER_KINDS
 
 
-# Each puts something out of place, by one as a rule.
-GATHER_PLAN_MUTATIONS = {
-    "a row too few between images": ("plan.gap = static_cast<int>(gap);", "plan.gap = static_cast<int>(gap) - 1;"),
-    "rows too short": ("plan.pitch = static_cast<int>(pitch);", "plan.pitch = static_cast<int>(pitch) - 1;"),
-    "quarters that overlap": ("m % 4 * (tile_pixels(plan) / 4 + 2)", "m % 4 * (tile_pixels(plan) / 4 - 1)"),
-    "y as if it were aligned": ("plan.vector = aligned_out && fours", "plan.vector = fours"),
-    "x as if it were aligned": ("dense_points && address.in % (4 * in_bytes) == 0", "dense_points"),
-    "a workspace without room for weights": ("layout.packed + aligned(packed_bytes);", "layout.packed;"),
-    "packed tiles that start a line too early": (
-        "const int most_skipped = plan.packed ? of.Q",
-        "const int most_skipped = plan.packed ? of.Q / 2",
-    ),
-    "parts of channels that overlap": (
-        "tile.first_block = split * plan.split_blocks;",
-        "tile.first_block = split * (plan.split_blocks - 1);",
-    ),
-    "a list that is too short": ("aligned(kMostListed * static_cast", "aligned(kMostListed / 2 * static_cast"),
-    "a copy whose channels are not filled up": (
-        "result.in_channels = (of.in_channels + 7) / 8 * 8;",
-        "result.in_channels = of.in_channels;",
-    ),
-    "a workspace without room for the copy": ("contained ? contained_bytes(of) : 0),", "int64_t{0}),"),
-    "points that skip what their copy has not": ("result.stride_h = result.stride_w = 1;", ""),
-    "lines of the copy too short": ("result.W * channels;", "(result.W - 1) * channels;"),
-    "parts of what is done again": ("address, kAgainShape, 1, 0", "address, kAgainShape, 0, 0"),
-    "phases whose first tap is the next one": (
-        "first[phase] = (r - pad - phase) / 2 + start;",
-        "first[phase] = (r - pad - phase) / 2 + start + 1;",
-    ),
-    "windows of phases that start too late": ("const int start = (pad + 1) / 2,", "const int start = pad / 2,"),
-    "a copy in phases without its last row": ("result.H = of.P + result.R - 1;", "result.H = of.P + result.R - 2;"),
-    "phases that share stages": ("* phases.s[(phase - 1) % 2];", "* phases.s[phase % 2];"),
-    "phases of channels that are no blocks": (
-        "const int blocks = (of.in_channels + block_channels - 1) / block_channels;",
-        "const int blocks = std::max(1, of.in_channels / block_channels);",
-    ),
-    "boxes of more slots than there may be": ("ceil_div(plan.slots, 256)", "ceil_div(plan.slots, 512)"),
-    "boxes that start in the middle of eight slots": (
-        "ceil_div(ceil_div(plan.slots, plan.x_boxes), 8)) * 8",
-        "ceil_div(plan.slots, plan.x_boxes))",
-    ),
-    "phases of x that start a pair too late": ("result.pad_h = (of.pad_h + 1) / 2;", "result.pad_h = of.pad_h / 2;"),
-    "phases of x without its last column": ("result.W = (of.W + 1) / 2;", "result.W = of.W / 2;"),
-    "boxes of more columns than there may be": ("plan.pitch * plan.box_step <= 256", "plan.pitch <= 256"),
-    "boxes of neighbouring columns at a stride": ("from_phases ? 2 : plan.in_column_step;", "from_phases ? 2 : 1;"),
-    "slots as in memory of whole lines": ("phases_of(of.phases) > 1 && plan.packed)", "phases_of(of.phases) > 1)"),
-}
-
-
 @pytest.mark.parametrize("mutation", GATHER_PLAN_MUTATIONS)
-def test_gather_plan_checks_see_what_is_wrong(mutation, tmp_path):
-    mutant = GatherPlans(tmp_path, *GATHER_PLAN_MUTATIONS[mutation])
-    assert any(mutant.fault(operator, case, dtype, seed) for seed, (case, operator, dtype) in cases_of_plans())
+def test_gather_plan_checks_see_what_is_wrong(gather_plans, mutation):
+    with mutated(gather_plans.library, GATHER_PLAN_MUTATIONS, mutation):
+        assert any(
+            gather_plans.fault(operator, case, dtype, seed) for seed, (case, operator, dtype) in cases_of_plans()
+        )
 
 
 def test_gather_divides_without_a_division(gather_plans):
@@ -5185,6 +5241,7 @@ static std::string fault_of_writes(const Params& params, const Tile& tile, int64
 }
 
 static void note(const Plan& plan) {
+  if (simt_mutation != 0) return;  // kinds are those of the engine as it is
   const std::string names[] = {"words", "fours", "runs", "boxes", "planes"};
   const std::string kind = plan.pixel_words == 1 ? "planes of " : "pixels of ";
   const std::string order = plan.taps_first ? "taps of " : "";
@@ -5333,12 +5390,7 @@ class MmaPlans:
     engine, entry_points, mutations = "mma", MMA_ENTRY_POINTS, MMA_PLAN_MUTATIONS
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "cuda_runtime_api.h").write_text(WGMMA_STAND_INS)
-        source = (KERNELS / f"{self.engine}.cu").read_text()
-        (folder / f"{self.engine}.cu").write_text(with_mutations(source, self.mutations))
-        flags = ("-O2", "-fno-gnu-unique", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
-        self.library = compile_shared(self.entry_points, folder, *flags)
+        self.library = compile_plans(self.engine, self.entry_points, self.mutations, folder)
         for name in ("refusal", "describe", "fault", "seen"):
             self.entry(name).restype = ctypes.c_char_p
         self.entry("cycles").restype = ctypes.c_double
@@ -5877,6 +5929,7 @@ static std::string fault_of_places(const Problem& problem, const Params& params,
 }
 
 static void note(const Plan& plan) {
+  if (simt_mutation != 0) return;  // kinds are those of the engine as it is
   const char* const loads[] = {"fours", "fours of weights", "fours of channels", "single values"};
   seen.insert(std::string("by ") + loads[static_cast<int>(plan.loads)]);
   seen.insert("y by " + std::to_string(plan.out_vector));
