@@ -6510,9 +6510,9 @@ def test_gather_is_in_the_machine_code(nvcc_runs, arch):
     contained = {name for name in kernels if "FormatIfNS_4HalfE" in name}
     source_of = {name: re.search(r"SourceE(\d)E", name)[1] for name in kernels}
     # In fp32 shapes of a tile by sources; two of 16 bits, what does all of contained ones again, of any source, and
-    # three of blocks with one multiplying warpgroup.
-    assert len(kernels) == 4 + 3 + 3 + 2 + 5 + 2 * 2 + 3 + 1 + 3 * 2
-    of_sources = "0" * 3 + "1" * (4 + 3) + "2" * 3 + "3" * (4 + 3 + 3) + "4" * 3 + "5" * 5
+    # three of blocks with one multiplying warpgroup, of which two come by boxes as well.
+    assert len(kernels) == 4 + 3 + 3 + 2 + 5 + 2 * 2 + 3 + 1 + 3 + 2
+    of_sources = "0" * 3 + "1" * (4 + 3) + "2" * 3 + "3" * (4 + 3 + 2) + "4" * 3 + "5" * 5
     assert sorted(source_of.values()) == sorted(of_sources)
     assert [source_of[name] for name in contained] == ["3"] * 3
     for name, instructions in kernels.items():
