@@ -5233,7 +5233,8 @@ static std::string fault_of_window(const Params& params, const Tile& tile, int64
     return "";
   }
   if (plan.lines) {
-    if (of.groups != 1 || of.in_stride[1] != 1 || of.in_stride[3] != of.in_channels || plan.chunks != 1) return "no line";
+    if (of.groups != 1 || of.in_stride[1] != 1 || of.in_stride[3] != of.in_channels || plan.chunks != 1)
+      return "no line";
     if (((tile.q * of.stride_w - of.pad_w) * of.in_channels - plan.lead) % 4)
       return "a line that starts astray";
     if (plan.row_words % 4 || plan.row_words > 256 || plan.rows > 256) return "the size of a box";
@@ -5346,6 +5347,17 @@ const char* mma_seen() {
   all.clear();
   for (const std::string& kind : seen) all += kind + "\n";
   return all.c_str();
+}
+// How many clusters find no room at first, on a GPU of 132 SMs that has room for so many of 2, 4 and 8 blocks.
+int mma_waiting(int op, const int64_t* fields, int of_2, int of_4, int of_8) {
+  const Problem problem = make_problem(fields);
+  Correlation of = correlation_of_problem(problem, static_cast<Operator>(op));
+  flatten_points(of);
+  const Device device{132, 232448, true, {0, of_2, of_4, of_8}};
+  Plan plan{};
+  if (!make_plan(of, problem.tf32_allowed, device, Alignment{}, plan) || plan.splits == 1) return -1;
+  const int room = device.clusters[plan.split_bits] * (plan.smem_bytes <= device.smem_bytes / 2 - 1024 ? 2 : 1);
+  return std::max(0, static_cast<int>(plan.tiles) - room);
 }
 int mma_shape(int op, const int64_t* fields) {
   return plan_of(make_problem(fields), static_cast<Operator>(op), Alignment{}).plan.shape;
@@ -5609,6 +5621,17 @@ def test_mma_estimates_grow_with_the_work(mma_plans):
             assert refused or twice >= LEAST_MMA_GROWTH * once, f"{operator} of {double}: {twice} after {once}"
 
 
+def test_mma_clusters_find_room_at_once(mma_plans):
+    """Where there are few tiles, on a GPU with room for as many clusters as an H200 has, or for fewer."""
+    for case in (
+        Case(1, 256, 28, 28, 256, 3, 3, stride=(2, 2), padding=(1, 1)),
+        Case(1, 512, 14, 14, 512, 3, 3, stride=(2, 2), padding=(1, 1)),
+        Case(1, 512, 7, 7, 512, 3, 3, padding=(1, 1)),
+    ):
+        for tf32, room in itertools.product((True, False), ((66, 30, 15), (60, 28, 12))):
+            assert mma_plans("waiting", "fprop", case, *room, tf32=tf32) == 0, (case, tf32, room)
+
+
 def test_mma_describes_its_configuration(mma_plans):
     """Whole and in the 320 bytes that the binding has for it."""
     for case, operator in random_mma_cases(300, seed=4):
@@ -5743,7 +5766,7 @@ MMA_MUTATIONS = {
     ),
     "reads a chunk before it is there": left_out("hopper::barrier_wait(barriers + 8 * slot"),
     "overwrites a chunk in use": left_out("__syncthreads();  // nobody reads chunk i - 1"),
-    "Inf is not computed again": ("if (__syncthreads_or(!finite)) store", "if (__syncthreads_or(!MUTATED && !finite)) store"),
+    "Inf is not computed again": ("if (__syncthreads_or(!finite))", "if (__syncthreads_or(!MUTATED && !finite))"),
     "a product dropped": left_out("multiply_add(d, a_rest[i][m], b[i]);"),
 }
 
@@ -8856,7 +8879,7 @@ def test_mma_cases_reach_every_way(mma_plans):
         told |= {f"shape {shape}", f"x by {by_x}", f"w by {by_w}", f"{blocks} blocks"}
     assert told >= {
         *(f"shape {number}" for number in range(5)),
-        *(f"x by {how}" for how in ("boxes", "planes", "runs", "single values")),
+        *(f"x by {how}" for how in ("boxes", "lines", "planes", "runs", "single values")),
         *(f"w by {how}" for how in ("boxes", "runs", "single values")),
         *(f"{number} blocks" for number in (1, 2, 4, 8)),
     }, told

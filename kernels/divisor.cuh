@@ -24,8 +24,12 @@ MODELNEW_HOST_DEVICE inline Divisor make_divisor(int64_t divisor) {
 
 MODELNEW_HOST_DEVICE inline int quotient(int number, const Divisor& by) {
   if (by.divisor == 1) return number;
-  return static_cast<int>(
-      static_cast<uint32_t>(static_cast<uint64_t>(static_cast<uint32_t>(number)) * by.multiplier >> 32) >> by.shift);
+#if defined(__CUDA_ARCH__)
+  const uint32_t high = __umulhi(static_cast<uint32_t>(number), by.multiplier);
+#else
+  const uint32_t high = static_cast<uint32_t>(uint64_t{static_cast<uint32_t>(number)} * by.multiplier >> 32);
+#endif
+  return static_cast<int>(high >> by.shift);
 }
 
 }  // namespace modelnew

@@ -138,7 +138,9 @@
 // 6% more. Rounding by the copy itself, boxes of CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, instead of in registers: 0 to 4%
 // less in the best tiles, up to 10% in others, but ties go to even (Inf and NaN stay), and away from zero in cuDNN. A
 // first round that stores nothing, to bring code from memory: 3 to 5 us more. For the copy of x, blocks that go on to
-// the next part while one is stored: 38 us instead of 32 (14x14 of 256 channels, 256 images, in a profiler).
+// the next part while one is stored: 38 us instead of 32 (14x14 of 256 channels, 256 images, in a profiler). Every
+// second block starting half a tile or a tile later, so that blocks do not store all at once: 1x1 64 to 256, 56x56,
+// 274, 274 and 279 us, 256 to 1024, 14x14, 136, 136 and 136, channels_last 113, 113 and 115.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -251,8 +253,8 @@ enum class Loads : int {
 
 // What a kernel has code for. There is one for each way in which x comes, since a kernel with twice the code starts
 // later where others have run in between. (H200, 2026-11-22, 1x1, 32 images of a ResNet-50's layers, another kernel
-// between two calls, us, in a driver, code of all ways in one kernel, 116 to 138 KB / of one way, 63 to 86 KB: 64 to 64,
-// 56x56, 31.7 / 25.2; 256 to 1024, 14x14, 36.5 / 30.5. With nothing in between, the first one takes 24.9 and 30.8.)
+// between two calls, us, in a driver, code of all ways in one kernel, 116 to 138 KB / of one way, 63 to 86 KB: 64 to
+// 64, 56x56, 31.7 / 25.2; 256 to 1024, 14x14, 36.5 / 30.5. With nothing in between, the first one takes 24.9 and 30.8.)
 //
 // kPhases: by boxes as well, of the phases of x itself.
 enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kPhases, kAny };

@@ -1414,9 +1414,9 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
            "%s, tile of %d channels x %d x %d pixels, %d stages of %d channels, %d bytes of shared memory, x by %s, "
            "weights by %s, y by %s, %lld tiles for %d blocks each, about %.3g Mcycles",
            uses_tf32(problem, op) ? "one product" : "three products of parts", plan.tile_m, plan.tile_p, plan.tile_q,
-           plan.stages, plan.channels, plan.smem_bytes, name_of(plan.x_copies), name_of(plan.w_copies),
-           plan.out_vector == 4 ? "fours" : "single values", static_cast<long long>(plan.tiles), plan.splits,
-           plan.cycles * 1e-6);
+           plan.stages, plan.channels, plan.smem_bytes, plan.lines ? "lines" : name_of(plan.x_copies),
+           name_of(plan.w_copies), plan.out_vector == 4 ? "fours" : "single values", static_cast<long long>(plan.tiles),
+           plan.splits, plan.cycles * 1e-6);
 }
 
 #endif  // host
