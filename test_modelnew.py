@@ -6740,6 +6740,7 @@ RTC_HEADERS = {
         #define cudaFuncSetAttribute(kernel, attribute, value) cudaSuccess
         #define cudaMemsetAsync(place, value, bytes, stream) cudaSuccess
         #define cudaLaunchKernelEx(config, kernel, params) (rtc::launch(kernel, 1, 1), cudaSuccess)
+        #define cudaOccupancyMaxActiveClusters(found, kernel, config) (*(found) = 1, cudaSuccess)
         namespace rtc {
         struct Launch { template <class... T> void operator()(const T&...) const {} };
         template <class Kernel> Launch launch(Kernel*, dim3, dim3, size_t = 0, cudaStream_t = nullptr) { return {}; }
