@@ -6752,6 +6752,10 @@ RTC_HEADERS = {
         template <class... T> cudaError_t make_box_map(T&&...) { return cudaSuccess; }
         template <class Kernel, class Params>
         cudaError_t launch_early(Kernel*, unsigned, int, int, cudaStream_t, const Params&) { return cudaSuccess; }
+        struct ClusterLaunch {
+          int config;
+          ClusterLaunch(unsigned, int, int, int, cudaStream_t) {}
+        };
         }
         }
     """,

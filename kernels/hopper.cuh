@@ -373,6 +373,26 @@ cudaError_t launch_early(void (*kernel)(Params), unsigned blocks, int threads, i
   void* arguments[] = {const_cast<std::remove_const_t<Params>*>(&params)};
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
 }
+
+// What a launch in clusters of so many blocks is told.
+struct ClusterLaunch {
+  cudaLaunchAttribute attribute{};
+  cudaLaunchConfig_t config{};
+
+  ClusterLaunch(unsigned blocks, int of, int threads, int smem_bytes, cudaStream_t stream) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = of;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = blocks;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;  // it points to itself
+  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
+};
 #endif
 
 // ---- Registers: a warpgroup gives some back, another takes them ----

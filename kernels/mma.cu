@@ -1189,30 +1189,6 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-#if defined(__CUDACC__)
-
-inline cudaLaunchAttribute cluster_of(int blocks) {
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = blocks;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  return cluster;
-}
-
-inline cudaLaunchConfig_t config_of(unsigned blocks, int smem_bytes, cudaStream_t stream,
-                                    cudaLaunchAttribute& cluster) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = blocks;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = smem_bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return config;
-}
-
-#endif
-
 // Compute capability, times 10.
 inline int current_device(Device& device) {
   int number = 0, major = 0, minor = 0;
@@ -1234,10 +1210,9 @@ inline void find_clusters(Device& device) {
   if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.smem_bytes) != cudaSuccess)
     return;
   for (int bits = 1; bits < 4; ++bits) {
-    cudaLaunchAttribute cluster = cluster_of(1 << bits);
-    const cudaLaunchConfig_t config = config_of(device.sms << bits, device.smem_bytes, nullptr, cluster);
+    const hopper::ClusterLaunch launch(device.sms << bits, 1 << bits, kThreads, device.smem_bytes, nullptr);
     int found = 0;
-    if (cudaOccupancyMaxActiveClusters(&found, kernel, &config) == cudaSuccess) device.clusters[bits] = found;
+    if (cudaOccupancyMaxActiveClusters(&found, kernel, &launch.config) == cudaSuccess) device.clusters[bits] = found;
   }
 #else
   static_cast<void>(device);
@@ -1319,9 +1294,8 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(plan.tiles * plan.splits);
 #if defined(__CUDACC__)
   if (plan.splits > 1) {
-    cudaLaunchAttribute cluster = cluster_of(plan.splits);
-    const cudaLaunchConfig_t config = config_of(blocks, plan.smem_bytes, stream, cluster);
-    return cudaLaunchKernelEx(&config, kernel, params);
+    const hopper::ClusterLaunch launch(blocks, plan.splits, kThreads, plan.smem_bytes, stream);
+    return cudaLaunchKernelEx(&launch.config, kernel, params);
   }
 #endif
   kernel<<<blocks, kThreads, plan.smem_bytes, stream>>>(params);

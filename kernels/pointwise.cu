@@ -590,18 +590,8 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(plan.row_tiles) * plan.column_tiles * splits_of(plan);
 #if defined(__CUDACC__)
   if (plan.split_bits > 0) {
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = splits_of(plan);
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = blocks;
-    config.blockDim = threads;
-    config.dynamicSmemBytes = smem_bytes;
-    config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, params);
+    const hopper::ClusterLaunch launch(blocks, splits_of(plan), threads, smem_bytes, stream);
+    return cudaLaunchKernelEx(&launch.config, kernel, params);
   }
 #endif
   kernel<<<blocks, threads, smem_bytes, stream>>>(params);
