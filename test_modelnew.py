@@ -5622,13 +5622,13 @@ def test_mma_estimates_grow_with_the_work(mma_plans):
 
 
 def test_mma_clusters_find_room_at_once(mma_plans):
-    """Where there are few tiles, on a GPU with room for as many clusters as an H200 has, or for fewer."""
+    """Where there are few tiles, on a GPU with room for as many clusters as an H200 has, for fewer, or for none."""
     for case in (
         Case(1, 256, 28, 28, 256, 3, 3, stride=(2, 2), padding=(1, 1)),
         Case(1, 512, 14, 14, 512, 3, 3, stride=(2, 2), padding=(1, 1)),
         Case(1, 512, 7, 7, 512, 3, 3, padding=(1, 1)),
     ):
-        for tf32, room in itertools.product((True, False), ((66, 30, 15), (60, 28, 12))):
+        for tf32, room in itertools.product((True, False), ((66, 30, 15), (60, 28, 12), (66, 30, -1))):
             assert mma_plans("waiting", "fprop", case, *room, tf32=tf32) == 0, (case, tf32, room)
 
 

@@ -49,11 +49,10 @@
 //
 // mma.sync of 16x8x8 takes 1.55 cycles of an SM (TF32, measured; 26 from one to the next that needs it), a warp tile of
 // 32x32 some 9 instructions around each, of 32x64 7: rounding takes two of them a word, and most go to a pipe of half
-// rate. Without the products themselves, or without loading x for them, the second line takes the same time: these
+// rate. Without the products themselves, or without loading x for them, the first line takes the same time: these
 // instructions decide, not the tensor core. Tried against it: operands of the next step loaded before a step is
-// multiplied, 15% more (predicated copies of registers); eight groups of warps with tiles of 32x64, the same time;
-// stages that are rounded as a whole before they are multiplied, 8% less for a stem of 256 images, 3 to 20% more for
-// 3x3.
+// multiplied, 12% more; eight groups of warps with tiles of 32x64, the same time; stages that are rounded as a whole
+// before they are multiplied, 8% less for a stem of 256 images, 3 to 20% more for 3x3.
 // What made it faster, in this order: little code and few divisions before the first copy, bulk copies (cp.async: 7
 // bytes a cycle of an SM), warps side by side in ordering them, larger warp tiles with the reduction shared by warps,
 // reading the other blocks' staging side by side, storing four rows at a time (stem, 256 images: 736 to 614 us), no
@@ -798,8 +797,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
 struct Device {
   int sms, smem_bytes;
   bool hopper;  // clusters and bulk copies
-  int clusters
-      [4];  // of 1, 2, 4 and 8 blocks, each on an SM of its own, that run at once; 0: as many as there are SMs for
+  // Of 1, 2, 4 and 8 blocks, each on an SM of its own, that run at once. 0: as many as there are SMs for; -1: none.
+  int clusters[4];
 };
 
 // Addresses of the tensors; zeros, before they are known, stand for aligned ones.
@@ -1110,6 +1109,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   while (plan.out_vector << plan.piece_bits < fast) ++plan.piece_bits;
 
   const int known = device.clusters[splits < 2 ? 0 : splits < 4 ? 1 : splits < 8 ? 2 : 3];
+  if (known < 0) return false;
   const int at_once = known > 0 ? known : std::max(1, device.sms / splits);
   bool fits = false;
   for (int stages = std::min(kMaxStages, plan.split_chunks); stages >= 1 && !fits; --stages) {
@@ -1207,13 +1207,14 @@ inline void find_clusters(Device& device) {
 #if defined(__CUDACC__)
   if (!device.hopper) return;
   const auto kernel = mma_kernel<Shape0, false>;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.smem_bytes) != cudaSuccess)
-    return;
-  for (int bits = 1; bits < 4; ++bits) {
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.smem_bytes);
+  for (int bits = 1; bits < 4 && error == cudaSuccess; ++bits) {
     const hopper::ClusterLaunch launch(device.sms << bits, 1 << bits, kThreads, device.smem_bytes, nullptr);
     int found = 0;
-    if (cudaOccupancyMaxActiveClusters(&found, kernel, &launch.config) == cudaSuccess) device.clusters[bits] = found;
+    error = cudaOccupancyMaxActiveClusters(&found, kernel, &launch.config);
+    if (error == cudaSuccess) device.clusters[bits] = found > 0 ? found : -1;
   }
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());  // it is not the next launch's
 #else
   static_cast<void>(device);
 #endif
