@@ -139,8 +139,8 @@
 // less in the best tiles, up to 10% in others, but ties go to even (Inf and NaN stay), and away from zero in cuDNN. A
 // first round that stores nothing, to bring code from memory: 3 to 5 us more. For the copy of x, blocks that go on to
 // the next part while one is stored: 38 us instead of 32 (14x14 of 256 channels, 256 images, in a profiler). Every
-// second block starting half a tile or a tile later, so that blocks do not store all at once: 1x1 64 to 256, 56x56,
-// 274, 274 and 279 us, 256 to 1024, 14x14, 136, 136 and 136, channels_last 113, 113 and 115.
+// second block starting 5000 or 9000 cycles later, so that blocks do not store all at once: 1x1 64 to 256, 56x56, 274
+// us without, 274 and 279 so, 256 to 1024, 14x14, 137, 136 and 136, channels_last 113, 113 and 115.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>

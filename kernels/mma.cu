@@ -21,7 +21,8 @@
 //          --> staging --> memory
 //
 // All warps multiply, and take turns in ordering bulk copies. Where images are so narrow that their rows are no
-// multiples of 16 bytes (7x7, 14x14), whole planes come as one run of memory, from which threads fill the window.
+// multiples of 16 bytes (7x7, 14x14), whole planes come as one run of memory, from which threads fill the window, by a
+// table of where each word goes.
 //
 // Full fp32 accuracy takes three products: v = first + rest, both TF32, and first*first + first*rest + rest*first, of 8
 // terms of the reduction at a time; these are added up by ordinary additions, because the tensor core truncates. (With
@@ -39,8 +40,8 @@
 //
 //   x stage:  [row][column and channel], a row in one piece      (7x7, 3 to 64, stride 2, 256 images: 1594 to 676 us)
 //
-// What bounds it (H200, 2026-11-22, one image, TF32, in a driver, cycles from the start of the kernel, caches cold; an
-// empty kernel takes 2.8 us of the time that is measured):
+// What bounds it (H200, 2026-11-22, one image, TF32, in a driver, a revision in the making, cycles from the start of
+// the kernel, caches cold; an empty kernel takes 2.8 us of the time that is measured):
 //
 //                                        copies ordered   first chunk   products done   met in staging   stored
 //   3x3  64 to  64 channels, 56x56             2000          4400            8900           10600         15500
@@ -52,7 +53,7 @@
 // rate. Without the products themselves, or without loading x for them, the first line takes the same time: these
 // instructions decide, not the tensor core. Tried against it: operands of the next step loaded before a step is
 // multiplied, 12% more; eight groups of warps with tiles of 32x64, the same time; stages that are rounded as a whole
-// before they are multiplied, 8% less for a stem of 256 images, 3 to 20% more for 3x3.
+// before they are multiplied, 8% less for a stem of 256 images, up to 20% more for 3x3.
 // What made it faster, in this order: little code and few divisions before the first copy, bulk copies (cp.async: 7
 // bytes a cycle of an SM), warps side by side in ordering them, larger warp tiles with the reduction shared by warps,
 // reading the other blocks' staging side by side, storing four rows at a time (stem, 256 images: 736 to 614 us), no
@@ -955,8 +956,8 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   plan.columns = static_cast<int>(columns);
   const bool padded = terms != plan.depth;
   // Few channels that are neighbours in memory: a row of the window with all of them, in fours.
-  const auto lead_of = [&](int words) { return ((-of.pad_w * words) % 4 + 4) % 4; };
-  const int64_t line_words = round_up(static_cast<int>(columns) * of.in_channels + lead_of(of.in_channels), 4);
+  const auto lead_of = [&](int words) { return static_cast<int>((-int64_t{of.pad_w} * words % 4 + 4) % 4); };
+  const int64_t line_words = (columns * of.in_channels + lead_of(of.in_channels) + 3) / 4 * 4;
   const bool lines = device.hopper && !run && aligned_in && of.in_channels > 1 && of.in_channels < 4 &&
                      of.groups == 1 && plan.channels == of.in_channels && of.in_stride[1] == 1 &&
                      of.in_stride[3] == of.in_channels && of.W > 1 &&
@@ -979,9 +980,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
     plan.pixel_words = of.in_channels;
     plan.channel_words = 1;
     plan.lead = lead_of(of.in_channels);
-    plan.row_words = line_words;
-    plan.row_entries = plan.columns;
-    plan.entries = plan.rows * plan.row_entries;
+    plan.row_words = static_cast<int>(line_words);
     plan.x_bulk_words = plan.zeros = plan.rows * plan.row_words;
     plan.x_words = (1 + padded) * plan.x_bulk_words;
   } else if (channels_last) {
@@ -1201,8 +1200,8 @@ inline int current_device(Device& device) {
   return 10 * major + minor;
 }
 
-// SMs belong to groups of different sizes, in which clusters have to find room (H200: 132 SMs, but of clusters of 4
-// blocks, each with an SM of its own, fewer than 33).
+// SMs belong to groups of different sizes, in which clusters have to find room: on an H200 with its 132 SMs 66, 30 and
+// 15 clusters of 2, 4 and 8 blocks, each with an SM of its own.
 inline void find_clusters(Device& device) {
 #if defined(__CUDACC__)
   if (!device.hopper) return;
