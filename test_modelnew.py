@@ -3543,7 +3543,7 @@ static std::string fault_of_tiles(const Correlation& of, const Plan& plan) {
     if (tile.first_block % plan.split_blocks || tile.blocks < 1 || tile.first_block + tile.blocks > plan.blocks_c)
       return "blocks of channels of a tile";
     if (tile.part < 0 ? tile.blocks != plan.blocks_c : !parts.insert(tile.part).second) return "the number of a part";
-    const int64_t image = first_image(of, plan, tile);
+    const int64_t image = first_image(plan, tile);
     for (int m = 0; m < tile_pixels(plan); ++m) {
       int n, p, q;
       if (!locate_output(of, plan, tile, image, m, n, p, q)) continue;
@@ -3562,7 +3562,7 @@ static std::string fault_of_tiles(const Correlation& of, const Plan& plan) {
 // What is wrong with what a tile reads, or nothing: each output at each tap what the convolution says.
 static std::string fault_of_reads(const Correlation& of, const Plan& plan, const Tile& tile, int bytes, uint64_t in) {
   const SharedLayout layout = shared_layout(plan);
-  const int64_t image = first_image(of, plan, tile);
+  const int64_t image = first_image(plan, tile);
   const int channels = 16 / bytes, pixels = tile_pixels(plan);
   const bool planes = plan.planes;
   const auto address = [&](int channel, int64_t offset) {
@@ -3654,7 +3654,7 @@ static std::string fault_of_reads(const Correlation& of, const Plan& plan, const
 
 // What is wrong with what a tile writes, or nothing.
 static std::string fault_of_writes(const Correlation& of, const Plan& plan, const Tile& tile, int bytes, uint64_t out) {
-  const int64_t image = first_image(of, plan, tile);
+  const int64_t image = first_image(plan, tile);
   const int first_k = tile.n_block * plan.tile_n, channels = std::min(plan.tile_n, of.out_channels - first_k);
   const int64_t channel_of_all = int64_t{tile.group} * of.out_channels + first_k;
   std::vector<int64_t> offsets(tile_pixels(plan), -1);

@@ -210,8 +210,8 @@ constexpr int kPixelsPitch = 68, kChannelsPitch = 40;
 constexpr int kStagingBytes = 64 * kChannelsPitch * 4;
 static_assert(kStagedChannels * kPixelsPitch * 4 <= kStagingBytes, "either fits");
 
-// The same for boxes: two buffers a warpgroup, one of them being stored.
-constexpr int kBoxStagingBytes = 64 * kStagedChannels * 4;
+// The same for boxes, of 16 pixels: each warp has so many buffers of its own, all but one of them being stored.
+constexpr int kBoxStagingBytes = 16 * kStagedChannels * 4, kBoxBuffers = 2;
 
 // At a stride of 2 a copy of x may hold its even and odd rows and columns apart, as channels: then the filter moves
 // over them without a stride, as a smaller one of R x S, and of each phase only some taps are not zero. Where channels
@@ -259,6 +259,13 @@ enum class Loads : int {
 // kPhases: by boxes as well, of the phases of x itself.
 enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kPhases, kAny };
 
+// What tiles, outputs and slots are found by, for each of them anew.
+struct Divisors {
+  Divisor tiles_n, tiles_m, tiles_q, tile_q, cut_up;  // of the plan
+  Divisor rows, columns, plane;                       // of an image of outputs
+  Divisor pitch, image_rows;                          // of slots: of a row, and rows of an image
+};
+
 struct Plan {
   int tile_n, blocks_m;  // channels; 64 pixels of a warpgroup, so many times
   int warpgroups;        // that multiply, of a block: 2, or 1 where an SM has two blocks
@@ -293,6 +300,7 @@ struct Plan {
   int x_stages, w_stages;
   int x_stage_bytes, w_stage_bytes, smem_bytes;
   int blocks;
+  Divisors by;
   double cycles;  // estimate
 };
 
@@ -300,7 +308,7 @@ MODELNEW_HOST_DEVICE inline int tile_pixels(const Plan& plan) { return 64 * plan
 
 // Of the staging of one warpgroup.
 MODELNEW_HOST_DEVICE inline int staging_bytes(const Plan& plan) {
-  return plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes;
+  return plan.boxes ? 4 * kBoxBuffers * kBoxStagingBytes : kStagingBytes;
 }
 
 MODELNEW_HOST_DEVICE inline Source source_of_plan(const Plan& plan) {
@@ -433,13 +441,20 @@ MODELNEW_HOST_DEVICE inline int cut_up(const Plan& plan) { return static_cast<in
 // The tile that a unit of work is, or is a part of.
 MODELNEW_HOST_DEVICE inline int tile_number(const Plan& plan, int unit) {
   const int whole_tiles = static_cast<int>(plan.whole_tiles);
-  return unit < whole_tiles ? unit : whole_tiles + (unit - whole_tiles) % cut_up(plan);
+  if (unit < whole_tiles) return unit;
+  const int part = unit - whole_tiles;
+  return unit - quotient(part, plan.by.cut_up) * cut_up(plan);
 }
 
-// Numbers below 2^32 have a division that is several times faster.
+// Numbers below 2^32 have a division that is several times faster, and those below 2^31 by a divisor known before one
+// that is faster still.
 MODELNEW_HOST_DEVICE inline int64_t divide(int64_t number, int64_t by) {
   if ((number | by) >> 32 == 0) return static_cast<uint32_t>(number) / static_cast<uint32_t>(by);
   return number / by;
+}
+
+MODELNEW_HOST_DEVICE inline int64_t divide(int64_t number, const Divisor& by) {
+  return number >> 31 == 0 ? quotient(static_cast<int>(number), by) : number / by.divisor;
 }
 
 // Unit of work number so many: a tile, or a part of its reduction. Tiles of the same pixels are neighbours, so that x
@@ -451,26 +466,27 @@ MODELNEW_HOST_DEVICE inline Tile locate_tile(const Plan& plan, int unit) {
   tile.blocks = plan.blocks_c;
   if (unit >= plan.whole_tiles) {
     tile.part = unit - static_cast<int>(plan.whole_tiles);
-    const int split = tile.part / cut_up(plan);
+    const int split = quotient(tile.part, plan.by.cut_up);
     tile.first_block = split * plan.split_blocks;
     const int left = plan.blocks_c - tile.first_block;
     tile.blocks = left < plan.split_blocks ? left : plan.split_blocks;
   }
   const int number = tile_number(plan, unit);
-  int m = number / plan.tiles_n;
+  int m = quotient(number, plan.by.tiles_n);
   tile.n_block = number - m * plan.tiles_n;
-  tile.group = m / plan.tiles_m;
+  tile.group = quotient(m, plan.by.tiles_m);
   m -= tile.group * plan.tiles_m;
   tile.q = tile.skip = 0;
   const int64_t first = static_cast<int64_t>(m) * tile_pixels(plan);
   if (plan.points) {
     tile.first = first;
   } else if (plan.packed) {
-    tile.first = divide(first, plan.tile_q);
+    tile.first = divide(first, plan.by.tile_q);
     tile.skip = static_cast<int>(first - tile.first * plan.tile_q);
   } else {
-    tile.first = static_cast<int64_t>(m / plan.tiles_q) * plan.tile_p;
-    tile.q = m % plan.tiles_q * plan.tile_q;
+    const int line = quotient(m, plan.by.tiles_q);
+    tile.first = static_cast<int64_t>(line) * plan.tile_p;
+    tile.q = (m - line * plan.tiles_q) * plan.tile_q;
   }
   return tile;
 }
@@ -481,8 +497,8 @@ MODELNEW_HOST_DEVICE inline int64_t first_output(const Plan& plan, const Tile& t
 }
 
 // The first image that the tile reads and writes.
-MODELNEW_HOST_DEVICE inline int64_t first_image(const Correlation& of, const Plan& plan, const Tile& tile) {
-  return divide(tile.first, plan.points ? static_cast<int64_t>(of.P) * of.Q : of.P);
+MODELNEW_HOST_DEVICE inline int64_t first_image(const Plan& plan, const Tile& tile) {
+  return divide(tile.first, plan.points ? plan.by.plane : plan.by.rows);
 }
 
 // Where output m of a tile is: image, counted from the tile's first one, row and column; false if it does not exist.
@@ -491,16 +507,16 @@ MODELNEW_HOST_DEVICE inline bool locate_output(const Correlation& of, const Plan
   if (plan.points) {
     const int plane = of.P * of.Q;
     const int in_image = static_cast<int>(tile.first - image * plane) + m;
-    n = in_image / plane;
+    n = quotient(in_image, plan.by.plane);
     const int rest = in_image - n * plane;
-    p = rest / of.Q;
+    p = quotient(rest, plan.by.columns);
     q = rest - p * of.Q;
     return image + n < of.N;
   }
   m += tile.skip;
-  const int line = m / plan.tile_q;
+  const int line = quotient(m, plan.by.tile_q);
   const int in_image = static_cast<int>(tile.first - image * of.P) + line;
-  n = in_image / of.P;
+  n = quotient(in_image, plan.by.rows);
   p = in_image - n * of.P;
   q = tile.q + m - line * plan.tile_q;
   return line < plan.tile_p && image + n < of.N && q < of.Q;
@@ -516,8 +532,8 @@ MODELNEW_HOST_DEVICE inline int slot_of_output(const Correlation& of, const Plan
                                                int m) {
   if (plan.points) return slot_of_point(plan, m);
   m += tile.skip;
-  const int line = m / plan.tile_q;
-  const int seams = (static_cast<int>(tile.first - image * of.P) + line) / of.P;
+  const int line = quotient(m, plan.by.tile_q);
+  const int seams = quotient(static_cast<int>(tile.first - image * of.P) + line, plan.by.rows);
   if (line >= plan.tile_p || image + seams >= of.N) return 0;  // it does not exist; any value that does
   return (line * plan.row_step + seams * plan.gap) * plan.pitch + (m - line * plan.tile_q) * plan.column_step;
 }
@@ -525,10 +541,10 @@ MODELNEW_HOST_DEVICE inline int slot_of_output(const Correlation& of, const Plan
 // What a slot of a window holds: image, counted from the tile's first one, row and column; false if it is outside.
 MODELNEW_HOST_DEVICE inline bool locate_slot(const Correlation& of, const Plan& plan, const Tile& tile, int64_t image,
                                              int slot, int& n, int& h, int& w) {
-  const int row = slot / plan.pitch, column = slot - row * plan.pitch;
+  const int row = quotient(slot, plan.by.pitch), column = slot - row * plan.pitch;
   const int first_p = static_cast<int>(tile.first - image * of.P);
   const int per_image = of.P * plan.row_step + plan.gap, behind_seam = row - (per_image - first_p * plan.row_step);
-  n = behind_seam < 0 ? 0 : 1 + behind_seam / per_image;
+  n = behind_seam < 0 ? 0 : 1 + quotient(behind_seam, plan.by.image_rows);
   const int in_image = n == 0 ? row + first_p * plan.row_step : behind_seam - (n - 1) * per_image;
   // Rows of slots count from the first one that the image's first line reads.
   h = (plan.in_row_step == 1 ? in_image : in_image * plan.in_row_step) - of.pad_h;
@@ -1050,6 +1066,9 @@ __global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_c
 #endif
 }
 
+// What all lanes of a warp have, so that the compiler knows.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
 __device__ __forceinline__ void named_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -1132,7 +1151,7 @@ struct Stages {
 
   // Before the first one.
   __device__ __forceinline__ Stages(const Params& params, int32_t* tables)
-      : params(params), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), tables(tables) {
+      : params(params), warp(uniform(threadIdx.x / 32 % 4)), lane(threadIdx.x % 32), tables(tables) {
     unit = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     block = 0;
     end = 1;
@@ -1160,7 +1179,7 @@ struct Stages {
     const Tile tile = locate_tile(plan, unit);
     block = tile.first_block;
     end = block + tile.blocks;
-    const int64_t image = first_image(of, plan, tile);
+    const int64_t image = first_image(plan, tile);
     base = static_cast<const Stored*>(params.in_ptr) + image * of.in_stride[0] +
            static_cast<int64_t>(tile.group) * of.in_channels * of.in_stride[1];
     offsets = offsets == tables ? tables + table_slots() : tables;
@@ -1452,19 +1471,19 @@ template <bool PHASES>
 __device__ __forceinline__ void load_boxes(const Params& params, const Shared& shared, int channels_a_stage) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const int lane = threadIdx.x % 32, phases = phases_of(of.phases);
+  const int lane = threadIdx.x % 32, phases = phases_of(of.phases), log_phases = phases == 1 ? 0 : 2;
   const int boxes = plan.x_boxes, box_bytes = plan.box_slots * 128;
   RingPosition at;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const Tile tile = locate_tile(plan, unit);
-    const int64_t image = first_image(of, plan, tile);
+    const int64_t image = first_image(plan, tile);
     const int first_slot = static_cast<int>(
         plan.points ? tile.first : (image * of.H + (tile.first - image * of.P) * plan.row_step) * of.W);
-    int phase = tile.first_block % phases;
+    int phase = tile.first_block & (phases - 1);
     for (int block = tile.first_block; block < tile.first_block + tile.blocks; ++block) {
       const uint32_t stage = shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes;
-      const int channel = tile.group * of.in_channels + phase * (PHASES ? 0 : of.in_channels / phases) +
-                          block / phases * channels_a_stage;
+      const int channel = tile.group * of.in_channels + phase * (PHASES ? 0 : of.in_channels >> log_phases) +
+                          (block >> log_phases) * channels_a_stage;
       const int row_phase = phase >> (of.phases.columns - 1), column_phase = phase & (of.phases.columns - 1);
       if (++phase == phases) phase = 0;
       hopper::barrier_wait(shared.x_empty(at.slot()), at.parity() ^ 1);
@@ -1660,27 +1679,30 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
   }
 }
 
-// The same by boxes: fp32, channels are neighbours, and so are the pixels of a tile. Two buffers take turns.
+// The same by boxes: fp32, channels are neighbours, and so are the pixels of a tile. Each warp stages and stores its own
+// 16 of 64 pixels, and waits for no other one.
 template <int TILE_N, int BLOCKS_M>
 __device__ __forceinline__ void store_boxes(const Params& params, const Tile& tile, uint8_t* staging, int warpgroup,
                                             const Sums<TILE_N, BLOCKS_M>& acc) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const int thread = threadIdx.x % 128, lane = thread % 32;
+  const int warp = uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
   const int first_k = tile.n_block * TILE_N, channels = min(TILE_N, of.out_channels - first_k);
   const int channel_of_all = tile.group * of.out_channels + first_k;
   const float* const bias =
       params.bias_ptr == nullptr ? nullptr : static_cast<const float*>(params.bias_ptr) + channel_of_all;
-  static_assert(TILE_N / kStagedChannels % 2 == 0, "the first chunk goes to the first buffer");
+  constexpr int kChunks = TILE_N / kStagedChannels;
+  static_assert(BLOCKS_M * kChunks % kBoxBuffers == 0, "the first chunk goes to the first buffer");
+  staging += warp * kBoxBuffers * kBoxStagingBytes;
   // Piece number i of 16 bytes of a pixel lies at place i ^ pixel % 8.
-  const int pixel = thread / 32 * 16 + lane / 4, channel = lane % 4 * 2;
+  const int pixel = lane / 4, channel = lane % 4 * 2;
 #pragma unroll
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
-    const int first = static_cast<int>(first_output(plan, tile)) + (warpgroup * BLOCKS_M + mb) * 64;
+    const int first = static_cast<int>(first_output(plan, tile)) + (warpgroup * BLOCKS_M + mb) * 64 + warp * 16;
 #pragma unroll
-    for (int chunk = 0; chunk < TILE_N / kStagedChannels; ++chunk) {
-      const int chunk_k = chunk * kStagedChannels;
-      uint8_t* const staged = staging + chunk % 2 * kBoxStagingBytes;
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
+      uint8_t* const staged = staging + number % kBoxBuffers * kBoxStagingBytes;
       float added[kStagedChannels / 8][2] = {};
       if (bias != nullptr) {
 #pragma unroll
@@ -1692,12 +1714,12 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
           }
         }
       }
-      if (thread == 0) hopper::bulk_stores_wait_read<1>();
-      named_barrier(2 + warpgroup, 128);  // the buffer has been read
-      with_chunk<TILE_N, BLOCKS_M>(acc, mb * (TILE_N / kStagedChannels) + chunk, [&](const float* values) {
+      if (lane == 0) hopper::bulk_stores_wait_read<kBoxBuffers - 1>();
+      __syncwarp();  // the buffer has been read
+      with_chunk<TILE_N, BLOCKS_M>(acc, number, [&](const float* values) {
 #pragma unroll
         for (int j = 0; j < kStagedChannels / 8; ++j) {
-          uint8_t* const to = staged + pixel * 128 + ((2 * j + channel / 4) ^ (pixel % 8)) * 16 + channel % 4 * 4;
+          uint8_t* const to = staged + pixel * 128 + ((2 * j + channel / 4) ^ pixel) * 16 + channel % 4 * 4;
 #pragma unroll
           for (int i = 0; i < 2; ++i)
             *reinterpret_cast<float2*>(to + 8 * i * 128) =
@@ -1705,10 +1727,86 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
         }
       });
       hopper::fence_async();
-      named_barrier(2 + warpgroup, 128);  // all of it is staged
-      if (thread == 0) {
+      __syncwarp();  // all of it is staged
+      if (lane == 0) {
         if (chunk_k < channels) hopper::store_box(params.out_map, staged, channel_of_all + chunk_k, first, 0, 0);
         hopper::bulk_stores_commit();
+      }
+    }
+  }
+}
+
+// The same of [channel][pixel].
+template <int TILE_N, int BLOCKS_M>
+__device__ __forceinline__ void store_plane_boxes(const Params& params, const Tile& tile, int64_t image,
+                                                  uint8_t* staging, int warpgroup, const Sums<TILE_N, BLOCKS_M>& acc) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int warp = uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32, plane = of.P * of.Q;
+  const int first_k = tile.n_block * TILE_N, channels = min(TILE_N, of.out_channels - first_k);
+  const int channel_of_all = tile.group * of.out_channels + first_k;
+  const float* const bias =
+      params.bias_ptr == nullptr ? nullptr : static_cast<const float*>(params.bias_ptr) + channel_of_all;
+  constexpr int kChunks = TILE_N / kStagedChannels;
+  static_assert(BLOCKS_M * kChunks % kBoxBuffers == 0, "the first chunk goes to the first buffer");
+  staging += warp * kBoxBuffers * kBoxStagingBytes;
+  // Piece number i, four pixels, of a channel lies at place i ^ channel / 2 % 4. Of two channels each half of the lanes
+  // stages another one first, against bank conflicts.
+  const int channel = lane % 4 * 2, half = lane / 16;
+  const int place = (channel + half) * 16 + lane / 4 % 4, to_other = half == 0 ? 16 : -16;
+#pragma unroll 1
+  for (int mb = 0; mb < BLOCKS_M; ++mb) {
+    // The warp's first pixel: image, and place in there.
+    int first = static_cast<int>(first_output(plan, tile) - image * plane) + (warpgroup * BLOCKS_M + mb) * 64 + warp * 16;
+    const int n = quotient(first, plan.by.plane), image_of_all = static_cast<int>(image) + n;
+    first -= n * plane;
+    // What lies behind the end of the image is not the box's: the next image's first pixels, of the lane's channel.
+    float* next_image = nullptr;
+    if (first + 16 > plane && image_of_all + 1 < of.N)
+      next_image = static_cast<float*>(params.out_ptr) + (image_of_all + int64_t{1}) * of.out_stride[0] +
+                   (channel_of_all + lane) * of.out_stride[1];
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
+      uint8_t* const box = staging + number % kBoxBuffers * kBoxStagingBytes;
+      float* const staged = reinterpret_cast<float*>(box) + place;
+      if (lane == 0) hopper::bulk_stores_wait_read<kBoxBuffers - 1>();
+      __syncwarp();  // the buffer has been read
+      with_chunk<TILE_N, BLOCKS_M>(acc, number, [&](const float* values) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float* const to = staged + ((half + 2 * i) ^ lane % 4) * 4;
+#pragma unroll
+          for (int j = 0; j < kStagedChannels / 8; ++j) {
+            const float even = values[4 * j + 2 * i], odd = values[4 * j + 2 * i + 1];
+            to[8 * j * 16] = half == 0 ? even : odd;
+            to[8 * j * 16 + to_other] = half == 0 ? odd : even;
+          }
+        }
+      });
+      if (bias != nullptr) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float* const to = staged + ((half + 2 * i) ^ lane % 4) * 4;
+#pragma unroll
+          for (int j = 0; j < kStagedChannels / 8; ++j) {
+            const int k = chunk_k + 8 * j + channel;
+            if (k + half < channels) to[8 * j * 16] += bias[k + half];
+            if (k + 1 - half < channels) to[8 * j * 16 + to_other] += bias[k + 1 - half];
+          }
+        }
+      }
+      hopper::fence_async();
+      __syncwarp();  // all of it is staged
+      if (lane == 0) {
+        if (chunk_k < channels)
+          hopper::store_box<false>(params.out_map, box, first, channel_of_all + chunk_k, image_of_all, 0);
+        hopper::bulk_stores_commit();
+      }
+      if (next_image != nullptr && chunk_k + lane < channels) {
+        const float4* const pieces = reinterpret_cast<const float4*>(box) + lane * 4;
+        float4* to = reinterpret_cast<float4*>(next_image + chunk_k * of.out_stride[1]);
+        for (int piece = (plane - first) / 4; piece < 4; ++piece) *to++ = pieces[piece ^ lane / 2 % 4];
       }
     }
   }
@@ -1744,7 +1842,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   int row_taps = of.S, next_row = of.dilation_h * plan.pitch - (of.S - 1) * of.dilation_w;
   const Phases& phases = of.phases;
   const bool phased = SOURCE == Source::kPhases || (Format::CONTAINED && phases_of(phases) > 1);
-  int taps = PLANES ? 1 : of.R * of.S, phase = phased ? tile.first_block % phases_of(phases) : 0;
+  int taps = PLANES ? 1 : of.R * of.S, phase = phased ? tile.first_block & (phases_of(phases) - 1) : 0;
   const uint32_t w_ring = hopper::descriptor(shared.base + shared.layout.w_ring, TILE_N * 16);
   uint32_t a[2][STEPS][BLOCKS_M][4];  // operands
   int keep = 0, taps_left = 0, s_left = of.S, left = tile.blocks * taps, before = -1;
@@ -1920,13 +2018,13 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   constexpr bool kNothingElse = kPlanes && SOURCE == Source::kPixels;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const int warpgroup = WARPGROUPS == 1 ? 0 : threadIdx.x / 128;
-  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int warpgroup = WARPGROUPS == 1 ? 0 : uniform(threadIdx.x / 128);
+  const int warp = uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
   const bool planes = kNothingElse || (kPlanes && plan.planes);
   Rings rings;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const Tile tile = locate_tile(plan, unit);
-    const int64_t image = first_image(of, plan, tile);
+    const int64_t image = first_image(plan, tile);
     uint32_t x_offset[BLOCKS_M];
 #pragma unroll
     for (int mb = 0; mb < BLOCKS_M; ++mb) {
@@ -1955,15 +2053,19 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if (tile.part >= 0 && !meet<TILE_N, BLOCKS_M, WARPGROUPS>(params, tile, last, warpgroup, acc)) continue;
     }
     if (plan.boxes) {
-      if constexpr (sizeof(typename Format::Tensor) == 4)
-        store_boxes<TILE_N, BLOCKS_M>(params, tile, staging, warpgroup, acc);
+      if constexpr (sizeof(typename Format::Tensor) == 4) {
+        if (plan.out_channels_last)
+          store_boxes<TILE_N, BLOCKS_M>(params, tile, staging, warpgroup, acc);
+        else
+          store_plane_boxes<TILE_N, BLOCKS_M>(params, tile, image, staging, warpgroup, acc);
+      }
     } else {
       float* const staged = reinterpret_cast<float*>(staging);
       store_tile<Format, TILE_N, BLOCKS_M>(params, tile, image, staged, warpgroup, acc);
       named_barrier(2 + warpgroup, 128);  // the next tile's staging does not overtake this one's
     }
   }
-  if (plan.boxes && threadIdx.x % 128 == 0) hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
+  if (plan.boxes && threadIdx.x % 32 == 0) hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
 }
 
 // What did not fit is zero in the copy of x: y has its products added, in fp32. The warp of the first value on the
@@ -2086,7 +2188,7 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
   } else {
     // All of this warpgroup, before some of them wait or leave.
     hopper::registers_give_back<Format::gather_registers(WARPGROUPS)>();
-    const int warp = threadIdx.x / 32 % 4;
+    const int warp = uniform(threadIdx.x / 32 % 4);
     // x, y and the bias are nothing that packing writes: only who needs packed weights and what comes with them waits.
     if (warp == kGatherWarps) {
       hopper::wait_for_prerequisites();
@@ -2239,6 +2341,7 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
 // Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled (single words of windows
 // are never what a tile waits for); of y.
 constexpr double kMemoryRate = 21.8, kSingleRate = 100, kWordsRate = 5.8, kPixelsRate = 22, kChannelsRate = 10.7;
+constexpr double kStorePlanesRate = 21;
 constexpr double kBoxRate = 200, kStoreRate = 20, kStoreOneRate = 13, kStoreChannelsRate = 23.5, kStoreBoxRate = 400;
 constexpr int kMostResidentTiles = 8;                        // of channels: 132 SMs are 4 more than a multiple of it
 constexpr double kLost = 0.08;                               // of what takes less time than what a tile waits for
@@ -2292,6 +2395,11 @@ inline int64_t most_partial_bytes(const Correlation& of) {
   const int64_t whole = of.groups * ceil_div(of.N * of.P * of.Q, 128) * ceil_div(of.out_channels, 128);
   return std::min(kMostPartialBytes, 2 * kMostSplits * whole * partial_bytes(128, 128));
 }
+
+// Of y of [channel][pixel] that is stored by boxes of 16 pixels: then these are of two images at most. Planes of no whole
+// sectors, of 32 bytes, are stored more slowly like that (256 to 1024, 14x14, 256 images, 160 us instead of 129), and so
+// is what two blocks an SM store (256 to 128, 56x56, 319 us instead of 306).
+constexpr int kLeastBoxedPlane = 16;
 
 // Completes a plan; false when it does not fit.
 inline bool complete(const Correlation& of, int out_bytes, const Device& device, const Alignment& address,
@@ -2422,8 +2530,12 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
     plan.vector = aligned_out && fours && whole ? 4 : 1;
   }
 
-  plan.boxes = (plan.points || plan.packed) && plan.out_channels_last && out_bytes == 4 && plan.vector == 4 &&
-               dense_pixels(of.out_stride, of.N, of.P, of.Q) && of.N * of.P * of.Q < (int64_t{1} << 30) &&
+  // By boxes outputs are stored that follow one another in memory. The last one of a group has no channels of the next.
+  const bool dense_out = plan.out_channels_last ? dense_pixels(of.out_stride, of.N, of.P, of.Q) &&
+                                                      of.N * of.P * of.Q < (int64_t{1} << 30)
+                                                : plan.warpgroups == 2 && of.P * of.Q >= kLeastBoxedPlane &&
+                                                      of.P * of.Q % 8 == 0 && of.N < (1 << 30);
+  plan.boxes = (plan.points || plan.packed) && dense_out && out_bytes == 4 && plan.vector == 4 &&
                (of.groups == 1 || of.out_channels % kStagedChannels == 0);
 
   // Points take as many stages of x as of w, windows one of x for all taps.
@@ -2456,7 +2568,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                       : plan.loads == Loads::kSingle ? plan.planes ? kWordsRate : kSingleRate
                       : plan.loads == Loads::kPixels ? kPixelsRate
                                                      : kChannelsRate;
-  const double store_rate = plan.boxes               ? kStoreBoxRate
+  const double store_rate = plan.boxes               ? plan.out_channels_last ? kStoreBoxRate : kStorePlanesRate
                             : plan.out_channels_last ? kStoreChannelsRate
                             : plan.vector == 4       ? kStoreRate
                                                      : kStoreOneRate;
@@ -2510,6 +2622,22 @@ inline double contain_cycles(const Correlation& of, const Device& device) {
   return contained_bytes(of) * (1.0 + 2 * sectors) / device.sms / kContainRate + kContainCycles;
 }
 
+// `of`: as planned.
+inline Divisors divisors(const Correlation& of, const Plan& plan) {
+  // Whole tiles only, or points, or one line only: nobody asks.
+  const auto of_any = [](int64_t number) { return make_divisor(std::max<int64_t>(1, number)); };
+  return {of_any(plan.tiles_n),
+          of_any(plan.tiles_m),
+          of_any(plan.tiles_q),
+          of_any(plan.tile_q),
+          of_any(cut_up(plan)),
+          of_any(of.P),
+          of_any(of.Q),
+          of_any(static_cast<int64_t>(of.P) * of.Q),
+          of_any(plan.pitch),
+          of_any(of.P * static_cast<int64_t>(plan.row_step) + plan.gap)};
+}
+
 // Puts the best plan in a shape of a tile in the place of `best`, if that is none (`found`) or a slower one.
 // `more_cycles`: of what happens before, where `of` is that of a copy.
 inline void improve(const Correlation& of, int out_bytes, const Device& device, const Alignment& address,
@@ -2526,6 +2654,7 @@ inline void improve(const Correlation& of, int out_bytes, const Device& device, 
       plan.cycles += more_cycles;
       if (found && plan.cycles >= best.cycles) continue;
       best = plan;
+      best.by = divisors(of, plan);
       found = true;
     }
   };
@@ -2689,15 +2818,23 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op) {
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-// y as boxes want it: [1][1][pixel of all images][channel].
+// y as boxes want it: [1][1][pixel of all images][channel], or [1][image][channel][pixel].
 inline cudaError_t make_out_map(Params& params) {
   const Correlation& of = params.of;
-  const uint64_t channels = static_cast<uint64_t>(of.groups) * of.out_channels;
-  const uint64_t pixels = static_cast<uint64_t>(of.N) * of.P * of.Q;
-  const uint64_t sizes[4] = {channels, pixels, 1, 1};
-  const uint64_t strides[3] = {pixels > 1 ? of.out_stride[3] * sizeof(float) : 16, 16, 16};
-  const uint32_t box[4] = {kStagedChannels, 64, 1, 1};
-  return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, sizeof(float), sizes, strides, box,
+  const uint64_t channels = static_cast<uint64_t>(of.groups) * of.out_channels, N = of.N;
+  const uint64_t plane = static_cast<uint64_t>(of.P) * of.Q;
+  const auto bytes = [&](int axis, uint64_t size) -> uint64_t {
+    return size > 1 ? of.out_stride[axis] * sizeof(float) : 16;  // of one there is no next
+  };
+  if (params.plan.out_channels_last) {
+    const uint64_t sizes[4] = {channels, N * plane, 1, 1}, strides[3] = {bytes(3, N * plane), 16, 16};
+    const uint32_t box[4] = {kStagedChannels, 16, 1, 1};
+    return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, sizeof(float), sizes, strides, box,
+                                params.out_map);
+  }
+  const uint64_t sizes[4] = {plane, channels, N, 1}, strides[3] = {bytes(1, channels), bytes(0, N), 16};
+  const uint32_t box[4] = {16, kStagedChannels, 1, 1};
+  return hopper::make_box_map(hopper::BoxUse::kStoreHalves, params.out_ptr, sizeof(float), sizes, strides, box,
                               params.out_map);
 }
 

@@ -202,14 +202,21 @@ struct alignas(64) BoxMap {
   uint64_t opaque[16];
 };
 
+// LEAVES_FIRST: nobody reads it soon, and it should not displace x from the L2 cache. Not for parts of lines of 128 bytes,
+// whose other parts come later.
+template <bool LEAVES_FIRST = true>
 __device__ __forceinline__ void store_box(const BoxMap& map, const void* from, int i, int j, int k, int l) {
-  // Nobody reads it soon: it should not displace x from the L2 cache.
-  asm volatile(
-      "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5}], [%1], policy;\n}" ::
-          "l"(&map),
-      "r"(smem_address(from)), "r"(i), "r"(j), "r"(k), "r"(l)
-      : "memory");
+  if constexpr (LEAVES_FIRST)
+    asm volatile(
+        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5}], [%1], policy;\n}" ::
+            "l"(&map),
+        "r"(smem_address(from)), "r"(i), "r"(j), "r"(k), "r"(l)
+        : "memory");
+  else
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(smem_address(from)), "r"(i), "r"(j), "r"(k), "r"(l)
+                 : "memory");
 }
 
 __device__ __forceinline__ void load_box(const BoxMap& map, uint32_t to_smem, int i, int j, int k, int l,
@@ -306,7 +313,8 @@ __device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
 }
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-enum class BoxUse { kStore, kLoad, kLoadRows };  // kLoadRows: rows of 128 bytes in the order of those to be stored
+// kStoreHalves: rows of 64 bytes. kLoadRows: rows of 128 bytes in the order of those to be stored.
+enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows };
 
 // Sizes and box in elements of 2 or 4 bytes; strides, of all dimensions but the first, in bytes and multiples of 16.
 // `step`, up to 8: of the second dimension a box has every so manieth element of its own so many, a multiple of it.
@@ -330,8 +338,10 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
       encode(reinterpret_cast<CUtensorMap*>(&map),
              element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
              const_cast<void*>(tensor), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             use == BoxUse::kLoad ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
-             use == BoxUse::kStore ? CU_TENSOR_MAP_L2_PROMOTION_NONE : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             use == BoxUse::kLoad          ? CU_TENSOR_MAP_SWIZZLE_NONE
+             : use == BoxUse::kStoreHalves ? CU_TENSOR_MAP_SWIZZLE_64B
+                                           : CU_TENSOR_MAP_SWIZZLE_128B,
+             use == BoxUse::kStore || use == BoxUse::kStoreHalves ? CU_TENSOR_MAP_L2_PROMOTION_NONE : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   static_assert(sizeof(BoxMap) == sizeof(CUtensorMap), "the same");
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
