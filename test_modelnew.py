@@ -2140,6 +2140,12 @@ inline uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - simt::smem);
 }
 
+inline int uniform(int value) {
+  const int first = __shfl_sync(~0u, value, 0);
+  if (first != value) simt::complain("lanes that differ");
+  return first;
+}
+
 inline void load_8(const void* address, bool exist, uint32_t& low, uint32_t& high) {
   const uint2 words = exist ? *reinterpret_cast<const uint2*>(address) : uint2{0, 0};
   low = words.x, high = words.y;
@@ -2243,17 +2249,17 @@ struct BoxMap {
   int element_bytes;
   uint64_t sizes[4], strides[4];
   uint32_t box[4], step;  // of so many elements; from one to the next of the second dimension
-  bool rows;              // of 128 bytes, pieces of 16 in the order of store_box
+  uint32_t pieces;        // of 16 bytes in a row whose order is that of store_box, or 0
 };
-enum class BoxUse { kStore, kLoad, kLoadRows };
+enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows };
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                 const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map,
                                 uint32_t step = 1) {
   map = {static_cast<uint8_t*>(const_cast<void*>(tensor)), element_bytes};
   const uint32_t row_bytes = box[0] * element_bytes;
   bool right = reinterpret_cast<uint64_t>(tensor) % 16 == 0;
-  map.rows = use != BoxUse::kLoad;
-  right &= map.rows ? row_bytes == kBoxRowBytes : row_bytes % 16 == 0;
+  map.pieces = use == BoxUse::kLoad ? 0 : use == BoxUse::kStoreHalves ? 4 : 8;
+  right &= map.pieces > 0 ? row_bytes == map.pieces * 16 : row_bytes % 16 == 0;
   map.strides[0] = element_bytes;
   for (int i = 0; i < 4; ++i) {
     if (i > 0) map.strides[i] = strides[i - 1];
@@ -2295,8 +2301,8 @@ inline void store_box_now(const BoxMap& map, uint32_t from, const int64_t (&firs
   simt::check_shared(from, box_bytes(map));
   if (from % 1024 != 0) simt::complain("a box that is not aligned in shared memory");
   for_each_in_box(map, first, [&](uint8_t* to, uint32_t row, uint32_t element) {
-    const uint32_t byte = element * map.element_bytes;
-    const uint32_t place = row * kBoxRowBytes + ((byte / 16 ^ row % 8) * 16 | byte % 16);
+    uint32_t place = (row * map.box[0] + element) * map.element_bytes;
+    place ^= place / kBoxRowBytes % map.pieces * 16;
     if (to != nullptr) std::memcpy(to, simt::smem + from + place, map.element_bytes);
   });
 }
@@ -2307,12 +2313,13 @@ inline void load_box(const BoxMap& map, uint32_t to, int i, int j, int k, int l,
   for_each_in_box(map, {i, j, k, l}, [&](const uint8_t* from, uint32_t row, uint32_t element) {
     uint32_t place = (row * map.box[0] + element) * map.element_bytes;
     // The order of pieces goes by the address.
-    if (map.rows) place ^= (row + to / kBoxRowBytes) % 8 * 16;
+    if (map.pieces > 0) place ^= (row + to / kBoxRowBytes) % 8 * 16;
     for (int byte = 0; byte < map.element_bytes; ++byte) loaded[place + byte] = from != nullptr ? from[byte] : 0;
   });
   simt::copies.push_back({to, barrier, loaded});
 }
-inline void store_box(const BoxMap& map, const void* from, int i, int j, int k, int l) {
+template <bool LEAVES_FIRST = true>
+void store_box(const BoxMap& map, const void* from, int i, int j, int k, int l) {
   const auto run = [&map, from, i, j, k, l] { store_box_now(map, smem_address(from), {i, j, k, l}); };
   simt::bulk_stores[threadIdx.x].order(run);
 }
@@ -2488,6 +2495,7 @@ struct float4 { float x, y, z, w; };
 unsigned long long __cvta_generic_to_shared(const void*);
 void __nanosleep(unsigned);
 unsigned __shfl_xor_sync(unsigned, unsigned, int);
+int __shfl_sync(unsigned, int, int);
 """
 
 WGMMA_ENTRY_POINTS = (
@@ -3481,8 +3489,8 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
     return "stages that are not aligned";
   if (plan.boxes && (layout.staging % 1024 || kBoxStagingBytes % 1024)) return "staging of boxes";
   if (layout.staging < 4 * kMaxStages * 8) return "room for barriers";
-  if (layout.table - layout.staging < plan.warpgroups * (plan.boxes ? 2 * kBoxStagingBytes : kStagingBytes))
-    return "room for staging";
+  const int staging = plan.boxes ? 4 * kBoxBuffers * kBoxStagingBytes : kStagingBytes;
+  if (layout.table - layout.staging < plan.warpgroups * staging) return "room for staging";
   if (!plan.in_boxes && layout.x_ring - layout.table < 2 * ceil_div(plan.slots, 32) * 32 * 4) return "room for tables";
   if (layout.w_ring - layout.x_ring != plan.x_stages * plan.x_stage_bytes) return "the size of the x ring";
   if (layout.end - layout.w_ring != plan.w_stages * plan.w_stage_bytes) return "the size of the w ring";
@@ -3663,13 +3671,25 @@ static std::string fault_of_writes(const Correlation& of, const Plan& plan, cons
     if (!locate_output(of, plan, tile, image, m, n, p, q)) continue;
     offsets[m] = offset_of(of.out_stride, n, p, q);
     if (offsets[m] < 0 || offsets[m] >= int64_t{1} << 31) return "an offset that is no int";
-    const bool in_line = (first_output(plan, tile) + m) * of.out_stride[3] == image * of.out_stride[0] + offsets[m];
-    if (plan.boxes && ((!plan.points && !plan.packed) || !in_line))
+    const int64_t number = first_output(plan, tile) + m, plane = int64_t{of.P} * of.Q;
+    const int64_t expected = plan.out_channels_last
+                                 ? number * of.out_stride[3]
+                                 : number / plane * of.out_stride[0] + number % plane * of.out_stride[3];
+    if (plan.boxes && ((!plan.points && !plan.packed) || expected != image * of.out_stride[0] + offsets[m]))
       return "boxes of pixels that do not follow one another";
   }
   if (plan.boxes) {
-    if (bytes != 4 || !plan.out_channels_last || out % 16 || channel_of_all % 4) return "boxes of other tensors";
-    if (of.N * of.P * of.Q > 1 && of.out_stride[3] % 4) return "boxes of pixels that are not aligned";
+    if (bytes != 4 || out % 16) return "boxes of other tensors";
+    if (plan.out_channels_last) {
+      if (channel_of_all % 4) return "boxes of channels that are not aligned";
+      if (of.N * of.P * of.Q > 1 && of.out_stride[3] % 4) return "boxes of pixels that are not aligned";
+    } else {
+      if (of.out_stride[3] != 1 || of.P * of.Q % 4) return "boxes of pixels that are no neighbours";
+      if (of.P * of.Q < 16) return "boxes of three images";
+      if (of.out_stride[1] % 4 || (of.N > 1 && of.out_stride[0] % 4)) return "boxes of planes that are not aligned";
+      for (int m = 0; m < tile_pixels(plan); m += 4)
+        if (offsets[m] >= 0 && (image * of.out_stride[0] + offsets[m]) % 4) return "boxes that start between fours";
+    }
     if (of.groups > 1 && channels % kStagedChannels) return "boxes that reach into the next group";
   }
   if (plan.out_channels_last && of.out_stride[1] != 1) return "channels that are no neighbours";
@@ -3980,6 +4000,10 @@ GATHER_PLAN_MUTATIONS = {
     "boxes of more slots than there may be": (
         "ceil_div(plan.slots, 256)",
         "ceil_div(plan.slots, MUTATED ? 512 : 256)",
+    ),
+    "boxes of planes so small that they are of three images": (
+        "of.P * of.Q >= kLeastBoxedPlane",
+        "of.P * of.Q >= (MUTATED ? 8 : kLeastBoxedPlane)",
     ),
     "boxes that start in the middle of eight slots": (
         "ceil_div(ceil_div(plan.slots, plan.x_boxes), 8)) * 8",
@@ -4367,7 +4391,21 @@ GATHER_MUTATIONS = {
         "m % 4 * (tile_pixels(plan) / 4 + 2)",
         "m % 4 * (tile_pixels(plan) / 4 + 2 - MUTATED)",
     ),
-    "stages where a box is read": left_out("if (thread == 0) hopper::bulk_stores_wait_read<1>();"),
+    "stages where a box is read": (
+        "if (lane == 0) hopper::bulk_stores_wait_read<kBoxBuffers - 1>();\n      __syncwarp();  // the buffer",
+        "if (lane == 0 && !MUTATED) hopper::bulk_stores_wait_read<kBoxBuffers - 1>();"
+        "\n      __syncwarp();  // the buffer",
+    ),
+    "stages where a box of planes is read": (
+        "if (lane == 0) hopper::bulk_stores_wait_read<kBoxBuffers - 1>();\n      __syncwarp();  // the planes",
+        "if (lane == 0 && !MUTATED) hopper::bulk_stores_wait_read<kBoxBuffers - 1>();"
+        "\n      __syncwarp();  // the planes",
+    ),
+    "stores a box of planes before all is staged": left_out("__syncwarp();  // all planes are staged"),
+    "stores the next image's first pixels as another channel's box": (
+        "pieces[piece ^ lane / 2 % 4]",
+        "pieces[piece ^ (MUTATED ? 0 : lane / 2 % 4)]",
+    ),
     "asks whether parts are there before one has looked": left_out(
         "named_barrier(2 + warpgroup, 128);  // whether it is the last one is known"
     ),
@@ -4410,12 +4448,12 @@ GATHER_MUTATIONS = {
         "return place + (phase + (MUTATED ? 0 : row % kRowsOfPixel)) * phase_channels;",
     ),
     "loads the first phase at the start of a part": (
-        "int phase = tile.first_block % phases;",
-        "int phase = MUTATED ? 0 : tile.first_block % phases;",
+        "int phase = tile.first_block & (phases - 1);",
+        "int phase = MUTATED ? 0 : tile.first_block & (phases - 1);",
     ),
     "multiplies by the first phase at the start of a part": (
-        "phase = phased ? tile.first_block % phases_of(phases) : 0;",
-        "phase = phased && !MUTATED ? tile.first_block % phases_of(phases) : 0;",
+        "phase = phased ? tile.first_block & (phases_of(phases) - 1) : 0;",
+        "phase = phased && !MUTATED ? tile.first_block & (phases_of(phases) - 1) : 0;",
     ),
     "loads even rows of x itself for odd ones": (
         "h = 2 * h + row_phase;",
@@ -4994,6 +5032,9 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
         splits = 4
     if "box" in mutation:
         cases = cases[1:2]
+    if "planes" in mutation or "next image" in mutation:  # 81 boxes of 16 pixels, or some with pixels of two images
+        size = 12 if "planes" in mutation else 10
+        cases = [(Case(9, 72, size, 12, 72, 1, 1), "contiguous", torch.float32)]
     if "parts" in mutation:
         cases, splits = [(Case(4, 160, 12, 9, 72, 3, 3, padding=(1, 1)), "contiguous", torch.float32)], 3
     if "copies" in mutation:
@@ -6745,7 +6786,7 @@ RTC_HEADERS = {
         namespace modelnew {
         namespace hopper {
         struct BoxMap;
-        enum class BoxUse { kStore, kLoad, kLoadRows };
+        enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows };
         template <class... T> cudaError_t make_box_map(T&&...) { return cudaSuccess; }
         template <class Kernel, class Params>
         cudaError_t launch_early(Kernel*, unsigned, int, int, cudaStream_t, const Params&) { return cudaSuccess; }

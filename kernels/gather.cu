@@ -127,20 +127,32 @@
 // 164; 1x1 at a stride by copies: 1024 to 2048, 14x14, 350 to 249).
 // Reading and writing take turns in a block: while its warpgroups store, the rings fill, but nobody multiplies. Tried:
 // weights for clusters of 2 or 4 blocks by multicast, 1.2 to 1.4 and 2 to 2.3 times slower, for whatever reason (with
-// an eighth of the bytes of weights it is 1 to 5% faster); y of [channel][pixel] by boxes of 32 channels x 128 bytes,
-// 408 instead of 318 us in the third line; x through registers of the gathering warps (1x1 256 to 64, 56x56: 493
-// instead of 295 us). x of [channel][pixel] by boxes of 16 pixels x 32 channels, by turns in one run, 1x1: 2 to 9% more
-// than 16-byte copies, but 23% more for 256 to 128, 56x56, 17% more for 1024 to 512, 14x14, where boxes meet seams of
-// images, and 4% less for 512 to 256, 28x28. That revision also worked out a tile's numbers twice, against spills,
-// which costs too: 64 to 64, 56x56: 141 us by 64-bit divisions, 136 by 32-bit ones, 127 before all of that. Points at a
-// stride of channels_last by a box a line, which one thread ordered: 1024 to 2048, 14x14, 256 images, 1253 us in tiles
-// of 128 channels; by pieces, in tiles of 256, 180. Four buffers for boxes of y instead of two: no difference, or up to
-// 6% more. Rounding by the copy itself, boxes of CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, instead of in registers: 0 to 4%
-// less in the best tiles, up to 10% in others, but ties go to even (Inf and NaN stay), and away from zero in cuDNN. A
-// first round that stores nothing, to bring code from memory: 3 to 5 us more. For the copy of x, blocks that go on to
-// the next part while one is stored: 38 us instead of 32 (14x14 of 256 channels, 256 images, in a profiler). Every
-// second block starting 5000 or 9000 cycles later, so that blocks do not store all at once: 1x1 64 to 256, 56x56, 274
-// us without, 274 and 279 so, 256 to 1024, 14x14, 137, 136 and 136, channels_last 113, 113 and 115.
+// an eighth of the bytes of weights it is 1 to 5% faster); x through registers of the gathering warps (1x1 256 to 64,
+// 56x56: 493 instead of 295 us). x of [channel][pixel] by boxes of 16 pixels x 32 channels, by turns in one run, 1x1: 2
+// to 9% more than 16-byte copies, but 23% more for 256 to 128, 56x56, 17% more for 1024 to 512, 14x14, where boxes meet
+// seams of images, and 4% less for 512 to 256, 28x28. That revision also worked out a tile's numbers twice, against
+// spills, which costs too: 64 to 64, 56x56: 141 us by 64-bit divisions, 136 by 32-bit ones, 127 before all of that.
+// Points at a stride of channels_last by a box a line, which one thread ordered: 1024 to 2048, 14x14, 256 images, 1253
+// us in tiles of 128 channels; by pieces, in tiles of 256, 180. Four buffers for boxes of y instead of two: no
+// difference, or up to 6% more. Rounding by the copy itself, boxes of CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, instead of in
+// registers: 0 to 4% less in the best tiles, up to 10% in others, but ties go to even (Inf and NaN stay), and away from
+// zero in cuDNN. A first round that stores nothing, to bring code from memory: 3 to 5 us more. For the copy of x,
+// blocks that go on to the next part while one is stored: 38 us instead of 32 (14x14 of 256 channels, 256 images, in a
+// profiler). Every second block starting 5000 or 9000 cycles later, so that blocks do not store all at once: 1x1 64 to
+// 256, 56x56, 274 us without, 274 and 279 so, 256 to 1024, 14x14, 137, 136 and 136, channels_last 113, 113 and 115.
+//
+// To store is what an SM does at its own pace: with 16 blocks on 16 SMs, a tile of 128 pixels x 256 channels takes 4100
+// cycles in channels_last, and of planes 6400 through staging, where 132 of them take 4800 and 6700 (H200, 2026-11-23,
+// clocks in the kernel, 256 images, 1x1 256 to 1024, 14x14, and 64 to 256, 56x56). In a driver that does nothing else
+// an SM stores 62 bytes a ns, some 32 a cycle, by warps of 512 bytes of a plane, by boxes of 16 to 128 pixels and by
+// bulk copies of 512 bytes alike (22 to 43 by fours of pixels of four planes), all SMs together 3.9 to 4.3 TB/s. So
+// planes are stored by boxes, which each warp stages without waiting for another one (5400 cycles). That, and warps
+// whose number is known to be uniform, 256 images, us, before / so: 1x1 256 to 512, 56x56, stride 2, 324 / 303; 128 to
+// 512, 28x28, 165 / 156; 3x3 64 to 64, 56x56, 340 / 300. Tried, 64 to 256, 56x56, 276 us: pairs of pixels without
+// staging 292; bulk copies of 256 bytes 390; boxes of 32 pixels, staged by two warps, 340.
+//
+// Tiles, outputs and slots are found without a division (Divisors). That, and boxes of channels_last that each warp
+// stages for itself, took 2 to 4% less, in the mean over a ResNet-50's layers (H200, 2026-11-23, in a driver).
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -210,7 +222,7 @@ constexpr int kPixelsPitch = 68, kChannelsPitch = 40;
 constexpr int kStagingBytes = 64 * kChannelsPitch * 4;
 static_assert(kStagedChannels * kPixelsPitch * 4 <= kStagingBytes, "either fits");
 
-// The same for boxes, of 16 pixels: each warp has so many buffers of its own, all but one of them being stored.
+// The same for boxes of 16 pixels: each warp has so many buffers of its own, all but one of them being stored.
 constexpr int kBoxStagingBytes = 16 * kStagedChannels * 4, kBoxBuffers = 2;
 
 // At a stride of 2 a copy of x may hold its even and odd rows and columns apart, as channels: then the filter moves
@@ -294,7 +306,7 @@ struct Plan {
   bool in_phases;          // these are of its phases, without a copy
   bool out_channels_last;  // channels of y are neighbours
   int vector;              // outputs that are stored at a time: 4 or 1
-  bool boxes;              // y is stored by boxes of 64 pixels x 32 channels
+  bool boxes;              // y is stored by boxes, each of 16 pixels x 32 channels
   bool contained;          // fp32 values are multiplied as scaled fp16; the copy holds these
   bool resident;           // all weights that a block ever needs stay in shared memory
   int x_stages, w_stages;
@@ -1066,9 +1078,6 @@ __global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_c
 #endif
 }
 
-// What all lanes of a warp have, so that the compiler knows.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
-
 __device__ __forceinline__ void named_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -1151,7 +1160,7 @@ struct Stages {
 
   // Before the first one.
   __device__ __forceinline__ Stages(const Params& params, int32_t* tables)
-      : params(params), warp(uniform(threadIdx.x / 32 % 4)), lane(threadIdx.x % 32), tables(tables) {
+      : params(params), warp(hopper::uniform(threadIdx.x / 32 % 4)), lane(threadIdx.x % 32), tables(tables) {
     unit = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     block = 0;
     end = 1;
@@ -1679,14 +1688,14 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
   }
 }
 
-// The same by boxes: fp32, channels are neighbours, and so are the pixels of a tile. Each warp stages and stores its own
-// 16 of 64 pixels, and waits for no other one.
+// The same by boxes: fp32, channels are neighbours, and so are the pixels of a tile. Each warp stages and stores its
+// own 16 of 64 pixels, and waits for no other one.
 template <int TILE_N, int BLOCKS_M>
 __device__ __forceinline__ void store_boxes(const Params& params, const Tile& tile, uint8_t* staging, int warpgroup,
                                             const Sums<TILE_N, BLOCKS_M>& acc) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const int warp = uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
+  const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
   const int first_k = tile.n_block * TILE_N, channels = min(TILE_N, of.out_channels - first_k);
   const int channel_of_all = tile.group * of.out_channels + first_k;
   const float* const bias =
@@ -1736,13 +1745,14 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
   }
 }
 
-// The same of [channel][pixel].
+// The same of [channel][pixel]. What lies behind the end of an image is the next one's, and stored without a box: boxes
+// that started before the image's first pixel were illegal instructions.
 template <int TILE_N, int BLOCKS_M>
 __device__ __forceinline__ void store_plane_boxes(const Params& params, const Tile& tile, int64_t image,
                                                   uint8_t* staging, int warpgroup, const Sums<TILE_N, BLOCKS_M>& acc) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const int warp = uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32, plane = of.P * of.Q;
+  const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32, plane = of.P * of.Q;
   const int first_k = tile.n_block * TILE_N, channels = min(TILE_N, of.out_channels - first_k);
   const int channel_of_all = tile.group * of.out_channels + first_k;
   const float* const bias =
@@ -1757,10 +1767,11 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
 #pragma unroll 1
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
     // The warp's first pixel: image, and place in there.
-    int first = static_cast<int>(first_output(plan, tile) - image * plane) + (warpgroup * BLOCKS_M + mb) * 64 + warp * 16;
+    int first =
+        static_cast<int>(first_output(plan, tile) - image * plane) + (warpgroup * BLOCKS_M + mb) * 64 + warp * 16;
     const int n = quotient(first, plan.by.plane), image_of_all = static_cast<int>(image) + n;
     first -= n * plane;
-    // What lies behind the end of the image is not the box's: the next image's first pixels, of the lane's channel.
+    // The next image's first pixel, if the warp has some of these, in the lane's channel.
     float* next_image = nullptr;
     if (first + 16 > plane && image_of_all + 1 < of.N)
       next_image = static_cast<float*>(params.out_ptr) + (image_of_all + int64_t{1}) * of.out_stride[0] +
@@ -1771,7 +1782,7 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
       uint8_t* const box = staging + number % kBoxBuffers * kBoxStagingBytes;
       float* const staged = reinterpret_cast<float*>(box) + place;
       if (lane == 0) hopper::bulk_stores_wait_read<kBoxBuffers - 1>();
-      __syncwarp();  // the buffer has been read
+      __syncwarp();  // the planes that were in the buffer have been read
       with_chunk<TILE_N, BLOCKS_M>(acc, number, [&](const float* values) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -1797,7 +1808,7 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
         }
       }
       hopper::fence_async();
-      __syncwarp();  // all of it is staged
+      __syncwarp();  // all planes are staged
       if (lane == 0) {
         if (chunk_k < channels)
           hopper::store_box<false>(params.out_map, box, first, channel_of_all + chunk_k, image_of_all, 0);
@@ -2018,8 +2029,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   constexpr bool kNothingElse = kPlanes && SOURCE == Source::kPixels;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const int warpgroup = WARPGROUPS == 1 ? 0 : uniform(threadIdx.x / 128);
-  const int warp = uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
+  const int warpgroup = WARPGROUPS == 1 ? 0 : hopper::uniform(threadIdx.x / 128);
+  const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
   const bool planes = kNothingElse || (kPlanes && plan.planes);
   Rings rings;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
@@ -2188,7 +2199,7 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
   } else {
     // All of this warpgroup, before some of them wait or leave.
     hopper::registers_give_back<Format::gather_registers(WARPGROUPS)>();
-    const int warp = uniform(threadIdx.x / 32 % 4);
+    const int warp = hopper::uniform(threadIdx.x / 32 % 4);
     // x, y and the bias are nothing that packing writes: only who needs packed weights and what comes with them waits.
     if (warp == kGatherWarps) {
       hopper::wait_for_prerequisites();
@@ -2341,14 +2352,14 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
 // Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled (single words of windows
 // are never what a tile waits for); of y.
 constexpr double kMemoryRate = 21.8, kSingleRate = 100, kWordsRate = 5.8, kPixelsRate = 22, kChannelsRate = 10.7;
-constexpr double kStorePlanesRate = 21;
 constexpr double kBoxRate = 200, kStoreRate = 20, kStoreOneRate = 13, kStoreChannelsRate = 23.5, kStoreBoxRate = 400;
-constexpr int kMostResidentTiles = 8;                        // of channels: 132 SMs are 4 more than a multiple of it
-constexpr double kLost = 0.08;                               // of what takes less time than what a tile waits for
-constexpr double kTileCycles = 1500;                         // to fill and to drain
-constexpr double kCopyCycles = 6600;                         // of copying x, but for its bytes
-constexpr double kMeetCycles = 1900;                         // of parts of a tile, but for their sums
-constexpr double kMeetRate = 29.5;                           // bytes a cycle, of these
+constexpr double kStorePlanesRate = 21;  // by boxes: set by hand afterwards, as the fastest tiles had it
+constexpr int kMostResidentTiles = 8;    // of channels: 132 SMs are 4 more than a multiple of it
+constexpr double kLost = 0.08;           // of what takes less time than what a tile waits for
+constexpr double kTileCycles = 1500;     // to fill and to drain
+constexpr double kCopyCycles = 6600;     // of copying x, but for its bytes
+constexpr double kMeetCycles = 1900;     // of parts of a tile, but for their sums
+constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
 constexpr double kContainCycles = 17000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
 // Of copies of x.
@@ -2396,9 +2407,9 @@ inline int64_t most_partial_bytes(const Correlation& of) {
   return std::min(kMostPartialBytes, 2 * kMostSplits * whole * partial_bytes(128, 128));
 }
 
-// Of y of [channel][pixel] that is stored by boxes of 16 pixels: then these are of two images at most. Planes of no whole
-// sectors, of 32 bytes, are stored more slowly like that (256 to 1024, 14x14, 256 images, 160 us instead of 129), and so
-// is what two blocks an SM store (256 to 128, 56x56, 319 us instead of 306).
+// Of y of [channel][pixel] that is stored by boxes of 16 pixels: then these are of two images at most. Planes of no
+// whole sectors, of 32 bytes, are stored more slowly like that (256 to 1024, 14x14, 256 images, 160 us instead of 129),
+// and so is what two blocks an SM store (256 to 128, 56x56, 319 us instead of 306).
 constexpr int kLeastBoxedPlane = 16;
 
 // Completes a plan; false when it does not fit.
@@ -2531,10 +2542,10 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   }
 
   // By boxes outputs are stored that follow one another in memory. The last one of a group has no channels of the next.
-  const bool dense_out = plan.out_channels_last ? dense_pixels(of.out_stride, of.N, of.P, of.Q) &&
-                                                      of.N * of.P * of.Q < (int64_t{1} << 30)
-                                                : plan.warpgroups == 2 && of.P * of.Q >= kLeastBoxedPlane &&
-                                                      of.P * of.Q % 8 == 0 && of.N < (1 << 30);
+  const bool dense_out =
+      plan.out_channels_last
+          ? dense_pixels(of.out_stride, of.N, of.P, of.Q) && of.N * of.P * of.Q < (int64_t{1} << 30)
+          : plan.warpgroups == 2 && of.P * of.Q >= kLeastBoxedPlane && of.P * of.Q % 8 == 0 && of.N < (1 << 30);
   plan.boxes = (plan.points || plan.packed) && dense_out && out_bytes == 4 && plan.vector == 4 &&
                (of.groups == 1 || of.out_channels % kStagedChannels == 0);
 
@@ -2626,16 +2637,11 @@ inline double contain_cycles(const Correlation& of, const Device& device) {
 inline Divisors divisors(const Correlation& of, const Plan& plan) {
   // Whole tiles only, or points, or one line only: nobody asks.
   const auto of_any = [](int64_t number) { return make_divisor(std::max<int64_t>(1, number)); };
-  return {of_any(plan.tiles_n),
-          of_any(plan.tiles_m),
-          of_any(plan.tiles_q),
-          of_any(plan.tile_q),
-          of_any(cut_up(plan)),
-          of_any(of.P),
-          of_any(of.Q),
-          of_any(static_cast<int64_t>(of.P) * of.Q),
-          of_any(plan.pitch),
-          of_any(of.P * static_cast<int64_t>(plan.row_step) + plan.gap)};
+  return {of_any(plan.tiles_n), of_any(plan.tiles_m),
+          of_any(plan.tiles_q), of_any(plan.tile_q),
+          of_any(cut_up(plan)), of_any(of.P),
+          of_any(of.Q),         of_any(static_cast<int64_t>(of.P) * of.Q),
+          of_any(plan.pitch),   of_any(of.P * static_cast<int64_t>(plan.row_step) + plan.gap)};
 }
 
 // Puts the best plan in a shape of a tile in the place of `best`, if that is none (`found`) or a slower one.
@@ -3123,9 +3129,12 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
            plan.contained ? "in scaled fp16, " : "", plan.copied ? "x copied, " : "",
            plan.in_phases ? "x in phases, " : "", plan.tile_n, tile,
            plan.in_boxes ? "boxes" : loads[static_cast<int>(plan.loads)], plan.x_stages, plan.x_stage_bytes,
-           plan.w_stages, plan.w_stage_bytes, plan.vector == 4 ? "fours" : "single values", plan.blocks,
-           static_cast<long long>(plan.tiles), static_cast<long long>(plan.tiles - plan.whole_tiles), plan.splits,
-           plan.cycles * 1e-6);
+           plan.w_stages, plan.w_stage_bytes,
+           plan.boxes         ? "boxes"
+           : plan.vector == 4 ? "fours"
+                              : "single values",
+           plan.blocks, static_cast<long long>(plan.tiles), static_cast<long long>(plan.tiles - plan.whole_tiles),
+           plan.splits, plan.cycles * 1e-6);
 }
 
 #endif  // host

@@ -654,7 +654,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   float* const smem = reinterpret_cast<float*>(smem_bytes);
   const Plan& plan = params.plan;
-  const int warp_id = threadIdx.x / 32, lane_id = threadIdx.x % 32;
+  const int warp_id = hopper::uniform(threadIdx.x / 32), lane_id = threadIdx.x % 32;
   const int warp_k = warp_id / (Shape::WARPS_M * Shape::WARPS_N);
   const int warp_m = warp_id / Shape::WARPS_N % Shape::WARPS_M, warp_n = warp_id % Shape::WARPS_N;
 

@@ -275,7 +275,8 @@ __global__ void __launch_bounds__(32 * most_warps(EXACT), 1) pointwise_kernel(co
   extern __shared__ __align__(16) unsigned char modelnew_pointwise_smem[];
   float* const smem = reinterpret_cast<float*>(modelnew_pointwise_smem);
   const Plan& plan = params.plan;
-  const int warp_id = threadIdx.x / 32, lane_id = threadIdx.x % 32, n = lane_id / 4, t = lane_id % 4;
+  const int warp_id = hopper::uniform(threadIdx.x / 32), lane_id = threadIdx.x % 32;
+  const int n = lane_id / 4, t = lane_id % 4;
   const int slice = warp_id >> plan.row_bits, row_warp = warp_id - (slice << plan.row_bits);
 
   // Tiles of the same columns are neighbours, and the blocks that share one are a cluster.

@@ -1842,7 +1842,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int lane_id = threadIdx.x % 32;
-  const int warp_id = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int warp_id = hopper::uniform(threadIdx.x / 32);
   const bool split_k = plan.tile_k == 128;  // the warpgroups take different channels of the same pixels
 
   Store store;
@@ -2129,7 +2129,7 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
   }
   __syncthreads();  // barriers exist before anybody waits on one
 
-  const int warp_id = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int warp_id = hopper::uniform(threadIdx.x / 32);
   if (warp_id < kMultiplyWarps) {
     hopper::registers_take<Format::MULTIPLY_REGISTERS>();
     multiply<Format, TILE_P, TILE_Q>(params, shared, modelnew_wgmma_smem, warp_id / 4);
