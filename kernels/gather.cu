@@ -48,7 +48,8 @@
 // hides some of the other one's filling and draining, but while that one stores it multiplies no faster than before: a
 // warpgroup alone waits for its own operands. (H200, 2026-11-22, TF32, us, one block / two, the best tiles of each, in
 // a driver. 256 images: 64 to 64, 56x56, 118 / 112; 256 to 128, 319 / 308; 512 to 128, 28x28, 151 / 146, channels_last
-// 142 / 137. 32 images: 64 to 64, 56x56, 25.8 / 23.5; 1024 to 256, 14x14, 29.2 / 27.3.)
+// 142 / 137. 32 images: 64 to 64, 56x56, 25.8 / 23.5; 1024 to 256, 14x14, 29.2 / 27.3. Since one block stores by boxes,
+// 64 to 64, 256 images, takes it 110 and two 113; but by bench.py, 2026-11-23, 122 and 114.)
 //
 // fp32 is rounded on its way to the tensor cores, so that copies go straight to shared memory. They write 128 bytes of
 // it at once if these lie side by side, and otherwise piece by piece (1x1 of 256 channels to 64, channels_last, 256
@@ -2573,9 +2574,9 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
     if (fits) plan.blocks = blocks;
   }
   for (int x_stages = plan.points || taps < 4 ? 4 : 3; x_stages >= 2 && !fits; --x_stages) {
-    // A phase of x is read by few taps: weights are soon used up. (128 to 128, 56x56, stride 2, 256 images: three stages
-    // of each 223 us, two of x and more of weights 213. Of 256 channels, 28x28, 165 and 167: there they are twice as
-    // large. H200, 2026-11-23, in a driver.)
+    // A phase of x is read by few taps: weights are soon used up. (128 to 128, 56x56, stride 2, 256 images: three
+    // stages of each 223 us, two of x and more of weights 213. Of 256 channels, 28x28, 165 and 167: there they are twice
+    // as large. H200, 2026-11-23, in a driver.)
     const int least = plan.in_phases && plan.tile_n <= 128 && x_stages > 2 ? 4 : 3;
     for (int w_stages = kMaxStages; w_stages >= least && !fits; --w_stages) fits = fits_with(x_stages, w_stages);
   }
