@@ -2575,8 +2575,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   }
   for (int x_stages = plan.points || taps < 4 ? 4 : 3; x_stages >= 2 && !fits; --x_stages) {
     // A phase of x is read by few taps: weights are soon used up. (128 to 128, 56x56, stride 2, 256 images: three
-    // stages of each 223 us, two of x and more of weights 213. Of 256 channels, 28x28, 165 and 167: there they are twice
-    // as large. H200, 2026-11-23, in a driver.)
+    // stages of each 223 us, two of x and more of weights 213. Of 256 channels, 28x28, 165 and 167: there they are
+    // twice as large. H200, 2026-11-23, in a driver.)
     const int least = plan.in_phases && plan.tile_n <= 128 && x_stages > 2 ? 4 : 3;
     for (int w_stages = kMaxStages; w_stages >= least && !fits; --w_stages) fits = fits_with(x_stages, w_stages);
   }
