@@ -150,7 +150,7 @@
 // planes are stored by boxes, which each warp stages without waiting for another one (5400 cycles). That, and warps
 // whose number is known to be uniform, 256 images, us, before / so: 1x1 256 to 512, 56x56, stride 2, 324 / 303; 128 to
 // 512, 28x28, 165 / 156; 3x3 64 to 64, 56x56, 340 / 300. Tried, 64 to 256, 56x56, 276 us: pairs of pixels without
-// staging 292; bulk copies of 256 bytes 390; boxes of 32 pixels, staged by two warps, 340.
+// staging 292; bulk copies of 256 bytes 390; boxes of 32 pixels, staged by two warps, 340 (in other tiles).
 //
 // Tiles, outputs and slots are found without a division (Divisors). That, and boxes of channels_last that each warp
 // stages for itself, took 2 to 4% less, in the mean over a ResNet-50's layers (H200, 2026-11-23, in a driver).
