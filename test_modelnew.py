@@ -3489,7 +3489,7 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
     return "stages that are not aligned";
   if (plan.boxes && (layout.staging % 1024 || kBoxStagingBytes % 1024)) return "staging of boxes";
   if (layout.staging < 4 * kMaxStages * 8) return "room for barriers";
-  const int staging = plan.boxes ? 4 * kBoxBuffers * kBoxStagingBytes : kStagingBytes;
+  const int staging = plan.boxes ? 4 * (plan.in_phases ? 1 : 2) * kBoxStagingBytes : kStagingBytes;
   if (layout.table - layout.staging < plan.warpgroups * staging) return "room for staging";
   if (!plan.in_boxes && layout.x_ring - layout.table < 2 * ceil_div(plan.slots, 32) * 32 * 4) return "room for tables";
   if (layout.w_ring - layout.x_ring != plan.x_stages * plan.x_stage_bytes) return "the size of the x ring";
@@ -4392,13 +4392,13 @@ GATHER_MUTATIONS = {
         "m % 4 * (tile_pixels(plan) / 4 + 2 - MUTATED)",
     ),
     "stages where a box is read": (
-        "if (lane == 0) hopper::bulk_stores_wait_read<kBoxBuffers - 1>();\n      __syncwarp();  // the buffer",
-        "if (lane == 0 && !MUTATED) hopper::bulk_stores_wait_read<kBoxBuffers - 1>();"
+        "if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();\n      __syncwarp();  // the buffer",
+        "if (lane == 0 && !MUTATED) hopper::bulk_stores_wait_read<BUFFERS - 1>();"
         "\n      __syncwarp();  // the buffer",
     ),
     "stages where a box of planes is read": (
-        "if (lane == 0) hopper::bulk_stores_wait_read<kBoxBuffers - 1>();\n      __syncwarp();  // the planes",
-        "if (lane == 0 && !MUTATED) hopper::bulk_stores_wait_read<kBoxBuffers - 1>();"
+        "if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();\n      __syncwarp();  // the planes",
+        "if (lane == 0 && !MUTATED) hopper::bulk_stores_wait_read<BUFFERS - 1>();"
         "\n      __syncwarp();  // the planes",
     ),
     "stores a box of planes before all is staged": left_out("__syncwarp();  // all planes are staged"),

@@ -152,6 +152,22 @@
 // 512, 28x28, 165 / 156; 3x3 64 to 64, 56x56, 340 / 300. Tried, 64 to 256, 56x56, 276 us: pairs of pixels without
 // staging 292; bulk copies of 256 bytes 390; boxes of 32 pixels, staged by two warps, 340 (in other tiles).
 //
+// While it multiplies it is near what shared memory gives, 128 bytes a cycle of an SM: at the tensor cores' full rate,
+// with TF32 or fp16, weights are read with 64 of these, x with 16 (tiles of 256 channels) or 32, and to write stages
+// takes up to 48. A stage of 32 channels, 1024 cycles of the tensor cores, takes 1105 in 1x1 1024 to 512, 14x14, and
+// 1082 in 3x3 128 to 128, 28x28; with 56x56 and a stride of 2, where fewer taps read a stage of x, 1476 (H200,
+// 2026-11-23, clocks in the kernel, channels_last, 256 images, before the latter had a third stage of x).
+//
+// Hence little comes of operands that are contained without a copy of x (channels_last, 256 images, us, in a driver, as
+// it is / so). By the gathering warps, from landed boxes to stages: 3x3 256 to 256, 14x14, 116 / 107; 128 to 128,
+// 28x28, 147 / 138; 56x56, stride 2, 213 / 235; 1x1 256 to 1024, 14x14, 104 / 118. Beside the tensor cores one of these
+// warps got an instruction every 3.5 cycles, and three of them contained four values a cycle. By the multiplying warps,
+// behind ldmatrix: 1x1 256 to 1024, 14x14, 104 / 116; 1024 to 512 148 / 144; 1024 to 256 83 / 95; 512 to 256, 28x28,
+// 171 / 183. Of 1060 cycles a stage a warp spent 350 with that and 520, all that both warpgroups' products take, at its
+// wgmmas, whose operands in registers seem to hold it up until they are nearly done. Nor did it help to load and to
+// convert operands between the wgmmas of the batch before (2% more in the mean of all layers), or to have three
+// warpgroups of 64 pixels x 128 channels (stride 2: 213 / 220).
+//
 // Tiles, outputs and slots are found without a division (Divisors). That, and boxes of channels_last that each warp
 // stages for itself, took 2 to 4% less, in the mean over a ResNet-50's layers (H200, 2026-11-23, in a driver).
 #if !defined(__CUDACC_RTC__)
@@ -223,8 +239,12 @@ constexpr int kPixelsPitch = 68, kChannelsPitch = 40;
 constexpr int kStagingBytes = 64 * kChannelsPitch * 4;
 static_assert(kStagedChannels * kPixelsPitch * 4 <= kStagingBytes, "either fits");
 
-// The same for boxes of 16 pixels: each warp has so many buffers of its own, all but one of them being stored.
-constexpr int kBoxStagingBytes = 16 * kStagedChannels * 4, kBoxBuffers = 2;
+// The same for boxes of 16 pixels: each warp has two buffers of its own, one of them being stored; where x comes in
+// phases one, for the sake of another stage of x. (3x3, stride 2, channels_last, 256 images: 128 to 128, 56x56, 214 /
+// 203 us, 256 to 256, 28x28, 166 / 159. One everywhere: layers of a ResNet-50 up to 5% more, 0.5% in the mean. H200,
+// 2026-11-23, in a driver.)
+constexpr int kBoxStagingBytes = 16 * kStagedChannels * 4;
+MODELNEW_HOST_DEVICE constexpr int box_buffers(bool in_phases) { return in_phases ? 1 : 2; }
 
 // At a stride of 2 a copy of x may hold its even and odd rows and columns apart, as channels: then the filter moves
 // over them without a stride, as a smaller one of R x S, and of each phase only some taps are not zero. Where channels
@@ -321,7 +341,7 @@ MODELNEW_HOST_DEVICE inline int tile_pixels(const Plan& plan) { return 64 * plan
 
 // Of the staging of one warpgroup.
 MODELNEW_HOST_DEVICE inline int staging_bytes(const Plan& plan) {
-  return plan.boxes ? 4 * kBoxBuffers * kBoxStagingBytes : kStagingBytes;
+  return plan.boxes ? 4 * box_buffers(plan.in_phases) * kBoxStagingBytes : kStagingBytes;
 }
 
 MODELNEW_HOST_DEVICE inline Source source_of_plan(const Plan& plan) {
@@ -1691,7 +1711,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
 
 // The same by boxes: fp32, channels are neighbours, and so are the pixels of a tile. Each warp stages and stores its
 // own 16 of 64 pixels, and waits for no other one.
-template <int TILE_N, int BLOCKS_M>
+template <int TILE_N, int BLOCKS_M, int BUFFERS>
 __device__ __forceinline__ void store_boxes(const Params& params, const Tile& tile, uint8_t* staging, int warpgroup,
                                             const Sums<TILE_N, BLOCKS_M>& acc) {
   const Correlation& of = params.of;
@@ -1702,8 +1722,8 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
   const float* const bias =
       params.bias_ptr == nullptr ? nullptr : static_cast<const float*>(params.bias_ptr) + channel_of_all;
   constexpr int kChunks = TILE_N / kStagedChannels;
-  static_assert(BLOCKS_M * kChunks % kBoxBuffers == 0, "the first chunk goes to the first buffer");
-  staging += warp * kBoxBuffers * kBoxStagingBytes;
+  static_assert(BLOCKS_M * kChunks % BUFFERS == 0, "the first chunk goes to the first buffer");
+  staging += warp * BUFFERS * kBoxStagingBytes;
   // Piece number i of 16 bytes of a pixel lies at place i ^ pixel % 8.
   const int pixel = lane / 4, channel = lane % 4 * 2;
 #pragma unroll
@@ -1712,7 +1732,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
-      uint8_t* const staged = staging + number % kBoxBuffers * kBoxStagingBytes;
+      uint8_t* const staged = staging + number % BUFFERS * kBoxStagingBytes;
       float added[kStagedChannels / 8][2] = {};
       if (bias != nullptr) {
 #pragma unroll
@@ -1724,7 +1744,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
           }
         }
       }
-      if (lane == 0) hopper::bulk_stores_wait_read<kBoxBuffers - 1>();
+      if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();
       __syncwarp();  // the buffer has been read
       with_chunk<TILE_N, BLOCKS_M>(acc, number, [&](const float* values) {
 #pragma unroll
@@ -1748,7 +1768,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
 
 // The same of [channel][pixel]. What lies behind the end of an image is the next one's, and stored without a box: boxes
 // that started before the image's first pixel were illegal instructions.
-template <int TILE_N, int BLOCKS_M>
+template <int TILE_N, int BLOCKS_M, int BUFFERS>
 __device__ __forceinline__ void store_plane_boxes(const Params& params, const Tile& tile, int64_t image,
                                                   uint8_t* staging, int warpgroup, const Sums<TILE_N, BLOCKS_M>& acc) {
   const Correlation& of = params.of;
@@ -1759,8 +1779,8 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
   const float* const bias =
       params.bias_ptr == nullptr ? nullptr : static_cast<const float*>(params.bias_ptr) + channel_of_all;
   constexpr int kChunks = TILE_N / kStagedChannels;
-  static_assert(BLOCKS_M * kChunks % kBoxBuffers == 0, "the first chunk goes to the first buffer");
-  staging += warp * kBoxBuffers * kBoxStagingBytes;
+  static_assert(BLOCKS_M * kChunks % BUFFERS == 0, "the first chunk goes to the first buffer");
+  staging += warp * BUFFERS * kBoxStagingBytes;
   // Piece number i, four pixels, of a channel lies at place i ^ channel / 2 % 4. Of two channels each half of the lanes
   // stages another one first, against bank conflicts.
   const int channel = lane % 4 * 2, half = lane / 16;
@@ -1780,9 +1800,9 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
-      uint8_t* const box = staging + number % kBoxBuffers * kBoxStagingBytes;
+      uint8_t* const box = staging + number % BUFFERS * kBoxStagingBytes;
       float* const staged = reinterpret_cast<float*>(box) + place;
-      if (lane == 0) hopper::bulk_stores_wait_read<kBoxBuffers - 1>();
+      if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();
       __syncwarp();  // the planes that were in the buffer have been read
       with_chunk<TILE_N, BLOCKS_M>(acc, number, [&](const float* values) {
 #pragma unroll
@@ -1932,7 +1952,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
     rings.w.next(plan.w_stages);
     --left;
     if (--taps_left == 0) {
-      // All of the stage of x is in registers.
+      __syncwarp();  // all of the stage of x is in registers
       if (lane == 0) hopper::barrier_arrive(shared.x_empty(rings.x.slot()));
       rings.x.next(plan.x_stages);
       return;
@@ -2069,10 +2089,11 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     }
     if (plan.boxes) {
       if constexpr (sizeof(typename Format::Tensor) == 4) {
+        constexpr int kBuffers = box_buffers(SOURCE == Source::kPhases);
         if (plan.out_channels_last)
-          store_boxes<TILE_N, BLOCKS_M>(params, tile, staging, warpgroup, acc);
+          store_boxes<TILE_N, BLOCKS_M, kBuffers>(params, tile, staging, warpgroup, acc);
         else
-          store_plane_boxes<TILE_N, BLOCKS_M>(params, tile, image, staging, warpgroup, acc);
+          store_plane_boxes<TILE_N, BLOCKS_M, kBuffers>(params, tile, image, staging, warpgroup, acc);
       }
     } else {
       float* const staged = reinterpret_cast<float*>(staging);
@@ -2341,9 +2362,9 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByPixels | kByChannels |
                                      {128, 1, 8, 854, kBySingle | kByPixels | kByChannels | kByBoxes | kByPhases},
                                      {256, 1, 8, 1210, kByBoxes, true},
                                      {128, 2, 8, 1240, kByBoxes, true},
-                                     {128, 1, 8, 670, kByBoxes, true},
+                                     {128, 1, 8, 640, kByBoxes, true},
                                      {64, 2, 8, 1150, kByPixels | kByBoxes, false, 1},
-                                     {128, 2, 8, 1600, kByPixels, false, 1},
+                                     {128, 2, 8, 1632, kByPixels, false, 1},
                                      {128, 1, 8, 854, kByPixels | kByBoxes, false, 1}};
 // Of what is done again.
 constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
@@ -2574,10 +2595,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
     if (fits) plan.blocks = blocks;
   }
   for (int x_stages = plan.points || taps < 4 ? 4 : 3; x_stages >= 2 && !fits; --x_stages) {
-    // A phase of x is read by few taps: weights are soon used up. (128 to 128, 56x56, stride 2, 256 images: three
-    // stages of each 223 us, two of x and more of weights 213. Of 256 channels, 28x28, 165 and 167: there they are
-    // twice as large. H200, 2026-11-23, in a driver.)
-    const int least = plan.in_phases && plan.tile_n <= 128 && x_stages > 2 ? 4 : 3;
+    // A phase of x is read by few taps: weights are soon used up.
+    const int least = plan.in_phases && x_stages > 2 ? 4 : 3;
     for (int w_stages = kMaxStages; w_stages >= least && !fits; --w_stages) fits = fits_with(x_stages, w_stages);
   }
   if (!fits) return false;
