@@ -1952,8 +1952,9 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
     rings.w.next(plan.w_stages);
     --left;
     if (--taps_left == 0) {
-      __syncwarp();  // all of the stage of x is in registers
-      if (lane == 0) hopper::barrier_arrive(shared.x_empty(rings.x.slot()));
+      // The stage of x is in registers, says each lane for itself, which costs 0.1% in the mean of all layers. Behind a
+      // wgmma one could speak for its warp: the compiler knows, and drops a __syncwarp; but racecheck finds hazards then.
+      hopper::barrier_arrive(shared.x_empty(rings.x.slot()));
       rings.x.next(plan.x_stages);
       return;
     }
@@ -2209,7 +2210,7 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
       hopper::barrier_init(shared.x_full(stage), params.plan.in_boxes ? 1 : kGatherThreads);
-      hopper::barrier_init(shared.x_empty(stage), 4 * WARPGROUPS);
+      hopper::barrier_init(shared.x_empty(stage), 128 * WARPGROUPS);
       hopper::barrier_init(shared.w_full(stage), 1);
       hopper::barrier_init(shared.w_empty(stage), 4 * WARPGROUPS);
     }
