@@ -1953,7 +1953,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
     --left;
     if (--taps_left == 0) {
       // The stage of x is in registers, says each lane for itself, which costs 0.1% in the mean of all layers. Behind a
-      // wgmma one could speak for its warp: the compiler knows, and drops a __syncwarp; but racecheck finds hazards then.
+      // wgmma one could speak for its warp: the compiler knows, and drops a __syncwarp; but racecheck sees races then.
       hopper::barrier_arrive(shared.x_empty(rings.x.slot()));
       rings.x.next(plan.x_stages);
       return;
