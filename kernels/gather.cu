@@ -1709,18 +1709,30 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
   }
 }
 
+// Of y, the channels of a tile of so many, for a warp that stores them by boxes.
+template <int TILE_N>
+struct BoxChannels {
+  int count, first;   // of all groups
+  const float* bias;  // of the first one, or null
+
+  __device__ __forceinline__ BoxChannels(const Params& params, const Tile& tile) {
+    const int first_k = tile.n_block * TILE_N;
+    count = min(TILE_N, params.of.out_channels - first_k);
+    first = tile.group * params.of.out_channels + first_k;
+    bias = params.bias_ptr == nullptr ? nullptr : static_cast<const float*>(params.bias_ptr) + first;
+  }
+};
+
 // The same by boxes: fp32, channels are neighbours, and so are the pixels of a tile. Each warp stages and stores its
 // own 16 of 64 pixels, and waits for no other one.
 template <int TILE_N, int BLOCKS_M, int BUFFERS>
 __device__ __forceinline__ void store_boxes(const Params& params, const Tile& tile, uint8_t* staging, int warpgroup,
                                             const Sums<TILE_N, BLOCKS_M>& acc) {
-  const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
-  const int first_k = tile.n_block * TILE_N, channels = min(TILE_N, of.out_channels - first_k);
-  const int channel_of_all = tile.group * of.out_channels + first_k;
-  const float* const bias =
-      params.bias_ptr == nullptr ? nullptr : static_cast<const float*>(params.bias_ptr) + channel_of_all;
+  const BoxChannels<TILE_N> of_tile(params, tile);
+  const int channels = of_tile.count, channel_of_all = of_tile.first;
+  const float* const bias = of_tile.bias;
   constexpr int kChunks = TILE_N / kStagedChannels;
   static_assert(BLOCKS_M * kChunks % BUFFERS == 0, "the first chunk goes to the first buffer");
   staging += warp * BUFFERS * kBoxStagingBytes;
@@ -1774,15 +1786,21 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32, plane = of.P * of.Q;
-  const int first_k = tile.n_block * TILE_N, channels = min(TILE_N, of.out_channels - first_k);
-  const int channel_of_all = tile.group * of.out_channels + first_k;
-  const float* const bias =
-      params.bias_ptr == nullptr ? nullptr : static_cast<const float*>(params.bias_ptr) + channel_of_all;
+  const BoxChannels<TILE_N> of_tile(params, tile);
+  const int channels = of_tile.count, channel_of_all = of_tile.first;
+  const float* const bias = of_tile.bias;
   constexpr int kChunks = TILE_N / kStagedChannels;
   static_assert(BLOCKS_M * kChunks % BUFFERS == 0, "the first chunk goes to the first buffer");
   staging += warp * BUFFERS * kBoxStagingBytes;
-  // Piece number i, four pixels, of a channel lies at place i ^ channel / 2 % 4. Of two channels each half of the lanes
-  // stages another one first, against bank conflicts.
+  // Piece number i, four pixels, of a channel lies at place i ^ channel / 2 % 4:
+  //
+  //   channels 0, 1   pixels  0.. 3   4.. 7   8..11  12..15
+  //            2, 3           4.. 7   0.. 3  12..15   8..11
+  //            4, 5           8..11  12..15   0.. 3   4.. 7
+  //            6, 7          12..15   8..11   4.. 7   0.. 3   and so on
+  //
+  // A lane has pixel lane / 4 and the one 8 behind it, of two channels of each of four such groups of eight. Of these
+  // two each half of the lanes stages another one first, against bank conflicts.
   const int channel = lane % 4 * 2, half = lane / 16;
   const int place = (channel + half) * 16 + lane / 4 % 4, to_other = half == 0 ? 16 : -16;
 #pragma unroll 1
@@ -2373,7 +2391,10 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
 // Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, in up to
 // 4 parts of the reduction, fp32, 32 and 256 images, both memory formats, H200, 2026-11-22 (revisions in the making):
 // 1616 times, of which it is 15% off (root mean square). What it chooses is 1.9% slower than the fastest, on average.
-// What is about contained operands was set by hand afterwards, from the same layers and those of a U-Net.
+// What is about contained operands was set by hand afterwards, from the same layers and those of a U-Net; two stages
+// of kTileShapes (640 and 1632 cycles) 2026-11-23, from 2966 times of all tiles, since stores and loops had changed:
+// for 99 problems what is chosen then is 0.7% slower than the fastest. (Fits of all constants reach 0.5%, on a knife's
+// edge: rounded to three digits they chose tiles that were up to 26% slower.)
 //
 // Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled (single words of windows
 // are never what a tile waits for); of y.
@@ -2596,7 +2617,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
     if (fits) plan.blocks = blocks;
   }
   for (int x_stages = plan.points || taps < 4 ? 4 : 3; x_stages >= 2 && !fits; --x_stages) {
-    // A phase of x is read by few taps: weights are soon used up.
+    // A phase of x is read by few taps: weights are soon used up. (128 to 128, 56x56, stride 2, 256 images, in tiles of
+    // 256 channels: three stages of each 323 us, two of x and more of weights 311. H200, 2026-11-23, in a driver.)
     const int least = plan.in_phases && x_stages > 2 ? 4 : 3;
     for (int w_stages = kMaxStages; w_stages >= least && !fits; --w_stages) fits = fits_with(x_stages, w_stages);
   }
