@@ -2989,15 +2989,15 @@ def test_wgmma_says_what_it_refuses(wgmma_plans, case, operator, dtype, settings
     assert text is None or text in refusal
 
 
-# 2^29 multiply-adds are where mma is slower again; of TF32 gather has what has no long rows, or few outputs.
+# 2^29 multiply-adds are where mma is slower again; of TF32 gather has what has no long rows, or few values.
 @pytest.mark.parametrize(
     "case, settings, to",
     [
         (Case(1, 64, 130, 258, 128, 3, 3), {"tf32": False}, None),
         (Case(1, 64, 50, 58, 128, 3, 3), {"tf32": False}, "mma"),
         (Case(1, 64, 50, 58, 128, 3, 3), {}, "gather"),  # few outputs
-        (Case(1, 64, 259, 258, 128, 3, 3), {}, None),
-        (Case(1, 64, 258, 258, 128, 3, 3), {}, "gather"),  # 2^23 outputs
+        (Case(1, 32, 259, 258, 128, 3, 3), {}, None),
+        (Case(1, 32, 258, 258, 128, 3, 3), {}, "gather"),  # 2^23 outputs
         (Case(1, 64, 8, 34, 128, 3, 3), {}, "mma"),  # too small for TF32
         (Case(1, 64, 50, 58, 128, 3, 3), {"dtype": torch.float16}, None),
         (Case(1, 64, 130, 258, 128, 1, 1), {}, "gather"),
@@ -3021,7 +3021,7 @@ def test_wgmma_yields_to_what_is_faster(wgmma_plans, case, settings, to):
         wgmma_plans.library.let_others_refuse(False)
 
 
-MANY_CHANNELS = Case(16, 128, 130, 130, 128, 3, 3)
+MANY_CHANNELS = Case(32, 128, 130, 130, 128, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -3045,6 +3045,32 @@ def test_wgmma_yields_with_many_channels(wgmma_plans, case, operators):
     for operator in ("fprop", "dgrad"):
         reason = wgmma_plans("yields", operator, case, torch.float32)
         assert reason == ("gather is faster with many channels" if operator in operators else None)
+        assert wgmma_plans("yields", operator, case, torch.float16) is None
+        assert wgmma_plans("yields", operator, case, torch.float32, tf32=False) is None
+
+
+SOME_CHANNELS = Case(50, 64, 130, 130, 64, 3, 3)
+
+
+@pytest.mark.parametrize(
+    "case, yields",
+    [
+        (SOME_CHANNELS, True),
+        (dataclasses.replace(SOME_CHANNELS, N=51), False),  # of x and y together 108 million values
+        (dataclasses.replace(SOME_CHANNELS, C=63), False),
+        (dataclasses.replace(SOME_CHANNELS, K=63), False),
+        (dataclasses.replace(SOME_CHANNELS, N=20, C=128, K=128, groups=2), False),
+        (dataclasses.replace(SOME_CHANNELS, R=9, S=1), True),
+        (dataclasses.replace(SOME_CHANNELS, R=5, S=2), False),
+        (dataclasses.replace(SOME_CHANNELS, N=30, K=127), True),
+        (dataclasses.replace(SOME_CHANNELS, N=40, K=127), False),
+    ],
+    ids=str,
+)
+def test_wgmma_yields_with_some_channels_and_few_values(wgmma_plans, case, yields):
+    for operator in ("fprop", "dgrad"):
+        reason = wgmma_plans("yields", operator, case, torch.float32)
+        assert reason == ("gather is faster with few values" if yields else None)
         assert wgmma_plans("yields", operator, case, torch.float16) is None
         assert wgmma_plans("yields", operator, case, torch.float32, tf32=False) is None
 
@@ -3675,9 +3701,14 @@ static std::string fault_of_writes(const Correlation& of, const Plan& plan, cons
     const int64_t expected = plan.out_channels_last
                                  ? number * of.out_stride[3]
                                  : number / plane * of.out_stride[0] + number % plane * of.out_stride[3];
-    if (plan.boxes && ((!plan.points && !plan.packed) || expected != image * of.out_stride[0] + offsets[m]))
+    if (plan.boxes && (plan.points || plan.packed) && expected != image * of.out_stride[0] + offsets[m])
       return "boxes of pixels that do not follow one another";
   }
+  // Of lines a box has 16 outputs of a row, or none.
+  const int64_t step = plan.out_channels_last ? of.out_stride[3] : 1;
+  for (int m = 0; m < tile_pixels(plan) && plan.boxes && !plan.points && !plan.packed; ++m)
+    if (offsets[m] != (offsets[m / 16 * 16] < 0 ? -1 : offsets[m / 16 * 16] + m % 16 * step))
+      return "boxes of pixels of several rows";
   if (plan.boxes) {
     if (bytes != 4 || out % 16) return "boxes of other tensors";
     if (plan.out_channels_last) {
@@ -4260,7 +4291,7 @@ GATHER_STRIDED_CASES = [
     Case(16, 64, 57, 55, 136, 3, 3, stride=(2, 2), padding=(1, 1)),
     Case(20, 36, 55, 57, 130, 3, 3, stride=(2, 2), padding=(0, 1)),
     Case(20, 36, 41, 43, 130, 5, 5, stride=(2, 2), padding=(2, 1)),
-    Case(9, 64, 63, 61, 264, 5, 5, stride=(2, 2), padding=(1, 3)),
+    Case(9, 32, 63, 61, 264, 5, 5, stride=(2, 2), padding=(1, 3)),
     Case(40, 64, 57, 55, 260, 1, 1, stride=(2, 2)),
     Case(64, 36, 85, 83, 300, 1, 1, stride=(3, 3), padding=(1, 0)),
 ]
@@ -4613,7 +4644,7 @@ GATHER_SHIM_CASES = [
 
 # Of kTileShapes: those of fp32, the first two of 16 bits as well, those of contained operands, and of fp32 again those
 # of blocks with one multiplying warpgroup, for points only.
-GATHER_WINDOWS, GATHER_SHAPES_16, GATHER_CONTAINED, GATHER_POINTS = range(5), range(2), range(5, 8), range(8, 11)
+GATHER_WINDOWS, GATHER_SHAPES_16, GATHER_CONTAINED, GATHER_POINTS = range(5), range(2), range(5, 9), range(9, 12)
 GATHER_SHAPES = [*GATHER_WINDOWS, *GATHER_POINTS]
 # Cases of every Source but the one of any, in its order: single words, fours of pixels, channels, boxes, boxes of
 # phases of x, which 16 bits have not. The shape of half a stage, in which pieces of channels are apart, takes neither
@@ -4720,7 +4751,7 @@ def test_gather_shim_exact_when_contained(gather_shim, number, layout):
     """Integers in scaled fp16: each shape of a tile in turn, x from aligned addresses and others."""
     case, operator = GATHER_SHIM_CONTAINED_CASES[number]
     for turn, seed in enumerate((2, 3, 10)):  # tensors at aligned addresses, 8 and 4 bytes behind them
-        shape = GATHER_CONTAINED[(turn + number + LAYOUTS.index(layout)) % 3]
+        shape = GATHER_CONTAINED[(turn + number + LAYOUTS.index(layout)) % 4]
         fault = gather_shim.fault(operator, case, torch.float32, shape, layout, seed)
         assert fault == "", f"{operator} of {case}, shape {shape}, seed {seed}: {fault}"
 
@@ -4748,7 +4779,7 @@ def test_gather_shim_exact_in_phases(gather_shim, number, layout):
     """By each way of containing x that the layout has, where tensors are aligned and where not."""
     case, seen = GATHER_SHIM_PHASED_CASES[number], set()
     for turn, seed in enumerate((2, 3)):  # aligned, and 8 bytes behind that
-        shape = GATHER_CONTAINED[(turn + number + LAYOUTS.index(layout)) % 3]
+        shape = GATHER_CONTAINED[(turn + number + LAYOUTS.index(layout)) % 4]
         fault = gather_shim.fault("fprop", case, torch.float32, shape, layout, seed)
         assert fault == "", f"{case}, shape {shape}, seed {seed}: {fault}"
         seen |= gather_shim.contained_by()
@@ -4853,7 +4884,7 @@ def test_gather_shim_contains_what_fits_and_does_the_rest_again(gather_shim, num
     """As of the wgmma engine; but of x single values are mended, and weights that do not fit take everything along."""
     operator, case, layout = ADVERSE_GATHER_CASES[number % len(ADVERSE_GATHER_CASES)]
     tensors = adverse_tensors(case, kind, operator)
-    out = gather_shim.result(operator, case, tensors, layout, GATHER_CONTAINED[number % 3], number)
+    out = gather_shim.result(operator, case, tensors, layout, GATHER_CONTAINED[number % 4], number)
     check_bounds(case, {operator: out}, tensors, tf32={operator})
     done = gather_shim.done_again()
     if kind in CONTAINED_KINDS:
@@ -4937,7 +4968,7 @@ def check_mending(gather_shim: GatherShim, number: int, value: float, seeds: Ite
     operator, case, layout = ADVERSE_GATHER_CASES[number]
     tensors, first = misfit_tensors(operator, case, value), None
     for seed in seeds:
-        out = gather_shim.result(operator, case, tensors, layout, GATHER_CONTAINED[number % 3], seed)
+        out = gather_shim.result(operator, case, tensors, layout, GATHER_CONTAINED[number % 4], seed)
         assert gather_shim.done_again() == misfit_places(operator, case)[1]
         check_misfits(operator, case, out, tensors)
         first = out if first is None else first
@@ -5046,7 +5077,7 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
         return
     with mutated(gather_shim.library, GATHER_MUTATIONS, mutation), gather_shim.splitting(splits):
         assert any(
-            gather_shim.fault("fprop", case, dtype, GATHER_CONTAINED[seed % 3], layout, seed)
+            gather_shim.fault("fprop", case, dtype, GATHER_CONTAINED[seed % 4], layout, seed)
             if contained
             else gather_shim.fault_in_turn("fprop", case, dtype, seed, layout, seed)[1]
             for seed in (1, 3, 5, 4, 7, 9)

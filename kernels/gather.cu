@@ -1723,12 +1723,33 @@ struct BoxChannels {
   }
 };
 
+// The 16 outputs of a tile, from number m on, that a warp stores by a box: neighbours in memory.
+struct BoxPixels {
+  bool exist;
+  int image, first;  // image, counted from the tile's first one, and pixel in there
+
+  __device__ __forceinline__ BoxPixels(const Params& params, const Tile& tile, int64_t of_image, int m) {
+    const Correlation& of = params.of;
+    const Plan& plan = params.plan;
+    if (plan.points || plan.packed) {
+      const int plane = of.P * of.Q, in_images = static_cast<int>(first_output(plan, tile) - of_image * plane) + m;
+      image = quotient(in_images, plan.by.plane);
+      first = in_images - image * plane;
+      exist = true;  // boxes end where y does
+    } else {
+      int p, q;
+      exist = locate_output(of, plan, tile, of_image, m, image, p, q);
+      first = p * of.Q + q;
+    }
+  }
+};
+
 // The same by boxes: fp32, channels are neighbours, and so are the pixels of a tile. Each warp stages and stores its
 // own 16 of 64 pixels, and waits for no other one.
 template <int TILE_N, int BLOCKS_M, int BUFFERS>
-__device__ __forceinline__ void store_boxes(const Params& params, const Tile& tile, uint8_t* staging, int warpgroup,
-                                            const Sums<TILE_N, BLOCKS_M>& acc) {
-  const Plan& plan = params.plan;
+__device__ __forceinline__ void store_boxes(const Params& params, const Tile& tile, int64_t image, uint8_t* staging,
+                                            int warpgroup, const Sums<TILE_N, BLOCKS_M>& acc) {
+  const Correlation& of = params.of;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
   const BoxChannels<TILE_N> of_tile(params, tile);
   const int channels = of_tile.count, channel_of_all = of_tile.first;
@@ -1740,7 +1761,9 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
   const int pixel = lane / 4, channel = lane % 4 * 2;
 #pragma unroll
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
-    const int first = static_cast<int>(first_output(plan, tile)) + (warpgroup * BLOCKS_M + mb) * 64 + warp * 16;
+    const BoxPixels pixels(params, tile, image, (warpgroup * BLOCKS_M + mb) * 64 + warp * 16);
+    const int first = (static_cast<int>(image) + pixels.image) * of.P * of.Q + pixels.first;
+    const bool exist = pixels.exist;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
@@ -1771,7 +1794,8 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
       hopper::fence_async();
       __syncwarp();  // all of it is staged
       if (lane == 0) {
-        if (chunk_k < channels) hopper::store_box(params.out_map, staged, channel_of_all + chunk_k, first, 0, 0);
+        if (exist && chunk_k < channels)
+          hopper::store_box(params.out_map, staged, channel_of_all + chunk_k, first, 0, 0);
         hopper::bulk_stores_commit();
       }
     }
@@ -1784,7 +1808,6 @@ template <int TILE_N, int BLOCKS_M, int BUFFERS>
 __device__ __forceinline__ void store_plane_boxes(const Params& params, const Tile& tile, int64_t image,
                                                   uint8_t* staging, int warpgroup, const Sums<TILE_N, BLOCKS_M>& acc) {
   const Correlation& of = params.of;
-  const Plan& plan = params.plan;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32, plane = of.P * of.Q;
   const BoxChannels<TILE_N> of_tile(params, tile);
   const int channels = of_tile.count, channel_of_all = of_tile.first;
@@ -1805,11 +1828,8 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
   const int place = (channel + half) * 16 + lane / 4 % 4, to_other = half == 0 ? 16 : -16;
 #pragma unroll 1
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
-    // The warp's first pixel: image, and place in there.
-    int first =
-        static_cast<int>(first_output(plan, tile) - image * plane) + (warpgroup * BLOCKS_M + mb) * 64 + warp * 16;
-    const int n = quotient(first, plan.by.plane), image_of_all = static_cast<int>(image) + n;
-    first -= n * plane;
+    const BoxPixels pixels(params, tile, image, (warpgroup * BLOCKS_M + mb) * 64 + warp * 16);
+    const int first = pixels.first, image_of_all = static_cast<int>(image) + pixels.image;
     // The next image's first pixel, if the warp has some of these, in the lane's channel.
     float* next_image = nullptr;
     if (first + 16 > plane && image_of_all + 1 < of.N)
@@ -1849,7 +1869,7 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
       hopper::fence_async();
       __syncwarp();  // all planes are staged
       if (lane == 0) {
-        if (chunk_k < channels)
+        if (pixels.exist && chunk_k < channels)
           hopper::store_box<false>(params.out_map, box, first, channel_of_all + chunk_k, image_of_all, 0);
         hopper::bulk_stores_commit();
       }
@@ -2110,7 +2130,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if constexpr (sizeof(typename Format::Tensor) == 4) {
         constexpr int kBuffers = box_buffers(SOURCE == Source::kPhases);
         if (plan.out_channels_last)
-          store_boxes<TILE_N, BLOCKS_M, kBuffers>(params, tile, staging, warpgroup, acc);
+          store_boxes<TILE_N, BLOCKS_M, kBuffers>(params, tile, image, staging, warpgroup, acc);
         else
           store_plane_boxes<TILE_N, BLOCKS_M, kBuffers>(params, tile, image, staging, warpgroup, acc);
       }
@@ -2382,6 +2402,7 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByPixels | kByChannels |
                                      {256, 1, 8, 1210, kByBoxes, true},
                                      {128, 2, 8, 1240, kByBoxes, true},
                                      {128, 1, 8, 640, kByBoxes, true},
+                                     {64, 2, 8, 700, kByBoxes, true},
                                      {64, 2, 8, 1150, kByPixels | kByBoxes, false, 1},
                                      {128, 2, 8, 1632, kByPixels, false, 1},
                                      {128, 1, 8, 854, kByPixels | kByBoxes, false, 1}};
@@ -2426,8 +2447,8 @@ inline bool may_contain(const Correlation& of, int element_bytes) {
   return element_bytes == 4 && of.groups == 1 && contained_bytes(of) <= kMostCopiedBytes;
 }
 
-// Fewer channels have not been tried, or were faster with TF32 operands.
-constexpr int kLeastContainedChannels = 128;
+// Fewer channels have not been tried.
+constexpr int kLeastContainedChannels = 64;
 
 // Of weights, whole tiles of all groups.
 inline int64_t packed_rows(const Correlation& of, int tile_n) {
@@ -2456,7 +2477,9 @@ inline int64_t most_partial_bytes(const Correlation& of) {
 
 // Of y of [channel][pixel] that is stored by boxes of 16 pixels: then these are of two images at most. Planes of no
 // whole sectors, of 32 bytes, are stored more slowly like that (256 to 1024, 14x14, 256 images, 160 us instead of 129),
-// and so is what two blocks an SM store (256 to 128, 56x56, 319 us instead of 306).
+// and so is what two blocks an SM store (256 to 128, 56x56, 319 us instead of 306). Of tiles of lines boxes are parts
+// of a row. (3x3, 256x256, 16 images, us, through a warpgroup's staging / so: 64 channels to 128, 442 / 417; 128 to 128,
+// 711 / 696; 256 to 128, 1265 / 1243; 128 to 128 in channels_last, 4 images, 216 / 192. H200, 2026-11-23, in a driver.)
 constexpr int kLeastBoxedPlane = 16;
 
 // Completes a plan; false when it does not fit.
@@ -2504,7 +2527,9 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
     const int64_t gap = span - plan.row_step;
     const int64_t pitch =
         static_cast<int64_t>(tile_q - 1) * plan.column_step + static_cast<int64_t>(of.S - 1) * of.dilation_w + 1;
-    const int64_t seams = std::min<int64_t>(images - 1, (of.P - 1 + tile_p - 1) / of.P);
+    // Where an image's lines are so many tiles, no tile has those of two.
+    const bool of_one = !plan.packed && of.P % tile_p == 0;
+    const int64_t seams = of_one ? 0 : std::min<int64_t>(images - 1, (of.P - 1 + tile_p - 1) / of.P);
     const int64_t rows = (tile_p - 1) * static_cast<int64_t>(plan.row_step) + std::max<int64_t>(gap, 0) * seams + span;
     if (gap < 0 && of.P > 1 && images > 1 && of.P * static_cast<int64_t>(plan.row_step) + gap <= 0) return false;
     if (rows * pitch > 4096) return false;
@@ -2593,7 +2618,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
       plan.out_channels_last
           ? dense_pixels(of.out_stride, of.N, of.P, of.Q) && of.N * of.P * of.Q < (int64_t{1} << 30)
           : plan.warpgroups == 2 && of.P * of.Q >= kLeastBoxedPlane && of.P * of.Q % 8 == 0 && of.N < (1 << 30);
-  plan.boxes = (plan.points || plan.packed) && dense_out && out_bytes == 4 && plan.vector == 4 &&
+  const bool in_sixteens = plan.points || plan.packed || (tile_q % 16 == 0 && of.Q % 16 == 0);
+  plan.boxes = in_sixteens && dense_out && out_bytes == 4 && plan.vector == 4 &&
                (of.groups == 1 || of.out_channels % kStagedChannels == 0);
 
   // Points take as many stages of x as of w, windows one of x for all taps.
@@ -2973,13 +2999,13 @@ bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
 template <typename Format>
 cudaError_t run_tiles(Params& params, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidConfiguration;
-  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 11, "all are tried");
+  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 12, "all are tried");
   run_shape<Format, 0>(params, stream, error) || run_shape<Format, 1>(params, stream, error) ||
       run_shape<Format, 2>(params, stream, error) || run_shape<Format, 3>(params, stream, error) ||
       run_shape<Format, 4>(params, stream, error) || run_shape<Format, 5>(params, stream, error) ||
       run_shape<Format, 6>(params, stream, error) || run_shape<Format, 7>(params, stream, error) ||
       run_shape<Format, 8>(params, stream, error) || run_shape<Format, 9>(params, stream, error) ||
-      run_shape<Format, 10>(params, stream, error);
+      run_shape<Format, 10>(params, stream, error) || run_shape<Format, 11>(params, stream, error);
   return error;
 }
 
