@@ -4303,6 +4303,7 @@ GATHER_CASES = [
     Case(5, 100, 31, 29, 136, 3, 2, padding=(2, 0), dilation=(1, 3)),
     Case(16, 96, 28, 28, 192, 5, 5, stride=(2, 3), padding=(2, 2), groups=2),
     Case(50, 512, 14, 14, 64, 1, 1, groups=2),
+    Case(4, 72, 35, 306, 136, 3, 3, padding=(1, 0)),  # long rows of sixteens, by boxes
     *GATHER_CONTAINED_CASES,
     *GATHER_STRIDED_CASES,
 ]
@@ -4353,6 +4354,7 @@ int done_again = 0;     // of the latest run: values of x that did not fit, or -
 int forced_splits = 0;  // parts of the reduction, or 0: any
 int most_listed = kMostListed;
 int latest_source = -1;  // how x came in the latest run
+int latest_boxes = 0;    // whether y of tiles of lines was stored by boxes in it
 
 unsigned gather_sources(int shape) { return kTileShapes[shape].sources; }
 }
@@ -4379,6 +4381,7 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   if (!make_plan(params.of, bytes, Device{3}, alignment, shape, params.plan, forced_splits)) return -1;
   const Plan plan = params.plan;
   latest_source = static_cast<int>(source_of_plan(plan));
+  latest_boxes = plan.boxes && !plan.points && !plan.packed;
   Plan again{};
   if (plan.contained && !plan_again(params.of, Device{3}, alignment, again)) return -1;
   // As large as the engine says, and full of what was there before.
@@ -4424,13 +4427,11 @@ GATHER_MUTATIONS = {
     ),
     "stages where a box is read": (
         "if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();\n      __syncwarp();  // the buffer",
-        "if (lane == 0 && !MUTATED) hopper::bulk_stores_wait_read<BUFFERS - 1>();"
-        "\n      __syncwarp();  // the buffer",
+        "if (lane == 0 && !MUTATED) hopper::bulk_stores_wait_read<BUFFERS - 1>();\n      __syncwarp();  // the buffer",
     ),
     "stages where a box of planes is read": (
         "if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();\n      __syncwarp();  // the planes",
-        "if (lane == 0 && !MUTATED) hopper::bulk_stores_wait_read<BUFFERS - 1>();"
-        "\n      __syncwarp();  // the planes",
+        "if (lane == 0 && !MUTATED) hopper::bulk_stores_wait_read<BUFFERS - 1>();\n      __syncwarp();  // the planes",
     ),
     "stores a box of planes before all is staged": left_out("__syncwarp();  // all planes are staged"),
     "stores the next image's first pixels as another channel's box": (
@@ -4494,6 +4495,11 @@ GATHER_MUTATIONS = {
         "w = 2 * w + column_phase;",
         "w = 2 * w + (MUTATED ? 0 : column_phase);",
     ),
+    "stores boxes of lines that are not there into the next image": (
+        "pixels.exist && first + 16",
+        "(MUTATED || pixels.exist) && first + 16",
+    ),
+    "stores boxes of all lines as the first one's": ("first = p * of.Q + q;", "first = (MUTATED ? 0 : p) * of.Q + q;"),
     "copies x from elsewhere": ("from[channel * of.in_stride[1]]", "from[(channel + MUTATED) * of.in_stride[1]]"),
 }
 
@@ -5045,6 +5051,24 @@ def test_gather_shim_splits_the_reduction(gather_shim, shape, value):
         assert torch.allclose(out.double(), expected, rtol=1e-3, atol=0.2, equal_nan=True)
 
 
+# Rows of sixteens, too long for a tile: a tile is some of their columns, in the last one of a row fewer, and its lines
+# are those of two images, or of the last one and none.
+GATHER_SHIM_LINES = [Case(3, 24, 3, 290, 24, 3, 3, padding=(1, 0)), Case(2, 16, 3, 396, 72, 2, 3, padding=(0, 3))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [*GATHER_WINDOWS, *GATHER_CONTAINED])
+def test_gather_shim_exact_where_boxes_store_lines(gather_shim, shape, layout):
+    by_boxes = []
+    for case in GATHER_SHIM_LINES:
+        for seed in (2, 9):  # tensors at aligned addresses
+            fault = gather_shim.fault("fprop", case, torch.float32, shape, layout, seed)
+            assert not fault, f"{case}, shape {shape}, seed {seed}: {fault}"
+            by_boxes.append(fault == "" and ctypes.c_int.in_dll(gather_shim.library, "latest_boxes").value == 1)
+    # Windows come by single words where channels are no neighbours, which shapes of a tile have not for all that.
+    assert any(by_boxes) or (layout == "contiguous" and shape < 2) or shape == GATHER_HALF_A_STAGE
+
+
 @pytest.mark.parametrize("mutation", GATHER_MUTATIONS)
 def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
     """The shim itself: what is left out shows in one of a few runs."""
@@ -5063,7 +5087,9 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
         splits = 4
     if "box" in mutation:
         cases = cases[1:2]
-    if "planes" in mutation or "next image" in mutation:  # 81 boxes of 16 pixels, or some with pixels of two images
+    if "lines" in mutation:
+        cases = [(case, layout, torch.float32) for case in GATHER_SHIM_LINES for layout in LAYOUTS]
+    elif "planes" in mutation or "next image" in mutation:  # 81 boxes of 16 pixels, or some with pixels of two images
         size = 12 if "planes" in mutation else 10
         cases = [(Case(9, 72, size, 12, 72, 1, 1), "contiguous", torch.float32)]
     if "parts" in mutation:
@@ -6689,10 +6715,10 @@ def test_gather_is_in_the_machine_code(nvcc_runs, arch):
     source_of = {name: re.search(r"SourceE(\d)E", name)[1] for name in kernels}
     # In fp32 shapes of a tile by sources; two of 16 bits, what does all of contained ones again, of any source, and
     # three of blocks with one multiplying warpgroup, of which two come by boxes as well.
-    assert len(kernels) == 4 + 3 + 3 + 2 + 5 + 2 * 2 + 3 + 1 + 3 + 2
-    of_sources = "0" * 3 + "1" * (4 + 3) + "2" * 3 + "3" * (4 + 3 + 2) + "4" * 3 + "5" * 5
+    assert len(kernels) == 4 + 3 + 3 + 2 + 5 + 2 * 2 + 4 + 1 + 3 + 2
+    of_sources = "0" * 3 + "1" * (4 + 3) + "2" * 3 + "3" * (4 + 4 + 2) + "4" * 3 + "5" * 5
     assert sorted(source_of.values()) == sorted(of_sources)
-    assert [source_of[name] for name in contained] == ["3"] * 3
+    assert [source_of[name] for name in contained] == ["3"] * 4
     for name, instructions in kernels.items():
         if arch == "sm_90a":
             assert {"HGMMA", "USETMAXREG", "UBLKCP", "SYNCS"} <= set(instructions), name

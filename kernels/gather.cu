@@ -1832,7 +1832,7 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
     const int first = pixels.first, image_of_all = static_cast<int>(image) + pixels.image;
     // The next image's first pixel, if the warp has some of these, in the lane's channel.
     float* next_image = nullptr;
-    if (first + 16 > plane && image_of_all + 1 < of.N)
+    if (pixels.exist && first + 16 > plane && image_of_all + 1 < of.N)
       next_image = static_cast<float*>(params.out_ptr) + (image_of_all + int64_t{1}) * of.out_stride[0] +
                    (channel_of_all + lane) * of.out_stride[1];
 #pragma unroll 1
