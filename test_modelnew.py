@@ -4291,7 +4291,7 @@ GATHER_STRIDED_CASES = [
     Case(16, 64, 57, 55, 136, 3, 3, stride=(2, 2), padding=(1, 1)),
     Case(20, 36, 55, 57, 130, 3, 3, stride=(2, 2), padding=(0, 1)),
     Case(20, 36, 41, 43, 130, 5, 5, stride=(2, 2), padding=(2, 1)),
-    Case(9, 32, 63, 61, 264, 5, 5, stride=(2, 2), padding=(1, 3)),
+    Case(9, 64, 63, 61, 264, 5, 5, stride=(2, 2), padding=(1, 3)),
     Case(40, 64, 57, 55, 260, 1, 1, stride=(2, 2)),
     Case(64, 36, 85, 83, 300, 1, 1, stride=(3, 3), padding=(1, 0)),
 ]

@@ -97,11 +97,13 @@
 //
 //   sample ---> contain: weights, copy of x, list ---> gather ---> again: nothing, or the list, or all
 //
-// That pays for filters larger than 1x1 with many channels, for 1x1 with far more multiplications than values, and at a
-// stride, where x would be copied anyway; the estimate decides (H200, 2026-11-22, NCHW, us, the best plan of each in a
-// driver, a revision in the making: contained, TF32; cuDNN by bench.py):
+// That pays for filters larger than 1x1 with 64 channels (channels_last: 128) or more, for 1x1 with far more
+// multiplications than values, and at a stride, where x would be copied anyway; the estimate decides (H200, 2026-11-22,
+// the first line 2026-11-23, NCHW, us, the best plan of each in a driver, a revision in the making: contained, TF32;
+// cuDNN by bench.py):
 //
 //                                      256 images          32 images
+//   3x3 64 to 64, 56x56              238   297   495     44   48   84
 //   3x3 128 to 128, 28x28            162   211   284     38   42   55
 //   3x3 256 to 256, 28x28, stride 2  198   280   303     44   53   62
 //   3x3 256 to 256, 14x14            128   159   219     35   43   52
@@ -109,8 +111,8 @@
 //   1x1 512 to 2048, 7x7             106   124   166     34   31   36
 //   1x1 1024 to 2048, 14x14, str. 2  183   240   327     46   50   59
 //
-// (To convert x in registers on its way to the tensor cores, at every tap anew, took 218, 152 and 165 us in the second
-// to the fourth line, 256 images: the tensor cores waited for it.) In a profiler, where launches do not overlap, sample
+// (To convert x in registers on its way to the tensor cores, at every tap anew, took 218, 152 and 165 us in the third
+// to the fifth line, 256 images: the tensor cores waited for it.) In a profiler, where launches do not overlap, sample
 // takes 6 us, contain 10 to 22 and again 3 of 32 images of 3x3 layers; contain moves 3.3 TB/s of 256 images of 14x14.
 // With tensors of 16 bits the same loop reaches 640 to 770 TFLOP/s where there are many tiles.
 //
@@ -167,6 +169,23 @@
 // wgmmas, whose operands in registers seem to hold it up until they are nearly done. Nor did it help to load and to
 // convert operands between the wgmmas of the batch before (2% more in the mean of all layers), or to have three
 // warpgroups of 64 pixels x 128 channels (stride 2: 213 / 220).
+//
+// Against what a call with contained operands takes beside the multiplication it was tried as well (NCHW, us, in a
+// driver, H200, 2026-11-23; 3x3 of 16 images: 128 to 128 channels, 256x256 (A), 256 to 256, 128x128 (B), 1024 to 512,
+// 64x64 (C), 256 to 128, 256x256 (D)). Nearly all of x contained before, and that not counted, B to D take 464, 839 and
+// 1058 instead of 545, 902 and 1305.
+//
+//   - The two gathering warps that have nothing to do contain x while the others multiply, block by block, in the order
+//     of the tiles, which wait for what they read; a first part of x is contained before, as now: A 721 / 667, B 545 /
+//     513, C 902 / 868, D 1305 / 1247; 256 images of 256 to 256, 14x14, 124 / 121. The tensor cores slow down by about
+//     a cycle for each instruction beside them: of 529 us in B that way 489 are left if these warps only count, 511 if
+//     they load and store but convert nothing. (With loads to registers two patches of 4 KB ahead it was slower yet:
+//     they share a scoreboard, so that who waits for one waits for both.)
+//   - 2 to 16 batches of images, whose copy stays in the L2 cache: each adds 5 to 15 us, and none is faster for it.
+//   - Each warp of contain_kernel by itself, without shared memory, 4 KB of loads under way: the same, or up to 3 us
+//     more.
+//   - `again` takes 1.8 to 2.9 us at the end of a call, with one block as with 132, and sample 2.8 at its start, with
+//     128 blocks as with 32.
 //
 // Tiles, outputs and slots are found without a division (Divisors). That, and boxes of channels_last that each warp
 // stages for itself, took 2 to 4% less, in the mean over a ResNet-50's layers (H200, 2026-11-23, in a driver).
@@ -2447,8 +2466,10 @@ inline bool may_contain(const Correlation& of, int element_bytes) {
   return element_bytes == 4 && of.groups == 1 && contained_bytes(of) <= kMostCopiedBytes;
 }
 
-// Fewer channels have not been tried.
-constexpr int kLeastContainedChannels = 64;
+// Fewer channels have not been tried; of planes, and in channels_last, where x comes by boxes as it is. (3x3 64 to 64,
+// 56x56, 32 and 256 images, contained / TF32, us: of planes 44 and 238 / 48 and 297; in channels_last 44 and 235 / 39
+// and 246. H200, 2026-11-23, in a driver.)
+constexpr int kLeastContainedPlanes = 64, kLeastContainedChannels = 128;
 
 // Of weights, whole tiles of all groups.
 inline int64_t packed_rows(const Correlation& of, int tile_n) {
@@ -2478,8 +2499,9 @@ inline int64_t most_partial_bytes(const Correlation& of) {
 // Of y of [channel][pixel] that is stored by boxes of 16 pixels: then these are of two images at most. Planes of no
 // whole sectors, of 32 bytes, are stored more slowly like that (256 to 1024, 14x14, 256 images, 160 us instead of 129),
 // and so is what two blocks an SM store (256 to 128, 56x56, 319 us instead of 306). Of tiles of lines boxes are parts
-// of a row. (3x3, 256x256, 16 images, us, through a warpgroup's staging / so: 64 channels to 128, 442 / 417; 128 to 128,
-// 711 / 696; 256 to 128, 1265 / 1243; 128 to 128 in channels_last, 4 images, 216 / 192. H200, 2026-11-23, in a driver.)
+// of a row. (3x3, 256x256, 16 images, us, through a warpgroup's staging / so: 64 channels to 128, 442 / 417; 128 to
+// 128, 711 / 696; 256 to 128, 1265 / 1243; 128 to 128 in channels_last, 4 images, 216 / 192. H200, 2026-11-23, in a
+// driver.)
 constexpr int kLeastBoxedPlane = 16;
 
 // Completes a plan; false when it does not fit.
@@ -2771,8 +2793,9 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
   int number = 0;
   const Alignment of_copy{0, address.out};
   Plan again;
+  const int least_channels = of.in_stride[1] == 1 ? kLeastContainedChannels : kLeastContainedPlanes;
   const bool contains = may_contain(of, element_bytes) &&
-                        (forced >= 0 || std::min(of.in_channels, of.out_channels) >= kLeastContainedChannels) &&
+                        (forced >= 0 || std::min(of.in_channels, of.out_channels) >= least_channels) &&
                         plan_again(of, device, address, again);
   for (const TileShape& shape : kTileShapes) {
     if (forced >= 0 && number++ != forced) continue;

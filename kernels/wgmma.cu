@@ -2897,8 +2897,8 @@ constexpr int64_t kMostCopied = 1 << 28;  // values
 // With fewer channels that pays while there is not too much of x and y. H200, 2026-11-23, 3x3, by both in one driver,
 // us: 64 channels to 64, 56x56, 256 images, 298 / 239; 112x112, 32 images, 153 / 141; 512x512, one and two images, 101
 // and 184 / 94 and 167; 128 to 64, 512x512, the same, 182 and 317 / 147 and 270; 64 to 128, 112x112, 32 images, 217 /
-// 190, 256x256, four images, 118 / 121. Of more: 64 to 64, 128x128, 64 images, 292 / 307; 256x256, 16 images, 343 / 307,
-// but 512x512, 1031 / 1139; 64 to 128, 256x256, 16 images, 348 / 421.
+// 190, 256x256, four images, 118 / 121; 96 to 96, 56x56, 32 images, 96 / 77, 128x128, 16 images, 160 / 176. Of more:
+// 64 to 64, 128x128, 64 images, 292 / 307, 256x256, 16 images, 343 / 307; 64 to 128, 256x256, 16 images, 348 / 421.
 constexpr int kSomeChannels = 64;
 constexpr double kSomeValues = 1.6 * (1 << 26);
 
