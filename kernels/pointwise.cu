@@ -38,9 +38,10 @@
 // A step of 16 terms takes what all warps of the SM load in it: some 60 cycles for each. What made it faster, in this
 // order: blocks that all fit on the SMs at once (64 to 256: 9.2 to 7.5), few instructions where sums are added up and
 // stored (0.6 us less), offsets that are kept instead of being worked out for each load (256 to 128: 10.5 to 8.6, with
-// a choice of smaller blocks). Tried: warps of 64 rows, which load less for each product, 0 to 5% faster; sums of two
-// rows added up and stored side by side, from 2% less to 5% more. Where other kernels' code has been in between it
-// takes 0.2 to 0.5 us more.
+// a choice of smaller blocks). Tried: warps of 64 rows, which load less for each product, 0 to 5% faster, but since
+// then between 3% faster (512 to 256, 28x28) and 9% slower (64 to 64, 56x56; 64 to 256 6.8 / 7.2 us; 2026-11-23); sums
+// of two rows added up and stored side by side, from 2% less to 5% more; operands of later steps prefetched to the L2
+// cache, 256 to 128 8.7 / 9.6 us. Where other kernels' code has been in between it takes 0.2 to 0.5 us more.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
