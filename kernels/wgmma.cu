@@ -2889,16 +2889,18 @@ constexpr double kFewOutputs = 1 << 23;
 // gather copies x once into the operands that this engine makes anew for each tile of output channels. H200,
 // 2026-11-22, 3x3, 16 images, by this engine (bench.py at b0abd2c) / by gather (in a driver), us: 128 channels to 128,
 // 256x256, 798 / 770; 128 to 256, 128x128, 396 / 337; 256 to 128, 256x256, 1550 / 1351; 256 to 256, 128x128, 723 / 572;
-// 512 to 512, 64x64, 691 / 487. The more taps a filter has, the less its operands cost here: larger ones have not been
-// tried. gather makes no larger copies.
+// 512 to 512, 64x64, 691 / 487; 2026-11-23, both in one driver, 128 to 64, 256x256, 575 / 512, 512x512, four images,
+// 592 / 513. The more taps a filter has, the less its operands cost here: larger ones have not been tried. gather makes
+// no larger copies.
 constexpr int kManyChannels = 128, kFewTaps = 9;
 constexpr int64_t kMostCopied = 1 << 28;  // values
 
-// With fewer channels that pays while there is not too much of x and y. H200, 2026-11-23, 3x3, by both in one driver,
-// us: 64 channels to 64, 56x56, 256 images, 298 / 239; 112x112, 32 images, 153 / 141; 512x512, one and two images, 101
-// and 184 / 94 and 167; 128 to 64, 512x512, the same, 182 and 317 / 147 and 270; 64 to 128, 112x112, 32 images, 217 /
-// 190, 256x256, four images, 118 / 121; 96 to 96, 56x56, 32 images, 96 / 77, 128x128, 16 images, 160 / 176. Of more:
-// 64 to 64, 128x128, 64 images, 292 / 307, 256x256, 16 images, 343 / 307; 64 to 128, 256x256, 16 images, 348 / 421.
+// With fewer input channels that pays while there is not too much of x and y. H200, 2026-11-23, 3x3, by both in one
+// driver, us: 64 channels to 64, 56x56, 256 images, 298 / 239; 112x112, 32 images, 153 / 141; 512x512, one and two
+// images, 101 and 184 / 94 and 167; 128 to 64, 512x512, the same, 182 and 317 / 147 and 270; 64 to 128, 112x112, 32
+// images, 217 / 190, 256x256, four images, 118 / 121; 96 to 96, 56x56, 32 images, 96 / 77, 128x128, 16 images, 160 /
+// 176. Of more: 64 to 64, 128x128, 64 images, 292 / 307, 256x256, 16 images, 343 / 307; 64 to 128, 256x256, 16 images,
+// 348 / 421.
 constexpr int kSomeChannels = 64;
 constexpr double kSomeValues = 1.6 * (1 << 26);
 
@@ -2915,16 +2917,16 @@ inline const char* yields(const Problem& problem, Operator op) {
   const double of_x = static_cast<double>(problem.N) * problem.C * problem.H * problem.W;
   const double of_y = static_cast<double>(problem.N) * problem.K * problem.P * problem.Q;
   const double inputs = op == Operator::kDgrad ? of_y : of_x, outputs = op == Operator::kDgrad ? of_x : of_y;
-  const int channels = std::min(problem.C, problem.K);
-  const bool copies = problem.groups == 1 && problem.R * problem.S <= kFewTaps;
-  const bool many_channels = copies && channels >= kManyChannels && inputs <= kMostCopied;
-  const bool few_values =
-      outputs <= kFewOutputs || (copies && channels >= kSomeChannels && inputs + outputs <= kSomeValues);
+  const int in_channels = op == Operator::kDgrad ? problem.K : problem.C;
+  const bool copies =
+      problem.groups == 1 && problem.R * problem.S <= kFewTaps && std::min(problem.C, problem.K) >= kSomeChannels;
+  const bool many_channels = copies && in_channels >= kManyChannels && inputs <= kMostCopied;
+  const bool few_values = outputs <= kFewOutputs || (copies && inputs + outputs <= kSomeValues);
   const bool faster = points || channels_last || many_channels || few_values;
   if (!faster || !uses_tf32(problem, op) || kGatherEngine.refusal(problem, op) != nullptr) return nullptr;
   return channels_last   ? "gather is faster in channels_last"
          : points        ? "gather is faster with 1x1 filters"
-         : many_channels ? "gather is faster with many channels"
+         : many_channels ? "gather is faster with many input channels"
                          : "gather is faster with few values";
 }
 
