@@ -26,8 +26,8 @@
 namespace modelnew {
 namespace {
 
-// Tried in this order: the first engine that neither refuses a problem nor yields it to a later one runs it; the last one
-// takes everything.
+// Tried in this order: the first engine that neither refuses a problem nor yields it to a later one runs it; the last
+// one takes everything.
 const Engine* const kEngines[] = {&kWgmmaEngine,     &kGatherEngine, &kDepthwiseEngine,
                                   &kPointwiseEngine, &kMmaEngine,    &kDirectEngine};
 
