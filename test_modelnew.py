@@ -4759,7 +4759,7 @@ def test_gather_shim_exact_when_contained(gather_shim, number, layout):
     """Integers in scaled fp16: each shape of a tile in turn, x from aligned addresses and others."""
     case, operator = GATHER_SHIM_CONTAINED_CASES[number]
     for turn, seed in enumerate((2, 3, 10)):  # tensors at aligned addresses, 8 and 4 bytes behind them
-        shape = GATHER_CONTAINED[(turn + number + LAYOUTS.index(layout)) % 4]
+        shape = GATHER_CONTAINED[(turn + number + LAYOUTS.index(layout)) % len(GATHER_CONTAINED)]
         fault = gather_shim.fault(operator, case, torch.float32, shape, layout, seed)
         assert fault == "", f"{operator} of {case}, shape {shape}, seed {seed}: {fault}"
 
@@ -4787,7 +4787,7 @@ def test_gather_shim_exact_in_phases(gather_shim, number, layout):
     """By each way of containing x that the layout has, where tensors are aligned and where not."""
     case, seen = GATHER_SHIM_PHASED_CASES[number], set()
     for turn, seed in enumerate((2, 3)):  # aligned, and 8 bytes behind that
-        shape = GATHER_CONTAINED[(turn + number + LAYOUTS.index(layout)) % 4]
+        shape = GATHER_CONTAINED[(turn + number + LAYOUTS.index(layout)) % len(GATHER_CONTAINED)]
         fault = gather_shim.fault("fprop", case, torch.float32, shape, layout, seed)
         assert fault == "", f"{case}, shape {shape}, seed {seed}: {fault}"
         seen |= gather_shim.contained_by()
@@ -4892,7 +4892,7 @@ def test_gather_shim_contains_what_fits_and_does_the_rest_again(gather_shim, num
     """As of the wgmma engine; but of x single values are mended, and weights that do not fit take everything along."""
     operator, case, layout = ADVERSE_GATHER_CASES[number % len(ADVERSE_GATHER_CASES)]
     tensors = adverse_tensors(case, kind, operator)
-    out = gather_shim.result(operator, case, tensors, layout, GATHER_CONTAINED[number % 4], number)
+    out = gather_shim.result(operator, case, tensors, layout, GATHER_CONTAINED[number % len(GATHER_CONTAINED)], number)
     check_bounds(case, {operator: out}, tensors, tf32={operator})
     done = gather_shim.done_again()
     if kind in CONTAINED_KINDS:
@@ -4976,7 +4976,9 @@ def check_mending(gather_shim: GatherShim, number: int, value: float, seeds: Ite
     operator, case, layout = ADVERSE_GATHER_CASES[number]
     tensors, first = misfit_tensors(operator, case, value), None
     for seed in seeds:
-        out = gather_shim.result(operator, case, tensors, layout, GATHER_CONTAINED[number % 4], seed)
+        out = gather_shim.result(
+            operator, case, tensors, layout, GATHER_CONTAINED[number % len(GATHER_CONTAINED)], seed
+        )
         assert gather_shim.done_again() == misfit_places(operator, case)[1]
         check_misfits(operator, case, out, tensors)
         first = out if first is None else first
@@ -5105,7 +5107,7 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
         return
     with mutated(gather_shim.library, GATHER_MUTATIONS, mutation), gather_shim.splitting(splits):
         assert any(
-            gather_shim.fault("fprop", case, dtype, GATHER_CONTAINED[seed % 4], layout, seed)
+            gather_shim.fault("fprop", case, dtype, GATHER_CONTAINED[seed % len(GATHER_CONTAINED)], layout, seed)
             if contained
             else gather_shim.fault_in_turn("fprop", case, dtype, seed, layout, seed)[1]
             for seed in (1, 3, 5, 4, 7, 9)

@@ -1782,7 +1782,6 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
     const BoxPixels pixels(params, tile, image, (warpgroup * BLOCKS_M + mb) * 64 + warp * 16);
     const int first = (static_cast<int>(image) + pixels.image) * of.P * of.Q + pixels.first;
-    const bool exist = pixels.exist;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
@@ -1813,7 +1812,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
       hopper::fence_async();
       __syncwarp();  // all of it is staged
       if (lane == 0) {
-        if (exist && chunk_k < channels)
+        if (pixels.exist && chunk_k < channels)
           hopper::store_box(params.out_map, staged, channel_of_all + chunk_k, first, 0, 0);
         hopper::bulk_stores_commit();
       }
@@ -2466,9 +2465,9 @@ inline bool may_contain(const Correlation& of, int element_bytes) {
   return element_bytes == 4 && of.groups == 1 && contained_bytes(of) <= kMostCopiedBytes;
 }
 
-// Fewer channels have not been tried; of planes, and in channels_last, where x comes by boxes as it is. (3x3 64 to 64,
-// 56x56, 32 and 256 images, contained / TF32, us: of planes 44 and 238 / 48 and 297; in channels_last 44 and 235 / 39
-// and 246. H200, 2026-11-23, in a driver.)
+// Of planes, and in channels_last, where x comes by boxes as it is; fewer have not been tried. (3x3 64 to 64, 56x56, 32
+// and 256 images, contained / TF32, us: of planes 44 and 238 / 48 and 297; in channels_last 44 and 235 / 39 and 246.
+// H200, 2026-11-23, in a driver.)
 constexpr int kLeastContainedPlanes = 64, kLeastContainedChannels = 128;
 
 // Of weights, whole tiles of all groups.

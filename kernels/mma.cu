@@ -55,7 +55,7 @@
 // multiplied, 12% more; eight groups of warps with tiles of 32x64, the same time; stages that are rounded as a whole
 // before they are multiplied, 8% less for a stem of 256 images, up to 20% more for 3x3. Boxes of x that their copy
 // rounds (CU_TENSOR_MAP_DATA_TYPE_TFLOAT32) would take 9% less for a stem of 256 images, 3% of 32, 5 to 6% for 3x3 of
-// one image of 56x56 (2026-11-23), but with them ties go to even: PyTorch's go away from zero, as ours do.
+// one image of 56x56 (2026-11-23, in a driver), but with them ties go to even: PyTorch's go away from zero, as ours do.
 // What made it faster, in this order: little code and few divisions before the first copy, bulk copies (cp.async: 7
 // bytes a cycle of an SM), warps side by side in ordering them, larger warp tiles with the reduction shared by warps,
 // reading the other blocks' staging side by side, storing four rows at a time (stem, 256 images: 736 to 614 us), no

@@ -2882,8 +2882,8 @@ constexpr double kLeastAgainstMma = 1.4142 * (1 << 29);
 // Of so many outputs there are hardly two tiles for each SM, which gather cuts up. H200, 2026-11-22, fp32 under TF32,
 // 3x3, by this engine (bench.py at 85de294) / by gather (in a driver, a revision in the making), us: one image, 256
 // channels to 512 and 1024 to 512, 64x64, 70 and 238 / 48 and 120; 256 to 256, 128x128 (2^22 outputs), 83 / 72; 128 to
-// 128, 256x256 (2^23), 83 / 87 (and 65 since gather contains it); 64 to 128, 256x256, 61 / 49; 64 to 64, 56x56, 32 and
-// 256 images (2^22.6, 2^25.6), 72 and 303 / 58 and 375.
+// 128, 256x256 (2^23), 83 / 87 (and 65 since gather contains it); 64 to 128, 256x256, 61 / 49; 64 to 64, 56x56, 32
+// images (2^22.6), 72 / 58.
 constexpr double kFewOutputs = 1 << 23;
 
 // gather copies x once into the operands that this engine makes anew for each tile of output channels. H200,
@@ -2905,8 +2905,8 @@ constexpr int kSomeChannels = 64;
 constexpr double kSomeValues = 1.6 * (1 << 26);
 
 // H200, 2026-11-22, fp32 under TF32, 256 images of 56x56, by the engine gather / by this one: 1x1 of 64 channels to 64,
-// 64 to 256, 256 to 64 and 256 to 128 in 128, 318, 261 and 341 us / 182, 438, 622 and 660; 3x3 of 64 channels in 393 /
-// 335, and in channels_last 436 / 1068 (of revisions in the making; the last one by bench.py at 0360cc5).
+// 64 to 256, 256 to 64 and 256 to 128 in 128, 318, 261 and 341 us / 182, 438, 622 and 660; 3x3 of 64 channels in
+// channels_last in 436 / 1068 (of revisions in the making; the last one by bench.py at 0360cc5).
 inline const char* yields(const Problem& problem, Operator op) {
   const int64_t (&in_stride)[4] = op == Operator::kDgrad ? problem.y_stride : problem.x_stride;
   const bool channels_last = in_stride[1] == 1 && in_stride[3] > 1;
