@@ -2349,10 +2349,16 @@ void wgmma_settle(float (&)[COUNT]) {}
 
 // Most of what the tests compute: by the processor's instruction where it has one.
 template <typename Operand>
+float value_of(Operand operand) {
+  return widen(operand);
+}
+// The bits that TF32 does not have may be anything.
+inline float value_of(float operand) { return bits_float(float_bits(operand) & ~0x1fffu); }
+template <typename Operand>
 void widen_16_bytes(const unsigned char* from, float* to) {
   Operand values[16 / sizeof(Operand)];
   std::memcpy(values, from, sizeof values);
-  for (const Operand& value : values) *to++ = widen(value);
+  for (const Operand& value : values) *to++ = value_of(value);
 }
 #if defined(__F16C__)
 template <>
@@ -2416,7 +2422,7 @@ struct WgmmaRegisters {
         const uint32_t& word = words[warp][lane / 4 * 4 + k / kWord % 4][i + 2 * (k / kWord / 4)];
         Operand value;
         std::memcpy(&value, reinterpret_cast<const uint8_t*>(&word) + k % kWord * sizeof value, sizeof value);
-        rows[i][k] = widen(value);
+        rows[i][k] = value_of(value);
       }
     __syncwarp();
     float* const sums = acc;
@@ -6512,12 +6518,592 @@ def test_pointwise_shim_sees_what_is_missing(mutation, pointwise_shim):
         assert not are_right()
 
 
-def test_every_problem_has_an_engine(gather_plans, pointwise_plans, mma_plans, direct_shim):
+# The stem engine without a GPU ----------------------------------------------------------------------------------------
+
+STEM_ENTRY_POINTS = (
+    """
+#include <cstring>
+#include <random>
+#include <set>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+extern "C" {
+int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
+}
+
+#include "stem.cu"
+bool modelnew::direct_has_points(const Problem&, Operator) { return false; }
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+using namespace modelnew::stem;
+
+static std::set<std::string> seen;  // kinds of plans
+
+// What is wrong with the numbers of a plan, or nothing.
+static std::string fault_of_numbers(const Correlation& of, const Plan& plan, bool exact, const Device& device) {
+  const SharedLayout layout = shared_layout(plan, exact);
+  const int staging = plan.stores == Stores::kSingle ? 0 : 16 * kBuffers * kBoxBytes;
+  if (layout.end != plan.smem_bytes || plan.smem_bytes > 232448) return "shared memory";
+  if (layout.bias < 3 * 8 * kStages || layout.weights < layout.bias + 4 * plan.tile_k) return "room for the bias";
+  if (layout.staging < layout.weights + (exact ? 2 : 1) * plan.steps * 8 * plan.tile_k * 4) return "room for weights";
+  if (layout.x < layout.staging + staging || layout.end < layout.x + kStages * plan.x_bytes) return "room for x";
+  if (layout.weights % 16 || layout.staging % 1024 || layout.x % 128 || window_bytes(plan) % 128) return "alignment";
+  // Of a descriptor, the distance of a step's quads.
+  if (16 * plan.tile_k >= 1 << 18 || (plan.tile_k != 32 && plan.tile_k != 64)) return "channels of a tile";
+  if (plan.x_bytes >= 1 << 20) return "more bytes than a barrier can expect";
+  if (plan.blocks % plan.tiles_k || plan.blocks < plan.tiles_k || plan.blocks / plan.tiles_k > plan.tiles)
+    return "blocks without a tile";
+  if (plan.tiles_k <= device.sms && plan.blocks > device.sms) return "more blocks than run at once";
+  if (int64_t{plan.tiles_k} * plan.tile_k < of.out_channels || (plan.tiles_k - 1) * plan.tile_k >= of.out_channels)
+    return "tiles of channels";
+  if (2 * plan.steps < plan.quads || plan.quads > kMostQuads || 2 * plan.steps > kMostQuads) return "steps";
+  if (!exact && (plan.steps % kGroupSteps || plan.steps / kGroupSteps % 2 == 0)) return "groups of steps";
+  return plan.cycles > 0 ? "" : "no estimate";
+}
+
+// What is wrong with the tiles, or nothing: every output is one tile's.
+static std::string fault_of_tiles(const Params& params) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  std::vector<uint8_t> owned(of.N * of.P * of.Q);
+  if (plan.tiles != of.N * plan.tiles_p * plan.tiles_q) return "tiles in all";
+  for (int number = 0; number < plan.tiles; ++number) {
+    const Tile tile = locate_tile(params, number);
+    if (tile.n < 0 || tile.n >= of.N || tile.p < 0 || tile.p >= of.P || tile.q < 0 || tile.q >= of.Q)
+      return "a tile outside";
+    for (int p = tile.p; p < std::min(of.P, tile.p + plan.tile_p); ++p)
+      for (int q = tile.q; q < std::min(of.Q, tile.q + plan.tile_q); ++q)
+        if (owned[(int64_t{tile.n} * of.P + p) * of.Q + q]++) return "an output twice";
+  }
+  for (uint8_t owners : owned)
+    if (owners != 1) return "an output never";
+  return "";
+}
+
+// What is wrong with the order of the reduction, or nothing: every tap of every channel once.
+static std::string fault_of_quads(const Params& params) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  if (plan.row_terms != of.S * (plan.lines ? of.in_channels : 1)) return "terms of a row";
+  std::vector<uint8_t> there(of.in_channels * of.R * of.S);
+  for (int i = 0; i < plan.quads; ++i) {
+    const Quad quad = locate_quad(params, i);
+    for (int term = quad.first; term < std::min(quad.first + kQuad, plan.row_terms); ++term) {
+      const int channel = plan.lines ? term % of.in_channels : quad.channel;
+      const int s = plan.lines ? term / of.in_channels : term;
+      if (channel >= of.in_channels || quad.r >= of.R || s >= of.S) return "a term outside";
+      if (there[(channel * of.R + quad.r) * of.S + s]++) return "a term twice";
+    }
+  }
+  for (uint8_t times : there)
+    if (times != 1) return "a term never";
+  return "";
+}
+
+// What is wrong with the words that a tile's outputs read, or nothing; and with the box that brings them. The address
+// is in words.
+static std::string fault_of_window(const Params& params, const Tile& tile, int64_t address, bool exact) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int64_t w0 = int64_t{tile.q} * of.stride_w - of.pad_w;
+  const int64_t first_column = w0 * plan.pixel_words - plan.lead;
+  if (plan.x_bytes != 4 * (plan.lines ? 1 : of.in_channels) * plan.rows * plan.columns) return "bytes of a window";
+  const int outputs = plan.tile_p * plan.tile_q, every = std::max(1, outputs / 48);
+  for (int i = 0; i < outputs + every; i += every) {
+    const int m = std::min(i, outputs - 1);  // some, the last one among them
+    const int row = m / plan.tile_q, column = m % plan.tile_q;
+    const int64_t start = int64_t{row} * of.stride_h * plan.columns + int64_t{column} * of.stride_w * plan.pixel_words;
+    for (int i = 0; i < plan.quads; ++i) {
+      const Quad quad = locate_quad(params, i);
+      if (params.offsets[i] % 4) return "an offset of no word";
+      for (int t = 0; t < kQuad; ++t) {
+        const int64_t word = start + params.offsets[i] / 4 + t * plan.term_words;
+        if (word < 0 || 4 * word >= plan.x_bytes) return "a word outside";
+        const int term = quad.first + t;
+        if (term >= plan.row_terms) continue;
+        const int64_t channel = plan.lines ? term % of.in_channels : quad.channel;
+        const int64_t s = plan.lines ? term / of.in_channels : term;
+        const int64_t in_column = first_column + word % plan.columns, in_row = word / plan.columns % plan.rows;
+        const int64_t expected = (w0 + column * of.stride_w + s * of.dilation_w) * plan.pixel_words;
+        if (in_column != expected + (plan.lines ? channel : 0)) return "another column of x";
+        if (in_row != row * of.stride_h + quad.r * of.dilation_h) return "another row of x";
+        if (word / plan.columns / plan.rows != (plan.lines ? 0 : channel)) return "another channel";
+      }
+    }
+    for (int i = plan.quads; i < 2 * plan.steps + (exact ? 2 : 0); ++i)
+      if (params.offsets[i] != 0) return "an offset of no quad";
+  }
+  if (!plan.in_box) return plan.lines || plan.lead ? "words of a line" : "";
+  if (plan.columns % 4 || plan.columns > 256 || plan.rows > 256) return "the size of a box";
+  if (first_column % 4 || address % 4) return "a box that starts astray";
+  const auto fours = [](int64_t stride, int64_t size) { return size == 1 || (stride > 0 && stride % 4 == 0); };
+  if (!fours(of.in_stride[0], of.N) || !fours(of.in_stride[2], of.H)) return "rows of a box astray";
+  if (plan.lines ? of.in_stride[1] != 1 || of.in_stride[3] != of.in_channels || of.dilation_w != 1
+                 : of.in_stride[3] != 1 || !fours(of.in_stride[1], of.in_channels))
+    return "columns that are no neighbours";
+  return "";
+}
+
+// What is wrong with the boxes in which a tile's outputs are stored, or nothing. The address is in words.
+static std::string fault_of_stores(const Params& params, const Tile& tile, int64_t address) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  if (plan.stores == Stores::kSingle) return "";
+  const bool channels_last = plan.stores == Stores::kChannelsLast;
+  const auto place = [&](int64_t m) {  // of output m of the tile, or -1
+    const int64_t p = tile.p + m / plan.tile_q, q = tile.q + m % plan.tile_q;
+    return p < of.P && q < of.Q ? p * of.out_stride[2] + q * of.out_stride[3] : int64_t{-1};
+  };
+  const int64_t step = channels_last ? of.out_stride[3] : 1;
+  if (channels_last ? of.out_stride[1] != 1 : of.out_channels > 1 && of.out_stride[1] % 4) return "channels astray";
+  if (address % 4 || (of.N > 1 && of.out_stride[0] % 4)) return "images astray";
+  if (channels_last && int64_t{of.P} * of.Q > 1 && (plan.run || of.Q > 1) && step % 4) return "pixels astray";
+  for (int first = 0; first < plan.tile_p * plan.tile_q; first += kBoxPixels) {
+    const int64_t start = place(first);
+    // As the kernel has it.
+    const int64_t in_run = int64_t{tile.p} * of.Q + first;
+    const bool exist = plan.run ? in_run < int64_t{of.P} * of.Q : start >= 0;
+    if (exist != (start >= 0)) return "a box of nothing, or outputs without a box";
+    if (!exist) continue;
+    if (!channels_last && start % 4) return "a box astray";
+    for (int i = 0; i < kBoxPixels; ++i) {
+      const bool clipped = plan.run ? in_run + i >= int64_t{of.P} * of.Q : tile.q + first % plan.tile_q + i >= of.Q;
+      if (clipped) continue;
+      if (first + i >= plan.tile_p * plan.tile_q) return "another tile's outputs";
+      if (place(first + i) != start + i * step) return "outputs that are no neighbours";
+    }
+  }
+  return "";
+}
+
+static void note(const Plan& plan) {
+  if (simt_mutation != 0) return;  // kinds are those of the engine as it is
+  const char* const stores[] = {"planes", "pixels", "single values"};
+  seen.insert(std::string("x by ") + (!plan.in_box ? "single values" : plan.lines ? "lines" : "planes"));
+  seen.insert(std::string(plan.run ? "runs" : "rows") + " of y by " + stores[static_cast<int>(plan.stores)]);
+  seen.insert("tile of " + std::to_string(plan.tile_k) + " channels");
+  if (plan.lead > 0) seen.insert("lead");
+  if (plan.tiles_q > 1) seen.insert("parts of rows");
+}
+
+extern "C" {
+void set_capability(int capability) { stand_in_capability = capability; }
+const char* stem_refusal(int op, const int64_t* fields) {
+  return refusal(make_problem(fields), static_cast<Operator>(op));
+}
+const char* stem_yields(int op, const int64_t* fields) {
+  return yields(make_problem(fields), static_cast<Operator>(op));
+}
+const char* stem_describe(int op, const int64_t* fields) {
+  static char text[321];
+  std::memset(text, 'x', sizeof text);
+  describe(make_problem(fields), static_cast<Operator>(op), text, 320);  // as the binding has it
+  return text[320] == 'x' && std::memchr(text, 0, 320) ? text : "written too far";
+}
+const char* stem_seen() {
+  static std::string all;
+  all.clear();
+  for (const std::string& kind : seen) all += kind + "\n";
+  return all.c_str();
+}
+double stem_cycles(int op, const int64_t* fields, uint64_t x, uint64_t, uint64_t y) {
+  const Problem problem = make_problem(fields);
+  const Operator which = static_cast<Operator>(op);
+  Plan plan{};
+  const Correlation of = correlation_of_problem(problem, which);
+  return make_plan(of, !uses_tf32(problem, which), Device{132}, Alignment{x, y}, plan) ? plan.cycles : 0;
+}
+// The plan for tensors at these addresses, and some that are forced: null if there is none, else what is wrong, or "".
+const char* stem_fault(int, const int64_t* fields, uint64_t x, uint64_t, uint64_t y, int seed) {
+  static std::string fault;
+  const Problem problem = make_problem(fields);
+  const bool exact = !problem.tf32_allowed;
+  const Device device{seed % 3 == 0 ? 3 : 132};
+  std::mt19937 random(seed);
+  Params params{};
+  params.of = correlation_of_problem(problem, Operator::kFprop);
+  Plan best{};
+  if (!make_plan(params.of, exact, device, Alignment{x, y}, best)) return nullptr;
+  for (int i = 0; i < 8; ++i) {
+    params.plan = best;
+    const int tile_k = 32 << random() % 2, tile_p = 1 + random() % 9;
+    const int tile_q = i % 2 ? params.of.Q : 16 * (1 + random() % 8);
+    if (i > 0 && !make_plan(params.of, exact, device, Alignment{x, y}, params.plan, tile_k, tile_p, tile_q)) continue;
+    const Plan& plan = params.plan;
+    if (i > 0 && (plan.tile_k != tile_k || plan.tile_p != tile_p || plan.tile_q != tile_q)) return "another plan";
+    set_numbers(params);
+    note(plan);
+    fault = fault_of_numbers(params.of, plan, exact, device);
+    if (fault.empty()) fault = fault_of_tiles(params);
+    if (fault.empty()) fault = fault_of_quads(params);
+    for (int j = 0; j < 3 && fault.empty(); ++j) {
+      const Tile tile = locate_tile(params, j == 0 ? 0 : j == 1 ? plan.tiles - 1 : random() % plan.tiles);
+      fault = fault_of_window(params, tile, x / 4, exact);
+      if (fault.empty()) fault = fault_of_stores(params, tile, y / 4);
+    }
+    const bool of_few = tile_k == 64 && problem.K <= 32;  // which is not considered
+    if (fault.empty() && plan.cycles < best.cycles && !of_few) fault = "not the best plan";
+    if (!fault.empty()) {
+      fault += ", plan " + std::to_string(i);
+      return fault.c_str();
+    }
+  }
+  return "";
+}
+}
+"""
+)
+
+# Each puts something out of place.
+STEM_PLAN_MUTATIONS = {
+    "x as if it were aligned": ("address.in % 16 == 0 &&", "(MUTATED || address.in % 16 == 0) &&"),
+    "planes of x astray": (
+        "&& fours(of.in_stride[1], of.in_channels);",
+        "&& (MUTATED || fours(of.in_stride[1], of.in_channels));",
+    ),
+    "no words in front of a row": ("((4 - first % 4) % 4)", "(MUTATED ? 0 : (4 - first % 4) % 4)"),
+    "the last quad as short as its row": (
+        "kQuad * plan.row_quads - 1",
+        "(MUTATED ? plan.row_terms : kQuad * plan.row_quads) - 1",
+    ),
+    "boxes of any size": ("&& plan.columns <= kMostBoxSide;", "&& (MUTATED || plan.columns <= kMostBoxSide);"),
+    "y as if it were aligned": ("address.out % 16 == 0 &&", "(MUTATED || address.out % 16 == 0) &&"),
+    "boxes over the ends of tiles": (
+        "tile_p * tile_q % kBoxPixels == 0)",
+        "MUTATED || tile_p * tile_q % kBoxPixels == 0)",
+    ),
+    "pixels of y astray": (
+        "fours(of.out_stride[3], plan.run ? int64_t{of.P} * of.Q : of.Q)",
+        "(MUTATED || fours(of.out_stride[3], plan.run ? int64_t{of.P} * of.Q : of.Q))",
+    ),
+    "a tile too few": ("ceil_div(of.Q, tile_q)", "ceil_div(of.Q - (MUTATED && of.Q > 1), tile_q)"),
+    "not the best": ("plan.cycles >= best.cycles", "(MUTATED || plan.cycles >= best.cycles)"),
+}
+
+
+class StemPlans(MmaPlans):
+    """The host part of the stem engine, in the same way."""
+
+    engine, entry_points, mutations = "stem", STEM_ENTRY_POINTS, STEM_PLAN_MUTATIONS
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.entry("yields").restype = ctypes.c_char_p
+
+
+@built_beside_the_tests
+def stem_plans(folder: Path) -> StemPlans:
+    return StemPlans(folder)
+
+
+def random_stem_cases(count: int, seed: int) -> Iterator[Case]:
+    """Few channels; one pixel and lines of several tiles, filters from 1x1 to patches, any stride."""
+    rng = random.Random(seed)
+    while count > 0:
+        C, K = rng.choice([1, 2, 3, 3, 3, 4, 5, 7]), rng.choice([1, 2, 8, 31, 32, 33, 64, 65, 96, 200])
+        H, W = (
+            rng.choice([1, rng.randint(1, 16), 4 * rng.randint(1, 14), rng.randint(1, most)])
+            for most in (41, rng.choice([60, 300, 530]))
+        )
+        R, S = rng.choice([(1, 1), (3, 3), (3, 3), (4, 4), (7, 7), (rng.randint(1, 12), rng.randint(1, 12))])
+        stride = rng.choice([(1, 1), (2, 2), (4, 4), tuple(rng.choices([1, 2, 3, 5, 70], k=2))])
+        padding = tuple(rng.choices([0, 0, 1, 2, 3, 5], k=2))
+        dilation = tuple(rng.choices([1, 1, 1, 2, 3, 13], k=2))
+        case = Case(rng.choice([1, 1, 2, 3]), C, H, W, K, R, S, stride, padding, dilation)
+        if min(case.y_shape) > 0:
+            yield case
+            count -= 1
+
+
+STEM_KINDS = {
+    *(f"x by {how}" for how in ("planes", "lines", "single values")),
+    *(f"{what} of y by {how}" for what in ("runs", "rows") for how in ("planes", "pixels", "single values")),
+    *(f"tile of {channels} channels" for channels in (32, 64)),
+    *("lead", "parts of rows"),
+}
+
+
+def test_stem_plans_are_sound(stem_plans):
+    """Each output once, each term once and where the convolution says, loads and stores where boxes may be."""
+    planned, count = 0, 1500
+    for seed, case in enumerate(random_stem_cases(count, seed=0)):
+        fault = stem_plans.fault("fprop", case, seed)
+        assert not fault, f"{case}, seed {seed}: {fault}"
+        planned += fault is not None
+    assert planned > 0.5 * count  # a third are for a GPU that the engine does not take
+    assert stem_plans.seen() >= STEM_KINDS
+
+
+@pytest.mark.parametrize("mutation", STEM_PLAN_MUTATIONS)
+def test_stem_plan_checks_see_what_is_wrong(stem_plans, mutation):
+    cases = enumerate(random_stem_cases(1500, seed=0))
+    with mutated(stem_plans.library, STEM_PLAN_MUTATIONS, mutation):
+        assert any(stem_plans.fault("fprop", case, seed) for seed, case in cases)
+
+
+def test_stem_estimates_grow_with_the_work(stem_plans):
+    aligned = [ctypes.c_uint64(0)] * 3
+    for case in random_stem_cases(400, seed=1):
+        if stem_plans("refusal", "fprop", case) is not None:
+            continue
+        once = stem_plans("cycles", "fprop", case, *aligned)
+        for letter in "NK":
+            double = dataclasses.replace(case, **{letter: 2 * getattr(case, letter)})
+            twice = stem_plans("cycles", "fprop", double, *aligned)
+            # More channels may be stored by boxes where fewer are not, or in larger tiles.
+            assert twice >= (1 if letter == "N" else 0.7) * once, f"{double}: {twice} after {once}"
+
+
+def test_stem_describes_its_configuration(stem_plans):
+    told = 0
+    for case, tf32 in itertools.product(random_stem_cases(200, seed=4), (False, True)):
+        if stem_plans("refusal", "fprop", case, tf32=tf32) is None:
+            text = stem_plans("describe", "fprop", case, tf32=tf32)
+            assert re.fullmatch(
+                r"(one product|three products of parts), tile of (32|64) channels x \d+ x \d+ pixels, \d+ steps of 8 "
+                r"terms, \d+ bytes of shared memory, x by (boxes( of lines)?|single values), y by (boxes of "
+                r"planes|boxes of pixels|single values), \d+ tiles for \d+ blocks, about [\d.e+-]+ Mcycles",
+                text,
+            ), text
+            assert text.startswith("one product") == ("fprop" in case.tf32_operators(torch.float32, tf32))
+            told += 1
+    assert told > 200
+
+
+# What the engine leaves to others, and what looks alike and is its own.
+STEM_CASE = Case(8, 3, 224, 224, 64, 7, 7, stride=(2, 2), padding=(3, 3))
+STEM_REFUSALS = [
+    (STEM_CASE, "fprop", {}, None),
+    *((STEM_CASE, "fprop", {"capability": capability}, "Hopper") for capability in (0, 80, 89, 100, 120)),
+    (STEM_CASE, "fprop", {"dtype": torch.float16}, "float32 only"),
+    (STEM_CASE, "fprop", {"dtype": torch.float64}, "float32 only"),
+    *((STEM_CASE, operator, {}, "outputs only") for operator in ("dgrad", "wgrad", "bgrad")),
+    (dataclasses.replace(STEM_CASE, C=7), "fprop", {}, None),
+    (dataclasses.replace(STEM_CASE, C=8), "fprop", {}, "7 input channels"),
+    (dataclasses.replace(STEM_CASE, C=6, groups=2), "fprop", {}, "one group only"),
+    (dataclasses.replace(STEM_CASE, dilation=(3, 5)), "fprop", {}, None),
+    (dataclasses.replace(STEM_CASE, R=16, S=16, stride=(16, 16)), "fprop", {}, "no tile"),
+    (dataclasses.replace(STEM_CASE, dilation=(30, 30)), "fprop", {}, "no tile"),
+    (Case(1, 1, 20000, 20000, 1, 16384, 16384), "fprop", {}, "no tile"),
+    (Case(1, 1, 2**28, 2**28, 1, 1, 1, stride=(2**28, 2**28)), "fprop", {}, None),
+    (Case(2**28, 1, 8, 8, 40, 3, 3, padding=(1, 1)), "fprop", {}, None),
+    (Case(2**31, 1, 8, 8, 40, 3, 3, padding=(1, 1)), "fprop", {}, "no tile"),
+]
+
+
+@pytest.mark.parametrize("case, operator, settings, text", STEM_REFUSALS, ids=str)
+def test_stem_says_what_it_refuses(stem_plans, case, operator, settings, text):
+    check_refusal(stem_plans("refusal", operator, case, **settings), text)
+
+
+@pytest.mark.parametrize(
+    "case, text",
+    [
+        (STEM_CASE, None),
+        (dataclasses.replace(STEM_CASE, N=1), "few outputs"),
+        (Case(8, 3, 66, 66, 32, 3, 3), "few outputs"),  # 2^20 of them
+        (Case(8, 3, 66, 66, 33, 3, 3), None),
+        (dataclasses.replace(STEM_CASE, N=64, K=4), "few output channels"),
+        (dataclasses.replace(STEM_CASE, N=64, K=5), None),
+    ],
+    ids=str,
+)
+def test_stem_yields_to_what_is_faster(stem_plans, case, text):
+    for tf32 in (False, True):
+        check_refusal(stem_plans("yields", "fprop", case, tf32=tf32), text)
+
+
+STEM_SHIM_ENTRY_POINTS = (
+    """
+#include <type_traits>
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+bool modelnew::direct_has_points(const Problem&, Operator) { return false; }
+using namespace modelnew;
+using namespace modelnew::stem;
+
+extern "C" {
+int x_loads = 0, y_stores = 0;  // of the last run
+}
+
+// Plans this tile (0: any) on a GPU of three SMs and runs that, as TF32 if it is allowed, however small the problem: -1
+// if there is no such plan, else the error.
+extern "C" int stem_run(int, const int64_t* fields, void* const* pointers, int tile_k, int tile_p, int tile_q,
+                        int seed) {
+  const Problem problem = make_problem(fields);
+  Params params{};
+  params.in_ptr = static_cast<const float*>(pointers[0]);
+  params.w_ptr = static_cast<const float*>(pointers[1]);
+  params.bias_ptr = static_cast<const float*>(pointers[2]);
+  params.out_ptr = static_cast<float*>(pointers[4]);
+  params.of = correlation_of_problem(problem, Operator::kFprop);
+  const Alignment address{reinterpret_cast<uint64_t>(pointers[0]), reinterpret_cast<uint64_t>(pointers[4])};
+  if (!make_plan(params.of, !problem.tf32_allowed, Device{3}, address, params.plan, tile_k, tile_p, tile_q)) return -1;
+  x_loads = params.plan.in_box ? 1 + params.plan.lines : 0, y_stores = static_cast<int>(params.plan.stores);
+  const auto launch = [&] { return problem.tf32_allowed ? run<false>(params, nullptr) : run<true>(params, nullptr); };
+  return simt_run(seed, false, launch);
+}
+"""
+)
+
+# Each takes away what others rely on, or leaves out a part of the sum.
+STEM_MUTATIONS = {
+    "multiplies before x is there": left_out("hopper::barrier_wait(EXACT ? barriers.full"),
+    "rounds before x is there": left_out("hopper::barrier_wait(barriers.full,"),
+    "overwrites x in use": left_out("hopper::barrier_wait_idly(barriers.empty"),
+    "multiplies before weights are there": left_out("__syncthreads();  // weights are there"),
+    "stages where a box is read": left_out("if (lane == 0) hopper::bulk_stores_wait_read<kUsed - 1>();"),
+    "stores before all is staged": left_out("__syncwarp();  // all of it is staged"),
+    "leaves before its boxes are read": left_out("if (lane_id == 0) hopper::bulk_stores_wait_read<0>();"),
+    "stores before the last steps are done": left_out("hopper::wgmma_wait<0>();\n  hopper::wgmma_settle(acc"),
+    "adds up a step before it is done": left_out("hopper::wgmma_wait<0>();\n    hopper::wgmma_settle(part"),
+    "a product dropped": left_out("Multiply::multiply(part, a, rests + row, 1);"),
+    "does not round": left_out("four.y = tf32_operand(four.y);"),
+    "Inf is not computed again": ("if (probe == 0) return;", "if (MUTATED || probe == 0) return;"),
+    "computes another channel again": (
+        "exact_output(params, tile.n, k, p, q)",
+        "exact_output(params, tile.n, k - MUTATED * (k > 0), p, q)",
+    ),
+    "computes another pixel again": (
+        "const int in_w = q * of.stride_w - of.pad_w + s",
+        "const int in_w = (q - MUTATED * (q > 0)) * of.stride_w - of.pad_w + s",
+    ),
+}
+
+
+class StemShim(MmaShim):
+    """The stem engine in the same way: barriers, boxes and wgmma as WgmmaShim has them."""
+
+    engine, entry_points, mutations = "stem", STEM_SHIM_ENTRY_POINTS, STEM_MUTATIONS
+    wishes: ClassVar[dict[str, int]] = {"tile_k": 0, "tile_p": 0, "tile_q": 0}
+
+
+@built_beside_the_tests
+def stem_shim(folder: Path) -> StemShim:
+    return StemShim(folder)
+
+
+# Stems of networks in small, one channel and seven, quads that are full and not, dilation, rows that are longer than a
+# box, images of one pixel; rows of y that boxes can store, alone or in runs, and others.
+STEM_SHIM_CASES = [
+    (Case(2, 3, 19, 36, 40, 7, 7, stride=(2, 2), padding=(3, 3)), {}),
+    (Case(2, 3, 21, 32, 64, 7, 7, stride=(2, 2), padding=(3, 3)), {"tile_k": 64, "tile_p": 3, "tile_q": 16}),
+    (Case(1, 4, 9, 32, 33, 3, 3, padding=(1, 1)), {"tile_k": 64, "tile_p": 2, "tile_q": 32}),
+    (Case(3, 2, 12, 12, 24, 3, 3), {"tile_p": 8, "tile_q": 10}),
+    (Case(2, 3, 16, 24, 70, 4, 4, stride=(4, 4)), {"tile_k": 64}),
+    (Case(1, 5, 3, 300, 35, 2, 3, padding=(0, 2), dilation=(1, 2)), {}),
+    (Case(2, 7, 8, 9, 20, 1, 1), {}),
+    (Case(3, 1, 28, 28, 8, 5, 5, padding=(2, 2)), {"tile_p": 4, "tile_q": 16}),
+    (Case(1, 3, 23, 30, 100, 11, 11, stride=(4, 4), padding=(2, 2)), {"tile_k": 32}),
+    (Case(5, 3, 1, 1, 130, 3, 2, padding=(1, 1)), {}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(STEM_SHIM_CASES)))
+def test_stem_shim_exact(stem_shim, number):
+    """Integers under both contracts and in both memory formats, at any addresses."""
+    case, wishes = STEM_SHIM_CASES[number]
+    for seed, (layout, tf32) in enumerate([*itertools.product(LAYOUTS, (True, False))] * 2, start=8 * number):
+        fault = stem_shim.fault("fprop", case, layout, seed, tf32=tf32, **wishes)
+        if fault is None:  # the tile is for boxes
+            fault = stem_shim.fault("fprop", case, layout, seed, tf32=tf32)
+        assert fault == "", f"{case}, {layout}, tf32 {tf32}, {wishes}, seed {seed}: {fault}"
+        STEM_SEEN.add((tf32, stem_shim.last("x_loads"), stem_shim.last("y_stores")))
+    if number == len(STEM_SHIM_CASES) - 1 and len(STEM_SEEN) > 6:  # not this case alone
+        # No box, one of planes, one of lines; boxes of planes, of pixels, none.
+        ways = {(0, 0), (0, 1), (0, 2), (1, 0), (1, 2), (2, 1), (2, 2)}
+        assert {(tf32, *way) for tf32 in (True, False) for way in ways} <= STEM_SEEN
+
+
+STEM_SEEN: set[tuple[int, ...]] = set()  # contracts, loads and stores in the runs above
+
+
+@pytest.mark.parametrize("view", [*VIEWS, "one image"])
+def test_stem_shim_takes_any_strides(stem_shim, view):
+    """Of x, of w and of y."""
+    change = VIEWS.get(view, lambda tensor: tensor[:1].expand_as(tensor))
+    for number, case in enumerate((Case(2, 3, 9, 16, 36, 3, 3, padding=(1, 1)), Case(3, 4, 7, 9, 33, 2, 4))):
+        tensors = make_tensors(case, torch.float32, integers)
+        changed = [{"x"}, {"w"}, {"dy"}, {"x", "w", "dy"}]
+        for names in changed if view not in ("expanded", "one image") else changed[:2]:
+            viewed = tensors | {name: change(tensors[name]) for name in names - {"dy"}}
+            out = torch.full(case.y_shape, math.nan)
+            out = change(out) if "dy" in names else with_margins(out)
+            for tf32 in (False, True):
+                out.fill_(math.nan)
+                message = stem_shim.run("fprop", case, viewed, out, tf32=tf32, seed=number)
+                assert message == "", f"{case}, {names}: {message}"
+                check_exact(case, {"fprop": out}, viewed)
+
+
+STEM_ROUNDING_CASE = Case(2, 3, 12, 20, 34, 7, 7, stride=(2, 2), padding=(3, 3))
+
+
+@pytest.mark.parametrize("fill", FILLS, ids=named)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stem_shim_rounding(stem_shim, layout, fill):
+    """Both contracts, element by element. (Sums are those of this processor, not of a tensor core.)"""
+    tensors = in_layout(make_tensors(STEM_ROUNDING_CASE, torch.float32, fill), layout)
+    for tf32 in (False, True):
+        out = torch.full(STEM_ROUNDING_CASE.y_shape, math.nan)
+        assert stem_shim.run("fprop", STEM_ROUNDING_CASE, tensors, out, tf32=tf32) == ""
+        check_bounds(STEM_ROUNDING_CASE, {"fprop": out}, tensors, tf32=("fprop",) if tf32 else ())
+
+
+# Quads with a term that no output reads, in rows that others read.
+STEM_SPREADING_CASES = [Case(1, 4, 7, 20, 40, 3, 3), Case(1, 5, 7, 13, 33, 2, 3, padding=(1, 1), stride=(1, 2))]
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stem_shim_spreads_nan_and_inf_to_those_that_read_them(stem_shim, layout, tf32):
+    for case in STEM_SPREADING_CASES:
+        assert spreads(stem_shim, case, tf32, layout), case
+
+
+# More tiles than stages, on three SMs; boxes of planes and of pixels, one of a warp and two.
+STEM_TELLING_RUNS = [
+    (Case(6, 3, 13, 32, channels, 5, 3, padding=(2, 1)), layout, seed, {"tf32": tf32, "tile_k": tile_k, "tile_p": 2})
+    for layout, seed, tf32 in itertools.product(LAYOUTS, (1, 3), (False, True))
+    for channels, tile_k in ((40, 64), (32, 32))
+]
+
+
+@pytest.mark.parametrize("mutation", STEM_MUTATIONS)
+def test_stem_shim_sees_what_is_missing(mutation, stem_shim):
+    """The shim itself: what is left out shows in one of a few runs, which are right without it."""
+
+    def are_right() -> bool:
+        if "again" in mutation:
+            return all(spreads(stem_shim, STEM_SPREADING_CASES[0], False, layout) for layout in LAYOUTS)
+        if "round" in mutation and "before" not in mutation:
+            tensors = make_tensors(STEM_ROUNDING_CASE, torch.float32, under_a_tf32_step)
+            out = torch.full(STEM_ROUNDING_CASE.y_shape, math.nan)
+            assert stem_shim.run("fprop", STEM_ROUNDING_CASE, tensors, out, tf32=True) == ""
+            exact = references(STEM_ROUNDING_CASE, tensors)["fprop"]
+            return bool(((out - exact).abs() <= 1e-4 * exact).all())
+        return all(
+            stem_shim.fault("fprop", case, layout, seed, **settings) == ""
+            for case, layout, seed, settings in STEM_TELLING_RUNS
+        )
+
+    assert are_right()
+    with mutated(stem_shim.library, STEM_MUTATIONS, mutation):
+        assert not are_right()
+
+
+def test_every_problem_has_an_engine(gather_plans, stem_plans, pointwise_plans, mma_plans, direct_shim):
     """The others refuse in a sentence or have a plan, whatever the addresses are; direct takes what is left."""
-    rng, taken_by = random.Random(3), {"gather": 0, "pointwise": 0, "mma": 0}
+    rng, taken_by = random.Random(3), {"gather": 0, "stem": 0, "pointwise": 0, "mma": 0}
     cases = itertools.chain(
         ((case, dtype) for case, _, dtype in random_gather_cases(4000, seed=2)),
         ((case, torch.float32) for case in random_pointwise_cases(2500, seed=2)),
+        ((case, torch.float32) for case in random_stem_cases(1500, seed=2)),
         ((case, torch.float32) for case, _ in random_mma_cases(4000, seed=2)),
     )
     for case, dtype in cases:
@@ -6533,6 +7119,7 @@ def test_every_problem_has_an_engine(gather_plans, pointwise_plans, mma_plans, d
             places = [ctypes.c_uint64(rng.choice([0, 1, 2, 4]) * dtype.itemsize) for _ in range(3)]
             for engine, plans, at in (
                 ("gather", gather_plans, [dtype, *places[:2]]),
+                ("stem", stem_plans, places),
                 ("pointwise", pointwise_plans, places),
                 ("mma", mma_plans, places),
             ):
@@ -6757,6 +7344,20 @@ def test_pointwise_is_in_the_machine_code(nvcc_runs, arch):
         assert {"HMMA", "LDG", "LDS", "STS"} <= set(instructions), name
         assert "LDGSTS" not in instructions, name
         assert ("UCGABAR_ARV" in instructions) == (arch == "sm_90a"), name
+
+
+@needs_nvcc
+@pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_stem_is_in_the_machine_code(nvcc_runs, arch):
+    """Every instance multiplies on tensor cores, between boxes, and moves registers on sm_90a; elsewhere nothing."""
+    kernels = machine_code(nvcc_runs, "stem", arch)
+    assert len(kernels) == 2 * 2
+    for name, instructions in kernels.items():
+        if arch == "sm_90a":
+            assert {"HGMMA", "USETMAXREG", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS"} <= set(instructions), name
+        else:
+            assert set(instructions) <= {"LDC", "MOV", "EXIT", "BRA", "NOP"}, name
 
 
 @needs_nvcc

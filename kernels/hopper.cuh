@@ -535,6 +535,7 @@ struct WgmmaRegisters;
     }                                                                                                                \
   };
 #define MODELNEW_WGMMA_REGISTERS_SHAPES(OPERAND, TYPES, SIGNS)                                 \
+  MODELNEW_WGMMA_REGISTERS(OPERAND, 32, 16, "%16, %17, %18, %19", "%20", "%21", TYPES, SIGNS)  \
   MODELNEW_WGMMA_REGISTERS(OPERAND, 64, 32, "%32, %33, %34, %35", "%36", "%37", TYPES, SIGNS)  \
   MODELNEW_WGMMA_REGISTERS(OPERAND, 128, 64, "%64, %65, %66, %67", "%68", "%69", TYPES, SIGNS) \
   MODELNEW_WGMMA_REGISTERS(OPERAND, 256, 128, "%128, %129, %130, %131", "%132", "%133", TYPES, SIGNS)
