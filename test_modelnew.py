@@ -9649,6 +9649,141 @@ def check_spreading(case: Case, special: float, run: Callable[[dict[str, Tensor]
     torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
+# Stems of networks in small and what is like them, on all ways to load and to store; the first three are under the TF32
+# contract where that is allowed. Sides of 4 x 7 or 16 pixels, odd ones, lines longer than a box, ragged channels.
+STEM_CASES = [
+    Case(8, 3, 56, 56, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(9, 3, 64, 96, 128, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(11, 3, 45, 45, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(2, 3, 70, 64, 64, 3, 3, padding=(1, 1)),
+    Case(3, 3, 75, 75, 32, 3, 3, stride=(2, 2)),
+    Case(2, 3, 64, 224, 96, 4, 4, stride=(4, 4)),
+    Case(40, 1, 28, 28, 33, 5, 5, padding=(2, 2)),
+    Case(2, 4, 64, 64, 320, 3, 3, padding=(1, 1)),
+    Case(2, 3, 99, 67, 96, 11, 11, stride=(4, 4), padding=(2, 2)),
+    Case(1, 7, 33, 40, 70, 5, 5, stride=(1, 2), padding=(4, 1)),
+    Case(2, 2, 40, 513, 64, 3, 7, padding=(1, 3), dilation=(1, 2)),
+    Case(30, 3, 8, 8, 24, 1, 1),
+    Case(1, 5, 30, 1000, 17, 1, 7, stride=(3, 1)),
+    Case(300, 6, 2, 1, 100, 2, 3, padding=(0, 1)),
+]
+STEM_VIEWS = {
+    **{name: {"x": view, "w": view} for name, view in MMA_VIEWS.items()},
+    "transposed": {"x": VIEWS["transposed"], "w": VIEWS["transposed"]},
+    "x in channels_last": {"x": VIEWS["channels_last"]},  # y is, too, but not w
+    "w in channels_last": {"w": VIEWS["channels_last"]},  # y is, too, but not x
+}
+
+
+def test_stem_cases_reach_every_way(stem_plans):
+    """That the cases for the GPU do not miss a way to load or store under a contract."""
+    told = set()
+    for case, tf32, layout in itertools.product(STEM_CASES, (False, True), LAYOUTS):
+        settings = {"strides": layout_strides(case, layout), "tf32": tf32}
+        assert stem_plans("refusal", "fprop", case, **settings) is None, case
+        text = stem_plans("describe", "fprop", case, **settings)
+        told.add(re.search(r"^(one|three) .* of (\d+) channels .* x by ([a-z ]+), y by ([a-z ]+),", text).groups())
+    for contract in ("one", "three"):
+        ways = {way[1:] for way in told if way[0] == contract}
+        assert {(x, y) for _, x, y in ways} >= {
+            ("boxes", "boxes of planes"),
+            ("boxes of lines", "boxes of pixels"),
+            ("single values", "single values"),
+            ("single values", "boxes of pixels"),
+        }, told
+    assert {channels for contract, channels, *_ in told if contract == "three"} == {"32", "64"}
+
+
+def on_stem(case: Case, tensors: dict[str, Tensor], tf32: bool) -> Tensor:
+    """y, by stem for sure."""
+    with tf32_switch(tf32), poisoned_memory(), modelnew.force_engine("stem"):
+        return modelnew.conv2d(tensors["x"], tensors["w"], tensors.get("bias"), **case.kwargs)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("view", STEM_VIEWS)
+@pytest.mark.parametrize("case", STEM_CASES, ids=str)
+def test_gpu_stem_exact(case, view, tf32):
+    """Forced. In full with more bits than TF32 has; with a bias and without, twice the same bits."""
+    tensors = make_tensors(case, torch.float32, integers, "cuda")
+    if "fprop" not in case.tf32_operators(torch.float32, tf32):
+        tensors["w"] *= 65
+    tensors |= {name: change(tensors[name]) for name, change in STEM_VIEWS[view].items()}
+    y = on_stem(case, tensors, tf32)
+    check_exact(case, {"fprop": y}, tensors)
+    assert torch.equal(on_stem(case, tensors, tf32), y)
+    bias = tensors.pop("bias").view(-1, 1, 1)
+    assert torch.equal(on_stem(case, tensors, tf32) + bias, y)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("fill", FILLS, ids=named)
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpu_stem_rounding(layout, tf32, fill):
+    """Both contracts, element by element; and the same bits every time."""
+    for case in STEM_CASES:
+        tensors = in_layout(make_tensors(case, torch.float32, fill, "cuda"), layout)
+        y = on_stem(case, tensors, tf32)
+        check_bounds(case, {"fprop": y}, tensors, case.tf32_operators(torch.float32, tf32))
+        assert all(torch.equal(on_stem(case, tensors, tf32), y) for _ in range(5))
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan], ids=str)
+def test_gpu_stem_spreads_nan_and_inf(special, layout, tf32):
+    for case in STEM_CASES:
+        if case.C > 2:
+            run = functools.partial(on_stem, case, tf32=tf32)
+            check_spreading(case, special, lambda tensors, run=run: run(in_layout(tensors, layout)))
+
+
+@gpu
+@hopper
+def test_gpu_forced_stem_says_what_it_refuses():
+    x, w = torch.randn(2, 6, 19, 20, device="cuda"), torch.randn(24, 6, 3, 3, device="cuda", requires_grad=True)
+    refused = r"'stem' is forced but cannot take the forward .*"
+    with modelnew.force_engine("stem"):
+        with pytest.raises(RuntimeError, match=refused + "one group only"):
+            modelnew.conv2d(x, w[:, :3], groups=2)
+        with pytest.raises(RuntimeError, match=refused + "7 input channels"):
+            modelnew.conv2d(torch.cat([x, x], 1), torch.cat([w, w], 1))
+        with pytest.raises(RuntimeError, match=refused + "float32 only"):
+            modelnew.conv2d(x.half(), w.half())
+        y = modelnew.conv2d(x, w)
+        with pytest.raises(RuntimeError, match=r"'stem' is forced but cannot take the dgrad .*outputs only"):
+            y.sum().backward()
+
+
+@gpu
+@hopper
+def test_gpu_forced_stem_without_images():
+    case = Case(0, 3, 9, 10, 24, 3, 3)
+    assert on_stem(case, make_tensors(case, torch.float32, normal, "cuda"), True).shape == case.y_shape
+
+
+@gpu
+@hopper
+def test_gpu_stem_more_than_2_to_the_31_elements():
+    """In the output, by boxes and by single values."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free GPU memory")
+    for size in (1024, 1023):
+        case = Case(34, 3, size, size, 64, 3, 3, padding=(1, 1))
+        assert math.prod(case.y_shape) > 2**31
+        tensors = make_tensors(dataclasses.replace(case, N=1), torch.float32, integers, "cuda")
+        x = tensors["x"].repeat(case.N, 1, 1, 1)
+        y = on_stem(case, tensors | {"x": x}, False)
+        check_exact(dataclasses.replace(case, N=1), {"fprop": y[-1:]}, tensors)
+        assert all(torch.equal(image, y[-1]) for image in y)
+
+
 # By the planner's choice these reach, on a Hopper GPU of 132 SMs and under both contracts, all ways to load and to
 # store, 1, 2, 4 and 8 blocks for a tile and all slices; the test below tells.
 POINTWISE_CASES = [
