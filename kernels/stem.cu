@@ -217,17 +217,19 @@ __device__ __forceinline__ void load_window(const Params& params, const Tile& ti
     return;
   }
   // A warp takes a row.
+  const int lane_id = threadIdx.x % 32;
+  const int64_t step = 32 * of.in_stride[3];
   const float* const image = params.in_ptr + tile.n * of.in_stride[0];
 #pragma unroll 1
   for (int line = threadIdx.x % 128 / 32; line < plan.rows * of.in_channels; line += kLoadingThreads / 32) {
     const int channel = quotient(line, params.by_rows), in_h = h + line - channel * plan.rows;
     const bool row_exists = in_h >= 0 && in_h < of.H;
-    const float* const row = image + channel * of.in_stride[1] + in_h * of.in_stride[2];
+    const float* from = image + channel * of.in_stride[1] + in_h * of.in_stride[2] + (w + lane_id) * of.in_stride[3];
+    const uint32_t line_smem = to + 4 * line * plan.columns;
 #pragma unroll 4
-    for (int column = threadIdx.x % 32; column < plan.columns; column += 32) {
-      const bool exists = row_exists && w + column >= 0 && w + column < of.W;
-      hopper::copy_async<4>(to + 4 * (line * plan.columns + column),
-                            exists ? row + (w + column) * of.in_stride[3] : params.in_ptr, exists ? 4 : 0);
+    for (int column = lane_id; column < plan.columns; column += 32, from += step) {
+      const bool exists = row_exists && static_cast<unsigned>(w + column) < static_cast<unsigned>(of.W);
+      hopper::copy_async<4>(line_smem + 4 * column, exists ? from : params.in_ptr, exists ? 4 : 0);
     }
   }
   hopper::copies_arrive(full);
@@ -619,7 +621,8 @@ constexpr int kMostTileRows = 16, kMostBoxSide = 256;
 constexpr double kCallCycles = 9000, kTileCycles = 500, kBlockCycles = 250;
 constexpr double kAloneCycles = 800;  // of a block of outputs by a warpgroup that waits for nothing else
 // Bytes a cycle.
-constexpr double kStoreRate = 38, kSingleRate = 10, kLoadRate = 30, kWordRate = 1.7, kPackRate = 20;
+constexpr double kStoreRate = 38, kSingleRate = 10, kLoadRate = 30, kPackRate = 20;
+constexpr double kLineCycles = 300, kWordsCycles = 155;  // of a warp: a line by words, and every 32 of them
 
 // Of 64 outputs: where all warpgroups multiply, and where one does.
 struct StepCycles {
@@ -627,7 +630,7 @@ struct StepCycles {
 };
 
 inline StepCycles step_cycles(bool exact, int tile_k) {
-  if (exact) return tile_k == 32 ? StepCycles{105, 240} : StepCycles{140, 420};
+  if (exact) return tile_k == 32 ? StepCycles{105, 240} : StepCycles{140, 600};
   return tile_k == 32 ? StepCycles{30, 65} : StepCycles{38, 75};
 }
 
@@ -704,7 +707,9 @@ inline bool complete(const Correlation& of, bool exact, const Device& device, co
   const int64_t blocks_m = ceil_div(tile_p * tile_q, kBlock);
   const StepCycles step = step_cycles(exact, tile_k);
   const double store = 4.0 * kBlock * tile_k / (plan.stores == Stores::kSingle ? kSingleRate : kStoreRate);
-  const double load = plan.x_bytes / (plan.in_box ? kLoadRate : kWordRate);
+  const double lines_of_a_warp = static_cast<double>(window_planes) * plan.rows / (kLoadingThreads / 32);
+  const double load = plan.in_box ? plan.x_bytes / kLoadRate
+                                  : lines_of_a_warp * (kLineCycles + kWordsCycles * ceil_div(plan.columns, 32));
   const double shared = static_cast<double>(blocks_m) * (kBlockCycles + plan.steps * step.shared + store);
   const double alone =
       static_cast<double>(ceil_div(blocks_m, kWarpgroups)) * (kAloneCycles + plan.steps * step.alone + 2 * store);
