@@ -39,6 +39,36 @@
 //
 // y is stored by boxes of 16 pixels x 32 channels, in either memory format, so that each warp goes on by itself. Which
 // row of the operand is which output is free: a lane's two rows are neighbouring pixels, staged by 8 bytes.
+//
+// What bounds it (H200, 2026-11-23, in a driver, caches cold, us; beside it without storing, and its bytes at 4.2 TB/s):
+//
+//                                             this engine   not stored   bytes   mma
+//   7x7, 3 to 64, stride 2, 224x224, one product
+//     256 images                                    325          226       232    619
+//     256 images, channels_last                     314          227       232    645
+//     32 images                                      56           41        29     86
+//   the same, three products, 256 images            723          649       232   1191
+//   3x3, 3 to 64, 512x512, three products
+//     16 images                                     327            -       268    583
+//     one image                                      31            -        17     46
+//   3x3, 3 to 32, stride 2, 224x224, 128 images     100           79        67    167
+//   4x4, 3 to 96, stride 4, 224x224, 128 images      93           73        55    158
+//   11x11, 3 to 96, stride 4, 224x224, 256 images   970          874       108   1676
+//
+// One product: storing and loading at once, 3.0 TB/s, where a program of nothing else, with fewer reads among its stores,
+// reached 3.3 to 3.4 (see wgmma.cu). Not stored, it takes 1.6 times what the tensor core does: wgmma of 64 x 64 x 8 from
+// registers takes 32 cycles of an SM if two warpgroups or more order some (40 if one does, groups of 7), but of three
+// warps on a scheduler hardly one had an instruction to issue (ncu: 0.6 of 3.2), so that each instruction less, and a
+// fourth warpgroup, make it faster. Three products: 80 instructions a step on each scheduler, 32 of them additions that
+// wait for registers that the tensor core uses at the same time, and 96 cycles of the tensor core; 142 in all. With 32
+// channels 64 and 48; 111.
+//
+// What made it faster, one product, 256 images: from 435 (20 steps of any 8 terms, each with a place of its own in a
+// table in shared memory, in groups of two) to 377 by quads, whose offsets are uniform, in groups of three; to 342 by
+// rounding x in its window, staging by 8 bytes, a bias that is added only where there is one; to 324 by a fourth
+// warpgroup. In full, a set of sums that is multiplied while another one is added up: slower than a fourth warpgroup
+// (767 us; 893 at first). Sums of 16 terms instead of 8 took 5 to 10% less in full and erred by 1.1 (363 terms) to 1.5
+// times as much (27 terms). Tall tiles cost up to a quarter (56x16 397 us, 16x16 315): 64 bytes of many rows.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -61,7 +91,7 @@ namespace stem {
 // ---- Geometry, host and device ----
 
 constexpr int kMostChannels = 7;  // of x: more are a matter for engines whose steps are channels
-constexpr int kWarpgroups = 4;    // that multiply: three of them take 5 to 20% longer, two 40 to 60%
+constexpr int kWarpgroups = 4;    // that multiply: with three it is 5 to 17% slower
 constexpr int kLoadingThreads = 128, kThreads = 128 * kWarpgroups + kLoadingThreads;
 // Registers of a thread, out of 96 that each has at first.
 constexpr int kMultiplyingRegisters = 112, kLoadingRegisters = 32;
