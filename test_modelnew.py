@@ -2279,6 +2279,10 @@ inline void prefetch_map(const BoxMap&) {}
 template <typename Visit>
 void for_each_in_box(const BoxMap& map, const int64_t (&first)[4], const Visit& visit) {
   if (first[0] * map.element_bytes % 16 != 0) simt::complain("a box that is not aligned in memory");
+  // Rows that end within 16 bytes are overwritten beyond that (H200, 2026-11-23), and may be read.
+  const int64_t end = static_cast<int64_t>(map.sizes[0]);
+  if (first[0] < end && first[0] + map.box[0] > end && end * map.element_bytes % 16 != 0)
+    simt::complain("rows of a box that end within 16 bytes");
   const uint32_t rows = map.box[1] * map.box[2] * map.box[3];
   for (uint32_t row = 0; row < rows; ++row)
     for (uint32_t element = 0; element < map.box[0]; ++element) {
@@ -6523,6 +6527,7 @@ def test_pointwise_shim_sees_what_is_missing(mutation, pointwise_shim):
 STEM_ENTRY_POINTS = (
     """
 #include <cstring>
+#include <iterator>
 #include <random>
 #include <set>
 #include <string>
@@ -6546,7 +6551,7 @@ static std::set<std::string> seen;  // kinds of plans
 // What is wrong with the numbers of a plan, or nothing.
 static std::string fault_of_numbers(const Correlation& of, const Plan& plan, bool exact, const Device& device) {
   const SharedLayout layout = shared_layout(plan, exact);
-  const int staging = plan.stores == Stores::kSingle ? 0 : 16 * kBuffers * kBoxBytes;
+  const int staging = plan.stores == Stores::kSingle ? 0 : 16 * plan.tile_k / kBoxChannels * kBoxBytes;
   if (layout.end != plan.smem_bytes || plan.smem_bytes > 232448) return "shared memory";
   if (layout.bias < 3 * 8 * kStages || layout.weights < layout.bias + 4 * plan.tile_k) return "room for the bias";
   if (layout.staging < layout.weights + (exact ? 2 : 1) * plan.steps * 8 * plan.tile_k * 4) return "room for weights";
@@ -6639,10 +6644,11 @@ static std::string fault_of_window(const Params& params, const Tile& tile, int64
   }
   if (!plan.in_box) return plan.lines || plan.lead ? "words of a line" : "";
   if (plan.columns % 4 || plan.columns > 256 || plan.rows > 256) return "the size of a box";
+  if (of.W * plan.pixel_words % 4) return "rows that end within 16 bytes";
   if (first_column % 4 || address % 4) return "a box that starts astray";
   const auto fours = [](int64_t stride, int64_t size) { return size == 1 || (stride > 0 && stride % 4 == 0); };
   if (!fours(of.in_stride[0], of.N) || !fours(of.in_stride[2], of.H)) return "rows of a box astray";
-  if (plan.lines ? of.in_stride[1] != 1 || of.in_stride[3] != of.in_channels || of.dilation_w != 1
+  if (plan.lines ? of.in_stride[1] != 1 || of.in_stride[3] != of.in_channels || (of.S > 1 && of.dilation_w != 1)
                  : of.in_stride[3] != 1 || !fours(of.in_stride[1], of.in_channels))
     return "columns that are no neighbours";
   return "";
@@ -6659,6 +6665,7 @@ static std::string fault_of_stores(const Params& params, const Tile& tile, int64
     return p < of.P && q < of.Q ? p * of.out_stride[2] + q * of.out_stride[3] : int64_t{-1};
   };
   const int64_t step = channels_last ? of.out_stride[3] : 1;
+  if ((channels_last ? of.out_channels : plan.run ? int64_t{of.P} * of.Q : of.Q) % 4) return "an end within 16 bytes";
   if (channels_last ? of.out_stride[1] != 1 : of.out_channels > 1 && of.out_stride[1] % 4) return "channels astray";
   if (address % 4 || (of.N > 1 && of.out_stride[0] % 4)) return "images astray";
   if (channels_last && int64_t{of.P} * of.Q > 1 && (plan.run || of.Q > 1) && step % 4) return "pixels astray";
@@ -6727,7 +6734,8 @@ const char* stem_fault(int, const int64_t* fields, uint64_t x, uint64_t, uint64_
   Params params{};
   params.of = correlation_of_problem(problem, Operator::kFprop);
   Plan best{};
-  if (!make_plan(params.of, exact, device, Alignment{x, y}, best)) return nullptr;
+  // One product is asked for here where the contract has three, which come in smaller tiles, too.
+  if (!make_plan(params.of, exact, device, Alignment{x, y}, best)) return exact ? nullptr : "";
   for (int i = 0; i < 8; ++i) {
     params.plan = best;
     const int tile_k = 32 << random() % 2, tile_p = 1 + random() % 9;
@@ -6735,6 +6743,7 @@ const char* stem_fault(int, const int64_t* fields, uint64_t x, uint64_t, uint64_
     if (i > 0 && !make_plan(params.of, exact, device, Alignment{x, y}, params.plan, tile_k, tile_p, tile_q)) continue;
     const Plan& plan = params.plan;
     if (i > 0 && (plan.tile_k != tile_k || plan.tile_p != tile_p || plan.tile_q != tile_q)) return "another plan";
+    std::fill(std::begin(params.offsets), std::end(params.offsets), 0u);
     set_numbers(params);
     note(plan);
     fault = fault_of_numbers(params.of, plan, exact, device);
@@ -6765,7 +6774,7 @@ STEM_PLAN_MUTATIONS = {
         "&& fours(of.in_stride[1], of.in_channels);",
         "&& (MUTATED || fours(of.in_stride[1], of.in_channels));",
     ),
-    "no words in front of a row": ("((4 - first % 4) % 4)", "(MUTATED ? 0 : (4 - first % 4) % 4)"),
+    "no words in front of a row": ("static_cast<int>((4 - of.pad_w", "static_cast<int>(MUTATED ? 0 : (4 - of.pad_w"),
     "the last quad as short as its row": (
         "kQuad * plan.row_quads - 1",
         "(MUTATED ? plan.row_terms : kQuad * plan.row_quads) - 1",
@@ -6776,10 +6785,9 @@ STEM_PLAN_MUTATIONS = {
         "tile_p * tile_q % kBoxPixels == 0)",
         "MUTATED || tile_p * tile_q % kBoxPixels == 0)",
     ),
-    "pixels of y astray": (
-        "fours(of.out_stride[3], plan.run ? int64_t{of.P} * of.Q : of.Q)",
-        "(MUTATED || fours(of.out_stride[3], plan.run ? int64_t{of.P} * of.Q : of.Q))",
-    ),
+    "pixels of y astray": ("fours(of.out_stride[3], row)", "(MUTATED || fours(of.out_stride[3], row))"),
+    "y that ends within 16 bytes": ("row % 4 == 0 &&", "(MUTATED || row % 4 == 0) &&"),
+    "x that ends within 16 bytes": ("of.W % 4 == 0 &&", "(MUTATED || of.W % 4 == 0) &&"),
     "a tile too few": ("ceil_div(of.Q, tile_q)", "ceil_div(of.Q - (MUTATED && of.Q > 1), tile_q)"),
     "not the best": ("plan.cycles >= best.cycles", "(MUTATED || plan.cycles >= best.cycles)"),
 }
@@ -6889,6 +6897,8 @@ STEM_REFUSALS = [
     (dataclasses.replace(STEM_CASE, R=16, S=16, stride=(16, 16)), "fprop", {}, "no tile"),
     (dataclasses.replace(STEM_CASE, dilation=(30, 30)), "fprop", {}, "no tile"),
     (Case(1, 1, 20000, 20000, 1, 16384, 16384), "fprop", {}, "no tile"),
+    (Case(1, 7, 1, 4, 64, 1, 2**29 - 1, padding=(0, 2**28)), "fprop", {"strides": {"x": (28, 1, 28, 7)}}, "no tile"),
+    (Case(1, 3, 9, 9, 64, 1, 1, dilation=(2**20, 2**20)), "fprop", {}, None),
     (Case(1, 1, 2**28, 2**28, 1, 1, 1, stride=(2**28, 2**28)), "fprop", {}, None),
     (Case(2**28, 1, 8, 8, 40, 3, 3, padding=(1, 1)), "fprop", {}, None),
     (Case(2**31, 1, 8, 8, 40, 3, 3, padding=(1, 1)), "fprop", {}, "no tile"),
@@ -6957,9 +6967,9 @@ STEM_MUTATIONS = {
     "rounds before x is there": left_out("hopper::barrier_wait(barriers.full,"),
     "overwrites x in use": left_out("hopper::barrier_wait_idly(barriers.empty"),
     "multiplies before weights are there": left_out("__syncthreads();  // weights are there"),
-    "stages where a box is read": left_out("if (lane == 0) hopper::bulk_stores_wait_read<kUsed - 1>();"),
+    "stages where a box is read": left_out("if (lane_id == 0) hopper::bulk_stores_wait_read<TILE_K"),
     "stores before all is staged": left_out("__syncwarp();  // all of it is staged"),
-    "leaves before its boxes are read": left_out("if (lane_id == 0) hopper::bulk_stores_wait_read<0>();"),
+    "leaves before its boxes are read": left_out("if (lane_id == 0) hopper::bulk_stores_wait_read<0>();  // shared"),
     "stores before the last steps are done": left_out("hopper::wgmma_wait<0>();\n  hopper::wgmma_settle(acc"),
     "adds up a step before it is done": left_out("hopper::wgmma_wait<0>();\n    hopper::wgmma_settle(part"),
     "a product dropped": left_out("Multiply::multiply(part, a, rests + row, 1);"),
@@ -7071,6 +7081,7 @@ STEM_TELLING_RUNS = [
     (Case(6, 3, 13, 32, channels, 5, 3, padding=(2, 1)), layout, seed, {"tf32": tf32, "tile_k": tile_k, "tile_p": 2})
     for layout, seed, tf32 in itertools.product(LAYOUTS, (1, 3), (False, True))
     for channels, tile_k in ((40, 64), (32, 32))
+    if tile_k == 64 or not tf32
 ]
 
 
@@ -7352,7 +7363,7 @@ def test_pointwise_is_in_the_machine_code(nvcc_runs, arch):
 def test_stem_is_in_the_machine_code(nvcc_runs, arch):
     """Every instance multiplies on tensor cores, between boxes, and moves registers on sm_90a; elsewhere nothing."""
     kernels = machine_code(nvcc_runs, "stem", arch)
-    assert len(kernels) == 2 * 2
+    assert len(kernels) == 2 + 1
     for name, instructions in kernels.items():
         if arch == "sm_90a":
             assert {"HGMMA", "USETMAXREG", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS"} <= set(instructions), name

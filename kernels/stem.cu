@@ -16,7 +16,8 @@
 // The tensor core takes 8 terms at a time, a step: quads a and b. A lane of wgmma's operand in registers has terms t
 // and t + 4 of rows n and n + 8, so it loads single words, number t of quad a and of quad b, for two outputs. The
 // offsets of quads are parameters of the kernel, and so in uniform registers: four loads a step, and no instruction for
-// addresses. The words of neighbouring outputs are neighbours but for the stride, and meet all banks or are the same.
+// addresses. Loads meet all banks where neighbouring outputs are 1, 2 or 6 words apart, half of them where they are 3
+// or 4.
 //
 //   w:   [step][quad][channel][term] x 4 bytes, resident: of the second operand, rows of 16 bytes. Every block packs
 //        its own while its first window is on its way.
@@ -34,13 +35,15 @@
 // Full fp32 accuracy takes three products: v = first + rest, both TF32, and rest*first + first*rest + first*first, of 8
 // terms at a time, which are then added up by ordinary additions, because the tensor core truncates (as in mma.cu).
 //
-// Inf and NaN: a zero weight times what lies beside a row of taps, and the rest of an Inf, are NaN. Whatever is not
-// finite at the end is computed again, by multiply-adds, in exact_output.
+// Inf and NaN: where one lies beside a row of taps, a zero weight makes NaN of it; the rest of an Inf is NaN, and a
+// value near the largest rounds to Inf. Whatever is not finite at the end is computed again, by multiply-adds, in
+// exact_output.
 //
 // y is stored by boxes of 16 pixels x 32 channels, in either memory format, so that each warp goes on by itself. Which
 // row of the operand is which output is free: a lane's two rows are neighbouring pixels, staged by 8 bytes.
 //
-// What bounds it (H200, 2026-11-23, in a driver, caches cold, us; beside it without storing, and its bytes at 4.2 TB/s):
+// What bounds it (H200, 2026-11-23, in a driver, caches cold, us; beside it without storing, and its bytes at 4.2
+// TB/s):
 //
 //                                             this engine   not stored   bytes   mma
 //   7x7, 3 to 64, stride 2, 224x224, one product
@@ -55,13 +58,13 @@
 //   4x4, 3 to 96, stride 4, 224x224, 128 images      93           73        55    158
 //   11x11, 3 to 96, stride 4, 224x224, 256 images   970          874       108   1676
 //
-// One product: storing and loading at once, 3.0 TB/s, where a program of nothing else, with fewer reads among its stores,
-// reached 3.3 to 3.4 (see wgmma.cu). Not stored, it takes 1.6 times what the tensor core does: wgmma of 64 x 64 x 8 from
-// registers takes 32 cycles of an SM if two warpgroups or more order some (40 if one does, groups of 7), but of three
-// warps on a scheduler hardly one had an instruction to issue (ncu: 0.6 of 3.2), so that each instruction less, and a
-// fourth warpgroup, make it faster. Three products: 80 instructions a step on each scheduler, 32 of them additions that
-// wait for registers that the tensor core uses at the same time, and 96 cycles of the tensor core; 142 in all. With 32
-// channels 64 and 48; 111.
+// One product: storing and loading at once, 3.0 TB/s, where a program of nothing else, with fewer reads among its
+// stores, reached 3.3 to 3.4 (see wgmma.cu). Not stored, it takes 1.6 times what the tensor core does: wgmma of 64 x 64
+// x 8 from registers takes 32 cycles of an SM if two warpgroups or more order some (40 if one does, groups of 7), but
+// of three warps on a scheduler hardly one had an instruction to issue (ncu: 0.6 of 3.2), so that each instruction
+// less, and a fourth warpgroup, make it faster. Three products: 80 instructions a step on each scheduler, 32 of them
+// additions that wait for registers that the tensor core uses at the same time, and 96 cycles of the tensor core; 142
+// in all. With 32 channels 64 and 48; 111.
 //
 // What made it faster, one product, 256 images: from 435 (20 steps of any 8 terms, each with a place of its own in a
 // table in shared memory, in groups of two) to 377 by quads, whose offsets are uniform, in groups of three; to 342 by
@@ -72,7 +75,6 @@
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 
 #include "engines.cuh"
 #include "memo.cuh"
@@ -101,11 +103,11 @@ constexpr int kBlock = 64;       // outputs of a warpgroup at a time
 constexpr int kQuad = 4;         // terms
 constexpr int kMostQuads = 256;  // of which offsets are parameters of the kernel
 constexpr int kGroupSteps = 3;   // of one product: while these are multiplied, as many are loaded (7x7 has 7 * 3)
-constexpr int kStages = 2;       // windows
+constexpr int kStages = 2;       // windows: one is multiplied, the next one comes
 constexpr int kMostTileChannels = 64;
 constexpr int kSharedBytes = 232448;  // of a block
-// A box of y, of which a warp has two.
-constexpr int kBoxPixels = 16, kBoxChannels = 32, kBoxBytes = 4 * kBoxPixels * kBoxChannels, kBuffers = 2;
+// A box of y; a warp has one for each 32 channels of its tile.
+constexpr int kBoxPixels = 16, kBoxChannels = 32, kBoxBytes = 4 * kBoxPixels * kBoxChannels;
 
 // How y is stored.
 enum class Stores : int {
@@ -115,16 +117,16 @@ enum class Stores : int {
 };
 
 struct Plan {
-  int tile_k, tile_p, tile_q;                  // channels, rows and columns of a tile
-  int tiles_k, tiles_p, tiles_q;               // of all channels, of an image
-  int tiles;                                   // of all images, of the same channels
-  int blocks;                                  // of the launch, a multiple of tiles_k
-  bool lines;                                  // channels of x belong to the taps
-  int row_terms, row_quads;                    // of a row of the filter
-  int quads, steps;                            // of the reduction
-  int rows, columns, lead;                     // of a window, in words; words in front of a row
-  int channel_words, pixel_words, term_words;  // from a neighbour to the next one in a window
-  int x_bytes;                                 // of a window
+  int tile_k, tile_p, tile_q;     // channels, rows and columns of a tile
+  int tiles_k, tiles_p, tiles_q;  // of all channels, of an image
+  int tiles;                      // of all images, of the same channels
+  int blocks;                     // of the launch, a multiple of tiles_k
+  bool lines;                     // channels of x belong to the taps
+  int row_terms, row_quads;       // of a row of the filter
+  int quads, steps;               // of the reduction
+  int rows, columns, lead;        // of a window, in words; words in front of a row
+  int pixel_words, term_words;    // from a neighbour to the next one in a window
+  int x_bytes;                    // of a window
   bool in_box;
   Stores stores;
   bool run;  // outputs of a tile are neighbours in memory beyond the ends of rows
@@ -159,7 +161,8 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan, bool ex
   layout.bias = kBias;
   layout.weights = (kBias + 4 * kMostTileChannels + 127) / 128 * 128;
   layout.staging = (layout.weights + (exact ? 2 : 1) * weight_bytes(plan) + 1023) / 1024 * 1024;
-  layout.x = layout.staging + (plan.stores == Stores::kSingle ? 0 : 4 * kWarpgroups * kBuffers * kBoxBytes);
+  const int boxes = plan.stores == Stores::kSingle ? 0 : 4 * kWarpgroups * plan.tile_k / kBoxChannels;
+  layout.x = layout.staging + boxes * kBoxBytes;
   layout.end = layout.x + kStages * window_bytes(plan);
   return layout;
 }
@@ -474,7 +477,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
                                             const float* bias, uint8_t* staging, const Sums<TILE_K>& acc) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const int lane = threadIdx.x % 32, channel = lane % 4 * 2, pixel = lane / 4 * 2;
+  const int lane_id = threadIdx.x % 32, channel = lane_id % 4 * 2, pixel = lane_id / 4 * 2;
   // Where they are: in the run of the image, or in a row.
   int row = 0, column;
   bool exist;
@@ -489,8 +492,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
   }
 #pragma unroll
   for (int chunk = 0; chunk < TILE_K / kBoxChannels; ++chunk) {
-    constexpr int kUsed = TILE_K == kBoxChannels ? 1 : kBuffers;  // with one chunk, always the first one
-    uint8_t* const box = staging + chunk % kUsed * kBoxBytes;
+    uint8_t* const box = staging + chunk * kBoxBytes;
     float values[kBoxChannels / 2];
 #pragma unroll
     for (int i = 0; i < kBoxChannels / 2; ++i) values[i] = acc[kBoxChannels / 2 * chunk + i];
@@ -505,13 +507,13 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
         }
       }
     }
-    if (lane == 0) hopper::bulk_stores_wait_read<kUsed - 1>();
+    if (lane_id == 0) hopper::bulk_stores_wait_read<TILE_K / kBoxChannels - 1>();
     __syncwarp();  // the box that was here has been read
     if (plan.stores == Stores::kPlanes) {
       // Piece number i, four pixels, of channel k lies at place i ^ k / 2 % 4 of its 64 bytes. Every other lane stages
       // the second one of its two channels first, so that neighbouring lanes meet different halves of the banks.
-      const bool odd_first = lane % 2 != 0;
-      uint8_t* const to = box + (channel + odd_first) * 64 + (pixel / 4 ^ lane % 4) * 16 + pixel % 4 * 4;
+      const bool odd_first = lane_id % 2 != 0;
+      uint8_t* const to = box + (channel + odd_first) * 64 + (pixel / 4 ^ lane_id % 4) * 16 + pixel % 4 * 4;
       const int to_other = odd_first ? -64 : 64;
 #pragma unroll
       for (int j = 0; j < kBoxChannels / 8; ++j) {
@@ -532,7 +534,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
     }
     hopper::fence_async();
     __syncwarp();  // all of it is staged
-    if (lane == 0) {
+    if (lane_id == 0) {
       const int k = first_k + kBoxChannels * chunk;
       if (exist && k < of.out_channels) {
         if (plan.stores == Stores::kPlanes)
@@ -553,9 +555,11 @@ __device__ __forceinline__ void compute(const Params& params, const SharedLayout
   const int warp_id = hopper::uniform(threadIdx.x % 128 / 32), lane_id = threadIdx.x % 32;
   const uint32_t weights = hopper::descriptor(base + layout.weights, 16 * TILE_K);
   const float* const bias = params.bias_ptr == nullptr ? nullptr : reinterpret_cast<const float*>(smem + layout.bias);
-  uint8_t* const staging = smem + layout.staging + (warpgroup * 4 + warp_id) * kBuffers * kBoxBytes;
+  uint8_t* const staging = smem + layout.staging + (warpgroup * 4 + warp_id) * (TILE_K / kBoxChannels) * kBoxBytes;
   const int blocks_m = (plan.tile_p * plan.tile_q + kBlock - 1) / kBlock;
-  const int row_bytes = 4 * params.of.stride_h * plan.columns, pixel_bytes = 4 * params.of.stride_w * plan.pixel_words;
+  // Of a single row or column the stride may be any.
+  const uint32_t row_bytes = 4u * params.of.stride_h * plan.columns,
+                 pixel_bytes = 4u * params.of.stride_w * plan.pixel_words;
   int count = 0;
 #pragma unroll 1
   for (int number = first_tile; number < plan.tiles; number += tile_step, ++count) {
@@ -578,6 +582,7 @@ __device__ __forceinline__ void compute(const Params& params, const SharedLayout
         multiply<TILE_K>(params, pixel, weights, acc);
       if (block + kWarpgroups >= blocks_m) hopper::barrier_arrive(barriers.empty);
       repair<TILE_K>(params, tile, outputs, first_k, acc);
+      __syncwarp();  // wgmma wants whole warps
       if (plan.stores == Stores::kSingle)
         store_single<TILE_K>(params, tile, outputs, first_k, bias, acc);
       else
@@ -643,8 +648,10 @@ struct Alignment {
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-constexpr int kTileChannels[] = {32, 64};
-constexpr int kMostTileRows = 16, kMostBoxSide = 256;
+// One product is asked for with 64 and 128 output channels.
+constexpr int kTileChannels[] = {32, 64}, kLeastTileChannels[] = {64, 32};  // [exact]
+constexpr int kMostTileRows = 16;                                           // more of them are slower, see above
+constexpr int kMostBoxSide = 256;
 
 // Constants of the estimate, in cycles of an SM at 1.75 GHz, by hand, from the times of tiles of many shapes for eight
 // problems (H200, 2026-11-23): with few exceptions the tile that it chooses is within 5% of the fastest one.
@@ -660,8 +667,7 @@ struct StepCycles {
 };
 
 inline StepCycles step_cycles(bool exact, int tile_k) {
-  if (exact) return tile_k == 32 ? StepCycles{105, 240} : StepCycles{140, 600};
-  return tile_k == 32 ? StepCycles{30, 65} : StepCycles{38, 75};
+  return !exact ? StepCycles{38, 75} : tile_k == 32 ? StepCycles{105, 240} : StepCycles{140, 700};
 }
 
 inline bool complete(const Correlation& of, bool exact, const Device& device, const Alignment& address, int tile_k,
@@ -682,13 +688,16 @@ inline bool complete(const Correlation& of, bool exact, const Device& device, co
 
   // x: a box, of planes or of lines of all channels, or single words.
   const int64_t rows = int64_t{tile_p - 1} * of.stride_h + int64_t{of.R - 1} * of.dilation_h + 1;
+  const int dilation_w = of.S == 1 ? 1 : of.dilation_w;
   const auto set_columns = [&](bool lines, int lead) {
+    const int64_t row_terms = int64_t{of.S} * (lines ? of.in_channels : 1);
+    if (row_terms > kQuad * kMostQuads) return false;
     plan.lines = lines;
     plan.lead = lead;
-    plan.row_terms = lines ? of.S * of.in_channels : of.S;
-    plan.row_quads = static_cast<int>(ceil_div(plan.row_terms, kQuad));
+    plan.row_terms = static_cast<int>(row_terms);
+    plan.row_quads = static_cast<int>(ceil_div(row_terms, kQuad));
     plan.pixel_words = lines ? of.in_channels : 1;
-    plan.term_words = lines ? 1 : of.dilation_w;
+    plan.term_words = lines ? 1 : dilation_w;
     const int64_t columns = lead + int64_t{tile_q - 1} * of.stride_w * plan.pixel_words +
                             int64_t{kQuad * plan.row_quads - 1} * plan.term_words + 1;
     const int64_t planes = lines ? 1 : of.in_channels;
@@ -698,19 +707,21 @@ inline bool complete(const Correlation& of, bool exact, const Device& device, co
   };
   // Tiles are whole rows, or of a multiple of 16 columns: all their boxes start alike.
   const auto set_box = [&](bool lines) {
-    const int64_t first = int64_t{of.pad_w} * (lines ? of.in_channels : 1);
-    return set_columns(lines, static_cast<int>((4 - first % 4) % 4)) && plan.columns <= kMostBoxSide;
+    const int64_t words = lines ? of.in_channels : 1;  // of a pixel
+    if ((of.W + 2 * int64_t{of.pad_w}) * words + kMostBoxSide >= int64_t{1} << 31) return false;
+    return set_columns(lines, static_cast<int>((4 - of.pad_w * words % 4) % 4)) && plan.columns <= kMostBoxSide;
   };
-  const bool aligned_rows = address.in % 16 == 0 && fours(of.in_stride[0], of.N) && fours(of.in_stride[2], of.H) &&
-                            rows <= kMostBoxSide && int64_t{of.W} * of.in_channels < int64_t{1} << 31;
-  const bool planes = of.in_stride[3] == 1 && fours(of.in_stride[1], of.in_channels);
-  const bool lines = of.in_stride[1] == 1 && of.in_stride[3] == of.in_channels && of.dilation_w == 1;
+  const bool aligned_rows =
+      address.in % 16 == 0 && fours(of.in_stride[0], of.N) && fours(of.in_stride[2], of.H) && rows <= kMostBoxSide;
+  // Boxes end where rows do if these are of 16 bytes: what was behind the last row of 462 outputs was overwritten.
+  const bool planes = of.in_stride[3] == 1 && of.W % 4 == 0 && fours(of.in_stride[1], of.in_channels);
+  const bool lines = of.in_stride[1] == 1 && of.in_stride[3] == of.in_channels && dilation_w == 1 &&
+                     int64_t{of.W} * of.in_channels % 4 == 0;
   plan.in_box = aligned_rows && (planes ? set_box(false) : lines && set_box(true));
   if (!plan.in_box && !set_columns(false, 0)) return false;
   plan.rows = static_cast<int>(rows);
   const int window_planes = plan.lines ? 1 : of.in_channels;
-  plan.channel_words = plan.rows * plan.columns;
-  plan.x_bytes = 4 * window_planes * plan.channel_words;
+  plan.x_bytes = 4 * window_planes * plan.rows * plan.columns;
   const int64_t quads = int64_t{window_planes} * of.R * plan.row_quads;
   if (quads > kMostQuads) return false;
   plan.quads = static_cast<int>(quads);
@@ -721,13 +732,15 @@ inline bool complete(const Correlation& of, bool exact, const Device& device, co
   // y: 16 outputs of a box are neighbours in a run of whole rows, or in a row.
   const bool channels_last = of.out_stride[1] == 1 && of.out_channels > 1;
   const int64_t pixel = channels_last ? of.out_stride[3] : 1;
-  const bool dense = (of.P == 1 || of.out_stride[2] == of.Q * pixel) && int64_t{of.P} * of.Q < int64_t{1} << 31;
+  const bool dense =
+      (of.P == 1 || of.out_stride[2] == of.Q * pixel) && (int64_t{of.P} + kMostTileRows) * of.Q < int64_t{1} << 31;
   plan.run = tile_q == of.Q && dense && (plan.tiles_p == 1 || tile_p * tile_q % kBoxPixels == 0);
   const bool in_rows = tile_q % kBoxPixels == 0 && fours(of.out_stride[2], of.P);
-  const bool aligned_out =
-      address.out % 16 == 0 && fours(of.out_stride[0], of.N) &&
-      (channels_last ? fours(of.out_stride[3], plan.run ? int64_t{of.P} * of.Q : of.Q)
-                     : (of.Q == 1 || of.out_stride[3] == 1) && fours(of.out_stride[1], of.out_channels));
+  const int64_t row = plan.run ? int64_t{of.P} * of.Q : of.Q;  // of outputs that are neighbours
+  const bool aligned_out = address.out % 16 == 0 && fours(of.out_stride[0], of.N) &&
+                           (channels_last ? of.out_channels % 4 == 0 && fours(of.out_stride[3], row)
+                                          : (of.Q == 1 || of.out_stride[3] == 1) && row % 4 == 0 &&
+                                                fours(of.out_stride[1], of.out_channels));
   plan.stores = !aligned_out || !(plan.run || in_rows) ? Stores::kSingle
                 : channels_last                        ? Stores::kChannelsLast
                                                        : Stores::kPlanes;
@@ -743,9 +756,9 @@ inline bool complete(const Correlation& of, bool exact, const Device& device, co
   const double shared = static_cast<double>(blocks_m) * (kBlockCycles + plan.steps * step.shared + store);
   const double alone =
       static_cast<double>(ceil_div(blocks_m, kWarpgroups)) * (kAloneCycles + plan.steps * step.alone + 2 * store);
-  plan.cycles =
-      kCallCycles + weight_bytes(plan) * (exact ? 2 : 1) / kPackRate + load +
-      static_cast<double>(ceil_div(plan.tiles, of_same_channels)) * (kTileCycles + std::max({load, shared, alone}));
+  plan.cycles = kCallCycles + weight_bytes(plan) * (exact ? 2 : 1) / kPackRate + load +
+                static_cast<double>(ceil_div(plan.tiles, of_same_channels) * ceil_div(plan.blocks, device.sms)) *
+                    (kTileCycles + std::max({load, shared, alone}));
   return true;
 }
 
@@ -762,7 +775,8 @@ inline bool make_plan(const Correlation& of, bool exact, const Device& device, c
     found = true;
   };
   for (int tile_k : kTileChannels) {
-    if (forced_tile_k > 0 ? tile_k != forced_tile_k : tile_k > kBoxChannels && of.out_channels <= kBoxChannels)
+    const int least = kLeastTileChannels[exact];
+    if (tile_k < least || (forced_tile_k > 0 ? tile_k != forced_tile_k : tile_k > least && of.out_channels <= least))
       continue;
     for (int tile_p = 1; tile_p <= std::min(of.P, kMostTileRows); ++tile_p) {
       consider(tile_k, tile_p, of.Q);
@@ -819,18 +833,25 @@ inline const char* refusal(const Problem& problem, Operator op) {
   Device device{};
   if (current_device(device) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   // Addresses are not known yet: whether boxes can be had depends on them.
-  for (const Alignment& address : {Alignment{0, 0}, Alignment{0, 4}, Alignment{4, 0}, Alignment{4, 4}}) {
-    if (!plan_of(problem, op, address).found)
-      return "it finds no tile that fits into shared memory beside its weights, or more than 2^30 of them";
-  }
-  return nullptr;
+  thread_local Memo<bool> memo;
+  ProblemKey key = key_of(problem, op, 0, 0, 0);
+  key[33] = device.sms;
+  const bool fits = memo.get(key, [&] {
+    const Correlation of = correlation_of_problem(problem, op);
+    Plan plan;
+    for (const Alignment& address : {Alignment{0, 0}, Alignment{0, 4}, Alignment{4, 0}, Alignment{4, 4}})
+      if (!make_plan(of, !uses_tf32(problem, op), device, address, plan)) return false;
+    return true;
+  });
+  return fits ? nullptr : "it finds no tile that fits into shared memory beside its weights, or more than 2^30 of them";
 }
 
 // By this engine / by mma, us, full accuracy, H200, 2026-11-23, in a driver: one image of 224x224, 7x7 at stride 2 to
 // 64 channels (0.8 million outputs) 14.8 / 13.2, 3x3 at stride 2 to 32 (0.4 million) 8.6 / 7.1, 4x4 at stride 4 to 96
-// (0.3 million) 8.5 / 7.3, 3x3 to 64 (3.2 million) 15.2 / 16.4; 64 images of 32x32, 3x3 to 16 channels 9.9 / 8.5;
-// 4 to 320 channels, 3x3, 64x64, one image and four (1.3 and 5.2 million) 12.1 and 19.0 / 12.4 and 22.8. It also loses
-// where quads are many and half empty: 7 to 64 channels, 5x5, 128x128, 16 images, 134 / 120.
+// (0.3 million) 8.5 / 7.3, 3x3 to 64 (3.2 million) 15.2 / 16.4; 64 images of 32x32, 3x3 to 16 channels 9.9 / 8.5; 4 to
+// 320 channels, 3x3, 64x64, one image and four (1.3 and 5.2 million) 12.1 and 19.0 / 12.4 and 22.8. It also loses where
+// quads are many and half empty: 7 to 64 channels, 16 images, 5x5, 128x128, 136 / 120, and 9x1, 224x224, 262 / 162; and
+// with 16 to 64 outputs of an image: 8x8 at stride 8, 3 to 64 channels, 64x64, 256 images, 24.6 / 22.0.
 constexpr int64_t kFewOutputs = int64_t{1} << 20;
 
 inline const char* yields(const Problem& problem, Operator op) {
@@ -853,8 +874,8 @@ inline void set_numbers(Params& params) {
   params.by_row_quads = make_divisor(plan.row_quads);
   for (int i = 0; i < plan.quads; ++i) {
     const Quad quad = locate_quad(params, i);
-    params.offsets[i] = 4 * (quad.channel * plan.channel_words + quad.r * of.dilation_h * plan.columns +
-                             quad.first * plan.term_words + plan.lead);
+    const int row = quad.channel * plan.rows + quad.r * of.dilation_h;
+    params.offsets[i] = 4 * (row * plan.columns + quad.first * plan.term_words + plan.lead);
   }
 }
 
@@ -908,7 +929,10 @@ cudaError_t run(Params& params, cudaStream_t stream) {
   set_numbers(params);
   const cudaError_t error = make_maps(params);
   if (error != cudaSuccess) return error;
-  return params.plan.tile_k == 32 ? run_kernel<EXACT, 32>(params, stream) : run_kernel<EXACT, 64>(params, stream);
+  if constexpr (EXACT) {
+    if (params.plan.tile_k == 32) return run_kernel<EXACT, 32>(params, stream);
+  }
+  return run_kernel<EXACT, 64>(params, stream);
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
@@ -932,13 +956,14 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   const char* const stores[] = {"boxes of planes", "boxes of pixels", "single values"};
   snprintf(text, text_size,
            "%s, tile of %d channels x %d x %d pixels, %d steps of 8 terms, %d bytes of shared memory, x by %s, y by "
-           "%s, %d tiles for %d blocks, about %.3g Mcycles",
+           "%s, %lld tiles for %d blocks, about %.3g Mcycles",
            uses_tf32(problem, op) ? "one product" : "three products of parts", plan.tile_k, plan.tile_p, plan.tile_q,
            plan.steps, plan.smem_bytes,
            !plan.in_box ? "single values"
            : plan.lines ? "boxes of lines"
                         : "boxes",
-           stores[static_cast<int>(plan.stores)], plan.tiles * plan.tiles_k, plan.blocks, plan.cycles * 1e-6);
+           stores[static_cast<int>(plan.stores)], static_cast<long long>(plan.tiles) * plan.tiles_k, plan.blocks,
+           plan.cycles * 1e-6);
 }
 
 #endif  // host
