@@ -6919,6 +6919,8 @@ def test_stem_says_what_it_refuses(stem_plans, case, operator, settings, text):
         (Case(8, 3, 66, 66, 33, 3, 3), None),
         (dataclasses.replace(STEM_CASE, N=64, K=4), "few output channels"),
         (dataclasses.replace(STEM_CASE, N=64, K=5), None),
+        (dataclasses.replace(STEM_CASE, N=64, C=1, K=31), "few channels out of one"),
+        (dataclasses.replace(STEM_CASE, N=64, C=1, K=32), None),
     ],
     ids=str,
 )
@@ -9769,7 +9771,7 @@ def test_gpu_forced_stem_says_what_it_refuses():
         with pytest.raises(RuntimeError, match=refused + "float32 only"):
             modelnew.conv2d(x.half(), w.half())
         y = modelnew.conv2d(x, w)
-        with pytest.raises(RuntimeError, match=r"'stem' is forced but cannot take the dgrad .*outputs only"):
+        with pytest.raises(RuntimeError, match=r"'stem' is forced but cannot take the wgrad .*outputs only"):
             y.sum().backward()
 
 

@@ -29,8 +29,8 @@ bool direct_has_points(const Problem&, Operator);
 
 extern const Engine kGatherEngine;
 extern const Engine kWgmmaEngine;
-extern const Engine kDepthwiseEngine;
 extern const Engine kStemEngine;
+extern const Engine kDepthwiseEngine;
 extern const Engine kPointwiseEngine;
 extern const Engine kMmaEngine;
 extern const Engine kDirectEngine;

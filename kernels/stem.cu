@@ -42,29 +42,29 @@
 // y is stored by boxes of 16 pixels x 32 channels, in either memory format, so that each warp goes on by itself. Which
 // row of the operand is which output is free: a lane's two rows are neighbouring pixels, staged by 8 bytes.
 //
-// What bounds it (H200, 2026-11-23, in a driver, caches cold, us; beside it without storing, and its bytes at 4.2
-// TB/s):
+// What bounds it (H200, 2026-11-23, revisions in the making, in a driver, caches cold, us; beside it without storing,
+// and its bytes at 4.2 TB/s):
 //
 //                                             this engine   not stored   bytes   mma
 //   7x7, 3 to 64, stride 2, 224x224, one product
 //     256 images                                    325          226       232    619
 //     256 images, channels_last                     314          227       232    645
 //     32 images                                      56           41        29     86
-//   the same, three products, 256 images            723          649       232   1191
+//   the same, three products, 256 images            762            -       232   1191
 //   3x3, 3 to 64, 512x512, three products
-//     16 images                                     327            -       268    583
-//     one image                                      31            -        17     46
-//   3x3, 3 to 32, stride 2, 224x224, 128 images     100           79        67    167
-//   4x4, 3 to 96, stride 4, 224x224, 128 images      93           73        55    158
-//   11x11, 3 to 96, stride 4, 224x224, 256 images   970          874       108   1676
+//     16 images                                     336            -       268    583
+//     one image                                      32            -        17     46
+//   3x3, 3 to 32, stride 2, 224x224, 128 images     103            -        67    167
+//   4x4, 3 to 96, stride 4, 224x224, 128 images      88            -        55    158
+//   11x11, 3 to 96, stride 4, 224x224, 256 images  1023            -       108   1676
 //
 // One product: storing and loading at once, 3.0 TB/s, where a program of nothing else, with fewer reads among its
 // stores, reached 3.3 to 3.4 (see wgmma.cu). Not stored, it takes 1.6 times what the tensor core does: wgmma of 64 x 64
 // x 8 from registers takes 32 cycles of an SM if two warpgroups or more order some (40 if one does, groups of 7), but
 // of three warps on a scheduler hardly one had an instruction to issue (ncu: 0.6 of 3.2), so that each instruction
-// less, and a fourth warpgroup, make it faster. Three products: 80 instructions a step on each scheduler, 32 of them
-// additions that wait for registers that the tensor core uses at the same time, and 96 cycles of the tensor core; 142
-// in all. With 32 channels 64 and 48; 111.
+// less, and a fourth warpgroup, make it faster. Three products: 80 instructions a step on each scheduler (88 now, with
+// rests rounded), 32 of them additions that wait for registers that the tensor core uses at the same time, and 96
+// cycles of the tensor core; 142 in all. With 32 channels 64 and 48; 111.
 //
 // What made it faster, one product, 256 images: from 435 (20 steps of any 8 terms, each with a place of its own in a
 // table in shared memory, in groups of two) to 377 by quads, whose offsets are uniform, in groups of three; to 342 by
@@ -227,7 +227,7 @@ __device__ __forceinline__ void pack_weights(const Params& params, int first_k, 
       uint32_t first, rest = 0;
       split<EXACT>(float_bits(value), first, rest);
       to[kQuad * k] = first;
-      if constexpr (EXACT) to[kQuad * k + weight_bytes(plan) / 4] = rest;
+      if constexpr (EXACT) to[kQuad * k + weight_bytes(plan) / 4] = tf32_operand(rest);
     }
   }
   if (params.bias_ptr != nullptr && static_cast<int>(threadIdx.x) < channels)
@@ -391,7 +391,11 @@ __device__ __forceinline__ void multiply_exactly(const Params& params, const uin
   for (int step = 0; step < params.plan.steps; ++step) {
     uint32_t a[4], a_rest[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) split<true>(words[e], a[e], a_rest[e]);
+    for (int e = 0; e < 4; ++e) {
+      split<true>(words[e], a[e], a_rest[e]);
+      // Cut off, the rest of a number near the smallest would err by 2^-136, twice as much as it may. (2 to 5% slower.)
+      a_rest[e] = tf32_operand(a_rest[e]);
+    }
     const uint32_t row = step * 2 * TILE_K;
     Sums<TILE_K> part;
     hopper::wgmma_fence();
@@ -857,6 +861,7 @@ constexpr int64_t kFewOutputs = int64_t{1} << 20;
 inline const char* yields(const Problem& problem, Operator op) {
   if (direct_has_points(problem, op)) return "direct reads every pixel just once";
   if (problem.K <= 4) return "mma or direct is faster with few output channels";
+  if (problem.C == 1 && problem.K < 32) return "depthwise may be faster with few channels out of one";
   if (problem.N * problem.K * problem.P * problem.Q <= kFewOutputs) return "mma is faster with few outputs";
   return nullptr;
 }
