@@ -6919,8 +6919,8 @@ def test_stem_says_what_it_refuses(stem_plans, case, operator, settings, text):
         (Case(8, 3, 66, 66, 33, 3, 3), None),
         (dataclasses.replace(STEM_CASE, N=64, K=4), "few output channels"),
         (dataclasses.replace(STEM_CASE, N=64, K=5), None),
-        (dataclasses.replace(STEM_CASE, N=64, C=1, K=31), "few channels out of one"),
-        (dataclasses.replace(STEM_CASE, N=64, C=1, K=32), None),
+        (dataclasses.replace(STEM_CASE, N=64, C=1, K=16), "few channels out of one"),
+        (dataclasses.replace(STEM_CASE, N=64, C=1, K=17), None),
     ],
     ids=str,
 )
