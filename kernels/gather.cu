@@ -194,6 +194,7 @@
 #include <cstdio>
 #include <type_traits>
 
+#include "device.cuh"
 #include "engines.cuh"
 #include "memo.cuh"
 #endif
@@ -2826,15 +2827,6 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-inline int current_device(Device& device) {
-  int number = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&number) != cudaSuccess) return 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, number);
-  cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, number);
-  return 10 * major + minor;
-}
-
 struct Planned {
   Correlation of;
   Plan plan, again;  // again: where the plan is contained
@@ -2845,7 +2837,7 @@ struct Planned {
 inline const Planned& plan_of(const Problem& problem, Operator op, const Alignment& address) {
   thread_local Memo<Planned> memo;
   Device device{};
-  const int capability = current_device(device);
+  const int capability = find_gpu(device.sms);
   ProblemKey key = key_of(problem, op, address.in, 0, address.out);
   key[33] = capability;
   key[34] = device.sms;
@@ -2861,7 +2853,7 @@ inline const Planned& plan_of(const Problem& problem, Operator op, const Alignme
 inline const char* refusal(const Problem& problem, Operator op) {
   if (const char* reason = refusal_of_problem(problem, op)) return reason;
   Device device{};
-  if (current_device(device) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
+  if (find_gpu(device.sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   if (!plan_of(problem, op, Alignment{}).found) return "a tile with its halo does not fit into shared memory";
   return nullptr;
 }

@@ -1,6 +1,6 @@
-// mma engine: implicit GEMM on the tensor cores of any GPU since Ampere, for fp32 tensors: small problems, stems, and
-// what has few channels. One launch, no workspace, weights read as they are. Deterministic: one sum an output, in one
-// order.
+// mma engine: implicit GEMM on the tensor cores of any GPU since Ampere, for fp32 tensors: small problems, and what has
+// few channels (on Hopper stem.cu's, unless it is small). One launch, no workspace, weights read as they are.
+// Deterministic: one sum an output, in one order.
 //
 // GEMM view: rows = output channels, columns = output pixels of one image, reduction = (block of channels, channel, r,
 // s), or (block of channels, r, s, channel) where that is the order of w in memory. A stage of shared memory holds a
@@ -69,6 +69,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "device.cuh"
 #include "engines.cuh"
 #include "memo.cuh"
 #endif
@@ -1192,14 +1193,12 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
 
 // Compute capability, times 10.
 inline int current_device(Device& device) {
-  int number = 0, major = 0, minor = 0;
+  const int capability = find_gpu(device.sms);
+  int number = 0;
   if (cudaGetDevice(&number) != cudaSuccess) return 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, number);
-  cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, number);
   cudaDeviceGetAttribute(&device.smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, number);
-  device.hopper = major == 9;
-  return 10 * major + minor;
+  device.hopper = capability / 10 == 9;
+  return capability;
 }
 
 // SMs belong to groups of different sizes, in which clusters have to find room: on an H200 with its 132 SMs 66, 30 and

@@ -47,6 +47,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "device.cuh"
 #include "engines.cuh"
 #endif
 
@@ -523,13 +524,9 @@ inline bool make_plan(const Correlation& of, bool exact, const Device& device, c
 
 // Compute capability, times 10.
 inline int current_device(Device& device) {
-  int number = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&number) != cudaSuccess) return 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, number);
-  cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, number);
-  device.hopper = major == 9;
-  return 10 * major + minor;
+  const int capability = find_gpu(device.sms);
+  device.hopper = capability / 10 == 9;
+  return capability;
 }
 
 inline Correlation flattened(const Problem& problem) {

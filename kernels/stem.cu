@@ -76,6 +76,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "device.cuh"
 #include "engines.cuh"
 #include "memo.cuh"
 #endif
@@ -801,16 +802,6 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-// Compute capability, times 10.
-inline int current_device(Device& device) {
-  int number = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&number) != cudaSuccess) return 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, number);
-  cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, number);
-  return 10 * major + minor;
-}
-
 struct Planned {
   Correlation of;
   Plan plan;
@@ -820,7 +811,7 @@ struct Planned {
 inline const Planned& plan_of(const Problem& problem, Operator op, const Alignment& address) {
   thread_local Memo<Planned> memo;
   Device device{};
-  const int capability = current_device(device);
+  const int capability = find_gpu(device.sms);
   ProblemKey key = key_of(problem, op, address.in, 0, address.out);
   key[33] = capability;
   key[34] = device.sms;
@@ -835,7 +826,7 @@ inline const Planned& plan_of(const Problem& problem, Operator op, const Alignme
 inline const char* refusal(const Problem& problem, Operator op) {
   if (const char* reason = refusal_of_problem(problem, op)) return reason;
   Device device{};
-  if (current_device(device) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
+  if (find_gpu(device.sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   // Addresses are not known yet: whether boxes can be had depends on them.
   thread_local Memo<bool> memo;
   ProblemKey key = key_of(problem, op, 0, 0, 0);

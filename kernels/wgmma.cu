@@ -232,6 +232,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "device.cuh"
 #include "engines.cuh"
 #endif
 
@@ -2848,18 +2849,9 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-inline int current_device(Device& device) {
-  int number = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&number) != cudaSuccess) return 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, number);
-  cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, number);
-  return 10 * major + minor;
-}
-
 inline bool plan_of(const Problem& problem, Operator op, const Alignment& address, Correlation& of, Plan& plan) {
   Device device{};
-  current_device(device);
+  find_gpu(device.sms);
   of = correlation_of(problem, op);
   return make_plan(of, precision_of(problem, op), device, address, -1, plan);
 }
@@ -2867,7 +2859,7 @@ inline bool plan_of(const Problem& problem, Operator op, const Alignment& addres
 inline const char* refusal(const Problem& problem, Operator op) {
   if (const char* reason = refusal_of_problem(problem, op)) return reason;
   Device device{};
-  if (current_device(device) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
+  if (find_gpu(device.sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   Correlation of{};
   Plan plan{};
   if (!plan_of(problem, op, Alignment{}, of, plan)) return "a tile with its halo does not fit into shared memory";
@@ -3173,7 +3165,7 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   params.out_ptr = pointers.out;
   const Alignment address{reinterpret_cast<uint64_t>(params.in_ptr), reinterpret_cast<uint64_t>(params.out_ptr)};
   Device device{};
-  current_device(device);
+  find_gpu(device.sms);
   params.of = correlation_of(problem, op);
   if (!make_plan(params.of, precision_of(problem, op), device, address, -1, params.plan))
     return cudaErrorInvalidConfiguration;
