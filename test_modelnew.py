@@ -9662,6 +9662,42 @@ def check_spreading(case: Case, special: float, run: Callable[[dict[str, Tensor]
     torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
+def on_engine(engine: str, case: Case, tensors: dict[str, Tensor], tf32: bool) -> Tensor:
+    """y, by this engine for sure."""
+    with tf32_switch(tf32), poisoned_memory(), modelnew.force_engine(engine):
+        return modelnew.conv2d(tensors["x"], tensors["w"], tensors.get("bias"), **case.kwargs)
+
+
+def check_forced_exact(engine: str, case: Case, views: dict[str, Callable], tf32: bool, device: str = "cuda") -> None:
+    """In full with more bits than TF32 has; with a bias and without, twice the same bits."""
+    tensors = make_tensors(case, torch.float32, integers, device)
+    if "fprop" not in case.tf32_operators(torch.float32, tf32):
+        tensors["w"] *= 1025
+    tensors |= {name: change(tensors[name]) for name, change in views.items()}
+    y = on_engine(engine, case, tensors, tf32)
+    check_exact(case, {"fprop": y}, tensors)
+    assert torch.equal(on_engine(engine, case, tensors, tf32), y)
+    bias = tensors.pop("bias").view(-1, 1, 1)
+    assert torch.equal(on_engine(engine, case, tensors, tf32) + bias, y)
+
+
+def check_forced_rounding(
+    engine: str, cases: list[Case], layout: str, tf32: bool, fill: Callable, device: str = "cuda"
+) -> None:
+    """Both contracts, element by element; and the same bits every time."""
+    for case in cases:
+        tensors = in_layout(make_tensors(case, torch.float32, fill, device), layout)
+        y = on_engine(engine, case, tensors, tf32)
+        check_bounds(case, {"fprop": y}, tensors, case.tf32_operators(torch.float32, tf32))
+        assert all(torch.equal(on_engine(engine, case, tensors, tf32), y) for _ in range(5))
+
+
+def check_forced_spreading(engine: str, cases: list[Case], layout: str, tf32: bool, special: float) -> None:
+    for case in cases:
+        run = functools.partial(on_engine, engine, case, tf32=tf32)
+        check_spreading(case, special, lambda tensors, run=run: run(in_layout(tensors, layout)))
+
+
 # Stems of networks in small and what is like them, on all ways to load and to store; the first four are under the TF32
 # contract where that is allowed. Sides of 4 x 7 or 16 pixels, odd ones, lines longer than a box, ragged channels.
 STEM_CASES = [
@@ -9708,28 +9744,13 @@ def test_stem_cases_reach_every_way(stem_plans):
     assert {channels for contract, channels, *_ in told if contract == "three"} == {"32", "64"}
 
 
-def on_stem(case: Case, tensors: dict[str, Tensor], tf32: bool) -> Tensor:
-    """y, by stem for sure."""
-    with tf32_switch(tf32), poisoned_memory(), modelnew.force_engine("stem"):
-        return modelnew.conv2d(tensors["x"], tensors["w"], tensors.get("bias"), **case.kwargs)
-
-
 @gpu
 @hopper
 @pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
 @pytest.mark.parametrize("view", STEM_VIEWS)
 @pytest.mark.parametrize("case", STEM_CASES, ids=str)
 def test_gpu_stem_exact(case, view, tf32):
-    """Forced. In full with more bits than TF32 has; with a bias and without, twice the same bits."""
-    tensors = make_tensors(case, torch.float32, integers, "cuda")
-    if "fprop" not in case.tf32_operators(torch.float32, tf32):
-        tensors["w"] *= 65
-    tensors |= {name: change(tensors[name]) for name, change in STEM_VIEWS[view].items()}
-    y = on_stem(case, tensors, tf32)
-    check_exact(case, {"fprop": y}, tensors)
-    assert torch.equal(on_stem(case, tensors, tf32), y)
-    bias = tensors.pop("bias").view(-1, 1, 1)
-    assert torch.equal(on_stem(case, tensors, tf32) + bias, y)
+    check_forced_exact("stem", case, STEM_VIEWS[view], tf32)
 
 
 @gpu
@@ -9738,12 +9759,7 @@ def test_gpu_stem_exact(case, view, tf32):
 @pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gpu_stem_rounding(layout, tf32, fill):
-    """Both contracts, element by element; and the same bits every time."""
-    for case in STEM_CASES:
-        tensors = in_layout(make_tensors(case, torch.float32, fill, "cuda"), layout)
-        y = on_stem(case, tensors, tf32)
-        check_bounds(case, {"fprop": y}, tensors, case.tf32_operators(torch.float32, tf32))
-        assert all(torch.equal(on_stem(case, tensors, tf32), y) for _ in range(5))
+    check_forced_rounding("stem", STEM_CASES, layout, tf32, fill)
 
 
 @gpu
@@ -9752,10 +9768,7 @@ def test_gpu_stem_rounding(layout, tf32, fill):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan], ids=str)
 def test_gpu_stem_spreads_nan_and_inf(special, layout, tf32):
-    for case in STEM_CASES:
-        if case.C > 2:
-            run = functools.partial(on_stem, case, tf32=tf32)
-            check_spreading(case, special, lambda tensors, run=run: run(in_layout(tensors, layout)))
+    check_forced_spreading("stem", [case for case in STEM_CASES if case.C > 2], layout, tf32, special)
 
 
 @gpu
@@ -9779,7 +9792,7 @@ def test_gpu_forced_stem_says_what_it_refuses():
 @hopper
 def test_gpu_forced_stem_without_images():
     case = Case(0, 3, 9, 10, 24, 3, 3)
-    assert on_stem(case, make_tensors(case, torch.float32, normal, "cuda"), True).shape == case.y_shape
+    assert on_engine("stem", case, make_tensors(case, torch.float32, normal, "cuda"), True).shape == case.y_shape
 
 
 @gpu
@@ -9793,7 +9806,7 @@ def test_gpu_stem_more_than_2_to_the_31_elements():
         assert math.prod(case.y_shape) > 2**31
         tensors = make_tensors(dataclasses.replace(case, N=1), torch.float32, integers, "cuda")
         x = tensors["x"].repeat(case.N, 1, 1, 1)
-        y = on_stem(case, tensors | {"x": x}, False)
+        y = on_engine("stem", case, tensors | {"x": x}, False)
         check_exact(dataclasses.replace(case, N=1), {"fprop": y[-1:]}, tensors)
         assert all(torch.equal(image, y[-1]) for image in y)
 
@@ -9850,27 +9863,12 @@ def test_pointwise_cases_reach_every_way(pointwise_plans):
     }, told
 
 
-def on_pointwise(case: Case, tensors: dict[str, Tensor], tf32: bool) -> Tensor:
-    """y, by pointwise for sure."""
-    with tf32_switch(tf32), poisoned_memory(), modelnew.force_engine("pointwise"):
-        return modelnew.conv2d(tensors["x"], tensors["w"], tensors.get("bias"), **case.kwargs)
-
-
 @gpu
 @pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
 @pytest.mark.parametrize("view", POINTWISE_VIEWS)
 @pytest.mark.parametrize("case", POINTWISE_CASES, ids=str)
 def test_gpu_pointwise_exact(case, view, tf32):
-    """Forced. In full with more bits than TF32 has; with a bias and without, twice the same bits."""
-    tensors = make_tensors(case, torch.float32, integers, "cuda")
-    if "fprop" not in case.tf32_operators(torch.float32, tf32):
-        tensors["w"] *= 1025
-    tensors |= {name: change(tensors[name]) for name, change in POINTWISE_VIEWS[view].items()}
-    y = on_pointwise(case, tensors, tf32)
-    check_exact(case, {"fprop": y}, tensors)
-    assert torch.equal(on_pointwise(case, tensors, tf32), y)
-    bias = tensors.pop("bias").view(-1, 1, 1)
-    assert torch.equal(on_pointwise(case, tensors, tf32) + bias, y)
+    check_forced_exact("pointwise", case, POINTWISE_VIEWS[view], tf32)
 
 
 @gpu
@@ -9878,12 +9876,7 @@ def test_gpu_pointwise_exact(case, view, tf32):
 @pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gpu_pointwise_rounding(layout, tf32, fill):
-    """Both contracts, element by element; and the same bits every time."""
-    for case in POINTWISE_CASES:
-        tensors = in_layout(make_tensors(case, torch.float32, fill, "cuda"), layout)
-        y = on_pointwise(case, tensors, tf32)
-        check_bounds(case, {"fprop": y}, tensors, case.tf32_operators(torch.float32, tf32))
-        assert all(torch.equal(on_pointwise(case, tensors, tf32), y) for _ in range(5))
+    check_forced_rounding("pointwise", POINTWISE_CASES, layout, tf32, fill)
 
 
 @gpu
@@ -9891,10 +9884,7 @@ def test_gpu_pointwise_rounding(layout, tf32, fill):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan], ids=str)
 def test_gpu_pointwise_spreads_nan_and_inf(special, layout, tf32):
-    for case in POINTWISE_CASES:
-        if case.K > 1:
-            run = functools.partial(on_pointwise, case, tf32=tf32)
-            check_spreading(case, special, lambda tensors, run=run: run(in_layout(tensors, layout)))
+    check_forced_spreading("pointwise", [case for case in POINTWISE_CASES if case.K > 1], layout, tf32, special)
 
 
 @gpu
@@ -9917,7 +9907,7 @@ def test_gpu_forced_pointwise_says_what_it_refuses():
 @gpu
 def test_gpu_forced_pointwise_without_images():
     case = Case(0, 16, 9, 10, 24, 1, 1)
-    assert on_pointwise(case, make_tensors(case, torch.float32, normal, "cuda"), True).shape == case.y_shape
+    assert on_engine("pointwise", case, make_tensors(case, torch.float32, normal, "cuda"), True).shape == case.y_shape
 
 
 @gpu

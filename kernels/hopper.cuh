@@ -196,12 +196,11 @@ __device__ __forceinline__ void bulk_load(uint32_t to_smem, const void* from, in
 // ---- Boxes: bulk copies between shared memory and a tensor of four dimensions ----
 //
 // A box is so many elements along each dimension; its rows (first dimension) lie one after another in shared memory.
-// What lies outside the tensor is not stored, and loaded as 0, if its rows are multiples of 16 bytes: behind one of 462
-// words two more were overwritten (H200, 2026-11-23). Rows to be stored are of 128 or 64 bytes; piece number
-// i, of 16 bytes, of row r lies at place i ^ r%8 of its row (of 64 bytes: i ^ r/2%4), so that warps that store a column
-// of pieces meet all banks; the box starts at a multiple of 16 bytes in memory and of 1024 bytes in shared memory.
-// Boxes to be loaded start at a multiple of 16 bytes, too (else it is an illegal instruction), and of 128 in shared
-// memory.
+// What lies outside the tensor is not stored, and loaded as 0, if its rows are multiples of 16 bytes: what followed one
+// of 462 words was overwritten (H200, 2026-11-23). Rows to be stored are of 128 or 64 bytes; piece number i, of 16
+// bytes, of row r lies at place i ^ r%8 of its row (of 64 bytes: i ^ r/2%4), so that warps that store a column of
+// pieces meet all banks; the box starts at a multiple of 16 bytes in memory and of 1024 bytes in shared memory. Boxes
+// to be loaded start at a multiple of 16 bytes, too (else it is an illegal instruction), and of 128 in shared memory.
 
 constexpr int kBoxRowBytes = 128;
 

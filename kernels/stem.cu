@@ -63,15 +63,16 @@
 // x 8 from registers takes 32 cycles of an SM if two warpgroups or more order some (40 if one does, groups of 7), but
 // of three warps on a scheduler hardly one had an instruction to issue (ncu: 0.6 of 3.2), so that each instruction
 // less, and a fourth warpgroup, make it faster. Three products: 80 instructions a step on each scheduler (88 now, with
-// rests rounded), 32 of them additions that wait for registers that the tensor core uses at the same time, and 96
-// cycles of the tensor core; 142 in all. With 32 channels 64 and 48; 111.
+// rests rounded) and 96 cycles of the tensor core; 142 in all. 32 of them are additions, and a fifth of the samples
+// were stalls of dispatch (ncu): presumably they wait for registers that the tensor core uses at the same time. With 32
+// channels 64 and 48; 111.
 //
 // What made it faster, one product, 256 images: from 435 (20 steps of any 8 terms, each with a place of its own in a
 // table in shared memory, in groups of two) to 377 by quads, whose offsets are uniform, in groups of three; to 342 by
-// rounding x in its window, staging by 8 bytes, a bias that is added only where there is one; to 324 by a fourth
-// warpgroup. In full, a set of sums that is multiplied while another one is added up: slower than a fourth warpgroup
-// (767 us; 893 at first). Sums of 16 terms instead of 8 took 5 to 10% less in full and erred by 1.1 (363 terms) to 1.5
-// times as much (27 terms). Tall tiles cost up to a quarter (56x16 397 us, 16x16 315): 64 bytes of many rows.
+// rounding x in its window and staging by 8 bytes; to 324 by a fourth warpgroup. In full, a set of sums that is
+// multiplied while another one is added up: slower than a fourth warpgroup (767 us; 893 at first). Sums of 16 terms
+// instead of 8 took 6 to 11% less in full with 147 and 363 terms, and erred by 1.3 and 1.1 times as much; with 27 terms
+// 4% more, and by 1.5. Tiles of 32 rows take 8% more (32x16 341 us, 16x16 315): 64 bytes of many rows.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -618,12 +619,13 @@ __global__ void __launch_bounds__(kThreads, 1) stem_kernel(const __grid_constant
       hopper::barrier_init(barriers.rounded, kLoadingThreads);
       hopper::barrier_init(barriers.empty, 128 * kWarpgroups);
     }
-    hopper::fence_async();
+    hopper::fence_async();  // boxes arrive at them
   }
   __syncthreads();  // barriers are there
   if (warpgroup == kWarpgroups)
     load_window(params, locate_tile(params, first_tile), base + layout.x, Barriers(base, 0).full);
   pack_weights<EXACT>(params, first_k, layout, smem);
+  // wgmma reads them.
   hopper::fence_async();
   __syncthreads();  // weights are there
   if (warpgroup == kWarpgroups) {
@@ -654,12 +656,15 @@ struct Alignment {
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // One product is asked for with 64 and 128 output channels.
-constexpr int kTileChannels[] = {32, 64}, kLeastTileChannels[] = {64, 32};  // [exact]
-constexpr int kMostTileRows = 16;                                           // more of them are slower, see above
+constexpr int kTileChannels[] = {32, 64};
+constexpr int kLeastTileChannels[] = {64, 32};  // [exact]
+constexpr int kMostTileRows = 16;               // more of them are slower, see above
 constexpr int kMostBoxSide = 256;
 
-// Constants of the estimate, in cycles of an SM at 1.75 GHz, by hand, from the times of tiles of many shapes for eight
-// problems (H200, 2026-11-23): with few exceptions the tile that it chooses is within 5% of the fastest one.
+// Constants of the estimate, in cycles of an SM at 1.75 GHz, by hand, from the times of tiles of many shapes for a
+// dozen problems (H200, 2026-11-23). Where x and y went by boxes the tile that it chose was at most 8% slower than the
+// fastest one, with constants of revisions in the making; by single values up to 40% (3x3 to 64 channels, 127x127, 64
+// images, 334 / 241 us).
 constexpr double kCallCycles = 9000, kTileCycles = 500, kBlockCycles = 250;
 constexpr double kAloneCycles = 800;  // of a block of outputs by a warpgroup that waits for nothing else
 // Bytes a cycle.
@@ -846,7 +851,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
 // (0.3 million) 8.5 / 7.3, 3x3 to 64 (3.2 million) 15.2 / 16.4; 64 images of 32x32, 3x3 to 16 channels 9.9 / 8.5; 4 to
 // 320 channels, 3x3, 64x64, one image and four (1.3 and 5.2 million) 12.1 and 19.0 / 12.4 and 22.8. It also loses where
 // quads are many and half empty: 7 to 64 channels, 16 images, 5x5, 128x128, 136 / 120, and 9x1, 224x224, 262 / 162; and
-// with 16 to 64 outputs of an image: 8x8 at stride 8, 3 to 64 channels, 64x64, 256 images, 24.6 / 22.0.
+// 8x8 at stride 8, 3 to 64 channels, 64x64, 256 images, 24.6 / 22.0. Up to 4 channels out have not been tried.
 //
 // By this engine / by depthwise, us, 50e2896: 64 images of 128x128, 3x3, one channel to 8, 16, 31 and 40, 40.8, 41.1,
 // 41.9 and 57.6 / 24.1, 35.4, 61.0 and 74.6; 256 images of 28x28, 5x5 to 16 channels 20.6 / 22.9.
@@ -854,7 +859,7 @@ constexpr int64_t kFewOutputs = int64_t{1} << 20;
 
 inline const char* yields(const Problem& problem, Operator op) {
   if (direct_has_points(problem, op)) return "direct reads every pixel just once";
-  if (problem.K <= 4) return "mma or direct is faster with few output channels";
+  if (problem.K <= 4) return "mma or direct may be faster with few output channels";
   if (problem.C == 1 && problem.K <= 16) return "depthwise is faster with few channels out of one";
   if (problem.N * problem.K * problem.P * problem.Q <= kFewOutputs) return "mma is faster with few outputs";
   return nullptr;
