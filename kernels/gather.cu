@@ -2837,11 +2837,8 @@ struct Planned {
 inline const Planned& plan_of(const Problem& problem, Operator op, const Alignment& address) {
   thread_local Memo<Planned> memo;
   Device device{};
-  const int capability = find_gpu(device.sms);
-  ProblemKey key = key_of(problem, op, address.in, 0, address.out);
-  key[33] = capability;
-  key[34] = device.sms;
-  return memo.get(key, [&] {
+  const int gpu = find_gpu(device.sms);
+  return memo.get(key_of(problem, op, address.in, 0, address.out, gpu, device.sms), [&] {
     Planned planned{};
     planned.of = correlation_of(problem, op);
     planned.found = make_plan(planned.of, element_bytes(problem.dtype), device, address, -1, planned.plan);

@@ -1229,11 +1229,8 @@ struct Planned {
 inline const Planned& plan_of(const Problem& problem, Operator op, const Alignment& address) {
   thread_local Memo<Planned> memo;
   Device device{};
-  const int capability = current_device(device);
-  ProblemKey key = key_of(problem, op, address.in, address.w, address.out);
-  key[33] = capability;
-  key[34] = device.sms;
-  return memo.get(key, [&] {
+  const int gpu = current_device(device);
+  return memo.get(key_of(problem, op, address.in, address.w, address.out, gpu, device.sms), [&] {
     Planned planned{};
     find_clusters(device);
     planned.of = correlation_of_problem(problem, op);

@@ -816,11 +816,8 @@ struct Planned {
 inline const Planned& plan_of(const Problem& problem, Operator op, const Alignment& address) {
   thread_local Memo<Planned> memo;
   Device device{};
-  const int capability = find_gpu(device.sms);
-  ProblemKey key = key_of(problem, op, address.in, 0, address.out);
-  key[33] = capability;
-  key[34] = device.sms;
-  return memo.get(key, [&] {
+  const int gpu = find_gpu(device.sms);
+  return memo.get(key_of(problem, op, address.in, 0, address.out, gpu, device.sms), [&] {
     Planned planned{};
     planned.of = correlation_of_problem(problem, op);
     planned.found = make_plan(planned.of, !uses_tf32(problem, op), device, address, planned.plan);
@@ -834,9 +831,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (find_gpu(device.sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   // Addresses are not known yet: whether boxes can be had depends on them.
   thread_local Memo<bool> memo;
-  ProblemKey key = key_of(problem, op, 0, 0, 0);
-  key[33] = device.sms;
-  const bool fits = memo.get(key, [&] {
+  const bool fits = memo.get(key_of(problem, op, 0, 0, 0, 90, device.sms), [&] {
     const Correlation of = correlation_of_problem(problem, op);
     Plan plan;
     for (const Alignment& address : {Alignment{0, 0}, Alignment{0, 4}, Alignment{4, 0}, Alignment{4, 4}})

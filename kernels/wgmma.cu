@@ -234,6 +234,7 @@
 
 #include "device.cuh"
 #include "engines.cuh"
+#include "memo.cuh"
 #endif
 
 #include "hopper.cuh"
@@ -2849,20 +2850,32 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-inline bool plan_of(const Problem& problem, Operator op, const Alignment& address, Correlation& of, Plan& plan) {
+struct Planned {
+  Correlation of;
+  Plan plan, again;  // again: where the plan is contained in one part
+  bool found;
+};
+
+// To plan takes 2 to 7 us on the host, which asks twice a call.
+inline const Planned& plan_of(const Problem& problem, Operator op, const Alignment& address) {
+  thread_local Memo<Planned> memo;
   Device device{};
-  find_gpu(device.sms);
-  of = correlation_of(problem, op);
-  return make_plan(of, precision_of(problem, op), device, address, -1, plan);
+  const int gpu = find_gpu(device.sms);
+  return memo.get(key_of(problem, op, address.in, 0, address.out, gpu, device.sms), [&] {
+    Planned planned{};
+    planned.of = correlation_of(problem, op);
+    planned.found = make_plan(planned.of, precision_of(problem, op), device, address, -1, planned.plan);
+    if (planned.found && planned.plan.contained == 1)
+      planned.found = plan_again(planned.of, device, address, planned.plan, planned.again);
+    return planned;
+  });
 }
 
 inline const char* refusal(const Problem& problem, Operator op) {
   if (const char* reason = refusal_of_problem(problem, op)) return reason;
   Device device{};
   if (find_gpu(device.sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
-  Correlation of{};
-  Plan plan{};
-  if (!plan_of(problem, op, Alignment{}, of, plan)) return "a tile with its halo does not fit into shared memory";
+  if (!plan_of(problem, op, Alignment{}).found) return "a tile with its halo does not fit into shared memory";
   return nullptr;
 }
 
@@ -3094,17 +3107,15 @@ struct Call {
   Operator op;
   const Problem& problem;
   const Pointers& pointers;
-  const Device& device;
-  const Alignment& address;
+  int sms;
 };
 
-// Contained operands in one part or two, and what does not fit into them again: with TF32 operands, or by FFMA.
-inline cudaError_t run_contained(const Call& call, Params& params, cudaStream_t stream) {
+// Contained operands in one part or two, and what does not fit into them again: with TF32 operands, as `again` has it,
+// or by FFMA.
+inline cudaError_t run_contained(const Call& call, const Plan& again, Params& params, cudaStream_t stream) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const bool split = plan.contained == 2;
-  Plan again{};
-  if (!split && !plan_again(of, call.device, call.address, plan, again)) return cudaErrorInvalidConfiguration;
   const WorkspaceLayout layout =
       workspace_layout(of, plan, split ? listed_workspace_bytes(call.problem, call.op) : packed_bytes(of, again));
   uint8_t* const start = static_cast<uint8_t*>(call.pointers.workspace);
@@ -3140,7 +3151,7 @@ inline cudaError_t run_contained(const Call& call, Params& params, cudaStream_t 
                         plan.tile_q};
     Pointers pointers = call.pointers;
     pointers.workspace = part(layout.packed_again);
-    return launch_listed(call.op, call.problem, pointers, list, call.device.sms, stream);
+    return launch_listed(call.op, call.problem, pointers, list, call.sms, stream);
   }
   error = run_packed<Contained>(params, stream);
   if (error != cudaSuccess) return error;
@@ -3149,10 +3160,10 @@ inline cudaError_t run_contained(const Call& call, Params& params, cudaStream_t 
   return run_packed<Tf32>(params, stream);
 }
 
-// Runs the plan in `params`.
-inline cudaError_t run_plan(const Call& call, Params& params, cudaStream_t stream) {
+// Runs the plan in `params`; `again`: where it is contained in one part.
+inline cudaError_t run_plan(const Call& call, const Plan& again, Params& params, cudaStream_t stream) {
   const DType dtype = call.problem.dtype;
-  if (params.plan.contained != 0) return run_contained(call, params, stream);
+  if (params.plan.contained != 0) return run_contained(call, again, params, stream);
   if (dtype == DType::kFloat16) return run<Fp16>(call.pointers.w, call.pointers.workspace, params, stream);
   if (dtype == DType::kBFloat16) return run<Bf16>(call.pointers.w, call.pointers.workspace, params, stream);
   return run<Tf32>(call.pointers.w, call.pointers.workspace, params, stream);
@@ -3164,20 +3175,19 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   params.bias_ptr = op == Operator::kDgrad ? nullptr : pointers.bias;
   params.out_ptr = pointers.out;
   const Alignment address{reinterpret_cast<uint64_t>(params.in_ptr), reinterpret_cast<uint64_t>(params.out_ptr)};
-  Device device{};
-  find_gpu(device.sms);
-  params.of = correlation_of(problem, op);
-  if (!make_plan(params.of, precision_of(problem, op), device, address, -1, params.plan))
-    return cudaErrorInvalidConfiguration;
-  return run_plan({op, problem, pointers, device, address}, params, stream);
+  const Planned& planned = plan_of(problem, op, address);
+  if (!planned.found) return cudaErrorInvalidConfiguration;
+  params.of = planned.of;
+  params.plan = planned.plan;
+  int sms = 0;
+  find_gpu(sms);
+  return run_plan({op, problem, pointers, sms}, planned.again, params, stream);
 }
 
 #endif  // launchers
 
 inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
-  Correlation of{};
-  Plan plan{};
-  plan_of(problem, op, Alignment{}, of, plan);
+  const Plan& plan = plan_of(problem, op, Alignment{}).plan;
   const Operands operands{element_bytes(problem.dtype), plan.contained};
   const int channels = kStepBytes / operands.multiplied_bytes() * plan.block_steps;
   char weights[64];
