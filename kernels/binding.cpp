@@ -236,7 +236,7 @@ void launch(Operator op, const Problem& problem, Pointers pointers, const at::Te
             const Engine* forced) {
   const Engine& engine = engine_for(problem, op, forced);
   at::Tensor workspace;
-  if (const int64_t bytes = engine.workspace_bytes(problem, op); bytes > 0) {
+  if (const int64_t bytes = engine.workspace_bytes(problem, op, pointers); bytes > 0) {
     workspace = at::empty({bytes}, options.dtype(at::kByte));
     pointers.workspace = workspace.data_ptr();
   }

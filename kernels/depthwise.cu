@@ -1929,7 +1929,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-inline int64_t workspace_bytes(const Problem&, Operator) { return 0; }
+inline int64_t workspace_bytes(const Problem&, Operator, const Pointers&) { return 0; }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 

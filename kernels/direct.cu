@@ -1517,7 +1517,7 @@ inline CorrelatePlan listed_plan(const Problem& problem, Operator op, int tile_q
   return plan;
 }
 
-inline int64_t workspace_bytes(const Problem& problem, Operator op) {
+inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers&) {
   constexpr int64_t kSlot = sizeof(double);
   if (op == Operator::kWgrad) return plan_weight_grad(problem).splits * weight_elements(problem) * kSlot;
   if (op == Operator::kBgrad) return plan_bias_grad(problem).splits * static_cast<int64_t>(problem.K) * kSlot;

@@ -10,7 +10,8 @@ struct Engine {
   const char* name;
   // Null when the engine takes the problem, else a sentence that says why not.
   const char* (*refusal)(const Problem&, Operator);
-  int64_t (*workspace_bytes)(const Problem&, Operator);
+  // What launch needs for these tensors; workspace is not set yet.
+  int64_t (*workspace_bytes)(const Problem&, Operator, const Pointers&);
   cudaError_t (*launch)(Operator, const Problem&, const Pointers&, cudaStream_t);
   // One line for explain(): the configuration that launch would use. Always terminated.
   void (*describe)(const Problem&, Operator, char* text, size_t text_size);

@@ -2461,7 +2461,7 @@ inline int64_t contained_bytes(const Correlation& of) {
   return of.N * copy.in_stride[0] * static_cast<int64_t>(sizeof(Half));
 }
 
-// Of fp32 under the TF32 contract. From sizes alone, which the workspace depends on.
+// Of fp32 under the TF32 contract.
 inline bool may_contain(const Correlation& of, int element_bytes) {
   return element_bytes == 4 && of.groups == 1 && contained_bytes(of) <= kMostCopiedBytes;
 }
@@ -2873,40 +2873,41 @@ struct WorkspaceLayout {
   int64_t samples, list, w_factors, packed, packed_again, copied, arrived, partial, end;
 };
 
-// Two counters at most for each tile that is cut up: there are fewer than partial sums of the smallest tile.
-constexpr int64_t kArrivedBytes = 8 * kMostPartialBytes / (128 * 64 * 4);
+inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
+  return packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces * 16;
+}
 
-// Of weights of so many bytes, packed, contained ones in so many rows, and packed again; of x; and of partial sums.
-inline WorkspaceLayout workspace_layout(bool contained, int64_t rows, int64_t packed_bytes, int64_t packed_again_bytes,
-                                        int64_t copied_bytes, int64_t partial_bytes) {
+// For tensors of so many bytes an element; `again`: where the plan is contained.
+inline WorkspaceLayout workspace_layout(const Correlation& of, const Plan& plan, const Plan& again, int element_bytes) {
   const auto aligned = [](int64_t bytes) { return ceil_div(bytes, 128) * 128; };
+  const int64_t bytes_of_copy = plan.contained ? contained_bytes(of)
+                                : plan.copied  ? copied_bytes(of, element_bytes)
+                                               : 0;
+  const int64_t cut = plan.splits > 1 ? cut_up(plan) : 0;
   WorkspaceLayout layout{};
-  if (contained) {
+  if (plan.contained) {
     layout.samples = aligned(sizeof(Control));
     layout.list = layout.samples + aligned(kSampleBlocks * static_cast<int64_t>(sizeof(uint32_t)));
     layout.w_factors = layout.list + aligned(kMostListed * static_cast<int64_t>(sizeof(Listed)));
-    layout.packed = layout.w_factors + aligned(4 * rows);
+    layout.packed = layout.w_factors + aligned(4 * packed_rows(of, plan.tile_n));
   }
-  layout.packed_again = layout.packed + aligned(packed_bytes);
-  layout.copied = layout.packed_again + (contained ? aligned(packed_again_bytes) : 0);
-  layout.arrived = layout.copied + aligned(copied_bytes);
-  layout.partial = layout.arrived + (partial_bytes > 0 ? kArrivedBytes : 0);
-  layout.end = layout.partial + partial_bytes;
+  layout.packed_again = layout.packed + aligned(packed_bytes(of, plan));
+  layout.copied = layout.packed_again + (plan.contained ? aligned(packed_bytes(of, again)) : 0);
+  layout.arrived = layout.copied + aligned(bytes_of_copy);
+  layout.partial = layout.arrived + aligned(4 * plan.warpgroups * cut);
+  layout.end = layout.partial + cut * plan.splits * partial_bytes(tile_pixels(plan), plan.tile_n);
   return layout;
 }
 
-// What any plan gets by with: which one it will be depends on addresses too.
-inline int64_t workspace_bytes(const Problem& problem, Operator op) {
-  const Correlation of = correlation_of(problem, op);
-  const int bytes = element_bytes(problem.dtype), channels = 16 / bytes;
-  const bool contained = may_contain(of, bytes);
-  const int64_t pieces = ceil_div(of.in_channels, 8 * channels) * 8 * of.R * of.S;  // of a row
-  const int64_t rows = packed_rows(of, 256);
-  const int64_t of_copy = may_copy(of, bytes) ? copied_bytes(of, bytes) : 0;
-  return workspace_layout(contained, rows, rows * pieces * 16, packed_rows(of, kAgainShape.tile_n) * pieces * 16,
-                          std::max(of_copy, contained ? contained_bytes(of) : 0),
-                          bytes == 4 ? most_partial_bytes(of) : 0)
-      .end;
+inline Alignment alignment_of(Operator op, const Pointers& pointers) {
+  const void* const in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
+  return {reinterpret_cast<uint64_t>(in_ptr), reinterpret_cast<uint64_t>(pointers.out)};
+}
+
+inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
+  const Planned& planned = plan_of(problem, op, alignment_of(op, pointers));
+  if (!planned.found) return 0;
+  return workspace_layout(planned.of, planned.plan, planned.again, element_bytes(problem.dtype)).end;
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -3162,16 +3163,8 @@ cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& p
   const Correlation& of = params.of;
   const Plan plan = params.plan;
   uint8_t* const start = static_cast<uint8_t*>(workspace);
-  const auto packed_bytes = [&](const Plan& of_plan) {
-    return packed_rows(of, of_plan.tile_n) * of_plan.iterations * of_plan.pieces * 16;
-  };
   const Correlation planned = as_planned(of, plan);
-  const int64_t bytes_of_copy = plan.contained ? contained_bytes(of)
-                                : plan.copied  ? copied_bytes(of, sizeof(Stored))
-                                               : 0;
-  const WorkspaceLayout layout =
-      workspace_layout(plan.contained, packed_rows(of, plan.tile_n), packed_bytes(plan),
-                       plan.contained ? packed_bytes(again) : 0, bytes_of_copy, plan.splits - 1);
+  const WorkspaceLayout layout = workspace_layout(of, plan, again, sizeof(Stored));
   PackParams pack = pack_params(of, planned.phases, plan, w_ptr, start + layout.packed);
   if (plan.splits > 1) {
     params.partial_ptr = reinterpret_cast<float*>(start + layout.partial);
@@ -3189,8 +3182,7 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   params.in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
   params.bias_ptr = op == Operator::kDgrad ? nullptr : pointers.bias;
   params.out_ptr = pointers.out;
-  const Alignment address{reinterpret_cast<uint64_t>(params.in_ptr), reinterpret_cast<uint64_t>(params.out_ptr)};
-  const Planned& planned = plan_of(problem, op, address);
+  const Planned& planned = plan_of(problem, op, alignment_of(op, pointers));
   if (!planned.found) return cudaErrorInvalidConfiguration;
   params.of = planned.of;
   params.plan = planned.plan;

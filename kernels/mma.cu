@@ -1263,7 +1263,7 @@ inline const char* yields(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-inline int64_t workspace_bytes(const Problem&, Operator) { return 0; }
+inline int64_t workspace_bytes(const Problem&, Operator, const Pointers&) { return 0; }
 
 inline void set_divisors(Params& params) {
   const Plan& plan = params.plan;

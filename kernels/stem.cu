@@ -860,7 +860,7 @@ inline const char* yields(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-inline int64_t workspace_bytes(const Problem&, Operator) { return 0; }
+inline int64_t workspace_bytes(const Problem&, Operator, const Pointers&) { return 0; }
 
 inline void set_numbers(Params& params) {
   const Correlation& of = params.of;

@@ -2946,56 +2946,36 @@ struct WorkspaceLayout {
   int64_t list, w_exponents, packed, packed_again, end;
 };
 
-// For weights of so many bytes, packed, and as those want them that do tiles again; tiles of pixels; tiles of output
-// channels of all groups.
-inline WorkspaceLayout workspace_layout(bool contained, int64_t packed_bytes, int64_t packed_again_bytes, int64_t tiles,
-                                        int64_t tiles_k, int tile_k) {
+inline WorkspaceLayout workspace_layout(const Problem& problem, Operator op, const Planned& planned) {
+  const Correlation& of = planned.of;
+  const Plan& plan = planned.plan;
   const auto aligned = [](int64_t bytes) { return ceil_div(bytes, 128) * 128; };
   WorkspaceLayout layout{};
-  if (contained) {
-    layout.bad_tile_k = aligned(sizeof(Control));
-    layout.marked = layout.bad_tile_k + aligned(4 * tiles_k);
-    layout.zeros_end = layout.marked + aligned(ceil_div(tiles, 8));
-    layout.list = layout.zeros_end;
-    layout.w_exponents = layout.list + aligned(4 * tiles);
-    layout.packed = layout.w_exponents + aligned(4 * tiles_k * tile_k);
-    layout.packed_again = layout.packed + aligned(packed_bytes);
+  if (plan.contained == 0) {
+    layout.end = packed_bytes(of, plan);
+    return layout;
   }
-  layout.end = contained ? layout.packed_again + packed_again_bytes : packed_bytes;
+  const int64_t tiles = static_cast<int64_t>(plan.tiles) * plan.tiles_k, tiles_k = int64_t{of.groups} * plan.tiles_k;
+  layout.bad_tile_k = aligned(sizeof(Control));
+  layout.marked = layout.bad_tile_k + aligned(4 * tiles_k);
+  layout.zeros_end = layout.marked + aligned(ceil_div(tiles, 8));
+  layout.list = layout.zeros_end;
+  layout.w_exponents = layout.list + aligned(4 * tiles);
+  layout.packed = layout.w_exponents + aligned(4 * tiles_k * plan.tile_k);
+  layout.packed_again = layout.packed + aligned(packed_bytes(of, plan));
+  layout.end = layout.packed_again +
+               (plan.contained == 2 ? listed_workspace_bytes(problem, op) : packed_bytes(of, planned.again));
   return layout;
 }
 
-// packed_again_bytes: with contained operands only.
-inline WorkspaceLayout workspace_layout(const Correlation& of, const Plan& plan, int64_t packed_again_bytes) {
-  return workspace_layout(plan.contained != 0, packed_bytes(of, plan), packed_again_bytes,
-                          static_cast<int64_t>(plan.tiles) * plan.tiles_k, int64_t{of.groups} * plan.tiles_k,
-                          plan.tile_k);
+inline Alignment alignment_of(Operator op, const Pointers& pointers) {
+  const void* const in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
+  return {reinterpret_cast<uint64_t>(in_ptr), reinterpret_cast<uint64_t>(pointers.out)};
 }
 
-// What any plan gets by with: which one it will be depends on addresses too.
-inline int64_t workspace_bytes(const Problem& problem, Operator op, const Precision& precision) {
-  const Correlation of = correlation_of(problem, op);
-  const bool exact = precision.exact;
-  constexpr int kMostChannels = 2 * kGroupChannels;  // of a tile
-  const auto most_packed_bytes = [&](const Operands& operands) {
-    const int64_t channel_steps = ceil_div(of.in_channels, kStepBytes / operands.multiplied_bytes());
-    return of.groups * ceil_div(of.out_channels, kMostChannels) * kMostChannels * of.R * of.S *
-           most_steps_with_zeros(channel_steps) * kStepBytes * operand_parts(operands.contained);
-  };
-  const int64_t stored = most_packed_bytes({element_bytes(problem.dtype), 0});
-  if (problem.dtype != DType::kFloat32) return stored;
-  int64_t most_tiles = 0;
-  for (const Shape& shape : kShapes)
-    most_tiles = std::max(most_tiles, ceil_div(of.P, shape.rows) * ceil_div(of.Q, shape.columns));
-  const int64_t tiles_k = of.groups * ceil_div(of.out_channels, kGroupChannels);
-  const int64_t again = exact ? listed_workspace_bytes(problem, op) : stored;
-  return workspace_layout(true, most_packed_bytes({4, exact ? 2 : 1}), again, of.N * most_tiles * tiles_k, tiles_k,
-                          kMostChannels)
-      .end;
-}
-
-inline int64_t workspace_bytes(const Problem& problem, Operator op) {
-  return workspace_bytes(problem, op, precision_of(problem, op));
+inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
+  const Planned& planned = plan_of(problem, op, alignment_of(op, pointers));
+  return planned.found ? workspace_layout(problem, op, planned).end : 0;
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -3107,17 +3087,17 @@ struct Call {
   Operator op;
   const Problem& problem;
   const Pointers& pointers;
+  const Planned& planned;
   int sms;
 };
 
-// Contained operands in one part or two, and what does not fit into them again: with TF32 operands, as `again` has it,
-// or by FFMA.
-inline cudaError_t run_contained(const Call& call, const Plan& again, Params& params, cudaStream_t stream) {
+// Contained operands in one part or two, and what does not fit into them again: with TF32 operands, or by FFMA.
+inline cudaError_t run_contained(const Call& call, Params& params, cudaStream_t stream) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
+  const Plan& again = call.planned.again;
   const bool split = plan.contained == 2;
-  const WorkspaceLayout layout =
-      workspace_layout(of, plan, split ? listed_workspace_bytes(call.problem, call.op) : packed_bytes(of, again));
+  const WorkspaceLayout layout = workspace_layout(call.problem, call.op, call.planned);
   uint8_t* const start = static_cast<uint8_t*>(call.pointers.workspace);
   const auto part = [&](int64_t offset) { return reinterpret_cast<uint32_t*>(start + offset); };
   params.guard = {reinterpret_cast<Control*>(start), part(layout.bad_tile_k), part(layout.marked), part(layout.list),
@@ -3160,10 +3140,12 @@ inline cudaError_t run_contained(const Call& call, const Plan& again, Params& pa
   return run_packed<Tf32>(params, stream);
 }
 
-// Runs the plan in `params`; `again`: where it is contained in one part.
-inline cudaError_t run_plan(const Call& call, const Plan& again, Params& params, cudaStream_t stream) {
+// Runs what is planned; `params`: without plan and weights.
+inline cudaError_t run_plan(const Call& call, Params& params, cudaStream_t stream) {
   const DType dtype = call.problem.dtype;
-  if (params.plan.contained != 0) return run_contained(call, again, params, stream);
+  params.of = call.planned.of;
+  params.plan = call.planned.plan;
+  if (params.plan.contained != 0) return run_contained(call, params, stream);
   if (dtype == DType::kFloat16) return run<Fp16>(call.pointers.w, call.pointers.workspace, params, stream);
   if (dtype == DType::kBFloat16) return run<Bf16>(call.pointers.w, call.pointers.workspace, params, stream);
   return run<Tf32>(call.pointers.w, call.pointers.workspace, params, stream);
@@ -3174,14 +3156,11 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   params.in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
   params.bias_ptr = op == Operator::kDgrad ? nullptr : pointers.bias;
   params.out_ptr = pointers.out;
-  const Alignment address{reinterpret_cast<uint64_t>(params.in_ptr), reinterpret_cast<uint64_t>(params.out_ptr)};
-  const Planned& planned = plan_of(problem, op, address);
+  const Planned& planned = plan_of(problem, op, alignment_of(op, pointers));
   if (!planned.found) return cudaErrorInvalidConfiguration;
-  params.of = planned.of;
-  params.plan = planned.plan;
   int sms = 0;
   find_gpu(sms);
-  return run_plan({op, problem, pointers, sms}, planned.again, params, stream);
+  return run_plan({op, problem, pointers, planned, sms}, params, stream);
 }
 
 #endif  // launchers
