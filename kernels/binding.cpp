@@ -21,7 +21,9 @@
 #include <optional>
 #include <string>
 
+#include "device.cuh"
 #include "engines.cuh"
+#include "memo.cuh"
 
 namespace modelnew {
 namespace {
@@ -217,10 +219,19 @@ const Engine& engine_for(const Problem& problem, Operator op, const Engine* forc
                                                 name_of(op), " of this problem: ", refusal));
     return *forced;
   }
-  for (const Engine* engine : kEngines) {
-    if (reason_against(*engine, problem, op) == nullptr) return *engine;
-  }
-  TORCH_CHECK_NOT_IMPLEMENTED(false, concatenate("modelnew: no engine takes the ", name_of(op), " of this problem"));
+  // Remembered, because to ask every engine takes as long as to launch one.
+  thread_local Memo<const Engine*> memo;
+  int sms = 0;
+  const int gpu = find_gpu(sms);
+  const Engine* const chosen = memo.get(key_of(problem, op, 0, 0, 0, gpu, sms), [&]() -> const Engine* {
+    for (const Engine* engine : kEngines) {
+      if (reason_against(*engine, problem, op) == nullptr) return engine;
+    }
+    return nullptr;
+  });
+  TORCH_CHECK_NOT_IMPLEMENTED(chosen != nullptr,
+                              concatenate("modelnew: no engine takes the ", name_of(op), " of this problem"));
+  return *chosen;
 }
 
 std::string describe_problem(const Problem& p) {

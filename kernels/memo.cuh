@@ -34,7 +34,7 @@ inline ProblemKey key_of(const Problem& p, Operator op, uint64_t in, uint64_t w,
 
 // One for each thread, so that nobody waits. A result stays where it is until more problems come than are remembered;
 // then all are forgotten at once. (A table of 128 places, in which one gave way to another of the same hash, cost a
-// ResNet-50 with its 23 problems 60 to 850 us of host time a pass, by the number of images; so it is 20 to 40.
+// ResNet-50 with its 23 problems 60 to 850 us of host time a forward, by the number of images; so it is 20.
 // 2026-11-23, on an x86 server without a GPU: the CUDA runtime's own time is not in it.)
 template <typename Value>
 class Memo {
