@@ -1015,7 +1015,8 @@ class ShimEngine:
 
     def __init__(self, folder: Path, name: str = "direct", mutations: Sequence[tuple] = (), **constants: int) -> None:
         """`constants` replaces the values of constants in the source, to reach what takes large problems."""
-        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": COPIES_STAND_IN}, [f"{name}.cu"])
+        files = [f"{name}.cu", *(["direct.cu"] if name == "dilated" else [])]
+        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": COPIES_STAND_IN}, files)
         replacements = {rf"\b{constant} = \w+;": f"{constant} = {value};" for constant, value in constants.items()}
         replacements[r"\b1 << 29 : 1 << 27;"] = "1 << 20 : 1 << 20;"
         replacements |= {rf"\bleast = 1 << {bits};": "least = 1 << 20;" for bits in (24, 29)}
@@ -1023,10 +1024,11 @@ class ShimEngine:
         for pattern, replacement in replacements.items():
             source, found = re.subn(pattern, replacement, source)
             assert found == 1, pattern
-        source = with_mutations(source, DEPTHWISE_MUTATIONS if name == "depthwise" else {})
+        source = with_mutations(source, {"depthwise": DEPTHWISE_MUTATIONS, "dilated": DILATED_MUTATIONS}.get(name, {}))
         source = f"#define ENGINE k{name.capitalize()}Engine\n{source}"
-        self.operators = ("fprop", "dgrad") if name == "depthwise" else tuple(OPERATOR_NUMBER)
-        entry_points = ENGINE_ENTRY_POINTS + (DEPTHWISE_ENTRY_POINTS if name == "depthwise" else "")
+        self.operators = tuple(OPERATOR_NUMBER) if name == "direct" else ("fprop", "dgrad")
+        more = {"depthwise": DEPTHWISE_ENTRY_POINTS, "dilated": DILATED_STAND_INS}
+        entry_points = ENGINE_ENTRY_POINTS + more.get(name, "")
         self.library = compile_simt(source + '#line 1 "entry_points"\n' + entry_points, folder)
         for name in ("engine_refusal", "engine_describe", "simt_message", "simt_launched"):
             getattr(self.library, name).restype = ctypes.c_char_p
@@ -1093,6 +1095,51 @@ def direct_shim(folder: Path) -> ShimEngine:
 @built_beside_the_tests
 def depthwise_shim(folder: Path) -> ShimEngine:
     return ShimEngine(folder, "depthwise")
+
+
+# What the dilated engine gives its parts to: one that takes no dilation down the columns, and does the rest as direct.
+DILATED_STAND_INS = r"""
+extern "C" {
+int parts_launched = 0;  // so far
+}
+namespace modelnew {
+static const char* refuse_dilated(const Problem& problem, Operator) {
+  return problem.dilation_h > 1 && problem.R > 1 ? "dilated" : nullptr;
+}
+static const char* refuse_all(const Problem&, Operator) { return "everything"; }
+static cudaError_t launch_part(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  ++parts_launched;
+  return direct::launch(op, problem, pointers, stream);
+}
+const Engine kWgmmaEngine{"wgmma", refuse_all, nullptr, nullptr, nullptr};
+const Engine kGatherEngine{"gather", refuse_dilated, direct::workspace_bytes, launch_part, direct::describe};
+const Engine kDepthwiseEngine{"depthwise", refuse_all, nullptr, nullptr, nullptr};
+const Engine kMmaEngine{"mma", refuse_all, nullptr, nullptr, nullptr};
+}  // namespace modelnew
+extern "C" const char* dilated_yields(int op, const int64_t* fields) {
+  return modelnew::dilated::yields(make_problem(fields), as_operator(op));
+}
+"""
+
+DILATED_MUTATIONS = {
+    "a padding too much": ("(other - shifted) / d};", "(other - shifted) / d + MUTATED};"),
+    "another phase of x": ("run.first_x * p.x_stride[2];", "(run.first_x + MUTATED) * p.x_stride[2];"),
+    "images of another distance": ("of.y_stride[0] = p.y_stride[2];", "if (!MUTATED) of.y_stride[0] = p.y_stride[2];"),
+    "rows that follow one another": left_out("of.x_stride[2] *= p.dilation_h;"),
+    "phases of unlike images in one batch": (
+        "run.rows_x == last.rows_x",
+        "(MUTATED || run.rows_x == last.rows_x)",
+    ),
+    "phases of unlike padding in one batch": ("run.pad == last.pad", "(MUTATED || run.pad == last.pad)"),
+    "the first tap of all": ("rows.first * p.w_stride[2] +", "rows.first * p.w_stride[2] * !MUTATED +"),
+    "a tap too few": ("(int64_t{size} - 1 + pad) / dilation);", "(int64_t{size} - 1 + pad - MUTATED) / dilation);"),
+    "only the first part": ("if (!use(part)) return false;", "if (!use(part) || MUTATED) return false;"),
+}
+
+
+@built_beside_the_tests
+def dilated_shim(folder: Path) -> ShimEngine:
+    return ShimEngine(folder, "dilated")
 
 
 # Each case bends the geometry in a way of its own; the integers in it are odd or prime where nothing else asks.
@@ -6548,6 +6595,130 @@ def test_pointwise_shim_sees_what_is_missing(mutation, pointwise_shim):
         assert not are_right()
 
 
+# The dilated engine, whose parts direct computes ----------------------------------------------------------------------
+
+
+def random_dilated_cases(count: int, seed: int) -> Iterator[Case]:
+    """Filters that reach as far as the image or farther, with any padding; others than these are among them."""
+    rng = random.Random(seed)
+    while count > 0:
+        groups = rng.choice([1, 1, 2])
+        dilation = (rng.randint(1, 9), rng.randint(1, 9))
+        case = Case(
+            rng.choice([1, 2, 7]),
+            groups * rng.randint(1, 4),
+            rng.randint(3, 24),
+            rng.randint(1, 20),
+            groups * rng.randint(1, 5),
+            rng.choice([1, 2, 3, 3, 4]),
+            rng.choice([1, 2, 3, 3]),
+            stride=(rng.choice([1, 1, 1, 2]), rng.choice([1, 1, 2])),
+            padding=(
+                rng.choice([0, dilation[0], rng.randint(0, 20)]),
+                rng.choice([0, dilation[1], rng.randint(0, 20)]),
+            ),
+            dilation=dilation,
+            groups=groups,
+        )
+        if min(case.y_shape) > 0:
+            count -= 1
+            yield case
+
+
+def check_dilated(shim: ShimEngine, case: Case, layout: str) -> set[str]:
+    tensors = in_layout(make_tensors(case, torch.float32, integers), layout)
+    results = shim(case, tensors)
+    check_exact(case, results, tensors)
+    return set(results)
+
+
+# Phases of all images and of one; the pyramid of a network for segmentation in small, of which most taps are idle; as
+# many rows as phases; a padding that is no multiple of the dilation, or wider than the image.
+DILATED_CASES = [
+    Case(7, 3, 13, 11, 4, 3, 3, padding=(4, 4), dilation=(4, 4)),
+    Case(1, 3, 13, 11, 4, 3, 3, padding=(6, 6), dilation=(6, 6)),
+    Case(2, 3, 7, 7, 4, 3, 3, padding=(9, 9), dilation=(9, 9)),
+    Case(2, 2, 6, 5, 3, 2, 1, padding=(3, 0), dilation=(6, 1)),
+    Case(2, 2, 9, 9, 3, 3, 3, padding=(5, 1), dilation=(3, 2)),
+    Case(1, 4, 8, 6, 2, 5, 3, padding=(17, 2), dilation=(4, 2), groups=2),
+    Case(3, 2, 5, 9, 3, 3, 3, stride=(2, 2), padding=(6, 1), dilation=(6, 1)),
+    Case(1, 2, 7, 5, 3, 2, 1, padding=(1, 0), dilation=(3, 1)),  # phases of as many rows of y, but not of x
+    Case(1, 2, 9, 7, 3, 2, 2, padding=(0, 2), dilation=(2, 8)),  # a tap meets the last column alone
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", DILATED_CASES, ids=str)
+def test_dilated_exact(dilated_shim, case, layout):
+    assert "fprop" in check_dilated(dilated_shim, case, layout)
+
+
+def test_dilated_exact_at_random(dilated_shim):
+    taken = [check_dilated(dilated_shim, case, LAYOUTS[0]) for case in random_dilated_cases(300, seed=0)]
+    assert sum("fprop" in operators for operators in taken) > 100
+    assert sum("dgrad" in operators for operators in taken) > 80
+
+
+@pytest.mark.parametrize("case, parts", [(DILATED_CASES[0], 4), (DILATED_CASES[1], 2), (DILATED_CASES[2], 1)])
+def test_dilated_launches_few_parts(dilated_shim, case, parts):
+    """One for each phase, or for a batch of phases of an image; and one in all where a tap is left."""
+    launched = ctypes.c_int.in_dll(dilated_shim.library, "parts_launched")
+    before = launched.value
+    tensors = make_tensors(case, torch.float32, integers)
+    dilated_shim.run("fprop", case, tensors, False, torch.empty(case.y_shape))
+    assert launched.value - before == parts
+    text = dilated_shim.describes("fprop", case, tensors)
+    assert re.match(rf"\d+ of 3x3 taps in {parts} parts, the first of \d+ x \d+ rows by gather: ", text), text
+
+
+@pytest.mark.parametrize("mutation", DILATED_MUTATIONS)
+def test_dilated_tests_see_what_is_wrong(mutation, dilated_shim):
+    def with_room(tensor: Tensor) -> Tensor:
+        """In the middle of much else: what is wrong may read and write far outside."""
+        room = tensor.new_full((tensor.numel() + (2 << 20),), math.nan)
+        room[1 << 20 : tensor.numel() + (1 << 20)] = tensor.flatten()
+        return room[1 << 20 :][: tensor.numel()].view(tensor.shape)
+
+    def is_right(case: Case) -> bool:
+        tensors = {name: with_room(one) for name, one in make_tensors(case, torch.float32, integers).items()}
+        out = with_room(torch.full(case.y_shape, math.nan))
+        with contextlib.suppress(AssertionError):
+            dilated_shim.run("fprop", case, tensors, False, out)
+        return torch.equal(out.double(), references(case, tensors)["fprop"])
+
+    assert all(map(is_right, DILATED_CASES))
+    with mutated(dilated_shim.library, DILATED_MUTATIONS, mutation):
+        assert not all(map(is_right, DILATED_CASES))
+
+
+@pytest.mark.parametrize(
+    "case, operator, text",
+    [
+        (Case(2, 3, 9, 9, 4, 3, 3, dilation=(2, 2)), "wgrad", "outputs and input gradients only"),
+        (Case(2, 3, 9, 9, 4, 3, 3), "fprop", "dilated down the columns"),
+        (Case(2, 3, 9, 9, 4, 3, 3, dilation=(1, 2)), "fprop", "dilated down the columns"),
+        (Case(2, 3, 9, 9, 4, 3, 3, padding=(4, 4), dilation=(4, 4), stride=(2, 1)), "fprop", "a stride of 1"),
+        (Case(2, 3, 9, 9, 4, 3, 3, padding=(1, 1), dilation=(4, 4)), "fprop", "as many rows as there are"),
+        (Case(1, 3, 999, 1, 4, 2, 1, dilation=(300, 1)), "fprop", "up to 256"),
+        (Case(2, 3, 1, 9, 4, 2, 3, padding=(9, 0), dilation=(19, 2)), "fprop", "meet the image"),
+    ],
+)
+def test_dilated_says_what_it_refuses(dilated_shim, case, operator, text):
+    refusal = dilated_shim.refuses(operator, case, make_tensors(case, torch.float32, integers))
+    assert REFUSAL.fullmatch(refusal.decode())
+    assert text in refusal.decode()
+
+
+def test_dilated_yields_to_direct_where_parts_are_small(dilated_shim):
+    yields = dilated_shim.library.dilated_yields
+    yields.restype = ctypes.c_char_p
+    for images, expected in ((1, b"direct is faster with little work in a part"), (32, None)):
+        case = Case(images, 256, 28, 28, 256, 3, 3, padding=(24, 24), dilation=(24, 24))
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        assert yields(0, ShimEngine.fields(case, tensors, True)) == expected
+
+
 # The stem engine without a GPU ----------------------------------------------------------------------------------------
 
 STEM_ENTRY_POINTS = (
@@ -7527,11 +7698,11 @@ def nvrtc_ptx(source: str, *options: str) -> str:
     return fetch("PTX")
 
 
-# Of the other engines sm_80 has what sm_70 has.
+# Of the other engines sm_80 has what sm_70 has; `dilated` has no kernel.
 RTC_TARGETS = [
     (source, arch)
     for source, arch in itertools.product(ENGINE_SOURCES, ("70", "80", "90a"))
-    if arch != "80" or source.name in ("direct.cu", "mma.cu", "pointwise.cu")
+    if source.name != "dilated.cu" and (arch != "80" or source.name in ("direct.cu", "mma.cu", "pointwise.cu"))
 ]
 # What of an engine's headers is for the host alone, in other words.
 RTC_HOST_PARTS = """
@@ -9719,6 +9890,43 @@ def check_forced_spreading(engine: str, cases: list[Case], layout: str, tf32: bo
     for case in cases:
         run = functools.partial(on_engine, engine, case, tf32=tf32)
         check_spreading(case, special, lambda tensors, run=run: run(in_layout(tensors, layout)))
+
+
+# Phases of all images and of one, by several engines; one tap that is left; rows of fewer than all phases.
+GPU_DILATED_CASES = [
+    Case(3, 64, 28, 28, 64, 3, 3, padding=(24, 24), dilation=(24, 24)),
+    Case(1, 72, 65, 65, 40, 3, 3, padding=(36, 36), dilation=(36, 36)),
+    Case(2, 64, 14, 14, 256, 3, 3, padding=(24, 24), dilation=(24, 24)),
+    Case(40, 96, 30, 26, 64, 3, 3, padding=(9, 2), dilation=(12, 9)),
+]
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", GPU_DILATED_CASES, ids=str)
+def test_gpu_dilated_exact(case, layout, dtype):
+    for tf32 in (False, True) if dtype == torch.float32 else (True,):
+        tensors = in_layout(make_tensors(case, dtype, integers, "cuda"), layout)
+        results = on_gpu(case, tensors, tf32, "dilated")
+        assert set(results) == {"fprop", "dgrad"}
+        check_exact(case, results, tensors)
+
+
+@gpu
+@hopper
+def test_gpu_dilated_runs_far_taps_of_networks():
+    """The pyramid of DeepLabV3, which nothing else but direct takes."""
+    x, w = torch.randn(8, 2048, 65, 65, device="cuda"), torch.randn(256, 2048, 3, 3, device="cuda")
+    for dilation in (24, 36):
+        settings = {"padding": dilation, "dilation": dilation}
+        with tf32_switch(True):
+            assert "\nforward: dilated; tf32" in modelnew.explain(x, w, **settings)
+            y = modelnew.conv2d(x, w, **settings)
+        expected = F.conv2d(x[:1].double(), w.double(), **settings)
+        scale = F.conv2d(x[:1].abs().double(), w.abs().double(), **settings)
+        assert ((y[:1] - expected).abs() <= 2.0**-10 * scale).all()
 
 
 # Stems of networks in small and what is like them, on all ways to load and to store; the first four are under the TF32

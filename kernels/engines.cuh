@@ -34,6 +34,7 @@ extern const Engine kStemEngine;
 extern const Engine kDepthwiseEngine;
 extern const Engine kPointwiseEngine;
 extern const Engine kMmaEngine;
+extern const Engine kDilatedEngine;
 extern const Engine kDirectEngine;
 
 }  // namespace modelnew

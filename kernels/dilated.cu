@@ -1,0 +1,243 @@
+// dilated engine: filters whose taps lie so far apart that no tile with its halo fits into shared memory, as where
+// networks that segment images look far around (3x3 filters with a dilation of 24 or 36). It has no kernel of its own:
+// other engines compute parts of the problem, whose filters are dilated along rows only.
+//
+// First, taps that meet nothing but padding are left out: of a 3x3 filter with a dilation of 36 on 28x28 pixels one is
+// left. (So a weight of Inf or NaN that meets nothing but padding makes no NaN.)
+//
+// Then, row p of y reads rows p + r*d of x, d being the dilation down the columns. Rows that are d apart, a phase, are
+// an image of their own, whose rows follow one another, and need no others of x than those of one phase as well:
+//
+//   row of x          0  1  2  3  4  5  6  7         d = 3, two taps:
+//   phase             A  B  C  A  B  C  A  B         row p of y reads p and p + 3, one after another in its phase
+//
+// A part is one phase of all images; or, if these are fewer launches, neighbouring phases of one image, which are the
+// images of a batch: from one to the next it is one row of x.
+//
+// Not measured yet. Of the 2703 convolutions of 183 networks (torchvision's, and one of each file of timm) four came to
+// the direct engine because their taps lie far apart, 2048 or 960 channels to 256, 28x28 and 14x14: 3.1% of all
+// multiply-adds, 237 GFLOP in one of them with 32 images, at some 28 TFLOP/s.
+#if !defined(__CUDACC_RTC__)
+#include <algorithm>
+#include <cstdio>
+
+#include "engines.cuh"
+#include "problem.cuh"
+
+namespace modelnew {
+namespace dilated {
+
+// Tried in this order.
+const Engine* const kTakers[] = {&kWgmmaEngine, &kGatherEngine, &kDepthwiseEngine, &kMmaEngine};
+
+constexpr int kMostDilation = 256;  // so many launches at most
+
+// A part of a problem, and from where on in x, w and y, in elements.
+struct Part {
+  Problem problem;
+  int64_t x, w, y;
+};
+
+// Taps of one axis that meet pixels for some output, and some between them: the first one, and how many; 0: none do.
+struct Taps {
+  int first, count;
+};
+
+inline Taps busy_taps(int size, int outputs, int taps, int stride, int pad, int dilation) {
+  const int64_t last_output = int64_t{outputs - 1} * stride;
+  const int64_t first = std::max<int64_t>(0, ceil_div(pad - last_output, dilation));
+  const int64_t last = std::min<int64_t>(taps - 1, (int64_t{size} - 1 + pad) / dilation);
+  if (first > last) return {0, 0};
+  // What is left has no negative padding.
+  const int kept = static_cast<int>(std::min<int64_t>(first, pad / dilation));
+  return {kept, static_cast<int>(last) - kept + 1};
+}
+
+// The whole problem without idle taps; of no taps at all if none meets a pixel.
+inline Part without_idle_taps(const Problem& problem) {
+  Part part{problem, 0, 0, 0};
+  Problem& p = part.problem;
+  const Taps rows = busy_taps(p.H, p.P, p.R, p.P == 1 ? 1 : p.stride_h, p.pad_h, p.dilation_h);
+  const Taps columns = busy_taps(p.W, p.Q, p.S, p.Q == 1 ? 1 : p.stride_w, p.pad_w, p.dilation_w);
+  part.w = rows.first * p.w_stride[2] + columns.first * p.w_stride[3];
+  p.pad_h -= rows.first * p.dilation_h;
+  p.pad_w -= columns.first * p.dilation_w;
+  p.R = rows.count;
+  p.S = columns.count;
+  if (p.R == 1) p.dilation_h = 1;
+  if (p.S == 1) p.dilation_w = 1;
+  return part;
+}
+
+// Neighbouring phases whose images have as many rows.
+struct Run {
+  int first_y, first_x, count, rows_y, rows_x, pad;
+};
+
+struct Runs {
+  Run runs[8];
+  int count = 0;
+};
+
+// Of a dilation up to as many rows as x and y have: no phase is empty.
+inline Runs runs_of(const Problem& p) {
+  Runs all;
+  const int d = p.dilation_h;
+  for (int phase = 0; phase < d; ++phase) {
+    // Row phase + d*i of y reads row phase - pad + d*(i + r) of x: row i + r - pad of phase number `other`.
+    const int shifted = phase - p.pad_h, other = (shifted % d + d) % d;
+    const Run run{phase,
+                  other,
+                  1,
+                  static_cast<int>(ceil_div(p.P - phase, d)),
+                  static_cast<int>(ceil_div(p.H - other, d)),
+                  (other - shifted) / d};
+    if (all.count > 0) {
+      Run& last = all.runs[all.count - 1];
+      if (run.rows_y == last.rows_y && run.rows_x == last.rows_x && run.pad == last.pad) {
+        ++last.count;
+        continue;
+      }
+    }
+    all.runs[all.count++] = run;
+  }
+  return all;
+}
+
+// Calls use(part) for each of them, which return whether to go on; and returns whether all did.
+template <typename Use>
+bool for_each_part(const Problem& problem, Operator op, const Use& use) {
+  Part whole = without_idle_taps(problem);
+  whole.problem.tf32_allowed = uses_tf32(problem, op);  // of parts, if they are not too small for it
+  const Problem& p = whole.problem;
+  if (p.dilation_h == 1) return use(whole);
+  const Runs all = runs_of(p);
+  const bool by_images = p.N * all.count < p.dilation_h;
+  for (int number = 0; number < all.count; ++number) {
+    const Run& run = all.runs[number];
+    const int64_t parts = by_images ? p.N : run.count;
+    for (int64_t i = 0; i < parts; ++i) {
+      Part part = whole;
+      Problem& of = part.problem;
+      of.H = run.rows_x;
+      of.P = run.rows_y;
+      of.pad_h = run.pad;
+      of.dilation_h = 1;
+      of.x_stride[2] *= p.dilation_h;
+      of.y_stride[2] *= p.dilation_h;
+      part.x = run.first_x * p.x_stride[2];
+      part.y = run.first_y * p.y_stride[2];
+      if (by_images) {
+        of.N = run.count;
+        of.x_stride[0] = p.x_stride[2];
+        of.y_stride[0] = p.y_stride[2];
+      }
+      part.x += i * (by_images ? p.x_stride[0] : p.x_stride[2]);
+      part.y += i * (by_images ? p.y_stride[0] : p.y_stride[2]);
+      if (!use(part)) return false;
+    }
+  }
+  return true;
+}
+
+// Who computes a part, or null.
+inline const Engine* taker_of(const Problem& problem, Operator op) {
+  for (const Engine* engine : kTakers) {
+    if (engine->refusal(problem, op) == nullptr &&
+        (engine->yields == nullptr || engine->yields(problem, op) == nullptr))
+      return engine;
+  }
+  return nullptr;
+}
+
+inline int count_parts(const Problem& problem, Operator op) {
+  int count = 0;
+  for_each_part(problem, op, [&](const Part&) { return ++count > 0; });
+  return count;
+}
+
+inline const char* refusal(const Problem& problem, Operator op) {
+  if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
+  const Part whole = without_idle_taps(problem);
+  const Problem& p = whole.problem;
+  if (p.R == 0 || p.S == 0) return "it takes filters that meet the image";
+  if (p.dilation_h == 1 && p.R == problem.R && p.S == problem.S)
+    return "it takes filters that are dilated down the columns, or have taps that meet nothing but padding";
+  if (p.dilation_h > 1) {
+    if (p.stride_h != 1 && p.P > 1) return "it takes a stride of 1 down the columns only";
+    if (p.dilation_h > std::min(p.H, p.P)) return "it takes dilations up to as many rows as there are";
+    if (p.dilation_h > kMostDilation) return "it takes dilations up to 256 down the columns";
+  }
+  const bool taken =
+      for_each_part(problem, op, [&](const Part& part) { return taker_of(part.problem, op) != nullptr; });
+  return taken ? nullptr : "it has parts that no other engine takes";
+}
+
+// An estimate: direct multiplies and adds some 14 x 10^12 values a second, and a launch of gather takes 12 us and more.
+constexpr double kLeastOfPart = 1 << 28;  // multiply-adds, before idle taps are left out
+
+inline const char* yields(const Problem& problem, Operator op) {
+  return multiply_adds(problem) < kLeastOfPart * count_parts(problem, op)
+             ? "direct is faster with little work in a part"
+             : nullptr;
+}
+
+inline Pointers pointers_of(const Part& part, Operator op, const Pointers& pointers) {
+  const int bytes = element_bytes(part.problem.dtype);
+  const auto from = [&](const void* pointer, int64_t elements) -> const void* {
+    return pointer == nullptr ? nullptr : static_cast<const uint8_t*>(pointer) + elements * bytes;
+  };
+  Pointers result = pointers;
+  result.x = from(pointers.x, part.x);
+  result.w = from(pointers.w, part.w);
+  result.dy = from(pointers.dy, part.y);
+  result.out = const_cast<void*>(from(pointers.out, op == Operator::kDgrad ? part.x : part.y));
+  return result;
+}
+
+inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
+  int64_t most = 0;
+  for_each_part(problem, op, [&](const Part& part) {
+    const Engine* const taker = taker_of(part.problem, op);
+    if (taker != nullptr)
+      most = std::max(most, taker->workspace_bytes(part.problem, op, pointers_of(part, op, pointers)));
+    return taker != nullptr;
+  });
+  return most;
+}
+
+// One part behind another, in the same workspace.
+inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  const bool all = for_each_part(problem, op, [&](const Part& part) {
+    const Engine* const taker = taker_of(part.problem, op);
+    if (taker == nullptr) return false;
+    error = taker->launch(op, part.problem, pointers_of(part, op, pointers), stream);
+    return error == cudaSuccess;
+  });
+  return all || error != cudaSuccess ? error : cudaErrorInvalidConfiguration;
+}
+
+inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
+  for_each_part(problem, op, [&](const Part& part) {
+    const Problem& p = part.problem;
+    const Engine* const taker = taker_of(p, op);
+    const int written =
+        snprintf(text, text_size, "%d of %dx%d taps in %d parts, the first of %lld x %d rows by %s: ", p.R * p.S,
+                 problem.R, problem.S, count_parts(problem, op), static_cast<long long>(p.N), p.P,
+                 taker == nullptr ? "nobody" : taker->name);
+    if (taker != nullptr && written > 0 && static_cast<size_t>(written) < text_size)
+      taker->describe(p, op, text + written, text_size - written);
+    return false;
+  });
+}
+
+}  // namespace dilated
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+extern const Engine kDilatedEngine{"dilated",       dilated::refusal,  dilated::workspace_bytes,
+                                   dilated::launch, dilated::describe, dilated::yields};
+#endif
+
+}  // namespace modelnew
+#endif
