@@ -3920,9 +3920,18 @@ static void note(const Correlation& of, const Plan& plan) {
   if (plan.tile_p > of.P) seen.insert(plan.gap < 0 ? "several images with less than no gap" : "several images");
 }
 
+// As it is for problems that it takes.
+static bool mma_refuses = false;
+static const char* refuse(const Problem&, Operator) { return mma_refuses ? "it is told to" : nullptr; }
+const Engine modelnew::kMmaEngine{"mma", refuse, nullptr, nullptr, nullptr};
+
 extern "C" {
 void set_capability(int capability) { stand_in_capability = capability; }
+void let_mma_refuse(bool refuses) { mma_refuses = refuses; }
 int gather_divide(int number, int by) { return quotient(number, make_divisor(by)); }
+const char* gather_yields(int op, const int64_t* fields) {
+  return yields(make_problem(fields), static_cast<Operator>(op));
+}
 const char* gather_refusal(int op, const int64_t* fields) {
   return refusal(make_problem(fields), static_cast<Operator>(op));
 }
@@ -4145,7 +4154,7 @@ class GatherPlans:
 
     def __init__(self, folder: Path) -> None:
         self.library = compile_plans("gather", GATHER_ENTRY_POINTS, GATHER_PLAN_MUTATIONS, folder)
-        for name in ("gather_refusal", "gather_describe", "gather_fault", "gather_seen"):
+        for name in ("gather_refusal", "gather_yields", "gather_describe", "gather_fault", "gather_seen"):
             getattr(self.library, name).restype = ctypes.c_char_p
         self.library.gather_cycles.restype = ctypes.c_double
 
@@ -4179,6 +4188,37 @@ class GatherPlans:
 @built_beside_the_tests
 def gather_plans(folder: Path) -> GatherPlans:
     return GatherPlans(folder)
+
+
+GROUPS = Case(32, 512, 28, 28, 512, 3, 3, padding=(1, 1), groups=64)
+FEW_OF_GROUP = "mma is faster with few channels a group"
+
+
+@pytest.mark.parametrize(
+    "case, operator, dtype, reason",
+    [
+        (GROUPS, "fprop", torch.float32, FEW_OF_GROUP),
+        (GROUPS, "dgrad", torch.float32, FEW_OF_GROUP),
+        (GROUPS, "fprop", torch.float16, None),
+        (dataclasses.replace(GROUPS, N=4), "fprop", torch.float32, "mma is faster with few multiply-adds"),
+        (dataclasses.replace(GROUPS, C=1024, K=1024), "fprop", torch.float32, FEW_OF_GROUP),
+        (dataclasses.replace(GROUPS, C=1088), "fprop", torch.float32, None),
+        (dataclasses.replace(GROUPS, K=1088), "fprop", torch.float32, None),
+        (dataclasses.replace(GROUPS, C=16, K=16, N=256, groups=1), "fprop", torch.float32, None),
+        # Few pixels: of y, or of x.
+        (dataclasses.replace(GROUPS, N=256, H=7, W=7), "fprop", torch.float32, None),
+        (dataclasses.replace(GROUPS, N=256, H=13, W=13, padding=(2, 2)), "fprop", torch.float32, FEW_OF_GROUP),
+        (dataclasses.replace(GROUPS, N=256, H=13, W=13, padding=(2, 2)), "dgrad", torch.float32, None),
+    ],
+    ids=str,
+)
+def test_gather_yields_to_mma(gather_plans, case, operator, dtype, reason):
+    assert gather_plans("yields", operator, case, dtype) == reason
+    gather_plans.library.let_mma_refuse(True)
+    try:
+        assert gather_plans("yields", operator, case, dtype) is None
+    finally:
+        gather_plans.library.let_mma_refuse(False)
 
 
 def random_gather_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
