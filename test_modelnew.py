@@ -1111,13 +1111,26 @@ static cudaError_t launch_part(Operator op, const Problem& problem, const Pointe
   ++parts_launched;
   return direct::launch(op, problem, pointers, stream);
 }
+// And one that is asked for whole problems: it takes none, unless it is told how long it would.
+static double whole_cycles = 0;
+static const char* refuse_parts(const Problem& problem, Operator) {
+  return whole_cycles == 0 || problem.dilation_h == 1 ? "a part" : nullptr;
+}
+static double cycles_of_whole(const Problem&, Operator) { return whole_cycles; }
+static double cycles_of_part(const Problem&, Operator) { return 1000; }
 const Engine kWgmmaEngine{"wgmma", refuse_all, nullptr, nullptr, nullptr};
-const Engine kGatherEngine{"gather", refuse_dilated, direct::workspace_bytes, launch_part, direct::describe};
+const Engine kGatherEngine{"gather",         refuse_dilated, direct::workspace_bytes, launch_part,
+                           direct::describe, nullptr,        cycles_of_part};
+const Engine kStemEngine{"stem", refuse_all, nullptr, nullptr, nullptr};
 const Engine kDepthwiseEngine{"depthwise", refuse_all, nullptr, nullptr, nullptr};
-const Engine kMmaEngine{"mma", refuse_all, nullptr, nullptr, nullptr};
+const Engine kPointwiseEngine{"pointwise", refuse_all, nullptr, nullptr, nullptr};
+const Engine kMmaEngine{"mma", refuse_parts, nullptr, nullptr, nullptr, nullptr, cycles_of_whole};
 }  // namespace modelnew
-extern "C" const char* dilated_yields(int op, const int64_t* fields) {
+extern "C" {
+void set_whole_cycles(double cycles) { modelnew::whole_cycles = cycles; }
+const char* dilated_yields(int op, const int64_t* fields) {
   return modelnew::dilated::yields(make_problem(fields), as_operator(op));
+}
 }
 """
 
@@ -6735,8 +6748,8 @@ def test_dilated_tests_see_what_is_wrong(mutation, dilated_shim):
     "case, operator, text",
     [
         (Case(2, 3, 9, 9, 4, 3, 3, dilation=(2, 2)), "wgrad", "outputs and input gradients only"),
-        (Case(2, 3, 9, 9, 4, 3, 3), "fprop", "dilated down the columns"),
-        (Case(2, 3, 9, 9, 4, 3, 3, dilation=(1, 2)), "fprop", "dilated down the columns"),
+        (Case(2, 3, 9, 9, 4, 3, 3), "fprop", "far apart only"),
+        (Case(2, 3, 9, 9, 4, 3, 3, dilation=(1, 2)), "fprop", "far apart only"),
         (Case(2, 3, 9, 9, 4, 3, 3, padding=(4, 4), dilation=(4, 4), stride=(2, 1)), "fprop", "a stride of 1"),
         (Case(2, 3, 9, 9, 4, 3, 3, padding=(1, 1), dilation=(4, 4)), "fprop", "as many rows as there are"),
         (Case(1, 3, 999, 1, 4, 2, 1, dilation=(300, 1)), "fprop", "up to 256"),
@@ -6749,14 +6762,23 @@ def test_dilated_says_what_it_refuses(dilated_shim, case, operator, text):
     assert text in refusal.decode()
 
 
-def test_dilated_yields_to_direct_where_parts_are_small(dilated_shim):
-    yields = dilated_shim.library.dilated_yields
-    yields.restype = ctypes.c_char_p
+def test_dilated_yields_to_who_is_as_fast(dilated_shim):
+    """To an engine that takes it whole, unless the estimates of parts are far less; or to direct, by the work."""
+    yields, set_whole = dilated_shim.library.dilated_yields, dilated_shim.library.set_whole_cycles
+    yields.restype, set_whole.argtypes = ctypes.c_char_p, [ctypes.c_double]
     for images, expected in ((1, b"direct is faster with little work in a part"), (32, None)):
         case = Case(images, 256, 28, 28, 256, 3, 3, padding=(24, 24), dilation=(24, 24))
         shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        assert yields(0, ShimEngine.fields(case, tensors, True)) == expected
+        fields = ShimEngine.fields(case, tensors, True)
+        assert yields(0, fields) == expected
+        parts = {1: 2, 32: 24}[images]
+        for cycles, faster in ((1400 * parts, False), (1600 * parts, True)):
+            set_whole(cycles)
+            try:
+                assert yields(0, fields) == (None if faster else b"an engine that takes it whole is as fast")
+            finally:
+                set_whole(0)
 
 
 # The stem engine without a GPU ----------------------------------------------------------------------------------------
@@ -9957,9 +9979,9 @@ def test_gpu_dilated_exact(case, layout, dtype):
 @gpu
 @hopper
 def test_gpu_dilated_runs_far_taps_of_networks():
-    """The pyramid of DeepLabV3, which nothing else but direct takes."""
+    """The pyramid of DeepLabV3."""
     x, w = torch.randn(8, 2048, 65, 65, device="cuda"), torch.randn(256, 2048, 3, 3, device="cuda")
-    for dilation in (24, 36):
+    for dilation in (12, 24, 36):
         settings = {"padding": dilation, "dilation": dilation}
         with tf32_switch(True):
             assert "\nforward: dilated; tf32" in modelnew.explain(x, w, **settings)

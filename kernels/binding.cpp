@@ -30,8 +30,8 @@ namespace {
 
 // Tried in this order: the first engine that neither refuses a problem nor yields it to a later one runs it; the last
 // one takes everything.
-const Engine* const kEngines[] = {&kWgmmaEngine,     &kGatherEngine, &kStemEngine,    &kDepthwiseEngine,
-                                  &kPointwiseEngine, &kMmaEngine,    &kDilatedEngine, &kDirectEngine};
+const Engine* const kEngines[] = {&kDilatedEngine,   &kWgmmaEngine,     &kGatherEngine, &kStemEngine,
+                                  &kDepthwiseEngine, &kPointwiseEngine, &kMmaEngine,    &kDirectEngine};
 
 using Pair = std::array<int64_t, 2>;
 

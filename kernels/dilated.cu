@@ -1,6 +1,7 @@
-// dilated engine: filters whose taps lie so far apart that no tile with its halo fits into shared memory, as where
-// networks that segment images look far around (3x3 filters with a dilation of 24 or 36). It has no kernel of its own:
-// other engines compute parts of the problem, whose filters are dilated along rows only.
+// dilated engine: filters whose taps lie so far apart that a tile with its halo fills shared memory with what few taps
+// read, or does not fit there at all, as where networks that segment images look around (3x3 filters with a dilation
+// of 4 to 36). It has no kernel of its own: other engines compute parts of the problem, whose filters are dilated along
+// rows only.
 //
 // First, taps that meet nothing but padding are left out: of a 3x3 filter with a dilation of 36 on 28x28 pixels one is
 // left. (So a weight of Inf or NaN that meets nothing but padding makes no NaN.)
@@ -14,9 +15,16 @@
 // A part is one phase of all images; or, if these are fewer launches, neighbouring phases of one image, which are the
 // images of a batch: from one to the next it is one row of x.
 //
-// Not measured yet. Of the 2703 convolutions of 183 networks (torchvision's, and one of each file of timm) four came to
-// the direct engine because their taps lie far apart, 2048 or 960 channels to 256, 28x28 and 14x14: 3.1% of all
-// multiply-adds, 237 GFLOP in one of them with 32 images, at some 28 TFLOP/s.
+// Not measured yet. By the engines' estimates (gather's erred by 15%, see there), 3x3, TF32, us, whole by the engine
+// that would take it / in parts by gather; direct has no estimate, but 237 GFLOP take it some 8 ms:
+//
+//   2048 channels to 256, 28x28, 32 images, dilation 6, 12, 18, 24   gather 894, gather 4400, mma 988, direct
+//                                                                    / 629, 712, 1203, 1345
+//   the same, 65x65, 8 images, dilation 6, 12, 18, 36                gather 2865, wgmma 10765, mma 4212, direct
+//                                                                    / 789, 893, 1117, 1434
+//   512 to 512, 65x65, 8 images, dilation 2 and 4                    gather 391 and 965 / 312 and 337
+//   512 to 512, 28x28, 32 images, dilation 2 and 4                   gather 204 and 241 / 228 and 278
+//   64 to 64, 256x256, 4 images, dilation 8 and 16                   gather 196, mma 90 / 129, 129
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -27,8 +35,9 @@
 namespace modelnew {
 namespace dilated {
 
-// Tried in this order.
-const Engine* const kTakers[] = {&kWgmmaEngine, &kGatherEngine, &kDepthwiseEngine, &kMmaEngine};
+// Tried in this order, that of all engines.
+const Engine* const kTakers[] = {&kWgmmaEngine,     &kGatherEngine,    &kStemEngine,
+                                 &kDepthwiseEngine, &kPointwiseEngine, &kMmaEngine};
 
 constexpr int kMostDilation = 256;  // so many launches at most
 
@@ -162,7 +171,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   const Problem& p = whole.problem;
   if (p.R == 0 || p.S == 0) return "it takes filters that meet the image";
   if (p.dilation_h == 1 && p.R == problem.R && p.S == problem.S)
-    return "it takes filters that are dilated down the columns, or have taps that meet nothing but padding";
+    return "it takes filters whose taps lie far apart only";
   if (p.dilation_h > 1) {
     if (p.stride_h != 1 && p.P > 1) return "it takes a stride of 1 down the columns only";
     if (p.dilation_h > std::min(p.H, p.P)) return "it takes dilations up to as many rows as there are";
@@ -173,13 +182,26 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return taken ? nullptr : "it has parts that no other engine takes";
 }
 
+// What parts have to gain by the estimates.
+constexpr double kWorthwhile = 1.5;
 // An estimate: direct multiplies and adds some 14 x 10^12 values a second, and a launch of gather takes 12 us and more.
 constexpr double kLeastOfPart = 1 << 28;  // multiply-adds, before idle taps are left out
 
 inline const char* yields(const Problem& problem, Operator op) {
-  return multiply_adds(problem) < kLeastOfPart * count_parts(problem, op)
-             ? "direct is faster with little work in a part"
-             : nullptr;
+  const Engine* const whole = taker_of(problem, op);
+  if (whole == nullptr)
+    return multiply_adds(problem) < kLeastOfPart * count_parts(problem, op)
+               ? "direct is faster with little work in a part"
+               : nullptr;
+  double cycles = 0;
+  const bool known = whole->cycles != nullptr && for_each_part(problem, op, [&](const Part& part) {
+                       const Engine* const taker = taker_of(part.problem, op);
+                       if (taker == nullptr || taker->cycles == nullptr) return false;
+                       cycles += taker->cycles(part.problem, op);
+                       return true;
+                     });
+  if (known && whole->cycles(problem, op) > kWorthwhile * cycles) return nullptr;
+  return "an engine that takes it whole is as fast";
 }
 
 inline Pointers pointers_of(const Part& part, Operator op, const Pointers& pointers) {

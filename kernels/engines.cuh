@@ -18,6 +18,8 @@ struct Engine {
   // Null, or why an engine further down the table is the faster one, for a problem that this one takes. Not asked where
   // the engine is forced. May be null itself.
   const char* (*yields)(const Problem&, Operator) = nullptr;
+  // How long a problem takes that this one takes, estimated, in cycles of an SM. May be null.
+  double (*cycles)(const Problem&, Operator) = nullptr;
 };
 
 // The direct engine's multiply-adds for another engine: tiles of fprop or dgrad of fp32 tensors, in full accuracy and

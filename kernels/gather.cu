@@ -2855,6 +2855,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
+inline double cycles(const Problem& problem, Operator op) { return plan_of(problem, op, Alignment{}).plan.cycles; }
+
 // By this engine (in a driver, a revision in the making) / by mma, us, TF32, H200, 2026-11-22, two images: 3x3 of 256
 // channels, 14x14 (2^27.8 multiply-adds), 25 / 25; of 64 channels, 56x56, 19 / 17; 1x1 of 1024 channels to 256, 14x14
 // (2^26.6), 21 / 14; four images of the latter and of 64 channels to 64, 56x56 (2^25.6), 21 / 21 and 12 / 11; of 3x3 of
@@ -3230,8 +3232,8 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
 }  // namespace gather
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-extern const Engine kGatherEngine{"gather",       gather::refusal,  gather::workspace_bytes,
-                                  gather::launch, gather::describe, gather::yields};
+extern const Engine kGatherEngine{"gather",         gather::refusal, gather::workspace_bytes, gather::launch,
+                                  gather::describe, gather::yields,  gather::cycles};
 #endif
 
 }  // namespace modelnew

@@ -1250,6 +1250,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
+inline double cycles(const Problem& problem, Operator op) { return plan_of(problem, op, Alignment{}).plan.cycles; }
+
 // Tiles have at least 16 output channels. By this engine / by direct, us, fp32, H200, 2026-11-22, commit 296e213: 1x1
 // of 64 channels to 2, an image of 512x512, 36 / 27; 8 images of 256x256, 3x3 of 16 channels to 3, 73 / 65; 9x9 of 64
 // channels to 3, 2369 / 939; one of 8x8, 3x3 of 4 channels to 4, 7 / 10.
@@ -1398,7 +1400,8 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
 }  // namespace mma
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-extern const Engine kMmaEngine{"mma", mma::refusal, mma::workspace_bytes, mma::launch, mma::describe, mma::yields};
+extern const Engine kMmaEngine{"mma",         mma::refusal, mma::workspace_bytes, mma::launch,
+                               mma::describe, mma::yields,  mma::cycles};
 #endif
 
 }  // namespace modelnew

@@ -2879,6 +2879,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
+inline double cycles(const Problem& problem, Operator op) { return plan_of(problem, op, Alignment{}).plan.cycles; }
+
 // By this engine / by mma, us, fp32, H200, 2026-11-22, commit 296e213: 3x3 of 64 channels, 56x56, 1, 4 and 8 images,
 // 39, 42 and 45 / 14, 32 and 57; 3x3 of 256 channels, 32x32, one image (2^29.2 multiply-adds) 71 / 43; 1x1 of 128
 // channels to 512, 64x64, one and four images (2^30) 32 and 53 / 20 and 61.
@@ -3197,8 +3199,8 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
 }  // namespace wgmma
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-extern const Engine kWgmmaEngine{"wgmma",       wgmma::refusal,  wgmma::workspace_bytes,
-                                 wgmma::launch, wgmma::describe, wgmma::yields};
+extern const Engine kWgmmaEngine{"wgmma",         wgmma::refusal, wgmma::workspace_bytes, wgmma::launch,
+                                 wgmma::describe, wgmma::yields,  wgmma::cycles};
 #endif
 
 }  // namespace modelnew
