@@ -6799,6 +6799,10 @@ int simt_mutation = 0;  // the number of the one that takes place, see with_muta
 
 #include "stem.cu"
 bool modelnew::direct_has_points(const Problem&, Operator) { return false; }
+static double mma_cycles = 1e18;
+static double cycles_of_mma(const modelnew::Problem&, modelnew::Operator) { return mma_cycles; }
+static const char* never_refuse(const modelnew::Problem&, modelnew::Operator) { return nullptr; }
+const modelnew::Engine modelnew::kMmaEngine{"mma", never_refuse, nullptr, nullptr, nullptr, nullptr, cycles_of_mma};
 """
     + PROBLEM_FROM_FIELDS
     + r"""
@@ -6976,6 +6980,7 @@ const char* stem_seen() {
   for (const std::string& kind : seen) all += kind + "\n";
   return all.c_str();
 }
+void set_mma_cycles(double cycles) { mma_cycles = cycles; }
 double stem_cycles(int op, const int64_t* fields, uint64_t x, uint64_t, uint64_t y) {
   const Problem problem = make_problem(fields);
   const Operator which = static_cast<Operator>(op);
@@ -7186,6 +7191,18 @@ def test_stem_says_what_it_refuses(stem_plans, case, operator, settings, text):
 def test_stem_yields_to_what_is_faster(stem_plans, case, text):
     for tf32 in (False, True):
         check_refusal(stem_plans("yields", "fprop", case, tf32=tf32), text)
+
+
+def test_stem_yields_where_mma_is_far_faster(stem_plans):
+    cycles = stem_plans("cycles", "fprop", STEM_CASE, *[ctypes.c_uint64(0)] * 3)
+    set_mma_cycles = stem_plans.library.set_mma_cycles
+    set_mma_cycles.argtypes = [ctypes.c_double]
+    try:
+        for share, text in ((0.51, None), (0.49, "filters that fill shared memory")):
+            set_mma_cycles(share * cycles)
+            check_refusal(stem_plans("yields", "fprop", STEM_CASE), text)
+    finally:
+        set_mma_cycles(1e18)
 
 
 STEM_SHIM_ENTRY_POINTS = (
