@@ -211,6 +211,38 @@ SUITES: dict[str, tuple[Case, ...]] = {
         Case("c384", 1, 384, 384, 7, 7, 14, 14, pad=3, groups=384),
         Case("c768", 1, 768, 768, 7, 7, 7, 7, pad=3, groups=768),
     ),
+    # DeepLabV3 on ResNet-50, torchvision's, on images of 520x520: what it has at an eighth of their size. These are
+    # layers 3 and 4, dilated instead of strided, and what follows but for the branch of a single pixel.
+    "deeplab": (
+        Case("d3.0.conv1", 1, 512, 256, 1, 1, 65, 65),
+        Case("d3.0.conv2", 1, 256, 256, 3, 3, 65, 65, pad=1),
+        Case("d3.down", 1, 512, 1024, 1, 1, 65, 65),
+        Case("d3.conv3", 1, 256, 1024, 1, 1, 65, 65),
+        Case("d3.1.conv1", 1, 1024, 256, 1, 1, 65, 65),
+        Case("d3.1.conv2", 1, 256, 256, 3, 3, 65, 65, pad=2, dilation=2),
+        Case("d4.0.conv1", 1, 1024, 512, 1, 1, 65, 65),
+        Case("d4.0.conv2", 1, 512, 512, 3, 3, 65, 65, pad=2, dilation=2),
+        Case("d4.down", 1, 1024, 2048, 1, 1, 65, 65),
+        Case("d4.conv3", 1, 512, 2048, 1, 1, 65, 65),
+        Case("d4.1.conv1", 1, 2048, 512, 1, 1, 65, 65),
+        Case("d4.1.conv2", 1, 512, 512, 3, 3, 65, 65, pad=4, dilation=4),
+        Case("aspp1", 1, 2048, 256, 1, 1, 65, 65),
+        Case("aspp12", 1, 2048, 256, 3, 3, 65, 65, pad=12, dilation=12),
+        Case("aspp24", 1, 2048, 256, 3, 3, 65, 65, pad=24, dilation=24),
+        Case("aspp36", 1, 2048, 256, 3, 3, 65, 65, pad=36, dilation=36),
+        Case("project", 1, 1280, 256, 1, 1, 65, 65),
+        Case("classify", 1, 256, 21, 1, 1, 65, 65),
+    ),
+    # The 3x3 convolutions of ResNeXt-101 32x8d, in 32 groups of 8 to 64 channels.
+    "resnext": (
+        Case("x256", 1, 256, 256, 3, 3, 56, 56, pad=1, groups=32),
+        Case("x512s2", 1, 512, 512, 3, 3, 56, 56, stride=2, pad=1, groups=32),
+        Case("x512", 1, 512, 512, 3, 3, 28, 28, pad=1, groups=32),
+        Case("x1024s2", 1, 1024, 1024, 3, 3, 28, 28, stride=2, pad=1, groups=32),
+        Case("x1024", 1, 1024, 1024, 3, 3, 14, 14, pad=1, groups=32),
+        Case("x2048s2", 1, 2048, 2048, 3, 3, 14, 14, stride=2, pad=1, groups=32),
+        Case("x2048", 1, 2048, 2048, 3, 3, 7, 7, pad=1, groups=32),
+    ),
     # KernelBench's level 1, by the number of the problem, as of its commit 423217d; 86 is a pair of convolutions.
     "kernelbench": (
         Case("kb50", 256, 3, 96, 11, 11, 224, 224, stride=4, pad=2, bias=True),
@@ -243,6 +275,8 @@ DEFAULTS: dict[str, Defaults] = {
     "unet": Defaults(batches=(1, 16), repeats=15, rest_ms=0),
     "mobilenet": Defaults(batches=(128,), repeats=15, rest_ms=0),
     "convnext": Defaults(batches=(128,), repeats=15, rest_ms=0),
+    "deeplab": Defaults(batches=(1, 8), repeats=15, rest_ms=0),
+    "resnext": Defaults(batches=(1, 32), repeats=15, rest_ms=0),
     "kernelbench": Defaults(repeats=15),
 }
 

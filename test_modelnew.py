@@ -10765,9 +10765,9 @@ def test_bench_floor_counts_what_must_move(case):
     assert floor.ms == max(floor.memory_ms, floor.arithmetic_ms)
 
 
-def square(C: int, K: int, R: int, H: int, stride: int = 1, groups: int = 1) -> bench.Case:
+def square(C: int, K: int, R: int, H: int, stride: int = 1, groups: int = 1, dilation: int = 1) -> bench.Case:
     """A layer as most networks have them, padded so that only the stride shrinks the image."""
-    return bench.Case("", 1, C, K, R, R, H, H, stride, R // 2, 1, groups)
+    return bench.Case("", 1, C, K, R, R, H, H, stride, R // 2 * dilation, dilation, groups)
 
 
 def resnet50() -> Iterator[bench.Case]:
@@ -10810,7 +10810,38 @@ def convnext() -> Iterator[bench.Case]:
     return (square(96 << stage, 96 << stage, 7, 56 >> stage, groups=96 << stage) for stage in range(4))
 
 
-@pytest.mark.parametrize("network", [resnet50, unet, mobilenet, convnext], ids=lambda network: network.__name__)
+def deeplab() -> Iterator[bench.Case]:
+    """From layer 3 on, whose first block has the dilation of the layer before, as layer 4's."""
+    C, H, dilation = 512, 65, 1
+    for width, blocks in ((256, 6), (512, 3)):
+        for block in range(blocks):
+            yield square(C, width, 1, H)
+            yield square(width, width, 3, H, dilation=dilation)
+            if block == 0:
+                yield square(C, 4 * width, 1, H)
+                dilation *= 2
+            C = 4 * width
+            yield square(width, C, 1, H)
+    yield square(C, 256, 1, H)
+    yield from (square(C, 256, 3, H, dilation=rate) for rate in (12, 24, 36))
+    yield square(5 * 256, 256, 1, H)
+    yield square(256, 256, 3, H)
+    yield square(256, 21, 1, H)
+
+
+def resnext() -> Iterator[bench.Case]:
+    """The 3x3 ones."""
+    H = 56
+    for width, blocks, first_stride in ((256, 3, 1), (512, 4, 2), (1024, 23, 2), (2048, 3, 2)):
+        for stride in [first_stride] + [1] * (blocks - 1):
+            yield square(width, width, 3, H, stride, 32)
+            H //= stride
+
+
+NETWORKS = [resnet50, unet, mobilenet, convnext, deeplab, resnext]
+
+
+@pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.__name__)
 def test_bench_has_every_convolution_of_a_network_once(network):
     listed = [dataclasses.replace(case, name="") for case in bench.SUITES[network.__name__]]
     assert len(listed) == len(set(listed))
