@@ -6750,6 +6750,7 @@ def test_dilated_tests_see_what_is_wrong(mutation, dilated_shim):
         (Case(2, 3, 9, 9, 4, 3, 3, dilation=(2, 2)), "wgrad", "outputs and input gradients only"),
         (Case(2, 3, 9, 9, 4, 3, 3), "fprop", "far apart only"),
         (Case(2, 3, 9, 9, 4, 3, 3, dilation=(1, 2)), "fprop", "far apart only"),
+        (Case(2, 3, 1, 9, 4, 3, 3, padding=(1, 1), dilation=(1, 2)), "fprop", "far apart only"),  # idle, but near
         (Case(2, 3, 9, 9, 4, 3, 3, padding=(4, 4), dilation=(4, 4), stride=(2, 1)), "fprop", "a stride of 1"),
         (Case(2, 3, 9, 9, 4, 3, 3, padding=(1, 1), dilation=(4, 4)), "fprop", "as many rows as there are"),
         (Case(1, 3, 999, 1, 4, 2, 1, dilation=(300, 1)), "fprop", "up to 256"),

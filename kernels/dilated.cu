@@ -3,8 +3,8 @@
 // of 4 to 36). It has no kernel of its own: other engines compute parts of the problem, whose filters are dilated along
 // rows only.
 //
-// First, taps that meet nothing but padding are left out: of a 3x3 filter with a dilation of 36 on 28x28 pixels one is
-// left. (So a weight of Inf or NaN that meets nothing but padding makes no NaN.)
+// First, taps that meet nothing but padding are left out along an axis that is dilated: of a 3x3 filter with a dilation
+// of 36 on 28x28 pixels one is left. (So a weight of Inf or NaN that meets nothing but padding makes no NaN.)
 //
 // Then, row p of y reads rows p + r*d of x, d being the dilation down the columns. Rows that are d apart, a phase, are
 // an image of their own, whose rows follow one another, and need no others of x than those of one phase as well:
@@ -53,6 +53,7 @@ struct Taps {
 };
 
 inline Taps busy_taps(int size, int outputs, int taps, int stride, int pad, int dilation) {
+  if (dilation == 1) return {0, taps};
   const int64_t last_output = int64_t{outputs - 1} * stride;
   const int64_t first = std::max<int64_t>(0, ceil_div(pad - last_output, dilation));
   const int64_t last = std::min<int64_t>(taps - 1, (int64_t{size} - 1 + pad) / dilation);
