@@ -21,9 +21,8 @@
 #include <optional>
 #include <string>
 
-#include "device.cuh"
+#include "choice.cuh"
 #include "engines.cuh"
-#include "memo.cuh"
 
 namespace modelnew {
 namespace {
@@ -206,12 +205,6 @@ at::MemoryFormat output_format(const at::Tensor& x, const at::Tensor& w) {
 
 // ---- Engines ----
 
-// Null, or why an engine that is not forced does not run the problem.
-const char* reason_against(const Engine& engine, const Problem& problem, Operator op) {
-  const char* const refusal = engine.refusal(problem, op);
-  return refusal != nullptr || engine.yields == nullptr ? refusal : engine.yields(problem, op);
-}
-
 const Engine& engine_for(const Problem& problem, Operator op, const Engine* forced) {
   if (forced != nullptr) {
     const char* refusal = forced->refusal(problem, op);
@@ -219,16 +212,8 @@ const Engine& engine_for(const Problem& problem, Operator op, const Engine* forc
                                                 name_of(op), " of this problem: ", refusal));
     return *forced;
   }
-  // Remembered, because to ask every engine takes as long as to launch one.
   thread_local Memo<const Engine*> memo;
-  int sms = 0;
-  const int gpu = find_gpu(sms);
-  const Engine* const chosen = memo.get(key_of(problem, op, 0, 0, 0, gpu, sms), [&]() -> const Engine* {
-    for (const Engine* engine : kEngines) {
-      if (reason_against(*engine, problem, op) == nullptr) return engine;
-    }
-    return nullptr;
-  });
+  const Engine* const chosen = first_of(kEngines, problem, op, memo);
   TORCH_CHECK_NOT_IMPLEMENTED(chosen != nullptr,
                               concatenate("modelnew: no engine takes the ", name_of(op), " of this problem"));
   return *chosen;

@@ -29,6 +29,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "choice.cuh"
 #include "engines.cuh"
 #include "problem.cuh"
 
@@ -152,12 +153,8 @@ bool for_each_part(const Problem& problem, Operator op, const Use& use) {
 
 // Who computes a part, or null.
 inline const Engine* taker_of(const Problem& problem, Operator op) {
-  for (const Engine* engine : kTakers) {
-    if (engine->refusal(problem, op) == nullptr &&
-        (engine->yields == nullptr || engine->yields(problem, op) == nullptr))
-      return engine;
-  }
-  return nullptr;
+  thread_local Memo<const Engine*> memo;
+  return first_of(kTakers, problem, op, memo);
 }
 
 inline int count_parts(const Problem& problem, Operator op) {

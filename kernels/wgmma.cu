@@ -2854,6 +2854,7 @@ struct Planned {
   Correlation of;
   Plan plan, again;  // again: where the plan is contained in one part
   bool found;
+  int sms;
 };
 
 // To plan takes 2 to 7 us on the host, which asks twice a call.
@@ -2867,6 +2868,7 @@ inline const Planned& plan_of(const Problem& problem, Operator op, const Alignme
     planned.found = make_plan(planned.of, precision_of(problem, op), device, address, -1, planned.plan);
     if (planned.found && planned.plan.contained == 1)
       planned.found = plan_again(planned.of, device, address, planned.plan, planned.again);
+    planned.sms = device.sms;
     return planned;
   });
 }
@@ -3090,7 +3092,6 @@ struct Call {
   const Problem& problem;
   const Pointers& pointers;
   const Planned& planned;
-  int sms;
 };
 
 // Contained operands in one part or two, and what does not fit into them again: with TF32 operands, or by FFMA.
@@ -3133,7 +3134,7 @@ inline cudaError_t run_contained(const Call& call, Params& params, cudaStream_t 
                         plan.tile_q};
     Pointers pointers = call.pointers;
     pointers.workspace = part(layout.packed_again);
-    return launch_listed(call.op, call.problem, pointers, list, call.sms, stream);
+    return launch_listed(call.op, call.problem, pointers, list, call.planned.sms, stream);
   }
   error = run_packed<Contained>(params, stream);
   if (error != cudaSuccess) return error;
@@ -3160,9 +3161,7 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   params.out_ptr = pointers.out;
   const Planned& planned = plan_of(problem, op, alignment_of(op, pointers));
   if (!planned.found) return cudaErrorInvalidConfiguration;
-  int sms = 0;
-  find_gpu(sms);
-  return run_plan({op, problem, pointers, planned, sms}, params, stream);
+  return run_plan({op, problem, pointers, planned}, params, stream);
 }
 
 #endif  // launchers
