@@ -2564,7 +2564,7 @@ enum cudaDeviceAttr {
 };
 inline int stand_in_capability = 90;  // 0: no GPU at all
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = stand_in_capability;  // what a device is capable of never changes
   return stand_in_capability != 0 ? cudaSuccess : cudaErrorNoDevice;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
@@ -4576,6 +4576,10 @@ GATHER_MUTATIONS = {
     ),
     "counts parts from anywhere": left_out("params.zero_ptr[i] = 0;"),
     "contains rows of weights before they are measured": left_out("__syncthreads();  // all have seen their weights"),
+    "contains rows of weights from the row beside": (
+        "staged + in_block * contain.row_pitch + (in_order",
+        "staged + (in_block ^ MUTATED) * contain.row_pitch + (in_order",
+    ),
     "contains x before all of it is there": (
         "if constexpr (VECTOR != 8) {\n    __syncthreads();",
         "if constexpr (VECTOR != 8) {\n    if (!MUTATED) __syncthreads();",

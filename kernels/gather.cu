@@ -412,6 +412,10 @@ struct Listed {
 constexpr int kPackThreads = 256;
 constexpr int kSampleBlocks = 32;
 constexpr int kSamples = 1 << 16;
+// Of contain_kernel: rows of weights of a block, and its shared memory with them, of three blocks an SM and of more.
+constexpr int kMostRowsOfBlock = 8;
+constexpr size_t kMostStagedBytes = 75 * 1024, kFewStagedBytes = 20 * 1024;
+constexpr size_t kMagnitudeBytes = kMostRowsOfBlock * sizeof(uint32_t);
 
 // Where that lies in the workspace.
 struct Guard {
@@ -439,17 +443,23 @@ struct Params {
 
 struct SampleParams {
   const void* in_ptr;
+  const void* fours_ptr;  // of values of x, if it has no gaps: so many
+  int64_t fours;          // or 0
   Correlation of;
   Guard guard;
   uint32_t* zero_ptr;  // words that are to be zeros before the main kernel counts in them
   int zeros;
 };
 
+// How a row of weights comes to shared memory: by fours or single values as they lie in w, side by side; or in the
+// order in which they are packed, from anywhere; or not at all, if it is too long.
+enum class RowLoads : int { kFours, kSingle, kPieces, kNone };
+
 struct ContainParams {
   PackParams pack;
-  int rows;         // of packed weights, of all groups
-  int row_threads;  // of a row: 32 to 256
-  int row_blocks;
+  int rows_of_block, row_blocks;  // of packed weights
+  RowLoads row_loads;
+  int row_words, row_pitch;  // in shared memory
   CopyParams copy;
   Guard guard;
 };
@@ -835,32 +845,50 @@ __global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams par
 
 // -- Sample x: what its scale is to be --
 
-// Places all over x, the same in every call: rows at even distances, a column drawn for each.
+// Places all over x, the same in every call: of values without gaps by fours, each drawn from its part of all of them;
+// else rows at even distances, a column drawn for each. (Microseconds until the last block has sampled, 32 images of
+// layers of a ResNet-50, by the GPU's clock: fours 1.9 to 2.2; single values, whose loads come behind the first ones of
+// contain_kernel, 4.6 to 10.9. To sample in the first blocks of that kernel, for which the others wait with their loads
+// under way: 4.1 to 5.8, and 0 to 2 us more a call than so. H200, 2026-11-23.)
 __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_constant__ SampleParams params) {
   extern __shared__ __align__(16) uint8_t modelnew_gather_sample_smem[];
   uint32_t& largest = *reinterpret_cast<uint32_t*>(modelnew_gather_sample_smem);
   hopper::launch_dependents();
   const Correlation& of = params.of;
   const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
+  constexpr int kEach = kSamples / kSampleBlocks / kPackThreads;
+  uint32_t words[kEach];
+  if (params.fours > 0) {
+#pragma unroll
+    for (int i = 0; i < kEach; i += 4) {
+      const uint32_t number = (i / 4 * kSampleBlocks + block) * kPackThreads + thread, drawn = number * 0x9e3779b9u;
+      const uint64_t fours = params.fours, part = fours / (kSamples / 4);
+      const uint64_t place = number * fours / (kSamples / 4) + (drawn * part >> 32);
+      const uint4 four = static_cast<const uint4*>(params.fours_ptr)[place];
+      words[i] = four.x;
+      words[i + 1] = four.y;
+      words[i + 2] = four.z;
+      words[i + 3] = four.w;
+    }
+  } else {
+    const int64_t channels = static_cast<int64_t>(of.groups) * of.in_channels;
+    const uint64_t rows = of.N * channels * of.H;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const uint32_t number = (i * kSampleBlocks + block) * kPackThreads + thread;
+      const uint32_t drawn = number * 0x9e3779b9u ^ number >> 7;
+      const uint64_t row = (number * rows + drawn % kSamples * rows / kSamples) / kSamples;
+      const int64_t line = divide(static_cast<int64_t>(row), of.H), image = divide(line, channels);
+      const int64_t column = static_cast<uint64_t>(drawn * 0x85ebca6bu) * of.W >> 32;
+      words[i] = static_cast<const uint32_t*>(
+          params.in_ptr)[image * of.in_stride[0] + (line - image * channels) * of.in_stride[1] +
+                         (static_cast<int64_t>(row) - line * of.H) * of.in_stride[2] + column * of.in_stride[3]];
+    }
+  }
   if (block == 0 && thread == 0) *params.guard.control = {0, 0, 0};
   for (int i = block * kPackThreads + thread; i < params.zeros; i += kSampleBlocks * kPackThreads)
     params.zero_ptr[i] = 0;
-  const int64_t channels = static_cast<int64_t>(of.groups) * of.in_channels;
-  const uint64_t rows = of.N * channels * of.H;
-  constexpr int kEach = kSamples / kSampleBlocks / kPackThreads;
   if (thread == 0) largest = 0;
-  uint32_t words[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const uint32_t number = (i * kSampleBlocks + block) * kPackThreads + thread;
-    const uint32_t drawn = number * 0x9e3779b9u ^ number >> 7;
-    const uint64_t row = (number * rows + drawn % kSamples * rows / kSamples) / kSamples;
-    const int64_t line = divide(static_cast<int64_t>(row), of.H), image = divide(line, channels);
-    const int64_t column = static_cast<uint64_t>(drawn * 0x85ebca6bu) * of.W >> 32;
-    words[i] = static_cast<const uint32_t*>(
-        params.in_ptr)[image * of.in_stride[0] + (line - image * channels) * of.in_stride[1] +
-                       (static_cast<int64_t>(row) - line * of.H) * of.in_stride[2] + column * of.in_stride[3]];
-  }
   __syncthreads();  // it is zero
   uint32_t magnitude = 0;
 #pragma unroll
@@ -877,62 +905,96 @@ __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_const
 // -- Contain: weights as above, and x to [pixel][channel], scaled and rounded to what fits into fp16 --
 
 // The scale of x, two to the power of `exponent`: room for four times as much as the sample has. Of nothing but zeros
-// there any scale will do. False: there is none.
+// there any scale will do. False: there is none. Blocks load what they contain before they wait for it.
 __device__ __forceinline__ bool find_scale(const Guard& guard, int& exponent) {
   static_assert(kSampleBlocks == 32, "one of each lane");
+  hopper::wait_for_prerequisites();
   const uint32_t magnitude = hopper::warp_max(guard.samples[threadIdx.x % 32]);
   return scale_exponent(magnitude >> 23, 13, exponent) || magnitude == 0;
 }
 
 // A block packs some rows of the weights, each scaled by the power of two that takes its largest one to 2^14..2^15.
-__device__ __forceinline__ void contain_rows(const ContainParams& contain, uint32_t* magnitudes) {
+// First all of them come to shared memory, a row after the other; then neighbouring threads pack the same piece of
+// neighbouring rows, which lie side by side.
+__device__ __forceinline__ void contain_rows(const ContainParams& contain, uint8_t* smem) {
   const PackParams& params = contain.pack;
-  const int row_threads = contain.row_threads;
-  const int in_block = static_cast<int>(threadIdx.x) / row_threads;
-  const int first = static_cast<int>(threadIdx.x) % row_threads;
-  const int row = static_cast<int>(blockIdx.x) * (kPackThreads / row_threads) + in_block;
-  const int row_pieces = row < contain.rows ? params.row_pieces : 0;
-  if (threadIdx.x < kPackThreads / 32) magnitudes[threadIdx.x] = 0;
-  __syncthreads();  // they have their first values
-  // The first piece that a thread packs is kept; of longer rows it loads the rest twice.
-  float kept[8] = {}, values[8];
-  uint32_t magnitude = 0;
-  const auto measure = [&](const float (&of_piece)[8]) {
+  const Correlation& of = params.of;
+  uint32_t* const magnitudes = reinterpret_cast<uint32_t*>(smem);
+  float* const staged = reinterpret_cast<float*>(smem + kMagnitudeBytes);
+  const int rows = contain.rows_of_block, row_threads = kPackThreads / rows;
+  const int first_row = static_cast<int>(blockIdx.x) * rows;
+  const float* const w = static_cast<const float*>(params.w_ptr);
+  float values[8];
+  if (threadIdx.x < kMostRowsOfBlock) magnitudes[threadIdx.x] = 0;
+  {
+    const int in_block = static_cast<int>(threadIdx.x) / row_threads;
+    const int first = static_cast<int>(threadIdx.x) % row_threads;
+    const int row = first_row + in_block, row_words = contain.row_words;
+    const float* const from = w + int64_t{row} * of.w_stride_out;
+    const bool exists = row < of.out_channels;
+    float* const to = staged + in_block * contain.row_pitch;
+    const uint32_t to_smem = hopper::smem_address(to);
+    if (contain.row_loads == RowLoads::kFours) {
+      for (int i = 4 * first; i < row_words; i += 4 * row_threads)
+        hopper::copy_async<16>(to_smem + 4 * i, from + i, exists ? 16 : 0);
+    } else if (contain.row_loads == RowLoads::kSingle) {
+      for (int i = first; i < row_words; i += row_threads)
+        hopper::copy_async<4>(to_smem + 4 * i, from + i, exists ? 4 : 0);
+    } else if (contain.row_loads == RowLoads::kPieces) {
+      for (int number = first; number < params.row_pieces; number += row_threads) {
+        const PackedPiece piece = locate_piece(params, 8, row, number);
 #pragma unroll
-    for (float value : of_piece) magnitude = max(magnitude, float_bits(value) & 0x7fffffff);
-  };
-  if (first < row_pieces) load_weights(params, locate_piece(params, 8, row, first), kept);
-  measure(kept);
+        for (int c = 0; c < 8; ++c)
+          hopper::copy_async<4>(to_smem + 32 * number + 4 * c, w + piece.from + c * of.w_stride_in,
+                                piece.channel + c < of.in_channels ? 4 : 0);
+      }
+    }
+    hopper::copies_commit();
+    hopper::copies_wait<0>();
+    __syncthreads();  // all of it is there, and so are first values of magnitudes
+    uint32_t magnitude = 0;
+    const auto see = [&](float value) { magnitude = max(magnitude, float_bits(value) & 0x7fffffff); };
+    if (contain.row_loads == RowLoads::kNone) {
 #pragma unroll 2
-  for (int number = first + row_threads; number < row_pieces; number += row_threads) {
-    load_weights(params, locate_piece(params, 8, row, number), values);
-    measure(values);
+      for (int number = first; number < params.row_pieces; number += row_threads) {
+        load_weights(params, locate_piece(params, 8, row, number), values);
+        for (float value : values) see(value);
+      }
+    } else {
+      for (int i = first; i < row_words; i += row_threads) see(to[i]);
+    }
+    magnitude = hopper::warp_max(magnitude);  // a warp has one row
+    if (threadIdx.x % 32 == 0) atomicMax(&magnitudes[in_block], magnitude);
   }
-  magnitude = hopper::warp_max(magnitude);  // a warp has one row
-  if (threadIdx.x % 32 == 0) atomicMax(&magnitudes[in_block], magnitude);
   __syncthreads();  // all have seen their weights
 
-  hopper::wait_for_prerequisites();  // nobody reads earlier weights any more, and the sample has been taken
   // Inf and NaN have no scale either.
-  magnitude = magnitudes[in_block];
+  const int in_block = static_cast<int>(threadIdx.x) % rows, first = static_cast<int>(threadIdx.x) / rows;
+  const int row = first_row + in_block;
+  const uint32_t magnitude = magnitudes[in_block];
   int exponent = 0;
   const bool scaled = scale_exponent(magnitude >> 23, 14, exponent) || magnitude == 0;
   const float scale = power_of_two(exponent);
+  const bool in_order = contain.row_loads == RowLoads::kPieces;
+  const int step = in_order ? 1 : static_cast<int>(of.w_stride_in);
   Watch watch;
-  const auto pack = [&](int number, const float (&of_piece)[8]) {
+  for (int number = first; number < params.row_pieces; number += row_threads) {
+    const PackedPiece piece = locate_piece(params, 8, row, number);
+    if (contain.row_loads == RowLoads::kNone) {
+      load_weights(params, piece, values);
+    } else {
+      const int64_t from_start = piece.from - int64_t{row} * of.w_stride_out;
+      const float* const of_piece = staged + in_block * contain.row_pitch + (in_order ? 8 * number : from_start);
 #pragma unroll
-    for (float value : of_piece) watch.see(float_bits(value));
-    const auto pair = [&](int c) { return contain_pair(float_bits(of_piece[c]), float_bits(of_piece[c + 1]), scale); };
+      for (int c = 0; c < 8; ++c) values[c] = piece.channel + c < of.in_channels ? of_piece[c * step] : 0.0f;
+    }
+#pragma unroll
+    for (float value : values) watch.see(float_bits(value));
+    const auto pair = [&](int c) { return contain_pair(float_bits(values[c]), float_bits(values[c + 1]), scale); };
     const uint4 packed = make_uint4(pair(0), pair(2), pair(4), pair(6));
     watch.see_contained(packed);
-    static_cast<uint4*>(params.packed_ptr)[locate_piece(params, 8, row, number).to] = packed;
-  };
-  if (first < row_pieces) pack(first, kept);
-  for (int number = first + row_threads; number < row_pieces; number += row_threads) {
-    load_weights(params, locate_piece(params, 8, row, number), values);
-    pack(number, values);
+    static_cast<uint4*>(params.packed_ptr)[piece.to] = packed;
   }
-  if (row >= contain.rows) return;
   // One factor, a normal number, undoes both scales.
   int x_exponent;
   const bool fits = find_scale(contain.guard, x_exponent) && scaled && watch.fits(least_contained(exponent, 1)) &&
@@ -1051,7 +1113,6 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
       }
     }
   }
-  hopper::wait_for_prerequisites();  // the sample has been taken, and nobody reads an earlier copy any more
   int x_exponent;
   if (!find_scale(params.guard, x_exponent) && thread == 0) params.guard.control->all_again = 1;
   if (block == 0 && thread == 0) params.guard.control->x_exponent = x_exponent;
@@ -1113,7 +1174,7 @@ __global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_c
   hopper::launch_dependents();
   const int block = static_cast<int>(blockIdx.x) - params.row_blocks;
   if (block < 0)
-    contain_rows(params, reinterpret_cast<uint32_t*>(modelnew_gather_contain_smem));
+    contain_rows(params, modelnew_gather_contain_smem);
   else
     contain_points<VECTOR>(params, block, *reinterpret_cast<ContainShared*>(modelnew_gather_contain_smem));
 #endif
@@ -1153,9 +1214,29 @@ static_assert(kLastPlace + 8 <= kBarrierBytes, "room for all");
 
 // -- Copy weights: packed -> w ring, by one thread --
 
+// But for those on the list.
+__device__ __forceinline__ bool are_contained(const Control& control) {
+  return control.all_again == 0 && control.listed <= kMostListed;
+}
+
+// Who needs what the kernels before write waits here, with all else at hand: what comes from memory for the first time,
+// code and parameters, takes its time. False: operands are not contained, but should be, and all is done again.
+template <typename Format>
+__device__ __forceinline__ bool wait_for_operands(const Params& params, int* x_exponent = nullptr) {
+  hopper::wait_for_prerequisites();
+  if constexpr (Format::CONTAINED) {
+    const Control control = *params.guard.control;
+    if (x_exponent != nullptr) *x_exponent = control.x_exponent;
+    return are_contained(control);
+  }
+  return true;
+}
+
+template <typename Format>
 __device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
   RingPosition at;
+  bool waits = true;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const Tile tile = locate_tile(plan, unit);
     const Phases& phases = params.of.phases;
@@ -1163,6 +1244,8 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
     const int stages = stages_before(phases, tile.first_block + tile.blocks) - before;
     const int64_t first = (static_cast<int64_t>(tile.group) * plan.tiles_n + tile.n_block) * plan.iterations + before;
     const uint8_t* from = static_cast<const uint8_t*>(params.packed_ptr) + first * plan.w_stage_bytes;
+    if (waits && !wait_for_operands<Format>(params)) return;
+    waits = false;
     for (int i = 0; i < stages; ++i) {
       hopper::barrier_wait_idly(shared.w_empty(at.slot()), at.parity() ^ 1);
       hopper::barrier_arrive_expecting(shared.w_full(at.slot()), plan.w_stage_bytes);
@@ -1517,12 +1600,14 @@ __device__ __forceinline__ void convert_stages(const Params& params, const Share
 
 // Boxes of the channels of a stage, by one warp: each lane orders some. They are of slots that follow one another in
 // memory, or rows of slots. PHASES: of a stage's phase of x itself, whose channels are the same in all phases.
-template <bool PHASES>
+template <typename Format, bool PHASES>
 __device__ __forceinline__ void load_boxes(const Params& params, const Shared& shared, int channels_a_stage) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int lane = threadIdx.x % 32, phases = phases_of(of.phases), log_phases = phases == 1 ? 0 : 2;
   const int boxes = plan.x_boxes, box_bytes = plan.box_slots * 128;
+  bool waits = plan.copied;
+  if (lane == 0) hopper::prefetch_map(params.in_map);
   RingPosition at;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const Tile tile = locate_tile(plan, unit);
@@ -1530,6 +1615,8 @@ __device__ __forceinline__ void load_boxes(const Params& params, const Shared& s
     const int first_slot = static_cast<int>(
         plan.points ? tile.first : (image * of.H + (tile.first - image * of.P) * plan.row_step) * of.W);
     int phase = tile.first_block & (phases - 1);
+    if (waits && !wait_for_operands<Format>(params)) return;
+    waits = false;
     for (int block = tile.first_block; block < tile.first_block + tile.blocks; ++block) {
       const uint32_t stage = shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes;
       const int channel = tile.group * of.in_channels + phase * (PHASES ? 0 : of.in_channels >> log_phases) +
@@ -2104,8 +2191,17 @@ __device__ __forceinline__ bool meet(const Params& params, const Tile& tile, vol
   return true;
 }
 
+// Weights for the kernel that does all again, by the warps that have nothing to multiply then.
+__device__ __forceinline__ void pack_for_again(const Params& params) {
+  constexpr int kThreadsOfBlock = 2 * 128;
+  const int threads = static_cast<int>(gridDim.x) * kThreadsOfBlock;
+  for (int number = static_cast<int>(blockIdx.x) * kThreadsOfBlock + threadIdx.x; number < params.other_pack.count;
+       number += threads)
+    pack_piece<Tf32>(params.other_pack, number);
+}
+
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
-__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, int x_exponent, uint8_t* smem) {
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem) {
   constexpr bool kPlanes = sizeof(typename Format::Stored) == 4 && PIECES >= kLeastPointPieces &&
                            SOURCE != Source::kBoxes && SOURCE != Source::kPhases && SOURCE != Source::kChannels;
   constexpr bool kNothingElse = kPlanes && SOURCE == Source::kPixels;
@@ -2114,6 +2210,9 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const int warpgroup = WARPGROUPS == 1 ? 0 : hopper::uniform(threadIdx.x / 128);
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
   const bool planes = kNothingElse || (kPlanes && plan.planes);
+  [[maybe_unused]] int x_exponent = 0;
+  [[maybe_unused]] bool waits = true;
+  if (plan.boxes && threadIdx.x == 0) hopper::prefetch_map(params.out_map);
   Rings rings;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const Tile tile = locate_tile(plan, unit);
@@ -2127,6 +2226,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       } else {
         x_offset[mb] = slot_of_output(of, plan, tile, image, m + lane % 16);
       }
+    }
+    if constexpr (Format::CONTAINED) {
+      if (waits && !wait_for_operands<Format>(params, &x_exponent)) return pack_for_again(params);
+      waits = false;
     }
     Sums<TILE_N, BLOCKS_M> acc;
     if (plan.resident) rings.w = {};  // the first stages have come, for good
@@ -2231,30 +2334,6 @@ __device__ __forceinline__ void mend(const Params& params, int count, MendShared
   }
 }
 
-// Whether the block is to multiply. With contained operands that is what the kernels before it have found: otherwise it
-// packs weights for the kernel that does all of it. That one mends what these have left, where it has not to do all.
-template <typename Format>
-__device__ __forceinline__ bool is_to_multiply(const Params& params, uint8_t* smem, int& x_exponent) {
-  if constexpr (Format::CONTAINED || Format::AGAIN) {
-    hopper::wait_for_prerequisites();
-    const Control control = *params.guard.control;
-    const bool contained = control.all_again == 0 && control.listed <= kMostListed;
-    x_exponent = control.x_exponent;
-    if constexpr (Format::AGAIN) {
-      if (contained && control.listed != 0)
-        mend(params, static_cast<int>(control.listed), *reinterpret_cast<MendShared*>(smem));
-      return !contained;
-    } else if (!contained) {
-      const int threads = static_cast<int>(gridDim.x) * kThreads;
-      for (int number = static_cast<int>(blockIdx.x) * kThreads + threadIdx.x; number < params.other_pack.count;
-           number += threads)
-        pack_piece<Tf32>(params.other_pack, number);
-      return false;
-    }
-  }
-  return true;
-}
-
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
 __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROUPS))
     gather_kernel(const __grid_constant__ Params params) {
@@ -2273,33 +2352,39 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
     }
     hopper::fence_async();
   }
-  int x_exponent = 0;
-  if (!is_to_multiply<Format>(params, modelnew_gather_smem + kBarrierBytes, x_exponent)) return;
+  if constexpr (Format::AGAIN) {
+    hopper::wait_for_prerequisites();
+    const Control control = *params.guard.control;
+    if (are_contained(control)) {
+      const int count = static_cast<int>(control.listed);
+      if (count != 0) mend(params, count, *reinterpret_cast<MendShared*>(modelnew_gather_smem + kBarrierBytes));
+      return;
+    }
+  }
   __syncthreads();  // barriers are ready
   if (threadIdx.x < 128 * WARPGROUPS) {
     hopper::registers_take<Format::multiply_registers(WARPGROUPS)>();
-    multiply<Format, TILE_N, BLOCKS_M, PIECES, WARPGROUPS, SOURCE>(params, shared, x_exponent, modelnew_gather_smem);
+    multiply<Format, TILE_N, BLOCKS_M, PIECES, WARPGROUPS, SOURCE>(params, shared, modelnew_gather_smem);
   } else {
     // All of this warpgroup, before some of them wait or leave.
     hopper::registers_give_back<Format::gather_registers(WARPGROUPS)>();
     const int warp = hopper::uniform(threadIdx.x / 32 % 4);
     // x, y and the bias are nothing that packing writes: only who needs packed weights and what comes with them waits.
     if (warp == kGatherWarps) {
-      hopper::wait_for_prerequisites();
-      if (threadIdx.x % 32 == 0) copy_weights(params, shared);
+      if (threadIdx.x % 32 == 0) copy_weights<Format>(params, shared);
       return;
     }
-    if (params.plan.copied) hopper::wait_for_prerequisites();
     constexpr bool kAny = SOURCE == Source::kAny;
     [[maybe_unused]] constexpr int kPixels = 64 * WARPGROUPS * BLOCKS_M;
     const Plan& plan = params.plan;
     [[maybe_unused]] int32_t* const table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
     if constexpr (SOURCE == Source::kBoxes || SOURCE == Source::kPhases || kAny) {
       if (!kAny || plan.in_boxes) {
-        if (warp == 0) load_boxes<SOURCE == Source::kPhases>(params, shared, PIECES * Format::CHANNELS);
+        if (warp == 0) load_boxes<Format, SOURCE == Source::kPhases>(params, shared, PIECES * Format::CHANNELS);
         return;
       }
     }
+    if (plan.copied) hopper::wait_for_prerequisites();
     if constexpr (SOURCE == Source::kSingle || kAny) {
       if (!kAny || plan.loads == Loads::kSingle)
         return gather_stages<Format, Loads::kSingle, kPixels>(params, shared, table);
@@ -2864,8 +2949,8 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 constexpr double kLeastAgainstMma = 1 << 28;
 
 // Tiles have 64 output channels and more, and stages 32 input channels, all of one group; those of mma have 16 and 8.
-// Not measured: by the estimates of both, this engine's / mma's, 32 images, us, 8 channels a group, 28x28, 512 channels,
-// 441 / 131; 112x112, 48 channels, stride 2, 208 / 51; 16 a group, 28x28, 128 channels, 55 / 30; 14x14, 1024 channels,
+// Not measured: by the estimates of both, this engine's / mma's, 32 images, us, 8 channels a group, 28x28, 512
+// channels, 441 / 131; 112x112, 48 channels, stride 2, 208 / 51; 16 a group, 28x28, 128 channels, 55 / 30; 14x14, 1024 channels,
 // 119 / 69; but 7x7, 784 channels, 31 / 42; 24 a group, 28x28, 216 channels, 64 / 64.
 constexpr int kFewOfGroup = 16, kLeastPixelsOfGroups = 14 * 14;
 
@@ -3098,6 +3183,23 @@ cudaError_t run_packed(const PackParams& pack, const Correlation& planned, void*
   return run_tiles<Format>(params, stream);
 }
 
+// How many values these are if they lie side by side in memory, in any order; or 0.
+template <int COUNT>
+int64_t values_side_by_side(const int64_t (&sizes)[COUNT], const int64_t (&strides)[COUNT]) {
+  int64_t values = 1;
+  for (int i = 0; i < COUNT; ++i) {
+    for (int j = 0; j < COUNT; ++j) {
+      if (sizes[j] > 1 && strides[j] == values) {
+        values *= sizes[j];
+        break;
+      }
+    }
+  }
+  int64_t all = 1;
+  for (int64_t size : sizes) all *= size;
+  return values == all ? values : 0;
+}
+
 inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy, const Plan& again,
                                  const WorkspaceLayout& layout, uint8_t* workspace, Params& params,
                                  cudaStream_t stream) {
@@ -3110,22 +3212,47 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
   guard.list = reinterpret_cast<Listed*>(workspace + layout.list);
   guard.w_factors = reinterpret_cast<float*>(workspace + layout.w_factors);
   params.copy = copy_params(of, copy, in_ptr, workspace + layout.copied);
-  const SampleParams sample{in_ptr, of, guard, pack.zero_ptr, pack.zeros};
+  const uint64_t address = reinterpret_cast<uint64_t>(in_ptr);
+  SampleParams sample{in_ptr, nullptr, 0, of, guard, pack.zero_ptr, pack.zeros};
+  const int64_t in_sizes[] = {of.N, int64_t{of.groups} * of.in_channels, of.H, of.W};
+  const int64_t before_fours = (16 - address % 16) % 16 / 4;
+  if (const int64_t values = values_side_by_side(in_sizes, of.in_stride)) {
+    sample.fours_ptr = static_cast<const float*>(in_ptr) + before_fours;
+    sample.fours = std::max<int64_t>(values - before_fours, 0) / 4;
+  }
   sample_kernel<<<kSampleBlocks, kPackThreads, sizeof(uint32_t), stream>>>(sample);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
 
   ContainParams contain{};
   contain.pack = pack;
-  contain.rows = static_cast<int>(packed_rows(of, plan.tile_n));
-  contain.row_threads = 32;
-  while (contain.row_threads < kPackThreads && pack.row_pieces > 2 * contain.row_threads) contain.row_threads *= 2;
-  contain.row_blocks = static_cast<int>(ceil_div(contain.rows, kPackThreads / contain.row_threads));
+  const int64_t row_sizes[] = {of.in_channels, of.R, of.S};
+  const int64_t row_strides[] = {of.w_stride_in, of.w_stride_r, of.w_stride_s};
+  const int64_t side_by_side = values_side_by_side(row_sizes, row_strides);
+  const int64_t row_words = side_by_side > 0 ? side_by_side : 8 * int64_t{pack.row_pieces};
+  const int64_t row_pitch = ceil_div(row_words, 4) * 4 + 4;  // another bank for each row
+  const auto staged_bytes = [&](int count) { return kMagnitudeBytes + count * row_pitch * sizeof(float); };
+  // A block stages little where x is most of what is read: all blocks have so much less of the L1 cache.
+  const bool few_values = of.N * of.H * of.W < int64_t{of.out_channels} * of.R * of.S;
+  const size_t most_staged_bytes = few_values ? kMostStagedBytes : kFewStagedBytes;
+  int& rows = contain.rows_of_block = kMostRowsOfBlock;
+  while (rows > 1 && rows * pack.row_pieces > 2 * kPackThreads) rows /= 2;
+  if (rows == 1 && staged_bytes(1) > kFewStagedBytes && staged_bytes(2) <= most_staged_bytes) rows = 2;
+  contain.row_blocks = static_cast<int>(packed_rows(of, plan.tile_n)) / rows;
+  const bool staged = staged_bytes(rows) <= most_staged_bytes;
+  const bool fours =
+      side_by_side % 4 == 0 && of.w_stride_out % 4 == 0 && reinterpret_cast<uint64_t>(pack.w_ptr) % 16 == 0;
+  contain.row_loads = !staged             ? RowLoads::kNone
+                      : side_by_side == 0 ? RowLoads::kPieces
+                      : fours             ? RowLoads::kFours
+                                          : RowLoads::kSingle;
+  contain.row_words = static_cast<int>(row_words);
+  contain.row_pitch = static_cast<int>(row_pitch);
+  const size_t smem_bytes = std::max(sizeof(ContainShared), staged ? staged_bytes(rows) : kMagnitudeBytes);
   contain.copy = params.copy;
   contain.guard = guard;
   // What lies side by side in x.
   const Correlation& source = contain.copy.of;
-  const uint64_t address = reinterpret_cast<uint64_t>(in_ptr);
   const auto multiples = [&](int of_what) {
     return of.in_stride[0] % of_what == 0 && of.in_stride[2] % of_what == 0 && address % (4 * of_what) == 0;
   };
@@ -3147,8 +3274,10 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
                          : vector == 4 ? contain_kernel<4>
                          : vector == 2 ? contain_kernel<2>
                                        : contain_kernel<1>;
+  error = cudaFuncSetAttribute(contain_x, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
+  if (error != cudaSuccess) return error;
   error = hopper::launch_early(contain_x, static_cast<unsigned>(contain.row_blocks + contain.copy.blocks), kPackThreads,
-                               sizeof(ContainShared), stream, contain);
+                               static_cast<int>(smem_bytes), stream, contain);
   if (error != cudaSuccess) return error;
 
   params.in_ptr = workspace + layout.copied;
