@@ -2604,7 +2604,9 @@ int64_t modelnew::listed_workspace_bytes(const Problem&, Operator) { return 1234
 // Engines further down the table, which take everything or nothing.
 static bool others_refuse = false;
 static const char* refuse(const Problem&, Operator) { return others_refuse ? "it is told to" : nullptr; }
-const Engine modelnew::kGatherEngine{"gather", refuse, nullptr, nullptr, nullptr};
+static double others_cycles = 1e30;
+static double estimate(const Problem&, Operator) { return others_cycles; }
+const Engine modelnew::kGatherEngine{"gather", refuse, nullptr, nullptr, nullptr, nullptr, estimate};
 const Engine modelnew::kMmaEngine{"mma", refuse, nullptr, nullptr, nullptr};
 
 static const Guard kNoGuard{};
@@ -2799,6 +2801,7 @@ static std::string fault_of(const Correlation& of, const Plan& plan, int bytes) 
 extern "C" {
 void set_capability(int capability) { stand_in_capability = capability; }
 void let_others_refuse(bool refuse) { others_refuse = refuse; }
+void let_others_take(double cycles) { others_cycles = cycles; }
 const char* wgmma_yields(int op, const int64_t* fields) {
   return yields(make_problem(fields), static_cast<Operator>(op));
 }
@@ -3897,6 +3900,15 @@ static std::string fault_of_phases(const Correlation& of, const Correlation& own
   return stages_before(phases, blocks_c) == blocks_c / 4 * of.R * of.S ? "" : "stages of all blocks";
 }
 
+// Groups as they are multiplied: several as one, of 64 channels, where there are so many.
+static std::string fault_of_groups(const Correlation& of, const Correlation& own) {
+  const int several = of.groups > 1 && 64 % of.in_channels == 0 ? 64 / of.in_channels : 1;
+  if (own.merged != (of.groups % several == 0 ? several : 1)) return "groups as one";
+  const bool all = own.groups * own.merged == of.groups && own.in_channels == own.merged * of.in_channels &&
+                   own.out_channels == own.merged * of.out_channels;
+  return all ? "" : "channels of groups as one";
+}
+
 static void note(const Correlation& of, const Plan& plan) {
   if (simt_mutation != 0) return;  // kinds are those of the engine as it is
   const char* const loads[] = {"single", "pixels", "channels"};
@@ -3913,6 +3925,7 @@ static void note(const Correlation& of, const Plan& plan) {
   }
   if (plan.contained) {
     seen.insert(kind + ", contained" + (of.in_channels % 8 ? ", channels filled up" : ""));
+    if (of.groups > 1) seen.insert(merged(of).merged > 1 ? "contained, groups as one" : "contained, groups");
     if (plan.splits > 1) seen.insert(kind + ", contained, tiles in parts");
     if (phases_of(copied(of).phases) > 1) {
       const char* const by = !plan.dense_slots ? ", by rows" : plan.x_boxes > 1 ? ", by boxes" : ", by a box";
@@ -3936,11 +3949,14 @@ static void note(const Correlation& of, const Plan& plan) {
 // As it is for problems that it takes.
 static bool mma_refuses = false;
 static const char* refuse(const Problem&, Operator) { return mma_refuses ? "it is told to" : nullptr; }
-const Engine modelnew::kMmaEngine{"mma", refuse, nullptr, nullptr, nullptr};
+static double mma_cycles = 0;
+static double estimate(const Problem&, Operator) { return mma_cycles; }
+const Engine modelnew::kMmaEngine{"mma", refuse, nullptr, nullptr, nullptr, nullptr, estimate};
 
 extern "C" {
 void set_capability(int capability) { stand_in_capability = capability; }
 void let_mma_refuse(bool refuses) { mma_refuses = refuses; }
+void let_mma_take(double cycles) { mma_cycles = cycles; }
 int gather_divide(int number, int by) { return quotient(number, make_divisor(by)); }
 const char* gather_yields(int op, const int64_t* fields) {
   return yields(make_problem(fields), static_cast<Operator>(op));
@@ -3988,8 +4004,9 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
     }
     any = true;
     note(of, plan);
-    const auto packed = [&](const Plan& all) {
-      return int64_t{of.groups} * all.tiles_n * all.iterations * all.w_stage_bytes;
+    const Correlation grouped = plan.contained ? merged(of) : of;
+    const auto packed = [](const Correlation& groups, const Plan& all) {
+      return int64_t{groups.groups} * all.tiles_n * all.iterations * all.w_stage_bytes;
     };
     const int64_t partial =
         plan.splits > 1 ? (plan.units - plan.whole_tiles) * int64_t{4} * tile_pixels(plan) * plan.tile_n : 0;
@@ -4000,22 +4017,24 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
       return ((2 * (outputs - 1) + taps - 1 - pad) >> 1) - (-pad >> 1) + 1;
     };
     const int64_t fours = of.N * pairs(of.P, of.R, of.pad_h) * pairs(of.Q, of.S, of.pad_w);
-    const int64_t copied_x = phased           ? fours * 4 * ceil_div(of.in_channels, 64) * 128
-                             : plan.contained ? pixels * ceil_div(of.in_channels, 8) * 16
+    const int64_t copied_x = phased           ? fours * 4 * grouped.groups * ceil_div(grouped.in_channels, 64) * 128
+                             : plan.contained ? pixels * grouped.groups * ceil_div(grouped.in_channels, 8) * 16
                              : plan.copied  ? pixels * of.groups * of.in_channels * bytes
                                             : 0;
-    const int64_t rows = packed_rows(of, plan.tile_n), packed_again = plan.contained ? packed(again) : 0;
+    const int64_t rows = packed_rows(grouped, plan.tile_n), packed_again = plan.contained ? packed(of, again) : 0;
     const WorkspaceLayout layout = workspace_layout(of, plan, again, bytes);
-    fault = fault_of_layout(layout, plan, rows, packed(plan), packed_again, copied_x, partial);
+    fault = fault_of_layout(layout, plan, rows, packed(grouped, plan), packed_again, copied_x, partial);
+    if (plan.contained && fault.empty()) fault = fault_of_groups(of, grouped);
     if (plan.contained && contained_bytes(of) < copied_x) fault = "bytes of the copy";
-    if (plan.contained && fault.empty()) fault = fault_of_phases(of, copied(of), 64, plan.blocks_c);
+    if (plan.contained && fault.empty()) fault = fault_of_phases(grouped, copied(of), 64, plan.blocks_c);
     if (plan.in_phases && fault.empty()) fault = fault_of_phases(of, in_phases(of), 32, plan.blocks_c);
     if (plan.in_phases && (of.groups != 1 || of.flipped || of.in_channels % 4 || of.in_stride[1] != 1))
       fault = "phases of another tensor";
     const Source source = source_of_plan(plan);
     if (bytes == 4 ? source == Source::kAny : shape > 1 || plan.in_phases) fault = "no such kernel";
     if (bytes == 4 && shape >= 0 && !(kTileShapes[shape].sources & bit(source))) fault = "no kernel of this shape";
-    if (plan.contained && (bytes != 4 || of.groups != 1)) fault = "operands that are not to be contained";
+    const bool between_groups = of.groups != 1 && grouped.in_channels % 64 != 0;
+    if (plan.contained && (bytes != 4 || between_groups)) fault = "operands that are not to be contained";
     if (plan.contained && !checked_again && fault.empty()) {
       checked_again = true;
       fault = has_again ? fault_of_plan(of, again, bytes, bytes, in, out, shuffler) : "nothing to do all again";
@@ -4074,8 +4093,8 @@ GATHER_PLAN_MUTATIONS = {
         "dense_points && (MUTATED || address.in % (4 * in_bytes) == 0)",
     ),
     "a workspace without room for weights": (
-        "layout.packed + aligned(packed_bytes(of, plan));",
-        "layout.packed + (MUTATED ? 0 : aligned(packed_bytes(of, plan)));",
+        "layout.packed + aligned(packed_bytes(plan.contained ? merged(of) : of, plan));",
+        "layout.packed + (MUTATED ? 0 : aligned(packed_bytes(plan.contained ? merged(of) : of, plan)));",
     ),
     "packed tiles that start a line too early": (
         "const int most_skipped = plan.packed ? of.Q",
@@ -4089,7 +4108,7 @@ GATHER_PLAN_MUTATIONS = {
         "aligned(kMostListed * static_cast",
         "aligned(kMostListed / (MUTATED ? 2 : 1) * static_cast",
     ),
-    "a copy whose channels are not filled up": left_out("result.in_channels = (of.in_channels + 7) / 8 * 8;"),
+    "a copy whose channels are not filled up": left_out("result.in_channels = (source.in_channels + 7) / 8 * 8;"),
     "a workspace without room for the copy": (
         "layout.copied + aligned(bytes_of_copy);",
         "layout.copied + aligned(bytes_of_copy / (MUTATED ? 2 : 1));",
@@ -4105,6 +4124,10 @@ GATHER_PLAN_MUTATIONS = {
     "a workspace without room for counters": (
         "aligned(4 * plan.warpgroups * cut);",
         "aligned(MUTATED ? 0 : 4 * plan.warpgroups * cut);",
+    ),
+    "groups as one whose channels fill more than a stage": (
+        "kContainedBlock / of.in_channels;",
+        "kContainedBlock / of.in_channels * (MUTATED ? 2 : 1);",
     ),
     "points that skip what their copy has not": left_out("result.stride_h = result.stride_w = 1;"),
     "lines of the copy too short": ("result.W * channels;", "(result.W - MUTATED) * channels;"),
@@ -4214,19 +4237,20 @@ FEW_OF_GROUP = "mma is faster with few channels a group"
         (GROUPS, "dgrad", torch.float32, FEW_OF_GROUP),
         (GROUPS, "fprop", torch.float16, None),
         (dataclasses.replace(GROUPS, N=4), "fprop", torch.float32, "mma is faster with few multiply-adds"),
-        (dataclasses.replace(GROUPS, C=1024, K=1024), "fprop", torch.float32, FEW_OF_GROUP),
-        (dataclasses.replace(GROUPS, C=1088), "fprop", torch.float32, None),
-        (dataclasses.replace(GROUPS, K=1088), "fprop", torch.float32, None),
+        (dataclasses.replace(GROUPS, C=4032, K=4032), "fprop", torch.float32, FEW_OF_GROUP),
+        (dataclasses.replace(GROUPS, C=4096), "fprop", torch.float32, None),
+        (dataclasses.replace(GROUPS, K=4096), "fprop", torch.float32, None),
         (dataclasses.replace(GROUPS, C=16, K=16, N=256, groups=1), "fprop", torch.float32, None),
-        # Few pixels: of y, or of x.
-        (dataclasses.replace(GROUPS, N=256, H=7, W=7), "fprop", torch.float32, None),
-        (dataclasses.replace(GROUPS, N=256, H=13, W=13, padding=(2, 2)), "fprop", torch.float32, FEW_OF_GROUP),
-        (dataclasses.replace(GROUPS, N=256, H=13, W=13, padding=(2, 2)), "dgrad", torch.float32, None),
     ],
     ids=str,
 )
 def test_gather_yields_to_mma(gather_plans, case, operator, dtype, reason):
     assert gather_plans("yields", operator, case, dtype) == reason
+    gather_plans.library.let_mma_take(ctypes.c_double(1e30))
+    try:
+        assert gather_plans("yields", operator, case, dtype) == (None if reason == FEW_OF_GROUP else reason)
+    finally:
+        gather_plans.library.let_mma_take(ctypes.c_double(0))
     gather_plans.library.let_mma_refuse(True)
     try:
         assert gather_plans("yields", operator, case, dtype) is None
@@ -4298,6 +4322,8 @@ GATHER_KINDS = {
         for kind in ("points", "windows")
         for how in ("", ", channels filled up", ", tiles in parts")
     ),
+    "contained, groups",
+    "contained, groups as one",
     "phases of points",
     "phases of points, tiles in parts",
     *(f"phases of windows, by {boxes}" for boxes in ("a box", "boxes", "rows")),
@@ -4579,6 +4605,14 @@ GATHER_MUTATIONS = {
     "contains rows of weights from the row beside": (
         "staged + in_block * contain.row_pitch + (in_order",
         "staged + (in_block ^ MUTATED) * contain.row_pitch + (in_order",
+    ),
+    "contains weights of the next group as this one's": (
+        "piece.first <= c && c < piece.end ? of_piece",
+        "(MUTATED || piece.first <= c) && c < piece.end ? of_piece",
+    ),
+    "mends outputs of other groups": (
+        "misfit.c < least || misfit.c >=",
+        "(!MUTATED && misfit.c < least) || misfit.c >=",
     ),
     "contains x before all of it is there": (
         "if constexpr (VECTOR != 8) {\n    __syncthreads();",
@@ -4876,7 +4910,8 @@ def test_gather_shim_exact(gather_shim, number, layout, dtype):
         assert fault == "", f"{operator} of {case}, shape {shape}, seed {seed}: {fault}"
 
 
-# Points, also at a stride and beyond the edge, and windows; channels in eights and not; several tiles, and stages.
+# Points, also at a stride and beyond the edge, and windows; channels in eights and not; several tiles, and stages;
+# groups, several as one and one by one.
 GATHER_SHIM_CONTAINED_CASES = [
     (Case(3, 40, 12, 12, 72, 1, 1), "fprop"),
     (Case(2, 75, 9, 13, 24, 1, 1, stride=(2, 3), padding=(1, 0)), "fprop"),
@@ -4885,6 +4920,10 @@ GATHER_SHIM_CONTAINED_CASES = [
     (Case(9, 17, 5, 6, 130, 3, 3, stride=(2, 2), padding=(1, 1)), "fprop"),
     (Case(3, 64, 7, 7, 40, 3, 3, padding=(1, 1)), "dgrad"),
     (Case(2, 72, 17, 21, 16, 2, 3, stride=(3, 1), dilation=(1, 2)), "fprop"),
+    (Case(2, 64, 9, 10, 72, 3, 3, padding=(1, 1), groups=8), "fprop"),
+    (Case(3, 128, 7, 8, 72, 3, 3, padding=(1, 1), groups=4), "fprop"),
+    (Case(2, 96, 8, 9, 128, 1, 1, groups=4), "dgrad"),
+    (Case(2, 128, 6, 7, 260, 2, 2, groups=2), "fprop"),
 ]
 
 
@@ -4912,6 +4951,8 @@ GATHER_SHIM_PHASED_CASES = [
     Case(2, 72, 20, 6, 16, 2, 3, padding=(1, 0)),
     Case(2, 16, 33, 30, 24, 3, 3, padding=(0, 1)),
     Case(1, 16, 5, 300, 24, 3, 3, padding=(1, 1)),
+    Case(3, 128, 9, 10, 48, 3, 3, padding=(1, 1), groups=4),
+    Case(2, 128, 7, 8, 72, 2, 2, padding=(1, 0), groups=2),
 ]
 GATHER_SHIM_PHASED_CASES = [dataclasses.replace(case, stride=(2, 2)) for case in GATHER_SHIM_PHASED_CASES]
 
@@ -5018,8 +5059,12 @@ ADVERSE_GATHER_CASES = [
     ("fprop", Case(3, 70, 13, 14, 72, 3, 3, stride=(2, 2), padding=(1, 1)), "contiguous"),
     ("fprop", Case(5, 16, 9, 12, 40, 5, 4, stride=(2, 2), padding=(0, 3)), "channels_last"),
     ("fprop", Case(2, 33, 11, 9, 24, 2, 2, stride=(2, 2), padding=(1, 0)), "contiguous"),
+    ("fprop", Case(3, 128, 9, 10, 40, 3, 3, padding=(1, 1), groups=8), "contiguous"),
+    ("fprop", Case(3, 128, 11, 9, 48, 3, 3, stride=(2, 2), padding=(1, 1), groups=4), "channels_last"),
+    ("dgrad", Case(2, 96, 8, 9, 128, 1, 1, groups=4), "contiguous"),
 ]
 ADVERSE_PHASES = 7  # the first of them with phases
+ADVERSE_GROUPS = 10  # and with groups
 
 
 @pytest.mark.parametrize("number, kind", [*enumerate(ADVERSE)])
@@ -5236,7 +5281,8 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
     if "copies" in mutation:
         cases = [(Case(9, 136, 7, 7, 300, 1, 1), "contiguous", torch.float32)]
     if re.match("contains|leaves|mends", mutation):
-        number = ADVERSE_PHASES if "phase" in mutation else 1 if "eights" in mutation else 2
+        kinds = {"phase": ADVERSE_PHASES, "group": ADVERSE_GROUPS, "eights": 1}
+        number = next((number for kind, number in kinds.items() if kind in mutation), 2)
         with mutated(gather_shim.library, GATHER_MUTATIONS, mutation), pytest.raises(AssertionError):
             check_mending(gather_shim, number, 1e-9, seeds=range(6))
         return

@@ -2922,6 +2922,10 @@ inline const char* yields(const Problem& problem, Operator op) {
   if (!uses_tf32(problem, op) && problem.dtype == DType::kFloat32 && multiply_adds(problem) < kLeastAgainstMma &&
       kMmaEngine.refusal(problem, op) == nullptr)
     return "mma is faster with few multiply-adds";
+  if (problem.groups > 1 && std::max(problem.C, problem.K) / problem.groups < kGroupChannels &&
+      uses_tf32(problem, op) && kGatherEngine.refusal(problem, op) == nullptr &&
+      kGatherEngine.cycles(problem, op) < cycles(problem, op))
+    return "gather is faster with few channels a group";
   const bool points = problem.R == 1 && problem.S == 1;
   const double of_x = static_cast<double>(problem.N) * problem.C * problem.H * problem.W;
   const double of_y = static_cast<double>(problem.N) * problem.K * problem.P * problem.Q;
