@@ -98,22 +98,35 @@
 //   sample ---> contain: weights, copy of x, list ---> gather ---> again: nothing, or the list, or all
 //
 // That pays for filters larger than 1x1 with 64 channels (channels_last: 128) or more, for 1x1 with far more
-// multiplications than values, and at a stride, where x would be copied anyway; the estimate decides (H200, 2026-11-22,
-// the first line 2026-11-23, NCHW, us, the best plan of each in a driver, a revision in the making: contained, TF32;
-// cuDNN by bench.py):
+// multiplications than values, and at a stride, where x would be copied anyway; the estimate decides (H200, NCHW, us,
+// the best plan of each in a driver, revisions in the making: contained, 2026-11-23; TF32, 2026-11-22; cuDNN by
+// bench.py):
 //
 //                                      256 images          32 images
-//   3x3 64 to 64, 56x56              238   297   495     44   48   84
-//   3x3 128 to 128, 28x28            162   211   284     38   42   55
-//   3x3 256 to 256, 28x28, stride 2  198   280   303     44   53   62
-//   3x3 256 to 256, 14x14            128   159   219     35   43   52
-//   3x3 512 to 512, 7x7              124   174   200     48   55   64
-//   1x1 512 to 2048, 7x7             106   124   166     34   31   36
-//   1x1 1024 to 2048, 14x14, str. 2  183   240   327     46   50   59
+//   3x3 64 to 64, 56x56              234   297   495     41   48   84
+//   3x3 128 to 128, 28x28            145   211   284     32   42   55
+//   3x3 256 to 256, 28x28, stride 2  189   280   303     39   53   62
+//   3x3 256 to 256, 14x14            119   159   219     30   43   52
+//   3x3 512 to 512, 7x7              111   174   200     37   55   64
+//   1x1 512 to 2048, 7x7              95   124   166     28   31   36
+//   1x1 1024 to 2048, 14x14, str. 2  172   240   327     40   50   59
 //
 // (To convert x in registers on its way to the tensor cores, at every tap anew, took 218, 152 and 165 us in the third
-// to the fifth line, 256 images: the tensor cores waited for it.) In a profiler, where launches do not overlap, sample
-// takes 6 us, contain 10 to 22 and again 3 of 32 images of 3x3 layers; contain moves 3.3 TB/s of 256 images of 14x14.
+// to the fifth line, 256 images: the tensor cores waited for it.) By the GPU's clock, in us, 3x3 256 to 256, 14x14, 32
+// images: x is sampled at 2, all is contained at 7, what multiplies starts at 8 to 9 and ends at 26, again ends at 27;
+// 512 to 512, 7x7: 2, 11, 12, 34, 34; events around the call say 30 and 38.
+//
+// Groups of up to 64 channels are always contained (fp32), several as one of 64 channels if there are so many, with
+// zeros for the weights between them (merged). A copy of x holds nothing but finite values, whose products with zeros
+// are zeros; of what is on the list each output has its own group's products added. 3x3, 32 groups, 32 images, TF32
+// operands, by this engine or wgmma / so / cuDNN, us, bench.py, H200, 2026-11-23, NCHW and channels_last:
+//
+//   256 channels, 56x56            313 / 126 / 236      - / 124 / 119
+//   512, 28x28                       - /  70 / 133      - /  68 /  68
+//   1024, 14x14                     64 /  51 /  83     49 /  46 /  43
+//   2048, 7x7                       43 /  38 /  61     36 /  33 /  33
+//   2048, 14x14, stride 2           68 /  58 /  85     66 /  52 /  34
+//
 // With tensors of 16 bits the same loop reaches 640 to 770 TFLOP/s where there are many tiles.
 //
 // What bounds it with TF32 operands (H200, 2026-11-22, 256 images, us, packing included, revisions in the making before
@@ -184,8 +197,18 @@
 //   - 2 to 16 batches of images, whose copy stays in the L2 cache: each adds 5 to 15 us, and none is faster for it.
 //   - Each warp of contain_kernel by itself, without shared memory, 4 KB of loads under way: the same, or up to 3 us
 //     more.
-//   - `again` takes 1.8 to 2.9 us at the end of a call, with one block as with 132, and sample 2.8 at its start, with
-//     128 blocks as with 32.
+//   - `again` takes 1.8 to 2.9 us at the end of a call, with one block as with 132.
+//   - Who waits for the kernel before does it as late as it can, with its first tile worked out: that took 1 to 1.7 us
+//     from the wait on, as code and parameters come from memory for the first time. All parameters loaded at once, at
+//     the start: no difference.
+//   - A row of weights in shared memory at once, in blocks of 9 or 18 KB, instead of loading it twice: 512 to 512, 7x7,
+//     32 images, 43 / 37. In 37 KB, neighbouring threads of neighbouring rows: 41, and 256 to 256, 28x28, stride 2, 256
+//     images, 189 / 217, as contain_kernel's blocks have less of the L1 cache, in which they meet sectors again. But
+//     where weights are most of what is read, pairs of long rows, whose pieces are whole sectors: 1024 to 1024, 32x32,
+//     one image, 77 / 64.
+//   - Before a call is timed the L2 cache is full of what has been written, as in bench.py, and as a call leaves it: to
+//     read 26, 51 and 103 MB then takes 14.3, 22.3 and 36.6 us, 11.5, 16.7 and 28.5 where it is full of what has only
+//     been read.
 //
 // Tiles, outputs and slots are found without a division (Divisors). That, and boxes of channels_last that each warp
 // stages for itself, took 2 to 4% less, in the mean over a ResNet-50's layers (H200, 2026-11-23, in a driver).
@@ -649,8 +672,8 @@ MODELNEW_HOST_DEVICE inline void separate(const Correlation& of, int block_chann
   result.in_channels = phases_of(phases) * blocks * block_channels;
 }
 
-// Several groups of few channels as one with those of a stage, where its weights are zeros between channels of different
-// groups. Contained operands only: Inf or NaN, which would make NaN of these zeros, are never among them.
+// Several groups of few channels as one with those of a stage, where its weights are zeros between channels of
+// different groups. Contained operands only: Inf or NaN, which would make NaN of these zeros, are never among them.
 MODELNEW_HOST_DEVICE inline Correlation merged(const Correlation& of) {
   Correlation result = of;
   if (of.groups == 1 || kContainedBlock % of.in_channels != 0) return result;
@@ -2561,7 +2584,8 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
 // Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, in up to
 // 4 parts of the reduction, fp32, 32 and 256 images, both memory formats, H200, 2026-11-22 (revisions in the making):
 // 1616 times, of which it is 15% off (root mean square). What it chooses is 1.9% slower than the fastest, on average.
-// What is about contained operands was set by hand afterwards, from the same layers and those of a U-Net; two stages
+// What is about contained operands was set by hand afterwards, from the same layers and those of a U-Net, and again
+// 2026-11-23, when a call with them took 3 to 4 us less, by 10 layers with 8 and 16 images; two stages
 // of kTileShapes (640 and 1632 cycles) 2026-11-23, from 2966 times of all tiles, since stores and loops had changed:
 // for 99 problems what is chosen then is 0.7% slower than the fastest. (Fits of all constants reach 0.5%, on a knife's
 // edge: rounded to three digits they chose tiles that were up to 26% slower.)
@@ -2577,7 +2601,7 @@ constexpr double kTileCycles = 1500;     // to fill and to drain
 constexpr double kCopyCycles = 6600;     // of copying x, but for its bytes
 constexpr double kMeetCycles = 1900;     // of parts of a tile, but for their sums
 constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
-constexpr double kContainCycles = 17000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
+constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
 // Of copies of x.
 constexpr int64_t kMostCopiedBytes = 512 << 20;
@@ -2997,14 +3021,24 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 // 128 channels, 28x28 (2^28.8), 22 / 29.
 constexpr double kLeastAgainstMma = 1 << 28;
 
-// Tiles have 64 output channels and more, and stages 32 input channels, of one group or of several; those of mma 16 and 8.
-// Its estimate was 5% off, or less, where it was measured: below.
-constexpr int kFewOfGroup = 64;
+// Of groups mma's tiles have 16 output channels and its chunks 8 input channels, this engine's 64 of either, with zeros
+// between groups. mma / this engine, us, bench.py, TF32, H200, 2026-11-23, 3x3, 32 groups, 32 images; mma's estimate:
+//
+//                                        planes             channels_last
+//   256 channels, 56x56               221  ~230 / 126      216   233 / 124
+//   512, 28x28                         97    93 /  70       98    94 /  68
+//   512, 56x56, stride 2              104    99 / 141      106   169 / 136
+//   1024, 28x28, stride 2              60   103 /  88       60     - /  80
+//
+// Hence its estimate counts up to 16 channels a group, and of channels_last without a stride.
+constexpr int kFewOfGroup = 16;
 
 inline const char* yields(const Problem& problem, Operator op) {
   if (problem.dtype != DType::kFloat32 || kMmaEngine.refusal(problem, op) != nullptr) return nullptr;
   if (multiply_adds(problem) < kLeastAgainstMma) return "mma is faster with few multiply-adds";
-  if (problem.groups > 1 && std::max(problem.C, problem.K) / problem.groups < kFewOfGroup &&
+  const int64_t (&in_stride)[4] = op == Operator::kDgrad ? problem.y_stride : problem.x_stride;
+  const bool is_known = in_stride[1] != 1 || problem.stride_h * problem.stride_w == 1;
+  if (problem.groups > 1 && std::max(problem.C, problem.K) / problem.groups <= kFewOfGroup && is_known &&
       kMmaEngine.cycles(problem, op) < cycles(problem, op))
     return "mma is faster with few channels a group";
   return nullptr;
