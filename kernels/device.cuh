@@ -11,7 +11,7 @@ inline int find_gpu(int& sms) {
   struct Gpu {
     int number, capability, sms;
   };
-  static thread_local Gpu latest{-1, 0, 0};
+  thread_local Gpu latest{-1, 0, 0};
   int number = 0, major = 0, minor = 0;
   if (cudaGetDevice(&number) != cudaSuccess) return 0;
   if (number != latest.number) {

@@ -116,8 +116,8 @@
 // images: x is sampled at 2, all is contained at 7, what multiplies starts at 8 to 9 and ends at 26, again ends at 27;
 // 512 to 512, 7x7: 2, 11, 12, 34, 34; events around the call say 30 and 38.
 //
-// Groups of up to 64 channels are always contained (fp32), several as one of 64 channels if there are so many, with
-// zeros for the weights between them (merged). A copy of x holds nothing but finite values, whose products with zeros
+// Groups of multiples of 64 channels are contained likewise, and several smaller ones as one of 64 channels, with zeros
+// for the weights between them (merged). A copy of x holds nothing but finite values, whose products with zeros
 // are zeros; of what is on the list each output has its own group's products added. 3x3, 32 groups, 32 images, TF32
 // operands, by this engine or wgmma / so / cuDNN, us, bench.py, H200, 2026-11-23, NCHW and channels_last:
 //
@@ -439,8 +439,8 @@ constexpr int kSampleBlocks = 32;
 constexpr int kSamples = 1 << 16;
 // Of contain_kernel: rows of weights of a block, and its shared memory with them, of three blocks an SM and of more.
 constexpr int kMostRowsOfBlock = 8;
-constexpr size_t kMostStagedBytes = 75 * 1024, kFewStagedBytes = 20 * 1024;
-constexpr size_t kMagnitudeBytes = kMostRowsOfBlock * sizeof(uint32_t);
+constexpr int64_t kMostStagedBytes = 75 * 1024, kFewStagedBytes = 20 * 1024;
+constexpr int64_t kMagnitudeBytes = kMostRowsOfBlock * sizeof(uint32_t);
 
 // Where that lies in the workspace.
 struct Guard {
@@ -2601,6 +2601,7 @@ constexpr double kTileCycles = 1500;     // to fill and to drain
 constexpr double kCopyCycles = 6600;     // of copying x, but for its bytes
 constexpr double kMeetCycles = 1900;     // of parts of a tile, but for their sums
 constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
+constexpr double kGroupsFactor = 1.4;    // of windows of groups that are not contained: 81 us became 107, 44 66
 constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
 // Of copies of x.
@@ -2910,6 +2911,7 @@ inline void improve(const Correlation& of, int out_bytes, const Device& device, 
       if (forced_splits > 0 && splits != forced_splits) continue;
       if (!complete(of, out_bytes, device, address, shape, splits, cut, plan)) continue;
       plan.copied = is_copied;
+      if (of.groups > 1 && of.R * of.S > 1 && !plan.contained) plan.cycles *= kGroupsFactor;
       plan.cycles += more_cycles;
       if (found && plan.cycles >= best.cycles) continue;
       best = plan;
@@ -2954,9 +2956,8 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
       may_contain(of, element_bytes) &&
       (forced >= 0 || std::min(as_contained.in_channels, as_contained.out_channels) >= least_channels) &&
       plan_again(of, device, address, again);
-  const bool groups = contains && of.groups > 1 && of.in_channels <= kContainedBlock;
   for (const TileShape& shape : kTileShapes) {
-    if (forced >= 0 ? number++ != forced : groups && !shape.contained) continue;
+    if (forced >= 0 && number++ != forced) continue;
     if (shape.contained) {
       if (contains)
         improve(copied(of), element_bytes, device, of_copy, shape, forced_splits, contain_cycles(of, device), true,
@@ -3316,10 +3317,10 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
   const int64_t side_by_side = values_side_by_side(row_sizes, row_strides);
   const int64_t row_words = side_by_side > 0 ? side_by_side : 8 * int64_t{pack.row_pieces};
   const int64_t row_pitch = ceil_div(row_words, 4) * 4 + 4;  // another bank for each row
-  const auto staged_bytes = [&](int count) { return kMagnitudeBytes + count * row_pitch * sizeof(float); };
+  const auto staged_bytes = [&](int count) { return kMagnitudeBytes + 4 * count * row_pitch; };
   // A block stages little where x is most of what is read: all blocks have so much less of the L1 cache.
   const bool few_values = of.N * of.H * of.W < int64_t{of.out_channels} * of.R * of.S;
-  const size_t most_staged_bytes = few_values ? kMostStagedBytes : kFewStagedBytes;
+  const int64_t most_staged_bytes = few_values ? kMostStagedBytes : kFewStagedBytes;
   int& rows = contain.rows_of_block = kMostRowsOfBlock;
   while (rows > 1 && rows * pack.row_pieces > 2 * kPackThreads) rows /= 2;
   if (rows == 1 && staged_bytes(1) > kFewStagedBytes && staged_bytes(2) <= most_staged_bytes) rows = 2;
@@ -3333,7 +3334,8 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
                                           : RowLoads::kSingle;
   contain.row_words = static_cast<int>(row_words);
   contain.row_pitch = static_cast<int>(row_pitch);
-  const size_t smem_bytes = std::max(sizeof(ContainShared), staged ? staged_bytes(rows) : kMagnitudeBytes);
+  const int64_t contained_bytes = staged ? staged_bytes(rows) : kMagnitudeBytes;
+  const int smem_bytes = static_cast<int>(std::max<int64_t>(sizeof(ContainShared), contained_bytes));
   contain.copy = params.copy;
   contain.guard = guard;
   // What lies side by side in x.
@@ -3360,10 +3362,10 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
                          : vector == 4 ? contain_kernel<4>
                          : vector == 2 ? contain_kernel<2>
                                        : contain_kernel<1>;
-  error = cudaFuncSetAttribute(contain_x, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
+  error = cudaFuncSetAttribute(contain_x, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
   if (error != cudaSuccess) return error;
   error = hopper::launch_early(contain_x, static_cast<unsigned>(contain.row_blocks + contain.copy.blocks), kPackThreads,
-                               static_cast<int>(smem_bytes), stream, contain);
+                               smem_bytes, stream, contain);
   if (error != cudaSuccess) return error;
 
   params.in_ptr = workspace + layout.copied;
