@@ -206,6 +206,14 @@
 //     images, 189 / 217, as contain_kernel's blocks have less of the L1 cache, in which they meet sectors again. But
 //     where weights are most of what is read, pairs of long rows, whose pieces are whole sectors: 1024 to 1024, 32x32,
 //     one image, 77 / 64.
+//   - With TF32 operands: weights of 1x1 by boxes of 32 channels x TILE_N rows of w itself, in the order of a 128-byte
+//     swizzle, rounded by CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, instead of packing them. Some 2 us less a call (32 images:
+//     1024 to 256, 14x14, 27 / 25; 256 to 1024 28.4 / 26.3; channels_last 512 to 2048, 7x7, 22.7 / 19.8; 256 images: 0
+//     to 1% less). But ties go to even then: one weight in some thousands is another operand than numerics.cuh says.
+//   - 1x1 by a program of its own, in which each warp orders boxes of 32 pixels x 32 channels, loads its operands by 16
+//     bytes and stores what it has multiplied: 64 to 64, 56x56, 32 and 256 images, 18.9 and 110 us (gather 22.5 and
+//     114), 256 to 64 43 and 256 (43 and 256); with more channels it is slower, 256 to 1024, 14x14, 30 and 157 (30 and
+//     129). What is left of these is memory: a plain read of x and write of y takes 17.7 and 106, 37 and 246.
 //   - Before a call is timed the L2 cache is full of what has been written, as in bench.py, and as a call leaves it: to
 //     read 26, 51 and 103 MB then takes 14.3, 22.3 and 36.6 us, 11.5, 16.7 and 28.5 where it is full of what has only
 //     been read.
