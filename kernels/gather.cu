@@ -975,7 +975,8 @@ __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_const
 // -- Contain: weights as above, and x to [pixel][channel], scaled and rounded to what fits into fp16 --
 
 // The scale of x, two to the power of `exponent`: room for four times as much as the sample has. Of nothing but zeros
-// there any scale will do. False: there is none. Blocks load what they contain before they wait for it.
+// there any scale will do. False: there is none. Before they wait for it, blocks load what they contain, and pack
+// weights: sample_kernel, behind which they start, starts when all calls before this one have ended.
 __device__ __forceinline__ bool find_scale(const Guard& guard, int& exponent) {
   static_assert(kSampleBlocks == 32, "one of each lane");
   hopper::wait_for_prerequisites();
@@ -2609,7 +2610,7 @@ constexpr double kTileCycles = 1500;     // to fill and to drain
 constexpr double kCopyCycles = 6600;     // of copying x, but for its bytes
 constexpr double kMeetCycles = 1900;     // of parts of a tile, but for their sums
 constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
-constexpr double kGroupsFactor = 1.4;    // of windows of groups that are not contained: 81 us became 107, 44 66
+constexpr double kGroupsFactor = 1.4;    // of windows of groups, not contained: 107 and 66 us, estimates 81 and 44
 constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
 // Of copies of x.
