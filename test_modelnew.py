@@ -7875,7 +7875,6 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
             text += OTHER_ENGINE if source.name == "wgmma.cu" else ""
             memo = '#include "memo.cuh"' if "memo.cuh" in text else '#include "correlation.cuh"'
             text = text.replace(memo, '#include "correlation.cuh"' + RTC_HOST_PARTS)
-            text = text.replace("thread_local ", "")
             if source.name == "mma.cu":
                 text = re.sub(r"return run_kernel<Shape[124], EXACT>\(.*;", "return cudaErrorUnknown;", text)
             if arch == "90a":  # narrow tiles are the same code again, and half of the time
@@ -7888,7 +7887,9 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
                 text = re.sub(r"kBy(Pixels|Channels|Boxes|Phases)(?= \||\})", "0u", text)
                 text = re.sub(r"run_shape<Format, (?:[02356]|9|10)>\(params, stream, error\)", "false", text)
                 text = re.sub(r"return run<BFloat16>\(.*;", "return cudaErrorUnknown;", text)
+            # Functions of the host are compiled for the GPU, which has no variables of threads.
             options = ["--std=c++17", f"--gpu-architecture=compute_{arch}", "--device-as-default-execution-space"]
+            options.append("-Dthread_local=")
             runs[source.name, arch] = pool.submit(nvrtc_ptx, text, *options, f"-I{KERNELS}")
         yield runs
 
