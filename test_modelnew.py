@@ -4227,6 +4227,7 @@ def gather_plans(folder: Path) -> GatherPlans:
 
 
 GROUPS = Case(32, 512, 28, 28, 512, 3, 3, padding=(1, 1), groups=64)
+GROUPS_AS_ONE = dataclasses.replace(GROUPS, groups=32)
 FEW_OF_GROUP = "mma is faster with few channels a group"
 
 
@@ -4400,12 +4401,13 @@ def test_gather_describes_its_configuration(gather_plans):
     for case, operator, dtype in random_gather_cases(300, seed=4):
         if gather_plans("refusal", operator, case, dtype) is None:
             assert re.fullmatch(
-                r"(in scaled fp16, )?(x copied, |x in phases, )?"
+                r"(in scaled fp16, (\d+ groups as one, )?)?(x copied, |x in phases, )?"
                 r"tile of \d+ channels x (\d+ pixels|\d+ lines x \d+ columns), "
                 r"x by [\w ]+ in \d stages of \d+ bytes, "
                 r".*, \d+ blocks for \d+ tiles, \d+ of them in \d+ parts, about [\d.e+-]+ Mcycles",
                 gather_plans("describe", operator, case, dtype),
             )
+    assert "in scaled fp16, 4 groups as one, " in gather_plans("describe", "fprop", GROUPS_AS_ONE, torch.float32)
 
 
 # What the engine leaves to others, and what looks alike and is its own.

@@ -3433,7 +3433,11 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
 #endif  // launchers
 
 inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
-  const Plan& plan = plan_of(problem, op, Alignment{}).plan;
+  const Planned& planned = plan_of(problem, op, Alignment{});
+  const Plan& plan = planned.plan;
+  const int as_one = plan.contained ? merged(planned.of).merged : 1;
+  char groups[32] = "";
+  if (as_one > 1) snprintf(groups, sizeof groups, "%d groups as one, ", as_one);
   const char* const loads[] = {"single values", "fours of pixels", "16 bytes of channels"};
   char tile[80];
   if (plan.points || plan.packed)
@@ -3441,9 +3445,9 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   else
     snprintf(tile, sizeof tile, "%d lines x %d columns", plan.tile_p, plan.tile_q);
   snprintf(text, text_size,
-           "%s%s%stile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
+           "%s%s%s%stile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
            "%d blocks for %lld tiles, %lld of them in %d parts, about %.3g Mcycles",
-           plan.contained ? "in scaled fp16, " : "", plan.copied ? "x copied, " : "",
+           plan.contained ? "in scaled fp16, " : "", groups, plan.copied ? "x copied, " : "",
            plan.in_phases ? "x in phases, " : "", plan.tile_n, tile,
            plan.in_boxes ? "boxes" : loads[static_cast<int>(plan.loads)], plan.x_stages, plan.x_stage_bytes,
            plan.w_stages, plan.w_stage_bytes,
