@@ -15,8 +15,19 @@
 // A part is one phase of all images; or, if these are fewer launches, neighbouring phases of one image, which are the
 // images of a batch: from one to the next it is one row of x.
 //
-// Not measured yet. By the engines' estimates (gather's erred by 15%, see there), 3x3, TF32, us, whole by the engine
-// that would take it / in parts by gather; direct has no estimate, but 237 GFLOP take it some 8 ms:
+// 3x3, TF32, us, cuDNN / in parts (bench.py, H200, 95833a7, 2026-11-23, NCHW and channels_last):
+//
+//   2048 channels to 256, 65x65, 8 images, dilation 12    1707 / 1111    1732 / 1167
+//   24                                                    1692 / 1384    1724 / 1449
+//   36                                                    1692 / 1527    1724 / 1598
+//   the same, one image, 12                                388 /  152     389 /  150
+//   24                                                     388 /  178     384 /  186
+//   36                                                     388 /  198     382 /  206
+//   512 to 512, 65x65, 8 images, 4                         503 /  372     396 /  338
+//
+// What the other engines would take was not measured. By their estimates (gather's erred by 15%, see there; of parts
+// they are up to 20% less than the above), whole by the engine that would take it / in parts by gather, when contained
+// operands were thought to take longer; direct has no estimate, but 237 GFLOP take it some 8 ms:
 //
 //   2048 channels to 256, 28x28, 32 images, dilation 6, 12, 18, 24   gather 894, gather 4400, mma 988, direct
 //                                                                    / 629, 712, 1203, 1345

@@ -117,12 +117,20 @@
 // 512 to 512, 7x7: 2, 11, 12, 34, 34; events around the call say 30 and 38.
 //
 // Groups of multiples of 64 channels are contained likewise, and several smaller ones as one of 64 channels, with zeros
-// for the weights between them (merged). A copy of x holds nothing but finite values, whose products with zeros
-// are zeros; of what is on the list each output has its own group's products added. 3x3, 32 groups, 32 images, TF32
-// operands, by this engine or wgmma / so / cuDNN, us, bench.py, H200, 2026-11-23, NCHW and channels_last:
+// for the weights between them (merged). A copy of x holds nothing but finite values, whose products with zeros are
+// zeros; of what is on the list each output has its own group's products added.
 //
-//   256 channels, 56x56            313 / 126 / 236      - / 124 / 119
-//   512, 28x28                       - /  70 / 133      - /  68 /  68
+//                                        64 input channels
+//   weights of a tile, groups A to D       A  0  0  0
+//   of 16 input channels:                  0  B  0  0       output channels
+//                                          0  0  C  0
+//                                          0  0  0  D
+//
+// 3x3, 32 groups, 32 images, us, bench.py, H200, 2026-11-23, NCHW and channels_last: TF32 operands, by this engine,
+// wgmma (256 channels, NCHW) or mma (256 and 512), at d9c4d26 / so, at 95833a7 / cuDNN.
+//
+//   256 channels, 56x56            313 / 126 / 236    233 / 124 / 119
+//   512, 28x28                      93 /  70 / 133     94 /  68 /  68
 //   1024, 14x14                     64 /  51 /  83     49 /  46 /  43
 //   2048, 7x7                       43 /  38 /  61     36 /  33 /  33
 //   2048, 14x14, stride 2           68 /  58 /  85     66 /  52 /  34
@@ -449,6 +457,7 @@ constexpr int kSamples = 1 << 16;
 constexpr int kMostRowsOfBlock = 8;
 constexpr int64_t kMostStagedBytes = 75 * 1024, kFewStagedBytes = 20 * 1024;
 constexpr int64_t kMagnitudeBytes = kMostRowsOfBlock * sizeof(uint32_t);
+constexpr int kSharedBytesUnasked = 48 * 1024;  // what a kernel may have without asking for it, on every call
 
 // Where that lies in the workspace.
 struct Guard {
@@ -1286,7 +1295,7 @@ static_assert(kLastPlace + 8 <= kBarrierBytes, "room for all");
 
 // -- Copy weights: packed -> w ring, by one thread --
 
-// But for those on the list.
+// All of the call's operands, but for those on the list.
 __device__ __forceinline__ bool are_contained(const Control& control) {
   return control.all_again == 0 && control.listed <= kMostListed;
 }
@@ -3035,7 +3044,7 @@ constexpr double kLeastAgainstMma = 1 << 28;
 // between groups. mma / this engine, us, bench.py, TF32, H200, 2026-11-23, 3x3, 32 groups, 32 images; mma's estimate:
 //
 //                                        planes             channels_last
-//   256 channels, 56x56               221  ~230 / 126      216   233 / 124
+//   256 channels, 56x56               221     - / 126      216   233 / 124
 //   512, 28x28                         97    93 /  70       98    94 /  68
 //   512, 56x56, stride 2              104    99 / 141      106   169 / 136
 //   1024, 28x28, stride 2              60   103 /  88       60     - /  80
@@ -3371,8 +3380,10 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
                          : vector == 4 ? contain_kernel<4>
                          : vector == 2 ? contain_kernel<2>
                                        : contain_kernel<1>;
-  error = cudaFuncSetAttribute(contain_x, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-  if (error != cudaSuccess) return error;
+  if (smem_bytes > kSharedBytesUnasked) {
+    error = cudaFuncSetAttribute(contain_x, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+    if (error != cudaSuccess) return error;
+  }
   error = hopper::launch_early(contain_x, static_cast<unsigned>(contain.row_blocks + contain.copy.blocks), kPackThreads,
                                smem_bytes, stream, contain);
   if (error != cudaSuccess) return error;

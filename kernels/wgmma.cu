@@ -2922,6 +2922,8 @@ inline const char* yields(const Problem& problem, Operator op) {
   if (!uses_tf32(problem, op) && problem.dtype == DType::kFloat32 && multiply_adds(problem) < kLeastAgainstMma &&
       kMmaEngine.refusal(problem, op) == nullptr)
     return "mma is faster with few multiply-adds";
+  // gather multiplies several of them as one: 256 channels in 32 groups, 56x56, 32 images, 313 us here, 126 there
+  // (bench.py, H200, 2026-11-23); the estimates say 381 and 124.
   if (problem.groups > 1 && std::max(problem.C, problem.K) / problem.groups < kGroupChannels &&
       uses_tf32(problem, op) && kGatherEngine.refusal(problem, op) == nullptr &&
       kGatherEngine.cycles(problem, op) < cycles(problem, op))
