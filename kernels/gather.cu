@@ -288,6 +288,10 @@ constexpr int kLeastPointPieces = 8;             // of a stage of 1x1: no smalle
 [[maybe_unused]] constexpr int kStepPieces = 2;  // in one wgmma
 constexpr int kContainedBlock = 64;              // channels of a stage of contained operands
 constexpr int kPhasesBlock = 32;                 // of one of phases of x itself
+// Of what is contained on its way: slots of a wgmma, columns of a tile, taps of a row of the filter, channels that a
+// warp stages, pixels of a lane in a window, stages.
+constexpr int kLandingSlots = 240, kLandingColumns = 32, kLandingTaps = 3, kLandingStagedChannels = 16;
+constexpr int kLandedPixels = 6, kMostLandingStages = 3, kMostLandingWeights = 16;
 constexpr int kBarrierBytes = 1024;
 
 // Staging of the results of 64 pixels x 32 channels, by a warpgroup: [channel][pixel], or [pixel][channel]
@@ -350,13 +354,38 @@ enum class Loads : int {
 // 64, 56x56, 31.7 / 25.2; 256 to 1024, 14x14, 36.5 / 30.5. With nothing in between, the first one takes 24.9 and 30.8.)
 //
 // kPhases: by boxes as well, of the phases of x itself.
-enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kPhases, kAny };
+// kLanding: of planes by boxes as they are, contained on its way (see Landing).
+enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kPhases, kAny, kLanding };
 
 // What tiles, outputs and slots are found by, for each of them anew.
 struct Divisors {
   Divisor tiles_n, tiles_m, tiles_q, tile_q, cut_up;  // of the plan
   Divisor rows, columns, plane;                       // of an image of outputs
   Divisor pitch, image_rows;                          // of slots: of a row, and rows of an image
+};
+
+// x of planes, contained on its way instead of in a copy: boxes of 8 planes land in shared memory as they are, and
+// gathering warps contain what has landed, a window of 16 channels at a time, a step of the reduction. Here rows of the
+// GEMM are output channels, so that a wgmma reads 64 rows of weights and 240 slots:
+//
+//   landed:  [plane][row][column] x 4 bytes      window:  [2 pieces][slot] x 16 bytes      weights: as packed
+//
+//   rows of y, 32 columns each, with 2 slots between them where those of a 3x3 filter overlap:
+//
+//     0 1 ... 31 | 32 33    0 1 ... 31 | 32 33  ...       7 rows are 238 slots, 224 of them outputs
+//
+// A tap is a shift of all slots, as in wgmma.cu, and a warpgroup has so many rows of its own, of the same 64 channels,
+// or the other 64 channels of the same rows (shares). Both stage through the same shared memory, in turns.
+struct Landing {
+  bool shares;
+  int rows;                       // of y, of a warpgroup
+  int tiles_p, span;              // tiles of a column of an image, and rows of y of each
+  int pitch, window_rows, slots;  // slots of a row; rows; slots of a piece
+  int lead, box_columns;          // columns of a box in front of the window, and all
+  int steps;                      // of 16 channels
+  int stages, stage_bytes;        // of landed boxes
+  int box_rows, columns;          // of boxes of y: rows; columns of a tile
+  Divisor by_tiles_p;
 };
 
 struct Plan {
@@ -390,6 +419,8 @@ struct Plan {
   bool boxes;              // y is stored by boxes, each of 16 pixels x 32 channels
   bool contained;          // fp32 values are multiplied as scaled fp16; the copy holds these
   bool resident;           // all weights that a block ever needs stay in shared memory
+  bool lands;              // contained on its way, not copied
+  Landing landing;
   int x_stages, w_stages;
   int x_stage_bytes, w_stage_bytes, smem_bytes;
   int blocks;
@@ -405,7 +436,8 @@ MODELNEW_HOST_DEVICE inline int staging_bytes(const Plan& plan) {
 }
 
 MODELNEW_HOST_DEVICE inline Source source_of_plan(const Plan& plan) {
-  return plan.in_phases                 ? Source::kPhases
+  return plan.lands                     ? Source::kLanding
+         : plan.in_phases               ? Source::kPhases
          : plan.in_boxes                ? Source::kBoxes
          : plan.loads == Loads::kSingle ? Source::kSingle
          : plan.loads == Loads::kPixels ? Source::kPixels
@@ -518,6 +550,23 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   layout.x_ring = layout.table + (plan.in_boxes ? 0 : 2 * (plan.slots + 31) / 32 * 32 * 4);  // boxes need no table
   const int alignment = plan.in_boxes ? 1024 : 128;  // where the order of pieces starts anew
   layout.x_ring = (layout.x_ring + alignment - 1) / alignment * alignment;
+  layout.w_ring = layout.x_ring + plan.x_stages * plan.x_stage_bytes;
+  layout.end = layout.w_ring + plan.w_stages * plan.w_stage_bytes;
+  return layout;
+}
+
+// The same for what is contained on its way: staging of 16 channels of each warp of a warpgroup first, aligned
+// as boxes have to be.
+struct LandingLayout {
+  int staging, landed, x_ring, w_ring, end;
+};
+
+MODELNEW_HOST_DEVICE inline LandingLayout landing_layout(const Plan& plan) {
+  const Landing& landing = plan.landing;
+  LandingLayout layout{};
+  layout.staging = kBarrierBytes;
+  layout.landed = layout.staging + 4 * kLandingStagedChannels * landing.rows * hopper::kBoxRowBytes;
+  layout.x_ring = layout.landed + landing.stages * landing.stage_bytes;
   layout.w_ring = layout.x_ring + plan.x_stages * plan.x_stage_bytes;
   layout.end = layout.w_ring + plan.w_stages * plan.w_stage_bytes;
   return layout;
@@ -1081,6 +1130,7 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, uint8
   const bool fits = find_scale(contain.guard, x_exponent) && scaled && watch.fits(least_contained(exponent, 1)) &&
                     x_exponent + exponent <= 126 && x_exponent + exponent >= -126;
   if (!fits) contain.guard.control->all_again = 1;
+  if (blockIdx.x == 0 && threadIdx.x == 0) contain.guard.control->x_exponent = x_exponent;
   if (first == 0) contain.guard.w_factors[first_row + in_block] = power_of_two(-exponent);
 }
 
@@ -1196,7 +1246,6 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
   }
   int x_exponent;
   if (!find_scale(params.guard, x_exponent) && thread == 0) params.guard.control->all_again = 1;
-  if (block == 0 && thread == 0) params.guard.control->x_exponent = x_exponent;
   const float scale = power_of_two(x_exponent);
   uint32_t pairs[kPairs];
   Watch watch;
@@ -2347,6 +2396,344 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   if (plan.boxes && threadIdx.x % 32 == 0) hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
 }
 
+// -- Landing: x of planes, contained on its way --
+
+struct LandingShared {
+  uint32_t base;
+  LandingLayout layout;
+
+  __device__ __forceinline__ uint32_t landed_full(int i) const { return base + 8 * i; }
+  __device__ __forceinline__ uint32_t landed_empty(int i) const { return base + 8 * (4 + i); }
+  __device__ __forceinline__ uint32_t x_full(int i) const { return base + 8 * (8 + i); }
+  __device__ __forceinline__ uint32_t x_empty(int i) const { return base + 8 * (12 + i); }
+  __device__ __forceinline__ uint32_t w_full(int i) const { return base + 8 * (16 + i); }
+  __device__ __forceinline__ uint32_t w_empty(int i) const { return base + 8 * (32 + i); }
+  // A warp of the other warpgroup has stored what it staged there.
+  __device__ __forceinline__ uint32_t staged_empty(int warpgroup, int warp) const {
+    return base + 8 * (48 + 4 * warpgroup + warp);
+  }
+};
+static_assert(56 * 8 <= kBarrierBytes && kMostLandingStages <= 4 && kMostLandingWeights <= 16, "room for all barriers");
+
+struct LandingTile {
+  int n, p, q, n_block;
+};
+
+__device__ __forceinline__ LandingTile locate_landing(const Plan& plan, int unit) {
+  const int of_all = quotient(unit, plan.by.tiles_n), row = quotient(of_all, plan.by.tiles_q);
+  const int n = quotient(row, plan.landing.by_tiles_p);
+  return {n, (row - n * plan.landing.tiles_p) * plan.landing.span, (of_all - row * plan.tiles_q) * kLandingColumns,
+          unit - of_all * plan.tiles_n};
+}
+
+// False: some weight does not fit, or x has no scale, and all is done again. What does not fit of x is found here.
+__device__ __forceinline__ bool wait_for_scales(const Params& params, int* x_exponent = nullptr) {
+  hopper::wait_for_prerequisites();
+  const volatile Control* const control = params.guard.control;
+  if (x_exponent != nullptr) *x_exponent = control->x_exponent;
+  return control->all_again == 0;
+}
+
+// One thread orders boxes of x, and weights of a row of taps of a step at a time.
+__device__ __forceinline__ void order_landing(const Params& params, const LandingShared& shared) {
+  const Plan& plan = params.plan;
+  const Landing& landing = plan.landing;
+  const Correlation& of = params.of;
+  const int box_bytes = landing.box_columns * landing.window_rows * 8 * static_cast<int>(sizeof(float));
+  const int tap_bytes = kStepPieces * plan.tile_n * 16, packed_tap_bytes = plan.pieces * plan.tile_n * 16;
+  RingPosition landed, w;
+  bool waits = true;
+  hopper::prefetch_map(params.in_map);
+  for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
+    const LandingTile tile = locate_landing(plan, unit);
+    const int column = tile.q - of.pad_w - landing.lead, row = tile.p - of.pad_h;
+    const uint8_t* const packed = static_cast<const uint8_t*>(params.packed_ptr) +
+                                  static_cast<int64_t>(tile.n_block) * plan.iterations * packed_tap_bytes;
+    for (int step = 0; step < landing.steps; ++step) {
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t full = shared.landed_full(landed.slot());
+        hopper::barrier_wait_idly(shared.landed_empty(landed.slot()), landed.parity() ^ 1);
+        hopper::barrier_arrive_expecting(full, box_bytes);
+        hopper::load_box(params.in_map, shared.base + shared.layout.landed + landed.slot() * landing.stage_bytes,
+                         column, row, 16 * step + 8 * half, tile.n, full);
+        landed.next(landing.stages);
+      }
+      // The first boxes are on their way already; nobody leaves before they are there.
+      if (waits && !wait_for_scales(params)) {
+        for (int i = 0; i < 2; ++i) hopper::barrier_wait(shared.landed_full(i), 0);
+        return;
+      }
+      waits = false;
+      const int in_block = step % (kContainedBlock / 16);
+      const uint8_t* from = packed +
+                            static_cast<int64_t>(step / (kContainedBlock / 16)) * of.R * of.S * packed_tap_bytes +
+                            in_block * tap_bytes;
+      for (int r = 0; r < of.R; ++r) {
+        const uint32_t full = shared.w_full(w.slot());
+        hopper::barrier_wait_idly(shared.w_empty(w.slot()), w.parity() ^ 1);
+        hopper::barrier_arrive_expecting(full, plan.w_stage_bytes);
+        for (int s = 0; s < of.S; ++s, from += packed_tap_bytes)
+          hopper::bulk_load(shared.base + shared.layout.w_ring + w.slot() * plan.w_stage_bytes + s * tap_bytes, from,
+                            tap_bytes, full);
+        w.next(plan.w_stages);
+      }
+    }
+  }
+}
+
+// What of its own a lane contains of each window: pixels of a row side by side, so that no two meet in a bank; or, of
+// the last columns, of all rows. In words of a landed plane, -1 if there is none, and in bytes of a piece.
+struct LandedPixel {
+  int from, to;
+};
+
+// Of a window of which something did not fit: that is zero instead, and on the list, once. The tile that has the output
+// above and left of a value as its own lists it, or the last one of a row or column.
+__device__ __forceinline__ void list_landed(const Params& params, const LandingTile& tile, int channel, int x_exponent,
+                                            const LandedPixel (&pixels)[kLandedPixels], const uint32_t* landed,
+                                            uint8_t* window) {
+  const Plan& plan = params.plan;
+  const Landing& landing = plan.landing;
+  const Correlation& of = params.of;
+  const int plane = landing.box_columns * landing.window_rows;
+  const bool last_p = tile.p + landing.span >= of.P, last_q = tile.q + kLandingColumns >= of.Q;
+#pragma unroll
+  for (int i = 0; i < kLandedPixels; ++i) {
+    if (pixels[i].from < 0) continue;
+    const int row = pixels[i].from / landing.box_columns, column = pixels[i].from % landing.box_columns - landing.lead;
+    const int h = tile.p - of.pad_h + row, w = tile.q - of.pad_w + column;
+    const bool own = tile.n_block == 0 && (row < landing.span || last_p) && (column < kLandingColumns || last_q);
+#pragma unroll 1
+    for (int c = 0; c < 8; ++c) {
+      const float value = bits_float(landed[pixels[i].from + c * plane]);
+      Watch watch;
+      watch.see(float_bits(value));
+      watch.see_contained(contain_pair(float_bits(value), 0, power_of_two(x_exponent)));
+      if (watch.fits(least_contained(x_exponent, 1))) continue;
+      reinterpret_cast<Half*>(window + pixels[i].to)[c] = Half{};
+      const int place = ((tile.n * of.H + h) * of.W + w) * params.copy.channels + channel + c;
+      if (own) list_misfit(params.guard, value, x_exponent, place);
+    }
+  }
+}
+
+__device__ __forceinline__ void contain_landed(const Params& params, const LandingShared& shared, uint8_t* smem,
+                                               int warp) {
+  const Plan& plan = params.plan;
+  const Landing& landing = plan.landing;
+  const int lane = threadIdx.x % 32, plane = landing.box_columns * landing.window_rows;
+  LandedPixel pixels[kLandedPixels];
+  {
+    const int rest = max(landing.pitch - 32, 0), rests = landing.window_rows * rest;
+#pragma unroll
+    for (int i = 0; i < kLandedPixels; ++i) {
+      int row = warp + i * kGatherWarps, column = lane;
+      bool exists = row < landing.window_rows && column < landing.pitch;
+      if (row >= landing.window_rows && rest > 0) {
+        const int number = (row - landing.window_rows) * 32 + lane;
+        exists = number < rests;
+        row = number / rest;
+        column = 32 + number - row * rest;
+      }
+      pixels[i] = {exists ? row * landing.box_columns + column + landing.lead : -1,
+                   (row * landing.pitch + column) * 16};
+    }
+  }
+  int x_exponent;
+  if (!wait_for_scales(params, &x_exponent)) return;
+  const float scale = power_of_two(x_exponent);
+  const uint32_t least = least_contained(x_exponent, 1);
+  RingPosition landed, x;
+  for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
+    for (int step = 0; step < landing.steps; ++step) {
+      hopper::barrier_wait_idly(shared.x_empty(x.slot()), x.parity() ^ 1);
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        hopper::barrier_wait_idly(shared.landed_full(landed.slot()), landed.parity());
+        const uint32_t* const from =
+            reinterpret_cast<const uint32_t*>(smem + shared.layout.landed + landed.slot() * landing.stage_bytes);
+        uint8_t* const to = smem + shared.layout.x_ring + x.slot() * plan.x_stage_bytes + half * landing.slots * 16;
+        Watch watch;
+#pragma unroll
+        for (int i = 0; i < kLandedPixels; ++i) {
+          if (pixels[i].from < 0) continue;
+          uint32_t words[8];
+#pragma unroll
+          for (int c = 0; c < 8; ++c) words[c] = from[pixels[i].from + c * plane];
+          const auto pair = [&](int c) {
+            watch.see(words[c]);
+            watch.see(words[c + 1]);
+            return contain_pair(words[c], words[c + 1], scale);
+          };
+          const uint4 piece = make_uint4(pair(0), pair(2), pair(4), pair(6));
+          watch.see_contained(piece);
+          *reinterpret_cast<uint4*>(to + pixels[i].to) = piece;
+        }
+        if (!watch.fits(least))
+          list_landed(params, locate_landing(plan, unit), 16 * step + 8 * half, x_exponent, pixels, from, to);
+        __syncwarp();  // what has landed has been read
+        if (lane == 0) hopper::barrier_arrive(shared.landed_empty(landed.slot()));
+        landed.next(landing.stages);
+      }
+      hopper::fence_async();
+      __syncwarp();  // the window is there
+      if (lane == 0) hopper::barrier_arrive(shared.x_full(x.slot()));
+      x.next(plan.x_stages);
+    }
+  }
+}
+
+// Stages 16 channels of all rows of the warpgroup and stores them by a box. Piece number i of 16 bytes of a row lies at
+// place i ^ row % 8: eight channels, 8 * rows apart, meet all banks.
+__device__ __forceinline__ void stage_landed(const Params& params, const float (&acc)[kLandingSlots / 2],
+                                             const float (&factor)[2], const float (&bias)[2], uint8_t* staging) {
+  const Landing& landing = params.plan.landing;
+  const int lane = threadIdx.x % 32, first_row = lane / 4 * landing.rows;
+  const int eight = 8 * landing.rows * hopper::kBoxRowBytes;  // channels
+  int row = 0, column = lane % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < kLandingSlots / 8; ++j) {
+    if (row < landing.rows && column < kLandingColumns) {
+      const int box_row = first_row + row;
+      uint8_t* const to = staging + box_row * hopper::kBoxRowBytes + (column / 4 ^ box_row % 8) * 16 + column % 4 * 4;
+      *reinterpret_cast<float2*>(to) =
+          make_float2(acc[4 * j] * factor[0] + bias[0], acc[4 * j + 1] * factor[0] + bias[0]);
+      *reinterpret_cast<float2*>(to + eight) =
+          make_float2(acc[4 * j + 2] * factor[1] + bias[1], acc[4 * j + 3] * factor[1] + bias[1]);
+    }
+    column += 8;
+    if (column >= landing.pitch) {
+      column -= landing.pitch;
+      ++row;
+    }
+  }
+}
+
+template <bool SHARES, int SLOTS>
+__device__ __forceinline__ void multiply_landed(const Params& params, const LandingShared& shared, uint8_t* smem) {
+  const Plan& plan = params.plan;
+  const Landing& landing = plan.landing;
+  const Correlation& of = params.of;
+  const int lane = threadIdx.x % 32;
+  const int warpgroup = hopper::uniform(threadIdx.x / 128), warp = hopper::uniform(threadIdx.x % 128 / 32);
+  constexpr int kTileN = SHARES ? 128 : 64;
+  const int own_slot = SHARES ? 0 : warpgroup * landing.rows * landing.pitch;
+  const int own_row = SHARES ? 0 : warpgroup * landing.rows, own_channel = (SHARES ? warpgroup * 64 : 0) + 16 * warp;
+  uint8_t* const staging =
+      smem + shared.layout.staging + warp * kLandingStagedChannels * landing.rows * hopper::kBoxRowBytes;
+  if (threadIdx.x == 0) hopper::prefetch_map(params.out_map);
+  // Whether there will be too much to list nobody knows yet.
+  pack_for_again(params);
+  int x_exponent;
+  if (!wait_for_scales(params, &x_exponent)) return;
+  const float x_factor = power_of_two(-x_exponent);
+  RingPosition x, w;
+  uint32_t turn = warpgroup ^ 1;  // the first warpgroup stages first
+  bool stores = false;            // a box that still has to be read
+  float acc[SLOTS / 2];
+  for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
+    const LandingTile tile = locate_landing(plan, unit);
+    const int channel = tile.n_block * kTileN + own_channel;
+    int keep = 0, x_before = -1, w_before = -1;
+    for (int step = 0; step < landing.steps; ++step) {
+      hopper::barrier_wait(shared.x_full(x.slot()), x.parity());
+      uint32_t from =
+          hopper::descriptor(shared.base + shared.layout.x_ring + x.slot() * plan.x_stage_bytes, landing.slots * 16) +
+          own_slot;
+#pragma unroll 1
+      for (int r = 0; r < of.R; ++r, from += landing.pitch) {
+        hopper::barrier_wait(shared.w_full(w.slot()), w.parity());
+        const uint32_t weights =
+            hopper::descriptor(shared.base + shared.layout.w_ring + w.slot() * plan.w_stage_bytes, kTileN * 16) +
+            (SHARES ? warpgroup * 64 : 0);
+        hopper::wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < kLandingTaps; ++s) {
+          hopper::Wgmma<Half, SLOTS>::multiply(acc, weights + s * kStepPieces * kTileN, from + s, keep);
+          keep = 1;
+        }
+        hopper::wgmma_commit();
+        hopper::wgmma_wait<1>();
+        // The row of taps before this one has been multiplied, and what was stored meanwhile been read.
+        if (lane == 0) {
+          if (w_before >= 0) hopper::barrier_arrive(shared.w_empty(w_before));
+          if (r == 0 && x_before >= 0) hopper::barrier_arrive(shared.x_empty(x_before));
+          if (stores) {
+            hopper::bulk_stores_wait_read<0>();
+            hopper::barrier_arrive(shared.staged_empty(warpgroup ^ 1, warp));
+          }
+        }
+        stores = false;
+        w_before = w.slot();
+        w.next(plan.w_stages);
+      }
+      x_before = x.slot();
+      x.next(plan.x_stages);
+    }
+    hopper::wgmma_wait<0>();
+    hopper::wgmma_settle(acc);
+    if (lane == 0) {
+      hopper::barrier_arrive(shared.w_empty(w_before));
+      hopper::barrier_arrive(shared.x_empty(x_before));
+    }
+    float factor[2], bias[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int k = channel + lane / 4 + 8 * i;
+      factor[i] = params.guard.w_factors[k] * x_factor;
+      bias[i] = params.bias_ptr != nullptr && k < of.out_channels ? static_cast<const float*>(params.bias_ptr)[k] : 0;
+    }
+    hopper::barrier_wait(shared.staged_empty(warpgroup, warp), turn);
+    turn ^= 1;
+    stage_landed(params, acc, factor, bias, staging);
+    hopper::fence_async();
+    __syncwarp();  // all channels are staged
+    if (lane == 0) {
+      if (tile.p + own_row < of.P && channel < of.out_channels)
+        hopper::store_box(params.out_map, staging, tile.q, tile.p + own_row, channel, tile.n);
+      hopper::bulk_stores_commit();
+    }
+    stores = true;
+  }
+  if (lane == 0 && stores) {
+    hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
+    hopper::barrier_arrive(shared.staged_empty(warpgroup ^ 1, warp));
+  }
+}
+
+template <bool SHARES>
+__global__ void __launch_bounds__(kThreads, 1) landing_kernel(const __grid_constant__ Params params) {
+#if defined(MODELNEW_SM90A)
+  extern __shared__ __align__(1024) uint8_t modelnew_gather_landing_smem[];
+  hopper::launch_dependents();
+  const LandingShared shared{hopper::smem_address(modelnew_gather_landing_smem), landing_layout(params.plan)};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < params.plan.landing.stages; ++i) {
+      hopper::barrier_init(shared.landed_full(i), 1);
+      hopper::barrier_init(shared.landed_empty(i), kGatherWarps);
+    }
+    for (int i = 0; i < params.plan.x_stages; ++i) {
+      hopper::barrier_init(shared.x_full(i), kGatherWarps);
+      hopper::barrier_init(shared.x_empty(i), 8);
+    }
+    for (int i = 0; i < params.plan.w_stages; ++i) {
+      hopper::barrier_init(shared.w_full(i), 1);
+      hopper::barrier_init(shared.w_empty(i), 8);
+    }
+    for (int i = 0; i < 8; ++i) hopper::barrier_init(shared.staged_empty(i / 4, i % 4), 1);
+    hopper::fence_async();
+  }
+  __syncthreads();  // barriers are ready
+  const int warp = hopper::uniform(threadIdx.x / 32);
+  if (warp < 8)
+    multiply_landed<SHARES, kLandingSlots>(params, shared, modelnew_gather_landing_smem);
+  else if (warp < 8 + kGatherWarps)
+    contain_landed(params, shared, modelnew_gather_landing_smem, warp - 8);
+  else if (threadIdx.x % 32 == 0)
+    order_landing(params, shared);
+#endif
+}
+
 // What did not fit is zero in the copy of x: y has its products added, in fp32. The warp of the first value on the
 // list that an output reads adds those of all that it reads, in their order.
 struct Misfit {
@@ -2579,11 +2966,12 @@ struct TileShape {
   unsigned sources;
   bool contained = false;
   int warpgroups = 2;  // that multiply, of a block; 1: of points only
+  bool lands = false;  // blocks_m and stage_cycles mean nothing then
 };
 constexpr unsigned bit(Source source) { return 1u << static_cast<int>(source); }
 constexpr unsigned kBySingle = bit(Source::kSingle), kByPixels = bit(Source::kPixels),
                    kByChannels = bit(Source::kChannels), kByBoxes = bit(Source::kBoxes),
-                   kByPhases = bit(Source::kPhases), k16Bits = bit(Source::kAny);
+                   kByPhases = bit(Source::kPhases), k16Bits = bit(Source::kAny), kByLanding = bit(Source::kLanding);
 constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByPixels | kByChannels | kByBoxes | kByPhases | k16Bits},
                                      {128, 2, 8, 1600, kByPixels | kByBoxes | kByPhases | k16Bits},
                                      {64, 2, 8, 1150, kBySingle | kByPixels | kByBoxes},
@@ -2595,7 +2983,9 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByPixels | kByChannels |
                                      {64, 2, 8, 700, kByBoxes, true},
                                      {64, 2, 8, 1150, kByPixels | kByBoxes, false, 1},
                                      {128, 2, 8, 1632, kByPixels, false, 1},
-                                     {128, 1, 8, 854, kByPixels | kByBoxes, false, 1}};
+                                     {128, 1, 8, 854, kByPixels | kByBoxes, false, 1},
+                                     {64, 0, 8, 0, kByLanding, true, 2, true},
+                                     {128, 0, 8, 0, kByLanding, true, 2, true}};
 // Of what is done again.
 constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
 
@@ -2622,6 +3012,10 @@ constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
 constexpr double kGroupsFactor = 1.4;    // of windows of groups, not contained: 107 and 66 us, estimates 81 and 44
 constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
+// Of what is contained on its way: of a tile and of each of its steps, where the warpgroups have rows of their own and
+// where they share them, and of all else. By 8 layers of a U-Net and two of a ResNet-50, in a driver, H200, 2026-11-23.
+constexpr double kLandingTileCycles[] = {4400, 7000}, kLandingStepCycles[] = {3050, 2450}, kLandingCycles = 38000;
+
 // Of copies of x.
 constexpr int64_t kMostCopiedBytes = 512 << 20;
 
@@ -2639,6 +3033,15 @@ inline bool may_contain(const Correlation& of, int element_bytes) {
   const bool whole_stages = of.groups == 1 || merged(of).in_channels % kContainedBlock == 0;
   return element_bytes == 4 && whole_stages && contained_bytes(of) <= kMostCopiedBytes;
 }
+
+// The same without a copy: list places are ints.
+inline bool may_land(const Correlation& of, int element_bytes) {
+  return element_bytes == 4 && of.groups == 1 && of.S == kLandingTaps && of.stride_h == 1 && of.stride_w == 1 &&
+         of.dilation_h == 1 && of.dilation_w == 1 && of.in_stride[3] == 1 && of.out_stride[3] == 1 &&
+         of.N * of.H * of.W * ((of.in_channels + 7) / 8 * 8) < (int64_t{1} << 31);
+}
+
+constexpr int kLeastLandingColumns = 28;  // fewer have not been tried
 
 // Of planes, and in channels_last, where x comes by boxes as it is; fewer have not been tried. (3x3 64 to 64, 56x56, 32
 // and 256 images, contained / TF32, us: of planes 44 and 238 / 48 and 297; in channels_last 44 and 235 / 39 and 246.
@@ -2882,6 +3285,70 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   return true;
 }
 
+// The same for what is contained on its way.
+inline bool complete_landing(const Correlation& of, const Device& device, const Alignment& address,
+                             const TileShape& shape, Plan& plan) {
+  plan = Plan{};
+  plan.contained = plan.lands = plan.boxes = true;
+  plan.warpgroups = 2;
+  plan.vector = 4;
+  plan.splits = 1;
+  plan.tile_n = shape.tile_n;
+  plan.pieces = shape.pieces;
+  Landing& landing = plan.landing;
+  landing.shares = shape.tile_n == 128;
+  // Boxes: strides in sixteens of bytes, and rows of y whose ends are.
+  const auto in_fours = [](const int64_t (&stride)[4], int64_t images, int channels, int rows) {
+    const auto is = [](int64_t step, bool matters) { return !matters || (step > 0 && step % 4 == 0); };
+    return is(stride[0], images > 1) && is(stride[1], channels > 1) && is(stride[2], rows > 1);
+  };
+  if (!in_fours(of.in_stride, of.N, of.in_channels, of.H) || !in_fours(of.out_stride, of.N, of.out_channels, of.P) ||
+      address.in % 16 != 0 || address.out % 16 != 0 || of.Q % 4 != 0 || of.Q < kLeastLandingColumns)
+    return false;
+  landing.columns = std::min(of.Q, kLandingColumns);
+  landing.pitch = landing.columns + kLandingTaps - 1;  // even
+  const int warpgroup_tiles = landing.shares ? 1 : 2;
+  const int most_rows = std::min((kLandingSlots - landing.columns) / landing.pitch + 1, of.P);
+  landing.tiles_p = static_cast<int>(ceil_div(of.P, most_rows * warpgroup_tiles));
+  landing.rows = landing.box_rows = static_cast<int>(ceil_div(of.P, int64_t{landing.tiles_p} * warpgroup_tiles));
+  landing.span = landing.rows * warpgroup_tiles;
+  landing.tiles_p = static_cast<int>(ceil_div(of.P, landing.span));
+  landing.window_rows = landing.span + of.R - 1;
+  const int rests = landing.window_rows * std::max(landing.pitch - 32, 0);
+  if (landing.window_rows + ceil_div(rests, 32) > kLandedPixels * kGatherWarps) return false;
+  const int last = (landing.span - landing.rows + of.R - 1) * landing.pitch + kLandingTaps - 1 + kLandingSlots;
+  landing.slots = (std::max(landing.window_rows * landing.pitch, last) + 7) / 8 * 8;
+  landing.lead = -of.pad_w & 3;
+  landing.box_columns = (landing.lead + landing.pitch + 3) / 4 * 4;
+  landing.stage_bytes = (landing.box_columns * landing.window_rows * 8 * 4 + 127) / 128 * 128;
+  landing.steps = static_cast<int>(ceil_div(of.in_channels, 16));
+  plan.tile_p = landing.span;
+  plan.tile_q = landing.columns;
+  plan.tiles_q = static_cast<int>(ceil_div(of.Q, kLandingColumns));
+  plan.tiles_n = static_cast<int>(ceil_div(of.out_channels, plan.tile_n));
+  const int64_t tiles = of.N * landing.tiles_p * plan.tiles_q * plan.tiles_n;
+  if (tiles > (1 << 30) - 64 * device.sms) return false;  // units are ints
+  plan.tiles_m = static_cast<int>(tiles / plan.tiles_n);
+  plan.tiles = plan.whole_tiles = plan.units = static_cast<int>(tiles);
+  plan.blocks_c = static_cast<int>(ceil_div(of.in_channels, kContainedBlock));
+  plan.iterations = plan.blocks_c * of.R * of.S;
+  if (packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces >= (1 << 30)) return false;
+  plan.blocks = std::min(plan.units, device.sms);
+  plan.x_stage_bytes = landing.slots * kStepPieces * 16;
+  plan.w_stage_bytes = kLandingTaps * kStepPieces * plan.tile_n * 16;
+  landing.stages = plan.x_stages = kMostLandingStages;
+  for (plan.w_stages = kMostLandingWeights;; --plan.w_stages) {
+    if (plan.w_stages < 2 * of.R) return false;
+    plan.smem_bytes = landing_layout(plan).end;
+    if (plan.smem_bytes <= kSharedBytes) break;
+  }
+  landing.by_tiles_p = make_divisor(landing.tiles_p);
+  const double tile_cycles =
+      kLandingTileCycles[landing.shares] + kLandingStepCycles[landing.shares] * landing.steps * of.R / 3.0;
+  plan.cycles = kLandingCycles + static_cast<double>(ceil_div(tiles, device.sms)) * tile_cycles;
+  return true;
+}
+
 // 1x1 whose x comes by single words, that is: at a stride, or planes of no multiple of 4 pixels. What is read is first
 // copied to where channels are neighbours, unless that is a lot. From sizes and strides alone.
 inline bool may_copy(const Correlation& of, int element_bytes) {
@@ -2970,12 +3437,22 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
   Plan again;
   const int least_channels = of.in_stride[1] == 1 && of.groups == 1 ? kLeastContainedChannels : kLeastContainedPlanes;
   const Correlation as_contained = merged(of);
-  const bool contains =
-      may_contain(of, element_bytes) &&
-      (forced >= 0 || std::min(as_contained.in_channels, as_contained.out_channels) >= least_channels) &&
-      plan_again(of, device, address, again);
+  const bool is_large = forced >= 0 || std::min(as_contained.in_channels, as_contained.out_channels) >= least_channels;
+  const bool may_do_again = element_bytes == 4 && is_large && plan_again(of, device, address, again);
+  const bool contains = may_do_again && may_contain(of, element_bytes);
+  const bool lands = may_do_again && may_land(of, element_bytes);
   for (const TileShape& shape : kTileShapes) {
     if (forced >= 0 && number++ != forced) continue;
+    if (shape.lands) {
+      Plan plan;
+      if (lands && forced_splits <= 1 && complete_landing(of, device, address, shape, plan) &&
+          !(found && plan.cycles >= best.cycles)) {
+        best = plan;
+        best.by = divisors(of, plan);
+        found = true;
+      }
+      continue;
+    }
     if (shape.contained) {
       if (contains)
         improve(copied(of), element_bytes, device, of_copy, shape, forced_splits, contain_cycles(of, device), true,
@@ -3075,9 +3552,10 @@ inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
 // For tensors of so many bytes an element; `again`: where the plan is contained.
 inline WorkspaceLayout workspace_layout(const Correlation& of, const Plan& plan, const Plan& again, int element_bytes) {
   const auto aligned = [](int64_t bytes) { return ceil_div(bytes, 128) * 128; };
-  const int64_t bytes_of_copy = plan.contained ? contained_bytes(of)
-                                : plan.copied  ? copied_bytes(of, element_bytes)
-                                               : 0;
+  const int64_t bytes_of_copy = plan.lands       ? 0
+                                : plan.contained ? contained_bytes(of)
+                                : plan.copied    ? copied_bytes(of, element_bytes)
+                                                 : 0;
   const int64_t cut = plan.splits > 1 ? cut_up(plan) : 0;
   WorkspaceLayout layout{};
   if (plan.contained) {
@@ -3158,6 +3636,41 @@ inline cudaError_t make_maps(const Correlation& of, int element_bytes, Params& p
   return params.plan.boxes ? make_out_map(params) : cudaSuccess;
 }
 
+// Boxes of planes, of x and of y: [image][channel][row][column].
+inline cudaError_t make_landing_maps(Params& params) {
+  const Correlation& of = params.of;
+  const Landing& landing = params.plan.landing;
+  const uint64_t N = of.N;
+  const auto bytes = [](const int64_t (&stride)[4], int axis, uint64_t size) -> uint64_t {
+    return size > 1 ? stride[axis] * sizeof(float) : 16;  // of one there is no next
+  };
+  const auto make = [&](hopper::BoxUse use, const void* tensor, const int64_t (&stride)[4], int channels, int rows,
+                        int columns, const uint32_t (&box)[4], hopper::BoxMap& map) {
+    const uint64_t C = channels, H = rows, W = columns;
+    const uint64_t sizes[4] = {W, H, C, N},
+                   strides[3] = {bytes(stride, 2, H), bytes(stride, 1, C), bytes(stride, 0, N)};
+    return hopper::make_box_map(use, tensor, sizeof(float), sizes, strides, box, map);
+  };
+  const uint32_t in_box[4] = {static_cast<uint32_t>(landing.box_columns), static_cast<uint32_t>(landing.window_rows), 8,
+                              1};
+  const uint32_t out_box[4] = {kLandingColumns, static_cast<uint32_t>(landing.box_rows), kLandingStagedChannels, 1};
+  const cudaError_t error =
+      make(hopper::BoxUse::kLoad, params.in_ptr, of.in_stride, of.in_channels, of.H, of.W, in_box, params.in_map);
+  if (error != cudaSuccess) return error;
+  return make(hopper::BoxUse::kStore, params.out_ptr, of.out_stride, of.out_channels, of.P, of.Q, out_box,
+              params.out_map);
+}
+
+inline cudaError_t run_landing(Params& params, cudaStream_t stream) {
+  cudaError_t error = make_landing_maps(params);
+  if (error != cudaSuccess) return error;
+  const auto kernel = params.plan.landing.shares ? landing_kernel<true> : landing_kernel<false>;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
+  if (error != cudaSuccess) return error;
+  return hopper::launch_early(kernel, static_cast<unsigned>(params.plan.blocks), kThreads, params.plan.smem_bytes,
+                              stream, params);
+}
+
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
 cudaError_t run_kernel(Params& params, cudaStream_t stream) {
   const auto kernel = gather_kernel<Format, TILE_N, BLOCKS_M, PIECES, WARPGROUPS, SOURCE>;
@@ -3186,7 +3699,7 @@ bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
   if (plan.tile_n != kShape.tile_n || plan.blocks_m != kShape.blocks_m || plan.pieces != kShape.pieces ||
       plan.warpgroups != kShape.warpgroups)
     return false;
-  if constexpr (kShape.contained != Format::CONTAINED) {
+  if constexpr (kShape.contained != Format::CONTAINED || kShape.lands) {
     return false;
   } else if constexpr (sizeof(typename Format::Tensor) == 2) {
     error = run_source<Format, SHAPE, Source::kAny>(params, stream);
@@ -3206,7 +3719,8 @@ bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
 template <typename Format>
 cudaError_t run_tiles(Params& params, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidConfiguration;
-  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 12, "all are tried");
+  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 14 && kTileShapes[12].lands && kTileShapes[13].lands,
+                "all others are tried");
   run_shape<Format, 0>(params, stream, error) || run_shape<Format, 1>(params, stream, error) ||
       run_shape<Format, 2>(params, stream, error) || run_shape<Format, 3>(params, stream, error) ||
       run_shape<Format, 4>(params, stream, error) || run_shape<Format, 5>(params, stream, error) ||
@@ -3315,7 +3829,8 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
   guard.samples = reinterpret_cast<uint32_t*>(workspace + layout.samples);
   guard.list = reinterpret_cast<Listed*>(workspace + layout.list);
   guard.w_factors = reinterpret_cast<float*>(workspace + layout.w_factors);
-  params.copy = copy_params(of, copy, in_ptr, workspace + layout.copied);
+  params.copy = copy_params(of, plan.lands ? copied(of) : copy, in_ptr, workspace + layout.copied);
+  if (plan.lands) params.copy.blocks = 0;  // it says only how values on the list are numbered
   const uint64_t address = reinterpret_cast<uint64_t>(in_ptr);
   SampleParams sample{in_ptr, nullptr, 0, of, guard, pack.zero_ptr, pack.zeros};
   const int64_t in_sizes[] = {of.N, int64_t{of.groups} * of.in_channels, of.H, of.W};
@@ -3388,12 +3903,16 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
                                smem_bytes, stream, contain);
   if (error != cudaSuccess) return error;
 
-  params.in_ptr = workspace + layout.copied;
-  params.of = copy;
   params.packed_ptr = pack.packed_ptr;
   params.other_pack = pack_params(of, of.phases, again, pack.w_ptr, workspace + layout.packed_again);
-  error = make_maps(copy, sizeof(Half), params);
-  if (error == cudaSuccess) error = run_tiles<Contained>(params, stream);
+  if (plan.lands) {
+    error = run_landing(params, stream);
+  } else {
+    params.in_ptr = workspace + layout.copied;
+    params.of = copy;
+    error = make_maps(copy, sizeof(Half), params);
+    if (error == cudaSuccess) error = run_tiles<Contained>(params, stream);
+  }
   if (error != cudaSuccess) return error;
   params.in_ptr = in_ptr;
   params.of = of;
@@ -3450,6 +3969,17 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   char groups[32] = "";
   if (as_one > 1) snprintf(groups, sizeof groups, "%d groups as one, ", as_one);
   const char* const loads[] = {"single values", "fours of pixels", "16 bytes of channels"};
+  if (plan.lands) {
+    const Landing& landing = plan.landing;
+    snprintf(
+        text, text_size,
+        "in scaled fp16, x contained on its way, tile of %d channels x %d rows x %d columns, x by boxes of planes in "
+        "%d stages of %d bytes and %d of %d, weights in %d of %d, y by boxes, %d blocks for %lld tiles, about %.3g "
+        "Mcycles",
+        plan.tile_n, plan.tile_p, plan.tile_q, landing.stages, landing.stage_bytes, plan.x_stages, plan.x_stage_bytes,
+        plan.w_stages, plan.w_stage_bytes, plan.blocks, static_cast<long long>(plan.tiles), plan.cycles * 1e-6);
+    return;
+  }
   char tile[80];
   if (plan.points || plan.packed)
     snprintf(tile, sizeof tile, "%d pixels", tile_pixels(plan));
