@@ -291,7 +291,12 @@ constexpr int kPhasesBlock = 32;                 // of one of phases of x itself
 // Of what is contained on its way: slots of a wgmma, columns of a tile, taps of a row of the filter, channels that a
 // warp stages, pixels of a lane in a window, stages.
 constexpr int kLandingSlots = 240, kLandingColumns = 32, kLandingTaps = 3, kLandingStagedChannels = 16;
-constexpr int kLandedPixels = 6, kMostLandingStages = 3, kMostLandingWeights = 16;
+constexpr int kMostLandingStages = 3, kMostLandingWeights = 16;
+// A landed plane: columns and rows of a box, where warpgroups share the pixels and where they do not, known to the
+// compiler so that its channels are found without an instruction each; and pixels that a lane contains.
+constexpr int kLandedColumns = 40;
+MODELNEW_HOST_DEVICE constexpr int landed_rows(bool shares) { return shares ? 9 : 16; }
+MODELNEW_HOST_DEVICE constexpr int landed_pixels(bool shares) { return shares ? 4 : 6; }
 constexpr int kBarrierBytes = 1024;
 
 // Staging of the results of 64 pixels x 32 channels, by a warpgroup: [channel][pixel], or [pixel][channel]
@@ -381,10 +386,10 @@ struct Landing {
   int rows;                       // of y, of a warpgroup
   int tiles_p, span;              // tiles of a column of an image, and rows of y of each
   int pitch, window_rows, slots;  // slots of a row; rows; slots of a piece
-  int lead, box_columns;          // columns of a box in front of the window, and all
+  int lead;                       // columns of a box in front of the window
   int steps;                      // of 16 channels
   int stages, stage_bytes;        // of landed boxes
-  int box_rows, columns;          // of boxes of y: rows; columns of a tile
+  int columns;                    // of a tile
   Divisor by_tiles_p;
 };
 
@@ -2439,7 +2444,6 @@ __device__ __forceinline__ void order_landing(const Params& params, const Landin
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
   const Correlation& of = params.of;
-  const int box_bytes = landing.box_columns * landing.window_rows * 8 * static_cast<int>(sizeof(float));
   const int tap_bytes = kStepPieces * plan.tile_n * 16, packed_tap_bytes = plan.pieces * plan.tile_n * 16;
   RingPosition landed, w;
   bool waits = true;
@@ -2453,7 +2457,7 @@ __device__ __forceinline__ void order_landing(const Params& params, const Landin
       for (int half = 0; half < 2; ++half) {
         const uint32_t full = shared.landed_full(landed.slot());
         hopper::barrier_wait_idly(shared.landed_empty(landed.slot()), landed.parity() ^ 1);
-        hopper::barrier_arrive_expecting(full, box_bytes);
+        hopper::barrier_arrive_expecting(full, landing.stage_bytes);
         hopper::load_box(params.in_map, shared.base + shared.layout.landed + landed.slot() * landing.stage_bytes,
                          column, row, 16 * step + 8 * half, tile.n, full);
         landed.next(landing.stages);
@@ -2482,30 +2486,32 @@ __device__ __forceinline__ void order_landing(const Params& params, const Landin
 }
 
 // What of its own a lane contains of each window: pixels of a row side by side, so that no two meet in a bank; or, of
-// the last columns, of all rows. In words of a landed plane, -1 if there is none, and in bytes of a piece.
+// the last columns, of all rows. In words of a landed plane, and in bytes of a piece: -1 if there is none, and the lane
+// looks at a value that is another one's.
 struct LandedPixel {
   int from, to;
 };
 
 // Of a window of which something did not fit: that is zero instead, and on the list, once. The tile that has the output
 // above and left of a value as its own lists it, or the last one of a row or column.
+template <bool SHARES, int PIXELS>
 __device__ __forceinline__ void list_landed(const Params& params, const LandingTile& tile, int channel, int x_exponent,
-                                            const LandedPixel (&pixels)[kLandedPixels], const uint32_t* landed,
+                                            const LandedPixel (&pixels)[PIXELS], const uint32_t* landed,
                                             uint8_t* window) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
   const Correlation& of = params.of;
-  const int plane = landing.box_columns * landing.window_rows;
+  constexpr int kPlane = kLandedColumns * landed_rows(SHARES);
   const bool last_p = tile.p + landing.span >= of.P, last_q = tile.q + kLandingColumns >= of.Q;
 #pragma unroll
-  for (int i = 0; i < kLandedPixels; ++i) {
-    if (pixels[i].from < 0) continue;
-    const int row = pixels[i].from / landing.box_columns, column = pixels[i].from % landing.box_columns - landing.lead;
+  for (int i = 0; i < PIXELS; ++i) {
+    if (pixels[i].to < 0) continue;
+    const int row = pixels[i].from / kLandedColumns, column = pixels[i].from % kLandedColumns - landing.lead;
     const int h = tile.p - of.pad_h + row, w = tile.q - of.pad_w + column;
     const bool own = tile.n_block == 0 && (row < landing.span || last_p) && (column < kLandingColumns || last_q);
 #pragma unroll 1
     for (int c = 0; c < 8; ++c) {
-      const float value = bits_float(landed[pixels[i].from + c * plane]);
+      const float value = bits_float(landed[pixels[i].from + c * kPlane]);
       Watch watch;
       watch.see(float_bits(value));
       watch.see_contained(contain_pair(float_bits(value), 0, power_of_two(x_exponent)));
@@ -2517,16 +2523,18 @@ __device__ __forceinline__ void list_landed(const Params& params, const LandingT
   }
 }
 
+template <bool SHARES>
 __device__ __forceinline__ void contain_landed(const Params& params, const LandingShared& shared, uint8_t* smem,
                                                int warp) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
-  const int lane = threadIdx.x % 32, plane = landing.box_columns * landing.window_rows;
-  LandedPixel pixels[kLandedPixels];
+  const int lane = threadIdx.x % 32;
+  constexpr int kPixels = landed_pixels(SHARES), kPlane = kLandedColumns * landed_rows(SHARES);
+  LandedPixel pixels[kPixels];
   {
     const int rest = max(landing.pitch - 32, 0), rests = landing.window_rows * rest;
 #pragma unroll
-    for (int i = 0; i < kLandedPixels; ++i) {
+    for (int i = 0; i < kPixels; ++i) {
       int row = warp + i * kGatherWarps, column = lane;
       bool exists = row < landing.window_rows && column < landing.pitch;
       if (row >= landing.window_rows && rest > 0) {
@@ -2535,8 +2543,8 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
         row = number / rest;
         column = 32 + number - row * rest;
       }
-      pixels[i] = {exists ? row * landing.box_columns + column + landing.lead : -1,
-                   (row * landing.pitch + column) * 16};
+      pixels[i].from = (exists ? row * kLandedColumns + column : 0) + landing.lead;
+      pixels[i].to = exists ? (row * landing.pitch + column) * 16 : -1;
     }
   }
   int x_exponent;
@@ -2555,11 +2563,10 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
         uint8_t* const to = smem + shared.layout.x_ring + x.slot() * plan.x_stage_bytes + half * landing.slots * 16;
         Watch watch;
 #pragma unroll
-        for (int i = 0; i < kLandedPixels; ++i) {
-          if (pixels[i].from < 0) continue;
+        for (int i = 0; i < kPixels; ++i) {
           uint32_t words[8];
 #pragma unroll
-          for (int c = 0; c < 8; ++c) words[c] = from[pixels[i].from + c * plane];
+          for (int c = 0; c < 8; ++c) words[c] = from[pixels[i].from + c * kPlane];
           const auto pair = [&](int c) {
             watch.see(words[c]);
             watch.see(words[c + 1]);
@@ -2567,10 +2574,10 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
           };
           const uint4 piece = make_uint4(pair(0), pair(2), pair(4), pair(6));
           watch.see_contained(piece);
-          *reinterpret_cast<uint4*>(to + pixels[i].to) = piece;
+          if (pixels[i].to >= 0) *reinterpret_cast<uint4*>(to + pixels[i].to) = piece;
         }
         if (!watch.fits(least))
-          list_landed(params, locate_landing(plan, unit), 16 * step + 8 * half, x_exponent, pixels, from, to);
+          list_landed<SHARES>(params, locate_landing(plan, unit), 16 * step + 8 * half, x_exponent, pixels, from, to);
         __syncwarp();  // what has landed has been read
         if (lane == 0) hopper::barrier_arrive(shared.landed_empty(landed.slot()));
         landed.next(landing.stages);
@@ -2728,7 +2735,7 @@ __global__ void __launch_bounds__(kThreads, 1) landing_kernel(const __grid_const
   if (warp < 8)
     multiply_landed<SHARES, kLandingSlots>(params, shared, modelnew_gather_landing_smem);
   else if (warp < 8 + kGatherWarps)
-    contain_landed(params, shared, modelnew_gather_landing_smem, warp - 8);
+    contain_landed<SHARES>(params, shared, modelnew_gather_landing_smem, warp - 8);
   else if (threadIdx.x % 32 == 0)
     order_landing(params, shared);
 #endif
@@ -3308,19 +3315,18 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   landing.columns = std::min(of.Q, kLandingColumns);
   landing.pitch = landing.columns + kLandingTaps - 1;  // even
   const int warpgroup_tiles = landing.shares ? 1 : 2;
-  const int most_rows = std::min((kLandingSlots - landing.columns) / landing.pitch + 1, of.P);
+  const int window_rows = (landed_rows(landing.shares) - of.R + 1) / warpgroup_tiles;
+  const int most_rows = std::min({(kLandingSlots - landing.columns) / landing.pitch + 1, window_rows, of.P});
+  if (most_rows < 1) return false;
   landing.tiles_p = static_cast<int>(ceil_div(of.P, most_rows * warpgroup_tiles));
-  landing.rows = landing.box_rows = static_cast<int>(ceil_div(of.P, int64_t{landing.tiles_p} * warpgroup_tiles));
+  landing.rows = static_cast<int>(ceil_div(of.P, int64_t{landing.tiles_p} * warpgroup_tiles));
   landing.span = landing.rows * warpgroup_tiles;
   landing.tiles_p = static_cast<int>(ceil_div(of.P, landing.span));
   landing.window_rows = landing.span + of.R - 1;
-  const int rests = landing.window_rows * std::max(landing.pitch - 32, 0);
-  if (landing.window_rows + ceil_div(rests, 32) > kLandedPixels * kGatherWarps) return false;
   const int last = (landing.span - landing.rows + of.R - 1) * landing.pitch + kLandingTaps - 1 + kLandingSlots;
   landing.slots = (std::max(landing.window_rows * landing.pitch, last) + 7) / 8 * 8;
   landing.lead = -of.pad_w & 3;
-  landing.box_columns = (landing.lead + landing.pitch + 3) / 4 * 4;
-  landing.stage_bytes = (landing.box_columns * landing.window_rows * 8 * 4 + 127) / 128 * 128;
+  landing.stage_bytes = 8 * kLandedColumns * landed_rows(landing.shares) * static_cast<int>(sizeof(float));
   landing.steps = static_cast<int>(ceil_div(of.in_channels, 16));
   plan.tile_p = landing.span;
   plan.tile_q = landing.columns;
@@ -3651,9 +3657,8 @@ inline cudaError_t make_landing_maps(Params& params) {
                    strides[3] = {bytes(stride, 2, H), bytes(stride, 1, C), bytes(stride, 0, N)};
     return hopper::make_box_map(use, tensor, sizeof(float), sizes, strides, box, map);
   };
-  const uint32_t in_box[4] = {static_cast<uint32_t>(landing.box_columns), static_cast<uint32_t>(landing.window_rows), 8,
-                              1};
-  const uint32_t out_box[4] = {kLandingColumns, static_cast<uint32_t>(landing.box_rows), kLandingStagedChannels, 1};
+  const uint32_t in_box[4] = {kLandedColumns, static_cast<uint32_t>(landed_rows(landing.shares)), 8, 1};
+  const uint32_t out_box[4] = {kLandingColumns, static_cast<uint32_t>(landing.rows), kLandingStagedChannels, 1};
   const cudaError_t error =
       make(hopper::BoxUse::kLoad, params.in_ptr, of.in_stride, of.in_channels, of.H, of.W, in_box, params.in_map);
   if (error != cudaSuccess) return error;
