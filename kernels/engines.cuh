@@ -30,6 +30,10 @@ int64_t listed_workspace_bytes(const Problem&, Operator);
 // Whether the direct engine reads every pixel just once and nothing else: 1x1 filters to few channels.
 bool direct_has_points(const Problem&, Operator);
 
+// Whether gather, which takes the problem, contains x on its way: without a copy, in tiles as good for large images as
+// for small ones.
+bool gather_lands(const Problem&, Operator);
+
 extern const Engine kGatherEngine;
 extern const Engine kWgmmaEngine;
 extern const Engine kStemEngine;

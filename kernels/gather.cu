@@ -3021,7 +3021,8 @@ constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more la
 
 // Of what is contained on its way: of a tile and of each of its steps, where the warpgroups have rows of their own and
 // where they share them, and of all else. By 8 layers of a U-Net and two of a ResNet-50, in a driver, H200, 2026-11-23.
-constexpr double kLandingTileCycles[] = {4400, 7000}, kLandingStepCycles[] = {3050, 2450}, kLandingCycles = 38000;
+constexpr double kLandingTileCycles[] = {4200, 6000}, kLandingStepCycles[] = {3130, 2510};
+constexpr double kLandingCycles[] = {38000, 29000};
 
 // Of copies of x.
 constexpr int64_t kMostCopiedBytes = 512 << 20;
@@ -3351,7 +3352,7 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   landing.by_tiles_p = make_divisor(landing.tiles_p);
   const double tile_cycles =
       kLandingTileCycles[landing.shares] + kLandingStepCycles[landing.shares] * landing.steps * of.R / 3.0;
-  plan.cycles = kLandingCycles + static_cast<double>(ceil_div(tiles, device.sms)) * tile_cycles;
+  plan.cycles = kLandingCycles[landing.shares] + static_cast<double>(ceil_div(tiles, device.sms)) * tile_cycles;
   return true;
 }
 
@@ -4009,6 +4010,10 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
 }  // namespace gather
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+bool gather_lands(const Problem& problem, Operator op) {
+  return gather::plan_of(problem, op, gather::Alignment{}).plan.lands;
+}
+
 extern const Engine kGatherEngine{"gather",         gather::refusal, gather::workspace_bytes, gather::launch,
                                   gather::describe, gather::yields,  gather::cycles};
 #endif

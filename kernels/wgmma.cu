@@ -2928,6 +2928,9 @@ inline const char* yields(const Problem& problem, Operator op) {
       uses_tf32(problem, op) && kGatherEngine.refusal(problem, op) == nullptr &&
       kGatherEngine.cycles(problem, op) < cycles(problem, op))
     return "gather is faster with few channels a group";
+  if (uses_tf32(problem, op) && kGatherEngine.refusal(problem, op) == nullptr && gather_lands(problem, op) &&
+      kGatherEngine.cycles(problem, op) < cycles(problem, op))
+    return "gather is faster where it contains x on its way";
   const bool points = problem.R == 1 && problem.S == 1;
   const double of_x = static_cast<double>(problem.N) * problem.C * problem.H * problem.W;
   const double of_y = static_cast<double>(problem.N) * problem.K * problem.P * problem.Q;
