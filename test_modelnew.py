@@ -2606,6 +2606,8 @@ static bool others_refuse = false;
 static const char* refuse(const Problem&, Operator) { return others_refuse ? "it is told to" : nullptr; }
 static double others_cycles = 1e30;
 static double estimate(const Problem&, Operator) { return others_cycles; }
+static bool gather_is_to_land = false;
+bool modelnew::gather_lands(const Problem&, Operator) { return gather_is_to_land; }
 const Engine modelnew::kGatherEngine{"gather", refuse, nullptr, nullptr, nullptr, nullptr, estimate};
 const Engine modelnew::kMmaEngine{"mma", refuse, nullptr, nullptr, nullptr};
 
@@ -2802,6 +2804,7 @@ extern "C" {
 void set_capability(int capability) { stand_in_capability = capability; }
 void let_others_refuse(bool refuse) { others_refuse = refuse; }
 void let_others_take(double cycles) { others_cycles = cycles; }
+void let_gather_land(bool lands) { gather_is_to_land = lands; }
 const char* wgmma_yields(int op, const int64_t* fields) {
   return yields(make_problem(fields), static_cast<Operator>(op));
 }
@@ -3154,6 +3157,24 @@ def test_wgmma_yields_with_some_channels_and_few_values(wgmma_plans, case, yield
         assert reason == ("gather is faster with few values" if yields else None)
         assert wgmma_plans("yields", operator, case, torch.float16) is None
         assert wgmma_plans("yields", operator, case, torch.float32, tf32=False) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("lands", [True, False])
+@pytest.mark.parametrize("cycles", [1, 1e30])
+def test_wgmma_yields_where_x_is_contained_on_its_way(wgmma_plans, cycles, lands, tf32, dtype):
+    """To what gather contains on its way, by the estimates."""
+    case = dataclasses.replace(SOME_CHANNELS, N=64)
+    wgmma_plans.library.let_gather_land(lands)
+    wgmma_plans.library.let_others_take(ctypes.c_double(cycles))
+    try:
+        reason = wgmma_plans("yields", "fprop", case, dtype, tf32=tf32)
+    finally:
+        wgmma_plans.library.let_gather_land(False)
+        wgmma_plans.library.let_others_take(ctypes.c_double(1e30))
+    yields = lands and cycles == 1 and tf32 and dtype == torch.float32
+    assert reason == ("gather is faster where it contains x on its way" if yields else None)
 
 
 # Cases that wgmma takes in forward and dgrad under every contract of its own: 2^27 multiply-adds, 32 columns.
@@ -3834,6 +3855,80 @@ static std::string fault_of_plan(const Correlation& of, const Plan& plan, int in
   return fault;
 }
 
+// What is wrong with a plan by which x is contained on its way, or nothing: all of it.
+static std::string fault_of_landing(const Correlation& of, const Plan& plan, uint64_t in, uint64_t out) {
+  const Landing& landing = plan.landing;
+  const LandingLayout layout = landing_layout(plan);
+  const int landed_rows = landing.shares ? 9 : 16, warpgroups = landing.shares ? 1 : 2;
+  if (!plan.contained || plan.copied || plan.in_boxes || plan.in_phases || of.groups != 1) return "another plan";
+  if (of.S != 3 || of.stride_h * of.stride_w != 1 || of.dilation_h * of.dilation_w != 1) return "another filter";
+  if (plan.tile_n != 64 * (landing.shares ? 2 : 1)) return "channels of a tile";
+  if (layout.end != plan.smem_bytes || layout.end > 232448) return "shared memory";
+  if (layout.staging < 56 * 8 || layout.staging % 1024) return "room for barriers";
+  if (layout.landed - layout.staging != 4 * 16 * landing.rows * 128) return "staging";
+  if (layout.landed % 128 || landing.stage_bytes != 8 * 40 * landed_rows * 4) return "landed boxes";
+  if (layout.x_ring - layout.landed != landing.stages * landing.stage_bytes) return "the ring of landed boxes";
+  if (layout.x_ring % 16 || plan.x_stage_bytes != 2 * 16 * landing.slots) return "windows";
+  if (layout.w_ring - layout.x_ring != plan.x_stages * plan.x_stage_bytes) return "the ring of windows";
+  if (layout.w_ring % 16 || plan.w_stage_bytes != 3 * 2 * 16 * plan.tile_n) return "weights of a row of taps";
+  if (layout.end - layout.w_ring != plan.w_stages * plan.w_stage_bytes) return "the ring of weights";
+  if (landing.stages < 2 || landing.stages > 4 || plan.x_stages < 2 || plan.x_stages > 4) return "stages";
+  if (plan.w_stages < of.R || plan.w_stages > 16) return "stages of weights";
+  if (landing.steps * 16 < of.in_channels || (landing.steps - 1) * 16 >= of.in_channels) return "steps";
+  if (plan.iterations != ceil_div(of.in_channels, 64) * of.R * of.S) return "stages of weights in all";
+  if (plan.tiles_n != ceil_div(of.out_channels, plan.tile_n) || plan.pieces != 8) return "packed weights";
+  if (plan.units != plan.tiles || plan.blocks != std::min(132, plan.units)) return "units of work";
+  const auto in_fours = [](const int64_t (&stride)[4], int64_t images, int channels, int rows) {
+    return stride[3] == 1 && (rows == 1 || stride[2] % 4 == 0) && (channels == 1 || stride[1] % 4 == 0) &&
+           (images == 1 || stride[0] % 4 == 0);
+  };
+  if (in % 16 || !in_fours(of.in_stride, of.N, of.in_channels, of.H)) return "boxes of x that are not aligned";
+  if (out % 16 || of.Q % 4 || !in_fours(of.out_stride, of.N, of.out_channels, of.P))
+    return "boxes of y that are not aligned";
+  if (of.N * of.H * of.W * ceil_div(of.in_channels, 8) * 8 >= int64_t{1} << 31) return "places that are no ints";
+  if (warpgroups * landing.rows != landing.span) return "rows of a tile";
+  const int last = (landing.span - landing.rows + of.R - 1) * landing.pitch + 2 + 240;
+  if (last > landing.slots) return "slots behind the window";
+  if (landing.pitch % 2) return "pairs of pixels of two rows";
+  std::vector<int> owned(of.N * of.P * of.Q * plan.tiles_n), listed(of.N * of.H * of.W), read(of.N * of.H * of.W);
+  for (int unit = 0; unit < plan.units; ++unit) {
+    const LandingTile tile = locate_landing(plan, unit);
+    if (tile.n < 0 || tile.n >= of.N || tile.n_block < 0 || tile.n_block >= plan.tiles_n) return "a tile outside";
+    if ((tile.q - of.pad_w - landing.lead) % 4 || landing.lead < 0) return "a box that starts between fours";
+    if (tile.q % 4) return "a box of y that starts between fours";
+    const auto place = [&](int h, int w) { return (static_cast<int64_t>(tile.n) * of.H + h) * of.W + w; };
+    for (int row = 0; row < landing.span; ++row)
+      for (int column = 0; column < 32; ++column) {
+        const int p = tile.p + row, q = tile.q + column;
+        if (p >= of.P || q >= of.Q) continue;
+        const int own_row = row % landing.rows, m = own_row * landing.pitch + column;
+        if (m >= 240 || column >= landing.pitch) return "an output that is no row of the product";
+        ++owned[((int64_t{tile.n} * of.P + p) * of.Q + q) * plan.tiles_n + tile.n_block];
+        for (int r = 0; r < of.R; ++r)
+          for (int s = 0; s < of.S; ++s) {
+            const int slot = (row - own_row + r) * landing.pitch + m + s;
+            const int window_row = slot / landing.pitch, window_column = slot % landing.pitch;
+            if (window_row >= landing.window_rows || window_row >= landed_rows) return "a row outside the window";
+            if (window_column + landing.lead >= 40) return "a column outside the window";
+            const int h = tile.p - of.pad_h + window_row, w = tile.q - of.pad_w + window_column;
+            if (h != p - of.pad_h + r || w != q - of.pad_w + s) return "another place of x";
+            if (h >= 0 && h < of.H && w >= 0 && w < of.W) read[place(h, w)] = 1;
+          }
+      }
+    for (int row = 0; row < landing.window_rows; ++row)
+      for (int column = 0; column < landing.pitch; ++column) {
+        const int h = tile.p - of.pad_h + row, w = tile.q - of.pad_w + column;
+        if (h < 0 || h >= of.H || w < 0 || w >= of.W) continue;
+        listed[place(h, w)] += lists(of, plan, tile, row, column);
+      }
+  }
+  for (int once : owned)
+    if (once != 1) return "an output never or twice";
+  for (size_t i = 0; i < listed.size(); ++i)
+    if (listed[i] > 1 || listed[i] < read[i]) return "a value that is listed never or twice";
+  return plan.cycles > 0 ? "" : "no estimate";
+}
+
 // Of the workspace with parts of at least so many bytes: what is wrong, or nothing.
 static std::string fault_of_layout(const WorkspaceLayout& layout, const Plan& plan, int64_t rows, int64_t packed_bytes,
                                    int64_t packed_again_bytes, int64_t copied_bytes, int64_t partial_bytes) {
@@ -3923,6 +4018,13 @@ static void note(const Correlation& of, const Plan& plan) {
                 (plan.in_boxes ? "boxes" : "fours") + (plan.copied ? " of a copy" : ""));
     if (plan.splits > 1) seen.insert(std::string("two blocks an SM") + parts);
   }
+  if (plan.lands) {
+    seen.insert(std::string("contained on its way, ") + (plan.landing.shares ? "shared pixels" : "shared channels"));
+    if (of.in_channels % 16) seen.insert("contained on its way, channels filled up");
+    if (of.P % plan.landing.span) seen.insert("contained on its way, rows that are not there");
+    if (of.Q % 32) seen.insert("contained on its way, columns that are not there");
+    return;
+  }
   if (plan.contained) {
     seen.insert(kind + ", contained" + (of.in_channels % 8 ? ", channels filled up" : ""));
     if (of.groups > 1) seen.insert(merged(of).merged > 1 ? "contained, groups as one" : "contained, groups");
@@ -3998,7 +4100,8 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
     const int splits = shape >= 0 && shuffler() % 4 == 0 ? 2 : 0;  // else as many as it likes
     if (!make_plan(of, bytes, Device{132}, Alignment{in, out}, shape, plan, splits)) {
       // Windows may be too large for shared memory; points are not.
-      const bool may = shape >= 0 && kTileShapes[shape].contained && may_contain(of, bytes) && has_again;
+      const bool copies = shape >= 0 && kTileShapes[shape].contained && !kTileShapes[shape].lands;
+      const bool may = copies && may_contain(of, bytes) && has_again;
       if (may && of.R * of.S == 1 && splits == 0) return "points that are not contained";
       continue;
     }
@@ -4006,7 +4109,7 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
     note(of, plan);
     const Correlation grouped = plan.contained ? merged(of) : of;
     const auto packed = [](const Correlation& groups, const Plan& all) {
-      return int64_t{groups.groups} * all.tiles_n * all.iterations * all.w_stage_bytes;
+      return int64_t{groups.groups} * all.tiles_n * all.iterations * all.pieces * all.tile_n * 16;
     };
     const int64_t partial =
         plan.splits > 1 ? (plan.units - plan.whole_tiles) * int64_t{4} * tile_pixels(plan) * plan.tile_n : 0;
@@ -4017,7 +4120,8 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
       return ((2 * (outputs - 1) + taps - 1 - pad) >> 1) - (-pad >> 1) + 1;
     };
     const int64_t fours = of.N * pairs(of.P, of.R, of.pad_h) * pairs(of.Q, of.S, of.pad_w);
-    const int64_t copied_x = phased           ? fours * 4 * grouped.groups * ceil_div(grouped.in_channels, 64) * 128
+    const int64_t copied_x = plan.lands       ? 0
+                             : phased         ? fours * 4 * grouped.groups * ceil_div(grouped.in_channels, 64) * 128
                              : plan.contained ? pixels * grouped.groups * ceil_div(grouped.in_channels, 8) * 16
                              : plan.copied  ? pixels * of.groups * of.in_channels * bytes
                                             : 0;
@@ -4043,7 +4147,9 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
       const size_t to_mend = kMostListed * (sizeof(Listed) + kThreads / 32);
       if (kBarrierBytes + to_mend > static_cast<size_t>(again.smem_bytes)) fault = "room to mend";
     }
-    if (fault.empty()) {
+    if (fault.empty() && plan.lands) {
+      fault = fault_of_landing(of, plan, in, out);
+    } else if (fault.empty()) {
       const Correlation own = plan.copied ? copied(of, plan.contained) : plan.in_phases ? in_phases(of) : of;
       fault = fault_of_plan(own, plan, plan.contained ? 2 : bytes, bytes, plan.copied ? 0 : in, out, shuffler);
     }
@@ -4114,7 +4220,7 @@ GATHER_PLAN_MUTATIONS = {
         "layout.copied + aligned(bytes_of_copy / (MUTATED ? 2 : 1));",
     ),
     "a workspace with room for a copy that is not made": (
-        ": plan.copied  ? copied_bytes(of, element_bytes)",
+        ": plan.copied    ? copied_bytes(of, element_bytes)",
         ": plan.copied || MUTATED ? copied_bytes(of, element_bytes)",
     ),
     "a workspace without room for the last sums": (
@@ -4177,6 +4283,27 @@ GATHER_PLAN_MUTATIONS = {
     "boxes of neighbouring columns at a stride": (
         "from_phases ? 2 : plan.in_column_step;",
         "from_phases ? 2 : MUTATED ? 1 : plan.in_column_step;",
+    ),
+    "windows that start between fours": (
+        "landing.lead = -of.pad_w & 3;",
+        "landing.lead = MUTATED ? 0 : -of.pad_w & 3;",
+    ),
+    "tiles of more rows than what lands has": (
+        "(landed_rows(landing.shares) - of.R + 1)",
+        "(landed_rows(landing.shares) - (MUTATED ? 1 : of.R) + 1)",
+    ),
+    "windows without what a wgmma reads behind their end": (
+        "landing.slots = (std::max(landing.window_rows * landing.pitch, last) + 7)",
+        "landing.slots = (std::max(landing.window_rows * landing.pitch, MUTATED ? 0 : last) + 7)",
+    ),
+    "boxes of y from anywhere": (
+        "address.in % 16 != 0 || address.out % 16 != 0 ||",
+        "address.in % 16 != 0 || (!MUTATED && address.out % 16 != 0) ||",
+    ),
+    "values that two tiles list": ("row < landing.span ||", "row < landing.span + MUTATED ||"),
+    "values that the last tile of a row does not list": (
+        "column < kLandingColumns || tile.q",
+        "column < kLandingColumns || MUTATED ? true && column < kLandingColumns : tile.q",
     ),
     "slots as in memory of whole lines": (
         "phases_of(of.phases) > 1 && plan.packed)",
@@ -4293,8 +4420,21 @@ def random_phased_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torc
             count -= 1
 
 
+def random_landing_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
+    """Of the same kind, but all of them what may be contained on its way, if tensors are aligned."""
+    rng = random.Random(seed)
+    while count > 0:
+        C, K = (rng.choice([8, 31, 64, 65, 100, 128, 200, 300]) for _ in range(2))
+        H, W, padding = rng.randint(1, 70), 4 * rng.randint(7, 40), rng.choice([1, 1, 1, 3])
+        case = Case(rng.choice([1, 2, 3, 5]), C, H, W, K, rng.randint(1, 4), 3, padding=(rng.randint(0, 3), padding))
+        if case.y_shape[2] > 0:
+            yield case, rng.choice(["fprop", "fprop", "dgrad"]), torch.float32
+            count -= 1
+
+
 def cases_of_plans() -> Iterator[tuple[int, tuple[Case, str, torch.dtype]]]:
-    return enumerate(itertools.chain(random_gather_cases(3000, seed=0), random_phased_cases(300, seed=0)))
+    kinds = random_gather_cases(3000, seed=0), random_phased_cases(300, seed=0), random_landing_cases(300, seed=0)
+    return enumerate(itertools.chain(*kinds))
 
 
 GATHER_KINDS = {
@@ -4332,6 +4472,9 @@ GATHER_KINDS = {
     *(f"phases of x{how}" for how in ("", ", channels filled up", ", tiles in parts", ", of one tap")),
     "1x1 by rows",
     "1x1 by rows at a stride",
+    *(f"contained on its way, shared {what}" for what in ("pixels", "channels")),
+    *(f"contained on its way, {what} that are not there" for what in ("rows", "columns")),
+    "contained on its way, channels filled up",
 }
 
 
@@ -4408,6 +4551,8 @@ def test_gather_describes_its_configuration(gather_plans):
                 gather_plans("describe", operator, case, dtype),
             )
     assert "in scaled fp16, 4 groups as one, " in gather_plans("describe", "fprop", GROUPS_AS_ONE, torch.float32)
+    text = gather_plans("describe", "fprop", GATHER_LANDING_CASES[0], torch.float32)
+    assert text.startswith("in scaled fp16, x contained on its way, tile of 64 channels x 14 rows x 32 columns, ")
 
 
 # What the engine leaves to others, and what looks alike and is its own.
@@ -4465,6 +4610,13 @@ GATHER_STRIDED_CASES = [
     Case(40, 64, 57, 55, 260, 1, 1, stride=(2, 2)),
     Case(64, 36, 85, 83, 300, 1, 1, stride=(3, 3), padding=(1, 0)),
 ]
+# And these are contained on their way, in both shapes of a tile, with rows, columns and channels that are not there.
+GATHER_LANDING_CASES = [
+    Case(64, 64, 56, 56, 64, 3, 3, padding=(1, 1)),
+    Case(16, 70, 90, 124, 66, 3, 3, padding=(1, 1)),
+    Case(96, 128, 28, 28, 128, 3, 3, padding=(1, 1)),
+    Case(12, 100, 128, 100, 136, 2, 3, padding=(0, 3)),
+]
 GATHER_CASES = [
     dataclasses.replace(GATHER_CASE, N=12),
     Case(16, 256, 14, 14, 260, 1, 1),
@@ -4476,6 +4628,7 @@ GATHER_CASES = [
     Case(4, 72, 35, 306, 136, 3, 3, padding=(1, 0)),  # long rows of sixteens, by boxes
     *GATHER_CONTAINED_CASES,
     *GATHER_STRIDED_CASES,
+    *GATHER_LANDING_CASES,
 ]
 
 
@@ -4499,6 +4652,16 @@ def test_gather_contains_what_the_gpu_tests_say(gather_plans, layout):
         for operator in gather_operators(case):
             text = gather_plans("describe", operator, case, torch.float32, strides=strides)
             assert text.startswith("in scaled fp16, "), f"{operator} of {case}: {text}"
+
+
+def test_gather_contains_on_its_way_what_the_gpu_tests_say(gather_plans):
+    told = set()
+    for case in GATHER_LANDING_CASES:
+        for operator in gather_operators(case):
+            text = gather_plans("describe", operator, case, torch.float32)
+            assert text.startswith("in scaled fp16, x contained on its way, "), f"{operator} of {case}: {text}"
+            told.add(re.search(r"tile of (\d+) channels", text)[1])
+    assert told == {"64", "128"}
 
 
 def test_gather_takes_boxes_at_a_stride_where_the_gpu_tests_say(gather_plans):
@@ -4682,6 +4845,17 @@ GATHER_MUTATIONS = {
         "(MUTATED || pixels.exist) && first + 16",
     ),
     "stores boxes of all lines as the first one's": ("first = p * of.Q + q;", "first = (MUTATED ? 0 : p) * of.Q + q;"),
+    "reads what lands before it has": left_out("hopper::barrier_wait_idly(shared.landed_full("),
+    "lands where something else is still read": left_out("hopper::barrier_wait_idly(shared.landed_empty("),
+    "puts what landed into windows in use": left_out("hopper::barrier_wait_idly(shared.x_empty("),
+    "gives back what landed before all have read it": left_out("__syncwarp();  // what has landed has been read"),
+    "stages what landed where a box is read": left_out("hopper::barrier_wait(shared.staged_empty("),
+    "stores what landed before all is staged": left_out("__syncwarp();  // all channels are staged"),
+    "leaves in a window what landed and does not fit": (
+        "reinterpret_cast<Half*>(window + pixels[i].to)[c] = Half{};",
+        "reinterpret_cast<Half*>(window + pixels[i].to)[c].bits *= MUTATED;",
+    ),
+    "lists what landed in each window": ("if (own) list_misfit", "if (own || MUTATED) list_misfit"),
     "copies x from elsewhere": ("from[channel * of.in_stride[1]]", "from[(channel + MUTATED) * of.in_stride[1]]"),
 }
 
@@ -4830,9 +5004,10 @@ GATHER_SHIM_CASES = [
 ]
 
 
-# Of kTileShapes: those of fp32, the first two of 16 bits as well, those of contained operands, and of fp32 again those
-# of blocks with one multiplying warpgroup, for points only.
+# Of kTileShapes: those of fp32, the first two of 16 bits as well, those of contained operands, of fp32 again those of
+# blocks with one multiplying warpgroup, for points only, and those of operands that are contained on their way.
 GATHER_WINDOWS, GATHER_SHAPES_16, GATHER_CONTAINED, GATHER_POINTS = range(5), range(2), range(5, 9), range(9, 12)
+GATHER_LANDING = range(12, 14)
 GATHER_SHAPES = [*GATHER_WINDOWS, *GATHER_POINTS]
 # Cases of every Source but the one of any, in its order: single words, fours of pixels, channels, boxes, boxes of
 # phases of x, which 16 bits have not. The shape of half a stage, in which pieces of channels are apart, takes neither
@@ -4947,6 +5122,26 @@ def test_gather_shim_exact_when_contained(gather_shim, number, layout):
         shape = GATHER_CONTAINED[(turn + number + LAYOUTS.index(layout)) % len(GATHER_CONTAINED)]
         fault = gather_shim.fault(operator, case, torch.float32, shape, layout, seed)
         assert fault == "", f"{operator} of {case}, shape {shape}, seed {seed}: {fault}"
+
+
+GATHER_SHIM_LANDING_CASES = [
+    (Case(2, 40, 12, 36, 72, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(1, 24, 33, 32, 136, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(2, 16, 9, 68, 40, 2, 3, padding=(0, 1)), "fprop"),
+    (Case(3, 130, 5, 28, 33, 1, 3, padding=(0, 1)), "dgrad"),
+    (Case(1, 9, 17, 60, 24, 3, 3, padding=(2, 3)), "fprop"),
+    (Case(1, 70, 6, 28, 16, 4, 3, padding=(1, 1)), "fprop"),
+]
+
+
+@pytest.mark.parametrize("shape", GATHER_LANDING)
+@pytest.mark.parametrize("number", range(len(GATHER_SHIM_LANDING_CASES)))
+def test_gather_shim_exact_when_contained_on_its_way(gather_shim, number, shape):
+    case, operator = GATHER_SHIM_LANDING_CASES[number]
+    for seed in (2, 13):  # tensors at aligned addresses; at once, and as late as it may be
+        fault = gather_shim.fault(operator, case, torch.float32, shape, "contiguous", seed)
+        assert fault == "", f"{operator} of {case}, shape {shape}, seed {seed}: {fault}"
+        assert [name for name in gather_shim.launched() if "landing_kernel" in name]
 
 
 # In phases: points and windows, of fewer channels than a block and of several blocks, several images in a tile and
@@ -5074,6 +5269,14 @@ ADVERSE_GATHER_CASES = [
     ("fprop", Case(3, 128, 11, 9, 48, 3, 3, stride=(2, 2), padding=(1, 1), groups=4), "channels_last"),
     ("dgrad", Case(2, 96, 8, 9, 128, 1, 1, groups=4), "contiguous"),
 ]
+# Contained on their way, by both shapes of a tile: fewer rows than a tile and more, columns and channels that are not
+# there, more channels of y than a tile has.
+ADVERSE_LANDING_CASES = [
+    ("fprop", Case(2, 24, 5, 36, 40, 3, 3, padding=(1, 1)), "contiguous"),
+    ("fprop", Case(2, 33, 8, 32, 130, 3, 3, padding=(2, 3)), "contiguous"),
+    ("fprop", Case(3, 16, 17, 28, 72, 2, 3, padding=(0, 1)), "contiguous"),
+    ("dgrad", Case(2, 24, 11, 32, 40, 3, 3, padding=(1, 1)), "contiguous"),
+]
 ADVERSE_PHASES = 7  # the first of them with phases
 ADVERSE_GROUPS = 10  # and with groups
 
@@ -5162,14 +5365,15 @@ def check_misfits(operator: str, case: Case, out: Tensor, tensors: dict[str, Ten
     check_bounds(case, {operator: torch.where(finite, out, without)}, rest, tf32={operator})
 
 
-def check_mending(gather_shim: GatherShim, number: int, value: float, seeds: Iterable[int]) -> None:
+def check_mending(
+    gather_shim: GatherShim, number: int, value: float, seeds: Iterable[int], landing: bool = False
+) -> None:
     """Right, whatever the order in which threads come, and the same bits in each."""
-    operator, case, layout = ADVERSE_GATHER_CASES[number]
+    operator, case, layout = (ADVERSE_LANDING_CASES if landing else ADVERSE_GATHER_CASES)[number]
+    shapes = GATHER_LANDING if landing else GATHER_CONTAINED
     tensors, first = misfit_tensors(operator, case, value), None
     for seed in seeds:
-        out = gather_shim.result(
-            operator, case, tensors, layout, GATHER_CONTAINED[number % len(GATHER_CONTAINED)], seed
-        )
+        out = gather_shim.result(operator, case, tensors, layout, shapes[number % len(shapes)], seed)
         assert gather_shim.done_again() == misfit_places(operator, case)[1]
         check_misfits(operator, case, out, tensors)
         first = out if first is None else first
@@ -5180,6 +5384,44 @@ def check_mending(gather_shim: GatherShim, number: int, value: float, seeds: Ite
 @pytest.mark.parametrize("number", range(len(ADVERSE_GATHER_CASES)))
 def test_gather_shim_mends(gather_shim, number, value):
     check_mending(gather_shim, number, value, seeds=(number,) if value != 1e-9 else range(3))
+
+
+@pytest.mark.parametrize("value", [1e-9, math.nan], ids=str)
+@pytest.mark.parametrize("number", range(4))
+def test_gather_shim_mends_what_lands(gather_shim, number, value):
+    check_mending(gather_shim, number, value, seeds=(number,) if value != 1e-9 else range(2), landing=True)
+
+
+@pytest.mark.parametrize("number, kind", [*enumerate(ADVERSE)])
+def test_gather_shim_contains_on_its_way_what_fits(gather_shim, number, kind):
+    """As where it is copied: see above."""
+    operator, case, layout = ADVERSE_LANDING_CASES[number % len(ADVERSE_LANDING_CASES)]
+    tensors = adverse_tensors(case, kind, operator)
+    out = gather_shim.result(operator, case, tensors, layout, GATHER_LANDING[number // 2 % 2], number)
+    check_bounds(case, {operator: out}, tensors, tf32={operator})
+    done = gather_shim.done_again()
+    if kind in CONTAINED_KINDS:
+        assert done == 0
+    elif kind in MARKED_KINDS:
+        assert done != 0
+    else:
+        assert done == ALL_AGAIN or kind == "faint channel"
+
+
+@pytest.mark.parametrize("shape", GATHER_LANDING)
+@pytest.mark.parametrize("too_many", [0, 1])
+def test_gather_shim_lists_as_much_as_it_can_of_what_lands(gather_shim, too_many, shape):
+    """Of one value more all is done again, by weights that nobody knew would be wanted."""
+    case = Case(2, 24, 9, 28, 16, 3, 3, padding=(1, 1))
+    tensors = make_tensors(case, torch.float32, normal)
+    tensors["x"].zero_()
+    tensors["x"][0] = 1
+    count = ctypes.c_int.in_dll(gather_shim.library, "most_listed").value + too_many
+    tensors["x"][1].view(-1)[5 : 5 + count] = torch.linspace(1e-9, 2e-9, count)
+    tensors["bias"].zero_()
+    out = gather_shim.result("fprop", case, tensors, "contiguous", shape, shape)
+    check_bounds(case, {"fprop": out}, tensors, tf32={"fprop"})
+    assert gather_shim.done_again() == (ALL_AGAIN if too_many else count)
 
 
 def test_gather_shim_mends_what_the_sample_missed(gather_shim):
@@ -5264,7 +5506,18 @@ def test_gather_shim_exact_where_boxes_store_lines(gather_shim, shape, layout):
     assert any(by_boxes) or (layout == "contiguous" and shape < 2) or shape == GATHER_HALF_A_STAGE
 
 
-@pytest.mark.parametrize("mutation", GATHER_MUTATIONS)
+def check_mending_of_all_that_lands(gather_shim: GatherShim) -> None:
+    for number, seed in itertools.product(range(len(ADVERSE_LANDING_CASES)), range(4)):
+        check_mending(gather_shim, number, 1e-9, seeds=(seed,), landing=True)
+
+
+@pytest.mark.parametrize("mutation", [mutation for mutation in GATHER_MUTATIONS if "land" in mutation])
+def test_gather_shim_sees_what_is_missing_of_what_lands(mutation, gather_shim):
+    with mutated(gather_shim.library, GATHER_MUTATIONS, mutation), pytest.raises(AssertionError):
+        check_mending_of_all_that_lands(gather_shim)
+
+
+@pytest.mark.parametrize("mutation", [mutation for mutation in GATHER_MUTATIONS if "land" not in mutation])
 def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
     """The shim itself: what is left out shows in one of a few runs."""
     cases = [
@@ -9881,7 +10134,7 @@ def test_gpu_gather_keeps_the_contract_where_fp16_does_not_fit(kind, layout):
 @hopper
 @pytest.mark.parametrize("value", [1e-9, math.nan, math.inf], ids=str)
 def test_gpu_gather_mends(value):
-    for case in GATHER_CONTAINED_CASES:
+    for case in GATHER_CONTAINED_CASES + GATHER_LANDING_CASES:
         for operator in gather_operators(case):
             tensors = misfit_tensors(operator, case, value, "cuda")
             check_misfits(operator, case, on_gather(case, tensors)[operator], tensors)

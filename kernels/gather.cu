@@ -577,6 +577,27 @@ MODELNEW_HOST_DEVICE inline LandingLayout landing_layout(const Plan& plan) {
   return layout;
 }
 
+// Where a tile starts, by outputs. `n_block`: of channels; those of the same pixels follow one another.
+struct LandingTile {
+  int n, p, q, n_block;
+};
+
+MODELNEW_HOST_DEVICE inline LandingTile locate_landing(const Plan& plan, int unit) {
+  const int of_all = quotient(unit, plan.by.tiles_n), row = quotient(of_all, plan.by.tiles_q);
+  const int n = quotient(row, plan.landing.by_tiles_p);
+  return {n, (row - n * plan.landing.tiles_p) * plan.landing.span, (of_all - row * plan.tiles_q) * kLandingColumns,
+          unit - of_all * plan.tiles_n};
+}
+
+// Whether a tile lists what does not fit in this place of its window: so that one does, the tile that has the output
+// above and left of a value as its own, or the last one of a column or row.
+MODELNEW_HOST_DEVICE inline bool lists(const Correlation& of, const Plan& plan, const LandingTile& tile, int row,
+                                       int column) {
+  const Landing& landing = plan.landing;
+  return tile.n_block == 0 && (row < landing.span || tile.p + landing.span >= of.P) &&
+         (column < kLandingColumns || tile.q + kLandingColumns >= of.Q);
+}
+
 // Blocks of channels take turns by phase. The stages of weights of all before one.
 MODELNEW_HOST_DEVICE inline int phases_of(const Phases& phases) { return phases.rows * phases.columns; }
 
@@ -2420,17 +2441,6 @@ struct LandingShared {
 };
 static_assert(56 * 8 <= kBarrierBytes && kMostLandingStages <= 4 && kMostLandingWeights <= 16, "room for all barriers");
 
-struct LandingTile {
-  int n, p, q, n_block;
-};
-
-__device__ __forceinline__ LandingTile locate_landing(const Plan& plan, int unit) {
-  const int of_all = quotient(unit, plan.by.tiles_n), row = quotient(of_all, plan.by.tiles_q);
-  const int n = quotient(row, plan.landing.by_tiles_p);
-  return {n, (row - n * plan.landing.tiles_p) * plan.landing.span, (of_all - row * plan.tiles_q) * kLandingColumns,
-          unit - of_all * plan.tiles_n};
-}
-
 // False: some weight does not fit, or x has no scale, and all is done again. What does not fit of x is found here.
 __device__ __forceinline__ bool wait_for_scales(const Params& params, int* x_exponent = nullptr) {
   hopper::wait_for_prerequisites();
@@ -2492,8 +2502,7 @@ struct LandedPixel {
   int from, to;
 };
 
-// Of a window of which something did not fit: that is zero instead, and on the list, once. The tile that has the output
-// above and left of a value as its own lists it, or the last one of a row or column.
+// Of a window of which something did not fit: that is zero instead, and on the list, once.
 template <bool SHARES, int PIXELS>
 __device__ __forceinline__ void list_landed(const Params& params, const LandingTile& tile, int channel, int x_exponent,
                                             const LandedPixel (&pixels)[PIXELS], const uint32_t* landed,
@@ -2502,13 +2511,12 @@ __device__ __forceinline__ void list_landed(const Params& params, const LandingT
   const Landing& landing = plan.landing;
   const Correlation& of = params.of;
   constexpr int kPlane = kLandedColumns * landed_rows(SHARES);
-  const bool last_p = tile.p + landing.span >= of.P, last_q = tile.q + kLandingColumns >= of.Q;
 #pragma unroll
   for (int i = 0; i < PIXELS; ++i) {
     if (pixels[i].to < 0) continue;
     const int row = pixels[i].from / kLandedColumns, column = pixels[i].from % kLandedColumns - landing.lead;
     const int h = tile.p - of.pad_h + row, w = tile.q - of.pad_w + column;
-    const bool own = tile.n_block == 0 && (row < landing.span || last_p) && (column < kLandingColumns || last_q);
+    const bool own = lists(of, plan, tile, row, column);
 #pragma unroll 1
     for (int c = 0; c < 8; ++c) {
       const float value = bits_float(landed[pixels[i].from + c * kPlane]);
