@@ -6,6 +6,7 @@
 //   contain  the same as pack, and a copy of x
 //   gather   y from x (fprop), and dx from dy (dgrad without a stride)
 //   again    what contained operands are not fit for: the same kernel with TF32 operands, or a few products
+//   landing  instead of gather and a copy of x: y from planes of x, which are contained on their way (Landing)
 //
 // Each is launched while the one before it still runs, and waits for its end where it needs what that one has written.
 //
@@ -115,6 +116,24 @@
 // to the fifth line, 256 images: the tensor cores waited for it.) By the GPU's clock, in us, 3x3 256 to 256, 14x14, 32
 // images: x is sampled at 2, all is contained at 7, what multiplies starts at 8 to 9 and ends at 26, again ends at 27;
 // 512 to 512, 7x7: 2, 11, 12, 34, 34; events around the call say 30 and 38.
+//
+// Filters of three columns may have x of planes contained on its way, without a copy (Landing): large images, whose
+// copy is large, and few output channels, for each of which little else is done. (3x3, us, bench.py, H200, 2026-11-23,
+// by a copy or, marked w, by wgmma at 95833a7 / so at 8264cd3 / cuDNN then.)
+//
+//                              16 images                    one image
+//   64 to 64, 512x512        1018w /  762 / 2432          89 /  77 / 177
+//   128 to 64, 512x512       2296w / 1329 / 4246         148 / 115 / 297
+//   128 to 128, 256x256       695  /  592 / 1395
+//   256 to 128, 256x256      1252  / 1071 / 2475
+//
+// What bounds that (in drivers, the same day, 64 to 64 and 128 to 64 of 16 images): 764 and 1315 us; with boxes of x
+// that touch two lines of a row instead of three (and read the wrong columns) 733 and 1254, without containing 795 and
+// 1185, without storing 542 and 1082. Tried: tiles of 168 slots, for the sake of seven converting warps, 706 and 1242
+// where these tiles took 724 and 1255 (of a prototype; with 128 output channels 595 and 581, 128 to 128); the next
+// pixel's words loaded before one is converted, 802 and 1414 where it took 731 and 1314; staging of 8 channels for
+// each warpgroup instead of 16 for both in turns 789 and 1320, other numbers of stages 767 and 1323, where it took 765
+// and 1309.
 //
 // Groups of multiples of 64 channels are contained likewise, and several smaller ones as one of 64 channels, with zeros
 // for the weights between them (merged). A copy of x holds nothing but finite values, whose products with zeros are
@@ -2645,6 +2664,11 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
   RingPosition x, w;
   uint32_t turn = warpgroup ^ 1;  // the first warpgroup stages first
   bool stores = false;            // a box that still has to be read
+  // To the other warpgroup. Each lane speaks for itself, as racecheck wants it.
+  const auto give_staging = [&] {
+    if (lane == 0) hopper::bulk_stores_wait_read<0>();
+    hopper::barrier_arrive(shared.staged_empty(warpgroup ^ 1, warp));
+  };
   float acc[SLOTS / 2];
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const LandingTile tile = locate_landing(plan, unit);
@@ -2673,11 +2697,8 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
         if (lane == 0) {
           if (w_before >= 0) hopper::barrier_arrive(shared.w_empty(w_before));
           if (r == 0 && x_before >= 0) hopper::barrier_arrive(shared.x_empty(x_before));
-          if (stores) {
-            hopper::bulk_stores_wait_read<0>();
-            hopper::barrier_arrive(shared.staged_empty(warpgroup ^ 1, warp));
-          }
         }
+        if (stores) give_staging();
         stores = false;
         w_before = w.slot();
         w.next(plan.w_stages);
@@ -2710,10 +2731,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
     }
     stores = true;
   }
-  if (lane == 0 && stores) {
-    hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
-    hopper::barrier_arrive(shared.staged_empty(warpgroup ^ 1, warp));
-  }
+  if (stores) give_staging();  // also before the shared memory goes
 }
 
 template <bool SHARES>
@@ -2735,7 +2753,7 @@ __global__ void __launch_bounds__(kThreads, 1) landing_kernel(const __grid_const
       hopper::barrier_init(shared.w_full(i), 1);
       hopper::barrier_init(shared.w_empty(i), 8);
     }
-    for (int i = 0; i < 8; ++i) hopper::barrier_init(shared.staged_empty(i / 4, i % 4), 1);
+    for (int i = 0; i < 8; ++i) hopper::barrier_init(shared.staged_empty(i / 4, i % 4), 32);
     hopper::fence_async();
   }
   __syncthreads();  // barriers are ready
@@ -3313,13 +3331,13 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   plan.pieces = shape.pieces;
   Landing& landing = plan.landing;
   landing.shares = shape.tile_n == 128;
-  // Boxes: strides in sixteens of bytes, and rows of y whose ends are.
+  // Boxes: strides in sixteens of bytes, and rows, whose ends they cross.
   const auto in_fours = [](const int64_t (&stride)[4], int64_t images, int channels, int rows) {
     const auto is = [](int64_t step, bool matters) { return !matters || (step > 0 && step % 4 == 0); };
     return is(stride[0], images > 1) && is(stride[1], channels > 1) && is(stride[2], rows > 1);
   };
   if (!in_fours(of.in_stride, of.N, of.in_channels, of.H) || !in_fours(of.out_stride, of.N, of.out_channels, of.P) ||
-      address.in % 16 != 0 || address.out % 16 != 0 || of.Q % 4 != 0 || of.Q < kLeastLandingColumns)
+      address.in % 16 != 0 || address.out % 16 != 0 || of.W % 4 != 0 || of.Q % 4 != 0 || of.Q < kLeastLandingColumns)
     return false;
   landing.columns = std::min(of.Q, kLandingColumns);
   landing.pitch = landing.columns + kLandingTaps - 1;  // even
