@@ -1,5 +1,5 @@
 // gather engine: implicit GEMM on Hopper's tensor cores for what has no long rows: strides, 1x1, small images,
-// channels_last. Deterministic: one sum an output, in one order.
+// channels_last; and for what is faster with contained operands here. Deterministic: one sum an output, in one order.
 //
 //   pack     w -> the bytes that shared memory wants, in the order in which the main kernel takes them
 //   sample   contained operands (below): what x is scaled by
@@ -97,6 +97,7 @@
 // nothing is left to do, so that the host waits for nothing.
 //
 //   sample ---> contain: weights, copy of x, list ---> gather ---> again: nothing, or the list, or all
+//   sample ---> contain: weights ---> landing: list        ------> again: the same
 //
 // That pays for filters larger than 1x1 with 64 channels (channels_last: 128) or more, for 1x1 with far more
 // multiplications than values, and at a stride, where x would be copied anyway; the estimate decides (H200, NCHW, us,
@@ -117,9 +118,11 @@
 // images: x is sampled at 2, all is contained at 7, what multiplies starts at 8 to 9 and ends at 26, again ends at 27;
 // 512 to 512, 7x7: 2, 11, 12, 34, 34; events around the call say 30 and 38.
 //
-// Filters of three columns may have x of planes contained on its way, without a copy (Landing): large images, whose
-// copy is large, and few output channels, for each of which little else is done. (3x3, us, bench.py, H200, 2026-11-23,
-// by a copy or, marked w, by wgmma at 95833a7 / so at 8264cd3 / cuDNN then.)
+// Filters of three columns may have x of planes contained on its way, without a copy (Landing). What does not fit is
+// zero in a window then; how much of it there is nobody knows before the end, so that y is worked out in any case, and
+// weights are packed for `again` in every call. That pays for large images, whose copy is large, and few output
+// channels, for each of which little else is done. (3x3, us, bench.py, H200, 2026-11-23, by a copy or, marked w, by
+// wgmma at 95833a7 / so at 8264cd3 / cuDNN then.)
 //
 //                              16 images                    one image
 //   64 to 64, 512x512        1018w /  762 / 2432          89 /  77 / 177
@@ -308,9 +311,9 @@ constexpr int kLeastPointPieces = 8;             // of a stage of 1x1: no smalle
 constexpr int kContainedBlock = 64;              // channels of a stage of contained operands
 constexpr int kPhasesBlock = 32;                 // of one of phases of x itself
 // Of what is contained on its way: slots of a wgmma, columns of a tile, taps of a row of the filter, channels that a
-// warp stages, pixels of a lane in a window, stages.
+// warp stages; stages, of landed boxes and of windows, and of weights at most.
 constexpr int kLandingSlots = 240, kLandingColumns = 32, kLandingTaps = 3, kLandingStagedChannels = 16;
-constexpr int kMostLandingStages = 3, kMostLandingWeights = 16;
+constexpr int kLandingStages = 3, kMostLandingWeights = 16;
 // A landed plane: columns and rows of a box, where warpgroups share the pixels and where they do not, known to the
 // compiler so that its channels are found without an instruction each; and pixels that a lane contains.
 constexpr int kLandedColumns = 40;
@@ -440,10 +443,10 @@ struct Plan {
   bool in_phases;          // these are of its phases, without a copy
   bool out_channels_last;  // channels of y are neighbours
   int vector;              // outputs that are stored at a time: 4 or 1
-  bool boxes;              // y is stored by boxes, each of 16 pixels x 32 channels
-  bool contained;          // fp32 values are multiplied as scaled fp16; the copy holds these
+  bool boxes;              // y is stored by boxes, each of 16 pixels x 32 channels unless x lands
+  bool contained;          // fp32 values are multiplied as scaled fp16; the copy holds these, unless x lands
   bool resident;           // all weights that a block ever needs stay in shared memory
-  bool lands;              // contained on its way, not copied
+  bool lands;              // x is contained on its way, not copied; only what is said there counts then
   Landing landing;
   int x_stages, w_stages;
   int x_stage_bytes, w_stage_bytes, smem_bytes;
@@ -500,7 +503,8 @@ struct Control {
 };
 constexpr uint32_t kMostListed = 256;
 
-// A value of x that does not fit: (number of a pixel of the copy) * channels + channel, and what it is.
+// A value of x that does not fit: (number of a pixel of the copy) * channels + channel, also where there is none, and
+// what it is.
 struct Listed {
   int place;
   float value;
@@ -534,7 +538,7 @@ struct Params {
   Plan plan;
   hopper::BoxMap in_map, out_map;
   Guard guard;
-  // Contained: how weights are packed for the kernel that does all again, and how x was copied.
+  // Contained: how weights are packed for the kernel that does all again, and how x was copied, or would have been.
   PackParams other_pack;
   CopyParams copy;
 };
@@ -608,8 +612,8 @@ MODELNEW_HOST_DEVICE inline LandingTile locate_landing(const Plan& plan, int uni
           unit - of_all * plan.tiles_n};
 }
 
-// Whether a tile lists what does not fit in this place of its window: so that one does, the tile that has the output
-// above and left of a value as its own, or the last one of a column or row.
+// Whether a tile lists what does not fit in this place of its window: so that one does, the tile whose own output reads
+// the value by its first tap, or the last tile of a column or row.
 MODELNEW_HOST_DEVICE inline bool lists(const Correlation& of, const Plan& plan, const LandingTile& tile, int row,
                                        int column) {
   const Landing& landing = plan.landing;
@@ -1182,7 +1186,7 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, uint8
 using ContainShared = uint32_t[kCopySide][kCopySide / 2 + 1];  // pairs of channels
 
 // Whether a value does not fit, of those of a thread one of which does not: then it goes on the list. `place` is that
-// in the copy.
+// in the copy, or in the one that would be made.
 __device__ __forceinline__ bool list_misfit(const Guard& guard, float value, int x_exponent, int place) {
   Watch watch;
   watch.see(float_bits(value));
@@ -2453,12 +2457,12 @@ struct LandingShared {
   __device__ __forceinline__ uint32_t x_empty(int i) const { return base + 8 * (12 + i); }
   __device__ __forceinline__ uint32_t w_full(int i) const { return base + 8 * (16 + i); }
   __device__ __forceinline__ uint32_t w_empty(int i) const { return base + 8 * (32 + i); }
-  // A warp of the other warpgroup has stored what it staged there.
+  // What a warp of the other warpgroup staged there has been read.
   __device__ __forceinline__ uint32_t staged_empty(int warpgroup, int warp) const {
     return base + 8 * (48 + 4 * warpgroup + warp);
   }
 };
-static_assert(56 * 8 <= kBarrierBytes && kMostLandingStages <= 4 && kMostLandingWeights <= 16, "room for all barriers");
+static_assert(56 * 8 <= kBarrierBytes && kLandingStages <= 4 && kMostLandingWeights <= 16, "room for all barriers");
 
 // False: some weight does not fit, or x has no scale, and all is done again. What does not fit of x is found here.
 __device__ __forceinline__ bool wait_for_scales(const Params& params, int* x_exponent = nullptr) {
@@ -2617,8 +2621,8 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
   }
 }
 
-// Stages 16 channels of all rows of the warpgroup and stores them by a box. Piece number i of 16 bytes of a row lies at
-// place i ^ row % 8: eight channels, 8 * rows apart, meet all banks.
+// Stages 16 channels of all rows of the warpgroup, as a box wants them: piece number i of 16 bytes of a row lies at
+// place i ^ row % 8. A warp writes 8 channels at a time, which are an image's rows of the tile apart: seven, as a rule.
 __device__ __forceinline__ void stage_landed(const Params& params, const float (&acc)[kLandingSlots / 2],
                                              const float (&factor)[2], const float (&bias)[2], uint8_t* staging) {
   const Landing& landing = params.plan.landing;
@@ -2693,7 +2697,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
         }
         hopper::wgmma_commit();
         hopper::wgmma_wait<1>();
-        // The row of taps before this one has been multiplied, and what was stored meanwhile been read.
+        // The row of taps before this one has been multiplied; by now what was stored may have been read as well.
         if (lane == 0) {
           if (w_before >= 0) hopper::barrier_arrive(shared.w_empty(w_before));
           if (r == 0 && x_before >= 0) hopper::barrier_arrive(shared.x_empty(x_before));
@@ -2767,8 +2771,8 @@ __global__ void __launch_bounds__(kThreads, 1) landing_kernel(const __grid_const
 #endif
 }
 
-// What did not fit is zero in the copy of x: y has its products added, in fp32. The warp of the first value on the
-// list that an output reads adds those of all that it reads, in their order.
+// What did not fit is zero in the copy of x, or where it was contained on its way: y has its products added, in fp32.
+// The warp of the first value on the list that an output reads adds those of all that it reads, in their order.
 struct Misfit {
   int n, h, w, c;
   float value;
@@ -2999,7 +3003,7 @@ struct TileShape {
   unsigned sources;
   bool contained = false;
   int warpgroups = 2;  // that multiply, of a block; 1: of points only
-  bool lands = false;  // blocks_m and stage_cycles mean nothing then
+  bool lands = false;  // then blocks_m and stage_cycles mean nothing
 };
 constexpr unsigned bit(Source source) { return 1u << static_cast<int>(source); }
 constexpr unsigned kBySingle = bit(Source::kSingle), kByPixels = bit(Source::kPixels),
@@ -3325,7 +3329,6 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   plan = Plan{};
   plan.contained = plan.lands = plan.boxes = true;
   plan.warpgroups = 2;
-  plan.vector = 4;
   plan.splits = 1;
   plan.tile_n = shape.tile_n;
   plan.pieces = shape.pieces;
@@ -3369,7 +3372,7 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   plan.blocks = std::min(plan.units, device.sms);
   plan.x_stage_bytes = landing.slots * kStepPieces * 16;
   plan.w_stage_bytes = kLandingTaps * kStepPieces * plan.tile_n * 16;
-  landing.stages = plan.x_stages = kMostLandingStages;
+  landing.stages = plan.x_stages = kLandingStages;
   for (plan.w_stages = kMostLandingWeights;; --plan.w_stages) {
     if (plan.w_stages < 2 * of.R) return false;
     plan.smem_bytes = landing_layout(plan).end;
