@@ -122,13 +122,13 @@
 // zero in a window then; how much of it there is nobody knows before the end, so that y is worked out in any case, and
 // weights are packed for `again` in every call. That pays for large images, whose copy is large, and few output
 // channels, for each of which little else is done. (3x3, us, bench.py, H200, 2026-11-23, by a copy or, marked w, by
-// wgmma at 95833a7 / so at 8264cd3 / cuDNN then.)
+// wgmma at 95833a7 / so at 6baf7f3 / cuDNN then.)
 //
 //                              16 images                    one image
-//   64 to 64, 512x512        1018w /  762 / 2432          89 /  77 / 177
-//   128 to 64, 512x512       2296w / 1329 / 4246         148 / 115 / 297
-//   128 to 128, 256x256       695  /  592 / 1395
-//   256 to 128, 256x256      1252  / 1071 / 2475
+//   64 to 64, 512x512        1018w /  784 / 2428          89 /  74 / 176
+//   128 to 64, 512x512       2296w / 1364 / 4230         148 / 114 / 297
+//   128 to 128, 256x256       695  /  605 / 1404
+//   256 to 128, 256x256      1252  / 1077 / 2474
 //
 // What bounds that (in drivers, the same day, 64 to 64 and 128 to 64 of 16 images): 764 and 1315 us; with boxes of x
 // that touch two lines of a row instead of three (and read the wrong columns) 733 and 1254, without containing 795 and
@@ -396,6 +396,10 @@ struct Divisors {
 // GEMM are output channels, so that a wgmma reads 64 rows of weights and 240 slots:
 //
 //   landed:  [plane][row][column] x 4 bytes      window:  [2 pieces][slot] x 16 bytes      weights: as packed
+//
+//   memory --boxes--> landed --3 warps contain--> windows --+
+//                                                           +--> wgmma, 2 warpgroups --> staging --boxes--> memory
+//   packed --bulk copies, a row of taps--> w ring ----------+
 //
 //   rows of y, 32 columns each, with 2 slots between them where those of a 3x3 filter overlap:
 //
@@ -2451,6 +2455,8 @@ struct LandingShared {
   uint32_t base;
   LandingLayout layout;
 
+  // `full`: of boxes and of weights the copy engine says so, of windows the warps that contain them. `empty`: those who
+  // have read it, the warps that contain, or each warp that multiplies, once its wgmmas are done.
   __device__ __forceinline__ uint32_t landed_full(int i) const { return base + 8 * i; }
   __device__ __forceinline__ uint32_t landed_empty(int i) const { return base + 8 * (4 + i); }
   __device__ __forceinline__ uint32_t x_full(int i) const { return base + 8 * (8 + i); }
@@ -2495,7 +2501,8 @@ __device__ __forceinline__ void order_landing(const Params& params, const Landin
                          column, row, 16 * step + 8 * half, tile.n, full);
         landed.next(landing.stages);
       }
-      // The first boxes are on their way already; nobody leaves before they are there.
+      // The first boxes are on their way already: no kernel of this call writes x, and sample_kernel, the first one,
+      // started when all before the call had ended. Nobody leaves before they are there: they come to shared memory.
       if (waits && !wait_for_scales(params)) {
         for (int i = 0; i < 2; ++i) hopper::barrier_wait(shared.landed_full(i), 0);
         return;
@@ -2622,7 +2629,8 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
 }
 
 // Stages 16 channels of all rows of the warpgroup, as a box wants them: piece number i of 16 bytes of a row lies at
-// place i ^ row % 8. A warp writes 8 channels at a time, which are an image's rows of the tile apart: seven, as a rule.
+// place i ^ row % 8. A warp writes 8 channels at a time, as many rows of the box apart as the warpgroup has of y:
+// seven, as a rule, so that each starts at another place.
 __device__ __forceinline__ void stage_landed(const Params& params, const float (&acc)[kLandingSlots / 2],
                                              const float (&factor)[2], const float (&bias)[2], uint8_t* staging) {
   const Landing& landing = params.plan.landing;
@@ -2660,7 +2668,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
   uint8_t* const staging =
       smem + shared.layout.staging + warp * kLandingStagedChannels * landing.rows * hopper::kBoxRowBytes;
   if (threadIdx.x == 0) hopper::prefetch_map(params.out_map);
-  // Whether there will be too much to list nobody knows yet.
+  // Whether there will be too much to list nobody knows yet. Meanwhile the first boxes come.
   pack_for_again(params);
   int x_exponent;
   if (!wait_for_scales(params, &x_exponent)) return;

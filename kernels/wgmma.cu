@@ -2922,16 +2922,14 @@ inline const char* yields(const Problem& problem, Operator op) {
   if (!uses_tf32(problem, op) && problem.dtype == DType::kFloat32 && multiply_adds(problem) < kLeastAgainstMma &&
       kMmaEngine.refusal(problem, op) == nullptr)
     return "mma is faster with few multiply-adds";
+  if (!uses_tf32(problem, op) || kGatherEngine.refusal(problem, op) != nullptr) return nullptr;
   // gather multiplies several of them as one: 256 channels in 32 groups, 56x56, 32 images, 313 us here, 126 there
-  // (bench.py, H200, 2026-11-23); the estimates say 381 and 124.
-  if (problem.groups > 1 && std::max(problem.C, problem.K) / problem.groups < kGroupChannels &&
-      uses_tf32(problem, op) && kGatherEngine.refusal(problem, op) == nullptr &&
-      kGatherEngine.cycles(problem, op) < cycles(problem, op))
-    return "gather is faster with few channels a group";
-  // At addresses that are no sixteens of bytes, which nobody asks for here, gather has to copy x or to take TF32.
-  if (uses_tf32(problem, op) && kGatherEngine.refusal(problem, op) == nullptr && gather_lands(problem, op) &&
-      kGatherEngine.cycles(problem, op) < cycles(problem, op))
-    return "gather is faster where it contains x on its way";
+  // (bench.py, H200, 2026-11-23); the estimates say 381 and 124. And it may contain x on its way (see there for times);
+  // at addresses that are no sixteens of bytes, which nobody asks for here, it has to copy x then, or to take TF32.
+  const bool few_of_group = problem.groups > 1 && std::max(problem.C, problem.K) / problem.groups < kGroupChannels;
+  const bool lands = gather_lands(problem, op);
+  if ((few_of_group || lands) && kGatherEngine.cycles(problem, op) < cycles(problem, op))
+    return lands ? "gather is faster where it contains x on its way" : "gather is faster with few channels a group";
   const bool points = problem.R == 1 && problem.S == 1;
   const double of_x = static_cast<double>(problem.N) * problem.C * problem.H * problem.W;
   const double of_y = static_cast<double>(problem.N) * problem.K * problem.P * problem.Q;
@@ -2941,12 +2939,11 @@ inline const char* yields(const Problem& problem, Operator op) {
       problem.groups == 1 && problem.R * problem.S <= kFewTaps && std::min(problem.C, problem.K) >= kSomeChannels;
   const bool many_channels = copies && in_channels >= kManyChannels && inputs <= kMostCopied;
   const bool few_values = outputs <= kFewOutputs || (copies && inputs + outputs <= kSomeValues);
-  const bool faster = points || channels_last || many_channels || few_values;
-  if (!faster || !uses_tf32(problem, op) || kGatherEngine.refusal(problem, op) != nullptr) return nullptr;
   return channels_last   ? "gather is faster in channels_last"
          : points        ? "gather is faster with 1x1 filters"
          : many_channels ? "gather is faster with many input channels"
-                         : "gather is faster with few values";
+         : few_values    ? "gather is faster with few values"
+                         : nullptr;
 }
 
 inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
