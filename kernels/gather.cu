@@ -878,11 +878,12 @@ MODELNEW_HOST_DEVICE inline PackedRow locate_row(const PackParams& params, int r
   return row;
 }
 
-// Where piece `number` of a row comes from and goes to, and its channels that have weights. Neighbouring numbers read
-// neighbouring taps and channels of w.
+// Of piece `number` of a row, its tap and where it goes, and its channels that have weights. Neighbouring numbers have
+// neighbouring taps and channels.
 struct PackedPiece {
-  int64_t from, to;  // in w, in elements; in the packed weights, in pieces
-  int first, end;
+  int r, s;        // of w
+  int first, end;  // of its own channels; first: less than 0 behind the row's first ones
+  int to;          // in the packed weights, in pieces
 };
 
 // The phase that reads tap r, of those of rows or of columns, and the tap's number in there.
@@ -901,28 +902,46 @@ MODELNEW_HOST_DEVICE inline PackedPiece locate_piece(const PackParams& params, i
   const Phases& phases = params.phases;
   const int piece_of_all = quotient(number, params.by_taps), tap = number - piece_of_all * of.R * of.S;
   const int seen_r = quotient(tap, params.by_s), seen_s = tap - seen_r * of.S;
-  const int r = of.flipped ? of.R - 1 - seen_r : seen_r, s = of.flipped ? of.S - 1 - seen_s : seen_s;
-  const int first_channel = piece_of_all * channels;
   PackedPiece piece;
+  piece.r = of.flipped ? of.R - 1 - seen_r : seen_r;
+  piece.s = of.flipped ? of.S - 1 - seen_s : seen_s;
+  const int first_channel = piece_of_all * channels;
   piece.first = row.first - first_channel;
   piece.end = row.end - first_channel;
-  piece.from = row.from - int64_t{piece.first} * of.w_stride_in + r * of.w_stride_r + s * of.w_stride_s;
   const int block = quotient(piece_of_all, params.by_pieces), in_stage = piece_of_all - block * params.pieces;
   int stage = block * of.R * of.S + tap;
   if (phases.rows > 1) {
-    const PhasedTap down = phased_tap(phases.first_r, r, of.pad_h), right = phased_tap(phases.first_s, s, of.pad_w);
+    const PhasedTap down = phased_tap(phases.first_r, piece.r, of.pad_h);
+    const PhasedTap right = phased_tap(phases.first_s, piece.s, of.pad_w);
     stage += phases.before[2 * down.phase + right.phase] + down.tap * phases.s[right.phase] + right.tap - tap;
   }
-  const int64_t stage_of_all = static_cast<int64_t>(row.tile) * params.iterations + stage;
-  piece.to = (stage_of_all * params.pieces + in_stage) * params.tile_n + row.number;
+  piece.to = ((row.tile * params.iterations + stage) * params.pieces + in_stage) * params.tile_n + row.number;
   return piece;
+}
+
+// Where its first channel lies in w, counted from the row's first weight, in elements.
+template <typename Offset>
+MODELNEW_HOST_DEVICE inline Offset offset_in_row(const Correlation& of, const PackedPiece& piece) {
+  return -piece.first * static_cast<Offset>(of.w_stride_in) + piece.r * static_cast<Offset>(of.w_stride_r) +
+         piece.s * static_cast<Offset>(of.w_stride_s);
 }
 
 // Its channels; those that do not exist are zeros.
 template <typename Stored, int COUNT>
-__device__ __forceinline__ void load_weights(const PackParams& params, const PackedPiece& piece,
+__device__ __forceinline__ void load_weights(const PackParams& params, const PackedRow& row, const PackedPiece& piece,
                                              Stored (&values)[COUNT]) {
-  const Stored* const from = static_cast<const Stored*>(params.w_ptr) + piece.from;
+  const Stored* const from =
+      static_cast<const Stored*>(params.w_ptr) + row.from + offset_in_row<int64_t>(params.of, piece);
+  static_assert(sizeof values % 16 == 0, "whole pieces");
+  if (params.of.w_stride_in == 1 && piece.first <= 0 && COUNT <= piece.end &&
+      reinterpret_cast<uint64_t>(from) % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof values) / 16; ++i) {
+      const uint4 words = reinterpret_cast<const uint4*>(from)[i];
+      memcpy(values + i * (16 / sizeof(Stored)), &words, sizeof words);
+    }
+    return;
+  }
 #pragma unroll
   for (int c = 0; c < COUNT; ++c)
     values[c] = piece.first <= c && c < piece.end ? from[c * params.of.w_stride_in] : Stored{};
@@ -932,11 +951,11 @@ template <typename Format>
 __device__ __forceinline__ void pack_piece(const PackParams& params, int number) {
   using Stored = typename Format::Stored;
   static_assert(!Format::CONTAINED, "those are scaled by rows");
-  const int row = quotient(number, params.by_row_pieces);
-  const PackedPiece piece =
-      locate_piece(params, Format::CHANNELS, locate_row(params, row), number - row * params.row_pieces);
+  const int row_of_all = quotient(number, params.by_row_pieces);
+  const PackedRow row = locate_row(params, row_of_all);
+  const PackedPiece piece = locate_piece(params, Format::CHANNELS, row, number - row_of_all * params.row_pieces);
   Stored values[Format::CHANNELS];
-  load_weights(params, piece, values);
+  load_weights(params, row, piece, values);
   if constexpr (sizeof(Stored) == 4) {
 #pragma unroll
     for (float& value : values) value = round_to_tf32(value);
@@ -1121,14 +1140,15 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, uint8
       for (int i = 4 * first; i < row_words; i += 4 * row_threads)
         hopper::copy_async<16>(to_smem + 4 * i, from + i, exists ? 16 : 0);
     } else if (contain.row_loads == RowLoads::kSingle) {
-      for (int i = first; i < row_words; i += row_threads)
-        hopper::copy_async<4>(to_smem + 4 * i, from + i, exists ? 4 : 0);
+      for (int i = first; i < (row_words + 3) / 4 * 4; i += row_threads)
+        hopper::copy_async<4>(to_smem + 4 * i, from + i, exists && i < row_words ? 4 : 0);
     } else if (contain.row_loads == RowLoads::kPieces) {
       for (int number = first; number < params.row_pieces; number += row_threads) {
         const PackedPiece piece = locate_piece(params, 8, row, number);
+        const float* const of_piece = from + offset_in_row<int64_t>(of, piece);
 #pragma unroll
         for (int c = 0; c < 8; ++c)
-          hopper::copy_async<4>(to_smem + 32 * number + 4 * c, w + piece.from + c * of.w_stride_in,
+          hopper::copy_async<4>(to_smem + 32 * number + 4 * c, of_piece + c * of.w_stride_in,
                                 piece.first <= c && c < piece.end ? 4 : 0);
       }
     }
@@ -1140,11 +1160,18 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, uint8
     if (contain.row_loads == RowLoads::kNone) {
 #pragma unroll 2
       for (int number = first; number < params.row_pieces; number += row_threads) {
-        load_weights(params, locate_piece(params, 8, row, number), values);
+        load_weights(params, row, locate_piece(params, 8, row, number), values);
         for (float value : values) see(value);
       }
     } else {
-      for (int i = first; i < row_words; i += row_threads) see(to[i]);
+#pragma unroll 1
+      for (int i = 4 * first; i < row_words; i += 4 * row_threads) {  // behind the last ones lie zeros
+        const float4 four = *reinterpret_cast<const float4*>(to + i);
+        see(four.x);
+        see(four.y);
+        see(four.z);
+        see(four.w);
+      }
     }
     magnitude = hopper::warp_max(magnitude);  // a warp has one row
     if (threadIdx.x % 32 == 0) atomicMax(&magnitudes[in_block], magnitude);
@@ -1161,15 +1188,21 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, uint8
   const bool in_order = contain.row_loads == RowLoads::kPieces;
   const int step = in_order ? 1 : static_cast<int>(of.w_stride_in);
   Watch watch;
+#pragma unroll 1
   for (int number = first; number < params.row_pieces; number += row_threads) {
     const PackedPiece piece = locate_piece(params, 8, row, number);
     if (contain.row_loads == RowLoads::kNone) {
-      load_weights(params, piece, values);
+      load_weights(params, row, piece, values);
     } else {
-      const int64_t from_start = piece.from - row.from;
-      const float* const of_piece = staged + in_block * contain.row_pitch + (in_order ? 8 * number : from_start);
+      const float* of_piece = staged + in_block * contain.row_pitch;
+      of_piece += in_order ? 8 * number : offset_in_row<int>(of, piece);
+      if (piece.first <= 0 && piece.end >= 8) {
 #pragma unroll
-      for (int c = 0; c < 8; ++c) values[c] = piece.first <= c && c < piece.end ? of_piece[c * step] : 0.0f;
+        for (int c = 0; c < 8; ++c) values[c] = of_piece[c * step];
+      } else {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) values[c] = piece.first <= c && c < piece.end ? of_piece[c * step] : 0.0f;
+      }
     }
 #pragma unroll
     for (float value : values) watch.see(float_bits(value));
@@ -1907,8 +1940,7 @@ __device__ __forceinline__ void store_staged(const float* staged, const Tensor* 
   if (bias != nullptr) {
     float added[COUNT];
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-      added[i] = k + i * DISTANCE < channels ? widen(bias[k + i * DISTANCE]) : 0.0f;
+    for (int i = 0; i < COUNT; ++i) added[i] = k + i * DISTANCE < channels ? widen(bias[k + i * DISTANCE]) : 0.0f;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
 #pragma unroll
@@ -3081,12 +3113,18 @@ constexpr double kCopyCycles = 6600;     // of copying x, but for its bytes
 constexpr double kMeetCycles = 1900;     // of parts of a tile, but for their sums
 constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
 constexpr double kGroupsFactor = 1.4;    // of windows of groups, not contained: 107 and 66 us, estimates 81 and 44
+// Of windows of planes at a stride, not contained, whose values come one by one: 3x3 128 to 128, 56x56, stride 2, 32 and
+// 256 images, us, 53 and 294, estimates 43 and 259; 256 to 256, 28x28, 60 and 279, 51 and 241 (in a driver, 2026-11-23).
+constexpr double kStepsFactor = 1.2;
 constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
 // Of what is contained on its way: of a tile and of each of its steps, where the warpgroups have rows of their own and
 // where they share them, and of all else. By 8 layers of a U-Net and two of a ResNet-50, in a driver, H200, 2026-11-23.
-constexpr double kLandingTileCycles[] = {4200, 6000}, kLandingStepCycles[] = {3130, 2510};
-constexpr double kLandingCycles[] = {38000, 29000};
+// That times 1.08 and 1.17, so that they are chosen where they are faster (16 images, us, in a driver, by those that
+// share them / by a copy: 128 to 256, 128x128, 310 / 303, 256 to 256 545 / 534, 512 to 256 1027 / 1003; 128 to 128, 256x256, 593 /
+// 691, 256 to 128 1065 / 1247).
+constexpr double kLandingTileCycles[] = {4500, 7000}, kLandingStepCycles[] = {3380, 2940};
+constexpr double kLandingCycles[] = {41000, 34000};
 
 // Of copies of x.
 constexpr int64_t kMostCopiedBytes = 512 << 20;
@@ -3115,10 +3153,11 @@ inline bool may_land(const Correlation& of, int element_bytes) {
 
 constexpr int kLeastLandingColumns = 28;  // fewer have not been tried
 
-// Of planes, and in channels_last, where x comes by boxes as it is; fewer have not been tried. (3x3 64 to 64, 56x56, 32
-// and 256 images, contained / TF32, us: of planes 44 and 238 / 48 and 297; in channels_last 44 and 235 / 39 and 246.
-// H200, 2026-11-23, in a driver.)
+// Of planes, and in channels_last, where x comes by boxes as it is, unless it is large; fewer have not been tried. (3x3
+// 64 to 64, 56x56, 32 and 256 images, contained / TF32, us: of planes 44 and 238 / 48 and 297; in channels_last 44 and
+// 235 / 39 and 246, with 256 images in another run 230 / 248. H200, 2026-11-23, in a driver.)
 constexpr int kLeastContainedPlanes = 64, kLeastContainedChannels = 128;
+constexpr int64_t kManyPixels = 1 << 19;
 
 // Of weights, whole tiles of all groups.
 inline int64_t packed_rows(const Correlation& of, int tile_n) {
@@ -3467,6 +3506,8 @@ inline void improve(const Correlation& of, int out_bytes, const Device& device, 
       if (!complete(of, out_bytes, device, address, shape, splits, cut, plan)) continue;
       plan.copied = is_copied;
       if (of.groups > 1 && of.R * of.S > 1 && !plan.contained) plan.cycles *= kGroupsFactor;
+      const bool steps = !plan.points && !plan.contained && plan.loads == Loads::kSingle && of.stride_w > 1;
+      if (steps) plan.cycles *= kStepsFactor;
       plan.cycles += more_cycles;
       if (found && plan.cycles >= best.cycles) continue;
       best = plan;
@@ -3505,7 +3546,8 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
   int number = 0;
   const Alignment of_copy{0, address.out};
   Plan again;
-  const int least_channels = of.in_stride[1] == 1 && of.groups == 1 ? kLeastContainedChannels : kLeastContainedPlanes;
+  const bool reads_boxes = of.in_stride[1] == 1 && of.groups == 1 && of.N * of.P * of.Q < kManyPixels;
+  const int least_channels = reads_boxes ? kLeastContainedChannels : kLeastContainedPlanes;
   const Correlation as_contained = merged(of);
   const bool is_large = forced >= 0 || std::min(as_contained.in_channels, as_contained.out_channels) >= least_channels;
   const bool may_do_again = element_bytes == 4 && is_large && plan_again(of, device, address, again);
