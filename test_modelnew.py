@@ -4616,9 +4616,9 @@ GATHER_STRIDED_CASES = [
 # And these are contained on their way, in both shapes of a tile, with rows, columns and channels that are not there.
 GATHER_LANDING_CASES = [
     Case(44, 64, 56, 56, 64, 3, 3, padding=(1, 1)),
-    Case(16, 64, 40, 124, 72, 3, 3, padding=(1, 1)),
-    Case(10, 70, 62, 60, 66, 3, 3, padding=(1, 1)),
-    Case(16, 72, 50, 60, 72, 2, 3, padding=(1, 3)),
+    Case(40, 64, 40, 124, 72, 3, 3, padding=(1, 1)),
+    Case(22, 70, 62, 60, 66, 3, 3, padding=(1, 1)),
+    Case(24, 72, 50, 60, 72, 2, 3, padding=(1, 3)),
 ]
 GATHER_CASES = [
     dataclasses.replace(GATHER_CASE, N=12),
@@ -4780,9 +4780,22 @@ GATHER_MUTATIONS = {
     "counts parts from anywhere": left_out("params.zero_ptr[i] = 0;"),
     "contains rows of weights before they are measured": left_out("__syncthreads();  // all have seen their weights"),
     "contains rows of weights from the row beside": (
-        "staged + in_block * contain.row_pitch + (in_order",
-        "staged + (in_block ^ MUTATED) * contain.row_pitch + (in_order",
+        "of_piece = staged + in_block * contain.row_pitch;",
+        "of_piece = staged + (in_block ^ MUTATED) * contain.row_pitch;",
     ),
+    "contains a whole piece of weights where a group ends": (
+        "if (piece.first <= 0 && piece.end >= 8) {",
+        "if (piece.first <= 0 && (MUTATED || piece.end >= 8)) {",
+    ),
+    "stores what was staged of every other channel": (
+        "staged + i * DISTANCE * kPixelsPitch;",
+        "staged + i * (DISTANCE >> MUTATED) * kPixelsPitch;",
+    ),
+    "leaves out the last channel of what was staged": (
+        "if (exists && k + i * DISTANCE < channels) {",
+        "if (exists && k + i * DISTANCE < channels - MUTATED) {",
+    ),
+    "adds the bias of another channel": ("widen(bias[k + i * DISTANCE])", "widen(bias[k + i * (DISTANCE >> MUTATED)])"),
     "contains weights of the next group as this one's": (
         "piece.first <= c && c < piece.end ? of_piece",
         "(MUTATED || piece.first <= c) && c < piece.end ? of_piece",

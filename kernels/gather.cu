@@ -244,6 +244,12 @@
 //     bytes and stores what it has multiplied: 64 to 64, 56x56, 32 and 256 images, 18.9 and 110 us (gather 22.5 and
 //     114), 256 to 64 43 and 256 (43 and 256); with more channels it is slower, 256 to 1024, 14x14, 30 and 157 (30 and
 //     129). What is left of these is memory: a plain read of x and write of y takes 17.7 and 106, 37 and 246.
+//   - Code in the L2 cache before a call, as the same kernels had just run with four blocks: 0 to 1.6 us less (32
+//     images of a ResNet-50, 22 to 53 us). All parameters of contain_kernel loaded at once: no difference. 116
+//     instructions for 8 weights instead of some 200, as it is: 0 to 1 us (1x1 512 to 2048, 7x7, 26.8 / 25.8; one image
+//     of 3x3 1024 to 1024, 32x32, 62.9 / 61.2). The factors of weights prefetched to the L1 cache: up to 2.5 us more.
+//   - x by fours of pixels with evict_first, 1x1: 32 images of 512 to 128, 28x28, 27.5 / 26.1, of 64 to 64, 56x56, 20.5
+//     / 20.0; but 256 images of 256 to 64, 56x56, 256 / 269, to 128 310 / 328. y with st.global.cs: no difference.
 //   - Before a call is timed the L2 cache is full of what has been written, as in bench.py, and as a call leaves it: to
 //     read 26, 51 and 103 MB then takes 14.3, 22.3 and 36.6 us, 11.5, 16.7 and 28.5 where it is full of what has only
 //     been read.
@@ -1922,9 +1928,11 @@ __device__ __forceinline__ void with_chunk(const Sums<TILE_N, BLOCKS_M>& acc, in
   }
 }
 
-// What was staged of COUNT channels, every so manieth from channel k on, `step` apart in memory, of VECTOR pixels each.
-// All of it is loaded before the first is stored: the compiler does not know that stores change nothing of it, and had
-// each load wait for the one before (1x1 512 to 2048, 7x7, 32 images, us: ...).
+// What was staged of COUNT channels, every DISTANCE-th from channel k on and `step` apart in memory, VECTOR pixels of
+// each. All of it is loaded before any is stored: the compiler cannot know that a store changes nothing of the rest or
+// of the bias, and had every load wait for the store before it (32 and 256 images, us, in a driver, so before / as it
+// is: 1x1 512 to 2048, 7x7, 29.1 / 27.3 and 95.9 / 93.7; 64 to 64, 56x56, 22.0 / 21.2 and 113.3 / 111.5; H200,
+// 2026-11-23).
 template <int COUNT, int DISTANCE, int VECTOR, typename Tensor>
 __device__ __forceinline__ void store_staged(const float* staged, const Tensor* bias, int k, int channels, bool exists,
                                              Tensor*& to, int64_t step) {
@@ -3113,18 +3121,19 @@ constexpr double kCopyCycles = 6600;     // of copying x, but for its bytes
 constexpr double kMeetCycles = 1900;     // of parts of a tile, but for their sums
 constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
 constexpr double kGroupsFactor = 1.4;    // of windows of groups, not contained: 107 and 66 us, estimates 81 and 44
-// Of windows of planes at a stride, not contained, whose values come one by one: 3x3 128 to 128, 56x56, stride 2, 32 and
-// 256 images, us, 53 and 294, estimates 43 and 259; 256 to 256, 28x28, 60 and 279, 51 and 241 (in a driver, 2026-11-23).
+// Of windows of planes at a stride, not contained, whose values come one by one: 3x3 128 to 128, 56x56, stride 2, 32
+// and 256 images, us, 53 and 294, estimates 43 and 259; 256 to 256, 28x28, 60 and 279, 51 and 241 (in a driver, H200,
+// 2026-11-23).
 constexpr double kStepsFactor = 1.2;
 constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
 // Of what is contained on its way: of a tile and of each of its steps, where the warpgroups have rows of their own and
 // where they share them, and of all else. By 8 layers of a U-Net and two of a ResNet-50, in a driver, H200, 2026-11-23.
-// That times 1.08 and 1.17, so that they are chosen where they are faster (16 images, us, in a driver, by those that
-// share them / by a copy: 128 to 256, 128x128, 310 / 303, 256 to 256 545 / 534, 512 to 256 1027 / 1003; 128 to 128, 256x256, 593 /
-// 691, 256 to 128 1065 / 1247).
-constexpr double kLandingTileCycles[] = {4500, 7000}, kLandingStepCycles[] = {3380, 2940};
-constexpr double kLandingCycles[] = {41000, 34000};
+// That times 1.03 and 1.16, so that they are chosen where they are faster (16 images, us, in a driver, by those that
+// share them / by a copy: 128 to 256, 128x128, 310 / 303; 256 to 256 545 / 534; 512 to 256 1027 / 1003; 128 to 128,
+// 256x256, 593 / 691; 256 to 128 1065 / 1247).
+constexpr double kLandingTileCycles[] = {4350, 6950}, kLandingStepCycles[] = {3220, 2910};
+constexpr double kLandingCycles[] = {39000, 33650};
 
 // Of copies of x.
 constexpr int64_t kMostCopiedBytes = 512 << 20;
