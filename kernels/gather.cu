@@ -254,6 +254,18 @@
 //     read 26, 51 and 103 MB then takes 14.3, 22.3 and 36.6 us, 11.5, 16.7 and 28.5 where it is full of what has only
 //     been read.
 //
+// What a 1x1 filter takes as a matrix product by cuBLAS (H200, 2026-11-23, TF32, us, times as in bench.py, those of
+// this engine and of cuDNN by bench.py at 50470cd): x as it is, image by image / [channel][pixel of all images] /
+// [pixel][channel], both there already / this engine / cuDNN's convolution. Few images cost this engine its launches
+// and, where planes are no fours of pixels, a copy of x.
+//
+//   1024 to  256, 14x14,  32 images    24.2 /  22.7 /  23.1 /  27.4 /  25.3
+//    256 to 1024, 14x14,  32 images    34.1 /  24.5 /  19.1 /  30.3 /  33.8
+//   2048 to  512,   7x7,  32 images    64.1 /  21.3 /  18.8 /  32.0 /  39.4
+//    512 to 2048,   7x7,  32 images    59.8 /  27.3 /  19.6 /  30.0 /  35.8
+//     64 to   64, 56x56, 256 images   114.7 / 123.5 / 110.9 / 113.2 / 104.5
+//   1024 to  512, 14x14, 256 images   449.4 / 167.2 / 147.6 / 169.2 / 314.3
+//
 // Tiles, outputs and slots are found without a division (Divisors). That, and boxes of channels_last that each warp
 // stages for itself, took 2 to 4% less, in the mean over a ResNet-50's layers (H200, 2026-11-23, in a driver).
 #if !defined(__CUDACC_RTC__)
