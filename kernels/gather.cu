@@ -99,10 +99,10 @@
 //   sample ---> contain: weights, copy of x, list ---> gather ---> again: nothing, or the list, or all
 //   sample ---> contain: weights ---> landing: list        ------> again: the same
 //
-// That pays for filters larger than 1x1 with 64 channels (channels_last: 128) or more, for 1x1 with far more
-// multiplications than values, and at a stride, where x would be copied anyway; the estimate decides (H200, NCHW, us,
-// the best plan of each in a driver, revisions in the making: contained, 2026-11-23; TF32, 2026-11-22; cuDNN by
-// bench.py):
+// That pays for filters larger than 1x1 with 64 channels (channels_last: 128, unless x is large) or more, for 1x1 with
+// far more multiplications than values, and at a stride, where x would be copied anyway; the estimate decides (H200,
+// NCHW, us, the best plan of each in a driver, revisions in the making: contained, 2026-11-23; TF32, 2026-11-22; cuDNN
+// by bench.py):
 //
 //                                      256 images          32 images
 //   3x3 64 to 64, 56x56              234   297   495     41   48   84
@@ -902,7 +902,7 @@ MODELNEW_HOST_DEVICE inline PackedRow locate_row(const PackParams& params, int r
 // neighbouring taps and channels.
 struct PackedPiece {
   int r, s;        // of w
-  int first, end;  // of its own channels; first: less than 0 behind the row's first ones
+  int first, end;  // of its own channels; first is below 0 in all pieces of a tap but the first one
   int to;          // in the packed weights, in pieces
 };
 
@@ -3178,9 +3178,10 @@ constexpr int kLeastLandingColumns = 28;  // fewer have not been tried
 
 // Of planes, and in channels_last, where x comes by boxes as it is, unless it is large; fewer have not been tried. (3x3
 // 64 to 64, 56x56, 32 and 256 images, contained / TF32, us: of planes 44 and 238 / 48 and 297; in channels_last 44 and
-// 235 / 39 and 246, with 256 images in another run 230 / 248. H200, 2026-11-23, in a driver.)
+// 235 / 39 and 246, with 256 images in another run 230 / 248. H200, 2026-11-23, in a driver. In between, from 2^17 to
+// 2^19 outputs of a channel, nothing has been tried.)
 constexpr int kLeastContainedPlanes = 64, kLeastContainedChannels = 128;
-constexpr int64_t kManyPixels = 1 << 19;
+constexpr int64_t kManyOutputs = 1 << 19;
 
 // Of weights, whole tiles of all groups.
 inline int64_t packed_rows(const Correlation& of, int tile_n) {
@@ -3569,8 +3570,8 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
   int number = 0;
   const Alignment of_copy{0, address.out};
   Plan again;
-  const bool reads_boxes = of.in_stride[1] == 1 && of.groups == 1 && of.N * of.P * of.Q < kManyPixels;
-  const int least_channels = reads_boxes ? kLeastContainedChannels : kLeastContainedPlanes;
+  const bool few_in_boxes = of.in_stride[1] == 1 && of.groups == 1 && of.N * of.P * of.Q < kManyOutputs;
+  const int least_channels = few_in_boxes ? kLeastContainedChannels : kLeastContainedPlanes;
   const Correlation as_contained = merged(of);
   const bool is_large = forced >= 0 || std::min(as_contained.in_channels, as_contained.out_channels) >= least_channels;
   const bool may_do_again = element_bytes == 4 && is_large && plan_again(of, device, address, again);
