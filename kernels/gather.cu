@@ -902,7 +902,7 @@ MODELNEW_HOST_DEVICE inline PackedRow locate_row(const PackParams& params, int r
 // neighbouring taps and channels.
 struct PackedPiece {
   int r, s;        // of w
-  int first, end;  // of its own channels; first is below 0 in all pieces of a tap but the first one
+  int first, end;  // of these channels and behind the last one, counted from the piece's own first: also outside of it
   int to;          // in the packed weights, in pieces
 };
 
