@@ -3139,6 +3139,11 @@ constexpr double kGroupsFactor = 1.4;    // of windows of groups, not contained:
 // and 256 images, us, 53 and 294, estimates 43 and 259; 256 to 256, 28x28, 60 and 279, 51 and 241 (in a driver, H200,
 // 2026-11-23).
 constexpr double kStepsFactor = 1.2;
+// Of points with more than so many stages of TF32 operands. (From 1812 times of 15 layers of 1x1 in all tiles, 8 to 256
+// images, both memory formats: what is chosen is 1.0% slower than the fastest, without this 1.2%. H200, 2026-11-24, in
+// a driver.)
+constexpr int kFewStages = 4;
+constexpr double kStagesFactor = 0.92;
 constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
 // Of what is contained on its way: of a tile and of each of its steps, where the warpgroups have rows of their own and
@@ -3356,7 +3361,11 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   plan.boxes = in_sixteens && dense_out && out_bytes == 4 && plan.vector == 4 &&
                (of.groups == 1 || of.out_channels % kStagedChannels == 0);
 
-  // Points take as many stages of x as of w, windows one of x for all taps.
+  // Points take as many stages of x as of w, windows one of x for all taps. Of fp32 points in tiles of 128 channels
+  // there is room for more than four of each, which hide more of the memory's latency. (1x1, TF32, us, 4 and up to 8 /
+  // as many of each, 128 channels x 128 pixels: 32 images of 1024 to 256, 14x14, 26.5 / 25.7, of 256 to 1024 27.6 /
+  // 26.8, channels_last 512 to 256, 28x28, 34.7 / 32.3; 256 images of 512 to 128, 28x28, 141 / 136. H200, 2026-11-24,
+  // in a driver.)
   const int taps = of.R * of.S;
   const auto fits_with = [&](int x_stages, int w_stages) {
     plan.x_stages = x_stages;
@@ -3376,7 +3385,10 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
         blocks > 0 && ceil_div(plan.units, blocks) == ceil_div(plan.units, at_once) && fits_with(4, plan.iterations);
     if (fits) plan.blocks = blocks;
   }
-  for (int x_stages = plan.points || taps < 4 ? 4 : 3; x_stages >= 2 && !fits; --x_stages) {
+  if (plan.points && out_bytes == 4 && plan.tile_n >= 128) {
+    for (int stages = kMaxStages; stages > kFewStages && !fits; --stages) fits = fits_with(stages, stages);
+  }
+  for (int x_stages = plan.points || taps < 4 ? kFewStages : 3; x_stages >= 2 && !fits; --x_stages) {
     // A phase of x is read by few taps: weights are soon used up. (128 to 128, 56x56, stride 2, 256 images, in tiles of
     // 256 channels: three stages of each 323 us, two of x and more of weights 311. H200, 2026-11-23, in a driver.)
     const int least = plan.in_phases && x_stages > 2 ? 4 : 3;
@@ -3532,6 +3544,7 @@ inline void improve(const Correlation& of, int out_bytes, const Device& device, 
       if (of.groups > 1 && of.R * of.S > 1 && !plan.contained) plan.cycles *= kGroupsFactor;
       const bool steps = !plan.points && !plan.contained && plan.loads == Loads::kSingle && of.stride_w > 1;
       if (steps) plan.cycles *= kStepsFactor;
+      if (plan.points && !plan.contained && plan.x_stages > kFewStages) plan.cycles *= kStagesFactor;
       plan.cycles += more_cycles;
       if (found && plan.cycles >= best.cycles) continue;
       best = plan;
