@@ -3611,6 +3611,7 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   if (tile_pixels(plan) != 64 * plan.warpgroups * plan.blocks_m) return "pixels of a tile";
   if (plan.x_stages < 2 || plan.x_stages > kMaxStages) return "stages of x";
   if (plan.w_stages > kMaxStages || plan.w_stages < (plan.resident ? 1 : 3)) return "stages of weights";
+  if (plan.x_stages > 4 && (!plan.points || plan.x_stages != plan.w_stages)) return "many stages of one operand only";
   if (plan.resident && (plan.w_stages != plan.iterations || plan.splits > 1 || of.groups > 1 || !plan.points))
     return "weights that stay, but not all";
   if (plan.resident && plan.blocks < plan.units && plan.blocks % plan.tiles_n != 0)
@@ -4556,6 +4557,12 @@ def test_gather_describes_its_configuration(gather_plans):
     assert "in scaled fp16, 4 groups as one, " in gather_plans("describe", "fprop", GROUPS_AS_ONE, torch.float32)
     text = gather_plans("describe", "fprop", GATHER_LANDING_CASES[0], torch.float32)
     assert text.startswith("in scaled fp16, x contained on its way, tile of 64 channels x 14 rows x 32 columns, ")
+
+
+@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
+def test_gather_points_take_as_many_stages_of_both_operands_as_fit(gather_plans, memory_format):
+    text = gather_plans("describe", "fprop", Case(32, 1024, 14, 14, 256, 1, 1), torch.float32, memory_format)
+    assert re.search(r"tile of 128 channels x 128 pixels, x by [\w ]+ in 6 stages of \d+ bytes, weights in 6 of ", text)
 
 
 # What the engine leaves to others, and what looks alike and is its own.

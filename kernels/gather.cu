@@ -244,6 +244,11 @@
 //     bytes and stores what it has multiplied: 64 to 64, 56x56, 32 and 256 images, 18.9 and 110 us (gather 22.5 and
 //     114), 256 to 64 43 and 256 (43 and 256); with more channels it is slower, 256 to 1024, 14x14, 30 and 157 (30 and
 //     129). What is left of these is memory: a plain read of x and write of y takes 17.7 and 106, 37 and 246.
+//   - 1x1 at a stride of 2, planes, TF32, without a copy: by fours of pixels, of which every second one is multiplied.
+//     32 images of 256 to 512, 56x56, 52.6 / 45.3; but 256 images 300 / 303, and 512 to 1024, 28x28, whose rows are
+//     half as long and which more tiles of channels read, 44.3 / 53.4 and 220 / 321 (2026-11-24).
+//   - x to be contained with evict_first: 32 images at a stride of 2 1 to 5% less, 256 images up to 9% more; without a
+//     stride from 2% less to 5% more (2026-11-24).
 //   - Code in the L2 cache before a call, as the same kernels had just run with four blocks: 0 to 1.6 us less (32
 //     images of a ResNet-50, 22 to 53 us). All parameters of contain_kernel loaded at once: no difference. 116
 //     instructions for 8 weights instead of some 200, as it is: 0 to 1 us (1x1 512 to 2048, 7x7, 26.8 / 25.8; one image
@@ -252,6 +257,9 @@
 //     of 1x1, from 2% less to 55% more.
 //   - x by fours of pixels with evict_first, 1x1: 32 images of 512 to 128, 28x28, 27.5 / 26.1, of 64 to 64, 56x56, 20.5
 //     / 20.0; but 256 images of 256 to 64, 56x56, 256 / 269, to 128 310 / 328. y with st.global.cs: no difference.
+//     Where x and y are small, or channels many, only (2026-11-24, by turns): 32 images of 512 to 128 28.6 / 28.2, of 256 to
+//     1024, 14x14, 28.3 / 29.3, of 1024 to 256 26.7 / 26.9, but 64 images of the latter 34.8 / 33.6. Any policy, also
+//     evict_normal, costs copies 0 to 2 us.
 //   - Before a call is timed the L2 cache is full of what has been written, as in bench.py, and as a call leaves it: to
 //     read 26, 51 and 103 MB then takes 14.3, 22.3 and 36.6 us, 11.5, 16.7 and 28.5 where it is full of what has only
 //     been read.
@@ -3362,10 +3370,10 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                (of.groups == 1 || of.out_channels % kStagedChannels == 0);
 
   // Points take as many stages of x as of w, windows one of x for all taps. Of fp32 points in tiles of 128 channels
-  // there is room for more than four of each, which hide more of the memory's latency. (1x1, TF32, us, 4 and up to 8 /
-  // as many of each, 128 channels x 128 pixels: 32 images of 1024 to 256, 14x14, 26.5 / 25.7, of 256 to 1024 27.6 /
-  // 26.8, channels_last 512 to 256, 28x28, 34.7 / 32.3; 256 images of 512 to 128, 28x28, 141 / 136. H200, 2026-11-24,
-  // in a driver.)
+  // there is room for more than four of each, which hide more of the memory's latency. (1x1, TF32, us, 4 of x and up to
+  // 8 of w / as many of each, 128 channels x 128 pixels: 32 images of 1024 to 256, 14x14, 26.5 / 25.7, of 256 to 1024
+  // 27.6 / 26.8, channels_last 512 to 256, 28x28, 34.7 / 32.3; 256 images of 512 to 128, 28x28, 141 / 136. H200,
+  // 2026-11-24, in a driver. By pieces they are not, nor have they been tried.)
   const int taps = of.R * of.S;
   const auto fits_with = [&](int x_stages, int w_stages) {
     plan.x_stages = x_stages;
@@ -3385,7 +3393,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
         blocks > 0 && ceil_div(plan.units, blocks) == ceil_div(plan.units, at_once) && fits_with(4, plan.iterations);
     if (fits) plan.blocks = blocks;
   }
-  if (plan.points && out_bytes == 4 && plan.tile_n >= 128) {
+  if (plan.points && out_bytes == 4 && plan.tile_n >= 128 && (plan.in_boxes || plan.loads == Loads::kPixels)) {
     for (int stages = kMaxStages; stages > kFewStages && !fits; --stages) fits = fits_with(stages, stages);
   }
   for (int x_stages = plan.points || taps < 4 ? kFewStages : 3; x_stages >= 2 && !fits; --x_stages) {
