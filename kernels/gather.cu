@@ -257,9 +257,9 @@
 //     of 1x1, from 2% less to 55% more.
 //   - x by fours of pixels with evict_first, 1x1: 32 images of 512 to 128, 28x28, 27.5 / 26.1, of 64 to 64, 56x56, 20.5
 //     / 20.0; but 256 images of 256 to 64, 56x56, 256 / 269, to 128 310 / 328. y with st.global.cs: no difference.
-//     Where x and y are small, or channels many, only (2026-11-24, by turns): 32 images of 512 to 128 28.6 / 28.2, of 256 to
-//     1024, 14x14, 28.3 / 29.3, of 1024 to 256 26.7 / 26.9, but 64 images of the latter 34.8 / 33.6. Any policy, also
-//     evict_normal, costs copies 0 to 2 us.
+//     Where x and y are small, or channels many, only (2026-11-24, by turns): 32 images of 512 to 128 28.6 / 28.2, of
+//     256 to 1024, 14x14, 28.3 / 29.3, of 1024 to 256 26.7 / 26.9, but 64 images of the latter 34.8 / 33.6. Any policy,
+//     also evict_normal, costs copies 0 to 2 us.
 //   - Before a call is timed the L2 cache is full of what has been written, as in bench.py, and as a call leaves it: to
 //     read 26, 51 and 103 MB then takes 14.3, 22.3 and 36.6 us, 11.5, 16.7 and 28.5 where it is full of what has only
 //     been read.
