@@ -258,8 +258,8 @@
 //   - x by fours of pixels with evict_first, 1x1: 32 images of 512 to 128, 28x28, 27.5 / 26.1, of 64 to 64, 56x56, 20.5
 //     / 20.0; but 256 images of 256 to 64, 56x56, 256 / 269, to 128 310 / 328. y with st.global.cs: no difference.
 //     Where x and y are small, or channels many, only (2026-11-24, by turns): 32 images of 512 to 128 28.6 / 28.2, of
-//     256 to 1024, 14x14, 28.3 / 29.3, of 1024 to 256 26.7 / 26.9, but 64 images of the latter 34.8 / 33.6. Any policy,
-//     also evict_normal, costs copies 0 to 2 us.
+//     256 to 1024, 14x14, 28.3 / 29.3, of 1024 to 256 26.7 / 26.9, but 64 images of the latter 34.8 / 33.6. Code whose
+//     copies have a policy takes 0 to 2 us more with 32 images, also where that is evict_normal.
 //   - Before a call is timed the L2 cache is full of what has been written, as in bench.py, and as a call leaves it: to
 //     read 26, 51 and 103 MB then takes 14.3, 22.3 and 36.6 us, 11.5, 16.7 and 28.5 where it is full of what has only
 //     been read.
@@ -3369,8 +3369,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   plan.boxes = in_sixteens && dense_out && out_bytes == 4 && plan.vector == 4 &&
                (of.groups == 1 || of.out_channels % kStagedChannels == 0);
 
-  // Points take as many stages of x as of w, windows one of x for all taps. Of fp32 points in tiles of 128 channels
-  // there is room for more than four of each, which hide more of the memory's latency. (1x1, TF32, us, 4 of x and up to
+  // Points take as many stages of x as of w, windows one of x for all taps. Of fp32 points, contained or not, in tiles
+  // of 128 channels there is room for more than four of each, which hide more of the memory's latency. (1x1, TF32, us, 4 of x and up to
   // 8 of w / as many of each, 128 channels x 128 pixels: 32 images of 1024 to 256, 14x14, 26.5 / 25.7, of 256 to 1024
   // 27.6 / 26.8, channels_last 512 to 256, 28x28, 34.7 / 32.3; 256 images of 512 to 128, 28x28, 141 / 136. H200,
   // 2026-11-24, in a driver. By pieces they are not, nor have they been tried.)
@@ -3389,8 +3389,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   if (plan.points && splits == 1 && of.groups == 1 && plan.iterations <= kMaxStages &&
       plan.tiles_n <= kMostResidentTiles) {
     const int blocks = plan.units > at_once ? at_once / plan.tiles_n * plan.tiles_n : plan.units;
-    fits = plan.resident =
-        blocks > 0 && ceil_div(plan.units, blocks) == ceil_div(plan.units, at_once) && fits_with(4, plan.iterations);
+    fits = plan.resident = blocks > 0 && ceil_div(plan.units, blocks) == ceil_div(plan.units, at_once) &&
+                           fits_with(kFewStages, plan.iterations);
     if (fits) plan.blocks = blocks;
   }
   if (plan.points && out_bytes == 4 && plan.tile_n >= 128 && (plan.in_boxes || plan.loads == Loads::kPixels)) {
