@@ -2110,7 +2110,12 @@ inline uint64_t shuffled[32][32];
 inline bool again = false;
 inline std::map<unsigned, std::vector<unsigned char>> shown;  // by blocks
 
+// Who has waited for all that was launched before, and whether that is what was launched before a call.
+inline std::vector<bool> waited;
+inline bool first_of_call = false;
+
 inline void begin_block() {
+  waited.assign(blockDim.x, false);
   barriers.clear();
   copies.clear();
   copy_delay = 1u << shuffler() % 9;
@@ -2300,12 +2305,16 @@ inline float add_cluster(uint32_t address, int blocks) {
   return address % 16 == 0 ? sums.x : address % 16 == 4 ? sums.y : address % 16 == 8 ? sums.z : sums.w;
 }
 
-inline void launch_dependents() {}
-inline void wait_for_prerequisites() {}
-template <typename Params>
-cudaError_t launch_early(void (*kernel)(Params), unsigned blocks, int threads, int smem_bytes, cudaStream_t stream,
-                         const std::remove_const_t<Params>& params) {
-  simt::launch(kernel, blocks, threads, smem_bytes, stream)(params);
+inline void launch_dependents() {
+  if (simt::first_of_call && !simt::waited[threadIdx.x])
+    simt::complain("the next kernel is allowed before what was launched before this call has ended");
+}
+inline void wait_for_prerequisites() { simt::waited[threadIdx.x] = true; }
+template <typename... Params>
+cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, int threads, size_t smem_bytes,
+                         cudaStream_t stream, const std::remove_const_t<Params>&... params) {
+  simt::launch(kernel, blocks, threads, smem_bytes, stream)(params...);
+  simt::first_of_call = false;
   return cudaGetLastError();
 }
 
@@ -4710,6 +4719,7 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   simt::late = seed % 2;
   simt::shuffler.seed(seed);
   simt::launched.clear();
+  simt::first_of_call = true;
   const Problem problem = make_problem(fields);
   const Operator which = static_cast<Operator>(op);
   Params params{};
@@ -4831,6 +4841,14 @@ GATHER_MUTATIONS = {
     "mends before one has looked at the list": left_out("__syncwarp();  // all of the list has been looked at"),
     "mends the next output too early": left_out("__syncwarp();  // the next output's do not overtake them"),
     "mends once for each value": ("is_first && reads[i] == 0", "is_first && (MUTATED || reads[i] == 0)"),
+    "packs before what came before has ended": left_out("hopper::wait_for_prerequisites();  // whoever wrote w and x"),
+    "contains before what came before has ended": left_out(
+        "hopper::wait_for_prerequisites();  // whoever wrote x and w"
+    ),
+    "mends another share of the channels than its own": (
+        "is_first ? 32 * share + lane",
+        "is_first ? 32 * (MUTATED ? 0 : share) + lane",
+    ),
     "mends values of one phase as another's": (
         "source_pixel(copy, pixel, channel / phase_channels)",
         "source_pixel(copy, pixel, MUTATED ? 0 : channel / phase_channels)",
@@ -5568,7 +5586,7 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
     if "copies" in mutation:
         cases = [(Case(9, 136, 7, 7, 300, 1, 1), "contiguous", torch.float32)]
     if re.match("contains|leaves|mends", mutation):
-        kinds = {"phase": ADVERSE_PHASES, "group": ADVERSE_GROUPS, "eights": 1}
+        kinds = {"phase": ADVERSE_PHASES, "group": ADVERSE_GROUPS, "eights": 1, "share": 4}
         number = next((number for kind, number in kinds.items() if kind in mutation), 2)
         with mutated(gather_shim.library, GATHER_MUTATIONS, mutation), pytest.raises(AssertionError):
             check_mending(gather_shim, number, 1e-9, seeds=range(6))
@@ -8081,8 +8099,8 @@ RTC_HEADERS = {
         struct BoxMap;
         enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows };
         template <class... T> cudaError_t make_box_map(T&&...) { return cudaSuccess; }
-        template <class Kernel, class Params>
-        cudaError_t launch_early(Kernel*, unsigned, int, int, cudaStream_t, const Params&) { return cudaSuccess; }
+        template <class Kernel, class... Params>
+        cudaError_t launch_early(Kernel*, unsigned, int, size_t, cudaStream_t, const Params&...) { return cudaSuccess; }
         struct ClusterLaunch {
           int config;
           ClusterLaunch(unsigned, int, int, int, cudaStream_t) {}
@@ -10161,6 +10179,57 @@ def test_gpu_gather_mends(value):
         for operator in gather_operators(case):
             tensors = misfit_tensors(operator, case, value, "cuda")
             check_misfits(operator, case, on_gather(case, tensors)[operator], tensors)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("last", ["x", "w"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(64, 64, 112, 112, 64, 1, 1),
+        Case(64, 128, 56, 56, 128, 3, 3, stride=(2, 2), padding=(1, 1)),
+        Case(64, 64, 112, 112, 64, 3, 3, padding=(1, 1)),
+    ],
+    ids=["packs", "contains", "lands"],
+)
+def test_gpu_gather_waits_for_what_wrote_its_operands(case, last):
+    """Its first kernel is launched early: behind kernels, and in graphs behind nothing, a memset and two streams."""
+    tensors = make_tensors(case, torch.float32, normal, "cuda")
+    x, w = torch.empty_like(tensors["x"]), torch.empty_like(tensors["w"])
+    side = torch.cuda.Stream()
+
+    def written(name: str, to: Tensor) -> None:
+        to.fill_(math.nan)
+        torch.mul(tensors[name], 1.0, out=to)
+
+    def result(before: str = "kernels") -> Tensor:
+        for name, to in [("w", w), ("x", x)] if last == "x" else [("x", x), ("w", w)]:
+            if before == "streams" and name == last:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    written(name, to)
+                torch.cuda.current_stream().wait_stream(side)
+            elif before != "nothing":
+                written(name, to)
+        if before == "memset":
+            torch.empty(1 << 20, device="cuda").zero_()
+        return modelnew.conv2d(x, w, None, **case.kwargs)
+
+    with tf32_switch(True), modelnew.force_engine("gather"):
+        expected = modelnew.conv2d(tensors["x"], tensors["w"], None, **case.kwargs)
+        assert expected.isfinite().all()
+        for _ in range(20):
+            assert torch.equal(result(), expected)
+        for before in ("kernels", "nothing", "memset", "streams"):
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                out = result(before)
+            for _ in range(5):
+                out.fill_(math.nan)
+                graph.replay()
+                assert torch.equal(out, expected), before
 
 
 @gpu

@@ -8,7 +8,8 @@
 //   again    what contained operands are not fit for: the same kernel with TF32 operands, or a few products
 //   landing  instead of gather and a copy of x: y from planes of x, which are contained on their way (Landing)
 //
-// Each is launched while the one before it still runs, and waits for its end where it needs what that one has written.
+// Each is launched while the one before it still runs, and waits for its end where it needs what that one has written;
+// the first one waits for all that was launched before the call.
 //
 // GEMM view: rows = output pixels, columns = output channels, reduction = (block of channels, r, s, channel). A stage
 // of shared memory holds the pixels that a tile of outputs reads, with the halo, in a block of channels:
@@ -87,6 +88,10 @@
 //   last turn      tile 132    tile 133    ...   their first parts, then their second ones, and so on
 //                      |           |
 //                      sums in memory, a counter for each warpgroup's share of a tile: the last to come stores y
+//
+// Tile 0 is that of the last pixels. In a network another kernel has just written x, from its first values to its last
+// ones, of which the L2 cache still holds some; and what reads y next finds its first values there. (examples/resnet50,
+// 64 images, H200, 2026-11-24, images/s: 8361 to 8371 in three runs, so 8434 to 8448. Nothing where x is not there.)
 //
 // Contained operands: fp32 tensors under the TF32 contract are multiplied as scaled fp16, at twice the rate of TF32 and
 // with half the bytes (numerics.cuh; wgmma.cu says more about the rules). x is copied first, scaled and with channels
@@ -638,9 +643,9 @@ struct LandingTile {
 };
 
 MODELNEW_HOST_DEVICE inline LandingTile locate_landing(const Plan& plan, int unit) {
-  const int of_all = quotient(unit, plan.by.tiles_n), row = quotient(of_all, plan.by.tiles_q);
-  const int n = quotient(row, plan.landing.by_tiles_p);
-  return {n, (row - n * plan.landing.tiles_p) * plan.landing.span, (of_all - row * plan.tiles_q) * kLandingColumns,
+  const int of_all = quotient(unit, plan.by.tiles_n), from_start = plan.tiles_m - 1 - of_all;
+  const int row = quotient(from_start, plan.by.tiles_q), n = quotient(row, plan.landing.by_tiles_p);
+  return {n, (row - n * plan.landing.tiles_p) * plan.landing.span, (from_start - row * plan.tiles_q) * kLandingColumns,
           unit - of_all * plan.tiles_n};
 }
 
@@ -710,7 +715,7 @@ MODELNEW_HOST_DEVICE inline Tile locate_tile(const Plan& plan, int unit) {
   int m = quotient(number, plan.by.tiles_n);
   tile.n_block = number - m * plan.tiles_n;
   tile.group = quotient(m, plan.by.tiles_m);
-  m -= tile.group * plan.tiles_m;
+  m = plan.tiles_m - 1 - (m - tile.group * plan.tiles_m);
   tile.q = tile.skip = 0;
   const int64_t first = static_cast<int64_t>(m) * tile_pixels(plan);
   if (plan.points) {
@@ -1060,6 +1065,7 @@ template <typename Format>
 __global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams params, const CopyParams copy) {
   using Stored = typename Format::Stored;
   extern __shared__ __align__(16) uint8_t modelnew_gather_pack_smem[];
+  hopper::wait_for_prerequisites();  // whoever wrote w and x
   hopper::launch_dependents();
   if (static_cast<int>(blockIdx.x) < copy.blocks) {
     copy_points<Stored>(copy, blockIdx.x, *reinterpret_cast<CopyShared<Stored>*>(modelnew_gather_pack_smem));
@@ -1081,6 +1087,7 @@ __global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams par
 __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_constant__ SampleParams params) {
   extern __shared__ __align__(16) uint8_t modelnew_gather_sample_smem[];
   uint32_t& largest = *reinterpret_cast<uint32_t*>(modelnew_gather_sample_smem);
+  hopper::wait_for_prerequisites();  // whoever wrote x and w
   hopper::launch_dependents();
   const Correlation& of = params.of;
   const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
@@ -1134,7 +1141,7 @@ __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_const
 
 // The scale of x, two to the power of `exponent`: room for four times as much as the sample has. Of nothing but zeros
 // there any scale will do. False: there is none. Before they wait for it, blocks load what they contain, and pack
-// weights: sample_kernel, behind which they start, starts when all calls before this one have ended.
+// weights: sample_kernel lets them start when all that was launched before this call has ended.
 __device__ __forceinline__ bool find_scale(const Guard& guard, int& exponent) {
   static_assert(kSampleBlocks == 32, "one of each lane");
   hopper::wait_for_prerequisites();
@@ -2868,7 +2875,10 @@ __global__ void __launch_bounds__(kThreads, 1) landing_kernel(const __grid_const
 }
 
 // What did not fit is zero in the copy of x, or where it was contained on its way: y has its products added, in fp32.
-// The warp of the first value on the list that an output reads adds those of all that it reads, in their order.
+// The warp of the first value on the list that an output reads adds those of all that it reads, in their order. Where
+// warps are left over, several share a pixel's channels: 32 of them wait for memory twice. (32 images, us, nothing to
+// mend / one value by one warp / so: 1x1 512 to 2048, 7x7, 26.3 / 95.7 / 36.7, 3x3 256 to 256, 14x14, 29.9 / 42.2 /
+// 35.6. H200, 2026-11-24, in a driver. One value in some 10^8 of a normal distribution does not fit.)
 struct Misfit {
   int n, h, w, c;
   float value;
@@ -2902,9 +2912,10 @@ __device__ __forceinline__ void mend(const Params& params, int count, MendShared
     shared.list[before] = {at.n, at.h, at.w, channel % phase_channels, own.value};
   }
   __syncthreads();  // the list is in order
-  const int warps = static_cast<int>(gridDim.x) * (kThreads / 32);
-  for (int unit = static_cast<int>(blockIdx.x) * (kThreads / 32) + warp; unit < count * taps; unit += warps) {
-    const int first = unit / taps, tap = unit % taps;
+  const int warps = static_cast<int>(gridDim.x) * (kThreads / 32), out_channels = of.groups * of.out_channels;
+  const int shares = max(1, min(warps / (count * taps), (out_channels + 31) / 32));
+  for (int unit = static_cast<int>(blockIdx.x) * (kThreads / 32) + warp; unit < count * taps * shares; unit += warps) {
+    const int share = unit % shares, first = unit / shares / taps, tap = unit / shares % taps;
     const Misfit& own = shared.list[first];
     const int down = own.h + of.pad_h - tap / of.S * of.dilation_h;
     const int right = own.w + of.pad_w - tap % of.S * of.dilation_w;
@@ -2919,8 +2930,7 @@ __device__ __forceinline__ void mend(const Params& params, int count, MendShared
     float* const out =
         static_cast<float*>(params.out_ptr) + own.n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3];
     const float* const w = static_cast<const float*>(params.other_pack.w_ptr);
-    const int out_channels = of.groups * of.out_channels;
-    for (int k = is_first ? lane : out_channels; k < out_channels; k += 32) {
+    for (int k = is_first ? 32 * share + lane : out_channels; k < out_channels; k += 32 * shares) {
       const int group = k / of.out_channels, least = group * of.in_channels;
       const float* const of_k = w + group * of.w_stride_group + (k - group * of.out_channels) * of.w_stride_out;
       float sum = 0;  // added to y at once: a bias may be far larger
@@ -3370,10 +3380,10 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                (of.groups == 1 || of.out_channels % kStagedChannels == 0);
 
   // Points take as many stages of x as of w, windows one of x for all taps. Of fp32 points, contained or not, in tiles
-  // of 128 channels there is room for more than four of each, which hide more of the memory's latency. (1x1, TF32, us, 4 of x and up to
-  // 8 of w / as many of each, 128 channels x 128 pixels: 32 images of 1024 to 256, 14x14, 26.5 / 25.7, of 256 to 1024
-  // 27.6 / 26.8, channels_last 512 to 256, 28x28, 34.7 / 32.3; 256 images of 512 to 128, 28x28, 141 / 136. H200,
-  // 2026-11-24, in a driver. By pieces they are not, nor have they been tried.)
+  // of 128 channels there is room for more than four of each, which hide more of the memory's latency. (1x1, TF32, us,
+  // 4 of x and up to 8 of w / as many of each, 128 channels x 128 pixels: 32 images of 1024 to 256, 14x14, 26.5 / 25.7,
+  // of 256 to 1024 27.6 / 26.8, channels_last 512 to 256, 28x28, 34.7 / 32.3; 256 images of 512 to 128, 28x28, 141 /
+  // 136. H200, 2026-11-24, in a driver. By pieces they are not, nor have they been tried.)
   const int taps = of.R * of.S;
   const auto fits_with = [&](int x_stages, int w_stages) {
     plan.x_stages = x_stages;
@@ -3947,8 +3957,7 @@ cudaError_t run_packed(const PackParams& pack, const Correlation& planned, void*
     params.in_ptr = copy_ptr;
   }
   const unsigned blocks = static_cast<unsigned>(copy.blocks + ceil_div(pack.count, kPackThreads));
-  pack_kernel<Format><<<blocks, kPackThreads, smem_bytes, stream>>>(pack, copy);
-  cudaError_t error = cudaGetLastError();
+  cudaError_t error = hopper::launch_early(pack_kernel<Format>, blocks, kPackThreads, smem_bytes, stream, pack, copy);
   if (error != cudaSuccess) return error;
   params.of = planned;
   params.packed_ptr = pack.packed_ptr;
@@ -3995,8 +4004,8 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
     sample.fours_ptr = static_cast<const float*>(in_ptr) + before_fours;
     sample.fours = std::max<int64_t>(values - before_fours, 0) / 4;
   }
-  sample_kernel<<<kSampleBlocks, kPackThreads, sizeof(uint32_t), stream>>>(sample);
-  cudaError_t error = cudaGetLastError();
+  cudaError_t error =
+      hopper::launch_early(sample_kernel, kSampleBlocks, kPackThreads, sizeof(uint32_t), stream, sample);
   if (error != cudaSuccess) return error;
 
   ContainParams contain{};
