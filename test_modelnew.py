@@ -8103,7 +8103,7 @@ RTC_HEADERS = {
         cudaError_t launch_early(Kernel*, unsigned, int, size_t, cudaStream_t, const Params&...) { return cudaSuccess; }
         struct ClusterLaunch {
           int config;
-          ClusterLaunch(unsigned, int, int, int, cudaStream_t) {}
+          ClusterLaunch(unsigned, int, int, int, cudaStream_t, bool) {}
         };
         }
         }
@@ -10185,16 +10185,21 @@ def test_gpu_gather_mends(value):
 @hopper
 @pytest.mark.parametrize("last", ["x", "w"])
 @pytest.mark.parametrize(
-    "case",
+    "engine, case",
     [
-        Case(64, 64, 112, 112, 64, 1, 1),
-        Case(64, 128, 56, 56, 128, 3, 3, stride=(2, 2), padding=(1, 1)),
-        Case(64, 64, 112, 112, 64, 3, 3, padding=(1, 1)),
+        ("gather", Case(64, 64, 112, 112, 64, 1, 1)),
+        ("gather", Case(64, 128, 56, 56, 128, 3, 3, stride=(2, 2), padding=(1, 1))),
+        ("gather", Case(64, 64, 112, 112, 64, 3, 3, padding=(1, 1))),
+        ("stem", Case(64, 3, 224, 224, 64, 7, 7, stride=(2, 2), padding=(3, 3))),
+        ("mma", Case(16, 64, 56, 56, 64, 3, 3, padding=(1, 1))),
+        ("mma", Case(4, 512, 14, 14, 512, 3, 3, stride=(2, 2), padding=(1, 1))),
+        ("pointwise", Case(16, 64, 112, 112, 64, 1, 1)),
+        ("pointwise", Case(2, 512, 28, 28, 256, 1, 1)),
     ],
-    ids=["packs", "contains", "lands"],
+    ids=str,
 )
-def test_gpu_gather_waits_for_what_wrote_its_operands(case, last):
-    """Its first kernel is launched early: behind kernels, and in graphs behind nothing, a memset and two streams."""
+def test_gpu_first_kernels_wait_for_what_wrote_their_operands(engine, case, last):
+    """They are launched early: behind kernels, and in graphs behind nothing, a memset and two streams."""
     tensors = make_tensors(case, torch.float32, normal, "cuda")
     x, w = torch.empty_like(tensors["x"]), torch.empty_like(tensors["w"])
     side = torch.cuda.Stream()
@@ -10216,7 +10221,7 @@ def test_gpu_gather_waits_for_what_wrote_its_operands(case, last):
             torch.empty(1 << 20, device="cuda").zero_()
         return modelnew.conv2d(x, w, None, **case.kwargs)
 
-    with tf32_switch(True), modelnew.force_engine("gather"):
+    with tf32_switch(True), modelnew.force_engine(engine):
         expected = modelnew.conv2d(tensors["x"], tensors["w"], None, **case.kwargs)
         assert expected.isfinite().all()
         for _ in range(20):

@@ -396,21 +396,23 @@ cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, int threads
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
 }
 
-// What a launch in clusters of so many blocks is told.
+// What a launch in clusters of so many blocks is told, an early one if so wanted.
 struct ClusterLaunch {
-  cudaLaunchAttribute attribute{};
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
 
-  ClusterLaunch(unsigned blocks, int of, int threads, int smem_bytes, cudaStream_t stream) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = of;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  ClusterLaunch(unsigned blocks, int of, int threads, int smem_bytes, cudaStream_t stream, bool early) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = of;
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     config.gridDim = blocks;
     config.blockDim = threads;
     config.dynamicSmemBytes = smem_bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = early ? 2 : 1;
   }
   ClusterLaunch(const ClusterLaunch&) = delete;  // it points to itself
   ClusterLaunch& operator=(const ClusterLaunch&) = delete;
