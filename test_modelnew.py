@@ -8103,7 +8103,7 @@ RTC_HEADERS = {
         cudaError_t launch_early(Kernel*, unsigned, int, size_t, cudaStream_t, const Params&...) { return cudaSuccess; }
         struct ClusterLaunch {
           int config;
-          ClusterLaunch(unsigned, int, int, int, cudaStream_t, bool) {}
+          ClusterLaunch(unsigned, int, int, int, cudaStream_t) {}
         };
         }
         }
@@ -10198,8 +10198,8 @@ def test_gpu_gather_mends(value):
     ],
     ids=str,
 )
-def test_gpu_first_kernels_wait_for_what_wrote_their_operands(engine, case, last):
-    """They are launched early: behind kernels, and in graphs behind nothing, a memset and two streams."""
+def test_gpu_waits_for_what_wrote_its_operands(engine, case, last):
+    """gather's first kernel is launched early: behind kernels, in graphs behind nothing, a memset and two streams."""
     tensors = make_tensors(case, torch.float32, normal, "cuda")
     x, w = torch.empty_like(tensors["x"]), torch.empty_like(tensors["w"])
     side = torch.cuda.Stream()

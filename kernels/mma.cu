@@ -144,7 +144,6 @@ struct Plan {
   int out_vector;                          // neighbouring outputs that are stored at a time: 4 or 1
   int piece_bits;                          // so many of these, a power of two, are the neighbours in a tile
   bool lines_are_run;                      // rows of y follow one another in memory, and the tile has whole ones
-  bool early;                              // may start before what was launched before it has ended
   int smem_bytes;
   double cycles;  // estimate
 };
@@ -674,8 +673,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
     }
   }
   const bool bulk = plan.arrivals % kThreads != 0, words = plan.arrivals >= kThreads;
-  if (words) __syncthreads();        // the barriers
-  hopper::wait_for_prerequisites();  // whoever wrote x and w
+  if (words) __syncthreads();  // the barriers
 
   const int number = blockIdx.x >> plan.split_bits, rank = blockIdx.x - (number << plan.split_bits);
   const Tile tile = locate_tile(params, number);
@@ -911,7 +909,6 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   plan.chunks = static_cast<int>(ceil_div(of.in_channels, plan.channels));
   plan.split_chunks = static_cast<int>(ceil_div(plan.chunks, splits));
   plan.splits = splits;
-  plan.early = device.hopper;
   while (1 << plan.split_bits < splits) ++plan.split_bits;
   plan.split_rows = plan.tile_m / splits;
   if (splits > 1 && (!device.hopper || ceil_div(plan.chunks, plan.split_chunks) != splits)) return false;
@@ -1212,7 +1209,7 @@ inline void find_clusters(Device& device) {
   const auto kernel = mma_kernel<Shape0, false>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.smem_bytes);
   for (int bits = 1; bits < 4 && error == cudaSuccess; ++bits) {
-    const hopper::ClusterLaunch launch(device.sms << bits, 1 << bits, kThreads, device.smem_bytes, nullptr, false);
+    const hopper::ClusterLaunch launch(device.sms << bits, 1 << bits, kThreads, device.smem_bytes, nullptr);
     int found = 0;
     error = cudaOccupancyMaxActiveClusters(&found, kernel, &launch.config);
     if (error == cudaSuccess) device.clusters[bits] = found > 0 ? found : -1;
@@ -1297,10 +1294,9 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(plan.tiles * plan.splits);
 #if defined(__CUDACC__)
   if (plan.splits > 1) {
-    const hopper::ClusterLaunch launch(blocks, plan.splits, kThreads, plan.smem_bytes, stream, plan.early);
+    const hopper::ClusterLaunch launch(blocks, plan.splits, kThreads, plan.smem_bytes, stream);
     return cudaLaunchKernelEx(&launch.config, kernel, params);
   }
-  if (plan.early) return hopper::launch_early(kernel, blocks, kThreads, plan.smem_bytes, stream, params);
 #endif
   kernel<<<blocks, kThreads, plan.smem_bytes, stream>>>(params);
   return cudaGetLastError();

@@ -91,7 +91,6 @@ struct Plan {
   int slice_steps;    // of 16 terms
   int row_tiles, column_tiles;
   int out_vector;  // outputs that are stored at a time: 4 or 1
-  bool early;      // may start before what was launched before it has ended
   double cycles;   // estimate
 };
 
@@ -313,7 +312,6 @@ __global__ void __launch_bounds__(32 * most_warps(EXACT), 1) pointwise_kernel(co
   const int column = first_column + threadIdx.x % (kSide / 4) * 4;
   int column_offset = 0;
 
-  hopper::wait_for_prerequisites();  // whoever wrote x and w
   Sums acc = {};
   // What is loaded is multiplied a step later; loads and products are there twice, so that nothing is moved.
   Operands first, second;
@@ -507,7 +505,6 @@ inline bool make_plan(const Correlation& of, bool exact, const Device& device, c
                              ? of.out_channels % 4 == 0 && fours(of.out_stride[3], of.Q)
                              : of.out_stride[3] == 1 && of.Q % 4 == 0 && fours(of.out_stride[1], of.out_channels);
   plan.out_vector = aligned_out && out_fours ? 4 : 1;
-  plan.early = device.hopper;
   bool found = false;
   for (int row_bits = 0; row_bits <= kMostRowBits; ++row_bits) {
     if (forced_row_bits >= 0 && row_bits != forced_row_bits) continue;
@@ -592,10 +589,9 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(plan.row_tiles) * plan.column_tiles * splits_of(plan);
 #if defined(__CUDACC__)
   if (plan.split_bits > 0) {
-    const hopper::ClusterLaunch launch(blocks, splits_of(plan), threads, smem_bytes, stream, plan.early);
+    const hopper::ClusterLaunch launch(blocks, splits_of(plan), threads, smem_bytes, stream);
     return cudaLaunchKernelEx(&launch.config, kernel, params);
   }
-  if (plan.early) return hopper::launch_early(kernel, blocks, threads, smem_bytes, stream, params);
 #endif
   kernel<<<blocks, threads, smem_bytes, stream>>>(params);
   return cudaGetLastError();

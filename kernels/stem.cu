@@ -623,8 +623,7 @@ __global__ void __launch_bounds__(kThreads, 1) stem_kernel(const __grid_constant
     }
     hopper::fence_async();  // boxes arrive at them
   }
-  __syncthreads();                   // barriers are there
-  hopper::wait_for_prerequisites();  // whoever wrote x and w
+  __syncthreads();  // barriers are there
   if (warpgroup == kWarpgroups)
     load_window(params, locate_tile(params, first_tile), base + layout.x, Barriers(base, 0).full);
   pack_weights<EXACT>(params, first_k, layout, smem);
@@ -931,8 +930,8 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
-  return hopper::launch_early(kernel, static_cast<unsigned>(params.plan.blocks), kThreads, params.plan.smem_bytes,
-                              stream, params);
+  kernel<<<static_cast<unsigned>(params.plan.blocks), kThreads, params.plan.smem_bytes, stream>>>(params);
+  return cudaGetLastError();
 }
 
 template <bool EXACT>
