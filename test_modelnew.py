@@ -2113,6 +2113,7 @@ inline std::map<unsigned, std::vector<unsigned char>> shown;  // by blocks
 // Who has waited for all that was launched before, and whether that is what was launched before a call.
 inline std::vector<bool> waited;
 inline bool first_of_call = false;
+inline bool allows_next = false;  // the latest kernel: that the next one is launched before its end
 
 inline void begin_block() {
   waited.assign(blockDim.x, false);
@@ -2308,11 +2309,13 @@ inline float add_cluster(uint32_t address, int blocks) {
 inline void launch_dependents() {
   if (simt::first_of_call && !simt::waited[threadIdx.x])
     simt::complain("the next kernel is allowed before what was launched before this call has ended");
+  simt::allows_next = true;
 }
 inline void wait_for_prerequisites() { simt::waited[threadIdx.x] = true; }
 template <typename... Params>
 cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, int threads, size_t smem_bytes,
                          cudaStream_t stream, const std::remove_const_t<Params>&... params) {
+  simt::allows_next = false;
   simt::launch(kernel, blocks, threads, smem_bytes, stream)(params...);
   simt::first_of_call = false;
   return cudaGetLastError();
@@ -4741,6 +4744,10 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   const auto run_format = bytes == 4 ? run<float> : run<Half>;
   const cudaError_t error = run_format(pointers[1], workspace.data(), again, params, nullptr);
   if (!workspace.intact()) return -2;
+  if (error == cudaSuccess && simt::allows_next) {
+    simt::message = "the next call is allowed before this one has ended";
+    return cudaErrorLaunchFailure;
+  }
   Control control{};
   if (plan.contained) std::memcpy(&control, workspace.data(), sizeof control);
   const bool all = control.all_again != 0 || control.listed > kMostListed;
@@ -4844,6 +4851,10 @@ GATHER_MUTATIONS = {
     "packs before what came before has ended": left_out("hopper::wait_for_prerequisites();  // whoever wrote w and x"),
     "contains before what came before has ended": left_out(
         "hopper::wait_for_prerequisites();  // whoever wrote x and w"
+    ),
+    "allows the next call before it has ended": (
+        "if (Format::CONTAINED) hopper::launch_dependents",
+        "if (MUTATED || Format::CONTAINED) hopper::launch_dependents",
     ),
     "mends another share of the channels than its own": (
         "is_first ? 32 * share + lane",

@@ -2955,8 +2955,9 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
 #if defined(MODELNEW_SM90A)
   static_assert(SOURCE != Source::kPhases || PIECES * Format::CHANNELS == kPhasesBlock, "a block is a stage");
   extern __shared__ __align__(1024) uint8_t modelnew_gather_smem[];
-  // What comes behind this kernel may be made ready; it waits for the end of this one before it reads or writes memory.
-  hopper::launch_dependents();
+  // `again` may be made ready; it waits for the end of this kernel before it reads or writes memory. What is the last
+  // kernel of its call allows nothing: see hopper.cuh.
+  if (Format::CONTAINED) hopper::launch_dependents();
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
