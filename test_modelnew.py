@@ -2110,13 +2110,7 @@ inline uint64_t shuffled[32][32];
 inline bool again = false;
 inline std::map<unsigned, std::vector<unsigned char>> shown;  // by blocks
 
-// Who has waited for all that was launched before, and whether that is what was launched before a call.
-inline std::vector<bool> waited;
-inline bool first_of_call = false;
-inline bool allows_next = false;  // the latest kernel: that the next one is launched before its end
-
 inline void begin_block() {
-  waited.assign(blockDim.x, false);
   barriers.clear();
   copies.clear();
   copy_delay = 1u << shuffler() % 9;
@@ -2306,18 +2300,12 @@ inline float add_cluster(uint32_t address, int blocks) {
   return address % 16 == 0 ? sums.x : address % 16 == 4 ? sums.y : address % 16 == 8 ? sums.z : sums.w;
 }
 
-inline void launch_dependents() {
-  if (simt::first_of_call && !simt::waited[threadIdx.x])
-    simt::complain("the next kernel is allowed before what was launched before this call has ended");
-  simt::allows_next = true;
-}
-inline void wait_for_prerequisites() { simt::waited[threadIdx.x] = true; }
-template <typename... Params>
-cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, int threads, size_t smem_bytes,
-                         cudaStream_t stream, const std::remove_const_t<Params>&... params) {
-  simt::allows_next = false;
-  simt::launch(kernel, blocks, threads, smem_bytes, stream)(params...);
-  simt::first_of_call = false;
+inline void launch_dependents() {}
+inline void wait_for_prerequisites() {}
+template <typename Params>
+cudaError_t launch_early(void (*kernel)(Params), unsigned blocks, int threads, int smem_bytes, cudaStream_t stream,
+                         const std::remove_const_t<Params>& params) {
+  simt::launch(kernel, blocks, threads, smem_bytes, stream)(params);
   return cudaGetLastError();
 }
 
@@ -3623,7 +3611,8 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   if (tile_pixels(plan) != 64 * plan.warpgroups * plan.blocks_m) return "pixels of a tile";
   if (plan.x_stages < 2 || plan.x_stages > kMaxStages) return "stages of x";
   if (plan.w_stages > kMaxStages || plan.w_stages < (plan.resident ? 1 : 3)) return "stages of weights";
-  if (plan.x_stages > 4 && (!plan.points || plan.x_stages != plan.w_stages)) return "many stages of one operand only";
+  if (plan.x_stages > kFewStages && (!plan.points || plan.x_stages != plan.w_stages))
+    return "many stages of one operand only";
   if (plan.resident && (plan.w_stages != plan.iterations || plan.splits > 1 || of.groups > 1 || !plan.points))
     return "weights that stay, but not all";
   if (plan.resident && plan.blocks < plan.units && plan.blocks % plan.tiles_n != 0)
@@ -3701,6 +3690,7 @@ static std::string fault_of_tiles(const Correlation& of, const Plan& plan) {
       const int64_t pixel = ((image + n) * of.P + p) * of.Q + q;
       owned[(int64_t{tile.group} * plan.tiles_n + tile.n_block) * pixels + pixel] += tile.blocks;
     }
+    if (unit == 0 && owned[pixels - 1] == 0) return "the last pixels do not come first";
   }
   if (static_cast<int>(parts.size()) != plan.units - plan.whole_tiles || (!parts.empty() && *parts.begin() != 0))
     return "parts";
@@ -4722,7 +4712,6 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   simt::late = seed % 2;
   simt::shuffler.seed(seed);
   simt::launched.clear();
-  simt::first_of_call = true;
   const Problem problem = make_problem(fields);
   const Operator which = static_cast<Operator>(op);
   Params params{};
@@ -4744,10 +4733,6 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   const auto run_format = bytes == 4 ? run<float> : run<Half>;
   const cudaError_t error = run_format(pointers[1], workspace.data(), again, params, nullptr);
   if (!workspace.intact()) return -2;
-  if (error == cudaSuccess && simt::allows_next) {
-    simt::message = "the next call is allowed before this one has ended";
-    return cudaErrorLaunchFailure;
-  }
   Control control{};
   if (plan.contained) std::memcpy(&control, workspace.data(), sizeof control);
   const bool all = control.all_again != 0 || control.listed > kMostListed;
@@ -4848,14 +4833,6 @@ GATHER_MUTATIONS = {
     "mends before one has looked at the list": left_out("__syncwarp();  // all of the list has been looked at"),
     "mends the next output too early": left_out("__syncwarp();  // the next output's do not overtake them"),
     "mends once for each value": ("is_first && reads[i] == 0", "is_first && (MUTATED || reads[i] == 0)"),
-    "packs before what came before has ended": left_out("hopper::wait_for_prerequisites();  // whoever wrote w and x"),
-    "contains before what came before has ended": left_out(
-        "hopper::wait_for_prerequisites();  // whoever wrote x and w"
-    ),
-    "allows the next call before it has ended": (
-        "if (Format::CONTAINED) hopper::launch_dependents",
-        "if (MUTATED || Format::CONTAINED) hopper::launch_dependents",
-    ),
     "mends another share of the channels than its own": (
         "is_first ? 32 * share + lane",
         "is_first ? 32 * (MUTATED ? 0 : share) + lane",
@@ -8110,8 +8087,8 @@ RTC_HEADERS = {
         struct BoxMap;
         enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows };
         template <class... T> cudaError_t make_box_map(T&&...) { return cudaSuccess; }
-        template <class Kernel, class... Params>
-        cudaError_t launch_early(Kernel*, unsigned, int, size_t, cudaStream_t, const Params&...) { return cudaSuccess; }
+        template <class Kernel, class Params>
+        cudaError_t launch_early(Kernel*, unsigned, int, int, cudaStream_t, const Params&) { return cudaSuccess; }
         struct ClusterLaunch {
           int config;
           ClusterLaunch(unsigned, int, int, int, cudaStream_t) {}
@@ -10210,7 +10187,7 @@ def test_gpu_gather_mends(value):
     ids=str,
 )
 def test_gpu_waits_for_what_wrote_its_operands(engine, case, last):
-    """gather's first kernel is launched early: behind kernels, in graphs behind nothing, a memset and two streams."""
+    """Behind kernels, and in graphs behind nothing, a memset and two streams."""
     tensors = make_tensors(case, torch.float32, normal, "cuda")
     x, w = torch.empty_like(tensors["x"]), torch.empty_like(tensors["w"])
     side = torch.cuda.Stream()

@@ -25,9 +25,6 @@
 //   36                                                     388 /  198     382 /  206
 //   512 to 512, 65x65, 8 images, 4                         503 /  372     396 /  338
 //
-// At 2f1cb10 the last line took 511 and 472 instead, the others up to 2% more: of calls one behind another hopper.cuh
-// says more.
-//
 // What the other engines would take was not measured. By their estimates (gather's erred by 15%, see there; of parts
 // they are up to 20% less than the above), whole by the engine that would take it / in parts by gather, when contained
 // operands were thought to take longer; direct has no estimate, but 237 GFLOP take it some 8 ms:
