@@ -2110,7 +2110,13 @@ inline uint64_t shuffled[32][32];
 inline bool again = false;
 inline std::map<unsigned, std::vector<unsigned char>> shown;  // by blocks
 
+// Who has waited for all that was launched before, and whether that is what was launched before a call.
+inline std::vector<bool> waited;
+inline bool first_of_call = false;
+inline bool allows_next = false;  // the latest kernel: that the next one is launched before its end
+
 inline void begin_block() {
+  waited.assign(blockDim.x, false);
   barriers.clear();
   copies.clear();
   copy_delay = 1u << shuffler() % 9;
@@ -2300,12 +2306,18 @@ inline float add_cluster(uint32_t address, int blocks) {
   return address % 16 == 0 ? sums.x : address % 16 == 4 ? sums.y : address % 16 == 8 ? sums.z : sums.w;
 }
 
-inline void launch_dependents() {}
-inline void wait_for_prerequisites() {}
-template <typename Params>
-cudaError_t launch_early(void (*kernel)(Params), unsigned blocks, int threads, int smem_bytes, cudaStream_t stream,
-                         const std::remove_const_t<Params>& params) {
-  simt::launch(kernel, blocks, threads, smem_bytes, stream)(params);
+inline void launch_dependents() {
+  if (simt::first_of_call && !simt::waited[threadIdx.x])
+    simt::complain("the next kernel is allowed before what was launched before this call has ended");
+  simt::allows_next = true;
+}
+inline void wait_for_prerequisites() { simt::waited[threadIdx.x] = true; }
+template <typename... Params>
+cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, int threads, size_t smem_bytes,
+                         cudaStream_t stream, const std::remove_const_t<Params>&... params) {
+  simt::allows_next = false;
+  simt::launch(kernel, blocks, threads, smem_bytes, stream)(params...);
+  simt::first_of_call = false;
   return cudaGetLastError();
 }
 
@@ -4712,6 +4724,7 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   simt::late = seed % 2;
   simt::shuffler.seed(seed);
   simt::launched.clear();
+  simt::first_of_call = true;
   const Problem problem = make_problem(fields);
   const Operator which = static_cast<Operator>(op);
   Params params{};
@@ -4733,6 +4746,10 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   const auto run_format = bytes == 4 ? run<float> : run<Half>;
   const cudaError_t error = run_format(pointers[1], workspace.data(), again, params, nullptr);
   if (!workspace.intact()) return -2;
+  if (error == cudaSuccess && simt::allows_next) {
+    simt::message = "the next call is allowed before this one has ended";
+    return cudaErrorLaunchFailure;
+  }
   Control control{};
   if (plan.contained) std::memcpy(&control, workspace.data(), sizeof control);
   const bool all = control.all_again != 0 || control.listed > kMostListed;
@@ -4833,6 +4850,14 @@ GATHER_MUTATIONS = {
     "mends before one has looked at the list": left_out("__syncwarp();  // all of the list has been looked at"),
     "mends the next output too early": left_out("__syncwarp();  // the next output's do not overtake them"),
     "mends once for each value": ("is_first && reads[i] == 0", "is_first && (MUTATED || reads[i] == 0)"),
+    "packs before what came before has ended": left_out("hopper::wait_for_prerequisites();  // whoever wrote w and x"),
+    "contains before what came before has ended": left_out(
+        "hopper::wait_for_prerequisites();  // whoever wrote x and w"
+    ),
+    "allows the next call before it has ended": (
+        "if (Format::CONTAINED) hopper::launch_dependents",
+        "if (MUTATED || Format::CONTAINED) hopper::launch_dependents",
+    ),
     "mends another share of the channels than its own": (
         "is_first ? 32 * share + lane",
         "is_first ? 32 * (MUTATED ? 0 : share) + lane",
@@ -8087,8 +8112,8 @@ RTC_HEADERS = {
         struct BoxMap;
         enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows };
         template <class... T> cudaError_t make_box_map(T&&...) { return cudaSuccess; }
-        template <class Kernel, class Params>
-        cudaError_t launch_early(Kernel*, unsigned, int, int, cudaStream_t, const Params&) { return cudaSuccess; }
+        template <class Kernel, class... Params>
+        cudaError_t launch_early(Kernel*, unsigned, int, size_t, cudaStream_t, const Params&...) { return cudaSuccess; }
         struct ClusterLaunch {
           int config;
           ClusterLaunch(unsigned, int, int, int, cudaStream_t) {}
@@ -10187,14 +10212,18 @@ def test_gpu_gather_mends(value):
     ids=str,
 )
 def test_gpu_waits_for_what_wrote_its_operands(engine, case, last):
-    """Behind kernels, and in graphs behind nothing, a memset and two streams."""
+    """gather's first kernel is launched early: behind kernels, in graphs behind nothing, a memset and two streams.
+
+    What is written differs each time, by an exact factor, so that what an SM has still cached is seen to be old.
+    """
     tensors = make_tensors(case, torch.float32, normal, "cuda")
     x, w = torch.empty_like(tensors["x"]), torch.empty_like(tensors["w"])
     side = torch.cuda.Stream()
+    factor = torch.ones((), device="cuda")
 
     def written(name: str, to: Tensor) -> None:
         to.fill_(math.nan)
-        torch.mul(tensors[name], 1.0, out=to)
+        torch.mul(tensors[name], factor if name == last else 1.0, out=to)
 
     def result(before: str = "kernels") -> Tensor:
         for name, to in [("w", w), ("x", x)] if last == "x" else [("x", x), ("w", w)]:
@@ -10213,7 +10242,8 @@ def test_gpu_waits_for_what_wrote_its_operands(engine, case, last):
         expected = modelnew.conv2d(tensors["x"], tensors["w"], None, **case.kwargs)
         assert expected.isfinite().all()
         for _ in range(20):
-            assert torch.equal(result(), expected)
+            factor.mul_(2)
+            assert torch.equal(result(), expected * factor)
         for before in ("kernels", "nothing", "memset", "streams"):
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
@@ -10221,8 +10251,50 @@ def test_gpu_waits_for_what_wrote_its_operands(engine, case, last):
                 out = result(before)
             for _ in range(5):
                 out.fill_(math.nan)
+                factor.mul_(2)
+                written("x", x)  # in front of the graph that writes nothing itself
+                written("w", w)
                 graph.replay()
-                assert torch.equal(out, expected), before
+                assert torch.equal(out, expected * factor), before
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(64, 64, 56, 56, 64, 1, 1),
+        Case(64, 64, 57, 57, 64, 1, 1),
+        Case(64, 128, 28, 28, 128, 3, 3, padding=(1, 1)),
+        Case(32, 64, 112, 112, 64, 3, 3, padding=(1, 1)),
+        Case(8, 128, 65, 65, 128, 3, 3, padding=(4, 4), dilation=(4, 4)),
+    ],
+    ids=str,
+)
+def test_gpu_calls_read_what_calls_before_wrote(case, layout):
+    """Four calls one right behind another, whose results lie where those of the round before did."""
+    tensors = in_layout(make_tensors(case, torch.float32, normal, "cuda"), layout)
+    x, w = tensors["x"], tensors["w"]
+    to = [torch.empty_like(x) for _ in range(4)]
+    with tf32_switch(True):
+
+        def chain(of: Tensor) -> Tensor:
+            for out in to:
+                torch.cuda.synchronize()  # to begin with, each call by itself
+                out.copy_(modelnew.conv2d(of, w, None, **case.kwargs))
+                of = out
+            return of.clone()
+
+        expected = chain(x)
+        assert expected.isfinite().all()
+        assert expected.any()
+        for i in range(10):
+            factor = 2.0**i
+            y = x * factor
+            for _ in range(4):
+                y = modelnew.conv2d(y, w, None, **case.kwargs)
+            assert torch.equal(y, expected * factor)
 
 
 @gpu

@@ -8,7 +8,8 @@
 //   again    what contained operands are not fit for: the same kernel with TF32 operands, or a few products
 //   landing  instead of gather and a copy of x: y from planes of x, which are contained on their way (Landing)
 //
-// Each is launched while the one before it still runs, and waits for its end where it needs what that one has written.
+// Each is launched while the one before it still runs, and waits for its end where it needs what that one has written;
+// the first one waits for all that was launched before the call.
 //
 // GEMM view: rows = output pixels, columns = output channels, reduction = (block of channels, r, s, channel). A stage
 // of shared memory holds the pixels that a tile of outputs reads, with the halo, in a block of channels:
@@ -90,8 +91,7 @@
 //
 // Tile 0 is that of the last pixels. In a network another kernel has just written x, from its first values to its last
 // ones, of which the L2 cache still holds some; and what reads y next finds its first values there. (examples/resnet50,
-// 64 images, H200, 2026-11-24, images/s: 8361 to 8371 in three runs, so 8434 to 8448, both with the first kernels of a
-// call launched early, see below. Nothing where x is not there.)
+// 64 images, H200, 2026-11-24, images/s: 8361 to 8371 in three runs, so 8434 to 8448. Nothing where x is not there.)
 //
 // Contained operands: fp32 tensors under the TF32 contract are multiplied as scaled fp16, at twice the rate of TF32 and
 // with half the bytes (numerics.cuh; wgmma.cu says more about the rules). x is copied first, scaled and with channels
@@ -233,13 +233,6 @@
 //   - Each warp of contain_kernel by itself, without shared memory, 4 KB of loads under way: the same, or up to 3 us
 //     more.
 //   - `again` takes 1.8 to 2.9 us at the end of a call, with one block as with 132.
-//   - The first kernel of a call launched early as well: it waited for all that was before, and only then allowed the
-//     next one. 1 to 3 us less for each convolution of a ResNet-50, 64 images, eager, by a profiler, 8492 and 8513
-//     images/s in two runs; nothing behind an event. But four calls one right behind another, with a block on every SM
-//     and two turns of tiles each (3x3 512 to 512, 65x65, 8 images, dilation 4, in parts), took 511 us instead of 371,
-//     channels_last 472 instead of 340, some 35 us, a turn, each, nobody knows why. And those behind the first one
-//     read x before they wait: that what was written before the call is seen by then is documented only for who waits
-//     itself. (bench.py at 370b43c and 50470cd, 2026-11-24.)
 //   - Who waits for the kernel before does it as late as it can, with its first tile worked out: that took 1 to 1.7 us
 //     from the wait on, as code and parameters come from memory for the first time. All parameters loaded at once, at
 //     the start: no difference.
@@ -1072,6 +1065,7 @@ template <typename Format>
 __global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams params, const CopyParams copy) {
   using Stored = typename Format::Stored;
   extern __shared__ __align__(16) uint8_t modelnew_gather_pack_smem[];
+  hopper::wait_for_prerequisites();  // whoever wrote w and x
   hopper::launch_dependents();
   if (static_cast<int>(blockIdx.x) < copy.blocks) {
     copy_points<Stored>(copy, blockIdx.x, *reinterpret_cast<CopyShared<Stored>*>(modelnew_gather_pack_smem));
@@ -1093,6 +1087,7 @@ __global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams par
 __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_constant__ SampleParams params) {
   extern __shared__ __align__(16) uint8_t modelnew_gather_sample_smem[];
   uint32_t& largest = *reinterpret_cast<uint32_t*>(modelnew_gather_sample_smem);
+  hopper::wait_for_prerequisites();  // whoever wrote x and w
   hopper::launch_dependents();
   const Correlation& of = params.of;
   const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
@@ -1146,7 +1141,7 @@ __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_const
 
 // The scale of x, two to the power of `exponent`: room for four times as much as the sample has. Of nothing but zeros
 // there any scale will do. False: there is none. Before they wait for it, blocks load what they contain, and pack
-// weights: sample_kernel, behind which they start, starts when all calls before this one have ended.
+// weights: sample_kernel lets them start when all that was launched before this call has ended.
 __device__ __forceinline__ bool find_scale(const Guard& guard, int& exponent) {
   static_assert(kSampleBlocks == 32, "one of each lane");
   hopper::wait_for_prerequisites();
@@ -2960,8 +2955,9 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
 #if defined(MODELNEW_SM90A)
   static_assert(SOURCE != Source::kPhases || PIECES * Format::CHANNELS == kPhasesBlock, "a block is a stage");
   extern __shared__ __align__(1024) uint8_t modelnew_gather_smem[];
-  // What comes behind this kernel may be made ready; it waits for the end of this one before it reads or writes memory.
-  hopper::launch_dependents();
+  // `again` may be made ready; it waits for the end of this kernel before it reads or writes memory. What is the last
+  // kernel of its call allows nothing: see hopper.cuh.
+  if (Format::CONTAINED) hopper::launch_dependents();
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
@@ -3962,8 +3958,7 @@ cudaError_t run_packed(const PackParams& pack, const Correlation& planned, void*
     params.in_ptr = copy_ptr;
   }
   const unsigned blocks = static_cast<unsigned>(copy.blocks + ceil_div(pack.count, kPackThreads));
-  pack_kernel<Format><<<blocks, kPackThreads, smem_bytes, stream>>>(pack, copy);
-  cudaError_t error = cudaGetLastError();
+  cudaError_t error = hopper::launch_early(pack_kernel<Format>, blocks, kPackThreads, smem_bytes, stream, pack, copy);
   if (error != cudaSuccess) return error;
   params.of = planned;
   params.packed_ptr = pack.packed_ptr;
@@ -4010,8 +4005,8 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
     sample.fours_ptr = static_cast<const float*>(in_ptr) + before_fours;
     sample.fours = std::max<int64_t>(values - before_fours, 0) / 4;
   }
-  sample_kernel<<<kSampleBlocks, kPackThreads, sizeof(uint32_t), stream>>>(sample);
-  cudaError_t error = cudaGetLastError();
+  cudaError_t error =
+      hopper::launch_early(sample_kernel, kSampleBlocks, kPackThreads, sizeof(uint32_t), stream, sample);
   if (error != cudaSuccess) return error;
 
   ContainParams contain{};
