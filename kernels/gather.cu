@@ -3150,10 +3150,17 @@ constexpr double kStorePlanesRate = 21;  // by boxes: set by hand afterwards, as
 constexpr int kMostResidentTiles = 8;    // of channels: 132 SMs are 4 more than a multiple of it
 constexpr double kLost = 0.08;           // of what takes less time than what a tile waits for
 constexpr double kTileCycles = 1500;     // to fill and to drain
-constexpr double kCopyCycles = 6600;     // of copying x, but for its bytes
-constexpr double kMeetCycles = 1900;     // of parts of a tile, but for their sums
-constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
-constexpr double kGroupsFactor = 1.4;    // of windows of groups, not contained: 107 and 66 us, estimates 81 and 44
+// Of two blocks an SM that store planes, while their code comes from memory, as other kernels have run before. It
+// counts less the longer a call takes, as what estimates are off counts more then. (1x1, NCHW, 8 to 256 images, 58 of
+// 150 problems, which have another tile since, us, in a driver, H200, 2026-11-24: behind a kernel that fills the
+// instruction caches 0.83 to 1.03 of the time, 0.95 in the mean, and where only the same kernels ran before 0.89 to
+// 1.06, 1.00. 64 to 64, 56x56, 32 images, 25.2 / 23.7 and 21.2 / 21.2. In channels_last two blocks lose no more than
+// one does.)
+constexpr double kColdCycles = 3300, kColdTurns = 45;
+constexpr double kCopyCycles = 6600;   // of copying x, but for its bytes
+constexpr double kMeetCycles = 1900;   // of parts of a tile, but for their sums
+constexpr double kMeetRate = 29.5;     // bytes a cycle, of these
+constexpr double kGroupsFactor = 1.4;  // of windows of groups, not contained: 107 and 66 us, estimates 81 and 44
 // Of windows of planes at a stride, not contained, whose values come one by one: 3x3 128 to 128, 56x56, stride 2, 32
 // and 256 images, us, 53 and 294, estimates 43 and 259; 256 to 256, 28x28, 60 and 279, 51 and 241 (in a driver, H200,
 // 2026-11-23).
@@ -3428,13 +3435,15 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   // being alone. Two blocks hide half of each other's filling and draining. In channels_last two blocks an SM are
   // faster than that, unless weights are resident.
   const double hidden = plan.warpgroups == 1 && plan.in_boxes && !plan.resident && splits == 1 ? 0.97 : 1;
+  // All that the next tile reads is under way while this one is stored, in one block an SM as in two.
+  const bool ahead = plan.resident && !plan.contained && !plan.out_channels_last && plan.iterations < plan.x_stages;
   const auto turn_cycles = [&](int blocks_c, int64_t tiles) {
     const double in_bytes = 16.0 * tiles * plan.slots * plan.pieces * blocks_c, out_bytes = tiles * tile_bytes;
     const double multiply = static_cast<double>(stages_before(of.phases, blocks_c)) * shape.stage_cycles;
     const double work = multiply + out_bytes / store_rate, load = in_bytes / rate;
     const double memory = (in_bytes / plan.tiles_n + out_bytes) / kMemoryRate;
     return hidden * ((1 - kLost) * std::max({work, load, memory}) + kLost * (work + load + memory) +
-                     kTileCycles / static_cast<double>(tiles));
+                     kTileCycles / std::max<double>(ahead ? 2 : 1, static_cast<double>(tiles)));
   };
   // Of so many tiles. In the last turn SMs may have one each, where there are two blocks.
   const auto cycles_of = [&](int64_t tiles, int blocks_c, double more_bytes) {
@@ -3445,6 +3454,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
     return tiles / at_once * cycles(blocks_per_sm(plan.warpgroups)) + (rest > 0 ? cycles(rest) : 0);
   };
   plan.cycles = cycles_of(plan.whole_tiles, plan.blocks_c, 0);
+  if (plan.warpgroups == 1 && !plan.boxes) plan.cycles += std::max(0.0, kColdCycles - plan.cycles / kColdTurns);
   if (splits > 1)
     plan.cycles += cycles_of(parts, plan.split_blocks, tile_bytes) + kMeetCycles +
                    ceil_div(plan.tiles - plan.whole_tiles, device.sms) * splits * tile_bytes / kMeetRate;
