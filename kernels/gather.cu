@@ -3151,7 +3151,7 @@ constexpr int kMostResidentTiles = 8;    // of channels: 132 SMs are 4 more than
 constexpr double kLost = 0.08;           // of what takes less time than what a tile waits for
 constexpr double kTileCycles = 1500;     // to fill and to drain
 // Of two blocks an SM that store planes, while their code comes from memory, as other kernels have run before. It
-// counts less the longer a call takes, as what estimates are off counts more then. (1x1, NCHW, 8 to 256 images, 58 of
+// counts less the longer a call takes, as what estimates are off counts more then. (1x1, NCHW, 8 to 256 images, 44 of
 // 150 problems, which have another tile since, us, in a driver, H200, 2026-11-24: behind a kernel that fills the
 // instruction caches 0.83 to 1.03 of the time, 0.95 in the mean, and where only the same kernels ran before 0.89 to
 // 1.06, 1.00. 64 to 64, 56x56, 32 images, 25.2 / 23.7 and 21.2 / 21.2. In channels_last two blocks lose no more than
@@ -3435,8 +3435,10 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   // being alone. Two blocks hide half of each other's filling and draining. In channels_last two blocks an SM are
   // faster than that, unless weights are resident.
   const double hidden = plan.warpgroups == 1 && plan.in_boxes && !plan.resident && splits == 1 ? 0.97 : 1;
-  // All that the next tile reads is under way while this one is stored, in one block an SM as in two.
-  const bool ahead = plan.resident && !plan.contained && !plan.out_channels_last && plan.iterations < plan.x_stages;
+  // All that the next tile reads is under way while this one is stored, in one block an SM as in two. (In tiles of 128
+  // channels as well, at 7ae611d: 64 to 128, 1024x1024, 16 images, 3.69 ms instead of 3.49, bench.py.)
+  const bool ahead = plan.resident && !plan.contained && !plan.out_channels_last && plan.tile_n == 64 &&
+                     plan.iterations < plan.x_stages;
   const auto turn_cycles = [&](int blocks_c, int64_t tiles) {
     const double in_bytes = 16.0 * tiles * plan.slots * plan.pieces * blocks_c, out_bytes = tiles * tile_bytes;
     const double multiply = static_cast<double>(stages_before(of.phases, blocks_c)) * shape.stage_cycles;
