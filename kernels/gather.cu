@@ -3154,21 +3154,21 @@ constexpr double kStorePlanesRate = 21;  // by boxes: set by hand afterwards, as
 constexpr int kMostResidentTiles = 8;    // of channels: 132 SMs are 4 more than a multiple of it
 constexpr double kLost = 0.08;           // of what takes less time than what a tile waits for
 constexpr double kTileCycles = 1500;     // to fill and to drain
-// Of two blocks an SM that store planes, while their code comes from memory, as other kernels have run before. It
-// counts less the longer a call takes, as what estimates are off counts more then. (1x1, NCHW, 8 to 256 images, 44 of
-// 150 problems, which have another tile since, us, in a driver, H200, 2026-11-24: behind a kernel that fills the
-// instruction caches 0.83 to 1.03 of the time, 0.95 in the mean, and where only the same kernels ran before 0.89 to
-// 1.06, 1.00. 64 to 64, 56x56, 32 images, 25.2 / 23.7 and 21.2 / 21.2. In channels_last two blocks lose no more than
-// one does.)
-constexpr double kColdCycles = 3300, kColdTurns = 45;
-constexpr double kCopyCycles = 6600;   // of copying x, but for its bytes
-constexpr double kMeetCycles = 1900;   // of parts of a tile, but for their sums
-constexpr double kMeetRate = 29.5;     // bytes a cycle, of these
-constexpr double kGroupsFactor = 1.4;  // of windows of groups, not contained: 107 and 66 us, estimates 81 and 44
+constexpr double kCopyCycles = 6600;     // of copying x, but for its bytes
+constexpr double kMeetCycles = 1900;     // of parts of a tile, but for their sums
+constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
+constexpr double kGroupsFactor = 1.4;    // of windows of groups, not contained: 107 and 66 us, estimates 81 and 44
 // Of windows of planes at a stride, not contained, whose values come one by one: 3x3 128 to 128, 56x56, stride 2, 32
 // and 256 images, us, 53 and 294, estimates 43 and 259; 256 to 256, 28x28, 60 and 279, 51 and 241 (in a driver, H200,
 // 2026-11-23).
 constexpr double kStepsFactor = 1.2;
+// Of two blocks an SM that store without boxes, as they store planes, while their code comes from memory, as other
+// kernels have run before. It counts less the longer a call takes, as what estimates are off counts more then. (1x1,
+// NCHW, 25 layers, 8 to 256 images: 45 of 150 problems have another tile since. In a driver, H200, 2026-11-24, 44 of
+// them take 0.83 to 1.03 of the time behind a kernel that fills the instruction caches, 0.95 in the mean; where only
+// the same kernels ran before 0.89 to 1.06, 1.00. 64 to 64, 56x56, 32 images, us, 25.2 / 23.7 and 21.2 / 21.2. In
+// channels_last two blocks lose no more than one does.)
+constexpr double kColdCycles = 3300, kColdTurns = 45;
 // Of points with more than so many stages of TF32 operands. (From 1812 times of 15 layers of 1x1 in all tiles, 8 to 256
 // images, both memory formats: what is chosen is 1.0% slower than the fastest, without this 1.2%. H200, 2026-11-24, in
 // a driver.)
@@ -3439,8 +3439,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   // being alone. Two blocks hide half of each other's filling and draining. In channels_last two blocks an SM are
   // faster than that, unless weights are resident.
   const double hidden = plan.warpgroups == 1 && plan.in_boxes && !plan.resident && splits == 1 ? 0.97 : 1;
-  // All that the next tile reads is under way while this one is stored, in one block an SM as in two. (In tiles of 128
-  // channels as well, at 7ae611d: 64 to 128, 1024x1024, 16 images, 3.69 ms instead of 3.49, bench.py.)
+  // All that the next tile reads is under way while this one is stored, which hides as much as a second block does. (In
+  // tiles of 128 channels as well, at 7ae611d: 64 to 128, 1024x1024, 16 images, 3.69 ms instead of 3.49, bench.py.)
   const bool ahead = plan.resident && !plan.contained && !plan.out_channels_last && plan.tile_n == 64 &&
                      plan.iterations < plan.x_stages;
   const auto turn_cycles = [&](int blocks_c, int64_t tiles) {

@@ -373,8 +373,8 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
 // The last kernel of a call allows nothing early: behind it another call may begin. When gather's did, four of its
 // calls one right behind another, with a block on every SM and two rounds of tiles each, took 511 us instead of 371
 // (3x3 of 512 channels, 65x65, 8 images, dilation 4; channels_last 472 and 340; bench.py at 2f1cb10 and 50470cd): some
-// 35 us, a round, each. Why is not known; since it allows nothing they take 354 us, 332 channels_last (H200,
-// 2026-11-24).
+// 35 us, a round, each. Why is not known; since it allows nothing they take 354 us, channels_last 332 to 337
+// (H200, 2026-11-24).
 
 __device__ __forceinline__ void launch_dependents() {
 #if defined(MODELNEW_SM90A)
