@@ -2072,7 +2072,39 @@ inline Ordered multiplications[1024], own_copies[1024];
 inline std::map<unsigned, Ordered> bulk_stores;
 inline std::map<unsigned, std::deque<std::function<void()>>> arriving;  // copies of threads, with arrivals behind them
 
+// Threads that meet: those of a warp or of the block.
+struct Meeting {
+  unsigned waiting = 0, round = 0;
+  void attend(unsigned threads) {
+    const unsigned mine = round;
+    if (++waiting == threads) {
+      waiting = 0;
+      ++round;
+      ++progress;
+    } else {
+      wait_while(round, mine);
+    }
+  }
+};
+// All threads of a cluster that have not ended meet: of its blocks, of which only one runs at a time, this one's.
+inline Meeting cluster_meeting;
+inline void attend_cluster() {
+  const unsigned mine = cluster_meeting.round;
+  ++cluster_meeting.waiting;
+  ++progress;
+  wait_while(cluster_meeting.round, mine);
+}
+inline void meet_in_cluster() {
+  const auto lives = [](const Fibre& fibre) { return fibre.line != kExited; };
+  const auto threads = std::count_if(fibres.begin(), fibres.begin() + blockDim.x, lives);
+  if (cluster_meeting.waiting == 0 || cluster_meeting.waiting < threads) return;
+  cluster_meeting.waiting = 0;
+  ++cluster_meeting.round;
+  ++progress;
+}
+
 inline bool do_some() {
+  meet_in_cluster();
   bool left = copy_some();
   for (auto& [thread, of_thread] : bulk_stores) {
     while (!of_thread.all.empty() && (!late || shuffler() % copy_delay == 0)) of_thread.do_first();
@@ -2088,27 +2120,21 @@ inline bool do_some() {
   return left;
 }
 
-// Threads that meet: those of a warp or of the block.
-struct Meeting {
-  unsigned waiting = 0, round = 0;
-  void attend(unsigned threads) {
-    const unsigned mine = round;
-    if (++waiting == threads) {
-      waiting = 0;
-      ++round;
-      ++progress;
-    } else {
-      wait_while(round, mine);
-    }
-  }
-};
 inline Meeting block_meeting, warp_meetings[32], named_meetings[16];
 inline uint64_t shuffled[32][32];
 
 // Blocks run one after another, so a cluster of them runs twice: what a block shows of its shared memory at first, the
 // others read the second time. Without `again` there are none.
 inline bool again = false;
+inline unsigned of_cluster = 1;                               // blocks of one, if that was said at the launch
 inline std::map<unsigned, std::vector<unsigned char>> shown;  // by blocks
+
+inline float shown_by(unsigned block, uint32_t address) {
+  const auto found = shown.find(block);
+  float value = NAN;
+  if (found != shown.end()) std::memcpy(&value, &found->second[address], sizeof value);
+  return value;
+}
 
 // Who has waited for all that was launched before, and whether that is what was launched before a call.
 inline std::vector<bool> waited;
@@ -2120,7 +2146,7 @@ inline void begin_block() {
   barriers.clear();
   copies.clear();
   copy_delay = 1u << shuffler() % 9;
-  block_meeting = {};
+  block_meeting = cluster_meeting = {};
   for (Meeting& meeting : warp_meetings) meeting = {};
   for (Meeting& meeting : named_meetings) meeting = {};
   bulk_stores.clear();
@@ -2283,21 +2309,25 @@ inline void fence_async() {}
 
 inline void cluster_sync() {
   if (!simt::again) simt::complain("a cluster");
-  simt::block_meeting.attend(blockDim.x);
-  simt::shown.emplace(blockIdx.x, std::vector<unsigned char>(simt::smem, simt::smem + simt::granted_bytes));
-  simt::block_meeting.attend(blockDim.x);
+  simt::attend_cluster();
+  if (simt::shown.count(blockIdx.x) == 0)
+    simt::shown[blockIdx.x] = std::vector<unsigned char>(simt::smem, simt::smem + simt::granted_bytes);
+  simt::attend_cluster();
 }
-inline void cluster_leave() { simt::block_meeting.attend(blockDim.x); }
+inline void cluster_leave() { simt::attend_cluster(); }
+inline float4 load_cluster_4(uint32_t address, int rank) {
+  simt::check_shared(address, 16);
+  const unsigned block = blockIdx.x / simt::of_cluster * simt::of_cluster + rank;
+  if (static_cast<unsigned>(rank) >= simt::of_cluster) simt::complain("a block of another cluster");
+  float values[4];
+  for (int i = 0; i < 4; ++i) values[i] = simt::shown_by(block, address + 4 * i);
+  return {values[0], values[1], values[2], values[3]};
+}
 inline float4 add_cluster_4(uint32_t address, int blocks) {
   simt::check_shared(address, 16);
   float sums[4] = {};
   for (int rank = 0; rank < blocks; ++rank) {
-    const auto found = simt::shown.find(blockIdx.x / blocks * blocks + rank);
-    for (int i = 0; i < 4; ++i) {
-      float part = NAN;
-      if (found != simt::shown.end()) std::memcpy(&part, &found->second[address + 4 * i], 4);
-      sums[i] += part;
-    }
+    for (int i = 0; i < 4; ++i) sums[i] += simt::shown_by(blockIdx.x / blocks * blocks + rank, address + 4 * i);
   }
   return {sums[0], sums[1], sums[2], sums[3]};
 }
@@ -2313,12 +2343,20 @@ inline void launch_dependents() {
 }
 inline void wait_for_prerequisites() { simt::waited[threadIdx.x] = true; }
 template <typename... Params>
-cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, int threads, size_t smem_bytes,
-                         cudaStream_t stream, const std::remove_const_t<Params>&... params) {
+cudaError_t launch_early_in_clusters(void (*kernel)(Params...), unsigned blocks, unsigned of_cluster, int threads,
+                                     size_t smem_bytes, cudaStream_t stream,
+                                     const std::remove_const_t<Params>&... params) {
+  if (blocks % of_cluster != 0) return static_cast<cudaError_t>(9);
   simt::allows_next = false;
+  simt::of_cluster = of_cluster;
   simt::launch(kernel, blocks, threads, smem_bytes, stream)(params...);
   simt::first_of_call = false;
   return cudaGetLastError();
+}
+template <typename... Params>
+cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, int threads, size_t smem_bytes,
+                         cudaStream_t stream, const std::remove_const_t<Params>&... params) {
+  return launch_early_in_clusters(kernel, blocks, 1, threads, smem_bytes, stream, params...);
 }
 
 inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
@@ -2423,6 +2461,7 @@ void registers_give_back() {}
 template <int COUNT>
 void registers_take() {}
 
+inline uint32_t of_own_block(uint32_t address) { return address; }
 inline uint32_t descriptor(uint32_t address, uint32_t half_distance) {
   return address / 16 | half_distance / 16 << 16;
 }
@@ -3676,6 +3715,14 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   if (plan.whole_tiles % at_once && plan.whole_tiles != plan.tiles) return "whole tiles that do not fill all SMs";
   if (plan.splits > 1 ? cut_up < 1 || cut_up >= at_once : cut_up != 0) return "tiles that are cut up";
   if (plan.units != plan.whole_tiles + cut_up * plan.splits) return "units of work";
+  if (plan.in_clusters) {
+    if (plan.splits < 2 || plan.splits > 8 || plan.blocks % plan.splits) return "a cluster";
+    if (cut_up * plan.splits > plan.blocks) return "two parts of a block in clusters";
+    if (plan.whole_tiles % plan.blocks) return "parts of a tile that are not one cluster's";
+    const SharedLayout shared = shared_layout(plan);
+    if (shared.x_ring + 4 * tile_pixels(plan) * plan.tile_n > plan.smem_bytes) return "room for a cluster's sums";
+    if (plan.splits > 2 && plan.blocks > 0.88 * at_once) return "clusters that do not run at once";
+  }
   if (plan.tiles != int64_t{plan.tiles_m} * plan.tiles_n * of.groups) return "tiles in all";
   if (plan.blocks < 1 || plan.blocks > plan.units || plan.blocks > at_once) return "blocks";
   if (!(plan.cycles > 0)) return "no estimate";
@@ -3693,6 +3740,13 @@ static std::string fault_of_tiles(const Correlation& of, const Plan& plan) {
       return "a tile outside";
     if (tile.first_block % plan.split_blocks || tile.blocks < 1 || tile.first_block + tile.blocks > plan.blocks_c)
       return "blocks of channels of a tile";
+    if (tile.part >= 0) {
+      const Tile of_cluster = locate_tile(plan, unit - tile.part % plan.splits);
+      if (of_cluster.first != tile.first || of_cluster.q != tile.q || of_cluster.n_block != tile.n_block ||
+          of_cluster.group != tile.group)
+        return "parts of a tile that are no neighbours";
+      if (part_of_tile(plan, tile.part) != tile.part % plan.splits) return "the number of a part in its tile";
+    }
     if (tile.part < 0 ? tile.blocks != plan.blocks_c : !parts.insert(tile.part).second) return "the number of a part";
     const int64_t image = first_image(plan, tile);
     for (int m = 0; m < tile_pixels(plan); ++m) {
@@ -4029,6 +4083,7 @@ static void note(const Correlation& of, const Plan& plan) {
               (plan.boxes ? "boxes" : plan.vector == 4 ? "fours" : "one"));
   const char* const parts = plan.whole_tiles > 0 ? ", some tiles in parts" : ", all tiles in parts";
   if (plan.splits > 1) seen.insert(kind + parts);
+  if (plan.splits > 1) seen.insert(plan.in_clusters ? "parts of clusters" + std::string(parts) : "parts by memory");
   if (plan.warpgroups == 1) {
     seen.insert("two blocks an SM, tiles of " + std::to_string(tile_pixels(plan)) + " pixels by " +
                 (plan.in_boxes ? "boxes" : "fours") + (plan.copied ? " of a copy" : ""));
@@ -4128,7 +4183,9 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
       return int64_t{groups.groups} * all.tiles_n * all.iterations * all.pieces * all.tile_n * 16;
     };
     const int64_t partial =
-        plan.splits > 1 ? (plan.units - plan.whole_tiles) * int64_t{4} * tile_pixels(plan) * plan.tile_n : 0;
+        plan.splits > 1 && !plan.in_clusters
+            ? (plan.units - plan.whole_tiles) * int64_t{4} * tile_pixels(plan) * plan.tile_n
+            : 0;
     const int64_t pixels = of.N * (of.R * of.S == 1 ? int64_t{of.P} * of.Q : int64_t{of.H} * of.W);
     const bool phased = plan.contained && phases_of(copied(of).phases) > 1;
     // Pairs of rows or columns, from that of the first tap of the first output to that of the last one's last tap.
@@ -4223,8 +4280,8 @@ GATHER_PLAN_MUTATIONS = {
         "const int most_skipped = plan.packed ? of.Q / (MUTATED ? 2 : 1)",
     ),
     "parts of channels that overlap": (
-        "tile.first_block = split * plan.split_blocks;",
-        "tile.first_block = split * (plan.split_blocks - MUTATED);",
+        "tile.first_block = part_of_tile(plan, tile.part) * plan.split_blocks;",
+        "tile.first_block = part_of_tile(plan, tile.part) * (plan.split_blocks - MUTATED);",
     ),
     "a list that is too short": (
         "aligned(kMostListed * static_cast",
@@ -4253,6 +4310,14 @@ GATHER_PLAN_MUTATIONS = {
     ),
     "points that skip what their copy has not": left_out("result.stride_h = result.stride_w = 1;"),
     "lines of the copy too short": ("result.W * channels;", "(result.W - MUTATED) * channels;"),
+    "clusters whose blocks have more than one part": (
+        "parts <= plan.blocks && plan.blocks",
+        "(MUTATED || parts <= plan.blocks) && plan.blocks",
+    ),
+    "more clusters than run at once": (
+        "plan.blocks <= kClusterShare * at_once",
+        "plan.blocks <= (MUTATED ? 1 : kClusterShare) * at_once",
+    ),
     "parts of what is done again": ("address, kAgainShape, 1, 0", "address, kAgainShape, MUTATED ? 0 : 1, 0"),
     "phases whose first tap is the next one": (
         "first[phase] = (r - pad - phase) / 2 + start;",
@@ -4471,6 +4536,8 @@ GATHER_KINDS = {
     *(f"two blocks an SM, tiles of {size} pixels by {x}" for size in (64, 128) for x in ("fours", "boxes")),
     *(f"two blocks an SM, tiles of {size} pixels by boxes of a copy" for size in (64, 128)),
     *(f"two blocks an SM, {which} tiles in parts" for which in ("some", "all")),
+    *(f"parts of clusters, {which} tiles in parts" for which in ("some", "all")),
+    "parts by memory",
     "packed lines",
     "whole lines",
     "a part of a line",
@@ -4709,6 +4776,8 @@ using namespace modelnew::gather;
 extern "C" {
 int done_again = 0;     // of the latest run: values of x that did not fit, or -1: everything
 int forced_splits = 0;  // parts of the reduction, or 0: any
+int sms = 3;
+int latest_clusters = 0;  // whether the latest run had clusters
 int most_listed = kMostListed;
 int latest_source = -1;  // how x came in the latest run
 int latest_boxes = 0;    // whether y of tiles of lines was stored by boxes in it
@@ -4716,15 +4785,13 @@ int latest_boxes = 0;    // whether y of tiles of lines was stored by boxes in i
 unsigned gather_sources(int shape) { return kTileShapes[shape].sources; }
 }
 
-// Plans one shape of a tile on a GPU of three SMs and runs it: -1 if it does not fit, else the error.
+// Plans one shape of a tile on a GPU of a few SMs and runs it: -1 if it does not fit, else the error.
 extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, int shape, int seed) {
   simt::independent = true;
   simt::before_block = simt::begin_block;
   simt::between_rounds = simt::do_some;
   simt::late = seed % 2;
-  simt::shuffler.seed(seed);
   simt::launched.clear();
-  simt::first_of_call = true;
   const Problem problem = make_problem(fields);
   const Operator which = static_cast<Operator>(op);
   Params params{};
@@ -4736,15 +4803,24 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   const Alignment alignment{address(params.in_ptr), address(params.out_ptr)};
   const int bytes = element_bytes(problem.dtype);
   if (shape >= static_cast<int>(std::size(kTileShapes))) return -1;
-  if (!make_plan(params.of, bytes, Device{3}, alignment, shape, params.plan, forced_splits)) return -1;
+  if (!make_plan(params.of, bytes, Device{sms}, alignment, shape, params.plan, forced_splits)) return -1;
   const Plan plan = params.plan;
   latest_source = static_cast<int>(source_of_plan(plan));
   latest_boxes = plan.boxes && !plan.points && !plan.packed;
   Plan again{};
-  if (plan.contained && !plan_again(params.of, Device{3}, alignment, again)) return -1;
+  latest_clusters = plan.in_clusters;
+  if (plan.contained && !plan_again(params.of, Device{sms}, alignment, again)) return -1;
   Workspace workspace(workspace_layout(params.of, plan, again, bytes).end);
   const auto run_format = bytes == 4 ? run<float> : run<Half>;
-  const cudaError_t error = run_format(pointers[1], workspace.data(), again, params, nullptr);
+  simt::again = plan.in_clusters;
+  simt::shown.clear();
+  cudaError_t error = cudaSuccess;
+  for (int i = 0; i <= plan.in_clusters && error == cudaSuccess; ++i) {
+    simt::shuffler.seed(seed);
+    simt::first_of_call = true;
+    Params of_run = params;
+    error = run_format(pointers[1], workspace.data(), again, of_run, nullptr);
+  }
   if (!workspace.intact()) return -2;
   if (error == cudaSuccess && simt::allows_next) {
     simt::message = "the next call is allowed before this one has ended";
@@ -4804,6 +4880,18 @@ GATHER_MUTATIONS = {
         "named_barrier(2 + warpgroup, 128);  // whether it is the last one is known"
     ),
     "counts parts from anywhere": left_out("params.zero_ptr[i] = 0;"),
+    "puts a cluster's sums where the other warpgroup still reads": left_out(
+        "named_barrier(4, 128 * WARPGROUPS);  // nobody reads the rings any more"
+    ),
+    "adds up a cluster's sums before they are there": left_out("hopper::cluster_sync();  // the sums of all blocks"),
+    "adds up all of a cluster but the last one": (
+        "for (int part = 0; part < splits; ++part) {",
+        "for (int part = 0; part < splits - MUTATED; ++part) {",
+    ),
+    "stores another block's share of a cluster": (
+        "const Chunks own{rank * kChunks / splits,",
+        "const Chunks own{(rank + MUTATED) * kChunks / splits,",
+    ),
     "contains rows of weights before they are measured": left_out("__syncthreads();  // all have seen their weights"),
     "contains rows of weights from the row beside": (
         "of_piece = staged + in_block * contain.row_pitch;",
@@ -5010,14 +5098,21 @@ class GatherShim:
         }
 
     @contextlib.contextmanager
-    def splitting(self, count: int) -> Iterator[None]:
-        """Runs cut tiles up into so many parts of the reduction; 0: as the plan likes it."""
-        splits = ctypes.c_int.in_dll(self.library, "forced_splits")
-        splits.value = count
+    def splitting(self, count: int, sms: int = 3) -> Iterator[None]:
+        """Runs cut tiles up into so many parts of the reduction, on a GPU of so many SMs; 0: as the plan likes it."""
+        of_library = [ctypes.c_int.in_dll(self.library, name) for name in ("forced_splits", "sms")]
+        before = [value.value for value in of_library]
+        for value, new in zip(of_library, (count, sms), strict=True):
+            value.value = new
         try:
             yield
         finally:
-            splits.value = 0
+            for value, old in zip(of_library, before, strict=True):
+                value.value = old
+
+    def had_clusters(self) -> bool:
+        """Whether parts of the latest run's tiles were clusters."""
+        return bool(ctypes.c_int.in_dll(self.library, "latest_clusters").value)
 
     def done_again(self) -> int:
         """Of the latest run: how many values of x were mended, or ALL_AGAIN."""
@@ -5542,6 +5637,21 @@ def test_gather_shim_splits_the_reduction(gather_shim, shape, value):
         assert torch.allclose(out.double(), expected, rtol=1e-3, atol=0.2, equal_nan=True)
 
 
+@pytest.mark.parametrize("splits", [2, 3, 4, 8])
+@pytest.mark.parametrize("shape", [*GATHER_SHAPES, *GATHER_CONTAINED])
+def test_gather_shim_exact_in_clusters(gather_shim, shape, splits):
+    """Parts of the reduction whose blocks read each other's sums, and store their shares of the channels."""
+    taps = (3, 3) if shape in GATHER_CONTAINED or shape == GATHER_HALF_A_STAGE else (1, 1)
+    case, faults = Case(2, 64 * splits - 8, 8, 9, 136, *taps, padding=(taps[0] // 2, taps[0] // 2)), []
+    with gather_shim.splitting(splits, sms=72):
+        for seed in range(4):  # tensors at any alignment, as not every shape of a tile takes them
+            fault = gather_shim.fault("fprop", case, torch.float32, shape, LAYOUTS[seed % 2], seed)
+            if fault is not None:
+                assert gather_shim.had_clusters()
+                faults.append(fault)
+    assert set(faults) == {""}
+
+
 # Rows of sixteens, too long for a tile: a tile is some of their columns, in the last one of a row fewer, and its lines
 # are those of two images, or of the last one and none.
 GATHER_SHIM_LINES = [Case(3, 24, 3, 290, 24, 3, 3, padding=(1, 0)), Case(2, 16, 3, 396, 72, 2, 3, padding=(0, 3))]
@@ -5571,7 +5681,19 @@ def test_gather_shim_sees_what_is_missing_of_what_lands(mutation, gather_shim):
         check_mending_of_all_that_lands(gather_shim)
 
 
-@pytest.mark.parametrize("mutation", [mutation for mutation in GATHER_MUTATIONS if "land" not in mutation])
+@pytest.mark.parametrize("mutation", [mutation for mutation in GATHER_MUTATIONS if "cluster" in mutation])
+def test_gather_shim_sees_what_is_missing_of_clusters(mutation, gather_shim):
+    case = Case(2, 200, 12, 9, 136, 3, 3, padding=(1, 1))
+    with mutated(gather_shim.library, GATHER_MUTATIONS, mutation), gather_shim.splitting(2, sms=12):
+        assert any(
+            gather_shim.fault_in_turn("fprop", case, torch.float32, seed, "channels_last", seed)[1]
+            for seed in (1, 3, 5, 4, 7, 9)
+        )
+
+
+@pytest.mark.parametrize(
+    "mutation", [mutation for mutation in GATHER_MUTATIONS if "land" not in mutation and "cluster" not in mutation]
+)
 def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
     """The shim itself: what is left out shows in one of a few runs."""
     cases = [

@@ -81,13 +81,20 @@
 // 256, 56x56, 278 to 274 us, 128 to 512, 28x28, 175 to 170 (256 images, in a driver).
 //
 // Blocks take tiles in turns. What is left in the last turn, fewer tiles than there are blocks, is cut up into parts of
-// the reduction; whichever part of a tile comes last adds up the sums of all, in their order (meet):
+// the reduction, whose sums are added up in their order. Those of a tile are a cluster, if all clusters run at once:
 //
-//   block          0           1      ...  131
-//   first turn     tile 0      tile 1      tile 131
-//   last turn      tile 132    tile 133    ...   their first parts, then their second ones, and so on
-//                      |           |
-//                      sums in memory, a counter for each warpgroup's share of a tile: the last to come stores y
+//   block          0           1           2           3      ...  131
+//   first turn     tile 0      tile 1      tile 2      tile 3      tile 131
+//   last turn      tile 132    tile 132    tile 133    tile 133
+//                  part 0      part 1      part 0      part 1
+//                      \___________/ sums in shared memory: each block adds up those of some channels and stores them
+//
+// Otherwise sums go to memory, with a counter for each warpgroup's share of a tile: the last to come adds up all and
+// stores y (meet). That costs 4 to 8 us, a cluster 2 to 3. (NCHW, us, in a driver, the fastest tiles and parts of each,
+// through memory / by clusters, H200, 2026-11-24, a revision in the making. 8 images: 1x1 1024 to 256, 14x14, 18.8 /
+// 16.4, 1024 to 512 22.5 / 20.0, 2048 to 512, 7x7, 25.3 / 22.0; 3x3 256 to 256, 14x14, 23.9 / 21.8, 512 to 512, 7x7,
+// 32.0 / 28.7. 32 images: 1x1 2048 to 512, 7x7, 30.8 / 29.2; 3x3 512 to 512, 7x7, 37.4 / 35.0, 14x14, stride 2, 43.6 /
+// 41.1. One image of 3x3 1024 to 1024, 32x32, 62.5 / 60.2.)
 //
 // Tile 0 is that of the last pixels. In a network another kernel has just written x, from its first values to its last
 // ones, of which the L2 cache still holds some; and what reads y next finds its first values there. (examples/resnet50,
@@ -423,7 +430,7 @@ enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kPhases, kAny, kL
 
 // What tiles, outputs and slots are found by, for each of them anew.
 struct Divisors {
-  Divisor tiles_n, tiles_m, tiles_q, tile_q, cut_up;  // of the plan
+  Divisor tiles_n, tiles_m, tiles_q, tile_q, splits;  // of the plan
   Divisor rows, columns, plane;                       // of an image of outputs
   Divisor pitch, image_rows;                          // of slots: of a row, and rows of an image
 };
@@ -472,6 +479,7 @@ struct Plan {
   int piece_slots, plane_slots;      // from piece to piece, from channel to channel: bank conflicts are kept off
   int pieces, blocks_c, iterations;  // pieces a stage, blocks of channels, w stages of all of them
   int splits, split_blocks;          // parts of the reduction, blocks of channels of each but perhaps the last one
+  bool in_clusters;                  // the parts of a tile are a cluster
   Loads loads;
   bool quarters;           // slots of points are in the order of slot_of_point
   bool planes;             // a stage is [channel][slot], of single words
@@ -686,8 +694,12 @@ MODELNEW_HOST_DEVICE inline int cut_up(const Plan& plan) { return static_cast<in
 MODELNEW_HOST_DEVICE inline int tile_number(const Plan& plan, int unit) {
   const int whole_tiles = static_cast<int>(plan.whole_tiles);
   if (unit < whole_tiles) return unit;
-  const int part = unit - whole_tiles;
-  return unit - quotient(part, plan.by.cut_up) * cut_up(plan);
+  return whole_tiles + quotient(unit - whole_tiles, plan.by.splits);
+}
+
+// Of part number so many of all, its number among those of its tile.
+MODELNEW_HOST_DEVICE inline int part_of_tile(const Plan& plan, int part) {
+  return part - quotient(part, plan.by.splits) * plan.splits;
 }
 
 // Numbers below 2^32 have a division that is several times faster, and those below 2^31 by a divisor known before one
@@ -710,8 +722,7 @@ MODELNEW_HOST_DEVICE inline Tile locate_tile(const Plan& plan, int unit) {
   tile.blocks = plan.blocks_c;
   if (unit >= plan.whole_tiles) {
     tile.part = unit - static_cast<int>(plan.whole_tiles);
-    const int split = quotient(tile.part, plan.by.cut_up);
-    tile.first_block = split * plan.split_blocks;
+    tile.first_block = part_of_tile(plan, tile.part) * plan.split_blocks;
     const int left = plan.blocks_c - tile.first_block;
     tile.blocks = left < plan.split_blocks ? left : plan.split_blocks;
   }
@@ -2003,10 +2014,17 @@ __device__ __forceinline__ void store_staged(const float* staged, const Tensor* 
   }
 }
 
+// The chunks of 32 channels of a tile that a block stores: all, or its share where others have the rest.
+struct Chunks {
+  int first, end;
+
+  __device__ __forceinline__ bool have(int chunk) const { return first <= chunk && chunk < end; }
+};
+
 // 64 pixels x 32 channels at a time through staging.
 template <typename Format, int TILE_N, int BLOCKS_M>
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, int64_t image, float* staging,
-                                           int warpgroup, const Sums<TILE_N, BLOCKS_M>& acc) {
+                                           int warpgroup, const Chunks& chunks, const Sums<TILE_N, BLOCKS_M>& acc) {
   using Tensor = typename Format::Tensor;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
@@ -2040,10 +2058,11 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
       if (locate_output(of, plan, tile, image, first_m + m, n, p, q))
         offset[i] = static_cast<int32_t>(n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3]);
     }
-    Tensor* to = out + offset[0] + first_channel * of.out_stride[1];  // unless channels are neighbours
+    // Unless channels are neighbours.
+    Tensor* to = out + offset[0] + (chunks.first * kStagedChannels + first_channel) * of.out_stride[1];
     const int64_t step = (fours ? 8 : 2) * of.out_stride[1];
 #pragma unroll 1
-    for (int chunk = 0; chunk < TILE_N / kStagedChannels; ++chunk) {
+    for (int chunk = chunks.first; chunk < chunks.end; ++chunk) {
       if (mb + chunk > 0) named_barrier(2 + warpgroup, 128);  // what was staged before has been read
       const int pixel = warp * 16 + lane / 4, channel = lane % 4 * 2;
       with_chunk<TILE_N, BLOCKS_M>(acc, mb * (TILE_N / kStagedChannels) + chunk, [&](const float* values) {
@@ -2138,7 +2157,7 @@ struct BoxPixels {
 // own 16 of 64 pixels, and waits for no other one.
 template <int TILE_N, int BLOCKS_M, int BUFFERS>
 __device__ __forceinline__ void store_boxes(const Params& params, const Tile& tile, int64_t image, uint8_t* staging,
-                                            int warpgroup, const Sums<TILE_N, BLOCKS_M>& acc) {
+                                            int warpgroup, const Chunks& chunks, const Sums<TILE_N, BLOCKS_M>& acc) {
   const Correlation& of = params.of;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
   const BoxChannels<TILE_N> of_tile(params, tile);
@@ -2156,6 +2175,10 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
+      if (!chunks.have(chunk)) {
+        if (lane == 0) hopper::bulk_stores_commit();  // buffers take turns
+        continue;
+      }
       uint8_t* const staged = staging + number % BUFFERS * kBoxStagingBytes;
       float added[kStagedChannels / 8][2] = {};
       if (bias != nullptr) {
@@ -2195,7 +2218,8 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
 // that started before the image's first pixel were illegal instructions.
 template <int TILE_N, int BLOCKS_M, int BUFFERS>
 __device__ __forceinline__ void store_plane_boxes(const Params& params, const Tile& tile, int64_t image,
-                                                  uint8_t* staging, int warpgroup, const Sums<TILE_N, BLOCKS_M>& acc) {
+                                                  uint8_t* staging, int warpgroup, const Chunks& chunks,
+                                                  const Sums<TILE_N, BLOCKS_M>& acc) {
   const Correlation& of = params.of;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32, plane = of.P * of.Q;
   const BoxChannels<TILE_N> of_tile(params, tile);
@@ -2227,6 +2251,10 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
+      if (!chunks.have(chunk)) {
+        if (lane == 0) hopper::bulk_stores_commit();  // buffers take turns
+        continue;
+      }
       uint8_t* const box = staging + number % BUFFERS * kBoxStagingBytes;
       float* const staged = reinterpret_cast<float*>(box) + place;
       if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();
@@ -2302,7 +2330,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   const Phases& phases = of.phases;
   const bool phased = SOURCE == Source::kPhases || (Format::CONTAINED && phases_of(phases) > 1);
   int taps = PLANES ? 1 : of.R * of.S, phase = phased ? tile.first_block & (phases_of(phases) - 1) : 0;
-  const uint32_t w_ring = hopper::descriptor(shared.base + shared.layout.w_ring, TILE_N * 16);
+  const uint32_t w_ring = hopper::descriptor(hopper::of_own_block(shared.base) + shared.layout.w_ring, TILE_N * 16);
   uint32_t a[2][STEPS][BLOCKS_M][4];  // operands
   int keep = 0, taps_left = 0, s_left = of.S, left = tile.blocks * taps, before = -1;
   if (phased) left = stages_before(phases, tile.first_block + tile.blocks) - stages_before(phases, tile.first_block);
@@ -2429,7 +2457,7 @@ __device__ __forceinline__ bool meet(const Params& params, const Tile& tile, vol
                                      Sums<TILE_N, BLOCKS_M>& acc) {
   const Plan& plan = params.plan;
   constexpr int kFours = TILE_N / 8, kDistance = BLOCKS_M * kFours * 128;  // of a row of blocks; of a warpgroup's sums
-  const int tiles = cut_up(plan), which = tile.part % tiles, thread = threadIdx.x % 128;
+  const int which = quotient(tile.part, plan.by.splits), thread = threadIdx.x % 128;
   const auto left = [&](int part) {
     float4* const fours = reinterpret_cast<float4*>(params.partial_ptr);
     return fours + (WARPGROUPS * part + warpgroup) * static_cast<int64_t>(kDistance) + thread;
@@ -2457,7 +2485,7 @@ __device__ __forceinline__ bool meet(const Params& params, const Tile& tile, vol
   }
 #pragma unroll 1
   for (int split = 0; split < plan.splits; ++split) {
-    const float4* const from = left(split * tiles + which);
+    const float4* const from = left(which * plan.splits + split);
 #pragma unroll
     for (int mb = 0; mb < BLOCKS_M; ++mb) {
 #pragma unroll
@@ -2472,6 +2500,55 @@ __device__ __forceinline__ bool meet(const Params& params, const Tile& tile, vol
     }
   }
   return true;
+}
+
+// The same where the parts of a tile are a cluster: each block leaves its sums in its shared memory, where its rings
+// were, and adds up those of some chunks of channels, which are its own to store.
+template <int TILE_N, int BLOCKS_M, int WARPGROUPS>
+__device__ __forceinline__ Chunks meet_in_cluster(const Params& params, const Shared& shared, uint8_t* smem,
+                                                  const Tile& tile, int warpgroup, Sums<TILE_N, BLOCKS_M>& acc) {
+  const Plan& plan = params.plan;
+  constexpr int kFours = TILE_N / 8, kChunks = TILE_N / kStagedChannels, kDistance = WARPGROUPS * 128;
+  const int splits = plan.splits, rank = part_of_tile(plan, tile.part);
+  const Chunks own{rank * kChunks / splits, (rank + 1) * kChunks / splits};
+  float4* const left = reinterpret_cast<float4*>(smem + shared.layout.x_ring) + warpgroup * 128 + threadIdx.x % 128;
+  named_barrier(4, 128 * WARPGROUPS);  // nobody reads the rings any more
+#pragma unroll
+  for (int mb = 0; mb < BLOCKS_M; ++mb) {
+#pragma unroll
+    for (int i = 0; i < kFours; ++i)
+      left[(mb * kFours + i) * kDistance] =
+          make_float4(acc[mb][4 * i], acc[mb][4 * i + 1], acc[mb][4 * i + 2], acc[mb][4 * i + 3]);
+  }
+  hopper::cluster_sync();  // the sums of all blocks are there
+  const uint32_t from = hopper::smem_address(left);
+#pragma unroll 1
+  for (int part = 0; part < splits; ++part) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (!own.have(chunk)) continue;
+      // Loads first: each takes a while.
+      float4 sums[BLOCKS_M][4];
+#pragma unroll
+      for (int mb = 0; mb < BLOCKS_M; ++mb) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          sums[mb][i] = hopper::load_cluster_4(from + (mb * kFours + 4 * chunk + i) * kDistance * 16, part);
+      }
+#pragma unroll
+      for (int mb = 0; mb < BLOCKS_M; ++mb) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float* const sum = &acc[mb][4 * (4 * chunk + i)];
+          sum[0] = (part == 0 ? 0 : sum[0]) + sums[mb][i].x;
+          sum[1] = (part == 0 ? 0 : sum[1]) + sums[mb][i].y;
+          sum[2] = (part == 0 ? 0 : sum[2]) + sums[mb][i].z;
+          sum[3] = (part == 0 ? 0 : sum[3]) + sums[mb][i].w;
+        }
+      }
+    }
+  }
+  return own;
 }
 
 // Weights for the kernel that does all again, by the warps that have nothing to multiply then.
@@ -2528,24 +2605,33 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     if constexpr (Format::CONTAINED) undo_scales<TILE_N, BLOCKS_M>(params, tile, x_exponent, acc);
     uint8_t* const staging = smem + shared.layout.staging + warpgroup * staging_bytes(plan);
     [[maybe_unused]] volatile uint32_t* const last = reinterpret_cast<uint32_t*>(smem + kLastPlace) + warpgroup;
+    Chunks chunks{0, TILE_N / kStagedChannels};
     if constexpr (Format::IN_PARTS) {
-      if (tile.part >= 0 && !meet<TILE_N, BLOCKS_M, WARPGROUPS>(params, tile, last, warpgroup, acc)) continue;
+      if (tile.part >= 0) {
+        if (plan.in_clusters)
+          chunks = meet_in_cluster<TILE_N, BLOCKS_M, WARPGROUPS>(params, shared, smem, tile, warpgroup, acc);
+        else if (!meet<TILE_N, BLOCKS_M, WARPGROUPS>(params, tile, last, warpgroup, acc))
+          continue;
+      }
     }
     if (plan.boxes) {
       if constexpr (sizeof(typename Format::Tensor) == 4) {
         constexpr int kBuffers = box_buffers(SOURCE == Source::kPhases);
         if (plan.out_channels_last)
-          store_boxes<TILE_N, BLOCKS_M, kBuffers>(params, tile, image, staging, warpgroup, acc);
+          store_boxes<TILE_N, BLOCKS_M, kBuffers>(params, tile, image, staging, warpgroup, chunks, acc);
         else
-          store_plane_boxes<TILE_N, BLOCKS_M, kBuffers>(params, tile, image, staging, warpgroup, acc);
+          store_plane_boxes<TILE_N, BLOCKS_M, kBuffers>(params, tile, image, staging, warpgroup, chunks, acc);
       }
     } else {
       float* const staged = reinterpret_cast<float*>(staging);
-      store_tile<Format, TILE_N, BLOCKS_M>(params, tile, image, staged, warpgroup, acc);
+      store_tile<Format, TILE_N, BLOCKS_M>(params, tile, image, staged, warpgroup, chunks, acc);
       named_barrier(2 + warpgroup, 128);  // the next tile's staging does not overtake this one's
     }
   }
   if (plan.boxes && threadIdx.x % 32 == 0) hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
+  if constexpr (Format::IN_PARTS) {
+    if (plan.in_clusters) hopper::cluster_leave();  // nobody reads this block's sums any more
+  }
 }
 
 // -- Landing: x of planes, contained on its way --
@@ -3157,7 +3243,12 @@ constexpr double kTileCycles = 1500;     // to fill and to drain
 constexpr double kCopyCycles = 6600;     // of copying x, but for its bytes
 constexpr double kMeetCycles = 1900;     // of parts of a tile, but for their sums
 constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
-constexpr double kGroupsFactor = 1.4;    // of windows of groups, not contained: 107 and 66 us, estimates 81 and 44
+constexpr double kClusterCycles = 3500;  // the same of a cluster: set by hand, from what it took more than no meeting
+constexpr double kClusterRate = 100;
+// Of blocks that have an SM each, those that clusters get (H200, 2026-11-24): all of pairs, 117 of 132 in threes, 120 in
+// fours and eights, but 102 in sixes. Of two blocks an SM 248 of 264 in fours.
+constexpr double kClusterShare = 0.88;
+constexpr double kGroupsFactor = 1.4;  // of windows of groups, not contained: 107 and 66 us, estimates 81 and 44
 // Of windows of planes at a stride, not contained, whose values come one by one: 3x3 128 to 128, 56x56, stride 2, 32
 // and 256 images, us, 53 and 294, estimates 43 and 259; 256 to 256, 28x28, 60 and 279, 51 and 241 (in a driver, H200,
 // 2026-11-23).
@@ -3425,6 +3516,12 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
     for (int w_stages = kMaxStages; w_stages >= least && !fits; --w_stages) fits = fits_with(x_stages, w_stages);
   }
   if (!fits) return false;
+  // A block has one part at most, and room for its sums where its rings were.
+  const bool at_once_in_clusters =
+      splits == 2 || ((splits == 3 || splits == 4 || splits == 8) && plan.blocks <= kClusterShare * at_once);
+  const SharedLayout layout = shared_layout(plan);
+  plan.in_clusters = splits > 1 && at_once_in_clusters && parts <= plan.blocks && plan.blocks % splits == 0 &&
+                     partial_bytes(pixels, plan.tile_n) <= layout.end - layout.x_ring;
 
   const double tile_bytes = static_cast<double>(pixels) * plan.tile_n * out_bytes;
   const double rate = plan.in_boxes                  ? kBoxRate
@@ -3461,7 +3558,9 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   };
   plan.cycles = cycles_of(plan.whole_tiles, plan.blocks_c, 0);
   if (plan.warpgroups == 1 && !plan.boxes) plan.cycles += std::max(0.0, kColdCycles - plan.cycles / kColdTurns);
-  if (splits > 1)
+  if (plan.in_clusters)
+    plan.cycles += cycles_of(parts, plan.split_blocks, 0) + kClusterCycles + tile_bytes / kClusterRate;
+  else if (splits > 1)
     plan.cycles += cycles_of(parts, plan.split_blocks, tile_bytes) + kMeetCycles +
                    ceil_div(plan.tiles - plan.whole_tiles, device.sms) * splits * tile_bytes / kMeetRate;
   return true;
@@ -3558,7 +3657,7 @@ inline Divisors divisors(const Correlation& of, const Plan& plan) {
   const auto of_any = [](int64_t number) { return make_divisor(std::max<int64_t>(1, number)); };
   return {of_any(plan.tiles_n), of_any(plan.tiles_m),
           of_any(plan.tiles_q), of_any(plan.tile_q),
-          of_any(cut_up(plan)), of_any(of.P),
+          of_any(plan.splits),  of_any(of.P),
           of_any(of.Q),         of_any(static_cast<int64_t>(of.P) * of.Q),
           of_any(plan.pitch),   of_any(of.P * static_cast<int64_t>(plan.row_step) + plan.gap)};
 }
@@ -3740,7 +3839,7 @@ inline WorkspaceLayout workspace_layout(const Correlation& of, const Plan& plan,
                                 : plan.contained ? contained_bytes(of)
                                 : plan.copied    ? copied_bytes(of, element_bytes)
                                                  : 0;
-  const int64_t cut = plan.splits > 1 ? cut_up(plan) : 0;
+  const int64_t cut = plan.splits > 1 && !plan.in_clusters ? cut_up(plan) : 0;
   WorkspaceLayout layout{};
   if (plan.contained) {
     layout.samples = aligned(sizeof(Control));
@@ -3861,7 +3960,9 @@ cudaError_t run_kernel(Params& params, cudaStream_t stream) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
   const unsigned blocks = static_cast<unsigned>(params.plan.blocks);
-  return hopper::launch_early(kernel, blocks, threads_of(WARPGROUPS), params.plan.smem_bytes, stream, params);
+  const unsigned of_cluster = params.plan.in_clusters ? params.plan.splits : 1;
+  return hopper::launch_early_in_clusters(kernel, blocks, of_cluster, threads_of(WARPGROUPS), params.plan.smem_bytes,
+                                          stream, params);
 }
 
 // Runs the plan by the kernel of this shape of a tile for what x comes by, if there is one.
@@ -4116,7 +4217,7 @@ cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& p
   const WorkspaceLayout layout = workspace_layout(of, plan, again, sizeof(Stored));
   const Correlation packed = plan.contained ? merged(of) : of;
   PackParams pack = pack_params(packed, planned.phases, plan, w_ptr, start + layout.packed);
-  if (plan.splits > 1) {
+  if (plan.splits > 1 && !plan.in_clusters) {
     params.partial_ptr = reinterpret_cast<float*>(start + layout.partial);
     params.arrived_ptr = pack.zero_ptr = reinterpret_cast<uint32_t*>(start + layout.arrived);
     pack.zeros = plan.warpgroups * cut_up(plan);
@@ -4169,7 +4270,7 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
     snprintf(tile, sizeof tile, "%d lines x %d columns", plan.tile_p, plan.tile_q);
   snprintf(text, text_size,
            "%s%s%s%stile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
-           "%d blocks for %lld tiles, %lld of them in %d parts, about %.3g Mcycles",
+           "%d blocks for %lld tiles, %lld of them in %d parts%s, about %.3g Mcycles",
            plan.contained ? "in scaled fp16, " : "", groups, plan.copied ? "x copied, " : "",
            plan.in_phases ? "x in phases, " : "", plan.tile_n, tile,
            plan.in_boxes ? "boxes" : loads[static_cast<int>(plan.loads)], plan.x_stages, plan.x_stage_bytes,
@@ -4178,7 +4279,7 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
            : plan.vector == 4 ? "fours"
                               : "single values",
            plan.blocks, static_cast<long long>(plan.tiles), static_cast<long long>(plan.tiles - plan.whole_tiles),
-           plan.splits, plan.cycles * 1e-6);
+           plan.splits, plan.in_clusters ? " of a cluster" : "", plan.cycles * 1e-6);
 }
 
 #endif  // host

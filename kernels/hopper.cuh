@@ -389,21 +389,32 @@ __device__ __forceinline__ void wait_for_prerequisites() {
 }
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+// In clusters of `of_cluster` blocks, or 1.
 template <typename... Params>
-cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, int threads, size_t smem_bytes,
-                         cudaStream_t stream, const std::remove_const_t<Params>&... params) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch_early_in_clusters(void (*kernel)(Params...), unsigned blocks, unsigned of_cluster, int threads,
+                                     size_t smem_bytes, cudaStream_t stream,
+                                     const std::remove_const_t<Params>&... params) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = of_cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = of_cluster > 1 ? 2 : 1;
   void* arguments[] = {const_cast<std::remove_const_t<Params>*>(&params)...};
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
+}
+
+template <typename... Params>
+cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, int threads, size_t smem_bytes,
+                         cudaStream_t stream, const std::remove_const_t<Params>&... params) {
+  return launch_early_in_clusters(kernel, blocks, 1, threads, smem_bytes, stream, params...);
 }
 
 // What a launch in clusters of so many blocks is told.
@@ -453,6 +464,9 @@ __device__ __forceinline__ void registers_take() {
 // The lower half of a descriptor, in units of 16 bytes: adding 1 moves the operand by one row. The upper half is
 // kDescriptorHigh: groups of 8 rows are 128 bytes apart.
 constexpr uint32_t kDescriptorHigh = 128 / 16;
+
+// In a cluster an address of shared memory has the number of its block, too, for which a descriptor has no room.
+__device__ __forceinline__ uint32_t of_own_block(uint32_t address) { return address & 0x3ffff; }
 
 __device__ __forceinline__ uint32_t descriptor(uint32_t address, uint32_t half_distance) {
   return address / 16 | half_distance / 16 << 16;
