@@ -3245,8 +3245,8 @@ constexpr double kMeetCycles = 1900;     // of parts of a tile, but for their su
 constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
 constexpr double kClusterCycles = 3500;  // the same of a cluster: set by hand, from what it took more than no meeting
 constexpr double kClusterRate = 100;
-// Of blocks that have an SM each, those that clusters get (H200, 2026-11-24): all of pairs, 117 of 132 in threes, 120 in
-// fours and eights, but 102 in sixes. Of two blocks an SM 248 of 264 in fours.
+// Of blocks that have an SM each, those that clusters get (H200, 2026-11-24): all of pairs, 117 of 132 in threes, 120
+// in fours and eights, but 102 in sixes. Of two blocks an SM 248 of 264 in fours.
 constexpr double kClusterShare = 0.88;
 constexpr double kGroupsFactor = 1.4;  // of windows of groups, not contained: 107 and 66 us, estimates 81 and 44
 // Of windows of planes at a stride, not contained, whose values come one by one: 3x3 128 to 128, 56x56, stride 2, 32
