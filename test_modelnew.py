@@ -3715,12 +3715,11 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
   if (plan.whole_tiles % at_once && plan.whole_tiles != plan.tiles) return "whole tiles that do not fill all SMs";
   if (plan.splits > 1 ? cut_up < 1 || cut_up >= at_once : cut_up != 0) return "tiles that are cut up";
   if (plan.units != plan.whole_tiles + cut_up * plan.splits) return "units of work";
-  if (plan.in_clusters) {
-    if (plan.splits < 2 || plan.splits > 8 || plan.blocks % plan.splits) return "a cluster";
-    if (cut_up * plan.splits > plan.blocks) return "two parts of a block in clusters";
+  if (plan.splits > 1) {
+    if (plan.splits > 8 || plan.blocks % plan.splits) return "a cluster";
+    if (cut_up * plan.splits > plan.blocks) return "two parts of a block";
     if (plan.whole_tiles % plan.blocks) return "parts of a tile that are not one cluster's";
-    const SharedLayout shared = shared_layout(plan);
-    if (shared.x_ring + 4 * tile_pixels(plan) * plan.tile_n > plan.smem_bytes) return "room for a cluster's sums";
+    if (shared_layout(plan).x_ring + 4 * tile_pixels(plan) * plan.tile_n > plan.smem_bytes) return "room for sums";
     if (plan.splits > 2 && plan.blocks > 0.88 * at_once) return "clusters that do not run at once";
   }
   if (plan.tiles != int64_t{plan.tiles_m} * plan.tiles_n * of.groups) return "tiles in all";
@@ -4001,17 +4000,14 @@ static std::string fault_of_landing(const Correlation& of, const Plan& plan, uin
 
 // Of the workspace with parts of at least so many bytes: what is wrong, or nothing.
 static std::string fault_of_layout(const WorkspaceLayout& layout, const Plan& plan, int64_t rows, int64_t packed_bytes,
-                                   int64_t packed_again_bytes, int64_t copied_bytes, int64_t partial_bytes) {
-  if ((layout.samples | layout.list | layout.w_factors | layout.packed | layout.packed_again | layout.copied |
-       layout.arrived | layout.partial) % 16)
+                                   int64_t packed_again_bytes, int64_t copied_bytes) {
+  if ((layout.samples | layout.list | layout.w_factors | layout.packed | layout.packed_again | layout.copied) %
+      16)
     return "parts of the workspace that are not aligned";
   if (layout.packed_again - layout.packed < packed_bytes) return "room for weights";
-  if (layout.arrived - layout.copied < copied_bytes) return "room for the copy of x";
-  const int64_t counters = partial_bytes > 0 ? plan.warpgroups * (plan.tiles - plan.whole_tiles) : 0;
-  if (layout.partial - layout.arrived < 4 * counters) return "room for counters";
-  if (layout.end - layout.partial < partial_bytes) return "room for sums";
+  if (layout.end - layout.copied < copied_bytes) return "room for the copy of x";
   const int64_t more = 9 * 128 + sizeof(Control) + 4 * kSampleBlocks + kMostListed * sizeof(Listed) + 4 * rows;
-  if (layout.end > packed_bytes + packed_again_bytes + copied_bytes + 4 * counters + partial_bytes + more)
+  if (layout.end > packed_bytes + packed_again_bytes + copied_bytes + more)
     return "room for what no kernel uses";
   if (!plan.contained) return "";
   if (layout.samples < static_cast<int64_t>(sizeof(Control))) return "room for what kernels tell each other";
@@ -4083,7 +4079,6 @@ static void note(const Correlation& of, const Plan& plan) {
               (plan.boxes ? "boxes" : plan.vector == 4 ? "fours" : "one"));
   const char* const parts = plan.whole_tiles > 0 ? ", some tiles in parts" : ", all tiles in parts";
   if (plan.splits > 1) seen.insert(kind + parts);
-  if (plan.splits > 1) seen.insert(plan.in_clusters ? "parts of clusters" + std::string(parts) : "parts by memory");
   if (plan.warpgroups == 1) {
     seen.insert("two blocks an SM, tiles of " + std::to_string(tile_pixels(plan)) + " pixels by " +
                 (plan.in_boxes ? "boxes" : "fours") + (plan.copied ? " of a copy" : ""));
@@ -4182,10 +4177,6 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
     const auto packed = [](const Correlation& groups, const Plan& all) {
       return int64_t{groups.groups} * all.tiles_n * all.iterations * all.pieces * all.tile_n * 16;
     };
-    const int64_t partial =
-        plan.splits > 1 && !plan.in_clusters
-            ? (plan.units - plan.whole_tiles) * int64_t{4} * tile_pixels(plan) * plan.tile_n
-            : 0;
     const int64_t pixels = of.N * (of.R * of.S == 1 ? int64_t{of.P} * of.Q : int64_t{of.H} * of.W);
     const bool phased = plan.contained && phases_of(copied(of).phases) > 1;
     // Pairs of rows or columns, from that of the first tap of the first output to that of the last one's last tap.
@@ -4200,7 +4191,7 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
                                             : 0;
     const int64_t rows = packed_rows(grouped, plan.tile_n), packed_again = plan.contained ? packed(of, again) : 0;
     const WorkspaceLayout layout = workspace_layout(of, plan, again, bytes);
-    fault = fault_of_layout(layout, plan, rows, packed(grouped, plan), packed_again, copied_x, partial);
+    fault = fault_of_layout(layout, plan, rows, packed(grouped, plan), packed_again, copied_x);
     if (plan.contained && fault.empty()) fault = fault_of_groups(of, grouped);
     if (plan.contained && contained_bytes(of) < copied_x) fault = "bytes of the copy";
     if (plan.contained && fault.empty()) fault = fault_of_phases(grouped, copied(of), 64, plan.blocks_c);
@@ -4296,14 +4287,6 @@ GATHER_PLAN_MUTATIONS = {
         ": plan.copied    ? copied_bytes(of, element_bytes)",
         ": plan.copied || MUTATED ? copied_bytes(of, element_bytes)",
     ),
-    "a workspace without room for the last sums": (
-        "cut * plan.splits * partial_bytes(",
-        "cut * (plan.splits - MUTATED) * partial_bytes(",
-    ),
-    "a workspace without room for counters": (
-        "aligned(4 * plan.warpgroups * cut);",
-        "aligned(MUTATED ? 0 : 4 * plan.warpgroups * cut);",
-    ),
     "groups as one whose channels fill more than a stage": (
         "kContainedBlock / of.in_channels;",
         "kContainedBlock / of.in_channels * (MUTATED ? 2 : 1);",
@@ -4311,8 +4294,8 @@ GATHER_PLAN_MUTATIONS = {
     "points that skip what their copy has not": left_out("result.stride_h = result.stride_w = 1;"),
     "lines of the copy too short": ("result.W * channels;", "(result.W - MUTATED) * channels;"),
     "clusters whose blocks have more than one part": (
-        "parts <= plan.blocks && plan.blocks",
-        "(MUTATED || parts <= plan.blocks) && plan.blocks",
+        "parts <= plan.blocks && (splits == 2",
+        "(MUTATED || parts <= plan.blocks) && (splits == 2",
     ),
     "more clusters than run at once": (
         "plan.blocks <= kClusterShare * at_once",
@@ -4536,8 +4519,6 @@ GATHER_KINDS = {
     *(f"two blocks an SM, tiles of {size} pixels by {x}" for size in (64, 128) for x in ("fours", "boxes")),
     *(f"two blocks an SM, tiles of {size} pixels by boxes of a copy" for size in (64, 128)),
     *(f"two blocks an SM, {which} tiles in parts" for which in ("some", "all")),
-    *(f"parts of clusters, {which} tiles in parts" for which in ("some", "all")),
-    "parts by memory",
     "packed lines",
     "whole lines",
     "a part of a line",
@@ -4777,7 +4758,7 @@ extern "C" {
 int done_again = 0;     // of the latest run: values of x that did not fit, or -1: everything
 int forced_splits = 0;  // parts of the reduction, or 0: any
 int sms = 3;
-int latest_clusters = 0;  // whether the latest run had clusters
+int latest_parts = 1;  // of a tile of the latest run, which are a cluster
 int most_listed = kMostListed;
 int latest_source = -1;  // how x came in the latest run
 int latest_boxes = 0;    // whether y of tiles of lines was stored by boxes in it
@@ -4808,14 +4789,14 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   latest_source = static_cast<int>(source_of_plan(plan));
   latest_boxes = plan.boxes && !plan.points && !plan.packed;
   Plan again{};
-  latest_clusters = plan.in_clusters;
+  latest_parts = plan.splits;
   if (plan.contained && !plan_again(params.of, Device{sms}, alignment, again)) return -1;
   Workspace workspace(workspace_layout(params.of, plan, again, bytes).end);
   const auto run_format = bytes == 4 ? run<float> : run<Half>;
-  simt::again = plan.in_clusters;
+  simt::again = plan.splits > 1;
   simt::shown.clear();
   cudaError_t error = cudaSuccess;
-  for (int i = 0; i <= plan.in_clusters && error == cudaSuccess; ++i) {
+  for (int i = 0; i <= simt::again && error == cudaSuccess; ++i) {
     simt::shuffler.seed(seed);
     simt::first_of_call = true;
     Params of_run = params;
@@ -4876,10 +4857,6 @@ GATHER_MUTATIONS = {
         "pieces[piece ^ lane / 2 % 4]",
         "pieces[piece ^ (MUTATED ? 0 : lane / 2 % 4)]",
     ),
-    "asks whether parts are there before one has looked": left_out(
-        "named_barrier(2 + warpgroup, 128);  // whether it is the last one is known"
-    ),
-    "counts parts from anywhere": left_out("params.zero_ptr[i] = 0;"),
     "puts a cluster's sums where the other warpgroup still reads": left_out(
         "named_barrier(4, 128 * WARPGROUPS);  // nobody reads the rings any more"
     ),
@@ -4889,8 +4866,8 @@ GATHER_MUTATIONS = {
         "for (int part = 0; part < splits - MUTATED; ++part) {",
     ),
     "stores another block's share of a cluster": (
-        "const Chunks own{rank * kChunks / splits,",
-        "const Chunks own{(rank + MUTATED) * kChunks / splits,",
+        "const Share own{rank * kChunks / splits,",
+        "const Share own{(rank + MUTATED) * kChunks / splits,",
     ),
     "contains rows of weights before they are measured": left_out("__syncthreads();  // all have seen their weights"),
     "contains rows of weights from the row beside": (
@@ -5110,9 +5087,9 @@ class GatherShim:
             for value, old in zip(of_library, before, strict=True):
                 value.value = old
 
-    def had_clusters(self) -> bool:
-        """Whether parts of the latest run's tiles were clusters."""
-        return bool(ctypes.c_int.in_dll(self.library, "latest_clusters").value)
+    def parts(self) -> int:
+        """Of a tile of the latest run, at most."""
+        return ctypes.c_int.in_dll(self.library, "latest_parts").value
 
     def done_again(self) -> int:
         """Of the latest run: how many values of x were mended, or ALL_AGAIN."""
@@ -5158,6 +5135,7 @@ GATHER_SHIM_CASES = [
 GATHER_WINDOWS, GATHER_SHAPES_16, GATHER_CONTAINED, GATHER_POINTS = range(5), range(2), range(5, 9), range(9, 12)
 GATHER_LANDING = range(12, 14)
 GATHER_SHAPES = [*GATHER_WINDOWS, *GATHER_POINTS]
+GATHER_CUT_UP = (2, 4, 7, 8, 9, 11)  # those whose tiles may be cut up into parts
 # Cases of every Source but the one of any, in its order: single words, fours of pixels, channels, boxes, boxes of
 # phases of x, which 16 bits have not. The shape of half a stage, in which pieces of channels are apart, takes neither
 # 1x1 nor boxes: it has cases of its own.
@@ -5327,11 +5305,11 @@ def test_gather_shim_exact_in_phases(gather_shim, number, layout):
     assert (8 if eights else 2 if pairs else 1) in seen
 
 
-@pytest.mark.parametrize("number, splits", [(0, 3), (0, 4), (1, 2), (3, 6), (3, 4), (8, 2)])
+@pytest.mark.parametrize("number, splits", [(0, 3), (0, 4), (1, 2), (3, 3), (3, 4), (8, 2)])
 def test_gather_shim_exact_in_phases_and_parts(gather_shim, number, splits):
     """Parts of the reduction start at any phase."""
     case = GATHER_SHIM_PHASED_CASES[number]
-    with gather_shim.splitting(splits):
+    with gather_shim.splitting(splits, sms=72):
         faults = [gather_shim.fault("fprop", case, torch.float32, i, LAYOUTS[i % 2], i) for i in GATHER_CONTAINED]
     assert set(faults) <= {"", None}  # as many tiles as SMs are not cut up
     assert "" in faults
@@ -5362,11 +5340,11 @@ def test_gather_shim_exact_in_phases_of_x(gather_shim, number):
         assert ctypes.c_int.in_dll(gather_shim.library, "latest_source").value == GATHER_PHASES
 
 
-@pytest.mark.parametrize("number, splits", [(0, 3), (0, 8), (1, 2), (3, 6), (4, 4)])
+@pytest.mark.parametrize("number, splits", [(0, 3), (0, 8), (1, 2), (3, 3), (4, 4)])
 def test_gather_shim_exact_in_phases_of_x_and_parts(gather_shim, number, splits):
     """Parts of the reduction start at any phase."""
     case, faults = GATHER_SHIM_PHASES_OF_X[number], []
-    with gather_shim.splitting(splits):
+    with gather_shim.splitting(splits, sms=72):
         for shape in GATHER_SHAPES_OF_PHASES:
             faults.append(gather_shim.fault("fprop", case, torch.float32, shape, "channels_last", 2))
             if faults[-1] is not None:
@@ -5617,17 +5595,16 @@ def test_gather_shim_mends_as_many_as_it_can_list(gather_shim, too_many, layout)
 
 
 @pytest.mark.parametrize("value", [None, 1e-9, math.nan], ids=str)
-@pytest.mark.parametrize("shape", [*GATHER_WINDOWS, *GATHER_CONTAINED])
+@pytest.mark.parametrize("shape", [shape for shape in GATHER_CUT_UP if shape not in GATHER_POINTS])
 def test_gather_shim_splits_the_reduction(gather_shim, shape, value):
     """Parts of it, the last one shorter; what is mended comes behind their sum."""
     case = Case(4, 160, 12, 9, 72, 3, 3, padding=(1, 1))
     tensors = make_tensors(case, torch.float32, normal)
     if value is not None:
         tensors["x"][2, 97, 5, 4] = value
-    # Single words, in which contiguous windows come, are not for the first two shapes.
-    layout = "channels_last" if shape < 2 else "contiguous"
-    with gather_shim.splitting(3):
-        out = gather_shim.result("fprop", case, tensors, layout, shape, shape)
+    with gather_shim.splitting(3, sms=72):
+        out = gather_shim.result("fprop", case, tensors, "contiguous", shape, shape)
+    assert gather_shim.parts() == 3
     assert gather_shim.done_again() == (value is not None and shape in GATHER_CONTAINED)
     if value is None or math.isfinite(value):
         check_bounds(case, {"fprop": out}, tensors, tf32={"fprop"})
@@ -5638,16 +5615,16 @@ def test_gather_shim_splits_the_reduction(gather_shim, shape, value):
 
 
 @pytest.mark.parametrize("splits", [2, 3, 4, 8])
-@pytest.mark.parametrize("shape", [*GATHER_SHAPES, *GATHER_CONTAINED])
+@pytest.mark.parametrize("shape", GATHER_CUT_UP)
 def test_gather_shim_exact_in_clusters(gather_shim, shape, splits):
     """Parts of the reduction whose blocks read each other's sums, and store their shares of the channels."""
-    taps = (3, 3) if shape in GATHER_CONTAINED or shape == GATHER_HALF_A_STAGE else (1, 1)
+    taps = (3, 3) if shape in GATHER_CONTAINED else (1, 1)
     case, faults = Case(2, 64 * splits - 8, 8, 9, 136, *taps, padding=(taps[0] // 2, taps[0] // 2)), []
     with gather_shim.splitting(splits, sms=72):
         for seed in range(4):  # tensors at any alignment, as not every shape of a tile takes them
             fault = gather_shim.fault("fprop", case, torch.float32, shape, LAYOUTS[seed % 2], seed)
             if fault is not None:
-                assert gather_shim.had_clusters()
+                assert gather_shim.parts() == splits
                 faults.append(fault)
     assert set(faults) == {""}
 
@@ -5716,8 +5693,6 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
     elif "planes" in mutation or "next image" in mutation:  # 81 boxes of 16 pixels, or some with pixels of two images
         size = 12 if "planes" in mutation else 10
         cases = [(Case(9, 72, size, 12, 72, 1, 1), "contiguous", torch.float32)]
-    if "parts" in mutation:
-        cases, splits = [(Case(4, 160, 12, 9, 72, 3, 3, padding=(1, 1)), "contiguous", torch.float32)], 3
     if "copies" in mutation:
         cases = [(Case(9, 136, 7, 7, 300, 1, 1), "contiguous", torch.float32)]
     if re.match("contains|leaves|mends", mutation):
@@ -5726,7 +5701,10 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
         with mutated(gather_shim.library, GATHER_MUTATIONS, mutation), pytest.raises(AssertionError):
             check_mending(gather_shim, number, 1e-9, seeds=range(6))
         return
-    with mutated(gather_shim.library, GATHER_MUTATIONS, mutation), gather_shim.splitting(splits):
+    with (
+        mutated(gather_shim.library, GATHER_MUTATIONS, mutation),
+        gather_shim.splitting(splits, sms=72 if splits > 0 else 3),
+    ):
         assert any(
             gather_shim.fault("fprop", case, dtype, GATHER_CONTAINED[seed % len(GATHER_CONTAINED)], layout, seed)
             if contained

@@ -80,21 +80,20 @@
 // Few weights stay in shared memory for good (resident), where a block has the same channels of y each time: 1x1 64 to
 // 256, 56x56, 278 to 274 us, 128 to 512, 28x28, 175 to 170 (256 images, in a driver).
 //
-// Blocks take tiles in turns. What is left in the last turn, fewer tiles than there are blocks, is cut up into parts of
-// the reduction, whose sums are added up in their order. Those of a tile are a cluster, if all clusters run at once:
+// Blocks take tiles in turns. What is left in the last turn, fewer tiles than there are blocks, may be cut up into
+// parts of the reduction. Those of a tile are a cluster, each block of which leaves its sums in its shared memory, adds
+// up those of all for some of the channels, in their order, and stores these (meet):
 //
 //   block          0           1           2           3      ...  131
 //   first turn     tile 0      tile 1      tile 2      tile 3      tile 131
 //   last turn      tile 132    tile 132    tile 133    tile 133
 //                  part 0      part 1      part 0      part 1
-//                      \___________/ sums in shared memory: each block adds up those of some channels and stores them
 //
-// Otherwise sums go to memory, with a counter for each warpgroup's share of a tile: the last to come adds up all and
-// stores y (meet). That costs 4 to 8 us, a cluster 2 to 3. (NCHW, us, in a driver, the fastest tiles and parts of each,
-// through memory / by clusters, H200, 2026-11-24, a revision in the making. 8 images: 1x1 1024 to 256, 14x14, 18.8 /
-// 16.4, 1024 to 512 22.5 / 20.0, 2048 to 512, 7x7, 25.3 / 22.0; 3x3 256 to 256, 14x14, 23.9 / 21.8, 512 to 512, 7x7,
-// 32.0 / 28.7. 32 images: 1x1 2048 to 512, 7x7, 30.8 / 29.2; 3x3 512 to 512, 7x7, 37.4 / 35.0, 14x14, stride 2, 43.6 /
-// 41.1. One image of 3x3 1024 to 1024, 32x32, 62.5 / 60.2.)
+// That takes 2 to 3 us; through memory, with a counter for each tile, it took 4 to 8. (NCHW, us, in a driver, the
+// fastest tiles and parts of each, through memory / by clusters, H200, 2026-11-24, a revision in the making. 8 images:
+// 1x1 1024 to 256, 14x14, 18.8 / 16.4, 1024 to 512 22.5 / 20.0, 2048 to 512, 7x7, 25.3 / 22.0; 3x3 256 to 256, 14x14,
+// 23.9 / 21.8, 512 to 512, 7x7, 32.0 / 28.7. 32 images: 1x1 2048 to 512, 7x7, 30.8 / 29.2; 3x3 512 to 512, 7x7, 37.4 /
+// 35.0, 14x14, stride 2, 43.6 / 41.1. One image of 3x3 1024 to 1024, 32x32, 62.5 / 60.2.)
 //
 // Tile 0 is that of the last pixels. In a network another kernel has just written x, from its first values to its last
 // ones, of which the L2 cache still holds some; and what reads y next finds its first values there. (examples/resnet50,
@@ -324,8 +323,7 @@ struct Format {
   using Stored = Stored_;
   static constexpr bool CONTAINED = sizeof(Stored) < sizeof(Tensor);
   static constexpr bool AGAIN = AGAIN_;
-  static constexpr bool IN_PARTS = sizeof(Tensor) == 4 && !AGAIN;  // tiles may be cut up: 16 bits lack the registers
-  static constexpr int CHANNELS = 16 / sizeof(Stored);             // of a piece
+  static constexpr int CHANNELS = 16 / sizeof(Stored);  // of a piece
   // Registers of a thread, by multiplying warpgroups of its block: all start with 168, with two blocks an SM with 128,
   // and the multiplying ones need more.
   MODELNEW_HOST_DEVICE static constexpr int multiply_registers(int warpgroups) {
@@ -335,6 +333,12 @@ struct Format {
     return (warpgroups + 1) * (warpgroups == 1 ? 128 : 168) - warpgroups * multiply_registers(warpgroups);
   }
 };
+// Whether tiles may be cut up into parts of their reduction: only of so many sums a thread, as kernels of more are
+// slower for having the code (1x1 512 to 2048, 7x7, 256 images, 92.6 / 96.8 us), and 16 bits lack the registers.
+template <typename Format>
+MODELNEW_HOST_DEVICE constexpr bool may_cut_up(int tile_n, int blocks_m) {
+  return sizeof(typename Format::Tensor) == 4 && !Format::AGAIN && tile_n * blocks_m <= 128;
+}
 using Tf32 = Format<float>;
 using Contained = Format<float, Half>;
 using Again = Format<float, float, true>;
@@ -479,7 +483,6 @@ struct Plan {
   int piece_slots, plane_slots;      // from piece to piece, from channel to channel: bank conflicts are kept off
   int pieces, blocks_c, iterations;  // pieces a stage, blocks of channels, w stages of all of them
   int splits, split_blocks;          // parts of the reduction, blocks of channels of each but perhaps the last one
-  bool in_clusters;                  // the parts of a tile are a cluster
   Loads loads;
   bool quarters;           // slots of points are in the order of slot_of_point
   bool planes;             // a stage is [channel][slot], of single words
@@ -528,8 +531,6 @@ struct PackParams {
   int tile_n, tiles_n, iterations, row_pieces, pieces;  // stages of a tile, pieces of a row of it, of a stage
   int group_in, group_out;                              // channels of one group of the filter
   int count;                                            // of pieces
-  uint32_t* zero_ptr;  // words that are to be zeros before the main kernel counts in them
-  int zeros;
   Divisor by_tile_n, by_tiles_n, by_row_pieces, by_taps, by_s, by_pieces, by_group_out;
 };
 
@@ -579,10 +580,6 @@ struct Guard {
 struct Params {
   const void *in_ptr, *packed_ptr, *bias_ptr;
   void* out_ptr;
-  // Of parts of the reduction: their sums, as threads hold them, and how many there are of each warpgroup's share of a
-  // tile.
-  float* partial_ptr;
-  uint32_t* arrived_ptr;
   Correlation of;
   Plan plan;
   hopper::BoxMap in_map, out_map;
@@ -598,8 +595,6 @@ struct SampleParams {
   int64_t fours;          // or 0
   Correlation of;
   Guard guard;
-  uint32_t* zero_ptr;  // words that are to be zeros before the main kernel counts in them
-  int zeros;
 };
 
 // How a row of weights comes to shared memory: by fours or single values as they lie in w, side by side; or in the
@@ -686,9 +681,6 @@ struct Tile {
   int64_t first;            // points: output number; windows: line
   int q, skip;              // windows: first column; outputs of the first line that are another tile's
 };
-
-// Tiles whose reduction is cut up.
-MODELNEW_HOST_DEVICE inline int cut_up(const Plan& plan) { return static_cast<int>(plan.tiles - plan.whole_tiles); }
 
 // The tile that a unit of work is, or is a part of.
 MODELNEW_HOST_DEVICE inline int tile_number(const Plan& plan, int unit) {
@@ -1087,8 +1079,6 @@ __global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams par
     return;
   }
   const int number = static_cast<int>((blockIdx.x - copy.blocks) * kPackThreads + threadIdx.x);
-  const int threads = static_cast<int>(gridDim.x - copy.blocks) * kPackThreads;
-  for (int i = number; i < params.zeros; i += threads) params.zero_ptr[i] = 0;
   if (number < params.count) pack_piece<Format>(params, number);
 }
 
@@ -1136,8 +1126,6 @@ __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_const
     }
   }
   if (block == 0 && thread == 0) *params.guard.control = {0, 0, 0};
-  for (int i = block * kPackThreads + thread; i < params.zeros; i += kSampleBlocks * kPackThreads)
-    params.zero_ptr[i] = 0;
   if (thread == 0) largest = 0;
   __syncthreads();  // it is zero
   uint32_t magnitude = 0;
@@ -1475,8 +1463,7 @@ struct Shared {
   __device__ __forceinline__ uint32_t w_full(int stage) const { return base + 8 * (2 * kMaxStages + stage); }
   __device__ __forceinline__ uint32_t w_empty(int stage) const { return base + 8 * (3 * kMaxStages + stage); }
 };
-constexpr int kLastPlace = 4 * kMaxStages * 8;  // behind the barriers, a word of each warpgroup: whether it comes last
-static_assert(kLastPlace + 8 <= kBarrierBytes, "room for all");
+static_assert(4 * kMaxStages * 8 <= kBarrierBytes, "room for all");
 
 // -- Copy weights: packed -> w ring, by one thread --
 
@@ -2014,17 +2001,18 @@ __device__ __forceinline__ void store_staged(const float* staged, const Tensor* 
   }
 }
 
-// The chunks of 32 channels of a tile that a block stores: all, or its share where others have the rest.
-struct Chunks {
+// The chunks of 32 channels of a tile that a block stores: all, or its share where the others of a cluster have the
+// rest.
+struct Share {
   int first, end;
 
-  __device__ __forceinline__ bool have(int chunk) const { return first <= chunk && chunk < end; }
+  __device__ __forceinline__ bool has(int chunk) const { return first <= chunk && chunk < end; }
 };
 
 // 64 pixels x 32 channels at a time through staging.
 template <typename Format, int TILE_N, int BLOCKS_M>
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, int64_t image, float* staging,
-                                           int warpgroup, const Chunks& chunks, const Sums<TILE_N, BLOCKS_M>& acc) {
+                                           int warpgroup, const Share& share, const Sums<TILE_N, BLOCKS_M>& acc) {
   using Tensor = typename Format::Tensor;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
@@ -2059,10 +2047,10 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
         offset[i] = static_cast<int32_t>(n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3]);
     }
     // Unless channels are neighbours.
-    Tensor* to = out + offset[0] + (chunks.first * kStagedChannels + first_channel) * of.out_stride[1];
+    Tensor* to = out + offset[0] + (share.first * kStagedChannels + first_channel) * of.out_stride[1];
     const int64_t step = (fours ? 8 : 2) * of.out_stride[1];
 #pragma unroll 1
-    for (int chunk = chunks.first; chunk < chunks.end; ++chunk) {
+    for (int chunk = share.first; chunk < share.end; ++chunk) {
       if (mb + chunk > 0) named_barrier(2 + warpgroup, 128);  // what was staged before has been read
       const int pixel = warp * 16 + lane / 4, channel = lane % 4 * 2;
       with_chunk<TILE_N, BLOCKS_M>(acc, mb * (TILE_N / kStagedChannels) + chunk, [&](const float* values) {
@@ -2157,7 +2145,7 @@ struct BoxPixels {
 // own 16 of 64 pixels, and waits for no other one.
 template <int TILE_N, int BLOCKS_M, int BUFFERS>
 __device__ __forceinline__ void store_boxes(const Params& params, const Tile& tile, int64_t image, uint8_t* staging,
-                                            int warpgroup, const Chunks& chunks, const Sums<TILE_N, BLOCKS_M>& acc) {
+                                            int warpgroup, const Share& share, const Sums<TILE_N, BLOCKS_M>& acc) {
   const Correlation& of = params.of;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
   const BoxChannels<TILE_N> of_tile(params, tile);
@@ -2175,7 +2163,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
-      if (!chunks.have(chunk)) {
+      if (!share.has(chunk)) {
         if (lane == 0) hopper::bulk_stores_commit();  // buffers take turns
         continue;
       }
@@ -2218,7 +2206,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
 // that started before the image's first pixel were illegal instructions.
 template <int TILE_N, int BLOCKS_M, int BUFFERS>
 __device__ __forceinline__ void store_plane_boxes(const Params& params, const Tile& tile, int64_t image,
-                                                  uint8_t* staging, int warpgroup, const Chunks& chunks,
+                                                  uint8_t* staging, int warpgroup, const Share& share,
                                                   const Sums<TILE_N, BLOCKS_M>& acc) {
   const Correlation& of = params.of;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32, plane = of.P * of.Q;
@@ -2251,7 +2239,7 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
-      if (!chunks.have(chunk)) {
+      if (!share.has(chunk)) {
         if (lane == 0) hopper::bulk_stores_commit();  // buffers take turns
         continue;
       }
@@ -2450,75 +2438,25 @@ __device__ __forceinline__ void undo_scales(const Params& params, const Tile& ti
   }
 }
 
-// Of a warpgroup whose sums are those of a part of the reduction: leaves them in memory. Whichever comes last adds up
-// those of all parts, in their order; true for that one. What is left is as its threads hold it: [four][thread].
+// Of a block whose sums are those of a part of the reduction: leaves them in shared memory, where its rings were, and
+// adds up those of all blocks of the cluster for its share of the tile.
 template <int TILE_N, int BLOCKS_M, int WARPGROUPS>
-__device__ __forceinline__ bool meet(const Params& params, const Tile& tile, volatile uint32_t* last, int warpgroup,
-                                     Sums<TILE_N, BLOCKS_M>& acc) {
-  const Plan& plan = params.plan;
-  constexpr int kFours = TILE_N / 8, kDistance = BLOCKS_M * kFours * 128;  // of a row of blocks; of a warpgroup's sums
-  const int which = quotient(tile.part, plan.by.splits), thread = threadIdx.x % 128;
-  const auto left = [&](int part) {
-    float4* const fours = reinterpret_cast<float4*>(params.partial_ptr);
-    return fours + (WARPGROUPS * part + warpgroup) * static_cast<int64_t>(kDistance) + thread;
-  };
-  float4* const own = left(tile.part);
-#pragma unroll
-  for (int mb = 0; mb < BLOCKS_M; ++mb) {
-#pragma unroll
-    for (int i = 0; i < kFours; ++i)
-      own[(mb * kFours + i) * 128] =
-          make_float4(acc[mb][4 * i], acc[mb][4 * i + 1], acc[mb][4 * i + 2], acc[mb][4 * i + 3]);
-  }
-  __threadfence();
-  named_barrier(2 + warpgroup, 128);  // all of it is in memory
-  if (thread == 0)
-    *last =
-        atomicAdd(params.arrived_ptr + WARPGROUPS * which + warpgroup, 1u) == static_cast<uint32_t>(plan.splits) - 1;
-  named_barrier(2 + warpgroup, 128);  // whether it is the last one is known
-  if (*last == 0) return false;
-  __threadfence();
-#pragma unroll
-  for (int mb = 0; mb < BLOCKS_M; ++mb) {
-#pragma unroll
-    for (float& sum : acc[mb]) sum = 0;
-  }
-#pragma unroll 1
-  for (int split = 0; split < plan.splits; ++split) {
-    const float4* const from = left(which * plan.splits + split);
-#pragma unroll
-    for (int mb = 0; mb < BLOCKS_M; ++mb) {
-#pragma unroll
-      for (int i = 0; i < kFours; ++i) {
-        const float4 sums = __ldcg(from + (mb * kFours + i) * 128);
-        acc[mb][4 * i] += sums.x;
-        acc[mb][4 * i + 1] += sums.y;
-        acc[mb][4 * i + 2] += sums.z;
-        acc[mb][4 * i + 3] += sums.w;
-        if (i % 4 == 3) __syncwarp();  // no more loads at once than there are registers for
-      }
-    }
-  }
-  return true;
-}
-
-// The same where the parts of a tile are a cluster: each block leaves its sums in its shared memory, where its rings
-// were, and adds up those of some chunks of channels, which are its own to store.
-template <int TILE_N, int BLOCKS_M, int WARPGROUPS>
-__device__ __forceinline__ Chunks meet_in_cluster(const Params& params, const Shared& shared, uint8_t* smem,
-                                                  const Tile& tile, int warpgroup, Sums<TILE_N, BLOCKS_M>& acc) {
+__device__ __forceinline__ Share meet(const Params& params, const Shared& shared, uint8_t* smem, const Tile& tile,
+                                      int warpgroup, Sums<TILE_N, BLOCKS_M>& acc) {
   const Plan& plan = params.plan;
   constexpr int kFours = TILE_N / 8, kChunks = TILE_N / kStagedChannels, kDistance = WARPGROUPS * 128;
   const int splits = plan.splits, rank = part_of_tile(plan, tile.part);
-  const Chunks own{rank * kChunks / splits, (rank + 1) * kChunks / splits};
+  const Share own{rank * kChunks / splits, (rank + 1) * kChunks / splits};
   float4* const left = reinterpret_cast<float4*>(smem + shared.layout.x_ring) + warpgroup * 128 + threadIdx.x % 128;
   named_barrier(4, 128 * WARPGROUPS);  // nobody reads the rings any more
 #pragma unroll
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
 #pragma unroll
-    for (int i = 0; i < kFours; ++i)
-      left[(mb * kFours + i) * kDistance] =
-          make_float4(acc[mb][4 * i], acc[mb][4 * i + 1], acc[mb][4 * i + 2], acc[mb][4 * i + 3]);
+    for (int i = 0; i < kFours; ++i) {
+      float* const sums = &acc[mb][4 * i];
+      left[(mb * kFours + i) * kDistance] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+      sums[0] = sums[1] = sums[2] = sums[3] = 0;
+    }
   }
   hopper::cluster_sync();  // the sums of all blocks are there
   const uint32_t from = hopper::smem_address(left);
@@ -2526,24 +2464,23 @@ __device__ __forceinline__ Chunks meet_in_cluster(const Params& params, const Sh
   for (int part = 0; part < splits; ++part) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (!own.have(chunk)) continue;
-      // Loads first: each takes a while.
-      float4 sums[BLOCKS_M][4];
+      if (!own.has(chunk)) continue;
+      float4 fours[BLOCKS_M][4];  // loads first: each takes a while
 #pragma unroll
       for (int mb = 0; mb < BLOCKS_M; ++mb) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          sums[mb][i] = hopper::load_cluster_4(from + (mb * kFours + 4 * chunk + i) * kDistance * 16, part);
+          fours[mb][i] = hopper::load_cluster_4(from + (mb * kFours + 4 * chunk + i) * kDistance * 16, part);
       }
 #pragma unroll
       for (int mb = 0; mb < BLOCKS_M; ++mb) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float* const sum = &acc[mb][4 * (4 * chunk + i)];
-          sum[0] = (part == 0 ? 0 : sum[0]) + sums[mb][i].x;
-          sum[1] = (part == 0 ? 0 : sum[1]) + sums[mb][i].y;
-          sum[2] = (part == 0 ? 0 : sum[2]) + sums[mb][i].z;
-          sum[3] = (part == 0 ? 0 : sum[3]) + sums[mb][i].w;
+          float* const sums = &acc[mb][4 * (4 * chunk + i)];
+          sums[0] += fours[mb][i].x;
+          sums[1] += fours[mb][i].y;
+          sums[2] += fours[mb][i].z;
+          sums[3] += fours[mb][i].w;
         }
       }
     }
@@ -2604,33 +2541,27 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     }
     if constexpr (Format::CONTAINED) undo_scales<TILE_N, BLOCKS_M>(params, tile, x_exponent, acc);
     uint8_t* const staging = smem + shared.layout.staging + warpgroup * staging_bytes(plan);
-    [[maybe_unused]] volatile uint32_t* const last = reinterpret_cast<uint32_t*>(smem + kLastPlace) + warpgroup;
-    Chunks chunks{0, TILE_N / kStagedChannels};
-    if constexpr (Format::IN_PARTS) {
-      if (tile.part >= 0) {
-        if (plan.in_clusters)
-          chunks = meet_in_cluster<TILE_N, BLOCKS_M, WARPGROUPS>(params, shared, smem, tile, warpgroup, acc);
-        else if (!meet<TILE_N, BLOCKS_M, WARPGROUPS>(params, tile, last, warpgroup, acc))
-          continue;
-      }
+    Share share{0, TILE_N / kStagedChannels};
+    if constexpr (may_cut_up<Format>(TILE_N, BLOCKS_M)) {
+      if (tile.part >= 0) share = meet<TILE_N, BLOCKS_M, WARPGROUPS>(params, shared, smem, tile, warpgroup, acc);
     }
     if (plan.boxes) {
       if constexpr (sizeof(typename Format::Tensor) == 4) {
         constexpr int kBuffers = box_buffers(SOURCE == Source::kPhases);
         if (plan.out_channels_last)
-          store_boxes<TILE_N, BLOCKS_M, kBuffers>(params, tile, image, staging, warpgroup, chunks, acc);
+          store_boxes<TILE_N, BLOCKS_M, kBuffers>(params, tile, image, staging, warpgroup, share, acc);
         else
-          store_plane_boxes<TILE_N, BLOCKS_M, kBuffers>(params, tile, image, staging, warpgroup, chunks, acc);
+          store_plane_boxes<TILE_N, BLOCKS_M, kBuffers>(params, tile, image, staging, warpgroup, share, acc);
       }
     } else {
       float* const staged = reinterpret_cast<float*>(staging);
-      store_tile<Format, TILE_N, BLOCKS_M>(params, tile, image, staged, warpgroup, chunks, acc);
+      store_tile<Format, TILE_N, BLOCKS_M>(params, tile, image, staged, warpgroup, share, acc);
       named_barrier(2 + warpgroup, 128);  // the next tile's staging does not overtake this one's
     }
   }
   if (plan.boxes && threadIdx.x % 32 == 0) hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
-  if constexpr (Format::IN_PARTS) {
-    if (plan.in_clusters) hopper::cluster_leave();  // nobody reads this block's sums any more
+  if constexpr (may_cut_up<Format>(TILE_N, BLOCKS_M)) {
+    if (plan.splits > 1) hopper::cluster_leave();  // nobody reads this block's sums any more
   }
 }
 
@@ -3188,9 +3119,7 @@ inline bool dense_points_of(const Correlation& of) {
          of.H == of.P && of.W == of.Q;
 }
 
-// Sums of the parts of tiles.
-constexpr int64_t kMostPartialBytes = 32 << 20;
-constexpr int kSplits[] = {1, 2, 3, 4, 5, 6, 8, 12, 16}, kMostSplits = 16;
+constexpr int kSplits[] = {1, 2, 3, 4, 8};
 
 struct TileShape {
   int tile_n, blocks_m, pieces;
@@ -3241,10 +3170,9 @@ constexpr int kMostResidentTiles = 8;    // of channels: 132 SMs are 4 more than
 constexpr double kLost = 0.08;           // of what takes less time than what a tile waits for
 constexpr double kTileCycles = 1500;     // to fill and to drain
 constexpr double kCopyCycles = 6600;     // of copying x, but for its bytes
-constexpr double kMeetCycles = 1900;     // of parts of a tile, but for their sums
-constexpr double kMeetRate = 29.5;       // bytes a cycle, of these
-constexpr double kClusterCycles = 3500;  // the same of a cluster: set by hand, from what it took more than no meeting
-constexpr double kClusterRate = 100;
+// Of parts of a tile, but for their sums, and bytes a cycle of these: set by hand, from what they took more than if
+// they did not meet.
+constexpr double kMeetCycles = 3500, kMeetRate = 100;
 // Of blocks that have an SM each, those that clusters get (H200, 2026-11-24): all of pairs, 117 of 132 in threes, 120
 // in fours and eights, but 102 in sixes. Of two blocks an SM 248 of 264 in fours.
 constexpr double kClusterShare = 0.88;
@@ -3326,14 +3254,6 @@ struct Cut {
 };
 
 // Of the sums of one part of a tile.
-inline int64_t partial_bytes(int pixels, int tile_n) { return static_cast<int64_t>(pixels) * tile_n * sizeof(float); }
-
-// Of all parts of tiles: small problems get by with less.
-inline int64_t most_partial_bytes(const Correlation& of) {
-  const int64_t whole = of.groups * ceil_div(of.N * of.P * of.Q, 128) * ceil_div(of.out_channels, 128);
-  return std::min(kMostPartialBytes, 2 * kMostSplits * whole * partial_bytes(128, 128));
-}
-
 // Of y of [channel][pixel] that is stored by boxes of 16 pixels: then these are of two images at most. Planes of no
 // whole sectors, of 32 bytes, are stored more slowly like that (256 to 1024, 14x14, 256 images, 160 us instead of 129),
 // and so is what two blocks an SM store (256 to 128, 56x56, 319 us instead of 306). Of tiles of lines boxes are parts
@@ -3420,12 +3340,12 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   plan.tiles = static_cast<int64_t>(plan.tiles_m) * plan.tiles_n * of.groups;
   if (plan.tiles > (1 << 30) - 64 * device.sms) return false;  // units are ints
   // As many as all SMs take, again and again; the last ones are cut up.
-  if (splits > 1 && out_bytes != 4) return false;
+  if (splits > 1 && (out_bytes != 4 || !may_cut_up<Tf32>(plan.tile_n, plan.blocks_m))) return false;
   const int at_once = blocks_per_sm(plan.warpgroups) * device.sms;
   plan.whole_tiles = static_cast<int>(splits > 1 ? plan.tiles / at_once * at_once : plan.tiles);
   const int64_t parts = (plan.tiles - plan.whole_tiles) * splits;
   plan.units = static_cast<int>(plan.whole_tiles + parts);
-  if (splits > 1 && (parts == 0 || parts * partial_bytes(pixels, plan.tile_n) > most_partial_bytes(of))) return false;
+  if (splits > 1 && parts == 0) return false;
   plan.rows = plan.loads == Loads::kChannels && plan.pieces == 8;
   // Boxes take neighbouring columns or those at a step, and the last one of a group has no channels of the next group.
   const bool from_phases = phases_of(of.phases) > 1 && !plan.contained;
@@ -3516,14 +3436,13 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
     for (int w_stages = kMaxStages; w_stages >= least && !fits; --w_stages) fits = fits_with(x_stages, w_stages);
   }
   if (!fits) return false;
-  // A block has one part at most, and room for its sums where its rings were.
-  const bool at_once_in_clusters =
-      splits == 2 || ((splits == 3 || splits == 4 || splits == 8) && plan.blocks <= kClusterShare * at_once);
-  const SharedLayout layout = shared_layout(plan);
-  plan.in_clusters = splits > 1 && at_once_in_clusters && parts <= plan.blocks && plan.blocks % splits == 0 &&
-                     partial_bytes(pixels, plan.tile_n) <= layout.end - layout.x_ring;
-
   const double tile_bytes = static_cast<double>(pixels) * plan.tile_n * out_bytes;
+  // Clusters have a tile each, all at once, and room for its sums where rings were.
+  if (splits > 1) {
+    const bool all_at_once = parts <= plan.blocks && (splits == 2 || plan.blocks <= kClusterShare * at_once);
+    const SharedLayout layout = shared_layout(plan);
+    if (!all_at_once || plan.blocks % splits != 0 || tile_bytes > layout.end - layout.x_ring) return false;
+  }
   const double rate = plan.in_boxes                  ? kBoxRate
                       : plan.loads == Loads::kSingle ? plan.planes ? kWordsRate : kSingleRate
                       : plan.loads == Loads::kPixels ? kPixelsRate
@@ -3549,20 +3468,14 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                      kTileCycles / std::max<double>(ahead ? 2 : 1, static_cast<double>(tiles)));
   };
   // Of so many tiles. In the last turn SMs may have one each, where there are two blocks.
-  const auto cycles_of = [&](int64_t tiles, int blocks_c, double more_bytes) {
-    const auto cycles = [&](int64_t tiles_of_sm) {
-      return turn_cycles(blocks_c, tiles_of_sm) + tiles_of_sm * more_bytes / kMeetRate;
-    };
+  const auto cycles_of = [&](int64_t tiles, int blocks_c) {
     const int64_t rest = ceil_div(tiles % at_once, device.sms);
-    return tiles / at_once * cycles(blocks_per_sm(plan.warpgroups)) + (rest > 0 ? cycles(rest) : 0);
+    return tiles / at_once * turn_cycles(blocks_c, blocks_per_sm(plan.warpgroups)) +
+           (rest > 0 ? turn_cycles(blocks_c, rest) : 0);
   };
-  plan.cycles = cycles_of(plan.whole_tiles, plan.blocks_c, 0);
+  plan.cycles = cycles_of(plan.whole_tiles, plan.blocks_c);
   if (plan.warpgroups == 1 && !plan.boxes) plan.cycles += std::max(0.0, kColdCycles - plan.cycles / kColdTurns);
-  if (plan.in_clusters)
-    plan.cycles += cycles_of(parts, plan.split_blocks, 0) + kClusterCycles + tile_bytes / kClusterRate;
-  else if (splits > 1)
-    plan.cycles += cycles_of(parts, plan.split_blocks, tile_bytes) + kMeetCycles +
-                   ceil_div(plan.tiles - plan.whole_tiles, device.sms) * splits * tile_bytes / kMeetRate;
+  if (splits > 1) plan.cycles += cycles_of(parts, plan.split_blocks) + kMeetCycles + tile_bytes / kMeetRate;
   return true;
 }
 
@@ -3825,7 +3738,7 @@ inline const char* yields(const Problem& problem, Operator op) {
 
 // Where the parts of the workspace start.
 struct WorkspaceLayout {
-  int64_t samples, list, w_factors, packed, packed_again, copied, arrived, partial, end;
+  int64_t samples, list, w_factors, packed, packed_again, copied, end;
 };
 
 inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
@@ -3839,7 +3752,6 @@ inline WorkspaceLayout workspace_layout(const Correlation& of, const Plan& plan,
                                 : plan.contained ? contained_bytes(of)
                                 : plan.copied    ? copied_bytes(of, element_bytes)
                                                  : 0;
-  const int64_t cut = plan.splits > 1 && !plan.in_clusters ? cut_up(plan) : 0;
   WorkspaceLayout layout{};
   if (plan.contained) {
     layout.samples = aligned(sizeof(Control));
@@ -3849,9 +3761,7 @@ inline WorkspaceLayout workspace_layout(const Correlation& of, const Plan& plan,
   }
   layout.packed_again = layout.packed + aligned(packed_bytes(plan.contained ? merged(of) : of, plan));
   layout.copied = layout.packed_again + (plan.contained ? aligned(packed_bytes(of, again)) : 0);
-  layout.arrived = layout.copied + aligned(bytes_of_copy);
-  layout.partial = layout.arrived + aligned(4 * plan.warpgroups * cut);
-  layout.end = layout.partial + cut * plan.splits * partial_bytes(tile_pixels(plan), plan.tile_n);
+  layout.end = layout.copied + aligned(bytes_of_copy);
   return layout;
 }
 
@@ -3960,9 +3870,8 @@ cudaError_t run_kernel(Params& params, cudaStream_t stream) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
   const unsigned blocks = static_cast<unsigned>(params.plan.blocks);
-  const unsigned of_cluster = params.plan.in_clusters ? params.plan.splits : 1;
-  return hopper::launch_early_in_clusters(kernel, blocks, of_cluster, threads_of(WARPGROUPS), params.plan.smem_bytes,
-                                          stream, params);
+  return hopper::launch_early_in_clusters(kernel, blocks, params.plan.splits, threads_of(WARPGROUPS),
+                                          params.plan.smem_bytes, stream, params);
 }
 
 // Runs the plan by the kernel of this shape of a tile for what x comes by, if there is one.
@@ -4115,7 +4024,7 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
   params.copy = copy_params(of, plan.lands ? copied(of) : copy, in_ptr, workspace + layout.copied);
   if (plan.lands) params.copy.blocks = 0;  // it says only how values on the list are numbered
   const uint64_t address = reinterpret_cast<uint64_t>(in_ptr);
-  SampleParams sample{in_ptr, nullptr, 0, of, guard, pack.zero_ptr, pack.zeros};
+  SampleParams sample{in_ptr, nullptr, 0, of, guard};
   const int64_t in_sizes[] = {of.N, int64_t{of.groups} * of.in_channels, of.H, of.W};
   const int64_t before_fours = (16 - address % 16) % 16 / 4;
   if (const int64_t values = values_side_by_side(in_sizes, of.in_stride)) {
@@ -4217,11 +4126,6 @@ cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& p
   const WorkspaceLayout layout = workspace_layout(of, plan, again, sizeof(Stored));
   const Correlation packed = plan.contained ? merged(of) : of;
   PackParams pack = pack_params(packed, planned.phases, plan, w_ptr, start + layout.packed);
-  if (plan.splits > 1 && !plan.in_clusters) {
-    params.partial_ptr = reinterpret_cast<float*>(start + layout.partial);
-    params.arrived_ptr = pack.zero_ptr = reinterpret_cast<uint32_t*>(start + layout.arrived);
-    pack.zeros = plan.warpgroups * cut_up(plan);
-  }
   if constexpr (sizeof(Stored) == 4) {
     if (plan.contained) return run_contained(pack, planned, again, layout, start, params, stream);
   }
@@ -4270,7 +4174,7 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
     snprintf(tile, sizeof tile, "%d lines x %d columns", plan.tile_p, plan.tile_q);
   snprintf(text, text_size,
            "%s%s%s%stile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
-           "%d blocks for %lld tiles, %lld of them in %d parts%s, about %.3g Mcycles",
+           "%d blocks for %lld tiles, %lld of them in %d parts, about %.3g Mcycles",
            plan.contained ? "in scaled fp16, " : "", groups, plan.copied ? "x copied, " : "",
            plan.in_phases ? "x in phases, " : "", plan.tile_n, tile,
            plan.in_boxes ? "boxes" : loads[static_cast<int>(plan.loads)], plan.x_stages, plan.x_stage_bytes,
@@ -4279,7 +4183,7 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
            : plan.vector == 4 ? "fours"
                               : "single values",
            plan.blocks, static_cast<long long>(plan.tiles), static_cast<long long>(plan.tiles - plan.whole_tiles),
-           plan.splits, plan.in_clusters ? " of a cluster" : "", plan.cycles * 1e-6);
+           plan.splits, plan.cycles * 1e-6);
 }
 
 #endif  // host
