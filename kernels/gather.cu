@@ -333,12 +333,6 @@ struct Format {
     return (warpgroups + 1) * (warpgroups == 1 ? 128 : 168) - warpgroups * multiply_registers(warpgroups);
   }
 };
-// Whether tiles may be cut up into parts of their reduction: only of so many sums a thread, as kernels of more are
-// slower for having the code (1x1 512 to 2048, 7x7, 256 images, 92.6 / 96.8 us), and 16 bits lack the registers.
-template <typename Format>
-MODELNEW_HOST_DEVICE constexpr bool may_cut_up(int tile_n, int blocks_m) {
-  return sizeof(typename Format::Tensor) == 4 && !Format::AGAIN && tile_n * blocks_m <= 128;
-}
 using Tf32 = Format<float>;
 using Contained = Format<float, Half>;
 using Again = Format<float, float, true>;
@@ -431,6 +425,18 @@ enum class Loads : int {
 // kPhases: by boxes as well, of the phases of x itself.
 // kLanding: of planes by boxes as they are, contained on its way (see Landing).
 enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kPhases, kAny, kLanding };
+
+// Whether tiles may be cut up into parts of their reduction. Of many sums a thread they may not, as kernels are slower
+// for having the code (1x1 512 to 2048, 7x7, contained, 256 images, 92.6 / 96.8 us in a driver, H200, 2026-11-24), but
+// where boxes bring fp32: 2048 to 512, 7x7, channels_last, 256 images, of which 196 larger tiles are all that there is,
+// took 97 us without parts, and 86 with parts that met in memory (bench.py). One kernel of single words and those of 16
+// bits lack the registers.
+template <typename Format>
+MODELNEW_HOST_DEVICE constexpr bool may_cut_up(int tile_n, int blocks_m, Source source) {
+  if (sizeof(typename Format::Tensor) == 2 || Format::AGAIN || (tile_n == 64 && source == Source::kSingle))
+    return false;
+  return tile_n * blocks_m <= 128 || (tile_n == 256 && source == Source::kBoxes && !Format::CONTAINED);
+}
 
 // What tiles, outputs and slots are found by, for each of them anew.
 struct Divisors {
@@ -2542,7 +2548,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     if constexpr (Format::CONTAINED) undo_scales<TILE_N, BLOCKS_M>(params, tile, x_exponent, acc);
     uint8_t* const staging = smem + shared.layout.staging + warpgroup * staging_bytes(plan);
     Share share{0, TILE_N / kStagedChannels};
-    if constexpr (may_cut_up<Format>(TILE_N, BLOCKS_M)) {
+    if constexpr (may_cut_up<Format>(TILE_N, BLOCKS_M, SOURCE)) {
       if (tile.part >= 0) share = meet<TILE_N, BLOCKS_M, WARPGROUPS>(params, shared, smem, tile, warpgroup, acc);
     }
     if (plan.boxes) {
@@ -2560,7 +2566,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     }
   }
   if (plan.boxes && threadIdx.x % 32 == 0) hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
-  if constexpr (may_cut_up<Format>(TILE_N, BLOCKS_M)) {
+  if constexpr (may_cut_up<Format>(TILE_N, BLOCKS_M, SOURCE)) {
     if (plan.splits > 1) hopper::cluster_leave();  // nobody reads this block's sums any more
   }
 }
@@ -3340,7 +3346,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   plan.tiles = static_cast<int64_t>(plan.tiles_m) * plan.tiles_n * of.groups;
   if (plan.tiles > (1 << 30) - 64 * device.sms) return false;  // units are ints
   // As many as all SMs take, again and again; the last ones are cut up.
-  if (splits > 1 && (out_bytes != 4 || !may_cut_up<Tf32>(plan.tile_n, plan.blocks_m))) return false;
+  if (splits > 1 && out_bytes != 4) return false;
   const int at_once = blocks_per_sm(plan.warpgroups) * device.sms;
   plan.whole_tiles = static_cast<int>(splits > 1 ? plan.tiles / at_once * at_once : plan.tiles);
   const int64_t parts = (plan.tiles - plan.whole_tiles) * splits;
@@ -3363,7 +3369,11 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   if (from_phases && (plan.points || !plan.in_boxes)) return false;
   if (!plan.points && of.R == 1 && of.S == 1 && !plan.in_boxes) return false;
   const bool sixteen_bits = out_bytes == 2;
-  if ((shape.sources & (sixteen_bits ? k16Bits : bit(source_of_plan(plan)))) == 0) return false;
+  const Source source = source_of_plan(plan);
+  if ((shape.sources & (sixteen_bits ? k16Bits : bit(source))) == 0) return false;
+  const bool may_be_parts = plan.contained ? may_cut_up<Contained>(plan.tile_n, plan.blocks_m, source)
+                                           : may_cut_up<Tf32>(plan.tile_n, plan.blocks_m, source);
+  if (splits > 1 && !may_be_parts) return false;
   plan.dense_slots = plan.in_boxes && !plan.in_phases && (plan.points || (phases_of(of.phases) > 1 && plan.packed));
   // Many small boxes take longer than the one or four taps for which they are read: 512 to 512, 14x14, stride 2, 32
   // images in a profiler 45 us, of slots that follow one another 34 us (H200, 2026-11-22).
