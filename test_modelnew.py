@@ -5135,7 +5135,7 @@ GATHER_SHIM_CASES = [
 GATHER_WINDOWS, GATHER_SHAPES_16, GATHER_CONTAINED, GATHER_POINTS = range(5), range(2), range(5, 9), range(9, 12)
 GATHER_LANDING = range(12, 14)
 GATHER_SHAPES = [*GATHER_WINDOWS, *GATHER_POINTS]
-GATHER_CUT_UP = (0, 2, 4, 7, 8, 9, 11)  # those whose tiles may be cut up into parts; of the first one by boxes
+GATHER_CUT_UP = (2, 4, 7, 8, 9, 11)  # those whose tiles may all be cut up into parts
 # Cases of every Source but the one of any, in its order: single words, fours of pixels, channels, boxes, boxes of
 # phases of x, which 16 bits have not. The shape of half a stage, in which pieces of channels are apart, takes neither
 # 1x1 nor boxes: it has cases of its own.
@@ -5602,7 +5602,7 @@ def test_gather_shim_splits_the_reduction(gather_shim, shape, value):
     tensors = make_tensors(case, torch.float32, normal)
     if value is not None:
         tensors["x"][2, 97, 5, 4] = value
-    layout = "channels_last" if shape in (0, 2) else "contiguous"  # single words may not be
+    layout = "channels_last" if shape == 2 else "contiguous"  # single words may not be
     with gather_shim.splitting(3, sms=72):
         out = gather_shim.result("fprop", case, tensors, layout, shape, shape)
     assert gather_shim.parts() == 3
@@ -5628,6 +5628,17 @@ def test_gather_shim_exact_in_clusters(gather_shim, shape, splits):
                 assert gather_shim.parts() == splits
                 faults.append(fault)
     assert set(faults) == {""}
+
+
+def test_gather_shim_exact_in_clusters_of_the_last_turn(gather_shim):
+    """Blocks that have a whole tile before their part of another one: the only parts of tiles of 256 channels."""
+    case, shape = Case(4, 120, 8, 9, 136, 1, 1), 0
+    for sms, parts in ((2, 2), (3, 1)):  # three tiles
+        with gather_shim.splitting(parts, sms):
+            faults = [gather_shim.fault("fprop", case, torch.float32, shape, "channels_last", i) for i in range(6)]
+        assert "" in faults
+        assert set(faults) <= {"", None}
+        assert gather_shim.parts() == parts
 
 
 # Rows of sixteens, too long for a tile: a tile is some of their columns, in the last one of a row fewer, and its lines

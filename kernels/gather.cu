@@ -275,6 +275,21 @@
 //     Where x and y are small, or channels many, only (2026-11-24, by turns): 32 images of 512 to 128 28.6 / 28.2, of
 //     256 to 1024, 14x14, 28.3 / 29.3, of 1024 to 256 26.7 / 26.9, but 64 images of the latter 34.8 / 33.6. Code whose
 //     copies have a policy takes 0 to 2 us more with 32 images, also where that is evict_normal.
+//   - What a stage of planes takes with TF32 operands. Alone, from shared memory, with rounding: 512 cycles in tiles of
+//     128 channels x 128 pixels and 1024 of 256 channels, all that the products take; with barriers 630 and 1024
+//     (H100). In the kernel it is more: 1024 to 512, 14x14, 256 images, 128 / 256 channels, us, 229 / 166; without
+//     copies of x 187 / 147, without storing 211 / 144, without both and with an eighth of the weights 163 / 120
+//     (2026-11-24).
+//   - For that: both warpgroups' products in turns, by named barriers, 0 to 1% either way. x by a bulk copy for each
+//     run of pixels of a channel: some 50 ns each, so that 1024 to 256, 14x14, 32 images, takes 80 us instead of 26. x
+//     by boxes of 72 pixels x 32 channels, 8 of them against bank conflicts, and a second box where 64 pixels are those
+//     of two images: 26 / 30, 256 images of 1024 to 512 168 / 196, of 64 to 64, 56x56, 111 / 114. A third of the
+//     instructions a stage for copies by fours, 165 instead of 450: 1.00 in the mean of 30 layers, of the tiles that
+//     are chosen; others took up to 20% less (2026-11-24).
+//   - Weights of 1x1 by boxes of w itself, as above, rounded in shared memory: by the warp that orders them 26 / 43 us,
+//     by two warps that have nothing to gather (channels_last) 22 / 26, since that doubles what goes through shared
+//     memory. Once for all tiles, where weights are resident: 0 to 2 us less (2026-11-24, channels_last, 32 images, 64
+//     to 256, 56x56, 41.0 / 39.1, to 64 20.0 / 19.4; of planes it failed for a reason that was not found).
 //   - Before a call is timed the L2 cache is full of what has been written, as in bench.py, and as a call leaves it: to
 //     read 26, 51 and 103 MB then takes 14.3, 22.3 and 36.6 us, 11.5, 16.7 and 28.5 where it is full of what has only
 //     been read.
@@ -3374,6 +3389,10 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   const bool may_be_parts = plan.contained ? may_cut_up<Contained>(plan.tile_n, plan.blocks_m, source)
                                            : may_cut_up<Tf32>(plan.tile_n, plan.blocks_m, source);
   if (splits > 1 && !may_be_parts) return false;
+  // Of larger tiles those of the last turn only: if all are parts, smaller ones are faster. (1x1 1024 to 512, 14x14, 8
+  // images, us, 256 channels in 4 parts / 128 in 2, 23.3 / 20.0; 1024 to 256, 32 images, 256 in 2 / 128, whole, 26.5 /
+  // 25.7; fours of pixels, in a driver, revisions in the making, H200, 2026-11-24.)
+  if (splits > 1 && plan.tile_n == 256 && plan.whole_tiles == 0) return false;
   plan.dense_slots = plan.in_boxes && !plan.in_phases && (plan.points || (phases_of(of.phases) > 1 && plan.packed));
   // Many small boxes take longer than the one or four taps for which they are read: 512 to 512, 14x14, stride 2, 32
   // images in a profiler 45 us, of slots that follow one another 34 us (H200, 2026-11-22).
