@@ -3274,7 +3274,6 @@ struct Cut {
   int tile_p, tile_q;  // of kLines: lines, columns
 };
 
-// Of the sums of one part of a tile.
 // Of y of [channel][pixel] that is stored by boxes of 16 pixels: then these are of two images at most. Planes of no
 // whole sectors, of 32 bytes, are stored more slowly like that (256 to 1024, 14x14, 256 images, 160 us instead of 129),
 // and so is what two blocks an SM store (256 to 128, 56x56, 319 us instead of 306). Of tiles of lines boxes are parts
@@ -3465,6 +3464,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
     for (int w_stages = kMaxStages; w_stages >= least && !fits; --w_stages) fits = fits_with(x_stages, w_stages);
   }
   if (!fits) return false;
+
   const double tile_bytes = static_cast<double>(pixels) * plan.tile_n * out_bytes;
   // Clusters have a tile each, all at once, and room for its sums where rings were.
   if (splits > 1) {
@@ -3472,6 +3472,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
     const SharedLayout layout = shared_layout(plan);
     if (!all_at_once || plan.blocks % splits != 0 || tile_bytes > layout.end - layout.x_ring) return false;
   }
+
   const double rate = plan.in_boxes                  ? kBoxRate
                       : plan.loads == Loads::kSingle ? plan.planes ? kWordsRate : kSingleRate
                       : plan.loads == Loads::kPixels ? kPixelsRate
