@@ -2346,7 +2346,7 @@ template <typename... Params>
 cudaError_t launch_early_in_clusters(void (*kernel)(Params...), unsigned blocks, unsigned of_cluster, int threads,
                                      size_t smem_bytes, cudaStream_t stream,
                                      const std::remove_const_t<Params>&... params) {
-  if (blocks % of_cluster != 0) return static_cast<cudaError_t>(9);
+  if (blocks % of_cluster != 0) return cudaErrorInvalidConfiguration;
   simt::allows_next = false;
   simt::of_cluster = of_cluster;
   simt::launch(kernel, blocks, threads, smem_bytes, stream)(params...);
@@ -4001,14 +4001,12 @@ static std::string fault_of_landing(const Correlation& of, const Plan& plan, uin
 // Of the workspace with parts of at least so many bytes: what is wrong, or nothing.
 static std::string fault_of_layout(const WorkspaceLayout& layout, const Plan& plan, int64_t rows, int64_t packed_bytes,
                                    int64_t packed_again_bytes, int64_t copied_bytes) {
-  if ((layout.samples | layout.list | layout.w_factors | layout.packed | layout.packed_again | layout.copied) %
-      16)
+  if ((layout.samples | layout.list | layout.w_factors | layout.packed | layout.packed_again | layout.copied) % 16)
     return "parts of the workspace that are not aligned";
   if (layout.packed_again - layout.packed < packed_bytes) return "room for weights";
   if (layout.end - layout.copied < copied_bytes) return "room for the copy of x";
-  const int64_t more = 9 * 128 + sizeof(Control) + 4 * kSampleBlocks + kMostListed * sizeof(Listed) + 4 * rows;
-  if (layout.end > packed_bytes + packed_again_bytes + copied_bytes + more)
-    return "room for what no kernel uses";
+  const int64_t more = 7 * 128 + sizeof(Control) + 4 * kSampleBlocks + kMostListed * sizeof(Listed) + 4 * rows;
+  if (layout.end > packed_bytes + packed_again_bytes + copied_bytes + more) return "room for what no kernel uses";
   if (!plan.contained) return "";
   if (layout.samples < static_cast<int64_t>(sizeof(Control))) return "room for what kernels tell each other";
   if (layout.list - layout.samples < 4 * kSampleBlocks) return "room for samples";
@@ -4757,8 +4755,8 @@ using namespace modelnew::gather;
 extern "C" {
 int done_again = 0;     // of the latest run: values of x that did not fit, or -1: everything
 int forced_splits = 0;  // parts of the reduction, or 0: any
-int sms = 3;
-int latest_parts = 1;  // of a tile of the latest run, which are a cluster
+int sms = 3;            // of the GPU that is planned for
+int latest_parts = 1;   // of a tile of the latest run, which are a cluster
 int most_listed = kMostListed;
 int latest_source = -1;  // how x came in the latest run
 int latest_boxes = 0;    // whether y of tiles of lines was stored by boxes in it
@@ -8226,7 +8224,7 @@ RTC_HEADERS = {
         template <class... T> cudaError_t make_box_map(T&&...) { return cudaSuccess; }
         template <class Kernel, class... Params>
         cudaError_t launch_early(Kernel*, unsigned, int, size_t, cudaStream_t, const Params&...) { return cudaSuccess; }
-        template <typename Kernel, typename... Params>
+        template <class Kernel, class... Params>
         cudaError_t launch_early_in_clusters(Kernel*, unsigned, unsigned, int, size_t, cudaStream_t, const Params&...) {
           return cudaSuccess;
         }

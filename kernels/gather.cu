@@ -276,14 +276,15 @@
 //     256 to 1024, 14x14, 28.3 / 29.3, of 1024 to 256 26.7 / 26.9, but 64 images of the latter 34.8 / 33.6. Code whose
 //     copies have a policy takes 0 to 2 us more with 32 images, also where that is evict_normal.
 //   - What a stage of planes takes with TF32 operands. Alone, from shared memory, with rounding: 512 cycles in tiles of
-//     128 channels x 128 pixels and 1024 of 256 channels, all that the products take; with barriers 630 and 1024
-//     (H100). In the kernel it is more: 1024 to 512, 14x14, 256 images, 128 / 256 channels, us, 229 / 166; without
-//     copies of x 187 / 147, without storing 211 / 144, without both and with an eighth of the weights 163 / 120
-//     (2026-11-24).
-//   - For that: both warpgroups' products in turns, by named barriers, 0 to 1% either way. x by a bulk copy for each
-//     run of pixels of a channel: some 50 ns each, so that 1024 to 256, 14x14, 32 images, takes 80 us instead of 26. x
-//     by boxes of 72 pixels x 32 channels, 8 of them against bank conflicts, and a second box where 64 pixels are those
-//     of two images: 26 / 30, 256 images of 1024 to 512 168 / 196, of 64 to 64, 56x56, 111 / 114. A third of the
+//     128 channels x 128 pixels and 1024 of 256 channels, all that the products take (on an H100 588 and, with
+//     barriers, 630; 1024 both). In the kernel it is more: 1024 to 512, 14x14, 256 images, 128 / 256 channels, us, 229
+//     / 166; without copies of x 187 / 147, without storing 211 / 144, without both and with an eighth of the weights
+//     163 / 120 (2026-11-24).
+//   - For that: both warpgroups' products in turns, by named barriers, from 2% less to 5% more (256 images of 1x1 128
+//     to 512, 28x28, 153.7 / 151.5; of 3x3 512 to 512, 7x7, contained, 110.0 / 113.5). x by a bulk copy for each run of
+//     pixels of a channel: some 50 ns each, so that 1024 to 256, 14x14, 32 images, takes 80 us instead of 26. x by
+//     boxes of 72 pixels x 32 channels, 8 of them against bank conflicts, and a second box where 64 pixels are those of
+//     two images: 25.7 / 29.8, 256 images of 1024 to 512 168 / 196, of 64 to 64, 56x56, 110.9 / 114.5. A third of the
 //     instructions a stage for copies by fours, 165 instead of 450: 1.00 in the mean of 30 layers, of the tiles that
 //     are chosen; others took up to 20% less (2026-11-24).
 //   - Weights of 1x1 by boxes of w itself, as above, rounded in shared memory: by the warp that orders them 26 / 43 us,
@@ -444,8 +445,8 @@ enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kPhases, kAny, kL
 // Whether tiles may be cut up into parts of their reduction. Of many sums a thread they may not, as kernels are slower
 // for having the code (1x1 512 to 2048, 7x7, contained, 256 images, 92.6 / 96.8 us in a driver, H200, 2026-11-24), but
 // where boxes bring fp32: 2048 to 512, 7x7, channels_last, 256 images, of which 196 larger tiles are all that there is,
-// took 97 us without parts, and 86 with parts that met in memory (bench.py). One kernel of single words and those of 16
-// bits lack the registers.
+// took 97 us without parts (cb593d5), and 86 with parts that met in memory (beed5f8, bench.py); by clusters it has not
+// been measured yet. One kernel of single words and those of 16 bits lack the registers.
 template <typename Format>
 MODELNEW_HOST_DEVICE constexpr bool may_cut_up(int tile_n, int blocks_m, Source source) {
   if (sizeof(typename Format::Tensor) == 2 || Format::AGAIN || (tile_n == 64 && source == Source::kSingle))
