@@ -371,7 +371,8 @@ constexpr int kPhasesBlock = 32;                 // of one of phases of x itself
 // Of what is contained on its way: slots of a wgmma, columns of a tile, taps of a row of the filter, channels that a
 // warp stages; stages, of landed boxes and of windows, and of weights at most.
 constexpr int kLandingSlots = 240, kLandingColumns = 32, kLandingTaps = 3, kLandingStagedChannels = 16;
-constexpr int kLandingStages = 3, kMostLandingWeights = 16;
+constexpr int kLandingPitch = kLandingColumns + kLandingTaps - 1;  // slots of a row; even: pairs of pixels are of one
+constexpr int kLandingStages = 3, kMostLandingWeights = 4;
 // A landed plane: columns and rows of a box, where warpgroups share the pixels and where they do not, known to the
 // compiler so that its channels are found without an instruction each; and pixels that a lane contains.
 constexpr int kLandedColumns = 40;
@@ -481,11 +482,10 @@ struct Landing {
   bool shares;
   int rows;                       // of y, of a warpgroup
   int tiles_p, span;              // tiles of a column of an image, and rows of y of each
-  int pitch, window_rows, slots;  // slots of a row; rows; slots of a piece
+  int window_rows, slots;         // rows; slots of a piece
   int lead;                       // columns of a box in front of the window
   int steps;                      // of 16 channels
   int stages, stage_bytes;        // of landed boxes
-  int columns;                    // of a tile
   Divisor by_tiles_p;
 };
 
@@ -2616,20 +2616,17 @@ __device__ __forceinline__ bool wait_for_scales(const Params& params, int* x_exp
   return control->all_again == 0;
 }
 
-// One thread orders boxes of x, and weights of a row of taps of a step at a time.
+// One thread orders boxes of x, another one the weights of a step at a time.
 __device__ __forceinline__ void order_landing(const Params& params, const LandingShared& shared) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
   const Correlation& of = params.of;
-  const int tap_bytes = kStepPieces * plan.tile_n * 16, packed_tap_bytes = plan.pieces * plan.tile_n * 16;
-  RingPosition landed, w;
+  RingPosition landed;
   bool waits = true;
   hopper::prefetch_map(params.in_map);
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const LandingTile tile = locate_landing(plan, unit);
     const int column = tile.q - of.pad_w - landing.lead, row = tile.p - of.pad_h;
-    const uint8_t* const packed = static_cast<const uint8_t*>(params.packed_ptr) +
-                                  static_cast<int64_t>(tile.n_block) * plan.iterations * packed_tap_bytes;
     for (int step = 0; step < landing.steps; ++step) {
       for (int half = 0; half < 2; ++half) {
         const uint32_t full = shared.landed_full(landed.slot());
@@ -2646,19 +2643,24 @@ __device__ __forceinline__ void order_landing(const Params& params, const Landin
         return;
       }
       waits = false;
-      const int in_block = step % (kContainedBlock / 16);
-      const uint8_t* from = packed +
-                            static_cast<int64_t>(step / (kContainedBlock / 16)) * of.R * of.S * packed_tap_bytes +
-                            in_block * tap_bytes;
-      for (int r = 0; r < of.R; ++r) {
-        const uint32_t full = shared.w_full(w.slot());
-        hopper::barrier_wait_idly(shared.w_empty(w.slot()), w.parity() ^ 1);
-        hopper::barrier_arrive_expecting(full, plan.w_stage_bytes);
-        for (int s = 0; s < of.S; ++s, from += packed_tap_bytes)
-          hopper::bulk_load(shared.base + shared.layout.w_ring + w.slot() * plan.w_stage_bytes + s * tap_bytes, from,
-                            tap_bytes, full);
-        w.next(plan.w_stages);
-      }
+    }
+  }
+}
+
+__device__ __forceinline__ void copy_landing_weights(const Params& params, const LandingShared& shared) {
+  const Plan& plan = params.plan;
+  const int64_t tile_bytes = int64_t{plan.landing.steps} * plan.w_stage_bytes;
+  if (!wait_for_scales(params)) return;
+  RingPosition w;
+  for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
+    const uint8_t* from = static_cast<const uint8_t*>(params.packed_ptr) + locate_landing(plan, unit).n_block * tile_bytes;
+    for (int step = 0; step < plan.landing.steps; ++step, from += plan.w_stage_bytes) {
+      const uint32_t full = shared.w_full(w.slot());
+      hopper::barrier_wait_idly(shared.w_empty(w.slot()), w.parity() ^ 1);
+      hopper::barrier_arrive_expecting(full, plan.w_stage_bytes);
+      hopper::bulk_load(shared.base + shared.layout.w_ring + w.slot() * plan.w_stage_bytes, from, plan.w_stage_bytes,
+                        full);
+      w.next(plan.w_stages);
     }
   }
 }
@@ -2708,19 +2710,19 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
   constexpr int kPixels = landed_pixels(SHARES), kPlane = kLandedColumns * landed_rows(SHARES);
   LandedPixel pixels[kPixels];
   {
-    const int rest = max(landing.pitch - 32, 0), rests = landing.window_rows * rest;
+    constexpr int kRest = kLandingPitch - 32;
 #pragma unroll
     for (int i = 0; i < kPixels; ++i) {
       int row = warp + i * kGatherWarps, column = lane;
-      bool exists = row < landing.window_rows && column < landing.pitch;
-      if (row >= landing.window_rows && rest > 0) {
+      bool exists = row < landing.window_rows;
+      if (!exists) {
         const int number = (row - landing.window_rows) * 32 + lane;
-        exists = number < rests;
-        row = number / rest;
-        column = 32 + number - row * rest;
+        row = number / kRest;
+        column = 32 + number % kRest;
+        exists = row < landing.window_rows;
       }
       pixels[i].from = (exists ? row * kLandedColumns + column : 0) + landing.lead;
-      pixels[i].to = exists ? (row * landing.pitch + column) * 16 : -1;
+      pixels[i].to = exists ? (row * kLandingPitch + column) * 16 : -1;
     }
   }
   int x_exponent;
@@ -2768,27 +2770,34 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
 
 // Stages 16 channels of all rows of the warpgroup, as a box wants them: piece number i of 16 bytes of a row lies at
 // place i ^ row % 8. A warp writes 8 channels at a time, as many rows of the box apart as the warpgroup has of y:
-// seven, as a rule, so that each starts at another place.
+// seven, as a rule, so that each starts at another place. Where a pair of slots lies is known to the compiler but for
+// the lane's part of it: one after another in a row, found by additions, took 3900 cycles a tile instead of TODO.
 __device__ __forceinline__ void stage_landed(const Params& params, const float (&acc)[kLandingSlots / 2],
                                              const float (&factor)[2], const float (&bias)[2], uint8_t* staging) {
-  const Landing& landing = params.plan.landing;
-  const int lane = threadIdx.x % 32, first_row = lane / 4 * landing.rows;
-  const int eight = 8 * landing.rows * hopper::kBoxRowBytes;  // channels
-  int row = 0, column = lane % 4 * 2;
+  const int rows = params.plan.landing.rows, lane = threadIdx.x % 32, pair = lane % 4, first_row = lane / 4 * rows;
+  const int eight = 8 * rows * hopper::kBoxRowBytes;  // channels
 #pragma unroll
   for (int j = 0; j < kLandingSlots / 8; ++j) {
-    if (row < landing.rows && column < kLandingColumns) {
+    // Four pairs, a lane each, the first of them in this row and column, all of which the compiler knows.
+    const int first_of_row = 8 * j / kLandingPitch, first = 8 * j % kLandingPitch, odd = first % 4 / 2;
+    int row = first_of_row, piece = first / 4 + (pair + odd) / 2, in_piece = (pair + odd) % 2 * 8;
+    bool exists = true;
+    if (first + 6 >= kLandingColumns) {  // or in the next one
+      const int column = first + 2 * pair, in_next = column - kLandingPitch;
+      exists = column < kLandingColumns || in_next >= 0;
+      if (in_next >= 0) {
+        row = first_of_row + 1;
+        piece = in_next / 4;
+        in_piece = in_next % 4 * 4;
+      }
+    }
+    if (exists && row < rows) {
       const int box_row = first_row + row;
-      uint8_t* const to = staging + box_row * hopper::kBoxRowBytes + (column / 4 ^ box_row % 8) * 16 + column % 4 * 4;
+      uint8_t* const to = staging + box_row * hopper::kBoxRowBytes + ((piece ^ box_row % 8) * 16 + in_piece);
       *reinterpret_cast<float2*>(to) =
           make_float2(acc[4 * j] * factor[0] + bias[0], acc[4 * j + 1] * factor[0] + bias[0]);
       *reinterpret_cast<float2*>(to + eight) =
           make_float2(acc[4 * j + 2] * factor[1] + bias[1], acc[4 * j + 3] * factor[1] + bias[1]);
-    }
-    column += 8;
-    if (column >= landing.pitch) {
-      column -= landing.pitch;
-      ++row;
     }
   }
 }
@@ -2801,7 +2810,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
   const int lane = threadIdx.x % 32;
   const int warpgroup = hopper::uniform(threadIdx.x / 128), warp = hopper::uniform(threadIdx.x % 128 / 32);
   constexpr int kTileN = SHARES ? 128 : 64;
-  const int own_slot = SHARES ? 0 : warpgroup * landing.rows * landing.pitch;
+  const int own_slot = SHARES ? 0 : warpgroup * landing.rows * kLandingPitch;
   const int own_row = SHARES ? 0 : warpgroup * landing.rows, own_channel = (SHARES ? warpgroup * 64 : 0) + 16 * warp;
   uint8_t* const staging =
       smem + shared.layout.staging + warp * kLandingStagedChannels * landing.rows * hopper::kBoxRowBytes;
@@ -2823,45 +2832,46 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const LandingTile tile = locate_landing(plan, unit);
     const int channel = tile.n_block * kTileN + own_channel;
-    int keep = 0, x_before = -1, w_before = -1;
+    int x_before = -1, w_before = -1;
+    const auto give_back = [&] {
+      if (lane != 0) return;
+      hopper::barrier_arrive(shared.w_empty(w_before));
+      hopper::barrier_arrive(shared.x_empty(x_before));
+    };
     for (int step = 0; step < landing.steps; ++step) {
       hopper::barrier_wait(shared.x_full(x.slot()), x.parity());
+      hopper::barrier_wait(shared.w_full(w.slot()), w.parity());
       uint32_t from =
           hopper::descriptor(shared.base + shared.layout.x_ring + x.slot() * plan.x_stage_bytes, landing.slots * 16) +
           own_slot;
-#pragma unroll 1
-      for (int r = 0; r < of.R; ++r, from += landing.pitch) {
-        hopper::barrier_wait(shared.w_full(w.slot()), w.parity());
-        const uint32_t weights =
-            hopper::descriptor(shared.base + shared.layout.w_ring + w.slot() * plan.w_stage_bytes, kTileN * 16) +
-            (SHARES ? warpgroup * 64 : 0);
+      uint32_t weights =
+          hopper::descriptor(shared.base + shared.layout.w_ring + w.slot() * plan.w_stage_bytes, kTileN * 16) +
+          (SHARES ? warpgroup * 64 : 0);
+      const auto multiply_row = [&](bool keep) {
         hopper::wgmma_fence();
 #pragma unroll
-        for (int s = 0; s < kLandingTaps; ++s) {
-          hopper::Wgmma<Half, SLOTS>::multiply(acc, weights + s * kStepPieces * kTileN, from + s, keep);
-          keep = 1;
-        }
+        for (int s = 0; s < kLandingTaps; ++s)
+          hopper::Wgmma<Half, SLOTS>::multiply(acc, weights + s * kStepPieces * kTileN, from + s, keep || s != 0);
         hopper::wgmma_commit();
-        hopper::wgmma_wait<1>();
-        // The row of taps before this one has been multiplied; by now what was stored may have been read as well.
-        if (lane == 0) {
-          if (w_before >= 0) hopper::barrier_arrive(shared.w_empty(w_before));
-          if (r == 0 && x_before >= 0) hopper::barrier_arrive(shared.x_empty(x_before));
-        }
-        if (stores) give_staging();
-        stores = false;
-        w_before = w.slot();
-        w.next(plan.w_stages);
-      }
+        from += kLandingPitch;
+        weights += kLandingTaps * kStepPieces * kTileN;
+      };
+      multiply_row(step != 0);
+      hopper::wgmma_wait<1>();
+      // The step before this one has been multiplied; by now what was stored may have been read as well.
+      if (step != 0) give_back();
+      if (stores) give_staging();
+      stores = false;
+#pragma unroll 1
+      for (int r = 1; r < of.R; ++r) multiply_row(true);
       x_before = x.slot();
+      w_before = w.slot();
       x.next(plan.x_stages);
+      w.next(plan.w_stages);
     }
     hopper::wgmma_wait<0>();
     hopper::wgmma_settle(acc);
-    if (lane == 0) {
-      hopper::barrier_arrive(shared.w_empty(w_before));
-      hopper::barrier_arrive(shared.x_empty(x_before));
-    }
+    give_back();
     float factor[2], bias[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -2907,13 +2917,15 @@ __global__ void __launch_bounds__(kThreads, 1) landing_kernel(const __grid_const
     hopper::fence_async();
   }
   __syncthreads();  // barriers are ready
-  const int warp = hopper::uniform(threadIdx.x / 32);
-  if (warp < 8)
+  const int warp = hopper::uniform(threadIdx.x / 32) - 8, lane = threadIdx.x % 32;
+  if (warp < 0)
     multiply_landed<SHARES, kLandingSlots>(params, shared, modelnew_gather_landing_smem);
-  else if (warp < 8 + kGatherWarps)
-    contain_landed<SHARES>(params, shared, modelnew_gather_landing_smem, warp - 8);
-  else if (threadIdx.x % 32 == 0)
+  else if (warp < kGatherWarps)
+    contain_landed<SHARES>(params, shared, modelnew_gather_landing_smem, warp);
+  else if (lane == 0)
     order_landing(params, shared);
+  else if (lane == 1)
+    copy_landing_weights(params, shared);
 #endif
 }
 
@@ -3169,8 +3181,8 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByPixels | kByChannels |
                                      {64, 2, 8, 1150, kByPixels | kByBoxes, false, 1},
                                      {128, 2, 8, 1632, kByPixels, false, 1},
                                      {128, 1, 8, 854, kByPixels | kByBoxes, false, 1},
-                                     {64, 0, 8, 0, kByLanding, true, 2, true},
-                                     {128, 0, 8, 0, kByLanding, true, 2, true}};
+                                     {64, 0, 2, 0, kByLanding, true, 2, true},
+                                     {128, 0, 2, 0, kByLanding, true, 2, true}};
 // Of what is done again.
 constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
 
@@ -3529,39 +3541,37 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   if (!in_fours(of.in_stride, of.N, of.in_channels, of.H) || !in_fours(of.out_stride, of.N, of.out_channels, of.P) ||
       address.in % 16 != 0 || address.out % 16 != 0 || of.W % 4 != 0 || of.Q % 4 != 0 || of.Q < kLeastLandingColumns)
     return false;
-  landing.columns = std::min(of.Q, kLandingColumns);
-  landing.pitch = landing.columns + kLandingTaps - 1;  // even
   const int warpgroup_tiles = landing.shares ? 1 : 2;
   const int window_rows = (landed_rows(landing.shares) - of.R + 1) / warpgroup_tiles;
-  const int most_rows = std::min({(kLandingSlots - landing.columns) / landing.pitch + 1, window_rows, of.P});
+  const int most_rows = std::min({(kLandingSlots - kLandingColumns) / kLandingPitch + 1, window_rows, of.P});
   if (most_rows < 1) return false;
   landing.tiles_p = static_cast<int>(ceil_div(of.P, most_rows * warpgroup_tiles));
   landing.rows = static_cast<int>(ceil_div(of.P, int64_t{landing.tiles_p} * warpgroup_tiles));
   landing.span = landing.rows * warpgroup_tiles;
   landing.tiles_p = static_cast<int>(ceil_div(of.P, landing.span));
   landing.window_rows = landing.span + of.R - 1;
-  const int last = (landing.span - landing.rows + of.R - 1) * landing.pitch + kLandingTaps - 1 + kLandingSlots;
-  landing.slots = (std::max(landing.window_rows * landing.pitch, last) + 7) / 8 * 8;
+  const int last = (landing.span - landing.rows + of.R - 1) * kLandingPitch + kLandingTaps - 1 + kLandingSlots;
+  landing.slots = (std::max(landing.window_rows * kLandingPitch, last) + 7) / 8 * 8;
   landing.lead = -of.pad_w & 3;
   landing.stage_bytes = 8 * kLandedColumns * landed_rows(landing.shares) * static_cast<int>(sizeof(float));
   landing.steps = static_cast<int>(ceil_div(of.in_channels, 16));
   plan.tile_p = landing.span;
-  plan.tile_q = landing.columns;
+  plan.tile_q = kLandingColumns;
   plan.tiles_q = static_cast<int>(ceil_div(of.Q, kLandingColumns));
   plan.tiles_n = static_cast<int>(ceil_div(of.out_channels, plan.tile_n));
   const int64_t tiles = of.N * landing.tiles_p * plan.tiles_q * plan.tiles_n;
   if (tiles > (1 << 30) - 64 * device.sms) return false;  // units are ints
   plan.tiles_m = static_cast<int>(tiles / plan.tiles_n);
   plan.tiles = plan.whole_tiles = plan.units = static_cast<int>(tiles);
-  plan.blocks_c = static_cast<int>(ceil_div(of.in_channels, kContainedBlock));
+  plan.blocks_c = landing.steps;
   plan.iterations = plan.blocks_c * of.R * of.S;
   if (packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces >= (1 << 30)) return false;
   plan.blocks = std::min(plan.units, device.sms);
   plan.x_stage_bytes = landing.slots * kStepPieces * 16;
-  plan.w_stage_bytes = kLandingTaps * kStepPieces * plan.tile_n * 16;
+  plan.w_stage_bytes = of.R * kLandingTaps * kStepPieces * plan.tile_n * 16;
   landing.stages = plan.x_stages = kLandingStages;
   for (plan.w_stages = kMostLandingWeights;; --plan.w_stages) {
-    if (plan.w_stages < 2 * of.R) return false;
+    if (plan.w_stages < 2) return false;
     plan.smem_bytes = landing_layout(plan).end;
     if (plan.smem_bytes <= kSharedBytes) break;
   }
@@ -3890,8 +3900,8 @@ inline cudaError_t run_landing(Params& params, cudaStream_t stream) {
   const auto kernel = params.plan.landing.shares ? landing_kernel<true> : landing_kernel<false>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
-  return hopper::launch_early(kernel, static_cast<unsigned>(params.plan.blocks), kThreads, params.plan.smem_bytes,
-                              stream, params);
+  return hopper::launch_early(kernel, static_cast<unsigned>(params.plan.blocks), kThreads,
+                              params.plan.smem_bytes, stream, params);
 }
 
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
