@@ -3938,13 +3938,13 @@ static std::string fault_of_landing(const Correlation& of, const Plan& plan, uin
   if (layout.x_ring - layout.landed != landing.stages * landing.stage_bytes) return "the ring of landed boxes";
   if (layout.x_ring % 16 || plan.x_stage_bytes != 2 * 16 * landing.slots) return "windows";
   if (layout.w_ring - layout.x_ring != plan.x_stages * plan.x_stage_bytes) return "the ring of windows";
-  if (layout.w_ring % 16 || plan.w_stage_bytes != 3 * 2 * 16 * plan.tile_n) return "weights of a row of taps";
+  if (layout.w_ring % 16 || plan.w_stage_bytes != of.R * 3 * 2 * 16 * plan.tile_n) return "weights of a step";
   if (layout.end - layout.w_ring != plan.w_stages * plan.w_stage_bytes) return "the ring of weights";
   if (landing.stages < 2 || landing.stages > 4 || plan.x_stages < 2 || plan.x_stages > 4) return "stages";
-  if (plan.w_stages < of.R || plan.w_stages > 16) return "stages of weights";
+  if (plan.w_stages < 2 || plan.w_stages > 4) return "stages of weights";
   if (landing.steps * 16 < of.in_channels || (landing.steps - 1) * 16 >= of.in_channels) return "steps";
-  if (plan.iterations != ceil_div(of.in_channels, 64) * of.R * of.S) return "stages of weights in all";
-  if (plan.tiles_n != ceil_div(of.out_channels, plan.tile_n) || plan.pieces != 8) return "packed weights";
+  if (plan.iterations != ceil_div(of.in_channels, 16) * of.R * of.S) return "stages of weights in all";
+  if (plan.tiles_n != ceil_div(of.out_channels, plan.tile_n) || plan.pieces != 2) return "packed weights";
   if (plan.units != plan.tiles || plan.blocks != std::min(132, plan.units)) return "units of work";
   const auto in_fours = [](const int64_t (&stride)[4], int64_t images, int channels, int rows) {
     return stride[3] == 1 && (rows == 1 || stride[2] % 4 == 0) && (channels == 1 || stride[1] % 4 == 0) &&
@@ -3956,9 +3956,9 @@ static std::string fault_of_landing(const Correlation& of, const Plan& plan, uin
     return "boxes of y that are not aligned";
   if (of.N * of.H * of.W * ceil_div(of.in_channels, 8) * 8 >= int64_t{1} << 31) return "places that are no ints";
   if (warpgroups * landing.rows != landing.span) return "rows of a tile";
-  const int last = (landing.span - landing.rows + of.R - 1) * landing.pitch + 2 + 240;
+  const int last = (landing.span - landing.rows + of.R - 1) * kLandingPitch + 2 + 240;
   if (last > landing.slots) return "slots behind the window";
-  if (landing.pitch % 2) return "pairs of pixels of two rows";
+  static_assert(kLandingPitch == 34, "pairs of pixels of one row");
   std::vector<int> owned(of.N * of.P * of.Q * plan.tiles_n), listed(of.N * of.H * of.W), read(of.N * of.H * of.W);
   for (int unit = 0; unit < plan.units; ++unit) {
     const LandingTile tile = locate_landing(plan, unit);
@@ -3970,13 +3970,13 @@ static std::string fault_of_landing(const Correlation& of, const Plan& plan, uin
       for (int column = 0; column < 32; ++column) {
         const int p = tile.p + row, q = tile.q + column;
         if (p >= of.P || q >= of.Q) continue;
-        const int own_row = row % landing.rows, m = own_row * landing.pitch + column;
-        if (m >= 240 || column >= landing.pitch) return "an output that is no row of the product";
+        const int own_row = row % landing.rows, m = own_row * kLandingPitch + column;
+        if (m >= 240 || column >= kLandingPitch) return "an output that is no row of the product";
         ++owned[((int64_t{tile.n} * of.P + p) * of.Q + q) * plan.tiles_n + tile.n_block];
         for (int r = 0; r < of.R; ++r)
           for (int s = 0; s < of.S; ++s) {
-            const int slot = (row - own_row + r) * landing.pitch + m + s;
-            const int window_row = slot / landing.pitch, window_column = slot % landing.pitch;
+            const int slot = (row - own_row + r) * kLandingPitch + m + s;
+            const int window_row = slot / kLandingPitch, window_column = slot % kLandingPitch;
             if (window_row >= landing.window_rows || window_row >= landed_rows) return "a row outside the window";
             if (window_column + landing.lead >= 40) return "a column outside the window";
             const int h = tile.p - of.pad_h + window_row, w = tile.q - of.pad_w + window_column;
@@ -3985,7 +3985,7 @@ static std::string fault_of_landing(const Correlation& of, const Plan& plan, uin
           }
       }
     for (int row = 0; row < landing.window_rows; ++row)
-      for (int column = 0; column < landing.pitch; ++column) {
+      for (int column = 0; column < kLandingPitch; ++column) {
         const int h = tile.p - of.pad_h + row, w = tile.q - of.pad_w + column;
         if (h < 0 || h >= of.H || w < 0 || w >= of.W) continue;
         listed[place(h, w)] += lists(of, plan, tile, row, column);
@@ -4355,8 +4355,8 @@ GATHER_PLAN_MUTATIONS = {
         "(landed_rows(landing.shares) - (MUTATED ? 1 : of.R) + 1)",
     ),
     "windows without what a wgmma reads behind their end": (
-        "landing.slots = (std::max(landing.window_rows * landing.pitch, last) + 7)",
-        "landing.slots = (std::max(landing.window_rows * landing.pitch, MUTATED ? 0 : last) + 7)",
+        "landing.slots = (std::max(landing.window_rows * kLandingPitch, last) + 7)",
+        "landing.slots = (std::max(landing.window_rows * kLandingPitch, MUTATED ? 0 : last) + 7)",
     ),
     "boxes of y from anywhere": (
         "address.in % 16 != 0 || address.out % 16 != 0 ||",

@@ -141,13 +141,22 @@
 //   128 to 128, 256x256       695  /  605 / 1404
 //   256 to 128, 256x256      1252  / 1077 / 2474
 //
-// What bounds that (in drivers, the same day, 64 to 64 and 128 to 64 of 16 images): 764 and 1315 us; with boxes of x
-// that touch two lines of a row instead of three (and read the wrong columns) 733 and 1254, without containing 795 and
-// 1185, without storing 542 and 1082. Tried: tiles of 168 slots, for the sake of seven converting warps, 706 and 1242
-// where these tiles took 724 and 1255 (of a prototype; with 128 output channels 595 and 581, 128 to 128); the next
-// pixel's words loaded before one is converted, 802 and 1414 where it took 731 and 1314; staging of 8 channels for
-// each warpgroup instead of 16 for both in turns 789 and 1320, other numbers of stages 767 and 1323, where it took 765
-// and 1309.
+// Of 16 images since (H200, 2026-11-24, us, in a driver, as it was / so): 64 to 64 758 / 699, 128 to 64 1303 / 1203, 64
+// to 128, 256x256, 374 / 320, 128 to 128 584 / 529, 256 to 128 1044 / 959, 128x128, 256 to 256 549 / 496, 512 to 256 1034
+// / 936; one image of 64 to 64, 512x512, 73 / 61; 32 and 256 images of 128 to 128, 28x28, by a copy 32 and 145, so 29
+// and 131. By clocks in the kernel, who waits for what: a tile's sums were staged by 970 instructions of one warp a
+// scheduler, with nothing beside (so 340); weights came by 9 bulk copies of 2 KB a step, each of which keeps the copy
+// engine busy for some 90 cycles (so one); who orders boxes of x waited for room for weights (so another thread does
+// that); three warps contained for nearly all of the time (so six). With all that, 64 to 64 of 16 images takes 20% less
+// cycles, but 8% less time: the GPU then lowers its clock, from 1.75 to 1.55 or 1.6 GHz, for its power.
+//
+// The copy engine takes 9 cycles for each row of 40 columns of a box, which touches three lines, and one thing after
+// another: more boxes ordered ahead keep weights and y waiting (four landed boxes instead of three, two teams of three
+// warps, one of them for each half of a step: 64 to 64 836, 256 to 256 506; two landed boxes 728 and 517). Copies of x
+// by 16 bytes instead of boxes, ordered by one warp: 762 and 558. An earlier revision (2026-11-23, 764 us for 64 to 64):
+// tiles of 168 slots, for the sake of seven converting warps, 706 and, 128 to 64, 1242 where these tiles took 724 and
+// 1255 (of a prototype); the next pixel's words loaded before one is converted, 802 and 1414 where it took 731 and 1314;
+// staging of 8 channels for each warpgroup instead of 16 for both in turns 789 and 1320 where it took 765 and 1309.
 //
 // Groups of multiples of 64 channels are contained likewise, and several smaller ones as one of 64 channels, with zeros
 // for the weights between them (merged). A copy of x holds nothing but finite values, whose products with zeros are
@@ -373,11 +382,15 @@ constexpr int kPhasesBlock = 32;                 // of one of phases of x itself
 constexpr int kLandingSlots = 240, kLandingColumns = 32, kLandingTaps = 3, kLandingStagedChannels = 16;
 constexpr int kLandingPitch = kLandingColumns + kLandingTaps - 1;  // slots of a row; even: pairs of pixels are of one
 constexpr int kLandingStages = 3, kMostLandingWeights = 4;
+// Six warps contain, two order copies. Registers of these and of the multiplying warps: all start with 128, which is
+// too few for a wgmma of 240 slots, but not for two of 120.
+constexpr int kContainWarps = 6, kLandingThreads = 32 * (8 + kContainWarps + 2);
+[[maybe_unused]] constexpr int kContainRegisters = 88, kMultiplyLandedRegisters = 168;
 // A landed plane: columns and rows of a box, where warpgroups share the pixels and where they do not, known to the
 // compiler so that its channels are found without an instruction each; and pixels that a lane contains.
 constexpr int kLandedColumns = 40;
 MODELNEW_HOST_DEVICE constexpr int landed_rows(bool shares) { return shares ? 9 : 16; }
-MODELNEW_HOST_DEVICE constexpr int landed_pixels(bool shares) { return shares ? 4 : 6; }
+MODELNEW_HOST_DEVICE constexpr int landed_pixels(bool shares) { return shares ? 2 : 3; }
 constexpr int kBarrierBytes = 1024;
 
 // Staging of the results of 64 pixels x 32 channels, by a warpgroup: [channel][pixel], or [pixel][channel]
@@ -468,9 +481,9 @@ struct Divisors {
 //
 //   landed:  [plane][row][column] x 4 bytes      window:  [2 pieces][slot] x 16 bytes      weights: as packed
 //
-//   memory --boxes--> landed --3 warps contain--> windows --+
+//   memory --boxes--> landed --6 warps contain--> windows --+
 //                                                           +--> wgmma, 2 warpgroups --> staging --boxes--> memory
-//   packed --bulk copies, a row of taps--> w ring ----------+
+//   packed --bulk copies, one a step--> w ring -------------+
 //
 //   rows of y, 32 columns each, with 2 slots between them where those of a 3x3 filter overlap:
 //
@@ -2713,7 +2726,7 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
     constexpr int kRest = kLandingPitch - 32;
 #pragma unroll
     for (int i = 0; i < kPixels; ++i) {
-      int row = warp + i * kGatherWarps, column = lane;
+      int row = warp + i * kContainWarps, column = lane;
       bool exists = row < landing.window_rows;
       if (!exists) {
         const int number = (row - landing.window_rows) * 32 + lane;
@@ -2770,9 +2783,11 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
 
 // Stages 16 channels of all rows of the warpgroup, as a box wants them: piece number i of 16 bytes of a row lies at
 // place i ^ row % 8. A warp writes 8 channels at a time, as many rows of the box apart as the warpgroup has of y:
-// seven, as a rule, so that each starts at another place. Where a pair of slots lies is known to the compiler but for
-// the lane's part of it: one after another in a row, found by additions, took 3900 cycles a tile instead of TODO.
-__device__ __forceinline__ void stage_landed(const Params& params, const float (&acc)[kLandingSlots / 2],
+// seven, as a rule, so that each starts at another place. Where a pair of slots lies the compiler knows but for the
+// lane's part of it: one warp of each scheduler stages by itself, so that what it took to find that from pair to pair
+// was not hidden by anything (H200, 2026-11-24, clocks in the kernel, 64 to 64, 512x512: 3900 cycles of a tile's 19400,
+// and so long nobody multiplied what waited for the same staging; so 1900).
+__device__ __forceinline__ void stage_landed(const Params& params, const float (&acc)[2][kLandingSlots / 4],
                                              const float (&factor)[2], const float (&bias)[2], uint8_t* staging) {
   const int rows = params.plan.landing.rows, lane = threadIdx.x % 32, pair = lane % 4, first_row = lane / 4 * rows;
   const int eight = 8 * rows * hopper::kBoxRowBytes;  // channels
@@ -2794,10 +2809,9 @@ __device__ __forceinline__ void stage_landed(const Params& params, const float (
     if (exists && row < rows) {
       const int box_row = first_row + row;
       uint8_t* const to = staging + box_row * hopper::kBoxRowBytes + ((piece ^ box_row % 8) * 16 + in_piece);
-      *reinterpret_cast<float2*>(to) =
-          make_float2(acc[4 * j] * factor[0] + bias[0], acc[4 * j + 1] * factor[0] + bias[0]);
-      *reinterpret_cast<float2*>(to + eight) =
-          make_float2(acc[4 * j + 2] * factor[1] + bias[1], acc[4 * j + 3] * factor[1] + bias[1]);
+      const float* const sums = acc[j / (kLandingSlots / 16)] + j % (kLandingSlots / 16) * 4;
+      *reinterpret_cast<float2*>(to) = make_float2(sums[0] * factor[0] + bias[0], sums[1] * factor[0] + bias[0]);
+      *reinterpret_cast<float2*>(to + eight) = make_float2(sums[2] * factor[1] + bias[1], sums[3] * factor[1] + bias[1]);
     }
   }
 }
@@ -2828,7 +2842,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
     if (lane == 0) hopper::bulk_stores_wait_read<0>();
     hopper::barrier_arrive(shared.staged_empty(warpgroup ^ 1, warp));
   };
-  float acc[SLOTS / 2];
+  float acc[2][SLOTS / 2];
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const LandingTile tile = locate_landing(plan, unit);
     const int channel = tile.n_block * kTileN + own_channel;
@@ -2851,7 +2865,10 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
         hopper::wgmma_fence();
 #pragma unroll
         for (int s = 0; s < kLandingTaps; ++s)
-          hopper::Wgmma<Half, SLOTS>::multiply(acc, weights + s * kStepPieces * kTileN, from + s, keep || s != 0);
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            hopper::Wgmma<Half, SLOTS>::multiply(acc[i], weights + s * kStepPieces * kTileN, from + s + i * SLOTS,
+                                                 keep || s != 0);
         hopper::wgmma_commit();
         from += kLandingPitch;
         weights += kLandingTaps * kStepPieces * kTileN;
@@ -2870,7 +2887,8 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
       w.next(plan.w_stages);
     }
     hopper::wgmma_wait<0>();
-    hopper::wgmma_settle(acc);
+    hopper::wgmma_settle(acc[0]);
+    hopper::wgmma_settle(acc[1]);
     give_back();
     float factor[2], bias[2];
 #pragma unroll
@@ -2895,7 +2913,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
 }
 
 template <bool SHARES>
-__global__ void __launch_bounds__(kThreads, 1) landing_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kLandingThreads, 1) landing_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_gather_landing_smem[];
   hopper::launch_dependents();
@@ -2903,10 +2921,10 @@ __global__ void __launch_bounds__(kThreads, 1) landing_kernel(const __grid_const
   if (threadIdx.x == 0) {
     for (int i = 0; i < params.plan.landing.stages; ++i) {
       hopper::barrier_init(shared.landed_full(i), 1);
-      hopper::barrier_init(shared.landed_empty(i), kGatherWarps);
+      hopper::barrier_init(shared.landed_empty(i), kContainWarps);
     }
     for (int i = 0; i < params.plan.x_stages; ++i) {
-      hopper::barrier_init(shared.x_full(i), kGatherWarps);
+      hopper::barrier_init(shared.x_full(i), kContainWarps);
       hopper::barrier_init(shared.x_empty(i), 8);
     }
     for (int i = 0; i < params.plan.w_stages; ++i) {
@@ -2917,15 +2935,17 @@ __global__ void __launch_bounds__(kThreads, 1) landing_kernel(const __grid_const
     hopper::fence_async();
   }
   __syncthreads();  // barriers are ready
-  const int warp = hopper::uniform(threadIdx.x / 32) - 8, lane = threadIdx.x % 32;
-  if (warp < 0)
-    multiply_landed<SHARES, kLandingSlots>(params, shared, modelnew_gather_landing_smem);
-  else if (warp < kGatherWarps)
-    contain_landed<SHARES>(params, shared, modelnew_gather_landing_smem, warp);
-  else if (lane == 0)
-    order_landing(params, shared);
-  else if (lane == 1)
-    copy_landing_weights(params, shared);
+  if (threadIdx.x < 256) {
+    hopper::registers_take<kMultiplyLandedRegisters>();
+    multiply_landed<SHARES, kLandingSlots / 2>(params, shared, modelnew_gather_landing_smem);
+  } else {
+    hopper::registers_give_back<kContainRegisters>();
+    const int warp = hopper::uniform(threadIdx.x / 32) - 8;
+    if (warp < kContainWarps)
+      contain_landed<SHARES>(params, shared, modelnew_gather_landing_smem, warp);
+    else if (threadIdx.x % 32 == 0)
+      warp % 2 == 0 ? order_landing(params, shared) : copy_landing_weights(params, shared);
+  }
 #endif
 }
 
@@ -3230,12 +3250,12 @@ constexpr double kStagesFactor = 0.92;
 constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
 // Of what is contained on its way: of a tile and of each of its steps, where the warpgroups have rows of their own and
-// where they share them, and of all else. By 8 layers of a U-Net and two of a ResNet-50, in a driver, H200, 2026-11-23.
-// That times 1.03 and 1.16, so that they are chosen where they are faster (16 images, us, in a driver, by those that
-// share them / by a copy: 128 to 256, 128x128, 310 / 303; 256 to 256 545 / 534; 512 to 256 1027 / 1003; 128 to 128,
-// 256x256, 593 / 691; 256 to 128 1065 / 1247).
-constexpr double kLandingTileCycles[] = {4350, 6950}, kLandingStepCycles[] = {3220, 2910};
-constexpr double kLandingCycles[] = {39000, 33650};
+// where they share them, and of all else. By 8 layers of a U-Net, 1 and 16 images, and two of a ResNet-50, 32 and 256
+// images, in a driver, H200, 2026-11-24; of those that share them times 1.08, as copies of many images take 0.9 of what
+// their estimate says (16 images, us, by those that share them / by a copy at cb593d5: 128 to 256, 128x128, 278 / 313,
+// 256 to 256 496 / 552, 512 to 256 936 / 1043; one image 39.4 / 38.6 of 64 to 128, 256x256, 56.3 / 56.5 of 128 to 128).
+constexpr double kLandingTileCycles[] = {4150, 5400}, kLandingStepCycles[] = {2900, 2580};
+constexpr double kLandingCycles[] = {23500, 21500};
 
 // Of copies of x.
 constexpr int64_t kMostCopiedBytes = 512 << 20;
@@ -3900,7 +3920,7 @@ inline cudaError_t run_landing(Params& params, cudaStream_t stream) {
   const auto kernel = params.plan.landing.shares ? landing_kernel<true> : landing_kernel<false>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
-  return hopper::launch_early(kernel, static_cast<unsigned>(params.plan.blocks), kThreads,
+  return hopper::launch_early(kernel, static_cast<unsigned>(params.plan.blocks), kLandingThreads,
                               params.plan.smem_bytes, stream, params);
 }
 

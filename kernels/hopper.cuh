@@ -509,12 +509,10 @@ struct Wgmma;
   MODELNEW_NAMES_32                                                                                   \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
   "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define MODELNEW_NAMES_120                                                                            \
-  MODELNEW_NAMES_64                                                                                   \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
-  "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, " \
-  "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "  \
-  "%118, %119"
+#define MODELNEW_NAMES_60                                                                                \
+  MODELNEW_NAMES_32                                                                                      \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
+  "%52, %53, %54, %55, %56, %57, %58, %59"
 #define MODELNEW_NAMES_128                                                                            \
   MODELNEW_NAMES_64                                                                                   \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
@@ -526,9 +524,8 @@ struct Wgmma;
 #define MODELNEW_ACC_16(i) MODELNEW_ACC_4(i), MODELNEW_ACC_4((i) + 4), MODELNEW_ACC_4((i) + 8), MODELNEW_ACC_4((i) + 12)
 #define MODELNEW_ACC_32(i) MODELNEW_ACC_16(i), MODELNEW_ACC_16((i) + 16)
 #define MODELNEW_ACC_64(i) MODELNEW_ACC_32(i), MODELNEW_ACC_32((i) + 32)
-#define MODELNEW_ACC_120(i)                                                                            \
-  MODELNEW_ACC_64(i), MODELNEW_ACC_32((i) + 64), MODELNEW_ACC_16((i) + 96), MODELNEW_ACC_4((i) + 112), \
-      MODELNEW_ACC_4((i) + 116)
+#define MODELNEW_ACC_60(i) \
+  MODELNEW_ACC_32(i), MODELNEW_ACC_16((i) + 32), MODELNEW_ACC_4((i) + 48), MODELNEW_ACC_4((i) + 52), MODELNEW_ACC_4((i) + 56)
 #define MODELNEW_ACC_128(i) MODELNEW_ACC_64(i), MODELNEW_ACC_64((i) + 64)
 
 // COUNT accumulators a thread; A, B, KEEP: the operand numbers that follow them. Without `keep` acc is overwritten.
@@ -552,7 +549,7 @@ struct Wgmma;
 
 #if defined(MODELNEW_SM90A)
 MODELNEW_WGMMA_SHAPES(Half, "k16.f32.f16.f16", "1, 1, 0, 0")
-MODELNEW_WGMMA(Half, 240, 120, "%120", "%121", "%122", "k16.f32.f16.f16", "1, 1, 0, 0")
+MODELNEW_WGMMA(Half, 120, 60, "%60", "%61", "%62", "k16.f32.f16.f16", "1, 1, 0, 0")
 MODELNEW_WGMMA_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0, 0")
 MODELNEW_WGMMA_SHAPES(float, "k8.f32.tf32.tf32", "1, 1")
 #endif
