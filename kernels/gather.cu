@@ -142,9 +142,9 @@
 //   256 to 128, 256x256      1252  / 1077 / 2474
 //
 // Of 16 images since (H200, 2026-11-24, us, in a driver, as it was / so): 64 to 64 758 / 699, 128 to 64 1303 / 1203, 64
-// to 128, 256x256, 374 / 320, 128 to 128 584 / 529, 256 to 128 1044 / 959, 128x128, 256 to 256 549 / 496, 512 to 256 1034
-// / 936; one image of 64 to 64, 512x512, 73 / 61; 32 and 256 images of 128 to 128, 28x28, by a copy 32 and 145, so 29
-// and 131. By clocks in the kernel, who waits for what: a tile's sums were staged by 970 instructions of one warp a
+// to 128, 256x256, 374 / 320, 128 to 128 584 / 529, 256 to 128 1044 / 959, 128x128, 256 to 256 549 / 496, 512 to 256
+// 1034 / 936; one image of 64 to 64, 512x512, 73 / 61; 32 and 256 images of 128 to 128, 28x28, by a copy 32 and 145, so
+// 29 and 131. By clocks in the kernel, who waits for what: a tile's sums were staged by 970 instructions of one warp a
 // scheduler, with nothing beside (so 340); weights came by 9 bulk copies of 2 KB a step, each of which keeps the copy
 // engine busy for some 90 cycles (so one); who orders boxes of x waited for room for weights (so another thread does
 // that); three warps contained for nearly all of the time (so six). With all that, 64 to 64 of 16 images takes 20% less
@@ -153,10 +153,11 @@
 // The copy engine takes 9 cycles for each row of 40 columns of a box, which touches three lines, and one thing after
 // another: more boxes ordered ahead keep weights and y waiting (four landed boxes instead of three, two teams of three
 // warps, one of them for each half of a step: 64 to 64 836, 256 to 256 506; two landed boxes 728 and 517). Copies of x
-// by 16 bytes instead of boxes, ordered by one warp: 762 and 558. An earlier revision (2026-11-23, 764 us for 64 to 64):
-// tiles of 168 slots, for the sake of seven converting warps, 706 and, 128 to 64, 1242 where these tiles took 724 and
-// 1255 (of a prototype); the next pixel's words loaded before one is converted, 802 and 1414 where it took 731 and 1314;
-// staging of 8 channels for each warpgroup instead of 16 for both in turns 789 and 1320 where it took 765 and 1309.
+// by 16 bytes instead of boxes, ordered by one warp: 762 and 558. An earlier revision (2026-11-23, 764 us for 64 to
+// 64): tiles of 168 slots, for the sake of seven converting warps, 706 and, 128 to 64, 1242 where these tiles took 724
+// and 1255 (of a prototype); the next pixel's words loaded before one is converted, 802 and 1414 where it took 731 and
+// 1314; staging of 8 channels for each warpgroup instead of 16 for both in turns 789 and 1320 where it took 765 and
+// 1309.
 //
 // Groups of multiples of 64 channels are contained likewise, and several smaller ones as one of 64 channels, with zeros
 // for the weights between them (merged). A copy of x holds nothing but finite values, whose products with zeros are
@@ -459,8 +460,8 @@ enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kPhases, kAny, kL
 // Whether tiles may be cut up into parts of their reduction. Of many sums a thread they may not, as kernels are slower
 // for having the code (1x1 512 to 2048, 7x7, contained, 256 images, 92.6 / 96.8 us in a driver, H200, 2026-11-24), but
 // where boxes bring fp32: 2048 to 512, 7x7, channels_last, 256 images, of which 196 larger tiles are all that there is,
-// took 97 us without parts (cb593d5), and 86 with parts that met in memory (beed5f8, bench.py); by clusters it has not
-// been measured yet. One kernel of single words and those of 16 bits lack the registers.
+// took 97 us without parts (cb593d5), 86 with parts that met in memory (beed5f8) and 82 by clusters (01b22d5,
+// bench.py). One kernel of single words and those of 16 bits lack the registers.
 template <typename Format>
 MODELNEW_HOST_DEVICE constexpr bool may_cut_up(int tile_n, int blocks_m, Source source) {
   if (sizeof(typename Format::Tensor) == 2 || Format::AGAIN || (tile_n == 64 && source == Source::kSingle))
@@ -2666,7 +2667,8 @@ __device__ __forceinline__ void copy_landing_weights(const Params& params, const
   if (!wait_for_scales(params)) return;
   RingPosition w;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
-    const uint8_t* from = static_cast<const uint8_t*>(params.packed_ptr) + locate_landing(plan, unit).n_block * tile_bytes;
+    const uint8_t* from =
+        static_cast<const uint8_t*>(params.packed_ptr) + locate_landing(plan, unit).n_block * tile_bytes;
     for (int step = 0; step < plan.landing.steps; ++step, from += plan.w_stage_bytes) {
       const uint32_t full = shared.w_full(w.slot());
       hopper::barrier_wait_idly(shared.w_empty(w.slot()), w.parity() ^ 1);
@@ -2811,7 +2813,8 @@ __device__ __forceinline__ void stage_landed(const Params& params, const float (
       uint8_t* const to = staging + box_row * hopper::kBoxRowBytes + ((piece ^ box_row % 8) * 16 + in_piece);
       const float* const sums = acc[j / (kLandingSlots / 16)] + j % (kLandingSlots / 16) * 4;
       *reinterpret_cast<float2*>(to) = make_float2(sums[0] * factor[0] + bias[0], sums[1] * factor[0] + bias[0]);
-      *reinterpret_cast<float2*>(to + eight) = make_float2(sums[2] * factor[1] + bias[1], sums[3] * factor[1] + bias[1]);
+      *reinterpret_cast<float2*>(to + eight) =
+          make_float2(sums[2] * factor[1] + bias[1], sums[3] * factor[1] + bias[1]);
     }
   }
 }

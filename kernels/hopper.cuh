@@ -524,8 +524,9 @@ struct Wgmma;
 #define MODELNEW_ACC_16(i) MODELNEW_ACC_4(i), MODELNEW_ACC_4((i) + 4), MODELNEW_ACC_4((i) + 8), MODELNEW_ACC_4((i) + 12)
 #define MODELNEW_ACC_32(i) MODELNEW_ACC_16(i), MODELNEW_ACC_16((i) + 16)
 #define MODELNEW_ACC_64(i) MODELNEW_ACC_32(i), MODELNEW_ACC_32((i) + 32)
-#define MODELNEW_ACC_60(i) \
-  MODELNEW_ACC_32(i), MODELNEW_ACC_16((i) + 32), MODELNEW_ACC_4((i) + 48), MODELNEW_ACC_4((i) + 52), MODELNEW_ACC_4((i) + 56)
+#define MODELNEW_ACC_60(i)                                                                             \
+  MODELNEW_ACC_32(i), MODELNEW_ACC_16((i) + 32), MODELNEW_ACC_4((i) + 48), MODELNEW_ACC_4((i) + 52), \
+      MODELNEW_ACC_4((i) + 56)
 #define MODELNEW_ACC_128(i) MODELNEW_ACC_64(i), MODELNEW_ACC_64((i) + 64)
 
 // COUNT accumulators a thread; A, B, KEEP: the operand numbers that follow them. Without `keep` acc is overwritten.
