@@ -143,21 +143,22 @@
 //
 // Of 16 images since (H200, 2026-11-24, us, in a driver, as it was / so): 64 to 64 758 / 699, 128 to 64 1303 / 1203, 64
 // to 128, 256x256, 374 / 320, 128 to 128 584 / 529, 256 to 128 1044 / 959, 128x128, 256 to 256 549 / 496, 512 to 256
-// 1034 / 936; one image of 64 to 64, 512x512, 73 / 61; 32 and 256 images of 128 to 128, 28x28, by a copy 32 and 145, so
-// 29 and 131. By clocks in the kernel, who waits for what: a tile's sums were staged by 970 instructions of one warp a
-// scheduler, with nothing beside (so 340); weights came by 9 bulk copies of 2 KB a step, each of which keeps the copy
-// engine busy for some 90 cycles (so one); who orders boxes of x waited for room for weights (so another thread does
-// that); three warps contained for nearly all of the time (so six). With all that, 64 to 64 of 16 images takes 20% less
-// cycles, but 8% less time: the GPU then lowers its clock, from 1.75 to 1.55 or 1.6 GHz, for its power.
+// 1034 / 936; one image of 64 to 64, 512x512, 73 / 61; 32 and 256 images of 128 to 128, 28x28, by a copy 32 and 145
+// (bench.py, cb593d5), so 29 and 131. By clocks in the kernel, who waits for what: a tile's sums were staged by 970
+// instructions of one warp a scheduler, with nothing beside (so 500); weights came by 9 bulk copies of 2 KB a step,
+// each of which keeps the copy engine busy for some 90 cycles, by a fit to calls that only load (so one); who orders
+// boxes of x waited for room for weights (so another thread does that); three warps contained for nearly all of the
+// time (so six). On the way there 64 to 64 of 16 images took 21% less cycles, but 7% less time: cycles by time say that
+// the GPU lowered its clock, from 1.75 to 1.6 GHz, presumably for its power.
 //
-// The copy engine takes 9 cycles for each row of 40 columns of a box, which touches three lines, and one thing after
-// another: more boxes ordered ahead keep weights and y waiting (four landed boxes instead of three, two teams of three
-// warps, one of them for each half of a step: 64 to 64 836, 256 to 256 506; two landed boxes 728 and 517). Copies of x
-// by 16 bytes instead of boxes, ordered by one warp: 762 and 558. An earlier revision (2026-11-23, 764 us for 64 to
-// 64): tiles of 168 slots, for the sake of seven converting warps, 706 and, 128 to 64, 1242 where these tiles took 724
-// and 1255 (of a prototype); the next pixel's words loaded before one is converted, 802 and 1414 where it took 731 and
-// 1314; staging of 8 channels for each warpgroup instead of 16 for both in turns 789 and 1320 where it took 765 and
-// 1309.
+// By the same fit the copy engine takes 9 cycles for each row of 40 columns of a box, which touches three lines, and
+// one thing after another: more boxes ordered ahead keep weights and y waiting (four landed boxes instead of three, two
+// teams of three warps, one of them for each half of a step: 64 to 64 836, 256 to 256 506; two landed boxes 728 and
+// 517). Copies of x by 16 bytes instead of boxes, ordered by one warp: 762 and 558. An earlier revision (2026-11-23,
+// 764 us for 64 to 64): tiles of 168 slots, for the sake of seven converting warps, 706 and, 128 to 64, 1242 where
+// these tiles took 724 and 1255 (of a prototype); the next pixel's words loaded before one is converted, 802 and 1414
+// where it took 731 and 1314; staging of 8 channels for each warpgroup instead of 16 for both in turns 789 and 1320
+// where it took 765 and 1309.
 //
 // Groups of multiples of 64 channels are contained likewise, and several smaller ones as one of 64 channels, with zeros
 // for the weights between them (merged). A copy of x holds nothing but finite values, whose products with zeros are
@@ -2788,7 +2789,7 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
 // seven, as a rule, so that each starts at another place. Where a pair of slots lies the compiler knows but for the
 // lane's part of it: one warp of each scheduler stages by itself, so that what it took to find that from pair to pair
 // was not hidden by anything (H200, 2026-11-24, clocks in the kernel, 64 to 64, 512x512: 3900 cycles of a tile's 19400,
-// and so long nobody multiplied what waited for the same staging; so 1900).
+// and so long nobody multiplied what waited for the same staging; so 1800 to 2400).
 __device__ __forceinline__ void stage_landed(const Params& params, const float (&acc)[2][kLandingSlots / 4],
                                              const float (&factor)[2], const float (&bias)[2], uint8_t* staging) {
   const int rows = params.plan.landing.rows, lane = threadIdx.x % 32, pair = lane % 4, first_row = lane / 4 * rows;
@@ -3255,8 +3256,9 @@ constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more la
 // Of what is contained on its way: of a tile and of each of its steps, where the warpgroups have rows of their own and
 // where they share them, and of all else. By 8 layers of a U-Net, 1 and 16 images, and two of a ResNet-50, 32 and 256
 // images, in a driver, H200, 2026-11-24; of those that share them times 1.08, as copies of many images take 0.9 of what
-// their estimate says (16 images, us, by those that share them / by a copy at cb593d5: 128 to 256, 128x128, 278 / 313,
-// 256 to 256 496 / 552, 512 to 256 936 / 1043; one image 39.4 / 38.6 of 64 to 128, 256x256, 56.3 / 56.5 of 128 to 128).
+// their estimate says (16 images, us, by those that share them / by a copy, bench.py, cb593d5: 128 to 256, 128x128, 278
+// / 313, 256 to 256 496 / 552, 512 to 256 936 / 1043; one image 39.4 / 38.6 of 64 to 128, 256x256, 56.3 / 56.5 of 128
+// to 128).
 constexpr double kLandingTileCycles[] = {4150, 5400}, kLandingStepCycles[] = {2900, 2580};
 constexpr double kLandingCycles[] = {23500, 21500};
 
