@@ -3791,7 +3791,16 @@ constexpr double kLeastAgainstMma = 1 << 28;
 // Hence its estimate counts up to 16 channels a group, and of channels_last without a stride.
 constexpr int kFewOfGroup = 16;
 
+// Tiles have 64 output channels here and 32 in pointwise. 1x1 of planes, by pointwise / by this engine, us: 32 channels
+// to 16, 112x112, 64 and 128 images, 49 / 76 and 90 / 144; 96 to 24, 56x56, 33 / 35 and 57 / 59; 144 to 24, 43 / 47 and
+// 77 / 79; to 32, 28x28, 128 images, 29.6 / 29.4; to 40, 36 / 29 (H200, 2026-11-25, by turns in one process).
+constexpr int kFewOfPointwise = 24;
+
 inline const char* yields(const Problem& problem, Operator op) {
+  const bool few = op == Operator::kFprop && problem.groups == 1 && problem.K <= kFewOfPointwise;
+  if (few && problem.x_stride[3] == 1 && uses_tf32(problem, op) && kPointwiseEngine.refusal(problem, op) == nullptr &&
+      kPointwiseEngine.yields(problem, op) == nullptr)
+    return "pointwise is faster with few output channels";
   if (problem.dtype != DType::kFloat32 || kMmaEngine.refusal(problem, op) != nullptr) return nullptr;
   if (multiply_adds(problem) < kLeastAgainstMma) return "mma is faster with few multiply-adds";
   const int64_t (&in_stride)[4] = op == Operator::kDgrad ? problem.y_stride : problem.x_stride;

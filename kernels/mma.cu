@@ -1255,12 +1255,19 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 // Tiles have at least 16 output channels. By this engine / by direct, us, fp32, H200, 2026-11-22, commit 296e213: 1x1
 // of 64 channels to 2, an image of 512x512, 36 / 27; 8 images of 256x256, 3x3 of 16 channels to 3, 73 / 65; 9x9 of 64
 // channels to 3, 2369 / 939; one of 8x8, 3x3 of 4 channels to 4, 7 / 10.
-constexpr double kLeastOfFewChannels = 1 << 26;
+//
+// But direct takes some 0.6 us for each input channel, and 0.035 for each tap of it, however few outputs there are. mma
+// / direct, us: 3x3 of 320 channels to 4, 64x64, 2, 8 and 64 images, 43 / 319, 80 / 327 and 587 / 523; of 64 channels
+// to 3, 128x128, 8 images, 70 / 86, 256x256, 4, 125 / 113; 7x7 of 128 to 3, 128x128, 2 and 4, 189 / 329 and 369 / 333;
+// 9x9 of 64 to 3, 96x96, 2 and 4, 164 / 223 and 256 / 224. (H200, 2026-11-25, by turns in one process.)
+constexpr double kLeastOfFewChannels = 1 << 26, kLeastTapsOfFewChannels = 1 << 21;
 
 inline const char* yields(const Problem& problem, Operator op) {
   if (direct_has_points(problem, op)) return "direct reads every pixel just once";
-  const int out_channels = (op == Operator::kDgrad ? problem.C : problem.K) / problem.groups;
-  if (out_channels <= 4 && multiply_adds(problem) >= kLeastOfFewChannels)
+  const int channels = problem.C / problem.groups, filters = problem.K / problem.groups;
+  const int out_channels = op == Operator::kDgrad ? channels : filters;
+  const double taps = multiply_adds(problem) / channels / filters;  // of all outputs
+  if (out_channels <= 4 && multiply_adds(problem) >= kLeastOfFewChannels && taps >= kLeastTapsOfFewChannels)
     return "direct is faster with few output channels";
   return nullptr;
 }

@@ -2913,6 +2913,25 @@ constexpr int64_t kMostCopied = 1 << 28;  // values
 constexpr int kSomeChannels = 64;
 constexpr double kSomeValues = 1.6 * (1 << 26);
 
+// Where taps lie so far apart that gather's windows do not fit, tiles here are mostly halo. By mma / by this engine, us,
+// 3x3, dilation 12: 64 channels to 64, 64x64, 8, 32 and 64 images, 33 / 137, 113 / 188, 222 / 370; 128 to 128 and 256
+// to 64, 8 images, 100 / 257 and 95 / 493; 64 to 64, 128 to 128 and 256 to 64, 33x33, 8 images, 41 / 150, 155 / 201 and
+// 151 / 360. This engine's estimate is 1.2 to 2.4 times too short there, mma's 0.8 to 1.5 times. (H200, 2026-11-25, by
+// turns in one process.)
+constexpr double kTooShort = 1.3;
+
+// Planes that it does not contain on its way, of rows of no fours of outputs, 3x3, gather's estimate over this one's:
+//
+//                       0.84 to 1.12                         1.38 to 2.1
+//   64 to 64            572x572, 1, 2 and 8 images           512x512, 4; 256x256, 16; 150x150, 32; 1026x1026, 4
+//   64 to 128                                                512x512, 4; 256x256, 16; 572x572, 1 and 2 images
+//   96 to 96            512x512, 4; 256x256, 16; 572x572     286x286, 8; 150x150, 32
+//   gather / here, us   0.60 to 0.87 of the time             1.00 to 1.68
+//
+// but 0.91 of 64 to 128, 150x150, 32 images (ratio 1.38), and 0.93 of 286x286, 8 (1.48); 0.72 of 64 to 64, 286x286, 8
+// images (1.0). (H200, 2026-11-25, by turns in one process.)
+constexpr double kLongerByGather = 1.3;
+
 // H200, 2026-11-22, fp32 under TF32, 256 images of 56x56, by the engine gather / by this one: 1x1 of 64 channels to 64,
 // 64 to 256, 256 to 64 and 256 to 128 in 128, 318, 261 and 341 us / 182, 438, 622 and 660; 3x3 of 64 channels in
 // channels_last in 436 / 1068 (of revisions in the making; the last one by bench.py at 0360cc5).
@@ -2922,7 +2941,14 @@ inline const char* yields(const Problem& problem, Operator op) {
   if (!uses_tf32(problem, op) && problem.dtype == DType::kFloat32 && multiply_adds(problem) < kLeastAgainstMma &&
       kMmaEngine.refusal(problem, op) == nullptr)
     return "mma is faster with few multiply-adds";
-  if (!uses_tf32(problem, op) || kGatherEngine.refusal(problem, op) != nullptr) return nullptr;
+  if (!uses_tf32(problem, op)) return nullptr;
+  if (kGatherEngine.refusal(problem, op) != nullptr) {
+    const bool far_apart = problem.dilation_h > 1 || problem.dilation_w > 1;
+    return far_apart && kMmaEngine.refusal(problem, op) == nullptr &&
+                   kMmaEngine.cycles(problem, op) < kTooShort * cycles(problem, op)
+               ? "mma is faster where taps lie far apart"
+               : nullptr;
+  }
   // gather multiplies several of them as one: 256 channels in 32 groups, 56x56, 32 images, 313 us here, 126 there
   // (bench.py, H200, 2026-11-23); the estimates say 381 and 124.
   const bool few_of_group = problem.groups > 1 && std::max(problem.C, problem.K) / problem.groups < kGroupChannels;
@@ -2949,7 +2975,9 @@ inline const char* yields(const Problem& problem, Operator op) {
          : points        ? "gather is faster with 1x1 filters"
          : many_channels ? "gather is faster with many input channels"
          : few_values    ? "gather is faster with few values"
-                         : nullptr;
+         : copies && kGatherEngine.cycles(problem, op) < kLongerByGather * cycles(problem, op)
+             ? "gather is faster by the estimates"
+             : nullptr;
 }
 
 inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
