@@ -2659,8 +2659,14 @@ static double others_cycles = 1e30;
 static double estimate(const Problem&, Operator) { return others_cycles; }
 static bool gather_is_to_land = false;
 bool modelnew::gather_lands(const Problem&, Operator) { return gather_is_to_land; }
-const Engine modelnew::kGatherEngine{"gather", refuse, nullptr, nullptr, nullptr, nullptr, estimate};
-const Engine modelnew::kMmaEngine{"mma", refuse, nullptr, nullptr, nullptr};
+static bool gather_refuses = false;
+static const char* gather_refusal(const Problem& problem, Operator op) {
+  return gather_refuses ? "it is told to" : refuse(problem, op);
+}
+static double mma_cycles = 1e30;
+static double cycles_of_mma(const Problem&, Operator) { return mma_cycles; }
+const Engine modelnew::kGatherEngine{"gather", gather_refusal, nullptr, nullptr, nullptr, nullptr, estimate};
+const Engine modelnew::kMmaEngine{"mma", refuse, nullptr, nullptr, nullptr, nullptr, cycles_of_mma};
 
 static const Guard kNoGuard{};
 
@@ -2855,6 +2861,8 @@ extern "C" {
 void set_capability(int capability) { stand_in_capability = capability; }
 void let_others_refuse(bool refuse) { others_refuse = refuse; }
 void let_others_take(double cycles) { others_cycles = cycles; }
+void let_gather_refuse(bool refuses) { gather_refuses = refuses; }
+void let_mma_take(double cycles) { mma_cycles = cycles; }
 void let_gather_land(bool lands) { gather_is_to_land = lands; }
 const char* wgmma_yields(int op, const int64_t* fields) {
   return yields(make_problem(fields), static_cast<Operator>(op));
@@ -3225,8 +3233,63 @@ def test_wgmma_yields_where_x_is_contained_on_its_way(wgmma_plans, R, cycles, la
     finally:
         wgmma_plans.library.let_gather_land(False)
         wgmma_plans.library.let_others_take(ctypes.c_double(1e30))
-    yields = lands and (R == 3 or cycles == 1) and tf32 and dtype == torch.float32
-    assert reason == ("gather is faster where it contains x on its way" if yields else None)
+    expected = None
+    if tf32 and dtype == torch.float32:
+        if lands and (R == 3 or cycles == 1):
+            expected = "gather is faster where it contains x on its way"
+        elif cycles == 1:
+            expected = "gather is faster by the estimates"
+    assert reason == expected
+
+
+@pytest.mark.parametrize(
+    "case, of_own, yields",
+    [
+        (dataclasses.replace(SOME_CHANNELS, N=64), 1.29, True),
+        (dataclasses.replace(SOME_CHANNELS, N=64), 1.31, False),
+        (dataclasses.replace(SOME_CHANNELS, N=64, K=63), 1.29, False),
+        (dataclasses.replace(SOME_CHANNELS, N=64, C=128, K=128, groups=2), 1.29, False),
+        (dataclasses.replace(SOME_CHANNELS, N=64, R=5), 1.29, False),
+    ],
+    ids=str,
+)
+def test_wgmma_yields_by_the_estimates(wgmma_plans, case, of_own, yields):
+    """To gather, unless that takes far longer by its estimate."""
+    cycles = wgmma_plans("cycles", "fprop", case, torch.float32)
+    wgmma_plans.library.let_others_take(ctypes.c_double(of_own * cycles))
+    try:
+        reason = wgmma_plans("yields", "fprop", case, torch.float32)
+    finally:
+        wgmma_plans.library.let_others_take(ctypes.c_double(1e30))
+    assert reason == ("gather is faster by the estimates" if yields else None)
+
+
+@pytest.mark.parametrize(
+    "dilation, of_own, yields",
+    [
+        ((12, 12), 1.29, True),
+        ((1, 12), 1.29, True),
+        ((12, 1), 1.29, True),
+        ((12, 12), 1.31, False),
+        ((1, 1), 1.29, False),
+    ],
+)
+def test_wgmma_yields_where_taps_lie_far_apart(wgmma_plans, dilation, of_own, yields):
+    """To mma, where gather does not take them."""
+    case = dataclasses.replace(SOME_CHANNELS, dilation=dilation)
+    cycles = wgmma_plans("cycles", "fprop", case, torch.float32)
+    wgmma_plans.library.let_gather_refuse(True)
+    wgmma_plans.library.let_mma_take(ctypes.c_double(of_own * cycles))
+    try:
+        assert wgmma_plans("yields", "fprop", case, torch.float16) is None
+        reason = wgmma_plans("yields", "fprop", case, torch.float32)
+        wgmma_plans.library.let_others_refuse(True)
+        assert wgmma_plans("yields", "fprop", case, torch.float32) is None
+    finally:
+        wgmma_plans.library.let_others_refuse(False)
+        wgmma_plans.library.let_gather_refuse(False)
+        wgmma_plans.library.let_mma_take(ctypes.c_double(1e30))
+    assert reason == ("mma is faster where taps lie far apart" if yields else None)
 
 
 # Cases that wgmma takes in forward and dgrad under every contract of its own: 2^27 multiply-adds, 32 columns.
@@ -4119,9 +4182,19 @@ static const char* refuse(const Problem&, Operator) { return mma_refuses ? "it i
 static double mma_cycles = 0;
 static double estimate(const Problem&, Operator) { return mma_cycles; }
 const Engine modelnew::kMmaEngine{"mma", refuse, nullptr, nullptr, nullptr, nullptr, estimate};
+static bool pointwise_refuses = false, pointwise_yields = false;
+static const char* pointwise_refusal(const Problem& problem, Operator) {
+  return pointwise_refuses || problem.R * problem.S > 1 ? "it is told to" : nullptr;
+}
+static const char* pointwise_reason(const Problem&, Operator) { return pointwise_yields ? "it is told to" : nullptr; }
+const Engine modelnew::kPointwiseEngine{"pointwise", pointwise_refusal, nullptr, nullptr, nullptr, pointwise_reason};
 
 extern "C" {
 void set_capability(int capability) { stand_in_capability = capability; }
+void let_pointwise(bool refuse, bool yield) {
+  pointwise_refuses = refuse;
+  pointwise_yields = yield;
+}
 void let_mma_refuse(bool refuses) { mma_refuses = refuses; }
 void let_mma_take(double cycles) { mma_cycles = cycles; }
 int gather_divide(int number, int by) { return quotient(number, make_divisor(by)); }
@@ -4447,6 +4520,34 @@ def test_gather_yields_to_mma(gather_plans, case, operator, dtype, reason):
         assert gather_plans("yields", operator, case, dtype) is None
     finally:
         gather_plans.library.let_mma_refuse(False)
+
+
+FEW_FILTERS = Case(64, 96, 56, 56, 24, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "case, settings, yields",
+    [
+        (FEW_FILTERS, {}, True),
+        (dataclasses.replace(FEW_FILTERS, K=25), {}, False),
+        (dataclasses.replace(FEW_FILTERS, S=3), {}, False),
+        (dataclasses.replace(FEW_FILTERS, C=192, K=48, groups=2), {}, False),
+        (FEW_FILTERS, {"operator": "dgrad"}, False),
+        (FEW_FILTERS, {"dtype": torch.float16}, False),
+        (FEW_FILTERS, {"strides": {"x": (96 * 56 * 56, 1, 96 * 56, 96)}}, False),
+    ],
+    ids=str,
+)
+def test_gather_yields_to_pointwise(gather_plans, case, settings, yields):
+    settings = {"operator": "fprop", "dtype": torch.float32, **settings}
+    reason = "pointwise is faster with few output channels" if yields else None
+    assert gather_plans("yields", case=case, **settings) == reason
+    for refuses in (True, False):
+        gather_plans.library.let_pointwise(refuses, not refuses)
+        try:
+            assert gather_plans("yields", case=case, **settings) is None
+        finally:
+            gather_plans.library.let_pointwise(False, False)
 
 
 def random_gather_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
@@ -5742,6 +5843,7 @@ int simt_mutation = 0;  // the number of the one that takes place, see with_muta
 }
 
 #include "mma.cu"
+bool modelnew::direct_has_points(const Problem&, Operator) { return false; }
 """
     + PROBLEM_FROM_FIELDS
     + r"""
@@ -6048,6 +6150,9 @@ void set_capability(int capability) { stand_in_capability = capability; }
 const char* mma_refusal(int op, const int64_t* fields) {
   return refusal(make_problem(fields), static_cast<Operator>(op));
 }
+const char* mma_yields(int op, const int64_t* fields) {
+  return yields(make_problem(fields), static_cast<Operator>(op));
+}
 const char* mma_describe(int op, const int64_t* fields) {
   static char text[321];
   std::memset(text, 'x', sizeof text);
@@ -6193,6 +6298,8 @@ class MmaPlans:
         self.library = compile_plans(self.engine, self.entry_points, self.mutations, folder)
         for name in ("refusal", "describe", "fault", "seen"):
             self.entry(name).restype = ctypes.c_char_p
+        if hasattr(self.library, f"{self.engine}_yields"):
+            self.entry("yields").restype = ctypes.c_char_p
         self.entry("cycles").restype = ctypes.c_double
 
     def entry(self, name: str) -> Callable:
@@ -6386,6 +6493,27 @@ MMA_REFUSALS = [
 @pytest.mark.parametrize("case, operator, settings, text", MMA_REFUSALS, ids=str)
 def test_mma_says_what_it_refuses(mma_plans, case, operator, settings, text):
     check_refusal(mma_plans("refusal", operator, case, **settings), text)
+
+
+# direct needs 2^21 taps of outputs and 2^26 multiply-adds.
+@pytest.mark.parametrize(
+    "case, operator, yields",
+    [
+        (Case(4, 64, 256, 256, 3, 3, 3, padding=(1, 1)), "fprop", True),
+        (Case(3, 64, 256, 256, 3, 3, 3, padding=(1, 1)), "fprop", False),
+        (Case(8, 320, 64, 64, 4, 3, 3, padding=(1, 1)), "fprop", False),
+        (Case(64, 320, 64, 64, 4, 3, 3, padding=(1, 1)), "fprop", True),
+        (Case(64, 320, 64, 64, 5, 3, 3, padding=(1, 1)), "fprop", False),
+        (Case(4, 3, 256, 256, 64, 3, 3, padding=(1, 1)), "dgrad", True),
+        (Case(3, 3, 256, 256, 64, 3, 3, padding=(1, 1)), "dgrad", False),
+        (Case(4, 3, 256, 256, 9, 3, 3, padding=(1, 1)), "dgrad", False),  # few multiply-adds
+        (Case(2, 64, 256, 256, 6, 3, 3, padding=(1, 1), groups=2), "fprop", True),
+        (Case(1, 64, 256, 256, 6, 3, 3, padding=(1, 1), groups=2), "fprop", False),
+    ],
+    ids=str,
+)
+def test_mma_yields_with_few_output_channels(mma_plans, case, operator, yields):
+    assert mma_plans("yields", operator, case) == ("direct is faster with few output channels" if yields else None)
 
 
 def check_refusal(refusal: str | None, text: str | None) -> None:
@@ -7257,8 +7385,8 @@ def test_dilated_yields_to_who_is_as_fast(dilated_shim):
         assert yields(0, fields_of(images)) == expected
     # Others, because who takes a problem is remembered.
     for images, parts in ((2, 4), (33, 24)):
-        try:
-            for cycles, faster in ((1400 * parts, False), (1600 * parts, True)):
+        try:  # the stand-in for gather takes parts only
+            for cycles, faster in ((850 * parts, False), (950 * parts, True)):
                 set_whole(cycles)
                 assert yields(0, fields_of(images)) == (None if faster else b"an engine that takes it whole is as fast")
         finally:

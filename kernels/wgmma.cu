@@ -2913,23 +2913,28 @@ constexpr int64_t kMostCopied = 1 << 28;  // values
 constexpr int kSomeChannels = 64;
 constexpr double kSomeValues = 1.6 * (1 << 26);
 
-// Where taps lie so far apart that gather's windows do not fit, tiles here are mostly halo. By mma / by this engine, us,
-// 3x3, dilation 12: 64 channels to 64, 64x64, 8, 32 and 64 images, 33 / 137, 113 / 188, 222 / 370; 128 to 128 and 256
-// to 64, 8 images, 100 / 257 and 95 / 493; 64 to 64, 128 to 128 and 256 to 64, 33x33, 8 images, 41 / 150, 155 / 201 and
-// 151 / 360. This engine's estimate is 1.2 to 2.4 times too short there, mma's 0.8 to 1.5 times. (H200, 2026-11-25, by
-// turns in one process.)
+// Where taps lie so far apart that gather's windows do not fit, tiles here are mostly halo. By mma / by this engine,
+// us, 3x3, dilation 12: 64 channels to 64, 64x64, 8, 32 and 64 images, 33 / 137, 113 / 188, 222 / 370; 128 to 128 and
+// 256 to 64, 8 images, 100 / 257 and 95 / 493; 64 to 64, 128 to 128 and 256 to 64, 33x33, 8 images, 41 / 150, 155 / 201
+// and 151 / 360. This engine's estimate is 1.2 to 2.6 times too short there, mma's 0.8 to 1.5 times. (H200, 2026-11-25,
+// by turns in one process.)
 constexpr double kTooShort = 1.3;
 
-// Planes that it does not contain on its way, of rows of no fours of outputs, 3x3, gather's estimate over this one's:
+// 3x3, without padding, of planes that gather does not contain on its way, since their rows of y are no fours: gather's
+// estimate over this one's, and its time over the time here.
 //
-//                       0.84 to 1.12                         1.38 to 2.1
-//   64 to 64            572x572, 1, 2 and 8 images           512x512, 4; 256x256, 16; 150x150, 32; 1026x1026, 4
-//   64 to 128                                                512x512, 4; 256x256, 16; 572x572, 1 and 2 images
-//   96 to 96            512x512, 4; 256x256, 16; 572x572     286x286, 8; 150x150, 32
-//   gather / here, us   0.60 to 0.87 of the time             1.00 to 1.68
+//                                             64 to 64        64 to 128       96 to 96
+//   572x572, 1, 2 and 8 images               0.99   0.88     1.49   1.12     0.85   0.61
+//                                            1.05   0.81     1.60   1.24     0.85   0.60
+//                                            1.05   0.99
+//   570x570, 8                               1.12   0.81
+//   512x512, 4                               1.38   1.15     2.10   1.60     1.10   0.77
+//   286x286, 8                               1.01   0.72     1.48   0.93     1.49   1.01
+//   256x256, 16                              1.38   1.22     2.11   1.68     1.11   0.76
+//   150x150, 32                              1.54   1.05     1.38   0.91     1.57   1.14
+//   1026x1026, 4                             1.96   1.33
 //
-// but 0.91 of 64 to 128, 150x150, 32 images (ratio 1.38), and 0.93 of 286x286, 8 (1.48); 0.72 of 64 to 64, 286x286, 8
-// images (1.0). (H200, 2026-11-25, by turns in one process.)
+// (H200, 2026-11-25, by turns in one process.)
 constexpr double kLongerByGather = 1.3;
 
 // H200, 2026-11-22, fp32 under TF32, 256 images of 56x56, by the engine gather / by this one: 1x1 of 64 channels to 64,
