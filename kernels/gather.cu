@@ -302,6 +302,23 @@
 //     by two warps that have nothing to gather (channels_last) 22 / 26, since that doubles what goes through shared
 //     memory. Once for all tiles, where weights are resident: 0 to 2 us less (2026-11-24, channels_last, 32 images, 64
 //     to 256, 56x56, 41.0 / 39.1, to 64 20.0 / 19.4; of planes it failed for a reason that was not found).
+//   - Contained operands by two blocks an SM, in each of which a warpgroup multiplies 128 pixels x 128 channels, so that
+//     one block multiplies while the other one stores (H100, 2026-11-25): 256 images of 1x1 512 to 2048, 7x7, 104 / 121,
+//     of 1024 to 512, 14x14, 214 / 230, of 128 to 512, 28x28, 239 / 248; 16 images of 3x3 512 to 512,
+//     64x64, 485 / 497, of 1024 to 512 939 / 968.
+//   - 7x7: tiles of five whole images, 245 of 256 rows, whose chunks of channels both warpgroups stage as memory has
+//     them, for a bulk copy each. With channels in an order in which lanes meet all banks a tile takes 6700 cycles to
+//     store instead of 9800 (of as many channels times pixels; 8500 in the order of channels, H100), but tiles are 6%
+//     more: 512 to 2048, 256 images, 92.8 / 89.3, 32 images 25.3 to 27.6 / 26.3; 1024 to 2048, stride 2, 169 / 173 and
+//     37.9 / 39.0; 2048 to 512 98.4 / 104 (2026-11-25).
+//   - Who multiplies runs once through all that stores, without storing, while it waits for contained operands, so that
+//     code comes from memory then: 1 to 2.5 us more. Chunks of channels in another order for each warp, so that warps
+//     wait for different code at once: 0 to 1 us more, 256 images of 64 to 256, 56x56, 279 / 303, as planes come in
+//     no order (2026-11-25).
+//   - Weights that stay brought by the multiplying warps, rounded, without a packing kernel: 32 images of 64 to 64,
+//     56x56, 21.4 / 21.8, of 64 to 256 38.0 / 44.4; and behind a kernel that fills the instruction caches all kernels
+//     with that code, whether they use it or not, take 5 to 44% more, 8 images of 256 to 1024, 14x14, 15.6 / 27.8; but
+//     64 to 64 23.9 / 22.4 (2026-11-25).
 //   - Before a call is timed the L2 cache is full of what has been written, as in bench.py, and as a call leaves it: to
 //     read 26, 51 and 103 MB then takes 14.3, 22.3 and 36.6 us, 11.5, 16.7 and 28.5 where it is full of what has only
 //     been read.
