@@ -303,9 +303,9 @@
 //     memory. Once for all tiles, where weights are resident: 0 to 2 us less (2026-11-24, channels_last, 32 images, 64
 //     to 256, 56x56, 41.0 / 39.1, to 64 20.0 / 19.4; of planes it failed for a reason that was not found).
 //   - Contained operands by two blocks an SM, in each of which a warpgroup multiplies 128 pixels x 128 channels, so
-//     that one block multiplies while the other one stores (H100, 2026-11-25): 256 images of 1x1 512 to 2048, 7x7, 104 /
-//     121, of 1024 to 512, 14x14, 214 / 230, of 128 to 512, 28x28, 239 / 248; 16 images of 3x3 512 to 512, 64x64, 485 /
-//     497, of 1024 to 512 939 / 968.
+//     that one block multiplies while the other one stores (H100, 2026-11-25): 256 images of 1x1 512 to 2048, 7x7,
+//     104 / 121, of 1024 to 512, 14x14, 214 / 230, of 128 to 512, 28x28, 239 / 248; 16 images of 3x3 512 to 512, 64x64,
+//     485 / 497, of 1024 to 512 939 / 968.
 //   - 7x7: tiles of five whole images, 245 of 256 rows, whose chunks of channels both warpgroups stage as memory has
 //     them, for a bulk copy each. With channels in an order in which lanes meet all banks a tile takes 6700 cycles to
 //     store instead of 9800 (of as many channels times pixels; 8500 in the order of channels, H100), but tiles are 6%
