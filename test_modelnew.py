@@ -34,6 +34,7 @@ import random
 import re
 import shlex
 import shutil
+import statistics
 import struct
 import subprocess
 import sys
@@ -4522,6 +4523,28 @@ def test_gather_yields_to_mma(gather_plans, case, operator, dtype, reason):
         gather_plans.library.let_mma_refuse(False)
 
 
+WIDENS = Case(32, 160, 7, 7, 960, 1, 1)  # 2^27.8 multiply-adds
+
+
+@pytest.mark.parametrize(
+    "case, operator, strides, yields",
+    [
+        (WIDENS, "fprop", {}, False),
+        (dataclasses.replace(WIDENS, N=17), "fprop", {}, True),
+        (dataclasses.replace(WIDENS, C=161), "fprop", {}, True),
+        (dataclasses.replace(WIDENS, K=639, N=44), "fprop", {}, True),
+        (dataclasses.replace(WIDENS, H=14, W=14, stride=(2, 2)), "fprop", {}, True),
+        (dataclasses.replace(WIDENS, C=320, K=1920, N=16, groups=2), "fprop", {}, True),
+        (WIDENS, "fprop", {"x": (160 * 49, 1, 160 * 7, 160)}, True),
+        (WIDENS, "dgrad", {}, True),
+    ],
+    ids=str,
+)
+def test_gather_yields_unless_channels_become_many(gather_plans, case, operator, strides, yields):
+    reason = "mma is faster with few multiply-adds" if yields else None
+    assert gather_plans("yields", operator, case, torch.float32, strides=strides) == reason
+
+
 FEW_FILTERS = Case(64, 96, 56, 56, 24, 1, 1)
 
 
@@ -7391,6 +7414,102 @@ def test_dilated_yields_to_who_is_as_fast(dilated_shim):
                 assert yields(0, fields_of(images)) == (None if faster else b"an engine that takes it whole is as fast")
         finally:
             set_whole(0)
+
+
+# Which engine is chosen -----------------------------------------------------------------------------------------------
+
+# All engines that are asked before direct, but for depthwise, which takes other problems than these.
+CHOICE_ENTRY_POINTS = (
+    r"""
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <type_traits>
+
+#include "gather.cu"
+#include "wgmma.cu"
+#include "stem.cu"
+#include "pointwise.cu"
+#include "mma.cu"
+#include "dilated.cu"
+
+namespace modelnew {
+bool direct_has_points(const Problem&, Operator) { return false; }
+bool gather_lands(const Problem& problem, Operator op) {
+  return gather::plan_of(problem, op, gather::Alignment{}).plan.lands;
+}
+int64_t listed_workspace_bytes(const Problem&, Operator) { return 0; }
+static const char* refuse(const Problem&, Operator) { return "it takes other problems"; }
+const Engine kGatherEngine{"gather", gather::refusal, nullptr, nullptr, nullptr, gather::yields, gather::cycles};
+const Engine kWgmmaEngine{"wgmma", wgmma::refusal, nullptr, nullptr, nullptr, wgmma::yields, wgmma::cycles};
+const Engine kStemEngine{"stem", stem::refusal, nullptr, nullptr, nullptr, stem::yields, stem::cycles};
+const Engine kDepthwiseEngine{"depthwise", refuse, nullptr, nullptr, nullptr};
+const Engine kPointwiseEngine{"pointwise", pointwise::refusal, nullptr, nullptr, nullptr, pointwise::yields};
+const Engine kMmaEngine{"mma", mma::refusal, nullptr, nullptr, nullptr, mma::yields, mma::cycles};
+const Engine kDilatedEngine{"dilated", dilated::refusal, nullptr, nullptr, nullptr, dilated::yields};
+const Engine kDirectEngine{"direct", [](const Problem&, Operator) -> const char* { return nullptr; }, nullptr, nullptr,
+                           nullptr};
+}  // namespace modelnew
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+extern "C" const char* choose(const int64_t* fields) {
+  static const Engine* const kTable[] = {ENGINES};
+  static Memo<const Engine*> memo;
+  return first_of(kTable, make_problem(fields), Operator::kFprop, memo)->name;
+}
+"""
+)
+
+
+def choice_library(folder: Path, mutation: tuple[str, str] | None = None) -> ctypes.CDLL:
+    """The choice among the engines, in the binding's order, on an H200 that is not there."""
+    table = re.search(r"kEngines\[\] = \{([^}]*)\}", (KERNELS / "binding.cpp").read_text())[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    stand_ins = WGMMA_STAND_INS.replace("cudaSuccess,", "cudaSuccess, cudaErrorInvalidConfiguration = 9,")
+    (folder / "cuda_runtime_api.h").write_text(stand_ins)
+    # How many clusters of 2, 4 and 8 blocks find room at once.
+    unknown = "  static_cast<void>(device);\n"
+    mma = (KERNELS / "mma.cu").read_text()
+    assert mma.count(unknown) == 1
+    assert mutation is None or mma.count(mutation[0]) == 1
+    known = "".join(f"  device.clusters[{bits}] = {count};\n" for bits, count in ((1, 66), (2, 30), (3, 15)))
+    mma = mma.replace(unknown, known)
+    (folder / "mma.cu").write_text(mma.replace(*mutation) if mutation else mma)
+    flags = ("-O2", "-fno-gnu-unique", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
+    library = compile_shared(CHOICE_ENTRY_POINTS.replace("ENGINES", table), folder, *flags)
+    library.choose.restype = ctypes.c_char_p
+    return library
+
+
+def times_over_the_fastest(library: ctypes.CDLL) -> list[float]:
+    """Of the engines that are chosen, by the times of each engine in results/."""
+    result = []
+    for row in json.loads((KERNELS.parent / "results" / "h200-engines.json").read_text())["problems"]:
+        sizes = {name: row["problem"][name] for name in ("N", "C", "H", "W", "K", "R", "S", "groups")}
+        stride, dilation = row["problem"]["stride"], row["problem"]["dilation"]
+        case = Case(
+            **sizes, stride=(stride, stride), padding=tuple(row["problem"]["padding"]), dilation=(dilation, dilation)
+        )
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        name = library.choose(ShimEngine.fields(case, tensors, True)).decode()
+        # One that is not there took at least 1.5 times as long as the one that was chosen when this was measured.
+        result.append(row["us"].get(name, 1.5 * max(row["us"].values())) / min(row["us"].values()))
+    return result
+
+
+def test_chosen_engines_are_near_the_fastest(tmp_path):
+    """Where another one would be faster that is little; and without a rule for few output channels it is more."""
+    ratios = times_over_the_fastest(choice_library(tmp_path / "as it is"))
+    mean = statistics.geometric_mean(ratios)
+    assert len(ratios) > 400
+    assert mean < 1.01
+    assert max(ratios) < 1.35
+    another = ("kLeastTapsOfFewChannels = 1 << 21;", "kLeastTapsOfFewChannels = 0;")
+    others = times_over_the_fastest(choice_library(tmp_path / "another", another))
+    assert statistics.geometric_mean(others) > mean + 0.01
 
 
 # The stem engine without a GPU ----------------------------------------------------------------------------------------

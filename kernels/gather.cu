@@ -3796,6 +3796,13 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 // 128 channels, 28x28 (2^28.8), 22 / 29.
 constexpr double kLeastAgainstMma = 1 << 28;
 
+// 1x1 of planes, from few channels to many, by pointwise / by this engine, us: 64 channels to 256, 56x56, 4 images
+// (2^27.6), 14.4 / 11.4; 160 to 960, 7x7, 32 images (2^27.8), 21.8 / 14.6, 16 images 13.5 / 13.9; 64 to 384, 14x14, 32
+// images (2^27.2), 13.1 / 11.7, 16 images 8.4 / 10.3; but 256 to 1024, 14x14, 4 images (2^27.6), 11.9 / 13.4 (H200,
+// 2026-11-25, by turns in one process).
+constexpr double kLeastOfWide = 1 << 27;
+constexpr int kFewToWiden = 160;
+
 // Of groups mma's tiles have 16 output channels and its chunks 8 input channels, this engine's 64 of either, with zeros
 // between groups. mma / this engine, us, bench.py, TF32, H200, 2026-11-23, 3x3, 32 groups, 32 images; mma's estimate:
 //
@@ -3819,7 +3826,11 @@ inline const char* yields(const Problem& problem, Operator op) {
       kPointwiseEngine.yields(problem, op) == nullptr)
     return "pointwise is faster with few output channels";
   if (problem.dtype != DType::kFloat32 || kMmaEngine.refusal(problem, op) != nullptr) return nullptr;
-  if (multiply_adds(problem) < kLeastAgainstMma) return "mma is faster with few multiply-adds";
+  const bool widens = op == Operator::kFprop && problem.groups == 1 && problem.R * problem.S == 1 &&
+                      problem.stride_h * problem.stride_w == 1 && problem.C <= kFewToWiden &&
+                      problem.K >= 4 * problem.C && problem.x_stride[3] == 1;
+  if (multiply_adds(problem) < (widens ? kLeastOfWide : kLeastAgainstMma))
+    return "mma is faster with few multiply-adds";
   const int64_t (&in_stride)[4] = op == Operator::kDgrad ? problem.y_stride : problem.x_stride;
   const bool is_known = in_stride[1] != 1 || problem.stride_h * problem.stride_w == 1;
   if (problem.groups > 1 && std::max(problem.C, problem.K) / problem.groups <= kFewOfGroup && is_known &&
