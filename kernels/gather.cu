@@ -312,11 +312,11 @@
 //     more: 512 to 2048, 256 images, 92.8 / 89.3, 32 images 25.3 to 27.6 / 26.3; 1024 to 2048, stride 2, 169 / 173 and
 //     37.9 / 39.0; 2048 to 512 98.4 / 104 (2026-11-25).
 //   - Who multiplies runs once through all that stores, without storing, while it waits for contained operands, so that
-//     code comes from memory then: 1 to 2.5 us more. Chunks of channels in another order for each warp, so that warps
-//     wait for different code at once: 0 to 1 us more, 256 images of 64 to 256, 56x56, 279 / 303, as planes come in
-//     no order (2026-11-25).
+//     code comes from memory then: 0 to 4 us more. Chunks of channels in another order for each warp, so that warps
+//     wait for different code at once: 32 images and one of a U-Net from 1 us less to 3 more, 256 images of 64 to 256,
+//     56x56, 279 / 303, presumably as planes come in no order (2026-11-25).
 //   - Weights that stay brought by the multiplying warps, rounded, without a packing kernel: 32 images of 64 to 64,
-//     56x56, 21.4 / 21.8, of 64 to 256 38.0 / 44.4; and behind a kernel that fills the instruction caches all kernels
+//     56x56, 21.4 / 21.8, of 64 to 256 38.0 / 44.4; and behind a kernel that fills the instruction caches most kernels
 //     with that code, whether they use it or not, take 5 to 44% more, 8 images of 256 to 1024, 14x14, 15.6 / 27.8; but
 //     64 to 64 23.9 / 22.4 (2026-11-25).
 //   - Before a call is timed the L2 cache is full of what has been written, as in bench.py, and as a call leaves it: to
@@ -3821,14 +3821,13 @@ constexpr int kFewOfGroup = 16;
 constexpr int kFewOfPointwise = 24;
 
 inline const char* yields(const Problem& problem, Operator op) {
-  const bool few = op == Operator::kFprop && problem.groups == 1 && problem.K <= kFewOfPointwise;
-  if (few && problem.x_stride[3] == 1 && uses_tf32(problem, op) && kPointwiseEngine.refusal(problem, op) == nullptr &&
-      kPointwiseEngine.yields(problem, op) == nullptr)
-    return "pointwise is faster with few output channels";
+  const bool pointwise_takes = op == Operator::kFprop && problem.groups == 1 && problem.x_stride[3] == 1 &&
+                               uses_tf32(problem, op) && kPointwiseEngine.refusal(problem, op) == nullptr &&
+                               kPointwiseEngine.yields(problem, op) == nullptr;
+  if (pointwise_takes && problem.K <= kFewOfPointwise) return "pointwise is faster with few output channels";
   if (problem.dtype != DType::kFloat32 || kMmaEngine.refusal(problem, op) != nullptr) return nullptr;
-  const bool widens = op == Operator::kFprop && problem.groups == 1 && problem.R * problem.S == 1 &&
-                      problem.stride_h * problem.stride_w == 1 && problem.C <= kFewToWiden &&
-                      problem.K >= 4 * problem.C && problem.x_stride[3] == 1;
+  const bool widens = pointwise_takes && problem.stride_h * problem.stride_w == 1 && problem.C <= kFewToWiden &&
+                      problem.K >= 4 * problem.C;
   if (multiply_adds(problem) < (widens ? kLeastOfWide : kLeastAgainstMma))
     return "mma is faster with few multiply-adds";
   const int64_t (&in_stride)[4] = op == Operator::kDgrad ? problem.y_stride : problem.x_stride;

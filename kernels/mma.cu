@@ -1259,7 +1259,8 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 // But direct takes some 0.6 us for each input channel, and 0.035 for each tap of it, however few outputs there are. mma
 // / direct, us: 3x3 of 320 channels to 4, 64x64, 2, 8 and 64 images, 43 / 319, 80 / 327 and 587 / 523; of 64 channels
 // to 3, 128x128, 8 images, 70 / 86, 256x256, 4, 125 / 113; 7x7 of 128 to 3, 128x128, 2 and 4, 189 / 329 and 369 / 333;
-// 9x9 of 64 to 3, 96x96, 2 and 4, 164 / 223 and 256 / 224. (H200, 2026-11-25, by turns in one process.)
+// 9x9 of 64 to 3, 96x96, 2 and 4, 164 / 223 and 256 / 224. (H200, 2026-11-25, by turns in one process. Other GPUs have
+// not been looked at.)
 constexpr double kLeastOfFewChannels = 1 << 26, kLeastTapsOfFewChannels = 1 << 21;
 
 inline const char* yields(const Problem& problem, Operator op) {
