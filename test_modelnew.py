@@ -2381,6 +2381,8 @@ struct BoxMap {
   uint64_t sizes[4], strides[4];
   uint32_t box[4], step;  // of so many elements; from one to the next of the second dimension
   uint32_t pieces;        // of 16 bytes in a row whose order is that of store_box, or 0
+  int first[2], last[2];  // of columns: their ends, of columns and rows of an image
+  uint32_t pixels;
 };
 enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows };
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
@@ -2403,6 +2405,19 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
   map.step = step;
   map.box[1] = box[1] / step;
   if (!right) simt::complain("a map of boxes that the driver would refuse");
+  return right ? cudaSuccess : static_cast<cudaError_t>(1);
+}
+inline cudaError_t make_columns_map(const void* tensor, const uint64_t (&sizes)[4], const uint64_t (&strides)[3],
+                                    const int (&first)[2], const int (&last)[2], uint32_t pixels, BoxMap& map) {
+  const cudaError_t error = make_box_map(BoxUse::kLoadRows, tensor, 4, sizes, strides, {32, 1, 1, 1}, map);
+  map.pixels = pixels;
+  bool right = error == cudaSuccess && pixels >= 1 && pixels <= 1024;
+  for (int i = 0; i < 2; ++i) {
+    map.first[i] = first[i], map.last[i] = last[i];
+    right &= first[i] >= -128 && first[i] <= 127 && last[i] >= -128 && last[i] <= 127;
+    right &= first[i] <= static_cast<int64_t>(sizes[1 + i]) - 1 + last[i];
+  }
+  if (!right) simt::complain("a map of columns that the driver would refuse");
   return right ? cudaSuccess : static_cast<cudaError_t>(1);
 }
 inline void prefetch_map(const BoxMap&) {}
@@ -2451,6 +2466,39 @@ inline void load_box(const BoxMap& map, uint32_t to, int i, int j, int k, int l,
     if (map.pieces > 0) place ^= (row + to / kBoxRowBytes) % 8 * 16;
     for (int byte = 0; byte < map.element_bytes; ++byte) loaded[place + byte] = from != nullptr ? from[byte] : 0;
   });
+  simt::copies.push_back({to, barrier, loaded});
+}
+inline void load_columns(const BoxMap& map, uint32_t to, int i, int j, int k, int l, int move_j, int move_k,
+                         uint32_t barrier) {
+  simt::check_shared(to, map.pixels * kBoxRowBytes);
+  if (to % 128 != 0) simt::complain("columns that are not aligned in shared memory");
+  if (i % 4 != 0 || map.sizes[0] % 4 != 0) simt::complain("columns that are not aligned in memory");
+  if (move_j < 0 || move_j > 255 || move_k < 0 || move_k > 255) simt::complain("columns that move too far");
+  std::vector<uint8_t> loaded(map.pixels * kBoxRowBytes);
+  int at[2] = {j, k};
+  const int64_t end[2] = {static_cast<int64_t>(map.sizes[1]) + map.last[0],
+                          static_cast<int64_t>(map.sizes[2]) + map.last[1]};
+  for (int axis = 0; axis < 2; ++axis)
+    if (at[axis] < map.first[axis] || at[axis] >= end[axis]) simt::complain("columns that begin outside");
+  for (uint32_t pixel = 0; pixel < map.pixels; ++pixel) {
+    const int64_t place[4] = {i, int64_t{at[0]} + move_j, int64_t{at[1]} + move_k, l};
+    for (uint32_t channel = 0; channel < 32; ++channel) {
+      const uint8_t* from = map.tensor;
+      bool exists = true;
+      for (int axis = 0; axis < 4; ++axis) {
+        const int64_t number = place[axis] + (axis == 0 ? channel : 0);
+        exists &= number >= 0 && static_cast<uint64_t>(number) < map.sizes[axis];
+        from += number * map.strides[axis];
+      }
+      const uint32_t byte = (pixel * kBoxRowBytes + channel * 4) ^ (pixel + to / kBoxRowBytes) % 8 * 16;
+      if (exists) std::memcpy(&loaded[byte], from, 4);
+    }
+    if (++at[0] < end[0]) continue;
+    at[0] = map.first[0];
+    if (++at[1] < end[1]) continue;
+    at[1] = map.first[1];
+    ++l;
+  }
   simt::copies.push_back({to, barrier, loaded});
 }
 template <bool LEAVES_FIRST = true>
@@ -3767,13 +3815,17 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
                        : plan.dense_slots && plan.box_step != 1)
       return "boxes of something else";
     // In the order of pieces of a slot the number of the slot in the stage counts, not that in the box.
-    if (plan.dense_slots ? plan.box_slots % 8 || int64_t{plan.x_boxes - 1} * plan.box_slots >= plan.slots ||
+    if (plan.apart ? plan.x_boxes != 1 || plan.box_slots != plan.slots || plan.dense_slots
+        : plan.dense_slots ? plan.box_slots % 8 || int64_t{plan.x_boxes - 1} * plan.box_slots >= plan.slots ||
                                int64_t{plan.x_boxes} * plan.box_slots < plan.slots
                          : plan.box_slots != plan.pitch || int64_t{plan.x_boxes} * plan.pitch != plan.slots)
       return "slots of boxes";
-  } else if (plan.dense_slots || plan.in_phases) {
-    return "slots as in memory, or phases of x, but no boxes";
+  } else if (plan.dense_slots || plan.in_phases || plan.apart) {
+    return "slots as in memory, phases of x or taps apart, but no boxes";
   }
+  if (plan.apart != (plan.points && of.R * of.S > 1)) return "points of taps, or none";
+  if (plan.apart && (bytes != 4 || plan.contained || on_sm != 1 || of.stride_h != 1 || of.stride_w != 1))
+    return "taps of something else";
   if (plan.x_stage_bytes < x_bytes || plan.w_stage_bytes != plan.pieces * plan.tile_n * 16) return "bytes of a stage";
   if (plan.piece_slots < plan.slots || plan.plane_slots < tile_pixels(plan)) return "slots of a piece";
 
@@ -3882,6 +3934,18 @@ static std::string fault_of_reads(const Correlation& of, const Plan& plan, const
       const int slots = planes ? plan.plane_slots : plan.piece_slots;
       if (first < 0 || first >= slots || taken[first]++) return "slots of points";
       const int64_t h = int64_t{p} * of.stride_h - of.pad_h, w = int64_t{q} * of.stride_w - of.pad_w;
+      if (plan.apart) {
+        if (first != m) return "slots of taps that are not in the order of outputs";
+        for (int tap = 0; exists && tap < of.R * of.S; ++tap) {
+          const int64_t row = h + tap / of.S * of.dilation_h, column = w + tap % of.S * of.dilation_w;
+          if (row < 0 || row >= of.H || column < 0 || column >= of.W) continue;
+          const int64_t offset = offset_of(of.in_stride, n, row, column);
+          if (plan.copied && !is_pixel(((image + n) * of.H + row) * of.W + column, offset))
+            return "another pixel of the copy";
+          if (const std::string fault = fault_of_offset(offset); !fault.empty()) return fault;
+        }
+        continue;
+      }
       if (!exists || (!plan.copied && (h < 0 || h >= of.H || w < 0 || w >= of.W))) continue;
       offsets[m] = offset_of(of.in_stride, n, h, w);
       if (plan.copied && !is_pixel(((image + n) * of.P + p) * of.Q + q, offsets[m])) return "another pixel of the copy";
@@ -4175,6 +4239,10 @@ static void note(const Correlation& of, const Plan& plan) {
       seen.insert("phases of " + kind + (plan.points ? "" : by));
       if (plan.splits > 1) seen.insert("phases of " + kind + ", tiles in parts");
     }
+  } else if (plan.apart) {
+    seen.insert(std::string("taps apart") + (plan.copied ? ", x copied" : ""));
+    if (plan.splits > 1) seen.insert(std::string("taps apart") + parts);
+    if (of.groups > 1) seen.insert("taps apart, groups");
   } else if (plan.copied) {
     seen.insert("x copied");
   } else if (plan.in_phases) {
@@ -4454,6 +4522,14 @@ GATHER_PLAN_MUTATIONS = {
         "column < kLandingColumns || tile.q",
         "column < kLandingColumns || MUTATED ? true && column < kLandingColumns : tile.q",
     ),
+    "taps apart of other strides": (
+        "return stride == 1 && pad >= -127",
+        "return (MUTATED || stride == 1) && pad >= -127",
+    ),
+    "taps apart where no kernel has them": (
+        "lie_apart(of) && (shape.sources & kByTaps) != 0",
+        "lie_apart(of) && (MUTATED || (shape.sources & kByTaps) != 0)",
+    ),
     "slots as in memory of whole lines": (
         "phases_of(of.phases) > 1 && plan.packed)",
         "phases_of(of.phases) > 1 && (MUTATED || plan.packed))",
@@ -4633,8 +4709,34 @@ def random_landing_cases(count: int, seed: int) -> Iterator[tuple[Case, str, tor
             count -= 1
 
 
+def random_apart_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
+    """Of the same kind, but with taps that lie apart, nearly all within the reach of boxes."""
+    rng = random.Random(seed)
+    while count > 0:
+        groups = rng.choice([1, 1, 1, 2])
+        C, K = (groups * rng.choice([8, 30, 32, 36, 64, 100, 128, 300]) for _ in range(2))
+        H, W = (rng.choice([rng.randint(1, 20), rng.randint(1, 50), 65]) for _ in range(2))
+        R, S = rng.choice([(3, 3), (3, 3), (3, 3), (1, 3), (2, 1), (4, 5)])
+        drawn = rng.randint(2, 20), rng.randint(2, 20)
+        dilation = rng.choice([drawn, (1, 6), (12, 12), (36, 36), (64, 64), (130, 130)])
+        padding = tuple(
+            rng.choice([0, d * (taps - 1) // 2, d * (taps - 1)]) for d, taps in zip(dilation, (R, S), strict=True)
+        )
+        stride = rng.choice([(1, 1)] * 7 + [(2, 1)])
+        case = Case(rng.choice([1, 2, 3, 8, 30]), C, H, W, K, R, S, stride, padding, dilation, groups)
+        operator = rng.choice(["fprop", "fprop", "dgrad"]) if stride == (1, 1) else "fprop"
+        if min(case.y_shape) > 0:
+            yield case, operator, rng.choice([torch.float32, torch.float32, torch.float32, torch.float16])
+            count -= 1
+
+
 def cases_of_plans() -> Iterator[tuple[int, tuple[Case, str, torch.dtype]]]:
-    kinds = random_gather_cases(3000, seed=0), random_phased_cases(300, seed=0), random_landing_cases(300, seed=0)
+    kinds = (
+        random_gather_cases(3000, seed=0),
+        random_phased_cases(300, seed=0),
+        random_landing_cases(300, seed=0),
+        random_apart_cases(400, seed=0),
+    )
     return enumerate(itertools.chain(*kinds))
 
 
@@ -4676,6 +4778,10 @@ GATHER_KINDS = {
     *(f"contained on its way, shared {what}" for what in ("pixels", "channels")),
     *(f"contained on its way, {what} that are not there" for what in ("rows", "columns")),
     "contained on its way, channels filled up",
+    "taps apart",
+    "taps apart, x copied",
+    "taps apart, groups",
+    *(f"taps apart, {which} tiles in parts" for which in ("some", "all")),
 }
 
 
@@ -4824,6 +4930,12 @@ GATHER_LANDING_CASES = [
     Case(22, 70, 62, 60, 66, 3, 3, padding=(1, 1)),
     Case(24, 72, 50, 60, 72, 2, 3, padding=(1, 3)),
 ]
+# And these, in fp32, come by boxes of a tap.
+GATHER_APART_CASES = [
+    Case(8, 128, 33, 33, 136, 3, 3, padding=(12, 12), dilation=(12, 12)),
+    Case(3, 100, 40, 61, 260, 3, 3, padding=(18, 36), dilation=(18, 36)),
+    Case(20, 128, 28, 30, 128, 3, 3, padding=(8, 10), dilation=(8, 10), groups=2),
+]
 GATHER_CASES = [
     dataclasses.replace(GATHER_CASE, N=12),
     Case(16, 256, 14, 14, 260, 1, 1),
@@ -4878,6 +4990,17 @@ def test_gather_takes_boxes_at_a_stride_where_the_gpu_tests_say(gather_plans):
         text = gather_plans("describe", "fprop", case, torch.float32, strides=strides)
         assert text.startswith("x in phases, ") == (case.R > 1), f"{case}: {text}"
         assert "x by boxes" in text, f"{case}: {text}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gather_takes_boxes_of_a_tap_where_the_gpu_tests_say(gather_plans, layout):
+    for case in GATHER_APART_CASES:
+        tensors = {"x": torch.empty(case.x_shape, device="meta"), "dy": torch.empty(case.y_shape, device="meta")}
+        strides = {name: tensor.stride() for name, tensor in in_layout(tensors, layout).items()}
+        for operator in gather_operators(case):
+            text = gather_plans("describe", operator, case, torch.float32, strides=strides)
+            assert text.startswith("x copied, ") == (layout == "contiguous"), f"{operator} of {case}: {text}"
+            assert "x by boxes of a tap in " in text, f"{operator} of {case}: {text}"
 
 
 GATHER_SHIM_ENTRY_POINTS = (
@@ -5272,17 +5395,18 @@ GATHER_LANDING = range(12, 14)
 GATHER_SHAPES = [*GATHER_WINDOWS, *GATHER_POINTS]
 GATHER_CUT_UP = (2, 4, 7, 8, 9, 11)  # those whose tiles may all be cut up into parts
 # Cases of every Source but the one of any, in its order: single words, fours of pixels, channels, boxes, boxes of
-# phases of x, which 16 bits have not. The shape of half a stage, in which pieces of channels are apart, takes neither
-# 1x1 nor boxes: it has cases of its own.
+# phases of x and boxes of a tap, which 16 bits have not. The shape of half a stage, in which pieces of channels are
+# apart, takes neither 1x1 nor boxes: it has cases of its own.
 GATHER_SOURCES = (
     (Case(3, 42, 9, 13, 72, 1, 1, stride=(2, 1)), "contiguous"),
     (Case(3, 40, 12, 12, 72, 1, 1), "contiguous"),
     (Case(3, 40, 9, 7, 72, 1, 1, stride=(2, 1)), "channels_last"),  # rows too short for boxes
     (Case(3, 72, 9, 9, 136, 2, 3, padding=(1, 0)), "channels_last"),
     (Case(3, 72, 9, 15, 136, 3, 3, stride=(2, 2), padding=(1, 1)), "channels_last"),
+    (Case(2, 72, 24, 24, 136, 3, 3, padding=(10, 10), dilation=(10, 10)), "channels_last"),
 )
 GATHER_ANY, GATHER_HALF_A_STAGE = len(GATHER_SOURCES), 3
-GATHER_BOXES, GATHER_PHASES = 3, 4
+GATHER_BOXES, GATHER_PHASES, GATHER_TAPS = 3, 4, 5
 GATHER_SHAPES_OF_PHASES = (0, 1, 4)
 GATHER_SOURCES_16 = [(shape, source, GATHER_ANY) for shape in GATHER_SHAPES_16 for source in range(GATHER_PHASES)]
 GATHER_SOURCES_32 = [
@@ -5514,6 +5638,36 @@ def test_gather_shim_exact_by_rows_of_points(gather_shim, number, dtype):
         assert fault == "", f"{case}, shape {shape}, seed {seed}: {fault}"
         if dtype == torch.float32 or case.C % 8 == 0:
             assert ctypes.c_int.in_dll(gather_shim.library, "latest_source").value == source
+
+
+# Taps as far apart as they may be, and further apart than the image is large; one axis only; several images in a tile
+# and several tiles; channels that fill a stage and not; groups; no padding, some, and so much that y is larger than x.
+GATHER_SHIM_TAPS_APART = [
+    (Case(3, 36, 9, 11, 40, 3, 3, padding=(4, 4), dilation=(4, 4)), "fprop"),
+    (Case(2, 64, 20, 17, 72, 3, 3, padding=(6, 5), dilation=(6, 5)), "dgrad"),
+    (Case(5, 40, 7, 7, 136, 3, 3, padding=(12, 12), dilation=(12, 12)), "fprop"),
+    (Case(1, 100, 3, 34, 24, 1, 3, padding=(0, 16), dilation=(1, 16)), "fprop"),
+    (Case(2, 32, 30, 4, 24, 3, 1, dilation=(13, 1)), "fprop"),
+    (Case(1, 32, 30, 31, 24, 2, 2, padding=(28, 0), dilation=(28, 29)), "fprop"),
+    (Case(2, 64, 13, 14, 48, 3, 3, padding=(5, 5), dilation=(5, 5), groups=2), "fprop"),
+    (Case(1, 8, 2, 130, 8, 1, 3, padding=(0, 127), dilation=(1, 127)), "fprop"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("number", range(len(GATHER_SHIM_TAPS_APART)))
+def test_gather_shim_exact_with_taps_apart(gather_shim, number, layout):
+    """By boxes of what a tap reads, of x or of a copy, in every shape of a tile that has them, whole and cut up."""
+    case, operator = GATHER_SHIM_TAPS_APART[number]
+    by_taps = 0
+    for shape, splits in itertools.product((0, 2, 4), (0, 2)):
+        with gather_shim.splitting(splits):
+            for seed in (2, 9):  # at aligned addresses; at once, and as late as it may be
+                fault = gather_shim.fault(operator, case, torch.float32, shape, layout, seed)
+                if fault is not None:
+                    assert fault == "", f"{operator} of {case}, shape {shape}, {splits} parts, seed {seed}: {fault}"
+                    by_taps += ctypes.c_int.in_dll(gather_shim.library, "latest_source").value == GATHER_TAPS
+    assert by_taps > 0
 
 
 ADVERSE_GATHER_CASES = [
@@ -7455,6 +7609,9 @@ bool direct_has_points(const Problem&, Operator) { return false; }
 bool gather_lands(const Problem& problem, Operator op) {
   return gather::plan_of(problem, op, gather::Alignment{}).plan.lands;
 }
+bool gather_takes_taps_apart(const Problem& problem, Operator op) {
+  return gather::plan_of(problem, op, gather::Alignment{}).plan.apart;
+}
 int64_t listed_workspace_bytes(const Problem&, Operator) { return 0; }
 static const char* refuse(const Problem&, Operator) { return "it takes other problems"; }
 const Engine kGatherEngine{"gather", gather::refusal, nullptr, nullptr, nullptr, gather::yields, gather::cycles};
@@ -8481,6 +8638,7 @@ RTC_HEADERS = {
         struct BoxMap;
         enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows };
         template <class... T> cudaError_t make_box_map(T&&...) { return cudaSuccess; }
+        template <class... T> cudaError_t make_columns_map(T&&...) { return cudaSuccess; }
         template <class Kernel, class... Params>
         cudaError_t launch_early(Kernel*, unsigned, int, size_t, cudaStream_t, const Params&...) { return cudaSuccess; }
         template <class Kernel, class... Params>
@@ -10543,6 +10701,21 @@ def on_gather(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_gpu_gather_exact(case, layout, dtype):
     tensors = in_layout(make_tensors(case, dtype, integers, "cuda"), layout)
     check_exact(case, on_gather(case, tensors), tensors)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", GATHER_APART_CASES, ids=str)
+def test_gpu_gather_with_taps_apart(case, layout):
+    """Exact, and within the contract's bounds."""
+    for fill in (integers, *FILLS):
+        tensors = in_layout(make_tensors(case, torch.float32, fill, "cuda"), layout)
+        results = on_gather(case, tensors)
+        if fill is integers:
+            check_exact(case, results, tensors)
+        else:
+            check_bounds(case, results, tensors, case.tf32_operators(torch.float32, True))
 
 
 @gpu

@@ -194,7 +194,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
 // What parts have to gain by the estimates; and against mma where taps lie so far apart that gather does not take them.
 // Its estimate is short there where an image fills few SMs: 256 to 64, 64x64, one image, dilation 12, 60 us by mma and
 // 35 in parts, estimates 30 and 32 (3x3, H200, 2026-11-25).
-constexpr double kWorthwhile = 1.5, kWorthwhileAgainstMma = 0.9;
+constexpr double kWorthwhile = 1.5, kWorthwhileAgainstMma = 0.9, kWorthwhileAgainstTaps = 1.15;
 // An estimate: direct multiplies and adds some 14 x 10^12 values a second, and a launch of gather takes 12 us and more.
 constexpr double kLeastOfPart = 1 << 28;  // multiply-adds, before idle taps are left out
 
@@ -212,7 +212,8 @@ inline const char* yields(const Problem& problem, Operator op) {
                        return true;
                      });
   const bool far_apart = whole == &kMmaEngine && kGatherEngine.refusal(problem, op) != nullptr;
-  const double worthwhile = far_apart ? kWorthwhileAgainstMma : kWorthwhile;
+  const bool by_taps = whole == &kGatherEngine && gather_takes_taps_apart(problem, op);
+  const double worthwhile = far_apart ? kWorthwhileAgainstMma : by_taps ? kWorthwhileAgainstTaps : kWorthwhile;
   if (known && whole->cycles(problem, op) > worthwhile * cycles) return nullptr;
   return "an engine that takes it whole is as fast";
 }

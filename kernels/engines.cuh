@@ -34,6 +34,9 @@ bool direct_has_points(const Problem&, Operator);
 // for small ones.
 bool gather_lands(const Problem&, Operator);
 
+// Whether gather, which takes the problem, has boxes for each tap: its estimate is good, however far apart taps lie.
+bool gather_takes_taps_apart(const Problem&, Operator);
+
 extern const Engine kGatherEngine;
 extern const Engine kWgmmaEngine;
 extern const Engine kStemEngine;

@@ -472,8 +472,9 @@ enum class Loads : int {
 // 64, 56x56, 31.7 / 25.2; 256 to 1024, 14x14, 36.5 / 30.5. With nothing in between, the first one takes 24.9 and 30.8.)
 //
 // kPhases: by boxes as well, of the phases of x itself.
+// kTaps: by boxes of what a tap reads for all outputs of a tile (see Plan::apart).
 // kLanding: of planes by boxes as they are, contained on its way (see Landing).
-enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kPhases, kAny, kLanding };
+enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kPhases, kTaps, kAny, kLanding };
 
 // Whether tiles may be cut up into parts of their reduction. Of many sums a thread they may not, as kernels are slower
 // for having the code (1x1 512 to 2048, 7x7, contained, 256 images, 92.6 / 96.8 us in a driver, H200, 2026-11-24), but
@@ -484,7 +485,8 @@ template <typename Format>
 MODELNEW_HOST_DEVICE constexpr bool may_cut_up(int tile_n, int blocks_m, Source source) {
   if (sizeof(typename Format::Tensor) == 2 || Format::AGAIN || (tile_n == 64 && source == Source::kSingle))
     return false;
-  return tile_n * blocks_m <= 128 || (tile_n == 256 && source == Source::kBoxes && !Format::CONTAINED);
+  const bool boxes = source == Source::kBoxes || source == Source::kTaps;
+  return tile_n * blocks_m <= 128 || (tile_n == 256 && boxes && !Format::CONTAINED);
 }
 
 // What tiles, outputs and slots are found by, for each of them anew.
@@ -525,6 +527,7 @@ struct Plan {
   int tile_n, blocks_m;  // channels; 64 pixels of a warpgroup, so many times
   int warpgroups;        // that multiply, of a block: 2, or 1 where an SM has two blocks
   bool points;
+  bool apart;                        // points of a filter whose taps lie far apart: a stage of x is of one tap
   bool packed;                       // windows: outputs of a tile follow one another, from anywhere in a line
   int tile_p, tile_q;                // windows: lines, columns
   int tiles_q, tiles_m, tiles_n;     // tiles_m: of pixels, in all
@@ -571,6 +574,7 @@ MODELNEW_HOST_DEVICE inline int staging_bytes(const Plan& plan) {
 MODELNEW_HOST_DEVICE inline Source source_of_plan(const Plan& plan) {
   return plan.lands                     ? Source::kLanding
          : plan.in_phases               ? Source::kPhases
+         : plan.apart                   ? Source::kTaps
          : plan.in_boxes                ? Source::kBoxes
          : plan.loads == Loads::kSingle ? Source::kSingle
          : plan.loads == Loads::kPixels ? Source::kPixels
@@ -1905,6 +1909,38 @@ __device__ __forceinline__ void convert_stages(const Params& params, const Share
   }
 }
 
+// What a tap reads for all outputs of a tile, number so many and those behind it, in the channels of a stage, is one
+// box: the copy engine finds the pixels, row by row and image by image, and zeros for the padding. By one thread.
+template <typename Format>
+__device__ __forceinline__ void load_taps(const Params& params, const Shared& shared, int channels_a_stage) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  bool waits = plan.copied;
+  hopper::prefetch_map(params.in_map);
+  RingPosition at;
+  for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
+    const Tile tile = locate_tile(plan, unit);
+    const int n = static_cast<int>(first_image(plan, tile));
+    const int in_image = static_cast<int>(tile.first) - n * of.P * of.Q, p = quotient(in_image, plan.by.columns);
+    const int h = p - of.pad_h, w = in_image - p * of.Q - of.pad_w;
+    if (waits && !wait_for_operands<Format>(params)) return;
+    waits = false;
+    for (int block = tile.first_block; block < tile.first_block + tile.blocks; ++block) {
+      const int channel = tile.group * of.in_channels + block * channels_a_stage;
+      for (int r = 0; r < of.R; ++r) {
+        for (int s = 0; s < of.S; ++s) {
+          const uint32_t stage = shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes;
+          const uint32_t full = shared.x_full(at.slot());
+          hopper::barrier_wait_idly(shared.x_empty(at.slot()), at.parity() ^ 1);
+          hopper::barrier_arrive_expecting(full, plan.x_stage_bytes);
+          hopper::load_columns(params.in_map, stage, channel, w, h, n, s * of.dilation_w, r * of.dilation_h, full);
+          at.next(plan.x_stages);
+        }
+      }
+    }
+  }
+}
+
 // Boxes of the channels of a stage, by one warp: each lane orders some. They are of slots that follow one another in
 // memory, or rows of slots. PHASES: of a stage's phase of x itself, whose channels are the same in all phases.
 template <typename Format, bool PHASES>
@@ -2363,7 +2399,8 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   constexpr uint32_t kPlaneBytes = (64 * WARPGROUPS * BLOCKS_M + 8) * 4;
   constexpr uint32_t kStepWeights = 2 * TILE_N * 16, kStageWeights = ALL_STEPS * kStepWeights;
   // Else pieces are found by x_offset, a slot: [slot][piece], number i at place i ^ slot % 8, or [piece][slot].
-  constexpr bool kRows = SOURCE == Source::kBoxes || SOURCE == Source::kPhases || SOURCE == Source::kChannels;
+  constexpr bool kTaps = SOURCE == Source::kTaps;
+  constexpr bool kRows = SOURCE == Source::kBoxes || SOURCE == Source::kPhases || kTaps || SOURCE == Source::kChannels;
   const bool rows = PIECES == 8 && (kRows || (SOURCE == Source::kAny && plan.rows));
   const uint32_t piece_bytes = plan.piece_slots * 16;
   // From tap to tap of a row, and from the last one of a row to the first one of the next.
@@ -2371,11 +2408,12 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   int row_taps = of.S, next_row = of.dilation_h * plan.pitch - (of.S - 1) * of.dilation_w;
   const Phases& phases = of.phases;
   const bool phased = SOURCE == Source::kPhases || (Format::CONTAINED && phases_of(phases) > 1);
-  int taps = PLANES ? 1 : of.R * of.S, phase = phased ? tile.first_block & (phases_of(phases) - 1) : 0;
+  int taps = PLANES || kTaps ? 1 : of.R * of.S, phase = phased ? tile.first_block & (phases_of(phases) - 1) : 0;
   const uint32_t w_ring = hopper::descriptor(hopper::of_own_block(shared.base) + shared.layout.w_ring, TILE_N * 16);
   uint32_t a[2][STEPS][BLOCKS_M][4];  // operands
   int keep = 0, taps_left = 0, s_left = of.S, left = tile.blocks * taps, before = -1;
-  if (phased) left = stages_before(phases, tile.first_block + tile.blocks) - stages_before(phases, tile.first_block);
+  if (phased || kTaps)
+    left = stages_before(phases, tile.first_block + tile.blocks) - stages_before(phases, tile.first_block);
   uint32_t x_stage = 0, shift = 0;  // of the tap, in slots
 
   // One stage; `set` is known to the compiler.
@@ -2554,7 +2592,8 @@ __device__ __forceinline__ void pack_for_again(const Params& params) {
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem) {
   constexpr bool kPlanes = sizeof(typename Format::Stored) == 4 && PIECES >= kLeastPointPieces &&
-                           SOURCE != Source::kBoxes && SOURCE != Source::kPhases && SOURCE != Source::kChannels;
+                           SOURCE != Source::kBoxes && SOURCE != Source::kPhases && SOURCE != Source::kTaps &&
+                           SOURCE != Source::kChannels;
   constexpr bool kNothingElse = kPlanes && SOURCE == Source::kPixels;
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
@@ -3090,6 +3129,10 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
     [[maybe_unused]] constexpr int kPixels = 64 * WARPGROUPS * BLOCKS_M;
     const Plan& plan = params.plan;
     [[maybe_unused]] int32_t* const table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
+    if constexpr (SOURCE == Source::kTaps) {
+      if (warp == 0 && threadIdx.x % 32 == 0) load_taps<Format>(params, shared, PIECES * Format::CHANNELS);
+      return;
+    }
     if constexpr (SOURCE == Source::kBoxes || SOURCE == Source::kPhases || kAny) {
       if (!kAny || plan.in_boxes) {
         if (warp == 0) load_boxes<Format, SOURCE == Source::kPhases>(params, shared, PIECES * Format::CHANNELS);
@@ -3209,12 +3252,14 @@ struct TileShape {
 constexpr unsigned bit(Source source) { return 1u << static_cast<int>(source); }
 constexpr unsigned kBySingle = bit(Source::kSingle), kByPixels = bit(Source::kPixels),
                    kByChannels = bit(Source::kChannels), kByBoxes = bit(Source::kBoxes),
-                   kByPhases = bit(Source::kPhases), k16Bits = bit(Source::kAny), kByLanding = bit(Source::kLanding);
-constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByPixels | kByChannels | kByBoxes | kByPhases | k16Bits},
+                   kByPhases = bit(Source::kPhases), kByTaps = bit(Source::kTaps), k16Bits = bit(Source::kAny),
+                   kByLanding = bit(Source::kLanding);
+constexpr unsigned kByMost = kByPixels | kByChannels | kByBoxes | kByPhases | kByTaps;
+constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByMost | k16Bits},
                                      {128, 2, 8, 1600, kByPixels | kByBoxes | kByPhases | k16Bits},
-                                     {64, 2, 8, 1150, kBySingle | kByPixels | kByBoxes},
+                                     {64, 2, 8, 1150, kBySingle | kByPixels | kByBoxes | kByTaps},
                                      {128, 2, 4, 895, kBySingle | kByChannels},
-                                     {128, 1, 8, 854, kBySingle | kByPixels | kByChannels | kByBoxes | kByPhases},
+                                     {128, 1, 8, 854, kBySingle | kByMost},
                                      {256, 1, 8, 1210, kByBoxes, true},
                                      {128, 2, 8, 1240, kByBoxes, true},
                                      {128, 1, 8, 640, kByBoxes, true},
@@ -3225,7 +3270,7 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByPixels | kByChannels |
                                      {64, 0, 2, 0, kByLanding, true, 2, true},
                                      {128, 0, 2, 0, kByLanding, true, 2, true}};
 // Of what is done again.
-constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
+constexpr TileShape kAgainShape{64, 2, 8, 1150, ~kByTaps};
 
 // Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, in up to
 // 4 parts of the reduction, fp32, 32 and 256 images, both memory formats, H200, 2026-11-22 (revisions in the making):
@@ -3240,6 +3285,7 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, ~0u};
 // are never what a tile waits for); of y.
 constexpr double kMemoryRate = 21.8, kSingleRate = 100, kWordsRate = 5.8, kPixelsRate = 22, kChannelsRate = 10.7;
 constexpr double kBoxRate = 200, kStoreRate = 20, kStoreOneRate = 13, kStoreChannelsRate = 23.5, kStoreBoxRate = 400;
+constexpr double kTapsRate = 60;          // of x and weights of taps apart
 constexpr double kStorePlanesRate = 21;  // by boxes: set by hand afterwards, as the fastest tiles had it
 constexpr int kMostResidentTiles = 8;    // of channels: 132 SMs are 4 more than a multiple of it
 constexpr double kLost = 0.08;           // of what takes less time than what a tile waits for
@@ -3268,6 +3314,7 @@ constexpr double kColdCycles = 3300, kColdTurns = 45;
 // a driver.)
 constexpr int kFewStages = 4;
 constexpr double kStagesFactor = 0.92;
+constexpr double kTapsFactor = 0.87;
 constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
 // Of what is contained on its way: of a tile and of each of its steps, where the warpgroups have rows of their own and
@@ -3283,7 +3330,8 @@ constexpr double kLandingCycles[] = {23500, 21500};
 constexpr int64_t kMostCopiedBytes = 512 << 20;
 
 inline int64_t copied_bytes(const Correlation& of, int element_bytes) {
-  return of.N * of.P * of.Q * of.groups * of.in_channels * element_bytes;
+  const Correlation copy = copied(of, false);
+  return of.N * copy.H * copy.W * of.groups * of.in_channels * element_bytes;
 }
 
 inline int64_t contained_bytes(const Correlation& of) {
@@ -3337,6 +3385,21 @@ struct Cut {
 // driver.)
 constexpr int kLeastBoxedPlane = 16;
 
+// Whether the taps lie so far apart that stages may hold what one of them reads, instead of a window for all of them.
+inline bool lie_apart(const Correlation& of) {
+  return (of.R > 1 && of.dilation_h > 1) || (of.S > 1 && of.dilation_w > 1);
+}
+
+// What the copy engine takes: from the first pixel's place, that of the last one's, and of taps.
+inline bool boxes_reach(const Correlation& of) {
+  const auto reaches = [](int size, int outputs, int taps, int stride, int pad, int dilation) {
+    const int64_t behind = int64_t{outputs} - size - pad, span = int64_t{taps - 1} * dilation;
+    return stride == 1 && pad >= -127 && pad <= 128 && behind >= -128 && behind <= 127 && span <= 255;
+  };
+  return reaches(of.H, of.P, of.R, of.stride_h, of.pad_h, of.dilation_h) &&
+         reaches(of.W, of.Q, of.S, of.stride_w, of.pad_w, of.dilation_w);
+}
+
 // Completes a plan; false when it does not fit.
 inline bool complete(const Correlation& of, int out_bytes, const Device& device, const Alignment& address,
                      const TileShape& shape, int splits, const Cut& cut, Plan& plan) {
@@ -3348,6 +3411,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   plan.warpgroups = shape.warpgroups;
   plan.points = cut.kind == Cut::kPoints;
   plan.packed = cut.kind == Cut::kPacked;
+  plan.apart = plan.points && of.R * of.S > 1;
   if (plan.points ? shape.pieces < kLeastPointPieces : plan.warpgroups == 1) return false;
   const int pixels = tile_pixels(plan);
   // Packed tiles start at multiples of what divides both.
@@ -3424,7 +3488,8 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   plan.rows = plan.loads == Loads::kChannels && plan.pieces == 8;
   // Boxes take neighbouring columns or those at a step, and the last one of a group has no channels of the next group.
   const bool from_phases = phases_of(of.phases) > 1 && !plan.contained;
-  const bool dense_in = !plan.points || (dense_points_of(of) && dense_pixels(of.in_stride, of.N, of.P, of.Q));
+  const bool dense_in =
+      !plan.points || plan.apart || (dense_points_of(of) && dense_pixels(of.in_stride, of.N, of.P, of.Q));
   plan.box_step = plan.points ? 1 : from_phases ? 2 : plan.in_column_step;
   const bool steps = plan.box_step > 1 || plan.in_row_step > 1;
   const bool whole_rows = plan.box_step <= kMostBoxStep && plan.pitch * plan.box_step <= 256 &&
@@ -3434,6 +3499,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                   of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && of.in_stride[2] > 0 &&
                   of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
   plan.in_phases = plan.in_boxes && from_phases;
+  if (plan.apart && !(plan.in_boxes && out_bytes == 4 && !plan.contained && boxes_reach(of))) return false;
   // What comes in phases comes by boxes of rows; and windows of 1x1 are for what does.
   if (from_phases && (plan.points || !plan.in_boxes)) return false;
   if (!plan.points && of.R == 1 && of.S == 1 && !plan.in_boxes) return false;
@@ -3447,13 +3513,18 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
   // images, us, 256 channels in 4 parts / 128 in 2, 23.3 / 20.0; 1024 to 256, 32 images, 256 in 2 / 128, whole, 26.5 /
   // 25.7; fours of pixels, in a driver, revisions in the making, H200, 2026-11-24.)
   if (splits > 1 && plan.tile_n == 256 && plan.whole_tiles == 0) return false;
-  plan.dense_slots = plan.in_boxes && !plan.in_phases && (plan.points || (phases_of(of.phases) > 1 && plan.packed));
+  plan.dense_slots = plan.in_boxes && !plan.in_phases && !plan.apart &&
+                     (plan.points || (phases_of(of.phases) > 1 && plan.packed));
   // Many small boxes take longer than the one or four taps for which they are read: 512 to 512, 14x14, stride 2, 32
   // images in a profiler 45 us, of slots that follow one another 34 us (H200, 2026-11-22).
   if (phases_of(of.phases) > 1 && !plan.in_phases && !plan.dense_slots && plan.pitch < 64) return false;
   plan.x_boxes = static_cast<int>(plan.dense_slots ? ceil_div(plan.slots, 256) : plan.slots / std::max(plan.pitch, 1));
   plan.box_slots =
       plan.dense_slots ? static_cast<int>(ceil_div(ceil_div(plan.slots, plan.x_boxes), 8)) * 8 : plan.pitch;
+  if (plan.apart) {
+    plan.x_boxes = 1;
+    plan.box_slots = pixels;
+  }
   plan.planes = in_bytes == 4 && plan.points && plan.loads != Loads::kChannels;
   plan.plane_slots = pixels + 8;
   plan.x_stage_bytes = plan.planes     ? plan.pieces * channels * plan.plane_slots * 4
@@ -3546,8 +3617,11 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                      plan.iterations < plan.x_stages;
   const auto turn_cycles = [&](int blocks_c, int64_t tiles) {
     const double in_bytes = 16.0 * tiles * plan.slots * plan.pieces * blocks_c, out_bytes = tiles * tile_bytes;
+    // Of taps apart the L2 cache has to give x to each, and weights as quickly.
+    const double of_taps = in_bytes * taps + static_cast<double>(tiles) * blocks_c * taps * plan.w_stage_bytes;
     const double multiply = static_cast<double>(stages_before(of.phases, blocks_c)) * shape.stage_cycles;
-    const double work = multiply + out_bytes / store_rate, load = in_bytes / rate;
+    const double load = plan.apart ? of_taps / kTapsRate : in_bytes / rate;
+    const double work = multiply + out_bytes / store_rate;
     const double memory = (in_bytes / plan.tiles_n + out_bytes) / kMemoryRate;
     return hidden * ((1 - kLost) * std::max({work, load, memory}) + kLost * (work + load + memory) +
                      kTileCycles / std::max<double>(ahead ? 2 : 1, static_cast<double>(tiles)));
@@ -3627,6 +3701,9 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
 // 1x1 whose x comes by single words, that is: at a stride, or planes of no multiple of 4 pixels. What is read is first
 // copied to where channels are neighbours, unless that is a lot. From sizes and strides alone.
 inline bool may_copy(const Correlation& of, int element_bytes) {
+  if (of.R * of.S > 1)
+    return element_bytes == 4 && lie_apart(of) && boxes_reach(of) && of.in_stride[1] != 1 && of.in_channels % 4 == 0 &&
+           copied_bytes(of, element_bytes) <= kMostCopiedBytes;
   const bool dense = dense_points_of(of) && dense_fours(of.in_stride, of.H, of.W, of.N, of.in_channels);
   return of.R == 1 && of.S == 1 && !dense && of.in_stride[1] != 1 && of.in_channels % (16 / element_bytes) == 0 &&
          copied_bytes(of, element_bytes) <= kMostCopiedBytes;
@@ -3675,6 +3752,7 @@ inline void improve(const Correlation& of, int out_bytes, const Device& device, 
       const bool steps = !plan.points && !plan.contained && plan.loads == Loads::kSingle && of.stride_w > 1;
       if (steps) plan.cycles *= kStepsFactor;
       if (plan.points && !plan.contained && plan.x_stages > kFewStages) plan.cycles *= kStagesFactor;
+      if (plan.apart) plan.cycles *= kTapsFactor;
       plan.cycles += more_cycles;
       if (found && plan.cycles >= best.cycles) continue;
       best = plan;
@@ -3690,6 +3768,8 @@ inline void improve(const Correlation& of, int out_bytes, const Device& device, 
     if (in_rows && of.Q <= pixels) consider({Cut::kPacked, 1, 1});
     return;
   }
+  if (lie_apart(of) && (shape.sources & kByTaps) != 0) consider({Cut::kPoints, 1, 1});
+  if (is_copied && !shape.contained) return;  // for the sake of taps apart
   if (of.Q <= pixels) consider({Cut::kPacked, 1, 1});
   // Whole rows, or a part of them.
   for (int tile_q : {of.Q, 32, 64, 128, 256}) {
@@ -3911,6 +3991,11 @@ inline cudaError_t make_in_map(const Correlation& of, int element_bytes, Params&
   };
   const uint32_t box_channels = 128 / element_bytes;
   void* const in_ptr = const_cast<void*>(params.in_ptr);
+  if (plan.apart) {
+    const uint64_t sizes[4] = {channels, W, H, N}, strides[3] = {bytes(3, W), bytes(2, H), bytes(0, N)};
+    const int first[2] = {-of.pad_w, -of.pad_h}, last[2] = {of.Q - of.W - of.pad_w, of.P - of.H - of.pad_h};
+    return hopper::make_columns_map(in_ptr, sizes, strides, first, last, tile_pixels(plan), params.in_map);
+  }
   if (plan.dense_slots) {
     const uint64_t sizes[4] = {channels, N * H * W, 1, 1}, strides[3] = {bytes(3, N * H * W), 16, 16};
     const uint32_t box[4] = {box_channels, static_cast<uint32_t>(plan.box_slots), 1, 1};
@@ -4006,6 +4091,7 @@ bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
             : source == Source::kPixels   ? run_source<Format, SHAPE, Source::kPixels>(params, stream)
             : source == Source::kChannels ? run_source<Format, SHAPE, Source::kChannels>(params, stream)
             : source == Source::kPhases   ? run_source<Format, SHAPE, Source::kPhases>(params, stream)
+            : source == Source::kTaps     ? run_source<Format, SHAPE, Source::kTaps>(params, stream)
                                           : run_source<Format, SHAPE, Source::kBoxes>(params, stream);
   }
   return true;
@@ -4279,8 +4365,10 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
            "%d blocks for %lld tiles, %lld of them in %d parts, about %.3g Mcycles",
            plan.contained ? "in scaled fp16, " : "", groups, plan.copied ? "x copied, " : "",
            plan.in_phases ? "x in phases, " : "", plan.tile_n, tile,
-           plan.in_boxes ? "boxes" : loads[static_cast<int>(plan.loads)], plan.x_stages, plan.x_stage_bytes,
-           plan.w_stages, plan.w_stage_bytes,
+           plan.apart      ? "boxes of a tap"
+           : plan.in_boxes ? "boxes"
+                           : loads[static_cast<int>(plan.loads)],
+           plan.x_stages, plan.x_stage_bytes, plan.w_stages, plan.w_stage_bytes,
            plan.boxes         ? "boxes"
            : plan.vector == 4 ? "fours"
                               : "single values",
@@ -4293,6 +4381,10 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
 }  // namespace gather
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+bool gather_takes_taps_apart(const Problem& problem, Operator op) {
+  return gather::plan_of(problem, op, gather::Alignment{}).plan.apart;
+}
+
 bool gather_lands(const Problem& problem, Operator op) {
   return gather::plan_of(problem, op, gather::Alignment{}).plan.lands;
 }

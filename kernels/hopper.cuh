@@ -234,6 +234,17 @@ __device__ __forceinline__ void load_box(const BoxMap& map, uint32_t to_smem, in
       : "memory");
 }
 
+// Of a map of columns: from pixel (j, k) of image l on, moved by so many pixels; channels from i on.
+__device__ __forceinline__ void load_columns(const BoxMap& map, uint32_t to_smem, int i, int j, int k, int l,
+                                             int move_j, int move_k, uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .b16 move_j, move_k;\ncvt.u16.u32 move_j, %7;\ncvt.u16.u32 move_k, %8;\n"
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6], {move_j, move_k};\n}" ::"r"(to_smem),
+      "l"(&map), "r"(i), "r"(j), "r"(k), "r"(l), "r"(barrier), "r"(move_j), "r"(move_k)
+      : "memory");
+}
+
 __device__ __forceinline__ void prefetch_map(const BoxMap& map) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -322,22 +333,25 @@ __device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
 // kStoreHalves: rows of 64 bytes. kLoadRows: rows of 128 bytes in the order of those to be stored.
 enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows };
 
+// The driver's own library is not linked.
+template <typename Function>
+Function driver_function(const char* name) {
+  void* function = nullptr;
+#if CUDART_VERSION >= 12050
+  cudaDriverEntryPointQueryResult found;
+  cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
+#else
+  cudaGetDriverEntryPoint(name, &function, cudaEnableDefault);
+#endif
+  return reinterpret_cast<Function>(function);
+}
+
 // Sizes and box in elements of 2 or 4 bytes; strides, of all dimensions but the first, in bytes and multiples of 16.
 // `step`, up to 8: of the second dimension a box has every so manieth element of its own so many, a multiple of it.
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                 const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map,
                                 uint32_t step = 1) {
-  // The driver's own library is not linked.
-  static const auto encode = [] {
-    void* function = nullptr;
-#if CUDART_VERSION >= 12050
-    cudaDriverEntryPointQueryResult found;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-#else
-    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault);
-#endif
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
+  static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return cudaErrorNotSupported;
   const uint32_t element_strides[4] = {1, step, 1, 1};
   const CUresult result =
@@ -351,6 +365,21 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
                                                                   : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   static_assert(sizeof(BoxMap) == sizeof(CUtensorMap), "the same");
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Of fp32 values of [image][row][column][channel]: 32 channels of so many pixels that follow one another, row by row and
+// image by image. In each image these are from column and row `first` on (negative: of the padding before it) up to
+// `last` behind its last ones (negative: before). In the order of BoxUse::kLoadRows.
+inline cudaError_t make_columns_map(const void* tensor, const uint64_t (&sizes)[4], const uint64_t (&strides)[3],
+                                    const int (&first)[2], const int (&last)[2], uint32_t pixels, BoxMap& map) {
+  static const auto encode = driver_function<decltype(&cuTensorMapEncodeIm2col)>("cuTensorMapEncodeIm2col");
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const uint32_t element_strides[4] = {1, 1, 1, 1};
+  const CUresult result =
+      encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, const_cast<void*>(tensor), sizes,
+             strides, first, last, 32, pixels, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 #endif
