@@ -1104,37 +1104,40 @@ extern "C" {
 int parts_launched = 0;  // so far
 }
 namespace modelnew {
+// Who takes whole problems: nobody, or m, w or g for mma, wgmma or gather, and how long that takes.
+static char taker = 0;
+static double whole_cycles = 0;
 static const char* refuse_dilated(const Problem& problem, Operator) {
-  return problem.dilation_h > 1 && problem.R > 1 ? "dilated" : nullptr;
+  return problem.dilation_h > 1 && problem.R > 1 && taker != 'g' ? "dilated" : nullptr;
 }
+bool gather_takes_taps_apart(const Problem& problem, Operator) { return taker == 'g' && problem.dilation_h > 1; }
 static const char* refuse_all(const Problem&, Operator) { return "everything"; }
 static cudaError_t launch_part(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
   ++parts_launched;
   return direct::launch(op, problem, pointers, stream);
 }
-// And two that are asked for whole problems: they take none, unless one of them is told how long it would.
-static double whole_cycles = 0;
-static bool wgmma_takes = false;
-static const char* refuse_parts(const Problem& problem, Operator) {
-  return whole_cycles == 0 || problem.dilation_h == 1 ? "a part" : nullptr;
+static const char* refuse_by_mma(const Problem& problem, Operator) {
+  return taker != 'm' || problem.dilation_h == 1 ? "it is told to" : nullptr;
 }
-static const char* refuse_unless_asked(const Problem& problem, Operator op) {
-  return wgmma_takes ? refuse_parts(problem, op) : "everything";
+static const char* refuse_by_wgmma(const Problem& problem, Operator op) {
+  return taker != 'w' || problem.dilation_h == 1 ? "it is told to" : nullptr;
 }
 static double cycles_of_whole(const Problem&, Operator) { return whole_cycles; }
-static double cycles_of_part(const Problem&, Operator) { return 1000; }
-const Engine kWgmmaEngine{"wgmma", refuse_unless_asked, nullptr, nullptr, nullptr, nullptr, cycles_of_whole};
+static double cycles_by_gather(const Problem& problem, Operator) {
+  return problem.dilation_h > 1 ? whole_cycles : 1000;
+}
+const Engine kWgmmaEngine{"wgmma", refuse_by_wgmma, nullptr, nullptr, nullptr, nullptr, cycles_of_whole};
 const Engine kGatherEngine{"gather",         refuse_dilated, direct::workspace_bytes, launch_part,
-                           direct::describe, nullptr,        cycles_of_part};
+                           direct::describe, nullptr,        cycles_by_gather};
 const Engine kStemEngine{"stem", refuse_all, nullptr, nullptr, nullptr};
 const Engine kDepthwiseEngine{"depthwise", refuse_all, nullptr, nullptr, nullptr};
 const Engine kPointwiseEngine{"pointwise", refuse_all, nullptr, nullptr, nullptr};
-const Engine kMmaEngine{"mma", refuse_parts, nullptr, nullptr, nullptr, nullptr, cycles_of_whole};
+const Engine kMmaEngine{"mma", refuse_by_mma, nullptr, nullptr, nullptr, nullptr, cycles_of_whole};
 }  // namespace modelnew
 extern "C" {
-void set_whole_cycles(double cycles, bool by_wgmma) {
+void set_whole_cycles(double cycles, char by) {
   modelnew::whole_cycles = cycles;
-  modelnew::wgmma_takes = by_wgmma;
+  modelnew::taker = by;
 }
 const char* dilated_yields(int op, const int64_t* fields) {
   return modelnew::dilated::yields(make_problem(fields), as_operator(op));
@@ -4526,10 +4529,6 @@ GATHER_PLAN_MUTATIONS = {
         "return stride == 1 && pad >= -127",
         "return (MUTATED || stride == 1) && pad >= -127",
     ),
-    "taps apart where no kernel has them": (
-        "lie_apart(of) && (shape.sources & kByTaps) != 0",
-        "lie_apart(of) && (MUTATED || (shape.sources & kByTaps) != 0)",
-    ),
     "slots as in memory of whole lines": (
         "phases_of(of.phases) > 1 && plan.packed)",
         "phases_of(of.phases) > 1 && (MUTATED || plan.packed))",
@@ -7562,7 +7561,7 @@ def test_dilated_says_what_it_refuses(dilated_shim, case, operator, text):
 def test_dilated_yields_to_who_is_as_fast(dilated_shim):
     """To an engine that takes it whole, unless the estimates of parts are far less; or to direct, by the work."""
     yields, set_whole = dilated_shim.library.dilated_yields, dilated_shim.library.set_whole_cycles
-    yields.restype, set_whole.argtypes = ctypes.c_char_p, [ctypes.c_double, ctypes.c_bool]
+    yields.restype, set_whole.argtypes = ctypes.c_char_p, [ctypes.c_double, ctypes.c_char]
 
     def fields_of(images: int) -> ctypes.Array:
         case = Case(images, 256, 28, 28, 256, 3, 3, padding=(24, 24), dilation=(24, 24))
@@ -7573,14 +7572,16 @@ def test_dilated_yields_to_who_is_as_fast(dilated_shim):
     for images, expected in ((1, b"direct is faster with little work in a part"), (32, None)):
         assert yields(0, fields_of(images)) == expected
     # Others, because who takes a problem is remembered.
-    # By mma less is enough, as gather does not take them whole.
-    for images, parts, by_wgmma in ((2, 4, True), (33, 24, True), (3, 6, False), (34, 24, False)):
+    # By mma less is enough, as gather does not take them whole; of gather by taps a part takes 8250 more.
+    bounds = {b"w": (1400, 1600), b"m": (850, 950), b"g": (9800, 10200)}
+    asked = (2, 4, b"w"), (33, 24, b"w"), (3, 6, b"m"), (34, 24, b"m"), (4, 8, b"g"), (35, 24, b"g")
+    for images, parts, taker in asked:
         try:
-            for cycles, faster in ((1400, False), (1600, True)) if by_wgmma else ((850, False), (950, True)):
-                set_whole(cycles * parts, by_wgmma)
+            for cycles, faster in zip(bounds[taker], (False, True), strict=True):
+                set_whole(cycles * parts, taker)
                 assert yields(0, fields_of(images)) == (None if faster else b"an engine that takes it whole is as fast")
         finally:
-            set_whole(0, False)
+            set_whole(0, b"\0")
 
 
 # Which engine is chosen -----------------------------------------------------------------------------------------------
@@ -11019,12 +11020,13 @@ def test_gpu_dilated_exact(case, layout, dtype):
 @gpu
 @hopper
 def test_gpu_dilated_runs_far_taps_of_networks():
-    """The pyramid of DeepLabV3."""
-    x, w = torch.randn(8, 2048, 65, 65, device="cuda"), torch.randn(256, 2048, 3, 3, device="cuda")
-    for dilation in (12, 24, 36):
+    """The pyramid of DeepLabV3, in parts or with a box for each tap."""
+    images, w = torch.randn(8, 2048, 65, 65, device="cuda"), torch.randn(256, 2048, 3, 3, device="cuda")
+    for count, dilation, engine in ((1, 36, "dilated"), (8, 12, "dilated"), (8, 24, "gather"), (8, 36, "gather")):
         settings = {"padding": dilation, "dilation": dilation}
+        x = images[:count]
         with tf32_switch(True):
-            assert "\nforward: dilated; tf32" in modelnew.explain(x, w, **settings)
+            assert f"\nforward: {engine}; tf32" in modelnew.explain(x, w, **settings)
             y = modelnew.conv2d(x, w, **settings)
         expected = F.conv2d(x[:1].double(), w.double(), **settings)
         scale = F.conv2d(x[:1].abs().double(), w.abs().double(), **settings)

@@ -194,7 +194,16 @@ inline const char* refusal(const Problem& problem, Operator op) {
 // What parts have to gain by the estimates; and against mma where taps lie so far apart that gather does not take them.
 // Its estimate is short there where an image fills few SMs: 256 to 64, 64x64, one image, dilation 12, 60 us by mma and
 // 35 in parts, estimates 30 and 32 (3x3, H200, 2026-11-25).
-constexpr double kWorthwhile = 1.5, kWorthwhileAgainstMma = 0.9, kWorthwhileAgainstTaps = 1.15;
+constexpr double kWorthwhile = 1.5, kWorthwhileAgainstMma = 0.9;
+// And against gather where it has a box for each tap, whose estimates are good: parts take some 5 us each beside
+// theirs. 3x3, NCHW, us, in parts / by taps, what estimates and these 5 us said of their ratio (H200, 2026-11-25):
+//
+//   2048 channels to 256, 65x65, 8 images, dilation 12 and 24    1120 / 1061  1.09    1473 / 1049  0.73
+//   33x33, 8 images, dilation 6 and 12                            354 /  391  1.36     542 /  438  1.00
+//   65x65, one image, dilation 12 and 24                          151 /  270  2.11     191 /  316  1.44
+//   256 to 256 and to 64, 64x64, 32 images, dilation 6            390 /  451  1.09     220 /  250  1.04
+//   512 to 512, 65x65, 8 images, dilation 4                       361 /  470  1.42
+constexpr double kWorthwhileAgainstTaps = 1.08, kPartCycles = 8250;
 // An estimate: direct multiplies and adds some 14 x 10^12 values a second, and a launch of gather takes 12 us and more.
 constexpr double kLeastOfPart = 1 << 28;  // multiply-adds, before idle taps are left out
 
@@ -204,15 +213,15 @@ inline const char* yields(const Problem& problem, Operator op) {
     return multiply_adds(problem) < kLeastOfPart * count_parts(problem, op)
                ? "direct is faster with little work in a part"
                : nullptr;
+  const bool by_taps = whole == &kGatherEngine && gather_takes_taps_apart(problem, op);
   double cycles = 0;
   const bool known = whole->cycles != nullptr && for_each_part(problem, op, [&](const Part& part) {
                        const Engine* const taker = taker_of(part.problem, op);
                        if (taker == nullptr || taker->cycles == nullptr) return false;
-                       cycles += taker->cycles(part.problem, op);
+                       cycles += taker->cycles(part.problem, op) + (by_taps ? kPartCycles : 0);
                        return true;
                      });
   const bool far_apart = whole == &kMmaEngine && kGatherEngine.refusal(problem, op) != nullptr;
-  const bool by_taps = whole == &kGatherEngine && gather_takes_taps_apart(problem, op);
   const double worthwhile = far_apart ? kWorthwhileAgainstMma : by_taps ? kWorthwhileAgainstTaps : kWorthwhile;
   if (known && whole->cycles(problem, op) > worthwhile * cycles) return nullptr;
   return "an engine that takes it whole is as fast";

@@ -3385,9 +3385,12 @@ struct Cut {
 // driver.)
 constexpr int kLeastBoxedPlane = 16;
 
-// Whether the taps lie so far apart that stages may hold what one of them reads, instead of a window for all of them.
+// Whether the taps lie so far apart that stages may hold what one of them reads, instead of a window for all of them:
+// rows of taps, or a single row's. (Rows next to one another, as parts have that the engine dilated makes: 2048 to 256,
+// 65x65, one image, channels_last, dilation 24 and 36, in contained windows / by taps, 195 and 197 / 232 and 234 us.
+// H200, 2026-11-25.)
 inline bool lie_apart(const Correlation& of) {
-  return (of.R > 1 && of.dilation_h > 1) || (of.S > 1 && of.dilation_w > 1);
+  return of.R > 1 ? of.dilation_h > 1 : of.S > 1 && of.dilation_w > 1;
 }
 
 // What the copy engine takes: from the first pixel's place, that of the last one's, and of taps.
@@ -3768,7 +3771,7 @@ inline void improve(const Correlation& of, int out_bytes, const Device& device, 
     if (in_rows && of.Q <= pixels) consider({Cut::kPacked, 1, 1});
     return;
   }
-  if (lie_apart(of) && (shape.sources & kByTaps) != 0) consider({Cut::kPoints, 1, 1});
+  if (lie_apart(of)) consider({Cut::kPoints, 1, 1});
   if (is_copied && !shape.contained) return;  // for the sake of taps apart
   if (of.Q <= pixels) consider({Cut::kPacked, 1, 1});
   // Whole rows, or a part of them.
@@ -3876,6 +3879,11 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 // 128 channels, 28x28 (2^28.8), 22 / 29.
 constexpr double kLeastAgainstMma = 1 << 28;
 
+// Of taps by a box each, by mma / by this engine, us: 64 channels to 64, 64x64, one image (2^27.2), dilation 6, 12 and
+// 18, 13.4 / 13.6, 16.6 / 14.0 and 16.8 / 14.3 (3x3, H200, 2026-11-25, by turns in one process). Fewer have not been
+// tried.
+constexpr double kLeastOfTaps = 1 << 27;
+
 // 1x1 of planes, from few channels to many, by pointwise / by this engine, us: 64 channels to 256, 56x56, 4 images
 // (2^27.6), 14.4 / 11.4; 160 to 960, 7x7, 32 images (2^27.8), 21.8 / 14.6, 16 images 13.5 / 13.9; 64 to 384, 14x14, 32
 // images (2^27.2), 13.1 / 11.7, 16 images 8.4 / 10.3; but 256 to 1024, 14x14, 4 images (2^27.6), 11.9 / 13.4 (H200,
@@ -3908,7 +3916,8 @@ inline const char* yields(const Problem& problem, Operator op) {
   if (problem.dtype != DType::kFloat32 || kMmaEngine.refusal(problem, op) != nullptr) return nullptr;
   const bool widens = pointwise_takes && problem.stride_h * problem.stride_w == 1 && problem.C <= kFewToWiden &&
                       problem.K >= 4 * problem.C;
-  if (multiply_adds(problem) < (widens ? kLeastOfWide : kLeastAgainstMma))
+  const bool by_taps = plan_of(problem, op, Alignment{}).plan.apart;
+  if (multiply_adds(problem) < (widens ? kLeastOfWide : by_taps ? kLeastOfTaps : kLeastAgainstMma))
     return "mma is faster with few multiply-adds";
   const int64_t (&in_stride)[4] = op == Operator::kDgrad ? problem.y_stride : problem.x_stride;
   const bool is_known = in_stride[1] != 1 || problem.stride_h * problem.stride_w == 1;

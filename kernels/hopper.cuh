@@ -368,8 +368,8 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Of fp32 values of [image][row][column][channel]: 32 channels of so many pixels that follow one another, row by row and
-// image by image. In each image these are from column and row `first` on (negative: of the padding before it) up to
+// Of fp32 values of [image][row][column][channel]: 32 channels of so many pixels that follow one another, row by row
+// and image by image. In each image these are from column and row `first` on (negative: of the padding before it) up to
 // `last` behind its last ones (negative: before). In the order of BoxUse::kLoadRows.
 inline cudaError_t make_columns_map(const void* tensor, const uint64_t (&sizes)[4], const uint64_t (&strides)[3],
                                     const int (&first)[2], const int (&last)[2], uint32_t pixels, BoxMap& map) {
