@@ -3879,6 +3879,28 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 // 128 channels, 28x28 (2^28.8), 22 / 29.
 constexpr double kLeastAgainstMma = 1 << 28;
 
+// 1x1 in channels_last, where neither engine copies x. Both estimates are of kernels alone, at clocks of their own; a
+// call takes some 6.5 us more here, and 3.5 for every 1000 input channels, and one more by pointwise. By pointwise / by
+// this engine, us, behind what that says of their ratio (H200, 2026-11-25, by turns in one process):
+//
+//   64 to 256, 56x56, 4 images           14.8 / 12.3  1.18     32 to 192, 28x28, 32 images     16.4 / 13.5  1.09
+//   24 to 144, 56x56, 16                 48.4 / 17.8  1.19     160 to 960, 7x7, 16              8.9 / 10.5  0.94
+//   240 to 80, 14x14, 32                 11.3 / 10.9  0.91     32                              12.7 / 10.7  1.32
+//   64                                   17.6 / 12.7  1.15     512 to 128, 28x28, 4            12.0 / 13.4  0.81
+//   2048 to 512, 7x7, 4 and 8            12.4 / 20.7, 17.5 / 22.3  0.63, 0.95
+//
+// Of pointwise's many pixels its estimate is too short (144 to 24, 56x56, 128 images, 93 us, estimate 53), so that from
+// kLeastAgainstMma on it is not asked there.
+constexpr double kCycleOfEstimate = 1.65e3, kCycleOfPointwise = 1.75e3;  // of a microsecond
+constexpr double kPackMicroseconds = 6.5, kPackOfChannel = 3.5e-3;
+constexpr double kLeastOfPixels = 1 << 26;
+constexpr int kFewPixels = 1024;
+
+inline bool pointwise_is_faster(const Problem& problem, Operator op) {
+  const double here = cycles(problem, op) / kCycleOfEstimate + kPackMicroseconds + kPackOfChannel * problem.C;
+  return kPointwiseEngine.cycles(problem, op) / kCycleOfPointwise + 1 < here;
+}
+
 // Of taps by a box each, by mma / by this engine, us: 64 channels to 64, 64x64, one image (2^27.2), dilation 6, 12 and
 // 18, 13.4 / 13.6, 16.6 / 14.0 and 16.8 / 14.3 (3x3, H200, 2026-11-25, by turns in one process). Fewer have not been
 // tried.
@@ -3909,12 +3931,19 @@ constexpr int kFewOfGroup = 16;
 constexpr int kFewOfPointwise = 24;
 
 inline const char* yields(const Problem& problem, Operator op) {
-  const bool pointwise_takes = op == Operator::kFprop && problem.groups == 1 && problem.x_stride[3] == 1 &&
-                               uses_tf32(problem, op) && kPointwiseEngine.refusal(problem, op) == nullptr &&
-                               kPointwiseEngine.yields(problem, op) == nullptr;
+  const bool may_be_pointwise = op == Operator::kFprop && problem.groups == 1 && uses_tf32(problem, op) &&
+                                kPointwiseEngine.refusal(problem, op) == nullptr &&
+                                kPointwiseEngine.yields(problem, op) == nullptr;
+  const bool without_stride = problem.stride_h * problem.stride_w == 1;
+  if (may_be_pointwise && without_stride && problem.x_stride[1] == 1 && problem.x_stride[3] > 1) {
+    const bool many = multiply_adds(problem) >= kLeastAgainstMma, few = multiply_adds(problem) < kLeastOfPixels;
+    const bool asked = many ? problem.N * problem.P * problem.Q <= kFewPixels : !few;
+    return few || (asked && pointwise_is_faster(problem, op)) ? "pointwise is faster by the estimates" : nullptr;
+  }
+  const bool pointwise_takes = may_be_pointwise && problem.x_stride[3] == 1;
   if (pointwise_takes && problem.K <= kFewOfPointwise) return "pointwise is faster with few output channels";
   if (problem.dtype != DType::kFloat32 || kMmaEngine.refusal(problem, op) != nullptr) return nullptr;
-  const bool widens = pointwise_takes && problem.stride_h * problem.stride_w == 1 && problem.C <= kFewToWiden &&
+  const bool widens = pointwise_takes && without_stride && problem.C <= kFewToWiden &&
                       problem.K >= 4 * problem.C;
   const bool by_taps = plan_of(problem, op, Alignment{}).plan.apart;
   if (multiply_adds(problem) < (widens ? kLeastOfWide : by_taps ? kLeastOfTaps : kLeastAgainstMma))

@@ -1261,13 +1261,23 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 // to 3, 128x128, 8 images, 70 / 86, 256x256, 4, 125 / 113; 7x7 of 128 to 3, 128x128, 2 and 4, 189 / 329 and 369 / 333;
 // 9x9 of 64 to 3, 96x96, 2 and 4, 164 / 223 and 256 / 224. (H200, 2026-11-25, by turns in one process. Other GPUs have
 // not been looked at.)
+//
+// In channels_last direct reads every pixel once more for each tap: there 3x3 of 64 to 3, 256x256, 4 and 8 images take
+// 142 / 179 and 267 / 324, 512x512, one and two, 143 / 184 and 267 / 328, of 32 to 1, 256x256, 4 and 8, 69 / 104 and
+// 125 / 185; but of 16 to 3, 58 / 42 and 107 / 76, and 7x7 of 128 to 3, 128x128, 4, 555 / 328 (H200, 2026-11-25, by
+// turns in one process).
 constexpr double kLeastOfFewChannels = 1 << 26, kLeastTapsOfFewChannels = 1 << 21;
+constexpr int kFewTapsOfPixels = 9, kSomeChannelsOfPixels = 32;
 
 inline const char* yields(const Problem& problem, Operator op) {
   if (direct_has_points(problem, op)) return "direct reads every pixel just once";
   const int channels = problem.C / problem.groups, filters = problem.K / problem.groups;
   const int out_channels = op == Operator::kDgrad ? channels : filters;
   const double taps = multiply_adds(problem) / channels / filters;  // of all outputs
+  const int64_t (&in_stride)[4] = op == Operator::kDgrad ? problem.y_stride : problem.x_stride;
+  const bool pixels = in_stride[1] == 1 && in_stride[3] > 1;  // channels are neighbours
+  const int in_channels = op == Operator::kDgrad ? filters : channels;
+  if (pixels && problem.R * problem.S <= kFewTapsOfPixels && in_channels >= kSomeChannelsOfPixels) return nullptr;
   if (out_channels <= 4 && multiply_adds(problem) >= kLeastOfFewChannels && taps >= kLeastTapsOfFewChannels)
     return "direct is faster with few output channels";
   return nullptr;
