@@ -7631,6 +7631,7 @@ int simt_mutation = 0;  // the number of the one that takes place, see with_muta
 #include "pointwise.cu"
 #include "mma.cu"
 #include "dilated.cu"
+#include "patches.cu"
 
 namespace modelnew {
 bool direct_has_points(const Problem&, Operator) { return false; }
@@ -7650,6 +7651,7 @@ const Engine kPointwiseEngine{"pointwise", pointwise::refusal, nullptr,         
                               nullptr,     pointwise::yields,  pointwise::cycles};
 const Engine kMmaEngine{"mma", mma::refusal, nullptr, nullptr, nullptr, mma::yields, mma::cycles};
 const Engine kDilatedEngine{"dilated", dilated::refusal, nullptr, nullptr, nullptr, dilated::yields};
+const Engine kPatchesEngine{"patches", patches::refusal, nullptr, nullptr, nullptr, patches::yields};
 const Engine kDirectEngine{"direct", [](const Problem&, Operator) -> const char* { return nullptr; }, nullptr, nullptr,
                            nullptr};
 }  // namespace modelnew

@@ -44,6 +44,7 @@ extern const Engine kDepthwiseEngine;
 extern const Engine kPointwiseEngine;
 extern const Engine kMmaEngine;
 extern const Engine kDilatedEngine;
+extern const Engine kPatchesEngine;
 extern const Engine kDirectEngine;
 
 }  // namespace modelnew
