@@ -1016,7 +1016,7 @@ class ShimEngine:
 
     def __init__(self, folder: Path, name: str = "direct", mutations: Sequence[tuple] = (), **constants: int) -> None:
         """`constants` replaces the values of constants in the source, to reach what takes large problems."""
-        files = [f"{name}.cu", *(["direct.cu"] if name == "dilated" else [])]
+        files = [f"{name}.cu", *(["direct.cu"] if name in ("dilated", "patches") else [])]
         source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": COPIES_STAND_IN}, files)
         replacements = {rf"\b{constant} = \w+;": f"{constant} = {value};" for constant, value in constants.items()}
         replacements[r"\b1 << 29 : 1 << 27;"] = "1 << 20 : 1 << 20;"
@@ -1025,10 +1025,15 @@ class ShimEngine:
         for pattern, replacement in replacements.items():
             source, found = re.subn(pattern, replacement, source)
             assert found == 1, pattern
-        source = with_mutations(source, {"depthwise": DEPTHWISE_MUTATIONS, "dilated": DILATED_MUTATIONS}.get(name, {}))
+        of_engine = {"depthwise": DEPTHWISE_MUTATIONS, "dilated": DILATED_MUTATIONS, "patches": PATCHES_MUTATIONS}
+        source = with_mutations(source, of_engine.get(name, {}))
         source = f"#define ENGINE k{name.capitalize()}Engine\n{source}"
         self.operators = tuple(OPERATOR_NUMBER) if name == "direct" else ("fprop", "dgrad")
-        more = {"depthwise": DEPTHWISE_ENTRY_POINTS, "dilated": DILATED_STAND_INS}
+        more = {
+            "depthwise": DEPTHWISE_ENTRY_POINTS,
+            "dilated": DILATED_STAND_INS,
+            "patches": PATCHES_STAND_INS,
+        }
         entry_points = ENGINE_ENTRY_POINTS + more.get(name, "")
         self.library = compile_simt(source + '#line 1 "entry_points"\n' + entry_points, folder)
         for name in ("engine_refusal", "engine_describe", "simt_message", "simt_launched"):
@@ -1159,6 +1164,61 @@ DILATED_MUTATIONS = {
     "a tap too few": ("(int64_t{size} - 1 + pad) / dilation);", "(int64_t{size} - 1 + pad - MUTATED) / dilation);"),
     "only the first part": ("if (!use(part)) return false;", "if (!use(part) || MUTATED) return false;"),
 }
+
+
+# What the patches engine gives the rest to, and who takes nothing else; one that may take whole problems.
+PATCHES_STAND_INS = r"""
+namespace modelnew {
+static bool gather_takes = true, stem_takes = false;
+static const char* refuse_others(const Problem& problem, Operator) {
+  return problem.R * problem.S == 1 && gather_takes ? nullptr : "it is told to";
+}
+static const char* refuse_unless_told(const Problem&, Operator) { return stem_takes ? nullptr : "it is told to"; }
+static const char* refuse_all(const Problem&, Operator) { return "everything"; }
+const Engine kGatherEngine{"gather",         refuse_others, direct::workspace_bytes, direct::launch,
+                           direct::describe, nullptr,       nullptr};
+const Engine kStemEngine{"stem", refuse_unless_told, nullptr, nullptr, nullptr};
+const Engine kWgmmaEngine{"wgmma", refuse_all, nullptr, nullptr, nullptr};
+const Engine kDepthwiseEngine{"depthwise", refuse_all, nullptr, nullptr, nullptr};
+const Engine kPointwiseEngine{"pointwise", refuse_all, nullptr, nullptr, nullptr};
+const Engine kMmaEngine{"mma", refuse_all, nullptr, nullptr, nullptr};
+}  // namespace modelnew
+extern "C" {
+void let_take(bool gather, bool stem) {
+  modelnew::gather_takes = gather;
+  modelnew::stem_takes = stem;
+}
+const char* patches_yields(int op, const int64_t* fields) {
+  return modelnew::patches::yields(make_problem(fields), as_operator(op));
+}
+}
+"""
+
+PATCHES_MUTATIONS = {
+    "patches of the next row": (
+        "params.row = stride[2] * problem.R;",
+        "params.row = stride[2] * (problem.R + MUTATED);",
+    ),
+    "patches of every column": (
+        "params.column = stride[3] * problem.S;",
+        "params.column = stride[3] * (MUTATED ? 1 : problem.S);",
+    ),
+    "another order than that of the weights": ("!= Lie::kPixels) return", "!= Lie::kPixels || MUTATED) return"),
+    "rows of pixels that are not side by side": (
+        "if (stride[3] == C * stride[1]) return",
+        "if (stride[3] == C * stride[1] || MUTATED) return",
+    ),
+    "values behind a patch": ("first + i < params.values ?", "first + i < params.values || MUTATED ?"),
+    "weights that are not filled up": (
+        "|| row_of(problem) != values_of(problem);",
+        "|| (!MUTATED && row_of(problem) != values_of(problem));",
+    ),
+}
+
+
+@built_beside_the_tests
+def patches_shim(folder: Path) -> ShimEngine:
+    return ShimEngine(folder, "patches")
 
 
 @built_beside_the_tests
@@ -7611,6 +7671,128 @@ def test_dilated_yields_to_who_is_as_fast(dilated_shim):
             set_whole(0, b"\0")
 
 
+# The patches engine, whose 1x1 convolutions direct computes -----------------------------------------------------------
+
+# Filters of multiples of 16 bytes and others; pixels that no patch has; an axis of one tap, or of one output; runs of a
+# row in x that are aligned and not; several images.
+PATCHES_CASES = [
+    Case(2, 3, 8, 12, 5, 4, 4, stride=(4, 4)),
+    Case(3, 2, 9, 17, 4, 4, 8, stride=(4, 8)),
+    Case(2, 3, 14, 21, 4, 7, 7, stride=(7, 7)),
+    Case(1, 5, 6, 7, 3, 2, 3, stride=(2, 3)),
+    Case(2, 4, 5, 8, 4, 1, 4, stride=(1, 4)),
+    Case(2, 4, 9, 6, 4, 3, 1, stride=(3, 1)),
+    Case(2, 3, 5, 16, 4, 4, 4, stride=(9, 4)),
+    Case(2, 3, 6, 8, 4, 6, 8, stride=(1, 1)),
+    Case(1, 8, 8, 8, 4, 2, 2, stride=(2, 2)),
+    Case(2, 1, 6, 8, 3, 3, 4, stride=(3, 4)),
+]
+
+
+def patches_tensors(case: Case, dtype: torch.dtype, layout: str, w_layout: str) -> dict[str, Tensor]:
+    tensors = in_layout(make_tensors(case, dtype, integers), layout)
+    views = {
+        "contiguous": lambda w: w,
+        "channels_last": VIEWS["channels_last"],
+        "apart": lambda w: w.repeat(1, 1, 1, 2),
+    }
+    w = views[w_layout](tensors["w"])
+    return tensors | {"w": w[..., : case.S]}
+
+
+@pytest.mark.parametrize("w_layout", [*LAYOUTS, "apart"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", PATCHES_CASES, ids=str)
+def test_patches_exact(patches_shim, case, layout, w_layout):
+    """Integers, for x and weights of any order."""
+    for dtype in DTYPES[:3]:
+        tensors = patches_tensors(case, dtype, layout, w_layout)
+        results = patches_shim(case, tensors)
+        assert set(results) == {"fprop"}
+        check_exact(case, results, tensors)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_patches_take_any_strides(patches_shim, view):
+    for case in PATCHES_CASES[:3]:
+        tensors = make_tensors(case, torch.float32, integers)
+        tensors |= {name: VIEWS[view](tensors[name]) for name in ("x", "w")}
+        check_exact(case, patches_shim(case, tensors), tensors)
+
+
+@pytest.mark.parametrize("mutation", PATCHES_MUTATIONS)
+def test_patches_tests_see_what_is_wrong(mutation, patches_shim):
+    def with_room(tensor: Tensor) -> Tensor:
+        """In the middle of much else: what is wrong may read far outside."""
+        room = tensor.new_full((tensor.numel() + 2000,), math.nan)
+        room[1000 : tensor.numel() + 1000] = (
+            tensor.permute(0, 2, 3, 1).flatten() if is_channels_last(tensor) else tensor.flatten()
+        )
+        inside = room[1000:][: tensor.numel()]
+        if is_channels_last(tensor):
+            N, C, H, W = tensor.shape
+            return inside.view(N, H, W, C).permute(0, 3, 1, 2)
+        return inside.view(tensor.shape)
+
+    def is_right(case: Case, layout: str, w_layout: str) -> bool:
+        tensors = patches_tensors(case, torch.float32, layout, w_layout)
+        tensors |= {"x": with_room(tensors["x"])}
+        out = torch.full(case.y_shape, math.nan)
+        with contextlib.suppress(AssertionError):
+            patches_shim.run("fprop", case, tensors, False, out)
+        return torch.equal(out.double(), references(case, tensors)["fprop"])
+
+    kinds = list(itertools.product(PATCHES_CASES, LAYOUTS, LAYOUTS))
+    assert all(is_right(*kind) for kind in kinds)
+    with mutated(patches_shim.library, PATCHES_MUTATIONS, mutation):
+        assert not all(is_right(*kind) for kind in kinds)
+
+
+PATCHES_CASE = Case(2, 3, 32, 32, 8, 16, 16, stride=(16, 16))
+
+
+@pytest.mark.parametrize(
+    "case, operator, text",
+    [
+        (PATCHES_CASE, "fprop", None),
+        (PATCHES_CASE, "dgrad", "outputs only"),
+        (PATCHES_CASE, "wgrad", "outputs only"),
+        (dataclasses.replace(PATCHES_CASE, stride=(16, 15)), "fprop", "whose stride is their size"),
+        (dataclasses.replace(PATCHES_CASE, padding=(0, 8)), "fprop", "whose stride is their size"),
+        (dataclasses.replace(PATCHES_CASE, H=64, dilation=(2, 1)), "fprop", "whose stride is their size"),
+        (dataclasses.replace(PATCHES_CASE, R=1, S=1, stride=(1, 1)), "fprop", "larger than 1x1"),
+        (dataclasses.replace(PATCHES_CASE, C=6, groups=2), "fprop", "one group"),
+        (Case(1 << 11, 3, 224, 224, 8, 16, 16, stride=(16, 16)), "fprop", "512 MB"),
+    ],
+    ids=str,
+)
+def test_patches_say_what_they_refuse(patches_shim, case, operator, text):
+    shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+    fields = ShimEngine.fields(case, {k: torch.empty(v, device="meta") for k, v in shapes.items()}, False)
+    refusal = patches_shim.library.engine_refusal(OPERATOR_NUMBER[operator], fields)
+    assert (refusal is None) == (text is None), refusal
+    assert text is None or text in refusal.decode()
+
+
+def test_patches_yield_to_who_takes_them_whole(patches_shim):
+    yields, let_take = patches_shim.library.patches_yields, patches_shim.library.let_take
+    yields.restype, let_take.argtypes = ctypes.c_char_p, [ctypes.c_bool, ctypes.c_bool]
+
+    def reason(images: int, channels: int = 768) -> bytes | None:
+        case = Case(images, 3, 224, 224, channels, 16, 16, stride=(16, 16))
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        fields = ShimEngine.fields(case, {k: torch.empty(v, device="meta") for k, v in shapes.items()}, True)
+        return yields(0, fields)
+
+    assert reason(1) is None
+    assert reason(1, 100) == b"another engine may be faster with few multiply-adds"
+    try:
+        let_take(True, True)
+        assert reason(2) == b"an engine takes it whole"  # another size, as who takes a problem is remembered
+    finally:
+        let_take(True, False)
+
+
 # Which engine is chosen -----------------------------------------------------------------------------------------------
 
 # All engines that are asked before direct, but for depthwise, which takes other problems than these.
@@ -11027,6 +11209,39 @@ def check_forced_spreading(engine: str, cases: list[Case], layout: str, tf32: bo
 
 
 # Phases of all images and of one, by several engines; one tap that is left; rows of fewer than all phases.
+# Patch embeddings in small: filters of multiples of 16 bytes and not, pixels in no patch.
+GPU_PATCHES_CASES = [
+    Case(5, 3, 64, 70, 200, 16, 16, stride=(16, 16)),
+    Case(3, 3, 56, 58, 136, 14, 14, stride=(14, 14)),
+    Case(2, 4, 64, 64, 72, 32, 32, stride=(32, 32)),
+    Case(3, 1, 33, 40, 64, 3, 5, stride=(3, 5)),
+]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", GPU_PATCHES_CASES, ids=str)
+def test_gpu_patches(case, layout, dtype):
+    """Exact, and within the contract's bounds."""
+    for fill in (integers, *FILLS):
+        tensors = in_layout(make_tensors(case, dtype, fill, "cuda"), layout)
+        tensors["w"] = VIEWS["channels_last"](tensors["w"]) if layout == "channels_last" else tensors["w"]
+        results = on_gpu(case, tensors, True, "patches")
+        assert set(results) == {"fprop"}
+        check_exact(case, results, tensors) if fill is integers else check_bounds(case, results, tensors, tf32=())
+
+
+@gpu
+@hopper
+def test_gpu_patches_run_what_a_vision_transformer_begins_with():
+    for (R, K), dtype in itertools.product(((16, 768), (14, 1024), (32, 768)), (torch.float32, torch.float16)):
+        x = torch.randn(8, 3, 224, 224, device="cuda", dtype=dtype)
+        w = torch.randn(K, 3, R, R, device="cuda", dtype=dtype)
+        with tf32_switch(True):
+            assert "\nforward: patches; " in modelnew.explain(x, w, stride=R)
+
+
 GPU_DILATED_CASES = [
     Case(3, 64, 28, 28, 64, 3, 3, padding=(24, 24), dilation=(24, 24)),
     Case(1, 72, 65, 65, 40, 3, 3, padding=(36, 36), dilation=(36, 36)),

@@ -11,8 +11,20 @@
 //   c d | g h                    e f g h (channel 0) e f g h (1) ..
 //   ----+----
 //
-// A copy is as large as x; it is read in runs of a row of a patch and written as a whole. Accuracy is the problem's own:
-// fp32 where it has few channels, although the 1x1 convolution has many.
+// A copy is as large as x. Where a filter is no multiple of 16 bytes both are filled up with zeros, and weights copied
+// as well, as they are where they do not lie side by side. Accuracy is the problem's own: fp32 where it has few
+// channels, although the 1x1 convolution has many.
+//
+// us, this engine / the one that took it before (forced) / cuDNN, H200, 2026-11-25, NCHW and channels_last:
+//
+//   fp32, 16x16, 3 to 768, one image     19 /   18 /   42        18 /  198 /   55
+//   8                                    63 /   88 /  123        58 / 1171 /  102
+//   64                                  412 /      /  545       412 /      /  459
+//   14x14, 3 to 1024, 8                  86 /  161 /   92        91 /  181 /   74
+//   32x32, 3 to 768, 8                   65 /  880 /  248        62 /  865 /  297
+//   fp16, 16x16, 8                       21 /  450 /  119        23 /  464 /   87
+//   128                                  85 /      /  969        94 /      /  802
+//   32x32, 128                          108 /      / 1182       102 /      / 1027
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -36,11 +48,11 @@ struct Order {
 };
 
 struct Params {
-  const void* x_ptr;
+  const void* x_ptr;  // or w, whose filters are patches of as many images
   void* copy_ptr;
   Order order;
   int64_t image, row, column;  // steps in x from patch to patch
-  int values;                  // of a patch
+  int values;                  // of a patch; behind them zeros
   int vectors;                 // of the copy, of 16 bytes
   Divisor by_vectors_of_patch, by_plane, by_columns, by_inner, by_digit;
 };
@@ -74,7 +86,8 @@ __global__ void __launch_bounds__(kThreads) patches_kernel(const Params params) 
     vector = *reinterpret_cast<const Vector*>(patch + place_of(first));
   } else {
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) vector.values[i] = patch[place_of(first + i)];
+    for (int i = 0; i < kValues; ++i)
+      vector.values[i] = first + i < params.values ? patch[place_of(first + i)] : Value{0};
   }
   static_cast<Vector*>(params.copy_ptr)[number] = vector;
 }
@@ -91,34 +104,47 @@ const Engine* const kRivals[] = {&kWgmmaEngine, &kGatherEngine, &kStemEngine, &k
 
 constexpr int64_t kMostCopiedBytes = 512 << 20;
 
+// Of a patch, and of its row of the copy.
 inline int64_t values_of(const Problem& problem) { return int64_t{problem.C} * problem.R * problem.S; }
 
-inline int64_t copied_bytes(const Problem& problem) {
-  return problem.N * problem.P * problem.Q * values_of(problem) * element_bytes(problem.dtype);
+inline int64_t row_of(const Problem& problem) {
+  const int of_vector = kVectorBytes / element_bytes(problem.dtype);
+  return ceil_div(values_of(problem), of_vector) * of_vector;
 }
 
-// In which order a filter's weights lie in memory, side by side: [channel][row][column] or [row][column][channel].
-// False: neither.
-inline bool order_of(const Problem& problem, Order& order) {
+inline int64_t bytes_of_rows(const Problem& problem, int64_t rows) {
+  return ceil_div(rows * row_of(problem) * element_bytes(problem.dtype), 256) * 256;
+}
+inline int64_t bytes_of_x(const Problem& problem) { return bytes_of_rows(problem, problem.N * problem.P * problem.Q); }
+
+// How a filter's weights lie in memory: side by side as [channel][row][column] or [row][column][channel], or not.
+enum class Lie { kPlanes, kPixels, kApart };
+
+inline Lie lie_of(const Problem& problem) {
   const int64_t C = problem.C, R = problem.R, S = problem.S;
   const auto lies = [](int64_t stride, int64_t size, int64_t wanted) { return size == 1 || stride == wanted; };
-  const int64_t (&w)[4] = problem.w_stride, (&x)[4] = problem.x_stride;
-  if (lies(w[1], C, R * S) && lies(w[2], R, S) && lies(w[3], S, 1)) {
-    order = {problem.S, problem.R, x[3], x[1], x[2]};
-    return true;
-  }
-  if (!lies(w[1], C, 1) || !lies(w[2], R, S * C) || !lies(w[3], S, C)) return false;
-  if (x[3] == C * x[1])
-    order = {problem.S * problem.C, 1, x[1], x[2], 0};  // pixels of a row side by side
-  else
-    order = {problem.C, problem.S, x[1], x[2], x[3]};
-  return true;
+  const int64_t (&w)[4] = problem.w_stride;
+  if (lies(w[1], C, R * S) && lies(w[2], R, S) && lies(w[3], S, 1)) return Lie::kPlanes;
+  return lies(w[1], C, 1) && lies(w[2], R, S * C) && lies(w[3], S, C) ? Lie::kPixels : Lie::kApart;
+}
+
+inline bool copies_weights(const Problem& problem) {
+  return lie_of(problem) == Lie::kApart || row_of(problem) != values_of(problem);
+}
+
+// That of the weights, of a tensor with these strides: of x or w.
+inline Order order_of(const Problem& problem, const int64_t (&stride)[4]) {
+  const int C = problem.C, R = problem.R, S = problem.S;
+  if (lie_of(problem) != Lie::kPixels) return {S, R, stride[3], stride[1], stride[2]};
+  if (stride[3] == C * stride[1]) return {S * C, 1, stride[1], stride[2], 0};  // pixels of a row side by side
+  return {C, S, stride[1], stride[2], stride[3]};
 }
 
 // A 1x1 convolution of the copy.
 inline Problem rest_of(const Problem& problem, Operator op) {
   Problem rest = problem;
-  const int values = static_cast<int>(values_of(problem));
+  const int values = static_cast<int>(row_of(problem));
+  if (copies_weights(problem)) rest.w_stride[0] = values;
   rest.C = values;
   rest.H = problem.P;
   rest.W = problem.Q;
@@ -149,12 +175,10 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (!is_side_by_side(problem.R, problem.P, problem.stride_h, problem.pad_h, problem.dilation_h) ||
       !is_side_by_side(problem.S, problem.Q, problem.stride_w, problem.pad_w, problem.dilation_w))
     return "it takes filters without padding whose stride is their size only";
-  if (values_of(problem) * element_bytes(problem.dtype) % kVectorBytes != 0)
-    return "it takes filters of multiples of 16 bytes only";
-  if (copied_bytes(problem) > kMostCopiedBytes || values_of(problem) >= 1 << 24)
-    return "it takes images of up to 512 MB only";
-  Order order;
-  return order_of(problem, order) ? nullptr : "it takes filters that are contiguous, or channels_last, only";
+  if (values_of(problem) >= 1 << 24 || bytes_of_x(problem) > kMostCopiedBytes ||
+      bytes_of_rows(problem, problem.K) > kMostCopiedBytes)
+    return "it takes images and filters of up to 512 MB only";
+  return nullptr;
 }
 
 inline const char* refusal(const Problem& problem, Operator op) {
@@ -171,39 +195,48 @@ inline const char* yields(const Problem& problem, Operator op) {
   return first_of(kRivals, problem, op, memo) != nullptr ? "an engine takes it whole" : nullptr;
 }
 
-inline int64_t aligned_bytes(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
+// The workspace: a copy of x, one of the weights, if there is any, and what the other engine wants.
+inline int64_t copied_bytes(const Problem& problem) {
+  return bytes_of_x(problem) + (copies_weights(problem) ? bytes_of_rows(problem, problem.K) : 0);
+}
 
-inline Pointers pointers_of_rest(const Pointers& pointers, int64_t copied) {
+// Null, as long as the workspace is not known, stands for an aligned address.
+inline Pointers pointers_of_rest(const Problem& problem, const Pointers& pointers, void* workspace) {
+  const auto behind = [&](int64_t bytes) -> void* {
+    return workspace == nullptr ? nullptr : static_cast<uint8_t*>(workspace) + bytes;
+  };
   Pointers rest = pointers;
-  rest.x = pointers.workspace;  // null, as long as it is not known, stands for an aligned address
-  if (pointers.workspace != nullptr) rest.workspace = static_cast<uint8_t*>(pointers.workspace) + aligned_bytes(copied);
+  rest.x = workspace;
+  if (copies_weights(problem)) rest.w = behind(bytes_of_x(problem));
+  rest.workspace = behind(copied_bytes(problem));
   return rest;
 }
 
 inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
   const Problem rest = rest_of(problem, op);
   const Engine* const taker = taker_of(rest, op);
-  Pointers unknown = pointers;
-  unknown.workspace = nullptr;
-  const int64_t copied = copied_bytes(problem);
-  return aligned_bytes(copied) +
-         (taker == nullptr ? 0 : taker->workspace_bytes(rest, op, pointers_of_rest(unknown, copied)));
+  return copied_bytes(problem) +
+         (taker == nullptr ? 0 : taker->workspace_bytes(rest, op, pointers_of_rest(problem, pointers, nullptr)));
 }
 
-inline Params make_params(const Problem& problem, const Pointers& pointers) {
+// Of the copy of x or, of K filters of one patch each, of w.
+inline Params make_params(const Problem& problem, bool of_weights, const void* from, const void* to) {
   Params params{};
-  order_of(problem, params.order);
-  params.x_ptr = pointers.x;
-  params.copy_ptr = pointers.workspace;
-  params.image = problem.x_stride[0];
-  params.row = problem.x_stride[2] * problem.R;
-  params.column = problem.x_stride[3] * problem.S;
+  const int64_t (&stride)[4] = of_weights ? problem.w_stride : problem.x_stride;
+  const int64_t images = of_weights ? problem.K : problem.N;
+  const int rows = of_weights ? 1 : problem.P, columns = of_weights ? 1 : problem.Q;
+  params.order = order_of(problem, stride);
+  params.x_ptr = from;
+  params.copy_ptr = const_cast<void*>(to);
+  params.image = stride[0];
+  params.row = stride[2] * problem.R;
+  params.column = stride[3] * problem.S;
   params.values = static_cast<int>(values_of(problem));
-  const int of_patch = params.values * element_bytes(problem.dtype) / kVectorBytes;
-  params.vectors = static_cast<int>(problem.N * problem.P * problem.Q * of_patch);
+  const int of_patch = static_cast<int>(row_of(problem)) * element_bytes(problem.dtype) / kVectorBytes;
+  params.vectors = static_cast<int>(images * rows * columns * of_patch);
   params.by_vectors_of_patch = make_divisor(of_patch);
-  params.by_plane = make_divisor(int64_t{problem.P} * problem.Q);
-  params.by_columns = make_divisor(problem.Q);
+  params.by_plane = make_divisor(int64_t{rows} * columns);
+  params.by_columns = make_divisor(columns);
   params.by_inner = make_divisor(params.order.inner);
   params.by_digit = make_divisor(params.order.digit);
   return params;
@@ -214,8 +247,8 @@ inline bool has_runs(const Problem& problem, const Params& params) {
   const int values = kVectorBytes / element_bytes(problem.dtype);
   const auto in_vectors = [&](int64_t step) { return step % values == 0; };
   const Order& order = params.order;
-  return order.step == 1 && order.inner % values == 0 && in_vectors(order.first) && in_vectors(order.second) &&
-         in_vectors(params.image) && in_vectors(params.row) && in_vectors(params.column) &&
+  return order.step == 1 && params.values % values == 0 && order.inner % values == 0 && in_vectors(order.first) &&
+         in_vectors(order.second) && in_vectors(params.image) && in_vectors(params.row) && in_vectors(params.column) &&
          reinterpret_cast<uint64_t>(params.x_ptr) % kVectorBytes == 0;
 }
 
@@ -230,19 +263,25 @@ void run_copy(const Params& params, bool runs, cudaStream_t stream) {
     patches_kernel<Value, false><<<blocks, kThreads, 0, stream>>>(params);
 }
 
-inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
-  const Problem rest = rest_of(problem, op);
-  const Engine* const taker = taker_of(rest, op);
-  if (taker == nullptr) return cudaErrorInvalidConfiguration;
-  const Params params = make_params(problem, pointers);
+inline cudaError_t copy(const Problem& problem, bool of_weights, const void* from, const void* to,
+                        cudaStream_t stream) {
+  const Params params = make_params(problem, of_weights, from, to);
   const bool runs = has_runs(problem, params);
   if (problem.dtype == DType::kFloat32)
     run_copy<uint32_t>(params, runs, stream);
   else
     run_copy<uint16_t>(params, runs, stream);
-  const cudaError_t error = cudaGetLastError();
-  return error != cudaSuccess ? error
-                              : taker->launch(op, rest, pointers_of_rest(pointers, copied_bytes(problem)), stream);
+  return cudaGetLastError();
+}
+
+inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  const Problem rest = rest_of(problem, op);
+  const Engine* const taker = taker_of(rest, op);
+  if (taker == nullptr) return cudaErrorInvalidConfiguration;
+  const Pointers of_rest = pointers_of_rest(problem, pointers, pointers.workspace);
+  cudaError_t error = copy(problem, false, pointers.x, of_rest.x, stream);
+  if (error == cudaSuccess && copies_weights(problem)) error = copy(problem, true, pointers.w, of_rest.w, stream);
+  return error == cudaSuccess ? taker->launch(op, rest, of_rest, stream) : error;
 }
 
 #endif  // launchers
@@ -250,7 +289,8 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
 inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
   const Problem rest = rest_of(problem, op);
   const Engine* const taker = taker_of(rest, op);
-  const int written = snprintf(text, text_size, "copied, as 1x1 of %d channels by %s: ", rest.C,
+  const int written = snprintf(text, text_size, "x%s copied, as 1x1 of %d channels by %s: ",
+                               copies_weights(problem) ? " and weights" : "", rest.C,
                                taker == nullptr ? "nobody" : taker->name);
   if (taker != nullptr && written > 0 && static_cast<size_t>(written) < text_size)
     taker->describe(rest, op, text + written, text_size - written);

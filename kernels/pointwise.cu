@@ -554,6 +554,10 @@ inline double cycles(const Problem& problem, Operator op) {
 // for 15 layers of a ResNet-50, in the geometric mean, 4 images (0.82 to 1.15) and 16 (0.69 to 1.17; 2^27.6 to 2^30.6
 // multiply-adds). With one product 14 of them are faster with 8 images. More has not been tried.
 constexpr double kLeastForMma = int64_t{1} << 31;
+// In full accuracy, channels_last, 768 channels to 768, 14x14, 64 and 128 images (2^32.8 and 2^33.8), by mma / by this
+// engine, us: 386 / 327 and 760 / 728 (H200, 2026-11-25).
+constexpr double kLeastOfManyForMma = int64_t{1} << 34;
+constexpr int kManyTerms = 512;
 // In full accuracy and channels_last, by mma / by this engine, us: 32 channels to 16, 112x112, 16 images, 24.0 / 32.7,
 // 32 to 192, 28x28, 14.8 / 16.0; but 96 to 24, 56x56, 25.6 / 20.9 (H200, 2026-11-25, by turns in one process).
 constexpr double kLeastOfFewTerms = 1 << 26;
@@ -561,9 +565,10 @@ constexpr int kFewTerms = 2 * kTerms;
 
 inline const char* yields(const Problem& problem, Operator op) {
   if (direct_has_points(problem, op)) return "direct reads every pixel just once";
-  if (multiply_adds(problem) >= kLeastForMma) return "mma may be faster with many multiply-adds";
-  const bool channels_last = problem.x_stride[1] == 1 && problem.x_stride[3] > 1;
-  if (channels_last && !uses_tf32(problem, op) && problem.C <= kFewTerms && multiply_adds(problem) >= kLeastOfFewTerms)
+  const bool exact_pixels = problem.x_stride[1] == 1 && problem.x_stride[3] > 1 && !uses_tf32(problem, op);
+  if (multiply_adds(problem) >= (exact_pixels && problem.C >= kManyTerms ? kLeastOfManyForMma : kLeastForMma))
+    return "mma may be faster with many multiply-adds";
+  if (exact_pixels && problem.C <= kFewTerms && multiply_adds(problem) >= kLeastOfFewTerms)
     return "mma is faster with few channels of many pixels";
   return nullptr;
 }
