@@ -243,6 +243,14 @@ SUITES: dict[str, tuple[Case, ...]] = {
         Case("x2048s2", 1, 2048, 2048, 3, 3, 14, 14, stride=2, pad=1, groups=32),
         Case("x2048", 1, 2048, 2048, 3, 3, 7, 7, pad=1, groups=32),
     ),
+    # What Vision Transformers begin with (ViT-B/16, B/32, L/14 and H/14), and a Swin Transformer, like a ConvNeXt.
+    "vit": (
+        Case("b16", 1, 3, 768, 16, 16, 224, 224, stride=16, bias=True),
+        Case("b32", 1, 3, 768, 32, 32, 224, 224, stride=32, bias=True),
+        Case("l14", 1, 3, 1024, 14, 14, 224, 224, stride=14, bias=True),
+        Case("h14", 1, 3, 1280, 14, 14, 224, 224, stride=14, bias=True),
+        Case("swin", 1, 3, 96, 4, 4, 224, 224, stride=4, bias=True),
+    ),
     # KernelBench's level 1, by the number of the problem, as of its commit 423217d; 86 is a pair of convolutions.
     "kernelbench": (
         Case("kb50", 256, 3, 96, 11, 11, 224, 224, stride=4, pad=2, bias=True),
@@ -277,6 +285,7 @@ DEFAULTS: dict[str, Defaults] = {
     "convnext": Defaults(batches=(128,), repeats=15, rest_ms=0),
     "deeplab": Defaults(batches=(1, 8), repeats=15, rest_ms=0),
     "resnext": Defaults(batches=(1, 32), repeats=15, rest_ms=0),
+    "vit": Defaults(batches=(1, 64), repeats=15, rest_ms=0),
     "kernelbench": Defaults(repeats=15),
 }
 

@@ -12109,7 +12109,13 @@ def resnext() -> Iterator[bench.Case]:
             H //= stride
 
 
-NETWORKS = [resnet50, unet, mobilenet, convnext, deeplab, resnext]
+def vit() -> Iterator[bench.Case]:
+    """The first convolutions of several networks."""
+    for channels, patch in ((768, 16), (768, 32), (1024, 14), (1280, 14), (96, 4)):
+        yield bench.Case("", 1, 3, channels, patch, patch, 224, 224, stride=patch, bias=True)
+
+
+NETWORKS = [resnet50, unet, mobilenet, convnext, deeplab, resnext, vit]
 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.__name__)

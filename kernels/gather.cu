@@ -160,6 +160,19 @@
 // where it took 731 and 1314; staging of 8 channels for each warpgroup instead of 16 for both in turns 789 and 1320
 // where it took 765 and 1309.
 //
+// Where rows of taps lie far apart (a dilation) a window would be mostly of what a few of them read, or too large.
+// There a stage of x is what one tap reads for all outputs of a tile, numbered through all images, and that is a single
+// box: a map of columns (im2col) finds the pixels, row by row and image by image, and zeros for the padding. fp32 with
+// TF32 operands only; planes are copied to where channels are neighbours first. Each tap has the L2 cache give x anew,
+// some 47 bytes a cycle to each SM with the weights, and a stage of 32 channels still takes 1035 cycles of which the
+// products are 1024 (by the second line's time in channels_last, at 1.65 GHz). 3x3, us, what took it before / so / cuDNN
+// (H200, 2026-11-25; the first ones by bench.py at 44fc1f1):
+//
+//   2048 to 256, 65x65, 8 images, dilation 24    1467 / 1049 / 1692    channels_last    1493 /  902 / 1726
+//   36                                           1468 / 1033 / 1688                     1493 /  888 / 1722
+//   256 to 256, 64x64, 8 images, 12               268 /  120 /  202                          /  105 /  201
+//   128 to 128, 33x33, 8 images, 12               155 /   23 /   41                          /   20 /   40
+//
 // Groups of multiples of 64 channels are contained likewise, and several smaller ones as one of 64 channels, with zeros
 // for the weights between them (merged). A copy of x holds nothing but finite values, whose products with zeros are
 // zeros; of what is on the list each output has its own group's products added.
@@ -3314,7 +3327,7 @@ constexpr double kColdCycles = 3300, kColdTurns = 45;
 // a driver.)
 constexpr int kFewStages = 4;
 constexpr double kStagesFactor = 0.92;
-constexpr double kTapsFactor = 0.87;
+constexpr double kTapsFactor = 0.87;  // of taps apart, by 46 problems (H200, 2026-11-25): within 25% of their times
 constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
 // Of what is contained on its way: of a tile and of each of its steps, where the warpgroups have rows of their own and
