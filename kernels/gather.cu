@@ -165,8 +165,8 @@
 // box: a map of columns (im2col) finds the pixels, row by row and image by image, and zeros for the padding. fp32 with
 // TF32 operands only; planes are copied to where channels are neighbours first. Each tap has the L2 cache give x anew,
 // some 47 bytes a cycle to each SM with the weights, and a stage of 32 channels still takes 1035 cycles of which the
-// products are 1024 (by the second line's time in channels_last, at 1.65 GHz). 3x3, us, what took it before / so / cuDNN
-// (H200, 2026-11-25; the first ones by bench.py at 44fc1f1):
+// products are 1024 (by the second line's time in channels_last, at 1.65 GHz). 3x3, us, what took it before / so /
+// cuDNN (H200, 2026-11-25; the first ones by bench.py at 44fc1f1):
 //
 //   2048 to 256, 65x65, 8 images, dilation 24    1467 / 1049 / 1692    channels_last    1493 /  902 / 1726
 //   36                                           1468 / 1033 / 1688                     1493 /  888 / 1722
@@ -264,6 +264,12 @@
 //     more.
 //   - `again` takes 1.8 to 2.9 us at the end of a call, with one block as with 132. Empty kernels in the place of a
 //     call's four, that only wait, take 6.5 us, events around them: the first one 2.7, two 4.8, three 5.2 (2026-11-24).
+//   - Without `again` calls take 1.9 to 3.2 us less (32 images and one of a U-Net, 24 to 90 us; 2026-11-25). Flags read
+//     before it waits, which the kernel before allows once contained operands are there, and nothing else done: 0 to 1
+//     us less, but 1x1 512 to 2048, 7x7, 27.0 / 28.1; with 8 blocks instead of 132 0 to 0.8 us less yet. Without
+//     waiting at all, which would let later kernels overtake: still 1 to 2 us, as its blocks find no room before others
+//     end. Without `sample` 0 to 1.5 us less. contain_kernel alone takes 6 us where it packs weights only, and 6 to 25
+//     where it copies x as well.
 //   - Behind a kernel that fills the instruction caches a call with contained operands takes 0 to 0.6 us more than
 //     behind itself (1x1 512 to 2048, 7x7, 2.7; by landing 2), one with TF32 operands 0.8 to 1.5 and, of several tiles
 //     a block, up to 4.3: code then comes from memory behind what has been ordered of x (32 images, 2026-11-24).
