@@ -16,12 +16,14 @@
 // 16 values a step (fp32, 14x14, 3 to 1024, 64 images, 588 values, not filled up: 636 us by pointwise, 439 by mma).
 // Accuracy is the problem's own: fp32 where it has few channels, although the 1x1 convolution has many.
 //
-// us, this engine / the one that took it before (forced) / cuDNN, H200, 2026-11-25, NCHW and channels_last:
+// us, this engine / the one that took it before (forced) / cuDNN, H200, 2026-11-25, NCHW and channels_last, lines
+// without the second one by bench.py at 9ae64ff, fp16 of a revision in the making:
 //
 //   fp32, 16x16, 3 to 768, one image     19 /   18 /   42        18 /  198 /   55
 //   8                                    63 /   88 /  123        58 / 1171 /  102
-//   64                                  412 /      /  545       412 /      /  459
-//   14x14, 3 to 1024, 8                  86 /  161 /   92        91 /  181 /   74
+//   64                                  394 /      /  576       351 /      /  489
+//   14x14, 3 to 1024, one                22 /      /   38        20 /      /   61
+//   64                                  484 /      /  646       492 /      /  549
 //   32x32, 3 to 768, 8                   65 /  880 /  248        62 /  865 /  297
 //   fp16, 16x16, 8                       21 /  450 /  119        23 /  464 /   87
 //   128                                  85 /      /  969        94 /      /  802
