@@ -8916,6 +8916,16 @@ template <class Value> struct Memo {
 }
 """
 
+RTC_CHOICE = """
+#include "divisor.cuh"
+namespace modelnew {
+template <int COUNT>
+const Engine* first_of(const Engine* const (&)[COUNT], const Problem&, Operator, Memo<const Engine*>&) {
+  return nullptr;
+}
+}
+"""
+
 
 @pytest.fixture(scope="module")
 def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
@@ -8928,7 +8938,13 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
             text = "#include <cstdint>\n" + text.replace("__CUDACC_RTC__", "MODELNEW_NEVER_DEFINED")
             text += OTHER_ENGINE if source.name == "wgmma.cu" else ""
             memo = '#include "memo.cuh"' if "memo.cuh" in text else '#include "correlation.cuh"'
-            text = text.replace(memo, '#include "correlation.cuh"' + RTC_HOST_PARTS)
+            if source.name == "patches.cu":
+                # It asks other engines, once it knows what an engine is.
+                text = text.replace('#include "choice.cuh"\n', "").replace('#include "divisor.cuh"', RTC_CHOICE)
+                memo = '#include "engines.cuh"'
+                text = text.replace(memo, f"{memo}\n{memo.replace('engines', 'correlation')}{RTC_HOST_PARTS}")
+            else:
+                text = text.replace(memo, '#include "correlation.cuh"' + RTC_HOST_PARTS)
             if source.name == "mma.cu":
                 text = re.sub(r"return run_kernel<Shape[124], EXACT>\(.*;", "return cudaErrorUnknown;", text)
             if arch == "90a":  # narrow tiles are the same code again, and half of the time
@@ -8939,6 +8955,7 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
                 # Of gather one shape of a tile of fp32, by single values, of fp16, of contained operands and of two
                 # blocks an SM; and what is done again, which has code for all ways in which x comes.
                 text = re.sub(r"kBy(Pixels|Channels|Boxes|Phases)(?= \||\})", "0u", text)
+                text = re.sub(r"kByMost(?= \||\})", "kByTaps", text)
                 text = re.sub(r"run_shape<Format, (?:[02356]|9|10)>\(params, stream, error\)", "false", text)
                 text = re.sub(r"return run<BFloat16>\(.*;", "return cudaErrorUnknown;", text)
             # Functions of the host are compiled for the GPU, which has no variables of threads.
