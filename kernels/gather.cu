@@ -3304,7 +3304,7 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, ~kByTaps};
 // are never what a tile waits for); of y.
 constexpr double kMemoryRate = 21.8, kSingleRate = 100, kWordsRate = 5.8, kPixelsRate = 22, kChannelsRate = 10.7;
 constexpr double kBoxRate = 200, kStoreRate = 20, kStoreOneRate = 13, kStoreChannelsRate = 23.5, kStoreBoxRate = 400;
-constexpr double kTapsRate = 60;          // of x and weights of taps apart
+constexpr double kTapsRate = 60;          // of x and weights, of taps apart: so that it never counts much
 constexpr double kStorePlanesRate = 21;  // by boxes: set by hand afterwards, as the fastest tiles had it
 constexpr int kMostResidentTiles = 8;    // of channels: 132 SMs are 4 more than a multiple of it
 constexpr double kLost = 0.08;           // of what takes less time than what a tile waits for

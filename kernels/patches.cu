@@ -44,9 +44,9 @@ namespace patches {
 
 constexpr int kThreads = 256, kVectorBytes = 16, kRowValues = 16;
 
-// The weights of a filter, and what they meet in x, are runs of neighbours, `outer` of them, numbered by two digits.
+// The weights of a filter, and what they meet in x, come in runs, which two digits number: of channel and row, say.
 struct Order {
-  int inner, digit;          // values of a run; as many of the second digit
+  int inner, digit;             // values of a run; so many of the second digit
   int64_t step, first, second;  // in x: from value to value of a run, and from digit to digit
 };
 
