@@ -1103,8 +1103,19 @@ def depthwise_shim(folder: Path) -> ShimEngine:
     return ShimEngine(folder, "depthwise")
 
 
+# Engines that two others ask and that never take anything.
+IDLE_ENGINES = r"""
+namespace modelnew {
+static const char* refuse_all(const Problem&, Operator) { return "everything"; }
+const Engine kDepthwiseEngine{"depthwise", refuse_all, nullptr, nullptr, nullptr};
+const Engine kPointwiseEngine{"pointwise", refuse_all, nullptr, nullptr, nullptr};
+}  // namespace modelnew
+"""
+
 # What the dilated engine gives its parts to: one that takes no dilation down the columns, and does the rest as direct.
-DILATED_STAND_INS = r"""
+DILATED_STAND_INS = (
+    IDLE_ENGINES
+    + r"""
 extern "C" {
 int parts_launched = 0;  // so far
 }
@@ -1116,7 +1127,6 @@ static const char* refuse_dilated(const Problem& problem, Operator) {
   return problem.dilation_h > 1 && problem.R > 1 && taker != 'g' ? "dilated" : nullptr;
 }
 bool gather_takes_taps_apart(const Problem& problem, Operator) { return taker == 'g' && problem.dilation_h > 1; }
-static const char* refuse_all(const Problem&, Operator) { return "everything"; }
 static cudaError_t launch_part(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
   ++parts_launched;
   return direct::launch(op, problem, pointers, stream);
@@ -1124,7 +1134,7 @@ static cudaError_t launch_part(Operator op, const Problem& problem, const Pointe
 static const char* refuse_by_mma(const Problem& problem, Operator) {
   return taker != 'm' || problem.dilation_h == 1 ? "it is told to" : nullptr;
 }
-static const char* refuse_by_wgmma(const Problem& problem, Operator op) {
+static const char* refuse_by_wgmma(const Problem& problem, Operator) {
   return taker != 'w' || problem.dilation_h == 1 ? "it is told to" : nullptr;
 }
 static double cycles_of_whole(const Problem&, Operator) { return whole_cycles; }
@@ -1135,8 +1145,6 @@ const Engine kWgmmaEngine{"wgmma", refuse_by_wgmma, nullptr, nullptr, nullptr, n
 const Engine kGatherEngine{"gather",         refuse_dilated, direct::workspace_bytes, launch_part,
                            direct::describe, nullptr,        cycles_by_gather};
 const Engine kStemEngine{"stem", refuse_all, nullptr, nullptr, nullptr};
-const Engine kDepthwiseEngine{"depthwise", refuse_all, nullptr, nullptr, nullptr};
-const Engine kPointwiseEngine{"pointwise", refuse_all, nullptr, nullptr, nullptr};
 const Engine kMmaEngine{"mma", refuse_by_mma, nullptr, nullptr, nullptr, nullptr, cycles_of_whole};
 }  // namespace modelnew
 extern "C" {
@@ -1149,6 +1157,7 @@ const char* dilated_yields(int op, const int64_t* fields) {
 }
 }
 """
+)
 
 DILATED_MUTATIONS = {
     "a padding too much": ("(other - shifted) / d};", "(other - shifted) / d + MUTATED};"),
@@ -1167,20 +1176,19 @@ DILATED_MUTATIONS = {
 
 
 # What the patches engine gives the rest to, and who takes nothing else; one that may take whole problems.
-PATCHES_STAND_INS = r"""
+PATCHES_STAND_INS = (
+    IDLE_ENGINES
+    + r"""
 namespace modelnew {
 static bool gather_takes = true, stem_takes = false;
 static const char* refuse_others(const Problem& problem, Operator) {
   return problem.R * problem.S == 1 && gather_takes ? nullptr : "it is told to";
 }
 static const char* refuse_unless_told(const Problem&, Operator) { return stem_takes ? nullptr : "it is told to"; }
-static const char* refuse_all(const Problem&, Operator) { return "everything"; }
 const Engine kGatherEngine{"gather",         refuse_others, direct::workspace_bytes, direct::launch,
                            direct::describe, nullptr,       nullptr};
 const Engine kStemEngine{"stem", refuse_unless_told, nullptr, nullptr, nullptr};
 const Engine kWgmmaEngine{"wgmma", refuse_all, nullptr, nullptr, nullptr};
-const Engine kDepthwiseEngine{"depthwise", refuse_all, nullptr, nullptr, nullptr};
-const Engine kPointwiseEngine{"pointwise", refuse_all, nullptr, nullptr, nullptr};
 const Engine kMmaEngine{"mma", refuse_all, nullptr, nullptr, nullptr};
 }  // namespace modelnew
 extern "C" {
@@ -1193,6 +1201,7 @@ const char* patches_yields(int op, const int64_t* fields) {
 }
 }
 """
+)
 
 PATCHES_MUTATIONS = {
     "patches of the next row": (
@@ -7775,6 +7784,7 @@ def test_patches_say_what_they_refuse(patches_shim, case, operator, text):
 
 
 def test_patches_yield_to_who_takes_them_whole(patches_shim):
+    """And refuse what nobody takes the rest of."""
     yields, let_take = patches_shim.library.patches_yields, patches_shim.library.let_take
     yields.restype, let_take.argtypes = ctypes.c_char_p, [ctypes.c_bool, ctypes.c_bool]
 
@@ -7787,6 +7797,10 @@ def test_patches_yield_to_who_takes_them_whole(patches_shim):
     assert reason(1) is None
     assert reason(1, 100) == b"another engine may be faster with few multiply-adds"
     try:
+        let_take(False, False)
+        case = Case(7, 3, 32, 32, 8, 16, 16, stride=(16, 16))
+        text = patches_shim.refuses("fprop", case, make_tensors(case, torch.float32, integers))
+        assert text == b"no other engine takes what is left"
         let_take(True, True)
         assert reason(2) == b"an engine takes it whole"  # another size, as who takes a problem is remembered
     finally:

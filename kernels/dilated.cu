@@ -195,8 +195,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
 // Its estimate is short there where an image fills few SMs: 256 to 64, 64x64, one image, dilation 12, 60 us by mma and
 // 35 in parts, estimates 30 and 32 (3x3, H200, 2026-11-25).
 constexpr double kWorthwhile = 1.5, kWorthwhileAgainstMma = 0.9;
-// And against gather where it has a box for each tap, whose estimates are good: parts take some 5 us each beside
-// theirs. 3x3, NCHW, us, in parts / by taps, what estimates and these 5 us said of their ratio (H200, 2026-11-25):
+// And against gather where it has a box for each tap. Beside what their estimates say parts take some 5 us each. 3x3,
+// NCHW, us, in parts / by taps, what estimates and these 5 us said of their ratio (H200, 2026-11-25):
 //
 //   2048 channels to 256, 65x65, 8 images, dilation 12 and 24    1120 / 1061  1.09    1473 / 1049  0.73
 //   33x33, 8 images, dilation 6 and 12                            354 /  391  1.36     542 /  438  1.00

@@ -34,7 +34,7 @@ bool direct_has_points(const Problem&, Operator);
 // for small ones.
 bool gather_lands(const Problem&, Operator);
 
-// Whether gather, which takes the problem, has boxes for each tap: its estimate is good, however far apart taps lie.
+// Whether gather, which takes the problem, has a box for each tap: how far apart taps lie counts for nothing then.
 bool gather_takes_taps_apart(const Problem&, Operator);
 
 extern const Engine kGatherEngine;

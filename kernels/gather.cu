@@ -163,10 +163,10 @@
 // Where rows of taps lie far apart (a dilation) a window would be mostly of what a few of them read, or too large.
 // There a stage of x is what one tap reads for all outputs of a tile, numbered through all images, and that is a single
 // box: a map of columns (im2col) finds the pixels, row by row and image by image, and zeros for the padding. fp32 with
-// TF32 operands only; planes are copied to where channels are neighbours first. Each tap has the L2 cache give x anew,
-// some 47 bytes a cycle to each SM with the weights, and a stage of 32 channels still takes 1035 cycles of which the
-// products are 1024 (by the second line's time in channels_last, at 1.65 GHz). 3x3, us, what took it before / so /
-// cuDNN (H200, 2026-11-25; the first ones by bench.py at 44fc1f1):
+// TF32 operands only; planes are copied to where channels are neighbours first. Each tap has the L2 cache give x anew.
+// The second line in channels_last is some 1440 stages one after another, so that 48 KB of x and weights come to each
+// SM in 0.6 us, in which the products would take 1024 cycles. 3x3, us, what took it before / so / cuDNN (H200,
+// 2026-11-25; the first ones by bench.py at 44fc1f1):
 //
 //   2048 to 256, 65x65, 8 images, dilation 24    1467 / 1049 / 1692    channels_last    1493 /  902 / 1726
 //   36                                           1468 / 1033 / 1688                     1493 /  888 / 1722
@@ -266,10 +266,10 @@
 //     call's four, that only wait, take 6.5 us, events around them: the first one 2.7, two 4.8, three 5.2 (2026-11-24).
 //   - Without `again` calls take 1.9 to 3.2 us less (32 images and one of a U-Net, 24 to 90 us; 2026-11-25). Flags read
 //     before it waits, which the kernel before allows once contained operands are there, and nothing else done: 0 to 1
-//     us less, but 1x1 512 to 2048, 7x7, 27.0 / 28.1; with 8 blocks instead of 132 0 to 0.8 us less yet. Without
-//     waiting at all, which would let later kernels overtake: still 1 to 2 us, as its blocks find no room before others
-//     end. Without `sample` 0 to 1.5 us less. contain_kernel alone takes 6 us where it packs weights only, and 6 to 25
-//     where it copies x as well.
+//     us less, but 1x1 512 to 2048, 7x7, 27.0 / 28.1; with 8 blocks instead of 132 0 to 1 us less yet. Without waiting
+//     at all, which would let later kernels overtake, it still costs 0.9 to 1.8 us, there 3.6: presumably its blocks
+//     find no room before others end. Without `sample` from 1.5 us less to 1 more. contain_kernel alone takes 6 us
+//     where it packs weights only, and 9 to 25 where it copies x as well.
 //   - Behind a kernel that fills the instruction caches a call with contained operands takes 0 to 0.6 us more than
 //     behind itself (1x1 512 to 2048, 7x7, 2.7; by landing 2), one with TF32 operands 0.8 to 1.5 and, of several tiles
 //     a block, up to 4.3: code then comes from memory behind what has been ordered of x (32 images, 2026-11-24).
@@ -3333,7 +3333,9 @@ constexpr double kColdCycles = 3300, kColdTurns = 45;
 // a driver.)
 constexpr int kFewStages = 4;
 constexpr double kStagesFactor = 0.92;
-constexpr double kTapsFactor = 0.87;  // of taps apart, by 46 problems (H200, 2026-11-25): within 25% of their times
+// Of taps apart: by 63 problems estimates are 0.8 to 1.12 of the times with 8 images and more, from 0.64 on with one
+// (H200, 2026-11-25).
+constexpr double kTapsFactor = 0.87;
 constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
 // Of what is contained on its way: of a tile and of each of its steps, where the warpgroups have rows of their own and
@@ -3723,7 +3725,7 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
 // 1x1 whose x comes by single words, that is: at a stride, or planes of no multiple of 4 pixels. What is read is first
 // copied to where channels are neighbours, unless that is a lot. From sizes and strides alone.
 inline bool may_copy(const Correlation& of, int element_bytes) {
-  if (of.R * of.S > 1)
+  if (of.R * of.S > 1)  // all of x, for boxes of a tap
     return element_bytes == 4 && lie_apart(of) && boxes_reach(of) && of.in_stride[1] != 1 && of.in_channels % 4 == 0 &&
            copied_bytes(of, element_bytes) <= kMostCopiedBytes;
   const bool dense = dense_points_of(of) && dense_fours(of.in_stride, of.H, of.W, of.N, of.in_channels);

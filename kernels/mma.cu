@@ -1262,7 +1262,7 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 // 9x9 of 64 to 3, 96x96, 2 and 4, 164 / 223 and 256 / 224. (H200, 2026-11-25, by turns in one process. Other GPUs have
 // not been looked at.)
 //
-// In channels_last direct reads every pixel once more for each tap: there 3x3 of 64 to 3, 256x256, 4 and 8 images take
+// In channels_last direct is slower: there 3x3 of 64 to 3, 256x256, 4 and 8 images take
 // 142 / 179 and 267 / 324, 512x512, one and two, 143 / 184 and 267 / 328, of 32 to 1, 256x256, 4 and 8, 69 / 104 and
 // 125 / 185; but of 16 to 3, 58 / 42 and 107 / 76, and 7x7 of 128 to 3, 128x128, 4, 555 / 328 (H200, 2026-11-25, by
 // turns in one process).

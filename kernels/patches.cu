@@ -16,8 +16,8 @@
 // 16 values a step (fp32, 14x14, 3 to 1024, 64 images, 588 values, not filled up: 636 us by pointwise, 439 by mma).
 // Accuracy is the problem's own: fp32 where it has few channels, although the 1x1 convolution has many.
 //
-// us, this engine / the one that took it before (forced) / cuDNN, H200, 2026-11-25, NCHW and channels_last, lines
-// without the second one by bench.py at 9ae64ff, fp16 of a revision in the making:
+// us, this engine / the one that took it before (forced) / cuDNN, H200, 2026-11-25, NCHW and channels_last; fp32
+// without the second one by bench.py at 9ae64ff, the others of a revision in the making:
 //
 //   fp32, 16x16, 3 to 768, one image     19 /   18 /   42        18 /  198 /   55
 //   8                                    63 /   88 /  123        58 / 1171 /  102

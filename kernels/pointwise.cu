@@ -44,14 +44,14 @@
 // cache, 256 to 128 8.7 / 9.6 us. Where other kernels' code has been in between it takes 0.2 to 0.5 us more.
 //
 // By the GPU's clock 256 to 128, 56x56, of one image has its first loads ordered 0.65 us after its first block starts,
-// the first of four steps multiplied at 1.9, all at 4.2 (3.5 where the L2 cache holds x) and stored at 4.8. Meanwhile
-// 26 MB come from the L2 cache; a plain read of x alone takes 2.5. Tried for that (2026-11-25, in a driver): warps of
-// 32 rows x 64 or 96 columns, which load 25 and 34% less, 8.3 / 9.4 and 9.2, and more for all ten 1x1 layers of a
-// ResNet-50, one and two images; three steps under way instead of two, 10.0 / 9.9 behind other code; lines of x for
-// later steps prefetched by one lane each, in all blocks or in one of those that read them, 10.0 / 10.2 and 10.5; x
-// ordered before w 10.0 / 10.1; rounding in two instructions a word instead of three 10.0 / 10.1, and the same times in
-// mma. While the host goes on to order calls, as in bench.py, a call takes 0.4 us more if its kernel is empty, and some
-// 0.4 to 1.2 us more if it is this one.
+// the first of four steps multiplied at 1.9, all at 4.2 (3.5 where the L2 cache holds x) and stored at 4.8. By
+// arithmetic 26 MB come from the L2 cache meanwhile; a plain read of x alone takes 2.5. Tried for that (2026-11-25, in
+// a driver): warps of 32 rows x 64 or 96 columns, which load 25 and 34% less, 8.3 / 9.4 and 9.2, and more for all ten
+// 1x1 layers of a ResNet-50, one and two images; three steps under way instead of two, 10.0 / 9.9 behind other code;
+// lines of x for later steps prefetched by one lane each, in all blocks or in one of those that read them, 10.0 / 10.2
+// and 10.5; x ordered before w 10.0 / 10.1; rounding in two instructions a word instead of three 10.0 / 10.1, and the
+// same times in mma. While the host goes on to order calls, as in bench.py, a call takes 0.4 us more if its kernel is
+// empty, and some 0.4 to 1.2 us more if it is this one.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
