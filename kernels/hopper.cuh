@@ -45,6 +45,14 @@ __device__ __forceinline__ void load_8(const void* address, bool exist, uint32_t
       : "l"(address), "r"(static_cast<int>(exist)));
 }
 
+__device__ __forceinline__ void load_16(const void* address, bool exist, uint32_t (&words)[4]) {
+  asm volatile(
+      "{\n.reg .pred exist;\nsetp.ne.b32 exist, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n@exist ld.global.nc.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
+      : "l"(address), "r"(static_cast<int>(exist)));
+}
+
 __device__ __forceinline__ void load_4(const void* address, bool exist, uint32_t& word) {
   asm volatile(
       "{\n.reg .pred exist;\nsetp.ne.b32 exist, %2, 0;\nmov.b32 %0, 0;\n@exist ld.global.nc.L2::256B.b32 %0, [%1];\n}"
@@ -542,6 +550,12 @@ struct Wgmma;
   MODELNEW_NAMES_32                                                                                      \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
   "%52, %53, %54, %55, %56, %57, %58, %59"
+#define MODELNEW_NAMES_72                                                                                    \
+  MODELNEW_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define MODELNEW_NAMES_96                                                                                    \
+  MODELNEW_NAMES_64                                                                                          \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, "        \
+  "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define MODELNEW_NAMES_128                                                                            \
   MODELNEW_NAMES_64                                                                                   \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
@@ -556,6 +570,8 @@ struct Wgmma;
 #define MODELNEW_ACC_60(i)                                                                             \
   MODELNEW_ACC_32(i), MODELNEW_ACC_16((i) + 32), MODELNEW_ACC_4((i) + 48), MODELNEW_ACC_4((i) + 52), \
       MODELNEW_ACC_4((i) + 56)
+#define MODELNEW_ACC_72(i) MODELNEW_ACC_64(i), MODELNEW_ACC_4((i) + 64), MODELNEW_ACC_4((i) + 68)
+#define MODELNEW_ACC_96(i) MODELNEW_ACC_64(i), MODELNEW_ACC_32((i) + 64)
 #define MODELNEW_ACC_128(i) MODELNEW_ACC_64(i), MODELNEW_ACC_64((i) + 64)
 
 // COUNT accumulators a thread; A, B, KEEP: the operand numbers that follow them. Without `keep` acc is overwritten.
@@ -604,6 +620,8 @@ struct WgmmaRegisters;
   MODELNEW_WGMMA_REGISTERS(OPERAND, 32, 16, "%16, %17, %18, %19", "%20", "%21", TYPES, SIGNS)  \
   MODELNEW_WGMMA_REGISTERS(OPERAND, 64, 32, "%32, %33, %34, %35", "%36", "%37", TYPES, SIGNS)  \
   MODELNEW_WGMMA_REGISTERS(OPERAND, 128, 64, "%64, %65, %66, %67", "%68", "%69", TYPES, SIGNS) \
+  MODELNEW_WGMMA_REGISTERS(OPERAND, 144, 72, "%72, %73, %74, %75", "%76", "%77", TYPES, SIGNS)  \
+  MODELNEW_WGMMA_REGISTERS(OPERAND, 192, 96, "%96, %97, %98, %99", "%100", "%101", TYPES, SIGNS) \
   MODELNEW_WGMMA_REGISTERS(OPERAND, 256, 128, "%128, %129, %130, %131", "%132", "%133", TYPES, SIGNS)
 
 #if defined(MODELNEW_SM90A)
@@ -630,10 +648,46 @@ __device__ __forceinline__ void load_shared(uint32_t& word, uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
 }
 
+__device__ __forceinline__ void load_shared_2(uint32_t (&words)[2], uint32_t address) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void load_shared_4(uint32_t (&words)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_shared_half(uint32_t& word, uint32_t address) {
+  uint16_t half_word;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(half_word) : "r"(address) : "memory");
+  word = half_word;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_4(uint32_t address, const uint32_t (&words)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+               "r"(words[3])
+               : "memory");
+}
+
 // 16 rows x 32 bytes of shared memory as that operand: lane l names row l % 16 of the first 16 bytes (l < 16) or of the
 // other ones.
 __device__ __forceinline__ void load_matrix(uint32_t (&a)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same of 16-bit values that lie the other way round: 16 rows of 16 of them, lane l names 8 of row l / 16 * 8 + l % 8,
+// the first ones or (l / 8 odd) the others.
+__device__ __forceinline__ void load_matrix_transposed(uint32_t (&a)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                : "r"(address)
                : "memory");

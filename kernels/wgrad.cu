@@ -1,0 +1,1175 @@
+// wgrad engine: the gradient to the weights on Hopper's tensor cores (wgmma, sm_90a), for fp32 tensors under the TF32
+// contract or in full fp32 accuracy, and 16-bit ones. Any filter of up to 30 rows and columns together, any stride,
+// padding, dilation and groups, in any memory format. Deterministic: sums are added up in one order.
+//
+//   dw[k, e] = sum over pixels (n, p, q) of dy[n, k, p, q] * x[n, c(e), p*stride_h - pad_h + r(e)*dilation_h, ..]
+//
+// GEMM view: rows = weights of a filter, e = (c, r, s) or, of channels_last, (r, s, c), as they lie in memory; columns =
+// output channels; reduction = all pixels of all images in one row, whatever the size of an image. A block owns a tile
+// of dw and a range of pixels, a split, which it reads in stages of 32 words of each row and column, a word being one
+// pixel of fp32 or two of 16 bits:
+//
+//   x stage    [weight][word], 144 bytes a row: eight rows of 16 bytes meet all banks (ldmatrix)
+//              or, of channels_last, [pixel][weight], as in memory
+//   dy stage   [chunk of 4 words][output channel] x 16 bytes, 16 bytes between chunks: what wgmma reads
+//
+//   memory --cp.async---> x stage --ldmatrix, rounding to TF32--> registers --+
+//                                                                            v
+//   memory --> registers --rounding--> dy stage --------------------------> wgmma --> partial sums --> dw
+//
+// A tap's shift is by one pixel, 4 or 2 bytes, which no descriptor can say: so rows of x are gathered word by word, each
+// by the address of its pixel plus that of its weight, from a table, and padding is a test of two bits, of the row and
+// of the column of the tap. What neighbouring taps read again comes from the L1 cache. Some warps load, two warpgroups
+// multiply, 64 rows of the tile each.
+//
+// Full fp32 accuracy takes three products: v = first + rest, both TF32, and first*first + first*rest + rest*first. The
+// tensor core truncates when it adds, so the sum of each stage is added to another by ordinary additions. Inf and NaN:
+// products of rests may make a NaN of an Inf, and are left out where they are not finite.
+//
+// Under the TF32 contract a chain of sums is as long as a split, at most kMostChained pixels.
+//
+// Tried first, with roles swapped (x rounded on its way through registers, dy by cp.async): loads of x waited for
+// memory, two batches a stage, and 256 rows of it took 3300 cycles a stage where the products take 1024 (P56, 4.2 ms).
+#if !defined(__CUDACC_RTC__)
+#include <algorithm>
+#include <cstdio>
+
+#include "device.cuh"
+#include "engines.cuh"
+#include "memo.cuh"
+#endif
+
+#include "divisor.cuh"
+#include "hopper.cuh"
+#include "numerics.cuh"
+#include "problem.cuh"
+
+namespace modelnew {
+namespace wgrad {
+
+// ---- Geometry, host and device ----
+
+constexpr int kWarpgroups = 2, kMultiplyingWarps = 4 * kWarpgroups;
+constexpr int kTileE = 64 * kWarpgroups;
+constexpr int kStageWords = 32, kSteps = 4;  // a step is two chunks: 8 pixels of fp32, 16 of 16 bits
+constexpr int kChunkWords = 4, kChunks = kStageWords / kChunkWords;
+constexpr int kRowBytes = 4 * kStageWords + 16;                    // of the x stage
+constexpr int kPixelBytes = 4 * kTileE + 32, kPixelBytes16 = 2 * kTileE + 16;  // of the other one: lanes meet all banks
+constexpr int kXBytes = kTileE * kRowBytes;
+static_assert(kStageWords * kPixelBytes <= kXBytes && 2 * kStageWords * kPixelBytes16 <= kXBytes, "either fits");
+constexpr int kSmemBytes = 232448;
+constexpr int kMostStages = 8;
+// With half as many loading warps, as ptxas needs them: without spills, and wgmma one behind another (no C7512).
+[[maybe_unused]] constexpr int kMultiplyRegisters = 176, kLoadRegisters = 152;
+static_assert(2 * kMultiplyRegisters + kLoadRegisters == 3 * 168, "what one gives back the others take");
+constexpr int kTableBytes = 8 * kTileE, kBarrierBytes = 16 * kMostStages;
+
+// Of the dy stage.
+MODELNEW_HOST_DEVICE constexpr int chunk_bytes(int tile_k) { return (tile_k + 1) * 16; }
+
+// PARTS: 2 for full fp32 accuracy.
+template <int TILE_K_, int PARTS_>
+struct Shape {
+  static constexpr int TILE_K = TILE_K_, PARTS = PARTS_;
+  // Sums of a thread; warps that load: half as many where those that multiply need more than 128 registers.
+  static constexpr int SUMS = TILE_K / 2;
+  static constexpr bool MANY_SUMS = SUMS * PARTS >= 128;
+  static constexpr int LOADERS = MANY_SUMS ? 4 : 8;
+  static constexpr int THREADS = 32 * (kMultiplyingWarps + LOADERS);
+  static constexpr int CHUNK_BYTES = chunk_bytes(TILE_K), PART_BYTES = kChunks * CHUNK_BYTES;
+};
+
+// How x comes into a stage.
+enum class XCopies : int {
+  kWords,     // lanes are pixels: a row of words each time
+  kRuns,      // 16 bytes of a row, whose pixels are neighbours in memory
+  kChannels,  // 16 bytes of a pixel's channels
+  kWindow     // a window of the image, in which rows are found when they are multiplied
+};
+
+// How dy does.
+enum class DyCopies : int {
+  kWords,    // lanes are pixels
+  kRuns,     // 16 bytes of a channel, whose pixels are neighbours in memory
+  kChannels  // lanes are channels
+};
+
+// XCopies::kWindow. Outputs of an image are cut into strips of some columns, and those of a strip, row by row, into
+// stages; a window has all that those of a stage see of the channels of a tile, as in memory.
+struct Window {
+  int width, strips;                       // columns of outputs
+  int stages_of_strip, stages_of_image;
+  int channels, rows, columns;
+  int pitch, plane;                        // values from row to row and from channel to channel in shared memory
+  int lead;                                // values in front of a row, for alignment
+  int values, copies_of_row, copies;       // of a copy; of a window
+};
+
+constexpr uint32_t kNowhere = ~0u;   // a pixel of no output
+constexpr uint32_t kNoRow = 1u << 31;  // of a channel that there is not: outside of every image
+
+// From the beginning of shared memory, or of a stage.
+struct Layout {
+  int stages, stage_bytes;
+  int places, dy;             // in a stage: where pixels are in a window, and dy
+  int table, barriers, copies;
+  int bytes;
+};
+
+struct Params {
+  const void *x_ptr, *dy_ptr;
+  float* sums_ptr;                // of each split, or dw itself
+  int64_t sums_split, sums_row;   // values from split to split and from output channel to output channel
+  int64_t x_stride[4], dy_stride[4];
+  int H, W, P, Q, R, S, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  int group_c, group_k, columns;  // channels of a group; weights of a filter
+  int tiles_k, tiles_e, groups;
+  int pixels, stages, stages_per_split;
+  bool taps_first;     // e = (r, s, c)
+  XCopies x_copies;
+  DyCopies dy_copies;
+  bool whole_words;    // two pixels of 16 bits of dy are a word of memory
+  Window window;
+  Layout layout;
+  Divisor by_plane, by_row, by_taps, by_channels, by_S, by_image_stages, by_strip_stages, by_width;
+};
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+// ---- Device code ----
+
+// Where a pixel's window begins in x, which of its rows (bits from 0 on) and columns (from R on) exist, and dy.
+struct Pixel {
+  const uint8_t *x, *dy;
+  uint32_t exist;  // 0: there is no such pixel, or it sees nothing but padding
+  bool is_pixel;
+};
+
+// Of a weight: bytes from the beginning of the window, and the bits that have to be set.
+struct Weight {
+  int32_t offset;
+  uint32_t needs;
+};
+
+constexpr uint32_t kNever = 1u << 31;
+
+template <typename Value>
+__device__ __forceinline__ Pixel locate(const Params& params, const uint8_t* x, const uint8_t* dy, int number) {
+  Pixel pixel{};
+  pixel.is_pixel = number < params.pixels;
+  if (!pixel.is_pixel) number = 0;
+  const int n = quotient(number, params.by_plane), in_image = number - n * static_cast<int>(params.by_plane.divisor);
+  const int p = quotient(in_image, params.by_row), q = in_image - p * static_cast<int>(params.by_row.divisor);
+  const int h = p * params.stride_h - params.pad_h, w = q * params.stride_w - params.pad_w;
+  const int64_t in_x = n * params.x_stride[0] + h * params.x_stride[2] + w * params.x_stride[3];
+  const int64_t in_dy = n * params.dy_stride[0] + p * params.dy_stride[2] + q * params.dy_stride[3];
+  pixel.x = x + in_x * static_cast<int64_t>(sizeof(Value));
+  pixel.dy = dy + in_dy * static_cast<int64_t>(sizeof(Value));
+  const bool inside = h >= 0 && w >= 0 && h + (params.R - 1) * params.dilation_h < params.H &&
+                      w + (params.S - 1) * params.dilation_w < params.W;
+  if (inside) {
+    pixel.exist = (1u << (params.R + params.S)) - 1;
+  } else {
+    for (int r = 0; r < params.R; ++r)
+      if (static_cast<unsigned>(h + r * params.dilation_h) < static_cast<unsigned>(params.H)) pixel.exist |= 1u << r;
+    for (int s = 0; s < params.S; ++s)
+      if (static_cast<unsigned>(w + s * params.dilation_w) < static_cast<unsigned>(params.W))
+        pixel.exist |= 1u << (params.R + s);
+  }
+  if (!pixel.is_pixel) pixel.exist = 0;
+  return pixel;
+}
+
+template <typename Value>
+__device__ __forceinline__ void load_value(const uint8_t* address, bool exist, uint32_t& bits) {
+  if constexpr (sizeof(Value) == 4)
+    hopper::load_4(address, exist, bits);
+  else
+    hopper::load_2(address, exist, bits);
+}
+
+// First and rest of an fp32 value. Where rounding would overflow it is cut off; Inf and NaN have no rest.
+__device__ __forceinline__ void split(uint32_t bits, uint32_t& first, uint32_t& rest) {
+  const float value = bits_float(bits);
+  const bool finite = fabsf(value) < bits_float(0x7f800000u);
+  first = finite ? (bits + 0x1000u) & ~0x1fffu : bits;
+  if (finite && (first & 0x7f800000u) == 0x7f800000u) first = bits & ~0x1fffu;
+  rest = finite ? tf32_operand(float_bits(value - bits_float(first))) : 0;
+}
+
+struct Ring {
+  uint32_t smem, barriers;  // addresses
+  int stages, stage_bytes;
+  int slot;
+  uint32_t parity;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == stages) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ uint32_t stage() const { return smem + slot * stage_bytes; }
+  __device__ __forceinline__ uint32_t full() const { return barriers + 16 * slot; }
+  __device__ __forceinline__ uint32_t empty() const { return barriers + 16 * slot + 8; }
+};
+
+// ---- Loading ----
+
+template <typename Value, typename Shape>
+struct Loader {
+  static constexpr bool FP32 = sizeof(Value) == 4;
+  static constexpr int PIXELS = FP32 ? 1 : 2;  // of a word
+  static constexpr int LOADERS = Shape::LOADERS;
+  // Words that a thread holds for the next stage: of dy if they are to be rounded, of x where pixels of 16 bits
+  // may lie across words.
+  static constexpr int HELD = Shape::TILE_K / LOADERS, HELD_X = FP32 ? 1 : kTileE / LOADERS;
+
+  const Params& params;
+  uint32_t table, copies;
+  int warp, lane, first_k;
+  int64_t k_bytes;          // of dy, from channel to channel
+  Weight own;               // of channels_last: that of the lane
+  Pixel pixels[PIXELS];     // of the lane's word
+  // Of a window: where it begins in x, in the image, and where the lane's pixels are in it.
+  const uint8_t* window_ptr;
+  int first_row, first_column;
+  uint32_t places[PIXELS];
+  uint32_t held[FP32 ? HELD / 4 : 1][4], held_x[HELD_X * PIXELS];
+
+  __device__ __forceinline__ Weight weight(int number) const {
+    uint32_t words[2];
+    hopper::load_shared_2(words, table + 8 * number);
+    return {static_cast<int32_t>(words[0]), words[1]};
+  }
+
+  __device__ __forceinline__ static bool exists(uint32_t exist, const Weight& of) {
+    return (exist & of.needs) == of.needs;
+  }
+
+  __device__ __forceinline__ bool has_k(int k) const { return first_k + k < params.group_k; }
+
+  // What another lane has.
+  __device__ __forceinline__ static const uint8_t* of_lane(const uint8_t* pointer, int lane) {
+    return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(pointer), lane));
+  }
+
+  __device__ __forceinline__ static uint32_t word_of(const uint32_t* values) {
+    return FP32 ? values[0] : values[0] | values[PIXELS - 1] << 16;
+  }
+
+  // ---- x ----
+
+  __device__ __forceinline__ void copy_x(uint32_t stage) {
+    if (params.x_copies == XCopies::kWindow) {
+      copy_window(stage);
+    } else if (params.x_copies == XCopies::kChannels) {
+      copy_x_channels(stage);
+    } else if (params.x_copies == XCopies::kRuns) {
+      const uint8_t* const run = of_lane(pixels[0].x, lane % 8 * 4);
+      const uint32_t exist = __shfl_sync(~0u, pixels[0].exist, lane % 8 * 4);
+#pragma unroll
+      for (int j = 0; j < kTileE / 4 / LOADERS; ++j) {
+        const int e = (j * LOADERS + warp) * 4 + lane / 8;
+        const Weight of = weight(e);
+        hopper::copy_async<16>(stage + e * kRowBytes + lane % 8 * 16, run + of.offset, exists(exist, of) ? 16 : 0);
+      }
+    } else if constexpr (FP32) {
+#pragma unroll
+      for (int j = 0; j < kTileE / LOADERS; ++j) {
+        const int e = j * LOADERS + warp;
+        const Weight of = weight(e);
+        hopper::copy_later<4>(stage + e * kRowBytes + lane * 4, pixels[0].x + of.offset, exists(pixels[0].exist, of));
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < HELD_X; ++j)
+        hopper::store_shared(stage + (j * LOADERS + warp) * kRowBytes + lane * 4, word_of(held_x + j * PIXELS));
+    }
+  }
+
+  __device__ __forceinline__ void copy_window(uint32_t stage) {
+    if (warp == 0) {
+#pragma unroll
+      for (int i = 0; i < PIXELS; ++i)
+        hopper::store_shared(stage + params.layout.places + (lane * PIXELS + i) * 4, places[i]);
+    }
+    const bool wide = params.window.values * sizeof(Value) == 16;
+#pragma unroll 2
+    for (int i = warp * 32 + lane; i < params.window.copies; i += LOADERS * 32) {
+      uint32_t copy[4];  // bytes from the window's beginning, row and column in it, bytes in the stage
+      hopper::load_shared_4(copy, copies + 16 * i);
+      const bool exist = first_row + copy[1] < static_cast<unsigned>(params.H) &&
+                         first_column + copy[2] < static_cast<unsigned>(params.W);
+      const uint8_t* const from = window_ptr + static_cast<int32_t>(copy[0]);
+      if (wide)
+        hopper::copy_async<16>(stage + copy[3], from, exist ? 16 : 0);
+      else
+        hopper::copy_later<4>(stage + copy[3], from, exist);
+    }
+  }
+
+  __device__ __forceinline__ void find_window(const uint8_t* x, const uint8_t* dy, int stage) {
+    constexpr int64_t BYTES = sizeof(Value);
+    const Window& window = params.window;
+    const int n = quotient(stage, params.by_image_stages), of_image = stage - n * window.stages_of_image;
+    const int strip = quotient(of_image, params.by_strip_stages);
+    const int first = (of_image - strip * window.stages_of_strip) * kStageWords * PIXELS;
+    const int first_p = quotient(first, params.by_width), first_q = strip * window.width;
+    first_row = first_p * params.stride_h - params.pad_h;
+    first_column = first_q * params.stride_w - params.pad_w - window.lead;
+    window_ptr = x + (n * params.x_stride[0] + first_row * params.x_stride[2] + first_column) * BYTES;
+#pragma unroll
+    for (int i = 0; i < PIXELS; ++i) {
+      const int number = first + lane * PIXELS + i, p = quotient(number, params.by_width);
+      const int column = number - p * window.width, q = first_q + column;
+      pixels[i].is_pixel = p < params.P && q < params.Q;
+      pixels[i].dy = dy + (n * params.dy_stride[0] + p * params.dy_stride[2] + q * params.dy_stride[3]) * BYTES;
+      const int place = (p - first_p) * params.stride_h * window.pitch + window.lead + column * params.stride_w;
+      places[i] = pixels[i].is_pixel ? static_cast<uint32_t>(place * BYTES) : kNowhere;
+    }
+  }
+
+  __device__ __forceinline__ void copy_x_channels(uint32_t stage) {
+    constexpr int PIXEL_BYTES = FP32 ? kPixelBytes : kPixelBytes16, LANES = 32 / PIXELS;
+#pragma unroll
+    for (int j = 0; j < kStageWords / LOADERS; ++j) {
+      const int word = j * LOADERS + warp;
+      const uint8_t* x = of_lane(pixels[0].x, word);
+      uint32_t exist = __shfl_sync(~0u, pixels[0].exist, word);
+      int pixel = word;
+      if constexpr (!FP32) {  // the other half of the lanes has the other pixel
+        const uint8_t* const second = of_lane(pixels[PIXELS - 1].x, word);
+        const uint32_t second_exist = __shfl_sync(~0u, pixels[PIXELS - 1].exist, word);
+        pixel = 2 * word + lane / LANES;
+        if (lane >= LANES) {
+          x = second;
+          exist = second_exist;
+        }
+      }
+      hopper::copy_async<16>(stage + pixel * PIXEL_BYTES + lane % LANES * 16, x + own.offset,
+                             exists(exist, own) ? 16 : 0);
+    }
+  }
+
+  __device__ __forceinline__ void hold_x() {
+    if (params.x_copies != XCopies::kWords) return;
+#pragma unroll
+    for (int j = 0; j < HELD_X; ++j) {
+      const Weight of = weight(j * LOADERS + warp);
+#pragma unroll
+      for (int i = 0; i < PIXELS; ++i)
+        load_value<Value>(pixels[i].x + of.offset, exists(pixels[i].exist, of), held_x[j * PIXELS + i]);
+    }
+  }
+
+  // ---- dy ----
+
+  __device__ __forceinline__ static void store_dy(uint32_t address, uint32_t word) {
+    if constexpr (Shape::PARTS == 1) {
+      hopper::store_shared(address, tf32_operand(word));
+    } else {
+      uint32_t first, rest;
+      split(word, first, rest);
+      hopper::store_shared(address, first);
+      hopper::store_shared(address + Shape::PART_BYTES, rest);
+    }
+  }
+
+  __device__ __forceinline__ static void store_dy(uint32_t address, const uint32_t (&words)[4]) {
+    uint32_t first[4], rest[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (Shape::PARTS == 1)
+        first[i] = tf32_operand(words[i]);
+      else
+        split(words[i], first[i], rest[i]);
+    }
+    hopper::store_shared_4(address, first);
+    if constexpr (Shape::PARTS == 2) hopper::store_shared_4(address + Shape::PART_BYTES, rest);
+  }
+
+  // The chunk and the channels of the lane, of a warp's item.
+  __device__ __forceinline__ int chunk_of(int item) const { return item % (kChunks / LOADERS) * LOADERS + warp; }
+  __device__ __forceinline__ int channel_of(int item) const { return item / (kChunks / LOADERS) * 32 + lane; }
+
+  __device__ __forceinline__ void hold_dy() {
+    if (params.dy_copies == DyCopies::kRuns) {
+      const uint8_t* const run = of_lane(pixels[0].dy, lane % 8 * 4);
+      const bool exist = __shfl_sync(~0u, static_cast<int>(pixels[0].is_pixel), lane % 8 * 4) != 0;
+#pragma unroll
+      for (int j = 0; j < HELD / 4; ++j) {
+        const int k = (j * LOADERS + warp) * 4 + lane / 8;
+        hopper::load_16(run + k * k_bytes, exist && has_k(k), held[j]);
+      }
+    } else if (params.dy_copies == DyCopies::kChannels) {
+#pragma unroll
+      for (int j = 0; j < HELD / 4; ++j) {
+        const int k = channel_of(j), first = chunk_of(j) * kChunkWords;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool exist = __shfl_sync(~0u, static_cast<int>(pixels[0].is_pixel), first + i) != 0;
+          hopper::load_4(of_lane(pixels[0].dy, first + i) + k * k_bytes, exist && has_k(k), held[j][i]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < HELD; ++j) {
+        const int k = j * LOADERS + warp;
+        hopper::load_4(pixels[0].dy + k * k_bytes, pixels[0].is_pixel && has_k(k), held[j / 4][j % 4]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void copy_dy(uint32_t stage) {
+    const uint32_t words = stage + lane / kChunkWords * Shape::CHUNK_BYTES + lane % kChunkWords * 4;
+    if constexpr (FP32) {
+      if (params.dy_copies == DyCopies::kRuns) {
+#pragma unroll
+        for (int j = 0; j < HELD / 4; ++j) {
+          const int k = (j * LOADERS + warp) * 4 + lane / 8;
+          store_dy(stage + lane % 8 * Shape::CHUNK_BYTES + k * 16, held[j]);
+        }
+      } else if (params.dy_copies == DyCopies::kChannels) {
+#pragma unroll
+        for (int j = 0; j < HELD / 4; ++j)
+          store_dy(stage + chunk_of(j) * Shape::CHUNK_BYTES + channel_of(j) * 16, held[j]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < HELD; ++j) store_dy(words + (j * LOADERS + warp) * 16, held[j / 4][j % 4]);
+      }
+    } else if (params.dy_copies == DyCopies::kRuns) {
+      const uint8_t* const run = of_lane(pixels[0].dy, lane % 8 * 4);
+      const bool exist = __shfl_sync(~0u, static_cast<int>(pixels[0].is_pixel), lane % 8 * 4) != 0;
+#pragma unroll
+      for (int j = 0; j < Shape::TILE_K / 4 / LOADERS; ++j) {
+        const int k = (j * LOADERS + warp) * 4 + lane / 8;
+        hopper::copy_async<16>(stage + lane % 8 * Shape::CHUNK_BYTES + k * 16, run + k * k_bytes,
+                               exist && has_k(k) ? 16 : 0);
+      }
+    } else if (params.dy_copies == DyCopies::kChannels) {
+#pragma unroll
+      for (int j = 0; j < Shape::TILE_K / 4 / LOADERS; ++j) {
+        const int k = channel_of(j), first = chunk_of(j) * kChunkWords;
+        uint32_t values[8], four[4];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const Pixel& of = pixels[i % PIXELS];
+          const bool exist = __shfl_sync(~0u, static_cast<int>(of.is_pixel), first + i / PIXELS) != 0;
+          hopper::load_2(of_lane(of.dy, first + i / PIXELS) + k * k_bytes, exist && has_k(k), values[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[i] = word_of(values + i * PIXELS);
+        hopper::store_shared_4(stage + chunk_of(j) * Shape::CHUNK_BYTES + channel_of(j) * 16, four);
+      }
+    } else if (params.whole_words) {
+#pragma unroll
+      for (int j = 0; j < Shape::TILE_K / LOADERS; ++j) {
+        const int k = j * LOADERS + warp;
+        hopper::copy_later<4>(words + k * 16, pixels[0].dy + k * k_bytes, pixels[0].is_pixel && has_k(k));
+      }
+    } else {
+#pragma unroll 8
+      for (int j = 0; j < Shape::TILE_K / LOADERS; ++j) {
+        const int k = j * LOADERS + warp;
+        uint32_t values[PIXELS];
+#pragma unroll
+        for (int i = 0; i < PIXELS; ++i)
+          hopper::load_2(pixels[i].dy + k * k_bytes, pixels[i].is_pixel && has_k(k), values[i]);
+        hopper::store_shared(words + k * 16, word_of(values));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void find(const uint8_t* x, const uint8_t* dy, int stage) {
+    if (params.x_copies == XCopies::kWindow) return find_window(x, dy, stage);
+#pragma unroll
+    for (int i = 0; i < PIXELS; ++i)
+      pixels[i] = locate<Value>(params, x, dy, (stage * kStageWords + lane) * PIXELS + i);
+  }
+
+  __device__ __forceinline__ void hold() {
+    if constexpr (FP32)
+      hold_dy();
+    else
+      hold_x();
+  }
+
+  __device__ __forceinline__ void load(Ring ring, const uint8_t* x, const uint8_t* dy, int stage, int end) {
+    if (params.x_copies == XCopies::kChannels) own = weight(lane * (16 / static_cast<int>(sizeof(Value))) % kTileE);
+    find(x, dy, stage);
+    hold();
+    for (; stage < end; ++stage, ring.advance()) {
+      hopper::barrier_wait(ring.empty(), ring.parity ^ 1);
+      copy_x(ring.stage());
+      copy_dy(ring.stage() + params.layout.dy);
+      hopper::copies_arrive(ring.full());
+      hopper::fence_async();
+      __syncwarp();
+      if (lane == 0) hopper::barrier_arrive(ring.full());
+      if (stage + 1 < end) {
+        find(x, dy, stage + 1);
+        hold();
+      }
+    }
+  }
+};
+
+// ---- Multiplying ----
+
+// The operand of a stage of x, of 16 weights of the warp.
+template <typename Value>
+__device__ __forceinline__ void load_operand(uint32_t (&a)[kSteps][4], uint32_t stage, bool by_pixels, int first_e,
+                                             int lane) {
+  if (!by_pixels) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      hopper::load_matrix(a[step], stage + (first_e + lane % 16) * kRowBytes + lane / 16 * 16 + 32 * step);
+  } else if constexpr (sizeof(Value) == 4) {
+    const uint32_t own = stage + lane % 4 * kPixelBytes + (first_e + lane / 4) * 4;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        hopper::load_shared(a[step][i], own + (8 * step + i / 2 * 4) * kPixelBytes + i % 2 * 32);
+  } else {
+    const uint32_t own = stage + (lane / 16 * 8 + lane % 8) * kPixelBytes16 + (first_e + lane / 8 % 2 * 8) * 2;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) hopper::load_matrix_transposed(a[step], own + 16 * step * kPixelBytes16);
+  }
+}
+
+// The same of a window: `rows` are where the weights' first values are, `places` where pixels are from there on.
+template <typename Value>
+__device__ __forceinline__ void find_operand(uint32_t (&a)[kSteps][4], uint32_t stage, uint32_t places,
+                                             const int (&rows)[2], int lane) {
+  constexpr int PIXELS = 4 / static_cast<int>(sizeof(Value));
+  const auto value_at = [&](uint32_t place, int row) {
+    uint32_t value = 0;
+    if (place == kNowhere) return value;
+    if constexpr (PIXELS == 1)
+      hopper::load_shared(value, stage + row + place);
+    else
+      hopper::load_shared_half(value, stage + row + place);
+    return value;
+  };
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t word = places + (8 * step + 4 * i + lane % 4) * 4 * PIXELS;
+      if constexpr (PIXELS == 1) {
+        uint32_t place;
+        hopper::load_shared(place, word);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) a[step][2 * i + j] = value_at(place, rows[j]);
+      } else {
+        uint32_t place[2];
+        hopper::load_shared_2(place, word);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          a[step][2 * i + j] = value_at(place[0], rows[j]) | value_at(place[1], rows[j]) << 16;
+      }
+    }
+  }
+}
+
+template <typename Value, typename Shape>
+__device__ __forceinline__ void multiply(const Params& params, Ring ring, const int (&rows)[2], int stage, int end,
+                                         int warp, int lane, float (&sums)[Shape::SUMS]) {
+  using Multiply = hopper::WgmmaRegisters<Value, Shape::TILE_K>;
+  const auto dy_operand = [&](uint32_t dy_stage, int step) {
+    return hopper::descriptor(dy_stage + 2 * step * Shape::CHUNK_BYTES, Shape::CHUNK_BYTES);
+  };
+  float acc[Shape::PARTS == 1 ? 1 : Shape::SUMS];
+  int keep = 0;
+  for (; stage < end; ++stage, ring.advance()) {
+    hopper::barrier_wait(ring.full(), ring.parity);
+    const uint32_t dy_stage = ring.stage() + params.layout.dy;
+    uint32_t a[kSteps][4];
+    if (params.x_copies == XCopies::kWindow)
+      find_operand<Value>(a, ring.stage(), ring.stage() + params.layout.places, rows, lane);
+    else
+      load_operand<Value>(a, ring.stage(), params.x_copies == XCopies::kChannels, 16 * warp, lane);
+    if constexpr (Shape::PARTS == 1) {
+      if constexpr (sizeof(Value) == 4) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[step][i] = tf32_operand(a[step][i]);
+      }
+      hopper::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        Multiply::multiply(sums, a[step], dy_operand(dy_stage, step), keep);
+        keep = 1;
+      }
+      hopper::wgmma_commit();
+      hopper::wgmma_wait<0>();
+      hopper::wgmma_settle(sums);
+    } else {
+      uint32_t rest[kSteps][4];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) split(a[step][i], a[step][i], rest[step][i]);
+      // The large products, and then, smaller by 2^10, those with a rest.
+#pragma unroll
+      for (int turn = 0; turn < 2; ++turn) {
+        hopper::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          if (turn == 0) {
+            Multiply::multiply(acc, a[step], dy_operand(dy_stage, step), step > 0);
+          } else {
+            Multiply::multiply(acc, rest[step], dy_operand(dy_stage, step), step > 0);
+            Multiply::multiply(acc, a[step], dy_operand(dy_stage + Shape::PART_BYTES, step), 1);
+          }
+        }
+        hopper::wgmma_commit();
+        hopper::wgmma_wait<0>();
+        hopper::wgmma_settle(acc);
+#pragma unroll
+        for (int i = 0; i < Shape::SUMS; ++i) {
+          const bool counts = turn == 0 || fabsf(acc[i]) < bits_float(0x7f800000u);
+          const float before = keep != 0 ? sums[i] : 0.0f;
+          sums[i] = counts ? before + acc[i] : before;
+        }
+        keep = 1;
+      }
+    }
+    if (lane == 0) hopper::barrier_arrive(ring.empty());
+  }
+}
+
+// Eight lanes store 32 bytes of a filter.
+template <typename Shape>
+__device__ __forceinline__ void store_sums(const Params& params, float* to, int first_k, int first_e, int warp, int lane,
+                                           const float (&sums)[Shape::SUMS]) {
+  const int e = first_e + 16 * warp + lane / 4, k = first_k + lane % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < Shape::TILE_K / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int own_k = k + 8 * j + i % 2, own_e = e + i / 2 * 8;
+      if (own_k < params.group_k && own_e < params.columns) to[own_k * params.sums_row + own_e] = sums[4 * j + i];
+    }
+  }
+}
+
+// A block: a tile of dw and a split; neighbours read the same pixels.
+template <typename Value, typename Shape>
+__global__ void __launch_bounds__(Shape::THREADS, 1) wgrad_kernel(const __grid_constant__ Params params) {
+#if defined(MODELNEW_SM90A) || !defined(__CUDA_ARCH__)
+  extern __shared__ __align__(128) uint8_t modelnew_wgrad_smem[];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const int warp = hopper::uniform(thread / 32);
+  int block = static_cast<int>(blockIdx.x);
+  const int tile_k = block % params.tiles_k;
+  block /= params.tiles_k;
+  const int tile_e = block % params.tiles_e;
+  block /= params.tiles_e;
+  const int group = block % params.groups, split = block / params.groups;
+  const int first_k = tile_k * Shape::TILE_K, first_e = tile_e * kTileE;
+  const int first_stage = split * params.stages_per_split;
+  const int end_stage = min(first_stage + params.stages_per_split, params.stages);
+
+  Ring ring{};
+  ring.smem = hopper::smem_address(modelnew_wgrad_smem);
+  ring.stages = params.layout.stages;
+  ring.stage_bytes = params.layout.stage_bytes;
+  ring.barriers = ring.smem + params.layout.barriers;
+  const uint32_t table = ring.smem + params.layout.table;
+  const bool has_window = params.x_copies == XCopies::kWindow;
+  const Window& window = params.window;
+  const int first_c = has_window ? quotient(first_e, params.by_taps) : 0;
+  if (thread == 0) {
+    for (int i = 0; i < ring.stages; ++i) {
+      hopper::barrier_init(ring.barriers + 16 * i, 33 * Shape::LOADERS);  // copies of a thread, and stores of a warp
+      hopper::barrier_init(ring.barriers + 16 * i + 8, kMultiplyingWarps);
+    }
+    hopper::fence_async();
+  }
+  for (int i = thread; i < kTileE; i += Shape::THREADS) {
+    const int e = first_e + i;
+    Weight weight{0, kNever};
+    if (e < params.columns) {
+      int c, tap;
+      if (params.taps_first) {
+        tap = quotient(e, params.by_channels);
+        c = e - tap * params.group_c;
+      } else {
+        c = quotient(e, params.by_taps);
+        tap = e - c * static_cast<int>(params.by_taps.divisor);
+      }
+      const int r = quotient(tap, params.by_S), s = tap - r * params.S;
+      int64_t offset = c * params.x_stride[1] + static_cast<int64_t>(r) * params.dilation_h * params.x_stride[2] +
+                       static_cast<int64_t>(s) * params.dilation_w * params.x_stride[3];
+      if (has_window)
+        offset = (c - first_c) * window.plane + r * params.dilation_h * window.pitch + s * params.dilation_w;
+      weight.offset = static_cast<int32_t>(offset * static_cast<int64_t>(sizeof(Value)));
+      weight.needs = 1u << r | 1u << (params.R + s);
+    }
+    hopper::store_shared(table + 8 * i, static_cast<uint32_t>(weight.offset));
+    hopper::store_shared(table + 8 * i + 4, weight.needs);
+  }
+  if (has_window) {
+    for (int i = thread; i < window.copies; i += Shape::THREADS) {
+      const int row_of_all = i / window.copies_of_row, column = (i - row_of_all * window.copies_of_row) * window.values;
+      const int c = row_of_all / window.rows, row = row_of_all - c * window.rows;
+      const bool exist = first_c + c < params.group_c;
+      const int64_t from = (first_c + c) * params.x_stride[1] + row * params.x_stride[2] + column;
+      const uint32_t copy[4] = {static_cast<uint32_t>(from * static_cast<int64_t>(sizeof(Value))),
+                                exist ? static_cast<uint32_t>(row) : kNoRow, static_cast<uint32_t>(column),
+                                static_cast<uint32_t>((c * window.plane + row * window.pitch + column) *
+                                                      static_cast<int>(sizeof(Value)))};
+      hopper::store_shared_4(ring.smem + params.layout.copies + 16 * i, copy);
+    }
+  }
+  __syncthreads();
+
+  if (warp < kMultiplyingWarps) {
+    if constexpr (Shape::MANY_SUMS) hopper::registers_take<kMultiplyRegisters>();
+    float sums[Shape::SUMS];
+    int rows[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t offset;
+      hopper::load_shared(offset, table + 8 * (16 * warp + lane / 4 + 8 * i));
+      rows[i] = static_cast<int>(offset);
+    }
+    multiply<Value, Shape>(params, ring, rows, first_stage, end_stage, warp, lane, sums);
+    hopper::launch_dependents();
+    float* const to = params.sums_ptr + split * params.sums_split + int64_t{group} * params.group_k * params.sums_row;
+    store_sums<Shape>(params, to, first_k, first_e, warp, lane, sums);
+  } else {
+    if constexpr (Shape::MANY_SUMS) hopper::registers_give_back<kLoadRegisters>();
+    const int64_t k_bytes = params.dy_stride[1] * static_cast<int64_t>(sizeof(Value));
+    const uint8_t* const x = static_cast<const uint8_t*>(params.x_ptr) +
+                             group * params.group_c * params.x_stride[1] * static_cast<int64_t>(sizeof(Value));
+    const uint8_t* const dy =
+        static_cast<const uint8_t*>(params.dy_ptr) + (int64_t{group} * params.group_k + first_k) * k_bytes;
+    Loader<Value, Shape> loader{params, table, ring.smem + params.layout.copies, warp - kMultiplyingWarps, lane, first_k,
+                                k_bytes};
+    loader.load(ring, x, dy, first_stage, end_stage);
+  }
+#endif
+}
+
+struct AddParams {
+  const float* sums_ptr;
+  void* dw_ptr;
+  int64_t elements, sums_split;
+  int64_t dw_stride[4];
+  int splits, S, inner;  // inner: taps of a channel or, of channels_last, channels of a tap
+  bool taps_first;
+  DType dtype;
+  Divisor by_columns, by_inner, by_S;
+};
+
+constexpr int kAddThreads = 256;
+
+// WAYS threads share the splits of an element, and meet in shared memory.
+template <int WAYS>
+__global__ void __launch_bounds__(kAddThreads) add_kernel(const __grid_constant__ AddParams params) {
+  constexpr int ELEMENTS = kAddThreads / WAYS;
+  __shared__ double meet[WAYS][ELEMENTS];
+  hopper::wait_for_prerequisites();
+  const int own = static_cast<int>(threadIdx.x) % ELEMENTS, way = static_cast<int>(threadIdx.x) / ELEMENTS;
+  const int64_t element = static_cast<int64_t>(blockIdx.x) * ELEMENTS + own;
+  double sum = 0;
+  if (element < params.elements) {
+#pragma unroll 4
+    for (int i = way; i < params.splits; i += WAYS) sum += params.sums_ptr[i * params.sums_split + element];
+  }
+  if constexpr (WAYS > 1) {
+    meet[way][own] = sum;
+    __syncthreads();
+    if (way > 0) return;
+    for (int i = 1; i < WAYS; ++i) sum += meet[i][own];
+  }
+  if (element >= params.elements) return;
+  const int number = static_cast<int>(element);
+  const int k = quotient(number, params.by_columns), e = number - k * static_cast<int>(params.by_columns.divisor);
+  const int outer = quotient(e, params.by_inner), inner = e - outer * params.inner;
+  const int c = params.taps_first ? inner : outer, tap = params.taps_first ? outer : inner;
+  const int r = quotient(tap, params.by_S), s = tap - r * params.S;
+  const int64_t at =
+      k * params.dw_stride[0] + c * params.dw_stride[1] + r * params.dw_stride[2] + s * params.dw_stride[3];
+  const float value = static_cast<float>(sum);
+  if (params.dtype == DType::kFloat32)
+    narrow(value, static_cast<float*>(params.dw_ptr)[at]);
+  else if (params.dtype == DType::kFloat16)
+    narrow(value, static_cast<Half*>(params.dw_ptr)[at]);
+  else
+    narrow(value, static_cast<BFloat16*>(params.dw_ptr)[at]);
+}
+
+#endif  // device code
+
+#if !defined(__CUDACC_RTC__)
+
+// ---- Host ----
+
+struct Plan {
+  int tile_k, parts;
+  bool has_window;
+  Window window;
+  Layout layout;
+  int tiles_k, tiles_e;
+  int64_t stages, stages_per_split, splits;
+  double cycles;
+};
+
+constexpr int kTilesK[] = {64, 128, 256};
+
+constexpr int kLeastStages = 3;  // in shared memory: loads are under way while one is multiplied
+constexpr int kMostChained = 8192;               // pixels
+constexpr int64_t kMostSumsBytes = 256 << 20;    // unless a split has fewer stages than that
+
+inline int group_c_of(const Problem& problem) { return problem.C / problem.groups; }
+inline int group_k_of(const Problem& problem) { return problem.K / problem.groups; }
+inline int64_t columns_of(const Problem& problem) { return int64_t{group_c_of(problem)} * problem.R * problem.S; }
+inline int64_t pixels_of(const Problem& problem) { return problem.N * problem.P * problem.Q; }
+inline bool is_exact(const Problem& problem) {
+  return problem.dtype == DType::kFloat32 && !uses_tf32(problem, Operator::kWgrad);
+}
+inline bool is_channels_last(const Problem& problem) {
+  return problem.x_stride[1] == 1 && problem.x_stride[3] != 1 && group_c_of(problem) > 1;
+}
+
+inline const char* refusal(const Problem& problem, Operator op) {
+  if (op != Operator::kWgrad) return "it computes gradients to weights only";
+  if (problem.dtype == DType::kFloat64) return "it has no float64";
+  int sms = 0;
+  if (find_gpu(sms) != 90) return "it runs on Hopper (sm_90) only";
+  if (problem.R + problem.S > 30) return "it takes filters of up to 30 rows and columns together only";
+  constexpr int64_t kMost = int64_t{1} << 30;
+  if (pixels_of(problem) > kMost) return "it counts up to 2^30 pixels only";
+  if (problem.K * columns_of(problem) > kMost) return "it counts up to 2^30 weights only";
+  const int64_t reach = group_c_of(problem) * problem.x_stride[1] +
+                        int64_t{problem.R} * problem.dilation_h * problem.x_stride[2] +
+                        int64_t{problem.S} * problem.dilation_w * problem.x_stride[3];
+  if (reach * element_bytes(problem.dtype) > kMost) return "it takes what an output sees within 1 GB only";
+  return nullptr;
+}
+
+// Cycles of an SM: of a stage, by what is multiplied and by what is loaded.
+inline double stage_cycles(int tile_k, int parts, bool sixteen_bits) {
+  const double multiplied = 4.0 * tile_k * (parts == 2 ? 3 : 1);
+  const double loaded = (sixteen_bits ? 6.0 : 4.0) * kTileE + 2.0 * tile_k;
+  return std::max(multiplied, loaded) + 100;
+}
+
+// Whether all pixels of an image of y's size follow one another, and `bytes` of them from any multiple on are aligned
+// and of one image.
+inline bool is_row_of_pixels(const int64_t (&stride)[4], const Problem& problem, int bytes, const void* pointer) {
+  const int values = bytes / element_bytes(problem.dtype);
+  const auto in_steps = [&](int64_t number) { return number % values == 0; };
+  return (stride[3] == 1 || problem.Q == 1) && (problem.P == 1 || stride[2] == problem.Q) &&
+         in_steps(int64_t{problem.P} * problem.Q) && in_steps(stride[0]) && in_steps(stride[1]) &&
+         reinterpret_cast<uint64_t>(pointer) % bytes == 0;
+}
+
+inline bool make_layout(int tile_k, int parts, int x_bytes, int places_bytes, int copies, Layout& layout) {
+  layout.places = x_bytes;
+  layout.dy = x_bytes + places_bytes;
+  layout.stage_bytes = layout.dy + parts * kChunks * chunk_bytes(tile_k);
+  const int tables = kTableBytes + kBarrierBytes + 16 * copies;
+  layout.stages = std::min((kSmemBytes - tables) / layout.stage_bytes, kMostStages);
+  layout.table = layout.stages * layout.stage_bytes;
+  layout.barriers = layout.table + kTableBytes;
+  layout.copies = layout.barriers + kBarrierBytes;
+  layout.bytes = layout.table + tables;
+  return layout.stages >= kLeastStages;
+}
+
+// Whether values that are `values` apart, from the first on, are so many bytes apart that copies of `values` can be.
+inline bool copies_align(const Problem& problem, int values) {
+  const int64_t (&stride)[4] = problem.x_stride;
+  return problem.W % values == 0 && stride[0] % values == 0 && stride[1] % values == 0 && stride[2] % values == 0;
+}
+
+// False where a stage of it would not fit, or lies in memory otherwise.
+inline bool make_window(const Problem& problem, int tile_k, int parts, bool aligned, Window& window, Layout& layout) {
+  const int bytes = element_bytes(problem.dtype), stage_pixels = kStageWords * 4 / bytes, wide = 16 / bytes;
+  if (is_channels_last(problem) || (problem.x_stride[3] != 1 && problem.W > 1)) return false;
+  const int S_reach = (problem.S - 1) * problem.dilation_w, R_reach = (problem.R - 1) * problem.dilation_h;
+  const int taps = problem.R * problem.S, P = problem.P, Q = problem.Q;
+  window = Window{};
+  window.strips = static_cast<int>(ceil_div(Q, stage_pixels));
+  window.width = window.strips == 1 ? Q : static_cast<int>(ceil_div(ceil_div(Q, window.strips), wide) * wide);
+  window.strips = static_cast<int>(ceil_div(Q, window.width));
+  window.stages_of_strip = static_cast<int>(ceil_div(int64_t{P} * window.width, stage_pixels));
+  window.stages_of_image = window.stages_of_strip * window.strips;
+  window.values = aligned && copies_align(problem, wide) ? wide : 4 / bytes;
+  if (!copies_align(problem, window.values)) return false;
+  window.lead = static_cast<int>((window.values - problem.pad_w % window.values) % window.values);
+  window.channels = std::min(group_c_of(problem), (kTileE + taps - 2) / taps + 1);
+  int p_rows = 1;
+  if (stage_pixels % window.width == 0)
+    p_rows = stage_pixels / window.width;
+  else if (window.width % stage_pixels != 0)
+    p_rows = (stage_pixels + window.width - 2) / window.width + 1;
+  const int64_t rows = int64_t{std::min(P, p_rows) - 1} * problem.stride_h + R_reach + 1;
+  const int64_t columns = window.lead + int64_t{std::min(Q, window.width) - 1} * problem.stride_w + S_reach + 1;
+  window.copies_of_row = static_cast<int>(ceil_div(columns, window.values));
+  const int64_t copies = window.copies_of_row * rows * window.channels;
+  if (rows > 1024 || columns > 4096 || copies > 8192) return false;
+  window.rows = static_cast<int>(rows);
+  window.columns = window.copies_of_row * window.values;
+  window.copies = static_cast<int>(copies);
+  // Rows 8 and 24 banks apart, and channels 24: what neighbouring weights see lies in other banks.
+  const int of_word = 4 / bytes;
+  window.pitch = static_cast<int>(ceil_div(window.columns - 8 * of_word, 16 * of_word)) * 16 * of_word + 8 * of_word;
+  window.plane = window.rows * window.pitch;
+  while (window.plane / of_word % 32 != 24) window.plane += 8 * of_word;
+  const int x_bytes = window.channels * window.plane * bytes;
+  return make_layout(tile_k, parts, x_bytes, 4 * stage_pixels, window.copies, layout);
+}
+
+inline bool sees_runs(const Problem& problem, const void* x) {
+  return problem.R == 1 && problem.S == 1 && problem.stride_h == 1 && problem.stride_w == 1 && problem.pad_h == 0 &&
+         problem.pad_w == 0 && is_row_of_pixels(problem.x_stride, problem, 16, x);
+}
+
+// x: its address, or null for an aligned one.
+inline Plan make_plan(const Problem& problem, const void* x, int sms, int only_tile_k = 0, int64_t only_splits = 0) {
+  constexpr double kOfBlock = 6000, kBytesPerCycle = 2000;
+  const bool sixteen_bits = problem.dtype != DType::kFloat32;
+  const int parts = is_exact(problem) ? 2 : 1;
+  const int pixels_of_stage = kStageWords * (sixteen_bits ? 2 : 1);
+  const double sums_bytes = 4.0 * problem.K * columns_of(problem);
+  const bool aligned = reinterpret_cast<uint64_t>(x) % 16 == 0;
+  Plan best{};
+  best.cycles = -1;
+  for (int tile_k : kTilesK) {
+    if ((parts == 2 && tile_k > 128) || (only_tile_k > 0 && tile_k != only_tile_k)) continue;
+    Plan plan{};
+    plan.tile_k = tile_k;
+    plan.parts = parts;
+    plan.tiles_k = static_cast<int>(ceil_div(group_k_of(problem), tile_k));
+    plan.tiles_e = static_cast<int>(ceil_div(columns_of(problem), kTileE));
+    plan.has_window = reinterpret_cast<uint64_t>(x) % 4 == 0 && !sees_runs(problem, x) &&
+                      make_window(problem, tile_k, parts, aligned, plan.window, plan.layout);
+    if (!plan.has_window) make_layout(tile_k, parts, kXBytes, 0, 0, plan.layout);
+    const int64_t stages = plan.stages = plan.has_window ? problem.N * plan.window.stages_of_image
+                                                         : ceil_div(pixels_of(problem), pixels_of_stage);
+    const int64_t tiles = int64_t{plan.tiles_k} * plan.tiles_e * problem.groups;
+    const int64_t most = std::max<int64_t>(1, static_cast<int64_t>(kMostSumsBytes / sums_bytes));
+    const int64_t least = std::min(most, std::max<int64_t>(1, ceil_div(stages * pixels_of_stage, kMostChained)));
+    const auto consider = [&](int64_t splits) {
+      splits = std::min(std::max(splits, least), std::min(stages, most));
+      if (only_splits > 0) splits = std::min(only_splits, stages);
+      plan.stages_per_split = ceil_div(stages, splits);
+      plan.splits = ceil_div(stages, plan.stages_per_split);
+      const double turns = static_cast<double>(ceil_div(tiles * plan.splits, sms));
+      const double adding = plan.splits > 1 ? 3000 + 2 * plan.splits * sums_bytes / kBytesPerCycle : 0;
+      plan.cycles =
+          turns * (plan.stages_per_split * stage_cycles(tile_k, parts, sixteen_bits) + kOfBlock) + adding;
+      if (best.cycles < 0 || plan.cycles < best.cycles) best = plan;
+    };
+    // As many splits as fill the GPU once, twice, ..
+    for (int64_t turns = ceil_div(tiles * least, sms), last = turns + 8; turns <= last; ++turns)
+      consider(turns * sms / tiles);
+    consider(1);
+  }
+  return best;
+}
+
+inline const Plan& plan_of(const Problem& problem, const void* x) {
+  thread_local Memo<Plan> memo;
+  int sms = 0;
+  const int gpu = find_gpu(sms);
+  return memo.get(key_of(problem, Operator::kWgrad, reinterpret_cast<uint64_t>(x), 0, 0, gpu, sms),
+                  [&] { return make_plan(problem, x, sms); });
+}
+
+// Whether what a block stores can be dw itself: one split, and weights of a filter side by side in the order of columns.
+inline bool stores_dw(const Problem& problem, const Plan& plan) {
+  const int64_t C = group_c_of(problem), R = problem.R, S = problem.S;
+  const auto lies = [](int64_t stride, int64_t size, int64_t wanted) { return size == 1 || stride == wanted; };
+  const int64_t (&w)[4] = problem.w_stride;
+  if (plan.splits > 1 || problem.dtype != DType::kFloat32) return false;
+  if (is_channels_last(problem)) return lies(w[1], C, 1) && lies(w[3], S, C) && lies(w[2], R, S * C);
+  return lies(w[1], C, R * S) && lies(w[3], S, 1) && lies(w[2], R, S);
+}
+
+// Fewer channels leave most of a tile empty, and few multiply-adds do not pay for two launches.
+inline const char* yields(const Problem& problem, Operator) {
+  if (group_k_of(problem) < 16 || columns_of(problem) < 16) return "another engine is faster with few channels";
+  return nullptr;
+}
+
+inline int64_t sums_of_split(const Problem& problem) { return problem.K * columns_of(problem); }
+
+inline int64_t workspace_bytes_of(const Problem& problem, const Plan& plan) {
+  return stores_dw(problem, plan) ? 0 : plan.splits * sums_of_split(problem) * static_cast<int64_t>(sizeof(float));
+}
+
+inline int64_t workspace_bytes(const Problem& problem, Operator, const Pointers& pointers) {
+  return workspace_bytes_of(problem, plan_of(problem, pointers.x));
+}
+
+inline XCopies x_copies_of(const Problem& problem, const Plan& plan, const void* x) {
+  if (plan.has_window) return XCopies::kWindow;
+  if (sees_runs(problem, x)) return XCopies::kRuns;
+  const int values = 16 / element_bytes(problem.dtype);
+  const int64_t (&stride)[4] = problem.x_stride;
+  const auto in_steps = [&](int64_t number) { return number % values == 0; };
+  const bool channels = is_channels_last(problem) && in_steps(group_c_of(problem)) && in_steps(stride[0]) &&
+                        in_steps(stride[2]) && in_steps(stride[3]) && reinterpret_cast<uint64_t>(x) % 16 == 0;
+  return channels ? XCopies::kChannels : XCopies::kWords;
+}
+
+// Whether so many bytes of a channel are neighbours in memory, of the pixels of a stage from any multiple on.
+inline bool has_runs_of_dy(const Problem& problem, const Plan& plan, int bytes, const void* dy) {
+  if (is_row_of_pixels(problem.y_stride, problem, bytes, dy) && (!plan.has_window || plan.window.strips == 1)) return true;
+  const int values = bytes / element_bytes(problem.dtype);
+  const int64_t (&stride)[4] = problem.y_stride;
+  const auto in_steps = [&](int64_t number) { return number % values == 0; };
+  return plan.has_window && (stride[3] == 1 || problem.Q == 1) && in_steps(plan.window.width) && in_steps(problem.Q) &&
+         in_steps(stride[0]) && in_steps(stride[1]) && in_steps(stride[2]) &&
+         reinterpret_cast<uint64_t>(dy) % bytes == 0;
+}
+
+inline DyCopies dy_copies_of(const Problem& problem, const Plan& plan, const void* dy) {
+  if (has_runs_of_dy(problem, plan, 16, dy)) return DyCopies::kRuns;
+  const bool channels = problem.y_stride[1] == 1 && problem.y_stride[3] != 1 && group_k_of(problem) > 1;
+  return channels ? DyCopies::kChannels : DyCopies::kWords;
+}
+
+inline Params make_params(const Problem& problem, const Pointers& pointers, const Plan& plan) {
+  Params params{};
+  const bool direct = stores_dw(problem, plan);
+  params.x_ptr = pointers.x;
+  params.dy_ptr = pointers.dy;
+  params.sums_ptr = static_cast<float*>(direct ? pointers.out : pointers.workspace);
+  params.sums_row = direct ? problem.w_stride[0] : columns_of(problem);
+  params.sums_split = sums_of_split(problem);
+  std::copy_n(problem.x_stride, 4, params.x_stride);
+  std::copy_n(problem.y_stride, 4, params.dy_stride);
+  params.H = problem.H;
+  params.W = problem.W;
+  params.P = problem.P;
+  params.Q = problem.Q;
+  params.R = problem.R;
+  params.S = problem.S;
+  params.stride_h = problem.stride_h;
+  params.stride_w = problem.stride_w;
+  params.pad_h = problem.pad_h;
+  params.pad_w = problem.pad_w;
+  params.dilation_h = problem.dilation_h;
+  params.dilation_w = problem.dilation_w;
+  params.group_c = group_c_of(problem);
+  params.group_k = group_k_of(problem);
+  params.columns = static_cast<int>(columns_of(problem));
+  params.tiles_k = plan.tiles_k;
+  params.tiles_e = plan.tiles_e;
+  params.groups = problem.groups;
+  params.pixels = static_cast<int>(pixels_of(problem));
+  params.stages = static_cast<int>(plan.stages);
+  params.stages_per_split = static_cast<int>(plan.stages_per_split);
+  params.taps_first = is_channels_last(problem);
+  params.x_copies = x_copies_of(problem, plan, pointers.x);
+  params.dy_copies = dy_copies_of(problem, plan, pointers.dy);
+  params.whole_words = has_runs_of_dy(problem, plan, 4, pointers.dy);
+  params.window = plan.window;
+  params.layout = plan.layout;
+  if (plan.has_window) {
+    params.by_image_stages = make_divisor(plan.window.stages_of_image);
+    params.by_strip_stages = make_divisor(plan.window.stages_of_strip);
+    params.by_width = make_divisor(plan.window.width);
+  }
+  params.by_plane = make_divisor(int64_t{problem.P} * problem.Q);
+  params.by_row = make_divisor(problem.Q);
+  params.by_taps = make_divisor(int64_t{problem.R} * problem.S);
+  params.by_channels = make_divisor(params.group_c);
+  params.by_S = make_divisor(problem.S);
+  return params;
+}
+
+inline AddParams make_add_params(const Problem& problem, const Pointers& pointers, const Plan& plan) {
+  AddParams params{};
+  params.sums_ptr = static_cast<const float*>(pointers.workspace);
+  params.dw_ptr = pointers.out;
+  params.elements = params.sums_split = sums_of_split(problem);
+  std::copy_n(problem.w_stride, 4, params.dw_stride);
+  params.splits = static_cast<int>(plan.splits);
+  params.S = problem.S;
+  params.taps_first = is_channels_last(problem);
+  params.inner = params.taps_first ? group_c_of(problem) : problem.R * problem.S;
+  params.dtype = problem.dtype;
+  params.by_columns = make_divisor(columns_of(problem));
+  params.by_inner = make_divisor(params.inner);
+  params.by_S = make_divisor(problem.S);
+  return params;
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+template <typename Value, typename Shape>
+cudaError_t run(const Params& params, int64_t blocks, cudaStream_t stream) {
+  const int smem_bytes = params.layout.bytes;
+  const cudaError_t error =
+      cudaFuncSetAttribute(wgrad_kernel<Value, Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  if (error != cudaSuccess) return error;
+  wgrad_kernel<Value, Shape><<<static_cast<unsigned>(blocks), Shape::THREADS, smem_bytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <typename Value>
+cudaError_t run_tile(const Plan& plan, const Params& params, int64_t blocks, cudaStream_t stream) {
+  if constexpr (sizeof(Value) == 4) {
+    if (plan.parts == 2)
+      return plan.tile_k == 64 ? run<Value, Shape<64, 2>>(params, blocks, stream)
+                               : run<Value, Shape<128, 2>>(params, blocks, stream);
+  }
+  return plan.tile_k == 64    ? run<Value, Shape<64, 1>>(params, blocks, stream)
+         : plan.tile_k == 128 ? run<Value, Shape<128, 1>>(params, blocks, stream)
+                              : run<Value, Shape<256, 1>>(params, blocks, stream);
+}
+
+inline cudaError_t launch_plan(const Problem& problem, const Pointers& pointers, const Plan& plan,
+                               cudaStream_t stream) {
+  const Params params = make_params(problem, pointers, plan);
+  const int64_t blocks = int64_t{plan.tiles_k} * plan.tiles_e * problem.groups * plan.splits;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  cudaError_t error;
+  if (problem.dtype == DType::kFloat32)
+    error = run_tile<float>(plan, params, blocks, stream);
+  else if (problem.dtype == DType::kFloat16)
+    error = run_tile<Half>(plan, params, blocks, stream);
+  else
+    error = run_tile<BFloat16>(plan, params, blocks, stream);
+  if (error != cudaSuccess || stores_dw(problem, plan)) return error;
+  const AddParams add = make_add_params(problem, pointers, plan);
+  if (plan.splits > 4)
+    return hopper::launch_early(add_kernel<8>, static_cast<unsigned>(ceil_div(add.elements, kAddThreads / 8)),
+                                kAddThreads, 0, stream, add);
+  return hopper::launch_early(add_kernel<1>, static_cast<unsigned>(ceil_div(add.elements, kAddThreads)), kAddThreads,
+                              0, stream, add);
+}
+
+inline cudaError_t launch(Operator, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  return launch_plan(problem, pointers, plan_of(problem, pointers.x), stream);
+}
+
+#endif  // launchers
+
+inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
+  const Plan& plan = plan_of(problem, nullptr);
+  snprintf(text, text_size, "%d x %d tiles of %d output channels x %d weights, %d splits of the pixels%s", plan.tiles_k,
+           plan.tiles_e, plan.tile_k, kTileE, static_cast<int>(plan.splits), plan.parts == 2 ? ", in two parts" : "");
+}
+
+#endif  // host
+
+}  // namespace wgrad
+
+#if (defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)) && !defined(__CUDACC_RTC__)
+extern const Engine kWgradEngine{"wgrad",       wgrad::refusal,  wgrad::workspace_bytes,
+                                 wgrad::launch, wgrad::describe, wgrad::yields};
+#endif
+
+}  // namespace modelnew
