@@ -58,7 +58,8 @@ constexpr int kPixelBytes = 4 * kTileE + 32, kPixelBytes16 = 2 * kTileE + 16;  /
 constexpr int kXBytes = kTileE * kRowBytes;
 static_assert(kStageWords * kPixelBytes <= kXBytes && 2 * kStageWords * kPixelBytes16 <= kXBytes, "either fits");
 constexpr int kSmemBytes = 232448;
-constexpr int kMostStages = 8;
+constexpr int kMostStages = 8, kMostAhead = 3;
+constexpr int kAtOnce = 4;  // loads from shared memory by a warp before it needs the first: each takes some 30 cycles
 // With half as many loading warps, as ptxas needs them: without spills, and wgmma one behind another (no C7512).
 [[maybe_unused]] constexpr int kMultiplyRegisters = 176, kLoadRegisters = 152;
 static_assert(2 * kMultiplyRegisters + kLoadRegisters == 3 * 168, "what one gives back the others take");
@@ -105,7 +106,7 @@ struct Window {
   int values, copies_of_row, copies;       // of a copy; of a window
 };
 
-constexpr uint32_t kNowhere = ~0u;   // a pixel of no output
+constexpr uint32_t kNowhere = 1u << 31;  // a pixel of no output
 constexpr uint32_t kNoRow = 1u << 31;  // of a channel that there is not: outside of every image
 
 // From the beginning of shared memory, or of a stage.
@@ -216,6 +217,12 @@ struct Ring {
 
 // ---- Loading ----
 
+// Whether nothing goes through registers on its way to a stage.
+template <typename Value>
+__device__ __forceinline__ bool copies_all(const Params& params) {
+  return params.dy_copies == DyCopies::kRuns && (sizeof(Value) == 4 || params.x_copies != XCopies::kWords);
+}
+
 template <typename Value, typename Shape>
 struct Loader {
   static constexpr bool FP32 = sizeof(Value) == 4;
@@ -223,7 +230,7 @@ struct Loader {
   static constexpr int LOADERS = Shape::LOADERS;
   // Words that a thread holds for the next stage: of dy if they are to be rounded, of x where pixels of 16 bits
   // may lie across words.
-  static constexpr int HELD = Shape::TILE_K / LOADERS, HELD_X = FP32 ? 1 : kTileE / LOADERS;
+  static constexpr int HELD = Shape::TILE_K / LOADERS, HELD_X = FP32 ? kAtOnce : kTileE / LOADERS;
 
   const Params& params;
   uint32_t table, copies;
@@ -268,18 +275,30 @@ struct Loader {
     } else if (params.x_copies == XCopies::kRuns) {
       const uint8_t* const run = of_lane(pixels[0].x, lane % 8 * 4);
       const uint32_t exist = __shfl_sync(~0u, pixels[0].exist, lane % 8 * 4);
+      constexpr int PIECES = kTileE / 4 / LOADERS;
+      static_assert(PIECES % kAtOnce == 0, "all at once");
 #pragma unroll
-      for (int j = 0; j < kTileE / 4 / LOADERS; ++j) {
-        const int e = (j * LOADERS + warp) * 4 + lane / 8;
-        const Weight of = weight(e);
-        hopper::copy_async<16>(stage + e * kRowBytes + lane % 8 * 16, run + of.offset, exists(exist, of) ? 16 : 0);
+      for (int first = 0; first < PIECES; first += kAtOnce) {
+        Weight of[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) of[i] = weight(((first + i) * LOADERS + warp) * 4 + lane / 8);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int e = ((first + i) * LOADERS + warp) * 4 + lane / 8;
+          hopper::copy_async<16>(stage + e * kRowBytes + lane % 8 * 16, run + of[i].offset,
+                                 exists(exist, of[i]) ? 16 : 0);
+        }
       }
     } else if constexpr (FP32) {
 #pragma unroll
-      for (int j = 0; j < kTileE / LOADERS; ++j) {
-        const int e = j * LOADERS + warp;
-        const Weight of = weight(e);
-        hopper::copy_later<4>(stage + e * kRowBytes + lane * 4, pixels[0].x + of.offset, exists(pixels[0].exist, of));
+      for (int first = 0; first < kTileE / LOADERS; first += kAtOnce) {
+        Weight of[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) of[i] = weight((first + i) * LOADERS + warp);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          hopper::copy_async<4>(stage + ((first + i) * LOADERS + warp) * kRowBytes + lane * 4,
+                                pixels[0].x + of[i].offset, exists(pixels[0].exist, of[i]) ? 4 : 0);
       }
     } else {
 #pragma unroll
@@ -294,18 +313,30 @@ struct Loader {
       for (int i = 0; i < PIXELS; ++i)
         hopper::store_shared(stage + params.layout.places + (lane * PIXELS + i) * 4, places[i]);
     }
-    const bool wide = params.window.values * sizeof(Value) == 16;
-#pragma unroll 2
-    for (int i = warp * 32 + lane; i < params.window.copies; i += LOADERS * 32) {
-      uint32_t copy[4];  // bytes from the window's beginning, row and column in it, bytes in the stage
-      hopper::load_shared_4(copy, copies + 16 * i);
-      const bool exist = first_row + copy[1] < static_cast<unsigned>(params.H) &&
-                         first_column + copy[2] < static_cast<unsigned>(params.W);
-      const uint8_t* const from = window_ptr + static_cast<int32_t>(copy[0]);
-      if (wide)
-        hopper::copy_async<16>(stage + copy[3], from, exist ? 16 : 0);
-      else
-        hopper::copy_later<4>(stage + copy[3], from, exist);
+    if (params.window.values * sizeof(Value) == 16)
+      copy_pieces<16>(stage);
+    else
+      copy_pieces<4>(stage);
+  }
+
+  template <int BYTES>
+  __device__ __forceinline__ void copy_pieces(uint32_t stage) {
+    constexpr int STEP = LOADERS * 32;
+    const int last = params.window.copies - 1;
+    for (int first = warp * 32 + lane; first <= last; first += kAtOnce * STEP) {
+      uint32_t copy[kAtOnce][4];  // bytes from the window's beginning, row and column in it, bytes in the stage
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int number = first + i * STEP;
+        hopper::load_shared_4(copy[i], copies + 16 * (number < last ? number : last));
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const bool exist = first_row + copy[i][1] < static_cast<unsigned>(params.H) &&
+                           first_column + copy[i][2] < static_cast<unsigned>(params.W);
+        const uint8_t* const from = window_ptr + static_cast<int32_t>(copy[i][0]);
+        if (first + i * STEP <= last) hopper::copy_async<BYTES>(stage + copy[i][3], from, exist ? BYTES : 0);
+      }
     }
   }
 
@@ -355,11 +386,15 @@ struct Loader {
   __device__ __forceinline__ void hold_x() {
     if (params.x_copies != XCopies::kWords) return;
 #pragma unroll
-    for (int j = 0; j < HELD_X; ++j) {
-      const Weight of = weight(j * LOADERS + warp);
+    for (int first = 0; first < HELD_X; first += kAtOnce) {
+      Weight of[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < PIXELS; ++i)
-        load_value<Value>(pixels[i].x + of.offset, exists(pixels[i].exist, of), held_x[j * PIXELS + i]);
+      for (int j = 0; j < kAtOnce; ++j) of[j] = weight((first + j) * LOADERS + warp);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+#pragma unroll
+        for (int i = 0; i < PIXELS; ++i)
+          hopper::load_2(pixels[i].x + of[j].offset, exists(pixels[i].exist, of[j]), held_x[(first + j) * PIXELS + i]);
     }
   }
 
@@ -394,15 +429,7 @@ struct Loader {
   __device__ __forceinline__ int channel_of(int item) const { return item / (kChunks / LOADERS) * 32 + lane; }
 
   __device__ __forceinline__ void hold_dy() {
-    if (params.dy_copies == DyCopies::kRuns) {
-      const uint8_t* const run = of_lane(pixels[0].dy, lane % 8 * 4);
-      const bool exist = __shfl_sync(~0u, static_cast<int>(pixels[0].is_pixel), lane % 8 * 4) != 0;
-#pragma unroll
-      for (int j = 0; j < HELD / 4; ++j) {
-        const int k = (j * LOADERS + warp) * 4 + lane / 8;
-        hopper::load_16(run + k * k_bytes, exist && has_k(k), held[j]);
-      }
-    } else if (params.dy_copies == DyCopies::kChannels) {
+    if (params.dy_copies == DyCopies::kChannels) {
 #pragma unroll
       for (int j = 0; j < HELD / 4; ++j) {
         const int k = channel_of(j), first = chunk_of(j) * kChunkWords;
@@ -421,16 +448,41 @@ struct Loader {
     }
   }
 
+  // The lane's piece of a stage, of 16 bytes.
+  __device__ __forceinline__ int piece_channel(int j) const { return (j * LOADERS + warp) * 4 + lane / 8; }
+  __device__ __forceinline__ uint32_t piece(uint32_t stage, int j) const {
+    return stage + lane % 8 * Shape::CHUNK_BYTES + piece_channel(j) * 16;
+  }
+
+  __device__ __forceinline__ void copy_dy_runs(uint32_t stage) {
+    const uint8_t* const run = of_lane(pixels[0].dy, lane % 8 * 4);
+    const bool exist = __shfl_sync(~0u, static_cast<int>(pixels[0].is_pixel), lane % 8 * 4) != 0;
+#pragma unroll
+    for (int j = 0; j < Shape::TILE_K / 4 / LOADERS; ++j) {
+      const int k = piece_channel(j);
+      hopper::copy_async<16>(piece(stage, j), run + k * k_bytes, exist && has_k(k) ? 16 : 0);
+    }
+  }
+
+  // What the thread has copied.
+  __device__ __forceinline__ void round_dy_runs(uint32_t stage) {
+    if constexpr (FP32) {
+      constexpr int PIECES = Shape::TILE_K / 4 / LOADERS, AT_ONCE = PIECES < kAtOnce ? PIECES : kAtOnce;
+#pragma unroll
+      for (int first = 0; first < PIECES; first += AT_ONCE) {
+        uint32_t words[AT_ONCE][4];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) hopper::load_shared_4(words[i], piece(stage, first + i));
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) store_dy(piece(stage, first + i), words[i]);
+      }
+    }
+  }
+
   __device__ __forceinline__ void copy_dy(uint32_t stage) {
     const uint32_t words = stage + lane / kChunkWords * Shape::CHUNK_BYTES + lane % kChunkWords * 4;
     if constexpr (FP32) {
-      if (params.dy_copies == DyCopies::kRuns) {
-#pragma unroll
-        for (int j = 0; j < HELD / 4; ++j) {
-          const int k = (j * LOADERS + warp) * 4 + lane / 8;
-          store_dy(stage + lane % 8 * Shape::CHUNK_BYTES + k * 16, held[j]);
-        }
-      } else if (params.dy_copies == DyCopies::kChannels) {
+      if (params.dy_copies == DyCopies::kChannels) {
 #pragma unroll
         for (int j = 0; j < HELD / 4; ++j)
           store_dy(stage + chunk_of(j) * Shape::CHUNK_BYTES + channel_of(j) * 16, held[j]);
@@ -439,14 +491,7 @@ struct Loader {
         for (int j = 0; j < HELD; ++j) store_dy(words + (j * LOADERS + warp) * 16, held[j / 4][j % 4]);
       }
     } else if (params.dy_copies == DyCopies::kRuns) {
-      const uint8_t* const run = of_lane(pixels[0].dy, lane % 8 * 4);
-      const bool exist = __shfl_sync(~0u, static_cast<int>(pixels[0].is_pixel), lane % 8 * 4) != 0;
-#pragma unroll
-      for (int j = 0; j < Shape::TILE_K / 4 / LOADERS; ++j) {
-        const int k = (j * LOADERS + warp) * 4 + lane / 8;
-        hopper::copy_async<16>(stage + lane % 8 * Shape::CHUNK_BYTES + k * 16, run + k * k_bytes,
-                               exist && has_k(k) ? 16 : 0);
-      }
+      copy_dy_runs(stage);
     } else if (params.dy_copies == DyCopies::kChannels) {
 #pragma unroll
       for (int j = 0; j < Shape::TILE_K / 4 / LOADERS; ++j) {
@@ -495,8 +540,45 @@ struct Loader {
       hold_x();
   }
 
+  __device__ __forceinline__ void give(const Ring& ring) const {
+    hopper::fence_async();
+    __syncwarp();
+    if (lane == 0) hopper::barrier_arrive(ring.full());
+  }
+
+  // All by copies that are under way for some stages.
+  __device__ __forceinline__ void load_ahead(Ring ring, const uint8_t* x, const uint8_t* dy, int stage, int end) {
+    const int ahead = ring.stages - 2 < kMostAhead ? ring.stages - 2 : kMostAhead;
+    Ring ordered = ring;
+    int next = stage;
+    const auto order = [&] {
+      if (next < end) {
+        find(x, dy, next);
+        hopper::barrier_wait(ordered.empty(), ordered.parity ^ 1);
+        copy_x(ordered.stage());
+        copy_dy_runs(ordered.stage() + params.layout.dy);
+        ordered.advance();
+      }
+      ++next;
+      hopper::copies_commit();
+    };
+    for (int i = 0; i < ahead; ++i) order();
+    for (; stage < end; ++stage, ring.advance()) {
+      order();
+      if (ahead == 1)
+        hopper::copies_wait<1>();
+      else if (ahead == 2)
+        hopper::copies_wait<2>();
+      else
+        hopper::copies_wait<kMostAhead>();
+      round_dy_runs(ring.stage() + params.layout.dy);
+      give(ring);
+    }
+  }
+
   __device__ __forceinline__ void load(Ring ring, const uint8_t* x, const uint8_t* dy, int stage, int end) {
     if (params.x_copies == XCopies::kChannels) own = weight(lane * (16 / static_cast<int>(sizeof(Value))) % kTileE);
+    if (copies_all<Value>(params)) return load_ahead(ring, x, dy, stage, end);
     find(x, dy, stage);
     hold();
     for (; stage < end; ++stage, ring.advance()) {
@@ -504,9 +586,7 @@ struct Loader {
       copy_x(ring.stage());
       copy_dy(ring.stage() + params.layout.dy);
       hopper::copies_arrive(ring.full());
-      hopper::fence_async();
-      __syncwarp();
-      if (lane == 0) hopper::barrier_arrive(ring.full());
+      give(ring);
       if (stage + 1 < end) {
         find(x, dy, stage + 1);
         hold();
@@ -544,33 +624,46 @@ template <typename Value>
 __device__ __forceinline__ void find_operand(uint32_t (&a)[kSteps][4], uint32_t stage, uint32_t places,
                                              const int (&rows)[2], int lane) {
   constexpr int PIXELS = 4 / static_cast<int>(sizeof(Value));
-  const auto value_at = [&](uint32_t place, int row) {
-    uint32_t value = 0;
-    if (place == kNowhere) return value;
+  const auto value_at = [&](uint32_t& value, uint32_t place, int row) {
+    const uint32_t address = stage + row + (place & ~kNowhere);
     if constexpr (PIXELS == 1)
-      hopper::load_shared(value, stage + row + place);
+      hopper::load_shared(value, address);
     else
-      hopper::load_shared_half(value, stage + row + place);
-    return value;
+      hopper::load_shared_half(value, address);
   };
+  // All of what is independent first.
+  uint32_t place[kSteps][2][PIXELS], values[2][2][2][PIXELS];
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kSteps; ++step)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t word = places + (8 * step + 4 * i + lane % 4) * 4 * PIXELS;
-      if constexpr (PIXELS == 1) {
-        uint32_t place;
-        hopper::load_shared(place, word);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) a[step][2 * i + j] = value_at(place, rows[j]);
-      } else {
-        uint32_t place[2];
-        hopper::load_shared_2(place, word);
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-          a[step][2 * i + j] = value_at(place[0], rows[j]) | value_at(place[1], rows[j]) << 16;
-      }
+      if constexpr (PIXELS == 1)
+        hopper::load_shared(place[step][i][0], word);
+      else
+        hopper::load_shared_2(place[step][i], word);
     }
+  const auto load = [&](int step) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int l = 0; l < PIXELS; ++l) value_at(values[step % 2][i][j][l], place[step][i][l], rows[j]);
+  };
+  load(0);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    if (step + 1 < kSteps) load(step + 1);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        a[step][2 * i + j] = 0;
+#pragma unroll
+        for (int l = 0; l < PIXELS; ++l)
+          if ((place[step][i][l] & kNowhere) == 0) a[step][2 * i + j] |= values[step % 2][i][j][l] << 16 * l;
+      }
   }
 }
 
@@ -685,7 +778,8 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) wgrad_kernel(const __grid_c
   const int first_c = has_window ? quotient(first_e, params.by_taps) : 0;
   if (thread == 0) {
     for (int i = 0; i < ring.stages; ++i) {
-      hopper::barrier_init(ring.barriers + 16 * i, 33 * Shape::LOADERS);  // copies of a thread, and stores of a warp
+      // Stores of a warp and, where its threads do not wait for them, copies of each.
+      hopper::barrier_init(ring.barriers + 16 * i, (copies_all<Value>(params) ? 1 : 33) * Shape::LOADERS);
       hopper::barrier_init(ring.barriers + 16 * i + 8, kMultiplyingWarps);
     }
     hopper::fence_async();
