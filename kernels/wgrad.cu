@@ -104,6 +104,8 @@ struct Window {
   int pitch, plane;                        // values from row to row and from channel to channel in shared memory
   int lead;                                // values in front of a row, for alignment
   int values, copies_of_row, copies;       // of a copy; of a window
+  int row_bytes;                           // of x
+  int dy_row_bytes, dy_column_bytes;       // from pixel to pixel of dy
 };
 
 constexpr uint32_t kNowhere = 1u << 31;  // a pixel of no output
@@ -220,7 +222,7 @@ struct Ring {
 // Whether nothing goes through registers on its way to a stage.
 template <typename Value>
 __device__ __forceinline__ bool copies_all(const Params& params) {
-  return params.dy_copies == DyCopies::kRuns && (sizeof(Value) == 4 || params.x_copies != XCopies::kWords);
+  return params.dy_copies == DyCopies::kRuns;
 }
 
 template <typename Value, typename Shape>
@@ -232,16 +234,25 @@ struct Loader {
   // may lie across words.
   static constexpr int HELD = Shape::TILE_K / LOADERS, HELD_X = FP32 ? kAtOnce : kTileE / LOADERS;
 
+  static constexpr int BYTES = static_cast<int>(sizeof(Value));
+
   const Params& params;
   uint32_t table, copies;
-  int warp, lane, first_k;
+  int warp, lane, first_k, first_e;
+  const uint8_t *x, *dy;    // of the group, of the tile's first channel
   int64_t k_bytes;          // of dy, from channel to channel
   Weight own;               // of channels_last: that of the lane
   Pixel pixels[PIXELS];     // of the lane's word
+  // Of a strip: its number of the stage, its first column, and where it begins in x (row -pad_h) and dy.
+  int expected_stage, of_strip, strip_q;
+  const uint8_t *strip_x, *strip_dy;
   // Of a window: where it begins in x, in the image, and where the lane's pixels are in it.
   const uint8_t* window_ptr;
   int first_row, first_column;
   uint32_t places[PIXELS];
+  // Of pieces of 16 bytes of channels: the lane's first, in memory, and how many are there.
+  const uint8_t *x_run, *dy_run;
+  int x_pieces, dy_pieces;
   uint32_t held[FP32 ? HELD / 4 : 1][4], held_x[HELD_X * PIXELS];
 
   __device__ __forceinline__ Weight weight(int number) const {
@@ -273,22 +284,11 @@ struct Loader {
     } else if (params.x_copies == XCopies::kChannels) {
       copy_x_channels(stage);
     } else if (params.x_copies == XCopies::kRuns) {
-      const uint8_t* const run = of_lane(pixels[0].x, lane % 8 * 4);
-      const uint32_t exist = __shfl_sync(~0u, pixels[0].exist, lane % 8 * 4);
-      constexpr int PIECES = kTileE / 4 / LOADERS;
-      static_assert(PIECES % kAtOnce == 0, "all at once");
+      const uint32_t first = stage + own_row() * kRowBytes + lane % 8 * 16;
+      const int64_t step = params.x_stride[1] * (4 * LOADERS * BYTES);
 #pragma unroll
-      for (int first = 0; first < PIECES; first += kAtOnce) {
-        Weight of[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) of[i] = weight(((first + i) * LOADERS + warp) * 4 + lane / 8);
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const int e = ((first + i) * LOADERS + warp) * 4 + lane / 8;
-          hopper::copy_async<16>(stage + e * kRowBytes + lane % 8 * 16, run + of[i].offset,
-                                 exists(exist, of[i]) ? 16 : 0);
-        }
-      }
+      for (int j = 0; j < kTileE / 4 / LOADERS; ++j)
+        hopper::copy_async<16>(first + j * (4 * LOADERS * kRowBytes), x_run + j * step, j < x_pieces ? 16 : 0);
     } else if constexpr (FP32) {
 #pragma unroll
       for (int first = 0; first < kTileE / LOADERS; first += kAtOnce) {
@@ -313,13 +313,13 @@ struct Loader {
       for (int i = 0; i < PIXELS; ++i)
         hopper::store_shared(stage + params.layout.places + (lane * PIXELS + i) * 4, places[i]);
     }
-    if (params.window.values * sizeof(Value) == 16)
+    if (params.window.values * BYTES == 16)
       copy_pieces<16>(stage);
     else
       copy_pieces<4>(stage);
   }
 
-  template <int BYTES>
+  template <int SIZE>
   __device__ __forceinline__ void copy_pieces(uint32_t stage) {
     constexpr int STEP = LOADERS * 32;
     const int last = params.window.copies - 1;
@@ -335,30 +335,68 @@ struct Loader {
         const bool exist = first_row + copy[i][1] < static_cast<unsigned>(params.H) &&
                            first_column + copy[i][2] < static_cast<unsigned>(params.W);
         const uint8_t* const from = window_ptr + static_cast<int32_t>(copy[i][0]);
-        if (first + i * STEP <= last) hopper::copy_async<BYTES>(stage + copy[i][3], from, exist ? BYTES : 0);
+        if (first + i * STEP <= last) hopper::copy_async<SIZE>(stage + copy[i][3], from, exist ? SIZE : 0);
       }
     }
   }
 
-  __device__ __forceinline__ void find_window(const uint8_t* x, const uint8_t* dy, int stage) {
-    constexpr int64_t BYTES = sizeof(Value);
+  // Stages of a strip follow one another: little is left to find for most of them.
+  __device__ __forceinline__ void find_window(int stage, bool pieces) {
     const Window& window = params.window;
-    const int n = quotient(stage, params.by_image_stages), of_image = stage - n * window.stages_of_image;
-    const int strip = quotient(of_image, params.by_strip_stages);
-    const int first = (of_image - strip * window.stages_of_strip) * kStageWords * PIXELS;
-    const int first_p = quotient(first, params.by_width), first_q = strip * window.width;
+    if (stage == expected_stage && of_strip + 1 < window.stages_of_strip) {
+      ++of_strip;
+    } else {
+      const int n = quotient(stage, params.by_image_stages), of_image = stage - n * window.stages_of_image;
+      const int strip = quotient(of_image, params.by_strip_stages);
+      of_strip = of_image - strip * window.stages_of_strip;
+      strip_q = strip * window.width;
+      first_column = strip_q * params.stride_w - params.pad_w - window.lead;
+      strip_x = x + (n * params.x_stride[0] + first_column) * BYTES;
+      strip_dy = dy + (n * params.dy_stride[0] + strip_q * params.dy_stride[3]) * BYTES;
+      if (pieces) strip_dy += own_row() * k_bytes;
+    }
+    expected_stage = stage + 1;
+    const int first = of_strip * (kStageWords * PIXELS), first_p = quotient(first, params.by_width);
     first_row = first_p * params.stride_h - params.pad_h;
-    first_column = first_q * params.stride_w - params.pad_w - window.lead;
-    window_ptr = x + (n * params.x_stride[0] + first_row * params.x_stride[2] + first_column) * BYTES;
+    window_ptr = strip_x + static_cast<int64_t>(first_row) * window.row_bytes;
+    const auto dy_at = [&](int p, int column) {
+      return strip_dy + (p * window.dy_row_bytes + column * window.dy_column_bytes);
+    };
+    if (pieces) {
+      const int number = first + lane % 8 * (kChunkWords * PIXELS), p = quotient(number, params.by_width);
+      const int column = number - p * window.width;
+      dy_run = dy_at(p, column);
+      dy_pieces = p < params.P && strip_q + column < params.Q ? dy_rows() : 0;
+      if (warp != 0) return;
+    }
 #pragma unroll
     for (int i = 0; i < PIXELS; ++i) {
       const int number = first + lane * PIXELS + i, p = quotient(number, params.by_width);
-      const int column = number - p * window.width, q = first_q + column;
-      pixels[i].is_pixel = p < params.P && q < params.Q;
-      pixels[i].dy = dy + (n * params.dy_stride[0] + p * params.dy_stride[2] + q * params.dy_stride[3]) * BYTES;
+      const int column = number - p * window.width;
+      pixels[i].is_pixel = p < params.P && strip_q + column < params.Q;
+      pixels[i].dy = dy_at(p, column);
       const int place = (p - first_p) * params.stride_h * window.pitch + window.lead + column * params.stride_w;
       places[i] = pixels[i].is_pixel ? static_cast<uint32_t>(place * BYTES) : kNowhere;
     }
+  }
+
+  // The lane's first row of a stage that comes in pieces, and how many of its rows, 4 * LOADERS apart, there are.
+  __device__ __forceinline__ int own_row() const { return warp * 4 + lane / 8; }
+  __device__ __forceinline__ int rows_below(int end) const {
+    return end <= own_row() ? 0 : (end - own_row() + 4 * LOADERS - 1) / (4 * LOADERS);
+  }
+  __device__ __forceinline__ int dy_rows() const { return rows_below(params.group_k - first_k); }
+
+  // Of XCopies::kRuns and DyCopies::kRuns.
+  __device__ __forceinline__ void find_runs(int stage) {
+    const int number = (stage * kStageWords + lane % 8 * kChunkWords) * PIXELS;
+    const bool exist = number < params.pixels;
+    const int n = quotient(exist ? number : 0, params.by_plane);
+    const int64_t in_image = number - n * static_cast<int>(params.by_plane.divisor);
+    x_run = x + (n * params.x_stride[0] + (first_e + own_row()) * params.x_stride[1] + in_image) * BYTES;
+    dy_run = dy + (n * params.dy_stride[0] + in_image) * BYTES + own_row() * k_bytes;
+    x_pieces = exist ? rows_below(params.columns - first_e) : 0;
+    dy_pieces = exist ? dy_rows() : 0;
   }
 
   __device__ __forceinline__ void copy_x_channels(uint32_t stage) {
@@ -449,19 +487,15 @@ struct Loader {
   }
 
   // The lane's piece of a stage, of 16 bytes.
-  __device__ __forceinline__ int piece_channel(int j) const { return (j * LOADERS + warp) * 4 + lane / 8; }
   __device__ __forceinline__ uint32_t piece(uint32_t stage, int j) const {
-    return stage + lane % 8 * Shape::CHUNK_BYTES + piece_channel(j) * 16;
+    return stage + lane % 8 * Shape::CHUNK_BYTES + own_row() * 16 + j * (4 * LOADERS * 16);
   }
 
   __device__ __forceinline__ void copy_dy_runs(uint32_t stage) {
-    const uint8_t* const run = of_lane(pixels[0].dy, lane % 8 * 4);
-    const bool exist = __shfl_sync(~0u, static_cast<int>(pixels[0].is_pixel), lane % 8 * 4) != 0;
+    const int64_t step = 4 * LOADERS * k_bytes;
 #pragma unroll
-    for (int j = 0; j < Shape::TILE_K / 4 / LOADERS; ++j) {
-      const int k = piece_channel(j);
-      hopper::copy_async<16>(piece(stage, j), run + k * k_bytes, exist && has_k(k) ? 16 : 0);
-    }
+    for (int j = 0; j < Shape::TILE_K / 4 / LOADERS; ++j)
+      hopper::copy_async<16>(piece(stage, j), dy_run + j * step, j < dy_pieces ? 16 : 0);
   }
 
   // What the thread has copied.
@@ -490,8 +524,6 @@ struct Loader {
 #pragma unroll
         for (int j = 0; j < HELD; ++j) store_dy(words + (j * LOADERS + warp) * 16, held[j / 4][j % 4]);
       }
-    } else if (params.dy_copies == DyCopies::kRuns) {
-      copy_dy_runs(stage);
     } else if (params.dy_copies == DyCopies::kChannels) {
 #pragma unroll
       for (int j = 0; j < Shape::TILE_K / 4 / LOADERS; ++j) {
@@ -526,11 +558,18 @@ struct Loader {
     }
   }
 
-  __device__ __forceinline__ void find(const uint8_t* x, const uint8_t* dy, int stage) {
-    if (params.x_copies == XCopies::kWindow) return find_window(x, dy, stage);
+  // `pieces`: dy comes in such.
+  __device__ __forceinline__ void find(int stage, bool pieces) {
+    if (params.x_copies == XCopies::kWindow) return find_window(stage, pieces);
+    if (pieces && params.x_copies == XCopies::kRuns) return find_runs(stage);
 #pragma unroll
     for (int i = 0; i < PIXELS; ++i)
       pixels[i] = locate<Value>(params, x, dy, (stage * kStageWords + lane) * PIXELS + i);
+    if (params.x_copies == XCopies::kRuns) find_runs(stage);
+    if (pieces) {
+      dy_run = of_lane(pixels[0].dy, lane % 8 * kChunkWords) + own_row() * k_bytes;
+      dy_pieces = __shfl_sync(~0u, static_cast<int>(pixels[0].is_pixel), lane % 8 * kChunkWords) != 0 ? dy_rows() : 0;
+    }
   }
 
   __device__ __forceinline__ void hold() {
@@ -547,13 +586,13 @@ struct Loader {
   }
 
   // All by copies that are under way for some stages.
-  __device__ __forceinline__ void load_ahead(Ring ring, const uint8_t* x, const uint8_t* dy, int stage, int end) {
+  __device__ __forceinline__ void load_ahead(Ring ring, int stage, int end) {
     const int ahead = ring.stages - 2 < kMostAhead ? ring.stages - 2 : kMostAhead;
     Ring ordered = ring;
     int next = stage;
     const auto order = [&] {
       if (next < end) {
-        find(x, dy, next);
+        find(next, true);
         hopper::barrier_wait(ordered.empty(), ordered.parity ^ 1);
         copy_x(ordered.stage());
         copy_dy_runs(ordered.stage() + params.layout.dy);
@@ -576,10 +615,11 @@ struct Loader {
     }
   }
 
-  __device__ __forceinline__ void load(Ring ring, const uint8_t* x, const uint8_t* dy, int stage, int end) {
+  __device__ __forceinline__ void load(Ring ring, int stage, int end) {
+    expected_stage = -1;
     if (params.x_copies == XCopies::kChannels) own = weight(lane * (16 / static_cast<int>(sizeof(Value))) % kTileE);
-    if (copies_all<Value>(params)) return load_ahead(ring, x, dy, stage, end);
-    find(x, dy, stage);
+    if (copies_all<Value>(params)) return load_ahead(ring, stage, end);
+    find(stage, false);
     hold();
     for (; stage < end; ++stage, ring.advance()) {
       hopper::barrier_wait(ring.empty(), ring.parity ^ 1);
@@ -588,7 +628,7 @@ struct Loader {
       hopper::copies_arrive(ring.full());
       give(ring);
       if (stage + 1 < end) {
-        find(x, dy, stage + 1);
+        find(stage + 1, false);
         hold();
       }
     }
@@ -844,8 +884,8 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) wgrad_kernel(const __grid_c
     const uint8_t* const dy =
         static_cast<const uint8_t*>(params.dy_ptr) + (int64_t{group} * params.group_k + first_k) * k_bytes;
     Loader<Value, Shape> loader{params, table, ring.smem + params.layout.copies, warp - kMultiplyingWarps, lane, first_k,
-                                k_bytes};
-    loader.load(ring, x, dy, first_stage, end_stage);
+                                first_e, x, dy, k_bytes};
+    loader.load(ring, first_stage, end_stage);
   }
 #endif
 }
@@ -1009,6 +1049,13 @@ inline bool make_window(const Problem& problem, int tile_k, int parts, bool alig
   const int64_t columns = window.lead + int64_t{std::min(Q, window.width) - 1} * problem.stride_w + S_reach + 1;
   window.copies_of_row = static_cast<int>(ceil_div(columns, window.values));
   const int64_t copies = window.copies_of_row * rows * window.channels;
+  constexpr int64_t kMost = int64_t{1} << 30;
+  const int64_t (&y)[4] = problem.y_stride;
+  if (problem.x_stride[2] * bytes > kMost || ((P + stage_pixels) * y[2] + (Q + stage_pixels) * y[3]) * bytes > kMost)
+    return false;
+  window.row_bytes = static_cast<int>(problem.x_stride[2]) * bytes;
+  window.dy_row_bytes = static_cast<int>(y[2]) * bytes;
+  window.dy_column_bytes = static_cast<int>(y[3]) * bytes;
   if (rows > 1024 || columns > 4096 || copies > 8192) return false;
   window.rows = static_cast<int>(rows);
   window.columns = window.copies_of_row * window.values;
@@ -1127,8 +1174,10 @@ inline bool has_runs_of_dy(const Problem& problem, const Plan& plan, int bytes, 
          reinterpret_cast<uint64_t>(dy) % bytes == 0;
 }
 
-inline DyCopies dy_copies_of(const Problem& problem, const Plan& plan, const void* dy) {
-  if (has_runs_of_dy(problem, plan, 16, dy)) return DyCopies::kRuns;
+inline DyCopies dy_copies_of(const Problem& problem, const Plan& plan, XCopies x_copies, const void* dy) {
+  // What loads words of x of 16 bits has no copies under way meanwhile.
+  const bool words = problem.dtype != DType::kFloat32 && x_copies == XCopies::kWords;
+  if (!words && has_runs_of_dy(problem, plan, 16, dy)) return DyCopies::kRuns;
   const bool channels = problem.y_stride[1] == 1 && problem.y_stride[3] != 1 && group_k_of(problem) > 1;
   return channels ? DyCopies::kChannels : DyCopies::kWords;
 }
@@ -1166,7 +1215,7 @@ inline Params make_params(const Problem& problem, const Pointers& pointers, cons
   params.stages_per_split = static_cast<int>(plan.stages_per_split);
   params.taps_first = is_channels_last(problem);
   params.x_copies = x_copies_of(problem, plan, pointers.x);
-  params.dy_copies = dy_copies_of(problem, plan, pointers.dy);
+  params.dy_copies = dy_copies_of(problem, plan, params.x_copies, pointers.dy);
   params.whole_words = has_runs_of_dy(problem, plan, 4, pointers.dy);
   params.window = plan.window;
   params.layout = plan.layout;
