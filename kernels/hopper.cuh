@@ -502,6 +502,10 @@ __device__ __forceinline__ void registers_take() {
 // kDescriptorHigh: groups of 8 rows are 128 bytes apart.
 constexpr uint32_t kDescriptorHigh = 128 / 16;
 
+// The same of an operand whose rows are of 128 bytes in the order of boxes (kLoadRows): groups of 8 rows are 1024 bytes
+// apart; its beginning is a multiple of that, and 32 bytes of the reduction are 2 units further.
+constexpr uint32_t kRowsDescriptorHigh = 1024 / 16 | 1u << 30;
+
 // In a cluster an address of shared memory has the number of its block, too, for which a descriptor has no room.
 __device__ __forceinline__ uint32_t of_own_block(uint32_t address) { return address & 0x3ffff; }
 
@@ -608,8 +612,8 @@ struct WgmmaRegisters;
   template <>                                                                                                        \
   struct WgmmaRegisters<OPERAND, N> {                                                                                \
     static __device__ __forceinline__ void multiply(float (&acc)[COUNT], const uint32_t (&a)[4], uint32_t b,         \
-                                                    int keep) {                                                      \
-      const uint64_t b_operand = static_cast<uint64_t>(kDescriptorHigh) << 32 | b;                                   \
+                                                    int keep, uint32_t b_high = kDescriptorHigh) {                   \
+      const uint64_t b_operand = static_cast<uint64_t>(b_high) << 32 | b;                                            \
       asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " KEEP ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N TYPES \
                    " {" MODELNEW_NAMES_##COUNT "}, {" A "}, " B ", keep, " SIGNS ";\n}\n"                            \
                    : MODELNEW_ACC_##COUNT(0)                                                                         \

@@ -63,10 +63,13 @@ constexpr int kAtOnce = 4;  // loads from shared memory by a warp before it need
 // With half as many loading warps, as ptxas needs them: without spills, and wgmma one behind another (no C7512).
 [[maybe_unused]] constexpr int kMultiplyRegisters = 176, kLoadRegisters = 152;
 static_assert(2 * kMultiplyRegisters + kLoadRegisters == 3 * 168, "what one gives back the others take");
-constexpr int kTableBytes = 8 * kTileE, kBarrierBytes = 16 * kMostStages;
+constexpr int kTableBytes = 8 * kTileE, kBarrierBytes = 24 * kMostStages;
 
-// Of the dy stage.
+// Of the dy stage: of a chunk, of the stage or one of its parts, and by boxes.
 MODELNEW_HOST_DEVICE constexpr int chunk_bytes(int tile_k) { return (tile_k + 1) * 16; }
+MODELNEW_HOST_DEVICE constexpr int part_bytes(int tile_k, bool boxes) {
+  return boxes ? tile_k * hopper::kBoxRowBytes : kChunks * chunk_bytes(tile_k);
+}
 
 // PARTS: 2 for full fp32 accuracy.
 template <int TILE_K_, int PARTS_>
@@ -77,7 +80,7 @@ struct Shape {
   static constexpr bool MANY_SUMS = SUMS * PARTS >= 128;
   static constexpr int LOADERS = MANY_SUMS ? 4 : 8;
   static constexpr int THREADS = 32 * (kMultiplyingWarps + LOADERS);
-  static constexpr int CHUNK_BYTES = chunk_bytes(TILE_K), PART_BYTES = kChunks * CHUNK_BYTES;
+  static constexpr int CHUNK_BYTES = chunk_bytes(TILE_K);
 };
 
 // How x comes into a stage.
@@ -91,7 +94,7 @@ enum class XCopies : int {
 // How dy does.
 enum class DyCopies : int {
   kWords,    // lanes are pixels
-  kRuns,     // 16 bytes of a channel, whose pixels are neighbours in memory
+  kBoxes,    // a bulk copy of a box, whose pixels are neighbours in memory
   kChannels  // lanes are channels
 };
 
@@ -114,7 +117,7 @@ constexpr uint32_t kNoRow = 1u << 31;  // of a channel that there is not: outsid
 // From the beginning of shared memory, or of a stage.
 struct Layout {
   int stages, stage_bytes;
-  int places, dy;             // in a stage: where pixels are in a window, and dy
+  int places, dy, part_bytes;  // in a stage: where pixels are in a window, and dy
   int table, barriers, copies;
   int bytes;
 };
@@ -134,6 +137,8 @@ struct Params {
   bool whole_words;    // two pixels of 16 bits of dy are a word of memory
   Window window;
   Layout layout;
+  hopper::BoxMap dy_map;  // [image][channel][row][column], or all pixels of an image as a row
+  bool image_is_row;
   Divisor by_plane, by_row, by_taps, by_channels, by_S, by_image_stages, by_strip_stages, by_width;
 };
 
@@ -213,17 +218,12 @@ struct Ring {
     }
   }
   __device__ __forceinline__ uint32_t stage() const { return smem + slot * stage_bytes; }
-  __device__ __forceinline__ uint32_t full() const { return barriers + 16 * slot; }
-  __device__ __forceinline__ uint32_t empty() const { return barriers + 16 * slot + 8; }
+  __device__ __forceinline__ uint32_t full() const { return barriers + 24 * slot; }
+  __device__ __forceinline__ uint32_t empty() const { return barriers + 24 * slot + 8; }
+  __device__ __forceinline__ uint32_t landed() const { return barriers + 24 * slot + 16; }  // a box of dy
 };
 
 // ---- Loading ----
-
-// Whether nothing goes through registers on its way to a stage.
-template <typename Value>
-__device__ __forceinline__ bool copies_all(const Params& params) {
-  return params.dy_copies == DyCopies::kRuns;
-}
 
 template <typename Value, typename Shape>
 struct Loader {
@@ -238,7 +238,7 @@ struct Loader {
 
   const Params& params;
   uint32_t table, copies;
-  int warp, lane, first_k, first_e;
+  int warp, lane, first_k, first_e, first_k_of_all;  // of its group, and of all
   const uint8_t *x, *dy;    // of the group, of the tile's first channel
   int64_t k_bytes;          // of dy, from channel to channel
   Weight own;               // of channels_last: that of the lane
@@ -250,9 +250,9 @@ struct Loader {
   const uint8_t* window_ptr;
   int first_row, first_column;
   uint32_t places[PIXELS];
-  // Of pieces of 16 bytes of channels: the lane's first, in memory, and how many are there.
-  const uint8_t *x_run, *dy_run;
-  int x_pieces, dy_pieces;
+  const uint8_t* x_run;  // of pieces of 16 bytes of channels of x: the lane's first, and how many of them there are
+  int x_pieces;
+  int box[4];            // where the box of dy begins: column, row, channel, image
   uint32_t held[FP32 ? HELD / 4 : 1][4], held_x[HELD_X * PIXELS];
 
   __device__ __forceinline__ Weight weight(int number) const {
@@ -341,7 +341,7 @@ struct Loader {
   }
 
   // Stages of a strip follow one another: little is left to find for most of them.
-  __device__ __forceinline__ void find_window(int stage, bool pieces) {
+  __device__ __forceinline__ void find_window(int stage, bool boxes) {
     const Window& window = params.window;
     if (stage == expected_stage && of_strip + 1 < window.stages_of_strip) {
       ++of_strip;
@@ -353,20 +353,15 @@ struct Loader {
       first_column = strip_q * params.stride_w - params.pad_w - window.lead;
       strip_x = x + (n * params.x_stride[0] + first_column) * BYTES;
       strip_dy = dy + (n * params.dy_stride[0] + strip_q * params.dy_stride[3]) * BYTES;
-      if (pieces) strip_dy += own_row() * k_bytes;
+      box[3] = n;
     }
     expected_stage = stage + 1;
     const int first = of_strip * (kStageWords * PIXELS), first_p = quotient(first, params.by_width);
     first_row = first_p * params.stride_h - params.pad_h;
     window_ptr = strip_x + static_cast<int64_t>(first_row) * window.row_bytes;
-    const auto dy_at = [&](int p, int column) {
-      return strip_dy + (p * window.dy_row_bytes + column * window.dy_column_bytes);
-    };
-    if (pieces) {
-      const int number = first + lane % 8 * (kChunkWords * PIXELS), p = quotient(number, params.by_width);
-      const int column = number - p * window.width;
-      dy_run = dy_at(p, column);
-      dy_pieces = p < params.P && strip_q + column < params.Q ? dy_rows() : 0;
+    if (boxes) {
+      box[0] = params.image_is_row ? first : strip_q;
+      box[1] = params.image_is_row ? 0 : first_p;
       if (warp != 0) return;
     }
 #pragma unroll
@@ -374,7 +369,7 @@ struct Loader {
       const int number = first + lane * PIXELS + i, p = quotient(number, params.by_width);
       const int column = number - p * window.width;
       pixels[i].is_pixel = p < params.P && strip_q + column < params.Q;
-      pixels[i].dy = dy_at(p, column);
+      pixels[i].dy = strip_dy + (p * window.dy_row_bytes + column * window.dy_column_bytes);
       const int place = (p - first_p) * params.stride_h * window.pitch + window.lead + column * params.stride_w;
       places[i] = pixels[i].is_pixel ? static_cast<uint32_t>(place * BYTES) : kNowhere;
     }
@@ -385,18 +380,29 @@ struct Loader {
   __device__ __forceinline__ int rows_below(int end) const {
     return end <= own_row() ? 0 : (end - own_row() + 4 * LOADERS - 1) / (4 * LOADERS);
   }
-  __device__ __forceinline__ int dy_rows() const { return rows_below(params.group_k - first_k); }
 
-  // Of XCopies::kRuns and DyCopies::kRuns.
-  __device__ __forceinline__ void find_runs(int stage) {
-    const int number = (stage * kStageWords + lane % 8 * kChunkWords) * PIXELS;
-    const bool exist = number < params.pixels;
-    const int n = quotient(exist ? number : 0, params.by_plane);
-    const int64_t in_image = number - n * static_cast<int>(params.by_plane.divisor);
+  // XCopies::kRuns. Stages are those of images with boxes of dy, else those of all pixels in one row.
+  __device__ __forceinline__ void find_runs(int stage, bool boxes) {
+    const int of_stage = kStageWords * PIXELS, own = lane % 8 * (kChunkWords * PIXELS);
+    const int plane = static_cast<int>(params.by_plane.divisor);
+    int n, in_image;
+    bool exist;
+    if (boxes) {
+      n = quotient(stage, params.by_image_stages);
+      const int first = (stage - n * params.window.stages_of_image) * of_stage;
+      in_image = first + own;
+      exist = in_image < plane;
+      box[0] = first;
+      box[1] = 0;
+      box[3] = n;
+    } else {
+      const int number = stage * of_stage + own;
+      exist = number < params.pixels;
+      n = quotient(exist ? number : 0, params.by_plane);
+      in_image = number - n * plane;
+    }
     x_run = x + (n * params.x_stride[0] + (first_e + own_row()) * params.x_stride[1] + in_image) * BYTES;
-    dy_run = dy + (n * params.dy_stride[0] + in_image) * BYTES + own_row() * k_bytes;
     x_pieces = exist ? rows_below(params.columns - first_e) : 0;
-    dy_pieces = exist ? dy_rows() : 0;
   }
 
   __device__ __forceinline__ void copy_x_channels(uint32_t stage) {
@@ -438,18 +444,18 @@ struct Loader {
 
   // ---- dy ----
 
-  __device__ __forceinline__ static void store_dy(uint32_t address, uint32_t word) {
+  __device__ __forceinline__ void store_dy(uint32_t address, uint32_t word) {
     if constexpr (Shape::PARTS == 1) {
       hopper::store_shared(address, tf32_operand(word));
     } else {
       uint32_t first, rest;
       split(word, first, rest);
       hopper::store_shared(address, first);
-      hopper::store_shared(address + Shape::PART_BYTES, rest);
+      hopper::store_shared(address + params.layout.part_bytes, rest);
     }
   }
 
-  __device__ __forceinline__ static void store_dy(uint32_t address, const uint32_t (&words)[4]) {
+  __device__ __forceinline__ void store_dy(uint32_t address, const uint32_t (&words)[4]) {
     uint32_t first[4], rest[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -459,7 +465,7 @@ struct Loader {
         split(words[i], first[i], rest[i]);
     }
     hopper::store_shared_4(address, first);
-    if constexpr (Shape::PARTS == 2) hopper::store_shared_4(address + Shape::PART_BYTES, rest);
+    if constexpr (Shape::PARTS == 2) hopper::store_shared_4(address + params.layout.part_bytes, rest);
   }
 
   // The chunk and the channels of the lane, of a warp's item.
@@ -486,29 +492,25 @@ struct Loader {
     }
   }
 
-  // The lane's piece of a stage, of 16 bytes.
-  __device__ __forceinline__ uint32_t piece(uint32_t stage, int j) const {
-    return stage + lane % 8 * Shape::CHUNK_BYTES + own_row() * 16 + j * (4 * LOADERS * 16);
+  __device__ __forceinline__ void copy_dy_box(const Ring& ring) {
+    if (warp != 0 || lane != 0) return;
+    hopper::barrier_arrive_expecting(ring.landed(), part_bytes(Shape::TILE_K, true));
+    hopper::load_box(params.dy_map, ring.stage() + params.layout.dy, box[0], box[1], box[2], box[3], ring.landed());
   }
 
-  __device__ __forceinline__ void copy_dy_runs(uint32_t stage) {
-    const int64_t step = 4 * LOADERS * k_bytes;
-#pragma unroll
-    for (int j = 0; j < Shape::TILE_K / 4 / LOADERS; ++j)
-      hopper::copy_async<16>(piece(stage, j), dy_run + j * step, j < dy_pieces ? 16 : 0);
-  }
-
-  // What the thread has copied.
-  __device__ __forceinline__ void round_dy_runs(uint32_t stage) {
+  // In place: a thread has every so manieth 16 bytes.
+  __device__ __forceinline__ void round_dy_box(uint32_t stage) {
     if constexpr (FP32) {
-      constexpr int PIECES = Shape::TILE_K / 4 / LOADERS, AT_ONCE = PIECES < kAtOnce ? PIECES : kAtOnce;
+      constexpr int STEP = LOADERS * 32 * 16, PIECES = part_bytes(Shape::TILE_K, true) / STEP;
+      constexpr int AT_ONCE = PIECES < kAtOnce ? PIECES : kAtOnce;
+      const uint32_t own = stage + (warp * 32 + lane) * 16;
 #pragma unroll
       for (int first = 0; first < PIECES; first += AT_ONCE) {
         uint32_t words[AT_ONCE][4];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) hopper::load_shared_4(words[i], piece(stage, first + i));
+        for (int i = 0; i < AT_ONCE; ++i) hopper::load_shared_4(words[i], own + (first + i) * STEP);
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) store_dy(piece(stage, first + i), words[i]);
+        for (int i = 0; i < AT_ONCE; ++i) store_dy(own + (first + i) * STEP, words[i]);
       }
     }
   }
@@ -558,18 +560,13 @@ struct Loader {
     }
   }
 
-  // `pieces`: dy comes in such.
-  __device__ __forceinline__ void find(int stage, bool pieces) {
-    if (params.x_copies == XCopies::kWindow) return find_window(stage, pieces);
-    if (pieces && params.x_copies == XCopies::kRuns) return find_runs(stage);
+  __device__ __forceinline__ void find(int stage, bool boxes) {
+    if (params.x_copies == XCopies::kWindow) return find_window(stage, boxes);
+    if (params.x_copies == XCopies::kRuns) find_runs(stage, boxes);
+    if (boxes) return;
 #pragma unroll
     for (int i = 0; i < PIXELS; ++i)
       pixels[i] = locate<Value>(params, x, dy, (stage * kStageWords + lane) * PIXELS + i);
-    if (params.x_copies == XCopies::kRuns) find_runs(stage);
-    if (pieces) {
-      dy_run = of_lane(pixels[0].dy, lane % 8 * kChunkWords) + own_row() * k_bytes;
-      dy_pieces = __shfl_sync(~0u, static_cast<int>(pixels[0].is_pixel), lane % 8 * kChunkWords) != 0 ? dy_rows() : 0;
-    }
   }
 
   __device__ __forceinline__ void hold() {
@@ -585,7 +582,7 @@ struct Loader {
     if (lane == 0) hopper::barrier_arrive(ring.full());
   }
 
-  // All by copies that are under way for some stages.
+  // DyCopies::kBoxes: all by copies that are under way for some stages.
   __device__ __forceinline__ void load_ahead(Ring ring, int stage, int end) {
     const int ahead = ring.stages - 2 < kMostAhead ? ring.stages - 2 : kMostAhead;
     Ring ordered = ring;
@@ -595,7 +592,7 @@ struct Loader {
         find(next, true);
         hopper::barrier_wait(ordered.empty(), ordered.parity ^ 1);
         copy_x(ordered.stage());
-        copy_dy_runs(ordered.stage() + params.layout.dy);
+        copy_dy_box(ordered);
         ordered.advance();
       }
       ++next;
@@ -610,7 +607,8 @@ struct Loader {
         hopper::copies_wait<2>();
       else
         hopper::copies_wait<kMostAhead>();
-      round_dy_runs(ring.stage() + params.layout.dy);
+      hopper::barrier_wait(ring.landed(), ring.parity);
+      round_dy_box(ring.stage() + params.layout.dy);
       give(ring);
     }
   }
@@ -618,7 +616,10 @@ struct Loader {
   __device__ __forceinline__ void load(Ring ring, int stage, int end) {
     expected_stage = -1;
     if (params.x_copies == XCopies::kChannels) own = weight(lane * (16 / static_cast<int>(sizeof(Value))) % kTileE);
-    if (copies_all<Value>(params)) return load_ahead(ring, stage, end);
+    if (params.dy_copies == DyCopies::kBoxes) {
+      box[2] = first_k_of_all;
+      return load_ahead(ring, stage, end);
+    }
     find(stage, false);
     hold();
     for (; stage < end; ++stage, ring.advance()) {
@@ -711,8 +712,11 @@ template <typename Value, typename Shape>
 __device__ __forceinline__ void multiply(const Params& params, Ring ring, const int (&rows)[2], int stage, int end,
                                          int warp, int lane, float (&sums)[Shape::SUMS]) {
   using Multiply = hopper::WgmmaRegisters<Value, Shape::TILE_K>;
+  const bool boxes = params.dy_copies == DyCopies::kBoxes;
+  const uint32_t dy_high = boxes ? hopper::kRowsDescriptorHigh : hopper::kDescriptorHigh;
+  const uint32_t dy_step = boxes ? 32 : 2 * Shape::CHUNK_BYTES;
   const auto dy_operand = [&](uint32_t dy_stage, int step) {
-    return hopper::descriptor(dy_stage + 2 * step * Shape::CHUNK_BYTES, Shape::CHUNK_BYTES);
+    return hopper::descriptor(dy_stage + step * dy_step, Shape::CHUNK_BYTES);
   };
   float acc[Shape::PARTS == 1 ? 1 : Shape::SUMS];
   int keep = 0;
@@ -734,7 +738,7 @@ __device__ __forceinline__ void multiply(const Params& params, Ring ring, const 
       hopper::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        Multiply::multiply(sums, a[step], dy_operand(dy_stage, step), keep);
+        Multiply::multiply(sums, a[step], dy_operand(dy_stage, step), keep, dy_high);
         keep = 1;
       }
       hopper::wgmma_commit();
@@ -753,10 +757,11 @@ __device__ __forceinline__ void multiply(const Params& params, Ring ring, const 
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           if (turn == 0) {
-            Multiply::multiply(acc, a[step], dy_operand(dy_stage, step), step > 0);
+            Multiply::multiply(acc, a[step], dy_operand(dy_stage, step), step > 0, dy_high);
           } else {
-            Multiply::multiply(acc, rest[step], dy_operand(dy_stage, step), step > 0);
-            Multiply::multiply(acc, a[step], dy_operand(dy_stage + Shape::PART_BYTES, step), 1);
+            Multiply::multiply(acc, rest[step], dy_operand(dy_stage, step), step > 0, dy_high);
+            Multiply::multiply(acc, a[step], dy_operand(dy_stage + params.layout.part_bytes, step), 1,
+                               dy_high);
           }
         }
         hopper::wgmma_commit();
@@ -794,7 +799,7 @@ __device__ __forceinline__ void store_sums(const Params& params, float* to, int 
 template <typename Value, typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, 1) wgrad_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A) || !defined(__CUDA_ARCH__)
-  extern __shared__ __align__(128) uint8_t modelnew_wgrad_smem[];
+  extern __shared__ __align__(1024) uint8_t modelnew_wgrad_smem[];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int warp = hopper::uniform(thread / 32);
   int block = static_cast<int>(blockIdx.x);
@@ -819,8 +824,10 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) wgrad_kernel(const __grid_c
   if (thread == 0) {
     for (int i = 0; i < ring.stages; ++i) {
       // Stores of a warp and, where its threads do not wait for them, copies of each.
-      hopper::barrier_init(ring.barriers + 16 * i, (copies_all<Value>(params) ? 1 : 33) * Shape::LOADERS);
-      hopper::barrier_init(ring.barriers + 16 * i + 8, kMultiplyingWarps);
+      const int arrivals = params.dy_copies == DyCopies::kBoxes ? 1 : 33;
+      hopper::barrier_init(ring.barriers + 24 * i, arrivals * Shape::LOADERS);
+      hopper::barrier_init(ring.barriers + 24 * i + 8, kMultiplyingWarps);
+      hopper::barrier_init(ring.barriers + 24 * i + 16, 1);
     }
     hopper::fence_async();
   }
@@ -884,7 +891,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) wgrad_kernel(const __grid_c
     const uint8_t* const dy =
         static_cast<const uint8_t*>(params.dy_ptr) + (int64_t{group} * params.group_k + first_k) * k_bytes;
     Loader<Value, Shape> loader{params, table, ring.smem + params.layout.copies, warp - kMultiplyingWarps, lane, first_k,
-                                first_e, x, dy, k_bytes};
+                                first_e, group * params.group_k + first_k, x, dy, k_bytes};
     loader.load(ring, first_stage, end_stage);
   }
 #endif
@@ -947,7 +954,7 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(const __grid_constant_
 
 struct Plan {
   int tile_k, parts;
-  bool has_window;
+  bool has_window, has_boxes, image_is_row;
   Window window;
   Layout layout;
   int tiles_k, tiles_e;
@@ -1005,10 +1012,13 @@ inline bool is_row_of_pixels(const int64_t (&stride)[4], const Problem& problem,
          reinterpret_cast<uint64_t>(pointer) % bytes == 0;
 }
 
-inline bool make_layout(int tile_k, int parts, int x_bytes, int places_bytes, int copies, Layout& layout) {
+inline bool make_layout(const Plan& plan, int x_bytes, int places_bytes, int copies, Layout& layout) {
+  const int unit = plan.has_boxes ? 1024 : 16;
+  const auto whole = [&](int bytes) { return static_cast<int>(ceil_div(bytes, unit) * unit); };
   layout.places = x_bytes;
-  layout.dy = x_bytes + places_bytes;
-  layout.stage_bytes = layout.dy + parts * kChunks * chunk_bytes(tile_k);
+  layout.dy = whole(x_bytes + places_bytes);
+  layout.part_bytes = part_bytes(plan.tile_k, plan.has_boxes);
+  layout.stage_bytes = whole(layout.dy + plan.parts * layout.part_bytes);
   const int tables = kTableBytes + kBarrierBytes + 16 * copies;
   layout.stages = std::min((kSmemBytes - tables) / layout.stage_bytes, kMostStages);
   layout.table = layout.stages * layout.stage_bytes;
@@ -1025,14 +1035,17 @@ inline bool copies_align(const Problem& problem, int values) {
 }
 
 // False where a stage of it would not fit, or lies in memory otherwise.
-inline bool make_window(const Problem& problem, int tile_k, int parts, bool aligned, Window& window, Layout& layout) {
+inline bool make_window(const Problem& problem, const Plan& plan, bool aligned, Window& window, Layout& layout) {
   const int bytes = element_bytes(problem.dtype), stage_pixels = kStageWords * 4 / bytes, wide = 16 / bytes;
   if (is_channels_last(problem) || (problem.x_stride[3] != 1 && problem.W > 1)) return false;
   const int S_reach = (problem.S - 1) * problem.dilation_w, R_reach = (problem.R - 1) * problem.dilation_h;
   const int taps = problem.R * problem.S, P = problem.P, Q = problem.Q;
   window = Window{};
   window.strips = static_cast<int>(ceil_div(Q, stage_pixels));
-  window.width = window.strips == 1 ? Q : static_cast<int>(ceil_div(ceil_div(Q, window.strips), wide) * wide);
+  // A box of dy is a piece of a row of y, which has to begin at a multiple of 16 bytes, or of an image as a row.
+  window.width = window.strips == 1 ? Q
+                 : plan.has_boxes   ? stage_pixels
+                                    : static_cast<int>(ceil_div(ceil_div(Q, window.strips), wide) * wide);
   window.strips = static_cast<int>(ceil_div(Q, window.width));
   window.stages_of_strip = static_cast<int>(ceil_div(int64_t{P} * window.width, stage_pixels));
   window.stages_of_image = window.stages_of_strip * window.strips;
@@ -1066,7 +1079,7 @@ inline bool make_window(const Problem& problem, int tile_k, int parts, bool alig
   window.plane = window.rows * window.pitch;
   while (window.plane / of_word % 32 != 24) window.plane += 8 * of_word;
   const int x_bytes = window.channels * window.plane * bytes;
-  return make_layout(tile_k, parts, x_bytes, 4 * stage_pixels, window.copies, layout);
+  return make_layout(plan, x_bytes, 4 * stage_pixels, window.copies, layout);
 }
 
 inline bool sees_runs(const Problem& problem, const void* x) {
@@ -1074,8 +1087,18 @@ inline bool sees_runs(const Problem& problem, const void* x) {
          problem.pad_w == 0 && is_row_of_pixels(problem.x_stride, problem, 16, x);
 }
 
-// x: its address, or null for an aligned one.
-inline Plan make_plan(const Problem& problem, const void* x, int sms, int only_tile_k = 0, int64_t only_splits = 0) {
+// Whether boxes of dy may be pieces of its rows, or of whole images.
+inline bool has_boxes_of_dy(const Problem& problem, bool of_images, const void* dy) {
+  const int values = 16 / element_bytes(problem.dtype);
+  const int64_t (&stride)[4] = problem.y_stride;
+  const auto in_steps = [&](int64_t number, int64_t size) { return size == 1 || (number > 0 && number % values == 0); };
+  const bool rows = of_images ? problem.P == 1 || stride[2] == problem.Q : in_steps(stride[2], problem.P);
+  return (stride[3] == 1 || problem.Q == 1) && rows && in_steps(stride[0], problem.N) &&
+         in_steps(stride[1], problem.K) && reinterpret_cast<uint64_t>(dy) % 16 == 0;
+}
+
+// x, dy: their addresses, or null for aligned ones.
+inline Plan make_plan(const Problem& problem, const void* x, const void* dy, int sms, int only_tile_k = 0, int64_t only_splits = 0) {
   constexpr double kOfBlock = 6000, kBytesPerCycle = 2000;
   const bool sixteen_bits = problem.dtype != DType::kFloat32;
   const int parts = is_exact(problem) ? 2 : 1;
@@ -1091,11 +1114,24 @@ inline Plan make_plan(const Problem& problem, const void* x, int sms, int only_t
     plan.parts = parts;
     plan.tiles_k = static_cast<int>(ceil_div(group_k_of(problem), tile_k));
     plan.tiles_e = static_cast<int>(ceil_div(columns_of(problem), kTileE));
-    plan.has_window = reinterpret_cast<uint64_t>(x) % 4 == 0 && !sees_runs(problem, x) &&
-                      make_window(problem, tile_k, parts, aligned, plan.window, plan.layout);
-    if (!plan.has_window) make_layout(tile_k, parts, kXBytes, 0, 0, plan.layout);
-    const int64_t stages = plan.stages = plan.has_window ? problem.N * plan.window.stages_of_image
-                                                         : ceil_div(pixels_of(problem), pixels_of_stage);
+    const bool runs = sees_runs(problem, x);
+    plan.image_is_row = runs || problem.Q <= pixels_of_stage;
+    plan.has_window = plan.has_boxes = false;
+    if (runs) {
+      plan.has_boxes = has_boxes_of_dy(problem, true, dy);
+    } else if (reinterpret_cast<uint64_t>(x) % 4 == 0) {
+      plan.has_boxes = has_boxes_of_dy(problem, plan.image_is_row, dy);
+      plan.has_window = make_window(problem, plan, aligned, plan.window, plan.layout);
+      plan.has_boxes = plan.has_boxes && plan.has_window;
+    }
+    if (!plan.has_window) {
+      make_layout(plan, kXBytes, 0, 0, plan.layout);
+      plan.window = Window{};
+      plan.window.stages_of_image = static_cast<int>(ceil_div(int64_t{problem.P} * problem.Q, pixels_of_stage));
+    }
+    const int64_t stages = plan.stages = plan.has_window || plan.has_boxes
+                                             ? problem.N * plan.window.stages_of_image
+                                             : ceil_div(pixels_of(problem), pixels_of_stage);
     const int64_t tiles = int64_t{plan.tiles_k} * plan.tiles_e * problem.groups;
     const int64_t most = std::max<int64_t>(1, static_cast<int64_t>(kMostSumsBytes / sums_bytes));
     const int64_t least = std::min(most, std::max<int64_t>(1, ceil_div(stages * pixels_of_stage, kMostChained)));
@@ -1118,12 +1154,13 @@ inline Plan make_plan(const Problem& problem, const void* x, int sms, int only_t
   return best;
 }
 
-inline const Plan& plan_of(const Problem& problem, const void* x) {
+inline const Plan& plan_of(const Problem& problem, const void* x, const void* dy) {
   thread_local Memo<Plan> memo;
   int sms = 0;
   const int gpu = find_gpu(sms);
-  return memo.get(key_of(problem, Operator::kWgrad, reinterpret_cast<uint64_t>(x), 0, 0, gpu, sms),
-                  [&] { return make_plan(problem, x, sms); });
+  return memo.get(key_of(problem, Operator::kWgrad, reinterpret_cast<uint64_t>(x), 0, reinterpret_cast<uint64_t>(dy), gpu,
+                         sms),
+                  [&] { return make_plan(problem, x, dy, sms); });
 }
 
 // Whether what a block stores can be dw itself: one split, and weights of a filter side by side in the order of columns.
@@ -1149,7 +1186,7 @@ inline int64_t workspace_bytes_of(const Problem& problem, const Plan& plan) {
 }
 
 inline int64_t workspace_bytes(const Problem& problem, Operator, const Pointers& pointers) {
-  return workspace_bytes_of(problem, plan_of(problem, pointers.x));
+  return workspace_bytes_of(problem, plan_of(problem, pointers.x, pointers.dy));
 }
 
 inline XCopies x_copies_of(const Problem& problem, const Plan& plan, const void* x) {
@@ -1163,23 +1200,21 @@ inline XCopies x_copies_of(const Problem& problem, const Plan& plan, const void*
   return channels ? XCopies::kChannels : XCopies::kWords;
 }
 
-// Whether so many bytes of a channel are neighbours in memory, of the pixels of a stage from any multiple on.
-inline bool has_runs_of_dy(const Problem& problem, const Plan& plan, int bytes, const void* dy) {
-  if (is_row_of_pixels(problem.y_stride, problem, bytes, dy) && (!plan.has_window || plan.window.strips == 1)) return true;
-  const int values = bytes / element_bytes(problem.dtype);
-  const int64_t (&stride)[4] = problem.y_stride;
-  const auto in_steps = [&](int64_t number) { return number % values == 0; };
-  return plan.has_window && (stride[3] == 1 || problem.Q == 1) && in_steps(plan.window.width) && in_steps(problem.Q) &&
-         in_steps(stride[0]) && in_steps(stride[1]) && in_steps(stride[2]) &&
-         reinterpret_cast<uint64_t>(dy) % bytes == 0;
-}
-
-inline DyCopies dy_copies_of(const Problem& problem, const Plan& plan, XCopies x_copies, const void* dy) {
-  // What loads words of x of 16 bits has no copies under way meanwhile.
-  const bool words = problem.dtype != DType::kFloat32 && x_copies == XCopies::kWords;
-  if (!words && has_runs_of_dy(problem, plan, 16, dy)) return DyCopies::kRuns;
+inline DyCopies dy_copies_of(const Problem& problem, const Plan& plan) {
+  if (plan.has_boxes) return DyCopies::kBoxes;
   const bool channels = problem.y_stride[1] == 1 && problem.y_stride[3] != 1 && group_k_of(problem) > 1;
   return channels ? DyCopies::kChannels : DyCopies::kWords;
+}
+
+// Whether the two pixels of a word of 16 bits are a word of memory.
+inline bool has_words_of_dy(const Problem& problem, const Plan& plan, const void* dy) {
+  const int values = 4 / element_bytes(problem.dtype);
+  const int64_t (&stride)[4] = problem.y_stride;
+  const auto in_steps = [&](int64_t number) { return number % values == 0; };
+  if (plan.has_window && plan.window.strips > 1)
+    return stride[3] == 1 && in_steps(plan.window.width) && in_steps(problem.Q) && in_steps(stride[0]) &&
+           in_steps(stride[1]) && in_steps(stride[2]) && reinterpret_cast<uint64_t>(dy) % 4 == 0;
+  return is_row_of_pixels(stride, problem, 4, dy);
 }
 
 inline Params make_params(const Problem& problem, const Pointers& pointers, const Plan& plan) {
@@ -1215,12 +1250,13 @@ inline Params make_params(const Problem& problem, const Pointers& pointers, cons
   params.stages_per_split = static_cast<int>(plan.stages_per_split);
   params.taps_first = is_channels_last(problem);
   params.x_copies = x_copies_of(problem, plan, pointers.x);
-  params.dy_copies = dy_copies_of(problem, plan, params.x_copies, pointers.dy);
-  params.whole_words = has_runs_of_dy(problem, plan, 4, pointers.dy);
+  params.dy_copies = dy_copies_of(problem, plan);
+  params.whole_words = has_words_of_dy(problem, plan, pointers.dy);
   params.window = plan.window;
   params.layout = plan.layout;
+  params.image_is_row = plan.image_is_row;
+  params.by_image_stages = make_divisor(plan.window.stages_of_image);
   if (plan.has_window) {
-    params.by_image_stages = make_divisor(plan.window.stages_of_image);
     params.by_strip_stages = make_divisor(plan.window.stages_of_strip);
     params.by_width = make_divisor(plan.window.width);
   }
@@ -1273,9 +1309,27 @@ cudaError_t run_tile(const Plan& plan, const Params& params, int64_t blocks, cud
                               : run<Value, Shape<256, 1>>(params, blocks, stream);
 }
 
+inline cudaError_t make_dy_map(const Problem& problem, const Plan& plan, const void* dy, hopper::BoxMap& map) {
+  const int bytes = element_bytes(problem.dtype);
+  const uint64_t P = problem.P, Q = problem.Q;
+  const uint64_t sizes[4] = {plan.image_is_row ? P * Q : Q, plan.image_is_row ? 1 : P,
+                             static_cast<uint64_t>(problem.K), static_cast<uint64_t>(problem.N)};
+  // Of a dimension of one element the step is never taken, but has to be a multiple of 16 bytes.
+  const auto step = [&](uint64_t size, int64_t stride) { return size == 1 ? 16 : static_cast<uint64_t>(stride) * bytes; };
+  const uint64_t strides[3] = {step(sizes[1], problem.y_stride[2]), step(sizes[2], problem.y_stride[1]),
+                               step(sizes[3], problem.y_stride[0])};
+  const uint32_t box[4] = {static_cast<uint32_t>(hopper::kBoxRowBytes / bytes), 1, static_cast<uint32_t>(plan.tile_k),
+                           1};
+  return hopper::make_box_map(hopper::BoxUse::kLoadRows, dy, bytes, sizes, strides, box, map);
+}
+
 inline cudaError_t launch_plan(const Problem& problem, const Pointers& pointers, const Plan& plan,
                                cudaStream_t stream) {
-  const Params params = make_params(problem, pointers, plan);
+  Params params = make_params(problem, pointers, plan);
+  if (plan.has_boxes) {
+    const cudaError_t error = make_dy_map(problem, plan, pointers.dy, params.dy_map);
+    if (error != cudaSuccess) return error;
+  }
   const int64_t blocks = int64_t{plan.tiles_k} * plan.tiles_e * problem.groups * plan.splits;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   cudaError_t error;
@@ -1295,13 +1349,13 @@ inline cudaError_t launch_plan(const Problem& problem, const Pointers& pointers,
 }
 
 inline cudaError_t launch(Operator, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
-  return launch_plan(problem, pointers, plan_of(problem, pointers.x), stream);
+  return launch_plan(problem, pointers, plan_of(problem, pointers.x, pointers.dy), stream);
 }
 
 #endif  // launchers
 
 inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
-  const Plan& plan = plan_of(problem, nullptr);
+  const Plan& plan = plan_of(problem, nullptr, nullptr);
   snprintf(text, text_size, "%d x %d tiles of %d output channels x %d weights, %d splits of the pixels%s", plan.tiles_k,
            plan.tiles_e, plan.tile_k, kTileE, static_cast<int>(plan.splits), plan.parts == 2 ? ", in two parts" : "");
 }
