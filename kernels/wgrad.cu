@@ -117,7 +117,7 @@ constexpr uint32_t kNoRow = 1u << 31;  // of a channel that there is not: outsid
 // From the beginning of shared memory, or of a stage.
 struct Layout {
   int stages, stage_bytes;
-  int places, dy, part_bytes;  // in a stage: where pixels are in a window, and dy
+  int places, dy, part_bytes;  // in a stage: where pixels are in a window, whether some are nowhere, and dy
   int table, barriers, copies;
   int bytes;
 };
@@ -211,9 +211,10 @@ struct Ring {
   int slot;
   uint32_t parity;
 
-  __device__ __forceinline__ void advance() {
-    if (++slot == stages) {
-      slot = 0;
+  __device__ __forceinline__ void advance(int count) {
+    slot += count;
+    if (slot >= stages) {
+      slot -= stages;
       parity ^= 1;
     }
   }
@@ -225,22 +226,25 @@ struct Ring {
 
 // ---- Loading ----
 
-template <typename Value, typename Shape>
+// GROUPS of warps load a stage each, in turn: what a stage takes beside its bytes, most of it waiting, they do side by
+// side.
+template <typename Value, typename Shape, int GROUPS, bool BOXES>
 struct Loader {
   static constexpr bool FP32 = sizeof(Value) == 4;
   static constexpr int PIXELS = FP32 ? 1 : 2;  // of a word
-  static constexpr int LOADERS = Shape::LOADERS;
+  static constexpr int LOADERS = Shape::LOADERS / GROUPS;  // of a stage
   // Words that a thread holds for the next stage: of dy if they are to be rounded, of x where pixels of 16 bits
   // may lie across words.
-  static constexpr int HELD = Shape::TILE_K / LOADERS, HELD_X = FP32 ? kAtOnce : kTileE / LOADERS;
+  static constexpr int HELD = BOXES ? 4 : Shape::TILE_K / LOADERS, HELD_X = FP32 || BOXES ? kAtOnce : kTileE / LOADERS;
 
   static constexpr int BYTES = static_cast<int>(sizeof(Value));
 
   const Params& params;
   uint32_t table, copies;
-  int warp, lane, first_k, first_e, first_k_of_all;  // of its group, and of all
+  int lane, first_k, first_e, first_k_of_all;  // of its group, and of all
   const uint8_t *x, *dy;    // of the group, of the tile's first channel
   int64_t k_bytes;          // of dy, from channel to channel
+  int warp;                 // of those that load a stage
   Weight own;               // of channels_last: that of the lane
   Pixel pixels[PIXELS];     // of the lane's word
   // Of a strip: its number of the stage, its first column, and where it begins in x (row -pad_h) and dy.
@@ -312,6 +316,10 @@ struct Loader {
 #pragma unroll
       for (int i = 0; i < PIXELS; ++i)
         hopper::store_shared(stage + params.layout.places + (lane * PIXELS + i) * 4, places[i]);
+      const bool nowhere = ((places[0] | places[PIXELS - 1]) & kNowhere) != 0;
+      const bool some_nowhere = __any_sync(~0u, nowhere);
+      if (lane == 0)
+        hopper::store_shared(stage + params.layout.places + kStageWords * PIXELS * 4, some_nowhere ? 1 : 0);
     }
     if (params.window.values * BYTES == 16)
       copy_pieces<16>(stage);
@@ -341,10 +349,10 @@ struct Loader {
   }
 
   // Stages of a strip follow one another: little is left to find for most of them.
-  __device__ __forceinline__ void find_window(int stage, bool boxes) {
+  __device__ __forceinline__ void find_window(int stage) {
     const Window& window = params.window;
-    if (stage == expected_stage && of_strip + 1 < window.stages_of_strip) {
-      ++of_strip;
+    if (stage == expected_stage && of_strip + GROUPS < window.stages_of_strip) {
+      of_strip += GROUPS;
     } else {
       const int n = quotient(stage, params.by_image_stages), of_image = stage - n * window.stages_of_image;
       const int strip = quotient(of_image, params.by_strip_stages);
@@ -355,11 +363,11 @@ struct Loader {
       strip_dy = dy + (n * params.dy_stride[0] + strip_q * params.dy_stride[3]) * BYTES;
       box[3] = n;
     }
-    expected_stage = stage + 1;
+    expected_stage = stage + GROUPS;
     const int first = of_strip * (kStageWords * PIXELS), first_p = quotient(first, params.by_width);
     first_row = first_p * params.stride_h - params.pad_h;
     window_ptr = strip_x + static_cast<int64_t>(first_row) * window.row_bytes;
-    if (boxes) {
+    if constexpr (BOXES) {
       box[0] = params.image_is_row ? first : strip_q;
       box[1] = params.image_is_row ? 0 : first_p;
       if (warp != 0) return;
@@ -382,12 +390,12 @@ struct Loader {
   }
 
   // XCopies::kRuns. Stages are those of images with boxes of dy, else those of all pixels in one row.
-  __device__ __forceinline__ void find_runs(int stage, bool boxes) {
+  __device__ __forceinline__ void find_runs(int stage) {
     const int of_stage = kStageWords * PIXELS, own = lane % 8 * (kChunkWords * PIXELS);
     const int plane = static_cast<int>(params.by_plane.divisor);
     int n, in_image;
     bool exist;
-    if (boxes) {
+    if constexpr (BOXES) {
       n = quotient(stage, params.by_image_stages);
       const int first = (stage - n * params.window.stages_of_image) * of_stage;
       in_image = first + own;
@@ -560,13 +568,14 @@ struct Loader {
     }
   }
 
-  __device__ __forceinline__ void find(int stage, bool boxes) {
-    if (params.x_copies == XCopies::kWindow) return find_window(stage, boxes);
-    if (params.x_copies == XCopies::kRuns) find_runs(stage, boxes);
-    if (boxes) return;
+  __device__ __forceinline__ void find(int stage) {
+    if (params.x_copies == XCopies::kWindow) return find_window(stage);
+    if (params.x_copies == XCopies::kRuns) find_runs(stage);
+    if constexpr (!BOXES) {
 #pragma unroll
-    for (int i = 0; i < PIXELS; ++i)
-      pixels[i] = locate<Value>(params, x, dy, (stage * kStageWords + lane) * PIXELS + i);
+      for (int i = 0; i < PIXELS; ++i)
+        pixels[i] = locate<Value>(params, x, dy, (stage * kStageWords + lane) * PIXELS + i);
+    }
   }
 
   __device__ __forceinline__ void hold() {
@@ -582,54 +591,62 @@ struct Loader {
     if (lane == 0) hopper::barrier_arrive(ring.full());
   }
 
-  // DyCopies::kBoxes: all by copies that are under way for some stages.
-  __device__ __forceinline__ void load_ahead(Ring ring, int stage, int end) {
-    const int ahead = ring.stages - 2 < kMostAhead ? ring.stages - 2 : kMostAhead;
+  // DyCopies::kBoxes: all by copies, of which each group has some stages under way.
+  __device__ __forceinline__ void load_ahead(Ring ring, int group, int stage, int end) {
+    box[2] = first_k_of_all;
+    // A group orders another stage when it has given one; until then what multiplies has other groups' stages.
+    const int ahead = max(1, min((ring.stages - 1) / GROUPS, kMostAhead));
+    stage += group;
+    ring.advance(group);
     Ring ordered = ring;
     int next = stage;
     const auto order = [&] {
       if (next < end) {
-        find(next, true);
+        find(next);
         hopper::barrier_wait(ordered.empty(), ordered.parity ^ 1);
         copy_x(ordered.stage());
         copy_dy_box(ordered);
-        ordered.advance();
+        ordered.advance(GROUPS);
       }
-      ++next;
+      next += GROUPS;
       hopper::copies_commit();
     };
     for (int i = 0; i < ahead; ++i) order();
-    for (; stage < end; ++stage, ring.advance()) {
-      order();
+    for (; stage < end; stage += GROUPS, ring.advance(GROUPS)) {
       if (ahead == 1)
-        hopper::copies_wait<1>();
+        hopper::copies_wait<0>();
       else if (ahead == 2)
-        hopper::copies_wait<2>();
+        hopper::copies_wait<1>();
       else
-        hopper::copies_wait<kMostAhead>();
+        hopper::copies_wait<kMostAhead - 1>();
       hopper::barrier_wait(ring.landed(), ring.parity);
       round_dy_box(ring.stage() + params.layout.dy);
       give(ring);
+      order();
     }
   }
 
-  __device__ __forceinline__ void load(Ring ring, int stage, int end) {
+  __device__ __forceinline__ void load(Ring ring, int loader, int stage, int end) {
     expected_stage = -1;
-    if (params.x_copies == XCopies::kChannels) own = weight(lane * (16 / static_cast<int>(sizeof(Value))) % kTileE);
-    if (params.dy_copies == DyCopies::kBoxes) {
-      box[2] = first_k_of_all;
-      return load_ahead(ring, stage, end);
-    }
-    find(stage, false);
+    warp = loader % LOADERS;
+    if (params.x_copies == XCopies::kChannels) own = weight(lane * (16 / BYTES) % kTileE);
+    if constexpr (BOXES)
+      load_ahead(ring, loader / LOADERS, stage, end);
+    else
+      load_next(ring, stage, end);
+  }
+
+  __device__ __forceinline__ void load_next(Ring ring, int stage, int end) {
+    find(stage);
     hold();
-    for (; stage < end; ++stage, ring.advance()) {
+    for (; stage < end; ++stage, ring.advance(1)) {
       hopper::barrier_wait(ring.empty(), ring.parity ^ 1);
       copy_x(ring.stage());
       copy_dy(ring.stage() + params.layout.dy);
       hopper::copies_arrive(ring.full());
       give(ring);
       if (stage + 1 < end) {
-        find(stage + 1, false);
+        find(stage + 1);
         hold();
       }
     }
@@ -661,12 +678,12 @@ __device__ __forceinline__ void load_operand(uint32_t (&a)[kSteps][4], uint32_t 
 }
 
 // The same of a window: `rows` are where the weights' first values are, `places` where pixels are from there on.
-template <typename Value>
+template <typename Value, bool WHOLE>
 __device__ __forceinline__ void find_operand(uint32_t (&a)[kSteps][4], uint32_t stage, uint32_t places,
                                              const int (&rows)[2], int lane) {
   constexpr int PIXELS = 4 / static_cast<int>(sizeof(Value));
   const auto value_at = [&](uint32_t& value, uint32_t place, int row) {
-    const uint32_t address = stage + row + (place & ~kNowhere);
+    const uint32_t address = stage + row + (WHOLE ? place : place & ~kNowhere);
     if constexpr (PIXELS == 1)
       hopper::load_shared(value, address);
     else
@@ -703,53 +720,93 @@ __device__ __forceinline__ void find_operand(uint32_t (&a)[kSteps][4], uint32_t 
         a[step][2 * i + j] = 0;
 #pragma unroll
         for (int l = 0; l < PIXELS; ++l)
-          if ((place[step][i][l] & kNowhere) == 0) a[step][2 * i + j] |= values[step % 2][i][j][l] << 16 * l;
+          if (WHOLE || (place[step][i][l] & kNowhere) == 0) a[step][2 * i + j] |= values[step % 2][i][j][l] << 16 * l;
       }
   }
 }
 
 template <typename Value, typename Shape>
-__device__ __forceinline__ void multiply(const Params& params, Ring ring, const int (&rows)[2], int stage, int end,
-                                         int warp, int lane, float (&sums)[Shape::SUMS]) {
+struct Multiplier {
   using Multiply = hopper::WgmmaRegisters<Value, Shape::TILE_K>;
-  const bool boxes = params.dy_copies == DyCopies::kBoxes;
-  const uint32_t dy_high = boxes ? hopper::kRowsDescriptorHigh : hopper::kDescriptorHigh;
-  const uint32_t dy_step = boxes ? 32 : 2 * Shape::CHUNK_BYTES;
-  const auto dy_operand = [&](uint32_t dy_stage, int step) {
-    return hopper::descriptor(dy_stage + step * dy_step, Shape::CHUNK_BYTES);
-  };
-  float acc[Shape::PARTS == 1 ? 1 : Shape::SUMS];
-  int keep = 0;
-  for (; stage < end; ++stage, ring.advance()) {
+  using Operand = uint32_t[kSteps][4];
+
+  const Params& params;
+  Ring ring;
+  int rows[2];
+  int stage, end, warp, lane;
+
+  __device__ __forceinline__ void load(Operand& a) const {
     hopper::barrier_wait(ring.full(), ring.parity);
-    const uint32_t dy_stage = ring.stage() + params.layout.dy;
-    uint32_t a[kSteps][4];
     if (params.x_copies == XCopies::kWindow)
-      find_operand<Value>(a, ring.stage(), ring.stage() + params.layout.places, rows, lane);
+      find(a, ring.stage(), ring.stage() + params.layout.places);
     else
       load_operand<Value>(a, ring.stage(), params.x_copies == XCopies::kChannels, 16 * warp, lane);
-    if constexpr (Shape::PARTS == 1) {
-      if constexpr (sizeof(Value) == 4) {
+  }
+
+  __device__ __forceinline__ void find(Operand& a, uint32_t in_stage, uint32_t places) const {
+    uint32_t some_nowhere;
+    hopper::load_shared(some_nowhere, places + 4 * kStageWords * 4 / static_cast<int>(sizeof(Value)));
+    if (some_nowhere == 0)
+      find_operand<Value, true>(a, in_stage, places, rows, lane);
+    else
+      find_operand<Value, false>(a, in_stage, places, rows, lane);
+  }
+
+  __device__ __forceinline__ static void round(Operand& a) {
+    if constexpr (sizeof(Value) == 4) {
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step)
+      for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) a[step][i] = tf32_operand(a[step][i]);
-      }
-      hopper::wgmma_fence();
+        for (int i = 0; i < 4; ++i) a[step][i] = tf32_operand(a[step][i]);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t operand_high() const {
+    return params.dy_copies == DyCopies::kBoxes ? hopper::kRowsDescriptorHigh : hopper::kDescriptorHigh;
+  }
+  __device__ __forceinline__ uint32_t dy_operand(uint32_t dy_stage, int step) const {
+    const uint32_t bytes = params.dy_copies == DyCopies::kBoxes ? 32 : 2 * Shape::CHUNK_BYTES;
+    return hopper::descriptor(dy_stage + step * bytes, Shape::CHUNK_BYTES);
+  }
+
+  __device__ __forceinline__ void multiply(const Operand& a, float (&sums)[Shape::SUMS], int keep) const {
+    const uint32_t dy_stage = ring.stage() + params.layout.dy;
+    hopper::wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        Multiply::multiply(sums, a[step], dy_operand(dy_stage, step), keep, dy_high);
-        keep = 1;
-      }
-      hopper::wgmma_commit();
+    for (int step = 0; step < kSteps; ++step)
+      Multiply::multiply(sums, a[step], dy_operand(dy_stage, step), step > 0 ? 1 : keep, operand_high());
+    hopper::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void give() {
+    if (lane == 0) hopper::barrier_arrive(ring.empty());
+    ring.advance(1);
+  }
+
+  __device__ __forceinline__ void run(float (&sums)[Shape::SUMS]) {
+    for (int keep = 0; stage < end; ++stage, keep = 1) {
+      Operand a;
+      load(a);
+      round(a);
+      multiply(a, sums, keep);
       hopper::wgmma_wait<0>();
       hopper::wgmma_settle(sums);
-    } else {
-      uint32_t rest[kSteps][4];
+      give();
+    }
+  }
+
+  // Full fp32 accuracy.
+  __device__ __forceinline__ void run_exactly(float (&sums)[Shape::SUMS]) {
+    float acc[Shape::SUMS];
+    int keep = 0;
+    for (; stage < end; ++stage) {
+      Operand a, rest;
+      load(a);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
 #pragma unroll
         for (int i = 0; i < 4; ++i) split(a[step][i], a[step][i], rest[step][i]);
+      const uint32_t dy_stage = ring.stage() + params.layout.dy;
       // The large products, and then, smaller by 2^10, those with a rest.
 #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
@@ -757,11 +814,11 @@ __device__ __forceinline__ void multiply(const Params& params, Ring ring, const 
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           if (turn == 0) {
-            Multiply::multiply(acc, a[step], dy_operand(dy_stage, step), step > 0, dy_high);
+            Multiply::multiply(acc, a[step], dy_operand(dy_stage, step), step > 0, operand_high());
           } else {
-            Multiply::multiply(acc, rest[step], dy_operand(dy_stage, step), step > 0, dy_high);
+            Multiply::multiply(acc, rest[step], dy_operand(dy_stage, step), step > 0, operand_high());
             Multiply::multiply(acc, a[step], dy_operand(dy_stage + params.layout.part_bytes, step), 1,
-                               dy_high);
+                               operand_high());
           }
         }
         hopper::wgmma_commit();
@@ -775,10 +832,10 @@ __device__ __forceinline__ void multiply(const Params& params, Ring ring, const 
         }
         keep = 1;
       }
+      give();
     }
-    if (lane == 0) hopper::barrier_arrive(ring.empty());
   }
-}
+};
 
 // Eight lanes store 32 bytes of a filter.
 template <typename Shape>
@@ -821,11 +878,13 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) wgrad_kernel(const __grid_c
   const bool has_window = params.x_copies == XCopies::kWindow;
   const Window& window = params.window;
   const int first_c = has_window ? quotient(first_e, params.by_taps) : 0;
+  // Pairs of warps, or twice as many where there is room for few stages.
+  const int groups = Shape::LOADERS / (ring.stages < Shape::LOADERS / 2 + 2 ? 4 : 2);
   if (thread == 0) {
     for (int i = 0; i < ring.stages; ++i) {
       // Stores of a warp and, where its threads do not wait for them, copies of each.
-      const int arrivals = params.dy_copies == DyCopies::kBoxes ? 1 : 33;
-      hopper::barrier_init(ring.barriers + 24 * i, arrivals * Shape::LOADERS);
+      const bool boxes = params.dy_copies == DyCopies::kBoxes;
+      hopper::barrier_init(ring.barriers + 24 * i, boxes ? Shape::LOADERS / groups : 33 * Shape::LOADERS);
       hopper::barrier_init(ring.barriers + 24 * i + 8, kMultiplyingWarps);
       hopper::barrier_init(ring.barriers + 24 * i + 16, 1);
     }
@@ -872,14 +931,17 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) wgrad_kernel(const __grid_c
   if (warp < kMultiplyingWarps) {
     if constexpr (Shape::MANY_SUMS) hopper::registers_take<kMultiplyRegisters>();
     float sums[Shape::SUMS];
-    int rows[2];
+    Multiplier<Value, Shape> multiplier{params, ring, {}, first_stage, end_stage, warp, lane};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint32_t offset;
       hopper::load_shared(offset, table + 8 * (16 * warp + lane / 4 + 8 * i));
-      rows[i] = static_cast<int>(offset);
+      multiplier.rows[i] = static_cast<int>(offset);
     }
-    multiply<Value, Shape>(params, ring, rows, first_stage, end_stage, warp, lane, sums);
+    if constexpr (Shape::PARTS == 2)
+      multiplier.run_exactly(sums);
+    else
+      multiplier.run(sums);
     hopper::launch_dependents();
     float* const to = params.sums_ptr + split * params.sums_split + int64_t{group} * params.group_k * params.sums_row;
     store_sums<Shape>(params, to, first_k, first_e, warp, lane, sums);
@@ -890,11 +952,62 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) wgrad_kernel(const __grid_c
                              group * params.group_c * params.x_stride[1] * static_cast<int64_t>(sizeof(Value));
     const uint8_t* const dy =
         static_cast<const uint8_t*>(params.dy_ptr) + (int64_t{group} * params.group_k + first_k) * k_bytes;
-    Loader<Value, Shape> loader{params, table, ring.smem + params.layout.copies, warp - kMultiplyingWarps, lane, first_k,
-                                first_e, group * params.group_k + first_k, x, dy, k_bytes};
-    loader.load(ring, first_stage, end_stage);
+    const uint32_t copies = ring.smem + params.layout.copies;
+    const int loader_id = warp - kMultiplyingWarps, k_of_all = group * params.group_k + first_k;
+    const auto load = [&](auto loader) { loader.load(ring, loader_id, first_stage, end_stage); };
+    if (params.dy_copies != DyCopies::kBoxes)
+      load(Loader<Value, Shape, 1, false>{params, table, copies, lane, first_k, first_e, k_of_all, x, dy, k_bytes});
+    else if (groups == Shape::LOADERS / 2)
+      load(Loader<Value, Shape, Shape::LOADERS / 2, true>{params, table, copies, lane, first_k, first_e, k_of_all, x, dy,
+                                                          k_bytes});
+    else
+      load(Loader<Value, Shape, Shape::LOADERS / 4, true>{params, table, copies, lane, first_k, first_e, k_of_all, x, dy,
+                                                          k_bytes});
   }
 #endif
+}
+
+// What is copied first: x of 1x1 filters that leave pixels out or whose images do not begin at multiples of 16 bytes, as
+// dense images of y's size; x of others whose rows do not begin there; and dy where boxes of it would not.
+struct CopyParams {
+  const void* from_ptr;
+  void* to_ptr;
+  int64_t stride[4];
+  int H, W, P, Q, stride_h, stride_w, pad_h, pad_w;
+  int channels;
+  int row, rows;     // values of a row of the copy, with what fills it up; rows of a channel
+  bool image_is_row;
+  int64_t vectors;   // of 16 bytes
+  Divisor by_row_vectors, by_rows, by_channels, by_Q;
+};
+
+constexpr int kCopyThreads = 256;
+
+template <typename Word>
+__global__ void __launch_bounds__(kCopyThreads) copy_kernel(const __grid_constant__ CopyParams params) {
+  constexpr int VALUES = 16 / static_cast<int>(sizeof(Word));
+  struct alignas(16) Vector {
+    Word values[VALUES];
+  };
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kCopyThreads + threadIdx.x;
+  if (number >= params.vectors) return;
+  const int of_all = quotient(static_cast<int>(number), params.by_row_vectors);
+  const int first =
+      (static_cast<int>(number) - of_all * static_cast<int>(params.by_row_vectors.divisor)) * VALUES;
+  const int channel = quotient(of_all, params.by_rows), row = of_all - channel * params.rows;
+  const int n = quotient(channel, params.by_channels), c = channel - n * params.channels;
+  const Word* const from = static_cast<const Word*>(params.from_ptr) + n * params.stride[0] + c * params.stride[1];
+  Vector vector{};
+#pragma unroll
+  for (int i = 0; i < VALUES; ++i) {
+    const int pixel = params.image_is_row ? first + i : row * params.Q + first + i;
+    const bool exists = params.image_is_row ? pixel < params.P * params.Q : first + i < params.Q;
+    const int p = quotient(pixel, params.by_Q), q = pixel - p * params.Q;
+    const int h = p * params.stride_h - params.pad_h, w = q * params.stride_w - params.pad_w;
+    if (exists && h >= 0 && h < params.H && w >= 0 && w < params.W)
+      vector.values[i] = from[h * params.stride[2] + w * params.stride[3]];
+  }
+  static_cast<Vector*>(params.to_ptr)[number] = vector;
 }
 
 struct AddParams {
@@ -955,6 +1068,8 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(const __grid_constant_
 struct Plan {
   int tile_k, parts;
   bool has_window, has_boxes, image_is_row;
+  bool copies_x, copies_dy;
+  int64_t copied_bytes;
   Window window;
   Layout layout;
   int tiles_k, tiles_e;
@@ -1029,9 +1144,9 @@ inline bool make_layout(const Plan& plan, int x_bytes, int places_bytes, int cop
 }
 
 // Whether values that are `values` apart, from the first on, are so many bytes apart that copies of `values` can be.
-inline bool copies_align(const Problem& problem, int values) {
+inline bool copies_align(const Problem& problem, int values, bool filled_up = false) {
   const int64_t (&stride)[4] = problem.x_stride;
-  return problem.W % values == 0 && stride[0] % values == 0 && stride[1] % values == 0 && stride[2] % values == 0;
+  return (filled_up || problem.W % values == 0) && stride[0] % values == 0 && stride[1] % values == 0 && stride[2] % values == 0;
 }
 
 // False where a stage of it would not fit, or lies in memory otherwise.
@@ -1049,8 +1164,8 @@ inline bool make_window(const Problem& problem, const Plan& plan, bool aligned, 
   window.strips = static_cast<int>(ceil_div(Q, window.width));
   window.stages_of_strip = static_cast<int>(ceil_div(int64_t{P} * window.width, stage_pixels));
   window.stages_of_image = window.stages_of_strip * window.strips;
-  window.values = aligned && copies_align(problem, wide) ? wide : 4 / bytes;
-  if (!copies_align(problem, window.values)) return false;
+  window.values = aligned && copies_align(problem, wide, plan.copies_x) ? wide : 4 / bytes;
+  if (!copies_align(problem, window.values, plan.copies_x)) return false;
   window.lead = static_cast<int>((window.values - problem.pad_w % window.values) % window.values);
   window.channels = std::min(group_c_of(problem), (kTileE + taps - 2) / taps + 1);
   int p_rows = 1;
@@ -1079,7 +1194,7 @@ inline bool make_window(const Problem& problem, const Plan& plan, bool aligned, 
   window.plane = window.rows * window.pitch;
   while (window.plane / of_word % 32 != 24) window.plane += 8 * of_word;
   const int x_bytes = window.channels * window.plane * bytes;
-  return make_layout(plan, x_bytes, 4 * stage_pixels, window.copies, layout);
+  return make_layout(plan, x_bytes, 4 * stage_pixels + 16, window.copies, layout);
 }
 
 inline bool sees_runs(const Problem& problem, const void* x) {
@@ -1097,8 +1212,67 @@ inline bool has_boxes_of_dy(const Problem& problem, bool of_images, const void* 
          in_steps(stride[1], problem.K) && reinterpret_cast<uint64_t>(dy) % 16 == 0;
 }
 
+// The problem as the kernel sees it, behind copies.
+struct Prepared {
+  Problem problem;
+  bool copies_x, copies_dy;
+  int64_t x_bytes, dy_bytes;  // of the copies
+};
+
+constexpr int64_t kMostCopiedBytes = 512 << 20;
+
+inline Prepared prepare(const Problem& problem, const void* x, const void* dy) {
+  Prepared prepared{problem, false, false, 0, 0};
+  Problem& of = prepared.problem;
+  const int bytes = element_bytes(problem.dtype), values = 16 / bytes;
+  const bool points = problem.R == 1 && problem.S == 1;
+  const bool image_is_row = points || problem.Q <= kStageWords * 4 / bytes;
+  const bool channels_last = is_channels_last(problem) || (problem.y_stride[1] == 1 && problem.y_stride[3] != 1);
+  const auto aligns = [&](int size) {
+    return (problem.x_stride[3] == 1 || problem.W == 1) && copies_align(problem, size / bytes) &&
+           reinterpret_cast<uint64_t>(x) % size == 0;
+  };
+  if (channels_last) return prepared;
+  const auto whole = [&](int64_t number) { return ceil_div(number, values) * values; };
+  const int64_t pixels = int64_t{problem.P} * problem.Q;
+  const int64_t row = image_is_row ? whole(pixels) : whole(problem.Q), plane = image_is_row ? row : row * problem.P;
+  const int64_t x_row = whole(problem.W), x_plane = points ? row : x_row * problem.H;
+  const int64_t x_bytes = problem.N * problem.C * x_plane * bytes, dy_bytes = problem.N * problem.K * plane * bytes;
+  const bool copies_x = (points ? !sees_runs(problem, x) : !aligns(16)) && x_bytes <= kMostCopiedBytes;
+  if (!points && !copies_x && !aligns(4)) return prepared;  // there is no window
+  if (!has_boxes_of_dy(problem, image_is_row, dy)) {
+    if (dy_bytes > kMostCopiedBytes) return prepared;
+    prepared.copies_dy = true;
+    prepared.dy_bytes = ceil_div(dy_bytes, 256) * 256;
+    of.y_stride[3] = 1;
+    of.y_stride[2] = image_is_row ? problem.Q : row;
+    of.y_stride[1] = plane;
+    of.y_stride[0] = plane * problem.K;
+  }
+  if (copies_x) {
+    prepared.copies_x = true;
+    prepared.x_bytes = ceil_div(x_bytes, 256) * 256;
+    if (points) {
+      of.H = problem.P;
+      of.W = problem.Q;
+      of.stride_h = of.stride_w = 1;
+      of.pad_h = of.pad_w = 0;
+    }
+    of.x_stride[3] = 1;
+    of.x_stride[2] = points ? problem.Q : x_row;
+    of.x_stride[1] = x_plane;
+    of.x_stride[0] = x_plane * problem.C;
+  }
+  return prepared;
+}
+
 // x, dy: their addresses, or null for aligned ones.
-inline Plan make_plan(const Problem& problem, const void* x, const void* dy, int sms, int only_tile_k = 0, int64_t only_splits = 0) {
+inline Plan make_plan(const Problem& original, const void* x, const void* dy, int sms, int only_tile_k = 0,
+                      int64_t only_splits = 0) {
+  const Prepared prepared = prepare(original, x, dy);
+  const Problem& problem = prepared.problem;
+  if (prepared.copies_x) x = nullptr;
+  if (prepared.copies_dy) dy = nullptr;
   constexpr double kOfBlock = 6000, kBytesPerCycle = 2000;
   const bool sixteen_bits = problem.dtype != DType::kFloat32;
   const int parts = is_exact(problem) ? 2 : 1;
@@ -1114,7 +1288,11 @@ inline Plan make_plan(const Problem& problem, const void* x, const void* dy, int
     plan.parts = parts;
     plan.tiles_k = static_cast<int>(ceil_div(group_k_of(problem), tile_k));
     plan.tiles_e = static_cast<int>(ceil_div(columns_of(problem), kTileE));
-    const bool runs = sees_runs(problem, x);
+    // Behind a row of a copy there is what fills it up.
+    const bool points = problem.R == 1 && problem.S == 1, runs = points && (prepared.copies_x || sees_runs(problem, x));
+    plan.copies_x = prepared.copies_x;
+    plan.copies_dy = prepared.copies_dy;
+    plan.copied_bytes = prepared.x_bytes + prepared.dy_bytes;
     plan.image_is_row = runs || problem.Q <= pixels_of_stage;
     plan.has_window = plan.has_boxes = false;
     if (runs) {
@@ -1182,7 +1360,8 @@ inline const char* yields(const Problem& problem, Operator) {
 inline int64_t sums_of_split(const Problem& problem) { return problem.K * columns_of(problem); }
 
 inline int64_t workspace_bytes_of(const Problem& problem, const Plan& plan) {
-  return stores_dw(problem, plan) ? 0 : plan.splits * sums_of_split(problem) * static_cast<int64_t>(sizeof(float));
+  return plan.copied_bytes +
+         (stores_dw(problem, plan) ? 0 : plan.splits * sums_of_split(problem) * static_cast<int64_t>(sizeof(float)));
 }
 
 inline int64_t workspace_bytes(const Problem& problem, Operator, const Pointers& pointers) {
@@ -1191,7 +1370,7 @@ inline int64_t workspace_bytes(const Problem& problem, Operator, const Pointers&
 
 inline XCopies x_copies_of(const Problem& problem, const Plan& plan, const void* x) {
   if (plan.has_window) return XCopies::kWindow;
-  if (sees_runs(problem, x)) return XCopies::kRuns;
+  if (sees_runs(problem, x) || (plan.copies_x && problem.R == 1 && problem.S == 1)) return XCopies::kRuns;
   const int values = 16 / element_bytes(problem.dtype);
   const int64_t (&stride)[4] = problem.x_stride;
   const auto in_steps = [&](int64_t number) { return number % values == 0; };
@@ -1323,8 +1502,58 @@ inline cudaError_t make_dy_map(const Problem& problem, const Plan& plan, const v
   return hopper::make_box_map(hopper::BoxUse::kLoadRows, dy, bytes, sizes, strides, box, map);
 }
 
-inline cudaError_t launch_plan(const Problem& problem, const Pointers& pointers, const Plan& plan,
+// Of x, as of 1x1 filters, or of dy, which sees itself.
+inline cudaError_t copy(const Problem& problem, const Plan& plan, bool of_x, const void* from, void* to,
+                        cudaStream_t stream) {
+  CopyParams params{};
+  const int values = 16 / element_bytes(problem.dtype);
+  params.from_ptr = from;
+  params.to_ptr = to;
+  std::copy_n(of_x ? problem.x_stride : problem.y_stride, 4, params.stride);
+  const bool points = of_x && problem.R == 1 && problem.S == 1, rows_of_x = of_x && !points;
+  params.H = of_x ? problem.H : problem.P;
+  params.W = of_x ? problem.W : problem.Q;
+  params.P = rows_of_x ? problem.H : problem.P;
+  params.Q = rows_of_x ? problem.W : problem.Q;
+  params.stride_h = points ? problem.stride_h : 1;
+  params.stride_w = points ? problem.stride_w : 1;
+  params.pad_h = points ? problem.pad_h : 0;
+  params.pad_w = points ? problem.pad_w : 0;
+  params.channels = of_x ? problem.C : problem.K;
+  params.image_is_row = points || (!of_x && plan.image_is_row);
+  const int64_t row_vectors = ceil_div(params.image_is_row ? int64_t{params.P} * params.Q : params.Q, values);
+  params.rows = params.image_is_row ? 1 : params.P;
+  params.row = static_cast<int>(row_vectors) * values;
+  params.vectors = problem.N * params.channels * params.rows * row_vectors;
+  params.by_row_vectors = make_divisor(row_vectors);
+  params.by_rows = make_divisor(params.rows);
+  params.by_channels = make_divisor(params.channels);
+  params.by_Q = make_divisor(params.Q);
+  const unsigned blocks = static_cast<unsigned>(ceil_div(params.vectors, kCopyThreads));
+  if (values == 4)
+    copy_kernel<uint32_t><<<blocks, kCopyThreads, 0, stream>>>(params);
+  else
+    copy_kernel<uint16_t><<<blocks, kCopyThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+inline cudaError_t launch_plan(const Problem& original, const Pointers& original_pointers, const Plan& plan,
                                cudaStream_t stream) {
+  const Prepared prepared = prepare(original, original_pointers.x, original_pointers.dy);
+  const Problem& problem = prepared.problem;
+  Pointers pointers = original_pointers;
+  const auto behind = [&](int64_t bytes) { return static_cast<uint8_t*>(original_pointers.workspace) + bytes; };
+  if (prepared.copies_x) {
+    pointers.x = behind(0);
+    const cudaError_t error = copy(original, plan, true, original_pointers.x, behind(0), stream);
+    if (error != cudaSuccess) return error;
+  }
+  if (prepared.copies_dy) {
+    pointers.dy = behind(prepared.x_bytes);
+    const cudaError_t error = copy(original, plan, false, original_pointers.dy, behind(prepared.x_bytes), stream);
+    if (error != cudaSuccess) return error;
+  }
+  pointers.workspace = behind(plan.copied_bytes);
   Params params = make_params(problem, pointers, plan);
   if (plan.has_boxes) {
     const cudaError_t error = make_dy_map(problem, plan, pointers.dy, params.dy_map);
@@ -1356,8 +1585,13 @@ inline cudaError_t launch(Operator, const Problem& problem, const Pointers& poin
 
 inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
   const Plan& plan = plan_of(problem, nullptr, nullptr);
-  snprintf(text, text_size, "%d x %d tiles of %d output channels x %d weights, %d splits of the pixels%s", plan.tiles_k,
-           plan.tiles_e, plan.tile_k, kTileE, static_cast<int>(plan.splits), plan.parts == 2 ? ", in two parts" : "");
+  snprintf(text, text_size, "%d x %d tiles of %d output channels x %d weights, %d splits of the pixels%s%s",
+           plan.tiles_k, plan.tiles_e, plan.tile_k, kTileE, static_cast<int>(plan.splits),
+           plan.parts == 2 ? ", in two parts" : "",
+           plan.copies_x && plan.copies_dy ? ", x and dy copied"
+           : plan.copies_x                 ? ", x copied"
+           : plan.copies_dy                ? ", dy copied"
+                                           : "");
 }
 
 #endif  // host
