@@ -595,7 +595,7 @@ struct Loader {
   __device__ __forceinline__ void load_ahead(Ring ring, int group, int stage, int end) {
     box[2] = first_k_of_all;
     // A group orders another stage when it has given one; until then what multiplies has other groups' stages.
-    const int ahead = max(1, min((ring.stages - 1) / GROUPS, kMostAhead));
+    const int ahead = max(1, min((GROUPS > 1 ? ring.stages : ring.stages - 1) / GROUPS, kMostAhead));
     stage += group;
     ring.advance(group);
     Ring ordered = ring;
@@ -977,8 +977,9 @@ struct CopyParams {
   int channels;
   int row, rows;     // values of a row of the copy, with what fills it up; rows of a channel
   bool image_is_row;
+  int images_of_row;
   int64_t vectors;   // of 16 bytes
-  Divisor by_row_vectors, by_rows, by_channels, by_Q;
+  Divisor by_row_vectors, by_rows, by_channels, by_plane, by_Q;
 };
 
 constexpr int kCopyThreads = 256;
@@ -1000,12 +1001,17 @@ __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const __grid_constan
   Vector vector{};
 #pragma unroll
   for (int i = 0; i < VALUES; ++i) {
-    const int pixel = params.image_is_row ? first + i : row * params.Q + first + i;
-    const bool exists = params.image_is_row ? pixel < params.P * params.Q : first + i < params.Q;
+    int pixel = params.image_is_row ? first + i : row * params.Q + first + i, image = 0;
+    if (params.images_of_row > 1) {
+      image = quotient(pixel, params.by_plane);
+      pixel -= image * static_cast<int>(params.by_plane.divisor);
+    }
+    const bool exists = params.image_is_row ? image < params.images_of_row && pixel < params.P * params.Q
+                                            : first + i < params.Q;
     const int p = quotient(pixel, params.by_Q), q = pixel - p * params.Q;
     const int h = p * params.stride_h - params.pad_h, w = q * params.stride_w - params.pad_w;
     if (exists && h >= 0 && h < params.H && w >= 0 && w < params.W)
-      vector.values[i] = from[h * params.stride[2] + w * params.stride[3]];
+      vector.values[i] = from[image * params.stride[0] + h * params.stride[2] + w * params.stride[3]];
   }
   static_cast<Vector*>(params.to_ptr)[number] = vector;
 }
@@ -1216,13 +1222,14 @@ inline bool has_boxes_of_dy(const Problem& problem, bool of_images, const void* 
 struct Prepared {
   Problem problem;
   bool copies_x, copies_dy;
+  bool merges;                // all images are a row of one
   int64_t x_bytes, dy_bytes;  // of the copies
 };
 
 constexpr int64_t kMostCopiedBytes = 512 << 20;
 
 inline Prepared prepare(const Problem& problem, const void* x, const void* dy) {
-  Prepared prepared{problem, false, false, 0, 0};
+  Prepared prepared{problem, false, false, false, 0, 0};
   Problem& of = prepared.problem;
   const int bytes = element_bytes(problem.dtype), values = 16 / bytes;
   const bool points = problem.R == 1 && problem.S == 1;
@@ -1236,6 +1243,8 @@ inline Prepared prepare(const Problem& problem, const void* x, const void* dy) {
   const auto whole = [&](int64_t number) { return ceil_div(number, values) * values; };
   const int64_t pixels = int64_t{problem.P} * problem.Q;
   const int64_t row = image_is_row ? whole(pixels) : whole(problem.Q), plane = image_is_row ? row : row * problem.P;
+  // Images that do not begin there follow one another without gaps, channel by channel.
+  const bool merges = points && !has_boxes_of_dy(problem, true, dy) && problem.N * pixels < (int64_t{1} << 30);
   const int64_t x_row = whole(problem.W), x_plane = points ? row : x_row * problem.H;
   const int64_t x_bytes = problem.N * problem.C * x_plane * bytes, dy_bytes = problem.N * problem.K * plane * bytes;
   const bool copies_x = (points ? !sees_runs(problem, x) : !aligns(16)) && x_bytes <= kMostCopiedBytes;
@@ -1249,7 +1258,20 @@ inline Prepared prepare(const Problem& problem, const void* x, const void* dy) {
     of.y_stride[1] = plane;
     of.y_stride[0] = plane * problem.K;
   }
-  if (copies_x) {
+  prepared.merges = merges && copies_x && prepared.copies_dy;
+  if (prepared.merges) {
+    const int64_t all = whole(problem.N * pixels);
+    prepared.copies_x = true;
+    prepared.x_bytes = ceil_div(problem.C * all * bytes, 256) * 256;
+    prepared.dy_bytes = ceil_div(problem.K * all * bytes, 256) * 256;
+    of.N = of.P = of.H = 1;
+    of.Q = of.W = static_cast<int>(problem.N * pixels);
+    of.stride_h = of.stride_w = 1;
+    of.pad_h = of.pad_w = 0;
+    of.x_stride[3] = of.y_stride[3] = 1;
+    of.x_stride[0] = of.x_stride[1] = of.x_stride[2] = all;
+    of.y_stride[0] = of.y_stride[1] = of.y_stride[2] = all;
+  } else if (copies_x) {
     prepared.copies_x = true;
     prepared.x_bytes = ceil_div(x_bytes, 256) * 256;
     if (points) {
@@ -1503,7 +1525,7 @@ inline cudaError_t make_dy_map(const Problem& problem, const Plan& plan, const v
 }
 
 // Of x, as of 1x1 filters, or of dy, which sees itself.
-inline cudaError_t copy(const Problem& problem, const Plan& plan, bool of_x, const void* from, void* to,
+inline cudaError_t copy(const Problem& problem, const Plan& plan, bool merges, bool of_x, const void* from, void* to,
                         cudaStream_t stream) {
   CopyParams params{};
   const int values = 16 / element_bytes(problem.dtype);
@@ -1521,14 +1543,18 @@ inline cudaError_t copy(const Problem& problem, const Plan& plan, bool of_x, con
   params.pad_w = points ? problem.pad_w : 0;
   params.channels = of_x ? problem.C : problem.K;
   params.image_is_row = points || (!of_x && plan.image_is_row);
-  const int64_t row_vectors = ceil_div(params.image_is_row ? int64_t{params.P} * params.Q : params.Q, values);
+  const int64_t pixels = int64_t{params.P} * params.Q;
+  params.images_of_row = merges ? static_cast<int>(problem.N) : 1;
+  const int64_t row_vectors =
+      ceil_div(params.image_is_row ? params.images_of_row * pixels : params.Q, values);
   params.rows = params.image_is_row ? 1 : params.P;
   params.row = static_cast<int>(row_vectors) * values;
-  params.vectors = problem.N * params.channels * params.rows * row_vectors;
+  params.vectors = (merges ? 1 : problem.N) * params.channels * params.rows * row_vectors;
   params.by_row_vectors = make_divisor(row_vectors);
   params.by_rows = make_divisor(params.rows);
   params.by_channels = make_divisor(params.channels);
   params.by_Q = make_divisor(params.Q);
+  params.by_plane = make_divisor(pixels);
   const unsigned blocks = static_cast<unsigned>(ceil_div(params.vectors, kCopyThreads));
   if (values == 4)
     copy_kernel<uint32_t><<<blocks, kCopyThreads, 0, stream>>>(params);
@@ -1545,12 +1571,12 @@ inline cudaError_t launch_plan(const Problem& original, const Pointers& original
   const auto behind = [&](int64_t bytes) { return static_cast<uint8_t*>(original_pointers.workspace) + bytes; };
   if (prepared.copies_x) {
     pointers.x = behind(0);
-    const cudaError_t error = copy(original, plan, true, original_pointers.x, behind(0), stream);
+    const cudaError_t error = copy(original, plan, prepared.merges, true, original_pointers.x, behind(0), stream);
     if (error != cudaSuccess) return error;
   }
   if (prepared.copies_dy) {
     pointers.dy = behind(prepared.x_bytes);
-    const cudaError_t error = copy(original, plan, false, original_pointers.dy, behind(prepared.x_bytes), stream);
+    const cudaError_t error = copy(original, plan, prepared.merges, false, original_pointers.dy, behind(prepared.x_bytes), stream);
     if (error != cudaSuccess) return error;
   }
   pointers.workspace = behind(plan.copied_bytes);
