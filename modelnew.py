@@ -862,7 +862,18 @@ def explain(
 
 
 # Of the table in kernels/binding.cpp, to be known without a build.
-_ENGINE_NAMES = ("patches", "dilated", "wgmma", "gather", "stem", "depthwise", "pointwise", "mma", "direct")
+_ENGINE_NAMES = (
+    "patches",
+    "dilated",
+    "wgmma",
+    "gather",
+    "stem",
+    "depthwise",
+    "pointwise",
+    "mma",
+    "wgrad",
+    "direct",
+)
 
 
 @contextlib.contextmanager

@@ -11274,6 +11274,154 @@ def test_gpu_patches_run_what_a_vision_transformer_begins_with():
             assert "\nforward: patches; " in modelnew.explain(x, w, stride=R)
 
 
+# Windows with boxes of dy and without, strips of rows, copies of x and of dy, images without gaps, filters that leave
+# pixels out, groups, words and channels one by one; ragged edges of every tile, and several splits.
+GPU_WGRAD_CASES = [
+    Case(3, 64, 28, 28, 64, 3, 3, padding=(1, 1)),
+    Case(2, 20, 40, 96, 136, 3, 3, padding=(1, 1)),
+    Case(2, 16, 30, 70, 72, 3, 3, padding=(1, 0)),
+    Case(5, 96, 14, 14, 300, 1, 1),
+    Case(9, 80, 7, 7, 136, 1, 1),
+    Case(6, 40, 7, 7, 64, 3, 3, padding=(1, 1)),
+    Case(4, 32, 28, 30, 64, 1, 1, stride=(2, 2)),
+    Case(2, 24, 33, 29, 40, 5, 4, stride=(2, 3), padding=(2, 1), dilation=(1, 2)),
+    Case(3, 64, 20, 20, 96, 3, 3, padding=(1, 1), groups=2),
+    Case(2, 3, 64, 60, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(2, 30, 19, 21, 20, 3, 3, padding=(2, 2), dilation=(3, 2)),
+    Case(1, 130, 9, 9, 270, 3, 3),
+    Case(1, 16, 5, 3, 17, 1, 1),
+]
+
+
+def wgrad_of(case: Case, tensors: dict[str, Tensor], tf32: bool) -> Tensor:
+    results = on_gpu(case, tensors, tf32, "wgrad")
+    assert set(results) == {"wgrad"}
+    return results["wgrad"]
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", GPU_WGRAD_CASES, ids=str)
+def test_gpu_wgrad(case, layout, dtype):
+    """Exact, within the contract's bounds, and the same bits every time; TF32 where the problem is large enough."""
+    fills = {torch.float32: FILLS, torch.float16: [normal], torch.bfloat16: [normal, wide]}[dtype]
+    for fill in (integers, *fills):
+        tensors = in_layout(make_tensors(case, dtype, fill, "cuda"), layout)
+        result = {"wgrad": wgrad_of(case, tensors, True)}
+        check_exact(case, result, tensors) if fill is integers else check_bounds(case, result, tensors, tf32=())
+        assert all(torch.equal(wgrad_of(case, tensors, True), result["wgrad"]) for _ in range(3))
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(16, 128, 28, 28, 256, 3, 3, padding=(1, 1)),
+        Case(2, 64, 126, 250, 128, 3, 3),
+        Case(64, 256, 14, 14, 320, 1, 1),
+        Case(256, 512, 7, 7, 136, 1, 1),
+        Case(64, 128, 7, 7, 264, 3, 3, padding=(1, 1)),
+        Case(16, 128, 56, 56, 192, 1, 1, stride=(2, 2)),
+        Case(8, 64, 57, 61, 72, 5, 3, stride=(2, 1), padding=(2, 1)),
+    ],
+    ids=str,
+)
+def test_gpu_wgrad_as_tf32(case, layout):
+    for fill in (integers, *FILLS):
+        tensors = in_layout(make_tensors(case, torch.float32, fill, "cuda"), layout)
+        for tf32 in (True, False):
+            operators = case.tf32_operators(torch.float32, tf32)
+            assert ("wgrad" in operators) == tf32
+            result = {"wgrad": wgrad_of(case, tensors, tf32)}
+            check_exact(case, result, tensors) if fill is integers else check_bounds(case, result, tensors, operators)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    "case",
+    [Case(3, 20, 12, 16, 24, 3, 3, padding=(1, 1)), Case(2, 16, 8, 8, 40, 1, 1), Case(2, 12, 9, 9, 16, 1, 1, (2, 2))],
+    ids=str,
+)
+def test_gpu_wgrad_takes_any_strides(case, view, dtype):
+    tensors = make_tensors(case, dtype, integers, "cuda")
+    for names in (("x", "dy"), ("x",), ("dy",)):
+        changed = tensors | {name: VIEWS[view](tensors[name]) for name in names}
+        check_exact(case, {"wgrad": wgrad_of(case, changed, True)}, changed)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("elements", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(3, 20, 12, 16, 24, 3, 3, padding=(1, 1)), Case(2, 16, 8, 8, 40, 1, 1)], ids=str
+)
+def test_gpu_wgrad_takes_operands_that_begin_anywhere(case, dtype, elements):
+    tensors = make_tensors(case, dtype, integers, "cuda")
+    for names in (("x", "dy"), ("x",), ("dy",)):
+        changed = tensors | {name: shifted(tensors[name], elements) for name in names}
+        check_exact(case, {"wgrad": wgrad_of(case, changed, True)}, changed)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpu_wgrad_propagates_nan_and_inf(layout, tf32, special):
+    """One in x, in a corner that not all taps see, and one in dy."""
+    for case in (Case(64, 32, 24, 24, 136, 3, 3, padding=(1, 1)), Case(128, 64, 16, 14, 300, 1, 1)):
+        for name, at in (("x", (1, 3, 0, 0)), ("dy", (2, 5, 4, 3))):
+            tensors = make_tensors(case, torch.float32, positive, "cuda")
+            tensors[name][at] = special
+            result = wgrad_of(case, in_layout(tensors, layout), tf32).cpu()
+            # In float64, where the CPU has no kernels that leave padding out.
+            first, second = tensors["dy"].cpu().double(), tensors["x"].cpu().double()
+            expected = nn.grad.conv2d_weight(second, case.w_shape, first, **case.kwargs).float()
+            assert not expected.isfinite().all()
+            assert torch.equal(result.isnan(), expected.isnan())
+            assert torch.equal(result.isinf(), expected.isinf())
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize(
+    "case", [Case(8, 64, 28, 28, 96, 3, 3, padding=(1, 1)), Case(8, 64, 7, 7, 136, 1, 1)], ids=str
+)
+def test_gpu_wgrad_in_a_graph(case):
+    """Copies and sums are made anew at every replay."""
+    tensors = make_tensors(case, torch.float32, integers, "cuda")
+    expected = wgrad_of(case, tensors, True).clone()
+    x, dy, w = tensors["x"], tensors["dy"], tensors["w"].detach().requires_grad_()
+    with tf32_switch(True):
+
+        def result() -> Tensor:
+            y = modelnew.conv2d(x, w, None, **case.kwargs)
+            with modelnew.force_engine("wgrad"):
+                return torch.autograd.grad(y, w, dy)[0]
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            result()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = result()
+        for _ in range(5):
+            out.fill_(math.nan)
+            dy.mul_(2)
+            expected.mul_(2)
+            graph.replay()
+            assert torch.equal(out, expected)
+
+
 GPU_DILATED_CASES = [
     Case(3, 64, 28, 28, 64, 3, 3, padding=(24, 24), dilation=(24, 24)),
     Case(1, 72, 65, 65, 40, 3, 3, padding=(36, 36), dilation=(36, 36)),

@@ -58,7 +58,8 @@ constexpr int kPixelBytes = 4 * kTileE + 32, kPixelBytes16 = 2 * kTileE + 16;  /
 constexpr int kXBytes = kTileE * kRowBytes;
 static_assert(kStageWords * kPixelBytes <= kXBytes && 2 * kStageWords * kPixelBytes16 <= kXBytes, "either fits");
 constexpr int kSmemBytes = 232448;
-constexpr int kMostStages = 8, kMostAhead = 3;
+constexpr int kMostStages = 8;
+[[maybe_unused]] constexpr int kMostAhead = 3;
 constexpr int kAtOnce = 4;  // loads from shared memory by a warp before it needs the first: each takes some 30 cycles
 // With half as many loading warps, as ptxas needs them: without spills, and wgmma one behind another (no C7512).
 [[maybe_unused]] constexpr int kMultiplyRegisters = 176, kLoadRegisters = 152;
@@ -111,8 +112,8 @@ struct Window {
   int dy_row_bytes, dy_column_bytes;       // from pixel to pixel of dy
 };
 
-constexpr uint32_t kNowhere = 1u << 31;  // a pixel of no output
-constexpr uint32_t kNoRow = 1u << 31;  // of a channel that there is not: outside of every image
+[[maybe_unused]] constexpr uint32_t kNowhere = 1u << 31;  // a pixel of no output
+[[maybe_unused]] constexpr uint32_t kNoRow = 1u << 31;  // of a channel that there is not: outside of every image
 
 // From the beginning of shared memory, or of a stage.
 struct Layout {
@@ -159,7 +160,7 @@ struct Weight {
   uint32_t needs;
 };
 
-constexpr uint32_t kNever = 1u << 31;
+[[maybe_unused]] constexpr uint32_t kNever = 1u << 31;
 
 template <typename Value>
 __device__ __forceinline__ Pixel locate(const Params& params, const uint8_t* x, const uint8_t* dy, int number) {
