@@ -1516,10 +1516,14 @@ inline cudaError_t make_dy_map(const Problem& problem, const Plan& plan, const v
   const uint64_t P = problem.P, Q = problem.Q;
   const uint64_t sizes[4] = {plan.image_is_row ? P * Q : Q, plan.image_is_row ? 1 : P,
                              static_cast<uint64_t>(problem.K), static_cast<uint64_t>(problem.N)};
-  // Of a dimension of one element the step is never taken, but has to be a multiple of 16 bytes.
-  const auto step = [&](uint64_t size, int64_t stride) { return size == 1 ? 16 : static_cast<uint64_t>(stride) * bytes; };
-  const uint64_t strides[3] = {step(sizes[1], problem.y_stride[2]), step(sizes[2], problem.y_stride[1]),
-                               step(sizes[3], problem.y_stride[0])};
+  // Of a dimension of one element the step is never taken, but has to be one that could be.
+  const auto step = [&](int dimension, int64_t stride, uint64_t natural) {
+    return sizes[dimension] == 1 ? natural : static_cast<uint64_t>(stride) * bytes;
+  };
+  uint64_t strides[3];
+  strides[0] = step(1, problem.y_stride[2], ceil_div(sizes[0] * bytes, 16) * 16);
+  strides[1] = step(2, problem.y_stride[1], strides[0] * sizes[1]);
+  strides[2] = step(3, problem.y_stride[0], strides[1] * sizes[2]);
   const uint32_t box[4] = {static_cast<uint32_t>(hopper::kBoxRowBytes / bytes), 1, static_cast<uint32_t>(plan.tile_k),
                            1};
   return hopper::make_box_map(hopper::BoxUse::kLoadRows, dy, bytes, sizes, strides, box, map);
