@@ -871,6 +871,7 @@ _ENGINE_NAMES = (
     "depthwise",
     "pointwise",
     "mma",
+    "strided",
     "wgrad",
     "direct",
 )

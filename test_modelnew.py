@@ -1016,7 +1016,7 @@ class ShimEngine:
 
     def __init__(self, folder: Path, name: str = "direct", mutations: Sequence[tuple] = (), **constants: int) -> None:
         """`constants` replaces the values of constants in the source, to reach what takes large problems."""
-        files = [f"{name}.cu", *(["direct.cu"] if name in ("dilated", "patches") else [])]
+        files = [f"{name}.cu", *(["direct.cu"] if name in ("dilated", "patches", "strided") else [])]
         source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": COPIES_STAND_IN}, files)
         replacements = {rf"\b{constant} = \w+;": f"{constant} = {value};" for constant, value in constants.items()}
         replacements[r"\b1 << 29 : 1 << 27;"] = "1 << 20 : 1 << 20;"
@@ -1025,7 +1025,12 @@ class ShimEngine:
         for pattern, replacement in replacements.items():
             source, found = re.subn(pattern, replacement, source)
             assert found == 1, pattern
-        of_engine = {"depthwise": DEPTHWISE_MUTATIONS, "dilated": DILATED_MUTATIONS, "patches": PATCHES_MUTATIONS}
+        of_engine = {
+            "depthwise": DEPTHWISE_MUTATIONS,
+            "dilated": DILATED_MUTATIONS,
+            "patches": PATCHES_MUTATIONS,
+            "strided": STRIDED_MUTATIONS,
+        }
         source = with_mutations(source, of_engine.get(name, {}))
         source = f"#define ENGINE k{name.capitalize()}Engine\n{source}"
         self.operators = tuple(OPERATOR_NUMBER) if name == "direct" else ("fprop", "dgrad")
@@ -1033,6 +1038,7 @@ class ShimEngine:
             "depthwise": DEPTHWISE_ENTRY_POINTS,
             "dilated": DILATED_STAND_INS,
             "patches": PATCHES_STAND_INS,
+            "strided": STRIDED_STAND_INS,
         }
         entry_points = ENGINE_ENTRY_POINTS + more.get(name, "")
         self.library = compile_simt(source + '#line 1 "entry_points"\n' + entry_points, folder)
@@ -1223,6 +1229,51 @@ PATCHES_MUTATIONS = {
         "|| (!MUTATED && row_of(problem) != values_of(problem));",
     ),
 }
+
+
+# What the strided engine gives its parts to: one that takes no stride, and does the rest as direct.
+STRIDED_STAND_INS = (
+    IDLE_ENGINES
+    + r"""
+extern "C" {
+int parts_launched = 0;  // so far
+}
+namespace modelnew {
+static const char* refuse_strides(const Problem& problem, Operator) {
+  return problem.stride_h > 1 || problem.stride_w > 1 || problem.pad_h < 0 || problem.pad_w < 0 ? "a stride" : nullptr;
+}
+static cudaError_t launch_part(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  ++parts_launched;
+  return direct::launch(op, problem, pointers, stream);
+}
+const Engine kDilatedEngine{"dilated", refuse_all, nullptr, nullptr, nullptr};
+const Engine kWgmmaEngine{"wgmma", refuse_all, nullptr, nullptr, nullptr};
+const Engine kGatherEngine{"gather", refuse_strides, direct::workspace_bytes, launch_part, direct::describe};
+const Engine kStemEngine{"stem", refuse_all, nullptr, nullptr, nullptr};
+const Engine kMmaEngine{"mma", refuse_all, nullptr, nullptr, nullptr};
+}  // namespace modelnew
+extern "C" const char* strided_yields(int op, const int64_t* fields) {
+  return modelnew::strided::yields(make_problem(fields), as_operator(op));
+}
+"""
+)
+
+STRIDED_MUTATIONS = {
+    "a padding too much": ("* dilation) / stride);\n", "* dilation) / stride) + MUTATED;\n"),
+    "the first tap of all": ("row.first * p.w_stride[2] +", "row.first * p.w_stride[2] * !MUTATED +"),
+    "taps side by side": left_out("of.w_stride[3] *= column.step;"),
+    "rows side by side": left_out("of.x_stride[2] *= stride_h;"),
+    "columns of the first phase": ("b * p.x_stride[3],", "b * !MUTATED * p.x_stride[3],"),
+    "taps as far apart as before": ("dilation / common;\n", "dilation / (MUTATED ? 1 : common);\n"),
+    "a row too few": ("ceil_div(size - number, stride));", "ceil_div(size - number - MUTATED, stride));"),
+    "no zeros": ("if (idle_phases(problem) > 0) {", "if (!MUTATED && idle_phases(problem) > 0) {"),
+    "only the first part": ("if (!use(part)) return false;", "if (!use(part)) return false; if (MUTATED) return true;"),
+}
+
+
+@built_beside_the_tests
+def strided_shim(folder: Path) -> ShimEngine:
+    return ShimEngine(folder, "strided")
 
 
 @built_beside_the_tests
@@ -7680,6 +7731,84 @@ def test_dilated_yields_to_who_is_as_fast(dilated_shim):
             set_whole(0, b"\0")
 
 
+# The strided engine, whose parts direct computes ----------------------------------------------------------------------
+
+STRIDED_CASES = [
+    Case(2, 9, 7, 9, 10, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(2, 9, 8, 10, 8, 1, 1, stride=(2, 2)),  # phases of zeros
+    Case(1, 8, 13, 9, 9, 5, 4, stride=(3, 2), padding=(2, 3)),
+    Case(1, 8, 12, 15, 8, 2, 2, stride=(4, 3), padding=(1, 0)),  # rows that no filter meets
+    Case(1, 8, 6, 7, 8, 3, 3, stride=(2, 2), padding=(2, 2), dilation=(2, 2)),  # the same taps for all that any meets
+    Case(1, 8, 19, 20, 8, 3, 3, stride=(4, 2), padding=(6, 3), dilation=(2, 3)),
+    Case(2, 16, 9, 8, 24, 3, 3, stride=(1, 2), padding=(0, 1), groups=2),
+    Case(1, 8, 5, 30, 8, 4, 3, stride=(9, 2), padding=(0, 1)),  # one row of outputs
+]
+
+
+def dgrad_of_strided(engine: ShimEngine, case: Case, layout: str, dtype: torch.dtype = torch.float32) -> bool:
+    tensors = in_layout(make_tensors(case, dtype, integers), layout)
+    out = torch.full_like(tensors["x"], math.nan)
+    result = engine.run("dgrad", case, tensors, False, out)
+    return torch.equal(result, references(case, tensors)["dgrad"].to(dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", STRIDED_CASES, ids=str)
+def test_strided_exact(strided_shim, case, layout):
+    assert dgrad_of_strided(strided_shim, case, layout)
+    assert dgrad_of_strided(strided_shim, case, layout, torch.float16)
+
+
+def test_strided_exact_at_random(strided_shim):
+    rng, taken = random.Random(0), 0
+    for _ in range(200):
+        pair = lambda low, high: (rng.randint(low, high), rng.randint(low, high))  # noqa: E731
+        (H, W), (R, S) = pair(1, 20), pair(1, 5)
+        case = Case(
+            rng.randint(1, 2), rng.randint(1, 9), H, W, rng.randint(1, 9), R, S, pair(1, 4), pair(0, 5), pair(1, 3)
+        )
+        if min(case.y_shape) < 1:
+            continue
+        fields = ShimEngine.fields(case, make_tensors(case, torch.float32, integers), False)
+        if strided_shim.library.engine_refusal(OPERATOR_NUMBER["dgrad"], fields) is not None:
+            continue
+        taken += 1
+        assert dgrad_of_strided(strided_shim, case, LAYOUTS[0]), case
+    assert taken > 60
+
+
+@pytest.mark.parametrize("mutation", STRIDED_MUTATIONS)
+def test_strided_tests_see_what_is_wrong(mutation, strided_shim):
+    with mutated(strided_shim.library, STRIDED_MUTATIONS, mutation):
+        assert not all(dgrad_of_strided(strided_shim, case, LAYOUTS[0]) for case in STRIDED_CASES)
+
+
+@pytest.mark.parametrize(
+    "case, operator, text",
+    [
+        (STRIDED_CASES[0], "fprop", "it computes input gradients only"),
+        (Case(1, 8, 9, 9, 8, 3, 3), "dgrad", "it takes strides only"),
+        (Case(1, 8, 9, 9, 8, 9, 9, stride=(2, 2)), "dgrad", "it takes strides only"),  # one output
+        (Case(1, 8, 30, 30, 8, 3, 3, stride=(5, 4)), "dgrad", "it takes up to 16 phases of the input only"),
+    ],
+)
+def test_strided_says_what_it_refuses(strided_shim, case, operator, text):
+    tensors = make_tensors(case, torch.float32, integers)
+    assert strided_shim.refuses(operator, case, tensors).decode() == text
+
+
+def test_strided_yields_with_little_work(strided_shim):
+    for case, yields in (
+        (Case(1, 64, 56, 56, 64, 3, 3, stride=(2, 2), padding=(1, 1)), True),
+        (Case(32, 64, 56, 56, 64, 3, 3, stride=(2, 2), padding=(1, 1)), False),
+        (Case(256, 4, 56, 56, 64, 3, 3, stride=(2, 2), padding=(1, 1)), True),
+    ):
+        tensors = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        fields = ShimEngine.fields(case, {k: torch.empty(v, device="meta") for k, v in tensors.items()}, True)
+        strided_shim.library.strided_yields.restype = ctypes.c_char_p
+        assert (strided_shim.library.strided_yields(OPERATOR_NUMBER["dgrad"], fields) is not None) == yields
+
+
 # The patches engine, whose 1x1 convolutions direct computes -----------------------------------------------------------
 
 # Filters of multiples of 16 bytes and others; pixels that no patch has; an axis of one tap, or of one output; runs of a
@@ -7828,6 +7957,8 @@ int simt_mutation = 0;  // the number of the one that takes place, see with_muta
 #include "mma.cu"
 #include "dilated.cu"
 #include "patches.cu"
+#include "strided.cu"
+#include "wgrad.cu"
 
 namespace modelnew {
 bool direct_has_points(const Problem&, Operator) { return false; }
@@ -7848,6 +7979,8 @@ const Engine kPointwiseEngine{"pointwise", pointwise::refusal, nullptr,         
 const Engine kMmaEngine{"mma", mma::refusal, nullptr, nullptr, nullptr, mma::yields, mma::cycles};
 const Engine kDilatedEngine{"dilated", dilated::refusal, nullptr, nullptr, nullptr, dilated::yields};
 const Engine kPatchesEngine{"patches", patches::refusal, nullptr, nullptr, nullptr, patches::yields};
+const Engine kStridedEngine{"strided", strided::refusal, nullptr, nullptr, nullptr, strided::yields};
+const Engine kWgradEngine{"wgrad", wgrad::refusal, nullptr, nullptr, nullptr, wgrad::yields};
 const Engine kDirectEngine{"direct", [](const Problem&, Operator) -> const char* { return nullptr; }, nullptr, nullptr,
                            nullptr};
 }  // namespace modelnew

@@ -45,6 +45,7 @@ extern const Engine kPointwiseEngine;
 extern const Engine kMmaEngine;
 extern const Engine kDilatedEngine;
 extern const Engine kPatchesEngine;
+extern const Engine kStridedEngine;
 extern const Engine kWgradEngine;
 extern const Engine kDirectEngine;
 
