@@ -11555,6 +11555,53 @@ def test_gpu_wgrad_in_a_graph(case):
             assert torch.equal(out, expected)
 
 
+# Phases with every number of taps, and without any; a filter that leaves rows out, dilation, groups.
+GPU_STRIDED_CASES = [
+    Case(3, 64, 28, 30, 72, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(4, 48, 15, 14, 136, 1, 1, stride=(2, 2)),
+    Case(2, 40, 33, 29, 24, 5, 4, stride=(3, 2), padding=(2, 1)),
+    Case(2, 16, 21, 40, 64, 2, 2, stride=(2, 2)),
+    Case(2, 24, 30, 31, 40, 3, 3, stride=(2, 1), padding=(2, 2), dilation=(2, 2)),
+    Case(2, 64, 20, 20, 96, 3, 3, stride=(2, 2), padding=(1, 1), groups=2),
+]
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", GPU_STRIDED_CASES, ids=str)
+def test_gpu_strided(case, layout, dtype):
+    """Exact, and within the contract's bounds."""
+    fills = {torch.float32: FILLS, torch.float16: [normal], torch.bfloat16: [normal, wide]}[dtype]
+    for fill in (integers, *fills):
+        tensors = in_layout(make_tensors(case, dtype, fill, "cuda"), layout)
+        results = on_gpu(case, tensors, True, "strided")
+        assert set(results) == {"dgrad"}
+        check_exact(case, results, tensors) if fill is integers else check_bounds(case, results, tensors, tf32=())
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(32, 128, 28, 28, 128, 3, 3, stride=(2, 2), padding=(1, 1)),
+        Case(32, 256, 28, 28, 128, 1, 1, stride=(2, 2)),
+    ],
+    ids=str,
+)
+def test_gpu_strided_as_tf32(case, layout):
+    """Chosen, and exact where operands have no more bits than TF32."""
+    for fill in (integers, normal):
+        tensors = in_layout(make_tensors(case, torch.float32, fill, "cuda"), layout)
+        with tf32_switch(True):
+            assert "\ndgrad: strided; " in modelnew.explain(tensors["x"], tensors["w"], **case.kwargs)
+        results = {"dgrad": on_gpu(case, tensors, True)["dgrad"]}
+        check_exact(case, results, tensors) if fill is integers else check_bounds(case, results, tensors, {"dgrad"})
+
+
 GPU_DILATED_CASES = [
     Case(3, 64, 28, 28, 64, 3, 3, padding=(24, 24), dilation=(24, 24)),
     Case(1, 72, 65, 65, 40, 3, 3, padding=(36, 36), dilation=(36, 36)),

@@ -172,6 +172,8 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
   return most;
 }
 
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
 // One part behind another, in the same workspace.
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
@@ -188,6 +190,8 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   });
   return all || error != cudaSuccess ? error : cudaErrorInvalidConfiguration;
 }
+
+#endif  // launchers
 
 inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
   int parts = 0, idle = 0;

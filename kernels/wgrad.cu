@@ -143,6 +143,34 @@ struct Params {
   Divisor by_plane, by_row, by_taps, by_channels, by_S, by_image_stages, by_strip_stages, by_width;
 };
 
+// What is copied first: x of 1x1 filters that leave pixels out or whose images do not begin at multiples of 16 bytes, as
+// dense images of y's size; x of others whose rows do not begin there; and dy where boxes of it would not.
+struct CopyParams {
+  const void* from_ptr;
+  void* to_ptr;
+  int64_t stride[4];
+  int H, W, P, Q, stride_h, stride_w, pad_h, pad_w;
+  int channels;
+  int row, rows;     // values of a row of the copy, with what fills it up; rows of a channel
+  bool image_is_row;
+  int images_of_row;
+  int64_t vectors;   // of 16 bytes
+  Divisor by_row_vectors, by_rows, by_channels, by_plane, by_Q;
+};
+
+struct AddParams {
+  const float* sums_ptr;
+  void* dw_ptr;
+  int64_t elements, sums_split;
+  int64_t dw_stride[4];
+  int splits, S, inner;  // inner: taps of a channel or, of channels_last, channels of a tap
+  bool taps_first;
+  DType dtype;
+  Divisor by_columns, by_inner, by_S;
+};
+
+constexpr int kCopyThreads = 256, kAddThreads = 256;
+
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 // ---- Device code ----
@@ -969,23 +997,6 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) wgrad_kernel(const __grid_c
 #endif
 }
 
-// What is copied first: x of 1x1 filters that leave pixels out or whose images do not begin at multiples of 16 bytes, as
-// dense images of y's size; x of others whose rows do not begin there; and dy where boxes of it would not.
-struct CopyParams {
-  const void* from_ptr;
-  void* to_ptr;
-  int64_t stride[4];
-  int H, W, P, Q, stride_h, stride_w, pad_h, pad_w;
-  int channels;
-  int row, rows;     // values of a row of the copy, with what fills it up; rows of a channel
-  bool image_is_row;
-  int images_of_row;
-  int64_t vectors;   // of 16 bytes
-  Divisor by_row_vectors, by_rows, by_channels, by_plane, by_Q;
-};
-
-constexpr int kCopyThreads = 256;
-
 template <typename Word>
 __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const __grid_constant__ CopyParams params) {
   constexpr int VALUES = 16 / static_cast<int>(sizeof(Word));
@@ -1017,19 +1028,6 @@ __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const __grid_constan
   }
   static_cast<Vector*>(params.to_ptr)[number] = vector;
 }
-
-struct AddParams {
-  const float* sums_ptr;
-  void* dw_ptr;
-  int64_t elements, sums_split;
-  int64_t dw_stride[4];
-  int splits, S, inner;  // inner: taps of a channel or, of channels_last, channels of a tap
-  bool taps_first;
-  DType dtype;
-  Divisor by_columns, by_inner, by_S;
-};
-
-constexpr int kAddThreads = 256;
 
 // WAYS threads share the splits of an element, and meet in shared memory.
 template <int WAYS>
