@@ -11523,6 +11523,32 @@ def test_gpu_wgrad_propagates_nan_and_inf(layout, tf32, special):
             assert torch.equal(result.isinf(), expected.isinf())
 
 
+FIRST_GRADIENT = """
+import sys, threading, torch, modelnew
+torch.manual_seed(0)
+engine, x, w = sys.argv[1], torch.randn(1, 64, 56, 56, device="cuda"), torch.randn(64, 64, 3, 3, device="cuda")
+dy = torch.randn(1, 64, 56, 56, device="cuda")
+torch.cuda.synchronize()
+x.requires_grad_(engine == "gather")
+w.requires_grad_(engine == "wgrad")
+y = modelnew.conv2d(x, w, padding=1)
+with modelnew.force_engine(engine):
+    (gradient,) = torch.autograd.grad(y, x if engine == "gather" else w, dy)
+print(gradient.isfinite().all().item())
+"""
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("engine", ["wgrad", "gather"])
+def test_gpu_first_gradient_of_a_process(engine):
+    """Computed in a thread of autograd's own, which has called nothing of CUDA's before."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(KERNELS.parent), *sys.path])}
+    command = [sys.executable, "-c", FIRST_GRADIENT, engine]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split() == ["True"], done.stderr
+
+
 @gpu
 @hopper
 @pytest.mark.parametrize(
@@ -11588,7 +11614,7 @@ def test_gpu_strided(case, layout, dtype):
     "case",
     [
         Case(32, 128, 28, 28, 128, 3, 3, stride=(2, 2), padding=(1, 1)),
-        Case(32, 256, 28, 28, 128, 1, 1, stride=(2, 2)),
+        Case(64, 256, 28, 28, 128, 1, 1, stride=(2, 2)),
     ],
     ids=str,
 )

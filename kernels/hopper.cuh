@@ -354,6 +354,17 @@ Function driver_function(const char* name) {
   return reinterpret_cast<Function>(function);
 }
 
+// A thread that has called nothing of the runtime's yet, such as autograd's at its first gradient, may have no context,
+// without which the driver makes no map.
+template <typename Make>
+cudaError_t with_context(const Make& make) {
+  if (make() == CUDA_SUCCESS) return cudaSuccess;
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess || cudaSetDevice(device) != cudaSuccess) return cudaErrorInvalidValue;
+  return make() == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 // Sizes and box in elements of 2 or 4 bytes; strides, of all dimensions but the first, in bytes and multiples of 16.
 // `step`, up to 8: of the second dimension a box has every so manieth element of its own so many, a multiple of it.
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
@@ -362,18 +373,19 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
   static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return cudaErrorNotSupported;
   const uint32_t element_strides[4] = {1, step, 1, 1};
-  const CUresult result =
-      encode(reinterpret_cast<CUtensorMap*>(&map),
-             element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
-             const_cast<void*>(tensor), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             use == BoxUse::kLoad          ? CU_TENSOR_MAP_SWIZZLE_NONE
-             : use == BoxUse::kStoreHalves ? CU_TENSOR_MAP_SWIZZLE_64B
-                                           : CU_TENSOR_MAP_SWIZZLE_128B,
-             use == BoxUse::kStore || use == BoxUse::kStoreHalves ? CU_TENSOR_MAP_L2_PROMOTION_NONE
-                                                                  : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto make = [&] {
+    return encode(reinterpret_cast<CUtensorMap*>(&map),
+                  element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
+                  const_cast<void*>(tensor), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  use == BoxUse::kLoad          ? CU_TENSOR_MAP_SWIZZLE_NONE
+                  : use == BoxUse::kStoreHalves ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                : CU_TENSOR_MAP_SWIZZLE_128B,
+                  use == BoxUse::kStore || use == BoxUse::kStoreHalves ? CU_TENSOR_MAP_L2_PROMOTION_NONE
+                                                                       : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
   static_assert(sizeof(BoxMap) == sizeof(CUtensorMap), "the same");
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  return with_context(make);
 }
 
 // Of fp32 values of [image][row][column][channel]: 32 channels of so many pixels that follow one another, row by row
@@ -384,11 +396,12 @@ inline cudaError_t make_columns_map(const void* tensor, const uint64_t (&sizes)[
   static const auto encode = driver_function<decltype(&cuTensorMapEncodeIm2col)>("cuTensorMapEncodeIm2col");
   if (encode == nullptr) return cudaErrorNotSupported;
   const uint32_t element_strides[4] = {1, 1, 1, 1};
-  const CUresult result =
-      encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, const_cast<void*>(tensor), sizes,
-             strides, first, last, 32, pixels, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const auto make = [&] {
+    return encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, const_cast<void*>(tensor),
+                  sizes, strides, first, last, 32, pixels, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  return with_context(make);
 }
 #endif
 
@@ -688,8 +701,8 @@ __device__ __forceinline__ void load_matrix(uint32_t (&a)[4], uint32_t address) 
                : "memory");
 }
 
-// The same of 16-bit values that lie the other way round: 16 rows of 16 of them, lane l names 8 of row l / 16 * 8 + l % 8,
-// the first ones or (l / 8 odd) the others.
+// The same of 16-bit values that lie the other way round: 16 rows of 16 of them, of which lane l names 8 of row
+// l / 16 * 8 + l % 8, the first ones or (l / 8 odd) the others.
 __device__ __forceinline__ void load_matrix_transposed(uint32_t (&a)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])

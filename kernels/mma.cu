@@ -942,7 +942,13 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   const bool planes = !channels_last && of.in_stride[3] == 1 && (of.H == 1 || of.in_stride[2] == of.W) &&
                       of.in_stride[1] == plane && aligned_in && plane <= 1024 && plan.channels * plane % 4 == 0 &&
                       of.in_channels * plane % 4 == 0;
-  const bool run = planes && plan.tiles_p == 1 && plan.tiles_q == 1 && of.pad_h == 0 && of.pad_w == 0;
+  // Of a part of a problem there may be padding on one side alone.
+  const auto inside = [](int outputs, int size, int taps, int stride, int pad, int dilation) {
+    return pad == 0 && int64_t{outputs - 1} * stride + int64_t{taps - 1} * dilation < size;
+  };
+  const bool run = planes && plan.tiles_p == 1 && plan.tiles_q == 1 &&
+                   inside(of.P, of.H, of.R, of.stride_h, of.pad_h, of.dilation_h) &&
+                   inside(of.Q, of.W, of.S, of.stride_w, of.pad_w, of.dilation_w);
   if (run) {
     plan.row_step = of.stride_h;
     plan.column_step = of.stride_w;

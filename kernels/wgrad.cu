@@ -4,32 +4,56 @@
 //
 //   dw[k, e] = sum over pixels (n, p, q) of dy[n, k, p, q] * x[n, c(e), p*stride_h - pad_h + r(e)*dilation_h, ..]
 //
-// GEMM view: rows = weights of a filter, e = (c, r, s) or, of channels_last, (r, s, c), as they lie in memory; columns =
-// output channels; reduction = all pixels of all images in one row, whatever the size of an image. A block owns a tile
-// of dw and a range of pixels, a split, which it reads in stages of 32 words of each row and column, a word being one
-// pixel of fp32 or two of 16 bits:
+// GEMM view: rows = weights of a filter, e = (c, r, s) or, of channels_last, (r, s, c), as they lie in memory;
+// columns = output channels; reduction = pixels. A block owns a tile of dw, 128 rows, and a range of pixels, a split,
+// which it reads in stages of 32 words of each row and column, a word being one pixel of fp32 or two of 16 bits:
 //
-//   x stage    [weight][word], 144 bytes a row: eight rows of 16 bytes meet all banks (ldmatrix)
-//              or, of channels_last, [pixel][weight], as in memory
-//   dy stage   [chunk of 4 words][output channel] x 16 bytes, 16 bytes between chunks: what wgmma reads
+//   x stage    a window of the image with all that these pixels see, as in memory: [channel][row][column]
+//              or, of 1x1 filters, [channel][word], 144 bytes a row: eight rows of 16 bytes meet all banks (ldmatrix)
+//              or, of channels_last, [pixel][weight]
+//   dy stage   [output channel][word], rows of 128 bytes in the order of boxes: what wgmma reads along its reduction
+//              or, where no box can be loaded, [chunk of 4 words][output channel] x 16 bytes
 //
-//   memory --cp.async---> x stage --ldmatrix, rounding to TF32--> registers --+
-//                                                                            v
-//   memory --> registers --rounding--> dy stage --------------------------> wgmma --> partial sums --> dw
+//   memory --cp.async-----------> x stage --words or ldmatrix, rounding to TF32--> registers --+
+//                                                                                             v
+//   memory --bulk copy of a box--> dy stage --rounding, in place------------------------> wgmma --> sums --> dw
 //
-// A tap's shift is by one pixel, 4 or 2 bytes, which no descriptor can say: so rows of x are gathered word by word, each
-// by the address of its pixel plus that of its weight, from a table, and padding is a test of two bits, of the row and
-// of the column of the tap. What neighbouring taps read again comes from the L1 cache. Some warps load, two warpgroups
-// multiply, 64 rows of the tile each.
+// A tap's shift is by one pixel, 4 or 2 bytes, which no descriptor can say: so x is the operand that goes through
+// registers, where each word of it is found by the place of its pixel in the window, from a table that comes with the
+// stage, plus that of its weight, which is a lane's own. Padding is zeros in the window. Without a window (x that lies
+// otherwise, windows that do not fit) words are gathered from memory, and a test of two bits, of the row and of the
+// column of the tap, tells padding.
+//
+// Warps that load are grouped: each group has a stage of its own, orders its copies, waits for those of the one before,
+// rounds dy and gives it; groups take stages in turn. Two warpgroups multiply, 64 rows of the tile each. Sums of splits
+// meet in memory, in fp32, and are added up in double by a second kernel, in one order.
+//
+// What boxes and copies of 16 bytes cannot take is copied first: images of 7x7 pixels (of 1x1 filters all of them in a
+// row, without gaps), rows that begin anywhere, pixels that a 1x1 filter with a stride leaves out.
 //
 // Full fp32 accuracy takes three products: v = first + rest, both TF32, and first*first + first*rest + rest*first. The
 // tensor core truncates when it adds, so the sum of each stage is added to another by ordinary additions. Inf and NaN:
-// products of rests may make a NaN of an Inf, and are left out where they are not finite.
+// products of rests may make a NaN of an Inf, and are left out where they are not finite. Under the TF32 contract a
+// chain of sums is as long as a split, at most kMostChained pixels.
 //
-// Under the TF32 contract a chain of sums is as long as a split, at most kMostChained pixels.
+// us, TF32, 256 images, NCHW, H200, 2026-11-25: this engine in a driver, a revision in the making / cuDNN in torch:
 //
-// Tried first, with roles swapped (x rounded on its way through registers, dy by cp.async): loads of x waited for
-// memory, two batches a stage, and 256 rows of it took 3300 cycles a stage where the products take 1024 (P56, 4.2 ms).
+//   3x3  64 to  64 channels, 56x56    624 /  810        1x1   64 to  256 channels, 56x56   261 / 327
+//   3x3 128 to 128, 28x28             317 /  422        1x1  256 to   64, 56x56            274 / 305
+//   3x3 256 to 256, 14x14             320 /  410        1x1 1024 to  256, 14x14            144 / 304
+//   3x3 512 to 512, 7x7               511 /  339        1x1 2048 to  512, 7x7              214 / 227
+//   3x3 256 to 256, 28x28, stride 2   364 /  489        1x1  512 to 1024, 28x28, stride 2  353 / 590
+//
+// direct took 33 to 37 ms for each of the reference cases, this 3.3 to 8.4. In channels_last cuDNN is faster: there dy
+// is turned round on its way through registers, and a stage waits for memory.
+//
+// What bounds it: with 256 output channels a stage takes some 2200 cycles where the products take 1024. It loads 40 to
+// 48 KB, from the L2 cache, which is 18 to 22 bytes a cycle of an SM and near what the cache gives all of them; a
+// cluster whose blocks share dy would halve that. With 64 and 128 output channels it is what warps that load do beside
+// their copies. In the order in which they were left behind, 3x3 128 to 128, 28x28: words of x gathered by cp.async
+// of 4 bytes, 630 us (18 cycles of an SM each); windows 460; dy by cp.async of 16 bytes to pieces that lie apart, 530;
+// dy by boxes 385; groups of warps 330; each of them ordering its next stage behind what it gives, 318. The next
+// operand loaded while one is multiplied: 433, since what has been read is given back later.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -143,8 +167,8 @@ struct Params {
   Divisor by_plane, by_row, by_taps, by_channels, by_S, by_image_stages, by_strip_stages, by_width;
 };
 
-// What is copied first: x of 1x1 filters that leave pixels out or whose images do not begin at multiples of 16 bytes, as
-// dense images of y's size; x of others whose rows do not begin there; and dy where boxes of it would not.
+// What is copied first: x of 1x1 filters that leave pixels out or whose images do not begin at multiples of 16 bytes,
+// as dense images of y's size; x of others whose rows do not begin there; and dy where boxes of it would not.
 struct CopyParams {
   const void* from_ptr;
   void* to_ptr;
@@ -869,8 +893,8 @@ struct Multiplier {
 
 // Eight lanes store 32 bytes of a filter.
 template <typename Shape>
-__device__ __forceinline__ void store_sums(const Params& params, float* to, int first_k, int first_e, int warp, int lane,
-                                           const float (&sums)[Shape::SUMS]) {
+__device__ __forceinline__ void store_sums(const Params& params, float* to, int first_k, int first_e, int warp,
+                                           int lane, const float (&sums)[Shape::SUMS]) {
   const int e = first_e + 16 * warp + lane / 4, k = first_k + lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < Shape::TILE_K / 8; ++j) {
@@ -988,11 +1012,11 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) wgrad_kernel(const __grid_c
     if (params.dy_copies != DyCopies::kBoxes)
       load(Loader<Value, Shape, 1, false>{params, table, copies, lane, first_k, first_e, k_of_all, x, dy, k_bytes});
     else if (groups == Shape::LOADERS / 2)
-      load(Loader<Value, Shape, Shape::LOADERS / 2, true>{params, table, copies, lane, first_k, first_e, k_of_all, x, dy,
-                                                          k_bytes});
+      load(Loader<Value, Shape, Shape::LOADERS / 2, true>{params, table, copies, lane, first_k, first_e, k_of_all, x,
+                                                          dy, k_bytes});
     else
-      load(Loader<Value, Shape, Shape::LOADERS / 4, true>{params, table, copies, lane, first_k, first_e, k_of_all, x, dy,
-                                                          k_bytes});
+      load(Loader<Value, Shape, Shape::LOADERS / 4, true>{params, table, copies, lane, first_k, first_e, k_of_all, x,
+                                                          dy, k_bytes});
   }
 #endif
 }
@@ -1152,7 +1176,8 @@ inline bool make_layout(const Plan& plan, int x_bytes, int places_bytes, int cop
 // Whether values that are `values` apart, from the first on, are so many bytes apart that copies of `values` can be.
 inline bool copies_align(const Problem& problem, int values, bool filled_up = false) {
   const int64_t (&stride)[4] = problem.x_stride;
-  return (filled_up || problem.W % values == 0) && stride[0] % values == 0 && stride[1] % values == 0 && stride[2] % values == 0;
+  return (filled_up || problem.W % values == 0) && stride[0] % values == 0 && stride[1] % values == 0 &&
+         stride[2] % values == 0;
 }
 
 // False where a stage of it would not fit, or lies in memory otherwise.
@@ -1358,12 +1383,12 @@ inline const Plan& plan_of(const Problem& problem, const void* x, const void* dy
   thread_local Memo<Plan> memo;
   int sms = 0;
   const int gpu = find_gpu(sms);
-  return memo.get(key_of(problem, Operator::kWgrad, reinterpret_cast<uint64_t>(x), 0, reinterpret_cast<uint64_t>(dy), gpu,
-                         sms),
+  const uint64_t of_x = reinterpret_cast<uint64_t>(x), of_dy = reinterpret_cast<uint64_t>(dy);
+  return memo.get(key_of(problem, Operator::kWgrad, of_x, 0, of_dy, gpu, sms),
                   [&] { return make_plan(problem, x, dy, sms); });
 }
 
-// Whether what a block stores can be dw itself: one split, and weights of a filter side by side in the order of columns.
+// Whether what a block stores can be dw itself: one split, and weights of a filter side by side in the order of rows.
 inline bool stores_dw(const Problem& problem, const Plan& plan) {
   const int64_t C = group_c_of(problem), R = problem.R, S = problem.S;
   const auto lies = [](int64_t stride, int64_t size, int64_t wanted) { return size == 1 || stride == wanted; };
@@ -1373,9 +1398,9 @@ inline bool stores_dw(const Problem& problem, const Plan& plan) {
   return lies(w[1], C, R * S) && lies(w[3], S, 1) && lies(w[2], R, S);
 }
 
-// H200, 2026-11-25, 31 problems in NCHW, fp32, of 8 channels and more in and out (3 in, too), 1 to 128 images, up to 32
-// groups: 0.07 to 0.73 of direct's time, but 1.02 for 3x3 of 512 channels, 7x7, one image. Of fewer output channels in a
-// group a tile has 64 rows at least.
+// H200, 2026-11-25, 27 problems in NCHW, fp32, of 8 channels and more in and out (3 in, too), 1 to 128 images, up to
+// 32 groups: 0.07 to 0.73 of direct's time, but 1.02 for 3x3 of 512 channels, 7x7, one image. Fewer output channels in
+// a group were not tried; a tile has 64.
 inline const char* yields(const Problem& problem, Operator) {
   return group_k_of(problem) < 4 ? "another engine may be faster with few output channels in a group" : nullptr;
 }
@@ -1581,7 +1606,8 @@ inline cudaError_t launch_plan(const Problem& original, const Pointers& original
   }
   if (prepared.copies_dy) {
     pointers.dy = behind(prepared.x_bytes);
-    const cudaError_t error = copy(original, plan, prepared.merges, false, original_pointers.dy, behind(prepared.x_bytes), stream);
+    const cudaError_t error = copy(original, plan, prepared.merges, false, original_pointers.dy,
+                                   behind(prepared.x_bytes), stream);
     if (error != cudaSuccess) return error;
   }
   pointers.workspace = behind(plan.copied_bytes);
