@@ -11526,8 +11526,8 @@ def test_gpu_wgrad_propagates_nan_and_inf(layout, tf32, special):
 FIRST_GRADIENT = """
 import sys, threading, torch, modelnew
 torch.manual_seed(0)
-engine, x, w = sys.argv[1], torch.randn(1, 64, 56, 56, device="cuda"), torch.randn(64, 64, 3, 3, device="cuda")
-dy = torch.randn(1, 64, 56, 56, device="cuda")
+engine, x, w = sys.argv[1], torch.randn(8, 64, 56, 56, device="cuda"), torch.randn(64, 64, 3, 3, device="cuda")
+dy = torch.randn(8, 64, 56, 56, device="cuda")
 torch.cuda.synchronize()
 x.requires_grad_(engine == "gather")
 w.requires_grad_(engine == "wgrad")

@@ -1401,7 +1401,10 @@ inline bool stores_dw(const Problem& problem, const Plan& plan) {
 // H200, 2026-11-25, 27 problems in NCHW, fp32, of 8 channels and more in and out (3 in, too), 1 to 128 images, up to
 // 32 groups: 0.07 to 0.73 of direct's time, but 1.02 for 3x3 of 512 channels, 7x7, one image. Fewer output channels in
 // a group were not tried; a tile has 64.
+constexpr double kLeastWork = 1 << 23;  // multiply-adds: below, launches are what takes time, and direct has fewer
+
 inline const char* yields(const Problem& problem, Operator) {
+  if (multiply_adds(problem) < kLeastWork) return "another engine may be faster with few multiply-adds";
   return group_k_of(problem) < 4 ? "another engine may be faster with few output channels in a group" : nullptr;
 }
 
