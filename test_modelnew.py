@@ -7731,6 +7731,236 @@ def test_dilated_yields_to_who_is_as_fast(dilated_shim):
             set_whole(0, b"\0")
 
 
+# The wgrad engine's plans -------------------------------------------------------------------------------------------
+
+WGRAD_ENTRY_POINTS = (
+    """
+#include <cstring>
+#include <type_traits>
+
+extern "C" {
+int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
+}
+
+#include "wgrad.cu"
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+using namespace modelnew::wgrad;
+
+// What is wrong with a window, or null: every pixel of every stage of an image, with every tap and all channels.
+static const char* fault_of_window(const Problem& p, const Plan& plan) {
+  const Window& window = plan.window;
+  const int bytes = element_bytes(p.dtype), of_stage = kStageWords * 4 / bytes, taps = p.R * p.S;
+  if (window.columns > window.pitch || window.rows * window.pitch > window.plane) return "a window that overlaps itself";
+  if (window.channels * window.plane * bytes > plan.layout.places) return "places in the window";
+  if (plan.layout.places + 4 * of_stage + 4 > plan.layout.dy) return "dy in the places";
+  if (window.pitch % window.values != 0 || window.plane % window.values != 0) return "copies that do not align";
+  int64_t pixels = 0;
+  for (int stage = 0; stage < window.stages_of_image; ++stage) {
+    const int strip = stage / window.stages_of_strip, first = stage % window.stages_of_strip * of_stage;
+    const int first_q = strip * window.width, first_p = first / window.width;
+    if ((first_q * p.stride_w - p.pad_w - window.lead) % window.values != 0) return "a window that does not align";
+    for (int i = 0; i < of_stage; ++i) {
+      const int y = (first + i) / window.width, column = (first + i) % window.width;
+      if (y >= p.P || first_q + column >= p.Q) continue;
+      ++pixels;
+      if ((y - first_p) * p.stride_h + (p.R - 1) * p.dilation_h >= window.rows) return "a row behind the window";
+      if (window.lead + column * p.stride_w + (p.S - 1) * p.dilation_w >= window.columns)
+        return "a column behind the window";
+    }
+  }
+  if (pixels != int64_t{p.P} * p.Q) return "pixels in no stage, or in two";
+  for (int64_t e = 0; e < columns_of(p); e += kTileE) {
+    const int64_t last = std::min<int64_t>(e + kTileE, columns_of(p)) - 1;
+    if (last / taps - e / taps >= window.channels) return "a channel behind the window";
+  }
+  return nullptr;
+}
+
+extern "C" {
+const char* wgrad_refusal(int op, const int64_t* fields) {
+  return refusal(make_problem(fields), static_cast<Operator>(op));
+}
+const char* wgrad_yields(int op, const int64_t* fields) {
+  return yields(make_problem(fields), static_cast<Operator>(op));
+}
+const char* wgrad_describe(int op, const int64_t* fields) {
+  static char text[512];
+  describe(make_problem(fields), static_cast<Operator>(op), text, sizeof text);
+  return text;
+}
+double wgrad_cycles(const int64_t* fields) {
+  const Problem problem = make_problem(fields);
+  return make_plan(problem, nullptr, nullptr, 132).cycles;
+}
+// Bits of what the plan is like, and what is wrong with it, of operands so many bytes behind an aligned address.
+const char* wgrad_fault(const int64_t* fields, int64_t x_at, int64_t dy_at, int* kind) {
+  const Problem original = make_problem(fields);
+  const void *x = reinterpret_cast<const void*>(4096 + x_at), *dy = reinterpret_cast<const void*>(4096 + dy_at);
+  const Plan plan = make_plan(original, x, dy, 132);
+  const Prepared prepared = prepare(original, x, dy);
+  const Problem& p = prepared.problem;
+  const Layout& layout = plan.layout;
+  *kind = plan.has_window | plan.has_boxes << 1 | plan.copies_x << 2 | plan.copies_dy << 3 | prepared.merges << 4 |
+          (plan.splits > 1) << 5 | (plan.parts == 2) << 6 | (plan.has_window && plan.window.strips > 1) << 7 |
+          stores_dw(original, plan) << 8;
+  if (plan.copies_x != prepared.copies_x || plan.copies_dy != prepared.copies_dy) return "copies";
+  if (plan.copied_bytes % 16 != 0) return "what lies behind copies";
+  if (layout.bytes > kSmemBytes || layout.stages < kLeastStages || layout.stages > kMostStages) return "shared memory";
+  if (layout.copies % 16 != 0 || layout.barriers % 8 != 0 || layout.dy % 16 != 0) return "what does not align";
+  if (plan.has_boxes && (layout.dy % 1024 != 0 || layout.stage_bytes % 1024 != 0)) return "boxes that do not align";
+  if (plan.splits * plan.stages_per_split < plan.stages) return "stages left out";
+  if ((plan.splits - 1) * plan.stages_per_split >= plan.stages) return "an empty split";
+  if (int64_t{plan.tiles_k} * plan.tile_k < group_k_of(p) || int64_t{plan.tiles_e} * kTileE < columns_of(p))
+    return "tiles";
+  if (!(plan.cycles > 0)) return "cycles";
+  if (!plan.has_window && !plan.has_boxes) return nullptr;
+  if (plan.stages != p.N * plan.window.stages_of_image) return "stages";
+  return plan.has_window ? fault_of_window(p, plan) : nullptr;
+}
+}
+"""
+)
+
+WGRAD_MUTATIONS = {
+    "a row too few": ("- 2) / window.width + 1;", "- 2) / window.width + !MUTATED;"),
+    "a channel too few": ("(kTileE + taps - 2) / taps + 1);", "(kTileE + taps - 2) / taps + !MUTATED);"),
+    "no lead": ("% window.values) % window.values);", "% window.values) % window.values * !MUTATED);"),
+    "columns of one tap": ("* problem.stride_w + S_reach + 1;", "* problem.stride_w + S_reach * !MUTATED + 1;"),
+    "boxes anywhere": ("whole(x_bytes + places_bytes);", "whole(x_bytes + places_bytes) + 16 * MUTATED;"),
+    "a stage too few": ("plan.splits = ceil_div(stages,", "plan.splits = ceil_div(stages - MUTATED,"),
+}
+
+
+class WgradPlans:
+    """The host part of the wgrad engine, for a GPU of 132 SMs that is not there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.library = compile_plans("wgrad", WGRAD_ENTRY_POINTS, WGRAD_MUTATIONS, folder)
+        for name in ("wgrad_refusal", "wgrad_yields", "wgrad_describe", "wgrad_fault"):
+            getattr(self.library, name).restype = ctypes.c_char_p
+        self.library.wgrad_cycles.restype = ctypes.c_double
+
+    def fields(self, case: Case, dtype: torch.dtype, layout: str, tf32: bool = True) -> ctypes.Array:
+        shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        return ShimEngine.fields(case, in_layout(tensors, layout), tf32)
+
+    def says(self, what: str, operator: str, case: Case, dtype: torch.dtype = torch.float32) -> str | None:
+        result = getattr(self.library, f"wgrad_{what}")(OPERATOR_NUMBER[operator], self.fields(case, dtype, LAYOUTS[0]))
+        return None if result is None else result.decode()
+
+    def faults(self, count: int, seed: int) -> tuple[list[tuple], set[int]]:
+        """Of random problems: what is wrong with their plans, and which bits of `kind` were seen."""
+        rng, kind, found, kinds = random.Random(seed), ctypes.c_int(), [], set()
+        for _ in range(count):
+            case = random_wgrad_case(rng)
+            dtype = rng.choice(DTYPES[:3])
+            if min(case.y_shape) < 1:
+                continue
+            fields = self.fields(case, dtype, rng.choice(LAYOUTS), rng.random() < 0.7)
+            if self.library.wgrad_refusal(OPERATOR_NUMBER["wgrad"], fields) is not None:
+                continue
+            behind = [rng.choice((0, 0, 2, 4, 8)) // dtype.itemsize * dtype.itemsize for _ in range(2)]
+            fault = self.library.wgrad_fault(fields, *map(ctypes.c_int64, behind), ctypes.byref(kind))
+            if fault is not None:
+                found.append((case, dtype, fault))
+            kinds |= {bit for bit in range(9) if kind.value >> bit & 1}
+        return found, kinds
+
+
+def random_wgrad_case(rng: random.Random) -> Case:
+    groups = rng.choice((1, 1, 1, 2, 4))
+    channels = lambda: rng.choice((rng.randint(1, 20), rng.randint(16, 600))) * groups  # noqa: E731
+    side = rng.choice((7, 14, 28, 56, rng.randint(1, 300)))
+    taps = rng.choice(((1, 1), (3, 3), (rng.randint(1, 12), rng.randint(1, 12))))
+    few = rng.random() < 0.6  # strides, padding and dilation as most have them
+    pair = lambda low, high: (rng.randint(low, high), rng.randint(low, high))  # noqa: E731
+    return Case(
+        rng.choice((1, rng.randint(1, 300))),
+        channels(),
+        side,
+        side if few else rng.randint(1, 300),
+        channels(),
+        *taps,
+        stride=rng.choice(((1, 1), (2, 2))) if few else pair(1, 4),
+        padding=(taps[0] // 2, taps[1] // 2) if few else pair(0, 6),
+        dilation=(1, 1) if few else pair(1, 3),
+        groups=groups,
+    )
+
+
+@built_beside_the_tests
+def wgrad_plans(folder: Path) -> WgradPlans:
+    return WgradPlans(folder)
+
+
+def test_wgrad_plans_are_sound(wgrad_plans):
+    """And there is one of each kind."""
+    faults, kinds = wgrad_plans.faults(3000, seed=0)
+    assert faults == []
+    assert kinds == set(range(9))
+
+
+@pytest.mark.parametrize("mutation", WGRAD_MUTATIONS)
+def test_wgrad_plans_are_seen_to_be_wrong(mutation, wgrad_plans):
+    with mutated(wgrad_plans.library, WGRAD_MUTATIONS, mutation):
+        faults, _ = wgrad_plans.faults(600, seed=1)
+    assert faults
+
+
+def test_wgrad_estimates_grow_with_the_batch(wgrad_plans):
+    rng = random.Random(2)
+    for _ in range(100):
+        case = random_wgrad_case(rng)
+        if min(case.y_shape) < 1:
+            continue
+        fields = [
+            wgrad_plans.fields(dataclasses.replace(case, N=case.N * times), torch.float32, LAYOUTS[0])
+            for times in (1, 2, 4)
+        ]
+        if any(wgrad_plans.library.wgrad_refusal(OPERATOR_NUMBER["wgrad"], one) for one in fields):
+            continue
+        cycles = [wgrad_plans.library.wgrad_cycles(one) for one in fields]
+        # Where more images are TF32's a stage takes less; else a batch may fill the GPU's last turn.
+        ends = [dataclasses.replace(case, N=case.N * times) for times in (1, 4)]
+        if len({"wgrad" in end.tf32_operators(torch.float32, True) for end in ends}) == 1:
+            assert cycles[1] > 0.97 * cycles[0]
+            assert cycles[2] > 0.97 * cycles[1]
+
+
+@pytest.mark.parametrize(
+    "case, operator, dtype, text",
+    [
+        (Case(1, 8, 9, 9, 8, 3, 3), "fprop", torch.float32, "it computes gradients to weights only"),
+        (Case(1, 8, 9, 9, 8, 3, 3), "wgrad", torch.float64, "it has no float64"),
+        (Case(1, 8, 40, 40, 8, 16, 16), "wgrad", torch.float32, "it takes filters of up to 30 rows and columns"),
+        (Case(2, 8, 32768, 32768, 8, 1, 1), "wgrad", torch.float32, "it counts up to 2^30 pixels only"),
+        (Case(1, 32768, 1, 1, 65536, 1, 1), "wgrad", torch.float32, "it counts up to 2^30 weights only"),
+    ],
+)
+def test_wgrad_says_what_it_refuses(wgrad_plans, case, operator, dtype, text):
+    assert wgrad_plans.says("refusal", operator, case, dtype).startswith(text)
+
+
+def test_wgrad_yields_with_few_channels_and_little_work(wgrad_plans):
+    for case, yields in (
+        (Case(32, 64, 56, 56, 64, 3, 3, padding=(1, 1)), False),
+        (Case(32, 64, 56, 56, 64, 3, 3, padding=(1, 1), groups=64), True),
+        (Case(2, 8, 8, 8, 8, 3, 3, padding=(1, 1)), True),
+    ):
+        assert (wgrad_plans.says("yields", "wgrad", case) is not None) == yields
+
+
+def test_wgrad_describes_its_configuration(wgrad_plans):
+    text = wgrad_plans.says("describe", "wgrad", Case(256, 512, 7, 7, 2048, 1, 1))
+    assert text == "8 x 4 tiles of 256 output channels x 128 weights, 4 splits of the pixels, x and dy copied"
+    text = wgrad_plans.says("describe", "wgrad", Case(1, 64, 9, 9, 64, 3, 3))
+    assert text.endswith(" splits of the pixels, in two parts, x and dy copied")
+
+
 # The strided engine, whose parts direct computes ----------------------------------------------------------------------
 
 STRIDED_CASES = [

@@ -588,7 +588,7 @@ struct Loader {
         for (int j = 0; j < HELD; ++j) store_dy(words + (j * LOADERS + warp) * 16, held[j / 4][j % 4]);
       }
     } else if (params.dy_copies == DyCopies::kChannels) {
-#pragma unroll
+#pragma unroll 2  // fewer addresses at a time
       for (int j = 0; j < Shape::TILE_K / 4 / LOADERS; ++j) {
         const int k = channel_of(j), first = chunk_of(j) * kChunkWords;
         uint32_t values[8], four[4];
@@ -603,7 +603,7 @@ struct Loader {
         hopper::store_shared_4(stage + chunk_of(j) * Shape::CHUNK_BYTES + channel_of(j) * 16, four);
       }
     } else if (params.whole_words) {
-#pragma unroll
+#pragma unroll 4
       for (int j = 0; j < Shape::TILE_K / LOADERS; ++j) {
         const int k = j * LOADERS + warp;
         hopper::copy_later<4>(words + k * 16, pixels[0].dy + k * k_bytes, pixels[0].is_pixel && has_k(k));
