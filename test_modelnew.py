@@ -7753,7 +7753,7 @@ using namespace modelnew::wgrad;
 static const char* fault_of_window(const Problem& p, const Plan& plan) {
   const Window& window = plan.window;
   const int bytes = element_bytes(p.dtype), of_stage = kStageWords * 4 / bytes, taps = p.R * p.S;
-  if (window.columns > window.pitch || window.rows * window.pitch > window.plane) return "a window that overlaps itself";
+  if (window.columns > window.pitch || window.rows * window.pitch > window.plane) return "rows that overlap";
   if (window.channels * window.plane * bytes > plan.layout.places) return "places in the window";
   if (plan.layout.places + 4 * of_stage + 4 > plan.layout.dy) return "dy in the places";
   if (window.pitch % window.values != 0 || window.plane % window.values != 0) return "copies that do not align";
