@@ -12,7 +12,14 @@
 // and that is the gradient of a convolution without a stride, with every step-th tap of the filter. The same goes for
 // columns; a phase of both is a part. Phases that no tap meets are zeros, and so all of dx is before, if there are any.
 //
-// us, NCHW, TF32, 256 images, in parts / direct / cuDNN (H200, 2026-11-25): see README.
+// us, TF32, 256 images, stride 2, in parts / direct / cuDNN (H200, 2026-11-25, in torch; NCHW and channels_last):
+//
+//   3x3  128 to  128 channels, 56x56    921 / 4116 /  645     488 / 4944 / 336
+//   3x3  512 to  512, 14x14             513 / 7936 /  357     347 / 8264 / 278
+//   1x1  256 to  512, 56x56             672 / 4930 / 1122     485 / 6585 / 439
+//   1x1 1024 to 2048, 14x14             408 / 8675 /  463     411 / 9270 / 271
+//
+// Each of four parts contains dy anew, and stores every other column alone: what cuDNN is faster by with 3x3.
 #if !defined(__CUDACC_RTC__)
 #include <cstdio>
 
