@@ -9272,11 +9272,11 @@ def nvrtc_ptx(source: str, *options: str) -> str:
     return fetch("PTX")
 
 
-# Of the other engines sm_80 has what sm_70 has; `dilated` has no kernel.
+# Of the other engines sm_80 has what sm_70 has; two have no kernel.
 RTC_TARGETS = [
     (source, arch)
     for source, arch in itertools.product(ENGINE_SOURCES, ("70", "80", "90a"))
-    if source.name != "dilated.cu" and (arch != "80" or source.name in ("direct.cu", "mma.cu", "pointwise.cu"))
+    if source.name not in ("dilated.cu", "strided.cu") and (arch != "80" or source.name in ("direct.cu", "mma.cu", "pointwise.cu"))
 ]
 # What of an engine's headers is for the host alone, in other words.
 RTC_HOST_PARTS = """
