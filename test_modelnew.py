@@ -9276,7 +9276,8 @@ def nvrtc_ptx(source: str, *options: str) -> str:
 RTC_TARGETS = [
     (source, arch)
     for source, arch in itertools.product(ENGINE_SOURCES, ("70", "80", "90a"))
-    if source.name not in ("dilated.cu", "strided.cu") and (arch != "80" or source.name in ("direct.cu", "mma.cu", "pointwise.cu"))
+    if source.name not in ("dilated.cu", "strided.cu")
+    and (arch != "80" or source.name in ("direct.cu", "mma.cu", "pointwise.cu"))
 ]
 # What of an engine's headers is for the host alone, in other words.
 RTC_HOST_PARTS = """
