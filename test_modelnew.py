@@ -8039,6 +8039,554 @@ def test_strided_yields_with_little_work(strided_shim):
         assert (strided_shim.library.strided_yields(OPERATOR_NUMBER["dgrad"], fields) is not None) == yields
 
 
+# The wgrad engine without a GPU ---------------------------------------------------------------------------------------
+
+# What it takes beside HOPPER_STAND_IN.
+WGRAD_STAND_INS = r"""
+#define __shared__ static
+
+namespace modelnew {
+namespace hopper {
+
+constexpr uint32_t kDescriptorHigh = 128 / 16, kRowsDescriptorHigh = 1024 / 16 | 1u << 30;
+
+inline void check_words(uint32_t address, uint32_t bytes) {
+  if (address % bytes != 0 || address + bytes > simt::granted_bytes)
+    simt::complain("a wild address in shared memory");
+}
+template <int COUNT>
+void load_words(uint32_t (&words)[COUNT], uint32_t address) {
+  check_words(address, sizeof words);
+  std::memcpy(words, simt::smem + address, sizeof words);
+}
+inline void load_shared_2(uint32_t (&words)[2], uint32_t address) { load_words(words, address); }
+inline void load_shared_4(uint32_t (&words)[4], uint32_t address) { load_words(words, address); }
+inline void load_shared_half(uint32_t& word, uint32_t address) {
+  check_words(address, 2);
+  word = 0;
+  std::memcpy(&word, simt::smem + address, 2);
+}
+inline void store_shared(uint32_t address, uint32_t word) {
+  check_words(address, 4);
+  std::memcpy(simt::smem + address, &word, 4);
+}
+inline void store_shared_4(uint32_t address, const uint32_t (&words)[4]) {
+  check_words(address, 16);
+  std::memcpy(simt::smem + address, words, 16);
+}
+// A lane gets two rows of its column of each matrix of 8x8.
+inline void load_matrix_transposed(uint32_t (&a)[4], uint32_t address) {
+  static uint32_t addresses[32][32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  check_words(address, 16);
+  addresses[warp][lane] = address;
+  __syncwarp();
+  for (int e = 0; e < 4; ++e) {
+    uint16_t values[2];
+    for (int i = 0; i < 2; ++i)
+      std::memcpy(&values[i], simt::smem + addresses[warp][8 * e + lane % 4 * 2 + i] + lane / 4 * 2, 2);
+    a[e] = values[0] | static_cast<uint32_t>(values[1]) << 16;
+  }
+  __syncwarp();
+}
+
+// With `b` as pieces of 16 bytes, or as rows of 128 bytes in the order of boxes.
+template <typename Operand, int N>
+struct WgmmaOfRows {
+  static constexpr int kSteps = 32 / sizeof(Operand), kWord = 4 / sizeof(Operand);
+
+  static void read_row(uint32_t operand, bool rows, int row, float (&values)[kSteps]) {
+    if (!rows) return Wgmma<Operand, N>::read_row(operand, row, values);
+    const uint32_t begin = (operand & 0x3fff) * 16;
+    if (begin % 1024 > 96) simt::complain("an operand that does not begin with a group of eight rows");
+    for (int half = 0; half < 2; ++half) {
+      uint32_t address = begin + row * 128 + half * 16;
+      address ^= address / 128 % 8 * 16;
+      simt::check_shared(address, 16);
+      widen_16_bytes<Operand>(simt::smem + address, values + half * kSteps / 2);
+    }
+  }
+
+  static void multiply(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int keep,
+                       uint32_t b_high = kDescriptorHigh) {
+    static uint32_t words[32][32][4];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (b_high != kDescriptorHigh && b_high != kRowsDescriptorHigh) simt::complain("an unknown descriptor");
+    std::memcpy(words[warp][lane], a, sizeof a);
+    __syncwarp();
+    std::array<std::array<float, kSteps>, 2> rows;
+    for (int i = 0; i < 2; ++i)
+      for (int k = 0; k < kSteps; ++k) {
+        const uint32_t& word = words[warp][lane / 4 * 4 + k / kWord % 4][i + 2 * (k / kWord / 4)];
+        Operand value;
+        std::memcpy(&value, reinterpret_cast<const uint8_t*>(&word) + k % kWord * sizeof value, sizeof value);
+        rows[i][k] = value_of(value);
+      }
+    __syncwarp();
+    float* const sums = acc;
+    const auto run = [=] {
+      for (int j = 0; j < N / 8; ++j)
+        for (int e = 0; e < 2; ++e) {
+          float column[kSteps];
+          read_row(b, b_high == kRowsDescriptorHigh, 8 * j + 2 * (lane % 4) + e, column);
+          for (int i = 0; i < 2; ++i) {
+            float sum = keep ? sums[4 * j + 2 * i + e] : 0;
+            for (int k = 0; k < kSteps; ++k) sum += rows[i][k] * column[k];
+            sums[4 * j + 2 * i + e] = sum;
+          }
+        }
+    };
+    if (simt::late)
+      simt::multiplications[threadIdx.x].order(run);
+    else
+      run();
+  }
+};
+template <typename Operand>
+struct WgmmaRegisters<Operand, 64> : WgmmaOfRows<Operand, 64> {};
+template <typename Operand>
+struct WgmmaRegisters<Operand, 128> : WgmmaOfRows<Operand, 128> {};
+template <typename Operand>
+struct WgmmaRegisters<Operand, 256> : WgmmaOfRows<Operand, 256> {};
+
+}  // namespace hopper
+}  // namespace modelnew
+"""
+
+# Rows of a box that end within 16 bytes are loaded up to there, as they lie in memory: nobody says that they are not.
+WGRAD_BOXES = {
+    'simt::complain("rows of a box that end within 16 bytes");': "{}",
+    "exists &= at >= 0 && static_cast<uint64_t>(at) < map.sizes[i];": (
+        "const uint64_t rest = 16 / map.element_bytes - 1, whole = (map.sizes[0] + rest) / (rest + 1) * (rest + 1);\n"
+        "        exists &= at >= 0 && static_cast<uint64_t>(at) < (i == 0 ? whole : map.sizes[i]);"
+    ),
+}
+
+WGRAD_SHIM_ENTRY_POINTS = (
+    """
+#include <type_traits>
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+using namespace modelnew;
+using namespace modelnew::wgrad;
+
+extern "C" {
+int latest[13] = {};  // of the latest run, see WgradShim.names
+const char* simt_message() { return simt::message.c_str(); }
+}
+
+// Plans this tile and so many splits (0: any) on a GPU of three SMs and runs that: -1 if there is no such plan, else
+// the error.
+extern "C" int wgrad_run(const int64_t* fields, void* const* pointers, int tile_k, int splits, int seed) {
+  simt::independent = true;
+  simt::before_block = simt::begin_block;
+  simt::between_rounds = simt::do_some;
+  simt::late = seed % 2;
+  simt::shuffler.seed(seed);
+  const Problem problem = make_problem(fields);
+  Pointers operands = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], nullptr};
+  const Plan plan = make_plan(problem, operands.x, operands.dy, 3, tile_k, splits);
+  if (plan.cycles < 0) return -1;
+  Workspace workspace(workspace_bytes_of(problem, plan));
+  operands.workspace = workspace.data();
+  const Prepared prepared = prepare(problem, operands.x, operands.dy);
+  const void* const x = prepared.copies_x ? nullptr : operands.x;
+  const void* const dy = prepared.copies_dy ? nullptr : operands.dy;
+  const int loaders = plan.tile_k / 2 * plan.parts >= 128 ? 4 : 8;
+  const int groups = plan.has_boxes ? loaders / (plan.layout.stages < loaders / 2 + 2 ? 4 : 2) : 1;
+  const int of_group = (groups > 1 ? plan.layout.stages : plan.layout.stages - 1) / groups;
+  const int all[] = {static_cast<int>(x_copies_of(prepared.problem, plan, x)),
+                     static_cast<int>(dy_copies_of(prepared.problem, plan)),
+                     plan.copies_x,
+                     plan.copies_dy,
+                     prepared.merges,
+                     static_cast<int>(plan.splits),
+                     stores_dw(problem, plan),
+                     plan.has_window && plan.window.strips > 1,
+                     has_words_of_dy(prepared.problem, plan, dy),
+                     is_channels_last(prepared.problem),
+                     plan.has_window && plan.window.values * element_bytes(problem.dtype) == 16,
+                     loaders * 10 + groups,
+                     std::max(1, std::min(of_group, kMostAhead))};
+  std::copy(std::begin(all), std::end(all), latest);
+  const int code = launch_plan(problem, operands, plan, nullptr);
+  return code == 0 && !workspace.intact() ? -2 : code;
+}
+"""
+)
+
+# Each takes away what others rely on, or takes something for something else.
+WGRAD_SHIM_MUTATIONS = {
+    "multiplies before a stage is there": left_out("hopper::barrier_wait(ring.full(), ring.parity);"),
+    "overwrites a stage in use, by boxes": left_out("hopper::barrier_wait(ordered.empty(),"),
+    "overwrites a stage in use": left_out("hopper::barrier_wait(ring.empty(), ring.parity ^ 1);"),
+    "rounds dy before it is there": left_out("hopper::barrier_wait(ring.landed(), ring.parity);"),
+    "gives a stage before its copies are there": (
+        "hopper::copies_wait<1>();",
+        "(MUTATED ? hopper::copies_wait<8> : hopper::copies_wait<1>)();",
+    ),
+    "gives the only stage before its copies are there": (
+        "hopper::copies_wait<0>();",
+        "(MUTATED ? hopper::copies_wait<8> : hopper::copies_wait<0>)();",
+    ),
+    "gives one of three stages before its copies are there": (
+        "hopper::copies_wait<kMostAhead - 1>();",
+        "(MUTATED ? hopper::copies_wait<8> : hopper::copies_wait<kMostAhead - 1>)();",
+    ),
+    "gives a stage without its copies": left_out("hopper::copies_arrive(ring.full());"),
+    "gives a stage before all lanes have stored": (
+        "hopper::fence_async();\n    __syncwarp();",
+        "hopper::fence_async();\n    if (!MUTATED) __syncwarp();",
+    ),
+    "gives back before it is multiplied": left_out("hopper::wgmma_wait<0>();\n      hopper::wgmma_settle(sums"),
+    "adds up a stage before it is done": left_out("hopper::wgmma_wait<0>();\n        hopper::wgmma_settle(acc"),
+    "multiplies before the table is there": left_out("__syncthreads();\n\n  if (warp < kMultiplyingWarps)"),
+    "rows of padding as they lie": (
+        "first_row + copy[i][1] < static_cast<unsigned>(params.H)",
+        "(MUTATED || first_row + copy[i][1] < static_cast<unsigned>(params.H))",
+    ),
+    "columns of padding as they lie": (
+        "first_column + copy[i][2] < static_cast<unsigned>(params.W)",
+        "(MUTATED || first_column + copy[i][2] < static_cast<unsigned>(params.W))",
+    ),
+    "padding as it lies": (
+        "return (exist & of.needs) == of.needs;",
+        "return MUTATED || (exist & of.needs) == of.needs;",
+    ),
+    "pixels of no output": (
+        "? static_cast<uint32_t>(place * BYTES) : kNowhere",
+        "|| MUTATED ? place * BYTES : kNowhere",
+    ),
+    "a channel that is not there": ("exist ? static_cast<uint32_t>(row) : kNoRow", "exist || MUTATED ? row : kNoRow"),
+    "the next row of dy": (
+        "box[1] = params.image_is_row ? 0 : first_p;",
+        "box[1] = params.image_is_row ? 0 : first_p + MUTATED;",
+    ),
+    "the next strip of dy": ("? first : strip_q;", "? first : strip_q * !MUTATED;"),
+    "the first image's dy": (
+        "      box[3] = n;\n    }\n    expected",
+        "      box[3] = n * !MUTATED;\n    }\n    expected",
+    ),
+    "the first tile's dy": ("box[2] = first_k_of_all;", "box[2] = first_k_of_all * !MUTATED;"),
+    "the first group's x": (
+        "group * params.group_c * params.x_stride[1]",
+        "group * !MUTATED * params.group_c * params.x_stride[1]",
+    ),
+    "output channels that are not there": (
+        "return first_k + k < params.group_k;",
+        "return MUTATED || first_k + k < params.group_k;",
+    ),
+    "a filter left out": ("own_k < params.group_k && own_e", "own_k < params.group_k - MUTATED && own_e"),
+    "a weight left out": ("&& own_e < params.columns)", "&& own_e < params.columns - MUTATED)"),
+    "a product dropped": left_out(
+        "Multiply::multiply(acc, a[step], dy_operand(dy_stage + params.layout.part_bytes, step)"
+    ),
+    "x itself for its rest": (
+        "Multiply::multiply(acc, rest[step],",
+        "Multiply::multiply(acc, MUTATED ? a[step] : rest[step],",
+    ),
+    "x that is not rounded": (
+        "a[step][i] = tf32_operand(a[step][i]);",
+        "if (!MUTATED) a[step][i] = tf32_operand(a[step][i]);",
+    ),
+    "dy that is not rounded": (
+        "first[i] = tf32_operand(words[i]);",
+        "first[i] = MUTATED ? words[i] : tf32_operand(words[i]);",
+    ),
+    "a NaN of rests": ("turn == 0 || fabsf", "MUTATED || turn == 0 || fabsf"),
+    "a split left out": ("i < params.splits; i += WAYS", "i < params.splits - MUTATED; i += WAYS"),
+    "splits of one thread": ("for (int i = 1; i < WAYS; ++i)", "for (int i = 1; i < WAYS * !MUTATED; ++i)"),
+    "the first image in all of a row": (
+        "from[image * params.stride[0] +",
+        "from[image * !MUTATED * params.stride[0] +",
+    ),
+    "copies pixels behind an image": (
+        "quotient(pixel, params.by_plane);\n      pixel -=",
+        "quotient(pixel, params.by_plane);\n      if (!MUTATED) pixel -=",
+    ),
+}
+
+
+class WgradShim:
+    """The wgrad engine, compiled by g++ and run thread by thread, as WgmmaShim runs the other one."""
+
+    names = (
+        "x", "dy", "copies_x", "copies_dy", "merges", "splits", "direct", "strips", "whole_words", "taps_first",
+        "sixteen_bytes", "groups", "ahead",
+    )  # fmt: skip
+
+    def __init__(self, folder: Path) -> None:
+        stand_in = HOPPER_STAND_IN
+        for old, new in WGRAD_BOXES.items():
+            assert stand_in.count(old) == 1
+            stand_in = stand_in.replace(old, new)
+        headers = {**modelnew._sources, "hopper.cuh": stand_in + WGRAD_STAND_INS}
+        source = with_mutations(modelnew._amalgamate(headers, ["wgrad.cu"]), WGRAD_SHIM_MUTATIONS)
+        # Small problems as TF32, too.
+        source, found = re.subn(r"\b1 << 29 : 1 << 27;", "1 << 12 : 1 << 12;", source)
+        assert found == 1
+        self.library = compile_simt(source + '#line 1 "entry_points"\n' + WGRAD_SHIM_ENTRY_POINTS, folder)
+        self.library.simt_message.restype = ctypes.c_char_p
+
+    def latest(self) -> dict[str, int]:
+        """What the latest run was like."""
+        return dict(zip(self.names, (ctypes.c_int * 13).in_dll(self.library, "latest"), strict=True))
+
+    def run(
+        self,
+        case: Case,
+        tensors: dict[str, Tensor],
+        out: Tensor,
+        tf32: bool,
+        seed: int,
+        tile_k: int = 0,
+        splits: int = 0,
+    ) -> str | None:
+        """Runs wgrad into `out`: None if there is no such plan, else what went wrong."""
+        fields = ShimEngine.fields(case, tensors | {"w": out}, tf32)
+        pointers = (ctypes.c_void_p * 5)(*input_pointers("wgrad", tensors), out.data_ptr())
+        code = self.library.wgrad_run(fields, pointers, tile_k, splits, seed)
+        if code == -1:
+            return None
+        return "" if code == 0 else f"error {code}, {self.library.simt_message().decode()}"
+
+    def fault(
+        self, case: Case, dtype: torch.dtype, layouts: str, seed: int, tf32: bool = True, shift: int = 0, **wishes: int
+    ) -> str | None:
+        """What is wrong with a run on integers, or an empty text. `layouts`: c or l (last) for x, dy and dw each."""
+        tensors = make_tensors(case, dtype, integers, seed=seed)
+        if dtype == torch.float32 and not tf32:  # more bits than TF32 has
+            tensors["x" if seed % 2 else "dy"] *= 1025
+        orders = [((0, 1, 2, 3), (0, 1, 2, 3)) if one == "c" else ((0, 2, 3, 1), (0, 3, 1, 2)) for one in layouts]
+        # What no output sees may be anything.
+        seen = nn.grad.conv2d_input(case.x_shape, torch.ones(case.w_shape), torch.ones(case.y_shape), **case.kwargs)
+        tensors["x"][seen == 0] = math.nan
+        for name, (order, back) in zip(("x", "dy"), orders, strict=False):
+            tensors[name] = shifted(tensors[name].permute(order), shift).permute(back)
+        expected = references(case, tensors)["wgrad"].to(dtype)
+        order, back = orders[2]
+        inner = with_margins(torch.full_like(expected, math.nan).permute(order))
+        out = inner.permute(back)
+        message = self.run(case, tensors, out, tf32, seed, **wishes)
+        if message != "":
+            return message
+        if not torch.equal(out, expected):
+            return f"{(out != expected).sum()} of {out.numel()} weights are wrong"
+        return "" if margins_intact(inner) else "written outside the output"
+
+
+@built_beside_the_tests
+def wgrad_shim(folder: Path) -> WgradShim:
+    return WgradShim(folder)
+
+
+# Windows with boxes of dy and without, strips of rows, images without gaps, filters that leave pixels out, groups,
+# words and channels one by one, windows that do not fit and one of which three stages do, in a tile of 256; pixels that
+# no output sees; ragged edges of all tiles.
+WGRAD_SHIM_CASES = [
+    Case(3, 12, 12, 12, 20, 3, 3, padding=(1, 1)),
+    Case(2, 9, 5, 72, 17, 3, 2, padding=(1, 0)),
+    Case(1, 10, 6, 68, 70, 1, 3, padding=(0, 1)),
+    Case(9, 20, 7, 7, 70, 1, 1),
+    Case(5, 16, 8, 8, 72, 1, 1),
+    Case(3, 20, 19, 20, 24, 1, 1, stride=(2, 2), padding=(1, 0)),
+    Case(6, 8, 7, 7, 30, 3, 3, padding=(1, 1)),
+    Case(2, 10, 29, 28, 12, 5, 4, stride=(2, 3), padding=(2, 1), dilation=(1, 2)),
+    Case(2, 32, 9, 10, 140, 3, 3, padding=(1, 1), groups=2),
+    Case(1, 5, 33, 60, 9, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(1, 16, 40, 40, 9, 3, 3, dilation=(15, 4)),
+    Case(1, 16, 24, 34, 20, 3, 3, dilation=(8, 1)),
+    Case(2, 24, 8, 12, 3, 3, 3, padding=(1, 1), groups=3),
+    Case(2, 8, 10, 12, 20, 2, 2, stride=(3, 3)),
+    Case(3, 8, 8, 10, 2, 1, 1, groups=2),
+]
+WGRAD_PRECISIONS = [(torch.float32, True), (torch.float32, False), (torch.float16, True), (torch.bfloat16, True)]
+WGRAD_TF32_WORK = dict.fromkeys(LEAST_TF32_WORK, 2**12)  # see WgradShim
+WGRAD_SEEN: list[dict] = []  # what the runs of these were like
+
+
+@pytest.mark.parametrize("number", range(len(WGRAD_SHIM_CASES)))
+def test_wgrad_shim_exact(wgrad_shim, number):
+    """Integers in all precisions and memory formats, at any addresses, by every tile and in a few splits."""
+    case, rng = WGRAD_SHIM_CASES[number], random.Random(number)
+    some = [(("cl", "lc")[(number + i) % 2], precision) for i, precision in enumerate(WGRAD_PRECISIONS)]
+    runs = [*itertools.product(("cc", "ll"), WGRAD_PRECISIONS), *some]
+    for i, (layouts, (dtype, tf32)) in enumerate(runs):
+        exact = dtype == torch.float32 and "wgrad" not in case.tf32_operators(dtype, tf32, WGRAD_TF32_WORK)
+        largest = 128 if exact else 256
+        tile_k = largest if case.dilation == (8, 1) else min(largest, rng.choice((0, 64, 128, 256)))
+        layouts += rng.choice("cl")
+        seed = 2 * i + ((i + number) % 4 > 0)  # what can be late mostly is
+        settings = {"seed": seed, "tf32": tf32, "shift": (0, 1, 0, 2, 0, 0, 4, 0)[(i + number) % 8] if i < 8 else 0}
+        settings |= {"tile_k": tile_k, "splits": rng.choice((0, 1, 1, 3, 6))}
+        fault = wgrad_shim.fault(case, dtype, layouts, **settings)
+        assert fault == "", f"{case}, {layouts}, {dtype}, {settings}: {fault}"
+        WGRAD_SEEN.append({"dtype": dtype, "tf32": tf32, "late": seed % 2} | wgrad_shim.latest())
+    if number == len(WGRAD_SHIM_CASES) - 1 and len(WGRAD_SEEN) > 100:  # not this case alone
+        check_wgrad_ways(WGRAD_SEEN)
+
+
+def check_wgrad_ways(seen: list[dict]) -> None:
+    """That every way in which operands come and sums go was there, and those that come by copies late as well."""
+
+    def ways(*names: str, **among: object) -> set[tuple]:
+        return {tuple(one[name] for name in names) for one in seen if one.items() >= among.items()}
+
+    words, runs, channels, window = range(4)
+    dy_words, dy_boxes, dy_channels = range(3)
+    for dtype, tf32 in WGRAD_PRECISIONS:
+        of_x = {(words, dy_words), (words, dy_channels), (channels, dy_words), (channels, dy_channels)}
+        of_x |= {(runs, dy_boxes), (window, dy_boxes), (window, dy_channels)}
+        assert of_x <= ways("x", "dy", dtype=dtype, tf32=tf32)
+        assert {(words,), (runs,), (channels,), (window,)} <= ways("x", dtype=dtype, tf32=tf32, late=1)
+    assert {(window, dy_words), (runs, dy_words), (runs, dy_channels)} <= ways("x", "dy")
+    assert ways("copies_x", "copies_dy", "merges") == {(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)}
+    assert {1, 3, 6} <= {splits for (splits,) in ways("splits")}
+    assert ways("direct", "taps_first") == {*itertools.product((0, 1), (0, 1))}
+    assert ways("strips", "dy", x=window) >= {(1, dy_boxes), (1, dy_channels)}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert ways("sixteen_bytes", dtype=dtype, x=window) == {(0,), (1,)}
+    assert ways("whole_words", dtype=torch.float16, dy=dy_words) == {(0,), (1,)}
+    # Eight loading warps or four, of which so many load a stage each; stages that each of those has under way.
+    assert ways("groups", dy=dy_boxes) == {(84,), (82,), (42,), (41,)}
+    assert ways("ahead", dy=dy_boxes) == {(1,), (2,), (3,)}
+
+
+def wgrad_keeps_the_contract(shim: WgradShim, case: Case, layouts: tuple[str, ...] = (*LAYOUTS,)) -> bool:
+    """In TF32, with values that rounding changes, in full fp32 accuracy and in 16 bits."""
+    fills = [under_a_tf32_step, tf32_ties, wide]
+    runs = [*itertools.product([torch.float32], fills, (True, False)), (torch.bfloat16, wide, True)]
+    for number, ((dtype, fill, tf32), layout) in enumerate(itertools.product(runs, layouts)):
+        tensors = in_layout(make_tensors(case, dtype, fill), layout)
+        out = torch.full(case.w_shape, math.nan, dtype=dtype)
+        assert shim.run(case, tensors, out, tf32, number, splits=number % 2 + 1) == ""
+        of_tf32 = ("wgrad",) if dtype == torch.float32 and tf32 else ()
+        if of_tf32 and fill is under_a_tf32_step:  # rounding changes these by 2^-20, truncating by 2^-10
+            exact = product("wgrad", case, tensors["dy"], tensors["x"])
+            if not torch.allclose(out.double(), exact, rtol=1e-4):
+                return False
+        try:
+            check_bounds(case, {"wgrad": out}, tensors, of_tf32)
+        except AssertionError:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("case", [WGRAD_SHIM_CASES[0], WGRAD_SHIM_CASES[4]], ids=str)
+def test_wgrad_shim_rounding(wgrad_shim, case):
+    """Element by element. (Sums are those of this processor, not of a tensor core.)"""
+    assert wgrad_keeps_the_contract(wgrad_shim, case)
+
+
+def wgrad_spreads(shim: WgradShim, case: Case, tf32: bool, layout: str) -> bool:
+    """Whether one Inf or NaN, in a corner of x, which not all taps see, or in dy, comes to what it should."""
+    for special, (name, at) in itertools.product((math.inf, -math.inf, math.nan), (("x", (1, 3)), ("dy", (1, 5)))):
+        tensors = make_tensors(case, torch.float32, positive)
+        tensors[name][at][(0, 0) if name == "x" else (4, 3)] = special
+        expected = product("wgrad", case, tensors["dy"], tensors["x"])
+        out = torch.full(case.w_shape, math.nan)
+        assert shim.run(case, in_layout(tensors, layout), out, tf32, seed=1) == ""
+        assert not expected.isfinite().all()
+        if not torch.equal(out.isnan(), expected.isnan()) or not torch.equal(out.isinf(), expected.isinf()):
+            return False
+        finite = expected.isfinite()
+        if not torch.allclose(out[finite].double(), expected[finite], rtol=1e-3 if tf32 else 1e-6):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", [WGRAD_SHIM_CASES[0], WGRAD_SHIM_CASES[4]], ids=str)
+def test_wgrad_shim_spreads_nan_and_inf(wgrad_shim, case, layout, tf32):
+    assert wgrad_spreads(wgrad_shim, case, tf32, layout)
+
+
+def test_wgrad_shim_takes_any_strides(wgrad_shim):
+    """Of x and dy, or of one of them, and of dw."""
+    case = Case(2, 8, 6, 12, 10, 3, 3, padding=(1, 1))
+    for number, (view, names) in enumerate(itertools.product(VIEWS, (("x", "dy"), ("x",), ("dy",)))):
+        dtype, tf32 = WGRAD_PRECISIONS[number % 4]
+        tensors = make_tensors(case, dtype, integers, seed=number)
+        changed = tensors | {name: VIEWS[view](tensors[name]) for name in names}
+        out = torch.full(case.w_shape, math.nan, dtype=dtype)
+        out = out if view == "expanded" else VIEWS[view](out)
+        message = wgrad_shim.run(case, changed, out, tf32, number, splits=number % 3)
+        assert message == "", f"{view} {names}, {dtype}: {message}"
+        check_exact(case, {"wgrad": out}, changed)
+
+
+def wgrad_stays_inside(shim: WgradShim, case: Case, dtype: torch.dtype) -> bool:
+    """In all memory formats, with operands that end where memory does."""
+    for last in itertools.product((False, True), (False, True)):
+        tensors = make_tensors(case, dtype, integers)
+        for name, is_last in zip(("x", "dy"), last, strict=True):
+            order, back = ((0, 2, 3, 1), (0, 3, 1, 2)) if is_last else ((0, 1, 2, 3),) * 2
+            tensors[name] = before_guard_page(tensors[name].permute(order)).permute(back)
+        out = torch.full(case.w_shape, math.nan, dtype=dtype)
+        # Nothing is late: a copy that is done for a thread has nobody to blame.
+        if shim.run(case, tensors, out, True, seed=0, tile_k=64) != "":
+            return False
+        check_exact(case, {"wgrad": out}, tensors)
+    return True
+
+
+@pytest.mark.parametrize("number", [3, 5, 6, 8, 11, 14])
+def test_wgrad_shim_reads_nothing_behind_its_operands(wgrad_shim, number):
+    dtype = WGRAD_PRECISIONS[number % 4][0]
+    assert wgrad_stays_inside(wgrad_shim, WGRAD_SHIM_CASES[number], dtype)
+
+
+# A few cases by their numbers: boxes by 2 and 4 groups of warps and by one, with 1 to 3 stages of each under way; words
+# and channels; both kinds of rests.
+WGRAD_TELLING_RUNS = [
+    (case, layouts, dtype, {"seed": seed + more, "tf32": tf32, "tile_k": tile_k, "splits": splits})
+    for seed in (1, 3)
+    for case, layouts, dtype, tf32, tile_k, splits, more in (
+        (4, "ccc", torch.float32, True, 64, 1, 0),
+        (6, "ccc", torch.float32, True, 64, 6, 0),
+        (0, "ccc", torch.float16, True, 64, 1, 0),
+        (3, "ccc", torch.float32, True, 64, 1, 0),
+        (2, "ccl", torch.float32, False, 64, 1, 0),
+        (2, "ccl", torch.float32, False, 64, 1, 1),
+        (1, "ccc", torch.float32, True, 256, 1, 0),
+        (11, "ccc", torch.float32, True, 64, 1, 0),
+        (13, "ccc", torch.float32, True, 64, 1, 0),
+        (5, "llc", torch.float32, True, 64, 1, 0),
+        (8, "ccc", torch.float32, True, 64, 3, 0),
+        (0, "lll", torch.float32, False, 64, 1, 0),
+        (8, "clc", torch.float32, True, 64, 2, 0),
+    )
+]
+
+
+def wgrad_is_right(shim: WgradShim, mutation: str) -> bool:
+    """By what tells whether this one takes place."""
+    case = WGRAD_SHIM_CASES[0]
+    if "rounded" in mutation:
+        return wgrad_keeps_the_contract(shim, case, LAYOUTS[:1])
+    if "Inf" in mutation or "NaN" in mutation:
+        return wgrad_spreads(shim, case, False, LAYOUTS[0])
+    if "not there" in mutation:
+        return wgrad_stays_inside(shim, WGRAD_SHIM_CASES[8], torch.float32)
+    return all(
+        shim.fault(WGRAD_SHIM_CASES[number], dtype, layouts, **settings) == ""
+        for number, layouts, dtype, settings in WGRAD_TELLING_RUNS
+    )
+
+
+def test_wgrad_shim_is_right_where_something_may_be_missing(wgrad_shim):
+    assert all(wgrad_is_right(wgrad_shim, mutation) for mutation in ("rounded", "Inf", "not there", ""))
+
+
+@pytest.mark.parametrize("mutation", WGRAD_SHIM_MUTATIONS)
+def test_wgrad_shim_sees_what_is_missing(mutation, wgrad_shim):
+    """The shim itself: what is left out, or taken for something else, shows in one of a few runs."""
+    with mutated(wgrad_shim.library, WGRAD_SHIM_MUTATIONS, mutation):
+        assert not wgrad_is_right(wgrad_shim, mutation)
+
+
 # The patches engine, whose 1x1 convolutions direct computes -----------------------------------------------------------
 
 # Filters of multiples of 16 bytes and others; pixels that no patch has; an axis of one tap, or of one output; runs of a
