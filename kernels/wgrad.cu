@@ -1575,7 +1575,8 @@ inline cudaError_t copy(const Problem& problem, const Plan& plan, bool merges, b
   params.pad_h = points ? problem.pad_h : 0;
   params.pad_w = points ? problem.pad_w : 0;
   params.channels = of_x ? problem.C : problem.K;
-  params.image_is_row = points || (!of_x && plan.image_is_row);
+  // As prepare() laid it out, whether or not x is a row as well.
+  params.image_is_row = points || (!of_x && (plan.image_is_row || (problem.R == 1 && problem.S == 1)));
   const int64_t pixels = int64_t{params.P} * params.Q;
   params.images_of_row = merges ? static_cast<int>(problem.N) : 1;
   const int64_t row_vectors =
