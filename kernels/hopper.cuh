@@ -45,14 +45,6 @@ __device__ __forceinline__ void load_8(const void* address, bool exist, uint32_t
       : "l"(address), "r"(static_cast<int>(exist)));
 }
 
-__device__ __forceinline__ void load_16(const void* address, bool exist, uint32_t (&words)[4]) {
-  asm volatile(
-      "{\n.reg .pred exist;\nsetp.ne.b32 exist, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n@exist ld.global.nc.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
-      : "l"(address), "r"(static_cast<int>(exist)));
-}
-
 __device__ __forceinline__ void load_4(const void* address, bool exist, uint32_t& word) {
   asm volatile(
       "{\n.reg .pred exist;\nsetp.ne.b32 exist, %2, 0;\nmov.b32 %0, 0;\n@exist ld.global.nc.L2::256B.b32 %0, [%1];\n}"

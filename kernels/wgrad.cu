@@ -175,7 +175,7 @@ struct CopyParams {
   int64_t stride[4];
   int H, W, P, Q, stride_h, stride_w, pad_h, pad_w;
   int channels;
-  int row, rows;     // values of a row of the copy, with what fills it up; rows of a channel
+  int rows;          // of a channel, in the copy
   bool image_is_row;
   int images_of_row;
   int64_t vectors;   // of 16 bytes
@@ -1582,7 +1582,6 @@ inline cudaError_t copy(const Problem& problem, const Plan& plan, bool merges, b
   const int64_t row_vectors =
       ceil_div(params.image_is_row ? params.images_of_row * pixels : params.Q, values);
   params.rows = params.image_is_row ? 1 : params.P;
-  params.row = static_cast<int>(row_vectors) * values;
   params.vectors = (merges ? 1 : problem.N) * params.channels * params.rows * row_vectors;
   params.by_row_vectors = make_divisor(row_vectors);
   params.by_rows = make_divisor(params.rows);
