@@ -7803,11 +7803,11 @@ const char* wgrad_fault(const int64_t* fields, int64_t x_at, int64_t dy_at, int*
   const Prepared prepared = prepare(original, x, dy);
   const Problem& p = prepared.problem;
   const Layout& layout = plan.layout;
-  *kind = plan.has_window | plan.has_boxes << 1 | plan.copies_x << 2 | plan.copies_dy << 3 | prepared.merges << 4 |
-          (plan.splits > 1) << 5 | (plan.parts == 2) << 6 | (plan.has_window && plan.window.strips > 1) << 7 |
-          stores_dw(original, plan) << 8;
-  if (plan.copies_x != prepared.copies_x || plan.copies_dy != prepared.copies_dy) return "copies";
-  if (plan.copied_bytes % 16 != 0) return "what lies behind copies";
+  *kind = plan.has_window | plan.has_boxes << 1 | plan.prepared.copies_x << 2 | plan.prepared.copies_dy << 3 |
+          prepared.merges << 4 | (plan.splits > 1) << 5 | (plan.parts == 2) << 6 |
+          (plan.has_window && plan.window.strips > 1) << 7 | stores_dw(original, plan) << 8;
+  if (plan.prepared.copies_x != prepared.copies_x || plan.prepared.copies_dy != prepared.copies_dy) return "copies";
+  if (copied_bytes(plan) % 16 != 0) return "what lies behind copies";
   if (layout.bytes > kSmemBytes || layout.stages < kLeastStages || layout.stages > kMostStages) return "shared memory";
   if (layout.copies % 16 != 0 || layout.barriers % 8 != 0 || layout.dy % 16 != 0) return "what does not align";
   if (plan.has_boxes && (layout.dy % 1024 != 0 || layout.stage_bytes % 1024 != 0)) return "boxes that do not align";
@@ -8202,8 +8202,8 @@ extern "C" int wgrad_run(const int64_t* fields, void* const* pointers, int tile_
   const int of_group = (groups > 1 ? plan.layout.stages : plan.layout.stages - 1) / groups;
   const int all[] = {static_cast<int>(x_copies_of(prepared.problem, plan, x)),
                      static_cast<int>(dy_copies_of(prepared.problem, plan)),
-                     plan.copies_x,
-                     plan.copies_dy,
+                     plan.prepared.copies_x,
+                     plan.prepared.copies_dy,
                      prepared.merges,
                      static_cast<int>(plan.splits),
                      stores_dw(problem, plan),
@@ -8523,6 +8523,24 @@ def test_wgrad_shim_takes_any_strides(wgrad_shim):
         message = wgrad_shim.run(case, changed, out, tf32, number, splits=number % 3)
         assert message == "", f"{view} {names}, {dtype}: {message}"
         check_exact(case, {"wgrad": out}, changed)
+
+
+def dy_before_nan(dy: Tensor, rows: bool) -> Tensor:
+    """The same in rows (or images) that begin at multiples of 16 bytes and end between them, NaN behind each."""
+    flat = dy if rows else dy.flatten(2)
+    padded = F.pad(flat, (0, -flat.shape[-1] % 8 + 8), value=math.nan)[..., : flat.shape[-1]]
+    return padded if rows else padded.unflatten(2, dy.shape[2:])
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_wgrad_shim_takes_rows_with_nan_behind(wgrad_shim, dtype, rows):
+    case = Case(2, 8, 6, 70 if rows else 7, 8, 3, 3, padding=(1, 1))
+    tensors = make_tensors(case, dtype, integers)
+    changed = tensors | {"dy": dy_before_nan(tensors["dy"], rows)}
+    out = torch.full(case.w_shape, math.nan, dtype=dtype)
+    assert wgrad_shim.run(case, changed, out, True, 1) == ""
+    check_exact(case, {"wgrad": out}, tensors)
 
 
 # In the first two the copy of dy is one of images as rows without gaps, although x is none.
@@ -12323,6 +12341,17 @@ def test_gpu_wgrad_takes_operands_that_begin_anywhere(case, dtype, elements):
     for names in (("x", "dy"), ("x",), ("dy",)):
         changed = tensors | {name: shifted(tensors[name], elements) for name in names}
         check_exact(case, {"wgrad": wgrad_of(case, changed, True)}, changed)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_gpu_wgrad_takes_rows_with_nan_behind(dtype, rows):
+    case = Case(2, 8, 6, 70 if rows else 7, 8, 3, 3, padding=(1, 1))
+    tensors = make_tensors(case, dtype, integers, "cuda")
+    changed = tensors | {"dy": dy_before_nan(tensors["dy"], rows)}
+    check_exact(case, {"wgrad": wgrad_of(case, changed, True)}, tensors)
 
 
 @gpu

@@ -164,6 +164,7 @@ struct Params {
   Layout layout;
   hopper::BoxMap dy_map;  // [image][channel][row][column], or all pixels of an image as a row
   bool image_is_row;
+  bool adds;              // another kernel adds up what this one stores
   Divisor by_plane, by_row, by_taps, by_channels, by_S, by_image_stages, by_strip_stages, by_width;
 };
 
@@ -996,7 +997,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) wgrad_kernel(const __grid_c
       multiplier.run_exactly(sums);
     else
       multiplier.run(sums);
-    hopper::launch_dependents();
+    if (params.adds) hopper::launch_dependents();  // what adds up splits; the last kernel of a call allows nothing
     float* const to = params.sums_ptr + split * params.sums_split + int64_t{group} * params.group_k * params.sums_row;
     store_sums<Shape>(params, to, first_k, first_e, warp, lane, sums);
   } else {
@@ -1095,11 +1096,18 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(const __grid_constant_
 
 // ---- Host ----
 
+// The problem as the kernel sees it, behind copies.
+struct Prepared {
+  Problem problem;
+  bool copies_x, copies_dy;
+  bool merges;                // all images are a row of one
+  int64_t x_bytes, dy_bytes;  // of the copies
+};
+
 struct Plan {
+  Prepared prepared;
   int tile_k, parts;
   bool has_window, has_boxes, image_is_row;
-  bool copies_x, copies_dy;
-  int64_t copied_bytes;
   Window window;
   Layout layout;
   int tiles_k, tiles_e;
@@ -1195,8 +1203,8 @@ inline bool make_window(const Problem& problem, const Plan& plan, bool aligned, 
   window.strips = static_cast<int>(ceil_div(Q, window.width));
   window.stages_of_strip = static_cast<int>(ceil_div(int64_t{P} * window.width, stage_pixels));
   window.stages_of_image = window.stages_of_strip * window.strips;
-  window.values = aligned && copies_align(problem, wide, plan.copies_x) ? wide : 4 / bytes;
-  if (!copies_align(problem, window.values, plan.copies_x)) return false;
+  window.values = aligned && copies_align(problem, wide, plan.prepared.copies_x) ? wide : 4 / bytes;
+  if (!copies_align(problem, window.values, plan.prepared.copies_x)) return false;
   window.lead = static_cast<int>((window.values - problem.pad_w % window.values) % window.values);
   window.channels = std::min(group_c_of(problem), (kTileE + taps - 2) / taps + 1);
   int p_rows = 1;
@@ -1233,23 +1241,18 @@ inline bool sees_runs(const Problem& problem, const void* x) {
          problem.pad_w == 0 && is_row_of_pixels(problem.x_stride, problem, 16, x);
 }
 
-// Whether boxes of dy may be pieces of its rows, or of whole images.
-inline bool has_boxes_of_dy(const Problem& problem, bool of_images, const void* dy) {
+// Whether boxes of dy may be pieces of its rows, or of whole images. These end at multiples of 16 bytes, so that behind
+// them a box has zeros, unless zeros fill them up in memory.
+inline bool has_boxes_of_dy(const Problem& problem, bool of_images, bool filled_up, const void* dy) {
   const int values = 16 / element_bytes(problem.dtype);
   const int64_t (&stride)[4] = problem.y_stride;
   const auto in_steps = [&](int64_t number, int64_t size) { return size == 1 || (number > 0 && number % values == 0); };
   const bool rows = of_images ? problem.P == 1 || stride[2] == problem.Q : in_steps(stride[2], problem.P);
-  return (stride[3] == 1 || problem.Q == 1) && rows && in_steps(stride[0], problem.N) &&
-         in_steps(stride[1], problem.K) && reinterpret_cast<uint64_t>(dy) % 16 == 0;
+  const int64_t row = of_images ? int64_t{problem.P} * problem.Q : problem.Q;
+  return (filled_up || row % values == 0) && (stride[3] == 1 || problem.Q == 1) && rows &&
+         in_steps(stride[0], problem.N) && in_steps(stride[1], problem.K) &&
+         reinterpret_cast<uint64_t>(dy) % 16 == 0;
 }
-
-// The problem as the kernel sees it, behind copies.
-struct Prepared {
-  Problem problem;
-  bool copies_x, copies_dy;
-  bool merges;                // all images are a row of one
-  int64_t x_bytes, dy_bytes;  // of the copies
-};
 
 constexpr int64_t kMostCopiedBytes = 512 << 20;
 
@@ -1269,12 +1272,12 @@ inline Prepared prepare(const Problem& problem, const void* x, const void* dy) {
   const int64_t pixels = int64_t{problem.P} * problem.Q;
   const int64_t row = image_is_row ? whole(pixels) : whole(problem.Q), plane = image_is_row ? row : row * problem.P;
   // Images that do not begin there follow one another without gaps, channel by channel.
-  const bool merges = points && !has_boxes_of_dy(problem, true, dy) && problem.N * pixels < (int64_t{1} << 30);
+  const bool merges = points && !has_boxes_of_dy(problem, true, false, dy) && problem.N * pixels < (int64_t{1} << 30);
   const int64_t x_row = whole(problem.W), x_plane = points ? row : x_row * problem.H;
   const int64_t x_bytes = problem.N * problem.C * x_plane * bytes, dy_bytes = problem.N * problem.K * plane * bytes;
   const bool copies_x = (points ? !sees_runs(problem, x) : !aligns(16)) && x_bytes <= kMostCopiedBytes;
   if (!points && !copies_x && !aligns(4)) return prepared;  // there is no window
-  if (!has_boxes_of_dy(problem, image_is_row, dy)) {
+  if (!has_boxes_of_dy(problem, image_is_row, false, dy)) {
     if (dy_bytes > kMostCopiedBytes) return prepared;
     prepared.copies_dy = true;
     prepared.dy_bytes = ceil_div(dy_bytes, 256) * 256;
@@ -1337,15 +1340,13 @@ inline Plan make_plan(const Problem& original, const void* x, const void* dy, in
     plan.tiles_e = static_cast<int>(ceil_div(columns_of(problem), kTileE));
     // Behind a row of a copy there is what fills it up.
     const bool points = problem.R == 1 && problem.S == 1, runs = points && (prepared.copies_x || sees_runs(problem, x));
-    plan.copies_x = prepared.copies_x;
-    plan.copies_dy = prepared.copies_dy;
-    plan.copied_bytes = prepared.x_bytes + prepared.dy_bytes;
+    plan.prepared = prepared;
     plan.image_is_row = runs || problem.Q <= pixels_of_stage;
     plan.has_window = plan.has_boxes = false;
     if (runs) {
-      plan.has_boxes = has_boxes_of_dy(problem, true, dy);
+      plan.has_boxes = has_boxes_of_dy(problem, true, prepared.copies_dy, dy);
     } else if (reinterpret_cast<uint64_t>(x) % 4 == 0) {
-      plan.has_boxes = has_boxes_of_dy(problem, plan.image_is_row, dy);
+      plan.has_boxes = has_boxes_of_dy(problem, plan.image_is_row, prepared.copies_dy, dy);
       plan.has_window = make_window(problem, plan, aligned, plan.window, plan.layout);
       plan.has_boxes = plan.has_boxes && plan.has_window;
     }
@@ -1410,8 +1411,10 @@ inline const char* yields(const Problem& problem, Operator) {
 
 inline int64_t sums_of_split(const Problem& problem) { return problem.K * columns_of(problem); }
 
+inline int64_t copied_bytes(const Plan& plan) { return plan.prepared.x_bytes + plan.prepared.dy_bytes; }
+
 inline int64_t workspace_bytes_of(const Problem& problem, const Plan& plan) {
-  return plan.copied_bytes +
+  return copied_bytes(plan) +
          (stores_dw(problem, plan) ? 0 : plan.splits * sums_of_split(problem) * static_cast<int64_t>(sizeof(float)));
 }
 
@@ -1421,7 +1424,7 @@ inline int64_t workspace_bytes(const Problem& problem, Operator, const Pointers&
 
 inline XCopies x_copies_of(const Problem& problem, const Plan& plan, const void* x) {
   if (plan.has_window) return XCopies::kWindow;
-  if (sees_runs(problem, x) || (plan.copies_x && problem.R == 1 && problem.S == 1)) return XCopies::kRuns;
+  if (sees_runs(problem, x) || (plan.prepared.copies_x && problem.R == 1 && problem.S == 1)) return XCopies::kRuns;
   const int values = 16 / element_bytes(problem.dtype);
   const int64_t (&stride)[4] = problem.x_stride;
   const auto in_steps = [&](int64_t number) { return number % values == 0; };
@@ -1453,6 +1456,7 @@ inline Params make_params(const Problem& problem, const Pointers& pointers, cons
   params.x_ptr = pointers.x;
   params.dy_ptr = pointers.dy;
   params.sums_ptr = static_cast<float*>(direct ? pointers.out : pointers.workspace);
+  params.adds = !direct;
   params.sums_row = direct ? problem.w_stride[0] : columns_of(problem);
   params.sums_split = sums_of_split(problem);
   std::copy_n(problem.x_stride, 4, params.x_stride);
@@ -1558,8 +1562,9 @@ inline cudaError_t make_dy_map(const Problem& problem, const Plan& plan, const v
 }
 
 // Of x, as of 1x1 filters, or of dy, which sees itself.
-inline cudaError_t copy(const Problem& problem, const Plan& plan, bool merges, bool of_x, const void* from, void* to,
+inline cudaError_t copy(const Problem& problem, const Plan& plan, bool of_x, const void* from, void* to,
                         cudaStream_t stream) {
+  const bool merges = plan.prepared.merges;
   CopyParams params{};
   const int values = 16 / element_bytes(problem.dtype);
   params.from_ptr = from;
@@ -1598,22 +1603,21 @@ inline cudaError_t copy(const Problem& problem, const Plan& plan, bool merges, b
 
 inline cudaError_t launch_plan(const Problem& original, const Pointers& original_pointers, const Plan& plan,
                                cudaStream_t stream) {
-  const Prepared prepared = prepare(original, original_pointers.x, original_pointers.dy);
+  const Prepared& prepared = plan.prepared;
   const Problem& problem = prepared.problem;
   Pointers pointers = original_pointers;
   const auto behind = [&](int64_t bytes) { return static_cast<uint8_t*>(original_pointers.workspace) + bytes; };
   if (prepared.copies_x) {
     pointers.x = behind(0);
-    const cudaError_t error = copy(original, plan, prepared.merges, true, original_pointers.x, behind(0), stream);
+    const cudaError_t error = copy(original, plan, true, original_pointers.x, behind(0), stream);
     if (error != cudaSuccess) return error;
   }
   if (prepared.copies_dy) {
     pointers.dy = behind(prepared.x_bytes);
-    const cudaError_t error = copy(original, plan, prepared.merges, false, original_pointers.dy,
-                                   behind(prepared.x_bytes), stream);
+    const cudaError_t error = copy(original, plan, false, original_pointers.dy, behind(prepared.x_bytes), stream);
     if (error != cudaSuccess) return error;
   }
-  pointers.workspace = behind(plan.copied_bytes);
+  pointers.workspace = behind(copied_bytes(plan));
   Params params = make_params(problem, pointers, plan);
   if (plan.has_boxes) {
     const cudaError_t error = make_dy_map(problem, plan, pointers.dy, params.dy_map);
@@ -1648,9 +1652,9 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
   snprintf(text, text_size, "%d x %d tiles of %d output channels x %d weights, %d splits of the pixels%s%s",
            plan.tiles_k, plan.tiles_e, plan.tile_k, kTileE, static_cast<int>(plan.splits),
            plan.parts == 2 ? ", in two parts" : "",
-           plan.copies_x && plan.copies_dy ? ", x and dy copied"
-           : plan.copies_x                 ? ", x copied"
-           : plan.copies_dy                ? ", dy copied"
+           plan.prepared.copies_x && plan.prepared.copies_dy ? ", x and dy copied"
+           : plan.prepared.copies_x                 ? ", x copied"
+           : plan.prepared.copies_dy                ? ", dy copied"
                                            : "");
 }
 
