@@ -78,6 +78,10 @@ constexpr int kTerms = 16;  // of the reduction, at a time
 // Warps of a block: three products take more registers than 16 of them have.
 MODELNEW_HOST_DEVICE constexpr int most_warps(bool exact) { return exact ? 8 : 16; }
 constexpr int kMostRowBits = 2, kMostSplitBits = 3;
+// Blocks that stage their operands: so many stages of 16, 32 or 64 terms; 64 columns, two warps wide, and one or two
+// warps high.
+constexpr int kStages = 4, kStagedColumns = 2 * kSide, kMostStagedRowBits = 1;
+MODELNEW_HOST_DEVICE constexpr int staged_threads(int row_bits) { return 64 << row_bits; }
 // Of longer sums there are so many: with three products every 8 terms are an addition, and all of them may err to the
 // same side. One sum of 8192 equal products was 1.25 times as far off as it may be.
 constexpr int kLongSteps = 128, kLeastLongSums = 4;
@@ -95,8 +99,10 @@ struct Plan {
   Loads loads;
   bool pixel_rows;    // rows are pixels, columns channels
   int rows, columns;  // of y
-  int row_bits;       // of a power of two, warps of a block side by side
+  int row_bits;       // of a power of two, warps of a block below each other
   int slices;         // and one behind the other in the reduction
+  int block_columns;
+  int stage_terms;  // 0: it does not stage
   int split_bits;     // of a power of two, blocks of a cluster
   int slice_steps;    // of 16 terms
   int row_tiles, column_tiles;
@@ -118,7 +124,16 @@ struct Params {
 
 MODELNEW_HOST_DEVICE inline int block_rows(const Plan& plan) { return kSide << plan.row_bits; }
 MODELNEW_HOST_DEVICE inline int splits_of(const Plan& plan) { return 1 << plan.split_bits; }
+// Words from row to row of a stage. All banks are met by loads of eight rows of terms, 16 bytes each, and of four rows of
+// columns, eight words each.
+MODELNEW_HOST_DEVICE constexpr int terms_pitch(int terms) { return terms + 4; }
+constexpr int kColumnsPitch = kStagedColumns + 8;
+MODELNEW_HOST_DEVICE constexpr int stage_words(int rows, int terms) {
+  return rows * terms_pitch(terms) + terms * kColumnsPitch;
+}
 MODELNEW_HOST_DEVICE inline int shared_bytes(const Plan& plan) {
+  if (plan.stage_terms > 0)
+    return kStages * stage_words(block_rows(plan), plan.stage_terms) * static_cast<int>(sizeof(float));
   return plan.slices * block_rows(plan) * kPitch * static_cast<int>(sizeof(float));
 }
 
@@ -268,16 +283,21 @@ __device__ __noinline__ float exact_output(const Params& params, int channel, in
 }
 
 // Sums of a channel and a pixel, and of their neighbours to the right, that are not finite.
-template <bool PIXEL_ROWS>
-__device__ __forceinline__ void repair(const Params& params, int row, int column, float (&sums)[4]) {
-  if (is_finite(sums[0]) && is_finite(sums[1]) && is_finite(sums[2]) && is_finite(sums[3])) return;
+template <bool PIXEL_ROWS, int COUNT>
+__device__ __forceinline__ void repair(const Params& params, int row, int column, float (&sums)[COUNT]) {
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) finite = finite && is_finite(sums[i]);
+  if (finite) return;
 #pragma unroll 1
-  for (int i = 0; i < 4 && column + i < params.plan.columns; ++i) {
-    float sum = i == 0 ? sums[0] : i == 1 ? sums[1] : i == 2 ? sums[2] : sums[3];
+  for (int i = 0; i < COUNT && column + i < params.plan.columns; ++i) {
+    float sum = sums[0];
+#pragma unroll
+    for (int j = 1; j < COUNT; ++j) sum = i == j ? sums[j] : sum;
     if (!is_finite(sum))
       sum = PIXEL_ROWS ? exact_output(params, column + i, row) : exact_output(params, row, column + i);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) sums[j] = i == j ? sum : sums[j];
+    for (int j = 0; j < COUNT; ++j) sums[j] = i == j ? sum : sums[j];
   }
 }
 
@@ -419,6 +439,131 @@ __global__ void __launch_bounds__(32 * most_warps(EXACT), 1) pointwise_kernel(co
 #endif
 }
 
+// ---- Device code of blocks that stage ----
+
+struct StagedParams {
+  const float *x_ptr, *w_ptr, *bias_ptr;
+  float* out_ptr;
+  int rows, columns;  // of y
+  // Steps in elements; pixels of a plane are neighbours.
+  int x_image, x_channel, y_image, y_channel, w_out;
+  Divisor by_plane;
+};
+
+// A stage of shared memory: a[row][term], b[term][column].
+template <int ROW_BITS, int TERMS_>
+struct Stage {
+  static constexpr int ROW_WARPS = 1 << ROW_BITS, ROWS = kSide << ROW_BITS, TERMS = TERMS_;
+  static constexpr int THREADS = staged_threads(ROW_BITS), PITCH = terms_pitch(TERMS);
+  static constexpr uint32_t B_BYTES = 4 * ROWS * PITCH, BYTES = 4 * stage_words(ROWS, TERMS);
+};
+
+// Of a warp: `a_from` is where its lane's rows begin, `b_from` its columns.
+template <typename Stage>
+__device__ __forceinline__ void multiply_stage(uint32_t a_from, uint32_t b_from, Sums& acc) {
+#pragma unroll
+  for (int step = 0; step < Stage::TERMS / 8; ++step) {
+    uint32_t a[2][4], b[4][2];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      hopper::load_matrix(a[m], a_from + 4 * (16 * m * Stage::PITCH + 8 * step));
+#pragma unroll
+      for (uint32_t& value : a[m]) value = tf32_operand(value);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        hopper::load_shared(b[j][i], b_from + 4 * ((8 * step + 4 * i) * kColumnsPitch + 8 * j));
+        b[j][i] = tf32_operand(b[j][i]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) multiply_add(acc[m][j], a[m], b[j]);
+    }
+  }
+}
+
+template <int ROW_BITS, int TERMS>
+__global__ void __launch_bounds__(staged_threads(ROW_BITS))
+    staged_kernel(const __grid_constant__ StagedParams params) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  using Shape = Stage<ROW_BITS, TERMS>;
+  extern __shared__ __align__(16) unsigned char modelnew_pointwise_smem[];
+  const uint32_t smem = hopper::smem_address(modelnew_pointwise_smem);
+  const int warp_id = hopper::uniform(threadIdx.x / 32), lane_id = threadIdx.x % 32;
+  const int n = lane_id / 4, t = lane_id % 4;
+  const int row_warp = warp_id % Shape::ROW_WARPS, column_warp = warp_id / Shape::ROW_WARPS;
+  const int first_row = blockIdx.x * Shape::ROWS, first_column = blockIdx.y * kStagedColumns;
+  const auto pixel_offset = [&](int pixel, int of_image) {
+    const int image = quotient(pixel, params.by_plane);
+    return image * of_image + pixel - image * static_cast<int>(params.by_plane.divisor);
+  };
+
+  // What this thread copies of a stage: 16 bytes of every so manieth row of a and of every so manieth term of b. What
+  // does not exist is as good as the last one that does: nobody stores it. Of four pixels all exist, or none.
+  constexpr int A_PIECES = TERMS / 4, A_APART = Shape::THREADS / A_PIECES, A_COPIES = Shape::ROWS / A_APART;
+  constexpr int B_PIECES = kStagedColumns / 4, B_APART = Shape::THREADS / B_PIECES, B_COPIES = TERMS / B_APART;
+  static_assert(A_COPIES * A_APART == Shape::ROWS && B_COPIES * B_APART == TERMS, "all copy as much");
+  const int a_row = threadIdx.x / A_PIECES, a_term = threadIdx.x % A_PIECES * 4;
+  const int b_term = threadIdx.x / B_PIECES, b_column = threadIdx.x % B_PIECES * 4;
+  const uint32_t a_to = smem + 4 * (a_row * Shape::PITCH + a_term);
+  const uint32_t b_to = smem + Shape::B_BYTES + 4 * (b_term * kColumnsPitch + b_column);
+  const int pixel = min(first_column + b_column, params.columns - 4);
+  const float* const b = params.x_ptr + (pixel_offset(pixel, params.x_image) + b_term * params.x_channel);
+  const float* a[A_COPIES];
+#pragma unroll
+  for (int i = 0; i < A_COPIES; ++i)
+    a[i] = params.w_ptr + (min(first_row + a_row + i * A_APART, params.rows - 1) * params.w_out + a_term);
+#pragma unroll
+  for (int stage = 0; stage < kStages; ++stage) {
+#pragma unroll
+    for (int i = 0; i < B_COPIES; ++i)
+      hopper::copy_async<16>(b_to + stage * Shape::BYTES + 4 * i * B_APART * kColumnsPitch,
+                             b + (stage * TERMS + i * B_APART) * params.x_channel, 16);
+#pragma unroll
+    for (int i = 0; i < A_COPIES; ++i)
+      hopper::copy_async<16>(a_to + stage * Shape::BYTES + 4 * i * A_APART * Shape::PITCH, a[i] + stage * TERMS, 16);
+    hopper::copies_commit();
+  }
+
+  // While they come: what this lane stores, pairs of columns in rows 8 apart.
+  const int row = first_row + row_warp * kSide + n, column = first_column + column_warp * kSide + 2 * t;
+  float* to[4];
+  float bias[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    to[j] = params.out_ptr + (pixel_offset(column + 8 * j, params.y_image) + row * params.y_channel);
+  if (params.bias_ptr != nullptr) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bias[i] = __ldg(params.bias_ptr + min(row + 8 * i, params.rows - 1));
+  }
+
+  const uint32_t a_from = smem + 4 * ((row_warp * kSide + lane_id % 16) * Shape::PITCH + lane_id / 16 * 4);
+  const uint32_t b_from = smem + Shape::B_BYTES + 4 * (t * kColumnsPitch + column_warp * kSide + n);
+  Sums acc = {};
+#pragma unroll
+  for (int stage = 0; stage < kStages; ++stage) {
+    hopper::copies_wait<kStages - 1>();
+    __syncthreads();          // what all threads have copied
+    hopper::copies_commit();  // nothing, so that as many are pending each time
+    multiply_stage<Shape>(a_from + stage * Shape::BYTES, b_from + stage * Shape::BYTES, acc);
+  }
+
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (row + 8 * i >= params.rows || column + 8 * j >= params.columns) continue;  // both of a pair exist, or none
+      const float* const sums = &acc[i / 2][j][i % 2 * 2];
+      *reinterpret_cast<float2*>(to[j] + 8 * i * params.y_channel) = make_float2(sums[0] + bias[i], sums[1] + bias[i]);
+    }
+  }
+#endif
+}
+
 #endif  // device code
 
 #if !defined(__CUDACC_RTC__)
@@ -428,12 +573,18 @@ __global__ void __launch_bounds__(32 * most_warps(EXACT), 1) pointwise_kernel(co
 struct Device {
   int sms;
   bool hopper;
+  int shared_bytes;  // of a block
 };
 
 // Addresses of the tensors; zeros, before they are known, stand for aligned ones.
 struct Alignment {
   uint64_t x, w, y;
 };
+
+inline void cut(Plan& plan) {
+  plan.row_tiles = static_cast<int>(ceil_div(plan.rows, block_rows(plan)));
+  plan.column_tiles = static_cast<int>(ceil_div(plan.columns, plan.block_columns));
+}
 
 // Constants of the estimate, in cycles of an SM at 1.75 GHz; from the 15 layers of a ResNet-50 that have 1x1 filters,
 // 1, 2 and 4 images, all configurations, TF32 in both memory formats and full accuracy, H200, 2026-11-22 (a revision in
@@ -446,18 +597,29 @@ constexpr double kClusterCycles = 1500, kClusterBlockCycles = 315;
 // waves of 132 SMs, 112 one).
 constexpr double kClusterShare = 0.88;
 
+// The same of blocks that stage: from 14 layers of 64 to 256 channels, 1 to 8 images, H200, 2026-11-25, caches cold (a
+// revision in the making). Where planes have at least 28x28 pixels it is off by 6% (one sigma), by 14% at most. The
+// other kernel's estimates were 1.18 times too low there; the constants are as much too low as those.
+constexpr double kStagedCallCycles = 6800, kStagedWaveCycles = 1200, kStagedTermCycles = 6.3, kStagedByteCycles = 0.019;
+constexpr double kReadCycles = 0.0017, kWrittenCycles = 0.0027;  // of a value of x, for each of y
+// With 256 channels and 28x28 pixels what stages took 1.1 to 1.2 times as long as the other kernel, with 56x56 0.96 to
+// 1.04 times (one image of 64 to 256 output channels).
+constexpr int kLeastPixelsOfLongStages = 2048;
+constexpr int kMostColumnTiles = 65535;  // blocks are a grid of two dimensions
+
 inline bool complete(const Device& device, bool exact, int channels, int row_bits, int split_bits, int slices,
                      Plan& plan) {
   const int steps = static_cast<int>(ceil_div(channels, kTerms));
   plan.row_bits = row_bits;
+  plan.block_columns = kSide;
   plan.split_bits = split_bits;
+  plan.stage_terms = 0;
   const int splits = splits_of(plan);
   plan.slices = slices;
   if (slices << row_bits > most_warps(exact) || (slices > 1 && slices * splits >= 2 * steps)) return false;
   plan.slice_steps = static_cast<int>(ceil_div(steps, plan.slices * splits));
   if (exact && plan.slice_steps > kLongSteps && slices * splits < kLeastLongSums) return false;
-  plan.row_tiles = static_cast<int>(ceil_div(plan.rows, block_rows(plan)));
-  plan.column_tiles = static_cast<int>(ceil_div(plan.columns, kSide));
+  cut(plan);
   const int64_t blocks = static_cast<int64_t>(plan.row_tiles) * plan.column_tiles * splits;
   const int warps = slices << row_bits;
   const int at_once = static_cast<int>(device.sms * (most_warps(exact) / warps) * (splits > 1 ? kClusterShare : 1));
@@ -467,6 +629,32 @@ inline bool complete(const Device& device, bool exact, int channels, int row_bit
       kCallCycles + (ceil_div(blocks, at_once) - 1) * kWaveCycles + plan.slice_steps * kStepCycles +
       of_sm * warps * plan.slice_steps * (kWarpCycles + (exact ? kExactCycles : 0) + (strided ? kStridedCycles : 0)) +
       (splits > 1 ? kClusterCycles + of_sm * kClusterBlockCycles : 0);
+  return true;
+}
+
+// The same of blocks that stage.
+inline bool complete_staged(const Device& device, bool exact, const Correlation& of, int row_bits, Plan& plan) {
+  const bool fours = plan.loads == Loads::kFours && plan.out_vector == 4;
+  if (exact || !fours) return false;
+  if (of.P != 1) return false;  // planes, of y as well, are one line each
+  const int terms = of.in_channels / kStages;
+  if (of.in_channels % kStages != 0 || (terms != 16 && terms != 32 && terms != 64)) return false;
+  if (terms == 64 && of.Q < kLeastPixelsOfLongStages) return false;
+  plan.row_bits = row_bits;
+  plan.split_bits = 0;
+  plan.slices = 1;
+  plan.slice_steps = of.in_channels / kTerms;
+  plan.block_columns = kStagedColumns;
+  plan.stage_terms = terms;
+  cut(plan);
+  const int smem_bytes = shared_bytes(plan);
+  if (smem_bytes > device.shared_bytes || plan.column_tiles > kMostColumnTiles) return false;
+  const int64_t blocks = static_cast<int64_t>(plan.row_tiles) * plan.column_tiles;
+  const int64_t at_once = int64_t{device.sms} * (device.shared_bytes / smem_bytes);
+  plan.cycles = kStagedCallCycles + (ceil_div(blocks, at_once) - 1) * kStagedWaveCycles +
+                of.in_channels * kStagedTermCycles +
+                static_cast<double>(ceil_div(blocks, device.sms)) * smem_bytes * kStagedByteCycles +
+                static_cast<double>(plan.columns) * (of.in_channels * kReadCycles + plan.rows * kWrittenCycles);
   return true;
 }
 
@@ -490,8 +678,10 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   return nullptr;
 }
 
+// Forced: whether blocks stage, bits of rows, and of blocks that do not bits of splits and slices.
 inline bool make_plan(const Correlation& of, bool exact, const Device& device, const Alignment& address, Plan& best,
-                      int forced_row_bits = -1, int forced_split_bits = -1, int forced_slices = 0) {
+                      int forced_staged = -1, int forced_row_bits = -1, int forced_split_bits = -1,
+                      int forced_slices = 0) {
   const int pixels = static_cast<int>(of.N * of.P * of.Q);
   const auto fours = [](int64_t stride, int64_t size) { return stride % 4 == 0 || size == 1; };
   const bool dense = of.in_stride[3] == 1 && of.stride_w == 1;
@@ -516,26 +706,40 @@ inline bool make_plan(const Correlation& of, bool exact, const Device& device, c
                              : of.out_stride[3] == 1 && of.Q % 4 == 0 && fours(of.out_stride[1], of.out_channels);
   plan.out_vector = aligned_out && out_fours ? 4 : 1;
   bool found = false;
+  const auto take_if_better = [&] {
+    if (found && plan.cycles >= best.cycles) return;
+    best = plan;
+    found = true;
+  };
+  for (int row_bits = 0; row_bits <= kMostStagedRowBits && forced_staged != 0; ++row_bits) {
+    if (forced_row_bits >= 0 && row_bits != forced_row_bits) continue;
+    if (complete_staged(device, exact, of, row_bits, plan)) take_if_better();
+  }
+  if (forced_staged > 0) return found;
   for (int row_bits = 0; row_bits <= kMostRowBits; ++row_bits) {
     if (forced_row_bits >= 0 && row_bits != forced_row_bits) continue;
     for (int split_bits = 0; split_bits <= kMostSplitBits; ++split_bits) {
       if (forced_split_bits >= 0 ? split_bits != forced_split_bits : split_bits > 0 && !device.hopper) continue;
       for (int slices = 1; slices <= most_warps(exact); slices *= 2) {
         if (forced_slices > 0 && slices != forced_slices) continue;
-        if (!complete(device, exact, of.in_channels, row_bits, split_bits, slices, plan)) continue;
-        if (found && plan.cycles >= best.cycles) continue;
-        best = plan;
-        found = true;
+        if (complete(device, exact, of.in_channels, row_bits, split_bits, slices, plan)) take_if_better();
       }
     }
   }
   return found;
 }
 
+// Of a block, by the CUDA C++ Programming Guide ("Technical Specifications per Compute Capability").
+inline int most_shared_bytes(int capability) {
+  if (capability >= 90 && capability < 120) return 227 << 10;
+  return capability == 80 || capability == 87 ? 163 << 10 : 99 << 10;
+}
+
 // Compute capability, times 10.
 inline int current_device(Device& device) {
   const int capability = find_gpu(device.sms);
   device.hopper = capability / 10 == 9;
+  device.shared_bytes = most_shared_bytes(capability);
   return capability;
 }
 
@@ -628,8 +832,36 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+template <int ROW_BITS, int TERMS>
+cudaError_t run_staged_kernel(const Params& all, cudaStream_t stream) {
+  const auto kernel = staged_kernel<ROW_BITS, TERMS>;
+  const Plan& plan = all.plan;
+  const int smem_bytes = shared_bytes(plan);
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  if (error != cudaSuccess) return error;
+  const StagedParams params{all.x_ptr,   all.w_ptr,     all.bias_ptr, all.out_ptr,   plan.rows, plan.columns,
+                            all.x_image, all.x_channel, all.y_image,  all.y_channel, all.w_out, all.by_plane};
+  const dim3 blocks(plan.row_tiles, plan.column_tiles);
+  kernel<<<blocks, staged_threads(ROW_BITS), smem_bytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <int ROW_BITS>
+cudaError_t run_staged(const Params& params, cudaStream_t stream) {
+  switch (params.plan.stage_terms) {
+    case 16:
+      return run_staged_kernel<ROW_BITS, 16>(params, stream);
+    case 32:
+      return run_staged_kernel<ROW_BITS, 32>(params, stream);
+    default:
+      return run_staged_kernel<ROW_BITS, 64>(params, stream);
+  }
+}
+
 template <bool EXACT>
 cudaError_t run(const Params& params, cudaStream_t stream) {
+  if (params.plan.stage_terms > 0)
+    return params.plan.row_bits == 0 ? run_staged<0>(params, stream) : run_staged<1>(params, stream);
   switch (params.plan.loads) {
     case Loads::kFours:
       return run_kernel<Loads::kFours, EXACT>(params, stream);
@@ -667,10 +899,10 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   make_plan(flattened(problem), !uses_tf32(problem, op), device, Alignment{}, plan);
   const char* const loads[] = {"fours", "fours of weights", "fours of channels", "single values"};
   snprintf(text, text_size,
-           "%s, tile of %d %s x %d %s, by %s, y by %s, %d tiles for %d blocks of %d slices each, about %.3g Mcycles",
+           "%s, tile of %d %s x %d %s, by %s%s, y by %s, %d tiles for %d blocks of %d slices each, about %.3g Mcycles",
            uses_tf32(problem, op) ? "one product" : "three products of parts", block_rows(plan),
-           plan.pixel_rows ? "pixels" : "channels", kSide, plan.pixel_rows ? "channels" : "pixels",
-           loads[static_cast<int>(plan.loads)], plan.out_vector == 4 ? "fours" : "single values",
+           plan.pixel_rows ? "pixels" : "channels", plan.block_columns, plan.pixel_rows ? "channels" : "pixels",
+           loads[static_cast<int>(plan.loads)], plan.stage_terms > 0 ? " in stages" : "", plan.out_vector == 4 ? "fours" : "single values",
            plan.row_tiles * plan.column_tiles, splits_of(plan), plan.slices, plan.cycles * 1e-6);
 }
 
