@@ -26,6 +26,12 @@
 //
 // Full fp32 accuracy takes three products, and what is not finite is computed again by multiply-adds, as in mma.cu.
 //
+// With planes of 64, 128 or 256 channels and one product, blocks may stage what they multiply instead (staged_kernel):
+// 32 or 64 rows and 64 columns, of all terms, in four stages whose copies are ordered at once. A warp waits for nothing
+// but the next stage, and no sums meet. More bytes are under way than registers could hold, and a tile reads less:
+//
+//   memory --16 bytes--> four stages --ldmatrix, single words--> registers --> mma.sync --> registers --> memory
+//
 // What bounds it (H200, 2026-11-22, one image, TF32, us from the start of a block at 1.75 GHz, a revision in the
 // making, in a driver, caches cold; an empty kernel takes 2.7 of the time that is measured; by mma.cu):
 //
@@ -52,6 +58,21 @@
 // and 10.5; x ordered before w 10.0 / 10.1; rounding in two instructions a word instead of three 10.0 / 10.1, and the
 // same times in mma. While the host goes on to order calls, as in bench.py, a call takes 0.4 us more if its kernel is
 // empty, and some 0.4 to 1.2 us more if it is this one.
+//
+// Blocks that stage (2026-11-25, bench.py, one image, us, by registers / in stages / cuDNN):
+//
+//   1x1  64 to 256, 56x56     8.6 /  7.6 / 7.5        1x1 128 to 512, 28x28     8.2 /  7.0 / 8.0
+//   1x1 256 to  64, 56x56     9.3 /  8.9 / 8.8        1x1 256 to 128, 56x56    10.1 /  9.7 / 9.0
+//
+// By the clock of an SM a block of a prototype, of 64 rows, 256 to 128, has ordered its copies after 2200 cycles, has
+// the first stage at 3000, the last one at 6900, multiplied at 8000 and stored at 8450; 2500, 5900, 7000 and 7500 where
+// the L2 cache holds x and w, and 4700 or 4300 for the last stage with x alone or w alone. An SM gets some 20 to 25
+// bytes a cycle, so that what a tile reads counts. Tried, the same layer, in a driver: 128 rows x 32 or 24 columns in
+// 16 warps 11 to 12 us where 64 x 64 took 9 to 10; slices of the reduction, from 5% less to 10% more; 48 columns, so
+// that each of 132 SMs has a tile, 9.3 to 9.5 / 9.0 to 9.8; stages in another order in every block 8.5 / 8.9 to 9.8; a
+// loop instead of one stage's code behind the other's, and rounding without a look at NaN, from 3% less to 6% more. In
+// channels_last stages take 7.3 to 13 us where registers take 6.3 to 9.5, with three products 8.8 to 16 where they take
+// 6.7 to 12. The same code took 7.5 us in one driver and 8.9 in another one, presumably by where it lies in memory.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -124,8 +145,8 @@ struct Params {
 
 MODELNEW_HOST_DEVICE inline int block_rows(const Plan& plan) { return kSide << plan.row_bits; }
 MODELNEW_HOST_DEVICE inline int splits_of(const Plan& plan) { return 1 << plan.split_bits; }
-// Words from row to row of a stage. All banks are met by loads of eight rows of terms, 16 bytes each, and of four rows of
-// columns, eight words each.
+// Words from row to row of a stage. All banks are met by loads of eight rows of terms, 16 bytes each, and of four rows
+// of columns, eight words each.
 MODELNEW_HOST_DEVICE constexpr int terms_pitch(int terms) { return terms + 4; }
 constexpr int kColumnsPitch = kStagedColumns + 8;
 MODELNEW_HOST_DEVICE constexpr int stage_words(int rows, int terms) {
@@ -902,7 +923,8 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
            "%s, tile of %d %s x %d %s, by %s%s, y by %s, %d tiles for %d blocks of %d slices each, about %.3g Mcycles",
            uses_tf32(problem, op) ? "one product" : "three products of parts", block_rows(plan),
            plan.pixel_rows ? "pixels" : "channels", plan.block_columns, plan.pixel_rows ? "channels" : "pixels",
-           loads[static_cast<int>(plan.loads)], plan.stage_terms > 0 ? " in stages" : "", plan.out_vector == 4 ? "fours" : "single values",
+           loads[static_cast<int>(plan.loads)], plan.stage_terms > 0 ? " in stages" : "",
+           plan.out_vector == 4 ? "fours" : "single values",
            plan.row_tiles * plan.column_tiles, splits_of(plan), plan.slices, plan.cycles * 1e-6);
 }
 

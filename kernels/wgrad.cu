@@ -832,6 +832,9 @@ struct Multiplier {
     hopper::wgmma_commit();
   }
 
+  // racecheck names these reads and the next copies to the stage a hazard: it does not see that __syncwarp orders them
+  // before the arrival of one lane. With an arrival of each lane, here and where stages are loaded, it names none
+  // (compute-sanitizer of CUDA 13.0, H200, 2026-11-25).
   __device__ __forceinline__ void give() {
     __syncwarp();  // all lanes have read their part of x
     if (lane == 0) hopper::barrier_arrive(ring.empty());
@@ -1148,9 +1151,9 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-// Cycles of an SM: of a stage, by what is multiplied and by what is loaded. For the choice among tiles: of five problems
-// in which all three were tried it took the fastest; the times themselves are 1.3 to 3 times as long as this says (256
-// images, in the driver of the header note).
+// Cycles of an SM: of a stage, by what is multiplied and by what is loaded. For the choice among tiles: of five
+// problems in which all three were tried it took the fastest; the times themselves are 1.3 to 3 times as long as this
+// says (256 images, in the driver of the header note).
 inline double stage_cycles(int tile_k, int parts, bool sixteen_bits) {
   const double multiplied = 4.0 * tile_k * (parts == 2 ? 3 : 1);
   const double loaded = (sixteen_bits ? 6.0 : 4.0) * kTileE + 2.0 * tile_k;
