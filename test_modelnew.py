@@ -20,6 +20,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import fcntl
 import functools
 import importlib.util
 import inspect
@@ -820,15 +821,18 @@ OPERATOR_NUMBER = {"fprop": 0, "dgrad": 1, "wgrad": 2, "bgrad": 3}
 
 
 def compile_shared(source: str, folder: Path, *flags: str) -> ctypes.CDLL:
-    """A C++ text as a loaded shared library."""
+    """A C++ text as a loaded shared library, which may be there already: see `builds`."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "source.cpp").write_text(source)
-    command = ["g++", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Werror", f"-I{folder}", f"-I{KERNELS}", *flags]
-    done = subprocess.run([*command, "source.cpp", "-o", "library.so"], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "library.so"))
+    library, written = folder / "library.so", folder / "source.cpp"
+    if not (library.exists() and written.read_text() == source):
+        written.write_text(source)
+        command = ["g++", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Werror", f"-I{folder}", f"-I{KERNELS}", *flags]
+        done = subprocess.run([*command, "source.cpp", "-o", "part.so"], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        (folder / "part.so").rename(library)
+    return ctypes.CDLL(str(library))
 
 
 def compile_simt(source: str, folder: Path) -> ctypes.CDLL:
@@ -861,11 +865,27 @@ def built_beside_the_tests(build: Callable[[Path], Any]) -> Callable:
 
 @pytest.fixture(scope="session", autouse=True)
 def builds(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
-    """All that these tests need, one after another, in their order: most tests use one core, and g++ takes a minute."""
+    """All that these tests need, one after another, in their order: most tests use one core, and g++ takes a minute.
+
+    Workers of pytest-xdist share a folder: who comes first compiles, the others wait for that and load it.
+    """
     names = dict.fromkeys(name for item in request.session.items for name in item.fixturenames if name in BUILDS)
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if is_worker(request.config) else own
+
+    def build(name: str) -> Any:
+        with open(shared / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+            return BUILDS[name](shared / f"build_{name}")
+
     with ThreadPoolExecutor(max_workers=1) as pool:
-        yield {name: pool.submit(BUILDS[name], tmp_path_factory.mktemp(name)) for name in names}
+        yield {name: pool.submit(build, name) for name in names}
         pool.shutdown(cancel_futures=True)
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this is one of several processes of pytest-xdist that share the tests."""
+    return hasattr(config, "workerinput")
 
 
 def left_out(text: str) -> tuple[str, str]:
@@ -3353,19 +3373,19 @@ MANY_CHANNELS = Case(32, 128, 130, 130, 128, 3, 3)
 @pytest.mark.parametrize(
     "case, operators",
     [
-        (MANY_CHANNELS, {"fprop", "dgrad"}),
-        (dataclasses.replace(MANY_CHANNELS, C=127), {"dgrad"}),
-        (dataclasses.replace(MANY_CHANNELS, K=127), {"fprop"}),
-        (dataclasses.replace(MANY_CHANNELS, K=64, N=40), {"fprop"}),
-        (dataclasses.replace(MANY_CHANNELS, K=63, N=40), set()),
-        (dataclasses.replace(MANY_CHANNELS, C=256, K=256, groups=2), set()),
-        (dataclasses.replace(MANY_CHANNELS, R=9, S=1), {"fprop", "dgrad"}),
-        (dataclasses.replace(MANY_CHANNELS, R=5, S=2), set()),
+        (MANY_CHANNELS, ("fprop", "dgrad")),
+        (dataclasses.replace(MANY_CHANNELS, C=127), ("dgrad",)),
+        (dataclasses.replace(MANY_CHANNELS, K=127), ("fprop",)),
+        (dataclasses.replace(MANY_CHANNELS, K=64, N=40), ("fprop",)),
+        (dataclasses.replace(MANY_CHANNELS, K=63, N=40), ()),
+        (dataclasses.replace(MANY_CHANNELS, C=256, K=256, groups=2), ()),
+        (dataclasses.replace(MANY_CHANNELS, R=9, S=1), ("fprop", "dgrad")),
+        (dataclasses.replace(MANY_CHANNELS, R=5, S=2), ()),
         # 2^28 values of dy, and more; there are fewer of x.
-        (dataclasses.replace(MANY_CHANNELS, N=64, K=256), {"fprop", "dgrad"}),
-        (dataclasses.replace(MANY_CHANNELS, N=65, K=256), {"fprop"}),
-        (Case(128, 128, 128, 128, 128, 3, 3), {"fprop", "dgrad"}),
-        (Case(129, 128, 128, 128, 128, 3, 3), {"dgrad"}),
+        (dataclasses.replace(MANY_CHANNELS, N=64, K=256), ("fprop", "dgrad")),
+        (dataclasses.replace(MANY_CHANNELS, N=65, K=256), ("fprop",)),
+        (Case(128, 128, 128, 128, 128, 3, 3), ("fprop", "dgrad")),
+        (Case(129, 128, 128, 128, 128, 3, 3), ("dgrad",)),
     ],
     ids=str,
 )
@@ -7040,6 +7060,7 @@ MMA_SHIM_CASES = [
 ]
 
 
+@pytest.mark.xdist_group("mma_shim_exact")  # its cases are counted together
 @pytest.mark.parametrize("number", range(len(MMA_SHIM_CASES)))
 def test_mma_shim_exact(mma_shim, number):
     """Integers, with Hopper's features and without, under both contracts: each shape of a tile in turn."""
@@ -7149,7 +7170,7 @@ static std::set<std::string> seen;  // kinds of plans
 // What is wrong with the numbers of a plan, or nothing.
 static std::string fault_of_numbers(const Problem& problem, const Plan& plan, const Device& device, bool exact) {
   const bool staged = plan.stage_terms > 0;
-  const int threads = 32 * plan.slices << plan.row_bits;
+  const int threads = staged ? staged_threads(plan.row_bits) : 32 * plan.slices << plan.row_bits;
   if (shared_bytes(plan) > device.shared_bytes || threads > (exact ? 256 : 512)) return "a block that is too large";
   if (plan.block_columns != (staged ? 64 : 32) || (staged && plan.column_tiles > 65535)) return "columns of a block";
   if (staged && (exact || plan.slices != 1 || plan.split_bits != 0 || plan.row_bits > 1)) return "stages, but which";
@@ -7371,14 +7392,18 @@ def test_pointwise_plan_checks_see_what_is_wrong(pointwise_plans, mutation):
 
 
 def test_pointwise_estimates_grow_with_the_work(pointwise_plans):
-    aligned = [ctypes.c_uint64(0)] * 3
-    for case in random_pointwise_cases(1000, seed=1):
-        once = pointwise_plans("cycles", "fprop", case, *aligned)
+    aligned, staged = [ctypes.c_uint64(0)] * 3, 0
+    for case, tf32 in itertools.product(random_pointwise_cases(1000, seed=1), (False, True)):
+        once = pointwise_plans("cycles", "fprop", case, *aligned, tf32=tf32)
+        staged += "in stages" in pointwise_plans("describe", "fprop", case, tf32=tf32)
         for letter in "NCK":
             double = dataclasses.replace(case, **{letter: 2 * getattr(case, letter)})
-            twice = pointwise_plans("cycles", "fprop", double, *aligned)
+            if case.tf32_operators(torch.float32, tf32) != double.tf32_operators(torch.float32, tf32):
+                continue  # three products are one where there is enough to multiply
+            twice = pointwise_plans("cycles", "fprop", double, *aligned, tf32=tf32)
             # More channels may be loaded by fours where fewer were not.
             assert twice >= (1 if letter == "N" else 0.9) * once, f"{double}: {twice} after {once}"
+    assert staged > 50
 
 
 def test_pointwise_describes_its_configuration(pointwise_plans):
@@ -7393,9 +7418,18 @@ def test_pointwise_describes_its_configuration(pointwise_plans):
         assert text.startswith("one product") == ("fprop" in case.tf32_operators(torch.float32, tf32))
 
 
-@pytest.mark.parametrize("capability, stages", [(80, True), (86, False), (89, False), (90, True), (120, False)])
-def test_pointwise_stages_where_a_block_has_room(pointwise_plans, capability, stages):
-    text = pointwise_plans("describe", "fprop", Case(1, 256, 56, 56, 128, 1, 1), tf32=True, capability=capability)
+@pytest.mark.parametrize(
+    "capability, channels, pixels, stages",
+    [
+        *((capability, 256, 56, capability in (80, 87, 90, 100)) for capability in (80, 86, 87, 89, 90, 100, 120)),
+        *((capability, 128, 56, True) for capability in (80, 86, 90, 120)),
+        (90, 256, 46, True),
+        (90, 256, 44, False),  # below 2048 pixels
+    ],
+)
+def test_pointwise_stages_where_there_is_room(pointwise_plans, capability, channels, pixels, stages):
+    case = Case(1, channels, pixels, pixels, 128, 1, 1)
+    text = pointwise_plans("describe", "fprop", case, tf32=True, capability=capability)
     assert ("in stages" in text) == stages, text
 
 
@@ -7506,9 +7540,18 @@ POINTWISE_MUTATIONS = {
         "(MUTATED ? hopper::copies_wait<8> : hopper::copies_wait<kStages - 1>)();",
     ),
     "stages that other threads copy": left_out("__syncthreads();          // what all threads have copied"),
-    "rows of stages that do not exist": ("A_APART, params.rows - 1)", "A_APART, params.rows + 40 * MUTATED - 1)"),
+    "rows of stages from before w": ("a_row + i * A_APART,", "a_row + i * A_APART - 100 * MUTATED,"),
     "pixels of stages that do not exist": ("params.columns - 4)", "params.columns + 60 * MUTATED - 4)"),
     "the next image": ("return image * of_image", "return (image + MUTATED) * of_image"),
+    "the next image of y": ("2), params.y_image)", "2), params.y_image + 4 * MUTATED)"),
+    "planes of x as those of y": (
+        "i * B_APART) * params.x_channel",
+        "i * B_APART) * (MUTATED ? params.y_channel : params.x_channel)",
+    ),
+    "filters one behind the other": (
+        "1) * params.w_out + a_term)",
+        "1) * (MUTATED ? kStages * TERMS : params.w_out) + a_term)",
+    ),
     "the last pair left out": ("column + 8 * j >= params.columns)", "column + 8 * j + 2 * MUTATED >= params.columns)"),
     "another row's bias": ("min(row + 8 * i, params.rows - 1)", "min(row + 8 * i + MUTATED, params.rows - 1)"),
 }
@@ -7547,6 +7590,7 @@ POINTWISE_SHIM_PLANS = [
 ]  # fmt: skip
 
 
+@pytest.mark.xdist_group("pointwise_shim_exact")  # its cases are counted together
 @pytest.mark.parametrize("number", range(len(POINTWISE_SHIM_CASES)))
 def test_pointwise_shim_exact(pointwise_shim, number):
     """Integers under both contracts: the plans in turn, and where one is for larger problems the planner's."""
@@ -7588,6 +7632,28 @@ def test_pointwise_shim_stages(pointwise_shim, case):
         }
         assert faults in ({""}, {"", None}), f"{case}, {row_bits}: {faults}"
         assert pointwise_shim.last("stage_terms") == case.C // 4
+
+
+def in_wider(tensor: Tensor, channels: int, behind: int) -> Tensor:
+    """The same as some channels of a tensor that has so many more, with so many values behind each plane."""
+    images, own, height, width = tensor.shape
+    size = (images, own + channels, height * width + behind)
+    wide = torch.full(size, math.nan, dtype=tensor.dtype, device=tensor.device)
+    return wide[:, 4 : 4 + own, : height * width].unflatten(2, (height, width)).copy_(tensor)
+
+
+def stages_of_slices_are_right(pointwise_shim: PointwiseShim) -> bool:
+    case = Case(2, 64, 5, 8, 40, 1, 1)
+    tensors = make_tensors(case, torch.float32, integers)
+    tensors |= {"x": in_wider(tensors["x"], 12, 4), "w": in_wider(tensors["w"], 4, 0)}
+    out = in_wider(torch.full(case.y_shape, math.nan), 5, 8)
+    if pointwise_shim.run("fprop", case, tensors, out, tf32=True, staged=1) != "":
+        return False
+    return torch.equal(out.double(), references(case, tensors)["fprop"])
+
+
+def test_pointwise_shim_stages_slices(pointwise_shim):
+    assert stages_of_slices_are_right(pointwise_shim)
 
 
 @pytest.mark.parametrize("view", [*VIEWS, "one image"])
@@ -7652,7 +7718,7 @@ def test_pointwise_shim_sees_what_is_missing(mutation, pointwise_shim):
     def are_right() -> bool:
         if "again" in mutation:
             return all(spreads(pointwise_shim, POINTWISE_SPREADING_CASES[0], False, layout) for layout in LAYOUTS)
-        return all(  # without a plan where addresses are not aligned
+        return stages_of_slices_are_right(pointwise_shim) and all(  # without a plan where addresses are not aligned
             pointwise_shim.fault("fprop", case, layout, seed, **plan) in ("", None)
             for case, layout, seed, plan in POINTWISE_TELLING_RUNS
         )
@@ -8486,6 +8552,7 @@ WGRAD_TF32_WORK = dict.fromkeys(LEAST_TF32_WORK, 2**12)  # see WgradShim
 WGRAD_SEEN: list[dict] = []  # what the runs of these were like
 
 
+@pytest.mark.xdist_group("wgrad_shim_exact")  # its cases are counted together
 @pytest.mark.parametrize("number", range(len(WGRAD_SHIM_CASES)))
 def test_wgrad_shim_exact(wgrad_shim, number):
     """Integers in all precisions and memory formats, at any addresses, by every tile and in a few splits."""
@@ -9463,6 +9530,7 @@ STEM_SHIM_CASES = [
 ]
 
 
+@pytest.mark.xdist_group("stem_shim_exact")  # its cases are counted together
 @pytest.mark.parametrize("number", range(len(STEM_SHIM_CASES)))
 def test_stem_shim_exact(stem_shim, number):
     """Integers under both contracts and in both memory formats, at any addresses."""
@@ -9699,10 +9767,12 @@ def nvcc_runs(tmp_path_factory) -> Iterator[NvccRuns]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nvcc_beside_the_tests(request) -> None:
-    if shutil.which("nvcc") and any("nvcc_runs" in item.fixturenames for item in request.session.items):
+    wanted = any("nvcc_runs" in item.fixturenames for item in request.session.items)
+    if shutil.which("nvcc") and wanted and not is_worker(request.config):  # which worker runs them is not known yet
         request.getfixturevalue("nvcc_runs")
 
 
+@pytest.mark.xdist_group("nvcc")
 @needs_nvcc
 @pytest.mark.parametrize("gate", NVCC_GATES)
 @pytest.mark.parametrize("source", ENGINE_SOURCES, ids=lambda path: path.name)
@@ -9740,6 +9810,7 @@ def machine_code(nvcc_runs: Callable, engine: str, arch: str) -> dict[str, list[
     }
 
 
+@pytest.mark.xdist_group("nvcc")
 @needs_nvcc
 @pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
@@ -9756,6 +9827,7 @@ def test_wgmma_is_in_the_machine_code(nvcc_runs, arch):
             assert set(instructions) <= {"LDC", "MOV", "EXIT", "BRA", "NOP"}, name
 
 
+@pytest.mark.xdist_group("nvcc")
 @needs_nvcc
 @pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
@@ -9780,6 +9852,7 @@ def test_gather_is_in_the_machine_code(nvcc_runs, arch):
             assert set(instructions) <= {"LDC", "MOV", "EXIT", "BRA", "NOP"}, name
 
 
+@pytest.mark.xdist_group("nvcc")
 @needs_nvcc
 @pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -9793,6 +9866,7 @@ def test_mma_is_in_the_machine_code(nvcc_runs, arch):
         assert hopper_only & set(instructions) == (hopper_only if arch == "sm_90a" else set()), name
 
 
+@pytest.mark.xdist_group("nvcc")
 @needs_nvcc
 @pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -9812,6 +9886,7 @@ def test_pointwise_is_in_the_machine_code(nvcc_runs, arch):
         assert ("UCGABAR_ARV" in instructions) == (arch == "sm_90a"), name
 
 
+@pytest.mark.xdist_group("nvcc")
 @needs_nvcc
 @pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
@@ -10030,6 +10105,7 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
         yield runs
 
 
+@pytest.mark.xdist_group("rtc")
 @pytest.mark.skipif(not (NVRTC.exists() and PTXAS.exists()), reason="needs CUDA 12.1's wheels, see Makefile")
 @pytest.mark.parametrize("source, arch", RTC_TARGETS, ids=lambda value: getattr(value, "name", value))
 def test_device_code_under_cuda_12_1(rtc_runs, source, arch, tmp_path):
@@ -12740,6 +12816,7 @@ POINTWISE_VIEWS = {
     "x in channels_last": {"x": VIEWS["channels_last"]},
     "w in channels_last": {"w": VIEWS["channels_last"]},  # y is, too, but not x
     "x off by one": {"x": MMA_VIEWS["off by one"]},
+    "in wider ones": {"x": lambda tensor: in_wider(tensor, 12, 4), "w": lambda tensor: in_wider(tensor, 4, 0)},
 }
 
 

@@ -61,7 +61,7 @@ MODELNEW_HOST_DEVICE inline float round_to_tf32(float value) {
 }
 
 // The same for operands of tensor cores, which take no bits behind TF32's: these may be anything. Two instructions,
-// while the conversion is three (sm_90).
+// while the conversion is three (sm_90). NaN of these bits alone (0x7f800001) would be Inf; no arithmetic makes it.
 MODELNEW_HOST_DEVICE inline uint32_t tf32_operand(uint32_t bits) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   return fabsf(__uint_as_float(bits)) < __uint_as_float(0x7f800000u) ? bits + 0x1000u : bits;

@@ -1,6 +1,6 @@
 // pointwise engine: 1x1 filters over few pixels, fp32 tensors, on the tensor cores of any GPU since Ampere. What counts
-// there is the time from the start of the kernel to its first product: one launch, no workspace, 14 to 25 KB of
-// code, and operands go from memory to registers without a stop. Deterministic: one sum an output, in one order.
+// there is the time from the start of the kernel to its first product: one launch, no workspace, little code, and
+// operands on their way before anything else is done. Deterministic: one sum an output, in one order.
 //
 // y is a matrix whose rows and columns are output channels and pixels (of all images, in their order), so that columns
 // are neighbours in memory; the reduction runs over input channels:
@@ -8,9 +8,10 @@
 //   y of [channel][pixel]        rows = channels, columns = pixels        a = w, b = x
 //   y of [pixel][channel]        rows = pixels, columns = channels        a = x, b = w
 //
-// A warp has 32 rows x 32 columns and takes 16 terms of the reduction at a time, as two steps of mma.sync. Which term
-// is which of the instruction's 8 is free, as long as both operands agree, and so is which column is which. Hence the
-// lane that holds terms t and t + 4 of rows n and n + 8 holds four neighbours instead, and loads them by 16 bytes:
+// A warp has 32 rows x 32 columns. In pointwise_kernel, of 14 to 25 KB, operands go from memory to registers without a
+// stop: a warp takes 16 terms of the reduction at a time, as two steps of mma.sync. Which term is which of the
+// instruction's 8 is free, as long as both operands agree, and so is which column is which. Hence the lane that holds
+// terms t and t + 4 of rows n and n + 8 holds four neighbours instead, and loads them by 16 bytes:
 //
 //   lane = 4 n + t     a: row n, terms 4t .. 4t+3                         first step: 4t, 4t+1; second: 4t+2, 4t+3
 //                      b: terms 4t .. 4t+3, columns 4n .. 4n+3            column n of the instruction's tile j: 4n+j
@@ -26,9 +27,10 @@
 //
 // Full fp32 accuracy takes three products, and what is not finite is computed again by multiply-adds, as in mma.cu.
 //
-// With planes of 64, 128 or 256 channels and one product, blocks may stage what they multiply instead (staged_kernel):
-// 32 or 64 rows and 64 columns, of all terms, in four stages whose copies are ordered at once. A warp waits for nothing
-// but the next stage, and no sums meet. More bytes are under way than registers could hold, and a tile reads less:
+// In staged_kernel blocks stage what they multiply instead: 32 or 64 rows and 64 columns, of all terms, in four stages
+// whose copies are ordered at once. A warp waits for nothing but the next stage, and no sums meet. More bytes are under
+// way than registers could hold, and a tile reads less. It takes one product and planes of 64, 128 or (large ones) 256
+// channels whose pixels are one line, by fours at multiples of 16 bytes:
 //
 //   memory --16 bytes--> four stages --ldmatrix, single words--> registers --> mma.sync --> registers --> memory
 //
@@ -59,20 +61,24 @@
 // same times in mma. While the host goes on to order calls, as in bench.py, a call takes 0.4 us more if its kernel is
 // empty, and some 0.4 to 1.2 us more if it is this one.
 //
-// Blocks that stage (2026-11-25, bench.py, one image, us, by registers / in stages / cuDNN):
+// Blocks that stage (H200, 2026-11-25, bench.py, one image, us, by turns on one machine, two runs each, by registers /
+// in stages / cuDNN in the four; on another machine 8.0, 9.1, 9.9 and 7.4 in stages):
 //
-//   1x1  64 to 256, 56x56     8.6 /  7.6 / 7.5        1x1 128 to 512, 28x28     8.2 /  7.0 / 8.0
-//   1x1 256 to  64, 56x56     9.3 /  8.9 / 8.8        1x1 256 to 128, 56x56    10.1 /  9.7 / 9.0
+//   1x1  64 to 256, 56x56      8.5,  8.6 / 7.6, 7.6 / 7.3 to 7.8
+//   1x1 128 to 512, 28x28      8.1,  8.2 / 6.9, 7.0 / 7.8 to 8.3
+//   1x1 256 to  64, 56x56      9.3,  9.3 / 8.9, 8.8 / 8.5 to 8.9
+//   1x1 256 to 128, 56x56     10.1, 10.0 / 9.9, 9.6 / 8.9 to 9.2
 //
 // By the clock of an SM a block of a prototype, of 64 rows, 256 to 128, has ordered its copies after 2200 cycles, has
-// the first stage at 3000, the last one at 6900, multiplied at 8000 and stored at 8450; 2500, 5900, 7000 and 7500 where
-// the L2 cache holds x and w, and 4700 or 4300 for the last stage with x alone or w alone. An SM gets some 20 to 25
-// bytes a cycle, so that what a tile reads counts. Tried, the same layer, in a driver: 128 rows x 32 or 24 columns in
-// 16 warps 11 to 12 us where 64 x 64 took 9 to 10; slices of the reduction, from 5% less to 10% more; 48 columns, so
-// that each of 132 SMs has a tile, 9.3 to 9.5 / 9.0 to 9.8; stages in another order in every block 8.5 / 8.9 to 9.8; a
-// loop instead of one stage's code behind the other's, and rounding without a look at NaN, from 3% less to 6% more. In
-// channels_last stages take 7.3 to 13 us where registers take 6.3 to 9.5, with three products 8.8 to 16 where they take
-// 6.7 to 12. The same code took 7.5 us in one driver and 8.9 in another one, presumably by where it lies in memory.
+// the first stage at 3000, the last one at 6900, multiplied at 8000 and stored at 8450; with x and w in the L2 cache
+// 2500, 5900, 7000 and 7500. If then only x is copied the last stage comes at 4700, if only w is at 4300: an SM gets
+// some 20 to 25 bytes a cycle, so that what a tile reads counts. Tried, the same layer, in a driver, us: 128 rows x 32
+// or 24 columns in 16 warps 11 to 12 where 64 x 64 took 9 to 10; slices of the reduction, from 5% less to 10% more; 48
+// columns, so that each of 132 SMs has a tile, 9.3 to 9.5 where 64 took 9.0 to 9.8; stages in another order in every
+// block 8.5 where one order took 8.9 to 9.8; a loop instead of one stage's code behind the other's, and rounding
+// without a look at NaN, from 3% less to 6% more. In channels_last stages take 7.3 to 13 us where registers take 6.3 to
+// 9.5, with three products 8.8 to 16 where they take 6.7 to 12. The same code took 7.5 us in one driver and 8.9 in
+// another one, presumably by where it lies in memory.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -122,8 +128,8 @@ struct Plan {
   int rows, columns;  // of y
   int row_bits;       // of a power of two, warps of a block below each other
   int slices;         // and one behind the other in the reduction
-  int block_columns;
-  int stage_terms;  // 0: it does not stage
+  int block_columns;  // of y
+  int stage_terms;    // 0: it does not stage
   int split_bits;     // of a power of two, blocks of a cluster
   int slice_steps;    // of 16 terms
   int row_tiles, column_tiles;
@@ -523,7 +529,7 @@ __global__ void __launch_bounds__(staged_threads(ROW_BITS))
     return image * of_image + pixel - image * static_cast<int>(params.by_plane.divisor);
   };
 
-  // What this thread copies of a stage: 16 bytes of every so manieth row of a and of every so manieth term of b. What
+  // What this thread copies of a stage: 16 bytes of every A_APART-th row of a and of every B_APART-th term of b. What
   // does not exist is as good as the last one that does: nobody stores it. Of four pixels all exist, or none.
   constexpr int A_PIECES = TERMS / 4, A_APART = Shape::THREADS / A_PIECES, A_COPIES = Shape::ROWS / A_APART;
   constexpr int B_PIECES = kStagedColumns / 4, B_APART = Shape::THREADS / B_PIECES, B_COPIES = TERMS / B_APART;
@@ -556,7 +562,8 @@ __global__ void __launch_bounds__(staged_threads(ROW_BITS))
   float bias[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int j = 0; j < 4; ++j)
-    to[j] = params.out_ptr + (pixel_offset(column + 8 * j, params.y_image) + row * params.y_channel);
+    to[j] = params.out_ptr + (pixel_offset(min(column + 8 * j, params.columns - 2), params.y_image) +
+                              min(row, params.rows - 1) * params.y_channel);
   if (params.bias_ptr != nullptr) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) bias[i] = __ldg(params.bias_ptr + min(row + 8 * i, params.rows - 1));
@@ -619,12 +626,14 @@ constexpr double kClusterCycles = 1500, kClusterBlockCycles = 315;
 constexpr double kClusterShare = 0.88;
 
 // The same of blocks that stage: from 14 layers of 64 to 256 channels, 1 to 8 images, H200, 2026-11-25, caches cold (a
-// revision in the making). Where planes have at least 28x28 pixels it is off by 6% (one sigma), by 14% at most. The
-// other kernel's estimates were 1.18 times too low there; the constants are as much too low as those.
-constexpr double kStagedCallCycles = 6800, kStagedWaveCycles = 1200, kStagedTermCycles = 6.3, kStagedByteCycles = 0.019;
-constexpr double kReadCycles = 0.0017, kWrittenCycles = 0.0027;  // of a value of x, for each of y
-// With 256 channels and 28x28 pixels what stages took 1.1 to 1.2 times as long as the other kernel, with 56x56 0.96 to
-// 1.04 times (one image of 64 to 256 output channels).
+// revision in the making). Where planes have at least 28x28 pixels it is off by 6% (one sigma), by 14% at most; with
+// smaller ones, and more images, it was not compared. The other kernel's estimates were 1.18 times too low there, and
+// these constants are as much too low as those.
+constexpr double kStagedCallCycles = 6800, kStagedWaveCycles = 1200, kStagedTermCycles = 6.3;
+constexpr double kStagedByteCycles = 0.019;  // of all stages of an SM; less than they take to come, as other terms grow
+constexpr double kReadCycles = 0.0017, kWrittenCycles = 0.0027;  // for each value of x that is read, of y written
+// With 256 channels and planes of 28x28 pixels what stages took 1.1 to 1.2 times as long as the other kernel, with
+// 56x56 0.96 to 1.04 times, in bench.py 0.96 (one image, 64 to 256 output channels). In between nothing was tried.
 constexpr int kLeastPixelsOfLongStages = 2048;
 constexpr int kMostColumnTiles = 65535;  // blocks are a grid of two dimensions
 
@@ -671,7 +680,7 @@ inline bool complete_staged(const Device& device, bool exact, const Correlation&
   const int smem_bytes = shared_bytes(plan);
   if (smem_bytes > device.shared_bytes || plan.column_tiles > kMostColumnTiles) return false;
   const int64_t blocks = static_cast<int64_t>(plan.row_tiles) * plan.column_tiles;
-  const int64_t at_once = int64_t{device.sms} * (device.shared_bytes / smem_bytes);
+  const int64_t at_once = int64_t{device.sms} * ((device.shared_bytes + 1024) / (smem_bytes + 1024));  // 1 KB is CUDA's
   plan.cycles = kStagedCallCycles + (ceil_div(blocks, at_once) - 1) * kStagedWaveCycles +
                 of.in_channels * kStagedTermCycles +
                 static_cast<double>(ceil_div(blocks, device.sms)) * smem_bytes * kStagedByteCycles +
