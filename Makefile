@@ -1,6 +1,7 @@
 # Every target works on a fresh machine and reuses what it finds; the second run starts at once.
 #
 #   make test                       ruff, then all tests (those for the GPU skip where there is none)
+#   make test ARGS='-n 2 --dist=loadgroup'   the same in two processes: most tests use one core
 #   make bench ARGS=--backward      bench.py
 #   make lint                       ruff alone
 #
