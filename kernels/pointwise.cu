@@ -626,15 +626,15 @@ constexpr double kClusterCycles = 1500, kClusterBlockCycles = 315;
 constexpr double kClusterShare = 0.88;
 
 // The same of blocks that stage: from 14 layers of 64 to 256 channels, 1 to 8 images, H200, 2026-11-25, caches cold (a
-// revision in the making). Where planes have at least 28x28 pixels it is off by 6% (one sigma), by 14% at most; with
-// smaller ones, and more images, it was not compared. The other kernel's estimates were 1.18 times too low there, and
-// these constants are as much too low as those.
+// revision in the making). Where planes have at least 28x28 pixels it is off by 6% (one sigma), by 14% at most. The
+// other kernel's estimates were 1.18 times too low there, and these constants are as much too low as those.
 constexpr double kStagedCallCycles = 6800, kStagedWaveCycles = 1200, kStagedTermCycles = 6.3;
 constexpr double kStagedByteCycles = 0.019;  // of all stages of an SM; less than they take to come, as other terms grow
 constexpr double kReadCycles = 0.0017, kWrittenCycles = 0.0027;  // for each value of x that is read, of y written
-// With 256 channels and planes of 28x28 pixels what stages took 1.1 to 1.2 times as long as the other kernel, with
-// 56x56 0.96 to 1.04 times, in bench.py 0.96 (one image, 64 to 256 output channels). In between nothing was tried.
-constexpr int kLeastPixelsOfLongStages = 2048;
+// Of a plane. With 14x14 (256 channels) what stages took 5 to 25% longer than that. With 256 channels and 28x28 it took
+// 1.1 to 1.2 times as long as the other kernel, with 56x56 0.96 to 1.04 times, in bench.py 0.96 (one image, 64 to 256
+// output channels); in between nothing was tried.
+constexpr int kLeastStagedPixels = 784, kLeastPixelsOfLongStages = 2048;
 constexpr int kMostColumnTiles = 65535;  // blocks are a grid of two dimensions
 
 inline bool complete(const Device& device, bool exact, int channels, int row_bits, int split_bits, int slices,
@@ -669,7 +669,6 @@ inline bool complete_staged(const Device& device, bool exact, const Correlation&
   if (of.P != 1) return false;  // planes, of y as well, are one line each
   const int terms = of.in_channels / kStages;
   if (of.in_channels % kStages != 0 || (terms != 16 && terms != 32 && terms != 64)) return false;
-  if (terms == 64 && of.Q < kLeastPixelsOfLongStages) return false;
   plan.row_bits = row_bits;
   plan.split_bits = 0;
   plan.slices = 1;
@@ -708,7 +707,7 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-// Forced: whether blocks stage, bits of rows, and of blocks that do not bits of splits and slices.
+// Forced: whether blocks stage, even small planes, bits of rows, and of blocks that do not bits of splits and slices.
 inline bool make_plan(const Correlation& of, bool exact, const Device& device, const Alignment& address, Plan& best,
                       int forced_staged = -1, int forced_row_bits = -1, int forced_split_bits = -1,
                       int forced_slices = 0) {
@@ -741,7 +740,9 @@ inline bool make_plan(const Correlation& of, bool exact, const Device& device, c
     best = plan;
     found = true;
   };
-  for (int row_bits = 0; row_bits <= kMostStagedRowBits && forced_staged != 0; ++row_bits) {
+  const int least_pixels = of.in_channels < kStages * 64 ? kLeastStagedPixels : kLeastPixelsOfLongStages;
+  const bool stages = forced_staged < 0 ? of.Q >= least_pixels : forced_staged > 0;
+  for (int row_bits = 0; row_bits <= kMostStagedRowBits && stages; ++row_bits) {
     if (forced_row_bits >= 0 && row_bits != forced_row_bits) continue;
     if (complete_staged(device, exact, of, row_bits, plan)) take_if_better();
   }
