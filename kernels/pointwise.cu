@@ -61,13 +61,14 @@
 // same times in mma. While the host goes on to order calls, as in bench.py, a call takes 0.4 us more if its kernel is
 // empty, and some 0.4 to 1.2 us more if it is this one.
 //
-// Blocks that stage (H200, 2026-11-25, bench.py, one image, us, by turns on one machine, two runs each, by registers /
-// in stages / cuDNN in the four; on another machine 8.0, 9.1, 9.9 and 7.4 in stages):
+// Blocks that stage (H200, 2026-11-25, bench.py, one image, us, by turns on one machine, two runs each of 32 and of 64
+// rows; cuDNN in eight runs; * as the estimate chooses, which on another machine took 8.0, 7.4, 9.1 and 9.9):
 //
-//   1x1  64 to 256, 56x56      8.5,  8.6 / 7.6, 7.6 / 7.3 to 7.8
-//   1x1 128 to 512, 28x28      8.1,  8.2 / 6.9, 7.0 / 7.8 to 8.3
-//   1x1 256 to  64, 56x56      9.3,  9.3 / 8.9, 8.8 / 8.5 to 8.9
-//   1x1 256 to 128, 56x56     10.1, 10.0 / 9.9, 9.6 / 8.9 to 9.2
+//                          by registers      32 rows        64 rows       cuDNN
+//   1x1  64 to 256, 56x56    8.5,  8.6      7.6,  7.6     * 7.9, 8.2    7.3 to 7.8
+//   1x1 128 to 512, 28x28    8.1,  8.2      6.9,  7.0     * 7.0, 7.0    7.8 to 8.5
+//   1x1 256 to  64, 56x56    9.3,  9.3    * 8.9,  8.8       9.6, 9.4    8.5 to 9.3
+//   1x1 256 to 128, 56x56   10.1, 10.0     10.0, 10.1     * 9.9, 9.6    8.7 to 9.2
 //
 // By the clock of an SM a block of a prototype, of 64 rows, 256 to 128, has ordered its copies after 2200 cycles, has
 // the first stage at 3000, the last one at 6900, multiplied at 8000 and stored at 8450; with x and w in the L2 cache
@@ -609,6 +610,7 @@ struct Alignment {
   uint64_t x, w, y;
 };
 
+// Tiles of y, for blocks of these rows and columns.
 inline void cut(Plan& plan) {
   plan.row_tiles = static_cast<int>(ceil_div(plan.rows, block_rows(plan)));
   plan.column_tiles = static_cast<int>(ceil_div(plan.columns, plan.block_columns));
@@ -631,9 +633,9 @@ constexpr double kClusterShare = 0.88;
 constexpr double kStagedCallCycles = 6800, kStagedWaveCycles = 1200, kStagedTermCycles = 6.3;
 constexpr double kStagedByteCycles = 0.019;  // of all stages of an SM; less than they take to come, as other terms grow
 constexpr double kReadCycles = 0.0017, kWrittenCycles = 0.0027;  // for each value of x that is read, of y written
-// Of a plane. With 14x14 (256 channels) what stages took 5 to 25% longer than that. With 256 channels and 28x28 it took
-// 1.1 to 1.2 times as long as the other kernel, with 56x56 0.96 to 1.04 times, in bench.py 0.96 (one image, 64 to 256
-// output channels); in between nothing was tried.
+// Of a plane. With 14x14 (256 channels) what stages took 6 to 28% longer than by a first fit. With 256 channels and
+// 28x28 it took 1.08 to 1.23 times as long as the other kernel, with 56x56 0.97 to 1.02 times (one image, 64 and 128
+// output channels; more images 1.0 to 1.2), in bench.py 0.96; in between nothing was tried.
 constexpr int kLeastStagedPixels = 784, kLeastPixelsOfLongStages = 2048;
 constexpr int kMostColumnTiles = 65535;  // blocks are a grid of two dimensions
 
@@ -662,7 +664,7 @@ inline bool complete(const Device& device, bool exact, int channels, int row_bit
   return true;
 }
 
-// The same of blocks that stage.
+// The same for blocks that stage, of so many rows.
 inline bool complete_staged(const Device& device, bool exact, const Correlation& of, int row_bits, Plan& plan) {
   const bool fours = plan.loads == Loads::kFours && plan.out_vector == 4;
   if (exact || !fours) return false;
