@@ -867,7 +867,8 @@ def built_beside_the_tests(build: Callable[[Path], Any]) -> Callable:
 def builds(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
     """All that these tests need, one after another, in their order: most tests use one core, and g++ takes a minute.
 
-    Workers of pytest-xdist share a folder: who comes first compiles, the others wait for that and load it.
+    Workers of pytest-xdist share a folder: who comes first compiles, the others wait for that and load it. So each
+    build must work in the folder that it left. All are asked at the end: who needs one depends on how tests are shared.
     """
     names = dict.fromkeys(name for item in request.session.items for name in item.fixturenames if name in BUILDS)
     own = tmp_path_factory.getbasetemp()
@@ -879,8 +880,12 @@ def builds(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
             return BUILDS[name](shared / f"build_{name}")
 
     with ThreadPoolExecutor(max_workers=1) as pool:
-        yield {name: pool.submit(build, name) for name in names}
+        futures = {name: pool.submit(build, name) for name in names}
+        yield futures
         pool.shutdown(cancel_futures=True)
+    for future in futures.values():
+        if not future.cancelled() and isinstance(future.exception(), Exception):  # not those that skip
+            future.result()
 
 
 def is_worker(config: pytest.Config) -> bool:
@@ -11838,7 +11843,7 @@ def test_amalgamation_has_each_header_once_and_true_line_numbers(tmp_path):
 def binding_run(folder: Path) -> subprocess.CompletedProcess:
     """Against this torch, CPU build or not: only a header that says how torch's CUDA was built may be missing there."""
     stand_in = folder / "c10/cuda/impl/cuda_cmake_macros.h"
-    stand_in.parent.mkdir(parents=True)
+    stand_in.parent.mkdir(parents=True, exist_ok=True)
     stand_in.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
     torch_home = Path(torch.__file__).parent
     includes = [KERNELS, Path(modelnew._find_cuda_home()) / "include", sysconfig.get_path("include")]
