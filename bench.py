@@ -863,9 +863,22 @@ def measure(job: Job, settings: Settings, ceilings: Ceilings, clock: Clock) -> d
         row |= check(job, operands, contract, result, peer())
         del result
         if row["failure"] is None:
-            timings = [Timing.of(times) for times in clock.milliseconds([ours, peer], settings.repeats)]
+            copy = copy_of_as_many_bytes(moved_bytes(job, contract), clock.device)
+            timings = [Timing.of(times) for times in clock.milliseconds([ours, peer, copy], settings.repeats)]
             row |= rates(job, contract, ceilings, *timings)
     return row
+
+
+def copy_of_as_many_bytes(count: float, device: torch.device) -> Callable[[], Tensor]:
+    """A call that reads half of `count` bytes and writes the other half, as a plain copy."""
+    source = torch.ones(max(1, round(count / 8)), device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def moved_bytes(job: Job, contract: str) -> float:
+    """What a pass must read and write."""
+    return sum(traffic(job.case, job.direction, type_info(contract).bits // 8, job.channels_last))
 
 
 def engine_and_contract(job: Job, operands: Operands) -> dict[str, str]:
@@ -913,13 +926,13 @@ def error_ratio(ours: float, peers: float) -> float:
     return math.inf if ours > 0 else 1.0
 
 
-def rates(job: Job, contract: str, ceilings: Ceilings, ours: Timing, peer: Timing) -> dict[str, Any]:
+def rates(job: Job, contract: str, ceilings: Ceilings, ours: Timing, peer: Timing, copy: Timing) -> dict[str, Any]:
     """What follows from the times."""
     least = floor(job.case, job.direction, contract, ceilings, job.channels_last)
-    moved = sum(traffic(job.case, job.direction, type_info(contract).bits // 8, job.channels_last))
+    moved = moved_bytes(job, contract)
     return {
-        **{f"ours_{name}": value for name, value in ours._asdict().items()},
-        **{f"peer_{name}": value for name, value in peer._asdict().items()},
+        **{f"{who}_{name}": value for who, timing in (("ours", ours), ("peer", peer), ("copy", copy))
+           for name, value in timing._asdict().items()},
         "speedup": peer.ms / ours.ms,
         "flop": job.case.flop,
         "bytes": moved,
@@ -1120,7 +1133,15 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         least_accurate = max(measured, key=lambda row: row["error_ratio"])
         ratio = f"{least_accurate['error_ratio']:.3f}, {row_title(least_accurate)}"
         sentences.append(f"Accuracy: worst ratio of our error to theirs {ratio}.")
+    if all(is_bound_by_memory(row) for row in measured):
+        mean = statistics.geometric_mean(row["peer_ms"] / row["copy_ms"] for row in measured)
+        sentences.append(f"Plain copies of as many bytes, in the same run, would be {mean:.2f}x.")
     return " ".join(sentences)
+
+
+def is_bound_by_memory(row: dict[str, Any]) -> bool:
+    """Whether memory sets a row's floor, and a copy says how near one gets to it with so few or so many bytes."""
+    return "copy_ms" in row and row["floor_memory_ms"] > row["floor_arithmetic_ms"]  # older documents have no copy
 
 
 def grouped(rows: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> dict[str, list[dict[str, Any]]]:

@@ -13722,6 +13722,27 @@ def test_bench_sums_up_each_batch_and_the_accuracy():
     assert [bench.error_ratio(*errors) for errors in ((3.0, 2.0), (0.0, 0.0), (1.0, 0.0))] == [1.5, 1.0, math.inf]
 
 
+def test_bench_sums_up_copies_where_memory_bounds_all():
+    bound = {"peer_ms": 2.0, "floor_memory_ms": 0.2, "floor_arithmetic_ms": 0.1}
+    rows = [bench_row("a/1", 1, 1.0, 0.9) | bound | {"copy_ms": copy_ms} for copy_ms in (0.25, 0.5)]
+    sentence = "Plain copies of as many bytes, in the same run, would be 5.66x."
+    assert bench.summary(rows).endswith(sentence)
+    by_arithmetic = rows[0] | {"floor_arithmetic_ms": 0.3}
+    older = {key: value for key, value in rows[0].items() if key != "copy_ms"}
+    for row in (by_arithmetic, older):
+        assert "copies" not in bench.summary([*rows, row])
+
+
+def test_bench_copies_as_many_bytes_as_a_pass_must_move():
+    case = bench.Case("", 2, 8, 8, 1, 1, 16, 16)
+    job = bench.Job(case, bench.FORWARD, "float32", "fp32")
+    count = bench.moved_bytes(job, "fp32")
+    assert count == 4 * (2 * 2 * 8 * 16 * 16 + 8 * 8)
+    copied = bench.copy_of_as_many_bytes(count, torch.device("cpu"))()
+    assert 2 * copied.nbytes == count
+    assert torch.equal(copied, torch.ones_like(copied))
+
+
 def test_bench_names_a_layer_once_for_all_its_batches():
     rows = [{"name": f"a/{batch}", "layer": "a", "shape": f"N{batch} C3 K4 1x1, 8x8"} for batch in (1, 16, 16)]
     assert bench.legend(rows) == ["a: N1, N16 C3 K4 1x1, 8x8"]
