@@ -2740,41 +2740,47 @@ struct Wgmma {
   }
 };
 
-// The same with rows of `a` in the registers of four threads each.
+// The same with rows of `a` in the registers of four threads each, and rows of `b` as read_row(row, values) has them.
+template <typename Operand, int N, typename ReadRow>
+void multiply_registers(float (&acc)[N / 2], const uint32_t (&a)[4], int keep, const ReadRow& read_row) {
+  static uint32_t words[32][32][4];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  std::memcpy(words[warp][lane], a, sizeof a);
+  __syncwarp();
+  constexpr int kSteps = 32 / sizeof(Operand), kWord = 4 / sizeof(Operand);
+  std::array<std::array<float, kSteps>, 2> rows;
+  for (int i = 0; i < 2; ++i)
+    for (int k = 0; k < kSteps; ++k) {
+      const uint32_t& word = words[warp][lane / 4 * 4 + k / kWord % 4][i + 2 * (k / kWord / 4)];
+      Operand value;
+      std::memcpy(&value, reinterpret_cast<const uint8_t*>(&word) + k % kWord * sizeof value, sizeof value);
+      rows[i][k] = value_of(value);
+    }
+  __syncwarp();
+  float* const sums = acc;
+  const auto run = [=] {
+    for (int j = 0; j < N / 8; ++j)
+      for (int e = 0; e < 2; ++e) {
+        float weights[kSteps];
+        read_row(8 * j + 2 * (lane % 4) + e, weights);
+        for (int i = 0; i < 2; ++i) {
+          float sum = keep ? sums[4 * j + 2 * i + e] : 0;
+          for (int k = 0; k < kSteps; ++k) sum += rows[i][k] * weights[k];
+          sums[4 * j + 2 * i + e] = sum;
+        }
+      }
+  };
+  if (simt::late)
+    simt::multiplications[threadIdx.x].order(run);
+  else
+    run();
+}
+
 template <typename Operand, int N>
 struct WgmmaRegisters {
   static void multiply(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int keep) {
-    static uint32_t words[32][32][4];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    std::memcpy(words[warp][lane], a, sizeof a);
-    __syncwarp();
-    constexpr int kSteps = 32 / sizeof(Operand), kWord = 4 / sizeof(Operand);
-    std::array<std::array<float, kSteps>, 2> rows;
-    for (int i = 0; i < 2; ++i)
-      for (int k = 0; k < kSteps; ++k) {
-        const uint32_t& word = words[warp][lane / 4 * 4 + k / kWord % 4][i + 2 * (k / kWord / 4)];
-        Operand value;
-        std::memcpy(&value, reinterpret_cast<const uint8_t*>(&word) + k % kWord * sizeof value, sizeof value);
-        rows[i][k] = value_of(value);
-      }
-    __syncwarp();
-    float* const sums = acc;
-    const auto run = [=] {
-      for (int j = 0; j < N / 8; ++j)
-        for (int e = 0; e < 2; ++e) {
-          float weights[kSteps];
-          Wgmma<Operand, N>::read_row(b, 8 * j + 2 * (lane % 4) + e, weights);
-          for (int i = 0; i < 2; ++i) {
-            float sum = keep ? sums[4 * j + 2 * i + e] : 0;
-            for (int k = 0; k < kSteps; ++k) sum += rows[i][k] * weights[k];
-            sums[4 * j + 2 * i + e] = sum;
-          }
-        }
-    };
-    if (simt::late)
-      simt::multiplications[threadIdx.x].order(run);
-    else
-      run();
+    multiply_registers<Operand, N>(acc, a, keep,
+                                   [=](int row, auto& values) { Wgmma<Operand, N>::read_row(b, row, values); });
   }
 };
 
@@ -8246,7 +8252,7 @@ inline void load_matrix_transposed(uint32_t (&a)[4], uint32_t address) {
 // With `b` as pieces of 16 bytes, or as rows of 128 bytes in the order of boxes.
 template <typename Operand, int N>
 struct WgmmaOfRows {
-  static constexpr int kSteps = 32 / sizeof(Operand), kWord = 4 / sizeof(Operand);
+  static constexpr int kSteps = 32 / sizeof(Operand);
 
   static void read_row(uint32_t operand, bool rows, int row, float (&values)[kSteps]) {
     if (!rows) return Wgmma<Operand, N>::read_row(operand, row, values);
@@ -8262,37 +8268,9 @@ struct WgmmaOfRows {
 
   static void multiply(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int keep,
                        uint32_t b_high = kDescriptorHigh) {
-    static uint32_t words[32][32][4];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (b_high != kDescriptorHigh && b_high != kRowsDescriptorHigh) simt::complain("an unknown descriptor");
-    std::memcpy(words[warp][lane], a, sizeof a);
-    __syncwarp();
-    std::array<std::array<float, kSteps>, 2> rows;
-    for (int i = 0; i < 2; ++i)
-      for (int k = 0; k < kSteps; ++k) {
-        const uint32_t& word = words[warp][lane / 4 * 4 + k / kWord % 4][i + 2 * (k / kWord / 4)];
-        Operand value;
-        std::memcpy(&value, reinterpret_cast<const uint8_t*>(&word) + k % kWord * sizeof value, sizeof value);
-        rows[i][k] = value_of(value);
-      }
-    __syncwarp();
-    float* const sums = acc;
-    const auto run = [=] {
-      for (int j = 0; j < N / 8; ++j)
-        for (int e = 0; e < 2; ++e) {
-          float column[kSteps];
-          read_row(b, b_high == kRowsDescriptorHigh, 8 * j + 2 * (lane % 4) + e, column);
-          for (int i = 0; i < 2; ++i) {
-            float sum = keep ? sums[4 * j + 2 * i + e] : 0;
-            for (int k = 0; k < kSteps; ++k) sum += rows[i][k] * column[k];
-            sums[4 * j + 2 * i + e] = sum;
-          }
-        }
-    };
-    if (simt::late)
-      simt::multiplications[threadIdx.x].order(run);
-    else
-      run();
+    const bool rows = b_high == kRowsDescriptorHigh;
+    multiply_registers<Operand, N>(acc, a, keep, [=](int row, auto& values) { read_row(b, rows, row, values); });
   }
 };
 template <typename Operand>
