@@ -310,22 +310,22 @@ __device__ __noinline__ float exact_output(const Params& params, int channel, in
   return sum + chunk;
 }
 
-// Sums of a channel and a pixel, and of their neighbours to the right, that are not finite.
-template <bool PIXEL_ROWS, int COUNT>
-__device__ __forceinline__ void repair(const Params& params, int row, int column, float (&sums)[COUNT]) {
+// Sums of a channel and a pixel, and of three neighbours to the right, that are not finite.
+template <bool PIXEL_ROWS>
+__device__ __forceinline__ void repair(const Params& params, int row, int column, float (&sums)[4]) {
   bool finite = true;
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) finite = finite && is_finite(sums[i]);
+  for (int i = 0; i < 4; ++i) finite = finite && is_finite(sums[i]);
   if (finite) return;
 #pragma unroll 1
-  for (int i = 0; i < COUNT && column + i < params.plan.columns; ++i) {
+  for (int i = 0; i < 4 && column + i < params.plan.columns; ++i) {
     float sum = sums[0];
 #pragma unroll
-    for (int j = 1; j < COUNT; ++j) sum = i == j ? sums[j] : sum;
+    for (int j = 1; j < 4; ++j) sum = i == j ? sums[j] : sum;
     if (!is_finite(sum))
       sum = PIXEL_ROWS ? exact_output(params, column + i, row) : exact_output(params, row, column + i);
 #pragma unroll
-    for (int j = 0; j < COUNT; ++j) sums[j] = i == j ? sum : sums[j];
+    for (int j = 0; j < 4; ++j) sums[j] = i == j ? sum : sums[j];
   }
 }
 
