@@ -189,7 +189,7 @@ def _nvcc_release(cuda_home: str) -> tuple[int, int]:
 def _concurrency_flags(release: tuple[int, int]) -> list[str]:
     """Flags with which nvcc works on several kernels at once. What it makes of them does not depend on how many."""
     cores = len(os.sched_getaffinity(0))
-    # Older releases do not know it, or were not tried. On 2 cores: 23 s instead of 35.
+    # Older releases do not know it, or were not tried. For sm_90a on 2 cores: 115 s instead of 174 (nvcc 13.0).
     return [f"--split-compile={cores}"] if cores > 1 and release >= (12, 4) else []
 
 
