@@ -13724,6 +13724,27 @@ def test_bench_copies_as_many_bytes_as_a_pass_must_move():
     assert torch.equal(copied, torch.ones_like(copied))
 
 
+def test_bench_makes_copies_behind_what_it_compares(run_bench, monkeypatch, tmp_path):
+    """cuDNN chooses by the memory that is free: what is copied is not there yet."""
+    order, copy_of, time_calls = [], bench.copy_of_as_many_bytes, bench.Clock.milliseconds
+
+    def made(*args: object) -> Callable[[], Tensor]:
+        order.append("made")
+        return copy_of(*args)
+
+    def timed(clock: bench.Clock, calls: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
+        order.append(len(calls))
+        return time_calls(clock, calls, repeats)
+
+    monkeypatch.setattr(bench, "copy_of_as_many_bytes", made)
+    monkeypatch.setattr(bench.Clock, "milliseconds", timed)
+    stored = tmp_path / "run.json"
+    assert run_bench("--case", "1,2,3,3,3,8,9", "--json", str(stored))[0] == 0
+    place = order.index("made")
+    assert order[place - 1 : place + 2] == [2, "made", 1]
+    assert json.loads(stored.read_text())["rows"][0]["copy_ms"] > 0
+
+
 def test_bench_names_a_layer_once_for_all_its_batches():
     rows = [{"name": f"a/{batch}", "layer": "a", "shape": f"N{batch} C3 K4 1x1, 8x8"} for batch in (1, 16, 16)]
     assert bench.legend(rows) == ["a: N1, N16 C3 K4 1x1, 8x8"]
