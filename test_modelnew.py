@@ -2533,14 +2533,14 @@ struct BoxMap {
   int first[2], last[2];  // of columns: their ends, of columns and rows of an image
   uint32_t pixels;
 };
-enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows };
+enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows, kLoadHalves };
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                 const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map,
                                 uint32_t step = 1) {
   map = {static_cast<uint8_t*>(const_cast<void*>(tensor)), element_bytes};
   const uint32_t row_bytes = box[0] * element_bytes;
   bool right = reinterpret_cast<uint64_t>(tensor) % 16 == 0;
-  map.pieces = use == BoxUse::kLoad ? 0 : use == BoxUse::kStoreHalves ? 4 : 8;
+  map.pieces = use == BoxUse::kLoad ? 0 : use == BoxUse::kStoreHalves || use == BoxUse::kLoadHalves ? 4 : 8;
   right &= map.pieces > 0 ? row_bytes == map.pieces * 16 : row_bytes % 16 == 0;
   map.strides[0] = element_bytes;
   for (int i = 0; i < 4; ++i) {
@@ -2612,7 +2612,7 @@ inline void load_box(const BoxMap& map, uint32_t to, int i, int j, int k, int l,
   for_each_in_box(map, {i, j, k, l}, [&](const uint8_t* from, uint32_t row, uint32_t element) {
     uint32_t place = (row * map.box[0] + element) * map.element_bytes;
     // The order of pieces goes by the address.
-    if (map.pieces > 0) place ^= (row + to / kBoxRowBytes) % 8 * 16;
+    if (map.pieces > 0) place ^= (place + to) / kBoxRowBytes % map.pieces * 16;
     for (int byte = 0; byte < map.element_bytes; ++byte) loaded[place + byte] = from != nullptr ? from[byte] : 0;
   });
   simt::copies.push_back({to, barrier, loaded});
@@ -4230,7 +4230,9 @@ static std::string fault_of_landing(const Correlation& of, const Plan& plan, uin
   if (layout.end != plan.smem_bytes || layout.end > 232448) return "shared memory";
   if (layout.staging < 56 * 8 || layout.staging % 1024) return "room for barriers";
   if (layout.landed - layout.staging != 4 * 16 * landing.rows * 128) return "staging";
-  if (layout.landed % 128 || landing.stage_bytes != 8 * 40 * landed_rows * 4) return "landed boxes";
+  const int box_bytes = landing.channels_last ? 64 * 34 * landed_rows : 8 * 40 * landed_rows * 4;
+  if (layout.landed % 512 || landing.stage_bytes < box_bytes) return "landed boxes";
+  if (landing.channels_last ? landing.stage_bytes % 512 : landing.stage_bytes != box_bytes) return "landed boxes";
   if (layout.x_ring - layout.landed != landing.stages * landing.stage_bytes) return "the ring of landed boxes";
   if (layout.x_ring % 16 || plan.x_stage_bytes != 2 * 16 * landing.slots) return "windows";
   if (layout.w_ring - layout.x_ring != plan.x_stages * plan.x_stage_bytes) return "the ring of windows";
@@ -4242,14 +4244,16 @@ static std::string fault_of_landing(const Correlation& of, const Plan& plan, uin
   if (plan.iterations != ceil_div(of.in_channels, 16) * of.R * of.S) return "stages of weights in all";
   if (plan.tiles_n != ceil_div(of.out_channels, plan.tile_n) || plan.pieces != 2) return "packed weights";
   if (plan.units != plan.tiles || plan.blocks != std::min(132, plan.units)) return "units of work";
-  const auto in_fours = [](const int64_t (&stride)[4], int64_t images, int channels, int rows) {
-    return stride[3] == 1 && (rows == 1 || stride[2] % 4 == 0) && (channels == 1 || stride[1] % 4 == 0) &&
-           (images == 1 || stride[0] % 4 == 0);
+  // What is side by side, by fours, and the others by fours of these.
+  const auto in_fours = [&](const int64_t (&stride)[4], int channels, int rows, int columns) {
+    const int64_t sizes[4] = {of.N, channels, rows, columns};
+    const int side_by_side = landing.channels_last ? 1 : 3;
+    bool are = stride[side_by_side] == 1 && sizes[side_by_side] % 4 == 0;
+    for (int i = 0; i < 4; ++i) are &= i == side_by_side || sizes[i] == 1 || stride[i] % 4 == 0;
+    return are;
   };
-  if (in % 16 || of.W % 4 || !in_fours(of.in_stride, of.N, of.in_channels, of.H))
-    return "boxes of x that are not aligned";
-  if (out % 16 || of.Q % 4 || !in_fours(of.out_stride, of.N, of.out_channels, of.P))
-    return "boxes of y that are not aligned";
+  if (in % 16 || !in_fours(of.in_stride, of.in_channels, of.H, of.W)) return "boxes of x that are not aligned";
+  if (out % 16 || !in_fours(of.out_stride, of.out_channels, of.P, of.Q)) return "boxes of y that are not aligned";
   if (of.N * of.H * of.W * ceil_div(of.in_channels, 8) * 8 >= int64_t{1} << 31) return "places that are no ints";
   if (warpgroups * landing.rows != landing.span) return "rows of a tile";
   const int last = (landing.span - landing.rows + of.R - 1) * kLandingPitch + 2 + 240;
@@ -4259,7 +4263,8 @@ static std::string fault_of_landing(const Correlation& of, const Plan& plan, uin
   for (int unit = 0; unit < plan.units; ++unit) {
     const LandingTile tile = locate_landing(plan, unit);
     if (tile.n < 0 || tile.n >= of.N || tile.n_block < 0 || tile.n_block >= plan.tiles_n) return "a tile outside";
-    if ((tile.q - of.pad_w - landing.lead) % 4 || landing.lead < 0) return "a box that starts between fours";
+    if (landing.channels_last ? landing.lead != 0 : (tile.q - of.pad_w - landing.lead) % 4 || landing.lead < 0)
+      return "a box that starts between fours";
     if (tile.q % 4) return "a box of y that starts between fours";
     const auto place = [&](int h, int w) { return (static_cast<int64_t>(tile.n) * of.H + h) * of.W + w; };
     for (int row = 0; row < landing.span; ++row)
@@ -4274,7 +4279,7 @@ static std::string fault_of_landing(const Correlation& of, const Plan& plan, uin
             const int slot = (row - own_row + r) * kLandingPitch + m + s;
             const int window_row = slot / kLandingPitch, window_column = slot % kLandingPitch;
             if (window_row >= landing.window_rows || window_row >= landed_rows) return "a row outside the window";
-            if (window_column + landing.lead >= 40) return "a column outside the window";
+            if (window_column + landing.lead >= (landing.channels_last ? 34 : 40)) return "a column outside the window";
             const int h = tile.p - of.pad_h + window_row, w = tile.q - of.pad_w + window_column;
             if (h != p - of.pad_h + r || w != q - of.pad_w + s) return "another place of x";
             if (h >= 0 && h < of.H && w >= 0 && w < of.W) read[place(h, w)] = 1;
@@ -4379,7 +4384,8 @@ static void note(const Correlation& of, const Plan& plan) {
     if (plan.splits > 1) seen.insert(std::string("two blocks an SM") + parts);
   }
   if (plan.lands) {
-    seen.insert(std::string("contained on its way, ") + (plan.landing.shares ? "shared pixels" : "shared channels"));
+    seen.insert(std::string("contained on its way, ") + (plan.landing.shares ? "shared pixels" : "shared channels") +
+                (plan.landing.channels_last ? ", channels_last" : ""));
     if (of.in_channels % 16) seen.insert("contained on its way, channels filled up");
     if (of.P % plan.landing.span) seen.insert("contained on its way, rows that are not there");
     if (of.Q % 32) seen.insert("contained on its way, columns that are not there");
@@ -4661,8 +4667,8 @@ GATHER_PLAN_MUTATIONS = {
         "from_phases ? 2 : MUTATED ? 1 : plan.in_column_step;",
     ),
     "windows that start between fours": (
-        "landing.lead = -of.pad_w & 3;",
-        "landing.lead = MUTATED ? 0 : -of.pad_w & 3;",
+        "landing.channels_last ? 0 : -of.pad_w & 3;",
+        "landing.channels_last || MUTATED ? 0 : -of.pad_w & 3;",
     ),
     "tiles of more rows than what lands has": (
         "(landed_rows(landing.shares) - of.R + 1)",
@@ -4953,7 +4959,11 @@ GATHER_KINDS = {
     *(f"phases of x{how}" for how in ("", ", channels filled up", ", tiles in parts", ", of one tap")),
     "1x1 by rows",
     "1x1 by rows at a stride",
-    *(f"contained on its way, shared {what}" for what in ("pixels", "channels")),
+    *(
+        f"contained on its way, shared {what}{layout}"
+        for what in ("pixels", "channels")
+        for layout in ("", ", channels_last")
+    ),
     *(f"contained on its way, {what} that are not there" for what in ("rows", "columns")),
     "contained on its way, channels filled up",
     "taps apart",
@@ -5698,12 +5708,15 @@ GATHER_SHIM_LANDING_CASES = [
 ]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", GATHER_LANDING)
 @pytest.mark.parametrize("number", range(len(GATHER_SHIM_LANDING_CASES)))
-def test_gather_shim_exact_when_contained_on_its_way(gather_shim, number, shape):
+def test_gather_shim_exact_when_contained_on_its_way(gather_shim, number, shape, layout):
     case, operator = GATHER_SHIM_LANDING_CASES[number]
+    if layout == "channels_last":  # in which channels come by fours, and rows as they are
+        case = dataclasses.replace(case, C=-(-case.C // 4) * 4, K=-(-case.K // 4) * 4, W=case.W + number % 4)
     for seed in (2, 13):  # tensors at aligned addresses; at once, and as late as it may be
-        fault = gather_shim.fault(operator, case, torch.float32, shape, "contiguous", seed)
+        fault = gather_shim.fault(operator, case, torch.float32, shape, layout, seed)
         assert fault == "", f"{operator} of {case}, shape {shape}, seed {seed}: {fault}"
         assert [name for name in gather_shim.launched() if "landing_kernel" in name]
 
@@ -5870,6 +5883,8 @@ ADVERSE_LANDING_CASES = [
     ("fprop", Case(2, 33, 8, 32, 130, 3, 3, padding=(2, 3)), "contiguous"),
     ("fprop", Case(3, 16, 17, 28, 72, 2, 3, padding=(0, 1)), "contiguous"),
     ("dgrad", Case(2, 24, 11, 32, 40, 3, 3, padding=(1, 1)), "contiguous"),
+    ("fprop", Case(2, 24, 5, 37, 40, 3, 3, padding=(1, 1)), "channels_last"),
+    ("dgrad", Case(2, 36, 12, 30, 20, 2, 3, padding=(1, 1)), "channels_last"),
 ]
 ADVERSE_PHASES = 7  # the first of them with phases
 ADVERSE_GROUPS = 10  # and with groups
@@ -5981,7 +5996,7 @@ def test_gather_shim_mends(gather_shim, number, value):
 
 
 @pytest.mark.parametrize("value", [1e-9, math.nan], ids=str)
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(len(ADVERSE_LANDING_CASES)))
 def test_gather_shim_mends_what_lands(gather_shim, number, value):
     check_mending(gather_shim, number, value, seeds=(number,) if value != 1e-9 else range(2), landing=True)
 
@@ -9978,7 +9993,7 @@ RTC_HEADERS = {
         namespace modelnew {
         namespace hopper {
         struct BoxMap;
-        enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows };
+        enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows, kLoadHalves };
         template <class... T> cudaError_t make_box_map(T&&...) { return cudaSuccess; }
         template <class... T> cudaError_t make_columns_map(T&&...) { return cudaSuccess; }
         template <class Kernel, class... Params>
@@ -12096,11 +12111,12 @@ def test_gpu_gather_keeps_the_contract_where_fp16_does_not_fit(kind, layout):
 
 @gpu
 @hopper
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("value", [1e-9, math.nan, math.inf], ids=str)
-def test_gpu_gather_mends(value):
+def test_gpu_gather_mends(value, layout):
     for case in GATHER_CONTAINED_CASES + GATHER_LANDING_CASES[1:]:
         for operator in gather_operators(case):
-            tensors = misfit_tensors(operator, case, value, "cuda")
+            tensors = in_layout(misfit_tensors(operator, case, value, "cuda"), layout)
             check_misfits(operator, case, on_gather(case, tensors)[operator], tensors)
 
 

@@ -6,7 +6,7 @@
 //   contain  the same as pack, and a copy of x
 //   gather   y from x (fprop), and dx from dy (dgrad without a stride)
 //   again    what contained operands are not fit for: the same kernel with TF32 operands, or a few products
-//   landing  instead of gather and a copy of x: y from planes of x, which are contained on their way (Landing)
+//   landing  instead of gather and a copy of x: y from x itself, which is contained on its way (Landing)
 //
 // Each is launched while the one before it still runs, and waits for its end where it needs what that one has written;
 // the first one waits for all that was launched before the call.
@@ -129,7 +129,7 @@
 // images: x is sampled at 2, all is contained at 7, what multiplies starts at 8 to 9 and ends at 26, again ends at 27;
 // 512 to 512, 7x7: 2, 11, 12, 34, 34; events around the call say 30 and 38.
 //
-// Filters of three columns may have x of planes contained on its way, without a copy (Landing). What does not fit is
+// Filters of three columns may have x contained on its way, without a copy (Landing). What does not fit is
 // zero in a window then; how much of it there is nobody knows before the end, so that y is worked out in any case, and
 // weights are packed for `again` in every call. That pays for large images, whose copy is large, and few output
 // channels, for each of which little else is done. (3x3, us, bench.py, H200, 2026-11-23, by a copy or, marked w, by
@@ -425,10 +425,16 @@ constexpr int kLandingStages = 3, kMostLandingWeights = 4;
 constexpr int kContainWarps = 6, kLandingThreads = 32 * (8 + kContainWarps + 2);
 [[maybe_unused]] constexpr int kContainRegisters = 88, kMultiplyLandedRegisters = 168;
 // A landed plane: columns and rows of a box, where warpgroups share the pixels and where they do not, known to the
-// compiler so that its channels are found without an instruction each; and pixels that a lane contains.
-constexpr int kLandedColumns = 40;
+// compiler so that its channels are found without an instruction each; and pixels that a lane contains. In
+// channels_last a box has the window's columns, of 16 channels.
+constexpr int kLandedColumns = 40, kLandedPixelBytes = 64;
 MODELNEW_HOST_DEVICE constexpr int landed_rows(bool shares) { return shares ? 9 : 16; }
 MODELNEW_HOST_DEVICE constexpr int landed_pixels(bool shares) { return shares ? 2 : 3; }
+MODELNEW_HOST_DEVICE constexpr int landed_plane(bool shares) { return kLandedColumns * landed_rows(shares); }
+// Of a box.
+MODELNEW_HOST_DEVICE constexpr int landed_bytes(bool shares, bool channels_last) {
+  return channels_last ? landed_rows(shares) * kLandingPitch * kLandedPixelBytes : 8 * 4 * landed_plane(shares);
+}
 constexpr int kBarrierBytes = 1024;
 
 // Staging of the results of 64 pixels x 32 channels, by a warpgroup: [channel][pixel], or [pixel][channel]
@@ -492,7 +498,7 @@ enum class Loads : int {
 //
 // kPhases: by boxes as well, of the phases of x itself.
 // kTaps: by boxes of what a tap reads for all outputs of a tile (see Plan::apart).
-// kLanding: of planes by boxes as they are, contained on its way (see Landing).
+// kLanding: by boxes as it is, contained on its way (see Landing).
 enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kPhases, kTaps, kAny, kLanding };
 
 // Whether tiles may be cut up into parts of their reduction. Of many sums a thread they may not, as kernels are slower
@@ -515,9 +521,9 @@ struct Divisors {
   Divisor pitch, image_rows;                          // of slots: of a row, and rows of an image
 };
 
-// x of planes, contained on its way instead of in a copy: boxes of 8 planes land in shared memory as they are, and
-// gathering warps contain what has landed, a window of 16 channels at a time, a step of the reduction. Here rows of the
-// GEMM are output channels, so that a wgmma reads 64 rows of weights and 240 slots:
+// x contained on its way instead of in a copy: boxes of 8 planes, or in channels_last of 16 channels, land in shared
+// memory as they are, and gathering warps contain what has landed, a window of 16 channels at a time, a step of the
+// reduction. Here rows of the GEMM are output channels, so that a wgmma reads 64 rows of weights and 240 slots:
 //
 //   landed:  [plane][row][column] x 4 bytes      window:  [2 pieces][slot] x 16 bytes      weights: as packed
 //
@@ -533,6 +539,7 @@ struct Divisors {
 // or the other 64 channels of the same rows (shares). Both stage through the same shared memory, in turns.
 struct Landing {
   bool shares;
+  bool channels_last;             // x and y; else both are planes
   int rows;                       // of y, of a warpgroup
   int tiles_p, span;              // tiles of a column of an image, and rows of y of each
   int window_rows, slots;         // rows; slots of a piece
@@ -2677,7 +2684,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   }
 }
 
-// -- Landing: x of planes, contained on its way --
+// -- Landing: x contained on its way --
 
 struct LandingShared {
   uint32_t base;
@@ -2706,11 +2713,13 @@ __device__ __forceinline__ bool wait_for_scales(const Params& params, int* x_exp
   return control->all_again == 0;
 }
 
-// One thread orders boxes of x, another one the weights of a step at a time.
+// One thread orders boxes of x, another one the weights of a step at a time. Boxes of planes are of half of a step.
+template <bool SHARES, bool CHANNELS_LAST>
 __device__ __forceinline__ void order_landing(const Params& params, const LandingShared& shared) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
   const Correlation& of = params.of;
+  constexpr int kBoxes = CHANNELS_LAST ? 1 : 2;
   RingPosition landed;
   bool waits = true;
   hopper::prefetch_map(params.in_map);
@@ -2718,18 +2727,22 @@ __device__ __forceinline__ void order_landing(const Params& params, const Landin
     const LandingTile tile = locate_landing(plan, unit);
     const int column = tile.q - of.pad_w - landing.lead, row = tile.p - of.pad_h;
     for (int step = 0; step < landing.steps; ++step) {
-      for (int half = 0; half < 2; ++half) {
+      for (int part = 0; part < kBoxes; ++part) {
         const uint32_t full = shared.landed_full(landed.slot());
+        const uint32_t to = shared.base + shared.layout.landed + landed.slot() * landing.stage_bytes;
+        const int channel = 16 * step + 8 * part;
         hopper::barrier_wait_idly(shared.landed_empty(landed.slot()), landed.parity() ^ 1);
-        hopper::barrier_arrive_expecting(full, landing.stage_bytes);
-        hopper::load_box(params.in_map, shared.base + shared.layout.landed + landed.slot() * landing.stage_bytes,
-                         column, row, 16 * step + 8 * half, tile.n, full);
+        hopper::barrier_arrive_expecting(full, CHANNELS_LAST ? landed_bytes(SHARES, true) : landing.stage_bytes);
+        if constexpr (CHANNELS_LAST)
+          hopper::load_box(params.in_map, to, channel, column, row, tile.n, full);
+        else
+          hopper::load_box(params.in_map, to, column, row, channel, tile.n, full);
         landed.next(landing.stages);
       }
       // The first boxes are on their way already: no kernel of this call writes x, and sample_kernel, the first one,
       // started when all before the call had ended. Nobody leaves before they are there: they come to shared memory.
       if (waits && !wait_for_scales(params)) {
-        for (int i = 0; i < 2; ++i) hopper::barrier_wait(shared.landed_full(i), 0);
+        for (int i = 0; i < kBoxes; ++i) hopper::barrier_wait(shared.landed_full(i), 0);
         return;
       }
       waits = false;
@@ -2758,29 +2771,39 @@ __device__ __forceinline__ void copy_landing_weights(const Params& params, const
 
 // What of its own a lane contains of each window: pixels of a row side by side, so that no two meet in a bank; or, of
 // the last columns, of all rows. In words of a landed plane, and in bytes of a piece: -1 if there is none, and the lane
-// looks at a value that is another one's.
+// looks at a value that is another one's. In channels_last `from` is where the first four channels are, in bytes; piece
+// number i of 16 bytes of a pixel lies at place i ^ pixel / 2 % 4.
 struct LandedPixel {
   int from, to;
 };
 
+// Four channels of a pixel in channels_last, from one of the 16 of a step on.
+__device__ __forceinline__ const uint32_t* landed_channels(const uint8_t* landed, int from, int channel) {
+  return reinterpret_cast<const uint32_t*>(landed + (from ^ channel / 4 * 16));
+}
+
 // Of a window of which something did not fit: that is zero instead, and on the list, once.
-template <bool SHARES, int PIXELS>
+template <bool SHARES, bool CHANNELS_LAST, int PIXELS>
 __device__ __forceinline__ void list_landed(const Params& params, const LandingTile& tile, int channel, int x_exponent,
-                                            const LandedPixel (&pixels)[PIXELS], const uint32_t* landed,
+                                            const LandedPixel (&pixels)[PIXELS], const uint8_t* landed,
                                             uint8_t* window) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
   const Correlation& of = params.of;
-  constexpr int kPlane = kLandedColumns * landed_rows(SHARES);
+  constexpr int kColumns = CHANNELS_LAST ? kLandingPitch : kLandedColumns;
 #pragma unroll
   for (int i = 0; i < PIXELS; ++i) {
     if (pixels[i].to < 0) continue;
-    const int row = pixels[i].from / kLandedColumns, column = pixels[i].from % kLandedColumns - landing.lead;
+    const int number = CHANNELS_LAST ? pixels[i].from / kLandedPixelBytes : pixels[i].from;
+    const int row = number / kColumns, column = number % kColumns - landing.lead;
     const int h = tile.p - of.pad_h + row, w = tile.q - of.pad_w + column;
     const bool own = lists(of, plan, tile, row, column);
 #pragma unroll 1
     for (int c = 0; c < 8; ++c) {
-      const float value = bits_float(landed[pixels[i].from + c * kPlane]);
+      const uint32_t* const word =
+          CHANNELS_LAST ? landed_channels(landed, pixels[i].from, channel % 16 + c) + c % 4
+                        : reinterpret_cast<const uint32_t*>(landed) + pixels[i].from + c * landed_plane(SHARES);
+      const float value = bits_float(*word);
       Watch watch;
       watch.see(float_bits(value));
       watch.see_contained(contain_pair(float_bits(value), 0, power_of_two(x_exponent)));
@@ -2792,13 +2815,13 @@ __device__ __forceinline__ void list_landed(const Params& params, const LandingT
   }
 }
 
-template <bool SHARES>
+template <bool SHARES, bool CHANNELS_LAST>
 __device__ __forceinline__ void contain_landed(const Params& params, const LandingShared& shared, uint8_t* smem,
                                                int warp) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
   const int lane = threadIdx.x % 32;
-  constexpr int kPixels = landed_pixels(SHARES), kPlane = kLandedColumns * landed_rows(SHARES);
+  constexpr int kPixels = landed_pixels(SHARES);
   LandedPixel pixels[kPixels];
   {
     constexpr int kRest = kLandingPitch - 32;
@@ -2812,7 +2835,8 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
         column = 32 + number % kRest;
         exists = row < landing.window_rows;
       }
-      pixels[i].from = (exists ? row * kLandedColumns + column : 0) + landing.lead;
+      const int number = exists ? row * (CHANNELS_LAST ? kLandingPitch : kLandedColumns) + column : 0;
+      pixels[i].from = CHANNELS_LAST ? number * kLandedPixelBytes + number / 2 % 4 * 16 : number + landing.lead;
       pixels[i].to = exists ? (row * kLandingPitch + column) * 16 : -1;
     }
   }
@@ -2826,16 +2850,24 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
       hopper::barrier_wait_idly(shared.x_empty(x.slot()), x.parity() ^ 1);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        hopper::barrier_wait_idly(shared.landed_full(landed.slot()), landed.parity());
-        const uint32_t* const from =
-            reinterpret_cast<const uint32_t*>(smem + shared.layout.landed + landed.slot() * landing.stage_bytes);
+        if (half == 0 || !CHANNELS_LAST)
+          hopper::barrier_wait_idly(shared.landed_full(landed.slot()), landed.parity());
+        const uint8_t* const from = smem + shared.layout.landed + landed.slot() * landing.stage_bytes;
         uint8_t* const to = smem + shared.layout.x_ring + x.slot() * plan.x_stage_bytes + half * landing.slots * 16;
         Watch watch;
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
           uint32_t words[8];
+          if constexpr (CHANNELS_LAST) {
 #pragma unroll
-          for (int c = 0; c < 8; ++c) words[c] = from[pixels[i].from + c * kPlane];
+            for (int c = 0; c < 8; c += 4)
+              reinterpret_cast<uint4&>(words[c]) =
+                  *reinterpret_cast<const uint4*>(landed_channels(from, pixels[i].from, 8 * half + c));
+          } else {
+#pragma unroll
+            for (int c = 0; c < 8; ++c)
+              words[c] = reinterpret_cast<const uint32_t*>(from)[pixels[i].from + c * landed_plane(SHARES)];
+          }
           const auto pair = [&](int c) {
             watch.see(words[c]);
             watch.see(words[c + 1]);
@@ -2846,7 +2878,9 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
           if (pixels[i].to >= 0) *reinterpret_cast<uint4*>(to + pixels[i].to) = piece;
         }
         if (!watch.fits(least))
-          list_landed<SHARES>(params, locate_landing(plan, unit), 16 * step + 8 * half, x_exponent, pixels, from, to);
+          list_landed<SHARES, CHANNELS_LAST>(params, locate_landing(plan, unit), 16 * step + 8 * half, x_exponent,
+                                             pixels, from, to);
+        if (half == 0 && CHANNELS_LAST) continue;
         __syncwarp();  // what has landed has been read
         if (lane == 0) hopper::barrier_arrive(shared.landed_empty(landed.slot()));
         landed.next(landing.stages);
@@ -2895,7 +2929,42 @@ __device__ __forceinline__ void stage_landed(const Params& params, const float (
   }
 }
 
-template <bool SHARES, int SLOTS>
+// The same in channels_last: piece number i of 16 bytes, four channels, of a pixel lies at place i ^ pixel / 2 % 4.
+// Lanes of the second four of eight channels stage the odd pixel first, so that they meet the other half of the banks.
+__device__ __forceinline__ void stage_landed_channels(const Params& params, const float (&acc)[2][kLandingSlots / 4],
+                                                      const float (&factor)[2], const float (&bias)[2],
+                                                      uint8_t* staging) {
+  constexpr int kRowBytes = kLandingColumns * kLandedPixelBytes;
+  const int rows = params.plan.landing.rows, lane = threadIdx.x % 32, pair = lane % 4, channel = lane / 4;
+  const bool odd_first = channel >= 4;
+  const int to_other = odd_first ? -kLandedPixelBytes : kLandedPixelBytes;
+  staging += channel % 4 * 4 + (odd_first ? kLandedPixelBytes : 0);
+  // From the first of four pairs, by its number; the second eight channels are where those of two pairs on are.
+  int place[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) place[i] = 2 * pair * kLandedPixelBytes + (channel / 4 ^ (i + pair) % 4) * 16;
+#pragma unroll
+  for (int j = 0; j < kLandingSlots / 8; ++j) {
+    const int first_of_row = 8 * j / kLandingPitch, first = 8 * j % kLandingPitch;
+    const int column = first + 2 * pair;
+    const bool is_next = column >= kLandingPitch, exists = column < kLandingColumns || is_next;  // in the next row
+    if (exists && first_of_row + is_next < rows) {
+      const float* const sums = acc[j / (kLandingSlots / 16)] + j % (kLandingSlots / 16) * 4;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int to = first_of_row * kRowBytes + first * kLandedPixelBytes + place[(first / 2 + 2 * i) % 4];
+        if (is_next)
+          to = (first_of_row + 1) * kRowBytes + (first - kLandingPitch) * kLandedPixelBytes +
+               place[(first / 2 + 3 * (kLandingPitch / 2) + 2 * i) % 4];
+        const float even = sums[2 * i] * factor[i] + bias[i], odd = sums[2 * i + 1] * factor[i] + bias[i];
+        *reinterpret_cast<float*>(staging + to) = odd_first ? odd : even;
+        *reinterpret_cast<float*>(staging + to + to_other) = odd_first ? even : odd;
+      }
+    }
+  }
+}
+
+template <bool SHARES, bool CHANNELS_LAST, int SLOTS>
 __device__ __forceinline__ void multiply_landed(const Params& params, const LandingShared& shared, uint8_t* smem) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
@@ -2978,12 +3047,20 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
     }
     hopper::barrier_wait(shared.staged_empty(warpgroup, warp), turn);
     turn ^= 1;
-    stage_landed(params, acc, factor, bias, staging);
+    if constexpr (CHANNELS_LAST)
+      stage_landed_channels(params, acc, factor, bias, staging);
+    else
+      stage_landed(params, acc, factor, bias, staging);
     hopper::fence_async();
     __syncwarp();  // all channels are staged
     if (lane == 0) {
-      if (tile.p + own_row < of.P && channel < of.out_channels)
-        hopper::store_box(params.out_map, staging, tile.q, tile.p + own_row, channel, tile.n);
+      const int row = tile.p + own_row;
+      if (row < of.P && channel < of.out_channels) {
+        if constexpr (CHANNELS_LAST)
+          hopper::store_box(params.out_map, staging, channel, tile.q, row, tile.n);
+        else
+          hopper::store_box(params.out_map, staging, tile.q, row, channel, tile.n);
+      }
       hopper::bulk_stores_commit();
     }
     stores = true;
@@ -2991,7 +3068,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
   if (stores) give_staging();  // also before the shared memory goes
 }
 
-template <bool SHARES>
+template <bool SHARES, bool CHANNELS_LAST>
 __global__ void __launch_bounds__(kLandingThreads, 1) landing_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_gather_landing_smem[];
@@ -3016,14 +3093,14 @@ __global__ void __launch_bounds__(kLandingThreads, 1) landing_kernel(const __gri
   __syncthreads();  // barriers are ready
   if (threadIdx.x < 256) {
     hopper::registers_take<kMultiplyLandedRegisters>();
-    multiply_landed<SHARES, kLandingSlots / 2>(params, shared, modelnew_gather_landing_smem);
+    multiply_landed<SHARES, CHANNELS_LAST, kLandingSlots / 2>(params, shared, modelnew_gather_landing_smem);
   } else {
     hopper::registers_give_back<kContainRegisters>();
     const int warp = hopper::uniform(threadIdx.x / 32) - 8;
     if (warp < kContainWarps)
-      contain_landed<SHARES>(params, shared, modelnew_gather_landing_smem, warp);
+      contain_landed<SHARES, CHANNELS_LAST>(params, shared, modelnew_gather_landing_smem, warp);
     else if (threadIdx.x % 32 == 0)
-      warp % 2 == 0 ? order_landing(params, shared) : copy_landing_weights(params, shared);
+      warp % 2 == 0 ? order_landing<SHARES, CHANNELS_LAST>(params, shared) : copy_landing_weights(params, shared);
   }
 #endif
 }
@@ -3369,7 +3446,8 @@ inline bool may_contain(const Correlation& of, int element_bytes) {
 // The same without a copy: list places are ints.
 inline bool may_land(const Correlation& of, int element_bytes) {
   return element_bytes == 4 && of.groups == 1 && of.S == kLandingTaps && of.stride_h == 1 && of.stride_w == 1 &&
-         of.dilation_h == 1 && of.dilation_w == 1 && of.in_stride[3] == 1 && of.out_stride[3] == 1 &&
+         of.dilation_h == 1 && of.dilation_w == 1 &&
+         ((of.in_stride[3] == 1 && of.out_stride[3] == 1) || (of.in_stride[1] == 1 && of.out_stride[1] == 1)) &&
          of.N * of.H * of.W * ((of.in_channels + 7) / 8 * 8) < (int64_t{1} << 31);
 }
 
@@ -3673,13 +3751,16 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   plan.pieces = shape.pieces;
   Landing& landing = plan.landing;
   landing.shares = shape.tile_n == 128;
-  // Boxes: strides in sixteens of bytes, and rows, whose ends they cross.
-  const auto in_fours = [](const int64_t (&stride)[4], int64_t images, int channels, int rows) {
+  landing.channels_last = of.in_stride[3] != 1 || of.out_stride[3] != 1;
+  // Boxes: strides in sixteens of bytes, and what is side by side, whose ends they cross.
+  const auto in_fours = [&](const int64_t (&stride)[4], int channels, int rows, int columns) {
     const auto is = [](int64_t step, bool matters) { return !matters || (step > 0 && step % 4 == 0); };
-    return is(stride[0], images > 1) && is(stride[1], channels > 1) && is(stride[2], rows > 1);
+    return is(stride[0], of.N > 1) && is(stride[2], rows > 1) &&
+           (landing.channels_last ? is(stride[3], columns > 1) && channels % 4 == 0
+                                  : is(stride[1], channels > 1) && columns % 4 == 0);
   };
-  if (!in_fours(of.in_stride, of.N, of.in_channels, of.H) || !in_fours(of.out_stride, of.N, of.out_channels, of.P) ||
-      address.in % 16 != 0 || address.out % 16 != 0 || of.W % 4 != 0 || of.Q % 4 != 0 || of.Q < kLeastLandingColumns)
+  if (!in_fours(of.in_stride, of.in_channels, of.H, of.W) || !in_fours(of.out_stride, of.out_channels, of.P, of.Q) ||
+      address.in % 16 != 0 || address.out % 16 != 0 || of.Q < kLeastLandingColumns)
     return false;
   const int warpgroup_tiles = landing.shares ? 1 : 2;
   const int window_rows = (landed_rows(landing.shares) - of.R + 1) / warpgroup_tiles;
@@ -3692,8 +3773,9 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   landing.window_rows = landing.span + of.R - 1;
   const int last = (landing.span - landing.rows + of.R - 1) * kLandingPitch + kLandingTaps - 1 + kLandingSlots;
   landing.slots = (std::max(landing.window_rows * kLandingPitch, last) + 7) / 8 * 8;
-  landing.lead = -of.pad_w & 3;
-  landing.stage_bytes = 8 * kLandedColumns * landed_rows(landing.shares) * static_cast<int>(sizeof(float));
+  landing.lead = landing.channels_last ? 0 : -of.pad_w & 3;
+  landing.stage_bytes = landed_bytes(landing.shares, landing.channels_last);
+  if (landing.channels_last) landing.stage_bytes = (landing.stage_bytes + 511) / 512 * 512;  // order starts anew
   landing.steps = static_cast<int>(ceil_div(of.in_channels, 16));
   plan.tile_p = landing.span;
   plan.tile_q = kLandingColumns;
@@ -3710,6 +3792,7 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   plan.x_stage_bytes = landing.slots * kStepPieces * 16;
   plan.w_stage_bytes = of.R * kLandingTaps * kStepPieces * plan.tile_n * 16;
   landing.stages = plan.x_stages = kLandingStages;
+  if (landing.channels_last) --landing.stages;  // of twice as many channels
   for (plan.w_stages = kMostLandingWeights;; --plan.w_stages) {
     if (plan.w_stages < 2) return false;
     plan.smem_bytes = landing_layout(plan).end;
@@ -4075,34 +4158,43 @@ inline cudaError_t make_maps(const Correlation& of, int element_bytes, Params& p
   return params.plan.boxes ? make_out_map(params) : cudaSuccess;
 }
 
-// Boxes of planes, of x and of y: [image][channel][row][column].
+// Boxes of x and of y: of planes, [image][channel][row][column], or of [image][row][column][channel].
 inline cudaError_t make_landing_maps(Params& params) {
   const Correlation& of = params.of;
   const Landing& landing = params.plan.landing;
-  const uint64_t N = of.N;
-  const auto bytes = [](const int64_t (&stride)[4], int axis, uint64_t size) -> uint64_t {
-    return size > 1 ? stride[axis] * sizeof(float) : 16;  // of one there is no next
-  };
   const auto make = [&](hopper::BoxUse use, const void* tensor, const int64_t (&stride)[4], int channels, int rows,
-                        int columns, const uint32_t (&box)[4], hopper::BoxMap& map) {
-    const uint64_t C = channels, H = rows, W = columns;
-    const uint64_t sizes[4] = {W, H, C, N},
-                   strides[3] = {bytes(stride, 2, H), bytes(stride, 1, C), bytes(stride, 0, N)};
+                        int columns, uint32_t box_channels, uint32_t box_rows, uint32_t box_columns,
+                        hopper::BoxMap& map) {
+    const auto bytes = [&](int axis, int64_t size) -> uint64_t {
+      return size > 1 ? stride[axis] * sizeof(float) : 16;  // of one there is no next
+    };
+    const uint64_t C = channels, H = rows, W = columns, N = of.N;
+    if (landing.channels_last) {
+      const uint64_t sizes[4] = {C, W, H, N}, strides[3] = {bytes(3, columns), bytes(2, rows), bytes(0, of.N)};
+      const uint32_t box[4] = {box_channels, box_columns, box_rows, 1};
+      return hopper::make_box_map(use, tensor, sizeof(float), sizes, strides, box, map);
+    }
+    const uint64_t sizes[4] = {W, H, C, N}, strides[3] = {bytes(2, rows), bytes(1, channels), bytes(0, of.N)};
+    const uint32_t box[4] = {box_columns, box_rows, box_channels, 1};
     return hopper::make_box_map(use, tensor, sizeof(float), sizes, strides, box, map);
   };
-  const uint32_t in_box[4] = {kLandedColumns, static_cast<uint32_t>(landed_rows(landing.shares)), 8, 1};
-  const uint32_t out_box[4] = {kLandingColumns, static_cast<uint32_t>(landing.rows), kLandingStagedChannels, 1};
-  const cudaError_t error =
-      make(hopper::BoxUse::kLoad, params.in_ptr, of.in_stride, of.in_channels, of.H, of.W, in_box, params.in_map);
+  using hopper::BoxUse;
+  const cudaError_t error = make(landing.channels_last ? BoxUse::kLoadHalves : BoxUse::kLoad, params.in_ptr,
+                                 of.in_stride, of.in_channels, of.H, of.W, landing.channels_last ? 16 : 8,
+                                 landed_rows(landing.shares), landing.channels_last ? kLandingPitch : kLandedColumns,
+                                 params.in_map);
   if (error != cudaSuccess) return error;
-  return make(hopper::BoxUse::kStore, params.out_ptr, of.out_stride, of.out_channels, of.P, of.Q, out_box,
-              params.out_map);
+  return make(landing.channels_last ? BoxUse::kStoreHalves : BoxUse::kStore, params.out_ptr, of.out_stride,
+              of.out_channels, of.P, of.Q, kLandingStagedChannels, landing.rows, kLandingColumns, params.out_map);
 }
 
 inline cudaError_t run_landing(Params& params, cudaStream_t stream) {
   cudaError_t error = make_landing_maps(params);
   if (error != cudaSuccess) return error;
-  const auto kernel = params.plan.landing.shares ? landing_kernel<true> : landing_kernel<false>;
+  const Landing& landing = params.plan.landing;
+  const auto kernel = landing.channels_last ? landing.shares ? landing_kernel<true, true> : landing_kernel<false, true>
+                      : landing.shares      ? landing_kernel<true, false>
+                                            : landing_kernel<false, false>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
   return hopper::launch_early(kernel, static_cast<unsigned>(params.plan.blocks), kLandingThreads,
@@ -4407,11 +4499,12 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
     const Landing& landing = plan.landing;
     snprintf(
         text, text_size,
-        "in scaled fp16, x contained on its way, tile of %d channels x %d rows x %d columns, x by boxes of planes in "
+        "in scaled fp16, x contained on its way, tile of %d channels x %d rows x %d columns, x by boxes of %s in "
         "%d stages of %d bytes and %d of %d, weights in %d of %d, y by boxes, %d blocks for %lld tiles, about %.3g "
         "Mcycles",
-        plan.tile_n, plan.tile_p, plan.tile_q, landing.stages, landing.stage_bytes, plan.x_stages, plan.x_stage_bytes,
-        plan.w_stages, plan.w_stage_bytes, plan.blocks, static_cast<long long>(plan.tiles), plan.cycles * 1e-6);
+        plan.tile_n, plan.tile_p, plan.tile_q, landing.channels_last ? "pixels" : "planes", landing.stages,
+        landing.stage_bytes, plan.x_stages, plan.x_stage_bytes, plan.w_stages, plan.w_stage_bytes, plan.blocks,
+        static_cast<long long>(plan.tiles), plan.cycles * 1e-6);
     return;
   }
   char tile[80];

@@ -330,8 +330,8 @@ __device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
 }
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-// kStoreHalves: rows of 64 bytes. kLoadRows: rows of 128 bytes in the order of those to be stored.
-enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows };
+// kStoreHalves, kLoadHalves: rows of 64 bytes. kLoadRows: rows of 128 bytes in the order of those to be stored.
+enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows, kLoadHalves };
 
 // The driver's own library is not linked.
 template <typename Function>
@@ -369,9 +369,9 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
     return encode(reinterpret_cast<CUtensorMap*>(&map),
                   element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
                   const_cast<void*>(tensor), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  use == BoxUse::kLoad          ? CU_TENSOR_MAP_SWIZZLE_NONE
-                  : use == BoxUse::kStoreHalves ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                : CU_TENSOR_MAP_SWIZZLE_128B,
+                  use == BoxUse::kLoad                                        ? CU_TENSOR_MAP_SWIZZLE_NONE
+                  : use == BoxUse::kStoreHalves || use == BoxUse::kLoadHalves ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                                              : CU_TENSOR_MAP_SWIZZLE_128B,
                   use == BoxUse::kStore || use == BoxUse::kStoreHalves ? CU_TENSOR_MAP_L2_PROMOTION_NONE
                                                                        : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
