@@ -2463,6 +2463,10 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 }
 inline void barrier_wait_idly(uint32_t barrier, uint32_t parity) { barrier_wait(barrier, parity); }
 inline void fence_async() {}
+inline void fence_async_memory() {}
+inline void wait_for_count(const uint32_t* count, uint32_t least) {  // blocks run one after another
+  if (*count < least) simt::complain("a block that waits for those behind it");
+}
 
 inline void cluster_sync() {
   if (!simt::again) simt::complain("a cluster");
@@ -2839,6 +2843,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 struct float4 { float x, y, z, w; };
 unsigned long long __cvta_generic_to_shared(const void*);
 void __nanosleep(unsigned);
+void __threadfence();
 unsigned __shfl_xor_sync(unsigned, unsigned, int);
 int __shfl_sync(unsigned, int, int);
 """
@@ -4223,7 +4228,10 @@ static std::string fault_of_plan(const Correlation& of, const Plan& plan, int in
 static std::string fault_of_landing(const Correlation& of, const Plan& plan, uint64_t in, uint64_t out) {
   const Landing& landing = plan.landing;
   const LandingLayout layout = landing_layout(plan);
-  const int landed_rows = landing.shares ? 9 : 16, warpgroups = landing.shares ? 1 : 2;
+  if (plan.blocks_m != 7 && plan.blocks_m != 8) return "no kernel of so many rows";
+  if (landing.shares && of.R != 3) return "rows of a filter that the kernel does not know";
+  const int product_slots = plan.blocks_m == 7 ? 240 : 272;
+  const int warpgroups = landing.shares ? 1 : 2, landed_rows = warpgroups * plan.blocks_m + 2;
   if (!plan.contained || plan.copied || plan.in_boxes || plan.in_phases || of.groups != 1) return "another plan";
   if (of.S != 3 || of.stride_h * of.stride_w != 1 || of.dilation_h * of.dilation_w != 1) return "another filter";
   if (plan.tile_n != 64 * (landing.shares ? 2 : 1)) return "channels of a tile";
@@ -4256,7 +4264,7 @@ static std::string fault_of_landing(const Correlation& of, const Plan& plan, uin
   if (out % 16 || !in_fours(of.out_stride, of.out_channels, of.P, of.Q)) return "boxes of y that are not aligned";
   if (of.N * of.H * of.W * ceil_div(of.in_channels, 8) * 8 >= int64_t{1} << 31) return "places that are no ints";
   if (warpgroups * landing.rows != landing.span) return "rows of a tile";
-  const int last = (landing.span - landing.rows + of.R - 1) * kLandingPitch + 2 + 240;
+  const int last = (landing.span - landing.rows + of.R - 1) * kLandingPitch + 2 + product_slots;
   if (last > landing.slots) return "slots behind the window";
   static_assert(kLandingPitch == 34, "pairs of pixels of one row");
   std::vector<int> owned(of.N * of.P * of.Q * plan.tiles_n), listed(of.N * of.H * of.W), read(of.N * of.H * of.W);
@@ -4272,7 +4280,7 @@ static std::string fault_of_landing(const Correlation& of, const Plan& plan, uin
         const int p = tile.p + row, q = tile.q + column;
         if (p >= of.P || q >= of.Q) continue;
         const int own_row = row % landing.rows, m = own_row * kLandingPitch + column;
-        if (m >= 240 || column >= kLandingPitch) return "an output that is no row of the product";
+        if (m >= product_slots || column >= kLandingPitch) return "an output that is no row of the product";
         ++owned[((int64_t{tile.n} * of.P + p) * of.Q + q) * plan.tiles_n + tile.n_block];
         for (int r = 0; r < of.R; ++r)
           for (int s = 0; s < of.S; ++s) {
@@ -4388,6 +4396,7 @@ static void note(const Correlation& of, const Plan& plan) {
                 (plan.landing.channels_last ? ", channels_last" : ""));
     if (of.in_channels % 16) seen.insert("contained on its way, channels filled up");
     if (of.P % plan.landing.span) seen.insert("contained on its way, rows that are not there");
+    seen.insert("contained on its way, " + std::to_string(plan.blocks_m) + " rows at most");
     if (of.Q % 32) seen.insert("contained on its way, columns that are not there");
     return;
   }
@@ -4671,8 +4680,8 @@ GATHER_PLAN_MUTATIONS = {
         "landing.channels_last || MUTATED ? 0 : -of.pad_w & 3;",
     ),
     "tiles of more rows than what lands has": (
-        "(landed_rows(landing.shares) - of.R + 1)",
-        "(landed_rows(landing.shares) - (MUTATED ? 1 : of.R) + 1)",
+        "(box_rows - of.R + 1)",
+        "(box_rows - (MUTATED ? 1 : of.R) + 1)",
     ),
     "windows without what a wgmma reads behind their end": (
         "landing.slots = (std::max(landing.window_rows * kLandingPitch, last) + 7)",
@@ -4965,6 +4974,7 @@ GATHER_KINDS = {
         for layout in ("", ", channels_last")
     ),
     *(f"contained on its way, {what} that are not there" for what in ("rows", "columns")),
+    *(f"contained on its way, {rows} rows at most" for rows in (7, 8)),
     "contained on its way, channels filled up",
     "taps apart",
     "taps apart, x copied",
@@ -5420,6 +5430,10 @@ GATHER_MUTATIONS = {
         "reinterpret_cast<Half*>(window + pixels[i].to)[c] = Half{};",
         "reinterpret_cast<Half*>(window + pixels[i].to)[c].bits *= MUTATED;",
     ),
+    "does all again without the first piece of a part": (
+        "number = first + static_cast<int>(threadIdx.x)",
+        "number = first + MUTATED + static_cast<int>(threadIdx.x)",
+    ),
     "lists what landed in each window": ("if (own) list_misfit", "if (own || MUTATED) list_misfit"),
     "copies x from elsewhere": ("from[channel * of.in_stride[1]]", "from[(channel + MUTATED) * of.in_stride[1]]"),
 }
@@ -5579,8 +5593,15 @@ GATHER_SHIM_CASES = [
 # Of kTileShapes: those of fp32, the first two of 16 bits as well, those of contained operands, of fp32 again those of
 # blocks with one multiplying warpgroup, for points only, and those of operands that are contained on their way.
 GATHER_WINDOWS, GATHER_SHAPES_16, GATHER_CONTAINED, GATHER_POINTS = range(5), range(2), range(5, 9), range(9, 12)
-GATHER_LANDING = range(12, 14)
+GATHER_LANDING = range(12, 16)
 GATHER_SHAPES = [*GATHER_WINDOWS, *GATHER_POINTS]
+
+
+def landing_shapes(case: Case) -> Sequence[int]:
+    """Tiles of 128 channels have a kernel for filters of three rows only."""
+    return GATHER_LANDING if case.R == 3 else GATHER_LANDING[:2]
+
+
 GATHER_CUT_UP = (2, 4, 7, 8, 9, 11)  # those whose tiles may all be cut up into parts
 # Cases of every Source but the one of any, in its order: single words, fours of pixels, channels, boxes, boxes of
 # phases of x and boxes of a tap, which 16 bits have not. The shape of half a stage, in which pieces of channels are
@@ -5709,8 +5730,10 @@ GATHER_SHIM_LANDING_CASES = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", GATHER_LANDING)
-@pytest.mark.parametrize("number", range(len(GATHER_SHIM_LANDING_CASES)))
+@pytest.mark.parametrize(
+    "number, shape",
+    [(number, shape) for number, (case, _) in enumerate(GATHER_SHIM_LANDING_CASES) for shape in landing_shapes(case)],
+)
 def test_gather_shim_exact_when_contained_on_its_way(gather_shim, number, shape, layout):
     case, operator = GATHER_SHIM_LANDING_CASES[number]
     if layout == "channels_last":  # in which channels come by fours, and rows as they are
@@ -5876,14 +5899,14 @@ ADVERSE_GATHER_CASES = [
     ("fprop", Case(3, 128, 11, 9, 48, 3, 3, stride=(2, 2), padding=(1, 1), groups=4), "channels_last"),
     ("dgrad", Case(2, 96, 8, 9, 128, 1, 1, groups=4), "contiguous"),
 ]
-# Contained on their way, by both shapes of a tile: fewer rows than a tile and more, columns and channels that are not
+# Contained on their way, by each shape of a tile: fewer rows than a tile and more, columns and channels that are not
 # there, more channels of y than a tile has.
 ADVERSE_LANDING_CASES = [
     ("fprop", Case(2, 24, 5, 36, 40, 3, 3, padding=(1, 1)), "contiguous"),
     ("fprop", Case(2, 33, 8, 32, 130, 3, 3, padding=(2, 3)), "contiguous"),
-    ("fprop", Case(3, 16, 17, 28, 72, 2, 3, padding=(0, 1)), "contiguous"),
-    ("dgrad", Case(2, 24, 11, 32, 40, 3, 3, padding=(1, 1)), "contiguous"),
     ("fprop", Case(2, 24, 5, 37, 40, 3, 3, padding=(1, 1)), "channels_last"),
+    ("dgrad", Case(2, 24, 11, 32, 40, 3, 3, padding=(1, 1)), "contiguous"),
+    ("fprop", Case(3, 16, 17, 28, 72, 2, 3, padding=(0, 1)), "contiguous"),
     ("dgrad", Case(2, 36, 12, 30, 20, 2, 3, padding=(1, 1)), "channels_last"),
 ]
 ADVERSE_PHASES = 7  # the first of them with phases
@@ -5979,7 +6002,7 @@ def check_mending(
 ) -> None:
     """Right, whatever the order in which threads come, and the same bits in each."""
     operator, case, layout = (ADVERSE_LANDING_CASES if landing else ADVERSE_GATHER_CASES)[number]
-    shapes = GATHER_LANDING if landing else GATHER_CONTAINED
+    shapes = landing_shapes(case) if landing else GATHER_CONTAINED
     tensors, first = misfit_tensors(operator, case, value), None
     for seed in seeds:
         out = gather_shim.result(operator, case, tensors, layout, shapes[number % len(shapes)], seed)
@@ -6006,7 +6029,8 @@ def test_gather_shim_contains_on_its_way_what_fits(gather_shim, number, kind):
     """As where it is copied: see above."""
     operator, case, layout = ADVERSE_LANDING_CASES[number % len(ADVERSE_LANDING_CASES)]
     tensors = adverse_tensors(case, kind, operator)
-    out = gather_shim.result(operator, case, tensors, layout, GATHER_LANDING[number // 2 % 2], number)
+    shapes = landing_shapes(case)
+    out = gather_shim.result(operator, case, tensors, layout, shapes[number // 2 % len(shapes)], number)
     check_bounds(case, {operator: out}, tensors, tf32={operator})
     done = gather_shim.done_again()
     if kind in CONTAINED_KINDS:
@@ -6017,9 +6041,7 @@ def test_gather_shim_contains_on_its_way_what_fits(gather_shim, number, kind):
         assert done == ALL_AGAIN or kind == "faint channel"
 
 
-@pytest.mark.parametrize("shape", GATHER_LANDING)
-@pytest.mark.parametrize("too_many", [0, 1])
-def test_gather_shim_lists_as_much_as_it_can_of_what_lands(gather_shim, too_many, shape):
+def check_list_of_what_lands(gather_shim: GatherShim, too_many: int, shape: int) -> None:
     """Of one value more all is done again, by weights that nobody knew would be wanted."""
     case = Case(2, 24, 9, 28, 16, 3, 3, padding=(1, 1))
     tensors = make_tensors(case, torch.float32, normal)
@@ -6031,6 +6053,12 @@ def test_gather_shim_lists_as_much_as_it_can_of_what_lands(gather_shim, too_many
     out = gather_shim.result("fprop", case, tensors, "contiguous", shape, shape)
     check_bounds(case, {"fprop": out}, tensors, tf32={"fprop"})
     assert gather_shim.done_again() == (ALL_AGAIN if too_many else count)
+
+
+@pytest.mark.parametrize("shape", GATHER_LANDING)
+@pytest.mark.parametrize("too_many", [0, 1])
+def test_gather_shim_lists_as_much_as_it_can_of_what_lands(gather_shim, too_many, shape):
+    check_list_of_what_lands(gather_shim, too_many, shape)
 
 
 def test_gather_shim_mends_what_the_sample_missed(gather_shim):
@@ -6189,6 +6217,10 @@ def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
         cases = [(Case(9, 72, size, 12, 72, 1, 1), "contiguous", torch.float32)]
     if "copies" in mutation:
         cases = [(Case(9, 136, 7, 7, 300, 1, 1), "contiguous", torch.float32)]
+    if "all again" in mutation:
+        with mutated(gather_shim.library, GATHER_MUTATIONS, mutation), pytest.raises(AssertionError):
+            check_list_of_what_lands(gather_shim, 1, GATHER_LANDING[0])
+        return
     if re.match("contains|leaves|mends", mutation):
         kinds = {"phase": ADVERSE_PHASES, "group": ADVERSE_GROUPS, "eights": 1, "share": 4}
         number = next((number for kind, number in kinds.items() if kind in mutation), 2)

@@ -104,8 +104,8 @@
 // as neighbours, so that boxes bring it straight to where it is multiplied. Every value of x is watched on its way: one
 // that does not fit is zero in the copy and comes on a list. The kernel `again` adds its products to y, in fp32 (mend).
 // If there are more than the list takes, if a weight does not fit or x has no scale, it does all of the call instead,
-// and the main kernel packs weights for it instead of multiplying. It is launched in any case and ends at once when
-// nothing is left to do, so that the host waits for nothing.
+// with weights that it packs itself. It is launched in any case and ends at once when nothing is left to do, so that
+// the host waits for nothing.
 //
 //   sample ---> contain: weights, copy of x, list ---> gather ---> again: nothing, or the list, or all
 //   sample ---> contain: weights ---> landing: list        ------> again: the same
@@ -130,16 +130,24 @@
 // 512 to 512, 7x7: 2, 11, 12, 34, 34; events around the call say 30 and 38.
 //
 // Filters of three columns may have x contained on its way, without a copy (Landing). What does not fit is
-// zero in a window then; how much of it there is nobody knows before the end, so that y is worked out in any case, and
-// weights are packed for `again` in every call. That pays for large images, whose copy is large, and few output
-// channels, for each of which little else is done. (3x3, us, bench.py, H200, 2026-11-23, by a copy or, marked w, by
-// wgmma at 95833a7 / so at 6baf7f3 / cuDNN then.)
+// zero in a window then; how much of it there is nobody knows before the end, so that y is worked out in any case. That
+// pays for large images, whose copy is large, and few output channels, for each of which little else is done. (3x3, us,
+// H200, what took it before, by a copy or, marked w, by wgmma / so by bench.py at 40482ae, 2026-11-25 / cuDNN then.)
 //
 //                              16 images                    one image
-//   64 to 64, 512x512        1018w /  784 / 2428          89 /  74 / 176
-//   128 to 64, 512x512       2296w / 1364 / 4230         148 / 114 / 297
-//   128 to 128, 256x256       695  /  605 / 1404
-//   256 to 128, 256x256      1252  / 1077 / 2474
+//   64 to 64, 512x512        1018w /  756 / 2426          89 /  64 / 176
+//   128 to 64, 512x512       2296w / 1224 / 4220         148 /  95 / 296
+//   64 to 128, 256x256        374  /  326 /  872          39 /  35 /  75
+//   128 to 128, 256x256       695  /  536 / 1385          56 /  47 / 114
+//   256 to 128, 256x256      1252  /  964 / 2442          95 /  72 / 191
+//   256 to 256, 128x128       552  /  476 / 1071          47 /  44 /  83
+//   512 to 256, 128x128      1043  /  905 / 1956          79 /  70 / 145
+//
+// Tiles of eight rows divide such images where those of seven do not: one of 256x256 with 128 output channels is 256
+// tiles, two turns of 132 SMs, instead of 296 (128 to 128 56 / 47 us, 256 to 128 91 / 73; six rows, 52 and 84, four
+// rows, 50 and 84; of 16 images 550 / 543). Where rows of y of a warpgroup were staged channel by channel, eight of
+// them met in the same banks; row by row none do, and of seven rows it makes no difference (64 to 128, 16 images,
+// eight rows, 347 / 326).
 //
 // Of 16 images since (H200, 2026-11-24, us, in a driver, as it was / so): 64 to 64 758 / 699, 128 to 64 1303 / 1203, 64
 // to 128, 256x256, 374 / 320, 128 to 128 584 / 529, 256 to 128 1044 / 959, 128x128, 256 to 256 549 / 496, 512 to 256
@@ -150,6 +158,26 @@
 // boxes of x waited for room for weights (so another thread does that); three warps contained for nearly all of the
 // time (so six). On the way there 64 to 64 of 16 images took 21% less cycles, but 7% less time: cycles by time say that
 // the GPU lowered its clock, from 1.75 to 1.6 GHz, presumably for its power.
+//
+// What holds up the products of tiles of eight rows is what else goes through shared memory. One image of 256 to 256,
+// 128x128, us: 46.6, with an eighth of the weights' bytes 45.4, of those of x 42.3, with nothing contained 44.5, with
+// none of these 41.7, of 3 us that weights for `again` took then. Boxes of 36 columns, which touch two lines of memory
+// a row instead of three, and of 32, which touch one: 42.3 and 41.8 (43.8 with 40); 16 images 467 and 454 (484); 64 to
+// 64, 512x512, 666 and 639 (712); but windows need 34 columns. Tried (2026-11-25, in a driver):
+//
+//   - Pairs of blocks, for two tiles of channels of the same pixels, each of which contains half of a window and sends
+//     it to the other one (cp.async.bulk between shared memories, by the last warp): 16 images of 256 to 256 489 / 478,
+//     1024 to 512, 64x64, 907 / 878, one image 43.5 / 43.6, 512 to 1024 78.9 / 79.1. With stores to the other block
+//     instead each warp needs a fence of the cluster, MEMBAR.ALL.GPU.
+//   - One wgmma of 240 slots instead of two of 120, which read weights twice, needs 146 registers at the start, so 12
+//     warps instead of 16: four that contain, of which one orders boxes, and weights ordered by a warp that multiplies.
+//     One image of 256 to 256 61.4 / 70.2, 16 images 505 / 580; with two wgmmas 482 / 614: four warps are too few.
+//   - Four landed boxes instead of three: 0 to 2% less in tiles of eight rows, but 64 to 64, 16 images, 715 / 828. Two:
+//     up to 3% more. Four windows: no difference; two: 5 to 8% more.
+//   - x sampled and weights contained by one kernel, which saves 1.1 us from the first to the last instruction. But by
+//     bench.py one image of 256 to 256 takes 43.7 / 48.2, of 256 to 128, 256x256, 72.4 / 77.9, and only that of 64 to
+//     64 less, 63.6 / 61.2; why was not found.
+//   - All samples looked at by each thread: 2 to 4 us more, as all SMs ask for the same line.
 //
 // By the same fit the copy engine takes 9 cycles for each row of 40 columns of a box, which touches three lines, and
 // one thing after another: more boxes ordered ahead keep weights and y waiting (four landed boxes instead of three, two
@@ -417,23 +445,34 @@ constexpr int kContainedBlock = 64;              // channels of a stage of conta
 constexpr int kPhasesBlock = 32;                 // of one of phases of x itself
 // Of what is contained on its way: slots of a wgmma, columns of a tile, taps of a row of the filter, channels that a
 // warp stages; stages, of landed boxes and of windows, and of weights at most.
-constexpr int kLandingSlots = 240, kLandingColumns = 32, kLandingTaps = 3, kLandingStagedChannels = 16;
+constexpr int kLandingColumns = 32, kLandingTaps = 3, kLandingStagedChannels = 16;
 constexpr int kLandingPitch = kLandingColumns + kLandingTaps - 1;  // slots of a row; even: pairs of pixels are of one
+// Of so many rows of y. Two wgmmas share them.
+MODELNEW_HOST_DEVICE constexpr int landing_slots(int rows) {
+  return ((rows - 1) * kLandingPitch + kLandingColumns + 15) / 16 * 16;
+}
 constexpr int kLandingStages = 3, kMostLandingWeights = 4;
-// Six warps contain, two order copies. Registers of these and of the multiplying warps: all start with 128, which is
-// too few for a wgmma of 240 slots, but not for two of 120.
+constexpr int kSharedRows = 3;  // of the filter, where warpgroups share the pixels: loops of any number take 1 us of 44
+// Six warps contain, two order copies. Registers of these and of those that multiply, which may hold weights (shares):
+// all start with 128, which is too few for a wgmma of 240 slots, but not for two of 120.
 constexpr int kContainWarps = 6, kLandingThreads = 32 * (8 + kContainWarps + 2);
-[[maybe_unused]] constexpr int kContainRegisters = 88, kMultiplyLandedRegisters = 168;
-// A landed plane: columns and rows of a box, where warpgroups share the pixels and where they do not, known to the
-// compiler so that its channels are found without an instruction each; and pixels that a lane contains. In
-// channels_last a box has the window's columns, of 16 channels.
+MODELNEW_HOST_DEVICE constexpr int contain_registers(bool shares) { return shares ? 56 : 88; }
+MODELNEW_HOST_DEVICE constexpr int multiply_landed_registers(bool shares) { return 256 - contain_registers(shares); }
+// A landed plane: columns and rows of a box, of tiles with so many rows of y a warpgroup, known to the compiler so that
+// its channels are found without an instruction each; and pixels that a lane contains. In channels_last a box has the
+// window's columns, of 16 channels.
 constexpr int kLandedColumns = 40, kLandedPixelBytes = 64;
-MODELNEW_HOST_DEVICE constexpr int landed_rows(bool shares) { return shares ? 9 : 16; }
-MODELNEW_HOST_DEVICE constexpr int landed_pixels(bool shares) { return shares ? 2 : 3; }
-MODELNEW_HOST_DEVICE constexpr int landed_plane(bool shares) { return kLandedColumns * landed_rows(shares); }
+MODELNEW_HOST_DEVICE constexpr int landed_rows(bool shares, int rows) {
+  return (shares ? 1 : 2) * rows + kLandingTaps - 1;
+}
+// Of the last columns of all rows there is less than a row of lanes each.
+MODELNEW_HOST_DEVICE constexpr int landed_pixels(int landed_rows) {
+  return (landed_rows + (landed_rows * (kLandingPitch - 32) + 31) / 32 + kContainWarps - 1) / kContainWarps;
+}
+MODELNEW_HOST_DEVICE constexpr int landed_plane(int landed_rows) { return kLandedColumns * landed_rows; }
 // Of a box.
-MODELNEW_HOST_DEVICE constexpr int landed_bytes(bool shares, bool channels_last) {
-  return channels_last ? landed_rows(shares) * kLandingPitch * kLandedPixelBytes : 8 * 4 * landed_plane(shares);
+MODELNEW_HOST_DEVICE constexpr int landed_bytes(int landed_rows, bool channels_last) {
+  return channels_last ? landed_rows * kLandingPitch * kLandedPixelBytes : 8 * 4 * landed_plane(landed_rows);
 }
 constexpr int kBarrierBytes = 1024;
 
@@ -523,7 +562,7 @@ struct Divisors {
 
 // x contained on its way instead of in a copy: boxes of 8 planes, or in channels_last of 16 channels, land in shared
 // memory as they are, and gathering warps contain what has landed, a window of 16 channels at a time, a step of the
-// reduction. Here rows of the GEMM are output channels, so that a wgmma reads 64 rows of weights and 240 slots:
+// reduction. Here rows of the GEMM are output channels, so that a wgmma reads 64 rows of weights and 136 or 120 slots:
 //
 //   landed:  [plane][row][column] x 4 bytes      window:  [2 pieces][slot] x 16 bytes      weights: as packed
 //
@@ -533,7 +572,7 @@ struct Divisors {
 //
 //   rows of y, 32 columns each, with 2 slots between them where those of a 3x3 filter overlap:
 //
-//     0 1 ... 31 | 32 33    0 1 ... 31 | 32 33  ...       7 rows are 238 slots, 224 of them outputs
+//     0 1 ... 31 | 32 33    0 1 ... 31 | 32 33  ...       8 rows are 270 slots, 256 of them outputs
 //
 // A tap is a shift of all slots, as in wgmma.cu, and a warpgroup has so many rows of its own, of the same 64 channels,
 // or the other 64 channels of the same rows (shares). Both stage through the same shared memory, in turns.
@@ -550,7 +589,7 @@ struct Landing {
 };
 
 struct Plan {
-  int tile_n, blocks_m;  // channels; 64 pixels of a warpgroup, so many times
+  int tile_n, blocks_m;  // channels; 64 pixels of a warpgroup, so many times, or, of what lands, rows at most
   int warpgroups;        // that multiply, of a block: 2, or 1 where an SM has two blocks
   bool points;
   bool apart;                        // points of a filter whose taps lie far apart: a stage of x is of one tap
@@ -634,6 +673,8 @@ struct Control {
   uint32_t listed;     // values of x that do not fit; more than kMostListed: they are too many
   uint32_t all_again;  // 1: some weight does not fit, or x has no scale
   int32_t x_exponent;  // x is scaled by two to the power of this
+  // Parts of the weights that blocks of `again` have claimed to pack, where it does all again, and have packed.
+  uint32_t claimed, packed;
 };
 constexpr uint32_t kMostListed = 256;
 
@@ -1209,7 +1250,7 @@ __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_const
                          (static_cast<int64_t>(row) - line * of.H) * of.in_stride[2] + column * of.in_stride[3]];
     }
   }
-  if (block == 0 && thread == 0) *params.guard.control = {0, 0, 0};
+  if (block == 0 && thread == 0) *params.guard.control = Control{};
   if (thread == 0) largest = 0;
   __syncthreads();  // it is zero
   uint32_t magnitude = 0;
@@ -2606,15 +2647,6 @@ __device__ __forceinline__ Share meet(const Params& params, const Shared& shared
   return own;
 }
 
-// Weights for the kernel that does all again, by the warps that have nothing to multiply then.
-__device__ __forceinline__ void pack_for_again(const Params& params) {
-  constexpr int kThreadsOfBlock = 2 * 128;
-  const int threads = static_cast<int>(gridDim.x) * kThreadsOfBlock;
-  for (int number = static_cast<int>(blockIdx.x) * kThreadsOfBlock + threadIdx.x; number < params.other_pack.count;
-       number += threads)
-    pack_piece<Tf32>(params.other_pack, number);
-}
-
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem) {
   constexpr bool kPlanes = sizeof(typename Format::Stored) == 4 && PIECES >= kLeastPointPieces &&
@@ -2644,7 +2676,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       }
     }
     if constexpr (Format::CONTAINED) {
-      if (waits && !wait_for_operands<Format>(params, &x_exponent)) return pack_for_again(params);
+      if (waits && !wait_for_operands<Format>(params, &x_exponent)) return;
       waits = false;
     }
     Sums<TILE_N, BLOCKS_M> acc;
@@ -2714,7 +2746,7 @@ __device__ __forceinline__ bool wait_for_scales(const Params& params, int* x_exp
 }
 
 // One thread orders boxes of x, another one the weights of a step at a time. Boxes of planes are of half of a step.
-template <bool SHARES, bool CHANNELS_LAST>
+template <bool CHANNELS_LAST, int LANDED_ROWS>
 __device__ __forceinline__ void order_landing(const Params& params, const LandingShared& shared) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
@@ -2732,7 +2764,7 @@ __device__ __forceinline__ void order_landing(const Params& params, const Landin
         const uint32_t to = shared.base + shared.layout.landed + landed.slot() * landing.stage_bytes;
         const int channel = 16 * step + 8 * part;
         hopper::barrier_wait_idly(shared.landed_empty(landed.slot()), landed.parity() ^ 1);
-        hopper::barrier_arrive_expecting(full, CHANNELS_LAST ? landed_bytes(SHARES, true) : landing.stage_bytes);
+        hopper::barrier_arrive_expecting(full, landed_bytes(LANDED_ROWS, CHANNELS_LAST));
         if constexpr (CHANNELS_LAST)
           hopper::load_box(params.in_map, to, channel, column, row, tile.n, full);
         else
@@ -2783,7 +2815,7 @@ __device__ __forceinline__ const uint32_t* landed_channels(const uint8_t* landed
 }
 
 // Of a window of which something did not fit: that is zero instead, and on the list, once.
-template <bool SHARES, bool CHANNELS_LAST, int PIXELS>
+template <bool CHANNELS_LAST, int LANDED_ROWS, int PIXELS>
 __device__ __forceinline__ void list_landed(const Params& params, const LandingTile& tile, int channel, int x_exponent,
                                             const LandedPixel (&pixels)[PIXELS], const uint8_t* landed,
                                             uint8_t* window) {
@@ -2802,7 +2834,7 @@ __device__ __forceinline__ void list_landed(const Params& params, const LandingT
     for (int c = 0; c < 8; ++c) {
       const uint32_t* const word =
           CHANNELS_LAST ? landed_channels(landed, pixels[i].from, channel % 16 + c) + c % 4
-                        : reinterpret_cast<const uint32_t*>(landed) + pixels[i].from + c * landed_plane(SHARES);
+                        : reinterpret_cast<const uint32_t*>(landed) + pixels[i].from + c * landed_plane(LANDED_ROWS);
       const float value = bits_float(*word);
       Watch watch;
       watch.see(float_bits(value));
@@ -2815,13 +2847,13 @@ __device__ __forceinline__ void list_landed(const Params& params, const LandingT
   }
 }
 
-template <bool SHARES, bool CHANNELS_LAST>
+template <bool CHANNELS_LAST, int LANDED_ROWS>
 __device__ __forceinline__ void contain_landed(const Params& params, const LandingShared& shared, uint8_t* smem,
                                                int warp) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
   const int lane = threadIdx.x % 32;
-  constexpr int kPixels = landed_pixels(SHARES);
+  constexpr int kPixels = landed_pixels(LANDED_ROWS);
   LandedPixel pixels[kPixels];
   {
     constexpr int kRest = kLandingPitch - 32;
@@ -2840,6 +2872,8 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
       pixels[i].to = exists ? (row * kLandingPitch + column) * 16 : -1;
     }
   }
+  // With the rest of the columns, warps that have less leave the tensor cores alone meanwhile.
+  const int used_rows = landing.window_rows + (landing.window_rows * (kLandingPitch - 32) + 31) / 32;
   int x_exponent;
   if (!wait_for_scales(params, &x_exponent)) return;
   const float scale = power_of_two(x_exponent);
@@ -2857,6 +2891,7 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
         Watch watch;
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
+          if (i == kPixels - 1 && warp + i * kContainWarps >= used_rows) break;
           uint32_t words[8];
           if constexpr (CHANNELS_LAST) {
 #pragma unroll
@@ -2866,7 +2901,7 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
           } else {
 #pragma unroll
             for (int c = 0; c < 8; ++c)
-              words[c] = reinterpret_cast<const uint32_t*>(from)[pixels[i].from + c * landed_plane(SHARES)];
+              words[c] = reinterpret_cast<const uint32_t*>(from)[pixels[i].from + c * landed_plane(LANDED_ROWS)];
           }
           const auto pair = [&](int c) {
             watch.see(words[c]);
@@ -2878,8 +2913,8 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
           if (pixels[i].to >= 0) *reinterpret_cast<uint4*>(to + pixels[i].to) = piece;
         }
         if (!watch.fits(least))
-          list_landed<SHARES, CHANNELS_LAST>(params, locate_landing(plan, unit), 16 * step + 8 * half, x_exponent,
-                                             pixels, from, to);
+          list_landed<CHANNELS_LAST, LANDED_ROWS>(params, locate_landing(plan, unit), 16 * step + 8 * half, x_exponent,
+                                                  pixels, from, to);
         if (half == 0 && CHANNELS_LAST) continue;
         __syncwarp();  // what has landed has been read
         if (lane == 0) hopper::barrier_arrive(shared.landed_empty(landed.slot()));
@@ -2893,18 +2928,20 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
   }
 }
 
-// Stages 16 channels of all rows of the warpgroup, as a box wants them: piece number i of 16 bytes of a row lies at
-// place i ^ row % 8. A warp writes 8 channels at a time, as many rows of the box apart as the warpgroup has of y:
-// seven, as a rule, so that each starts at another place. Where a pair of slots lies the compiler knows but for the
-// lane's part of it: one warp of each scheduler stages by itself, so that what it took to find that from pair to pair
-// was not hidden by anything (H200, 2026-11-24, clocks in the kernel, 64 to 64, 512x512: 3900 cycles of a tile's 19400,
-// and so long nobody multiplied what waited for the same staging; so 1800 to 2400).
-__device__ __forceinline__ void stage_landed(const Params& params, const float (&acc)[2][kLandingSlots / 4],
+// Stages 16 channels of all rows of the warpgroup, as a box of [row][channel][column] wants them: piece number i of 16
+// bytes of a channel's row lies at place i ^ channel % 8. A warp writes 8 channels at a time, each of which starts at
+// another place. Where a pair of slots lies the compiler knows but for the lane's part of it: one warp of each
+// scheduler stages by itself, so that what it took to find that from pair to pair was not hidden by anything (H200,
+// 2026-11-24, clocks in the kernel, 64 to 64, 512x512: 3900 cycles of a tile's 19400, and so long nobody multiplied
+// what waited for the same staging; so 1800 to 2400).
+template <int SLOTS>
+__device__ __forceinline__ void stage_landed(const Params& params, const float (&acc)[2][SLOTS / 2],
                                              const float (&factor)[2], const float (&bias)[2], uint8_t* staging) {
-  const int rows = params.plan.landing.rows, lane = threadIdx.x % 32, pair = lane % 4, first_row = lane / 4 * rows;
-  const int eight = 8 * rows * hopper::kBoxRowBytes;  // channels
+  constexpr int kRowBytes = kLandingStagedChannels * hopper::kBoxRowBytes, kEight = 8 * hopper::kBoxRowBytes;
+  const int rows = params.plan.landing.rows, lane = threadIdx.x % 32, pair = lane % 4, channel = lane / 4;
+  staging += channel * hopper::kBoxRowBytes;
 #pragma unroll
-  for (int j = 0; j < kLandingSlots / 8; ++j) {
+  for (int j = 0; j < SLOTS / 4; ++j) {
     // Four pairs, a lane each, the first of them in this row and column, all of which the compiler knows.
     const int first_of_row = 8 * j / kLandingPitch, first = 8 * j % kLandingPitch, odd = first % 4 / 2;
     int row = first_of_row, piece = first / 4 + (pair + odd) / 2, in_piece = (pair + odd) % 2 * 8;
@@ -2919,11 +2956,10 @@ __device__ __forceinline__ void stage_landed(const Params& params, const float (
       }
     }
     if (exists && row < rows) {
-      const int box_row = first_row + row;
-      uint8_t* const to = staging + box_row * hopper::kBoxRowBytes + ((piece ^ box_row % 8) * 16 + in_piece);
-      const float* const sums = acc[j / (kLandingSlots / 16)] + j % (kLandingSlots / 16) * 4;
+      uint8_t* const to = staging + row * kRowBytes + ((piece ^ channel) * 16 + in_piece);
+      const float* const sums = acc[j / (SLOTS / 8)] + j % (SLOTS / 8) * 4;
       *reinterpret_cast<float2*>(to) = make_float2(sums[0] * factor[0] + bias[0], sums[1] * factor[0] + bias[0]);
-      *reinterpret_cast<float2*>(to + eight) =
+      *reinterpret_cast<float2*>(to + kEight) =
           make_float2(sums[2] * factor[1] + bias[1], sums[3] * factor[1] + bias[1]);
     }
   }
@@ -2931,7 +2967,8 @@ __device__ __forceinline__ void stage_landed(const Params& params, const float (
 
 // The same in channels_last: piece number i of 16 bytes, four channels, of a pixel lies at place i ^ pixel / 2 % 4.
 // Lanes of the second four of eight channels stage the odd pixel first, so that they meet the other half of the banks.
-__device__ __forceinline__ void stage_landed_channels(const Params& params, const float (&acc)[2][kLandingSlots / 4],
+template <int SLOTS>
+__device__ __forceinline__ void stage_landed_channels(const Params& params, const float (&acc)[2][SLOTS / 2],
                                                       const float (&factor)[2], const float (&bias)[2],
                                                       uint8_t* staging) {
   constexpr int kRowBytes = kLandingColumns * kLandedPixelBytes;
@@ -2944,12 +2981,12 @@ __device__ __forceinline__ void stage_landed_channels(const Params& params, cons
 #pragma unroll
   for (int i = 0; i < 4; ++i) place[i] = 2 * pair * kLandedPixelBytes + (channel / 4 ^ (i + pair) % 4) * 16;
 #pragma unroll
-  for (int j = 0; j < kLandingSlots / 8; ++j) {
+  for (int j = 0; j < SLOTS / 4; ++j) {
     const int first_of_row = 8 * j / kLandingPitch, first = 8 * j % kLandingPitch;
     const int column = first + 2 * pair;
     const bool is_next = column >= kLandingPitch, exists = column < kLandingColumns || is_next;  // in the next row
     if (exists && first_of_row + is_next < rows) {
-      const float* const sums = acc[j / (kLandingSlots / 16)] + j % (kLandingSlots / 16) * 4;
+      const float* const sums = acc[j / (SLOTS / 8)] + j % (SLOTS / 8) * 4;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         int to = first_of_row * kRowBytes + first * kLandedPixelBytes + place[(first / 2 + 2 * i) % 4];
@@ -2964,21 +3001,19 @@ __device__ __forceinline__ void stage_landed_channels(const Params& params, cons
   }
 }
 
-template <bool SHARES, bool CHANNELS_LAST, int SLOTS>
+template <bool SHARES, bool CHANNELS_LAST, int ROWS>
 __device__ __forceinline__ void multiply_landed(const Params& params, const LandingShared& shared, uint8_t* smem) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
   const Correlation& of = params.of;
   const int lane = threadIdx.x % 32;
   const int warpgroup = hopper::uniform(threadIdx.x / 128), warp = hopper::uniform(threadIdx.x % 128 / 32);
-  constexpr int kTileN = SHARES ? 128 : 64;
+  constexpr int kTileN = SHARES ? 128 : 64, kSlots = landing_slots(ROWS) / 2;
   const int own_slot = SHARES ? 0 : warpgroup * landing.rows * kLandingPitch;
   const int own_row = SHARES ? 0 : warpgroup * landing.rows, own_channel = (SHARES ? warpgroup * 64 : 0) + 16 * warp;
   uint8_t* const staging =
       smem + shared.layout.staging + warp * kLandingStagedChannels * landing.rows * hopper::kBoxRowBytes;
   if (threadIdx.x == 0) hopper::prefetch_map(params.out_map);
-  // Whether there will be too much to list nobody knows yet. Meanwhile the first boxes come.
-  pack_for_again(params);
   int x_exponent;
   if (!wait_for_scales(params, &x_exponent)) return;
   const float x_factor = power_of_two(-x_exponent);
@@ -2990,7 +3025,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
     if (lane == 0) hopper::bulk_stores_wait_read<0>();
     hopper::barrier_arrive(shared.staged_empty(warpgroup ^ 1, warp));
   };
-  float acc[2][SLOTS / 2];
+  float acc[2][kSlots / 2];
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const LandingTile tile = locate_landing(plan, unit);
     const int channel = tile.n_block * kTileN + own_channel;
@@ -3006,29 +3041,49 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
       uint32_t from =
           hopper::descriptor(shared.base + shared.layout.x_ring + x.slot() * plan.x_stage_bytes, landing.slots * 16) +
           own_slot;
-      uint32_t weights =
-          hopper::descriptor(shared.base + shared.layout.w_ring + w.slot() * plan.w_stage_bytes, kTileN * 16) +
-          (SHARES ? warpgroup * 64 : 0);
-      const auto multiply_row = [&](bool keep) {
+      // Where warpgroups share the pixels, weights come from registers, loaded a row of taps ahead: two wgmmas
+      // read them (us, from shared memory / so, H200, 2026-11-25, in a driver: one image of 128 to 128, 256x256, 45.9 /
+      // 44.7, of 256 to 128 72.4 / 69.8; 16 images of 128 to 128 535 / 524, of 1024 to 512, 64x64, 901 / 883). Else,
+      // with more to contain beside them, it is no faster.
+      const uint32_t w_stage = shared.base + shared.layout.w_ring + w.slot() * plan.w_stage_bytes;
+      [[maybe_unused]] uint32_t weights = SHARES ? w_stage + (own_channel + lane % 16 + lane / 16 * kTileN) * 16
+                                                 : hopper::descriptor(w_stage, kTileN * 16);
+      [[maybe_unused]] uint32_t rows[2][kLandingTaps][4];
+      const auto multiply_row = [&](uint32_t (&row)[kLandingTaps][4], bool keep) {
+        constexpr int kTap = kStepPieces * kTileN;
+        if constexpr (SHARES) {
+#pragma unroll
+          for (int s = 0; s < kLandingTaps; ++s) hopper::load_matrix(row[s], weights + s * kTap * 16);
+          hopper::wgmma_wait<0>();
+        }
         hopper::wgmma_fence();
 #pragma unroll
         for (int s = 0; s < kLandingTaps; ++s)
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            hopper::Wgmma<Half, SLOTS>::multiply(acc[i], weights + s * kStepPieces * kTileN, from + s + i * SLOTS,
-                                                 keep || s != 0);
+          for (int i = 0; i < 2; ++i) {
+            const uint32_t slots = from + s + i * kSlots;
+            if constexpr (SHARES)
+              hopper::WgmmaRegisters<Half, kSlots>::multiply(acc[i], row[s], slots, keep || s != 0);
+            else
+              hopper::Wgmma<Half, kSlots>::multiply(acc[i], weights + s * kTap, slots, keep || s != 0);
+          }
         hopper::wgmma_commit();
         from += kLandingPitch;
-        weights += kLandingTaps * kStepPieces * kTileN;
+        weights += kLandingTaps * kTap * (SHARES ? 16 : 1);
       };
-      multiply_row(step != 0);
-      hopper::wgmma_wait<1>();
+      multiply_row(rows[0], step != 0);
+      if constexpr (!SHARES) hopper::wgmma_wait<1>();
       // The step before this one has been multiplied; by now what was stored may have been read as well.
       if (step != 0) give_back();
       if (stores) give_staging();
       stores = false;
+      if constexpr (SHARES) {
+#pragma unroll
+        for (int r = 1; r < kSharedRows; ++r) multiply_row(rows[r % 2], true);
+      } else {
 #pragma unroll 1
-      for (int r = 1; r < of.R; ++r) multiply_row(true);
+        for (int r = 1; r < of.R; ++r) multiply_row(rows[0], true);
+      }
       x_before = x.slot();
       w_before = w.slot();
       x.next(plan.x_stages);
@@ -3048,9 +3103,9 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
     hopper::barrier_wait(shared.staged_empty(warpgroup, warp), turn);
     turn ^= 1;
     if constexpr (CHANNELS_LAST)
-      stage_landed_channels(params, acc, factor, bias, staging);
+      stage_landed_channels<kSlots>(params, acc, factor, bias, staging);
     else
-      stage_landed(params, acc, factor, bias, staging);
+      stage_landed<kSlots>(params, acc, factor, bias, staging);
     hopper::fence_async();
     __syncwarp();  // all channels are staged
     if (lane == 0) {
@@ -3059,7 +3114,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
         if constexpr (CHANNELS_LAST)
           hopper::store_box(params.out_map, staging, channel, tile.q, row, tile.n);
         else
-          hopper::store_box(params.out_map, staging, tile.q, row, channel, tile.n);
+          hopper::store_box(params.out_map, staging, tile.q, channel, row, tile.n);
       }
       hopper::bulk_stores_commit();
     }
@@ -3068,7 +3123,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
   if (stores) give_staging();  // also before the shared memory goes
 }
 
-template <bool SHARES, bool CHANNELS_LAST>
+template <bool SHARES, bool CHANNELS_LAST, int ROWS>
 __global__ void __launch_bounds__(kLandingThreads, 1) landing_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_gather_landing_smem[];
@@ -3092,15 +3147,16 @@ __global__ void __launch_bounds__(kLandingThreads, 1) landing_kernel(const __gri
   }
   __syncthreads();  // barriers are ready
   if (threadIdx.x < 256) {
-    hopper::registers_take<kMultiplyLandedRegisters>();
-    multiply_landed<SHARES, CHANNELS_LAST, kLandingSlots / 2>(params, shared, modelnew_gather_landing_smem);
+    hopper::registers_take<multiply_landed_registers(SHARES)>();
+    multiply_landed<SHARES, CHANNELS_LAST, ROWS>(params, shared, modelnew_gather_landing_smem);
   } else {
-    hopper::registers_give_back<kContainRegisters>();
+    hopper::registers_give_back<contain_registers(SHARES)>();
+    constexpr int kLandedRows = landed_rows(SHARES, ROWS);
     const int warp = hopper::uniform(threadIdx.x / 32) - 8;
     if (warp < kContainWarps)
-      contain_landed<SHARES, CHANNELS_LAST>(params, shared, modelnew_gather_landing_smem, warp);
+      contain_landed<CHANNELS_LAST, kLandedRows>(params, shared, modelnew_gather_landing_smem, warp);
     else if (threadIdx.x % 32 == 0)
-      warp % 2 == 0 ? order_landing<SHARES, CHANNELS_LAST>(params, shared) : copy_landing_weights(params, shared);
+      warp % 2 == 0 ? order_landing<CHANNELS_LAST, kLandedRows>(params, shared) : copy_landing_weights(params, shared);
   }
 #endif
 }
@@ -3180,6 +3236,33 @@ __device__ __forceinline__ void mend(const Params& params, int count, MendShared
   }
 }
 
+// Packs weights, where all is done again, in parts that blocks claim, and waits until all are there. Who has claimed
+// one runs, and waits for nobody before it is packed, so that no block waits for one that has no room to start. (The
+// kernel before did it, in every call where x is contained on its way, as it cannot know yet: one image of 3x3 256 to
+// 256, 128x128, 47.0 us, so 43.9, of 512 to 1024, 64x64, 102 and 80. H200, 2026-11-25, in a driver.)
+constexpr int kPiecesOfPart = 4 * kThreads;
+
+__device__ __forceinline__ void pack_for_again(const Params& params, uint32_t& claimed) {
+  const PackParams& pack = params.other_pack;
+  Control& control = *params.guard.control;
+  const int parts = (pack.count + kPiecesOfPart - 1) / kPiecesOfPart;
+  for (;;) {
+    if (threadIdx.x == 0) claimed = atomicAdd(&control.claimed, 1u);
+    __syncthreads();  // a part is claimed
+    const int first = static_cast<int>(claimed) * kPiecesOfPart;
+    if (first >= pack.count) break;
+    const int end = min(first + kPiecesOfPart, pack.count);
+    for (int number = first + static_cast<int>(threadIdx.x); number < end; number += kThreads)
+      pack_piece<Tf32>(pack, number);
+    __threadfence();
+    __syncthreads();  // the part is packed
+    if (threadIdx.x == 0) atomicAdd(&control.packed, 1u);
+  }
+  if (threadIdx.x == 0) hopper::wait_for_count(&control.packed, static_cast<uint32_t>(parts));
+  __syncthreads();  // all parts are packed
+  hopper::fence_async_memory();
+}
+
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
 __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROUPS))
     gather_kernel(const __grid_constant__ Params params) {
@@ -3207,6 +3290,7 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
       if (count != 0) mend(params, count, *reinterpret_cast<MendShared*>(modelnew_gather_smem + kBarrierBytes));
       return;
     }
+    pack_for_again(params, *reinterpret_cast<uint32_t*>(modelnew_gather_smem + kBarrierBytes));
   }
   __syncthreads();  // barriers are ready
   if (threadIdx.x < 128 * WARPGROUPS) {
@@ -3343,7 +3427,8 @@ struct TileShape {
   unsigned sources;
   bool contained = false;
   int warpgroups = 2;  // that multiply, of a block; 1: of points only
-  bool lands = false;  // then blocks_m and stage_cycles mean nothing
+  bool lands = false;      // then blocks_m is rows of y, of a warpgroup, and stage_cycles are those of a step
+  double tile_cycles = 0;  // and those but for the steps
 };
 constexpr unsigned bit(Source source) { return 1u << static_cast<int>(source); }
 constexpr unsigned kBySingle = bit(Source::kSingle), kByPixels = bit(Source::kPixels),
@@ -3363,8 +3448,10 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByMost | k16Bits},
                                      {64, 2, 8, 1150, kByPixels | kByBoxes, false, 1},
                                      {128, 2, 8, 1632, kByPixels, false, 1},
                                      {128, 1, 8, 854, kByPixels | kByBoxes, false, 1},
-                                     {64, 0, 2, 0, kByLanding, true, 2, true},
-                                     {128, 0, 2, 0, kByLanding, true, 2, true}};
+                                     {64, 7, 2, 2760, kByLanding, true, 2, true, 5600},
+                                     {64, 8, 2, 3010, kByLanding, true, 2, true, 8300},
+                                     {128, 7, 2, 2300, kByLanding, true, 2, true, 5300},
+                                     {128, 8, 2, 2590, kByLanding, true, 2, true, 5300}};
 // Of what is done again.
 constexpr TileShape kAgainShape{64, 2, 8, 1150, ~kByTaps};
 
@@ -3415,14 +3502,12 @@ constexpr double kStagesFactor = 0.92;
 constexpr double kTapsFactor = 0.87;
 constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
-// Of what is contained on its way: of a tile and of each of its steps, where the warpgroups have rows of their own and
-// where they share them, and of all else. By 8 layers of a U-Net, 1 and 16 images, and two of a ResNet-50, 32 and 256
-// images, in a driver, H200, 2026-11-24; of those that share them times 1.08, as copies of many images take 0.9 of what
-// their estimate says (16 images, us, by those that share them / by a copy, bench.py, cb593d5: 128 to 256, 128x128, 278
-// / 313, 256 to 256 496 / 552, 512 to 256 936 / 1043; one image 39.4 / 38.6 of 64 to 128, 256x256, 56.3 / 56.5 of 128
-// to 128).
-constexpr double kLandingTileCycles[] = {4150, 5400}, kLandingStepCycles[] = {2900, 2580};
-constexpr double kLandingCycles[] = {23500, 21500};
+// Of what is contained on its way, beside its tiles (see kTileShapes), and of each weight. By layers of a U-Net, 1 and
+// 16 images, and two of a ResNet-50, 32 and 256 images, in a driver, H200, 2026-11-25. Of many turns tiles are taken
+// times this, as copies of many images take 0.9 of what their estimate says.
+constexpr double kLandingCycles = 22000, kLandingWeightCycles = 3.5e-3, kLandingTurnsFactor = 1.08;
+constexpr int kFewLandingTurns = 4;
+constexpr double kLandingChannelsFactor = 0.93;  // the same in channels_last, of any turns
 
 // Of copies of x.
 constexpr int64_t kMostCopiedBytes = 512 << 20;
@@ -3453,11 +3538,11 @@ inline bool may_land(const Correlation& of, int element_bytes) {
 
 constexpr int kLeastLandingColumns = 28;  // fewer have not been tried
 
-// Of planes, and in channels_last, where x comes by boxes as it is, unless it is large; fewer have not been tried. (3x3
+// Fewer have not been tried; and of copies in channels_last, where x comes by boxes as it is, unless it is large. (3x3
 // 64 to 64, 56x56, 32 and 256 images, contained / TF32, us: of planes 44 and 238 / 48 and 297; in channels_last 44 and
 // 235 / 39 and 246, with 256 images in another run 230 / 248. H200, 2026-11-23, in a driver. In between, from 2^17 to
 // 2^19 outputs of a channel, nothing has been tried.)
-constexpr int kLeastContainedPlanes = 64, kLeastContainedChannels = 128;
+constexpr int kLeastContained = 64, kLeastContainedChannels = 128;
 constexpr int64_t kManyOutputs = 1 << 19;
 
 // Of weights, whole tiles of all groups.
@@ -3751,6 +3836,9 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   plan.pieces = shape.pieces;
   Landing& landing = plan.landing;
   landing.shares = shape.tile_n == 128;
+  if (landing.shares && of.R != kSharedRows) return false;
+  plan.blocks_m = shape.blocks_m;
+  const int product_slots = landing_slots(plan.blocks_m);
   landing.channels_last = of.in_stride[3] != 1 || of.out_stride[3] != 1;
   // Boxes: strides in sixteens of bytes, and what is side by side, whose ends they cross.
   const auto in_fours = [&](const int64_t (&stride)[4], int channels, int rows, int columns) {
@@ -3763,18 +3851,19 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
       address.in % 16 != 0 || address.out % 16 != 0 || of.Q < kLeastLandingColumns)
     return false;
   const int warpgroup_tiles = landing.shares ? 1 : 2;
-  const int window_rows = (landed_rows(landing.shares) - of.R + 1) / warpgroup_tiles;
-  const int most_rows = std::min({(kLandingSlots - kLandingColumns) / kLandingPitch + 1, window_rows, of.P});
+  const int box_rows = landed_rows(landing.shares, plan.blocks_m);
+  const int window_rows = (box_rows - of.R + 1) / warpgroup_tiles;
+  const int most_rows = std::min({plan.blocks_m, window_rows, of.P});
   if (most_rows < 1) return false;
   landing.tiles_p = static_cast<int>(ceil_div(of.P, most_rows * warpgroup_tiles));
   landing.rows = static_cast<int>(ceil_div(of.P, int64_t{landing.tiles_p} * warpgroup_tiles));
   landing.span = landing.rows * warpgroup_tiles;
   landing.tiles_p = static_cast<int>(ceil_div(of.P, landing.span));
   landing.window_rows = landing.span + of.R - 1;
-  const int last = (landing.span - landing.rows + of.R - 1) * kLandingPitch + kLandingTaps - 1 + kLandingSlots;
+  const int last = (landing.span - landing.rows + of.R - 1) * kLandingPitch + kLandingTaps - 1 + product_slots;
   landing.slots = (std::max(landing.window_rows * kLandingPitch, last) + 7) / 8 * 8;
   landing.lead = landing.channels_last ? 0 : -of.pad_w & 3;
-  landing.stage_bytes = landed_bytes(landing.shares, landing.channels_last);
+  landing.stage_bytes = landed_bytes(box_rows, landing.channels_last);
   if (landing.channels_last) landing.stage_bytes = (landing.stage_bytes + 511) / 512 * 512;  // order starts anew
   landing.steps = static_cast<int>(ceil_div(of.in_channels, 16));
   plan.tile_p = landing.span;
@@ -3799,9 +3888,14 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
     if (plan.smem_bytes <= kSharedBytes) break;
   }
   landing.by_tiles_p = make_divisor(landing.tiles_p);
-  const double tile_cycles =
-      kLandingTileCycles[landing.shares] + kLandingStepCycles[landing.shares] * landing.steps * of.R / 3.0;
-  plan.cycles = kLandingCycles[landing.shares] + static_cast<double>(ceil_div(tiles, device.sms)) * tile_cycles;
+  const double turns = static_cast<double>(ceil_div(tiles, device.sms));
+  const double tile_cycles = shape.tile_cycles + shape.stage_cycles * landing.steps * of.R / 3.0;
+  const double weights = static_cast<double>(of.in_channels) * of.out_channels * of.R * of.S;
+  plan.cycles = kLandingCycles + kLandingWeightCycles * weights +
+                turns * tile_cycles *
+                    (landing.channels_last      ? kLandingChannelsFactor
+                     : turns > kFewLandingTurns ? kLandingTurnsFactor
+                                                : 1);
   return true;
 }
 
@@ -3901,11 +3995,12 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
   const Alignment of_copy{0, address.out};
   Plan again;
   const bool few_in_boxes = of.in_stride[1] == 1 && of.groups == 1 && of.N * of.P * of.Q < kManyOutputs;
-  const int least_channels = few_in_boxes ? kLeastContainedChannels : kLeastContainedPlanes;
   const Correlation as_contained = merged(of);
-  const bool is_large = forced >= 0 || std::min(as_contained.in_channels, as_contained.out_channels) >= least_channels;
+  const int channels = std::min(as_contained.in_channels, as_contained.out_channels);
+  const bool is_large = forced >= 0 || channels >= kLeastContained;
   const bool may_do_again = element_bytes == 4 && is_large && plan_again(of, device, address, again);
-  const bool contains = may_do_again && may_contain(of, element_bytes);
+  const bool contains = may_do_again && may_contain(of, element_bytes) &&
+                        (forced >= 0 || !few_in_boxes || channels >= kLeastContainedChannels);
   const bool lands = may_do_again && may_land(of, element_bytes);
   for (const TileShape& shape : kTileShapes) {
     if (forced >= 0 && number++ != forced) continue;
@@ -4158,7 +4253,8 @@ inline cudaError_t make_maps(const Correlation& of, int element_bytes, Params& p
   return params.plan.boxes ? make_out_map(params) : cudaSuccess;
 }
 
-// Boxes of x and of y: of planes, [image][channel][row][column], or of [image][row][column][channel].
+// Boxes of x, [image][channel][row][column], and of y, [image][row][channel][column], if they are planes, and otherwise
+// of both [image][row][column][channel].
 inline cudaError_t make_landing_maps(Params& params) {
   const Correlation& of = params.of;
   const Landing& landing = params.plan.landing;
@@ -4169,36 +4265,54 @@ inline cudaError_t make_landing_maps(Params& params) {
       return size > 1 ? stride[axis] * sizeof(float) : 16;  // of one there is no next
     };
     const uint64_t C = channels, H = rows, W = columns, N = of.N;
-    if (landing.channels_last) {
-      const uint64_t sizes[4] = {C, W, H, N}, strides[3] = {bytes(3, columns), bytes(2, rows), bytes(0, of.N)};
-      const uint32_t box[4] = {box_channels, box_columns, box_rows, 1};
+    const auto encode = [&](const uint64_t (&sizes)[4], const uint64_t (&strides)[3], const uint32_t (&box)[4]) {
       return hopper::make_box_map(use, tensor, sizeof(float), sizes, strides, box, map);
-    }
-    const uint64_t sizes[4] = {W, H, C, N}, strides[3] = {bytes(2, rows), bytes(1, channels), bytes(0, of.N)};
-    const uint32_t box[4] = {box_columns, box_rows, box_channels, 1};
-    return hopper::make_box_map(use, tensor, sizeof(float), sizes, strides, box, map);
+    };
+    const uint64_t to_column = bytes(3, columns), to_row = bytes(2, rows), to_channel = bytes(1, channels),
+                   to_image = bytes(0, of.N);
+    if (landing.channels_last)
+      return encode({C, W, H, N}, {to_column, to_row, to_image}, {box_channels, box_columns, box_rows, 1});
+    if (use == hopper::BoxUse::kStore)
+      return encode({W, C, H, N}, {to_channel, to_row, to_image}, {box_columns, box_channels, box_rows, 1});
+    return encode({W, H, C, N}, {to_row, to_channel, to_image}, {box_columns, box_rows, box_channels, 1});
   };
   using hopper::BoxUse;
-  const cudaError_t error = make(landing.channels_last ? BoxUse::kLoadHalves : BoxUse::kLoad, params.in_ptr,
-                                 of.in_stride, of.in_channels, of.H, of.W, landing.channels_last ? 16 : 8,
-                                 landed_rows(landing.shares), landing.channels_last ? kLandingPitch : kLandedColumns,
-                                 params.in_map);
+  const int box_rows = landed_rows(landing.shares, params.plan.blocks_m);
+  const cudaError_t error =
+      make(landing.channels_last ? BoxUse::kLoadHalves : BoxUse::kLoad, params.in_ptr, of.in_stride, of.in_channels,
+           of.H, of.W, landing.channels_last ? 16 : 8, box_rows,
+           landing.channels_last ? kLandingPitch : kLandedColumns, params.in_map);
   if (error != cudaSuccess) return error;
   return make(landing.channels_last ? BoxUse::kStoreHalves : BoxUse::kStore, params.out_ptr, of.out_stride,
               of.out_channels, of.P, of.Q, kLandingStagedChannels, landing.rows, kLandingColumns, params.out_map);
 }
 
-inline cudaError_t run_landing(Params& params, cudaStream_t stream) {
-  cudaError_t error = make_landing_maps(params);
-  if (error != cudaSuccess) return error;
-  const Landing& landing = params.plan.landing;
-  const auto kernel = landing.channels_last ? landing.shares ? landing_kernel<true, true> : landing_kernel<false, true>
-                      : landing.shares      ? landing_kernel<true, false>
-                                            : landing_kernel<false, false>;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
+template <bool SHARES, bool CHANNELS_LAST, int ROWS>
+cudaError_t run_landing_kernel(Params& params, cudaStream_t stream) {
+  const auto kernel = landing_kernel<SHARES, CHANNELS_LAST, ROWS>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
   return hopper::launch_early(kernel, static_cast<unsigned>(params.plan.blocks), kLandingThreads,
                               params.plan.smem_bytes, stream, params);
+}
+
+template <bool CHANNELS_LAST>
+cudaError_t run_landing_tile(Params& params, cudaStream_t stream) {
+  switch (params.plan.tile_n + params.plan.blocks_m) {
+    case 64 + 7: return run_landing_kernel<false, CHANNELS_LAST, 7>(params, stream);
+    case 64 + 8: return run_landing_kernel<false, CHANNELS_LAST, 8>(params, stream);
+    case 128 + 7: return run_landing_kernel<true, CHANNELS_LAST, 7>(params, stream);
+    case 128 + 8: return run_landing_kernel<true, CHANNELS_LAST, 8>(params, stream);
+    default: return cudaErrorInvalidConfiguration;
+  }
+}
+
+inline cudaError_t run_landing(Params& params, cudaStream_t stream) {
+  const cudaError_t error = make_landing_maps(params);
+  if (error != cudaSuccess) return error;
+  return params.plan.landing.channels_last ? run_landing_tile<true>(params, stream)
+                                           : run_landing_tile<false>(params, stream);
 }
 
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
@@ -4251,7 +4365,7 @@ bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
 template <typename Format>
 cudaError_t run_tiles(Params& params, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidConfiguration;
-  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 14 && kTileShapes[12].lands && kTileShapes[13].lands,
+  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 16 && !kTileShapes[11].lands && kTileShapes[12].lands,
                 "all others are tried");
   run_shape<Format, 0>(params, stream, error) || run_shape<Format, 1>(params, stream, error) ||
       run_shape<Format, 2>(params, stream, error) || run_shape<Format, 3>(params, stream, error) ||

@@ -185,6 +185,20 @@ __device__ __forceinline__ void fence_async() {
 #endif
 }
 
+// The same of memory: bulk copies may read what threads have written in the kernel that orders them.
+__device__ __forceinline__ void fence_async_memory() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
+// Until other blocks have counted so far, in memory, by atomics. What each of them wrote before, and fenced, is seen
+// then.
+__device__ __forceinline__ void wait_for_count(const uint32_t* count, uint32_t least) {
+  while (*static_cast<const volatile uint32_t*>(count) < least) __nanosleep(64);
+  __threadfence();
+}
+
 // ---- Bulk copies, memory to shared memory: addresses and sizes are multiples of 16 bytes ----
 
 __device__ __forceinline__ void bulk_load(uint32_t to_smem, const void* from, int bytes, uint32_t barrier) {
@@ -559,6 +573,7 @@ struct Wgmma;
   MODELNEW_NAMES_32                                                                                      \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
   "%52, %53, %54, %55, %56, %57, %58, %59"
+#define MODELNEW_NAMES_68 MODELNEW_NAMES_64 ", %64, %65, %66, %67"
 #define MODELNEW_NAMES_72                                                                                    \
   MODELNEW_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define MODELNEW_NAMES_96                                                                                    \
@@ -579,6 +594,7 @@ struct Wgmma;
 #define MODELNEW_ACC_60(i)                                                                             \
   MODELNEW_ACC_32(i), MODELNEW_ACC_16((i) + 32), MODELNEW_ACC_4((i) + 48), MODELNEW_ACC_4((i) + 52), \
       MODELNEW_ACC_4((i) + 56)
+#define MODELNEW_ACC_68(i) MODELNEW_ACC_64(i), MODELNEW_ACC_4((i) + 64)
 #define MODELNEW_ACC_72(i) MODELNEW_ACC_64(i), MODELNEW_ACC_4((i) + 64), MODELNEW_ACC_4((i) + 68)
 #define MODELNEW_ACC_96(i) MODELNEW_ACC_64(i), MODELNEW_ACC_32((i) + 64)
 #define MODELNEW_ACC_128(i) MODELNEW_ACC_64(i), MODELNEW_ACC_64((i) + 64)
@@ -605,6 +621,7 @@ struct Wgmma;
 #if defined(MODELNEW_SM90A)
 MODELNEW_WGMMA_SHAPES(Half, "k16.f32.f16.f16", "1, 1, 0, 0")
 MODELNEW_WGMMA(Half, 120, 60, "%60", "%61", "%62", "k16.f32.f16.f16", "1, 1, 0, 0")
+MODELNEW_WGMMA(Half, 136, 68, "%68", "%69", "%70", "k16.f32.f16.f16", "1, 1, 0, 0")
 MODELNEW_WGMMA_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0, 0")
 MODELNEW_WGMMA_SHAPES(float, "k8.f32.tf32.tf32", "1, 1")
 #endif
@@ -635,6 +652,8 @@ struct WgmmaRegisters;
 
 #if defined(MODELNEW_SM90A)
 MODELNEW_WGMMA_REGISTERS_SHAPES(Half, "k16.f32.f16.f16", "1, 1, 0")
+MODELNEW_WGMMA_REGISTERS(Half, 120, 60, "%60, %61, %62, %63", "%64", "%65", "k16.f32.f16.f16", "1, 1, 0")
+MODELNEW_WGMMA_REGISTERS(Half, 136, 68, "%68, %69, %70, %71", "%72", "%73", "k16.f32.f16.f16", "1, 1, 0")
 MODELNEW_WGMMA_REGISTERS_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0")
 MODELNEW_WGMMA_REGISTERS_SHAPES(float, "k8.f32.tf32.tf32", "1, 1")
 #endif
