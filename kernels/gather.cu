@@ -129,25 +129,27 @@
 // images: x is sampled at 2, all is contained at 7, what multiplies starts at 8 to 9 and ends at 26, again ends at 27;
 // 512 to 512, 7x7: 2, 11, 12, 34, 34; events around the call say 30 and 38.
 //
-// Filters of three columns may have x contained on its way, without a copy (Landing). What does not fit is
-// zero in a window then; how much of it there is nobody knows before the end, so that y is worked out in any case. That
-// pays for large images, whose copy is large, and few output channels, for each of which little else is done. (3x3, us,
-// H200, what took it before, by a copy or, marked w, by wgmma / so by bench.py at 40482ae, 2026-11-25 / cuDNN then.)
+// Filters of three columns may have x contained on its way, without a copy (Landing). What does not fit is zero in a
+// window then; how much of it there is nobody knows before the end, so that y is worked out in any case. That pays for
+// large images, whose copy is large, and few output channels, for each of which little else is done. (3x3, us, H200,
+// what took it before, by a copy or, marked w, by wgmma / so by bench.py at cda965e, 2026-11-25 / cuDNN then.)
 //
 //                              16 images                    one image
-//   64 to 64, 512x512        1018w /  756 / 2426          89 /  64 / 176
-//   128 to 64, 512x512       2296w / 1224 / 4220         148 /  95 / 296
-//   64 to 128, 256x256        374  /  326 /  872          39 /  35 /  75
-//   128 to 128, 256x256       695  /  536 / 1385          56 /  47 / 114
-//   256 to 128, 256x256      1252  /  964 / 2442          95 /  72 / 191
-//   256 to 256, 128x128       552  /  476 / 1071          47 /  44 /  83
-//   512 to 256, 128x128      1043  /  905 / 1956          79 /  70 / 145
+//   64 to 64, 512x512        1018w /  772 / 2446          89 /  64 / 178
+//   128 to 64, 512x512       2296w / 1236 / 4261         148 /  96 / 297
+//   64 to 128, 256x256        374  /  313 /  879          39 /  33 /  77
+//   128 to 128, 256x256       695  /  523 / 1401          56 /  46 / 115
+//   256 to 128, 256x256      1252  /  959 / 2490          95 /  71 / 194
+//   256 to 256, 128x128       552  /  474 / 1084          47 /  44 /  85
+//   512 to 256, 128x128      1043  /  902 / 1965          79 /  71 / 147
+//
+// In channels_last, 256 images, 64 to 64, 56x56, 233 / 167 / 264, 128 to 128, 28x28, 143 / 126 / 172.
 //
 // Tiles of eight rows divide such images where those of seven do not: one of 256x256 with 128 output channels is 256
-// tiles, two turns of 132 SMs, instead of 296 (128 to 128 56 / 47 us, 256 to 128 91 / 73; six rows, 52 and 84, four
-// rows, 50 and 84; of 16 images 550 / 543). Where rows of y of a warpgroup were staged channel by channel, eight of
-// them met in the same banks; row by row none do, and of seven rows it makes no difference (64 to 128, 16 images,
-// eight rows, 347 / 326).
+// tiles, two turns of 132 SMs, instead of 296 (in a driver, weights from shared memory: 128 to 128 56 / 47 us, 256 to
+// 128 91 / 73; six rows 52 and 84, four 50 and 84; of 16 images 550 / 543). Where rows of y of a warpgroup were staged
+// channel by channel, eight of them met in the same banks; row by row none do, and of seven rows it makes no difference
+// (64 to 128, 16 images, eight rows, 347 / 326).
 //
 // Of 16 images since (H200, 2026-11-24, us, in a driver, as it was / so): 64 to 64 758 / 699, 128 to 64 1303 / 1203, 64
 // to 128, 256x256, 374 / 320, 128 to 128 584 / 529, 256 to 128 1044 / 959, 128x128, 256 to 256 549 / 496, 512 to 256
@@ -159,11 +161,12 @@
 // time (so six). On the way there 64 to 64 of 16 images took 21% less cycles, but 7% less time: cycles by time say that
 // the GPU lowered its clock, from 1.75 to 1.6 GHz, presumably for its power.
 //
-// What holds up the products of tiles of eight rows is what else goes through shared memory. One image of 256 to 256,
-// 128x128, us: 46.6, with an eighth of the weights' bytes 45.4, of those of x 42.3, with nothing contained 44.5, with
-// none of these 41.7, of 3 us that weights for `again` took then. Boxes of 36 columns, which touch two lines of memory
-// a row instead of three, and of 32, which touch one: 42.3 and 41.8 (43.8 with 40); 16 images 467 and 454 (484); 64 to
-// 64, 512x512, 666 and 639 (712); but windows need 34 columns. Tried (2026-11-25, in a driver):
+// What holds up the products of tiles of eight rows is, it seems, what else goes through shared memory. One image of
+// 256 to 256, 128x128, us, with weights from there as well: 46.6; with an eighth of the bytes of weights 45.4, of those
+// of x 42.3, with nothing contained 44.5, with none of these 41.7; 3 us of each are the weights for `again` of that
+// revision. Since then, boxes of 40 columns, which touch three lines of memory a row, 43.8, of 36, which touch two,
+// 42.3, of 32 41.8; 16 images 484, 467 and 454; 64 to 64, 512x512, 712, 666 and 639; but windows need 34 columns. Tried
+// (2026-11-25, in a driver, weights from shared memory):
 //
 //   - Pairs of blocks, for two tiles of channels of the same pixels, each of which contains half of a window and sends
 //     it to the other one (cp.async.bulk between shared memories, by the last warp): 16 images of 256 to 256 489 / 478,
@@ -177,7 +180,6 @@
 //   - x sampled and weights contained by one kernel, which saves 1.1 us from the first to the last instruction. But by
 //     bench.py one image of 256 to 256 takes 43.7 / 48.2, of 256 to 128, 256x256, 72.4 / 77.9, and only that of 64 to
 //     64 less, 63.6 / 61.2; why was not found.
-//   - All samples looked at by each thread: 2 to 4 us more, as all SMs ask for the same line.
 //
 // By the same fit the copy engine takes 9 cycles for each row of 40 columns of a box, which touches three lines, and
 // one thing after another: more boxes ordered ahead keep weights and y waiting (four landed boxes instead of three, two
