@@ -3043,14 +3043,14 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
       uint32_t from =
           hopper::descriptor(shared.base + shared.layout.x_ring + x.slot() * plan.x_stage_bytes, landing.slots * 16) +
           own_slot;
-      // Where warpgroups share the pixels, weights come from registers, loaded a row of taps ahead: two wgmmas
-      // read them (us, from shared memory / so, H200, 2026-11-25, in a driver: one image of 128 to 128, 256x256, 45.9 /
-      // 44.7, of 256 to 128 72.4 / 69.8; 16 images of 128 to 128 535 / 524, of 1024 to 512, 64x64, 901 / 883). Else,
-      // with more to contain beside them, it is no faster.
+      // Where warpgroups share the pixels, weights come from registers, loaded while the row of taps before is
+      // multiplied: two wgmmas read them (us, from shared memory / so, H200, 2026-11-25, in a driver: one image of 128
+      // to 128, 256x256, 45.9 / 44.7, of 256 to 128 72.4 / 69.8; 16 images of 128 to 128 535 / 524, of 1024 to 512,
+      // 64x64, 901 / 883). Else, with more to contain beside them, it is no faster.
       const uint32_t w_stage = shared.base + shared.layout.w_ring + w.slot() * plan.w_stage_bytes;
       [[maybe_unused]] uint32_t weights = SHARES ? w_stage + (own_channel + lane % 16 + lane / 16 * kTileN) * 16
                                                  : hopper::descriptor(w_stage, kTileN * 16);
-      [[maybe_unused]] uint32_t rows[2][kLandingTaps][4];
+      [[maybe_unused]] uint32_t rows[kSharedRows][kLandingTaps][4];
       const auto multiply_row = [&](uint32_t (&row)[kLandingTaps][4], bool keep) {
         constexpr int kTap = kStepPieces * kTileN;
         if constexpr (SHARES) {
@@ -3081,7 +3081,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
       stores = false;
       if constexpr (SHARES) {
 #pragma unroll
-        for (int r = 1; r < kSharedRows; ++r) multiply_row(rows[r % 2], true);
+        for (int r = 1; r < kSharedRows; ++r) multiply_row(rows[r], true);
       } else {
 #pragma unroll 1
         for (int r = 1; r < of.R; ++r) multiply_row(rows[0], true);
