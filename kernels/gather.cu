@@ -445,15 +445,14 @@ constexpr int kLeastPointPieces = 8;             // of a stage of 1x1: no smalle
 [[maybe_unused]] constexpr int kStepPieces = 2;  // in one wgmma
 constexpr int kContainedBlock = 64;              // channels of a stage of contained operands
 constexpr int kPhasesBlock = 32;                 // of one of phases of x itself
-// Of what is contained on its way: slots of a wgmma, columns of a tile, taps of a row of the filter, channels that a
-// warp stages; stages, of landed boxes and of windows, and of weights at most.
+// Of what is contained on its way: columns of a tile, taps of a row of the filter, channels that a warp stages.
 constexpr int kLandingColumns = 32, kLandingTaps = 3, kLandingStagedChannels = 16;
 constexpr int kLandingPitch = kLandingColumns + kLandingTaps - 1;  // slots of a row; even: pairs of pixels are of one
 // Of so many rows of y. Two wgmmas share them.
 MODELNEW_HOST_DEVICE constexpr int landing_slots(int rows) {
   return ((rows - 1) * kLandingPitch + kLandingColumns + 15) / 16 * 16;
 }
-constexpr int kLandingStages = 3, kMostLandingWeights = 4;
+constexpr int kLandingStages = 3, kMostLandingWeights = 4;  // of landed boxes and of windows; of weights at most
 constexpr int kSharedRows = 3;  // of the filter, where warpgroups share the pixels: loops of any number take 1 us of 44
 // Six warps contain, two order copies. Registers of these and of those that multiply, which may hold weights (shares):
 // all start with 128, which is too few for a wgmma of 240 slots, but not for two of 120.
@@ -570,7 +569,7 @@ struct Divisors {
 //
 //   memory --boxes--> landed --6 warps contain--> windows --+
 //                                                           +--> wgmma, 2 warpgroups --> staging --boxes--> memory
-//   packed --bulk copies, one a step--> w ring -------------+
+//   packed --bulk copies, one a step--> w ring -------------+   (by registers, where warpgroups share the pixels)
 //
 //   rows of y, 32 columns each, with 2 slots between them where those of a 3x3 filter overlap:
 //
