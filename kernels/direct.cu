@@ -281,37 +281,50 @@ struct PointsParams {
   int64_t pixels;  // of an image, a multiple of 4
 };
 
-// Dynamic shared memory: w as [input channel][CHANNELS], zeros beyond the last output channel.
+// Dynamic shared memory: w as [input channel][CHANNELS], zeros beyond the last output channel. With few of these the
+// first batch is on its way while the weights come, and from there on each channel is loaded as soon as the one a batch
+// before it has been used. (us, one image of 512x512, a batch at a time / so: 64 to 2 27.0 / 25.1, to 4 28.0 / 26.2, to
+// 8 27.5 / 31.4; 16 images to 2 261 / 260, to 8 297 / 349. H200, 2026-11-25, in a driver.)
 template <int CHANNELS>
 __global__ void __launch_bounds__(kPointThreads) points_kernel(const PointsParams params) {
   extern __shared__ __align__(16) unsigned char points_smem[];
   float* const w_smem = reinterpret_cast<float*>(points_smem);
+  const int64_t pixel = 4 * (static_cast<int64_t>(blockIdx.x) * kPointThreads + threadIdx.x);
+  const int channels = pixel < params.pixels ? params.in_channels : 0;
+  const float* in = params.in_ptr + blockIdx.y * params.in_image + pixel;
+  constexpr bool kRolls = CHANNELS <= 4;
+  Vector<float> x[kPointBatch];
+  const auto load_batch = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kPointBatch; ++i) {
+      x[i] = {};
+      if (first + i < channels) x[i] = *reinterpret_cast<const Vector<float>*>(in + i * params.in_channel);
+    }
+    in += kPointBatch * params.in_channel;
+  };
+  if constexpr (kRolls) load_batch(0);
   for (int i = threadIdx.x; i < params.in_channels * CHANNELS; i += kPointThreads) {
     const int c = i / CHANNELS, k = i % CHANNELS;
     w_smem[i] = k < params.out_channels ? params.w_ptr[k * params.w_out + c * params.w_in] : 0.0f;
   }
   __syncthreads();
-  const int64_t pixel = 4 * (static_cast<int64_t>(blockIdx.x) * kPointThreads + threadIdx.x);
-  if (pixel >= params.pixels) return;
-  const float* in = params.in_ptr + blockIdx.y * params.in_image + pixel;
+  if (channels == 0) return;
   float acc[CHANNELS][4] = {}, total[CHANNELS][4] = {};
 #pragma unroll 1
-  for (int first = 0; first < params.in_channels; first += kPointBatch) {
-    Vector<float> x[kPointBatch];
+  for (int first = 0; first < channels; first += kPointBatch) {
+    if constexpr (!kRolls) load_batch(first);
 #pragma unroll
     for (int i = 0; i < kPointBatch; ++i) {
-      x[i] = {};
-      if (first + i < params.in_channels) x[i] = *reinterpret_cast<const Vector<float>*>(in + i * params.in_channel);
-    }
-    in += kPointBatch * params.in_channel;
-#pragma unroll
-    for (int i = 0; i < kPointBatch; ++i) {
-      if (first + i >= params.in_channels) break;
+      if (first + i >= channels) break;
 #pragma unroll
       for (int k = 0; k < CHANNELS; ++k) {
         const float w = w_smem[(first + i) * CHANNELS + k];
 #pragma unroll
         for (int j = 0; j < 4; ++j) acc[k][j] = fmaf(w, x[i].element[j], acc[k][j]);
+      }
+      if constexpr (kRolls) {
+        if (first + kPointBatch + i < channels) x[i] = *reinterpret_cast<const Vector<float>*>(in);
+        in += params.in_channel;
       }
     }
     if ((first + kPointBatch) % kPointChunk == 0) {

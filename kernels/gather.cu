@@ -690,8 +690,8 @@ constexpr int kPackThreads = 256;
 constexpr int kSampleBlocks = 32;
 constexpr int kSamples = 1 << 16;
 // Of contain_kernel: rows of weights of a block, and its shared memory with them, of three blocks an SM and of more.
-constexpr int kMostRowsOfBlock = 8;
-constexpr int64_t kMostStagedBytes = 75 * 1024, kFewStagedBytes = 20 * 1024;
+constexpr int kMostRowsOfBlock = 8, kMostRowThreads = 512;
+constexpr int64_t kMostStagedBytes = 75 * 1024, kFewStagedBytes = 20 * 1024, kLongRowBytes = 16 * 1024;
 constexpr int64_t kMagnitudeBytes = kMostRowsOfBlock * sizeof(uint32_t);
 constexpr int kSharedBytesUnasked = 48 * 1024;  // what a kernel may have without asking for it, on every call
 
@@ -1281,12 +1281,12 @@ __device__ __forceinline__ bool find_scale(const Guard& guard, int& exponent) {
 // A block packs some rows of the weights, each scaled by the power of two that takes its largest one to 2^14..2^15.
 // First all of them come to shared memory, a row after the other; then neighbouring threads pack the same piece of
 // neighbouring rows, which lie side by side.
-__device__ __forceinline__ void contain_rows(const ContainParams& contain, uint8_t* smem) {
+__device__ __forceinline__ void contain_rows(const ContainParams& contain, int threads, uint8_t* smem) {
   const PackParams& params = contain.pack;
   const Correlation& of = params.of;
   uint32_t* const magnitudes = reinterpret_cast<uint32_t*>(smem);
   float* const staged = reinterpret_cast<float*>(smem + kMagnitudeBytes);
-  const int rows = contain.rows_of_block, row_threads = kPackThreads / rows;
+  const int rows = contain.rows_of_block, row_threads = threads / rows;
   const int first_row = static_cast<int>(blockIdx.x) * rows;
   const float* const w = static_cast<const float*>(params.w_ptr);
   float values[8];
@@ -1554,9 +1554,20 @@ __global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_c
   hopper::launch_dependents();
   const int block = static_cast<int>(blockIdx.x) - params.row_blocks;
   if (block < 0)
-    contain_rows(params, modelnew_gather_contain_smem);
+    contain_rows(params, kPackThreads, modelnew_gather_contain_smem);
   else
     contain_points<VECTOR>(params, block, *reinterpret_cast<ContainShared*>(modelnew_gather_contain_smem));
+#endif
+}
+
+// The same for weights alone, where x is contained on its way: less code, which comes from memory, and more threads of
+// long rows.
+__global__ void __launch_bounds__(kMostRowThreads, 3)
+    contain_rows_kernel(const __grid_constant__ ContainParams params) {
+#if defined(MODELNEW_SM90A)
+  extern __shared__ __align__(16) uint8_t modelnew_gather_rows_smem[];
+  hopper::launch_dependents();
+  contain_rows(params, static_cast<int>(blockDim.x), modelnew_gather_rows_smem);
 #endif
 }
 
@@ -2786,8 +2797,9 @@ __device__ __forceinline__ void order_landing(const Params& params, const Landin
 __device__ __forceinline__ void copy_landing_weights(const Params& params, const LandingShared& shared) {
   const Plan& plan = params.plan;
   const int64_t tile_bytes = int64_t{plan.landing.steps} * plan.w_stage_bytes;
-  if (!wait_for_scales(params)) return;
+  hopper::wait_for_prerequisites();
   RingPosition w;
+  bool waits = true;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const uint8_t* from =
         static_cast<const uint8_t*>(params.packed_ptr) + locate_landing(plan, unit).n_block * tile_bytes;
@@ -2798,6 +2810,12 @@ __device__ __forceinline__ void copy_landing_weights(const Params& params, const
       hopper::bulk_load(shared.base + shared.layout.w_ring + w.slot() * plan.w_stage_bytes, from, plan.w_stage_bytes,
                         full);
       w.next(plan.w_stages);
+      // The first stage is on its way before that is known. Nobody leaves before it is there.
+      if (waits && !wait_for_scales(params)) {
+        hopper::barrier_wait(full, 0);
+        return;
+      }
+      waits = false;
     }
   }
 }
@@ -3090,10 +3108,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
       x.next(plan.x_stages);
       w.next(plan.w_stages);
     }
-    hopper::wgmma_wait<0>();
-    hopper::wgmma_settle(acc[0]);
-    hopper::wgmma_settle(acc[1]);
-    give_back();
+    // Loaded while the last products are under way.
     float factor[2], bias[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -3101,6 +3116,10 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
       factor[i] = params.guard.w_factors[k] * x_factor;
       bias[i] = params.bias_ptr != nullptr && k < of.out_channels ? static_cast<const float*>(params.bias_ptr)[k] : 0;
     }
+    hopper::wgmma_wait<0>();
+    hopper::wgmma_settle(acc[0]);
+    hopper::wgmma_settle(acc[1]);
+    give_back();
     hopper::barrier_wait(shared.staged_empty(warpgroup, warp), turn);
     turn ^= 1;
     if constexpr (CHANNELS_LAST)
@@ -4502,7 +4521,7 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
   const int64_t most_staged_bytes = few_values ? kMostStagedBytes : kFewStagedBytes;
   int& rows = contain.rows_of_block = kMostRowsOfBlock;
   while (rows > 1 && rows * pack.row_pieces > 2 * kPackThreads) rows /= 2;
-  if (rows == 1 && staged_bytes(1) > kFewStagedBytes && staged_bytes(2) <= most_staged_bytes) rows = 2;
+  if (rows == 1 && staged_bytes(1) > kLongRowBytes && staged_bytes(2) <= most_staged_bytes) rows = 2;
   contain.row_blocks = static_cast<int>(packed_rows(pack.of, plan.tile_n)) / rows;
   const bool staged = staged_bytes(rows) <= most_staged_bytes;
   const bool fours = side_by_side % 4 == 0 && of.w_stride_out % 4 == 0 && of.w_stride_group % 4 == 0 &&
@@ -4541,11 +4560,13 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
                          : vector == 4 ? contain_kernel<4>
                          : vector == 2 ? contain_kernel<2>
                                        : contain_kernel<1>;
+  const auto kernel = plan.lands ? contain_rows_kernel : contain_x;
   if (smem_bytes > kSharedBytesUnasked) {
-    error = cudaFuncSetAttribute(contain_x, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
     if (error != cudaSuccess) return error;
   }
-  error = hopper::launch_early(contain_x, static_cast<unsigned>(contain.row_blocks + contain.copy.blocks), kPackThreads,
+  const int threads = plan.lands && rows * pack.row_pieces > 2 * kPackThreads ? kMostRowThreads : kPackThreads;
+  error = hopper::launch_early(kernel, static_cast<unsigned>(contain.row_blocks + contain.copy.blocks), threads,
                                smem_bytes, stream, contain);
   if (error != cudaSuccess) return error;
 
