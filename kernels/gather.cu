@@ -170,8 +170,9 @@
 //
 //   - Pairs of blocks, for two tiles of channels of the same pixels, each of which contains half of a window and sends
 //     it to the other one (cp.async.bulk between shared memories, by the last warp): 16 images of 256 to 256 489 / 478,
-//     1024 to 512, 64x64, 907 / 878, one image 43.5 / 43.6, 512 to 1024 78.9 / 79.1. With stores to the other block
-//     instead each warp needs a fence of the cluster, MEMBAR.ALL.GPU.
+//     1024 to 512, 64x64, 907 / 878, one image 43.5 / 43.6, 512 to 1024 78.9 / 79.1. With weights from registers 472
+//     and 465, 881 and 879, 42.8 and 43.1, 79.6 and 79.4. With stores to the other block instead each warp needs a
+//     fence of the cluster, MEMBAR.ALL.GPU.
 //   - One wgmma of 240 slots instead of two of 120, which read weights twice, needs 146 registers at the start, so 12
 //     warps instead of 16: four that contain, of which one orders boxes, and weights ordered by a warp that multiplies.
 //     One image of 256 to 256 61.4 / 70.2, 16 images 505 / 580; with two wgmmas 482 / 614: four warps are too few.
@@ -179,7 +180,14 @@
 //     up to 3% more. Four windows: no difference; two: 5 to 8% more.
 //   - x sampled and weights contained by one kernel, which saves 1.1 us from the first to the last instruction. But by
 //     bench.py one image of 256 to 256 takes 43.7 / 48.2, of 256 to 128, 256x256, 72.4 / 77.9, and only that of 64 to
-//     64 less, 63.6 / 61.2; why was not found.
+//     64 less, 63.6 / 61.2. Behind a kernel that fills the instruction caches it is the same in a driver: 42.7 / 47.1,
+//     71.3 / 76.0. By the GPU's clock it is code: the first tile is staged in 4.4 us, with a kernel more in front in
+//     1.0 to 1.5, and the first products come later. Presumably code is fetched for a kernel that waits long enough.
+//   - Weights contained by landing_kernel itself, part by part by its first blocks, while x lands and is contained; all
+//     wait for a counter in memory. Blocks start 3 us earlier, but multiply 2 us later, as all of that code comes from
+//     memory: 256 to 256 42.6 / 46.6, 128 to 128, 256x256, 45.4 / 49.8.
+//   - Of the last tile both warpgroups stage at once, the second one where x landed: no difference. y is on its way for
+//     4 us then, 16.8 MB, whoever waits.
 //
 // By the same fit the copy engine takes 9 cycles for each row of 40 columns of a box, which touches three lines, and
 // one thing after another: more boxes ordered ahead keep weights and y waiting (four landed boxes instead of three, two
@@ -689,7 +697,8 @@ struct Listed {
 constexpr int kPackThreads = 256;
 constexpr int kSampleBlocks = 32;
 constexpr int kSamples = 1 << 16;
-// Of contain_kernel: rows of weights of a block, and its shared memory with them, of three blocks an SM and of more.
+// Where weights are contained: rows of a block and its threads at most, its shared memory with these rows, of three
+// blocks an SM and of more, and rows so long that a block rather has two, whose pieces are whole sectors.
 constexpr int kMostRowsOfBlock = 8, kMostRowThreads = 512;
 constexpr int64_t kMostStagedBytes = 75 * 1024, kFewStagedBytes = 20 * 1024, kLongRowBytes = 16 * 1024;
 constexpr int64_t kMagnitudeBytes = kMostRowsOfBlock * sizeof(uint32_t);
@@ -1560,8 +1569,9 @@ __global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_c
 #endif
 }
 
-// The same for weights alone, where x is contained on its way: less code, which comes from memory, and more threads of
-// long rows.
+// The same for weights alone, where x is contained on its way: less code, which comes from memory, and more threads for
+// long rows. (One image, us, by contain_kernel / so, with rows of 18 KB in pairs: 3x3 512 to 512, 64x64, 60.3 / 59.3,
+// 512 to 1024 78.7 / 76.8, 1024 to 1024 138.9 / 136.7. H200, 2026-11-25, in a driver.)
 __global__ void __launch_bounds__(kMostRowThreads, 3)
     contain_rows_kernel(const __grid_constant__ ContainParams params) {
 #if defined(MODELNEW_SM90A)
