@@ -3527,6 +3527,12 @@ constexpr double kColdCycles = 3300, kColdTurns = 45;
 // a driver.)
 constexpr int kFewStages = 4;
 constexpr double kStagesFactor = 0.92;
+// Of points of TF32 operands in channels_last: of tiles of 256 channels, of 64, of 64 with two blocks an SM. (1x1, 12
+// layers of a ResNet-50, all tiles, behind a kernel that fills the instruction caches: what is chosen is slower than
+// the fastest by, without / so, 3.6 / 0.9% with 8 images, 4.4 / 0.9% with 32, 1.6 / 1.1% with 256: 64 to 64, 56x56, 32
+// images, us, 27.1 / 23.2, 512 to 256, 28x28, 36.5 / 33.2, 256 to 1024, 14x14, 256 images, 109 / 104. H200, 2026-11-25,
+// in a driver. Of planes such factors gain 0.4%, so that there are none.)
+constexpr double kWideChannelsFactor = 1.08, kNarrowChannelsFactor = 0.9, kNarrowPairsFactor = 1.06;
 // Of taps apart: by 63 problems estimates are 0.8 to 1.12 of the times with 8 images and more, from 0.64 on with one
 // (H200, 2026-11-25).
 constexpr double kTapsFactor = 0.87;
@@ -3984,6 +3990,10 @@ inline void improve(const Correlation& of, int out_bytes, const Device& device, 
       if (steps) plan.cycles *= kStepsFactor;
       if (plan.points && !plan.contained && plan.x_stages > kFewStages) plan.cycles *= kStagesFactor;
       if (plan.apart) plan.cycles *= kTapsFactor;
+      if (plan.points && !plan.apart && !plan.contained && out_bytes == 4 && plan.in_boxes && plan.out_channels_last) {
+        if (plan.tile_n == 256) plan.cycles *= kWideChannelsFactor;
+        if (plan.tile_n == 64) plan.cycles *= plan.warpgroups == 1 ? kNarrowPairsFactor : kNarrowChannelsFactor;
+      }
       plan.cycles += more_cycles;
       if (found && plan.cycles >= best.cycles) continue;
       best = plan;
