@@ -697,8 +697,9 @@ struct Listed {
 constexpr int kPackThreads = 256;
 constexpr int kSampleBlocks = 32;
 constexpr int kSamples = 1 << 16;
-// Where weights are contained: rows of a block and its threads at most, its shared memory with these rows, of three
-// blocks an SM and of more, and rows so long that a block rather has two, whose pieces are whole sectors.
+// Where weights are contained: rows of a block and its threads at most; its shared memory with these rows, of three
+// blocks an SM and of more; and, where nothing else is, rows so long that a block rather has two, whose pieces are whole
+// sectors.
 constexpr int kMostRowsOfBlock = 8, kMostRowThreads = 512;
 constexpr int64_t kMostStagedBytes = 75 * 1024, kFewStagedBytes = 20 * 1024, kLongRowBytes = 16 * 1024;
 constexpr int64_t kMagnitudeBytes = kMostRowsOfBlock * sizeof(uint32_t);
@@ -3527,12 +3528,12 @@ constexpr double kColdCycles = 3300, kColdTurns = 45;
 // a driver.)
 constexpr int kFewStages = 4;
 constexpr double kStagesFactor = 0.92;
-// Of points of TF32 operands in channels_last: of tiles of 256 channels, of 64, of 64 with two blocks an SM. (1x1, 12
-// layers of a ResNet-50, all tiles, behind a kernel that fills the instruction caches: what is chosen is slower than
-// the fastest by, without / so, 3.6 / 0.9% with 8 images, 4.4 / 0.9% with 32, 1.6 / 1.1% with 256: 64 to 64, 56x56, 32
-// images, us, 27.1 / 23.2, 512 to 256, 28x28, 36.5 / 33.2, 256 to 1024, 14x14, 256 images, 109 / 104. H200, 2026-11-25,
-// in a driver. Of planes such factors gain 0.4%, so that there are none.)
-constexpr double kWideChannelsFactor = 1.08, kNarrowChannelsFactor = 0.9, kNarrowPairsFactor = 1.06;
+// The same of points of TF32 operands in channels_last: of tiles of 256 channels, and of 64 with two blocks an SM. (1x1,
+// 12 layers of a ResNet-50, all tiles, behind a kernel that fills the instruction caches: what is chosen is slower than
+// the fastest by, without / so, 3.6 / 0.9% with 8 images, 4.4 / 0.9% with 32, 1.6% with one and with 256: 64 to 64,
+// 56x56, 32 images, us, 27.1 / 23.2, 128 to 512, 28x28, 31.3 / 28.2. As factors they chose worse of 256. Of planes such
+// constants gain 0.1%. H200, 2026-11-25, in a driver.)
+constexpr double kColdChannelsCycles = 3300;
 // Of taps apart: by 63 problems estimates are 0.8 to 1.12 of the times with 8 images and more, from 0.64 on with one
 // (H200, 2026-11-25).
 constexpr double kTapsFactor = 0.87;
@@ -3990,10 +3991,10 @@ inline void improve(const Correlation& of, int out_bytes, const Device& device, 
       if (steps) plan.cycles *= kStepsFactor;
       if (plan.points && !plan.contained && plan.x_stages > kFewStages) plan.cycles *= kStagesFactor;
       if (plan.apart) plan.cycles *= kTapsFactor;
-      if (plan.points && !plan.apart && !plan.contained && out_bytes == 4 && plan.in_boxes && plan.out_channels_last) {
-        if (plan.tile_n == 256) plan.cycles *= kWideChannelsFactor;
-        if (plan.tile_n == 64) plan.cycles *= plan.warpgroups == 1 ? kNarrowPairsFactor : kNarrowChannelsFactor;
-      }
+      const bool of_boxes = plan.points && !plan.apart && plan.in_boxes && plan.out_channels_last;
+      if (of_boxes && out_bytes == 4 && !plan.contained &&
+          (plan.tile_n == 256 || (plan.tile_n == 64 && plan.warpgroups == 1)))
+        plan.cycles += kColdChannelsCycles;
       plan.cycles += more_cycles;
       if (found && plan.cycles >= best.cycles) continue;
       best = plan;
@@ -4541,7 +4542,9 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
   const int64_t most_staged_bytes = few_values ? kMostStagedBytes : kFewStagedBytes;
   int& rows = contain.rows_of_block = kMostRowsOfBlock;
   while (rows > 1 && rows * pack.row_pieces > 2 * kPackThreads) rows /= 2;
-  if (rows == 1 && staged_bytes(1) > kLongRowBytes && staged_bytes(2) <= most_staged_bytes) rows = 2;
+  if (rows == 1 && staged_bytes(1) > (plan.lands ? kLongRowBytes : kFewStagedBytes) &&
+      staged_bytes(2) <= most_staged_bytes)
+    rows = 2;
   contain.row_blocks = static_cast<int>(packed_rows(pack.of, plan.tile_n)) / rows;
   const bool staged = staged_bytes(rows) <= most_staged_bytes;
   const bool fours = side_by_side % 4 == 0 && of.w_stride_out % 4 == 0 && of.w_stride_group % 4 == 0 &&
