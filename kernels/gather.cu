@@ -188,6 +188,10 @@
 //     memory: 256 to 256 42.6 / 46.6, 128 to 128, 256x256, 45.4 / 49.8.
 //   - Of the last tile both warpgroups stage at once, the second one where x landed: no difference. y is on its way for
 //     4 us then, 16.8 MB, whoever waits.
+//   - Of each tile's last step all products of the first half of the slots before the others, so that these sums are
+//     staged meanwhile (with weights from shared memory, for want of registers): 0 to 1% more, one image and 16.
+//   - Long rows of weights contained by three blocks an SM that start 0.8 to 2.6 us one after the other, so that some
+//     load while others pack: 1024 to 1024, 64x64, 137.5 / 137.5 to 139.7.
 //
 // By the same fit the copy engine takes 9 cycles for each row of 40 columns of a box, which touches three lines, and
 // one thing after another: more boxes ordered ahead keep weights and y waiting (four landed boxes instead of three, two
@@ -698,8 +702,7 @@ constexpr int kPackThreads = 256;
 constexpr int kSampleBlocks = 32;
 constexpr int kSamples = 1 << 16;
 // Where weights are contained: rows of a block and its threads at most; its shared memory with these rows, of three
-// blocks an SM and of more; and, where nothing else is, rows so long that a block rather has two, whose pieces are whole
-// sectors.
+// blocks an SM and of more; and, where x lands, rows so long that a block rather has two, whose pieces are whole sectors.
 constexpr int kMostRowsOfBlock = 8, kMostRowThreads = 512;
 constexpr int64_t kMostStagedBytes = 75 * 1024, kFewStagedBytes = 20 * 1024, kLongRowBytes = 16 * 1024;
 constexpr int64_t kMagnitudeBytes = kMostRowsOfBlock * sizeof(uint32_t);
@@ -3531,8 +3534,8 @@ constexpr double kStagesFactor = 0.92;
 // The same of points of TF32 operands in channels_last: of tiles of 256 channels, and of 64 with two blocks an SM. (1x1,
 // 12 layers of a ResNet-50, all tiles, behind a kernel that fills the instruction caches: what is chosen is slower than
 // the fastest by, without / so, 3.6 / 0.9% with 8 images, 4.4 / 0.9% with 32, 1.6% with one and with 256: 64 to 64,
-// 56x56, 32 images, us, 27.1 / 23.2, 128 to 512, 28x28, 31.3 / 28.2. As factors they chose worse of 256. Of planes such
-// constants gain 0.1%. H200, 2026-11-25, in a driver.)
+// 56x56, 32 images, us, 27.1 / 23.2, 128 to 512, 28x28, 31.3 / 28.2. As factors they chose worse tiles with 256. Of
+// planes such constants gain 0.1%. H200, 2026-11-25, in a driver.)
 constexpr double kColdChannelsCycles = 3300;
 // Of taps apart: by 63 problems estimates are 0.8 to 1.12 of the times with 8 images and more, from 0.64 on with one
 // (H200, 2026-11-25).
