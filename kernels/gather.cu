@@ -702,7 +702,7 @@ constexpr int kPackThreads = 256;
 constexpr int kSampleBlocks = 32;
 constexpr int kSamples = 1 << 16;
 // Where weights are contained: rows of a block and its threads at most; its shared memory with these rows, of three
-// blocks an SM and of more; and, where x lands, rows so long that a block rather has two, whose pieces are whole sectors.
+// blocks an SM and of more; and, where x lands, rows so long that two of a block, whose pieces are sectors, are faster.
 constexpr int kMostRowsOfBlock = 8, kMostRowThreads = 512;
 constexpr int64_t kMostStagedBytes = 75 * 1024, kFewStagedBytes = 20 * 1024, kLongRowBytes = 16 * 1024;
 constexpr int64_t kMagnitudeBytes = kMostRowsOfBlock * sizeof(uint32_t);
@@ -3523,20 +3523,19 @@ constexpr double kStepsFactor = 1.2;
 // kernels have run before. It counts less the longer a call takes, as what estimates are off counts more then. (1x1,
 // NCHW, 25 layers, 8 to 256 images: 45 of 150 problems have another tile since. In a driver, H200, 2026-11-24, 44 of
 // them take 0.83 to 1.03 of the time behind a kernel that fills the instruction caches, 0.95 in the mean; where only
-// the same kernels ran before 0.89 to 1.06, 1.00. 64 to 64, 56x56, 32 images, us, 25.2 / 23.7 and 21.2 / 21.2. In
-// channels_last two blocks lose no more than one does.)
+// the same kernels ran before 0.89 to 1.06, 1.00. 64 to 64, 56x56, 32 images, us, 25.2 / 23.7 and 21.2 / 21.2.)
 constexpr double kColdCycles = 3300, kColdTurns = 45;
+// The same of points of TF32 operands in channels_last: of tiles of 256 channels, of 64 with two blocks an SM. (1x1, 12
+// layers of a ResNet-50, all tiles, behind a kernel that fills the instruction caches: what is chosen is slower than
+// the fastest by, without / so, 3.6 / 0.9% with 8 images, 4.4 / 0.9% with 32, 1.6% with one and with 256: 64 to 64,
+// 56x56, 32 images, us, 27.1 / 23.2, 128 to 512, 28x28, 31.3 / 28.2. As factors they chose worse tiles with 256. Of
+// planes such constants gain 0.1%. H200, 2026-11-25, in a driver.)
+constexpr double kColdChannelsCycles = 3300;
 // Of points with more than so many stages of TF32 operands. (From 1812 times of 15 layers of 1x1 in all tiles, 8 to 256
 // images, both memory formats: what is chosen is 1.0% slower than the fastest, without this 1.2%. H200, 2026-11-24, in
 // a driver.)
 constexpr int kFewStages = 4;
 constexpr double kStagesFactor = 0.92;
-// The same of points of TF32 operands in channels_last: of tiles of 256 channels, and of 64 with two blocks an SM. (1x1,
-// 12 layers of a ResNet-50, all tiles, behind a kernel that fills the instruction caches: what is chosen is slower than
-// the fastest by, without / so, 3.6 / 0.9% with 8 images, 4.4 / 0.9% with 32, 1.6% with one and with 256: 64 to 64,
-// 56x56, 32 images, us, 27.1 / 23.2, 128 to 512, 28x28, 31.3 / 28.2. As factors they chose worse tiles with 256. Of
-// planes such constants gain 0.1%. H200, 2026-11-25, in a driver.)
-constexpr double kColdChannelsCycles = 3300;
 // Of taps apart: by 63 problems estimates are 0.8 to 1.12 of the times with 8 images and more, from 0.64 on with one
 // (H200, 2026-11-25).
 constexpr double kTapsFactor = 0.87;
