@@ -132,16 +132,16 @@
 // Filters of three columns may have x contained on its way, without a copy (Landing). What does not fit is zero in a
 // window then; how much of it there is nobody knows before the end, so that y is worked out in any case. That pays for
 // large images, whose copy is large, and few output channels, for each of which little else is done. (3x3, us, H200,
-// what took it before, by a copy or, marked w, by wgmma / so by bench.py at cda965e, 2026-11-25 / cuDNN then.)
+// what took it before, by a copy or, marked w, by wgmma / so by bench.py at 294e02f, 2026-11-25 / cuDNN then.)
 //
 //                              16 images                    one image
-//   64 to 64, 512x512        1018w /  772 / 2446          89 /  64 / 178
-//   128 to 64, 512x512       2296w / 1236 / 4261         148 /  96 / 297
-//   64 to 128, 256x256        374  /  313 /  879          39 /  33 /  77
-//   128 to 128, 256x256       695  /  523 / 1401          56 /  46 / 115
-//   256 to 128, 256x256      1252  /  959 / 2490          95 /  71 / 194
-//   256 to 256, 128x128       552  /  474 / 1084          47 /  44 /  85
-//   512 to 256, 128x128      1043  /  902 / 1965          79 /  71 / 147
+//   64 to 64, 512x512        1018w /  801 / 2434          89 /  63 / 178
+//   128 to 64, 512x512       2296w / 1215 / 4236         148 /  97 / 297
+//   64 to 128, 256x256        374  /  313 /  877          39 /  33 /  78
+//   128 to 128, 256x256       695  /  518 / 1395          56 /  46 / 117
+//   256 to 128, 256x256      1252  /  946 / 2470          95 /  70 / 193
+//   256 to 256, 128x128       552  /  471 / 1078          47 /  43 /  84
+//   512 to 256, 128x128      1043  /  901 / 1999          79 /  70 / 146
 //
 // In channels_last, 256 images, 64 to 64, 56x56, 233 / 167 / 264, 128 to 128, 28x28, 143 / 126 / 172.
 //
