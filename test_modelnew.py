@@ -5744,6 +5744,15 @@ def test_gather_shim_exact_when_contained_on_its_way(gather_shim, number, shape,
         assert [name for name in gather_shim.launched() if "landing_kernel" in name]
 
 
+@pytest.mark.parametrize("shape", [12, 15])
+def test_gather_shim_contains_long_rows_in_pairs(gather_shim, shape):
+    """Weights of so many channels that a block has two rows of them and twice as many threads."""
+    case = Case(1, 528, 2, 28, 40, 3, 3, padding=(1, 1))
+    for seed in (2, 13):
+        assert gather_shim.fault("fprop", case, torch.float32, shape, "contiguous", seed) == ""
+        assert [name for name in gather_shim.launched() if "contain_rows_kernel" in name]
+
+
 # In phases: points and windows, of fewer channels than a block and of several blocks, several images in a tile and
 # several tiles, of one box and two, of boxes of rows.
 GATHER_SHIM_PHASED_CASES = [

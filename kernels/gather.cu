@@ -143,7 +143,7 @@
 //   256 to 256, 128x128       552  /  471 / 1078          47 /  43 /  84
 //   512 to 256, 128x128      1043  /  901 / 1999          79 /  70 / 146
 //
-// In channels_last, 256 images, 64 to 64, 56x56, 233 / 167 / 264, 128 to 128, 28x28, 143 / 126 / 172.
+// In channels_last, 256 images, at b6c9210, 64 to 64, 56x56, 233 / 165 / 264, 128 to 128, 28x28, 143 / 124 / 171.
 //
 // Tiles of eight rows divide such images where those of seven do not: one of 256x256 with 128 output channels is 256
 // tiles, two turns of 132 SMs, instead of 296 (in a driver, weights from shared memory: 128 to 128 56 / 47 us, 256 to
