@@ -281,10 +281,10 @@ struct PointsParams {
   int64_t pixels;  // of an image, a multiple of 4
 };
 
-// Dynamic shared memory: w as [input channel][CHANNELS], zeros beyond the last output channel. With few of these the
+// Dynamic shared memory: w as [input channel][CHANNELS], zeros beyond the last output channel. With two of these the
 // first batch is on its way while the weights come, and from there on each channel is loaded as soon as the one a batch
-// before it has been used. (us, one image of 512x512, a batch at a time / so: 64 to 2 27.0 / 25.1, to 4 28.0 / 26.2, to
-// 8 27.5 / 31.4; 16 images to 2 261 / 260, to 8 297 / 349. H200, 2026-11-25, in a driver.)
+// before it has been used. (us, one image of 512x512, a batch at a time / so: 64 to 2 27.0 / 25.1, to 4 28.0 / 26.2,
+// but that spills on sm_80, to 8 27.5 / 31.4; 16 images to 2 261 / 260, to 8 297 / 349. H200, 2026-11-25, in a driver.)
 template <int CHANNELS>
 __global__ void __launch_bounds__(kPointThreads) points_kernel(const PointsParams params) {
   extern __shared__ __align__(16) unsigned char points_smem[];
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kPointThreads) points_kernel(const PointsParam
   const int64_t pixel = 4 * (static_cast<int64_t>(blockIdx.x) * kPointThreads + threadIdx.x);
   const int channels = pixel < params.pixels ? params.in_channels : 0;
   const float* in = params.in_ptr + blockIdx.y * params.in_image + pixel;
-  constexpr bool kRolls = CHANNELS <= 4;
+  constexpr bool kRolls = CHANNELS == 2;
   Vector<float> x[kPointBatch];
   const auto load_batch = [&](int first) {
 #pragma unroll
