@@ -311,7 +311,7 @@ def _compile(build: _Build, nvcc_release: tuple[int, int]) -> ModuleType:
     shutil.rmtree(directory, ignore_errors=True)
     os.makedirs(directory)
     targets = ", ".join(f"sm_{_architecture(capability)}" for capability in build.capabilities)
-    # A first import took 75 to 89 s on fresh machines with 16 cores (CUDA 13.0, sm_90a, 2026-11-25).
+    # A first import took 55 to 89 s on fresh machines with 16 cores (CUDA 13.0, sm_90a, 2026-11-25).
     expected = 80 if len(os.sched_getaffinity(0)) >= 4 else 120
     _say(f"compiling the kernels for {targets}, once for this machine; about {expected} s")
     start = time.perf_counter()

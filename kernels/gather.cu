@@ -3,7 +3,7 @@
 //
 //   pack     w -> the bytes that shared memory wants, in the order in which the main kernel takes them
 //   sample   contained operands (below): what x is scaled by
-//   contain  the same as pack, and a copy of x
+//   contain  the same as pack, scaled, and a copy of x; or weights alone (contain_rows), where x lands
 //   gather   y from x (fprop), and dx from dy (dgrad without a stride)
 //   again    what contained operands are not fit for: the same kernel with TF32 operands, or a few products
 //   landing  instead of gather and a copy of x: y from x itself, which is contained on its way (Landing)
@@ -1573,9 +1573,10 @@ __global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_c
 #endif
 }
 
-// The same for weights alone, where x is contained on its way: less code, which comes from memory, and more threads for
-// long rows. (One image, us, by contain_kernel / so, with rows of 18 KB in pairs: 3x3 512 to 512, 64x64, 60.3 / 59.3,
-// 512 to 1024 78.7 / 76.8, 1024 to 1024 138.9 / 136.7. H200, 2026-11-25, in a driver.)
+// The same for weights alone, where x is contained on its way: less code, which comes from memory, and 512 threads for
+// long rows: shared memory has room for three blocks an SM, with as few warps otherwise. (One image, us, by
+// contain_kernel / so, with rows of 18 KB in pairs: 3x3 512 to 512, 64x64, 60.3 / 59.3, 512 to 1024 78.7 / 76.8, 1024
+// to 1024 138.9 / 136.7. H200, 2026-11-25, in a driver.)
 __global__ void __launch_bounds__(kMostRowThreads, 3)
     contain_rows_kernel(const __grid_constant__ ContainParams params) {
 #if defined(MODELNEW_SM90A)
