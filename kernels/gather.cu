@@ -1,7 +1,8 @@
 // gather engine: implicit GEMM on Hopper's tensor cores for what has no long rows: strides, 1x1, small images,
 // channels_last; and for what is faster with contained operands here. Deterministic: one sum an output, in one order.
 //
-//   pack     w -> the bytes that shared memory wants, in the order in which the main kernel takes them
+//   pack     w -> the bytes that shared memory wants, in the order in which the main kernel takes them; not of 1x1 in
+//            16 bits with input channels as neighbours, which boxes bring from w itself
 //   sample   contained operands (below): what x is scaled by
 //   contain  the same as pack, scaled, and a copy of x; or weights alone (contain_rows), where x lands
 //   gather   y from x (fprop), and dx from dy (dgrad without a stride)
@@ -144,6 +145,24 @@
 //   512 to 256, 128x128      1043  /  901 / 1999          79 /  70 / 146
 //
 // In channels_last, 256 images, at b6c9210, 64 to 64, 56x56, 233 / 165 / 264, 128 to 128, 28x28, 143 / 124 / 171.
+//
+// Of narrow images tiles are of 28 columns instead of 32, or of 14 in channels_last; and of planes of 56 or 28 columns
+// at a stride of 2. There a window holds four phases of x, of which taps read neighbouring slots, and rows of x, which
+// are whole, come four at a time, as if they were one: by boxes of rows, which touch a line of memory more each, loads
+// alone took 226 us instead of 199. (3x3, us, H100, 2026-11-26, in a driver, the best tiles of what took it before /
+// so, in parentheses where that is not chosen.)
+//
+//                                      32 images         64           128          256
+//   128 to 128, 28x28                 28.7 / 28.0                                137 / 130
+//   channels_last                     28.2 / 27.2                                131 / 125
+//   256 to 256, 14x14, channels_last  29.4 / (36.4)                              124 / 111
+//   128 to 128, 56x56, stride 2       54.9 / 40.9     94.6 / 65.7   167 / 114    312 / 206
+//   256 to 256, 28x28, stride 2       45.2 / 39.1     71.8 / 60.8   124 / 104    227 / 184
+//
+// With 256 images the fourth line is 514 MB; without multiplying or containing it takes 199, without loading 151. Tried
+// at a stride of 2: channels_last, by boxes of even numbers of rows, 239 to 247 where phases of x itself by boxes, with
+// TF32 operands, take 235, and 256 to 256, 28x28, 177 / 175; tiles of four rows, for which weights come from shared
+// memory, 220 (planes) and 239; ten warps that contain, for which wgmmas lack registers.
 //
 // Tiles of eight rows divide such images where those of seven do not: one of 256x256 with 128 output channels is 256
 // tiles, two turns of 132 SMs, instead of 296 (in a driver, weights from shared memory: 128 to 128 56 / 47 us, 256 to
@@ -324,9 +343,11 @@
 //     where weights are most of what is read, pairs of long rows, whose pieces are whole sectors: 1024 to 1024, 32x32,
 //     one image, 77 / 64.
 //   - With TF32 operands: weights of 1x1 by boxes of 32 channels x TILE_N rows of w itself, in the order of a 128-byte
-//     swizzle, rounded by CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, instead of packing them. Some 2 us less a call (32 images:
-//     1024 to 256, 14x14, 27 / 25; 256 to 1024 28.4 / 26.3; channels_last 512 to 2048, 7x7, 22.7 / 19.8; 256 images: 0
-//     to 1% less). But ties go to even then: one weight in some thousands is another operand than numerics.cuh says.
+//     swizzle, rounded by CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, instead of packing them. The tiles that are chosen, 13
+//     layers of a ResNet-50, planes and channels_last, then take 0.85 and 0.82 of the time with one image, 0.91 and
+//     0.86 with 8, 0.94 and 0.89 with 32, 0.99 and 0.98 with 256 (H100, 2026-11-26, in a driver). But ties go to even
+//     then, so that of 16384 weights one is another operand than numerics.cuh says, and than cuDNN's, in all pixels of
+//     a channel: by 2^-10 of it, which a comparison with cuDNN at 1e-4 sees where weights are larger than 1/16 or so.
 //   - 1x1 by a program of its own, in which each warp orders boxes of 32 pixels x 32 channels, loads its operands by 16
 //     bytes and stores what it has multiplied: 64 to 64, 56x56, 32 and 256 images, 18.9 and 110 us (gather 22.5 and
 //     114), 256 to 64 43 and 256 (43 and 256); with more channels it is slower, 256 to 1024, 14x14, 30 and 157 (30 and
@@ -457,36 +478,86 @@ constexpr int kLeastPointPieces = 8;             // of a stage of 1x1: no smalle
 [[maybe_unused]] constexpr int kStepPieces = 2;  // in one wgmma
 constexpr int kContainedBlock = 64;              // channels of a stage of contained operands
 constexpr int kPhasesBlock = 32;                 // of one of phases of x itself
-// Of what is contained on its way: columns of a tile, taps of a row of the filter, channels that a warp stages.
-constexpr int kLandingColumns = 32, kLandingTaps = 3, kLandingStagedChannels = 16;
-constexpr int kLandingPitch = kLandingColumns + kLandingTaps - 1;  // slots of a row; even: pairs of pixels are of one
-// Of so many rows of y. Two wgmmas share them.
-MODELNEW_HOST_DEVICE constexpr int landing_slots(int rows) {
-  return ((rows - 1) * kLandingPitch + kLandingColumns + 15) / 16 * 16;
-}
-constexpr int kLandingStages = 3, kMostLandingWeights = 4;  // of landed boxes and of windows; of weights at most
+// Of what is contained on its way: taps of a row of the filter; channels that a warp stages; bytes of a landed pixel in
+// channels_last, 16 channels.
+constexpr int kLandingTaps = 3, kLandingStagedChannels = 16, kLandedPixelBytes = 64;
+// Of what has landed, of windows; at most of weights, and of rows of these.
+constexpr int kLandedBoxes = 3, kLandingWindows = 3, kMostLandingWeights = 4, kMostLandingRows = 6;
+constexpr int kWholeRowsPadding = 1;  // columns of a window in front of whole rows of x, which nobody writes
 constexpr int kSharedRows = 3;  // of the filter, where warpgroups share the pixels: loops of any number take 1 us of 44
-// Six warps contain, two order copies. Registers of these and of those that multiply, which may hold weights (shares):
-// all start with 128, which is too few for a wgmma of 240 slots, but not for two of 120.
-constexpr int kContainWarps = 6, kLandingThreads = 32 * (8 + kContainWarps + 2);
-MODELNEW_HOST_DEVICE constexpr int contain_registers(bool shares) { return shares ? 56 : 88; }
-MODELNEW_HOST_DEVICE constexpr int multiply_landed_registers(bool shares) { return 256 - contain_registers(shares); }
-// A landed plane: columns and rows of a box, of tiles with so many rows of y a warpgroup, known to the compiler so that
-// its channels are found without an instruction each; and pixels that a lane contains. In channels_last a box has the
-// window's columns, of 16 channels.
-constexpr int kLandedColumns = 40, kLandedPixelBytes = 64;
-MODELNEW_HOST_DEVICE constexpr int landed_rows(bool shares, int rows) {
-  return (shares ? 1 : 2) * rows + kLandingTaps - 1;
-}
-// Of the last columns of all rows there is less than a row of lanes each.
-MODELNEW_HOST_DEVICE constexpr int landed_pixels(int landed_rows) {
-  return (landed_rows + (landed_rows * (kLandingPitch - 32) + 31) / 32 + kContainWarps - 1) / kContainWarps;
-}
-MODELNEW_HOST_DEVICE constexpr int landed_plane(int landed_rows) { return kLandedColumns * landed_rows; }
-// Of a box.
-MODELNEW_HOST_DEVICE constexpr int landed_bytes(int landed_rows, bool channels_last) {
-  return channels_last ? landed_rows * kLandingPitch * kLandedPixelBytes : 8 * 4 * landed_plane(landed_rows);
-}
+constexpr int kContainWarps = 6, kLandingThreads = 32 * (8 + kContainWarps + 2);  // two warps order copies
+
+// A tile of what is contained on its way, as the compiler knows it, so that channels, slots and places are found
+// without an instruction each (see Landing).
+struct LandingShape {
+  int tile_n;         // output channels
+  int columns, rows;  // of y; rows of a warpgroup, at most
+  int stride;         // of both axes: 1, or 2, where a window holds four phases of x
+  bool channels_last;
+
+  // Both warpgroups multiply the same pixels, by other channels.
+  MODELNEW_HOST_DEVICE constexpr bool shares() const { return tile_n == 128; }
+  MODELNEW_HOST_DEVICE constexpr int tile_rows() const { return (shares() ? 1 : 2) * rows; }
+  // Slots of a row, of a phase; even: pairs of slots are of one row.
+  MODELNEW_HOST_DEVICE constexpr int pitch() const { return (columns + (stride == 1 ? 2 : 1) + 1) / 2 * 2; }
+  // Of each of two wgmmas.
+  MODELNEW_HOST_DEVICE constexpr int product_slots() const { return ((rows - 1) * pitch() + columns + 15) / 16 * 8; }
+  // Of a phase, so that neighbouring columns, which are of two of them, meet other banks.
+  MODELNEW_HOST_DEVICE constexpr int phase_slots() const {
+    return stride == 1 ? 0 : ((tile_rows() + 1) * pitch() + 3) / 8 * 8 + 4;
+  }
+  MODELNEW_HOST_DEVICE constexpr int slot_of(int row, int column) const {
+    return stride == 1 ? row * pitch() + column
+                       : (row % 2 * 2 + column % 2) * phase_slots() + row / 2 * pitch() + column / 2;
+  }
+  // Of a window.
+  MODELNEW_HOST_DEVICE constexpr int window_columns() const { return stride * (columns - 1) + kLandingTaps; }
+  MODELNEW_HOST_DEVICE constexpr int window_rows() const { return stride * (tile_rows() - 1) + kLandingTaps; }
+  // What lands at a time: of 8 planes, twice a step, or of 16 channels in channels_last, so many rows by a box. At a
+  // stride of 2 rows of x are whole and follow one another, so that each box is of four of them, as if they were one.
+  MODELNEW_HOST_DEVICE constexpr bool whole_rows() const { return stride == 2; }
+  MODELNEW_HOST_DEVICE constexpr int landed_rows() const {
+    return whole_rows() ? (window_rows() + 3) / 4 * 4 : window_rows();
+  }
+  MODELNEW_HOST_DEVICE constexpr int box_rows() const { return whole_rows() ? 4 : window_rows(); }
+  // Of planes from up to three columns before the window on, in fours, unless it is all of them.
+  MODELNEW_HOST_DEVICE constexpr int box_columns() const {
+    return whole_rows() ? 2 * columns : channels_last ? window_columns() : (window_columns() + 6) / 4 * 4;
+  }
+  MODELNEW_HOST_DEVICE constexpr int box_plane() const { return box_rows() * box_columns(); }
+  MODELNEW_HOST_DEVICE constexpr int box_bytes() const {
+    return box_plane() * (channels_last ? kLandedPixelBytes : 8 * 4);
+  }
+  MODELNEW_HOST_DEVICE constexpr int boxes() const { return landed_rows() / box_rows(); }
+  // Lanes take 8 channels of a pixel, which are a piece; or two pieces: of two columns side by side, one of each phase,
+  // where rows are whole, and of all 16 channels in channels_last. In the order of pixels, row by row; those of 34
+  // columns first 32 of each row, so that no two meet in a bank, then the rest of all rows.
+  MODELNEW_HOST_DEVICE constexpr int lane_pieces() const { return whole_rows() || channels_last ? 2 : 1; }
+  MODELNEW_HOST_DEVICE constexpr int row_lanes() const { return whole_rows() ? columns : window_columns(); }
+  MODELNEW_HOST_DEVICE constexpr bool by_rows() const { return stride == 1 && columns == 32; }
+  // What warps contain at a time, of so many rows.
+  MODELNEW_HOST_DEVICE constexpr int warp_items(int of_rows) const {
+    return by_rows() ? of_rows + (of_rows * (row_lanes() - 32) + 31) / 32 : (of_rows * row_lanes() + 31) / 32;
+  }
+  MODELNEW_HOST_DEVICE constexpr int items_of_warp() const {
+    return (warp_items(landed_rows()) + kContainWarps - 1) / kContainWarps;
+  }
+  // Registers of warps that contain, and of those that multiply, which may hold weights (shares): all start with 128,
+  // which is too few for a wgmma of 240 slots, but not for two of 120.
+  MODELNEW_HOST_DEVICE constexpr int contain_registers() const { return stride == 2 ? 64 : shares() ? 56 : 88; }
+  MODELNEW_HOST_DEVICE constexpr int multiply_registers() const { return 256 - contain_registers(); }
+  // Rows of y that are staged at a time, for a box; or, of planes of few columns, for stores of a warp.
+  MODELNEW_HOST_DEVICE constexpr int staged_rows() const { return stride == 1 ? rows : 4; }
+  MODELNEW_HOST_DEVICE constexpr bool stores_boxes() const { return channels_last || columns > 14; }
+  MODELNEW_HOST_DEVICE constexpr int staged_row_bytes() const {
+    return channels_last ? columns * kLandedPixelBytes : kLandingStagedChannels * 128;
+  }
+  // Of a warp; in channels_last the order of pieces starts anew there.
+  MODELNEW_HOST_DEVICE constexpr int staged_bytes() const {
+    return (staged_rows() * staged_row_bytes() + 511) / 512 * 512;
+  }
+};
+
 constexpr int kBarrierBytes = 1024;
 
 // Staging of the results of 64 pixels x 32 channels, by a warpgroup: [channel][pixel], or [pixel][channel]
@@ -575,13 +646,14 @@ struct Divisors {
 
 // x contained on its way instead of in a copy: boxes of 8 planes, or in channels_last of 16 channels, land in shared
 // memory as they are, and gathering warps contain what has landed, a window of 16 channels at a time, a step of the
-// reduction. Here rows of the GEMM are output channels, so that a wgmma reads 64 rows of weights and 136 or 120 slots:
+// reduction. Here rows of the GEMM are output channels, so that a wgmma reads 64 rows of weights and 104 to 136 slots:
 //
 //   landed:  [plane][row][column] x 4 bytes      window:  [2 pieces][slot] x 16 bytes      weights: as packed
 //
 //   memory --boxes--> landed --6 warps contain--> windows --+
 //                                                           +--> wgmma, 2 warpgroups --> staging --boxes--> memory
-//   packed --bulk copies, one a step--> w ring -------------+   (by registers, where warpgroups share the pixels)
+//   packed --bulk copies, one a step--> w ring -------------+   (by registers, where warpgroups share the pixels, which
+//                                                                is one a row of taps)
 //
 //   rows of y, 32 columns each, with 2 slots between them where those of a 3x3 filter overlap:
 //
@@ -589,14 +661,25 @@ struct Divisors {
 //
 // A tap is a shift of all slots, as in wgmma.cu, and a warpgroup has so many rows of its own, of the same 64 channels,
 // or the other 64 channels of the same rows (shares). Both stage through the same shared memory, in turns.
+//
+// At a stride of 2 a window holds its even and odd rows and columns apart, one phase behind the other, counted from its
+// own first one, so that the padding does not matter:
+//
+//   window       slots                        taps of a 3x3 filter
+//   a b a b a    a a a   b b                  a: the corners             b: above, below
+//   c d c d c    c c c   d d                  c: left, right             d: the middle one
+//   a b a b a    a a a   b b
+//
+// A column of pairs of x is a phase's slot in each of two, for which a lane loads both.
 struct Landing {
+  LandingShape shape;
   bool shares;
-  bool channels_last;             // x and y; else both are planes
   int rows;                       // of y, of a warpgroup
   int tiles_p, span;              // tiles of a column of an image, and rows of y of each
   int window_rows, slots;         // rows; slots of a piece
   int lead;                       // columns of a box in front of the window
   int steps;                      // of 16 channels
+  int w_stages_of_step;           // each row of taps by itself, where registers hold it, or all of them
   int stages, stage_bytes;        // of landed boxes
   Divisor by_tiles_p;
 };
@@ -632,6 +715,7 @@ struct Plan {
   int vector;              // outputs that are stored at a time: 4 or 1
   bool boxes;              // y is stored by boxes, each of 16 pixels x 32 channels unless x lands
   bool contained;          // fp32 values are multiplied as scaled fp16; the copy holds these, unless x lands
+  bool w_in_boxes;         // weights come from w itself, which nobody packs; a stage of them is [channel][piece]
   bool resident;           // all weights that a block ever needs stay in shared memory
   bool lands;              // x is contained on its way, not copied; only what is said there counts then
   Landing landing;
@@ -721,7 +805,8 @@ struct Params {
   void* out_ptr;
   Correlation of;
   Plan plan;
-  hopper::BoxMap in_map, out_map;
+  hopper::BoxMap in_map, w_map, out_map;
+  hopper::BoxMap rest_map;  // of what lands: of rows of y that are staged behind others
   Guard guard;
   // Contained: how weights are packed for the kernel that does all again, and how x was copied, or would have been.
   PackParams other_pack;
@@ -759,7 +844,7 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   layout.staging = kBarrierBytes;  // aligned as boxes have to be
   layout.table = layout.staging + plan.warpgroups * staging_bytes(plan);
   layout.x_ring = layout.table + (plan.in_boxes ? 0 : 2 * (plan.slots + 31) / 32 * 32 * 4);  // boxes need no table
-  const int alignment = plan.in_boxes ? 1024 : 128;  // where the order of pieces starts anew
+  const int alignment = plan.in_boxes || plan.w_in_boxes ? 1024 : 128;  // where the order of pieces starts anew
   layout.x_ring = (layout.x_ring + alignment - 1) / alignment * alignment;
   layout.w_ring = layout.x_ring + plan.x_stages * plan.x_stage_bytes;
   layout.end = layout.w_ring + plan.w_stages * plan.w_stage_bytes;
@@ -776,7 +861,7 @@ MODELNEW_HOST_DEVICE inline LandingLayout landing_layout(const Plan& plan) {
   const Landing& landing = plan.landing;
   LandingLayout layout{};
   layout.staging = kBarrierBytes;
-  layout.landed = layout.staging + 4 * kLandingStagedChannels * landing.rows * hopper::kBoxRowBytes;
+  layout.landed = layout.staging + 4 * landing.shape.staged_bytes();
   layout.x_ring = layout.landed + landing.stages * landing.stage_bytes;
   layout.w_ring = layout.x_ring + plan.x_stages * plan.x_stage_bytes;
   layout.end = layout.w_ring + plan.w_stages * plan.w_stage_bytes;
@@ -791,7 +876,7 @@ struct LandingTile {
 MODELNEW_HOST_DEVICE inline LandingTile locate_landing(const Plan& plan, int unit) {
   const int of_all = quotient(unit, plan.by.tiles_n), from_start = plan.tiles_m - 1 - of_all;
   const int row = quotient(from_start, plan.by.tiles_q), n = quotient(row, plan.landing.by_tiles_p);
-  return {n, (row - n * plan.landing.tiles_p) * plan.landing.span, (from_start - row * plan.tiles_q) * kLandingColumns,
+  return {n, (row - n * plan.landing.tiles_p) * plan.landing.span, (from_start - row * plan.tiles_q) * plan.tile_q,
           unit - of_all * plan.tiles_n};
 }
 
@@ -800,8 +885,8 @@ MODELNEW_HOST_DEVICE inline LandingTile locate_landing(const Plan& plan, int uni
 MODELNEW_HOST_DEVICE inline bool lists(const Correlation& of, const Plan& plan, const LandingTile& tile, int row,
                                        int column) {
   const Landing& landing = plan.landing;
-  return tile.n_block == 0 && (row < landing.span || tile.p + landing.span >= of.P) &&
-         (column < kLandingColumns || tile.q + kLandingColumns >= of.Q);
+  return tile.n_block == 0 && (row < landing.shape.stride * landing.span || tile.p + landing.span >= of.P) &&
+         (column < landing.shape.stride * plan.tile_q || tile.q + plan.tile_q >= of.Q);
 }
 
 // Blocks of channels take turns by phase. The stages of weights of all before one.
@@ -1009,6 +1094,13 @@ MODELNEW_HOST_DEVICE inline Correlation copied(const Correlation& of, bool conta
   result.in_stride[2] = result.W * channels;
   result.in_stride[1] = 1;
   result.in_stride[0] = result.H * result.in_stride[2];
+  return result;
+}
+
+// Of what is contained on its way: the copy by which values on the list are numbered, of all of x.
+MODELNEW_HOST_DEVICE inline Correlation numbered(const Correlation& of) {
+  Correlation result = of;
+  result.in_channels = (of.in_channels + 7) / 8 * 8;
   return result;
 }
 
@@ -1652,10 +1744,14 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
     if (waits && !wait_for_operands<Format>(params)) return;
     waits = false;
     for (int i = 0; i < stages; ++i) {
+      const uint32_t to = shared.base + shared.layout.w_ring + at.slot() * plan.w_stage_bytes;
       hopper::barrier_wait_idly(shared.w_empty(at.slot()), at.parity() ^ 1);
       hopper::barrier_arrive_expecting(shared.w_full(at.slot()), plan.w_stage_bytes);
-      hopper::bulk_load(shared.base + shared.layout.w_ring + at.slot() * plan.w_stage_bytes, from, plan.w_stage_bytes,
-                        shared.w_full(at.slot()));
+      if (sizeof(typename Format::Tensor) == 2 && plan.w_in_boxes)
+        hopper::load_box(params.w_map, to, (tile.first_block + i) * plan.pieces * Format::CHANNELS,
+                         tile.n_block * plan.tile_n, 0, 0, shared.w_full(at.slot()));
+      else
+        hopper::bulk_load(to, from, plan.w_stage_bytes, shared.w_full(at.slot()));
       from += plan.w_stage_bytes;
       at.next(plan.w_stages);
     }
@@ -2503,7 +2599,11 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   const Phases& phases = of.phases;
   const bool phased = SOURCE == Source::kPhases || (Format::CONTAINED && phases_of(phases) > 1);
   int taps = PLANES || kTaps ? 1 : of.R * of.S, phase = phased ? tile.first_block & (phases_of(phases) - 1) : 0;
+  constexpr bool kMayBox = sizeof(typename Format::Tensor) == 2 && PIECES == 8;
+  const bool w_in_boxes = kMayBox && plan.w_in_boxes;
   const uint32_t w_ring = hopper::descriptor(hopper::of_own_block(shared.base) + shared.layout.w_ring, TILE_N * 16);
+  const uint32_t w_high = w_in_boxes ? hopper::kRowsDescriptorHigh : hopper::kDescriptorHigh;
+  const uint32_t w_step = w_in_boxes ? 2 : kStepWeights / 16;
   uint32_t a[2][STEPS][BLOCKS_M][4];  // operands
   int keep = 0, taps_left = 0, s_left = of.S, left = tile.blocks * taps, before = -1;
   if (phased || kTaps)
@@ -2569,7 +2669,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
 #pragma unroll
         for (int mb = 0; mb < BLOCKS_M; ++mb)
           hopper::WgmmaRegisters<Operand, TILE_N>::multiply(acc[mb], operands[j][mb],
-                                                            w_from + (batch * STEPS + j) * (kStepWeights / 16), keep);
+                                                            w_from + (batch * STEPS + j) * w_step, keep, w_high);
         keep = 1;
       }
       hopper::wgmma_commit();
@@ -2762,7 +2862,8 @@ struct LandingShared {
     return base + 8 * (48 + 4 * warpgroup + warp);
   }
 };
-static_assert(56 * 8 <= kBarrierBytes && kLandingStages <= 4 && kMostLandingWeights <= 16, "room for all barriers");
+static_assert(56 * 8 <= kBarrierBytes && kLandedBoxes <= 4 && kLandingWindows <= 4 && kMostLandingRows <= 16,
+              "room for all barriers");
 
 // False: some weight does not fit, or x has no scale, and all is done again. What does not fit of x is found here.
 __device__ __forceinline__ bool wait_for_scales(const Params& params, int* x_exponent = nullptr) {
@@ -2773,35 +2874,40 @@ __device__ __forceinline__ bool wait_for_scales(const Params& params, int* x_exp
 }
 
 // One thread orders boxes of x, another one the weights of a step at a time. Boxes of planes are of half of a step.
-template <bool CHANNELS_LAST, int LANDED_ROWS>
+template <typename Shape>
 __device__ __forceinline__ void order_landing(const Params& params, const LandingShared& shared) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
   const Correlation& of = params.of;
-  constexpr int kBoxes = CHANNELS_LAST ? 1 : 2;
+  constexpr LandingShape kShape = Shape::kShape;
+  constexpr int kParts = kShape.channels_last ? 1 : 2;
   RingPosition landed;
   bool waits = true;
   hopper::prefetch_map(params.in_map);
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const LandingTile tile = locate_landing(plan, unit);
-    const int column = tile.q - of.pad_w - landing.lead, row = tile.p - of.pad_h;
+    const int column = tile.q * kShape.stride - of.pad_w - landing.lead, row = tile.p * kShape.stride - of.pad_h;
     for (int step = 0; step < landing.steps; ++step) {
-      for (int part = 0; part < kBoxes; ++part) {
+      for (int part = 0; part < kParts; ++part) {
         const uint32_t full = shared.landed_full(landed.slot());
         const uint32_t to = shared.base + shared.layout.landed + landed.slot() * landing.stage_bytes;
-        const int channel = 16 * step + 8 * part;
         hopper::barrier_wait_idly(shared.landed_empty(landed.slot()), landed.parity() ^ 1);
-        hopper::barrier_arrive_expecting(full, landed_bytes(LANDED_ROWS, CHANNELS_LAST));
-        if constexpr (CHANNELS_LAST)
-          hopper::load_box(params.in_map, to, channel, column, row, tile.n, full);
-        else
-          hopper::load_box(params.in_map, to, column, row, channel, tile.n, full);
+        hopper::barrier_arrive_expecting(full, kShape.boxes() * kShape.box_bytes());
+        if constexpr (kShape.channels_last) {
+          hopper::load_box(params.in_map, to, 16 * step, column, row, tile.n, full);
+        } else {
+#pragma unroll
+          for (int box = 0; box < kShape.boxes(); ++box)
+            hopper::load_box(params.in_map, to + box * kShape.box_bytes(),
+                             kShape.whole_rows() ? row * of.W + box * kShape.box_plane() : column,
+                             kShape.whole_rows() ? 0 : row, 16 * step + 8 * part, tile.n, full);
+        }
         landed.next(landing.stages);
       }
       // The first boxes are on their way already: no kernel of this call writes x, and sample_kernel, the first one,
       // started when all before the call had ended. Nobody leaves before they are there: they come to shared memory.
       if (waits && !wait_for_scales(params)) {
-        for (int i = 0; i < kBoxes; ++i) hopper::barrier_wait(shared.landed_full(i), 0);
+        for (int i = 0; i < kParts; ++i) hopper::barrier_wait(shared.landed_full(i), 0);
         return;
       }
       waits = false;
@@ -2811,14 +2917,15 @@ __device__ __forceinline__ void order_landing(const Params& params, const Landin
 
 __device__ __forceinline__ void copy_landing_weights(const Params& params, const LandingShared& shared) {
   const Plan& plan = params.plan;
-  const int64_t tile_bytes = int64_t{plan.landing.steps} * plan.w_stage_bytes;
+  const int stages = plan.landing.steps * plan.landing.w_stages_of_step;
+  const int64_t tile_bytes = int64_t{stages} * plan.w_stage_bytes;
   hopper::wait_for_prerequisites();
   RingPosition w;
   bool waits = true;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const uint8_t* from =
         static_cast<const uint8_t*>(params.packed_ptr) + locate_landing(plan, unit).n_block * tile_bytes;
-    for (int step = 0; step < plan.landing.steps; ++step, from += plan.w_stage_bytes) {
+    for (int i = 0; i < stages; ++i, from += plan.w_stage_bytes) {
       const uint32_t full = shared.w_full(w.slot());
       hopper::barrier_wait_idly(shared.w_empty(w.slot()), w.parity() ^ 1);
       hopper::barrier_arrive_expecting(full, plan.w_stage_bytes);
@@ -2835,79 +2942,116 @@ __device__ __forceinline__ void copy_landing_weights(const Params& params, const
   }
 }
 
-// What of its own a lane contains of each window: pixels of a row side by side, so that no two meet in a bank; or, of
-// the last columns, of all rows. In words of a landed plane, and in bytes of a piece: -1 if there is none, and the lane
-// looks at a value that is another one's. In channels_last `from` is where the first four channels are, in bytes; piece
-// number i of 16 bytes of a pixel lies at place i ^ pixel / 2 % 4.
+// What of its own a lane contains of all that lands at a time: in words of a landed plane, and in bytes of a window: -1
+// if there is none, and the lane looks at a value that is another one's. In channels_last `from` is where the first
+// four of the channels are, in bytes; piece number i of 16 bytes of a pixel lies at place i ^ pixel / 2 % 4. Of two
+// pieces `from` is the first one's and `to` the second one's.
 struct LandedPixel {
   int from, to;
 };
 
-// Four channels of a pixel in channels_last, from one of the 16 of a step on.
-__device__ __forceinline__ const uint32_t* landed_channels(const uint8_t* landed, int from, int channel) {
-  return reinterpret_cast<const uint32_t*>(landed + (from ^ channel / 4 * 16));
+// From where the second of two pieces goes to where the first one does, in bytes: of halves of the channels, or of two
+// columns, an odd one of the window and the even one behind it.
+template <typename Shape>
+__device__ __forceinline__ int to_first_piece(const Landing& landing) {
+  return 16 * (Shape::kShape.channels_last ? -landing.slots : Shape::kShape.phase_slots() - 1);
 }
 
-// Of a window of which something did not fit: that is zero instead, and on the list, once.
-template <bool CHANNELS_LAST, int LANDED_ROWS, int PIXELS>
+// Of four channels, where they have landed, from those of the lane's `from` on: of its second piece, or the second
+// four.
+template <typename Shape>
+__device__ __forceinline__ const uint32_t* landed_four(const uint8_t* landed, int from, int piece, int four) {
+  return reinterpret_cast<const uint32_t*>(landed + (from ^ (2 * piece + four) * 16));
+}
+
+template <typename Shape>
+__device__ __forceinline__ LandedPixel landed_pixel(const Landing& landing, int item) {
+  constexpr LandingShape kShape = Shape::kShape;
+  constexpr int kLanes = kShape.row_lanes(), kRest = kLanes - 32;
+  const int lane = threadIdx.x % 32, rows = landing.window_rows;
+  int row = item, of_row = lane;
+  if (!kShape.by_rows() || item >= rows) {
+    const int number = (kShape.by_rows() ? item - rows : item) * 32 + lane;
+    row = number / (kShape.by_rows() ? kRest : kLanes);
+    of_row = kShape.by_rows() ? 32 + number % kRest : number % kLanes;
+  }
+  if (row >= rows) return {0, -1};
+  if constexpr (kShape.whole_rows()) {
+    constexpr int kBoxRows = kShape.box_rows(), kBoxWords = kShape.box_bytes() / 4;
+    return {row / kBoxRows * kBoxWords + row % kBoxRows * kShape.box_columns() + 2 * of_row,
+            kShape.slot_of(row, 2 * of_row + 1 + kWholeRowsPadding) * 16};
+  } else if constexpr (kShape.channels_last) {
+    const int number = row * kShape.box_columns() + of_row;
+    return {number * kLandedPixelBytes + number / 2 % 4 * 16, (landing.slots + kShape.slot_of(row, of_row)) * 16};
+  }
+  return {row * kShape.box_columns() + of_row + landing.lead, kShape.slot_of(row, of_row) * 16};
+}
+
+// Of what has landed, of which something did not fit: that is zero instead, and on the list, once. Channels from
+// `channel` on.
+template <typename Shape, int ITEMS>
 __device__ __forceinline__ void list_landed(const Params& params, const LandingTile& tile, int channel, int x_exponent,
-                                            const LandedPixel (&pixels)[PIXELS], const uint8_t* landed,
+                                            const LandedPixel (&pixels)[ITEMS], const uint8_t* landed,
                                             uint8_t* window) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
   const Correlation& of = params.of;
-  constexpr int kColumns = CHANNELS_LAST ? kLandingPitch : kLandedColumns;
+  constexpr LandingShape kShape = Shape::kShape;
+  constexpr int kColumns = kShape.box_columns(), kPieces = kShape.lane_pieces();
 #pragma unroll
-  for (int i = 0; i < PIXELS; ++i) {
+  for (int i = 0; i < ITEMS; ++i) {
     if (pixels[i].to < 0) continue;
-    const int number = CHANNELS_LAST ? pixels[i].from / kLandedPixelBytes : pixels[i].from;
-    const int row = number / kColumns, column = number % kColumns - landing.lead;
-    const int h = tile.p - of.pad_h + row, w = tile.q - of.pad_w + column;
-    const bool own = lists(of, plan, tile, row, column);
 #pragma unroll 1
-    for (int c = 0; c < 8; ++c) {
-      const uint32_t* const word =
-          CHANNELS_LAST ? landed_channels(landed, pixels[i].from, channel % 16 + c) + c % 4
-                        : reinterpret_cast<const uint32_t*>(landed) + pixels[i].from + c * landed_plane(LANDED_ROWS);
-      const float value = bits_float(*word);
-      Watch watch;
-      watch.see(float_bits(value));
-      watch.see_contained(contain_pair(float_bits(value), 0, power_of_two(x_exponent)));
-      if (watch.fits(least_contained(x_exponent, 1))) continue;
-      reinterpret_cast<Half*>(window + pixels[i].to)[c] = Half{};
-      const int place = ((tile.n * of.H + h) * of.W + w) * params.copy.channels + channel + c;
-      if (own) list_misfit(params.guard, value, x_exponent, place);
+    for (int j = 0; j < kPieces; ++j) {
+      const int from = pixels[i].from + (kShape.channels_last ? 0 : j);
+      const int to = pixels[i].to + (j < kPieces - 1 ? to_first_piece<Shape>(landing) : 0);
+      int pixel = from, first_channel = channel, row = 0, column = -landing.lead;
+      if constexpr (kShape.channels_last) {
+        pixel = from / kLandedPixelBytes;
+        first_channel += 8 * j;
+      } else if constexpr (kShape.whole_rows()) {
+        constexpr int kBoxWords = kShape.box_bytes() / 4;
+        row = from / kBoxWords * kShape.box_rows();
+        pixel = from % kBoxWords;
+        column = kWholeRowsPadding;
+      }
+      row += pixel / kColumns;
+      column += pixel % kColumns;
+      const int h = tile.p * kShape.stride - of.pad_h + row, w = tile.q * kShape.stride - of.pad_w + column;
+      const bool own = lists(of, plan, tile, row, column);
+#pragma unroll 1
+      for (int c = 0; c < 8; ++c) {
+        const uint32_t* const word =
+            kShape.channels_last ? landed_four<Shape>(landed, from, j, c / 4) + c % 4
+                                 : reinterpret_cast<const uint32_t*>(landed) + from + c * kShape.box_plane();
+        const float value = bits_float(*word);
+        Watch watch;
+        watch.see(float_bits(value));
+        watch.see_contained(contain_pair(float_bits(value), 0, power_of_two(x_exponent)));
+        if (watch.fits(least_contained(x_exponent, 1))) continue;
+        reinterpret_cast<Half*>(window + to)[c] = Half{};
+        const int place = ((tile.n * of.H + h) * of.W + w) * params.copy.channels + first_channel + c;
+        if (own) list_misfit(params.guard, value, x_exponent, place);
+      }
     }
   }
 }
 
-template <bool CHANNELS_LAST, int LANDED_ROWS>
+template <typename Shape>
 __device__ __forceinline__ void contain_landed(const Params& params, const LandingShared& shared, uint8_t* smem,
                                                int warp) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
   const int lane = threadIdx.x % 32;
-  constexpr int kPixels = landed_pixels(LANDED_ROWS);
-  LandedPixel pixels[kPixels];
-  {
-    constexpr int kRest = kLandingPitch - 32;
+  constexpr LandingShape kShape = Shape::kShape;
+  constexpr bool kChannelsLast = kShape.channels_last;
+  constexpr int kItems = kShape.items_of_warp(), kPieces = kShape.lane_pieces(), kParts = kChannelsLast ? 1 : 2;
+  LandedPixel pixels[kItems];
 #pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
-      int row = warp + i * kContainWarps, column = lane;
-      bool exists = row < landing.window_rows;
-      if (!exists) {
-        const int number = (row - landing.window_rows) * 32 + lane;
-        row = number / kRest;
-        column = 32 + number % kRest;
-        exists = row < landing.window_rows;
-      }
-      const int number = exists ? row * (CHANNELS_LAST ? kLandingPitch : kLandedColumns) + column : 0;
-      pixels[i].from = CHANNELS_LAST ? number * kLandedPixelBytes + number / 2 % 4 * 16 : number + landing.lead;
-      pixels[i].to = exists ? (row * kLandingPitch + column) * 16 : -1;
-    }
-  }
-  // With the rest of the columns, warps that have less leave the tensor cores alone meanwhile.
-  const int used_rows = landing.window_rows + (landing.window_rows * (kLandingPitch - 32) + 31) / 32;
+  for (int i = 0; i < kItems; ++i) pixels[i] = landed_pixel<Shape>(landing, warp + i * kContainWarps);
+  [[maybe_unused]] const int to_first = to_first_piece<Shape>(landing);
+  // Warps that have less leave the tensor cores alone meanwhile.
+  const int items = kShape.warp_items(landing.window_rows);
   int x_exponent;
   if (!wait_for_scales(params, &x_exponent)) return;
   const float scale = power_of_two(x_exponent);
@@ -2917,39 +3061,52 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
     for (int step = 0; step < landing.steps; ++step) {
       hopper::barrier_wait_idly(shared.x_empty(x.slot()), x.parity() ^ 1);
 #pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        if (half == 0 || !CHANNELS_LAST)
-          hopper::barrier_wait_idly(shared.landed_full(landed.slot()), landed.parity());
+      for (int part = 0; part < kParts; ++part) {
+        hopper::barrier_wait_idly(shared.landed_full(landed.slot()), landed.parity());
         const uint8_t* const from = smem + shared.layout.landed + landed.slot() * landing.stage_bytes;
-        uint8_t* const to = smem + shared.layout.x_ring + x.slot() * plan.x_stage_bytes + half * landing.slots * 16;
+        uint8_t* const to =
+            smem + shared.layout.x_ring + x.slot() * plan.x_stage_bytes + part * landing.slots * 16;
         Watch watch;
 #pragma unroll
-        for (int i = 0; i < kPixels; ++i) {
-          if (i == kPixels - 1 && warp + i * kContainWarps >= used_rows) break;
-          uint32_t words[8];
-          if constexpr (CHANNELS_LAST) {
+        for (int i = 0; i < kItems; ++i) {
+          if (i == kItems - 1 && warp + i * kContainWarps >= items) break;
+          uint32_t words[kPieces][8];
+          if constexpr (kChannelsLast) {
 #pragma unroll
-            for (int c = 0; c < 8; c += 4)
-              reinterpret_cast<uint4&>(words[c]) =
-                  *reinterpret_cast<const uint4*>(landed_channels(from, pixels[i].from, 8 * half + c));
+            for (int j = 0; j < kPieces; ++j)
+#pragma unroll
+              for (int c = 0; c < 8; c += 4)
+                reinterpret_cast<uint4&>(words[j][c]) =
+                    *reinterpret_cast<const uint4*>(landed_four<Shape>(from, pixels[i].from, j, c / 4));
           } else {
 #pragma unroll
-            for (int c = 0; c < 8; ++c)
-              words[c] = reinterpret_cast<const uint32_t*>(from)[pixels[i].from + c * landed_plane(LANDED_ROWS)];
+            for (int c = 0; c < 8; ++c) {
+              const uint32_t* const plane =
+                  reinterpret_cast<const uint32_t*>(from) + pixels[i].from + c * kShape.box_plane();
+              if constexpr (kPieces == 1) {
+                words[0][c] = *plane;
+              } else {
+                const uint2 two = *reinterpret_cast<const uint2*>(plane);
+                words[0][c] = two.x;
+                words[1][c] = two.y;
+              }
+            }
           }
-          const auto pair = [&](int c) {
-            watch.see(words[c]);
-            watch.see(words[c + 1]);
-            return contain_pair(words[c], words[c + 1], scale);
-          };
-          const uint4 piece = make_uint4(pair(0), pair(2), pair(4), pair(6));
-          watch.see_contained(piece);
-          if (pixels[i].to >= 0) *reinterpret_cast<uint4*>(to + pixels[i].to) = piece;
+#pragma unroll
+          for (int j = 0; j < kPieces; ++j) {
+            const auto pair = [&](int c) {
+              watch.see(words[j][c]);
+              watch.see(words[j][c + 1]);
+              return contain_pair(words[j][c], words[j][c + 1], scale);
+            };
+            const uint4 piece = make_uint4(pair(0), pair(2), pair(4), pair(6));
+            watch.see_contained(piece);
+            if (pixels[i].to >= 0)
+              *reinterpret_cast<uint4*>(to + pixels[i].to + (j < kPieces - 1 ? to_first : 0)) = piece;
+          }
         }
         if (!watch.fits(least))
-          list_landed<CHANNELS_LAST, LANDED_ROWS>(params, locate_landing(plan, unit), 16 * step + 8 * half, x_exponent,
-                                                  pixels, from, to);
-        if (half == 0 && CHANNELS_LAST) continue;
+          list_landed<Shape>(params, locate_landing(plan, unit), 16 * step + 8 * part, x_exponent, pixels, from, to);
         __syncwarp();  // what has landed has been read
         if (lane == 0) hopper::barrier_arrive(shared.landed_empty(landed.slot()));
         landed.next(landing.stages);
@@ -2968,30 +3125,38 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
 // scheduler stages by itself, so that what it took to find that from pair to pair was not hidden by anything (H200,
 // 2026-11-24, clocks in the kernel, 64 to 64, 512x512: 3900 cycles of a tile's 19400, and so long nobody multiplied
 // what waited for the same staging; so 1800 to 2400).
-template <int SLOTS>
-__device__ __forceinline__ void stage_landed(const Params& params, const float (&acc)[2][SLOTS / 2],
+template <typename Shape>
+using LandedSums = float[2][Shape::kShape.product_slots() / 2];
+
+template <typename Shape, int FIRST_ROW>
+__device__ __forceinline__ void stage_landed(const Params& params, const LandedSums<Shape>& acc,
                                              const float (&factor)[2], const float (&bias)[2], uint8_t* staging) {
+  constexpr LandingShape kShape = Shape::kShape;
   constexpr int kRowBytes = kLandingStagedChannels * hopper::kBoxRowBytes, kEight = 8 * hopper::kBoxRowBytes;
-  const int rows = params.plan.landing.rows, lane = threadIdx.x % 32, pair = lane % 4, channel = lane / 4;
+  constexpr int kPitch = kShape.pitch(), kFours = kShape.product_slots() / 8;  // of pairs, of a product
+  const int lane = threadIdx.x % 32, pair = lane % 4, channel = lane / 4;
+  constexpr int kEndRow = FIRST_ROW + kShape.staged_rows();
+  const int end_row = min(params.plan.landing.rows, kEndRow);
   staging += channel * hopper::kBoxRowBytes;
 #pragma unroll
-  for (int j = 0; j < SLOTS / 4; ++j) {
+  for (int j = 0; j < 2 * kFours; ++j) {
+    if (8 * j / kPitch + 1 < FIRST_ROW || 8 * j / kPitch >= kEndRow) continue;
     // Four pairs, a lane each, the first of them in this row and column, all of which the compiler knows.
-    const int first_of_row = 8 * j / kLandingPitch, first = 8 * j % kLandingPitch, odd = first % 4 / 2;
+    const int first_of_row = 8 * j / kPitch, first = 8 * j % kPitch, odd = first % 4 / 2;
     int row = first_of_row, piece = first / 4 + (pair + odd) / 2, in_piece = (pair + odd) % 2 * 8;
     bool exists = true;
-    if (first + 6 >= kLandingColumns) {  // or in the next one
-      const int column = first + 2 * pair, in_next = column - kLandingPitch;
-      exists = column < kLandingColumns || in_next >= 0;
+    if (first + 6 >= kShape.columns) {  // or in the next one
+      const int column = first + 2 * pair, in_next = column - kPitch;
+      exists = column < kShape.columns || in_next >= 0;
       if (in_next >= 0) {
         row = first_of_row + 1;
         piece = in_next / 4;
         in_piece = in_next % 4 * 4;
       }
     }
-    if (exists && row < rows) {
-      uint8_t* const to = staging + row * kRowBytes + ((piece ^ channel) * 16 + in_piece);
-      const float* const sums = acc[j / (SLOTS / 8)] + j % (SLOTS / 8) * 4;
+    if (exists && row >= FIRST_ROW && row < end_row) {
+      uint8_t* const to = staging + (row - FIRST_ROW) * kRowBytes + ((piece ^ channel) * 16 + in_piece);
+      const float* const sums = acc[j / kFours] + j % kFours * 4;
       *reinterpret_cast<float2*>(to) = make_float2(sums[0] * factor[0] + bias[0], sums[1] * factor[0] + bias[0]);
       *reinterpret_cast<float2*>(to + kEight) =
           make_float2(sums[2] * factor[1] + bias[1], sums[3] * factor[1] + bias[1]);
@@ -3001,12 +3166,15 @@ __device__ __forceinline__ void stage_landed(const Params& params, const float (
 
 // The same in channels_last: piece number i of 16 bytes, four channels, of a pixel lies at place i ^ pixel / 2 % 4.
 // Lanes of the second four of eight channels stage the odd pixel first, so that they meet the other half of the banks.
-template <int SLOTS>
-__device__ __forceinline__ void stage_landed_channels(const Params& params, const float (&acc)[2][SLOTS / 2],
+template <typename Shape, int FIRST_ROW>
+__device__ __forceinline__ void stage_landed_channels(const Params& params, const LandedSums<Shape>& acc,
                                                       const float (&factor)[2], const float (&bias)[2],
                                                       uint8_t* staging) {
-  constexpr int kRowBytes = kLandingColumns * kLandedPixelBytes;
-  const int rows = params.plan.landing.rows, lane = threadIdx.x % 32, pair = lane % 4, channel = lane / 4;
+  constexpr LandingShape kShape = Shape::kShape;
+  constexpr int kPitch = kShape.pitch(), kFours = kShape.product_slots() / 8;
+  const int lane = threadIdx.x % 32, pair = lane % 4, channel = lane / 4;
+  constexpr int kEndRow = FIRST_ROW + kShape.staged_rows();
+  const int end_row = min(params.plan.landing.rows, kEndRow);
   const bool odd_first = channel >= 4;
   const int to_other = odd_first ? -kLandedPixelBytes : kLandedPixelBytes;
   staging += channel % 4 * 4 + (odd_first ? kLandedPixelBytes : 0);
@@ -3015,18 +3183,20 @@ __device__ __forceinline__ void stage_landed_channels(const Params& params, cons
 #pragma unroll
   for (int i = 0; i < 4; ++i) place[i] = 2 * pair * kLandedPixelBytes + (channel / 4 ^ (i + pair) % 4) * 16;
 #pragma unroll
-  for (int j = 0; j < SLOTS / 4; ++j) {
-    const int first_of_row = 8 * j / kLandingPitch, first = 8 * j % kLandingPitch;
+  for (int j = 0; j < 2 * kFours; ++j) {
+    if (8 * j / kPitch + 1 < FIRST_ROW || 8 * j / kPitch >= kEndRow) continue;
+    const int first_of_row = 8 * j / kPitch, first = 8 * j % kPitch;
     const int column = first + 2 * pair;
-    const bool is_next = column >= kLandingPitch, exists = column < kLandingColumns || is_next;  // in the next row
-    if (exists && first_of_row + is_next < rows) {
-      const float* const sums = acc[j / (SLOTS / 8)] + j % (SLOTS / 8) * 4;
+    const bool is_next = column >= kPitch, exists = column < kShape.columns || is_next;  // in the next row
+    const int row = first_of_row + is_next;
+    if (exists && row >= FIRST_ROW && row < end_row) {
+      const float* const sums = acc[j / kFours] + j % kFours * 4;
+      // The first pair's pixels; or, if that is in the row before, how many before this row it would be.
+      const int own = (first_of_row - FIRST_ROW) * kShape.columns + first, next = own + kShape.columns - kPitch;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        int to = first_of_row * kRowBytes + first * kLandedPixelBytes + place[(first / 2 + 2 * i) % 4];
-        if (is_next)
-          to = (first_of_row + 1) * kRowBytes + (first - kLandingPitch) * kLandedPixelBytes +
-               place[(first / 2 + 3 * (kLandingPitch / 2) + 2 * i) % 4];
+        int to = own * kLandedPixelBytes + place[(own / 2 + 64 + 2 * i) % 4];
+        if (is_next) to = next * kLandedPixelBytes + place[(next / 2 + 64 + 2 * i) % 4];
         const float even = sums[2 * i] * factor[i] + bias[i], odd = sums[2 * i + 1] * factor[i] + bias[i];
         *reinterpret_cast<float*>(staging + to) = odd_first ? odd : even;
         *reinterpret_cast<float*>(staging + to + to_other) = odd_first ? even : odd;
@@ -3035,19 +3205,43 @@ __device__ __forceinline__ void stage_landed_channels(const Params& params, cons
   }
 }
 
-template <bool SHARES, bool CHANNELS_LAST, int ROWS>
+// Of staged planes, so many rows of y from `first_row` on, in memory's order: they are no sixteens of bytes, for boxes.
+template <typename Shape>
+__device__ __forceinline__ void store_staged_rows(const Params& params, const LandingTile& tile, int first_channel,
+                                                  int first_row, int rows, const uint8_t* staging) {
+  const Correlation& of = params.of;
+  constexpr int kColumns = Shape::kShape.columns, kValues = Shape::kShape.staged_rows() * kColumns;
+  const int channels = min(kLandingStagedChannels, of.out_channels - first_channel);
+  float* const out = static_cast<float*>(params.out_ptr) + tile.n * of.out_stride[0] +
+                     first_channel * of.out_stride[1] + first_row * of.out_stride[2];
+#pragma unroll
+  for (int first = 0; first < kValues; first += 32) {
+    const int number = first + threadIdx.x % 32, row = number / kColumns, column = number % kColumns;
+    if (number >= kValues || row >= rows || first_row + row >= of.P || column >= of.Q) continue;
+    const uint8_t* const from = staging + row * kLandingStagedChannels * hopper::kBoxRowBytes + column % 4 * 4;
+    float* to = out + row * of.out_stride[2] + column;
+#pragma unroll
+    for (int channel = 0; channel < kLandingStagedChannels; ++channel, to += of.out_stride[1]) {
+      const int place = channel * hopper::kBoxRowBytes + (column / 4 ^ channel % 8) * 16;
+      if (channel < channels) *to = *reinterpret_cast<const float*>(from + place);
+    }
+  }
+}
+
+template <typename Shape>
 __device__ __forceinline__ void multiply_landed(const Params& params, const LandingShared& shared, uint8_t* smem) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
   const Correlation& of = params.of;
   const int lane = threadIdx.x % 32;
   const int warpgroup = hopper::uniform(threadIdx.x / 128), warp = hopper::uniform(threadIdx.x % 128 / 32);
-  constexpr int kTileN = SHARES ? 128 : 64, kSlots = landing_slots(ROWS) / 2;
-  const int own_slot = SHARES ? 0 : warpgroup * landing.rows * kLandingPitch;
-  const int own_row = SHARES ? 0 : warpgroup * landing.rows, own_channel = (SHARES ? warpgroup * 64 : 0) + 16 * warp;
-  uint8_t* const staging =
-      smem + shared.layout.staging + warp * kLandingStagedChannels * landing.rows * hopper::kBoxRowBytes;
-  if (threadIdx.x == 0) hopper::prefetch_map(params.out_map);
+  constexpr LandingShape kShape = Shape::kShape;
+  constexpr bool kShares = kShape.shares();
+  constexpr int kTileN = kShape.tile_n, kSlots = kShape.product_slots();
+  const int own_slot = kShares ? 0 : warpgroup * landing.rows * kShape.pitch();
+  const int own_row = kShares ? 0 : warpgroup * landing.rows, own_channel = (kShares ? warpgroup * 64 : 0) + 16 * warp;
+  uint8_t* const staging = smem + shared.layout.staging + warp * kShape.staged_bytes();
+  if (kShape.stores_boxes() && threadIdx.x == 0) hopper::prefetch_map(params.out_map);
   int x_exponent;
   if (!wait_for_scales(params, &x_exponent)) return;
   const float x_factor = power_of_two(-x_exponent);
@@ -3059,35 +3253,35 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
     if (lane == 0) hopper::bulk_stores_wait_read<0>();
     hopper::barrier_arrive(shared.staged_empty(warpgroup ^ 1, warp));
   };
-  float acc[2][kSlots / 2];
+  LandedSums<Shape> acc;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const LandingTile tile = locate_landing(plan, unit);
     const int channel = tile.n_block * kTileN + own_channel;
     int x_before = -1, w_before = -1;
     const auto give_back = [&] {
       if (lane != 0) return;
-      hopper::barrier_arrive(shared.w_empty(w_before));
+      if constexpr (!kShares) hopper::barrier_arrive(shared.w_empty(w_before));
       hopper::barrier_arrive(shared.x_empty(x_before));
     };
     for (int step = 0; step < landing.steps; ++step) {
       hopper::barrier_wait(shared.x_full(x.slot()), x.parity());
-      hopper::barrier_wait(shared.w_full(w.slot()), w.parity());
-      uint32_t from =
+      const uint32_t from =
           hopper::descriptor(shared.base + shared.layout.x_ring + x.slot() * plan.x_stage_bytes, landing.slots * 16) +
           own_slot;
       // Where warpgroups share the pixels, weights come from registers, loaded while the row of taps before is
       // multiplied: two wgmmas read them (us, from shared memory / so, H200, 2026-11-25, in a driver: one image of 128
       // to 128, 256x256, 45.9 / 44.7, of 256 to 128 72.4 / 69.8; 16 images of 128 to 128 535 / 524, of 1024 to 512,
       // 64x64, 901 / 883). Else, with more to contain beside them, it is no faster.
-      const uint32_t w_stage = shared.base + shared.layout.w_ring + w.slot() * plan.w_stage_bytes;
-      [[maybe_unused]] uint32_t weights = SHARES ? w_stage + (own_channel + lane % 16 + lane / 16 * kTileN) * 16
-                                                 : hopper::descriptor(w_stage, kTileN * 16);
       [[maybe_unused]] uint32_t rows[kSharedRows][kLandingTaps][4];
-      const auto multiply_row = [&](uint32_t (&row)[kLandingTaps][4], bool keep) {
+      const auto multiply_row = [&](uint32_t (&row)[kLandingTaps][4], int r, bool keep) {
         constexpr int kTap = kStepPieces * kTileN;
-        if constexpr (SHARES) {
+        const uint32_t w_stage = shared.base + shared.layout.w_ring + w.slot() * plan.w_stage_bytes;
+        if (kShares || r == 0) hopper::barrier_wait(shared.w_full(w.slot()), w.parity());
+        [[maybe_unused]] const uint32_t weights = hopper::descriptor(w_stage, kTileN * 16) + r * kLandingTaps * kTap;
+        if constexpr (kShares) {
 #pragma unroll
-          for (int s = 0; s < kLandingTaps; ++s) hopper::load_matrix(row[s], weights + s * kTap * 16);
+          for (int s = 0; s < kLandingTaps; ++s)
+            hopper::load_matrix(row[s], w_stage + (own_channel + lane % 16 + lane / 16 * kTileN + s * kTap) * 16);
           hopper::wgmma_wait<0>();
         }
         hopper::wgmma_fence();
@@ -3095,33 +3289,37 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
         for (int s = 0; s < kLandingTaps; ++s)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const uint32_t slots = from + s + i * kSlots;
-            if constexpr (SHARES)
+            const uint32_t slots = from + kShape.slot_of(r, s) + i * kSlots;
+            if constexpr (kShares)
               hopper::WgmmaRegisters<Half, kSlots>::multiply(acc[i], row[s], slots, keep || s != 0);
             else
               hopper::Wgmma<Half, kSlots>::multiply(acc[i], weights + s * kTap, slots, keep || s != 0);
           }
         hopper::wgmma_commit();
-        from += kLandingPitch;
-        weights += kLandingTaps * kTap * (SHARES ? 16 : 1);
+        if constexpr (kShares) {
+          // The wgmmas have their operands, so that these have been loaded. (Given back right behind the loads, some
+          // came too late.)
+          if (lane == 0) hopper::barrier_arrive(shared.w_empty(w.slot()));
+          w.next(plan.w_stages);
+        }
       };
-      multiply_row(rows[0], step != 0);
-      if constexpr (!SHARES) hopper::wgmma_wait<1>();
+      multiply_row(rows[0], 0, step != 0);
+      if constexpr (!kShares) hopper::wgmma_wait<1>();
       // The step before this one has been multiplied; by now what was stored may have been read as well.
       if (step != 0) give_back();
       if (stores) give_staging();
       stores = false;
-      if constexpr (SHARES) {
+      if constexpr (kShares) {
 #pragma unroll
-        for (int r = 1; r < kSharedRows; ++r) multiply_row(rows[r], true);
+        for (int r = 1; r < kSharedRows; ++r) multiply_row(rows[r], r, true);
       } else {
 #pragma unroll 1
-        for (int r = 1; r < of.R; ++r) multiply_row(rows[0], true);
+        for (int r = 1; r < of.R; ++r) multiply_row(rows[0], r, true);
+        w_before = w.slot();
+        w.next(plan.w_stages);
       }
       x_before = x.slot();
-      w_before = w.slot();
       x.next(plan.x_stages);
-      w.next(plan.w_stages);
     }
     // Loaded while the last products are under way.
     float factor[2], bias[2];
@@ -3132,35 +3330,61 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
       bias[i] = params.bias_ptr != nullptr && k < of.out_channels ? static_cast<const float*>(params.bias_ptr)[k] : 0;
     }
     hopper::wgmma_wait<0>();
-    hopper::wgmma_settle(acc[0]);
-    hopper::wgmma_settle(acc[1]);
+#pragma unroll
+    for (auto& of_product : acc) hopper::wgmma_settle(of_product);
     give_back();
     hopper::barrier_wait(shared.staged_empty(warpgroup, warp), turn);
     turn ^= 1;
-    if constexpr (CHANNELS_LAST)
-      stage_landed_channels<kSlots>(params, acc, factor, bias, staging);
-    else
-      stage_landed<kSlots>(params, acc, factor, bias, staging);
-    hopper::fence_async();
-    __syncwarp();  // all channels are staged
-    if (lane == 0) {
-      const int row = tile.p + own_row;
+    const auto store = [&](auto first_row, const hopper::BoxMap& map) {
+      constexpr LandingShape kOwn = Shape::kShape;
+      constexpr int kFirstRow = decltype(first_row)::value;
+      if constexpr (kOwn.channels_last)
+        stage_landed_channels<Shape, kFirstRow>(params, acc, factor, bias, staging);
+      else
+        stage_landed<Shape, kFirstRow>(params, acc, factor, bias, staging);
+      const int row = tile.p + own_row + kFirstRow;
+      if constexpr (!kOwn.stores_boxes()) {
+        __syncwarp();  // all channels are staged
+        store_staged_rows<Shape>(params, tile, channel, row, landing.rows - kFirstRow, staging);
+        return;
+      }
+      hopper::fence_async();
+      __syncwarp();  // all channels are staged
+      if (lane != 0) return;
       if (row < of.P && channel < of.out_channels) {
-        if constexpr (CHANNELS_LAST)
-          hopper::store_box(params.out_map, staging, channel, tile.q, row, tile.n);
+        if constexpr (kOwn.channels_last)
+          hopper::store_box(map, staging, channel, tile.q, row, tile.n);
         else
-          hopper::store_box(params.out_map, staging, tile.q, channel, row, tile.n);
+          hopper::store_box(map, staging, tile.q, channel, row, tile.n);
       }
       hopper::bulk_stores_commit();
-    }
+    };
+    constexpr int kStagedRows = kShape.staged_rows();
+    store(std::integral_constant<int, 0>{}, params.out_map);
+    const auto store_rest = [&](auto first_row) {
+      if (landing.rows <= decltype(first_row)::value) return;
+      if (lane == 0) hopper::bulk_stores_wait_read<0>();
+      __syncwarp();  // the rows before have been read
+      store(first_row, params.rest_map);
+    };
+    if constexpr (kStagedRows < kShape.rows) store_rest(std::integral_constant<int, kStagedRows>{});
+    if constexpr (2 * kStagedRows < kShape.rows) store_rest(std::integral_constant<int, 2 * kStagedRows>{});
+    if constexpr (3 * kStagedRows < kShape.rows) store_rest(std::integral_constant<int, 3 * kStagedRows>{});
     stores = true;
   }
   if (stores) give_staging();  // also before the shared memory goes
 }
 
-template <bool SHARES, bool CHANNELS_LAST, int ROWS>
+template <int TILE_N, int COLUMNS, int ROWS, int STRIDE, bool CHANNELS_LAST>
+struct ConstantShape {
+  static constexpr LandingShape kShape{TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST};
+};
+
+template <int TILE_N, int COLUMNS, int ROWS, int STRIDE, bool CHANNELS_LAST>
 __global__ void __launch_bounds__(kLandingThreads, 1) landing_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
+  using Shape = ConstantShape<TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST>;
+  constexpr LandingShape kShape = Shape::kShape;
   extern __shared__ __align__(1024) uint8_t modelnew_gather_landing_smem[];
   hopper::launch_dependents();
   const LandingShared shared{hopper::smem_address(modelnew_gather_landing_smem), landing_layout(params.plan)};
@@ -3180,18 +3404,24 @@ __global__ void __launch_bounds__(kLandingThreads, 1) landing_kernel(const __gri
     for (int i = 0; i < 8; ++i) hopper::barrier_init(shared.staged_empty(i / 4, i % 4), 32);
     hopper::fence_async();
   }
+  // Where rows are whole nobody writes what windows have of the padding beside them.
+  if constexpr (kShape.whole_rows()) {
+    for (int i = shared.layout.x_ring + 16 * static_cast<int>(threadIdx.x); i < shared.layout.w_ring;
+         i += 16 * kLandingThreads)
+      *reinterpret_cast<uint4*>(modelnew_gather_landing_smem + i) = make_uint4(0, 0, 0, 0);
+    hopper::fence_async();
+  }
   __syncthreads();  // barriers are ready
   if (threadIdx.x < 256) {
-    hopper::registers_take<multiply_landed_registers(SHARES)>();
-    multiply_landed<SHARES, CHANNELS_LAST, ROWS>(params, shared, modelnew_gather_landing_smem);
+    hopper::registers_take<kShape.multiply_registers()>();
+    multiply_landed<Shape>(params, shared, modelnew_gather_landing_smem);
   } else {
-    hopper::registers_give_back<contain_registers(SHARES)>();
-    constexpr int kLandedRows = landed_rows(SHARES, ROWS);
+    hopper::registers_give_back<kShape.contain_registers()>();
     const int warp = hopper::uniform(threadIdx.x / 32) - 8;
     if (warp < kContainWarps)
-      contain_landed<CHANNELS_LAST, kLandedRows>(params, shared, modelnew_gather_landing_smem, warp);
+      contain_landed<Shape>(params, shared, modelnew_gather_landing_smem, warp);
     else if (threadIdx.x % 32 == 0)
-      warp % 2 == 0 ? order_landing<CHANNELS_LAST, kLandedRows>(params, shared) : copy_landing_weights(params, shared);
+      warp % 2 == 0 ? order_landing<Shape>(params, shared) : copy_landing_weights(params, shared);
   }
 #endif
 }
@@ -3327,6 +3557,8 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
     }
     pack_for_again(params, *reinterpret_cast<uint32_t*>(modelnew_gather_smem + kBarrierBytes));
   }
+  // The only kernel of its call: whoever wrote x and w.
+  if (sizeof(typename Format::Tensor) == 2 && params.plan.w_in_boxes) hopper::wait_for_prerequisites();
   __syncthreads();  // barriers are ready
   if (threadIdx.x < 128 * WARPGROUPS) {
     hopper::registers_take<Format::multiply_registers(WARPGROUPS)>();
@@ -3464,6 +3696,7 @@ struct TileShape {
   int warpgroups = 2;  // that multiply, of a block; 1: of points only
   bool lands = false;      // then blocks_m is rows of y, of a warpgroup, and stage_cycles are those of a step
   double tile_cycles = 0;  // and those but for the steps
+  int columns = 0, stride = 0;  // of what lands
 };
 constexpr unsigned bit(Source source) { return 1u << static_cast<int>(source); }
 constexpr unsigned kBySingle = bit(Source::kSingle), kByPixels = bit(Source::kPixels),
@@ -3483,10 +3716,15 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByMost | k16Bits},
                                      {64, 2, 8, 1150, kByPixels | kByBoxes, false, 1},
                                      {128, 2, 8, 1632, kByPixels, false, 1},
                                      {128, 1, 8, 854, kByPixels | kByBoxes, false, 1},
-                                     {64, 7, 2, 2760, kByLanding, true, 2, true, 5600},
-                                     {64, 8, 2, 3010, kByLanding, true, 2, true, 8300},
-                                     {128, 7, 2, 2300, kByLanding, true, 2, true, 5300},
-                                     {128, 8, 2, 2590, kByLanding, true, 2, true, 5300}};
+                                     {64, 7, 2, 2760, kByLanding, true, 2, true, 5600, 32, 1},
+                                     {64, 8, 2, 3010, kByLanding, true, 2, true, 8300, 32, 1},
+                                     {128, 7, 2, 2300, kByLanding, true, 2, true, 5300, 32, 1},
+                                     {128, 8, 2, 2590, kByLanding, true, 2, true, 5300, 32, 1},
+                                     {128, 7, 2, 2050, kByLanding, true, 2, true, 5000, 28, 1},
+                                     {128, 14, 2, 2200, kByLanding, true, 2, true, 6000, 14, 1},
+                                     {128, 7, 2, 3900, kByLanding, true, 2, true, 6000, 28, 2},
+                                     {128, 14, 2, 3500, kByLanding, true, 2, true, 8000, 14, 2},
+                                     {128, 7, 2, 1800, kByLanding, true, 2, true, 5000, 14, 2}};
 // Of what is done again.
 constexpr TileShape kAgainShape{64, 2, 8, 1150, ~kByTaps};
 
@@ -3540,6 +3778,7 @@ constexpr double kStagesFactor = 0.92;
 // Of taps apart: by 63 problems estimates are 0.8 to 1.12 of the times with 8 images and more, from 0.64 on with one
 // (H200, 2026-11-25).
 constexpr double kTapsFactor = 0.87;
+constexpr double kPackCycles = 3300;  // of a launch less, where nothing is packed
 constexpr double kContainCycles = 11000, kContainRate = 17;  // of three more launches; bytes a cycle of the copy
 
 // Of what is contained on its way, beside its tiles (see kTileShapes), and of each weight. By layers of a U-Net, 1 and
@@ -3570,13 +3809,11 @@ inline bool may_contain(const Correlation& of, int element_bytes) {
 
 // The same without a copy: list places are ints.
 inline bool may_land(const Correlation& of, int element_bytes) {
-  return element_bytes == 4 && of.groups == 1 && of.S == kLandingTaps && of.stride_h == 1 && of.stride_w == 1 &&
-         of.dilation_h == 1 && of.dilation_w == 1 &&
+  return element_bytes == 4 && of.groups == 1 && of.S == kLandingTaps && of.stride_h == of.stride_w &&
+         of.stride_h <= 2 && of.dilation_h == 1 && of.dilation_w == 1 &&
          ((of.in_stride[3] == 1 && of.out_stride[3] == 1) || (of.in_stride[1] == 1 && of.out_stride[1] == 1)) &&
          of.N * of.H * of.W * ((of.in_channels + 7) / 8 * 8) < (int64_t{1} << 31);
 }
-
-constexpr int kLeastLandingColumns = 28;  // fewer have not been tried
 
 // Fewer have not been tried; and of copies in channels_last, where x comes by boxes as it is, unless it is large. (3x3
 // 64 to 64, 56x56, 32 and 256 images, contained / TF32, us: of planes 44 and 238 / 48 and 297; in channels_last 44 and
@@ -3629,9 +3866,10 @@ inline bool boxes_reach(const Correlation& of) {
 
 // Completes a plan; false when it does not fit.
 inline bool complete(const Correlation& of, int out_bytes, const Device& device, const Alignment& address,
-                     const TileShape& shape, int splits, const Cut& cut, Plan& plan) {
+                     const TileShape& shape, int splits, const Cut& cut, bool is_copied, Plan& plan) {
   plan = Plan{};
   plan.contained = shape.contained;
+  plan.copied = is_copied;
   const int in_bytes = plan.contained ? 2 : out_bytes, channels = 16 / in_bytes;
   plan.tile_n = shape.tile_n;
   plan.blocks_m = shape.blocks_m;
@@ -3758,6 +3996,10 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
                        : plan.in_boxes ? (plan.x_boxes * plan.box_slots * 128 + 1023) / 1024 * 1024
                                        : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
   plan.w_stage_bytes = plan.pieces * plan.tile_n * 16;
+  // Of 16 bits, as fp32 is to be rounded; of a filter of one tap, whose input channels are neighbours.
+  plan.w_in_boxes = of.R * of.S == 1 && of.groups == 1 && of.w_stride_in == 1 && of.w_stride_out > 0 &&
+                    of.w_stride_out % channels == 0 && out_bytes == 2 && !is_copied && plan.pieces == 8 &&
+                    plan.x_stage_bytes % 1024 == 0;
   if (packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces >= (1 << 30)) return false;
 
   plan.out_channels_last = of.out_stride[1] == 1 && of.out_channels > 1;
@@ -3860,6 +4102,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
            (rest > 0 ? turn_cycles(blocks_c, rest) : 0);
   };
   plan.cycles = cycles_of(plan.whole_tiles, plan.blocks_c);
+  if (plan.w_in_boxes) plan.cycles -= std::min(kPackCycles, plan.cycles / 2);
   if (plan.warpgroups == 1 && !plan.boxes) plan.cycles += std::max(0.0, kColdCycles - plan.cycles / kColdTurns);
   if (splits > 1) plan.cycles += cycles_of(parts, plan.split_blocks) + kMeetCycles + tile_bytes / kMeetRate;
   return true;
@@ -3867,48 +4110,61 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
 
 // The same for what is contained on its way.
 inline bool complete_landing(const Correlation& of, const Device& device, const Alignment& address,
-                             const TileShape& shape, Plan& plan) {
+                             const TileShape& tile_shape, Plan& plan) {
   plan = Plan{};
-  plan.contained = plan.lands = plan.boxes = true;
+  plan.contained = plan.lands = true;
   plan.warpgroups = 2;
   plan.splits = 1;
-  plan.tile_n = shape.tile_n;
-  plan.pieces = shape.pieces;
+  plan.tile_n = tile_shape.tile_n;
+  plan.pieces = tile_shape.pieces;
+  plan.blocks_m = tile_shape.blocks_m;
   Landing& landing = plan.landing;
-  landing.shares = shape.tile_n == 128;
-  if (landing.shares && of.R != kSharedRows) return false;
-  plan.blocks_m = shape.blocks_m;
-  const int product_slots = landing_slots(plan.blocks_m);
-  landing.channels_last = of.in_stride[3] != 1 || of.out_stride[3] != 1;
+  const bool is_channels_last = of.in_stride[3] != 1 || of.out_stride[3] != 1;
+  const LandingShape shape{tile_shape.tile_n, tile_shape.columns, tile_shape.blocks_m, tile_shape.stride,
+                           is_channels_last};
+  landing.shape = shape;
+  landing.shares = shape.shares();
+  if (of.stride_h != shape.stride || (landing.shares && of.R != kSharedRows)) return false;
+  // Fewer columns have not been tried. Rows that are staged for a box of planes, of 128 bytes, would end in another
+  // tile.
+  if (of.Q < shape.columns - shape.columns / 8) return false;
+  if (shape.columns < 32 && !landing.shape.channels_last && of.Q > shape.columns) return false;
   // Boxes: strides in sixteens of bytes, and what is side by side, whose ends they cross.
   const auto in_fours = [&](const int64_t (&stride)[4], int channels, int rows, int columns) {
     const auto is = [](int64_t step, bool matters) { return !matters || (step > 0 && step % 4 == 0); };
     return is(stride[0], of.N > 1) && is(stride[2], rows > 1) &&
-           (landing.channels_last ? is(stride[3], columns > 1) && channels % 4 == 0
+           (landing.shape.channels_last ? is(stride[3], columns > 1) && channels % 4 == 0
                                   : is(stride[1], channels > 1) && columns % 4 == 0);
   };
-  if (!in_fours(of.in_stride, of.in_channels, of.H, of.W) || !in_fours(of.out_stride, of.out_channels, of.P, of.Q) ||
-      address.in % 16 != 0 || address.out % 16 != 0 || of.Q < kLeastLandingColumns)
-    return false;
+  if (!in_fours(of.in_stride, of.in_channels, of.H, of.W) || address.in % 16 != 0) return false;
+  plan.boxes = shape.stores_boxes();
+  if (plan.boxes && (!in_fours(of.out_stride, of.out_channels, of.P, of.Q) || address.out % 16 != 0)) return false;
+  const bool has_whole_rows = !shape.channels_last && of.W == shape.box_columns() && of.pad_w == kWholeRowsPadding &&
+                              (of.in_stride[2] == of.W || of.H == 1);
+  if (shape.whole_rows() && !has_whole_rows) return false;
   const int warpgroup_tiles = landing.shares ? 1 : 2;
-  const int box_rows = landed_rows(landing.shares, plan.blocks_m);
-  const int window_rows = (box_rows - of.R + 1) / warpgroup_tiles;
-  const int most_rows = std::min({plan.blocks_m, window_rows, of.P});
+  const int window_rows = (shape.window_rows() - of.R) / shape.stride + 1;
+  const int most_rows = std::min({shape.rows, window_rows / warpgroup_tiles, of.P});
   if (most_rows < 1) return false;
   landing.tiles_p = static_cast<int>(ceil_div(of.P, most_rows * warpgroup_tiles));
   landing.rows = static_cast<int>(ceil_div(of.P, int64_t{landing.tiles_p} * warpgroup_tiles));
   landing.span = landing.rows * warpgroup_tiles;
   landing.tiles_p = static_cast<int>(ceil_div(of.P, landing.span));
-  landing.window_rows = landing.span + of.R - 1;
-  const int last = (landing.span - landing.rows + of.R - 1) * kLandingPitch + kLandingTaps - 1 + product_slots;
-  landing.slots = (std::max(landing.window_rows * kLandingPitch, last) + 7) / 8 * 8;
-  landing.lead = landing.channels_last ? 0 : -of.pad_w & 3;
-  landing.stage_bytes = landed_bytes(box_rows, landing.channels_last);
-  if (landing.channels_last) landing.stage_bytes = (landing.stage_bytes + 511) / 512 * 512;  // order starts anew
+  landing.window_rows = shape.stride * (landing.span - 1) + of.R;
+  if (shape.stride == 1) {
+    const int last = (landing.span - landing.rows + of.R - 1) * shape.pitch() + kLandingTaps - 1 +
+                     2 * shape.product_slots();
+    landing.slots = (std::max(landing.window_rows * shape.pitch(), last) + 7) / 8 * 8;
+  } else {
+    landing.slots = 4 * shape.phase_slots();
+  }
+  landing.lead = shape.channels_last || shape.whole_rows() ? 0 : -of.pad_w & 3;
+  landing.stage_bytes = shape.boxes() * shape.box_bytes();
+  if (landing.shape.channels_last) landing.stage_bytes = (landing.stage_bytes + 511) / 512 * 512;  // order starts anew
   landing.steps = static_cast<int>(ceil_div(of.in_channels, 16));
   plan.tile_p = landing.span;
-  plan.tile_q = kLandingColumns;
-  plan.tiles_q = static_cast<int>(ceil_div(of.Q, kLandingColumns));
+  plan.tile_q = shape.columns;
+  plan.tiles_q = static_cast<int>(ceil_div(of.Q, shape.columns));
   plan.tiles_n = static_cast<int>(ceil_div(of.out_channels, plan.tile_n));
   const int64_t tiles = of.N * landing.tiles_p * plan.tiles_q * plan.tiles_n;
   if (tiles > (1 << 30) - 64 * device.sms) return false;  // units are ints
@@ -3919,21 +4175,22 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   if (packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces >= (1 << 30)) return false;
   plan.blocks = std::min(plan.units, device.sms);
   plan.x_stage_bytes = landing.slots * kStepPieces * 16;
-  plan.w_stage_bytes = of.R * kLandingTaps * kStepPieces * plan.tile_n * 16;
-  landing.stages = plan.x_stages = kLandingStages;
-  if (landing.channels_last) --landing.stages;  // of twice as many channels
-  for (plan.w_stages = kMostLandingWeights;; --plan.w_stages) {
+  landing.w_stages_of_step = landing.shares ? of.R : 1;
+  plan.w_stage_bytes = of.R / landing.w_stages_of_step * kLandingTaps * kStepPieces * plan.tile_n * 16;
+  plan.x_stages = shape.whole_rows() ? kLandingWindows - 1 : kLandingWindows;
+  landing.stages = shape.channels_last ? kLandedBoxes - 1 : kLandedBoxes;  // of twice as many channels
+  for (plan.w_stages = landing.shares ? kMostLandingRows : kMostLandingWeights;; --plan.w_stages) {
     if (plan.w_stages < 2) return false;
     plan.smem_bytes = landing_layout(plan).end;
     if (plan.smem_bytes <= kSharedBytes) break;
   }
   landing.by_tiles_p = make_divisor(landing.tiles_p);
   const double turns = static_cast<double>(ceil_div(tiles, device.sms));
-  const double tile_cycles = shape.tile_cycles + shape.stage_cycles * landing.steps * of.R / 3.0;
+  const double tile_cycles = tile_shape.tile_cycles + tile_shape.stage_cycles * landing.steps * of.R / 3.0;
   const double weights = static_cast<double>(of.in_channels) * of.out_channels * of.R * of.S;
   plan.cycles = kLandingCycles + kLandingWeightCycles * weights +
                 turns * tile_cycles *
-                    (landing.channels_last      ? kLandingChannelsFactor
+                    (landing.shape.channels_last      ? kLandingChannelsFactor
                      : turns > kFewLandingTurns ? kLandingTurnsFactor
                                                 : 1);
   return true;
@@ -3987,8 +4244,7 @@ inline void improve(const Correlation& of, int out_bytes, const Device& device, 
     for (int splits : kSplits) {
       Plan plan;
       if (forced_splits > 0 && splits != forced_splits) continue;
-      if (!complete(of, out_bytes, device, address, shape, splits, cut, plan)) continue;
-      plan.copied = is_copied;
+      if (!complete(of, out_bytes, device, address, shape, splits, cut, is_copied, plan)) continue;
       if (of.groups > 1 && of.R * of.S > 1 && !plan.contained) plan.cycles *= kGroupsFactor;
       const bool steps = !plan.points && !plan.contained && plan.loads == Loads::kSingle && of.stride_w > 1;
       if (steps) plan.cycles *= kStepsFactor;
@@ -4288,8 +4544,22 @@ inline cudaError_t make_in_map(const Correlation& of, int element_bytes, Params&
                               step);
 }
 
+// Of w, [output channel][input channel]: the latter of a stage, of so many of the former.
+inline cudaError_t make_w_map(const Correlation& of, int element_bytes, Params& params) {
+  const uint64_t in_channels = of.in_channels, out_channels = of.out_channels;
+  const uint64_t row_bytes = of.w_stride_out * element_bytes;
+  const uint32_t box_channels = hopper::kBoxRowBytes / element_bytes, box_rows = params.plan.tile_n;
+  return hopper::make_box_map(hopper::BoxUse::kLoadRows, params.packed_ptr, element_bytes,
+                              {in_channels, out_channels, 1, 1}, {row_bytes, row_bytes, row_bytes},
+                              {box_channels, box_rows, 1, 1}, params.w_map);
+}
+
 // What the plan in `params` loads and stores by boxes; `of` and `element_bytes`: of x as it lies in memory.
 inline cudaError_t make_maps(const Correlation& of, int element_bytes, Params& params) {
+  if (params.plan.w_in_boxes) {
+    const cudaError_t error = make_w_map(of, element_bytes, params);
+    if (error != cudaSuccess) return error;
+  }
   if (params.plan.in_boxes) {
     const cudaError_t error = make_in_map(of, element_bytes, params);
     if (error != cudaSuccess) return error;
@@ -4314,26 +4584,35 @@ inline cudaError_t make_landing_maps(Params& params) {
     };
     const uint64_t to_column = bytes(3, columns), to_row = bytes(2, rows), to_channel = bytes(1, channels),
                    to_image = bytes(0, of.N);
-    if (landing.channels_last)
+    if (landing.shape.channels_last)
       return encode({C, W, H, N}, {to_column, to_row, to_image}, {box_channels, box_columns, box_rows, 1});
     if (use == hopper::BoxUse::kStore)
       return encode({W, C, H, N}, {to_channel, to_row, to_image}, {box_columns, box_channels, box_rows, 1});
     return encode({W, H, C, N}, {to_row, to_channel, to_image}, {box_columns, box_rows, box_channels, 1});
   };
   using hopper::BoxUse;
-  const int box_rows = landed_rows(landing.shares, params.plan.blocks_m);
-  const cudaError_t error =
-      make(landing.channels_last ? BoxUse::kLoadHalves : BoxUse::kLoad, params.in_ptr, of.in_stride, of.in_channels,
-           of.H, of.W, landing.channels_last ? 16 : 8, box_rows,
-           landing.channels_last ? kLandingPitch : kLandedColumns, params.in_map);
+  const LandingShape& shape = landing.shape;
+  // Rows that are whole are one.
+  const bool channels_last = shape.channels_last, whole = shape.whole_rows();
+  cudaError_t error =
+      make(channels_last ? BoxUse::kLoadHalves : BoxUse::kLoad, params.in_ptr, of.in_stride, of.in_channels,
+           whole ? 1 : of.H, whole ? of.H * of.W : of.W, channels_last ? 16 : 8, whole ? 1 : shape.box_rows(),
+           whole ? shape.box_plane() : shape.box_columns(), params.in_map);
   if (error != cudaSuccess) return error;
-  return make(landing.channels_last ? BoxUse::kStoreHalves : BoxUse::kStore, params.out_ptr, of.out_stride,
-              of.out_channels, of.P, of.Q, kLandingStagedChannels, landing.rows, kLandingColumns, params.out_map);
+  // Rows of planes are of 128 bytes in shared memory.
+  const auto make_out = [&](int rows, hopper::BoxMap& map) {
+    return make(channels_last ? BoxUse::kStoreHalves : BoxUse::kStore, params.out_ptr, of.out_stride, of.out_channels,
+                of.P, of.Q, kLandingStagedChannels, rows, channels_last ? shape.columns : 32, map);
+  };
+  if (!shape.stores_boxes()) return cudaSuccess;
+  const int first_rows = std::min(landing.rows, shape.staged_rows()), rest = landing.rows - first_rows;
+  error = make_out(first_rows, params.out_map);
+  return error == cudaSuccess && rest > 0 ? make_out(rest, params.rest_map) : error;
 }
 
-template <bool SHARES, bool CHANNELS_LAST, int ROWS>
+template <int TILE_N, int COLUMNS, int ROWS, int STRIDE, bool CHANNELS_LAST>
 cudaError_t run_landing_kernel(Params& params, cudaStream_t stream) {
-  const auto kernel = landing_kernel<SHARES, CHANNELS_LAST, ROWS>;
+  const auto kernel = landing_kernel<TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
@@ -4341,21 +4620,38 @@ cudaError_t run_landing_kernel(Params& params, cudaStream_t stream) {
                               params.plan.smem_bytes, stream, params);
 }
 
+// Runs the plan by the kernel of this shape of a tile, if it has it: true, and what became of it.
+template <int SHAPE, bool CHANNELS_LAST>
+bool run_landing_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
+  constexpr TileShape kShape = kTileShapes[SHAPE];
+  const LandingShape& shape = params.plan.landing.shape;
+  if (shape.tile_n != kShape.tile_n || shape.columns != kShape.columns || shape.rows != kShape.blocks_m ||
+      shape.stride != kShape.stride)
+    return false;
+  error = run_landing_kernel<kShape.tile_n, kShape.columns, kShape.blocks_m, kShape.stride, CHANNELS_LAST>(params,
+                                                                                                          stream);
+  return true;
+}
+
 template <bool CHANNELS_LAST>
 cudaError_t run_landing_tile(Params& params, cudaStream_t stream) {
-  switch (params.plan.tile_n + params.plan.blocks_m) {
-    case 64 + 7: return run_landing_kernel<false, CHANNELS_LAST, 7>(params, stream);
-    case 64 + 8: return run_landing_kernel<false, CHANNELS_LAST, 8>(params, stream);
-    case 128 + 7: return run_landing_kernel<true, CHANNELS_LAST, 7>(params, stream);
-    case 128 + 8: return run_landing_kernel<true, CHANNELS_LAST, 8>(params, stream);
-    default: return cudaErrorInvalidConfiguration;
-  }
+  cudaError_t error = cudaErrorInvalidConfiguration;
+  run_landing_shape<12, CHANNELS_LAST>(params, stream, error) ||
+      run_landing_shape<13, CHANNELS_LAST>(params, stream, error) ||
+      run_landing_shape<14, CHANNELS_LAST>(params, stream, error) ||
+      run_landing_shape<15, CHANNELS_LAST>(params, stream, error) ||
+      run_landing_shape<16, CHANNELS_LAST>(params, stream, error) ||
+      run_landing_shape<CHANNELS_LAST ? 17 : 18, CHANNELS_LAST>(params, stream, error);
+  if constexpr (!CHANNELS_LAST)
+    error == cudaSuccess || run_landing_shape<19, CHANNELS_LAST>(params, stream, error) ||
+        run_landing_shape<20, CHANNELS_LAST>(params, stream, error);
+  return error;
 }
 
 inline cudaError_t run_landing(Params& params, cudaStream_t stream) {
   const cudaError_t error = make_landing_maps(params);
   if (error != cudaSuccess) return error;
-  return params.plan.landing.channels_last ? run_landing_tile<true>(params, stream)
+  return params.plan.landing.shape.channels_last ? run_landing_tile<true>(params, stream)
                                            : run_landing_tile<false>(params, stream);
 }
 
@@ -4409,7 +4705,7 @@ bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
 template <typename Format>
 cudaError_t run_tiles(Params& params, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidConfiguration;
-  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 16 && !kTileShapes[11].lands && kTileShapes[12].lands,
+  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 21 && !kTileShapes[11].lands && kTileShapes[12].lands,
                 "all others are tried");
   run_shape<Format, 0>(params, stream, error) || run_shape<Format, 1>(params, stream, error) ||
       run_shape<Format, 2>(params, stream, error) || run_shape<Format, 3>(params, stream, error) ||
@@ -4473,6 +4769,9 @@ template <typename Format>
 cudaError_t run_packed(const PackParams& pack, const Correlation& planned, void* copy_ptr, Params& params,
                        cudaStream_t stream) {
   const Correlation of = params.of;
+  // Of weights that are not aligned there are no boxes.
+  params.plan.w_in_boxes = params.plan.w_in_boxes && reinterpret_cast<uint64_t>(pack.w_ptr) % 16 == 0;
+  params.packed_ptr = params.plan.w_in_boxes ? pack.w_ptr : pack.packed_ptr;
   CopyParams copy{};
   size_t smem_bytes = 0;
   if (params.plan.copied) {
@@ -4481,10 +4780,11 @@ cudaError_t run_packed(const PackParams& pack, const Correlation& planned, void*
     params.in_ptr = copy_ptr;
   }
   const unsigned blocks = static_cast<unsigned>(copy.blocks + ceil_div(pack.count, kPackThreads));
-  cudaError_t error = hopper::launch_early(pack_kernel<Format>, blocks, kPackThreads, smem_bytes, stream, pack, copy);
+  cudaError_t error = cudaSuccess;
+  if (!params.plan.w_in_boxes)
+    error = hopper::launch_early(pack_kernel<Format>, blocks, kPackThreads, smem_bytes, stream, pack, copy);
   if (error != cudaSuccess) return error;
   params.of = planned;
-  params.packed_ptr = pack.packed_ptr;
   error = make_maps(params.plan.in_phases ? of : planned, sizeof(typename Format::Stored), params);
   if (error != cudaSuccess) return error;
   return run_tiles<Format>(params, stream);
@@ -4518,7 +4818,7 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
   guard.samples = reinterpret_cast<uint32_t*>(workspace + layout.samples);
   guard.list = reinterpret_cast<Listed*>(workspace + layout.list);
   guard.w_factors = reinterpret_cast<float*>(workspace + layout.w_factors);
-  params.copy = copy_params(of, plan.lands ? copied(of) : copy, in_ptr, workspace + layout.copied);
+  params.copy = copy_params(of, plan.lands ? numbered(of) : copy, in_ptr, workspace + layout.copied);
   if (plan.lands) params.copy.blocks = 0;  // it says only how values on the list are numbered
   const uint64_t address = reinterpret_cast<uint64_t>(in_ptr);
   SampleParams sample{in_ptr, nullptr, 0, of, guard};
@@ -4664,7 +4964,7 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
         "in scaled fp16, x contained on its way, tile of %d channels x %d rows x %d columns, x by boxes of %s in "
         "%d stages of %d bytes and %d of %d, weights in %d of %d, y by boxes, %d blocks for %lld tiles, about %.3g "
         "Mcycles",
-        plan.tile_n, plan.tile_p, plan.tile_q, landing.channels_last ? "pixels" : "planes", landing.stages,
+        plan.tile_n, plan.tile_p, plan.tile_q, landing.shape.channels_last ? "pixels" : "planes", landing.stages,
         landing.stage_bytes, plan.x_stages, plan.x_stage_bytes, plan.w_stages, plan.w_stage_bytes, plan.blocks,
         static_cast<long long>(plan.tiles), plan.cycles * 1e-6);
     return;
@@ -4675,14 +4975,14 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   else
     snprintf(tile, sizeof tile, "%d lines x %d columns", plan.tile_p, plan.tile_q);
   snprintf(text, text_size,
-           "%s%s%s%stile of %d channels x %s, x by %s in %d stages of %d bytes, weights in %d of %d, y by %s, "
+           "%s%s%s%stile of %d channels x %s, x by %s in %d stages of %d bytes, weights %sin %d of %d, y by %s, "
            "%d blocks for %lld tiles, %lld of them in %d parts, about %.3g Mcycles",
            plan.contained ? "in scaled fp16, " : "", groups, plan.copied ? "x copied, " : "",
            plan.in_phases ? "x in phases, " : "", plan.tile_n, tile,
            plan.apart      ? "boxes of a tap"
            : plan.in_boxes ? "boxes"
                            : loads[static_cast<int>(plan.loads)],
-           plan.x_stages, plan.x_stage_bytes, plan.w_stages, plan.w_stage_bytes,
+           plan.x_stages, plan.x_stage_bytes, plan.w_in_boxes ? "by boxes " : "", plan.w_stages, plan.w_stage_bytes,
            plan.boxes         ? "boxes"
            : plan.vector == 4 ? "fours"
                               : "single values",

@@ -563,16 +563,18 @@ template <typename Operand, int N>
 struct Wgmma;
 
 #define MODELNEW_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define MODELNEW_NAMES_28 MODELNEW_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27"
 #define MODELNEW_NAMES_32 \
   MODELNEW_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define MODELNEW_NAMES_64                                                                             \
   MODELNEW_NAMES_32                                                                                   \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
   "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define MODELNEW_NAMES_60                                                                                \
+#define MODELNEW_NAMES_52                                                                                \
   MODELNEW_NAMES_32                                                                                      \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
-  "%52, %53, %54, %55, %56, %57, %58, %59"
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51"
+#define MODELNEW_NAMES_56 MODELNEW_NAMES_52 ", %52, %53, %54, %55"
+#define MODELNEW_NAMES_60 MODELNEW_NAMES_56 ", %56, %57, %58, %59"
 #define MODELNEW_NAMES_68 MODELNEW_NAMES_64 ", %64, %65, %66, %67"
 #define MODELNEW_NAMES_72                                                                                    \
   MODELNEW_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
@@ -589,11 +591,13 @@ struct Wgmma;
 
 #define MODELNEW_ACC_4(i) "+f"(acc[(i)]), "+f"(acc[(i) + 1]), "+f"(acc[(i) + 2]), "+f"(acc[(i) + 3])
 #define MODELNEW_ACC_16(i) MODELNEW_ACC_4(i), MODELNEW_ACC_4((i) + 4), MODELNEW_ACC_4((i) + 8), MODELNEW_ACC_4((i) + 12)
+#define MODELNEW_ACC_28(i) \
+  MODELNEW_ACC_16(i), MODELNEW_ACC_4((i) + 16), MODELNEW_ACC_4((i) + 20), MODELNEW_ACC_4((i) + 24)
 #define MODELNEW_ACC_32(i) MODELNEW_ACC_16(i), MODELNEW_ACC_16((i) + 16)
 #define MODELNEW_ACC_64(i) MODELNEW_ACC_32(i), MODELNEW_ACC_32((i) + 32)
-#define MODELNEW_ACC_60(i)                                                                             \
-  MODELNEW_ACC_32(i), MODELNEW_ACC_16((i) + 32), MODELNEW_ACC_4((i) + 48), MODELNEW_ACC_4((i) + 52), \
-      MODELNEW_ACC_4((i) + 56)
+#define MODELNEW_ACC_52(i) MODELNEW_ACC_32(i), MODELNEW_ACC_16((i) + 32), MODELNEW_ACC_4((i) + 48)
+#define MODELNEW_ACC_56(i) MODELNEW_ACC_52(i), MODELNEW_ACC_4((i) + 52)
+#define MODELNEW_ACC_60(i) MODELNEW_ACC_56(i), MODELNEW_ACC_4((i) + 56)
 #define MODELNEW_ACC_68(i) MODELNEW_ACC_64(i), MODELNEW_ACC_4((i) + 64)
 #define MODELNEW_ACC_72(i) MODELNEW_ACC_64(i), MODELNEW_ACC_4((i) + 64), MODELNEW_ACC_4((i) + 68)
 #define MODELNEW_ACC_96(i) MODELNEW_ACC_64(i), MODELNEW_ACC_32((i) + 64)
@@ -652,6 +656,9 @@ struct WgmmaRegisters;
 
 #if defined(MODELNEW_SM90A)
 MODELNEW_WGMMA_REGISTERS_SHAPES(Half, "k16.f32.f16.f16", "1, 1, 0")
+MODELNEW_WGMMA_REGISTERS(Half, 56, 28, "%28, %29, %30, %31", "%32", "%33", "k16.f32.f16.f16", "1, 1, 0")
+MODELNEW_WGMMA_REGISTERS(Half, 104, 52, "%52, %53, %54, %55", "%56", "%57", "k16.f32.f16.f16", "1, 1, 0")
+MODELNEW_WGMMA_REGISTERS(Half, 112, 56, "%56, %57, %58, %59", "%60", "%61", "k16.f32.f16.f16", "1, 1, 0")
 MODELNEW_WGMMA_REGISTERS(Half, 120, 60, "%60, %61, %62, %63", "%64", "%65", "k16.f32.f16.f16", "1, 1, 0")
 MODELNEW_WGMMA_REGISTERS(Half, 136, 68, "%68, %69, %70, %71", "%72", "%73", "k16.f32.f16.f16", "1, 1, 0")
 MODELNEW_WGMMA_REGISTERS_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0")
