@@ -3484,6 +3484,25 @@ def test_wgmma_yields_where_x_is_contained_on_its_way(wgmma_plans, R, cycles, la
 
 
 @pytest.mark.parametrize(
+    "channels, dtype, memory_format, yields",
+    [
+        ({}, torch.float16, torch.channels_last, True),
+        ({}, torch.bfloat16, torch.channels_last, True),
+        ({"C": 24}, torch.float16, torch.channels_last, True),
+        ({"C": 16}, torch.float16, torch.channels_last, False),
+        ({"C": 60}, torch.float16, torch.channels_last, False),
+        ({}, torch.float16, torch.contiguous_format, False),
+        ({}, torch.float32, torch.channels_last, False),  # in full accuracy
+    ],
+    ids=str,
+)
+def test_wgmma_yields_in_channels_last_of_16_bits(wgmma_plans, channels, dtype, memory_format, yields):
+    case = dataclasses.replace(SOME_CHANNELS, **channels)
+    reason = wgmma_plans("yields", "fprop", case, dtype, tf32=False, memory_format=memory_format)
+    assert reason == ("gather is faster in channels_last" if yields else None)
+
+
+@pytest.mark.parametrize(
     "case, of_own, yields",
     [
         (dataclasses.replace(SOME_CHANNELS, N=64), 1.29, True),

@@ -2937,6 +2937,16 @@ constexpr double kTooShort = 1.3;
 // (H200, 2026-11-25, by turns in one process.)
 constexpr double kLongerByGather = 1.3;
 
+// Of 16 bits in channels_last, whose values come one by one here and eight at a time in gather, which has fewer
+// channels filled up. 1, 8 and 32 images, fp16, by this engine / by gather, us (H100, 2026-11-26, by turns in one
+// process):
+//
+//   1x1 64 to 256, 56x56     39  156  488 / 14  21  48      3x3 64 to 64, 56x56      40   69  181 / 19  23  49
+//   1x1 256 to 256, 64x64    54  230  772 / 16  27  73      3x3 256 to 256, 32x32    62  110  307 / 36  38  68
+//   1x1 24 to 144, 56x56     33   99  320 / 14  23  48      3x3 32 to 32, 128x128    38   91  265 / 20  57 195
+//   7x7 64 to 64, 64x64      67  106  293 / 43  46 152      3x3 16 to 16, 128x128    36   56  145 / 20  57 191
+constexpr int kLeastOfEights = 24;
+
 // H200, 2026-11-22, fp32 under TF32, 256 images of 56x56, by the engine gather / by this one: 1x1 of 64 channels to 64,
 // 64 to 256, 256 to 64 and 256 to 128 in 128, 318, 261 and 341 us / 182, 438, 622 and 660; 3x3 of 64 channels in
 // channels_last in 436 / 1068 (of revisions in the making; the last one by bench.py at 0360cc5).
@@ -2946,6 +2956,10 @@ inline const char* yields(const Problem& problem, Operator op) {
   if (!uses_tf32(problem, op) && problem.dtype == DType::kFloat32 && multiply_adds(problem) < kLeastAgainstMma &&
       kMmaEngine.refusal(problem, op) == nullptr)
     return "mma is faster with few multiply-adds";
+  const int group_in = (op == Operator::kDgrad ? problem.K : problem.C) / problem.groups;
+  const bool in_eights = group_in % 8 == 0 && group_in >= kLeastOfEights;
+  if (element_bytes(problem.dtype) == 2 && channels_last && in_eights && kGatherEngine.refusal(problem, op) == nullptr)
+    return "gather is faster in channels_last";
   if (!uses_tf32(problem, op)) return nullptr;
   if (kGatherEngine.refusal(problem, op) != nullptr) {
     const bool far_apart = problem.dilation_h > 1 || problem.dilation_w > 1;
