@@ -3491,6 +3491,7 @@ def test_wgmma_yields_where_x_is_contained_on_its_way(wgmma_plans, R, cycles, la
         ({"C": 24}, torch.float16, torch.channels_last, True),
         ({"C": 16}, torch.float16, torch.channels_last, False),
         ({"C": 60}, torch.float16, torch.channels_last, False),
+        ({"groups": 2}, torch.float16, torch.channels_last, False),
         ({}, torch.float16, torch.contiguous_format, False),
         ({}, torch.float32, torch.channels_last, False),  # in full accuracy
     ],
@@ -5042,7 +5043,8 @@ def random_landing_cases(count: int, seed: int) -> Iterator[tuple[Case, str, tor
         if kind < 0.1:
             W, padding = W + 2, 2  # rows of y are fours, those of x are not
         elif kind < 0.3:
-            R, W = 3, rng.choice([13, 14, 25, 26, 27, 28, 28])  # narrow tiles
+            R = 3  # narrow tiles
+            W, padding = rng.choice([(W, padding) for W in (13, 14, 25, 26, 27, 28, 28)] + [(16, 0), (12, 2)])
         elif kind < 0.6:
             R, stride = 3, (2, 2)
             H = rng.choice([H, rng.randint(1, 16)])

@@ -40,7 +40,7 @@
 //   8 warps   two warpgroups multiply, each BLOCKS_M x 64 pixels by TILE_N channels, then store them through staging
 //   3 warps   gather: they order copies of x into slots, zeros for the padding (16-bit values that are no neighbours by
 //             fours of bytes they load and store themselves)
-//   1 warp    one thread orders bulk copies of packed weights
+//   1 warp    one thread orders bulk copies of packed weights, or boxes of w
 //
 //   memory --cp.async---> x ring --ldmatrix, rounding to TF32--> registers --+
 //                                                                            +--> wgmma --> staging --> memory
@@ -495,6 +495,10 @@ struct LandingShape {
   int stride;         // of both axes: 1, or 2, where a window holds four phases of x
   bool channels_last;
 
+  // There is none for planes of 14 columns without a stride, nor for a stride in channels_last.
+  MODELNEW_HOST_DEVICE constexpr bool has_kernel() const {
+    return channels_last ? stride == 1 : stride == 2 || columns > 14;
+  }
   // Both warpgroups multiply the same pixels, by other channels.
   MODELNEW_HOST_DEVICE constexpr bool shares() const { return tile_n == 128; }
   MODELNEW_HOST_DEVICE constexpr int tile_rows() const { return (shares() ? 1 : 2) * rows; }
@@ -646,16 +650,17 @@ struct Divisors {
 
 // x contained on its way instead of in a copy: boxes of 8 planes, or in channels_last of 16 channels, land in shared
 // memory as they are, and gathering warps contain what has landed, a window of 16 channels at a time, a step of the
-// reduction. Here rows of the GEMM are output channels, so that a wgmma reads 64 rows of weights and 104 to 136 slots:
+// reduction. Here rows of the GEMM are output channels, so that a wgmma reads 64 rows of weights and 56 to 136 slots:
 //
 //   landed:  [plane][row][column] x 4 bytes      window:  [2 pieces][slot] x 16 bytes      weights: as packed
 //
 //   memory --boxes--> landed --6 warps contain--> windows --+
 //                                                           +--> wgmma, 2 warpgroups --> staging --boxes--> memory
-//   packed --bulk copies, one a step--> w ring -------------+   (by registers, where warpgroups share the pixels, which
-//                                                                is one a row of taps)
+//   packed --bulk copies--> w ring -------------------------+   (by registers, where warpgroups share the pixels)
 //
-//   rows of y, 32 columns each, with 2 slots between them where those of a 3x3 filter overlap:
+// A bulk copy has the weights of a step, or, where they go through registers, of one of its rows of taps.
+//
+//   rows of y, here 32 columns each, with 2 slots between them where those of a 3x3 filter overlap:
 //
 //     0 1 ... 31 | 32 33    0 1 ... 31 | 32 33  ...       8 rows are 270 slots, 256 of them outputs
 //
@@ -670,7 +675,7 @@ struct Divisors {
 //   c d c d c    c c c   d d                  c: left, right             d: the middle one
 //   a b a b a    a a a   b b
 //
-// A column of pairs of x is a phase's slot in each of two, for which a lane loads both.
+// Two neighbouring columns of x are a slot of each of two phases: one lane loads both.
 struct Landing {
   LandingShape shape;
   bool shares;
@@ -880,8 +885,8 @@ MODELNEW_HOST_DEVICE inline LandingTile locate_landing(const Plan& plan, int uni
           unit - of_all * plan.tiles_n};
 }
 
-// Whether a tile lists what does not fit in this place of its window: so that one does, the tile whose own output reads
-// the value by its first tap, or the last tile of a column or row.
+// Whether a tile lists what does not fit in this place of its window, so that one does: of rows and columns that two
+// windows have, the one that begins with them, or the last tile of a column or row.
 MODELNEW_HOST_DEVICE inline bool lists(const Correlation& of, const Plan& plan, const LandingTile& tile, int row,
                                        int column) {
   const Landing& landing = plan.landing;
@@ -2850,7 +2855,8 @@ struct LandingShared {
   LandingLayout layout;
 
   // `full`: of boxes and of weights the copy engine says so, of windows the warps that contain them. `empty`: those who
-  // have read it, the warps that contain, or each warp that multiplies, once its wgmmas are done.
+  // have read it, the warps that contain, or each warp that multiplies, once its wgmmas are done; of weights that went
+  // through registers once they have been issued.
   __device__ __forceinline__ uint32_t landed_full(int i) const { return base + 8 * i; }
   __device__ __forceinline__ uint32_t landed_empty(int i) const { return base + 8 * (4 + i); }
   __device__ __forceinline__ uint32_t x_full(int i) const { return base + 8 * (8 + i); }
@@ -2873,7 +2879,7 @@ __device__ __forceinline__ bool wait_for_scales(const Params& params, int* x_exp
   return control->all_again == 0;
 }
 
-// One thread orders boxes of x, another one the weights of a step at a time. Boxes of planes are of half of a step.
+// One thread orders boxes of x, another one weights. Boxes of planes are of half of a step.
 template <typename Shape>
 __device__ __forceinline__ void order_landing(const Params& params, const LandingShared& shared) {
   const Plan& plan = params.plan;
@@ -3119,15 +3125,21 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
   }
 }
 
-// Stages 16 channels of all rows of the warpgroup, as a box of [row][channel][column] wants them: piece number i of 16
-// bytes of a channel's row lies at place i ^ channel % 8. A warp writes 8 channels at a time, each of which starts at
-// another place. Where a pair of slots lies the compiler knows but for the lane's part of it: one warp of each
-// scheduler stages by itself, so that what it took to find that from pair to pair was not hidden by anything (H200,
-// 2026-11-24, clocks in the kernel, 64 to 64, 512x512: 3900 cycles of a tile's 19400, and so long nobody multiplied
-// what waited for the same staging; so 1800 to 2400).
 template <typename Shape>
 using LandedSums = float[2][Shape::kShape.product_slots() / 2];
 
+// A number that the compiler knows, as an argument.
+template <int VALUE>
+struct Constant {
+  static constexpr int value = VALUE;
+};
+
+// Stages 16 channels of as many rows of the warpgroup as are staged at a time, as a box of [row][channel][column] wants
+// them: piece number i of 16 bytes of a channel's row lies at place i ^ channel % 8. A warp writes 8 channels at a
+// time, each of which starts at another place. Where a pair of slots lies the compiler knows but for the lane's part of
+// it: one warp of each scheduler stages by itself, so that what it took to find that from pair to pair was not hidden
+// by anything (H200, 2026-11-24, clocks in the kernel, 64 to 64, 512x512: 3900 cycles of a tile's 19400, and so long
+// nobody multiplied what waited for the same staging; so 1800 to 2400).
 template <typename Shape, int FIRST_ROW>
 __device__ __forceinline__ void stage_landed(const Params& params, const LandedSums<Shape>& acc,
                                              const float (&factor)[2], const float (&bias)[2], uint8_t* staging) {
@@ -3360,16 +3372,17 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
       hopper::bulk_stores_commit();
     };
     constexpr int kStagedRows = kShape.staged_rows();
-    store(std::integral_constant<int, 0>{}, params.out_map);
+    static_assert(!kShape.stores_boxes() || kShape.rows <= 2 * kStagedRows, "there is one map of the rest");
+    store(Constant<0>{}, params.out_map);
     const auto store_rest = [&](auto first_row) {
       if (landing.rows <= decltype(first_row)::value) return;
       if (lane == 0) hopper::bulk_stores_wait_read<0>();
       __syncwarp();  // the rows before have been read
       store(first_row, params.rest_map);
     };
-    if constexpr (kStagedRows < kShape.rows) store_rest(std::integral_constant<int, kStagedRows>{});
-    if constexpr (2 * kStagedRows < kShape.rows) store_rest(std::integral_constant<int, 2 * kStagedRows>{});
-    if constexpr (3 * kStagedRows < kShape.rows) store_rest(std::integral_constant<int, 3 * kStagedRows>{});
+    if constexpr (kStagedRows < kShape.rows) store_rest(Constant<kStagedRows>{});
+    if constexpr (2 * kStagedRows < kShape.rows) store_rest(Constant<2 * kStagedRows>{});
+    if constexpr (3 * kStagedRows < kShape.rows) store_rest(Constant<3 * kStagedRows>{});
     stores = true;
   }
   if (stores) give_staging();  // also before the shared memory goes
@@ -3557,7 +3570,7 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
     }
     pack_for_again(params, *reinterpret_cast<uint32_t*>(modelnew_gather_smem + kBarrierBytes));
   }
-  // The only kernel of its call: whoever wrote x and w.
+  // The only kernel of its call waits for whoever wrote x and w.
   if (sizeof(typename Format::Tensor) == 2 && params.plan.w_in_boxes) hopper::wait_for_prerequisites();
   __syncthreads();  // barriers are ready
   if (threadIdx.x < 128 * WARPGROUPS) {
@@ -4122,6 +4135,7 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   const bool is_channels_last = of.in_stride[3] != 1 || of.out_stride[3] != 1;
   const LandingShape shape{tile_shape.tile_n, tile_shape.columns, tile_shape.blocks_m, tile_shape.stride,
                            is_channels_last};
+  if (!shape.has_kernel()) return false;
   landing.shape = shape;
   landing.shares = shape.shares();
   if (of.stride_h != shape.stride || (landing.shares && of.R != kSharedRows)) return false;
@@ -4134,7 +4148,7 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
     const auto is = [](int64_t step, bool matters) { return !matters || (step > 0 && step % 4 == 0); };
     return is(stride[0], of.N > 1) && is(stride[2], rows > 1) &&
            (landing.shape.channels_last ? is(stride[3], columns > 1) && channels % 4 == 0
-                                  : is(stride[1], channels > 1) && columns % 4 == 0);
+                                        : is(stride[1], channels > 1) && columns % 4 == 0);
   };
   if (!in_fours(of.in_stride, of.in_channels, of.H, of.W) || address.in % 16 != 0) return false;
   plan.boxes = shape.stores_boxes();
@@ -4190,9 +4204,9 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   const double weights = static_cast<double>(of.in_channels) * of.out_channels * of.R * of.S;
   plan.cycles = kLandingCycles + kLandingWeightCycles * weights +
                 turns * tile_cycles *
-                    (landing.shape.channels_last      ? kLandingChannelsFactor
-                     : turns > kFewLandingTurns ? kLandingTurnsFactor
-                                                : 1);
+                    (landing.shape.channels_last ? kLandingChannelsFactor
+                     : turns > kFewLandingTurns  ? kLandingTurnsFactor
+                                                 : 1);
   return true;
 }
 
@@ -4549,9 +4563,10 @@ inline cudaError_t make_w_map(const Correlation& of, int element_bytes, Params& 
   const uint64_t in_channels = of.in_channels, out_channels = of.out_channels;
   const uint64_t row_bytes = of.w_stride_out * element_bytes;
   const uint32_t box_channels = hopper::kBoxRowBytes / element_bytes, box_rows = params.plan.tile_n;
-  return hopper::make_box_map(hopper::BoxUse::kLoadRows, params.packed_ptr, element_bytes,
-                              {in_channels, out_channels, 1, 1}, {row_bytes, row_bytes, row_bytes},
-                              {box_channels, box_rows, 1, 1}, params.w_map);
+  const uint64_t sizes[4] = {in_channels, out_channels, 1, 1}, strides[3] = {row_bytes, row_bytes, row_bytes};
+  const uint32_t box[4] = {box_channels, box_rows, 1, 1};
+  return hopper::make_box_map(hopper::BoxUse::kLoadRows, params.packed_ptr, element_bytes, sizes, strides, box,
+                              params.w_map);
 }
 
 // What the plan in `params` loads and stores by boxes; `of` and `element_bytes`: of x as it lies in memory.
@@ -4623,13 +4638,15 @@ cudaError_t run_landing_kernel(Params& params, cudaStream_t stream) {
 // Runs the plan by the kernel of this shape of a tile, if it has it: true, and what became of it.
 template <int SHAPE, bool CHANNELS_LAST>
 bool run_landing_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
-  constexpr TileShape kShape = kTileShapes[SHAPE];
+  constexpr TileShape kTile = kTileShapes[SHAPE];
+  constexpr LandingShape kShape{kTile.tile_n, kTile.columns, kTile.blocks_m, kTile.stride, CHANNELS_LAST};
   const LandingShape& shape = params.plan.landing.shape;
-  if (shape.tile_n != kShape.tile_n || shape.columns != kShape.columns || shape.rows != kShape.blocks_m ||
+  if (shape.tile_n != kShape.tile_n || shape.columns != kShape.columns || shape.rows != kShape.rows ||
       shape.stride != kShape.stride)
     return false;
-  error = run_landing_kernel<kShape.tile_n, kShape.columns, kShape.blocks_m, kShape.stride, CHANNELS_LAST>(params,
-                                                                                                          stream);
+  if constexpr (kShape.has_kernel())
+    error = run_landing_kernel<kTile.tile_n, kTile.columns, kTile.blocks_m, kTile.stride, CHANNELS_LAST>(params,
+                                                                                                         stream);
   return true;
 }
 
@@ -4641,10 +4658,10 @@ cudaError_t run_landing_tile(Params& params, cudaStream_t stream) {
       run_landing_shape<14, CHANNELS_LAST>(params, stream, error) ||
       run_landing_shape<15, CHANNELS_LAST>(params, stream, error) ||
       run_landing_shape<16, CHANNELS_LAST>(params, stream, error) ||
-      run_landing_shape<CHANNELS_LAST ? 17 : 18, CHANNELS_LAST>(params, stream, error);
-  if constexpr (!CHANNELS_LAST)
-    error == cudaSuccess || run_landing_shape<19, CHANNELS_LAST>(params, stream, error) ||
-        run_landing_shape<20, CHANNELS_LAST>(params, stream, error);
+      run_landing_shape<17, CHANNELS_LAST>(params, stream, error) ||
+      run_landing_shape<18, CHANNELS_LAST>(params, stream, error) ||
+      run_landing_shape<19, CHANNELS_LAST>(params, stream, error) ||
+      run_landing_shape<20, CHANNELS_LAST>(params, stream, error);
   return error;
 }
 
@@ -4652,7 +4669,7 @@ inline cudaError_t run_landing(Params& params, cudaStream_t stream) {
   const cudaError_t error = make_landing_maps(params);
   if (error != cudaSuccess) return error;
   return params.plan.landing.shape.channels_last ? run_landing_tile<true>(params, stream)
-                                           : run_landing_tile<false>(params, stream);
+                                                 : run_landing_tile<false>(params, stream);
 }
 
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
@@ -4962,11 +4979,11 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
     snprintf(
         text, text_size,
         "in scaled fp16, x contained on its way, tile of %d channels x %d rows x %d columns, x by boxes of %s in "
-        "%d stages of %d bytes and %d of %d, weights in %d of %d, y by boxes, %d blocks for %lld tiles, about %.3g "
+        "%d stages of %d bytes and %d of %d, weights in %d of %d, y by %s, %d blocks for %lld tiles, about %.3g "
         "Mcycles",
         plan.tile_n, plan.tile_p, plan.tile_q, landing.shape.channels_last ? "pixels" : "planes", landing.stages,
-        landing.stage_bytes, plan.x_stages, plan.x_stage_bytes, plan.w_stages, plan.w_stage_bytes, plan.blocks,
-        static_cast<long long>(plan.tiles), plan.cycles * 1e-6);
+        landing.stage_bytes, plan.x_stages, plan.x_stage_bytes, plan.w_stages, plan.w_stage_bytes,
+        plan.boxes ? "boxes" : "single values", plan.blocks, static_cast<long long>(plan.tiles), plan.cycles * 1e-6);
     return;
   }
   char tile[80];

@@ -2956,8 +2956,9 @@ inline const char* yields(const Problem& problem, Operator op) {
   if (!uses_tf32(problem, op) && problem.dtype == DType::kFloat32 && multiply_adds(problem) < kLeastAgainstMma &&
       kMmaEngine.refusal(problem, op) == nullptr)
     return "mma is faster with few multiply-adds";
-  const int group_in = (op == Operator::kDgrad ? problem.K : problem.C) / problem.groups;
-  const bool in_eights = group_in % 8 == 0 && group_in >= kLeastOfEights;
+  const int of_group = (op == Operator::kDgrad ? problem.K : problem.C) / problem.groups;
+  const bool in_eights = problem.groups == 1 && of_group % 8 == 0 && of_group >= kLeastOfEights &&
+                         (in_stride[0] | in_stride[2] | in_stride[3]) % 8 == 0;
   if (element_bytes(problem.dtype) == 2 && channels_last && in_eights && kGatherEngine.refusal(problem, op) == nullptr)
     return "gather is faster in channels_last";
   if (!uses_tf32(problem, op)) return nullptr;
