@@ -4322,9 +4322,9 @@ static std::string fault_of_landing(const Correlation& of, const Plan& plan, uin
   const bool whole_rows = stride == 2;
   if (shape.tile_n != tile_n || shape.rows != rows || shape.columns != columns || shape.stride != stride)
     return "another kernel";
-  if (landing.shares != (tile_n == 128)) return "channels of a tile";
-  if (landing.shares && of.R != 3) return "rows of a filter that the kernel does not know";
-  const int warpgroups = landing.shares ? 1 : 2;
+  if (shape.shares() != (tile_n == 128)) return "channels of a tile";
+  if (shape.shares() && of.R != 3) return "rows of a filter that the kernel does not know";
+  const int warpgroups = shape.shares() ? 1 : 2;
   if (!plan.contained || plan.copied || plan.in_boxes || plan.in_phases || of.groups != 1) return "another plan";
   if (of.S != 3 || of.stride_w != stride || of.dilation_h * of.dilation_w != 1) return "another filter";
   if (std::string fault = fault_of_landing_layout(of, plan, *numbers); !fault.empty()) return fault;
@@ -4500,8 +4500,8 @@ static void note(const Correlation& of, const Plan& plan) {
   }
   if (plan.lands) {
     const char* const layout = plan.landing.shape.channels_last ? ", channels_last" : "";
-    seen.insert(std::string("contained on its way, ") + (plan.landing.shares ? "shared pixels" : "shared channels") +
-                layout);
+    const char* const what = plan.landing.shape.shares() ? "pixels" : "channels";
+    seen.insert(std::string("contained on its way, shared ") + what + layout);
     seen.insert("contained on its way, " + std::to_string(plan.blocks_m) + " rows at most of " +
                 std::to_string(plan.tile_q) + " columns" + (of.stride_h == 2 ? ", stride 2" : layout));
     if (of.in_channels % 16) seen.insert("contained on its way, channels filled up");

@@ -149,8 +149,8 @@
 // Of narrow images tiles are of 28 columns instead of 32, or of 14 in channels_last; and of planes of 56 or 28 columns
 // at a stride of 2. There a window holds four phases of x, of which taps read neighbouring slots, and rows of x, which
 // are whole, come four at a time, as if they were one: by boxes of rows, which touch a line of memory more each, loads
-// alone took 226 us instead of 199. (3x3, us, H100, 2026-11-26, in a driver, the best tiles of what took it before /
-// so, in parentheses where that is not chosen.)
+// alone took 226 us instead of 199. (3x3, us, H100, 2026-11-26, in a driver, revisions in the making, the best
+// tiles of what took it before / so, in parentheses where that is not chosen.)
 //
 //                                      32 images         64           128          256
 //   128 to 128, 28x28                 28.7 / 28.0                                137 / 130
@@ -495,7 +495,7 @@ struct LandingShape {
   int stride;         // of both axes: 1, or 2, where a window holds four phases of x
   bool channels_last;
 
-  // There is none for planes of 14 columns without a stride, nor for a stride in channels_last.
+  // Planes of 14 columns without a stride have none, nor has a stride in channels_last.
   MODELNEW_HOST_DEVICE constexpr bool has_kernel() const {
     return channels_last ? stride == 1 : stride == 2 || columns > 14;
   }
@@ -546,8 +546,9 @@ struct LandingShape {
   MODELNEW_HOST_DEVICE constexpr int items_of_warp() const {
     return (warp_items(landed_rows()) + kContainWarps - 1) / kContainWarps;
   }
-  // Registers of warps that contain, and of those that multiply, which may hold weights (shares): all start with 128,
-  // which is too few for a wgmma of 240 slots, but not for two of 120.
+  // Registers of warps that contain, which for two columns a lane hold 16 words instead of 8, and of those that
+  // multiply, which may hold weights (shares): all start with 128, which is too few for a wgmma of 240 slots, but not
+  // for two of 120.
   MODELNEW_HOST_DEVICE constexpr int contain_registers() const { return stride == 2 ? 64 : shares() ? 56 : 88; }
   MODELNEW_HOST_DEVICE constexpr int multiply_registers() const { return 256 - contain_registers(); }
   // Rows of y that are staged at a time, for a box; or, of planes of few columns, for stores of a warp.
@@ -678,7 +679,6 @@ struct Divisors {
 // Two neighbouring columns of x are a slot of each of two phases: one lane loads both.
 struct Landing {
   LandingShape shape;
-  bool shares;
   int rows;                       // of y, of a warpgroup
   int tiles_p, span;              // tiles of a column of an image, and rows of y of each
   int window_rows, slots;         // rows; slots of a piece
@@ -4137,8 +4137,7 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
                            is_channels_last};
   if (!shape.has_kernel()) return false;
   landing.shape = shape;
-  landing.shares = shape.shares();
-  if (of.stride_h != shape.stride || (landing.shares && of.R != kSharedRows)) return false;
+  if (of.stride_h != shape.stride || (shape.shares() && of.R != kSharedRows)) return false;
   // Fewer columns have not been tried. Rows that are staged for a box of planes, of 128 bytes, would end in another
   // tile.
   if (of.Q < shape.columns - shape.columns / 8) return false;
@@ -4156,7 +4155,7 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   const bool has_whole_rows = !shape.channels_last && of.W == shape.box_columns() && of.pad_w == kWholeRowsPadding &&
                               (of.in_stride[2] == of.W || of.H == 1);
   if (shape.whole_rows() && !has_whole_rows) return false;
-  const int warpgroup_tiles = landing.shares ? 1 : 2;
+  const int warpgroup_tiles = shape.shares() ? 1 : 2;
   const int window_rows = (shape.window_rows() - of.R) / shape.stride + 1;
   const int most_rows = std::min({shape.rows, window_rows / warpgroup_tiles, of.P});
   if (most_rows < 1) return false;
@@ -4189,11 +4188,11 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
   if (packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces >= (1 << 30)) return false;
   plan.blocks = std::min(plan.units, device.sms);
   plan.x_stage_bytes = landing.slots * kStepPieces * 16;
-  landing.w_stages_of_step = landing.shares ? of.R : 1;
+  landing.w_stages_of_step = shape.shares() ? of.R : 1;
   plan.w_stage_bytes = of.R / landing.w_stages_of_step * kLandingTaps * kStepPieces * plan.tile_n * 16;
   plan.x_stages = shape.whole_rows() ? kLandingWindows - 1 : kLandingWindows;
   landing.stages = shape.channels_last ? kLandedBoxes - 1 : kLandedBoxes;  // of twice as many channels
-  for (plan.w_stages = landing.shares ? kMostLandingRows : kMostLandingWeights;; --plan.w_stages) {
+  for (plan.w_stages = shape.shares() ? kMostLandingRows : kMostLandingWeights;; --plan.w_stages) {
     if (plan.w_stages < 2) return false;
     plan.smem_bytes = landing_layout(plan).end;
     if (plan.smem_bytes <= kSharedBytes) break;
