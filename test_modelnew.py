@@ -2537,15 +2537,18 @@ struct BoxMap {
   int first[2], last[2];  // of columns: their ends, of columns and rows of an image
   uint32_t pixels;
 };
-enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows, kLoadHalves };
+enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves };
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                 const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map,
                                 uint32_t step = 1) {
   map = {static_cast<uint8_t*>(const_cast<void*>(tensor)), element_bytes};
   const uint32_t row_bytes = box[0] * element_bytes;
   bool right = reinterpret_cast<uint64_t>(tensor) % 16 == 0;
-  map.pieces = use == BoxUse::kLoad ? 0 : use == BoxUse::kStoreHalves || use == BoxUse::kLoadHalves ? 4 : 8;
-  right &= map.pieces > 0 ? row_bytes == map.pieces * 16 : row_bytes % 16 == 0;
+  const bool quarters = use == BoxUse::kStoreQuarters;
+  map.pieces = use == BoxUse::kLoad || quarters                          ? 0
+               : use == BoxUse::kStoreHalves || use == BoxUse::kLoadHalves ? 4
+                                                                           : 8;
+  right &= map.pieces > 0 ? row_bytes == map.pieces * 16 : quarters ? row_bytes == 32 : row_bytes % 16 == 0;
   map.strides[0] = element_bytes;
   for (int i = 0; i < 4; ++i) {
     if (i > 0) map.strides[i] = strides[i - 1];
@@ -2602,11 +2605,12 @@ inline uint32_t box_bytes(const BoxMap& map) {
 }
 inline void store_box_now(const BoxMap& map, uint32_t from, const int64_t (&first)[4]) {
   simt::check_shared(from, box_bytes(map));
-  // Where the order of pieces starts anew.
-  if (from % (kBoxRowBytes * map.pieces) != 0) simt::complain("a box that is not aligned in shared memory");
+  // Where the order of pieces, if there is one, starts anew.
+  const uint32_t pieces = max(map.pieces, 1u);
+  if (from % (kBoxRowBytes * pieces) != 0) simt::complain("a box that is not aligned in shared memory");
   for_each_in_box(map, first, [&](uint8_t* to, uint32_t row, uint32_t element) {
     uint32_t place = (row * map.box[0] + element) * map.element_bytes;
-    place ^= place / kBoxRowBytes % map.pieces * 16;
+    place ^= place / kBoxRowBytes % pieces * 16;
     if (to != nullptr) std::memcpy(to, simt::smem + from + place, map.element_bytes);
   });
 }
@@ -2817,9 +2821,17 @@ inline uint32_t warp_max(uint32_t value) {
   return static_cast<uint32_t>(largest);
 }
 
+inline void check_words(uint32_t address, uint32_t bytes) {
+  if (address % bytes != 0 || address + bytes > simt::granted_bytes)
+    simt::complain("a wild address in shared memory");
+}
 inline void load_shared(uint32_t& word, uint32_t address) {
-  if (address % 4 != 0 || address + 4 > simt::granted_bytes) simt::complain("a wild address in shared memory");
+  check_words(address, 4);
   std::memcpy(&word, simt::smem + address, 4);
+}
+inline void store_shared(uint32_t address, uint32_t word) {
+  check_words(address, 4);
+  std::memcpy(simt::smem + address, &word, 4);
 }
 inline void load_matrix(uint32_t (&a)[4], uint32_t address) {
   static uint32_t addresses[32][32];
@@ -7001,6 +7013,7 @@ class MmaPlans:
     """The host part of the mma engine, for a GPU of 132 SMs that is not there."""
 
     engine, entry_points, mutations = "mma", MMA_ENTRY_POINTS, MMA_PLAN_MUTATIONS
+    dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float32,)
 
     def __init__(self, folder: Path) -> None:
         self.library = compile_plans(self.engine, self.entry_points, self.mutations, folder)
@@ -7048,7 +7061,9 @@ class MmaPlans:
             "tf32": rng.random() < 0.5,
         }
         aligned = (ctypes.c_uint64(0) for _ in range(3))
-        places = [ctypes.c_uint64(4 * rng.choice([0, 0, 0, 0, 1, 2, 4])) for _ in range(3)]
+        shifts = [rng.choice([0, 0, 0, 0, 1, 2, 4]) for _ in range(3)]
+        settings["dtype"] = rng.choice(self.dtypes)
+        places = [ctypes.c_uint64(settings["dtype"].itemsize * shift) for shift in shifts]
         refused = self("refusal", operator, case, **settings)
         if refused is None:
             assert self("cycles", operator, case, *aligned, **settings) > 0
@@ -7366,11 +7381,20 @@ class MmaShim:
             return None
         return "" if code == 0 else f"error {code}, {self.library.simt_message().decode()}"
 
-    def fault(self, operator: str, case: Case, layout: str, seed: int, **settings: object) -> str | None:
+    def fault(
+        self,
+        operator: str,
+        case: Case,
+        layout: str,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        **settings: object,
+    ) -> str | None:
         """What is wrong with a run on integers, with a bias or without and at any alignment, or an empty text."""
         rng = random.Random(seed)
-        tensors = make_tensors(case, torch.float32, integers, seed=seed)
-        if not settings.get("tf32"):  # more bits than TF32 has: of weights, or of what they meet
+        tensors = make_tensors(case, dtype, integers, seed=seed)
+        # More bits than TF32 has: of weights, or of what they meet.
+        if dtype == torch.float32 and not settings.get("tf32"):
             tensors[rng.choice(["w", {"fprop": "x", "dgrad": "dy"}[operator]])] *= 1025
         expected = references(case, tensors)[operator]
         if operator == "fprop" and rng.random() < 0.5:
@@ -7379,13 +7403,13 @@ class MmaShim:
         order, back = ((0, 2, 3, 1), (0, 3, 1, 2)) if layout == "channels_last" else ((0, 1, 2, 3),) * 2
         for name in tensors.keys() - {"bias"}:
             tensors[name] = shifted(tensors[name].permute(order), shift).permute(back)
-        inner = shifted(torch.full_like(expected, math.nan).float().permute(order), rng.choice([0, 0, 0, 1, 2]))
+        inner = shifted(torch.full_like(expected, math.nan).to(dtype).permute(order), rng.choice([0, 0, 0, 1, 2]))
         out = inner.permute(back)
         message = self.run(operator, case, tensors, out, seed=seed, **settings)
         if message != "":
             return message
-        if not torch.equal(out, expected.float()):
-            return f"{(out != expected.float()).sum()} of {out.numel()} outputs are wrong"
+        if not torch.equal(out, expected.to(dtype)):
+            return f"{(out != expected.to(dtype)).sum()} of {out.numel()} outputs are wrong"
         if self.last("recomputed"):
             return f"{self.last('recomputed')} outputs are not finite at first"
         return "" if margins_intact(inner) else "written outside the output"
@@ -7436,25 +7460,36 @@ def test_mma_shim_adds_up_over_a_cluster(mma_shim, splits):
 MMA_COPIES: set[tuple[str, int]] = set()  # what brought x and w in the runs above
 
 
-def spreads(shim: MmaShim, case: Case, tf32: bool, layout: str = "contiguous", **wishes: int) -> bool:
+def spreads(
+    shim: MmaShim,
+    case: Case,
+    tf32: bool,
+    layout: str = "contiguous",
+    dtype: torch.dtype = torch.float32,
+    **wishes: int,
+) -> bool:
     """Whether Inf, NaN and what only rounds to Inf come to those outputs that PyTorch has them in."""
     largest = torch.finfo(torch.float32).max
     for special in (math.inf, -math.inf, struct.unpack("f", b"\xff\xff\xff\x7f")[0], largest):
-        if special == largest and tf32:
+        if special == largest and (tf32 or dtype != torch.float32):
             continue
-        tensors = make_tensors(case, torch.float32, under_a_tf32_step)
+        tensors = make_tensors(case, dtype, under_a_tf32_step)
         tensors["w"] *= 1e-2
-        tensors["x"].view(torch.int32)[0, 3, 5, 7] = torch.tensor(special).view(torch.int32).item()
+        if dtype == torch.float32:
+            tensors["x"].view(torch.int32)[0, 3, 5, 7] = torch.tensor(special).view(torch.int32).item()
+        else:
+            tensors["x"][0, 3, 5, 7] = special
         tensors["w"][2, 1, 0, 0] = special if special != largest else 1
         expected = references(case, tensors)["fprop"]
-        tensors |= {"dy": torch.full(case.y_shape, math.nan)}
+        tensors |= {"dy": torch.full(case.y_shape, math.nan, dtype=dtype)}
         tensors = in_layout(tensors, layout)
         out = tensors["dy"]
         assert shim.run("fprop", case, tensors, out, tf32=tf32, **wishes) == ""
         right = torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf())
         finite = expected.isfinite()
         right &= torch.equal(out.sign()[expected.isinf()].double(), expected.sign()[expected.isinf()])
-        if not right or not torch.allclose(out[finite].double(), expected[finite], rtol=1e-3 if tf32 else 1e-6):
+        rtol = 1e-2 if dtype != torch.float32 else 1e-3 if tf32 else 1e-6
+        if not right or not torch.allclose(out[finite].double(), expected[finite], rtol=rtol):
             return False
     return True
 
@@ -8548,10 +8583,6 @@ int64_t most_copied_bytes = 512 << 20;
 namespace modelnew {
 namespace hopper {
 
-inline void check_words(uint32_t address, uint32_t bytes) {
-  if (address % bytes != 0 || address + bytes > simt::granted_bytes)
-    simt::complain("a wild address in shared memory");
-}
 template <int COUNT>
 void load_words(uint32_t (&words)[COUNT], uint32_t address) {
   check_words(address, sizeof words);
@@ -8563,10 +8594,6 @@ inline void load_shared_half(uint32_t& word, uint32_t address) {
   check_words(address, 2);
   word = 0;
   std::memcpy(&word, simt::smem + address, 2);
-}
-inline void store_shared(uint32_t address, uint32_t word) {
-  check_words(address, 4);
-  std::memcpy(simt::smem + address, &word, 4);
 }
 inline void store_shared_4(uint32_t address, const uint32_t (&words)[4]) {
   check_words(address, 16);
@@ -9351,14 +9378,19 @@ using namespace modelnew::stem;
 static std::set<std::string> seen;  // kinds of plans
 
 // What is wrong with the numbers of a plan, or nothing.
-static std::string fault_of_numbers(const Correlation& of, const Plan& plan, bool exact, const Device& device) {
-  const SharedLayout layout = shared_layout(plan, exact);
-  const int staging = plan.stores == Stores::kSingle ? 0 : 16 * plan.tile_k / kBoxChannels * kBoxBytes;
+static std::string fault_of_numbers(const Correlation& of, const Plan& plan, const Format& format,
+                                    const Device& device) {
+  const bool exact = format.exact;
+  const SharedLayout layout = shared_layout(plan, format);
+  const int staging = plan.stores == Stores::kSingle ? 0 : 16 * 16 * plan.tile_k * format.bytes;  // of 16 warps
+  const int landing = format.bytes == 4 ? 0 : plan.x_bytes / 2;
   if (layout.end != plan.smem_bytes || plan.smem_bytes > 232448) return "shared memory";
   if (layout.bias < 3 * 8 * kStages || layout.weights < layout.bias + 4 * plan.tile_k) return "room for the bias";
   if (layout.staging < layout.weights + (exact ? 2 : 1) * plan.steps * 8 * plan.tile_k * 4) return "room for weights";
-  if (layout.x < layout.staging + staging || layout.end < layout.x + kStages * plan.x_bytes) return "room for x";
+  if (layout.x < layout.staging + staging || layout.landing < layout.x + kStages * plan.x_bytes) return "room for x";
+  if (layout.end < layout.landing + landing) return "room for x as it comes";
   if (layout.weights % 16 || layout.staging % 1024 || layout.x % 128 || window_bytes(plan) % 128) return "alignment";
+  if (layout.landing % 128) return "alignment of x as it comes";
   // Of a descriptor, the distance of a step's quads.
   if (16 * plan.tile_k >= 1 << 18 || (plan.tile_k != 32 && plan.tile_k != 64)) return "channels of a tile";
   if (plan.x_bytes >= 1 << 20) return "more bytes than a barrier can expect";
@@ -9412,8 +9444,8 @@ static std::string fault_of_quads(const Params& params) {
 }
 
 // What is wrong with the words that a tile's outputs read, or nothing; and with the box that brings them. The address
-// is in words.
-static std::string fault_of_window(const Params& params, const Tile& tile, int64_t address, bool exact) {
+// is in values.
+static std::string fault_of_window(const Params& params, const Tile& tile, int64_t address, const Format& format) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int64_t w0 = int64_t{tile.q} * of.stride_w - of.pad_w;
@@ -9441,23 +9473,27 @@ static std::string fault_of_window(const Params& params, const Tile& tile, int64
         if (word / plan.columns / plan.rows != (plan.lines ? 0 : channel)) return "another channel";
       }
     }
-    for (int i = plan.quads; i < 2 * plan.steps + (exact ? 2 : 0); ++i)
+    for (int i = plan.quads; i < 2 * plan.steps + (format.exact ? 2 : 0); ++i)
       if (params.offsets[i] != 0) return "an offset of no quad";
   }
+  if (plan.x_bytes % 16) return "a window of no whole vectors";
+  if (format.bytes == 2 && (plan.columns % 2 || params.by_pairs.divisor != plan.columns / 2u)) return "pairs of a line";
   if (!plan.in_box) return plan.lines || plan.lead ? "words of a line" : "";
-  if (plan.columns % 4 || plan.columns > 256 || plan.rows > 256) return "the size of a box";
-  if (of.W * plan.pixel_words % 4) return "rows that end within 16 bytes";
-  if (first_column % 4 || address % 4) return "a box that starts astray";
-  const auto fours = [](int64_t stride, int64_t size) { return size == 1 || (stride > 0 && stride % 4 == 0); };
-  if (!fours(of.in_stride[0], of.N) || !fours(of.in_stride[2], of.H)) return "rows of a box astray";
+  const int piece = 16 / format.bytes;
+  if (plan.columns % piece || plan.columns > 256 || plan.rows > 256) return "the size of a box";
+  if (of.W * plan.pixel_words % piece) return "rows that end within 16 bytes";
+  if (first_column % piece || address % piece) return "a box that starts astray";
+  const auto whole = [&](int64_t stride, int64_t size) { return size == 1 || (stride > 0 && stride % piece == 0); };
+  if (!whole(of.in_stride[0], of.N) || !whole(of.in_stride[2], of.H)) return "rows of a box astray";
   if (plan.lines ? of.in_stride[1] != 1 || of.in_stride[3] != of.in_channels || (of.S > 1 && of.dilation_w != 1)
-                 : of.in_stride[3] != 1 || !fours(of.in_stride[1], of.in_channels))
+                 : of.in_stride[3] != 1 || !whole(of.in_stride[1], of.in_channels))
     return "columns that are no neighbours";
   return "";
 }
 
-// What is wrong with the boxes in which a tile's outputs are stored, or nothing. The address is in words.
-static std::string fault_of_stores(const Params& params, const Tile& tile, int64_t address) {
+// What is wrong with the boxes in which a tile's outputs are stored, or nothing. The address is in values, of which
+// `piece` are 16 bytes.
+static std::string fault_of_stores(const Params& params, const Tile& tile, int64_t address, int piece) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   if (plan.stores == Stores::kSingle) return "";
@@ -9467,10 +9503,11 @@ static std::string fault_of_stores(const Params& params, const Tile& tile, int64
     return p < of.P && q < of.Q ? p * of.out_stride[2] + q * of.out_stride[3] : int64_t{-1};
   };
   const int64_t step = channels_last ? of.out_stride[3] : 1;
-  if ((channels_last ? of.out_channels : plan.run ? int64_t{of.P} * of.Q : of.Q) % 4) return "an end within 16 bytes";
-  if (channels_last ? of.out_stride[1] != 1 : of.out_channels > 1 && of.out_stride[1] % 4) return "channels astray";
-  if (address % 4 || (of.N > 1 && of.out_stride[0] % 4)) return "images astray";
-  if (channels_last && int64_t{of.P} * of.Q > 1 && (plan.run || of.Q > 1) && step % 4) return "pixels astray";
+  const int64_t end = channels_last ? of.out_channels : plan.run ? int64_t{of.P} * of.Q : of.Q;
+  if (end % piece) return "an end within 16 bytes";
+  if (channels_last ? of.out_stride[1] != 1 : of.out_channels > 1 && of.out_stride[1] % piece) return "channels astray";
+  if (address % piece || (of.N > 1 && of.out_stride[0] % piece)) return "images astray";
+  if (channels_last && int64_t{of.P} * of.Q > 1 && (plan.run || of.Q > 1) && step % piece) return "pixels astray";
   for (int first = 0; first < plan.tile_p * plan.tile_q; first += kBoxPixels) {
     const int64_t start = place(first);
     // As the kernel has it.
@@ -9478,7 +9515,7 @@ static std::string fault_of_stores(const Params& params, const Tile& tile, int64
     const bool exist = plan.run ? in_run < int64_t{of.P} * of.Q : start >= 0;
     if (exist != (start >= 0)) return "a box of nothing, or outputs without a box";
     if (!exist) continue;
-    if (!channels_last && start % 4) return "a box astray";
+    if (!channels_last && start % piece) return "a box astray";
     for (int i = 0; i < kBoxPixels; ++i) {
       const bool clipped = plan.run ? in_run + i >= int64_t{of.P} * of.Q : tile.q + first % plan.tile_q + i >= of.Q;
       if (clipped) continue;
@@ -9489,14 +9526,15 @@ static std::string fault_of_stores(const Params& params, const Tile& tile, int64
   return "";
 }
 
-static void note(const Plan& plan) {
+static void note(const Plan& plan, int bytes) {
   if (simt_mutation != 0) return;  // kinds are those of the engine as it is
   const char* const stores[] = {"planes", "pixels", "single values"};
-  seen.insert(std::string("x by ") + (!plan.in_box ? "single values" : plan.lines ? "lines" : "planes"));
-  seen.insert(std::string(plan.run ? "runs" : "rows") + " of y by " + stores[static_cast<int>(plan.stores)]);
-  seen.insert("tile of " + std::to_string(plan.tile_k) + " channels");
-  if (plan.lead > 0) seen.insert("lead");
-  if (plan.tiles_q > 1) seen.insert("parts of rows");
+  const std::string of = std::to_string(8 * bytes) + " bits: ";
+  seen.insert(of + "x by " + (!plan.in_box ? "single values" : plan.lines ? "lines" : "planes"));
+  seen.insert(of + (plan.run ? "runs" : "rows") + " of y by " + stores[static_cast<int>(plan.stores)]);
+  seen.insert(of + "tile of " + std::to_string(plan.tile_k) + " channels");
+  if (plan.lead > 0) seen.insert(of + "lead");
+  if (plan.tiles_q > 1) seen.insert(of + "parts of rows");
 }
 
 extern "C" {
@@ -9525,37 +9563,39 @@ double stem_cycles(int op, const int64_t* fields, uint64_t x, uint64_t, uint64_t
   const Operator which = static_cast<Operator>(op);
   Plan plan{};
   const Correlation of = correlation_of_problem(problem, which);
-  return make_plan(of, !uses_tf32(problem, which), Device{132}, Alignment{x, y}, plan) ? plan.cycles : 0;
+  return make_plan(of, format_of(problem, which), Device{132}, Alignment{x, y}, plan) ? plan.cycles : 0;
 }
 // The plan for tensors at these addresses, and some that are forced: null if there is none, else what is wrong, or "".
 const char* stem_fault(int, const int64_t* fields, uint64_t x, uint64_t, uint64_t y, int seed) {
   static std::string fault;
   const Problem problem = make_problem(fields);
-  const bool exact = !problem.tf32_allowed;
+  const int bytes = element_bytes(problem.dtype);
+  const Format format{bytes, bytes == 4 && !problem.tf32_allowed};
   const Device device{seed % 3 == 0 ? 3 : 132};
   std::mt19937 random(seed);
   Params params{};
   params.of = correlation_of_problem(problem, Operator::kFprop);
   Plan best{};
   // One product is asked for here where the contract has three, which come in smaller tiles, too.
-  if (!make_plan(params.of, exact, device, Alignment{x, y}, best)) return exact ? nullptr : "";
+  const bool smaller_tiles = format.exact || bytes == 2;
+  if (!make_plan(params.of, format, device, Alignment{x, y}, best)) return smaller_tiles ? nullptr : "";
   for (int i = 0; i < 8; ++i) {
     params.plan = best;
     const int tile_k = 32 << random() % 2, tile_p = 1 + random() % 9;
     const int tile_q = i % 2 ? params.of.Q : 16 * (1 + random() % 8);
-    if (i > 0 && !make_plan(params.of, exact, device, Alignment{x, y}, params.plan, tile_k, tile_p, tile_q)) continue;
+    if (i > 0 && !make_plan(params.of, format, device, Alignment{x, y}, params.plan, tile_k, tile_p, tile_q)) continue;
     const Plan& plan = params.plan;
     if (i > 0 && (plan.tile_k != tile_k || plan.tile_p != tile_p || plan.tile_q != tile_q)) return "another plan";
     std::fill(std::begin(params.offsets), std::end(params.offsets), 0u);
     set_numbers(params);
-    note(plan);
-    fault = fault_of_numbers(params.of, plan, exact, device);
+    note(plan, bytes);
+    fault = fault_of_numbers(params.of, plan, format, device);
     if (fault.empty()) fault = fault_of_tiles(params);
     if (fault.empty()) fault = fault_of_quads(params);
     for (int j = 0; j < 3 && fault.empty(); ++j) {
       const Tile tile = locate_tile(params, j == 0 ? 0 : j == 1 ? plan.tiles - 1 : random() % plan.tiles);
-      fault = fault_of_window(params, tile, x / 4, exact);
-      if (fault.empty()) fault = fault_of_stores(params, tile, y / 4);
+      fault = fault_of_window(params, tile, x / bytes, format);
+      if (fault.empty()) fault = fault_of_stores(params, tile, y / bytes, 16 / bytes);
     }
     const bool of_few = tile_k == 64 && problem.K <= 32;  // which is not considered
     if (fault.empty() && plan.cycles < best.cycles && !of_few) fault = "not the best plan";
@@ -9574,10 +9614,10 @@ const char* stem_fault(int, const int64_t* fields, uint64_t x, uint64_t, uint64_
 STEM_PLAN_MUTATIONS = {
     "x as if it were aligned": ("address.in % 16 == 0 &&", "(MUTATED || address.in % 16 == 0) &&"),
     "planes of x astray": (
-        "&& fours(of.in_stride[1], of.in_channels);",
-        "&& (MUTATED || fours(of.in_stride[1], of.in_channels));",
+        "&& whole(of.in_stride[1], of.in_channels);",
+        "&& (MUTATED || whole(of.in_stride[1], of.in_channels));",
     ),
-    "no words in front of a row": ("static_cast<int>((4 - of.pad_w", "static_cast<int>(MUTATED ? 0 : (4 - of.pad_w"),
+    "no words in front of a row": ("lead = static_cast<int>((piece", "lead = static_cast<int>(MUTATED ? 0 : (piece"),
     "the last quad as short as its row": (
         "kQuad * plan.row_quads - 1",
         "(MUTATED ? plan.row_terms : kQuad * plan.row_quads) - 1",
@@ -9588,9 +9628,11 @@ STEM_PLAN_MUTATIONS = {
         "tile_p * tile_q % kBoxPixels == 0)",
         "MUTATED || tile_p * tile_q % kBoxPixels == 0)",
     ),
-    "pixels of y astray": ("fours(of.out_stride[3], row)", "(MUTATED || fours(of.out_stride[3], row))"),
-    "y that ends within 16 bytes": ("row % 4 == 0 &&", "(MUTATED || row % 4 == 0) &&"),
-    "x that ends within 16 bytes": ("of.W % 4 == 0 &&", "(MUTATED || of.W % 4 == 0) &&"),
+    "pixels of y astray": ("whole(of.out_stride[3], row)", "(MUTATED || whole(of.out_stride[3], row))"),
+    "y that ends within 16 bytes": ("row % piece == 0 &&", "(MUTATED || row % piece == 0) &&"),
+    "x that ends within 16 bytes": ("of.W % piece == 0 &&", "(MUTATED || of.W % piece == 0) &&"),
+    "pieces of as many values of any size": ("piece = 16 / format.bytes", "piece = MUTATED ? 4 : 16 / format.bytes"),
+    "no room for x as it comes": ("(format.bytes == 4 ? 0 :", "(MUTATED || format.bytes == 4 ? 0 :"),
     "a tile too few": ("ceil_div(of.Q, tile_q)", "ceil_div(of.Q - (MUTATED && of.Q > 1), tile_q)"),
     "not the best": ("plan.cycles >= best.cycles", "(MUTATED || plan.cycles >= best.cycles)"),
 }
@@ -9600,6 +9642,7 @@ class StemPlans(MmaPlans):
     """The host part of the stem engine, in the same way."""
 
     engine, entry_points, mutations = "stem", STEM_ENTRY_POINTS, STEM_PLAN_MUTATIONS
+    dtypes: ClassVar[Sequence[torch.dtype]] = DTYPES[:3]
 
 
 @built_beside_the_tests
@@ -9627,16 +9670,20 @@ def random_stem_cases(count: int, seed: int) -> Iterator[Case]:
 
 
 STEM_KINDS = {
-    *(f"x by {how}" for how in ("planes", "lines", "single values")),
-    *(f"{what} of y by {how}" for what in ("runs", "rows") for how in ("planes", "pixels", "single values")),
-    *(f"tile of {channels} channels" for channels in (32, 64)),
-    *("lead", "parts of rows"),
+    f"{bits} bits: {kind}"
+    for bits in (16, 32)
+    for kind in (
+        *(f"x by {how}" for how in ("planes", "lines", "single values")),
+        *(f"{what} of y by {how}" for what in ("runs", "rows") for how in ("planes", "pixels", "single values")),
+        *(f"tile of {channels} channels" for channels in (32, 64)),
+        *("lead", "parts of rows"),
+    )
 }
 
 
 def test_stem_plans_are_sound(stem_plans):
     """Each output once, each term once and where the convolution says, loads and stores where boxes may be."""
-    planned, count = 0, 1500
+    planned, count = 0, 2500
     for seed, case in enumerate(random_stem_cases(count, seed=0)):
         fault = stem_plans.fault("fprop", case, seed)
         assert not fault, f"{case}, seed {seed}: {fault}"
@@ -9652,33 +9699,39 @@ def test_stem_plan_checks_see_what_is_wrong(stem_plans, mutation):
         assert any(stem_plans.fault("fprop", case, seed) for seed, case in cases)
 
 
-def test_stem_estimates_grow_with_the_work(stem_plans):
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_stem_estimates_grow_with_the_work(stem_plans, dtype):
     aligned = [ctypes.c_uint64(0)] * 3
     for case in random_stem_cases(400, seed=1):
-        if stem_plans("refusal", "fprop", case) is not None:
+        if stem_plans("refusal", "fprop", case, dtype=dtype) is not None:
             continue
-        once = stem_plans("cycles", "fprop", case, *aligned)
+        once = stem_plans("cycles", "fprop", case, *aligned, dtype=dtype)
         for letter in "NK":
             double = dataclasses.replace(case, **{letter: 2 * getattr(case, letter)})
-            twice = stem_plans("cycles", "fprop", double, *aligned)
+            twice = stem_plans("cycles", "fprop", double, *aligned, dtype=dtype)
             # More channels may be stored by boxes where fewer are not, or in larger tiles.
             assert twice >= (1 if letter == "N" else 0.7) * once, f"{double}: {twice} after {once}"
 
 
+# Types of tensors, and the switch where they have one.
+STEM_CONTRACTS = [(torch.float32, False), (torch.float32, True), (torch.float16, True), (torch.bfloat16, True)]
+
+
 def test_stem_describes_its_configuration(stem_plans):
     told = 0
-    for case, tf32 in itertools.product(random_stem_cases(200, seed=4), (False, True)):
-        if stem_plans("refusal", "fprop", case, tf32=tf32) is None:
-            text = stem_plans("describe", "fprop", case, tf32=tf32)
+    for case, (dtype, tf32) in itertools.product(random_stem_cases(200, seed=4), STEM_CONTRACTS):
+        if stem_plans("refusal", "fprop", case, dtype=dtype, tf32=tf32) is None:
+            text = stem_plans("describe", "fprop", case, dtype=dtype, tf32=tf32)
             assert re.fullmatch(
                 r"(one product|three products of parts), tile of (32|64) channels x \d+ x \d+ pixels, \d+ steps of 8 "
                 r"terms, \d+ bytes of shared memory, x by (boxes( of lines)?|single values), y by (boxes of "
                 r"planes|boxes of pixels|single values), \d+ tiles for \d+ blocks, about [\d.e+-]+ Mcycles",
                 text,
             ), text
-            assert text.startswith("one product") == ("fprop" in case.tf32_operators(torch.float32, tf32))
+            one_product = dtype != torch.float32 or "fprop" in case.tf32_operators(dtype, tf32)
+            assert text.startswith("one product") == one_product
             told += 1
-    assert told > 200
+    assert told > 400
 
 
 # What the engine leaves to others, and what looks alike and is its own.
@@ -9686,8 +9739,9 @@ STEM_CASE = Case(8, 3, 224, 224, 64, 7, 7, stride=(2, 2), padding=(3, 3))
 STEM_REFUSALS = [
     (STEM_CASE, "fprop", {}, None),
     *((STEM_CASE, "fprop", {"capability": capability}, "Hopper") for capability in (0, 80, 89, 100, 120)),
-    (STEM_CASE, "fprop", {"dtype": torch.float16}, "float32 only"),
-    (STEM_CASE, "fprop", {"dtype": torch.float64}, "float32 only"),
+    (STEM_CASE, "fprop", {"dtype": torch.float16}, None),
+    (STEM_CASE, "fprop", {"dtype": torch.bfloat16}, None),
+    (STEM_CASE, "fprop", {"dtype": torch.float64}, "no float64"),
     *((STEM_CASE, operator, {}, "outputs only") for operator in ("dgrad", "wgrad", "bgrad")),
     (dataclasses.replace(STEM_CASE, C=7), "fprop", {}, None),
     (dataclasses.replace(STEM_CASE, C=8), "fprop", {}, "7 input channels"),
@@ -9728,6 +9782,25 @@ def test_stem_yields_to_what_is_faster(stem_plans, case, text):
         check_refusal(stem_plans("yields", "fprop", case, tf32=tf32), text)
 
 
+@pytest.mark.parametrize(
+    "case, text",
+    [
+        (STEM_CASE, None),
+        (dataclasses.replace(STEM_CASE, N=1), None),  # few outputs, but of 147 products each
+        (Case(8, 3, 66, 66, 33, 3, 3), "few multiply-adds"),
+        (Case(2, 2, 257, 257, 64, 2, 2), "few multiply-adds"),  # 2^26 of them
+        (Case(2, 2, 257, 258, 64, 2, 2), None),
+        (dataclasses.replace(STEM_CASE, N=64, K=4), "few output channels"),
+        (dataclasses.replace(STEM_CASE, N=64, C=1, K=16), "few channels out of one"),
+        (dataclasses.replace(STEM_CASE, N=64, C=1, K=17), None),
+    ],
+    ids=str,
+)
+def test_stem_of_16_bits_yields_to_what_is_faster(stem_plans, case, text):
+    for dtype in (torch.float16, torch.bfloat16):
+        check_refusal(stem_plans("yields", "fprop", case, dtype=dtype), text)
+
+
 def test_stem_yields_where_mma_is_far_faster(stem_plans):
     cycles = stem_plans("cycles", "fprop", STEM_CASE, *[ctypes.c_uint64(0)] * 3)
     set_mma_cycles = stem_plans.library.set_mma_cycles
@@ -9760,16 +9833,16 @@ extern "C" int stem_run(int, const int64_t* fields, void* const* pointers, int t
                         int seed) {
   const Problem problem = make_problem(fields);
   Params params{};
-  params.in_ptr = static_cast<const float*>(pointers[0]);
-  params.w_ptr = static_cast<const float*>(pointers[1]);
-  params.bias_ptr = static_cast<const float*>(pointers[2]);
-  params.out_ptr = static_cast<float*>(pointers[4]);
+  params.in_ptr = pointers[0];
+  params.w_ptr = pointers[1];
+  params.bias_ptr = pointers[2];
+  params.out_ptr = pointers[4];
   params.of = correlation_of_problem(problem, Operator::kFprop);
   const Alignment address{reinterpret_cast<uint64_t>(pointers[0]), reinterpret_cast<uint64_t>(pointers[4])};
-  if (!make_plan(params.of, !problem.tf32_allowed, Device{3}, address, params.plan, tile_k, tile_p, tile_q)) return -1;
+  const Format format{element_bytes(problem.dtype), problem.dtype == DType::kFloat32 && !problem.tf32_allowed};
+  if (!make_plan(params.of, format, Device{3}, address, params.plan, tile_k, tile_p, tile_q)) return -1;
   x_loads = params.plan.in_box ? 1 + params.plan.lines : 0, y_stores = static_cast<int>(params.plan.stores);
-  const auto launch = [&] { return problem.tf32_allowed ? run<false>(params, nullptr) : run<true>(params, nullptr); };
-  return simt_run(seed, false, launch);
+  return simt_run(seed, false, [&] { return run(problem.dtype, format.exact, params, nullptr); });
 }
 """
 )
@@ -9778,7 +9851,9 @@ extern "C" int stem_run(int, const int64_t* fields, void* const* pointers, int t
 STEM_MUTATIONS = {
     "multiplies before x is there": left_out("hopper::barrier_wait(EXACT ? barriers.full"),
     "rounds before x is there": left_out("hopper::barrier_wait(barriers.full,"),
-    "overwrites x in use": left_out("hopper::barrier_wait_idly(barriers.empty"),
+    "overwrites x in use": left_out("hopper::barrier_wait_idly(of_next.empty"),
+    "widens over x in use": left_out("hopper::barrier_wait_idly(barriers.empty"),
+    "lands where x is read": left_out("hopper::barrier_wait(barriers.rounded, phase"),
     "multiplies before weights are there": left_out("__syncthreads();  // weights are there"),
     "stages where a box is read": left_out("if (lane_id == 0) hopper::bulk_stores_wait_read<TILE_K"),
     "stores before all is staged": left_out("__syncwarp();  // all of it is staged"),
@@ -9789,8 +9864,8 @@ STEM_MUTATIONS = {
     "does not round": left_out("four.y = tf32_operand(four.y);"),
     "Inf is not computed again": ("if (probe == 0) return;", "if (MUTATED || probe == 0) return;"),
     "computes another channel again": (
-        "exact_output(params, tile.n, k, p, q)",
-        "exact_output(params, tile.n, k - MUTATED * (k > 0), p, q)",
+        "exact_output<T>(params, tile.n, k, p, q)",
+        "exact_output<T>(params, tile.n, k - MUTATED * (k > 0), p, q)",
     ),
     "computes another pixel again": (
         "const int in_w = q * of.stride_w - of.pad_w + s",
@@ -9830,41 +9905,56 @@ STEM_SHIM_CASES = [
 @pytest.mark.xdist_group("stem_shim_exact")  # its cases are counted together
 @pytest.mark.parametrize("number", range(len(STEM_SHIM_CASES)))
 def test_stem_shim_exact(stem_shim, number):
-    """Integers under both contracts and in both memory formats, at any addresses."""
+    """Integers of all types, under both contracts and in both memory formats, at any addresses."""
     case, wishes = STEM_SHIM_CASES[number]
-    for seed, (layout, tf32) in enumerate([*itertools.product(LAYOUTS, (True, False))] * 2, start=8 * number):
-        fault = stem_shim.fault("fprop", case, layout, seed, tf32=tf32, **wishes)
+    runs = [*itertools.product(LAYOUTS, reversed(STEM_CONTRACTS))] * 2
+    for seed, (layout, (dtype, tf32)) in enumerate(runs, start=16 * number):
+        settings = {"dtype": dtype, "tf32": tf32}
+        fault = stem_shim.fault("fprop", case, layout, seed, **settings, **wishes)
         if fault is None:  # the tile is for boxes
-            fault = stem_shim.fault("fprop", case, layout, seed, tf32=tf32)
-        assert fault == "", f"{case}, {layout}, tf32 {tf32}, {wishes}, seed {seed}: {fault}"
-        STEM_SEEN.add((tf32, stem_shim.last("x_loads"), stem_shim.last("y_stores")))
-    if number == len(STEM_SHIM_CASES) - 1 and len(STEM_SEEN) > 6:  # not this case alone
+            fault = stem_shim.fault("fprop", case, layout, seed, **settings)
+        assert fault == "", f"{case}, {layout}, {settings}, {wishes}, seed {seed}: {fault}"
+        kind = tf32 if dtype == torch.float32 else "16 bits"
+        STEM_SEEN.add((kind, stem_shim.last("x_loads"), stem_shim.last("y_stores")))
+    if number == len(STEM_SHIM_CASES) - 1 and len(STEM_SEEN) > 9:  # not this case alone
         # No box, one of planes, one of lines; boxes of planes, of pixels, none.
         ways = {(0, 0), (0, 1), (0, 2), (1, 0), (1, 2), (2, 1), (2, 2)}
-        assert {(tf32, *way) for tf32 in (True, False) for way in ways} <= STEM_SEEN
+        missing = {(kind, *way) for kind in (True, False, "16 bits") for way in ways} - STEM_SEEN
+        assert not missing, missing
 
 
-STEM_SEEN: set[tuple[int, ...]] = set()  # contracts, loads and stores in the runs above
+STEM_SEEN: set[tuple[object, ...]] = set()  # contracts, loads and stores in the runs above
 
 
 @pytest.mark.parametrize("view", [*VIEWS, "one image"])
 def test_stem_shim_takes_any_strides(stem_shim, view):
     """Of x, of w and of y."""
     change = VIEWS.get(view, lambda tensor: tensor[:1].expand_as(tensor))
-    for number, case in enumerate((Case(2, 3, 9, 16, 36, 3, 3, padding=(1, 1)), Case(3, 4, 7, 9, 33, 2, 4))):
-        tensors = make_tensors(case, torch.float32, integers)
+    cases = (Case(2, 3, 9, 16, 36, 3, 3, padding=(1, 1)), Case(3, 4, 7, 9, 33, 2, 4))
+    for number, (case, dtype) in enumerate(itertools.product(cases, DTYPES[:3])):
+        tensors = make_tensors(case, dtype, integers)
         changed = [{"x"}, {"w"}, {"dy"}, {"x", "w", "dy"}]
         for names in changed if view not in ("expanded", "one image") else changed[:2]:
             viewed = tensors | {name: change(tensors[name]) for name in names - {"dy"}}
-            out = torch.full(case.y_shape, math.nan)
+            out = torch.full(case.y_shape, math.nan, dtype=dtype)
             out = change(out) if "dy" in names else with_margins(out)
-            for tf32 in (False, True):
+            for tf32 in (False, True) if dtype == torch.float32 else (True,):
                 out.fill_(math.nan)
                 message = stem_shim.run("fprop", case, viewed, out, tf32=tf32, seed=number)
                 assert message == "", f"{case}, {names}: {message}"
                 check_exact(case, {"fprop": out}, viewed)
 
 
+def near_the_smallest(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Of float16: some are subnormal there, and most products of two."""
+    return normal(shape, generator) * 2.0**-10
+
+
+# What 16 bits hold.
+STEM_16_BIT_FILLS = [
+    *((torch.float16, fill) for fill in (normal, near_the_smallest)),
+    *((torch.bfloat16, fill) for fill in (normal, wide, tiny)),
+]
 STEM_ROUNDING_CASE = Case(2, 3, 12, 20, 34, 7, 7, stride=(2, 2), padding=(3, 3))
 
 
@@ -9879,23 +9969,37 @@ def test_stem_shim_rounding(stem_shim, layout, fill):
         check_bounds(STEM_ROUNDING_CASE, {"fprop": out}, tensors, tf32=("fprop",) if tf32 else ())
 
 
+@pytest.mark.parametrize("dtype, fill", STEM_16_BIT_FILLS, ids=named)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stem_shim_rounding_of_16_bits(stem_shim, layout, dtype, fill):
+    tensors = in_layout(make_tensors(STEM_ROUNDING_CASE, dtype, fill), layout)
+    out = torch.full_like(tensors["dy"], math.nan)
+    assert stem_shim.run("fprop", STEM_ROUNDING_CASE, tensors, out) == ""
+    check_bounds(STEM_ROUNDING_CASE, {"fprop": out}, tensors, tf32=())
+
+
 # Quads with a term that no output reads, in rows that others read.
 STEM_SPREADING_CASES = [Case(1, 4, 7, 20, 40, 3, 3), Case(1, 5, 7, 13, 33, 2, 3, padding=(1, 1), stride=(1, 2))]
 
 
-@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("dtype, tf32", STEM_CONTRACTS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stem_shim_spreads_nan_and_inf_to_those_that_read_them(stem_shim, layout, tf32):
+def test_stem_shim_spreads_nan_and_inf_to_those_that_read_them(stem_shim, layout, dtype, tf32):
     for case in STEM_SPREADING_CASES:
-        assert spreads(stem_shim, case, tf32, layout), case
+        assert spreads(stem_shim, case, tf32, layout, dtype), case
 
 
 # More tiles than stages, on three SMs; boxes of planes and of pixels, one of a warp and two.
 STEM_TELLING_RUNS = [
-    (Case(6, 3, 13, 32, channels, 5, 3, padding=(2, 1)), layout, seed, {"tf32": tf32, "tile_k": tile_k, "tile_p": 2})
-    for layout, seed, tf32 in itertools.product(LAYOUTS, (1, 3), (False, True))
+    (
+        Case(6, 3, 13, 32, channels, 5, 3, padding=(2, 1)),
+        layout,
+        seed,
+        {"dtype": dtype, "tf32": tf32, "tile_k": tile_k, "tile_p": 2},
+    )
+    for layout, seed, (dtype, tf32) in itertools.product(LAYOUTS, (1, 3), STEM_CONTRACTS[:3])
     for channels, tile_k in ((40, 64), (32, 32))
-    if tile_k == 64 or not tf32
+    if tile_k == 64 or not tf32 or dtype != torch.float32
 ]
 
 
@@ -9928,7 +10032,7 @@ def test_every_problem_has_an_engine(gather_plans, stem_plans, pointwise_plans, 
     cases = itertools.chain(
         ((case, dtype) for case, _, dtype in random_gather_cases(4000, seed=2)),
         ((case, torch.float32) for case in random_pointwise_cases(2500, seed=2)),
-        ((case, torch.float32) for case in random_stem_cases(1500, seed=2)),
+        ((case, DTYPES[number % 3]) for number, case in enumerate(random_stem_cases(1500, seed=2))),
         ((case, torch.float32) for case, _ in random_mma_cases(4000, seed=2)),
     )
     for case, dtype in cases:
@@ -10190,10 +10294,11 @@ def test_pointwise_is_in_the_machine_code(nvcc_runs, arch):
 def test_stem_is_in_the_machine_code(nvcc_runs, arch):
     """Every instance multiplies on tensor cores, between boxes, and moves registers on sm_90a; elsewhere nothing."""
     kernels = machine_code(nvcc_runs, "stem", arch)
-    assert len(kernels) == 2 + 1
+    assert len(kernels) == 2 + 1 + 2 * 2
     for name, instructions in kernels.items():
         if arch == "sm_90a":
-            assert {"HGMMA", "USETMAXREG", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS"} <= set(instructions), name
+            assert {"HGMMA", "USETMAXREG", "UTMALDG", "UTMASTG", "SYNCS"} <= set(instructions), name
+            assert ("LDGSTS" in instructions) == ("kernelIf" in name), name  # which copies no 16 bits
         else:
             assert set(instructions) <= {"LDC", "MOV", "EXIT", "BRA", "NOP"}, name
 
@@ -12624,12 +12729,14 @@ def test_gpu_mma_spreads_nan_and_inf(special, tf32):
         check_spreading(case, special, lambda tensors, case=case: on_mma(case, tensors, tf32)["fprop"])
 
 
-def check_spreading(case: Case, special: float, run: Callable[[dict[str, Tensor]], Tensor]) -> None:
+def check_spreading(
+    case: Case, special: float, run: Callable[[dict[str, Tensor]], Tensor], dtype: torch.dtype = torch.float32
+) -> None:
     """That a value comes to those outputs that read it, from x and from w."""
-    tensors = make_tensors(case, torch.float32, positive, "cuda")
+    tensors = make_tensors(case, dtype, positive, "cuda")
     tensors["x"][0, 1, min(5, case.H - 1), min(3, case.W - 1)] = tensors["w"][1, 2, 0, 0] = special
     # In float64, where the CPU has no kernels that leave padding out.
-    expected = F.conv2d(*(tensors[name].cpu().double() for name in ("x", "w", "bias")), **case.kwargs).float()
+    expected = F.conv2d(*(tensors[name].cpu().double() for name in ("x", "w", "bias")), **case.kwargs).to(dtype)
     y = run(tensors).cpu()
     assert torch.equal(y.isnan(), expected.isnan()), case
     assert torch.equal(y.isinf(), expected.isinf()), case
@@ -12642,34 +12749,50 @@ def on_engine(engine: str, case: Case, tensors: dict[str, Tensor], tf32: bool) -
         return modelnew.conv2d(tensors["x"], tensors["w"], tensors.get("bias"), **case.kwargs)
 
 
-def check_forced_exact(engine: str, case: Case, views: dict[str, Callable], tf32: bool, device: str = "cuda") -> None:
+def check_forced_exact(
+    engine: str,
+    case: Case,
+    views: dict[str, Callable],
+    tf32: bool,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """In full with more bits than TF32 has; with a bias and without, twice the same bits."""
-    tensors = make_tensors(case, torch.float32, integers, device)
-    if "fprop" not in case.tf32_operators(torch.float32, tf32):
+    tensors = make_tensors(case, dtype, integers, device)
+    if dtype == torch.float32 and "fprop" not in case.tf32_operators(torch.float32, tf32):
         tensors["w"] *= 1025
     tensors |= {name: change(tensors[name]) for name, change in views.items()}
     y = on_engine(engine, case, tensors, tf32)
     check_exact(case, {"fprop": y}, tensors)
     assert torch.equal(on_engine(engine, case, tensors, tf32), y)
-    bias = tensors.pop("bias").view(-1, 1, 1)
-    assert torch.equal(on_engine(engine, case, tensors, tf32) + bias, y)
+    del tensors["bias"]
+    expected = product("fprop", case, tensors["x"], tensors["w"]).to(dtype)
+    assert torch.equal(on_engine(engine, case, tensors, tf32), expected)
 
 
 def check_forced_rounding(
-    engine: str, cases: list[Case], layout: str, tf32: bool, fill: Callable, device: str = "cuda"
+    engine: str,
+    cases: list[Case],
+    layout: str,
+    tf32: bool,
+    fill: Callable,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Both contracts, element by element; and the same bits every time."""
     for case in cases:
-        tensors = in_layout(make_tensors(case, torch.float32, fill, device), layout)
+        tensors = in_layout(make_tensors(case, dtype, fill, device), layout)
         y = on_engine(engine, case, tensors, tf32)
-        check_bounds(case, {"fprop": y}, tensors, case.tf32_operators(torch.float32, tf32))
+        check_bounds(case, {"fprop": y}, tensors, case.tf32_operators(dtype, tf32))
         assert all(torch.equal(on_engine(engine, case, tensors, tf32), y) for _ in range(5))
 
 
-def check_forced_spreading(engine: str, cases: list[Case], layout: str, tf32: bool, special: float) -> None:
+def check_forced_spreading(
+    engine: str, cases: list[Case], layout: str, tf32: bool, special: float, dtype: torch.dtype = torch.float32
+) -> None:
     for case in cases:
         run = functools.partial(on_engine, engine, case, tf32=tf32)
-        check_spreading(case, special, lambda tensors, run=run: run(in_layout(tensors, layout)))
+        check_spreading(case, special, lambda tensors, run=run: run(in_layout(tensors, layout)), dtype)
 
 
 # Phases of all images and of one, by several engines; one tap that is left; rows of fewer than all phases.
@@ -13006,12 +13129,13 @@ STEM_VIEWS = {
 def test_stem_cases_reach_every_way(stem_plans):
     """That the cases for the GPU do not miss a way to load or store under a contract."""
     told = set()
-    for case, tf32, layout in itertools.product(STEM_CASES, (False, True), LAYOUTS):
-        settings = {"strides": layout_strides(case, layout), "tf32": tf32}
+    for case, (dtype, tf32), layout in itertools.product(STEM_CASES, STEM_CONTRACTS[:3], LAYOUTS):
+        settings = {"strides": layout_strides(case, layout), "dtype": dtype, "tf32": tf32}
         assert stem_plans("refusal", "fprop", case, **settings) is None, case
         text = stem_plans("describe", "fprop", case, **settings)
-        told.add(re.search(r"^(one|three) .* of (\d+) channels .* x by ([a-z ]+), y by ([a-z ]+),", text).groups())
-    for contract in ("one", "three"):
+        way = re.search(r"^(one|three) .* of (\d+) channels .* x by ([a-z ]+), y by ([a-z ]+),", text).groups()
+        told.add(way if dtype == torch.float32 else ("16 bits", *way[1:]))
+    for contract in ("one", "three", "16 bits"):
         ways = {way[1:] for way in told if way[0] == contract}
         assert {(x, y) for _, x, y in ways} >= {
             ("boxes", "boxes of planes"),
@@ -13019,16 +13143,17 @@ def test_stem_cases_reach_every_way(stem_plans):
             ("single values", "single values"),
             ("single values", "boxes of pixels"),
         }, told
-    assert {channels for contract, channels, *_ in told if contract == "three"} == {"32", "64"}
+    for contract in ("three", "16 bits"):
+        assert {channels for of, channels, *_ in told if of == contract} == {"32", "64"}
 
 
 @gpu
 @hopper
-@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("dtype, tf32", STEM_CONTRACTS, ids=str)
 @pytest.mark.parametrize("view", STEM_VIEWS)
 @pytest.mark.parametrize("case", STEM_CASES, ids=str)
-def test_gpu_stem_exact(case, view, tf32):
-    check_forced_exact("stem", case, STEM_VIEWS[view], tf32)
+def test_gpu_stem_exact(case, view, dtype, tf32):
+    check_forced_exact("stem", case, STEM_VIEWS[view], tf32, dtype=dtype)
 
 
 @gpu
@@ -13042,11 +13167,20 @@ def test_gpu_stem_rounding(layout, tf32, fill):
 
 @gpu
 @hopper
-@pytest.mark.parametrize("tf32", [False, True], ids=["fp32", "tf32"])
+@pytest.mark.parametrize("dtype, fill", STEM_16_BIT_FILLS, ids=named)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpu_stem_rounding_of_16_bits(layout, dtype, fill):
+    check_forced_rounding("stem", STEM_CASES, layout, True, fill, dtype=dtype)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype, tf32", STEM_CONTRACTS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan], ids=str)
-def test_gpu_stem_spreads_nan_and_inf(special, layout, tf32):
-    check_forced_spreading("stem", [case for case in STEM_CASES if case.C > 2], layout, tf32, special)
+def test_gpu_stem_spreads_nan_and_inf(special, layout, dtype, tf32):
+    cases = [case for case in STEM_CASES if case.C > 2]
+    check_forced_spreading("stem", cases, layout, tf32, special, dtype)
 
 
 @gpu
@@ -13059,8 +13193,8 @@ def test_gpu_forced_stem_says_what_it_refuses():
             modelnew.conv2d(x, w[:, :3], groups=2)
         with pytest.raises(RuntimeError, match=refused + "7 input channels"):
             modelnew.conv2d(torch.cat([x, x], 1), torch.cat([w, w], 1))
-        with pytest.raises(RuntimeError, match=refused + "float32 only"):
-            modelnew.conv2d(x.half(), w.half())
+        with pytest.raises(RuntimeError, match=refused + "no float64"):
+            modelnew.conv2d(x.double(), w.double())
         y = modelnew.conv2d(x, w)
         with pytest.raises(RuntimeError, match=r"'stem' is forced but cannot take the wgrad .*outputs only"):
             y.sum().backward()

@@ -211,10 +211,11 @@ __device__ __forceinline__ void bulk_load(uint32_t to_smem, const void* from, in
 //
 // A box is so many elements along each dimension; its rows (first dimension) lie one after another in shared memory.
 // What lies outside the tensor is not stored, and loaded as 0, if its rows are multiples of 16 bytes: what followed one
-// of 462 words was overwritten (H200, 2026-11-23). Rows to be stored are of 128 or 64 bytes; piece number i, of 16
-// bytes, of row r lies at place i ^ r%8 of its row (of 64 bytes: i ^ r/2%4), so that warps that store a column of
-// pieces meet all banks; the box starts at a multiple of 16 bytes in memory and of 1024 bytes in shared memory. Boxes
-// to be loaded start at a multiple of 16 bytes, too (else it is an illegal instruction), and of 128 in shared memory.
+// of 462 words was overwritten (H200, 2026-11-23). Rows to be stored are of 128, 64 or 32 bytes; piece number i, of 16
+// bytes, of row r lies at place i ^ r%8 of its row (of 64 bytes: i ^ r/2%4; of 32 bytes: i), so that warps that store a
+// column of pieces meet all banks; the box starts at a multiple of 16 bytes in memory and of 1024 bytes in shared
+// memory. Boxes to be loaded start at a multiple of 16 bytes, too (else it is an illegal instruction), and of 128 in
+// shared memory.
 
 constexpr int kBoxRowBytes = 128;
 
@@ -344,8 +345,9 @@ __device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
 }
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-// kStoreHalves, kLoadHalves: rows of 64 bytes. kLoadRows: rows of 128 bytes in the order of those to be stored.
-enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows, kLoadHalves };
+// kStoreHalves, kLoadHalves: rows of 64 bytes. kStoreQuarters: rows of 32 bytes. kLoadRows: rows of 128 bytes in the
+// order of those to be stored.
+enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves };
 
 // The driver's own library is not linked.
 template <typename Function>
@@ -383,11 +385,12 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
     return encode(reinterpret_cast<CUtensorMap*>(&map),
                   element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
                   const_cast<void*>(tensor), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  use == BoxUse::kLoad                                        ? CU_TENSOR_MAP_SWIZZLE_NONE
+                  use == BoxUse::kLoad || use == BoxUse::kStoreQuarters       ? CU_TENSOR_MAP_SWIZZLE_NONE
                   : use == BoxUse::kStoreHalves || use == BoxUse::kLoadHalves ? CU_TENSOR_MAP_SWIZZLE_64B
                                                                               : CU_TENSOR_MAP_SWIZZLE_128B,
-                  use == BoxUse::kStore || use == BoxUse::kStoreHalves ? CU_TENSOR_MAP_L2_PROMOTION_NONE
-                                                                       : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  use == BoxUse::kStore || use == BoxUse::kStoreHalves || use == BoxUse::kStoreQuarters
+                      ? CU_TENSOR_MAP_L2_PROMOTION_NONE
+                      : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   static_assert(sizeof(BoxMap) == sizeof(CUtensorMap), "the same");

@@ -108,8 +108,18 @@ constexpr int kGroupSteps = 3;   // of one product: while these are multiplied, 
 constexpr int kStages = 2;       // windows: one is multiplied, the next one comes
 constexpr int kMostTileChannels = 64;
 constexpr int kSharedBytes = 232448;  // of a block
-// A box of y; a warp has one for each 32 channels of its tile.
-constexpr int kBoxPixels = 16, kBoxChannels = 32, kBoxBytes = 4 * kBoxPixels * kBoxChannels;
+constexpr int kBoxPixels = 16;        // of a box of y
+
+// What tensors hold, and how it is multiplied.
+struct Format {
+  int bytes;   // of a value
+  bool exact;  // three products of parts
+};
+
+// A warp has a box of y for each so many channels of its tile: a pixel's are 128 bytes, or all that there are.
+MODELNEW_HOST_DEVICE constexpr int box_channels(int bytes, int tile_k) {
+  return 128 / bytes < tile_k ? 128 / bytes : tile_k;
+}
 
 // How y is stored.
 enum class Stores : int {
@@ -137,18 +147,19 @@ struct Plan {
 };
 
 struct Params {
-  const float *in_ptr, *w_ptr, *bias_ptr;
-  float* out_ptr;
+  const void *in_ptr, *w_ptr, *bias_ptr;
+  void* out_ptr;
   Correlation of;
   Plan plan;
   Divisor by_tiles_q, by_tiles_p, by_tile_q, by_rows, by_filter_quads, by_row_quads;
   uint32_t offsets[kMostQuads + 2];  // of quads, in bytes; a step more than there is may be loaded
+  Divisor by_pairs;                  // of values of 16 bits in a line of a window
   hopper::BoxMap in_map, out_map;
 };
 
 // A block's shared memory: where its parts start. Barriers come first.
 struct SharedLayout {
-  int bias, weights, staging, x, end;
+  int bias, weights, staging, x, landing, end;
 };
 
 constexpr int kBias = 64;
@@ -157,15 +168,16 @@ static_assert(3 * kStages * 8 <= kBias, "room for barriers");
 MODELNEW_HOST_DEVICE inline int window_bytes(const Plan& plan) { return (plan.x_bytes + 127) / 128 * 128; }
 MODELNEW_HOST_DEVICE inline int weight_bytes(const Plan& plan) { return plan.steps * 2 * kQuad * plan.tile_k * 4; }
 
-// Weights that are split come in two parts, one behind the other.
-MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan, bool exact) {
+// Weights that are split come in two parts, one behind the other. Values of 16 bits land before they are widened.
+MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan, const Format& format) {
   SharedLayout layout{};
   layout.bias = kBias;
   layout.weights = (kBias + 4 * kMostTileChannels + 127) / 128 * 128;
-  layout.staging = (layout.weights + (exact ? 2 : 1) * weight_bytes(plan) + 1023) / 1024 * 1024;
-  const int boxes = plan.stores == Stores::kSingle ? 0 : 4 * kWarpgroups * plan.tile_k / kBoxChannels;
-  layout.x = layout.staging + boxes * kBoxBytes;
-  layout.end = layout.x + kStages * window_bytes(plan);
+  layout.staging = (layout.weights + (format.exact ? 2 : 1) * weight_bytes(plan) + 1023) / 1024 * 1024;
+  const int staged_pixels = plan.stores == Stores::kSingle ? 0 : 4 * kWarpgroups * kBoxPixels;
+  layout.x = layout.staging + staged_pixels * plan.tile_k * format.bytes;
+  layout.landing = layout.x + kStages * window_bytes(plan);
+  layout.end = layout.landing + (format.bytes == 4 ? 0 : plan.x_bytes / 4 * format.bytes);
   return layout;
 }
 
@@ -197,7 +209,7 @@ MODELNEW_HOST_DEVICE inline Quad locate_quad(const Params& params, int i) {
 
 // ---- Device code ----
 
-// Of a window: whether its bytes have come, whether its values are rounded, and whether all have read it.
+// Of a window: whether its bytes have come, whether its values are rounded or widened, and whether all have read it.
 struct Barriers {
   uint32_t full, rounded, empty;
 
@@ -207,7 +219,14 @@ struct Barriers {
 
 // -- Pack: w -> [step][quad][channel][term], by all threads --
 
-template <bool EXACT>
+__device__ __forceinline__ float load_wide(const float* from) { return __ldg(from); }
+
+template <typename T>
+__device__ __forceinline__ float load_wide(const T* from) {
+  return widen(T{__ldg(&from->bits)});
+}
+
+template <typename T, bool EXACT>
 __device__ __forceinline__ void pack_weights(const Params& params, int first_k, const SharedLayout& layout,
                                              uint8_t* smem) {
   const Correlation& of = params.of;
@@ -222,12 +241,12 @@ __device__ __forceinline__ void pack_weights(const Params& params, int first_k, 
     const int s = plan.lines ? term / of.in_channels : term;
     const int channel = plan.lines ? term - s * of.in_channels : quad.channel;
     const bool exists = i < plan.quads && term < plan.row_terms;
-    const float* const from = params.w_ptr + channel * of.w_stride_in + quad.r * of.w_stride_r + s * of.w_stride_s +
-                              (first_k + lane_id / 4) * of.w_stride_out;
+    const T* const from = static_cast<const T*>(params.w_ptr) + channel * of.w_stride_in + quad.r * of.w_stride_r +
+                          s * of.w_stride_s + (first_k + lane_id / 4) * of.w_stride_out;
     uint32_t* const to = reinterpret_cast<uint32_t*>(smem + layout.weights) + i * kQuad * plan.tile_k + lane_id;
 #pragma unroll 8
     for (int k = 0; k < plan.tile_k; k += 8) {
-      const float value = exists && k + lane_id / 4 < channels ? __ldg(from + k * of.w_stride_out) : 0.0f;
+      const float value = exists && k + lane_id / 4 < channels ? load_wide(from + k * of.w_stride_out) : 0.0f;
       uint32_t first, rest = 0;
       split<EXACT>(float_bits(value), first, rest);
       to[kQuad * k] = first;
@@ -235,41 +254,77 @@ __device__ __forceinline__ void pack_weights(const Params& params, int first_k, 
     }
   }
   if (params.bias_ptr != nullptr && static_cast<int>(threadIdx.x) < channels)
-    reinterpret_cast<float*>(smem + layout.bias)[threadIdx.x] = __ldg(params.bias_ptr + first_k + threadIdx.x);
+    reinterpret_cast<float*>(smem + layout.bias)[threadIdx.x] =
+        load_wide(static_cast<const T*>(params.bias_ptr) + first_k + threadIdx.x);
 }
 
-// -- Load and round x, by the last four warps --
+// -- Load and round or widen x, by the last four warps --
 
+// Single values of 16 bits, two neighbours a thread. All of a batch are on their way before one is waited for.
+template <typename T>
+__device__ __forceinline__ void load_pairs(const Params& params, const Tile& tile, int h, int w, uint32_t to) {
+  constexpr int BATCH = 4;
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const int of_line = plan.columns / 2, pairs = of_line * plan.rows * of.in_channels;
+  const T* const image = static_cast<const T*>(params.in_ptr) + tile.n * of.in_stride[0];
+#pragma unroll 1
+  for (int first = threadIdx.x % 128; first < pairs; first += BATCH * kLoadingThreads) {
+    uint32_t words[BATCH][2];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int pair = first + i * kLoadingThreads, line = quotient(pair, params.by_pairs);
+      const int channel = quotient(line, params.by_rows);
+      const int in_h = h + line - channel * plan.rows, in_w = w + 2 * (pair - line * of_line);
+      const bool row_exists = pair < pairs && in_h >= 0 && in_h < of.H;
+      const T* const from = image + channel * of.in_stride[1] + in_h * of.in_stride[2] + in_w * of.in_stride[3];
+      hopper::load_2(from, row_exists && in_w >= 0 && in_w < of.W, words[i][0]);
+      hopper::load_2(from + of.in_stride[3], row_exists && in_w >= -1 && in_w + 1 < of.W, words[i][1]);
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int pair = first + i * kLoadingThreads;
+      if (pair < pairs) hopper::store_shared(to + 4 * pair, words[i][0] | words[i][1] << 16);
+    }
+  }
+}
+
+template <typename T>
 __device__ __forceinline__ void load_window(const Params& params, const Tile& tile, uint32_t to, uint32_t full) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
   const int h = tile.p * of.stride_h - of.pad_h, w = tile.q * of.stride_w - of.pad_w;
   if (plan.in_box) {
     if (threadIdx.x % 128 != 0) return;
-    hopper::barrier_arrive_expecting(full, plan.x_bytes);
+    hopper::barrier_arrive_expecting(full, plan.x_bytes / 4 * static_cast<int>(sizeof(T)));
     if (plan.lines)
       hopper::load_box(params.in_map, to, w * of.in_channels - plan.lead, h, tile.n, 0, full);
     else
       hopper::load_box(params.in_map, to, w - plan.lead, h, 0, tile.n, full);
     return;
   }
-  // A warp takes a row.
-  const int lane_id = threadIdx.x % 32;
-  const int64_t step = 32 * of.in_stride[3];
-  const float* const image = params.in_ptr + tile.n * of.in_stride[0];
+  if constexpr (sizeof(T) == 2) {
+    load_pairs<T>(params, tile, h, w, to);
+    hopper::barrier_arrive(full);
+  } else {
+    // A warp takes a row.
+    const int lane_id = threadIdx.x % 32;
+    const int64_t step = 32 * of.in_stride[3];
+    const T* const image = static_cast<const T*>(params.in_ptr) + tile.n * of.in_stride[0];
 #pragma unroll 1
-  for (int line = threadIdx.x % 128 / 32; line < plan.rows * of.in_channels; line += kLoadingThreads / 32) {
-    const int channel = quotient(line, params.by_rows), in_h = h + line - channel * plan.rows;
-    const bool row_exists = in_h >= 0 && in_h < of.H;
-    const float* from = image + channel * of.in_stride[1] + in_h * of.in_stride[2] + (w + lane_id) * of.in_stride[3];
-    const uint32_t line_smem = to + 4 * line * plan.columns;
+    for (int line = threadIdx.x % 128 / 32; line < plan.rows * of.in_channels; line += kLoadingThreads / 32) {
+      const int channel = quotient(line, params.by_rows), in_h = h + line - channel * plan.rows;
+      const bool row_exists = in_h >= 0 && in_h < of.H;
+      const T* from = image + channel * of.in_stride[1] + in_h * of.in_stride[2] + (w + lane_id) * of.in_stride[3];
+      const uint32_t line_smem = to + 4 * line * plan.columns;
 #pragma unroll 4
-    for (int column = lane_id; column < plan.columns; column += 32, from += step) {
-      const bool exists = row_exists && static_cast<unsigned>(w + column) < static_cast<unsigned>(of.W);
-      hopper::copy_async<4>(line_smem + 4 * column, exists ? from : params.in_ptr, exists ? 4 : 0);
+      for (int column = lane_id; column < plan.columns; column += 32, from += step) {
+        const bool exists = row_exists && static_cast<unsigned>(w + column) < static_cast<unsigned>(of.W);
+        hopper::copy_async<4>(line_smem + 4 * column, exists ? from : params.in_ptr, exists ? 4 : 0);
+      }
     }
+    hopper::copies_arrive(full);
   }
-  hopper::copies_arrive(full);
 }
 
 __device__ __forceinline__ void round_window(const Plan& plan, uint8_t* window) {
@@ -285,8 +340,20 @@ __device__ __forceinline__ void round_window(const Plan& plan, uint8_t* window) 
   }
 }
 
-// The first window has been ordered.
-template <bool EXACT>
+template <typename T>
+__device__ __forceinline__ void widen_window(const Plan& plan, const uint8_t* landing, uint8_t* window) {
+  const auto low = [](uint32_t pair) { return float_bits(widen(T{static_cast<uint16_t>(pair & 0xffffu)})); };
+  const auto high = [](uint32_t pair) { return float_bits(widen(T{static_cast<uint16_t>(pair >> 16)})); };
+#pragma unroll 4
+  for (int i = threadIdx.x % 128; i < plan.x_bytes / 16; i += kLoadingThreads) {
+    const uint2 pairs = reinterpret_cast<const uint2*>(landing)[i];
+    reinterpret_cast<uint4*>(window)[i] = make_uint4(low(pairs.x), high(pairs.x), low(pairs.y), high(pairs.y));
+  }
+}
+
+// The first window has been ordered. Of values of 16 bits the next one comes while this one, widened, is multiplied,
+// and lies there when a place for it is free.
+template <typename T, bool EXACT>
 __device__ __forceinline__ void load(const Params& params, const SharedLayout& layout, uint8_t* smem, int first_tile,
                                      int tile_step) {
   const Plan& plan = params.plan;
@@ -295,30 +362,40 @@ __device__ __forceinline__ void load(const Params& params, const SharedLayout& l
   int count = 0;
 #pragma unroll 1
   for (int number = first_tile; number < plan.tiles; number += tile_step, ++count) {
+    const int stage = count % kStages, next = (count + 1) % kStages, phase = count / kStages & 1;
+    const Barriers barriers(base, stage), of_next(base, next);
     if constexpr (!EXACT) {
-      const int stage = count % kStages;
-      const Barriers barriers(base, stage);
-      hopper::barrier_wait(barriers.full, count / kStages & 1);
-      round_window(plan, smem + layout.x + stage * window_bytes(plan));
+      hopper::barrier_wait(barriers.full, phase);
+      uint8_t* const window = smem + layout.x + stage * window_bytes(plan);
+      if constexpr (sizeof(T) == 2) {
+        hopper::barrier_wait_idly(barriers.empty, phase ^ 1);
+        widen_window<T>(plan, smem + layout.landing, window);
+      } else {
+        round_window(plan, window);
+      }
       hopper::fence_async();  // before the next box comes here
       hopper::barrier_arrive(barriers.rounded);
     }
     if (number + tile_step >= plan.tiles) break;
-    const int next = (count + 1) % kStages;
-    const Barriers barriers(base, next);
-    hopper::barrier_wait_idly(barriers.empty, ((count + 1) / kStages & 1) ^ 1);
-    load_window(params, locate_tile(params, number + tile_step), base + layout.x + next * window_bytes(plan),
-                barriers.full);
+    uint32_t to = base + layout.landing;
+    if constexpr (sizeof(T) == 2) {
+      hopper::barrier_wait(barriers.rounded, phase);  // all have read what landed
+    } else {
+      hopper::barrier_wait_idly(of_next.empty, ((count + 1) / kStages & 1) ^ 1);
+      to = base + layout.x + next * window_bytes(plan);
+    }
+    load_window<T>(params, locate_tile(params, number + tile_step), to, of_next.full);
   }
 }
 
 // -- Multiply, and store --
 
 // One output by multiply-adds, a row of the filter at a time: for Inf and NaN.
+template <typename T>
 __device__ __noinline__ float exact_output(const Params& params, int n, int k, int p, int q) {
   const Correlation& of = params.of;
-  const float* const x = params.in_ptr + n * of.in_stride[0];
-  const float* const w = params.w_ptr + k * of.w_stride_out;
+  const T* const x = static_cast<const T*>(params.in_ptr) + n * of.in_stride[0];
+  const T* const w = static_cast<const T*>(params.w_ptr) + k * of.w_stride_out;
   float sum = 0;
 #pragma unroll 1
   for (int c = 0; c < of.in_channels; ++c) {
@@ -330,8 +407,8 @@ __device__ __noinline__ float exact_output(const Params& params, int n, int k, i
       for (int s = 0; s < of.S; ++s) {
         const int in_w = q * of.stride_w - of.pad_w + s * of.dilation_w;
         const bool exists = in_h >= 0 && in_h < of.H && in_w >= 0 && in_w < of.W;  // else 0, also times an Inf
-        row = fmaf(exists ? x[c * of.in_stride[1] + in_h * of.in_stride[2] + in_w * of.in_stride[3]] : 0.0f,
-                   w[c * of.w_stride_in + r * of.w_stride_r + s * of.w_stride_s], row);
+        row = fmaf(exists ? widen(x[c * of.in_stride[1] + in_h * of.in_stride[2] + in_w * of.in_stride[3]]) : 0.0f,
+                   widen(w[c * of.w_stride_in + r * of.w_stride_r + s * of.w_stride_s]), row);
       }
       sum += row;
     }
@@ -433,7 +510,7 @@ struct Outputs {
 };
 
 // Sums that are not finite, without a bias.
-template <int TILE_K>
+template <typename T, int TILE_K>
 __device__ __forceinline__ void repair(const Params& params, const Tile& tile, const Outputs& outputs, int first_k,
                                        Sums<TILE_K>& acc) {
   float probe = 0;
@@ -450,13 +527,13 @@ __device__ __forceinline__ void repair(const Params& params, const Tile& tile, c
     const int q = tile.q + (second ? outputs.column[1] : outputs.column[0]);
     const int k = first_k + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
     if (is_finite(sum) || k >= params.of.out_channels || p >= params.of.P || q >= params.of.Q) continue;
-    sum = exact_output(params, tile.n, k, p, q);
+    sum = exact_output<T>(params, tile.n, k, p, q);
 #pragma unroll
     for (int j = 0; j < TILE_K / 2; ++j) acc[j] = i == j ? sum : acc[j];
   }
 }
 
-template <int TILE_K>
+template <typename T, int TILE_K>
 __device__ __forceinline__ void store_single(const Params& params, const Tile& tile, const Outputs& outputs,
                                              int first_k, const float* bias, const Sums<TILE_K>& acc) {
   const Correlation& of = params.of;
@@ -465,27 +542,94 @@ __device__ __forceinline__ void store_single(const Params& params, const Tile& t
   for (int i = 0; i < 2; ++i) {
     const int p = tile.p + outputs.row[i], q = tile.q + outputs.column[i];
     if (!outputs.exist[i] || p >= of.P || q >= of.Q) continue;
-    float* const to = params.out_ptr + tile.n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3] +
-                      (first_k + channel) * of.out_stride[1];
+    T* const to = static_cast<T*>(params.out_ptr) + tile.n * of.out_stride[0] + p * of.out_stride[2] +
+                  q * of.out_stride[3] + (first_k + channel) * of.out_stride[1];
 #pragma unroll
     for (int j = 0; j < TILE_K / 8; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int k = 8 * j + channel + e;
         if (k < channels)
-          to[(8 * j + e) * of.out_stride[1]] = acc[4 * j + 2 * i + e] + (bias == nullptr ? 0.0f : bias[k]);
+          narrow(acc[4 * j + 2 * i + e] + (bias == nullptr ? 0.0f : bias[k]), to[(8 * j + e) * of.out_stride[1]]);
       }
     }
   }
 }
 
+// Channels in [channel / 8][output][channel % 2], as sums are, of a warp's 16 outputs as a box of [channel][pixel]: a
+// thread has two neighbouring pixels.
+template <typename T, int COUNT>
+__device__ __forceinline__ void stage_planes(uint8_t* box, const float (&values)[COUNT]) {
+  const int lane_id = threadIdx.x % 32, channel = lane_id % 4 * 2, pixel = lane_id / 4 * 2;
+  if constexpr (sizeof(T) == 4) {
+    // Piece number i, four pixels, of channel k lies at place i ^ k / 2 % 4 of its 64 bytes. Every other lane stages
+    // the second one of its two channels first, so that neighbouring lanes meet different halves of the banks.
+    const bool odd_first = lane_id % 2 != 0;
+    uint8_t* const to = box + (channel + odd_first) * 64 + (pixel / 4 ^ lane_id % 4) * 16 + pixel % 4 * 4;
+    const int to_other = odd_first ? -64 : 64;
+#pragma unroll
+    for (int j = 0; j < COUNT / 4; ++j) {
+      const float2 even = make_float2(values[4 * j], values[4 * j + 2]);
+      const float2 odd = make_float2(values[4 * j + 1], values[4 * j + 3]);
+      *reinterpret_cast<float2*>(to + 8 * j * 64) = odd_first ? odd : even;
+      *reinterpret_cast<float2*>(to + 8 * j * 64 + to_other) = odd_first ? even : odd;
+    }
+  } else {
+    // A channel's 32 bytes, as they are. Two lanes of four stage the second one of their channels first: channels 0, 2,
+    // 5 and 7 meet all banks.
+    const bool odd_first = lane_id % 4 >= 2;
+    uint8_t* const to = box + (channel + odd_first) * 32 + pixel * 2;
+    const int to_other = odd_first ? -32 : 32;
+#pragma unroll
+    for (int j = 0; j < COUNT / 4; ++j) {
+      const uint32_t even = narrow_pair(values[4 * j], values[4 * j + 2], T{});
+      const uint32_t odd = narrow_pair(values[4 * j + 1], values[4 * j + 3], T{});
+      *reinterpret_cast<uint32_t*>(to + 8 * j * 32) = odd_first ? odd : even;
+      *reinterpret_cast<uint32_t*>(to + 8 * j * 32 + to_other) = odd_first ? even : odd;
+    }
+  }
+}
+
+// The same as a box of [pixel][channel].
+template <typename T, int COUNT>
+__device__ __forceinline__ void stage_pixels(uint8_t* box, const float (&values)[COUNT]) {
+  const int lane_id = threadIdx.x % 32, channel = lane_id % 4 * 2, pixel = lane_id / 4 * 2;
+  if constexpr (sizeof(T) == 4) {
+    // Piece number i, four channels, of a pixel lies at place i ^ pixel % 8 of its 128 bytes.
+#pragma unroll
+    for (int j = 0; j < COUNT / 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        *reinterpret_cast<float2*>(box + (pixel + i) * 128 + ((2 * j + channel / 4) ^ (pixel + i) % 8) * 16 +
+                                   channel % 4 * 4) = make_float2(values[4 * j + 2 * i], values[4 * j + 2 * i + 1]);
+    }
+  } else {
+    // Piece number i, eight channels, of a pixel lies at place i ^ pixel % 8 of its 128 bytes, or of its 64 bytes at
+    // i ^ pixel / 2 % 4. Half of the lanes stage their second pixel first, so that pixels differ modulo 8.
+    constexpr int ROW = 4 * COUNT, PIECES = ROW / 16;
+    const bool odd_first = lane_id >= 16;
+    const int first = pixel + odd_first, other = pixel + !odd_first;
+#pragma unroll
+    for (int j = 0; j < COUNT / 4; ++j) {
+      const uint32_t even = narrow_pair(values[4 * j], values[4 * j + 1], T{});
+      const uint32_t odd = narrow_pair(values[4 * j + 2], values[4 * j + 3], T{});
+      const auto place = [&](int row) {
+        return reinterpret_cast<uint32_t*>(box + row * ROW + (j ^ row * ROW / 128 % PIECES) * 16 + channel * 2);
+      };
+      *place(first) = odd_first ? odd : even;
+      *place(other) = odd_first ? even : odd;
+    }
+  }
+}
+
 // A warp's 16 outputs, from number `first` of the tile on.
-template <int TILE_K>
+template <typename T, int TILE_K>
 __device__ __forceinline__ void store_boxes(const Params& params, const Tile& tile, int first, int first_k,
                                             const float* bias, uint8_t* staging, const Sums<TILE_K>& acc) {
+  constexpr int BYTES = sizeof(T), BOX_CHANNELS = box_channels(BYTES, TILE_K);
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const int lane_id = threadIdx.x % 32, channel = lane_id % 4 * 2, pixel = lane_id / 4 * 2;
+  const int lane_id = threadIdx.x % 32, channel = lane_id % 4 * 2;
   // Where they are: in the run of the image, or in a row.
   int row = 0, column;
   bool exist;
@@ -499,15 +643,15 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
     row += tile.p;
   }
 #pragma unroll
-  for (int chunk = 0; chunk < TILE_K / kBoxChannels; ++chunk) {
-    uint8_t* const box = staging + chunk * kBoxBytes;
-    float values[kBoxChannels / 2];
+  for (int chunk = 0; chunk < TILE_K / BOX_CHANNELS; ++chunk) {
+    uint8_t* const box = staging + chunk * kBoxPixels * BOX_CHANNELS * BYTES;
+    float values[BOX_CHANNELS / 2];
 #pragma unroll
-    for (int i = 0; i < kBoxChannels / 2; ++i) values[i] = acc[kBoxChannels / 2 * chunk + i];
+    for (int i = 0; i < BOX_CHANNELS / 2; ++i) values[i] = acc[BOX_CHANNELS / 2 * chunk + i];
     if (bias != nullptr) {
 #pragma unroll
-      for (int j = 0; j < kBoxChannels / 8; ++j) {
-        const float2 added = *reinterpret_cast<const float2*>(bias + kBoxChannels * chunk + 8 * j + channel);
+      for (int j = 0; j < BOX_CHANNELS / 8; ++j) {
+        const float2 added = *reinterpret_cast<const float2*>(bias + BOX_CHANNELS * chunk + 8 * j + channel);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           values[4 * j + 2 * i] += added.x;
@@ -515,35 +659,16 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
         }
       }
     }
-    if (lane_id == 0) hopper::bulk_stores_wait_read<TILE_K / kBoxChannels - 1>();
+    if (lane_id == 0) hopper::bulk_stores_wait_read<TILE_K / BOX_CHANNELS - 1>();
     __syncwarp();  // the box that was here has been read
-    if (plan.stores == Stores::kPlanes) {
-      // Piece number i, four pixels, of channel k lies at place i ^ k / 2 % 4 of its 64 bytes. Every other lane stages
-      // the second one of its two channels first, so that neighbouring lanes meet different halves of the banks.
-      const bool odd_first = lane_id % 2 != 0;
-      uint8_t* const to = box + (channel + odd_first) * 64 + (pixel / 4 ^ lane_id % 4) * 16 + pixel % 4 * 4;
-      const int to_other = odd_first ? -64 : 64;
-#pragma unroll
-      for (int j = 0; j < kBoxChannels / 8; ++j) {
-        const float2 even = make_float2(values[4 * j], values[4 * j + 2]);
-        const float2 odd = make_float2(values[4 * j + 1], values[4 * j + 3]);
-        *reinterpret_cast<float2*>(to + 8 * j * 64) = odd_first ? odd : even;
-        *reinterpret_cast<float2*>(to + 8 * j * 64 + to_other) = odd_first ? even : odd;
-      }
-    } else {
-      // Piece number i, four channels, of a pixel lies at place i ^ pixel % 8 of its 128 bytes.
-#pragma unroll
-      for (int j = 0; j < kBoxChannels / 8; ++j) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          *reinterpret_cast<float2*>(box + (pixel + i) * 128 + ((2 * j + channel / 4) ^ (pixel + i) % 8) * 16 +
-                                     channel % 4 * 4) = make_float2(values[4 * j + 2 * i], values[4 * j + 2 * i + 1]);
-      }
-    }
+    if (plan.stores == Stores::kPlanes)
+      stage_planes<T>(box, values);
+    else
+      stage_pixels<T>(box, values);
     hopper::fence_async();
     __syncwarp();  // all of it is staged
     if (lane_id == 0) {
-      const int k = first_k + kBoxChannels * chunk;
+      const int k = first_k + BOX_CHANNELS * chunk;
       if (exist && k < of.out_channels) {
         if (plan.stores == Stores::kPlanes)
           hopper::store_box<false>(params.out_map, box, column, row, k, tile.n);
@@ -555,7 +680,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
   }
 }
 
-template <bool EXACT, int TILE_K>
+template <typename T, bool EXACT, int TILE_K>
 __device__ __forceinline__ void compute(const Params& params, const SharedLayout& layout, uint8_t* smem, int warpgroup,
                                         int first_k, int first_tile, int tile_step) {
   const Plan& plan = params.plan;
@@ -563,7 +688,8 @@ __device__ __forceinline__ void compute(const Params& params, const SharedLayout
   const int warp_id = hopper::uniform(threadIdx.x % 128 / 32), lane_id = threadIdx.x % 32;
   const uint32_t weights = hopper::descriptor(base + layout.weights, 16 * TILE_K);
   const float* const bias = params.bias_ptr == nullptr ? nullptr : reinterpret_cast<const float*>(smem + layout.bias);
-  uint8_t* const staging = smem + layout.staging + (warpgroup * 4 + warp_id) * (TILE_K / kBoxChannels) * kBoxBytes;
+  uint8_t* const staging =
+      smem + layout.staging + (warpgroup * 4 + warp_id) * kBoxPixels * TILE_K * static_cast<int>(sizeof(T));
   const int blocks_m = (plan.tile_p * plan.tile_q + kBlock - 1) / kBlock;
   // Of a single row or column the stride may be any.
   const uint32_t row_bytes = 4u * params.of.stride_h * plan.columns,
@@ -589,26 +715,26 @@ __device__ __forceinline__ void compute(const Params& params, const SharedLayout
       else
         multiply<TILE_K>(params, pixel, weights, acc);
       if (block + kWarpgroups >= blocks_m) hopper::barrier_arrive(barriers.empty);
-      repair<TILE_K>(params, tile, outputs, first_k, acc);
+      repair<T, TILE_K>(params, tile, outputs, first_k, acc);
       __syncwarp();  // wgmma wants whole warps
       if (plan.stores == Stores::kSingle)
-        store_single<TILE_K>(params, tile, outputs, first_k, bias, acc);
+        store_single<T, TILE_K>(params, tile, outputs, first_k, bias, acc);
       else
-        store_boxes<TILE_K>(params, tile, first, first_k, bias, staging, acc);
+        store_boxes<T, TILE_K>(params, tile, first, first_k, bias, staging, acc);
     }
     if (warpgroup >= blocks_m) hopper::barrier_arrive(barriers.empty);
   }
   if (lane_id == 0) hopper::bulk_stores_wait_read<0>();  // shared memory stays until then
 }
 
-template <bool EXACT, int TILE_K>
+template <typename T, bool EXACT, int TILE_K>
 __global__ void __launch_bounds__(kThreads, 1) stem_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_stem_smem[];
   uint8_t* const smem = modelnew_stem_smem;
   const Plan& plan = params.plan;
   const uint32_t base = hopper::smem_address(smem);
-  const SharedLayout layout = shared_layout(plan, EXACT);
+  const SharedLayout layout = shared_layout(plan, Format{sizeof(T), EXACT});
   // Blocks of different channels take the same tiles at the same time, so that x comes from memory once.
   const int first_tile = blockIdx.x / plan.tiles_k, tile_step = gridDim.x / plan.tiles_k;
   const int first_k = (blockIdx.x - first_tile * plan.tiles_k) * TILE_K;
@@ -625,17 +751,18 @@ __global__ void __launch_bounds__(kThreads, 1) stem_kernel(const __grid_constant
   }
   __syncthreads();  // barriers are there
   if (warpgroup == kWarpgroups)
-    load_window(params, locate_tile(params, first_tile), base + layout.x, Barriers(base, 0).full);
-  pack_weights<EXACT>(params, first_k, layout, smem);
+    load_window<T>(params, locate_tile(params, first_tile), base + (sizeof(T) == 2 ? layout.landing : layout.x),
+                   Barriers(base, 0).full);
+  pack_weights<T, EXACT>(params, first_k, layout, smem);
   // wgmma reads them.
   hopper::fence_async();
   __syncthreads();  // weights are there
   if (warpgroup == kWarpgroups) {
     hopper::registers_give_back<kLoadingRegisters>();
-    load<EXACT>(params, layout, smem, first_tile, tile_step);
+    load<T, EXACT>(params, layout, smem, first_tile, tile_step);
   } else {
     hopper::registers_take<kMultiplyingRegisters>();
-    compute<EXACT, TILE_K>(params, layout, smem, warpgroup, first_k, first_tile, tile_step);
+    compute<T, EXACT, TILE_K>(params, layout, smem, warpgroup, first_k, first_tile, tile_step);
   }
 #endif
 }
@@ -657,9 +784,9 @@ struct Alignment {
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// One product is asked for with 64 and 128 output channels.
 constexpr int kTileChannels[] = {32, 64};
-constexpr int kLeastTileChannels[] = {64, 32};  // [exact]
+// One product of fp32 tensors is asked for with 64 and 128 output channels.
+inline int least_tile_channels(const Format& format) { return format.bytes == 4 && !format.exact ? 64 : 32; }
 constexpr int kMostTileRows = 16;               // more of them are slower, see above
 constexpr int kMostBoxSide = 256;
 
@@ -678,13 +805,15 @@ struct StepCycles {
   double shared, alone;
 };
 
+// One product in tiles of 32 channels, of 16 bits, has not been measured.
 inline StepCycles step_cycles(bool exact, int tile_k) {
   return !exact ? StepCycles{38, 75} : tile_k == 32 ? StepCycles{105, 240} : StepCycles{140, 700};
 }
 
-inline bool complete(const Correlation& of, bool exact, const Device& device, const Alignment& address, int tile_k,
-                     int tile_p, int tile_q, Plan& plan) {
-  const auto fours = [](int64_t stride, int64_t size) { return size == 1 || (stride % 4 == 0 && stride > 0); };
+inline bool complete(const Correlation& of, const Format& format, const Device& device, const Alignment& address,
+                     int tile_k, int tile_p, int tile_q, Plan& plan) {
+  const int piece = 16 / format.bytes;  // values of 16 bytes
+  const auto whole = [&](int64_t stride, int64_t size) { return size == 1 || (stride % piece == 0 && stride > 0); };
   plan = Plan{};
   plan.tile_k = tile_k;
   plan.tile_p = tile_p;
@@ -714,21 +843,22 @@ inline bool complete(const Correlation& of, bool exact, const Device& device, co
                             int64_t{kQuad * plan.row_quads - 1} * plan.term_words + 1;
     const int64_t planes = lines ? 1 : of.in_channels;
     if (columns > kSharedBytes || rows > kSharedBytes || planes * rows * columns > kSharedBytes / 4) return false;
-    plan.columns = round_up(static_cast<int>(columns), 4);
+    plan.columns = round_up(static_cast<int>(columns), piece);
     return true;
   };
   // Tiles are whole rows, or of a multiple of 16 columns: all their boxes start alike.
   const auto set_box = [&](bool lines) {
     const int64_t words = lines ? of.in_channels : 1;  // of a pixel
     if ((of.W + 2 * int64_t{of.pad_w}) * words + kMostBoxSide >= int64_t{1} << 31) return false;
-    return set_columns(lines, static_cast<int>((4 - of.pad_w * words % 4) % 4)) && plan.columns <= kMostBoxSide;
+    const int lead = static_cast<int>((piece - of.pad_w * words % piece) % piece);
+    return set_columns(lines, lead) && plan.columns <= kMostBoxSide;
   };
   const bool aligned_rows =
-      address.in % 16 == 0 && fours(of.in_stride[0], of.N) && fours(of.in_stride[2], of.H) && rows <= kMostBoxSide;
+      address.in % 16 == 0 && whole(of.in_stride[0], of.N) && whole(of.in_stride[2], of.H) && rows <= kMostBoxSide;
   // Boxes end where rows do if these are of 16 bytes: what was behind the last row of 462 outputs was overwritten.
-  const bool planes = of.in_stride[3] == 1 && of.W % 4 == 0 && fours(of.in_stride[1], of.in_channels);
+  const bool planes = of.in_stride[3] == 1 && of.W % piece == 0 && whole(of.in_stride[1], of.in_channels);
   const bool lines = of.in_stride[1] == 1 && of.in_stride[3] == of.in_channels && dilation_w == 1 &&
-                     int64_t{of.W} * of.in_channels % 4 == 0;
+                     int64_t{of.W} * of.in_channels % piece == 0;
   plan.in_box = aligned_rows && (planes ? set_box(false) : lines && set_box(true));
   if (!plan.in_box && !set_columns(false, 0)) return false;
   plan.rows = static_cast<int>(rows);
@@ -738,7 +868,7 @@ inline bool complete(const Correlation& of, bool exact, const Device& device, co
   if (quads > kMostQuads) return false;
   plan.quads = static_cast<int>(quads);
   const int groups = static_cast<int>(ceil_div(plan.quads, 2 * kGroupSteps));
-  plan.steps = exact ? static_cast<int>(ceil_div(plan.quads, 2)) : (groups | 1) * kGroupSteps;
+  plan.steps = format.exact ? static_cast<int>(ceil_div(plan.quads, 2)) : (groups | 1) * kGroupSteps;
   if (2 * plan.steps > kMostQuads) return false;
 
   // y: 16 outputs of a box are neighbours in a run of whole rows, or in a row.
@@ -747,47 +877,47 @@ inline bool complete(const Correlation& of, bool exact, const Device& device, co
   const bool dense =
       (of.P == 1 || of.out_stride[2] == of.Q * pixel) && (int64_t{of.P} + kMostTileRows) * of.Q < int64_t{1} << 31;
   plan.run = tile_q == of.Q && dense && (plan.tiles_p == 1 || tile_p * tile_q % kBoxPixels == 0);
-  const bool in_rows = tile_q % kBoxPixels == 0 && fours(of.out_stride[2], of.P);
+  const bool in_rows = tile_q % kBoxPixels == 0 && whole(of.out_stride[2], of.P);
   const int64_t row = plan.run ? int64_t{of.P} * of.Q : of.Q;  // of outputs that are neighbours
-  const bool aligned_out = address.out % 16 == 0 && fours(of.out_stride[0], of.N) &&
-                           (channels_last ? of.out_channels % 4 == 0 && fours(of.out_stride[3], row)
-                                          : (of.Q == 1 || of.out_stride[3] == 1) && row % 4 == 0 &&
-                                                fours(of.out_stride[1], of.out_channels));
+  const bool aligned_out = address.out % 16 == 0 && whole(of.out_stride[0], of.N) &&
+                           (channels_last ? of.out_channels % piece == 0 && whole(of.out_stride[3], row)
+                                          : (of.Q == 1 || of.out_stride[3] == 1) && row % piece == 0 &&
+                                                whole(of.out_stride[1], of.out_channels));
   plan.stores = !aligned_out || !(plan.run || in_rows) ? Stores::kSingle
                 : channels_last                        ? Stores::kChannelsLast
                                                        : Stores::kPlanes;
-  plan.smem_bytes = shared_layout(plan, exact).end;
+  plan.smem_bytes = shared_layout(plan, format).end;
   if (plan.smem_bytes > kSharedBytes) return false;
 
   const int64_t blocks_m = ceil_div(tile_p * tile_q, kBlock);
-  const StepCycles step = step_cycles(exact, tile_k);
-  const double store = 4.0 * kBlock * tile_k / (plan.stores == Stores::kSingle ? kSingleRate : kStoreRate);
+  const StepCycles step = step_cycles(format.exact, tile_k);
+  const double store = kBlock * tile_k * (plan.stores == Stores::kSingle ? 4 / kSingleRate : format.bytes / kStoreRate);
   const double lines_of_a_warp = static_cast<double>(window_planes) * plan.rows / (kLoadingThreads / 32);
-  const double load = plan.in_box ? plan.x_bytes / kLoadRate
+  const double load = plan.in_box ? plan.x_bytes / 4.0 * format.bytes / kLoadRate
                                   : lines_of_a_warp * (kLineCycles + kWordsCycles * ceil_div(plan.columns, 32));
   const double shared = static_cast<double>(blocks_m) * (kBlockCycles + plan.steps * step.shared + store);
   const double alone =
       static_cast<double>(ceil_div(blocks_m, kWarpgroups)) * (kAloneCycles + plan.steps * step.alone + 2 * store);
-  plan.cycles = kCallCycles + weight_bytes(plan) * (exact ? 2 : 1) / kPackRate + load +
+  plan.cycles = kCallCycles + weight_bytes(plan) * (format.exact ? 2 : 1) / kPackRate + load +
                 static_cast<double>(ceil_div(plan.tiles, of_same_channels) * ceil_div(plan.blocks, device.sms)) *
                     (kTileCycles + std::max({load, shared, alone}));
   return true;
 }
 
-inline bool make_plan(const Correlation& of, bool exact, const Device& device, const Alignment& address, Plan& best,
-                      int forced_tile_k = 0, int forced_tile_p = 0, int forced_tile_q = 0) {
+inline bool make_plan(const Correlation& of, const Format& format, const Device& device, const Alignment& address,
+                      Plan& best, int forced_tile_k = 0, int forced_tile_p = 0, int forced_tile_q = 0) {
   bool found = false;
   const auto consider = [&](int tile_k, int tile_p, int tile_q) {
     if (forced_tile_p > 0 && tile_p != forced_tile_p) return;
     if (forced_tile_q > 0 && tile_q != forced_tile_q) return;
     Plan plan;
-    if (!complete(of, exact, device, address, tile_k, tile_p, tile_q, plan)) return;
+    if (!complete(of, format, device, address, tile_k, tile_p, tile_q, plan)) return;
     if (found && plan.cycles >= best.cycles) return;
     best = plan;
     found = true;
   };
   for (int tile_k : kTileChannels) {
-    const int least = kLeastTileChannels[exact];
+    const int least = least_tile_channels(format);
     if (tile_k < least || (forced_tile_k > 0 ? tile_k != forced_tile_k : tile_k > least && of.out_channels <= least))
       continue;
     for (int tile_p = 1; tile_p <= std::min(of.P, kMostTileRows); ++tile_p) {
@@ -803,10 +933,14 @@ inline bool make_plan(const Correlation& of, bool exact, const Device& device, c
 // Null, or why not. Without a GPU: the sizes alone decide.
 inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (op != Operator::kFprop) return "it computes outputs only";
-  if (problem.dtype != DType::kFloat32) return "it has float32 only";
+  if (problem.dtype == DType::kFloat64) return "it has no float64";
   if (problem.groups != 1) return "it takes one group only";
   if (problem.C > kMostChannels) return "it takes up to 7 input channels only";
   return nullptr;
+}
+
+inline Format format_of(const Problem& problem, Operator op) {
+  return {element_bytes(problem.dtype), problem.dtype == DType::kFloat32 && !uses_tf32(problem, op)};
 }
 
 struct Planned {
@@ -822,7 +956,7 @@ inline const Planned& plan_of(const Problem& problem, Operator op, const Alignme
   return memo.get(key_of(problem, op, address.in, 0, address.out, gpu, device.sms), [&] {
     Planned planned{};
     planned.of = correlation_of_problem(problem, op);
-    planned.found = make_plan(planned.of, !uses_tf32(problem, op), device, address, planned.plan);
+    planned.found = make_plan(planned.of, format_of(problem, op), device, address, planned.plan);
     return planned;
   });
 }
@@ -837,7 +971,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
     const Correlation of = correlation_of_problem(problem, op);
     Plan plan;
     for (const Alignment& address : {Alignment{0, 0}, Alignment{0, 4}, Alignment{4, 0}, Alignment{4, 4}})
-      if (!make_plan(of, !uses_tf32(problem, op), device, address, plan)) return false;
+      if (!make_plan(of, format_of(problem, op), device, address, plan)) return false;
     return true;
   });
   return fits ? nullptr : "it finds no tile that fits into shared memory beside its weights, or more than 2^30 of them";
@@ -852,9 +986,14 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 // quads are many and half empty: 7 to 64 channels, 16 images, 5x5, 128x128, 136 / 120, and 9x1, 224x224, 262 / 162; and
 // 8x8 at stride 8, 3 to 64 channels, 64x64, 256 images, 24.6 / 22.0. Up to 4 channels out have not been tried.
 //
-// By this engine / by depthwise, us, 50e2896: 64 images of 128x128, 3x3, one channel to 8, 16, 31 and 40, 40.8, 41.1,
+// By this engine / by depthwise, fp32, us, 50e2896: 64 images of 128x128, 3x3, one channel to 8, 16, 31 and 40, 40.8, 41.1,
 // 41.9 and 57.6 / 24.1, 35.4, 61.0 and 74.6; 256 images of 28x28, 5x5 to 16 channels 20.6 / 22.9.
 constexpr int64_t kFewOutputs = int64_t{1} << 20;
+
+// Of 16 bits direct takes what this engine leaves, mma none. Not measured: direct computes 7 to 8 multiply-adds a
+// picosecond (7x7 at stride 2 to 64 channels, 224x224, 32 and 256 images, channels_last, fp16, H100, 2026-11-26, 536 us
+// and 3.83 ms); with so few it takes about as long as a call of this engine that has hardly any work.
+constexpr double kFewMultiplyAdds = 1 << 26;
 
 // Large filters at a large stride: so few outputs read a window that hardly any of it is multiplied at a time. Not
 // measured: by the estimates of both, this engine's / mma's, full accuracy, 32 images, us, 14x14 at stride 7 to 256
@@ -865,6 +1004,8 @@ inline const char* yields(const Problem& problem, Operator op) {
   if (direct_has_points(problem, op)) return "direct reads every pixel just once";
   if (problem.K <= 4) return "mma or direct may be faster with few output channels";
   if (problem.C == 1 && problem.K <= 16) return "depthwise is faster with few channels out of one";
+  if (problem.dtype != DType::kFloat32)
+    return multiply_adds(problem) <= kFewMultiplyAdds ? "direct may be faster with few multiply-adds" : nullptr;
   if (problem.N * problem.K * problem.P * problem.Q <= kFewOutputs) return "mma is faster with few outputs";
   if (kMmaEngine.refusal(problem, op) == nullptr && cycles(problem, op) > kFarSlower * kMmaEngine.cycles(problem, op))
     return "mma is faster with filters that fill shared memory";
@@ -882,6 +1023,7 @@ inline void set_numbers(Params& params) {
   params.by_rows = make_divisor(plan.rows);
   params.by_filter_quads = make_divisor(int64_t{of.R} * plan.row_quads);
   params.by_row_quads = make_divisor(plan.row_quads);
+  params.by_pairs = make_divisor((plan.columns + 1) / 2);
   for (int i = 0; i < plan.quads; ++i) {
     const Quad quad = locate_quad(params, i);
     const int row = quad.channel * plan.rows + quad.r * of.dilation_h;
@@ -892,17 +1034,20 @@ inline void set_numbers(Params& params) {
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 // x and y as boxes want them.
-inline cudaError_t make_maps(Params& params) {
+inline cudaError_t make_maps(int value_bytes, Params& params) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const auto bytes = [](int64_t stride, int64_t size) { return static_cast<uint64_t>(size > 1 ? 4 * stride : 16); };
+  const auto bytes = [&](int64_t stride, int64_t size) {
+    return static_cast<uint64_t>(size > 1 ? value_bytes * stride : 16);
+  };
   const uint64_t N = of.N;
   if (plan.in_box) {
     const uint64_t C = of.in_channels, H = of.H, W = of.W;
     const uint64_t row = bytes(of.in_stride[2], of.H), image = bytes(of.in_stride[0], of.N);
     const uint32_t columns = plan.columns, rows = plan.rows, channels = of.in_channels;
     const auto make = [&](const uint64_t (&sizes)[4], const uint64_t (&strides)[3], const uint32_t (&box)[4]) {
-      return hopper::make_box_map(hopper::BoxUse::kLoad, params.in_ptr, 4, sizes, strides, box, params.in_map);
+      return hopper::make_box_map(hopper::BoxUse::kLoad, params.in_ptr, value_bytes, sizes, strides, box,
+                                  params.in_map);
     };
     const cudaError_t error = plan.lines ? make({W * C, H, N, 1}, {row, image, 16}, {columns, rows, 1, 1})
                                          : make({W, H, C, N}, {row, bytes(of.in_stride[1], of.in_channels), image},
@@ -913,20 +1058,23 @@ inline cudaError_t make_maps(Params& params) {
   const uint64_t K = of.out_channels, P = plan.run ? 1 : of.P;
   const uint64_t Q = plan.run ? static_cast<uint64_t>(of.P) * of.Q : of.Q;
   const uint64_t row = bytes(of.out_stride[2], P), image = bytes(of.out_stride[0], of.N);
-  const auto make = [&](hopper::BoxUse use, const uint64_t (&sizes)[4], const uint64_t (&strides)[3],
-                        const uint32_t (&box)[4]) {
-    return hopper::make_box_map(use, params.out_ptr, 4, sizes, strides, box, params.out_map);
+  const uint32_t channels = box_channels(value_bytes, plan.tile_k);
+  const bool planes = plan.stores == Stores::kPlanes;
+  const uint32_t row_bytes = (planes ? kBoxPixels : channels) * value_bytes;
+  const hopper::BoxUse use = row_bytes == 128  ? hopper::BoxUse::kStore
+                             : row_bytes == 64 ? hopper::BoxUse::kStoreHalves
+                                               : hopper::BoxUse::kStoreQuarters;
+  const auto make = [&](const uint64_t (&sizes)[4], const uint64_t (&strides)[3], const uint32_t (&box)[4]) {
+    return hopper::make_box_map(use, params.out_ptr, value_bytes, sizes, strides, box, params.out_map);
   };
-  if (plan.stores == Stores::kPlanes)
-    return make(hopper::BoxUse::kStoreHalves, {Q, P, K, N}, {row, bytes(of.out_stride[1], of.out_channels), image},
-                {kBoxPixels, 1, kBoxChannels, 1});
-  return make(hopper::BoxUse::kStore, {K, Q, P, N}, {bytes(of.out_stride[3], Q), row, image},
-              {kBoxChannels, kBoxPixels, 1, 1});
+  return planes ? make({Q, P, K, N}, {row, bytes(of.out_stride[1], of.out_channels), image},
+                       {kBoxPixels, 1, channels, 1})
+                : make({K, Q, P, N}, {bytes(of.out_stride[3], Q), row, image}, {channels, kBoxPixels, 1, 1});
 }
 
-template <bool EXACT, int TILE_K>
+template <typename T, bool EXACT, int TILE_K>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  const auto kernel = stem_kernel<EXACT, TILE_K>;
+  const auto kernel = stem_kernel<T, EXACT, TILE_K>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
   if (error != cudaSuccess) return error;
@@ -934,29 +1082,35 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <bool EXACT>
+template <typename T, bool EXACT>
 cudaError_t run(Params& params, cudaStream_t stream) {
   set_numbers(params);
-  const cudaError_t error = make_maps(params);
+  const cudaError_t error = make_maps(sizeof(T), params);
   if (error != cudaSuccess) return error;
-  if constexpr (EXACT) {
-    if (params.plan.tile_k == 32) return run_kernel<EXACT, 32>(params, stream);
+  if constexpr (EXACT || sizeof(T) == 2) {
+    if (params.plan.tile_k == 32) return run_kernel<T, EXACT, 32>(params, stream);
   }
-  return run_kernel<EXACT, 64>(params, stream);
+  return run_kernel<T, EXACT, 64>(params, stream);
+}
+
+inline cudaError_t run(DType dtype, bool exact, Params& params, cudaStream_t stream) {
+  if (dtype == DType::kFloat16) return run<Half, false>(params, stream);
+  if (dtype == DType::kBFloat16) return run<BFloat16, false>(params, stream);
+  return exact ? run<float, true>(params, stream) : run<float, false>(params, stream);
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
   Params params{};
-  params.in_ptr = static_cast<const float*>(pointers.x);
-  params.w_ptr = static_cast<const float*>(pointers.w);
-  params.bias_ptr = static_cast<const float*>(pointers.bias);
-  params.out_ptr = static_cast<float*>(pointers.out);
+  params.in_ptr = pointers.x;
+  params.w_ptr = pointers.w;
+  params.bias_ptr = pointers.bias;
+  params.out_ptr = pointers.out;
   const Alignment address{reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.out)};
   const Planned& planned = plan_of(problem, op, address);
   if (!planned.found) return cudaErrorInvalidConfiguration;
   params.of = planned.of;
   params.plan = planned.plan;
-  return uses_tf32(problem, op) ? run<false>(params, stream) : run<true>(params, stream);
+  return run(problem.dtype, format_of(problem, op).exact, params, stream);
 }
 
 #endif  // launchers
@@ -967,8 +1121,8 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   snprintf(text, text_size,
            "%s, tile of %d channels x %d x %d pixels, %d steps of 8 terms, %d bytes of shared memory, x by %s, y by "
            "%s, %lld tiles for %d blocks, about %.3g Mcycles",
-           uses_tf32(problem, op) ? "one product" : "three products of parts", plan.tile_k, plan.tile_p, plan.tile_q,
-           plan.steps, plan.smem_bytes,
+           format_of(problem, op).exact ? "three products of parts" : "one product", plan.tile_k, plan.tile_p,
+           plan.tile_q, plan.steps, plan.smem_bytes,
            !plan.in_box ? "single values"
            : plan.lines ? "boxes of lines"
                         : "boxes",
