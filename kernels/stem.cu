@@ -1,5 +1,5 @@
-// stem engine: few input channels on Hopper's tensor cores, for fp32 tensors: the first layer of a network. One launch,
-// no workspace. Deterministic: one sum an output, in one order.
+// stem engine: few input channels on Hopper's tensor cores, for fp32, fp16 and bf16 tensors: the first layer of a
+// network. One launch, no workspace. Deterministic: one sum an output, in one order.
 //
 // GEMM view: rows = output pixels, columns = output channels, reduction = (channel, r, quad, term). A quad is four
 // neighbouring taps of a row of the filter; the last one of a row is filled up with zero weights. Channels that are
@@ -27,10 +27,20 @@
 //   16 warps   four warpgroups, each with every fourth block of 64 outputs: operands from the window, wgmma, then each
 //              warp stages and stores its own 16 outputs
 //   4 warps    one thread orders boxes of x; under the TF32 contract all of them round the window in place, once for
-//              each value and not for each of its products. They load words where no box can
+//              each value and not for each of its products. They load single values where no box can
 //
 //   memory --box--> window --(rounded)--> registers --> wgmma --> registers --> staging --boxes--> memory
 //                                w, resident ------------^
+//
+// Tensors of 16 bits take one product, which is exact: TF32 has 8 bits of exponent and 10 of mantissa, so that all that
+// fp16 and bf16 hold, also what is subnormal there, are operands as they are. Their boxes come to a landing of their
+// own; the four warps widen what is there into a window, where rounding stands above, and the landing is free for the
+// next box. Weights and bias are widened as they are packed, sums narrowed as they are staged: once, to nearest even.
+//
+//   memory --box--> landing --(widened)--> window --> registers --> wgmma --> ...
+//
+// (wgmma of 16-bit operands takes twice as many terms at a time, but these come in words of two, and a pixel of three
+// values starts within a word every other time. Not tried.)
 //
 // Full fp32 accuracy takes three products: v = first + rest, both TF32, and rest*first + first*rest + first*first, of 8
 // terms at a time, which are then added up by ordinary additions, because the tensor core truncates (as in mma.cu).
@@ -39,11 +49,12 @@
 // value near the largest rounds to Inf. Whatever is not finite at the end is computed again, by multiply-adds, in
 // exact_output.
 //
-// y is stored by boxes of 16 pixels x 32 channels, in either memory format, so that each warp goes on by itself. Which
-// row of the operand is which output is free: a lane's two rows are neighbouring pixels, staged by 8 bytes.
+// y is stored by boxes of 16 pixels x 32 channels (of 16 bits, all channels of the tile), in either memory format, so
+// that each warp goes on by itself. Which row of the operand is which output is free: a lane's two rows are
+// neighbouring pixels, staged by 8 bytes (of 16 bits, by 4).
 //
-// What bounds it (H200, 2026-11-23, revisions in the making, in a driver, caches cold, us; beside it without storing,
-// and its bytes at 4.2 TB/s):
+// What bounds it, of fp32 tensors (H200, 2026-11-23, revisions in the making, in a driver, caches cold, us; beside it
+// without storing, and its bytes at 4.2 TB/s):
 //
 //                                             this engine   not stored   bytes   mma
 //   7x7, 3 to 64, stride 2, 224x224, one product
@@ -791,9 +802,9 @@ constexpr int kMostTileRows = 16;               // more of them are slower, see 
 constexpr int kMostBoxSide = 256;
 
 // Constants of the estimate, in cycles of an SM at 1.75 GHz, by hand, from the times of tiles of many shapes for a
-// dozen problems (H200, 2026-11-23). Where x and y went by boxes the tile that it chose was at most 8% slower than the
-// fastest one, with constants of revisions in the making; by single values up to 40% (3x3 to 64 channels, 127x127, 64
-// images, 334 / 241 us).
+// dozen problems of fp32 tensors (H200, 2026-11-23). Where x and y went by boxes the tile that it chose was at most 8%
+// slower than the fastest one, with constants of revisions in the making; by single values up to 40% (3x3 to 64
+// channels, 127x127, 64 images, 334 / 241 us). Of 16 bits none has been measured.
 constexpr double kCallCycles = 9000, kTileCycles = 500, kBlockCycles = 250;
 constexpr double kAloneCycles = 800;  // of a block of outputs by a warpgroup that waits for nothing else
 // Bytes a cycle.
@@ -805,7 +816,7 @@ struct StepCycles {
   double shared, alone;
 };
 
-// One product in tiles of 32 channels, of 16 bits, has not been measured.
+// One product in tiles of 32 channels, of 16 bits, is taken for no faster than of 64: not measured.
 inline StepCycles step_cycles(bool exact, int tile_k) {
   return !exact ? StepCycles{38, 75} : tile_k == 32 ? StepCycles{105, 240} : StepCycles{140, 700};
 }
@@ -986,8 +997,8 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 // quads are many and half empty: 7 to 64 channels, 16 images, 5x5, 128x128, 136 / 120, and 9x1, 224x224, 262 / 162; and
 // 8x8 at stride 8, 3 to 64 channels, 64x64, 256 images, 24.6 / 22.0. Up to 4 channels out have not been tried.
 //
-// By this engine / by depthwise, fp32, us, 50e2896: 64 images of 128x128, 3x3, one channel to 8, 16, 31 and 40, 40.8, 41.1,
-// 41.9 and 57.6 / 24.1, 35.4, 61.0 and 74.6; 256 images of 28x28, 5x5 to 16 channels 20.6 / 22.9.
+// By this engine / by depthwise, us, 50e2896, fp32: 64 images of 128x128, 3x3, one channel to 8, 16, 31 and 40, 40.8,
+// 41.1, 41.9 and 57.6 / 24.1, 35.4, 61.0 and 74.6; 256 images of 28x28, 5x5 to 16 channels 20.6 / 22.9.
 constexpr int64_t kFewOutputs = int64_t{1} << 20;
 
 // Of 16 bits direct takes what this engine leaves, mma none. Not measured: direct computes 7 to 8 multiply-adds a
