@@ -10391,7 +10391,7 @@ RTC_HEADERS = {
         namespace modelnew {
         namespace hopper {
         struct BoxMap;
-        enum class BoxUse { kStore, kStoreHalves, kLoad, kLoadRows, kLoadHalves };
+        enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves };
         template <class... T> cudaError_t make_box_map(T&&...) { return cudaSuccess; }
         template <class... T> cudaError_t make_columns_map(T&&...) { return cudaSuccess; }
         template <class Kernel, class... Params>
