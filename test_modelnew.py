@@ -9400,7 +9400,8 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, con
   if (int64_t{plan.tiles_k} * plan.tile_k < of.out_channels || (plan.tiles_k - 1) * plan.tile_k >= of.out_channels)
     return "tiles of channels";
   if (2 * plan.steps < plan.quads || plan.quads > kMostQuads || 2 * plan.steps > kMostQuads) return "steps";
-  if (!exact && (plan.steps % kGroupSteps || plan.steps / kGroupSteps % 2 == 0)) return "groups of steps";
+  if (!exact && plan.steps % kGroupSteps) return "groups of steps";
+  if (!exact && format.bytes == 4 && plan.steps / kGroupSteps % 2 == 0) return "groups of two";
   return plan.cycles > 0 ? "" : "no estimate";
 }
 

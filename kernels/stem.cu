@@ -442,7 +442,7 @@ __device__ __forceinline__ void load_words(const Params& params, const uint32_t 
   }
 }
 
-template <int TILE_K>
+template <typename T, int TILE_K>
 __device__ __forceinline__ void multiply(const Params& params, const uint32_t (&pixel)[2], uint32_t weights,
                                          Sums<TILE_K>& acc) {
   uint32_t a[2][kGroupSteps][4];
@@ -457,11 +457,14 @@ __device__ __forceinline__ void multiply(const Params& params, const uint32_t (&
     hopper::wgmma_commit();
   };
   order(0, a[0], true);
-  // Groups are of an odd number.
+  // Of fp32 groups are of an odd number: with one product there are 7x7 filters of 3 channels only.
 #pragma unroll 1
   for (int step = kGroupSteps; step < params.plan.steps; step += 2 * kGroupSteps) {
     order(step, a[1], false);
     hopper::wgmma_wait<1>();  // a[0] may be overwritten
+    if constexpr (sizeof(T) == 2) {
+      if (step + kGroupSteps >= params.plan.steps) break;
+    }
     order(step + kGroupSteps, a[0], false);
     hopper::wgmma_wait<1>();  // a[1] may be overwritten
   }
@@ -724,7 +727,7 @@ __device__ __forceinline__ void compute(const Params& params, const SharedLayout
       if constexpr (EXACT)
         multiply_exactly<TILE_K>(params, pixel, weights, acc);
       else
-        multiply<TILE_K>(params, pixel, weights, acc);
+        multiply<T, TILE_K>(params, pixel, weights, acc);
       if (block + kWarpgroups >= blocks_m) hopper::barrier_arrive(barriers.empty);
       repair<T, TILE_K>(params, tile, outputs, first_k, acc);
       __syncwarp();  // wgmma wants whole warps
@@ -879,7 +882,9 @@ inline bool complete(const Correlation& of, const Format& format, const Device& 
   if (quads > kMostQuads) return false;
   plan.quads = static_cast<int>(quads);
   const int groups = static_cast<int>(ceil_div(plan.quads, 2 * kGroupSteps));
-  plan.steps = format.exact ? static_cast<int>(ceil_div(plan.quads, 2)) : (groups | 1) * kGroupSteps;
+  plan.steps = format.exact        ? static_cast<int>(ceil_div(plan.quads, 2))
+               : format.bytes == 4 ? (groups | 1) * kGroupSteps
+                                   : groups * kGroupSteps;
   if (2 * plan.steps > kMostQuads) return false;
 
   // y: 16 outputs of a box are neighbours in a run of whole rows, or in a row.
