@@ -864,6 +864,7 @@ def explain(
 # Of the table in kernels/binding.cpp, to be known without a build.
 _ENGINE_NAMES = (
     "patches",
+    "tma",
     "dilated",
     "wgmma",
     "gather",
@@ -872,6 +873,7 @@ _ENGINE_NAMES = (
     "pointwise",
     "mma",
     "strided",
+    "tma_wgrad",
     "wgrad",
     "direct",
 )

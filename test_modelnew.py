@@ -1138,6 +1138,7 @@ def depthwise_shim(folder: Path) -> ShimEngine:
 IDLE_ENGINES = r"""
 namespace modelnew {
 static const char* refuse_all(const Problem&, Operator) { return "everything"; }
+const Engine kTmaEngine{"tma", refuse_all, nullptr, nullptr, nullptr};
 const Engine kDepthwiseEngine{"depthwise", refuse_all, nullptr, nullptr, nullptr};
 const Engine kPointwiseEngine{"pointwise", refuse_all, nullptr, nullptr, nullptr};
 }  // namespace modelnew
@@ -2532,7 +2533,7 @@ struct BoxMap {
   uint8_t* tensor;
   int element_bytes;
   uint64_t sizes[4], strides[4];
-  uint32_t box[4], step;  // of so many elements; from one to the next of the second dimension
+  uint32_t box[4], steps[4];  // of so many elements; from one to the next
   uint32_t pieces;        // of 16 bytes in a row whose order is that of store_box, or 0
   int first[2], last[2];  // of columns: their ends, of columns and rows of an image
   uint32_t pixels;
@@ -2540,7 +2541,7 @@ struct BoxMap {
 enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves };
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                 const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map,
-                                uint32_t step = 1) {
+                                uint32_t step = 1, uint32_t step_2 = 1) {
   map = {static_cast<uint8_t*>(const_cast<void*>(tensor)), element_bytes};
   const uint32_t row_bytes = box[0] * element_bytes;
   bool right = reinterpret_cast<uint64_t>(tensor) % 16 == 0;
@@ -2557,19 +2558,25 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
     right &= i == 0 || (map.strides[i] % 16 == 0 && map.strides[i] < uint64_t{1} << 40);
   }
   // A box is so many elements of memory, of which it has every so manieth.
-  right &= step >= 1 && step <= 8 && box[1] % step == 0;
-  map.step = step;
-  map.box[1] = box[1] / step;
+  right &= step >= 1 && step <= 8 && box[1] % step == 0 && step_2 >= 1 && step_2 <= 8 && box[2] % step_2 == 0;
+  map.steps[0] = map.steps[3] = 1;
+  map.steps[1] = step;
+  map.steps[2] = step_2;
+  for (int i = 0; i < 4; ++i) map.box[i] = box[i] / map.steps[i];
   if (!right) simt::complain("a map of boxes that the driver would refuse");
   return right ? cudaSuccess : static_cast<cudaError_t>(1);
 }
-inline cudaError_t make_columns_map(const void* tensor, const uint64_t (&sizes)[4], const uint64_t (&strides)[3],
-                                    const int (&first)[2], const int (&last)[2], uint32_t pixels, BoxMap& map) {
-  const cudaError_t error = make_box_map(BoxUse::kLoadRows, tensor, 4, sizes, strides, {32, 1, 1, 1}, map);
+inline cudaError_t make_columns_map(const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
+                                    const uint64_t (&strides)[3], const int (&first)[2], const int (&last)[2],
+                                    const int (&steps)[2], uint32_t pixels, BoxMap& map) {
+  const uint32_t channels = kBoxRowBytes / element_bytes;
+  const cudaError_t error =
+      make_box_map(BoxUse::kLoadRows, tensor, element_bytes, sizes, strides, {channels, 1, 1, 1}, map);
   map.pixels = pixels;
   bool right = error == cudaSuccess && pixels >= 1 && pixels <= 1024;
   for (int i = 0; i < 2; ++i) {
-    map.first[i] = first[i], map.last[i] = last[i];
+    map.first[i] = first[i], map.last[i] = last[i], map.steps[1 + i] = steps[i];
+    right &= steps[i] >= 1 && steps[i] <= 8;
     right &= first[i] >= -128 && first[i] <= 127 && last[i] >= -128 && last[i] <= 127;
     right &= first[i] <= static_cast<int64_t>(sizes[1 + i]) - 1 + last[i];
   }
@@ -2593,7 +2600,7 @@ void for_each_in_box(const BoxMap& map, const int64_t (&first)[4], const Visit& 
       uint8_t* place = map.tensor;
       bool exists = true;
       for (int i = 0; i < 4; ++i) {
-        const int64_t at = first[i] + int64_t{inside[i]} * (i == 1 ? map.step : 1);
+        const int64_t at = first[i] + int64_t{inside[i]} * map.steps[i];
         exists &= at >= 0 && static_cast<uint64_t>(at) < map.sizes[i];
         place += at * map.strides[i];
       }
@@ -2630,7 +2637,8 @@ inline void load_columns(const BoxMap& map, uint32_t to, int i, int j, int k, in
                          uint32_t barrier) {
   simt::check_shared(to, map.pixels * kBoxRowBytes);
   if (to % 128 != 0) simt::complain("columns that are not aligned in shared memory");
-  if (i % 4 != 0 || map.sizes[0] % 4 != 0) simt::complain("columns that are not aligned in memory");
+  const int in_16_bytes = 16 / map.element_bytes, channels = kBoxRowBytes / map.element_bytes;
+  if (i % in_16_bytes != 0 || map.sizes[0] % in_16_bytes != 0) simt::complain("columns that are not aligned in memory");
   if (move_j < 0 || move_j > 255 || move_k < 0 || move_k > 255) simt::complain("columns that move too far");
   std::vector<uint8_t> loaded(map.pixels * kBoxRowBytes);
   int at[2] = {j, k};
@@ -2640,7 +2648,7 @@ inline void load_columns(const BoxMap& map, uint32_t to, int i, int j, int k, in
     if (at[axis] < map.first[axis] || at[axis] >= end[axis]) simt::complain("columns that begin outside");
   for (uint32_t pixel = 0; pixel < map.pixels; ++pixel) {
     const int64_t place[4] = {i, int64_t{at[0]} + move_j, int64_t{at[1]} + move_k, l};
-    for (uint32_t channel = 0; channel < 32; ++channel) {
+    for (int channel = 0; channel < channels; ++channel) {
       const uint8_t* from = map.tensor;
       bool exists = true;
       for (int axis = 0; axis < 4; ++axis) {
@@ -2648,12 +2656,13 @@ inline void load_columns(const BoxMap& map, uint32_t to, int i, int j, int k, in
         exists &= number >= 0 && static_cast<uint64_t>(number) < map.sizes[axis];
         from += number * map.strides[axis];
       }
-      const uint32_t byte = (pixel * kBoxRowBytes + channel * 4) ^ (pixel + to / kBoxRowBytes) % 8 * 16;
-      if (exists) std::memcpy(&loaded[byte], from, 4);
+      const uint32_t byte =
+          (pixel * kBoxRowBytes + channel * map.element_bytes) ^ (pixel + to / kBoxRowBytes) % 8 * 16;
+      if (exists) std::memcpy(&loaded[byte], from, map.element_bytes);
     }
-    if (++at[0] < end[0]) continue;
+    if ((at[0] += map.steps[1]) < end[0]) continue;
     at[0] = map.first[0];
-    if (++at[1] < end[1]) continue;
+    if ((at[1] += map.steps[2]) < end[1]) continue;
     at[1] = map.first[1];
     ++l;
   }
@@ -2709,37 +2718,66 @@ inline void widen_16_bytes<Half>(const unsigned char* from, float* to) {
 }
 #endif
 
+constexpr uint32_t kDescriptorHigh = 128 / 16, kRowsDescriptorHigh = 1024 / 16 | 1u << 30;
+
+// A row of an operand, 32 bytes along the reduction: 16 bytes in each of two places; or of rows of 128 bytes in the
+// order of boxes, which goes by the address; or down such rows.
+enum class Lies { kPieces, kRows, kTransposed };
+template <typename Operand>
+void read_operand_row(Lies lies, uint32_t operand, int row, float (&values)[32 / sizeof(Operand)]) {
+  if (operand & 0xc000) simt::complain("a descriptor beyond shared memory");
+  constexpr int kHalf = 16 / sizeof(Operand);
+  const uint32_t begin = (operand & 0x3fff) * 16, distance = (operand >> 16) * 16;
+  const auto in_order = [](uint32_t address) { return address ^ address / 128 % 8 * 16; };
+  if (lies == Lies::kTransposed) {
+    for (int k = 0; k < 2 * kHalf; ++k) {
+      const uint32_t address = in_order(begin + row / 64 * distance + k * 128 + row % 64 * sizeof(Operand));
+      simt::check_shared(address / 16 * 16, 16);
+      Operand value;
+      std::memcpy(&value, simt::smem + address, sizeof value);
+      values[k] = value_of(value);
+    }
+    return;
+  }
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t address =
+        lies == Lies::kRows ? in_order(begin + row * 128 + half * 16) : begin + half * distance + row * 16;
+    simt::check_shared(address, 16);
+    widen_16_bytes<Operand>(simt::smem + address, values + half * kHalf);
+  }
+}
+
 template <typename Operand, int N>
 struct Wgmma {
-  static void multiply(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep) {
+  static void multiply(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep, uint32_t high = kDescriptorHigh) {
+    if (high != kDescriptorHigh && high != kRowsDescriptorHigh) simt::complain("an unknown descriptor");
+    const Lies lies = high == kRowsDescriptorHigh ? Lies::kRows : Lies::kPieces;
+    order(acc, a, b, keep, lies, lies);
+  }
+
+  static void order(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep, Lies a_lies, Lies b_lies) {
     float* const sums = acc;
-    const auto run = [=] { multiply_now(sums, a, b, keep); };
+    const auto run = [=] { multiply_now(sums, a, b, keep, a_lies, b_lies); };
     if (simt::late)
       simt::multiplications[threadIdx.x].order(run);
     else
       run();
   }
 
-  // The values of a row of an operand, 16 bytes in each of two places.
   static void read_row(uint32_t operand, int row, float (&values)[32 / sizeof(Operand)]) {
-    constexpr int kHalf = 16 / sizeof(Operand);
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t address = (operand & 0x3fff) * 16 + half * (operand >> 16) * 16 + row * 16;
-      simt::check_shared(address, 16);
-      widen_16_bytes<Operand>(simt::smem + address, values + half * kHalf);
-    }
+    read_operand_row<Operand>(Lies::kPieces, operand, row, values);
   }
 
-  static void multiply_now(float* acc, uint32_t a, uint32_t b, int keep) {
-    if ((a | b) & 0xc000) simt::complain("a descriptor beyond shared memory");
+  static void multiply_now(float* acc, uint32_t a, uint32_t b, int keep, Lies a_lies, Lies b_lies) {
     constexpr int kSteps = 32 / sizeof(Operand);
     const int thread = threadIdx.x % 128;
     float weights[2][kSteps];
-    for (int i = 0; i < 2; ++i) read_row(a, 16 * (thread / 32) + thread % 32 / 4 + 8 * i, weights[i]);
+    for (int i = 0; i < 2; ++i)
+      read_operand_row<Operand>(a_lies, a, 16 * (thread / 32) + thread % 32 / 4 + 8 * i, weights[i]);
     for (int j = 0; j < N / 8; ++j)
       for (int e = 0; e < 2; ++e) {
         float pixel[kSteps];
-        read_row(b, 8 * j + 2 * (thread % 4) + e, pixel);
+        read_operand_row<Operand>(b_lies, b, 8 * j + 2 * (thread % 4) + e, pixel);
         for (int i = 0; i < 2; ++i) {
           float sum = keep ? acc[4 * j + 2 * i + e] : 0;
           for (int k = 0; k < kSteps; ++k) sum += weights[i][k] * pixel[k];
@@ -2748,6 +2786,42 @@ struct Wgmma {
       }
   }
 };
+template <typename Operand, int N>
+struct WgmmaTransposed {
+  static void multiply(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep, uint32_t high) {
+    if (high != kRowsDescriptorHigh) simt::complain("an unknown descriptor");
+    Wgmma<Operand, N>::order(acc, a, b, keep, Lies::kRows, Lies::kTransposed);
+  }
+};
+template <typename Operand, int N>
+struct WgmmaBothTransposed {
+  static void multiply(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep, uint32_t high) {
+    if (high != kRowsDescriptorHigh) simt::complain("an unknown descriptor");
+    Wgmma<Operand, N>::order(acc, a, b, keep, Lies::kTransposed, Lies::kTransposed);
+  }
+};
+
+inline void named_barrier(int number, int threads) { simt::named_meetings[number].attend(threads); }
+
+// Blocks of 8 x 8 values of 16 bits that the lanes of a warp hold, two of a row each, to pieces of 16 bytes.
+inline void store_blocks(uint32_t address, const uint32_t (&words)[4], bool transposed) {
+  static uint32_t shown[32][32][4];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  std::memcpy(shown[warp][lane], words, sizeof words);
+  simt::check_shared(address, 16);
+  __syncwarp();
+  uint16_t piece[8];
+  for (int i = 0; i < 8; ++i) {
+    const int row = transposed ? i : lane % 8, column = transposed ? lane % 8 : i;
+    piece[i] = static_cast<uint16_t>(shown[warp][4 * row + column / 2][lane / 8] >> column % 2 * 16);
+  }
+  std::memcpy(simt::smem + address, piece, sizeof piece);
+  __syncwarp();
+}
+inline void store_matrix(uint32_t address, const uint32_t (&words)[4]) { store_blocks(address, words, false); }
+inline void store_matrix_transposed(uint32_t address, const uint32_t (&words)[4]) {
+  store_blocks(address, words, true);
+}
 
 // The same with rows of `a` in the registers of four threads each, and rows of `b` as read_row(row, values) has them.
 template <typename Operand, int N, typename ReadRow>
@@ -2785,8 +2859,6 @@ void multiply_registers(float (&acc)[N / 2], const uint32_t (&a)[4], int keep, c
     run();
 }
 
-constexpr uint32_t kDescriptorHigh = 128 / 16, kRowsDescriptorHigh = 1024 / 16 | 1u << 30;
-
 // With `b` as pieces of 16 bytes, or as rows of 128 bytes in the order of boxes.
 template <typename Operand, int N>
 struct WgmmaRegisters {
@@ -2796,12 +2868,7 @@ struct WgmmaRegisters {
     if (!rows) return Wgmma<Operand, N>::read_row(operand, row, values);
     const uint32_t begin = (operand & 0x3fff) * 16;
     if (begin % 1024 > 96) simt::complain("an operand that does not begin with a group of eight rows");
-    for (int half = 0; half < 2; ++half) {
-      uint32_t address = begin + row * 128 + half * 16;
-      address ^= address / 128 % 8 * 16;
-      simt::check_shared(address, 16);
-      widen_16_bytes<Operand>(simt::smem + address, values + half * kSteps / 2);
-    }
+    read_operand_row<Operand>(Lies::kRows, operand, row, values);
   }
 
   static void multiply(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int keep,
@@ -5471,7 +5538,6 @@ const char* gather_launched() {  // in the latest run, mangled
 
 # What gather.cu has in assembly of its own.
 GATHER_ASSEMBLY = {
-    r'asm volatile\("bar\.sync [^;]*;[^;]*;': "simt::named_meetings[number].attend(threads);",
     r'asm volatile\("st\.shared\.v4[^;]*;[^;]*;': (
         "simt::check_shared(address, 16); const uint32_t words[4] = {a, b, c, d}; "
         "std::memcpy(simt::smem + address, words, 16);"
@@ -9260,6 +9326,8 @@ int simt_mutation = 0;  // the number of the one that takes place, see with_muta
 #include "dilated.cu"
 #include "patches.cu"
 #include "strided.cu"
+#include "tma.cu"
+#include "tma_wgrad.cu"
 #include "wgrad.cu"
 
 namespace modelnew {
@@ -9282,6 +9350,8 @@ const Engine kMmaEngine{"mma", mma::refusal, nullptr, nullptr, nullptr, mma::yie
 const Engine kDilatedEngine{"dilated", dilated::refusal, nullptr, nullptr, nullptr, dilated::yields};
 const Engine kPatchesEngine{"patches", patches::refusal, nullptr, nullptr, nullptr, patches::yields};
 const Engine kStridedEngine{"strided", strided::refusal, nullptr, nullptr, nullptr, strided::yields};
+const Engine kTmaEngine{"tma", tma::refusal, nullptr, nullptr, nullptr, tma::yields, tma::cycles};
+const Engine kTmaWgradEngine{"tma_wgrad", tma_wgrad::refusal, nullptr, nullptr, nullptr};
 const Engine kWgradEngine{"wgrad", wgrad::refusal, nullptr, nullptr, nullptr, wgrad::yields};
 const Engine kDirectEngine{"direct", [](const Problem&, Operator) -> const char* { return nullptr; }, nullptr, nullptr,
                            nullptr};
@@ -10024,6 +10094,346 @@ def test_stem_shim_sees_what_is_missing(mutation, stem_shim):
 
     assert are_right()
     with mutated(stem_shim.library, STEM_MUTATIONS, mutation):
+        assert not are_right()
+
+
+# The tma engines without a GPU ----------------------------------------------------------------------------------------
+
+TMA_SHIM_ENTRY_POINTS = (
+    """
+#include <type_traits>
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+namespace modelnew {
+static const char* refuse_all(const Problem&, Operator) { return "everything"; }
+const Engine kWgmmaEngine{"wgmma", refuse_all, nullptr, nullptr, nullptr};
+const Engine kGatherEngine{"gather", refuse_all, nullptr, nullptr, nullptr};
+const Engine kDirectEngine{"direct", refuse_all, nullptr, nullptr, nullptr};
+}  // namespace modelnew
+using namespace modelnew;
+using namespace modelnew::tma;
+
+extern "C" {
+int way = 0;  // of the last run: by columns, by windows, of planes as they are; and whether planes are copied
+}
+
+// Plans this tile, way, number of blocks a tile (-1: any) and runs it: on a GPU of three SMs, whose blocks have several
+// tiles each, or of many. -1 if there is no such plan, else the error.
+extern "C" int tma_run(int op, const int64_t* fields, void* const* pointers, int shape, int windows, int splits,
+                       int direct, int seed) {
+  const Problem problem = make_problem(fields);
+  const Operator which = static_cast<Operator>(op);
+  Params params{};
+  params.in_ptr = which == Operator::kDgrad ? pointers[3] : pointers[0];
+  params.bias_ptr = which == Operator::kDgrad ? nullptr : pointers[2];
+  params.out_ptr = pointers[4];
+  params.of = correlation_of_problem(problem, which);
+  const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
+  const Alignment alignment{address(params.in_ptr), address(pointers[1]), address(params.out_ptr)};
+  const int sms = splits > 1 ? 64 : 3;
+  if (!make_plan(params.of, sms, alignment, params.plan, shape, windows, splits, direct)) return -1;
+  const Plan plan = params.plan;
+  way = (plan.direct ? 2 : plan.windows) + 4 * plan.copied;
+  std::vector<uint8_t> space(packed_bytes(params.of, plan) + copied_bytes(params.of, plan) + 256, 0xff);
+  void* const workspace = space.data() + (256 - address(space.data()) % 256);
+  return simt_run(seed, plan.splits > 1, [&] {
+    Params once = params;
+    return problem.dtype == DType::kFloat16 ? run<Half>(pointers[1], workspace, once, nullptr)
+                                            : run<BFloat16>(pointers[1], workspace, once, nullptr);
+  });
+}
+"""
+)
+
+# Each takes away what others rely on, or leaves out a part of the sum.
+TMA_MUTATIONS = {
+    "multiplies before x is there": left_out("hopper::barrier_wait(shared.x_full(x.stage)"),
+    "multiplies before weights are there": left_out("hopper::barrier_wait(shared.w_full(w.stage)"),
+    "overwrites x in use": left_out("hopper::barrier_wait(shared.x_empty(ring.stage)"),
+    "overwrites weights in use": left_out("hopper::barrier_wait(shared.w_empty(ring.stage)"),
+    "does not wait for its turn": left_out("hopper::barrier_wait(shared.turn(warpgroup), turn)"),
+    "gives stages back too early": ("hopper::wgmma_wait<1>();", "if (!MUTATED) hopper::wgmma_wait<1>();"),
+    "stages where a box is read": (
+        "if (stores) hopper::bulk_stores_wait_read<0>();\n    warpgroup_sync",
+        "if (stores && !MUTATED) hopper::bulk_stores_wait_read<0>();\n    warpgroup_sync",
+    ),
+    "stores before all is staged": left_out("warpgroup_sync(warpgroup);  // all of it is staged"),
+    "shifts a tap too far": (
+        "params.tap[load.first_tap + t].shift *",
+        "(params.tap[load.first_tap + t].shift + MUTATED) *",
+    ),
+    "mistakes one phase for the other": (
+        "load = {static_cast<int16_t>(row),",
+        "load = {static_cast<int16_t>(MUTATED ? row ^ 1 : row),",
+    ),
+    "stages another piece": ("(piece ^ row % 8) * 16", "(piece ^ (MUTATED ? 0 : row % 8)) * 16"),
+    "stores what lies between lines": (
+        "column < plan.tile_columns && line",
+        "(MUTATED || column < plan.tile_columns) && line",
+    ),
+    "adds up all parts but one": (
+        "hopper::add_cluster_4(address, plan.splits)",
+        "hopper::add_cluster_4(address, plan.splits - MUTATED)",
+    ),
+    "packs the filter as it is": (
+        "params.flipped ? params.R - 1 - r : r",
+        "params.flipped && !MUTATED ? params.R - 1 - r : r",
+    ),
+    "copies before the tile is there": left_out("__syncthreads();  // the tile is there"),
+    "reads planes of the first image": ("pixel, c, image, 0, full", "pixel, c, MUTATED ? 0 : image, 0, full"),
+}
+
+
+class TmaShim(MmaShim):
+    """The tma engine in the same way: boxes, columns and wgmma as WgmmaShim has them."""
+
+    engine, entry_points, mutations = "tma", TMA_SHIM_ENTRY_POINTS, TMA_MUTATIONS
+    wishes: ClassVar[dict[str, int]] = {"shape": -1, "windows": -1, "splits": 1, "direct": -1}
+
+    def __init__(self, folder: Path) -> None:
+        stand_in = HOPPER_STAND_IN + MMA_INSTRUCTION
+        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": stand_in}, [f"{self.engine}.cu"])
+        source = with_mutations(source, self.mutations)
+        self.library = compile_simt(source + '#line 1 "entry_points"\n' + self.entry_points, folder)
+        self.library.simt_message.restype = ctypes.c_char_p
+
+    def run(
+        self,
+        operator: str,
+        case: Case,
+        tensors: dict[str, Tensor],
+        out: Tensor,
+        *,
+        seed: int = 0,
+        **wishes: int,
+    ) -> str | None:
+        """Runs an operator into `out`: None if there is no such plan, else what went wrong."""
+        assert wishes.keys() <= self.wishes.keys()
+        place = {"fprop": "dy", "dgrad": "x", "wgrad": "w"}[operator]
+        fields = ShimEngine.fields(case, tensors | {place: out}, True)
+        pointers = (ctypes.c_void_p * 5)(*input_pointers(operator, tensors), out.data_ptr())
+        run = getattr(self.library, f"{self.engine}_run")
+        code = run(OPERATOR_NUMBER[operator], fields, pointers, *(self.wishes | wishes).values(), seed)
+        if code == -1:
+            return None
+        return "" if code == 0 else f"error {code}, {self.library.simt_message().decode()}"
+
+    def fault(
+        self, operator: str, case: Case, layout: str, seed: int, dtype: torch.dtype = torch.float16, **wishes: int
+    ) -> str | None:
+        """What is wrong with a run on integers, with a bias or without, or an empty text; None without such a plan.
+
+        Planes are at any alignment, channels_last at such as boxes want. Weights lie in either way.
+        """
+        rng = random.Random(seed)
+        tensors = make_tensors(case, dtype, integers, seed=seed)
+        expected = references(case, tensors)[operator]
+        if operator == "fprop" and rng.random() < 0.5:
+            expected -= tensors.pop("bias").double().view(-1, 1, 1)
+        pixels = layout == "channels_last"
+        order, back = ((0, 2, 3, 1), (0, 3, 1, 2)) if pixels else ((0, 1, 2, 3),) * 2
+        shifts = [0, 8] if pixels or wishes.get("direct") == 1 else [0, 0, 8, 4, 2, 1]
+        for name in ("x", "dy"):
+            tensors[name] = shifted(tensors[name].permute(order), rng.choice(shifts)).permute(back)
+        if rng.random() < 0.7:
+            tensors["w"] = VIEWS["channels_last"](tensors["w"])
+        if operator == "wgrad":
+            order, back = rng.choice([((0, 2, 3, 1), (0, 3, 1, 2)), ((0, 1, 2, 3),) * 2])
+        inner = shifted(torch.full_like(expected, math.nan).to(dtype).permute(order), rng.choice(shifts))
+        out = inner.permute(back)
+        message = self.run(operator, case, tensors, out, seed=seed, **wishes)
+        if message != "":
+            return message
+        if not torch.equal(out, expected.to(dtype)):
+            return f"{(out != expected.to(dtype)).sum()} of {out.numel()} outputs are wrong"
+        return "" if margins_intact(inner) else "written outside the output"
+
+
+@built_beside_the_tests
+def tma_shim(folder: Path) -> TmaShim:
+    return TmaShim(folder)
+
+
+# Several blocks of channels, ragged ones, one and two tiles of output channels; points and pixels left out; halos, a
+# dilation, phases of a stride of 2, filters with sides of 2; images of one pixel, lines longer than a tile.
+TMA_SHIM_CASES = [
+    (Case(2, 72, 6, 9, 136, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(3, 136, 5, 8, 40, 1, 1), "fprop"),
+    (Case(2, 64, 9, 12, 64, 3, 3, stride=(2, 2), padding=(1, 1)), "fprop"),
+    (Case(1, 8, 11, 13, 24, 5, 3, stride=(2, 2), padding=(2, 0)), "fprop"),
+    (Case(2, 24, 9, 10, 72, 3, 3, padding=(2, 3), dilation=(2, 3)), "fprop"),
+    (Case(1, 16, 3, 270, 8, 2, 2), "fprop"),
+    (Case(2, 40, 9, 9, 16, 1, 1, stride=(3, 2)), "fprop"),
+    (Case(5, 16, 1, 1, 8, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(2, 24, 7, 8, 72, 3, 3, padding=(1, 1)), "dgrad"),
+    (Case(2, 72, 8, 8, 136, 1, 1), "dgrad"),
+]
+TMA_SHAPES = range(11)
+
+
+@pytest.mark.parametrize("number", range(len(TMA_SHIM_CASES)))
+def test_tma_shim_exact(tma_shim, number):
+    """Integers of both types in both memory formats, in every way there is and in each with every third tile."""
+    case, operator = TMA_SHIM_CASES[number]
+    seen = set()
+    for way, wishes in enumerate([{"windows": 0, "direct": 0}, {"windows": 1, "direct": 0}, {"direct": 1}]):
+        for i, layout in enumerate(LAYOUTS):
+            for shape in list(TMA_SHAPES)[(number + way + i) % 3 :: 3]:
+                seed = 100 * number + 10 * shape + way
+                dtype = (torch.float16, torch.bfloat16)[(shape + i) % 2]
+                fault = tma_shim.fault(operator, case, layout, seed, dtype, shape=shape, **wishes)
+                assert fault in (None, ""), f"{case}, {layout}, {wishes}, {shape}, {dtype}, seed {seed}: {fault}"
+                if fault == "":
+                    seen.add((layout, tma_shim.last("way") % 4))
+    ways = {0} | ({1} if case.R * case.S > 1 and case.stride in ((1, 1), (2, 2)) else set())
+    layouts = LAYOUTS if case.H * case.W > 1 else LAYOUTS[1:]  # of one pixel a layout is both, at any alignment
+    assert seen >= {(layout, way) for layout in layouts for way in ways}
+    points = case.R * case.S == 1 and case.stride == (1, 1) and case.H * case.W % 8 == 0
+    assert (("contiguous", 2) in seen) == points
+
+
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_tma_shim_exact_in_parts(tma_shim, splits):
+    """Clusters of blocks, each with a part of the reduction, in every way."""
+    cases = [
+        (Case(1, 136, 5, 7, 72, 3, 3, padding=(1, 1)), "fprop", {"windows": 0, "direct": 0}),
+        (Case(1, 520, 6, 7, 40, 3, 3, padding=(1, 1)), "fprop", {"windows": 1, "direct": 0}),
+        (Case(2, 520, 4, 6, 136, 1, 1), "fprop", {"direct": 1}),
+        (Case(1, 40, 5, 6, 520, 3, 3, padding=(1, 1)), "dgrad", {"windows": 0, "direct": 0}),
+    ]
+    for seed, (case, operator, wishes) in enumerate(cases):
+        runs = 0
+        for layout, shape in itertools.product(LAYOUTS, (2, 3, 9, 10)):
+            fault = tma_shim.fault(operator, case, layout, 10 * seed + shape, shape=shape, splits=splits, **wishes)
+            assert fault in (None, ""), f"{case}, {layout}, {wishes}, {shape}: {fault}"
+            runs += fault == ""
+        assert runs >= (1 if "windows" not in wishes else 2), case
+
+
+@pytest.mark.parametrize("mutation", TMA_MUTATIONS)
+def test_tma_shim_sees_what_is_missing(tma_shim, mutation):
+    """The shim itself: what is left out shows in one of a few runs, which are right without it."""
+    halo = Case(2, 136, 6, 9, 200, 3, 3, padding=(1, 1))
+    runs: list[tuple] = [
+        (halo, "fprop", "channels_last", {"windows": 1, "shape": 10}),
+        (halo, "fprop", "channels_last", {"windows": 0, "shape": 10}),
+        (halo, "fprop", "channels_last", {"windows": 0, "shape": 2}),
+    ]
+    if "box is read" in mutation:  # with several tiles for each warpgroup
+        runs = [(Case(7, 16, 6, 9, 200, 1, 1), "fprop", "channels_last", {"shape": 10})]
+    elif "phase" in mutation:
+        runs = [(TMA_SHIM_CASES[2][0], "fprop", "channels_last", {"windows": 1})]
+    elif "part" in mutation:
+        runs = [(halo, "fprop", "channels_last", {"splits": 2, "shape": 10})]
+    elif "pack" in mutation:
+        runs = [(*TMA_SHIM_CASES[8], "channels_last", {})]
+    elif "planes of the first" in mutation:
+        runs = [(TMA_SHIM_CASES[1][0], "fprop", "contiguous", {"direct": 1})]
+    elif "planes" in mutation or "copies" in mutation:
+        runs = [(halo, "fprop", "contiguous", {"direct": 0})]
+
+    def are_right() -> bool:
+        return all(
+            tma_shim.fault(operator, case, layout, seed, **wishes) == ""
+            for seed in range(1, 4)
+            for case, operator, layout, wishes in runs
+        )
+
+    assert are_right()
+    with mutated(tma_shim.library, TMA_MUTATIONS, mutation):
+        assert not are_right()
+
+
+TMA_WGRAD_SHIM_ENTRY_POINTS = (
+    """
+#include <type_traits>
+"""
+    + PROBLEM_FROM_FIELDS
+    + r"""
+namespace modelnew {
+static const char* refuse_all(const Problem&, Operator) { return "everything"; }
+const Engine kWgradEngine{"wgrad", refuse_all, nullptr, nullptr, nullptr};
+const Engine kDirectEngine{"direct", refuse_all, nullptr, nullptr, nullptr};
+}  // namespace modelnew
+using namespace modelnew;
+using namespace modelnew::tma_wgrad;
+
+// Plans this tile in so many parts (0: any) on a GPU of three SMs and runs it: -1 if there is no such plan.
+extern "C" int tma_wgrad_run(int, const int64_t* fields, void* const* pointers, int channels, int blocks, int parts,
+                             int seed) {
+  const Problem problem = make_problem(fields);
+  const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
+  Plan plan;
+  if (!make_plan(problem, 3, {address(pointers[0]), address(pointers[3])}, plan, channels, blocks, parts)) return -1;
+  std::vector<float> sums(sums_of(plan) + 4, std::numeric_limits<float>::quiet_NaN());
+  Pointers all{};
+  all.x = pointers[0];
+  all.dy = pointers[3];
+  all.out = pointers[4];
+  all.workspace = sums.data() + (16 - address(sums.data()) % 16) % 16 / 4;
+  return simt_run(seed, false, [&] {
+    return problem.dtype == DType::kFloat16 ? run<Half>(problem, plan, all, nullptr)
+                                            : run<BFloat16>(problem, plan, all, nullptr);
+  });
+}
+"""
+)
+
+TMA_WGRAD_MUTATIONS = {
+    "multiplies before a stage is there": left_out("hopper::barrier_wait(shared.full(ring.stage)"),
+    "overwrites a stage in use": left_out("hopper::barrier_wait(shared.empty(ring.stage)"),
+    "gives stages back too early": ("hopper::wgmma_wait<1>();", "if (!MUTATED) hopper::wgmma_wait<1>();"),
+    "leaves sums of no stage as they are": ("if (!keep) {", "if (!keep && !MUTATED) {"),
+    "adds up all parts but one": ("part < params.parts;", "part < params.parts - MUTATED;"),
+    "takes another tap": ("move_w[i] = s * params.dilation_w;", "move_w[i] = (MUTATED ? 0 : s) * params.dilation_w;"),
+}
+
+
+class TmaWgradShim(TmaShim):
+    engine, entry_points, mutations = "tma_wgrad", TMA_WGRAD_SHIM_ENTRY_POINTS, TMA_WGRAD_MUTATIONS
+    wishes: ClassVar[dict[str, int]] = {"channels": 0, "blocks": 0, "parts": 0}
+
+
+@built_beside_the_tests
+def tma_wgrad_shim(folder: Path) -> TmaWgradShim:
+    return TmaWgradShim(folder)
+
+
+# Ragged channels on both sides, a stride, a dilation, points, images of one pixel.
+TMA_WGRAD_SHIM_CASES = [
+    Case(2, 24, 7, 9, 72, 3, 3, padding=(1, 1)),
+    Case(3, 136, 5, 6, 136, 1, 1),
+    Case(2, 8, 12, 11, 16, 5, 3, stride=(2, 3), padding=(2, 1)),
+    Case(1, 72, 10, 10, 64, 2, 3, padding=(2, 0), dilation=(3, 2)),
+    Case(70, 16, 1, 1, 8, 1, 1),
+]
+
+
+@pytest.mark.parametrize("number", range(len(TMA_WGRAD_SHIM_CASES)))
+def test_tma_wgrad_shim_exact(tma_wgrad_shim, number):
+    case = TMA_WGRAD_SHIM_CASES[number]
+    for seed, (channels, blocks) in enumerate(itertools.product((128, 64), (1, 2, 3, 4))):
+        dtype = (torch.float16, torch.bfloat16)[(number + blocks) % 2]
+        for parts in (0, 2):
+            wishes = {"channels": channels, "blocks": blocks, "parts": parts}
+            fault = tma_wgrad_shim.fault("wgrad", case, "channels_last", 10 * number + seed, dtype, **wishes)
+            assert fault == "" or (fault is None and parts), f"{case}, {dtype}, {wishes}: {fault}"
+
+
+@pytest.mark.parametrize("mutation", TMA_WGRAD_MUTATIONS)
+def test_tma_wgrad_shim_sees_what_is_missing(tma_wgrad_shim, mutation):
+    def are_right() -> bool:
+        case = Case(9, 24, 9, 10, 72, 3, 3, padding=(1, 1))
+        one_stage = Case(1, 24, 5, 5, 72, 3, 3, padding=(1, 1))  # for two warpgroups by turns
+        runs = [(case, 64), (case, 128), (one_stage, 64)]
+        return all(
+            tma_wgrad_shim.fault("wgrad", case, "channels_last", seed, channels=channels, blocks=1) == ""
+            for seed, (case, channels) in itertools.product(range(1, 4), runs)
+        )
+
+    assert are_right()
+    with mutated(tma_wgrad_shim.library, TMA_WGRAD_MUTATIONS, mutation):
         assert not are_right()
 
 
@@ -10924,7 +11334,7 @@ def test_explain_and_force_engine_on_the_cpu():
 def test_engine_names_are_the_tables():
     """Those that force_engine knows without a build, and those in the binding's table."""
     table = re.search(r"kEngines\[\] = \{(.*?)\}", (KERNELS / "binding.cpp").read_text(), re.DOTALL)[1]
-    names = [name.lower() for name in re.findall(r"&k(\w+)Engine", table)]
+    names = [re.sub(r"\B[A-Z]", r"_\g<0>", name).lower() for name in re.findall(r"&k(\w+)Engine", table)]
     assert tuple(names) == modelnew._ENGINE_NAMES
     assert {path.stem for path in ENGINE_SOURCES} == set(names)
 
@@ -13098,6 +13508,150 @@ def test_gpu_dilated_runs_far_taps_of_networks():
         expected = F.conv2d(x[:1].double(), w.double(), **settings)
         scale = F.conv2d(x[:1].abs().double(), w.abs().double(), **settings)
         assert ((y[:1] - expected).abs() <= 2.0**-10 * scale).all()
+
+
+# Blocks of channels in full and ragged, several tiles of output channels and few, points, halos, strides with phases
+# and without, dilation, images of one pixel and of rows longer than a tile, few tiles with long reductions.
+TMA_CASES = [
+    Case(3, 72, 13, 17, 136, 3, 3, padding=(1, 1)),
+    Case(2, 64, 56, 56, 64, 3, 3, padding=(1, 1)),
+    Case(4, 128, 28, 28, 128, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(33, 256, 14, 14, 264, 1, 1),
+    Case(40, 64, 16, 24, 256, 1, 1),
+    Case(2, 512, 7, 7, 2048, 1, 1),
+    Case(1, 2048, 7, 7, 512, 1, 1),
+    Case(2, 512, 7, 7, 512, 3, 3, padding=(1, 1)),
+    Case(2, 8, 40, 41, 16, 5, 3, stride=(2, 2), padding=(2, 0)),
+    Case(2, 40, 33, 30, 200, 3, 3, padding=(12, 6), dilation=(12, 6)),
+    Case(3, 64, 15, 15, 64, 7, 7, stride=(3, 2), padding=(3, 3)),
+    Case(2, 24, 9, 9, 144, 1, 1, stride=(2, 2)),
+    Case(1, 16, 3, 1000, 8, 2, 2),
+    Case(70, 16, 1, 1, 8, 3, 3, padding=(1, 1)),
+    Case(2, 320, 64, 64, 320, 3, 3, padding=(1, 1)),
+    Case(2, 64, 100, 300, 24, 3, 3, padding=(1, 1)),
+]
+TMA_PLANES_CASES = [*TMA_CASES, Case(3, 7, 20, 30, 19, 5, 3), Case(2, 13, 9, 11, 1, 3, 3, padding=(1, 1))]
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def of_pixels(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return in_layout(tensors, "channels_last") | {"w": VIEWS["channels_last"](tensors["w"])}
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("case", TMA_CASES, ids=str)
+def test_gpu_tma_exact(case, dtype):
+    pixels = VIEWS["channels_last"]
+    for views in ({"x": pixels, "w": pixels}, {"x": pixels}):
+        check_forced_exact("tma", case, views, True, dtype=dtype)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("case", TMA_PLANES_CASES, ids=str)
+def test_gpu_tma_exact_in_planes(case, dtype):
+    for shift in (0, 1, 2, 4):
+        check_forced_exact("tma", case, {"x": functools.partial(shifted, elements=shift)}, True, dtype=dtype)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype, fill", STEM_16_BIT_FILLS, ids=named)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpu_tma_rounding(layout, dtype, fill):
+    check_forced_rounding("tma", TMA_CASES, layout, True, fill, dtype=dtype)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", TMA_CASES, ids=str)
+def test_gpu_tma_gradients_are_exact(case, layout, dtype):
+    """dx by tma where there is no stride, dw by tma_wgrad in channels_last, whatever took the forward."""
+    tensors = make_tensors(case, dtype, integers, "cuda")
+    if layout == "channels_last":
+        tensors = of_pixels(tensors)
+    exact = references(case, tensors)
+    engines = {"dgrad": "tma"} if case.stride == (1, 1) else {}
+    engines |= {"wgrad": "tma_wgrad"} if layout == "channels_last" else {}
+    for operator, engine in engines.items():
+        name = OPERANDS_OF_GRADIENT[operator]
+        leaf = tensors[name].detach().requires_grad_()
+        y = modelnew.conv2d(**{"input": tensors["x"], "weight": tensors["w"]} | {WORDS[name]: leaf}, **case.kwargs)
+        with poisoned_memory(), modelnew.force_engine(engine):
+            (gradient,) = torch.autograd.grad(y, leaf, tensors["dy"])
+        assert torch.equal(gradient, exact[operator].to(dtype)), operator
+
+
+OPERANDS_OF_GRADIENT = {"dgrad": "x", "wgrad": "w"}
+WORDS = {"x": "input", "w": "weight"}
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype, fill", STEM_16_BIT_FILLS, ids=named)
+def test_gpu_tma_wgrad_rounding(dtype, fill):
+    for case in TMA_CASES:
+        tensors = of_pixels(make_tensors(case, dtype, fill, "cuda"))
+        w = tensors["w"].detach().requires_grad_()
+        y = modelnew.conv2d(tensors["x"], w, **case.kwargs)
+        with poisoned_memory(), modelnew.force_engine("tma_wgrad"):
+            gradients = [torch.autograd.grad(y, w, tensors["dy"], retain_graph=True)[0] for _ in range(3)]
+        check_bounds(case, {"wgrad": gradients[0]}, tensors, ())
+        assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("elements", [1, 2, 4])
+def test_gpu_tma_leaves_what_no_box_reaches_to_others(elements):
+    """Tensors in channels_last at odd addresses are right all the same, forward and backward."""
+    case = Case(3, 40, 13, 17, 72, 3, 3, padding=(1, 1))
+    tensors = make_tensors(case, torch.float16, integers, "cuda")
+    for name in ("x", "w", "dy"):
+        tensors[name] = shifted(tensors[name].permute(0, 2, 3, 1), elements).permute(0, 3, 1, 2)
+    assert "\nforward: tma;" in modelnew.explain(tensors["x"], tensors["w"], **case.kwargs)
+    x, w = (tensors[name].detach().requires_grad_() for name in ("x", "w"))
+    with poisoned_memory():
+        y = modelnew.conv2d(x, w, tensors["bias"], **case.kwargs)
+        dx, dw = torch.autograd.grad(y, (x, w), tensors["dy"])
+    check_exact(case, {"fprop": y, "dgrad": dx, "wgrad": dw}, tensors)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan], ids=str)
+def test_gpu_tma_spreads_nan_and_inf(special, layout, dtype):
+    check_forced_spreading("tma", [TMA_CASES[0], TMA_CASES[3], TMA_CASES[7]], layout, True, special, dtype)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpu_tma_in_a_graph_reads_new_data(layout):
+    """Nothing that derives from x or w outlives a call."""
+    case = Case(2, 512, 7, 7, 512, 3, 3, padding=(1, 1))  # in parts of the reduction
+    tensors = make_tensors(case, torch.float16, integers, "cuda")
+    if layout == "channels_last":
+        tensors = of_pixels(tensors)
+    x, w = tensors["x"], tensors["w"]
+    with modelnew.force_engine("tma"):
+        modelnew.conv2d(x, w, **case.kwargs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = modelnew.conv2d(x, w, **case.kwargs)
+    for seed in range(1, 4):
+        fresh = make_tensors(case, torch.float16, integers, "cuda", seed=seed)
+        x.copy_(fresh["x"])
+        w.copy_(fresh["w"])
+        graph.replay()
+        assert torch.equal(y, product("fprop", case, x, w).half())
 
 
 # Stems of networks in small and what is like them, on all ways to load and to store; the first four are under the TF32

@@ -29,9 +29,10 @@ namespace {
 
 // Tried in this order: the first engine that neither refuses a problem nor yields it to a later one runs it; the last
 // one takes everything.
-const Engine* const kEngines[] = {&kPatchesEngine, &kDilatedEngine,   &kWgmmaEngine,     &kGatherEngine,
-                                  &kStemEngine,    &kDepthwiseEngine, &kPointwiseEngine, &kMmaEngine,
-                                  &kStridedEngine, &kWgradEngine,     &kDirectEngine};
+const Engine* const kEngines[] = {&kPatchesEngine, &kTmaEngine,       &kDilatedEngine,   &kWgmmaEngine,
+                                  &kGatherEngine,  &kStemEngine,      &kDepthwiseEngine, &kPointwiseEngine,
+                                  &kMmaEngine,     &kStridedEngine,   &kTmaWgradEngine,  &kWgradEngine,
+                                  &kDirectEngine};
 
 using Pair = std::array<int64_t, 2>;
 

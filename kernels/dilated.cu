@@ -48,7 +48,7 @@ namespace modelnew {
 namespace dilated {
 
 // Tried in this order, that of all engines.
-const Engine* const kTakers[] = {&kWgmmaEngine,     &kGatherEngine,    &kStemEngine,
+const Engine* const kTakers[] = {&kTmaEngine,       &kWgmmaEngine,     &kGatherEngine, &kStemEngine,
                                  &kDepthwiseEngine, &kPointwiseEngine, &kMmaEngine};
 
 constexpr int kMostDilation = 256;  // so many launches at most

@@ -37,6 +37,7 @@ bool gather_lands(const Problem&, Operator);
 // Whether gather, which takes the problem, has a box for each tap: how far apart taps lie counts for nothing then.
 bool gather_takes_taps_apart(const Problem&, Operator);
 
+extern const Engine kTmaEngine;
 extern const Engine kGatherEngine;
 extern const Engine kWgmmaEngine;
 extern const Engine kStemEngine;
@@ -46,6 +47,7 @@ extern const Engine kMmaEngine;
 extern const Engine kDilatedEngine;
 extern const Engine kPatchesEngine;
 extern const Engine kStridedEngine;
+extern const Engine kTmaWgradEngine;
 extern const Engine kWgradEngine;
 extern const Engine kDirectEngine;
 

@@ -1683,9 +1683,7 @@ __global__ void __launch_bounds__(kMostRowThreads, 3)
 #endif
 }
 
-__device__ __forceinline__ void named_barrier(int number, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
+using hopper::named_barrier;
 
 // What divides numbers below 2^16 by one below 2^15.
 __device__ __forceinline__ uint32_t reciprocal(uint32_t divisor) { return 0x80000000u / divisor + 1; }
@@ -4544,7 +4542,9 @@ inline cudaError_t make_in_map(const Correlation& of, int element_bytes, Params&
   if (plan.apart) {
     const uint64_t sizes[4] = {channels, W, H, N}, strides[3] = {bytes(3, W), bytes(2, H), bytes(0, N)};
     const int first[2] = {-of.pad_w, -of.pad_h}, last[2] = {of.Q - of.W - of.pad_w, of.P - of.H - of.pad_h};
-    return hopper::make_columns_map(in_ptr, sizes, strides, first, last, tile_pixels(plan), params.in_map);
+    const int steps[2] = {1, 1};
+    return hopper::make_columns_map(in_ptr, element_bytes, sizes, strides, first, last, steps, tile_pixels(plan),
+                                    params.in_map);
   }
   if (plan.dense_slots) {
     const uint64_t sizes[4] = {channels, N * H * W, 1, 1}, strides[3] = {bytes(3, N * H * W), 16, 16};

@@ -133,6 +133,11 @@ __device__ __forceinline__ void copies_wait() {
 #endif
 }
 
+// So many threads meet, whole warps; number 0 is __syncthreads'.
+__device__ __forceinline__ void named_barrier(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 // ---- mbarrier: a phase ends when `count` threads have arrived and all expected bytes have come ----
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
@@ -374,13 +379,14 @@ cudaError_t with_context(const Make& make) {
 }
 
 // Sizes and box in elements of 2 or 4 bytes; strides, of all dimensions but the first, in bytes and multiples of 16.
-// `step`, up to 8: of the second dimension a box has every so manieth element of its own so many, a multiple of it.
+// `step` and `step_2`, up to 8: of the second and third dimension a box has every so manieth element of its own so
+// many, a multiple of it.
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
-                                const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map,
-                                uint32_t step = 1) {
+                                const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map, uint32_t step = 1,
+                                uint32_t step_2 = 1) {
   static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return cudaErrorNotSupported;
-  const uint32_t element_strides[4] = {1, step, 1, 1};
+  const uint32_t element_strides[4] = {1, step, step_2, 1};
   const auto make = [&] {
     return encode(reinterpret_cast<CUtensorMap*>(&map),
                   element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
@@ -397,18 +403,22 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
   return with_context(make);
 }
 
-// Of fp32 values of [image][row][column][channel]: 32 channels of so many pixels that follow one another, row by row
-// and image by image. In each image these are from column and row `first` on (negative: of the padding before it) up to
-// `last` behind its last ones (negative: before). In the order of BoxUse::kLoadRows.
-inline cudaError_t make_columns_map(const void* tensor, const uint64_t (&sizes)[4], const uint64_t (&strides)[3],
-                                    const int (&first)[2], const int (&last)[2], uint32_t pixels, BoxMap& map) {
+// Of [image][row][column][channel], elements of 2 or 4 bytes: 128 bytes of channels of so many pixels that follow one
+// another, row by row and image by image. In each image these are from column and row `first` on (negative: of the
+// padding before it) up to `last` behind its last ones (negative: before), every so manieth. In the order of
+// BoxUse::kLoadRows.
+inline cudaError_t make_columns_map(const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
+                                    const uint64_t (&strides)[3], const int (&first)[2], const int (&last)[2],
+                                    const int (&steps)[2], uint32_t pixels, BoxMap& map) {
   static const auto encode = driver_function<decltype(&cuTensorMapEncodeIm2col)>("cuTensorMapEncodeIm2col");
   if (encode == nullptr) return cudaErrorNotSupported;
-  const uint32_t element_strides[4] = {1, 1, 1, 1};
+  const uint32_t element_strides[4] = {1, static_cast<uint32_t>(steps[0]), static_cast<uint32_t>(steps[1]), 1};
   const auto make = [&] {
-    return encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, const_cast<void*>(tensor),
-                  sizes, strides, first, last, 32, pixels, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encode(reinterpret_cast<CUtensorMap*>(&map),
+                  element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
+                  const_cast<void*>(tensor), sizes, strides, first, last, kBoxRowBytes / element_bytes, pixels,
+                  element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   return with_context(make);
 }
@@ -565,32 +575,33 @@ __device__ __forceinline__ void wgmma_settle(float (&acc)[COUNT]) {
 template <typename Operand, int N>
 struct Wgmma;
 
+// The same with a `b` of 16 bits that lies the other way round: rows of 128 bytes, in the order of boxes, are 64
+// neighbours of N; 64 more of them are `half_distance` further, and 8 rows of the reduction 1024 bytes.
+template <typename Operand, int N>
+struct WgmmaTransposed;
+
+// And of an `a` as well, whose 64 rows are neighbours.
+template <typename Operand, int N>
+struct WgmmaBothTransposed;
+
 #define MODELNEW_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define MODELNEW_NAMES_28 MODELNEW_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27"
-#define MODELNEW_NAMES_32 \
-  MODELNEW_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define MODELNEW_NAMES_64                                                                             \
-  MODELNEW_NAMES_32                                                                                   \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
-  "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define MODELNEW_NAMES_52                                                                                \
-  MODELNEW_NAMES_32                                                                                      \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51"
+#define MODELNEW_NAMES_32 MODELNEW_NAMES_28 ", %28, %29, %30, %31"
+#define MODELNEW_NAMES_48 MODELNEW_NAMES_32 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define MODELNEW_NAMES_52 MODELNEW_NAMES_48 ", %48, %49, %50, %51"
 #define MODELNEW_NAMES_56 MODELNEW_NAMES_52 ", %52, %53, %54, %55"
 #define MODELNEW_NAMES_60 MODELNEW_NAMES_56 ", %56, %57, %58, %59"
+#define MODELNEW_NAMES_64 MODELNEW_NAMES_60 ", %60, %61, %62, %63"
 #define MODELNEW_NAMES_68 MODELNEW_NAMES_64 ", %64, %65, %66, %67"
-#define MODELNEW_NAMES_72                                                                                    \
-  MODELNEW_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define MODELNEW_NAMES_96                                                                                    \
-  MODELNEW_NAMES_64                                                                                          \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, "        \
-  "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define MODELNEW_NAMES_128                                                                            \
-  MODELNEW_NAMES_64                                                                                   \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
-  "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, " \
-  "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "  \
-  "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define MODELNEW_NAMES_72 MODELNEW_NAMES_68 ", %68, %69, %70, %71"
+#define MODELNEW_NAMES_96 MODELNEW_NAMES_72                                          \
+  ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87" \
+  ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define MODELNEW_NAMES_104 MODELNEW_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define MODELNEW_NAMES_112 MODELNEW_NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define MODELNEW_NAMES_116 MODELNEW_NAMES_112 ", %112, %113, %114, %115"
+#define MODELNEW_NAMES_128 MODELNEW_NAMES_116 ", %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define MODELNEW_ACC_4(i) "+f"(acc[(i)]), "+f"(acc[(i) + 1]), "+f"(acc[(i) + 2]), "+f"(acc[(i) + 3])
 #define MODELNEW_ACC_16(i) MODELNEW_ACC_4(i), MODELNEW_ACC_4((i) + 4), MODELNEW_ACC_4((i) + 8), MODELNEW_ACC_4((i) + 12)
@@ -604,15 +615,20 @@ struct Wgmma;
 #define MODELNEW_ACC_68(i) MODELNEW_ACC_64(i), MODELNEW_ACC_4((i) + 64)
 #define MODELNEW_ACC_72(i) MODELNEW_ACC_64(i), MODELNEW_ACC_4((i) + 64), MODELNEW_ACC_4((i) + 68)
 #define MODELNEW_ACC_96(i) MODELNEW_ACC_64(i), MODELNEW_ACC_32((i) + 64)
+#define MODELNEW_ACC_48(i) MODELNEW_ACC_32(i), MODELNEW_ACC_16((i) + 32)
+#define MODELNEW_ACC_104(i) MODELNEW_ACC_96(i), MODELNEW_ACC_4((i) + 96), MODELNEW_ACC_4((i) + 100)
+#define MODELNEW_ACC_112(i) MODELNEW_ACC_96(i), MODELNEW_ACC_16((i) + 96)
+#define MODELNEW_ACC_116(i) MODELNEW_ACC_112(i), MODELNEW_ACC_4((i) + 112)
 #define MODELNEW_ACC_128(i) MODELNEW_ACC_64(i), MODELNEW_ACC_64((i) + 64)
 
 // COUNT accumulators a thread; A, B, KEEP: the operand numbers that follow them. Without `keep` acc is overwritten.
-#define MODELNEW_WGMMA(OPERAND, N, COUNT, A, B, KEEP, TYPES, SIGNS)                                                  \
+#define MODELNEW_WGMMA(STRUCT, OPERAND, N, COUNT, A, B, KEEP, TYPES, SIGNS)                                          \
   template <>                                                                                                        \
-  struct Wgmma<OPERAND, N> {                                                                                         \
-    static __device__ __forceinline__ void multiply(float (&acc)[COUNT], uint32_t a, uint32_t b, int keep) {         \
-      const uint64_t a_operand = static_cast<uint64_t>(kDescriptorHigh) << 32 | a;                                   \
-      const uint64_t b_operand = static_cast<uint64_t>(kDescriptorHigh) << 32 | b;                                   \
+  struct STRUCT<OPERAND, N> {                                                                                        \
+    static __device__ __forceinline__ void multiply(float (&acc)[COUNT], uint32_t a, uint32_t b, int keep,           \
+                                                    uint32_t high = kDescriptorHigh) {                               \
+      const uint64_t a_operand = static_cast<uint64_t>(high) << 32 | a;                                              \
+      const uint64_t b_operand = static_cast<uint64_t>(high) << 32 | b;                                              \
       asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " KEEP ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N TYPES \
                    " {" MODELNEW_NAMES_##COUNT "}, " A ", " B ", keep, " SIGNS ";\n}\n"                              \
                    : MODELNEW_ACC_##COUNT(0)                                                                         \
@@ -620,16 +636,35 @@ struct Wgmma;
     }                                                                                                                \
   };
 #define MODELNEW_WGMMA_SHAPES(OPERAND, TYPES, SIGNS)                  \
-  MODELNEW_WGMMA(OPERAND, 32, 16, "%16", "%17", "%18", TYPES, SIGNS)  \
-  MODELNEW_WGMMA(OPERAND, 64, 32, "%32", "%33", "%34", TYPES, SIGNS)  \
-  MODELNEW_WGMMA(OPERAND, 128, 64, "%64", "%65", "%66", TYPES, SIGNS) \
-  MODELNEW_WGMMA(OPERAND, 256, 128, "%128", "%129", "%130", TYPES, SIGNS)
+  MODELNEW_WGMMA(Wgmma, OPERAND, 32, 16, "%16", "%17", "%18", TYPES, SIGNS)  \
+  MODELNEW_WGMMA(Wgmma, OPERAND, 64, 32, "%32", "%33", "%34", TYPES, SIGNS)  \
+  MODELNEW_WGMMA(Wgmma, OPERAND, 128, 64, "%64", "%65", "%66", TYPES, SIGNS) \
+  MODELNEW_WGMMA(Wgmma, OPERAND, 256, 128, "%128", "%129", "%130", TYPES, SIGNS)
+#define MODELNEW_WGMMA_MORE_SHAPES(OPERAND, TYPES, SIGNS)                 \
+  MODELNEW_WGMMA(Wgmma, OPERAND, 96, 48, "%48", "%49", "%50", TYPES, SIGNS)      \
+  MODELNEW_WGMMA(Wgmma, OPERAND, 112, 56, "%56", "%57", "%58", TYPES, SIGNS)     \
+  MODELNEW_WGMMA(Wgmma, OPERAND, 120, 60, "%60", "%61", "%62", TYPES, SIGNS)     \
+  MODELNEW_WGMMA(Wgmma, OPERAND, 192, 96, "%96", "%97", "%98", TYPES, SIGNS)     \
+  MODELNEW_WGMMA(Wgmma, OPERAND, 208, 104, "%104", "%105", "%106", TYPES, SIGNS) \
+  MODELNEW_WGMMA(Wgmma, OPERAND, 224, 112, "%112", "%113", "%114", TYPES, SIGNS) \
+  MODELNEW_WGMMA(Wgmma, OPERAND, 232, 116, "%116", "%117", "%118", TYPES, SIGNS)
+
+#define MODELNEW_WGMMA_TRANSPOSED(OPERAND, TYPES)                                                 \
+  MODELNEW_WGMMA(WgmmaTransposed, OPERAND, 128, 64, "%64", "%65", "%66", TYPES, "1, 1, 0, 1")     \
+  MODELNEW_WGMMA(WgmmaTransposed, OPERAND, 256, 128, "%128", "%129", "%130", TYPES, "1, 1, 0, 1") \
+  MODELNEW_WGMMA(WgmmaBothTransposed, OPERAND, 64, 32, "%32", "%33", "%34", TYPES, "1, 1, 1, 1")  \
+  MODELNEW_WGMMA(WgmmaBothTransposed, OPERAND, 128, 64, "%64", "%65", "%66", TYPES, "1, 1, 1, 1") \
+  MODELNEW_WGMMA(WgmmaBothTransposed, OPERAND, 192, 96, "%96", "%97", "%98", TYPES, "1, 1, 1, 1") \
+  MODELNEW_WGMMA(WgmmaBothTransposed, OPERAND, 256, 128, "%128", "%129", "%130", TYPES, "1, 1, 1, 1")
 
 #if defined(MODELNEW_SM90A)
+MODELNEW_WGMMA_TRANSPOSED(Half, "k16.f32.f16.f16")
+MODELNEW_WGMMA_TRANSPOSED(BFloat16, "k16.f32.bf16.bf16")
 MODELNEW_WGMMA_SHAPES(Half, "k16.f32.f16.f16", "1, 1, 0, 0")
-MODELNEW_WGMMA(Half, 120, 60, "%60", "%61", "%62", "k16.f32.f16.f16", "1, 1, 0, 0")
-MODELNEW_WGMMA(Half, 136, 68, "%68", "%69", "%70", "k16.f32.f16.f16", "1, 1, 0, 0")
+MODELNEW_WGMMA_MORE_SHAPES(Half, "k16.f32.f16.f16", "1, 1, 0, 0")
+MODELNEW_WGMMA(Wgmma, Half, 136, 68, "%68", "%69", "%70", "k16.f32.f16.f16", "1, 1, 0, 0")
 MODELNEW_WGMMA_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0, 0")
+MODELNEW_WGMMA_MORE_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0, 0")
 MODELNEW_WGMMA_SHAPES(float, "k8.f32.tf32.tf32", "1, 1")
 #endif
 
@@ -729,6 +764,26 @@ __device__ __forceinline__ void load_matrix_transposed(uint32_t (&a)[4], uint32_
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                : "r"(address)
                : "memory");
+}
+
+// Four blocks of 8 x 8 values of 16 bits, of which a lane holds, in words[i], columns 2*(l%4) and the next one of row
+// l/4: each row is a piece of 16 bytes; lane l names that of row l % 8 of block l / 8.
+__device__ __forceinline__ void store_matrix(uint32_t address, const uint32_t (&words)[4]) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+#endif
+}
+
+// Four blocks of 8 x 8 values of 16 bits to 8 pieces of 16 bytes each, of which lane l names number l % 8 of block
+// l / 8: pieces are columns of blocks of which a lane holds, in words[i], columns 2*(l%4) and the next one of row l/4.
+__device__ __forceinline__ void store_matrix_transposed(uint32_t address, const uint32_t (&words)[4]) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+#endif
 }
 
 }  // namespace hopper

@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(kThreads) patches_kernel(const Params params) 
 // ---- Host ----
 
 // Who may compute what is left, in the order of all engines, and who is asked for the whole problem before.
-const Engine* const kTakers[] = {&kWgmmaEngine, &kGatherEngine, &kPointwiseEngine, &kMmaEngine};
-const Engine* const kRivals[] = {&kWgmmaEngine, &kGatherEngine, &kStemEngine, &kDepthwiseEngine};
+const Engine* const kTakers[] = {&kTmaEngine, &kWgmmaEngine, &kGatherEngine, &kPointwiseEngine, &kMmaEngine};
+const Engine* const kRivals[] = {&kTmaEngine, &kWgmmaEngine, &kGatherEngine, &kStemEngine, &kDepthwiseEngine};
 
 constexpr int64_t kMostCopiedBytes = 512 << 20;
 

@@ -1,0 +1,1464 @@
+// tma engine: implicit GEMM on Hopper's tensor cores for 16-bit tensors, whose operands tensor copies (TMA) bring from
+// memory to where they are multiplied: no thread touches them. fprop, and dgrad without a stride. Deterministic: one
+// sum an output, in one order.
+//
+//   prepare   w -> [output channel][r][s][input channel], where it does not lie like this (dgrad, planes); and a copy
+//             of x with channels as neighbours, where x is planes and not multiplied as it is
+//   tma       y from x, and dx from dy
+//
+// GEMM view: rows = output channels, columns = output pixels, reduction = (block of 64 input channels, r, s, channel).
+// Both operands are rows of 128 bytes, 64 channels of a weight's tap or of a pixel, in the order of boxes
+// (hopper.cuh); a pixel is a slot of shared memory. Three ways to bring x:
+//
+//   columns   a stage of x is what one tap reads for all pixels of a tile, numbered through all images (im2col): any
+//             stride and image, 1x1 as well, and no pixel too many; each tap has the L2 cache give x anew
+//   windows   a stage is what all taps of a tile read, with its halo, as one box. A tap is a shift of all slots, by
+//             whole slots: wgmma's second operand starts that many rows further. Of a stride of 2 a stage is one phase
+//             of x, of which its taps read neighbouring slots
+//   direct    1x1 of planes: rows of 64 pixels of a channel, which wgmma reads the other way round; images are filled
+//             up to multiples of 64 pixels
+//
+//        pitch                    slots are multiplied in their order, also those between the lines of a tile, whose
+//      +--------+                 sums nobody stores
+//      | x x x x|. .
+//      | x x x x|. .   tap (0, 2)
+//      +--------+. .
+//       . . . . . .
+//
+// One block an SM, for the life of the launch, 12 warps in three roles:
+//
+//   8 warps   two warpgroups take tiles by turns, so that one of them multiplies while the other one stores; or they
+//             multiply and store half of a tile's channels each, which brings and reads less for each product
+//   1 thread  orders boxes of x
+//   1 thread  orders boxes of w
+//
+//   x --box--> ring of x --+                                          +--box--> y, 64 channels of a tile
+//                          +--> wgmma --> registers --stmatrix--> staging
+//   w --box--> ring of w --+                                          +-------> planes of y, by each warp
+//
+// Where there are fewer tiles than SMs, clusters of 2, 4 or 8 blocks share the reduction of each: they leave their sums
+// in shared memory and add up those of all, in their order, for a share of the tile (store_share).
+//
+// Tile 0 is that of the last pixels (see gather.cu), and blocks next to one another have tiles of the same pixels, so
+// that x comes from memory once.
+//
+// fp16, us, H100, 2026-11-26: what took it before (gather; wgmma, of planes of 56x56) / this engine / cuDNN, by
+// bench.py; that of planes in a driver.
+//
+//                                        channels_last, 256 images   32                  planes, 256 images
+//   1x1 64 to 256, 56x56                   311 / 205 / 187       50 / 28 / 31        208 / 196 / 196
+//   256 to 64                              220 / 178 / 182       43 / 31 / 31        253 / 186 / 181
+//   3x3 64 to 64                           286 /  93 / 150       49 / 19 / 29        166 / 165 / 351
+//   128 to 128, stride 2                   329 / 129 / 111       64 / 26 / 26        704 / 258 / 343
+//   128 to 128, 28x28                      118 /  93 /  98       29 / 19 / 22        218 / 129 / 202
+//   1x1 512 to 256                         141 / 113 / 115       32 / 22 / 22        203 / 132 / 120
+//   3x3 256 to 256, stride 2               181 /  96 /  89       39 / 20 / 22        343 / 169 / 217
+//   256 to 256, 14x14                       98 /  82 /  83       38 / 19 / 22        130 / 113 / 152
+//   1x1 512 to 2048, 7x7                    68 /  49 /  46       20 / 14 / 12        223 /  87 / 138
+//   3x3 512 to 512                         115 /  79 /  82       63 / 20 / 21        165 / 126 / 129
+//
+// What bounds it: with many images, 1x1 to and from 56x56 pixels run at 2.7 TB/s (a copy: 3.0), and 3x3 of 256 channels
+// at 700 TFLOP/s (cuBLAS, 8192^3: 763). Columns of 128 slots take 56 to 59 bytes a cycle of an SM from the L2 cache,
+// which holds them up; hence tiles of 192 and 256. With one image a call takes 6.5 to 7.5 us at least, presumably for
+// code and maps that come from memory; barriers initialised by one thread each instead of by one for all took 0.8 us
+// more, and code for 16 and 32 channels beside that for 64, or for parts of a reduction beside that for all of it, 0.7
+// (THRASH: caches of instructions are filled with other code before each call).
+//
+// Boxes fill up with zeros what is no channel, which takes long: 8 to 64 channels, 3x3, 64x64, 16 images, 42 us
+// (cuDNN 13), 24 to 144, 1x1, 56x56, 18 (14). Rows of 32 or 64 bytes for few channels instead: 16 to 32, 3x3, 112x112,
+// 32 images 72 / 54, 8 to 8, 256x256, 678 / 423 (cuDNN 42 and 99), but see above.
+//
+// Tried: tiles of 128 x 256 by both warpgroups alone: 3x3 64 to 64, 56x56, 256 images, 116 us in tiles of 64 x 256, by
+// turns 98; but by turns alone 1x1 256 to 1024, 14x14, takes 62.5 instead of 56.4. 1x1 by boxes of a row of pixels
+// instead of columns, or y stored to leave the L2 cache first: no difference.
+#if !defined(__CUDACC_RTC__)
+#include <algorithm>
+#include <cstdio>
+
+#include "device.cuh"
+#include "engines.cuh"
+#include "memo.cuh"
+#endif
+
+#include "correlation.cuh"
+#include "divisor.cuh"
+#include "hopper.cuh"
+#include "numerics.cuh"
+#include "problem.cuh"
+
+namespace modelnew {
+namespace tma {
+
+// ---- Geometry, host and device ----
+
+constexpr int kBlockChannels = 64;                        // of a stage
+constexpr int kSlotBytes = hopper::kBoxRowBytes;          // 64 channels of 16 bits
+constexpr int kRowsAligned = 1024;                        // where the order of boxes starts anew
+constexpr int kStagedChannels = 64;                       // of a box of y
+constexpr int kMultiplyingThreads = 256, kThreads = 384;  // the last four warps order boxes
+static_assert(kThreads == kMultiplyingThreads + 128, "setmaxnreg is for whole warpgroups");
+constexpr int kMultiplyingRegisters = 232, kOrderingRegisters = 40;  // out of 168 that each thread has at first
+static_assert(2 * kMultiplyingRegisters + kOrderingRegisters <= 3 * 168, "given back before they are taken");
+constexpr int kMostTaps = 49;
+constexpr int kBlockPixels = 64;  // of planes as they are: of a box
+constexpr int kMostStages = 8;
+constexpr int kSharedBytes = 232448;
+constexpr int kMostBoxSide = 256;
+constexpr int kMostSplits = 8;
+constexpr int64_t kMostCopiedBytes = int64_t{512} << 20;
+constexpr int kPackThreads = 256, kPackTile = 32, kCopyTile = 64;
+constexpr int kPrepareBytes = kCopyTile * (kCopyTile + 2) * 2;  // of shared memory
+
+// A tile that there is a kernel for. Together: both warpgroups multiply it, of 128 channels 64 each; else they take
+// tiles by turns.
+struct TileShape {
+  int channels, slots;
+  bool together;
+
+  MODELNEW_HOST_DEVICE constexpr int own_channels() const { return together ? channels / 2 : channels; }
+};
+
+constexpr TileShape kTileShapes[] = {{128, 256, true}, {128, 192, true}, {128, 128, true}, {128, 64, false},
+                                     {64, 256, false}, {64, 232, false}, {64, 224, false}, {64, 208, false},
+                                     {64, 192, false}, {64, 128, false}, {64, 64, false}};
+constexpr int kTileShapeCount = sizeof kTileShapes / sizeof kTileShapes[0];
+
+// Whether there is a kernel for planes of x as they are.
+MODELNEW_HOST_DEVICE constexpr bool may_be_direct(const TileShape& shape) {
+  return shape.slots == 256 || shape.slots == 128;
+}
+
+// Whether blocks may share a tile's reduction: for few tiles, which are small.
+MODELNEW_HOST_DEVICE constexpr bool may_split(const TileShape& shape) { return shape.slots <= 128; }
+
+struct Plan {
+  TileShape shape;
+  bool windows;
+  bool packed;                // weights
+  bool planes;                // x and y are,
+  bool direct;                // and x is multiplied as it is,
+  bool copied;                // or first copied to where its channels are neighbours
+  int out_vector;             // planes: so many outputs of y are stored at once
+  int splits;                 // blocks of a tile, a cluster, each with a part of the reduction
+  int tile_lines, tile_columns, pitch;  // columns: one line of as many columns as there are slots
+  int loads;                  // of x for a block of channels: stages, of the same size
+  int box_rows, box_columns;  // of a stage, as they lie in shared memory
+  int x_bytes, x_stage_bytes, x_stages, w_stage_bytes, w_stages;
+  int x_steps, w_steps;  // stages of a tile
+  int tiles_k, tiles_p, tiles_q, tiles;
+  int blocks;  // of the launch
+  int smem_bytes;
+  double cycles;  // estimate
+};
+
+// A stage of x: the first row and column that it holds, from those of the tile's first output on, and its taps.
+struct Load {
+  int16_t row, column, first_tap, taps;
+};
+
+// By how many slots it is shifted, and which weights it has.
+struct Tap {
+  int16_t shift;
+  uint8_t r, s;
+};
+
+struct Params {
+  const void *in_ptr, *w_ptr, *bias_ptr;
+  void* out_ptr;
+  Correlation of;
+  Plan plan;
+  int64_t out_step;  // from pixel to pixel of y, of columns
+  Divisor by_tiles_k, by_tiles_q, by_tiles_p, by_pitch, by_plane, by_row, by_runs, by_blocks;
+  Load load[kMostTaps];
+  Tap tap[kMostTaps];
+  hopper::BoxMap in_map, w_map, out_map;
+};
+
+struct PackParams {
+  const void* w_ptr;
+  void* packed_ptr;
+  int64_t stride_out, stride_in, stride_r, stride_s;
+  int R, S, out_channels, in_channels, row_channels;  // of a row of what is packed: a multiple of 8
+  bool flipped;
+  int blocks;  // of the launch; those behind them copy x
+};
+
+// Planes of x -> [image][pixel][channel], channels filled up with zeros to a multiple of 8.
+struct CopyParams {
+  const void* x_ptr;
+  void* copy_ptr;
+  int64_t image, plane;  // steps in x
+  int pixels, channels, row_channels, vector;
+  Divisor by_tiles, by_channel_tiles;
+};
+
+// A block's shared memory: where its parts start.
+struct SharedLayout {
+  int barriers, staging, x, w, end;
+};
+
+// Planes: of a warp's channels, one after another; 16 bytes more of each, so that stmatrix meets all banks.
+MODELNEW_HOST_DEVICE constexpr int staged_pitch(int slots) { return 2 * slots + 16; }
+
+// Of a warpgroup.
+MODELNEW_HOST_DEVICE inline int staged_bytes(const Plan& plan) {
+  if (plan.planes) return kStagedChannels * staged_pitch(plan.shape.slots);
+  return plan.shape.own_channels() / kStagedChannels * plan.shape.slots * kSlotBytes;
+}
+
+// Slots behind a window are read as well, for outputs that nobody stores: w follows x.
+MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
+  SharedLayout layout{};
+  layout.staging = 0;
+  layout.x = layout.staging + 2 * staged_bytes(plan);
+  layout.w = layout.x + plan.x_stages * plan.x_stage_bytes;
+  layout.barriers = layout.w + plan.w_stages * plan.w_stage_bytes;
+  layout.end = layout.barriers + (4 * kMostStages + 2) * 8;
+  return layout;
+}
+
+// Stages of x that a block multiplies of a tile.
+struct Share {
+  int first, last;
+};
+
+MODELNEW_HOST_DEVICE inline Share share_of(const Plan& plan, int part) {
+  return {part * plan.x_steps / plan.splits, (part + 1) * plan.x_steps / plan.splits};
+}
+
+// The first output of a tile and its first channel. Of columns: a single line, of all pixels.
+struct Tile {
+  int n, p, q, k;
+};
+
+MODELNEW_HOST_DEVICE inline Tile locate_tile(const Params& params, int number) {
+  const Plan& plan = params.plan;
+  const int pixels = quotient(number, params.by_tiles_k);
+  const int from_start = plan.tiles / plan.tiles_k - 1 - pixels;
+  const int k = (number - pixels * plan.tiles_k) * plan.shape.channels;
+  const int row = quotient(from_start, params.by_tiles_q), image = quotient(row, params.by_tiles_p);
+  return {image, (row - image * plan.tiles_p) * plan.tile_lines,
+          (from_start - row * plan.tiles_q) * plan.tile_columns, k};
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+// ---- Device code ----
+
+// Stages in turns.
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void skip(int count, int stages) {
+    const int turns = (stage + count) / stages;
+    stage += count - turns * stages;
+    parity ^= turns & 1;
+  }
+};
+
+struct Shared {
+  uint32_t base;
+  SharedLayout layout;
+
+  __device__ __forceinline__ uint32_t barrier(int kind, int stage) const {
+    return base + layout.barriers + (kind * kMostStages + stage) * 8;
+  }
+  __device__ __forceinline__ uint32_t x_full(int stage) const { return barrier(0, stage); }
+  __device__ __forceinline__ uint32_t x_empty(int stage) const { return barrier(1, stage); }
+  __device__ __forceinline__ uint32_t w_full(int stage) const { return barrier(2, stage); }
+  __device__ __forceinline__ uint32_t w_empty(int stage) const { return barrier(3, stage); }
+  // Until it is a warpgroup's turn to multiply.
+  __device__ __forceinline__ uint32_t turn(int warpgroup) const { return barrier(4, warpgroup); }
+};
+
+__device__ __forceinline__ void warpgroup_sync(int warpgroup) { hopper::named_barrier(1 + warpgroup, 128); }
+
+// Of a tile's stages of x: which channels and which load. One by one.
+struct Step {
+  int block = 0, load = 0;
+
+  __device__ __forceinline__ void next(const Plan& plan) {
+    if (++load == plan.loads) {
+      load = 0;
+      ++block;
+    }
+  }
+};
+
+// A block's own tiles: of a cluster's blocks all have the same one.
+template <bool SPLIT>
+struct Tiles {
+  int first, step, part;
+
+  __device__ __forceinline__ explicit Tiles(const Plan& plan)
+      : first(SPLIT ? blockIdx.x / plan.splits : blockIdx.x),
+        step(gridDim.x),
+        part(SPLIT ? blockIdx.x - first * plan.splits : 0) {}
+  __device__ __forceinline__ Share share(const Plan& plan) const {
+    return SPLIT ? share_of(plan, part) : Share{0, plan.x_steps};
+  }
+  __device__ __forceinline__ Step first_step(const Plan& plan, const Share& share) const {
+    Step step;
+    if (SPLIT) {
+      step.block = share.first / plan.loads;
+      step.load = share.first - step.block * plan.loads;
+    }
+    return step;
+  }
+};
+
+// -- Order boxes, by a thread each --
+
+template <bool SPLIT, bool DIRECT>
+__device__ __forceinline__ void order_x(const Params& params, const Shared& shared) {
+  const Plan& plan = params.plan;
+  const Correlation& of = params.of;
+  const Tiles<SPLIT> tiles(plan);
+  const Share share = tiles.share(plan);
+  hopper::wait_for_prerequisites();
+  Ring ring;
+#pragma unroll 1
+  for (int number = tiles.first; number < plan.tiles; number += tiles.step) {
+    const Tile tile = locate_tile(params, number);
+    int n = tile.n, p = tile.p, q = tile.q;
+    if (!DIRECT && !plan.windows) {
+      n = quotient(tile.q, params.by_plane);
+      q = tile.q - n * of.P * of.Q;
+      p = quotient(q, params.by_row);
+      q -= p * of.Q;
+    }
+    const int h = p * of.stride_h - of.pad_h, w = q * of.stride_w - of.pad_w;
+    Step step = tiles.first_step(plan, share);
+#pragma unroll 1
+    for (int i = share.first; i < share.last; ++i, step.next(plan)) {
+      const Load load = params.load[step.load];
+      const uint32_t full = shared.x_full(ring.stage);
+      const uint32_t to = shared.base + shared.layout.x + ring.stage * plan.x_stage_bytes;
+      const int c = step.block * kBlockChannels;
+      hopper::barrier_wait(shared.x_empty(ring.stage), ring.parity ^ 1);
+      hopper::barrier_arrive_expecting(full, plan.x_bytes);
+      if (DIRECT) {
+        // Blocks of 64 pixels, numbered through all images.
+#pragma unroll 1
+        for (int first = 0; first < plan.shape.slots; first += kBlockPixels) {
+          const int block = (tile.q + first) / kBlockPixels, image = quotient(block, params.by_blocks);
+          const int pixel = (block - image * static_cast<int>(params.by_blocks.divisor)) * kBlockPixels;
+          hopper::load_box(params.in_map, to + first * kSlotBytes, pixel, c, image, 0, full);
+        }
+      } else if (plan.windows)
+        hopper::load_box(params.in_map, to, c, w + load.column, h + load.row, n, full);
+      else
+        hopper::load_columns(params.in_map, to, c, w, h, n, load.column, load.row, full);
+      ring.next(plan.x_stages);
+    }
+  }
+}
+
+template <bool SPLIT>
+__device__ __forceinline__ void order_w(const Params& params, const Shared& shared) {
+  const Plan& plan = params.plan;
+  const Tiles<SPLIT> tiles(plan);
+  const Share share = tiles.share(plan);
+  hopper::wait_for_prerequisites();
+  Ring ring;
+#pragma unroll 1
+  for (int number = tiles.first; number < plan.tiles; number += tiles.step) {
+    const Tile tile = locate_tile(params, number);
+    Step step = tiles.first_step(plan, share);
+#pragma unroll 1
+    for (int i = share.first; i < share.last; ++i, step.next(plan)) {
+      const Load load = params.load[step.load];
+#pragma unroll 1
+      for (int t = 0; t < load.taps; ++t) {
+        const Tap tap = params.tap[load.first_tap + t];
+        const uint32_t full = shared.w_full(ring.stage);
+        hopper::barrier_wait(shared.w_empty(ring.stage), ring.parity ^ 1);
+        hopper::barrier_arrive_expecting(full, plan.w_stage_bytes);
+        hopper::load_box(params.w_map, shared.base + shared.layout.w + ring.stage * plan.w_stage_bytes,
+                         step.block * kBlockChannels, tile.k, tap.s, tap.r, full);
+        ring.next(plan.w_stages);
+      }
+    }
+  }
+}
+
+// -- Multiply, and store --
+
+// All warps that multiply.
+__device__ __forceinline__ void multiplying_sync() { hopper::named_barrier(3, kMultiplyingThreads); }
+
+// Of a warpgroup.
+template <int CHANNELS, int SLOTS>
+using Sums = float[CHANNELS / 64][SLOTS / 2];
+
+// Stages that have been multiplied, once the wgmmas behind theirs have been ordered. -1: none.
+struct Given {
+  int x = -1, w = -1;
+
+  __device__ __forceinline__ void give_back(const Shared& shared) const {
+    if (threadIdx.x % 32 != 0) return;
+    if (w >= 0) hopper::barrier_arrive(shared.w_empty(w));
+    if (x >= 0) hopper::barrier_arrive(shared.x_empty(x));
+  }
+};
+
+template <typename Stored, int CHANNELS, int SLOTS, bool DIRECT, typename AllOrdered>
+__device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Share& share,
+                                              Step of_tile, int first_channel, Ring& x, Ring& w,
+                                              Sums<CHANNELS, SLOTS>& acc, const AllOrdered& all_ordered) {
+  const Plan& plan = params.plan;
+  const uint32_t base = hopper::of_own_block(shared.base);  // for descriptors
+  Given before;
+  bool keep = false;
+#pragma unroll 1
+  for (int number = share.first; number < share.last; ++number, of_tile.next(plan)) {
+    const Load load = params.load[of_tile.load];
+    hopper::barrier_wait(shared.x_full(x.stage), x.parity);
+    const uint32_t slots = hopper::descriptor(base + shared.layout.x + x.stage * plan.x_stage_bytes,
+                                              DIRECT ? kBlockPixels * kSlotBytes : 16);
+#pragma unroll 1
+    for (int t = 0; t < load.taps; ++t) {
+      const uint32_t b = slots + params.tap[load.first_tap + t].shift * (kSlotBytes / 16);
+      hopper::barrier_wait(shared.w_full(w.stage), w.parity);
+      const uint32_t a = hopper::descriptor(base + shared.layout.w + w.stage * plan.w_stage_bytes, 16) +
+                         first_channel * (kSlotBytes / 16);
+      hopper::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kBlockChannels / 16; ++step) {
+#pragma unroll
+        for (int i = 0; i < CHANNELS / 64; ++i) {
+          const uint32_t own = a + 64 * i * (kSlotBytes / 16) + 2 * step;
+          if constexpr (DIRECT)  // rows are channels: 16 of them further
+            hopper::WgmmaTransposed<Stored, SLOTS>::multiply(acc[i], own, b + 16 * step * (kSlotBytes / 16),
+                                                             keep || step > 0, hopper::kRowsDescriptorHigh);
+          else
+            hopper::Wgmma<Stored, SLOTS>::multiply(acc[i], own, b + 2 * step, keep || step > 0,
+                                                   hopper::kRowsDescriptorHigh);
+        }
+      }
+      hopper::wgmma_commit();
+      keep = true;
+      hopper::wgmma_wait<1>();
+      before.give_back(shared);
+      before.w = w.stage;
+      before.x = t + 1 == load.taps ? x.stage : -1;
+      w.next(plan.w_stages);
+    }
+    x.next(plan.x_stages);
+  }
+  all_ordered();
+  hopper::wgmma_wait<0>();
+#pragma unroll
+  for (auto& sums : acc) hopper::wgmma_settle(sums);
+  before.give_back(shared);
+}
+
+// Sums -> [output][channel], 128 bytes an output, in the order of boxes. Slots between the lines of a window, and
+// behind the last one, go to where no output is: there are more slots than outputs then.
+template <typename Stored, int SLOTS, bool WINDOWS>
+__device__ __forceinline__ void stage_tile(const Params& params, const float (&bias)[2], uint32_t staging,
+                                           const float (&acc)[SLOTS / 2]) {
+  const Plan& plan = params.plan;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const int piece = 2 * warp + lane / 8 % 2;
+#pragma unroll
+  for (int j = 0; j < SLOTS / 8; j += 2) {
+    const bool pair = j + 1 < SLOTS / 8;  // else an eight that is the last one
+    const int slot = 8 * j + (pair ? lane / 16 * 8 : 0) + lane % 8;
+    int row = slot;
+    if constexpr (WINDOWS) {
+      const int line = quotient(slot, params.by_pitch), column = slot - line * plan.pitch;
+      const bool exists = column < plan.tile_columns && line < plan.tile_lines;
+      row = exists ? line * plan.tile_columns + column : SLOTS - 1;
+    }
+    uint32_t words[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int first = 4 * (pair ? j + e / 2 : j) + 2 * (e % 2);
+      words[e] = narrow_pair(acc[first] + bias[e % 2], acc[first + 1] + bias[e % 2], Stored{});
+    }
+    hopper::store_matrix_transposed(staging + row * kSlotBytes + (piece ^ row % 8) * 16, words);
+  }
+}
+
+template <typename Stored>
+__device__ __forceinline__ float load_bias(const Params& params, int channel) {
+  if (params.bias_ptr == nullptr || channel >= params.of.out_channels) return 0;
+  return widen(static_cast<const Stored*>(params.bias_ptr)[channel]);
+}
+
+// Where outputs of a tile are in y, of its channel 0: the one in a slot, if it exists, or -1.
+__device__ __forceinline__ int64_t place_of_slot(const Params& params, const Tile& tile, int slot) {
+  const Plan& plan = params.plan;
+  const Correlation& of = params.of;
+  if (plan.windows) {
+    const int line = quotient(slot, params.by_pitch), column = slot - line * plan.pitch;
+    const int p = tile.p + line, q = tile.q + column;
+    const bool exists = line < plan.tile_lines && column < plan.tile_columns && p < of.P && q < of.Q;
+    return exists ? tile.n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3] : -1;
+  }
+  if (plan.direct) {
+    const int block = (tile.q + slot) / kBlockPixels, n = quotient(block, params.by_blocks);
+    const int pixel = (block - n * static_cast<int>(params.by_blocks.divisor)) * kBlockPixels + slot % kBlockPixels;
+    return n < of.N && pixel < of.P * of.Q ? n * of.out_stride[0] + pixel : -1;
+  }
+  const int pixel = tile.q + slot;
+  if (pixel >= of.N * of.P * of.Q) return -1;
+  if (!plan.planes) return pixel * params.out_step;
+  const int n = quotient(pixel, params.by_plane);
+  return n * of.out_stride[0] + pixel - n * of.P * of.Q;
+}
+
+// Sums of a warp's 16 channels -> [channel][slot], by itself, and from there to planes of y.
+template <typename Stored, int SLOTS>
+__device__ __forceinline__ void stage_planes(const float (&bias)[2], uint32_t staging, const float (&acc)[SLOTS / 2]) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t to = staging + lane % 16 * staged_pitch(SLOTS) + lane / 16 * 16;
+#pragma unroll
+  for (int j = 0; j < SLOTS / 8; j += 2) {
+    const bool pair = j + 1 < SLOTS / 8;  // else an eight that is the last one
+    uint32_t words[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int first = 4 * (pair ? j + e / 2 : j) + 2 * (e % 2);
+      words[e] = narrow_pair(acc[first] + bias[e % 2], acc[first + 1] + bias[e % 2], Stored{});
+    }
+    hopper::store_matrix(to + 16 * j - (pair ? 0 : lane / 16 * 16), words);
+  }
+}
+
+template <int VECTOR>
+__device__ __forceinline__ void store_planes(const Params& params, const Tile& tile, int first_channel,
+                                             const uint8_t* staging) {
+  struct alignas(2 * VECTOR) Values {
+    uint16_t value[VECTOR];
+  };
+  const Plan& plan = params.plan;
+  const int channels = min(16, params.of.out_channels - first_channel);
+  const int slots = plan.shape.slots, runs = plan.windows ? plan.tile_columns / VECTOR : 1;
+  const int items = plan.windows ? plan.tile_lines * runs : slots / VECTOR;
+  const int64_t step = params.of.out_stride[1];
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < items; i += 32) {
+    int slot = i * VECTOR;
+    if (plan.windows) {
+      const int line = quotient(i, params.by_runs);
+      slot = line * plan.pitch + (i - line * runs) * VECTOR;
+    }
+    const int64_t place = place_of_slot(params, tile, slot);
+    if (place < 0) continue;
+    uint16_t* to = static_cast<uint16_t*>(params.out_ptr) + place + first_channel * step;
+    const uint8_t* from = staging + 2 * slot;
+#pragma unroll 4
+    for (int channel = 0; channel < channels; ++channel, to += step, from += staged_pitch(slots)) {
+      Values values;
+      if (VECTOR > 1 && plan.windows) {  // whose lines start at pairs
+#pragma unroll
+        for (int v = 0; v < VECTOR; v += 2)
+          *reinterpret_cast<uint32_t*>(values.value + v) = *reinterpret_cast<const uint32_t*>(from + 2 * v);
+      } else {
+        values = *reinterpret_cast<const Values*>(from);
+      }
+      *reinterpret_cast<Values*>(to) = values;
+    }
+  }
+}
+
+__device__ __forceinline__ void store_planes(const Params& params, const Tile& tile, int first_channel,
+                                             const uint8_t* staging) {
+  switch (params.plan.out_vector) {
+    case 8:
+      return store_planes<8>(params, tile, first_channel, staging);
+    case 4:
+      return store_planes<4>(params, tile, first_channel, staging);
+    case 2:
+      return store_planes<2>(params, tile, first_channel, staging);
+    default:
+      return store_planes<1>(params, tile, first_channel, staging);
+  }
+}
+
+// Sums of a part of the reduction -> [slot][channel] in shared memory, where the rings were; 4 words more a slot, so
+// that a warp meets all banks.
+MODELNEW_HOST_DEVICE constexpr int part_pitch(const TileShape& shape) { return shape.channels + 4; }
+
+template <int CHANNELS, int SLOTS>
+__device__ __forceinline__ void leave_part(const Plan& plan, int first_channel, float* parts,
+                                           const Sums<CHANNELS, SLOTS>& acc) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+  for (int block = 0; block < CHANNELS / 64; ++block) {
+    float* const to = parts + first_channel + 64 * block + 16 * warp + lane / 4 +
+                      lane % 4 * 2 * part_pitch(plan.shape);
+#pragma unroll
+    for (int j = 0; j < SLOTS / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) to[(8 * j + e % 2) * part_pitch(plan.shape) + e / 2 * 8] = acc[block][4 * j + e];
+    }
+  }
+}
+
+// Adds up the parts of all blocks of the cluster, in their order, for its share of a tile's slots, and stores these.
+// Neighbouring threads have neighbours in y.
+template <typename Stored>
+__device__ __forceinline__ void store_share(const Params& params, const Tile& tile, int part, const float* parts) {
+  const Plan& plan = params.plan;
+  const int pieces = plan.shape.channels / 8;
+  const int first = part * plan.shape.slots / plan.splits, slots = (part + 1) * plan.shape.slots / plan.splits - first;
+  const uint32_t from = hopper::smem_address(parts);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < slots * pieces; i += kMultiplyingThreads) {
+    const int slot = first + (plan.planes ? i % slots : i / pieces);
+    const int channel = (plan.planes ? i / slots : i % pieces) * 8, k = tile.k + channel;
+    const int64_t place = place_of_slot(params, tile, slot);
+    if (place < 0 || k >= params.of.out_channels) continue;
+    const uint32_t address = from + 4 * (slot * part_pitch(plan.shape) + channel);
+    const float4 low = hopper::add_cluster_4(address, plan.splits);
+    const float4 high = hopper::add_cluster_4(address + 16, plan.splits);
+    const float sums[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    Stored* const to = static_cast<Stored*>(params.out_ptr) + place + k * params.of.out_stride[1];
+    if (plan.planes) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (k + j < params.of.out_channels)
+          narrow(sums[j] + load_bias<Stored>(params, k + j), to[j * params.of.out_stride[1]]);
+      }
+      continue;
+    }
+    uint4 words;
+    uint32_t* const word = &words.x;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      word[j] = narrow_pair(sums[2 * j] + load_bias<Stored>(params, k + 2 * j),
+                            sums[2 * j + 1] + load_bias<Stored>(params, k + 2 * j + 1), Stored{});
+    *reinterpret_cast<uint4*>(to) = words;
+  }
+}
+
+// A tile of which each block of a cluster has a part of the reduction.
+template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT>
+__device__ __forceinline__ void multiply_part(const Params& params, const Shared& shared, uint8_t* smem) {
+  constexpr int kOwn = TileShape{CHANNELS, SLOTS, TOGETHER}.own_channels();
+  const int warpgroup = hopper::uniform(threadIdx.x / 128);
+  const Tiles<true> tiles(params.plan);
+  const Tile tile = locate_tile(params, tiles.first);
+  float* const parts = reinterpret_cast<float*>(smem + shared.layout.x);
+  if (TOGETHER || warpgroup == 0) {
+    Ring x, w;
+    Sums<kOwn, SLOTS> acc;
+    const Share share = tiles.share(params.plan);
+    const Step step = tiles.first_step(params.plan, share);
+    multiply_tile<Stored, kOwn, SLOTS, DIRECT>(params, shared, share, step, warpgroup * kOwn, x, w, acc, [] {});
+    // Nobody reads the rings any more.
+    if (TOGETHER)
+      multiplying_sync();
+    else
+      warpgroup_sync(0);
+    leave_part<kOwn, SLOTS>(params.plan, warpgroup * kOwn, parts, acc);
+  }
+  hopper::cluster_sync();  // the parts of all blocks are there
+  store_share<Stored>(params, tile, tiles.part, parts);
+}
+
+template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT>
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem) {
+  constexpr int kOwn = TileShape{CHANNELS, SLOTS, TOGETHER}.own_channels();
+  const Plan& plan = params.plan;
+  const int warpgroup = hopper::uniform(threadIdx.x / 128);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const Share whole{0, plan.x_steps};
+  uint8_t* const staging = smem + shared.layout.staging + warpgroup * staged_bytes(plan);
+  const bool stores = threadIdx.x % 128 == 0;
+  Ring x, w;
+  const auto skip_tile = [&] {
+    x.skip(plan.x_steps, plan.x_stages);
+    w.skip(plan.w_steps, plan.w_stages);
+  };
+  const int first_tile = TOGETHER ? blockIdx.x : blockIdx.x + warpgroup * gridDim.x;
+  const int tile_step = TOGETHER ? gridDim.x : 2 * gridDim.x;
+  if (!TOGETHER && warpgroup == 1) skip_tile();
+  uint32_t turn = warpgroup ^ 1;  // the first warpgroup begins
+#pragma unroll 1
+  for (int number = first_tile; number < plan.tiles; number += tile_step) {
+    Tile tile = locate_tile(params, number);
+    Sums<kOwn, SLOTS> acc;
+    if constexpr (TOGETHER) {
+      tile.k += warpgroup * kOwn;
+      multiply_tile<Stored, kOwn, SLOTS, DIRECT>(params, shared, whole, Step{}, warpgroup * kOwn, x, w, acc, [] {});
+    } else {
+      // A warpgroup's stages come behind the other one's. Had it not waited for its turn, it would take a stage for
+      // full because it had been full two turns of the ring before.
+      hopper::barrier_wait(shared.turn(warpgroup), turn);
+      turn ^= 1;
+      multiply_tile<Stored, kOwn, SLOTS, DIRECT>(params, shared, whole, Step{}, 0, x, w, acc, [&] {
+        if (lane == 0) hopper::barrier_arrive(shared.turn(warpgroup ^ 1));
+      });
+      skip_tile();
+    }
+    if (plan.planes) {
+      uint8_t* const own = staging + 16 * warp * staged_pitch(SLOTS);
+#pragma unroll
+      for (int block = 0; block < kOwn / 64; ++block) {
+        const int channel = tile.k + 64 * block + 16 * warp;
+        const float bias[2] = {load_bias<Stored>(params, channel + lane / 4),
+                               load_bias<Stored>(params, channel + lane / 4 + 8)};
+        __syncwarp();  // what was staged before has been read
+        stage_planes<Stored, SLOTS>(bias, hopper::smem_address(own), acc[block]);
+        __syncwarp();  // all of it is staged
+        store_planes(params, tile, channel, own);
+      }
+      continue;
+    }
+    if (stores) hopper::bulk_stores_wait_read<0>();
+    warpgroup_sync(warpgroup);  // what was staged before has been read
+#pragma unroll
+    for (int block = 0; block < kOwn / 64; ++block) {
+      const int channel = tile.k + 64 * block + 16 * warp + lane / 4;
+      const float bias[2] = {load_bias<Stored>(params, channel), load_bias<Stored>(params, channel + 8)};
+      const uint32_t to = hopper::smem_address(staging) + block * SLOTS * kSlotBytes;
+      if (plan.windows)
+        stage_tile<Stored, SLOTS, true>(params, bias, to, acc[block]);
+      else
+        stage_tile<Stored, SLOTS, false>(params, bias, to, acc[block]);
+    }
+    hopper::fence_async();
+    warpgroup_sync(warpgroup);  // all of it is staged
+    if (stores) {
+#pragma unroll
+      for (int block = 0; block < kOwn / 64; ++block) {
+        const int k = tile.k + 64 * block;
+        if (k < params.of.out_channels)
+          hopper::store_box<false>(params.out_map, staging + block * SLOTS * kSlotBytes, k, tile.q, tile.p, tile.n);
+      }
+      hopper::bulk_stores_commit();
+    }
+  }
+  if (stores) hopper::bulk_stores_wait_read<0>();  // shared memory stays until then
+}
+
+template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool SPLIT, bool DIRECT>
+__global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant__ Params params) {
+#if defined(MODELNEW_SM90A)
+  extern __shared__ __align__(1024) uint8_t modelnew_tma_smem[];
+  const Plan& plan = params.plan;
+  const Shared shared{hopper::smem_address(modelnew_tma_smem), shared_layout(plan)};
+  const int warp = hopper::uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  constexpr int kOrdersX = kMultiplyingThreads / 32, kOrdersW = kOrdersX + 1;
+  if (lane == 0) {
+    if (warp == 0) hopper::prefetch_map(params.out_map);
+    if (warp == kOrdersX) hopper::prefetch_map(params.in_map);
+    if (warp == kOrdersW) hopper::prefetch_map(params.w_map);
+  }
+  if (threadIdx.x == 0) {
+    const int givers = TOGETHER ? 8 : 4;  // warps
+#pragma unroll 1
+    for (int stage = 0; stage < kMostStages; ++stage) {
+      hopper::barrier_init(shared.x_full(stage), 1);
+      hopper::barrier_init(shared.x_empty(stage), givers);
+      hopper::barrier_init(shared.w_full(stage), 1);
+      hopper::barrier_init(shared.w_empty(stage), givers);
+    }
+    for (int i = 0; i < 2; ++i) hopper::barrier_init(shared.turn(i), 4);
+    hopper::fence_async();  // boxes arrive at them
+  }
+  __syncthreads();  // barriers are there
+  if (warp >= kOrdersX) {
+    hopper::registers_give_back<kOrderingRegisters>();
+    if (lane == 0) {
+      if (warp == kOrdersX) order_x<SPLIT, DIRECT>(params, shared);
+      if (warp == kOrdersW) order_w<SPLIT>(params, shared);
+    }
+    __syncwarp();
+    if (SPLIT) hopper::cluster_sync();
+  } else {
+    hopper::registers_take<kMultiplyingRegisters>();
+    if constexpr (SPLIT)
+      multiply_part<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT>(params, shared, modelnew_tma_smem);
+    else
+      multiply<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT>(params, shared, modelnew_tma_smem);
+  }
+  if (SPLIT) hopper::cluster_leave();  // nobody reads this block's parts any more
+#endif
+}
+
+// -- Pack: 32 x 32 output and input channels of a tap, read along the ones and written along the others --
+
+__device__ __forceinline__ void pack_weights(const PackParams& params, uint16_t* smem) {
+  constexpr int kPitch = kPackTile + 2;
+  const int in_tiles = (params.row_channels + kPackTile - 1) / kPackTile;
+  const int tap = blockIdx.x / in_tiles % (params.R * params.S), first_in = blockIdx.x % in_tiles * kPackTile;
+  const int first_out = blockIdx.x / in_tiles / (params.R * params.S) * kPackTile;
+  const int r = tap / params.S, s = tap % params.S;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const bool along_in = params.stride_in <= params.stride_out;
+  const uint16_t* const from = static_cast<const uint16_t*>(params.w_ptr) +
+                               (params.flipped ? params.R - 1 - r : r) * params.stride_r +
+                               (params.flipped ? params.S - 1 - s : s) * params.stride_s;
+#pragma unroll
+  for (int i = warp; i < kPackTile; i += kPackThreads / 32) {
+    const int out = along_in ? i : lane, in = along_in ? lane : i;
+    const bool exists = first_out + out < params.out_channels && first_in + in < params.in_channels;
+    smem[out * kPitch + in] =
+        exists ? from[(first_out + out) * params.stride_out + (first_in + in) * params.stride_in] : uint16_t{0};
+  }
+  __syncthreads();  // the tile is there
+  uint16_t* const to = static_cast<uint16_t*>(params.packed_ptr);
+#pragma unroll
+  for (int i = warp; i < kPackTile; i += kPackThreads / 32) {
+    if (first_out + i >= params.out_channels || first_in + lane >= params.row_channels) continue;
+    const int64_t row = static_cast<int64_t>(first_out + i) * params.R * params.S + tap;
+    to[row * params.row_channels + first_in + lane] = smem[i * kPitch + lane];
+  }
+}
+
+// -- Copy: 64 channels x 64 pixels, read along pixels, written along channels --
+
+template <int VECTOR>
+__device__ __forceinline__ void copy_planes(const CopyParams& params, int block, uint16_t* smem) {
+  struct alignas(2 * VECTOR) Values {
+    uint16_t value[VECTOR];
+  };
+  constexpr int kPitch = kCopyTile + 2, kRuns = kCopyTile / VECTOR;
+  const int row = quotient(block, params.by_tiles), first_pixel = (block - row * params.by_tiles.divisor) * kCopyTile;
+  const int n = quotient(row, params.by_channel_tiles);
+  const int first_channel = (row - n * params.by_channel_tiles.divisor) * kCopyTile;
+  const uint16_t* const from = static_cast<const uint16_t*>(params.x_ptr) + n * params.image;
+  Values loaded[kCopyTile * kRuns / kPackThreads];
+#pragma unroll
+  for (int i = 0; i < kCopyTile * kRuns / kPackThreads; ++i) {
+    const int item = i * kPackThreads + threadIdx.x, channel = first_channel + item / kRuns;
+    const int pixel = first_pixel + item % kRuns * VECTOR;
+    loaded[i] = Values{};
+    if (channel < params.channels && pixel < params.pixels)
+      loaded[i] = *reinterpret_cast<const Values*>(from + channel * params.plane + pixel);
+  }
+#pragma unroll
+  for (int i = 0; i < kCopyTile * kRuns / kPackThreads; ++i) {
+    const int item = i * kPackThreads + threadIdx.x;
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) smem[item / kRuns * kPitch + item % kRuns * VECTOR + v] = loaded[i].value[v];
+  }
+  __syncthreads();  // the tile is there
+  uint16_t* const to = static_cast<uint16_t*>(params.copy_ptr) +
+                       (static_cast<int64_t>(n) * params.pixels + first_pixel) * params.row_channels + first_channel;
+#pragma unroll
+  for (int i = 0; i < kCopyTile * 8 / kPackThreads; ++i) {
+    const int item = i * kPackThreads + threadIdx.x, pixel = item / 8, channel = item % 8 * 8;
+    if (first_pixel + pixel >= params.pixels || first_channel + channel >= params.row_channels) continue;
+    uint4 piece;
+    uint32_t* const words = &piece.x;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      words[j] = smem[(channel + 2 * j) * kPitch + pixel] | smem[(channel + 2 * j + 1) * kPitch + pixel] << 16;
+    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(pixel) * params.row_channels + channel) = piece;
+  }
+}
+
+__global__ void __launch_bounds__(kPackThreads)
+    tma_prepare_kernel(const __grid_constant__ PackParams pack, const __grid_constant__ CopyParams copy) {
+  extern __shared__ __align__(16) uint8_t modelnew_tma_prepare_smem[];
+  uint16_t* const smem = reinterpret_cast<uint16_t*>(modelnew_tma_prepare_smem);
+  hopper::wait_for_prerequisites();
+  hopper::launch_dependents();
+  const int block = static_cast<int>(blockIdx.x) - pack.blocks;
+  if (block < 0)
+    pack_weights(pack, smem);
+  else if (copy.vector == 8)
+    copy_planes<8>(copy, block, smem);
+  else if (copy.vector == 4)
+    copy_planes<4>(copy, block, smem);
+  else if (copy.vector == 2)
+    copy_planes<2>(copy, block, smem);
+  else
+    copy_planes<1>(copy, block, smem);
+}
+
+#endif  // device code
+
+#if !defined(__CUDACC_RTC__)
+
+// ---- Host: how to cut it up ----
+
+// Addresses of the tensors; zeros, before they are known, stand for aligned ones.
+struct Alignment {
+  uint64_t in, w, out;
+};
+
+inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Steps that boxes can take: multiples of 16 bytes.
+inline bool in_eights(int64_t step, bool matters) { return !matters || (step > 0 && step % 8 == 0); }
+
+inline bool has_pixels_of_eights(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns) {
+  return channels % 8 == 0 && (stride[1] == 1 || channels == 1) && in_eights(stride[0], images > 1) &&
+         in_eights(stride[2], rows > 1) && in_eights(stride[3], columns > 1);
+}
+
+inline bool has_weights_of_eights(const Correlation& of, const Alignment& address) {
+  return !of.flipped && of.w_stride_in == 1 && in_eights(of.w_stride_out, of.out_channels > 1) &&
+         in_eights(of.w_stride_r, of.R > 1) && in_eights(of.w_stride_s, of.S > 1) && address.w % 16 == 0;
+}
+
+inline int64_t step_of_outputs(const Correlation& of) {
+  return of.Q > 1 ? of.out_stride[3] : of.P > 1 ? of.out_stride[2] : of.out_stride[0];
+}
+
+// Outputs of all images follow one another at one step.
+inline bool has_dense_outputs(const Correlation& of) {
+  const int64_t step = step_of_outputs(of);
+  return (of.P == 1 || of.out_stride[2] == of.Q * step) &&
+         (of.N == 1 || of.out_stride[0] == int64_t{of.P} * of.Q * step);
+}
+
+// Estimate, in cycles of an SM at 1.65 GHz. Constants are a fit to the times of all tiles, ways and numbers of blocks a
+// tile, of 40 layers of a ResNet-50, a U-Net and others, of 1 to 256 images (H100, 2026-11-26, in a driver, caches
+// cold). Of 130 such problems the plan that it chose was 1% slower than the fastest one in the mean, 9% at most.
+constexpr double kCallCycles = 10500;
+constexpr double kProductFactor = 0.91, kStepCycles = 17, kStepTogetherCycles = 25, kStepOfLargestCycles = 58;
+constexpr double kLeastStepCycles = 283;
+constexpr double kColumnsBytes = 58.6, kWindowsBytes = 71, kMemoryBytes = 15.1;  // a cycle of an SM
+constexpr double kTileCycles = 305, kStoreCycles = 0.057, kStoreTogetherCycles = 0.084;  // and of an output
+constexpr double kShorterShare = 0.44;  // of memory or multiplication, whichever is the shorter one
+constexpr double kPrepareCycles = 3000;
+constexpr double kMeetCycles = 725, kMeetSumCycles = 0.29, kMeetPartCycles = 359;  // and of a sum, and of a block
+
+inline void estimate(const Correlation& of, int sms, Plan& plan) {
+  const TileShape& shape = plan.shape;
+  const double outputs = shape.channels * shape.slots;
+  const double taps = static_cast<double>(of.R) * of.S, turns = static_cast<double>(ceil_div(plan.tiles, sms));
+  const double products = outputs * kBlockChannels / 2048.0;
+  const double loaded = static_cast<double>(plan.x_steps) / plan.w_steps * plan.x_bytes + plan.w_stage_bytes;
+  const double step = std::max({kProductFactor * products + (shape.together ? kStepTogetherCycles : kStepCycles),
+                                loaded / (plan.windows ? kWindowsBytes : kColumnsBytes), kLeastStepCycles}) +
+                      (outputs > 192 * 128 ? kStepOfLargestCycles : 0);
+  const double share = static_cast<double>(ceil_div(plan.x_steps, plan.splits)) / plan.x_steps;
+  const double multiplied = share * plan.w_steps * step;
+  const double stored = kTileCycles + (shape.together ? kStoreTogetherCycles / 2 : kStoreCycles) * outputs;
+  // By turns a tile is stored while the next one is multiplied.
+  const double tiles = shape.together ? turns * (multiplied + stored)
+                                      : std::max(turns * multiplied + stored,
+                                                 std::max(turns, 2.0) * (multiplied + stored) / 2);
+  const double pixels = static_cast<double>(of.N) * std::min(double(of.H) * of.W, double(of.P) * of.Q * taps);
+  const double bytes = 2 * (pixels * of.in_channels + static_cast<double>(of.N) * of.P * of.Q * of.out_channels);
+  const double memory = bytes / sms / kMemoryBytes;
+  plan.cycles = 0;
+  if (plan.copied) plan.cycles = kPrepareCycles + 2 * pixels * of.in_channels * 2 / sms / kMemoryBytes;
+  plan.cycles += kCallCycles + std::max(tiles, memory) + kShorterShare * std::min(tiles, memory);
+  if (plan.splits > 1) plan.cycles += kMeetCycles + kMeetSumCycles * outputs + kMeetPartCycles * plan.splits;
+}
+
+// The rest of a plan of which shape, ways and unit are known. False: there is no such plan.
+inline bool finish(const Correlation& of, int sms, Plan& plan) {
+  const int64_t blocks_c = ceil_div(of.in_channels, kBlockChannels), taps = int64_t{of.R} * of.S;
+  if (blocks_c * taps >= 1 << 24) return false;
+  plan.x_steps = static_cast<int>(blocks_c * plan.loads);
+  plan.w_steps = static_cast<int>(blocks_c * taps);
+  plan.tiles_k = static_cast<int>(ceil_div(of.out_channels, plan.shape.channels));
+  int64_t tiles;
+  if (plan.windows) {
+    plan.tiles_p = static_cast<int>(ceil_div(of.P, plan.tile_lines));
+    plan.tiles_q = static_cast<int>(ceil_div(of.Q, plan.tile_columns));
+    tiles = of.N * plan.tiles_p * plan.tiles_q * plan.tiles_k;
+  } else {
+    plan.tiles_p = 1;
+    const int64_t pixels = int64_t{of.P} * of.Q;
+    tiles = ceil_div(of.N * (plan.direct ? ceil_div(pixels, kBlockPixels) * kBlockPixels : pixels), plan.shape.slots);
+    plan.tiles_q = static_cast<int>(tiles);
+    tiles *= plan.tiles_k;
+  }
+  if (tiles >= 1 << 30) return false;
+  plan.tiles = static_cast<int>(tiles);
+  plan.blocks = plan.splits > 1 ? plan.tiles * plan.splits : std::min(plan.tiles, sms);
+  if (plan.splits > 1) {
+    // All clusters at once: of 132 SMs there is room for 66, 30 and 15 of 2, 4 and 8 blocks (H100).
+    const int room = plan.splits > 2 ? sms * 10 / 11 : sms;
+    if (plan.blocks > room || plan.splits > plan.x_steps || !may_split(plan.shape)) return false;
+  }
+  plan.x_bytes = plan.box_rows * plan.box_columns * kSlotBytes;
+  plan.x_stage_bytes = round_up(plan.x_bytes, kRowsAligned);
+  plan.w_stage_bytes = plan.shape.channels * kSlotBytes;
+  // What the last taps read beyond a window has to be shared memory, too.
+  plan.x_stages = plan.w_stages = 0;
+  const auto fits = [&] { return (plan.smem_bytes = shared_layout(plan).end) <= kSharedBytes; };
+  if (plan.windows) {
+    plan.x_stages = 2;
+    for (plan.w_stages = kMostStages; plan.w_stages > 2 && !fits(); --plan.w_stages) {
+    }
+    while (plan.x_stages < kMostStages && plan.w_stages >= 6 && fits()) ++plan.x_stages;
+    while (plan.x_stages > 2 && !fits()) --plan.x_stages;
+  } else {
+    for (plan.x_stages = plan.w_stages = kMostStages; plan.w_stages > 2 && !fits(); --plan.x_stages) --plan.w_stages;
+  }
+  if (!fits()) return false;
+  if (plan.windows) {
+    const SharedLayout layout = shared_layout(plan);
+    const int last = of.dilation_h * (of.R - 1) * plan.pitch + of.dilation_w * (of.S - 1) +
+                     plan.shape.slots;
+    if (layout.x + (plan.x_stages - 1) * plan.x_stage_bytes + last * kSlotBytes > kSharedBytes) return false;
+    plan.smem_bytes = std::max(plan.smem_bytes,
+                               layout.x + (plan.x_stages - 1) * plan.x_stage_bytes + last * kSlotBytes);
+  }
+  if (plan.splits > 1)
+    plan.smem_bytes = std::max(plan.smem_bytes, shared_layout(plan).x + 4 * plan.shape.slots * part_pitch(plan.shape));
+  if (plan.smem_bytes > kSharedBytes) return false;
+  estimate(of, sms, plan);
+  return true;
+}
+
+// im2col reaches so far: corners of an image are 8 bits with a sign, offsets of taps 8 without.
+inline bool columns_reach(const Correlation& of) {
+  const int last_w = of.pad_w - (of.S - 1) * of.dilation_w, last_h = of.pad_h - (of.R - 1) * of.dilation_h;
+  const auto is_corner = [](int value) { return value >= -128 && value <= 127; };
+  return is_corner(-of.pad_w) && is_corner(-of.pad_h) && is_corner(last_w) && is_corner(last_h) &&
+         (of.R - 1) * of.dilation_h <= 255 && (of.S - 1) * of.dilation_w <= 255 && of.stride_h <= 8 &&
+         of.stride_w <= 8;
+}
+
+// Values that can be moved at once, of those that are neighbours in planes.
+inline int vector_of(const int64_t (&stride)[4], int64_t images, int channels, int run, uint64_t address) {
+  const auto is = [&](int vector) {
+    return run % vector == 0 && address % (2 * vector) == 0 && (images == 1 || stride[0] % vector == 0) &&
+           (channels == 1 || stride[1] % vector == 0);
+  };
+  return is(8) ? 8 : is(4) ? 4 : is(2) ? 2 : 1;
+}
+
+inline bool are_planes(const int64_t (&stride)[4], int rows, int columns) {
+  return (stride[3] == 1 || columns == 1) && (stride[2] == columns || rows == 1);
+}
+
+// 1x1 filters of every pixel, of planes that boxes can take.
+inline bool may_be_direct(const Correlation& of, const Alignment& address) {
+  const bool points = of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0;
+  return points && of.H == of.P && of.W == of.Q &&
+         vector_of(of.in_stride, of.N, of.in_channels, of.H * of.W, address.in) == 8;
+}
+
+// x as its copy is.
+inline Correlation of_copy(const Correlation& of) {
+  Correlation copy = of;
+  copy.in_channels = round_up(of.in_channels, 8);
+  copy.in_stride[1] = 1;
+  copy.in_stride[3] = copy.in_channels;
+  copy.in_stride[2] = copy.in_stride[3] * of.W;
+  copy.in_stride[0] = copy.in_stride[2] * of.H;
+  return copy;
+}
+
+inline bool make_plan(const Correlation& original, int sms, const Alignment& address, Plan& best, int forced_shape = -1,
+                      int forced_windows = -1, int forced_splits = 0, int forced_direct = -1) {
+  bool found = false;
+  const auto consider = [&](const Correlation& of, Plan& plan) {
+    plan.packed = plan.copied || !has_weights_of_eights(of, address);
+    plan.out_vector = 1;
+    if (plan.planes) {
+      const bool in_pairs = plan.pitch % 2 == 0 && of.Q % plan.tile_columns == 0;
+      const int run = !plan.windows ? of.P * of.Q : in_pairs ? plan.tile_columns : 1;
+      plan.out_vector = vector_of(of.out_stride, of.N, of.out_channels, run, address.out);
+    }
+    for (plan.splits = 1; plan.splits <= kMostSplits; plan.splits *= 2) {
+      if (forced_splits > 0 && plan.splits != forced_splits) continue;
+      if (!finish(of, sms, plan)) break;
+      if (found && plan.cycles >= best.cycles) continue;
+      best = plan;
+      found = true;
+    }
+  };
+  const bool planes = are_planes(original.in_stride, original.H, original.W) &&
+                      are_planes(original.out_stride, original.P, original.Q) &&
+                      (original.in_channels == 1 || original.in_stride[1] != 1) &&
+                      (original.out_channels == 1 || original.out_stride[1] != 1);
+  if (planes && forced_direct != 0 && may_be_direct(original, address)) {
+    for (int i = 0; i < kTileShapeCount; ++i) {
+      if ((forced_shape >= 0 && forced_shape != i) || forced_windows == 1 || !may_be_direct(kTileShapes[i])) continue;
+      Plan plan{};
+      plan.shape = kTileShapes[i];
+      plan.planes = plan.direct = true;
+      plan.loads = plan.tile_lines = plan.box_rows = 1;
+      plan.tile_columns = plan.pitch = plan.box_columns = plan.shape.slots;
+      consider(original, plan);
+    }
+  }
+  const Correlation of = planes ? of_copy(original) : original;
+  if (forced_direct == 1 || (planes && of.N * of.in_stride[0] * 2 > kMostCopiedBytes)) return found;
+  if (!planes) {
+    if (!has_pixels_of_eights(of.in_stride, of.N, of.in_channels, of.H, of.W) || address.in % 16 != 0) return false;
+    if (!has_pixels_of_eights(of.out_stride, of.N, of.out_channels, of.P, of.Q) || address.out % 16 != 0) return false;
+  }
+  const bool has_columns = columns_reach(of) && (planes || has_dense_outputs(of));
+  if (of.R * of.S > kMostTaps || of.N * of.P * of.Q >= int64_t{1} << 30) return false;
+  if (of.pad_h < 0 || of.pad_w < 0) return false;
+  const bool strided = of.stride_h == 2 && of.stride_w == 2 && of.dilation_h == 1 && of.dilation_w == 1;
+  const bool may_be_windows = of.R * of.S > 1 && (strided || (of.stride_h == 1 && of.stride_w == 1));
+  for (int i = 0; i < kTileShapeCount; ++i) {
+    if (forced_shape >= 0 && forced_shape != i) continue;
+    const TileShape shape = kTileShapes[i];
+    if (has_columns && forced_windows != 1) {
+      Plan plan{};
+      plan.shape = shape;
+      plan.loads = of.R * of.S;
+      plan.tile_lines = 1;
+      plan.tile_columns = plan.pitch = shape.slots;
+      plan.box_rows = 1;
+      plan.box_columns = shape.slots;
+      plan.planes = plan.copied = planes;
+      consider(of, plan);
+    }
+    if (!may_be_windows || forced_windows == 0) continue;
+    const int step = strided ? 2 : 1;
+    const int halo_h = strided ? (of.R - 1) / 2 : (of.R - 1) * of.dilation_h;
+    const int halo_w = strided ? (of.S - 1) / 2 : (of.S - 1) * of.dilation_w;
+    for (int columns = std::min({of.Q, shape.slots, kMostBoxSide - halo_w}), last = 0; columns > 0; --columns) {
+      const int tiles_q = static_cast<int>(ceil_div(of.Q, columns));
+      if (tiles_q == last) continue;  // the same number of tiles by fewer columns: better, so look at the fewest
+      Plan plan{};
+      plan.shape = shape;
+      plan.windows = true;
+      plan.tile_columns = static_cast<int>(ceil_div(of.Q, tiles_q));
+      last = tiles_q;
+      plan.pitch = plan.tile_columns + halo_w;
+      const int lines = std::min((shape.slots - plan.tile_columns) / plan.pitch + 1, of.P);
+      if (plan.tile_columns > shape.slots || lines < 1) continue;
+      // As many lines as share the image evenly.
+      const int tiles_p = static_cast<int>(ceil_div(of.P, lines));
+      plan.tile_lines = static_cast<int>(ceil_div(of.P, tiles_p));
+      plan.loads = strided ? std::min(of.R, 2) * std::min(of.S, 2) : 1;
+      plan.box_rows = plan.tile_lines + halo_h;
+      plan.box_columns = plan.pitch;
+      if (plan.box_rows * step > kMostBoxSide || plan.box_columns * step > kMostBoxSide) continue;
+      plan.planes = plan.copied = planes;
+      consider(of, plan);
+      if (tiles_q > 16) break;
+    }
+  }
+  return found;
+}
+
+// Null, or why not. Without a GPU: the sizes alone decide.
+inline const char* refusal_of_problem(const Problem& problem, Operator op) {
+  if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
+  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16) return "it has float16 and bfloat16 only";
+  if (op == Operator::kDgrad && ((problem.stride_h != 1 && problem.P > 1) || (problem.stride_w != 1 && problem.Q > 1)))
+    return "it takes input gradients with stride 1 only";
+  if (problem.groups != 1) return "it takes one group only";
+  return nullptr;
+}
+
+struct Planned {
+  Correlation of;
+  Plan plan;
+  bool found;
+};
+
+inline const Planned& plan_of(const Problem& problem, Operator op, const Alignment& address) {
+  thread_local Memo<Planned> memo;
+  int sms = 0;
+  const int gpu = find_gpu(sms);
+  return memo.get(key_of(problem, op, address.in, address.w, address.out, gpu, sms), [&] {
+    Planned planned{};
+    planned.of = correlation_of_problem(problem, op);
+    planned.found = make_plan(planned.of, sms, address, planned.plan);
+    return planned;
+  });
+}
+
+inline const char* refusal(const Problem& problem, Operator op) {
+  if (const char* reason = refusal_of_problem(problem, op)) return reason;
+  int sms = 0;
+  if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
+  if (!plan_of(problem, op, Alignment{}).found)
+    return "it takes planes without gaps, or channels_last of multiples of 8 channels, where a tile fits into memory";
+  return nullptr;
+}
+
+inline double cycles(const Problem& problem, Operator op) { return plan_of(problem, op, Alignment{}).plan.cycles; }
+
+// Of planes wgmma reads x itself. us, fp16, this engine / wgmma, behind their estimates (H100, 2026-11-26, by turns in
+// one process), 16 images, 3x3: 64 to 64, 56x56, 19 / 25, 19 / 9; 128x128 74 / 52, 61 / 31; 128 to 128, 256x256, 683 /
+// 543, 594 / 459; 320 to 320, 64x64, 221 / 269, 195 / 212; 16 to 32, 112x112, 47 / 26, 32 / 15, one image 12 / 13, 11 /
+// 3; 8 to 64, 64x64, 48 / 22, 17 / 4; 5x5, 32 to 32, 64x64, 39 / 26, 31 / 15. Hence: wgmma's call takes 12 us besides,
+// and what the estimates lack are 15% of both and, here, what boxes of less than 64 channels take.
+constexpr double kWgmmaCallCycles = 12 * 1650;
+
+inline bool wgmma_is_faster(const Problem& problem, Operator op) {
+  const Planned& planned = plan_of(problem, op, Alignment{});
+  if (!planned.plan.copied || kWgmmaEngine.refusal(problem, op) != nullptr) return false;
+  const int channels = planned.of.in_channels;
+  const double factor = channels < 16 ? 3 : channels < 32 ? 1.5 : channels < 64 ? 1.35 : 1.15;
+  const double own = kCallCycles + (planned.plan.cycles - kCallCycles) * factor;
+  return kWgmmaCallCycles + 1.15 * kWgmmaEngine.cycles(problem, op) < own;
+}
+
+// Few channels, 3x3, us, fp16, this engine / stem / direct: 4 to 64, 128x128, one image and 16, 21 / 10 / 13 and 144 /
+// 25 / 79 (H100, 2026-11-26).
+inline const char* yields(const Problem& problem, Operator op) {
+  if (problem.C < 8) return "stem or direct are faster with few input channels";
+  if (wgmma_is_faster(problem, op)) return "wgmma is faster by the estimates, as it does not copy x";
+  return nullptr;
+}
+
+inline Alignment alignment_of(Operator op, const Pointers& pointers) {
+  const void* const in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
+  return {reinterpret_cast<uint64_t>(in_ptr), reinterpret_cast<uint64_t>(pointers.w),
+          reinterpret_cast<uint64_t>(pointers.out)};
+}
+
+inline int packed_row_channels(const Correlation& of) { return round_up(of.in_channels, 8); }
+
+// Of the workspace: packed weights first.
+inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
+  if (!plan.packed) return 0;
+  const int64_t bytes = int64_t{2} * of.out_channels * of.R * of.S * packed_row_channels(of);
+  return plan.copied ? (bytes + 255) / 256 * 256 : bytes;
+}
+
+inline int64_t copied_bytes(const Correlation& of, const Plan& plan) {
+  return plan.copied ? 2 * of.N * of.H * of.W * round_up(of.in_channels, 8) : 0;
+}
+
+// Boxes start at multiples of 16 bytes, and where tensors are only a call tells. In channels_last those that lie
+// elsewhere are this engine's.
+inline const Engine& engine_of_others(const Problem& problem, Operator op) {
+  return kGatherEngine.refusal(problem, op) == nullptr ? kGatherEngine : kDirectEngine;
+}
+
+inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
+  const Planned& planned = plan_of(problem, op, alignment_of(op, pointers));
+  if (!planned.found) return engine_of_others(problem, op).workspace_bytes(problem, op, pointers);
+  return packed_bytes(planned.of, planned.plan) + copied_bytes(planned.of, planned.plan);
+}
+
+inline void set_numbers(Params& params) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  params.by_tiles_k = make_divisor(plan.tiles_k);
+  params.by_tiles_p = make_divisor(plan.tiles_p);
+  params.by_tiles_q = make_divisor(plan.tiles_q);
+  params.by_pitch = make_divisor(plan.pitch);
+  params.by_plane = make_divisor(int64_t{of.P} * of.Q);
+  params.by_row = make_divisor(of.Q);
+  params.by_blocks = make_divisor(ceil_div(int64_t{of.P} * of.Q, kBlockPixels));
+  params.by_runs = make_divisor(std::max(plan.tile_columns / plan.out_vector, 1));
+  params.out_step = step_of_outputs(of);
+  // Taps in the order of the stages that they read: by phase, of which there is one without a stride.
+  const int phases = plan.windows && of.stride_h == 2 ? 2 : 1;
+  int taps = 0, loads = 0;
+  const auto add = [&](int row, int column, int shift, int r, int s) {
+    params.tap[taps++] = {static_cast<int16_t>(shift), static_cast<uint8_t>(r), static_cast<uint8_t>(s)};
+    Load& load = params.load[loads];
+    if (load.taps++ == 0) load = {static_cast<int16_t>(row), static_cast<int16_t>(column), int16_t(taps - 1), 1};
+  };
+  if (!plan.windows) {
+    for (int r = 0; r < of.R; ++r) {
+      for (int s = 0; s < of.S; ++s, ++loads) add(r * of.dilation_h, s * of.dilation_w, 0, r, s);
+    }
+    return;
+  }
+  for (int phase_h = 0; phase_h < std::min(phases, of.R); ++phase_h) {
+    for (int phase_w = 0; phase_w < std::min(phases, of.S); ++phase_w, ++loads) {
+      for (int r = phase_h; r < of.R; r += phases) {
+        for (int s = phase_w; s < of.S; s += phases)
+          add(phase_h, phase_w, r / phases * of.dilation_h * plan.pitch + s / phases * of.dilation_w, r, s);
+      }
+    }
+  }
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+inline cudaError_t make_maps(const void* w_ptr, Params& params) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  const auto bytes = [](int64_t stride, int64_t size) { return static_cast<uint64_t>(size > 1 ? 2 * stride : 16); };
+  const uint64_t C = of.in_channels, K = of.out_channels, H = of.H, W = of.W, P = of.P, Q = of.Q, N = of.N;
+  const uint64_t in_sizes[4] = {C, W, H, N};
+  const uint64_t in_strides[3] = {bytes(of.in_stride[3], of.W), bytes(of.in_stride[2], of.H),
+                                  bytes(of.in_stride[0], of.N)};
+  cudaError_t error;
+  if (plan.direct) {
+    const uint64_t sizes[4] = {H * W, C, N, 1};
+    const uint64_t strides[3] = {bytes(of.in_stride[1], of.in_channels), bytes(of.in_stride[0], of.N), 16};
+    const uint32_t box[4] = {kBlockPixels, kBlockChannels, 1, 1};
+    error = hopper::make_box_map(hopper::BoxUse::kLoadRows, params.in_ptr, 2, sizes, strides, box, params.in_map);
+  } else if (plan.windows) {
+    const uint32_t step_h = of.stride_h, step_w = of.stride_w;
+    const uint32_t box[4] = {kBlockChannels, plan.box_columns * step_w, plan.box_rows * step_h, 1};
+    error = hopper::make_box_map(hopper::BoxUse::kLoadRows, params.in_ptr, 2, in_sizes, in_strides, box, params.in_map,
+                                 step_w, step_h);
+  } else {
+    const int first[2] = {-of.pad_w, -of.pad_h};
+    const int last[2] = {of.pad_w - (of.S - 1) * of.dilation_w, of.pad_h - (of.R - 1) * of.dilation_h};
+    const int steps[2] = {of.stride_w, of.stride_h};
+    error = hopper::make_columns_map(params.in_ptr, 2, in_sizes, in_strides, first, last, steps, plan.box_columns,
+                                     params.in_map);
+  }
+  if (error != cudaSuccess) return error;
+  const int64_t row = packed_row_channels(of), taps = int64_t{of.R} * of.S;
+  // [r][s][output channel][input channel]
+  const uint64_t w_sizes[4] = {C, K, static_cast<uint64_t>(of.S), static_cast<uint64_t>(of.R)};
+  const uint64_t w_strides[3] = {bytes(plan.packed ? row * taps : of.w_stride_out, of.out_channels),
+                                 bytes(plan.packed ? row : of.w_stride_s, of.S),
+                                 bytes(plan.packed ? row * of.S : of.w_stride_r, of.R)};
+  const uint32_t w_box[4] = {kBlockChannels, static_cast<uint32_t>(plan.shape.channels), 1, 1};
+  error = hopper::make_box_map(hopper::BoxUse::kLoadRows, w_ptr, 2, w_sizes, w_strides, w_box, params.w_map);
+  if (error != cudaSuccess || plan.planes) return error;
+  const uint32_t columns = plan.tile_columns, lines = plan.tile_lines;
+  const uint32_t out_box[4] = {kStagedChannels, columns, lines, 1};
+  if (!plan.windows) {
+    const int64_t step = step_of_outputs(of);
+    const uint64_t sizes[4] = {K, N * P * Q, 1, 1}, strides[3] = {bytes(step, of.N * of.P * of.Q), 16, 16};
+    return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, 2, sizes, strides, out_box, params.out_map);
+  }
+  const uint64_t sizes[4] = {K, Q, P, N};
+  const uint64_t strides[3] = {bytes(of.out_stride[3], of.Q), bytes(of.out_stride[2], of.P),
+                               bytes(of.out_stride[0], of.N)};
+  return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, 2, sizes, strides, out_box, params.out_map);
+}
+
+template <typename Stored, int SHAPE, bool SPLIT, bool DIRECT>
+cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
+  constexpr TileShape kShape = kTileShapes[SHAPE];
+  const auto kernel = tma_kernel<Stored, kShape.channels, kShape.slots, kShape.together, SPLIT, DIRECT>;
+  const Plan& plan = params.plan;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
+  if (error != cudaSuccess) return error;
+  return hopper::launch_early_in_clusters(kernel, static_cast<unsigned>(plan.blocks), plan.splits, kThreads,
+                                          plan.smem_bytes, stream, params);
+}
+
+template <typename Stored, int SHAPE, bool DIRECT>
+cudaError_t run_split(const Params& params, cudaStream_t stream) {
+  if constexpr (may_split(kTileShapes[SHAPE])) {
+    if (params.plan.splits > 1) return run_kernel<Stored, SHAPE, true, DIRECT>(params, stream);
+  }
+  return run_kernel<Stored, SHAPE, false, DIRECT>(params, stream);
+}
+
+template <typename Stored, int SHAPE>
+cudaError_t run_source(const Params& params, cudaStream_t stream) {
+  if constexpr (may_be_direct(kTileShapes[SHAPE])) {
+    if (params.plan.direct) return run_split<Stored, SHAPE, true>(params, stream);
+  }
+  return run_split<Stored, SHAPE, false>(params, stream);
+}
+
+template <typename Stored, int SHAPE = 0>
+cudaError_t run_shape(const Params& params, cudaStream_t stream) {
+  if constexpr (SHAPE < kTileShapeCount) {
+    constexpr TileShape kShape = kTileShapes[SHAPE];
+    const TileShape& shape = params.plan.shape;
+    if (shape.channels == kShape.channels && shape.slots == kShape.slots && shape.together == kShape.together)
+      return run_source<Stored, SHAPE>(params, stream);
+    return run_shape<Stored, SHAPE + 1>(params, stream);
+  }
+  return cudaErrorInvalidConfiguration;
+}
+
+// What is packed and copied before the main kernel, by one launch.
+inline cudaError_t prepare(const Correlation& of, const Plan& plan, const void* in_ptr, const void* w_ptr,
+                           uint8_t* workspace, cudaStream_t stream) {
+  PackParams pack{w_ptr,
+                  workspace,
+                  of.w_stride_out,
+                  of.w_stride_in,
+                  of.w_stride_r,
+                  of.w_stride_s,
+                  of.R,
+                  of.S,
+                  of.out_channels,
+                  of.in_channels,
+                  packed_row_channels(of),
+                  of.flipped,
+                  0};
+  const int64_t pack_tiles = ceil_div(pack.row_channels, kPackTile) * ceil_div(pack.out_channels, kPackTile);
+  int64_t blocks = pack_tiles * of.R * of.S;
+  if (blocks >= int64_t{1} << 30) return cudaErrorInvalidConfiguration;
+  pack.blocks = static_cast<int>(blocks);
+  CopyParams copy{};
+  if (plan.copied) {
+    const int pixels = of.H * of.W, row_channels = round_up(of.in_channels, 8);
+    const int64_t pixel_tiles = ceil_div(pixels, kCopyTile), channel_tiles = ceil_div(row_channels, kCopyTile);
+    copy = {in_ptr,
+            workspace + packed_bytes(of, plan),
+            of.in_stride[0],
+            of.in_stride[1],
+            pixels,
+            of.in_channels,
+            row_channels,
+            vector_of(of.in_stride, of.N, of.in_channels, pixels, reinterpret_cast<uint64_t>(in_ptr)),
+            make_divisor(pixel_tiles),
+            make_divisor(channel_tiles)};
+    blocks += of.N * pixel_tiles * channel_tiles;
+  }
+  return hopper::launch_early(tma_prepare_kernel, static_cast<unsigned>(blocks), kPackThreads, kPrepareBytes, stream,
+                              pack, copy);
+}
+
+template <typename Stored>
+cudaError_t run(const void* w_ptr, void* workspace, Params& params, cudaStream_t stream) {
+  const Plan& plan = params.plan;
+  if (plan.packed) {
+    uint8_t* const start = static_cast<uint8_t*>(workspace);
+    const cudaError_t error = prepare(params.of, plan, params.in_ptr, w_ptr, start, stream);
+    if (error != cudaSuccess) return error;
+    if (plan.copied) {
+      params.in_ptr = start + packed_bytes(params.of, plan);
+      params.of = of_copy(params.of);
+    }
+  }
+  set_numbers(params);
+  const cudaError_t error = make_maps(plan.packed ? workspace : w_ptr, params);
+  if (error != cudaSuccess) return error;
+  return run_shape<Stored>(params, stream);
+}
+
+inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  Params params{};
+  params.in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
+  params.bias_ptr = op == Operator::kDgrad ? nullptr : pointers.bias;
+  params.out_ptr = pointers.out;
+  const Planned& planned = plan_of(problem, op, alignment_of(op, pointers));
+  if (!planned.found) return engine_of_others(problem, op).launch(op, problem, pointers, stream);
+  params.of = planned.of;
+  params.plan = planned.plan;
+  return problem.dtype == DType::kFloat16 ? run<Half>(pointers.w, pointers.workspace, params, stream)
+                                          : run<BFloat16>(pointers.w, pointers.workspace, params, stream);
+}
+
+#endif  // launchers
+
+inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
+  const Plan& plan = plan_of(problem, op, Alignment{}).plan;
+  char pixels[64];
+  if (plan.windows)
+    snprintf(pixels, sizeof pixels, "%d lines x %d columns, by windows", plan.tile_lines, plan.tile_columns);
+  else
+    snprintf(pixels, sizeof pixels, "%d pixels, by taps", plan.shape.slots);
+  snprintf(text, text_size,
+           "%stile of %d channels x %s, x in %d stages of %d bytes, weights %sin %d of %d, %d blocks for %d tiles, %d "
+           "of which share one, about %.3g Mcycles",
+           plan.copied   ? "x copied, "
+           : plan.direct ? "x in planes, "
+                         : "",
+           plan.shape.channels, pixels, plan.x_stages, plan.x_stage_bytes, plan.packed ? "packed, " : "", plan.w_stages,
+           plan.w_stage_bytes, plan.blocks, plan.tiles, plan.splits, plan.cycles * 1e-6);
+}
+
+#endif  // host
+
+}  // namespace tma
+
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+extern const Engine kTmaEngine{"tma",         tma::refusal, tma::workspace_bytes, tma::launch,
+                               tma::describe, tma::yields,  tma::cycles};
+#endif
+
+}  // namespace modelnew

@@ -1,0 +1,540 @@
+// tma_wgrad engine: the gradient to the weights of 16-bit tensors in channels_last on Hopper's tensor cores. Tensor
+// copies (TMA) bring both operands from memory to where they are multiplied: no thread touches x or dy. Deterministic:
+// sums are added up in one order.
+//
+//   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
+//
+//   tma_wgrad   sums of parts of the pixels -> memory, in fp32
+//   add         sums of all parts -> dw
+//
+// GEMM view: rows = output channels, columns = weights of a filter in blocks of 64 input channels of a tap, reduction =
+// pixels. A stage is 64 pixels: rows of 128 bytes in the order of boxes (hopper.cuh), 64 channels of a pixel each, of
+// dy and, for each block of columns, of x as its tap sees it, which a map of columns (im2col) finds. wgmma reads both
+// the other way round, channels along rows:
+//
+//            64 channels of dy           64 channels of a tap       64 of another one ..
+//   pixel    k k k k k k k k             c c c c c c c c            c c c c c c c c
+//   pixel    k k k k k k k k             c c c c c c c c            c c c c c c c c
+//   ..       (64 pixels, 8 KB)           (8 KB)                     up to 4 of them
+//
+// One block an SM, for the life of the launch: 8 warps multiply, one thread orders boxes. Tiles of 128 output channels:
+// two warpgroups have 64 of them each. Tiles of 64: they take stages by turns, and each leaves sums of its own.
+//
+// A chain of sums is at most kMostChained pixels long: the tensor core truncates when it adds.
+#if !defined(__CUDACC_RTC__)
+#include <algorithm>
+#include <cstdio>
+
+#include "device.cuh"
+#include "engines.cuh"
+#include "memo.cuh"
+#endif
+
+#include "divisor.cuh"
+#include "hopper.cuh"
+#include "numerics.cuh"
+#include "problem.cuh"
+
+namespace modelnew {
+namespace tma_wgrad {
+
+// ---- Geometry, host and device ----
+
+constexpr int kStagePixels = 64, kBlockChannels = 64;
+constexpr int kBlockBytes = kStagePixels * hopper::kBoxRowBytes;  // of a stage: 64 channels of all its pixels
+constexpr int kMultiplyingThreads = 256, kThreads = 384;
+static_assert(kThreads == kMultiplyingThreads + 128, "setmaxnreg is for whole warpgroups");
+constexpr int kMultiplyingRegisters = 232, kOrderingRegisters = 40;  // out of 168 that each thread has at first
+static_assert(2 * kMultiplyingRegisters + kOrderingRegisters <= 3 * 168, "given back before they are taken");
+constexpr int kSharedBytes = 232448;
+constexpr int kMostStages = 8, kMostBlocks = 4;  // of columns of a tile
+constexpr int64_t kMostChained = 8192;           // pixels
+constexpr int kAddThreads = 256;
+
+struct Plan {
+  int channels;     // of a tile: 128, or 64 of which warpgroups have sums of their own
+  int blocks;       // of columns of a tile
+  int blocks_c;     // of all input channels
+  int tiles_k, tiles_e, parts;
+  int steps;        // stages of all pixels
+  int stages, stage_bytes;
+  int jobs;         // tiles times parts
+  int grid;
+  int smem_bytes;
+  double cycles;
+};
+
+struct Params {
+  Plan plan;
+  int64_t N;
+  int P, Q, S, C, K, taps;
+  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  float* sums_ptr;  // [part][output channel][column], whole tiles
+  Divisor by_tiles, by_tiles_k, by_plane, by_row, by_blocks_c, by_s;
+  hopper::BoxMap x_map, dy_map;
+};
+
+struct AddParams {
+  const float* sums_ptr;
+  void* dw_ptr;
+  int64_t part, row;  // steps in sums
+  int64_t w_stride[4];
+  int parts, K, C, S, row_channels;  // the latter: columns of a tap
+  int64_t weights;                   // of dw
+  Divisor by_c, by_taps, by_s;
+};
+
+// Parts of sums that a part of the pixels has.
+MODELNEW_HOST_DEVICE inline int sums_of_part(const Plan& plan) { return plan.channels == 64 ? 2 : 1; }
+
+MODELNEW_HOST_DEVICE inline int64_t row_columns(const Plan& plan) {
+  return static_cast<int64_t>(plan.tiles_e) * plan.blocks * kBlockChannels;
+}
+
+struct Job {
+  int tile_k, tile_e, part, first_step, last_step;
+};
+
+// Blocks next to one another have tiles of the same pixels.
+MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
+  const Plan& plan = params.plan;
+  const int part = quotient(number, params.by_tiles), tile = number - part * plan.tiles_k * plan.tiles_e;
+  const int tile_e = quotient(tile, params.by_tiles_k);
+  return {tile - tile_e * plan.tiles_k, tile_e, part,
+          static_cast<int>(static_cast<int64_t>(part) * plan.steps / plan.parts),
+          static_cast<int>(static_cast<int64_t>(part + 1) * plan.steps / plan.parts)};
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+// ---- Device code ----
+
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Barriers lie behind the stages.
+struct Shared {
+  uint32_t base, barriers;
+
+  __device__ __forceinline__ explicit Shared(const Plan& plan, uint32_t smem)
+      : base(smem), barriers(smem + plan.stages * plan.stage_bytes) {}
+  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (kMostStages + stage); }
+};
+
+template <int CHANNELS, int BLOCKS>
+__device__ __forceinline__ void order_boxes(const Params& params, const Shared& shared) {
+  const Plan& plan = params.plan;
+  hopper::wait_for_prerequisites();
+  Ring ring;
+#pragma unroll 1
+  for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
+    const Job job = locate_job(params, number);
+    int channel[BLOCKS], move_h[BLOCKS], move_w[BLOCKS];
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) {
+      const int block = job.tile_e * BLOCKS + i, tap = quotient(block, params.by_blocks_c);
+      const bool exists = tap < params.taps;  // else no channel
+      const int r = quotient(exists ? tap : 0, params.by_s), s = (exists ? tap : 0) - r * params.S;
+      channel[i] = exists ? (block - tap * plan.blocks_c) * kBlockChannels : plan.blocks_c * kBlockChannels;
+      move_h[i] = r * params.dilation_h;
+      move_w[i] = s * params.dilation_w;
+    }
+#pragma unroll 1
+    for (int step = job.first_step; step < job.last_step; ++step) {
+      const int pixel = step * kStagePixels, n = quotient(pixel, params.by_plane);
+      const int of_image = pixel - n * params.P * params.Q, p = quotient(of_image, params.by_row);
+      const int q = of_image - p * params.Q;
+      const uint32_t full = shared.full(ring.stage), to = shared.base + ring.stage * plan.stage_bytes;
+      hopper::barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+      hopper::barrier_arrive_expecting(full, plan.stage_bytes);
+#pragma unroll
+      for (int i = 0; i < CHANNELS / 64; ++i)
+        hopper::load_columns(params.dy_map, to + i * kBlockBytes, job.tile_k * CHANNELS + i * 64, q, p, n, 0, 0, full);
+#pragma unroll
+      for (int i = 0; i < BLOCKS; ++i)
+        hopper::load_columns(params.x_map, to + (CHANNELS / 64 + i) * kBlockBytes, channel[i],
+                             q * params.stride_w - params.pad_w, p * params.stride_h - params.pad_h, n, move_w[i],
+                             move_h[i], full);
+      ring.next(plan.stages);
+    }
+  }
+}
+
+template <typename Stored, int CHANNELS, int BLOCKS>
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared) {
+  constexpr bool kByTurns = CHANNELS == 64;
+  constexpr int kColumns = BLOCKS * kBlockChannels;
+  const Plan& plan = params.plan;
+  const int warpgroup = hopper::uniform(threadIdx.x / 128);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  Ring ring;
+  int turn = 0;  // of stages
+#pragma unroll 1
+  for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
+    const Job job = locate_job(params, number);
+    float acc[kColumns / 2];
+    int before = -1;  // a stage that has been multiplied, once the wgmmas behind its own have been ordered
+    const auto give_back = [&] {
+      if (before >= 0 && lane == 0) hopper::barrier_arrive(shared.empty(before));
+    };
+    bool keep = false;
+#pragma unroll 1
+    for (int step = job.first_step; step < job.last_step; ++step, turn ^= 1, ring.next(plan.stages)) {
+      if (kByTurns && turn != warpgroup) continue;
+      hopper::barrier_wait(shared.full(ring.stage), ring.parity);
+      const uint32_t stage = shared.base + ring.stage * plan.stage_bytes;
+      const uint32_t a = hopper::descriptor(stage + (kByTurns ? 0 : warpgroup * kBlockBytes), kBlockBytes);
+      const uint32_t b = hopper::descriptor(stage + CHANNELS / 64 * kBlockBytes, kBlockBytes);
+      hopper::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kStagePixels / 16; ++i) {
+        const uint32_t rows = i * 16 * hopper::kBoxRowBytes / 16;
+        hopper::WgmmaBothTransposed<Stored, kColumns>::multiply(acc, a + rows, b + rows, keep || i > 0,
+                                                                hopper::kRowsDescriptorHigh);
+      }
+      hopper::wgmma_commit();
+      keep = true;
+      hopper::wgmma_wait<1>();
+      give_back();
+      before = ring.stage;
+    }
+    hopper::wgmma_wait<0>();
+    hopper::wgmma_settle(acc);
+    give_back();
+    // Sums of no stage at all are zeros.
+    if (!keep) {
+#pragma unroll
+      for (float& sum : acc) sum = 0;
+    }
+    const int part = kByTurns ? 2 * job.part + warpgroup : job.part;
+    const int k = job.tile_k * CHANNELS + (kByTurns ? 0 : 64 * warpgroup) + 16 * warp + lane / 4;
+    const int64_t columns = row_columns(plan), rows = static_cast<int64_t>(plan.tiles_k) * CHANNELS;
+    float* const to = params.sums_ptr + (part * rows + k) * columns + job.tile_e * kColumns + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        *reinterpret_cast<float2*>(to + 8 * i * columns + 8 * j) =
+            make_float2(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
+    }
+  }
+}
+
+template <typename Stored, int CHANNELS, int BLOCKS>
+__global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_constant__ Params params) {
+#if defined(MODELNEW_SM90A)
+  extern __shared__ __align__(1024) uint8_t modelnew_tma_wgrad_smem[];
+  const Plan& plan = params.plan;
+  const Shared shared(plan, hopper::smem_address(modelnew_tma_wgrad_smem));
+  const int warp = hopper::uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int stage = 0; stage < plan.stages; ++stage) {
+      hopper::barrier_init(shared.full(stage), 1);
+      hopper::barrier_init(shared.empty(stage), CHANNELS == 64 ? 4 : 8);  // warps that give it back
+    }
+    hopper::fence_async();  // boxes arrive at them
+  }
+  if (threadIdx.x == kMultiplyingThreads) {
+    hopper::prefetch_map(params.x_map);
+    hopper::prefetch_map(params.dy_map);
+  }
+  __syncthreads();  // barriers are there
+  if (warp >= kMultiplyingThreads / 32) {
+    hopper::registers_give_back<kOrderingRegisters>();
+    if (warp == kMultiplyingThreads / 32 && lane == 0) order_boxes<CHANNELS, BLOCKS>(params, shared);
+  } else {
+    hopper::registers_take<kMultiplyingRegisters>();
+    multiply<Stored, CHANNELS, BLOCKS>(params, shared);
+    hopper::launch_dependents();
+  }
+#endif
+}
+
+// Neighbouring threads have neighbouring input channels.
+template <typename Stored>
+__global__ void __launch_bounds__(kAddThreads) tma_wgrad_add_kernel(const __grid_constant__ AddParams params) {
+  hopper::wait_for_prerequisites();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kAddThreads + threadIdx.x;
+  if (i >= params.weights) return;
+  const int number = static_cast<int>(i), of_taps = quotient(number, params.by_c), c = number - of_taps * params.C;
+  const int k = quotient(of_taps, params.by_taps), tap = of_taps - k * static_cast<int>(params.by_taps.divisor);
+  const int r = quotient(tap, params.by_s), s = tap - r * params.S;
+  const float* from = params.sums_ptr + k * params.row + tap * params.row_channels + c;
+  double sum = 0;
+#pragma unroll 4
+  for (int part = 0; part < params.parts; ++part) sum += from[part * params.part];
+  narrow(static_cast<float>(sum), static_cast<Stored*>(params.dw_ptr)[k * params.w_stride[0] + c * params.w_stride[1] +
+                                                                     r * params.w_stride[2] + s * params.w_stride[3]]);
+}
+
+#endif  // device code
+
+#if !defined(__CUDACC_RTC__)
+
+// ---- Host: how to cut it up ----
+
+struct Alignment {
+  uint64_t x, dy;
+};
+
+inline bool in_eights(int64_t step, bool matters) { return !matters || (step > 0 && step % 8 == 0); }
+
+inline bool has_pixels_of_eights(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns) {
+  return channels % 8 == 0 && (stride[1] == 1 || channels == 1) && in_eights(stride[0], images > 1) &&
+         in_eights(stride[2], rows > 1) && in_eights(stride[3], columns > 1);
+}
+
+// A stride that is never taken is 1.
+inline int taken_stride(int stride, int outputs) { return outputs == 1 ? 1 : stride; }
+
+// im2col reaches so far: corners of an image are 8 bits with a sign, offsets of taps 8 without.
+inline bool columns_reach(const Problem& p) {
+  const int last_w = p.pad_w - (p.S - 1) * p.dilation_w, last_h = p.pad_h - (p.R - 1) * p.dilation_h;
+  const auto is_corner = [](int value) { return value >= -128 && value <= 127; };
+  return is_corner(-p.pad_w) && is_corner(-p.pad_h) && is_corner(last_w) && is_corner(last_h) &&
+         (p.R - 1) * p.dilation_h <= 255 && (p.S - 1) * p.dilation_w <= 255 && taken_stride(p.stride_h, p.P) <= 8 &&
+         taken_stride(p.stride_w, p.Q) <= 8;
+}
+
+// Estimate, in cycles of an SM at 1.65 GHz. Constants are a fit to the times of all tiles of 15 layers of one image and
+// 32 (H100, 2026-11-26, in a driver, caches cold): the plan that it chose was 1% slower than the fastest one in the
+// mean, 16% at most. How fast boxes come depends on how many there are.
+constexpr double kCallCycles = 12150, kJobCycles = 2424, kJobColumnCycles = 2.85, kStepCycles = 59, kSumCycles = 0.3;
+constexpr double kProductFactor = 1.05, kMemoryBytes = 9.3, kShorterShare = 0.29;
+constexpr double kBoxBytes[2][kMostBlocks] = {{75, 54, 49, 41}, {64, 50, 40, 41}};  // a cycle; [channels == 128]
+
+inline double estimate(const Problem& problem, int sms, const Plan& plan) {
+  const double products = plan.channels * plan.blocks * 64.0 * kStagePixels / 2048;
+  const double step = std::max(kProductFactor * products + kStepCycles,
+                               plan.stage_bytes / kBoxBytes[plan.channels == 128][plan.blocks - 1]);
+  const double turns = static_cast<double>(ceil_div(plan.jobs, sms));
+  const double multiplied = turns * (ceil_div(plan.steps, plan.parts) * step + kJobCycles +
+                                     kJobColumnCycles * plan.blocks * kBlockChannels);
+  const double pixels = static_cast<double>(problem.N) * problem.H * problem.W;
+  const double bytes = 2 * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
+  const double memory = bytes / sms / kMemoryBytes;
+  const double sums = 1.0 * plan.jobs * plan.channels * plan.blocks * kBlockChannels * sums_of_part(plan);
+  return kCallCycles + std::max(multiplied, memory) + kShorterShare * std::min(multiplied, memory) +
+         kSumCycles * sums / sms;
+}
+
+inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, int forced_channels = 0,
+                      int forced_blocks = 0, int forced_parts = 0) {
+  const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
+  if (!has_pixels_of_eights(problem.x_stride, problem.N, problem.C, problem.H, problem.W) || address.x % 16 != 0)
+    return false;
+  if (!has_pixels_of_eights(problem.y_stride, problem.N, problem.K, problem.P, problem.Q) || address.dy % 16 != 0)
+    return false;
+  if (!columns_reach(problem) || pixels >= int64_t{1} << 30 || taps * problem.C * problem.K >= int64_t{1} << 30)
+    return false;
+  bool found = false;
+  for (int channels : {128, 64}) {
+    for (int blocks = 1; blocks <= kMostBlocks; ++blocks) {
+      if (forced_channels > 0 && channels != forced_channels) continue;
+      if (forced_blocks > 0 && blocks != forced_blocks) continue;
+      Plan plan{};
+      plan.channels = channels;
+      plan.blocks = blocks;
+      plan.blocks_c = static_cast<int>(ceil_div(problem.C, kBlockChannels));
+      plan.tiles_k = static_cast<int>(ceil_div(problem.K, channels));
+      plan.tiles_e = static_cast<int>(ceil_div(taps * plan.blocks_c, blocks));
+      plan.steps = static_cast<int>(ceil_div(pixels, kStagePixels));
+      plan.stage_bytes = (channels / 64 + blocks) * kBlockBytes;
+      const int barriers = 2 * kMostStages * 8;
+      plan.stages = std::min(kMostStages, (kSharedBytes - barriers) / plan.stage_bytes);
+      plan.smem_bytes = plan.stages * plan.stage_bytes + barriers;
+      const int64_t tiles = int64_t{plan.tiles_k} * plan.tiles_e;
+      const int64_t least = ceil_div(pixels, kMostChained * sums_of_part(plan));
+      const int64_t most = std::max(least, ceil_div(4 * sms, tiles));
+      const int64_t last = std::min<int64_t>(most, plan.steps);
+      for (int64_t parts = std::min<int64_t>(least, plan.steps); parts <= last; ++parts) {
+        if (forced_parts > 0 && parts != forced_parts) continue;
+        if (tiles * parts >= 1 << 30) break;
+        plan.parts = static_cast<int>(parts);
+        plan.jobs = static_cast<int>(tiles * parts);
+        plan.grid = std::min(plan.jobs, sms);
+        plan.cycles = estimate(problem, sms, plan);
+        if (found && plan.cycles >= best.cycles) continue;
+        best = plan;
+        found = true;
+      }
+    }
+  }
+  return found;
+}
+
+struct Planned {
+  Plan plan;
+  bool found;
+};
+
+inline const Planned& plan_of(const Problem& problem, const Alignment& address) {
+  thread_local Memo<Planned> memo;
+  int sms = 0;
+  const int gpu = find_gpu(sms);
+  return memo.get(key_of(problem, Operator::kWgrad, address.x, address.dy, 0, gpu, sms), [&] {
+    Planned planned{};
+    planned.found = make_plan(problem, sms, address, planned.plan);
+    return planned;
+  });
+}
+
+inline const char* refusal(const Problem& problem, Operator op) {
+  if (op != Operator::kWgrad) return "it computes gradients to weights only";
+  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16) return "it has float16 and bfloat16 only";
+  if (problem.groups != 1) return "it takes one group only";
+  int sms = 0;
+  if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
+  if (!plan_of(problem, Alignment{}).found) return "it takes channels_last tensors of multiples of 8 channels only";
+  return nullptr;
+}
+
+inline Alignment alignment_of(const Pointers& pointers) {
+  return {reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.dy)};
+}
+
+inline int64_t sums_of(const Plan& plan) {
+  return static_cast<int64_t>(plan.parts) * sums_of_part(plan) * plan.tiles_k * plan.channels * row_columns(plan);
+}
+
+// Boxes start at multiples of 16 bytes, and where tensors are only a call tells: those elsewhere are this engine's.
+inline const Engine& engine_of_others(const Problem& problem, Operator op) {
+  return kWgradEngine.refusal(problem, op) == nullptr ? kWgradEngine : kDirectEngine;
+}
+
+inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
+  const Planned& planned = plan_of(problem, alignment_of(pointers));
+  if (!planned.found) return engine_of_others(problem, op).workspace_bytes(problem, op, pointers);
+  return static_cast<int64_t>(sizeof(float)) * sums_of(planned.plan);
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const void* dy_ptr, Params& params) {
+  const auto bytes = [](int64_t stride, int64_t size) { return static_cast<uint64_t>(size > 1 ? 2 * stride : 16); };
+  const auto make = [&](const void* tensor, const int64_t (&stride)[4], int channels, int rows, int columns,
+                        const int (&first)[2], const int (&last)[2], const int (&steps)[2], hopper::BoxMap& map) {
+    const uint64_t sizes[4] = {static_cast<uint64_t>(channels), static_cast<uint64_t>(columns),
+                               static_cast<uint64_t>(rows), static_cast<uint64_t>(problem.N)};
+    const uint64_t strides[3] = {bytes(stride[3], columns), bytes(stride[2], rows), bytes(stride[0], problem.N)};
+    return hopper::make_columns_map(tensor, 2, sizes, strides, first, last, steps, kStagePixels, map);
+  };
+  const int first[2] = {-problem.pad_w, -problem.pad_h};
+  const int last[2] = {problem.pad_w - (problem.S - 1) * problem.dilation_w,
+                       problem.pad_h - (problem.R - 1) * problem.dilation_h};
+  const cudaError_t error = make(x_ptr, problem.x_stride, problem.C, problem.H, problem.W, first, last,
+                                 {params.stride_w, params.stride_h}, params.x_map);
+  if (error != cudaSuccess) return error;
+  return make(dy_ptr, problem.y_stride, problem.K, problem.P, problem.Q, {0, 0}, {0, 0}, {1, 1}, params.dy_map);
+}
+
+template <typename Stored, int CHANNELS, int BLOCKS>
+cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t stream) {
+  const auto kernel = tma_wgrad_kernel<Stored, CHANNELS, BLOCKS>;
+  const Plan& plan = params.plan;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
+  if (error != cudaSuccess) return error;
+  error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
+  if (error != cudaSuccess) return error;
+  return hopper::launch_early(tma_wgrad_add_kernel<Stored>, static_cast<unsigned>(ceil_div(add.weights, kAddThreads)),
+                              kAddThreads, 0, stream, add);
+}
+
+template <typename Stored, int CHANNELS>
+cudaError_t run_blocks(const Params& params, const AddParams& add, cudaStream_t stream) {
+  switch (params.plan.blocks) {
+    case 1:
+      return run_kernel<Stored, CHANNELS, 1>(params, add, stream);
+    case 2:
+      return run_kernel<Stored, CHANNELS, 2>(params, add, stream);
+    case 3:
+      return run_kernel<Stored, CHANNELS, 3>(params, add, stream);
+    default:
+      return run_kernel<Stored, CHANNELS, 4>(params, add, stream);
+  }
+}
+
+template <typename Stored>
+cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointers, cudaStream_t stream) {
+  Params params{};
+  params.plan = plan;
+  params.N = problem.N;
+  params.P = problem.P;
+  params.Q = problem.Q;
+  params.S = problem.S;
+  params.C = problem.C;
+  params.K = problem.K;
+  params.taps = problem.R * problem.S;
+  params.stride_h = taken_stride(problem.stride_h, problem.P);
+  params.stride_w = taken_stride(problem.stride_w, problem.Q);
+  params.pad_h = problem.pad_h;
+  params.pad_w = problem.pad_w;
+  params.dilation_h = problem.dilation_h;
+  params.dilation_w = problem.dilation_w;
+  params.sums_ptr = static_cast<float*>(pointers.workspace);
+  params.by_tiles = make_divisor(int64_t{plan.tiles_k} * plan.tiles_e);
+  params.by_tiles_k = make_divisor(plan.tiles_k);
+  params.by_plane = make_divisor(int64_t{problem.P} * problem.Q);
+  params.by_row = make_divisor(problem.Q);
+  params.by_blocks_c = make_divisor(plan.blocks_c);
+  params.by_s = make_divisor(problem.S);
+  const cudaError_t error = make_maps(problem, pointers.x, pointers.dy, params);
+  if (error != cudaSuccess) return error;
+  AddParams add{};
+  add.sums_ptr = params.sums_ptr;
+  add.dw_ptr = pointers.out;
+  add.row = row_columns(plan);
+  add.part = add.row * plan.tiles_k * plan.channels;
+  std::copy_n(problem.w_stride, 4, add.w_stride);
+  add.parts = plan.parts * sums_of_part(plan);
+  add.K = problem.K;
+  add.C = problem.C;
+  add.S = problem.S;
+  add.row_channels = plan.blocks_c * kBlockChannels;
+  add.weights = int64_t{problem.K} * problem.C * params.taps;
+  add.by_c = make_divisor(problem.C);
+  add.by_taps = make_divisor(params.taps);
+  add.by_s = params.by_s;
+  return plan.channels == 128 ? run_blocks<Stored, 128>(params, add, stream)
+                              : run_blocks<Stored, 64>(params, add, stream);
+}
+
+inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  const Planned& planned = plan_of(problem, alignment_of(pointers));
+  if (!planned.found) return engine_of_others(problem, op).launch(op, problem, pointers, stream);
+  return problem.dtype == DType::kFloat16 ? run<Half>(problem, planned.plan, pointers, stream)
+                                          : run<BFloat16>(problem, planned.plan, pointers, stream);
+}
+
+#endif  // launchers
+
+inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
+  const Plan& plan = plan_of(problem, Alignment{}).plan;
+  snprintf(text, text_size,
+           "tile of %d output channels x %d blocks of 64 weights, %d stages of 64 pixels and %d bytes, %d blocks for "
+           "%d tiles in %d parts, about %.3g Mcycles",
+           plan.channels, plan.blocks, plan.stages, plan.stage_bytes, plan.grid, plan.tiles_k * plan.tiles_e,
+           plan.parts, plan.cycles * 1e-6);
+}
+
+#endif  // host
+
+}  // namespace tma_wgrad
+
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+extern const Engine kTmaWgradEngine{"tma_wgrad",         tma_wgrad::refusal, tma_wgrad::workspace_bytes,
+                                    tma_wgrad::launch,   tma_wgrad::describe};
+#endif
+
+}  // namespace modelnew
