@@ -864,8 +864,8 @@ def explain(
 # Of the table in kernels/binding.cpp, to be known without a build.
 _ENGINE_NAMES = (
     "patches",
-    "tma",
     "dilated",
+    "tma",
     "wgmma",
     "gather",
     "stem",

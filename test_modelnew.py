@@ -2191,6 +2191,7 @@ inline unsigned copy_delay = 1;  // rounds, on average
 
 inline bool copy_some() {
   while (!copies.empty() && (!late || shuffler() % copy_delay == 0)) {
+    if (late) std::swap(copies.front(), copies[shuffler() % copies.size()]);  // they come in any order
     const Copy copy = copies.front();
     copies.pop_front();
     std::copy(copy.bytes.begin(), copy.bytes.end(), smem + copy.to);
@@ -2694,6 +2695,10 @@ template <int PENDING>
 void wgmma_wait() {
   simt::multiplications[threadIdx.x].wait(PENDING);
   __syncwarp();  // the instruction is the whole warp's
+}
+template <typename Sums>
+void wgmma_start(Sums& sums) {
+  std::fill_n(reinterpret_cast<float*>(&sums), sizeof sums / sizeof(float), NAN);
 }
 template <int COUNT>
 void wgmma_settle(float (&)[COUNT]) {}
@@ -10132,7 +10137,7 @@ extern "C" int tma_run(int op, const int64_t* fields, void* const* pointers, int
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   const Alignment alignment{address(params.in_ptr), address(pointers[1]), address(params.out_ptr)};
   const int sms = splits > 1 ? 64 : 3;
-  if (!make_plan(params.of, sms, alignment, params.plan, shape, windows, splits, direct)) return -1;
+  if (!make_plan(params.of, sms, alignment, params.plan, {shape, windows, splits, direct})) return -1;
   const Plan plan = params.plan;
   way = (plan.direct ? 2 : plan.windows) + 4 * plan.copied;
   std::vector<uint8_t> space(packed_bytes(params.of, plan) + copied_bytes(params.of, plan) + 256, 0xff);
@@ -10268,6 +10273,12 @@ TMA_SHIM_CASES = [
     (Case(5, 16, 1, 1, 8, 3, 3, padding=(1, 1)), "fprop"),
     (Case(2, 24, 7, 8, 72, 3, 3, padding=(1, 1)), "dgrad"),
     (Case(2, 72, 8, 8, 136, 1, 1), "dgrad"),
+    (Case(3, 16, 4, 4, 72, 3, 3, stride=(2, 2)), "fprop"),
+    (Case(3, 72, 9, 4, 16, 3, 3, stride=(2, 2), padding=(1, 0)), "fprop"),
+    (Case(3, 16, 3, 9, 8, 1, 1, stride=(8, 2)), "fprop"),
+    (Case(3, 16, 4, 4, 72, 3, 3, stride=(2, 2)), "dgrad"),
+    (Case(2, 13, 8, 8, 11, 1, 1), "fprop"),
+    (Case(2, 8, 300, 1, 8, 4, 1), "fprop"),
 ]
 TMA_SHAPES = range(11)
 
@@ -10286,8 +10297,11 @@ def test_tma_shim_exact(tma_shim, number):
                 assert fault in (None, ""), f"{case}, {layout}, {wishes}, {shape}, {dtype}, seed {seed}: {fault}"
                 if fault == "":
                     seen.add((layout, tma_shim.last("way") % 4))
-    ways = {0} | ({1} if case.R * case.S > 1 and case.stride in ((1, 1), (2, 2)) else set())
+    # With a single output a stride is never taken.
+    stride = tuple(1 if size == 1 else step for size, step in zip(case.y_shape[2:], case.stride, strict=True))
+    ways = {0} | ({1} if case.R * case.S > 1 and stride in ((1, 1), (2, 2)) else set())
     layouts = LAYOUTS if case.H * case.W > 1 else LAYOUTS[1:]  # of one pixel a layout is both, at any alignment
+    layouts = layouts if case.C % 8 == 0 else LAYOUTS[:1]
     assert seen >= {(layout, way) for layout in layouts for way in ways}
     points = case.R * case.S == 1 and case.stride == (1, 1) and case.H * case.W % 8 == 0
     assert (("contiguous", 2) in seen) == points
@@ -10321,7 +10335,7 @@ def test_tma_shim_sees_what_is_missing(tma_shim, mutation):
         (halo, "fprop", "channels_last", {"windows": 0, "shape": 2}),
     ]
     if "box is read" in mutation:  # with several tiles for each warpgroup
-        runs = [(Case(7, 16, 6, 9, 200, 1, 1), "fprop", "channels_last", {"shape": 10})]
+        runs = [(Case(23, 16, 6, 9, 200, 1, 1), "fprop", "channels_last", {"shape": 10})]
     elif "phase" in mutation:
         runs = [(TMA_SHIM_CASES[2][0], "fprop", "channels_last", {"windows": 1})]
     elif "part" in mutation:
@@ -10384,6 +10398,10 @@ TMA_WGRAD_MUTATIONS = {
     "multiplies before a stage is there": left_out("hopper::barrier_wait(shared.full(ring.stage)"),
     "overwrites a stage in use": left_out("hopper::barrier_wait(shared.empty(ring.stage)"),
     "gives stages back too early": ("hopper::wgmma_wait<1>();", "if (!MUTATED) hopper::wgmma_wait<1>();"),
+    "an odd number of stages by turns": (
+        "plan.stages -= plan.stages % 2;",
+        "plan.stages -= MUTATED ? 0 : plan.stages % 2;",
+    ),
     "leaves sums of no stage as they are": ("if (!keep) {", "if (!keep && !MUTATED) {"),
     "adds up all parts but one": ("part < params.parts;", "part < params.parts - MUTATED;"),
     "takes another tap": ("move_w[i] = s * params.dilation_w;", "move_w[i] = (MUTATED ? 0 : s) * params.dilation_w;"),
@@ -10407,6 +10425,9 @@ TMA_WGRAD_SHIM_CASES = [
     Case(2, 8, 12, 11, 16, 5, 3, stride=(2, 3), padding=(2, 1)),
     Case(1, 72, 10, 10, 64, 2, 3, padding=(2, 0), dilation=(3, 2)),
     Case(70, 16, 1, 1, 8, 1, 1),
+    Case(3, 8, 4, 4, 72, 3, 3, stride=(2, 2)),
+    Case(3, 72, 9, 4, 8, 3, 3, stride=(2, 2), padding=(1, 0)),
+    Case(3, 16, 3, 9, 8, 1, 1, stride=(8, 2)),
 ]
 
 
@@ -10426,10 +10447,10 @@ def test_tma_wgrad_shim_sees_what_is_missing(tma_wgrad_shim, mutation):
     def are_right() -> bool:
         case = Case(9, 24, 9, 10, 72, 3, 3, padding=(1, 1))
         one_stage = Case(1, 24, 5, 5, 72, 3, 3, padding=(1, 1))  # for two warpgroups by turns
-        runs = [(case, 64), (case, 128), (one_stage, 64)]
+        runs = [(case, 64, 1), (case, 64, 3), (case, 128, 1), (one_stage, 64, 1)]
         return all(
-            tma_wgrad_shim.fault("wgrad", case, "channels_last", seed, channels=channels, blocks=1) == ""
-            for seed, (case, channels) in itertools.product(range(1, 4), runs)
+            tma_wgrad_shim.fault("wgrad", case, "channels_last", seed, channels=channels, blocks=blocks) == ""
+            for seed, (case, channels, blocks) in itertools.product(range(1, 4), runs)
         )
 
     assert are_right()
@@ -13529,8 +13550,19 @@ TMA_CASES = [
     Case(70, 16, 1, 1, 8, 3, 3, padding=(1, 1)),
     Case(2, 320, 64, 64, 320, 3, 3, padding=(1, 1)),
     Case(2, 64, 100, 300, 24, 3, 3, padding=(1, 1)),
+    # Strides that are never taken, and pixels that they would have led to.
+    Case(3, 16, 4, 4, 72, 3, 3, stride=(2, 2)),
+    Case(3, 72, 9, 4, 16, 3, 3, stride=(2, 2), padding=(1, 0)),
+    Case(3, 16, 3, 9, 8, 1, 1, stride=(8, 2)),
+    Case(2, 8, 300, 1, 8, 4, 1),
 ]
-TMA_PLANES_CASES = [*TMA_CASES, Case(3, 7, 20, 30, 19, 5, 3), Case(2, 13, 9, 11, 1, 3, 3, padding=(1, 1))]
+TMA_PLANES_CASES = [
+    *TMA_CASES,
+    Case(3, 7, 20, 30, 19, 5, 3),
+    Case(2, 13, 9, 11, 1, 3, 3, padding=(1, 1)),
+    Case(2, 13, 8, 8, 11, 1, 1),
+    Case(5, 72, 4, 4, 16, 4, 4),
+]
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -13555,6 +13587,22 @@ def test_gpu_tma_exact(case, dtype):
 def test_gpu_tma_exact_in_planes(case, dtype):
     for shift in (0, 1, 2, 4):
         check_forced_exact("tma", case, {"x": functools.partial(shifted, elements=shift)}, True, dtype=dtype)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_gpu_tma_takes_views_of_planes(dtype):
+    """One image or channel for all, which no box can take; rows of weights in larger ones, of which the rest is NaN."""
+    case = Case(3, 13, 8, 16, 11, 1, 1)
+    wider = lambda w: F.pad(w, (0, 0, 0, 0, 0, 3), value=math.nan)[:, : case.C]  # noqa: E731
+    for views in (
+        {"x": lambda x: x[:1].expand_as(x)},
+        {"x": lambda x: x[:, :1].expand_as(x)},
+        {"w": wider},
+        {"w": lambda w: wider(w.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2))},
+    ):
+        check_forced_exact("tma", case, views, True, dtype=dtype)
 
 
 @gpu

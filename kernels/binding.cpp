@@ -29,7 +29,7 @@ namespace {
 
 // Tried in this order: the first engine that neither refuses a problem nor yields it to a later one runs it; the last
 // one takes everything.
-const Engine* const kEngines[] = {&kPatchesEngine, &kTmaEngine,       &kDilatedEngine,   &kWgmmaEngine,
+const Engine* const kEngines[] = {&kPatchesEngine, &kDilatedEngine,   &kTmaEngine,       &kWgmmaEngine,
                                   &kGatherEngine,  &kStemEngine,      &kDepthwiseEngine, &kPointwiseEngine,
                                   &kMmaEngine,     &kStridedEngine,   &kTmaWgradEngine,  &kWgradEngine,
                                   &kDirectEngine};

@@ -565,6 +565,19 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 }
 
+// Of sums that the first wgmma is not to keep. ptxas of CUDA 12.1 has each wgmma wait for the one before (C7515) where it
+// finds them not set; that of 13.0 does not.
+template <typename Sums>
+__device__ __forceinline__ void wgmma_start(Sums& sums) {
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 13
+  float* const sum = reinterpret_cast<float*>(&sums);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof sums / sizeof *sum); ++i) sum[i] = 0;
+#else
+  static_cast<void>(sums);
+#endif
+}
+
 // Keeps the compiler from reading `acc` before the wgmma_wait above this line.
 template <int COUNT>
 __device__ __forceinline__ void wgmma_settle(float (&acc)[COUNT]) {

@@ -31,8 +31,8 @@ namespace modelnew {
 namespace strided {
 
 // Tried in this order, that of all engines.
-const Engine* const kTakers[] = {&kTmaEngine,  &kDilatedEngine,   &kWgmmaEngine,     &kGatherEngine,
-                                 &kStemEngine, &kDepthwiseEngine, &kPointwiseEngine, &kMmaEngine};
+const Engine* const kTakers[] = {&kDilatedEngine, &kTmaEngine,       &kWgmmaEngine,     &kGatherEngine,
+                                 &kStemEngine,    &kDepthwiseEngine, &kPointwiseEngine, &kMmaEngine};
 
 constexpr int kMostParts = 16;
 

@@ -80,6 +80,7 @@
 #include "memo.cuh"
 #endif
 
+#include "channels_last.cuh"
 #include "correlation.cuh"
 #include "divisor.cuh"
 #include "hopper.cuh"
@@ -105,6 +106,7 @@ constexpr int kMostStages = 8;
 constexpr int kSharedBytes = 232448;
 constexpr int kMostBoxSide = 256;
 constexpr int kMostSplits = 8;
+constexpr int64_t kMostSlots = 1 << 30;  // and tiles
 constexpr int64_t kMostCopiedBytes = int64_t{512} << 20;
 constexpr int kPackThreads = 256, kPackTile = 32, kCopyTile = 64;
 constexpr int kPrepareBytes = kCopyTile * (kCopyTile + 2) * 2;  // of shared memory
@@ -200,6 +202,9 @@ struct SharedLayout {
 // Planes: of a warp's channels, one after another; 16 bytes more of each, so that stmatrix meets all banks.
 MODELNEW_HOST_DEVICE constexpr int staged_pitch(int slots) { return 2 * slots + 16; }
 
+// Floats of a slot, where parts of a reduction lie: 4 more than channels, so that a warp meets all banks.
+MODELNEW_HOST_DEVICE constexpr int part_pitch(const TileShape& shape) { return shape.channels + 4; }
+
 // Of a warpgroup.
 MODELNEW_HOST_DEVICE inline int staged_bytes(const Plan& plan) {
   if (plan.planes) return kStagedChannels * staged_pitch(plan.shape.slots);
@@ -245,23 +250,7 @@ MODELNEW_HOST_DEVICE inline Tile locate_tile(const Params& params, int number) {
 
 // ---- Device code ----
 
-// Stages in turns.
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void next(int stages) {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void skip(int count, int stages) {
-    const int turns = (stage + count) / stages;
-    stage += count - turns * stages;
-    parity ^= turns & 1;
-  }
-};
+using hopper::Ring;
 
 struct Shared {
   uint32_t base;
@@ -394,10 +383,6 @@ __device__ __forceinline__ void order_w(const Params& params, const Shared& shar
 // All warps that multiply.
 __device__ __forceinline__ void multiplying_sync() { hopper::named_barrier(3, kMultiplyingThreads); }
 
-// Of a warpgroup.
-template <int CHANNELS, int SLOTS>
-using Sums = float[CHANNELS / 64][SLOTS / 2];
-
 // Stages that have been multiplied, once the wgmmas behind theirs have been ordered. -1: none.
 struct Given {
   int x = -1, w = -1;
@@ -412,11 +397,13 @@ struct Given {
 template <typename Stored, int CHANNELS, int SLOTS, bool DIRECT, typename AllOrdered>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Share& share,
                                               Step of_tile, int first_channel, Ring& x, Ring& w,
-                                              Sums<CHANNELS, SLOTS>& acc, const AllOrdered& all_ordered) {
+                                              float (&acc)[CHANNELS / 64][SLOTS / 2],
+                                              const AllOrdered& all_ordered) {
   const Plan& plan = params.plan;
   const uint32_t base = hopper::of_own_block(shared.base);  // for descriptors
   Given before;
   bool keep = false;
+  hopper::wgmma_start(acc);
 #pragma unroll 1
   for (int number = share.first; number < share.last; ++number, of_tile.next(plan)) {
     const Load load = params.load[of_tile.load];
@@ -585,13 +572,10 @@ __device__ __forceinline__ void store_planes(const Params& params, const Tile& t
   }
 }
 
-// Sums of a part of the reduction -> [slot][channel] in shared memory, where the rings were; 4 words more a slot, so
-// that a warp meets all banks.
-MODELNEW_HOST_DEVICE constexpr int part_pitch(const TileShape& shape) { return shape.channels + 4; }
-
+// Sums of a part of the reduction -> [slot][channel] in shared memory, where the rings were.
 template <int CHANNELS, int SLOTS>
 __device__ __forceinline__ void leave_part(const Plan& plan, int first_channel, float* parts,
-                                           const Sums<CHANNELS, SLOTS>& acc) {
+                                           const float (&acc)[CHANNELS / 64][SLOTS / 2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
 #pragma unroll
   for (int block = 0; block < CHANNELS / 64; ++block) {
@@ -652,7 +636,7 @@ __device__ __forceinline__ void multiply_part(const Params& params, const Shared
   float* const parts = reinterpret_cast<float*>(smem + shared.layout.x);
   if (TOGETHER || warpgroup == 0) {
     Ring x, w;
-    Sums<kOwn, SLOTS> acc;
+    float acc[kOwn / 64][SLOTS / 2];
     const Share share = tiles.share(params.plan);
     const Step step = tiles.first_step(params.plan, share);
     multiply_tile<Stored, kOwn, SLOTS, DIRECT>(params, shared, share, step, warpgroup * kOwn, x, w, acc, [] {});
@@ -688,7 +672,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 #pragma unroll 1
   for (int number = first_tile; number < plan.tiles; number += tile_step) {
     Tile tile = locate_tile(params, number);
-    Sums<kOwn, SLOTS> acc;
+    float acc[kOwn / 64][SLOTS / 2];
     if constexpr (TOGETHER) {
       tile.k += warpgroup * kOwn;
       multiply_tile<Stored, kOwn, SLOTS, DIRECT>(params, shared, whole, Step{}, warpgroup * kOwn, x, w, acc, [] {});
@@ -752,7 +736,7 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
   const int warp = hopper::uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   constexpr int kOrdersX = kMultiplyingThreads / 32, kOrdersW = kOrdersX + 1;
   if (lane == 0) {
-    if (warp == 0) hopper::prefetch_map(params.out_map);
+    if (warp == 0 && !plan.planes) hopper::prefetch_map(params.out_map);
     if (warp == kOrdersX) hopper::prefetch_map(params.in_map);
     if (warp == kOrdersW) hopper::prefetch_map(params.w_map);
   }
@@ -893,17 +877,11 @@ struct Alignment {
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Steps that boxes can take: multiples of 16 bytes.
-inline bool in_eights(int64_t step, bool matters) { return !matters || (step > 0 && step % 8 == 0); }
-
-inline bool has_pixels_of_eights(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns) {
-  return channels % 8 == 0 && (stride[1] == 1 || channels == 1) && in_eights(stride[0], images > 1) &&
-         in_eights(stride[2], rows > 1) && in_eights(stride[3], columns > 1);
-}
-
 inline bool has_weights_of_eights(const Correlation& of, const Alignment& address) {
-  return !of.flipped && of.w_stride_in == 1 && in_eights(of.w_stride_out, of.out_channels > 1) &&
-         in_eights(of.w_stride_r, of.R > 1) && in_eights(of.w_stride_s, of.S > 1) && address.w % 16 == 0;
+  using hopper::in_eights;
+  return !of.flipped && of.in_channels % 8 == 0 && of.w_stride_in == 1 &&
+         in_eights(of.w_stride_out, of.out_channels > 1) && in_eights(of.w_stride_r, of.R > 1) &&
+         in_eights(of.w_stride_s, of.S > 1) && address.w % 16 == 0;
 }
 
 inline int64_t step_of_outputs(const Correlation& of) {
@@ -954,12 +932,8 @@ inline void estimate(const Correlation& of, int sms, Plan& plan) {
   if (plan.splits > 1) plan.cycles += kMeetCycles + kMeetSumCycles * outputs + kMeetPartCycles * plan.splits;
 }
 
-// The rest of a plan of which shape, ways and unit are known. False: there is no such plan.
-inline bool finish(const Correlation& of, int sms, Plan& plan) {
-  const int64_t blocks_c = ceil_div(of.in_channels, kBlockChannels), taps = int64_t{of.R} * of.S;
-  if (blocks_c * taps >= 1 << 24) return false;
-  plan.x_steps = static_cast<int>(blocks_c * plan.loads);
-  plan.w_steps = static_cast<int>(blocks_c * taps);
+// How many tiles there are, of which shape and lines are known. False: too many.
+inline bool count_tiles(const Correlation& of, Plan& plan) {
   plan.tiles_k = static_cast<int>(ceil_div(of.out_channels, plan.shape.channels));
   int64_t tiles;
   if (plan.windows) {
@@ -967,26 +941,24 @@ inline bool finish(const Correlation& of, int sms, Plan& plan) {
     plan.tiles_q = static_cast<int>(ceil_div(of.Q, plan.tile_columns));
     tiles = of.N * plan.tiles_p * plan.tiles_q * plan.tiles_k;
   } else {
-    plan.tiles_p = 1;
     const int64_t pixels = int64_t{of.P} * of.Q;
-    tiles = ceil_div(of.N * (plan.direct ? ceil_div(pixels, kBlockPixels) * kBlockPixels : pixels), plan.shape.slots);
-    plan.tiles_q = static_cast<int>(tiles);
-    tiles *= plan.tiles_k;
+    const int64_t slots = of.N * (plan.direct ? ceil_div(pixels, kBlockPixels) * kBlockPixels : pixels);
+    if (slots >= kMostSlots) return false;
+    plan.tiles_p = 1;
+    plan.tiles_q = static_cast<int>(ceil_div(slots, plan.shape.slots));
+    tiles = int64_t{plan.tiles_q} * plan.tiles_k;
   }
-  if (tiles >= 1 << 30) return false;
   plan.tiles = static_cast<int>(tiles);
-  plan.blocks = plan.splits > 1 ? plan.tiles * plan.splits : std::min(plan.tiles, sms);
-  if (plan.splits > 1) {
-    // All clusters at once: of 132 SMs there is room for 66, 30 and 15 of 2, 4 and 8 blocks (H100).
-    const int room = plan.splits > 2 ? sms * 10 / 11 : sms;
-    if (plan.blocks > room || plan.splits > plan.x_steps || !may_split(plan.shape)) return false;
-  }
+  return tiles < kMostSlots;
+}
+
+// Shared memory. Of columns there are as many stages of x as of w; of windows 2 of x and, if 6 of w find room besides,
+// as many more as there is room for.
+inline bool count_stages(Plan& plan) {
   plan.x_bytes = plan.box_rows * plan.box_columns * kSlotBytes;
   plan.x_stage_bytes = round_up(plan.x_bytes, kRowsAligned);
   plan.w_stage_bytes = plan.shape.channels * kSlotBytes;
-  // What the last taps read beyond a window has to be shared memory, too.
-  plan.x_stages = plan.w_stages = 0;
-  const auto fits = [&] { return (plan.smem_bytes = shared_layout(plan).end) <= kSharedBytes; };
+  const auto fits = [&] { return shared_layout(plan).end <= kSharedBytes; };
   if (plan.windows) {
     plan.x_stages = 2;
     for (plan.w_stages = kMostStages; plan.w_stages > 2 && !fits(); --plan.w_stages) {
@@ -996,29 +968,40 @@ inline bool finish(const Correlation& of, int sms, Plan& plan) {
   } else {
     for (plan.x_stages = plan.w_stages = kMostStages; plan.w_stages > 2 && !fits(); --plan.x_stages) --plan.w_stages;
   }
-  if (!fits()) return false;
+  const SharedLayout layout = shared_layout(plan);
+  plan.smem_bytes = layout.end;
+  // What the last tap reads beyond a window has to be shared memory, too.
   if (plan.windows) {
-    const SharedLayout layout = shared_layout(plan);
-    const int last = of.dilation_h * (of.R - 1) * plan.pitch + of.dilation_w * (of.S - 1) +
-                     plan.shape.slots;
-    if (layout.x + (plan.x_stages - 1) * plan.x_stage_bytes + last * kSlotBytes > kSharedBytes) return false;
-    plan.smem_bytes = std::max(plan.smem_bytes,
-                               layout.x + (plan.x_stages - 1) * plan.x_stage_bytes + last * kSlotBytes);
+    const int farthest_tap = (plan.box_rows - plan.tile_lines) * plan.pitch + plan.box_columns - plan.tile_columns;
+    const int read = (farthest_tap + plan.shape.slots) * kSlotBytes;
+    plan.smem_bytes = std::max(plan.smem_bytes, layout.x + (plan.x_stages - 1) * plan.x_stage_bytes + read);
   }
   if (plan.splits > 1)
-    plan.smem_bytes = std::max(plan.smem_bytes, shared_layout(plan).x + 4 * plan.shape.slots * part_pitch(plan.shape));
-  if (plan.smem_bytes > kSharedBytes) return false;
+    plan.smem_bytes = std::max(plan.smem_bytes, layout.x + 4 * plan.shape.slots * part_pitch(plan.shape));
+  return plan.smem_bytes <= kSharedBytes;
+}
+
+// The rest of a plan of which shape, way and parts are known. False: there is no such plan.
+inline bool finish(const Correlation& of, int sms, Plan& plan) {
+  const int64_t blocks_c = ceil_div(of.in_channels, kBlockChannels), taps = int64_t{of.R} * of.S;
+  if (blocks_c * taps >= 1 << 24 || !count_tiles(of, plan)) return false;
+  plan.x_steps = static_cast<int>(blocks_c * plan.loads);
+  plan.w_steps = static_cast<int>(blocks_c * taps);
+  plan.blocks = std::min(plan.tiles, sms);
+  if (plan.splits > 1) {
+    // All clusters at once: of 132 SMs there is room for 66, 30 and 15 of 2, 4 and 8 blocks (H100).
+    const int room = plan.splits > 2 ? sms * 10 / 11 : sms;
+    if (plan.tiles > room / plan.splits || plan.splits > plan.x_steps || !may_split(plan.shape)) return false;
+    plan.blocks = plan.tiles * plan.splits;
+  }
+  if (!count_stages(plan)) return false;
   estimate(of, sms, plan);
   return true;
 }
 
-// im2col reaches so far: corners of an image are 8 bits with a sign, offsets of taps 8 without.
-inline bool columns_reach(const Correlation& of) {
-  const int last_w = of.pad_w - (of.S - 1) * of.dilation_w, last_h = of.pad_h - (of.R - 1) * of.dilation_h;
-  const auto is_corner = [](int value) { return value >= -128 && value <= 127; };
-  return is_corner(-of.pad_w) && is_corner(-of.pad_h) && is_corner(last_w) && is_corner(last_h) &&
-         (of.R - 1) * of.dilation_h <= 255 && (of.S - 1) * of.dilation_w <= 255 && of.stride_h <= 8 &&
-         of.stride_w <= 8;
+inline hopper::Columns columns_of(const Correlation& of) {
+  return hopper::columns_of({of.W, of.Q, of.S, of.stride_w, of.pad_w, of.dilation_w},
+                            {of.H, of.P, of.R, of.stride_h, of.pad_h, of.dilation_h});
 }
 
 // Values that can be moved at once, of those that are neighbours in planes.
@@ -1038,7 +1021,8 @@ inline bool are_planes(const int64_t (&stride)[4], int rows, int columns) {
 inline bool may_be_direct(const Correlation& of, const Alignment& address) {
   const bool points = of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0;
   return points && of.H == of.P && of.W == of.Q &&
-         vector_of(of.in_stride, of.N, of.in_channels, of.H * of.W, address.in) == 8;
+         vector_of(of.in_stride, of.N, of.in_channels, of.H * of.W, address.in) == 8 &&
+         hopper::in_eights(of.in_stride[0], of.N > 1) && hopper::in_eights(of.in_stride[1], of.in_channels > 1);
 }
 
 // x as its copy is.
@@ -1052,10 +1036,21 @@ inline Correlation of_copy(const Correlation& of) {
   return copy;
 }
 
-inline bool make_plan(const Correlation& original, int sms, const Alignment& address, Plan& best, int forced_shape = -1,
-                      int forced_windows = -1, int forced_splits = 0, int forced_direct = -1) {
+// What tests ask a plan to be; without, the fastest one.
+struct Wishes {
+  int shape = -1, windows = -1, splits = 0, direct = -1;
+};
+
+// The fastest plan so far.
+struct Search {
+  int sms;
+  const Alignment& address;
+  const Wishes& wishes;
+  Plan& best;
   bool found = false;
-  const auto consider = [&](const Correlation& of, Plan& plan) {
+
+  // `plan` with each number of blocks that may share a tile. `of`: with x as it is multiplied.
+  void consider(const Correlation& of, Plan& plan) {
     plan.packed = plan.copied || !has_weights_of_eights(of, address);
     plan.out_vector = 1;
     if (plan.planes) {
@@ -1064,81 +1059,81 @@ inline bool make_plan(const Correlation& original, int sms, const Alignment& add
       plan.out_vector = vector_of(of.out_stride, of.N, of.out_channels, run, address.out);
     }
     for (plan.splits = 1; plan.splits <= kMostSplits; plan.splits *= 2) {
-      if (forced_splits > 0 && plan.splits != forced_splits) continue;
+      if (wishes.splits > 0 && plan.splits != wishes.splits) continue;
       if (!finish(of, sms, plan)) break;
       if (found && plan.cycles >= best.cycles) continue;
       best = plan;
       found = true;
     }
-  };
-  const bool planes = are_planes(original.in_stride, original.H, original.W) &&
-                      are_planes(original.out_stride, original.P, original.Q) &&
-                      (original.in_channels == 1 || original.in_stride[1] != 1) &&
-                      (original.out_channels == 1 || original.out_stride[1] != 1);
-  if (planes && forced_direct != 0 && may_be_direct(original, address)) {
-    for (int i = 0; i < kTileShapeCount; ++i) {
-      if ((forced_shape >= 0 && forced_shape != i) || forced_windows == 1 || !may_be_direct(kTileShapes[i])) continue;
-      Plan plan{};
-      plan.shape = kTileShapes[i];
-      plan.planes = plan.direct = true;
-      plan.loads = plan.tile_lines = plan.box_rows = 1;
-      plan.tile_columns = plan.pitch = plan.box_columns = plan.shape.slots;
-      consider(original, plan);
-    }
   }
-  const Correlation of = planes ? of_copy(original) : original;
-  if (forced_direct == 1 || (planes && of.N * of.in_stride[0] * 2 > kMostCopiedBytes)) return found;
-  if (!planes) {
-    if (!has_pixels_of_eights(of.in_stride, of.N, of.in_channels, of.H, of.W) || address.in % 16 != 0) return false;
-    if (!has_pixels_of_eights(of.out_stride, of.N, of.out_channels, of.P, of.Q) || address.out % 16 != 0) return false;
+
+  // `plan` by columns, or of planes as they are: a line of slots.
+  void consider_line(const Correlation& of, Plan plan) {
+    plan.loads = plan.direct ? 1 : of.R * of.S;
+    plan.tile_lines = plan.box_rows = 1;
+    plan.tile_columns = plan.pitch = plan.box_columns = plan.shape.slots;
+    consider(of, plan);
   }
-  const bool has_columns = columns_reach(of) && (planes || has_dense_outputs(of));
-  if (of.R * of.S > kMostTaps || of.N * of.P * of.Q >= int64_t{1} << 30) return false;
-  if (of.pad_h < 0 || of.pad_w < 0) return false;
-  const bool strided = of.stride_h == 2 && of.stride_w == 2 && of.dilation_h == 1 && of.dilation_w == 1;
-  const bool may_be_windows = of.R * of.S > 1 && (strided || (of.stride_h == 1 && of.stride_w == 1));
-  for (int i = 0; i < kTileShapeCount; ++i) {
-    if (forced_shape >= 0 && forced_shape != i) continue;
-    const TileShape shape = kTileShapes[i];
-    if (has_columns && forced_windows != 1) {
-      Plan plan{};
-      plan.shape = shape;
-      plan.loads = of.R * of.S;
-      plan.tile_lines = 1;
-      plan.tile_columns = plan.pitch = shape.slots;
-      plan.box_rows = 1;
-      plan.box_columns = shape.slots;
-      plan.planes = plan.copied = planes;
-      consider(of, plan);
-    }
-    if (!may_be_windows || forced_windows == 0) continue;
-    const int step = strided ? 2 : 1;
-    const int halo_h = strided ? (of.R - 1) / 2 : (of.R - 1) * of.dilation_h;
-    const int halo_w = strided ? (of.S - 1) / 2 : (of.S - 1) * of.dilation_w;
-    for (int columns = std::min({of.Q, shape.slots, kMostBoxSide - halo_w}), last = 0; columns > 0; --columns) {
+
+  // `plan` by windows: of each number of tiles side by side, the fewest columns.
+  void consider_windows(const Correlation& of, Plan plan) {
+    const bool strided = of.stride_h == 2 && of.stride_w == 2 && of.dilation_h == 1 && of.dilation_w == 1;
+    if (of.R * of.S == 1 || (!strided && (of.stride_h != 1 || of.stride_w != 1))) return;
+    const int64_t halo_h = strided ? (of.R - 1) / 2 : int64_t{of.R - 1} * of.dilation_h;
+    const int64_t halo_w = strided ? (of.S - 1) / 2 : int64_t{of.S - 1} * of.dilation_w;
+    const int most_side = kMostBoxSide / (strided ? 2 : 1);
+    if (halo_h >= most_side || halo_w >= most_side) return;
+    plan.windows = true;
+    plan.loads = strided ? std::min(of.R, 2) * std::min(of.S, 2) : 1;
+    const int most_columns = std::min({of.Q, plan.shape.slots, most_side - static_cast<int>(halo_w)});
+    for (int columns = most_columns, last = 0; columns > 0 && last <= 16; --columns) {
       const int tiles_q = static_cast<int>(ceil_div(of.Q, columns));
-      if (tiles_q == last) continue;  // the same number of tiles by fewer columns: better, so look at the fewest
-      Plan plan{};
-      plan.shape = shape;
-      plan.windows = true;
-      plan.tile_columns = static_cast<int>(ceil_div(of.Q, tiles_q));
+      if (tiles_q == last) continue;
       last = tiles_q;
-      plan.pitch = plan.tile_columns + halo_w;
-      const int lines = std::min((shape.slots - plan.tile_columns) / plan.pitch + 1, of.P);
-      if (plan.tile_columns > shape.slots || lines < 1) continue;
+      plan.tile_columns = static_cast<int>(ceil_div(of.Q, tiles_q));
+      plan.pitch = plan.box_columns = plan.tile_columns + static_cast<int>(halo_w);
+      const int lines = std::min({(plan.shape.slots - plan.tile_columns) / plan.pitch + 1, of.P,
+                                  most_side - static_cast<int>(halo_h)});
       // As many lines as share the image evenly.
-      const int tiles_p = static_cast<int>(ceil_div(of.P, lines));
-      plan.tile_lines = static_cast<int>(ceil_div(of.P, tiles_p));
-      plan.loads = strided ? std::min(of.R, 2) * std::min(of.S, 2) : 1;
-      plan.box_rows = plan.tile_lines + halo_h;
-      plan.box_columns = plan.pitch;
-      if (plan.box_rows * step > kMostBoxSide || plan.box_columns * step > kMostBoxSide) continue;
-      plan.planes = plan.copied = planes;
+      plan.tile_lines = static_cast<int>(ceil_div(of.P, ceil_div(of.P, lines)));
+      plan.box_rows = plan.tile_lines + static_cast<int>(halo_h);
       consider(of, plan);
-      if (tiles_q > 16) break;
     }
   }
-  return found;
+};
+
+inline bool make_plan(const Correlation& of, int sms, const Alignment& address, Plan& best,
+                      const Wishes& wishes = Wishes{}) {
+  if (int64_t{of.H} * of.W >= kMostSlots || int64_t{of.P} * of.Q >= kMostSlots) return false;
+  Plan plan{};
+  // Tensors of a single pixel are both.
+  const bool in_pixels = hopper::has_pixels_of_eights(of.in_stride, of.N, of.in_channels, of.H, of.W) &&
+                         hopper::has_pixels_of_eights(of.out_stride, of.N, of.out_channels, of.P, of.Q) &&
+                         address.in % 16 == 0 && address.out % 16 == 0;
+  plan.planes = !in_pixels && are_planes(of.in_stride, of.H, of.W) && are_planes(of.out_stride, of.P, of.Q);
+  const bool may_be_copied = plan.planes && 2 * of_copy(of).in_stride[0] * of.N <= kMostCopiedBytes;
+  const bool by_pixels = (may_be_copied || in_pixels) && wishes.direct != 1 && of.R * of.S <= kMostTaps &&
+                         of.pad_h >= 0 && of.pad_w >= 0;
+  const bool may_multiply_planes = plan.planes && wishes.direct != 0 && wishes.windows != 1 &&
+                                    may_be_direct(of, address);
+  Search search{sms, address, wishes, best};
+  for (int i = 0; i < kTileShapeCount; ++i) {
+    if (wishes.shape >= 0 && wishes.shape != i) continue;
+    plan.shape = kTileShapes[i];
+    if (may_multiply_planes && may_be_direct(plan.shape)) {
+      Plan direct = plan;
+      direct.direct = true;
+      search.consider_line(of, direct);
+    }
+    if (!by_pixels) continue;
+    plan.copied = plan.planes;
+    const Correlation seen = plan.copied ? of_copy(of) : of;
+    if (hopper::can_map(columns_of(of)) && (plan.planes || has_dense_outputs(of)) && wishes.windows != 1)
+      search.consider_line(seen, plan);
+    if (wishes.windows != 0) search.consider_windows(seen, plan);
+    plan.copied = false;
+  }
+  return search.found;
 }
 
 // Null, or why not. Without a GPU: the sizes alone decide.
@@ -1174,7 +1169,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   if (!plan_of(problem, op, Alignment{}).found)
-    return "it takes planes without gaps, or channels_last of multiples of 8 channels, where a tile fits into memory";
+    return "it takes planes without gaps, or channels_last of multiples of 8 channels, and filters that its boxes reach";
   return nullptr;
 }
 
@@ -1197,9 +1192,9 @@ inline bool wgmma_is_faster(const Problem& problem, Operator op) {
 }
 
 // Few channels, 3x3, us, fp16, this engine / stem / direct: 4 to 64, 128x128, one image and 16, 21 / 10 / 13 and 144 /
-// 25 / 79 (H100, 2026-11-26).
+// 25 / 79 (H100, 2026-11-26). Gradients with few channels on one side were not measured.
 inline const char* yields(const Problem& problem, Operator op) {
-  if (problem.C < 8) return "stem or direct are faster with few input channels";
+  if (problem.C < 8 || (op == Operator::kDgrad && problem.K < 8)) return "others are faster with few channels";
   if (wgmma_is_faster(problem, op)) return "wgmma is faster by the estimates, as it does not copy x";
   return nullptr;
 }
@@ -1276,15 +1271,15 @@ inline void set_numbers(Params& params) {
 inline cudaError_t make_maps(const void* w_ptr, Params& params) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
-  const auto bytes = [](int64_t stride, int64_t size) { return static_cast<uint64_t>(size > 1 ? 2 * stride : 16); };
+  using hopper::step_bytes;
   const uint64_t C = of.in_channels, K = of.out_channels, H = of.H, W = of.W, P = of.P, Q = of.Q, N = of.N;
   const uint64_t in_sizes[4] = {C, W, H, N};
-  const uint64_t in_strides[3] = {bytes(of.in_stride[3], of.W), bytes(of.in_stride[2], of.H),
-                                  bytes(of.in_stride[0], of.N)};
+  const uint64_t in_strides[3] = {step_bytes(of.in_stride[3], of.W), step_bytes(of.in_stride[2], of.H),
+                                  step_bytes(of.in_stride[0], of.N)};
   cudaError_t error;
   if (plan.direct) {
     const uint64_t sizes[4] = {H * W, C, N, 1};
-    const uint64_t strides[3] = {bytes(of.in_stride[1], of.in_channels), bytes(of.in_stride[0], of.N), 16};
+    const uint64_t strides[3] = {step_bytes(of.in_stride[1], of.in_channels), step_bytes(of.in_stride[0], of.N), 16};
     const uint32_t box[4] = {kBlockPixels, kBlockChannels, 1, 1};
     error = hopper::make_box_map(hopper::BoxUse::kLoadRows, params.in_ptr, 2, sizes, strides, box, params.in_map);
   } else if (plan.windows) {
@@ -1293,19 +1288,17 @@ inline cudaError_t make_maps(const void* w_ptr, Params& params) {
     error = hopper::make_box_map(hopper::BoxUse::kLoadRows, params.in_ptr, 2, in_sizes, in_strides, box, params.in_map,
                                  step_w, step_h);
   } else {
-    const int first[2] = {-of.pad_w, -of.pad_h};
-    const int last[2] = {of.pad_w - (of.S - 1) * of.dilation_w, of.pad_h - (of.R - 1) * of.dilation_h};
-    const int steps[2] = {of.stride_w, of.stride_h};
-    error = hopper::make_columns_map(params.in_ptr, 2, in_sizes, in_strides, first, last, steps, plan.box_columns,
-                                     params.in_map);
+    const hopper::Columns columns = columns_of(of);
+    error = hopper::make_columns_map(params.in_ptr, 2, in_sizes, in_strides, columns.first, columns.last, columns.steps,
+                                     plan.box_columns, params.in_map);
   }
   if (error != cudaSuccess) return error;
   const int64_t row = packed_row_channels(of), taps = int64_t{of.R} * of.S;
   // [r][s][output channel][input channel]
-  const uint64_t w_sizes[4] = {C, K, static_cast<uint64_t>(of.S), static_cast<uint64_t>(of.R)};
-  const uint64_t w_strides[3] = {bytes(plan.packed ? row * taps : of.w_stride_out, of.out_channels),
-                                 bytes(plan.packed ? row : of.w_stride_s, of.S),
-                                 bytes(plan.packed ? row * of.S : of.w_stride_r, of.R)};
+  const uint64_t w_sizes[4] = {static_cast<uint64_t>(row), K, static_cast<uint64_t>(of.S), static_cast<uint64_t>(of.R)};
+  const uint64_t w_strides[3] = {step_bytes(plan.packed ? row * taps : of.w_stride_out, of.out_channels),
+                                 step_bytes(plan.packed ? row : of.w_stride_s, of.S),
+                                 step_bytes(plan.packed ? row * of.S : of.w_stride_r, of.R)};
   const uint32_t w_box[4] = {kBlockChannels, static_cast<uint32_t>(plan.shape.channels), 1, 1};
   error = hopper::make_box_map(hopper::BoxUse::kLoadRows, w_ptr, 2, w_sizes, w_strides, w_box, params.w_map);
   if (error != cudaSuccess || plan.planes) return error;
@@ -1313,12 +1306,12 @@ inline cudaError_t make_maps(const void* w_ptr, Params& params) {
   const uint32_t out_box[4] = {kStagedChannels, columns, lines, 1};
   if (!plan.windows) {
     const int64_t step = step_of_outputs(of);
-    const uint64_t sizes[4] = {K, N * P * Q, 1, 1}, strides[3] = {bytes(step, of.N * of.P * of.Q), 16, 16};
+    const uint64_t sizes[4] = {K, N * P * Q, 1, 1}, strides[3] = {step_bytes(step, of.N * of.P * of.Q), 16, 16};
     return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, 2, sizes, strides, out_box, params.out_map);
   }
   const uint64_t sizes[4] = {K, Q, P, N};
-  const uint64_t strides[3] = {bytes(of.out_stride[3], of.Q), bytes(of.out_stride[2], of.P),
-                               bytes(of.out_stride[0], of.N)};
+  const uint64_t strides[3] = {step_bytes(of.out_stride[3], of.Q), step_bytes(of.out_stride[2], of.P),
+                               step_bytes(of.out_stride[0], of.N)};
   return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, 2, sizes, strides, out_box, params.out_map);
 }
 
@@ -1327,8 +1320,8 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
   const auto kernel = tma_kernel<Stored, kShape.channels, kShape.slots, kShape.together, SPLIT, DIRECT>;
   const Plan& plan = params.plan;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
+  // Always as much: threads of the host launch a kernel with different plans.
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
   return hopper::launch_early_in_clusters(kernel, static_cast<unsigned>(plan.blocks), plan.splits, kThreads,
                                           plan.smem_bytes, stream, params);
@@ -1429,8 +1422,8 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   if (!planned.found) return engine_of_others(problem, op).launch(op, problem, pointers, stream);
   params.of = planned.of;
   params.plan = planned.plan;
-  return problem.dtype == DType::kFloat16 ? run<Half>(pointers.w, pointers.workspace, params, stream)
-                                          : run<BFloat16>(pointers.w, pointers.workspace, params, stream);
+  if (problem.dtype == DType::kFloat16) return run<Half>(pointers.w, pointers.workspace, params, stream);
+  return run<BFloat16>(pointers.w, pointers.workspace, params, stream);
 }
 
 #endif  // launchers

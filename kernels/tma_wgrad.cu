@@ -30,6 +30,7 @@
 #include "memo.cuh"
 #endif
 
+#include "channels_last.cuh"
 #include "divisor.cuh"
 #include "hopper.cuh"
 #include "numerics.cuh"
@@ -66,8 +67,7 @@ struct Plan {
 
 struct Params {
   Plan plan;
-  int64_t N;
-  int P, Q, S, C, K, taps;
+  int P, Q, S, taps;
   int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
   float* sums_ptr;  // [part][output channel][column], whole tiles
   Divisor by_tiles, by_tiles_k, by_plane, by_row, by_blocks_c, by_s;
@@ -79,7 +79,7 @@ struct AddParams {
   void* dw_ptr;
   int64_t part, row;  // steps in sums
   int64_t w_stride[4];
-  int parts, K, C, S, row_channels;  // the latter: columns of a tap
+  int parts, C, S, row_channels;  // the latter: columns of a tap
   int64_t weights;                   // of dw
   Divisor by_c, by_taps, by_s;
 };
@@ -109,17 +109,7 @@ MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
 
 // ---- Device code ----
 
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void next(int stages) {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
+using hopper::Ring;
 
 // Barriers lie behind the stages.
 struct Shared {
@@ -188,6 +178,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if (before >= 0 && lane == 0) hopper::barrier_arrive(shared.empty(before));
     };
     bool keep = false;
+    hopper::wgmma_start(acc);
 #pragma unroll 1
     for (int step = job.first_step; step < job.last_step; ++step, turn ^= 1, ring.next(plan.stages)) {
       if (kByTurns && turn != warpgroup) continue;
@@ -288,23 +279,17 @@ struct Alignment {
   uint64_t x, dy;
 };
 
-inline bool in_eights(int64_t step, bool matters) { return !matters || (step > 0 && step % 8 == 0); }
-
-inline bool has_pixels_of_eights(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns) {
-  return channels % 8 == 0 && (stride[1] == 1 || channels == 1) && in_eights(stride[0], images > 1) &&
-         in_eights(stride[2], rows > 1) && in_eights(stride[3], columns > 1);
-}
-
 // A stride that is never taken is 1.
 inline int taken_stride(int stride, int outputs) { return outputs == 1 ? 1 : stride; }
 
-// im2col reaches so far: corners of an image are 8 bits with a sign, offsets of taps 8 without.
-inline bool columns_reach(const Problem& p) {
-  const int last_w = p.pad_w - (p.S - 1) * p.dilation_w, last_h = p.pad_h - (p.R - 1) * p.dilation_h;
-  const auto is_corner = [](int value) { return value >= -128 && value <= 127; };
-  return is_corner(-p.pad_w) && is_corner(-p.pad_h) && is_corner(last_w) && is_corner(last_h) &&
-         (p.R - 1) * p.dilation_h <= 255 && (p.S - 1) * p.dilation_w <= 255 && taken_stride(p.stride_h, p.P) <= 8 &&
-         taken_stride(p.stride_w, p.Q) <= 8;
+// x as taps see it, and dy.
+inline hopper::Columns columns_of_x(const Problem& p) {
+  return hopper::columns_of({p.W, p.Q, p.S, taken_stride(p.stride_w, p.Q), p.pad_w, p.dilation_w},
+                            {p.H, p.P, p.R, taken_stride(p.stride_h, p.P), p.pad_h, p.dilation_h});
+}
+
+inline hopper::Columns columns_of_dy(const Problem& p) {
+  return hopper::columns_of({p.Q, p.Q, 1, 1, 0, 1}, {p.P, p.P, 1, 1, 0, 1});
 }
 
 // Estimate, in cycles of an SM at 1.65 GHz. Constants are a fit to the times of all tiles of 15 layers of one image and
@@ -332,12 +317,13 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, int forced_channels = 0,
                       int forced_blocks = 0, int forced_parts = 0) {
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
+  using hopper::has_pixels_of_eights;
   if (!has_pixels_of_eights(problem.x_stride, problem.N, problem.C, problem.H, problem.W) || address.x % 16 != 0)
     return false;
   if (!has_pixels_of_eights(problem.y_stride, problem.N, problem.K, problem.P, problem.Q) || address.dy % 16 != 0)
     return false;
-  if (!columns_reach(problem) || pixels >= int64_t{1} << 30 || taps * problem.C * problem.K >= int64_t{1} << 30)
-    return false;
+  if (!hopper::can_map(columns_of_x(problem))) return false;
+  if (pixels >= int64_t{1} << 30 || taps * problem.C * problem.K >= int64_t{1} << 30) return false;
   bool found = false;
   for (int channels : {128, 64}) {
     for (int blocks = 1; blocks <= kMostBlocks; ++blocks) {
@@ -353,6 +339,9 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       plan.stage_bytes = (channels / 64 + blocks) * kBlockBytes;
       const int barriers = 2 * kMostStages * 8;
       plan.stages = std::min(kMostStages, (kSharedBytes - barriers) / plan.stage_bytes);
+      // By turns each warpgroup has its own stages: of an odd number it would see each full only every other time, when
+      // the barrier's parity is the same again.
+      if (channels == 64) plan.stages -= plan.stages % 2;
       plan.smem_bytes = plan.stages * plan.stage_bytes + barriers;
       const int64_t tiles = int64_t{plan.tiles_k} * plan.tiles_e;
       const int64_t least = ceil_div(pixels, kMostChained * sums_of_part(plan));
@@ -422,28 +411,27 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const void* dy_ptr, Params& params) {
-  const auto bytes = [](int64_t stride, int64_t size) { return static_cast<uint64_t>(size > 1 ? 2 * stride : 16); };
   const auto make = [&](const void* tensor, const int64_t (&stride)[4], int channels, int rows, int columns,
-                        const int (&first)[2], const int (&last)[2], const int (&steps)[2], hopper::BoxMap& map) {
+                        const hopper::Columns& map_columns, hopper::BoxMap& map) {
     const uint64_t sizes[4] = {static_cast<uint64_t>(channels), static_cast<uint64_t>(columns),
                                static_cast<uint64_t>(rows), static_cast<uint64_t>(problem.N)};
-    const uint64_t strides[3] = {bytes(stride[3], columns), bytes(stride[2], rows), bytes(stride[0], problem.N)};
-    return hopper::make_columns_map(tensor, 2, sizes, strides, first, last, steps, kStagePixels, map);
+    const uint64_t strides[3] = {hopper::step_bytes(stride[3], columns), hopper::step_bytes(stride[2], rows),
+                                 hopper::step_bytes(stride[0], problem.N)};
+    return hopper::make_columns_map(tensor, 2, sizes, strides, map_columns.first, map_columns.last, map_columns.steps,
+                                    kStagePixels, map);
   };
-  const int first[2] = {-problem.pad_w, -problem.pad_h};
-  const int last[2] = {problem.pad_w - (problem.S - 1) * problem.dilation_w,
-                       problem.pad_h - (problem.R - 1) * problem.dilation_h};
-  const cudaError_t error = make(x_ptr, problem.x_stride, problem.C, problem.H, problem.W, first, last,
-                                 {params.stride_w, params.stride_h}, params.x_map);
+  const cudaError_t error = make(x_ptr, problem.x_stride, problem.C, problem.H, problem.W, columns_of_x(problem),
+                                 params.x_map);
   if (error != cudaSuccess) return error;
-  return make(dy_ptr, problem.y_stride, problem.K, problem.P, problem.Q, {0, 0}, {0, 0}, {1, 1}, params.dy_map);
+  return make(dy_ptr, problem.y_stride, problem.K, problem.P, problem.Q, columns_of_dy(problem), params.dy_map);
 }
 
 template <typename Stored, int CHANNELS, int BLOCKS>
 cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t stream) {
   const auto kernel = tma_wgrad_kernel<Stored, CHANNELS, BLOCKS>;
   const Plan& plan = params.plan;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
+  // Always as much: threads of the host launch a kernel with different plans.
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
   error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
   if (error != cudaSuccess) return error;
@@ -469,12 +457,9 @@ template <typename Stored>
 cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointers, cudaStream_t stream) {
   Params params{};
   params.plan = plan;
-  params.N = problem.N;
   params.P = problem.P;
   params.Q = problem.Q;
   params.S = problem.S;
-  params.C = problem.C;
-  params.K = problem.K;
   params.taps = problem.R * problem.S;
   params.stride_h = taken_stride(problem.stride_h, problem.P);
   params.stride_w = taken_stride(problem.stride_w, problem.Q);
@@ -498,7 +483,6 @@ cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointe
   add.part = add.row * plan.tiles_k * plan.channels;
   std::copy_n(problem.w_stride, 4, add.w_stride);
   add.parts = plan.parts * sums_of_part(plan);
-  add.K = problem.K;
   add.C = problem.C;
   add.S = problem.S;
   add.row_channels = plan.blocks_c * kBlockChannels;
@@ -513,8 +497,8 @@ cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointe
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
   const Planned& planned = plan_of(problem, alignment_of(pointers));
   if (!planned.found) return engine_of_others(problem, op).launch(op, problem, pointers, stream);
-  return problem.dtype == DType::kFloat16 ? run<Half>(problem, planned.plan, pointers, stream)
-                                          : run<BFloat16>(problem, planned.plan, pointers, stream);
+  if (problem.dtype == DType::kFloat16) return run<Half>(problem, planned.plan, pointers, stream);
+  return run<BFloat16>(problem, planned.plan, pointers, stream);
 }
 
 #endif  // launchers
