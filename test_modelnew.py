@@ -10229,7 +10229,8 @@ class TmaShim(MmaShim):
     ) -> str | None:
         """What is wrong with a run on integers, with a bias or without, or an empty text; None without such a plan.
 
-        Planes are at any alignment, channels_last at such as boxes want. Weights lie in either way.
+        What is written and planes are at any alignment, what is read in channels_last at such as boxes want. Weights
+        lie in either way.
         """
         rng = random.Random(seed)
         tensors = make_tensors(case, dtype, integers, seed=seed)
@@ -10245,7 +10246,8 @@ class TmaShim(MmaShim):
             tensors["w"] = VIEWS["channels_last"](tensors["w"])
         if operator == "wgrad":
             order, back = rng.choice([((0, 2, 3, 1), (0, 3, 1, 2)), ((0, 1, 2, 3),) * 2])
-        inner = shifted(torch.full_like(expected, math.nan).to(dtype).permute(order), rng.choice(shifts))
+        shift = rng.choice([0, 0, 8, 8, 2] if operator != "wgrad" and pixels else shifts)
+        inner = shifted(torch.full_like(expected, math.nan).to(dtype).permute(order), shift)
         out = inner.permute(back)
         message = self.run(operator, case, tensors, out, seed=seed, **wishes)
         if message != "":
@@ -10279,6 +10281,8 @@ TMA_SHIM_CASES = [
     (Case(3, 16, 4, 4, 72, 3, 3, stride=(2, 2)), "dgrad"),
     (Case(2, 13, 8, 8, 11, 1, 1), "fprop"),
     (Case(2, 8, 300, 1, 8, 4, 1), "fprop"),
+    (Case(2, 72, 7, 9, 19, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(5, 24, 6, 7, 131, 1, 1), "fprop"),
 ]
 TMA_SHAPES = range(11)
 
@@ -13555,6 +13559,10 @@ TMA_CASES = [
     Case(3, 72, 9, 4, 16, 3, 3, stride=(2, 2), padding=(1, 0)),
     Case(3, 16, 3, 9, 8, 1, 1, stride=(8, 2)),
     Case(2, 8, 300, 1, 8, 4, 1),
+    # Outputs that no box takes.
+    Case(3, 72, 13, 17, 131, 3, 3, padding=(1, 1)),
+    Case(4, 64, 40, 50, 2, 1, 1),
+    Case(1, 512, 9, 9, 255, 1, 1),
 ]
 TMA_PLANES_CASES = [
     *TMA_CASES,

@@ -34,7 +34,8 @@
 //
 //   x --box--> ring of x --+                                          +--box--> y, 64 channels of a tile
 //                          +--> wgmma --> registers --stmatrix--> staging
-//   w --box--> ring of w --+                                          +-------> planes of y, by each warp
+//   w --box--> ring of w --+                                          +-------> y in planes, or with channels that are
+//                                                                               no eights, by each warp
 //
 // Where there are fewer tiles than SMs, clusters of 2, 4 or 8 blocks share the reduction of each: they leave their sums
 // in shared memory and add up those of all, in their order, for a share of the tile (store_share).
@@ -140,7 +141,8 @@ struct Plan {
   bool planes;                // x and y are,
   bool direct;                // and x is multiplied as it is,
   bool copied;                // or first copied to where its channels are neighbours
-  int out_vector;             // planes: so many outputs of y are stored at once
+  bool by_threads;            // y is stored by threads, wherever it lies; else by boxes
+  int out_vector;             // by threads: so many outputs at once
   int splits;                 // blocks of a tile, a cluster, each with a part of the reduction
   int tile_lines, tile_columns, pitch;  // columns: one line of as many columns as there are slots
   int loads;                  // of x for a block of channels: stages, of the same size
@@ -199,7 +201,7 @@ struct SharedLayout {
   int barriers, staging, x, w, end;
 };
 
-// Planes: of a warp's channels, one after another; 16 bytes more of each, so that stmatrix meets all banks.
+// By threads: of a warp's channels, one after another; 16 bytes more of each, so that stmatrix meets all banks.
 MODELNEW_HOST_DEVICE constexpr int staged_pitch(int slots) { return 2 * slots + 16; }
 
 // Floats of a slot, where parts of a reduction lie: 4 more than channels, so that a warp meets all banks.
@@ -207,7 +209,7 @@ MODELNEW_HOST_DEVICE constexpr int part_pitch(const TileShape& shape) { return s
 
 // Of a warpgroup.
 MODELNEW_HOST_DEVICE inline int staged_bytes(const Plan& plan) {
-  if (plan.planes) return kStagedChannels * staged_pitch(plan.shape.slots);
+  if (plan.by_threads) return kStagedChannels * staged_pitch(plan.shape.slots);
   return plan.shape.own_channels() / kStagedChannels * plan.shape.slots * kSlotBytes;
 }
 
@@ -503,9 +505,9 @@ __device__ __forceinline__ int64_t place_of_slot(const Params& params, const Til
   return n * of.out_stride[0] + pixel - n * of.P * of.Q;
 }
 
-// Sums of a warp's 16 channels -> [channel][slot], by itself, and from there to planes of y.
+// Sums of a warp's 16 channels -> [channel][slot], by itself, and from there to y.
 template <typename Stored, int SLOTS>
-__device__ __forceinline__ void stage_planes(const float (&bias)[2], uint32_t staging, const float (&acc)[SLOTS / 2]) {
+__device__ __forceinline__ void stage_channels(const float (&bias)[2], uint32_t staging, const float (&acc)[SLOTS / 2]) {
   const int lane = threadIdx.x % 32;
   const uint32_t to = staging + lane % 16 * staged_pitch(SLOTS) + lane / 16 * 16;
 #pragma unroll
@@ -522,7 +524,7 @@ __device__ __forceinline__ void stage_planes(const float (&bias)[2], uint32_t st
 }
 
 template <int VECTOR>
-__device__ __forceinline__ void store_planes(const Params& params, const Tile& tile, int first_channel,
+__device__ __forceinline__ void store_channels(const Params& params, const Tile& tile, int first_channel,
                                              const uint8_t* staging) {
   struct alignas(2 * VECTOR) Values {
     uint16_t value[VECTOR];
@@ -558,17 +560,17 @@ __device__ __forceinline__ void store_planes(const Params& params, const Tile& t
   }
 }
 
-__device__ __forceinline__ void store_planes(const Params& params, const Tile& tile, int first_channel,
+__device__ __forceinline__ void store_channels(const Params& params, const Tile& tile, int first_channel,
                                              const uint8_t* staging) {
   switch (params.plan.out_vector) {
     case 8:
-      return store_planes<8>(params, tile, first_channel, staging);
+      return store_channels<8>(params, tile, first_channel, staging);
     case 4:
-      return store_planes<4>(params, tile, first_channel, staging);
+      return store_channels<4>(params, tile, first_channel, staging);
     case 2:
-      return store_planes<2>(params, tile, first_channel, staging);
+      return store_channels<2>(params, tile, first_channel, staging);
     default:
-      return store_planes<1>(params, tile, first_channel, staging);
+      return store_channels<1>(params, tile, first_channel, staging);
   }
 }
 
@@ -599,8 +601,8 @@ __device__ __forceinline__ void store_share(const Params& params, const Tile& ti
   const uint32_t from = hopper::smem_address(parts);
 #pragma unroll 1
   for (int i = threadIdx.x; i < slots * pieces; i += kMultiplyingThreads) {
-    const int slot = first + (plan.planes ? i % slots : i / pieces);
-    const int channel = (plan.planes ? i / slots : i % pieces) * 8, k = tile.k + channel;
+    const int slot = first + (plan.by_threads ? i % slots : i / pieces);
+    const int channel = (plan.by_threads ? i / slots : i % pieces) * 8, k = tile.k + channel;
     const int64_t place = place_of_slot(params, tile, slot);
     if (place < 0 || k >= params.of.out_channels) continue;
     const uint32_t address = from + 4 * (slot * part_pitch(plan.shape) + channel);
@@ -608,7 +610,7 @@ __device__ __forceinline__ void store_share(const Params& params, const Tile& ti
     const float4 high = hopper::add_cluster_4(address + 16, plan.splits);
     const float sums[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     Stored* const to = static_cast<Stored*>(params.out_ptr) + place + k * params.of.out_stride[1];
-    if (plan.planes) {
+    if (plan.by_threads) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (k + j < params.of.out_channels)
@@ -686,7 +688,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       });
       skip_tile();
     }
-    if (plan.planes) {
+    if (plan.by_threads) {
       uint8_t* const own = staging + 16 * warp * staged_pitch(SLOTS);
 #pragma unroll
       for (int block = 0; block < kOwn / 64; ++block) {
@@ -694,9 +696,9 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         const float bias[2] = {load_bias<Stored>(params, channel + lane / 4),
                                load_bias<Stored>(params, channel + lane / 4 + 8)};
         __syncwarp();  // what was staged before has been read
-        stage_planes<Stored, SLOTS>(bias, hopper::smem_address(own), acc[block]);
+        stage_channels<Stored, SLOTS>(bias, hopper::smem_address(own), acc[block]);
         __syncwarp();  // all of it is staged
-        store_planes(params, tile, channel, own);
+        store_channels(params, tile, channel, own);
       }
       continue;
     }
@@ -736,7 +738,7 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
   const int warp = hopper::uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   constexpr int kOrdersX = kMultiplyingThreads / 32, kOrdersW = kOrdersX + 1;
   if (lane == 0) {
-    if (warp == 0 && !plan.planes) hopper::prefetch_map(params.out_map);
+    if (warp == 0 && !plan.by_threads) hopper::prefetch_map(params.out_map);
     if (warp == kOrdersX) hopper::prefetch_map(params.in_map);
     if (warp == kOrdersW) hopper::prefetch_map(params.w_map);
   }
@@ -1078,7 +1080,8 @@ struct Search {
   // `plan` by windows: of each number of tiles side by side, the fewest columns.
   void consider_windows(const Correlation& of, Plan plan) {
     const bool strided = of.stride_h == 2 && of.stride_w == 2 && of.dilation_h == 1 && of.dilation_w == 1;
-    if (of.R * of.S == 1 || (!strided && (of.stride_h != 1 || of.stride_w != 1))) return;
+    if (!strided && (of.stride_h != 1 || of.stride_w != 1)) return;
+    if (of.R * of.S == 1 && has_dense_outputs(of)) return;  // a line of slots is as good
     const int64_t halo_h = strided ? (of.R - 1) / 2 : int64_t{of.R - 1} * of.dilation_h;
     const int64_t halo_w = strided ? (of.S - 1) / 2 : int64_t{of.S - 1} * of.dilation_w;
     const int most_side = kMostBoxSide / (strided ? 2 : 1);
@@ -1108,11 +1111,14 @@ inline bool make_plan(const Correlation& of, int sms, const Alignment& address, 
   Plan plan{};
   // Tensors of a single pixel are both.
   const bool in_pixels = hopper::has_pixels_of_eights(of.in_stride, of.N, of.in_channels, of.H, of.W) &&
-                         hopper::has_pixels_of_eights(of.out_stride, of.N, of.out_channels, of.P, of.Q) &&
-                         address.in % 16 == 0 && address.out % 16 == 0;
-  plan.planes = !in_pixels && are_planes(of.in_stride, of.H, of.W) && are_planes(of.out_stride, of.P, of.Q);
+                         address.in % 16 == 0;
+  const bool by_boxes = hopper::has_pixels_of_eights(of.out_stride, of.N, of.out_channels, of.P, of.Q) &&
+                        address.out % 16 == 0;
+  plan.planes = !(in_pixels && by_boxes) && are_planes(of.in_stride, of.H, of.W) &&
+                are_planes(of.out_stride, of.P, of.Q);
+  plan.by_threads = plan.planes || !by_boxes;
   const bool may_be_copied = plan.planes && 2 * of_copy(of).in_stride[0] * of.N <= kMostCopiedBytes;
-  const bool by_pixels = (may_be_copied || in_pixels) && wishes.direct != 1 && of.R * of.S <= kMostTaps &&
+  const bool by_pixels = (plan.planes ? may_be_copied : in_pixels) && wishes.direct != 1 && of.R * of.S <= kMostTaps &&
                          of.pad_h >= 0 && of.pad_w >= 0;
   const bool may_multiply_planes = plan.planes && wishes.direct != 0 && wishes.windows != 1 &&
                                     may_be_direct(of, address);
@@ -1169,7 +1175,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   if (!plan_of(problem, op, Alignment{}).found)
-    return "it takes planes without gaps, or channels_last of multiples of 8 channels, and filters that its boxes reach";
+    return "it takes planes without gaps, or reads channels_last of multiples of 8 channels, with filters that boxes reach";
   return nullptr;
 }
 
@@ -1301,7 +1307,7 @@ inline cudaError_t make_maps(const void* w_ptr, Params& params) {
                                  step_bytes(plan.packed ? row * of.S : of.w_stride_r, of.R)};
   const uint32_t w_box[4] = {kBlockChannels, static_cast<uint32_t>(plan.shape.channels), 1, 1};
   error = hopper::make_box_map(hopper::BoxUse::kLoadRows, w_ptr, 2, w_sizes, w_strides, w_box, params.w_map);
-  if (error != cudaSuccess || plan.planes) return error;
+  if (error != cudaSuccess || plan.by_threads) return error;
   const uint32_t columns = plan.tile_columns, lines = plan.tile_lines;
   const uint32_t out_box[4] = {kStagedChannels, columns, lines, 1};
   if (!plan.windows) {
