@@ -13632,8 +13632,9 @@ def test_gpu_tma_gradients_are_exact(case, layout, dtype):
     if layout == "channels_last":
         tensors = of_pixels(tensors)
     exact = references(case, tensors)
-    engines = {"dgrad": "tma"} if case.stride == (1, 1) else {}
-    engines |= {"wgrad": "tma_wgrad"} if layout == "channels_last" else {}
+    in_eights = layout == "contiguous" or case.K % 8 == 0
+    engines = {"dgrad": "tma"} if case.stride == (1, 1) and in_eights else {}
+    engines |= {"wgrad": "tma_wgrad"} if layout == "channels_last" and in_eights else {}
     for operator, engine in engines.items():
         name = OPERANDS_OF_GRADIENT[operator]
         leaf = tensors[name].detach().requires_grad_()

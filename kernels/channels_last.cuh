@@ -46,8 +46,8 @@ struct Columns {
   int first[2], last[2], steps[2], farthest_tap[2];
 };
 
-// `last` is where exactly the last output begins. Where the filter ends would do as well if outputs were as many as fit:
-// where a stride is never taken, they are fewer.
+// `last` is where exactly the last output begins. Where the filter ends would do as well if outputs were as many as
+// fit: where a stride is never taken, they are fewer.
 inline Columns columns_of(const Axis& width, const Axis& height) {
   // Further than maps reach is as good as 1000.
   const auto near = [](int64_t value) { return static_cast<int>(value > 1000 ? 1000 : value < -1000 ? -1000 : value); };

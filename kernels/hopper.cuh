@@ -565,8 +565,8 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 }
 
-// Of sums that the first wgmma is not to keep. ptxas of CUDA 12.1 has each wgmma wait for the one before (C7515) where it
-// finds them not set; that of 13.0 does not.
+// Of sums that the first wgmma is not to keep. ptxas of CUDA 12.1 has each wgmma wait for the one before (C7515) where
+// it finds them not set; that of 13.0 does not.
 template <typename Sums>
 __device__ __forceinline__ void wgmma_start(Sums& sums) {
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 13

@@ -148,12 +148,22 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-// Less has not been tried.
-constexpr double kLeastWork = 1 << 28;  // multiply-adds
+// Multiply-adds. With fp32 less has not been tried. fp16, one image to 32, us, in parts / direct / cuDNN (H100,
+// 2026-11-26): channels_last, 3x3 64 to 64, 14x14 26 / 46 / 10 (2^20.8), 128 to 128, 56x56 29 / 93 / 12 (2^26.8), 1x1
+// 256 to 512, 56x56, 12 / 150 / 12; planes, 3x3 64 to 64, 14x14, 32 images 53 / 44 / 20 (2^25.8), 32 to 64, 28x28, 53 /
+// 65 / 25 (2^26.8).
+constexpr double kLeastWork = 1 << 28, kLeastWorkOf16Bits = 1 << 26, kLeastWorkByTma = 1 << 20;
+
+inline double least_work(const Problem& problem) {
+  if (problem.dtype == DType::kFloat32) return kLeastWork;
+  const bool by_tma =
+      for_each_part(problem, [](const Part& part) { return taker_of(part.problem) == &kTmaEngine; });
+  return by_tma ? kLeastWorkByTma : kLeastWorkOf16Bits;
+}
 
 inline const char* yields(const Problem& problem, Operator) {
   if (problem.C / problem.groups < 8 || problem.K / problem.groups < 8) return "direct may be faster with few channels";
-  return multiply_adds(problem) < kLeastWork ? "direct may be faster with few multiply-adds" : nullptr;
+  return multiply_adds(problem) < least_work(problem) ? "direct may be faster with few multiply-adds" : nullptr;
 }
 
 inline Pointers pointers_of(const Part& part, const Pointers& pointers) {

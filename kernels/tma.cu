@@ -507,7 +507,8 @@ __device__ __forceinline__ int64_t place_of_slot(const Params& params, const Til
 
 // Sums of a warp's 16 channels -> [channel][slot], by itself, and from there to y.
 template <typename Stored, int SLOTS>
-__device__ __forceinline__ void stage_channels(const float (&bias)[2], uint32_t staging, const float (&acc)[SLOTS / 2]) {
+__device__ __forceinline__ void stage_channels(const float (&bias)[2], uint32_t staging,
+                                               const float (&acc)[SLOTS / 2]) {
   const int lane = threadIdx.x % 32;
   const uint32_t to = staging + lane % 16 * staged_pitch(SLOTS) + lane / 16 * 16;
 #pragma unroll
@@ -523,9 +524,10 @@ __device__ __forceinline__ void stage_channels(const float (&bias)[2], uint32_t 
   }
 }
 
+// Neighbouring threads have neighbours in a plane.
 template <int VECTOR>
 __device__ __forceinline__ void store_channels(const Params& params, const Tile& tile, int first_channel,
-                                             const uint8_t* staging) {
+                                               const uint8_t* staging) {
   struct alignas(2 * VECTOR) Values {
     uint16_t value[VECTOR];
   };
@@ -560,8 +562,26 @@ __device__ __forceinline__ void store_channels(const Params& params, const Tile&
   }
 }
 
-__device__ __forceinline__ void store_channels(const Params& params, const Tile& tile, int first_channel,
+// Neighbouring threads have channels of a pixel.
+__device__ __forceinline__ void store_pixels(const Params& params, const Tile& tile, int first_channel,
                                              const uint8_t* staging) {
+  const int slots = params.plan.shape.slots, lane = threadIdx.x % 32, channel = first_channel + lane % 16;
+  if (channel >= params.of.out_channels) return;
+  uint16_t* const to = static_cast<uint16_t*>(params.out_ptr) + channel * params.of.out_stride[1];
+  const uint8_t* const from = staging + lane % 16 * staged_pitch(slots);
+#pragma unroll 4
+  for (int slot = lane / 16; slot < slots; slot += 2) {
+    const int64_t place = place_of_slot(params, tile, slot);
+    if (place >= 0) to[place] = *reinterpret_cast<const uint16_t*>(from + 2 * slot);
+  }
+}
+
+constexpr int kLeastOfPixels = 8;  // channels, so that it is worth while
+
+__device__ __forceinline__ void store_channels(const Params& params, const Tile& tile, int first_channel,
+                                               const uint8_t* staging) {
+  if (!params.plan.planes && params.of.out_channels - first_channel >= kLeastOfPixels)
+    return store_pixels(params, tile, first_channel, staging);
   switch (params.plan.out_vector) {
     case 8:
       return store_channels<8>(params, tile, first_channel, staging);
@@ -1175,7 +1195,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   if (!plan_of(problem, op, Alignment{}).found)
-    return "it takes planes without gaps, or reads channels_last of multiples of 8 channels, with filters that boxes reach";
+    return "it takes planes without gaps, or reads channels_last of multiples of 8 channels, with filters boxes reach";
   return nullptr;
 }
 
