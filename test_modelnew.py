@@ -11235,8 +11235,8 @@ def test_tma_engines_describe_their_configurations(tma_plans, tma_wgrad_plans):
             text = tma_plans("describe", operator, case, **settings)
             assert re.fullmatch(
                 r"(x copied, |x in planes, |)tile of (64|128) channels x (\d+ lines x \d+ columns, by windows|\d+ "
-                r"pixels, by taps), x in \d stages of \d+ bytes, weights (packed, |)in \d of \d+, \d+ blocks for \d+ tiles, "
-                r"[1248] of which share one, about [\d.e+-]+ Mcycles",
+                r"pixels, by taps), x in \d stages of \d+ bytes, weights (packed, |)in \d of \d+, \d+ blocks for "
+                r"\d+ tiles, [1248] of which share one, about [\d.e+-]+ Mcycles",
                 text,
             ), text
             told["tma"] += 1
