@@ -4500,9 +4500,14 @@ inline Alignment alignment_of(Operator op, const Pointers& pointers) {
   return {reinterpret_cast<uint64_t>(in_ptr), reinterpret_cast<uint64_t>(pointers.out)};
 }
 
+// Taps far apart come by boxes only, which start at multiples of 16 bytes, and where tensors are only a call tells.
+inline const Engine& engine_of_others(const Problem& problem, Operator op) {
+  return kMmaEngine.refusal(problem, op) == nullptr ? kMmaEngine : kDirectEngine;
+}
+
 inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
   const Planned& planned = plan_of(problem, op, alignment_of(op, pointers));
-  if (!planned.found) return 0;
+  if (!planned.found) return engine_of_others(problem, op).workspace_bytes(problem, op, pointers);
   return workspace_layout(planned.of, planned.plan, planned.again, element_bytes(problem.dtype)).end;
 }
 
@@ -4955,7 +4960,7 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   params.bias_ptr = op == Operator::kDgrad ? nullptr : pointers.bias;
   params.out_ptr = pointers.out;
   const Planned& planned = plan_of(problem, op, alignment_of(op, pointers));
-  if (!planned.found) return cudaErrorInvalidConfiguration;
+  if (!planned.found) return engine_of_others(problem, op).launch(op, problem, pointers, stream);
   params.of = planned.of;
   params.plan = planned.plan;
   const Plan& again = planned.again;
