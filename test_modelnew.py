@@ -2799,6 +2799,13 @@ struct WgmmaTransposed {
   }
 };
 template <typename Operand, int N>
+struct WgmmaFirstTransposed {
+  static void multiply(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep, uint32_t high) {
+    if (high != kRowsDescriptorHigh) simt::complain("an unknown descriptor");
+    Wgmma<Operand, N>::order(acc, a, b, keep, Lies::kTransposed, Lies::kRows);
+  }
+};
+template <typename Operand, int N>
 struct WgmmaBothTransposed {
   static void multiply(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep, uint32_t high) {
     if (high != kRowsDescriptorHigh) simt::complain("an unknown descriptor");
@@ -10182,6 +10189,10 @@ TMA_MUTATIONS = {
         "hopper::add_cluster_4(address, plan.splits)",
         "hopper::add_cluster_4(address, plan.splits - MUTATED)",
     ),
+    "multiplies the filter as it is": (
+        "const bool flipped = plan.transposed && of.flipped;",
+        "const bool flipped = plan.transposed && of.flipped && !MUTATED;",
+    ),
     "packs the filter as it is": (
         "params.flipped ? params.R - 1 - r : r",
         "params.flipped && !MUTATED ? params.R - 1 - r : r",
@@ -10345,8 +10356,10 @@ def test_tma_shim_sees_what_is_missing(tma_shim, mutation):
         runs = [(TMA_SHIM_CASES[2][0], "fprop", "channels_last", {"windows": 1})]
     elif "part" in mutation:
         runs = [(halo, "fprop", "channels_last", {"splits": 2, "shape": 10})]
+    elif "multiplies the filter" in mutation:  # of the GPU's way
+        runs = [(*TMA_SHIM_CASES[8], "channels_last", {"shape": 10})]
     elif "pack" in mutation:
-        runs = [(*TMA_SHIM_CASES[8], "channels_last", {})]
+        runs = [(*TMA_SHIM_CASES[8], "channels_last", {"shape": 4})]
     elif "planes of the first" in mutation:
         runs = [(TMA_SHIM_CASES[1][0], "fprop", "contiguous", {"direct": 1})]
     elif "planes" in mutation or "copies" in mutation:
@@ -10633,7 +10646,9 @@ static std::string fault_of_taps(const Params& params) {
       const int64_t last = layout.x + int64_t{plan.x_stages - 1} * plan.x_stage_bytes;
       if (tap.shift < 0 || last + (tap.shift + plan.shape.slots) * 128 > plan.smem_bytes)
         return "a slot outside shared memory";
-      const int row = tap.r * of.dilation_h, column = tap.s * of.dilation_w;
+      const bool turned = plan.transposed && of.flipped;  // taps as w has them
+      const int row = (turned ? of.R - 1 - tap.r : tap.r) * of.dilation_h;
+      const int column = (turned ? of.S - 1 - tap.s : tap.s) * of.dilation_w;
       if (!plan.windows) {
         if (load.row != row || load.column != column || tap.shift != 0) return "another tap than its columns have";
         continue;
@@ -10697,6 +10712,10 @@ static std::string fault_of_operands(const Correlation& of, const Plan& plan, co
     const int64_t bytes = packed_bytes(of, plan);
     if (bytes < 2 * of.out_channels * of.R * of.S * row) return "room for weights that are packed";
     if (plan.copied && bytes % 16) return "a copy astray";
+  } else if (plan.transposed) {
+    if (of.w_stride_out != 1 || of.out_channels % 8 || address.w % 16) return "weights as they are, transposed";
+    if (!whole(of.w_stride_in, of.in_channels) || !whole(of.w_stride_r, of.R) || !whole(of.w_stride_s, of.S))
+      return "rows of transposed weights astray";
   } else {
     if (of.flipped || of.w_stride_in != 1 || of.in_channels % 8 || address.w % 16) return "weights as they are";
     if (!whole(of.w_stride_out, of.out_channels) || !whole(of.w_stride_r, of.R) || !whole(of.w_stride_s, of.S))
@@ -10722,7 +10741,7 @@ static void note(const Correlation& of, const Plan& plan) {
   seen.insert(tensors + "tile of " + std::to_string(shape.channels) + " x " + std::to_string(shape.slots));
   seen.insert(tensors + std::to_string(plan.splits) + " parts");
   if (plan.planes) seen.insert((plan.windows ? "lines of " : "y by ") + std::to_string(plan.out_vector));
-  if (!plan.planes) seen.insert(plan.packed ? "w packed" : "w as it is");
+  if (!plan.planes) seen.insert(plan.packed ? "w packed" : plan.transposed ? "w transposed" : "w as it is");
   if (!plan.planes) seen.insert(tensors + (plan.by_threads ? "y by threads" : "y by boxes"));
 }
 
@@ -10847,6 +10866,7 @@ TMA_PLAN_MUTATIONS = {
         "MUTATED || (plan.pitch % 2 == 0 && of.Q % plan.tile_columns == 0)",
     ),
     "the filter as it is": ("return !of.flipped &&", "return (MUTATED || !of.flipped) &&"),
+    "the filter not turned": ("if (flipped) r = of.R", "if (flipped && !MUTATED) r = of.R"),
     "no room for channels that are filled up": (
         "packed_row_channels(const Correlation& of) { return round_up(of.in_channels, 8)",
         "packed_row_channels(const Correlation& of) { return round_up(of.in_channels, MUTATED ? 1 : 8)",
@@ -10946,7 +10966,7 @@ TMA_KINDS = {
         )
     ),
     *("planes: planes as they are", "planes: parts of planes as they are", "w packed", "w as it is"),
-    *("pixels: y by threads", "pixels: y by boxes"),
+    *("w transposed", "pixels: y by threads", "pixels: y by boxes"),
     *(f"{run} {vector}" for run in ("y by", "lines of") for vector in (1, 2, 4, 8)),
 }
 

@@ -593,7 +593,9 @@ struct Wgmma;
 template <typename Operand, int N>
 struct WgmmaTransposed;
 
-// And of an `a` as well, whose 64 rows are neighbours.
+// And of an `a` instead, or as well, whose 64 rows are neighbours.
+template <typename Operand, int N>
+struct WgmmaFirstTransposed;
 template <typename Operand, int N>
 struct WgmmaBothTransposed;
 
@@ -665,6 +667,8 @@ struct WgmmaBothTransposed;
 #define MODELNEW_WGMMA_TRANSPOSED(OPERAND, TYPES)                                                 \
   MODELNEW_WGMMA(WgmmaTransposed, OPERAND, 128, 64, "%64", "%65", "%66", TYPES, "1, 1, 0, 1")     \
   MODELNEW_WGMMA(WgmmaTransposed, OPERAND, 256, 128, "%128", "%129", "%130", TYPES, "1, 1, 0, 1") \
+  MODELNEW_WGMMA(WgmmaFirstTransposed, OPERAND, 64, 32, "%32", "%33", "%34", TYPES, "1, 1, 1, 0") \
+  MODELNEW_WGMMA(WgmmaFirstTransposed, OPERAND, 128, 64, "%64", "%65", "%66", TYPES, "1, 1, 1, 0") \
   MODELNEW_WGMMA(WgmmaBothTransposed, OPERAND, 64, 32, "%32", "%33", "%34", TYPES, "1, 1, 1, 1")  \
   MODELNEW_WGMMA(WgmmaBothTransposed, OPERAND, 128, 64, "%64", "%65", "%66", TYPES, "1, 1, 1, 1") \
   MODELNEW_WGMMA(WgmmaBothTransposed, OPERAND, 192, 96, "%96", "%97", "%98", TYPES, "1, 1, 1, 1") \

@@ -2,8 +2,9 @@
 // memory to where they are multiplied: no thread touches them. fprop, and dgrad without a stride. Deterministic: one
 // sum an output, in one order.
 //
-//   prepare   w -> [output channel][r][s][input channel], where it does not lie like this (dgrad, planes); and a copy
-//             of x with channels as neighbours, where x is planes and not multiplied as it is
+//   prepare   w -> [output channel][r][s][input channel], where it does not lie like this (planes; dgrad, but small
+//             tiles multiply filters in channels_last the other way round); and a copy of x with channels as
+//             neighbours, where x is planes and not multiplied as it is
 //   tma       y from x, and dx from dy
 //
 // GEMM view: rows = output channels, columns = output pixels, reduction = (block of 64 input channels, r, s, channel).
@@ -94,6 +95,7 @@ namespace tma {
 // ---- Geometry, host and device ----
 
 constexpr int kBlockChannels = 64;                        // of a stage
+constexpr int kRowChannels = 64;                          // of transposed weights: of a row of 128 bytes
 constexpr int kSlotBytes = hopper::kBoxRowBytes;          // 64 channels of 16 bits
 constexpr int kRowsAligned = 1024;                        // where the order of boxes starts anew
 constexpr int kStagedChannels = 64;                       // of a box of y
@@ -134,10 +136,14 @@ MODELNEW_HOST_DEVICE constexpr bool may_be_direct(const TileShape& shape) {
 // Whether blocks may share a tile's reduction: for few tiles, which are small.
 MODELNEW_HOST_DEVICE constexpr bool may_split(const TileShape& shape) { return shape.slots <= 128; }
 
+// Whether there is a kernel for filters whose output channels are neighbours. To pack them costs small problems most.
+MODELNEW_HOST_DEVICE constexpr bool may_transpose(const TileShape& shape) { return shape.slots <= 128; }
+
 struct Plan {
   TileShape shape;
   bool windows;
-  bool packed;                // weights
+  bool packed;                // weights; else as they are,
+  bool transposed;            // with output channels as neighbours
   bool planes;                // x and y are,
   bool direct;                // and x is multiplied as it is,
   bool copied;                // or first copied to where its channels are neighbours
@@ -352,7 +358,7 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
   }
 }
 
-template <bool SPLIT>
+template <bool SPLIT, bool TRANSPOSED>
 __device__ __forceinline__ void order_w(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
   const Tiles<SPLIT> tiles(plan);
@@ -372,8 +378,15 @@ __device__ __forceinline__ void order_w(const Params& params, const Shared& shar
         const uint32_t full = shared.w_full(ring.stage);
         hopper::barrier_wait(shared.w_empty(ring.stage), ring.parity ^ 1);
         hopper::barrier_arrive_expecting(full, plan.w_stage_bytes);
-        hopper::load_box(params.w_map, shared.base + shared.layout.w + ring.stage * plan.w_stage_bytes,
-                         step.block * kBlockChannels, tile.k, tap.s, tap.r, full);
+        const uint32_t to = shared.base + shared.layout.w + ring.stage * plan.w_stage_bytes;
+        const int c = step.block * kBlockChannels;
+        if (TRANSPOSED) {
+#pragma unroll 1
+          for (int i = 0; i < plan.shape.channels; i += kRowChannels)
+            hopper::load_box(params.w_map, to + i * kSlotBytes, tile.k + i, c, tap.s, tap.r, full);
+        } else {
+          hopper::load_box(params.w_map, to, c, tile.k, tap.s, tap.r, full);
+        }
         ring.next(plan.w_stages);
       }
     }
@@ -396,7 +409,7 @@ struct Given {
   }
 };
 
-template <typename Stored, int CHANNELS, int SLOTS, bool DIRECT, typename AllOrdered>
+template <typename Stored, int CHANNELS, int SLOTS, bool DIRECT, bool TRANSPOSED, typename AllOrdered>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Share& share,
                                               Step of_tile, int first_channel, Ring& x, Ring& w,
                                               float (&acc)[CHANNELS / 64][SLOTS / 2],
@@ -416,6 +429,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
     for (int t = 0; t < load.taps; ++t) {
       const uint32_t b = slots + params.tap[load.first_tap + t].shift * (kSlotBytes / 16);
       hopper::barrier_wait(shared.w_full(w.stage), w.parity);
+      // 64 channels and a row of 64 of each, or (transposed) 64 rows of as many channels: both are 8 KB.
       const uint32_t a = hopper::descriptor(base + shared.layout.w + w.stage * plan.w_stage_bytes, 16) +
                          first_channel * (kSlotBytes / 16);
       hopper::wgmma_fence();
@@ -423,10 +437,13 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
       for (int step = 0; step < kBlockChannels / 16; ++step) {
 #pragma unroll
         for (int i = 0; i < CHANNELS / 64; ++i) {
-          const uint32_t own = a + 64 * i * (kSlotBytes / 16) + 2 * step;
+          const uint32_t own = a + 64 * i * (kSlotBytes / 16) + (TRANSPOSED ? 16 * step * (kSlotBytes / 16) : 2 * step);
           if constexpr (DIRECT)  // rows are channels: 16 of them further
             hopper::WgmmaTransposed<Stored, SLOTS>::multiply(acc[i], own, b + 16 * step * (kSlotBytes / 16),
                                                              keep || step > 0, hopper::kRowsDescriptorHigh);
+          else if constexpr (TRANSPOSED)
+            hopper::WgmmaFirstTransposed<Stored, SLOTS>::multiply(acc[i], own, b + 2 * step, keep || step > 0,
+                                                                  hopper::kRowsDescriptorHigh);
           else
             hopper::Wgmma<Stored, SLOTS>::multiply(acc[i], own, b + 2 * step, keep || step > 0,
                                                    hopper::kRowsDescriptorHigh);
@@ -649,7 +666,7 @@ __device__ __forceinline__ void store_share(const Params& params, const Tile& ti
 }
 
 // A tile of which each block of a cluster has a part of the reduction.
-template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT>
+template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT, bool TRANSPOSED>
 __device__ __forceinline__ void multiply_part(const Params& params, const Shared& shared, uint8_t* smem) {
   constexpr int kOwn = TileShape{CHANNELS, SLOTS, TOGETHER}.own_channels();
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
@@ -661,7 +678,8 @@ __device__ __forceinline__ void multiply_part(const Params& params, const Shared
     float acc[kOwn / 64][SLOTS / 2];
     const Share share = tiles.share(params.plan);
     const Step step = tiles.first_step(params.plan, share);
-    multiply_tile<Stored, kOwn, SLOTS, DIRECT>(params, shared, share, step, warpgroup * kOwn, x, w, acc, [] {});
+    multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, share, step, warpgroup * kOwn, x, w, acc,
+                                                           [] {});
     // Nobody reads the rings any more.
     if (TOGETHER)
       multiplying_sync();
@@ -673,7 +691,7 @@ __device__ __forceinline__ void multiply_part(const Params& params, const Shared
   store_share<Stored>(params, tile, tiles.part, parts);
 }
 
-template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT>
+template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT, bool TRANSPOSED>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem) {
   constexpr int kOwn = TileShape{CHANNELS, SLOTS, TOGETHER}.own_channels();
   const Plan& plan = params.plan;
@@ -697,13 +715,14 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     float acc[kOwn / 64][SLOTS / 2];
     if constexpr (TOGETHER) {
       tile.k += warpgroup * kOwn;
-      multiply_tile<Stored, kOwn, SLOTS, DIRECT>(params, shared, whole, Step{}, warpgroup * kOwn, x, w, acc, [] {});
+      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, whole, Step{}, warpgroup * kOwn, x, w, acc,
+                                                             [] {});
     } else {
       // A warpgroup's stages come behind the other one's. Had it not waited for its turn, it would take a stage for
       // full because it had been full two turns of the ring before.
       hopper::barrier_wait(shared.turn(warpgroup), turn);
       turn ^= 1;
-      multiply_tile<Stored, kOwn, SLOTS, DIRECT>(params, shared, whole, Step{}, 0, x, w, acc, [&] {
+      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, whole, Step{}, 0, x, w, acc, [&] {
         if (lane == 0) hopper::barrier_arrive(shared.turn(warpgroup ^ 1));
       });
       skip_tile();
@@ -749,7 +768,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   if (stores) hopper::bulk_stores_wait_read<0>();  // shared memory stays until then
 }
 
-template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool SPLIT, bool DIRECT>
+template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool SPLIT, bool DIRECT, bool TRANSPOSED>
 __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_tma_smem[];
@@ -779,16 +798,16 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
     hopper::registers_give_back<kOrderingRegisters>();
     if (lane == 0) {
       if (warp == kOrdersX) order_x<SPLIT, DIRECT>(params, shared);
-      if (warp == kOrdersW) order_w<SPLIT>(params, shared);
+      if (warp == kOrdersW) order_w<SPLIT, TRANSPOSED>(params, shared);
     }
     __syncwarp();
     if (SPLIT) hopper::cluster_sync();
   } else {
     hopper::registers_take<kMultiplyingRegisters>();
     if constexpr (SPLIT)
-      multiply_part<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT>(params, shared, modelnew_tma_smem);
+      multiply_part<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED>(params, shared, modelnew_tma_smem);
     else
-      multiply<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT>(params, shared, modelnew_tma_smem);
+      multiply<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED>(params, shared, modelnew_tma_smem);
   }
   if (SPLIT) hopper::cluster_leave();  // nobody reads this block's parts any more
 #endif
@@ -906,6 +925,12 @@ inline bool has_weights_of_eights(const Correlation& of, const Alignment& addres
          in_eights(of.w_stride_s, of.S > 1) && address.w % 16 == 0;
 }
 
+inline bool has_rows_of_eights(const Correlation& of, const Alignment& address) {
+  using hopper::in_eights;
+  return of.out_channels % 8 == 0 && of.w_stride_out == 1 && in_eights(of.w_stride_in, of.in_channels > 1) &&
+         in_eights(of.w_stride_r, of.R > 1) && in_eights(of.w_stride_s, of.S > 1) && address.w % 16 == 0;
+}
+
 inline int64_t step_of_outputs(const Correlation& of) {
   return of.Q > 1 ? of.out_stride[3] : of.P > 1 ? of.out_stride[2] : of.out_stride[0];
 }
@@ -948,8 +973,8 @@ inline void estimate(const Correlation& of, int sms, Plan& plan) {
   const double pixels = static_cast<double>(of.N) * std::min(double(of.H) * of.W, double(of.P) * of.Q * taps);
   const double bytes = 2 * (pixels * of.in_channels + static_cast<double>(of.N) * of.P * of.Q * of.out_channels);
   const double memory = bytes / sms / kMemoryBytes;
-  plan.cycles = 0;
-  if (plan.copied) plan.cycles = kPrepareCycles + 2 * pixels * of.in_channels * 2 / sms / kMemoryBytes;
+  plan.cycles = plan.packed ? kPrepareCycles : 0;
+  if (plan.copied) plan.cycles += 2 * pixels * of.in_channels * 2 / sms / kMemoryBytes;
   plan.cycles += kCallCycles + std::max(tiles, memory) + kShorterShare * std::min(tiles, memory);
   if (plan.splits > 1) plan.cycles += kMeetCycles + kMeetSumCycles * outputs + kMeetPartCycles * plan.splits;
 }
@@ -1074,6 +1099,9 @@ struct Search {
   // `plan` with each number of blocks that may share a tile. `of`: with x as it is multiplied.
   void consider(const Correlation& of, Plan& plan) {
     plan.packed = plan.copied || !has_weights_of_eights(of, address);
+    plan.transposed = plan.packed && !plan.copied && !plan.direct && may_transpose(plan.shape) &&
+                      has_rows_of_eights(of, address);
+    plan.packed &= !plan.transposed;
     plan.out_vector = 1;
     if (plan.planes) {
       const bool in_pairs = plan.pitch % 2 == 0 && of.Q % plan.tile_columns == 0;
@@ -1271,7 +1299,9 @@ inline void set_numbers(Params& params) {
   // Taps in the order of the stages that they read: by phase, of which there is one without a stride.
   const int phases = plan.windows && of.stride_h == 2 ? 2 : 1;
   int taps = 0, loads = 0;
+  const bool flipped = plan.transposed && of.flipped;
   const auto add = [&](int row, int column, int shift, int r, int s) {
+    if (flipped) r = of.R - 1 - r, s = of.S - 1 - s;
     params.tap[taps++] = {static_cast<int16_t>(shift), static_cast<uint8_t>(r), static_cast<uint8_t>(s)};
     Load& load = params.load[loads];
     if (load.taps++ == 0) load = {static_cast<int16_t>(row), static_cast<int16_t>(column), int16_t(taps - 1), 1};
@@ -1294,57 +1324,83 @@ inline void set_numbers(Params& params) {
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-inline cudaError_t make_maps(const void* w_ptr, Params& params) {
+inline cudaError_t make_out_map(Params& params) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
+  if (plan.by_threads) return cudaSuccess;
   using hopper::step_bytes;
-  const uint64_t C = of.in_channels, K = of.out_channels, H = of.H, W = of.W, P = of.P, Q = of.Q, N = of.N;
-  const uint64_t in_sizes[4] = {C, W, H, N};
-  const uint64_t in_strides[3] = {step_bytes(of.in_stride[3], of.W), step_bytes(of.in_stride[2], of.H),
-                                  step_bytes(of.in_stride[0], of.N)};
-  cudaError_t error;
-  if (plan.direct) {
-    const uint64_t sizes[4] = {H * W, C, N, 1};
-    const uint64_t strides[3] = {step_bytes(of.in_stride[1], of.in_channels), step_bytes(of.in_stride[0], of.N), 16};
-    const uint32_t box[4] = {kBlockPixels, kBlockChannels, 1, 1};
-    error = hopper::make_box_map(hopper::BoxUse::kLoadRows, params.in_ptr, 2, sizes, strides, box, params.in_map);
-  } else if (plan.windows) {
-    const uint32_t step_h = of.stride_h, step_w = of.stride_w;
-    const uint32_t box[4] = {kBlockChannels, plan.box_columns * step_w, plan.box_rows * step_h, 1};
-    error = hopper::make_box_map(hopper::BoxUse::kLoadRows, params.in_ptr, 2, in_sizes, in_strides, box, params.in_map,
-                                 step_w, step_h);
-  } else {
-    const hopper::Columns columns = columns_of(of);
-    error = hopper::make_columns_map(params.in_ptr, 2, in_sizes, in_strides, columns.first, columns.last, columns.steps,
-                                     plan.box_columns, params.in_map);
-  }
-  if (error != cudaSuccess) return error;
-  const int64_t row = packed_row_channels(of), taps = int64_t{of.R} * of.S;
-  // [r][s][output channel][input channel]
-  const uint64_t w_sizes[4] = {static_cast<uint64_t>(row), K, static_cast<uint64_t>(of.S), static_cast<uint64_t>(of.R)};
-  const uint64_t w_strides[3] = {step_bytes(plan.packed ? row * taps : of.w_stride_out, of.out_channels),
-                                 step_bytes(plan.packed ? row : of.w_stride_s, of.S),
-                                 step_bytes(plan.packed ? row * of.S : of.w_stride_r, of.R)};
-  const uint32_t w_box[4] = {kBlockChannels, static_cast<uint32_t>(plan.shape.channels), 1, 1};
-  error = hopper::make_box_map(hopper::BoxUse::kLoadRows, w_ptr, 2, w_sizes, w_strides, w_box, params.w_map);
-  if (error != cudaSuccess || plan.by_threads) return error;
+  const uint64_t K = of.out_channels, P = of.P, Q = of.Q, N = of.N;
   const uint32_t columns = plan.tile_columns, lines = plan.tile_lines;
-  const uint32_t out_box[4] = {kStagedChannels, columns, lines, 1};
+  const uint32_t box[4] = {kStagedChannels, columns, lines, 1};
   if (!plan.windows) {
     const int64_t step = step_of_outputs(of);
     const uint64_t sizes[4] = {K, N * P * Q, 1, 1}, strides[3] = {step_bytes(step, of.N * of.P * of.Q), 16, 16};
-    return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, 2, sizes, strides, out_box, params.out_map);
+    return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, 2, sizes, strides, box, params.out_map);
   }
   const uint64_t sizes[4] = {K, Q, P, N};
   const uint64_t strides[3] = {step_bytes(of.out_stride[3], of.Q), step_bytes(of.out_stride[2], of.P),
                                step_bytes(of.out_stride[0], of.N)};
-  return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, 2, sizes, strides, out_box, params.out_map);
+  return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, 2, sizes, strides, box, params.out_map);
 }
 
-template <typename Stored, int SHAPE, bool SPLIT, bool DIRECT>
+// x as boxes or columns, as it is multiplied.
+inline cudaError_t make_in_map(Params& params) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  using hopper::step_bytes;
+  const uint64_t C = of.in_channels, H = of.H, W = of.W, N = of.N;
+  if (plan.direct) {
+    const uint64_t sizes[4] = {H * W, C, N, 1};
+    const uint64_t strides[3] = {step_bytes(of.in_stride[1], of.in_channels), step_bytes(of.in_stride[0], of.N), 16};
+    const uint32_t box[4] = {kBlockPixels, kBlockChannels, 1, 1};
+    return hopper::make_box_map(hopper::BoxUse::kLoadRows, params.in_ptr, 2, sizes, strides, box, params.in_map);
+  }
+  const uint64_t sizes[4] = {C, W, H, N};
+  const uint64_t strides[3] = {step_bytes(of.in_stride[3], of.W), step_bytes(of.in_stride[2], of.H),
+                               step_bytes(of.in_stride[0], of.N)};
+  if (plan.windows) {
+    const uint32_t step_h = of.stride_h, step_w = of.stride_w;
+    const uint32_t box[4] = {kBlockChannels, plan.box_columns * step_w, plan.box_rows * step_h, 1};
+    return hopper::make_box_map(hopper::BoxUse::kLoadRows, params.in_ptr, 2, sizes, strides, box, params.in_map, step_w,
+                                step_h);
+  }
+  const hopper::Columns columns = columns_of(of);
+  return hopper::make_columns_map(params.in_ptr, 2, sizes, strides, columns.first, columns.last, columns.steps,
+                                  plan.box_columns, params.in_map);
+}
+
+// [r][s][output channel][input channel], or (transposed) [r][s][input channel][output channel].
+inline cudaError_t make_w_map(const void* w_ptr, Params& params) {
+  const Correlation& of = params.of;
+  const Plan& plan = params.plan;
+  using hopper::step_bytes;
+  const uint64_t C = packed_row_channels(of), K = of.out_channels, R = of.R, S = of.S;
+  const int64_t row = packed_row_channels(of), taps = int64_t{of.R} * of.S;
+  const uint64_t tap_strides[2] = {step_bytes(plan.packed ? row : of.w_stride_s, of.S),
+                                   step_bytes(plan.packed ? row * of.S : of.w_stride_r, of.R)};
+  if (plan.transposed) {
+    const uint64_t sizes[4] = {K, C, S, R};
+    const uint64_t strides[3] = {step_bytes(of.w_stride_in, of.in_channels), tap_strides[0], tap_strides[1]};
+    const uint32_t box[4] = {kRowChannels, kBlockChannels, 1, 1};
+    return hopper::make_box_map(hopper::BoxUse::kLoadRows, w_ptr, 2, sizes, strides, box, params.w_map);
+  }
+  const uint64_t sizes[4] = {C, K, S, R};
+  const uint64_t strides[3] = {step_bytes(plan.packed ? row * taps : of.w_stride_out, of.out_channels), tap_strides[0],
+                               tap_strides[1]};
+  const uint32_t box[4] = {kBlockChannels, static_cast<uint32_t>(plan.shape.channels), 1, 1};
+  return hopper::make_box_map(hopper::BoxUse::kLoadRows, w_ptr, 2, sizes, strides, box, params.w_map);
+}
+
+inline cudaError_t make_maps(const void* w_ptr, Params& params) {
+  cudaError_t error = make_in_map(params);
+  if (error == cudaSuccess) error = make_w_map(w_ptr, params);
+  return error == cudaSuccess ? make_out_map(params) : error;
+}
+
+template <typename Stored, int SHAPE, bool SPLIT, bool DIRECT, bool TRANSPOSED>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
-  const auto kernel = tma_kernel<Stored, kShape.channels, kShape.slots, kShape.together, SPLIT, DIRECT>;
+  const auto kernel = tma_kernel<Stored, kShape.channels, kShape.slots, kShape.together, SPLIT, DIRECT, TRANSPOSED>;
   const Plan& plan = params.plan;
   // Always as much: threads of the host launch a kernel with different plans.
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
@@ -1353,20 +1409,23 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
                                           plan.smem_bytes, stream, params);
 }
 
-template <typename Stored, int SHAPE, bool DIRECT>
+template <typename Stored, int SHAPE, bool DIRECT, bool TRANSPOSED>
 cudaError_t run_split(const Params& params, cudaStream_t stream) {
   if constexpr (may_split(kTileShapes[SHAPE])) {
-    if (params.plan.splits > 1) return run_kernel<Stored, SHAPE, true, DIRECT>(params, stream);
+    if (params.plan.splits > 1) return run_kernel<Stored, SHAPE, true, DIRECT, TRANSPOSED>(params, stream);
   }
-  return run_kernel<Stored, SHAPE, false, DIRECT>(params, stream);
+  return run_kernel<Stored, SHAPE, false, DIRECT, TRANSPOSED>(params, stream);
 }
 
 template <typename Stored, int SHAPE>
 cudaError_t run_source(const Params& params, cudaStream_t stream) {
   if constexpr (may_be_direct(kTileShapes[SHAPE])) {
-    if (params.plan.direct) return run_split<Stored, SHAPE, true>(params, stream);
+    if (params.plan.direct) return run_split<Stored, SHAPE, true, false>(params, stream);
   }
-  return run_split<Stored, SHAPE, false>(params, stream);
+  if constexpr (may_transpose(kTileShapes[SHAPE])) {
+    if (params.plan.transposed) return run_split<Stored, SHAPE, false, true>(params, stream);
+  }
+  return run_split<Stored, SHAPE, false, false>(params, stream);
 }
 
 template <typename Stored, int SHAPE = 0>
