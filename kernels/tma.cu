@@ -583,13 +583,18 @@ __device__ __forceinline__ void store_channels(const Params& params, const Tile&
 __device__ __forceinline__ void store_pixels(const Params& params, const Tile& tile, int first_channel,
                                              const uint8_t* staging) {
   const int slots = params.plan.shape.slots, lane = threadIdx.x % 32, channel = first_channel + lane % 16;
-  if (channel >= params.of.out_channels) return;
   uint16_t* const to = static_cast<uint16_t*>(params.out_ptr) + channel * params.of.out_stride[1];
   const uint8_t* const from = staging + lane % 16 * staged_pitch(slots);
-#pragma unroll 4
-  for (int slot = lane / 16; slot < slots; slot += 2) {
-    const int64_t place = place_of_slot(params, tile, slot);
-    if (place >= 0) to[place] = *reinterpret_cast<const uint16_t*>(from + 2 * slot);
+#pragma unroll 1
+  for (int first = 0; first < slots; first += 32) {
+    const int64_t places = first + lane < slots ? place_of_slot(params, tile, first + lane) : -1;
+#pragma unroll 8
+    for (int i = 0; i < 16; ++i) {
+      const int slot = 2 * i + lane / 16;
+      const int64_t place = __shfl_sync(~0u, places, slot);
+      if (place >= 0 && channel < params.of.out_channels)
+        to[place] = *reinterpret_cast<const uint16_t*>(from + 2 * (first + slot));
+    }
   }
 }
 
