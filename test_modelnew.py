@@ -11003,9 +11003,10 @@ def test_tma_estimates_grow_with_the_work(tma_plans, dtype):
             if letter != "N" and tma_plans("refusal", operator, double, **settings) is not None:
                 continue  # more channels may leave no room for a copy
             twice = tma_plans("cycles", operator, double, *aligned, **settings)
-            # Single pixels of as many channels as boxes want need no copy.
+            # With as many channels as boxes want single pixels need no copy, and in channels_last filters of
+            # gradients are not packed.
             single = case.H * case.W == 1 and math.prod(case.y_shape[2:]) == 1
-            least = 0.5 if single and getattr(case, letter) % 8 else 1
+            least = 0.5 if (single or number % 2) and getattr(case, letter) % 8 else 1
             assert twice >= least * once > 0, f"{operator} of {double}: {twice} after {once}"
             grown += twice > once
     assert grown > 1000
@@ -11776,6 +11777,8 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
                 others = r"run_landing_shape<(?:1[34569]|20), CHANNELS_LAST>\(params, stream, error\)"
                 text, found = re.subn(others, "false", text)
                 assert found == 6 or source.name != "gather.cu"
+                # Of tma every third tile.
+                text = text.replace("return run_source<", "if constexpr (SHAPE % 3 == 0) return run_source<")
             # Functions of the host are compiled for the GPU, which has no variables of threads.
             options = ["--std=c++17", f"--gpu-architecture=compute_{arch}", "--device-as-default-execution-space"]
             options.append("-Dthread_local=")
