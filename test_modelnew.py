@@ -11797,6 +11797,7 @@ def test_device_code_under_cuda_12_1(rtc_runs, source, arch, tmp_path):
     command = [PTXAS, f"-arch=sm_{arch}", tmp_path / "kernels.ptx", "-o", tmp_path / "kernels.cubin"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert not WGMMA_REMARKS.search(done.stdout + done.stderr), done.stdout + done.stderr
 
 
 def test_binding_uses_no_streams():

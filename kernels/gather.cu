@@ -2608,6 +2608,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   const uint32_t w_high = w_in_boxes ? hopper::kRowsDescriptorHigh : hopper::kDescriptorHigh;
   const uint32_t w_step = w_in_boxes ? 2 : kStepWeights / 16;
   uint32_t a[2][STEPS][BLOCKS_M][4];  // operands
+  hopper::wgmma_start(acc);
   int keep = 0, taps_left = 0, s_left = of.S, left = tile.blocks * taps, before = -1;
   if (phased || kTaps)
     left = stages_before(phases, tile.first_block + tile.blocks) - stages_before(phases, tile.first_block);
@@ -3267,6 +3268,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const LandingTile tile = locate_landing(plan, unit);
     const int channel = tile.n_block * kTileN + own_channel;
+    hopper::wgmma_start(acc);
     int x_before = -1, w_before = -1;
     const auto give_back = [&] {
       if (lane != 0) return;

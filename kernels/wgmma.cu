@@ -1929,6 +1929,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   do {
     uint32_t a = a_resident;
     int keep = 0;  // the first step overwrites the accumulators
+    hopper::wgmma_start(acc);
     if constexpr (Format::SUMS > 1) for_each_sum([&](int row, int i) { acc[Format::SUM][row][i] = 0; });
     for (int block = 0; block < plan.blocks_c; ++block) {
       if (lane_id < plan.x_rows) {

@@ -842,6 +842,7 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void run(float (&sums)[Shape::SUMS]) {
+    hopper::wgmma_start(sums);
     for (int keep = 0; stage < end; ++stage, keep = 1) {
       Operand a;
       load(a);
@@ -856,6 +857,7 @@ struct Multiplier {
   // Full fp32 accuracy.
   __device__ __forceinline__ void run_exactly(float (&sums)[Shape::SUMS]) {
     float acc[Shape::SUMS];
+    hopper::wgmma_start(acc);
     int keep = 0;
     for (; stage < end; ++stage) {
       Operand a, rest;
