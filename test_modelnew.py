@@ -14498,7 +14498,7 @@ WORDS = {"x": "input", "w": "weight"}
 @hopper
 @pytest.mark.parametrize("dtype, fill", STEM_16_BIT_FILLS, ids=named)
 def test_gpu_tma_wgrad_rounding(dtype, fill):
-    for case in TMA_CASES:
+    for case in (case for case in TMA_CASES if case.K % 8 == 0):
         tensors = of_pixels(make_tensors(case, dtype, fill, "cuda"))
         w = tensors["w"].detach().requires_grad_()
         y = modelnew.conv2d(tensors["x"], w, **case.kwargs)
