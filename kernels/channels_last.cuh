@@ -46,19 +46,21 @@ struct Columns {
   int first[2], last[2], steps[2], farthest_tap[2];
 };
 
-// `last` is where exactly the last output begins. Where the filter ends would do as well if outputs were as many as
-// fit: where a stride is never taken, they are fewer.
+// `last` is where exactly the last output begins. The usual corner, pad - (taps - 1) * dilation, gives as many outputs
+// as fit; with a stride that is never taken there are fewer.
 inline Columns columns_of(const Axis& width, const Axis& height) {
-  // Further than maps reach is as good as 1000.
-  const auto near = [](int64_t value) { return static_cast<int>(value > 1000 ? 1000 : value < -1000 ? -1000 : value); };
+  // To an int: no map reaches beyond 1000 anyway.
+  const auto clamped = [](int64_t value) {
+    return static_cast<int>(value > 1000 ? 1000 : value < -1000 ? -1000 : value);
+  };
   Columns columns{};
   const Axis* const axes[2] = {&width, &height};
   for (int i = 0; i < 2; ++i) {
     const Axis& axis = *axes[i];
-    columns.first[i] = near(-int64_t{axis.pad});
-    columns.last[i] = near(int64_t{axis.outputs - 1} * axis.stride + 1 - axis.size - axis.pad);
+    columns.first[i] = clamped(-int64_t{axis.pad});
+    columns.last[i] = clamped(int64_t{axis.outputs - 1} * axis.stride + 1 - axis.size - axis.pad);
     columns.steps[i] = axis.stride;
-    columns.farthest_tap[i] = near(int64_t{axis.taps - 1} * axis.dilation);
+    columns.farthest_tap[i] = clamped(int64_t{axis.taps - 1} * axis.dilation);
   }
   return columns;
 }

@@ -207,6 +207,9 @@ constexpr double kWorthwhileAgainstTaps = 1.08, kPartCycles = 8250;
 // An estimate: direct multiplies and adds some 14 x 10^12 values a second, and a launch of gather takes 12 us and more.
 constexpr double kLeastOfPart = 1 << 28;  // multiply-adds, before idle taps are left out
 
+// tma's estimates are of whole calls, the others' of kernels: so much less (tma.cu, wgmma_is_faster).
+constexpr double kCallCycles = 12 * 1650;
+
 inline const char* yields(const Problem& problem, Operator op) {
   const Engine* const whole = taker_of(problem, op);
   if (whole == nullptr)
@@ -218,7 +221,8 @@ inline const char* yields(const Problem& problem, Operator op) {
   const bool known = whole->cycles != nullptr && for_each_part(problem, op, [&](const Part& part) {
                        const Engine* const taker = taker_of(part.problem, op);
                        if (taker == nullptr || taker->cycles == nullptr) return false;
-                       cycles += taker->cycles(part.problem, op) + (by_taps ? kPartCycles : 0);
+                       const bool call = whole == &kTmaEngine && taker != &kTmaEngine;
+                       cycles += taker->cycles(part.problem, op) + (by_taps ? kPartCycles : call ? kCallCycles : 0);
                        return true;
                      });
   const bool far_apart = whole == &kMmaEngine && kGatherEngine.refusal(problem, op) != nullptr;

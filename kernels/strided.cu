@@ -153,12 +153,17 @@ inline const char* refusal(const Problem& problem, Operator op) {
 // 256 to 512, 56x56, 12 / 150 / 12; planes, 3x3 64 to 64, 14x14, 32 images 53 / 44 / 20 (2^25.8), 32 to 64, 28x28, 53 /
 // 65 / 25 (2^26.8).
 constexpr double kLeastWork = 1 << 28, kLeastWorkOf16Bits = 1 << 26, kLeastWorkByTma = 1 << 20;
+constexpr double kMeasuredParts = 4;  // more of them: presumably as many times the work
 
 inline double least_work(const Problem& problem) {
   if (problem.dtype == DType::kFloat32) return kLeastWork;
-  const bool by_tma =
-      for_each_part(problem, [](const Part& part) { return taker_of(part.problem) == &kTmaEngine; });
-  return by_tma ? kLeastWorkByTma : kLeastWorkOf16Bits;
+  int parts = 0;
+  bool by_tma = true;
+  for_each_part(problem, [&](const Part& part) {
+    by_tma &= taker_of(part.problem) == &kTmaEngine;
+    return ++parts > 0;
+  });
+  return (by_tma ? kLeastWorkByTma : kLeastWorkOf16Bits) * (parts > kMeasuredParts ? parts / kMeasuredParts : 1);
 }
 
 inline const char* yields(const Problem& problem, Operator) {

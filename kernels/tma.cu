@@ -35,8 +35,8 @@
 //
 //   x --box--> ring of x --+                                          +--box--> y, 64 channels of a tile
 //                          +--> wgmma --> registers --stmatrix--> staging
-//   w --box--> ring of w --+                                          +-------> y in planes, or with channels that are
-//                                                                               no eights, by each warp
+//   w --box--> ring of w --+                                          +-------> y in planes, or of a number of channels
+//                                                                               that is no multiple of 8, by each warp
 //
 // Where there are fewer tiles than SMs, clusters of 2, 4 or 8 blocks share the reduction of each: they leave their sums
 // in shared memory and add up those of all, in their order, for a share of the tile (store_share).
@@ -70,9 +70,9 @@
 // (cuDNN 13), 24 to 144, 1x1, 56x56, 18 (14). Rows of 32 or 64 bytes for few channels instead: 16 to 32, 3x3, 112x112,
 // 32 images 72 / 54, 8 to 8, 256x256, 678 / 423 (cuDNN 42 and 99), but see above.
 //
-// Outputs in channels_last whose channels are no eights, fp16, us, this engine / what took them before / cuDNN (H100,
-// 2026-11-26): 64 to 2, 1x1, 512x512, 16 images, 242 / 1622 (direct) / 206; 256 to 255, 3x3, 40x40, 8 images, 40 / 46
-// (gather) / 49; 512 to 255, 1x1, 34 / 28 / 42.
+// Outputs in channels_last of other than multiples of 8 channels, fp16, us, this engine / what took them before / cuDNN
+// (H100, 2026-11-26): 64 to 2, 1x1, 512x512, 16 images, 242 / 1622 (direct) / 206; 256 to 255, 3x3, 40x40, 8 images, 40 /
+// 46 (gather) / 49; 512 to 255, 1x1, 34 / 28 / 42.
 //
 // Tried: tiles of 128 x 256 by both warpgroups alone: 3x3 64 to 64, 56x56, 256 images, 116 us in tiles of 64 x 256, by
 // turns 98; but by turns alone 1x1 256 to 1024, 14x14, takes 62.5 instead of 56.4. 1x1 by boxes of a row of pixels
@@ -99,7 +99,7 @@ namespace tma {
 // ---- Geometry, host and device ----
 
 constexpr int kBlockChannels = 64;                        // of a stage
-constexpr int kRowChannels = 64;                          // of transposed weights: of a row of 128 bytes
+constexpr int kRowChannels = 64;                          // output channels in a row of transposed weights
 constexpr int kSlotBytes = hopper::kBoxRowBytes;          // 64 channels of 16 bits
 constexpr int kRowsAligned = 1024;                        // where the order of boxes starts anew
 constexpr int kStagedChannels = 64;                       // of a box of y
@@ -602,11 +602,12 @@ __device__ __forceinline__ void store_pixels(const Params& params, const Tile& t
   }
 }
 
-constexpr int kLeastOfPixels = 8;  // channels, so that it is worth while
+// With fewer channels left lanes would idle.
+constexpr int kLeastOfPixels = 8;
 
 __device__ __forceinline__ void store_channels(const Params& params, const Tile& tile, int first_channel,
                                                const uint8_t* staging) {
-  if (!params.plan.planes && params.of.out_channels - first_channel >= kLeastOfPixels)
+  if (params.of.out_stride[1] == 1 && params.of.out_channels - first_channel >= kLeastOfPixels)
     return store_pixels(params, tile, first_channel, staging);
   switch (params.plan.out_vector) {
     case 8:
@@ -927,14 +928,14 @@ struct Alignment {
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-inline bool has_weights_of_eights(const Correlation& of, const Alignment& address) {
+inline bool can_load_weights(const Correlation& of, const Alignment& address) {
   using hopper::in_eights;
   return !of.flipped && of.in_channels % 8 == 0 && of.w_stride_in == 1 &&
          in_eights(of.w_stride_out, of.out_channels > 1) && in_eights(of.w_stride_r, of.R > 1) &&
          in_eights(of.w_stride_s, of.S > 1) && address.w % 16 == 0;
 }
 
-inline bool has_rows_of_eights(const Correlation& of, const Alignment& address) {
+inline bool can_load_transposed(const Correlation& of, const Alignment& address) {
   using hopper::in_eights;
   return of.out_channels % 8 == 0 && of.w_stride_out == 1 && in_eights(of.w_stride_in, of.in_channels > 1) &&
          in_eights(of.w_stride_r, of.R > 1) && in_eights(of.w_stride_s, of.S > 1) && address.w % 16 == 0;
@@ -1107,9 +1108,9 @@ struct Search {
 
   // `plan` with each number of blocks that may share a tile. `of`: with x as it is multiplied.
   void consider(const Correlation& of, Plan& plan) {
-    plan.packed = plan.copied || !has_weights_of_eights(of, address);
+    plan.packed = plan.copied || !can_load_weights(of, address);
     plan.transposed = plan.packed && !plan.copied && !plan.direct && may_transpose(plan.shape) &&
-                      has_rows_of_eights(of, address);
+                      can_load_transposed(of, address);
     plan.packed &= !plan.transposed;
     plan.out_vector = 1;
     if (plan.planes) {
@@ -1138,7 +1139,8 @@ struct Search {
   void consider_windows(const Correlation& of, Plan plan) {
     const bool strided = of.stride_h == 2 && of.stride_w == 2 && of.dilation_h == 1 && of.dilation_w == 1;
     if (!strided && (of.stride_h != 1 || of.stride_w != 1)) return;
-    if (of.R * of.S == 1 && has_dense_outputs(of)) return;  // a line of slots is as good
+    // Where a line of slots is as good.
+    if (of.R * of.S == 1 && has_dense_outputs(of) && hopper::can_map(columns_of(of))) return;
     const int64_t halo_h = strided ? (of.R - 1) / 2 : int64_t{of.R - 1} * of.dilation_h;
     const int64_t halo_w = strided ? (of.S - 1) / 2 : int64_t{of.S - 1} * of.dilation_w;
     const int most_side = kMostBoxSide / (strided ? 2 : 1);
@@ -1166,12 +1168,13 @@ inline bool make_plan(const Correlation& of, int sms, const Alignment& address, 
                       const Wishes& wishes = Wishes{}) {
   if (int64_t{of.H} * of.W >= kMostSlots || int64_t{of.P} * of.Q >= kMostSlots) return false;
   Plan plan{};
-  // Tensors of a single pixel are both.
+  // Tensors of a single pixel are both planes and pixels; threads store the latter as well.
   const bool in_pixels = hopper::has_pixels_of_eights(of.in_stride, of.N, of.in_channels, of.H, of.W) &&
                          address.in % 16 == 0;
   const bool by_boxes = hopper::has_pixels_of_eights(of.out_stride, of.N, of.out_channels, of.P, of.Q) &&
                         address.out % 16 == 0;
-  plan.planes = !(in_pixels && by_boxes) && are_planes(of.in_stride, of.H, of.W) &&
+  const bool single = int64_t{of.P} * of.Q == 1;
+  plan.planes = !(in_pixels && (by_boxes || single)) && are_planes(of.in_stride, of.H, of.W) &&
                 are_planes(of.out_stride, of.P, of.Q);
   plan.by_threads = plan.planes || !by_boxes;
   const bool may_be_copied = plan.planes && 2 * of_copy(of).in_stride[0] * of.N <= kMostCopiedBytes;
@@ -1281,8 +1284,8 @@ inline int64_t copied_bytes(const Correlation& of, const Plan& plan) {
   return plan.copied ? 2 * of.N * of.H * of.W * round_up(of.in_channels, 8) : 0;
 }
 
-// Boxes start at multiples of 16 bytes, and where tensors are only a call tells. In channels_last those that lie
-// elsewhere are this engine's.
+// Boxes start at multiples of 16 bytes, and where x is only a call tells. In channels_last one that lies elsewhere is
+// this engine's.
 inline const Engine& engine_of_others(const Problem& problem, Operator op) {
   return kGatherEngine.refusal(problem, op) == nullptr ? kGatherEngine : kDirectEngine;
 }
