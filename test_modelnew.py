@@ -845,8 +845,10 @@ def compile_simt(source: str, folder: Path) -> ctypes.CDLL:
     sanitize = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
     fuse = ("-march=native", "-ffp-contract=fast")
     emulation = ("-DMODELNEW_HOST_EMULATION", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
-    # Without -fno-gnu-unique all libraries of a process would share the shim's state.
-    return compile_shared(source, folder, "-O1", "-fno-gnu-unique", *emulation, *sanitize, *fuse)
+    # Without -fno-gnu-unique all libraries of a process would share the shim's state. Where the compiler fortifies
+    # unless told otherwise (Ubuntu's), to jump from stack to stack would abort.
+    flags = ("-O1", "-fno-gnu-unique", "-U_FORTIFY_SOURCE")
+    return compile_shared(source, folder, *flags, *emulation, *sanitize, *fuse)
 
 
 BUILDS: dict[str, Callable[[Path], Any]] = {}

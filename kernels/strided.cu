@@ -149,11 +149,18 @@ inline const char* refusal(const Problem& problem, Operator op) {
 }
 
 // Multiply-adds. With fp32 less has not been tried. fp16, one image to 32, us, in parts / direct / cuDNN (H100,
-// 2026-11-26): channels_last, 3x3 64 to 64, 14x14 26 / 46 / 10 (2^20.8), 128 to 128, 56x56 29 / 93 / 12 (2^26.8), 1x1
+// 2026-11-26): channels_last, 3x3 64 to 64, 14x14 26 / 46 / 10 (2^20.8), 128 to 128, 56x56 18 / 93 / 11 (2^26.8), 1x1
 // 256 to 512, 56x56, 12 / 150 / 12; planes, 3x3 64 to 64, 14x14, 32 images 53 / 44 / 20 (2^25.8), 32 to 64, 28x28, 53 /
 // 65 / 25 (2^26.8).
 constexpr double kLeastWork = 1 << 28, kLeastWorkOf16Bits = 1 << 26, kLeastWorkByTma = 1 << 20;
-constexpr double kMeasuredParts = 4;  // more of them: presumably as many times the work
+
+// The same in channels_last of other strides: 9 parts, 3x3 64 to 64, 27x27, 8 images 31 / 33 / 10 (2^24.5); 16 parts,
+// 4x4 64 to 64, 28x28, one image 51 / 27 / 12 (2^21.6), 8 images 51 / 32 / 13 (2^24.6), 32 images 52 / 73 / 18
+// (2^26.6). Hence some 4^3 times the work with 4 times the parts.
+inline double factor_of_parts(int parts) {
+  const double ratio = parts > 4 ? parts / 4.0 : 1;
+  return ratio * ratio * ratio;
+}
 
 inline double least_work(const Problem& problem) {
   if (problem.dtype == DType::kFloat32) return kLeastWork;
@@ -163,7 +170,7 @@ inline double least_work(const Problem& problem) {
     by_tma &= taker_of(part.problem) == &kTmaEngine;
     return ++parts > 0;
   });
-  return (by_tma ? kLeastWorkByTma : kLeastWorkOf16Bits) * (parts > kMeasuredParts ? parts / kMeasuredParts : 1);
+  return (by_tma ? kLeastWorkByTma : kLeastWorkOf16Bits) * factor_of_parts(parts);
 }
 
 inline const char* yields(const Problem& problem, Operator) {

@@ -71,8 +71,8 @@
 // 32 images 72 / 54, 8 to 8, 256x256, 678 / 423 (cuDNN 42 and 99), but see above.
 //
 // Outputs in channels_last of other than multiples of 8 channels, fp16, us, this engine / what took them before / cuDNN
-// (H100, 2026-11-26): 64 to 2, 1x1, 512x512, 16 images, 242 / 1622 (direct) / 206; 256 to 255, 3x3, 40x40, 8 images, 40 /
-// 46 (gather) / 49; 512 to 255, 1x1, 34 / 28 / 42.
+// (H100, 2026-11-26): 64 to 2, 1x1, 512x512, 16 images, 242 / 1622 (direct) / 206; 256 to 255, 3x3, 40x40, 8 images,
+// 40 / 46 (gather) / 49; 512 to 255, 1x1, 34 / 28 / 42.
 //
 // Tried: tiles of 128 x 256 by both warpgroups alone: 3x3 64 to 64, 56x56, 256 images, 116 us in tiles of 64 x 256, by
 // turns 98; but by turns alone 1x1 256 to 1024, 14x14, takes 62.5 instead of 56.4. 1x1 by boxes of a row of pixels
