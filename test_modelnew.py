@@ -11707,12 +11707,14 @@ def nvrtc_ptx(source: str, *options: str) -> str:
     return fetch("PTX")
 
 
-# Of the other engines sm_80 has what sm_70 has; two have no kernel, and two take long to have none before Hopper.
+# Of the other engines sm_80 has what sm_70 has; two have no kernel, and two take long to have none before Hopper. direct
+# has nothing of Hopper's.
 RTC_TARGETS = [
     (source, arch)
     for source, arch in itertools.product(ENGINE_SOURCES, ("70", "80", "90a"))
     if source.name not in ("dilated.cu", "strided.cu")
     and (arch == "90a" or source.name not in ("gather.cu", "wgmma.cu"))
+    and (arch != "90a" or source.name != "direct.cu")
     and (arch != "80" or source.name in ("direct.cu", "mma.cu", "pointwise.cu"))
 ]
 # What of an engine's headers is for the host alone, in other words.
