@@ -11707,8 +11707,8 @@ def nvrtc_ptx(source: str, *options: str) -> str:
     return fetch("PTX")
 
 
-# Of the other engines sm_80 has what sm_70 has; two have no kernel, and two take long to have none before Hopper. direct
-# has nothing of Hopper's.
+# Of the other engines sm_80 has what sm_70 has; two have no kernel, and two take long to have none before Hopper.
+# direct has nothing of Hopper's.
 RTC_TARGETS = [
     (source, arch)
     for source, arch in itertools.product(ENGINE_SOURCES, ("70", "80", "90a"))
