@@ -10143,7 +10143,7 @@ extern "C" int tma_run(int op, const int64_t* fields, void* const* pointers, int
   params.in_ptr = which == Operator::kDgrad ? pointers[3] : pointers[0];
   params.bias_ptr = which == Operator::kDgrad ? nullptr : pointers[2];
   params.out_ptr = pointers[4];
-  params.of = correlation_of_problem(problem, which);
+  params.of = grouped(correlation_of_problem(problem, which));
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   const Alignment alignment{address(params.in_ptr), address(pointers[1]), address(params.out_ptr)};
   const int sms = splits > 1 ? 64 : 3;
@@ -10201,6 +10201,11 @@ TMA_MUTATIONS = {
     ),
     "copies before the tile is there": left_out("__syncthreads();  // the tile is there"),
     "reads planes of the first image": ("pixel, c, image, 0, full", "pixel, c, MUTATED ? 0 : image, 0, full"),
+    "reads channels of the first groups": (
+        "quotient(tile.k, params.by_block_out) * of.in_channels",
+        "(MUTATED ? 0 : quotient(tile.k, params.by_block_out)) * of.in_channels",
+    ),
+    "packs weights of other groups": ("&& same ? from[place]", "&& (MUTATED || same) ? from[place]"),
 }
 
 
@@ -10297,6 +10302,11 @@ TMA_SHIM_CASES = [
     (Case(2, 8, 300, 1, 8, 4, 1), "fprop"),
     (Case(2, 72, 7, 9, 19, 3, 3, padding=(1, 1)), "fprop"),
     (Case(5, 24, 6, 7, 131, 1, 1), "fprop"),
+    # Groups: merged, of one block and of several, the last of them in part; more outputs than inputs; as they are.
+    (Case(2, 192, 6, 9, 192, 3, 3, padding=(1, 1), groups=12), "fprop"),
+    (Case(2, 80, 7, 8, 160, 3, 3, stride=(2, 2), padding=(1, 1), groups=5), "fprop"),
+    (Case(2, 72, 7, 9, 72, 3, 3, padding=(1, 1), groups=9), "dgrad"),
+    (Case(2, 128, 6, 8, 256, 1, 1, groups=2), "fprop"),
 ]
 TMA_SHAPES = range(11)
 
@@ -10308,7 +10318,7 @@ def test_tma_shim_exact(tma_shim, number):
     seen = set()
     for way, wishes in enumerate([{"windows": 0, "direct": 0}, {"windows": 1, "direct": 0}, {"direct": 1}]):
         for i, layout in enumerate(LAYOUTS):
-            for shape in list(TMA_SHAPES)[(number + way + i) % 3 :: 3]:
+            for shape in list(TMA_SHAPES)[(number + way + i) % 3 :: 3] if case.groups == 1 else TMA_SHAPES:
                 seed = 100 * number + 10 * shape + way
                 dtype = (torch.float16, torch.bfloat16)[(shape + i) % 2]
                 fault = tma_shim.fault(operator, case, layout, seed, dtype, shape=shape, **wishes)
@@ -10323,6 +10333,29 @@ def test_tma_shim_exact(tma_shim, number):
     assert seen >= {(layout, way) for layout in layouts for way in ways}
     points = case.R * case.S == 1 and case.stride == (1, 1) and case.H * case.W % 8 == 0
     assert (("contiguous", 2) in seen) == points
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tma_shim_keeps_inf_and_nan_in_their_groups(tma_shim, layout):
+    """Merged groups, whose weights are zeros in between: in each way, by boxes and by threads, with all their tiles."""
+    case = Case(2, 48, 6, 9, 48, 3, 3, padding=(1, 1), groups=6)
+    ways = set()
+    for special, shape, windows in itertools.product((math.inf, math.nan), (4, 6, 9, 10), (0, 1)):
+        tensors = make_tensors(case, torch.float16, integers)
+        tensors["x"][0, 9, 2, 3] = tensors["x"][1, 47, 5, 8] = tensors["w"][17, 3, 1, 1] = special
+        expected = F.conv2d(*(tensors[name].double() for name in ("x", "w", "bias")), **case.kwargs).half()
+        assert 0 < expected.isfinite().sum() < expected.numel()
+        if layout == "channels_last":
+            tensors |= {name: VIEWS[layout](tensors[name]) for name in ("x", "w")}
+        out = torch.full(case.y_shape, math.nan, dtype=torch.float16)
+        out = VIEWS[layout](out) if layout == "channels_last" else out
+        message = tma_shim.run("fprop", case, tensors, out, shape=shape, windows=windows)
+        assert message in (None, ""), message
+        if message is None:
+            continue
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+        ways.add((shape, windows))
+    assert len(ways) >= 4
 
 
 @pytest.mark.parametrize("splits", [2, 4, 8])
@@ -10362,6 +10395,8 @@ def test_tma_shim_sees_what_is_missing(tma_shim, mutation):
         runs = [(*TMA_SHIM_CASES[8], "channels_last", {"shape": 10})]
     elif "pack" in mutation:
         runs = [(*TMA_SHIM_CASES[8], "channels_last", {"shape": 4})]
+    elif "groups" in mutation:
+        runs = [(*TMA_SHIM_CASES[18], "channels_last", {"shape": 10})]
     elif "planes of the first" in mutation:
         runs = [(TMA_SHIM_CASES[1][0], "fprop", "contiguous", {"direct": 1})]
     elif "planes" in mutation or "copies" in mutation:
@@ -10537,7 +10572,7 @@ using namespace modelnew::tma;
 static std::set<std::string> seen;  // kinds of plans
 
 // What is wrong with the numbers of a plan, or nothing.
-static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int sms) {
+static std::string fault_of_numbers(const Grouped& of, const Plan& plan, int sms) {
   const SharedLayout layout = shared_layout(plan);
   const TileShape& shape = plan.shape;
   if (layout.end > plan.smem_bytes || plan.smem_bytes > 232448) return "shared memory";
@@ -10578,13 +10613,17 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
     next = share.last;
     if (part + 1 == plan.splits && next != plan.x_steps) return "steps in no part";
   }
+  // A tile's outputs read the same channels of x; of merged groups these are 64, and no parts are added up.
+  if (of.groups > 1 && (of.in_channels % 64 || of.block_out % shape.channels)) return "a tile of several groups";
+  if (of.groups > 1 && of.own_in < 64 && (plan.splits > 1 || plan.direct || of.in_channels != 64))
+    return "merged groups in another way than is mended";
   return plan.cycles > 0 ? "" : "no estimate";
 }
 
 // What is wrong with the tiles, or nothing: every output is one slot's of one tile, which stores it where it belongs.
 // The address is in values.
 static std::string fault_of_tiles(const Params& params, int64_t address) {
-  const Correlation& of = params.of;
+  const Grouped& of = params.of;
   const Plan& plan = params.plan;
   const int64_t plane = int64_t{of.P} * of.Q, pixels = of.N * plane, filled = (plane + 63) / 64 * 64;
   const int slots = plan.shape.slots, vector = plan.planes && plan.splits == 1 ? plan.out_vector : 1;
@@ -10632,7 +10671,7 @@ static std::string fault_of_tiles(const Params& params, int64_t address) {
 
 // What is wrong with the order of the reduction, or nothing: every tap once, and it reads what the convolution says.
 static std::string fault_of_taps(const Params& params) {
-  const Correlation& of = params.of;
+  const Grouped& of = params.of;
   const Plan& plan = params.plan;
   const SharedLayout layout = shared_layout(plan);
   std::vector<uint8_t> there(of.R * of.S);
@@ -10670,7 +10709,7 @@ static std::string fault_of_taps(const Params& params) {
 }
 
 // What is wrong with where x, w and y come from and go to, or nothing. `of`: with x as the call has it.
-static std::string fault_of_operands(const Correlation& of, const Plan& plan, const Alignment& address) {
+static std::string fault_of_operands(const Grouped& of, const Plan& plan, const Alignment& address) {
   const auto whole = [](int64_t stride, int64_t size) { return size == 1 || (stride > 0 && stride % 8 == 0); };
   const auto planes = [](const int64_t (&stride)[4], int rows, int columns) {
     return (columns == 1 || stride[3] == 1) && (rows == 1 || stride[2] == columns);
@@ -10681,7 +10720,7 @@ static std::string fault_of_operands(const Correlation& of, const Plan& plan, co
     if (plan.direct == plan.copied) return "planes that are both multiplied and copied, or neither";
   } else {
     if (plan.direct || plan.copied) return "pixels as if they were planes";
-    if (!has_pixels_for_boxes(of.in_stride, address.in, {of.N, of.in_channels, of.H, of.W}))
+    if (!has_pixels_for_boxes(of.in_stride, address.in, {of.N, of.all_in, of.H, of.W}))
       return "pixels of x astray";
     if (plan.out_vector != 1) return "channels of pixels as if they were planes";
   }
@@ -10693,7 +10732,7 @@ static std::string fault_of_operands(const Correlation& of, const Plan& plan, co
     if (of.R * of.S != 1 || of.stride_h != 1 || of.stride_w != 1 || of.pad_h != 0 || of.pad_w != 0 || of.H != of.P ||
         of.W != of.Q)
       return "outputs that are not those of their own pixel";
-    if (address.in % 16 || of.H * of.W % 8 || !whole(of.in_stride[0], of.N) || !whole(of.in_stride[1], of.in_channels))
+    if (address.in % 16 || of.H * of.W % 8 || !whole(of.in_stride[0], of.N) || !whole(of.in_stride[1], of.all_in))
       return "planes of x astray";
   } else if (of.pad_h < 0 || of.pad_w < 0) {
     return "x that begins in front of its first row";
@@ -10708,34 +10747,37 @@ static std::string fault_of_operands(const Correlation& of, const Plan& plan, co
     if (!fault.empty()) return fault;
   }
   // The map of weights and that of the copy, as far as they reach.
-  const int64_t row = packed_row_channels(of), channels = (of.in_channels + 7) / 8 * 8;
+  const int64_t row = packed_row_channels(of), channels = (of.all_in + 7) / 8 * 8;
   if (row < of.in_channels || row % 8) return "rows of weights";
   if (plan.packed) {
     const int64_t bytes = packed_bytes(of, plan);
     if (bytes < 2 * of.out_channels * of.R * of.S * row) return "room for weights that are packed";
     if (plan.copied && bytes % 16) return "a copy astray";
   } else if (plan.transposed) {
-    if (of.w_stride_out != 1 || of.out_channels % 8 || address.w % 16) return "weights as they are, transposed";
+    if (of.groups != 1 || of.w_stride_out != 1 || of.out_channels % 8 || address.w % 16)
+      return "weights as they are, transposed";
     if (!whole(of.w_stride_in, of.in_channels) || !whole(of.w_stride_r, of.R) || !whole(of.w_stride_s, of.S))
       return "rows of transposed weights astray";
   } else {
-    if (of.flipped || of.w_stride_in != 1 || of.in_channels % 8 || address.w % 16) return "weights as they are";
+    if (of.flipped || of.own_in != of.in_channels || of.w_stride_in != 1 || of.in_channels % 8 || address.w % 16)
+      return "weights as they are";
     if (!whole(of.w_stride_out, of.out_channels) || !whole(of.w_stride_r, of.R) || !whole(of.w_stride_s, of.S))
       return "rows of weights astray";
   }
   if (plan.copied) {
-    const Correlation copy = of_copy(of);
+    const Grouped copy = of_copy(of);
     const int64_t (&stride)[4] = copy.in_stride;
     const int64_t last = (of.N - 1) * stride[0] + (of.H - 1) * stride[2] + (of.W - 1) * stride[3];
-    if (!plan.packed || copy.in_channels != channels || copied_bytes(of, plan) < 2 * (last + channels))
+    if (!plan.packed || copy.all_in != channels || copied_bytes(of, plan) < 2 * (last + channels))
       return "room for the copy";
     if (copied_bytes(of, plan) > int64_t{512} << 20) return "a copy that is too large";
   }
   return "";
 }
 
-static void note(const Correlation& of, const Plan& plan) {
+static void note(const Grouped& of, const Plan& plan) {
   if (simt_mutation != 0) return;  // kinds are those of the engine as it is
+  if (of.groups > 1) seen.insert(of.own_in < of.in_channels ? "merged groups" : "groups");
   const std::string tensors = plan.planes ? "planes: " : "pixels: ", parts = plan.splits > 1 ? "parts of " : "";
   seen.insert(tensors + parts + (plan.direct ? "planes as they are" : !plan.windows ? "columns" :
                                  of.stride_h == 2 ? "phases" : "windows"));
@@ -10779,7 +10821,7 @@ const char* tma_fault(int op, const int64_t* fields, uint64_t in, uint64_t w, ui
   const auto any_of = [&](std::initializer_list<int> values) { return values.begin()[random() % values.size()]; };
   const int sms = any_of({3, 64, 132});
   const Alignment address{in, w, out};
-  const Correlation of = correlation_of_problem(problem, which);
+  const Grouped of = grouped(correlation_of_problem(problem, which));
   Plan best{};
   const bool found = make_plan(of, sms, address, best);
   for (int i = 0; i < 8; ++i) {
@@ -10870,10 +10912,18 @@ TMA_PLAN_MUTATIONS = {
     "the filter as it is": ("return !of.flipped &&", "return (MUTATED || !of.flipped) &&"),
     "the filter not turned": ("if (flipped) r = of.R", "if (flipped && !MUTATED) r = of.R"),
     "no room for channels that are filled up": (
-        "packed_row_channels(const Correlation& of) { return round_up(of.in_channels, 8)",
-        "packed_row_channels(const Correlation& of) { return round_up(of.in_channels, MUTATED ? 1 : 8)",
+        "packed_row_channels(const Grouped& of) { return round_up(of.in_channels, 8)",
+        "packed_row_channels(const Grouped& of) { return round_up(of.in_channels, MUTATED ? 1 : 8)",
     ),
     "not the best": ("plan.cycles >= best.cycles", "(MUTATED || plan.cycles >= best.cycles)"),
+    "tiles of several groups": (
+        "of.groups > 1 && of.block_out % plan.shape.channels != 0",
+        "!MUTATED && of.groups > 1 && of.block_out % plan.shape.channels != 0",
+    ),
+    "parts of merged groups": (
+        "!may_split(plan.shape) || of.merged()",
+        "!may_split(plan.shape) || (!MUTATED && of.merged())",
+    ),
 }
 
 
@@ -10949,6 +10999,11 @@ def random_tma_cases(count: int, seed: int) -> Iterator[tuple[Case, str]]:
         case = Case(N, C, H, W, K, R, S, stride, padding, dilation)
         if min(case.y_shape) <= 0:
             continue
+        if count % 8 == 0:
+            own, other = rng.choice([(64, 64), (64, 128), (32, 32), (16, 32), (8, 8), (4, 4), (4, 8), (2, 2)])
+            groups = rng.choice([2, 3, 4, 8, 9, 32])
+            C, K = (own, other) if operator == "fprop" else (other, own)
+            case = dataclasses.replace(case, C=C * groups, K=K * groups, groups=groups)
         if operator == "dgrad":  # with a stride where it is never taken
             stride = tuple(1 if size > 1 else step for size, step in zip(case.y_shape[2:], stride, strict=True))
             case = dataclasses.replace(case, stride=stride)
@@ -10968,7 +11023,7 @@ TMA_KINDS = {
         )
     ),
     *("planes: planes as they are", "planes: parts of planes as they are", "w packed", "w as it is"),
-    *("w transposed", "pixels: y by threads", "pixels: y by boxes"),
+    *("w transposed", "pixels: y by threads", "pixels: y by boxes", "groups", "merged groups"),
     *(f"{run} {vector}" for run in ("y by", "lines of") for vector in (1, 2, 4, 8)),
 }
 
@@ -14415,6 +14470,14 @@ TMA_CASES = [
     Case(3, 72, 13, 17, 131, 3, 3, padding=(1, 1)),
     Case(4, 64, 40, 50, 2, 1, 1),
     Case(1, 512, 9, 9, 255, 1, 1),
+    # Groups: merged, the last of them in part; more outputs than inputs, points, as they are.
+    Case(3, 256, 28, 30, 256, 3, 3, padding=(1, 1), groups=32),
+    Case(2, 512, 14, 14, 512, 3, 3, stride=(2, 2), padding=(1, 1), groups=32),
+    Case(2, 144, 17, 13, 288, 5, 3, padding=(2, 1), groups=9),
+    Case(3, 128, 12, 14, 128, 1, 1, groups=8),
+    Case(2, 40, 9, 11, 40, 3, 3, padding=(2, 2), dilation=(2, 2), groups=20),
+    Case(3, 256, 13, 14, 384, 3, 3, padding=(1, 1), groups=2),
+    Case(2, 320, 16, 16, 320, 1, 1, groups=5),
 ]
 TMA_PLANES_CASES = [
     *TMA_CASES,
@@ -14485,8 +14548,10 @@ def test_gpu_tma_gradients_are_exact(case, layout, dtype):
         tensors = of_pixels(tensors)
     exact = references(case, tensors)
     in_eights = layout == "contiguous" or case.K % 8 == 0
-    engines = {"dgrad": "tma"} if case.stride == (1, 1) and in_eights else {}
-    engines |= {"wgrad": "tma_wgrad"} if layout == "channels_last" and in_eights else {}
+    merged = max(1, 64 // (case.K // case.groups))
+    merges = case.groups == 1 or all(channels // case.groups * merged % 64 == 0 for channels in (case.C, case.K))
+    engines = {"dgrad": "tma"} if case.stride == (1, 1) and in_eights and merges else {}
+    engines |= {"wgrad": "tma_wgrad"} if layout == "channels_last" and in_eights and case.groups == 1 else {}
     for operator, engine in engines.items():
         name = OPERANDS_OF_GRADIENT[operator]
         leaf = tensors[name].detach().requires_grad_()
@@ -14504,7 +14569,7 @@ WORDS = {"x": "input", "w": "weight"}
 @hopper
 @pytest.mark.parametrize("dtype, fill", STEM_16_BIT_FILLS, ids=named)
 def test_gpu_tma_wgrad_rounding(dtype, fill):
-    for case in (case for case in TMA_CASES if case.K % 8 == 0):
+    for case in (case for case in TMA_CASES if case.K % 8 == 0 and case.groups == 1):
         tensors = of_pixels(make_tensors(case, dtype, fill, "cuda"))
         w = tensors["w"].detach().requires_grad_()
         y = modelnew.conv2d(tensors["x"], w, **case.kwargs)
@@ -14537,7 +14602,8 @@ def test_gpu_tma_leaves_what_no_box_reaches_to_others(elements):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan], ids=str)
 def test_gpu_tma_spreads_nan_and_inf(special, layout, dtype):
-    check_forced_spreading("tma", [TMA_CASES[0], TMA_CASES[3], TMA_CASES[7]], layout, True, special, dtype)
+    cases = [TMA_CASES[0], TMA_CASES[3], TMA_CASES[7], *(case for case in TMA_CASES if case.groups == 32)]
+    check_forced_spreading("tma", cases, layout, True, special, dtype)
 
 
 @gpu

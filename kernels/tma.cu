@@ -143,6 +143,22 @@ MODELNEW_HOST_DEVICE constexpr bool may_split(const TileShape& shape) { return s
 // Whether there is a kernel for filters whose output channels are neighbours. To pack them costs small problems most.
 MODELNEW_HOST_DEVICE constexpr bool may_transpose(const TileShape& shape) { return shape.slots <= 128; }
 
+// Whether there is a kernel for several groups of the filter as one: of all tiles of 64 channels not each.
+MODELNEW_HOST_DEVICE constexpr bool may_merge(const TileShape& shape) {
+  return shape.channels == 64 && (shape.slots == 256 || shape.slots == 224 || shape.slots == 128 || shape.slots == 64);
+}
+
+// A problem as it is multiplied: its output channels are those of all groups, its input channels those that one of
+// these reads. Groups of few channels are multiplied several at a time, merged, with zeros for the weights between
+// them; then these are the channels of all that are merged.
+struct Grouped : Correlation {
+  int all_in;           // channels of x
+  int own_in, own_out;  // of a group
+  int block_out;        // output channels that read the same channels of x
+
+  MODELNEW_HOST_DEVICE bool merged() const { return own_in < in_channels; }
+};
+
 struct Plan {
   TileShape shape;
   bool windows;
@@ -179,10 +195,11 @@ struct Tap {
 struct Params {
   const void *in_ptr, *w_ptr, *bias_ptr;
   void* out_ptr;
-  Correlation of;
+  Grouped of;
   Plan plan;
   int64_t out_step;  // from pixel to pixel of y, of columns
-  Divisor by_tiles_k, by_tiles_q, by_tiles_p, by_pitch, by_plane, by_row, by_runs, by_blocks;
+  Divisor by_tiles_k, by_tiles_q, by_tiles_p, by_pitch, by_plane, by_row, by_runs, by_blocks,
+      by_block_out;
   Load load[kMostTaps];
   Tap tap[kMostTaps];
   hopper::BoxMap in_map, w_map, out_map;
@@ -191,8 +208,9 @@ struct Params {
 struct PackParams {
   const void* w_ptr;
   void* packed_ptr;
-  int64_t stride_out, stride_in, stride_r, stride_s;
+  int64_t stride_group, stride_out, stride_in, stride_r, stride_s;
   int R, S, out_channels, in_channels, row_channels;  // of a row of what is packed: a multiple of 8
+  Divisor by_own_out, by_own_in, by_merged;
   bool flipped;
   int blocks;  // of the launch; those behind them copy x
 };
@@ -320,7 +338,7 @@ struct Tiles {
 template <bool SPLIT, bool DIRECT>
 __device__ __forceinline__ void order_x(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
-  const Correlation& of = params.of;
+  const Grouped& of = params.of;
   const Tiles<SPLIT> tiles(plan);
   const Share share = tiles.share(plan);
   hopper::wait_for_prerequisites();
@@ -328,6 +346,7 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
 #pragma unroll 1
   for (int number = tiles.first; number < plan.tiles; number += tiles.step) {
     const Tile tile = locate_tile(params, number);
+    const int first_c = quotient(tile.k, params.by_block_out) * of.in_channels;
     int n = tile.n, p = tile.p, q = tile.q;
     if (!DIRECT && !plan.windows) {
       n = quotient(tile.q, params.by_plane);
@@ -342,7 +361,7 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
       const Load load = params.load[step.load];
       const uint32_t full = shared.x_full(ring.stage);
       const uint32_t to = shared.base + shared.layout.x + ring.stage * plan.x_stage_bytes;
-      const int c = step.block * kBlockChannels;
+      const int c = first_c + step.block * kBlockChannels;
       hopper::barrier_wait(shared.x_empty(ring.stage), ring.parity ^ 1);
       hopper::barrier_arrive_expecting(full, plan.x_bytes);
       if (DIRECT) {
@@ -507,7 +526,7 @@ __device__ __forceinline__ float load_bias(const Params& params, int channel) {
 // Where outputs of a tile are in y, of its channel 0: the one in a slot, if it exists, or -1.
 __device__ __forceinline__ int64_t place_of_slot(const Params& params, const Tile& tile, int slot) {
   const Plan& plan = params.plan;
-  const Correlation& of = params.of;
+  const Grouped& of = params.of;
   if (plan.windows) {
     const int line = quotient(slot, params.by_pitch), column = slot - line * plan.pitch;
     const int p = tile.p + line, q = tile.q + column;
@@ -542,6 +561,71 @@ __device__ __forceinline__ void stage_channels(const float (&bias)[2], uint32_t 
       words[e] = narrow_pair(acc[first] + bias[e % 2], acc[first + 1] + bias[e % 2], Stored{});
     }
     hopper::store_matrix(to + 16 * j - (pair ? 0 : lane / 16 * 16), words);
+  }
+}
+
+// The output in a slot of a tile, if there is one.
+struct Output {
+  int n, p, q;
+  bool exists;
+};
+
+__device__ __forceinline__ Output output_of_slot(const Params& params, const Tile& tile, int slot) {
+  const Plan& plan = params.plan;
+  const Correlation& of = params.of;
+  if (plan.windows) {
+    const int line = quotient(slot, params.by_pitch), column = slot - line * plan.pitch;
+    const Output output{tile.n, tile.p + line, tile.q + column, false};
+    const bool exists = line < plan.tile_lines && column < plan.tile_columns && output.p < of.P && output.q < of.Q;
+    return {output.n, output.p, output.q, exists};
+  }
+  const int pixel = tile.q + slot, n = quotient(pixel, params.by_plane), in_image = pixel - n * of.P * of.Q;
+  const int p = quotient(in_image, params.by_row);
+  return {n, p, in_image - p * of.Q, n < of.N};
+}
+
+// The sum of an output's own group.
+template <typename Stored>
+__device__ __forceinline__ float sum_of_group(const Params& params, const Output& output, int channel) {
+  const Grouped& of = params.of;
+  const int group = channel / of.own_out, first_of_row = group % (of.in_channels / of.own_in) * of.own_in;
+  const Stored* const in = static_cast<const Stored*>(params.in_ptr) + output.n * of.in_stride[0] + group * of.own_in;
+  const Stored* w = static_cast<const Stored*>(params.w_ptr) + first_of_row +
+                    static_cast<int64_t>(channel) * of.R * of.S * of.in_channels;
+  float sum = 0;
+#pragma unroll 1
+  for (int r = 0; r < of.R; ++r) {
+#pragma unroll 1
+    for (int s = 0; s < of.S; ++s, w += of.in_channels) {
+      const int row = output.p * of.stride_h - of.pad_h + r * of.dilation_h;
+      const int column = output.q * of.stride_w - of.pad_w + s * of.dilation_w;
+      const bool exists = row >= 0 && row < of.H && column >= 0 && column < of.W;
+      const Stored* const pixel = in + row * of.in_stride[2] + column * of.in_stride[3];
+#pragma unroll 1
+      for (int c = 0; c < of.own_in; ++c) sum += (exists ? widen(pixel[c]) : 0.f) * widen(w[c]);
+    }
+  }
+  return sum + load_bias<Stored>(params, channel);
+}
+
+// Of merged groups: an Inf or NaN of another group times zero is NaN. What is NaN in a warp's staged 16 channels is
+// added up anew, from its own group alone. place(slot, channel): where it is staged.
+template <typename Stored, int SLOTS, typename Place>
+__device__ __forceinline__ void mend(const Params& params, const Tile& tile, int first_channel,
+                                     const float (&acc)[SLOTS / 2], const Place& place) {
+  bool is_nan = false;
+#pragma unroll
+  for (int i = 0; i < SLOTS / 2; ++i) is_nan |= acc[i] != acc[i];
+  if (!__any_sync(~0u, is_nan)) return;
+  __syncwarp();  // all of it is staged
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < SLOTS * 16; i += 32) {
+    const int slot = i / 16, channel = i % 16;
+    const Output output = output_of_slot(params, tile, slot);
+    if (!output.exists || first_channel + channel >= params.of.out_channels) continue;
+    Stored* const staged = place(slot, channel);
+    const float value = widen(*staged);
+    if (value != value) narrow(sum_of_group<Stored>(params, output, first_channel + channel), *staged);
   }
 }
 
@@ -701,7 +785,7 @@ __device__ __forceinline__ void multiply_part(const Params& params, const Shared
   store_share<Stored>(params, tile, tiles.part, parts);
 }
 
-template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT, bool TRANSPOSED>
+template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT, bool TRANSPOSED, bool MERGED>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem) {
   constexpr int kOwn = TileShape{CHANNELS, SLOTS, TOGETHER}.own_channels();
   const Plan& plan = params.plan;
@@ -746,6 +830,11 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
                                load_bias<Stored>(params, channel + lane / 4 + 8)};
         __syncwarp();  // what was staged before has been read
         stage_channels<Stored, SLOTS>(bias, hopper::smem_address(own), acc[block]);
+        if constexpr (MERGED) {
+          mend<Stored, SLOTS>(params, tile, channel, acc[block], [&](int slot, int in_warp) {
+            return reinterpret_cast<Stored*>(own + in_warp * staged_pitch(SLOTS) + 2 * slot);
+          });
+        }
         __syncwarp();  // all of it is staged
         store_channels(params, tile, channel, own);
       }
@@ -762,6 +851,18 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         stage_tile<Stored, SLOTS, true>(params, bias, to, acc[block]);
       else
         stage_tile<Stored, SLOTS, false>(params, bias, to, acc[block]);
+      if constexpr (MERGED) {
+        uint8_t* const own = staging + block * SLOTS * kSlotBytes;
+        mend<Stored, SLOTS>(params, tile, tile.k + 64 * block + 16 * warp, acc[block], [&](int slot, int in_warp) {
+          int row = slot;
+          if (plan.windows) {
+            const int line = quotient(slot, params.by_pitch);
+            row = line * plan.tile_columns + slot - line * plan.pitch;
+          }
+          const int piece = (2 * warp + in_warp / 8) ^ row % 8;
+          return reinterpret_cast<Stored*>(own + row * kSlotBytes + piece * 16 + in_warp % 8 * 2);
+        });
+      }
     }
     hopper::fence_async();
     warpgroup_sync(warpgroup);  // all of it is staged
@@ -778,7 +879,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   if (stores) hopper::bulk_stores_wait_read<0>();  // shared memory stays until then
 }
 
-template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool SPLIT, bool DIRECT, bool TRANSPOSED>
+template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool SPLIT, bool DIRECT, bool TRANSPOSED,
+          bool MERGED>
 __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_tma_smem[];
@@ -817,7 +919,7 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
     if constexpr (SPLIT)
       multiply_part<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED>(params, shared, modelnew_tma_smem);
     else
-      multiply<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED>(params, shared, modelnew_tma_smem);
+      multiply<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED, MERGED>(params, shared, modelnew_tma_smem);
   }
   if (SPLIT) hopper::cluster_leave();  // nobody reads this block's parts any more
 #endif
@@ -833,15 +935,21 @@ __device__ __forceinline__ void pack_weights(const PackParams& params, uint16_t*
   const int r = tap / params.S, s = tap % params.S;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const bool along_in = params.stride_in <= params.stride_out;
+  const int merged = static_cast<int>(params.by_merged.divisor);
+  const int own_out = static_cast<int>(params.by_own_out.divisor), own_in = static_cast<int>(params.by_own_in.divisor);
   const uint16_t* const from = static_cast<const uint16_t*>(params.w_ptr) +
                                (params.flipped ? params.R - 1 - r : r) * params.stride_r +
                                (params.flipped ? params.S - 1 - s : s) * params.stride_s;
 #pragma unroll
   for (int i = warp; i < kPackTile; i += kPackThreads / 32) {
     const int out = along_in ? i : lane, in = along_in ? lane : i;
-    const bool exists = first_out + out < params.out_channels && first_in + in < params.in_channels;
+    const int k = first_out + out, c = first_in + in;
+    const int group = quotient(k, params.by_own_out), of_c = quotient(c, params.by_own_in);
+    const bool same = of_c == group - quotient(group, params.by_merged) * merged;
+    const int64_t place = group * params.stride_group + (k - group * own_out) * params.stride_out +
+                          (c - of_c * own_in) * params.stride_in;
     smem[out * kPitch + in] =
-        exists ? from[(first_out + out) * params.stride_out + (first_in + in) * params.stride_in] : uint16_t{0};
+        k < params.out_channels && c < params.in_channels && same ? from[place] : uint16_t{0};
   }
   __syncthreads();  // the tile is there
   uint16_t* const to = static_cast<uint16_t*>(params.packed_ptr);
@@ -928,25 +1036,26 @@ struct Alignment {
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-inline bool can_load_weights(const Correlation& of, const Alignment& address) {
+inline bool can_load_weights(const Grouped& of, const Alignment& address) {
   using hopper::in_eights;
-  return !of.flipped && of.in_channels % 8 == 0 && of.w_stride_in == 1 &&
+  return !of.flipped && !of.merged() && of.in_channels % 8 == 0 && of.w_stride_in == 1 &&
          in_eights(of.w_stride_out, of.out_channels > 1) && in_eights(of.w_stride_r, of.R > 1) &&
          in_eights(of.w_stride_s, of.S > 1) && address.w % 16 == 0;
 }
 
-inline bool can_load_transposed(const Correlation& of, const Alignment& address) {
+inline bool can_load_transposed(const Grouped& of, const Alignment& address) {
   using hopper::in_eights;
-  return of.out_channels % 8 == 0 && of.w_stride_out == 1 && in_eights(of.w_stride_in, of.in_channels > 1) &&
-         in_eights(of.w_stride_r, of.R > 1) && in_eights(of.w_stride_s, of.S > 1) && address.w % 16 == 0;
+  return of.groups == 1 && of.out_channels % 8 == 0 && of.w_stride_out == 1 &&
+         in_eights(of.w_stride_in, of.in_channels > 1) && in_eights(of.w_stride_r, of.R > 1) &&
+         in_eights(of.w_stride_s, of.S > 1) && address.w % 16 == 0;
 }
 
-inline int64_t step_of_outputs(const Correlation& of) {
+inline int64_t step_of_outputs(const Grouped& of) {
   return of.Q > 1 ? of.out_stride[3] : of.P > 1 ? of.out_stride[2] : of.out_stride[0];
 }
 
 // Outputs of all images follow one another at one step.
-inline bool has_dense_outputs(const Correlation& of) {
+inline bool has_dense_outputs(const Grouped& of) {
   const int64_t step = step_of_outputs(of);
   return (of.P == 1 || of.out_stride[2] == of.Q * step) &&
          (of.N == 1 || of.out_stride[0] == int64_t{of.P} * of.Q * step);
@@ -964,7 +1073,7 @@ constexpr double kShorterShare = 0.44;  // of memory or multiplication, whicheve
 constexpr double kPrepareCycles = 3000;
 constexpr double kMeetCycles = 725, kMeetSumCycles = 0.29, kMeetPartCycles = 359;  // and of a sum, and of a block
 
-inline void estimate(const Correlation& of, int sms, Plan& plan) {
+inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const TileShape& shape = plan.shape;
   const double outputs = shape.channels * shape.slots;
   const double taps = static_cast<double>(of.R) * of.S, turns = static_cast<double>(ceil_div(plan.tiles, sms));
@@ -981,16 +1090,16 @@ inline void estimate(const Correlation& of, int sms, Plan& plan) {
                                       : std::max(turns * multiplied + stored,
                                                  std::max(turns, 2.0) * (multiplied + stored) / 2);
   const double pixels = static_cast<double>(of.N) * std::min(double(of.H) * of.W, double(of.P) * of.Q * taps);
-  const double bytes = 2 * (pixels * of.in_channels + static_cast<double>(of.N) * of.P * of.Q * of.out_channels);
+  const double bytes = 2 * (pixels * of.all_in + static_cast<double>(of.N) * of.P * of.Q * of.out_channels);
   const double memory = bytes / sms / kMemoryBytes;
   plan.cycles = plan.packed ? kPrepareCycles : 0;
-  if (plan.copied) plan.cycles += 2 * pixels * of.in_channels * 2 / sms / kMemoryBytes;
+  if (plan.copied) plan.cycles += 2 * pixels * of.all_in * 2 / sms / kMemoryBytes;
   plan.cycles += kCallCycles + std::max(tiles, memory) + kShorterShare * std::min(tiles, memory);
   if (plan.splits > 1) plan.cycles += kMeetCycles + kMeetSumCycles * outputs + kMeetPartCycles * plan.splits;
 }
 
 // How many tiles there are, of which shape and lines are known. False: too many.
-inline bool count_tiles(const Correlation& of, Plan& plan) {
+inline bool count_tiles(const Grouped& of, Plan& plan) {
   plan.tiles_k = static_cast<int>(ceil_div(of.out_channels, plan.shape.channels));
   int64_t tiles;
   if (plan.windows) {
@@ -1039,7 +1148,7 @@ inline bool count_stages(Plan& plan) {
 }
 
 // The rest of a plan of which shape, way and parts are known. False: there is no such plan.
-inline bool finish(const Correlation& of, int sms, Plan& plan) {
+inline bool finish(const Grouped& of, int sms, Plan& plan) {
   const int64_t blocks_c = ceil_div(of.in_channels, kBlockChannels), taps = int64_t{of.R} * of.S;
   if (blocks_c * taps >= 1 << 24 || !count_tiles(of, plan)) return false;
   plan.x_steps = static_cast<int>(blocks_c * plan.loads);
@@ -1048,7 +1157,8 @@ inline bool finish(const Correlation& of, int sms, Plan& plan) {
   if (plan.splits > 1) {
     // All clusters at once: of 132 SMs there is room for 66, 30 and 15 of 2, 4 and 8 blocks (H100).
     const int room = plan.splits > 2 ? sms * 10 / 11 : sms;
-    if (plan.tiles > room / plan.splits || plan.splits > plan.x_steps || !may_split(plan.shape)) return false;
+    if (plan.tiles > room / plan.splits || plan.splits > plan.x_steps || !may_split(plan.shape) || of.merged())
+      return false;
     plan.blocks = plan.tiles * plan.splits;
   }
   if (!count_stages(plan)) return false;
@@ -1056,7 +1166,7 @@ inline bool finish(const Correlation& of, int sms, Plan& plan) {
   return true;
 }
 
-inline hopper::Columns columns_of(const Correlation& of) {
+inline hopper::Columns columns_of(const Grouped& of) {
   return hopper::columns_of({of.W, of.Q, of.S, of.stride_w, of.pad_w, of.dilation_w},
                             {of.H, of.P, of.R, of.stride_h, of.pad_h, of.dilation_h});
 }
@@ -1075,22 +1185,36 @@ inline bool are_planes(const int64_t (&stride)[4], int rows, int columns) {
 }
 
 // 1x1 filters of every pixel, of planes that boxes can take.
-inline bool may_be_direct(const Correlation& of, const Alignment& address) {
+inline bool may_be_direct(const Grouped& of, const Alignment& address) {
   const bool points = of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0;
   return points && of.H == of.P && of.W == of.Q &&
-         vector_of(of.in_stride, of.N, of.in_channels, of.H * of.W, address.in) == 8 &&
-         hopper::in_eights(of.in_stride[0], of.N > 1) && hopper::in_eights(of.in_stride[1], of.in_channels > 1);
+         vector_of(of.in_stride, of.N, of.all_in, of.H * of.W, address.in) == 8 &&
+         hopper::in_eights(of.in_stride[0], of.N > 1) && hopper::in_eights(of.in_stride[1], of.all_in > 1);
 }
 
 // x as its copy is.
-inline Correlation of_copy(const Correlation& of) {
-  Correlation copy = of;
-  copy.in_channels = round_up(of.in_channels, 8);
+inline Grouped of_copy(const Grouped& of) {
+  Grouped copy = of;
+  copy.all_in = round_up(of.all_in, 8);
+  if (of.groups == 1) copy.in_channels = copy.own_in = copy.all_in;
   copy.in_stride[1] = 1;
-  copy.in_stride[3] = copy.in_channels;
+  copy.in_stride[3] = copy.all_in;
   copy.in_stride[2] = copy.in_stride[3] * of.W;
   copy.in_stride[0] = copy.in_stride[2] * of.H;
   return copy;
+}
+
+inline Grouped grouped(const Correlation& of) {
+  Grouped result{of, of.groups * of.in_channels, of.in_channels, of.out_channels, of.out_channels};
+  const int merged = of.groups > 1 && of.in_channels < kBlockChannels ? kBlockChannels / of.in_channels : 1;
+  result.in_channels *= merged;
+  result.block_out = static_cast<int>(std::min(int64_t{of.out_channels} * merged, kMostSlots));
+  result.out_channels *= of.groups;
+  return result;
+}
+
+inline bool takes_groups(const Grouped& of) {
+  return of.groups == 1 || (of.in_channels % kBlockChannels == 0 && of.block_out % 64 == 0);
 }
 
 // What tests ask a plan to be; without, the fastest one.
@@ -1107,7 +1231,7 @@ struct Search {
   bool found = false;
 
   // `plan` with each number of blocks that may share a tile. `of`: with x as it is multiplied.
-  void consider(const Correlation& of, Plan& plan) {
+  void consider(const Grouped& of, Plan& plan) {
     plan.packed = plan.copied || !can_load_weights(of, address);
     plan.transposed = plan.packed && !plan.copied && !plan.direct && may_transpose(plan.shape) &&
                       can_load_transposed(of, address);
@@ -1128,7 +1252,7 @@ struct Search {
   }
 
   // `plan` by columns, or of planes as they are: a line of slots.
-  void consider_line(const Correlation& of, Plan plan) {
+  void consider_line(const Grouped& of, Plan plan) {
     plan.loads = plan.direct ? 1 : of.R * of.S;
     plan.tile_lines = plan.box_rows = 1;
     plan.tile_columns = plan.pitch = plan.box_columns = plan.shape.slots;
@@ -1136,7 +1260,7 @@ struct Search {
   }
 
   // `plan` by windows: of each number of tiles side by side, the fewest columns.
-  void consider_windows(const Correlation& of, Plan plan) {
+  void consider_windows(const Grouped& of, Plan plan) {
     const bool strided = of.stride_h == 2 && of.stride_w == 2 && of.dilation_h == 1 && of.dilation_w == 1;
     if (!strided && (of.stride_h != 1 || of.stride_w != 1)) return;
     // Where a line of slots is as good.
@@ -1164,12 +1288,12 @@ struct Search {
   }
 };
 
-inline bool make_plan(const Correlation& of, int sms, const Alignment& address, Plan& best,
+inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan& best,
                       const Wishes& wishes = Wishes{}) {
   if (int64_t{of.H} * of.W >= kMostSlots || int64_t{of.P} * of.Q >= kMostSlots) return false;
   Plan plan{};
   // Tensors of a single pixel are both planes and pixels; threads store the latter as well.
-  const bool in_pixels = hopper::has_pixels_of_eights(of.in_stride, of.N, of.in_channels, of.H, of.W) &&
+  const bool in_pixels = hopper::has_pixels_of_eights(of.in_stride, of.N, of.all_in, of.H, of.W) &&
                          address.in % 16 == 0;
   const bool by_boxes = hopper::has_pixels_of_eights(of.out_stride, of.N, of.out_channels, of.P, of.Q) &&
                         address.out % 16 == 0;
@@ -1180,12 +1304,14 @@ inline bool make_plan(const Correlation& of, int sms, const Alignment& address, 
   const bool may_be_copied = plan.planes && 2 * of_copy(of).in_stride[0] * of.N <= kMostCopiedBytes;
   const bool by_pixels = (plan.planes ? may_be_copied : in_pixels) && wishes.direct != 1 && of.R * of.S <= kMostTaps &&
                          of.pad_h >= 0 && of.pad_w >= 0;
-  const bool may_multiply_planes = plan.planes && wishes.direct != 0 && wishes.windows != 1 &&
+  const bool may_multiply_planes = plan.planes && wishes.direct != 0 && wishes.windows != 1 && !of.merged() &&
                                     may_be_direct(of, address);
   Search search{sms, address, wishes, best};
   for (int i = 0; i < kTileShapeCount; ++i) {
     if (wishes.shape >= 0 && wishes.shape != i) continue;
     plan.shape = kTileShapes[i];
+    if (of.groups > 1 && of.block_out % plan.shape.channels != 0) continue;
+    if (of.merged() && !may_merge(plan.shape)) continue;
     if (may_multiply_planes && may_be_direct(plan.shape)) {
       Plan direct = plan;
       direct.direct = true;
@@ -1193,7 +1319,7 @@ inline bool make_plan(const Correlation& of, int sms, const Alignment& address, 
     }
     if (!by_pixels) continue;
     plan.copied = plan.planes;
-    const Correlation seen = plan.copied ? of_copy(of) : of;
+    const Grouped seen = plan.copied ? of_copy(of) : of;
     if (hopper::can_map(columns_of(of)) && (plan.planes || has_dense_outputs(of)) && wishes.windows != 1)
       search.consider_line(seen, plan);
     if (wishes.windows != 0) search.consider_windows(seen, plan);
@@ -1208,12 +1334,13 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16) return "it has float16 and bfloat16 only";
   if (op == Operator::kDgrad && ((problem.stride_h != 1 && problem.P > 1) || (problem.stride_w != 1 && problem.Q > 1)))
     return "it takes input gradients with stride 1 only";
-  if (problem.groups != 1) return "it takes one group only";
+  if (problem.groups > 1 && !takes_groups(grouped(correlation_of_problem(problem, op))))
+    return "it takes groups of multiples of 64 channels, or of 64 divided by a whole number of them";
   return nullptr;
 }
 
 struct Planned {
-  Correlation of;
+  Grouped of;
   Plan plan;
   bool found;
 };
@@ -1224,7 +1351,7 @@ inline const Planned& plan_of(const Problem& problem, Operator op, const Alignme
   const int gpu = find_gpu(sms);
   return memo.get(key_of(problem, op, address.in, address.w, address.out, gpu, sms), [&] {
     Planned planned{};
-    planned.of = correlation_of_problem(problem, op);
+    planned.of = grouped(correlation_of_problem(problem, op));
     planned.found = make_plan(planned.of, sms, address, planned.plan);
     return planned;
   });
@@ -1261,6 +1388,8 @@ inline bool wgmma_is_faster(const Problem& problem, Operator op) {
 // 25 / 79 (H100, 2026-11-26). Gradients with few channels on one side were not measured.
 inline const char* yields(const Problem& problem, Operator op) {
   if (problem.C < 8 || (op == Operator::kDgrad && problem.K < 8)) return "others are faster with few channels";
+  if (problem.groups > 1 && (problem.C == problem.groups || problem.K == problem.groups))
+    return "depthwise is faster with groups of a channel";
   if (wgmma_is_faster(problem, op)) return "wgmma is faster by the estimates, as it does not copy x";
   return nullptr;
 }
@@ -1271,17 +1400,17 @@ inline Alignment alignment_of(Operator op, const Pointers& pointers) {
           reinterpret_cast<uint64_t>(pointers.out)};
 }
 
-inline int packed_row_channels(const Correlation& of) { return round_up(of.in_channels, 8); }
+inline int packed_row_channels(const Grouped& of) { return round_up(of.in_channels, 8); }
 
 // Of the workspace: packed weights first.
-inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
+inline int64_t packed_bytes(const Grouped& of, const Plan& plan) {
   if (!plan.packed) return 0;
   const int64_t bytes = int64_t{2} * of.out_channels * of.R * of.S * packed_row_channels(of);
   return plan.copied ? (bytes + 255) / 256 * 256 : bytes;
 }
 
-inline int64_t copied_bytes(const Correlation& of, const Plan& plan) {
-  return plan.copied ? 2 * of.N * of.H * of.W * round_up(of.in_channels, 8) : 0;
+inline int64_t copied_bytes(const Grouped& of, const Plan& plan) {
+  return plan.copied ? 2 * of.N * of.H * of.W * round_up(of.all_in, 8) : 0;
 }
 
 // Boxes start at multiples of 16 bytes, and where x is only a call tells. In channels_last one that lies elsewhere is
@@ -1297,7 +1426,7 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
 }
 
 inline void set_numbers(Params& params) {
-  const Correlation& of = params.of;
+  const Grouped& of = params.of;
   const Plan& plan = params.plan;
   params.by_tiles_k = make_divisor(plan.tiles_k);
   params.by_tiles_p = make_divisor(plan.tiles_p);
@@ -1306,6 +1435,7 @@ inline void set_numbers(Params& params) {
   params.by_plane = make_divisor(int64_t{of.P} * of.Q);
   params.by_row = make_divisor(of.Q);
   params.by_blocks = make_divisor(ceil_div(int64_t{of.P} * of.Q, kBlockPixels));
+  params.by_block_out = make_divisor(of.block_out);
   params.by_runs = make_divisor(std::max(plan.tile_columns / plan.out_vector, 1));
   params.out_step = step_of_outputs(of);
   // Taps in the order of the stages that they read: by phase, of which there is one without a stride.
@@ -1337,7 +1467,7 @@ inline void set_numbers(Params& params) {
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 inline cudaError_t make_out_map(Params& params) {
-  const Correlation& of = params.of;
+  const Grouped& of = params.of;
   const Plan& plan = params.plan;
   if (plan.by_threads) return cudaSuccess;
   using hopper::step_bytes;
@@ -1357,13 +1487,13 @@ inline cudaError_t make_out_map(Params& params) {
 
 // x as boxes or columns, as it is multiplied.
 inline cudaError_t make_in_map(Params& params) {
-  const Correlation& of = params.of;
+  const Grouped& of = params.of;
   const Plan& plan = params.plan;
   using hopper::step_bytes;
-  const uint64_t C = of.in_channels, H = of.H, W = of.W, N = of.N;
+  const uint64_t C = of.all_in, H = of.H, W = of.W, N = of.N;
   if (plan.direct) {
     const uint64_t sizes[4] = {H * W, C, N, 1};
-    const uint64_t strides[3] = {step_bytes(of.in_stride[1], of.in_channels), step_bytes(of.in_stride[0], of.N), 16};
+    const uint64_t strides[3] = {step_bytes(of.in_stride[1], of.all_in), step_bytes(of.in_stride[0], of.N), 16};
     const uint32_t box[4] = {kBlockPixels, kBlockChannels, 1, 1};
     return hopper::make_box_map(hopper::BoxUse::kLoadRows, params.in_ptr, 2, sizes, strides, box, params.in_map);
   }
@@ -1383,7 +1513,7 @@ inline cudaError_t make_in_map(Params& params) {
 
 // [r][s][output channel][input channel], or (transposed) [r][s][input channel][output channel].
 inline cudaError_t make_w_map(const void* w_ptr, Params& params) {
-  const Correlation& of = params.of;
+  const Grouped& of = params.of;
   const Plan& plan = params.plan;
   using hopper::step_bytes;
   const uint64_t C = packed_row_channels(of), K = of.out_channels, R = of.R, S = of.S;
@@ -1409,10 +1539,11 @@ inline cudaError_t make_maps(const void* w_ptr, Params& params) {
   return error == cudaSuccess ? make_out_map(params) : error;
 }
 
-template <typename Stored, int SHAPE, bool SPLIT, bool DIRECT, bool TRANSPOSED>
+template <typename Stored, int SHAPE, bool SPLIT, bool DIRECT, bool TRANSPOSED, bool MERGED = false>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
-  const auto kernel = tma_kernel<Stored, kShape.channels, kShape.slots, kShape.together, SPLIT, DIRECT, TRANSPOSED>;
+  const auto kernel = tma_kernel<Stored, kShape.channels, kShape.slots, kShape.together, SPLIT, DIRECT, TRANSPOSED,
+                                 MERGED>;
   const Plan& plan = params.plan;
   // Always as much: threads of the host launch a kernel with different plans.
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
@@ -1431,6 +1562,9 @@ cudaError_t run_split(const Params& params, cudaStream_t stream) {
 
 template <typename Stored, int SHAPE>
 cudaError_t run_source(const Params& params, cudaStream_t stream) {
+  if constexpr (may_merge(kTileShapes[SHAPE])) {
+    if (params.of.merged()) return run_kernel<Stored, SHAPE, false, false, false, true>(params, stream);
+  }
   if constexpr (may_be_direct(kTileShapes[SHAPE])) {
     if (params.plan.direct) return run_split<Stored, SHAPE, true, false>(params, stream);
   }
@@ -1453,10 +1587,11 @@ cudaError_t run_shape(const Params& params, cudaStream_t stream) {
 }
 
 // What is packed and copied before the main kernel, by one launch.
-inline cudaError_t prepare(const Correlation& of, const Plan& plan, const void* in_ptr, const void* w_ptr,
+inline cudaError_t prepare(const Grouped& of, const Plan& plan, const void* in_ptr, const void* w_ptr,
                            uint8_t* workspace, cudaStream_t stream) {
   PackParams pack{w_ptr,
                   workspace,
+                  of.w_stride_group,
                   of.w_stride_out,
                   of.w_stride_in,
                   of.w_stride_r,
@@ -1466,6 +1601,9 @@ inline cudaError_t prepare(const Correlation& of, const Plan& plan, const void* 
                   of.out_channels,
                   of.in_channels,
                   packed_row_channels(of),
+                  make_divisor(of.own_out),
+                  make_divisor(of.own_in),
+                  make_divisor(std::max(of.in_channels / of.own_in, 1)),
                   of.flipped,
                   0};
   const int64_t pack_tiles = ceil_div(pack.row_channels, kPackTile) * ceil_div(pack.out_channels, kPackTile);
@@ -1474,16 +1612,16 @@ inline cudaError_t prepare(const Correlation& of, const Plan& plan, const void* 
   pack.blocks = static_cast<int>(blocks);
   CopyParams copy{};
   if (plan.copied) {
-    const int pixels = of.H * of.W, row_channels = round_up(of.in_channels, 8);
+    const int pixels = of.H * of.W, row_channels = round_up(of.all_in, 8);
     const int64_t pixel_tiles = ceil_div(pixels, kCopyTile), channel_tiles = ceil_div(row_channels, kCopyTile);
     copy = {in_ptr,
             workspace + packed_bytes(of, plan),
             of.in_stride[0],
             of.in_stride[1],
             pixels,
-            of.in_channels,
+            of.all_in,
             row_channels,
-            vector_of(of.in_stride, of.N, of.in_channels, pixels, reinterpret_cast<uint64_t>(in_ptr)),
+            vector_of(of.in_stride, of.N, of.all_in, pixels, reinterpret_cast<uint64_t>(in_ptr)),
             make_divisor(pixel_tiles),
             make_divisor(channel_tiles)};
     blocks += of.N * pixel_tiles * channel_tiles;
@@ -1499,6 +1637,7 @@ cudaError_t run(const void* w_ptr, void* workspace, Params& params, cudaStream_t
     uint8_t* const start = static_cast<uint8_t*>(workspace);
     const cudaError_t error = prepare(params.of, plan, params.in_ptr, w_ptr, start, stream);
     if (error != cudaSuccess) return error;
+    params.w_ptr = start;
     if (plan.copied) {
       params.in_ptr = start + packed_bytes(params.of, plan);
       params.of = of_copy(params.of);
