@@ -164,8 +164,8 @@ struct Plan {
   bool windows;
   bool packed;                // weights; else as they are,
   bool transposed;            // with output channels as neighbours
-  bool planes;                // x and y are,
-  bool direct;                // and x is multiplied as it is,
+  bool planes;                // x and y are
+  bool direct;                // x is planes and multiplied as it is,
   bool copied;                // or first copied to where its channels are neighbours
   bool by_threads;            // y is stored by threads, wherever it lies; else by boxes
   int out_vector;             // by threads: so many outputs at once
@@ -1301,8 +1301,10 @@ inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan
   plan.planes = !(in_pixels && (by_boxes || single)) && are_planes(of.in_stride, of.H, of.W) &&
                 are_planes(of.out_stride, of.P, of.Q);
   plan.by_threads = plan.planes || !by_boxes;
-  const bool may_be_copied = plan.planes && 2 * of_copy(of).in_stride[0] * of.N <= kMostCopiedBytes;
-  const bool by_pixels = (plan.planes ? may_be_copied : in_pixels) && wishes.direct != 1 && of.R * of.S <= kMostTaps &&
+  // Outputs may lie anywhere, as those of a part of a strided dgrad do.
+  const bool must_copy = plan.planes || (!in_pixels && are_planes(of.in_stride, of.H, of.W));
+  const bool may_be_copied = must_copy && 2 * of_copy(of).in_stride[0] * of.N <= kMostCopiedBytes;
+  const bool by_pixels = (must_copy ? may_be_copied : in_pixels) && wishes.direct != 1 && of.R * of.S <= kMostTaps &&
                          of.pad_h >= 0 && of.pad_w >= 0;
   const bool may_multiply_planes = plan.planes && wishes.direct != 0 && wishes.windows != 1 && !of.merged() &&
                                     may_be_direct(of, address);
@@ -1318,7 +1320,7 @@ inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan
       search.consider_line(of, direct);
     }
     if (!by_pixels) continue;
-    plan.copied = plan.planes;
+    plan.copied = must_copy;
     const Grouped seen = plan.copied ? of_copy(of) : of;
     if (hopper::can_map(columns_of(of)) && (plan.planes || has_dense_outputs(of)) && wishes.windows != 1)
       search.consider_line(seen, plan);
@@ -1362,7 +1364,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   if (!plan_of(problem, op, Alignment{}).found)
-    return "it takes planes without gaps, or reads channels_last of multiples of 8 channels, with filters boxes reach";
+    return "it reads planes without gaps, or channels_last of multiples of 8 channels, with filters boxes reach";
   return nullptr;
 }
 
