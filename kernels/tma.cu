@@ -74,6 +74,21 @@
 // (H100, 2026-11-26): 64 to 2, 1x1, 512x512, 16 images, 242 / 1622 (direct) / 206; 256 to 255, 3x3, 40x40, 8 images,
 // 40 / 46 (gather) / 49; 512 to 255, 1x1, 34 / 28 / 42.
 //
+// Groups of 64 channels' multiples are multiplied by themselves, smaller ones as one of 64 input channels, with zeros for
+// the weights in between. An Inf or NaN of another group would make NaN of these: what is NaN is added up anew, from its
+// own group alone, where it is staged (mend). us, 3x3, 32 groups, 16 images, channels_last and planes, before (gather;
+// wgmma, of 256 channels) / this engine / cuDNN (H100, 2026-11-26, bench.py):
+//
+//   256 channels of 56x56                344 /  35 /  57        191 /  51 / 118
+//   512, stride 2                        420 /  37 /  35        513 /  70 / 100
+//   512 of 28x28                         152 /  24 /  26        173 /  32 /  58
+//   1024, stride 2                        93 /  25 /  27        147 /  40 /  62
+//   1024 of 14x14                         59 /  20 /  24         66 /  24 /  42
+//   2048, stride 2                        38 /  16 /  18         70 /  32 /  50
+//   2048 of 7x7                           27 /  14 /  18         37 /  27 /  40
+//
+// With one image in channels_last merged groups take 13 to 14.5 us (cuDNN 9 to 15), 3 of them to pack weights.
+//
 // Tried: tiles of 128 x 256 by both warpgroups alone: 3x3 64 to 64, 56x56, 256 images, 116 us in tiles of 64 x 256, by
 // turns 98; but by turns alone 1x1 256 to 1024, 14x14, takes 62.5 instead of 56.4. 1x1 by boxes of a row of pixels
 // instead of columns, or y stored to leave the L2 cache first: no difference.
