@@ -74,10 +74,10 @@
 // (H100, 2026-11-26): 64 to 2, 1x1, 512x512, 16 images, 242 / 1622 (direct) / 206; 256 to 255, 3x3, 40x40, 8 images,
 // 40 / 46 (gather) / 49; 512 to 255, 1x1, 34 / 28 / 42.
 //
-// Groups of 64 channels' multiples are multiplied by themselves, smaller ones as one of 64 input channels, with zeros for
-// the weights in between. An Inf or NaN of another group would make NaN of these: what is NaN is added up anew, from its
-// own group alone, where it is staged (mend). us, 3x3, 32 groups, 16 images, channels_last and planes, before (gather;
-// wgmma, of 256 channels) / this engine / cuDNN (H100, 2026-11-26, bench.py):
+// Groups of multiples of 64 channels are multiplied by themselves, smaller ones as one of 64 input channels, with zeros
+// for the weights in between. An Inf or NaN of another group would make NaN of these: what is NaN is added up anew,
+// from its own group alone, where it is staged (mend). us, 3x3, 32 groups, 16 images, channels_last and planes, before
+// (gather; wgmma, of 256 channels) / this engine / cuDNN (H100, 2026-11-26, bench.py):
 //
 //   256 channels of 56x56                344 /  35 /  57        191 /  51 / 118
 //   512, stride 2                        420 /  37 /  35        513 /  70 / 100
