@@ -9300,11 +9300,11 @@ def test_patches_yield_to_who_takes_them_whole(patches_shim):
     yields, let_take = patches_shim.library.patches_yields, patches_shim.library.let_take
     yields.restype, let_take.argtypes = ctypes.c_char_p, [ctypes.c_bool, ctypes.c_bool]
 
-    def reason(images: int, channels: int = 768) -> bytes | None:
-        case = Case(images, 3, 224, 224, channels, 16, 16, stride=(16, 16))
+    def reason(images: int, channels: int = 768, R: int = 16, dtype: torch.dtype = torch.float32) -> bytes | None:
+        case = Case(images, 3, 224, 224, channels, R, R, stride=(R, R))
         shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
-        fields = ShimEngine.fields(case, {k: torch.empty(v, device="meta") for k, v in shapes.items()}, True)
-        return yields(0, fields)
+        tensors = {name: torch.empty(shape, device="meta", dtype=dtype) for name, shape in shapes.items()}
+        return yields(0, ShimEngine.fields(case, tensors, True))
 
     assert reason(1) is None
     assert reason(1, 100) == b"another engine may be faster with few multiply-adds"
@@ -9315,6 +9315,10 @@ def test_patches_yield_to_who_takes_them_whole(patches_shim):
         assert text == b"no other engine takes what is left"
         let_take(True, True)
         assert reason(2) == b"an engine takes it whole"  # another size, as who takes a problem is remembered
+        let_take(False, True)  # stem alone, which in 16 bits is slow with large filters
+        for number, dtype in enumerate(DTYPES[:3]):
+            assert (reason(3 + number, dtype=dtype) is None) == (dtype != torch.float32)
+            assert reason(8 + number, R=4, dtype=dtype) == b"an engine takes it whole"
     finally:
         let_take(True, False)
 
@@ -10887,7 +10891,7 @@ const char* tma_fault(int op, const int64_t* fields, uint64_t in, uint64_t w, ui
 
 # Which slot is which output is the device's to say, but for both: the host compiles it as well.
 TMA_PLAN_EDITS = [
-    ("// Where outputs of a tile are in y, of its channel 0:", "#endif\n// Where outputs of a tile are in y:"),
+    ("struct Output {", "#endif\nstruct Output {"),
     (
         "// Sums of a warp's 16 channels -> [channel][slot],",
         "#if 0\n// Sums of a warp's 16 channels -> [channel][slot],",

@@ -104,7 +104,6 @@ __global__ void __launch_bounds__(kThreads) patches_kernel(const Params params) 
 // Who may compute what is left, in the order of all engines, and who is asked for the whole problem before.
 const Engine* const kTakers[] = {&kTmaEngine, &kWgmmaEngine, &kGatherEngine, &kPointwiseEngine, &kMmaEngine};
 const Engine* const kRivals[] = {&kTmaEngine, &kWgmmaEngine, &kGatherEngine, &kDepthwiseEngine};
-const Engine* const kRivalsOfFew[] = {&kTmaEngine, &kWgmmaEngine, &kGatherEngine, &kStemEngine, &kDepthwiseEngine};
 
 constexpr int64_t kMostCopiedBytes = 512 << 20;
 
@@ -190,16 +189,17 @@ inline const char* refusal(const Problem& problem, Operator op) {
 // Less has not been tried.
 constexpr double kLeastWork = 1 << 26;  // multiply-adds
 
-// In 16 bits stem is the slower one from here on: 16x16, 3 to 768, 16 images, 323 us.
-constexpr int64_t kManyValues = 65;
+// In 16 bits stem is slower with filters of 588 and 768 values, 14x14 and 16x16 of 3 channels (16 images, 255 and 323
+// us, this engine 34 and 25; H100, 2026-11-26). Those of 48 values, 4x4, stem takes (21 us); they were not tried here.
+constexpr int64_t kManyValues = 512;
 
 inline const char* yields(const Problem& problem, Operator op) {
   if (multiply_adds(problem) < kLeastWork) return "another engine may be faster with few multiply-adds";
   thread_local Memo<const Engine*> memo;
   const bool is_slow_in_stem = problem.dtype != DType::kFloat32 && values_of(problem) >= kManyValues;
-  const Engine* const rival = is_slow_in_stem ? first_of(kRivals, problem, op, memo)
-                                              : first_of(kRivalsOfFew, problem, op, memo);
-  return rival != nullptr ? "an engine takes it whole" : nullptr;
+  const bool is_taken = first_of(kRivals, problem, op, memo) != nullptr ||
+                        (!is_slow_in_stem && reason_against(kStemEngine, problem, op) == nullptr);
+  return is_taken ? "an engine takes it whole" : nullptr;
 }
 
 // The workspace: a copy of x, one of the weights, if there is any, and what the other engine wants.

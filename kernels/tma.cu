@@ -3,8 +3,8 @@
 // sum an output, in one order.
 //
 //   prepare   w -> [output channel][r][s][input channel], where it does not lie like this (planes; dgrad, but small
-//             tiles multiply filters in channels_last the other way round); and a copy of x with channels as
-//             neighbours, where x is planes and not multiplied as it is
+//             tiles multiply filters in channels_last the other way round; small groups, with zeros in between); and a
+//             copy of x with channels as neighbours, where x is planes and not multiplied as it is
 //   tma       y from x, and dx from dy
 //
 // GEMM view: rows = output channels, columns = output pixels, reduction = (block of 64 input channels, r, s, channel).
@@ -75,9 +75,9 @@
 // 40 / 46 (gather) / 49; 512 to 255, 1x1, 34 / 28 / 42.
 //
 // Groups of multiples of 64 channels are multiplied by themselves, smaller ones as one of 64 input channels, with zeros
-// for the weights in between. An Inf or NaN of another group would make NaN of these: what is NaN is added up anew,
-// from its own group alone, where it is staged (mend). us, 3x3, 32 groups, 16 images, channels_last and planes, before
-// (gather; wgmma, of 256 channels) / this engine / cuDNN (H100, 2026-11-26, bench.py):
+// for the weights in between (drawn in gather.cu). An Inf or NaN of another group would make NaN of these: what is NaN
+// is added up anew, from its own group alone, where it is staged (mend). us, 3x3, 32 groups, 16 images, channels_last
+// and planes, before (gather; wgmma, of 256 channels) / this engine / cuDNN (H100, 2026-11-26, bench.py):
 //
 //   256 channels of 56x56                344 /  35 /  57        191 /  51 / 118
 //   512, stride 2                        420 /  37 /  35        513 /  70 / 100
@@ -208,13 +208,13 @@ struct Tap {
 };
 
 struct Params {
-  const void *in_ptr, *w_ptr, *bias_ptr;
+  const void *in_ptr, *bias_ptr;
+  const void* w_ptr;  // packed, or null
   void* out_ptr;
   Grouped of;
   Plan plan;
   int64_t out_step;  // from pixel to pixel of y, of columns
-  Divisor by_tiles_k, by_tiles_q, by_tiles_p, by_pitch, by_plane, by_row, by_runs, by_blocks,
-      by_block_out;
+  Divisor by_tiles_k, by_tiles_q, by_tiles_p, by_pitch, by_plane, by_row, by_runs, by_blocks, by_block_out;
   Load load[kMostTaps];
   Tap tap[kMostTaps];
   hopper::BoxMap in_map, w_map, out_map;
@@ -504,6 +504,9 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   before.give_back(shared);
 }
 
+// Where an eight of a staged output's channels is, in the order of boxes.
+__device__ __forceinline__ int offset_of_piece(int row, int piece) { return row * kSlotBytes + (piece ^ row % 8) * 16; }
+
 // Sums -> [output][channel], 128 bytes an output, in the order of boxes. Slots between the lines of a window, and
 // behind the last one, go to where no output is: there are more slots than outputs then.
 template <typename Stored, int SLOTS, bool WINDOWS>
@@ -528,7 +531,7 @@ __device__ __forceinline__ void stage_tile(const Params& params, const float (&b
       const int first = 4 * (pair ? j + e / 2 : j) + 2 * (e % 2);
       words[e] = narrow_pair(acc[first] + bias[e % 2], acc[first + 1] + bias[e % 2], Stored{});
     }
-    hopper::store_matrix_transposed(staging + row * kSlotBytes + (piece ^ row % 8) * 16, words);
+    hopper::store_matrix_transposed(staging + offset_of_piece(row, piece), words);
   }
 }
 
@@ -538,15 +541,32 @@ __device__ __forceinline__ float load_bias(const Params& params, int channel) {
   return widen(static_cast<const Stored*>(params.bias_ptr)[channel]);
 }
 
-// Where outputs of a tile are in y, of its channel 0: the one in a slot, if it exists, or -1.
-__device__ __forceinline__ int64_t place_of_slot(const Params& params, const Tile& tile, int slot) {
+struct Output {
+  int n, p, q;
+  bool exists;
+};
+
+// The output in a slot of a tile, by windows or columns, if there is one.
+__device__ __forceinline__ Output output_of_slot(const Params& params, const Tile& tile, int slot) {
   const Plan& plan = params.plan;
-  const Grouped& of = params.of;
+  const Correlation& of = params.of;
   if (plan.windows) {
     const int line = quotient(slot, params.by_pitch), column = slot - line * plan.pitch;
     const int p = tile.p + line, q = tile.q + column;
-    const bool exists = line < plan.tile_lines && column < plan.tile_columns && p < of.P && q < of.Q;
-    return exists ? tile.n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3] : -1;
+    return {tile.n, p, q, line < plan.tile_lines && column < plan.tile_columns && p < of.P && q < of.Q};
+  }
+  const int pixel = tile.q + slot, n = quotient(pixel, params.by_plane), in_image = pixel - n * of.P * of.Q;
+  const int p = quotient(in_image, params.by_row);
+  return {n, p, in_image - p * of.Q, n < of.N};
+}
+
+// Where outputs of a tile are in y, of its channel 0: the one in a slot, if it exists, or -1.
+__device__ __forceinline__ int64_t place_of_slot(const Params& params, const Tile& tile, int slot) {
+  const Plan& plan = params.plan;
+  const Correlation& of = params.of;
+  if (plan.windows) {
+    const Output at = output_of_slot(params, tile, slot);
+    return at.exists ? at.n * of.out_stride[0] + at.p * of.out_stride[2] + at.q * of.out_stride[3] : -1;
   }
   if (plan.direct) {
     const int block = (tile.q + slot) / kBlockPixels, n = quotient(block, params.by_blocks);
@@ -577,26 +597,6 @@ __device__ __forceinline__ void stage_channels(const float (&bias)[2], uint32_t 
     }
     hopper::store_matrix(to + 16 * j - (pair ? 0 : lane / 16 * 16), words);
   }
-}
-
-// The output in a slot of a tile, if there is one.
-struct Output {
-  int n, p, q;
-  bool exists;
-};
-
-__device__ __forceinline__ Output output_of_slot(const Params& params, const Tile& tile, int slot) {
-  const Plan& plan = params.plan;
-  const Correlation& of = params.of;
-  if (plan.windows) {
-    const int line = quotient(slot, params.by_pitch), column = slot - line * plan.pitch;
-    const Output output{tile.n, tile.p + line, tile.q + column, false};
-    const bool exists = line < plan.tile_lines && column < plan.tile_columns && output.p < of.P && output.q < of.Q;
-    return {output.n, output.p, output.q, exists};
-  }
-  const int pixel = tile.q + slot, n = quotient(pixel, params.by_plane), in_image = pixel - n * of.P * of.Q;
-  const int p = quotient(in_image, params.by_row);
-  return {n, p, in_image - p * of.Q, n < of.N};
 }
 
 // The sum of an output's own group.
@@ -874,8 +874,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
             const int line = quotient(slot, params.by_pitch);
             row = line * plan.tile_columns + slot - line * plan.pitch;
           }
-          const int piece = (2 * warp + in_warp / 8) ^ row % 8;
-          return reinterpret_cast<Stored*>(own + row * kSlotBytes + piece * 16 + in_warp % 8 * 2);
+          return reinterpret_cast<Stored*>(own + offset_of_piece(row, 2 * warp + in_warp / 8)) + in_warp % 8;
         });
       }
     }
@@ -1065,12 +1064,12 @@ inline bool can_load_transposed(const Grouped& of, const Alignment& address) {
          in_eights(of.w_stride_s, of.S > 1) && address.w % 16 == 0;
 }
 
-inline int64_t step_of_outputs(const Grouped& of) {
+inline int64_t step_of_outputs(const Correlation& of) {
   return of.Q > 1 ? of.out_stride[3] : of.P > 1 ? of.out_stride[2] : of.out_stride[0];
 }
 
 // Outputs of all images follow one another at one step.
-inline bool has_dense_outputs(const Grouped& of) {
+inline bool has_dense_outputs(const Correlation& of) {
   const int64_t step = step_of_outputs(of);
   return (of.P == 1 || of.out_stride[2] == of.Q * step) &&
          (of.N == 1 || of.out_stride[0] == int64_t{of.P} * of.Q * step);
@@ -1181,7 +1180,7 @@ inline bool finish(const Grouped& of, int sms, Plan& plan) {
   return true;
 }
 
-inline hopper::Columns columns_of(const Grouped& of) {
+inline hopper::Columns columns_of(const Correlation& of) {
   return hopper::columns_of({of.W, of.Q, of.S, of.stride_w, of.pad_w, of.dilation_w},
                             {of.H, of.P, of.R, of.stride_h, of.pad_h, of.dilation_h});
 }
@@ -1406,7 +1405,7 @@ inline bool wgmma_is_faster(const Problem& problem, Operator op) {
 inline const char* yields(const Problem& problem, Operator op) {
   if (problem.C < 8 || (op == Operator::kDgrad && problem.K < 8)) return "others are faster with few channels";
   if (problem.groups > 1 && (problem.C == problem.groups || problem.K == problem.groups))
-    return "depthwise is faster with groups of a channel";
+    return "others are faster with groups of a channel";
   if (wgmma_is_faster(problem, op)) return "wgmma is faster by the estimates, as it does not copy x";
   return nullptr;
 }
@@ -1620,7 +1619,7 @@ inline cudaError_t prepare(const Grouped& of, const Plan& plan, const void* in_p
                   packed_row_channels(of),
                   make_divisor(of.own_out),
                   make_divisor(of.own_in),
-                  make_divisor(std::max(of.in_channels / of.own_in, 1)),
+                  make_divisor(of.in_channels / of.own_in),
                   of.flipped,
                   0};
   const int64_t pack_tiles = ceil_div(pack.row_channels, kPackTile) * ceil_div(pack.out_channels, kPackTile);
