@@ -10209,7 +10209,10 @@ TMA_MUTATIONS = {
         "quotient(tile.k, params.by_block_out) * of.in_channels",
         "(MUTATED ? 0 : quotient(tile.k, params.by_block_out)) * of.in_channels",
     ),
-    "packs weights of other groups": ("&& same ? from[place]", "&& (MUTATED || same) ? from[place]"),
+    "packs weights of other groups": (
+        "exists && of_c == group - quotient(group, params.by_merged) * merged;",
+        "exists && (MUTATED || of_c == group - quotient(group, params.by_merged) * merged);",
+    ),
 }
 
 

@@ -951,6 +951,8 @@ __device__ __forceinline__ void pack_weights(const PackParams& params, uint16_t*
   const bool along_in = params.stride_in <= params.stride_out;
   const int merged = static_cast<int>(params.by_merged.divisor);
   const int own_out = static_cast<int>(params.by_own_out.divisor), own_in = static_cast<int>(params.by_own_in.divisor);
+  // Without groups nothing is divided: 512 to 2048, one image, took 1.4 us more in all.
+  const bool groups = own_out < params.out_channels;
   const uint16_t* const from = static_cast<const uint16_t*>(params.w_ptr) +
                                (params.flipped ? params.R - 1 - r : r) * params.stride_r +
                                (params.flipped ? params.S - 1 - s : s) * params.stride_s;
@@ -958,12 +960,15 @@ __device__ __forceinline__ void pack_weights(const PackParams& params, uint16_t*
   for (int i = warp; i < kPackTile; i += kPackThreads / 32) {
     const int out = along_in ? i : lane, in = along_in ? lane : i;
     const int k = first_out + out, c = first_in + in;
-    const int group = quotient(k, params.by_own_out), of_c = quotient(c, params.by_own_in);
-    const bool same = of_c == group - quotient(group, params.by_merged) * merged;
-    const int64_t place = group * params.stride_group + (k - group * own_out) * params.stride_out +
-                          (c - of_c * own_in) * params.stride_in;
-    smem[out * kPitch + in] =
-        k < params.out_channels && c < params.in_channels && same ? from[place] : uint16_t{0};
+    bool exists = k < params.out_channels && c < params.in_channels;
+    int64_t place = k * params.stride_out + c * params.stride_in;
+    if (groups) {
+      const int group = quotient(k, params.by_own_out), of_c = quotient(c, params.by_own_in);
+      exists = exists && of_c == group - quotient(group, params.by_merged) * merged;
+      place = group * params.stride_group + (k - group * own_out) * params.stride_out +
+              (c - of_c * own_in) * params.stride_in;
+    }
+    smem[out * kPitch + in] = exists ? from[place] : uint16_t{0};
   }
   __syncthreads();  // the tile is there
   uint16_t* const to = static_cast<uint16_t*>(params.packed_ptr);
