@@ -79,15 +79,15 @@
 // is added up anew, from its own group alone, where it is staged (mend). us, 3x3, 32 groups, 16 images, channels_last
 // and planes, before (gather; wgmma, of 256 channels) / this engine / cuDNN (H100, 2026-11-26, bench.py):
 //
-//   256 channels of 56x56                344 /  35 /  57        191 /  51 / 118
-//   512, stride 2                        420 /  37 /  35        513 /  70 / 100
-//   512 of 28x28                         152 /  24 /  26        173 /  32 /  58
-//   1024, stride 2                        93 /  25 /  27        147 /  40 /  62
-//   1024 of 14x14                         59 /  20 /  24         66 /  24 /  42
-//   2048, stride 2                        38 /  16 /  18         70 /  32 /  50
-//   2048 of 7x7                           27 /  14 /  18         37 /  27 /  40
+//   256 channels of 56x56                344 /  35 /  60        191 /  51 / 119
+//   512, stride 2                        420 /  36 /  35        513 /  71 / 100
+//   512 of 28x28                         152 /  25 /  33        173 /  32 /  63
+//   1024, stride 2                        93 /  26 /  28        147 /  41 /  62
+//   1024 of 14x14                         59 /  20 /  22         66 /  25 /  45
+//   2048, stride 2                        38 /  16 /  19         70 /  33 /  51
+//   2048 of 7x7                           27 /  13 /  17         37 /  28 /  40
 //
-// With one image in channels_last merged groups take 13 to 14.5 us (cuDNN 9 to 15), 3 of them to pack weights.
+// With one image in channels_last merged groups take 13 to 15 us (cuDNN 9 to 11), presumably 3 of them to pack weights.
 //
 // Tried: tiles of 128 x 256 by both warpgroups alone: 3x3 64 to 64, 56x56, 256 images, 116 us in tiles of 64 x 256, by
 // turns 98; but by turns alone 1x1 256 to 1024, 14x14, takes 62.5 instead of 56.4. 1x1 by boxes of a row of pixels
@@ -951,7 +951,7 @@ __device__ __forceinline__ void pack_weights(const PackParams& params, uint16_t*
   const bool along_in = params.stride_in <= params.stride_out;
   const int merged = static_cast<int>(params.by_merged.divisor);
   const int own_out = static_cast<int>(params.by_own_out.divisor), own_in = static_cast<int>(params.by_own_in.divisor);
-  // Without groups nothing is divided: 512 to 2048, one image, took 1.4 us more in all.
+  // Without groups nothing is divided: 1x1, 512 to 2048, 7x7, planes, one image, took 17.0 instead of 16.5 us (H100).
   const bool groups = own_out < params.out_channels;
   const uint16_t* const from = static_cast<const uint16_t*>(params.w_ptr) +
                                (params.flipped ? params.R - 1 - r : r) * params.stride_r +
