@@ -6,6 +6,7 @@
 //   planes_kernel       other NCHW, and 5x5: planes through shared memory, sliding windows in registers
 //   planes_any_kernel   NCHW and any other strides, any filter, stride and dilation
 //   pixels_kernel       channels_last, 3x3, 5x5 and 7x7: lanes along channels, sliding windows fed from global memory
+//   queue_kernel        the same of 16 bits: windows by way of shared memory, more of them under way
 //   pixels_any_kernel   channels_last, any filter, stride and dilation
 //
 // Memory traffic bounds these problems up to 5x5, multiply-adds from 7x7 on: an H200 moves about 20 bytes in a cycle of
@@ -123,15 +124,31 @@ struct Ring {
 };
 
 // A block of the pixels kernels: `lanes` threads side by side own neighbouring channels, and there are `items` of them.
-// An item is a group of columns in a band of rows of an image.
+// An item is a group of columns in a band of rows of an image. queue_kernel numbers its threads through, and `items` is
+// how many there are in all.
 struct Strip {
   int lanes, items;
   int chunks;  // of channels
   int groups, bands, band_rows;
   int w_pitch;
+  int queue_shape;  // of kQueueShapes
   int64_t blocks;
   int smem_bytes;
 };
+
+// What a thread of queue_kernel owns, the steps that it has under way, and the blocks that its registers leave room for
+// on an SM. Those have up to 96 KB under way, a third of it or more twice, as neighbours' windows overlap.
+struct QueueShape {
+  int taps, stride, channels, columns, depth, blocks_per_sm;
+
+  MODELNEW_HOST_DEVICE constexpr int window() const { return (columns - 1) * stride + taps; }
+  MODELNEW_HOST_DEVICE constexpr int open() const { return (taps + stride - 1) / stride; }
+  MODELNEW_HOST_DEVICE constexpr int slot_bytes() const { return stride * window() * kThreads * channels * 2; }
+  MODELNEW_HOST_DEVICE constexpr int queue_bytes() const { return depth * slot_bytes(); }
+};
+constexpr QueueShape kQueueShapes[] = {{3, 1, 4, 4, 4, 4}, {3, 1, 2, 4, 4, 6}, {3, 2, 4, 4, 2, 4}, {3, 2, 2, 4, 2, 6},
+                                       {5, 1, 2, 4, 4, 4}, {5, 2, 2, 4, 2, 4}, {7, 1, 2, 2, 4, 3}};
+constexpr int kQueueShapeCount = sizeof(kQueueShapes) / sizeof(kQueueShapes[0]);
 
 struct Params {
   const void *in_ptr, *w_ptr, *bias_ptr;
@@ -722,9 +739,9 @@ __device__ inline void load_window(float (&x_frag)[Config::WINDOW], const typena
   }
 }
 
-// exact_sum, from global memory. `w` points at one channel's filter.
-template <typename Storage>
-__device__ inline float exact_sum_of_pixel(const Storage* in_ptr, const float* w, int tap_pitch, const Params& params,
+// exact_sum, from global memory. `w` points at the first tap of one channel's filter.
+template <typename Storage, typename Weight>
+__device__ inline float exact_sum_of_pixel(const Storage* in_ptr, const Weight* w, int tap_pitch, const Params& params,
                                            int p, int q) {
   float acc = 0, total = 0;
   int terms = 0;
@@ -736,7 +753,7 @@ __device__ inline float exact_sum_of_pixel(const Storage* in_ptr, const float* w
     for (int s = 0; s < params.columns.taps; ++s) {
       const int column = q * params.columns.stride + s * params.columns.dilation + params.columns.origin;
       if (!is_within(column, params.columns.inputs)) continue;
-      acc += w[(r * params.columns.taps + s) * tap_pitch] *
+      acc += widen(w[(r * params.columns.taps + s) * tap_pitch]) *
              widen(in_ptr[row * params.in_stride[2] + column * params.in_stride[3]]);
       if (++terms % kChunk == 0) add_chunk(acc, total);
     }
@@ -1258,6 +1275,193 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_kernel
   for (; step < outputs_p; ++step) end_step(step);
 }
 
+// ---- queue_kernel ----
+//
+// pixels_kernel for 16-bit tensors. So many bytes have to be under way that registers do not hold them: each thread
+// copies its own windows into shared memory, DEPTH steps ahead, and reads nothing but what it has copied, so that it
+// waits for nobody. Threads are numbered through, lanes first: all are busy, however many lanes there are.
+//
+//      queue    [slot][row of a step][column of the window][thread]    CHANNELS elements each: no bank conflicts
+//      w        [channel][tap] as in memory, of the block's channels
+//
+// Columns that two threads read come from L1 the second time, as both belong to one block.
+template <int SHAPE, typename Storage_>
+struct QueueConfig {
+  using Storage = Storage_;
+  static constexpr QueueShape kShape = kQueueShapes[SHAPE];
+  static constexpr int BYTES = kShape.channels * sizeof(Storage);  // of a copy
+  static_assert(kShape.taps * kShape.taps <= kChunk, "an output is one chunk");
+  static_assert(BYTES == 4 || BYTES == 8, "what copies by way of L1 take");
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(kThreads, Config::kShape.blocks_per_sm) queue_kernel(const Params params) {
+  using Storage = typename Config::Storage;
+  constexpr QueueShape kShape = Config::kShape;
+  constexpr int TAPS = kShape.taps, STRIDE = kShape.stride, CHANNELS = kShape.channels, OPEN = kShape.open();
+  constexpr int COLUMNS = kShape.columns, WINDOW = kShape.window(), DEPTH = kShape.depth, BYTES = Config::BYTES;
+  constexpr int SLOT_BYTES = kShape.slot_bytes(), QUEUE_BYTES = kShape.queue_bytes(), FILTER = TAPS * TAPS;
+  using Channels = Pack<Storage, CHANNELS>;
+  extern __shared__ __align__(16) unsigned char modelnew_smem[];
+  const Storage* const w_smem = reinterpret_cast<const Storage*>(modelnew_smem + QUEUE_BYTES);
+
+  // The thread's channels, columns, rows and image.
+  const Strip& strip = params.strip;
+  const unsigned chunk = blockIdx.x % strip.chunks, number = blockIdx.x / strip.chunks * kThreads + threadIdx.x;
+  unsigned item = number / strip.lanes;
+  const int lane = static_cast<int>(number % strip.lanes);
+  const int first_k = static_cast<int>(chunk) * strip.lanes * CHANNELS, k = first_k + lane * CHANNELS;
+  const int q = static_cast<int>(item % strip.groups) * COLUMNS;
+  item /= strip.groups;
+  const int p = static_cast<int>(item % strip.bands) * strip.band_rows;
+  const int64_t n = item / strip.bands;
+  const bool exists = (n < params.images) & (k < params.channels);
+  const int outputs_p = exists ? least(params.rows.outputs - p, strip.band_rows) : 0;
+  const int outputs_q = least(params.columns.outputs - q, COLUMNS);
+
+  // Steps above the image that complete no output of the band are left out, those below it are no copies.
+  const int first_row = p * STRIDE + params.rows.origin, first_column = q * STRIDE + params.columns.origin;
+  const int skipped = first_row < 0 ? least(-first_row / STRIDE, OPEN - 1) : 0;
+  int step = 1 - OPEN + skipped, row = first_row + skipped * STRIDE;
+  unsigned columns_inside = 0;  // BYTES for each column of the window, a bit each
+#pragma unroll
+  for (int j = 0; j < WINDOW; ++j)
+    columns_inside |= is_within(first_column + j, params.columns.inputs) ? static_cast<unsigned>(BYTES) << j : 0u;
+  const int64_t row_stride = params.in_stride[2], column_stride = params.in_stride[3];
+  const Storage* const in_ptr = static_cast<const Storage*>(params.in_ptr) + n * params.in_stride[0] + k;
+  const Storage* row_ptr = in_ptr + (row * row_stride + first_column * column_stride);
+  const uint64_t policy = hopper::evict_first();
+  const uint32_t queue_smem = hopper::smem_address(modelnew_smem) + threadIdx.x * BYTES;
+
+  int to_order = outputs_p - step;  // steps
+  if (row + to_order * STRIDE > params.rows.inputs + STRIDE - 1)
+    to_order = most((params.rows.inputs + STRIDE - 1 - row) / STRIDE, 0);
+  if (!exists) to_order = 0;
+  const int behind = step + to_order;  // the first step that is no copy
+  const auto order = [&](int slot) {
+    if (to_order > 0) {
+      --to_order;
+#pragma unroll
+      for (int a = 0; a < STRIDE; ++a, ++row, row_ptr += row_stride) {
+        const unsigned inside = is_within(row, params.rows.inputs) ? columns_inside : 0;
+#pragma unroll
+        for (int j = 0; j < WINDOW; ++j)
+          hopper::copy_async<BYTES>(queue_smem + slot + (a * WINDOW + j) * kThreads * BYTES,
+                                    row_ptr + j * column_stride, static_cast<int>(inside >> j & BYTES), policy);
+      }
+    }
+    hopper::copies_commit();
+  };
+  {
+    const int packs = least(strip.lanes, params.channels / CHANNELS - static_cast<int>(chunk) * strip.lanes) * FILTER;
+    const Channels* const w_ptr =
+        reinterpret_cast<const Channels*>(static_cast<const Storage*>(params.w_ptr) + int64_t{first_k} * FILTER);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < packs; i += kThreads)
+      hopper::copy_async<BYTES>(hopper::smem_address(w_smem) + i * BYTES, w_ptr + i, BYTES, policy);
+  }
+#pragma unroll 1
+  for (int slot = 0; slot < DEPTH; ++slot) order(slot * SLOT_BYTES);
+  float bias[CHANNELS];
+#pragma unroll
+  for (int v = 0; v < CHANNELS; ++v) bias[v] = exists ? load_bias<Storage>(params, k + v) : 0.f;
+  hopper::copies_wait<DEPTH - 1>();
+  __syncthreads();  // everybody's part of w is there
+  if (!exists) return;
+
+  float w_frag[CHANNELS][FILTER];
+  float finite = 0;  // or NaN, if a weight is not
+  {
+    const Channels* const w = reinterpret_cast<const Channels*>(w_smem + lane * CHANNELS * FILTER);
+    Storage weight[CHANNELS * FILTER];
+#pragma unroll
+    for (int i = 0; i < FILTER; ++i) {
+      const Channels pack = w[i];
+#pragma unroll
+      for (int v = 0; v < CHANNELS; ++v) weight[i * CHANNELS + v] = pack.element[v];
+    }
+#pragma unroll
+    for (int v = 0; v < CHANNELS; ++v)
+#pragma unroll
+      for (int tap = 0; tap < FILTER; ++tap) {
+        // Both values and a choice: an index that is chosen would put them into local memory.
+        const float forward = widen(weight[v * FILTER + tap]), turned = widen(weight[v * FILTER + FILTER - 1 - tap]);
+        w_frag[v][tap] = params.flipped ? turned : forward;
+        finite += w_frag[v][tap] * 0.f;
+      }
+  }
+  Storage* out_row = static_cast<Storage*>(params.out_ptr) + n * params.out_stride[0] + k +
+                     (p * params.out_stride[2] + q * params.out_stride[3]);
+  if (finite != 0) {
+    hopper::copies_wait<0>();  // nothing comes behind the block's end
+    const int tap_pitch = params.flipped ? -1 : 1;
+#pragma unroll 1
+    for (int v = 0; v < CHANNELS; ++v) {
+      const Storage* const w = w_smem + ((lane * CHANNELS + v) * FILTER + (params.flipped ? FILTER - 1 : 0));
+      const float bias_of_channel = load_bias<Storage>(params, k + v);
+#pragma unroll 1
+      for (int i = 0; i < outputs_p; ++i)
+#pragma unroll 1
+        for (int j = 0; j < outputs_q; ++j)
+          narrow(exact_sum_of_pixel(in_ptr + v, w, tap_pitch, params, p + i, q + j) + bias_of_channel,
+                 out_row[i * params.out_stride[2] + j * params.out_stride[3] + v]);
+    }
+    return;
+  }
+
+  float acc[OPEN][COLUMNS][CHANNELS] = {};
+  const auto end_step = [&] {
+    if (step >= 0) {
+#pragma unroll
+      for (int j = 0; j < COLUMNS; ++j) {
+        float output[CHANNELS];
+#pragma unroll
+        for (int v = 0; v < CHANNELS; ++v) output[v] = acc[0][j][v] + bias[v];
+        Channels outputs;
+        narrow_all(output, outputs);
+        if (j < outputs_q) *reinterpret_cast<Channels*>(out_row + j * params.out_stride[3]) = outputs;
+      }
+      out_row += params.out_stride[2];
+    }
+#pragma unroll
+    for (int m = 0; m < OPEN; ++m)
+#pragma unroll
+      for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+        for (int v = 0; v < CHANNELS; ++v) acc[m][j][v] = m + 1 < OPEN ? acc[m + 1 < OPEN ? m + 1 : 0][j][v] : 0.f;
+    ++step;
+  };
+  int slot = 0;
+#pragma unroll 1
+  while (step < behind) {
+    hopper::copies_wait<DEPTH - 1>();
+    const Channels* const x_smem = reinterpret_cast<const Channels*>(modelnew_smem + slot) + threadIdx.x;
+    Channels x_frag[STRIDE][WINDOW];
+#pragma unroll
+    for (int a = 0; a < STRIDE; ++a)
+#pragma unroll
+      for (int j = 0; j < WINDOW; ++j) x_frag[a][j] = x_smem[(a * WINDOW + j) * kThreads];
+    order(slot);
+    slot = slot + SLOT_BYTES == QUEUE_BYTES ? 0 : slot + SLOT_BYTES;
+#pragma unroll
+    for (int a = 0; a < STRIDE; ++a)
+#pragma unroll
+      for (int m = OPEN - 1; m >= 0; --m)
+        if (a + m * STRIDE < TAPS)
+#pragma unroll
+          for (int s = 0; s < TAPS; ++s)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+              for (int v = 0; v < CHANNELS; ++v)
+                acc[OPEN - 1 - m][j][v] +=
+                    w_frag[v][(a + m * STRIDE) * TAPS + s] * widen(x_frag[a][j * STRIDE + s].element[v]);
+    end_step();
+  }
+#pragma unroll 1
+  while (step < outputs_p) end_step();
+}
+
 // ---- pixels_any_kernel ----
 //
 // Lanes own neighbouring channels, a thread COLUMNS outputs of a row and one after the other all rows of its band.
@@ -1374,7 +1578,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_any_ke
 
 // ---- Plans ----
 
-enum class Kernel { kPlanes, kPlanesAny, kRing, kPixels, kPixelsAny };
+enum class Kernel { kPlanes, kPlanesAny, kRing, kPixels, kPixelsAny, kQueue };
 
 struct Plan {
   bool exists;
@@ -1556,6 +1760,7 @@ struct Wish {
   int band_rows, planes;
   bool tiles;  // not ring_kernel
   int steps, slots, parts, split_rows;
+  int queue_shape;  // the number of one, and one more
   RingModel model;
 };
 
@@ -1859,12 +2064,97 @@ inline Strip choose_strip(const Problem& problem, Operator op, int channels, boo
   return best;
 }
 
-// `aligned`: the tensors begin where vectors may.
-inline Plan make_plan(const Problem& problem, Operator op, bool aligned, const Wish& wish = {}) {
+// Whether a shape of queue_kernel is for a problem whose tensors and filters begin where vectors may.
+inline bool queue_takes(const QueueShape& shape, const Problem& problem, Operator op) {
+  const Axis rows = row_axis(problem, op), columns = column_axis(problem, op);
+  const bool w_packed = problem.w_stride[0] == problem.R * problem.S && problem.w_stride[2] == problem.S &&
+                        problem.w_stride[3] == 1;
+  return element_bytes(problem.dtype) == 2 && w_packed && problem.K == problem.C && is_windowed(rows, columns) &&
+         rows.taps == shape.taps && rows.stride == shape.stride && problem.C % shape.channels == 0 &&
+         is_multiple(problem.x_stride, 13, shape.channels) && is_multiple(problem.y_stride, 13, shape.channels);
+}
+
+// Cycles. Memory, or the blocks that an SM has room for: each waits for its steps or multiplies. Fitted to 489
+// strips of 19 problems of 32 images (H100, 2026-11-27): the one of choice took 1.6% longer than the best one, on
+// average, 7% at worst.
+inline double queue_cost(const QueueShape& shape, const Problem& problem, const Axis& rows, const Axis& columns,
+                         const Strip& strip) {
+  constexpr double kLaunch = 15500;  // of whatever kernel, and until the first bytes are there
+  constexpr double kLatency = 1650;  // of memory under load
+  constexpr double kBytes = 9.4;     // from and to memory, a cycle
+  constexpr double kHalo = 0.69;     // of rows that two bands read: the rest comes from the L2 cache
+  constexpr double kCopy = 13.6;     // instructions for a pixel of a window, but one for each channel
+  constexpr double kWeight = 16;     // instructions for the weights that a thread copies for its block, each tap
+  constexpr double kStall = 0.84;    // cycles from one instruction of a warp to its next one
+  const double taps = static_cast<double>(rows.taps) * columns.taps, steps = strip.band_rows + shape.open() - 1;
+  const double a_step =
+      shape.columns * shape.channels * (taps + 2) + (kCopy + shape.channels) * shape.window() * shape.stride;
+  const double copied = kWeight * strip.lanes * taps / kThreads, widened = 2 * shape.channels * taps;
+  const double instructions = copied + widened + steps * a_step;
+  const double waiting = kLatency + 2 * copied + widened + steps * std::max(kStall * a_step, kLatency / shape.depth);
+
+  const int resident = std::min(shape.blocks_per_sm, 227 * 1024 / (strip.smem_bytes + 1024));
+  const double all = static_cast<double>(strip.blocks) / kMultiprocessors;  // blocks of an SM
+  const double active = std::min<double>(resident, std::max(1.0, all)), rounds = all / active;
+  // Of few rounds, the last one is not full.
+  const double blocks =
+      (rounds > 4 ? rounds : (std::ceil(rounds) + rounds) / 2) * std::max(active * instructions, waiting);
+
+  const double pixels = 2.0 * static_cast<double>(problem.N) * problem.C;  // bytes of one, in all images
+  const double read = strip.bands * ((strip.band_rows - 1.0) * rows.stride + rows.taps) / rows.inputs;  // times
+  const double in_bytes = pixels * rows.inputs * columns.inputs * (1 + kHalo * std::max(0.0, read - 1));
+  const double out_bytes = pixels * rows.outputs * columns.outputs;
+  const double memory = (in_bytes + out_bytes) / kMultiprocessors / kBytes;
+  return kLaunch + std::cbrt(blocks * blocks * blocks + memory * memory * memory);
+}
+
+// As choose_strip. Few lanes waste nothing, so that they may be any divisor of all: of at least two sectors and, as
+// their filters have to come first, at most 48.
+inline Strip choose_queue(const Problem& problem, Operator op, const Wish& wish, double& best_cost) {
+  constexpr int kMostLanes = 48;
+  const Axis rows = row_axis(problem, op), columns = column_axis(problem, op);
+  const int taps = rows.taps * columns.taps;
+  Strip best{};
+  best_cost = -1;
+  for (int number = 0; number < kQueueShapeCount; ++number) {
+    const QueueShape& shape = kQueueShapes[number];
+    if (!queue_takes(shape, problem, op) || (wish.queue_shape > 0 && wish.queue_shape != number + 1)) continue;
+    Strip strip{};
+    strip.queue_shape = number;
+    strip.groups = static_cast<int>(ceil_div(columns.outputs, shape.columns));
+    const int all_lanes = problem.C / shape.channels, least_lanes = std::min(32 / shape.channels, all_lanes);
+    for (int lanes = std::min(kMostLanes, all_lanes); lanes >= least_lanes; --lanes) {
+      strip.lanes = lanes;
+      strip.chunks = static_cast<int>(ceil_div(all_lanes, lanes));
+      strip.smem_bytes = shape.queue_bytes() + lanes * shape.channels * taps * 2;
+      const int bytes_wide = lanes * shape.channels * 2;  // whole lines are best, then whole sectors
+      const double shared = strip.chunks == 1 || bytes_wide % 128 == 0 ? 1 : bytes_wide % 32 == 0 ? 1.006 : 1.05;
+      for (int part = 0; (strip.band_rows = band_candidate(rows.outputs, part, wish.band_rows)) != 0; ++part) {
+        strip.bands = static_cast<int>(ceil_div(rows.outputs, strip.band_rows));
+        const int64_t items = problem.N * strip.bands * strip.groups;
+        strip.blocks = ceil_div(items * lanes, kThreads) * strip.chunks;
+        if (items * lanes > kMostBlocks - kThreads || strip.blocks > kMostBlocks) continue;
+        strip.items = static_cast<int>(items);
+        const double cost = queue_cost(shape, problem, rows, columns, strip) * shared;
+        if (best_cost < 0 || cost < best_cost) best = strip, best_cost = cost;
+      }
+    }
+  }
+  return best;
+}
+
+// `aligned`: the tensors begin where vectors may, `w_aligned`: so do the filters.
+inline Plan make_plan(const Problem& problem, Operator op, bool aligned, const Wish& wish = {}, bool w_aligned = true) {
   Plan plan{};
   const Axis rows = row_axis(problem, op), columns = column_axis(problem, op);
   plan.slides = columns.stride == 1;
   if (is_channels_last(problem)) {
+    if (aligned && w_aligned) {
+      plan.kernel = Kernel::kQueue;
+      plan.strip = choose_queue(problem, op, wish, plan.cost);
+      plan.exists = plan.cost >= 0;
+      if (plan.exists) return plan;
+    }
     const int channels = window_channels(problem, op, aligned);
     plan.kernel = channels > 0 ? Kernel::kPixels : Kernel::kPixelsAny;
     plan.strip = choose_strip(problem, op, channels, plan.slides, wish, plan.cost);
@@ -1903,9 +2193,10 @@ inline Plan make_plan(const Problem& problem, Operator op, bool aligned, const W
 
 // ---- What the binding calls ----
 
-inline const Plan& plan_of(const Problem& problem, Operator op, bool aligned) {
+inline const Plan& plan_of(const Problem& problem, Operator op, bool aligned, bool w_aligned) {
   thread_local Memo<Plan> memo;
-  return memo.get(key_of(problem, op, !aligned, 0, 0), [&] { return make_plan(problem, op, aligned); });
+  return memo.get(key_of(problem, op, !aligned, !w_aligned, 0),
+                  [&] { return make_plan(problem, op, aligned, {}, w_aligned); });
 }
 
 inline const char* refusal(const Problem& problem, Operator op) {
@@ -1956,6 +2247,16 @@ inline void run_pixels(const Params& params, cudaStream_t stream) {
       <<<static_cast<unsigned>(params.strip.blocks), kThreads, params.strip.smem_bytes, stream>>>(params);
 }
 
+template <int SHAPE, typename Storage>
+inline void run_queue(const Params& params, cudaStream_t stream) {
+  // float is never asked for: the plan is for 16 bits.
+  if constexpr (sizeof(Storage) == 2 && SHAPE < kQueueShapeCount) {
+    if (params.strip.queue_shape != SHAPE) return run_queue<SHAPE + 1, Storage>(params, stream);
+    const unsigned blocks = static_cast<unsigned>(params.strip.blocks);
+    queue_kernel<QueueConfig<SHAPE, Storage>><<<blocks, kThreads, params.strip.smem_bytes, stream>>>(params);
+  }
+}
+
 template <typename Config>
 inline void run_pixels_any(const Params& params, cudaStream_t stream) {
   pixels_any_kernel<Config>
@@ -1986,6 +2287,8 @@ inline void run(const Plan& plan, const Params& params, cudaStream_t stream) {
              : variant == 51 ? run_pixels<PixelsConfig<5, 1, 1, Storage>>(params, stream)
              : variant == 52 ? run_pixels<PixelsConfig<5, 2, 1, Storage>>(params, stream)
                              : run_pixels<PixelsConfig<7, 1, 1, Storage>>(params, stream);
+    case Kernel::kQueue:
+      return run_queue<0, Storage>(params, stream);
     case Kernel::kPixelsAny:
       return plan.slides ? run_pixels_any<PixelsAnyConfig<Storage, true>>(params, stream)
                          : run_pixels_any<PixelsAnyConfig<Storage, false>>(params, stream);
@@ -2037,13 +2340,14 @@ inline bool is_aligned(Operator op, const Pointers& pointers) {
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
-  return launch_planned(op, problem, pointers, plan_of(problem, op, is_aligned(op, pointers)), stream);
+  const bool w_aligned = reinterpret_cast<uint64_t>(pointers.w) % 8 == 0;
+  return launch_planned(op, problem, pointers, plan_of(problem, op, is_aligned(op, pointers), w_aligned), stream);
 }
 
 #endif  // launchers
 
 inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
-  const Plan& plan = plan_of(problem, op, true);
+  const Plan& plan = plan_of(problem, op, true, true);
   const Tile& tile = plan.tile;
   const Strip& strip = plan.strip;
   static constexpr const char* kStores[] = {"vectors", "runs", "single elements"};
@@ -2065,9 +2369,14 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
         static_cast<long long>(problem.N), plan.ring.smem_bytes, static_cast<long long>(plan.ring.blocks));
   else
     snprintf(text, text_size, "%s: %d lanes of %d channels, bands of %d rows, %d bytes of shared memory, %lld blocks",
-             plan.kernel == Kernel::kPixels ? "pixels" : "pixels_any", strip.lanes,
-             plan.kernel == Kernel::kPixels ? window_channels(problem, op, true) : 1, strip.band_rows, strip.smem_bytes,
-             static_cast<long long>(strip.blocks));
+             plan.kernel == Kernel::kQueue    ? "queue"
+             : plan.kernel == Kernel::kPixels ? "pixels"
+                                              : "pixels_any",
+             strip.lanes,
+             plan.kernel == Kernel::kQueue    ? kQueueShapes[strip.queue_shape].channels
+             : plan.kernel == Kernel::kPixels ? window_channels(problem, op, true)
+                                              : 1,
+             strip.band_rows, strip.smem_bytes, static_cast<long long>(strip.blocks));
 }
 
 #endif  // host
