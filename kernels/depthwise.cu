@@ -147,7 +147,7 @@ struct QueueShape {
   MODELNEW_HOST_DEVICE constexpr int queue_bytes() const { return depth * slot_bytes(); }
 };
 constexpr QueueShape kQueueShapes[] = {{3, 1, 4, 4, 4, 4}, {3, 1, 2, 4, 4, 6}, {3, 2, 4, 4, 2, 4}, {3, 2, 2, 4, 2, 6},
-                                       {5, 1, 2, 4, 4, 4}, {5, 2, 2, 4, 2, 4}, {7, 1, 2, 2, 4, 3}};
+                                       {5, 1, 2, 4, 4, 4}, {5, 2, 2, 4, 2, 4}, {7, 1, 2, 2, 4, 3}, {7, 2, 2, 2, 2, 3}};
 constexpr int kQueueShapeCount = sizeof(kQueueShapes) / sizeof(kQueueShapes[0]);
 
 struct Params {
@@ -2069,9 +2069,12 @@ inline bool queue_takes(const QueueShape& shape, const Problem& problem, Operato
   const Axis rows = row_axis(problem, op), columns = column_axis(problem, op);
   const bool w_packed = problem.w_stride[0] == problem.R * problem.S && problem.w_stride[2] == problem.S &&
                         problem.w_stride[3] == 1;
-  return element_bytes(problem.dtype) == 2 && w_packed && problem.K == problem.C && is_windowed(rows, columns) &&
-         rows.taps == shape.taps && rows.stride == shape.stride && problem.C % shape.channels == 0 &&
-         is_multiple(problem.x_stride, 13, shape.channels) && is_multiple(problem.y_stride, 13, shape.channels);
+  const auto is_for = [&](const Axis& axis) {
+    return axis.taps == shape.taps && axis.stride == shape.stride && axis.dilation == 1;
+  };
+  return element_bytes(problem.dtype) == 2 && w_packed && problem.K == problem.C && is_for(rows) && is_for(columns) &&
+         problem.C % shape.channels == 0 && is_multiple(problem.x_stride, 13, shape.channels) &&
+         is_multiple(problem.y_stride, 13, shape.channels);
 }
 
 // Cycles. Memory, or the blocks that an SM has room for: each waits for its steps or multiplies. Fitted to 489
