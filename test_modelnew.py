@@ -8664,9 +8664,11 @@ def test_wgrad_yields_with_few_channels_and_little_work(wgrad_plans):
 
 def test_wgrad_describes_its_configuration(wgrad_plans):
     text = wgrad_plans.says("describe", "wgrad", Case(256, 512, 7, 7, 2048, 1, 1))
-    assert text == "8 x 4 tiles of 256 output channels x 128 weights, 4 splits of the pixels, x and dy copied"
+    tiles, estimate = text.split(", about ")
+    assert tiles == "8 x 4 tiles of 256 output channels x 128 weights, 4 splits of the pixels, x and dy copied"
+    assert re.fullmatch(r"[\d.e+-]+ Mcycles", estimate)
     text = wgrad_plans.says("describe", "wgrad", Case(1, 64, 9, 9, 64, 3, 3))
-    assert text.endswith(" splits of the pixels, in two parts, x and dy copied")
+    assert " splits of the pixels, in two parts, x and dy copied, about " in text
 
 
 # The strided engine, whose parts direct computes ----------------------------------------------------------------------
@@ -10560,12 +10562,13 @@ extern "C" int tma_wgrad_run(int, const int64_t* fields, void* const* pointers, 
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   Plan plan;
   if (!make_plan(problem, 3, {address(pointers[0]), address(pointers[3])}, plan, channels, blocks, parts)) return -1;
-  std::vector<float> sums(sums_of(plan) + 4, std::numeric_limits<float>::quiet_NaN());
+  const int64_t bytes = sum_bytes(plan) + copied_bytes(problem, plan);
+  std::vector<float> room(bytes / 4 + 4, std::numeric_limits<float>::quiet_NaN());
   Pointers all{};
   all.x = pointers[0];
   all.dy = pointers[3];
   all.out = pointers[4];
-  all.workspace = sums.data() + (16 - address(sums.data()) % 16) % 16 / 4;
+  all.workspace = room.data() + (16 - address(room.data()) % 16) % 16 / 4;
   return simt_run(seed, false, [&] {
     return problem.dtype == DType::kFloat16 ? run<Half>(problem, plan, all, nullptr)
                                             : run<BFloat16>(problem, plan, all, nullptr);
@@ -10585,6 +10588,15 @@ TMA_WGRAD_MUTATIONS = {
     "leaves sums of no stage as they are": ("if (!keep) {", "if (!keep && !MUTATED) {"),
     "adds up all parts but one": ("part < params.parts;", "part < params.parts - MUTATED;"),
     "takes another tap": ("move_w[i] = s * params.dilation_w;", "move_w[i] = (MUTATED ? 0 : s) * params.dilation_w;"),
+    "copies before the tile is there": left_out("__syncthreads();  // the tile is there"),
+    "copies dy over x": (
+        "to += hopper::copied_bytes(problem.N",
+        "to += MUTATED ? 0 : hopper::copied_bytes(problem.N",
+    ),
+    "copies the first channels only": (
+        "if (channel < params.channels && pixel",
+        "if (channel < (MUTATED ? 8 : params.channels) && pixel",
+    ),
 }
 
 
@@ -10609,6 +10621,32 @@ TMA_WGRAD_SHIM_CASES = [
     Case(3, 72, 9, 4, 8, 3, 3, stride=(2, 2), padding=(1, 0)),
     Case(3, 16, 3, 9, 8, 1, 1, stride=(8, 2)),
 ]
+# Channels that are no multiples of 8, which planes alone may have.
+TMA_WGRAD_SHIM_PLANES = [
+    *TMA_WGRAD_SHIM_CASES[:5],
+    Case(2, 13, 9, 8, 67, 3, 3, padding=(1, 1)),
+    Case(3, 3, 12, 7, 5, 3, 2, stride=(2, 1)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(TMA_WGRAD_SHIM_PLANES)))
+def test_tma_wgrad_shim_exact_from_planes(tma_wgrad_shim, number):
+    case = TMA_WGRAD_SHIM_PLANES[number]
+    for seed, (channels, blocks) in enumerate(itertools.product((128, 64), (1, 3))):
+        fault = tma_wgrad_shim.fault("wgrad", case, "contiguous", 10 * number + seed, channels=channels, blocks=blocks)
+        assert fault == "", f"{case}, {channels}, {blocks}: {fault}"
+
+
+@pytest.mark.parametrize("pixels", ["x", "dy"])
+def test_tma_wgrad_shim_exact_from_planes_and_pixels(tma_wgrad_shim, pixels):
+    """One of the two is copied."""
+    case = TMA_WGRAD_SHIM_CASES[0]
+    tensors = make_tensors(case, torch.float16, integers)
+    expected = references(case, tensors)["wgrad"].half()
+    tensors[pixels] = VIEWS["channels_last"](tensors[pixels])
+    out = torch.full_like(expected, math.nan)
+    assert tma_wgrad_shim.run("wgrad", case, tensors, out) == ""
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("number", range(len(TMA_WGRAD_SHIM_CASES)))
@@ -10628,8 +10666,9 @@ def test_tma_wgrad_shim_sees_what_is_missing(tma_wgrad_shim, mutation):
         case = Case(9, 24, 9, 10, 72, 3, 3, padding=(1, 1))
         one_stage = Case(1, 24, 5, 5, 72, 3, 3, padding=(1, 1))  # for two warpgroups by turns
         runs = [(case, 64, 1), (case, 64, 3), (case, 128, 1), (one_stage, 64, 1)]
+        layout = "contiguous" if mutation.startswith("copies") else "channels_last"
         return all(
-            tma_wgrad_shim.fault("wgrad", case, "channels_last", seed, channels=channels, blocks=blocks) == ""
+            tma_wgrad_shim.fault("wgrad", case, layout, seed, channels=channels, blocks=blocks) == ""
             for seed, (case, channels, blocks) in itertools.product(range(1, 4), runs)
         )
 
@@ -11287,6 +11326,8 @@ static std::string fault_of_jobs(const Problem& problem, const Plan& plan) {
 static void note(const Plan& plan) {
   if (simt_mutation != 0) return;  // kinds are those of the engine as it is
   seen.insert("tile of " + std::to_string(plan.channels) + " x " + std::to_string(plan.blocks));
+  if (plan.copies_x && plan.copies_dy) seen.insert("copies of both");
+  if (plan.copies_x != plan.copies_dy) seen.insert("a copy of one");
   if (plan.parts > 1) seen.insert("parts");
   if (plan.jobs > plan.grid) seen.insert("several jobs");
   const int64_t most = kMostChained * plan.parts * sums_of_part(plan);
@@ -11324,12 +11365,18 @@ const char* tma_wgrad_fault(int, const int64_t* fields, uint64_t x, uint64_t dy,
   const hopper::Axis of_x[2] = {{p.W, p.Q, p.S, p.Q == 1 ? 1 : p.stride_w, p.pad_w, p.dilation_w},
                                 {p.H, p.P, p.R, p.P == 1 ? 1 : p.stride_h, p.pad_h, p.dilation_h}};
   const hopper::Axis of_dy[2] = {{p.Q, p.Q, 1, 1, 0, 1}, {p.P, p.P, 1, 1, 0, 1}};
-  const bool may = has_pixels_for_boxes(p.x_stride, x, {p.N, p.C, p.H, p.W}) &&
-                   has_pixels_for_boxes(p.y_stride, dy, {p.N, p.K, p.P, p.Q}) &&
+  const bool in_place_x = has_pixels_for_boxes(p.x_stride, x, {p.N, p.C, p.H, p.W});
+  const bool in_place_dy = has_pixels_for_boxes(p.y_stride, dy, {p.N, p.K, p.P, p.Q});
+  const auto are_planes = [](const int64_t (&stride)[4], int rows, int columns) {
+    return (columns == 1 || stride[3] == 1) && (rows == 1 || stride[2] == columns);
+  };
+  const bool may = (in_place_x || are_planes(p.x_stride, p.H, p.W)) &&
+                   (in_place_dy || are_planes(p.y_stride, p.P, p.Q)) &&
                    fault_of_columns(columns_of_dy(p), of_dy).empty();
   const std::string fault_of_x = fault_of_columns(hopper::columns_of(of_x[0], of_x[1]), of_x);
   Plan best{};
   const bool found = make_plan(p, sms, Alignment{x, dy}, best);
+  if (found && (best.copies_x == in_place_x || best.copies_dy == in_place_dy)) return "a copy too many or too few";
   if (found != (may && fault_of_x.empty())) {
     fault = !found ? "nothing that stands in its way" : !may ? "tensors that boxes do not take" : fault_of_x;
     return fault.c_str();
@@ -11374,8 +11421,15 @@ TMA_WGRAD_PLAN_MUTATIONS = {
         "(ceil_div(pixels, kStagePixels))",
         "(std::max<int64_t>(pixels - (MUTATED ? 63 : 0) + 63, 64) / 64)",
     ),
-    "dy as if it were aligned": ("|| address.dy % 16 != 0", "|| (address.dy % 16 != 0 && !MUTATED)"),
-    "any channels of dy": ("problem.N, problem.K, problem.P", "problem.N, MUTATED ? 8 : problem.K, problem.P"),
+    "as if they were aligned": ("&& address % 16 == 0;", "&& (address % 16 == 0 || MUTATED);"),
+    "any channels of dy": (
+        "is_in_place(problem.y_stride, problem.N, problem.K,",
+        "is_in_place(problem.y_stride, problem.N, MUTATED ? 8 : problem.K,",
+    ),
+    "planes with gaps": (
+        "hopper::are_planes(stride, rows, columns) &&",
+        "(MUTATED || hopper::are_planes(stride, rows, columns)) &&",
+    ),
     "strides that are never taken": (
         "return outputs == 1 ? 1 : stride;",
         "return outputs == 1 && !MUTATED ? 1 : stride;",
@@ -11402,18 +11456,18 @@ def tma_wgrad_plans(folder: Path) -> TmaWgradPlans:
 
 TMA_WGRAD_KINDS = {
     *(f"tile of {channels} x {blocks}" for channels in (64, 128) for blocks in (1, 2, 3, 4)),
-    *("parts", "several jobs", "the longest chains"),
+    *("parts", "several jobs", "the longest chains", "copies of both", "a copy of one"),
 }
 
 
 def test_tma_wgrad_plans_are_sound(tma_wgrad_plans):
-    """Each pixel of each tile once, in short chains; in channels_last whatever boxes reach, and nothing else."""
+    """Each pixel of each tile once, in short chains; planes and, in channels_last, what boxes reach, nothing else."""
     planned, count = 0, 4000
     for seed, (case, _) in enumerate(random_tma_cases(count, seed=0)):
         fault = tma_wgrad_plans.fault("wgrad", case, seed)
         assert not fault, f"{case}, seed {seed}: {fault}"
         planned += fault is not None
-    assert planned > 0.2 * count  # half are planes
+    assert planned > 0.4 * count
     assert tma_wgrad_plans.seen() >= TMA_WGRAD_KINDS
 
 
@@ -11424,15 +11478,18 @@ def test_tma_wgrad_plan_checks_see_what_is_wrong(tma_wgrad_plans, mutation):
         assert any(tma_wgrad_plans.fault("wgrad", case, seed) for seed, (case, _) in cases)
 
 
-def test_tma_wgrad_estimates_grow_with_the_work(tma_wgrad_plans):
+@pytest.mark.parametrize("strides_of", [pixel_strides, lambda _: {}], ids=["channels_last", "contiguous"])
+def test_tma_wgrad_estimates_grow_with_the_work(tma_wgrad_plans, strides_of):
     aligned, grown, settings = [ctypes.c_uint64(0)] * 3, 0, {"dtype": torch.float16}
     for case, _ in random_tma_cases(1000, seed=1):
-        if tma_wgrad_plans("refusal", "wgrad", case, strides=pixel_strides(case), **settings) is not None:
+        if case.C % 8 or case.K % 8:
             continue
-        once = tma_wgrad_plans("cycles", "wgrad", case, *aligned, strides=pixel_strides(case), **settings)
+        if tma_wgrad_plans("refusal", "wgrad", case, strides=strides_of(case), **settings) is not None:
+            continue
+        once = tma_wgrad_plans("cycles", "wgrad", case, *aligned, strides=strides_of(case), **settings)
         for letter in "NCK":
             double = dataclasses.replace(case, **{letter: 2 * getattr(case, letter)})
-            twice = tma_wgrad_plans("cycles", "wgrad", double, *aligned, strides=pixel_strides(double), **settings)
+            twice = tma_wgrad_plans("cycles", "wgrad", double, *aligned, strides=strides_of(double), **settings)
             assert twice >= once > 0, f"{double}: {twice} after {once}"
             grown += twice > once
     assert grown > 1000
@@ -11455,8 +11512,8 @@ def test_tma_engines_describe_their_configurations(tma_plans, tma_wgrad_plans):
         if tma_wgrad_plans("refusal", "wgrad", case, **settings) is None:
             text = tma_wgrad_plans("describe", "wgrad", case, **settings)
             assert re.fullmatch(
-                r"tile of (64|128) output channels x [1-4] blocks of 64 weights, \d stages of 64 pixels and \d+ bytes, "
-                r"\d+ blocks for \d+ tiles in \d+ parts, about [\d.e+-]+ Mcycles",
+                r"((x|dy|x and dy) copied, |)tile of (64|128) output channels x [1-4] blocks of 64 weights, \d stages "
+                r"of 64 pixels and \d+ bytes, \d+ blocks for \d+ tiles in \d+ parts, about [\d.e+-]+ Mcycles",
                 text,
             ), text
             told["tma_wgrad"] += 1

@@ -1,7 +1,9 @@
 // Tensors of 16 bits in channels_last, for engines whose operands come by tensor copies (TMA): what boxes ask of a
-// tensor, and columns (im2col), which number the outputs of all images and find what a tap of each reads.
+// tensor, columns (im2col), which number the outputs of all images and find what a tap of each reads, and copies of
+// planes that lie like this.
 #pragma once
 
+#include "divisor.cuh"
 #include "hopper.cuh"
 #include "problem.cuh"
 
@@ -74,6 +76,123 @@ inline bool can_map(const Columns& columns) {
     can &= columns.farthest_tap[i] <= 255 && columns.steps[i] <= 8;
   }
   return can;
+}
+
+// ---- Copies of planes ----
+
+// [image][plane][pixel] -> [image][pixel][channel], channels filled up with zeros to a multiple of 8. A block copies 64
+// channels x 64 pixels: it reads along pixels and writes along channels.
+struct PlanesCopy {
+  const void* from_ptr;
+  void* to_ptr;
+  int64_t image, plane;  // steps
+  int pixels, channels, row_channels, vector;
+  Divisor by_tiles, by_channel_tiles;
+};
+
+constexpr int kCopyThreads = 256, kCopyTile = 64;
+constexpr int kCopyBytes = kCopyTile * (kCopyTile + 2) * 2;  // of shared memory
+constexpr int64_t kMostCopiedBytes = int64_t{512} << 20;
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+template <int VECTOR>
+__device__ __forceinline__ void copy_tile(const PlanesCopy& params, int block, uint16_t* smem) {
+  struct alignas(2 * VECTOR) Values {
+    uint16_t value[VECTOR];
+  };
+  constexpr int kPitch = kCopyTile + 2, kRuns = kCopyTile / VECTOR;
+  const int row = quotient(block, params.by_tiles), first_pixel = (block - row * params.by_tiles.divisor) * kCopyTile;
+  const int n = quotient(row, params.by_channel_tiles);
+  const int first_channel = (row - n * params.by_channel_tiles.divisor) * kCopyTile;
+  const uint16_t* const from = static_cast<const uint16_t*>(params.from_ptr) + n * params.image;
+  Values loaded[kCopyTile * kRuns / kCopyThreads];
+#pragma unroll
+  for (int i = 0; i < kCopyTile * kRuns / kCopyThreads; ++i) {
+    const int item = i * kCopyThreads + threadIdx.x, channel = first_channel + item / kRuns;
+    const int pixel = first_pixel + item % kRuns * VECTOR;
+    loaded[i] = Values{};
+    if (channel < params.channels && pixel < params.pixels)
+      loaded[i] = *reinterpret_cast<const Values*>(from + channel * params.plane + pixel);
+  }
+#pragma unroll
+  for (int i = 0; i < kCopyTile * kRuns / kCopyThreads; ++i) {
+    const int item = i * kCopyThreads + threadIdx.x;
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) smem[item / kRuns * kPitch + item % kRuns * VECTOR + v] = loaded[i].value[v];
+  }
+  __syncthreads();  // the tile is there
+  uint16_t* const to = static_cast<uint16_t*>(params.to_ptr) +
+                       (static_cast<int64_t>(n) * params.pixels + first_pixel) * params.row_channels + first_channel;
+#pragma unroll
+  for (int i = 0; i < kCopyTile * 8 / kCopyThreads; ++i) {
+    const int item = i * kCopyThreads + threadIdx.x, pixel = item / 8, channel = item % 8 * 8;
+    if (first_pixel + pixel >= params.pixels || first_channel + channel >= params.row_channels) continue;
+    uint4 piece;
+    uint32_t* const words = &piece.x;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      words[j] = smem[(channel + 2 * j) * kPitch + pixel] | smem[(channel + 2 * j + 1) * kPitch + pixel] << 16;
+    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(pixel) * params.row_channels + channel) = piece;
+  }
+}
+
+__device__ __forceinline__ void copy_planes(const PlanesCopy& params, int block, uint16_t* smem) {
+  if (params.vector == 8)
+    copy_tile<8>(params, block, smem);
+  else if (params.vector == 4)
+    copy_tile<4>(params, block, smem);
+  else if (params.vector == 2)
+    copy_tile<2>(params, block, smem);
+  else
+    copy_tile<1>(params, block, smem);
+}
+
+#endif  // device code
+
+// Values that can be moved at once, of those that are neighbours in planes.
+inline int vector_of(const int64_t (&stride)[4], int64_t images, int channels, int run, uint64_t address) {
+  const auto is = [&](int vector) {
+    return run % vector == 0 && address % (2 * vector) == 0 && (images == 1 || stride[0] % vector == 0) &&
+           (channels == 1 || stride[1] % vector == 0);
+  };
+  return is(8) ? 8 : is(4) ? 4 : is(2) ? 2 : 1;
+}
+
+inline bool are_planes(const int64_t (&stride)[4], int rows, int columns) {
+  return (stride[3] == 1 || columns == 1) && (stride[2] == columns || rows == 1);
+}
+
+// Of a copy: channels of a pixel, bytes and steps.
+inline int copied_channels(int channels) { return (channels + 7) / 8 * 8; }
+
+inline int64_t copied_bytes(int64_t images, int channels, int rows, int columns) {
+  return 2 * images * rows * columns * copied_channels(channels);
+}
+
+inline void set_copied_strides(int channels, int rows, int columns, int64_t (&stride)[4]) {
+  stride[1] = 1;
+  stride[3] = copied_channels(channels);
+  stride[2] = stride[3] * columns;
+  stride[0] = stride[2] * rows;
+}
+
+// And blocks that it takes.
+inline PlanesCopy make_planes_copy(const void* from, const int64_t (&stride)[4], int64_t images, int channels,
+                                   int64_t pixels, void* to, int64_t& blocks) {
+  const int row_channels = copied_channels(channels);
+  const int64_t pixel_tiles = ceil_div(pixels, kCopyTile), channel_tiles = ceil_div(row_channels, kCopyTile);
+  blocks = images * pixel_tiles * channel_tiles;
+  return {from,
+          to,
+          stride[0],
+          stride[1],
+          static_cast<int>(pixels),
+          channels,
+          row_channels,
+          vector_of(stride, images, channels, static_cast<int>(pixels), reinterpret_cast<uint64_t>(from)),
+          make_divisor(pixel_tiles),
+          make_divisor(channel_tiles)};
 }
 
 }  // namespace hopper

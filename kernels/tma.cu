@@ -129,9 +129,7 @@ constexpr int kSharedBytes = 232448;
 constexpr int kMostBoxSide = 256;
 constexpr int kMostSplits = 8;
 constexpr int64_t kMostSlots = 1 << 30;  // and tiles
-constexpr int64_t kMostCopiedBytes = int64_t{512} << 20;
-constexpr int kPackThreads = 256, kPackTile = 32, kCopyTile = 64;
-constexpr int kPrepareBytes = kCopyTile * (kCopyTile + 2) * 2;  // of shared memory
+constexpr int kPackThreads = hopper::kCopyThreads, kPackTile = 32;
 
 // A tile that there is a kernel for. Together: both warpgroups multiply it, of 128 channels 64 each; else they take
 // tiles by turns.
@@ -228,15 +226,6 @@ struct PackParams {
   Divisor by_own_out, by_own_in, by_merged;
   bool flipped;
   int blocks;  // of the launch; those behind them copy x
-};
-
-// Planes of x -> [image][pixel][channel], channels filled up with zeros to a multiple of 8.
-struct CopyParams {
-  const void* x_ptr;
-  void* copy_ptr;
-  int64_t image, plane;  // steps in x
-  int pixels, channels, row_channels, vector;
-  Divisor by_tiles, by_channel_tiles;
 };
 
 // A block's shared memory: where its parts start.
@@ -980,51 +969,8 @@ __device__ __forceinline__ void pack_weights(const PackParams& params, uint16_t*
   }
 }
 
-// -- Copy: 64 channels x 64 pixels, read along pixels, written along channels --
-
-template <int VECTOR>
-__device__ __forceinline__ void copy_planes(const CopyParams& params, int block, uint16_t* smem) {
-  struct alignas(2 * VECTOR) Values {
-    uint16_t value[VECTOR];
-  };
-  constexpr int kPitch = kCopyTile + 2, kRuns = kCopyTile / VECTOR;
-  const int row = quotient(block, params.by_tiles), first_pixel = (block - row * params.by_tiles.divisor) * kCopyTile;
-  const int n = quotient(row, params.by_channel_tiles);
-  const int first_channel = (row - n * params.by_channel_tiles.divisor) * kCopyTile;
-  const uint16_t* const from = static_cast<const uint16_t*>(params.x_ptr) + n * params.image;
-  Values loaded[kCopyTile * kRuns / kPackThreads];
-#pragma unroll
-  for (int i = 0; i < kCopyTile * kRuns / kPackThreads; ++i) {
-    const int item = i * kPackThreads + threadIdx.x, channel = first_channel + item / kRuns;
-    const int pixel = first_pixel + item % kRuns * VECTOR;
-    loaded[i] = Values{};
-    if (channel < params.channels && pixel < params.pixels)
-      loaded[i] = *reinterpret_cast<const Values*>(from + channel * params.plane + pixel);
-  }
-#pragma unroll
-  for (int i = 0; i < kCopyTile * kRuns / kPackThreads; ++i) {
-    const int item = i * kPackThreads + threadIdx.x;
-#pragma unroll
-    for (int v = 0; v < VECTOR; ++v) smem[item / kRuns * kPitch + item % kRuns * VECTOR + v] = loaded[i].value[v];
-  }
-  __syncthreads();  // the tile is there
-  uint16_t* const to = static_cast<uint16_t*>(params.copy_ptr) +
-                       (static_cast<int64_t>(n) * params.pixels + first_pixel) * params.row_channels + first_channel;
-#pragma unroll
-  for (int i = 0; i < kCopyTile * 8 / kPackThreads; ++i) {
-    const int item = i * kPackThreads + threadIdx.x, pixel = item / 8, channel = item % 8 * 8;
-    if (first_pixel + pixel >= params.pixels || first_channel + channel >= params.row_channels) continue;
-    uint4 piece;
-    uint32_t* const words = &piece.x;
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      words[j] = smem[(channel + 2 * j) * kPitch + pixel] | smem[(channel + 2 * j + 1) * kPitch + pixel] << 16;
-    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(pixel) * params.row_channels + channel) = piece;
-  }
-}
-
 __global__ void __launch_bounds__(kPackThreads)
-    tma_prepare_kernel(const __grid_constant__ PackParams pack, const __grid_constant__ CopyParams copy) {
+    tma_prepare_kernel(const __grid_constant__ PackParams pack, const __grid_constant__ hopper::PlanesCopy copy) {
   extern __shared__ __align__(16) uint8_t modelnew_tma_prepare_smem[];
   uint16_t* const smem = reinterpret_cast<uint16_t*>(modelnew_tma_prepare_smem);
   hopper::wait_for_prerequisites();
@@ -1032,14 +978,8 @@ __global__ void __launch_bounds__(kPackThreads)
   const int block = static_cast<int>(blockIdx.x) - pack.blocks;
   if (block < 0)
     pack_weights(pack, smem);
-  else if (copy.vector == 8)
-    copy_planes<8>(copy, block, smem);
-  else if (copy.vector == 4)
-    copy_planes<4>(copy, block, smem);
-  else if (copy.vector == 2)
-    copy_planes<2>(copy, block, smem);
   else
-    copy_planes<1>(copy, block, smem);
+    hopper::copy_planes(copy, block, smem);
 }
 
 #endif  // device code
@@ -1190,36 +1130,20 @@ inline hopper::Columns columns_of(const Correlation& of) {
                             {of.H, of.P, of.R, of.stride_h, of.pad_h, of.dilation_h});
 }
 
-// Values that can be moved at once, of those that are neighbours in planes.
-inline int vector_of(const int64_t (&stride)[4], int64_t images, int channels, int run, uint64_t address) {
-  const auto is = [&](int vector) {
-    return run % vector == 0 && address % (2 * vector) == 0 && (images == 1 || stride[0] % vector == 0) &&
-           (channels == 1 || stride[1] % vector == 0);
-  };
-  return is(8) ? 8 : is(4) ? 4 : is(2) ? 2 : 1;
-}
-
-inline bool are_planes(const int64_t (&stride)[4], int rows, int columns) {
-  return (stride[3] == 1 || columns == 1) && (stride[2] == columns || rows == 1);
-}
-
 // 1x1 filters of every pixel, of planes that boxes can take.
 inline bool may_be_direct(const Grouped& of, const Alignment& address) {
   const bool points = of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0;
   return points && of.H == of.P && of.W == of.Q &&
-         vector_of(of.in_stride, of.N, of.all_in, of.H * of.W, address.in) == 8 &&
+         hopper::vector_of(of.in_stride, of.N, of.all_in, of.H * of.W, address.in) == 8 &&
          hopper::in_eights(of.in_stride[0], of.N > 1) && hopper::in_eights(of.in_stride[1], of.all_in > 1);
 }
 
 // x as its copy is.
 inline Grouped of_copy(const Grouped& of) {
   Grouped copy = of;
-  copy.all_in = round_up(of.all_in, 8);
+  copy.all_in = hopper::copied_channels(of.all_in);
   if (of.groups == 1) copy.in_channels = copy.own_in = copy.all_in;
-  copy.in_stride[1] = 1;
-  copy.in_stride[3] = copy.all_in;
-  copy.in_stride[2] = copy.in_stride[3] * of.W;
-  copy.in_stride[0] = copy.in_stride[2] * of.H;
+  hopper::set_copied_strides(of.all_in, of.H, of.W, copy.in_stride);
   return copy;
 }
 
@@ -1259,7 +1183,7 @@ struct Search {
     if (plan.planes) {
       const bool in_pairs = plan.pitch % 2 == 0 && of.Q % plan.tile_columns == 0;
       const int run = !plan.windows ? of.P * of.Q : in_pairs ? plan.tile_columns : 1;
-      plan.out_vector = vector_of(of.out_stride, of.N, of.out_channels, run, address.out);
+      plan.out_vector = hopper::vector_of(of.out_stride, of.N, of.out_channels, run, address.out);
     }
     for (plan.splits = 1; plan.splits <= kMostSplits; plan.splits *= 2) {
       if (wishes.splits > 0 && plan.splits != wishes.splits) continue;
@@ -1317,12 +1241,12 @@ inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan
   const bool by_boxes = hopper::has_pixels_of_eights(of.out_stride, of.N, of.out_channels, of.P, of.Q) &&
                         address.out % 16 == 0;
   const bool single = int64_t{of.P} * of.Q == 1;
-  plan.planes = !(in_pixels && (by_boxes || single)) && are_planes(of.in_stride, of.H, of.W) &&
-                are_planes(of.out_stride, of.P, of.Q);
+  plan.planes = !(in_pixels && (by_boxes || single)) && hopper::are_planes(of.in_stride, of.H, of.W) &&
+                hopper::are_planes(of.out_stride, of.P, of.Q);
   plan.by_threads = plan.planes || !by_boxes;
   // Outputs may lie anywhere, as those of a part of a strided dgrad do.
-  const bool must_copy = plan.planes || (!in_pixels && are_planes(of.in_stride, of.H, of.W));
-  const bool may_be_copied = must_copy && 2 * of_copy(of).in_stride[0] * of.N <= kMostCopiedBytes;
+  const bool must_copy = plan.planes || (!in_pixels && hopper::are_planes(of.in_stride, of.H, of.W));
+  const bool may_be_copied = must_copy && hopper::copied_bytes(of.N, of.all_in, of.H, of.W) <= hopper::kMostCopiedBytes;
   const bool by_pixels = (must_copy ? may_be_copied : in_pixels) && wishes.direct != 1 && of.R * of.S <= kMostTaps &&
                          of.pad_h >= 0 && of.pad_w >= 0;
   const bool may_multiply_planes = plan.planes && wishes.direct != 0 && wishes.windows != 1 && !of.merged() &&
@@ -1431,7 +1355,7 @@ inline int64_t packed_bytes(const Grouped& of, const Plan& plan) {
 }
 
 inline int64_t copied_bytes(const Grouped& of, const Plan& plan) {
-  return plan.copied ? 2 * of.N * of.H * of.W * round_up(of.all_in, 8) : 0;
+  return plan.copied ? hopper::copied_bytes(of.N, of.all_in, of.H, of.W) : 0;
 }
 
 // Boxes start at multiples of 16 bytes, and where x is only a call tells. In channels_last one that lies elsewhere is
@@ -1631,24 +1555,15 @@ inline cudaError_t prepare(const Grouped& of, const Plan& plan, const void* in_p
   int64_t blocks = pack_tiles * of.R * of.S;
   if (blocks >= int64_t{1} << 30) return cudaErrorInvalidConfiguration;
   pack.blocks = static_cast<int>(blocks);
-  CopyParams copy{};
+  hopper::PlanesCopy copy{};
   if (plan.copied) {
-    const int pixels = of.H * of.W, row_channels = round_up(of.all_in, 8);
-    const int64_t pixel_tiles = ceil_div(pixels, kCopyTile), channel_tiles = ceil_div(row_channels, kCopyTile);
-    copy = {in_ptr,
-            workspace + packed_bytes(of, plan),
-            of.in_stride[0],
-            of.in_stride[1],
-            pixels,
-            of.all_in,
-            row_channels,
-            vector_of(of.in_stride, of.N, of.all_in, pixels, reinterpret_cast<uint64_t>(in_ptr)),
-            make_divisor(pixel_tiles),
-            make_divisor(channel_tiles)};
-    blocks += of.N * pixel_tiles * channel_tiles;
+    int64_t more = 0;
+    copy = hopper::make_planes_copy(in_ptr, of.in_stride, of.N, of.all_in, int64_t{of.H} * of.W,
+                                    workspace + packed_bytes(of, plan), more);
+    blocks += more;
   }
-  return hopper::launch_early(tma_prepare_kernel, static_cast<unsigned>(blocks), kPackThreads, kPrepareBytes, stream,
-                              pack, copy);
+  return hopper::launch_early(tma_prepare_kernel, static_cast<unsigned>(blocks), kPackThreads, hopper::kCopyBytes,
+                              stream, pack, copy);
 }
 
 template <typename Stored>

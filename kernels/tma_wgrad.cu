@@ -1,9 +1,10 @@
-// tma_wgrad engine: the gradient to the weights of 16-bit tensors in channels_last on Hopper's tensor cores. Tensor
-// copies (TMA) bring both operands from memory to where they are multiplied: no thread touches x or dy. Deterministic:
-// sums are added up in one order.
+// tma_wgrad engine: the gradient to the weights of 16-bit tensors on Hopper's tensor cores. Tensor copies (TMA) bring
+// both operands from memory to where they are multiplied: no thread touches x or dy. That takes channels_last; planes
+// are copied to it first. Deterministic: sums are added up in one order.
 //
 //   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
 //
+//   copy        x or dy in planes -> channels_last, if need be
 //   tma_wgrad   sums of parts of the pixels -> memory, in fp32
 //   add         sums of all parts -> dw
 //
@@ -53,6 +54,7 @@ constexpr int64_t kMostChained = 8192;           // pixels
 constexpr int kAddThreads = 256;
 
 struct Plan {
+  bool copies_x, copies_dy;
   int channels;     // of a tile: 128, or 64 of which warpgroups have sums of their own
   int blocks;       // of columns of a tile
   int blocks_c;     // of all input channels
@@ -167,6 +169,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const Plan& plan = params.plan;
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  hopper::wait_for_prerequisites();  // where sums of no stage at all go somebody may still read
   Ring ring;
   int turn = 0;  // of stages
 #pragma unroll 1
@@ -269,6 +272,20 @@ __global__ void __launch_bounds__(kAddThreads) tma_wgrad_add_kernel(const __grid
                                                                      r * params.w_stride[2] + s * params.w_stride[3]]);
 }
 
+__global__ void __launch_bounds__(hopper::kCopyThreads)
+    tma_wgrad_copy_kernel(const __grid_constant__ hopper::PlanesCopy x, const __grid_constant__ hopper::PlanesCopy dy,
+                          int x_blocks) {
+  extern __shared__ __align__(16) uint8_t modelnew_tma_wgrad_copy_smem[];
+  uint16_t* const smem = reinterpret_cast<uint16_t*>(modelnew_tma_wgrad_copy_smem);
+  const int block = static_cast<int>(blockIdx.x);
+  hopper::wait_for_prerequisites();
+  hopper::launch_dependents();
+  if (block < x_blocks)
+    hopper::copy_planes(x, block, smem);
+  else
+    hopper::copy_planes(dy, block - x_blocks, smem);
+}
+
 #endif  // device code
 
 #if !defined(__CUDACC_RTC__)
@@ -297,7 +314,13 @@ inline hopper::Columns columns_of_dy(const Problem& p) {
 // mean, 16% at most. How fast boxes come depends on how many there are.
 constexpr double kCallCycles = 12150, kJobCycles = 2424, kJobColumnCycles = 2.85, kStepCycles = 59, kSumCycles = 0.3;
 constexpr double kProductFactor = 1.05, kMemoryBytes = 9.3, kShorterShare = 0.29;
+constexpr double kCopyCycles = 3000, kCopiedBytes = 9.3;
 constexpr double kBoxBytes[2][kMostBlocks] = {{75, 54, 49, 41}, {64, 50, 40, 41}};  // a cycle; [channels == 128]
+
+inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
+  return (plan.copies_x ? hopper::copied_bytes(problem.N, problem.C, problem.H, problem.W) : 0) +
+         (plan.copies_dy ? hopper::copied_bytes(problem.N, problem.K, problem.P, problem.Q) : 0);
+}
 
 inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double products = plan.channels * plan.blocks * 64.0 * kStagePixels / 2048;
@@ -310,18 +333,30 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double bytes = 2 * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
   const double memory = bytes / sms / kMemoryBytes;
   const double sums = 1.0 * plan.jobs * plan.channels * plan.blocks * kBlockChannels * sums_of_part(plan);
-  return kCallCycles + std::max(multiplied, memory) + kShorterShare * std::min(multiplied, memory) +
+  const int64_t copied = copied_bytes(problem, plan);
+  const double copying = copied == 0 ? 0 : kCopyCycles + 2.0 * copied / sms / kCopiedBytes;
+  return kCallCycles + copying + std::max(multiplied, memory) + kShorterShare * std::min(multiplied, memory) +
          kSumCycles * sums / sms;
+}
+
+// Whether boxes take a tensor as it is.
+inline bool is_in_place(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns,
+                        uint64_t address) {
+  return hopper::has_pixels_of_eights(stride, images, channels, rows, columns) && address % 16 == 0;
+}
+
+inline bool can_copy(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns) {
+  return hopper::are_planes(stride, rows, columns) && int64_t{rows} * columns < 1 << 30 &&
+         hopper::copied_bytes(images, channels, rows, columns) <= hopper::kMostCopiedBytes;
 }
 
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, int forced_channels = 0,
                       int forced_blocks = 0, int forced_parts = 0) {
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
-  using hopper::has_pixels_of_eights;
-  if (!has_pixels_of_eights(problem.x_stride, problem.N, problem.C, problem.H, problem.W) || address.x % 16 != 0)
-    return false;
-  if (!has_pixels_of_eights(problem.y_stride, problem.N, problem.K, problem.P, problem.Q) || address.dy % 16 != 0)
-    return false;
+  const bool in_place_x = is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
+  const bool in_place_dy = is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
+  if (!in_place_x && !can_copy(problem.x_stride, problem.N, problem.C, problem.H, problem.W)) return false;
+  if (!in_place_dy && !can_copy(problem.y_stride, problem.N, problem.K, problem.P, problem.Q)) return false;
   if (!hopper::can_map(columns_of_x(problem))) return false;
   if (pixels >= int64_t{1} << 30 || taps * problem.C * problem.K >= int64_t{1} << 30) return false;
   bool found = false;
@@ -330,6 +365,8 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       if (forced_channels > 0 && channels != forced_channels) continue;
       if (forced_blocks > 0 && blocks != forced_blocks) continue;
       Plan plan{};
+      plan.copies_x = !in_place_x;
+      plan.copies_dy = !in_place_dy;
       plan.channels = channels;
       plan.blocks = blocks;
       plan.blocks_c = static_cast<int>(ceil_div(problem.C, kBlockChannels));
@@ -385,7 +422,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (problem.groups != 1) return "it takes one group only";
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
-  if (!plan_of(problem, Alignment{}).found) return "it takes channels_last tensors of multiples of 8 channels only";
+  if (!plan_of(problem, Alignment{}).found)
+    return "it takes planes without gaps and channels_last tensors of multiples of 8 channels only";
   return nullptr;
 }
 
@@ -393,11 +431,24 @@ inline Alignment alignment_of(const Pointers& pointers) {
   return {reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.dy)};
 }
 
+// wgrad reads planes as they are.
+inline const char* yields(const Problem& problem, Operator op) {
+  const Plan& plan = plan_of(problem, Alignment{}).plan;
+  if (!plan.copies_x && !plan.copies_dy) return nullptr;
+  if (kWgradEngine.refusal(problem, op) == nullptr && kWgradEngine.cycles(problem, op) < plan.cycles)
+    return "wgrad is faster by the estimates, as it copies less";
+  return nullptr;
+}
+
 inline int64_t sums_of(const Plan& plan) {
   return static_cast<int64_t>(plan.parts) * sums_of_part(plan) * plan.tiles_k * plan.channels * row_columns(plan);
 }
 
-// Boxes start at multiples of 16 bytes, and where tensors are only a call tells: those elsewhere are this engine's.
+// Of the workspace; copies come behind them.
+inline int64_t sum_bytes(const Plan& plan) { return static_cast<int64_t>(sizeof(float)) * sums_of(plan); }
+
+// Boxes start at multiples of 16 bytes, and where tensors are only a call tells: those elsewhere, in channels_last, are
+// this engine's.
 inline const Engine& engine_of_others(const Problem& problem, Operator op) {
   return kWgradEngine.refusal(problem, op) == nullptr ? kWgradEngine : kDirectEngine;
 }
@@ -405,7 +456,7 @@ inline const Engine& engine_of_others(const Problem& problem, Operator op) {
 inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
   const Planned& planned = plan_of(problem, alignment_of(pointers));
   if (!planned.found) return engine_of_others(problem, op).workspace_bytes(problem, op, pointers);
-  return static_cast<int64_t>(sizeof(float)) * sums_of(planned.plan);
+  return sum_bytes(planned.plan) + copied_bytes(problem, planned.plan);
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -413,7 +464,7 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
 inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const void* dy_ptr, Params& params) {
   const auto make = [&](const void* tensor, const int64_t (&stride)[4], int channels, int rows, int columns,
                         const hopper::Columns& map_columns, hopper::BoxMap& map) {
-    const uint64_t sizes[4] = {static_cast<uint64_t>(channels), static_cast<uint64_t>(columns),
+    const uint64_t sizes[4] = {static_cast<uint64_t>(hopper::copied_channels(channels)), static_cast<uint64_t>(columns),
                                static_cast<uint64_t>(rows), static_cast<uint64_t>(problem.N)};
     const uint64_t strides[3] = {hopper::step_bytes(stride[3], columns), hopper::step_bytes(stride[2], rows),
                                  hopper::step_bytes(stride[0], problem.N)};
@@ -453,8 +504,30 @@ cudaError_t run_blocks(const Params& params, const AddParams& add, cudaStream_t 
   }
 }
 
+// Copies what boxes do not take as it is: `problem` and `pointers` see the copies then.
+inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, cudaStream_t stream) {
+  uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(plan);
+  const auto make = [&](const void*& from, int64_t(&stride)[4], int channels, int rows, int columns, int64_t& blocks) {
+    const hopper::PlanesCopy made =
+        hopper::make_planes_copy(from, stride, problem.N, channels, int64_t{rows} * columns, to, blocks);
+    hopper::set_copied_strides(channels, rows, columns, stride);
+    from = to;
+    to += hopper::copied_bytes(problem.N, channels, rows, columns);
+    return made;
+  };
+  hopper::PlanesCopy x{}, dy{};
+  int64_t x_blocks = 0, dy_blocks = 0;
+  if (plan.copies_x) x = make(pointers.x, problem.x_stride, problem.C, problem.H, problem.W, x_blocks);
+  if (plan.copies_dy) dy = make(pointers.dy, problem.y_stride, problem.K, problem.P, problem.Q, dy_blocks);
+  if (x_blocks + dy_blocks == 0) return cudaSuccess;
+  return hopper::launch_early(tma_wgrad_copy_kernel, static_cast<unsigned>(x_blocks + dy_blocks), hopper::kCopyThreads,
+                              hopper::kCopyBytes, stream, x, dy, static_cast<int>(x_blocks));
+}
+
 template <typename Stored>
-cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointers, cudaStream_t stream) {
+cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream_t stream) {
+  cudaError_t error = copy(plan, problem, pointers, stream);
+  if (error != cudaSuccess) return error;
   Params params{};
   params.plan = plan;
   params.P = problem.P;
@@ -474,7 +547,7 @@ cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointe
   params.by_row = make_divisor(problem.Q);
   params.by_blocks_c = make_divisor(plan.blocks_c);
   params.by_s = make_divisor(problem.S);
-  const cudaError_t error = make_maps(problem, pointers.x, pointers.dy, params);
+  error = make_maps(problem, pointers.x, pointers.dy, params);
   if (error != cudaSuccess) return error;
   AddParams add{};
   add.sums_ptr = params.sums_ptr;
@@ -506,8 +579,12 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
 inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
   const Plan& plan = plan_of(problem, Alignment{}).plan;
   snprintf(text, text_size,
-           "tile of %d output channels x %d blocks of 64 weights, %d stages of 64 pixels and %d bytes, %d blocks for "
+           "%stile of %d output channels x %d blocks of 64 weights, %d stages of 64 pixels and %d bytes, %d blocks for "
            "%d tiles in %d parts, about %.3g Mcycles",
+           plan.copies_x && plan.copies_dy ? "x and dy copied, "
+           : plan.copies_x                 ? "x copied, "
+           : plan.copies_dy                ? "dy copied, "
+                                           : "",
            plan.channels, plan.blocks, plan.stages, plan.stage_bytes, plan.grid, plan.tiles_k * plan.tiles_e,
            plan.parts, plan.cycles * 1e-6);
 }
@@ -518,7 +595,7 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
 extern const Engine kTmaWgradEngine{"tma_wgrad",         tma_wgrad::refusal, tma_wgrad::workspace_bytes,
-                                    tma_wgrad::launch,   tma_wgrad::describe};
+                                    tma_wgrad::launch,   tma_wgrad::describe, tma_wgrad::yields};
 #endif
 
 }  // namespace modelnew

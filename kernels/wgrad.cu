@@ -1396,6 +1396,8 @@ inline const Plan& plan_of(const Problem& problem, const void* x, const void* dy
                   [&] { return make_plan(problem, x, dy, sms); });
 }
 
+inline double cycles(const Problem& problem, Operator) { return plan_of(problem, nullptr, nullptr).cycles; }
+
 // Whether what a block stores can be dw itself: one split, and weights of a filter side by side in the order of rows.
 inline bool stores_dw(const Problem& problem, const Plan& plan) {
   const int64_t C = group_c_of(problem), R = problem.R, S = problem.S;
@@ -1658,13 +1660,15 @@ inline cudaError_t launch(Operator, const Problem& problem, const Pointers& poin
 
 inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
   const Plan& plan = plan_of(problem, nullptr, nullptr);
-  snprintf(text, text_size, "%d x %d tiles of %d output channels x %d weights, %d splits of the pixels%s%s",
+  snprintf(text, text_size,
+           "%d x %d tiles of %d output channels x %d weights, %d splits of the pixels%s%s, about %.3g Mcycles",
            plan.tiles_k, plan.tiles_e, plan.tile_k, kTileE, static_cast<int>(plan.splits),
            plan.parts == 2 ? ", in two parts" : "",
            plan.prepared.copies_x && plan.prepared.copies_dy ? ", x and dy copied"
            : plan.prepared.copies_x                 ? ", x copied"
            : plan.prepared.copies_dy                ? ", dy copied"
-                                           : "");
+                                           : "",
+           plan.cycles * 1e-6);
 }
 
 #endif  // host
@@ -1673,7 +1677,7 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
 
 #if (defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)) && !defined(__CUDACC_RTC__)
 extern const Engine kWgradEngine{"wgrad",       wgrad::refusal,  wgrad::workspace_bytes,
-                                 wgrad::launch, wgrad::describe, wgrad::yields};
+                                 wgrad::launch, wgrad::describe, wgrad::yields, wgrad::cycles};
 #endif
 
 }  // namespace modelnew
