@@ -11070,7 +11070,10 @@ TMA_PLAN_MUTATIONS = {
     "clusters that wait": ("plan.tiles > room / plan.splits", "plan.tiles > (MUTATED ? sms : room) / plan.splits"),
     "x as if it were aligned": ("address.in % 16 == 0;", "(MUTATED || address.in % 16 == 0);"),
     "y as if it were aligned": ("address.out % 16 == 0;", "(MUTATED || address.out % 16 == 0);"),
-    "planes as if they were aligned": ("address % (2 * vector) == 0 &&", "(MUTATED || address % (2 * vector) == 0) &&"),
+    "planes as if they were aligned": (
+        "of.H * of.W, address.in) == 8 &&",
+        "of.H * of.W, MUTATED ? 0 : address.in) == 8 &&",
+    ),
     "runs over the ends of lines": (
         "plan.pitch % 2 == 0 && of.Q % plan.tile_columns == 0",
         "MUTATED || (plan.pitch % 2 == 0 && of.Q % plan.tile_columns == 0)",
