@@ -14759,7 +14759,7 @@ def test_gpu_tma_rounding(layout, dtype, fill):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", TMA_CASES, ids=str)
 def test_gpu_tma_gradients_are_exact(case, layout, dtype):
-    """dx by tma where there is no stride, dw by tma_wgrad in channels_last, whatever took the forward."""
+    """dx by tma where there is no stride, dw by tma_wgrad, whatever took the forward."""
     tensors = make_tensors(case, dtype, integers, "cuda")
     if layout == "channels_last":
         tensors = of_pixels(tensors)
@@ -14768,7 +14768,7 @@ def test_gpu_tma_gradients_are_exact(case, layout, dtype):
     merged = max(1, 64 // (case.K // case.groups))
     merges = case.groups == 1 or all(channels // case.groups * merged % 64 == 0 for channels in (case.C, case.K))
     engines = {"dgrad": "tma"} if case.stride == (1, 1) and in_eights and merges else {}
-    engines |= {"wgrad": "tma_wgrad"} if layout == "channels_last" and in_eights and case.groups == 1 else {}
+    engines |= {"wgrad": "tma_wgrad"} if in_eights and case.groups == 1 else {}
     for operator, engine in engines.items():
         name = OPERANDS_OF_GRADIENT[operator]
         leaf = tensors[name].detach().requires_grad_()
@@ -14794,6 +14794,26 @@ def test_gpu_tma_wgrad_rounding(dtype, fill):
             gradients = [torch.autograd.grad(y, w, tensors["dy"], retain_graph=True)[0] for _ in range(3)]
         check_bounds(case, {"wgrad": gradients[0]}, tensors, ())
         assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("case", TMA_PLANES_CASES, ids=str)
+def test_gpu_tma_wgrad_copies_planes(case, dtype):
+    """That begin anywhere; one image or channel for all; x or dy alone."""
+    views: list[dict[str, Callable]] = [{"x": functools.partial(shifted, elements=shift)} for shift in (1, 2, 4)]
+    views += [{"dy": change["x"]} for change in views]
+    views += [{"x": lambda x: x[:1].expand_as(x)}, {"x": lambda x: x[:, :1].expand_as(x)}]
+    views += [{name: VIEWS["channels_last"]} for name, size in (("x", case.C), ("dy", case.K)) if size % 8 == 0]
+    for changes in views if case.groups == 1 else []:
+        tensors = make_tensors(case, dtype, integers, "cuda")
+        tensors |= {name: change(tensors[name]) for name, change in changes.items()}
+        w = tensors["w"].detach().requires_grad_()
+        y = modelnew.conv2d(tensors["x"], w, **case.kwargs)
+        with poisoned_memory(), modelnew.force_engine("tma_wgrad"):
+            (dw,) = torch.autograd.grad(y, w, tensors["dy"])
+        check_exact(case, {"wgrad": dw}, tensors)
 
 
 @gpu
