@@ -6,7 +6,7 @@
 //   planes_kernel       other NCHW, and 5x5: planes through shared memory, sliding windows in registers
 //   planes_any_kernel   NCHW and any other strides, any filter, stride and dilation
 //   pixels_kernel       channels_last, 3x3, 5x5 and 7x7: lanes along channels, sliding windows fed from global memory
-//   queue_kernel        the same of 16 bits: windows by way of shared memory, more of them under way
+//   queue_kernel        the same of 16 bits, and 7x7 at a stride: windows by way of shared memory, more under way
 //   pixels_any_kernel   channels_last, any filter, stride and dilation
 //
 // Memory traffic bounds these problems up to 5x5, multiply-adds from 7x7 on: an H200 moves about 20 bytes in a cycle of
@@ -152,7 +152,7 @@ struct Strip {
 };
 
 // What a thread of queue_kernel owns, the steps that it has under way, and the blocks that its registers leave room for
-// on an SM. Those have up to 96 KB under way, a third of it or more twice, as neighbours' windows overlap.
+// on an SM. Those have up to 144 KB under way, part of it twice, as neighbours' windows overlap.
 struct QueueShape {
   int taps, stride, channels, columns, depth, blocks_per_sm;
 
@@ -164,6 +164,15 @@ struct QueueShape {
 constexpr QueueShape kQueueShapes[] = {{3, 1, 4, 4, 4, 4}, {3, 1, 2, 4, 4, 6}, {3, 2, 4, 4, 2, 4}, {3, 2, 2, 4, 2, 6},
                                        {5, 1, 2, 4, 4, 4}, {5, 2, 2, 4, 2, 4}, {7, 1, 2, 2, 4, 3}, {7, 2, 2, 2, 2, 3}};
 constexpr int kQueueShapeCount = sizeof(kQueueShapes) / sizeof(kQueueShapes[0]);
+constexpr int kMostQueueLanes = 48;  // of a block, as their filters have to come first
+constexpr int queue_smem_bytes(const QueueShape& shape, int lanes) {
+  return shape.queue_bytes() + lanes * shape.channels * shape.taps * shape.taps * 2;
+}
+constexpr bool queues_fit(int number) {
+  return number == kQueueShapeCount ||
+         (queue_smem_bytes(kQueueShapes[number], kMostQueueLanes) <= kSharedBytes && queues_fit(number + 1));
+}
+static_assert(queues_fit(0), "what every GPU grants");
 
 struct Params {
   const void *in_ptr, *w_ptr, *bias_ptr;
@@ -1299,7 +1308,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_kernel
 //      queue    [slot][row of a step][column of the window][thread]    CHANNELS elements each: no bank conflicts
 //      w        [channel][tap] as in memory, of the block's channels
 //
-// Columns that two threads read come from L1 the second time, as both belong to one block.
+// Columns that two threads read come from L1 the second time, but at the ends of a block.
 template <int SHAPE, typename Storage_>
 struct QueueConfig {
   using Storage = Storage_;
@@ -2126,12 +2135,10 @@ inline double queue_cost(const QueueShape& shape, const Problem& problem, const 
   return kLaunch + std::cbrt(blocks * blocks * blocks + memory * memory * memory);
 }
 
-// As choose_strip. Few lanes waste nothing, so that they may be any divisor of all: of at least two sectors and, as
-// their filters have to come first, at most 48.
+// As choose_strip. Few lanes waste nothing, so that they may be any number, of at least two sectors: a divisor of all,
+// unless others are much better, since lanes without channels cost next to nothing where memory is what counts.
 inline Strip choose_queue(const Problem& problem, Operator op, const Wish& wish, double& best_cost) {
-  constexpr int kMostLanes = 48;
   const Axis rows = row_axis(problem, op), columns = column_axis(problem, op);
-  const int taps = rows.taps * columns.taps;
   Strip best{};
   best_cost = -1;
   for (int number = 0; number < kQueueShapeCount; ++number) {
@@ -2141,19 +2148,20 @@ inline Strip choose_queue(const Problem& problem, Operator op, const Wish& wish,
     strip.queue_shape = number;
     strip.groups = static_cast<int>(ceil_div(columns.outputs, shape.columns));
     const int all_lanes = problem.C / shape.channels, least_lanes = std::min(32 / shape.channels, all_lanes);
-    for (int lanes = std::min(kMostLanes, all_lanes); lanes >= least_lanes; --lanes) {
+    for (int lanes = std::min(kMostQueueLanes, all_lanes); lanes >= least_lanes; --lanes) {
       strip.lanes = lanes;
       strip.chunks = static_cast<int>(ceil_div(all_lanes, lanes));
-      strip.smem_bytes = shape.queue_bytes() + lanes * shape.channels * taps * 2;
+      strip.smem_bytes = queue_smem_bytes(shape, lanes);
       const int bytes_wide = lanes * shape.channels * 2;  // whole lines are best, then whole sectors
       const double shared = strip.chunks == 1 || bytes_wide % 128 == 0 ? 1 : bytes_wide % 32 == 0 ? 1.006 : 1.05;
+      const double idle = 0.2 * (static_cast<double>(strip.chunks) * lanes / all_lanes - 1);
       for (int part = 0; (strip.band_rows = band_candidate(rows.outputs, part, wish.band_rows)) != 0; ++part) {
         strip.bands = static_cast<int>(ceil_div(rows.outputs, strip.band_rows));
         const int64_t items = problem.N * strip.bands * strip.groups;
         strip.blocks = ceil_div(items * lanes, kThreads) * strip.chunks;
         if (items * lanes > kMostBlocks - kThreads || strip.blocks > kMostBlocks) continue;
         strip.items = static_cast<int>(items);
-        const double cost = queue_cost(shape, problem, rows, columns, strip) * shared;
+        const double cost = queue_cost(shape, problem, rows, columns, strip) * (shared + idle);
         if (best_cost < 0 || cost < best_cost) best = strip, best_cost = cost;
       }
     }

@@ -59,6 +59,7 @@ static_assert(2 * kMultiplyingRegisters + kOrderingRegisters <= 3 * 168, "given 
 constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 8, kMostBlocks = 4;  // of columns of a tile
 constexpr int64_t kMostChained = 8192;           // pixels
+constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 constexpr int kAddThreads = 256;
 
 struct Plan {
@@ -319,7 +320,8 @@ inline hopper::Columns columns_of_dy(const Problem& p) {
 
 // Estimate, in cycles of an SM at 1.65 GHz. Constants are a fit to the times of all tiles of 15 layers of one image and
 // 32 (H100, 2026-11-26, in a driver, caches cold): the plan that it chose was 1% slower than the fastest one in the
-// mean, 16% at most. How fast boxes come depends on how many there are.
+// mean, 16% at most. How fast boxes come depends on how many there are. What copies take is part of another fit, see
+// yields().
 constexpr double kCallCycles = 12150, kJobCycles = 2424, kJobColumnCycles = 2.85, kStepCycles = 59, kSumCycles = 0.3;
 constexpr double kProductFactor = 1.05, kMemoryBytes = 9.3, kShorterShare = 0.29;
 constexpr double kCopyCycles = 4270, kCopiedBytes = 31;
@@ -346,6 +348,13 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   return kCallCycles + copying + std::max(multiplied, memory) + kShorterShare * std::min(multiplied, memory) +
          kSumCycles * sums / sms;
 }
+
+inline int64_t sums_of(const Plan& plan) {
+  return static_cast<int64_t>(plan.parts) * sums_of_part(plan) * plan.tiles_k * plan.channels * row_columns(plan);
+}
+
+// Of the workspace; copies come behind them.
+inline int64_t sum_bytes(const Plan& plan) { return static_cast<int64_t>(sizeof(float)) * sums_of(plan); }
 
 // Whether boxes take a tensor as it is.
 inline bool is_in_place(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns,
@@ -396,6 +405,7 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
         if (forced_parts > 0 && parts != forced_parts) continue;
         if (tiles * parts >= 1 << 30) break;
         plan.parts = static_cast<int>(parts);
+        if (sum_bytes(plan) > kMostSumBytes) break;
         plan.jobs = static_cast<int>(tiles * parts);
         plan.grid = std::min(plan.jobs, sms);
         plan.cycles = estimate(problem, sms, plan);
@@ -431,7 +441,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   if (!plan_of(problem, Alignment{}).found)
-    return "it takes planes without gaps and channels_last tensors of multiples of 8 channels only";
+    return "it takes planes without gaps and channels_last tensors of multiples of 8 channels only, up to 1 GB of sums";
   return nullptr;
 }
 
@@ -439,25 +449,20 @@ inline Alignment alignment_of(const Pointers& pointers) {
   return {reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.dy)};
 }
 
-// wgrad reads planes as they are. What the estimates say, that of this engine times 1.51, was fitted to the times of 32
-// layers of 1, 8, 32 and 128 images in planes (H100, 2026-11-27, in a driver, caches cold): the engine that they choose
-// was 0.8% slower than the faster one in the mean, 20% at most.
+// wgrad reads planes as they are, and leaves some to others. What the estimates say, that of this engine times 1.51,
+// was fitted to the times of 32 layers of 1, 8, 32 and 128 images in planes (H100, 2026-11-27, in a driver, caches
+// cold): the engine that they choose was 0.8% slower than the faster one in the mean, 20% at most.
 constexpr double kCyclesOfWgrad = 1.51;
 
 inline const char* yields(const Problem& problem, Operator op) {
   const Plan& plan = plan_of(problem, Alignment{}).plan;
   if (!plan.copies_x && !plan.copies_dy) return nullptr;
-  if (kWgradEngine.refusal(problem, op) == nullptr && kWgradEngine.cycles(problem, op) < kCyclesOfWgrad * plan.cycles)
+  if (kWgradEngine.refusal(problem, op) != nullptr || kWgradEngine.yields(problem, op) != nullptr)
+    return "it copies only what wgrad would take otherwise";
+  if (kWgradEngine.cycles(problem, op) < kCyclesOfWgrad * plan.cycles)
     return "wgrad is faster by the estimates, as it copies less";
   return nullptr;
 }
-
-inline int64_t sums_of(const Plan& plan) {
-  return static_cast<int64_t>(plan.parts) * sums_of_part(plan) * plan.tiles_k * plan.channels * row_columns(plan);
-}
-
-// Of the workspace; copies come behind them.
-inline int64_t sum_bytes(const Plan& plan) { return static_cast<int64_t>(sizeof(float)) * sums_of(plan); }
 
 // Boxes start at multiples of 16 bytes, and where tensors are only a call tells: those elsewhere, in channels_last, are
 // this engine's.

@@ -1675,15 +1675,13 @@ inline cudaError_t launch(Operator, const Problem& problem, const Pointers& poin
 
 inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
   const Plan& plan = plan_of(problem, nullptr, nullptr);
-  snprintf(text, text_size,
-           "%d x %d tiles of %d output channels x %d weights, %d splits of the pixels%s%s, about %.3g Mcycles",
+  snprintf(text, text_size, "%d x %d tiles of %d output channels x %d weights, %d splits of the pixels%s%s",
            plan.tiles_k, plan.tiles_e, plan.tile_k, kTileE, static_cast<int>(plan.splits),
            plan.parts == 2 ? ", in two parts" : "",
            plan.prepared.copies_x && plan.prepared.copies_dy ? ", x and dy copied"
            : plan.prepared.copies_x                 ? ", x copied"
            : plan.prepared.copies_dy                ? ", dy copied"
-                                           : "",
-           plan.cycles * 1e-6);
+                                           : "");
 }
 
 #endif  // host
