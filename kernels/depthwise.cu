@@ -50,9 +50,10 @@
 //   7x7    96           56x56      40.2  1.84                  384           14x14      15.1  1.75
 //         192           28x28      24.4  1.89                  768             7x7      11.2  1.94
 //
-// pixels_kernel took 1.1 to 1.5 times as long (a driver of its own), too little being under way in registers. Blocks of
-// 64 threads and 8 steps, and 2 columns a thread, were not faster. 5x5, 240 channels of 28x28: 34.7 -> 22.5 us. 7x7 at
-// a stride of 2, 64 channels of 512x512: pixels_any_kernel 2591 us for 16 images, queue_kernel 712 for 32.
+// 96 channels had 16 lanes then, 24 in a driver took 50.4 us, and it has those since. pixels_kernel took 1.1 to 1.5
+// times as long (a driver of its own), too little being under way in registers. Blocks of 64 threads and 8 steps, and 2
+// columns a thread, were not faster. 5x5, 240 channels of 28x28: 34.7 -> 22.5 us. 7x7 at a stride of 2, 64 channels of
+// 512x512: pixels_any_kernel 2591 us for 16 images, queue_kernel 712 for 32.
 //
 // Sums of up to 64 products are one chain, longer ones chains of at most 64, added with compensation. Padding is left
 // out as in PyTorch's own depthwise kernels, where a zero would make NaN of an Inf: rows outside the image are skipped,
