@@ -1171,6 +1171,54 @@ __device__ inline Spot locate_spot(const Params& params, unsigned block, int cha
   return spot;
 }
 
+// Output rows that a step adds to, in registers: the first one is complete then, and makes room for another.
+template <int OPEN, int COLUMNS, int CHANNELS>
+struct OpenRows {
+  float acc[OPEN][COLUMNS][CHANNELS] = {};
+
+  // x: the rows of a step.
+  template <int TAPS, int STRIDE, typename Channels, int WINDOW>
+  __device__ __forceinline__ void multiply(const float (&w_frag)[CHANNELS][TAPS][TAPS],
+                                           const Channels (&x_frag)[STRIDE][WINDOW]) {
+#pragma unroll
+    for (int a = 0; a < STRIDE; ++a)
+#pragma unroll
+      for (int m = OPEN - 1; m >= 0; --m)
+        if (a + m * STRIDE < TAPS)
+#pragma unroll
+          for (int s = 0; s < TAPS; ++s)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+              for (int v = 0; v < CHANNELS; ++v)
+                acc[OPEN - 1 - m][j][v] +=
+                    w_frag[v][a + m * STRIDE][s] * widen(x_frag[a][j * STRIDE + s].element[v]);
+  }
+
+  template <typename Storage>
+  __device__ __forceinline__ void store_first(Storage* out_row, int64_t column_stride, int columns,
+                                              const float (&bias)[CHANNELS]) const {
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) {
+      float output[CHANNELS];
+#pragma unroll
+      for (int v = 0; v < CHANNELS; ++v) output[v] = acc[0][j][v] + bias[v];
+      Pack<Storage, CHANNELS> outputs;
+      narrow_all(output, outputs);
+      if (j < columns) *reinterpret_cast<Pack<Storage, CHANNELS>*>(out_row + j * column_stride) = outputs;
+    }
+  }
+
+  __device__ __forceinline__ void drop_first() {
+#pragma unroll
+    for (int m = 0; m < OPEN; ++m)
+#pragma unroll
+      for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+        for (int v = 0; v < CHANNELS; ++v) acc[m][j][v] = m + 1 < OPEN ? acc[m + 1 < OPEN ? m + 1 : 0][j][v] : 0.f;
+  }
+};
+
 template <typename Config>
 __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_kernel(const Params params) {
   using Storage = typename Config::Storage;
@@ -1244,26 +1292,13 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_kernel
     for (int r = 0; r < TAPS; ++r)
 #pragma unroll
       for (int s = 0; s < TAPS; ++s) w_frag[v][r][s] = w[v * strip.w_pitch + r * TAPS + s];
-  float acc[OPEN][COLUMNS][CHANNELS] = {};
+  OpenRows<OPEN, COLUMNS, CHANNELS> open;
   const auto end_step = [&](int step) {
     if ((step >= 0) & (step < outputs_p)) {
-#pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) {
-        float output[CHANNELS];
-#pragma unroll
-        for (int v = 0; v < CHANNELS; ++v) output[v] = acc[0][j][v] + bias[v];
-        Channels outputs;
-        narrow_all(output, outputs);
-        if (j < outputs_q) *reinterpret_cast<Channels*>(out_row + j * params.out_stride[3]) = outputs;
-      }
+      open.store_first(out_row, params.out_stride[3], outputs_q, bias);
       out_row += params.out_stride[2];
     }
-#pragma unroll
-    for (int m = 0; m < OPEN; ++m)
-#pragma unroll
-      for (int j = 0; j < COLUMNS; ++j)
-#pragma unroll
-        for (int v = 0; v < CHANNELS; ++v) acc[m][j][v] = m + 1 < OPEN ? acc[m + 1 < OPEN ? m + 1 : 0][j][v] : 0.f;
+    open.drop_first();
   };
   // Steps above the image, steps that meet it, steps below. A row outside, in a step whose other rows are inside, is
   // zeros.
@@ -1271,28 +1306,16 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_kernel
   for (int above = 0; above < least(step, outputs_p); ++above) end_step(above);
 #pragma unroll 1
   for (; (step < outputs_p) & (row < params.rows.inputs); step += STEPS) {
-    Channels x_frag[ROWS][WINDOW];
+    Channels x_frag[STEPS][STRIDE][WINDOW];
 #pragma unroll
     for (int a = 0; a < ROWS; ++a)
 #pragma unroll
-      for (int j = 0; j < WINDOW; ++j) x_frag[a][j] = ahead[a][j];
+      for (int j = 0; j < WINDOW; ++j) x_frag[a / STRIDE][a % STRIDE][j] = ahead[a][j];
     row += ROWS;
     load();
 #pragma unroll
     for (int u = 0; u < STEPS; ++u) {
-#pragma unroll
-      for (int a = 0; a < STRIDE; ++a)
-#pragma unroll
-        for (int m = OPEN - 1; m >= 0; --m)
-          if (a + m * STRIDE < TAPS)
-#pragma unroll
-            for (int s = 0; s < TAPS; ++s)
-#pragma unroll
-              for (int j = 0; j < COLUMNS; ++j)
-#pragma unroll
-                for (int v = 0; v < CHANNELS; ++v)
-                  acc[OPEN - 1 - m][j][v] +=
-                      w_frag[v][a + m * STRIDE][s] * widen(x_frag[u * STRIDE + a][j * STRIDE + s].element[v]);
+      open.multiply(w_frag, x_frag[u]);
       end_step(step + u);
     }
   }
@@ -1394,7 +1417,7 @@ __global__ void __launch_bounds__(kThreads, Config::kShape.blocks_per_sm) queue_
   __syncthreads();  // everybody's part of w is there
   if (!exists) return;
 
-  float w_frag[CHANNELS][FILTER];
+  float w_frag[CHANNELS][TAPS][TAPS];
   float finite = 0;  // or NaN, if a weight is not
   {
     const Channels* const w = reinterpret_cast<const Channels*>(w_smem + lane * CHANNELS * FILTER);
@@ -1411,8 +1434,8 @@ __global__ void __launch_bounds__(kThreads, Config::kShape.blocks_per_sm) queue_
       for (int tap = 0; tap < FILTER; ++tap) {
         // Both values and a choice: an index that is chosen would put them into local memory.
         const float forward = widen(weight[v * FILTER + tap]), turned = widen(weight[v * FILTER + FILTER - 1 - tap]);
-        w_frag[v][tap] = params.flipped ? turned : forward;
-        finite += w_frag[v][tap] * 0.f;
+        w_frag[v][tap / TAPS][tap % TAPS] = params.flipped ? turned : forward;
+        finite += w_frag[v][tap / TAPS][tap % TAPS] * 0.f;
       }
   }
   Storage* out_row = static_cast<Storage*>(params.out_ptr) + n * params.out_stride[0] + k +
@@ -1434,26 +1457,13 @@ __global__ void __launch_bounds__(kThreads, Config::kShape.blocks_per_sm) queue_
     return;
   }
 
-  float acc[OPEN][COLUMNS][CHANNELS] = {};
+  OpenRows<OPEN, COLUMNS, CHANNELS> open;
   const auto end_step = [&] {
     if (step >= 0) {
-#pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) {
-        float output[CHANNELS];
-#pragma unroll
-        for (int v = 0; v < CHANNELS; ++v) output[v] = acc[0][j][v] + bias[v];
-        Channels outputs;
-        narrow_all(output, outputs);
-        if (j < outputs_q) *reinterpret_cast<Channels*>(out_row + j * params.out_stride[3]) = outputs;
-      }
+      open.store_first(out_row, params.out_stride[3], outputs_q, bias);
       out_row += params.out_stride[2];
     }
-#pragma unroll
-    for (int m = 0; m < OPEN; ++m)
-#pragma unroll
-      for (int j = 0; j < COLUMNS; ++j)
-#pragma unroll
-        for (int v = 0; v < CHANNELS; ++v) acc[m][j][v] = m + 1 < OPEN ? acc[m + 1 < OPEN ? m + 1 : 0][j][v] : 0.f;
+    open.drop_first();
     ++step;
   };
   int slot = 0;
@@ -1468,19 +1478,7 @@ __global__ void __launch_bounds__(kThreads, Config::kShape.blocks_per_sm) queue_
       for (int j = 0; j < WINDOW; ++j) x_frag[a][j] = x_smem[(a * WINDOW + j) * kThreads];
     order(slot);
     slot = slot + SLOT_BYTES == QUEUE_BYTES ? 0 : slot + SLOT_BYTES;
-#pragma unroll
-    for (int a = 0; a < STRIDE; ++a)
-#pragma unroll
-      for (int m = OPEN - 1; m >= 0; --m)
-        if (a + m * STRIDE < TAPS)
-#pragma unroll
-          for (int s = 0; s < TAPS; ++s)
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j)
-#pragma unroll
-              for (int v = 0; v < CHANNELS; ++v)
-                acc[OPEN - 1 - m][j][v] +=
-                    w_frag[v][(a + m * STRIDE) * TAPS + s] * widen(x_frag[a][j * STRIDE + s].element[v]);
+    open.multiply(w_frag, x_frag);
     end_step();
   }
 #pragma unroll 1
