@@ -11114,8 +11114,8 @@ TMA_PLAN_MUTATIONS = {
     "a line too many": ("/ plan.pitch + 1, of.P,", "/ plan.pitch + 1 + MUTATED, of.P,"),
     "parts of no step": ("plan.splits > plan.x_steps ||", "(plan.splits > plan.x_steps && !MUTATED) ||"),
     "clusters that wait": ("plan.tiles > room / plan.splits", "plan.tiles > (MUTATED ? sms : room) / plan.splits"),
-    "x as if it were aligned": ("address.in % 16 == 0;", "(MUTATED || address.in % 16 == 0);"),
-    "y as if it were aligned": ("address.out % 16 == 0;", "(MUTATED || address.out % 16 == 0);"),
+    "x as if it were aligned": ("of.H, of.W, address.in);", "of.H, of.W, MUTATED ? 0 : address.in);"),
+    "y as if it were aligned": ("of.P, of.Q, address.out);", "of.P, of.Q, MUTATED ? 0 : address.out);"),
     "planes as if they were aligned": (
         "of.H * of.W, address.in) == 8 &&",
         "of.H * of.W, MUTATED ? 0 : address.in) == 8 &&",
@@ -11470,15 +11470,16 @@ TMA_WGRAD_PLAN_MUTATIONS = {
         "(ceil_div(pixels, kStagePixels))",
         "(std::max<int64_t>(pixels - (MUTATED ? 63 : 0) + 63, 64) / 64)",
     ),
-    "as if they were aligned": ("&& address % 16 == 0;", "&& (address % 16 == 0 || MUTATED);"),
+    "x as if it were aligned": ("problem.H, problem.W, address.x);", "problem.H, problem.W, MUTATED ? 0 : address.x);"),
+    "dy as if it were aligned": (
+        "problem.P, problem.Q, address.dy);",
+        "problem.P, problem.Q, MUTATED ? 0 : address.dy);",
+    ),
     "any channels of dy": (
         "is_in_place(problem.y_stride, problem.N, problem.K,",
         "is_in_place(problem.y_stride, problem.N, MUTATED ? 8 : problem.K,",
     ),
-    "planes with gaps": (
-        "hopper::are_planes(stride, rows, columns) &&",
-        "(MUTATED || hopper::are_planes(stride, rows, columns)) &&",
-    ),
+    "planes with gaps": ("if (!in_place_x && !can_copy", "if (!MUTATED && !in_place_x && !can_copy"),
     "strides that are never taken": (
         "return outputs == 1 ? 1 : stride;",
         "return outputs == 1 && !MUTATED ? 1 : stride;",

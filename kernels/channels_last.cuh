@@ -36,6 +36,12 @@ inline bool has_pixels_of_eights(const int64_t (&stride)[4], int64_t images, int
          in_eights(stride[3], columns > 1);
 }
 
+// Whether boxes take a tensor as it is.
+inline bool is_in_place(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns,
+                        uint64_t address) {
+  return has_pixels_of_eights(stride, images, channels, rows, columns) && address % 16 == 0;
+}
+
 // Of a dimension of a map.
 inline uint64_t step_bytes(int64_t stride, int64_t size) { return static_cast<uint64_t>(size > 1 ? 2 * stride : 16); }
 
@@ -168,6 +174,11 @@ inline int copied_channels(int channels) { return (channels + 7) / 8 * 8; }
 
 inline int64_t copied_bytes(int64_t images, int channels, int rows, int columns) {
   return 2 * images * rows * columns * copied_channels(channels);
+}
+
+inline bool can_copy(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns) {
+  return are_planes(stride, rows, columns) && int64_t{rows} * columns < 1 << 30 &&
+         copied_bytes(images, channels, rows, columns) <= kMostCopiedBytes;
 }
 
 inline void set_copied_strides(int channels, int rows, int columns, int64_t (&stride)[4]) {

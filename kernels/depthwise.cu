@@ -140,8 +140,8 @@ struct Ring {
 };
 
 // A block of the pixels kernels: `lanes` threads side by side own neighbouring channels, and there are `items` of them.
-// An item is a group of columns in a band of rows of an image. queue_kernel numbers its threads through, and `items` is
-// how many there are in all.
+// An item is a group of columns in a band of rows of an image. queue_kernel numbers its threads through: blocks have as
+// many as they have threads, and begin and end within items.
 struct Strip {
   int lanes, items;
   int chunks;  // of channels
@@ -2159,7 +2159,6 @@ inline Strip choose_queue(const Problem& problem, Operator op, const Wish& wish,
         const int64_t items = problem.N * strip.bands * strip.groups;
         strip.blocks = ceil_div(items * lanes, kThreads) * strip.chunks;
         if (items * lanes > kMostBlocks - kThreads || strip.blocks > kMostBlocks) continue;
-        strip.items = static_cast<int>(items);
         const double cost = queue_cost(shape, problem, rows, columns, strip) * (shared + idle);
         if (best_cost < 0 || cost < best_cost) best = strip, best_cost = cost;
       }

@@ -1236,17 +1236,15 @@ inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan
   if (int64_t{of.H} * of.W >= kMostSlots || int64_t{of.P} * of.Q >= kMostSlots) return false;
   Plan plan{};
   // Tensors of a single pixel are both planes and pixels; threads store the latter as well.
-  const bool in_pixels = hopper::has_pixels_of_eights(of.in_stride, of.N, of.all_in, of.H, of.W) &&
-                         address.in % 16 == 0;
-  const bool by_boxes = hopper::has_pixels_of_eights(of.out_stride, of.N, of.out_channels, of.P, of.Q) &&
-                        address.out % 16 == 0;
+  const bool in_pixels = hopper::is_in_place(of.in_stride, of.N, of.all_in, of.H, of.W, address.in);
+  const bool by_boxes = hopper::is_in_place(of.out_stride, of.N, of.out_channels, of.P, of.Q, address.out);
   const bool single = int64_t{of.P} * of.Q == 1;
   plan.planes = !(in_pixels && (by_boxes || single)) && hopper::are_planes(of.in_stride, of.H, of.W) &&
                 hopper::are_planes(of.out_stride, of.P, of.Q);
   plan.by_threads = plan.planes || !by_boxes;
   // Outputs may lie anywhere, as those of a part of a strided dgrad do.
   const bool must_copy = plan.planes || (!in_pixels && hopper::are_planes(of.in_stride, of.H, of.W));
-  const bool may_be_copied = must_copy && hopper::copied_bytes(of.N, of.all_in, of.H, of.W) <= hopper::kMostCopiedBytes;
+  const bool may_be_copied = must_copy && hopper::can_copy(of.in_stride, of.N, of.all_in, of.H, of.W);
   const bool by_pixels = (must_copy ? may_be_copied : in_pixels) && wishes.direct != 1 && of.R * of.S <= kMostTaps &&
                          of.pad_h >= 0 && of.pad_w >= 0;
   const bool may_multiply_planes = plan.planes && wishes.direct != 0 && wishes.windows != 1 && !of.merged() &&

@@ -356,20 +356,10 @@ inline int64_t sums_of(const Plan& plan) {
 // Of the workspace; copies come behind them.
 inline int64_t sum_bytes(const Plan& plan) { return static_cast<int64_t>(sizeof(float)) * sums_of(plan); }
 
-// Whether boxes take a tensor as it is.
-inline bool is_in_place(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns,
-                        uint64_t address) {
-  return hopper::has_pixels_of_eights(stride, images, channels, rows, columns) && address % 16 == 0;
-}
-
-inline bool can_copy(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns) {
-  return hopper::are_planes(stride, rows, columns) && int64_t{rows} * columns < 1 << 30 &&
-         hopper::copied_bytes(images, channels, rows, columns) <= hopper::kMostCopiedBytes;
-}
-
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, int forced_channels = 0,
                       int forced_blocks = 0, int forced_parts = 0) {
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
+  using hopper::is_in_place, hopper::can_copy;
   const bool in_place_x = is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
   const bool in_place_dy = is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
   if (!in_place_x && !can_copy(problem.x_stride, problem.N, problem.C, problem.H, problem.W)) return false;
