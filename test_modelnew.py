@@ -4150,6 +4150,7 @@ int simt_mutation = 0;  // the number of the one that takes place, see with_muta
 }
 
 #include "gather.cu"
+#include "tma.cu"
 """
     + PROBLEM_FROM_FIELDS
     + r"""
@@ -4164,7 +4165,7 @@ static int64_t offset_of(const int64_t (&stride)[4], int64_t n, int64_t row, int
 
 // What is wrong with the numbers of a plan, or nothing. Here and below `of` is what the plan is of, a copy of x where
 // it has one, and `bytes` are those of a value that it reads or writes.
-static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int bytes) {
+static std::string fault_of_numbers(const Phased& of, const Plan& plan, int bytes) {
   const SharedLayout layout = shared_layout(plan);
   const int channels = 16 / bytes;
   const bool planes = plan.planes;
@@ -4247,7 +4248,7 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
 }
 
 // What is wrong with the tiles, or nothing: every output is one tile's, in every block of channels.
-static std::string fault_of_tiles(const Correlation& of, const Plan& plan) {
+static std::string fault_of_tiles(const Phased& of, const Plan& plan) {
   const int64_t pixels = of.N * of.P * of.Q;
   std::vector<int> owned(of.groups * plan.tiles_n * pixels);
   std::set<int64_t> parts;
@@ -4283,7 +4284,7 @@ static std::string fault_of_tiles(const Correlation& of, const Plan& plan) {
 }
 
 // What is wrong with what a tile reads, or nothing: each output at each tap what the convolution says.
-static std::string fault_of_reads(const Correlation& of, const Plan& plan, const Tile& tile, int bytes, uint64_t in) {
+static std::string fault_of_reads(const Phased& of, const Plan& plan, const Tile& tile, int bytes, uint64_t in) {
   const SharedLayout layout = shared_layout(plan);
   const int64_t image = first_image(plan, tile);
   const int channels = 16 / bytes, pixels = tile_pixels(plan);
@@ -4388,7 +4389,7 @@ static std::string fault_of_reads(const Correlation& of, const Plan& plan, const
 }
 
 // What is wrong with what a tile writes, or nothing.
-static std::string fault_of_writes(const Correlation& of, const Plan& plan, const Tile& tile, int bytes, uint64_t out) {
+static std::string fault_of_writes(const Phased& of, const Plan& plan, const Tile& tile, int bytes, uint64_t out) {
   const int64_t image = first_image(plan, tile);
   const int first_k = tile.n_block * plan.tile_n, channels = std::min(plan.tile_n, of.out_channels - first_k);
   const int64_t channel_of_all = int64_t{tile.group} * of.out_channels + first_k;
@@ -4440,7 +4441,7 @@ static std::string fault_of_writes(const Correlation& of, const Plan& plan, cons
 }
 
 // All of it: every tile, and of a few at random what they read and write.
-static std::string fault_of_plan(const Correlation& of, const Plan& plan, int in_bytes, int out_bytes, uint64_t in,
+static std::string fault_of_plan(const Phased& of, const Plan& plan, int in_bytes, int out_bytes, uint64_t in,
                                  uint64_t out, std::mt19937& shuffler) {
   std::string fault = fault_of_numbers(of, plan, in_bytes);
   if (fault.empty()) fault = fault_of_tiles(of, plan);
@@ -4471,7 +4472,7 @@ constexpr LandingNumbers kLandingNumbers[] = {
 static_assert(std::size(kTileShapes) == 12 + std::size(kLandingNumbers), "all tiles of what lands");
 
 // What is wrong with the shared memory of what lands, or nothing.
-static std::string fault_of_landing_layout(const Correlation& of, const Plan& plan, const LandingNumbers& tile) {
+static std::string fault_of_landing_layout(const Phased& of, const Plan& plan, const LandingNumbers& tile) {
   const Landing& landing = plan.landing;
   const LandingLayout layout = landing_layout(plan);
   const bool shares = tile.tile_n == 128, channels_last = landing.shape.channels_last;
@@ -4497,7 +4498,7 @@ static std::string fault_of_landing_layout(const Correlation& of, const Plan& pl
 }
 
 // What is wrong with a plan by which x is contained on its way, or nothing: all of it.
-static std::string fault_of_landing(const Correlation& of, const Plan& plan, uint64_t in, uint64_t out) {
+static std::string fault_of_landing(const Phased& of, const Plan& plan, uint64_t in, uint64_t out) {
   const Landing& landing = plan.landing;
   const LandingShape& shape = landing.shape;
   const bool channels_last = shape.channels_last;
@@ -4610,10 +4611,10 @@ static std::string fault_of_layout(const WorkspaceLayout& layout, const Plan& pl
     return "parts of the workspace that are not aligned";
   if (layout.packed_again - layout.packed < packed_bytes) return "room for weights";
   if (layout.end - layout.copied < copied_bytes) return "room for the copy of x";
-  const int64_t more = 7 * 128 + sizeof(Control) + 4 * kSampleBlocks + kMostListed * sizeof(Listed) + 4 * rows;
+  const int64_t more = 7 * 128 + sizeof(ContainedControl) + 4 * kSampleBlocks + kMostListed * sizeof(Listed) + 4 * rows;
   if (layout.end > packed_bytes + packed_again_bytes + copied_bytes + more) return "room for what no kernel uses";
   if (!plan.contained) return "";
-  if (layout.samples < static_cast<int64_t>(sizeof(Control))) return "room for what kernels tell each other";
+  if (layout.samples < static_cast<int64_t>(sizeof(ContainedControl))) return "room for what kernels tell each other";
   if (layout.list - layout.samples < 4 * kSampleBlocks) return "room for samples";
   if (layout.w_factors - layout.list < static_cast<int64_t>(kMostListed * sizeof(Listed))) return "room for the list";
   if (layout.packed - layout.w_factors < 4 * rows) return "room for factors";
@@ -4642,7 +4643,7 @@ static std::string fault_of_axis(int R, int stride, int pad, int P, int H, int p
 }
 
 // Of a copy, or of phases of x itself: blocks have so many channels.
-static std::string fault_of_phases(const Correlation& of, const Correlation& own, int block, int blocks_c) {
+static std::string fault_of_phases(const Phased& of, const Phased& own, int block, int blocks_c) {
   const Phases& phases = own.phases;
   const bool wanted = of.stride_h == 2 && of.stride_w == 2 && of.R > 1 && of.S > 1 && of.dilation_h == 1 &&
                       of.dilation_w == 1, from_x = block == 32;
@@ -4665,7 +4666,7 @@ static std::string fault_of_phases(const Correlation& of, const Correlation& own
 }
 
 // Groups as they are multiplied: several as one, of 64 channels, where there are so many.
-static std::string fault_of_groups(const Correlation& of, const Correlation& own) {
+static std::string fault_of_groups(const Phased& of, const Phased& own) {
   const int several = of.groups > 1 && 64 % of.in_channels == 0 ? 64 / of.in_channels : 1;
   if (own.merged != (of.groups % several == 0 ? several : 1)) return "groups as one";
   const bool all = own.groups * own.merged == of.groups && own.in_channels == own.merged * of.in_channels &&
@@ -4673,8 +4674,41 @@ static std::string fault_of_groups(const Correlation& of, const Correlation& own
   return all ? "" : "channels of groups as one";
 }
 
-static void note(const Correlation& of, const Plan& plan) {
+// What is wrong with what tma is to multiply, or nothing: weights as it reads them, each of them once.
+static std::string fault_of_tma(const Phased& of, const Plan& plan, uint64_t out) {
+  const Phased copy = copied(of, true, true);
+  if (!plan.contained || !plan.copied || plan.lands || plan.splits != 1 || !(plan.cycles > 0)) return "another plan";
+  if (phases_of(copy.phases) != 1) return "a copy in phases";
+  if (copy.in_channels % 8 || copy.in_channels < merged(of).in_channels) return "channels of the copy";
+  const tma::Planned planned = tma::plan_contained(copy, 132, out);
+  if (!planned.found || !planned.plan.contained) return "no plan of tma's";
+  const int taps = copy.R * copy.S, pieces = copy.in_channels / 8, channels = copy.groups * copy.out_channels;
+  const PackParams pack = pack_params(merged(of), copy.phases, plan, nullptr, nullptr);
+  const int64_t rows = packed_rows(copy, plan.tile_n);
+  if (rows < channels || rows % kMostRowsOfBlock) return "rows of weights";
+  if (pack.row_pieces != taps * pieces || tma::packed_row_channels(planned.of) != copy.in_channels) return "a row";
+  for (int row_of_all = 0; row_of_all < rows; row_of_all += std::max<int64_t>(1, rows / 50)) {
+    const PackedRow row = locate_row(pack, row_of_all);
+    for (int number = 0; number < pack.row_pieces; ++number) {
+      const PackedPiece piece = locate_piece(pack, 8, row, number);
+      const int r = of.flipped ? of.R - 1 - piece.r : piece.r, s = of.flipped ? of.S - 1 - piece.s : piece.s;
+      const int first = row.first - piece.first;  // of the piece, among the channels
+      if (first % 8 || first < 0 || first >= copy.in_channels) return "a piece of no channels";
+      if (piece.to != ((row_of_all * of.R + r) * of.S + s) * pieces + first / 8) return "a piece somewhere else";
+      if (row_of_all >= channels && row.end != 0) return "weights of no channel";
+    }
+  }
+  return "";
+}
+
+static void note(const Phased& of, const Plan& plan) {
   if (simt_mutation != 0) return;  // kinds are those of the engine as it is
+  if (plan.by_tma) {
+    seen.insert(std::string("contained, by tma") + (of.in_channels % 8 ? ", channels filled up" : ""));
+    if (of.groups > 1) seen.insert(merged(of).merged > 1 ? "by tma, groups as one" : "by tma, groups");
+    if (has_phases(of)) seen.insert("by tma, a stride");
+    return;
+  }
   const char* const loads[] = {"single", "pixels", "channels"};
   const std::string kind = plan.points ? "points" : "windows";
   seen.insert(kind + ", x by " + loads[static_cast<int>(plan.loads)]);
@@ -4774,7 +4808,7 @@ const char* gather_seen() {
 double gather_cycles(int op, const int64_t* fields, uint64_t in, uint64_t out) {
   const Problem problem = make_problem(fields);
   Plan plan{};
-  const Correlation of = correlation_of(problem, static_cast<Operator>(op));
+  const Phased of = phased_of(problem, static_cast<Operator>(op));
   return make_plan(of, element_bytes(problem.dtype), Device{132}, Alignment{in, out}, -1, plan) ? plan.cycles : 0;
 }
 // Plans every shape of a tile and the best one for tensors at these addresses: null if there is none, else what is
@@ -4784,29 +4818,30 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
   fault.clear();
   std::mt19937 shuffler(seed);
   const Problem problem = make_problem(fields);
-  const Correlation of = correlation_of(problem, static_cast<Operator>(op));
+  const Phased of = phased_of(problem, static_cast<Operator>(op));
   const int bytes = element_bytes(problem.dtype);
   bool any = false, checked_again = false;
   Plan again{};
   const bool has_again = bytes == 4 && plan_again(of, Device{132}, Alignment{in, out}, again);
-  for (int shape = -1; shape < static_cast<int>(std::size(kTileShapes)); ++shape) {
+  constexpr int kShapes = static_cast<int>(std::size(kTileShapes));  // and, behind them, what tma multiplies
+  for (int shape = -1; shape <= kShapes; ++shape) {
     Plan plan{};
-    const int splits = shape >= 0 && shuffler() % 4 == 0 ? 2 : 0;  // else as many as it likes
+    const int splits = shape >= 0 && shape < kShapes && shuffler() % 4 == 0 ? 2 : 0;  // else as many as it likes
     if (!make_plan(of, bytes, Device{132}, Alignment{in, out}, shape, plan, splits)) {
       // Windows may be too large for shared memory; points are not.
-      const bool copies = shape >= 0 && kTileShapes[shape].contained && !kTileShapes[shape].lands;
+      const bool copies = shape >= 0 && shape < kShapes && kTileShapes[shape].contained && !kTileShapes[shape].lands;
       const bool may = copies && may_contain(of, bytes) && has_again;
       if (may && of.R * of.S == 1 && splits == 0) return "points that are not contained";
       continue;
     }
     any = true;
     note(of, plan);
-    const Correlation grouped = plan.contained ? merged(of) : of;
-    const auto packed = [](const Correlation& groups, const Plan& all) {
+    const Phased grouped = plan.contained ? merged(of) : of;
+    const auto packed = [](const Phased& groups, const Plan& all) {
       return int64_t{groups.groups} * all.tiles_n * all.iterations * all.pieces * all.tile_n * 16;
     };
     const int64_t pixels = of.N * (of.R * of.S == 1 ? int64_t{of.P} * of.Q : int64_t{of.H} * of.W);
-    const bool phased = plan.contained && !plan.lands && phases_of(copied(of).phases) > 1;
+    const bool phased = plan.contained && !plan.lands && !plan.by_tma && phases_of(copied(of).phases) > 1;
     // Pairs of rows or columns, from that of the first tap of the first output to that of the last one's last tap.
     const auto pairs = [](int outputs, int taps, int pad) {
       return ((2 * (outputs - 1) + taps - 1 - pad) >> 1) - (-pad >> 1) + 1;
@@ -4821,8 +4856,8 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
     const WorkspaceLayout layout = workspace_layout(of, plan, again, bytes);
     fault = fault_of_layout(layout, plan, rows, packed(grouped, plan), packed_again, copied_x);
     if (plan.contained && fault.empty()) fault = fault_of_groups(of, grouped);
-    if (plan.contained && contained_bytes(of) < copied_x) fault = "bytes of the copy";
-    if (plan.contained && !plan.lands && fault.empty())
+    if (plan.contained && contained_bytes(of, plan.by_tma) < copied_x) fault = "bytes of the copy";
+    if (plan.contained && !plan.lands && !plan.by_tma && fault.empty())
       fault = fault_of_phases(grouped, copied(of), 64, plan.blocks_c);
     if (plan.lands && (phases_of(numbered(of).phases) != 1 || numbered(of).H != of.H || numbered(of).W != of.W ||
                        numbered(of).in_channels != ceil_div(of.in_channels, 8) * 8))
@@ -4835,9 +4870,10 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
     }
     if (plan.in_phases && (of.groups != 1 || of.flipped || of.in_channels % 4 || of.in_stride[1] != 1))
       fault = "phases of another tensor";
-    const Source source = source_of_plan(plan);
+    const Source source = plan.by_tma ? Source::kBoxes : source_of_plan(plan);
     if (bytes == 4 ? source == Source::kAny : shape > 1 || plan.in_phases) fault = "no such kernel";
-    if (bytes == 4 && shape >= 0 && !(kTileShapes[shape].sources & bit(source))) fault = "no kernel of this shape";
+    if (plan.by_tma != (shape == kShapes) && shape >= 0) fault = "by tma, or not";
+    if (bytes == 4 && shape >= 0 && shape < kShapes && !(kTileShapes[shape].sources & bit(source))) fault = "no kernel of this shape";
     const bool between_groups = of.groups != 1 && grouped.in_channels % 64 != 0;
     if (plan.contained && (bytes != 4 || between_groups)) fault = "operands that are not to be contained";
     if (plan.contained && !checked_again && fault.empty()) {
@@ -4850,8 +4886,10 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
     }
     if (fault.empty() && plan.lands) {
       fault = fault_of_landing(of, plan, in, out);
+    } else if (fault.empty() && plan.by_tma) {
+      fault = fault_of_tma(of, plan, out);
     } else if (fault.empty()) {
-      const Correlation own = plan.copied ? copied(of, plan.contained) : plan.in_phases ? in_phases(of) : of;
+      const Phased own = plan.copied ? copied(of, plan.contained) : plan.in_phases ? in_phases(of) : of;
       fault = fault_of_plan(own, plan, plan.contained ? 2 : bytes, bytes, plan.copied ? 0 : in, out, shuffler);
     }
     if (!fault.empty()) {
@@ -5600,7 +5638,7 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   params.in_ptr = which == Operator::kDgrad ? pointers[3] : pointers[0];
   params.bias_ptr = pointers[2];
   params.out_ptr = pointers[4];
-  params.of = correlation_of(problem, which);
+  params.of = phased_of(problem, which);
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   const Alignment alignment{address(params.in_ptr), address(params.out_ptr)};
   const int bytes = element_bytes(problem.dtype);
@@ -5628,7 +5666,7 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
     simt::message = "the next call is allowed before this one has ended";
     return cudaErrorLaunchFailure;
   }
-  Control control{};
+  ContainedControl control{};
   if (plan.contained) std::memcpy(&control, workspace.data(), sizeof control);
   const bool all = control.all_again != 0 || control.listed > kMostListed;
   done_again = all ? -1 : static_cast<int>(control.listed);

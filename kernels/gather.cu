@@ -429,6 +429,7 @@
 #include "memo.cuh"
 #endif
 
+#include "contained.cuh"
 #include "divisor.cuh"
 #include "hopper.cuh"
 #include "numerics.cuh"
@@ -598,17 +599,9 @@ struct Phases {
   int taps, before[4];   // of all phases, of those before each
 };
 
-// y from x and w, or dx from dy and w seen as the same thing: filter flipped, channel axes swapped, a padding that may
-// be negative. Channels are those of one group; strides are in elements.
-struct Correlation {
-  int64_t N;
-  int groups, in_channels, out_channels;
+// A problem as it is multiplied.
+struct Phased : Correlation {
   int merged;  // groups of the filter in one of these, whose channels follow one another; otherwise 1
-  int H, W, P, Q, R, S;
-  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
-  int64_t in_stride[4], out_stride[4];
-  int64_t w_stride_group, w_stride_out, w_stride_in, w_stride_r, w_stride_s;
-  bool flipped;
   Phases phases;
 };
 
@@ -722,6 +715,7 @@ struct Plan {
   bool contained;          // fp32 values are multiplied as scaled fp16; the copy holds these, unless x lands
   bool w_in_boxes;         // weights come from w itself, which nobody packs; a stage of them is [channel][piece]
   bool resident;           // all weights that a block ever needs stay in shared memory
+  bool by_tma;             // contained, copied, and multiplied by tma; tile_n is of all channels of a group then
   bool lands;              // x is contained on its way, not copied; only what is said there counts then
   Landing landing;
   int x_stages, w_stages;
@@ -751,10 +745,11 @@ MODELNEW_HOST_DEVICE inline Source source_of_plan(const Plan& plan) {
 struct PackParams {
   const void* w_ptr;
   void* packed_ptr;
-  Correlation of;
+  Phased of;
   Phases phases;                                        // of x as it is multiplied
   int tile_n, tiles_n, iterations, row_pieces, pieces;  // stages of a tile, pieces of a row of it, of a stage
   int group_in, group_out;                              // channels of one group of the filter
+  bool whole_rows;                                      // for tma: a row is [tap][piece], one behind the other
   int count;                                            // of pieces
   Divisor by_tile_n, by_tiles_n, by_row_pieces, by_taps, by_s, by_pieces, by_group_out;
 };
@@ -763,22 +758,12 @@ struct PackParams {
 struct CopyParams {
   const void* in_ptr;
   void* out_ptr;
-  Correlation of;              // of what is copied: 1x1, and its outputs are the pixels of the copy
+  Phased of;              // of what is copied: 1x1, and its outputs are the pixels of the copy
   Phases phases;               // of which the copy holds one beside the other, as channels
   int channels;                // of a pixel of the copy
   int channel_blocks, blocks;  // none: x is read as it is
   Divisor by_rows, by_columns, by_channel_blocks;
 };
-
-// What the kernels of one call with contained operands tell each other.
-struct Control {
-  uint32_t listed;     // values of x that do not fit; more than kMostListed: they are too many
-  uint32_t all_again;  // 1: some weight does not fit, or x has no scale
-  int32_t x_exponent;  // x is scaled by two to the power of this
-  // Parts of the weights that blocks of `again` have claimed to pack, where it does all again, and have packed.
-  uint32_t claimed, packed;
-};
-constexpr uint32_t kMostListed = 256;
 
 // A value of x that does not fit: (number of a pixel of the copy) * channels + channel, also where there is none, and
 // what it is.
@@ -799,7 +784,7 @@ constexpr int kSharedBytesUnasked = 48 * 1024;  // what a kernel may have withou
 
 // Where that lies in the workspace.
 struct Guard {
-  Control* control;   // null where nothing is contained
+  ContainedControl* control;   // null where nothing is contained
   uint32_t* samples;  // of each sampling block, the largest finite magnitude of x that it saw, as bits
   Listed* list;
   float* w_factors;  // of each row of packed weights: what undoes its scale
@@ -808,7 +793,7 @@ struct Guard {
 struct Params {
   const void *in_ptr, *packed_ptr, *bias_ptr;
   void* out_ptr;
-  Correlation of;
+  Phased of;
   Plan plan;
   hopper::BoxMap in_map, w_map, out_map;
   hopper::BoxMap rest_map;  // of what lands: of rows of y that are staged behind others
@@ -822,7 +807,7 @@ struct SampleParams {
   const void* in_ptr;
   const void* fours_ptr;  // of values of x, if it has no gaps: so many
   int64_t fours;          // or 0
-  Correlation of;
+  Phased of;
   Guard guard;
 };
 
@@ -887,7 +872,7 @@ MODELNEW_HOST_DEVICE inline LandingTile locate_landing(const Plan& plan, int uni
 
 // Whether a tile lists what does not fit in this place of its window, so that one does: of rows and columns that two
 // windows have, the one that begins with them, or the last tile of a column or row.
-MODELNEW_HOST_DEVICE inline bool lists(const Correlation& of, const Plan& plan, const LandingTile& tile, int row,
+MODELNEW_HOST_DEVICE inline bool lists(const Phased& of, const Plan& plan, const LandingTile& tile, int row,
                                        int column) {
   const Landing& landing = plan.landing;
   return tile.n_block == 0 && (row < landing.shape.stride * landing.span || tile.p + landing.span >= of.P) &&
@@ -978,7 +963,7 @@ MODELNEW_HOST_DEVICE inline int64_t first_image(const Plan& plan, const Tile& ti
 }
 
 // Where output m of a tile is: image, counted from the tile's first one, row and column; false if it does not exist.
-MODELNEW_HOST_DEVICE inline bool locate_output(const Correlation& of, const Plan& plan, const Tile& tile, int64_t image,
+MODELNEW_HOST_DEVICE inline bool locate_output(const Phased& of, const Plan& plan, const Tile& tile, int64_t image,
                                                int m, int& n, int& p, int& q) {
   if (plan.points) {
     const int plane = of.P * of.Q;
@@ -1004,7 +989,7 @@ MODELNEW_HOST_DEVICE inline int slot_of_point(const Plan& plan, int m) {
   return plan.quarters ? m % 4 * (tile_pixels(plan) / 4 + 2) + m / 4 : m;
 }
 
-MODELNEW_HOST_DEVICE inline int slot_of_output(const Correlation& of, const Plan& plan, const Tile& tile, int64_t image,
+MODELNEW_HOST_DEVICE inline int slot_of_output(const Phased& of, const Plan& plan, const Tile& tile, int64_t image,
                                                int m) {
   if (plan.points) return slot_of_point(plan, m);
   m += tile.skip;
@@ -1015,7 +1000,7 @@ MODELNEW_HOST_DEVICE inline int slot_of_output(const Correlation& of, const Plan
 }
 
 // What a slot of a window holds: image, counted from the tile's first one, row and column; false if it is outside.
-MODELNEW_HOST_DEVICE inline bool locate_slot(const Correlation& of, const Plan& plan, const Tile& tile, int64_t image,
+MODELNEW_HOST_DEVICE inline bool locate_slot(const Phased& of, const Plan& plan, const Tile& tile, int64_t image,
                                              int slot, int& n, int& h, int& w) {
   const int row = quotient(slot, plan.by.pitch), column = slot - row * plan.pitch;
   const int first_p = static_cast<int>(tile.first - image * of.P);
@@ -1045,12 +1030,12 @@ MODELNEW_HOST_DEVICE inline void separate_phases(int& phases, int (&first)[2], i
 }
 
 // Whether the filter moves over phases of x without a stride.
-MODELNEW_HOST_DEVICE inline bool has_phases(const Correlation& of) {
+MODELNEW_HOST_DEVICE inline bool has_phases(const Phased& of) {
   return of.stride_h == 2 && of.stride_w == 2 && of.R > 1 && of.S > 1 && of.dilation_h == 1 && of.dilation_w == 1;
 }
 
 // What then becomes of the filter and of the channels, of which those of a phase are filled up to blocks of so many.
-MODELNEW_HOST_DEVICE inline void separate(const Correlation& of, int block_channels, Correlation& result) {
+MODELNEW_HOST_DEVICE inline void separate(const Phased& of, int block_channels, Phased& result) {
   Phases& phases = result.phases;
   separate_phases(phases.rows, phases.first_r, phases.r, result.R, result.stride_h, of.pad_h);
   separate_phases(phases.columns, phases.first_s, phases.s, result.S, result.stride_w, of.pad_w);
@@ -1062,8 +1047,8 @@ MODELNEW_HOST_DEVICE inline void separate(const Correlation& of, int block_chann
 
 // Several groups of few channels as one with those of a stage, where its weights are zeros between channels of
 // different groups. Contained operands only: Inf or NaN, which would make NaN of these zeros, are never among them.
-MODELNEW_HOST_DEVICE inline Correlation merged(const Correlation& of) {
-  Correlation result = of;
+MODELNEW_HOST_DEVICE inline Phased merged(const Phased& of) {
+  Phased result = of;
   if (of.groups == 1 || kContainedBlock % of.in_channels != 0) return result;
   const int groups = kContainedBlock / of.in_channels;
   if (of.groups % groups != 0) return result;
@@ -1075,20 +1060,20 @@ MODELNEW_HOST_DEVICE inline Correlation merged(const Correlation& of) {
 }
 
 // Of a copy of x, [pixel][channel]. Of 1x1 filters only what they read is copied. Copies of fp32 in fp16 have their
-// channels filled up to eights. Those in phases have theirs filled up to whole blocks, and around images lies what the
+// channels filled up to eights. Those in phases, which tma has no use for, have theirs filled up to whole blocks, and around images lies what the
 // filter reads of the padding: so the slots of a tile follow one another in memory, and come by few boxes. (Without
 // phases boxes of a row, whose padding is not in memory, are faster: H200, 2026-11-22, in a profiler, 256 images of
 // 14x14, 256 to 256 channels 118.7 us; such a copy 123.0.)
-MODELNEW_HOST_DEVICE inline Correlation copied(const Correlation& of, bool contained = true) {
-  const Correlation source = contained ? merged(of) : of;
-  Correlation result = source;
+MODELNEW_HOST_DEVICE inline Phased copied(const Phased& of, bool contained = true, bool by_tma = false) {
+  const Phased source = contained ? merged(of) : of;
+  Phased result = source;
   if (contained) result.in_channels = (source.in_channels + 7) / 8 * 8;
   if (of.R == 1 && of.S == 1) {
     result.stride_h = result.stride_w = 1;
     result.pad_h = result.pad_w = 0;
     result.H = of.P;
     result.W = of.Q;
-  } else if (contained && has_phases(of)) {
+  } else if (contained && !by_tma && has_phases(of)) {
     separate(source, kContainedBlock, result);
     result.pad_h = result.pad_w = 0;
     result.H = of.P + result.R - 1;
@@ -1103,16 +1088,16 @@ MODELNEW_HOST_DEVICE inline Correlation copied(const Correlation& of, bool conta
 }
 
 // Of what is contained on its way: the copy by which values on the list are numbered, of all of x.
-MODELNEW_HOST_DEVICE inline Correlation numbered(const Correlation& of) {
-  Correlation result = of;
+MODELNEW_HOST_DEVICE inline Phased numbered(const Phased& of) {
+  Phased result = of;
   result.in_channels = (of.in_channels + 7) / 8 * 8;
   return result;
 }
 
 // Of the phases of x itself. A block of channels, those of a stage, is of one phase; H and W count pairs of rows and of
 // columns, and strides are those of x: phases are nowhere side by side.
-MODELNEW_HOST_DEVICE inline Correlation in_phases(const Correlation& of) {
-  Correlation result = of;
+MODELNEW_HOST_DEVICE inline Phased in_phases(const Phased& of) {
+  Phased result = of;
   separate(of, kPhasesBlock, result);
   result.pad_h = (of.pad_h + 1) / 2;
   result.pad_w = (of.pad_w + 1) / 2;
@@ -1122,8 +1107,8 @@ MODELNEW_HOST_DEVICE inline Correlation in_phases(const Correlation& of) {
 }
 
 // x as the plan has it: as it is, copied or in phases.
-MODELNEW_HOST_DEVICE inline Correlation as_planned(const Correlation& of, const Plan& plan) {
-  return plan.copied ? copied(of, plan.contained) : plan.in_phases ? in_phases(of) : of;
+MODELNEW_HOST_DEVICE inline Phased as_planned(const Phased& of, const Plan& plan) {
+  return plan.copied ? copied(of, plan.contained, plan.by_tma) : plan.in_phases ? in_phases(of) : of;
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -1140,7 +1125,7 @@ struct PackedRow {
 };
 
 MODELNEW_HOST_DEVICE inline PackedRow locate_row(const PackParams& params, int row_of_all) {
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   PackedRow row;
   row.tile = quotient(row_of_all, params.by_tile_n);
   row.number = row_of_all - row.tile * params.tile_n;
@@ -1155,7 +1140,7 @@ MODELNEW_HOST_DEVICE inline PackedRow locate_row(const PackParams& params, int r
 }
 
 // Of piece `number` of a row, its tap and where it goes, and its channels that have weights. Neighbouring numbers have
-// neighbouring taps and channels.
+// neighbouring taps and channels, or (whole rows) neighbouring pieces.
 struct PackedPiece {
   int r, s;        // of w
   int first, end;  // of these channels and behind the last one, counted from the piece's own first: also outside of it
@@ -1174,9 +1159,16 @@ MODELNEW_HOST_DEVICE inline PhasedTap phased_tap(const int (&first)[2], int r, i
 
 MODELNEW_HOST_DEVICE inline PackedPiece locate_piece(const PackParams& params, int channels, const PackedRow& row,
                                                      int number) {
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const Phases& phases = params.phases;
-  const int piece_of_all = quotient(number, params.by_taps), tap = number - piece_of_all * of.R * of.S;
+  int piece_of_all, tap;
+  if (params.whole_rows) {  // in their order
+    tap = quotient(number, params.by_pieces);
+    piece_of_all = number - tap * params.pieces;
+  } else {
+    piece_of_all = quotient(number, params.by_taps);
+    tap = number - piece_of_all * of.R * of.S;
+  }
   const int seen_r = quotient(tap, params.by_s), seen_s = tap - seen_r * of.S;
   PackedPiece piece;
   piece.r = of.flipped ? of.R - 1 - seen_r : seen_r;
@@ -1184,6 +1176,10 @@ MODELNEW_HOST_DEVICE inline PackedPiece locate_piece(const PackParams& params, i
   const int first_channel = piece_of_all * channels;
   piece.first = row.first - first_channel;
   piece.end = row.end - first_channel;
+  if (params.whole_rows) {
+    piece.to = (row.tile * params.tile_n + row.number) * params.row_pieces + number;
+    return piece;
+  }
   const int block = quotient(piece_of_all, params.by_pieces), in_stage = piece_of_all - block * params.pieces;
   int stage = block * of.R * of.S + tap;
   if (phases.rows > 1) {
@@ -1197,7 +1193,7 @@ MODELNEW_HOST_DEVICE inline PackedPiece locate_piece(const PackParams& params, i
 
 // Where its first channel lies in w, counted from the row's first weight, in elements.
 template <typename Offset>
-MODELNEW_HOST_DEVICE inline Offset offset_in_row(const Correlation& of, const PackedPiece& piece) {
+MODELNEW_HOST_DEVICE inline Offset offset_in_row(const Phased& of, const PackedPiece& piece) {
   return -piece.first * static_cast<Offset>(of.w_stride_in) + piece.r * static_cast<Offset>(of.w_stride_r) +
          piece.s * static_cast<Offset>(of.w_stride_s);
 }
@@ -1254,7 +1250,7 @@ struct SourcePixel {
 };
 
 __device__ __forceinline__ SourcePixel source_pixel(const CopyParams& params, int pixel, int phase) {
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const int line = quotient(pixel, params.by_columns), image = quotient(line, params.by_rows);
   const int log_columns = params.phases.columns - 1;
   return {image, (line - image * of.P) * of.stride_h - of.pad_h + (phase >> log_columns),
@@ -1264,7 +1260,7 @@ __device__ __forceinline__ SourcePixel source_pixel(const CopyParams& params, in
 // Its first channel; null if it is padding, or none.
 template <typename Stored>
 __device__ __forceinline__ const Stored* source_of(const CopyParams& params, int pixel, int phase = 0) {
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const SourcePixel at = source_pixel(params, pixel, phase);
   if (at.n >= of.N || at.h < 0 || at.h >= of.H || at.w < 0 || at.w >= of.W) return nullptr;
   return static_cast<const Stored*>(params.in_ptr) + at.n * of.in_stride[0] + at.h * of.in_stride[2] +
@@ -1274,7 +1270,7 @@ __device__ __forceinline__ const Stored* source_of(const CopyParams& params, int
 // Warps read neighbouring pixels and write neighbouring channels.
 template <typename Stored>
 __device__ __forceinline__ void copy_points(const CopyParams& params, int block, CopyShared<Stored>& shared) {
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   constexpr int kChannelsAtOnce = kPackThreads / kCopySide, kPixelsAtOnce = kPackThreads / 32;
   const int channels = of.groups * of.in_channels;
   const int pixels = static_cast<int>(of.N) * of.P * of.Q, pixel_block = quotient(block, params.by_channel_blocks);
@@ -1330,7 +1326,7 @@ __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_const
   uint32_t& largest = *reinterpret_cast<uint32_t*>(modelnew_gather_sample_smem);
   hopper::wait_for_prerequisites();  // whoever wrote x and w
   hopper::launch_dependents();
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
   constexpr int kEach = kSamples / kSampleBlocks / kPackThreads;
   uint32_t words[kEach];
@@ -1361,7 +1357,7 @@ __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_const
                          (static_cast<int64_t>(row) - line * of.H) * of.in_stride[2] + column * of.in_stride[3]];
     }
   }
-  if (block == 0 && thread == 0) *params.guard.control = Control{};
+  if (block == 0 && thread == 0) *params.guard.control = ContainedControl{};
   if (thread == 0) largest = 0;
   __syncthreads();  // it is zero
   uint32_t magnitude = 0;
@@ -1389,11 +1385,11 @@ __device__ __forceinline__ bool find_scale(const Guard& guard, int& exponent) {
 }
 
 // A block packs some rows of the weights, each scaled by the power of two that takes its largest one to 2^14..2^15.
-// First all of them come to shared memory, a row after the other; then neighbouring threads pack the same piece of
-// neighbouring rows, which lie side by side.
+// First all of them come to shared memory, a row after the other; then neighbouring threads pack what lies side by side:
+// the same piece of neighbouring rows, or (whole rows) neighbouring pieces.
 __device__ __forceinline__ void contain_rows(const ContainParams& contain, int threads, uint8_t* smem) {
   const PackParams& params = contain.pack;
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   uint32_t* const magnitudes = reinterpret_cast<uint32_t*>(smem);
   float* const staged = reinterpret_cast<float*>(smem + kMagnitudeBytes);
   const int rows = contain.rows_of_block, row_threads = threads / rows;
@@ -1453,7 +1449,9 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, int t
   __syncthreads();  // all have seen their weights
 
   // Inf and NaN have no scale either.
-  const int in_block = static_cast<int>(threadIdx.x) % rows, first = static_cast<int>(threadIdx.x) / rows;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int in_block = params.whole_rows ? thread / row_threads : thread % rows;
+  const int first = params.whole_rows ? thread % row_threads : thread / rows;
   const PackedRow row = locate_row(params, first_row + in_block);
   const uint32_t magnitude = magnitudes[in_block];
   int exponent = 0;
@@ -1471,8 +1469,15 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, int t
       const float* of_piece = staged + in_block * contain.row_pitch;
       of_piece += in_order ? 8 * number : offset_in_row<int>(of, piece);
       if (piece.first <= 0 && piece.end >= 8) {
+        if (params.whole_rows && step == 1) {  // at once, or threads of neighbouring pieces would meet in few banks
+          const float4 low = *reinterpret_cast<const float4*>(of_piece);
+          const float4 high = *reinterpret_cast<const float4*>(of_piece + 4);
+          values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+          values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+        } else {
 #pragma unroll
-        for (int c = 0; c < 8; ++c) values[c] = of_piece[c * step];
+          for (int c = 0; c < 8; ++c) values[c] = of_piece[c * step];
+        }
       } else {
 #pragma unroll
         for (int c = 0; c < 8; ++c) values[c] = piece.first <= c && c < piece.end ? of_piece[c * step] : 0.0f;
@@ -1517,7 +1522,7 @@ __device__ __forceinline__ bool list_misfit(const Guard& guard, float value, int
 template <int VECTOR>
 __device__ __forceinline__ void contain_points(const ContainParams& params, int block, ContainShared& shared) {
   const CopyParams& copy = params.copy;
-  const Correlation& of = copy.of;
+  const Phased& of = copy.of;
   const int thread = static_cast<int>(threadIdx.x);
   constexpr int kRowsOfPixel = VECTOR == 2 ? 2 : 1;
   const int pixel_block = quotient(block, copy.by_channel_blocks);
@@ -1714,18 +1719,13 @@ static_assert(4 * kMaxStages * 8 <= kBarrierBytes, "room for all");
 
 // -- Copy weights: packed -> w ring, by one thread --
 
-// All of the call's operands, but for those on the list.
-__device__ __forceinline__ bool are_contained(const Control& control) {
-  return control.all_again == 0 && control.listed <= kMostListed;
-}
-
 // Who needs what the kernels before write waits here, with all else at hand: what comes from memory for the first time,
 // code and parameters, takes its time. False: operands are not contained, but should be, and all is done again.
 template <typename Format>
 __device__ __forceinline__ bool wait_for_operands(const Params& params, int* x_exponent = nullptr) {
   hopper::wait_for_prerequisites();
   if constexpr (Format::CONTAINED) {
-    const Control control = *params.guard.control;
+    const ContainedControl control = *params.guard.control;
     if (x_exponent != nullptr) *x_exponent = control.x_exponent;
     return are_contained(control);
   }
@@ -1811,7 +1811,7 @@ struct Stages {
 
   // All gathering warps come here once a tile: they fill the table together.
   __device__ __forceinline__ void enter_tile() {
-    const Correlation& of = params.of;
+    const Phased& of = params.of;
     const Plan& plan = params.plan;
     const Tile tile = locate_tile(plan, unit);
     block = tile.first_block;
@@ -1867,7 +1867,7 @@ __device__ __forceinline__ void copy_channels(const To& to, const Stored* from, 
 template <typename Format, Loads LOADS, int PIXELS>
 __device__ __forceinline__ void copy_stages(const Params& params, const Shared& shared, int32_t* tables) {
   using Stored = typename Format::Stored;
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const Plan& plan = params.plan;
   Stages<Format, LOADS> stages(params, tables);
   const int lane = stages.lane;
@@ -1999,7 +1999,7 @@ struct Registers {
   }
 
   __device__ __forceinline__ void load(uint32_t (&word)[ITEMS][ITEM]) const {
-    const Correlation& of = params.of;
+    const Phased& of = params.of;
     const Plan& plan = params.plan;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -2106,7 +2106,7 @@ __device__ __forceinline__ void convert_stages(const Params& params, const Share
 // box: the copy engine finds the pixels, row by row and image by image, and zeros for the padding. By one thread.
 template <typename Format>
 __device__ __forceinline__ void load_taps(const Params& params, const Shared& shared, int channels_a_stage) {
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const Plan& plan = params.plan;
   bool waits = plan.copied;
   hopper::prefetch_map(params.in_map);
@@ -2138,7 +2138,7 @@ __device__ __forceinline__ void load_taps(const Params& params, const Shared& sh
 // memory, or rows of slots. PHASES: of a stage's phase of x itself, whose channels are the same in all phases.
 template <typename Format, bool PHASES>
 __device__ __forceinline__ void load_boxes(const Params& params, const Shared& shared, int channels_a_stage) {
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const Plan& plan = params.plan;
   const int lane = threadIdx.x % 32, phases = phases_of(of.phases), log_phases = phases == 1 ? 0 : 2;
   const int boxes = plan.x_boxes, box_bytes = plan.box_slots * 128;
@@ -2297,7 +2297,7 @@ template <typename Format, int TILE_N, int BLOCKS_M>
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, int64_t image, float* staging,
                                            int warpgroup, const Share& share, const Sums<TILE_N, BLOCKS_M>& acc) {
   using Tensor = typename Format::Tensor;
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const Plan& plan = params.plan;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int first_k = tile.n_block * TILE_N;
@@ -2409,7 +2409,7 @@ struct BoxPixels {
   int image, first;  // image, counted from the tile's first one, and pixel in there
 
   __device__ __forceinline__ BoxPixels(const Params& params, const Tile& tile, int64_t of_image, int m) {
-    const Correlation& of = params.of;
+    const Phased& of = params.of;
     const Plan& plan = params.plan;
     if (plan.points || plan.packed) {
       const int plane = of.P * of.Q, in_images = static_cast<int>(first_output(plan, tile) - of_image * plane) + m;
@@ -2429,7 +2429,7 @@ struct BoxPixels {
 template <int TILE_N, int BLOCKS_M, int BUFFERS>
 __device__ __forceinline__ void store_boxes(const Params& params, const Tile& tile, int64_t image, uint8_t* staging,
                                             int warpgroup, const Share& share, const Sums<TILE_N, BLOCKS_M>& acc) {
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
   const BoxChannels<TILE_N> of_tile(params, tile);
   const int channels = of_tile.count, channel_of_all = of_tile.first;
@@ -2491,7 +2491,7 @@ template <int TILE_N, int BLOCKS_M, int BUFFERS>
 __device__ __forceinline__ void store_plane_boxes(const Params& params, const Tile& tile, int64_t image,
                                                   uint8_t* staging, int warpgroup, const Share& share,
                                                   const Sums<TILE_N, BLOCKS_M>& acc) {
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32, plane = of.P * of.Q;
   const BoxChannels<TILE_N> of_tile(params, tile);
   const int channels = of_tile.count, channel_of_all = of_tile.first;
@@ -2584,7 +2584,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
                                               Rings& rings, const uint32_t (&x_offset)[BLOCKS_M],
                                               Sums<TILE_N, BLOCKS_M>& acc) {
   using Operand = typename Format::Stored;
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const Plan& plan = params.plan;
   const int lane = threadIdx.x % 32;
   constexpr int ALL_STEPS = PIECES / kStepPieces;
@@ -2784,7 +2784,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
                            SOURCE != Source::kBoxes && SOURCE != Source::kPhases && SOURCE != Source::kTaps &&
                            SOURCE != Source::kChannels;
   constexpr bool kNothingElse = kPlanes && SOURCE == Source::kPixels;
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const Plan& plan = params.plan;
   const int warpgroup = WARPGROUPS == 1 ? 0 : hopper::uniform(threadIdx.x / 128);
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
@@ -2873,7 +2873,7 @@ static_assert(56 * 8 <= kBarrierBytes && kLandedBoxes <= 4 && kLandingWindows <=
 // False: some weight does not fit, or x has no scale, and all is done again. What does not fit of x is found here.
 __device__ __forceinline__ bool wait_for_scales(const Params& params, int* x_exponent = nullptr) {
   hopper::wait_for_prerequisites();
-  const volatile Control* const control = params.guard.control;
+  const volatile ContainedControl* const control = params.guard.control;
   if (x_exponent != nullptr) *x_exponent = control->x_exponent;
   return control->all_again == 0;
 }
@@ -2883,7 +2883,7 @@ template <typename Shape>
 __device__ __forceinline__ void order_landing(const Params& params, const LandingShared& shared) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   constexpr LandingShape kShape = Shape::kShape;
   constexpr int kParts = kShape.channels_last ? 1 : 2;
   RingPosition landed;
@@ -3000,7 +3000,7 @@ __device__ __forceinline__ void list_landed(const Params& params, const LandingT
                                             uint8_t* window) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   constexpr LandingShape kShape = Shape::kShape;
   constexpr int kColumns = kShape.box_columns(), kPieces = kShape.lane_pieces();
 #pragma unroll
@@ -3220,7 +3220,7 @@ __device__ __forceinline__ void stage_landed_channels(const Params& params, cons
 template <typename Shape>
 __device__ __forceinline__ void store_staged_rows(const Params& params, const LandingTile& tile, int first_channel,
                                                   int first_row, int rows, const uint8_t* staging) {
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   constexpr int kColumns = Shape::kShape.columns, kValues = Shape::kShape.staged_rows() * kColumns;
   const int channels = min(kLandingStagedChannels, of.out_channels - first_channel);
   float* const out = static_cast<float*>(params.out_ptr) + tile.n * of.out_stride[0] +
@@ -3243,7 +3243,7 @@ template <typename Shape>
 __device__ __forceinline__ void multiply_landed(const Params& params, const LandingShared& shared, uint8_t* smem) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const int lane = threadIdx.x % 32;
   const int warpgroup = hopper::uniform(threadIdx.x / 128), warp = hopper::uniform(threadIdx.x % 128 / 32);
   constexpr LandingShape kShape = Shape::kShape;
@@ -3455,7 +3455,7 @@ struct MendShared {
 };
 
 // The number of the tap by which an output reads a value, or -1.
-__device__ __forceinline__ int tap_of(const Correlation& of, const Misfit& misfit, int n, int p, int q) {
+__device__ __forceinline__ int tap_of(const Phased& of, const Misfit& misfit, int n, int p, int q) {
   const int down = misfit.h + of.pad_h - p * of.stride_h, right = misfit.w + of.pad_w - q * of.stride_w;
   const int r = down / of.dilation_h, s = right / of.dilation_w;
   const bool reads = misfit.n == n && down >= 0 && right >= 0 && r * of.dilation_h == down &&
@@ -3464,7 +3464,7 @@ __device__ __forceinline__ int tap_of(const Correlation& of, const Misfit& misfi
 }
 
 __device__ __forceinline__ void mend(const Params& params, int count, MendShared& shared) {
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const CopyParams& copy = params.copy;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, taps = of.R * of.S;
   for (int i = threadIdx.x; i < count; i += kThreads) {
@@ -3522,7 +3522,7 @@ constexpr int kPiecesOfPart = 4 * kThreads;
 
 __device__ __forceinline__ void pack_for_again(const Params& params, uint32_t& claimed) {
   const PackParams& pack = params.other_pack;
-  Control& control = *params.guard.control;
+  ContainedControl& control = *params.guard.control;
   const int parts = (pack.count + kPiecesOfPart - 1) / kPiecesOfPart;
   for (;;) {
     if (threadIdx.x == 0) claimed = atomicAdd(&control.claimed, 1u);
@@ -3562,7 +3562,7 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
   }
   if constexpr (Format::AGAIN) {
     hopper::wait_for_prerequisites();
-    const Control control = *params.guard.control;
+    const ContainedControl control = *params.guard.control;
     if (are_contained(control)) {
       const int count = static_cast<int>(control.listed);
       if (count != 0) mend(params, count, *reinterpret_cast<MendShared*>(modelnew_gather_smem + kBarrierBytes));
@@ -3620,51 +3620,9 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
 
 // ---- Host: what to compute ----
 
-inline Correlation correlation_of(const Problem& problem, Operator op) {
-  Correlation of{};
-  const int group_c = problem.C / problem.groups, group_k = problem.K / problem.groups;
-  of.N = problem.N;
-  of.groups = problem.groups;
-  of.merged = 1;
-  of.R = problem.R;
-  of.S = problem.S;
-  of.dilation_h = problem.dilation_h;
-  of.dilation_w = problem.dilation_w;
-  of.w_stride_group = group_k * problem.w_stride[0];
-  of.w_stride_r = problem.w_stride[2];
-  of.w_stride_s = problem.w_stride[3];
-  of.flipped = op == Operator::kDgrad;
-  of.phases = {1, 1, {0, 0}, {problem.R, 0}, {0, 0}, {problem.S, 0}, problem.R * problem.S, {}};
-  // With a single output position the stride is never taken.
-  of.stride_h = problem.P == 1 ? 1 : problem.stride_h;
-  of.stride_w = problem.Q == 1 ? 1 : problem.stride_w;
-  if (op == Operator::kDgrad) {
-    of.in_channels = group_k;
-    of.out_channels = group_c;
-    of.H = problem.P;
-    of.W = problem.Q;
-    of.P = problem.H;
-    of.Q = problem.W;
-    of.pad_h = problem.dilation_h * (problem.R - 1) - problem.pad_h;
-    of.pad_w = problem.dilation_w * (problem.S - 1) - problem.pad_w;
-    of.w_stride_out = problem.w_stride[1];
-    of.w_stride_in = problem.w_stride[0];
-    std::copy_n(problem.y_stride, 4, of.in_stride);
-    std::copy_n(problem.x_stride, 4, of.out_stride);
-  } else {
-    of.in_channels = group_c;
-    of.out_channels = group_k;
-    of.H = problem.H;
-    of.W = problem.W;
-    of.P = problem.P;
-    of.Q = problem.Q;
-    of.pad_h = problem.pad_h;
-    of.pad_w = problem.pad_w;
-    of.w_stride_out = problem.w_stride[0];
-    of.w_stride_in = problem.w_stride[1];
-    std::copy_n(problem.x_stride, 4, of.in_stride);
-    std::copy_n(problem.y_stride, 4, of.out_stride);
-  }
+inline Phased phased_of(const Problem& problem, Operator op) {
+  Phased of{correlation_of_problem(problem, op), 1, {}};
+  of.phases = {1, 1, {0, 0}, {of.R, 0}, {0, 0}, {of.S, 0}, of.R * of.S, {}};
   return of;
 }
 
@@ -3692,7 +3650,7 @@ inline bool dense_pixels(const int64_t (&stride)[4], int64_t images, int rows, i
 }
 
 // 1x1, and output number i reads pixel number i.
-inline bool dense_points_of(const Correlation& of) {
+inline bool dense_points_of(const Phased& of) {
   return of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0 &&
          of.H == of.P && of.W == of.Q;
 }
@@ -3804,24 +3762,24 @@ constexpr double kLandingChannelsFactor = 0.93;  // the same in channels_last, o
 // Of copies of x.
 constexpr int64_t kMostCopiedBytes = 512 << 20;
 
-inline int64_t copied_bytes(const Correlation& of, int element_bytes) {
-  const Correlation copy = copied(of, false);
+inline int64_t copied_bytes(const Phased& of, int element_bytes) {
+  const Phased copy = copied(of, false);
   return of.N * copy.H * copy.W * of.groups * of.in_channels * element_bytes;
 }
 
-inline int64_t contained_bytes(const Correlation& of) {
-  const Correlation copy = copied(of);
+inline int64_t contained_bytes(const Phased& of, bool by_tma = false) {
+  const Phased copy = copied(of, true, by_tma);
   return of.N * copy.in_stride[0] * static_cast<int64_t>(sizeof(Half));
 }
 
 // Of fp32 under the TF32 contract.
-inline bool may_contain(const Correlation& of, int element_bytes) {
+inline bool may_contain(const Phased& of, int element_bytes) {
   const bool whole_stages = of.groups == 1 || merged(of).in_channels % kContainedBlock == 0;
   return element_bytes == 4 && whole_stages && contained_bytes(of) <= kMostCopiedBytes;
 }
 
 // The same without a copy: list places are ints.
-inline bool may_land(const Correlation& of, int element_bytes) {
+inline bool may_land(const Phased& of, int element_bytes) {
   return element_bytes == 4 && of.groups == 1 && of.S == kLandingTaps && of.stride_h == of.stride_w &&
          of.stride_h <= 2 && of.dilation_h == 1 && of.dilation_w == 1 &&
          ((of.in_stride[3] == 1 && of.out_stride[3] == 1) || (of.in_stride[1] == 1 && of.out_stride[1] == 1)) &&
@@ -3836,7 +3794,7 @@ constexpr int kLeastContained = 64, kLeastContainedChannels = 128;
 constexpr int64_t kManyOutputs = 1 << 19;
 
 // Of weights, whole tiles of all groups.
-inline int64_t packed_rows(const Correlation& of, int tile_n) {
+inline int64_t packed_rows(const Phased& of, int tile_n) {
   return of.groups * ceil_div(of.out_channels, tile_n) * tile_n;
 }
 
@@ -3863,12 +3821,12 @@ constexpr int kLeastBoxedPlane = 16;
 // rows of taps, or a single row's. (Rows next to one another, as parts have that the engine dilated makes: 2048 to 256,
 // 65x65, one image, channels_last, dilation 24 and 36, in contained windows / by taps, 195 and 197 / 232 and 234 us.
 // H200, 2026-11-25.)
-inline bool lie_apart(const Correlation& of) {
+inline bool lie_apart(const Phased& of) {
   return of.R > 1 ? of.dilation_h > 1 : of.S > 1 && of.dilation_w > 1;
 }
 
 // What the copy engine takes: from the first pixel's place, that of the last one's, and of taps.
-inline bool boxes_reach(const Correlation& of) {
+inline bool boxes_reach(const Phased& of) {
   const auto reaches = [](int size, int outputs, int taps, int stride, int pad, int dilation) {
     const int64_t behind = int64_t{outputs} - size - pad, span = int64_t{taps - 1} * dilation;
     return stride == 1 && pad >= -127 && pad <= 128 && behind >= -128 && behind <= 127 && span <= 255;
@@ -3878,7 +3836,7 @@ inline bool boxes_reach(const Correlation& of) {
 }
 
 // Completes a plan; false when it does not fit.
-inline bool complete(const Correlation& of, int out_bytes, const Device& device, const Alignment& address,
+inline bool complete(const Phased& of, int out_bytes, const Device& device, const Alignment& address,
                      const TileShape& shape, int splits, const Cut& cut, bool is_copied, Plan& plan) {
   plan = Plan{};
   plan.contained = shape.contained;
@@ -4122,7 +4080,7 @@ inline bool complete(const Correlation& of, int out_bytes, const Device& device,
 }
 
 // The same for what is contained on its way.
-inline bool complete_landing(const Correlation& of, const Device& device, const Alignment& address,
+inline bool complete_landing(const Phased& of, const Device& device, const Alignment& address,
                              const TileShape& tile_shape, Plan& plan) {
   plan = Plan{};
   plan.contained = plan.lands = true;
@@ -4211,7 +4169,7 @@ inline bool complete_landing(const Correlation& of, const Device& device, const 
 
 // 1x1 whose x comes by single words, that is: at a stride, or planes of no multiple of 4 pixels. What is read is first
 // copied to where channels are neighbours, unless that is a lot. From sizes and strides alone.
-inline bool may_copy(const Correlation& of, int element_bytes) {
+inline bool may_copy(const Phased& of, int element_bytes) {
   if (of.R * of.S > 1)  // all of x, for boxes of a tap
     return element_bytes == 4 && lie_apart(of) && boxes_reach(of) && of.in_stride[1] != 1 && of.in_channels % 4 == 0 &&
            copied_bytes(of, element_bytes) <= kMostCopiedBytes;
@@ -4221,22 +4179,22 @@ inline bool may_copy(const Correlation& of, int element_bytes) {
 }
 
 // Of fp32 under the TF32 contract, whose channels are neighbours: boxes of fours of them.
-inline bool may_take_phases(const Correlation& of, int element_bytes) {
+inline bool may_take_phases(const Phased& of, int element_bytes) {
   return element_bytes == 4 && of.groups == 1 && has_phases(of) && of.in_stride[1] == 1 && of.in_channels % 4 == 0;
 }
 
 // Read in sectors, and written.
-inline double copy_cycles(const Correlation& of, int element_bytes, const Device& device) {
+inline double copy_cycles(const Phased& of, int element_bytes, const Device& device) {
   return copied_bytes(of, element_bytes) * (1.0 + std::min(of.stride_w, 8)) / device.sms / kMemoryRate + kCopyCycles;
 }
 
-inline double contain_cycles(const Correlation& of, const Device& device) {
+inline double contain_cycles(const Phased& of, const Device& device, bool by_tma = false) {
   const int sectors = of.R == 1 && of.S == 1 && of.in_stride[1] != 1 ? std::min(of.stride_w, 8) : 1;
-  return contained_bytes(of) * (1.0 + 2 * sectors) / device.sms / kContainRate + kContainCycles;
+  return contained_bytes(of, by_tma) * (1.0 + 2 * sectors) / device.sms / kContainRate + kContainCycles;
 }
 
 // `of`: as planned.
-inline Divisors divisors(const Correlation& of, const Plan& plan) {
+inline Divisors divisors(const Phased& of, const Plan& plan) {
   // Whole tiles only, or points, or one line only: nobody asks.
   const auto of_any = [](int64_t number) { return make_divisor(std::max<int64_t>(1, number)); };
   return {of_any(plan.tiles_n), of_any(plan.tiles_m),
@@ -4248,7 +4206,7 @@ inline Divisors divisors(const Correlation& of, const Plan& plan) {
 
 // Puts the best plan in a shape of a tile in the place of `best`, if that is none (`found`) or a slower one.
 // `more_cycles`: of what happens before, where `of` is that of a copy.
-inline void improve(const Correlation& of, int out_bytes, const Device& device, const Alignment& address,
+inline void improve(const Phased& of, int out_bytes, const Device& device, const Alignment& address,
                     const TileShape& shape, int forced_splits, double more_cycles, bool is_copied, bool& found,
                     Plan& best) {
   const int pixels = 64 * shape.warpgroups * shape.blocks_m;
@@ -4295,20 +4253,36 @@ inline void improve(const Correlation& of, int out_bytes, const Device& device, 
 }
 
 // With TF32 operands, for what contained ones are not fit for.
-inline bool plan_again(const Correlation& of, const Device& device, const Alignment& address, Plan& plan) {
+inline bool plan_again(const Phased& of, const Device& device, const Alignment& address, Plan& plan) {
   bool found = false;
   improve(of, 4, device, address, kAgainShape, 1, 0, false, found, plan);
   return found;
 }
 
-inline bool make_plan(const Correlation& of, int element_bytes, const Device& device, const Alignment& address,
+// The same for contained operands that tma multiplies. Weights are packed as whole rows.
+inline bool plan_by_tma(const Phased& of, const Device& device, const Alignment& address, Plan& plan) {
+  const Phased copy = copied(of, true, true);
+  plan = Plan{};
+  plan.contained = plan.copied = plan.by_tma = true;
+  plan.splits = 1;
+  plan.tile_n = (copy.out_channels + kMostRowsOfBlock - 1) / kMostRowsOfBlock * kMostRowsOfBlock;
+  plan.tiles_n = 1;
+  plan.pieces = copy.in_channels / 8;
+  plan.iterations = copy.R * copy.S;
+  if (packed_rows(copy, plan.tile_n) * plan.iterations * plan.pieces >= (1 << 30)) return false;
+  if (!can_multiply_contained(copy, device.sms, address.out, plan.cycles)) return false;
+  plan.cycles += contain_cycles(of, device, true);
+  return true;
+}
+
+inline bool make_plan(const Phased& of, int element_bytes, const Device& device, const Alignment& address,
                       int forced, Plan& best, int forced_splits = 0) {
   bool found = false;
   int number = 0;
   const Alignment of_copy{0, address.out};
   Plan again;
   const bool few_in_boxes = of.in_stride[1] == 1 && of.groups == 1 && of.N * of.P * of.Q < kManyOutputs;
-  const Correlation as_contained = merged(of);
+  const Phased as_contained = merged(of);
   const int channels = std::min(as_contained.in_channels, as_contained.out_channels);
   const bool is_large = forced >= 0 || channels >= kLeastContained;
   const bool may_do_again = element_bytes == 4 && is_large && plan_again(of, device, address, again);
@@ -4340,6 +4314,12 @@ inline bool make_plan(const Correlation& of, int element_bytes, const Device& de
       improve(copied(of, false), element_bytes, device, of_copy, shape, forced_splits,
               copy_cycles(of, element_bytes, device), true, found, best);
   }
+  Plan by_tma;
+  if (contains && (forced < 0 || forced == number) && plan_by_tma(of, device, address, by_tma) &&
+      !(found && by_tma.cycles >= best.cycles)) {
+    best = by_tma;
+    found = true;
+  }
   return found;
 }
 
@@ -4356,7 +4336,7 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
 }
 
 struct Planned {
-  Correlation of;
+  Phased of;
   Plan plan, again;  // again: where the plan is contained
   bool found;
 };
@@ -4368,7 +4348,7 @@ inline const Planned& plan_of(const Problem& problem, Operator op, const Alignme
   const int gpu = find_gpu(device.sms);
   return memo.get(key_of(problem, op, address.in, 0, address.out, gpu, device.sms), [&] {
     Planned planned{};
-    planned.of = correlation_of(problem, op);
+    planned.of = phased_of(problem, op);
     planned.found = make_plan(planned.of, element_bytes(problem.dtype), device, address, -1, planned.plan);
     if (planned.found && planned.plan.contained) planned.found = plan_again(planned.of, device, address, planned.again);
     return planned;
@@ -4473,20 +4453,20 @@ struct WorkspaceLayout {
   int64_t samples, list, w_factors, packed, packed_again, copied, end;
 };
 
-inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
+inline int64_t packed_bytes(const Phased& of, const Plan& plan) {
   return packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces * 16;
 }
 
 // For tensors of so many bytes an element; `again`: where the plan is contained.
-inline WorkspaceLayout workspace_layout(const Correlation& of, const Plan& plan, const Plan& again, int element_bytes) {
+inline WorkspaceLayout workspace_layout(const Phased& of, const Plan& plan, const Plan& again, int element_bytes) {
   const auto aligned = [](int64_t bytes) { return ceil_div(bytes, 128) * 128; };
   const int64_t bytes_of_copy = plan.lands       ? 0
-                                : plan.contained ? contained_bytes(of)
+                                : plan.contained ? contained_bytes(of, plan.by_tma)
                                 : plan.copied    ? copied_bytes(of, element_bytes)
                                                  : 0;
   WorkspaceLayout layout{};
   if (plan.contained) {
-    layout.samples = aligned(sizeof(Control));
+    layout.samples = aligned(sizeof(ContainedControl));
     layout.list = layout.samples + aligned(kSampleBlocks * static_cast<int64_t>(sizeof(uint32_t)));
     layout.w_factors = layout.list + aligned(kMostListed * static_cast<int64_t>(sizeof(Listed)));
     layout.packed = layout.w_factors + aligned(4 * packed_rows(merged(of), plan.tile_n));
@@ -4517,7 +4497,7 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
 
 // y as boxes want it: [1][1][pixel of all images][channel], or [1][image][channel][pixel].
 inline cudaError_t make_out_map(Params& params) {
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const uint64_t channels = static_cast<uint64_t>(of.groups) * of.out_channels, N = of.N;
   const uint64_t plane = static_cast<uint64_t>(of.P) * of.Q;
   const auto bytes = [&](int axis, uint64_t size) -> uint64_t {
@@ -4537,7 +4517,7 @@ inline cudaError_t make_out_map(Params& params) {
 
 // x as boxes want it, of bytes of 128: [1][1][pixel of all images][channel], or [image][row][column][channel]. `of`: of
 // x as it lies in memory, all phases of it.
-inline cudaError_t make_in_map(const Correlation& of, int element_bytes, Params& params) {
+inline cudaError_t make_in_map(const Phased& of, int element_bytes, Params& params) {
   const Plan& plan = params.plan;
   const uint64_t channels = static_cast<uint64_t>(of.groups) * of.in_channels;
   const uint64_t W = of.W, H = of.H, N = of.N;
@@ -4565,7 +4545,7 @@ inline cudaError_t make_in_map(const Correlation& of, int element_bytes, Params&
 }
 
 // Of w, [output channel][input channel]: the latter of a stage, of so many of the former.
-inline cudaError_t make_w_map(const Correlation& of, int element_bytes, Params& params) {
+inline cudaError_t make_w_map(const Phased& of, int element_bytes, Params& params) {
   const uint64_t in_channels = of.in_channels, out_channels = of.out_channels;
   const uint64_t row_bytes = of.w_stride_out * element_bytes;
   const uint32_t box_channels = hopper::kBoxRowBytes / element_bytes, box_rows = params.plan.tile_n;
@@ -4576,7 +4556,7 @@ inline cudaError_t make_w_map(const Correlation& of, int element_bytes, Params& 
 }
 
 // What the plan in `params` loads and stores by boxes; `of` and `element_bytes`: of x as it lies in memory.
-inline cudaError_t make_maps(const Correlation& of, int element_bytes, Params& params) {
+inline cudaError_t make_maps(const Phased& of, int element_bytes, Params& params) {
   if (params.plan.w_in_boxes) {
     const cudaError_t error = make_w_map(of, element_bytes, params);
     if (error != cudaSuccess) return error;
@@ -4591,7 +4571,7 @@ inline cudaError_t make_maps(const Correlation& of, int element_bytes, Params& p
 // Boxes of x, [image][channel][row][column], and of y, [image][row][channel][column], if they are planes, and otherwise
 // of both [image][row][column][channel].
 inline cudaError_t make_landing_maps(Params& params) {
-  const Correlation& of = params.of;
+  const Phased& of = params.of;
   const Landing& landing = params.plan.landing;
   const auto make = [&](hopper::BoxUse use, const void* tensor, const int64_t (&stride)[4], int channels, int rows,
                         int columns, uint32_t box_channels, uint32_t box_rows, uint32_t box_columns,
@@ -4739,7 +4719,7 @@ cudaError_t run_tiles(Params& params, cudaStream_t stream) {
   return error;
 }
 
-inline PackParams pack_params(const Correlation& of, const Phases& phases, const Plan& plan, const void* w_ptr,
+inline PackParams pack_params(const Phased& of, const Phases& phases, const Plan& plan, const void* w_ptr,
                               void* packed_ptr) {
   PackParams pack{};
   pack.w_ptr = w_ptr;
@@ -4753,6 +4733,7 @@ inline PackParams pack_params(const Correlation& of, const Phases& phases, const
   pack.pieces = plan.pieces;
   pack.group_in = of.in_channels / of.merged;
   pack.group_out = of.out_channels / of.merged;
+  pack.whole_rows = plan.by_tma;
   pack.count = static_cast<int>(packed_rows(of, plan.tile_n) * pack.row_pieces);
   pack.by_tile_n = make_divisor(plan.tile_n);
   pack.by_tiles_n = make_divisor(plan.tiles_n);
@@ -4765,7 +4746,7 @@ inline PackParams pack_params(const Correlation& of, const Phases& phases, const
 }
 
 // `copy`: what is copied of x, as copied() has it.
-inline CopyParams copy_params(const Correlation& of, const Correlation& copy, const void* in_ptr, void* copy_ptr) {
+inline CopyParams copy_params(const Phased& of, const Phased& copy, const void* in_ptr, void* copy_ptr) {
   const int channels = copy.groups * copy.in_channels;
   CopyParams params{in_ptr, copy_ptr, of, copy.phases, channels, static_cast<int>(ceil_div(channels, kCopySide)),
                     0,      {},       {}, {}};
@@ -4789,9 +4770,9 @@ inline CopyParams copy_params(const Correlation& of, const Correlation& copy, co
 
 // `planned`: x as the plan has it.
 template <typename Format>
-cudaError_t run_packed(const PackParams& pack, const Correlation& planned, void* copy_ptr, Params& params,
+cudaError_t run_packed(const PackParams& pack, const Phased& planned, void* copy_ptr, Params& params,
                        cudaStream_t stream) {
-  const Correlation of = params.of;
+  const Phased of = params.of;
   // Of weights that are not aligned there are no boxes.
   params.plan.w_in_boxes = params.plan.w_in_boxes && reinterpret_cast<uint64_t>(pack.w_ptr) % 16 == 0;
   params.packed_ptr = params.plan.w_in_boxes ? pack.w_ptr : pack.packed_ptr;
@@ -4830,14 +4811,16 @@ int64_t values_side_by_side(const int64_t (&sizes)[COUNT], const int64_t (&strid
   return values == all ? values : 0;
 }
 
-inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy, const Plan& again,
-                                 const WorkspaceLayout& layout, uint8_t* workspace, Params& params,
-                                 cudaStream_t stream) {
+// multiply_by_tma(products): see run.
+template <typename MultiplyByTma>
+cudaError_t run_contained(const PackParams& pack, const Phased& copy, const Plan& again,
+                          const WorkspaceLayout& layout, uint8_t* workspace, Params& params,
+                          const MultiplyByTma& multiply_by_tma, cudaStream_t stream) {
   const Plan& plan = params.plan;
-  const Correlation of = params.of;
+  const Phased of = params.of;
   const void* const in_ptr = params.in_ptr;
   Guard& guard = params.guard;
-  guard.control = reinterpret_cast<Control*>(workspace);
+  guard.control = reinterpret_cast<ContainedControl*>(workspace);
   guard.samples = reinterpret_cast<uint32_t*>(workspace + layout.samples);
   guard.list = reinterpret_cast<Listed*>(workspace + layout.list);
   guard.w_factors = reinterpret_cast<float*>(workspace + layout.w_factors);
@@ -4886,7 +4869,7 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
   contain.copy = params.copy;
   contain.guard = guard;
   // What lies side by side in x.
-  const Correlation& source = contain.copy.of;
+  const Phased& source = contain.copy.of;
   const auto multiples = [&](int of_what) {
     return of.in_stride[0] % of_what == 0 && of.in_stride[2] % of_what == 0 && address % (4 * of_what) == 0;
   };
@@ -4923,6 +4906,9 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
   params.other_pack = pack_params(of, of.phases, again, pack.w_ptr, workspace + layout.packed_again);
   if (plan.lands) {
     error = run_landing(params, stream);
+  } else if (plan.by_tma) {
+    error = multiply_by_tma({copy, workspace + layout.copied, params.packed_ptr, guard.w_factors,
+                             guard.control, params.bias_ptr, params.out_ptr});
   } else {
     params.in_ptr = workspace + layout.copied;
     params.of = copy;
@@ -4940,18 +4926,20 @@ inline cudaError_t run_contained(const PackParams& pack, const Correlation& copy
                     Source::kAny>(params, stream);
 }
 
-// Runs the plan in `params`; `again`: with contained operands.
-template <typename Stored>
-cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& params, cudaStream_t stream) {
-  const Correlation& of = params.of;
+// Runs the plan in `params`; `again`: with contained operands. multiply_by_tma(products): has tma multiply these.
+template <typename Stored, typename MultiplyByTma>
+cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& params,
+                const MultiplyByTma& multiply_by_tma, cudaStream_t stream) {
+  const Phased& of = params.of;
   const Plan plan = params.plan;
   uint8_t* const start = static_cast<uint8_t*>(workspace);
-  const Correlation planned = as_planned(of, plan);
+  const Phased planned = as_planned(of, plan);
   const WorkspaceLayout layout = workspace_layout(of, plan, again, sizeof(Stored));
-  const Correlation packed = plan.contained ? merged(of) : of;
+  const Phased packed = plan.contained ? merged(of) : of;
   PackParams pack = pack_params(packed, planned.phases, plan, w_ptr, start + layout.packed);
   if constexpr (sizeof(Stored) == 4) {
-    if (plan.contained) return run_contained(pack, planned, again, layout, start, params, stream);
+    if (plan.contained)
+      return run_contained(pack, planned, again, layout, start, params, multiply_by_tma, stream);
   }
   return run_packed<Format<Stored>>(pack, planned, start + layout.copied, params, stream);
 }
@@ -4966,9 +4954,14 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   params.of = planned.of;
   params.plan = planned.plan;
   const Plan& again = planned.again;
-  if (problem.dtype == DType::kFloat16) return run<Half>(pointers.w, pointers.workspace, again, params, stream);
-  if (problem.dtype == DType::kBFloat16) return run<BFloat16>(pointers.w, pointers.workspace, again, params, stream);
-  return run<float>(pointers.w, pointers.workspace, again, params, stream);
+  const auto by_tma = [&](const ContainedProducts& products) {
+    return multiply_contained(problem, op, products, stream);
+  };
+  if (problem.dtype == DType::kFloat16)
+    return run<Half>(pointers.w, pointers.workspace, again, params, by_tma, stream);
+  if (problem.dtype == DType::kBFloat16)
+    return run<BFloat16>(pointers.w, pointers.workspace, again, params, by_tma, stream);
+  return run<float>(pointers.w, pointers.workspace, again, params, by_tma, stream);
 }
 
 #endif  // launchers
@@ -4990,6 +4983,12 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
         plan.tile_n, plan.tile_p, plan.tile_q, landing.shape.channels_last ? "pixels" : "planes", landing.stages,
         landing.stage_bytes, plan.x_stages, plan.x_stage_bytes, plan.w_stages, plan.w_stage_bytes,
         plan.boxes ? "boxes" : "single values", plan.blocks, static_cast<long long>(plan.tiles), plan.cycles * 1e-6);
+    return;
+  }
+  if (plan.by_tma) {
+    const int written = snprintf(text, text_size, "in scaled fp16, %sx copied, multiplied by tma: ", groups);
+    if (written > 0 && static_cast<size_t>(written) < text_size)
+      describe_contained(problem, op, copied(planned.of, true, true), text + written, text_size - written);
     return;
   }
   char tile[80];

@@ -102,6 +102,7 @@
 #endif
 
 #include "channels_last.cuh"
+#include "contained.cuh"
 #include "correlation.cuh"
 #include "divisor.cuh"
 #include "hopper.cuh"
@@ -181,6 +182,7 @@ struct Plan {
   bool direct;                // x is planes and multiplied as it is,
   bool copied;                // or first copied to where its channels are neighbours
   bool by_threads;            // y is stored by threads, wherever it lies; else by boxes
+  bool contained;             // operands of fp32 tensors are: y is fp32
   int out_vector;             // by threads: so many outputs at once
   int splits;                 // blocks of a tile, a cluster, each with a part of the reduction
   int tile_lines, tile_columns, pitch;  // columns: one line of as many columns as there are slots
@@ -216,6 +218,9 @@ struct Params {
   Load load[kMostTaps];
   Tap tap[kMostTaps];
   hopper::BoxMap in_map, w_map, out_map;
+  // Of contained operands.
+  const ContainedControl* control;
+  const float* w_factors;
 };
 
 struct PackParams {
@@ -239,8 +244,13 @@ MODELNEW_HOST_DEVICE constexpr int staged_pitch(int slots) { return 2 * slots + 
 // Floats of a slot, where parts of a reduction lie: 4 more than channels, so that a warp meets all banks.
 MODELNEW_HOST_DEVICE constexpr int part_pitch(const TileShape& shape) { return shape.channels + 4; }
 
+// Of y in fp32: a warp stages runs of slots of its 16 channels, [slot][channel], with 4 floats more of each slot, so that
+// its threads meet all banks by single values of eight channels and by fours of eight slots.
+constexpr int kRunSlots = 64, kRunPitch = 20;
+
 // Of a warpgroup.
 MODELNEW_HOST_DEVICE inline int staged_bytes(const Plan& plan) {
+  if (plan.contained) return 4 * kRunSlots * kRunPitch * static_cast<int>(sizeof(float));
   if (plan.by_threads) return kStagedChannels * staged_pitch(plan.shape.slots);
   return plan.shape.own_channels() / kStagedChannels * plan.shape.slots * kSlotBytes;
 }
@@ -339,13 +349,26 @@ struct Tiles {
 
 // -- Order boxes, by a thread each --
 
-template <bool SPLIT, bool DIRECT>
+// Who needs what the kernels before write waits here. False: operands are not contained, but should be, and another
+// kernel does all of the call.
+template <bool CONTAINED>
+__device__ __forceinline__ bool wait_for_operands(const Params& params, float* x_factor = nullptr) {
+  hopper::wait_for_prerequisites();
+  if constexpr (CONTAINED) {
+    const ContainedControl control = *params.control;
+    if (x_factor != nullptr) *x_factor = power_of_two(-control.x_exponent);
+    return are_contained(control);
+  }
+  return true;
+}
+
+template <bool SPLIT, bool DIRECT, bool CONTAINED>
 __device__ __forceinline__ void order_x(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
   const Grouped& of = params.of;
   const Tiles<SPLIT> tiles(plan);
   const Share share = tiles.share(plan);
-  hopper::wait_for_prerequisites();
+  if (!wait_for_operands<CONTAINED>(params)) return;
   Ring ring;
 #pragma unroll 1
   for (int number = tiles.first; number < plan.tiles; number += tiles.step) {
@@ -385,12 +408,12 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
   }
 }
 
-template <bool SPLIT, bool TRANSPOSED>
+template <bool SPLIT, bool TRANSPOSED, bool CONTAINED>
 __device__ __forceinline__ void order_w(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
   const Tiles<SPLIT> tiles(plan);
   const Share share = tiles.share(plan);
-  hopper::wait_for_prerequisites();
+  if (!wait_for_operands<CONTAINED>(params)) return;
   Ring ring;
 #pragma unroll 1
   for (int number = tiles.first; number < plan.tiles; number += tiles.step) {
@@ -709,6 +732,72 @@ __device__ __forceinline__ void store_channels(const Params& params, const Tile&
   }
 }
 
+// What makes an output of a channel's sum of contained operands.
+struct Finish {
+  float factor, bias;
+
+  __device__ __forceinline__ Finish(const Params& params, int channel, float x_factor)
+      : factor(channel < params.of.out_channels ? params.w_factors[channel] * x_factor : 0),
+        bias(load_bias<float>(params, channel)) {}
+  __device__ __forceinline__ float operator()(float sum) const { return sum * factor + bias; }
+};
+
+// A run of a warp's slots, as it is staged, to y. Four threads have the channels of a pixel, or neighbouring threads
+// have neighbours in a plane.
+__device__ __forceinline__ void store_run(const Params& params, const Tile& tile, int first_channel, int first_slot,
+                                          int slots, const float* staging) {
+  const int lane = threadIdx.x % 32, channels = params.of.out_channels - first_channel;
+  const int64_t step = params.of.out_stride[1];
+  float* const out = static_cast<float*>(params.out_ptr) + first_channel * step;
+  if (step == 1 && params.plan.out_vector == 4) {
+    const int channel = lane % 4 * 4;
+#pragma unroll 2
+    for (int i = lane / 4; i < slots; i += 8) {
+      const int64_t place = place_of_slot(params, tile, first_slot + i);
+      if (place >= 0 && channel < channels)
+        *reinterpret_cast<float4*>(out + place + channel) =
+            *reinterpret_cast<const float4*>(staging + i * kRunPitch + channel);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = lane; i < slots; i += 32) {
+    const int64_t place = place_of_slot(params, tile, first_slot + i);
+    if (place < 0) continue;
+    float* to = out + place;
+#pragma unroll
+    for (int channel = 0; channel < 16; channel += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(staging + i * kRunPitch + channel);
+      const float values[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j, to += step) {
+        if (channel + j < channels) *to = values[j];
+      }
+    }
+  }
+}
+
+template <int SLOTS>
+__device__ __forceinline__ void store_floats(const Params& params, const Tile& tile, int first_channel, float x_factor,
+                                             float* staging, const float (&acc)[SLOTS / 2]) {
+  const int lane = threadIdx.x % 32;
+  const Finish finish[2] = {{params, first_channel + lane / 4, x_factor},
+                            {params, first_channel + lane / 4 + 8, x_factor}};
+  float* const to = staging + lane % 4 * 2 * kRunPitch + lane / 4;
+#pragma unroll
+  for (int first = 0; first < SLOTS; first += kRunSlots) {
+    __syncwarp();  // what was staged before has been read
+#pragma unroll
+    for (int j = 0; j < kRunSlots / 8 && first + 8 * j < SLOTS; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        to[(8 * j + e % 2) * kRunPitch + e / 2 * 8] = finish[e / 2](acc[first / 2 + 4 * j + e]);
+    }
+    __syncwarp();  // all of it is staged
+    store_run(params, tile, first_channel, first, min(kRunSlots, SLOTS - first), staging);
+  }
+}
+
 // Sums of a part of the reduction -> [slot][channel] in shared memory, where the rings were.
 template <int CHANNELS, int SLOTS>
 __device__ __forceinline__ void leave_part(const Plan& plan, int first_channel, float* parts,
@@ -728,22 +817,43 @@ __device__ __forceinline__ void leave_part(const Plan& plan, int first_channel, 
 
 // Adds up the parts of all blocks of the cluster, in their order, for its share of a tile's slots, and stores these.
 // Neighbouring threads have neighbours in y.
-template <typename Stored>
-__device__ __forceinline__ void store_share(const Params& params, const Tile& tile, int part, const float* parts) {
+template <typename Stored, bool CONTAINED>
+__device__ __forceinline__ void store_share(const Params& params, const Tile& tile, int part, const float* parts,
+                                            [[maybe_unused]] float x_factor) {
   const Plan& plan = params.plan;
   const int pieces = plan.shape.channels / 8;
   const int first = part * plan.shape.slots / plan.splits, slots = (part + 1) * plan.shape.slots / plan.splits - first;
   const uint32_t from = hopper::smem_address(parts);
+  const bool along_pixels = CONTAINED ? params.of.out_stride[1] != 1 : plan.by_threads;
 #pragma unroll 1
   for (int i = threadIdx.x; i < slots * pieces; i += kMultiplyingThreads) {
-    const int slot = first + (plan.by_threads ? i % slots : i / pieces);
-    const int channel = (plan.by_threads ? i / slots : i % pieces) * 8, k = tile.k + channel;
+    const int slot = first + (along_pixels ? i % slots : i / pieces);
+    const int channel = (along_pixels ? i / slots : i % pieces) * 8, k = tile.k + channel;
     const int64_t place = place_of_slot(params, tile, slot);
     if (place < 0 || k >= params.of.out_channels) continue;
     const uint32_t address = from + 4 * (slot * part_pitch(plan.shape) + channel);
     const float4 low = hopper::add_cluster_4(address, plan.splits);
     const float4 high = hopper::add_cluster_4(address + 16, plan.splits);
     const float sums[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    if constexpr (CONTAINED) {
+      float* const to = static_cast<float*>(params.out_ptr) + place + k * params.of.out_stride[1];
+      float values[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) values[j] = Finish(params, k + j, x_factor)(sums[j]);
+      if (params.of.out_stride[1] == 1 && plan.out_vector == 4) {
+#pragma unroll
+        for (int j = 0; j < 8; j += 4) {
+          if (k + j < params.of.out_channels)
+            *reinterpret_cast<float4*>(to + j) = make_float4(values[j], values[j + 1], values[j + 2], values[j + 3]);
+        }
+        continue;
+      }
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (k + j < params.of.out_channels) to[j * params.of.out_stride[1]] = values[j];
+      }
+      continue;
+    }
     Stored* const to = static_cast<Stored*>(params.out_ptr) + place + k * params.of.out_stride[1];
     if (plan.by_threads) {
 #pragma unroll
@@ -764,13 +874,17 @@ __device__ __forceinline__ void store_share(const Params& params, const Tile& ti
 }
 
 // A tile of which each block of a cluster has a part of the reduction.
-template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT, bool TRANSPOSED>
+template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT, bool TRANSPOSED, bool CONTAINED>
 __device__ __forceinline__ void multiply_part(const Params& params, const Shared& shared, uint8_t* smem) {
   constexpr int kOwn = TileShape{CHANNELS, SLOTS, TOGETHER}.own_channels();
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
   const Tiles<true> tiles(params.plan);
   const Tile tile = locate_tile(params, tiles.first);
   float* const parts = reinterpret_cast<float*>(smem + shared.layout.x);
+  float x_factor = 1;
+  if constexpr (CONTAINED) {
+    if (!wait_for_operands<true>(params, &x_factor)) return hopper::cluster_sync();
+  }
   if (TOGETHER || warpgroup == 0) {
     Ring x, w;
     float acc[kOwn / 64][SLOTS / 2];
@@ -786,10 +900,11 @@ __device__ __forceinline__ void multiply_part(const Params& params, const Shared
     leave_part<kOwn, SLOTS>(params.plan, warpgroup * kOwn, parts, acc);
   }
   hopper::cluster_sync();  // the parts of all blocks are there
-  store_share<Stored>(params, tile, tiles.part, parts);
+  store_share<Stored, CONTAINED>(params, tile, tiles.part, parts, x_factor);
 }
 
-template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT, bool TRANSPOSED, bool MERGED>
+template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT, bool TRANSPOSED, bool MERGED,
+          bool CONTAINED>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem) {
   constexpr int kOwn = TileShape{CHANNELS, SLOTS, TOGETHER}.own_channels();
   const Plan& plan = params.plan;
@@ -805,6 +920,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   };
   const int first_tile = TOGETHER ? blockIdx.x : blockIdx.x + warpgroup * gridDim.x;
   const int tile_step = TOGETHER ? gridDim.x : 2 * gridDim.x;
+  [[maybe_unused]] float x_factor = 1;
+  if constexpr (CONTAINED) {
+    if (!wait_for_operands<true>(params, &x_factor)) return;
+  }
   if (!TOGETHER && warpgroup == 1) skip_tile();
   uint32_t turn = warpgroup ^ 1;  // the first warpgroup begins
 #pragma unroll 1
@@ -824,6 +943,13 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         if (lane == 0) hopper::barrier_arrive(shared.turn(warpgroup ^ 1));
       });
       skip_tile();
+    }
+    if constexpr (CONTAINED) {
+      float* const own = reinterpret_cast<float*>(staging) + warp * kRunSlots * kRunPitch;
+#pragma unroll
+      for (int block = 0; block < kOwn / 64; ++block)
+        store_floats<SLOTS>(params, tile, tile.k + 64 * block + 16 * warp, x_factor, own, acc[block]);
+      continue;
     }
     if (plan.by_threads) {
       uint8_t* const own = staging + 16 * warp * staged_pitch(SLOTS);
@@ -883,9 +1009,11 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 }
 
 template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool SPLIT, bool DIRECT, bool TRANSPOSED,
-          bool MERGED>
+          bool MERGED, bool CONTAINED>
 __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
+  // Who mends what did not fit may be made ready; it waits for the end of this kernel.
+  if (CONTAINED) hopper::launch_dependents();
   extern __shared__ __align__(1024) uint8_t modelnew_tma_smem[];
   const Plan& plan = params.plan;
   const Shared shared{hopper::smem_address(modelnew_tma_smem), shared_layout(plan)};
@@ -912,17 +1040,19 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
   if (warp >= kOrdersX) {
     hopper::registers_give_back<kOrderingRegisters>();
     if (lane == 0) {
-      if (warp == kOrdersX) order_x<SPLIT, DIRECT>(params, shared);
-      if (warp == kOrdersW) order_w<SPLIT, TRANSPOSED>(params, shared);
+      if (warp == kOrdersX) order_x<SPLIT, DIRECT, CONTAINED>(params, shared);
+      if (warp == kOrdersW) order_w<SPLIT, TRANSPOSED, CONTAINED>(params, shared);
     }
     __syncwarp();
     if (SPLIT) hopper::cluster_sync();
   } else {
     hopper::registers_take<kMultiplyingRegisters>();
     if constexpr (SPLIT)
-      multiply_part<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED>(params, shared, modelnew_tma_smem);
+      multiply_part<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED, CONTAINED>(params, shared,
+                                                                                    modelnew_tma_smem);
     else
-      multiply<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED, MERGED>(params, shared, modelnew_tma_smem);
+      multiply<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED, MERGED, CONTAINED>(params, shared,
+                                                                                       modelnew_tma_smem);
   }
   if (SPLIT) hopper::cluster_leave();  // nobody reads this block's parts any more
 #endif
@@ -1025,35 +1155,52 @@ inline bool has_dense_outputs(const Correlation& of) {
 // cold). Of 130 such problems the plan that it chose was 1% slower than the fastest one in the mean, 9% at most.
 constexpr double kCallCycles = 10500;
 constexpr double kProductFactor = 0.91, kStepCycles = 17, kStepTogetherCycles = 25, kStepOfLargestCycles = 58;
-constexpr double kLeastStepCycles = 283;
-constexpr double kColumnsBytes = 58.6, kWindowsBytes = 71, kMemoryBytes = 15.1;  // a cycle of an SM
-constexpr double kTileCycles = 305, kStoreCycles = 0.057, kStoreTogetherCycles = 0.084;  // and of an output
-constexpr double kShorterShare = 0.44;  // of memory or multiplication, whichever is the shorter one
+constexpr double kColumnsBytes = 58.6, kWindowsBytes = 71;  // a cycle of an SM
+constexpr double kTileCycles = 305;
 constexpr double kPrepareCycles = 3000;
+
+// What differs with y in fp32.
+struct Costs {
+  double call, least_step;
+  double store, store_together;  // of an output
+  double of_pixels;              // factor of these where channels are neighbours
+  double memory_bytes;           // a cycle of an SM
+  double shorter_share;          // of memory or multiplication, whichever is the shorter one
+};
+constexpr Costs kCosts{kCallCycles, 283, 0.057, 0.084, 1, 15.1, 0.44};
+
+// Of contained operands: besides what gather takes to contain them, and in its cycles, so that plans of both can be
+// compared. A fit of these to 82 problems, of ResNet-50, ResNeXt and a U-Net, of 1 to 256 images, in all tiles, ways and
+// parts (H100, 2026-11-27, in a driver): what is chosen of all of gather's plans and these is 2% slower than the fastest
+// in the mean, 16% at most; without these it was 6%.
+constexpr Costs kContainedCosts{5500, 159, 0.13, 0.212, 0.475, 14.5, 0.40};
 constexpr double kMeetCycles = 725, kMeetSumCycles = 0.29, kMeetPartCycles = 359;  // and of a sum, and of a block
 
 inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const TileShape& shape = plan.shape;
+  const Costs& costs = plan.contained ? kContainedCosts : kCosts;
   const double outputs = shape.channels * shape.slots;
   const double taps = static_cast<double>(of.R) * of.S, turns = static_cast<double>(ceil_div(plan.tiles, sms));
   const double products = outputs * kBlockChannels / 2048.0;
   const double loaded = static_cast<double>(plan.x_steps) / plan.w_steps * plan.x_bytes + plan.w_stage_bytes;
   const double step = std::max({kProductFactor * products + (shape.together ? kStepTogetherCycles : kStepCycles),
-                                loaded / (plan.windows ? kWindowsBytes : kColumnsBytes), kLeastStepCycles}) +
+                                loaded / (plan.windows ? kWindowsBytes : kColumnsBytes), costs.least_step}) +
                       (outputs > 192 * 128 ? kStepOfLargestCycles : 0);
   const double share = static_cast<double>(ceil_div(plan.x_steps, plan.splits)) / plan.x_steps;
   const double multiplied = share * plan.w_steps * step;
-  const double stored = kTileCycles + (shape.together ? kStoreTogetherCycles / 2 : kStoreCycles) * outputs;
+  const double of_pixels = of.out_stride[1] == 1 ? costs.of_pixels : 1;
+  const double stored = kTileCycles + of_pixels * (shape.together ? costs.store_together / 2 : costs.store) * outputs;
   // By turns a tile is stored while the next one is multiplied.
   const double tiles = shape.together ? turns * (multiplied + stored)
                                       : std::max(turns * multiplied + stored,
                                                  std::max(turns, 2.0) * (multiplied + stored) / 2);
   const double pixels = static_cast<double>(of.N) * std::min(double(of.H) * of.W, double(of.P) * of.Q * taps);
-  const double bytes = 2 * (pixels * of.all_in + static_cast<double>(of.N) * of.P * of.Q * of.out_channels);
-  const double memory = bytes / sms / kMemoryBytes;
-  plan.cycles = plan.packed ? kPrepareCycles : 0;
-  if (plan.copied) plan.cycles += 2 * pixels * of.all_in * 2 / sms / kMemoryBytes;
-  plan.cycles += kCallCycles + std::max(tiles, memory) + kShorterShare * std::min(tiles, memory);
+  const double bytes = 2 * pixels * of.all_in +
+                       (plan.contained ? 4.0 : 2.0) * static_cast<double>(of.N) * of.P * of.Q * of.out_channels;
+  const double memory = bytes / sms / costs.memory_bytes;
+  plan.cycles = plan.packed && !plan.contained ? kPrepareCycles : 0;
+  if (plan.copied) plan.cycles += 2 * pixels * of.all_in * 2 / sms / costs.memory_bytes;
+  plan.cycles += costs.call + std::max(tiles, memory) + costs.shorter_share * std::min(tiles, memory);
   if (plan.splits > 1) plan.cycles += kMeetCycles + kMeetSumCycles * outputs + kMeetPartCycles * plan.splits;
 }
 
@@ -1156,6 +1303,13 @@ inline Grouped grouped(const Correlation& of) {
   return result;
 }
 
+// Of contained operands: groups as they are, of any number of channels.
+inline Grouped grouped_products(const Correlation& of) {
+  Grouped result{of, of.groups * of.in_channels, of.in_channels, of.out_channels, of.out_channels};
+  result.out_channels *= of.groups;
+  return result;
+}
+
 inline bool takes_groups(const Grouped& of) {
   return of.groups == 1 || (of.in_channels % kBlockChannels == 0 && of.block_out % 64 == 0);
 }
@@ -1175,6 +1329,7 @@ struct Search {
 
   // `plan` with each number of blocks that may share a tile. `of`: with x as it is multiplied.
   void consider(const Grouped& of, Plan& plan) {
+    if (plan.contained) return consider_parts(of, plan);
     plan.packed = plan.copied || !can_load_weights(of, address);
     plan.transposed = plan.packed && !plan.copied && !plan.direct && may_transpose(plan.shape) &&
                       can_load_transposed(of, address);
@@ -1185,6 +1340,10 @@ struct Search {
       const int run = !plan.windows ? of.P * of.Q : in_pairs ? plan.tile_columns : 1;
       plan.out_vector = hopper::vector_of(of.out_stride, of.N, of.out_channels, run, address.out);
     }
+    consider_parts(of, plan);
+  }
+
+  void consider_parts(const Grouped& of, Plan& plan) {
     for (plan.splits = 1; plan.splits <= kMostSplits; plan.splits *= 2) {
       if (wishes.splits > 0 && plan.splits != wishes.splits) continue;
       if (!finish(of, sms, plan)) break;
@@ -1271,6 +1430,32 @@ inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan
   return search.found;
 }
 
+// Contained operands: x is a copy whose channels are neighbours, weights are packed and y lies anywhere. None of them
+// is Inf or NaN, so that channels of x may have no weights. False: there is no plan.
+inline bool make_contained_plan(const Grouped& of, int sms, uint64_t out, Plan& best, const Wishes& wishes = Wishes{}) {
+  if (int64_t{of.H} * of.W >= kMostSlots || int64_t{of.P} * of.Q >= kMostSlots) return false;
+  if (of.R * of.S > kMostTaps || of.pad_h < 0 || of.pad_w < 0) return false;
+  Plan plan{};
+  plan.contained = plan.by_threads = plan.packed = true;
+  plan.planes = hopper::are_planes(of.out_stride, of.P, of.Q) && of.out_stride[1] != 1;
+  const auto in_fours = [](int64_t step, bool matters) { return !matters || step % 4 == 0; };
+  const bool fours = of.out_stride[1] == 1 && of.out_channels % 4 == 0 && out % 16 == 0 &&
+                     in_fours(of.out_stride[0], of.N > 1) && in_fours(of.out_stride[2], of.P > 1) &&
+                     in_fours(of.out_stride[3], of.Q > 1);
+  plan.out_vector = fours ? 4 : 1;
+  const Alignment address{0, 0, out};
+  Search search{sms, address, wishes, best};
+  for (int i = 0; i < kTileShapeCount; ++i) {
+    if (wishes.shape >= 0 && wishes.shape != i) continue;
+    plan.shape = kTileShapes[i];
+    if (of.groups > 1 && of.block_out % plan.shape.channels != 0) continue;
+    if (hopper::can_map(columns_of(of)) && (plan.planes || has_dense_outputs(of)) && wishes.windows != 1)
+      search.consider_line(of, plan);
+    if (wishes.windows != 0) search.consider_windows(of, plan);
+  }
+  return search.found;
+}
+
 // Null, or why not. Without a GPU: the sizes alone decide.
 inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
@@ -1287,6 +1472,21 @@ struct Planned {
   Plan plan;
   bool found;
 };
+
+inline Planned plan_contained(const Correlation& of, int sms, uint64_t out) {
+  Planned planned{};
+  planned.of = grouped_products(of);
+  planned.found = make_contained_plan(planned.of, sms, out, planned.plan);
+  return planned;
+}
+
+// `of` is one for each problem.
+inline const Planned& contained_plan_of(const Problem& problem, Operator op, const Correlation& of, uint64_t out) {
+  thread_local Memo<Planned> memo;
+  int sms = 0;
+  const int gpu = find_gpu(sms);
+  return memo.get(key_of(problem, op, 0, 0, out, gpu, sms), [&] { return plan_contained(of, sms, out); });
+}
 
 inline const Planned& plan_of(const Problem& problem, Operator op, const Alignment& address) {
   thread_local Memo<Planned> memo;
@@ -1482,11 +1682,12 @@ inline cudaError_t make_maps(const void* w_ptr, Params& params) {
   return error == cudaSuccess ? make_out_map(params) : error;
 }
 
-template <typename Stored, int SHAPE, bool SPLIT, bool DIRECT, bool TRANSPOSED, bool MERGED = false>
+template <typename Stored, int SHAPE, bool SPLIT, bool DIRECT, bool TRANSPOSED, bool MERGED = false,
+          bool CONTAINED = false>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
   const auto kernel = tma_kernel<Stored, kShape.channels, kShape.slots, kShape.together, SPLIT, DIRECT, TRANSPOSED,
-                                 MERGED>;
+                                 MERGED, CONTAINED>;
   const Plan& plan = params.plan;
   // Always as much: threads of the host launch a kernel with different plans.
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
@@ -1529,6 +1730,22 @@ cudaError_t run_shape(const Params& params, cudaStream_t stream) {
   return cudaErrorInvalidConfiguration;
 }
 
+template <int SHAPE = 0>
+cudaError_t run_contained_shape(const Params& params, cudaStream_t stream) {
+  if constexpr (SHAPE < kTileShapeCount) {
+    constexpr TileShape kShape = kTileShapes[SHAPE];
+    const TileShape& shape = params.plan.shape;
+    if (shape.channels != kShape.channels || shape.slots != kShape.slots || shape.together != kShape.together)
+      return run_contained_shape<SHAPE + 1>(params, stream);
+    if constexpr (may_split(kShape)) {
+      if (params.plan.splits > 1)
+        return run_kernel<Half, SHAPE, true, false, false, false, true>(params, stream);
+    }
+    return run_kernel<Half, SHAPE, false, false, false, false, true>(params, stream);
+  }
+  return cudaErrorInvalidConfiguration;
+}
+
 // What is packed and copied before the main kernel, by one launch.
 inline cudaError_t prepare(const Grouped& of, const Plan& plan, const void* in_ptr, const void* w_ptr,
                            uint8_t* workspace, cudaStream_t stream) {
@@ -1562,6 +1779,22 @@ inline cudaError_t prepare(const Grouped& of, const Plan& plan, const void* in_p
   }
   return hopper::launch_early(tma_prepare_kernel, static_cast<unsigned>(blocks), kPackThreads, hopper::kCopyBytes,
                               stream, pack, copy);
+}
+
+inline cudaError_t run_contained(const Planned& planned, const ContainedProducts& products, cudaStream_t stream) {
+  if (!planned.found) return cudaErrorInvalidConfiguration;
+  Params params{};
+  params.in_ptr = products.in_ptr;
+  params.w_ptr = products.w_ptr;
+  params.bias_ptr = products.bias_ptr;
+  params.out_ptr = products.out_ptr;
+  params.control = products.control;
+  params.w_factors = products.w_factors;
+  params.of = planned.of;
+  params.plan = planned.plan;
+  set_numbers(params);
+  const cudaError_t error = make_maps(products.w_ptr, params);
+  return error == cudaSuccess ? run_contained_shape(params, stream) : error;
 }
 
 template <typename Stored>
@@ -1598,8 +1831,7 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
 
 #endif  // launchers
 
-inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
-  const Plan& plan = plan_of(problem, op, Alignment{}).plan;
+inline void describe(const Plan& plan, char* text, size_t text_size) {
   char pixels[64];
   if (plan.windows)
     snprintf(pixels, sizeof pixels, "%d lines x %d columns, by windows", plan.tile_lines, plan.tile_columns);
@@ -1615,9 +1847,35 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
            plan.w_stage_bytes, plan.blocks, plan.tiles, plan.splits, plan.cycles * 1e-6);
 }
 
+inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
+  describe(plan_of(problem, op, Alignment{}).plan, text, text_size);
+}
+
 #endif  // host
 
 }  // namespace tma
+
+#if !defined(__CUDACC_RTC__)
+
+bool can_multiply_contained(const Correlation& of, int sms, uint64_t out, double& cycles) {
+  const tma::Planned planned = tma::plan_contained(of, sms, out);
+  cycles = planned.plan.cycles;
+  return planned.found;
+}
+
+void describe_contained(const Problem& problem, Operator op, const Correlation& of, char* text, size_t text_size) {
+  tma::describe(tma::contained_plan_of(problem, op, of, 0).plan, text, text_size);
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+cudaError_t multiply_contained(const Problem& problem, Operator op, const ContainedProducts& products,
+                               cudaStream_t stream) {
+  const uint64_t out = reinterpret_cast<uint64_t>(products.out_ptr);
+  return tma::run_contained(tma::contained_plan_of(problem, op, products.of, out), products, stream);
+}
+#endif
+
+#endif  // host
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
 extern const Engine kTmaEngine{"tma",         tma::refusal, tma::workspace_bytes, tma::launch,
