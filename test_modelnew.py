@@ -4674,7 +4674,7 @@ static std::string fault_of_groups(const Phased& of, const Phased& own) {
   return all ? "" : "channels of groups as one";
 }
 
-// What is wrong with what tma is to multiply, or nothing: weights as it reads them, each of them once.
+// What is wrong with what tma is to multiply, or nothing.
 static std::string fault_of_tma(const Phased& of, const Plan& plan, uint64_t out) {
   const Phased copy = copied(of, true, true);
   if (!plan.contained || !plan.copied || plan.lands || plan.splits != 1 || !(plan.cycles > 0)) return "another plan";
@@ -4683,21 +4683,10 @@ static std::string fault_of_tma(const Phased& of, const Plan& plan, uint64_t out
   const tma::Planned planned = tma::plan_contained(copy, 132, out);
   if (!planned.found || !planned.plan.contained) return "no plan of tma's";
   const int taps = copy.R * copy.S, pieces = copy.in_channels / 8, channels = copy.groups * copy.out_channels;
-  const PackParams pack = pack_params(merged(of), copy.phases, plan, nullptr, nullptr);
   const int64_t rows = packed_rows(copy, plan.tile_n);
   if (rows < channels || rows % kMostRowsOfBlock) return "rows of weights";
-  if (pack.row_pieces != taps * pieces || tma::packed_row_channels(planned.of) != copy.in_channels) return "a row";
-  for (int row_of_all = 0; row_of_all < rows; row_of_all += std::max<int64_t>(1, rows / 50)) {
-    const PackedRow row = locate_row(pack, row_of_all);
-    for (int number = 0; number < pack.row_pieces; ++number) {
-      const PackedPiece piece = locate_piece(pack, 8, row, number);
-      const int r = of.flipped ? of.R - 1 - piece.r : piece.r, s = of.flipped ? of.S - 1 - piece.s : piece.s;
-      const int first = row.first - piece.first;  // of the piece, among the channels
-      if (first % 8 || first < 0 || first >= copy.in_channels) return "a piece of no channels";
-      if (piece.to != ((row_of_all * of.R + r) * of.S + s) * pieces + first / 8) return "a piece somewhere else";
-      if (row_of_all >= channels && row.end != 0) return "weights of no channel";
-    }
-  }
+  if (plan.iterations * plan.pieces != taps * pieces || tma::packed_row_channels(planned.of) != copy.in_channels)
+    return "a row of weights";
   return "";
 }
 
@@ -5421,6 +5410,11 @@ def groups_as_one(case: Case, operator: str) -> int:
     return several if case.groups % several == 0 else 1
 
 
+def contained_channels(case: Case, operator: str) -> int:
+    """The fewer ones of inputs and outputs of a group as it is multiplied."""
+    return groups_as_one(case, operator) * min(case.C, case.K) // case.groups
+
+
 def test_gather_estimates_grow_with_the_work(gather_plans):
     aligned = ctypes.c_uint64(0), ctypes.c_uint64(0)
     for case, operator, dtype in random_gather_cases(2000, seed=1):
@@ -5431,6 +5425,8 @@ def test_gather_estimates_grow_with_the_work(gather_plans):
             twice = gather_plans("cycles", operator, double, dtype, *aligned)
             if groups_as_one(case, operator) < groups_as_one(double, operator):
                 continue  # those of twice the channels are fewer to multiply
+            if contained_channels(case, operator) < 64 <= contained_channels(double, operator):
+                continue  # fewer are not contained
             # More images may leave no tile that fits.
             assert twice >= LEAST_GROWTH[side] * once or (letter == "N" and twice == 0), f"{operator} of {double}"
 
@@ -5622,6 +5618,9 @@ int most_listed = kMostListed;
 int latest_source = -1;  // how x came in the latest run
 int latest_boxes = 0;    // whether y of tiles of lines was stored by boxes in it
 
+// Of what tma multiplies, which come behind gather's own shapes of a tile.
+int tma_windows = -1, tma_splits = 1;  // -1: as the plan likes it
+
 unsigned gather_sources(int shape) { return kTileShapes[shape].sources; }
 }
 
@@ -5642,24 +5641,38 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   const Alignment alignment{address(params.in_ptr), address(params.out_ptr)};
   const int bytes = element_bytes(problem.dtype);
-  if (shape >= static_cast<int>(std::size(kTileShapes))) return -1;
-  if (!make_plan(params.of, bytes, Device{sms}, alignment, shape, params.plan, forced_splits)) return -1;
+  constexpr int kShapes = static_cast<int>(std::size(kTileShapes));
+  const int tma_shape = shape - kShapes;
+  if (tma_shape >= tma::kTileShapeCount) return -1;
+  if (!make_plan(params.of, bytes, Device{sms}, alignment, std::min(shape, kShapes), params.plan, forced_splits))
+    return -1;
   const Plan plan = params.plan;
+  tma::Planned by_tma{tma::grouped_products(as_planned(params.of, plan)), {}, false};
+  const tma::Wishes wishes{tma_shape, tma_windows, tma_splits, -1};
+  const int tma_sms = tma_splits > 1 ? 64 : sms;
+  if (plan.by_tma) {
+    by_tma.found = tma::make_contained_plan(by_tma.of, tma_sms, alignment.out, by_tma.plan, wishes);
+    if (!by_tma.found) return -1;
+  }
+  const auto multiply_by_tma = [&](const ContainedProducts& products) {
+    return tma::run_contained(by_tma, products, nullptr);
+  };
   latest_source = static_cast<int>(source_of_plan(plan));
   latest_boxes = plan.boxes && !plan.points && !plan.packed;
   Plan again{};
   latest_parts = plan.splits;
   if (plan.contained && !plan_again(params.of, Device{sms}, alignment, again)) return -1;
   Workspace workspace(workspace_layout(params.of, plan, again, bytes).end);
-  const auto run_format = bytes == 4 ? run<float> : run<Half>;
-  simt::again = plan.splits > 1;
+  simt::again = plan.splits > 1 || by_tma.plan.splits > 1;
   simt::shown.clear();
   cudaError_t error = cudaSuccess;
   for (int i = 0; i <= simt::again && error == cudaSuccess; ++i) {
     simt::shuffler.seed(seed);
     simt::first_of_call = true;
     Params of_run = params;
-    error = run_format(pointers[1], workspace.data(), again, of_run, nullptr);
+    std::fill(std::begin(turns), std::end(turns), 0u);
+    error = bytes == 4 ? run<float>(pointers[1], workspace.data(), again, of_run, multiply_by_tma, nullptr)
+                       : run<Half>(pointers[1], workspace.data(), again, of_run, multiply_by_tma, nullptr);
   }
   if (!workspace.intact()) return -2;
   if (error == cudaSuccess && simt::allows_next) {
@@ -5673,7 +5686,6 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   return error;
 }
 extern "C" {
-const char* simt_message() { return simt::message.c_str(); }
 const char* gather_launched() {  // in the latest run, mangled
   static std::string names;
   names.clear();
@@ -5884,6 +5896,16 @@ GATHER_MUTATIONS = {
         "(MUTATED ? 0 : tile.n_block) * plan.tile_n, 0, 0, shared",
     ),
     "copies x from elsewhere": ("from[channel * of.in_stride[1]]", "from[(channel + MUTATED) * of.in_stride[1]]"),
+    "by tma: undoes the scale of another channel": (
+        "params.w_factors[channel] * x_factor",
+        "params.w_factors[channel ^ MUTATED] * x_factor",
+    ),
+    "by tma: packs pieces of a row in another order": (
+        "piece_of_all = number - tap * params.pieces;",
+        "piece_of_all = number - tap * params.pieces; if (MUTATED) piece_of_all = params.pieces - 1 - piece_of_all;",
+    ),
+    "by tma: stages floats where others are read": left_out("__syncwarp();  // floats of the run before have been read"),
+    "by tma: stores floats before all are staged": left_out("__syncwarp();  // all floats of the run are staged"),
 }
 
 
@@ -5891,8 +5913,9 @@ class GatherShim:
     """The gather engine in fp32 and fp16, compiled by g++ and run thread by thread, as WgmmaShim runs the other one."""
 
     def __init__(self, folder: Path) -> None:
-        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": HOPPER_STAND_IN}, ["gather.cu"])
-        source = with_mutations(source, GATHER_MUTATIONS)
+        headers = {**modelnew._sources, "hopper.cuh": HOPPER_STAND_IN + MMA_INSTRUCTION}
+        # tma multiplies some contained operands.
+        source = with_mutations(modelnew._amalgamate(headers, ["gather.cu", "tma.cu"]), GATHER_MUTATIONS)
         for pattern, replacement in GATHER_ASSEMBLY.items():
             source, found = re.subn(pattern, lambda _, text=replacement: text, source)
             assert found == 1, pattern
@@ -6042,6 +6065,7 @@ GATHER_SHIM_CASES = [
 # blocks with one multiplying warpgroup, for points only, and those of operands that are contained on their way.
 GATHER_WINDOWS, GATHER_SHAPES_16, GATHER_CONTAINED, GATHER_POINTS = range(5), range(2), range(5, 9), range(9, 12)
 GATHER_LANDING = range(12, 21)
+GATHER_BY_TMA = range(21, 32)  # behind them, what tma multiplies, by its own shapes of a tile
 GATHER_SHAPES = [*GATHER_WINDOWS, *GATHER_POINTS]
 # Channels of a tile of these, rows of a warpgroup, columns, and the stride.
 LANDING_TILES = {
@@ -6191,6 +6215,61 @@ def test_gather_shim_exact_when_contained(gather_shim, number, layout):
         shape = GATHER_CONTAINED[(turn + number + LAYOUTS.index(layout)) % len(GATHER_CONTAINED)]
         fault = gather_shim.fault(operator, case, torch.float32, shape, layout, seed)
         assert fault == "", f"{operator} of {case}, shape {shape}, seed {seed}: {fault}"
+
+
+# Groups as one whose outputs are whole tiles, and more of them.
+GATHER_SHIM_TMA_CASES = [
+    *GATHER_SHIM_CONTAINED_CASES,
+    (Case(2, 128, 9, 10, 128, 3, 3, stride=(2, 2), padding=(1, 1), groups=8), "fprop"),
+    (Case(1, 128, 6, 7, 256, 2, 2, groups=2), "fprop"),
+    (Case(2, 128, 7, 5, 128, 3, 3, padding=(1, 1), groups=4), "dgrad"),
+]
+
+
+@contextlib.contextmanager
+def tma_wishes(gather_shim: GatherShim, windows: int, splits: int = 1) -> Iterator[None]:
+    """Runs bring a copy of x by windows or by taps, and share a tile among so many blocks."""
+    values = [ctypes.c_int.in_dll(gather_shim.library, name) for name in ("tma_windows", "tma_splits")]
+    values[0].value, values[1].value = windows, splits
+    try:
+        yield
+    finally:
+        values[0].value, values[1].value = -1, 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("number", range(len(GATHER_SHIM_TMA_CASES)))
+def test_gather_shim_exact_when_multiplied_by_tma(gather_shim, number, layout):
+    """Integers in scaled fp16, which tma multiplies: by windows and by taps, each with every third tile."""
+    case, operator = GATHER_SHIM_TMA_CASES[number]
+    ways = set()
+    for windows, shape in itertools.product((0, 1), GATHER_BY_TMA):
+        if (shape + windows + number) % 3 and case.groups == 1:
+            continue
+        with tma_wishes(gather_shim, windows):
+            fault = gather_shim.fault(operator, case, torch.float32, shape, layout, 10 * number + shape)
+        assert fault in (None, ""), f"{operator} of {case}, shape {shape}, windows {windows}: {fault}"
+        if fault == "":
+            assert [name for name in gather_shim.launched() if "tma_kernel" in name]
+            ways.add(windows)
+    outputs = case.K if operator == "fprop" else case.C
+    as_one = groups_as_one(case, operator)
+    whole = as_one == case.groups or outputs // case.groups * as_one % 64 == 0
+    # One row of taps at a stride of three is no window; 1x1 has none where pixels follow one another.
+    windows = case.stride in ((1, 1), (2, 2)) and (case.R * case.S > 1 or layout == "contiguous")
+    assert ways == ({0, 1} if windows else {0} if case.R * case.S > 1 else ways | {0}) if whole else not ways
+
+
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_gather_shim_exact_when_multiplied_by_tma_in_parts(gather_shim, splits):
+    case = Case(1, 520, 6, 7, 72, 3, 3, padding=(1, 1))
+    runs = 0
+    for layout, windows, shape in itertools.product(LAYOUTS, (0, 1), GATHER_BY_TMA):
+        with tma_wishes(gather_shim, windows, splits):
+            fault = gather_shim.fault("fprop", case, torch.float32, shape, layout, shape)
+        assert fault in (None, ""), f"{layout}, shape {shape}, windows {windows}: {fault}"
+        runs += fault == ""
+    assert runs >= 8
 
 
 GATHER_SHIM_LANDING_CASES = [
@@ -6442,6 +6521,50 @@ def test_gather_shim_contains_what_fits_and_does_the_rest_again(gather_shim, num
         assert done != 0  # the sample of tensors as small as these sees some of them, and takes another scale
     else:
         assert done == ALL_AGAIN or kind == "faint channel"
+
+
+# Of those above what tma takes: groups as one whose outputs are no whole tiles are not.
+ADVERSE_TMA = [number for number in range(len(ADVERSE_GATHER_CASES)) if number < ADVERSE_GROUPS]
+
+
+@pytest.mark.parametrize("number, kind", [*enumerate(ADVERSE)])
+def test_gather_shim_contains_what_fits_for_tma(gather_shim, number, kind):
+    operator, case, layout = ADVERSE_GATHER_CASES[ADVERSE_TMA[number % len(ADVERSE_TMA)]]
+    tensors = adverse_tensors(case, kind, operator)
+    shape = GATHER_BY_TMA[number % len(GATHER_BY_TMA)]
+    out = gather_shim.result(operator, case, tensors, layout, shape, number)
+    check_bounds(case, {operator: out}, tensors, tf32={operator})
+    done = gather_shim.done_again()
+    if kind in CONTAINED_KINDS:
+        assert done == 0
+    elif kind in MARKED_KINDS:
+        assert done != 0
+    else:
+        assert done == ALL_AGAIN or kind == "faint channel"
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("number", [1, 5])
+def test_gather_shim_gives_up_what_tma_would_multiply(gather_shim, number, splits):
+    """All of a call is done again, once, and tma stores nothing; of a cluster no block waits for another one."""
+    operator, case, layout = ADVERSE_GATHER_CASES[number]
+    case = dataclasses.replace(case, N=1, C=case.C + 64, K=case.K + 64)
+    tensors = adverse_tensors(case, "dead weights", operator)
+    with tma_wishes(gather_shim, -1, splits):
+        out = gather_shim.result(operator, case, tensors, layout, GATHER_BY_TMA[-1], number)
+    assert gather_shim.done_again() == ALL_AGAIN
+    check_bounds(case, {operator: out}, tensors, tf32={operator})
+
+
+@pytest.mark.parametrize("value", [1e-9, math.nan], ids=str)
+@pytest.mark.parametrize("number", ADVERSE_TMA)
+def test_gather_shim_mends_what_tma_multiplied(gather_shim, number, value):
+    operator, case, layout = ADVERSE_GATHER_CASES[number]
+    tensors = misfit_tensors(operator, case, value)
+    out = gather_shim.result(operator, case, tensors, layout, GATHER_BY_TMA[number], number)
+    places, copied = misfit_places(operator, case)
+    assert gather_shim.done_again() == (copied if case.R * case.S == 1 else len(places))  # of phases all of x
+    check_misfits(operator, case, out, tensors)
 
 
 @pytest.mark.parametrize("shape", GATHER_CONTAINED)
@@ -6698,6 +6821,26 @@ def test_gather_shim_sees_what_is_missing_of_what_lands(mutation, gather_shim):
         check_mending_of_all_that_lands(gather_shim)
 
 
+@pytest.mark.parametrize("mutation", [mutation for mutation in GATHER_MUTATIONS if "by tma" in mutation])
+def test_gather_shim_sees_what_is_missing_of_what_tma_multiplies(mutation, gather_shim):
+    case = Case(4, 72, 6, 9, 136, 3, 3, padding=(1, 1))
+
+    def are_right() -> bool:
+        runs = [*itertools.product((0, 1), LAYOUTS, (1, 2, 3, 4))]
+        faults = []
+        for windows, layout, seed in runs:
+            with tma_wishes(gather_shim, windows):
+                faults.append(gather_shim.fault("fprop", case, torch.float32, GATHER_BY_TMA[-2], layout, seed))
+        tensors = make_tensors(case, torch.float32, integers)
+        tensors["w"] *= 2.0 ** (torch.arange(case.K) % 4).view(-1, 1, 1, 1)  # scales that differ
+        out = gather_shim.result("fprop", case, tensors, "contiguous", GATHER_BY_TMA[-2], 0)
+        return set(faults) == {""} and torch.equal(out, references(case, tensors)["fprop"].float())
+
+    assert are_right()
+    with mutated(gather_shim.library, GATHER_MUTATIONS, mutation):
+        assert not are_right()
+
+
 @pytest.mark.parametrize("mutation", [mutation for mutation in GATHER_MUTATIONS if "cluster" in mutation])
 def test_gather_shim_sees_what_is_missing_of_clusters(mutation, gather_shim):
     case = Case(2, 200, 12, 9, 136, 3, 3, padding=(1, 1))
@@ -6709,7 +6852,7 @@ def test_gather_shim_sees_what_is_missing_of_clusters(mutation, gather_shim):
 
 
 @pytest.mark.parametrize(
-    "mutation", [mutation for mutation in GATHER_MUTATIONS if "land" not in mutation and "cluster" not in mutation]
+    "mutation", [mutation for mutation in GATHER_MUTATIONS if not re.search("land|cluster|by tma", mutation)]
 )
 def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
     """The shim itself: what is left out shows in one of a few runs."""

@@ -786,14 +786,14 @@ __device__ __forceinline__ void store_floats(const Params& params, const Tile& t
   float* const to = staging + lane % 4 * 2 * kRunPitch + lane / 4;
 #pragma unroll
   for (int first = 0; first < SLOTS; first += kRunSlots) {
-    __syncwarp();  // what was staged before has been read
+    __syncwarp();  // floats of the run before have been read
 #pragma unroll
     for (int j = 0; j < kRunSlots / 8 && first + 8 * j < SLOTS; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         to[(8 * j + e % 2) * kRunPitch + e / 2 * 8] = finish[e / 2](acc[first / 2 + 4 * j + e]);
     }
-    __syncwarp();  // all of it is staged
+    __syncwarp();  // all floats of the run are staged
     store_run(params, tile, first_channel, first, min(kRunSlots, SLOTS - first), staging);
   }
 }
