@@ -1388,6 +1388,24 @@ struct Search {
       consider(of, plan);
     }
   }
+
+  // Calls consider(plan) with `plan` in each shape of a tile; no tile is of two groups.
+  template <typename Consider>
+  void with_each_shape(const Grouped& of, Plan plan, const Consider& consider) const {
+    for (int i = 0; i < kTileShapeCount; ++i) {
+      if (wishes.shape >= 0 && wishes.shape != i) continue;
+      plan.shape = kTileShapes[i];
+      if (of.groups > 1 && of.block_out % plan.shape.channels != 0) continue;
+      consider(plan);
+    }
+  }
+
+  // `plan` by columns and by windows, of x with channels as neighbours.
+  void consider_pixels(const Grouped& of, const Plan& plan) {
+    if (hopper::can_map(columns_of(of)) && (plan.planes || has_dense_outputs(of)) && wishes.windows != 1)
+      consider_line(of, plan);
+    if (wishes.windows != 0) consider_windows(of, plan);
+  }
 };
 
 inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan& best,
@@ -1409,24 +1427,16 @@ inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan
   const bool may_multiply_planes = plan.planes && wishes.direct != 0 && wishes.windows != 1 && !of.merged() &&
                                     may_be_direct(of, address);
   Search search{sms, address, wishes, best};
-  for (int i = 0; i < kTileShapeCount; ++i) {
-    if (wishes.shape >= 0 && wishes.shape != i) continue;
-    plan.shape = kTileShapes[i];
-    if (of.groups > 1 && of.block_out % plan.shape.channels != 0) continue;
-    if (of.merged() && !may_merge(plan.shape)) continue;
-    if (may_multiply_planes && may_be_direct(plan.shape)) {
-      Plan direct = plan;
+  search.with_each_shape(of, plan, [&](Plan shaped) {
+    if (of.merged() && !may_merge(shaped.shape)) return;
+    if (may_multiply_planes && may_be_direct(shaped.shape)) {
+      Plan direct = shaped;
       direct.direct = true;
       search.consider_line(of, direct);
     }
-    if (!by_pixels) continue;
-    plan.copied = must_copy;
-    const Grouped seen = plan.copied ? of_copy(of) : of;
-    if (hopper::can_map(columns_of(of)) && (plan.planes || has_dense_outputs(of)) && wishes.windows != 1)
-      search.consider_line(seen, plan);
-    if (wishes.windows != 0) search.consider_windows(seen, plan);
-    plan.copied = false;
-  }
+    shaped.copied = must_copy;
+    if (by_pixels) search.consider_pixels(must_copy ? of_copy(of) : of, shaped);
+  });
   return search.found;
 }
 
@@ -1445,14 +1455,7 @@ inline bool make_contained_plan(const Grouped& of, int sms, uint64_t out, Plan& 
   plan.out_vector = fours ? 4 : 1;
   const Alignment address{0, 0, out};
   Search search{sms, address, wishes, best};
-  for (int i = 0; i < kTileShapeCount; ++i) {
-    if (wishes.shape >= 0 && wishes.shape != i) continue;
-    plan.shape = kTileShapes[i];
-    if (of.groups > 1 && of.block_out % plan.shape.channels != 0) continue;
-    if (hopper::can_map(columns_of(of)) && (plan.planes || has_dense_outputs(of)) && wishes.windows != 1)
-      search.consider_line(of, plan);
-    if (wishes.windows != 0) search.consider_windows(of, plan);
-  }
+  search.with_each_shape(of, plan, [&](const Plan& shaped) { search.consider_pixels(of, shaped); });
   return search.found;
 }
 
