@@ -5433,15 +5433,26 @@ def test_gather_estimates_grow_with_the_work(gather_plans):
 
 def test_gather_describes_its_configuration(gather_plans):
     """Whole and in the 320 bytes that the binding has for it."""
+    by_tma = 0
     for case, operator, dtype in random_gather_cases(300, seed=4):
         if gather_plans("refusal", operator, case, dtype) is None:
+            text = gather_plans("describe", operator, case, dtype)
+            if "multiplied by tma" in text:
+                assert re.fullmatch(
+                    r"in scaled fp16, (\d+ groups as one, )?x copied, multiplied by tma: tile of \d+ channels x "
+                    r"(\d+ pixels, by taps|\d+ lines x \d+ columns, by windows), x in \d of \d+ bytes, .*Mcycles",
+                    text.replace(" stages", ""),
+                )
+                by_tma += 1
+                continue
             assert re.fullmatch(
                 r"(in scaled fp16, (\d+ groups as one, )?)?(x copied, |x in phases, )?"
                 r"tile of \d+ channels x (\d+ pixels|\d+ lines x \d+ columns), "
                 r"x by [\w ]+ in \d stages of \d+ bytes, "
                 r".*, \d+ blocks for \d+ tiles, \d+ of them in \d+ parts, about [\d.e+-]+ Mcycles",
-                gather_plans("describe", operator, case, dtype),
+                text,
             )
+    assert by_tma >= 5
     assert "in scaled fp16, 4 groups as one, " in gather_plans("describe", "fprop", GROUPS_AS_ONE, torch.float32)
     text = gather_plans("describe", "fprop", GATHER_LANDING_CASES[0], torch.float32)
     assert text.startswith("in scaled fp16, x contained on its way, tile of 64 channels x 14 rows x 32 columns, ")
@@ -5512,16 +5523,16 @@ GATHER_STRIDED_CASES = [
 # there; and by that one, in channels_last only.
 GATHER_LANDING_CASES = [
     Case(44, 64, 56, 56, 64, 3, 3, padding=(1, 1)),
-    Case(40, 64, 40, 124, 72, 3, 3, padding=(1, 1)),
+    Case(40, 64, 40, 124, 64, 3, 3, padding=(1, 1)),
     Case(22, 70, 62, 60, 66, 3, 3, padding=(1, 1)),
     Case(24, 72, 50, 60, 72, 2, 3, padding=(1, 3)),
     Case(64, 128, 28, 28, 128, 3, 3, padding=(1, 1)),
     Case(32, 128, 56, 56, 128, 3, 3, stride=(2, 2), padding=(1, 1)),
-    Case(24, 72, 55, 56, 136, 3, 3, stride=(2, 2), padding=(0, 1)),
+    Case(48, 72, 55, 56, 120, 3, 3, stride=(2, 2), padding=(0, 1)),
     Case(64, 256, 28, 28, 256, 3, 3, stride=(2, 2), padding=(1, 1)),
-    Case(32, 256, 27, 28, 250, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(128, 128, 27, 28, 120, 3, 3, stride=(2, 2), padding=(1, 1)),
 ]
-GATHER_LANDING_CHANNELS = Case(64, 256, 14, 14, 256, 3, 3, padding=(1, 1))
+GATHER_LANDING_CHANNELS = Case(256, 256, 14, 14, 256, 3, 3, padding=(1, 1))
 # And these, in fp32, come by boxes of a tap.
 GATHER_APART_CASES = [
     Case(8, 128, 33, 33, 136, 3, 3, padding=(12, 12), dilation=(12, 12)),
@@ -5578,6 +5589,21 @@ def test_gather_contains_on_its_way_what_the_gpu_tests_say(gather_plans):
             channels, columns = re.search(r"tile of (\d+) channels x \d+ rows x (\d+) columns", text).groups()
             told.add((int(channels), int(columns), *case.stride))
     assert told == {(64, 32, 1, 1), (128, 32, 1, 1), (128, 28, 1, 1), (128, 14, 1, 1), (128, 28, 2, 2), (128, 14, 2, 2)}
+
+
+def test_gather_has_tma_multiply_what_the_gpu_tests_say(gather_plans):
+    """Contained operands of each memory format, points and windows, at a stride and not; and some by gather itself."""
+    told = set()
+    for case, layout in itertools.product(GATHER_CONTAINED_CASES, LAYOUTS):
+        tensors = {"x": torch.empty(case.x_shape, device="meta"), "dy": torch.empty(case.y_shape, device="meta")}
+        strides = {name: tensor.stride() for name, tensor in in_layout(tensors, layout).items()}
+        for operator in gather_operators(case):
+            text = gather_plans("describe", operator, case, torch.float32, strides=strides)
+            assert text.startswith("in scaled fp16, x copied, "), f"{operator} of {case}: {text}"
+            by_tma = re.search(r"multiplied by tma: tile of \d+ channels x .*?, by (windows|taps), ", text)
+            told.add((layout, by_tma[1] if by_tma else None, case.stride))
+    assert {way[:2] for way in told} == set(itertools.product(LAYOUTS, ("windows", "taps", None)))
+    assert {way[1:] for way in told} >= {("windows", (1, 1)), ("windows", (2, 2)), ("taps", (1, 1)), (None, (2, 2))}
 
 
 def test_gather_takes_boxes_at_a_stride_where_the_gpu_tests_say(gather_plans):
@@ -6255,9 +6281,8 @@ def test_gather_shim_exact_when_multiplied_by_tma(gather_shim, number, layout):
     outputs = case.K if operator == "fprop" else case.C
     as_one = groups_as_one(case, operator)
     whole = as_one == case.groups or outputs // case.groups * as_one % 64 == 0
-    # One row of taps at a stride of three is no window; 1x1 has none where pixels follow one another.
-    windows = case.stride in ((1, 1), (2, 2)) and (case.R * case.S > 1 or layout == "contiguous")
-    assert ways == ({0, 1} if windows else {0} if case.R * case.S > 1 else ways | {0}) if whole else not ways
+    windows = case.stride in ((1, 1), (2, 2)) and case.R * case.S > 1
+    assert ways == ({0, 1} if windows else {0}) if whole else not ways
 
 
 @pytest.mark.parametrize("splits", [2, 4, 8])

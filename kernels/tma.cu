@@ -1154,26 +1154,27 @@ inline bool has_dense_outputs(const Correlation& of) {
 // tile, of 40 layers of a ResNet-50, a U-Net and others, of 1 to 256 images (H100, 2026-11-26, in a driver, caches
 // cold). Of 130 such problems the plan that it chose was 1% slower than the fastest one in the mean, 9% at most.
 constexpr double kCallCycles = 10500;
-constexpr double kProductFactor = 0.91, kStepCycles = 17, kStepTogetherCycles = 25, kStepOfLargestCycles = 58;
+constexpr double kStepCycles = 17, kStepTogetherCycles = 25, kStepOfLargestCycles = 58;
 constexpr double kColumnsBytes = 58.6, kWindowsBytes = 71;  // a cycle of an SM
 constexpr double kTileCycles = 305;
 constexpr double kPrepareCycles = 3000;
 
 // What differs with y in fp32.
 struct Costs {
-  double call, least_step;
+  double call, call_of_pixels;  // of pixels: where channels of y are neighbours
+  double product_factor, least_step;
   double store, store_together;  // of an output
-  double of_pixels;              // factor of these where channels are neighbours
+  double of_pixels;              // factor of these
   double memory_bytes;           // a cycle of an SM
   double shorter_share;          // of memory or multiplication, whichever is the shorter one
 };
-constexpr Costs kCosts{kCallCycles, 283, 0.057, 0.084, 1, 15.1, 0.44};
+constexpr Costs kCosts{kCallCycles, kCallCycles, 0.91, 283, 0.057, 0.084, 1, 15.1, 0.44};
 
 // Of contained operands: besides what gather takes to contain them, and in its cycles, so that plans of both can be
 // compared. A fit of these to 82 problems, of ResNet-50, ResNeXt and a U-Net, of 1 to 256 images, in all tiles, ways and
 // parts (H100, 2026-11-27, in a driver): what is chosen of all of gather's plans and these is 2% slower than the fastest
 // in the mean, 16% at most; without these it was 6%.
-constexpr Costs kContainedCosts{5500, 159, 0.13, 0.212, 0.475, 14.5, 0.40};
+constexpr Costs kContainedCosts{5056, 3626, 0.961, 158, 0.072, 0.472, 0.232, 13.1, 0.344};
 constexpr double kMeetCycles = 725, kMeetSumCycles = 0.29, kMeetPartCycles = 359;  // and of a sum, and of a block
 
 inline void estimate(const Grouped& of, int sms, Plan& plan) {
@@ -1183,12 +1184,13 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const double taps = static_cast<double>(of.R) * of.S, turns = static_cast<double>(ceil_div(plan.tiles, sms));
   const double products = outputs * kBlockChannels / 2048.0;
   const double loaded = static_cast<double>(plan.x_steps) / plan.w_steps * plan.x_bytes + plan.w_stage_bytes;
-  const double step = std::max({kProductFactor * products + (shape.together ? kStepTogetherCycles : kStepCycles),
+  const double step = std::max({costs.product_factor * products + (shape.together ? kStepTogetherCycles : kStepCycles),
                                 loaded / (plan.windows ? kWindowsBytes : kColumnsBytes), costs.least_step}) +
                       (outputs > 192 * 128 ? kStepOfLargestCycles : 0);
   const double share = static_cast<double>(ceil_div(plan.x_steps, plan.splits)) / plan.x_steps;
   const double multiplied = share * plan.w_steps * step;
-  const double of_pixels = of.out_stride[1] == 1 ? costs.of_pixels : 1;
+  const bool in_pixels = of.out_stride[1] == 1;
+  const double of_pixels = in_pixels ? costs.of_pixels : 1;
   const double stored = kTileCycles + of_pixels * (shape.together ? costs.store_together / 2 : costs.store) * outputs;
   // By turns a tile is stored while the next one is multiplied.
   const double tiles = shape.together ? turns * (multiplied + stored)
@@ -1200,7 +1202,7 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const double memory = bytes / sms / costs.memory_bytes;
   plan.cycles = plan.packed && !plan.contained ? kPrepareCycles : 0;
   if (plan.copied) plan.cycles += 2 * pixels * of.all_in * 2 / sms / costs.memory_bytes;
-  plan.cycles += costs.call + std::max(tiles, memory) + costs.shorter_share * std::min(tiles, memory);
+  plan.cycles += (in_pixels ? costs.call_of_pixels : costs.call) + std::max(tiles, memory) + costs.shorter_share * std::min(tiles, memory);
   if (plan.splits > 1) plan.cycles += kMeetCycles + kMeetSumCycles * outputs + kMeetPartCycles * plan.splits;
 }
 
@@ -1366,7 +1368,8 @@ struct Search {
     const bool strided = of.stride_h == 2 && of.stride_w == 2 && of.dilation_h == 1 && of.dilation_w == 1;
     if (!strided && (of.stride_h != 1 || of.stride_w != 1)) return;
     // Where a line of slots is as good.
-    if (of.R * of.S == 1 && has_dense_outputs(of) && hopper::can_map(columns_of(of))) return;
+    const bool in_lines = has_dense_outputs(of) || (plan.contained && plan.planes);
+    if (of.R * of.S == 1 && in_lines && hopper::can_map(columns_of(of))) return;
     const int64_t halo_h = strided ? (of.R - 1) / 2 : int64_t{of.R - 1} * of.dilation_h;
     const int64_t halo_w = strided ? (of.S - 1) / 2 : int64_t{of.S - 1} * of.dilation_w;
     const int most_side = kMostBoxSide / (strided ? 2 : 1);
