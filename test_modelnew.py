@@ -5509,6 +5509,8 @@ GATHER_CONTAINED_CASES = [
     Case(40, 1000, 14, 14, 1100, 1, 1),
     Case(64, 1024, 14, 14, 512, 1, 1, stride=(2, 2)),
     Case(24, 140, 30, 28, 264, 5, 4, stride=(2, 2), padding=(2, 3)),  # pairs of columns
+    Case(128, 328, 20, 20, 640, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(8, 520, 7, 7, 500, 3, 3, padding=(1, 1)),  # tiles that blocks share
 ]
 # And these, in channels_last, come by boxes at a stride: phases of x itself, channels that fill blocks and not, and
 # rows of what 1x1 filters read.
@@ -5593,8 +5595,8 @@ def test_gather_contains_on_its_way_what_the_gpu_tests_say(gather_plans):
 
 
 def test_gather_has_tma_multiply_what_the_gpu_tests_say(gather_plans):
-    """Contained operands of each memory format, points and windows, at a stride and not; and some by gather itself."""
-    told = set()
+    """Contained operands of each memory format, by windows and by taps, at a stride and not; some by gather itself."""
+    told, shared = set(), False
     for case, layout in itertools.product(GATHER_CONTAINED_CASES, LAYOUTS):
         tensors = {"x": torch.empty(case.x_shape, device="meta"), "dy": torch.empty(case.y_shape, device="meta")}
         strides = {name: tensor.stride() for name, tensor in in_layout(tensors, layout).items()}
@@ -5603,8 +5605,10 @@ def test_gather_has_tma_multiply_what_the_gpu_tests_say(gather_plans):
             assert text.startswith("in scaled fp16, x copied, "), f"{operator} of {case}: {text}"
             by_tma = re.search(r"multiplied by tma: tile of \d+ channels x .*?, by (windows|taps), ", text)
             told.add((layout, by_tma[1] if by_tma else None, case.stride))
+            shared |= by_tma is not None and int(re.search(r"(\d+) of which share one", text)[1]) > 1
     assert {way[:2] for way in told} == set(itertools.product(LAYOUTS, ("windows", "taps", None)))
-    assert {way[1:] for way in told} >= {("windows", (1, 1)), ("windows", (2, 2)), ("taps", (1, 1)), (None, (2, 2))}
+    assert {way[1:] for way in told} >= {("windows", (1, 1)), ("windows", (2, 2)), ("taps", (2, 2)), (None, (1, 1))}
+    assert shared
 
 
 def test_gather_takes_boxes_at_a_stride_where_the_gpu_tests_say(gather_plans):

@@ -1171,10 +1171,11 @@ struct Costs {
 constexpr Costs kCosts{kCallCycles, kCallCycles, 0.91, 283, 0.057, 0.084, 1, 15.1, 0.44};
 
 // Of contained operands: besides what gather takes to contain them, and in its cycles, so that plans of both can be
-// compared. A fit of these to 82 problems, of ResNet-50, ResNeXt and a U-Net, of 1 to 256 images, in all tiles, ways and
-// parts (H100, 2026-11-27, in a driver): what is chosen of all of gather's plans and these is 2% slower than the fastest
-// in the mean, 16% at most; without these it was 6%.
-constexpr Costs kContainedCosts{5056, 3626, 0.961, 158, 0.072, 0.472, 0.232, 13.1, 0.344};
+// compared. A fit to 94 problems, of ResNet-50, ResNeXt, U-Net and others, of 1 to 256 images, in all tiles, ways and
+// parts (H100, 2026-11-27, in a driver): what is chosen of gather's plans and these takes 2.3% less than gather's own in
+// the mean, 26% less at best (160 to 320 channels, 3x3, 20x20, 128 images, planes) and 8% more at worst (512 to 512, 3x3,
+// 7x7, 256 images, channels_last).
+constexpr Costs kContainedCosts{4257, 3698, 1.009, 150, 0.305, 0.191, 0.003, 15.06, 1.031};
 constexpr double kMeetCycles = 725, kMeetSumCycles = 0.29, kMeetPartCycles = 359;  // and of a sum, and of a block
 
 inline void estimate(const Grouped& of, int sms, Plan& plan) {
