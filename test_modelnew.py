@@ -12225,6 +12225,9 @@ void flatten_points(Correlation&) {}
 struct ProblemKey {};
 template <class... T> ProblemKey key_of(const T&...) { return {}; }
 bool direct_has_points(const Problem&, Operator) { return false; }
+template <class... T> bool can_multiply_contained(const T&...) { return false; }
+template <class... T> cudaError_t multiply_contained(const T&...) { return {}; }
+template <class... T> void describe_contained(const T&...) {}
 template <class Value> struct Memo {
   Value value;
   template <class Compute> const Value& get(const ProblemKey&, const Compute& compute) { return value = compute(); }
@@ -12288,7 +12291,7 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
                 text, found = re.subn(others, "false", text)
                 assert found == 6 or source.name != "gather.cu"
                 # Of tma every third tile.
-                text = text.replace("return run_source<", "if constexpr (SHAPE % 3 == 0) return run_source<")
+                text = re.sub(r"return (run_source<|run_kernel<Half, SHAPE,)", r"if constexpr (SHAPE % 3 == 0) return \1", text)
             # Functions of the host are compiled for the GPU, which has no variables of threads.
             options = ["--std=c++17", f"--gpu-architecture=compute_{arch}", "--device-as-default-execution-space"]
             options.append("-Dthread_local=")
