@@ -4862,7 +4862,8 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
     const Source source = plan.by_tma ? Source::kBoxes : source_of_plan(plan);
     if (bytes == 4 ? source == Source::kAny : shape > 1 || plan.in_phases) fault = "no such kernel";
     if (plan.by_tma != (shape == kShapes) && shape >= 0) fault = "by tma, or not";
-    if (bytes == 4 && shape >= 0 && shape < kShapes && !(kTileShapes[shape].sources & bit(source))) fault = "no kernel of this shape";
+    if (bytes == 4 && shape >= 0 && !plan.by_tma && !(kTileShapes[shape].sources & bit(source)))
+      fault = "no kernel of this shape";
     const bool between_groups = of.groups != 1 && grouped.in_channels % 64 != 0;
     if (plan.contained && (bytes != 4 || between_groups)) fault = "operands that are not to be contained";
     if (plan.contained && !checked_again && fault.empty()) {
@@ -5935,7 +5936,9 @@ GATHER_MUTATIONS = {
         "piece_of_all = number - tap * params.pieces;",
         "piece_of_all = number - tap * params.pieces; if (MUTATED) piece_of_all = params.pieces - 1 - piece_of_all;",
     ),
-    "by tma: stages floats where others are read": left_out("__syncwarp();  // floats of the run before have been read"),
+    "by tma: stages floats where others are read": left_out(
+        "__syncwarp();  // floats of the run before have been read"
+    ),
     "by tma: stores floats before all are staged": left_out("__syncwarp();  // all floats of the run are staged"),
 }
 
@@ -12291,7 +12294,8 @@ def rtc_runs() -> Iterator[dict[tuple[str, str], Future]]:
                 text, found = re.subn(others, "false", text)
                 assert found == 6 or source.name != "gather.cu"
                 # Of tma every third tile.
-                text = re.sub(r"return (run_source<|run_kernel<Half, SHAPE,)", r"if constexpr (SHAPE % 3 == 0) return \1", text)
+                by_shape = r"return (run_source<|run_kernel<Half, SHAPE,)"
+                text = re.sub(by_shape, r"if constexpr (SHAPE % 3 == 0) return \1", text)
             # Functions of the host are compiled for the GPU, which has no variables of threads.
             options = ["--std=c++17", f"--gpu-architecture=compute_{arch}", "--device-as-default-execution-space"]
             options.append("-Dthread_local=")

@@ -2528,6 +2528,13 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
       }
       uint8_t* const box = staging + number % BUFFERS * kBoxStagingBytes;
       float* const staged = reinterpret_cast<float*>(box) + place;
+      float2 added[kStagedChannels / 8];  // of no bias -0, which leaves a sum of -0 as it is
+#pragma unroll
+      for (int j = 0; j < kStagedChannels / 8; ++j) {
+        const int k = chunk_k + 8 * j + channel;
+        added[j].x = bias != nullptr && k < channels ? bias[k] : -0.0f;
+        added[j].y = bias != nullptr && k + 1 < channels ? bias[k + 1] : -0.0f;
+      }
       if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();
       __syncwarp();  // the planes that were in the buffer have been read
       with_chunk<TILE_N, BLOCKS_M>(acc, number, [&](const float* values) {
@@ -2536,24 +2543,12 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
           float* const to = staged + ((half + 2 * i) ^ lane % 4) * 4;
 #pragma unroll
           for (int j = 0; j < kStagedChannels / 8; ++j) {
-            const float even = values[4 * j + 2 * i], odd = values[4 * j + 2 * i + 1];
+            const float even = values[4 * j + 2 * i] + added[j].x, odd = values[4 * j + 2 * i + 1] + added[j].y;
             to[8 * j * 16] = half == 0 ? even : odd;
             to[8 * j * 16 + to_other] = half == 0 ? odd : even;
           }
         }
       });
-      if (bias != nullptr) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float* const to = staged + ((half + 2 * i) ^ lane % 4) * 4;
-#pragma unroll
-          for (int j = 0; j < kStagedChannels / 8; ++j) {
-            const int k = chunk_k + 8 * j + channel;
-            if (k + half < channels) to[8 * j * 16] += bias[k + half];
-            if (k + 1 - half < channels) to[8 * j * 16 + to_other] += bias[k + 1 - half];
-          }
-        }
-      }
       hopper::fence_async();
       __syncwarp();  // all planes are staged
       if (lane == 0) {
