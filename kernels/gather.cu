@@ -2401,7 +2401,23 @@ struct BoxChannels {
     first = tile.group * params.of.out_channels + first_k;
     bias = params.bias_ptr == nullptr ? nullptr : static_cast<const float*>(params.bias_ptr) + first;
   }
+
+  // That of the lane's channel of a chunk; of no bias -0, which leaves a sum of -0 as it is.
+  __device__ __forceinline__ float load_bias(int chunk) const {
+    const int k = chunk * kStagedChannels + threadIdx.x % 32;
+    return bias != nullptr && k < count ? bias[k] : -0.0f;
+  }
 };
+static_assert(kStagedChannels == 32, "one channel of a chunk for each lane");
+
+// Of what the lanes have loaded, that of a lane's own channels: pairs from `channel` on, 8 apart.
+__device__ __forceinline__ void spread_bias(float loaded, int channel, float2 (&added)[kStagedChannels / 8]) {
+#pragma unroll
+  for (int j = 0; j < kStagedChannels / 8; ++j) {
+    added[j].x = __shfl_sync(~0u, loaded, 8 * j + channel);
+    added[j].y = __shfl_sync(~0u, loaded, 8 * j + channel + 1);
+  }
+}
 
 // The 16 outputs of a tile, from number m on, that a warp stores by a box: neighbours in memory.
 struct BoxPixels {
@@ -2433,7 +2449,6 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
   const BoxChannels<TILE_N> of_tile(params, tile);
   const int channels = of_tile.count, channel_of_all = of_tile.first;
-  const float* const bias = of_tile.bias;
   constexpr int kChunks = TILE_N / kStagedChannels;
   static_assert(BLOCKS_M * kChunks % BUFFERS == 0, "the first chunk goes to the first buffer");
   staging += warp * BUFFERS * kBoxStagingBytes;
@@ -2443,25 +2458,19 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
     const BoxPixels pixels(params, tile, image, (warpgroup * BLOCKS_M + mb) * 64 + warp * 16);
     const int first = (static_cast<int>(image) + pixels.image) * of.P * of.Q + pixels.first;
+    float loaded_bias = of_tile.load_bias(0);  // of the chunk that comes next, while memory is busy with stores
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
       if (!share.has(chunk)) {
         if (lane == 0) hopper::bulk_stores_commit();  // buffers take turns
+        if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk + 1);
         continue;
       }
       uint8_t* const staged = staging + number % BUFFERS * kBoxStagingBytes;
-      float added[kStagedChannels / 8][2] = {};
-      if (bias != nullptr) {
-#pragma unroll
-        for (int j = 0; j < kStagedChannels / 8; ++j) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int k = chunk_k + 8 * j + channel + e;
-            if (k < channels) added[j][e] = bias[k];
-          }
-        }
-      }
+      float2 added[kStagedChannels / 8];
+      spread_bias(loaded_bias, channel, added);
+      if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk + 1);
       if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();
       __syncwarp();  // the buffer has been read
       with_chunk<TILE_N, BLOCKS_M>(acc, number, [&](const float* values) {
@@ -2471,7 +2480,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
 #pragma unroll
           for (int i = 0; i < 2; ++i)
             *reinterpret_cast<float2*>(to + 8 * i * 128) =
-                make_float2(values[4 * j + 2 * i] + added[j][0], values[4 * j + 2 * i + 1] + added[j][1]);
+                make_float2(values[4 * j + 2 * i] + added[j].x, values[4 * j + 2 * i + 1] + added[j].y);
         }
       });
       hopper::fence_async();
@@ -2495,7 +2504,6 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32, plane = of.P * of.Q;
   const BoxChannels<TILE_N> of_tile(params, tile);
   const int channels = of_tile.count, channel_of_all = of_tile.first;
-  const float* const bias = of_tile.bias;
   constexpr int kChunks = TILE_N / kStagedChannels;
   static_assert(BLOCKS_M * kChunks % BUFFERS == 0, "the first chunk goes to the first buffer");
   staging += warp * BUFFERS * kBoxStagingBytes;
@@ -2519,22 +2527,20 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
     if (pixels.exist && first + 16 > plane && image_of_all + 1 < of.N)
       next_image = static_cast<float*>(params.out_ptr) + (image_of_all + int64_t{1}) * of.out_stride[0] +
                    (channel_of_all + lane) * of.out_stride[1];
+    float loaded_bias = of_tile.load_bias(0);
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
       if (!share.has(chunk)) {
         if (lane == 0) hopper::bulk_stores_commit();  // buffers take turns
+        if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk + 1);
         continue;
       }
       uint8_t* const box = staging + number % BUFFERS * kBoxStagingBytes;
       float* const staged = reinterpret_cast<float*>(box) + place;
-      float2 added[kStagedChannels / 8];  // of no bias -0, which leaves a sum of -0 as it is
-#pragma unroll
-      for (int j = 0; j < kStagedChannels / 8; ++j) {
-        const int k = chunk_k + 8 * j + channel;
-        added[j].x = bias != nullptr && k < channels ? bias[k] : -0.0f;
-        added[j].y = bias != nullptr && k + 1 < channels ? bias[k + 1] : -0.0f;
-      }
+      float2 added[kStagedChannels / 8];
+      spread_bias(loaded_bias, channel, added);
+      if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk + 1);
       if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();
       __syncwarp();  // the planes that were in the buffer have been read
       with_chunk<TILE_N, BLOCKS_M>(acc, number, [&](const float* values) {

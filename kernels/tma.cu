@@ -1155,7 +1155,7 @@ inline bool has_dense_outputs(const Correlation& of) {
 // cold). Of 130 such problems the plan that it chose was 1% slower than the fastest one in the mean, 9% at most.
 constexpr double kCallCycles = 10500;
 constexpr double kStepCycles = 17, kStepTogetherCycles = 25, kStepOfLargestCycles = 58;
-constexpr double kColumnsBytes = 58.6, kWindowsBytes = 71;  // a cycle of an SM
+constexpr double kColumnsBytes = 58.6;  // a cycle of an SM
 constexpr double kTileCycles = 305;
 constexpr double kPrepareCycles = 3000;
 
@@ -1163,19 +1163,22 @@ constexpr double kPrepareCycles = 3000;
 struct Costs {
   double call, call_of_pixels;  // of pixels: where channels of y are neighbours
   double product_factor, least_step;
+  double windows_bytes;          // a cycle of an SM
   double store, store_together;  // of an output
   double of_pixels;              // factor of these
   double memory_bytes;           // a cycle of an SM
   double shorter_share;          // of memory or multiplication, whichever is the shorter one
 };
-constexpr Costs kCosts{kCallCycles, kCallCycles, 0.91, 283, 0.057, 0.084, 1, 15.1, 0.44};
+constexpr Costs kCosts{kCallCycles, kCallCycles, 0.91, 283, 71, 0.057, 0.084, 1, 15.1, 0.44};
 
 // Of contained operands: besides what gather takes to contain them, and in its cycles, so that plans of both can be
 // compared. A fit to 94 problems, of ResNet-50, ResNeXt, U-Net and others, of 1 to 256 images, in all tiles, ways and
-// parts (H100, 2026-11-27, in a driver): what is chosen of gather's plans and these takes 2.3% less than gather's own in
-// the mean, 26% less at best (160 to 320 channels, 3x3, 20x20, 128 images, planes) and 8% more at worst (512 to 512, 3x3,
-// 7x7, 256 images, channels_last).
-constexpr Costs kContainedCosts{4257, 3698, 1.009, 150, 0.305, 0.191, 0.003, 15.06, 1.031};
+// parts (H100, 2026-11-27, in a driver), but for two numbers: with 150 and 71 as its least step and bytes of windows,
+// tiles of 64 slots, which load most for what they multiply, were taken for larger images, too (H200, same day: 512 to
+// 1024 channels, 3x3, 64x64, 16 images 1152 us, gather's own 874). As it is, what is chosen of gather's plans and these
+// takes, of 46 other problems (H200, same day), 3.3% less than gather's own in the mean, 21% less at best (32 groups of
+// 32 channels, 3x3, 14x14, 32 images, planes) and 4.7% more at worst (1024 to 1024, 3x3, 64x64, 16 images, planes).
+constexpr Costs kContainedCosts{4257, 3698, 1.009, 200, 62, 0.305, 0.191, 0.003, 15.06, 1.031};
 constexpr double kMeetCycles = 725, kMeetSumCycles = 0.29, kMeetPartCycles = 359;  // and of a sum, and of a block
 
 inline void estimate(const Grouped& of, int sms, Plan& plan) {
@@ -1186,7 +1189,7 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const double products = outputs * kBlockChannels / 2048.0;
   const double loaded = static_cast<double>(plan.x_steps) / plan.w_steps * plan.x_bytes + plan.w_stage_bytes;
   const double step = std::max({costs.product_factor * products + (shape.together ? kStepTogetherCycles : kStepCycles),
-                                loaded / (plan.windows ? kWindowsBytes : kColumnsBytes), costs.least_step}) +
+                                loaded / (plan.windows ? costs.windows_bytes : kColumnsBytes), costs.least_step}) +
                       (outputs > 192 * 128 ? kStepOfLargestCycles : 0);
   const double share = static_cast<double>(ceil_div(plan.x_steps, plan.splits)) / plan.x_steps;
   const double multiplied = share * plan.w_steps * step;
@@ -1203,7 +1206,8 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const double memory = bytes / sms / costs.memory_bytes;
   plan.cycles = plan.packed && !plan.contained ? kPrepareCycles : 0;
   if (plan.copied) plan.cycles += 2 * pixels * of.all_in * 2 / sms / costs.memory_bytes;
-  plan.cycles += (in_pixels ? costs.call_of_pixels : costs.call) + std::max(tiles, memory) + costs.shorter_share * std::min(tiles, memory);
+  plan.cycles += in_pixels ? costs.call_of_pixels : costs.call;
+  plan.cycles += std::max(tiles, memory) + costs.shorter_share * std::min(tiles, memory);
   if (plan.splits > 1) plan.cycles += kMeetCycles + kMeetSumCycles * outputs + kMeetPartCycles * plan.splits;
 }
 
