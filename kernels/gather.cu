@@ -130,6 +130,23 @@
 // images: x is sampled at 2, all is contained at 7, what multiplies starts at 8 to 9 and ends at 26, again ends at 27;
 // 512 to 512, 7x7: 2, 11, 12, 34, 34; events around the call say 30 and 38.
 //
+// tma may multiply the copy instead (contained.cuh): its wgmmas take both operands from shared memory, where boxes
+// bring them, in tiles from 64 channels x 64 pixels on, so that small images and few of them make tiles enough. The
+// copy then has no phases, as tma reads at a stride, and weights are packed as its boxes read them. What each would
+// take is estimated in the same cycles. (3x3, us, H200, 2026-11-27, by bench.py at c424e11, what took it before, at
+// b6c9210 / so / cuDNN.)
+//
+//                                          256 images          32 images
+//   512 to 512, 14x14, stride 2            157   138   244     41   37   72
+//   512 to 512, 7x7                        112   109   200     34   33   64
+//   512 to 512, 14x14, s. 2, channels_last 150   133   152
+//   512 to 512, 7x7, channels_last         108   104   147
+//   1024 of 14x14, 32 groups                                   50   40   83
+//   2048 of 14x14, 32 groups, stride 2                         57   51   86
+//
+// And in a driver, the same day, of planes, the best of gather's own plans / so: 512 to 512, 14x14, 32 images, 65 / 59,
+// 7x7, 8 images, 30 / 25, 128 images, 66 / 61.
+//
 // Filters of three columns may have x contained on its way, without a copy (Landing). What does not fit is zero in a
 // window then; how much of it there is nobody knows before the end, so that y is worked out in any case. That pays for
 // large images, whose copy is large, and few output channels, for each of which little else is done. (3x3, us, H200,
@@ -1060,10 +1077,10 @@ MODELNEW_HOST_DEVICE inline Phased merged(const Phased& of) {
 }
 
 // Of a copy of x, [pixel][channel]. Of 1x1 filters only what they read is copied. Copies of fp32 in fp16 have their
-// channels filled up to eights. Those in phases, which tma has no use for, have theirs filled up to whole blocks, and around images lies what the
-// filter reads of the padding: so the slots of a tile follow one another in memory, and come by few boxes. (Without
-// phases boxes of a row, whose padding is not in memory, are faster: H200, 2026-11-22, in a profiler, 256 images of
-// 14x14, 256 to 256 channels 118.7 us; such a copy 123.0.)
+// channels filled up to eights. Those in phases, which tma has no use for, have theirs filled up to whole blocks, and
+// around images lies what the filter reads of the padding: so the slots of a tile follow one another in memory, and
+// come by few boxes. (Without phases boxes of a row, whose padding is not in memory, are faster: H200, 2026-11-22, in a
+// profiler, 256 images of 14x14, 256 to 256 channels 118.7 us; such a copy 123.0.)
 MODELNEW_HOST_DEVICE inline Phased copied(const Phased& of, bool contained = true, bool by_tma = false) {
   const Phased source = contained ? merged(of) : of;
   Phased result = source;
@@ -1385,8 +1402,8 @@ __device__ __forceinline__ bool find_scale(const Guard& guard, int& exponent) {
 }
 
 // A block packs some rows of the weights, each scaled by the power of two that takes its largest one to 2^14..2^15.
-// First all of them come to shared memory, a row after the other; then neighbouring threads pack what lies side by side:
-// the same piece of neighbouring rows, or (whole rows) neighbouring pieces.
+// First all of them come to shared memory, a row after the other; then neighbouring threads pack what lies side by
+// side: the same piece of neighbouring rows, or (whole rows) neighbouring pieces.
 __device__ __forceinline__ void contain_rows(const ContainParams& contain, int threads, uint8_t* smem) {
   const PackParams& params = contain.pack;
   const Phased& of = params.of;
@@ -2393,6 +2410,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
 template <int TILE_N>
 struct BoxChannels {
   int count, first;   // of all groups
+  int biased;         // so many of them
   const float* bias;  // of the first one, or null
 
   __device__ __forceinline__ BoxChannels(const Params& params, const Tile& tile) {
@@ -2400,12 +2418,15 @@ struct BoxChannels {
     count = min(TILE_N, params.of.out_channels - first_k);
     first = tile.group * params.of.out_channels + first_k;
     bias = params.bias_ptr == nullptr ? nullptr : static_cast<const float*>(params.bias_ptr) + first;
+    biased = bias == nullptr ? 0 : count;
   }
 
-  // That of the lane's channel of a chunk; of no bias -0, which leaves a sum of -0 as it is.
+  // That of the lane's channel of a chunk; of no bias -0, which leaves a sum of -0 as it is. Where this asked for null,
+  // the compiler made two loops of one, and in that with a bias a chain of branches of with_chunk's jump (1x1 512 to
+  // 2048, 7x7, planes, 256 images, 91 us without a bias, 112 with one; H200, 2026-11-27, in a driver).
   __device__ __forceinline__ float load_bias(int chunk) const {
     const int k = chunk * kStagedChannels + threadIdx.x % 32;
-    return bias != nullptr && k < count ? bias[k] : -0.0f;
+    return k < biased ? bias[k] : -0.0f;
   }
 };
 static_assert(kStagedChannels == 32, "one channel of a chunk for each lane");

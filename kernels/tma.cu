@@ -1,6 +1,7 @@
 // tma engine: implicit GEMM on Hopper's tensor cores for 16-bit tensors, whose operands tensor copies (TMA) bring from
 // memory to where they are multiplied: no thread touches them. fprop, and dgrad without a stride. Deterministic: one
-// sum an output, in one order.
+// sum an output, in one order. And, for gather, products of fp32 tensors that it has copied as scaled fp16 (contained
+// operands, below).
 //
 //   prepare   w -> [output channel][r][s][input channel], where it does not lie like this (planes; dgrad, but small
 //             tiles multiply filters in channels_last the other way round; small groups, with zeros in between); and a
@@ -88,6 +89,13 @@
 //   2048 of 7x7                           27 /  13 /  17         37 /  28 /  40
 //
 // With one image in channels_last merged groups take 13 to 15 us (cuDNN 9 to 11), presumably 3 of them to pack weights.
+//
+// Contained operands (contained.cuh): x is gather's copy, weights are what it has packed, and y is fp32. So each thread
+// undoes the scales of its sums, each warp stages those of 16 channels in runs of 64 slots and stores these by threads,
+// in planes or channels_last (store_floats), and groups of any number of channels are multiplied by themselves or as
+// gather has merged them. Plans differ from those of 16 bits, as their stores take longer (kContainedCosts). Numbers:
+// gather.cu. Tried for planes, in a driver (H100, 2026-11-27): boxes of 32 pixels of 16 channels by each warp, as fast;
+// whole images by bulk copies without a map, 249 us instead of 145 (1x1 256 to 1024, 14x14, 256 images).
 //
 // Tried: tiles of 128 x 256 by both warpgroups alone: 3x3 64 to 64, 56x56, 256 images, 116 us in tiles of 64 x 256, by
 // turns 98; but by turns alone 1x1 256 to 1024, 14x14, takes 62.5 instead of 56.4. 1x1 by boxes of a row of pixels
@@ -244,8 +252,8 @@ MODELNEW_HOST_DEVICE constexpr int staged_pitch(int slots) { return 2 * slots + 
 // Floats of a slot, where parts of a reduction lie: 4 more than channels, so that a warp meets all banks.
 MODELNEW_HOST_DEVICE constexpr int part_pitch(const TileShape& shape) { return shape.channels + 4; }
 
-// Of y in fp32: a warp stages runs of slots of its 16 channels, [slot][channel], with 4 floats more of each slot, so that
-// its threads meet all banks by single values of eight channels and by fours of eight slots.
+// Of y in fp32: a warp stages runs of slots of its 16 channels, [slot][channel], with 4 floats more of each slot, so
+// that its threads meet all banks by single values of eight channels and by fours of eight slots.
 constexpr int kRunSlots = 64, kRunPitch = 20;
 
 // Of a warpgroup.
