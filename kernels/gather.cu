@@ -147,6 +147,14 @@
 // And in a driver, the same day, of planes, the best of gather's own plans / so: 512 to 512, 14x14, 32 images, 65 / 59,
 // 7x7, 8 images, 30 / 25, 128 images, 66 / 61.
 //
+// Tried: 1x1 without a copy, contained in registers by those who multiply, as it is rounded to TF32 there. Of 256
+// channels x 128 pixels, 32 channels of x and of weights, and what wgmmas read of both, are 80 KB: 640 cycles of shared
+// memory where wgmmas take 512 (TF32: 128 KB, 1024). Hence no more than (us, 256 images, H200, 2026-11-27, in a driver,
+// the best of all other plans / so; channels_last in parentheses): 1024 to 512, 14x14, 171 / 152 (153 / 131); 2048 to
+// 512, 7x7, (83 / 71); 512 to 256, 28x28, 193 / 178 (172 / 181); 1024 to 256, 14x14, 99 / 96 (84 / 85); 256 to 1024 123
+// / 129 (104 / 109); 512 to 2048, 7x7, (75 / 83); 512 to 1024, 28x28, stride 2, (156 / 187); 32 images 3 to 10 us more
+// than TF32 but in the first case (33 / 33).
+//
 // Filters of three columns may have x contained on its way, without a copy (Landing). What does not fit is zero in a
 // window then; how much of it there is nobody knows before the end, so that y is worked out in any case. That pays for
 // large images, whose copy is large, and few output channels, for each of which little else is done. (3x3, us, H200,
@@ -589,7 +597,10 @@ constexpr int kBarrierBytes = 1024;
 constexpr int kStagedChannels = 32;
 constexpr int kPixelsPitch = 68, kChannelsPitch = 40;
 constexpr int kStagingBytes = 64 * kChannelsPitch * 4;
-static_assert(kStagedChannels * kPixelsPitch * 4 <= kStagingBytes, "either fits");
+static_assert((kPixelsPitch + 1) * kStagedChannels * 4 <= kStagingBytes, "either fits");
+// The bias is staged behind planes or where pixels leave room, eight channels behind each of the first four.
+constexpr int kBiasBehindPixel = kChannelsPitch - kStagedChannels;
+static_assert(kBiasBehindPixel % 4 == 0, "fours are aligned");
 
 // The same for boxes of 16 pixels: each warp has two buffers of its own, one of them being stored; where x comes in
 // phases one, for the sake of another stage of x. (3x3, stride 2, channels_last, 256 images: 128 to 128, 56x56, 214 /
@@ -2259,14 +2270,46 @@ __device__ __forceinline__ void with_chunk(const Sums<TILE_N, BLOCKS_M>& acc, in
   }
 }
 
+// Of y, the channels of a tile of so many, and their bias. A lane loads that of a channel of each chunk, before the
+// chunk is staged, for the others: memory is busy with stores then, and behind the staging loads took long (1x1,
+// planes, 256 images, without a bias / loaded there / as it is, us, in a driver, H200, 2026-11-27: 512 to 2048, 7x7, 91
+// / 112 / 96; 256 to 1024, 14x14, 122 / 140 / 130; 512 to 512 98 / 108 / 102).
+template <typename Tensor, int TILE_N>
+struct StoredChannels {
+  const Params& params;
+  int count, first;  // of all groups
+
+  __device__ __forceinline__ StoredChannels(const Params& params, const Tile& tile) : params(params) {
+    const int first_k = tile.n_block * TILE_N;
+    count = min(TILE_N, params.of.out_channels - first_k);
+    first = tile.group * params.of.out_channels + first_k;
+  }
+
+  __device__ __forceinline__ bool has_bias() const { return params.bias_ptr != nullptr; }
+  // Of no bias -0, which leaves a sum of -0 as it is.
+  __device__ __forceinline__ float load_bias(int k) const {
+    return has_bias() && k < count ? widen(static_cast<const Tensor*>(params.bias_ptr)[first + k]) : -0.0f;
+  }
+};
+static_assert(kStagedChannels == 32, "one channel of a chunk for each lane");
+
+// Of what the lanes have loaded, that of a lane's own channels: pairs from `channel` on, 8 apart.
+__device__ __forceinline__ void spread_bias(float loaded, int channel, float2 (&added)[kStagedChannels / 8]) {
+#pragma unroll
+  for (int j = 0; j < kStagedChannels / 8; ++j) {
+    added[j].x = __shfl_sync(~0u, loaded, 8 * j + channel);
+    added[j].y = __shfl_sync(~0u, loaded, 8 * j + channel + 1);
+  }
+}
+
 // What was staged of COUNT channels, every DISTANCE-th from channel k on and `step` apart in memory, VECTOR pixels of
-// each. All of it is loaded before any is stored: the compiler cannot know that a store changes nothing of the rest or
-// of the bias, and had every load wait for the store before it (32 and 256 images, us, in a driver, so before / as it
-// is: 1x1 512 to 2048, 7x7, 29.1 / 27.3 and 95.9 / 93.7; 64 to 64, 56x56, 22.0 / 21.2 and 113.3 / 111.5; H200,
-// 2026-11-23).
+// each, plus the bias, `bias` being that of channel k, if there is one. All of it is loaded before any is stored: the
+// compiler cannot know that a store changes nothing of the rest, and had every load wait for the store before it (32
+// and 256 images, us, in a driver, so before / as it is: 1x1 512 to 2048, 7x7, 29.1 / 27.3 and 95.9 / 93.7; 64 to
+// 64, 56x56, 22.0 / 21.2 and 113.3 / 111.5; H200, 2026-11-23).
 template <int COUNT, int DISTANCE, int VECTOR, typename Tensor>
-__device__ __forceinline__ void store_staged(const float* staged, const Tensor* bias, int k, int channels, bool exists,
-                                             Tensor*& to, int64_t step) {
+__device__ __forceinline__ void store_staged(const float* staged, bool biased, const float* bias, int k, int channels,
+                                             bool exists, Tensor*& to, int64_t step) {
   float sums[COUNT][VECTOR];
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
@@ -2276,14 +2319,11 @@ __device__ __forceinline__ void store_staged(const float* staged, const Tensor* 
     else
       sums[i][0] = *from;
   }
-  if (bias != nullptr) {
-    float added[COUNT];
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) added[i] = k + i * DISTANCE < channels ? widen(bias[k + i * DISTANCE]) : 0.0f;
+  if (biased) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
 #pragma unroll
-      for (float& sum : sums[i]) sum += added[i];
+      for (float& sum : sums[i]) sum += bias[i * DISTANCE];
     }
   }
 #pragma unroll
@@ -2317,15 +2357,12 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
   const Phased& of = params.of;
   const Plan& plan = params.plan;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  const int first_k = tile.n_block * TILE_N;
-  const int channels = min(TILE_N, of.out_channels - first_k);
-  const int64_t channel_of_all = static_cast<int64_t>(tile.group) * of.out_channels + first_k;
+  const StoredChannels<Tensor, TILE_N> of_tile(params, tile);
+  const int channels = of_tile.count;
   Tensor* const out =
-      static_cast<Tensor*>(params.out_ptr) + image * of.out_stride[0] + channel_of_all * of.out_stride[1];
-  const Tensor* const bias =
-      params.bias_ptr == nullptr ? nullptr : static_cast<const Tensor*>(params.bias_ptr) + channel_of_all;
-  const bool channels_last = plan.out_channels_last, fours = plan.vector == 4;
-  const auto added = [&](int channel) { return bias == nullptr || channel >= channels ? 0.0f : widen(bias[channel]); };
+      static_cast<Tensor*>(params.out_ptr) + image * of.out_stride[0] + of_tile.first * of.out_stride[1];
+  const bool channels_last = plan.out_channels_last, fours = plan.vector == 4, biased = of_tile.has_bias();
+  float* const staged_bias = staging + (channels_last ? kStagedChannels : kStagedChannels * kPixelsPitch);
 
 #pragma unroll 1
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
@@ -2351,6 +2388,8 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     const int64_t step = (fours ? 8 : 2) * of.out_stride[1];
 #pragma unroll 1
     for (int chunk = share.first; chunk < share.end; ++chunk) {
+      const int chunk_k = chunk * kStagedChannels;
+      const float loaded_bias = of_tile.load_bias(chunk_k + lane);
       if (mb + chunk > 0) named_barrier(2 + warpgroup, 128);  // what was staged before has been read
       const int pixel = warp * 16 + lane / 4, channel = lane % 4 * 2;
       with_chunk<TILE_N, BLOCKS_M>(acc, mb * (TILE_N / kStagedChannels) + chunk, [&](const float* values) {
@@ -2372,18 +2411,24 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
           }
         }
       });
+      if (biased && warp == 0)
+        staged_bias[channels_last ? lane / kBiasBehindPixel * kChannelsPitch + lane % kBiasBehindPixel : lane] =
+            loaded_bias;
       named_barrier(2 + warpgroup, 128);  // all of it is staged
-      const int chunk_k = chunk * kStagedChannels;
       if (channels_last) {
         const float* staged = staging + thread / 8 * kChannelsPitch + first_channel;
         const int k = chunk_k + first_channel;
+        const float* const bias = staged_bias + first_channel / kBiasBehindPixel * kChannelsPitch;
+        const float4 four_of_bias =
+            biased ? *reinterpret_cast<const float4*>(bias + first_channel % kBiasBehindPixel) : float4{};
+        const float added[4] = {four_of_bias.x, four_of_bias.y, four_of_bias.z, four_of_bias.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float4 four = *reinterpret_cast<const float4*>(staged + 16 * i * kChannelsPitch);
           const float sums[4] = {four.x, four.y, four.z, four.w};
           Tensor narrowed[4];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) narrow(sums[e] + added(k + e), narrowed[e]);
+          for (int e = 0; e < 4; ++e) narrow(sums[e] + added[e], narrowed[e]);
           if (offset[i] < 0) continue;
           if (fours) {
             if (k < channels) store_four(out + offset[i] + k, narrowed);
@@ -2394,49 +2439,15 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
           }
         }
       } else if (fours) {
-        store_staged<4, 8, 4>(staging + first_channel * kPixelsPitch + thread % 16 * 4, bias, chunk_k + first_channel,
-                              channels, offset[0] >= 0, to, step);
+        store_staged<4, 8, 4>(staging + first_channel * kPixelsPitch + thread % 16 * 4, biased,
+                              staged_bias + first_channel, chunk_k + first_channel, channels, offset[0] >= 0, to, step);
       } else {
 #pragma unroll 1
         for (int first = first_channel; first < kStagedChannels; first += 16)
-          store_staged<8, 2, 1>(staging + first * kPixelsPitch + thread % 64, bias, chunk_k + first, channels,
-                                offset[0] >= 0, to, step);
+          store_staged<8, 2, 1>(staging + first * kPixelsPitch + thread % 64, biased, staged_bias + first,
+                                chunk_k + first, channels, offset[0] >= 0, to, step);
       }
     }
-  }
-}
-
-// Of y, the channels of a tile of so many, for a warp that stores them by boxes.
-template <int TILE_N>
-struct BoxChannels {
-  int count, first;   // of all groups
-  int biased;         // so many of them
-  const float* bias;  // of the first one, or null
-
-  __device__ __forceinline__ BoxChannels(const Params& params, const Tile& tile) {
-    const int first_k = tile.n_block * TILE_N;
-    count = min(TILE_N, params.of.out_channels - first_k);
-    first = tile.group * params.of.out_channels + first_k;
-    bias = params.bias_ptr == nullptr ? nullptr : static_cast<const float*>(params.bias_ptr) + first;
-    biased = bias == nullptr ? 0 : count;
-  }
-
-  // That of the lane's channel of a chunk; of no bias -0, which leaves a sum of -0 as it is. Where this asked for null,
-  // the compiler made two loops of one, and in that with a bias a chain of branches of with_chunk's jump (1x1 512 to
-  // 2048, 7x7, planes, 256 images, 91 us without a bias, 112 with one; H200, 2026-11-27, in a driver).
-  __device__ __forceinline__ float load_bias(int chunk) const {
-    const int k = chunk * kStagedChannels + threadIdx.x % 32;
-    return k < biased ? bias[k] : -0.0f;
-  }
-};
-static_assert(kStagedChannels == 32, "one channel of a chunk for each lane");
-
-// Of what the lanes have loaded, that of a lane's own channels: pairs from `channel` on, 8 apart.
-__device__ __forceinline__ void spread_bias(float loaded, int channel, float2 (&added)[kStagedChannels / 8]) {
-#pragma unroll
-  for (int j = 0; j < kStagedChannels / 8; ++j) {
-    added[j].x = __shfl_sync(~0u, loaded, 8 * j + channel);
-    added[j].y = __shfl_sync(~0u, loaded, 8 * j + channel + 1);
   }
 }
 
@@ -2468,7 +2479,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
                                             int warpgroup, const Share& share, const Sums<TILE_N, BLOCKS_M>& acc) {
   const Phased& of = params.of;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
-  const BoxChannels<TILE_N> of_tile(params, tile);
+  const StoredChannels<float, TILE_N> of_tile(params, tile);
   const int channels = of_tile.count, channel_of_all = of_tile.first;
   constexpr int kChunks = TILE_N / kStagedChannels;
   static_assert(BLOCKS_M * kChunks % BUFFERS == 0, "the first chunk goes to the first buffer");
@@ -2479,19 +2490,19 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
     const BoxPixels pixels(params, tile, image, (warpgroup * BLOCKS_M + mb) * 64 + warp * 16);
     const int first = (static_cast<int>(image) + pixels.image) * of.P * of.Q + pixels.first;
-    float loaded_bias = of_tile.load_bias(0);  // of the chunk that comes next, while memory is busy with stores
+    float loaded_bias = of_tile.load_bias(lane);  // of the chunk that comes next, while memory is busy with stores
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
       if (!share.has(chunk)) {
         if (lane == 0) hopper::bulk_stores_commit();  // buffers take turns
-        if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk + 1);
+        if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk_k + kStagedChannels + lane);
         continue;
       }
       uint8_t* const staged = staging + number % BUFFERS * kBoxStagingBytes;
       float2 added[kStagedChannels / 8];
       spread_bias(loaded_bias, channel, added);
-      if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk + 1);
+      if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk_k + kStagedChannels + lane);
       if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();
       __syncwarp();  // the buffer has been read
       with_chunk<TILE_N, BLOCKS_M>(acc, number, [&](const float* values) {
@@ -2523,7 +2534,7 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
                                                   const Sums<TILE_N, BLOCKS_M>& acc) {
   const Phased& of = params.of;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32, plane = of.P * of.Q;
-  const BoxChannels<TILE_N> of_tile(params, tile);
+  const StoredChannels<float, TILE_N> of_tile(params, tile);
   const int channels = of_tile.count, channel_of_all = of_tile.first;
   constexpr int kChunks = TILE_N / kStagedChannels;
   static_assert(BLOCKS_M * kChunks % BUFFERS == 0, "the first chunk goes to the first buffer");
@@ -2548,20 +2559,20 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
     if (pixels.exist && first + 16 > plane && image_of_all + 1 < of.N)
       next_image = static_cast<float*>(params.out_ptr) + (image_of_all + int64_t{1}) * of.out_stride[0] +
                    (channel_of_all + lane) * of.out_stride[1];
-    float loaded_bias = of_tile.load_bias(0);
+    float loaded_bias = of_tile.load_bias(lane);
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
       if (!share.has(chunk)) {
         if (lane == 0) hopper::bulk_stores_commit();  // buffers take turns
-        if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk + 1);
+        if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk_k + kStagedChannels + lane);
         continue;
       }
       uint8_t* const box = staging + number % BUFFERS * kBoxStagingBytes;
       float* const staged = reinterpret_cast<float*>(box) + place;
       float2 added[kStagedChannels / 8];
       spread_bias(loaded_bias, channel, added);
-      if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk + 1);
+      if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk_k + kStagedChannels + lane);
       if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();
       __syncwarp();  // the planes that were in the buffer have been read
       with_chunk<TILE_N, BLOCKS_M>(acc, number, [&](const float* values) {
