@@ -597,10 +597,10 @@ constexpr int kBarrierBytes = 1024;
 constexpr int kStagedChannels = 32;
 constexpr int kPixelsPitch = 68, kChannelsPitch = 40;
 constexpr int kStagingBytes = 64 * kChannelsPitch * 4;
-static_assert((kPixelsPitch + 1) * kStagedChannels * 4 <= kStagingBytes, "either fits");
-// The bias is staged behind planes or where pixels leave room, eight channels behind each of the first four.
-constexpr int kBiasBehindPixel = kChannelsPitch - kStagedChannels;
-static_assert(kBiasBehindPixel % 4 == 0, "fours are aligned");
+// The bias of a tile is staged behind planes, or where pixels leave room, eight channels behind each.
+constexpr int kMostTileChannels = 256, kBiasBehindPixel = kChannelsPitch - kStagedChannels;
+static_assert((kStagedChannels * kPixelsPitch + kMostTileChannels) * 4 <= kStagingBytes, "either fits");
+static_assert(kBiasBehindPixel % 4 == 0 && 64 * kBiasBehindPixel >= kMostTileChannels, "in aligned fours");
 
 // The same for boxes of 16 pixels: each warp has two buffers of its own, one of them being stored; where x comes in
 // phases one, for the sake of another stage of x. (3x3, stride 2, channels_last, 256 images: 128 to 128, 56x56, 214 /
@@ -2270,10 +2270,10 @@ __device__ __forceinline__ void with_chunk(const Sums<TILE_N, BLOCKS_M>& acc, in
   }
 }
 
-// Of y, the channels of a tile of so many, and their bias. A lane loads that of a channel of each chunk, before the
-// chunk is staged, for the others: memory is busy with stores then, and behind the staging loads took long (1x1,
-// planes, 256 images, without a bias / loaded there / as it is, us, in a driver, H200, 2026-11-27: 512 to 2048, 7x7, 91
-// / 112 / 96; 256 to 1024, 14x14, 122 / 140 / 130; 512 to 512 98 / 108 / 102).
+// Of y, the channels of a tile of so many, and their bias, which comes before any of the tile is stored, or a chunk
+// before what is stored by boxes: memory is busy with stores then, and behind the staging its loads took long (1x1,
+// planes, 256 images, without a bias / loaded there / as it is, us, in a driver, H200, 2026-11-27: 512 to 2048, 7x7, 92
+// / 112 / 95; 256 to 1024, 14x14, 121 / 140 / 127; 512 to 512 98 / 108 / 102).
 template <typename Tensor, int TILE_N>
 struct StoredChannels {
   const Params& params;
@@ -2362,7 +2362,15 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
   Tensor* const out =
       static_cast<Tensor*>(params.out_ptr) + image * of.out_stride[0] + of_tile.first * of.out_stride[1];
   const bool channels_last = plan.out_channels_last, fours = plan.vector == 4, biased = of_tile.has_bias();
+  static_assert(TILE_N <= kMostTileChannels, "room for the bias");
   float* const staged_bias = staging + (channels_last ? kStagedChannels : kStagedChannels * kPixelsPitch);
+  const auto place_of_bias = [&](int k) {
+    return channels_last ? k / kBiasBehindPixel * kChannelsPitch + k % kBiasBehindPixel : k;
+  };
+  if (biased) {
+#pragma unroll
+    for (int k = thread; k < TILE_N; k += 128) staged_bias[place_of_bias(k)] = of_tile.load_bias(k);
+  }
 
 #pragma unroll 1
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
@@ -2388,8 +2396,6 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     const int64_t step = (fours ? 8 : 2) * of.out_stride[1];
 #pragma unroll 1
     for (int chunk = share.first; chunk < share.end; ++chunk) {
-      const int chunk_k = chunk * kStagedChannels;
-      const float loaded_bias = of_tile.load_bias(chunk_k + lane);
       if (mb + chunk > 0) named_barrier(2 + warpgroup, 128);  // what was staged before has been read
       const int pixel = warp * 16 + lane / 4, channel = lane % 4 * 2;
       with_chunk<TILE_N, BLOCKS_M>(acc, mb * (TILE_N / kStagedChannels) + chunk, [&](const float* values) {
@@ -2411,16 +2417,13 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
           }
         }
       });
-      if (biased && warp == 0)
-        staged_bias[channels_last ? lane / kBiasBehindPixel * kChannelsPitch + lane % kBiasBehindPixel : lane] =
-            loaded_bias;
       named_barrier(2 + warpgroup, 128);  // all of it is staged
+      const int chunk_k = chunk * kStagedChannels;
       if (channels_last) {
         const float* staged = staging + thread / 8 * kChannelsPitch + first_channel;
         const int k = chunk_k + first_channel;
-        const float* const bias = staged_bias + first_channel / kBiasBehindPixel * kChannelsPitch;
         const float4 four_of_bias =
-            biased ? *reinterpret_cast<const float4*>(bias + first_channel % kBiasBehindPixel) : float4{};
+            biased ? *reinterpret_cast<const float4*>(staged_bias + place_of_bias(k)) : float4{};
         const float added[4] = {four_of_bias.x, four_of_bias.y, four_of_bias.z, four_of_bias.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -2440,12 +2443,13 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
         }
       } else if (fours) {
         store_staged<4, 8, 4>(staging + first_channel * kPixelsPitch + thread % 16 * 4, biased,
-                              staged_bias + first_channel, chunk_k + first_channel, channels, offset[0] >= 0, to, step);
+                              staged_bias + chunk_k + first_channel, chunk_k + first_channel, channels, offset[0] >= 0,
+                              to, step);
       } else {
 #pragma unroll 1
         for (int first = first_channel; first < kStagedChannels; first += 16)
-          store_staged<8, 2, 1>(staging + first * kPixelsPitch + thread % 64, biased, staged_bias + first,
-                                chunk_k + first, channels, offset[0] >= 0, to, step);
+          store_staged<8, 2, 1>(staging + first * kPixelsPitch + thread % 64, biased,
+                                staged_bias + chunk_k + first, chunk_k + first, channels, offset[0] >= 0, to, step);
       }
     }
   }
