@@ -786,7 +786,7 @@ struct PackParams {
 struct CopyParams {
   const void* in_ptr;
   void* out_ptr;
-  Phased of;              // of what is copied: 1x1, and its outputs are the pixels of the copy
+  Phased of;                   // of what is copied: 1x1, and its outputs are the pixels of the copy
   Phases phases;               // of which the copy holds one beside the other, as channels
   int channels;                // of a pixel of the copy
   int channel_blocks, blocks;  // none: x is read as it is
@@ -812,8 +812,8 @@ constexpr int kSharedBytesUnasked = 48 * 1024;  // what a kernel may have withou
 
 // Where that lies in the workspace.
 struct Guard {
-  ContainedControl* control;   // null where nothing is contained
-  uint32_t* samples;  // of each sampling block, the largest finite magnitude of x that it saw, as bits
+  ContainedControl* control;  // null where nothing is contained
+  uint32_t* samples;          // of each sampling block, the largest finite magnitude of x that it saw, as bits
   Listed* list;
   float* w_factors;  // of each row of packed weights: what undoes its scale
 };
@@ -1494,10 +1494,10 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, int t
     if (contain.row_loads == RowLoads::kNone) {
       load_weights(params, row, piece, values);
     } else {
-      const float* of_piece = staged + in_block * contain.row_pitch;
-      of_piece += in_order ? 8 * number : offset_in_row<int>(of, piece);
+      const int in_row = in_order ? 8 * number : offset_in_row<int>(of, piece);
+      const float* const of_piece = staged + in_block * contain.row_pitch + in_row;
       if (piece.first <= 0 && piece.end >= 8) {
-        if (params.whole_rows && step == 1) {  // at once, or threads of neighbouring pieces would meet in few banks
+        if (params.whole_rows && step == 1 && in_row % 4 == 0) {  // at once: neighbouring pieces meet in few banks
           const float4 low = *reinterpret_cast<const float4*>(of_piece);
           const float4 high = *reinterpret_cast<const float4*>(of_piece + 4);
           values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;

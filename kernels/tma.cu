@@ -92,10 +92,10 @@
 //
 // Contained operands (contained.cuh): x is gather's copy, weights are what it has packed, and y is fp32. So each thread
 // undoes the scales of its sums, each warp stages those of 16 channels in runs of 64 slots and stores these by threads,
-// in planes or channels_last (store_floats), and groups of any number of channels are multiplied by themselves or as
-// gather has merged them. Plans differ from those of 16 bits, as their stores take longer (kContainedCosts). Numbers:
-// gather.cu. Tried for planes, in a driver (H100, 2026-11-27): boxes of 32 pixels of 16 channels by each warp, as fast;
-// whole images by bulk copies without a map, 249 us instead of 145 (1x1 256 to 1024, 14x14, 256 images).
+// in planes or channels_last (store_floats). Groups are as gather has them, of its own or merged. Plans differ from
+// those of 16 bits, as their stores take longer (kContainedCosts). Numbers: gather.cu. Tried for planes, in a driver
+// (H100, 2026-11-27): boxes of 32 pixels of 16 channels by each warp, as fast; whole images by bulk copies without a
+// map, 249 us instead of 145 (1x1 256 to 1024, 14x14, 256 images).
 //
 // Tried: tiles of 128 x 256 by both warpgroups alone: 3x3 64 to 64, 56x56, 256 images, 116 us in tiles of 64 x 256, by
 // turns 98; but by turns alone 1x1 256 to 1024, 14x14, takes 62.5 instead of 56.4. 1x1 by boxes of a row of pixels
@@ -1318,7 +1318,7 @@ inline Grouped grouped(const Correlation& of) {
   return result;
 }
 
-// Of contained operands: groups as they are, of any number of channels.
+// Of contained operands: groups as gather has them, of whole blocks of input channels and whole tiles of output ones.
 inline Grouped grouped_products(const Correlation& of) {
   Grouped result{of, of.groups * of.in_channels, of.in_channels, of.out_channels, of.out_channels};
   result.out_channels *= of.groups;
