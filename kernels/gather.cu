@@ -597,10 +597,7 @@ constexpr int kBarrierBytes = 1024;
 constexpr int kStagedChannels = 32;
 constexpr int kPixelsPitch = 68, kChannelsPitch = 40;
 constexpr int kStagingBytes = 64 * kChannelsPitch * 4;
-// The bias of a tile is staged behind planes, or where pixels leave room, eight channels behind each.
-constexpr int kMostTileChannels = 256, kBiasBehindPixel = kChannelsPitch - kStagedChannels;
-static_assert((kStagedChannels * kPixelsPitch + kMostTileChannels) * 4 <= kStagingBytes, "either fits");
-static_assert(kBiasBehindPixel % 4 == 0 && 64 * kBiasBehindPixel >= kMostTileChannels, "in aligned fours");
+static_assert(kStagedChannels * kPixelsPitch * 4 <= kStagingBytes, "either fits");
 
 // The same for boxes of 16 pixels: each warp has two buffers of its own, one of them being stored; where x comes in
 // phases one, for the sake of another stage of x. (3x3, stride 2, channels_last, 256 images: 128 to 128, 56x56, 214 /
@@ -2270,46 +2267,14 @@ __device__ __forceinline__ void with_chunk(const Sums<TILE_N, BLOCKS_M>& acc, in
   }
 }
 
-// Of y, the channels of a tile of so many, and their bias, which comes before any of the tile is stored, or a chunk
-// before what is stored by boxes: memory is busy with stores then, and behind the staging its loads took long (1x1,
-// planes, 256 images, without a bias / loaded there / as it is, us, in a driver, H200, 2026-11-27: 512 to 2048, 7x7, 92
-// / 112 / 95; 256 to 1024, 14x14, 121 / 140 / 127; 512 to 512 98 / 108 / 102).
-template <typename Tensor, int TILE_N>
-struct StoredChannels {
-  const Params& params;
-  int count, first;  // of all groups
-
-  __device__ __forceinline__ StoredChannels(const Params& params, const Tile& tile) : params(params) {
-    const int first_k = tile.n_block * TILE_N;
-    count = min(TILE_N, params.of.out_channels - first_k);
-    first = tile.group * params.of.out_channels + first_k;
-  }
-
-  __device__ __forceinline__ bool has_bias() const { return params.bias_ptr != nullptr; }
-  // Of no bias -0, which leaves a sum of -0 as it is.
-  __device__ __forceinline__ float load_bias(int k) const {
-    return has_bias() && k < count ? widen(static_cast<const Tensor*>(params.bias_ptr)[first + k]) : -0.0f;
-  }
-};
-static_assert(kStagedChannels == 32, "one channel of a chunk for each lane");
-
-// Of what the lanes have loaded, that of a lane's own channels: pairs from `channel` on, 8 apart.
-__device__ __forceinline__ void spread_bias(float loaded, int channel, float2 (&added)[kStagedChannels / 8]) {
-#pragma unroll
-  for (int j = 0; j < kStagedChannels / 8; ++j) {
-    added[j].x = __shfl_sync(~0u, loaded, 8 * j + channel);
-    added[j].y = __shfl_sync(~0u, loaded, 8 * j + channel + 1);
-  }
-}
-
 // What was staged of COUNT channels, every DISTANCE-th from channel k on and `step` apart in memory, VECTOR pixels of
-// each, plus the bias, `bias` being that of channel k, if there is one. All of it is loaded before any is stored: the
-// compiler cannot know that a store changes nothing of the rest, and had every load wait for the store before it (32
-// and 256 images, us, in a driver, so before / as it is: 1x1 512 to 2048, 7x7, 29.1 / 27.3 and 95.9 / 93.7; 64 to
-// 64, 56x56, 22.0 / 21.2 and 113.3 / 111.5; H200, 2026-11-23).
-template <int COUNT, int DISTANCE, int VECTOR, typename Tensor>
-__device__ __forceinline__ void store_staged(const float* staged, bool biased, const float* bias, int k, int channels,
-                                             bool exists, Tensor*& to, int64_t step) {
+// each. All of it is loaded before any is stored: the compiler cannot know that a store changes nothing of the rest or
+// of the bias, if that is in memory, and had every load wait for the store before it (32 and 256 images, us, in a
+// driver, so before / as it is: 1x1 512 to 2048, 7x7, 29.1 / 27.3 and 95.9 / 93.7; 64 to 64, 56x56, 22.0 / 21.2 and
+// 113.3 / 111.5; H200, 2026-11-23).
+template <int COUNT, int DISTANCE, int VECTOR, typename Bias, typename Tensor>
+__device__ __forceinline__ void store_staged(const float* staged, const Bias* bias, int k, int channels, bool exists,
+                                             Tensor*& to, int64_t step) {
   float sums[COUNT][VECTOR];
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
@@ -2319,11 +2284,14 @@ __device__ __forceinline__ void store_staged(const float* staged, bool biased, c
     else
       sums[i][0] = *from;
   }
-  if (biased) {
+  if (bias != nullptr) {
+    float added[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) added[i] = k + i * DISTANCE < channels ? widen(bias[k + i * DISTANCE]) : 0.0f;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
 #pragma unroll
-      for (float& sum : sums[i]) sum += bias[i * DISTANCE];
+      for (float& sum : sums[i]) sum += added[i];
     }
   }
 #pragma unroll
@@ -2349,27 +2317,40 @@ struct Share {
   __device__ __forceinline__ bool has(int chunk) const { return first <= chunk && chunk < end; }
 };
 
-// 64 pixels x 32 channels at a time through staging.
-template <typename Format, int TILE_N, int BLOCKS_M>
+// 64 pixels x 32 channels at a time through staging. Of planes the bias is staged as well, of all channels before any
+// is stored: memory is busy with stores then, and loads of each chunk's took long (1x1, 256 images, without a bias /
+// loaded by chunks / as it is, us, in a driver, H200, 2026-11-27: 512 to 2048, 7x7, 92 / 112 / 95; 256 to 1024, 14x14,
+// 121 / 140 / 127; 512 to 512 98 / 108 / 102). Not by one warpgroup alone: without a bias 256 to 64, 56x56, took 1.7%
+// more for it; nor by boxes, where they are less of the time (128 to 512, 28x28, planes, 5% more without a bias).
+template <typename Format, int TILE_N, int BLOCKS_M, int WARPGROUPS>
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, int64_t image, float* staging,
                                            int warpgroup, const Share& share, const Sums<TILE_N, BLOCKS_M>& acc) {
   using Tensor = typename Format::Tensor;
   const Phased& of = params.of;
   const Plan& plan = params.plan;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  const StoredChannels<Tensor, TILE_N> of_tile(params, tile);
-  const int channels = of_tile.count;
+  const int first_k = tile.n_block * TILE_N;
+  const int channels = min(TILE_N, of.out_channels - first_k);
+  const int64_t channel_of_all = static_cast<int64_t>(tile.group) * of.out_channels + first_k;
   Tensor* const out =
-      static_cast<Tensor*>(params.out_ptr) + image * of.out_stride[0] + of_tile.first * of.out_stride[1];
-  const bool channels_last = plan.out_channels_last, fours = plan.vector == 4, biased = of_tile.has_bias();
-  static_assert(TILE_N <= kMostTileChannels, "room for the bias");
-  float* const staged_bias = staging + (channels_last ? kStagedChannels : kStagedChannels * kPixelsPitch);
-  const auto place_of_bias = [&](int k) {
-    return channels_last ? k / kBiasBehindPixel * kChannelsPitch + k % kBiasBehindPixel : k;
-  };
-  if (biased) {
+      static_cast<Tensor*>(params.out_ptr) + image * of.out_stride[0] + channel_of_all * of.out_stride[1];
+  const Tensor* const bias =
+      params.bias_ptr == nullptr ? nullptr : static_cast<const Tensor*>(params.bias_ptr) + channel_of_all;
+  const bool channels_last = plan.out_channels_last, fours = plan.vector == 4;
+  const auto added = [&](int channel) { return bias == nullptr || channel >= channels ? 0.0f : widen(bias[channel]); };
+  static_assert(kStagedChannels * kPixelsPitch + TILE_N <= kStagingBytes / 4, "room for the bias");
+  [[maybe_unused]] float* const staged_bias = staging + kStagedChannels * kPixelsPitch;
+  const auto bias_of_planes = [&] {
+    if constexpr (WARPGROUPS == 2)
+      return bias == nullptr ? nullptr : static_cast<const float*>(staged_bias);
+    else
+      return bias;
+  }();
+  if constexpr (WARPGROUPS == 2) {
+    if (bias_of_planes != nullptr && !channels_last) {
 #pragma unroll
-    for (int k = thread; k < TILE_N; k += 128) staged_bias[place_of_bias(k)] = of_tile.load_bias(k);
+      for (int k = thread; k < TILE_N; k += 128) staged_bias[k] = added(k);
+    }
   }
 
 #pragma unroll 1
@@ -2422,16 +2403,13 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
       if (channels_last) {
         const float* staged = staging + thread / 8 * kChannelsPitch + first_channel;
         const int k = chunk_k + first_channel;
-        const float4 four_of_bias =
-            biased ? *reinterpret_cast<const float4*>(staged_bias + place_of_bias(k)) : float4{};
-        const float added[4] = {four_of_bias.x, four_of_bias.y, four_of_bias.z, four_of_bias.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float4 four = *reinterpret_cast<const float4*>(staged + 16 * i * kChannelsPitch);
           const float sums[4] = {four.x, four.y, four.z, four.w};
           Tensor narrowed[4];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) narrow(sums[e] + added[e], narrowed[e]);
+          for (int e = 0; e < 4; ++e) narrow(sums[e] + added(k + e), narrowed[e]);
           if (offset[i] < 0) continue;
           if (fours) {
             if (k < channels) store_four(out + offset[i] + k, narrowed);
@@ -2442,18 +2420,31 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
           }
         }
       } else if (fours) {
-        store_staged<4, 8, 4>(staging + first_channel * kPixelsPitch + thread % 16 * 4, biased,
-                              staged_bias + chunk_k + first_channel, chunk_k + first_channel, channels, offset[0] >= 0,
-                              to, step);
+        store_staged<4, 8, 4>(staging + first_channel * kPixelsPitch + thread % 16 * 4, bias_of_planes,
+                              chunk_k + first_channel, channels, offset[0] >= 0, to, step);
       } else {
 #pragma unroll 1
         for (int first = first_channel; first < kStagedChannels; first += 16)
-          store_staged<8, 2, 1>(staging + first * kPixelsPitch + thread % 64, biased,
-                                staged_bias + chunk_k + first, chunk_k + first, channels, offset[0] >= 0, to, step);
+          store_staged<8, 2, 1>(staging + first * kPixelsPitch + thread % 64, bias_of_planes, chunk_k + first, channels,
+                                offset[0] >= 0, to, step);
       }
     }
   }
 }
+
+// Of y, the channels of a tile of so many, for a warp that stores them by boxes.
+template <int TILE_N>
+struct BoxChannels {
+  int count, first;   // of all groups
+  const float* bias;  // of the first one, or null
+
+  __device__ __forceinline__ BoxChannels(const Params& params, const Tile& tile) {
+    const int first_k = tile.n_block * TILE_N;
+    count = min(TILE_N, params.of.out_channels - first_k);
+    first = tile.group * params.of.out_channels + first_k;
+    bias = params.bias_ptr == nullptr ? nullptr : static_cast<const float*>(params.bias_ptr) + first;
+  }
+};
 
 // The 16 outputs of a tile, from number m on, that a warp stores by a box: neighbours in memory.
 struct BoxPixels {
@@ -2483,8 +2474,9 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
                                             int warpgroup, const Share& share, const Sums<TILE_N, BLOCKS_M>& acc) {
   const Phased& of = params.of;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
-  const StoredChannels<float, TILE_N> of_tile(params, tile);
+  const BoxChannels<TILE_N> of_tile(params, tile);
   const int channels = of_tile.count, channel_of_all = of_tile.first;
+  const float* const bias = of_tile.bias;
   constexpr int kChunks = TILE_N / kStagedChannels;
   static_assert(BLOCKS_M * kChunks % BUFFERS == 0, "the first chunk goes to the first buffer");
   staging += warp * BUFFERS * kBoxStagingBytes;
@@ -2494,19 +2486,25 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
     const BoxPixels pixels(params, tile, image, (warpgroup * BLOCKS_M + mb) * 64 + warp * 16);
     const int first = (static_cast<int>(image) + pixels.image) * of.P * of.Q + pixels.first;
-    float loaded_bias = of_tile.load_bias(lane);  // of the chunk that comes next, while memory is busy with stores
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
       if (!share.has(chunk)) {
         if (lane == 0) hopper::bulk_stores_commit();  // buffers take turns
-        if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk_k + kStagedChannels + lane);
         continue;
       }
       uint8_t* const staged = staging + number % BUFFERS * kBoxStagingBytes;
-      float2 added[kStagedChannels / 8];
-      spread_bias(loaded_bias, channel, added);
-      if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk_k + kStagedChannels + lane);
+      float added[kStagedChannels / 8][2] = {};
+      if (bias != nullptr) {
+#pragma unroll
+        for (int j = 0; j < kStagedChannels / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int k = chunk_k + 8 * j + channel + e;
+            if (k < channels) added[j][e] = bias[k];
+          }
+        }
+      }
       if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();
       __syncwarp();  // the buffer has been read
       with_chunk<TILE_N, BLOCKS_M>(acc, number, [&](const float* values) {
@@ -2516,7 +2514,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Tile& ti
 #pragma unroll
           for (int i = 0; i < 2; ++i)
             *reinterpret_cast<float2*>(to + 8 * i * 128) =
-                make_float2(values[4 * j + 2 * i] + added[j].x, values[4 * j + 2 * i + 1] + added[j].y);
+                make_float2(values[4 * j + 2 * i] + added[j][0], values[4 * j + 2 * i + 1] + added[j][1]);
         }
       });
       hopper::fence_async();
@@ -2538,8 +2536,9 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
                                                   const Sums<TILE_N, BLOCKS_M>& acc) {
   const Phased& of = params.of;
   const int warp = hopper::uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32, plane = of.P * of.Q;
-  const StoredChannels<float, TILE_N> of_tile(params, tile);
+  const BoxChannels<TILE_N> of_tile(params, tile);
   const int channels = of_tile.count, channel_of_all = of_tile.first;
+  const float* const bias = of_tile.bias;
   constexpr int kChunks = TILE_N / kStagedChannels;
   static_assert(BLOCKS_M * kChunks % BUFFERS == 0, "the first chunk goes to the first buffer");
   staging += warp * BUFFERS * kBoxStagingBytes;
@@ -2563,20 +2562,15 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
     if (pixels.exist && first + 16 > plane && image_of_all + 1 < of.N)
       next_image = static_cast<float*>(params.out_ptr) + (image_of_all + int64_t{1}) * of.out_stride[0] +
                    (channel_of_all + lane) * of.out_stride[1];
-    float loaded_bias = of_tile.load_bias(lane);
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int number = mb * kChunks + chunk, chunk_k = chunk * kStagedChannels;
       if (!share.has(chunk)) {
         if (lane == 0) hopper::bulk_stores_commit();  // buffers take turns
-        if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk_k + kStagedChannels + lane);
         continue;
       }
       uint8_t* const box = staging + number % BUFFERS * kBoxStagingBytes;
       float* const staged = reinterpret_cast<float*>(box) + place;
-      float2 added[kStagedChannels / 8];
-      spread_bias(loaded_bias, channel, added);
-      if (chunk + 1 < kChunks) loaded_bias = of_tile.load_bias(chunk_k + kStagedChannels + lane);
       if (lane == 0) hopper::bulk_stores_wait_read<BUFFERS - 1>();
       __syncwarp();  // the planes that were in the buffer have been read
       with_chunk<TILE_N, BLOCKS_M>(acc, number, [&](const float* values) {
@@ -2585,12 +2579,24 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
           float* const to = staged + ((half + 2 * i) ^ lane % 4) * 4;
 #pragma unroll
           for (int j = 0; j < kStagedChannels / 8; ++j) {
-            const float even = values[4 * j + 2 * i] + added[j].x, odd = values[4 * j + 2 * i + 1] + added[j].y;
+            const float even = values[4 * j + 2 * i], odd = values[4 * j + 2 * i + 1];
             to[8 * j * 16] = half == 0 ? even : odd;
             to[8 * j * 16 + to_other] = half == 0 ? odd : even;
           }
         }
       });
+      if (bias != nullptr) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float* const to = staged + ((half + 2 * i) ^ lane % 4) * 4;
+#pragma unroll
+          for (int j = 0; j < kStagedChannels / 8; ++j) {
+            const int k = chunk_k + 8 * j + channel;
+            if (k + half < channels) to[8 * j * 16] += bias[k + half];
+            if (k + 1 - half < channels) to[8 * j * 16 + to_other] += bias[k + 1 - half];
+          }
+        }
+      }
       hopper::fence_async();
       __syncwarp();  // all planes are staged
       if (lane == 0) {
@@ -2874,7 +2880,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       }
     } else {
       float* const staged = reinterpret_cast<float*>(staging);
-      store_tile<Format, TILE_N, BLOCKS_M>(params, tile, image, staged, warpgroup, share, acc);
+      store_tile<Format, TILE_N, BLOCKS_M, WARPGROUPS>(params, tile, image, staged, warpgroup, share, acc);
       named_barrier(2 + warpgroup, 128);  // the next tile's staging does not overtake this one's
     }
   }
