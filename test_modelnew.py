@@ -2425,11 +2425,11 @@ inline int __syncthreads_or(int vote) {
 }
 inline void __syncwarp() { simt::warp_meetings[threadIdx.x / 32].attend(32); }
 template <typename Value>
-Value __shfl_sync(unsigned, Value value, int lane, int width = 32) {
-  const unsigned warp = threadIdx.x / 32, first = threadIdx.x % 32 / width * width;
+Value __shfl_sync(unsigned, Value value, int lane) {
+  const unsigned warp = threadIdx.x / 32;
   std::memcpy(&simt::shuffled[warp][threadIdx.x % 32], &value, sizeof value);
   __syncwarp();
-  std::memcpy(&value, &simt::shuffled[warp][first + (lane & (width - 1))], sizeof value);
+  std::memcpy(&value, &simt::shuffled[warp][lane & 31], sizeof value);
   __syncwarp();
   return value;
 }
@@ -3054,8 +3054,7 @@ unsigned long long __cvta_generic_to_shared(const void*);
 void __nanosleep(unsigned);
 void __threadfence();
 unsigned __shfl_xor_sync(unsigned, unsigned, int);
-template <typename Value>
-Value __shfl_sync(unsigned, Value, int, int = 32);
+int __shfl_sync(unsigned, int, int);
 """
 
 WGMMA_ENTRY_POINTS = (

@@ -133,19 +133,19 @@
 // tma may multiply the copy instead (contained.cuh): its wgmmas take both operands from shared memory, where boxes
 // bring them, in tiles from 64 channels x 64 pixels on, so that small images and few of them make tiles enough. The
 // copy then has no phases, as tma reads at a stride, and weights are packed as its boxes read them. What each would
-// take is estimated in the same cycles. (3x3, us, H200, 2026-11-27, by bench.py at c424e11, what took it before, at
-// b6c9210 / so / cuDNN.)
+// take is estimated in the same cycles. (3x3, us, H200, by bench.py, what took it before, at b6c9210 and 7c28017 / so,
+// at 86a56ab, 2026-11-27 / cuDNN.)
 //
-//                                          256 images          32 images
-//   512 to 512, 14x14, stride 2            157   138   244     41   37   72
-//   512 to 512, 7x7                        112   109   200     34   33   64
-//   512 to 512, 14x14, s. 2, channels_last 150   133   152
-//   512 to 512, 7x7, channels_last         108   104   147
-//   1024 of 14x14, 32 groups                                   50   40   83
-//   2048 of 14x14, 32 groups, stride 2                         57   51   86
+//                                           256 images          32 images
+//   512 to 512, 14x14, stride 2            157   137   249     41   37   71
+//   512 to 512, 7x7                        112   109   200     34   33   66
+//   the first one, channels_last           150   132   152
+//   the second one, channels_last          108   105   159
+//   1024 of 14x14, 32 groups                                   50   41   82
 //
 // And in a driver, the same day, of planes, the best of gather's own plans / so: 512 to 512, 14x14, 32 images, 65 / 59,
-// 7x7, 8 images, 30 / 25, 128 images, 66 / 61.
+// 7x7, 8 images, 30 / 25, 128 images, 66 / 61. The estimate misses some: 2048 channels in 32 groups, 32 images, 14x14
+// at a stride of 2 and 7x7, take 57 and 37 as they are chosen, and took 51 and 35 by tma in tiles of 64 x 64 (c424e11).
 //
 // Tried: 1x1 without a copy, contained in registers by those who multiply, as it is rounded to TF32 there. Of 256
 // channels x 128 pixels, 32 channels of x and of weights, and what wgmmas read of both, are 80 KB: 640 cycles of shared
@@ -1494,7 +1494,8 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, int t
       const int in_row = in_order ? 8 * number : offset_in_row<int>(of, piece);
       const float* const of_piece = staged + in_block * contain.row_pitch + in_row;
       if (piece.first <= 0 && piece.end >= 8) {
-        if (params.whole_rows && step == 1 && in_row % 4 == 0) {  // at once: neighbouring pieces meet in few banks
+        // By fours, if they are aligned: by single values threads of neighbouring pieces meet in few banks.
+        if (params.whole_rows && step == 1 && in_row % 4 == 0) {
           const float4 low = *reinterpret_cast<const float4*>(of_piece);
           const float4 high = *reinterpret_cast<const float4*>(of_piece + 4);
           values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
@@ -2319,9 +2320,10 @@ struct Share {
 
 // 64 pixels x 32 channels at a time through staging. Of planes the bias is staged as well, of all channels before any
 // is stored: memory is busy with stores then, and loads of each chunk's took long (1x1, 256 images, without a bias /
-// loaded by chunks / as it is, us, in a driver, H200, 2026-11-27: 512 to 2048, 7x7, 92 / 112 / 95; 256 to 1024, 14x14,
-// 121 / 140 / 127; 512 to 512 98 / 108 / 102). Not by one warpgroup alone: without a bias 256 to 64, 56x56, took 1.7%
-// more for it; nor by boxes, where they are less of the time (128 to 512, 28x28, planes, 5% more without a bias).
+// loaded by chunks / so, us, in a driver, a revision in the making, H200, 2026-11-27: 512 to 2048, 7x7, 92 / 112 / 95;
+// 256 to 1024, 14x14, 121 / 140 / 127; 512 to 512 98 / 108 / 102). Not by one warpgroup alone: without a bias 256 to
+// 64, 56x56, took 1.7% more for it. Nor is it brought sooner for boxes, where it takes 1 to 4%: by shuffles, the one
+// tried, 128 to 512, 28x28, planes, took 5% more without a bias (by bench.py, before / at 86a56ab).
 template <typename Format, int TILE_N, int BLOCKS_M, int WARPGROUPS>
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, int64_t image, float* staging,
                                            int warpgroup, const Share& share, const Sums<TILE_N, BLOCKS_M>& acc) {
@@ -2339,19 +2341,19 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
   const bool channels_last = plan.out_channels_last, fours = plan.vector == 4;
   const auto added = [&](int channel) { return bias == nullptr || channel >= channels ? 0.0f : widen(bias[channel]); };
   static_assert(kStagedChannels * kPixelsPitch + TILE_N <= kStagingBytes / 4, "room for the bias");
-  [[maybe_unused]] float* const staged_bias = staging + kStagedChannels * kPixelsPitch;
   const auto bias_of_planes = [&] {
-    if constexpr (WARPGROUPS == 2)
-      return bias == nullptr ? nullptr : static_cast<const float*>(staged_bias);
-    else
+    if constexpr (WARPGROUPS == 1) {
       return bias;
-  }();
-  if constexpr (WARPGROUPS == 2) {
-    if (bias_of_planes != nullptr && !channels_last) {
+    } else {
+      float* const staged_bias = bias == nullptr ? nullptr : staging + kStagedChannels * kPixelsPitch;
+      if (staged_bias != nullptr && !channels_last) {
+        // All of it is there behind the barrier of the first chunk. Behind the tile before it all have read theirs.
 #pragma unroll
-      for (int k = thread; k < TILE_N; k += 128) staged_bias[k] = added(k);
+        for (int k = thread; k < TILE_N; k += 128) staged_bias[k] = added(k);
+      }
+      return static_cast<const float*>(staged_bias);
     }
-  }
+  }();
 
 #pragma unroll 1
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
