@@ -4189,11 +4189,15 @@ static std::string fault_of_numbers(const Phased& of, const Plan& plan, int byte
   if (layout.staging < 4 * kMaxStages * 8) return "room for barriers";
   const int staging = plan.boxes ? 4 * (plan.in_phases ? 1 : 2) * kBoxStagingBytes : kStagingBytes;
   if (layout.table - layout.staging < plan.warpgroups * staging) return "room for staging";
-  if (!plan.in_boxes && layout.x_ring - layout.table < 2 * ceil_div(plan.slots, 32) * 32 * 4) return "room for tables";
+  if (!plan.in_boxes && !plan.in_images && layout.x_ring - layout.table < 2 * ceil_div(plan.slots, 32) * 32 * 4)
+    return "room for tables";
   if (layout.w_ring - layout.x_ring != plan.x_stages * plan.x_stage_bytes) return "the size of the x ring";
   if (layout.end - layout.w_ring != plan.w_stages * plan.w_stage_bytes) return "the size of the w ring";
   if (plan.contained && (!plan.copied || !plan.in_boxes || bytes != 2)) return "contained, but not boxes of a copy";
-  const int64_t x_bytes = planes          ? int64_t{plan.pieces} * channels * plan.plane_slots * 4
+  // Of each image that 64 pixels so many times have some of, wherever they start.
+  const int64_t plane = int64_t{of.P} * of.Q;
+  const int64_t images = plan.in_images ? 1 + ceil_div(tile_pixels(plan) - 1, plane) : 1;
+  const int64_t x_bytes = planes          ? images * plan.pieces * channels * plan.plane_slots * 4
                           : plan.in_boxes ? int64_t{plan.x_boxes} * plan.box_slots * 128
                                           : int64_t{plan.pieces} * plan.piece_slots * 16;
   if (plan.in_boxes) {
@@ -4217,7 +4221,11 @@ static std::string fault_of_numbers(const Phased& of, const Plan& plan, int byte
   if (plan.apart && (bytes != 4 || plan.contained || on_sm != 1 || of.stride_h != 1 || of.stride_w != 1))
     return "taps of something else";
   if (plan.x_stage_bytes < x_bytes || plan.w_stage_bytes != plan.pieces * plan.tile_n * 16) return "bytes of a stage";
-  if (plan.piece_slots < plan.slots || plan.plane_slots < tile_pixels(plan)) return "slots of a piece";
+  if (plan.piece_slots < plan.slots || plan.plane_slots < (plan.in_images ? plane : tile_pixels(plan)))
+    return "slots of a piece";
+  if (plan.in_images && (bytes != 4 || !planes || of.R * of.S != 1 || of.in_channels % 32 || images > 32))
+    return "images of something else";
+  if (plan.in_images && (plan.plane_slots != plane || plan.image_words != 32 * plane)) return "words of an image";
 
   if (int64_t{plan.blocks_c} * plan.pieces * channels < of.in_channels) return "channels in no block";
   if (int64_t{plan.blocks_c - 1} * plan.pieces * channels >= of.in_channels) return "a block without channels";
@@ -4289,6 +4297,7 @@ static std::string fault_of_reads(const Phased& of, const Plan& plan, const Tile
   const int64_t image = first_image(plan, tile);
   const int channels = 16 / bytes, pixels = tile_pixels(plan);
   const bool planes = plan.planes;
+  const int64_t plane = int64_t{of.P} * of.Q;
   const auto address = [&](int channel, int64_t offset) {
     const int64_t of_all = int64_t{tile.group} * of.in_channels + channel;
     return in + (image * of.in_stride[0] + of_all * of.in_stride[1] + offset) * bytes;
@@ -4319,6 +4328,20 @@ static std::string fault_of_reads(const Phased& of, const Plan& plan, const Tile
       if (of.pad_h != 0 || of.pad_w != 0) return "slots as in memory, where no padding is";
       if (first_pixel < 0) first_pixel = pixel - first;
       if (first_pixel < 0 || pixel - first != first_pixel) return "slots that are not as in memory";
+    }
+    if (plan.in_images) {
+      if (!exists) continue;
+      // Channel after channel of 32, as they lie in memory, and each image behind the one before it.
+      const int64_t word = word_of_point(plan, tile, image, m), before = 32 * int64_t{n} * of.H * of.W;
+      for (int channel = 0; channel < of.in_channels; ++channel) {
+        const int block = channel / 32, in_block = channel % 32;
+        const uint64_t there = address(channel, offset_of(of.in_stride, n, p, q));
+        const uint64_t copied = address(32 * block, n * of.in_stride[0]);  // from here on, for a stage
+        if (copied % 16) return "copies of images that are not aligned";
+        if (there != copied + 4 * (word - before + int64_t{in_block} * of.H * of.W)) return "another word of an image";
+      }
+      if (4 * (word + 31 * plane) >= plan.x_stage_bytes) return "words behind a stage";
+      continue;
     }
     if (plan.points) {
       const int slots = planes ? plan.plane_slots : plan.piece_slots;
@@ -4700,7 +4723,7 @@ static void note(const Phased& of, const Plan& plan) {
   }
   const char* const loads[] = {"single", "pixels", "channels"};
   const std::string kind = plan.points ? "points" : "windows";
-  seen.insert(kind + ", x by " + loads[static_cast<int>(plan.loads)]);
+  seen.insert(kind + ", x by " + (plan.in_images ? "images" : loads[static_cast<int>(plan.loads)]));
   seen.insert(kind + (plan.out_channels_last ? ", channels of y by " : ", pixels of y by ") +
               (plan.boxes ? "boxes" : plan.vector == 4 ? "fours" : "one"));
   const char* const parts = plan.whole_tiles > 0 ? ", some tiles in parts" : ", all tiles in parts";
@@ -4909,6 +4932,16 @@ def any_strides(shape: tuple[int, ...], order: tuple[int, ...], rng: random.Rand
 
 # Each puts something out of place, by one as a rule.
 GATHER_PLAN_MUTATIONS = {
+    "an image too few of a tile": (
+        "(static_cast<int64_t>(of.P) * of.Q) + 2;",
+        "(static_cast<int64_t>(of.P) * of.Q) + 2 - MUTATED;",
+    ),
+    "images with gaps between channels": ("of.in_stride[1] == plane", "(MUTATED || of.in_stride[1] == plane)"),
+    "images at odd addresses": ("out_bytes == 4 && aligned_in &&", "out_bytes == 4 && (MUTATED || aligned_in) &&"),
+    "images of some of a stage's channels": (
+        "of.in_channels % (plan.pieces * channels) == 0 && most_images",
+        "(MUTATED || of.in_channels % (plan.pieces * channels) == 0) && most_images",
+    ),
     "a row too few between images": (
         "plan.gap = static_cast<int>(gap);",
         "plan.gap = static_cast<int>(gap) - MUTATED;",
@@ -5293,18 +5326,32 @@ def random_apart_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch
             count -= 1
 
 
+def random_image_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
+    """1x1 of images whose pixels are no fours, but which follow one another, if tensors are contiguous and aligned."""
+    rng = random.Random(seed)
+    while count > 0:
+        groups = rng.choice([1, 1, 1, 2])
+        C, K = (groups * rng.choice([32, 64, 96, 100, 128, 160, 256]) for _ in range(2))
+        H, W = (rng.choice([5, 7, 7, 9, 10, 13, rng.randint(1, 17)]) for _ in range(2))
+        if H * W % 4:
+            case = Case(rng.choice([1, 2, 3, 5, 8, 40]), C, H, W, K, 1, 1, groups=groups)
+            yield case, rng.choice(["fprop", "dgrad"]), torch.float32
+            count -= 1
+
+
 def cases_of_plans() -> Iterator[tuple[int, tuple[Case, str, torch.dtype]]]:
     kinds = (
         random_landing_cases(700, seed=2),
         random_gather_cases(3000, seed=0),
         random_phased_cases(300, seed=0),
         random_apart_cases(400, seed=0),
+        random_image_cases(400, seed=0),
     )
     return enumerate(itertools.chain(*kinds))
 
 
 GATHER_KINDS = {
-    *(f"points, x by {how}" for how in ("single", "pixels", "channels")),
+    *(f"points, x by {how}" for how in ("single", "pixels", "images", "channels")),
     *(f"windows, x by {how}" for how in ("single", "channels")),
     *(
         f"{kind}, {what} of y by {how}"
@@ -5537,6 +5584,12 @@ GATHER_LANDING_CASES = [
     Case(128, 128, 27, 28, 120, 3, 3, stride=(2, 2), padding=(1, 1)),
 ]
 GATHER_LANDING_CHANNELS = Case(256, 256, 14, 14, 256, 3, 3, padding=(1, 1))
+# And these, in fp32 and planes, image by image.
+GATHER_IMAGES_GPU_CASES = [
+    Case(64, 384, 13, 15, 264, 1, 1),
+    Case(190, 1536, 7, 9, 320, 1, 1),
+    Case(60, 448, 7, 7, 576, 1, 1, groups=2),
+]
 # And these, in fp32, come by boxes of a tap.
 GATHER_APART_CASES = [
     Case(8, 128, 33, 33, 136, 3, 3, padding=(12, 12), dilation=(12, 12)),
@@ -5556,6 +5609,7 @@ GATHER_CASES = [
     *GATHER_STRIDED_CASES,
     *GATHER_LANDING_CASES,
     GATHER_LANDING_CHANNELS,
+    *GATHER_IMAGES_GPU_CASES,
 ]
 
 
@@ -5621,6 +5675,19 @@ def test_gather_takes_boxes_at_a_stride_where_the_gpu_tests_say(gather_plans):
         assert "x by boxes" in text, f"{case}: {text}"
 
 
+def test_gather_takes_images_where_the_gpu_tests_say(gather_plans):
+    """Both kinds of tiles, and tiles in parts."""
+    told = set()
+    for case in GATHER_IMAGES_GPU_CASES:
+        for operator in gather_operators(case):
+            text = gather_plans("describe", operator, case, torch.float32)
+            found = re.search(r"tile of (\d+) channels x \d+ pixels, x by images .* of them in (\d) parts", text)
+            if found:
+                told.add(tuple(map(int, found.groups())))
+    assert {channels for channels, _ in told} == {128, 256}
+    assert {parts for _, parts in told} > {1}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gather_takes_boxes_of_a_tap_where_the_gpu_tests_say(gather_plans, layout):
     for case in GATHER_APART_CASES:
@@ -5649,6 +5716,7 @@ int latest_parts = 1;   // of a tile of the latest run, which are a cluster
 int most_listed = kMostListed;
 int latest_source = -1;  // how x came in the latest run
 int latest_boxes = 0;    // whether y of tiles of lines was stored by boxes in it
+int wants_images = 0;    // x by images, or not at all
 
 // Of what tma multiplies, which come behind gather's own shapes of a tile.
 int tma_windows = -1, tma_splits = 1;  // -1: as the plan likes it
@@ -5676,8 +5744,17 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   constexpr int kShapes = static_cast<int>(std::size(kTileShapes));
   const int tma_shape = shape - kShapes;
   if (tma_shape >= tma::kTileShapeCount) return -1;
-  if (!make_plan(params.of, bytes, Device{sms}, alignment, std::min(shape, kShapes), params.plan, forced_splits))
+  if (wants_images) {
+    const int splits = std::max(forced_splits, 1);
+    const Cut cut{Cut::kPoints, 1, 1};
+    if (!complete(params.of, bytes, Device{sms}, alignment, kTileShapes[shape], splits, cut, false, params.plan) ||
+        !params.plan.in_images)
+      return -1;
+    params.plan.by = divisors(params.of, params.plan);
+  } else if (!make_plan(params.of, bytes, Device{sms}, alignment, std::min(shape, kShapes), params.plan,
+                        forced_splits)) {
     return -1;
+  }
   const Plan plan = params.plan;
   tma::Planned by_tma{tma::grouped_products(as_planned(params.of, plan)), {}, false};
   const tma::Wishes wishes{tma_shape, tma_windows, tma_splits, -1};
@@ -5764,9 +5841,18 @@ GATHER_MUTATIONS = {
     ),
     "adds up a cluster's sums before they are there": left_out("hopper::cluster_sync();  // the sums of all blocks"),
     "adds up all of a cluster but the last one": (
-        "for (int part = 0; part < splits; ++part) {",
-        "for (int part = 0; part < splits - MUTATED; ++part) {",
+        "sums[0] += fours[part][mb][i].x;",
+        "if (!MUTATED || first + part < splits - 1) sums[0] += fours[part][mb][i].x;",
     ),
+    "packs channels of images as neighbours": (
+        "first = in_row + before * (Format::CHANNELS - 1);",
+        "first = in_row + before * (Format::CHANNELS - 1) + MUTATED * (in_row - before) % 8;",
+    ),
+    "reads the next of several images where this one would go on": (
+        "return n * plan.image_words + in_images - n * plan.plane_slots;",
+        "return MUTATED ? in_images : n * plan.image_words + in_images - n * plan.plane_slots;",
+    ),
+    "expects less of images than comes": ("images * image_bytes);", "(images - MUTATED) * image_bytes);"),
     "stores another block's share of a cluster": (
         "const Share own{rank * kChunks / splits,",
         "const Share own{(rank + MUTATED) * kChunks / splits,",
@@ -6138,26 +6224,34 @@ def landing_shapes(operator: str, case: Case, layout: str) -> list[int]:
 
 
 GATHER_CUT_UP = (2, 4, 7, 8, 9, 11)  # those whose tiles may all be cut up into parts
-# Cases of every Source but the one of any, in its order: single words, fours of pixels, channels, boxes, boxes of
-# phases of x and boxes of a tap, which 16 bits have not. The shape of half a stage, in which pieces of channels are
-# apart, takes neither 1x1 nor boxes: it has cases of its own.
+# Cases of every Source but the one of any, in its order: single words, fours of pixels, images, channels, boxes, boxes
+# of phases of x and boxes of a tap. 16 bits have neither images nor the last two. The shape of half a stage, in which
+# pieces of channels are apart, takes neither 1x1 nor boxes: it has cases of its own.
 GATHER_SOURCES = (
     (Case(3, 42, 9, 13, 72, 1, 1, stride=(2, 1)), "contiguous"),
     (Case(3, 40, 12, 12, 72, 1, 1), "contiguous"),
+    (Case(9, 128, 5, 9, 72, 1, 1), "contiguous"),
     (Case(3, 40, 9, 7, 72, 1, 1, stride=(2, 1)), "channels_last"),  # rows too short for boxes
     (Case(3, 72, 9, 9, 136, 2, 3, padding=(1, 0)), "channels_last"),
     (Case(3, 72, 9, 15, 136, 3, 3, stride=(2, 2), padding=(1, 1)), "channels_last"),
     (Case(2, 72, 24, 24, 136, 3, 3, padding=(10, 10), dilation=(10, 10)), "channels_last"),
 )
 GATHER_ANY, GATHER_HALF_A_STAGE = len(GATHER_SOURCES), 3
-GATHER_BOXES, GATHER_PHASES, GATHER_TAPS = 3, 4, 5
-GATHER_SHAPES_OF_PHASES = (0, 1, 4)
-GATHER_SOURCES_16 = [(shape, source, GATHER_ANY) for shape in GATHER_SHAPES_16 for source in range(GATHER_PHASES)]
+GATHER_IMAGES, GATHER_CHANNELS, GATHER_BOXES, GATHER_PHASES, GATHER_TAPS = range(2, 7)
+GATHER_SHAPES_OF_PHASES, GATHER_SHAPES_OF_IMAGES = (0, 1, 4), (0, 4)
+GATHER_SOURCES_16 = [
+    (shape, source, GATHER_ANY)
+    for shape in GATHER_SHAPES_16
+    for source in range(GATHER_PHASES)
+    if source != GATHER_IMAGES
+]
 GATHER_SOURCES_32 = [
     (shape, source, source)
     for shape in GATHER_SHAPES
     for source in range(GATHER_ANY)
-    if shape in GATHER_SHAPES_OF_PHASES or source in ((0, 2) if shape == GATHER_HALF_A_STAGE else range(GATHER_PHASES))
+    if shape in GATHER_SHAPES_OF_PHASES
+    or source in ((0, GATHER_CHANNELS) if shape == GATHER_HALF_A_STAGE else range(GATHER_PHASES))
+    if shape in GATHER_SHAPES_OF_IMAGES or source != GATHER_IMAGES  # others have single words of these, or a copy
 ]
 
 
@@ -6178,10 +6272,51 @@ def test_gather_shim_runs_each_kernel(gather_shim, shape, source, of_kernel, dty
         assert gather_shim.fault("fprop", case, dtype, shape, layout, seed=2) is None
         return
     for seed in (2, 9):  # tensors at aligned addresses
-        assert gather_shim.fault("fprop", case, dtype, shape, layout, seed) == ""
+        with by_images(gather_shim) if source == GATHER_IMAGES else contextlib.nullcontext():
+            assert gather_shim.fault("fprop", case, dtype, shape, layout, seed) == ""
         assert ctypes.c_int.in_dll(gather_shim.library, "latest_source").value == source
         (kernel,) = (name for name in gather_shim.launched() if "gather_kernel" in name)
         assert f"SourceE{of_kernel}E" in kernel
+
+
+# Tiles of some pixels of one image, of two and of many, channels of less than a tile, groups; few and many stages.
+GATHER_IMAGES_CASES = [
+    (Case(9, 128, 5, 9, 72, 1, 1), "fprop"),
+    (Case(2, 64, 15, 17, 300, 1, 1), "fprop"),
+    (Case(21, 136, 3, 7, 320, 1, 1), "dgrad"),
+    (Case(6, 256, 7, 7, 272, 1, 1, groups=2), "fprop"),
+    (Case(1, 288, 5, 7, 40, 1, 1), "fprop"),
+]
+
+
+@contextlib.contextmanager
+def by_images(gather_shim: GatherShim) -> Iterator[None]:
+    """Runs have x by images or no plan, as what copies it may be faster by the estimate."""
+    wants_images = ctypes.c_int.in_dll(gather_shim.library, "wants_images")
+    wants_images.value = 1
+    try:
+        yield
+    finally:
+        wants_images.value = 0
+
+
+# Of a case in a shape of a tile: parts of a tile, on a GPU of so many SMs. Of tiles of 256 channels only those of the
+# last turn may be parts, and images of 255 pixels are too large.
+GATHER_IMAGES_RUNS = [
+    *((number, shape, 1, 3) for number in range(5) for shape in GATHER_SHAPES_OF_IMAGES if (number, shape) != (1, 0)),
+    *((number, 4, splits, 72) for number, splits in ((0, 2), (0, 4), (2, 3), (3, 2), (4, 3))),
+    (3, 0, 2, 4),
+]
+
+
+@pytest.mark.parametrize("number, shape, splits, sms", GATHER_IMAGES_RUNS)
+def test_gather_shim_exact_by_images(gather_shim, number, shape, splits, sms):
+    case, operator = GATHER_IMAGES_CASES[number]
+    with by_images(gather_shim), gather_shim.splitting(splits, sms):
+        # Tensors at any alignment: there is a plan for those that are aligned.
+        faults = [gather_shim.fault(operator, case, torch.float32, shape, "contiguous", seed) for seed in range(6)]
+    assert set(faults) == {"", None}, faults
+    assert gather_shim.parts() == splits
 
 
 # Tiles that images end in, fewer channels than a stage, more than a tile and more than all stages, groups, a copy of x.
@@ -6462,8 +6597,8 @@ GATHER_SHIM_ROWS_OF_POINTS = [
     (Case(2, 8, 3, 70, 24, 1, 1, stride=(2, 8)), GATHER_BOXES),
     (Case(2, 40, 9, 17, 24, 1, 3, stride=(2, 2), padding=(0, 1)), GATHER_BOXES),
     (Case(2, 40, 9, 27, 24, 3, 1, stride=(1, 3), padding=(1, 2)), GATHER_BOXES),
-    (Case(2, 8, 3, 80, 24, 1, 1, stride=(2, 9)), 2),
-    (Case(2, 40, 9, 12, 24, 1, 1, stride=(2, 2)), 2),  # rows that are too short
+    (Case(2, 8, 3, 80, 24, 1, 1, stride=(2, 9)), GATHER_CHANNELS),
+    (Case(2, 40, 9, 12, 24, 1, 1, stride=(2, 2)), GATHER_CHANNELS),  # rows that are too short
 ]
 
 
@@ -6887,8 +7022,15 @@ def test_gather_shim_sees_what_is_missing_of_clusters(mutation, gather_shim):
         )
 
 
+@pytest.mark.parametrize("mutation", [mutation for mutation in GATHER_MUTATIONS if "images" in mutation])
+def test_gather_shim_sees_what_is_missing_of_images(mutation, gather_shim):
+    case, operator = GATHER_IMAGES_CASES[0]
+    with by_images(gather_shim), mutated(gather_shim.library, GATHER_MUTATIONS, mutation):
+        assert any(gather_shim.fault(operator, case, torch.float32, 4, "contiguous", seed) for seed in (2, 9))
+
+
 @pytest.mark.parametrize(
-    "mutation", [mutation for mutation in GATHER_MUTATIONS if not re.search("land|cluster|by tma", mutation)]
+    "mutation", [mutation for mutation in GATHER_MUTATIONS if not re.search("land|cluster|by tma|images", mutation)]
 )
 def test_gather_shim_sees_what_is_missing(mutation, gather_shim):
     """The shim itself: what is left out shows in one of a few runs."""

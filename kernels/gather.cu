@@ -65,7 +65,8 @@
 //                                 tile or of a row of slots: halo and padding come with them. Rows may be of
 //                                 every second to eighth column (1x1 256 to 512, 56x56, stride 2, 256 images:
 //                                 240 us, a piece a copy 235)
-//   kSingle     [piece][slot]     one value a copy, from anywhere; of points in fp32 [channel][slot], single words
+//   kSingle     [piece][slot]     one value a copy, from anywhere; of points in fp32 [channel][slot], single words, or
+//               [image][channel][pixel], where whole images may come as they are (Source::kImages)
 //
 // fp32 in channels_last, read at a stride of 2 by a filter larger than 1x1, may come by such boxes of every second row
 // and column: a stage then holds one phase of x (Phases), of which taps read neighbouring slots. Each slot comes once,
@@ -77,6 +78,15 @@
 // Single words come slowly (5 to 6 bytes a cycle of an SM), and each tile of channels reads them anew: what 1x1 filters
 // read at a stride, or of planes that are no fours of pixels, is copied by the packing kernel to where channels are
 // neighbours, if that pays.
+//
+// Where such planes follow one another without gaps, all pixels of a stage's channels of an image do so too: they come
+// by a bulk copy for each image that a tile has pixels of. That is more than a tile reads (tiles of 128 pixels have
+// some of 4 images of 7x7), but nothing is copied before. Of a piece a lane takes every eighth channel then, and
+// weights are packed likewise: 8 planes of an odd number of pixels lie 8 or 24 banks apart, and no two lanes meet
+// in one. (1x1, us, the best of the other plans / so, H200, 2026-11-27, in a driver: 256 images of 2048 to 512, 7x7,
+// 97.5 / 85.6; 32 of 512 to 2048 27.6 / 25.4; 128 of 960 to 160 29.0 / 22.9, of 160 to 960 24.4 / 22.5; 32 of 1024 to
+// 256, 13x13, 28.1 / 26.2; 64 of 1280 to 320, 9x9, 34.0 / 28.7; but 256 of 512 to 2048, 7x7, 91.6 / 105, and one to
+// eight images 1 to 3 more. Tiles of whole images, 98 pixels, for which half as much comes: no difference.)
 //
 // Few weights stay in shared memory for good (resident), where a block has the same channels of y each time: 1x1 64 to
 // 256, 56x56, 278 to 274 us, 128 to 512, 28x28, 175 to 170 (256 images, in a driver).
@@ -90,11 +100,16 @@
 //   last turn      tile 132    tile 132    tile 133    tile 133
 //                  part 0      part 1      part 0      part 1
 //
-// That takes 2 to 3 us; through memory, with a counter for each tile, it took 4 to 8. (NCHW, us, in a driver, the
-// fastest tiles and parts of each, through memory / by clusters, H200, 2026-11-24, a revision in the making. 8 images:
-// 1x1 1024 to 256, 14x14, 18.8 / 16.4, 1024 to 512 22.5 / 20.0, 2048 to 512, 7x7, 25.3 / 22.0; 3x3 256 to 256, 14x14,
-// 23.9 / 21.8, 512 to 512, 7x7, 32.0 / 28.7. 32 images: 1x1 2048 to 512, 7x7, 30.8 / 29.2; 3x3 512 to 512, 7x7, 37.4 /
-// 35.0, 14x14, stride 2, 43.6 / 41.1. One image of 3x3 1024 to 1024, 32x32, 62.5 / 60.2.)
+// That takes 2 to 3 us of two parts; through memory, with a counter for each tile, it took 4 to 8. With TF32 operands
+// what two or four parts have is loaded before any of it is added up: 0.99, 0.98, 0.97 and 0.97 of the time of 72 plans
+// in 2, 3, 4 and 8 parts (one image of 1024 to 256, 14x14, 15.3 / 14.6 us). Kernels of contained operands took up to 4%
+// more for the code, also where nothing met (H200, 2026-11-27, in a driver).
+//
+// Through memory / by clusters (NCHW, us, in a driver, the fastest tiles and parts of each, H200, 2026-11-24, a
+// revision in the making). 8 images: 1x1 1024 to 256, 14x14, 18.8 / 16.4, 1024 to 512 22.5 / 20.0, 2048 to 512, 7x7,
+// 25.3 / 22.0; 3x3 256 to 256, 14x14, 23.9 / 21.8, 512 to 512, 7x7, 32.0 / 28.7. 32 images: 1x1 2048 to 512, 7x7, 30.8
+// / 29.2; 3x3 512 to 512, 7x7, 37.4 / 35.0, 14x14, stride 2, 43.6 / 41.1. One image of 3x3 1024 to 1024, 32x32, 62.5 /
+// 60.2.
 //
 // Tile 0 is that of the last pixels. In a network another kernel has just written x, from its first values to its last
 // ones, of which the L2 cache still holds some; and what reads y next finds its first values there. (examples/resnet50,
@@ -413,6 +428,13 @@
 //     that one block multiplies while the other one stores (H100, 2026-11-25): 256 images of 1x1 512 to 2048, 7x7,
 //     104 / 121, of 1024 to 512, 14x14, 214 / 230, of 128 to 512, 28x28, 239 / 248; 16 images of 3x3 512 to 512, 64x64,
 //     485 / 497, of 1024 to 512 939 / 968.
+//   - With TF32 operands, tiles of 128 channels x 128 pixels: words of the next stage loaded among the products of this
+//     one, rounded later: 2 to 11% more, 256 channels 1 to 3% (1x1, 30 layers, H200, 2026-11-27, in a driver). Shared
+//     memory bounds these: to write a stage, to read its x once and its weights twice, by either warpgroup, is 80 KB or
+//     640 cycles where products take 512. By the GPU's clock they take 670 by boxes or images, and 800 by fours. (The
+//     same of tiles of 256 channels is 128 KB, 1024 cycles, as long as products take.) Tiles of 256 channels in parts
+//     for that, where there are too few: 32 images of 1024 to 256, 14x14, channels_last, 22.0 / 24.4; of 2048 to 512,
+//     7x7, 25.4 / 27.3, planes 27.1 / 28.2.
 //   - 7x7: tiles of five whole images, 245 of 256 rows, whose chunks of channels both warpgroups stage as memory has
 //     them, for a bulk copy each. With channels in an order in which lanes meet all banks a tile takes 6700 cycles to
 //     store instead of 9800 (of as many channels times pixels; 8500 in the order of channels, H100), but tiles are 6%
@@ -645,7 +667,7 @@ enum class Loads : int {
 // kPhases: by boxes as well, of the phases of x itself.
 // kTaps: by boxes of what a tap reads for all outputs of a tile (see Plan::apart).
 // kLanding: by boxes as it is, contained on its way (see Landing).
-enum class Source : int { kSingle, kPixels, kChannels, kBoxes, kPhases, kTaps, kAny, kLanding };
+enum class Source : int { kSingle, kPixels, kImages, kChannels, kBoxes, kPhases, kTaps, kAny, kLanding };
 
 // Whether tiles may be cut up into parts of their reduction. Of many sums a thread they may not, as kernels are slower
 // for having the code (1x1 512 to 2048, 7x7, contained, 256 images, 92.6 / 96.8 us in a driver, H200, 2026-11-24), but
@@ -656,7 +678,7 @@ template <typename Format>
 MODELNEW_HOST_DEVICE constexpr bool may_cut_up(int tile_n, int blocks_m, Source source) {
   if (sizeof(typename Format::Tensor) == 2 || Format::AGAIN || (tile_n == 64 && source == Source::kSingle))
     return false;
-  const bool boxes = source == Source::kBoxes || source == Source::kTaps;
+  const bool boxes = source == Source::kBoxes || source == Source::kTaps || source == Source::kImages;
   return tile_n * blocks_m <= 128 || (tile_n == 256 && boxes && !Format::CONTAINED);
 }
 
@@ -722,6 +744,7 @@ struct Plan {
   int gap;                           // rows of slots, at the seam of two images, more than row_step
   int pitch, slots;                  // of a row, in all
   int piece_slots, plane_slots;      // from piece to piece, from channel to channel: bank conflicts are kept off
+  int image_words;                   // of an image in a stage, where x comes by images
   int pieces, blocks_c, iterations;  // pieces a stage, blocks of channels, w stages of all of them
   int splits, split_blocks;          // parts of the reduction, blocks of channels of each but perhaps the last one
   Loads loads;
@@ -733,6 +756,7 @@ struct Plan {
   int x_boxes, box_slots;  // so many, of so many slots
   int box_step;            // columns of x between neighbouring slots of a box
   bool in_boxes;           // x comes by boxes
+  bool in_images;          // it comes image by image, all pixels of the channels of a stage
   bool in_phases;          // these are of its phases, without a copy
   bool out_channels_last;  // channels of y are neighbours
   int vector;              // outputs that are stored at a time: 4 or 1
@@ -762,6 +786,7 @@ MODELNEW_HOST_DEVICE inline Source source_of_plan(const Plan& plan) {
          : plan.in_phases               ? Source::kPhases
          : plan.apart                   ? Source::kTaps
          : plan.in_boxes                ? Source::kBoxes
+         : plan.in_images               ? Source::kImages
          : plan.loads == Loads::kSingle ? Source::kSingle
          : plan.loads == Loads::kPixels ? Source::kPixels
                                         : Source::kChannels;
@@ -775,6 +800,7 @@ struct PackParams {
   int tile_n, tiles_n, iterations, row_pieces, pieces;  // stages of a tile, pieces of a row of it, of a stage
   int group_in, group_out;                              // channels of one group of the filter
   bool whole_rows;                                      // for tma: a row is [tap][piece], one behind the other
+  bool by_images;                                       // piece i of a stage: every so manieth channel from i on
   int count;                                            // of pieces
   Divisor by_tile_n, by_tiles_n, by_row_pieces, by_taps, by_s, by_pieces, by_group_out;
 };
@@ -858,7 +884,8 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   SharedLayout layout{};
   layout.staging = kBarrierBytes;  // aligned as boxes have to be
   layout.table = layout.staging + plan.warpgroups * staging_bytes(plan);
-  layout.x_ring = layout.table + (plan.in_boxes ? 0 : 2 * (plan.slots + 31) / 32 * 32 * 4);  // boxes need no table
+  // Who orders copies of more than some bytes needs no table.
+  layout.x_ring = layout.table + (plan.in_boxes || plan.in_images ? 0 : 2 * (plan.slots + 31) / 32 * 32 * 4);
   const int alignment = plan.in_boxes || plan.w_in_boxes ? 1024 : 128;  // where the order of pieces starts anew
   layout.x_ring = (layout.x_ring + alignment - 1) / alignment * alignment;
   layout.w_ring = layout.x_ring + plan.x_stages * plan.x_stage_bytes;
@@ -1012,6 +1039,13 @@ MODELNEW_HOST_DEVICE inline bool locate_output(const Phased& of, const Plan& pla
 // quarter apart, and two slots more: then neither writing nor reading them meets a bank conflict.
 MODELNEW_HOST_DEVICE inline int slot_of_point(const Plan& plan, int m) {
   return plan.quarters ? m % 4 * (tile_pixels(plan) / 4 + 2) + m / 4 : m;
+}
+
+// Of images: where point m lies in a stage, in words, in the stage's first channel.
+MODELNEW_HOST_DEVICE inline int word_of_point(const Plan& plan, const Tile& tile, int64_t image, int m) {
+  const int in_images = static_cast<int>(tile.first - image * plan.plane_slots) + m;
+  const int n = quotient(in_images, plan.by.plane);
+  return n * plan.image_words + in_images - n * plan.plane_slots;
 }
 
 MODELNEW_HOST_DEVICE inline int slot_of_output(const Phased& of, const Plan& plan, const Tile& tile, int64_t image,
@@ -1244,15 +1278,30 @@ __device__ __forceinline__ void load_weights(const PackParams& params, const Pac
     values[c] = piece.first <= c && c < piece.end ? from[c * params.of.w_stride_in] : Stored{};
 }
 
+// Neighbouring threads pack so many neighbouring rows, and then neighbouring pieces, so that they write 64 bytes side
+// by side. (2048 channels to 512 are packed at 5.3 us after the first kernel's start instead of 6.1 to 7.4, by the
+// GPU's clock; 8 rows at 5.0, but channels_last then took 29.8 us in all instead of 27.2. H200, 2026-11-27.)
+constexpr int kPackRows = 4;
+
 template <typename Format>
 __device__ __forceinline__ void pack_piece(const PackParams& params, int number) {
   using Stored = typename Format::Stored;
   static_assert(!Format::CONTAINED, "those are scaled by rows");
-  const int row_of_all = quotient(number, params.by_row_pieces);
-  const PackedRow row = locate_row(params, row_of_all);
-  const PackedPiece piece = locate_piece(params, Format::CHANNELS, row, number - row_of_all * params.row_pieces);
+  const int of_rows = number / kPackRows, rows = quotient(of_rows, params.by_row_pieces);
+  const int in_row = of_rows - rows * params.row_pieces;
+  const PackedRow row = locate_row(params, rows * kPackRows + number % kPackRows);
+  const PackedPiece piece = locate_piece(params, Format::CHANNELS, row, in_row);
   Stored values[Format::CHANNELS];
-  load_weights(params, row, piece, values);
+  if (sizeof(Stored) == 4 && params.by_images) {
+    const int before = quotient(in_row, params.by_pieces) * params.pieces;  // pieces of the stages before
+    const int64_t first = in_row + before * (Format::CHANNELS - 1);
+    const Stored* const from = static_cast<const Stored*>(params.w_ptr) + row.from + first * params.of.w_stride_in;
+#pragma unroll
+    for (int c = 0; c < Format::CHANNELS; ++c)
+      values[c] = row.end > 0 ? from[c * params.pieces * params.of.w_stride_in] : Stored{};
+  } else {
+    load_weights(params, row, piece, values);
+  }
   if constexpr (sizeof(Stored) == 4) {
 #pragma unroll
     for (float& value : values) value = round_to_tf32(value);
@@ -2206,6 +2255,34 @@ __device__ __forceinline__ void load_boxes(const Params& params, const Shared& s
   }
 }
 
+// All pixels of the channels of a stage, of each image that a tile has pixels of, as they lie in memory. By one warp:
+// each lane orders copies of some images.
+template <typename Format>
+__device__ __forceinline__ void load_images(const Params& params, const Shared& shared) {
+  using Stored = typename Format::Stored;
+  const Phased& of = params.of;
+  const Plan& plan = params.plan;
+  const int lane = threadIdx.x % 32, image_bytes = plan.image_words * static_cast<int>(sizeof(float));
+  RingPosition at;
+  for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
+    const Tile tile = locate_tile(plan, unit);
+    const int64_t image = first_image(plan, tile), last = divide(tile.first + tile_pixels(plan) - 1, plan.by.plane);
+    const int images = static_cast<int>((last < of.N ? last + 1 : of.N) - image);
+    const Stored* from = static_cast<const Stored*>(params.in_ptr) + (image + lane) * of.in_stride[0] +
+                         (static_cast<int64_t>(tile.group) * plan.blocks_c + tile.first_block) * plan.image_words;
+    for (int block = 0; block < tile.blocks; ++block) {
+      const uint32_t stage = shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes;
+      const uint32_t full = shared.x_full(at.slot());
+      hopper::barrier_wait(shared.x_empty(at.slot()), at.parity() ^ 1);
+      if (lane == 0) hopper::barrier_arrive_expecting(full, images * image_bytes);
+      __syncwarp();  // bytes are expected before they come
+      if (lane < images) hopper::bulk_load(stage + lane * image_bytes, from, image_bytes, full);
+      from += plan.image_words;
+      at.next(plan.x_stages);
+    }
+  }
+}
+
 // PIXELS: of a tile.
 template <typename Format, Loads LOADS, int PIXELS>
 __device__ __forceinline__ void gather_stages(const Params& params, const Shared& shared, int32_t* tables) {
@@ -2620,13 +2697,18 @@ struct Rings {
   RingPosition x, w;
 };
 
+// Where the operands of a thread start in a stage of x: of each 64 pixels, or, of images, at the seam
+// of which the next pixel lies further away, of the first 8 of a warp's 16 and of the others.
+template <int BLOCKS_M, Source SOURCE>
+using XOffsets = uint32_t[BLOCKS_M][SOURCE == Source::kImages ? 2 : 1];
+
 // All of a tile. PLANES: a stage of x is [channel][slot], as in memory; a plane takes the slots of the tile and 8 more.
 //
 // A stage of weights is a batch of wgmmas, or two: while the tensor cores work on one, the operands of the next one are
 // loaded, into the other set of registers.
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE, bool PLANES>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Tile& tile,
-                                              Rings& rings, const uint32_t (&x_offset)[BLOCKS_M],
+                                              Rings& rings, const XOffsets<BLOCKS_M, SOURCE>& x_offset,
                                               Sums<TILE_N, BLOCKS_M>& acc) {
   using Operand = typename Format::Stored;
   const Phased& of = params.of;
@@ -2635,6 +2717,8 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   constexpr int ALL_STEPS = PIECES / kStepPieces;
   constexpr int BATCHES = ALL_STEPS * BLOCKS_M > 4 ? 2 : 1, STEPS = ALL_STEPS / BATCHES;
   constexpr uint32_t kPlaneBytes = (64 * WARPGROUPS * BLOCKS_M + 8) * 4;
+  constexpr bool kImages = SOURCE == Source::kImages;
+  const uint32_t plane_bytes = plan.plane_slots * 4;
   constexpr uint32_t kStepWeights = 2 * TILE_N * 16, kStageWeights = ALL_STEPS * kStepWeights;
   // Else pieces are found by x_offset, a slot: [slot][piece], number i at place i ^ slot % 8, or [piece][slot].
   constexpr bool kTaps = SOURCE == Source::kTaps;
@@ -2687,11 +2771,13 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
           const int pair = batch * STEPS + j;  // of pieces
           if constexpr (PLANES) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-              hopper::load_shared(operands[j][mb][e],
-                                  x_stage + x_offset[mb] + e % 2 * 8 * 4 + (8 * pair + e / 2 * 4) * kPlaneBytes);
+            for (int e = 0; e < 4; ++e) {
+              const uint32_t from = kImages ? x_offset[mb][kImages ? e % 2 : 0] + (2 * pair + e / 2) * plane_bytes
+                                            : x_offset[mb][0] + e % 2 * 8 * 4 + (8 * pair + e / 2 * 4) * kPlaneBytes;
+              hopper::load_shared(operands[j][mb][e], x_stage + from);
+            }
           } else {
-            const uint32_t slot = x_offset[mb] + shift;
+            const uint32_t slot = x_offset[mb][0] + shift;
             const uint32_t of_rows = (x_stage + slot * 128 + (slot % 8 ^ lane / 16) * 16) ^ 2 * pair * 16;
             hopper::load_matrix(operands[j][mb],
                                 rows ? of_rows : x_stage + slot * 16 + (lane / 16 + 2 * pair) * piece_bytes);
@@ -2775,7 +2861,7 @@ __device__ __forceinline__ void undo_scales(const Params& params, const Tile& ti
 
 // Of a block whose sums are those of a part of the reduction: leaves them in shared memory, where its rings were, and
 // adds up those of all blocks of the cluster for its share of the tile.
-template <int TILE_N, int BLOCKS_M, int WARPGROUPS>
+template <int TILE_N, int BLOCKS_M, int WARPGROUPS, bool CONTAINED>
 __device__ __forceinline__ Share meet(const Params& params, const Shared& shared, uint8_t* smem, const Tile& tile,
                                       int warpgroup, Sums<TILE_N, BLOCKS_M>& acc) {
   const Plan& plan = params.plan;
@@ -2795,27 +2881,38 @@ __device__ __forceinline__ Share meet(const Params& params, const Shared& shared
   }
   hopper::cluster_sync();  // the sums of all blocks are there
   const uint32_t from = hopper::smem_address(left);
+  // What several parts have is loaded before any of it is added up, in their order: each load takes a while.
+  constexpr int kAtOnce = CONTAINED ? 1 : (TILE_N == 256 || BLOCKS_M > 1 ? 2 : 4) * WARPGROUPS / 2;
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    if (!own.has(chunk)) continue;
 #pragma unroll 1
-  for (int part = 0; part < splits; ++part) {
+    for (int first = 0; first < splits; first += kAtOnce) {
+      float4 fours[kAtOnce][BLOCKS_M][4];
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (!own.has(chunk)) continue;
-      float4 fours[BLOCKS_M][4];  // loads first: each takes a while
+      for (int part = 0; part < kAtOnce; ++part) {
+        if (first + part >= splits) continue;
 #pragma unroll
-      for (int mb = 0; mb < BLOCKS_M; ++mb) {
+        for (int mb = 0; mb < BLOCKS_M; ++mb) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          fours[mb][i] = hopper::load_cluster_4(from + (mb * kFours + 4 * chunk + i) * kDistance * 16, part);
+          for (int i = 0; i < 4; ++i)
+            fours[part][mb][i] =
+                hopper::load_cluster_4(from + (mb * kFours + 4 * chunk + i) * kDistance * 16, first + part);
+        }
       }
 #pragma unroll
-      for (int mb = 0; mb < BLOCKS_M; ++mb) {
+      for (int part = 0; part < kAtOnce; ++part) {
+        if (first + part >= splits) continue;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float* const sums = &acc[mb][4 * (4 * chunk + i)];
-          sums[0] += fours[mb][i].x;
-          sums[1] += fours[mb][i].y;
-          sums[2] += fours[mb][i].z;
-          sums[3] += fours[mb][i].w;
+        for (int mb = 0; mb < BLOCKS_M; ++mb) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float* const sums = &acc[mb][4 * (4 * chunk + i)];
+            sums[0] += fours[part][mb][i].x;
+            sums[1] += fours[part][mb][i].y;
+            sums[2] += fours[part][mb][i].z;
+            sums[3] += fours[part][mb][i].w;
+          }
         }
       }
     }
@@ -2828,7 +2925,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   constexpr bool kPlanes = sizeof(typename Format::Stored) == 4 && PIECES >= kLeastPointPieces &&
                            SOURCE != Source::kBoxes && SOURCE != Source::kPhases && SOURCE != Source::kTaps &&
                            SOURCE != Source::kChannels;
-  constexpr bool kNothingElse = kPlanes && SOURCE == Source::kPixels;
+  constexpr bool kImages = SOURCE == Source::kImages, kNothingElse = kPlanes && (SOURCE == Source::kPixels || kImages);
   const Phased& of = params.of;
   const Plan& plan = params.plan;
   const int warpgroup = WARPGROUPS == 1 ? 0 : hopper::uniform(threadIdx.x / 128);
@@ -2841,14 +2938,20 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const Tile tile = locate_tile(plan, unit);
     const int64_t image = first_image(plan, tile);
-    uint32_t x_offset[BLOCKS_M];
+    XOffsets<BLOCKS_M, SOURCE> x_offset;
 #pragma unroll
     for (int mb = 0; mb < BLOCKS_M; ++mb) {
       const int m = (warpgroup * BLOCKS_M + mb) * 64 + warp * 16;
-      if (planes) {
-        x_offset[mb] = (m + lane / 4 + lane % 4 * plan.plane_slots) * 4;
+      if constexpr (kImages) {
+        // Of a piece a lane has channel lane % 4, which is so many pieces' number behind the first one (PackParams).
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          x_offset[mb][half] =
+              (word_of_point(plan, tile, image, m + lane / 4 + 8 * half) + lane % 4 * PIECES * plan.plane_slots) * 4;
+      } else if (planes) {
+        x_offset[mb][0] = (m + lane / 4 + lane % 4 * plan.plane_slots) * 4;
       } else {
-        x_offset[mb] = slot_of_output(of, plan, tile, image, m + lane % 16);
+        x_offset[mb][0] = slot_of_output(of, plan, tile, image, m + lane % 16);
       }
     }
     if constexpr (Format::CONTAINED) {
@@ -2870,7 +2973,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     uint8_t* const staging = smem + shared.layout.staging + warpgroup * staging_bytes(plan);
     Share share{0, TILE_N / kStagedChannels};
     if constexpr (may_cut_up<Format>(TILE_N, BLOCKS_M, SOURCE)) {
-      if (tile.part >= 0) share = meet<TILE_N, BLOCKS_M, WARPGROUPS>(params, shared, smem, tile, warpgroup, acc);
+      if (tile.part >= 0)
+        share = meet<TILE_N, BLOCKS_M, WARPGROUPS, Format::CONTAINED>(params, shared, smem, tile, warpgroup, acc);
     }
     if (plan.boxes) {
       if constexpr (sizeof(typename Format::Tensor) == 4) {
@@ -3598,7 +3702,7 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
-      hopper::barrier_init(shared.x_full(stage), params.plan.in_boxes ? 1 : kGatherThreads);
+      hopper::barrier_init(shared.x_full(stage), params.plan.in_boxes || params.plan.in_images ? 1 : kGatherThreads);
       hopper::barrier_init(shared.x_empty(stage), 128 * WARPGROUPS);
       hopper::barrier_init(shared.w_full(stage), 1);
       hopper::barrier_init(shared.w_empty(stage), 4 * WARPGROUPS);
@@ -3636,6 +3740,10 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
     [[maybe_unused]] int32_t* const table = reinterpret_cast<int32_t*>(modelnew_gather_smem + shared.layout.table);
     if constexpr (SOURCE == Source::kTaps) {
       if (warp == 0 && threadIdx.x % 32 == 0) load_taps<Format>(params, shared, PIECES * Format::CHANNELS);
+      return;
+    }
+    if constexpr (SOURCE == Source::kImages) {
+      if (warp == 0) load_images<Format>(params, shared);
       return;
     }
     if constexpr (SOURCE == Source::kBoxes || SOURCE == Source::kPhases || kAny) {
@@ -3700,6 +3808,14 @@ inline bool dense_points_of(const Phased& of) {
          of.H == of.P && of.W == of.Q;
 }
 
+// All pixels of an image follow one another, channel by channel. Of fewer pixels there would be many copies.
+constexpr int kLeastImagePixels = 16;
+inline bool may_come_in_images(const Phased& of) {
+  const int64_t plane = static_cast<int64_t>(of.H) * of.W;
+  return dense_points_of(of) && plane >= kLeastImagePixels && of.in_stride[3] == 1 &&
+         (of.H == 1 || of.in_stride[2] == of.W) && of.in_stride[1] == plane && (of.N == 1 || of.in_stride[0] % 4 == 0);
+}
+
 constexpr int kSplits[] = {1, 2, 3, 4, 8};
 
 struct TileShape {
@@ -3716,15 +3832,15 @@ struct TileShape {
 };
 constexpr unsigned bit(Source source) { return 1u << static_cast<int>(source); }
 constexpr unsigned kBySingle = bit(Source::kSingle), kByPixels = bit(Source::kPixels),
-                   kByChannels = bit(Source::kChannels), kByBoxes = bit(Source::kBoxes),
-                   kByPhases = bit(Source::kPhases), kByTaps = bit(Source::kTaps), k16Bits = bit(Source::kAny),
-                   kByLanding = bit(Source::kLanding);
+                   kByImages = bit(Source::kImages), kByChannels = bit(Source::kChannels),
+                   kByBoxes = bit(Source::kBoxes), kByPhases = bit(Source::kPhases), kByTaps = bit(Source::kTaps),
+                   k16Bits = bit(Source::kAny), kByLanding = bit(Source::kLanding);
 constexpr unsigned kByMost = kByPixels | kByChannels | kByBoxes | kByPhases | kByTaps;
-constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByMost | k16Bits},
+constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByMost | kByImages | k16Bits},
                                      {128, 2, 8, 1600, kByPixels | kByBoxes | kByPhases | k16Bits},
                                      {64, 2, 8, 1150, kBySingle | kByPixels | kByBoxes | kByTaps},
                                      {128, 2, 4, 895, kBySingle | kByChannels},
-                                     {128, 1, 8, 854, kBySingle | kByMost},
+                                     {128, 1, 8, 854, kBySingle | kByImages | kByMost},
                                      {256, 1, 8, 1210, kByBoxes, true},
                                      {128, 2, 8, 1240, kByBoxes, true},
                                      {128, 1, 8, 640, kByBoxes, true},
@@ -3742,7 +3858,7 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByMost | k16Bits},
                                      {128, 14, 2, 3500, kByLanding, true, 2, true, 8000, 14, 2},
                                      {128, 7, 2, 1800, kByLanding, true, 2, true, 5000, 14, 2}};
 // Of what is done again.
-constexpr TileShape kAgainShape{64, 2, 8, 1150, ~kByTaps};
+constexpr TileShape kAgainShape{64, 2, 8, 1150, ~(kByTaps | kByImages)};
 
 // Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, in up to
 // 4 parts of the reduction, fp32, 32 and 256 images, both memory formats, H200, 2026-11-22 (revisions in the making):
@@ -3757,6 +3873,10 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, ~kByTaps};
 // are never what a tile waits for); of y.
 constexpr double kMemoryRate = 21.8, kSingleRate = 100, kWordsRate = 5.8, kPixelsRate = 22, kChannelsRate = 10.7;
 constexpr double kBoxRate = 200, kStoreRate = 20, kStoreOneRate = 13, kStoreChannelsRate = 23.5, kStoreBoxRate = 400;
+// Of images: bytes a cycle of x and weights; of a stage's products, what they take of those of fours; a call. (By 21
+// layers in a driver what is chosen is 1.4% slower than the fastest in the mean, 0.5% but for one in which images have
+// no say. H200, 2026-11-27.)
+constexpr double kImagesRate = 70, kImagesFactor = 0.8, kImagesCycles = 7000;
 constexpr double kTapsRate = 60;          // of x and weights, of taps apart: so that it never counts much
 constexpr double kStorePlanesRate = 21;  // by boxes: set by hand afterwards, as the fastest tiles had it
 constexpr int kMostResidentTiles = 8;    // of channels: 132 SMs are 4 more than a multiple of it
@@ -3979,6 +4099,9 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
                   (of.groups == 1 || of.in_channels % (plan.pieces * channels) == 0) &&
                   of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && of.in_stride[2] > 0 &&
                   of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
+  const int64_t most_images = (pixels - 2) / (static_cast<int64_t>(of.P) * of.Q) + 2;  // of a tile
+  plan.in_images = (shape.sources & kByImages) != 0 && may_come_in_images(of) && plan.loads == Loads::kSingle &&
+                   out_bytes == 4 && aligned_in && of.in_channels % (plan.pieces * channels) == 0 && most_images <= 32;
   plan.in_phases = plan.in_boxes && from_phases;
   if (plan.apart && !(plan.in_boxes && out_bytes == 4 && !plan.contained && boxes_reach(of))) return false;
   // What comes in phases comes by boxes of rows; and windows of 1x1 are for what does.
@@ -4007,8 +4130,10 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
     plan.box_slots = pixels;
   }
   plan.planes = in_bytes == 4 && plan.points && plan.loads != Loads::kChannels;
-  plan.plane_slots = pixels + 8;
-  plan.x_stage_bytes = plan.planes     ? plan.pieces * channels * plan.plane_slots * 4
+  plan.plane_slots = plan.in_images ? of.P * of.Q : pixels + 8;
+  plan.image_words = plan.in_images ? plan.pieces * channels * plan.plane_slots : 0;
+  plan.x_stage_bytes = plan.in_images  ? static_cast<int>(most_images) * plan.image_words * 4
+                       : plan.planes   ? plan.pieces * channels * plan.plane_slots * 4
                        : plan.in_boxes ? (plan.x_boxes * plan.box_slots * 128 + 1023) / 1024 * 1024
                                        : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
   plan.w_stage_bytes = plan.pieces * plan.tile_n * 16;
@@ -4065,7 +4190,8 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
                            fits_with(kFewStages, plan.iterations);
     if (fits) plan.blocks = blocks;
   }
-  if (plan.points && out_bytes == 4 && plan.tile_n >= 128 && (plan.in_boxes || plan.loads == Loads::kPixels)) {
+  const bool in_bulk = plan.in_boxes || plan.in_images;
+  if (plan.points && out_bytes == 4 && plan.tile_n >= 128 && (in_bulk || plan.loads == Loads::kPixels)) {
     for (int stages = kMaxStages; stages > kFewStages && !fits; --stages) fits = fits_with(stages, stages);
   }
   for (int x_stages = plan.points || taps < 4 ? kFewStages : 3; x_stages >= 2 && !fits; --x_stages) {
@@ -4084,7 +4210,7 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
     if (!all_at_once || plan.blocks % splits != 0 || tile_bytes > layout.end - layout.x_ring) return false;
   }
 
-  const double rate = plan.in_boxes                  ? kBoxRate
+  const double rate = in_bulk                        ? kBoxRate
                       : plan.loads == Loads::kSingle ? plan.planes ? kWordsRate : kSingleRate
                       : plan.loads == Loads::kPixels ? kPixelsRate
                                                      : kChannelsRate;
@@ -4100,11 +4226,16 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
   // tiles of 128 channels as well, at 7ae611d: 64 to 128, 1024x1024, 16 images, 3.69 ms instead of 3.49, bench.py.)
   const bool ahead = plan.resident && !plan.contained && !plan.out_channels_last && plan.tile_n == 64 &&
                      plan.iterations < plan.x_stages;
+  // Of images a stage takes what its products take, or what the L2 cache takes to give all of it.
+  const double stage_cycles =
+      plan.in_images
+          ? std::max(kImagesFactor * shape.stage_cycles, (plan.x_stage_bytes + plan.w_stage_bytes) / kImagesRate)
+          : shape.stage_cycles;
   const auto turn_cycles = [&](int blocks_c, int64_t tiles) {
     const double in_bytes = 16.0 * tiles * plan.slots * plan.pieces * blocks_c, out_bytes = tiles * tile_bytes;
     // Of taps apart the L2 cache has to give x to each, and weights as quickly.
     const double of_taps = in_bytes * taps + static_cast<double>(tiles) * blocks_c * taps * plan.w_stage_bytes;
-    const double multiply = static_cast<double>(stages_before(of.phases, blocks_c)) * shape.stage_cycles;
+    const double multiply = static_cast<double>(stages_before(of.phases, blocks_c)) * stage_cycles;
     const double load = plan.apart ? of_taps / kTapsRate : in_bytes / rate;
     const double work = multiply + out_bytes / store_rate;
     const double memory = (in_bytes / plan.tiles_n + out_bytes) / kMemoryRate;
@@ -4119,6 +4250,7 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
   };
   plan.cycles = cycles_of(plan.whole_tiles, plan.blocks_c);
   if (plan.w_in_boxes) plan.cycles -= std::min(kPackCycles, plan.cycles / 2);
+  if (plan.in_images) plan.cycles += kImagesCycles;
   if (plan.warpgroups == 1 && !plan.boxes) plan.cycles += std::max(0.0, kColdCycles - plan.cycles / kColdTurns);
   if (splits > 1) plan.cycles += cycles_of(parts, plan.split_blocks) + kMeetCycles + tile_bytes / kMeetRate;
   return true;
@@ -4264,7 +4396,7 @@ inline void improve(const Phased& of, int out_bytes, const Device& device, const
       if (of.groups > 1 && of.R * of.S > 1 && !plan.contained) plan.cycles *= kGroupsFactor;
       const bool steps = !plan.points && !plan.contained && plan.loads == Loads::kSingle && of.stride_w > 1;
       if (steps) plan.cycles *= kStepsFactor;
-      if (plan.points && !plan.contained && plan.x_stages > kFewStages) plan.cycles *= kStagesFactor;
+      if (plan.points && !plan.contained && !plan.in_images && plan.x_stages > kFewStages) plan.cycles *= kStagesFactor;
       if (plan.apart) plan.cycles *= kTapsFactor;
       const bool of_boxes = plan.points && !plan.apart && plan.in_boxes && plan.out_channels_last;
       if (of_boxes && out_bytes == 4 && !plan.contained &&
@@ -4742,6 +4874,7 @@ bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
     const Source source = source_of_plan(plan);
     error = source == Source::kSingle     ? run_source<Format, SHAPE, Source::kSingle>(params, stream)
             : source == Source::kPixels   ? run_source<Format, SHAPE, Source::kPixels>(params, stream)
+            : source == Source::kImages   ? run_source<Format, SHAPE, Source::kImages>(params, stream)
             : source == Source::kChannels ? run_source<Format, SHAPE, Source::kChannels>(params, stream)
             : source == Source::kPhases   ? run_source<Format, SHAPE, Source::kPhases>(params, stream)
             : source == Source::kTaps     ? run_source<Format, SHAPE, Source::kTaps>(params, stream)
@@ -4779,6 +4912,7 @@ inline PackParams pack_params(const Phased& of, const Phases& phases, const Plan
   pack.group_in = of.in_channels / of.merged;
   pack.group_out = of.out_channels / of.merged;
   pack.whole_rows = plan.by_tma;
+  pack.by_images = plan.in_images;
   pack.count = static_cast<int>(packed_rows(of, plan.tile_n) * pack.row_pieces);
   pack.by_tile_n = make_divisor(plan.tile_n);
   pack.by_tiles_n = make_divisor(plan.tiles_n);
@@ -5046,9 +5180,10 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
            "%d blocks for %lld tiles, %lld of them in %d parts, about %.3g Mcycles",
            plan.contained ? "in scaled fp16, " : "", groups, plan.copied ? "x copied, " : "",
            plan.in_phases ? "x in phases, " : "", plan.tile_n, tile,
-           plan.apart      ? "boxes of a tap"
-           : plan.in_boxes ? "boxes"
-                           : loads[static_cast<int>(plan.loads)],
+           plan.apart       ? "boxes of a tap"
+           : plan.in_boxes  ? "boxes"
+           : plan.in_images ? "images"
+                            : loads[static_cast<int>(plan.loads)],
            plan.x_stages, plan.x_stage_bytes, plan.w_in_boxes ? "by boxes " : "", plan.w_stages, plan.w_stage_bytes,
            plan.boxes         ? "boxes"
            : plan.vector == 4 ? "fours"
