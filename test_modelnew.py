@@ -5346,6 +5346,8 @@ def cases_of_plans() -> Iterator[tuple[int, tuple[Case, str, torch.dtype]]]:
         random_phased_cases(300, seed=0),
         random_apart_cases(400, seed=0),
         random_image_cases(400, seed=0),
+        # Phases of one tap, which are chosen if x is large.
+        [(Case(64, 64, 16, 14, 64, 2, 2, (2, 2), (2, 2)), "fprop", torch.float32)] * 20,
     )
     return enumerate(itertools.chain(*kinds))
 
@@ -5448,7 +5450,7 @@ def test_gather_divides_without_a_division(gather_plans):
 # A tile's share of reading x is as small as there are tiles of other channels beside it, so that twice the output
 # channels may halve the estimate of what is one round of tiles. Twice the images may make sums come in fours, which is
 # what splitting the reduction asks for.
-LEAST_GROWTH = {"N": 0.5, "in": 1.0, "out": 0.5}
+LEAST_GROWTH = {"N": 0.5, "in": 0.99, "out": 0.5}
 
 
 def groups_as_one(case: Case, operator: str) -> int:
