@@ -452,17 +452,26 @@
 //     read 26, 51 and 103 MB then takes 14.3, 22.3 and 36.6 us, 11.5, 16.7 and 28.5 where it is full of what has only
 //     been read.
 //
-// What a 1x1 filter takes as a matrix product by cuBLAS (H200, 2026-11-23, TF32, us, times as in bench.py, those of
-// this engine and of cuDNN by bench.py at 50470cd): x as it is, image by image / [channel][pixel of all images] /
-// [pixel][channel], both there already / this engine / cuDNN's convolution. Few images cost this engine its launches
-// and, where planes are no fours of pixels, a copy of x.
+// What a 1x1 filter takes as a matrix product by cuBLAS (H200, 2026-11-27, TF32, us, by turns in one run, times as in
+// bench.py): x as it is, image by image / [channel][pixel of all images] / [pixel][channel], both there already, at a
+// stride nothing but what is read / this engine, planes, at 16e6b74 / cuDNN's convolution of planes, of channels_last.
 //
-//   1024 to  256, 14x14,  32 images    24.2 /  22.7 /  23.1 /  27.4 /  25.3
-//    256 to 1024, 14x14,  32 images    34.1 /  24.5 /  19.1 /  30.3 /  33.8
-//   2048 to  512,   7x7,  32 images    64.1 /  21.3 /  18.8 /  32.0 /  39.4
-//    512 to 2048,   7x7,  32 images    59.8 /  27.3 /  19.6 /  30.0 /  35.8
-//     64 to   64, 56x56, 256 images   114.7 / 123.5 / 110.9 / 113.2 / 104.5
-//   1024 to  512, 14x14, 256 images   449.4 / 167.2 / 147.6 / 169.2 / 314.3
+//     64 to   64, 56x56,        32 images    22.8 /  21.7 /  26.8 /  25.8 /  22.8   23.3
+//    512 to  256, 28x28         32           40.4 /  35.4 /  31.9 /  39.3 /  40.4   33.6
+//    512 to 1024, 28x28, str. 2 32           47.4 /  35.9 /  28.0 /  45.6 /  74.3   28.1
+//   1024 to  256, 14x14         32           26.2 /  24.3 /  24.4 /  29.2 /  32.7   24.9
+//    256 to 1024, 14x14         32           34.4 /  26.4 /  21.3 /  31.5 /  34.3   22.4
+//   2048 to  512,   7x7         32           65.0 /  23.0 /  20.5 /  30.7 /  41.6   24.6
+//    512 to 2048,   7x7         32           65.0 /  28.3 /  20.8 /  30.8 /  35.8   20.3
+//     64 to   64, 56x56,        256         106.9 / 115.7 / 111.9 / 114.8 / 107.1  114.5
+//    256 to  128, 56x56         256         299.1 / 311.6 / 307.2 / 311.7 / 299.1  296.4
+//    256 to  512, 56x56, str. 2 256         233.0 / 221.8 / 198.2 / 298.2 / 791.5  201.3
+//   1024 to  512, 14x14         256         446.5 / 169.0 / 149.9 / 172.1 / 315.2  149.7
+//   2048 to  512,   7x7         256         413.9 /  90.9 /  86.5 / 100.4 / 166.4   77.1
+//
+// So planes cost this engine most where channels as neighbours would be read and written by boxes. If all 1x1 layers of
+// a ResNet-50 took the least of these, its own time among them, the mean speed-up over cuDNN of all 46 rows (32 and 256
+// images) were 1.79 instead of 1.59, or 1.69 by the products of planes alone.
 //
 // Tiles, outputs and slots are found without a division (Divisors). That, and boxes of channels_last that each warp
 // stages for itself, took 2 to 4% less, in the mean over a ResNet-50's layers (H200, 2026-11-23, in a driver).
