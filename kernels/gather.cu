@@ -81,12 +81,13 @@
 //
 // Where such planes follow one another without gaps, all pixels of a stage's channels of an image do so too: they come
 // by a bulk copy for each image that a tile has pixels of. That is more than a tile reads (tiles of 128 pixels have
-// some of 4 images of 7x7), but nothing is copied before. Of a piece a lane takes every eighth channel then, and
-// weights are packed likewise: 8 planes of an odd number of pixels lie 8 or 24 banks apart, and no two lanes meet
-// in one. (1x1, us, the best of the other plans / so, H200, 2026-11-27, in a driver: 256 images of 2048 to 512, 7x7,
-// 97.5 / 85.6; 32 of 512 to 2048 27.6 / 25.4; 128 of 960 to 160 29.0 / 22.9, of 160 to 960 24.4 / 22.5; 32 of 1024 to
-// 256, 13x13, 28.1 / 26.2; 64 of 1280 to 320, 9x9, 34.0 / 28.7; but 256 of 512 to 2048, 7x7, 91.6 / 105, and one to
-// eight images 1 to 3 more. Tiles of whole images, 98 pixels, for which half as much comes: no difference.)
+// some of 4 images of 7x7), but nothing is copied before. The four channels of a piece are eight apart then, and
+// weights are packed likewise: 8 planes of an odd number of pixels lie 8 or 24 banks apart, so that lanes meet in a
+// bank at the seams of images only. (1x1, us, the best of the other plans / so, H200, 2026-11-27, in a driver: 256
+// images of 2048 to 512, 7x7, 97.5 / 85.6; 32 of 512 to 2048 27.6 / 25.4; 128 of 960 to 160 29.0 / 22.9, of 160 to 960
+// 24.4 / 22.5; 32 of 1024 to 256, 13x13, 28.1 / 26.2; 64 of 1280 to 320, 9x9, 34.0 / 28.7; but 256 of 512 to 2048, 7x7,
+// 91.6 / 105, and one to eight images 1 to 3 more. Tiles of whole images, 98 pixels, for which half as much comes: no
+// difference.)
 //
 // Few weights stay in shared memory for good (resident), where a block has the same channels of y each time: 1x1 64 to
 // 256, 56x56, 278 to 274 us, 128 to 512, 28x28, 175 to 170 (256 images, in a driver).
@@ -101,7 +102,7 @@
 //                  part 0      part 1      part 0      part 1
 //
 // That takes 2 to 3 us of two parts; through memory, with a counter for each tile, it took 4 to 8. With TF32 operands
-// what two or four parts have is loaded before any of it is added up: 0.99, 0.98, 0.97 and 0.97 of the time of 72 plans
+// what up to four parts have is loaded before any of it is added up: 0.99, 0.98, 0.97 and 0.97 of the time of 72 plans
 // in 2, 3, 4 and 8 parts (one image of 1024 to 256, 14x14, 15.3 / 14.6 us). Kernels of contained operands took up to 4%
 // more for the code, also where nothing met (H200, 2026-11-27, in a driver).
 //
@@ -673,6 +674,7 @@ enum class Loads : int {
 // between two calls, us, in a driver, code of all ways in one kernel, 116 to 138 KB / of one way, 63 to 86 KB: 64 to
 // 64, 56x56, 31.7 / 25.2; 256 to 1024, 14x14, 36.5 / 30.5. With nothing in between, the first one takes 24.9 and 30.8.)
 //
+// kImages: all pixels of an image and of the channels of a stage by a bulk copy, points only.
 // kPhases: by boxes as well, of the phases of x itself.
 // kTaps: by boxes of what a tap reads for all outputs of a tile (see Plan::apart).
 // kLanding: by boxes as it is, contained on its way (see Landing).
@@ -752,13 +754,13 @@ struct Plan {
   int in_row_step, in_column_step;   // input positions between neighbouring slots
   int gap;                           // rows of slots, at the seam of two images, more than row_step
   int pitch, slots;                  // of a row, in all
-  int piece_slots, plane_slots;      // from piece to piece, from channel to channel: bank conflicts are kept off
+  int piece_slots, plane_slots;      // from piece to piece, from channel to channel: against bank conflicts
   int image_words;                   // of an image in a stage, where x comes by images
   int pieces, blocks_c, iterations;  // pieces a stage, blocks of channels, w stages of all of them
   int splits, split_blocks;          // parts of the reduction, blocks of channels of each but perhaps the last one
   Loads loads;
   bool quarters;           // slots of points are in the order of slot_of_point
-  bool planes;             // a stage is [channel][slot], of single words
+  bool planes;             // a stage is [channel][slot], or of images [image][channel][slot], of single words
   bool copied;             // x is copied before, and the rest of the plan is of the copy
   bool rows;               // a stage is [slot][piece] instead of [piece][slot]
   bool dense_slots;        // boxes of x are of slots that follow one another in memory, else each is a row
@@ -809,7 +811,7 @@ struct PackParams {
   int tile_n, tiles_n, iterations, row_pieces, pieces;  // stages of a tile, pieces of a row of it, of a stage
   int group_in, group_out;                              // channels of one group of the filter
   bool whole_rows;                                      // for tma: a row is [tap][piece], one behind the other
-  bool by_images;                                       // piece i of a stage: every so manieth channel from i on
+  bool by_images;                                       // piece i of a stage: channels i, i + pieces, i + 2 * pieces...
   int count;                                            // of pieces
   Divisor by_tile_n, by_tiles_n, by_row_pieces, by_taps, by_s, by_pieces, by_group_out;
 };
@@ -893,7 +895,7 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   SharedLayout layout{};
   layout.staging = kBarrierBytes;  // aligned as boxes have to be
   layout.table = layout.staging + plan.warpgroups * staging_bytes(plan);
-  // Who orders copies of more than some bytes needs no table.
+  // Boxes and images need no table.
   layout.x_ring = layout.table + (plan.in_boxes || plan.in_images ? 0 : 2 * (plan.slots + 31) / 32 * 32 * 4);
   const int alignment = plan.in_boxes || plan.w_in_boxes ? 1024 : 128;  // where the order of pieces starts anew
   layout.x_ring = (layout.x_ring + alignment - 1) / alignment * alignment;
@@ -2711,7 +2713,8 @@ struct Rings {
 template <int BLOCKS_M, Source SOURCE>
 using XOffsets = uint32_t[BLOCKS_M][SOURCE == Source::kImages ? 2 : 1];
 
-// All of a tile. PLANES: a stage of x is [channel][slot], as in memory; a plane takes the slots of the tile and 8 more.
+// All of a tile. PLANES: a stage of x is [channel][slot], as in memory; a plane takes the slots of the tile and 8 more,
+// or, of images, its pixels.
 //
 // A stage of weights is a batch of wgmmas, or two: while the tensor cores work on one, the operands of the next one are
 // loaded, into the other set of registers.
@@ -3817,11 +3820,12 @@ inline bool dense_points_of(const Phased& of) {
          of.H == of.P && of.W == of.Q;
 }
 
-// All pixels of an image follow one another, channel by channel. Of fewer pixels there would be many copies.
-constexpr int kLeastImagePixels = 16;
+// All pixels of an image follow one another, channel by channel. Of fewer pixels there would be many copies, one of
+// each lane at most; of more a tile, which has pixels of two images, reads twice what it needs.
+constexpr int kLeastImagePixels = 16, kMostImagePixels = 200;
 inline bool may_come_in_images(const Phased& of) {
   const int64_t plane = static_cast<int64_t>(of.H) * of.W;
-  return dense_points_of(of) && plane >= kLeastImagePixels && of.in_stride[3] == 1 &&
+  return dense_points_of(of) && plane >= kLeastImagePixels && plane <= kMostImagePixels && of.in_stride[3] == 1 &&
          (of.H == 1 || of.in_stride[2] == of.W) && of.in_stride[1] == plane && (of.N == 1 || of.in_stride[0] % 4 == 0);
 }
 
@@ -3993,7 +3997,7 @@ inline int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_
 
 // Which outputs make a tile.
 struct Cut {
-  enum { kPoints, kPacked, kLines } kind;
+  enum { kPoints, kImages, kPacked, kLines } kind;  // kImages: points, whose x comes image by image
   int tile_p, tile_q;  // of kLines: lines, columns
 };
 
@@ -4033,7 +4037,7 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
   plan.tile_n = shape.tile_n;
   plan.blocks_m = shape.blocks_m;
   plan.warpgroups = shape.warpgroups;
-  plan.points = cut.kind == Cut::kPoints;
+  plan.points = cut.kind == Cut::kPoints || cut.kind == Cut::kImages;
   plan.packed = cut.kind == Cut::kPacked;
   plan.apart = plan.points && of.R * of.S > 1;
   if (plan.points ? shape.pieces < kLeastPointPieces : plan.warpgroups == 1) return false;
@@ -4122,9 +4126,12 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
                   (of.groups == 1 || of.in_channels % (plan.pieces * channels) == 0) &&
                   of.N * static_cast<int64_t>(of.H) * of.W < (int64_t{1} << 30) && of.in_stride[2] > 0 &&
                   of.in_stride[3] > 0 && (of.N == 1 || of.in_stride[0] > 0);
-  const int64_t most_images = (pixels - 2) / (static_cast<int64_t>(of.P) * of.Q) + 2;  // of a tile
-  plan.in_images = (shape.sources & kByImages) != 0 && may_come_in_images(of) && plan.loads == Loads::kSingle &&
-                   out_bytes == 4 && aligned_in && of.in_channels % (plan.pieces * channels) == 0 && most_images <= 32;
+  plan.in_images = cut.kind == Cut::kImages;
+  if (plan.in_images && !(may_come_in_images(of) && plan.loads == Loads::kSingle && out_bytes == 4 && aligned_in &&
+                          of.in_channels % (plan.pieces * channels) == 0))
+    return false;
+  static_assert((256 - 2) / kLeastImagePixels + 2 <= 32, "a lane orders copies of one image");
+  const int most_images = plan.in_images ? (pixels - 2) / (of.P * of.Q) + 2 : 0;  // of a tile
   plan.in_phases = plan.in_boxes && from_phases;
   if (plan.apart && !(plan.in_boxes && out_bytes == 4 && !plan.contained && boxes_reach(of))) return false;
   // What comes in phases comes by boxes of rows; and windows of 1x1 are for what does.
@@ -4155,7 +4162,7 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
   plan.planes = in_bytes == 4 && plan.points && plan.loads != Loads::kChannels;
   plan.plane_slots = plan.in_images ? of.P * of.Q : pixels + 8;
   plan.image_words = plan.in_images ? plan.pieces * channels * plan.plane_slots : 0;
-  plan.x_stage_bytes = plan.in_images  ? static_cast<int>(most_images) * plan.image_words * 4
+  plan.x_stage_bytes = plan.in_images  ? most_images * plan.image_words * 4
                        : plan.planes   ? plan.pieces * channels * plan.plane_slots * 4
                        : plan.in_boxes ? (plan.x_boxes * plan.box_slots * 128 + 1023) / 1024 * 1024
                                        : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
@@ -4368,8 +4375,8 @@ inline bool complete_landing(const Phased& of, const Device& device, const Align
   return true;
 }
 
-// 1x1 whose x comes by single words, that is: at a stride, or planes of no multiple of 4 pixels. What is read is first
-// copied to where channels are neighbours, unless that is a lot. From sizes and strides alone.
+// 1x1 whose x comes by single words or images, that is: at a stride, or planes of no multiple of 4 pixels. What is read
+// is first copied to where channels are neighbours, unless that is a lot. From sizes and strides alone.
 inline bool may_copy(const Phased& of, int element_bytes) {
   if (of.R * of.S > 1)  // all of x, for boxes of a tap
     return element_bytes == 4 && lie_apart(of) && boxes_reach(of) && of.in_stride[1] != 1 && of.in_channels % 4 == 0 &&
@@ -4440,6 +4447,7 @@ inline void improve(const Phased& of, int out_bytes, const Device& device, const
   if (of.R == 1 && of.S == 1) {
     const bool from_phases = phases_of(of.phases) > 1 && !shape.contained;
     if (!from_phases) consider({Cut::kPoints, 1, 1});
+    if (may_come_in_images(of)) consider({Cut::kImages, 1, 1});
     // At a stride boxes bring rows of what is read.
     const bool in_rows = from_phases || ((of.stride_h > 1 || of.stride_w > 1) && of.in_stride[1] == 1);
     if (in_rows && of.Q <= pixels) consider({Cut::kPacked, 1, 1});
