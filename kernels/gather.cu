@@ -160,8 +160,10 @@
 //   1024 of 14x14, 32 groups                                   50   41   82
 //
 // And in a driver, the same day, of planes, the best of gather's own plans / so: 512 to 512, 14x14, 32 images, 65 / 59,
-// 7x7, 8 images, 30 / 25, 128 images, 66 / 61. The estimate misses some: 2048 channels in 32 groups, 32 images, 14x14
-// at a stride of 2 and 7x7, take 57 and 37 as they are chosen, and took 51 and 35 by tma in tiles of 64 x 64 (c424e11).
+// 7x7, 8 images, 30 / 25, 128 images, 66 / 61. Since the estimate was fitted again (cbdf92a, by bench.py, 86a56ab /
+// so), 32 groups, 32 images: 1024 channels, 28x28, stride 2, 88 / 74, 2048, 14x14, stride 2, 57 / 50. It misses some,
+// in a driver, gather / tma, which is chosen: 192 and 256 channels, 14x14, 32 images, channels_last, 26 / 30 and 28 /
+// 31; 1024 to 1024, 32x32, one image, 62 / 69.
 //
 // Tried: 1x1 without a copy, contained in registers by those who multiply, as it is rounded to TF32 there. Of 256
 // channels x 128 pixels, 32 channels of x and of weights, and what wgmmas read of both, are 80 KB: 640 cycles of shared
