@@ -81,13 +81,19 @@
 //
 // Where such planes follow one another without gaps, all pixels of a stage's channels of an image do so too: they come
 // by a bulk copy for each image that a tile has pixels of. That is more than a tile reads (tiles of 128 pixels have
-// some of 4 images of 7x7), but nothing is copied before. The four channels of a piece are eight apart then, and
-// weights are packed likewise: 8 planes of an odd number of pixels lie 8 or 24 banks apart, so that lanes meet in a
-// bank at the seams of images only. (1x1, us, the best of the other plans / so, H200, 2026-11-27, in a driver: 256
-// images of 2048 to 512, 7x7, 97.5 / 85.6; 32 of 512 to 2048 27.6 / 25.4; 128 of 960 to 160 29.0 / 22.9, of 160 to 960
-// 24.4 / 22.5; 32 of 1024 to 256, 13x13, 28.1 / 26.2; 64 of 1280 to 320, 9x9, 34.0 / 28.7; but 256 of 512 to 2048, 7x7,
-// 91.6 / 105, and one to eight images 1 to 3 more. Tiles of whole images, 98 pixels, for which half as much comes: no
-// difference.)
+// some of 4 images of 7x7), but nothing is copied before.
+//
+//   memory, of an image:   | channel 0: 49 words | channel 1 | ... | channel 31 | channel 32 | ...
+//                          +------------- a stage: one bulk copy --------------+
+//   a stage of 128 pixels: | image n, the last 20 of use | image n + 1 | image n + 2 | image n + 3, the first 10 |
+//   piece i of it:         channels i, i + 8, i + 16, i + 24
+//
+// The four channels of a piece are eight apart then, and weights are packed likewise: 8 planes of an odd number of
+// pixels lie 8 or 24 banks apart, so that lanes meet in a bank at the seams of images only. (1x1, us, the best of the
+// other plans / so, H200, 2026-11-27, in a driver: 256 images of 2048 to 512, 7x7, 97.5 / 85.6; 32 of 512 to 2048 27.6
+// / 25.4; 128 of 960 to 160 29.0 / 22.9, of 160 to 960 24.4 / 22.5; 32 of 1024 to 256, 13x13, 28.1 / 26.2; 64 of 1280
+// to 320, 9x9, 34.0 / 28.7; but 256 of 512 to 2048, 7x7, 91.6 / 105, and one to eight images 1 to 3 more. Tiles of
+// whole images, 98 pixels, for which half as much comes: no difference.)
 //
 // Few weights stay in shared memory for good (resident), where a block has the same channels of y each time: 1x1 64 to
 // 256, 56x56, 278 to 274 us, 128 to 512, 28x28, 175 to 170 (256 images, in a driver).
@@ -888,6 +894,9 @@ struct ContainParams {
   Guard guard;
 };
 
+// Whether bulk copies bring x, which one warp orders: then there is no table of slots, and one arrival a stage.
+MODELNEW_HOST_DEVICE inline bool comes_in_bulk(const Plan& plan) { return plan.in_boxes || plan.in_images; }
+
 // Where the parts of a block's shared memory start.
 struct SharedLayout {
   int staging, table, x_ring, w_ring, end;
@@ -897,8 +906,7 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   SharedLayout layout{};
   layout.staging = kBarrierBytes;  // aligned as boxes have to be
   layout.table = layout.staging + plan.warpgroups * staging_bytes(plan);
-  // Boxes and images need no table.
-  layout.x_ring = layout.table + (plan.in_boxes || plan.in_images ? 0 : 2 * (plan.slots + 31) / 32 * 32 * 4);
+  layout.x_ring = layout.table + (comes_in_bulk(plan) ? 0 : 2 * (plan.slots + 31) / 32 * 32 * 4);
   const int alignment = plan.in_boxes || plan.w_in_boxes ? 1024 : 128;  // where the order of pieces starts anew
   layout.x_ring = (layout.x_ring + alignment - 1) / alignment * alignment;
   layout.w_ring = layout.x_ring + plan.x_stages * plan.x_stage_bytes;
@@ -2710,8 +2718,8 @@ struct Rings {
   RingPosition x, w;
 };
 
-// Where the operands of a thread start in a stage of x: of each 64 pixels, or, of images, at the seam
-// of which the next pixel lies further away, of the first 8 of a warp's 16 and of the others.
+// Where the operands of a thread start in a stage of x, of each 64 pixels. Of images, at whose seams the next pixel
+// lies further away, of the first 8 of a warp's 16 pixels and of the others.
 template <int BLOCKS_M, Source SOURCE>
 using XOffsets = uint32_t[BLOCKS_M][SOURCE == Source::kImages ? 2 : 1];
 
@@ -2731,8 +2739,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   constexpr int ALL_STEPS = PIECES / kStepPieces;
   constexpr int BATCHES = ALL_STEPS * BLOCKS_M > 4 ? 2 : 1, STEPS = ALL_STEPS / BATCHES;
   constexpr uint32_t kPlaneBytes = (64 * WARPGROUPS * BLOCKS_M + 8) * 4;
-  constexpr bool kImages = SOURCE == Source::kImages;
-  const uint32_t plane_bytes = plan.plane_slots * 4;
+  [[maybe_unused]] const uint32_t plane_bytes = plan.plane_slots * 4;  // of images
   constexpr uint32_t kStepWeights = 2 * TILE_N * 16, kStageWeights = ALL_STEPS * kStepWeights;
   // Else pieces are found by x_offset, a slot: [slot][piece], number i at place i ^ slot % 8, or [piece][slot].
   constexpr bool kTaps = SOURCE == Source::kTaps;
@@ -2786,8 +2793,11 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
           if constexpr (PLANES) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              const uint32_t from = kImages ? x_offset[mb][kImages ? e % 2 : 0] + (2 * pair + e / 2) * plane_bytes
-                                            : x_offset[mb][0] + e % 2 * 8 * 4 + (8 * pair + e / 2 * 4) * kPlaneBytes;
+              uint32_t from;
+              if constexpr (SOURCE == Source::kImages)
+                from = x_offset[mb][e % 2] + (2 * pair + e / 2) * plane_bytes;
+              else
+                from = x_offset[mb][0] + e % 2 * 8 * 4 + (8 * pair + e / 2 * 4) * kPlaneBytes;
               hopper::load_shared(operands[j][mb][e], x_stage + from);
             }
           } else {
@@ -2895,7 +2905,8 @@ __device__ __forceinline__ Share meet(const Params& params, const Shared& shared
   }
   hopper::cluster_sync();  // the sums of all blocks are there
   const uint32_t from = hopper::smem_address(left);
-  // What several parts have is loaded before any of it is added up, in their order: each load takes a while.
+  // What several parts have is loaded before any of it is added up, in their order: each load takes a while. Kernels
+  // of contained operands are slower for the code, and where one warpgroup multiplies registers are fewer.
   constexpr int kAtOnce = CONTAINED ? 1 : (TILE_N == 256 || BLOCKS_M > 1 ? 2 : 4) * WARPGROUPS / 2;
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -2957,7 +2968,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     for (int mb = 0; mb < BLOCKS_M; ++mb) {
       const int m = (warpgroup * BLOCKS_M + mb) * 64 + warp * 16;
       if constexpr (kImages) {
-        // Of a piece a lane has channel lane % 4, which is so many pieces' number behind the first one (PackParams).
+        // A lane multiplies one channel of each piece: number lane % 4, the next one PIECES further (PackParams).
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           x_offset[mb][half] =
@@ -3716,7 +3727,7 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
-      hopper::barrier_init(shared.x_full(stage), params.plan.in_boxes || params.plan.in_images ? 1 : kGatherThreads);
+      hopper::barrier_init(shared.x_full(stage), comes_in_bulk(params.plan) ? 1 : kGatherThreads);
       hopper::barrier_init(shared.x_empty(stage), 128 * WARPGROUPS);
       hopper::barrier_init(shared.w_full(stage), 1);
       hopper::barrier_init(shared.w_empty(stage), 4 * WARPGROUPS);
@@ -4222,7 +4233,7 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
                            fits_with(kFewStages, plan.iterations);
     if (fits) plan.blocks = blocks;
   }
-  const bool in_bulk = plan.in_boxes || plan.in_images;
+  const bool in_bulk = comes_in_bulk(plan);
   if (plan.points && out_bytes == 4 && plan.tile_n >= 128 && (in_bulk || plan.loads == Loads::kPixels)) {
     for (int stages = kMaxStages; stages > kFewStages && !fits; --stages) fits = fits_with(stages, stages);
   }
