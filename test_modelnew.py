@@ -5448,8 +5448,8 @@ def test_gather_divides_without_a_division(gather_plans):
 
 # A tile's share of reading x is as small as there are tiles of other channels beside it, so that twice the output
 # channels may halve the estimate of what is one round of tiles. Twice the images may make sums come in fours, which is
-# what splitting the reduction asks for. Twice the input channels may be what tma multiplies, which costs a call less.
-LEAST_GROWTH = {"N": 0.5, "in": 0.99, "out": 0.5}
+# what splitting the reduction asks for.
+LEAST_GROWTH = {"N": 0.5, "in": 1.0, "out": 0.5}
 
 
 def groups_as_one(case: Case, operator: str) -> int:

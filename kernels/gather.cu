@@ -3916,7 +3916,7 @@ constexpr double kStorePlanesRate = 21;  // by boxes: set by hand afterwards, as
 constexpr int kMostResidentTiles = 8;    // of channels: 132 SMs are 4 more than a multiple of it
 constexpr double kLost = 0.08;           // of what takes less time than what a tile waits for
 constexpr double kTileCycles = 1500;     // to fill and to drain
-constexpr double kCopyCycles = 2500;     // of copying x, but for its bytes
+constexpr double kCopyCycles = 3000;     // of copying x, but for its bytes
 // Of parts of a tile, but for their sums, of each of them, and bytes a cycle of the sums.
 constexpr double kMeetCycles = 1500, kMeetPartCycles = 1600, kMeetRate = 100;
 // Of blocks that have an SM each, those that clusters get (H200, 2026-11-24): all of pairs, 117 of 132 in threes, 120
