@@ -3900,16 +3900,14 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, ~(kByTaps | kByImages)};
 // us more than it said, beside whole ones, and copies by tma 2 us less. From 8800 times of all tiles of 480 problems:
 // layers of a ResNet-50 with 1 to 256 images in both memory formats, of a U-Net, a DeepLab, a ResNeXt and others (H200,
 // in a driver, with cold caches and code). What was chosen before took 3.1% longer than the fastest, 5.0 and 5.6% of
-// one image (planes, channels_last), 6.5 and 5.8% of two, 2.2 and 1.3% of 32; what is chosen now 1.4%, 2.2 and 1.4%,
+// one image (planes, channels_last), 6.5 and 5.8% of two, 2.2 and 1.3% of 32; what is chosen now 1.4%, 2.4 and 1.4%,
 // 2.1 and 1.2%, 1.7 and 1.9%.
 //
 // Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled (single words of windows
 // are never what a tile waits for); of y.
 constexpr double kMemoryRate = 21.8, kSingleRate = 100, kWordsRate = 5.8, kPixelsRate = 22, kChannelsRate = 10.7;
 constexpr double kBoxRate = 200, kStoreRate = 20, kStoreOneRate = 13, kStoreChannelsRate = 23.5, kStoreBoxRate = 400;
-// Of images: bytes a cycle of x and weights; of a stage's products, what they take of those of fours; a call. (By 21
-// layers in a driver what is chosen is 1.4% slower than the fastest in the mean, 0.5% but for one in which images have
-// no say. H200, 2026-11-27.)
+// Of images: bytes a cycle of x and weights; of a stage's products, what they take of those of fours; a call.
 constexpr double kImagesRate = 70, kImagesFactor = 0.8, kImagesCycles = 2500;
 constexpr double kTapsRate = 60;          // of x and weights, of taps apart: so that it never counts much
 constexpr double kStorePlanesRate = 21;  // by boxes: set by hand afterwards, as the fastest tiles had it
