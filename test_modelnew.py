@@ -4171,7 +4171,19 @@ static std::string fault_of_numbers(const Phased& of, const Plan& plan, int byte
   const bool planes = plan.planes;
   // Of each block of an SM the system takes 1 KB.
   const int on_sm = blocks_per_sm(plan.warpgroups);
-  if (plan.warpgroups * on_sm != 2) return "warpgroups of an SM";
+  if (plan.warpgroups < 1 || plan.warpgroups > 3 || on_sm != (plan.warpgroups == 1 ? 2 : 1))
+    return "blocks of an SM";
+  // What a thread may have is a multiple of 8, and a block starts with all that it gives and takes.
+  const auto have_registers = [&](int multiply, int gather) {
+    const int start = start_registers(plan.warpgroups), threads = threads_of(plan.warpgroups) * on_sm;
+    return start * threads <= 64 << 10 && multiply % 8 == 0 && gather % 8 == 0 && gather >= 24 && multiply < 256 &&
+           (plan.warpgroups * multiply + gather) * 128 * on_sm <= start * threads;
+  };
+  const int w = plan.warpgroups;
+  if (!have_registers(Tf32::multiply_registers(w), Tf32::gather_registers(w)) ||
+      !have_registers(Contained::multiply_registers(w), Contained::gather_registers(w)) ||
+      (w < 3 && !have_registers(Again::multiply_registers(w), Again::gather_registers(w))))
+    return "registers";
   if (on_sm * (layout.end + 1024) > 228 << 10 || layout.end != plan.smem_bytes) return "shared memory";
   if (plan.x_stage_bytes <= 0 || plan.w_stage_bytes <= 0) return "stages of nothing";
   if (on_sm > 1 && (!plan.points || bytes != 4)) return "two blocks an SM, but not of points in fp32";
@@ -4493,7 +4505,7 @@ constexpr LandingNumbers kLandingNumbers[] = {
     {128, 7, 28, 2, 30, 208, 16, 56, 0, 4},  {128, 14, 14, 2, 16, 224, 32, 28, 0, 4},
     {128, 7, 14, 2, 16, 112, 16, 28, 0, 4},
 };
-static_assert(std::size(kTileShapes) == 12 + std::size(kLandingNumbers), "all tiles of what lands");
+static_assert(std::size(kTileShapes) == 12 + std::size(kLandingNumbers) + 2, "all tiles of what lands");
 
 // What is wrong with the shared memory of what lands, or nothing.
 static std::string fault_of_landing_layout(const Phased& of, const Plan& plan, const LandingNumbers& tile) {
@@ -4729,6 +4741,9 @@ static void note(const Phased& of, const Plan& plan) {
               (plan.boxes ? "boxes" : plan.vector == 4 ? "fours" : "one"));
   const char* const parts = plan.whole_tiles > 0 ? ", some tiles in parts" : ", all tiles in parts";
   if (plan.splits > 1) seen.insert(kind + parts);
+  if (plan.warpgroups == 3)
+    seen.insert(kind + ", three warpgroups" + (plan.contained ? ", contained" : "") +
+                (plan.splits > 1 ? ", tiles in parts" : ""));
   if (plan.warpgroups == 1) {
     seen.insert("two blocks an SM, tiles of " + std::to_string(tile_pixels(plan)) + " pixels by " +
                 (plan.in_boxes ? "boxes" : "fours") + (plan.copied ? " of a copy" : ""));
@@ -5367,6 +5382,11 @@ GATHER_KINDS = {
     *(f"two blocks an SM, tiles of {size} pixels by {x}" for size in (64, 128) for x in ("fours", "boxes")),
     *(f"two blocks an SM, tiles of {size} pixels by boxes of a copy" for size in (64, 128)),
     *(f"two blocks an SM, {which} tiles in parts" for which in ("some", "all")),
+    *(
+        f"{kind}, three warpgroups{how}{parts}"
+        for kind, how in (("points", ""), ("points", ", contained"), ("windows", ", contained"))
+        for parts in ("", ", tiles in parts")
+    ),
     "packed lines",
     "whole lines",
     "a part of a line",
@@ -5591,6 +5611,15 @@ GATHER_IMAGES_GPU_CASES = [
     Case(190, 1536, 7, 9, 320, 1, 1),
     Case(60, 448, 7, 7, 576, 1, 1, groups=2),
 ]
+# These have tiles of three multiplying warpgroups, in one memory format or both.
+GATHER_WIDE_CASES = [
+    Case(20, 260, 19, 19, 260, 1, 1),
+    Case(40, 100, 13, 13, 772, 1, 1),
+    Case(24, 520, 21, 21, 200, 1, 1),
+    Case(40, 772, 21, 21, 136, 1, 1),
+    Case(9, 328, 15, 15, 520, 3, 3, padding=(1, 1)),
+    Case(11, 520, 15, 15, 772, 3, 3, stride=(2, 2), padding=(1, 1)),
+]
 # And these, in fp32, come by boxes of a tap.
 GATHER_APART_CASES = [
     Case(8, 128, 33, 33, 136, 3, 3, padding=(12, 12), dilation=(12, 12)),
@@ -5611,6 +5640,7 @@ GATHER_CASES = [
     *GATHER_LANDING_CASES,
     GATHER_LANDING_CHANNELS,
     *GATHER_IMAGES_GPU_CASES,
+    *GATHER_WIDE_CASES,
 ]
 
 
@@ -5674,6 +5704,26 @@ def test_gather_takes_boxes_at_a_stride_where_the_gpu_tests_say(gather_plans):
         text = gather_plans("describe", "fprop", case, torch.float32, strides=strides)
         assert text.startswith("x in phases, ") == (case.R > 1), f"{case}: {text}"
         assert "x by boxes" in text, f"{case}: {text}"
+
+
+def test_gather_has_three_warpgroups_multiply_what_the_gpu_tests_say(gather_plans):
+    """Of 1x1 filters, whose tiles say so many pixels; of others, tiles of so many outputs, or of whole lines."""
+    told = set()
+    for case, layout in itertools.product(GATHER_WIDE_CASES, LAYOUTS):
+        tensors = {"x": torch.empty(case.x_shape, device="meta"), "dy": torch.empty(case.y_shape, device="meta")}
+        strides = {name: tensor.stride() for name, tensor in in_layout(tensors, layout).items()}
+        for operator in gather_operators(case):
+            text = gather_plans("describe", operator, case, torch.float32, strides=strides)
+            found = re.search(r"x 192 pixels, x by boxes .* of them in (\d) parts", text)
+            if found:
+                told.add(("in scaled fp16" in text, "x copied" in text, case.R, int(found[1]) > 1))
+    assert told == {
+        (False, False, 1, False),
+        (False, False, 1, True),
+        (False, True, 1, False),
+        (True, True, 1, False),
+        (True, True, 3, True),
+    }
 
 
 def test_gather_takes_images_where_the_gpu_tests_say(gather_plans):
@@ -5838,7 +5888,7 @@ GATHER_MUTATIONS = {
         "pieces[piece ^ (MUTATED ? 0 : lane / 2 % 4)]",
     ),
     "puts a cluster's sums where the other warpgroup still reads": left_out(
-        "named_barrier(4, 128 * WARPGROUPS);  // nobody reads the rings any more"
+        "named_barrier(5, 128 * WARPGROUPS);  // nobody reads the rings any more"
     ),
     "adds up a cluster's sums before they are there": left_out("hopper::cluster_sync();  // the sums of all blocks"),
     "adds up all of a cluster but the last one": (
@@ -6186,10 +6236,12 @@ GATHER_SHIM_CASES = [
 
 
 # Of kTileShapes: those of fp32, the first two of 16 bits as well, those of contained operands, of fp32 again those of
-# blocks with one multiplying warpgroup, for points only, and those of operands that are contained on their way.
-GATHER_WINDOWS, GATHER_SHAPES_16, GATHER_CONTAINED, GATHER_POINTS = range(5), range(2), range(5, 9), range(9, 12)
+# blocks with one multiplying warpgroup or three, for points only, and those of operands that are contained on their
+# way.
+GATHER_WINDOWS, GATHER_SHAPES_16 = range(5), range(2)
+GATHER_CONTAINED, GATHER_POINTS = (5, 6, 7, 8, 22), (9, 10, 11, 21)
 GATHER_LANDING = range(12, 21)
-GATHER_BY_TMA = range(21, 32)  # behind them, what tma multiplies, by its own shapes of a tile
+GATHER_BY_TMA = range(23, 34)  # behind them, what tma multiplies, by its own shapes of a tile
 GATHER_SHAPES = [*GATHER_WINDOWS, *GATHER_POINTS]
 # Channels of a tile of these, rows of a warpgroup, columns, and the stride.
 LANDING_TILES = {
@@ -6224,7 +6276,7 @@ def landing_shapes(operator: str, case: Case, layout: str) -> list[int]:
     return [shape for shape, tile in LANDING_TILES.items() if takes(*tile)]
 
 
-GATHER_CUT_UP = (2, 4, 7, 8, 9, 11)  # those whose tiles may all be cut up into parts
+GATHER_CUT_UP = (2, 4, 7, 8, 9, 11, 21, 22)  # those whose tiles may all be cut up into parts
 # Cases of every Source but the one of any, in its order: single words, fours of pixels, images, channels, boxes, boxes
 # of phases of x and boxes of a tap. 16 bits have neither images nor the last two. The shape of half a stage, in which
 # pieces of channels are apart, takes neither 1x1 nor boxes: it has cases of its own.
@@ -6335,8 +6387,8 @@ GATHER_POINTS_CASES = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", GATHER_POINTS)
 @pytest.mark.parametrize("number", range(len(GATHER_POINTS_CASES)))
-def test_gather_shim_exact_with_two_blocks_an_sm(gather_shim, number, shape, layout):
-    """Integers in blocks with one multiplying warpgroup, of whole tiles and of parts."""
+def test_gather_shim_exact_with_one_multiplying_warpgroup_or_three(gather_shim, number, shape, layout):
+    """Integers, of whole tiles and of parts."""
     case, operator = GATHER_POINTS_CASES[number]
     faults = []
     for splits in (0, 2, 3):
@@ -6347,6 +6399,8 @@ def test_gather_shim_exact_with_two_blocks_an_sm(gather_shim, number, shape, lay
     wanted = case.stride == (1, 1) or layout == "contiguous"  # at a stride a copy, or pieces
     if shape == GATHER_POINTS[1]:  # by fours of pixels only
         wanted = layout == "contiguous" and case.stride == (1, 1) and case.H * case.W % 4 == 0
+    elif shape == GATHER_POINTS[3] and layout == "contiguous":  # by boxes only, of a copy; that is for want of fours
+        wanted = case.stride != (1, 1) or case.H * case.W % 4 != 0
     assert ("" in faults[:3]) == wanted
 
 

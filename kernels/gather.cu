@@ -54,6 +54,16 @@
 // 142 / 137. 32 images: 64 to 64, 56x56, 25.8 / 23.5; 1024 to 256, 14x14, 29.2 / 27.3. Since one block stores by boxes,
 // 64 to 64, 256 images, takes it 110 and two 113; but by bench.py, 2026-11-23, 122 and 114.)
 //
+// Or one of 16 warps, in which three warpgroups multiply 64 pixels by 128 channels each, by boxes: three read weights
+// that come once, and where tiles of 128 pixels leave SMs without one, those of 192 may not. 32 images of 14x14 are 33
+// of them, 132 for 512 channels, 28x28 131. Of 6000 random problems 267 take such tiles; 110 of these took 0.93 of the
+// time of the best other tiles, and 0.90 of what was chosen without them. (us, the best of the others / so. 1x1 in
+// channels_last, TF32: 32 images of 1024 to 512, 14x14, 31.1 / 28.6; 16 of 768 to 768 25.4 / 23.0, 32 38.4 / 33.9; one
+// of 1024 to 512, 65x65, 29.6 / 26.3. Contained: 8 images of 3x3 640 to 640, 16x16, 52.5 / 48.0; channels_last, of 320
+// to 320, 32x32, 44.2 / 41.1, 16 images 72.0 / 69.0; one of 1x1 1024 to 2048, 65x65, 58.4 / 53.9.) By fours of pixels
+// and by images they were slower, as those come no faster: 32 images of 1024 to 256, 14x14, 25.7 / 27.6, of 1024 to 512
+// 33.7 / 37.8, of 512 to 2048, 7x7, 25.0 / 30.9 (H200, 2026-11-27, in a driver).
+//
 // fp32 is rounded on its way to the tensor cores, so that copies go straight to shared memory. They write 128 bytes of
 // it at once if these lie side by side, and otherwise piece by piece (1x1 of 256 channels to 64, channels_last, 256
 // images of 56x56: 438 us with pieces of a pixel apart, 286 side by side). Hence three layouts of a stage, by how it is
@@ -507,6 +517,17 @@ namespace gather {
 //
 // Other architectures than sm_90a have an empty kernel: what only its roles use is then unused.
 
+constexpr int kGatherWarps = 3;
+[[maybe_unused]] constexpr int kGatherThreads = 32 * kGatherWarps;
+// Of a block with so many multiplying warpgroups, one to three; those that order copies are one more. An SM has one
+// block, or two of one multiplying warpgroup.
+MODELNEW_HOST_DEVICE constexpr int threads_of(int warpgroups) { return 128 * warpgroups + kGatherThreads + 32; }
+MODELNEW_HOST_DEVICE constexpr int blocks_per_sm(int warpgroups) { return warpgroups == 1 ? 2 : 1; }
+// As many as an SM has for each thread, by eights: what a kernel starts with.
+MODELNEW_HOST_DEVICE constexpr int start_registers(int warpgroups) {
+  return (64 << 10) / (threads_of(warpgroups) * blocks_per_sm(warpgroups)) / 8 * 8;
+}
+
 // What y and the bias hold, and what stages do, as the tensor cores multiply it. AGAIN: in the kernel that does what
 // contained operands are not fit for.
 template <typename Tensor_, typename Stored_ = Tensor_, bool AGAIN_ = false>
@@ -516,26 +537,20 @@ struct Format {
   static constexpr bool CONTAINED = sizeof(Stored) < sizeof(Tensor);
   static constexpr bool AGAIN = AGAIN_;
   static constexpr int CHANNELS = 16 / sizeof(Stored);  // of a piece
-  // Registers of a thread, by multiplying warpgroups of its block: all start with 168, with two blocks an SM with 128,
-  // and the multiplying ones need more.
+  // Registers of a thread, by multiplying warpgroups of its block: all start with as many, and those that multiply need
+  // more.
   MODELNEW_HOST_DEVICE static constexpr int multiply_registers(int warpgroups) {
-    return warpgroups == 1 || sizeof(Tensor) == 2 ? 208 : AGAIN ? 216 : 224;
+    return warpgroups == 3 ? 152 : warpgroups == 1 || sizeof(Tensor) == 2 ? 208 : AGAIN ? 216 : 224;
   }
   MODELNEW_HOST_DEVICE static constexpr int gather_registers(int warpgroups) {
-    return (warpgroups + 1) * (warpgroups == 1 ? 128 : 168) - warpgroups * multiply_registers(warpgroups);
+    return (warpgroups + 1) * start_registers(warpgroups) - warpgroups * multiply_registers(warpgroups);
   }
 };
 using Tf32 = Format<float>;
 using Contained = Format<float, Half>;
 using Again = Format<float, float, true>;
 
-constexpr int kGatherWarps = 3;
-[[maybe_unused]] constexpr int kGatherThreads = 32 * kGatherWarps;
-// Of a block with so many multiplying warpgroups; those that order copies are one more. An SM has two multiplying ones,
-// of one block or of two.
-MODELNEW_HOST_DEVICE constexpr int threads_of(int warpgroups) { return 128 * warpgroups + kGatherThreads + 32; }
-MODELNEW_HOST_DEVICE constexpr int blocks_per_sm(int warpgroups) { return 2 / warpgroups; }
-constexpr int kThreads = threads_of(2);  // of contained operands, and what does all of them again
+constexpr int kThreads = threads_of(2);  // of what does all contained operands again
 // What a block may have on sm_90, and what each of two blocks of an SM may: that has 228 KB, and 1 KB of each block is
 // the system's.
 constexpr int kSharedBytes = 232448, kHalfSharedBytes = (228 * 1024) / 2 - 1024;
@@ -750,7 +765,7 @@ struct Landing {
 
 struct Plan {
   int tile_n, blocks_m;  // channels; 64 pixels of a warpgroup, so many times, or, of what lands, rows at most
-  int warpgroups;        // that multiply, of a block: 2, or 1 where an SM has two blocks
+  int warpgroups;        // that multiply, of a block: 2 or 3, or 1 where an SM has two blocks
   bool points;
   bool apart;                        // points of a filter whose taps lie far apart: a stage of x is of one tap
   bool packed;                       // windows: outputs of a tile follow one another, from anywhere in a line
@@ -2893,7 +2908,7 @@ __device__ __forceinline__ Share meet(const Params& params, const Shared& shared
   const int splits = plan.splits, rank = part_of_tile(plan, tile.part);
   const Share own{rank * kChunks / splits, (rank + 1) * kChunks / splits};
   float4* const left = reinterpret_cast<float4*>(smem + shared.layout.x_ring) + warpgroup * 128 + threadIdx.x % 128;
-  named_barrier(4, 128 * WARPGROUPS);  // nobody reads the rings any more
+  named_barrier(5, 128 * WARPGROUPS);  // nobody reads the rings any more
 #pragma unroll
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
 #pragma unroll
@@ -2906,8 +2921,9 @@ __device__ __forceinline__ Share meet(const Params& params, const Shared& shared
   hopper::cluster_sync();  // the sums of all blocks are there
   const uint32_t from = hopper::smem_address(left);
   // What several parts have is loaded before any of it is added up, in their order: each load takes a while. Kernels
-  // of contained operands are slower for the code, and where one warpgroup multiplies registers are fewer.
-  constexpr int kAtOnce = CONTAINED ? 1 : (TILE_N == 256 || BLOCKS_M > 1 ? 2 : 4) * WARPGROUPS / 2;
+  // of contained operands are slower for the code, and where one or three warpgroups multiply registers are fewer.
+  constexpr int kFew = TILE_N == 256 || BLOCKS_M > 1 ? 1 : 2;
+  constexpr int kAtOnce = CONTAINED ? 1 : WARPGROUPS == 2 ? 2 * kFew : kFew;
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     if (!own.has(chunk)) continue;
@@ -3851,7 +3867,7 @@ struct TileShape {
   // worth the time to compile it. kAny: as well in 16 bits.
   unsigned sources;
   bool contained = false;
-  int warpgroups = 2;  // that multiply, of a block; 1: of points only
+  int warpgroups = 2;  // that multiply, of a block; 1: of points only; 3: of points, or contained
   bool lands = false;      // then blocks_m is rows of y, of a warpgroup, and stage_cycles are those of a step
   double tile_cycles = 0;  // and those but for the steps
   int columns = 0, stride = 0;  // of what lands
@@ -3882,7 +3898,9 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByMost | kByImages | k16
                                      {128, 14, 2, 2200, kByLanding, true, 2, true, 6000, 14, 1},
                                      {128, 7, 2, 3900, kByLanding, true, 2, true, 6000, 28, 2},
                                      {128, 14, 2, 3500, kByLanding, true, 2, true, 8000, 14, 2},
-                                     {128, 7, 2, 1800, kByLanding, true, 2, true, 5000, 14, 2}};
+                                     {128, 7, 2, 1800, kByLanding, true, 2, true, 5000, 14, 2},
+                                     {128, 1, 8, 1050, kByBoxes, false, 3},
+                                     {128, 1, 8, 900, kByBoxes, true, 3}};
 // Of what is done again.
 constexpr TileShape kAgainShape{64, 2, 8, 1150, ~(kByTaps | kByImages)};
 
@@ -3901,7 +3919,8 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, ~(kByTaps | kByImages)};
 // layers of a ResNet-50 with 1 to 256 images in both memory formats, of a U-Net, a DeepLab, a ResNeXt and others (H200,
 // in a driver, with cold caches and code). What was chosen before took 3.1% longer than the fastest, 5.0 and 5.6% of
 // one image (planes, channels_last), 6.5 and 5.8% of two, 2.2 and 1.3% of 32; what is chosen now 1.4%, 2.4 and 1.4%,
-// 2.1 and 1.2%, 1.7 and 1.9%.
+// 2.1 and 1.2%, 1.7 and 1.9%. Tiles of three warpgroups (1050 and 900 cycles) are by the same problems, timed with
+// these, the same day: what is chosen took 1.5% longer than the fastest, what was before 1.8%.
 //
 // Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled (single words of windows
 // are never what a tile waits for); of y.
@@ -3952,6 +3971,7 @@ constexpr double kContainCycles = 13000, kContainForTmaCycles = 7700, kContainFo
 constexpr double kContainRate = 17;
 // Of long tiles, of so many stages at least, in so many turns and tiles of channels: 3x3 512 and 1024 channels to 1024,
 // 64x64, 16 images, us, 885 and 1710 by gather's own products, 915 and 1817 by tma (H200, 2026-11-27, in a driver).
+// Not of three warpgroups, which take 879 and 1846.
 constexpr int kLongTileStages = 64, kManyTurns = 4, kManyTiles = 4;
 constexpr double kLongTileFactor = 0.9;
 
@@ -4051,7 +4071,7 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
   plan.points = cut.kind == Cut::kPoints || cut.kind == Cut::kImages;
   plan.packed = cut.kind == Cut::kPacked;
   plan.apart = plan.points && of.R * of.S > 1;
-  if (plan.points ? shape.pieces < kLeastPointPieces : plan.warpgroups == 1) return false;
+  if (plan.points ? shape.pieces < kLeastPointPieces : plan.warpgroups != 2 && !plan.contained) return false;
   const int pixels = tile_pixels(plan);
   // Packed tiles start at multiples of what divides both.
   const int most_skipped = plan.packed ? of.Q - greatest_common_divisor(pixels, of.Q) : 0;
@@ -4202,7 +4222,7 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
   const bool dense_out =
       plan.out_channels_last
           ? dense_pixels(of.out_stride, of.N, of.P, of.Q) && of.N * of.P * of.Q < (int64_t{1} << 30)
-          : plan.warpgroups == 2 && of.P * of.Q >= kLeastBoxedPlane && of.P * of.Q % 8 == 0 && of.N < (1 << 30);
+          : plan.warpgroups > 1 && of.P * of.Q >= kLeastBoxedPlane && of.P * of.Q % 8 == 0 && of.N < (1 << 30);
   const bool in_sixteens = plan.points || plan.packed || (tile_q % 16 == 0 && of.Q % 16 == 0);
   plan.boxes = in_sixteens && dense_out && out_bytes == 4 && plan.vector == 4 &&
                (of.groups == 1 || of.out_channels % kStagedChannels == 0);
@@ -4444,10 +4464,11 @@ inline void improve(const Phased& of, int out_bytes, const Device& device, const
       if (plan.apart) plan.cycles *= kTapsFactor;
       const bool of_boxes = plan.points && !plan.apart && plan.in_boxes && plan.out_channels_last;
       if (of_boxes && out_bytes == 4 && !plan.contained &&
-          (plan.tile_n == 256 || (plan.tile_n == 64 && plan.warpgroups == 1)))
+          (plan.tile_n == 256 || plan.warpgroups == 3 || (plan.tile_n == 64 && plan.warpgroups == 1)))
         plan.cycles += kColdChannelsCycles;
       const bool many = plan.tiles > int64_t{kManyTurns} * device.sms && plan.tiles_n >= kManyTiles;
-      if (plan.contained && many && plan.iterations >= kLongTileStages) plan.cycles *= kLongTileFactor;
+      if (plan.contained && plan.warpgroups == 2 && many && plan.iterations >= kLongTileStages)
+        plan.cycles *= kLongTileFactor;
       plan.cycles += more_cycles;
       if (found && plan.cycles >= best.cycles) continue;
       best = plan;
@@ -4933,14 +4954,16 @@ bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
 template <typename Format>
 cudaError_t run_tiles(Params& params, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidConfiguration;
-  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 21 && !kTileShapes[11].lands && kTileShapes[12].lands,
+  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 23 && !kTileShapes[11].lands && kTileShapes[12].lands &&
+                    kTileShapes[20].lands && !kTileShapes[21].lands,
                 "all others are tried");
   run_shape<Format, 0>(params, stream, error) || run_shape<Format, 1>(params, stream, error) ||
       run_shape<Format, 2>(params, stream, error) || run_shape<Format, 3>(params, stream, error) ||
       run_shape<Format, 4>(params, stream, error) || run_shape<Format, 5>(params, stream, error) ||
       run_shape<Format, 6>(params, stream, error) || run_shape<Format, 7>(params, stream, error) ||
       run_shape<Format, 8>(params, stream, error) || run_shape<Format, 9>(params, stream, error) ||
-      run_shape<Format, 10>(params, stream, error) || run_shape<Format, 11>(params, stream, error);
+      run_shape<Format, 10>(params, stream, error) || run_shape<Format, 11>(params, stream, error) ||
+      run_shape<Format, 21>(params, stream, error) || run_shape<Format, 22>(params, stream, error);
   return error;
 }
 
