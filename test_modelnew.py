@@ -4505,7 +4505,7 @@ constexpr LandingNumbers kLandingNumbers[] = {
     {128, 7, 28, 2, 30, 208, 16, 56, 0, 4},  {128, 14, 14, 2, 16, 224, 32, 28, 0, 4},
     {128, 7, 14, 2, 16, 112, 16, 28, 0, 4},
 };
-static_assert(std::size(kTileShapes) == 12 + std::size(kLandingNumbers) + 2, "all tiles of what lands");
+static_assert(std::size(kTileShapes) == 12 + std::size(kLandingNumbers) + 3, "all tiles of what lands");
 
 // What is wrong with the shared memory of what lands, or nothing.
 static std::string fault_of_landing_layout(const Phased& of, const Plan& plan, const LandingNumbers& tile) {
@@ -4741,9 +4741,11 @@ static void note(const Phased& of, const Plan& plan) {
               (plan.boxes ? "boxes" : plan.vector == 4 ? "fours" : "one"));
   const char* const parts = plan.whole_tiles > 0 ? ", some tiles in parts" : ", all tiles in parts";
   if (plan.splits > 1) seen.insert(kind + parts);
-  if (plan.warpgroups == 3)
-    seen.insert(kind + ", three warpgroups" + (plan.contained ? ", contained" : "") +
-                (plan.splits > 1 ? ", tiles in parts" : ""));
+  if (plan.warpgroups == 3) {
+    const char* const small = plan.in_boxes ? ", 64 channels by boxes" : ", 64 channels by fours";
+    const char* const how = plan.contained ? ", contained" : plan.tile_n == 64 ? small : "";
+    seen.insert(kind + ", three warpgroups" + how + (plan.splits > 1 ? ", tiles in parts" : ""));
+  }
   if (plan.warpgroups == 1) {
     seen.insert("two blocks an SM, tiles of " + std::to_string(tile_pixels(plan)) + " pixels by " +
                 (plan.in_boxes ? "boxes" : "fours") + (plan.copied ? " of a copy" : ""));
@@ -5384,9 +5386,13 @@ GATHER_KINDS = {
     *(f"two blocks an SM, {which} tiles in parts" for which in ("some", "all")),
     *(
         f"{kind}, three warpgroups{how}{parts}"
-        for kind, how in (("points", ""), ("points", ", contained"), ("windows", ", contained"))
+        for kind, how in (
+            *(("points", how) for how in ("", ", 64 channels by boxes", ", contained")),
+            ("windows", ", contained"),
+        )
         for parts in ("", ", tiles in parts")
     ),
+    "points, three warpgroups, 64 channels by fours",
     "packed lines",
     "whole lines",
     "a part of a line",
@@ -5619,6 +5625,8 @@ GATHER_WIDE_CASES = [
     Case(40, 772, 21, 21, 136, 1, 1),
     Case(9, 328, 15, 15, 520, 3, 3, padding=(1, 1)),
     Case(11, 520, 15, 15, 772, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(16, 64, 57, 56, 60, 1, 1),
+    Case(64, 64, 28, 28, 48, 1, 1),
 ]
 # And these, in fp32, come by boxes of a tap.
 GATHER_APART_CASES = [
@@ -5714,15 +5722,18 @@ def test_gather_has_three_warpgroups_multiply_what_the_gpu_tests_say(gather_plan
         strides = {name: tensor.stride() for name, tensor in in_layout(tensors, layout).items()}
         for operator in gather_operators(case):
             text = gather_plans("describe", operator, case, torch.float32, strides=strides)
-            found = re.search(r"x 192 pixels, x by boxes .* of them in (\d) parts", text)
+            found = re.search(r"tile of (\d+) channels x 192 pixels, x by (boxes|fours) .* of them in (\d) parts", text)
             if found:
-                told.add(("in scaled fp16" in text, "x copied" in text, case.R, int(found[1]) > 1))
+                channels, by, parts = found.groups()
+                told.add((int(channels), by, "in scaled fp16" in text, "x copied" in text, case.R, int(parts) > 1))
     assert told == {
-        (False, False, 1, False),
-        (False, False, 1, True),
-        (False, True, 1, False),
-        (True, True, 1, False),
-        (True, True, 3, True),
+        (128, "boxes", False, False, 1, False),
+        (128, "boxes", False, False, 1, True),
+        (128, "boxes", False, True, 1, False),
+        (128, "boxes", True, True, 1, False),
+        (128, "boxes", True, True, 3, True),
+        (64, "boxes", False, False, 1, False),
+        (64, "fours", False, False, 1, False),
     }
 
 
@@ -6239,9 +6250,9 @@ GATHER_SHIM_CASES = [
 # blocks with one multiplying warpgroup or three, for points only, and those of operands that are contained on their
 # way.
 GATHER_WINDOWS, GATHER_SHAPES_16 = range(5), range(2)
-GATHER_CONTAINED, GATHER_POINTS = (5, 6, 7, 8, 22), (9, 10, 11, 21)
+GATHER_CONTAINED, GATHER_POINTS = (5, 6, 7, 8, 22), (9, 10, 11, 21, 23)
 GATHER_LANDING = range(12, 21)
-GATHER_BY_TMA = range(23, 34)  # behind them, what tma multiplies, by its own shapes of a tile
+GATHER_BY_TMA = range(24, 35)  # behind them, what tma multiplies, by its own shapes of a tile
 GATHER_SHAPES = [*GATHER_WINDOWS, *GATHER_POINTS]
 # Channels of a tile of these, rows of a warpgroup, columns, and the stride.
 LANDING_TILES = {
@@ -6276,7 +6287,7 @@ def landing_shapes(operator: str, case: Case, layout: str) -> list[int]:
     return [shape for shape, tile in LANDING_TILES.items() if takes(*tile)]
 
 
-GATHER_CUT_UP = (2, 4, 7, 8, 9, 11, 21, 22)  # those whose tiles may all be cut up into parts
+GATHER_CUT_UP = (2, 4, 7, 8, 9, 11, 21, 22, 23)  # those whose tiles may all be cut up into parts
 # Cases of every Source but the one of any, in its order: single words, fours of pixels, images, channels, boxes, boxes
 # of phases of x and boxes of a tap. 16 bits have neither images nor the last two. The shape of half a stage, in which
 # pieces of channels are apart, takes neither 1x1 nor boxes: it has cases of its own.
@@ -6320,7 +6331,7 @@ def test_gather_shim_runs_each_kernel(gather_shim, shape, source, of_kernel, dty
         case = Case(2, case.C, 9, 8, 136, 3, 3)
     if shape in GATHER_POINTS and case.R > 1:
         assert gather_shim.fault("fprop", case, dtype, shape, layout, seed=2) is None
-        case = dataclasses.replace(case, R=1, S=1, padding=(0, 0))
+        case = dataclasses.replace(case, K=56, R=1, S=1, padding=(0, 0))
     if not gather_shim.library.gather_sources(shape) >> of_kernel & 1:
         assert gather_shim.fault("fprop", case, dtype, shape, layout, seed=2) is None
         return
@@ -6401,6 +6412,8 @@ def test_gather_shim_exact_with_one_multiplying_warpgroup_or_three(gather_shim, 
         wanted = layout == "contiguous" and case.stride == (1, 1) and case.H * case.W % 4 == 0
     elif shape == GATHER_POINTS[3] and layout == "contiguous":  # by boxes only, of a copy; that is for want of fours
         wanted = case.stride != (1, 1) or case.H * case.W % 4 != 0
+    elif shape == GATHER_POINTS[4] and layout == "channels_last":  # of one tile of channels
+        wanted = wanted and (case.K if operator == "fprop" else case.C) // case.groups <= 64
     assert ("" in faults[:3]) == wanted
 
 

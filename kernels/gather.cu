@@ -64,6 +64,14 @@
 // and by images they were slower, as those come no faster: 32 images of 1024 to 256, 14x14, 25.7 / 27.6, of 1024 to 512
 // 33.7 / 37.8, of 512 to 2048, 7x7, 25.0 / 30.9 (H200, 2026-11-27, in a driver).
 //
+// Or 64 pixels by 64 channels each, by fours or boxes, where there are few output channels: more warps store, and who
+// stores keeps fewer from multiplying. (1x1, us, the best of the others / so, the same day. Planes: 144 to 32, 28x28,
+// 64 images, 20.7 / 18.6; 240 to 40 26.8 / 24.9; 24 to 144, 56x56, 128 images, 99 / 82; 32 to 16, 112x112, 129 / 105; 64
+// to 64, 56x56, 16 images, 15.5 / 13.9, 32 20.9 / 20.3, 256 110.5 / 110.2; 256 to 64, 256 images, 258 / 253.
+// channels_last: 64 to 32, 56x56, 16 images, 14.3 / 13.1; 192 to 32, 28x28, 64 images, 21.4 / 20.2; 256 to 64, 256
+// images, 254 / 252. Of 384 pixels by 64 channels 32 images of 64 to 64 took 20.4 where 192 pixels took 20.0, 256 of
+// 256 to 64 269 and 251.)
+//
 // fp32 is rounded on its way to the tensor cores, so that copies go straight to shared memory. They write 128 bytes of
 // it at once if these lie side by side, and otherwise piece by piece (1x1 of 256 channels to 64, channels_last, 256
 // images of 56x56: 438 us with pieces of a pixel apart, 286 side by side). Hence three layouts of a stage, by how it is
@@ -2024,11 +2032,11 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
     } else if constexpr (LOADS == Loads::kPixels) {
       constexpr int kCopies = 4;
       // Lanes of neighbouring pixels, rows of these in a warp, and groups of lanes in a row.
-      constexpr int kFours = PIXELS / 4, kLanes = kFours < 32 ? kFours : 32, kRows = 32 / kLanes,
+      constexpr int kFours = PIXELS / 4, kLanes = kFours % 32 == 0 ? 32 : 16, kRows = 32 / kLanes,
                     kGroups = kFours / kLanes;
       const int items = plan.pieces * stages.CHANNELS / kCopies * kGroups / kRows;
       for (int item = stages.warp; item < items; item += kGatherWarps) {
-        const int four = item % kGroups * 32 + lane % kLanes;
+        const int four = item % kGroups * kLanes + lane % kLanes;
         const int channel = (item / kGroups * kRows + lane / kLanes) * kCopies;
         const int offset = stages.offsets[four];
         const uint32_t to = stage + (channel * plan.plane_slots + four * 4) * sizeof(Stored);
@@ -3900,7 +3908,8 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByMost | kByImages | k16
                                      {128, 14, 2, 3500, kByLanding, true, 2, true, 8000, 14, 2},
                                      {128, 7, 2, 1800, kByLanding, true, 2, true, 5000, 14, 2},
                                      {128, 1, 8, 1050, kByBoxes, false, 3},
-                                     {128, 1, 8, 900, kByBoxes, true, 3}};
+                                     {128, 1, 8, 900, kByBoxes, true, 3},
+                                     {64, 1, 8, 1000, kByPixels | kByBoxes, false, 3}};
 // Of what is done again.
 constexpr TileShape kAgainShape{64, 2, 8, 1150, ~(kByTaps | kByImages)};
 
@@ -3920,7 +3929,9 @@ constexpr TileShape kAgainShape{64, 2, 8, 1150, ~(kByTaps | kByImages)};
 // in a driver, with cold caches and code). What was chosen before took 3.1% longer than the fastest, 5.0 and 5.6% of
 // one image (planes, channels_last), 6.5 and 5.8% of two, 2.2 and 1.3% of 32; what is chosen now 1.4%, 2.4 and 1.4%,
 // 2.1 and 1.2%, 1.7 and 1.9%. Tiles of three warpgroups (1050 and 900 cycles) are by the same problems, timed with
-// these, the same day: what is chosen took 1.5% longer than the fastest, what was before 1.8%.
+// these, the same day: what is chosen took 1.5% longer than the fastest, what was before 1.8%. Those of 64 channels
+// (1000) are by 287 problems of 1x1 among these and 334 of networks with few channels, 16 to 144, as well: 2.1 and 1.5%
+// (planes, channels_last) and 3.3 and 1.2%; without such tiles 2.3, 1.8, 7.3 and 2.9% longer than the fastest.
 //
 // Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled (single words of windows
 // are never what a tile waits for); of y.
@@ -3933,6 +3944,7 @@ constexpr double kStorePlanesRate = 21;  // by boxes: set by hand afterwards, as
 constexpr int kMostResidentTiles = 8;    // of channels: 132 SMs are 4 more than a multiple of it
 constexpr double kLost = 0.08;           // of what takes less time than what a tile waits for
 constexpr double kTileCycles = 1500;     // to fill and to drain
+constexpr double kSmallTilesHide = 4;    // of three warpgroups with 64 channels: of that so little is left
 constexpr double kCopyCycles = 3000;     // of copying x, but for its bytes
 // Of parts of a tile, but for their sums, of each of them, and bytes a cycle of the sums.
 constexpr double kMeetCycles = 1500, kMeetPartCycles = 1600, kMeetRate = 100;
@@ -4205,6 +4217,9 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
   if (packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces >= (1 << 30)) return false;
 
   plan.out_channels_last = of.out_stride[1] == 1 && of.out_channels > 1;
+  // 24 to 144, 56x56, 128 images, channels_last, us, 83 in tiles of 256 channels, 103 so; of planes 99 / 82.
+  const bool small = plan.warpgroups == 3 && plan.tile_n == 64;
+  if (small && plan.out_channels_last && plan.tiles_n > 1) return false;
   const bool aligned_out = address.out % (4 * out_bytes) == 0;
   if (plan.out_channels_last) {
     plan.vector = aligned_out && of.out_channels % 4 == 0 && of.out_stride[0] % 4 == 0 && of.out_stride[2] % 4 == 0 &&
@@ -4287,6 +4302,7 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
   // tiles of 128 channels as well, at 7ae611d: 64 to 128, 1024x1024, 16 images, 3.69 ms instead of 3.49, bench.py.)
   const bool ahead = plan.resident && !plan.contained && !plan.out_channels_last && plan.tile_n == 64 &&
                      plan.iterations < plan.x_stages;
+  const double hides = small ? kSmallTilesHide : ahead ? 2 : 1;
   // Of images a stage takes what its products take, or what the L2 cache takes to give all of it.
   const double stage_cycles =
       plan.in_images
@@ -4301,7 +4317,7 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
     const double work = multiply + out_bytes / store_rate;
     const double memory = (in_bytes / plan.tiles_n + out_bytes) / kMemoryRate;
     return hidden * ((1 - kLost) * std::max({work, load, memory}) + kLost * (work + load + memory) +
-                     kTileCycles / std::max<double>(ahead ? 2 : 1, static_cast<double>(tiles)));
+                     kTileCycles / std::max<double>(hides, static_cast<double>(tiles)));
   };
   // Of so many tiles. In the last turn SMs may have one each, where there are two blocks.
   const auto cycles_of = [&](int64_t tiles, int blocks_c) {
@@ -4464,7 +4480,8 @@ inline void improve(const Phased& of, int out_bytes, const Device& device, const
       if (plan.apart) plan.cycles *= kTapsFactor;
       const bool of_boxes = plan.points && !plan.apart && plan.in_boxes && plan.out_channels_last;
       if (of_boxes && out_bytes == 4 && !plan.contained &&
-          (plan.tile_n == 256 || plan.warpgroups == 3 || (plan.tile_n == 64 && plan.warpgroups == 1)))
+          (plan.tile_n == 256 || (plan.tile_n == 128 && plan.warpgroups == 3) ||
+           (plan.tile_n == 64 && plan.warpgroups == 1)))
         plan.cycles += kColdChannelsCycles;
       const bool many = plan.tiles > int64_t{kManyTurns} * device.sms && plan.tiles_n >= kManyTiles;
       if (plan.contained && plan.warpgroups == 2 && many && plan.iterations >= kLongTileStages)
@@ -4954,7 +4971,7 @@ bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
 template <typename Format>
 cudaError_t run_tiles(Params& params, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidConfiguration;
-  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 23 && !kTileShapes[11].lands && kTileShapes[12].lands &&
+  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 24 && !kTileShapes[11].lands && kTileShapes[12].lands &&
                     kTileShapes[20].lands && !kTileShapes[21].lands,
                 "all others are tried");
   run_shape<Format, 0>(params, stream, error) || run_shape<Format, 1>(params, stream, error) ||
@@ -4963,7 +4980,8 @@ cudaError_t run_tiles(Params& params, cudaStream_t stream) {
       run_shape<Format, 6>(params, stream, error) || run_shape<Format, 7>(params, stream, error) ||
       run_shape<Format, 8>(params, stream, error) || run_shape<Format, 9>(params, stream, error) ||
       run_shape<Format, 10>(params, stream, error) || run_shape<Format, 11>(params, stream, error) ||
-      run_shape<Format, 21>(params, stream, error) || run_shape<Format, 22>(params, stream, error);
+      run_shape<Format, 21>(params, stream, error) || run_shape<Format, 22>(params, stream, error) ||
+      run_shape<Format, 23>(params, stream, error);
   return error;
 }
 
