@@ -66,11 +66,11 @@
 //
 // Or 64 pixels by 64 channels each, by fours or boxes, where there are few output channels: more warps store, and who
 // stores keeps fewer from multiplying. (1x1, us, the best of the others / so, the same day. Planes: 144 to 32, 28x28,
-// 64 images, 20.7 / 18.6; 240 to 40 26.8 / 24.9; 24 to 144, 56x56, 128 images, 99 / 82; 32 to 16, 112x112, 129 / 105; 64
-// to 64, 56x56, 16 images, 15.5 / 13.9, 32 20.9 / 20.3, 256 110.5 / 110.2; 256 to 64, 256 images, 258 / 253.
+// 64 images, 20.7 / 18.6; 240 to 40 26.8 / 24.9; 24 to 144, 56x56, 128 images, 99 / 82; 32 to 16, 112x112, 129 / 105;
+// 64 to 64, 56x56, 16 images, 15.5 / 13.9, 32 20.9 / 20.3, 256 110.5 / 110.2; 256 to 64, 256 images, 258 / 253.
 // channels_last: 64 to 32, 56x56, 16 images, 14.3 / 13.1; 192 to 32, 28x28, 64 images, 21.4 / 20.2; 256 to 64, 256
 // images, 254 / 252. Of 384 pixels by 64 channels 32 images of 64 to 64 took 20.4 where 192 pixels took 20.0, 256 of
-// 256 to 64 269 and 251.)
+// 256 to 64 269 and 251. By bench.py 64 to 64, 32 images, planes, 21.7 / 21.0, 256 to 64, 256 images, 257 / 254.)
 //
 // fp32 is rounded on its way to the tensor cores, so that copies go straight to shared memory. They write 128 bytes of
 // it at once if these lie side by side, and otherwise piece by piece (1x1 of 256 channels to 64, channels_last, 256
