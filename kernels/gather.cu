@@ -64,13 +64,14 @@
 // and by images they were slower, as those come no faster: 32 images of 1024 to 256, 14x14, 25.7 / 27.6, of 1024 to 512
 // 33.7 / 37.8, of 512 to 2048, 7x7, 25.0 / 30.9 (H200, 2026-11-27, in a driver).
 //
-// Or 64 pixels by 64 channels each, by fours or boxes, where there are few output channels: more warps store, and who
-// stores keeps fewer from multiplying. (1x1, us, the best of the others / so, the same day. Planes: 144 to 32, 28x28,
-// 64 images, 20.7 / 18.6; 240 to 40 26.8 / 24.9; 24 to 144, 56x56, 128 images, 99 / 82; 32 to 16, 112x112, 129 / 105;
-// 64 to 64, 56x56, 16 images, 15.5 / 13.9, 32 20.9 / 20.3, 256 110.5 / 110.2; 256 to 64, 256 images, 258 / 253.
-// channels_last: 64 to 32, 56x56, 16 images, 14.3 / 13.1; 192 to 32, 28x28, 64 images, 21.4 / 20.2; 256 to 64, 256
-// images, 254 / 252. Of 384 pixels by 64 channels 32 images of 64 to 64 took 20.4 where 192 pixels took 20.0, 256 of
-// 256 to 64 269 and 251. By bench.py 64 to 64, 32 images, planes, 21.7 / 21.0, 256 to 64, 256 images, 257 / 254.)
+// Or 64 pixels by 64 channels each, 1x1 with TF32 operands, by fours or boxes, where there are few output channels:
+// presumably since two of three warpgroups multiply while one stores. (us, the best of the others / so, the same day.
+// Planes: 144 to 32, 28x28, 64 images, 20.7 / 18.6; 240 to 40 26.8 / 24.9; 24 to 144, 56x56, 128 images, 99 / 82; 32 to
+// 16, 112x112, 129 / 105; 64 to 64, 56x56, 16 images, 15.5 / 13.9, 32 20.9 / 20.3, 256 110.5 / 110.2; 256 to 64, 256
+// images, 258 / 253. channels_last: 64 to 32, 56x56, 16 images, 14.3 / 13.1; 192 to 32, 28x28, 64 images, 21.4 / 20.2;
+// 256 to 64, 256 images, 254 / 252. Of 384 pixels by 64 channels 32 images of 64 to 64 took 20.4 where 192 pixels took
+// 20.0, 256 of 256 to 64 269 and 251. By bench.py 64 to 64, 32 images, planes, 21.7 / 21.0, 256 to 64, 256 images, 257
+// / 254.)
 //
 // fp32 is rounded on its way to the tensor cores, so that copies go straight to shared memory. They write 128 bytes of
 // it at once if these lie side by side, and otherwise piece by piece (1x1 of 256 channels to 64, channels_last, 256
@@ -374,7 +375,7 @@
 // 171 / 183. Of 1060 cycles a stage a warp spent 350 with that and 520, all that both warpgroups' products take, at its
 // wgmmas, whose operands in registers seem to hold it up until they are nearly done. Nor did it help to load and to
 // convert operands between the wgmmas of the batch before (2% more in the mean of all layers), or to have three
-// warpgroups of 64 pixels x 128 channels (stride 2: 213 / 220).
+// warpgroups of 64 pixels x 128 channels that contain their operands (stride 2: 213 / 220).
 //
 // Against what a call with contained operands takes beside the multiplication it was tried as well (NCHW, us, in a
 // driver, H200, 2026-11-23; 3x3 of 16 images: 128 to 128 channels, 256x256 (A), 256 to 256, 128x128 (B), 1024 to 512,
@@ -545,8 +546,8 @@ struct Format {
   static constexpr bool CONTAINED = sizeof(Stored) < sizeof(Tensor);
   static constexpr bool AGAIN = AGAIN_;
   static constexpr int CHANNELS = 16 / sizeof(Stored);  // of a piece
-  // Registers of a thread, by multiplying warpgroups of its block: all start with as many, and those that multiply need
-  // more.
+  // Registers of a thread, by multiplying warpgroups of its block: all start with start_registers, and those that
+  // multiply need more.
   MODELNEW_HOST_DEVICE static constexpr int multiply_registers(int warpgroups) {
     return warpgroups == 3 ? 152 : warpgroups == 1 || sizeof(Tensor) == 2 ? 208 : AGAIN ? 216 : 224;
   }
@@ -1981,7 +1982,7 @@ __device__ __forceinline__ void copy_channels(const To& to, const Stored* from, 
 // The warps take items in turns:
 //
 //   kSingle     32 slots of 16 channels
-//   kPixels     32 times 4 slots of 4 channels; of tiles of 64 pixels 16 times 4 slots of 8 channels
+//   kPixels     32 times 4 slots of 4 channels; of tiles of 64 and 192 pixels 16 times 4 slots of 8 channels
 //   kChannels   32 / pieces slots of all pieces; where the first of them lie, a lane remembers for the whole tile
 template <typename Format, Loads LOADS, int PIXELS>
 __device__ __forceinline__ void copy_stages(const Params& params, const Shared& shared, int32_t* tables) {
@@ -3944,7 +3945,7 @@ constexpr double kStorePlanesRate = 21;  // by boxes: set by hand afterwards, as
 constexpr int kMostResidentTiles = 8;    // of channels: 132 SMs are 4 more than a multiple of it
 constexpr double kLost = 0.08;           // of what takes less time than what a tile waits for
 constexpr double kTileCycles = 1500;     // to fill and to drain
-constexpr double kSmallTilesHide = 4;    // of three warpgroups with 64 channels: of that so little is left
+constexpr double kSmallTilesHide = 4;    // divides that in tiles of three warpgroups with 64 channels
 constexpr double kCopyCycles = 3000;     // of copying x, but for its bytes
 // Of parts of a tile, but for their sums, of each of them, and bytes a cycle of the sums.
 constexpr double kMeetCycles = 1500, kMeetPartCycles = 1600, kMeetRate = 100;
@@ -4681,7 +4682,8 @@ constexpr int kFewOfGroup = 16;
 
 // Tiles have 64 output channels here and 32 in pointwise. 1x1 of planes, by pointwise / by this engine, us: 32 channels
 // to 16, 112x112, 64 and 128 images, 49 / 76 and 90 / 144; 96 to 24, 56x56, 33 / 35 and 57 / 59; 144 to 24, 43 / 47 and
-// 77 / 79; to 32, 28x28, 128 images, 29.6 / 29.4; to 40, 36 / 29 (H200, 2026-11-25, by turns in one process).
+// 77 / 79; to 32, 28x28, 128 images, 29.6 / 29.4; to 40, 36 / 29 (H200, 2026-11-25, by turns in one process; not timed
+// since this engine has tiles of three warpgroups with 64 channels).
 constexpr int kFewOfPointwise = 24;
 
 inline const char* yields(const Problem& problem, Operator op) {
