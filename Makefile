@@ -23,7 +23,7 @@ STAMP := $(VENV)/modelnew-$(shell printf %s '$(TORCH)' | cksum | cut -d' ' -f1).
 # torch pins other versions of the same ones.
 CUDA121 := $(VENV)/cuda-12.1
 CUDA121_WHEELS := nvidia-cuda-nvrtc-cu12==12.1.105 nvidia-cuda-nvcc-cu12==12.1.105 nvidia-cuda-runtime-cu12==12.1.105
-# What reads machine code, of any nvcc up to its own version. There are wheels for Linux only.
+# What reads machine code, for tests that skip where there are no such wheels.
 CUOBJDUMP_WHEELS := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 
 .PHONY: test bench lint
@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml Makefile | $(PYTHON)
 	rm -f $(VENV)/modelnew-*.stamp
 	$(PYTHON) -m pip install -q $(TORCH)
 	$(PYTHON) -m pip install -q -e '.[bench,test]'
-	$(PYTHON) -m pip install -q $(CUOBJDUMP_WHEELS) || echo 'without cuobjdump: tests of the machine code will skip'
+	$(PYTHON) -m pip install -q $(CUOBJDUMP_WHEELS) || echo 'no cuobjdump: tests of the machine code will skip'
 	touch $@
 
 # These wheels exist for Linux on x86-64; elsewhere the tests that need them skip.

@@ -5664,13 +5664,18 @@ def test_gather_cases_are_gathers(gather_plans, dtype):
         assert taken_ones == gather_operators(case), case
 
 
+def gather_texts(gather_plans: GatherPlans, case: Case, layout: str) -> Iterator[tuple[str, str]]:
+    """What is to be run of a case in fp32, by operators."""
+    tensors = {"x": torch.empty(case.x_shape, device="meta"), "dy": torch.empty(case.y_shape, device="meta")}
+    strides = {name: tensor.stride() for name, tensor in in_layout(tensors, layout).items()}
+    for operator in gather_operators(case):
+        yield operator, gather_plans("describe", operator, case, torch.float32, strides=strides)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gather_contains_what_the_gpu_tests_say(gather_plans, layout):
     for case in GATHER_CONTAINED_CASES:
-        tensors = {"x": torch.empty(case.x_shape, device="meta"), "dy": torch.empty(case.y_shape, device="meta")}
-        strides = {name: tensor.stride() for name, tensor in in_layout(tensors, layout).items()}
-        for operator in gather_operators(case):
-            text = gather_plans("describe", operator, case, torch.float32, strides=strides)
+        for operator, text in gather_texts(gather_plans, case, layout):
             assert text.startswith("in scaled fp16, "), f"{operator} of {case}: {text}"
 
 
@@ -5678,10 +5683,7 @@ def test_gather_contains_on_its_way_what_the_gpu_tests_say(gather_plans):
     told = set()
     wanted = [(case, "contiguous") for case in GATHER_LANDING_CASES] + [(GATHER_LANDING_CHANNELS, "channels_last")]
     for case, layout in wanted:
-        tensors = {"x": torch.empty(case.x_shape, device="meta"), "dy": torch.empty(case.y_shape, device="meta")}
-        strides = {name: tensor.stride() for name, tensor in in_layout(tensors, layout).items()}
-        for operator in gather_operators(case):
-            text = gather_plans("describe", operator, case, torch.float32, strides=strides)
+        for operator, text in gather_texts(gather_plans, case, layout):
             assert text.startswith("in scaled fp16, x contained on its way, "), f"{operator} of {case}: {text}"
             channels, columns = re.search(r"tile of (\d+) channels x \d+ rows x (\d+) columns", text).groups()
             told.add((int(channels), int(columns), *case.stride))
@@ -5692,10 +5694,7 @@ def test_gather_has_tma_multiply_what_the_gpu_tests_say(gather_plans):
     """Contained operands of each memory format, by windows and by taps, at a stride and not; some by gather itself."""
     told, shared = set(), False
     for case, layout in itertools.product(GATHER_CONTAINED_CASES, LAYOUTS):
-        tensors = {"x": torch.empty(case.x_shape, device="meta"), "dy": torch.empty(case.y_shape, device="meta")}
-        strides = {name: tensor.stride() for name, tensor in in_layout(tensors, layout).items()}
-        for operator in gather_operators(case):
-            text = gather_plans("describe", operator, case, torch.float32, strides=strides)
+        for operator, text in gather_texts(gather_plans, case, layout):
             assert text.startswith("in scaled fp16, x copied, "), f"{operator} of {case}: {text}"
             by_tma = re.search(r"multiplied by tma: tile of \d+ channels x .*?, by (windows|taps), ", text)
             told.add((layout, by_tma[1] if by_tma else None, case.stride))
@@ -5707,9 +5706,7 @@ def test_gather_has_tma_multiply_what_the_gpu_tests_say(gather_plans):
 
 def test_gather_takes_boxes_at_a_stride_where_the_gpu_tests_say(gather_plans):
     for case in GATHER_STRIDED_CASES:
-        tensors = {"x": torch.empty(case.x_shape, device="meta"), "dy": torch.empty(case.y_shape, device="meta")}
-        strides = {name: tensor.stride() for name, tensor in in_layout(tensors, "channels_last").items()}
-        text = gather_plans("describe", "fprop", case, torch.float32, strides=strides)
+        text = dict(gather_texts(gather_plans, case, "channels_last"))["fprop"]
         assert text.startswith("x in phases, ") == (case.R > 1), f"{case}: {text}"
         assert "x by boxes" in text, f"{case}: {text}"
 
@@ -5718,10 +5715,7 @@ def test_gather_has_three_warpgroups_multiply_what_the_gpu_tests_say(gather_plan
     """Tiles of 192 pixels: no others have so many."""
     told = set()
     for case, layout in itertools.product(GATHER_WIDE_CASES, LAYOUTS):
-        tensors = {"x": torch.empty(case.x_shape, device="meta"), "dy": torch.empty(case.y_shape, device="meta")}
-        strides = {name: tensor.stride() for name, tensor in in_layout(tensors, layout).items()}
-        for operator in gather_operators(case):
-            text = gather_plans("describe", operator, case, torch.float32, strides=strides)
+        for _, text in gather_texts(gather_plans, case, layout):
             found = re.search(r"tile of (\d+) channels x 192 pixels, x by (boxes|fours) .* of them in (\d) parts", text)
             if found:
                 channels, by, parts = found.groups()
@@ -5741,8 +5735,7 @@ def test_gather_takes_images_where_the_gpu_tests_say(gather_plans):
     """Both kinds of tiles, and tiles in parts."""
     told = set()
     for case in GATHER_IMAGES_GPU_CASES:
-        for operator in gather_operators(case):
-            text = gather_plans("describe", operator, case, torch.float32)
+        for _, text in gather_texts(gather_plans, case, "contiguous"):
             found = re.search(r"tile of (\d+) channels x \d+ pixels, x by images .* of them in (\d) parts", text)
             if found:
                 told.add(tuple(map(int, found.groups())))
@@ -5753,10 +5746,7 @@ def test_gather_takes_images_where_the_gpu_tests_say(gather_plans):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gather_takes_boxes_of_a_tap_where_the_gpu_tests_say(gather_plans, layout):
     for case in GATHER_APART_CASES:
-        tensors = {"x": torch.empty(case.x_shape, device="meta"), "dy": torch.empty(case.y_shape, device="meta")}
-        strides = {name: tensor.stride() for name, tensor in in_layout(tensors, layout).items()}
-        for operator in gather_operators(case):
-            text = gather_plans("describe", operator, case, torch.float32, strides=strides)
+        for operator, text in gather_texts(gather_plans, case, layout):
             assert text.startswith("x copied, ") == (layout == "contiguous"), f"{operator} of {case}: {text}"
             assert "x by boxes of a tap in " in text, f"{operator} of {case}: {text}"
 
@@ -5899,7 +5889,7 @@ GATHER_MUTATIONS = {
         "pieces[piece ^ (MUTATED ? 0 : lane / 2 % 4)]",
     ),
     "puts a cluster's sums where the other warpgroup still reads": left_out(
-        "named_barrier(5, 128 * WARPGROUPS);  // nobody reads the rings any more"
+        "named_barrier(kMultiplyBarrier, 128 * WARPGROUPS);  // nobody reads the rings any more"
     ),
     "adds up a cluster's sums before they are there": left_out("hopper::cluster_sync();  // the sums of all blocks"),
     "adds up all of a cluster but the last one": (

@@ -56,22 +56,22 @@
 //
 // Or one of 16 warps, in which three warpgroups multiply 64 pixels by 128 channels each, by boxes: three read weights
 // that come once, and where tiles of 128 pixels leave SMs without one, those of 192 may not. 32 images of 14x14 are 33
-// of them, 132 for 512 channels, 28x28 131. Of 6000 random problems 267 take such tiles; 110 of these took 0.93 of the
+// of them, 132 for 512 channels, 28x28 131. Of 6000 random problems 266 take such tiles; 110 of these took 0.93 of the
 // time of the best other tiles, and 0.90 of what was chosen without them. (us, the best of the others / so. 1x1 in
 // channels_last, TF32: 32 images of 1024 to 512, 14x14, 31.1 / 28.6; 16 of 768 to 768 25.4 / 23.0, 32 38.4 / 33.9; one
 // of 1024 to 512, 65x65, 29.6 / 26.3. Contained: 8 images of 3x3 640 to 640, 16x16, 52.5 / 48.0; channels_last, of 320
 // to 320, 32x32, 44.2 / 41.1, 16 images 72.0 / 69.0; one of 1x1 1024 to 2048, 65x65, 58.4 / 53.9.) By fours of pixels
-// and by images they were slower, as those come no faster: 32 images of 1024 to 256, 14x14, 25.7 / 27.6, of 1024 to 512
-// 33.7 / 37.8, of 512 to 2048, 7x7, 25.0 / 30.9 (H200, 2026-11-27, in a driver).
+// and by images they were slower, presumably as those come no faster: 32 images of 1024 to 256, 14x14, 25.7 / 27.6, of
+// 1024 to 512 33.7 / 37.8, of 512 to 2048, 7x7, 25.0 / 30.9 (H200, 2026-11-27, in a driver).
 //
-// Or 64 pixels by 64 channels each, 1x1 with TF32 operands, by fours or boxes, where there are few output channels:
-// presumably since two of three warpgroups multiply while one stores. (us, the best of the others / so, the same day.
-// Planes: 144 to 32, 28x28, 64 images, 20.7 / 18.6; 240 to 40 26.8 / 24.9; 24 to 144, 56x56, 128 images, 99 / 82; 32 to
-// 16, 112x112, 129 / 105; 64 to 64, 56x56, 16 images, 15.5 / 13.9, 32 20.9 / 20.3, 256 110.5 / 110.2; 256 to 64, 256
-// images, 258 / 253. channels_last: 64 to 32, 56x56, 16 images, 14.3 / 13.1; 192 to 32, 28x28, 64 images, 21.4 / 20.2;
-// 256 to 64, 256 images, 254 / 252. Of 384 pixels by 64 channels 32 images of 64 to 64 took 20.4 where 192 pixels took
-// 20.0, 256 of 256 to 64 269 and 251. By bench.py 64 to 64, 32 images, planes, 21.7 / 21.0, 256 to 64, 256 images, 257
-// / 254.)
+// Or 64 pixels by 64 channels each, 1x1 with TF32 operands, by fours or boxes, where there are few output channels, as
+// 307 of these problems have: presumably since two of three warpgroups multiply while one stores. (us, the best of the
+// others / so, the same day. Planes: 144 to 32, 28x28, 64 images, 20.7 / 18.6; 240 to 40 26.8 / 24.9; 24 to 144, 56x56,
+// 128 images, 99 / 82; 32 to 16, 112x112, 129 / 105; 64 to 64, 56x56, 16 images, 15.5 / 13.9, 32 20.9 / 20.3, 256 110.5
+// / 110.2; 256 to 64, 256 images, 258 / 253. channels_last: 64 to 32, 56x56, 16 images, 14.3 / 13.1; 192 to 32, 28x28,
+// 64 images, 21.4 / 20.2; 256 to 64, 256 images, 254 / 252. Of 384 pixels by 64 channels 32 images of 64 to 64 took
+// 20.4 where 192 pixels took 20.0, 256 of 256 to 64 269 and 251. By bench.py 64 to 64, 32 images, planes, 21.7 / 21.0,
+// 256 to 64, 256 images, 257 / 254.)
 //
 // fp32 is rounded on its way to the tensor cores, so that copies go straight to shared memory. They write 128 bytes of
 // it at once if these lie side by side, and otherwise piece by piece (1x1 of 256 channels to 64, channels_last, 256
@@ -507,6 +507,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <type_traits>
+#include <utility>
 
 #include "device.cuh"
 #include "engines.cuh"
@@ -547,7 +548,7 @@ struct Format {
   static constexpr bool AGAIN = AGAIN_;
   static constexpr int CHANNELS = 16 / sizeof(Stored);  // of a piece
   // Registers of a thread, by multiplying warpgroups of its block: all start with start_registers, and those that
-  // multiply need more.
+  // multiply need more. Three of them get what spills nothing on either side: 152, and 56 are left (144 and 80 spill).
   MODELNEW_HOST_DEVICE static constexpr int multiply_registers(int warpgroups) {
     return warpgroups == 3 ? 152 : warpgroups == 1 || sizeof(Tensor) == 2 ? 208 : AGAIN ? 216 : 224;
   }
@@ -1809,6 +1810,8 @@ __global__ void __launch_bounds__(kMostRowThreads, 3)
 }
 
 using hopper::named_barrier;
+// Of those who gather; of a multiplying warpgroup, this one and the next two; of all that multiply.
+[[maybe_unused]] constexpr int kGatherBarrier = 1, kWarpgroupBarrier = 2, kMultiplyBarrier = 5;
 
 // What divides numbers below 2^16 by one below 2^15.
 __device__ __forceinline__ uint32_t reciprocal(uint32_t divisor) { return 0x80000000u / divisor + 1; }
@@ -1955,7 +1958,7 @@ struct Stages {
       offsets[slot / kStep] =
           inside ? static_cast<int32_t>(n * of.in_stride[0] + h * of.in_stride[2] + w * of.in_stride[3]) : kNothing;
     }
-    named_barrier(1, kGatherThreads);
+    named_barrier(kGatherBarrier, kGatherThreads);
   }
 };
 
@@ -2501,7 +2504,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     const int64_t step = (fours ? 8 : 2) * of.out_stride[1];
 #pragma unroll 1
     for (int chunk = share.first; chunk < share.end; ++chunk) {
-      if (mb + chunk > 0) named_barrier(2 + warpgroup, 128);  // what was staged before has been read
+      if (mb + chunk > 0) named_barrier(kWarpgroupBarrier + warpgroup, 128);  // what was staged before has been read
       const int pixel = warp * 16 + lane / 4, channel = lane % 4 * 2;
       with_chunk<TILE_N, BLOCKS_M>(acc, mb * (TILE_N / kStagedChannels) + chunk, [&](const float* values) {
         if (channels_last) {
@@ -2522,7 +2525,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
           }
         }
       });
-      named_barrier(2 + warpgroup, 128);  // all of it is staged
+      named_barrier(kWarpgroupBarrier + warpgroup, 128);  // all of it is staged
       const int chunk_k = chunk * kStagedChannels;
       if (channels_last) {
         const float* staged = staging + thread / 8 * kChannelsPitch + first_channel;
@@ -2917,7 +2920,7 @@ __device__ __forceinline__ Share meet(const Params& params, const Shared& shared
   const int splits = plan.splits, rank = part_of_tile(plan, tile.part);
   const Share own{rank * kChunks / splits, (rank + 1) * kChunks / splits};
   float4* const left = reinterpret_cast<float4*>(smem + shared.layout.x_ring) + warpgroup * 128 + threadIdx.x % 128;
-  named_barrier(5, 128 * WARPGROUPS);  // nobody reads the rings any more
+  named_barrier(kMultiplyBarrier, 128 * WARPGROUPS);  // nobody reads the rings any more
 #pragma unroll
   for (int mb = 0; mb < BLOCKS_M; ++mb) {
 #pragma unroll
@@ -3037,7 +3040,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     } else {
       float* const staged = reinterpret_cast<float*>(staging);
       store_tile<Format, TILE_N, BLOCKS_M, WARPGROUPS>(params, tile, image, staged, warpgroup, share, acc);
-      named_barrier(2 + warpgroup, 128);  // the next tile's staging does not overtake this one's
+      named_barrier(kWarpgroupBarrier + warpgroup, 128);  // the next tile's staging does not overtake this one's
     }
   }
   if (plan.boxes && threadIdx.x % 32 == 0) hopper::bulk_stores_wait_read<0>();  // before the shared memory goes
@@ -4218,7 +4221,8 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
   if (packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces >= (1 << 30)) return false;
 
   plan.out_channels_last = of.out_stride[1] == 1 && of.out_channels > 1;
-  // 24 to 144, 56x56, 128 images, channels_last, us, 83 in tiles of 256 channels, 103 so; of planes 99 / 82.
+  // In channels_last these are slower where there are several tiles of channels: 24 to 144, 56x56, 128 images, us, the
+  // best of the others / so, 83 / 103; of planes 99 / 82 (H200, 2026-11-27, in a driver).
   const bool small = plan.warpgroups == 3 && plan.tile_n == 64;
   if (small && plan.out_channels_last && plan.tiles_n > 1) return false;
   const bool aligned_out = address.out % (4 * out_bytes) == 0;
@@ -4891,35 +4895,29 @@ bool run_landing_shape(Params& params, cudaStream_t stream, cudaError_t& error) 
   constexpr TileShape kTile = kTileShapes[SHAPE];
   constexpr LandingShape kShape{kTile.tile_n, kTile.columns, kTile.blocks_m, kTile.stride, CHANNELS_LAST};
   const LandingShape& shape = params.plan.landing.shape;
-  if (shape.tile_n != kShape.tile_n || shape.columns != kShape.columns || shape.rows != kShape.rows ||
+  if (!kTile.lands || shape.tile_n != kShape.tile_n || shape.columns != kShape.columns || shape.rows != kShape.rows ||
       shape.stride != kShape.stride)
     return false;
-  if constexpr (kShape.has_kernel())
+  if constexpr (kTile.lands && kShape.has_kernel())
     error = run_landing_kernel<kTile.tile_n, kTile.columns, kTile.blocks_m, kTile.stride, CHANNELS_LAST>(params,
                                                                                                          stream);
   return true;
 }
 
-template <bool CHANNELS_LAST>
-cudaError_t run_landing_tile(Params& params, cudaStream_t stream) {
+using AllShapes = std::make_index_sequence<sizeof(kTileShapes) / sizeof(TileShape)>;
+
+template <bool CHANNELS_LAST, size_t... SHAPES>
+cudaError_t run_landing_tile(Params& params, cudaStream_t stream, std::index_sequence<SHAPES...>) {
   cudaError_t error = cudaErrorInvalidConfiguration;
-  run_landing_shape<12, CHANNELS_LAST>(params, stream, error) ||
-      run_landing_shape<13, CHANNELS_LAST>(params, stream, error) ||
-      run_landing_shape<14, CHANNELS_LAST>(params, stream, error) ||
-      run_landing_shape<15, CHANNELS_LAST>(params, stream, error) ||
-      run_landing_shape<16, CHANNELS_LAST>(params, stream, error) ||
-      run_landing_shape<17, CHANNELS_LAST>(params, stream, error) ||
-      run_landing_shape<18, CHANNELS_LAST>(params, stream, error) ||
-      run_landing_shape<19, CHANNELS_LAST>(params, stream, error) ||
-      run_landing_shape<20, CHANNELS_LAST>(params, stream, error);
+  static_cast<void>((run_landing_shape<SHAPES, CHANNELS_LAST>(params, stream, error) || ...));
   return error;
 }
 
 inline cudaError_t run_landing(Params& params, cudaStream_t stream) {
   const cudaError_t error = make_landing_maps(params);
   if (error != cudaSuccess) return error;
-  return params.plan.landing.shape.channels_last ? run_landing_tile<true>(params, stream)
-                                                 : run_landing_tile<false>(params, stream);
+  return params.plan.landing.shape.channels_last ? run_landing_tile<true>(params, stream, AllShapes{})
+                                                 : run_landing_tile<false>(params, stream, AllShapes{});
 }
 
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
@@ -4970,20 +4968,10 @@ bool run_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
   return true;
 }
 
-template <typename Format>
-cudaError_t run_tiles(Params& params, cudaStream_t stream) {
+template <typename Format, size_t... SHAPES>
+cudaError_t run_tiles(Params& params, cudaStream_t stream, std::index_sequence<SHAPES...>) {
   cudaError_t error = cudaErrorInvalidConfiguration;
-  static_assert(sizeof(kTileShapes) / sizeof(TileShape) == 24 && !kTileShapes[11].lands && kTileShapes[12].lands &&
-                    kTileShapes[20].lands && !kTileShapes[21].lands,
-                "all others are tried");
-  run_shape<Format, 0>(params, stream, error) || run_shape<Format, 1>(params, stream, error) ||
-      run_shape<Format, 2>(params, stream, error) || run_shape<Format, 3>(params, stream, error) ||
-      run_shape<Format, 4>(params, stream, error) || run_shape<Format, 5>(params, stream, error) ||
-      run_shape<Format, 6>(params, stream, error) || run_shape<Format, 7>(params, stream, error) ||
-      run_shape<Format, 8>(params, stream, error) || run_shape<Format, 9>(params, stream, error) ||
-      run_shape<Format, 10>(params, stream, error) || run_shape<Format, 11>(params, stream, error) ||
-      run_shape<Format, 21>(params, stream, error) || run_shape<Format, 22>(params, stream, error) ||
-      run_shape<Format, 23>(params, stream, error);
+  static_cast<void>((run_shape<Format, SHAPES>(params, stream, error) || ...));
   return error;
 }
 
@@ -5060,7 +5048,7 @@ cudaError_t run_packed(const PackParams& pack, const Phased& planned, void* copy
   params.of = planned;
   error = make_maps(params.plan.in_phases ? of : planned, sizeof(typename Format::Stored), params);
   if (error != cudaSuccess) return error;
-  return run_tiles<Format>(params, stream);
+  return run_tiles<Format>(params, stream, AllShapes{});
 }
 
 // How many values these are if they lie side by side in memory, in any order; or 0.
@@ -5182,7 +5170,7 @@ cudaError_t run_contained(const PackParams& pack, const Phased& copy, const Plan
     params.in_ptr = workspace + layout.copied;
     params.of = copy;
     error = make_maps(copy, sizeof(Half), params);
-    if (error == cudaSuccess) error = run_tiles<Contained>(params, stream);
+    if (error == cudaSuccess) error = run_tiles<Contained>(params, stream, AllShapes{});
   }
   if (error != cudaSuccess) return error;
   params.in_ptr = in_ptr;
