@@ -15,16 +15,20 @@ Its words are chosen so that bundle() can paste it where error handlers written 
 `_Caught` stands in for them.
 """
 
+import contextlib
+import glob
 import hashlib
 import importlib.util
 import inspect
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -54,31 +58,16 @@ def _read_text(path: str) -> str:
 _sources = _read_sources()
 # [end of repository only]
 
-_INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
+# Literals are matched too, so that a comment's marks inside of one do not count.
+_LITERAL_OR_COMMENT = re.compile(
+    r'''R"([^\s()]*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|'(?:[^'\\\n]|\\.[^'\n]*)'|//[^\n]*|/\*.*?\*/''', re.DOTALL
+)
 
 
-def _amalgamate(sources: dict[str, str], names: Iterable[str]) -> str:
-    """One translation unit of the named files, with their own headers pasted in where they are first included.
-
-    `#line` makes compilers report errors at the place in the file under kernels/.
-    """
-    included: set[str] = set()
-    return "\n".join(line for name in names for line in _expand(sources, name, included)) + "\n"
-
-
-def _expand(sources: dict[str, str], name: str, included: set[str]) -> list[str]:
-    """Lines of one file, its includes expanded unless `included` (which grows) has them already."""
-    included.add(name)
-    lines = [f'#line 1 "kernels/{name}"']
-    for number, line in enumerate(sources[name].splitlines(), 1):
-        include = _INCLUDE.match(line)
-        if include is None:
-            lines.append("" if line.strip() == "#pragma once" else line)
-        elif include[1] in included:
-            lines.append("")
-        else:
-            lines += [*_expand(sources, include[1], included), f'#line {number + 1} "kernels/{name}"']
-    return lines
+def _without_comments(text: str) -> str:
+    """C++ text without comments, blank lines and indentation, none of which changes the machine code."""
+    text = _LITERAL_OR_COMMENT.sub(lambda match: " " if match[0][0] == "/" else match[0], text)
+    return "\n".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 # ---- Build ----
@@ -122,10 +111,8 @@ class _Build(NamedTuple):
     cache: str  # the directory of finished libraries
     cuda_home: str | None
     capabilities: list[tuple[int, int]]
-    cpp_source: str
-    cuda_source: str
-    cpp_flags: list[str]
-    cuda_flags: list[str]
+    sources: dict[str, str]
+    units: list[str]  # the sources that are compiled, each by itself, the longest first
 
     @property
     def library(self) -> str:
@@ -186,11 +173,15 @@ def _nvcc_release(cuda_home: str) -> tuple[int, int]:
     return int(release[1]), int(release[2])
 
 
-def _concurrency_flags(release: tuple[int, int]) -> list[str]:
-    """Flags with which nvcc works on several kernels at once. What it makes of them does not depend on how many."""
-    cores = len(os.sched_getaffinity(0))
-    # Older releases do not know it, or were not tried. For sm_90a on 2 cores: 115 s instead of 174 (nvcc 13.0).
-    return [f"--split-compile={cores}"] if cores > 1 and release >= (12, 4) else []
+def _cores() -> int:
+    """How many compilers may run at once: one a core that this process may use, at most torch's MAX_JOBS."""
+    cores, most = len(os.sched_getaffinity(0)), os.environ.get("MAX_JOBS", "")
+    return min(cores, int(most)) if most.isdigit() and int(most) > 0 else cores
+
+
+def _splits_compilation(release: tuple[int, int], cores: int) -> bool:
+    """Whether nvcc optimises several kernels of a unit at once, which changes none of them."""
+    return cores > 1 and release >= (12, 4)  # older releases do not have --split-compile, or were not tried
 
 
 def _file_identity(path: str | None) -> list[Any]:
@@ -208,44 +199,85 @@ def _cache_directory() -> str:
     return os.path.join(os.environ.get("TORCH_EXTENSIONS_DIR") or default, "modelnew")
 
 
+# Hidden symbols: two versions of this extension in one process (a bundle beside the module) must share nothing.
+_CPP_FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden")
+_CUDA_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden")
+
 # What torch and nvcc read from the environment besides the compilers' places. torch gives CC to nvcc as -ccbin.
 _COMPILER_VARIABLES = ("CC", "PYTORCH_NVCC", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
+# Engines that refuse every problem off Hopper, and the unit that replaces them where no GPU is a Hopper GPU.
+_HOPPER_UNITS = frozenset({"gather.cu", "stem.cu", "tma.cu", "tma_wgrad.cu", "wgmma.cu", "wgrad.cu"})
+_UNIT_WITHOUT_HOPPER = "without_hopper.cpp"
 
-def _plan_build(sources: dict[str, str]) -> _Build:
-    """The build for the visible GPUs, this torch and the compilers at hand. Starts no process, takes milliseconds."""
-    cuda_home, capabilities = _find_cuda_home(), _gpu_capabilities()
-    nvcc = os.path.join(cuda_home, "bin", "nvcc") if cuda_home else None
-    # Hidden symbols: two versions of this extension in one process (a bundle beside the module) must share nothing.
-    cpp_flags = ["-O2", "-fvisibility=hidden"]
-    cuda_flags = ["-O3", "-Xcompiler=-fvisibility=hidden", *map(_gencode, capabilities)]
-    if len(capabilities) > 1:
-        cuda_flags.append(f"--threads={len(capabilities)}")
-    cpp_source = _amalgamate(sources, ["binding.cpp"])
-    cuda_source = _amalgamate(sources, sorted(name for name in sources if name.endswith(".cu")))
-    ingredients = [
-        cpp_source,
-        cuda_source,
-        cpp_flags,
-        cuda_flags,
+# CPU seconds of each unit, of a unit that is not listed and of the link, and the share of the longest unit that stays
+# serial. They are fitted to the builds in docs/lab/build.md.
+_UNIT_SECONDS = {
+    "gather.cu": 100,
+    "wgmma.cu": 72,
+    "tma.cu": 69,
+    "depthwise.cu": 35,
+    "wgrad.cu": 25,
+    "binding.cpp": 20,
+    "direct.cu": 14,
+    "mma.cu": 12,
+}
+_SHORT_UNIT_SECONDS, _LINK_SECONDS, _SERIAL_SHARE = 5, 3, 0.16
+
+
+def _unit_seconds(unit: str) -> int:
+    return _UNIT_SECONDS.get(unit, _SHORT_UNIT_SECONDS)
+
+
+def _units(sources: Iterable[str], capabilities: list[tuple[int, int]]) -> list[str]:
+    """The sources to compile for these GPUs, the longest first."""
+    left_out = {_UNIT_WITHOUT_HOPPER} if (9, 0) in capabilities else _HOPPER_UNITS
+    names = sorted(name for name in sources if name.endswith((".cpp", ".cu")) and name not in left_out)
+    return sorted(names, key=_unit_seconds, reverse=True)
+
+
+def _plan_build(sources: dict[str, str], capabilities: list[tuple[int, int]]) -> _Build:
+    """The build for these GPUs, this torch and the compilers at hand. Starts no process, takes milliseconds."""
+    cuda_home = _find_cuda_home()
+    units = _units(sources, capabilities)
+    code = {name: _without_comments(text) for name, text in sources.items() if name in units or name.endswith(".cuh")}
+    what = [
+        code,
+        capabilities,
         [torch.__version__, torch.version.git_version, torch.version.cuda, sysconfig.get_config_var("SOABI")],
-        [_file_identity(nvcc), _file_identity(_find_host_compiler())],
+    ]
+    tools = [
+        [_CPP_FLAGS, _CUDA_FLAGS],
+        [_file_identity(cuda_home and os.path.join(cuda_home, "bin", "nvcc")), _file_identity(_find_host_compiler())],
         [os.environ.get(name) for name in _COMPILER_VARIABLES],
     ]
-    digest = hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:16]
-    name = f"modelnew_{digest}"
-    return _Build(name, _cache_directory(), cuda_home, capabilities, cpp_source, cuda_source, cpp_flags, cuda_flags)
+    name = f"modelnew_{_digest(what)}_{_digest(tools)}"
+    return _Build(name, _cache_directory(), cuda_home, capabilities, sources, units)
 
 
-def _say(text: str) -> None:
-    """One line of progress on stderr, unless MODELNEW_QUIET is set."""
+def _digest(ingredients: Any) -> str:
+    return hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:16]
+
+
+def _say(text: str, passing: bool = False) -> None:
+    """Prints one line to stderr, unless MODELNEW_QUIET is set. On a terminal the next line replaces a `passing` one."""
     if os.environ.get("MODELNEW_QUIET", "0") in ("", "0"):
-        print(f"modelnew: {text}", file=sys.stderr, flush=True)
+        replaced = sys.stderr.isatty()
+        front, end = "\r\x1b[K" if replaced else "", "" if replaced and passing else "\n"
+        print(f"{front}modelnew: {text}", end=end, file=sys.stderr, flush=True)
 
 
-def _import_library(name: str, path: str) -> ModuleType:
-    """The extension in a finished library."""
-    spec = importlib.util.spec_from_file_location(name, path)
+def _find_library(build: _Build) -> str | None:
+    """Path of the finished extension, or None. Where there is no nvcc, the compilers that made it do not matter."""
+    if build.cuda_home is not None:
+        return build.library if os.path.exists(build.library) else None
+    same = glob.glob(os.path.join(glob.escape(build.cache), f"{build.name.rpartition('_')[0]}_*.so"))
+    return max(same, key=os.path.getmtime, default=None)
+
+
+def _import_library(path: str) -> ModuleType:
+    """The extension in a finished library, whose file is named like it."""
+    spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(path))[0], path)
     module = importlib.util.module_from_spec(spec)
     with _Caught() as caught:
         spec.loader.exec_module(module)
@@ -258,8 +290,9 @@ def _open_or_build(build: _Build) -> ModuleType:
     """The extension, compiled first if this build does not exist yet. Of several processes at once, one compiles."""
     import fcntl
 
-    if os.path.exists(build.library):
-        return _import_library(build.name, build.library)
+    library = _find_library(build)
+    if library is not None:
+        return _import_library(library)
     with _Caught() as caught:
         os.makedirs(build.cache, exist_ok=True)
         lock = open(f"{build.library}.lock", "a")  # noqa: SIM115 - closed by the `with` below
@@ -279,9 +312,9 @@ def _open_or_build(build: _Build) -> ModuleType:
         if busy.error is not None:
             _say("waiting for another process, which is compiling the same kernels")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.path.exists(build.library):
-            return _import_library(build.name, build.library)
-        return _compile(build, _require_tools(build))
+        if not os.path.exists(build.library):
+            _compile(build, _require_tools(build))
+        return _import_library(build.library)
 
 
 def _require_tools(build: _Build) -> tuple[int, int]:
@@ -304,58 +337,133 @@ def _require_tools(build: _Build) -> tuple[int, int]:
     return release
 
 
-def _compile(build: _Build, nvcc_release: tuple[int, int]) -> ModuleType:
+def _compile(build: _Build, nvcc_release: tuple[int, int]) -> None:
     """Compiles the extension and moves it to its place. To be called while holding the lock of this build."""
-    # A fresh directory: what a killed build left, torch's own `lock` file above all, would hang or mislead torch.
-    directory = os.path.join(build.cache, f"{build.name}.build")
-    shutil.rmtree(directory, ignore_errors=True)
-    os.makedirs(directory)
+    for left in glob.glob(os.path.join(glob.escape(build.cache), f"{build.name}.*.build")):  # by killed builds
+        shutil.rmtree(left, ignore_errors=True)
+    cores = _cores()
+    split = _splits_compilation(nvcc_release, cores)
     targets = ", ".join(f"sm_{_architecture(capability)}" for capability in build.capabilities)
-    # A first import took 55 to 89 s on fresh machines with 16 cores (CUDA 13.0, sm_90a, 2026-11-25).
-    expected = 80 if len(os.sched_getaffinity(0)) >= 4 else 120
+    expected = _expected_seconds(build, cores, split)
     _say(f"compiling the kernels for {targets}, once for this machine; about {expected} s")
     start = time.perf_counter()
-    with _Environment(**_build_environment(build)):
-        module = _load_inline(
-            name=build.name,
-            cpp_sources=[build.cpp_source],
-            cuda_sources=[build.cuda_source],
-            extra_cflags=list(build.cpp_flags),
-            extra_cuda_cflags=build.cuda_flags + _concurrency_flags(nvcc_release),
-            extra_include_paths=[_write_stand_in_headers(directory)],
-            build_directory=directory,
-        )
-    os.replace(os.path.join(directory, f"{build.name}.so"), build.library)
-    shutil.rmtree(directory, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(".build", f"{build.name}.", build.cache, ignore_cleanup_errors=True) as directory,
+        _Environment(**_build_environment(build)),
+    ):
+        objects = _compile_units(build, directory, cores, split)
+        os.replace(_link(build, directory, objects), build.library)
     _say(f"compiled in {time.perf_counter() - start:.0f} s")
-    return module
+
+
+def _expected_seconds(build: _Build, cores: int, split: bool) -> int:
+    """Estimated wall time: the cores share all units' work, except for the serial share of the longest one.
+
+    Where nvcc does not split a unit, no build is shorter than the longest unit.
+    """
+    seconds = [_unit_seconds(unit) * len(build.capabilities) for unit in build.units]
+    shared = sum(seconds) / cores + _SERIAL_SHARE * max(seconds)
+    return round(_LINK_SECONDS + (shared if split else max(shared, *seconds)))
+
+
+def _compile_units(build: _Build, directory: str, cores: int, split: bool) -> list[str]:
+    """Compiles all units side by side; returns the paths of their object files.
+
+    ninja works in this build's own directory and knows relative paths only. If this process is killed, what goes on in
+    the background cannot touch the next build.
+    """
+    folder = os.path.join(directory, "kernels")
+    os.mkdir(folder)
+    for name, text in build.sources.items():
+        with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+            file.write(text)
+    with open(os.path.join(directory, "build.ninja"), "w", encoding="utf-8") as file:
+        file.write(_ninja_file(build, cores if split else 1))
+    start, printed = time.perf_counter(), []
+    with contextlib.ExitStack() as stack:
+        command = [_find_ninja(), "-j", str(cores)]
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
+        ninja = stack.enter_context(subprocess.Popen(command, cwd=directory, **pipe))
+        stack.callback(ninja.terminate)  # without effect, unless this process is interrupted
+        for line in ninja.stdout:
+            progress = re.match(r"\[(\d+/\d+)\] kernels/", line)
+            if progress is None:
+                printed.append(line)
+            else:
+                _say(f"{progress[1]} units compiled, {time.perf_counter() - start:.0f} s", passing=True)
+        if ninja.wait() != 0:
+            raise RuntimeError("".join(printed))
+    return [os.path.join(directory, f"{unit}.o") for unit in build.units]
+
+
+def _ninja_file(build: _Build, splits: int) -> str:
+    """The text of build.ninja: one object for each unit.
+
+    nvcc never sees torch's headers, so its flags do not depend on torch. C++ units get the flags that
+    torch.utils.cpp_extension would give them.
+    """
+    from torch.utils import cpp_extension
+
+    nvcc = [*map(_gencode, build.capabilities), *_CUDA_FLAGS]
+    nvcc += [f"--threads={len(build.capabilities)}"] if len(build.capabilities) > 1 else []
+    nvcc += [f"--split-compile={splits}"] if splits > 1 else []
+    nvcc += ["-ccbin", os.environ["CC"]] if "CC" in os.environ else []
+    # torch's headers are C++20 from 2.12 on.
+    newer = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 12)
+    cxx = [_find_host_compiler(), "-std=c++20" if newer else "-std=c++17", *_CPP_FLAGS]
+    cxx += [f"-DTORCH_EXTENSION_NAME={build.name}", f"-D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d}"]
+    python = sysconfig.get_path("include", scheme="posix_prefix")
+    includes = [*cpp_extension.include_paths(), os.path.join(build.cuda_home, "include"), python]
+    cxx += [argument for path in includes for argument in ("-isystem", path)]
+    # PYTORCH_NVCC is a shell's words, such as "ccache nvcc".
+    compiler = os.environ.get("PYTORCH_NVCC") or shlex.quote(os.path.join(build.cuda_home, "bin", "nvcc"))
+    lines = []
+    for suffix, command in (("cu", f"{compiler} {shlex.join(nvcc)}"), ("cpp", shlex.join(cxx))):
+        escaped = command.replace("$", "$$")
+        lines += [f"rule {suffix}", f"  command = {escaped} -c $in -o $out", "  description = $in"]
+    lines += [f"build {unit}.o: {unit.rpartition('.')[2]} kernels/{unit}" for unit in build.units]
+    return "\n".join(lines) + "\n"
+
+
+def _link(build: _Build, directory: str, objects: list[str]) -> str:
+    """Has torch link the objects with its own libraries; returns the path of the extension.
+
+    load_inline builds a name only once in a process: a second build of it becomes NAME_v1. A fresh name for each build
+    avoids that. It does not show, since the binding was compiled with the name that importers use.
+    """
+    name = f"{build.name}_{time.time_ns()}"
+    _load_inline(
+        name=name,
+        cpp_sources=["// All code is in the objects that this file is linked with.\n"],
+        extra_ldflags=[shlex.quote(path).replace("$", "$$") for path in objects],
+        extra_include_paths=[_write_stand_in_header(directory)],
+        build_directory=directory,
+        with_cuda=True,
+        is_python_module=False,
+    )
+    return os.path.join(directory, f"{name}.so")
 
 
 def _build_environment(build: _Build) -> dict[str, str]:
-    """Environment variables for torch during a build."""
+    """Environment variables for ninja and torch during a build."""
     return {
         "CUDA_HOME": build.cuda_home,
         "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(_find_ninja())]),
-        # Up to torch 2.8 this list is compiled for besides our own -gencode, and an unknown entry is an error.
+        # Without it torch asks the GPUs, which need not exist here. Up to 2.1 an entry such as 9.0a is an error.
         "TORCH_CUDA_ARCH_LIST": ";".join(f"{major}.{minor}" for major, minor in build.capabilities),
+        "NINJA_STATUS": "[%f/%t] ",
     }
 
 
-def _write_stand_in_headers(directory: str) -> str:
-    """A directory of headers for torch before 2.8, whose load_inline puts two includes before the sources.
-
-    They cost 13 s and are not wanted: one stays empty, the other is torch's own for the C++ compiler alone.
-    """
+def _write_stand_in_header(directory: str) -> str:
+    """A directory with an empty torch/extension.h. load_inline includes one before torch 2.8; torch's own costs 13 s."""
     folder = os.path.join(directory, "headers")
     os.makedirs(os.path.join(folder, "torch"))
-    stand_ins = {"extension.h": "", "types.h": "#ifndef __CUDACC__\n#include_next <torch/types.h>\n#endif\n"}
-    for name, text in stand_ins.items():
-        with open(os.path.join(folder, "torch", name), "w") as file:
-            file.write(text)
+    open(os.path.join(folder, "torch", "extension.h"), "w").close()
     return folder
 
 
-def _load_inline(**keywords: Any) -> ModuleType:
+def _load_inline(**keywords: Any) -> None:
     """torch.utils.cpp_extension.load_inline, imported late because that alone can take half a second."""
     from torch.utils import cpp_extension
 
@@ -363,7 +471,7 @@ def _load_inline(**keywords: Any) -> ModuleType:
     cpp_extension.CUDA_HOME = os.environ.get("CUDA_HOME", cpp_extension.CUDA_HOME)
     if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
         keywords["no_implicit_headers"] = True
-    return cpp_extension.load_inline(**keywords)
+    cpp_extension.load_inline(**keywords)
 
 
 # What the compilers and linkers say, and what to do about it.
@@ -372,6 +480,8 @@ _KNOWN_FAILURES = {
     "set CUDA_HOME to a complete CUDA toolkit, one with a lib64 directory",
     "Unsupported gpu architecture": "this nvcc is too old or too new for the GPU; "
     "install a CUDA toolkit that supports it and set CUDA_HOME to its directory",
+    "No space left on device": "a disk is full; free some space, or set TORCH_EXTENSIONS_DIR, and TMPDIR for the "
+    "compilers' own files, to directories on another one",
     "unsupported GNU version": "this nvcc does not support the installed C++ compiler; "
     "install an older g++ and set CXX and CC to it",
     "Python.h: No such file": "Python's C headers are missing; install them (package python3-dev or the like)",
@@ -398,7 +508,7 @@ def _load_extension() -> tuple[ModuleType | None, str]:
     if not torch.cuda.is_available():
         return None, "PyTorch sees no CUDA GPU; check the driver and CUDA_VISIBLE_DEVICES"
     with _Caught() as caught:
-        return _open_or_build(_plan_build(_sources)), ""
+        return _open_or_build(_plan_build(_sources, _gpu_capabilities())), ""
     reason = _reason(caught.error)
     _say(f"no kernels, so CUDA tensors will raise an error: {reason}")
     return None, reason
@@ -800,7 +910,6 @@ class ModelNew(nn.Module):
 # [repository only: a bundle is ModelNew alone]
 import argparse  # noqa: E402
 import ast  # noqa: E402
-import contextlib  # noqa: E402
 import copyreg  # noqa: E402
 import functools  # noqa: E402
 import itertools  # noqa: E402
@@ -1494,17 +1603,59 @@ def _require_pasteable(text: str) -> None:
         raise ValueError(f"the bundle lacks {missing} and defines {strangers}")
 
 
+def _build_ahead(machines: list[str]) -> None:
+    """Builds for machines as --arch names them; none means this one. RuntimeError: a sentence on what to do."""
+    if torch.version.cuda is None:
+        raise RuntimeError("this PyTorch was built without CUDA; install one with CUDA")
+    wanted = [sorted({_capability(name) for name in machine.split(",")}) for machine in machines]
+    if not wanted:
+        wanted = [_gpu_capabilities()]
+    if not wanted[0]:
+        raise RuntimeError("PyTorch sees no GPU here; name those to build for, such as --arch 8.0 9.0")
+    for capabilities in wanted:
+        build = _plan_build(_sources, capabilities)
+        _open_or_build(build)
+        print(_find_library(build))
+
+
+def _capability(text: str) -> tuple[int, int]:
+    """(9, 0) of "9.0"."""
+    numbers = re.fullmatch(r"(\d+)\.(\d)", text)
+    if numbers is None:
+        raise RuntimeError(f"--arch takes compute capabilities such as 8.0 or 9.0, but got {text!r}")
+    return int(numbers[1]), int(numbers[2])
+
+
 def _main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="modelnew.py", description="Tools around the modelnew module.")
-    command = parser.add_subparsers(dest="command", required=True).add_parser(
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "build",
+        help="compile the kernels ahead of time, on a machine with or without a GPU",
+        description="Compiles the kernels to where `import modelnew` looks for them, and prints the paths.",
+    )
+    command.add_argument(
+        "--arch",
+        nargs="+",
+        default=[],
+        metavar="X.Y",
+        help="compute capability of the GPUs to build for: one library for each, and one for a machine with several "
+        "kinds if they are joined by commas (default: the GPUs of this machine)",
+    )
+    command = commands.add_parser(
         "bundle", help="write the module and its kernels as one file that can be pasted into evaluation scripts"
     )
     command.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: standard output)")
-    output = parser.parse_args(arguments).output
-    if output is None:
+    options = parser.parse_args(arguments)
+    if options.command == "build":
+        with _Caught() as caught:
+            _build_ahead(options.arch)
+        if caught.error is not None:
+            sys.exit(f"modelnew: {_reason(caught.error)}")
+    elif options.output is None:
         sys.stdout.write(bundle())
     else:
-        Path(output).write_text(bundle(), encoding="utf-8")
+        Path(options.output).write_text(bundle(), encoding="utf-8")
 
 
 if __name__ == "__main__":

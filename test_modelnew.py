@@ -7,7 +7,6 @@
     Networks                        accelerate, restore and their report, the ResNet-50 in examples/
     The operator                    opcheck, compile, export, autocast, func transforms, double backward
     The bundle                      the pasted file, as an evaluation harness runs it
-    The JIT                         digest, locks and messages, with a fake compiler
     The engines on the GPU          numerics of every engine, streams, graphs, devices
     bench.py and packaging
 
@@ -28,7 +27,6 @@ import itertools
 import json
 import math
 import mmap
-import multiprocessing
 import os
 import pickle
 import random
@@ -835,6 +833,33 @@ def compile_shared(source: str, folder: Path, *flags: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
+
+
+def amalgamate(sources: dict[str, str], names: Iterable[str]) -> str:
+    """One translation unit of the named files, with their own headers pasted in where they are first included.
+
+    `#line` makes the compiler report errors at the place in the file under kernels/.
+    """
+    included: set[str] = set()
+    return "\n".join(line for name in names for line in expand(sources, name, included)) + "\n"
+
+
+def expand(sources: dict[str, str], name: str, included: set[str]) -> list[str]:
+    """Lines of one file, its includes expanded unless `included` (which grows) has them already."""
+    included.add(name)
+    lines = [f'#line 1 "kernels/{name}"']
+    for number, line in enumerate(sources[name].splitlines(), 1):
+        include = INCLUDE.match(line)
+        if include is None:
+            lines.append("" if line.strip() == "#pragma once" else line)
+        elif include[1] in included:
+            lines.append("")
+        else:
+            lines += [*expand(sources, include[1], included), f'#line {number + 1} "kernels/{name}"']
+    return lines
+
+
 def compile_simt(source: str, folder: Path) -> ctypes.CDLL:
     """A CUDA text, kernels and launchers, as a library that runs on the CPU."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -1069,7 +1094,7 @@ class ShimEngine:
     def __init__(self, folder: Path, name: str = "direct", mutations: Sequence[tuple] = (), **constants: int) -> None:
         """`constants` replaces the values of constants in the source, to reach what takes large problems."""
         files = [f"{name}.cu", *(["direct.cu"] if name in ("dilated", "patches", "strided") else [])]
-        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": COPIES_STAND_IN}, files)
+        source = amalgamate({**modelnew._sources, "hopper.cuh": COPIES_STAND_IN}, files)
         replacements = {rf"\b{constant} = \w+;": f"{constant} = {value};" for constant, value in constants.items()}
         replacements[r"\b1 << 29 : 1 << 27;"] = "1 << 20 : 1 << 20;"
         replacements |= {rf"\bleast = 1 << {bits};": "least = 1 << 20;" for bits in (24, 29)}
@@ -3923,7 +3948,7 @@ class WgmmaShim:
     def __init__(self, folder: Path) -> None:
         # Both meet at barriers as hopper.cuh has them.
         files = ["wgmma.cu", "direct.cu"]
-        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": HOPPER_STAND_IN}, files)
+        source = amalgamate({**modelnew._sources, "hopper.cuh": HOPPER_STAND_IN}, files)
         source = with_mutations(source, WGMMA_MUTATIONS)
         self.library = compile_simt(source + '#line 1 "entry_points"\n' + WGMMA_SHIM_ENTRY_POINTS, folder)
         self.library.simt_message.restype = ctypes.c_char_p
@@ -6088,7 +6113,7 @@ class GatherShim:
     def __init__(self, folder: Path) -> None:
         headers = {**modelnew._sources, "hopper.cuh": HOPPER_STAND_IN + MMA_INSTRUCTION}
         # tma multiplies some contained operands.
-        source = with_mutations(modelnew._amalgamate(headers, ["gather.cu", "tma.cu"]), GATHER_MUTATIONS)
+        source = with_mutations(amalgamate(headers, ["gather.cu", "tma.cu"]), GATHER_MUTATIONS)
         for pattern, replacement in GATHER_ASSEMBLY.items():
             source, found = re.subn(pattern, lambda _, text=replacement: text, source)
             assert found == 1, pattern
@@ -7947,7 +7972,7 @@ class MmaShim:
 
     def __init__(self, folder: Path) -> None:
         stand_in = HOPPER_STAND_IN + MMA_INSTRUCTION
-        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": stand_in}, [f"{self.engine}.cu"])
+        source = amalgamate({**modelnew._sources, "hopper.cuh": stand_in}, [f"{self.engine}.cu"])
         source = with_mutations(source, self.mutations)
         source, found = re.subn(r'asm\("mma\.sync[^;]*;[^;]*;', "simt_multiply_add(d, a, b);", source)
         assert found == 1
@@ -9387,7 +9412,7 @@ class WgradShim:
             assert stand_in.count(old) == 1
             stand_in = stand_in.replace(old, new)
         headers = {**modelnew._sources, "hopper.cuh": stand_in + WGRAD_STAND_INS}
-        source = with_mutations(modelnew._amalgamate(headers, ["wgrad.cu"]), WGRAD_SHIM_MUTATIONS)
+        source = with_mutations(amalgamate(headers, ["wgrad.cu"]), WGRAD_SHIM_MUTATIONS)
         # Small problems as TF32, too; and what is too large to be copied may be small.
         for old, new in (
             (" 1 << 29 : 1 << 27;", " 1 << 12 : 1 << 12;"),
@@ -10790,7 +10815,7 @@ class TmaShim(MmaShim):
 
     def __init__(self, folder: Path) -> None:
         stand_in = HOPPER_STAND_IN + MMA_INSTRUCTION
-        source = modelnew._amalgamate({**modelnew._sources, "hopper.cuh": stand_in}, [f"{self.engine}.cu"])
+        source = amalgamate({**modelnew._sources, "hopper.cuh": stand_in}, [f"{self.engine}.cu"])
         source = with_mutations(source, self.mutations)
         self.library = compile_simt(source + '#line 1 "entry_points"\n' + self.entry_points, folder)
         self.library.simt_message.restype = ctypes.c_char_p
@@ -12531,6 +12556,68 @@ def test_device_code_under_cuda_12_1(rtc_runs, source, arch, tmp_path):
     assert not WGMMA_REMARKS.search(done.stdout + done.stderr), done.stdout + done.stderr
 
 
+# Every engine that the binding's table names, and what the stand-ins say where Hopper's are left out.
+LINKED_ENTRY_POINTS = """
+#include "engines.cuh"
+using namespace modelnew;
+const Engine* const engines[] = {ENGINES};
+extern "C" const char* name_of(int engine) { return engines[engine]->name; }
+extern "C" const char* refusal_of(int engine) { return engines[engine]->refusal(Problem(), Operator::kFprop); }
+extern "C" bool asks_gather() {
+  return gather_lands(Problem(), Operator::kFprop) || gather_takes_taps_apart(Problem(), Operator::kFprop);
+}
+"""
+
+
+@pytest.mark.xdist_group("nvcc")
+@needs_nvcc
+@pytest.mark.parametrize("capability, gate", zip([(8, 0), (9, 0)], NVCC_GATES, strict=True))
+def test_units_of_a_gpu_link(nvcc_runs, capability, gate, tmp_path):
+    """Nothing that the units need is missing or there twice, and off Hopper its engines refuse."""
+    units = [unit for unit in modelnew._units(modelnew._sources, [capability]) if unit != "binding.cpp"]
+    objects = [nvcc_runs(unit, gate)[0] for unit in units if unit.endswith(".cu")]
+    engines = ", ".join(f"&k{name.title().replace('_', '')}Engine" for name in modelnew._ENGINE_NAMES)
+    (tmp_path / "entry.cpp").write_text(LINKED_ENTRY_POINTS.replace("ENGINES", engines))
+    cuda_home = Path(modelnew._find_cuda_home())
+    command = ["g++", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-z,defs", f"-I{KERNELS}"]
+    command += [f"-I{cuda_home}/include", tmp_path / "entry.cpp", *objects]
+    command += [KERNELS / unit for unit in units if unit.endswith(".cpp")]
+    command += [f"-L{cuda_home}/lib64", f"-Wl,-rpath,{cuda_home}/lib64", "-lcudart", "-o", tmp_path / "linked.so"]
+    linked = subprocess.run(command, capture_output=True, text=True)
+    assert linked.returncode == 0, linked.stderr
+    library = ctypes.CDLL(str(tmp_path / "linked.so"))
+    library.name_of.restype = library.refusal_of.restype = ctypes.c_char_p
+    names = [library.name_of(number).decode() for number in range(len(modelnew._ENGINE_NAMES))]
+    assert tuple(names) == modelnew._ENGINE_NAMES
+    hopper = {unit.removesuffix(".cu") for unit in modelnew._HOPPER_UNITS}
+    assert hopper < set(names)
+    if capability == (8, 0):
+        for number in (names.index(name) for name in hopper):
+            assert library.refusal_of(number) == b"it needs a Hopper GPU (compute capability 9.0)"
+        assert not library.asks_gather()
+
+
+@built_beside_the_tests
+def binding_run(folder: Path) -> subprocess.CompletedProcess:
+    """Against this torch, CPU build or not: only a header that says how torch's CUDA was built may be missing there."""
+    stand_in = folder / "c10/cuda/impl/cuda_cmake_macros.h"
+    stand_in.parent.mkdir(parents=True, exist_ok=True)
+    stand_in.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
+    torch_home = Path(torch.__file__).parent
+    includes = [KERNELS, Path(modelnew._find_cuda_home()) / "include", sysconfig.get_path("include")]
+    system = [torch_home / "include", torch_home / "include/torch/csrc/api/include", folder]
+    standard = "c++20" if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12) else "c++17"
+    command = ["g++", f"-std={standard}", "-fsyntax-only", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror"]
+    command += ["-DTORCH_EXTENSION_NAME=modelnew_test", *(f"-I{path}" for path in includes)]
+    command += [argument for path in system for argument in ("-isystem", str(path))]
+    return subprocess.run([*command, str(KERNELS / "binding.cpp")], capture_output=True, text=True)
+
+
+@pytest.mark.skipif(modelnew._find_cuda_home() is None, reason="needs CUDA's headers")
+def test_binding_compiles(binding_run):
+    assert binding_run.returncode == 0, binding_run.stderr
+
+
 def test_binding_uses_no_streams():
     """Toolchains that link libstdc++ statically crash in std::ostream, which torch's copy has initialised otherwise."""
     assert not re.search(r"#\s*include\s*<(sstream|iostream|fstream|ostream)>", (KERNELS / "binding.cpp").read_text())
@@ -13971,295 +14058,6 @@ def test_bundle_refuses_sources_that_would_be_rejected(monkeypatch):
     monkeypatch.setitem(modelnew._sources, "direct.cu", modelnew._sources["direct.cu"] + "// first pass\n")
     with pytest.raises(ValueError, match="first pass"):
         modelnew.bundle()
-
-
-# The JIT -------------------------------------------------------------------------------------------------------------
-
-
-class FakeTools:
-    """A machine with a GPU, a CUDA toolkit and a compiler that all exist on paper only."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.monkeypatch, self.folder = monkeypatch, folder
-        self.cuda_home = folder / "cuda"
-        self.nvcc = self.program(self.cuda_home / "bin" / "nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
-        self.program(folder / "bin" / "ninja", "1.13.0")
-        self.program(folder / "bin" / "c++", "12.2.0")
-        (self.cuda_home / "include").mkdir()
-        (self.cuda_home / "include" / "cuda_runtime_api.h").touch()
-        for name, value in {
-            "CUDA_HOME": self.cuda_home,
-            "PATH": folder / "bin",
-            "TORCH_EXTENSIONS_DIR": folder / "cache",
-        }.items():
-            monkeypatch.setenv(name, str(value))
-        for name in ("CXX", "CC", "MODELNEW_QUIET", "NVCC_CCBIN", "NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
-        monkeypatch.setattr(sys, "executable", str(folder / "bin" / "python"))
-        monkeypatch.setattr(modelnew, "_load_inline", self.load_inline)
-        monkeypatch.setattr(modelnew, "_import_library", lambda name, path: ("imported", name, Path(path).read_text()))
-        self.seconds = 0.0
-
-    @staticmethod
-    def program(path: Path, output: str) -> Path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\necho '{output}'\n")
-        path.chmod(0o755)
-        return path
-
-    def load_inline(self, name: str, build_directory: str, **keywords: object) -> tuple[str, str]:
-        """What torch's does: writes the library; notes that it was called."""
-        with open(self.folder / "compiled", "a") as log:
-            log.write(f"{name}\n")
-        # Like torch up to 2.13, wait for the owner of a lock file for ever.
-        assert not (Path(build_directory) / "lock").exists()
-        (Path(build_directory) / "lock").touch()
-        time.sleep(self.seconds)
-        Path(build_directory, f"{name}.so").write_text("library")
-        (Path(build_directory) / "lock").unlink()
-        self.keywords = keywords
-        return "compiled", name
-
-    @property
-    def compiled(self) -> list[str]:
-        """Names of the builds so far, other processes' included."""
-        log = self.folder / "compiled"
-        return log.read_text().split() if log.exists() else []
-
-    def plan(self, **sources: str):
-        """The build of small sources; replace one by its name with a _ for the dot."""
-        texts = {"binding.cpp": "// binding", "direct.cu": '#include "a.cuh"\n', "a.cuh": "// a"}
-        return modelnew._plan_build(texts | {name.replace("_", "."): text for name, text in sources.items()})
-
-    def open(self) -> object:
-        return modelnew._open_or_build(self.plan())
-
-
-@pytest.fixture
-def tools(monkeypatch, tmp_path) -> FakeTools:
-    return FakeTools(monkeypatch, tmp_path)
-
-
-DIGEST_INGREDIENTS = {
-    "a kernel": lambda tools: tools.plan(direct_cu="// other"),
-    "a header": lambda tools: tools.plan(a_cuh="// other"),
-    "the binding": lambda tools: tools.plan(binding_cpp="// other"),
-    "the GPU": lambda tools: tools.monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (8, 0)),
-    "torch": lambda tools: tools.monkeypatch.setattr(torch, "__version__", "9.9.9"),
-    "torch's CUDA": lambda tools: tools.monkeypatch.setattr(torch.version, "cuda", "13.1"),
-    "nvcc": lambda tools: tools.program(tools.nvcc, "Cuda compilation tools, release 13.1, V13.1.1"),
-    "the host compiler": lambda tools: tools.program(tools.folder / "bin" / "c++", "13.3.0, another one"),
-    "nvcc's extra flags": lambda tools: tools.monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G"),
-}
-
-
-@pytest.mark.parametrize("ingredient", DIGEST_INGREDIENTS)
-def test_name_changes_with(tools, ingredient):
-    before = tools.plan().name
-    assert tools.plan().name == before
-    changed = DIGEST_INGREDIENTS[ingredient](tools)
-    assert (changed if isinstance(changed, modelnew._Build) else tools.plan()).name != before
-
-
-def test_name_does_not_change_with_what_does_not_matter(tools):
-    before = tools.plan().name
-    tools.monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9")
-    tools.monkeypatch.setenv("MODELNEW_QUIET", "1")
-    assert tools.plan().name == before
-
-
-def test_build_once_then_import(tools, capsys):
-    name = tools.plan().name
-    assert tools.open() == ("compiled", name)
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2
-    assert re.match(r"modelnew: compiling .*sm_90.* \d+ s", said[0])
-    assert re.match(r"modelnew: compiled in \d+ s", said[1])
-    assert tools.open() == ("imported", name, "library")
-    assert tools.compiled == [name]
-    assert capsys.readouterr().err == ""
-
-
-def test_build_passes_what_torch_needs(tools):
-    """Every supported torch gets sm_90a, and none is asked for another architecture by the environment."""
-    seen = {}
-    tools.monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9;not-an-arch")
-    original = tools.load_inline
-    tools.monkeypatch.setattr(modelnew, "_load_inline", lambda **k: (seen.update(os.environ), original(**k))[1])
-    tools.open()
-    assert "-gencode=arch=compute_90a,code=sm_90a" in tools.keywords["extra_cuda_cflags"]
-    assert seen["TORCH_CUDA_ARCH_LIST"] == "9.0"
-    assert seen["CUDA_HOME"] == str(tools.cuda_home)
-    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.9;not-an-arch"
-
-
-@pytest.mark.parametrize("release, known", [("12.1, V12.1.105", False), ("12.4, V12.4.99", True)])
-def test_build_uses_all_cores(tools, release, known):
-    tools.program(tools.nvcc, f"Cuda compilation tools, release {release}")
-    tools.monkeypatch.setattr(torch.version, "cuda", "12.1")
-    tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(7)))
-    tools.open()
-    assert ("--split-compile=7" in tools.keywords["extra_cuda_cflags"]) == known
-
-
-def test_quiet(tools, capsys):
-    tools.monkeypatch.setenv("MODELNEW_QUIET", "1")
-    tools.open()
-    assert capsys.readouterr().err == ""
-
-
-def in_processes(tools: FakeTools, count: int) -> list[multiprocessing.Process]:
-    """Processes that all open the build now. Forked, so that they share the fake machine and need no import."""
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=tools.open) for _ in range(count)]
-    for process in processes:
-        process.start()
-    return processes
-
-
-def test_processes_at_once_build_once(tools):
-    tools.seconds = 0.5
-    processes = in_processes(tools, 3)
-    for process in processes:
-        process.join(30)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert len(tools.compiled) == 1
-
-
-def test_a_killed_build_does_not_hang_the_next(tools):
-    tools.seconds = 60
-    (process,) = in_processes(tools, 1)
-    deadline = time.monotonic() + 30
-    while not list((tools.folder / "cache").rglob("lock")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.kill()
-    process.join(30)
-    assert list((tools.folder / "cache").rglob("lock")), "the killed build left torch's lock file"
-    tools.seconds = 0
-    (process,) = in_processes(tools, 1)
-    process.join(30)
-    assert process.exitcode == 0
-    assert tools.open()[0] == "imported"
-
-
-def test_a_failed_build_leaves_nothing_that_looks_finished(tools):
-    def fail(**_: object) -> None:
-        raise RuntimeError("Error building extension")
-
-    with tools.monkeypatch.context() as patch:
-        patch.setattr(modelnew, "_load_inline", fail)
-        with pytest.raises(RuntimeError, match="Error building"):
-            tools.open()
-    assert tools.open()[0] == "compiled"
-
-
-def remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def unwritable_cache(tools: FakeTools) -> None:
-    """A file where a directory should be: unwritable for root as well."""
-    (tools.folder / "cache").touch()
-
-
-OBSTACLES = {
-    "no ninja": (lambda tools: remove(tools.folder / "bin" / "ninja"), "pip install ninja"),
-    "no nvcc": (lambda tools: remove(tools.nvcc), r"install CUDA 13\.0 and set CUDA_HOME"),
-    "no compiler": (lambda tools: remove(tools.folder / "bin" / "c++"), r"install g\+\+"),
-    "nvcc of another CUDA": (
-        lambda tools: tools.program(tools.nvcc, "Cuda compilation tools, release 12.4, V12.4.1"),
-        r"CUDA 12\.4, but this PyTorch to CUDA 13\.0",
-    ),
-    "nvcc that says nothing": (lambda tools: tools.program(tools.nvcc, ""), "set CUDA_HOME"),
-    "no cache": (unwritable_cache, "set TORCH_EXTENSIONS_DIR"),
-}
-
-
-@pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_obstacles_get_one_clear_sentence(tools, obstacle, capsys):
-    """Import goes on, says why there are no kernels, and so does the first call that needs them."""
-    obstruct, advice = OBSTACLES[obstacle]
-    obstruct(tools)
-    extension, reason = modelnew._load_extension()
-    assert extension is None
-    assert re.search(advice, reason)
-    assert "\n" not in reason
-    assert capsys.readouterr().err.count("\n") == 1
-    tools.monkeypatch.setattr(modelnew, "_extension", None)
-    tools.monkeypatch.setattr(modelnew, "_extension_error", reason)
-    with pytest.raises(RuntimeError, match=advice):
-        modelnew._built_extension()
-
-
-COMPILER_FAILURES = {
-    "/usr/bin/ld: cannot find -lcudart: No such file": "CUDA_HOME",
-    "nvcc fatal : Unsupported gpu architecture 'compute_90a'": "CUDA toolkit",
-    "fatal error: Python.h: No such file or directory": "python3-dev",
-    "kernels/direct.cu(17): error: expected a ;": r"kernels/direct\.cu\(17\): error: expected a ;",
-}
-
-
-@pytest.mark.parametrize("symptom", COMPILER_FAILURES)
-def test_compiler_failures_get_a_reason(tools, symptom):
-    def fail(**_: object) -> None:
-        raise RuntimeError(f"Error building extension 'modelnew':\n[1/2] c++ -o ...\n{symptom}\nninja: build stopped\n")
-
-    tools.monkeypatch.setattr(modelnew, "_load_inline", fail)
-    assert re.search(COMPILER_FAILURES[symptom], modelnew._load_extension()[1])
-
-
-def test_without_a_gpu_import_is_silent_and_calls_explain(tools, capsys):
-    tools.monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    extension, reason = modelnew._load_extension()
-    assert extension is None
-    assert "no CUDA GPU" in reason
-    tools.monkeypatch.setattr(torch.version, "cuda", None)
-    assert "without CUDA" in modelnew._load_extension()[1]
-    assert capsys.readouterr().err == ""
-    assert tools.compiled == []
-
-
-def test_amalgamation_has_each_header_once_and_true_line_numbers(tmp_path):
-    """The one translation unit reports errors at the places in the files under kernels/."""
-    for names in (["binding.cpp"], [source.name for source in ENGINE_SOURCES]):
-        text = modelnew._amalgamate(modelnew._sources, names)
-        assert not re.search(r'^\s*#\s*include\s*"', text, re.MULTILINE)
-        file, number, seen = "", 0, set()
-        for line in text.splitlines():
-            if marker := re.match(r'#line (\d+) "kernels/(.*)"', line):
-                file, number = marker[2], int(marker[1])
-                continue
-            original = modelnew._sources[file].splitlines()[number - 1]
-            assert line in (original, ""), f"{file}:{number}"
-            assert line == "" or (file, number) not in seen
-            seen.add((file, number))
-            number += 1
-    assert {path.name for path in KERNEL_FILES} == set(modelnew._sources)
-
-
-@built_beside_the_tests
-def binding_run(folder: Path) -> subprocess.CompletedProcess:
-    """Against this torch, CPU build or not: only a header that says how torch's CUDA was built may be missing there."""
-    stand_in = folder / "c10/cuda/impl/cuda_cmake_macros.h"
-    stand_in.parent.mkdir(parents=True, exist_ok=True)
-    stand_in.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
-    torch_home = Path(torch.__file__).parent
-    includes = [KERNELS, Path(modelnew._find_cuda_home()) / "include", sysconfig.get_path("include")]
-    system = [torch_home / "include", torch_home / "include/torch/csrc/api/include", folder]
-    standard = "c++20" if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12) else "c++17"
-    command = ["g++", f"-std={standard}", "-fsyntax-only", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror"]
-    command += ["-DTORCH_EXTENSION_NAME=modelnew_test", *(f"-I{path}" for path in includes)]
-    command += [argument for path in system for argument in ("-isystem", str(path))]
-    return subprocess.run([*command, str(KERNELS / "binding.cpp")], capture_output=True, text=True)
-
-
-@pytest.mark.skipif(modelnew._find_cuda_home() is None, reason="needs CUDA's headers")
-def test_binding_compiles(binding_run):
-    assert binding_run.returncode == 0, binding_run.stderr
 
 
 # The engines on the GPU ----------------------------------------------------------------------------------------------

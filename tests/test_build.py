@@ -1,0 +1,629 @@
+"""How modelnew compiles its kernels: digest, units, locks, progress and messages.
+
+Most tests run on a machine that exists on paper only: compilers that are shell scripts, a GPU that torch is made to
+see, and torch's load_inline replaced by one that writes a file. ninja is the real one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import modelnew
+
+NINJA = modelnew._find_ninja()
+
+# A compiler: says what it is, or notes what it was asked for, waits, fails or writes an object file.
+COMPILER = """#!/bin/sh
+folder='{folder}'
+if [ "$1" = --version ]; then echo '{version}'; exit; fi
+echo "$0 $*" >> "$folder/commands"
+while [ $# -gt 1 ]; do
+  if [ "$1" = -c ]; then source=$2; fi
+  if [ "$1" = -o ]; then object=$2; fi
+  shift
+done
+if [ -e "$folder/seconds" ]; then read seconds < "$folder/seconds"; /bin/sleep "$seconds"; fi
+if [ -e "$folder/others" ]; then  # wait until so many compilers run
+  read others < "$folder/others"
+  tries=0
+  while [ "$(/usr/bin/wc -l < "$folder/commands")" -lt "$others" ]; do
+    tries=$((tries + 1))
+    if [ $tries -gt 100 ]; then echo 'error: the others did not start'; exit 1; fi
+    /bin/sleep 0.1
+  done
+fi
+if [ -e "$folder/failure" ]; then /bin/cat "$folder/failure"; exit 1; fi
+echo object > "$object"
+echo "$source" >> "$folder/compiled"
+"""
+
+SOURCES = {
+    "binding.cpp": '#include "a.cuh"\nint binding;\n',
+    "direct.cu": '#include "a.cuh"\nint direct = 1;  // an engine\n',
+    "a.cuh": "/* what two\n   files need */\nint a();\n",
+}
+UNITS = ["kernels/binding.cpp", "kernels/direct.cu"]
+
+
+class FakeTools:
+    """A machine with a GPU, a CUDA toolkit and compilers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.monkeypatch, self.folder = monkeypatch, folder
+        self.sources = SOURCES
+        self.cuda_home = folder / "cuda"
+        self.nvcc = self.cuda_home / "bin" / "nvcc"
+        self.compiler = folder / "bin" / "c++"
+        self.set_nvcc("release 13.0, V13.0.88")
+        self.program(self.compiler, "12.2.0")
+        (folder / "bin" / "ninja").symlink_to(NINJA)
+        (self.cuda_home / "include").mkdir()
+        (self.cuda_home / "include" / "cuda_runtime_api.h").touch()
+        for name, value in {
+            "CUDA_HOME": self.cuda_home,
+            "PATH": folder / "bin",
+            "TORCH_EXTENSIONS_DIR": folder / "cache",
+        }.items():
+            monkeypatch.setenv(name, str(value))
+        for name in ("CXX", "MAX_JOBS", "MODELNEW_QUIET", *modelnew._COMPILER_VARIABLES):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        self.set_gpus((9, 0))
+        monkeypatch.setattr(sys, "executable", str(folder / "bin" / "python"))
+        monkeypatch.setattr(modelnew, "_load_inline", self.load_inline)
+        monkeypatch.setattr(modelnew, "_import_library", lambda path: ("imported", Path(path).read_text()))
+
+    def program(self, path: Path, version: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(COMPILER.format(folder=self.folder, version=version))
+        path.chmod(0o755)
+
+    def set_nvcc(self, release: str) -> None:
+        self.program(self.nvcc, f"Cuda compilation tools, {release}")
+
+    def set_gpus(self, *capabilities: tuple[int, int]) -> None:
+        self.monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        self.monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+
+    def load_inline(self, name: str, build_directory: str, **keywords: object) -> None:
+        """What torch's does: links the objects to a library, which it loads."""
+        objects = [Path(flag).read_text().strip() for flag in keywords["extra_ldflags"]]
+        Path(build_directory, f"{name}.so").write_text(" ".join(objects))
+        self.linked = {"name": name, "environment": dict(os.environ), **keywords}
+
+    def lines(self, log: str) -> list[str]:
+        """What compilers have noted so far, those of other processes included."""
+        path = self.folder / log
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def compiled(self) -> list[str]:
+        return sorted(self.lines("compiled"))
+
+    def set(self, name: str, value: object) -> None:
+        """What compilers do from now on: take so many `seconds`, wait until so many `others` run, print a `failure`."""
+        (self.folder / name).write_text(f"{value}\n")
+
+    def unset(self, name: str) -> None:
+        (self.folder / name).unlink()
+
+    def plan(self, **sources: str) -> modelnew._Build:
+        """The build of small sources; replace one by its name with a _ for the dot."""
+        changed = {name.replace("_", "."): text for name, text in sources.items()}
+        return modelnew._plan_build(self.sources | changed, modelnew._gpu_capabilities())
+
+    def open(self) -> object:
+        return modelnew._open_or_build(self.plan())
+
+    @property
+    def left(self) -> set[str]:
+        """Kinds of files in the directory of finished libraries."""
+        folder = self.folder / "cache" / "modelnew"
+        return {path.suffix for path in folder.iterdir()} if folder.exists() else set()
+
+
+@pytest.fixture
+def tools(monkeypatch, tmp_path) -> Iterator[FakeTools]:
+    if NINJA is None:
+        pytest.skip("needs ninja")
+    return FakeTools(monkeypatch, tmp_path)
+
+
+# What a build is known by --------------------------------------------------------------------------------------------
+
+DIGEST_INGREDIENTS = {
+    "a kernel": lambda tools: tools.plan(direct_cu="int other;"),
+    "a header": lambda tools: tools.plan(a_cuh="int other;"),
+    "the binding": lambda tools: tools.plan(binding_cpp="int other;"),
+    "the GPU": lambda tools: tools.set_gpus((8, 0)),
+    "another GPU": lambda tools: tools.set_gpus((8, 0), (9, 0)),
+    "torch": lambda tools: tools.monkeypatch.setattr(torch, "__version__", "9.9.9"),
+    "torch's CUDA": lambda tools: tools.monkeypatch.setattr(torch.version, "cuda", "13.1"),
+    "nvcc": lambda tools: tools.set_nvcc("release 13.1, V13.1.1"),
+    "the host compiler": lambda tools: tools.program(tools.compiler, "13.3.0, another one"),
+    "nvcc's extra flags": lambda tools: tools.monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G"),
+    "our own flags": lambda tools: tools.monkeypatch.setattr(modelnew, "_CUDA_FLAGS", ("-O1",)),
+}
+
+
+@pytest.mark.parametrize("ingredient", DIGEST_INGREDIENTS)
+def test_name_changes_with(tools, ingredient):
+    before = tools.plan().name
+    assert tools.plan().name == before
+    changed = DIGEST_INGREDIENTS[ingredient](tools)
+    assert (changed if isinstance(changed, modelnew._Build) else tools.plan()).name != before
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"direct_cu": '#include "a.cuh"\nint direct = 1;  // reworded'},
+        {"direct_cu": '#include "a.cuh"\n\n// A line "more, isn\'t it?\nint direct = 1;\n'},
+        {"direct_cu": '// First.\n#include "a.cuh"  // "why"\n/* It\'s\n\n*/  int direct = 1; /**/\n'},
+        {"a_cuh": "int a();"},
+        {"binding_cpp": '#include "a.cuh"\n    int binding; // TODO'},
+    ],
+)
+def test_name_does_not_change_with_comments(tools, sources):
+    assert tools.plan(**sources).name == tools.plan().name
+
+
+def test_name_changes_with_what_looks_like_a_comment(tools):
+    names = {tools.plan(direct_cu=f'const char* text = "{text}";').name for text in ("// a", "// b", "/* a */", "")}
+    assert len(names) == 4
+
+
+def test_name_does_not_change_with_what_does_not_matter(tools):
+    before = tools.plan().name
+    tools.monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9")
+    tools.monkeypatch.setenv("MODELNEW_QUIET", "1")
+    tools.monkeypatch.setenv("MAX_JOBS", "1")
+    assert tools.plan().name == before
+
+
+def test_comments_are_found_and_nothing_else():
+    code = """
+      a = b / c;  // comment "
+      s = "// no \\" comment /*"; t = '"'; /* comment ' */ u = '\\'';
+      n = 1'000'000;  // it's one
+      r = R"(// no "comment)"; v = R"x(/* no )" */ comment)x";
+    """
+    assert modelnew._without_comments(code).splitlines() == [
+        "a = b / c;",
+        """s = "// no \\" comment /*"; t = '"';   u = '\\'';""",
+        "n = 1'000'000;",
+        'r = R"(// no "comment)"; v = R"x(/* no )" */ comment)x";',
+    ]
+
+
+def test_units_are_those_of_the_gpus():
+    """Off Hopper a stand-in is compiled instead of what would refuse every problem. The longest unit comes first."""
+    every = {name for name in modelnew._sources if not name.endswith(".cuh")}
+    hopper = modelnew._units(modelnew._sources, [(9, 0)])
+    assert set(hopper) == every - {"without_hopper.cpp"}
+    assert set(modelnew._units(modelnew._sources, [(8, 0), (9, 0)])) == set(hopper)
+    off_hopper = modelnew._units(modelnew._sources, [(8, 0), (12, 0)])
+    assert set(hopper) - set(off_hopper) == modelnew._HOPPER_UNITS
+    assert set(off_hopper) - set(hopper) == {"without_hopper.cpp"}
+    assert hopper[0] == "gather.cu"
+    assert set(modelnew._UNIT_SECONDS) < every
+
+
+def test_off_hopper_its_kernels_do_not_count(tools):
+    tools.sources = tools.sources | {"gather.cu": "int gather;"}
+    names = []
+    for text in ("int gather;", "int other;"):
+        for gpu in ((8, 0), (9, 0)):
+            tools.set_gpus(gpu)
+            names.append(tools.plan(gather_cu=text).name)
+    assert names[0] == names[2]
+    assert names[1] != names[3]
+
+
+# What a build does ---------------------------------------------------------------------------------------------------
+
+
+def test_build_once_then_import(tools, capsys):
+    tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    assert tools.open() == ("imported", "object object")
+    said = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"modelnew: compiling the kernels for sm_90a, once for this machine; about \d+ s", said[0])
+    assert re.fullmatch(r"modelnew: 1/2 units compiled, \d+ s", said[1])
+    assert re.fullmatch(r"modelnew: 2/2 units compiled, \d+ s", said[2])
+    assert re.fullmatch(r"modelnew: compiled in \d+ s", said[3])
+    assert len(said) == 4
+    assert tools.compiled == UNITS
+    assert tools.left == {".so", ".lock"}
+    assert tools.open() == ("imported", "object object")
+    assert tools.compiled == UNITS
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_shows_progress_in_one_line(tools, capsys):
+    tools.monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    tools.open()
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 2
+    assert re.search(r"s\n\r\x1b\[Kmodelnew: 1/2 units compiled, \d+ s\r\x1b\[Kmodelnew: 2/2 units", shown)
+
+
+def test_quiet(tools, capsys):
+    tools.monkeypatch.setenv("MODELNEW_QUIET", "1")
+    tools.open()
+    assert capsys.readouterr().err == ""
+
+
+def test_compilers_get_what_they_need(tools):
+    """Every supported torch gets sm_90a, and none is asked for another architecture by the environment."""
+    tools.monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9;not-an-arch")
+    build = tools.plan()
+    tools.open()
+    (nvcc,) = (line for line in tools.lines("commands") if line.startswith(str(tools.nvcc)))
+    (compiler,) = (line for line in tools.lines("commands") if line.startswith(str(tools.compiler)))
+    assert "-gencode=arch=compute_90a,code=sm_90a" in nvcc.split()
+    assert not {"8.9", "torch/include"} & set(re.split(r"[ =/]", nvcc))
+    assert f"-DTORCH_EXTENSION_NAME={build.name}" in compiler.split()
+    assert re.search(r"-isystem \S*torch/include .*-isystem \S*cuda/include", compiler)
+    assert re.search(r"-std=c\+\+(17|20) ", compiler)
+    assert tools.linked["environment"]["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    assert tools.linked["environment"]["CUDA_HOME"] == str(tools.cuda_home)
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.9;not-an-arch"
+
+
+def test_folders_and_compilers_have_any_name(tools):
+    folder = tools.folder / "a $b 'c'"
+    tools.monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+    tools.cuda_home.rename(folder.with_name("cu da$"))
+    tools.monkeypatch.setenv("CUDA_HOME", str(folder.with_name("cu da$")))
+    tools.monkeypatch.setenv("CC", "g c c")
+
+    def link(name: str, build_directory: str, extra_ldflags: list[str], **_: object) -> None:
+        ninja = Path(build_directory, "build.ninja")  # as torch's own file reads what it is given
+        ninja.write_text(f"rule link\n  command = cat {' '.join(extra_ldflags)} > $out\nbuild {name}.so: link\n")
+        environment = os.environ | {"PATH": "/usr/bin:/bin"}
+        subprocess.run([NINJA], cwd=build_directory, check=True, capture_output=True, env=environment)
+
+    tools.monkeypatch.setattr(modelnew, "_load_inline", link)
+    assert tools.open() == ("imported", "object\nobject\n")
+    assert "-ccbin g c c" in "".join(tools.lines("commands"))
+
+
+@pytest.mark.parametrize(
+    "release, cores, jobs, split",
+    [
+        ("12.1, V12.1.105", 7, None, None),
+        ("12.4, V12.4.99", 7, None, "7"),
+        ("13.0, V13.0.88", 7, "3", "3"),
+        ("13.0, V13.0.88", 2, "64", "2"),
+        ("13.0, V13.0.88", 1, "none", None),
+    ],
+)
+def test_build_uses_the_cores_that_it_may(tools, release, cores, jobs, split):
+    tools.set_nvcc(f"release {release}")
+    tools.monkeypatch.setattr(torch.version, "cuda", release[:4])
+    tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    if jobs is not None:
+        tools.monkeypatch.setenv("MAX_JOBS", jobs)
+    tools.open()
+    assert re.findall(r"--split-compile=(\d+)", "".join(tools.lines("commands"))) == [split] * (split is not None)
+
+
+def test_units_compile_side_by_side(tools):
+    tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    tools.set("others", len(UNITS))
+    tools.open()
+    assert tools.compiled == UNITS
+
+
+def test_expected_seconds_follow_the_units_and_the_cores():
+    def expected(capabilities: list[tuple[int, int]], cores: int, split: bool = True) -> int:
+        build = modelnew._plan_build(modelnew._sources, capabilities)
+        return modelnew._expected_seconds(build, cores, split)
+
+    hopper = [expected([(9, 0)], cores) for cores in (1, 2, 4, 8, 16)]
+    assert hopper == sorted(hopper, reverse=True)
+    assert hopper[-1] > expected([(8, 0)], 16)
+    assert expected([(8, 0), (9, 0)], 16) > hopper[-1]
+    assert expected([(9, 0)], 16, split=False) > hopper[-1]
+
+
+def test_builds_in_one_process_in_a_directory_each(tools):
+    """As a benchmark harness does it for each of its problems. torch would build a name only once in a process."""
+    names = []
+    for number in (1, 2, 3, 2):
+        directory = tools.folder / str(number)
+        shutil.rmtree(directory, ignore_errors=True)
+        tools.monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(directory))
+        assert tools.open() == ("imported", "object object")
+        names.append(tools.linked["name"])
+    assert len(set(names)) == 4
+    assert tools.compiled == sorted(UNITS * 4)
+
+
+# What may go wrong ---------------------------------------------------------------------------------------------------
+
+
+def in_processes(tools: FakeTools, count: int) -> list[multiprocessing.Process]:
+    """Processes that all open the build now. Forked, so that they share the fake machine and need no import."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=tools.open) for _ in range(count)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def wait_until(happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_processes_at_once_build_once(tools):
+    tools.set("seconds", 0.5)
+    processes = in_processes(tools, 3)
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert tools.compiled == UNITS
+
+
+def test_a_killed_build_does_not_hang_the_next(tools):
+    tools.set("seconds", 3)
+    (process,) = in_processes(tools, 1)
+    wait_until(lambda: tools.lines("commands"))
+    process.kill()
+    process.join(30)
+    assert ".build" in tools.left
+    tools.unset("seconds")
+    assert tools.open() == ("imported", "object object")
+    assert tools.left == {".so", ".lock"}
+    # What the killed build started may still be running. It writes into nothing that is there.
+    time.sleep(3.5)
+    assert tools.left == {".so", ".lock"}
+    assert tools.open() == ("imported", "object object")
+
+
+def test_an_interrupted_build_stops_its_compilers(tools):
+    def interrupt(text: str, passing: bool = False) -> None:
+        if passing:
+            raise KeyboardInterrupt
+
+    started = []
+    popen = subprocess.Popen
+    tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    tools.monkeypatch.setattr(modelnew, "_say", interrupt)
+    tools.monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    with pytest.raises(KeyboardInterrupt):
+        tools.open()
+    wait_until(lambda: started[-1].poll() is not None)
+    assert tools.left == {".lock"}
+    assert len(tools.compiled) < 2
+
+
+def test_a_failed_build_leaves_nothing_that_looks_finished(tools):
+    tools.set("failure", "kernels/direct.cu(1): error: expected a ;")
+    with pytest.raises(RuntimeError, match="expected a ;"):
+        tools.open()
+    assert tools.left == {".lock"}
+    tools.unset("failure")
+    assert tools.open() == ("imported", "object object")
+
+
+def test_a_failed_link_leaves_nothing_that_looks_finished(tools):
+    def fail(**_: object) -> None:
+        raise RuntimeError("Error building extension")
+
+    with tools.monkeypatch.context() as patch:
+        patch.setattr(modelnew, "_load_inline", fail)
+        with pytest.raises(RuntimeError, match="Error building"):
+            tools.open()
+    assert tools.left == {".lock"}
+    assert tools.open() == ("imported", "object object")
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def fill_disk(tools: FakeTools) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    tools.monkeypatch.setattr(modelnew.tempfile, "mkdtemp", fail)
+
+
+OBSTACLES = {
+    "no ninja": (lambda tools: remove(tools.folder / "bin" / "ninja"), "pip install ninja"),
+    "no nvcc": (lambda tools: remove(tools.nvcc), r"install CUDA 13\.0 and set CUDA_HOME"),
+    "no compiler": (lambda tools: remove(tools.compiler), r"install g\+\+"),
+    "nvcc of another CUDA": (
+        lambda tools: tools.set_nvcc("release 12.4, V12.4.1"),
+        r"CUDA 12\.4, but this PyTorch to CUDA 13\.0",
+    ),
+    "nvcc that says nothing": (lambda tools: tools.set_nvcc(""), "set CUDA_HOME"),
+    # A file where a directory should be: unwritable for root as well.
+    "no cache": (lambda tools: (tools.folder / "cache").touch(), "set TORCH_EXTENSIONS_DIR"),
+    "a full disk": (fill_disk, "a disk is full.* TORCH_EXTENSIONS_DIR"),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_obstacles_get_one_clear_sentence(tools, obstacle, capsys):
+    """Import goes on, says why there are no kernels, and so does the first call that needs them."""
+    obstruct, advice = OBSTACLES[obstacle]
+    obstruct(tools)
+    tools.monkeypatch.setattr(modelnew, "_sources", tools.sources)
+    extension, reason = modelnew._load_extension()
+    assert extension is None
+    assert re.search(advice, reason)
+    assert "\n" not in reason
+    assert len([line for line in capsys.readouterr().err.splitlines() if "compiling" not in line]) == 1
+    tools.monkeypatch.setattr(modelnew, "_extension", None)
+    tools.monkeypatch.setattr(modelnew, "_extension_error", reason)
+    with pytest.raises(RuntimeError, match=advice):
+        modelnew._built_extension()
+
+
+COMPILER_FAILURES = {
+    "nvcc fatal : Unsupported gpu architecture 'compute_90a'": "CUDA toolkit",
+    "fatal error: Python.h: No such file or directory": "python3-dev",
+    "/tmp/direct.ptx: No space left on device": "a disk is full",
+    "kernels/direct.cu(17): error: expected a ;": r"kernels/direct\.cu\(17\): error: expected a ;",
+}
+
+
+@pytest.mark.parametrize("symptom", COMPILER_FAILURES)
+def test_compiler_failures_get_a_reason(tools, symptom):
+    tools.set("failure", symptom)
+    tools.monkeypatch.setattr(modelnew, "_sources", tools.sources)
+    assert re.search(COMPILER_FAILURES[symptom], modelnew._load_extension()[1])
+
+
+def test_linker_failures_get_a_reason(tools):
+    def fail(**_: object) -> None:
+        raise RuntimeError("Error building extension 'modelnew':\n/usr/bin/ld: cannot find -lcudart: No such file\n")
+
+    tools.monkeypatch.setattr(modelnew, "_load_inline", fail)
+    tools.monkeypatch.setattr(modelnew, "_sources", tools.sources)
+    assert "CUDA_HOME" in modelnew._load_extension()[1]
+
+
+def test_without_a_gpu_import_is_silent_and_calls_explain(tools, capsys):
+    tools.monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    extension, reason = modelnew._load_extension()
+    assert extension is None
+    assert "no CUDA GPU" in reason
+    tools.monkeypatch.setattr(torch.version, "cuda", None)
+    assert "without CUDA" in modelnew._load_extension()[1]
+    assert capsys.readouterr().err == ""
+    assert tools.compiled == []
+
+
+# Ahead of time -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_gpu(tools) -> FakeTools:
+    """A machine on which container images are made."""
+    tools.set_gpus()
+    tools.monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tools.monkeypatch.setattr(modelnew, "_sources", tools.sources)
+    return tools
+
+
+def test_what_is_built_ahead_is_what_an_import_looks_for(no_gpu, capsys):
+    modelnew._main(["build", "--arch", "9.0", "8.0", "8.0,9.0"])
+    printed = capsys.readouterr().out.split()
+    for gpus, path in zip([[(9, 0)], [(8, 0)], [(9, 0), (8, 0), (8, 0)]], printed, strict=True):
+        no_gpu.set_gpus(*gpus)
+        assert no_gpu.plan().library == path
+        assert no_gpu.open() == ("imported", "object object")
+    assert no_gpu.compiled == sorted(UNITS * 3)
+
+
+def test_what_is_built_ahead_needs_no_compilers_later(no_gpu):
+    """A container's last stage may leave them out. What else goes into a build must still be the same."""
+    modelnew._main(["build", "--arch", "9.0"])
+    no_gpu.set_gpus((9, 0))
+    for program in (no_gpu.nvcc, no_gpu.compiler):
+        program.unlink()
+    assert no_gpu.open() == ("imported", "object object")
+    no_gpu.set_gpus((8, 0))
+    with pytest.raises(RuntimeError, match="no CUDA toolkit"):
+        no_gpu.open()
+
+
+def test_a_finished_build_is_only_read(tools):
+    """The directory may be read-only then: nothing is locked."""
+    tools.open()
+    (lock,) = (tools.folder / "cache" / "modelnew").glob("*.lock")
+    lock.unlink()
+    assert tools.open() == ("imported", "object object")
+    assert tools.left == {".so"}
+
+
+def test_build_is_for_the_gpus_at_hand_unless_told(no_gpu, capsys):
+    no_gpu.set_gpus((9, 0))
+    modelnew._main(["build"])
+    assert capsys.readouterr().out.strip() == no_gpu.plan().library
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ([], "modelnew: PyTorch sees no GPU here; name those to build for, such as --arch 8.0 9.0"),
+        (["--arch", "sm_90"], "modelnew: --arch takes compute capabilities such as 8.0 or 9.0, but got 'sm_90'"),
+    ],
+)
+def test_build_says_what_it_lacks(no_gpu, arguments, text):
+    with pytest.raises(SystemExit, match=f"^{re.escape(text)}$"):
+        modelnew._main(["build", *arguments])
+
+
+def test_build_needs_a_pytorch_with_cuda(no_gpu):
+    no_gpu.monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(SystemExit, match="built without CUDA"):
+        modelnew._main(["build", "--arch", "9.0"])
+
+
+# For real ------------------------------------------------------------------------------------------------------------
+
+TINY_SOURCES = {
+    "binding.cpp": """
+        #include <Python.h>
+        #include "answer.cuh"
+        #define INIT_OF(name) PyInit_##name
+        #define INIT(name) INIT_OF(name)
+        PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)(void) {
+          static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "tiny"};
+          PyObject* module = PyModule_Create(&definition);
+          PyModule_AddIntConstant(module, "answer", answer());
+          return module;
+        }
+    """,
+    "direct.cu": """
+        #include "answer.cuh"
+        __global__ void store(int* place) { *place = 42; }
+        int answer() { return reinterpret_cast<void*>(&store) != nullptr ? 42 : 0; }
+    """,
+    "answer.cuh": "int answer();\n",
+}
+
+
+@pytest.fixture
+def real_tools(monkeypatch, tmp_path) -> None:
+    """This machine's compilers; where torch was built without CUDA, empty libraries stand in for that part of it."""
+    cuda_home = modelnew._find_cuda_home()
+    if NINJA is None or cuda_home is None:
+        pytest.skip("needs ninja and nvcc")
+    if torch.version.cuda is None:
+        monkeypatch.setattr(torch.version, "cuda", "{}.{}".format(*modelnew._nvcc_release(cuda_home)))
+        for name in ("c10_cuda", "torch_cuda"):
+            (tmp_path / f"lib{name}.a").write_text("!<arch>\n")
+        monkeypatch.setenv("LIBRARY_PATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("real_tools")
+def test_builds_in_one_process(monkeypatch, tmp_path):
+    """By torch's load_inline: in a directory each, and in one that was emptied."""
+    for number in (1, 2, 1):
+        directory = tmp_path / str(number)
+        shutil.rmtree(directory, ignore_errors=True)
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(directory))
+        build = modelnew._plan_build(TINY_SOURCES, [(8, 0)])
+        for _ in range(2):
+            assert modelnew._open_or_build(build).answer == 42
+        assert {path.suffix for path in (directory / "modelnew").iterdir()} == {".so", ".lock"}
