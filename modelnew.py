@@ -357,7 +357,7 @@ def _compile(build: _Build, nvcc_release: tuple[int, int]) -> None:
 
 
 def _expected_seconds(build: _Build, cores: int, split: bool) -> int:
-    """Estimated wall time: the cores share all units' work, except for the serial share of the longest one.
+    """Estimated wall time: the cores share the work of all units, beside the serial share of the longest one.
 
     Where nvcc does not split a unit, no build is shorter than the longest unit.
     """
@@ -456,7 +456,7 @@ def _build_environment(build: _Build) -> dict[str, str]:
 
 
 def _write_stand_in_header(directory: str) -> str:
-    """A directory with an empty torch/extension.h. load_inline includes one before torch 2.8; torch's own costs 13 s."""
+    """A directory with an empty torch/extension.h, for torch before 2.8: load_inline includes one that costs 13 s."""
     folder = os.path.join(directory, "headers")
     os.makedirs(os.path.join(folder, "torch"))
     open(os.path.join(folder, "torch", "extension.h"), "w").close()
