@@ -58,16 +58,20 @@ def _read_text(path: str) -> str:
 _sources = _read_sources()
 # [end of repository only]
 
-# Literals are matched too, so that a comment's marks inside of one do not count.
+# Literals are matched too, so that `//` inside a string does not start a comment.
 _LITERAL_OR_COMMENT = re.compile(
     r'''R"([^\s()]*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|'(?:[^'\\\n]|\\.[^'\n]*)'|//[^\n]*|/\*.*?\*/''', re.DOTALL
 )
 
 
 def _without_comments(text: str) -> str:
-    """C++ text without comments, blank lines and indentation, none of which changes the machine code."""
+    """C++ text without comments, blank lines and indentation, none of which changes the machine code.
+
+    A blank line after a backslash stays, since it ends the line that the backslash continues.
+    """
     text = _LITERAL_OR_COMMENT.sub(lambda match: " " if match[0][0] == "/" else match[0], text)
-    return "\n".join(line.strip() for line in text.splitlines() if line.strip())
+    lines = [line.strip() for line in text.splitlines()]
+    return "\n".join(line for line, before in zip(lines, ["", *lines], strict=False) if line or before.endswith("\\"))
 
 
 # ---- Build ----
@@ -113,6 +117,8 @@ class _Build(NamedTuple):
     capabilities: list[tuple[int, int]]
     sources: dict[str, str]
     units: list[str]  # the sources that are compiled, each by itself, the longest first
+    cpp_flags: list[str]
+    cuda_flags: list[str]
 
     @property
     def library(self) -> str:
@@ -185,12 +191,15 @@ def _splits_compilation(release: tuple[int, int], cores: int) -> bool:
 
 
 def _file_identity(path: str | None) -> list[Any]:
-    """What changes when a compiler is replaced, without starting it: real path, size and time of change."""
+    """What changes when a compiler is replaced, without starting it: real path, size and time of change.
+
+    Whole seconds, since container images keep no more of a file's time.
+    """
     if path is None:
         return []
     real = os.path.realpath(path)
     status = os.stat(real)
-    return [real, status.st_size, status.st_mtime_ns]
+    return [real, status.st_size, int(status.st_mtime)]
 
 
 def _cache_directory() -> str:
@@ -199,9 +208,24 @@ def _cache_directory() -> str:
     return os.path.join(os.environ.get("TORCH_EXTENSIONS_DIR") or default, "modelnew")
 
 
-# Hidden symbols: two versions of this extension in one process (a bundle beside the module) must share nothing.
-_CPP_FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden")
-_CUDA_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden")
+def _cpp_standard() -> str:
+    """The C++ standard of torch's headers."""
+    return "c++20" if tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 12) else "c++17"
+
+
+def _cpp_flags() -> list[str]:
+    """Flags for units that include torch, but for directories and the extension's name."""
+    # Hidden symbols: two versions of this extension in one process (a bundle beside the module) must share nothing.
+    hidden = ["-O2", "-fPIC", "-fvisibility=hidden"]
+    return [f"-std={_cpp_standard()}", *hidden, f"-D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d}"]
+
+
+def _cuda_flags(capabilities: list[tuple[int, int]]) -> list[str]:
+    """Flags for units that nvcc compiles. These do not include torch, and their flags do not depend on it."""
+    common = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+    threads = [f"--threads={len(capabilities)}"] if len(capabilities) > 1 else []
+    return [*common, *map(_gencode, capabilities), *threads]
+
 
 # What torch and nvcc read from the environment besides the compilers' places. torch gives CC to nvcc as -ccbin.
 _COMPILER_VARIABLES = ("CC", "PYTORCH_NVCC", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
@@ -240,19 +264,18 @@ def _plan_build(sources: dict[str, str], capabilities: list[tuple[int, int]]) ->
     """The build for these GPUs, this torch and the compilers at hand. Starts no process, takes milliseconds."""
     cuda_home = _find_cuda_home()
     units = _units(sources, capabilities)
-    code = {name: _without_comments(text) for name, text in sources.items() if name in units or name.endswith(".cuh")}
+    cpp_flags, cuda_flags = _cpp_flags(), _cuda_flags(capabilities)
     what = [
-        code,
-        capabilities,
+        {name: _without_comments(text) for name, text in sources.items() if name in units or name.endswith(".cuh")},
+        [cpp_flags, cuda_flags],
         [torch.__version__, torch.version.git_version, torch.version.cuda, sysconfig.get_config_var("SOABI")],
     ]
     tools = [
-        [_CPP_FLAGS, _CUDA_FLAGS],
         [_file_identity(cuda_home and os.path.join(cuda_home, "bin", "nvcc")), _file_identity(_find_host_compiler())],
         [os.environ.get(name) for name in _COMPILER_VARIABLES],
     ]
     name = f"modelnew_{_digest(what)}_{_digest(tools)}"
-    return _Build(name, _cache_directory(), cuda_home, capabilities, sources, units)
+    return _Build(name, _cache_directory(), cuda_home, capabilities, sources, units, cpp_flags, cuda_flags)
 
 
 def _digest(ingredients: Any) -> str:
@@ -268,15 +291,15 @@ def _say(text: str, passing: bool = False) -> None:
 
 
 def _find_library(build: _Build) -> str | None:
-    """Path of the finished extension, or None. Where there is no nvcc, the compilers that made it do not matter."""
-    if build.cuda_home is not None:
+    """Path of the finished extension, or None. Without compilers here, those that built it may be any."""
+    if build.cuda_home is not None and _find_host_compiler() is not None:
         return build.library if os.path.exists(build.library) else None
     same = glob.glob(os.path.join(glob.escape(build.cache), f"{build.name.rpartition('_')[0]}_*.so"))
     return max(same, key=os.path.getmtime, default=None)
 
 
 def _import_library(path: str) -> ModuleType:
-    """The extension in a finished library, whose file is named like it."""
+    """Imports a finished library; the module has the name of the file."""
     spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(path))[0], path)
     module = importlib.util.module_from_spec(spec)
     with _Caught() as caught:
@@ -339,7 +362,8 @@ def _require_tools(build: _Build) -> tuple[int, int]:
 
 def _compile(build: _Build, nvcc_release: tuple[int, int]) -> None:
     """Compiles the extension and moves it to its place. To be called while holding the lock of this build."""
-    for left in glob.glob(os.path.join(glob.escape(build.cache), f"{build.name}.*.build")):  # by killed builds
+    # Remove the directories that killed builds left.
+    for left in glob.glob(os.path.join(glob.escape(build.cache), f"{build.name}.*.build")):
         shutil.rmtree(left, ignore_errors=True)
     cores = _cores()
     split = _splits_compilation(nvcc_release, cores)
@@ -351,8 +375,8 @@ def _compile(build: _Build, nvcc_release: tuple[int, int]) -> None:
         tempfile.TemporaryDirectory(".build", f"{build.name}.", build.cache, ignore_cleanup_errors=True) as directory,
         _Environment(**_build_environment(build)),
     ):
-        objects = _compile_units(build, directory, cores, split)
-        os.replace(_link(build, directory, objects), build.library)
+        _compile_units(build, directory, cores, split)
+        os.replace(_link(build, directory), build.library)
     _say(f"compiled in {time.perf_counter() - start:.0f} s")
 
 
@@ -361,16 +385,16 @@ def _expected_seconds(build: _Build, cores: int, split: bool) -> int:
 
     Where nvcc does not split a unit, no build is shorter than the longest unit.
     """
-    seconds = [_unit_seconds(unit) * len(build.capabilities) for unit in build.units]
+    targets = {".cpp": 1, ".cu": len(build.capabilities)}
+    seconds = [_unit_seconds(unit) * targets[os.path.splitext(unit)[1]] for unit in build.units]
     shared = sum(seconds) / cores + _SERIAL_SHARE * max(seconds)
     return round(_LINK_SECONDS + (shared if split else max(shared, *seconds)))
 
 
-def _compile_units(build: _Build, directory: str, cores: int, split: bool) -> list[str]:
-    """Compiles all units side by side; returns the paths of their object files.
+def _compile_units(build: _Build, directory: str, cores: int, split: bool) -> None:
+    """Compiles all units side by side, each to an object file in the directory.
 
-    ninja works in this build's own directory and knows relative paths only. If this process is killed, what goes on in
-    the background cannot touch the next build.
+    If this process is killed, ninja may keep running; it can write only into this build's own directory.
     """
     folder = os.path.join(directory, "kernels")
     os.mkdir(folder)
@@ -393,27 +417,19 @@ def _compile_units(build: _Build, directory: str, cores: int, split: bool) -> li
                 _say(f"{progress[1]} units compiled, {time.perf_counter() - start:.0f} s", passing=True)
         if ninja.wait() != 0:
             raise RuntimeError("".join(printed))
-    return [os.path.join(directory, f"{unit}.o") for unit in build.units]
 
 
 def _ninja_file(build: _Build, splits: int) -> str:
-    """The text of build.ninja: one object for each unit.
-
-    nvcc never sees torch's headers, so its flags do not depend on torch. C++ units get the flags that
-    torch.utils.cpp_extension would give them.
-    """
+    """The text of build.ninja: one object for each unit."""
     from torch.utils import cpp_extension
 
-    nvcc = [*map(_gencode, build.capabilities), *_CUDA_FLAGS]
-    nvcc += [f"--threads={len(build.capabilities)}"] if len(build.capabilities) > 1 else []
-    nvcc += [f"--split-compile={splits}"] if splits > 1 else []
+    nvcc = [*build.cuda_flags, *([f"--split-compile={splits}"] if splits > 1 else [])]
     nvcc += ["-ccbin", os.environ["CC"]] if "CC" in os.environ else []
-    # torch's headers are C++20 from 2.12 on.
-    newer = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 12)
-    cxx = [_find_host_compiler(), "-std=c++20" if newer else "-std=c++17", *_CPP_FLAGS]
-    cxx += [f"-DTORCH_EXTENSION_NAME={build.name}", f"-D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d}"]
-    python = sysconfig.get_path("include", scheme="posix_prefix")
-    includes = [*cpp_extension.include_paths(), os.path.join(build.cuda_home, "include"), python]
+    includes = [*cpp_extension.include_paths(), sysconfig.get_path("include", scheme="posix_prefix")]
+    cuda_include = os.path.join(build.cuda_home, "include")
+    if cuda_include != "/usr/include":  # which the compiler knows; as -isystem it hides C++'s own headers
+        includes.append(cuda_include)
+    cxx = [_find_host_compiler(), *build.cpp_flags, f"-DTORCH_EXTENSION_NAME={build.name}"]
     cxx += [argument for path in includes for argument in ("-isystem", path)]
     # PYTORCH_NVCC is a shell's words, such as "ccache nvcc".
     compiler = os.environ.get("PYTORCH_NVCC") or shlex.quote(os.path.join(build.cuda_home, "bin", "nvcc"))
@@ -425,18 +441,17 @@ def _ninja_file(build: _Build, splits: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _link(build: _Build, directory: str, objects: list[str]) -> str:
+def _link(build: _Build, directory: str) -> str:
     """Has torch link the objects with its own libraries; returns the path of the extension.
 
     load_inline builds a name only once in a process: a second build of it becomes NAME_v1. A fresh name for each build
-    avoids that. It does not show, since the binding was compiled with the name that importers use.
+    avoids that. Importers do not see this name: the binding is compiled with that of the build.
     """
     name = f"{build.name}_{time.time_ns()}"
     _load_inline(
         name=name,
         cpp_sources=["// All code is in the objects that this file is linked with.\n"],
-        extra_ldflags=[shlex.quote(path).replace("$", "$$") for path in objects],
-        extra_include_paths=[_write_stand_in_header(directory)],
+        extra_ldflags=[f"{unit}.o" for unit in build.units],  # it links in the build directory
         build_directory=directory,
         with_cuda=True,
         is_python_module=False,
@@ -449,29 +464,26 @@ def _build_environment(build: _Build) -> dict[str, str]:
     return {
         "CUDA_HOME": build.cuda_home,
         "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(_find_ninja())]),
-        # Without it torch asks the GPUs, which need not exist here. Up to 2.1 an entry such as 9.0a is an error.
-        "TORCH_CUDA_ARCH_LIST": ";".join(f"{major}.{minor}" for major, minor in build.capabilities),
+        # torch compiles nothing for a GPU, but reads this list and refuses what it does not know.
+        "TORCH_CUDA_ARCH_LIST": "8.0",
         "NINJA_STATUS": "[%f/%t] ",
     }
 
 
-def _write_stand_in_header(directory: str) -> str:
-    """A directory with an empty torch/extension.h, for torch before 2.8: load_inline includes one that costs 13 s."""
-    folder = os.path.join(directory, "headers")
-    os.makedirs(os.path.join(folder, "torch"))
-    open(os.path.join(folder, "torch", "extension.h"), "w").close()
-    return folder
-
-
-def _load_inline(**keywords: Any) -> None:
+def _load_inline(build_directory: str, **keywords: Any) -> None:
     """torch.utils.cpp_extension.load_inline, imported late because that alone can take half a second."""
     from torch.utils import cpp_extension
 
-    # Where it was imported before, it looked for CUDA before _compile() named it.
+    # cpp_extension reads CUDA_HOME when it is imported, which somebody may have done before.
     cpp_extension.CUDA_HOME = os.environ.get("CUDA_HOME", cpp_extension.CUDA_HOME)
     if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
         keywords["no_implicit_headers"] = True
-    cpp_extension.load_inline(**keywords)
+    else:  # before torch 2.8: an empty header replaces the one that is included, which costs 13 s
+        headers = os.path.join(build_directory, "headers")
+        os.makedirs(os.path.join(headers, "torch"))
+        open(os.path.join(headers, "torch", "extension.h"), "w").close()
+        keywords["extra_include_paths"] = [headers]
+    cpp_extension.load_inline(build_directory=build_directory, **keywords)
 
 
 # What the compilers and linkers say, and what to do about it.
@@ -1613,9 +1625,7 @@ def _build_ahead(machines: list[str]) -> None:
     if not wanted[0]:
         raise RuntimeError("PyTorch sees no GPU here; name those to build for, such as --arch 8.0 9.0")
     for capabilities in wanted:
-        build = _plan_build(_sources, capabilities)
-        _open_or_build(build)
-        print(_find_library(build))
+        print(_open_or_build(_plan_build(_sources, capabilities)).__file__)
 
 
 def _capability(text: str) -> tuple[int, int]:

@@ -12606,9 +12606,8 @@ def binding_run(folder: Path) -> subprocess.CompletedProcess:
     torch_home = Path(torch.__file__).parent
     includes = [KERNELS, Path(modelnew._find_cuda_home()) / "include", sysconfig.get_path("include")]
     system = [torch_home / "include", torch_home / "include/torch/csrc/api/include", folder]
-    standard = "c++20" if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12) else "c++17"
-    command = ["g++", f"-std={standard}", "-fsyntax-only", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror"]
-    command += ["-DTORCH_EXTENSION_NAME=modelnew_test", *(f"-I{path}" for path in includes)]
+    command = ["g++", f"-std={modelnew._cpp_standard()}", "-fsyntax-only", "-Wall", "-Wextra", "-Wno-unused-parameter"]
+    command += ["-Werror", "-DTORCH_EXTENSION_NAME=modelnew_test", *(f"-I{path}" for path in includes)]
     command += [argument for path in system for argument in ("-isystem", str(path))]
     return subprocess.run([*command, str(KERNELS / "binding.cpp")], capture_output=True, text=True)
 

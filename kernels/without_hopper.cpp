@@ -1,5 +1,5 @@
 // Stand-ins for the engines that need Hopper's instructions. They are compiled instead of these engines for other GPUs,
-// where every problem would be refused, so that the engine table and explain() are the same everywhere.
+// where every problem would be refused, so that the engine table is the same everywhere.
 #include "engines.cuh"
 
 namespace modelnew {

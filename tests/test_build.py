@@ -6,6 +6,7 @@ see, and torch's load_inline replaced by one that writes a file. ninja is the re
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 import modelnew
 
@@ -56,6 +58,13 @@ SOURCES = {
 UNITS = ["kernels/binding.cpp", "kernels/direct.cu"]
 
 
+class Library:
+    """What _import_library makes of a file."""
+
+    def __init__(self, path: str) -> None:
+        self.__file__, self.text = path, Path(path).read_text()
+
+
 class FakeTools:
     """A machine with a GPU, a CUDA toolkit and compilers."""
 
@@ -83,7 +92,7 @@ class FakeTools:
         self.set_gpus((9, 0))
         monkeypatch.setattr(sys, "executable", str(folder / "bin" / "python"))
         monkeypatch.setattr(modelnew, "_load_inline", self.load_inline)
-        monkeypatch.setattr(modelnew, "_import_library", lambda path: ("imported", Path(path).read_text()))
+        monkeypatch.setattr(modelnew, "_import_library", Library)
 
     def program(self, path: Path, version: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +108,7 @@ class FakeTools:
 
     def load_inline(self, name: str, build_directory: str, **keywords: object) -> None:
         """What torch's does: links the objects to a library, which it loads."""
-        objects = [Path(flag).read_text().strip() for flag in keywords["extra_ldflags"]]
+        objects = [Path(build_directory, flag).read_text().strip() for flag in keywords["extra_ldflags"]]
         Path(build_directory, f"{name}.so").write_text(" ".join(objects))
         self.linked = {"name": name, "environment": dict(os.environ), **keywords}
 
@@ -124,7 +133,7 @@ class FakeTools:
         changed = {name.replace("_", "."): text for name, text in sources.items()}
         return modelnew._plan_build(self.sources | changed, modelnew._gpu_capabilities())
 
-    def open(self) -> object:
+    def open(self) -> Library:
         return modelnew._open_or_build(self.plan())
 
     @property
@@ -141,7 +150,7 @@ def tools(monkeypatch, tmp_path) -> Iterator[FakeTools]:
     return FakeTools(monkeypatch, tmp_path)
 
 
-# What a build is known by --------------------------------------------------------------------------------------------
+# The digest ----------------------------------------------------------------------------------------------------------
 
 DIGEST_INGREDIENTS = {
     "a kernel": lambda tools: tools.plan(direct_cu="int other;"),
@@ -154,7 +163,10 @@ DIGEST_INGREDIENTS = {
     "nvcc": lambda tools: tools.set_nvcc("release 13.1, V13.1.1"),
     "the host compiler": lambda tools: tools.program(tools.compiler, "13.3.0, another one"),
     "nvcc's extra flags": lambda tools: tools.monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G"),
-    "our own flags": lambda tools: tools.monkeypatch.setattr(modelnew, "_CUDA_FLAGS", ("-O1",)),
+    "our own flags": lambda tools: tools.monkeypatch.setattr(modelnew, "_cpp_flags", lambda: ["-O1"]),
+    "what nvcc calls the GPU": lambda tools: tools.monkeypatch.setattr(modelnew, "_architecture", lambda gpu: "90"),
+    "torch's C++ ABI": lambda tools: tools.monkeypatch.setattr(torch, "compiled_with_cxx11_abi", lambda: False),
+    "Python's ABI": lambda tools: tools.monkeypatch.setattr(modelnew.sysconfig, "get_config_var", lambda name: "cp399"),
 }
 
 
@@ -173,7 +185,7 @@ def test_name_changes_with(tools, ingredient):
         {"direct_cu": '#include "a.cuh"\n\n// A line "more, isn\'t it?\nint direct = 1;\n'},
         {"direct_cu": '// First.\n#include "a.cuh"  // "why"\n/* It\'s\n\n*/  int direct = 1; /**/\n'},
         {"a_cuh": "int a();"},
-        {"binding_cpp": '#include "a.cuh"\n    int binding; // TODO'},
+        {"binding_cpp": '#include "a.cuh"\n    int binding; // why'},
     ],
 )
 def test_name_does_not_change_with_comments(tools, sources):
@@ -191,6 +203,11 @@ def test_name_does_not_change_with_what_does_not_matter(tools):
     tools.monkeypatch.setenv("MODELNEW_QUIET", "1")
     tools.monkeypatch.setenv("MAX_JOBS", "1")
     assert tools.plan().name == before
+
+
+def test_a_line_that_continues_another_is_not_dropped():
+    one, two = (modelnew._without_comments(f"#define A 1 \\\n{rest}") for rest in ("int b;\n", "\nint b;\n"))
+    assert one != two
 
 
 def test_comments_are_found_and_nothing_else():
@@ -237,7 +254,7 @@ def test_off_hopper_its_kernels_do_not_count(tools):
 
 def test_build_once_then_import(tools, capsys):
     tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    assert tools.open() == ("imported", "object object")
+    assert tools.open().text == "object object"
     said = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"modelnew: compiling the kernels for sm_90a, once for this machine; about \d+ s", said[0])
     assert re.fullmatch(r"modelnew: 1/2 units compiled, \d+ s", said[1])
@@ -246,7 +263,7 @@ def test_build_once_then_import(tools, capsys):
     assert len(said) == 4
     assert tools.compiled == UNITS
     assert tools.left == {".so", ".lock"}
-    assert tools.open() == ("imported", "object object")
+    assert tools.open().text == "object object"
     assert tools.compiled == UNITS
     assert capsys.readouterr().err == ""
 
@@ -265,39 +282,57 @@ def test_quiet(tools, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_compilers_get_what_they_need(tools):
-    """Every supported torch gets sm_90a, and none is asked for another architecture by the environment."""
-    tools.monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9;not-an-arch")
+@pytest.mark.parametrize("version, standard", [("2.1.2+cu121", "c++17"), ("2.11.0", "c++17"), ("2.12.0a0", "c++20")])
+def test_compilers_get_what_they_need(tools, version, standard):
+    tools.monkeypatch.setattr(torch, "__version__", version)
+    tools.set_gpus((8, 0), (9, 0))
     build = tools.plan()
     tools.open()
-    (nvcc,) = (line for line in tools.lines("commands") if line.startswith(str(tools.nvcc)))
-    (compiler,) = (line for line in tools.lines("commands") if line.startswith(str(tools.compiler)))
-    assert "-gencode=arch=compute_90a,code=sm_90a" in nvcc.split()
-    assert not {"8.9", "torch/include"} & set(re.split(r"[ =/]", nvcc))
-    assert f"-DTORCH_EXTENSION_NAME={build.name}" in compiler.split()
-    assert re.search(r"-isystem \S*torch/include .*-isystem \S*cuda/include", compiler)
-    assert re.search(r"-std=c\+\+(17|20) ", compiler)
-    assert tools.linked["environment"]["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    (nvcc,) = (line.split() for line in tools.lines("commands") if line.startswith(str(tools.nvcc)))
+    (compiler,) = (line.split() for line in tools.lines("commands") if line.startswith(str(tools.compiler)))
+    assert {"-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden", "--threads=2"} <= set(nvcc)
+    assert [flag for flag in nvcc if "gencode" in flag] == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+    ]
+    assert not any("torch" in flag for flag in nvcc)
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    assert {"-O2", "-fPIC", "-fvisibility=hidden", f"-std={standard}", abi} <= set(compiler)
+    assert f"-DTORCH_EXTENSION_NAME={build.name}" in compiler
+    included = {path for flag, path in itertools.pairwise(compiler) if flag == "-isystem"}
+    assert {*cpp_extension.include_paths(), str(tools.cuda_home / "include")} <= included
+
+
+def test_the_systems_own_headers_are_not_put_before_those_of_the_compiler(tools):
+    """Where CUDA is one of the system's packages, its headers lie among all others."""
+    build = tools.plan()._replace(cuda_home="/usr")
+    assert not re.search(r"-isystem /usr/include( |$)", modelnew._ninja_file(build, 1), re.MULTILINE)
+
+
+def test_torch_is_asked_for_no_gpu(tools):
+    """Not even for one that it has never heard of, and whatever the environment says."""
+    tools.monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9;not-an-arch")
+    tools.set_gpus((99, 9))
+    tools.open()
+    assert tools.linked["environment"]["TORCH_CUDA_ARCH_LIST"] == "8.0"
     assert tools.linked["environment"]["CUDA_HOME"] == str(tools.cuda_home)
+    assert "cuda_sources" not in tools.linked
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.9;not-an-arch"
 
 
-def test_folders_and_compilers_have_any_name(tools):
-    folder = tools.folder / "a $b 'c'"
-    tools.monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
-    tools.cuda_home.rename(folder.with_name("cu da$"))
-    tools.monkeypatch.setenv("CUDA_HOME", str(folder.with_name("cu da$")))
-    tools.monkeypatch.setenv("CC", "g c c")
+def test_tools_have_any_name(tools):
+    tools.cuda_home.rename(tools.folder / "cu 'da$")
+    tools.monkeypatch.setenv("CUDA_HOME", str(tools.folder / "cu 'da$"))
+    tools.monkeypatch.setenv("CC", "g $c c")
+    assert tools.open().text == "object object"
+    assert "-ccbin g $c c" in "".join(tools.lines("commands"))
 
-    def link(name: str, build_directory: str, extra_ldflags: list[str], **_: object) -> None:
-        ninja = Path(build_directory, "build.ninja")  # as torch's own file reads what it is given
-        ninja.write_text(f"rule link\n  command = cat {' '.join(extra_ldflags)} > $out\nbuild {name}.so: link\n")
-        environment = os.environ | {"PATH": "/usr/bin:/bin"}
-        subprocess.run([NINJA], cwd=build_directory, check=True, capture_output=True, env=environment)
 
-    tools.monkeypatch.setattr(modelnew, "_load_inline", link)
-    assert tools.open() == ("imported", "object\nobject\n")
-    assert "-ccbin g c c" in "".join(tools.lines("commands"))
+def test_nvcc_may_be_called_by_another_program(tools):
+    tools.program(tools.folder / "bin" / "cache", "1.0")
+    tools.monkeypatch.setenv("PYTORCH_NVCC", f"cache {tools.nvcc}")
+    tools.open()
+    assert any(f"/cache {tools.nvcc} -" in line for line in tools.lines("commands"))
 
 
 @pytest.mark.parametrize(
@@ -337,6 +372,7 @@ def test_expected_seconds_follow_the_units_and_the_cores():
     assert hopper[-1] > expected([(8, 0)], 16)
     assert expected([(8, 0), (9, 0)], 16) > hopper[-1]
     assert expected([(9, 0)], 16, split=False) > hopper[-1]
+    assert expected([(9, 0)], 16, split=False) >= max(modelnew._UNIT_SECONDS.values())
 
 
 def test_builds_in_one_process_in_a_directory_each(tools):
@@ -346,7 +382,7 @@ def test_builds_in_one_process_in_a_directory_each(tools):
         directory = tools.folder / str(number)
         shutil.rmtree(directory, ignore_errors=True)
         tools.monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(directory))
-        assert tools.open() == ("imported", "object object")
+        assert tools.open().text == "object object"
         names.append(tools.linked["name"])
     assert len(set(names)) == 4
     assert tools.compiled == sorted(UNITS * 4)
@@ -388,12 +424,12 @@ def test_a_killed_build_does_not_hang_the_next(tools):
     process.join(30)
     assert ".build" in tools.left
     tools.unset("seconds")
-    assert tools.open() == ("imported", "object object")
+    assert tools.open().text == "object object"
     assert tools.left == {".so", ".lock"}
     # What the killed build started may still be running. It writes into nothing that is there.
     time.sleep(3.5)
     assert tools.left == {".so", ".lock"}
-    assert tools.open() == ("imported", "object object")
+    assert tools.open().text == "object object"
 
 
 def test_an_interrupted_build_stops_its_compilers(tools):
@@ -401,6 +437,7 @@ def test_an_interrupted_build_stops_its_compilers(tools):
         if passing:
             raise KeyboardInterrupt
 
+    tools.set("seconds", 0.3)
     started = []
     popen = subprocess.Popen
     tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
@@ -419,7 +456,7 @@ def test_a_failed_build_leaves_nothing_that_looks_finished(tools):
         tools.open()
     assert tools.left == {".lock"}
     tools.unset("failure")
-    assert tools.open() == ("imported", "object object")
+    assert tools.open().text == "object object"
 
 
 def test_a_failed_link_leaves_nothing_that_looks_finished(tools):
@@ -431,7 +468,7 @@ def test_a_failed_link_leaves_nothing_that_looks_finished(tools):
         with pytest.raises(RuntimeError, match="Error building"):
             tools.open()
     assert tools.left == {".lock"}
-    assert tools.open() == ("imported", "object object")
+    assert tools.open().text == "object object"
 
 
 def remove(path: Path) -> None:
@@ -530,7 +567,7 @@ def test_what_is_built_ahead_is_what_an_import_looks_for(no_gpu, capsys):
     for gpus, path in zip([[(9, 0)], [(8, 0)], [(9, 0), (8, 0), (8, 0)]], printed, strict=True):
         no_gpu.set_gpus(*gpus)
         assert no_gpu.plan().library == path
-        assert no_gpu.open() == ("imported", "object object")
+        assert no_gpu.open().text == "object object"
     assert no_gpu.compiled == sorted(UNITS * 3)
 
 
@@ -538,12 +575,21 @@ def test_what_is_built_ahead_needs_no_compilers_later(no_gpu):
     """A container's last stage may leave them out. What else goes into a build must still be the same."""
     modelnew._main(["build", "--arch", "9.0"])
     no_gpu.set_gpus((9, 0))
-    for program in (no_gpu.nvcc, no_gpu.compiler):
+    text = Path(no_gpu.plan().library).read_text()
+    for program in (no_gpu.compiler, no_gpu.nvcc):
         program.unlink()
-    assert no_gpu.open() == ("imported", "object object")
+        assert no_gpu.open().text == text
     no_gpu.set_gpus((8, 0))
     with pytest.raises(RuntimeError, match="no CUDA toolkit"):
         no_gpu.open()
+
+
+def test_containers_keep_seconds_of_the_compilers_times(no_gpu):
+    before = no_gpu.plan().name
+    for program in (no_gpu.nvcc, no_gpu.compiler):
+        seconds = int(program.stat().st_mtime)
+        os.utime(program, (seconds, seconds))
+    assert no_gpu.plan().name == before
 
 
 def test_a_finished_build_is_only_read(tools):
@@ -551,7 +597,7 @@ def test_a_finished_build_is_only_read(tools):
     tools.open()
     (lock,) = (tools.folder / "cache" / "modelnew").glob("*.lock")
     lock.unlink()
-    assert tools.open() == ("imported", "object object")
+    assert tools.open().text == "object object"
     assert tools.left == {".so"}
 
 
@@ -618,11 +664,12 @@ def real_tools(monkeypatch, tmp_path) -> None:
 
 @pytest.mark.usefixtures("real_tools")
 def test_builds_in_one_process(monkeypatch, tmp_path):
-    """By torch's load_inline: in a directory each, and in one that was emptied."""
-    for number in (1, 2, 1):
-        directory = tmp_path / str(number)
+    """By torch's load_inline: in a directory each, named relatively, and in one that was emptied."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("1", "it's 2", "1"):
+        directory = tmp_path / name
         shutil.rmtree(directory, ignore_errors=True)
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(directory))
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", name)
         build = modelnew._plan_build(TINY_SOURCES, [(8, 0)])
         for _ in range(2):
             assert modelnew._open_or_build(build).answer == 42
