@@ -416,6 +416,7 @@ def _compile_units(build: _Build, directory: str, cores: int, split: bool) -> No
             else:
                 _say(f"{progress[1]} units compiled, {time.perf_counter() - start:.0f} s", passing=True)
         if ninja.wait() != 0:
+            _say(f"compiling failed after {time.perf_counter() - start:.0f} s")  # ends a terminal's line of progress
             raise RuntimeError("".join(printed))
 
 

@@ -459,6 +459,14 @@ def test_a_failed_build_leaves_nothing_that_looks_finished(tools):
     assert tools.open().text == "object object"
 
 
+def test_a_failed_build_ends_its_line_of_progress(tools, capsys):
+    tools.monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    tools.set("failure", "kernels/direct.cu(1): error: expected a ;")
+    with pytest.raises(RuntimeError):
+        tools.open()
+    assert re.search(r"\r\x1b\[Kmodelnew: compiling failed after \d+ s\n$", capsys.readouterr().err)
+
+
 def test_a_failed_link_leaves_nothing_that_looks_finished(tools):
     def fail(**_: object) -> None:
         raise RuntimeError("Error building extension")
