@@ -36,16 +36,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import flop_counter
+from torch.utils._device import DeviceContext
 
 # ---- Sources ----
 
-# [repository only: a bundle has the sources as literals instead]
+# [repository only: a bundle has the sources as literals instead, and operators of its own]
 def _read_sources() -> dict[str, str]:
     """Text of every file in kernels/, by file name; an installed modelnew has that folder as modelnew_kernels/."""
     here = os.path.dirname(os.path.abspath(__file__))
     for folder in (os.path.join(here, name) for name in ("modelnew_kernels", "kernels")):
         if os.path.isfile(os.path.join(folder, "binding.cpp")):
-            names = sorted(name for name in os.listdir(folder) if name.endswith((".cpp", ".cu", ".cuh")))
+            names = sorted(name for name in os.listdir(folder) if name.endswith((".cpp", ".cu", ".cuh", ".h")))
             return {name: _read_text(os.path.join(folder, name)) for name in names}
     raise ImportError(f"modelnew found no kernel sources beside {__file__}; install it again")
 
@@ -56,6 +58,7 @@ def _read_text(path: str) -> str:
 
 
 _sources = _read_sources()
+_namespace = "modelnew"  # of torch.ops
 # [end of repository only]
 
 # Literals are matched too, so that `//` inside a string does not start a comment.
@@ -243,6 +246,7 @@ _UNIT_SECONDS = {
     "depthwise.cu": 35,
     "wgrad.cu": 25,
     "binding.cpp": 20,
+    "operators.cpp": 15,
     "direct.cu": 14,
     "mma.cu": 12,
 }
@@ -265,8 +269,9 @@ def _plan_build(sources: dict[str, str], capabilities: list[tuple[int, int]]) ->
     cuda_home = _find_cuda_home()
     units = _units(sources, capabilities)
     cpp_flags, cuda_flags = _cpp_flags(), _cuda_flags(capabilities)
+    compiled = {name: text for name, text in sources.items() if name in units or name.endswith((".cuh", ".h"))}
     what = [
-        {name: _without_comments(text) for name, text in sources.items() if name in units or name.endswith(".cuh")},
+        {name: _without_comments(text) for name, text in compiled.items()},
         [cpp_flags, cuda_flags],
         [torch.__version__, torch.version.git_version, torch.version.cuda, sysconfig.get_config_var("SOABI")],
     ]
@@ -528,48 +533,27 @@ def _load_extension() -> tuple[ModuleType | None, str]:
 
 
 def _built_extension() -> ModuleType:
-    """The newest extension of this process, or RuntimeError with the reason why there is none.
-
-    The operators are defined once, by the first copy of this code in a process; later ones may have what it lacks.
-    """
-    extension = vars(torch.ops.modelnew).get("extension", _extension)
-    if extension is None:
+    """The extension, or RuntimeError with the reason why there is none."""
+    if _extension is None:
         raise RuntimeError(f"modelnew has no compiled kernels for CUDA tensors: {_extension_error}")
-    return extension
+    return _extension
 
 
 # ---- Operator ----
 #
-# Two ways lead to the kernels. The short one, for plain eager calls, goes straight into the extension, which decides
-# whether a call is plain. Everything else goes through torch.ops.modelnew, which PyTorch's dispatcher serves as it does
-# its own operators: compile and export, autocast, fake tensors, double backward.
+# Two ways lead to the kernels. Eager calls go straight into the extension, which hands plain tensors to a kernel and
+# what else it knows to PyTorch's dispatcher. Compiled code, and what the extension leaves to Python, calls operators
+# in torch.ops, see kernels/operators.cpp.
 
 # PyTorch's own, for what is not ours: CPU tensors, and arguments that it can explain better.
 _pytorch_conv2d: Callable[..., Tensor] = vars(torch)["conv2d"]
 
-# The engine that force_engine() asks for. One value for the process, since backward runs in threads of its own.
-_forced_engine: str | None = None
-
-# True while torch.compile reads the code (it replaces the call by a constant). torch 2.1 has it under another name.
+# True while torch.compile or torch.export reads the code; the first of them only in torch.compile, which replaces the
+# call by a constant. torch 2.1 has one for both.
 _is_dynamo_compiling: Callable[[], bool] = (
     getattr(torch.compiler, "is_dynamo_compiling", None) or torch._utils.is_compiling
 )
-
-
-def _find_tf32_switch() -> Callable[[], bool]:
-    """A function that reads whether PyTorch allows TF32 in convolutions, as cheaply as this torch can.
-
-    The old switch, allow_tf32, may raise when read after somebody used the new one, so the new one goes first.
-    """
-    if not hasattr(torch.backends.cudnn, "conv"):
-        return torch._C._get_cudnn_allow_tf32
-    if not hasattr(torch._C, "_get_fp32_precision_getter"):
-        return lambda: torch.backends.cudnn.conv.fp32_precision == "tf32"
-    read = torch._C._get_fp32_precision_getter  # what the public attribute reads, in 0.2 instead of 1.4 us
-    return lambda: read("cuda", "conv") == "tf32"
-
-
-_tf32_allowed = _find_tf32_switch()
+_is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling
 
 
 def conv2d(
@@ -595,11 +579,7 @@ def conv2d(
     CUDA tensors run our kernels (float32, float16, bfloat16, float64), all others PyTorch's own convolution.
     """
     if _extension is not None and not _is_dynamo_compiling():
-        y = _extension.conv2d(
-            input, weight, bias, stride, padding, dilation, groups, _tf32_allowed(), _forced_engine
-        )
-        if y is False:  # plain, but with gradients
-            return _apply_straight(True, input, weight, bias, stride, padding, dilation, groups)
+        y = _extension.conv2d(input, weight, bias, stride, padding, dilation, groups)
         if y is not None:
             return y
     return _general_conv2d(input, weight, bias, stride, padding, dilation, groups)
@@ -610,16 +590,33 @@ def _general_conv2d(
 ) -> Tensor:
     """conv2d() for every kind of tensor and argument that PyTorch knows."""
     arguments = x, weight, bias, stride, padding, dilation, groups
-    prepared = _prepare(*arguments) if _any_cuda(x, weight) else None
+    ours = _any_cuda(x, weight) and not _overridden(x, weight, bias)
+    prepared = _prepare(*arguments) if ours else None
     if prepared is None:
         return _pytorch_conv2d(*arguments)
     if isinstance(padding, str):  # with numbers in its place, the short way may be open
         return conv2d(*prepared)
-    return torch.ops.modelnew.conv2d(*prepared)
+    return _operators.conv2d(*prepared)
 
 
 def _any_cuda(*arguments: Any) -> bool:
     return any(isinstance(argument, Tensor) and argument.is_cuda for argument in arguments)
+
+
+def _overridden(*arguments: Any) -> bool:
+    """Whether a tensor subclass or a function mode is to see torch.conv2d, and PyTorch's function to run.
+
+    PyTorch's abstract tensors are none of these, nor is `with torch.device(...)`, which acts on factories alone.
+    """
+    for argument in arguments:
+        kind = type(argument)
+        plain = kind is Tensor or kind is nn.Parameter or not isinstance(argument, Tensor)
+        if not plain and not kind.__module__.startswith("torch._subclasses."):
+            return True
+    if _is_compiling():  # torch.export has a mode of its own
+        return False
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 _Pair = tuple[int, int]
@@ -666,10 +663,6 @@ def _pair(value: Any) -> _Pair | None:
     return None if first is None or last is None else (first, last)
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _pad_same(x: Tensor, weight: Tensor, dilation: _Pair) -> tuple[Tensor, _Pair]:
     """padding='same' as PyTorch does it: half before, half after, and an odd rest after, as zeros in the input."""
     total_h, total_w = dilation[0] * (weight.shape[2] - 1), dilation[1] * (weight.shape[3] - 1)
@@ -678,90 +671,20 @@ def _pad_same(x: Tensor, weight: Tensor, dilation: _Pair) -> tuple[Tensor, _Pair
     return x, (total_h // 2, total_w // 2)
 
 
-class _Convolution(torch.autograd.Function):
-    """Differentiable convolution. `straight`: plain eager tensors, which need no dispatcher below autograd.
-
-    In this section `settings` are stride, padding, dilation and groups.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, straight: bool, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        # A list is the caller's own, who may change it before backward.
-        ctx.settings = tuple(map(_frozen, settings)) if list in map(type, settings) else settings
-        if straight:
-            return _extension.forward(x, weight, bias, *settings, _tf32_allowed(), _forced_engine)
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.modelnew.conv2d(x, weight, bias, *settings)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _gradients(dy, *ctx.saved_tensors, ctx.settings, ctx.needs_input_grad[1:4])
-        return None, *gradients, None, None, None, None
-
-
-# Without the Python part of Function.apply, which unwraps what functorch left behind: plain tensors have none of that.
-_apply_straight = super(torch.autograd.Function, _Convolution).apply
-
-
-class _ConvolutionBackward(torch.autograd.Function):
-    """dx, dw and db as functions of dy, x and w that can be differentiated once more."""
-
-    @staticmethod
-    def forward(ctx: Any, mask: list, dy: Tensor, x: Tensor, weight: Tensor, *settings: Any) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(dy, x, weight)
-        ctx.settings = settings
-        ctx.set_materialize_grads(False)
-        with torch._C._AutoDispatchBelowAutograd():
-            gradients = torch.ops.modelnew.conv2d_backward(dy, x, weight, *settings, mask)
-        ctx.mark_non_differentiable(*(g for g, wanted in zip(gradients, mask, strict=True) if not wanted))
-        return gradients
-
-    @staticmethod
-    def backward(ctx: Any, ddx: Tensor | None, ddw: Tensor | None, ddb: Tensor | None) -> tuple[Tensor | None, ...]:
-        """dx is linear in (dy, w), dw in (dy, x) and db in dy, so that each derivative is a convolution again."""
-        dy, x, weight = ctx.saved_tensors
-        _, needs_dy, needs_x, needs_weight = ctx.needs_input_grad[:4]
-        terms = []
-        if needs_dy and ddx is not None:
-            terms.append(torch.ops.modelnew.conv2d(ddx, weight, None, *ctx.settings))
-        if needs_dy and ddw is not None:
-            terms.append(torch.ops.modelnew.conv2d(x, ddw, None, *ctx.settings))
-        if needs_dy and ddb is not None:
-            terms.append(ddb.reshape(-1, 1, 1).expand_as(dy))
-        grad_dy = sum(terms[1:], terms[0]) if terms else None
-        grad_x = grad_weight = None
-        if needs_x and ddw is not None:
-            grad_x = _gradients(dy, x, ddw, ctx.settings, (True, False, False))[0]
-        if needs_weight and ddx is not None:
-            grad_weight = _gradients(dy, ddx, weight, ctx.settings, (False, True, False))[1]
-        return None, grad_dy, grad_x, grad_weight, None, None, None, None
-
-
-def _gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, settings: tuple[Any, ...], mask: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    """(dx, dw, db) of a convolution, None where `mask` is False. Straight from the extension where that is possible."""
-    plain = _extension is not None and not _is_dynamo_compiling() and not torch.is_grad_enabled()
-    if plain and _extension.plain(dy, x, weight):
-        return _extension.backward(dy, x, weight, *settings, _tf32_allowed(), _forced_engine, *mask)
-    *pairs, groups = settings
-    gradients = torch.ops.modelnew.conv2d_backward(dy, x, weight, *map(_pair, pairs), groups, mask)
-    return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True))
-
-
-def _aten_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    """PyTorch's own convolution as an operator."""
+def _composed_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    """The operator conv2d where there is no extension: PyTorch's own, for all but a GPU's tensors."""
+    if x.is_cuda and type(x) in (Tensor, nn.Parameter):
+        _built_extension()
     return torch.ops.aten.conv2d(x, weight, bias, *settings)
 
 
-def _aten_backward(
+def _composed_backward(
     dy: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int, mask: list[bool]
 ) -> tuple[Tensor, ...]:
-    """PyTorch's own gradients, with the signature and the outputs of conv2d_backward."""
+    """The operator conv2d_backward where there is no extension; what is not wanted has no elements."""
     if x.dim() == 3:
         batched = dy.unsqueeze(0), x.unsqueeze(0), weight
-        dx, dw, db = _aten_backward(*batched, stride, padding, dilation, groups, mask)
+        dx, dw, db = _composed_backward(*batched, stride, padding, dilation, groups, mask)
         return dx.squeeze(0) if mask[0] else dx, dw, db
     gradients = torch.ops.aten.convolution_backward(
         dy, x, weight, [weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, mask
@@ -769,124 +692,67 @@ def _aten_backward(
     return tuple(g if wanted else x.new_empty(0) for g, wanted in zip(gradients, mask, strict=True))
 
 
-def _memory_format(*tensors: Tensor) -> torch.memory_format:
-    """channels_last if one of the tensors is (an unbatched one counts as a batch of one), as the extension decides."""
-    batched = (tensor.unsqueeze(0) if tensor.dim() == 3 else tensor for tensor in tensors)
-    suggested = [torch._prims_common.suggest_memory_format(tensor) for tensor in batched]
-    return torch.channels_last if torch.channels_last in suggested else torch.contiguous_format
+def _register_operators(extension: ModuleType | None) -> ModuleType | None:
+    """Defines conv2d and conv2d_backward in this code's namespace of torch.ops, once in a process.
 
-
-def _output_format(x: Tensor, weight: Tensor) -> torch.memory_format:
-    """PyTorch's rule for the output of a convolution on CUDA, as in the extension."""
-    return torch.contiguous_format if x.dtype == torch.float64 else _memory_format(x, weight)
-
-
-def _in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """The tensor with exactly the strides of that format; an unbatched one as if it were a batch of one."""
-    if tensor.dim() == 3:
-        return _in_format(tensor.unsqueeze(0), memory_format).squeeze(0)
-    exact = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, memory_format=memory_format)
-    return tensor if tensor.stride() == exact.stride() else exact.copy_(tensor)
-
-
-def _conv2d_reference(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    """conv2d on CPU and meta tensors: PyTorch's own, with the strides that the extension gives."""
-    return _in_format(_aten_conv2d(x, weight, bias, *settings), _output_format(x, weight))
-
-
-def _backward_reference(dy: Tensor, x: Tensor, weight: Tensor, *settings_and_mask: Any) -> tuple[Tensor, ...]:
-    """conv2d_backward on CPU and meta tensors."""
-    dx, dw, db = _aten_backward(dy, x, weight, *settings_and_mask)
-    mask = settings_and_mask[-1]
-    return (
-        _in_format(dx, _memory_format(x)) if mask[0] else dx,
-        _in_format(dw, _memory_format(weight)) if mask[1] else dw,
-        db,
-    )
-
-
-def _conv2d_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    return _built_extension().forward(x, weight, bias, *settings, _tf32_allowed(), _forced_engine)
-
-
-def _backward_cuda(dy: Tensor, x: Tensor, weight: Tensor, *settings_and_mask: Any) -> tuple[Tensor, ...]:
-    *settings, mask = settings_and_mask
-    gradients = _built_extension().backward(dy, x, weight, *settings, _tf32_allowed(), _forced_engine, *mask)
-    return tuple(x.new_empty(0) if gradient is None else gradient for gradient in gradients)
-
-
-def _transforms_active() -> bool:
-    """Whether torch.func or forward-mode differentiation is at work: they take PyTorch's own operators apart."""
-    in_func = torch._C._functorch.peek_interpreter_stack() is not None
-    return in_func or torch.autograd.forward_ad._current_level >= 0
-
-
-def _conv2d_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    if _transforms_active():
-        return _aten_conv2d(x, weight, bias, *settings)
-    return _Convolution.apply(False, x, weight, bias, *settings)
-
-
-def _backward_autograd(dy: Tensor, x: Tensor, weight: Tensor, *settings_and_mask: Any) -> tuple[Tensor, ...]:
-    if _transforms_active():
-        return _aten_backward(dy, x, weight, *settings_and_mask)
-    *settings, mask = settings_and_mask
-    return _ConvolutionBackward.apply(mask, dy, x, weight, *settings)
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype:
-    if hasattr(torch, "get_autocast_dtype"):
-        return torch.get_autocast_dtype(device_type)
-    # torch before 2.4
-    return torch.get_autocast_gpu_dtype() if device_type == "cuda" else torch.get_autocast_cpu_dtype()
-
-
-def _conv2d_autocast(device_type: str, key: str) -> Callable[..., Tensor]:
-    """conv2d under autocast: floating tensors take its dtype, float64 stays, as in PyTorch's convolution."""
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-    def cast(tensor: Tensor | None) -> Tensor | None:
-        eligible = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(_autocast_dtype(device_type)) if eligible else tensor
-
-    def conv2d_autocast(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-        tensors = cast(x), cast(weight), cast(bias)
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return torch.ops.modelnew.conv2d(*tensors, *settings)
-
-    return conv2d_autocast
-
-
-def _register_operators() -> None:
-    """Defines torch.ops.modelnew.conv2d and conv2d_backward, unless this process has them already.
-
-    The unwanted ones of conv2d_backward's outputs are empty tensors.
+    The extension defines and implements them, see kernels/operators.cpp. Without one they have the same schemas and are
+    compositions of PyTorch's operators. Returns the extension whose kernels the operators run, if there is one.
     """
-    namespace = torch.ops.modelnew
-    if hasattr(namespace, "conv2d"):
-        return
-    library = torch.library.Library("modelnew", "FRAGMENT")
-    settings = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups"
-    library.define(f"conv2d(Tensor input, Tensor weight, Tensor? bias, {settings}) -> Tensor")
-    library.define(
-        f"conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, {settings}, bool[3] output_mask)"
-        " -> (Tensor, Tensor, Tensor)"
-    )
-    for key, forward, backward in (
-        ("CPU", _conv2d_reference, _backward_reference),
-        ("Meta", _conv2d_reference, _backward_reference),
-        ("CUDA", _conv2d_cuda, _backward_cuda),
-        ("Autograd", _conv2d_autograd, _backward_autograd),
-        ("FuncTorchBatched", _aten_conv2d, _aten_backward),  # inside vmap, PyTorch's own knows how to batch
-    ):
-        library.impl("conv2d", forward, key)
-        library.impl("conv2d_backward", backward, key)
-    for device_type, key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
-        library.impl("conv2d", _conv2d_autocast(device_type, key), key)
-    namespace.library = library  # operators die with their Library, and torch.ops outlives whatever runs this code
+    first = vars(_operators).get("extension")
+    if first is not None:
+        if extension is not None and extension.__name__ != first.__name__:
+            _say(f"this process already runs the kernels of {first.__file__}; start another one for those built later")
+        return first
+    if extension is not None:
+        # Of a copy of this code whose build failed. PyTorch would take an operator apart that has any.
+        vars(_operators).pop("compositions", None)
+        extension.register_operators(_namespace, DeviceContext)
+        _operators.extension = extension
+        # Compiled code calls these objects. What they call in turn reads arguments by the schema, at 10 us a call.
+        overloads = _operators.conv2d.default, _operators.conv2d_backward.default
+        for overload, entry in zip(overloads, extension.entries(*(o._op for o in overloads)), strict=True):
+            overload._op = entry
+    elif not hasattr(_operators, "conv2d"):
+        settings = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups"
+        schemas = torch.library.Library(_namespace, "FRAGMENT")
+        schemas.define(f"conv2d(Tensor input, Tensor weight, Tensor? bias, {settings}) -> Tensor")
+        schemas.define(
+            f"conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, {settings}, bool[3] output_mask)"
+            " -> (Tensor, Tensor, Tensor)"
+        )
+        compositions = torch.library.Library(_namespace, "IMPL")
+        for key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
+            compositions.impl("conv2d", _composed_conv2d, key)
+            compositions.impl("conv2d_backward", _composed_backward, key)
+        # Operators die with their Library, and torch.ops outlives whatever runs this code.
+        _operators.schemas, _operators.compositions = schemas, compositions
+    _register_flop_formulas()
+    return extension
 
 
-_register_operators()
+def _register_flop_formulas() -> None:
+    """Has torch.utils.flop_counter count the operators as it counts PyTorch's convolution."""
+
+    def batched(shape: Any) -> Any:
+        return shape if len(shape) == 4 else (1, *shape)
+
+    # Some versions of torch wrap the formulas so that they take tensors.
+    conv_flop, conv_backward_flop = map(inspect.unwrap, (flop_counter.conv_flop, flop_counter.conv_backward_flop))
+
+    def forward(x: Any, w: Any, bias: Any, *settings: Any, out_shape: Any, **_: Any) -> int:
+        return conv_flop(batched(x), w, bias, *settings[:3], False, out_shape=batched(out_shape))
+
+    def backward(dy: Any, x: Any, w: Any, *settings_and_mask: Any, out_shape: Any, **_: Any) -> int:
+        *settings, groups, mask = settings_and_mask
+        shapes = (batched(out_shape[0]), *out_shape[1:])
+        settings += [False, [0, 0], groups, mask]
+        return conv_backward_flop(batched(dy), batched(x), w, None, *settings, out_shape=shapes)
+
+    for operator, formula in ((_operators.conv2d, forward), (_operators.conv2d_backward, backward)):
+        if not hasattr(flop_counter, "register_flop_formula"):  # torch 2.1
+            flop_counter.flop_mapping[operator] = formula
+        elif operator not in flop_counter.flop_registry:
+            flop_counter.register_flop_formula(operator)(formula)
 
 
 # ---- Modules and functions for users ----
@@ -980,7 +846,7 @@ def explain(
     if prepared is None:
         _pytorch_conv2d(input, weight, bias, stride, padding, dilation, groups)  # raises
         return "PyTorch's own convolution, which alone knows arguments of this kind\n"
-    return extension.explain(*prepared, _tf32_allowed(), _forced_engine)
+    return extension.explain(*prepared)
 
 
 # Of the table in kernels/binding.cpp, to be known without a build.
@@ -1007,14 +873,13 @@ def force_engine(name: str) -> Iterator[None]:
 
     One that the engine cannot take raises RuntimeError, an unknown name ValueError. For tests and benchmarks.
     """
-    global _forced_engine
     if name not in _ENGINE_NAMES:
         raise ValueError(f"modelnew has no engine {name!r}; it has {', '.join(map(repr, _ENGINE_NAMES))}")
-    before, _forced_engine = _forced_engine, name
+    before = _extension and _extension.force_engine(name)
     try:
         yield
     finally:
-        _forced_engine = before
+        _extension and _extension.force_engine(before)
 
 
 # ---- Networks ----
@@ -1371,7 +1236,9 @@ def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     """What autocast, if it is on, makes of the arguments of a convolution on a GPU."""
     if not (tensors[0].is_cuda and torch.is_autocast_enabled()):
         return list(tensors)
-    return [t if t is None or t.dtype == torch.float64 else t.to(_autocast_dtype("cuda")) for t in tensors]
+    # torch before 2.4 has only the latter.
+    dtype = torch.get_autocast_dtype("cuda") if hasattr(torch, "get_autocast_dtype") else torch.get_autocast_gpu_dtype()
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
 
 
 def _sizes(layer: nn.Module, x: Tensor | None = None) -> str:
@@ -1569,6 +1436,9 @@ _REJECTED = {
 }
 
 
+_LITERALS = {"_sources", "_namespace"}  # what a bundle has values of its own for
+
+
 def bundle() -> str:
     """This module and its kernel sources as the text of one file, for evaluation scripts that take one.
 
@@ -1579,6 +1449,7 @@ def bundle() -> str:
     for name in sorted(_private_names(code)):
         code = re.sub(rf"(?<![\w.:\"']){name}\b", f"_modelnew_{name.lstrip('_')}", code)
     note = "# modelnew in one file, written by its bundle(): the kernel sources, then the module that builds them.\n"
+    note += f'_modelnew_namespace = "modelnew_{_digest([_sources, code])}"\n'
     literals = "".join(f"    {name!r}: {_literal(text)},\n" for name, text in _sources.items())
     text = f"{note}_modelnew_sources = {{\n{literals}}}\n\n{code}"
     _require_pasteable(text)
@@ -1594,7 +1465,7 @@ def _private_names(code: str) -> set[str]:
         else:
             stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
             names.update(name.id for name in stored)
-    return (names | {"_sources"}) - {"ModelNew"}
+    return (names | _LITERALS) - {"ModelNew"}
 
 
 def _literal(text: str) -> str:
@@ -1611,7 +1482,7 @@ def _require_pasteable(text: str) -> None:
             if re.search(pattern, line):
                 raise ValueError(f"line {number} of the bundle looks like {what}, word it otherwise: {line.strip()}")
     missing = [word for word in ("__global__", "load_inline", "class ModelNew") if word not in text]
-    strangers = [n for n in _private_names(text) if not n.startswith("_modelnew_") and n != "_sources"]
+    strangers = [n for n in _private_names(text) if not n.startswith("_modelnew_") and n not in _LITERALS]
     if missing or strangers:
         raise ValueError(f"the bundle lacks {missing} and defines {strangers}")
 
@@ -1675,6 +1546,6 @@ if __name__ == "__main__":
 # [end of repository only]
 
 # The last statement, so that everything is in place for it and a bundle can be written without a build.
+_operators = getattr(torch.ops, _namespace)
 _extension, _extension_error = _load_extension()
-if _extension is not None:
-    torch.ops.modelnew.extension = _extension
+_extension = _register_operators(_extension)

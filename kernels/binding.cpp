@@ -1,28 +1,29 @@
-// Between PyTorch and the engines: checks, engine table, output tensors and workspace. The only file that knows torch.
+// Between PyTorch and the engines: checks, engine table, output tensors and workspace, and the way in from Python.
 //
-//   conv2d()  screen -> arguments -> forward()      eager calls; answers None or False where Python has to do more
-//   forward()            check -> Problem -> launch  below autograd
-//   backward()           check -> Problem -> launch  below autograd, one launch per wanted gradient
+//   conv2d()        screen -> arguments -> forward(), or the operator, or None where Python has to do more
+//   conv2d_cuda()   the operators' kernels for CUDA, which operators.cpp registers
+//   forward()       check -> Problem -> launch
+//   backward()      check -> Problem -> launch, one launch per wanted gradient
 //
 // A CPython module by hand instead of pybind11's binding layer, with METH_FASTCALL and hand-written argument parsing:
 // small convolutions live on the host time of a call (bench.py --host).
-#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/csrc/autograd/python_variable.h>  // HANDLE_TH_ERRORS comes along
 
 #include <array>
+#include <atomic>
 #include <limits>
 #include <optional>
 #include <string>
 
 #include "choice.cuh"
 #include "engines.cuh"
+#include "operators.h"
+#include "screening.h"
 
 namespace modelnew {
 namespace {
@@ -40,9 +41,28 @@ using Pair = std::array<int64_t, 2>;
 struct Settings {
   Pair stride, padding, dilation;
   int64_t groups;
-  bool tf32_allowed;
-  const Engine* forced;  // null: the table decides
 };
+
+// What force_engine() asks for; null: the table decides. One for the process, since backward has threads of its own.
+std::atomic<const Engine*> forced_engine{nullptr};
+
+// Whether PyTorch's switches allow TF32 in a convolution at this moment. The switch has taken no argument, a name and
+// an enumerator in turn; from 2.9 on it raises without one where the switches of cuDNN's operators differ.
+bool read_switch(bool (at::Context::*allowed)() const) { return (at::globalContext().*allowed)(); }
+
+template <typename Name>
+bool read_switch(bool (at::Context::*allowed)(Name) const) {
+  return (at::globalContext().*allowed)("conv");
+}
+
+template <typename Op>
+bool read_switch(bool (at::Context::*allowed)(std::optional<Op>) const) {
+  return (at::globalContext().*allowed)(Op::CONV);
+}
+
+bool tf32_allowed() {
+  return at::globalContext().userEnabledCuDNN() && read_switch(&at::Context::allowTF32CuDNN);
+}
 
 const char* name_of(Operator op) {
   switch (op) {
@@ -127,29 +147,11 @@ void require_int_range(const at::Tensor& x, const at::Tensor& w, const at::Tenso
                                                 " (any batch size), but got ", describe_call(x, w, bias, s)));
 }
 
-int64_t output_size(int64_t size, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation) {
-  return (size + 2 * padding - dilation * (kernel - 1) - 1) / stride + 1;
+bool valid_on_cuda(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const Settings& s) {
+  return x.is_cuda() && valid<int64_t>(x, w, bias, s.stride, s.padding, s.dilation, s.groups);
 }
 
-bool valid_axis(int64_t size, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation) {
-  return size > 0 && kernel > 0 && stride > 0 && dilation > 0 && padding >= 0 &&
-         size + 2 * padding >= dilation * (kernel - 1) + 1;
-}
-
-// Whether this is a convolution at all. It says nothing about why not: PyTorch does, see result_of_pytorch().
-bool valid(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const Settings& s) {
-  if ((x.dim() != 4 && x.dim() != 3) || w.dim() != 4 || s.groups <= 0) return false;
-  const int64_t C = x.size(-3), K = w.size(0);
-  const bool one_kind = x.scalar_type() == w.scalar_type() && x.device() == w.device() && x.is_cuda();
-  const bool channels = C > 0 && K > 0 && C == w.size(1) * s.groups && K % s.groups == 0;
-  const bool bias_fits = !bias.defined() || (bias.dim() == 1 && bias.size(0) == K &&
-                                             bias.scalar_type() == x.scalar_type() && bias.device() == x.device());
-  return one_kind && channels && bias_fits &&
-         valid_axis(x.size(-2), w.size(2), s.stride[0], s.padding[0], s.dilation[0]) &&
-         valid_axis(x.size(-1), w.size(3), s.stride[1], s.padding[1], s.dilation[1]);
-}
-
-// For arguments that are not valid(): PyTorch's own operator on the very same ones, so that the type and the wording
+// For arguments that are not valid_on_cuda(): PyTorch's own operator on the very same ones, so that the type and the wording
 // of the error are those of the PyTorch at hand. What PyTorch accepts all the same is its result if that is empty.
 at::Tensor result_of_pytorch(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const Settings& s) {
   at::Tensor y = at::conv2d(x, w, bias, s.stride, s.padding, s.dilation, s.groups);
@@ -187,27 +189,18 @@ Problem problem_of(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y
   copy_strides(w, problem.w_stride);
   copy_strides(y, problem.y_stride);
   problem.dtype = *served_dtype(x.scalar_type());
-  problem.tf32_allowed = s.tf32_allowed;
+  problem.tf32_allowed = tf32_allowed();
   return problem;
 }
 
-// [N, K, P, Q] of valid arguments with a batch dimension.
-std::array<int64_t, 4> output_sizes(const at::Tensor& x, const at::Tensor& w, const Settings& s) {
-  return {x.size(0), w.size(0), output_size(x.size(2), w.size(2), s.stride[0], s.padding[0], s.dilation[0]),
-          output_size(x.size(3), w.size(3), s.stride[1], s.padding[1], s.dilation[1])};
-}
-
-// PyTorch's rule for the output of a convolution: channels_last if the input or the weight is, but not in float64.
-at::MemoryFormat output_format(const at::Tensor& x, const at::Tensor& w) {
-  const bool channels_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
-                             w.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
-  return channels_last && x.scalar_type() != at::kDouble ? at::MemoryFormat::ChannelsLast
-                                                         : at::MemoryFormat::Contiguous;
+std::array<int64_t, 4> sizes_of_y(const at::Tensor& x, const at::Tensor& w, const Settings& s) {
+  return output_sizes<int64_t>(x, w, s.stride, s.padding, s.dilation);
 }
 
 // ---- Engines ----
 
-const Engine& engine_for(const Problem& problem, Operator op, const Engine* forced) {
+const Engine& engine_for(const Problem& problem, Operator op) {
+  const Engine* const forced = forced_engine;
   if (forced != nullptr) {
     const char* refusal = forced->refusal(problem, op);
     TORCH_CHECK(refusal == nullptr, concatenate("modelnew: engine '", forced->name, "' is forced but cannot take the ",
@@ -230,9 +223,8 @@ std::string describe_problem(const Problem& p) {
 
 // Runs one operator on the device's current stream. The workspace goes back to torch's allocator at once: it hands the
 // memory out again only to work that is queued behind this launch on the same stream.
-void launch(Operator op, const Problem& problem, Pointers pointers, const at::TensorOptions& options,
-            const Engine* forced) {
-  const Engine& engine = engine_for(problem, op, forced);
+void launch(Operator op, const Problem& problem, Pointers pointers, const at::TensorOptions& options) {
+  const Engine& engine = engine_for(problem, op);
   at::Tensor workspace;
   if (const int64_t bytes = engine.workspace_bytes(problem, op, pointers); bytes > 0) {
     workspace = at::empty({bytes}, options.dtype(at::kByte));
@@ -253,11 +245,11 @@ at::Tensor forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   require_served_dtype(x, w, bias);
   require_int_range(x, w, bias, s);
-  if (!valid(x, w, bias, s)) return result_of_pytorch(x, w, bias, s);
+  if (!valid_on_cuda(x, w, bias, s)) return result_of_pytorch(x, w, bias, s);
   if (x.dim() == 3) return forward(x.unsqueeze(0), w, bias, s).squeeze(0);
 
   const c10::cuda::CUDAGuard device_guard(x.device());
-  at::Tensor y = at::empty(output_sizes(x, w, s), x.options(), output_format(x, w));
+  at::Tensor y = at::empty(sizes_of_y(x, w, s), x.options(), output_format(x, w));
   if (y.numel() == 0) return y;
   const at::Tensor bias_run = packed_bias(bias);
   Pointers pointers{};
@@ -265,49 +257,51 @@ at::Tensor forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b
   pointers.w = w.const_data_ptr();
   pointers.bias = bias_run.defined() ? bias_run.const_data_ptr() : nullptr;
   pointers.out = y.data_ptr();
-  launch(Operator::kFprop, problem_of(x, w, y, s), pointers, x.options(), s.forced);
+  launch(Operator::kFprop, problem_of(x, w, y, s), pointers, x.options());
   return y;
 }
 
-struct Gradients {
-  at::Tensor dx, dw, db;  // undefined where not wanted
-};
-
 void require_output_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const Settings& s) {
   const at::Tensor no_bias;
-  TORCH_CHECK(valid(x, w, no_bias, s),
+  TORCH_CHECK(valid_on_cuda(x, w, no_bias, s),
               concatenate("modelnew: conv2d's backward got invalid arguments: ", describe_call(x, w, no_bias, s)));
-  const auto expected = output_sizes(x.dim() == 3 ? x.unsqueeze(0) : x, w, s);
+  const auto expected = sizes_of_y(x.dim() == 3 ? x.unsqueeze(0) : x, w, s);
   const at::IntArrayRef sizes = at::IntArrayRef(expected).slice(x.dim() == 3 ? 1 : 0);
   TORCH_CHECK(dy.sizes() == sizes && dy.scalar_type() == x.scalar_type() && dy.device() == x.device(),
               concatenate("modelnew: conv2d's backward expected a gradient of size ", sizes, ", ", x.scalar_type(),
                           " on ", x.device(), ", but got ", dy.sizes(), ", ", dy.scalar_type(), " on ", dy.device()));
 }
 
-Gradients gradients_of_nothing(const at::Tensor& x, const at::Tensor& w, const std::array<bool, 3>& wanted) {
-  Gradients gradients;
-  if (wanted[0]) gradients.dx = at::empty(x.sizes(), x.options(), x.suggest_memory_format()).zero_();
-  if (wanted[1]) gradients.dw = at::empty(w.sizes(), w.options(), w.suggest_memory_format()).zero_();
-  if (wanted[2]) gradients.db = at::empty({w.size(0)}, w.options()).zero_();
-  return gradients;
+// What the gradients are written to; an unwanted one has no elements.
+Gradients empty_gradients(const at::Tensor& x, const at::Tensor& w, const Mask& wanted) {
+  const auto gradient = [&](bool is_wanted, at::IntArrayRef sizes, at::MemoryFormat format) {
+    return is_wanted ? at::empty(sizes, x.options(), format) : at::empty({0}, x.options());
+  };
+  return {gradient(wanted[0], x.sizes(), output_format(x, w)),
+          gradient(wanted[1], w.sizes(), w.suggest_memory_format()),
+          gradient(wanted[2], w.sizes().slice(0, 1), at::MemoryFormat::Contiguous)};
 }
 
 Gradients backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const Settings& s,
-                   const std::array<bool, 3>& wanted) {
+                   const Mask& wanted) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor no_bias;
   require_served_dtype(x, w, no_bias);
   require_int_range(x, w, no_bias, s);
-  if (x.numel() == 0 || w.numel() == 0) return gradients_of_nothing(x, w, wanted);
-  require_output_gradient(dy, x, w, s);
+  const bool nothing = x.numel() == 0 || w.numel() == 0;
+  if (!nothing) require_output_gradient(dy, x, w, s);
   if (x.dim() == 3) {
-    Gradients gradients = backward(dy.unsqueeze(0), x.unsqueeze(0), w, s, wanted);
-    if (wanted[0]) gradients.dx = gradients.dx.squeeze(0);
-    return gradients;
+    auto [dx, dw, db] = backward(dy.unsqueeze(0), x.unsqueeze(0), w, s, wanted);
+    return {wanted[0] ? dx.squeeze(0) : dx, dw, db};
   }
 
   const c10::cuda::CUDAGuard device_guard(x.device());
-  Gradients gradients;
+  Gradients gradients = empty_gradients(x, w, wanted);
+  const auto& [dx, dw, db] = gradients;
+  if (nothing) {
+    for (const at::Tensor& gradient : {dx, dw, db}) gradient.zero_();
+    return gradients;
+  }
   // The strides of a Problem are those of the gradient where an operator writes one in place of reading x or w.
   const auto compute = [&](Operator op, const at::Tensor& out, const at::Tensor& as_x, const at::Tensor& as_w) {
     Pointers pointers{};
@@ -315,22 +309,35 @@ Gradients backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& 
     if (op == Operator::kDgrad) pointers.w = w.const_data_ptr();
     pointers.dy = dy.const_data_ptr();
     pointers.out = out.data_ptr();
-    launch(op, problem_of(as_x, as_w, dy, s), pointers, x.options(), s.forced);
+    launch(op, problem_of(as_x, as_w, dy, s), pointers, x.options());
   };
-  if (wanted[0]) {
-    gradients.dx = at::empty(x.sizes(), x.options(), x.suggest_memory_format());
-    compute(Operator::kDgrad, gradients.dx, gradients.dx, w);
-  }
-  if (wanted[1]) {
-    gradients.dw = at::empty(w.sizes(), w.options(), w.suggest_memory_format());
-    compute(Operator::kWgrad, gradients.dw, x, gradients.dw);
-  }
-  if (wanted[2]) {
-    gradients.db = at::empty({w.size(0)}, w.options());
-    compute(Operator::kBgrad, gradients.db, x, w);
-  }
+  if (wanted[0]) compute(Operator::kDgrad, dx, dx, w);
+  if (wanted[1]) compute(Operator::kWgrad, dw, x, dw);
+  if (wanted[2]) compute(Operator::kBgrad, db, x, w);
   return gradients;
 }
+
+// ---- The operators' kernels ----
+
+Settings settings_of(at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups) {
+  TORCH_CHECK(is_pair(stride) && is_pair(padding) && is_pair(dilation),
+              concatenate("modelnew: stride, padding and dilation are ints or pairs of ints, but got ", stride, ", ",
+                          padding, " and ", dilation));
+  const auto pair = [](at::IntArrayRef numbers) { return Pair{on_axis(numbers, 0), on_axis(numbers, 1)}; };
+  return {pair(stride), pair(padding), pair(dilation), groups};
+}
+
+at::Tensor conv2d_cuda(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& bias, at::IntArrayRef stride,
+                       at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups) {
+  return forward(x, w, bias.has_value() ? *bias : at::Tensor(), settings_of(stride, padding, dilation, groups));
+}
+
+Gradients backward_cuda(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, at::IntArrayRef stride,
+                        at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups, Mask wanted) {
+  return backward(dy, x, w, settings_of(stride, padding, dilation, groups), wanted);
+}
+
+constexpr DeviceKernels kCudaKernels{conv2d_cuda, backward_cuda};
 
 // ---- explain() ----
 
@@ -341,8 +348,9 @@ const char* contract_of(const Problem& problem, Operator op) {
   return "fp32, because the problem is small or C/groups or K/groups below 8";
 }
 
-std::string explain_operator(const Problem& problem, Operator op, const Engine* forced) {
-  const Engine& chosen = engine_for(problem, op, forced);
+std::string explain_operator(const Problem& problem, Operator op) {
+  const Engine* const forced = forced_engine;
+  const Engine& chosen = engine_for(problem, op);
   char configuration[320] = "";
   chosen.describe(problem, op, configuration, sizeof configuration);
   std::string text = concatenate(name_of(op), ": ", chosen.name, forced != nullptr ? " (forced)" : "");
@@ -366,20 +374,23 @@ std::string explain(const at::Tensor& x, const at::Tensor& w, const at::Tensor& 
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   require_served_dtype(x, w, bias);
   require_int_range(x, w, bias, s);
-  if (!valid(x, w, bias, s)) {
+  if (!valid_on_cuda(x, w, bias, s)) {
     result_of_pytorch(x, w, bias, s);
     return "the output has no elements: nothing is launched\n";
   }
   if (x.dim() == 3) return explain(x.unsqueeze(0), w, bias, s);
   if (x.size(0) == 0) return "the batch is empty: nothing is launched\n";
-  // Only the strides of y matter here; a meta tensor has them without memory.
-  const at::Tensor y = at::empty(output_sizes(x, w, s), x.options().device(at::kMeta), output_format(x, w));
-  const Problem problem = problem_of(x, w, y, s);
-  std::string text = concatenate(describe_problem(problem), ", ", x.scalar_type(), "\n");
-  for (Operator op : {Operator::kFprop, Operator::kDgrad, Operator::kWgrad}) {
-    text += explain_operator(problem, op, s.forced);
-  }
-  if (bias.defined()) text += explain_operator(problem, Operator::kBgrad, s.forced);
+  // Only strides matter here; meta tensors have them without memory.
+  const auto strided = [&](at::IntArrayRef sizes, at::MemoryFormat format) {
+    return at::empty(sizes, x.options().device(at::kMeta), format);
+  };
+  const at::Tensor y = strided(sizes_of_y(x, w, s), output_format(x, w));
+  const at::Tensor dx = strided(x.sizes(), output_format(x, w)), dw = strided(w.sizes(), w.suggest_memory_format());
+  std::string text = concatenate(describe_problem(problem_of(x, w, y, s)), ", ", x.scalar_type(), "\n",
+                                 explain_operator(problem_of(x, w, y, s), Operator::kFprop),
+                                 explain_operator(problem_of(dx, w, y, s), Operator::kDgrad),
+                                 explain_operator(problem_of(x, dw, y, s), Operator::kWgrad));
+  if (bias.defined()) text += explain_operator(problem_of(x, w, y, s), Operator::kBgrad);
   return text;
 }
 
@@ -414,28 +425,23 @@ const Engine* engine_named(PyObject* name) {
   TORCH_CHECK_VALUE(false, concatenate("modelnew: there is no engine '", text, "'"));
 }
 
-// stride, padding, dilation, groups as PyTorch's conv2d takes them, then tf32_allowed and forced_engine.
-constexpr Py_ssize_t kSettings = 6;
+// stride, padding, dilation and groups as PyTorch's conv2d takes them; they come after three tensors.
+constexpr Py_ssize_t kArguments = 7;
 
 bool parse_settings(PyObject* const* args, Settings& s) {
-  if (!parse_pair(args[0], s.stride) || !parse_pair(args[1], s.padding) || !parse_pair(args[2], s.dilation) ||
-      !parse_int(args[3], s.groups)) {
-    return false;
-  }
-  s.tf32_allowed = args[4] == Py_True;
-  s.forced = engine_named(args[5]);
+  return parse_pair(args[3], s.stride) && parse_pair(args[4], s.padding) && parse_pair(args[5], s.dilation) &&
+         parse_int(args[6], s.groups);
+}
+
+bool parse_mask(PyObject* object, Mask& mask) {
+  if (!PyList_CheckExact(object) || PyList_GET_SIZE(object) != static_cast<Py_ssize_t>(mask.size())) return false;
+  for (size_t i = 0; i < mask.size(); ++i) mask[i] = PyList_GET_ITEM(object, i) == Py_True;
   return true;
 }
 
 void require_count(Py_ssize_t received, Py_ssize_t expected) {
   TORCH_CHECK_TYPE(received == expected, concatenate("modelnew: expected ", static_cast<int64_t>(expected),
                                                      " arguments, but got ", static_cast<int64_t>(received)));
-}
-
-Settings required_settings(PyObject* const* args) {
-  Settings settings{};
-  TORCH_CHECK_TYPE(parse_settings(args, settings), "modelnew: stride, padding and dilation are ints or pairs of ints");
-  return settings;
 }
 
 const at::Tensor& required_tensor(PyObject* object) {
@@ -446,127 +452,83 @@ const at::Tensor& required_tensor(PyObject* object) {
 
 at::Tensor optional_tensor(PyObject* object) { return object == Py_None ? at::Tensor() : required_tensor(object); }
 
-PyObject* wrap(const at::Tensor& tensor) {
-  if (tensor.defined()) return THPVariable_Wrap(tensor);
-  Py_RETURN_NONE;
-}
-
-// ---- The short way in ----
-
-enum class Screen { kPlain, kNeedsAutograd, kExotic };
-
-// Whether a call may skip PyTorch's dispatcher. One comparison decides: the dispatch keys of the tensors and of this
-// thread hold nothing but those of plain CUDA tensors. Whatever PyTorch has or will have besides (Python modes and
-// subclasses, functorch, autocast, tracing, fake, functional, batched, conjugate, sparse or quantized tensors, another
-// device) shows as a further key, so that it is turned away without being named here. The profiler is none of these: it
-// sees the kernels of such a call, but no operator.
-class Screening {
- public:
-  void add(PyObject* object) {
-    if (object == Py_None) return;
-    if (!THPVariable_CheckExact(object)) {
-      exotic_ = true;
-      return;
-    }
-    const at::Tensor& tensor = THPVariable_Unpack(object);
-    if (!tensor.defined() || !tensor.is_cuda() || tensor._fw_grad(/*level=*/0).defined()) {
-      exotic_ = true;
-      return;
-    }
-    keys_ = keys_ | tensor.key_set();
-    requires_grad_ = requires_grad_ || tensor.requires_grad();
-  }
-
-  Screen verdict() const {
-    if (exotic_ || at::impl::torch_function_mode_enabled()) return Screen::kExotic;
-    const c10::impl::LocalDispatchKeySet thread = c10::impl::tls_local_dispatch_key_set();
-    c10::DispatchKeySet keys = (keys_ | thread.included_) - thread.excluded_;
-    if ((keys.raw_repr() & ~plain_keys()) != 0) return Screen::kExotic;
-    const bool above_autograd = keys.has(c10::DispatchKey::AutogradFunctionality);
-    const bool autograd = above_autograd && requires_grad_ && c10::GradMode::is_enabled();
-    return autograd ? Screen::kNeedsAutograd : Screen::kPlain;
-  }
-
- private:
-  static uint64_t plain_keys() {
-    static const uint64_t keys =
-        c10::DispatchKeySet({c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCUDA, c10::DispatchKey::ADInplaceOrView,
-                             c10::DispatchKey::BackendSelect})
-            .raw_repr();
-    return keys;
-  }
-
-  c10::DispatchKeySet keys_;
-  bool exotic_ = false;
-  bool requires_grad_ = false;
-};
-
 // ---- Python functions ----
 
-// An allocation or a launch may wait for the GPU, and what the GPU waits for may need the GIL. The caller's references
-// keep the tensors alive meanwhile.
-at::Tensor forward_without_gil(PyObject* const* args, const Settings& settings) {
-  const at::Tensor &x = required_tensor(args[0]), &w = required_tensor(args[1]);
-  const at::Tensor bias = optional_tensor(args[2]);
-  pybind11::gil_scoped_release no_gil;
-  return forward(x, w, bias, settings);
+PyObject* device_context = nullptr;  // torch.utils._device.DeviceContext
+
+// Of three arguments that are tensors or None.
+Way way_of(PyObject* const* args) {
+  Screening screening(c10::kCUDA, device_context);
+  for (int i = 0; i < 3; ++i) screening.add(args[i]);
+  return args[0] == Py_None || args[1] == Py_None ? Way::kPython : screening.way();
 }
 
-// conv2d(input, weight, bias, *settings) -> Tensor; None: not for the short way; False: needs autograd.
+// conv2d(input, weight, bias, stride, padding, dilation, groups) -> Tensor, or None: Python has to look closer
 PyObject* py_conv2d(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  require_count(count, 3 + kSettings);
-  if (args[0] == Py_None || args[1] == Py_None) Py_RETURN_NONE;
-  Screening screening;
-  for (int i = 0; i < 3; ++i) screening.add(args[i]);
-  const Screen verdict = screening.verdict();
-  Settings settings{};
-  if (verdict == Screen::kExotic || !parse_settings(args + 3, settings)) Py_RETURN_NONE;
-  if (verdict == Screen::kNeedsAutograd) Py_RETURN_FALSE;
-  return wrap(forward_without_gil(args, settings));
+  require_count(count, kArguments);
+  const Way way = way_of(args);
+  Settings s{};
+  if (way == Way::kPython || !parse_settings(args, s)) Py_RETURN_NONE;
+  const at::Tensor &x = THPVariable_Unpack(args[0]), &w = THPVariable_Unpack(args[1]);
+  const at::Tensor bias = optional_tensor(args[2]);
+  at::Tensor y;
+  {
+    // An allocation or a launch may wait for the GPU, and what the GPU waits for may need the GIL. The caller's
+    // references keep the tensors alive meanwhile.
+    pybind11::gil_scoped_release no_gil;
+    y = way == Way::kKernel ? forward(x, w, bias, s)
+                            : dispatch_conv2d(x, w, bias, s.stride, s.padding, s.dilation, s.groups);
+  }
+  return THPVariable_Wrap(y);
   END_HANDLE_TH_ERRORS
 }
 
-// plain(*tensors) -> bool: whether forward() and backward() may take these without PyTorch's dispatcher.
-PyObject* py_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// Stands in front of torch.ops.<name>.conv2d.default, which compiled code calls: reading the arguments by the schema
+// takes PyTorch longer than all the rest. Plain calls run a kernel, others what `original` does.
+PyObject* py_conv2d_entry(PyObject* original, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   HANDLE_TH_ERRORS
-  Screening screening;
-  for (Py_ssize_t i = 0; i < count; ++i) screening.add(args[i]);
-  return PyBool_FromLong(screening.verdict() == Screen::kPlain);
+  Settings s{};
+  if (names != nullptr || count != kArguments || way_of(args) != Way::kKernel || !parse_settings(args, s)) {
+    return PyObject_Vectorcall(original, args, count, names);
+  }
+  const at::Tensor bias = optional_tensor(args[2]);
+  at::Tensor y;
+  {
+    pybind11::gil_scoped_release no_gil;  // see py_conv2d
+    y = forward(THPVariable_Unpack(args[0]), THPVariable_Unpack(args[1]), bias, s);
+  }
+  return THPVariable_Wrap(y);
   END_HANDLE_TH_ERRORS
 }
 
-// forward(input, weight, bias, *settings) -> Tensor
-PyObject* py_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// The same for conv2d_backward.
+PyObject* py_backward_entry(PyObject* original, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   HANDLE_TH_ERRORS
-  require_count(count, 3 + kSettings);
-  return wrap(forward_without_gil(args, required_settings(args + 3)));
-  END_HANDLE_TH_ERRORS
-}
-
-// backward(grad_output, input, weight, *settings, need_dx, need_dw, need_db) -> (dx, dw, db), None where not needed
-PyObject* py_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  require_count(count, 3 + kSettings + 3);
-  std::array<bool, 3> wanted{};
-  for (int i = 0; i < 3; ++i) wanted[i] = args[3 + kSettings + i] == Py_True;
-  const Settings settings = required_settings(args + 3);
-  const at::Tensor &dy = required_tensor(args[0]), &x = required_tensor(args[1]), &w = required_tensor(args[2]);
+  Settings s{};
+  Mask wanted{};
+  const bool known = names == nullptr && count == kArguments + 1 && args[2] != Py_None &&
+                     way_of(args) == Way::kKernel && parse_settings(args, s) && parse_mask(args[kArguments], wanted);
+  if (!known) return PyObject_Vectorcall(original, args, count, names);
   Gradients gradients;
   {
-    pybind11::gil_scoped_release no_gil;  // see forward_without_gil
-    gradients = backward(dy, x, w, settings, wanted);
+    pybind11::gil_scoped_release no_gil;  // see py_conv2d
+    gradients = backward(THPVariable_Unpack(args[0]), THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]), s,
+                         wanted);
   }
-  return Py_BuildValue("(NNN)", wrap(gradients.dx), wrap(gradients.dw), wrap(gradients.db));
+  const auto& [dx, dw, db] = gradients;
+  return Py_BuildValue("(NNN)", THPVariable_Wrap(dx), THPVariable_Wrap(dw), THPVariable_Wrap(db));
   END_HANDLE_TH_ERRORS
 }
 
-// explain(input, weight, bias, *settings) -> str
+// explain(input, weight, bias, stride, padding, dilation, groups) -> str
 PyObject* py_explain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  require_count(count, 3 + kSettings);
-  const std::string text = explain(required_tensor(args[0]), required_tensor(args[1]), optional_tensor(args[2]),
-                                   required_settings(args + 3));
+  require_count(count, kArguments);
+  Settings s{};
+  TORCH_CHECK_TYPE(parse_settings(args, s), "modelnew: stride, padding and dilation are ints or pairs of ints");
+  const std::string text =
+      explain(required_tensor(args[0]), required_tensor(args[1]), optional_tensor(args[2]), s);
   return PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
   END_HANDLE_TH_ERRORS
 }
@@ -582,17 +544,50 @@ PyObject* py_engine_names(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+// force_engine(name or None) -> the name before, or None
+PyObject* py_force_engine(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  require_count(count, 1);
+  const Engine* const before = forced_engine.exchange(engine_named(args[0]));
+  if (before == nullptr) Py_RETURN_NONE;
+  return PyUnicode_FromString(before->name);
+  END_HANDLE_TH_ERRORS
+}
 
-PyCFunction as_c_function(FastFunction function) {
+// register_operators(name, DeviceContext): as torch.ops.<name>, see operators.h
+PyObject* py_register_operators(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  require_count(count, 2);
+  const char* name = PyUnicode_AsUTF8(args[0]);
+  if (name == nullptr) throw python_error();
+  Py_INCREF(args[1]);
+  device_context = args[1];
+  register_operators(name, &kCudaKernels);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+template <typename Function>
+PyCFunction as_c_function(Function* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+// entries(original conv2d, original conv2d_backward) -> what stands in front of them
+PyObject* py_entries(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  static PyMethodDef conv2d = {"conv2d", as_c_function(py_conv2d_entry), METH_FASTCALL | METH_KEYWORDS, nullptr};
+  static PyMethodDef backward = {"conv2d_backward", as_c_function(py_backward_entry), METH_FASTCALL | METH_KEYWORDS,
+                                 nullptr};
+  HANDLE_TH_ERRORS
+  require_count(count, 2);
+  return Py_BuildValue("(NN)", PyCFunction_New(&conv2d, args[0]), PyCFunction_New(&backward, args[1]));
+  END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef methods[] = {
     {"conv2d", as_c_function(py_conv2d), METH_FASTCALL, nullptr},
-    {"plain", as_c_function(py_plain), METH_FASTCALL, nullptr},
-    {"forward", as_c_function(py_forward), METH_FASTCALL, nullptr},
-    {"backward", as_c_function(py_backward), METH_FASTCALL, nullptr},
+    {"register_operators", as_c_function(py_register_operators), METH_FASTCALL, nullptr},
+    {"entries", as_c_function(py_entries), METH_FASTCALL, nullptr},
+    {"force_engine", as_c_function(py_force_engine), METH_FASTCALL, nullptr},
     {"explain", as_c_function(py_explain), METH_FASTCALL, nullptr},
     {"engine_names", py_engine_names, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

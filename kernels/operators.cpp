@@ -1,0 +1,377 @@
+// Schemas, autograd, autocast, fake kernels and batching of the operators: everything between a call and a kernel of a
+// device. PyTorch's dispatcher walks down; no step enters Python.
+//
+//   Autocast             casts, each weight once per autocast context
+//   FuncTorchBatched     PyTorch's own convolution, which knows how to batch (vmap)
+//   Autograd             Forward, Backward; PyTorch's own under torch.func and forward mode
+//   CUDA | CPU | Meta    binding.cpp's kernels | PyTorch's own | sizes and strides alone
+//
+// No Python and no CUDA headers, so that the file also compiles and is tested where there is neither a GPU nor nvcc.
+#include "operators.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/conv2d.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+#define MODELNEW_TORCH_BEFORE(minor) (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < (minor))
+
+// aten's convolution has symbolic strides, dilations and groups from 2.2 on.
+#if MODELNEW_TORCH_BEFORE(2)
+#define MODELNEW_INTS(values) C10_AS_INTARRAYREF_SLOW(values)
+#define MODELNEW_INT(value) (value).guard_int(__FILE__, __LINE__)
+#else
+#define MODELNEW_INTS(values) values
+#define MODELNEW_INT(value) value
+#endif
+
+namespace modelnew {
+namespace {
+
+using at::Tensor;
+using c10::DispatchKey;
+using c10::SymInt;
+using c10::SymIntArrayRef;
+
+using Conv2d = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, SymIntArrayRef, SymIntArrayRef,
+                      SymIntArrayRef, SymInt);
+using Conv2dBackward = Gradients(const Tensor&, const Tensor&, const Tensor&, SymIntArrayRef, SymIntArrayRef,
+                                 SymIntArrayRef, SymInt, Mask);
+
+// The name that this library was registered under first. One library may serve several; any of them leads to the same
+// kernels.
+std::string& first_name() {
+  static std::string name;
+  return name;
+}
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow((first_name() + "::" + name).c_str(), "").typed<Signature>();
+}
+
+const c10::TypedOperatorHandle<Conv2d>& conv2d_operator() {
+  static const auto handle = find_operator<Conv2d>("conv2d");
+  return handle;
+}
+
+const c10::TypedOperatorHandle<Conv2dBackward>& backward_operator() {
+  static const auto handle = find_operator<Conv2dBackward>("conv2d_backward");
+  return handle;
+}
+
+Tensor or_undefined(const OptionalTensor& tensor) { return tensor.has_value() ? *tensor : Tensor(); }
+
+// ---- PyTorch's own ----
+
+// vmap over the weight alone divides by the groups before anything in PyTorch has looked at them.
+void require_groups(const SymInt& groups) { TORCH_CHECK(groups > 0, "non-positive groups is not supported"); }
+
+Tensor aten_conv2d(const Tensor& x, const Tensor& w, const OptionalTensor& bias, SymIntArrayRef stride,
+                   SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
+  require_groups(groups);
+  return at::conv2d_symint(x, w, bias, MODELNEW_INTS(stride), padding, MODELNEW_INTS(dilation), MODELNEW_INT(groups));
+}
+
+Gradients aten_backward(const Tensor& dy, const Tensor& x, const Tensor& w, SymIntArrayRef stride,
+                        SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups, Mask wanted) {
+  require_groups(groups);
+  if (x.dim() == 3) {
+    auto [dx, dw, db] = aten_backward(dy.unsqueeze(0), x.unsqueeze(0), w, stride, padding, dilation, groups, wanted);
+    return {wanted[0] ? dx.squeeze(0) : dx, dw, db};
+  }
+  const std::array<SymInt, 1> bias_size{w.sym_size(0)};
+  const std::array<SymInt, 2> output_padding{0, 0};
+  auto [dx, dw, db] = at::convolution_backward_symint(dy, x, w, SymIntArrayRef(bias_size), MODELNEW_INTS(stride),
+                                                      padding, MODELNEW_INTS(dilation), /*transposed=*/false,
+                                                      output_padding, MODELNEW_INT(groups), wanted);
+  const auto or_nothing = [&](const Tensor& gradient, bool is_wanted) {
+    return is_wanted ? gradient : at::empty({0}, x.options());
+  };
+  return {or_nothing(dx, wanted[0]), or_nothing(dw, wanted[1]), or_nothing(db, wanted[2])};
+}
+
+// ---- CPU ----
+
+// The tensor with exactly the strides of that format; an unbatched one as if it were a batch of one.
+Tensor in_format(const Tensor& tensor, at::MemoryFormat format) {
+  if (tensor.dim() == 3) return in_format(tensor.unsqueeze(0), format).squeeze(0);
+  Tensor exact = at::empty_symint(tensor.sym_sizes(), tensor.options(), format);
+  return tensor.sym_strides() == exact.sym_strides() ? tensor : exact.copy_(tensor);
+}
+
+Tensor batched(const Tensor& x) { return x.dim() == 3 ? x.unsqueeze(0) : x; }
+
+Tensor conv2d_cpu(const Tensor& x, const Tensor& w, const OptionalTensor& bias, SymIntArrayRef stride,
+                  SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return in_format(aten_conv2d(x, w, bias, stride, padding, dilation, groups), output_format(batched(x), w));
+}
+
+Gradients backward_cpu(const Tensor& dy, const Tensor& x, const Tensor& w, SymIntArrayRef stride,
+                       SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups, Mask wanted) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto [dx, dw, db] = aten_backward(dy, x, w, stride, padding, dilation, groups, wanted);
+  return {wanted[0] ? in_format(dx, output_format(batched(x), w)) : dx,
+          wanted[1] ? in_format(dw, w.suggest_memory_format()) : dw, db};
+}
+
+// ---- Meta: what the kernels would give, without data ----
+
+Tensor conv2d_meta(const Tensor& x, const Tensor& w, const OptionalTensor& bias, SymIntArrayRef stride,
+                   SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
+  if (!valid<SymInt>(x, w, or_undefined(bias), stride, padding, dilation, groups)) {
+    return aten_conv2d(x, w, bias, stride, padding, dilation, groups);  // whose errors these are
+  }
+  const Tensor batch = batched(x);
+  const Tensor y = at::empty_symint(output_sizes<SymInt>(batch, w, stride, padding, dilation), x.options(),
+                                    output_format(batch, w));
+  return x.dim() == 3 ? y.squeeze(0) : y;
+}
+
+Gradients backward_meta(const Tensor&, const Tensor& x, const Tensor& w, SymIntArrayRef, SymIntArrayRef,
+                        SymIntArrayRef, SymInt, Mask wanted) {
+  const auto gradient = [&](bool is_wanted, SymIntArrayRef sizes, at::MemoryFormat format) {
+    return is_wanted ? at::empty_symint(sizes, x.options(), format) : at::empty({0}, x.options());
+  };
+  const Tensor batch = batched(x);
+  const Tensor dx = gradient(wanted[0], batch.sym_sizes(), output_format(batch, w));
+  return {wanted[0] && x.dim() == 3 ? dx.squeeze(0) : dx,
+          gradient(wanted[1], w.sym_sizes(), w.suggest_memory_format()),
+          gradient(wanted[2], w.sym_sizes().slice(0, 1), at::MemoryFormat::Contiguous)};
+}
+
+// ---- Autograd ----
+
+// Whether torch.func or forward-mode differentiation is at work. C++ Functions refuse both; PyTorch's own operators
+// know them.
+bool transforms_active(std::initializer_list<const Tensor*> tensors) {
+  return c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerBackMode) ||
+         std::any_of(tensors.begin(), tensors.end(),
+                     [](const Tensor* tensor) { return tensor->defined() && tensor->_fw_grad(/*level=*/0).defined(); });
+}
+
+bool gradient_wanted(std::initializer_list<const Tensor*> tensors) {
+  return c10::GradMode::is_enabled() &&
+         std::any_of(tensors.begin(), tensors.end(),
+                     [](const Tensor* tensor) { return tensor->defined() && tensor->requires_grad(); });
+}
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Stride, padding, dilation and groups, which Forward and Backward keep for their backward.
+class SavedSettings {
+ public:
+  // In one entry of saved_data, since each of them costs an allocation.
+  static void save(AutogradContext* context, SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
+                   const SymInt& groups, bool has_bias) {
+    std::vector<SymInt> values;
+    values.reserve(8);
+    for (const SymIntArrayRef pair : {stride, padding, dilation}) {
+      for (const size_t axis : {0, 1}) values.push_back(on_axis(pair, axis));
+    }
+    values.push_back(groups);
+    values.emplace_back(has_bias);
+    context->saved_data["settings"] = std::move(values);
+  }
+
+  explicit SavedSettings(AutogradContext* context) : values_(list(context->saved_data["settings"])) {}
+
+  SymIntArrayRef stride() const { return pair(0); }
+  SymIntArrayRef padding() const { return pair(2); }
+  SymIntArrayRef dilation() const { return pair(4); }
+  const SymInt& groups() const { return values_[6]; }
+  bool has_bias() const { return values_[7] != 0; }
+
+ private:
+  // An IValue hands a list of numbers without symbols back as plain integers.
+  static std::vector<SymInt> list(const c10::IValue& value) {
+    if (!value.isIntList()) return value.toSymIntVector();
+    const std::vector<int64_t> numbers = value.toIntVector();
+    return {numbers.begin(), numbers.end()};
+  }
+
+  SymIntArrayRef pair(size_t first) const { return SymIntArrayRef(values_.data() + first, 2); }
+
+  std::vector<SymInt> values_;
+};
+
+// dx, dw and db as functions of dy, x and w that can be differentiated once more.
+struct Backward : torch::autograd::Function<Backward> {
+  static constexpr bool is_traceable = true;  // compiled autograd may look inside
+
+  static variable_list forward(AutogradContext* context, const Tensor& dy, const Tensor& x, const Tensor& w,
+                               SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
+                               const SymInt& groups, Mask wanted) {
+    context->save_for_backward({dy, x, w});
+    SavedSettings::save(context, stride, padding, dilation, groups, /*has_bias=*/false);
+    context->set_materialize_grads(false);
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [dx, dw, db] = backward_operator().call(dy, x, w, stride, padding, dilation, groups, wanted);
+    variable_list gradients{dx, dw, db}, unwanted;
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (!wanted[i]) unwanted.push_back(gradients[i]);
+    }
+    context->mark_non_differentiable(unwanted);
+    return gradients;
+  }
+
+  // dx is linear in (dy, w), dw in (dy, x) and db in dy, so that each derivative is a convolution again.
+  static variable_list backward(AutogradContext* context, variable_list second) {
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &dy = saved[0], &x = saved[1], &w = saved[2], &ddx = second[0], &ddw = second[1], &ddb = second[2];
+    const SavedSettings s(context);
+    const auto convolve = [&](const Tensor& input, const Tensor& weight) {
+      return conv2d_operator().call(input, weight, OptionalTensor(), s.stride(), s.padding(), s.dilation(), s.groups());
+    };
+    const auto differentiate = [&](const Tensor& input, const Tensor& weight, Mask wanted) {
+      return backward_operator().call(dy, input, weight, s.stride(), s.padding(), s.dilation(), s.groups(), wanted);
+    };
+    Tensor grad_dy, grad_x, grad_w;
+    if (context->needs_input_grad(0)) {
+      const auto add = [&](const Tensor& term) { grad_dy = grad_dy.defined() ? grad_dy + term : term; };
+      if (ddx.defined()) add(convolve(ddx, w));
+      if (ddw.defined()) add(convolve(x, ddw));
+      if (ddb.defined()) add(ddb.reshape({-1, 1, 1}).expand_as(dy));
+    }
+    if (context->needs_input_grad(1) && ddw.defined()) {
+      grad_x = std::get<0>(differentiate(x, ddw, {true, false, false}));
+    }
+    if (context->needs_input_grad(2) && ddx.defined()) {
+      grad_w = std::get<1>(differentiate(ddx, w, {false, true, false}));
+    }
+    return {grad_dy, grad_x, grad_w, {}, {}, {}, {}, {}};
+  }
+};
+
+struct Forward : torch::autograd::Function<Forward> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* context, const Tensor& x, const Tensor& w, const OptionalTensor& bias,
+                        SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, const SymInt& groups) {
+    context->save_for_backward({x, w});
+    SavedSettings::save(context, stride, padding, dilation, groups, or_undefined(bias).defined());
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return conv2d_operator().call(x, w, bias, stride, padding, dilation, groups);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list dy) {
+    const variable_list saved = context->get_saved_variables();
+    const SavedSettings s(context);
+    // What autograd asks for at this moment, not what requires a gradient. Only tensors that are present are counted.
+    const Mask wanted{context->needs_input_grad(0), context->needs_input_grad(1),
+                      s.has_bias() && context->needs_input_grad(2)};
+    auto [dx, dw, db] = backward_operator().call(dy[0], saved[0], saved[1], s.stride(), s.padding(), s.dilation(),
+                                                 s.groups(), wanted);
+    return {wanted[0] ? dx : Tensor(), wanted[1] ? dw : Tensor(), wanted[2] ? db : Tensor(), {}, {}, {}, {}};
+  }
+};
+
+Tensor conv2d_autograd(const Tensor& x, const Tensor& w, const OptionalTensor& bias, SymIntArrayRef stride,
+                       SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
+  const Tensor b = or_undefined(bias);
+  if (transforms_active({&x, &w, &b})) return aten_conv2d(x, w, bias, stride, padding, dilation, groups);
+  if (gradient_wanted({&x, &w, &b})) return Forward::apply(x, w, bias, stride, padding, dilation, groups);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return conv2d_operator().call(x, w, bias, stride, padding, dilation, groups);
+}
+
+Gradients backward_autograd(const Tensor& dy, const Tensor& x, const Tensor& w, SymIntArrayRef stride,
+                            SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups, Mask wanted) {
+  if (transforms_active({&dy, &x, &w})) return aten_backward(dy, x, w, stride, padding, dilation, groups, wanted);
+  if (gradient_wanted({&dy, &x, &w})) {
+    const variable_list all = Backward::apply(dy, x, w, stride, padding, dilation, groups, wanted);
+    return {all[0], all[1], all[2]};
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return backward_operator().call(dy, x, w, stride, padding, dilation, groups, wanted);
+}
+
+// ---- Autocast ----
+
+// float64 and tensors on another device stay as they are.
+template <c10::DeviceType DEVICE, DispatchKey KEY>
+Tensor conv2d_autocast(const Tensor& x, const Tensor& w, const OptionalTensor& bias, SymIntArrayRef stride,
+                       SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
+  const c10::impl::ExcludeDispatchKeyGuard below_autocast(KEY);
+  const auto cast = [type = at::autocast::get_lower_precision_fp_from_device_type(DEVICE)](const auto& tensor) {
+    return at::autocast::cached_cast(type, tensor, DEVICE);
+  };
+  return conv2d_operator().call(cast(x), cast(w), cast(bias), stride, padding, dilation, groups);
+}
+
+// ---- Registration ----
+
+bool has_kernel(const std::string& name, DispatchKey key) {
+  const auto handle = c10::Dispatcher::singleton().findSchema({name + "::conv2d", ""});
+  return handle.has_value() && handle->hasKernelForDispatchKey(key);
+}
+
+// Never freed: what a Library has registered ends with it.
+torch::Library& library(torch::Library::Kind kind, const std::string& name, c10::optional<DispatchKey> key = {}) {
+  return *new torch::Library(kind, name, key, __FILE__, __LINE__);
+}
+
+template <typename Forward, typename Backward>
+void add_kernels(const std::string& name, DispatchKey key, Forward* conv2d, Backward* conv2d_backward) {
+  torch::Library& kernels = library(torch::Library::IMPL, name, key);
+  kernels.impl("conv2d", conv2d);
+  kernels.impl("conv2d_backward", conv2d_backward);
+}
+
+// A copy of the module without a compiled library defines the same in Python.
+void define(const std::string& name) {
+#if MODELNEW_TORCH_BEFORE(3)
+  const std::vector<at::Tag> tags;
+#else
+  const std::vector<at::Tag> tags{at::Tag::needs_fixed_stride_order};  // torch.compile keeps channels_last
+#endif
+  const std::string settings = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups";
+  torch::Library& schemas = library(torch::Library::FRAGMENT, name);
+  schemas.def(("conv2d(Tensor input, Tensor weight, Tensor? bias, " + settings + ") -> Tensor").c_str(), tags);
+  schemas.def(("conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, " + settings +
+               ", bool[3] output_mask) -> (Tensor, Tensor, Tensor)")
+                  .c_str(),
+              tags);
+}
+
+}  // namespace
+
+void register_operators(const std::string& name, const DeviceKernels* cuda) {
+  if (first_name().empty()) first_name() = name;
+  if (!c10::Dispatcher::singleton().findSchema({name + "::conv2d", ""}).has_value()) define(name);
+  if (!has_kernel(name, DispatchKey::CPU)) {
+    add_kernels(name, DispatchKey::CPU, conv2d_cpu, backward_cpu);
+    add_kernels(name, DispatchKey::Meta, conv2d_meta, backward_meta);
+    add_kernels(name, DispatchKey::Autograd, conv2d_autograd, backward_autograd);
+    add_kernels(name, DispatchKey::FuncTorchBatched, aten_conv2d, aten_backward);
+    library(torch::Library::IMPL, name, DispatchKey::AutocastCUDA)
+        .impl("conv2d", conv2d_autocast<c10::kCUDA, DispatchKey::AutocastCUDA>);
+    library(torch::Library::IMPL, name, DispatchKey::AutocastCPU)
+        .impl("conv2d", conv2d_autocast<c10::kCPU, DispatchKey::AutocastCPU>);
+  }
+  if (cuda != nullptr && !has_kernel(name, DispatchKey::CUDA)) {
+    add_kernels(name, DispatchKey::CUDA, cuda->conv2d, cuda->conv2d_backward);
+  }
+}
+
+at::Tensor dispatch_conv2d(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& bias, at::IntArrayRef stride,
+                           at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups) {
+  return conv2d_operator().call(x, w, bias, c10::fromIntArrayRefSlow(stride), c10::fromIntArrayRefSlow(padding),
+                                c10::fromIntArrayRefSlow(dilation), groups);
+}
+
+}  // namespace modelnew

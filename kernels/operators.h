@@ -1,0 +1,100 @@
+// The operators conv2d and conv2d_backward of torch.ops, defined in operators.cpp, and what its kernels share.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <string>
+#include <tuple>
+
+namespace modelnew {
+
+using OptionalTensor = c10::optional<at::Tensor>;
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dx, dw, db
+using Mask = std::array<bool, 3>;                                  // which of them are wanted
+
+// Kernels of one device, called below autograd. x and dy may lack the batch dimension.
+struct DeviceKernels {
+  at::Tensor (*conv2d)(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& bias, at::IntArrayRef stride,
+                       at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups);
+  // Unwanted gradients are tensors of no elements.
+  Gradients (*conv2d_backward)(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, at::IntArrayRef stride,
+                               at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups, Mask wanted);
+};
+
+// Registers torch.ops.<name>.conv2d and conv2d_backward, for CUDA with these kernels if there are any. Does nothing
+// where an earlier library of this process has registered as much.
+void register_operators(const std::string& name, const DeviceKernels* cuda);
+
+// Calls the operator conv2d of the name registered first: autocast, autograd, torch.func, modes, then a kernel.
+at::Tensor dispatch_conv2d(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& bias, at::IntArrayRef stride,
+                           at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups);
+
+// ---- Rules of a convolution, for int64_t and SymInt ----
+
+inline at::IntArrayRef sizes_of(const at::Tensor& tensor, int64_t) { return tensor.sizes(); }
+inline c10::SymIntArrayRef sizes_of(const at::Tensor& tensor, const c10::SymInt&) { return tensor.sym_sizes(); }
+
+template <typename Int>
+Int output_size(const Int& size, const Int& filter, const Int& stride, const Int& padding, const Int& dilation) {
+  return (size + padding * 2 - dilation * (filter - 1) - 1) / stride + 1;
+}
+
+template <typename Int>
+bool valid_axis(const Int& size, const Int& filter, const Int& stride, const Int& padding, const Int& dilation) {
+  return size > 0 && filter > 0 && stride > 0 && dilation > 0 && padding >= 0 &&
+         size + padding * 2 >= dilation * (filter - 1) + 1;
+}
+
+// Of a list of one or two numbers, as PyTorch takes them: one stands for both axes.
+template <typename Int>
+const Int& on_axis(c10::ArrayRef<Int> numbers, size_t axis) {
+  return numbers.at(numbers.size() == 1 ? 0 : axis);
+}
+
+template <typename Int>
+bool is_pair(c10::ArrayRef<Int> numbers) {
+  return numbers.size() == 1 || numbers.size() == 2;
+}
+
+// Whether this is a convolution at all. It says nothing about why not: PyTorch's own operator does, on the same
+// arguments.
+template <typename Int>
+bool valid(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, c10::ArrayRef<Int> stride,
+           c10::ArrayRef<Int> padding, c10::ArrayRef<Int> dilation, const Int& groups) {
+  if ((x.dim() != 4 && x.dim() != 3) || w.dim() != 4 || !(groups > 0)) return false;
+  if (!is_pair(stride) || !is_pair(padding) || !is_pair(dilation)) return false;
+  const c10::ArrayRef<Int> x_size = sizes_of(x, Int(0)).slice(x.dim() - 3), w_size = sizes_of(w, Int(0));
+  const bool one_kind = x.scalar_type() == w.scalar_type() && x.device() == w.device();
+  const bool channels =
+      x_size[0] > 0 && w_size[0] > 0 && x_size[0] == w_size[1] * groups && w_size[0] % groups == 0;
+  const bool bias_fits = !bias.defined() || (bias.dim() == 1 && sizes_of(bias, Int(0))[0] == w_size[0] &&
+                                             bias.scalar_type() == x.scalar_type() && bias.device() == x.device());
+  const auto axis_fits = [&](size_t axis) {
+    return valid_axis(x_size[1 + axis], w_size[2 + axis], on_axis(stride, axis), on_axis(padding, axis),
+                      on_axis(dilation, axis));
+  };
+  return one_kind && channels && bias_fits && axis_fits(0) && axis_fits(1);
+}
+
+// [N, K, P, Q] of valid arguments with a batch dimension.
+template <typename Int>
+std::array<Int, 4> output_sizes(const at::Tensor& x, const at::Tensor& w, c10::ArrayRef<Int> stride,
+                                c10::ArrayRef<Int> padding, c10::ArrayRef<Int> dilation) {
+  const c10::ArrayRef<Int> x_size = sizes_of(x, Int(0)), w_size = sizes_of(w, Int(0));
+  const auto on = [&](size_t axis) {
+    return output_size(x_size[2 + axis], w_size[2 + axis], on_axis(stride, axis), on_axis(padding, axis),
+                       on_axis(dilation, axis));
+  };
+  return {x_size[0], w_size[0], on(0), on(1)};
+}
+
+// PyTorch's rule on CUDA, for the output and the gradient to the input: channels_last if the input or the weight is,
+// but not in float64. The gradient to the weight has the weight's own format, so that autograd keeps it as it is.
+inline at::MemoryFormat output_format(const at::Tensor& x, const at::Tensor& w) {
+  const bool channels_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
+                             w.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+  return channels_last && x.scalar_type() != at::kDouble ? at::MemoryFormat::ChannelsLast
+                                                         : at::MemoryFormat::Contiguous;
+}
+
+}  // namespace modelnew

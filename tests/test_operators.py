@@ -1,0 +1,850 @@
+"""The operators conv2d and conv2d_backward: what PyTorch does with an operator, done with these, and the ways to them.
+
+Every test runs on the operators as they are here (of the compiled extension on a machine with a GPU, compositions of
+PyTorch's own without one) and, for the CPU, on those of kernels/operators.cpp with their CPU kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.machinery
+import importlib.util
+import io
+import os
+import shutil
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import cpp_extension
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import modelnew
+from test_modelnew import DEVICES, GPU_MARKS, RICH_CALL, ROOT, Call, assert_same, gpu, gradients, tf32_switch
+
+pytestmark = pytest.mark.xdist_group("operators")
+
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+CALLS = [
+    RICH_CALL,
+    Call("plain", (2, 4, 6, 5), (3, 4, 3, 2)),
+    Call("unbatched", (4, 6, 5), (3, 4, 3, 2), {"padding": (1, 1)}, bias=3),
+    Call("depthwise", (2, 3, 6, 5), (6, 1, 2, 3), {"padding": (1, 1), "groups": 3}, bias=6),
+]
+
+
+def settings(kwargs: dict) -> tuple:
+    """stride, padding, dilation, groups as the operator's schema wants them."""
+    return tuple(kwargs.get(name, default) for name, default in
+                 (("stride", (1, 1)), ("padding", (0, 0)), ("dilation", (1, 1)), ("groups", 1)))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> types.ModuleType:
+    """kernels/operators.cpp and screening.h, compiled for the CPU."""
+    folder = tmp_path_factory.mktemp("operators")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", os.pathsep.join([os.environ["PATH"], os.path.dirname(modelnew._find_ninja())]))
+        module = cpp_extension.load(
+            "operators_on_cpu",
+            [str(ROOT / "kernels" / "operators.cpp"), str(ROOT / "tests" / "operators_on_cpu.cpp")],
+            extra_include_paths=[str(ROOT / "kernels")],
+            extra_cflags=["-O0", "-fvisibility=hidden"],
+            build_directory=str(folder),
+        )
+        module.register_operators("modelnew_cpu")
+        patch.setattr(modelnew, "_operators", torch.ops.modelnew_cpu)
+        modelnew._register_flop_formulas()
+    return module
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to call a convolution: the public function, or the operator of a namespace."""
+
+    name: str
+    device: str
+    namespace: str = "modelnew"
+
+    @property
+    def operators(self) -> Any:
+        return getattr(torch.ops, self.namespace)
+
+    @property
+    def is_operator(self) -> bool:
+        return self.name != "function"
+
+    @property
+    def keeps_operator(self) -> bool:
+        """Whether PyTorch sees an operator of ours rather than what it consists of."""
+        return self.device == "cuda" or self.name == "native"
+
+    def conv2d(
+        self, x: Tensor, w: Tensor, bias: Tensor | None = None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1
+    ) -> Tensor:
+        function = self.operators.conv2d if self.is_operator else modelnew.conv2d
+        return function(x, w, bias, stride, padding, dilation, groups)
+
+
+WAYS = [
+    pytest.param(way, id=f"{way.name}-{way.device}", marks=GPU_MARKS if way.device == "cuda" else ())
+    for way in (
+        Way("function", "cpu"),
+        Way("operator", "cpu"),
+        Way("native", "cpu", "modelnew_cpu"),
+        Way("function", "cuda"),
+        Way("operator", "cuda"),
+    )
+]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Way:
+    if request.param.name == "native":
+        request.getfixturevalue("native")
+    return request.param
+
+
+@pytest.fixture
+def operators(way: Way) -> Way:
+    """Those ways that are operators."""
+    if not way.is_operator:
+        pytest.skip("a test of the operators")
+    return way
+
+
+@pytest.fixture
+def kept(way: Way) -> Way:
+    """Those ways in which PyTorch sees an operator of ours."""
+    if not way.keeps_operator:
+        pytest.skip("PyTorch's own operators run, and are tested by PyTorch")
+    return way
+
+
+class Log(TorchDispatchMode):
+    """Writes down which operators are called, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls.append((str(function), args))
+        return function(*args, **(kwargs or {}))
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+# Values and gradients ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_values_and_gradients(call, way):
+    tensors = call.tensors(way.device)
+    ours, theirs = way.conv2d(*tensors, **call.kwargs), F.conv2d(*tensors, **call.kwargs)
+    assert_same(ours, theirs)
+    assert_same(gradients(ours, tensors), gradients(theirs, tensors))
+    for wanted in tensors[:2]:  # one gradient at a time
+        ours, theirs = way.conv2d(*tensors, **call.kwargs), F.conv2d(*tensors, **call.kwargs)
+        assert_same(*(torch.autograd.grad(y.sum(), wanted)[0] for y in (ours, theirs)))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_gradcheck_twice(call, way):
+    """First and second derivatives against finite differences, in every combination of inputs."""
+    tensors = [tensor for tensor in call.tensors(way.device) if tensor is not None]
+    function = functools.partial(way.conv2d, **call.kwargs)
+    assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
+
+
+def test_gradcheck_is_exact_on_integers(way):
+    """Convolution is multilinear: with integers and a step of 1, finite differences are exact in float32."""
+    tensors = [tensor.detach().round().float().requires_grad_() for tensor in RICH_CALL.tensors(way.device)]
+    function = functools.partial(way.conv2d, **RICH_CALL.kwargs)
+    # gradcheck warns of single precision, which is enough here.
+    with warnings.catch_warnings(), tf32_switch(False):
+        warnings.simplefilter("ignore")
+        assert torch.autograd.gradcheck(function, tensors, eps=1, atol=0, rtol=0)
+
+
+def test_gradients_of_gradients_without_some(way):
+    """Second derivatives where only one first derivative was asked for."""
+    for wanted in ([0], [1], [2], [0, 2]):
+        tensors = RICH_CALL.tensors(way.device)
+        seconds = []
+        for convolution in (way.conv2d, F.conv2d):
+            y = convolution(*tensors, **RICH_CALL.kwargs).square()
+            firsts = torch.autograd.grad(y.sum(), [tensors[i] for i in wanted], create_graph=True)
+            loss = sum(first.square().sum() for first in firsts)
+            seconds.append(torch.autograd.grad(loss, tensors))
+        torch.testing.assert_close(*seconds)
+
+
+@pytest.mark.parametrize("bias", [None, 6], ids=["no bias", "bias"])
+def test_only_requested_gradients_are_computed(bias, kept):
+    """The mask is what a pass asks for, not what requires a gradient, which here is everything."""
+    call = dataclasses.replace(RICH_CALL, bias=bias)
+    tensors = [tensor for tensor in call.tensors(kept.device) if tensor is not None]
+    for i, wanted in enumerate(tensors):
+        y = kept.conv2d(*tensors, **call.kwargs)
+        with Log() as log:
+            torch.autograd.grad(y.sum(), wanted)
+        masks = [list(args[-1]) for name, args in log.calls if name.endswith(".conv2d_backward.default")]
+        assert masks == [[j == i for j in range(3)]]
+
+
+def test_without_gradients_there_is_no_graph(way):
+    x, w, bias = RICH_CALL.tensors(way.device)
+    with torch.no_grad():
+        assert way.conv2d(x, w, bias, **RICH_CALL.kwargs).grad_fn is None
+    assert way.conv2d(x.detach(), w.detach(), bias.detach(), **RICH_CALL.kwargs).grad_fn is None
+
+
+def test_backward_does_not_see_what_became_of_a_list(way):
+    x, w, _ = Call("", (2, 4, 9, 10), (6, 4, 3, 3)).tensors(way.device)
+    results = []
+    for padding, dilation in (([1, 1], [1, 1]), ((1, 1), (1, 1))):
+        y = way.conv2d(x, w, None, [1, 1], padding, dilation, 1)
+        if isinstance(padding, list):
+            padding[:] = dilation[:] = [2, 2]  # the same size of output
+        results.append(gradients(y, [x, w]))
+    assert_same(*results)
+
+
+def test_lists_of_one_number_stand_for_both_axes(operators):
+    tensors = CALLS[1].tensors(operators.device)
+    ours = operators.conv2d(*tensors, [2], [1], [1], 1)
+    theirs = F.conv2d(*tensors, 2, 1)
+    assert_same(ours, theirs)
+    assert_same(gradients(ours, tensors), gradients(theirs, tensors))
+    for wrong in ([], [1, 1, 1]):
+        with pytest.raises((RuntimeError, IndexError)):
+            operators.conv2d(*tensors, wrong, [1], [1], 1)
+
+
+@pytest.mark.parametrize("formats", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_memory_formats(dtype, formats, kept):
+    """y and dx are channels_last if x or w is, but not in float64; dw is as w is. Meta tensors agree in strides."""
+    call = Call("", (2, 4, 6, 5), (3, 4, 3, 2), {"padding": (1, 1)})
+    x, w = (
+        tensor.detach().contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        for tensor, last in zip(call.tensors(kept.device, dtype), formats, strict=False)
+    )
+    y, grads = value_and_gradients(kept.conv2d, x, w, call.kwargs)
+    last = any(formats) and dtype != torch.float64
+    for tensor, expected in ((y, last), (grads[0], last), (grads[1], formats[1])):
+        assert tensor.is_contiguous(memory_format=torch.channels_last if expected else torch.contiguous_format)
+    if kept.device == "cuda":
+        theirs, their_grads = value_and_gradients(F.conv2d, x, w, call.kwargs)
+        assert (y.stride(), grads[0].stride()) == (theirs.stride(), their_grads[0].stride())
+    if kept.is_operator:
+        meta, meta_grads = value_and_gradients(kept.conv2d, x.to("meta"), w.to("meta"), call.kwargs)
+        assert [t.stride() for t in (y, *grads)] == [t.stride() for t in (meta, *meta_grads)]
+
+
+def value_and_gradients(convolution: Callable, x: Tensor, w: Tensor, kwargs: dict) -> tuple[Tensor, tuple]:
+    leaves = x.detach().requires_grad_(), w.detach().requires_grad_()
+    y = convolution(*leaves, **kwargs)
+    return y, torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+
+# Compiled, exported, counted -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(torch.library, "opcheck"), reason="torch.library.opcheck came with 2.4")
+@pytest.mark.parametrize("call", [RICH_CALL, CALLS[3]], ids=str)
+def test_opcheck(call, operators):
+    x, w, bias = call.tensors(operators.device)
+    channels_last = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+    for each in (x, channels_last):
+        torch.library.opcheck(operators.operators.conv2d.default, (each, w, bias, *settings(call.kwargs)))
+    dy = torch.randn_like(operators.conv2d(x, w, bias, **call.kwargs)).requires_grad_()
+    for mask in ([True, True, True], [False, True, False]):
+        arguments = (dy, x, w, *settings(call.kwargs), mask)
+        torch.library.opcheck(operators.operators.conv2d_backward.default, arguments)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile(dynamic, way):
+    """One graph, forward and backward, for new sizes as well; it holds our operator."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: list) -> Callable:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    conv2d = way.operators.conv2d if way.is_operator else modelnew.conv2d
+
+    @torch.compile(fullgraph=True, dynamic=dynamic, backend=backend)
+    def compiled(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return conv2d(x, w, bias, (2, 1), (1, 2), (1, 2), 2)  # RICH_CALL's; torch 2.1 makes variables of others
+
+    for x_shape in ((5, 4, 8, 9), (7, 4, 8, 9), (7, 4, 11, 10)):  # dynamic shapes take sizes that are equal for one
+        tensors = dataclasses.replace(RICH_CALL, x=x_shape).tensors(way.device)
+        ours, theirs = compiled(*tensors), F.conv2d(*tensors, **RICH_CALL.kwargs)
+        assert_same(ours, theirs)
+        assert_same(gradients(ours, tensors), gradients(theirs, tensors))
+    if way.keeps_operator:
+        targets = [[str(node.target) for node in graph.graph.nodes] for graph in graphs]
+        assert any(f"{way.namespace}.conv2d.default" in names for names in targets)
+        assert any(f"{way.namespace}.conv2d_backward.default" in names for names in targets)
+    if dynamic:
+        assert len(graphs) == 2
+
+
+@pytest.mark.skipif(TORCH < (2, 3), reason="the tag came with torch 2.3")
+def test_layouts_are_fixed_in_compiled_code(kept):
+    for operator in (kept.operators.conv2d, kept.operators.conv2d_backward):
+        assert torch.Tag.needs_fixed_stride_order in operator.default.tags
+        assert torch.Tag.flexible_layout not in operator.default.tags if hasattr(torch.Tag, "flexible_layout") else True
+
+
+@pytest.mark.skipif(TORCH < (2, 6), reason="torch._inductor.utils.run_and_get_code has another form before")
+def test_inductor_keeps_channels_last_without_copies(kept):
+    """channels_last in, channels_last out: one fused kernel between two convolutions and nothing else."""
+    if kept.device == "cuda":
+        pytest.importorskip("triton")
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    x, w, bias = (t.detach() for t in Call("", (2, 8, 6, 5), (8, 8, 3, 3), bias=8).tensors(kept.device, torch.float32))
+    x, w = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, w))
+
+    def network(x: Tensor) -> Tensor:
+        return kept.conv2d(torch.relu(kept.conv2d(x, w, bias, padding=(1, 1))), w, bias, padding=(1, 1))
+
+    with torch.no_grad(), tf32_switch(False):
+        y, code = run_and_get_code(torch.compile(network, fullgraph=True), x)
+        torch.testing.assert_close(y, network(x))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    calls = [line for line in "\n".join(code).splitlines() if f"{kept.namespace}.conv2d.default(" in line]
+    kernels = [line for line in "\n".join(code).splitlines() if ".run(" in line or line.strip().startswith("cpp_fused")]
+    assert len([line for line in calls if " = " in line]) == 2
+    assert len([line for line in kernels if "=" not in line.split("(")[0]]) == 1
+
+
+@pytest.mark.skipif(TORCH < (2, 6), reason="compiled autograd reads C++ functions from 2.6 on")
+def test_compiled_autograd(kept):
+    torch._dynamo.reset()
+    tensors = RICH_CALL.tensors(kept.device)
+    eager = gradients(kept.conv2d(*tensors, **RICH_CALL.kwargs), tensors)
+    y = kept.conv2d(*tensors, **RICH_CALL.kwargs)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        assert_same(gradients(y, tensors), eager)
+
+
+@gpu
+@pytest.mark.parametrize("freezing", [False, True], ids=["default", "freezing"])
+def test_compile_with_inductor(freezing):
+    pytest.importorskip("triton")
+    import torch._inductor.config
+
+    torch._dynamo.reset()
+    model = nn.Sequential(modelnew.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), modelnew.Conv2d(6, 4, 1)).eval()
+    model = model.to("cuda", torch.float64)
+    x = torch.randn(2, 4, 9, 10, dtype=torch.float64, device="cuda")
+    with torch.no_grad(), torch._inductor.config.patch(freezing=freezing):
+        assert_same(torch.compile(model, fullgraph=True)(x), model(x))
+
+
+@gpu
+def test_overload_reads_its_arguments_itself():
+    """Compiled code calls the overload, in front of which the extension stands. It may hide nothing of PyTorch's."""
+    x, w, bias = RICH_CALL.tensors("cuda")
+    overload, numbers = torch.ops.modelnew.conv2d.default, settings(RICH_CALL.kwargs)
+    theirs = F.conv2d(x, w, bias, *numbers)
+    assert_same(overload(x.detach(), w.detach(), bias.detach(), *map(list, numbers[:3]), numbers[3]), theirs.detach())
+    assert_same(overload(x, w, bias=bias, stride=numbers[0], padding=numbers[1], dilation=numbers[2], groups=2), theirs)
+    assert_same(gradients(overload(x, w, bias, *numbers), [x, w, bias]), gradients(theirs, [x, w, bias]))
+    dy = torch.ones_like(theirs)
+    for mask in ([True, True, True], [False, True, False]):
+        ours = torch.ops.modelnew.conv2d_backward.default(dy, x.detach(), w.detach(), *numbers, mask)
+        expected = torch.autograd.grad(theirs, [x, w, bias], dy, retain_graph=True)
+        for got, wanted, gradient in zip(ours, mask, expected, strict=True):
+            if wanted:
+                assert_same(got, gradient)
+            assert wanted or got.numel() == 0
+    with Log() as log:
+        overload(x.detach(), w.detach(), None, *numbers)
+    assert "modelnew.conv2d.default" in log.names()
+    with pytest.raises(RuntimeError):
+        overload(x, w)
+
+
+@pytest.mark.parametrize("layer_class", [modelnew.Conv2d, modelnew.ModelNew])
+def test_export_of_layers(layer_class, device):
+    layer = layer_class(4, 6, 3, padding=1).to(device, torch.float64)
+    x = torch.randn(2, 4, 9, 10, dtype=torch.float64, device=device)
+    program = torch.export.export(layer, (x,), **exported_batch())
+    other = torch.randn(5, 4, 9, 10, dtype=torch.float64, device=device)
+    assert_same(runnable(program)(other), layer(other))
+    if device == "cuda":
+        assert any("modelnew.conv2d" in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_export_saves_and_loads(operators):
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 4, 3, 3, dtype=torch.float64, device=operators.device))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return operators.conv2d(x, self.weight, padding=(1, 1)).relu()
+
+    network = Network()
+    x = torch.randn(2, 4, 9, 10, dtype=torch.float64, device=operators.device)
+    program = torch.export.export(network, (x,), **exported_batch())
+    if operators.keeps_operator:
+        assert any(f"{operators.namespace}.conv2d" in str(node.target) for node in program.graph.nodes)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    other = torch.randn(5, 4, 9, 10, dtype=torch.float64, device=operators.device)
+    assert_same(runnable(torch.export.load(file))(other), network(other))
+
+
+def runnable(program: Any) -> Callable:
+    return program.module() if hasattr(program, "module") else program
+
+
+def exported_batch() -> dict:
+    """The argument of torch.export.export that leaves the batch size open; torch 2.1 has none."""
+    if not hasattr(torch.export, "Dim"):
+        pytest.skip("torch.export takes dynamic shapes from 2.2 on")
+    return {"dynamic_shapes": ({0: torch.export.Dim("batch", min=2)},)}
+
+
+@pytest.mark.parametrize("call", [RICH_CALL, CALLS[2]], ids=str)
+def test_meta_and_fake_tensors(call, way):
+    """Shapes, dtypes and strides without data, as the real call gives them."""
+    x, w, bias = call.tensors(way.device, torch.float32, requires_grad=False)
+    channels_last = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+    for x_like in (x, channels_last):
+        real = way.conv2d(x_like, w, bias, **call.kwargs)
+        with FakeTensorMode() as mode:
+            fake = way.conv2d(*(mode.from_tensor(tensor) for tensor in (x_like, w, bias)), **call.kwargs)
+        meta = way.conv2d(*(tensor.to("meta") for tensor in (x_like, w, bias)), **call.kwargs)
+        assert fake.device == real.device
+        assert meta.device.type == "meta"
+        for abstract in (fake, meta):
+            assert (abstract.shape, abstract.dtype) == (real.shape, real.dtype)
+            if way.name == "native" or (way.is_operator and way.device == "cuda") or abstract.is_cuda:
+                assert abstract.stride() == real.stride()
+
+
+def test_meta_tensors_raise_what_real_ones_do(operators):
+    x, w, _ = CALLS[1].tensors("meta")
+    for bad in ((x, w[:, :2]), (x[:, :, :1], w), (x[0, 0], w)):
+        with pytest.raises(RuntimeError):
+            operators.conv2d(*bad)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_flops_are_counted(call, way):
+    """As for PyTorch's convolution, forward and backward."""
+    counted = []
+    for convolution in (way.conv2d, F.conv2d):
+        tensors = call.tensors(way.device)
+        with FlopCounterMode(display=False) as counter:
+            convolution(*tensors, **call.kwargs).sum().backward()
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 0
+
+
+# Autocast, torch.func, forward mode ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype, way):
+    """float32 goes to autocast's dtype, float64 stays, and gradients come back in the parameters' dtype."""
+    if way.device == "cpu" and dtype == torch.float16 and TORCH < (2, 4):
+        pytest.skip("autocast to float16 on CPUs came with torch 2.4")
+    for given in (torch.float32, torch.float64):
+        tensors = RICH_CALL.tensors(way.device, given)
+        with torch.autocast(way.device, dtype):
+            ours, theirs = way.conv2d(*tensors, **RICH_CALL.kwargs), F.conv2d(*tensors, **RICH_CALL.kwargs)
+        assert ours.dtype == theirs.dtype == (dtype if given == torch.float32 else given)
+        # PyTorch may round once more, before it adds the bias.
+        tolerance = 2 * torch.finfo(ours.dtype).eps
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        for mine, other in zip(gradients(ours, tensors), gradients(theirs, tensors), strict=True):
+            torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-1)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_autocast_casts_a_weight_once(trained, way):
+    """Three calls of a layer in one context: as many casts as with PyTorch's convolution."""
+    casts = []
+    for convolution in (way.conv2d, F.conv2d):
+        x, w, bias = RICH_CALL.tensors(way.device, torch.float32, requires_grad=trained)
+        with Log() as log, torch.autocast(way.device, torch.bfloat16):
+            for _ in range(3):
+                convolution(x.detach(), w, bias, **RICH_CALL.kwargs)
+        casts.append(log.names().count("aten._to_copy.default"))
+    assert casts[0] == casts[1] == (3 + 2 if trained else 9)
+
+
+@gpu
+def test_autocast_leaves_other_devices_errors_to_torch():
+    x, w, bias = RICH_CALL.tensors("cpu", torch.float32, requires_grad=False)
+    with torch.autocast("cuda", torch.float16):
+        for mixed in ((x.cuda(), w, None), (x, w.cuda(), None), (x.cuda(), w.cuda(), bias)):
+            messages = []
+            for convolution in (modelnew.conv2d, F.conv2d):
+                with pytest.raises(RuntimeError) as caught:
+                    convolution(*mixed, **RICH_CALL.kwargs)
+                messages.append(str(caught.value))
+            assert messages[0] == messages[1]
+
+
+def test_func_transforms(way):
+    x, w, bias = RICH_CALL.tensors(way.device, requires_grad=False)
+    xs, ws = torch.stack([x, 2 * x, x - 1]), torch.stack([w, w + 1, -w])
+    ours, theirs = (functools.partial(each, **RICH_CALL.kwargs) for each in (way.conv2d, F.conv2d))
+    for transform in (
+        lambda f: torch.func.vmap(f, in_dims=(0, None, None))(xs, w, bias),
+        lambda f: torch.func.vmap(f, in_dims=(0, 0, None))(xs, ws, bias),
+        lambda f: torch.func.vmap(f, in_dims=(-1, None, None))(xs.movedim(0, -1), w, bias),
+        lambda f: torch.func.grad(lambda w: f(x, w, bias).square().sum())(w),
+        lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x, w, bias).square().sum()))(xs),
+        lambda f: torch.func.jvp(f, (x, w, bias), (x, w + 1, bias))[1],
+        lambda f: torch.func.jacrev(lambda b: f(x[:1], w, b))(bias),
+        lambda f: torch.func.hessian(lambda w: f(x[:1, :, :3, :3], w, bias).square().sum())(w),
+    ):
+        assert_same(transform(ours), transform(theirs))
+
+
+def test_vmap_in_every_dimension(way):
+    """Also over sizes of 1, and by slices whose strides are those of the batch."""
+    for call in (
+        RICH_CALL,
+        Call("", (1, 2, 3, 1), (2, 2, 1, 1)),
+        Call("unbatched", (4, 4, 5), (3, 4, 1, 1), {"stride": (2, 3)}),
+    ):
+        x, w, _ = call.tensors(way.device, requires_grad=False)
+        f = functools.partial(way.conv2d, **call.kwargs)
+        for size in (1, 2, 3):
+            for in_dims in [(i, j) for i in [None, *range(x.dim() + 1)] for j in [None, *range(5)]][1:]:
+                batched = [t if d is None else torch.stack([t] * size, d) for t, d in zip((x, w), in_dims, strict=True)]
+                y = torch.func.vmap(f, in_dims=in_dims)(*batched)
+                for i in range(size):
+                    one = [t if d is None else t.select(d, i) for t, d in zip(batched, in_dims, strict=True)]
+                    torch.testing.assert_close(y[i], f(*one))
+
+
+@pytest.mark.parametrize("groups", [0, -1])
+def test_vmap_without_groups_raises(groups, operators):
+    """PyTorch's rule for a batch of weights divides by the groups, and the process ends."""
+    x, w, _ = CALLS[1].tensors(operators.device, requires_grad=False)
+    if operators.name == "operator" and operators.device == "cpu":
+        pytest.skip("PyTorch's own operator")
+    with pytest.raises(RuntimeError, match="non-positive groups is not supported"):
+        torch.func.vmap(lambda w: operators.conv2d(x, w, groups=groups))(torch.stack([w, w]))
+    dy = torch.ones(2, 3, 4, 4, dtype=x.dtype, device=x.device)
+    backward = operators.operators.conv2d_backward
+    with pytest.raises(RuntimeError, match="non-positive groups is not supported"):
+        torch.func.vmap(lambda w: backward(dy, x, w, (1, 1), (0, 0), (1, 1), groups, [True] * 3))(torch.stack([w, w]))
+
+
+@pytest.mark.parametrize("padding", [0, "valid", "same"])
+def test_vmap_of_the_function_without_groups_raises(padding, routed):
+    x, w, _ = CALLS[1].tensors("cpu", requires_grad=False)
+    with pytest.raises(RuntimeError, match="non-positive groups is not supported"):
+        torch.func.vmap(lambda w: modelnew.conv2d(x, w, padding=padding, groups=0))(torch.stack([w, w]))
+
+
+def test_forward_mode(way):
+    x, w, _ = RICH_CALL.tensors(way.device, requires_grad=False)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(way.conv2d(dual, w, **RICH_CALL.kwargs)).tangent
+    assert_same(tangent, F.conv2d(torch.ones_like(x), w, **RICH_CALL.kwargs))
+
+
+# Ways to a kernel ----------------------------------------------------------------------------------------------------
+
+
+class Tracker(torch.Tensor):
+    """A subclass that notes the functions it passes through."""
+
+    seen: list = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.seen.append(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class FunctionLog(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def routed(native, monkeypatch) -> None:
+    """modelnew.conv2d takes CPU tensors for a GPU's and the CPU's operators for the extension's."""
+    monkeypatch.setattr(modelnew, "_extension", None)
+    monkeypatch.setattr(modelnew, "_operators", torch.ops.modelnew_cpu)
+    monkeypatch.setattr(modelnew, "_any_cuda", lambda *arguments: any(isinstance(a, Tensor) for a in arguments))
+
+
+def test_screening(native):
+    """Which calls from Python go to a kernel at once, which to the dispatcher, and which Python looks at."""
+    x, w, bias = RICH_CALL.tensors("cpu", requires_grad=False)
+    leaf = w.clone().requires_grad_()
+    way = functools.partial(native.way, DeviceContext)
+    inside: list[str] = []
+
+    def look(*tensors: Tensor) -> Tensor:
+        inside.append(way(*tensors))
+        return tensors[0].sum()
+
+    assert way(x, w, bias) == way(x, w, None) == "kernel"
+    assert way(x, leaf, None) == way(x, nn.Parameter(w), None) == "dispatcher"
+    with torch.no_grad():
+        assert way(x, leaf, None) == way(x, nn.Parameter(w), None) == "kernel"
+    with torch.inference_mode():
+        assert way(x, w, None) == way(x, w * 1, None) == "kernel"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert way(x, w, None) == "dispatcher"
+    torch.func.vmap(look, in_dims=(0, None))(x, w)
+    torch.func.grad(look)(x, w)
+    assert inside == ["dispatcher", "dispatcher"]
+    with torch.autograd.forward_ad.dual_level():
+        assert way(torch.autograd.forward_ad.make_dual(x, x), w, None) == "dispatcher"
+    with Log():
+        assert way(x, w, None) == "dispatcher"
+    negative = torch._neg_view(torch.randn(2, 4, 8, 9, dtype=torch.complex64).real)
+    assert way(negative, w, None) == way(x.to("meta"), w, None) == "dispatcher"
+    with FakeTensorMode() as mode:
+        assert way(mode.from_tensor(x), mode.from_tensor(w), None) == "python"
+    assert way(x.to("meta"), w.to("meta"), None) == way(x.as_subclass(Tracker), w, None) == way([1.0], w) == "python"
+
+
+def test_screening_knows_default_devices_from_other_modes(native):
+    x, w, _ = RICH_CALL.tensors("cpu", requires_grad=False)
+    way = functools.partial(native.way, DeviceContext)
+    with torch.device("cpu"):
+        assert way(x, w, None) == "kernel"
+        with torch.device("meta"):
+            assert way(x, w, None) == "kernel"
+        with FunctionLog():
+            assert way(x, w, None) == "python"
+    with FunctionLog(), torch.device("cpu"):
+        assert way(x, w, None) == "python"
+        with torch._C.DisableTorchFunction():
+            assert way(x, w, None) == "kernel"
+    torch.set_default_device("cpu")
+    try:
+        assert way(x, w, None) == "kernel"
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("padding", [0, (1, 1), "same"], ids=str)
+def test_subclasses_and_function_modes_see_torch_conv2d_once(padding, routed):
+    x, w, _ = CALLS[1].tensors("cpu", requires_grad=False)
+    Tracker.seen.clear()
+    y = modelnew.conv2d(x.as_subclass(Tracker), w, padding=padding)
+    assert isinstance(y, Tracker)
+    assert [function for function in Tracker.seen if "conv" in str(function)] == [torch.conv2d]
+    with FunctionLog() as mode, Log() as log:
+        modelnew.conv2d(x, w, padding=padding)
+    assert [function for function in mode.seen if "conv" in str(function)] == [torch.conv2d]
+    assert not any("modelnew" in name for name in log.names())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_default_devices_change_nothing(device, routed):
+    """Factories make tensors there; a convolution of tensors elsewhere stays ours."""
+    x, w, _ = CALLS[1].tensors("cpu", requires_grad=False)
+    with torch.device(device), Log() as log:
+        y = modelnew.conv2d(x, w, padding=(1, 1))
+    assert "modelnew_cpu.conv2d.default" in log.names()
+    assert_same(y, F.conv2d(x, w, padding=(1, 1)))
+
+
+def test_per_sample_gradients(routed):
+    """Expanded weights are a tensor subclass of PyTorch's, known to torch.conv2d alone."""
+    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+    layer = modelnew.Conv2d(4, 3, 3, dtype=torch.float64)
+    x = torch.randn(2, 4, 6, 5, dtype=torch.float64)
+    call_for_per_sample_grads(layer)(x).sum().backward()
+    for i in range(2):
+        expected = torch.autograd.grad(F.conv2d(x[i : i + 1], layer.weight, layer.bias).sum(), layer.weight)[0]
+        torch.testing.assert_close(layer.weight.grad_sample[i], expected)
+
+
+def test_compiled_code_calls_the_operator(routed):
+    """With parameters, under a default device, and without a break of the graph."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: list) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    x, w, _ = CALLS[1].tensors("cpu")
+    weight = nn.Parameter(w.detach())
+    compiled = torch.compile(lambda x: modelnew.conv2d(x, weight, padding=1), fullgraph=True, backend=keep)
+    assert_same(compiled(x), F.conv2d(x, weight, padding=1))
+    with torch.device("cpu"):
+        compiled(x)
+    for graph in graphs:
+        targets = [str(node.target) for node in graph.graph.nodes if node.op.startswith("call")]
+        assert targets == ["modelnew_cpu.conv2d"]
+
+
+def test_fake_tensors_are_no_foreign_subclass(routed):
+    x, w, _ = CALLS[1].tensors("cpu", requires_grad=False)
+    with FakeTensorMode() as mode, Log() as log:
+        modelnew.conv2d(mode.from_tensor(x), mode.from_tensor(w))
+    assert "modelnew_cpu.conv2d.default" in log.names()
+
+
+@gpu
+def test_short_way_passes_nothing_by():
+    x, w, _ = RICH_CALL.tensors("cuda", requires_grad=False)
+    Tracker.seen.clear()
+    assert isinstance(modelnew.conv2d(x.as_subclass(Tracker), w, **RICH_CALL.kwargs), Tracker)
+    assert Tracker.seen.count(torch.conv2d) == 1
+    with Log() as log:
+        modelnew.conv2d(x, w, **RICH_CALL.kwargs)
+    assert "modelnew.conv2d.default" in log.names()
+
+
+@gpu
+def test_default_device_runs_our_kernels():
+    x, w, _ = CALLS[1].tensors("cuda", torch.float32, requires_grad=False)
+    modelnew.conv2d(x, w)
+    torch.set_default_device("cuda")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            modelnew.conv2d(x, w)
+            torch.cuda.synchronize()
+    finally:
+        torch.set_default_device(None)
+    kernels = [event.key for event in profile.key_averages() if "::" in event.key]
+    assert kernels
+    assert all("modelnew::" in kernel for kernel in kernels)
+
+
+@gpu
+def test_without_cudnn_float32_is_full_precision():
+    x, w, _ = Call("", (2, 64, 40, 40), (64, 64, 3, 3)).tensors("cuda", torch.float32, requires_grad=False)
+    contracts = []
+    for enabled in (True, False):
+        with torch.backends.cudnn.flags(enabled=enabled, benchmark=False, deterministic=False, allow_tf32=True):
+            contracts.append(modelnew.explain(x, w).split("; ")[1])
+    assert contracts[0].startswith("tf32")
+    assert contracts[1].startswith("fp32")
+
+
+# Registration --------------------------------------------------------------------------------------------------------
+
+
+def test_python_and_cpp_define_the_same(native, fresh_namespace):
+    namespace = fresh_namespace("modelnew_schemas")
+    assert modelnew._register_operators(None) is None
+    for name in ("conv2d", "conv2d_backward"):
+        ours, theirs = (str(getattr(n, name).default._schema) for n in (namespace, torch.ops.modelnew_cpu))
+        assert ours.partition("::")[2] == theirs.partition("::")[2]
+
+
+def test_registering_again_changes_nothing(native, tmp_path):
+    """Neither by the same library nor by another one of the same operators."""
+    before = torch.ops.modelnew_cpu.conv2d.default
+    native.register_operators("modelnew_cpu")
+    copy = shutil.copy(native.__file__, tmp_path / "copy.so")
+    loader = importlib.machinery.ExtensionFileLoader(native.__name__, str(copy))
+    spec = importlib.util.spec_from_file_location(native.__name__, copy, loader=loader)
+    other = importlib.util.module_from_spec(spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.register_operators("modelnew_cpu")
+    assert torch.ops.modelnew_cpu.conv2d.default is before
+    modelnew._register_operators(modelnew._extension)
+    tensors = RICH_CALL.tensors("cpu")
+    ours = torch.ops.modelnew_cpu.conv2d(*tensors, *settings(RICH_CALL.kwargs))
+    assert_same(ours, F.conv2d(*tensors, **RICH_CALL.kwargs))
+
+
+@pytest.fixture
+def fresh_namespace(monkeypatch) -> Callable[[str], Any]:
+    """Has modelnew register its operators under another name."""
+
+    def use(name: str) -> Any:
+        monkeypatch.setattr(modelnew, "_namespace", name)
+        monkeypatch.setattr(modelnew, "_operators", getattr(torch.ops, name))
+        return getattr(torch.ops, name)
+
+    return use
+
+
+def test_a_copy_without_kernels_does_not_stop_one_that_has_them(native, fresh_namespace, capsys):
+    """First PyTorch's own operators run, then those of the library; a third copy runs the second one's."""
+    namespace = fresh_namespace("modelnew_late")
+    x, w, bias = RICH_CALL.tensors("cpu")
+    arguments = (x, w, bias, *settings(RICH_CALL.kwargs))
+
+    def seen() -> list[str]:
+        with Log() as log:
+            namespace.conv2d(*arguments).sum().backward()
+        return log.names()
+
+    assert modelnew._register_operators(None) is None
+    assert "modelnew_late.conv2d.default" not in seen()
+    extension = types.SimpleNamespace(
+        __name__="second",
+        __file__="second.so",
+        register_operators=lambda name, _: native.register_operators(name),
+        entries=lambda *originals: originals,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert modelnew._register_operators(extension) is extension
+    # One library serves both names, the first of which shows below autograd.
+    assert {"modelnew_late.conv2d.default", "modelnew_cpu.conv2d.default"} & set(seen())
+    assert modelnew._register_operators(None) is extension
+    third = types.SimpleNamespace(__name__="third", __file__="third.so")
+    assert modelnew._register_operators(third) is extension
+    assert "already runs the kernels of second.so" in capsys.readouterr().err
+
+
+def test_without_kernels_a_gpus_tensors_raise(fresh_namespace, monkeypatch):
+    """PyTorch's own convolution never takes their place silently."""
+    monkeypatch.setattr(modelnew, "_extension", None)
+    monkeypatch.setattr(modelnew, "_extension_error", "for a test")
+    x = types.SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(modelnew, "Tensor", types.SimpleNamespace)
+    with pytest.raises(RuntimeError, match="for a test"):
+        modelnew._composed_conv2d(x, x, None, 1, 0, 1, 1)
