@@ -320,9 +320,6 @@ Gradients backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& 
 // ---- The operators' kernels ----
 
 Settings settings_of(at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups) {
-  TORCH_CHECK(is_pair(stride) && is_pair(padding) && is_pair(dilation),
-              concatenate("modelnew: stride, padding and dilation are ints or pairs of ints, but got ", stride, ", ",
-                          padding, " and ", dilation));
   const auto pair = [](at::IntArrayRef numbers) { return Pair{on_axis(numbers, 0), on_axis(numbers, 1)}; };
   return {pair(stride), pair(padding), pair(dilation), groups};
 }
@@ -396,11 +393,13 @@ std::string explain(const at::Tensor& x, const at::Tensor& w, const at::Tensor& 
 
 // ---- Arguments from Python ----
 
+// Larger numbers are for the operator to refuse: not all of them are a SymInt.
 bool parse_int(PyObject* object, int64_t& value) {
   if (!PyLong_CheckExact(object)) return false;
   int overflow = 0;
   value = PyLong_AsLongLongAndOverflow(object, &overflow);
-  return overflow == 0;
+  constexpr int64_t kLargest = std::numeric_limits<int>::max();
+  return overflow == 0 && value >= -kLargest && value <= kLargest;
 }
 
 // An int for both axes, or a tuple or list of one or two.

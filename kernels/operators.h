@@ -45,15 +45,17 @@ bool valid_axis(const Int& size, const Int& filter, const Int& stride, const Int
          size + padding * 2 >= dilation * (filter - 1) + 1;
 }
 
-// Of a list of one or two numbers, as PyTorch takes them: one stands for both axes.
-template <typename Int>
-const Int& on_axis(c10::ArrayRef<Int> numbers, size_t axis) {
-  return numbers.at(numbers.size() == 1 ? 0 : axis);
-}
-
 template <typename Int>
 bool is_pair(c10::ArrayRef<Int> numbers) {
   return numbers.size() == 1 || numbers.size() == 2;
+}
+
+// Of a list of one or two numbers, as PyTorch takes them: one stands for both axes. The message says no numbers, since
+// streams are not to be trusted here, see binding.cpp.
+template <typename Int>
+const Int& on_axis(c10::ArrayRef<Int> numbers, size_t axis) {
+  TORCH_CHECK(is_pair(numbers), "modelnew: stride, padding and dilation are ints or pairs of ints");
+  return numbers[numbers.size() == 1 ? 0 : axis];
 }
 
 // Whether this is a convolution at all. It says nothing about why not: PyTorch's own operator does, on the same
