@@ -4,6 +4,7 @@
 #   make test ARGS='-n 2 --dist=loadgroup'   the same in two processes: most tests use one core
 #   make bench ARGS=--backward      bench.py
 #   make lint                       ruff alone
+#   make torch-2.1                  whether what includes torch compiles against the oldest torch, 2.1.2
 #
 # TORCH is what pip is asked for: TORCH=torch==2.13.0, or TORCH='torch --index-url ...'.
 # An active virtual or conda environment is used as it is, else .venv is made with PYTHON3.
@@ -26,7 +27,13 @@ CUDA121_WHEELS := nvidia-cuda-nvrtc-cu12==12.1.105 nvidia-cuda-nvcc-cu12==12.1.1
 # What reads machine code, for tests that skip where there are no such wheels.
 CUOBJDUMP_WHEELS := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 
-.PHONY: test bench lint
+# The oldest torch, for its headers alone.
+TORCH21 := $(VENV)/torch-2.1
+TORCH21_INCLUDES = $(addprefix -isystem , $(TORCH21)/torch/include $(TORCH21)/torch/include/torch/csrc/api/include \
+	$(CUDA121)/nvidia/cuda_runtime/include $(CUDA121)/nvidia/cuda_nvcc/include \
+	$(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))'))
+
+.PHONY: test bench lint torch-2.1
 .DELETE_ON_ERROR:
 
 test: lint $(CUDA121)
@@ -52,3 +59,10 @@ $(STAMP): pyproject.toml Makefile | $(PYTHON)
 $(CUDA121): | $(STAMP)
 	mkdir -p $@
 	$(PYTHON) -m pip install -q --no-deps --target $@ $(CUDA121_WHEELS) || rmdir $@
+
+$(TORCH21): | $(STAMP)
+	$(PYTHON) -m pip install -q --no-deps --target $@ torch==2.1.2
+
+torch-2.1: $(TORCH21) $(CUDA121)
+	for unit in operators binding; do \
+		$(CXX) -std=c++17 -fsyntax-only -Wall -Werror $(TORCH21_INCLUDES) kernels/$$unit.cpp || exit 1; done

@@ -13796,6 +13796,9 @@ def test_bundle_under_exec(bundle_text, device, monkeypatch, tmp_path):
     for _ in range(2):
         context, theirs, ours = evaluate(bundle_text, device, cache)
         assert context["ModelNew"] is not modelnew.ModelNew
+        namespace = context["_modelnew_namespace"]  # its own, so that files for several problems do not meet
+        assert re.fullmatch(r"modelnew_[0-9a-f]{16}", namespace)
+        assert hasattr(getattr(torch.ops, namespace), "conv2d_backward")
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         ours.sum().backward()
     assert list(tmp_path.iterdir()) == []

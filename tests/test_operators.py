@@ -374,11 +374,11 @@ def test_overload_reads_its_arguments_itself():
     theirs = F.conv2d(x, w, bias, *numbers)
     assert_same(overload(x.detach(), w.detach(), bias.detach(), *map(list, numbers[:3]), numbers[3]), theirs.detach())
     assert_same(overload(x, w, bias=bias, stride=numbers[0], padding=numbers[1], dilation=numbers[2], groups=2), theirs)
-    assert_same(gradients(overload(x, w, bias, *numbers), [x, w, bias]), gradients(theirs, [x, w, bias]))
     dy = torch.ones_like(theirs)
+    expected = torch.autograd.grad(theirs, [x, w, bias], dy)
+    assert_same(torch.autograd.grad(overload(x, w, bias, *numbers), [x, w, bias], dy), expected)
     for mask in ([True, True, True], [False, True, False]):
         ours = torch.ops.modelnew.conv2d_backward.default(dy, x.detach(), w.detach(), *numbers, mask)
-        expected = torch.autograd.grad(theirs, [x, w, bias], dy, retain_graph=True)
         for got, wanted, gradient in zip(ours, mask, expected, strict=True):
             if wanted:
                 assert_same(got, gradient)
@@ -703,6 +703,21 @@ def test_per_sample_gradients(routed):
     for i in range(2):
         expected = torch.autograd.grad(F.conv2d(x[i : i + 1], layer.weight, layer.bias).sum(), layer.weight)[0]
         torch.testing.assert_close(layer.weight.grad_sample[i], expected)
+
+
+def test_dtensor(routed, tmp_path):
+    """Tensors spread over processes are a subclass, for which PyTorch has rules of its own convolution alone."""
+    tensor = pytest.importorskip("torch.distributed.tensor")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x, w, bias = (t.detach() for t in Call("", (2, 4, 6, 5), (3, 4, 3, 2), bias=3).tensors("cpu"))
+        spread = [tensor.distribute_tensor(each, mesh, [tensor.Replicate()]) for each in (x, w, bias)]
+        assert_same(modelnew.conv2d(*spread).to_local(), F.conv2d(x, w, bias))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_compiled_code_calls_the_operator(routed):
