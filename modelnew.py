@@ -548,11 +548,11 @@ def _built_extension() -> ModuleType:
 # PyTorch's own, for what is not ours: CPU tensors, and arguments that it can explain better.
 _pytorch_conv2d: Callable[..., Tensor] = vars(torch)["conv2d"]
 
-# True while torch.compile or torch.export reads the code; the first of them only in torch.compile, which replaces the
-# call by a constant. torch 2.1 has one for both.
+# True while torch.compile reads the code (it replaces the call by a constant). torch 2.1 has it under another name.
 _is_dynamo_compiling: Callable[[], bool] = (
     getattr(torch.compiler, "is_dynamo_compiling", None) or torch._utils.is_compiling
 )
+# The same, and also true while torch.export runs it.
 _is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling
 
 
@@ -606,17 +606,19 @@ def _any_cuda(*arguments: Any) -> bool:
 def _overridden(*arguments: Any) -> bool:
     """Whether a tensor subclass or a function mode is to see torch.conv2d, and PyTorch's function to run.
 
-    PyTorch's abstract tensors are none of these, nor is `with torch.device(...)`, which acts on factories alone.
+    PyTorch's abstract tensors are none of these, nor are its tracers' modes and `with torch.device(...)`, which acts on
+    factories alone. In compiled code no mode is.
     """
     for argument in arguments:
         kind = type(argument)
         plain = kind is Tensor or kind is nn.Parameter or not isinstance(argument, Tensor)
         if not plain and not kind.__module__.startswith("torch._subclasses."):
             return True
-    if _is_compiling():  # torch.export has a mode of its own
+    if _is_compiling():
         return False
     modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return any(type(mode) is not DeviceContext for mode in modes)
+    kinds = [type(mode) for mode in modes]
+    return any(kind is not DeviceContext and not kind.__module__.startswith("torch.fx.") for kind in kinds)
 
 
 _Pair = tuple[int, int]
@@ -672,8 +674,11 @@ def _pad_same(x: Tensor, weight: Tensor, dilation: _Pair) -> tuple[Tensor, _Pair
 
 
 def _composed_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    """The operator conv2d where there is no extension: PyTorch's own, for all but a GPU's tensors."""
-    if x.is_cuda and type(x) in (Tensor, nn.Parameter):
+    """The operator conv2d where there is no extension: PyTorch's own, for all but a GPU's tensors.
+
+    Fake ones are no exception: code compiled with them would run, and be cached, without our kernels.
+    """
+    if x.is_cuda:
         _built_extension()
     return torch.ops.aten.conv2d(x, weight, bias, *settings)
 
@@ -692,33 +697,30 @@ def _composed_backward(
     return tuple(g if wanted else x.new_empty(0) for g, wanted in zip(gradients, mask, strict=True))
 
 
-def _register_operators(extension: ModuleType | None) -> ModuleType | None:
+def _register_operators() -> None:
     """Defines conv2d and conv2d_backward in this code's namespace of torch.ops, once in a process.
 
     The extension defines and implements them, see kernels/operators.cpp. Without one they have the same schemas and are
-    compositions of PyTorch's operators. Returns the extension whose kernels the operators run, if there is one.
+    compositions of PyTorch's operators.
     """
-    first = vars(_operators).get("extension")
-    if first is not None:
-        if extension is not None and extension.__name__ != first.__name__:
-            _say(f"this process already runs the kernels of {first.__file__}; start another one for those built later")
-        return first
-    if extension is not None:
-        # Of a copy of this code whose build failed. PyTorch would take an operator apart that has any.
+    if _extension is not None:
+        # Compositions of a copy of this code whose build failed: PyTorch would decompose an operator that has any.
         vars(_operators).pop("compositions", None)
-        extension.register_operators(_namespace, DeviceContext)
-        _operators.extension = extension
-        # Compiled code calls these objects. What they call in turn reads arguments by the schema, at 10 us a call.
-        overloads = _operators.conv2d.default, _operators.conv2d_backward.default
-        for overload, entry in zip(overloads, extension.entries(*(o._op for o in overloads)), strict=True):
-            overload._op = entry
+        _extension.register_operators(_namespace, DeviceContext)
+        first = vars(_operators).setdefault("library", _extension.__file__)
+        if first != _extension.__file__:
+            _say(f"compiled code and gradients of this process run the kernels of {first}, which it loaded first")
+        elif "entries" not in vars(_operators):
+            _stand_in_front()
     elif not hasattr(_operators, "conv2d"):
         settings = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups"
+        tags = {"tags": torch.Tag.needs_fixed_stride_order} if hasattr(torch.Tag, "needs_fixed_stride_order") else {}
         schemas = torch.library.Library(_namespace, "FRAGMENT")
-        schemas.define(f"conv2d(Tensor input, Tensor weight, Tensor? bias, {settings}) -> Tensor")
+        schemas.define(f"conv2d(Tensor input, Tensor weight, Tensor? bias, {settings}) -> Tensor", **tags)
         schemas.define(
             f"conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, {settings}, bool[3] output_mask)"
-            " -> (Tensor, Tensor, Tensor)"
+            " -> (Tensor, Tensor, Tensor)",
+            **tags,
         )
         compositions = torch.library.Library(_namespace, "IMPL")
         for key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
@@ -727,7 +729,17 @@ def _register_operators(extension: ModuleType | None) -> ModuleType | None:
         # Operators die with their Library, and torch.ops outlives whatever runs this code.
         _operators.schemas, _operators.compositions = schemas, compositions
     _register_flop_formulas()
-    return extension
+
+
+def _stand_in_front() -> None:
+    """Puts the extension in front of what compiled code calls, which takes 10 us to read arguments by the schema."""
+    operators = _operators.conv2d, _operators.conv2d_backward
+    for operator in operators:
+        vars(operator).pop("default", None)  # an overload is hashed by what is replaced here: change none in use
+    overloads = [operator.default for operator in operators]
+    _operators.entries = _extension.entries(*(overload._op for overload in overloads))
+    for overload, entry in zip(overloads, _operators.entries, strict=True):
+        overload._op = entry
 
 
 def _register_flop_formulas() -> None:
@@ -1548,4 +1560,4 @@ if __name__ == "__main__":
 # The last statement, so that everything is in place for it and a bundle can be written without a build.
 _operators = getattr(torch.ops, _namespace)
 _extension, _extension_error = _load_extension()
-_extension = _register_operators(_extension)
+_register_operators()

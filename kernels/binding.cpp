@@ -10,7 +10,6 @@
 #include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/conv2d.h>
-#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -151,8 +150,9 @@ bool valid_on_cuda(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b
   return x.is_cuda() && valid<int64_t>(x, w, bias, s.stride, s.padding, s.dilation, s.groups);
 }
 
-// For arguments that are not valid_on_cuda(): PyTorch's own operator on the very same ones, so that the type and the wording
-// of the error are those of the PyTorch at hand. What PyTorch accepts all the same is its result if that is empty.
+// For arguments that are not valid_on_cuda(): PyTorch's own operator on the very same ones, so that the type and the
+// wording of the error are those of the PyTorch at hand. What PyTorch accepts all the same is its result if that is
+// empty.
 at::Tensor result_of_pytorch(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const Settings& s) {
   at::Tensor y = at::conv2d(x, w, bias, s.stride, s.padding, s.dilation, s.groups);
   TORCH_CHECK_NOT_IMPLEMENTED(y.numel() == 0,
@@ -272,16 +272,6 @@ void require_output_gradient(const at::Tensor& dy, const at::Tensor& x, const at
                           " on ", x.device(), ", but got ", dy.sizes(), ", ", dy.scalar_type(), " on ", dy.device()));
 }
 
-// What the gradients are written to; an unwanted one has no elements.
-Gradients empty_gradients(const at::Tensor& x, const at::Tensor& w, const Mask& wanted) {
-  const auto gradient = [&](bool is_wanted, at::IntArrayRef sizes, at::MemoryFormat format) {
-    return is_wanted ? at::empty(sizes, x.options(), format) : at::empty({0}, x.options());
-  };
-  return {gradient(wanted[0], x.sizes(), output_format(x, w)),
-          gradient(wanted[1], w.sizes(), w.suggest_memory_format()),
-          gradient(wanted[2], w.sizes().slice(0, 1), at::MemoryFormat::Contiguous)};
-}
-
 Gradients backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const Settings& s,
                    const Mask& wanted) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -296,7 +286,7 @@ Gradients backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& 
   }
 
   const c10::cuda::CUDAGuard device_guard(x.device());
-  Gradients gradients = empty_gradients(x, w, wanted);
+  const Gradients gradients = empty_gradients<int64_t>(x, w, wanted);
   const auto& [dx, dw, db] = gradients;
   if (nothing) {
     for (const at::Tensor& gradient : {dx, dw, db}) gradient.zero_();
@@ -434,7 +424,11 @@ bool parse_settings(PyObject* const* args, Settings& s) {
 
 bool parse_mask(PyObject* object, Mask& mask) {
   if (!PyList_CheckExact(object) || PyList_GET_SIZE(object) != static_cast<Py_ssize_t>(mask.size())) return false;
-  for (size_t i = 0; i < mask.size(); ++i) mask[i] = PyList_GET_ITEM(object, i) == Py_True;
+  for (size_t i = 0; i < mask.size(); ++i) {
+    PyObject* const item = PyList_GET_ITEM(object, i);
+    if (!PyBool_Check(item)) return false;
+    mask[i] = item == Py_True;
+  }
   return true;
 }
 
@@ -455,7 +449,7 @@ at::Tensor optional_tensor(PyObject* object) { return object == Py_None ? at::Te
 
 PyObject* device_context = nullptr;  // torch.utils._device.DeviceContext
 
-// Of three arguments that are tensors or None.
+// The way of a call whose first three arguments these are: tensors or None.
 Way way_of(PyObject* const* args) {
   Screening screening(c10::kCUDA, device_context);
   for (int i = 0; i < 3; ++i) screening.add(args[i]);

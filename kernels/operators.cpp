@@ -14,7 +14,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/convolution_backward.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -50,26 +49,20 @@ using Conv2d = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, SymIn
 using Conv2dBackward = Gradients(const Tensor&, const Tensor&, const Tensor&, SymIntArrayRef, SymIntArrayRef,
                                  SymIntArrayRef, SymInt, Mask);
 
-// The name that this library was registered under first. One library may serve several; any of them leads to the same
-// kernels.
-std::string& first_name() {
-  static std::string name;
-  return name;
-}
+// The two operators under one name. One library may serve several names, of a module and of pasted files; what runs
+// below an operator calls the operators of the same name, so that no graph or cache holds those of another.
+struct Operators {
+  c10::TypedOperatorHandle<Conv2d> conv2d;
+  c10::TypedOperatorHandle<Conv2dBackward> backward;
+};
 
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow((first_name() + "::" + name).c_str(), "").typed<Signature>();
-}
+// Those of the name that was registered first.
+const Operators* first_operators = nullptr;
 
-const c10::TypedOperatorHandle<Conv2d>& conv2d_operator() {
-  static const auto handle = find_operator<Conv2d>("conv2d");
-  return handle;
-}
-
-const c10::TypedOperatorHandle<Conv2dBackward>& backward_operator() {
-  static const auto handle = find_operator<Conv2dBackward>("conv2d_backward");
-  return handle;
+// A kernel that calls operators as PyTorch calls it.
+template <typename Result, typename... Arguments>
+auto bind_operators(const Operators* operators, Result (*kernel)(const Operators*, Arguments...)) {
+  return [=](Arguments... arguments) { return kernel(operators, arguments...); };
 }
 
 Tensor or_undefined(const OptionalTensor& tensor) { return tensor.has_value() ? *tensor : Tensor(); }
@@ -125,7 +118,7 @@ Gradients backward_cpu(const Tensor& dy, const Tensor& x, const Tensor& w, SymIn
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   auto [dx, dw, db] = aten_backward(dy, x, w, stride, padding, dilation, groups, wanted);
   return {wanted[0] ? in_format(dx, output_format(batched(x), w)) : dx,
-          wanted[1] ? in_format(dw, w.suggest_memory_format()) : dw, db};
+          wanted[1] ? in_format(dw, format_of(w)) : dw, db};
 }
 
 // ---- Meta: what the kernels would give, without data ----
@@ -143,14 +136,8 @@ Tensor conv2d_meta(const Tensor& x, const Tensor& w, const OptionalTensor& bias,
 
 Gradients backward_meta(const Tensor&, const Tensor& x, const Tensor& w, SymIntArrayRef, SymIntArrayRef,
                         SymIntArrayRef, SymInt, Mask wanted) {
-  const auto gradient = [&](bool is_wanted, SymIntArrayRef sizes, at::MemoryFormat format) {
-    return is_wanted ? at::empty_symint(sizes, x.options(), format) : at::empty({0}, x.options());
-  };
-  const Tensor batch = batched(x);
-  const Tensor dx = gradient(wanted[0], batch.sym_sizes(), output_format(batch, w));
-  return {wanted[0] && x.dim() == 3 ? dx.squeeze(0) : dx,
-          gradient(wanted[1], w.sym_sizes(), w.suggest_memory_format()),
-          gradient(wanted[2], w.sym_sizes().slice(0, 1), at::MemoryFormat::Contiguous)};
+  auto [dx, dw, db] = empty_gradients<SymInt>(batched(x), w, wanted);
+  return {wanted[0] && x.dim() == 3 ? dx.squeeze(0) : dx, dw, db};
 }
 
 // ---- Autograd ----
@@ -172,19 +159,20 @@ bool gradient_wanted(std::initializer_list<const Tensor*> tensors) {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Stride, padding, dilation and groups, which Forward and Backward keep for their backward.
+// What Forward and Backward keep for their backward: stride, padding, dilation and groups, and whose operators to call.
 class SavedSettings {
  public:
   // In one entry of saved_data, since each of them costs an allocation.
-  static void save(AutogradContext* context, SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
-                   const SymInt& groups, bool has_bias) {
+  static void save(AutogradContext* context, const Operators* operators, SymIntArrayRef stride, SymIntArrayRef padding,
+                   SymIntArrayRef dilation, const SymInt& groups, bool has_bias) {
     std::vector<SymInt> values;
-    values.reserve(8);
+    values.reserve(9);
     for (const SymIntArrayRef pair : {stride, padding, dilation}) {
       for (const size_t axis : {0, 1}) values.push_back(on_axis(pair, axis));
     }
     values.push_back(groups);
     values.emplace_back(has_bias);
+    values.emplace_back(reinterpret_cast<int64_t>(operators));
     context->saved_data["settings"] = std::move(values);
   }
 
@@ -195,6 +183,9 @@ class SavedSettings {
   SymIntArrayRef dilation() const { return pair(4); }
   const SymInt& groups() const { return values_[6]; }
   bool has_bias() const { return values_[7] != 0; }
+  const Operators& operators() const {
+    return *reinterpret_cast<const Operators*>(values_[8].guard_int(__FILE__, __LINE__));
+  }
 
  private:
   // An IValue hands a list of numbers without symbols back as plain integers.
@@ -213,14 +204,14 @@ class SavedSettings {
 struct Backward : torch::autograd::Function<Backward> {
   static constexpr bool is_traceable = true;  // compiled autograd may look inside
 
-  static variable_list forward(AutogradContext* context, const Tensor& dy, const Tensor& x, const Tensor& w,
-                               SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
+  static variable_list forward(AutogradContext* context, const Operators* operators, const Tensor& dy, const Tensor& x,
+                               const Tensor& w, SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
                                const SymInt& groups, Mask wanted) {
     context->save_for_backward({dy, x, w});
-    SavedSettings::save(context, stride, padding, dilation, groups, /*has_bias=*/false);
+    SavedSettings::save(context, operators, stride, padding, dilation, groups, /*has_bias=*/false);
     context->set_materialize_grads(false);
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [dx, dw, db] = backward_operator().call(dy, x, w, stride, padding, dilation, groups, wanted);
+    auto [dx, dw, db] = operators->backward.call(dy, x, w, stride, padding, dilation, groups, wanted);
     variable_list gradients{dx, dw, db}, unwanted;
     for (size_t i = 0; i < wanted.size(); ++i) {
       if (!wanted[i]) unwanted.push_back(gradients[i]);
@@ -235,10 +226,11 @@ struct Backward : torch::autograd::Function<Backward> {
     const Tensor &dy = saved[0], &x = saved[1], &w = saved[2], &ddx = second[0], &ddw = second[1], &ddb = second[2];
     const SavedSettings s(context);
     const auto convolve = [&](const Tensor& input, const Tensor& weight) {
-      return conv2d_operator().call(input, weight, OptionalTensor(), s.stride(), s.padding(), s.dilation(), s.groups());
+      return s.operators().conv2d.call(input, weight, OptionalTensor(), s.stride(), s.padding(), s.dilation(),
+                                       s.groups());
     };
     const auto differentiate = [&](const Tensor& input, const Tensor& weight, Mask wanted) {
-      return backward_operator().call(dy, input, weight, s.stride(), s.padding(), s.dilation(), s.groups(), wanted);
+      return s.operators().backward.call(dy, input, weight, s.stride(), s.padding(), s.dilation(), s.groups(), wanted);
     };
     Tensor grad_dy, grad_x, grad_w;
     if (context->needs_input_grad(0)) {
@@ -253,19 +245,20 @@ struct Backward : torch::autograd::Function<Backward> {
     if (context->needs_input_grad(2) && ddx.defined()) {
       grad_w = std::get<1>(differentiate(ddx, w, {false, true, false}));
     }
-    return {grad_dy, grad_x, grad_w, {}, {}, {}, {}, {}};
+    return {{}, grad_dy, grad_x, grad_w, {}, {}, {}, {}, {}};
   }
 };
 
 struct Forward : torch::autograd::Function<Forward> {
   static constexpr bool is_traceable = true;
 
-  static Tensor forward(AutogradContext* context, const Tensor& x, const Tensor& w, const OptionalTensor& bias,
-                        SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, const SymInt& groups) {
+  static Tensor forward(AutogradContext* context, const Operators* operators, const Tensor& x, const Tensor& w,
+                        const OptionalTensor& bias, SymIntArrayRef stride, SymIntArrayRef padding,
+                        SymIntArrayRef dilation, const SymInt& groups) {
     context->save_for_backward({x, w});
-    SavedSettings::save(context, stride, padding, dilation, groups, or_undefined(bias).defined());
+    SavedSettings::save(context, operators, stride, padding, dilation, groups, or_undefined(bias).defined());
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return conv2d_operator().call(x, w, bias, stride, padding, dilation, groups);
+    return operators->conv2d.call(x, w, bias, stride, padding, dilation, groups);
   }
 
   static variable_list backward(AutogradContext* context, variable_list dy) {
@@ -274,59 +267,55 @@ struct Forward : torch::autograd::Function<Forward> {
     // What autograd asks for at this moment, not what requires a gradient. Only tensors that are present are counted.
     const Mask wanted{context->needs_input_grad(0), context->needs_input_grad(1),
                       s.has_bias() && context->needs_input_grad(2)};
-    auto [dx, dw, db] = backward_operator().call(dy[0], saved[0], saved[1], s.stride(), s.padding(), s.dilation(),
-                                                 s.groups(), wanted);
-    return {wanted[0] ? dx : Tensor(), wanted[1] ? dw : Tensor(), wanted[2] ? db : Tensor(), {}, {}, {}, {}};
+    auto [dx, dw, db] = s.operators().backward.call(dy[0], saved[0], saved[1], s.stride(), s.padding(), s.dilation(),
+                                                    s.groups(), wanted);
+    return {{}, wanted[0] ? dx : Tensor(), wanted[1] ? dw : Tensor(), wanted[2] ? db : Tensor(), {}, {}, {}, {}};
   }
 };
 
-Tensor conv2d_autograd(const Tensor& x, const Tensor& w, const OptionalTensor& bias, SymIntArrayRef stride,
-                       SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
+Tensor conv2d_autograd(const Operators* operators, const Tensor& x, const Tensor& w, const OptionalTensor& bias,
+                       SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
   const Tensor b = or_undefined(bias);
   if (transforms_active({&x, &w, &b})) return aten_conv2d(x, w, bias, stride, padding, dilation, groups);
-  if (gradient_wanted({&x, &w, &b})) return Forward::apply(x, w, bias, stride, padding, dilation, groups);
+  if (gradient_wanted({&x, &w, &b})) return Forward::apply(operators, x, w, bias, stride, padding, dilation, groups);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return conv2d_operator().call(x, w, bias, stride, padding, dilation, groups);
+  return operators->conv2d.call(x, w, bias, stride, padding, dilation, groups);
 }
 
-Gradients backward_autograd(const Tensor& dy, const Tensor& x, const Tensor& w, SymIntArrayRef stride,
-                            SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups, Mask wanted) {
+Gradients backward_autograd(const Operators* operators, const Tensor& dy, const Tensor& x, const Tensor& w,
+                            SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups,
+                            Mask wanted) {
   if (transforms_active({&dy, &x, &w})) return aten_backward(dy, x, w, stride, padding, dilation, groups, wanted);
   if (gradient_wanted({&dy, &x, &w})) {
-    const variable_list all = Backward::apply(dy, x, w, stride, padding, dilation, groups, wanted);
+    const variable_list all = Backward::apply(operators, dy, x, w, stride, padding, dilation, groups, wanted);
     return {all[0], all[1], all[2]};
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return backward_operator().call(dy, x, w, stride, padding, dilation, groups, wanted);
+  return operators->backward.call(dy, x, w, stride, padding, dilation, groups, wanted);
 }
 
 // ---- Autocast ----
 
 // float64 and tensors on another device stay as they are.
 template <c10::DeviceType DEVICE, DispatchKey KEY>
-Tensor conv2d_autocast(const Tensor& x, const Tensor& w, const OptionalTensor& bias, SymIntArrayRef stride,
-                       SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
+Tensor conv2d_autocast(const Operators* operators, const Tensor& x, const Tensor& w, const OptionalTensor& bias,
+                       SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(KEY);
   const auto cast = [type = at::autocast::get_lower_precision_fp_from_device_type(DEVICE)](const auto& tensor) {
     return at::autocast::cached_cast(type, tensor, DEVICE);
   };
-  return conv2d_operator().call(cast(x), cast(w), cast(bias), stride, padding, dilation, groups);
+  return operators->conv2d.call(cast(x), cast(w), cast(bias), stride, padding, dilation, groups);
 }
 
 // ---- Registration ----
-
-bool has_kernel(const std::string& name, DispatchKey key) {
-  const auto handle = c10::Dispatcher::singleton().findSchema({name + "::conv2d", ""});
-  return handle.has_value() && handle->hasKernelForDispatchKey(key);
-}
 
 // Never freed: what a Library has registered ends with it.
 torch::Library& library(torch::Library::Kind kind, const std::string& name, c10::optional<DispatchKey> key = {}) {
   return *new torch::Library(kind, name, key, __FILE__, __LINE__);
 }
 
-template <typename Forward, typename Backward>
-void add_kernels(const std::string& name, DispatchKey key, Forward* conv2d, Backward* conv2d_backward) {
+template <typename Conv2dKernel, typename BackwardKernel>
+void add_kernels(const std::string& name, DispatchKey key, Conv2dKernel conv2d, BackwardKernel conv2d_backward) {
   torch::Library& kernels = library(torch::Library::IMPL, name, key);
   kernels.impl("conv2d", conv2d);
   kernels.impl("conv2d_backward", conv2d_backward);
@@ -351,27 +340,32 @@ void define(const std::string& name) {
 }  // namespace
 
 void register_operators(const std::string& name, const DeviceKernels* cuda) {
-  if (first_name().empty()) first_name() = name;
-  if (!c10::Dispatcher::singleton().findSchema({name + "::conv2d", ""}).has_value()) define(name);
-  if (!has_kernel(name, DispatchKey::CPU)) {
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  if (!dispatcher.findSchema({name + "::conv2d", ""}).has_value()) define(name);
+  const auto conv2d = dispatcher.findSchemaOrThrow((name + "::conv2d").c_str(), "");
+  const auto backward = dispatcher.findSchemaOrThrow((name + "::conv2d_backward").c_str(), "");
+  const auto* const operators = new Operators{conv2d.typed<Conv2d>(), backward.typed<Conv2dBackward>()};  // never freed
+  if (first_operators == nullptr) first_operators = operators;
+  if (!conv2d.hasKernelForDispatchKey(DispatchKey::CPU)) {
     add_kernels(name, DispatchKey::CPU, conv2d_cpu, backward_cpu);
     add_kernels(name, DispatchKey::Meta, conv2d_meta, backward_meta);
-    add_kernels(name, DispatchKey::Autograd, conv2d_autograd, backward_autograd);
+    add_kernels(name, DispatchKey::Autograd, bind_operators(operators, conv2d_autograd),
+                bind_operators(operators, backward_autograd));
     add_kernels(name, DispatchKey::FuncTorchBatched, aten_conv2d, aten_backward);
     library(torch::Library::IMPL, name, DispatchKey::AutocastCUDA)
-        .impl("conv2d", conv2d_autocast<c10::kCUDA, DispatchKey::AutocastCUDA>);
+        .impl("conv2d", bind_operators(operators, conv2d_autocast<c10::kCUDA, DispatchKey::AutocastCUDA>));
     library(torch::Library::IMPL, name, DispatchKey::AutocastCPU)
-        .impl("conv2d", conv2d_autocast<c10::kCPU, DispatchKey::AutocastCPU>);
+        .impl("conv2d", bind_operators(operators, conv2d_autocast<c10::kCPU, DispatchKey::AutocastCPU>));
   }
-  if (cuda != nullptr && !has_kernel(name, DispatchKey::CUDA)) {
+  if (cuda != nullptr && !conv2d.hasKernelForDispatchKey(DispatchKey::CUDA)) {
     add_kernels(name, DispatchKey::CUDA, cuda->conv2d, cuda->conv2d_backward);
   }
 }
 
 at::Tensor dispatch_conv2d(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& bias, at::IntArrayRef stride,
                            at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups) {
-  return conv2d_operator().call(x, w, bias, c10::fromIntArrayRefSlow(stride), c10::fromIntArrayRefSlow(padding),
-                                c10::fromIntArrayRefSlow(dilation), groups);
+  return first_operators->conv2d.call(x, w, bias, c10::fromIntArrayRefSlow(stride), c10::fromIntArrayRefSlow(padding),
+                                      c10::fromIntArrayRefSlow(dilation), groups);
 }
 
 }  // namespace modelnew

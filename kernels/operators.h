@@ -1,6 +1,7 @@
 // The operators conv2d and conv2d_backward of torch.ops, defined in operators.cpp, and what its kernels share.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <array>
 #include <string>
@@ -25,7 +26,8 @@ struct DeviceKernels {
 // where an earlier library of this process has registered as much.
 void register_operators(const std::string& name, const DeviceKernels* cuda);
 
-// Calls the operator conv2d of the name registered first: autocast, autograd, torch.func, modes, then a kernel.
+// Calls the operator conv2d of the name that this library registered first: autocast, autograd, torch.func, modes, then
+// a kernel.
 at::Tensor dispatch_conv2d(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& bias, at::IntArrayRef stride,
                            at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups);
 
@@ -50,8 +52,8 @@ bool is_pair(c10::ArrayRef<Int> numbers) {
   return numbers.size() == 1 || numbers.size() == 2;
 }
 
-// Of a list of one or two numbers, as PyTorch takes them: one stands for both axes. The message says no numbers, since
-// streams are not to be trusted here, see binding.cpp.
+// A list of one number stands for both axes, as in PyTorch. The message says no numbers, since streams are not to be
+// trusted here, see binding.cpp.
 template <typename Int>
 const Int& on_axis(c10::ArrayRef<Int> numbers, size_t axis) {
   TORCH_CHECK(is_pair(numbers), "modelnew: stride, padding and dilation are ints or pairs of ints");
@@ -90,13 +92,49 @@ std::array<Int, 4> output_sizes(const at::Tensor& x, const at::Tensor& w, c10::A
   return {x_size[0], w_size[0], on(0), on(1)};
 }
 
+// tensor.suggest_memory_format(), which while PyTorch traces may not ask whether a batch of unknown size is empty.
+inline at::MemoryFormat format_of(const at::Tensor& tensor) {
+  if (tensor.dim() != 4 || !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+    return tensor.suggest_memory_format();
+  }
+  const c10::SymIntArrayRef sizes = tensor.sym_sizes(), strides = tensor.sym_strides();
+  c10::SymInt smallest = 1;
+  for (const size_t axis : {1, 3, 2}) {  // from the innermost axis outwards
+    if (sizes[axis] == 0 || strides[axis] < smallest) return at::MemoryFormat::Contiguous;
+    smallest = sizes[axis] > 1 ? strides[axis] * sizes[axis] : strides[axis];
+  }
+  // Where all but the batch have one element, every format is this one.
+  return strides[0] >= smallest && smallest != strides[1] ? at::MemoryFormat::ChannelsLast
+                                                          : at::MemoryFormat::Contiguous;
+}
+
 // PyTorch's rule on CUDA, for the output and the gradient to the input: channels_last if the input or the weight is,
-// but not in float64. The gradient to the weight has the weight's own format, so that autograd keeps it as it is.
+// but not in float64.
 inline at::MemoryFormat output_format(const at::Tensor& x, const at::Tensor& w) {
-  const bool channels_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
-                             w.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+  const bool channels_last =
+      format_of(x) == at::MemoryFormat::ChannelsLast || format_of(w) == at::MemoryFormat::ChannelsLast;
   return channels_last && x.scalar_type() != at::kDouble ? at::MemoryFormat::ChannelsLast
                                                          : at::MemoryFormat::Contiguous;
+}
+
+inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options, at::MemoryFormat format) {
+  return at::empty(sizes, options, format);
+}
+
+inline at::Tensor empty(c10::SymIntArrayRef sizes, const at::TensorOptions& options, at::MemoryFormat format) {
+  return at::empty_symint(sizes, options, format);
+}
+
+// What the gradients are written to, for an input with a batch dimension; an unwanted one has no elements. The gradient
+// to the weight has the weight's own format, so that autograd keeps it as it is.
+template <typename Int>
+Gradients empty_gradients(const at::Tensor& x, const at::Tensor& w, const Mask& wanted) {
+  const auto gradient = [&](bool is_wanted, c10::ArrayRef<Int> sizes, at::MemoryFormat format) {
+    return is_wanted ? empty(sizes, x.options(), format) : at::empty({0}, x.options());
+  };
+  const c10::ArrayRef<Int> w_size = sizes_of(w, Int(0));
+  return {gradient(wanted[0], sizes_of(x, Int(0)), output_format(x, w)), gradient(wanted[1], w_size, format_of(w)),
+          gradient(wanted[2], w_size.slice(0, 1), at::MemoryFormat::Contiguous)};
 }
 
 }  // namespace modelnew

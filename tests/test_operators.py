@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import cpp_extension
 from torch.utils._device import DeviceContext
@@ -377,7 +378,7 @@ def test_overload_reads_its_arguments_itself():
     dy = torch.ones_like(theirs)
     expected = torch.autograd.grad(theirs, [x, w, bias], dy)
     assert_same(torch.autograd.grad(overload(x, w, bias, *numbers), [x, w, bias], dy), expected)
-    for mask in ([True, True, True], [False, True, False]):
+    for mask in ([True, True, True], [False, True, False], [1, 0, 1]):
         ours = torch.ops.modelnew.conv2d_backward.default(dy, x.detach(), w.detach(), *numbers, mask)
         for got, wanted, gradient in zip(ours, mask, expected, strict=True):
             if wanted:
@@ -740,6 +741,34 @@ def test_compiled_code_calls_the_operator(routed):
         assert targets == ["modelnew_cpu.conv2d"]
 
 
+def test_unknown_batch_is_traced(kept):
+    """A batch whose size is data, in both layouts: nothing asks whether it is empty."""
+    if TORCH < (2, 6):
+        pytest.skip("torch.compile asks itself before")
+    torch._dynamo.reset()
+    x, w, _ = CALLS[1].tensors(kept.device, torch.float32, requires_grad=False)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x: Tensor, chosen: Tensor) -> Tensor:
+        return kept.operators.conv2d(x[chosen], w, None, (1, 1), (1, 1), (1, 1), 1)
+
+    chosen = torch.tensor([True, False], device=kept.device)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), tf32_switch(False):
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            each = x.contiguous(memory_format=memory_format)
+            y = compiled(each, chosen)
+            torch.testing.assert_close(y, F.conv2d(x[:1], w, padding=1))
+            assert y.is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_keeps_the_operator(mode, routed):
+    """Its tracer pushes function modes, which are none of the user's."""
+    x, w, _ = CALLS[1].tensors("cpu", requires_grad=False)
+    traced = make_fx(lambda x, w: modelnew.conv2d(x, w), tracing_mode=mode)(x, w)
+    assert "modelnew_cpu.conv2d.default" in [str(node.target) for node in traced.graph.nodes]
+
+
 def test_fake_tensors_are_no_foreign_subclass(routed):
     x, w, _ = CALLS[1].tensors("cpu", requires_grad=False)
     with FakeTensorMode() as mode, Log() as log:
@@ -790,10 +819,11 @@ def test_without_cudnn_float32_is_full_precision():
 
 def test_python_and_cpp_define_the_same(native, fresh_namespace):
     namespace = fresh_namespace("modelnew_schemas")
-    assert modelnew._register_operators(None) is None
+    modelnew._register_operators()
     for name in ("conv2d", "conv2d_backward"):
-        ours, theirs = (str(getattr(n, name).default._schema) for n in (namespace, torch.ops.modelnew_cpu))
-        assert ours.partition("::")[2] == theirs.partition("::")[2]
+        ours, theirs = (getattr(n, name).default for n in (namespace, torch.ops.modelnew_cpu))
+        assert str(ours._schema).partition("::")[2] == str(theirs._schema).partition("::")[2]
+        assert ours.tags == theirs.tags
 
 
 def test_registering_again_changes_nothing(native, tmp_path):
@@ -808,7 +838,7 @@ def test_registering_again_changes_nothing(native, tmp_path):
         warnings.simplefilter("error")
         other.register_operators("modelnew_cpu")
     assert torch.ops.modelnew_cpu.conv2d.default is before
-    modelnew._register_operators(modelnew._extension)
+    modelnew._register_operators()
     tensors = RICH_CALL.tensors("cpu")
     ours = torch.ops.modelnew_cpu.conv2d(*tensors, *settings(RICH_CALL.kwargs))
     assert_same(ours, F.conv2d(*tensors, **RICH_CALL.kwargs))
@@ -816,7 +846,9 @@ def test_registering_again_changes_nothing(native, tmp_path):
 
 @pytest.fixture
 def fresh_namespace(monkeypatch) -> Callable[[str], Any]:
-    """Has modelnew register its operators under another name."""
+    """Has modelnew, without an extension, register its operators under another name."""
+    monkeypatch.setattr(modelnew, "_extension", None)
+    monkeypatch.setattr(modelnew, "_extension_error", "for a test")
 
     def use(name: str) -> Any:
         monkeypatch.setattr(modelnew, "_namespace", name)
@@ -826,8 +858,8 @@ def fresh_namespace(monkeypatch) -> Callable[[str], Any]:
     return use
 
 
-def test_a_copy_without_kernels_does_not_stop_one_that_has_them(native, fresh_namespace, capsys):
-    """First PyTorch's own operators run, then those of the library; a third copy runs the second one's."""
+def test_a_copy_without_kernels_does_not_stop_one_that_has_them(native, fresh_namespace, monkeypatch, capsys):
+    """First PyTorch's own operators run, then those of the library, and a third copy says that they stay."""
     namespace = fresh_namespace("modelnew_late")
     x, w, bias = RICH_CALL.tensors("cpu")
     arguments = (x, w, bias, *settings(RICH_CALL.kwargs))
@@ -837,30 +869,46 @@ def test_a_copy_without_kernels_does_not_stop_one_that_has_them(native, fresh_na
             namespace.conv2d(*arguments).sum().backward()
         return log.names()
 
-    assert modelnew._register_operators(None) is None
+    def register(file: str) -> None:
+        extension = types.SimpleNamespace(
+            __file__=file,
+            register_operators=lambda name, _: native.register_operators(name),
+            entries=lambda *originals: originals,
+        )
+        monkeypatch.setattr(modelnew, "_extension", extension)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            modelnew._register_operators()
+
+    modelnew._register_operators()
     assert "modelnew_late.conv2d.default" not in seen()
-    extension = types.SimpleNamespace(
-        __name__="second",
-        __file__="second.so",
-        register_operators=lambda name, _: native.register_operators(name),
-        entries=lambda *originals: originals,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert modelnew._register_operators(extension) is extension
-    # One library serves both names, the first of which shows below autograd.
-    assert {"modelnew_late.conv2d.default", "modelnew_cpu.conv2d.default"} & set(seen())
-    assert modelnew._register_operators(None) is extension
-    third = types.SimpleNamespace(__name__="third", __file__="third.so")
-    assert modelnew._register_operators(third) is extension
-    assert "already runs the kernels of second.so" in capsys.readouterr().err
+    register("second.so")
+    assert {"modelnew_late.conv2d.default", "modelnew_late.conv2d_backward.default"} <= set(seen())
+    register("second.so")
+    assert capsys.readouterr().err == ""
+    register("third.so")
+    assert "second.so" in capsys.readouterr().err
+    assert "modelnew_late.conv2d.default" in seen()
 
 
-def test_without_kernels_a_gpus_tensors_raise(fresh_namespace, monkeypatch):
-    """PyTorch's own convolution never takes their place silently."""
-    monkeypatch.setattr(modelnew, "_extension", None)
-    monkeypatch.setattr(modelnew, "_extension_error", "for a test")
-    x = types.SimpleNamespace(is_cuda=True)
-    monkeypatch.setattr(modelnew, "Tensor", types.SimpleNamespace)
-    with pytest.raises(RuntimeError, match="for a test"):
-        modelnew._composed_conv2d(x, x, None, 1, 0, 1, 1)
+def test_names_of_one_library_stay_apart(native):
+    """No graph of one holds operators of another: it may be loaded where there is no other."""
+    native.register_operators("modelnew_other")
+    for namespace in ("modelnew_cpu", "modelnew_other"):
+        tensors = RICH_CALL.tensors("cpu")
+        with Log() as log, torch.autocast("cpu", torch.bfloat16):
+            y = getattr(torch.ops, namespace).conv2d(*tensors, *settings(RICH_CALL.kwargs))
+            grads = torch.autograd.grad(y.float().square().sum(), tensors[:2], create_graph=True)
+            torch.autograd.grad(sum(gradient.sum() for gradient in grads), tensors[:2])
+        ours = {name.partition(".")[0] for name in log.names() if name.startswith("modelnew")}
+        assert ours == {namespace}
+
+
+def test_without_kernels_a_gpus_tensors_raise(fresh_namespace):
+    """PyTorch's own convolution never takes their place silently, nor in code that is traced with fake ones."""
+    fresh_namespace("modelnew_without")
+    modelnew._register_operators()
+    with FakeTensorMode():
+        x = torch.empty(2, 4, 6, 5, device="cuda")
+        with pytest.raises(RuntimeError, match="for a test"):
+            modelnew.conv2d(x, torch.empty(3, 4, 3, 2, device="cuda"))
