@@ -42,7 +42,8 @@ struct Settings {
   int64_t groups;
 };
 
-// What force_engine() asks for; null: the table decides. One for the process, since backward has threads of its own.
+// The engine that force_engine() asks for; null: the table decides. One for the process, since backward has threads of
+// its own.
 std::atomic<const Engine*> forced_engine{nullptr};
 
 // Whether PyTorch's switches allow TF32 in a convolution at this moment. The switch has taken no argument, a name and

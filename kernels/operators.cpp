@@ -159,7 +159,7 @@ bool gradient_wanted(std::initializer_list<const Tensor*> tensors) {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What Forward and Backward keep for their backward: stride, padding, dilation and groups, and whose operators to call.
+// Forward and Backward keep this for their backward: stride, padding, dilation and groups, and the operators to call.
 class SavedSettings {
  public:
   // In one entry of saved_data, since each of them costs an allocation.
@@ -264,7 +264,7 @@ struct Forward : torch::autograd::Function<Forward> {
   static variable_list backward(AutogradContext* context, variable_list dy) {
     const variable_list saved = context->get_saved_variables();
     const SavedSettings s(context);
-    // What autograd asks for at this moment, not what requires a gradient. Only tensors that are present are counted.
+    // This is what autograd asks for at this moment, not what requires a gradient. An absent bias has no number.
     const Mask wanted{context->needs_input_grad(0), context->needs_input_grad(1),
                       s.has_bias() && context->needs_input_grad(2)};
     auto [dx, dw, db] = s.operators().backward.call(dy[0], saved[0], saved[1], s.stride(), s.padding(), s.dilation(),

@@ -125,8 +125,8 @@ inline at::Tensor empty(c10::SymIntArrayRef sizes, const at::TensorOptions& opti
   return at::empty_symint(sizes, options, format);
 }
 
-// What the gradients are written to, for an input with a batch dimension; an unwanted one has no elements. The gradient
-// to the weight has the weight's own format, so that autograd keeps it as it is.
+// Tensors for the gradients of an input with a batch dimension; an unwanted one has no elements. The gradient to the
+// weight has the weight's own format, so that autograd keeps it as it is.
 template <typename Int>
 Gradients empty_gradients(const at::Tensor& x, const at::Tensor& w, const Mask& wanted) {
   const auto gradient = [&](bool is_wanted, c10::ArrayRef<Int> sizes, at::MemoryFormat format) {
