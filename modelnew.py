@@ -732,7 +732,10 @@ def _register_operators() -> None:
 
 
 def _stand_in_front() -> None:
-    """Puts the extension in front of what compiled code calls, which takes 10 us to read arguments by the schema."""
+    """Puts the extension in front of what compiled code calls, an overload of each operator.
+
+    An overload reads its arguments by the schema, which takes longer than the rest of the call: docs/lab/operators.md.
+    """
     operators = _operators.conv2d, _operators.conv2d_backward
     for operator in operators:
         vars(operator).pop("default", None)  # an overload is hashed by what is replaced here: change none in use
@@ -887,11 +890,14 @@ def force_engine(name: str) -> Iterator[None]:
     """
     if name not in _ENGINE_NAMES:
         raise ValueError(f"modelnew has no engine {name!r}; it has {', '.join(map(repr, _ENGINE_NAMES))}")
-    before = _extension and _extension.force_engine(name)
+    if _extension is None:
+        yield
+        return
+    before = _extension.force_engine(name)
     try:
         yield
     finally:
-        _extension and _extension.force_engine(before)
+        _extension.force_engine(before)
 
 
 # ---- Networks ----

@@ -103,7 +103,7 @@ inline at::MemoryFormat format_of(const at::Tensor& tensor) {
     if (sizes[axis] == 0 || strides[axis] < smallest) return at::MemoryFormat::Contiguous;
     smallest = sizes[axis] > 1 ? strides[axis] * sizes[axis] : strides[axis];
   }
-  // Where all but the batch have one element, every format is this one.
+  // N x 1 x 1 x 1 fits both formats and counts as contiguous, as in PyTorch.
   return strides[0] >= smallest && smallest != strides[1] ? at::MemoryFormat::ChannelsLast
                                                           : at::MemoryFormat::Contiguous;
 }
