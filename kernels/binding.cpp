@@ -27,13 +27,6 @@
 namespace modelnew {
 namespace {
 
-// Tried in this order: the first engine that neither refuses a problem nor yields it to a later one runs it; the last
-// one takes everything.
-const Engine* const kEngines[] = {&kPatchesEngine, &kDilatedEngine,   &kTmaEngine,       &kWgmmaEngine,
-                                  &kGatherEngine,  &kStemEngine,      &kDepthwiseEngine, &kPointwiseEngine,
-                                  &kMmaEngine,     &kStridedEngine,   &kTmaWgradEngine,  &kWgradEngine,
-                                  &kDirectEngine};
-
 using Pair = std::array<int64_t, 2>;
 
 // What a call says besides its tensors.

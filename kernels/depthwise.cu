@@ -2249,46 +2249,87 @@ inline int64_t workspace_bytes(const Problem&, Operator, const Pointers&) { retu
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 template <typename Config>
-inline void run_planes(const Params& params, cudaStream_t stream) {
-  planes_kernel<Config><<<static_cast<unsigned>(params.tile.tiles), kThreads, params.tile.smem_bytes, stream>>>(params);
-}
-
-template <typename Config>
-inline void run_planes_any(const Params& params, cudaStream_t stream) {
-  planes_any_kernel<Config>
-      <<<static_cast<unsigned>(params.tile.tiles), kThreads, params.tile.smem_bytes, stream>>>(params);
-}
-
-template <typename Config>
-inline void run_ring(const Params& params, cudaStream_t stream) {
-  ring_kernel<Config>
-      <<<static_cast<unsigned>(params.ring.blocks), params.ring.threads, params.ring.smem_bytes, stream>>>(params);
-}
-
-template <typename Config>
-inline void run_pixels(const Params& params, cudaStream_t stream) {
-  pixels_kernel<Config>
-      <<<static_cast<unsigned>(params.strip.blocks), kThreads, params.strip.smem_bytes, stream>>>(params);
-}
-
-template <int SHAPE, typename Storage>
-inline void run_queue(const Params& params, cudaStream_t stream) {
-  // float is never asked for: the plan is for 16 bits.
-  if constexpr (sizeof(Storage) == 2 && SHAPE < kQueueShapeCount) {
-    if (params.strip.queue_shape != SHAPE) return run_queue<SHAPE + 1, Storage>(params, stream);
-    const unsigned blocks = static_cast<unsigned>(params.strip.blocks);
-    queue_kernel<QueueConfig<SHAPE, Storage>><<<blocks, kThreads, params.strip.smem_bytes, stream>>>(params);
+inline cudaError_t run_planes(const Params& params, cudaStream_t stream) {
+  constexpr Instance kInstance{"planes_kernel", {kTypeId<typename Config::Storage>, Config::TAPS, Config::STRIDE}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    planes_kernel<Config><<<static_cast<unsigned>(params.tile.tiles), kThreads, params.tile.smem_bytes, stream>>>(params);
+    return cudaGetLastError();
   }
 }
 
 template <typename Config>
-inline void run_pixels_any(const Params& params, cudaStream_t stream) {
-  pixels_any_kernel<Config>
-      <<<static_cast<unsigned>(params.strip.blocks), kThreads, params.strip.smem_bytes, stream>>>(params);
+inline cudaError_t run_planes_any(const Params& params, cudaStream_t stream) {
+  constexpr Instance kInstance{"planes_any_kernel", {kTypeId<typename Config::Storage>, Config::SLIDES}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    planes_any_kernel<Config>
+        <<<static_cast<unsigned>(params.tile.tiles), kThreads, params.tile.smem_bytes, stream>>>(params);
+    return cudaGetLastError();
+  }
+}
+
+template <typename Config>
+inline cudaError_t run_ring(const Params& params, cudaStream_t stream) {
+  constexpr Instance kInstance{"ring_kernel", {kTypeId<typename Config::Storage>, Config::TAPS, Config::STRIDE}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    ring_kernel<Config>
+        <<<static_cast<unsigned>(params.ring.blocks), params.ring.threads, params.ring.smem_bytes, stream>>>(params);
+    return cudaGetLastError();
+  }
+}
+
+template <typename Config>
+inline cudaError_t run_pixels(const Params& params, cudaStream_t stream) {
+  constexpr Instance kInstance{"pixels_kernel", {kTypeId<typename Config::Storage>, Config::TAPS, Config::STRIDE}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    pixels_kernel<Config>
+        <<<static_cast<unsigned>(params.strip.blocks), kThreads, params.strip.smem_bytes, stream>>>(params);
+    return cudaGetLastError();
+  }
+}
+
+template <int SHAPE, typename Storage>
+inline cudaError_t run_queue(const Params& params, cudaStream_t stream) {
+  // float is never asked for: the plan is for 16 bits.
+  if constexpr (sizeof(Storage) == 2 && SHAPE < kQueueShapeCount) {
+    if (params.strip.queue_shape != SHAPE) return run_queue<SHAPE + 1, Storage>(params, stream);
+    constexpr Instance kInstance{"queue_kernel", {kTypeId<Storage>, SHAPE}};
+    record(kInstance);
+    if constexpr (is_built(kInstance)) {
+      const unsigned blocks = static_cast<unsigned>(params.strip.blocks);
+      queue_kernel<QueueConfig<SHAPE, Storage>><<<blocks, kThreads, params.strip.smem_bytes, stream>>>(params);
+      return cudaGetLastError();
+    }
+  }
+  return cudaErrorInvalidConfiguration;
+}
+
+template <typename Config>
+inline cudaError_t run_pixels_any(const Params& params, cudaStream_t stream) {
+  constexpr Instance kInstance{"pixels_any_kernel", {kTypeId<typename Config::Storage>, Config::SLIDES}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    pixels_any_kernel<Config>
+        <<<static_cast<unsigned>(params.strip.blocks), kThreads, params.strip.smem_bytes, stream>>>(params);
+    return cudaGetLastError();
+  }
 }
 
 template <typename Storage>
-inline void run(const Plan& plan, const Params& params, cudaStream_t stream) {
+inline cudaError_t run(const Plan& plan, const Params& params, cudaStream_t stream) {
   const int variant = params.rows.taps * 10 + params.rows.stride;  // 31: 3x3 with stride 1
   switch (plan.kernel) {
     case Kernel::kPlanes:
@@ -2317,6 +2358,7 @@ inline void run(const Plan& plan, const Params& params, cudaStream_t stream) {
       return plan.slides ? run_pixels_any<PixelsAnyConfig<Storage, true>>(params, stream)
                          : run_pixels_any<PixelsAnyConfig<Storage, false>>(params, stream);
   }
+  return cudaErrorInvalidConfiguration;
 }
 
 inline cudaError_t launch_planned(Operator op, const Problem& problem, const Pointers& pointers, const Plan& plan,
@@ -2344,18 +2386,15 @@ inline cudaError_t launch_planned(Operator op, const Problem& problem, const Poi
   params.strip = plan.strip;
   switch (problem.dtype) {
     case DType::kFloat32:
-      run<float>(plan, params, stream);
-      break;
+      return run<float>(plan, params, stream);
     case DType::kFloat16:
-      run<Half>(plan, params, stream);
-      break;
+      return run<Half>(plan, params, stream);
     case DType::kBFloat16:
-      run<BFloat16>(plan, params, stream);
-      break;
+      return run<BFloat16>(plan, params, stream);
     case DType::kFloat64:
-      return cudaErrorInvalidValue;
+      break;
   }
-  return cudaGetLastError();
+  return cudaErrorInvalidValue;
 }
 
 inline bool is_aligned(Operator op, const Pointers& pointers) {

@@ -1,16 +1,12 @@
 // Direct engine: any convolution on any GPU, with ordinary multiply-adds. Deterministic: no atomics, sums in one order.
 //
-//   pack_weights   w -> the order, type and rounding in which correlate stages it
-//   correlate      y from x (fprop) and dx from dy (dgrad); correlate_listed: just some tiles, for another engine
+//   correlate      y from x (fprop) and dx from dy (dgrad), see correlate.cuh
 //   depthwise      the same with one input channel for each output, through shared memory
 //   points         the same for 1x1 filters to at most 8 channels of fp32: every pixel is read once, into registers
 //   weight_grad    dw from x and dy
 //   sliding_wgrad, depthwise_wgrad   the same with one input channel for each output: 3x3, any filter
 //   bias_grad      db from dy
 //   add_partials   [split][element] doubles -> dw or db
-//
-// dgrad is no kernel of its own: dx is a correlation of dy with the flipped filter. With a stride, the rows of dx fall
-// into `stride_h` phases; within one phase every row meets the same filter rows, and the problem has stride 1 (Window).
 //
 // fp32, fp16 and bf16 tensors are staged in shared memory as fp32 (rounded to TF32 there where that contract holds) and
 // multiplied by FFMA: products of TF32 or 16-bit operands are then exact. fp64 tensors use double throughout.
@@ -32,237 +28,12 @@
 #include "engines.cuh"
 #endif
 
-#include "numerics.cuh"
-#include "problem.cuh"
+#include "correlate.cuh"
 
 namespace modelnew {
 namespace direct {
 
-constexpr int kChunk = 64;
-
-// A stage of one block stays within the 48 KB of shared memory that every GPU grants without being asked.
-constexpr int kSharedBytes = 48 * 1024;
-
-// ---- Geometry, host and device ----
-
-// One image axis of the convolution as the forward operator sees it.
-struct Axis {
-  int x_size, y_size, taps, stride, pad, dilation;
-};
-
-// With a single output position the stride is never taken: 1 stands for it, however large it is.
-MODELNEW_HOST_DEVICE inline Axis make_axis(int x_size, int y_size, int taps, int stride, int pad, int dilation) {
-  return {x_size, y_size, taps, y_size == 1 ? 1 : stride, pad, dilation};
-}
-
-// One axis of a correlation: output position i reads input position i*stride + origin + t*tap_step for tap t, with
-// weight tap first_tap + t*tap_stride, and is written to output_origin + i*output_step. Input positions outside
-// [0, input_size) count as 0.
-struct Window {
-  int outputs, output_origin, output_step;
-  int input_size, stride, origin;
-  int taps, tap_step, first_tap, tap_stride;
-};
-
-MODELNEW_HOST_DEVICE inline int greatest_common_divisor(int a, int b) {
-  while (b != 0) {
-    const int rest = a % b;
-    a = b;
-    b = rest;
-  }
-  return a;
-}
-
-MODELNEW_HOST_DEVICE inline Window fprop_window(const Axis& axis) {
-  return {axis.y_size, 0, 1, axis.x_size, axis.stride, -axis.pad, axis.taps, axis.dilation, 0, 1};
-}
-
-// dx at position h = phase + i*stride takes dy at (h + pad - r*dilation) / stride, where that division has no rest. The
-// taps r that do so are first, first + every, first + 2*every ...; in falling order they read dy from left to right.
-MODELNEW_HOST_DEVICE inline Window dgrad_window(const Axis& axis, int phase) {
-  const int divisor = greatest_common_divisor(axis.stride, axis.dilation);
-  const int every = axis.stride / divisor;
-  int first = 0;
-  while (first < every && first < axis.taps && (phase + axis.pad - first * axis.dilation) % axis.stride != 0) ++first;
-  const int taps = first < every && first < axis.taps ? (axis.taps - 1 - first) / every + 1 : 0;
-  const int tap_step = axis.dilation / divisor;
-  const int outputs = phase < axis.x_size ? (axis.x_size - 1 - phase) / axis.stride + 1 : 0;
-  const int origin = taps > 0 ? (phase + axis.pad - first * axis.dilation) / axis.stride - (taps - 1) * tap_step : 0;
-  return {outputs, phase, axis.stride, axis.y_size, 1, origin, taps, tap_step, first + (taps - 1) * every, -every};
-}
-
-MODELNEW_HOST_DEVICE inline Window make_window(Operator op, const Axis& axis, int phase) {
-  return op == Operator::kDgrad ? dgrad_window(axis, phase) : fprop_window(axis);
-}
-
-// Where output i of a window is written.
-MODELNEW_HOST_DEVICE inline int64_t out_position(const Window& window, int i) {
-  return window.output_origin + i * static_cast<int64_t>(window.output_step);
-}
-
-// How much of a window's input a stage holds along one axis. With all taps at once, the span of input that the tile
-// touches; one tap at a time, just the positions that this tap reads (also the better way for a single tap with a
-// stride: nothing in between is loaded).
-struct StageAxis {
-  int taps;         // taps a stage serves
-  int size;         // staged positions
-  int input_step;   // input positions between two staged ones
-  int output_step;  // staged positions between neighbouring outputs
-  int tap_step;     // staged positions between neighbouring taps
-};
-
-MODELNEW_HOST_DEVICE inline StageAxis stage_axis(const Window& window, int tile, bool tap_by_tap) {
-  if (tap_by_tap || window.taps <= 1) return {1, tile, window.stride, 1, 0};
-  const int64_t size =
-      (tile - 1) * static_cast<int64_t>(window.stride) + (window.taps - 1) * static_cast<int64_t>(window.tap_step) + 1;
-  // What does not fit into shared memory does not fit, by however much.
-  const int bounded = static_cast<int>(size < kSharedBytes ? size : kSharedBytes);
-  return {window.taps, bounded, 1, window.stride, window.tap_step};
-}
-
-// Everything correlate and depthwise need, by value. `in` and `out` are x and y for fprop, dy and dx for dgrad.
-struct CorrelateParams {
-  const void *in_ptr, *w_ptr, *bias_ptr;  // correlate: w_ptr is packed
-  void* out_ptr;
-  int64_t in_stride[4], out_stride[4];  // image, channel, row, column
-  int64_t w_stride_group, w_stride_out, w_stride_in, w_stride_r, w_stride_s;
-  Operator op;
-  Axis rows, columns;
-  int groups, in_channels, out_channels;  // channels of one group
-  int phases_h, phases_w;
-  int tile_p, tile_q, tiles_p, tiles_q, tiles_k;
-  bool row_by_row, column_by_column;  // stages of one filter row / one filter column
-  int stage_channels;
-  DType dtype;
-  bool round_to_tf32;
-};
-
-// ---- Device code shared by the kernels ----
-
-struct TileOrigin {
-  int n, group, k, p, q, phase_h, phase_w;
-};
-
-// Tiles of one place in the image are neighbours in launch order, so that they find x in L2.
-MODELNEW_HOST_DEVICE inline TileOrigin locate_tile(const CorrelateParams& params, unsigned tile, int tile_k) {
-  TileOrigin at;
-  at.k = static_cast<int>(tile % params.tiles_k) * tile_k;
-  tile /= params.tiles_k;
-  at.q = static_cast<int>(tile % params.tiles_q) * params.tile_q;
-  tile /= params.tiles_q;
-  at.p = static_cast<int>(tile % params.tiles_p) * params.tile_p;
-  tile /= params.tiles_p;
-  at.group = static_cast<int>(tile % params.groups);
-  tile /= params.groups;
-  at.phase_w = static_cast<int>(tile % params.phases_w);
-  tile /= params.phases_w;
-  at.phase_h = static_cast<int>(tile % params.phases_h);
-  at.n = static_cast<int>(tile / params.phases_h);
-  return at;
-}
-
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
-
-// Threads of the kernels that go through memory once.
-constexpr int kReduceThreads = 256;
-
-// From a loaded value to what is multiplied.
-template <typename Acc, typename Storage>
-__device__ inline Acc to_operand(Storage value, bool round) {
-  const auto wide = widen(value);
-  if constexpr (sizeof(Acc) == 8)
-    return wide;
-  else
-    return round ? round_to_tf32(wide) : wide;
-}
-
-// One comparison for both ends.
-MODELNEW_HOST_DEVICE inline bool is_within(int position, int size) {
-  return static_cast<unsigned>(position) < static_cast<unsigned>(size);
-}
-
-template <typename Acc>
-__device__ inline bool is_finite(Acc value) {
-  return value - value == Acc(0);
-}
-
-// Zero where there is nothing to load. The address is computed by the caller either way: what is left is one predicated
-// load, not a branch around the arithmetic, and a row of these goes out back to back.
-template <typename Storage>
-__device__ inline Storage load_if(bool condition, const Storage* source) {
-  Storage value{};
-  if (condition) value = *source;
-  return value;
-}
-
-// Calls action(Storage{}) with the tensor's storage type.
-template <typename Acc, typename Action>
-__device__ inline void with_storage(DType dtype, const Action& action) {
-  if constexpr (sizeof(Acc) == 8) {
-    action(double{});
-  } else if (dtype == DType::kFloat32) {
-    action(float{});
-  } else if (dtype == DType::kFloat16) {
-    action(Half{});
-  } else {
-    action(BFloat16{});
-  }
-}
-
-// Ends a chunk: total += acc. The next chunk starts from the rounding error of that addition (Fast2Sum), so that only
-// the sums within chunks lose anything to speak of: the error is exact while |total| >= |acc|. (H200, 2026-11-20, dgrad
-// with 4480 terms: 2.1e-7 relative without it, 1.45e-7 with it, at 3 to 5% of the time.) An error that is not finite
-// (the total overflowed or holds an Inf) is dropped: it would turn the Inf into NaN.
-template <typename Acc>
-__device__ inline void add_chunk(Acc& acc, Acc& total) {
-  const Acc sum = total + acc;
-  const Acc error = acc - (sum - total);
-  acc = is_finite(error) ? error : Acc(0);
-  total = sum;
-}
-
-// A 16-byte piece of shared memory.
-template <typename Acc>
-struct alignas(16) Vector {
-  static constexpr int SIZE = 16 / sizeof(Acc);
-  Acc element[SIZE];
-};
-
-// Copies a window of the input into shared memory, [channel][row][column], zero outside the image. Lanes run along
-// columns. Each thread steps through its positions without dividing, and has BATCH loads under way at a time: nothing
-// else hides their latency. (H200, 2026-11-20: with one load at a time N 8, C 64, K 128, 3x3, 512x1024 took 51 ms.)
-template <typename Acc, typename Storage, int THREADS>
-__device__ inline void stage_window(Acc* smem, const Storage* in_ptr, const CorrelateParams& params,
-                                    const StageAxis& rows, const StageAxis& columns, int row_origin, int column_origin,
-                                    int row_limit, int column_limit, int channels) {
-  constexpr int BATCH = 8;
-  const int plane = rows.size * columns.size, elements = channels * plane;
-  const int channel_advance = THREADS / plane, row_advance = THREADS % plane / columns.size;
-  const int column_advance = THREADS % plane % columns.size;
-  int channel = static_cast<int>(threadIdx.x) / plane, row = static_cast<int>(threadIdx.x) % plane / columns.size;
-  int column = static_cast<int>(threadIdx.x) % plane % columns.size;
-  for (int first = threadIdx.x; first < elements; first += BATCH * THREADS) {
-    Storage value[BATCH];
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int in_row = row_origin + row * rows.input_step, in_column = column_origin + column * columns.input_step;
-      const bool inside = (channel < channels) & is_within(in_row, row_limit) & is_within(in_column, column_limit);
-      const Storage* source =
-          in_ptr + (channel * params.in_stride[1] + in_row * params.in_stride[2] + in_column * params.in_stride[3]);
-      value[i] = load_if(inside, source);
-      column += column_advance;
-      const int column_carry = column >= columns.size;
-      column -= column_carry ? columns.size : 0;
-      row += row_advance + column_carry;
-      const int row_carry = row >= rows.size;
-      row -= row_carry ? rows.size : 0;
-      channel += channel_advance + row_carry;
-    }
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i)
-      if (first + i * THREADS < elements) smem[first + i * THREADS] = to_operand<Acc>(value[i], params.round_to_tf32);
-  }
-}
 
 // ---- Points: 1x1 filters to few channels ----
 //
@@ -344,294 +115,6 @@ __global__ void __launch_bounds__(kPointThreads) points_kernel(const PointsParam
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum.element[j] = total[k][j] + acc[k][j] + bias;
     *reinterpret_cast<Vector<float>*>(out + k * params.out_channel) = sum;
-  }
-}
-
-// ---- correlate ----
-//
-// A block owns TILE_K output channels x (tile_p x tile_q) output pixels of one image, group and phase, and walks over
-// the input channels in stages. Each warp owns THREAD_K channels; its lanes are neighbouring pixels:
-//
-//          Q, in tiles of tile_q                          the tile's pixels, row by row, 32 to a warp's step
-//        +-------+-------+---+                         +--------------+--------------+-----
-//      P | b0    | b2    | b4|                  TILE_K | warp 0       | warp 0       |        THREAD_K channels
-//        +-------+-------+---+   b0, b1: the           +--------------+--------------+-----
-//        | b6    | b8    |b10|   two tiles of          | warp 1       | warp 1       |        the next THREAD_K
-//        +-------+-------+---+   K over one place      +--------------+--------------+-----
-//
-//     shared memory   w [input channel][tap][TILE_K]
-//                     x [input channel][staged row][staged column]
-//     registers       acc, total [THREAD_K][THREAD_PIXELS]
-//
-// For each tap a thread reads THREAD_K weights (the same for all lanes: one broadcast of 16 bytes at a time) and
-// THREAD_PIXELS values of x (neighbouring words: no conflicts with stride 1), and does THREAD_K * THREAD_PIXELS
-// multiply-adds. Stores are 128 bytes a warp, along a row of y.
-template <typename Acc_, int THREAD_K_, int THREAD_PIXELS_, int WARPS_K_, int WARPS_PIXELS_, int BLOCKS_PER_SM_>
-struct CorrelateConfig {
-  using Acc = Acc_;
-  static constexpr int THREAD_K = THREAD_K_, THREAD_PIXELS = THREAD_PIXELS_;
-  static constexpr int WARPS_K = WARPS_K_, WARPS = WARPS_K_ * WARPS_PIXELS_, THREADS = 32 * WARPS;
-  static constexpr int TILE_K = THREAD_K * WARPS_K, TILE_PIXELS = 32 * THREAD_PIXELS * WARPS_PIXELS_;
-  static constexpr int BLOCKS_PER_SM = BLOCKS_PER_SM_;  // one block's loads and stores behind another's arithmetic
-  static_assert(THREAD_K % Vector<Acc>::SIZE == 0, "weights are read 16 bytes at a time");
-};
-
-// Shared memory of one stage, in elements of the accumulator's type.
-template <typename Config>
-MODELNEW_HOST_DEVICE inline int64_t stage_elements(const StageAxis& rows, const StageAxis& columns, int channels) {
-  return static_cast<int64_t>(channels) * (static_cast<int64_t>(rows.taps) * columns.taps * Config::TILE_K +
-                                           static_cast<int64_t>(rows.size) * columns.size);
-}
-
-// Weights are packed once a call, so that a stage copies them 16 bytes at a time and rounds nothing.
-struct PackParams {
-  const void* w_ptr;
-  void* packed_ptr;  // [group][tile of output channels][input channel][r][s][TILE_K]
-  int64_t w_stride_group, w_stride_out, w_stride_in, w_stride_r, w_stride_s;
-  int64_t elements;
-  int out_channels, in_channels, R, S, tile_k, tiles_k;
-  DType dtype;
-  bool round_to_tf32;
-  TileList list;  // if there is one, and nothing on it, nobody wants them
-};
-
-// One thread an element of packed. Output channels beyond the last are zeros.
-template <typename Acc>
-__global__ void __launch_bounds__(kReduceThreads) pack_weights_kernel(const PackParams params) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kReduceThreads + threadIdx.x;
-  if (i >= params.elements || (params.list.all != nullptr && *params.list.all == 0 && *params.list.count == 0)) return;
-  int64_t rest = i / params.tile_k;
-  const int s = static_cast<int>(rest % params.S);
-  rest /= params.S;
-  const int r = static_cast<int>(rest % params.R);
-  rest /= params.R;
-  const int c = static_cast<int>(rest % params.in_channels);
-  rest /= params.in_channels;
-  const int k = static_cast<int>(rest % params.tiles_k) * params.tile_k + static_cast<int>(i % params.tile_k);
-  const int64_t group = rest / params.tiles_k;
-  const int64_t offset = group * params.w_stride_group + k * params.w_stride_out + c * params.w_stride_in +
-                         r * params.w_stride_r + s * params.w_stride_s;
-  with_storage<Acc>(params.dtype, [&](auto tag) {
-    using Storage = decltype(tag);
-    const Storage value = load_if(k < params.out_channels, static_cast<const Storage*>(params.w_ptr) + offset);
-    static_cast<Acc*>(params.packed_ptr)[i] = to_operand<Acc>(value, params.round_to_tf32);
-  });
-}
-
-// Copies one stage's packed weights, 16 bytes a thread and step. packed_ptr points at the tile's first input channel of
-// this stage; a stage takes `taps` of the filter's, in the window's order.
-template <typename Config>
-__device__ inline void stage_weights(typename Config::Acc* w_smem, const typename Config::Acc* packed_ptr,
-                                     const CorrelateParams& params, const Window& rows, const Window& columns,
-                                     int first_r, int first_s, int taps_r, int taps_s, int channels) {
-  using Piece = Vector<typename Config::Acc>;
-  constexpr int PIECES = Config::TILE_K / Piece::SIZE, STEP = Config::THREADS / PIECES, BATCH = 4;
-  const int piece = threadIdx.x % PIECES, taps = taps_r * taps_s, entries = channels * taps;
-  const int c_advance = STEP / taps, r_advance = STEP % taps / taps_s, s_advance = STEP % taps % taps_s;
-  const int first_entry = static_cast<int>(threadIdx.x) / PIECES;
-  int c = first_entry / taps, r = first_entry % taps / taps_s, s = first_entry % taps % taps_s;
-  for (int entry = first_entry; entry < entries; entry += BATCH * STEP) {
-    Piece value[BATCH];
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int tap_r = rows.first_tap + (first_r + r) * rows.tap_stride;
-      const int tap_s = columns.first_tap + (first_s + s) * columns.tap_stride;
-      const int64_t index = (static_cast<int64_t>(c) * params.rows.taps + tap_r) * params.columns.taps + tap_s;
-      value[i] = load_if(c < channels, reinterpret_cast<const Piece*>(packed_ptr) + (index * PIECES + piece));
-      s += s_advance;
-      const int s_carry = s >= taps_s;
-      s -= s_carry ? taps_s : 0;
-      r += r_advance + s_carry;
-      const int r_carry = r >= taps_r;
-      r -= r_carry ? taps_r : 0;
-      c += c_advance + r_carry;
-    }
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i)
-      if (entry + i * STEP < entries) reinterpret_cast<Piece*>(w_smem)[(entry + i * STEP) * PIECES + piece] = value[i];
-  }
-}
-
-// TAPS neighbouring taps of one filter row: with TAPS = 3 the addresses are computed once for three taps.
-template <typename Config, int TAPS>
-__device__ inline void multiply_taps(typename Config::Acc (&acc)[Config::THREAD_K][Config::THREAD_PIXELS],
-                                     const typename Config::Acc* w_tap, const typename Config::Acc* x_row,
-                                     const int (&x_offset)[Config::THREAD_PIXELS]) {
-  using Acc = typename Config::Acc;
-  constexpr int VECTOR = Vector<Acc>::SIZE;
-#pragma unroll
-  for (int s = 0; s < TAPS; ++s) {
-    Vector<Acc> w_frag[Config::THREAD_K / VECTOR];
-    Acc x_frag[Config::THREAD_PIXELS];
-#pragma unroll
-    for (int k = 0; k < Config::THREAD_K / VECTOR; ++k)
-      w_frag[k] = reinterpret_cast<const Vector<Acc>*>(w_tap + s * Config::TILE_K)[k];
-#pragma unroll
-    for (int j = 0; j < Config::THREAD_PIXELS; ++j) x_frag[j] = x_row[x_offset[j] + s];
-#pragma unroll
-    for (int k = 0; k < Config::THREAD_K; ++k)
-#pragma unroll
-      for (int j = 0; j < Config::THREAD_PIXELS; ++j) acc[k][j] += w_frag[k / VECTOR].element[k % VECTOR] * x_frag[j];
-  }
-}
-
-template <typename Config, typename Storage>
-__device__ inline void store_tile(const typename Config::Acc (&total)[Config::THREAD_K][Config::THREAD_PIXELS],
-                                  const Storage* bias_ptr, Storage* out_ptr, int64_t channel_stride,
-                                  const int64_t (&pixel_offset)[Config::THREAD_PIXELS], int out_channels) {
-#pragma unroll
-  for (int k = 0; k < Config::THREAD_K; ++k, out_ptr += channel_stride) {
-    if (k >= out_channels) return;
-    const typename Config::Acc bias = bias_ptr ? widen(bias_ptr[k]) : 0;
-#pragma unroll
-    for (int j = 0; j < Config::THREAD_PIXELS; ++j)
-      if (pixel_offset[j] >= 0) narrow(total[k][j] + bias, out_ptr[pixel_offset[j]]);
-  }
-}
-
-template <typename Config>
-__device__ __forceinline__ void correlate_tile(const CorrelateParams& params, const TileOrigin& at) {
-  using Acc = typename Config::Acc;
-  constexpr int THREAD_K = Config::THREAD_K, THREAD_PIXELS = Config::THREAD_PIXELS;
-  extern __shared__ __align__(16) unsigned char modelnew_smem[];
-
-  const int warp_id = threadIdx.x / 32, lane_id = threadIdx.x % 32;
-  const int thread_k = warp_id % Config::WARPS_K * THREAD_K;
-  const int first_pixel = warp_id / Config::WARPS_K * (32 * THREAD_PIXELS) + lane_id;
-
-  const Window rows = make_window(params.op, params.rows, at.phase_h);
-  const Window columns = make_window(params.op, params.columns, at.phase_w);
-  const StageAxis stage_rows = stage_axis(rows, params.tile_p, params.row_by_row);
-  const StageAxis stage_columns = stage_axis(columns, params.tile_q, params.column_by_column);
-  const int taps_r = stage_rows.taps, taps_s = stage_columns.taps;
-  const int plane = stage_rows.size * stage_columns.size;
-
-  Acc* const w_smem = reinterpret_cast<Acc*>(modelnew_smem);
-  Acc* const x_smem = w_smem + params.stage_channels * taps_r * taps_s * Config::TILE_K;
-
-  // Calls visit(j, p, q) for each of my pixels, as positions in the tile; a pixel beyond the tile has p >= tile_p.
-  const auto for_each_pixel = [&](const auto& visit) {
-    int p = first_pixel / params.tile_q, q = first_pixel % params.tile_q;
-#pragma unroll
-    for (int j = 0; j < THREAD_PIXELS; ++j) {
-      visit(j, p, q);
-      q += 32 % params.tile_q;
-      const int carry = q >= params.tile_q;
-      q -= carry ? params.tile_q : 0;
-      p += 32 / params.tile_q + carry;
-    }
-  };
-  // Where tap (0, 0) of my pixels lies in x_smem. A pixel beyond the tile reads as pixel 0 and is not stored.
-  int x_offset[THREAD_PIXELS];
-  for_each_pixel([&](int j, int p, int q) {
-    x_offset[j] =
-        p < params.tile_p ? p * stage_rows.output_step * stage_columns.size + q * stage_columns.output_step : 0;
-  });
-
-  Acc acc[THREAD_K][THREAD_PIXELS], total[THREAD_K][THREAD_PIXELS];
-#pragma unroll
-  for (int k = 0; k < THREAD_K; ++k)
-#pragma unroll
-    for (int j = 0; j < THREAD_PIXELS; ++j) acc[k][j] = total[k][j] = 0;
-  int terms = 0;  // in acc
-  const auto end_chunk = [&] {
-#pragma unroll
-    for (int k = 0; k < THREAD_K; ++k)
-#pragma unroll
-      for (int j = 0; j < THREAD_PIXELS; ++j) add_chunk(acc[k][j], total[k][j]);
-    terms = 0;
-  };
-
-  const int64_t in_offset =
-      at.n * params.in_stride[0] + static_cast<int64_t>(at.group) * params.in_channels * params.in_stride[1];
-  const int64_t filter_elements = static_cast<int64_t>(params.rows.taps) * params.columns.taps * Config::TILE_K;
-  const Acc* const packed_ptr =
-      static_cast<const Acc*>(params.w_ptr) +
-      (static_cast<int64_t>(at.group) * params.tiles_k + at.k / Config::TILE_K) * params.in_channels * filter_elements;
-
-  for (int r = 0; r < rows.taps; r += taps_r)
-    for (int s = 0; s < columns.taps; s += taps_s)
-      for (int c = 0; c < params.in_channels; c += params.stage_channels) {
-        const int channels =
-            params.in_channels - c < params.stage_channels ? params.in_channels - c : params.stage_channels;
-        __syncthreads();  // nobody reads the stage before any more
-        stage_weights<Config>(w_smem, packed_ptr + c * filter_elements, params, rows, columns, r, s, taps_r, taps_s,
-                              channels);
-        with_storage<Acc>(params.dtype, [&](auto tag) {
-          using Storage = decltype(tag);
-          stage_window<Acc, Storage, Config::THREADS>(
-              x_smem, static_cast<const Storage*>(params.in_ptr) + in_offset + c * params.in_stride[1], params,
-              stage_rows, stage_columns, at.p * rows.stride + rows.origin + r * rows.tap_step,
-              at.q * columns.stride + columns.origin + s * columns.tap_step, rows.input_size, columns.input_size,
-              channels);
-        });
-        __syncthreads();  // the stage is complete
-
-        const Acc* w_tap = w_smem + thread_k;
-        for (int channel = 0; channel < channels; ++channel)
-          for (int tap_r = 0; tap_r < taps_r; ++tap_r) {
-            const Acc* x_row = x_smem + channel * plane + tap_r * stage_rows.tap_step * stage_columns.size;
-            if (sizeof(Acc) == 4 && taps_s == 3 && stage_columns.tap_step == 1) {  // in double it would spill
-              multiply_taps<Config, 3>(acc, w_tap, x_row, x_offset);
-              w_tap += 3 * Config::TILE_K;
-            } else {
-              for (int tap_s = 0; tap_s < taps_s; ++tap_s, w_tap += Config::TILE_K, x_row += stage_columns.tap_step)
-                multiply_taps<Config, 1>(acc, w_tap, x_row, x_offset);
-            }
-            terms += taps_s;
-            if (terms + taps_s > kChunk) end_chunk();
-          }
-      }
-  end_chunk();
-
-  int64_t pixel_offset[THREAD_PIXELS];
-  for_each_pixel([&](int j, int p, int q) {
-    const bool stored = p < params.tile_p && at.p + p < rows.outputs && at.q + q < columns.outputs;
-    pixel_offset[j] = stored ? out_position(rows, at.p + p) * params.out_stride[2] +
-                                   out_position(columns, at.q + q) * params.out_stride[3]
-                             : -1;
-  });
-  with_storage<Acc>(params.dtype, [&](auto tag) {
-    using Storage = decltype(tag);
-    const int64_t first_channel = static_cast<int64_t>(at.group) * params.out_channels + at.k + thread_k;
-    const Storage* bias_ptr = params.bias_ptr ? static_cast<const Storage*>(params.bias_ptr) + first_channel : nullptr;
-    Storage* out_ptr =
-        static_cast<Storage*>(params.out_ptr) + at.n * params.out_stride[0] + first_channel * params.out_stride[1];
-    store_tile<Config>(total, bias_ptr, out_ptr, params.out_stride[1], pixel_offset,
-                       params.out_channels - at.k - thread_k);
-  });
-}
-
-template <typename Config>
-__global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
-    correlate_kernel(const CorrelateParams params) {
-  correlate_tile<Config>(params, locate_tile(params, blockIdx.x, Config::TILE_K));
-}
-
-// Tiles on a list, each of several of this kernel's, of `params`: blocks take them in turns. Without a stride, so there
-// is one phase. A short list leaves most of the GPU idle: one tile of sums of 144, 576 or 4608 products takes 19, 65
-// or 465 us (H200, 2026-11-22). Smaller pieces of it would help.
-template <typename Config>
-__global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
-    correlate_listed_kernel(const CorrelateParams params, const TileList list, const int images) {
-  const int parts_k = list.tile_k / Config::TILE_K, parts = parts_k * (list.tile_p / params.tile_p);
-  const unsigned tiles_k = (params.out_channels + list.tile_k - 1) / list.tile_k;
-  const unsigned tiles_p = (params.tiles_p * params.tile_p + list.tile_p - 1) / list.tile_p;
-  const bool all = *list.all != 0;
-  const unsigned count = all ? params.groups * images * tiles_p * params.tiles_q * tiles_k : *list.count;
-  for (unsigned i = blockIdx.x; i < count * parts; i += gridDim.x) {
-    unsigned tile = all ? i / parts : list.numbers[i / parts];
-    const int part = static_cast<int>(i % parts);
-    TileOrigin at{};
-    at.k = static_cast<int>(tile % tiles_k) * list.tile_k + part % parts_k * Config::TILE_K;
-    tile /= tiles_k;
-    at.q = static_cast<int>(tile % params.tiles_q) * list.tile_q;
-    tile /= params.tiles_q;
-    at.p = static_cast<int>(tile % tiles_p) * list.tile_p + part / parts_k * params.tile_p;
-    tile /= tiles_p;
-    at.n = static_cast<int>(tile % images);
-    at.group = static_cast<int>(tile / images);
-    if (at.k < params.out_channels && at.p < params.tiles_p * params.tile_p) correlate_tile<Config>(params, at);
   }
 }
 
@@ -1214,78 +697,6 @@ __global__ void __launch_bounds__(kReduceThreads) add_partials_kernel(const AddP
 
 // ---- Choosing tiles: plain host code, the same for launch() and explain() ----
 
-struct Tiling {
-  int tile_p, tile_q, stage_channels;
-  bool row_by_row, column_by_column;
-  int64_t smem_bytes;
-  double cost;  // issue slots of one warp lane over the whole image; only comparisons matter
-};
-
-// The window of the phase with the most outputs and the most taps: every phase fits into its tiles.
-inline Window widest_window(Operator op, const Axis& axis) {
-  Window window = make_window(op, axis, 0);
-  if (op == Operator::kDgrad) {
-    const int divisor = greatest_common_divisor(axis.stride, axis.dilation);
-    window.taps = (axis.taps - 1) / (axis.stride / divisor) + 1;
-    window.tap_step = axis.dilation / divisor;
-  }
-  return window;
-}
-
-// Tries one tile shape, staging as many taps at once as shared memory allows. False when nothing fits.
-template <typename Config>
-inline bool try_tiling(const Window& rows, const Window& columns, int in_channels, int tile_p, int tile_q,
-                       double slots_per_tap, bool may_split_taps, Tiling& best) {
-  using Acc = typename Config::Acc;
-  // Estimates, to rank tiles with; none was fitted to times.
-  constexpr double kSlotsPerStaged = 16;  // position, bounds, load, round, store of one element
-  constexpr double kSlotsPerStored = 8;   // the same for an output, most of it waiting for memory
-  constexpr double kPartialSectors = 8;   // elements: what a row that starts anywhere wastes at its two ends
-  for (int split = 0; split < (may_split_taps ? 4 : 1); ++split) {
-    const bool row_by_row = split & 1, column_by_column = split & 2;
-    const StageAxis stage_rows = stage_axis(rows, tile_p, row_by_row);
-    const StageAxis stage_columns = stage_axis(columns, tile_q, column_by_column);
-    if (stage_columns.taps > kChunk) continue;  // a filter row is the smallest step between two chunks
-    const int64_t one = stage_elements<Config>(stage_rows, stage_columns, 1) * static_cast<int64_t>(sizeof(Acc));
-    if (one > kSharedBytes) continue;
-    const int most = static_cast<int>(std::min<int64_t>(in_channels, kSharedBytes / one));
-    const int stages = static_cast<int>(ceil_div(in_channels, most));
-    const int stage_channels = static_cast<int>(ceil_div(in_channels, stages));
-    const double stages_of_taps = static_cast<double>(std::max(rows.taps, 1)) * std::max(columns.taps, 1) /
-                                  (static_cast<double>(stage_rows.taps) * stage_columns.taps);
-    const double staged = stages_of_taps * (stage_rows.size * (stage_columns.size + kPartialSectors) +
-                                            stage_rows.taps * stage_columns.taps * static_cast<double>(Config::TILE_K));
-    const double stored = tile_p * (tile_q + kPartialSectors) * Config::TILE_K;
-    const double cost = static_cast<double>(ceil_div(rows.outputs, tile_p)) * ceil_div(columns.outputs, tile_q) *
-                        (in_channels * (slots_per_tap * rows.taps * columns.taps + kSlotsPerStaged * staged) +
-                         kSlotsPerStored * stored);
-    if (best.cost < 0 || cost < best.cost)
-      best = {tile_p, tile_q, stage_channels, row_by_row, column_by_column, one * stage_channels, cost};
-    return true;
-  }
-  return false;
-}
-
-// A correlate tile: any rows x columns of at most TILE_PIXELS; powers of two and the whole width are tried.
-template <typename Config>
-inline Tiling correlate_tiling(const Window& rows, const Window& columns, int in_channels) {
-  constexpr int FRAGMENT = Config::THREAD_K * Config::THREAD_PIXELS;
-  // Per tap and thread: the multiply-adds, two slots a pixel (address, load), the weights' loads, the loop.
-  constexpr double kThreadSlots =
-      FRAGMENT + 2 * Config::THREAD_PIXELS + Config::THREAD_K / Vector<typename Config::Acc>::SIZE + 4;
-  Tiling best{};
-  best.cost = -1;
-  const auto consider = [&](int tile_q) {
-    const int tile_p = std::min(Config::TILE_PIXELS / tile_q, rows.outputs);
-    try_tiling<Config>(rows, columns, in_channels, std::max(tile_p, 1), tile_q, kThreadSlots * Config::THREADS, true,
-                       best);
-  };
-  for (int tile_q = 4; tile_q <= Config::TILE_PIXELS && tile_q < std::max(8, 2 * columns.outputs); tile_q *= 2)
-    consider(tile_q);
-  if (columns.outputs > 0 && columns.outputs < Config::TILE_PIXELS) consider(columns.outputs);
-  return best;
-}
-
 // Tiles of depthwise: `tile_q` columns and as many bands of ROWS as the block's threads make.
 template <typename Config>
 inline int band_rows(const Window& rows, int tile_q) {
@@ -1303,38 +714,8 @@ inline Tiling depthwise_tiling(const Window& rows, const Window& columns) {
   return best;
 }
 
-using WideK = CorrelateConfig<float, 8, 4, 8, 1, 2>;     // 64 channels x 128 pixels
-using NarrowK = CorrelateConfig<float, 8, 4, 2, 4, 2>;   // 16 x 512
-using FewK = CorrelateConfig<float, 4, 4, 1, 4, 4>;      // 4 x 512
-using DoubleK = CorrelateConfig<double, 4, 4, 4, 1, 3>;  // 16 x 128
 using Depthwise = DepthwiseConfig<float>;
 using DepthwiseDouble = DepthwiseConfig<double>;
-
-enum class CorrelateKernel { kWideK, kNarrowK, kFewK, kDoubleK, kDepthwise, kDepthwiseDouble };
-
-struct CorrelatePlan {
-  CorrelateKernel kernel;
-  int tile_k;
-  Tiling tiling;
-};
-
-// What a correlation of one group reads and writes.
-struct Channels {
-  int in, out;
-};
-
-inline Channels correlate_channels(const Problem& problem, Operator op) {
-  const int group_c = problem.C / problem.groups, group_k = problem.K / problem.groups;
-  return op == Operator::kDgrad ? Channels{group_k, group_c} : Channels{group_c, group_k};
-}
-
-inline Axis row_axis(const Problem& problem) {
-  return make_axis(problem.H, problem.P, problem.R, problem.stride_h, problem.pad_h, problem.dilation_h);
-}
-
-inline Axis column_axis(const Problem& problem) {
-  return make_axis(problem.W, problem.Q, problem.S, problem.stride_w, problem.pad_w, problem.dilation_w);
-}
 
 template <typename Config>
 inline void consider(CorrelateKernel kernel, const Tiling& tiling, int out_channels, CorrelatePlan& best) {
@@ -1457,28 +838,6 @@ inline BiasGradPlan plan_bias_grad(const Problem& problem) {
 
 // ---- What the binding calls ----
 
-constexpr int64_t kMostBlocks = 0x7fffffff;
-
-// The tiles of a correlation.
-struct CorrelateGrid {
-  int phases_h, phases_w, tiles_p, tiles_q, tiles_k;
-  int64_t blocks_per_image;
-};
-
-inline CorrelateGrid correlate_grid(const Problem& problem, Operator op, const CorrelatePlan& plan) {
-  const Axis rows = row_axis(problem), columns = column_axis(problem);
-  const bool dgrad = op == Operator::kDgrad;
-  CorrelateGrid grid{};
-  grid.phases_h = dgrad ? std::min(rows.stride, rows.x_size) : 1;
-  grid.phases_w = dgrad ? std::min(columns.stride, columns.x_size) : 1;
-  grid.tiles_p = static_cast<int>(ceil_div(widest_window(op, rows).outputs, plan.tiling.tile_p));
-  grid.tiles_q = static_cast<int>(ceil_div(widest_window(op, columns).outputs, plan.tiling.tile_q));
-  grid.tiles_k = static_cast<int>(ceil_div(correlate_channels(problem, op).out, plan.tile_k));
-  grid.blocks_per_image =
-      static_cast<int64_t>(grid.phases_h) * grid.phases_w * grid.tiles_p * grid.tiles_q * grid.tiles_k * problem.groups;
-  return grid;
-}
-
 inline const char* refusal(const Problem& problem, Operator op) {
   // Positions and taps are 32-bit numbers in the kernels, with room for a tile beyond the image.
   constexpr int64_t kMostPositions = int64_t{1} << 28;
@@ -1512,22 +871,6 @@ inline bool takes_points(const Problem& problem, Operator op) {
 
 inline int64_t weight_elements(const Problem& problem) {
   return static_cast<int64_t>(problem.K) * (problem.C / problem.groups) * problem.R * problem.S;
-}
-
-// Of the packed weights, padded to whole tiles; 0 for the kernels that read w as it is.
-inline int64_t packed_elements(const Problem& problem, Operator op, const CorrelatePlan& plan) {
-  if (plan.kernel >= CorrelateKernel::kDepthwise) return 0;
-  const Channels channels = correlate_channels(problem, op);
-  return problem.groups * ceil_div(channels.out, plan.tile_k) * plan.tile_k * channels.in * problem.R * problem.S;
-}
-
-// Tiles of 128 pixels, in the shape that the list has.
-inline CorrelatePlan listed_plan(const Problem& problem, Operator op, int tile_q) {
-  CorrelatePlan plan{CorrelateKernel::kWideK, WideK::TILE_K, {}};
-  plan.tiling.cost = -1;
-  try_tiling<WideK>(widest_window(op, row_axis(problem)), widest_window(op, column_axis(problem)),
-                    correlate_channels(problem, op).in, WideK::TILE_PIXELS / tile_q, tile_q, 1, true, plan.tiling);
-  return plan;
 }
 
 inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers&) {
@@ -1566,74 +909,6 @@ inline void run(CorrelateKernel kernel, const CorrelateParams& params, unsigned 
     case CorrelateKernel::kDepthwiseDouble:
       return run_depthwise<DepthwiseDouble>(params, blocks, smem_bytes, stream);
   }
-}
-
-inline cudaError_t pack_weights(const CorrelateParams& correlate, void* packed_ptr, int tile_k, int64_t elements,
-                                const TileList& list, cudaStream_t stream) {
-  PackParams params{};
-  params.list = list;
-  params.w_ptr = correlate.w_ptr;
-  params.packed_ptr = packed_ptr;
-  params.w_stride_group = correlate.w_stride_group;
-  params.w_stride_out = correlate.w_stride_out;
-  params.w_stride_in = correlate.w_stride_in;
-  params.w_stride_r = correlate.w_stride_r;
-  params.w_stride_s = correlate.w_stride_s;
-  params.elements = elements;
-  params.out_channels = correlate.out_channels;
-  params.in_channels = correlate.in_channels;
-  params.R = correlate.rows.taps;
-  params.S = correlate.columns.taps;
-  params.tile_k = tile_k;
-  params.tiles_k = correlate.tiles_k;
-  params.dtype = correlate.dtype;
-  params.round_to_tf32 = correlate.round_to_tf32;
-  const int64_t blocks = ceil_div(elements, kReduceThreads);
-  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  if (correlate.dtype == DType::kFloat64)
-    pack_weights_kernel<double><<<static_cast<unsigned>(blocks), kReduceThreads, 0, stream>>>(params);
-  else
-    pack_weights_kernel<float><<<static_cast<unsigned>(blocks), kReduceThreads, 0, stream>>>(params);
-  return cudaGetLastError();
-}
-
-inline CorrelateParams correlate_params(Operator op, const Problem& problem, const Pointers& pointers,
-                                        const CorrelatePlan& plan) {
-  const CorrelateGrid grid = correlate_grid(problem, op, plan);
-  const Channels channels = correlate_channels(problem, op);
-  const bool dgrad = op == Operator::kDgrad;
-
-  CorrelateParams params{};
-  params.in_ptr = dgrad ? pointers.dy : pointers.x;
-  params.w_ptr = pointers.w;
-  params.bias_ptr = dgrad ? nullptr : pointers.bias;
-  params.out_ptr = pointers.out;
-  std::copy_n(dgrad ? problem.y_stride : problem.x_stride, 4, params.in_stride);
-  std::copy_n(dgrad ? problem.x_stride : problem.y_stride, 4, params.out_stride);
-  params.w_stride_group = problem.K / problem.groups * problem.w_stride[0];
-  params.w_stride_out = problem.w_stride[dgrad ? 1 : 0];
-  params.w_stride_in = problem.w_stride[dgrad ? 0 : 1];
-  params.w_stride_r = problem.w_stride[2];
-  params.w_stride_s = problem.w_stride[3];
-  params.op = op;
-  params.rows = row_axis(problem);
-  params.columns = column_axis(problem);
-  params.groups = problem.groups;
-  params.in_channels = channels.in;
-  params.out_channels = channels.out;
-  params.phases_h = grid.phases_h;
-  params.phases_w = grid.phases_w;
-  params.tile_p = plan.tiling.tile_p;
-  params.tile_q = plan.tiling.tile_q;
-  params.tiles_p = grid.tiles_p;
-  params.tiles_q = grid.tiles_q;
-  params.tiles_k = grid.tiles_k;
-  params.row_by_row = plan.tiling.row_by_row;
-  params.column_by_column = plan.tiling.column_by_column;
-  params.stage_channels = plan.tiling.stage_channels;
-  params.dtype = problem.dtype;
-  params.round_to_tf32 = uses_tf32(problem, op);
-  return params;
 }
 
 inline cudaError_t launch_points(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
@@ -1691,20 +966,6 @@ inline cudaError_t launch_correlate(Operator op, const Problem& problem, const P
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
-}
-
-inline cudaError_t launch_listed(Operator op, const Problem& problem, const Pointers& pointers, const TileList& list,
-                                 int sms, cudaStream_t stream) {
-  const CorrelatePlan plan = listed_plan(problem, op, list.tile_q);
-  if (plan.tiling.cost < 0) return cudaErrorInvalidConfiguration;
-  CorrelateParams params = correlate_params(op, problem, pointers, plan);
-  const cudaError_t error =
-      pack_weights(params, pointers.workspace, plan.tile_k, packed_elements(problem, op, plan), list, stream);
-  if (error != cudaSuccess) return error;
-  params.w_ptr = pointers.workspace;
-  correlate_listed_kernel<WideK><<<WideK::BLOCKS_PER_SM * sms, WideK::THREADS, plan.tiling.smem_bytes, stream>>>(
-      params, list, static_cast<int>(problem.N));
-  return cudaGetLastError();
 }
 
 inline cudaError_t add_partials(const Problem& problem, const Pointers& pointers, int splits, bool bias,
@@ -1844,20 +1105,10 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
 
 #if !defined(__CUDACC_RTC__)
 bool direct_has_points(const Problem& problem, Operator op) { return direct::takes_points(problem, op); }
-
-int64_t listed_workspace_bytes(const Problem& problem, Operator op) {
-  const direct::CorrelatePlan plan{direct::CorrelateKernel::kWideK, direct::WideK::TILE_K, {}};
-  return direct::packed_elements(problem, op, plan) * static_cast<int64_t>(sizeof(float));
-}
 #endif
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 #if !defined(__CUDACC_RTC__)
-cudaError_t launch_listed(Operator op, const Problem& problem, const Pointers& pointers, const TileList& list, int sms,
-                          cudaStream_t stream) {
-  return direct::launch_listed(op, problem, pointers, list, sms, stream);
-}
-
 extern const Engine kDirectEngine{"direct", direct::refusal, direct::workspace_bytes, direct::launch, direct::describe};
 #endif
 #endif

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include "instances.cuh"
 #include "problem.cuh"
 
 namespace modelnew {
@@ -22,8 +23,8 @@ struct Engine {
   double (*cycles)(const Problem&, Operator) = nullptr;
 };
 
-// The direct engine's multiply-adds for another engine: tiles of fprop or dgrad of fp32 tensors, in full accuracy and
-// without a stride. Bytes of its workspace.
+// Tiles of fprop or dgrad of fp32 tensors by ordinary multiply-adds, for another engine: in full accuracy and without a
+// stride (listed.cu). Bytes of its workspace.
 cudaError_t launch_listed(Operator, const Problem&, const Pointers&, const TileList&, int sms, cudaStream_t);
 int64_t listed_workspace_bytes(const Problem&, Operator);
 
@@ -50,5 +51,12 @@ extern const Engine kStridedEngine;
 extern const Engine kTmaWgradEngine;
 extern const Engine kWgradEngine;
 extern const Engine kDirectEngine;
+
+// Tried in this order: the first engine that neither refuses a problem nor yields it to a later one runs it; the last
+// one takes everything.
+inline const Engine* const kEngines[] = {&kPatchesEngine, &kDilatedEngine,   &kTmaEngine,       &kWgmmaEngine,
+                                         &kGatherEngine,  &kStemEngine,      &kDepthwiseEngine, &kPointwiseEngine,
+                                         &kMmaEngine,     &kStridedEngine,   &kTmaWgradEngine,  &kWgradEngine,
+                                         &kDirectEngine};
 
 }  // namespace modelnew

@@ -4881,12 +4881,18 @@ inline cudaError_t make_landing_maps(Params& params) {
 
 template <int TILE_N, int COLUMNS, int ROWS, int STRIDE, bool CHANNELS_LAST>
 cudaError_t run_landing_kernel(Params& params, cudaStream_t stream) {
-  const auto kernel = landing_kernel<TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
-  if (error != cudaSuccess) return error;
-  return hopper::launch_early(kernel, static_cast<unsigned>(params.plan.blocks), kLandingThreads,
-                              params.plan.smem_bytes, stream, params);
+  constexpr Instance kInstance{"landing_kernel", {TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    const auto kernel = landing_kernel<TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST>;
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
+    if (error != cudaSuccess) return error;
+    return hopper::launch_early(kernel, static_cast<unsigned>(params.plan.blocks), kLandingThreads,
+                                params.plan.smem_bytes, stream, params);
+  }
 }
 
 // Runs the plan by the kernel of this shape of a tile, if it has it: true, and what became of it.
@@ -4922,13 +4928,22 @@ inline cudaError_t run_landing(Params& params, cudaStream_t stream) {
 
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
 cudaError_t run_kernel(Params& params, cudaStream_t stream) {
-  const auto kernel = gather_kernel<Format, TILE_N, BLOCKS_M, PIECES, WARPGROUPS, SOURCE>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
-  if (error != cudaSuccess) return error;
-  const unsigned blocks = static_cast<unsigned>(params.plan.blocks);
-  return hopper::launch_early_in_clusters(kernel, blocks, params.plan.splits, threads_of(WARPGROUPS),
-                                          params.plan.smem_bytes, stream, params);
+  constexpr int kFormat =
+      8 * kTypeId<typename Format::Tensor> + 2 * kTypeId<typename Format::Stored> + Format::AGAIN;
+  constexpr Instance kInstance{"gather_kernel",
+                               {kFormat, TILE_N, BLOCKS_M, PIECES, WARPGROUPS, static_cast<int>(SOURCE)}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    const auto kernel = gather_kernel<Format, TILE_N, BLOCKS_M, PIECES, WARPGROUPS, SOURCE>;
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
+    if (error != cudaSuccess) return error;
+    const unsigned blocks = static_cast<unsigned>(params.plan.blocks);
+    return hopper::launch_early_in_clusters(kernel, blocks, params.plan.splits, threads_of(WARPGROUPS),
+                                            params.plan.smem_bytes, stream, params);
+  }
 }
 
 // Runs the plan by the kernel of this shape of a tile for what x comes by, if there is one.

@@ -1311,19 +1311,25 @@ inline void set_divisors(Params& params) {
 
 template <typename Shape, bool EXACT>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  const auto kernel = mma_kernel<Shape, EXACT>;
-  const Plan& plan = params.plan;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
-  if (error != cudaSuccess) return error;
-  const unsigned blocks = static_cast<unsigned>(plan.tiles * plan.splits);
+  constexpr Instance kInstance{"mma_kernel", {Shape::WARPS_K, Shape::WARPS_M, Shape::WARPS_N, Shape::M16, Shape::N8, EXACT}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    const auto kernel = mma_kernel<Shape, EXACT>;
+    const Plan& plan = params.plan;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
+    if (error != cudaSuccess) return error;
+    const unsigned blocks = static_cast<unsigned>(plan.tiles * plan.splits);
 #if defined(__CUDACC__)
-  if (plan.splits > 1) {
-    const hopper::ClusterLaunch launch(blocks, plan.splits, kThreads, plan.smem_bytes, stream);
-    return cudaLaunchKernelEx(&launch.config, kernel, params);
-  }
+    if (plan.splits > 1) {
+      const hopper::ClusterLaunch launch(blocks, plan.splits, kThreads, plan.smem_bytes, stream);
+      return cudaLaunchKernelEx(&launch.config, kernel, params);
+    }
 #endif
-  kernel<<<blocks, kThreads, plan.smem_bytes, stream>>>(params);
-  return cudaGetLastError();
+    kernel<<<blocks, kThreads, plan.smem_bytes, stream>>>(params);
+    return cudaGetLastError();
+  }
 }
 
 // x as boxes want it, [n][channel][row][column] or [n][row][column][channel], of every in_row_step-th row, and w, rows

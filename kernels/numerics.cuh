@@ -22,6 +22,14 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// The number of a type, as an instance has it.
+template <typename Type>
+constexpr int kTypeId = static_cast<int>(sizeof(Type) == 8 ? DType::kFloat64 : DType::kFloat32);
+template <>
+inline constexpr int kTypeId<Half> = static_cast<int>(DType::kFloat16);
+template <>
+inline constexpr int kTypeId<BFloat16> = static_cast<int>(DType::kBFloat16);
+
 MODELNEW_HOST_DEVICE inline uint32_t float_bits(float value) {
 #if defined(__CUDA_ARCH__)
   return __float_as_uint(value);

@@ -847,36 +847,48 @@ inline Params make_params(const Correlation& of, const Plan& plan) {
 
 template <Loads LOADS, bool EXACT>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  const auto kernel = pointwise_kernel<LOADS, EXACT>;
-  const Plan& plan = params.plan;
-  const int smem_bytes = shared_bytes(plan), threads = 32 * plan.slices << plan.row_bits;
-  if (smem_bytes > 48 << 10) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-    if (error != cudaSuccess) return error;
-  }
-  const unsigned blocks = static_cast<unsigned>(plan.row_tiles) * plan.column_tiles * splits_of(plan);
+  constexpr Instance kInstance{"pointwise_kernel", {static_cast<int>(LOADS), EXACT}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    const auto kernel = pointwise_kernel<LOADS, EXACT>;
+    const Plan& plan = params.plan;
+    const int smem_bytes = shared_bytes(plan), threads = 32 * plan.slices << plan.row_bits;
+    if (smem_bytes > 48 << 10) {
+      const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+      if (error != cudaSuccess) return error;
+    }
+    const unsigned blocks = static_cast<unsigned>(plan.row_tiles) * plan.column_tiles * splits_of(plan);
 #if defined(__CUDACC__)
-  if (plan.split_bits > 0) {
-    const hopper::ClusterLaunch launch(blocks, splits_of(plan), threads, smem_bytes, stream);
-    return cudaLaunchKernelEx(&launch.config, kernel, params);
-  }
+    if (plan.split_bits > 0) {
+      const hopper::ClusterLaunch launch(blocks, splits_of(plan), threads, smem_bytes, stream);
+      return cudaLaunchKernelEx(&launch.config, kernel, params);
+    }
 #endif
-  kernel<<<blocks, threads, smem_bytes, stream>>>(params);
-  return cudaGetLastError();
+    kernel<<<blocks, threads, smem_bytes, stream>>>(params);
+    return cudaGetLastError();
+  }
 }
 
 template <int ROW_BITS, int TERMS>
 cudaError_t run_staged_kernel(const Params& all, cudaStream_t stream) {
-  const auto kernel = staged_kernel<ROW_BITS, TERMS>;
-  const Plan& plan = all.plan;
-  const int smem_bytes = shared_bytes(plan);
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-  if (error != cudaSuccess) return error;
-  const StagedParams params{all.x_ptr,   all.w_ptr,     all.bias_ptr, all.out_ptr,   plan.rows, plan.columns,
-                            all.x_image, all.x_channel, all.y_image,  all.y_channel, all.w_out, all.by_plane};
-  const dim3 blocks(plan.row_tiles, plan.column_tiles);
-  kernel<<<blocks, staged_threads(ROW_BITS), smem_bytes, stream>>>(params);
-  return cudaGetLastError();
+  constexpr Instance kInstance{"staged_kernel", {ROW_BITS, TERMS}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    const auto kernel = staged_kernel<ROW_BITS, TERMS>;
+    const Plan& plan = all.plan;
+    const int smem_bytes = shared_bytes(plan);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+    if (error != cudaSuccess) return error;
+    const StagedParams params{all.x_ptr,   all.w_ptr,     all.bias_ptr, all.out_ptr,   plan.rows, plan.columns,
+                              all.x_image, all.x_channel, all.y_image,  all.y_channel, all.w_out, all.by_plane};
+    const dim3 blocks(plan.row_tiles, plan.column_tiles);
+    kernel<<<blocks, staged_threads(ROW_BITS), smem_bytes, stream>>>(params);
+    return cudaGetLastError();
+  }
 }
 
 template <int ROW_BITS>

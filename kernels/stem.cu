@@ -1090,12 +1090,18 @@ inline cudaError_t make_maps(int value_bytes, Params& params) {
 
 template <typename T, bool EXACT, int TILE_K>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  const auto kernel = stem_kernel<T, EXACT, TILE_K>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(params.plan.blocks), kThreads, params.plan.smem_bytes, stream>>>(params);
-  return cudaGetLastError();
+  constexpr Instance kInstance{"stem_kernel", {kTypeId<T>, EXACT, TILE_K}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    const auto kernel = stem_kernel<T, EXACT, TILE_K>;
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
+    if (error != cudaSuccess) return error;
+    kernel<<<static_cast<unsigned>(params.plan.blocks), kThreads, params.plan.smem_bytes, stream>>>(params);
+    return cudaGetLastError();
+  }
 }
 
 template <typename T, bool EXACT>

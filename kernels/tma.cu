@@ -1704,15 +1704,21 @@ inline cudaError_t make_maps(const void* w_ptr, Params& params) {
 template <typename Stored, int SHAPE, bool SPLIT, bool DIRECT, bool TRANSPOSED, bool MERGED = false,
           bool CONTAINED = false>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  constexpr TileShape kShape = kTileShapes[SHAPE];
-  const auto kernel = tma_kernel<Stored, kShape.channels, kShape.slots, kShape.together, SPLIT, DIRECT, TRANSPOSED,
-                                 MERGED, CONTAINED>;
-  const Plan& plan = params.plan;
-  // Always as much: threads of the host launch a kernel with different plans.
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (error != cudaSuccess) return error;
-  return hopper::launch_early_in_clusters(kernel, static_cast<unsigned>(plan.blocks), plan.splits, kThreads,
-                                          plan.smem_bytes, stream, params);
+  constexpr Instance kInstance{"tma_kernel", {kTypeId<Stored>, SHAPE, SPLIT + 2 * CONTAINED, DIRECT, TRANSPOSED, MERGED}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    constexpr TileShape kShape = kTileShapes[SHAPE];
+    const auto kernel = tma_kernel<Stored, kShape.channels, kShape.slots, kShape.together, SPLIT, DIRECT, TRANSPOSED,
+                                   MERGED, CONTAINED>;
+    const Plan& plan = params.plan;
+    // Always as much: threads of the host launch a kernel with different plans.
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    if (error != cudaSuccess) return error;
+    return hopper::launch_early_in_clusters(kernel, static_cast<unsigned>(plan.blocks), plan.splits, kThreads,
+                                            plan.smem_bytes, stream, params);
+  }
 }
 
 template <typename Stored, int SHAPE, bool DIRECT, bool TRANSPOSED>

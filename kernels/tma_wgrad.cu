@@ -486,15 +486,21 @@ inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const vo
 
 template <typename Stored, int CHANNELS, int BLOCKS>
 cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t stream) {
-  const auto kernel = tma_wgrad_kernel<Stored, CHANNELS, BLOCKS>;
-  const Plan& plan = params.plan;
-  // Always as much: threads of the host launch a kernel with different plans.
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (error != cudaSuccess) return error;
-  error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
-  if (error != cudaSuccess) return error;
-  return hopper::launch_early(tma_wgrad_add_kernel<Stored>, static_cast<unsigned>(ceil_div(add.weights, kAddThreads)),
-                              kAddThreads, 0, stream, add);
+  constexpr Instance kInstance{"tma_wgrad_kernel", {kTypeId<Stored>, CHANNELS, BLOCKS}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    const auto kernel = tma_wgrad_kernel<Stored, CHANNELS, BLOCKS>;
+    const Plan& plan = params.plan;
+    // Always as much: threads of the host launch a kernel with different plans.
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    if (error != cudaSuccess) return error;
+    error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
+    if (error != cudaSuccess) return error;
+    return hopper::launch_early(tma_wgrad_add_kernel<Stored>, static_cast<unsigned>(ceil_div(add.weights, kAddThreads)),
+                                kAddThreads, 0, stream, add);
+  }
 }
 
 template <typename Stored, int CHANNELS>

@@ -3101,12 +3101,18 @@ inline cudaError_t make_chunk_maps(Params& params) {
 
 template <typename Format, int TILE_P, int TILE_Q>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  const auto kernel = wgmma_kernel<Format, TILE_P, TILE_Q>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<params.plan.blocks, kThreads, params.plan.smem_bytes, stream>>>(params);
-  return cudaGetLastError();
+  constexpr Instance kInstance{"wgmma_kernel", {kTypeId<typename Format::Stored>, Format::CONTAINED, TILE_P, TILE_Q}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    const auto kernel = wgmma_kernel<Format, TILE_P, TILE_Q>;
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
+    if (error != cudaSuccess) return error;
+    kernel<<<params.plan.blocks, kThreads, params.plan.smem_bytes, stream>>>(params);
+    return cudaGetLastError();
+  }
 }
 
 // The kernel of a plan, its weights packed.

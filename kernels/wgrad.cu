@@ -1549,12 +1549,18 @@ inline AddParams make_add_params(const Problem& problem, const Pointers& pointer
 
 template <typename Value, typename Shape>
 cudaError_t run(const Params& params, int64_t blocks, cudaStream_t stream) {
-  const int smem_bytes = params.layout.bytes;
-  const auto kernel = wgrad_kernel<Value, Shape>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-  if (error != cudaSuccess) return error;
-  wgrad_kernel<Value, Shape><<<static_cast<unsigned>(blocks), Shape::THREADS, smem_bytes, stream>>>(params);
-  return cudaGetLastError();
+  constexpr Instance kInstance{"wgrad_kernel", {kTypeId<Value>, Shape::TILE_K, Shape::PARTS}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    const int smem_bytes = params.layout.bytes;
+    const auto kernel = wgrad_kernel<Value, Shape>;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+    if (error != cudaSuccess) return error;
+    wgrad_kernel<Value, Shape><<<static_cast<unsigned>(blocks), Shape::THREADS, smem_bytes, stream>>>(params);
+    return cudaGetLastError();
+  }
 }
 
 template <typename Value>

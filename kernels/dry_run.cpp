@@ -1,0 +1,145 @@
+// A dry run: which engine a problem takes and which kernels it launches, on a GPU that need not be here. bundle() in
+// modelnew.py asks it. It is linked with the engines, compiled without their device code, and in place of the CUDA
+// runtime with the functions below, which launch nothing and know the GPU that is asked for.
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "choice.cuh"
+
+namespace modelnew {
+namespace {
+
+struct Gpu {
+  int capability, sms;  // compute capability, times 10
+};
+
+Gpu gpu{};
+std::string recorded;  // a line for each instance: kernel and arguments
+
+}  // namespace
+
+void record(const Instance& instance) {
+  recorded += instance.kernel;
+  for (int argument : instance.arguments) recorded += " " + std::to_string(argument);
+  recorded += "\n";
+}
+
+}  // namespace modelnew
+
+// ---- The CUDA runtime ----
+
+using modelnew::gpu;
+
+extern "C" {
+
+cudaError_t CUDARTAPI cudaGetDevice(int* number) {
+  *number = 10000 * gpu.capability + gpu.sms;  // device.cuh asks again where it differs
+  return cudaSuccess;
+}
+
+cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = gpu.capability / 10;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = gpu.capability % 10;
+      return cudaSuccess;
+    case cudaDevAttrMultiProcessorCount:
+      *value = gpu.sms;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:  // CUDA's programming guide, table of technical specifications
+      *value = (gpu.capability == 80 || gpu.capability == 87 ? 163 : gpu.capability / 10 == 8 || gpu.capability >= 120
+                    ? 99 : gpu.capability >= 90 ? 227 : 64) << 10;
+      return cudaSuccess;
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+// On an H200 some SMs belong to no cluster of 4 or 8 blocks; other GPUs are taken to be without such rests.
+cudaError_t CUDARTAPI cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t* config) {
+  const int size = static_cast<int>(config->attrs[0].val.clusterDim.x);
+  *clusters = gpu.sms != 132 ? gpu.sms / size : size == 2 ? 66 : size == 4 ? 30 : 15;
+  return cudaSuccess;
+}
+
+cudaError_t CUDARTAPI cudaGetLastError() { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaMemsetAsync(void*, int, size_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return cudaSuccess; }
+
+// The driver's functions make tensor maps.
+static int succeed() { return 0; }
+#if CUDART_VERSION >= 12050
+cudaError_t CUDARTAPI cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+                                                       cudaDriverEntryPointQueryResult*) {
+#else
+cudaError_t CUDARTAPI cudaGetDriverEntryPoint(const char*, void** function, unsigned long long,
+                                              cudaDriverEntryPointQueryResult*) {
+#endif
+  *function = reinterpret_cast<void*>(succeed);
+  return cudaSuccess;
+}
+
+// What nvcc writes for <<<>>> and for the registration of kernels. A configuration that cannot be pushed keeps the
+// launch from being made.
+unsigned __cudaPushCallConfiguration() { return 1; }
+void* __cudaRegisterFatBinary() { return nullptr; }
+int __cudaPopCallConfiguration() { return 0; }
+int __cudaRegisterFatBinaryEnd() { return 0; }
+int __cudaUnregisterFatBinary() { return 0; }
+int __cudaRegisterFunction() { return 0; }
+int __cudaRegisterVar() { return 0; }
+int __cudaInitModule() { return 0; }
+int __cudaLaunchKernel() { return 0; }
+int __cudaGetKernel() { return 0; }
+
+// Writes the engine's name and a line for each instance that it launches, or a refusal, and returns whether it is an
+// engine. `sizes`: N C H W K R S P Q groups, stride, padding and dilation of both axes, dtype, whether TF32 is allowed.
+// All tensors are contiguous and at multiples of 256 bytes. `forced`: null, or the engine by name.
+__attribute__((visibility("default"))) bool modelnew_dry_run(int capability, int sms, const int64_t* sizes, int op,
+                                                             bool bias, const char* forced, char* text, size_t size) {
+  using namespace modelnew;
+  gpu = {capability, sms};
+  recorded.clear();
+  Problem problem{};
+  problem.N = sizes[0];
+  int* const members[] = {&problem.C,        &problem.H,        &problem.W,     &problem.K,     &problem.R,
+                          &problem.S,        &problem.P,        &problem.Q,     &problem.groups, &problem.stride_h,
+                          &problem.stride_w, &problem.pad_h,    &problem.pad_w, &problem.dilation_h,
+                          &problem.dilation_w};
+  for (int i = 0; i < 15; ++i) *members[i] = static_cast<int>(sizes[i + 1]);
+  problem.dtype = static_cast<DType>(sizes[16]);
+  problem.tf32_allowed = sizes[17] != 0;
+  const auto contiguous = [](int64_t (&strides)[4], int64_t channels, int64_t rows, int64_t columns) {
+    const int64_t values[4] = {channels * rows * columns, rows * columns, columns, 1};
+    std::memcpy(strides, values, sizeof values);
+  };
+  contiguous(problem.x_stride, problem.C, problem.H, problem.W);
+  contiguous(problem.w_stride, problem.C / problem.groups, problem.R, problem.S);
+  contiguous(problem.y_stride, problem.K, problem.P, problem.Q);
+  const auto somewhere = [](int number) { return reinterpret_cast<void*>(int64_t{number} << 44); };
+  const Operator what = static_cast<Operator>(op);
+  const Pointers pointers{somewhere(1), somewhere(2), bias ? somewhere(3) : nullptr, somewhere(4), somewhere(5),
+                          somewhere(6)};
+  const Engine* chosen = nullptr;
+  for (const Engine* engine : kEngines) {
+    const bool runs = forced == nullptr ? reason_against(*engine, problem, what) == nullptr
+                                        : std::strcmp(forced, engine->name) == 0;
+    if (runs && chosen == nullptr) chosen = engine;
+  }
+  if (chosen == nullptr || chosen->refusal(problem, what) != nullptr) {
+    snprintf(text, size, "%s", chosen == nullptr ? "no engine takes the problem" : chosen->refusal(problem, what));
+    return false;
+  }
+  const cudaError_t error = chosen->launch(what, problem, pointers, nullptr);
+  const bool fits = recorded.size() + 64 < size;
+  snprintf(text, size, "%s\n%s", chosen->name, fits ? recorded.c_str() : "");
+  return error == cudaSuccess && fits;
+}
+
+}  // extern "C"
