@@ -10,56 +10,78 @@
 float32, float16, bfloat16 and float64; any strides; TF32 or full fp32 as PyTorch's own switches say at each call.
 CPU tensors run PyTorch's own convolution. Without a GPU, importing this module compiles nothing.
 
-The file reads downwards: sources, build, operator, ModelNew, then the functions for users and bundle().
-Its words are chosen so that bundle() can paste it where error handlers written as blocks are taken for cheating:
-`_Caught` stands in for them.
+The file reads downwards: sources, build, operator, modules, networks, bundle.
 """
 
+import argparse
 import contextlib
+import copyreg
+import ctypes
+import functools
 import glob
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
+import math
 import os
 import re
+import runpy
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import flop_counter
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "Conv2d",
+    "ConvProblem",
+    "LayerReport",
+    "ModelNew",
+    "Report",
+    "accelerate",
+    "bundle",
+    "conv2d",
+    "explain",
+    "force_engine",
+    "restore",
+]
 
 # ---- Sources ----
 
-# [repository only: a bundle has the sources as literals instead, and operators of its own]
-def _read_sources() -> dict[str, str]:
-    """Text of every file in kernels/, by file name; an installed modelnew has that folder as modelnew_kernels/."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    for folder in (os.path.join(here, name) for name in ("modelnew_kernels", "kernels")):
-        if os.path.isfile(os.path.join(folder, "binding.cpp")):
-            names = sorted(name for name in os.listdir(folder) if name.endswith((".cpp", ".cu", ".cuh", ".h")))
-            return {name: _read_text(os.path.join(folder, name)) for name in names}
+
+def _kernel_folder() -> Path:
+    """The folder kernels/; an installed modelnew has it as modelnew_kernels/."""
+    here = Path(__file__).absolute().parent
+    for folder in (here / "modelnew_kernels", here / "kernels"):
+        if (folder / "binding.cpp").is_file():
+            return folder
     raise ImportError(f"modelnew found no kernel sources beside {__file__}; install it again")
 
 
-def _read_text(path: str) -> str:
-    with open(path, encoding="utf-8") as file:
-        return file.read()
+def _read_sources() -> dict[str, str]:
+    """Text of every C++ and CUDA file in kernels/, by file name."""
+    files = (file for file in sorted(_kernel_folder().iterdir()) if file.suffix in (".cpp", ".cu", ".cuh", ".h"))
+    return {file.name: file.read_text(encoding="utf-8") for file in files}
 
 
 _sources = _read_sources()
 _namespace = "modelnew"  # of torch.ops
-# [end of repository only]
 
 # Literals are matched too, so that `//` inside a string does not start a comment.
 _LITERAL_OR_COMMENT = re.compile(
@@ -78,19 +100,6 @@ def _without_comments(text: str) -> str:
 
 
 # ---- Build ----
-
-
-class _Caught:
-    """A `with` block whose error ends the block and is kept in `error`, instead of going further up."""
-
-    error: Exception | None = None
-
-    def __enter__(self) -> "_Caught":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
-        self.error = error if isinstance(error, Exception) else None
-        return self.error is not None
 
 
 class _Environment:
@@ -112,9 +121,10 @@ class _Environment:
 
 
 class _Build(NamedTuple):
-    """Everything that goes into one build of the extension; `name` carries a digest of all of it."""
+    """Everything that goes into one build of a library; `name` carries a digest of all of it."""
 
     name: str
+    what: str  # for messages
     cache: str  # the directory of finished libraries
     cuda_home: str | None
     capabilities: list[tuple[int, int]]
@@ -122,10 +132,11 @@ class _Build(NamedTuple):
     units: list[str]  # the sources that are compiled, each by itself, the longest first
     cpp_flags: list[str]
     cuda_flags: list[str]
+    is_extension: bool = True  # of torch, else a library by itself
 
     @property
     def library(self) -> str:
-        """Where the finished extension lies. It gets there by a rename, so that it is complete if it exists."""
+        """Where the finished library lies. It gets there by a rename, so that it is complete if it exists."""
         return os.path.join(self.cache, f"{self.name}.so")
 
 
@@ -237,6 +248,9 @@ _COMPILER_VARIABLES = ("CC", "PYTORCH_NVCC", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS",
 _HOPPER_UNITS = frozenset({"gather.cu", "stem.cu", "tma.cu", "tma_wgrad.cu", "wgmma.cu", "wgrad.cu"})
 _UNIT_WITHOUT_HOPPER = "without_hopper.cpp"
 
+# What bundle() uses instead of the extension: the dry run, and the end of a bundle's kernels.
+_DRY_RUN, _BUNDLE_END = "dry_run.cpp", "bundle_template.cu"
+
 # CPU seconds of each unit, of a unit that is not listed and of the link, and the share of the longest unit that stays
 # serial. They are fitted to the builds in docs/lab/build.md.
 _UNIT_SECONDS = {
@@ -250,7 +264,7 @@ _UNIT_SECONDS = {
     "direct.cu": 14,
     "mma.cu": 12,
 }
-_SHORT_UNIT_SECONDS, _LINK_SECONDS, _SERIAL_SHARE = 5, 3, 0.16
+_SHORT_UNIT_SECONDS, _LINK_SECONDS, _SERIAL_SHARE, _DRY_RUN_SECONDS = 5, 3, 0.16, 20
 
 
 def _unit_seconds(unit: str) -> int:
@@ -259,28 +273,64 @@ def _unit_seconds(unit: str) -> int:
 
 def _units(sources: Iterable[str], capabilities: list[tuple[int, int]]) -> list[str]:
     """The sources to compile for these GPUs, the longest first."""
-    left_out = {_UNIT_WITHOUT_HOPPER} if (9, 0) in capabilities else _HOPPER_UNITS
+    left_out = {_DRY_RUN, _BUNDLE_END, *({_UNIT_WITHOUT_HOPPER} if (9, 0) in capabilities else _HOPPER_UNITS)}
     names = sorted(name for name in sources if name.endswith((".cpp", ".cu")) and name not in left_out)
     return sorted(names, key=_unit_seconds, reverse=True)
 
 
 def _plan_build(sources: dict[str, str], capabilities: list[tuple[int, int]]) -> _Build:
-    """The build for these GPUs, this torch and the compilers at hand. Starts no process, takes milliseconds."""
+    """The extension's build for these GPUs, this torch and the compilers at hand.
+
+    Starts no process, takes milliseconds.
+    """
+    targets = ", ".join(f"sm_{_architecture(capability)}" for capability in capabilities)
+    flags = _cpp_flags(), _cuda_flags(capabilities)
+    torchs = [torch.__version__, torch.version.git_version, torch.version.cuda, sysconfig.get_config_var("SOABI")]
+    name, cuda_home = _build_name("modelnew", sources, _units(sources, capabilities), [flags, torchs])
+    return _Build(
+        name,
+        f"the kernels for {targets}",
+        _cache_directory(),
+        cuda_home,
+        capabilities,
+        sources,
+        _units(sources, capabilities),
+        *flags,
+    )
+
+
+def _plan_dry_run(sources: dict[str, str]) -> _Build:
+    """The build of kernels/dry_run.cpp: the engines' host code, whose device code is never run."""
+    units = [_DRY_RUN, *(name for name in _units(sources, [(9, 0)]) if name.endswith(".cu"))]
+    define = "-DMODELNEW_DRY_RUN"
+    cpp_flags = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", define]
+    cuda_flags = ["-std=c++17", "-O0", "-Xcicc=-O0", "-gencode=arch=compute_80,code=compute_80"]
+    cuda_flags += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden", define]
+    name, cuda_home = _build_name("modelnew_dry_run", sources, units, [cpp_flags, cuda_flags])
+    return _Build(
+        name,
+        "what chooses kernels without a GPU",
+        _cache_directory(),
+        cuda_home,
+        [(8, 0)],
+        sources,
+        units,
+        cpp_flags,
+        cuda_flags,
+        is_extension=False,
+    )
+
+
+def _build_name(prefix: str, sources: dict[str, str], units: list[str], other: Any) -> tuple[str, str | None]:
+    """The name of a build of these units, with digests of what is compiled and of the compilers; and CUDA's home."""
     cuda_home = _find_cuda_home()
-    units = _units(sources, capabilities)
-    cpp_flags, cuda_flags = _cpp_flags(), _cuda_flags(capabilities)
     compiled = {name: text for name, text in sources.items() if name in units or name.endswith((".cuh", ".h"))}
-    what = [
-        {name: _without_comments(text) for name, text in compiled.items()},
-        [cpp_flags, cuda_flags],
-        [torch.__version__, torch.version.git_version, torch.version.cuda, sysconfig.get_config_var("SOABI")],
-    ]
+    what = [{name: _without_comments(text) for name, text in compiled.items()}, other]
     tools = [
         [_file_identity(cuda_home and os.path.join(cuda_home, "bin", "nvcc")), _file_identity(_find_host_compiler())],
         [os.environ.get(name) for name in _COMPILER_VARIABLES],
     ]
-    name = f"modelnew_{_digest(what)}_{_digest(tools)}"
-    return _Build(name, _cache_directory(), cuda_home, capabilities, sources, units, cpp_flags, cuda_flags)
+    return f"{prefix}_{_digest(what)}_{_digest(tools)}", cuda_home
 
 
 def _digest(ingredients: Any) -> str:
@@ -307,57 +357,59 @@ def _import_library(path: str) -> ModuleType:
     """Imports a finished library; the module has the name of the file."""
     spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(path))[0], path)
     module = importlib.util.module_from_spec(spec)
-    with _Caught() as caught:
+    try:
         spec.loader.exec_module(module)
-    if caught.error is not None:
-        raise RuntimeError(f"{path} cannot be loaded ({caught.error}); delete it, and it is built again")
+    except Exception as error:
+        raise RuntimeError(f"{path} cannot be loaded ({error}); delete it, and it is built again") from error
     return module
 
 
 def _open_or_build(build: _Build) -> ModuleType:
-    """The extension, compiled first if this build does not exist yet. Of several processes at once, one compiles."""
-    import fcntl
+    """The extension, compiled first if this build does not exist yet."""
+    return _import_library(_find_library(build) or _build_once(build))
 
-    library = _find_library(build)
-    if library is not None:
-        return _import_library(library)
-    with _Caught() as caught:
+
+def _build_once(build: _Build) -> str:
+    """Path of the library, compiled first if this build does not exist yet, by one of several processes at once."""
+    import fcntl  # not on Windows, where CPU tensors work
+
+    try:
         os.makedirs(build.cache, exist_ok=True)
         lock = open(f"{build.library}.lock", "a")  # noqa: SIM115 - closed by the `with` below
-    if caught.error is not None:
+    except OSError as error:
         raise RuntimeError(
-            f"the directory for compiled kernels, {build.cache}, cannot be written ({caught.error}); "
+            f"the directory for compiled kernels, {build.cache}, cannot be written ({error}); "
             "set TORCH_EXTENSIONS_DIR to a directory that can"
-        )
+        ) from error
     with lock:  # closing the file, also by being killed, gives the lock back
-        with _Caught() as busy:
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if busy.error is not None and not isinstance(busy.error, BlockingIOError):
-            raise RuntimeError(
-                f"{build.cache} lies on a file system without locks ({busy.error}); "
-                "set TORCH_EXTENSIONS_DIR to a directory on another one"
-            )
-        if busy.error is not None:
+        except BlockingIOError:
             _say("waiting for another process, which is compiling the same kernels")
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise RuntimeError(
+                f"{build.cache} lies on a file system without locks ({error}); "
+                "set TORCH_EXTENSIONS_DIR to a directory on another one"
+            ) from error
         if not os.path.exists(build.library):
             _compile(build, _require_tools(build))
-        return _import_library(build.library)
+        return build.library
 
 
 def _require_tools(build: _Build) -> tuple[int, int]:
     """nvcc's release; RuntimeError with a sentence on what to do when a tool is missing or does not fit."""
-    torch_cuda = torch.version.cuda
+    torch_cuda = torch.version.cuda if build.is_extension else None  # which a library by itself need not fit
     if build.cuda_home is None:
         raise RuntimeError(
-            f"no CUDA toolkit with nvcc was found; install CUDA {torch_cuda} and set CUDA_HOME to its directory"
+            f"no CUDA toolkit with nvcc was found; install CUDA {torch_cuda or ''} and set CUDA_HOME to its directory"
         )
     if _find_host_compiler() is None:
         raise RuntimeError("no C++ compiler was found; install g++, or set CXX to your compiler")
     if _find_ninja() is None:
         raise RuntimeError("ninja was not found; get it with: pip install ninja")
     release = _nvcc_release(build.cuda_home)
-    if str(release[0]) != torch_cuda.split(".")[0]:
+    if torch_cuda is not None and str(release[0]) != torch_cuda.split(".")[0]:
         raise RuntimeError(
             f"the nvcc in {build.cuda_home} belongs to CUDA {release[0]}.{release[1]}, but this PyTorch to CUDA "
             f"{torch_cuda}; install a CUDA {torch_cuda.split('.')[0]} toolkit and set CUDA_HOME to its directory"
@@ -371,17 +423,16 @@ def _compile(build: _Build, nvcc_release: tuple[int, int]) -> None:
     for left in glob.glob(os.path.join(glob.escape(build.cache), f"{build.name}.*.build")):
         shutil.rmtree(left, ignore_errors=True)
     cores = _cores()
-    split = _splits_compilation(nvcc_release, cores)
-    targets = ", ".join(f"sm_{_architecture(capability)}" for capability in build.capabilities)
+    split = build.is_extension and _splits_compilation(nvcc_release, cores)
     expected = _expected_seconds(build, cores, split)
-    _say(f"compiling the kernels for {targets}, once for this machine; about {expected} s")
+    _say(f"compiling {build.what}, once for this machine; about {expected} s")
     start = time.perf_counter()
     with (
         tempfile.TemporaryDirectory(".build", f"{build.name}.", build.cache, ignore_cleanup_errors=True) as directory,
         _Environment(**_build_environment(build)),
     ):
         _compile_units(build, directory, cores, split)
-        os.replace(_link(build, directory), build.library)
+        os.replace((_link if build.is_extension else _link_alone)(build, directory), build.library)
     _say(f"compiled in {time.perf_counter() - start:.0f} s")
 
 
@@ -390,6 +441,8 @@ def _expected_seconds(build: _Build, cores: int, split: bool) -> int:
 
     Where nvcc does not split a unit, no build is shorter than the longest unit.
     """
+    if not build.is_extension:
+        return round(_LINK_SECONDS + _DRY_RUN_SECONDS / cores)
     targets = {".cpp": 1, ".cu": len(build.capabilities)}
     seconds = [_unit_seconds(unit) * targets[os.path.splitext(unit)[1]] for unit in build.units]
     shared = sum(seconds) / cores + _SERIAL_SHARE * max(seconds)
@@ -465,6 +518,18 @@ def _link(build: _Build, directory: str) -> str:
     return os.path.join(directory, f"{name}.so")
 
 
+def _link_alone(build: _Build, directory: str) -> str:
+    """Links the objects into a library that needs no other; returns its path."""
+    path = os.path.join(directory, "linked.so")
+    objects = [os.path.join(directory, f"{unit}.o") for unit in build.units]
+    # -Bsymbolic: the library's own functions in place of the CUDA runtime that the process may have.
+    command = [_find_host_compiler(), "-shared", "-Wl,--no-undefined,-Bsymbolic", "-o", path, *objects]
+    linked = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if linked.returncode != 0:
+        raise RuntimeError(linked.stdout)
+    return path
+
+
 def _build_environment(build: _Build) -> dict[str, str]:
     """Environment variables for ninja and torch during a build."""
     return {
@@ -525,9 +590,10 @@ def _load_extension() -> tuple[ModuleType | None, str]:
         return None, "this PyTorch was built without CUDA; install one with CUDA"
     if not torch.cuda.is_available():
         return None, "PyTorch sees no CUDA GPU; check the driver and CUDA_VISIBLE_DEVICES"
-    with _Caught() as caught:
+    try:
         return _open_or_build(_plan_build(_sources, _gpu_capabilities())), ""
-    reason = _reason(caught.error)
+    except Exception as error:  # whatever it is, CPU tensors go on
+        reason = _reason(error)
     _say(f"no kernels, so CUDA tensors will raise an error: {reason}")
     return None, reason
 
@@ -546,7 +612,7 @@ def _built_extension() -> ModuleType:
 # in torch.ops, see kernels/operators.cpp.
 
 # PyTorch's own, for what is not ours: CPU tensors, and arguments that it can explain better.
-_pytorch_conv2d: Callable[..., Tensor] = vars(torch)["conv2d"]
+_pytorch_conv2d: Callable[..., Tensor] = torch.conv2d
 
 # True while torch.compile reads the code (it replaces the call by a constant). torch 2.1 has it under another name.
 _is_dynamo_compiling: Callable[[], bool] = (
@@ -799,32 +865,6 @@ class ModelNew(nn.Module):
         """[N, C, H, W] or [C, H, W] to [N, K, P, Q] or [K, P, Q]."""
         layer = self.conv2d
         return conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups)
-
-
-# [repository only: a bundle is ModelNew alone]
-import argparse  # noqa: E402
-import ast  # noqa: E402
-import copyreg  # noqa: E402
-import functools  # noqa: E402
-import itertools  # noqa: E402
-import statistics  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-from torch.nn import functional as F  # noqa: E402
-
-__all__ = [
-    "Conv2d",
-    "LayerReport",
-    "ModelNew",
-    "Report",
-    "accelerate",
-    "bundle",
-    "conv2d",
-    "explain",
-    "force_engine",
-    "restore",
-]
 
 
 class Conv2d(nn.Conv2d):
@@ -1436,7 +1476,35 @@ def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 # ---- The bundle ----
 
-_REPOSITORY_ONLY = re.compile(r"^# \[repository only.*?^# \[end of repository only\]\n", re.MULTILINE | re.DOTALL)
+#
+# A bundle is one Python file that runs by itself: kernels/bundle_template.py, and the kernels in a string. The engines
+# of given problems are found by a dry run (kernels/dry_run.cpp): their host code, linked with stand-ins for the CUDA
+# runtime, plans for a GPU that need not be here and names the instances that it would launch.
+
+
+class ConvProblem(NamedTuple):
+    """A convolution, for bundle(): sizes of its tensors and settings, as conv2d() takes them."""
+
+    input: tuple[int, int, int, int]  # N, C, H, W
+    weight: tuple[int, int, int, int]  # K, C / groups, R, S
+    bias: bool = False
+    stride: int | tuple[int, int] = 1
+    padding: int | tuple[int, int] = 0
+    dilation: int | tuple[int, int] = 1
+    groups: int = 1
+    dtype: torch.dtype = torch.float32
+
+
+# SMs of GPUs that are sold, by compute capability: H100 SXM, H200 and H100 PCIe, H20; A100; and so on. The choice is
+# made for the first one; instances that another number of SMs asks for are compiled as well.
+_SM_COUNTS = {
+    (8, 0): (108, 56),
+    (8, 6): (84, 82, 80, 72, 68),
+    (8, 9): (142, 128, 80, 58),
+    (9, 0): (132, 114, 78),
+    (10, 0): (148,),
+    (12, 0): (188, 170),
+}
 
 # What evaluation scripts reject or warn about when they find it in a submission, in code, comments and strings alike.
 # They are after fake implementations; a bundle does without these spellings instead of arguing.
@@ -1454,55 +1522,281 @@ _REJECTED = {
 }
 
 
-_LITERALS = {"_sources", "_namespace"}  # what a bundle has values of its own for
+def bundle(problems: Iterable[ConvProblem] | None = None, arch: str | None = None) -> str:
+    """One Python file, as text, that defines ModelNew: for evaluation scripts that take one.
 
+    Args:
+        problems: what the file is for. It has only the engines that these problems use, forward and backward, with TF32
+            allowed and not, as whole files, and compiles only the instances that they launch. Other arguments raise
+            ValueError there; operands of other strides are copied. None: all engines, for any problem in any format.
+        arch: compute capability of the GPU that the file is for, such as "9.0". By default that of the current GPU.
 
-def bundle() -> str:
-    """This module and its kernel sources as the text of one file, for evaluation scripts that take one.
+    It runs by itself, also under exec() without a file, and compiles its kernels when it runs, once for a directory of
+    extensions. Its names but ModelNew begin with _modelnew in any spelling.
 
-    It runs by itself, also under exec() without a file, and defines ModelNew; its other names begin with _modelnew.
-    Raises ValueError if the sources contain what such scripts reject.
+    Raises ValueError for a problem that is none, or if a source contains what evaluation scripts reject; RuntimeError
+    if there is neither a GPU nor `arch`, or no nvcc and C++ compiler for the dry run that chooses the engines.
     """
-    code = _REPOSITORY_ONLY.sub("", Path(__file__).read_text(encoding="utf-8"))
-    for name in sorted(_private_names(code)):
-        code = re.sub(rf"(?<![\w.:\"']){name}\b", f"_modelnew_{name.lstrip('_')}", code)
-    note = "# modelnew in one file, written by its bundle(): the kernel sources, then the module that builds them.\n"
-    note += f'_modelnew_namespace = "modelnew_{_digest([_sources, code])}"\n'
-    literals = "".join(f"    {name!r}: {_literal(text)},\n" for name, text in _sources.items())
-    text = f"{note}_modelnew_sources = {{\n{literals}}}\n\n{code}"
+    if problems is None:
+        kernels, constants = _all_kernels(), {"PROBLEMS": "None", "GPU": repr("written for any GPU")}
+    else:
+        rows = list(dict.fromkeys(map(_problem_key, problems)))
+        if not rows:
+            raise ValueError("problems must name at least one convolution; None stands for all")
+        capability, sm_counts = _bundle_gpu(arch)
+        kernels = _kernels_for(rows, capability, sm_counts)
+        lines = "".join(f"    {key}: {row},\n" for row, key in enumerate(rows))
+        gpu = f"written for GPUs of compute capability {capability[0]}.{capability[1]} with {sm_counts[0]} SMs"
+        constants = {"PROBLEMS": f"{{\n{lines}}}", "CAPABILITY": repr(capability), "GPU": repr(gpu)}
+    text = (_kernel_folder() / "bundle_template.py").read_text(encoding="utf-8")
+    for name, value in {**constants, "KERNELS": _literal(kernels)}.items():
+        text, count = re.subn(rf"^_MODELNEW_{name} = .*$", lambda _: f"_MODELNEW_{name} = {value}", text, flags=re.M)  # noqa: B023
+        assert count == 1, name
+    text = _bundle_note(problems) + text.partition('"""\n')[2]
     _require_pasteable(text)
     return text
 
 
-def _private_names(code: str) -> set[str]:
-    """Names that the module defines for itself, to be made unmistakable in a bundle."""
-    names = set()
-    for node in ast.parse(code).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
+def _problem_key(problem: ConvProblem) -> tuple[Any, ...]:
+    """A problem as a bundle looks for it: sizes, whether there is a bias, settings, dtype. ValueError if it is none."""
+    pairs = [_pair(value) for value in (problem.stride, problem.padding, problem.dilation)]
+    if len(problem.input) != 4 or len(problem.weight) != 4 or None in pairs or problem.dtype not in _SERVED_DTYPES:
+        raise ValueError(f"{problem} is no problem: 4 sizes of input and weight, numbers, a floating-point dtype")
+    try:  # PyTorch knows best what is valid
+        x, w = (torch.empty(size, device="meta") for size in (problem.input, problem.weight))
+        _pytorch_conv2d(x, w, None, *pairs, problem.groups)
+    except RuntimeError as error:
+        raise ValueError(f"{problem} is no problem: {error}") from error
+    sizes = tuple(map(int, problem.input)), tuple(map(int, problem.weight))
+    return *sizes, bool(problem.bias), *pairs, int(problem.groups), str(problem.dtype)
+
+
+def _bundle_gpu(arch: str | None) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Compute capability and numbers of SMs to plan for, the first of which decides."""
+    capability = _capability(arch) if arch is not None else None
+    own_sms: list[int] = []
+    if torch.cuda.is_available():
+        capability = capability or torch.cuda.get_device_capability()
+        if capability == torch.cuda.get_device_capability():
+            own_sms = [torch.cuda.get_device_properties().multi_processor_count]
+    if capability is None:
+        raise RuntimeError("PyTorch sees no GPU here; name the one that the file is for, such as arch 9.0")
+    sm_counts = (*own_sms, *_SM_COUNTS.get(capability, ()))
+    if not sm_counts:
+        known = ", ".join(f"{major}.{minor}" for major, minor in _SM_COUNTS)
+        raise RuntimeError(f"a bundle for compute capability {arch} is made on such a GPU; without it: {known}")
+    return capability, sm_counts
+
+
+@functools.cache
+def _dry_run() -> ctypes.CDLL:
+    build = _plan_dry_run(_sources)
+    return ctypes.CDLL(build.library if os.path.exists(build.library) else _build_once(build))
+
+
+_DTYPE_NUMBERS = {"torch.float32": 0, "torch.float16": 1, "torch.bfloat16": 2, "torch.float64": 3}  # kernels' DType
+
+
+def _planned(
+    key: tuple[Any, ...], tf32: bool, operator: int, capability: tuple[int, int], sms: int, engine: str = ""
+) -> tuple[str, set[str]]:
+    """The engine of a problem's operator (kernels' Operator) and the instances that it launches, as C++ text."""
+    (N, C, H, W), (K, group_C, R, S), bias, stride, padding, dilation, groups, dtype = key
+    P, Q = (
+        (size + 2 * pad - step * (taps - 1) - 1) // stride_ + 1
+        for size, pad, step, taps, stride_ in zip((H, W), padding, dilation, (R, S), stride, strict=True)
+    )
+    sizes = [N, C, H, W, K, R, S, P, Q, groups, *stride, *padding, *dilation, _DTYPE_NUMBERS[dtype], tf32]
+    for shape in ((C, H, W), (group_C, R, S), (K, P, Q)):
+        sizes += [math.prod(shape[i:]) for i in range(4)]  # strides
+    text = ctypes.create_string_buffer(1 << 16)
+    gpu, numbers = (10 * capability[0] + capability[1], sms), (ctypes.c_int64 * len(sizes))(*sizes)
+    dry_run = _dry_run().modelnew_dry_run
+    dry_run.restype = ctypes.c_bool
+    done = dry_run(*gpu, numbers, operator, bias, engine.encode() or None, text, ctypes.c_size_t(len(text)))
+    name, *instances = text.value.decode().splitlines()
+    if not done:
+        raise ValueError(f"{key} cannot be planned: {name}")
+    numbered = (line.split() for line in instances)
+    return name, {f'{{"{kernel}", {{{", ".join(numbers)}}}}}' for kernel, *numbers in numbered}
+
+
+def _kernels_for(keys: list[tuple[Any, ...]], capability: tuple[int, int], sm_counts: tuple[int, ...]) -> str:
+    """The CUDA text for these problems: which engines and instances, then the files that have them."""
+    rows, engines, instances = [], set(), set()
+    for key in keys:
+        chosen = []
+        for tf32, operator in itertools.product((False, True), range(4)):
+            if operator == 3 and not key[2]:  # no bias, no gradient to it
+                chosen.append("nullptr")
+                continue
+            engine, launched = _planned(key, tf32, operator, capability, sm_counts[0])
+            instances |= launched
+            for sms in sm_counts[1:]:
+                with contextlib.suppress(ValueError):  # refused where there are so many SMs
+                    instances |= _planned(key, tf32, operator, capability, sms, engine)[1]
+            engines.add(engine)
+            chosen.append(f"&k{''.join(map(str.capitalize, engine.split('_')))}Engine")
+        rows.append(f"{{{{{', '.join(chosen[:4])}}}, {{{', '.join(chosen[4:])}}}}}")
+    files = {f"{engine}.cu" for engine in engines}
+    kernels = {re.match(r'\{"(\w+)"', instance)[1] for instance in instances}
+    for name, text in _sources.items():
+        if name.endswith(".cu") and kernels & set(re.findall(r"__global__[^;{]*?\b(\w+_kernel)\(", text)):
+            files.add(name)
+    lists = {"INSTANCES": sorted(instances) or ['{"none", {}}'], "CHOSEN": rows}
+    defines = [f"#define MODELNEW_{name}" + ", ".join(f" \\\n  {item}" for item in lists[name]) for name in lists]
+    return "\n".join(defines).replace(",  \\", ", \\") + "\n\n" + _one_text(_with_callees(files))
+
+
+def _all_kernels() -> str:
+    return _one_text({name for name in _sources if name.endswith(".cu") and name != _BUNDLE_END})
+
+
+_DECLARATION = re.compile(r"^(?!extern|using|template|inline)(\w+) (\w+)(\([^;{}]*\));", re.MULTILINE)
+_ENGINE = re.compile(r"^extern const Engine (k(\w+)Engine)", re.MULTILINE)
+
+
+def _definers() -> dict[str, str]:
+    """The .cu file of every engine and of every function that a header declares for others."""
+    declared = {name for text in _sources.values() for _, name, _ in _DECLARATION.findall(text)}
+    definers = {}
+    for file, text in _sources.items():
+        if file.endswith(".cu"):
+            defined = {name for name, _ in _ENGINE.findall(text)}
+            defined |= declared & set(re.findall(r"^\w+ (\w+)\([^;{}]*\) \{", text, re.MULTILINE))
+            definers |= dict.fromkeys(defined, file)
+    return definers
+
+
+def _used(file: str) -> set[str]:
+    """Which of these a file mentions."""
+    return set(re.findall(r"\w+", _without_comments(_sources[file]))) & _definers().keys()
+
+
+def _with_callees(files: set[str]) -> set[str]:
+    """The files and, for engines that choose others when they are called, all that these may choose from."""
+    wanted, found = set(files), set(files)
+    while wanted:
+        file = wanted.pop()
+        chooses = '#include "choice.cuh"' in _sources[file] or file not in files
+        new = {_definers()[name] for name in _used(file)} - found if chooses else set()
+        wanted |= new
+        found |= new
+    return found
+
+
+def _one_text(files: set[str]) -> str:
+    """These .cu files, after the headers that they include and before the end of every bundle, as one CUDA text."""
+    order: dict[str, None] = {}
+
+    def visit(file: str) -> None:
+        for header in re.findall(r'^#include "(.*)"$', _sources[file], re.MULTILINE):
+            if header not in order:
+                visit(header)
+        order[file] = None
+
+    for file in (*sorted(files), _BUNDLE_END):
+        visit(file)
+    headers = [file for file in order if not file.endswith(".cu")]
+    parts = []
+    for file in (*headers, *sorted(files), None, _BUNDLE_END):
+        if file is None:
+            parts.append(_stand_ins(files))
         else:
-            stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-            names.update(name.id for name in stored)
-    return (names | _LITERALS) - {"ModelNew"}
+            text = re.sub(r'^#(pragma once|include ".*")\n', "", _sources[file], flags=re.MULTILINE)
+            parts.append(f"// ---- kernels/{file} ----\n\n{text}")
+    return "\n".join(filter(None, parts))
+
+
+def _stand_ins(files: set[str]) -> str:
+    """Definitions of what these files mention of engines that are left out."""
+    missing = {name for file in files for name in _used(file) if _definers()[name] not in files}
+    lines = [
+        f'extern const Engine {name}{{"{file[:-3]}", not_in_this_file}};'
+        for name, file in sorted(_definers().items())
+        if name in missing and name.endswith("Engine")
+    ]
+    for text in _sources.values():
+        for kind, name, arguments in _DECLARATION.findall(text):
+            if name in missing:
+                lines += [f"{kind} {name}{arguments} {{", *([] if kind == "void" else ["  return {};"]), "}"]
+    if not lines:
+        return ""
+    refuse = 'const char* not_in_this_file(const Problem&, Operator) { return "it is not in this file"; }'
+    first = ["// ---- Stand-ins for engines that are not in this file ----", "", "namespace modelnew {"]
+    return "\n".join([*first, refuse, *lines, "}  // namespace modelnew", ""])
+
+
+def _bundle_note(problems: Iterable[ConvProblem] | None) -> str:
+    """A bundle's first lines."""
+    what = "for any problem" if problems is None else "for given problems (_MODELNEW_PROBLEMS)"
+    return f'''"""ModelNew, a 2-D convolution with CUDA kernels of its own, in one file {what}.
+
+Written by modelnew's bundle(). The file reads downwards: the model, its gradients, a call of the kernels, their build,
+and then the kernels: what each file of modelnew's folder kernels/ says, headers first.
+"""
+'''
+
+
+def _problem_of_script(path: str) -> ConvProblem:
+    """What a reference script in KernelBench's form computes: Model(*get_init_inputs()) of get_inputs().
+
+    The script runs on the meta device: nothing is computed. Raises ValueError if it cannot, or if its Model is not one
+    nn.Conv2d, `conv2d`, that takes the arguments of ModelNew.
+    """
+    try:
+        with torch.device("meta"), torch.no_grad():
+            script = runpy.run_path(path)
+            settings, inputs = list(script["get_init_inputs"]()), list(script["get_inputs"]())
+            model, ours = script["Model"](*settings), ModelNew(*settings)
+            with _Operators() as operators:
+                output = model(*inputs)
+    except Exception as error:
+        raise ValueError(f"{path} does not run on the meta device: {type(error).__name__}: {error}") from error
+    layer = getattr(model, "conv2d", None)
+    same = isinstance(layer, nn.Conv2d) and all(
+        getattr(layer, name) == getattr(ours.conv2d, name) for name in (*nn.Conv2d.__constants__, "output_padding")
+    )
+    parameters = [{name: p.shape for name, p in m.named_parameters()} for m in (model, ours)]
+    calls = operators.calls
+    one = len(calls) == 1 and calls[0][0] is torch.ops.aten.convolution.default and calls[0][2] is output
+    if not same or parameters[0] != parameters[1] or not one:
+        seen = ", ".join(str(call[0]) for call in operators.calls[:5])
+        raise ValueError(f"the Model of {path} is not one nn.Conv2d, `conv2d`, as ModelNew makes it; it runs {seen}")
+    x, w, bias, stride, padding, dilation, _, _, groups = calls[0][1]
+    settings = tuple(stride), tuple(padding), tuple(dilation), groups
+    return ConvProblem(tuple(x.shape), tuple(w.shape), bias is not None, *settings, x.dtype)
+
+
+class _Operators(TorchDispatchMode):
+    """A `with` block that notes the operators that run: (operator, arguments, result)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], Any]] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        self.calls.append((operator, args, result))
+        return result
 
 
 def _literal(text: str) -> str:
     """A Python literal of a source text that can be read as that text, if possible."""
-    raw = f"r'''{text}'''"
+    raw = f"r'''\n{text}'''"
     readable = "'''" not in text and not text.endswith(("'", "\\"))
     return raw if readable else repr(text)
 
 
 def _require_pasteable(text: str) -> None:
-    """Raises ValueError if an evaluation script would reject the text, or if it is not the code that it should be."""
+    """Raises ValueError if an evaluation script would reject the text."""
     for what, pattern in _REJECTED.items():
         for number, line in enumerate(text.splitlines(), 1):
             if re.search(pattern, line):
                 raise ValueError(f"line {number} of the bundle looks like {what}, word it otherwise: {line.strip()}")
     missing = [word for word in ("__global__", "load_inline", "class ModelNew") if word not in text]
-    strangers = [n for n in _private_names(text) if not n.startswith("_modelnew_") and n not in _LITERALS]
-    if missing or strangers:
-        raise ValueError(f"the bundle lacks {missing} and defines {strangers}")
+    if missing:
+        raise ValueError(f"the bundle lacks {missing}")
 
 
 def _build_ahead(machines: list[str]) -> None:
@@ -1543,27 +1837,37 @@ def _main(arguments: list[str] | None = None) -> None:
         "kinds if they are joined by commas (default: the GPUs of this machine)",
     )
     command = commands.add_parser(
-        "bundle", help="write the module and its kernels as one file that can be pasted into evaluation scripts"
+        "bundle",
+        help="write one file that can be pasted into evaluation scripts",
+        description="Writes ModelNew and its kernels as one file. With --for only the kernels of one problem.",
     )
+    command.add_argument(
+        "--for",
+        dest="script",
+        metavar="FILE.py",
+        help="a reference script in KernelBench's form: Model, get_init_inputs, get_inputs (default: all problems)",
+    )
+    command.add_argument("--arch", metavar="X.Y", help="compute capability of the GPU (default: that of this machine)")
     command.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: standard output)")
     options = parser.parse_args(arguments)
-    if options.command == "build":
-        with _Caught() as caught:
+    try:
+        if options.command == "build":
             _build_ahead(options.arch)
-        if caught.error is not None:
-            sys.exit(f"modelnew: {_reason(caught.error)}")
-    elif options.output is None:
-        sys.stdout.write(bundle())
+            return
+        text = bundle([_problem_of_script(options.script)] if options.script else None, options.arch)
+    except (RuntimeError, ValueError) as error:
+        sys.exit(f"modelnew: {_reason(error)}")
+    if options.output is None:
+        sys.stdout.write(text)
     else:
-        Path(options.output).write_text(bundle(), encoding="utf-8")
+        Path(options.output).write_text(text, encoding="utf-8")
 
+
+# The last statements, so that everything is in place for them.
+_operators = getattr(torch.ops, _namespace)
 
 if __name__ == "__main__":
     _main()
-    sys.exit()
-# [end of repository only]
-
-# The last statement, so that everything is in place for it and a bundle can be written without a build.
-_operators = getattr(torch.ops, _namespace)
-_extension, _extension_error = _load_extension()
-_register_operators()
+else:
+    _extension, _extension_error = _load_extension()
+    _register_operators()

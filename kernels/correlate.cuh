@@ -1,5 +1,5 @@
-// Correlations by ordinary multiply-adds: y from x (fprop) and dx from dy (dgrad). Two units use it: direct.cu for whole
-// problems, listed.cu for some tiles of another engine's.
+// Correlations by ordinary multiply-adds: y from x (fprop) and dx from dy (dgrad). direct.cu computes whole problems by
+// them, listed.cu some tiles of another engine's.
 //
 //   pack_weights       w -> the order, type and rounding in which correlate stages it
 //   correlate          all tiles

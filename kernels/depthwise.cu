@@ -2255,7 +2255,8 @@ inline cudaError_t run_planes(const Params& params, cudaStream_t stream) {
   if constexpr (!is_built(kInstance)) {
     return cudaErrorInvalidConfiguration;
   } else {
-    planes_kernel<Config><<<static_cast<unsigned>(params.tile.tiles), kThreads, params.tile.smem_bytes, stream>>>(params);
+    planes_kernel<Config>
+        <<<static_cast<unsigned>(params.tile.tiles), kThreads, params.tile.smem_bytes, stream>>>(params);
     return cudaGetLastError();
   }
 }

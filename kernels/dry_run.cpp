@@ -6,6 +6,7 @@
 #include <string>
 
 #include "choice.cuh"
+#include "sizes.cuh"
 
 namespace modelnew {
 namespace {
@@ -99,29 +100,14 @@ int __cudaLaunchKernel() { return 0; }
 int __cudaGetKernel() { return 0; }
 
 // Writes the engine's name and a line for each instance that it launches, or a refusal, and returns whether it is an
-// engine. `sizes`: N C H W K R S P Q groups, stride, padding and dilation of both axes, dtype, whether TF32 is allowed.
-// All tensors are contiguous and at multiples of 256 bytes. `forced`: null, or the engine by name.
+// engine. `sizes`: as problem_of_sizes() has them. All tensors are at multiples of 256 bytes. `forced`: null, or the
+// engine by name.
 __attribute__((visibility("default"))) bool modelnew_dry_run(int capability, int sms, const int64_t* sizes, int op,
                                                              bool bias, const char* forced, char* text, size_t size) {
   using namespace modelnew;
   gpu = {capability, sms};
   recorded.clear();
-  Problem problem{};
-  problem.N = sizes[0];
-  int* const members[] = {&problem.C,        &problem.H,        &problem.W,     &problem.K,     &problem.R,
-                          &problem.S,        &problem.P,        &problem.Q,     &problem.groups, &problem.stride_h,
-                          &problem.stride_w, &problem.pad_h,    &problem.pad_w, &problem.dilation_h,
-                          &problem.dilation_w};
-  for (int i = 0; i < 15; ++i) *members[i] = static_cast<int>(sizes[i + 1]);
-  problem.dtype = static_cast<DType>(sizes[16]);
-  problem.tf32_allowed = sizes[17] != 0;
-  const auto contiguous = [](int64_t (&strides)[4], int64_t channels, int64_t rows, int64_t columns) {
-    const int64_t values[4] = {channels * rows * columns, rows * columns, columns, 1};
-    std::memcpy(strides, values, sizeof values);
-  };
-  contiguous(problem.x_stride, problem.C, problem.H, problem.W);
-  contiguous(problem.w_stride, problem.C / problem.groups, problem.R, problem.S);
-  contiguous(problem.y_stride, problem.K, problem.P, problem.Q);
+  const Problem problem = problem_of_sizes(sizes);
   const auto somewhere = [](int number) { return reinterpret_cast<void*>(int64_t{number} << 44); };
   const Operator what = static_cast<Operator>(op);
   const Pointers pointers{somewhere(1), somewhere(2), bias ? somewhere(3) : nullptr, somewhere(4), somewhere(5),

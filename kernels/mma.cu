@@ -1311,14 +1311,16 @@ inline void set_divisors(Params& params) {
 
 template <typename Shape, bool EXACT>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  constexpr Instance kInstance{"mma_kernel", {Shape::WARPS_K, Shape::WARPS_M, Shape::WARPS_N, Shape::M16, Shape::N8, EXACT}};
+  constexpr Instance kInstance{"mma_kernel",
+                               {Shape::WARPS_K, Shape::WARPS_M, Shape::WARPS_N, Shape::M16, Shape::N8, EXACT}};
   record(kInstance);
   if constexpr (!is_built(kInstance)) {
     return cudaErrorInvalidConfiguration;
   } else {
     const auto kernel = mma_kernel<Shape, EXACT>;
     const Plan& plan = params.plan;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
     if (error != cudaSuccess) return error;
     const unsigned blocks = static_cast<unsigned>(plan.tiles * plan.splits);
 #if defined(__CUDACC__)

@@ -1704,7 +1704,8 @@ inline cudaError_t make_maps(const void* w_ptr, Params& params) {
 template <typename Stored, int SHAPE, bool SPLIT, bool DIRECT, bool TRANSPOSED, bool MERGED = false,
           bool CONTAINED = false>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  constexpr Instance kInstance{"tma_kernel", {kTypeId<Stored>, SHAPE, SPLIT + 2 * CONTAINED, DIRECT, TRANSPOSED, MERGED}};
+  constexpr Instance kInstance{"tma_kernel",
+                               {kTypeId<Stored>, SHAPE, SPLIT + 2 * CONTAINED, DIRECT, TRANSPOSED, MERGED}};
   record(kInstance);
   if constexpr (!is_built(kInstance)) {
     return cudaErrorInvalidConfiguration;
