@@ -924,14 +924,14 @@ class LayerReport(NamedTuple):
     reason: str  # why not, if it was not
     convolution: str  # its sizes, with those of the input if that is known
     dtype: str
-    engine: str | None = None  # of ours, for the forward pass; None if nothing is known to have run
+    engine: str | None = None  # the forward pass's, before a layer was put back; None if nothing is known to have run
     explanation: str = ""  # explain()'s whole line about the forward pass
     before_ms: float | None = None  # medians, of PyTorch's convolution and of ours: in training mode with the gradients
     after_ms: float | None = None
 
 
 class Report(NamedTuple):
-    """What accelerate() did. `str(report)` is a table to be read, the attributes are for programs."""
+    """The result of accelerate(). `str(report)` is a table to be read, the attributes are for programs."""
 
     layers: tuple[LayerReport, ...]  # all convolutions, also those of other kinds than nn.Conv2d
     before_ms: float | None  # medians for the whole network, with PyTorch's convolution in all layers that are replaced
@@ -998,8 +998,8 @@ def accelerate(
             enabled, these passes are forward and backward, with random gradients of the floating-point outputs; else
             they are forward only. Call accelerate() under torch.autocast if the network will run under it, and under
             torch.no_grad() to decide by the forward of a network in training mode. Buffers, such as the statistics of
-            batch norm, and the random state are put back afterwards, and .grad is not touched. The network's own hooks
-            are called in all of these passes; of a DistributedDataParallel that trains its module runs.
+            batch norm, and the random state are put back after each, and .grad is not touched. The network's own hooks
+            are called in all of these passes. In training mode the module of a DistributedDataParallel runs without it.
         keep_slower: leaves layers replaced that are found slower.
 
     Returns:
@@ -1078,7 +1078,7 @@ def _example_call(example: Any) -> _Call | None:
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
-    """What torch.compile(model) wraps. Asked without importing its machinery, which takes seconds."""
+    """The network that torch.compile(model) wraps. Asked without importing its machinery, which takes seconds."""
     return model._modules.get("_orig_mod", model)
 
 
@@ -1088,7 +1088,7 @@ def _forget_compiled(model: nn.Module) -> None:
         torch.compiler.reset()
 
 
-# The classes of torch.nn.modules.conv, and how their objects are called that are no nn.Conv2d.
+# Classes of torch.nn.modules.conv. A layer of any but the first stays, and the report calls it by these words.
 _KINDS = {
     "Conv2d": "",
     "Conv1d": "a 1-d convolution",
@@ -1109,7 +1109,7 @@ def _kind(layer: nn.Module) -> str:
     return next((name for name in names if name in _KINDS), "")
 
 
-# What PyTorch's convolution consists of. Kept here because some people patch nn.Conv2d itself.
+# The methods of PyTorch's convolution. Kept here because some people patch nn.Conv2d itself.
 _FORWARDS = {name: getattr(nn.Conv2d, name) for name in ("forward", "_conv_forward")}
 
 _SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -1178,7 +1178,7 @@ class _Accelerated:
 
     @property
     def qconfig(self) -> Any:
-        """The attribute by which eager-mode quantization chooses layers. It knows them by class: ours goes then."""
+        """Eager-mode quantization sets it and finds layers by their class: setting it puts the class back."""
         return vars(self)["qconfig"] if "qconfig" in vars(self) else super().qconfig
 
     @qconfig.setter
@@ -1243,7 +1243,7 @@ def _rebuilt(cls: type, old: type, new: type) -> type:
 
 
 def _contents(cls: type) -> dict[str, Any]:
-    """What a class statement with this class as its result would define."""
+    """The contents of a class statement that would define this class."""
     added = ("__dict__", "__weakref__", "__slotnames__", "_modelnew_source")  # by Python, by copying an object, by us
     return {name: value for name, value in vars(cls).items() if name not in added}
 
@@ -1268,7 +1268,6 @@ class _Pass(NamedTuple):
     devices: list[torch.device]  # GPUs that it is known to use
 
     def forward(self) -> Any:
-        torch.clear_autocast_cache()  # all passes cast the weights
         with torch.set_grad_enabled(bool(self.trained)):
             return self.network(*self.call[0], **self.call[1])
 
@@ -1320,7 +1319,7 @@ def _report(
         # The reducer of DistributedDataParallel waits for a whole backward pass.
         parallel = trained and devices and isinstance(network, nn.parallel.DistributedDataParallel)
         example = _Pass(network.module if parallel else network, call, trained if devices else [], devices)
-        with _unchanged(network, call), _eager():
+        with _eager():
             seen = _watched(example, ours, reasons)
             notes += [f"not called with this example: {_shown(name)}" for name in ours if name not in seen]
             rows |= seen
@@ -1401,7 +1400,7 @@ def _padded(layer: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
 
 
 def _row(name: str, layer: nn.Module, reason: str, x: Tensor | None = None) -> LayerReport:
-    """What is known without times; with the layer's input also what runs."""
+    """A row without times; with the layer's input it says what runs."""
     weight = next(layer.parameters(), None)
     row = LayerReport(
         name,
@@ -1422,7 +1421,7 @@ def _row(name: str, layer: nn.Module, reason: str, x: Tensor | None = None) -> L
 
 
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """What autocast, if it is on, makes of the arguments of a convolution on a GPU."""
+    """The arguments of a convolution as autocast, if it is on, casts them on a GPU."""
     dtype = _autocast_dtype() if tensors[0].is_cuda else None
     return [t if t is None or dtype is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
 
@@ -1468,6 +1467,7 @@ def _watched(example: _Pass, layers: dict[str, nn.Module], reasons: dict[str, st
         for name, layer in layers.items():
             # Registered last, hence called last: it sees what hooks of the user's made of input and weight.
             hooks.callback(layer.register_forward_pre_hook(watch(name), with_kwargs=True).remove)
+        hooks.enter_context(_unchanged(example))
         example.forward()
     return rows
 
@@ -1482,9 +1482,10 @@ def _judged_by_time(
 ) -> tuple[tuple[float, float], list[str]]:
     """Writes times into the rows, puts slower layers back, and returns the network's times and what to note."""
     accelerated = {name: layer for name, layer in layers.items() if isinstance(layer, _Accelerated)}
-    warm_up = _in_turn(accelerated.values(), lambda: _network_ms(example), 2)
+    warm_up = _in_turn(example, accelerated.values(), _network_ms, 2)
     host_ms = max(side[-1][0] for side in warm_up)
-    passes = _in_turn(accelerated.values(), lambda: _layers_ms(example, layers, host_ms), _TIMED_RUNS)
+    layers_ms = functools.partial(_layers_ms, layers=layers, host_ms=host_ms)
+    passes = _in_turn(example, accelerated.values(), layers_ms, _TIMED_RUNS)
     before, after = map(_medians, passes)
     for name, calls in rows.items():
         keys = [(name, index) for index in range(len(calls))]
@@ -1497,8 +1498,8 @@ def _judged_by_time(
         slower = _slower(before[name], after[name], _LAYER_SLACK)
         _put_back(layers[name], rows, name, slower and f"slower than PyTorch's convolution: {slower}")
     chosen = {name: layer for name, layer in accelerated.items() if isinstance(layer, _Accelerated)}
-    times = _in_turn(chosen.values(), lambda: _network_ms(example)[1], _TIMED_RUNS)
-    network_ms = statistics.median(times[0]), statistics.median(times[1])
+    times = _in_turn(example, chosen.values(), _network_ms, _TIMED_RUNS)
+    network_ms = tuple(statistics.median(ms for _, ms in side) for side in times)
     notes = ["times are of forward and backward passes"] if example.trained else []
     slower = chosen and not keep_slower and _slower(*network_ms, _NETWORK_SLACK)
     if slower:
@@ -1524,10 +1525,13 @@ def _medians(passes: list[dict[Any, float]]) -> dict[Any, float]:
     return {key: statistics.median(times[key] for times in passes if key in times) for key in keys}
 
 
-def _in_turn(layers: Iterable[nn.Module], measure: Callable[[], Any], runs: int) -> tuple[list[Any], list[Any]]:
-    """What `measure` returns with PyTorch's convolution in these accelerated layers, and with ours.
+def _in_turn(
+    example: _Pass, layers: Iterable[nn.Module], measure: Callable[[_Pass], Any], runs: int
+) -> tuple[list[Any], list[Any]]:
+    """Returns what `measure` does with PyTorch's convolution in these accelerated layers, and with ours.
 
     In turn: both meet the same clocks and, unlike in calls of a layer by itself, the caches as the network leaves them.
+    All passes begin with the same random state, so networks that skip layers at random skip the same ones.
     """
     ours = [(layer, type(layer)) for layer in layers]
     theirs = [(layer, _original_class(cls)) for layer, cls in ours]
@@ -1537,7 +1541,8 @@ def _in_turn(layers: Iterable[nn.Module], measure: Callable[[], Any], runs: int)
             for side, classes in zip(results, (theirs, ours), strict=True):
                 for layer, cls in classes:
                     _set_class(layer, cls)
-                side.append(measure())
+                with _unchanged(example):
+                    side.append(measure(example))
     finally:
         for layer, cls in ours:
             _set_class(layer, cls)
@@ -1554,35 +1559,15 @@ def _network_ms(example: _Pass) -> tuple[float, float]:
     return (launched - start) * 1e3, (time.perf_counter() - start) * 1e3
 
 
+_Spans = dict[tuple[str, torch.device], list[list[torch.cuda.Event]]]  # DataParallel runs a layer on several devices
+
+
 def _layers_ms(example: _Pass, layers: dict[str, nn.Module], host_ms: float) -> _Times:
     """The times of one pass; `host_ms` is what it takes to launch."""
-    # DataParallel runs a layer on several devices at once. The events of a call are in pairs: where the layer's forward
-    # begins and ends, and its backward.
-    spans: dict[tuple[str, torch.device], list[list[torch.cuda.Event]]] = {}
-
-    def mark(events: list[torch.cuda.Event], device: torch.device) -> None:
-        events.append(torch.cuda.Event(enable_timing=True))
-        events[-1].record(torch.cuda.current_stream(device))
-
-    def hook(name: str, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], *output: Tensor) -> None:
-        x = _first(arguments, keywords)
-        if not _any_cuda(x):
-            return
-        calls = spans.setdefault((name, x.device), [])
-        if not output:
-            calls.append([])
-        events = calls[-1]
-        mark(events, x.device)
-        node = output[0].grad_fn if output else None
-        if node is not None and "Squeeze" in node.name():  # PyTorch makes a batch of a single image
-            node = node.next_functions[0][0]
-        if node is not None:  # the hooks of modules would make views of the output, which cannot be changed in place
-            node.register_prehook(lambda *_: mark(events, x.device))
-            node.register_hook(lambda *_: mark(events, x.device))
-
+    spans: _Spans = {}
     with contextlib.ExitStack() as hooks:
         for name, layer in layers.items():  # after all other hooks, and before them: around the layer's forward alone
-            timer = functools.partial(hook, name)
+            timer = functools.partial(_mark_call, spans, name)
             hooks.callback(layer.register_forward_pre_hook(timer, with_kwargs=True).remove)
             hooks.callback(layer.register_forward_hook(timer, with_kwargs=True, prepend=True).remove)
         # The GPU waits until the host is through, or else short layers would be as long as it takes to launch them:
@@ -1593,10 +1578,36 @@ def _layers_ms(example: _Pass, layers: dict[str, nn.Module], host_ms: float) -> 
     times: _Times = {}
     for (name, _), calls in spans.items():
         first = sum(key[0] == name for key in times)
-        for index, events in enumerate(calls, first):  # without an end where checkpointing broke a call off
-            pairs = zip(events[::2], events[1::2], strict=False)
+        for index, events in enumerate(calls, first):
+            pairs = zip(events[::2], events[1::2], strict=False)  # a call that checkpointing breaks off has no end
             times[name, index] = sum(begin.elapsed_time(end) for begin, end in pairs)
     return times
+
+
+def _mark_call(
+    spans: _Spans, name: str, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], *output: Tensor
+) -> None:
+    """A hook before and after a layer: adds events where its forward and its backward begin and end."""
+    x = _first(arguments, keywords)
+    if not _any_cuda(x):
+        return
+    device = x.device  # the hooks below must not keep x
+    calls = spans.setdefault((name, device), [])
+    if not output:
+        calls.append([])
+    events = calls[-1]
+
+    def mark(*_: Any) -> None:
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record(torch.cuda.current_stream(device))
+
+    mark()
+    node = output[0].grad_fn if output else None
+    if node is not None and "Squeeze" in node.name():  # PyTorch makes a batch of a single image
+        node = node.next_functions[0][0]
+    if node is not None:  # a module's backward hooks would make the output a view, which must not change in place
+        node.register_prehook(mark)
+        node.register_hook(mark)
 
 
 def _synchronize(devices: list[torch.device]) -> None:
@@ -1617,20 +1628,21 @@ def _eager() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _unchanged(network: nn.Module, call: _Call) -> Iterator[None]:
-    """A `with` block whose passes leave no trace in buffers, tensors that are plain attributes, and the random state.
+def _unchanged(example: _Pass) -> Iterator[None]:
+    """A `with` block whose pass leaves no trace in buffers, tensors that are plain attributes, and the random state.
 
     Plain attributes: old weight_norm and pruning keep there the weight that they compute, with its graph.
     """
-    modules = list(network.modules())
-    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    modules = list(example.network.modules())
+    buffers = [(buffer, buffer.clone()) for buffer in example.network.buffers()]
     bindings = [dict(module._buffers) for module in modules]
     attributes = [_plain_tensors(module) for module in modules]
-    with torch.random.fork_rng([device.index for device in _cuda_devices(network, call)]):
+    with torch.random.fork_rng([device.index for device in example.devices]):
         try:
             yield
         finally:
-            torch.clear_autocast_cache()  # weights that were cast without gradients
+            # The next pass casts the weights again, and casts that were made without gradients are of no use later.
+            torch.clear_autocast_cache()
             with torch.no_grad():
                 for buffer, before in buffers:
                     if not torch.equal(buffer, before):
