@@ -4,7 +4,8 @@
     Kernels on the CPU              problem.cuh, numerics.cuh, the engines under a SIMT shim, wgmma's plans
     Compile gates                   nvcc for every architecture, CUDA 12.1, register spills
     modelnew against torch          conv2d, Conv2d, ModelNew: values, gradients, errors, state
-    Networks                        accelerate, restore and their report, the ResNet-50 in examples/
+    Networks                        accelerate, restore and their report, the ResNet-50 in examples/; how accelerate
+                                    decides is in tests/test_accelerate.py
     The bundle                      the pasted file, as an evaluation harness runs it
     The engines on the GPU          numerics of every engine, streams, graphs, devices
     bench.py and packaging

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import modelnew
@@ -323,13 +324,26 @@ def test_a_backward_pass_that_fails_leaves_the_network_as_it_was(paper_gpu):
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
 
 
-def test_casts_of_weights_are_made_anew_in_each_pass():
-    """A cast that autocast keeps from a pass without gradients would have none in the passes after it."""
+class Casts(TorchDispatchMode):
+    """Counts the casts of filters."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._to_copy.default and args[0].shape == (4, 4, 1, 1)
+        return function(*args, **(kwargs or {}))
+
+
+def test_every_pass_casts_the_weights(paper_gpu, monkeypatch):
+    """With casts that autocast keeps, some passes would have less to do; those without gradients harm the caller's."""
     network = nn.Sequential(nn.Conv2d(4, 4, 1))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    monkeypatch.setattr(modelnew, "_layers_ms", lambda example, **_: example.run() or {})
+    with torch.autocast("cpu", dtype=torch.bfloat16), Casts() as casts:
         modelnew.accelerate(network, X)
         network(X).sum().backward()
     assert network[0].weight.grad is not None
+    # Each timed pass also casts the gradient, in the backward pass, as does the one here.
+    assert casts.count == 1 + 2 * (2 * (2 + 2 * modelnew._TIMED_RUNS) + 1)
 
 
 def test_distributed_data_parallel_trains_its_module(paper_gpu, monkeypatch):
