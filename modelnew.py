@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import copyreg
 import ctypes
+import dataclasses
 import functools
 import glob
 import hashlib
@@ -36,7 +37,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -959,21 +960,21 @@ class LayerReport(NamedTuple):
     """One convolution of a network: a row for each of its calls in a pass of the example input, or one without."""
 
     name: str  # as in named_modules(), the first one if there are several; empty if the network is the layer
-    replaced: bool  # by this call of accelerate() or an earlier one
+    replaced: bool  # by this call of accelerate() or an earlier one, and not put back
     reason: str  # why not, if it was not
     convolution: str  # its sizes, with those of the input if that is known
     dtype: str
-    engine: str | None = None  # what ran; None if nothing is known to have run
+    engine: str | None = None  # the forward pass's, before a layer was put back; None if nothing is known to have run
     explanation: str = ""  # explain()'s whole line about the forward pass
-    before_ms: float | None = None  # medians, of PyTorch's convolution and of ours
+    before_ms: float | None = None  # medians, of PyTorch's convolution and of ours: in training mode with the gradients
     after_ms: float | None = None
 
 
 class Report(NamedTuple):
-    """What accelerate() did. `str(report)` is a table to be read, the attributes are for programs."""
+    """The result of accelerate(). `str(report)` is a table to be read, the attributes are for programs."""
 
-    layers: tuple[LayerReport, ...]
-    before_ms: float | None  # medians for the whole network
+    layers: tuple[LayerReport, ...]  # all convolutions, also those of other kinds than nn.Conv2d
+    before_ms: float | None  # medians for the whole network, with PyTorch's convolution in all layers that are replaced
     after_ms: float | None
     notes: tuple[str, ...]
 
@@ -1021,42 +1022,56 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword argumen
 
 
 def accelerate(
-    model: nn.Module, example_input: Tensor | tuple[Any, ...] | dict[str, Any] | None = None
+    model: nn.Module,
+    example_input: Tensor | tuple[Any, ...] | dict[str, Any] | None = None,
+    *,
+    keep_slower: bool = False,
 ) -> tuple[nn.Module, Report]:
-    """Lets every nn.Conv2d of a network run on this module's kernels, in place; restore() undoes it.
+    """Lets the nn.Conv2d of a network run on this module's kernels where that is faster, in place; restore() undoes it.
 
     Args:
         model: any module, an nn.Conv2d included. Its layers stay the same objects with the same parameters, hooks and
             state_dict, but their class becomes a subclass of modelnew.Conv2d as well as of what it was.
         example_input: what the network is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
-            The network then runs on it, as it is (in training mode if it is in that) but without gradients, once to
-            see which engine each layer uses, and on a GPU some 40 times more to time layers and network with PyTorch's
-            convolution and ours in turn. Buffers, such as the statistics of batch norm, and the random state are put
-            back afterwards. The network's own hooks are called in all of these passes.
+            The network then runs on it, once to see which engine each layer uses, and on a GPU some 40 times more to
+            time layers and network with PyTorch's convolution and ours in turn. In training mode, with gradients
+            enabled, these passes are forward and backward, with random gradients of the floating-point outputs; else
+            they are forward only. Call accelerate() under torch.autocast if the network will run under it, and under
+            torch.no_grad() to decide by the forward of a network in training mode. Buffers, such as the statistics of
+            batch norm, and the random state are put back after each, and .grad is not touched. The network's own hooks
+            are called in all of these passes. In training mode the module of a DistributedDataParallel runs without it.
+        keep_slower: leaves layers replaced that are found slower.
 
     Returns:
         The model that was given, and a report to be printed, a row for each convolution. Layers stay as they are, and
-        the report says why, if they compute something else (a forward of their own, quantization), are of TorchScript,
-        not initialised yet (nn.LazyConv2d) or have parameters that the kernels do not know.
+        the report says why, if they are no nn.Conv2d, compute something else (a forward of their own, quantization),
+        are of TorchScript, not initialised yet (nn.LazyConv2d) or have parameters that the kernels do not know.
+
+    With an example on a GPU, a layer whose calls together take over 3% longer than with PyTorch's convolution goes back
+    to the class that it had before any call of accelerate(). If the network still takes over 2% longer, all layers go
+    back. A layer on a GPU that was not timed is judged at 32 images of 56x56: it goes back if a pass that it needs
+    would run there on plain multiply-adds (engine direct) where PyTorch's runs on tensor cores.
 
     Raises TypeError for a model that is no nn.Module or an example of another type, RuntimeError for a network on a GPU
     if there are no kernels, and what the network raises for the example; the network is then as it was before.
 
     To be called before torch.compile, or on what it returned; code that was compiled before is then compiled again. But
     on what torch.fx has traced, not before it: its tracer looks into layers that are not torch's own. TorchScript does
-    not know the kernels: call restore() before torch.jit.script. A network that is pickled whole needs
-    modelnew to be loaded; its state_dict does not.
+    not know the kernels: call restore() before torch.jit.script. Eager-mode quantization (torch.ao.quantization.prepare
+    and prepare_qat) gives the layers that it observes their own classes back; call restore() before fuse_modules and
+    before quantizing graphs (torch.fx, torch.export), which know layers by their classes. A network that is pickled
+    whole needs modelnew to be loaded; its state_dict does not.
     """
     _require_module(model)
     call = _example_call(example_input)
     network = _uncompiled(model)
-    layers = {name: layer for name, layer in network.named_modules() if _is_convolution(layer)}
-    if layers and _any_cuda(*network.parameters()):
+    layers = {name: layer for name, layer in network.named_modules() if _kind(layer)}
+    if any(_kind(layer) == "Conv2d" for layer in layers.values()) and _any_cuda(*network.parameters()):
         _built_extension()
     before = {name: type(layer) for name, layer in layers.items()}
     try:
         reasons = {name: _replace(layer) for name, layer in layers.items()}
-        report = _report(network, layers, reasons, call)
+        report = _report(network, layers, reasons, call, keep_slower)
     except BaseException:
         for name, layer in layers.items():
             _set_class(layer, before[name])
@@ -1103,7 +1118,7 @@ def _example_call(example: Any) -> _Call | None:
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
-    """What torch.compile(model) wraps. Asked without importing its machinery, which takes seconds."""
+    """The network that torch.compile(model) wraps. Asked without importing its machinery, which takes seconds."""
     return model._modules.get("_orig_mod", model)
 
 
@@ -1113,13 +1128,28 @@ def _forget_compiled(model: nn.Module) -> None:
         torch.compiler.reset()
 
 
-def _is_convolution(layer: nn.Module) -> bool:
-    """Whether the layer is, or was before TorchScript compiled it, an nn.Conv2d."""
-    scripted = isinstance(layer, torch.jit.ScriptModule) and getattr(layer, "original_name", "") == "Conv2d"
-    return isinstance(layer, nn.Conv2d) or scripted
+# Classes of torch.nn.modules.conv. A layer of any but the first stays, and the report calls it by these words.
+_KINDS = {
+    "Conv2d": "",
+    "Conv1d": "a 1-d convolution",
+    "Conv3d": "a 3-d convolution",
+    "ConvTranspose1d": "a transposed convolution",
+    "ConvTranspose2d": "a transposed convolution",
+    "ConvTranspose3d": "a transposed convolution",
+    "_ConvNd": "a convolution of another kind",
+}
 
 
-# What PyTorch's convolution consists of. Kept here because some people patch nn.Conv2d itself.
+def _kind(layer: nn.Module) -> str:
+    """Which of these classes a layer is of, or was before TorchScript compiled it; empty for other layers."""
+    if isinstance(layer, torch.jit.ScriptModule):
+        name = getattr(layer, "original_name", "")
+        return name if name in _KINDS else ""
+    names = (cls.__name__ for cls in type(layer).__mro__ if cls.__module__ == nn.Conv2d.__module__)
+    return next((name for name in names if name in _KINDS), "")
+
+
+# The methods of PyTorch's convolution. Kept here because some people patch nn.Conv2d itself.
 _FORWARDS = {name: getattr(nn.Conv2d, name) for name in ("forward", "_conv_forward")}
 
 _SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -1159,7 +1189,8 @@ def _replace(layer: nn.Module) -> str:
         return ""
     if isinstance(layer, Conv2d):
         return "it was made as a modelnew.Conv2d"
-    reason = _reason_to_stay(layer)
+    other = _KINDS[_kind(layer)]
+    reason = f"{other}: only nn.Conv2d is served" if other else _reason_to_stay(layer)
     if not reason:
         try:
             _set_class(layer, _accelerated_class(type(layer)))
@@ -1184,6 +1215,24 @@ class _Accelerated:
         if made_here and isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:
             return _new_accelerated, (self._modelnew_original,), *reduced[2:]
         return reduced
+
+    @property
+    def qconfig(self) -> Any:
+        """Eager-mode quantization sets it and finds layers by their class: setting it puts the class back."""
+        return vars(self)["qconfig"] if "qconfig" in vars(self) else super().qconfig
+
+    @qconfig.setter
+    def qconfig(self, value: Any) -> None:
+        if value is None:
+            vars(self)["qconfig"] = None
+        else:
+            _set_class(self, _original_class(type(self)))
+            self.qconfig = value
+
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        if vars(self).pop("qconfig", self) is self:
+            raise AttributeError("qconfig")
 
 
 def _new_accelerated(original: type) -> nn.Module:
@@ -1234,7 +1283,7 @@ def _rebuilt(cls: type, old: type, new: type) -> type:
 
 
 def _contents(cls: type) -> dict[str, Any]:
-    """What a class statement with this class as its result would define."""
+    """The contents of a class statement that would define this class."""
     added = ("__dict__", "__weakref__", "__slotnames__", "_modelnew_source")  # by Python, by copying an object, by us
     return {name: value for name, value in vars(cls).items() if name not in added}
 
@@ -1243,32 +1292,155 @@ def _contents(cls: type) -> dict[str, Any]:
 
 _TIMED_RUNS = 10  # of each kind; their median forgives a few that were disturbed
 
+# How much longer than with PyTorch's convolution a layer and the network may take: what medians may be off by.
+_LAYER_SLACK, _NETWORK_SLACK = 1.03, 1.02
 
-def _report(network: nn.Module, layers: dict[str, nn.Module], reasons: dict[str, str], call: _Call | None) -> Report:
-    """The report; with an example, from passes of it."""
+_Rows = dict[str, list[LayerReport]]  # by layer, one for each of its calls in a pass
+_Times = dict[tuple[str, int], float]  # milliseconds of each call, by (name, number), of each layer in a pass
+
+
+class _Pass(NamedTuple):
+    """How the network runs on the example."""
+
+    network: nn.Module
+    call: _Call
+    trained: list[nn.Parameter]  # the backward pass computes their gradients; there is none without any
+    devices: list[torch.device]  # GPUs that it is known to use
+
+    def forward(self) -> Any:
+        with torch.set_grad_enabled(bool(self.trained)):
+            return self.network(*self.call[0], **self.call[1])
+
+    def run(self) -> None:
+        """Forward and backward; keeps nothing that they compute."""
+        outputs = [y for y in _tensors(self.forward()) if y.is_floating_point() and y.grad_fn is not None]
+        if outputs:
+            gradients = [torch.randn_like(y) for y in outputs]
+            with torch.autocast("cuda", enabled=False):
+                # Unlike backward(), this leaves .grad and the hooks of parameters alone.
+                torch.autograd.grad(outputs, self.trained, gradients, allow_unused=True)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in what a network returns."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (tuple, list)):
+        parts = value
+    elif dataclasses.is_dataclass(value):
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    for part in parts:
+        yield from _tensors(part)
+
+
+def _trained(network: nn.Module) -> list[nn.Parameter]:
+    """The parameters whose gradients count: none unless the network trains and the caller has gradients enabled."""
+    training = network.training and torch.is_grad_enabled()
+    return [parameter for parameter in network.parameters() if training and parameter.requires_grad]
+
+
+def _report(
+    network: nn.Module, layers: dict[str, nn.Module], reasons: dict[str, str], call: _Call | None, keep_slower: bool
+) -> Report:
+    """The report, from passes of the example if there is one; puts slower layers back."""
     ours = {name: layer for name, layer in layers.items() if isinstance(layer, Conv2d)}
     rows = {name: [_row(name, layer, reasons[name])] for name, layer in layers.items()}
-    notes, network_ms = [], (None, None)
-    if not layers:
+    trained, notes, network_ms = _trained(network), [], (None, None)
+    if not any(_kind(layer) == "Conv2d" for layer in layers.values()):
         notes.append("the network has no nn.Conv2d")
-    if not ours or call is None:
-        return Report(tuple(itertools.chain.from_iterable(rows.values())), None, None, tuple(notes))
-    if any(map(nn.parameter.is_lazy, network.parameters())):
+    if ours and call is not None and any(map(nn.parameter.is_lazy, network.parameters())):
         notes.append("the example was not run: it would initialise the lazy modules of the network")
-    else:
-        with _unchanged(network, call), _eager(), torch.no_grad():
-            seen = _watched(network, ours, reasons, call)
+    elif ours and call is not None:
+        devices = _cuda_devices(network, call)
+        # The reducer of DistributedDataParallel waits for a whole backward pass.
+        parallel = trained and devices and isinstance(network, nn.parallel.DistributedDataParallel)
+        example = _Pass(network.module if parallel else network, call, trained if devices else [], devices)
+        with _eager():
+            seen = _watched(example, ours, reasons)
             notes += [f"not called with this example: {_shown(name)}" for name in ours if name not in seen]
-            if _cuda_devices(network, call):
-                network_ms = _time(network, ours, seen, call)
+            rows |= seen
+            if devices:
+                network_ms, found = _judged_by_time(example, ours, rows, keep_slower)
+                notes += found
             else:
                 notes.append("on the CPU modelnew is PyTorch's own convolution: nothing was timed")
-        rows |= seen
+    # Filters of one pixel or one channel have both layouts: they are judged in the one that the others have.
+    parameters = itertools.chain.from_iterable(layer.parameters() for layer in ours.values())
+    last = any(_channels_last(parameter) and not parameter.is_contiguous() for parameter in parameters)
+    for name, layer in ours.items():
+        if not keep_slower and isinstance(layer, _Accelerated) and rows[name][0].after_ms is None:
+            _put_back(layer, rows, name, _reason_by_engine(layer, bool(trained), last))
     return Report(tuple(itertools.chain.from_iterable(rows.values())), *network_ms, tuple(notes))
 
 
+def _put_back(layer: nn.Module, rows: _Rows, name: str, reason: str) -> None:
+    """Gives a layer its class back, if there is a reason, and notes it in the layer's rows."""
+    if reason:
+        _set_class(layer, _original_class(type(layer)))
+        rows[name] = [row._replace(replaced=False, reason=reason) for row in rows[name]]
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+_JUDGED_IMAGES, _JUDGED_SIZE = 32, 56  # where layers are judged that were not timed
+
+
+def _reason_by_engine(layer: nn.Module, training: bool, channels_last: bool) -> str:
+    """Why a layer that was not timed is likely to be slower than PyTorch's, or nothing."""
+    parameters = list(layer.parameters())
+    weight = max(parameters, key=Tensor.numel, default=None)  # or what a parametrization computes it from
+    if weight is None or not _any_cuda(weight) or torch.cuda.get_device_capability(weight.device) < (8, 0):
+        return ""
+    dtype = weight.dtype if weight.dtype == torch.float64 else _autocast_dtype() or weight.dtype
+    arguments = _judged_arguments(layer, dtype, channels_last and _channels_last(weight))
+    with torch.cuda.device(weight.device):
+        lines = _built_extension().explain(*arguments).splitlines()
+    needed = {"forward": True, "dgrad": training, "wgrad": training and any(p.requires_grad for p in parameters)}
+    plans = {name: plan for name, _, plan in (line.partition(": ") for line in lines) if needed.get(name)}
+    # cuDNN runs float32 on tensor cores where the contract is TF32, which the lines say for each pass.
+    half = dtype in (torch.float16, torch.bfloat16)
+    slow = [name for name, plan in plans.items() if plan.startswith("direct;") and (half or "; tf32" in plan)]
+    if not slow:
+        return ""
+    H, W = arguments[0].shape[2:]
+    return (
+        f"at {_JUDGED_IMAGES} images of {H}x{W} its {' and '.join(slow)} would run on plain multiply-adds "
+        "(engine direct), PyTorch's on tensor cores; give accelerate() an example input to decide by time"
+    )
+
+
+def _judged_arguments(layer: nn.Module, dtype: torch.dtype, channels_last: bool) -> _Arguments:
+    """A layer's convolution of images of the usual size, or the least one that its filter and padding take.
+
+    The tensors are on the meta device. The layer's own weight is not read: a parametrization would compute it, and some
+    change buffers then.
+    """
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    least = max(_JUDGED_SIZE, 1 + max(layer._reversed_padding_repeated_twice))  # the latter is what reflection needs
+    size = [max(least, d * (r - 1) + 1) for r, d in zip(layer.kernel_size, layer.dilation, strict=True)]
+    x = torch.empty((_JUDGED_IMAGES, layer.in_channels, *size), dtype=dtype, device="meta", memory_format=layout)
+    filters = (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
+    weight = torch.empty(filters, dtype=dtype, device="meta", memory_format=layout)
+    bias = None if layer._parameters.get("bias") is None else weight.new_empty(layer.out_channels)
+    x, padding = _padded(layer, x)
+    return _prepare(x, weight, bias, layer.stride, padding, layer.dilation, layer.groups)
+
+
+def _padded(layer: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
+    """A layer's input and padding as its convolution gets them."""
+    if layer.padding_mode == "zeros":
+        return x, layer.padding
+    return F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), 0
+
+
 def _row(name: str, layer: nn.Module, reason: str, x: Tensor | None = None) -> LayerReport:
-    """What is known without times; with the layer's input also what runs."""
+    """A row without times; with the layer's input it says what runs."""
     weight = next(layer.parameters(), None)
     row = LayerReport(
         name,
@@ -1279,10 +1451,8 @@ def _row(name: str, layer: nn.Module, reason: str, x: Tensor | None = None) -> L
     )
     if x is None:
         return row
+    x, padding = _padded(layer, x)
     x, weight, bias = _autocast(x, layer.weight, layer.bias)
-    padding = layer.padding
-    if layer.padding_mode != "zeros":
-        x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), 0
     text = explain(x, weight, bias, layer.stride, padding, layer.dilation, layer.groups)
     # Without such a line PyTorch's own convolution runs, or nothing, as for an empty batch.
     line = next((line for line in text.splitlines() if line.startswith("forward: ")), "")
@@ -1291,39 +1461,38 @@ def _row(name: str, layer: nn.Module, reason: str, x: Tensor | None = None) -> L
 
 
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """What autocast, if it is on, makes of the arguments of a convolution on a GPU."""
-    if not (tensors[0].is_cuda and torch.is_autocast_enabled()):
-        return list(tensors)
+    """The arguments of a convolution as autocast, if it is on, casts them on a GPU."""
+    dtype = _autocast_dtype() if tensors[0].is_cuda else None
+    return [t if t is None or dtype is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
+def _autocast_dtype() -> torch.dtype | None:
+    if not torch.is_autocast_enabled():
+        return None
     # torch before 2.4 has only the latter.
-    dtype = torch.get_autocast_dtype("cuda") if hasattr(torch, "get_autocast_dtype") else torch.get_autocast_gpu_dtype()
-    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+    return torch.get_autocast_dtype("cuda") if hasattr(torch, "get_autocast_dtype") else torch.get_autocast_gpu_dtype()
 
 
 def _sizes(layer: nn.Module, x: Tensor | None = None) -> str:
     """A convolution in words, such as `N32 C64 K128 3x3, 56x56, stride 2, pad 1`."""
-    if not isinstance(layer, nn.Conv2d):
-        return ""
 
-    def both(value: Any) -> str:
-        pair = value if isinstance(value, tuple) else (value, value)
-        return str(value) if isinstance(value, str) else str(pair[0]) if pair[0] == pair[1] else f"{pair[0]}x{pair[1]}"
+    def each(value: Any) -> str:
+        values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        return str(values[0]) if len(set(values)) == 1 else "x".join(map(str, values))
 
-    R, S = layer.kernel_size
-    text = f"C{layer.in_channels} K{layer.out_channels} {R}x{S}"
+    text = f"C{layer.in_channels} K{layer.out_channels} {'x'.join(map(str, layer.kernel_size))}"
     if x is not None:
         batch = f"N{x.shape[0]} " if x.dim() == 4 else ""
         text = f"{batch}{text}, {x.shape[-2]}x{x.shape[-1]}"
-    settings = (("stride", both(layer.stride), "1"), ("pad", both(layer.padding), "0"),
-                ("dilation", both(layer.dilation), "1"), ("groups", str(layer.groups), "1"))  # fmt: skip
+    settings = (("stride", each(layer.stride), "1"), ("pad", each(layer.padding), "0"),
+                ("output pad", each(layer.output_padding), "0"), ("dilation", each(layer.dilation), "1"),
+                ("groups", str(layer.groups), "1"))  # fmt: skip
     text += "".join(f", {name} {value}" for name, value, usual in settings if value != usual)
     return text if layer.padding_mode == "zeros" else f"{text}, {layer.padding_mode}"
 
 
-_Rows = dict[str, list[LayerReport]]  # by layer, one for each of its calls in a pass
-
-
-def _watched(network: nn.Module, layers: dict[str, nn.Module], reasons: dict[str, str], call: _Call) -> _Rows:
-    """Runs the network once and looks at what its layers are called with."""
+def _watched(example: _Pass, layers: dict[str, nn.Module], reasons: dict[str, str]) -> _Rows:
+    """Runs the network forward once and looks at what its layers are called with."""
     rows: _Rows = {}
 
     def watch(name: str) -> Callable[..., None]:
@@ -1338,7 +1507,8 @@ def _watched(network: nn.Module, layers: dict[str, nn.Module], reasons: dict[str
         for name, layer in layers.items():
             # Registered last, hence called last: it sees what hooks of the user's made of input and weight.
             hooks.callback(layer.register_forward_pre_hook(watch(name), with_kwargs=True).remove)
-        network(*call[0], **call[1])
+        hooks.enter_context(_unchanged(example))
+        example.forward()
     return rows
 
 
@@ -1347,84 +1517,137 @@ def _first(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     return arguments[0] if arguments else keywords.get("input")
 
 
-def _time(
-    network: nn.Module, layers: dict[str, nn.Module], rows: _Rows, call: _Call
-) -> tuple[float | None, float | None]:
-    """Writes times into the rows and returns the network's, before and after.
-
-    In turn with PyTorch's convolution and ours: both meet the same clocks and, unlike in calls of a layer by itself,
-    the caches as the network leaves them.
-    """
-    accelerated = [layer for layer in layers.values() if isinstance(layer, _Accelerated)]
-    ours = [(layer, type(layer)) for layer in accelerated]
-    theirs = [(layer, _original_class(cls)) for layer, cls in ours]
-    network_ms: tuple[list[float], list[float]] = ([], [])
-    layers_ms: tuple[dict[Any, list[float]], ...] = ({}, {})
-    devices = _cuda_devices(network, call)
-    try:
-        for run in range(-2, 2 * _TIMED_RUNS):  # two to warm up
-            for which, classes in enumerate((theirs, ours)):
-                for layer, cls in classes:
-                    _set_class(layer, cls)
-                if run < _TIMED_RUNS:
-                    host_ms, ms = _network_ms(network, call, devices)
-                    network_ms[which].extend([ms] if run >= 0 else [])
-                else:
-                    for key, ms in _layers_ms(network, layers, call, devices, host_ms).items():
-                        layers_ms[which].setdefault(key, []).append(ms)
-    finally:
-        for layer, cls in ours:
-            _set_class(layer, cls)
-    before, after = ({key: statistics.median(ms) for key, ms in side.items()} for side in layers_ms)
+def _judged_by_time(
+    example: _Pass, layers: dict[str, nn.Module], rows: _Rows, keep_slower: bool
+) -> tuple[tuple[float, float], list[str]]:
+    """Writes times into the rows, puts slower layers back, and returns the network's times and what to note."""
+    accelerated = {name: layer for name, layer in layers.items() if isinstance(layer, _Accelerated)}
+    warm_up = _in_turn(example, accelerated.values(), _network_ms, 2)
+    host_ms = max(side[-1][0] for side in warm_up)
+    layers_ms = functools.partial(_layers_ms, layers=layers, host_ms=host_ms)
+    passes = _in_turn(example, accelerated.values(), layers_ms, _TIMED_RUNS)
+    before, after = map(_medians, passes)
     for name, calls in rows.items():
         keys = [(name, index) for index in range(len(calls))]
         rows[name] = [
             row._replace(before_ms=before.get(key) if row.replaced else None, after_ms=after.get(key))
             for key, row in zip(keys, calls, strict=True)
         ]
-    return statistics.median(network_ms[0]), statistics.median(network_ms[1])
+    before, after = (_medians([_sums(times) for times in side]) for side in passes)
+    for name in () if keep_slower else accelerated.keys() & before.keys() & after.keys():
+        slower = _slower(before[name], after[name], _LAYER_SLACK)
+        _put_back(layers[name], rows, name, slower and f"slower than PyTorch's convolution: {slower}")
+    chosen = {name: layer for name, layer in accelerated.items() if isinstance(layer, _Accelerated)}
+    times = _in_turn(example, chosen.values(), _network_ms, _TIMED_RUNS)
+    network_ms = tuple(statistics.median(ms for _, ms in side) for side in times)
+    notes = ["times are of forward and backward passes"] if example.trained else []
+    slower = chosen and not keep_slower and _slower(*network_ms, _NETWORK_SLACK)
+    if slower:
+        notes.append(f"all layers are PyTorch's again: the network as a whole was slower: {slower}")
+        for name, layer in chosen.items():
+            _put_back(layer, rows, name, f"the network as a whole was slower: {slower}")
+    return network_ms, notes
 
 
-def _network_ms(network: nn.Module, call: _Call, devices: list[torch.device]) -> tuple[float, float]:
+def _slower(before: float, after: float, slack: float) -> str:
+    """Both times, if the latter is longer by more than the slack."""
+    return f"{after:.4f} ms against {before:.4f} ms" if after > slack * before else ""
+
+
+def _sums(times: _Times) -> dict[str, float]:
+    """The time of each layer in a pass."""
+    names = {name for name, _ in times}
+    return {name: sum(ms for key, ms in times.items() if key[0] == name) for name in names}
+
+
+def _medians(passes: list[dict[Any, float]]) -> dict[Any, float]:
+    keys = dict.fromkeys(itertools.chain.from_iterable(passes))
+    return {key: statistics.median(times[key] for times in passes if key in times) for key in keys}
+
+
+def _in_turn(
+    example: _Pass, layers: Iterable[nn.Module], measure: Callable[[_Pass], Any], runs: int
+) -> tuple[list[Any], list[Any]]:
+    """Returns what `measure` does with PyTorch's convolution in these accelerated layers, and with ours.
+
+    In turn: both meet the same clocks and, unlike in calls of a layer by itself, the caches as the network leaves them.
+    All passes begin with the same random state, so networks that skip layers at random skip the same ones.
+    """
+    ours = [(layer, type(layer)) for layer in layers]
+    theirs = [(layer, _original_class(cls)) for layer, cls in ours]
+    results: tuple[list[Any], list[Any]] = ([], [])
+    try:
+        for _ in range(runs):
+            for side, classes in zip(results, (theirs, ours), strict=True):
+                for layer, cls in classes:
+                    _set_class(layer, cls)
+                with _unchanged(example):
+                    side.append(measure(example))
+    finally:
+        for layer, cls in ours:
+            _set_class(layer, cls)
+    return results
+
+
+def _network_ms(example: _Pass) -> tuple[float, float]:
     """Milliseconds until a pass was launched, and until it was done on all of its GPUs."""
-    _synchronize(devices)
+    _synchronize(example.devices)
     start = time.perf_counter()
-    network(*call[0], **call[1])
+    example.run()
     launched = time.perf_counter()
-    _synchronize(devices)
+    _synchronize(example.devices)
     return (launched - start) * 1e3, (time.perf_counter() - start) * 1e3
 
 
-def _layers_ms(
-    network: nn.Module, layers: dict[str, nn.Module], call: _Call, devices: list[torch.device], host_ms: float
-) -> dict[tuple[str, int], float]:
-    """Milliseconds of each call, by (name, number), of each layer in a pass; `host_ms` is what it takes to launch."""
-    spans: dict[tuple[str, torch.device], list[list[torch.cuda.Event]]] = {}
+_Spans = dict[tuple[str, torch.device], list[list[torch.cuda.Event]]]  # DataParallel runs a layer on several devices
 
-    def mark(name: str, begins: bool) -> Callable[..., None]:
-        def hook(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], *_: Any) -> None:
-            event, x = torch.cuda.Event(enable_timing=True), _first(arguments, keywords)
-            if _any_cuda(x):
-                event.record(torch.cuda.current_stream(x.device))
-                calls = spans.setdefault((name, x.device), [])  # DataParallel runs a layer on several at once
-                calls.append([event]) if begins else calls[-1].append(event)
 
-        return hook
-
+def _layers_ms(example: _Pass, layers: dict[str, nn.Module], host_ms: float) -> _Times:
+    """The times of one pass; `host_ms` is what it takes to launch."""
+    spans: _Spans = {}
     with contextlib.ExitStack() as hooks:
         for name, layer in layers.items():  # after all other hooks, and before them: around the layer's forward alone
-            hooks.callback(layer.register_forward_pre_hook(mark(name, True), with_kwargs=True).remove)
-            hooks.callback(layer.register_forward_hook(mark(name, False), with_kwargs=True, prepend=True).remove)
+            timer = functools.partial(_mark_call, spans, name)
+            hooks.callback(layer.register_forward_pre_hook(timer, with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_hook(timer, with_kwargs=True, prepend=True).remove)
         # The GPU waits until the host is through, or else short layers would be as long as it takes to launch them:
         # twice its time, for the events and the hooks, at 2 GHz.
         torch.cuda._sleep(int(min(2 * host_ms, 1000) * 2e6))
-        network(*call[0], **call[1])
-    _synchronize(devices)
-    times: dict[tuple[str, int], float] = {}
+        example.run()
+    _synchronize(example.devices)
+    times: _Times = {}
     for (name, _), calls in spans.items():
         first = sum(key[0] == name for key in times)
-        times |= {(name, first + i): begin.elapsed_time(end) for i, (begin, end) in enumerate(calls)}
+        for index, events in enumerate(calls, first):
+            pairs = zip(events[::2], events[1::2], strict=False)  # a call that checkpointing breaks off has no end
+            times[name, index] = sum(begin.elapsed_time(end) for begin, end in pairs)
     return times
+
+
+def _mark_call(
+    spans: _Spans, name: str, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], *output: Tensor
+) -> None:
+    """A hook before and after a layer: adds events where its forward and its backward begin and end."""
+    x = _first(arguments, keywords)
+    if not _any_cuda(x):
+        return
+    device = x.device  # the hooks below must not keep x
+    calls = spans.setdefault((name, device), [])
+    if not output:
+        calls.append([])
+    events = calls[-1]
+
+    def mark(*_: Any) -> None:
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record(torch.cuda.current_stream(device))
+
+    mark()
+    node = output[0].grad_fn if output else None
+    if node is not None and "Squeeze" in node.name():  # PyTorch makes a batch of a single image
+        node = node.next_functions[0][0]
+    if node is not None:  # a module's backward hooks would make the output a view, which must not change in place
+        node.register_prehook(mark)
+        node.register_hook(mark)
 
 
 def _synchronize(devices: list[torch.device]) -> None:
@@ -1445,19 +1668,21 @@ def _eager() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _unchanged(network: nn.Module, call: _Call) -> Iterator[None]:
-    """A `with` block whose passes leave no trace in buffers, tensors that are plain attributes, and the random state.
+def _unchanged(example: _Pass) -> Iterator[None]:
+    """A `with` block whose pass leaves no trace in buffers, tensors that are plain attributes, and the random state.
 
     Plain attributes: old weight_norm and pruning keep there the weight that they compute, with its graph.
     """
-    modules = list(network.modules())
-    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    modules = list(example.network.modules())
+    buffers = [(buffer, buffer.clone()) for buffer in example.network.buffers()]
     bindings = [dict(module._buffers) for module in modules]
     attributes = [_plain_tensors(module) for module in modules]
-    with torch.random.fork_rng([device.index for device in _cuda_devices(network, call)]):
+    with torch.random.fork_rng([device.index for device in example.devices]):
         try:
             yield
         finally:
+            # The next pass casts the weights again, and casts that were made without gradients are of no use later.
+            torch.clear_autocast_cache()
             with torch.no_grad():
                 for buffer, before in buffers:
                     if not torch.equal(buffer, before):

@@ -4,7 +4,8 @@
     Kernels on the CPU              problem.cuh, numerics.cuh, the engines under a SIMT shim, wgmma's plans
     Compile gates                   nvcc for every architecture, CUDA 12.1, register spills
     modelnew against torch          conv2d, Conv2d, ModelNew: values, gradients, errors, state
-    Networks                        accelerate, restore and their report, the ResNet-50 in examples/
+    Networks                        accelerate, restore and their report, the ResNet-50 in examples/; how accelerate
+                                    decides is in tests/test_accelerate.py
     The bundle                      the pasted file, as an evaluation harness runs it
     The engines on the GPU          numerics of every engine, streams, graphs, devices
     bench.py and packaging
@@ -13594,7 +13595,7 @@ def test_times_before_and_after_are_not_mixed_up(monkeypatch):
         nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), OwnForward(4, 4, 1), modelnew.Conv2d(4, 4, 1)
     )
     model.append(model[0])
-    _, report = modelnew.accelerate(model, X)
+    _, report = modelnew.accelerate(model.eval(), X, keep_slower=True)
     rows = {}
     for row in report.layers:
         rows.setdefault(row.name, []).append(row)
