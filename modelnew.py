@@ -250,7 +250,7 @@ _HOPPER_UNITS = frozenset({"gather.cu", "stem.cu", "tma.cu", "tma_wgrad.cu", "wg
 _UNIT_WITHOUT_HOPPER = "without_hopper.cpp"
 
 # What bundle() uses instead of the extension: the dry run, and the end of a bundle's kernels.
-_DRY_RUN, _BUNDLE_END = "dry_run.cpp", "bundle_template.cu"
+_DRY_RUN, _BUNDLE_BINDING, _BUNDLE_END = "dry_run.cpp", "bundle_template.cpp", "bundle_template.cu"
 
 # CPU seconds of each unit, of a unit that is not listed and of the link, and the share of the longest unit that stays
 # serial. They are fitted to the builds in docs/lab/build.md.
@@ -274,7 +274,8 @@ def _unit_seconds(unit: str) -> int:
 
 def _units(sources: Iterable[str], capabilities: list[tuple[int, int]]) -> list[str]:
     """The sources to compile for these GPUs, the longest first."""
-    left_out = {_DRY_RUN, _BUNDLE_END, *({_UNIT_WITHOUT_HOPPER} if (9, 0) in capabilities else _HOPPER_UNITS)}
+    left_out = {_UNIT_WITHOUT_HOPPER} if (9, 0) in capabilities else _HOPPER_UNITS
+    left_out = {_DRY_RUN, _BUNDLE_BINDING, _BUNDLE_END, *left_out}
     names = sorted(name for name in sources if name.endswith((".cpp", ".cu")) and name not in left_out)
     return sorted(names, key=_unit_seconds, reverse=True)
 
@@ -1762,19 +1763,22 @@ def bundle(problems: Iterable[ConvProblem] | None = None, arch: str | None = Non
     Raises ValueError for a problem that is none, or if a source contains what evaluation scripts reject; RuntimeError
     if there is neither a GPU nor `arch`, or no nvcc and C++ compiler for the dry run that chooses the engines.
     """
+    binding = _one_text({_BUNDLE_BINDING})
     if problems is None:
-        kernels, constants = _all_kernels(), {"PROBLEMS": "None", "GPU": repr("written for any GPU")}
+        kernels = _one_text({name for name in _sources if name.endswith(".cu")})
+        constants = {"GPU": repr("written for any GPU")}
     else:
-        rows = list(dict.fromkeys(map(_problem_key, problems)))
-        if not rows:
+        keys = list(dict.fromkeys(map(_problem_key, problems)))
+        if not keys:
             raise ValueError("problems must name at least one convolution; None stands for all")
         capability, sm_counts = _bundle_gpu(arch)
-        kernels = _kernels_for(rows, capability, sm_counts)
-        lines = "".join(f"    {key}: {row},\n" for row, key in enumerate(rows))
+        kernels = _kernels_for(keys, capability, sm_counts)
+        binding = f"{_define('PROBLEMS', map(_problem_row, keys))}\n{binding}"
         gpu = f"written for GPUs of compute capability {capability[0]}.{capability[1]} with {sm_counts[0]} SMs"
-        constants = {"PROBLEMS": f"{{\n{lines}}}", "CAPABILITY": repr(capability), "GPU": repr(gpu)}
+        constants = {"CAPABILITY": repr(capability), "GPU": repr(gpu)}
+    constants |= {"BINDING": _literal(binding), "KERNELS": _literal(kernels)}
     text = (_kernel_folder() / "bundle_template.py").read_text(encoding="utf-8")
-    for name, value in {**constants, "KERNELS": _literal(kernels)}.items():
+    for name, value in constants.items():
         text, count = re.subn(rf"^_MODELNEW_{name} = .*$", lambda _: f"_MODELNEW_{name} = {value}", text, flags=re.M)  # noqa: B023
         assert count == 1, name
     text = _bundle_note(problems) + text.partition('"""\n')[2]
@@ -1819,7 +1823,13 @@ def _dry_run() -> ctypes.CDLL:
     return ctypes.CDLL(build.library if os.path.exists(build.library) else _build_once(build))
 
 
-_DTYPE_NUMBERS = {"torch.float32": 0, "torch.float16": 1, "torch.bfloat16": 2, "torch.float64": 3}  # kernels' DType
+# The kernels' DType and PyTorch's name in C++.
+_DTYPES = {
+    "torch.float32": (0, "at::kFloat"),
+    "torch.float16": (1, "at::kHalf"),
+    "torch.bfloat16": (2, "at::kBFloat16"),
+    "torch.float64": (3, "at::kDouble"),
+}
 
 
 def _planned(
@@ -1831,7 +1841,7 @@ def _planned(
         (size + 2 * pad - step * (taps - 1) - 1) // stride_ + 1
         for size, pad, step, taps, stride_ in zip((H, W), padding, dilation, (R, S), stride, strict=True)
     )
-    sizes = [N, C, H, W, K, R, S, P, Q, groups, *stride, *padding, *dilation, _DTYPE_NUMBERS[dtype], tf32]
+    sizes = [N, C, H, W, K, R, S, P, Q, groups, *stride, *padding, *dilation, _DTYPES[dtype][0], tf32]
     for shape in ((C, H, W), (group_C, R, S), (K, P, Q)):
         sizes += [math.prod(shape[i:]) for i in range(4)]  # strides
     text = ctypes.create_string_buffer(1 << 16)
@@ -1864,17 +1874,25 @@ def _kernels_for(keys: list[tuple[Any, ...]], capability: tuple[int, int], sm_co
             chosen.append(f"&k{''.join(map(str.capitalize, engine.split('_')))}Engine")
         rows.append(f"{{{{{', '.join(chosen[:4])}}}, {{{', '.join(chosen[4:])}}}}}")
     files = {f"{engine}.cu" for engine in engines}
-    kernels = {re.match(r'\{"(\w+)"', instance)[1] for instance in instances}
+    kernels = {re.match(r'\{("\w+")', instance)[1] for instance in instances}
     for name, text in _sources.items():
-        if name.endswith(".cu") and kernels & set(re.findall(r"__global__[^;{]*?\b(\w+_kernel)\(", text)):
+        if name.endswith(".cu") and any(kernel in text for kernel in kernels):
             files.add(name)
-    lists = {"INSTANCES": sorted(instances) or ['{"none", {}}'], "CHOSEN": rows}
-    defines = [f"#define MODELNEW_{name}" + ", ".join(f" \\\n  {item}" for item in lists[name]) for name in lists]
-    return "\n".join(defines).replace(",  \\", ", \\") + "\n\n" + _one_text(_with_callees(files))
+    defines = [_define("INSTANCES", sorted(instances) or ['{"none", {}}']), _define("CHOSEN", rows)]
+    return "\n".join([*defines, _one_text(_with_callees(files))])
 
 
-def _all_kernels() -> str:
-    return _one_text({name for name in _sources if name.endswith(".cu") and name != _BUNDLE_END})
+def _define(name: str, items: Iterable[str]) -> str:
+    """A macro that is a list, an item a line."""
+    return f"#define MODELNEW_{name}" + ",".join(f" \\\n  {item}" for item in items) + "\n"
+
+
+def _problem_row(key: tuple[Any, ...]) -> str:
+    """A problem as bundle_template.cpp has it."""
+    (x, w), bias, pairs, groups, dtype = key[:2], key[2], key[3:6], key[6], key[7]
+    numbers = ["{" + ", ".join(map(str, values)) + "}" for values in (x, w, *pairs)]
+    settings = f"{{{', '.join(numbers[2:])}, {groups}}}"
+    return f"{{{numbers[0]}, {numbers[1]}, {str(bias).lower()}, {settings}, {_DTYPES[dtype][1]}}}"
 
 
 _DECLARATION = re.compile(r"^(?!extern|using|template|inline)(\w+) (\w+)(\([^;{}]*\));", re.MULTILINE)
@@ -1911,7 +1929,8 @@ def _with_callees(files: set[str]) -> set[str]:
 
 
 def _one_text(files: set[str]) -> str:
-    """These .cu files, after the headers that they include and before the end of every bundle, as one CUDA text."""
+    """These files after the headers that they include, as one text; kernels with the end of every bundle's."""
+    last = sorted(files - {_BUNDLE_END}) + [_BUNDLE_END] * (_BUNDLE_BINDING not in files)
     order: dict[str, None] = {}
 
     def visit(file: str) -> None:
@@ -1920,16 +1939,14 @@ def _one_text(files: set[str]) -> str:
                 visit(header)
         order[file] = None
 
-    for file in (*sorted(files), _BUNDLE_END):
+    for file in last:
         visit(file)
-    headers = [file for file in order if not file.endswith(".cu")]
     parts = []
-    for file in (*headers, *sorted(files), None, _BUNDLE_END):
-        if file is None:
+    for file in (*(file for file in order if file not in last), *last):
+        if file == _BUNDLE_END:
             parts.append(_stand_ins(files))
-        else:
-            text = re.sub(r'^#(pragma once|include ".*")\n', "", _sources[file], flags=re.MULTILINE)
-            parts.append(f"// ---- kernels/{file} ----\n\n{text}")
+        text = re.sub(r'^#(pragma once|include ".*")\n', "", _sources[file], flags=re.MULTILINE)
+        parts.append(f"// ---- kernels/{file} ----\n\n{text}")
     return "\n".join(filter(None, parts))
 
 
@@ -1944,7 +1961,8 @@ def _stand_ins(files: set[str]) -> str:
     for text in _sources.values():
         for kind, name, arguments in _DECLARATION.findall(text):
             if name in missing:
-                lines += [f"{kind} {name}{arguments} {{", *([] if kind == "void" else ["  return {};"]), "}"]
+                failure = {"void": "", "cudaError_t": "  return cudaErrorNotSupported;\n"}.get(kind, "  return {};\n")
+                lines.append(f"{kind} {name}{arguments} {{\n{failure}}}")
     if not lines:
         return ""
     refuse = 'const char* not_in_this_file(const Problem&, Operator) { return "it is not in this file"; }'
@@ -1954,11 +1972,11 @@ def _stand_ins(files: set[str]) -> str:
 
 def _bundle_note(problems: Iterable[ConvProblem] | None) -> str:
     """A bundle's first lines."""
-    what = "for any problem" if problems is None else "for given problems (_MODELNEW_PROBLEMS)"
+    what = "for any problem" if problems is None else "for given problems (MODELNEW_PROBLEMS)"
     return f'''"""ModelNew, a 2-D convolution with CUDA kernels of its own, in one file {what}.
 
-Written by modelnew's bundle(). The file reads downwards: the model, its gradients, a call of the kernels, their build,
-and then the kernels: what each file of modelnew's folder kernels/ says, headers first.
+Written by modelnew's bundle(). The file reads downwards: the model, the build, the binding with its gradients, and the
+kernels: what the files of modelnew's folder kernels/ say, headers first.
 """
 '''
 

@@ -7,7 +7,6 @@
 //
 // A CPython module by hand instead of pybind11's binding layer, with METH_FASTCALL and hand-written argument parsing:
 // small convolutions live on the host time of a call (bench.py --host).
-#include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/conv2d.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -23,6 +22,7 @@
 #include "engines.cuh"
 #include "operators.h"
 #include "screening.h"
+#include "tf32_switch.h"
 
 namespace modelnew {
 namespace {
@@ -38,24 +38,6 @@ struct Settings {
 // The engine that force_engine() asks for; null: the table decides. One for the process, since backward has threads of
 // its own.
 std::atomic<const Engine*> forced_engine{nullptr};
-
-// Whether PyTorch's switches allow TF32 in a convolution at this moment. The switch has taken no argument, a name and
-// an enumerator in turn; from 2.9 on it raises without one where the switches of cuDNN's operators differ.
-bool read_switch(bool (at::Context::*allowed)() const) { return (at::globalContext().*allowed)(); }
-
-template <typename Name>
-bool read_switch(bool (at::Context::*allowed)(Name) const) {
-  return (at::globalContext().*allowed)("conv");
-}
-
-template <typename Op>
-bool read_switch(bool (at::Context::*allowed)(std::optional<Op>) const) {
-  return (at::globalContext().*allowed)(Op::CONV);
-}
-
-bool tf32_allowed() {
-  return at::globalContext().userEnabledCuDNN() && read_switch(&at::Context::allowTF32CuDNN);
-}
 
 const char* name_of(Operator op) {
   switch (op) {
@@ -140,8 +122,13 @@ void require_int_range(const at::Tensor& x, const at::Tensor& w, const at::Tenso
                                                 " (any batch size), but got ", describe_call(x, w, bias, s)));
 }
 
+// Meta tensors may be asked about: they stand for tensors on the current GPU.
+bool can_be_explained(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const Settings& s) {
+  return (x.is_cuda() || x.is_meta()) && valid<int64_t>(x, w, bias, s.stride, s.padding, s.dilation, s.groups);
+}
+
 bool valid_on_cuda(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const Settings& s) {
-  return x.is_cuda() && valid<int64_t>(x, w, bias, s.stride, s.padding, s.dilation, s.groups);
+  return x.is_cuda() && can_be_explained(x, w, bias, s);
 }
 
 // For arguments that are not valid_on_cuda(): PyTorch's own operator on the very same ones, so that the type and the
@@ -355,7 +342,7 @@ std::string explain(const at::Tensor& x, const at::Tensor& w, const at::Tensor& 
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   require_served_dtype(x, w, bias);
   require_int_range(x, w, bias, s);
-  if (!valid_on_cuda(x, w, bias, s)) {
+  if (!can_be_explained(x, w, bias, s)) {
     result_of_pytorch(x, w, bias, s);
     return "the output has no elements: nothing is launched\n";
   }

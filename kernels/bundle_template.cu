@@ -1,4 +1,4 @@
-// The end of a bundle's kernels: what its Python code calls through ctypes. bundle() in modelnew.py defines, before all
+// The end of a bundle's kernels: what its binding calls. bundle() in modelnew.py defines, before all
 // else, MODELNEW_CHOSEN: for each problem that the bundle is for, with TF32 not allowed and allowed, the engine of each
 // Operator. Without it the table of all engines is asked.
 #include "choice.cuh"
@@ -18,28 +18,31 @@ const Engine* choose(const Problem& problem, Operator op, int row) {
 #endif
 }
 
+Pointers pointers_of(const void* const* p) {
+  return {p[0], p[1], p[2], p[3], const_cast<void*>(p[4]), const_cast<void*>(p[5])};
+}
+
 }  // namespace
 }  // namespace modelnew
 
-#define MODELNEW_EXPORTED extern "C" __attribute__((visibility("default")))
-
-// `row`: of MODELNEW_CHOSEN; `sizes`: as problem_of_sizes() has them; `pointers`: without the workspace.
-MODELNEW_EXPORTED int64_t modelnew_workspace_bytes(int op, int row, const int64_t* sizes,
-                                                   const modelnew::Pointers* pointers) {
+// `row`: of MODELNEW_CHOSEN; `sizes`: as problem_of_sizes() has them; `pointers`: x, w, bias, y or dy, the result, and
+// the workspace, which is not set yet where its size is asked for.
+extern "C" int64_t modelnew_workspace_bytes(int op, int row, const int64_t* sizes, const void* const* pointers) {
   using namespace modelnew;
   const Problem problem = problem_of_sizes(sizes);
   const Engine* const engine = choose(problem, static_cast<Operator>(op), row);
-  return engine == nullptr ? 0 : engine->workspace_bytes(problem, static_cast<Operator>(op), *pointers);
+  return engine == nullptr ? 0 : engine->workspace_bytes(problem, static_cast<Operator>(op), pointers_of(pointers));
 }
 
 // Launches on the current device; null, or why it did not.
-MODELNEW_EXPORTED const char* modelnew_launch(int op, int row, const int64_t* sizes,
-                                              const modelnew::Pointers* pointers, cudaStream_t stream) {
+extern "C" const char* modelnew_launch(int op, int row, const int64_t* sizes, const void* const* pointers,
+                                       void* stream) {
   using namespace modelnew;
   const Problem problem = problem_of_sizes(sizes);
   const Engine* const engine = choose(problem, static_cast<Operator>(op), row);
   if (engine == nullptr) return "no engine takes the problem";
-  const cudaError_t error = engine->launch(static_cast<Operator>(op), problem, *pointers, stream);
+  const cudaError_t error = engine->launch(static_cast<Operator>(op), problem, pointers_of(pointers),
+                                           static_cast<cudaStream_t>(stream));
   if (error == cudaSuccess) return nullptr;
   cudaGetLastError();  // else CUDA reports it once more at somebody's next launch
   return cudaGetErrorString(error);

@@ -1,0 +1,216 @@
+// The binding of a bundle: conv2d() for Python, with gradients.
+//
+//   conv2d()       finds the problem, or raises ValueError for what the file has no kernels for
+//   Convolution    forward and backward, an operator of the kernels each
+//   run()          sizes and addresses -> workspace -> launch
+//
+// Where bundle() in modelnew.py defines MODELNEW_PROBLEMS, the file is for these problems alone, and operands that are
+// not as the kernels were chosen for them, contiguous and at multiples of 256 bytes, are copied.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/GradMode.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "tf32_switch.h"
+
+// The end of the kernels defines these two (bundle_template.cu).
+extern "C" int64_t modelnew_workspace_bytes(int op, int row, const int64_t* sizes, const void* const* pointers);
+extern "C" const char* modelnew_launch(int op, int row, const int64_t* sizes, const void* const* pointers,
+                                       void* stream);
+
+namespace modelnew {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = c10::optional<Tensor>;
+using Pair = std::array<int64_t, 2>;
+using Sizes = std::array<int64_t, 4>;
+
+struct Settings {
+  Pair stride, padding, dilation;
+  int64_t groups;
+};
+
+struct ProblemRow {
+  Sizes x, w;
+  bool bias;
+  Settings settings;
+  at::ScalarType dtype;
+};
+
+#if defined(MODELNEW_PROBLEMS)
+constexpr bool kForAll = false;
+const ProblemRow kRows[] = {MODELNEW_PROBLEMS};
+#else
+constexpr bool kForAll = true;
+const std::array<ProblemRow, 0> kRows{};
+#endif
+
+enum Operator : int { kFprop, kDgrad, kWgrad, kBgrad };  // the kernels'
+
+// ---- Which problem ----
+
+Pair output_size(at::IntArrayRef x, at::IntArrayRef w, const Settings& s) {
+  Pair size{};
+  for (int i : {0, 1}) {
+    const int64_t steps = x[2 + i] + 2 * s.padding[i] - s.dilation[i] * (w[2 + i] - 1) - 1;
+    size[i] = steps < 0 ? 0 : steps / s.stride[i] + 1;
+  }
+  return size;
+}
+
+// DType of the kernels, or -1.
+int dtype_number(at::ScalarType type) {
+  return type == at::kFloat ? 0 : type == at::kHalf ? 1 : type == at::kBFloat16 ? 2 : type == at::kDouble ? 3 : -1;
+}
+
+// The row of the problem, 0 in a file for all problems, or -1.
+int find_row(const Tensor& x, const Tensor& w, const OptionalTensor& bias, const Settings& s) {
+  const auto fits = [&](const Tensor& t) { return t.scalar_type() == x.scalar_type() && t.device() == x.device(); };
+  if (x.dim() != 4 || w.dim() != 4 || dtype_number(x.scalar_type()) < 0 || !fits(w)) return -1;
+  if (bias.has_value() && (!fits(*bias) || bias->dim() != 1 || bias->size(0) != w.size(0))) return -1;
+  if (kForAll) {
+    const bool positive = s.groups > 0 && s.stride[0] > 0 && s.stride[1] > 0 && s.dilation[0] > 0 && s.dilation[1] > 0;
+    if (!positive || x.size(1) != w.size(1) * s.groups || w.size(0) % s.groups != 0) return -1;
+    const Pair size = output_size(x.sizes(), w.sizes(), s);
+    return size[0] > 0 && size[1] > 0 ? 0 : -1;
+  }
+  int row = 0;
+  for (const ProblemRow& known : kRows) {
+    const Settings& k = known.settings;
+    if (x.sizes() == at::IntArrayRef(known.x) && w.sizes() == at::IntArrayRef(known.w) &&
+        bias.has_value() == known.bias && s.stride == k.stride && s.padding == k.padding && s.dilation == k.dilation &&
+        s.groups == k.groups && x.scalar_type() == known.dtype)
+      return row;
+    ++row;
+  }
+  return -1;
+}
+
+std::string text_of(at::IntArrayRef sizes) {
+  std::string text;
+  for (int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "(" + text + ")";
+}
+
+std::string text_of(at::IntArrayRef x, at::IntArrayRef w, bool bias, const Settings& s, at::ScalarType type) {
+  return std::string(c10::toString(type)) + " input " + text_of(x) + ", weight " + text_of(w) +
+         (bias ? ", a bias" : ", no bias") + ", stride " + text_of(s.stride) + ", padding " + text_of(s.padding) +
+         ", dilation " + text_of(s.dilation) + ", groups " + std::to_string(s.groups);
+}
+
+// ---- Launches ----
+
+// As the kernels take it.
+Tensor operand(const Tensor& tensor) {
+  const bool fits = tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 256 == 0;
+  return kForAll || fits ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+// Runs an operator on the current stream into `out`, which stands for x, w or y where it is their gradient.
+void run(Operator op, int64_t row, const Settings& s, const Tensor& x, const Tensor& w, const Tensor& bias,
+         const Tensor& y, const Tensor& out) {
+  if (x.numel() == 0 || y.numel() == 0) {
+    out.zero_();
+    return;
+  }
+  const c10::cuda::CUDAGuard device_guard(out.device());
+  std::array<int64_t, 30> sizes = {x.size(0),       x.size(1),      x.size(2),
+                                   x.size(3),       w.size(0),      w.size(2),
+                                   w.size(3),       y.size(2),      y.size(3),
+                                   s.groups,        s.stride[0],    s.stride[1],
+                                   s.padding[0],    s.padding[1],   s.dilation[0],
+                                   s.dilation[1],   dtype_number(x.scalar_type()), tf32_allowed()};
+  for (int i = 0; i < 4; ++i) {
+    sizes[18 + i] = x.stride(i);
+    sizes[22 + i] = w.stride(i);
+    sizes[26 + i] = y.stride(i);
+  }
+  const void* pointers[] = {x.data_ptr(), w.data_ptr(), bias.defined() ? bias.data_ptr() : nullptr,
+                            y.data_ptr(), out.data_ptr(), nullptr};
+  Tensor workspace;
+  if (const int64_t bytes = modelnew_workspace_bytes(op, static_cast<int>(row), sizes.data(), pointers); bytes > 0) {
+    workspace = at::empty({bytes}, out.options().dtype(at::kByte));
+    pointers[5] = workspace.data_ptr();
+  }
+  void* const stream = c10::cuda::getCurrentCUDAStream().stream();
+  const char* const error = modelnew_launch(op, static_cast<int>(row), sizes.data(), pointers, stream);
+  TORCH_CHECK(error == nullptr, std::string("the kernels cannot run: ") + (error == nullptr ? "" : error));
+}
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct Convolution : torch::autograd::Function<Convolution> {
+  static Tensor forward(AutogradContext* context, const Tensor& x_given, const Tensor& w_given,
+                        const OptionalTensor& bias_given, int64_t row, const Settings& s) {
+    const Tensor x = operand(x_given), w = operand(w_given);
+    const Tensor bias = bias_given.has_value() ? operand(*bias_given) : Tensor();
+    const auto [P, Q] = output_size(x.sizes(), w.sizes(), s);
+    constexpr auto kChannelsLast = at::MemoryFormat::ChannelsLast;
+    const bool last = x.scalar_type() != at::kDouble &&
+                      (x.suggest_memory_format() == kChannelsLast || w.suggest_memory_format() == kChannelsLast);
+    const Tensor y = at::empty({x.size(0), w.size(0), P, Q}, x.options(),
+                               last ? kChannelsLast : at::MemoryFormat::Contiguous);
+    run(kFprop, row, s, x, w, bias, y, y);
+    context->save_for_backward({x, w});
+    context->saved_data["call"] = std::vector<int64_t>{row, s.stride[0], s.stride[1], s.padding[0], s.padding[1],
+                                                       s.dilation[0], s.dilation[1], s.groups, bias.defined()};
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!c10::GradMode::is_enabled(),
+                                "this file has no second derivatives: call backward() without create_graph");
+    const std::vector<int64_t> call = context->saved_data["call"].toIntVector();
+    const Settings s{{call[1], call[2]}, {call[3], call[4]}, {call[5], call[6]}, call[7]};
+    const variable_list saved = context->get_saved_variables();
+    const Tensor dy = operand(gradients[0]), &x = saved[0], &w = saved[1];
+    Tensor dx, dw, db;
+    if (context->needs_input_grad(0)) {
+      dx = at::empty_like(x);
+      run(kDgrad, call[0], s, dx, w, Tensor(), dy, dx);
+    }
+    if (context->needs_input_grad(1)) {
+      dw = at::empty_like(w);
+      run(kWgrad, call[0], s, x, dw, Tensor(), dy, dw);
+    }
+    if (call[8] != 0 && context->needs_input_grad(2)) {
+      db = at::empty({w.size(0)}, dy.options());
+      run(kBgrad, call[0], s, x, w, Tensor(), dy, db);
+    }
+    return {dx, dw, db, {}, {}};
+  }
+};
+
+Tensor conv2d(const Tensor& x, const Tensor& w, const OptionalTensor& bias, const Pair& stride,
+              const std::variant<Pair, std::string>& padding, const Pair& dilation, int64_t groups) {
+  TORCH_CHECK_VALUE(padding.index() == 0, "ModelNew takes padding in numbers, not by name");
+  const Settings s{stride, std::get<Pair>(padding), dilation, groups};
+  const int row = find_row(x, w, bias, s);
+  if (row < 0) {
+    std::string message = "ModelNew got " + text_of(x.sizes(), w.sizes(), bias.has_value(), s, x.scalar_type()) +
+                          (kForAll ? ", which is no convolution of tensors of one type on one GPU"
+                                   : "; this file has kernels for:");
+    for (const ProblemRow& known : kRows)
+      message += " " + text_of(known.x, known.w, known.bias, known.settings, known.dtype) + ";";
+    TORCH_CHECK_VALUE(false, message);
+  }
+  return Convolution::apply(x, w, bias, row, s);
+}
+
+}  // namespace
+}  // namespace modelnew
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.def("conv2d", &modelnew::conv2d, pybind11::call_guard<pybind11::gil_scoped_release>());
+}
