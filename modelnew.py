@@ -1832,11 +1832,9 @@ _DTYPES = {
 }
 
 
-def _planned(
-    key: tuple[Any, ...], tf32: bool, operator: int, capability: tuple[int, int], sms: int, engine: str = ""
-) -> tuple[str, set[str]]:
-    """The engine of a problem's operator (kernels' Operator) and the instances that it launches, as C++ text."""
-    (N, C, H, W), (K, group_C, R, S), bias, stride, padding, dilation, groups, dtype = key
+def _sizes_for_kernels(key: tuple[Any, ...], tf32: bool) -> list[int]:
+    """A problem as kernels/sizes.cuh has it, of contiguous tensors."""
+    (N, C, H, W), (K, group_C, R, S), _, stride, padding, dilation, groups, dtype = key
     P, Q = (
         (size + 2 * pad - step * (taps - 1) - 1) // stride_ + 1
         for size, pad, step, taps, stride_ in zip((H, W), padding, dilation, (R, S), stride, strict=True)
@@ -1844,16 +1842,29 @@ def _planned(
     sizes = [N, C, H, W, K, R, S, P, Q, groups, *stride, *padding, *dilation, _DTYPES[dtype][0], tf32]
     for shape in ((C, H, W), (group_C, R, S), (K, P, Q)):
         sizes += [math.prod(shape[i:]) for i in range(4)]  # strides
+    return sizes
+
+
+def _planned(
+    key: tuple[Any, ...], tf32: bool, operator: int, capability: tuple[int, int], sms: int, engine: str = ""
+) -> tuple[str, set[str]]:
+    """The engine of a problem's operator (kernels' Operator) and the instances that it launches, as C++ text."""
+    sizes = _sizes_for_kernels(key, tf32)
     text = ctypes.create_string_buffer(1 << 16)
     gpu, numbers = (10 * capability[0] + capability[1], sms), (ctypes.c_int64 * len(sizes))(*sizes)
     dry_run = _dry_run().modelnew_dry_run
     dry_run.restype = ctypes.c_bool
-    done = dry_run(*gpu, numbers, operator, bias, engine.encode() or None, text, ctypes.c_size_t(len(text)))
+    done = dry_run(*gpu, numbers, operator, key[2], engine.encode() or None, text, ctypes.c_size_t(len(text)))
     name, *instances = text.value.decode().splitlines()
     if not done:
         raise ValueError(f"{key} cannot be planned: {name}")
-    numbered = (line.split() for line in instances)
-    return name, {f'{{"{kernel}", {{{", ".join(numbers)}}}}}' for kernel, *numbers in numbered}
+    return name, set(map(_instance, instances))
+
+
+def _instance(line: str) -> str:
+    """An instance in C++, of a line of the dry run."""
+    kernel, *numbers = line.split()
+    return f'{{"{kernel}", {{{", ".join(numbers)}}}}}'
 
 
 def _kernels_for(keys: list[tuple[Any, ...]], capability: tuple[int, int], sm_counts: tuple[int, ...]) -> str:

@@ -10,7 +10,6 @@ import re
 import torch
 from torch import nn
 from torch.utils import cpp_extension
-from torch.utils.cpp_extension import load_inline
 
 
 class ModelNew(nn.Module):
@@ -49,7 +48,7 @@ def _modelnew_build():
     name = "modelnew_" + hashlib.sha256(repr(what).encode()).hexdigest()[:16]
     folder = os.path.join(root, name)
     os.makedirs(folder, exist_ok=True)
-    keywords = inspect.signature(load_inline).parameters
+    keywords = inspect.signature(cpp_extension.load_inline).parameters
     # The kernels need none of PyTorch's headers, whose inclusion only newer versions can be told to leave out.
     bare = {"no_implicit_headers": True} if "no_implicit_headers" in keywords else {}
     flags = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden", *_modelnew_split_flags()]
@@ -63,7 +62,7 @@ def _modelnew_build():
         stack.callback(os.environ.update, dict(os.environ))
         stack.callback(os.environ.pop, "TORCH_CUDA_ARCH_LIST", None)
         os.environ["TORCH_CUDA_ARCH_LIST"] = "8.0"  # PyTorch reads it, and before 2.9 adds it to the flags
-        return load_inline(
+        return cpp_extension.load_inline(
             name=name,
             cpp_sources=[_MODELNEW_BINDING],
             cuda_sources=[_MODELNEW_KERNELS],

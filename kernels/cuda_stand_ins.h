@@ -1,0 +1,99 @@
+// Stand-ins for the CUDA runtime, for engines that are compiled with MODELNEW_DRY_RUN: they launch nothing, know the GPU
+// that they are told, and keep the instances that launchers record. To be included once in a library.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "instances.cuh"
+
+namespace modelnew {
+namespace {
+
+struct Gpu {
+  int capability, sms;  // compute capability, times 10
+};
+
+Gpu gpu{};
+std::string recorded;  // a line for each instance: kernel and arguments
+
+}  // namespace
+
+void record(const Instance& instance) {
+  recorded += instance.kernel;
+  for (int argument : instance.arguments) recorded += " " + std::to_string(argument);
+  recorded += "\n";
+}
+
+}  // namespace modelnew
+
+using modelnew::gpu;
+
+extern "C" {
+
+cudaError_t CUDARTAPI cudaGetDevice(int* number) {
+  *number = 10000 * gpu.capability + gpu.sms;  // device.cuh asks again where it differs
+  return cudaSuccess;
+}
+
+cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = gpu.capability / 10;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = gpu.capability % 10;
+      return cudaSuccess;
+    case cudaDevAttrMultiProcessorCount:
+      *value = gpu.sms;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:  // CUDA's programming guide, table of technical specifications
+      *value = (gpu.capability == 80 || gpu.capability == 87 ? 163 : gpu.capability / 10 == 8 || gpu.capability >= 120
+                    ? 99 : gpu.capability >= 90 ? 227 : 64) << 10;
+      return cudaSuccess;
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+// On an H200 some SMs belong to no cluster of 4 or 8 blocks; other GPUs are taken to be without such rests.
+cudaError_t CUDARTAPI cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t* config) {
+  const int size = static_cast<int>(config->attrs[0].val.clusterDim.x);
+  *clusters = gpu.sms != 132 ? gpu.sms / size : size == 2 ? 66 : size == 4 ? 30 : 15;
+  return cudaSuccess;
+}
+
+cudaError_t CUDARTAPI cudaGetLastError() { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaMemsetAsync(void*, int, size_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return cudaSuccess; }
+
+// The driver's functions make tensor maps.
+static int succeed() { return 0; }
+#if CUDART_VERSION >= 12050
+cudaError_t CUDARTAPI cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+                                                       cudaDriverEntryPointQueryResult*) {
+#else
+cudaError_t CUDARTAPI cudaGetDriverEntryPoint(const char*, void** function, unsigned long long,
+                                              cudaDriverEntryPointQueryResult*) {
+#endif
+  *function = reinterpret_cast<void*>(succeed);
+  return cudaSuccess;
+}
+
+// What nvcc writes for <<<>>> and for the registration of kernels. A configuration that cannot be pushed keeps the
+// launch from being made.
+unsigned __cudaPushCallConfiguration() { return 1; }
+void* __cudaRegisterFatBinary() { return nullptr; }
+int __cudaPopCallConfiguration() { return 0; }
+int __cudaRegisterFatBinaryEnd() { return 0; }
+int __cudaUnregisterFatBinary() { return 0; }
+int __cudaRegisterFunction() { return 0; }
+int __cudaRegisterVar() { return 0; }
+int __cudaInitModule() { return 0; }
+int __cudaLaunchKernel() { return 0; }
+int __cudaGetKernel() { return 0; }
+
+}  // extern "C"

@@ -1,0 +1,509 @@
+"""bundle(): what the pasted file holds, what evaluation scripts see of it, and that its kernels are those it needs.
+
+Without a GPU the kernels' host code runs over stand-ins for the CUDA runtime, as in the dry run that chooses engines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import modelnew
+from test_modelnew import DEVICES, gpu, tf32_switch
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ROOT / "kernels"
+ConvProblem = modelnew.ConvProblem
+
+P55 = ConvProblem((8, 64, 512, 1024), (128, 64, 3, 3))
+P56 = ConvProblem((8, 64, 512, 256), (128, 64, 5, 7))
+P63 = ConvProblem((16, 16, 1024, 1024), (128, 16, 3, 3))
+KERNELBENCH = {"55": P55, "56": P56, "63": P63}
+
+needs_nvcc = pytest.mark.skipif(
+    modelnew._find_cuda_home() is None or modelnew._find_ninja() is None or modelnew._find_host_compiler() is None,
+    reason="needs nvcc, ninja and a C++ compiler for the dry run",
+)
+
+# A problem as KernelBench poses it, with module globals that a careless bundle would overwrite.
+REFERENCE = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: tuple, stride: int = 1, padding: int = 0,
+                 dilation: int = 1, groups: int = 1, bias: bool = False):
+        super(Model, self).__init__()
+        self.conv2d = nn.Conv2d(in_channels, out_channels, kernel_size, stride=stride, padding=padding,
+                                dilation=dilation, groups=groups, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv2d(x)
+
+batch_size = 3
+in_channels = 16
+out_channels = 64
+kernel_size = (3, 5)
+width = 128
+height = 126
+
+def get_inputs():
+    return [torch.rand(batch_size, in_channels, height, width)]
+
+def get_init_inputs():
+    return [in_channels, out_channels, kernel_size]
+"""
+REFERENCE_PROBLEM = ConvProblem((3, 16, 126, 128), (64, 16, 3, 5), False, (1, 1), (0, 0), (1, 1), 1)
+
+# What KernelBench's static checker rejects or warns of (its kernel_static_checker.py). It looks at code without its
+# comments; here the whole text must be free of it.
+FORBIDDEN = {
+    "exception handlers": r"\btry\s*:|\bexcept\b",
+    "the word pass": r"\bpass\b",
+    "future imports": r"__future__",
+    "compute layers": r"torch\.nn\.(?!(Module(List|Dict)?|parameter|Parameter(List|Dict)?|init)\b)",
+    "torch's operators": r"\btorch\.(mm|bmm|matmul|einsum|conv([123]d|_transpose[123]d)?|(avg|max)_pool[123]d|relu|tanh"
+    r"|sigmoid|softmax|linear|clamp|dropout|logsumexp)(?=\s*\(|\s|$)",
+    "torch's functions": r"\bnn\.functional\.\w+|\bF\.(conv|linear|relu|gelu|softmax|dropout|(max|avg)_pool|\w+_norm)",
+    "streams": r"cuda\.Stream\s*\(|with\s+torch\.cuda\.stream|\.wait_stream\s*\(|\.record_stream\s*\(",
+    "threads": r"\bthreading\b|multiprocessing|concurrent\.futures|PoolExecutor",
+    "tensor subclasses": r"_make_subclass|class\s+\w+.*\((torch\.)?Tensor\)|torch\.Tensor\.__new__",
+    "patched timers": r"(cuda\.Event|\.record|\.elapsed_time|synchronize|time\.perf_counter|time\.time)\s*=",
+    "half precision": r"__float2half(_rn)?\s*\(|\(\s*__half\s*\)\s*[\w>.-]|static_cast\s*<\s*(__half|half)\s*>\s*\("
+    r"|\.half\s*\(|\.float16\s*\(|\.to\s*\(\s*(dtype\s*=\s*)?torch\.(float16|half)\b",
+}
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    """Bundles by name: of all problems, of KernelBench's, and of the reference's above."""
+    made = {"all": modelnew.bundle()}
+    if not needs_nvcc.args[0]:
+        problems = {**KERNELBENCH, "reference": REFERENCE_PROBLEM}
+        made |= {name: modelnew.bundle([problem], arch="9.0") for name, problem in problems.items()}
+    return made
+
+
+def literal(text: str, name: str) -> str:
+    """The value of one of a bundle's constants."""
+    start = text.index(f"_MODELNEW_{name} = r'''") + len(f"_MODELNEW_{name} = r'''")
+    return text[start : text.index("'''", start)]
+
+
+# The text ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_bundles_avoid(texts, what):
+    for name, text in texts.items():
+        found = [(name, line) for line in text.splitlines() if re.search(FORBIDDEN[what], line)]
+        assert not found
+
+
+def test_bundles_have_what_is_asked_for(texts):
+    patterns = (r"__global__ void", "load_inline", r"threadIdx\.", r"__syncthreads\(", r"class ModelNew\(nn\.Module\)")
+    for text in texts.values():
+        assert all(re.search(pattern, text) for pattern in patterns)
+        assert max(map(len, text.splitlines())) <= 120
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", KERNELBENCH)
+def test_bundle_of_a_problem_is_short_and_of_whole_files(texts, name):
+    text = texts[name]
+    assert len(text.splitlines()) <= 8000
+    files = re.findall(r"^// ---- kernels/(\S+) ----$", text, re.MULTILINE)
+    assert {"wgmma.cu", "wgrad.cu", "listed.cu", "numerics.cuh"} <= set(files)
+    assert not {"gather.cu", "direct.cu", "operators.cpp"} & set(files)
+    for file in files:
+        lines = [line for line in (KERNELS / file).read_text().splitlines() if line.strip()]
+        lines = [line for line in lines if not re.match(r'#(pragma once|include ")', line)]
+        kept = text[text.index(f"// ---- kernels/{file} ----") :].splitlines()
+        assert [line for line in kept if line.strip()][1 : len(lines) + 1] == lines, file
+
+
+def test_bundle_of_all_problems_has_all_engines(texts):
+    files = set(re.findall(r"^// ---- kernels/(\S+) ----$", texts["all"], re.MULTILINE))
+    assert {path.name for path in KERNELS.glob("*.cu")} <= files
+    assert "Stand-ins" not in texts["all"]
+
+
+def test_bundle_refuses_sources_that_would_be_rejected(monkeypatch):
+    monkeypatch.setitem(modelnew._sources, "direct.cu", modelnew._sources["direct.cu"] + "// first pass\n")
+    with pytest.raises(ValueError, match="first pass"):
+        modelnew.bundle()
+
+
+def test_bundles_have_few_globals_and_unmistakable_ones(texts):
+    for text in texts.values():
+        context: dict = {}
+        exec(compile(text, "<string>", "exec"), context)
+        names = {name for name, value in context.items() if not inspect.ismodule(value)} - {"__builtins__", "__doc__"}
+        assert names == {"ModelNew"} | {name for name in names if name.lower().startswith("_modelnew_")} | {"_modelnew"}
+
+
+# Problems ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "problem, text",
+    [
+        (ConvProblem((1, 8, 8, 8), (8, 4, 3, 3)), "is no problem: "),
+        (ConvProblem((1, 8, 2, 2), (8, 8, 3, 3)), "Kernel size can't be greater"),
+        (ConvProblem((8, 8, 8), (8, 8, 3, 3)), "4 sizes"),
+        (ConvProblem((1, 8, 8, 8), (8, 8, 3, 3), padding="same"), "numbers"),
+        (ConvProblem((1, 8, 8, 8), (8, 8, 3, 3), dtype=torch.int32), "floating-point dtype"),
+    ],
+)
+def test_bundle_refuses_what_is_no_problem(problem, text):
+    with pytest.raises(ValueError, match=text):
+        modelnew.bundle([problem], arch="9.0")
+
+
+def test_bundle_wants_a_problem_and_a_gpu(monkeypatch):
+    with pytest.raises(ValueError, match="at least one"):
+        modelnew.bundle([], arch="9.0")
+    with pytest.raises(RuntimeError, match="takes compute capabilities such as"):
+        modelnew.bundle([P55], arch="hopper")
+    with pytest.raises(RuntimeError, match=r"compute capability 11\.5 is made on such a GPU; without it: 8\.0, "):
+        modelnew.bundle([P55], arch="11.5")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"sees no GPU here; name the one .* arch 9\.0"):
+        modelnew.bundle([P55])
+
+
+def script(tmp_path: Path, *replacements: tuple[str, str]) -> str:
+    text = REFERENCE
+    for old, new in replacements:
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "reference.py").write_text(text)
+    return str(tmp_path / "reference.py")
+
+
+def test_script_is_read_without_computing(tmp_path):
+    huge = ("batch_size = 3", "batch_size = 1 << 40")
+    assert modelnew._problem_of_script(script(tmp_path)) == REFERENCE_PROBLEM
+    assert modelnew._problem_of_script(script(tmp_path, huge)).input == (1 << 40, 16, 126, 128)
+    settings = ("[in_channels, out_channels, kernel_size]", "[in_channels, out_channels, 3, 2, 1, 1, 4, True]")
+    assert modelnew._problem_of_script(script(tmp_path, settings)) == ConvProblem(
+        (3, 16, 126, 128), (64, 4, 3, 3), True, (2, 2), (1, 1), (1, 1), 4
+    )
+
+
+@pytest.mark.parametrize(
+    "replacement, text",
+    [
+        (("return self.conv2d(x)", "return self.conv2d(x).relu()"), "is not one nn.Conv2d.*relu"),
+        (("self.conv2d", "self.convolution"), "is not one nn.Conv2d"),
+        (("bias=bias)", "bias=True)"), "is not one nn.Conv2d"),
+        (("padding=padding", "padding=1"), "is not one nn.Conv2d"),
+        (("get_inputs", "inputs"), "does not run on the meta device: KeyError"),
+        (("width)]", "width).cuda()]"), "does not run on the meta device"),
+        (("import torch.nn as nn", "import torch.nn as nn; 1 / 0"), "ZeroDivisionError"),
+    ],
+)
+def test_script_of_something_else_is_refused(tmp_path, replacement, text):
+    with pytest.raises(ValueError, match=text):
+        modelnew._problem_of_script(script(tmp_path, replacement))
+
+
+def run_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "modelnew.py"), "bundle", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+
+
+def test_bundle_command(texts, tmp_path):
+    """`python modelnew.py bundle`, to a file and to standard output, of all problems and of a script's."""
+    assert run_command("-o", "bundle.py", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "bundle.py").read_text() == texts["all"]
+    assert run_command(cwd=tmp_path).stdout == texts["all"]
+    refused = run_command("--for", "missing.py", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("modelnew: missing.py does not run on the meta device: FileNotFoundError")
+    if "reference" in texts:
+        script(tmp_path)
+        assert run_command("--for", "reference.py", "--arch", "9.0", cwd=tmp_path).stdout == texts["reference"]
+
+
+# Under exec ----------------------------------------------------------------------------------------------------------
+
+
+def evaluate(bundle: str, device: str, cache: Path) -> tuple[dict, Tensor, Tensor]:
+    """As KernelBench does it: both sources in one dict, seeds 42, the same inputs. Returns (globals, theirs, ours)."""
+    context: dict = {}
+    exec(compile(REFERENCE, "<string>", "exec"), context)
+    before = dict(context)
+    prepended = f"import os\nos.environ['TORCH_EXTENSIONS_DIR'] = {str(cache)!r}\n"
+    exec(compile(prepended + bundle, "<string>", "exec"), context)
+    for name in ("Model", "get_inputs", "get_init_inputs", "in_channels", "height", "torch", "nn"):
+        assert context[name] is before[name], f"the bundle overwrites {name}"
+    torch.manual_seed(42)
+    inputs = [tensor.to(device) for tensor in context["get_inputs"]()]
+    outputs = []
+    for model_class in (context["Model"], context["ModelNew"]):
+        torch.manual_seed(42)
+        model = model_class(*context["get_init_inputs"]()).to(device=device)
+        outputs.append(model(*inputs))
+    return context, *outputs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bundle_under_exec(texts, device, monkeypatch, tmp_path):
+    """Twice in one process, beside the imported module, with an architecture list that fits no GPU here."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9")
+    text = texts["reference" if device == "cuda" else "all"]
+    built = set()
+    for _ in range(2):
+        context, theirs, ours = evaluate(text, device, tmp_path)
+        assert context["ModelNew"] is not modelnew.ModelNew
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        ours.sum().backward()
+        built |= {(path, path.stat().st_mtime_ns) for path in tmp_path.glob("*/*.so")}
+    assert len(built) == (device == "cuda")
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.9"
+
+
+class FakeBuild:
+    """A GPU on paper, and load_inline as the bundle calls it; `error` is raised by it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.error: Exception | None = None
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        monkeypatch.setattr(torch.utils.cpp_extension, "load_inline", self.load_inline)
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+
+    def load_inline(
+        self, name: str, cpp_sources: list, cuda_sources: list, build_directory: str, no_implicit_headers: bool, **other
+    ) -> types.SimpleNamespace:
+        arch_list, locked = os.environ.get("TORCH_CUDA_ARCH_LIST"), os.path.exists(f"{build_directory}/lock")
+        self.calls.append(other | {"name": name, "folder": build_directory, "list": arch_list, "locked": locked})
+        if self.error is not None:
+            raise self.error
+        return types.SimpleNamespace(conv2d=lambda *arguments: arguments)
+
+
+def test_bundle_builds_with_a_name_for_each_directory(texts, monkeypatch, tmp_path):
+    fake = FakeBuild(monkeypatch, tmp_path / "1")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9")
+    for folder in ("1", "2", "1"):
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / folder))
+        exec(texts["all"], {})
+    names = [call["name"] for call in fake.calls]
+    assert names[0] == names[2] != names[1]
+    assert [Path(call["folder"]) for call in fake.calls] == [
+        tmp_path / folder / name for folder, name in zip("121", names, strict=True)
+    ]
+    flags = fake.calls[0]["extra_cuda_cflags"]
+    assert "-gencode=arch=compute_90a,code=sm_90a" in flags
+    assert {call["list"] for call in fake.calls} == {"8.0"}
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.9"
+
+
+def test_bundle_survives_a_killed_build_and_tells_of_a_failed_one(texts, monkeypatch, tmp_path):
+    """PyTorch waits for ever for a file `lock` that a killed build left."""
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    fake = FakeBuild(monkeypatch, tmp_path)
+    fake.error = RuntimeError("nvcc says no")
+    with pytest.raises(RuntimeError, match="nvcc says no"):
+        exec(texts["all"], {})
+    assert "TORCH_CUDA_ARCH_LIST" not in os.environ
+    (Path(fake.calls[0]["folder"]) / "lock").touch()
+    fake.error = None
+    exec(texts["all"], {})
+    assert [call["locked"] for call in fake.calls] == [False, False]
+
+
+@needs_nvcc
+def test_bundle_of_another_gpu_says_so(texts, monkeypatch, tmp_path):
+    fake = FakeBuild(monkeypatch, tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(RuntimeError, match=r"written for GPUs of compute capability 9\.0 with 132 SMs.*has .*\(8, 0\)"):
+        exec(texts["55"], {})
+    exec(texts["all"], {})
+    assert "-gencode=arch=compute_80,code=sm_80" in fake.calls[0]["extra_cuda_cflags"]
+
+
+# The kernels ---------------------------------------------------------------------------------------------------------
+
+# Every engine, formats, gradients with a stride, a bias; and several problems in one file.
+PLANNED = {
+    "55": ([P55], "9.0"),
+    "63": ([P63], "9.0"),
+    "several": ([P55, P56, ConvProblem((8, 64, 56, 56), (64, 64, 3, 3), bias=True, padding=1)], "9.0"),
+    "points": ([ConvProblem((32, 256, 56, 56), (64, 256, 1, 1))], "9.0"),
+    "stem": ([ConvProblem((32, 3, 224, 224), (64, 3, 7, 7), stride=2, padding=3)], "9.0"),
+    "depthwise": ([ConvProblem((32, 96, 56, 56), (96, 1, 5, 5), True, 2, 2, 1, 96)], "9.0"),
+    "strided": ([ConvProblem((32, 256, 56, 56), (512, 256, 3, 3), stride=2, padding=1)], "9.0"),
+    "dilated": ([ConvProblem((2, 64, 64, 64), (64, 64, 3, 3), padding=12, dilation=12)], "9.0"),
+    "half": ([ConvProblem((32, 128, 28, 28), (128, 128, 3, 3), padding=1, dtype=torch.float16)], "9.0"),
+    "groups": ([ConvProblem((8, 64, 56, 56), (64, 8, 3, 3), padding=1, groups=8, dtype=torch.bfloat16)], "9.0"),
+    "double": ([ConvProblem((2, 8, 20, 20), (8, 8, 3, 3), dtype=torch.float64)], "8.0"),
+    "ampere": ([P55, ConvProblem((4, 64, 56, 56), (64, 64, 1, 1))], "8.0"),
+}
+
+
+def compile_on_cpu(text: str, folder: Path) -> ctypes.CDLL:
+    """A bundle's kernels, without their device code, over stand-ins for the CUDA runtime."""
+    home = Path(modelnew._find_cuda_home())
+    folder.mkdir(exist_ok=True)
+    (folder / "kernels.cu").write_text(literal(text, "KERNELS"))
+    host = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-DMODELNEW_DRY_RUN"]
+    nvcc = [home / "bin" / "nvcc", "-std=c++17", "-O0", "-Xcicc=-O0", "-gencode=arch=compute_80,code=compute_80"]
+    nvcc += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DMODELNEW_DRY_RUN"]
+    cxx = [modelnew._find_host_compiler(), *host, f"-I{KERNELS}", f"-I{home / 'include'}"]
+    objects = [folder / "kernels.o", folder / "cpu.o"]
+    for command in (
+        [*nvcc, "-c", folder / "kernels.cu", "-o", objects[0]],
+        [*cxx, "-c", Path(__file__).parent / "bundle_on_cpu.cpp", "-o", objects[1]],
+        [cxx[0], "-shared", "-Wl,--no-undefined,-Bsymbolic", "-o", folder / "bundle.so", *objects],
+    ):
+        subprocess.run(list(map(str, command)), check=True)
+    return ctypes.CDLL(str(folder / "bundle.so"))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", PLANNED)
+def test_bundle_has_every_instance_that_its_problems_launch(name, tmp_path):
+    """Also that it launches what the library would, and that no stand-in for an engine is called."""
+    problems, arch = PLANNED[name]
+    text = modelnew.bundle(problems, arch=arch)
+    library = compile_on_cpu(text, tmp_path)
+    library.run_bundle.restype = ctypes.c_bool
+    capability, sm_counts = modelnew._bundle_gpu(arch)
+    launched = set()
+    for row, problem in enumerate(problems):
+        key = modelnew._problem_key(problem)
+        for tf32 in (False, True):
+            for operator in range(4 if problem.bias else 3):
+                sizes = modelnew._sizes_for_kernels(key, tf32)
+                said = ctypes.create_string_buffer(1 << 14)
+                arguments = (10 * capability[0] + capability[1], sm_counts[0], (ctypes.c_int64 * len(sizes))(*sizes))
+                done = library.run_bundle(*arguments, operator, row, said, ctypes.c_size_t(len(said)))
+                instances = said.value.decode().splitlines()
+                assert done, (problem, tf32, operator, instances)
+                _, expected = modelnew._planned(key, tf32, operator, capability, sm_counts[0])
+                assert {modelnew._instance(line) for line in instances} == expected
+                launched |= expected
+    listed = set(re.findall(r'^  (\{"\w+", \{[\d, ]*\}\})', literal(text, "KERNELS"), re.MULTILINE))
+    assert launched <= listed | {'{"none", {}}'}
+
+
+@needs_nvcc
+def test_bundle_compiles_for_its_gpu_and_has_no_other_instances(texts, tmp_path):
+    (tmp_path / "kernels.cu").write_text(literal(texts["63"], "KERNELS"))
+    nvcc = str(Path(modelnew._find_cuda_home()) / "bin" / "nvcc")
+    flags = ["-std=c++17", "-Xptxas=-O1", "--expt-relaxed-constexpr", "-arch=sm_90a"]
+    command = [nvcc, *flags, "-cubin", "-o", str(tmp_path / "kernels.cubin"), str(tmp_path / "kernels.cu")]
+    subprocess.run(command, check=True)
+    names = set(re.findall(rb"\.text\.(_Z\w+)", (tmp_path / "kernels.cubin").read_bytes()))
+    for kernel, count in ((b"wgmma_kernel", 5), (b"wgrad_kernel", 2), (b"correlate_listed_kernel", 1)):
+        assert sum(kernel in name for name in names) == count, names
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_bundle_is_for_the_sm_counts_of_its_architecture(monkeypatch):
+    """The first one decides; instances that others ask for come along."""
+    asked = []
+
+    def planned(key, tf32, operator, capability, sms, engine=""):
+        asked.append((sms, engine))
+        return "wgmma", {f'{{"wgmma_kernel", {{{sms}}}}}'}
+
+    monkeypatch.setattr(modelnew, "_planned", planned)
+    text = modelnew.bundle([P55], arch="9.0")
+    assert {(132, ""), (114, "wgmma"), (78, "wgmma")} == set(asked)
+    assert all(f'{{"wgmma_kernel", {{{sms}}}}}' in text for sms in (132, 114, 78))
+
+
+# On a GPU ------------------------------------------------------------------------------------------------------------
+
+
+@gpu
+@needs_nvcc
+def test_gpu_bundles_of_three_problems_in_one_process(monkeypatch, tmp_path):
+    """A build directory each: every file runs its own kernels, once built, with the library's results bit by bit."""
+    problems = [
+        ConvProblem((4, 64, 64, 128), (128, 64, 3, 3)),
+        ConvProblem((2, 16, 70, 70), (64, 16, 5, 7), bias=True, padding=(2, 3)),
+        ConvProblem((8, 32, 28, 28), (32, 1, 3, 3), padding=1, groups=32, dtype=torch.float16),
+    ]
+    contexts = []
+    for number, problem in enumerate(problems):
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / str(number)))
+        contexts.append({})
+        exec(modelnew.bundle([problem]), contexts[-1])
+    for (context, problem), switch in itertools.product(zip(contexts, problems, strict=True), (False, True)):
+        K, C, R, S = problem.weight
+        arguments = (C * problem.groups, K, (R, S), problem.stride, problem.padding, 1, problem.groups, problem.bias)
+        models = []
+        for cls in (context["ModelNew"], modelnew.ModelNew):
+            torch.manual_seed(1)
+            models.append(cls(*arguments).to("cuda", problem.dtype))
+        x = torch.randn(problem.input, device="cuda", dtype=problem.dtype, requires_grad=True)
+        with tf32_switch(switch):
+            results = []
+            for model in models:
+                y = model(x)
+                dy = torch.sin(torch.arange(y.numel(), device="cuda")).view_as(y).to(problem.dtype)
+                results.append([y, *torch.autograd.grad(y, [x, *model.parameters()], dy)])
+            assert all(map(torch.equal, *results))
+            other = x.detach().to(memory_format=torch.channels_last)
+            assert torch.equal(models[0](other), results[0][0])
+            shifted = torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view_as(x).copy_(x.detach())
+            assert torch.equal(models[0](shifted), results[0][0])
+            models[0](x).sum().backward()  # an expanded gradient
+        with pytest.raises(ValueError, match="this file has kernels for"):
+            models[0](x[:1])
+        with pytest.raises(NotImplementedError, match="no second derivatives"):
+            torch.autograd.grad(models[0](x).sum(), x, create_graph=True)
+    assert len(list(tmp_path.glob("*/*/*.so"))) == len(problems)
+
+
+@gpu
+@needs_nvcc
+@pytest.mark.parametrize("problem", KERNELBENCH.values(), ids=KERNELBENCH)
+def test_gpu_dry_run_chooses_as_the_library_does(problem):
+    key = modelnew._problem_key(problem)
+    capability, sm_counts = modelnew._bundle_gpu(None)
+    for tf32 in (False, True):
+        x, w = (torch.empty(size, device="meta") for size in (problem.input, problem.weight))
+        with tf32_switch(tf32):
+            lines = modelnew._built_extension().explain(x, w, None, (1, 1), (0, 0), (1, 1), 1).splitlines()
+        for operator, line in enumerate(lines[1:4]):
+            engine, _ = modelnew._planned(key, tf32, operator, capability, sm_counts[0])
+            assert line.split(": ")[1].startswith(f"{engine};")
+
+
+@gpu
+def test_gpu_explain_plans_for_meta_tensors():
+    x, w = torch.empty(8, 64, 56, 56, device="meta"), torch.empty(64, 64, 3, 3, device="meta")
+    arguments = (None, (1, 1), (1, 1), (1, 1), 1)
+    extension = modelnew._built_extension()
+    real = torch.empty_like(x, device="cuda"), torch.empty_like(w, device="cuda")
+    assert extension.explain(x, w, *arguments) == extension.explain(*real, *arguments)
+
+
+def test_example_is_for_a_gpu():
+    """Without one it says so; with one it is run by hand: three builds take two minutes."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = [sys.executable, str(ROOT / "examples" / "kernelbench.py")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (1, "kernelbench.py needs a CUDA GPU\n")
