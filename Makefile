@@ -64,5 +64,5 @@ $(TORCH21): | $(STAMP)
 	$(PYTHON) -m pip install -q --no-deps --target $@ torch==2.1.2
 
 torch-2.1: $(TORCH21) $(CUDA121)
-	for unit in operators binding; do \
+	for unit in operators binding bundle_template; do \
 		$(CXX) -std=c++17 -fsyntax-only -Wall -Werror $(TORCH21_INCLUDES) kernels/$$unit.cpp || exit 1; done

@@ -1754,14 +1754,12 @@ def test_direct_shim_skips_padding_in_depthwise(case, infinite, direct_shim):
 
 
 def test_direct_shim_cases_reach_every_kernel(direct_shim):
-    """Every instance of a kernel that is compiled is also run, on integers, by the tests above; or for wgmma, below."""
+    """Every instance of a kernel that is compiled is also run, on integers, by the tests above."""
     for case, dtype in itertools.product(EXACT_CASES, (torch.float32, torch.float64)):
         direct_shim(case, make_tensors(case, dtype, integers))
     symbols = subprocess.run(["nm", "-D", direct_shim.library._name], capture_output=True, text=True, check=True).stdout
     kernels = set(re.findall(r"\b_ZN8modelnew(?:\d+[a-z]+)*\d+[a-z_]+_kernel[IE]\S*", symbols))
-    for_wgmma = {kernel for kernel in kernels if "correlate_listed" in kernel}
-    assert len(for_wgmma) == 1
-    assert kernels - for_wgmma == set(direct_shim.library.simt_launched().decode().split())
+    assert kernels == set(direct_shim.library.simt_launched().decode().split())
 
 
 def test_direct_says_what_it_refuses(direct_shim):
@@ -1816,12 +1814,17 @@ def right(engine: ShimEngine, case: Case) -> bool:
 
 def test_every_barrier_of_direct_is_needed_and_tested(direct_shim):
     """Without any one of its barriers, the direct engine fails a test above."""
-    lines = (KERNELS / "direct.cu").read_text().splitlines()
-    barriers = [number for number, line in enumerate(lines, start=1) if "__syncthreads();" in line]
+    files = {name: (KERNELS / name).read_text().splitlines() for name in ("direct.cu", "correlate.cuh")}
+    barriers = [
+        (name, number)
+        for name, lines in files.items()
+        for number, line in enumerate(lines, start=1)
+        if "__syncthreads();" in line
+    ]
     try:
-        for number in barriers:
+        for name, number in barriers:
             direct_shim.library.simt_ignore_barrier(number)
-            assert not all(right(direct_shim, case) for case in EXACT_CASES), f"direct.cu:{number} can go unnoticed"
+            assert not all(right(direct_shim, case) for case in EXACT_CASES), f"{name}:{number} can go unnoticed"
     finally:
         direct_shim.library.simt_ignore_barrier(0)
 
@@ -3903,7 +3906,7 @@ extern "C" const char* simt_message() { return simt::message.c_str(); }
 )
 
 
-# In place of what wgmma.cu calls of direct.cu.
+# In place of listed.cu.
 OTHER_ENGINE = """
 namespace modelnew {
 int64_t listed_workspace_bytes(const Problem&, Operator) { return 0; }
@@ -3942,7 +3945,7 @@ class WgmmaShim:
 
     def __init__(self, folder: Path) -> None:
         # Both meet at barriers as hopper.cuh has them.
-        files = ["wgmma.cu", "direct.cu"]
+        files = ["wgmma.cu", "listed.cu"]
         source = amalgamate({**modelnew._sources, "hopper.cuh": HOPPER_STAND_IN}, files)
         source = with_mutations(source, WGMMA_MUTATIONS)
         self.library = compile_simt(source + '#line 1 "entry_points"\n' + WGMMA_SHIM_ENTRY_POINTS, folder)
@@ -9942,7 +9945,7 @@ CHOICE_OF_WGRAD_MUTATIONS = {
 
 def choice_library(folder: Path) -> ctypes.CDLL:
     """The choice among the engines, in the binding's order, on an H200 that is not there."""
-    table = re.search(r"kEngines\[\] = \{([^}]*)\}", (KERNELS / "binding.cpp").read_text())[1]
+    table = re.search(r"kEngines\[\] = \{([^}]*)\}", (KERNELS / "engines.cuh").read_text())[1]
     # How many clusters of 2, 4 and 8 blocks find room at once.
     clusters = "".join(f"  device.clusters[{bits}] = {count};\n" for bits, count in ((1, 66), (2, 30), (3, 15)))
     edit = ("  static_cast<void>(device);\n", clusters)
@@ -13001,7 +13004,7 @@ def test_explain_and_force_engine_on_the_cpu():
 
 def test_engine_names_are_the_tables():
     """Those that force_engine knows without a build, and those in the binding's table."""
-    table = re.search(r"kEngines\[\] = \{(.*?)\}", (KERNELS / "binding.cpp").read_text(), re.DOTALL)[1]
+    table = re.search(r"kEngines\[\] = \{(.*?)\}", (KERNELS / "engines.cuh").read_text(), re.DOTALL)[1]
     names = [re.sub(r"\B[A-Z]", r"_\g<0>", name).lower() for name in re.findall(r"&k(\w+)Engine", table)]
     assert tuple(names) == modelnew._ENGINE_NAMES
     assert {path.stem for path in ENGINE_SOURCES} == set(names)
