@@ -249,7 +249,7 @@ _COMPILER_VARIABLES = ("CC", "PYTORCH_NVCC", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS",
 _HOPPER_UNITS = frozenset({"gather.cu", "stem.cu", "tma.cu", "tma_wgrad.cu", "wgmma.cu", "wgrad.cu"})
 _UNIT_WITHOUT_HOPPER = "without_hopper.cpp"
 
-# What bundle() uses instead of the extension: the dry run, and the end of a bundle's kernels.
+# Units of bundle() alone: the dry run, the binding of a bundle and the end of its kernels.
 _DRY_RUN, _BUNDLE_BINDING, _BUNDLE_END = "dry_run.cpp", "bundle_template.cpp", "bundle_template.cu"
 
 # CPU seconds of each unit, of a unit that is not listed and of the link, and the share of the longest unit that stays
@@ -311,7 +311,7 @@ def _plan_dry_run(sources: dict[str, str]) -> _Build:
     name, cuda_home = _build_name("modelnew_dry_run", sources, units, [cpp_flags, cuda_flags])
     return _Build(
         name,
-        "what chooses kernels without a GPU",
+        "the planner of bundle()",
         _cache_directory(),
         cuda_home,
         [(8, 0)],
@@ -404,7 +404,8 @@ def _require_tools(build: _Build) -> tuple[int, int]:
     torch_cuda = torch.version.cuda if build.is_extension else None  # which a library by itself need not fit
     if build.cuda_home is None:
         raise RuntimeError(
-            f"no CUDA toolkit with nvcc was found; install CUDA {torch_cuda or ''} and set CUDA_HOME to its directory"
+            f"no CUDA toolkit with nvcc was found; install CUDA {torch_cuda or '12 or 13'} and set CUDA_HOME to its "
+            "directory"
         )
     if _find_host_compiler() is None:
         raise RuntimeError("no C++ compiler was found; install g++, or set CXX to your compiler")
@@ -525,7 +526,7 @@ def _link_alone(build: _Build, directory: str) -> str:
     path = os.path.join(directory, "linked.so")
     objects = [os.path.join(directory, f"{unit}.o") for unit in build.units]
     # -Bsymbolic: the library's own functions in place of the CUDA runtime that the process may have.
-    command = [_find_host_compiler(), "-shared", "-Wl,--no-undefined,-Bsymbolic", "-o", path, *objects]
+    command = [_find_host_compiler(), "-shared", "-pthread", "-Wl,--no-undefined,-Bsymbolic", "-o", path, *objects]
     linked = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if linked.returncode != 0:
         raise RuntimeError(linked.stdout)
@@ -1153,7 +1154,8 @@ def _kind(layer: nn.Module) -> str:
 # The methods of PyTorch's convolution. Kept here because some people patch nn.Conv2d itself.
 _FORWARDS = {name: getattr(nn.Conv2d, name) for name in ("forward", "_conv_forward")}
 
-_SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # in the order of the kernels' DType
+_AT_NAMES = ("at::kFloat", "at::kHalf", "at::kBFloat16", "at::kDouble")
 
 
 def _reason_to_stay(layer: nn.Module) -> str:
@@ -1390,6 +1392,7 @@ def _channels_last(tensor: Tensor) -> bool:
 
 
 _JUDGED_IMAGES, _JUDGED_SIZE = 32, 56  # where layers are judged that were not timed
+_MOST_IMAGE_CHANNELS = 4
 
 
 def _reason_by_engine(layer: nn.Module, training: bool, channels_last: bool) -> str:
@@ -1402,7 +1405,9 @@ def _reason_by_engine(layer: nn.Module, training: bool, channels_last: bool) -> 
     arguments = _judged_arguments(layer, dtype, channels_last and _channels_last(weight))
     with torch.cuda.device(weight.device):
         lines = _built_extension().explain(*arguments).splitlines()
-    needed = {"forward": True, "dgrad": training, "wgrad": training and any(p.requires_grad for p in parameters)}
+    # Layers of so few channels read images, whose gradient is rarely wanted.
+    dgrad = training and layer.in_channels > _MOST_IMAGE_CHANNELS
+    needed = {"forward": True, "dgrad": dgrad, "wgrad": training and any(p.requires_grad for p in parameters)}
     plans = {name: plan for name, _, plan in (line.partition(": ") for line in lines) if needed.get(name)}
     # cuDNN runs float32 on tensor cores where the contract is TF32, which the lines say for each pass.
     half = dtype in (torch.float16, torch.bfloat16)
@@ -1721,19 +1726,21 @@ class ConvProblem(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-# SMs of GPUs that are sold, by compute capability: H100 SXM, H200 and H100 PCIe, H20; A100; and so on. The choice is
-# made for the first one; instances that another number of SMs asks for are compiled as well.
+# Numbers of SMs by compute capability, from NVIDIA's data sheets. The choice is made for the first one; instances that
+# the others ask for are compiled as well.
 _SM_COUNTS = {
     (8, 0): (108, 56),
-    (8, 6): (84, 82, 80, 72, 68),
-    (8, 9): (142, 128, 80, 58),
+    (8, 6): (84, 82, 80, 72, 70, 68, 48, 46, 38, 30, 28, 26),
+    (8, 9): (142, 128, 114, 80, 76, 60, 58, 56, 46, 34, 24),
     (9, 0): (132, 114, 78),
     (10, 0): (148,),
-    (12, 0): (188, 170),
+    (12, 0): (188, 170, 84, 70, 48, 36),
 }
+# SMs of a group, within which clusters find room: as on an H200, and others, since GPUs of one model differ.
+_SM_GROUPS = (0, 18, 16, 14)
 
-# What evaluation scripts reject or warn about when they find it in a submission, in code, comments and strings alike.
-# They are after fake implementations; a bundle does without these spellings instead of arguing.
+# Spellings that evaluation scripts reject or warn about when they find them in a submission, in code, comments and
+# strings alike. They are after fake implementations; a bundle does without these spellings instead of arguing.
 _REJECTED = {
     "error handlers": r"(?i)\btry\s*:|\bexcept\b|\bpass\b",
     "statements that must come first in a file": r"__future__",
@@ -1748,25 +1755,30 @@ _REJECTED = {
 }
 
 
-def bundle(problems: Iterable[ConvProblem] | None = None, arch: str | None = None) -> str:
+def bundle(problems: ConvProblem | Iterable[ConvProblem] | None = None, arch: str | None = None) -> str:
     """One Python file, as text, that defines ModelNew: for evaluation scripts that take one.
 
     Args:
-        problems: what the file is for. It has only the engines that these problems use, forward and backward, with TF32
-            allowed and not, as whole files, and compiles only the instances that they launch. Other arguments raise
+        problems: the convolutions that the file is for. It has only the engines that these use, forward and backward,
+            with TF32 allowed and not, as whole files (an engine that chooses others while it runs, such as strided,
+            brings all that it may choose), and compiles only the instances that they launch. Other arguments raise
             ValueError there; operands of other strides are copied. None: all engines, for any problem in any format.
         arch: compute capability of the GPU that the file is for, such as "9.0". By default that of the current GPU.
 
     It runs by itself, also under exec() without a file, and compiles its kernels when it runs, once for a directory of
     extensions. Its names but ModelNew begin with _modelnew in any spelling.
 
-    Raises ValueError for a problem that is none, or if a source contains what evaluation scripts reject; RuntimeError
-    if there is neither a GPU nor `arch`, or no nvcc and C++ compiler for the dry run that chooses the engines.
+    Raises ValueError for a problem that is none, for `arch` without problems, or if a source contains what evaluation
+    scripts reject; RuntimeError if there is neither a GPU nor `arch`, or no nvcc and C++ compiler for the dry run that
+    chooses the engines.
     """
-    binding = _one_text({_BUNDLE_BINDING})
+    if isinstance(problems, ConvProblem):
+        problems = [problems]
+    binding, constants = _one_text({_BUNDLE_BINDING}), {}
     if problems is None:
+        if arch is not None:
+            raise ValueError("a bundle for all problems is for any GPU: arch goes with problems")
         kernels = _one_text({name for name in _sources if name.endswith(".cu")})
-        constants = {"GPU": repr("written for any GPU")}
     else:
         keys = list(dict.fromkeys(map(_problem_key, problems)))
         if not keys:
@@ -1774,8 +1786,7 @@ def bundle(problems: Iterable[ConvProblem] | None = None, arch: str | None = Non
         capability, sm_counts = _bundle_gpu(arch)
         kernels = _kernels_for(keys, capability, sm_counts)
         binding = f"{_define('PROBLEMS', map(_problem_row, keys))}\n{binding}"
-        gpu = f"written for GPUs of compute capability {capability[0]}.{capability[1]} with {sm_counts[0]} SMs"
-        constants = {"CAPABILITY": repr(capability), "GPU": repr(gpu)}
+        constants["CAPABILITY"] = repr(capability)
     constants |= {"BINDING": _literal(binding), "KERNELS": _literal(kernels)}
     text = (_kernel_folder() / "bundle_template.py").read_text(encoding="utf-8")
     for name, value in constants.items():
@@ -1787,17 +1798,25 @@ def bundle(problems: Iterable[ConvProblem] | None = None, arch: str | None = Non
 
 
 def _problem_key(problem: ConvProblem) -> tuple[Any, ...]:
-    """A problem as a bundle looks for it: sizes, whether there is a bias, settings, dtype. ValueError if it is none."""
+    """A problem with pairs of numbers for its settings, to be compared. Raises ValueError if it is no convolution."""
     pairs = [_pair(value) for value in (problem.stride, problem.padding, problem.dilation)]
-    if len(problem.input) != 4 or len(problem.weight) != 4 or None in pairs or problem.dtype not in _SERVED_DTYPES:
-        raise ValueError(f"{problem} is no problem: 4 sizes of input and weight, numbers, a floating-point dtype")
-    try:  # PyTorch knows best what is valid
+    numbers = [_integer(value) for value in (*problem.input, *problem.weight, problem.groups)]
+    if None in (*pairs, *numbers) or len(problem.input) != 4 or len(problem.weight) != 4:
+        raise ValueError(f"{problem} is no problem: input and weight have four sizes, settings are integers")
+    if problem.dtype not in _SERVED_DTYPES:
+        raise ValueError(f"{problem} is no problem: its dtype must be a floating-point one of 16, 32 or 64 bits")
+    limited, least = (*numbers[1:], *itertools.chain(*pairs)), (*[1] * 8, *[1] * 2, *[0] * 2, *[1] * 2)
+    if numbers[0] < 1 or any(not low <= number <= _MOST for low, number in zip(least, limited, strict=True)):
+        raise ValueError(f"{problem} is no problem: a size or a setting is out of range")
+    try:  # PyTorch knows best whether they fit together
         x, w = (torch.empty(size, device="meta") for size in (problem.input, problem.weight))
         _pytorch_conv2d(x, w, None, *pairs, problem.groups)
     except RuntimeError as error:
         raise ValueError(f"{problem} is no problem: {error}") from error
-    sizes = tuple(map(int, problem.input)), tuple(map(int, problem.weight))
-    return *sizes, bool(problem.bias), *pairs, int(problem.groups), str(problem.dtype)
+    return tuple(numbers[:4]), tuple(numbers[4:8]), bool(problem.bias), *pairs, numbers[8], problem.dtype
+
+
+_MOST = (2**31 - 1) // 4  # the kernels' limit of all numbers but the batch size
 
 
 def _bundle_gpu(arch: str | None) -> tuple[tuple[int, int], tuple[int, ...]]:
@@ -1823,15 +1842,6 @@ def _dry_run() -> ctypes.CDLL:
     return ctypes.CDLL(build.library if os.path.exists(build.library) else _build_once(build))
 
 
-# The kernels' DType and PyTorch's name in C++.
-_DTYPES = {
-    "torch.float32": (0, "at::kFloat"),
-    "torch.float16": (1, "at::kHalf"),
-    "torch.bfloat16": (2, "at::kBFloat16"),
-    "torch.float64": (3, "at::kDouble"),
-}
-
-
 def _sizes_for_kernels(key: tuple[Any, ...], tf32: bool) -> list[int]:
     """A problem as kernels/sizes.cuh has it, of contiguous tensors."""
     (N, C, H, W), (K, group_C, R, S), _, stride, padding, dilation, groups, dtype = key
@@ -1839,25 +1849,28 @@ def _sizes_for_kernels(key: tuple[Any, ...], tf32: bool) -> list[int]:
         (size + 2 * pad - step * (taps - 1) - 1) // stride_ + 1
         for size, pad, step, taps, stride_ in zip((H, W), padding, dilation, (R, S), stride, strict=True)
     )
-    sizes = [N, C, H, W, K, R, S, P, Q, groups, *stride, *padding, *dilation, _DTYPES[dtype][0], tf32]
+    sizes = [N, C, H, W, K, R, S, P, Q, groups, *stride, *padding, *dilation, _SERVED_DTYPES.index(dtype), tf32]
     for shape in ((C, H, W), (group_C, R, S), (K, P, Q)):
         sizes += [math.prod(shape[i:]) for i in range(4)]  # strides
     return sizes
 
 
 def _planned(
-    key: tuple[Any, ...], tf32: bool, operator: int, capability: tuple[int, int], sms: int, engine: str = ""
+    key: tuple[Any, ...], tf32: bool, operator: int, gpu: tuple[int, int, int], engine: str = ""
 ) -> tuple[str, set[str]]:
-    """The engine of a problem's operator (kernels' Operator) and the instances that it launches, as C++ text."""
+    """The engine of a problem's operator (kernels' Operator) and the instances that it launches, as C++ text.
+
+    `gpu`: as kernels/cuda_stand_ins.h has it. If an engine is named, it is the one.
+    """
     sizes = _sizes_for_kernels(key, tf32)
     text = ctypes.create_string_buffer(1 << 16)
-    gpu, numbers = (10 * capability[0] + capability[1], sms), (ctypes.c_int64 * len(sizes))(*sizes)
     dry_run = _dry_run().modelnew_dry_run
     dry_run.restype = ctypes.c_bool
-    done = dry_run(*gpu, numbers, operator, key[2], engine.encode() or None, text, ctypes.c_size_t(len(text)))
+    call = (*gpu, (ctypes.c_int64 * len(sizes))(*sizes), operator, key[2], engine.encode() or None)
+    done = dry_run(*call, text, ctypes.c_size_t(len(text)))
     name, *instances = text.value.decode().splitlines()
     if not done:
-        raise ValueError(f"{key} cannot be planned: {name}")
+        raise ValueError(f"{ConvProblem(*key)} cannot be planned: {name}")
     return name, set(map(_instance, instances))
 
 
@@ -1870,17 +1883,15 @@ def _instance(line: str) -> str:
 def _kernels_for(keys: list[tuple[Any, ...]], capability: tuple[int, int], sm_counts: tuple[int, ...]) -> str:
     """The CUDA text for these problems: which engines and instances, then the files that have them."""
     rows, engines, instances = [], set(), set()
+    first, *others = itertools.product([10 * capability[0] + capability[1]], sm_counts, _SM_GROUPS)
     for key in keys:
         chosen = []
         for tf32, operator in itertools.product((False, True), range(4)):
             if operator == 3 and not key[2]:  # no bias, no gradient to it
                 chosen.append("nullptr")
                 continue
-            engine, launched = _planned(key, tf32, operator, capability, sm_counts[0])
-            instances |= launched
-            for sms in sm_counts[1:]:
-                with contextlib.suppress(ValueError):  # refused where there are so many SMs
-                    instances |= _planned(key, tf32, operator, capability, sms, engine)[1]
+            engine, launched = _planned(key, tf32, operator, first)
+            instances |= launched.union(*(_planned(key, tf32, operator, gpu, engine)[1] for gpu in others))
             engines.add(engine)
             chosen.append(f"&k{''.join(map(str.capitalize, engine.split('_')))}Engine")
         rows.append(f"{{{{{', '.join(chosen[:4])}}}, {{{', '.join(chosen[4:])}}}}}")
@@ -1903,20 +1914,21 @@ def _problem_row(key: tuple[Any, ...]) -> str:
     (x, w), bias, pairs, groups, dtype = key[:2], key[2], key[3:6], key[6], key[7]
     numbers = ["{" + ", ".join(map(str, values)) + "}" for values in (x, w, *pairs)]
     settings = f"{{{', '.join(numbers[2:])}, {groups}}}"
-    return f"{{{numbers[0]}, {numbers[1]}, {str(bias).lower()}, {settings}, {_DTYPES[dtype][1]}}}"
+    return f"{{{numbers[0]}, {numbers[1]}, {str(bias).lower()}, {settings}, {_AT_NAMES[_SERVED_DTYPES.index(dtype)]}}}"
 
 
 _DECLARATION = re.compile(r"^(?!extern|using|template|inline)(\w+) (\w+)(\([^;{}]*\));", re.MULTILINE)
-_ENGINE = re.compile(r"^extern const Engine (k(\w+)Engine)", re.MULTILINE)
+_ENGINE = re.compile(r"^extern const Engine (k\w+Engine)\{", re.MULTILINE)
 
 
+@functools.cache
 def _definers() -> dict[str, str]:
     """The .cu file of every engine and of every function that a header declares for others."""
     declared = {name for text in _sources.values() for _, name, _ in _DECLARATION.findall(text)}
     definers = {}
     for file, text in _sources.items():
         if file.endswith(".cu"):
-            defined = {name for name, _ in _ENGINE.findall(text)}
+            defined = set(_ENGINE.findall(text))
             defined |= declared & set(re.findall(r"^\w+ (\w+)\([^;{}]*\) \{", text, re.MULTILINE))
             definers |= dict.fromkeys(defined, file)
     return definers
@@ -1993,7 +2005,7 @@ kernels: what the files of modelnew's folder kernels/ say, headers first.
 
 
 def _problem_of_script(path: str) -> ConvProblem:
-    """What a reference script in KernelBench's form computes: Model(*get_init_inputs()) of get_inputs().
+    """The problem of a reference script in KernelBench's form: Model(*get_init_inputs()) on get_inputs().
 
     The script runs on the meta device: nothing is computed. Raises ValueError if it cannot, or if its Model is not one
     nn.Conv2d, `conv2d`, that takes the arguments of ModelNew.
@@ -2008,6 +2020,8 @@ def _problem_of_script(path: str) -> ConvProblem:
     except Exception as error:
         raise ValueError(f"{path} does not run on the meta device: {type(error).__name__}: {error}") from error
     layer = getattr(model, "conv2d", None)
+    if isinstance(layer, nn.Conv2d) and isinstance(layer.padding, str):
+        raise ValueError(f"the Model of {path} names its padding, {layer.padding!r}: a bundle takes numbers")
     same = isinstance(layer, nn.Conv2d) and all(
         getattr(layer, name) == getattr(ours.conv2d, name) for name in (*nn.Conv2d.__constants__, "output_padding")
     )
@@ -2108,13 +2122,13 @@ def _main(arguments: list[str] | None = None) -> None:
         if options.command == "build":
             _build_ahead(options.arch)
             return
-        text = bundle([_problem_of_script(options.script)] if options.script else None, options.arch)
-    except (RuntimeError, ValueError) as error:
+        text = bundle(_problem_of_script(options.script) if options.script else None, options.arch)
+        if options.output is None:
+            sys.stdout.write(text)
+        else:
+            Path(options.output).write_text(text, encoding="utf-8")
+    except (OSError, RuntimeError, ValueError) as error:
         sys.exit(f"modelnew: {_reason(error)}")
-    if options.output is None:
-        sys.stdout.write(text)
-    else:
-        Path(options.output).write_text(text, encoding="utf-8")
 
 
 # The last statements, so that everything is in place for them.

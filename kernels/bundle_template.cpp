@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <variant>
@@ -73,17 +74,25 @@ int dtype_number(at::ScalarType type) {
   return type == at::kFloat ? 0 : type == at::kHalf ? 1 : type == at::kBFloat16 ? 2 : type == at::kDouble ? 3 : -1;
 }
 
+// Whether sizes and settings fit together, and into the kernels' 32-bit numbers. The batch may have any size.
+bool is_convolution(at::IntArrayRef x, at::IntArrayRef w, const Settings& s) {
+  constexpr int64_t kMost = 0x7fffffff / 4;
+  const auto within = [](int64_t value, int64_t least) { return value >= least && value <= kMost; };
+  bool valid = within(s.groups, 1);
+  for (int i : {0, 1}) valid = valid && within(s.stride[i], 1) && within(s.padding[i], 0) && within(s.dilation[i], 1);
+  for (int i : {1, 2, 3}) valid = valid && within(x[i], 1);
+  for (int64_t size : w) valid = valid && within(size, 1);
+  if (!valid || x[1] != w[1] * s.groups || w[0] % s.groups != 0) return false;
+  const Pair size = output_size(x, w, s);
+  return size[0] > 0 && size[1] > 0;
+}
+
 // The row of the problem, 0 in a file for all problems, or -1.
 int find_row(const Tensor& x, const Tensor& w, const OptionalTensor& bias, const Settings& s) {
   const auto fits = [&](const Tensor& t) { return t.scalar_type() == x.scalar_type() && t.device() == x.device(); };
   if (x.dim() != 4 || w.dim() != 4 || dtype_number(x.scalar_type()) < 0 || !fits(w)) return -1;
   if (bias.has_value() && (!fits(*bias) || bias->dim() != 1 || bias->size(0) != w.size(0))) return -1;
-  if (kForAll) {
-    const bool positive = s.groups > 0 && s.stride[0] > 0 && s.stride[1] > 0 && s.dilation[0] > 0 && s.dilation[1] > 0;
-    if (!positive || x.size(1) != w.size(1) * s.groups || w.size(0) % s.groups != 0) return -1;
-    const Pair size = output_size(x.sizes(), w.sizes(), s);
-    return size[0] > 0 && size[1] > 0 ? 0 : -1;
-  }
+  if (kForAll) return is_convolution(x.sizes(), w.sizes(), s) ? 0 : -1;
   int row = 0;
   for (const ProblemRow& known : kRows) {
     const Settings& k = known.settings;
@@ -102,18 +111,34 @@ std::string text_of(at::IntArrayRef sizes) {
   return "(" + text + ")";
 }
 
-std::string text_of(at::IntArrayRef x, at::IntArrayRef w, bool bias, const Settings& s, at::ScalarType type) {
-  return std::string(c10::toString(type)) + " input " + text_of(x) + ", weight " + text_of(w) +
-         (bias ? ", a bias" : ", no bias") + ", stride " + text_of(s.stride) + ", padding " + text_of(s.padding) +
-         ", dilation " + text_of(s.dilation) + ", groups " + std::to_string(s.groups);
+std::string text_of(const Settings& s) {
+  return ", stride " + text_of(s.stride) + ", padding " + text_of(s.padding) + ", dilation " + text_of(s.dilation) +
+         ", groups " + std::to_string(s.groups);
+}
+
+std::string text_of(const Tensor& tensor) {
+  return std::string(c10::toString(tensor.scalar_type())) + text_of(tensor.sizes()) + " on " + tensor.device().str();
+}
+
+std::string text_of(const ProblemRow& row) {
+  const std::string type = c10::toString(row.dtype);
+  return "input " + type + text_of(row.x) + ", weight " + type + text_of(row.w) +
+         (row.bias ? ", a bias" : ", no bias") + text_of(row.settings);
 }
 
 // ---- Launches ----
 
-// As the kernels take it.
+// The tensor, or a copy that is as the kernels were chosen for it.
 Tensor operand(const Tensor& tensor) {
   const bool fits = tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 256 == 0;
   return kForAll || fits ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+// For given problems the kernels were chosen for the usual strides. Those of a contiguous tensor may differ from them
+// where a size is 1, so that the step counts for nothing.
+Sizes strides_of(const Tensor& t) {
+  if (kForAll) return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+  return {t.size(1) * t.size(2) * t.size(3), t.size(2) * t.size(3), t.size(3), 1};
 }
 
 // Runs an operator on the current stream into `out`, which stands for x, w or y where it is their gradient.
@@ -130,10 +155,10 @@ void run(Operator op, int64_t row, const Settings& s, const Tensor& x, const Ten
                                    s.groups,        s.stride[0],    s.stride[1],
                                    s.padding[0],    s.padding[1],   s.dilation[0],
                                    s.dilation[1],   dtype_number(x.scalar_type()), tf32_allowed()};
-  for (int i = 0; i < 4; ++i) {
-    sizes[18 + i] = x.stride(i);
-    sizes[22 + i] = w.stride(i);
-    sizes[26 + i] = y.stride(i);
+  auto end = sizes.begin() + 18;
+  for (const Tensor& tensor : {x, w, y}) {
+    const Sizes strides = strides_of(tensor);
+    end = std::copy(strides.begin(), strides.end(), end);
   }
   const void* pointers[] = {x.data_ptr(), w.data_ptr(), bias.defined() ? bias.data_ptr() : nullptr,
                             y.data_ptr(), out.data_ptr(), nullptr};
@@ -154,10 +179,10 @@ struct Convolution : torch::autograd::Function<Convolution> {
   static Tensor forward(AutogradContext* context, const Tensor& x_given, const Tensor& w_given,
                         const OptionalTensor& bias_given, int64_t row, const Settings& s) {
     const Tensor x = operand(x_given), w = operand(w_given);
-    const Tensor bias = bias_given.has_value() ? operand(*bias_given) : Tensor();
+    const Tensor bias = bias_given.has_value() ? operand(bias_given->contiguous()) : Tensor();
     const auto [P, Q] = output_size(x.sizes(), w.sizes(), s);
     constexpr auto kChannelsLast = at::MemoryFormat::ChannelsLast;
-    const bool last = x.scalar_type() != at::kDouble &&
+    const bool last = kForAll && x.scalar_type() != at::kDouble &&
                       (x.suggest_memory_format() == kChannelsLast || w.suggest_memory_format() == kChannelsLast);
     const Tensor y = at::empty({x.size(0), w.size(0), P, Q}, x.options(),
                                last ? kChannelsLast : at::MemoryFormat::Contiguous);
@@ -198,11 +223,11 @@ Tensor conv2d(const Tensor& x, const Tensor& w, const OptionalTensor& bias, cons
   const Settings s{stride, std::get<Pair>(padding), dilation, groups};
   const int row = find_row(x, w, bias, s);
   if (row < 0) {
-    std::string message = "ModelNew got " + text_of(x.sizes(), w.sizes(), bias.has_value(), s, x.scalar_type()) +
-                          (kForAll ? ", which is no convolution of tensors of one type on one GPU"
+    std::string message = "ModelNew got input " + text_of(x) + ", weight " + text_of(w) + ", " +
+                          (bias.has_value() ? "bias " + text_of(*bias) : "no bias") + text_of(s) +
+                          (kForAll ? ", which is no convolution [N, C, H, W] of tensors of one type on one GPU"
                                    : "; this file has kernels for:");
-    for (const ProblemRow& known : kRows)
-      message += " " + text_of(known.x, known.w, known.bias, known.settings, known.dtype) + ";";
+    for (const ProblemRow& known : kRows) message += " " + text_of(known) + ";";
     TORCH_CHECK_VALUE(false, message);
   }
   return Convolution::apply(x, w, bias, row, s);

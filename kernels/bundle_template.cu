@@ -44,6 +44,10 @@ extern "C" const char* modelnew_launch(int op, int row, const int64_t* sizes, co
   const cudaError_t error = engine->launch(static_cast<Operator>(op), problem, pointers_of(pointers),
                                            static_cast<cudaStream_t>(stream));
   if (error == cudaSuccess) return nullptr;
+#if defined(MODELNEW_INSTANCES)
+  if (error == cudaErrorInvalidConfiguration)
+    return "this file lacks a kernel that a GPU with this number of SMs needs; write it anew on this GPU";
+#endif
   cudaGetLastError();  // else CUDA reports it once more at somebody's next launch
   return cudaGetErrorString(error);
 }

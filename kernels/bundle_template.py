@@ -1,7 +1,6 @@
 """The Python code of a bundle: bundle() in modelnew.py fills in the constants in capitals and adds the kernels."""
 
 import contextlib
-import fcntl
 import hashlib
 import inspect
 import os
@@ -36,9 +35,13 @@ class ModelNew(nn.Module):
 
 def _modelnew_build():
     """Compiles the kernels, once for a directory of extensions, and loads them."""
+    import fcntl  # not on Windows, where CPU tensors work
+
     capability = torch.cuda.get_device_capability()
     if _MODELNEW_CAPABILITY not in (None, capability):
-        raise RuntimeError(f"this file is {_MODELNEW_GPU}, but this GPU has compute capability {capability}")
+        raise RuntimeError(
+            f"this file is for GPUs of compute capability {_MODELNEW_CAPABILITY}, but this one has {capability}"
+        )
     architecture = "90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}"
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
     root = os.path.abspath(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
@@ -83,7 +86,6 @@ def _modelnew_split_flags():
 
 
 _MODELNEW_CAPABILITY = None
-_MODELNEW_GPU = ""
 _MODELNEW_BINDING = ""
 _MODELNEW_KERNELS = ""
 

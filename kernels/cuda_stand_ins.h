@@ -1,5 +1,5 @@
-// Stand-ins for the CUDA runtime, for engines that are compiled with MODELNEW_DRY_RUN: they launch nothing, know the GPU
-// that they are told, and keep the instances that launchers record. To be included once in a library.
+// Stand-ins for the CUDA runtime, for engines that are compiled with MODELNEW_DRY_RUN: they launch nothing, know the
+// GPU that they are told, and keep the instances that launchers record. To be included once in a library.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -12,6 +12,7 @@ namespace {
 
 struct Gpu {
   int capability, sms;  // compute capability, times 10
+  int group;            // SMs of a group (GPC), within which clusters find room; 0: as counted on an H200
 };
 
 Gpu gpu{};
@@ -32,7 +33,7 @@ using modelnew::gpu;
 extern "C" {
 
 cudaError_t CUDARTAPI cudaGetDevice(int* number) {
-  *number = 10000 * gpu.capability + gpu.sms;  // device.cuh asks again where it differs
+  *number = 100 * (1000 * gpu.capability + gpu.sms) + gpu.group;  // device.cuh asks again where it differs
   return cudaSuccess;
 }
 
@@ -56,10 +57,15 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribut
   }
 }
 
-// On an H200 some SMs belong to no cluster of 4 or 8 blocks; other GPUs are taken to be without such rests.
+// An H200 was asked: 66, 30 and 15 clusters of 2, 4 and 8 blocks. GPUs of one model differ in their groups.
 cudaError_t CUDARTAPI cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t* config) {
   const int size = static_cast<int>(config->attrs[0].val.clusterDim.x);
-  *clusters = gpu.sms != 132 ? gpu.sms / size : size == 2 ? 66 : size == 4 ? 30 : 15;
+  if (gpu.group == 0 && gpu.sms == 132) {
+    *clusters = size == 2 ? 66 : size == 4 ? 30 : 15;
+  } else {
+    const int group = gpu.group == 0 ? 18 : gpu.group;
+    *clusters = gpu.sms / group * (group / size) + gpu.sms % group / size;
+  }
   return cudaSuccess;
 }
 
@@ -83,7 +89,7 @@ cudaError_t CUDARTAPI cudaGetDriverEntryPoint(const char*, void** function, unsi
   return cudaSuccess;
 }
 
-// What nvcc writes for <<<>>> and for the registration of kernels. A configuration that cannot be pushed keeps the
+// nvcc writes these for <<<>>> and for the registration of kernels. A configuration that cannot be pushed keeps the
 // launch from being made.
 unsigned __cudaPushCallConfiguration() { return 1; }
 void* __cudaRegisterFatBinary() { return nullptr; }

@@ -10,9 +10,9 @@ import inspect
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
+import sysconfig
 import types
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import cpp_extension
 
 import modelnew
 from test_modelnew import DEVICES, gpu, tf32_switch
@@ -68,8 +69,8 @@ def get_init_inputs():
 """
 REFERENCE_PROBLEM = ConvProblem((3, 16, 126, 128), (64, 16, 3, 5), False, (1, 1), (0, 0), (1, 1), 1)
 
-# What KernelBench's static checker rejects or warns of (its kernel_static_checker.py). It looks at code without its
-# comments; here the whole text must be free of it.
+# KernelBench's static checker these or warns of them (its kernel_static_checker.py). It looks at code without its
+# comments; here the whole text must be free of them.
 FORBIDDEN = {
     "exception handlers": r"\btry\s*:|\bexcept\b",
     "the word pass": r"\bpass\b",
@@ -163,9 +164,15 @@ def test_bundles_have_few_globals_and_unmistakable_ones(texts):
     [
         (ConvProblem((1, 8, 8, 8), (8, 4, 3, 3)), "is no problem: "),
         (ConvProblem((1, 8, 2, 2), (8, 8, 3, 3)), "Kernel size can't be greater"),
-        (ConvProblem((8, 8, 8), (8, 8, 3, 3)), "4 sizes"),
-        (ConvProblem((1, 8, 8, 8), (8, 8, 3, 3), padding="same"), "numbers"),
-        (ConvProblem((1, 8, 8, 8), (8, 8, 3, 3), dtype=torch.int32), "floating-point dtype"),
+        (ConvProblem((8, 8, 8), (8, 8, 3, 3)), "four sizes"),
+        (ConvProblem((1, 8, 8.5, 8), (8, 8, 3, 3)), "integers"),
+        (ConvProblem((1, 8, 8, 8), (8, 8, 3, 3), padding="same"), "integers"),
+        (ConvProblem((0, 8, 8, 8), (8, 8, 3, 3)), "out of range"),
+        (ConvProblem((1, 8, 8, 1 << 31), (8, 8, 3, 3)), "out of range"),
+        (ConvProblem((1, 8, 8, 8), (8, 8, 3, 3), stride=0), "out of range"),
+        (ConvProblem((1, 8, 8, 8), (8, 8, 3, 3), padding=-1), "out of range"),
+        (ConvProblem((1, 8, 8, 8), (8, 8, 3, 3), groups=0), "out of range"),
+        (ConvProblem((1, 8, 8, 8), (8, 8, 3, 3), dtype=torch.int32), "floating-point one"),
     ],
 )
 def test_bundle_refuses_what_is_no_problem(problem, text):
@@ -177,7 +184,9 @@ def test_bundle_wants_a_problem_and_a_gpu(monkeypatch):
     with pytest.raises(ValueError, match="at least one"):
         modelnew.bundle([], arch="9.0")
     with pytest.raises(RuntimeError, match="takes compute capabilities such as"):
-        modelnew.bundle([P55], arch="hopper")
+        modelnew.bundle(P55, arch="hopper")
+    with pytest.raises(ValueError, match="arch goes with problems"):
+        modelnew.bundle(arch="9.0")
     with pytest.raises(RuntimeError, match=r"compute capability 11\.5 is made on such a GPU; without it: 8\.0, "):
         modelnew.bundle([P55], arch="11.5")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -211,6 +220,7 @@ def test_script_is_read_without_computing(tmp_path):
         (("self.conv2d", "self.convolution"), "is not one nn.Conv2d"),
         (("bias=bias)", "bias=True)"), "is not one nn.Conv2d"),
         (("padding=padding", "padding=1"), "is not one nn.Conv2d"),
+        (("[in_channels, out_channels, kernel_size]", "[16, 64, 3, 1, 'same']"), "names its padding, 'same'"),
         (("get_inputs", "inputs"), "does not run on the meta device: KeyError"),
         (("width)]", "width).cuda()]"), "does not run on the meta device"),
         (("import torch.nn as nn", "import torch.nn as nn; 1 / 0"), "ZeroDivisionError"),
@@ -334,7 +344,7 @@ def test_bundle_survives_a_killed_build_and_tells_of_a_failed_one(texts, monkeyp
 def test_bundle_of_another_gpu_says_so(texts, monkeypatch, tmp_path):
     fake = FakeBuild(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(RuntimeError, match=r"written for GPUs of compute capability 9\.0 with 132 SMs.*has .*\(8, 0\)"):
+    with pytest.raises(RuntimeError, match=r"for GPUs of compute capability \(9, 0\), but this one has \(8, 0\)"):
         exec(texts["55"], {})
     exec(texts["all"], {})
     assert "-gencode=arch=compute_80,code=sm_80" in fake.calls[0]["extra_cuda_cflags"]
@@ -372,7 +382,7 @@ def compile_on_cpu(text: str, folder: Path) -> ctypes.CDLL:
     for command in (
         [*nvcc, "-c", folder / "kernels.cu", "-o", objects[0]],
         [*cxx, "-c", Path(__file__).parent / "bundle_on_cpu.cpp", "-o", objects[1]],
-        [cxx[0], "-shared", "-Wl,--no-undefined,-Bsymbolic", "-o", folder / "bundle.so", *objects],
+        [cxx[0], "-shared", "-pthread", "-Wl,--no-undefined,-Bsymbolic", "-o", folder / "bundle.so", *objects],
     ):
         subprocess.run(list(map(str, command)), check=True)
     return ctypes.CDLL(str(folder / "bundle.so"))
@@ -387,22 +397,25 @@ def test_bundle_has_every_instance_that_its_problems_launch(name, tmp_path):
     library = compile_on_cpu(text, tmp_path)
     library.run_bundle.restype = ctypes.c_bool
     capability, sm_counts = modelnew._bundle_gpu(arch)
+    gpus = [(10 * capability[0] + capability[1], sms, group) for sms in sm_counts for group in (0, 14, 16, 18)]
     launched = set()
     for row, problem in enumerate(problems):
         key = modelnew._problem_key(problem)
         for tf32 in (False, True):
             for operator in range(4 if problem.bias else 3):
+                engine, _ = modelnew._planned(key, tf32, operator, gpus[0])
                 sizes = modelnew._sizes_for_kernels(key, tf32)
-                said = ctypes.create_string_buffer(1 << 14)
-                arguments = (10 * capability[0] + capability[1], sm_counts[0], (ctypes.c_int64 * len(sizes))(*sizes))
-                done = library.run_bundle(*arguments, operator, row, said, ctypes.c_size_t(len(said)))
-                instances = said.value.decode().splitlines()
-                assert done, (problem, tf32, operator, instances)
-                _, expected = modelnew._planned(key, tf32, operator, capability, sm_counts[0])
-                assert {modelnew._instance(line) for line in instances} == expected
-                launched |= expected
+                numbers, said = (ctypes.c_int64 * len(sizes))(*sizes), ctypes.create_string_buffer(1 << 14)
+                for gpu_ in gpus:
+                    call = (*gpu_, numbers, operator, problem.bias, row, said, ctypes.c_size_t(len(said)))
+                    done = library.run_bundle(*call)
+                    instances = said.value.decode().splitlines()
+                    assert done, (problem, tf32, operator, gpu_, instances)
+                    expected = modelnew._planned(key, tf32, operator, gpu_, engine)[1]
+                    assert {modelnew._instance(line) for line in instances} == expected
+                    launched |= expected
     listed = set(re.findall(r'^  (\{"\w+", \{[\d, ]*\}\})', literal(text, "KERNELS"), re.MULTILINE))
-    assert launched <= listed | {'{"none", {}}'}
+    assert launched == listed - {'{"none", {}}'}
 
 
 @needs_nvcc
@@ -417,19 +430,35 @@ def test_bundle_compiles_for_its_gpu_and_has_no_other_instances(texts, tmp_path)
         assert sum(kernel in name for name in names) == count, names
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_bundle_is_for_the_sm_counts_of_its_architecture(monkeypatch):
     """The first one decides; instances that others ask for come along."""
     asked = []
 
-    def planned(key, tf32, operator, capability, sms, engine=""):
-        asked.append((sms, engine))
-        return "wgmma", {f'{{"wgmma_kernel", {{{sms}}}}}'}
+    def planned(key, tf32, operator, gpu_, engine=""):
+        asked.append((gpu_, engine))
+        return "wgmma", {f'{{"wgmma_kernel", {{{gpu_[1]}}}}}'}
 
     monkeypatch.setattr(modelnew, "_planned", planned)
-    text = modelnew.bundle([P55], arch="9.0")
-    assert {(132, ""), (114, "wgmma"), (78, "wgmma")} == set(asked)
+    text = modelnew.bundle(P55, arch="9.0")
+    assert asked[0] == ((90, 132, 0), "")
+    assert {(90, sms, group) for sms in (132, 114, 78) for group in (0, 14, 16, 18)} == {gpu_ for gpu_, _ in asked}
+    assert {engine for gpu_, engine in asked if gpu_ != (90, 132, 0)} == {"wgmma"}
     assert all(f'{{"wgmma_kernel", {{{sms}}}}}' in text for sms in (132, 114, 78))
+
+
+def test_binding_compiles_with_the_installed_torch(texts, tmp_path):
+    """Its headers are complete without CUDA but for one, and those of CUDA's runtime."""
+    home, cxx = modelnew._find_cuda_home(), modelnew._find_host_compiler()
+    if home is None or cxx is None:
+        pytest.skip("needs CUDA's headers and a C++ compiler")
+    (tmp_path / "c10" / "cuda" / "impl").mkdir(parents=True)
+    (tmp_path / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h").touch()
+    for name in texts.keys() & {"all", "55"}:
+        (tmp_path / f"{name}.cpp").write_text(literal(texts[name], "BINDING"))
+        includes = [*cpp_extension.include_paths(), sysconfig.get_path("include"), f"{home}/include"]
+        command = [cxx, *modelnew._cpp_flags(), "-Wall", "-Werror", "-fsyntax-only", "-DTORCH_EXTENSION_NAME=bundle"]
+        command += [f"-I{tmp_path}", *(f"-isystem{path}" for path in includes), f"{tmp_path}/{name}.cpp"]
+        subprocess.run(command, check=True)
 
 
 # On a GPU ------------------------------------------------------------------------------------------------------------
@@ -437,12 +466,13 @@ def test_bundle_is_for_the_sm_counts_of_its_architecture(monkeypatch):
 
 @gpu
 @needs_nvcc
-def test_gpu_bundles_of_three_problems_in_one_process(monkeypatch, tmp_path):
+def test_gpu_bundles_of_several_problems_in_one_process(monkeypatch, tmp_path):
     """A build directory each: every file runs its own kernels, once built, with the library's results bit by bit."""
     problems = [
         ConvProblem((4, 64, 64, 128), (128, 64, 3, 3)),
         ConvProblem((2, 16, 70, 70), (64, 16, 5, 7), bias=True, padding=(2, 3)),
         ConvProblem((8, 32, 28, 28), (32, 1, 3, 3), padding=1, groups=32, dtype=torch.float16),
+        ConvProblem((8, 64, 28, 28), (128, 64, 1, 1), dtype=torch.float16),  # contiguous in either format
     ]
     contexts = []
     for number, problem in enumerate(problems):
@@ -466,6 +496,8 @@ def test_gpu_bundles_of_three_problems_in_one_process(monkeypatch, tmp_path):
             assert all(map(torch.equal, *results))
             other = x.detach().to(memory_format=torch.channels_last)
             assert torch.equal(models[0](other), results[0][0])
+            models[0].to(memory_format=torch.channels_last)
+            assert torch.equal(models[0](other), results[0][0])
             shifted = torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view_as(x).copy_(x.detach())
             assert torch.equal(models[0](shifted), results[0][0])
             models[0](x).sum().backward()  # an expanded gradient
@@ -482,12 +514,13 @@ def test_gpu_bundles_of_three_problems_in_one_process(monkeypatch, tmp_path):
 def test_gpu_dry_run_chooses_as_the_library_does(problem):
     key = modelnew._problem_key(problem)
     capability, sm_counts = modelnew._bundle_gpu(None)
+    gpu_ = (10 * capability[0] + capability[1], sm_counts[0], 0)
     for tf32 in (False, True):
         x, w = (torch.empty(size, device="meta") for size in (problem.input, problem.weight))
         with tf32_switch(tf32):
             lines = modelnew._built_extension().explain(x, w, None, (1, 1), (0, 0), (1, 1), 1).splitlines()
         for operator, line in enumerate(lines[1:4]):
-            engine, _ = modelnew._planned(key, tf32, operator, capability, sm_counts[0])
+            engine, _ = modelnew._planned(key, tf32, operator, gpu_)
             assert line.split(": ")[1].startswith(f"{engine};")
 
 
