@@ -98,7 +98,7 @@ MODELNEW_HOST_DEVICE inline StageAxis stage_axis(const Window& window, int tile,
   if (tap_by_tap || window.taps <= 1) return {1, tile, window.stride, 1, 0};
   const int64_t size =
       (tile - 1) * static_cast<int64_t>(window.stride) + (window.taps - 1) * static_cast<int64_t>(window.tap_step) + 1;
-  // What does not fit into shared memory does not fit, by however much.
+  // Larger sizes do not fit into shared memory either; the bound keeps the number within an int.
   const int bounded = static_cast<int>(size < kSharedBytes ? size : kSharedBytes);
   return {window.taps, bounded, 1, window.stride, window.tap_step};
 }
@@ -626,7 +626,7 @@ struct CorrelatePlan {
   Tiling tiling;
 };
 
-// What a correlation of one group reads and writes.
+// Channels that a correlation of one group reads and writes.
 struct Channels {
   int in, out;
 };
@@ -666,7 +666,7 @@ inline CorrelateGrid correlate_grid(const Problem& problem, Operator op, const C
   return grid;
 }
 
-// Of the packed weights, padded to whole tiles; 0 for the kernels that read w as it is.
+// Elements of the packed weights, padded to whole tiles; 0 for kernels that read w as it is.
 inline int64_t packed_elements(const Problem& problem, Operator op, const CorrelatePlan& plan) {
   if (plan.kernel >= CorrelateKernel::kDepthwise) return 0;
   const Channels channels = correlate_channels(problem, op);
