@@ -1808,12 +1808,18 @@ def _problem_key(problem: ConvProblem) -> tuple[Any, ...]:
     limited, least = (*numbers[1:], *itertools.chain(*pairs)), (*[1] * 8, *[1] * 2, *[0] * 2, *[1] * 2)
     if numbers[0] < 1 or any(not low <= number <= _MOST for low, number in zip(least, limited, strict=True)):
         raise ValueError(f"{problem} is no problem: a size or a setting is out of range")
-    try:  # PyTorch knows best whether they fit together
-        x, w = (torch.empty(size, device="meta") for size in (problem.input, problem.weight))
-        _pytorch_conv2d(x, w, None, *pairs, problem.groups)
-    except RuntimeError as error:
-        raise ValueError(f"{problem} is no problem: {error}") from error
-    return tuple(numbers[:4]), tuple(numbers[4:8]), bool(problem.bias), *pairs, numbers[8], problem.dtype
+    (_, C, *_, K, group_C, _, _), groups = numbers[:8], numbers[8]
+    key = tuple(numbers[:4]), tuple(numbers[4:8]), bool(problem.bias), *pairs, groups, problem.dtype
+    if group_C * groups != C or K % groups != 0 or min(_output_size(key)) < 1:
+        raise ValueError(f"{problem} is no problem: its channels and groups, or its filter and image, do not fit")
+    return key
+
+
+def _output_size(key: tuple[Any, ...]) -> tuple[int, int]:
+    """P, Q"""
+    x, w, _, stride, padding, dilation = key[:6]
+    spans = (x[2 + i] + 2 * padding[i] - dilation[i] * (w[2 + i] - 1) - 1 for i in (0, 1))
+    return tuple(span // step + 1 for span, step in zip(spans, stride, strict=True))
 
 
 _MOST = (2**31 - 1) // 4  # the kernels' limit of all numbers but the batch size
@@ -1845,10 +1851,7 @@ def _dry_run() -> ctypes.CDLL:
 def _sizes_for_kernels(key: tuple[Any, ...], tf32: bool) -> list[int]:
     """A problem as kernels/sizes.cuh has it, of contiguous tensors."""
     (N, C, H, W), (K, group_C, R, S), _, stride, padding, dilation, groups, dtype = key
-    P, Q = (
-        (size + 2 * pad - step * (taps - 1) - 1) // stride_ + 1
-        for size, pad, step, taps, stride_ in zip((H, W), padding, dilation, (R, S), stride, strict=True)
-    )
+    P, Q = _output_size(key)
     sizes = [N, C, H, W, K, R, S, P, Q, groups, *stride, *padding, *dilation, _SERVED_DTYPES.index(dtype), tf32]
     for shape in ((C, H, W), (group_C, R, S), (K, P, Q)):
         sizes += [math.prod(shape[i:]) for i in range(4)]  # strides
