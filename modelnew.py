@@ -1706,7 +1706,6 @@ def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 # ---- The bundle ----
-
 #
 # A bundle is one Python file that runs by itself: kernels/bundle_template.py, and the kernels in a string. The engines
 # of given problems are found by a dry run (kernels/dry_run.cpp): their host code, linked with stand-ins for the CUDA
