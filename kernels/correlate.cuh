@@ -193,9 +193,8 @@ __device__ inline void with_storage(DType dtype, const Action& action) {
 }
 
 // Ends a chunk: total += acc. The next chunk starts from the rounding error of that addition (Fast2Sum), so that only
-// the sums within chunks lose anything to speak of: the error is exact while |total| >= |acc|. (H200, 2026-11-20, dgrad
-// with 4480 terms: 2.1e-7 relative without it, 1.45e-7 with it, at 3 to 5% of the time.) An error that is not finite
-// (the total overflowed or holds an Inf) is dropped: it would turn the Inf into NaN.
+// the sums within chunks lose anything to speak of: the error is exact while |total| >= |acc|. An error that is not
+// finite (the total overflowed or holds an Inf) is dropped: it would turn the Inf into NaN. See docs/lab/direct.md.
 template <typename Acc>
 __device__ inline void add_chunk(Acc& acc, Acc& total) {
   const Acc sum = total + acc;
@@ -213,7 +212,7 @@ struct alignas(16) Vector {
 
 // Copies a window of the input into shared memory, [channel][row][column], zero outside the image. Lanes run along
 // columns. Each thread steps through its positions without dividing, and has BATCH loads under way at a time: nothing
-// else hides their latency. (H200, 2026-11-20: with one load at a time N 8, C 64, K 128, 3x3, 512x1024 took 51 ms.)
+// else hides their latency (docs/lab/direct.md).
 template <typename Acc, typename Storage, int THREADS>
 __device__ inline void stage_window(Acc* smem, const Storage* in_ptr, const CorrelateParams& params,
                                     const StageAxis& rows, const StageAxis& columns, int row_origin, int column_origin,
@@ -509,8 +508,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
 }
 
 // Tiles on a list, each of several of this kernel's, of `params`: blocks take them in turns. Without a stride, so there
-// is one phase. A short list leaves most of the GPU idle: one tile of sums of 144, 576 or 4608 products takes 19, 65
-// or 465 us (H200, 2026-11-22). Smaller pieces of it would help.
+// is one phase. A short list leaves most of the GPU idle; smaller pieces of a tile would help (docs/lab/direct.md).
 template <typename Config>
 __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
     correlate_listed_kernel(const CorrelateParams params, const TileList list, const int images) {
