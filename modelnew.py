@@ -126,14 +126,14 @@ class _Build(NamedTuple):
 
     name: str
     what: str  # for messages
-    cache: str  # the directory of finished libraries
-    cuda_home: str | None
     capabilities: list[tuple[int, int]]
     sources: dict[str, str]
     units: list[str]  # the sources that are compiled, each by itself, the longest first
     cpp_flags: list[str]
     cuda_flags: list[str]
     is_extension: bool = True  # of torch, else a library by itself
+    cache: str = ""  # the directory of finished libraries
+    cuda_home: str | None = None
 
     @property
     def library(self) -> str:
@@ -286,53 +286,49 @@ def _plan_build(sources: dict[str, str], capabilities: list[tuple[int, int]]) ->
     Starts no process, takes milliseconds.
     """
     targets = ", ".join(f"sm_{_architecture(capability)}" for capability in capabilities)
-    flags = _cpp_flags(), _cuda_flags(capabilities)
+    units, flags = _units(sources, capabilities), (_cpp_flags(), _cuda_flags(capabilities))
     torchs = [torch.__version__, torch.version.git_version, torch.version.cuda, sysconfig.get_config_var("SOABI")]
-    name, cuda_home = _build_name("modelnew", sources, _units(sources, capabilities), [flags, torchs])
-    return _Build(
-        name,
-        f"the kernels for {targets}",
-        _cache_directory(),
-        cuda_home,
-        capabilities,
-        sources,
-        _units(sources, capabilities),
-        *flags,
-    )
+    build = _Build("modelnew", f"the kernels for {targets}", capabilities, sources, units, *flags)
+    return _named(build, torchs)
 
 
 def _plan_dry_run(sources: dict[str, str]) -> _Build:
     """The build of kernels/dry_run.cpp: the engines' host code, whose device code is never run."""
     units = [_DRY_RUN, *(name for name in _units(sources, [(9, 0)]) if name.endswith(".cu"))]
-    define = "-DMODELNEW_DRY_RUN"
-    cpp_flags = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", define]
+    define, hidden = "-DMODELNEW_DRY_RUN", "-fvisibility=hidden"
+    cpp_flags = ["-std=c++17", "-O1", "-fPIC", hidden, define]
     cuda_flags = ["-std=c++17", "-O0", "-Xcicc=-O0", "-gencode=arch=compute_80,code=compute_80"]
-    cuda_flags += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden", define]
-    name, cuda_home = _build_name("modelnew_dry_run", sources, units, [cpp_flags, cuda_flags])
-    return _Build(
-        name,
-        "the planner of bundle()",
-        _cache_directory(),
-        cuda_home,
-        [(8, 0)],
-        sources,
-        units,
-        cpp_flags,
-        cuda_flags,
-        is_extension=False,
-    )
+    cuda_flags += ["--expt-relaxed-constexpr", f"-Xcompiler=-fPIC,{hidden}", define]
+    flags = cpp_flags, cuda_flags
+    return _named(_Build("modelnew_dry_run", "the planner of bundle()", [(8, 0)], sources, units, *flags, False), [])
 
 
-def _build_name(prefix: str, sources: dict[str, str], units: list[str], other: Any) -> tuple[str, str | None]:
-    """The name of a build of these units, with digests of what is compiled and of the compilers; and CUDA's home."""
+def _named(build: _Build, versions: list[Any]) -> _Build:
+    """The build with digests in its name: of what is compiled, flags and versions, and of the compilers at hand."""
     cuda_home = _find_cuda_home()
-    compiled = {name: text for name, text in sources.items() if name in units or name.endswith((".cuh", ".h"))}
-    what = [{name: _without_comments(text) for name, text in compiled.items()}, other]
+    files = _with_headers(build.sources, build.units)
+    what = [{name: _without_comments(build.sources[name]) for name in sorted(files)}, build.cpp_flags, build.cuda_flags]
     tools = [
         [_file_identity(cuda_home and os.path.join(cuda_home, "bin", "nvcc")), _file_identity(_find_host_compiler())],
         [os.environ.get(name) for name in _COMPILER_VARIABLES],
     ]
-    return f"{prefix}_{_digest(what)}_{_digest(tools)}", cuda_home
+    name = f"{build.name}_{_digest([what, versions])}_{_digest(tools)}"
+    return build._replace(name=name, cache=_cache_directory(), cuda_home=cuda_home)
+
+
+def _with_headers(sources: dict[str, str], files: Iterable[str]) -> list[str]:
+    """The files, each after those that it includes."""
+    order: dict[str, None] = {}
+
+    def visit(file: str) -> None:
+        if file in sources and file not in order:
+            for header in re.findall(r'^ *#include "(.*)"', sources[file], re.MULTILINE):
+                visit(header)
+            order[file] = None
+
+    for file in files:
+        visit(file)
+    return list(order)
 
 
 def _digest(ingredients: Any) -> str:
@@ -1789,8 +1785,7 @@ def bundle(problems: ConvProblem | Iterable[ConvProblem] | None = None, arch: st
     constants |= {"BINDING": _literal(binding), "KERNELS": _literal(kernels)}
     text = (_kernel_folder() / "bundle_template.py").read_text(encoding="utf-8")
     for name, value in constants.items():
-        text, count = re.subn(rf"^_MODELNEW_{name} = .*$", lambda _: f"_MODELNEW_{name} = {value}", text, flags=re.M)  # noqa: B023
-        assert count == 1, name
+        text = text.replace(f"_MODELNEW_{name} = None\n", f"_MODELNEW_{name} = {value}\n")
     text = _bundle_note(problems) + text.partition('"""\n')[2]
     _require_pasteable(text)
     return text
@@ -1956,18 +1951,9 @@ def _with_callees(files: set[str]) -> set[str]:
 def _one_text(files: set[str]) -> str:
     """These files after the headers that they include, as one text; kernels with the end of every bundle's."""
     last = sorted(files - {_BUNDLE_END}) + [_BUNDLE_END] * (_BUNDLE_BINDING not in files)
-    order: dict[str, None] = {}
-
-    def visit(file: str) -> None:
-        for header in re.findall(r'^#include "(.*)"$', _sources[file], re.MULTILINE):
-            if header not in order:
-                visit(header)
-        order[file] = None
-
-    for file in last:
-        visit(file)
+    headers = [file for file in _with_headers(_sources, last) if file not in last]
     parts = []
-    for file in (*(file for file in order if file not in last), *last):
+    for file in (*headers, *last):
         if file == _BUNDLE_END:
             parts.append(_stand_ins(files))
         text = re.sub(r'^#(pragma once|include ".*")\n', "", _sources[file], flags=re.MULTILINE)

@@ -51,7 +51,7 @@ PROBLEMS = {
 
 
 def made(names: dict, constructor: str) -> torch.nn.Module:
-    """A model, its weights drawn after the same seed; the time in which its text ran is not in it."""
+    """The named model, its weights drawn after a fixed seed."""
     torch.manual_seed(42)
     return names[constructor](*names["get_init_inputs"]()).cuda()
 

@@ -28,9 +28,8 @@ class ModelNew(nn.Module):
         layer = self.conv2d
         if not x.is_cuda:
             return self.conv2d(x)
-        return _modelnew.conv2d(
-            x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups
-        )
+        settings = layer.stride, layer.padding, layer.dilation, layer.groups
+        return _modelnew.conv2d(x, layer.weight, layer.bias, *settings)
 
 
 def _modelnew_build():
@@ -86,7 +85,7 @@ def _modelnew_split_flags():
 
 
 _MODELNEW_CAPABILITY = None
-_MODELNEW_BINDING = ""
-_MODELNEW_KERNELS = ""
+_MODELNEW_BINDING = None
+_MODELNEW_KERNELS = None
 
 _modelnew = _modelnew_build() if torch.cuda.is_available() else None
