@@ -1,6 +1,6 @@
-// The end of a bundle's kernels: what its binding calls. bundle() in modelnew.py defines, before all
-// else, MODELNEW_CHOSEN: for each problem that the bundle is for, with TF32 not allowed and allowed, the engine of each
-// Operator. Without it the table of all engines is asked.
+// The end of a bundle's kernels: the functions that its binding calls. bundle() in modelnew.py defines MODELNEW_CHOSEN
+// before all else: the engine of each Operator, for each problem of the bundle, with TF32 not allowed and allowed.
+// Without it the table of all engines is asked.
 #include "choice.cuh"
 #include "sizes.cuh"
 
@@ -44,10 +44,10 @@ extern "C" const char* modelnew_launch(int op, int row, const int64_t* sizes, co
   const cudaError_t error = engine->launch(static_cast<Operator>(op), problem, pointers_of(pointers),
                                            static_cast<cudaStream_t>(stream));
   if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // else CUDA reports it once more at somebody's next launch
 #if defined(MODELNEW_INSTANCES)
   if (error == cudaErrorInvalidConfiguration)
     return "this file lacks a kernel that a GPU with this number of SMs needs; write it anew on this GPU";
 #endif
-  cudaGetLastError();  // else CUDA reports it once more at somebody's next launch
   return cudaGetErrorString(error);
 }
