@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = dict(os.environ)  # without the build directories below, so that the planner of bundle() is built once
 
 REFERENCE = '''import torch
 import torch.nn as nn
@@ -74,7 +75,7 @@ def evaluate(name: str, reference: Path, folder: Path) -> bool:
     """Writes the file for a reference script, runs both and prints a line. True if the results are close."""
     written = folder / f"{name}_modelnew.py"
     command = [sys.executable, ROOT / "modelnew.py", "bundle", "--for", reference, "-o", written]
-    subprocess.run(list(map(str, command)), check=True)
+    subprocess.run(list(map(str, command)), check=True, env=ENVIRONMENT)
     names: dict = {}
     exec(reference.read_text(), names)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / f"{name}_build")
