@@ -1,73 +1,59 @@
-"""Measures modelnew.conv2d against PyTorch's own convolution (cuDNN on a GPU): right first, then fast.
+"""Measures modelnew beside PyTorch's own convolution (cuDNN): correct first, then timed.
 
-    python bench.py                                    the three reference cases, forward
-    python bench.py --backward --precision tf32 fp32   also the gradients, under both of PyTorch's precision settings
-    python bench.py --suite depthwise --dtype float16  another list of layers, another dtype
-    python bench.py --suite resnet50 --batch 1 32      a network's distinct convolutions, a row for each batch
-    python bench.py --suite unet --channels-last       x and the weight in channels_last, on both sides
-    python bench.py --case 8,64,128,3,3,56,56,1,1      N,C,K,R,S,H,W[,stride,pad,dilation,groups], any number of times
-    python bench.py --rest 0                           sustained load, where the GPU's power cap decides
-    python bench.py --host                             host time of a call, for small convolutions
-    python bench.py --json results/h200.json --readme  keep the numbers and rewrite README's table from them
-    python bench.py --readme results/*.json            only rewrite README's table, from kept numbers
+    python bench.py                                 KernelBench's problems 55, 56 and 63, forward, TF32
+    python bench.py run --suite resnet50 unet       the distinct convolutions of networks
+    python bench.py run --suite resnet50 --batch 1 32 --backward --channels-last --dtype float16
+    python bench.py run --case 8,64,128,3,3,56,56,1,1    N,C,K,R,S,H,W[,stride,pad,dilation,groups]
+    python bench.py networks resnet50 --mode tf32 train-amp-nhwc    whole networks, before and after accelerate()
+    python bench.py compare before.json after.json  how two stored runs differ
+    python bench.py plot results/h200-networks.json the picture in README
+    python bench.py render                          README's table and picture and results/README.md, from results/
 
-Each row is one pass of one layer. Our result is computed into memory filled with NaN, compared with float64 element by
-element, and only then timed: ours and PyTorch's in turn in one run, before every call a pause and the L2 cache
-overwritten, CUDA events around every call, median of the calls. The floor is the least time that the traffic and the
-arithmetic need at the rates that this very run measured. Without a GPU the suites run scaled down on the CPU, where
-modelnew is PyTorch.
+`run` measures one pass of one layer a row. Our result goes to memory that is filled with NaN and is compared with
+float64, element by element; only a correct one is timed: ours and PyTorch's in turn, the L2 cache overwritten before
+each call, median of CUDA events. The floor is the least time that the traffic and the arithmetic take at the rates that
+this run measured. Without a GPU the suites run scaled down on the CPU, where modelnew is PyTorch.
 
-Exit code 0: every row was right. 1: some row was wrong or could not run; no time is printed for it. 2: bad arguments.
+Exit code 0: every row is correct; 1: a row is wrong or could not run, its time is not printed; 2: bad arguments.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
+import copy
 import json
 import math
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent
-MARKERS = ("<!-- bench:begin -->", "<!-- bench:end -->")
+from examples.networks import DEFAULT_MODES, MODES, NETWORKS, Mode, gradients_or_output, step_of
+from results import report
+
 SEED = 42
-FORMAT = 1  # of the JSON documents
-MOST_ROWS_SHOWN = 20  # of a table in README; longer ones are folded
-
-# Before each timed call. Without a pause the calls before it decide: the check's float64 products and both sides' own
-# calls hold an H200 at its power cap, at 1.2 to 1.9 GHz as read there, which made the same kernels up to 19% slower
-# within a second (2026-11-21).
-REST_MS = 20
-MIN_REPEATS = 3  # quartiles need as many
+REST_MS = 20  # before a timed call; without it the power cap lowers the clocks (docs/performance.md)
 FORWARD, DGRAD, WGRAD = "forward", "dgrad", "wgrad"
+REAL = ("float32", "float16", "bfloat16", "float64")
 CASE_FORM = "N,C,K,R,S,H,W[,stride,pad,dilation,groups]"
+NO_GPU = "No GPU: PyTorch's convolution on the CPU beside itself, scaled down. This says nothing about speed."
 
 
-def pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    """(vertical, horizontal)"""
-    return (value, value) if isinstance(value, int) else value
+# Layers and networks.
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layer: x[N,C,H,W], w[K,C/groups,R,S], y[N,K,P,Q].
-
-    Stride, pad and dilation are given as one number or as (vertical, horizontal), and kept as the latter.
-    """
+    """One layer: x[N,C,H,W], w[K,C/groups,R,S], y[N,K,P,Q]; stride, pad and dilation are (vertical, horizontal)."""
 
     name: str
     N: int
@@ -85,7 +71,8 @@ class Case:
 
     def __post_init__(self) -> None:
         for name in ("stride", "pad", "dilation"):
-            object.__setattr__(self, name, pair(getattr(self, name)))  # the dataclass is frozen
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value, value) if isinstance(value, int) else tuple(value))
 
     @property
     def P(self) -> int:
@@ -97,21 +84,16 @@ class Case:
 
     @property
     def flop(self) -> float:
-        """Floating point operations of one pass (all three take the same), two for each multiply-add; no bias."""
+        """Floating point operations of any of the passes, two for each multiply-add."""
         return 2.0 * self.N * self.K * self.P * self.Q * (self.C // self.groups) * self.R * self.S
 
     @property
     def shape(self) -> str:
         text = f"N{self.N} C{self.C} K{self.K} {self.R}x{self.S}, {self.H}x{self.W}"
-        for name, (vertical, horizontal), usual in (
-            ("stride", self.stride, 1),
-            ("pad", self.pad, 0),
-            ("dilation", self.dilation, 1),
-        ):
-            if vertical != horizontal:
-                text += f", {name} {vertical}x{horizontal}"
-            elif vertical != usual:
-                text += f", {name} {vertical}"
+        for name, usual in (("stride", 1), ("pad", 0), ("dilation", 1)):
+            vertical, horizontal = getattr(self, name)
+            if (vertical, horizontal) != (usual, usual):
+                text += f", {name} {vertical}" + (f"x{horizontal}" if vertical != horizontal else "")
         return text + (f", groups {self.groups}" if self.groups > 1 else "") + (", bias" if self.bias else "")
 
     @property
@@ -120,9 +102,9 @@ class Case:
         return {"stride": self.stride, "padding": self.pad, "dilation": self.dilation, "groups": self.groups}
 
 
-# The layers of networks are written for one image; DEFAULTS or --batch says how many there are.
-SUITES: dict[str, tuple[Case, ...]] = {
-    #                 name      N   C    K   R  S   H     W
+# Lists of single layers. The layers of each of NETWORKS are a suite as well.
+LAYERS: dict[str, tuple[Case, ...]] = {
+    #                  name    N   C   K   R  S  H     W
     "reference": (
         Case("P63", 16, 16, 128, 3, 3, 1024, 1024),
         Case("P55", 8, 64, 128, 3, 3, 512, 1024),
@@ -134,122 +116,6 @@ SUITES: dict[str, tuple[Case, ...]] = {
         Case("dw5x5", 16, 64, 64, 5, 5, 512, 512, pad=2, groups=64),
         Case("dw7x7", 16, 64, 64, 7, 7, 512, 512, pad=3, groups=64),
         Case("dw7x7s2", 16, 64, 64, 7, 7, 512, 512, stride=2, pad=3, groups=64),
-    ),
-    "smoke": (
-        Case("odd", 2, 13, 17, 3, 5, 37, 41),
-        Case("same", 1, 32, 32, 3, 3, 33, 65, pad=1),
-        Case("1x1", 3, 40, 24, 1, 1, 19, 23),
-        Case("stem", 2, 3, 16, 7, 7, 61, 67, stride=2, pad=3),
-        Case("dilated", 2, 16, 24, 3, 3, 31, 29, stride=2, pad=2, dilation=2),
-        Case("grouped", 2, 24, 36, 3, 3, 27, 35, pad=1, groups=3),
-        Case("depthwise", 2, 20, 20, 5, 5, 40, 24, pad=2, groups=20),
-    ),
-    # ResNet-50 v1.5, which strides in its 3x3; each distinct convolution once, called after where torchvision's model
-    # first has it. l1.conv3 is also layer1's downsample.
-    "resnet50": (
-        Case("conv1", 1, 3, 64, 7, 7, 224, 224, stride=2, pad=3),
-        Case("l1.0.conv1", 1, 64, 64, 1, 1, 56, 56),
-        Case("l1.conv2", 1, 64, 64, 3, 3, 56, 56, pad=1),
-        Case("l1.conv3", 1, 64, 256, 1, 1, 56, 56),
-        Case("l1.1.conv1", 1, 256, 64, 1, 1, 56, 56),
-        Case("l2.0.conv1", 1, 256, 128, 1, 1, 56, 56),
-        Case("l2.0.conv2", 1, 128, 128, 3, 3, 56, 56, stride=2, pad=1),
-        Case("l2.conv3", 1, 128, 512, 1, 1, 28, 28),
-        Case("l2.down", 1, 256, 512, 1, 1, 56, 56, stride=2),
-        Case("l2.1.conv1", 1, 512, 128, 1, 1, 28, 28),
-        Case("l2.1.conv2", 1, 128, 128, 3, 3, 28, 28, pad=1),
-        Case("l3.0.conv1", 1, 512, 256, 1, 1, 28, 28),
-        Case("l3.0.conv2", 1, 256, 256, 3, 3, 28, 28, stride=2, pad=1),
-        Case("l3.conv3", 1, 256, 1024, 1, 1, 14, 14),
-        Case("l3.down", 1, 512, 1024, 1, 1, 28, 28, stride=2),
-        Case("l3.1.conv1", 1, 1024, 256, 1, 1, 14, 14),
-        Case("l3.1.conv2", 1, 256, 256, 3, 3, 14, 14, pad=1),
-        Case("l4.0.conv1", 1, 1024, 512, 1, 1, 14, 14),
-        Case("l4.0.conv2", 1, 512, 512, 3, 3, 14, 14, stride=2, pad=1),
-        Case("l4.conv3", 1, 512, 2048, 1, 1, 7, 7),
-        Case("l4.down", 1, 1024, 2048, 1, 1, 14, 14, stride=2),
-        Case("l4.1.conv1", 1, 2048, 512, 1, 1, 7, 7),
-        Case("l4.1.conv2", 1, 512, 512, 3, 3, 7, 7, pad=1),
-    ),
-    # U-Net with padding 1 on 512x512 images: 3 to 1024 channels, 512 to 64 pixels. The encoder's four levels have 512,
-    # 256, 128 and 64 pixels, and the bottleneck stays at 64, where the classic network pools once more, to 32. Decoder
-    # layers read the level below and the skip connection, concatenated; their second convolution is the encoder's.
-    "unet": (
-        Case("enc1a", 1, 3, 64, 3, 3, 512, 512, pad=1),
-        Case("enc1b", 1, 64, 64, 3, 3, 512, 512, pad=1),
-        Case("enc2a", 1, 64, 128, 3, 3, 256, 256, pad=1),
-        Case("enc2b", 1, 128, 128, 3, 3, 256, 256, pad=1),
-        Case("enc3a", 1, 128, 256, 3, 3, 128, 128, pad=1),
-        Case("enc3b", 1, 256, 256, 3, 3, 128, 128, pad=1),
-        Case("enc4a", 1, 256, 512, 3, 3, 64, 64, pad=1),
-        Case("enc4b", 1, 512, 512, 3, 3, 64, 64, pad=1),
-        Case("mid_a", 1, 512, 1024, 3, 3, 64, 64, pad=1),
-        Case("mid_b", 1, 1024, 1024, 3, 3, 64, 64, pad=1),
-        Case("dec4a", 1, 1024, 512, 3, 3, 64, 64, pad=1),
-        Case("dec3a", 1, 512, 256, 3, 3, 128, 128, pad=1),
-        Case("dec2a", 1, 256, 128, 3, 3, 256, 256, pad=1),
-        Case("dec1a", 1, 128, 64, 3, 3, 512, 512, pad=1),
-        Case("last", 1, 64, 2, 1, 1, 512, 512),
-    ),
-    # The depthwise convolutions of MobileNetV2 at 224x224.
-    "mobilenet": (
-        Case("m32", 1, 32, 32, 3, 3, 112, 112, pad=1, groups=32),
-        Case("m96s2", 1, 96, 96, 3, 3, 112, 112, stride=2, pad=1, groups=96),
-        Case("m144", 1, 144, 144, 3, 3, 56, 56, pad=1, groups=144),
-        Case("m144s2", 1, 144, 144, 3, 3, 56, 56, stride=2, pad=1, groups=144),
-        Case("m192", 1, 192, 192, 3, 3, 28, 28, pad=1, groups=192),
-        Case("m192s2", 1, 192, 192, 3, 3, 28, 28, stride=2, pad=1, groups=192),
-        Case("m384", 1, 384, 384, 3, 3, 14, 14, pad=1, groups=384),
-        Case("m576", 1, 576, 576, 3, 3, 14, 14, pad=1, groups=576),
-        Case("m576s2", 1, 576, 576, 3, 3, 14, 14, stride=2, pad=1, groups=576),
-        Case("m960", 1, 960, 960, 3, 3, 7, 7, pad=1, groups=960),
-    ),
-    # The depthwise convolutions of ConvNeXt-T at 224x224.
-    "convnext": (
-        Case("c96", 1, 96, 96, 7, 7, 56, 56, pad=3, groups=96),
-        Case("c192", 1, 192, 192, 7, 7, 28, 28, pad=3, groups=192),
-        Case("c384", 1, 384, 384, 7, 7, 14, 14, pad=3, groups=384),
-        Case("c768", 1, 768, 768, 7, 7, 7, 7, pad=3, groups=768),
-    ),
-    # DeepLabV3 on ResNet-50, torchvision's, on images of 520x520: what it has at an eighth of their size. These are
-    # layers 3 and 4, dilated instead of strided, and what follows but for the branch of a single pixel.
-    "deeplab": (
-        Case("d3.0.conv1", 1, 512, 256, 1, 1, 65, 65),
-        Case("d3.0.conv2", 1, 256, 256, 3, 3, 65, 65, pad=1),
-        Case("d3.down", 1, 512, 1024, 1, 1, 65, 65),
-        Case("d3.conv3", 1, 256, 1024, 1, 1, 65, 65),
-        Case("d3.1.conv1", 1, 1024, 256, 1, 1, 65, 65),
-        Case("d3.1.conv2", 1, 256, 256, 3, 3, 65, 65, pad=2, dilation=2),
-        Case("d4.0.conv1", 1, 1024, 512, 1, 1, 65, 65),
-        Case("d4.0.conv2", 1, 512, 512, 3, 3, 65, 65, pad=2, dilation=2),
-        Case("d4.down", 1, 1024, 2048, 1, 1, 65, 65),
-        Case("d4.conv3", 1, 512, 2048, 1, 1, 65, 65),
-        Case("d4.1.conv1", 1, 2048, 512, 1, 1, 65, 65),
-        Case("d4.1.conv2", 1, 512, 512, 3, 3, 65, 65, pad=4, dilation=4),
-        Case("aspp1", 1, 2048, 256, 1, 1, 65, 65),
-        Case("aspp12", 1, 2048, 256, 3, 3, 65, 65, pad=12, dilation=12),
-        Case("aspp24", 1, 2048, 256, 3, 3, 65, 65, pad=24, dilation=24),
-        Case("aspp36", 1, 2048, 256, 3, 3, 65, 65, pad=36, dilation=36),
-        Case("project", 1, 1280, 256, 1, 1, 65, 65),
-        Case("classify", 1, 256, 21, 1, 1, 65, 65),
-    ),
-    # The 3x3 convolutions of ResNeXt-101 32x8d, in 32 groups of 8 to 64 channels.
-    "resnext": (
-        Case("x256", 1, 256, 256, 3, 3, 56, 56, pad=1, groups=32),
-        Case("x512s2", 1, 512, 512, 3, 3, 56, 56, stride=2, pad=1, groups=32),
-        Case("x512", 1, 512, 512, 3, 3, 28, 28, pad=1, groups=32),
-        Case("x1024s2", 1, 1024, 1024, 3, 3, 28, 28, stride=2, pad=1, groups=32),
-        Case("x1024", 1, 1024, 1024, 3, 3, 14, 14, pad=1, groups=32),
-        Case("x2048s2", 1, 2048, 2048, 3, 3, 14, 14, stride=2, pad=1, groups=32),
-        Case("x2048", 1, 2048, 2048, 3, 3, 7, 7, pad=1, groups=32),
-    ),
-    # What Vision Transformers begin with (ViT-B/16, B/32, L/14 and H/14), and a Swin Transformer, like a ConvNeXt.
-    "vit": (
-        Case("b16", 1, 3, 768, 16, 16, 224, 224, stride=16, bias=True),
-        Case("b32", 1, 3, 768, 32, 32, 224, 224, stride=32, bias=True),
-        Case("l14", 1, 3, 1024, 14, 14, 224, 224, stride=14, bias=True),
-        Case("h14", 1, 3, 1280, 14, 14, 224, 224, stride=14, bias=True),
-        Case("swin", 1, 3, 96, 4, 4, 224, 224, stride=4, bias=True),
     ),
     # KernelBench's level 1, by the number of the problem, as of its commit 423217d; 86 is a pair of convolutions.
     "kernelbench": (
@@ -267,30 +133,59 @@ SUITES: dict[str, tuple[Case, ...]] = {
 }
 
 
-class Defaults(NamedTuple):
-    """What a suite runs with unless the command line says otherwise."""
+def record(name: str, batch: int) -> list[Case]:
+    """Each distinct nn.Conv2d of a network as a case, called after the first layer of its kind and the batch.
 
-    batches: tuple[int, ...] = ()  # each layer once for each of them; none: every case has its own N
-    repeats: int = 25
-    rest_ms: float = REST_MS
+    Forward hooks read the sizes while the network runs on meta tensors, which have no data.
+    """
+    network = NETWORKS[name]
+    with torch.device("meta"):
+        model, images = network.model().eval(), torch.empty(batch, 3, network.size, network.size)
+    names, found = {layer: name for name, layer in model.named_modules()}, {}  # found: the first name of each case
+
+    def keep(layer: nn.Module, inputs: tuple[Tensor], _: Tensor) -> None:
+        found.setdefault(case_of(layer, *inputs), names[layer])
+
+    for layer in names:
+        if isinstance(layer, nn.Conv2d):
+            layer.register_forward_hook(keep)
+    with torch.no_grad():
+        model(images)
+    return [replace(case, name=f"{name}/{batch}") for case, name in found.items()]
 
 
-# Networks have many rows, and calls of 10 to 500 us. No pauses: after one the host takes longer than the 0.1 ms of the
-# overwriting to launch a call, and clocks are low, so that it is the launch that is timed (H200, 2026-11-22, depthwise
-# 3x3 of 960 channels at 7x7, 128 images: 133 us after a pause, 30 us without).
-DEFAULTS: dict[str, Defaults] = {
-    "resnet50": Defaults(batches=(1, 32, 256), repeats=15, rest_ms=0),
-    "unet": Defaults(batches=(1, 16), repeats=15, rest_ms=0),
-    "mobilenet": Defaults(batches=(128,), repeats=15, rest_ms=0),
-    "convnext": Defaults(batches=(128,), repeats=15, rest_ms=0),
-    "deeplab": Defaults(batches=(1, 8), repeats=15, rest_ms=0),
-    "resnext": Defaults(batches=(1, 32), repeats=15, rest_ms=0),
-    "vit": Defaults(batches=(1, 64), repeats=15, rest_ms=0),
-    "kernelbench": Defaults(repeats=15),
-}
+def case_of(layer: nn.Conv2d, x: Tensor) -> Case:
+    """The case, without a name, of a layer on an input."""
+    pad = layer.padding
+    if isinstance(pad, str):  # "same" (of odd filters) or "valid"
+        pad = tuple(d * (k - 1) // 2 * (pad == "same") for d, k in zip(layer.dilation, layer.kernel_size, strict=True))
+    N, C, H, W = x.shape
+    return Case("", N, C, layer.out_channels, *layer.kernel_size, H, W, layer.stride, pad, layer.dilation,
+                layer.groups, layer.bias is not None)  # fmt: skip
 
-# Small enough that a GPU is done with it sooner than a host can launch the next one.
-HOST_CASE = Case("tiny", 1, 16, 16, 3, 3, 8, 8, pad=1)
+
+def parse_case(text: str) -> Case:
+    """The case that CASE_FORM describes; the error says what is wrong with it."""
+    wrong = argparse.ArgumentTypeError
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise wrong(f"{text!r} is not a list of whole numbers {CASE_FORM}") from None
+    if not 7 <= len(numbers) <= 11:
+        raise wrong(f"{text!r} has {len(numbers)} numbers, not 7 to 11: {CASE_FORM}")
+    case = Case(text, *numbers)
+    if min(numbers[:8]) < 1 or min(case.pad) < 0 or min(case.dilation) < 1 or case.groups < 1:
+        raise wrong(f"{text!r}: sizes, stride, dilation and groups must be positive, pad non-negative")
+    if case.C % case.groups or case.K % case.groups:
+        raise wrong(f"{text!r}: groups {case.groups} must divide C {case.C} and K {case.K}")
+    if case.P < 1 or case.Q < 1:
+        raise wrong(f"{text!r}: the {case.R}x{case.S} filter is larger than the padded {case.H}x{case.W} input")
+    return case
+
+
+def scaled_down(case: Case) -> Case:
+    """The case for a CPU: one image, an eighth of each side but no side cut below 64."""
+    return replace(case, N=1, H=max(min(case.H, 64), case.H // 8), W=max(min(case.W, 64), case.W // 8))
 
 
 @dataclass(frozen=True)
@@ -301,40 +196,14 @@ class Job:
     direction: str
     dtype: str
     precision: str  # PyTorch's setting for fp32 tensors
-    batch: int | None = None  # which of a suite's batches this row is of
+    suite: str = ""
     channels_last: bool = False
 
     @property
-    def name(self) -> str:
-        """One for each row of a suite: the case's, with the batch where the suite runs at several."""
-        return self.case.name if self.batch is None else f"{self.case.name}/{self.batch}"
-
-    @property
-    def memory_format(self) -> torch.memory_format:
-        return torch.channels_last if self.channels_last else torch.contiguous_format
-
-
-def parse_case(text: str) -> Case:
-    """The case that CASE_FORM describes; ValueError says what is wrong with it."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{text!r} is not a list of whole numbers {CASE_FORM}") from None
-    if not 7 <= len(numbers) <= 11:
-        raise ValueError(f"{text!r} has {len(numbers)} numbers, not 7 to 11: {CASE_FORM}")
-    case = Case(text, *numbers)
-    if min(numbers[:8]) < 1 or min(case.pad) < 0 or min(case.dilation) < 1 or case.groups < 1:
-        raise ValueError(f"{text!r}: sizes, stride, dilation and groups must be positive, pad non-negative")
-    if case.C % case.groups or case.K % case.groups:
-        raise ValueError(f"{text!r}: groups {case.groups} must divide C {case.C} and K {case.K}")
-    if case.P < 1 or case.Q < 1:
-        raise ValueError(f"{text!r}: the {case.R}x{case.S} filter is larger than the padded {case.H}x{case.W} input")
-    return case
-
-
-def scaled_down(case: Case) -> Case:
-    """The case for a CPU: one image, a 64th of its pixels but no side cut below 64; channels and filter as they are."""
-    return replace(case, N=1, H=max(min(case.H, 64), case.H // 8), W=max(min(case.W, 64), case.W // 8))
+    def identity(self) -> dict[str, Any]:
+        return {"suite": self.suite, "name": self.case.name, "shape": self.case.shape, "case": asdict(self.case),
+                "pass": self.direction, "dtype": self.dtype, "precision": self.precision,
+                "channels_last": self.channels_last}  # fmt: skip
 
 
 # The floor: what traffic and arithmetic cost at the rates that this run measured.
@@ -347,77 +216,38 @@ class Ceilings:
     copy_gbs: float
     fill_gbs: float
     read_gbs: float
-    matmul_size: int
     matmul_tflops: dict[str, float]  # "float16", "bfloat16", "tf32", "float32", "float64"
 
     def matrix_rate(self, contract: str) -> float:
-        """TFLOP/s at which a convolution under this contract could multiply.
+        """TFLOP/s at which a convolution under this contract could multiply; wgmma may be some 12% above cuBLAS's rate.
 
-        TF32 and fp16 carry the same 10 mantissa bits, so that fp16 operands serve the TF32 contract at fp16's rate.
-        Full fp32 takes three fp16 products for one (high times high and the two cross terms), or plain fp32.
-        The rates are cuBLAS's. A bare loop of Hopper's wgmma reaches about 12% more (fp16 on an H200: 900 TFLOP/s, not
-        772), so that a convolution may pass this floor a little.
+        TF32 carries fp16's 10 mantissa bits, so that fp16's rate bounds it; fp32 takes three fp16 products for one.
         """
         rates = self.matmul_tflops
-        if contract == "tf32":
-            return rates["float16"]
         if contract == "fp32":
             return max(rates["float32"], rates.get("float16", 0.0) / 3)
-        return rates[contract]
-
-
-class Traffic(NamedTuple):
-    """Bytes that a pass cannot avoid reading and writing."""
-
-    read: float
-    written: float
-
-
-def touched_rows(case: Case) -> int:
-    """How many of the H input rows any filter row meets (with a stride, perhaps not all)."""
-    return touched(case.H, case.P, case.R, case.stride[0], case.pad[0], case.dilation[0])
-
-
-def touched_columns(case: Case) -> int:
-    """The same for the W columns."""
-    return touched(case.W, case.Q, case.S, case.stride[1], case.pad[1], case.dilation[1])
+        return rates["float16" if contract == "tf32" else contract]
 
 
 def touched(size: int, outputs: int, taps: int, stride: int, pad: int, dilation: int) -> int:
     """Along one axis: at how many of `size` places any of `outputs` filters has any of its `taps`."""
-    places = {output * stride - pad + tap * dilation for output in range(outputs) for tap in range(taps)}
-    return len(places & set(range(size)))
+    return len({o * stride - pad + t * dilation for o in range(outputs) for t in range(taps)} & set(range(size)))
 
 
-def traffic(case: Case, direction: str, itemsize: int, channels_last: bool = False) -> Traffic:
-    """Least traffic of a pass: every operand once, of x the rows that matter.
+def traffic(case: Case, direction: str, itemsize: int, channels_last: bool = False) -> tuple[float, float]:
+    """Bytes (read, written) that a pass cannot avoid: every operand once, of x the rows that matter.
 
     In channels_last also only the columns that matter: the channels of a pixel lie together, mostly more than the 32
-    bytes that memory is read by. Else the columns between come along.
+    bytes of a memory sector. In NCHW the columns between come along.
     """
-    pixels = touched_rows(case) * (touched_columns(case) if channels_last else case.W)
+    rows = touched(case.H, case.P, case.R, case.stride[0], case.pad[0], case.dilation[0])
+    columns = touched(case.W, case.Q, case.S, case.stride[1], case.pad[1], case.dilation[1])
     whole_x = case.N * case.C * case.H * case.W * itemsize
-    x = case.N * case.C * pixels * itemsize
+    x = case.N * case.C * rows * (columns if channels_last else case.W) * itemsize
     w = case.K * (case.C // case.groups) * case.R * case.S * itemsize
     y = case.N * case.K * case.P * case.Q * itemsize
     bias = case.K * case.bias * itemsize
-    return {FORWARD: Traffic(x + w + bias, y), DGRAD: Traffic(y + w, whole_x), WGRAD: Traffic(x + y, w)}[direction]
-
-
-class Floor(NamedTuple):
-    memory_ms: float
-    arithmetic_ms: float
-
-    @property
-    def ms(self) -> float:
-        return max(self)
-
-
-def floor(case: Case, direction: str, contract: str, ceilings: Ceilings, channels_last: bool = False) -> Floor:
-    """The times below which neither the traffic nor the arithmetic of this pass can be done at the measured rates."""
-    moved = traffic(case, direction, type_info(contract).bits // 8, channels_last)
-    memory_ms = moved.written / ceilings.fill_gbs / 1e6 + moved.read / ceilings.read_gbs / 1e6
-    return Floor(memory_ms, case.flop / ceilings.matrix_rate(contract) / 1e9)
+    return {FORWARD: (x + w + bias, y), DGRAD: (y + w, whole_x), WGRAD: (x + y, w)}[direction]
 
 
 def type_info(contract: str) -> torch.finfo:
@@ -432,278 +262,156 @@ class Clock:
     """Times calls one by one: with CUDA events and a cold L2 on a GPU, with the host's clock on a CPU."""
 
     def __init__(self, device: torch.device, rest_ms: float = 0) -> None:
-        """Before every timed call a GPU rests for `rest_ms`, or 0: it runs without a pause, up to its power cap."""
-        self.device = device
-        self.rest_ms = rest_ms
-        self.scratch: Tensor | None = None
+        """Before every timed call a GPU rests for `rest_ms`; 0: it runs without a pause, up to its power cap."""
+        self.device, self.rest_ms, self.scratch = device, rest_ms, None
         if device.type == "cuda":
             l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
-            # Eight times the L2: nothing survives in it, and writing it takes the GPU so long (0.1 ms on an H200)
-            # that the host has launched the timed call before the GPU comes to it.
+            # Eight times the L2: nothing survives in it, and writing takes longer than the host takes to launch.
             self.scratch = torch.empty(max(8 * l2_bytes, 128 << 20), dtype=torch.uint8, device=device)
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def release_memory(self) -> None:
-        """Gives cached memory back, so that the last row's large tensors do not split up the next one's."""
-        if self.device.type == "cuda":
+        """Returns cached memory, so that the last row's large tensors do not split up the next one's."""
+        if self.scratch is not None:
             torch.cuda.empty_cache()
 
     def milliseconds(self, calls: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
         """Runs the calls in turn `repeats` times, after two untimed rounds; returns one list of times for each call."""
-        for _ in range(2):
-            for call in calls:
-                call()
+        for call in [*calls, *calls]:
+            call()
+        timed = [[self._timed(call) for call in calls] for _ in range(repeats)]
+        if self.scratch is not None:
+            torch.cuda.synchronize(self.device)
+        return [[elapsed() for elapsed in of_call] for of_call in zip(*timed, strict=True)]
+
+    def _timed(self, call: Callable[[], Any]) -> Callable[[], float]:
+        """Runs a call; what it returns gives the time, once the device is done."""
         if self.scratch is None:
-            return self._host_milliseconds(calls, repeats)
-        spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
-        for _ in range(repeats):
-            for call, spans_of_call in zip(calls, spans, strict=True):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                if self.rest_ms > 0:
-                    self.synchronize()
-                    time.sleep(self.rest_ms / 1e3)
-                self.scratch.zero_()
-                begin.record()
-                call()
-                end.record()
-                spans_of_call.append((begin, end))
-        self.synchronize()
-        return [[begin.elapsed_time(end) for begin, end in spans_of_call] for spans_of_call in spans]
-
-    @staticmethod
-    def _host_milliseconds(calls: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
-        times: list[list[float]] = [[] for _ in calls]
-        for _ in range(repeats):
-            for call, times_of_call in zip(calls, times, strict=True):
-                begin = time.perf_counter()
-                call()
-                times_of_call.append((time.perf_counter() - begin) * 1e3)
-        return times
+            begin, _, end = time.perf_counter(), call(), time.perf_counter()
+            return lambda: (end - begin) * 1e3
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if self.rest_ms > 0:
+            torch.cuda.synchronize(self.device)
+            time.sleep(self.rest_ms / 1e3)
+        self.scratch.zero_()
+        begin.record()
+        call()
+        end.record()
+        return lambda: begin.elapsed_time(end)
 
 
-class Timing(NamedTuple):
-    """Median and quartiles of one call's times, in milliseconds."""
-
-    ms: float
-    q1_ms: float
-    q3_ms: float
-
-    @classmethod
-    def of(cls, times: Sequence[float]) -> Timing:
-        q1, median, q3 = statistics.quantiles(times, n=4, method="inclusive")
-        return cls(median, q1, q3)
+def quartiles(who: str, times: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles of one call's times, in milliseconds, as fields of a row."""
+    q1, median, q3 = statistics.quantiles(times, n=4, method="inclusive")
+    return {f"{who}_ms": median, f"{who}_q1_ms": q1, f"{who}_q3_ms": q3}
 
 
 @contextlib.contextmanager
-def fp32_precision(switch: Any, setting: str) -> Iterator[None]:
-    """Sets a torch.backends switch to "tf32" or "fp32" and puts it back afterwards.
-
-    From 2.9 on PyTorch has `fp32_precision`, and merely reading the older `allow_tf32` may raise once that was set.
-    """
-    name = "fp32_precision" if hasattr(switch, "fp32_precision") else "allow_tf32"
-    values = {"tf32": "tf32", "fp32": "ieee"} if name == "fp32_precision" else {"tf32": True, "fp32": False}
-    before = getattr(switch, name)
-    setattr(switch, name, values[setting])
+def switched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute and restores it."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(switch, name, before)
+        setattr(owner, name, before)
 
 
-def switch_name() -> str:
-    return f"torch.backends.cudnn.{'conv.fp32_precision' if hasattr(torch.backends.cudnn, 'conv') else 'allow_tf32'}"
+def fp32_precision(owner: Any, setting: str) -> contextlib.AbstractContextManager[None]:
+    """Sets the precision of float32 in torch.backends.cudnn or .cuda.matmul to "tf32" or "fp32".
 
-
-def convolution_switch() -> Any:
-    """Where the precision of cuDNN's convolutions is set: in older torch together with the rest of cuDNN's."""
-    return getattr(torch.backends.cudnn, "conv", torch.backends.cudnn)
+    From 2.9 on PyTorch has `fp32_precision`, and merely reading the older `allow_tf32` may raise once that was set.
+    """
+    owner = getattr(owner, "conv", owner)  # cuDNN's convolutions have a switch of their own since 2.9
+    if hasattr(owner, "fp32_precision"):
+        return switched(owner, "fp32_precision", {"tf32": "tf32", "fp32": "ieee"}[setting])
+    return switched(owner, "allow_tf32", setting == "tf32")
 
 
 def measure_ceilings(clock: Clock, dtypes: Iterable[str]) -> Ceilings:
     """Memory and matrix rates, the best of several runs each. On a CPU only the matrix rates of `dtypes`."""
     on_gpu = clock.device.type == "cuda"
     memory_bytes = torch.cuda.get_device_properties(clock.device).total_memory if on_gpu else 1 << 30
-    copy, fill, read = memory_rates(clock, min(2 << 30, memory_bytes // 16))
-    if not on_gpu:
-        return Ceilings(copy, fill, read, 512, {dtype: matmul_rate(clock, dtype, 512) for dtype in dtypes})
-    size = 8192 if memory_bytes > 12 << 30 else 4096
-    with fp32_precision(torch.backends.cuda.matmul, "fp32"):
-        rates = {dtype: matmul_rate(clock, dtype, size) for dtype in ("float16", "bfloat16", "float32", "float64")}
-    with fp32_precision(torch.backends.cuda.matmul, "tf32"):
-        rates["tf32"] = matmul_rate(clock, "float32", size)
-    return Ceilings(copy, fill, read, size, rates)
+    side = 512 if not on_gpu else 8192 if memory_bytes > 12 << 30 else 4096
 
+    def seconds(call: Callable[[], Any]) -> float:
+        return min(clock.milliseconds([call], 8)[0]) / 1e3
 
-def best_seconds(clock: Clock, call: Callable[[], Any]) -> float:
-    return min(clock.milliseconds([call], 8)[0]) / 1e3
+    def matmul_tflops(dtype: str, setting: str = "fp32") -> float:
+        # Normal random numbers: a GPU multiplies zeros faster.
+        a, b = (torch.randn(side, side, device=clock.device).to(getattr(torch, dtype)) for _ in range(2))
+        with fp32_precision(torch.backends.cuda.matmul, setting):
+            return 2 * side**3 / seconds(lambda: a @ b) / 1e12
 
-
-def memory_rates(clock: Clock, size: int) -> tuple[float, float, float]:
-    """GB/s of a copy (bytes read plus bytes written), of a fill and of a reduction over `size` bytes."""
+    size = min(2 << 30, memory_bytes // 16)
     source = torch.ones(size // 4, device=clock.device)
     target = torch.empty_like(source)
-    copy = 2 * size / best_seconds(clock, lambda: target.copy_(source)) / 1e9
-    fill = size / best_seconds(clock, lambda: target.fill_(1.0)) / 1e9
-    read = size / best_seconds(clock, lambda: source.sum()) / 1e9
-    # A copy reads as well: where the reduction is slower at it, the copy's rate is the better ceiling.
-    return copy, fill, max(read, copy)
-
-
-def matmul_rate(clock: Clock, dtype: str, size: int) -> float:
-    """TFLOP/s of a square matrix product of normal random numbers (a GPU multiplies zeros faster)."""
-    a, b = (torch.randn(size, size, device=clock.device).to(getattr(torch, dtype)) for _ in range(2))
-    return 2 * size**3 / best_seconds(clock, lambda: a @ b) / 1e12
+    copied = 2 * size / seconds(lambda: target.copy_(source)) / 1e9
+    fill = size / seconds(lambda: target.fill_(1.0)) / 1e9
+    read = max(copied, size / seconds(lambda: source.sum()) / 1e9)  # a copy reads as well, and may be the faster one
+    matmul = {dtype: matmul_tflops(dtype) for dtype in (REAL if on_gpu else dtypes)}
+    return Ceilings(copied, fill, read, matmul | ({"tf32": matmul_tflops("float32", "tf32")} if on_gpu else {}))
 
 
 # The float64 reference and what may differ from it.
-
-
-class Piece(NamedTuple):
-    """A part of a result: where it lies, its float64 value, and the same sum over absolute values."""
-
-    index: tuple[slice, ...]
-    value: Tensor
-    magnitude: Tensor
 
 
 @dataclass(frozen=True)
 class Operands:
     x: Tensor
     w: Tensor
-    dy: Tensor | None  # only where a gradient is asked for
+    dy: Tensor | None  # None in the forward pass
     bias: Tensor | None = None
 
 
-def chunks(case: Case, budget_bytes: int, bytes_per_row: int) -> Iterator[tuple[slice, int, int]]:
-    """Cuts the outputs into (images, first row, end row) of at most about `budget_bytes`, rows in order."""
-    rows = max(1, min(case.P, budget_bytes // bytes_per_row))
-    images = max(1, budget_bytes // (bytes_per_row * case.P)) if rows == case.P else 1
-    for n in range(0, case.N, images):
-        for p in range(0, case.P, rows):
-            yield slice(n, min(n + images, case.N)), p, min(p + rows, case.P)
+def exact_pieces(job: Job, operands: Operands, budget_bytes: int = 1 << 30) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Parts of the pass in float64: which images (of a gradient to the weight: all of it), value, magnitude.
 
-
-class Float64Reference:
-    """The exact pass as float64 matrix products over unfolded pieces of the input: no convolution library involved.
-
-    Columns are [images, groups, C/groups*R*S, rows*Q]. P63 is twice 616 GFLOP: about 0.1 s on an H200.
+    The magnitude is the same sum over absolute values. cuDNN is off: ATen's own kernels compute, most by im2col and
+    matrix products. `budget_bytes` bounds a part's tensors.
     """
-
-    def __init__(self, case: Case, operands: Operands) -> None:
-        self.case = case
-        self.operands = operands
-        self.window = {"kernel_size": (case.R, case.S), "dilation": case.dilation, "stride": case.stride}
-        # [groups, K/groups, C/groups*R*S]
-        self.filters = operands.w.double().reshape(case.groups, case.K // case.groups, -1)
-        if operands.x.is_cuda:
-            total_bytes = torch.cuda.get_device_properties(operands.x.device).total_memory
-            self.budget_bytes = min(2 << 30, total_bytes // 32)
+    case, dtype = job.case, torch.float64
+    images = max(1, budget_bytes // (8 * max(case.C * case.H * case.W, case.K * case.P * case.Q)))
+    weight_gradient = torch.zeros(2, *operands.w.shape, dtype=dtype, device=operands.w.device)
+    for n in range(0, case.N, images):
+        part = slice(n, min(n + images, case.N))
+        results = []
+        for absolute in (False, True):
+            own = (operands.x[part], operands.w, None if operands.dy is None else operands.dy[part], operands.bias)
+            wider = (None if t is None else t.to(dtype) for t in own)
+            x, w, dy, bias = (t.abs() if absolute and t is not None else t for t in wider)
+            with switched(torch.backends.cudnn, "enabled", False):
+                if job.direction == FORWARD:
+                    results.append(F.conv2d(x, w, bias, **case.options))
+                elif job.direction == DGRAD:
+                    results.append(torch.nn.grad.conv2d_input(x.shape, w, dy, **case.options))
+                else:
+                    results.append(torch.nn.grad.conv2d_weight(x, w.shape, dy, **case.options))
+        if job.direction == WGRAD:
+            weight_gradient += torch.stack(results)
         else:
-            self.budget_bytes = 256 << 20
-
-    def pieces(self, direction: str) -> Iterator[Piece]:
-        """The result of the pass, piece by piece."""
-        return {FORWARD: self._forward, DGRAD: self._dgrad, WGRAD: self._wgrad}[direction]()
-
-    def _columns(self, images: slice, p_begin: int, p_end: int) -> Tensor:
-        """The inputs of output rows p_begin to p_end."""
-        case = self.case
-        pad_h, pad_w = case.pad
-        x = F.pad(self.operands.x[images].double(), (pad_w, pad_w, pad_h, pad_h))
-        rows = x[:, :, self._input_rows(p_begin, p_end)]
-        return F.unfold(rows, **self.window).reshape(x.shape[0], case.groups, self.filters.shape[2], -1)
-
-    def _input_rows(self, p_begin: int, p_end: int) -> slice:
-        """The rows of the padded input that output rows p_begin to p_end read."""
-        stride, dilation = self.case.stride[0], self.case.dilation[0]
-        return slice(p_begin * stride, (p_end - 1) * stride + dilation * (self.case.R - 1) + 1)
-
-    def _output_gradient(self, images: slice, p_begin: int, p_end: int) -> Tensor:
-        """dy as [images, groups, K/groups, rows*Q]."""
-        dy = self.operands.dy[images, :, p_begin:p_end].double()
-        return dy.reshape(dy.shape[0], self.case.groups, self.filters.shape[1], -1)
-
-    def _chunks(self, elements_per_row: int) -> Iterator[tuple[slice, int, int]]:
-        return chunks(self.case, self.budget_bytes, 8 * elements_per_row)
-
-    def _forward(self) -> Iterator[Piece]:
-        case = self.case
-        for images, p_begin, p_end in self._chunks(case.Q * max(case.C * case.R * case.S, case.K)):
-            columns = self._columns(images, p_begin, p_end)
-            shape = (columns.shape[0], case.K, p_end - p_begin, case.Q)
-            value = (self.filters @ columns).reshape(shape)
-            magnitude = (self.filters.abs() @ columns.abs_()).reshape(shape)
-            if self.operands.bias is not None:  # one more product, of the bias and 1
-                bias = self.operands.bias.double()[:, None, None]
-                value += bias
-                magnitude += bias.abs()
-            yield Piece((images, slice(None), slice(p_begin, p_end)), value, magnitude)
-
-    def _dgrad(self) -> Iterator[Piece]:
-        case = self.case
-        pad_h, pad_w = case.pad
-        transposed = self.filters.transpose(1, 2)
-        for images, p_begin, p_end in self._chunks(case.Q * max(case.C * case.R * case.S, case.K)):
-            if p_begin == 0:
-                padded = (images.stop - images.start, case.C, case.H + 2 * pad_h, case.W + 2 * pad_w)
-                value, magnitude = torch.zeros(2, *padded, dtype=torch.float64, device=self.filters.device)
-            rows = self._input_rows(p_begin, p_end)
-            dy = self._output_gradient(images, p_begin, p_end)
-            for total, columns in ((value, transposed @ dy), (magnitude, transposed.abs() @ dy.abs())):
-                size = (rows.stop - rows.start, total.shape[3])
-                total[:, :, rows] += F.fold(columns.flatten(1, 2), size, **self.window)
-            if p_end == case.P:
-                inner = (..., slice(pad_h, pad_h + case.H), slice(pad_w, pad_w + case.W))
-                yield Piece((images,), value[inner], magnitude[inner])
-
-    def _wgrad(self) -> Iterator[Piece]:
-        case = self.case
-        shape = tuple(self.operands.w.shape)
-        value, magnitude = torch.zeros(2, *self.filters.shape, dtype=torch.float64, device=self.filters.device)
-        # One product for each output row: a single product over all pixels would be one long, narrow reduction.
-        for images, p_begin, p_end in self._chunks(
-            max(case.Q * case.C * case.R * case.S, case.Q * case.K, case.K * self.filters.shape[2])
-        ):
-            columns = self._by_row(self._columns(images, p_begin, p_end))
-            dy = self._by_row(self._output_gradient(images, p_begin, p_end))
-            value += (dy @ columns.transpose(-1, -2)).sum((0, 2))
-            magnitude += (dy.abs() @ columns.abs().transpose(-1, -2)).sum((0, 2))
-        yield Piece((slice(None),), value.reshape(shape), magnitude.reshape(shape))
-
-    def _by_row(self, pixels: Tensor) -> Tensor:
-        """[images, groups, channels, rows*Q] -> [images, groups, rows, channels, Q]."""
-        return pixels.unflatten(3, (-1, self.case.Q)).transpose(2, 3)
+            yield part, *results
+    if job.direction == WGRAD:
+        yield slice(None), *weight_gradient
 
 
-class Bound(NamedTuple):
-    """|y - y64| <= magnitude * conv(|x|,|w|) + value * |y64| + absolute, for every element."""
+def error_bound(contract: str, reduction: int) -> tuple[float, float, float]:
+    """The contract for sums of `reduction` products of operands far from the subnormal range, as (a, b, c):
 
-    magnitude: float
-    value: float
-    absolute: float
-
-
-def error_bound(contract: str, reduction: int) -> Bound:
-    """The element-wise contract for sums of `reduction` products.
-
-    For operands near the denormal range the contract allows more; the operands here are nowhere near it.
+    |y - y64| <= a * conv(|x|,|w|) + b * |y64| + c, for every element.
     """
     info = type_info(contract)
     if contract == "tf32":  # both operands rounded to 10 bits, fp32 accumulation
-        return Bound(2**-10 + 2**-22 + (reduction + 16) * 2**-24, 2**-23, 2**-126)
+        return 2**-10 + 2**-22 + (reduction + 16) * 2**-24, 2**-23, 2**-126
     if contract == "fp32":
-        return Bound(2**-21 + (64 + reduction / 64) * 2**-24, 2**-23, 2**-126)
+        return 2**-21 + (64 + reduction / 64) * 2**-24, 2**-23, 2**-126
     if contract == "float64":  # the reference rounds as often as we do
-        return Bound(2 * (reduction + 16) * 2**-53, 2**-52, info.tiny)
+        return 2 * (reduction + 16) * 2**-53, 2**-52, info.tiny
     # 16-bit operands as they are, fp32 accumulation, one rounding to the output's type.
-    return Bound((reduction + 16) * 2**-24, info.eps / 2 + 2**-23, info.tiny * info.eps)
+    return (reduction + 16) * 2**-24, info.eps / 2 + 2**-23, info.tiny * info.eps
 
 
 # The bound of a sum grows with its length and says little about a weight gradient, a sum over millions of pixels.
-# So the relative error of the whole result is held as well; random data stay far below (rounding errors average out).
+# The relative error of the whole result is bounded as well; random data stay far below, since rounding averages out.
 RELATIVE_LIMITS = {"tf32": 2**-10, "fp32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7, "float64": 1e-13}
 
 
@@ -714,84 +422,65 @@ def reduction_length(case: Case, direction: str) -> int:
     return (case.C if direction == FORWARD else case.K) // case.groups * case.R * case.S
 
 
-@dataclass
 class Errors:
-    """What a result is off by: the relative Frobenius norm, and the largest error as a multiple of its bound."""
+    """How far a result is off: the relative Frobenius norm, and the largest error as a multiple of its bound."""
 
-    squares: float = 0.0
-    worst: float = 0.0
-    relative: float = math.nan
+    def __init__(self) -> None:
+        self.squares = self.magnitude = self.worst = 0.0
 
-    def add(self, result: Tensor, piece: Piece, bound: Bound) -> None:
-        error = (result[piece.index].double() - piece.value).abs_()
+    def add(self, result: Tensor, value: Tensor, magnitude: Tensor, bound: tuple[float, float, float]) -> None:
+        error = (result.double() - value).abs_()
         self.squares += error.square().sum().item()
-        allowed = piece.magnitude * bound.magnitude + piece.value.abs() * bound.value + bound.absolute
+        self.magnitude += value.square().sum().item()
+        allowed = magnitude * bound[0] + value.abs() * bound[1] + bound[2]
         worst = (error / allowed).max().item()
         if math.isnan(worst) or worst > self.worst:  # once NaN, it stays: nothing is greater
             self.worst = worst
 
-    def within(self, relative_limit: float) -> bool:
-        """Comparisons that NaN fails."""
-        return self.worst <= 1.0 and self.relative <= relative_limit
+    @property
+    def relative(self) -> float:
+        return math.sqrt(self.squares / self.magnitude) if self.magnitude else self.squares
 
 
-def compare(
-    job: Job, operands: Operands, contract: str, ours: Tensor, peer: Tensor
-) -> tuple[Errors, Errors, bool | None]:
-    """Both results against float64, and whether they are close to each other as evaluation scripts ask (at 1e-4).
+def check(job: Job, operands: Operands, contract: str, ours: Tensor, peer: Tensor) -> dict[str, Any]:
+    """Errors of both results against float64, and in `failure` what is wrong with ours, if anything.
 
-    That last is None for 16-bit types, whose own rounding is coarser.
+    `allclose` says whether they are close to each other as evaluation scripts ask, at 1e-4; None for 16-bit types.
     """
+    if ours.shape != peer.shape or ours.dtype != peer.dtype:
+        shapes = (f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (ours, peer))
+        return {"failure": "wrong: the result is {}, PyTorch's is {}".format(*shapes)}
     bound = error_bound(contract, reduction_length(job.case, job.direction))
-    our_errors, peer_errors, squares, close = Errors(), Errors(), 0.0, True
-    for piece in Float64Reference(job.case, operands).pieces(job.direction):
-        squares += piece.value.square().sum().item()
-        our_errors.add(ours, piece, bound)
-        peer_errors.add(peer, piece, bound)
-        close = close and torch.allclose(ours[piece.index], peer[piece.index], rtol=1e-4, atol=1e-4)
-    for errors in (our_errors, peer_errors):
-        errors.relative = math.sqrt(errors.squares / squares) if squares else errors.squares
-    return our_errors, peer_errors, close if type_info(contract).bits > 16 else None
+    ours_off, peer_off, close = Errors(), Errors(), True
+    for part, value, magnitude in exact_pieces(job, operands):
+        ours_off.add(ours[part], value, magnitude, bound)
+        peer_off.add(peer[part], value, magnitude, bound)
+        close = close and torch.allclose(ours[part], peer[part], rtol=1e-4, atol=1e-4)
+    right = ours_off.worst <= 1 and ours_off.relative <= RELATIVE_LIMITS[contract]  # NaN is neither
+    wrong = f"wrong: error {ours_off.worst:.3g} times its bound, relative error of the whole {ours_off.relative:.3g}"
+    return {
+        "failure": None if right else wrong,
+        "ours_error": ours_off.relative,
+        "ours_worst": ours_off.worst,
+        "peer_error": peer_off.relative,
+        "peer_worst": peer_off.worst,
+        "error_ratio": (ours_off.relative or 1e-300) / (peer_off.relative or 1e-300),  # two exact ones are even
+        "allclose": close if type_info(contract).bits > 16 else None,
+    }
 
 
-# One row.
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What one run was asked for, apart from its cases."""
-
-    data: str
-    repeats: int
-    engine: str | None
-    rest_ms: float
-    channels_last: bool = False
-    cudnn_benchmark: bool = True
-    seed: int = SEED
-
-
-def library() -> Any:
-    """modelnew, imported late: its import compiles the kernels, which --help and --readme FILE do not need."""
-    import modelnew
-
-    return modelnew
+# One layer.
 
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """New tensors are full of NaN here (integers: of their largest value), so that what a kernel leaves out shows."""
+    """New tensors are full of NaN here (from torch 2.2 on), so that what a kernel leaves out shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def memory_is_poisoned(device: torch.device) -> bool:
-    """Whether this torch fills new tensors so (2.2 and later do)."""
-    with poisoned_memory():
-        return bool(torch.empty(8, device=device).isnan().all())
 
 
 def wide(*shape: int, **options: Any) -> Tensor:
@@ -819,21 +508,16 @@ DATA: dict[str, tuple[Callable[..., Tensor], str]] = {
 def draw_operands(job: Job, data: str, device: torch.device) -> Operands:
     """x drawn as asked, w and bias as nn.Conv2d draws them, dy normal; 16-bit ones are rounded from float32."""
     torch.manual_seed(SEED)
-    case = job.case
-    target = getattr(torch, job.dtype)
+    case, target = job.case, getattr(torch, job.dtype)
     drawn = torch.float64 if job.dtype == "float64" else torch.float32
-    layer = torch.nn.Conv2d(case.C, case.K, (case.R, case.S), groups=case.groups, bias=case.bias, dtype=drawn)
-    layer.requires_grad_(False).to(device, target, memory_format=job.memory_format)
-    draw, _ = DATA[data]
-
-    def finish(tensor: Tensor) -> Tensor:
-        return tensor.to(target, memory_format=job.memory_format)
-
-    x = finish(draw(case.N, case.C, case.H, case.W, dtype=drawn, device=device))
-    dy = None
+    layout = torch.channels_last if job.channels_last else torch.contiguous_format
+    layer = nn.Conv2d(case.C, case.K, (case.R, case.S), groups=case.groups, bias=case.bias, dtype=drawn)
+    layer.requires_grad_(False).to(device, target, memory_format=layout)
+    x, dy = DATA[data][0](case.N, case.C, case.H, case.W, dtype=drawn, device=device), None
     if job.direction != FORWARD:
-        dy = finish(torch.randn(case.N, case.K, case.P, case.Q, dtype=drawn, device=device))
-    return Operands(x, layer.weight.detach(), dy, None if layer.bias is None else layer.bias.detach())
+        dy = torch.randn(case.N, case.K, case.P, case.Q, dtype=drawn, device=device).to(target, memory_format=layout)
+    bias = None if layer.bias is None else layer.bias.detach()
+    return Operands(x.to(target, memory_format=layout), layer.weight.detach(), dy, bias)
 
 
 def pass_alone(convolve: Callable[..., Tensor], job: Job, operands: Operands) -> Callable[[], Tensor]:
@@ -848,602 +532,268 @@ def pass_alone(convolve: Callable[..., Tensor], job: Job, operands: Operands) ->
     return lambda: torch.autograd.grad(y, wanted, operands.dy, retain_graph=True)[0]
 
 
-def measure(job: Job, settings: Settings, ceilings: Ceilings, clock: Clock) -> dict[str, Any]:
+def measure(job: Job, settings: dict[str, Any], ceilings: Ceilings, clock: Clock) -> dict[str, Any]:
     """One row of the table: checked, then timed. In a wrong row `failure` says why, and there are no times."""
+    import modelnew
+
     clock.release_memory()
-    operands = draw_operands(job, settings.data, clock.device)
-    forced = library().force_engine(settings.engine) if settings.engine else contextlib.nullcontext()
-    with fp32_precision(convolution_switch(), job.precision), forced:
+    operands = draw_operands(job, settings["data"], clock.device)
+    forced = modelnew.force_engine(settings["engine"]) if settings["engine"] else contextlib.nullcontext()
+    with fp32_precision(torch.backends.cudnn, job.precision), forced:
         row = engine_and_contract(job, operands)
-        contract = row["contract"]
         with poisoned_memory():
-            ours = pass_alone(library().conv2d, job, operands)
+            ours = pass_alone(modelnew.conv2d, job, operands)
             result = ours()
         peer = pass_alone(F.conv2d, job, operands)
-        row |= check(job, operands, contract, result, peer())
+        row |= check(job, operands, row["contract"], result, peer())
         del result
         if row["failure"] is None:
-            times = clock.milliseconds([ours, peer], settings.repeats)
-            # Only then: cuDNN chooses by the memory that is free.
-            del ours, peer
-            clock.release_memory()
-            copy = copy_of_as_many_bytes(moved_bytes(job, contract), clock.device)
-            times += clock.milliseconds([copy], settings.repeats)
-            row |= rates(job, contract, ceilings, *map(Timing.of, times))
+            times = clock.milliseconds([ours, peer], settings["repeats"])
+            row |= quartiles("ours", times[0]) | quartiles("peer", times[1])
+            row |= rates(job, row, ceilings)
     return row
 
 
-def copy_of_as_many_bytes(count: float, device: torch.device) -> Callable[[], Tensor]:
-    """A call that reads half of `count` bytes and writes the other half, as a plain copy of fp32 values."""
-    source = torch.ones(max(1, round(count / 8)), device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
-
-
-def moved_bytes(job: Job, contract: str) -> float:
-    """What a pass must read and write."""
-    return sum(traffic(job.case, job.direction, type_info(contract).bits // 8, job.channels_last))
-
-
 def engine_and_contract(job: Job, operands: Operands) -> dict[str, str]:
-    """Which engine runs this pass and which accuracy it promises, as explain() says."""
-    text = str(library().explain(operands.x, operands.w, operands.bias, **job.case.options))
-    engine, contract = parse_explanation(text, job.direction)
-    if job.dtype != "float32":
-        contract = job.dtype
-    elif contract is None:
-        contract = job.precision
-    return {"engine": engine, "contract": contract, "explanation": text}
+    """Which engine runs this pass and which accuracy it promises, as explain() says; "PyTorch" on a CPU."""
+    import modelnew
+
+    text = str(modelnew.explain(operands.x, operands.w, operands.bias, **job.case.options))
+    line = re.search(rf"^\s*{job.direction}:\s*(\w+)(.*)$", text, re.MULTILINE)
+    promised = re.search(r"\b(tf32|fp32)\b", line[2]) if line else None
+    float32 = promised[1] if promised else job.precision
+    return {"engine": line[1] if line else "PyTorch", "contract": float32 if job.dtype == "float32" else job.dtype}
 
 
-def parse_explanation(text: str, direction: str) -> tuple[str, str | None]:
-    """(engine, "tf32" or "fp32") of one pass in explain()'s text; ("PyTorch", None) where the pass has no line."""
-    found = re.search(rf"^\s*{direction}:\s*(\w+)(.*)$", text, re.MULTILINE)
-    if not found:
-        return "PyTorch", None
-    contract = re.search(r"\b(tf32|fp32)\b", found[2])
-    return found[1], contract[1] if contract else None
-
-
-def check(job: Job, operands: Operands, contract: str, result: Tensor, peer_result: Tensor) -> dict[str, Any]:
-    """Errors of both results, and in `failure` what is wrong with ours, if anything."""
-    if result.shape != peer_result.shape or result.dtype != peer_result.dtype:
-        ours, peers = (f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (result, peer_result))
-        return {"failure": f"wrong: the result is {ours}, PyTorch's is {peers}"}
-    ours, peers, close = compare(job, operands, contract, result, peer_result)
-    wrong = f"wrong: error {ours.worst:.3g} times its bound at worst, relative error of the whole {ours.relative:.3g}"
-    return {
-        "failure": None if ours.within(RELATIVE_LIMITS[contract]) else wrong,
-        "ours_error": ours.relative,
-        "ours_worst": ours.worst,
-        "peer_error": peers.relative,
-        "peer_worst": peers.worst,
-        "error_ratio": error_ratio(ours.relative, peers.relative),
-        "allclose": close,
-    }
-
-
-def error_ratio(ours: float, peers: float) -> float:
-    """How many times as far from float64 as theirs our result is; two exact ones are even."""
-    if peers > 0:
-        return ours / peers
-    return math.inf if ours > 0 else 1.0
-
-
-def rates(job: Job, contract: str, ceilings: Ceilings, ours: Timing, peer: Timing, copy: Timing) -> dict[str, Any]:
+def rates(job: Job, row: dict[str, Any], ceilings: Ceilings) -> dict[str, Any]:
     """What follows from the times."""
-    least = floor(job.case, job.direction, contract, ceilings, job.channels_last)
-    moved = moved_bytes(job, contract)
+    moved = traffic(job.case, job.direction, type_info(row["contract"]).bits // 8, job.channels_last)
+    memory_ms = moved[0] / ceilings.read_gbs / 1e6 + moved[1] / ceilings.fill_gbs / 1e6
+    arithmetic_ms = job.case.flop / ceilings.matrix_rate(row["contract"]) / 1e9
     return {
-        **{f"{who}_{name}": value for who, timing in (("ours", ours), ("peer", peer), ("copy", copy))
-           for name, value in timing._asdict().items()},
-        "speedup": peer.ms / ours.ms,
+        "speedup": row["peer_ms"] / row["ours_ms"],
         "flop": job.case.flop,
-        "bytes": moved,
-        "tflops": job.case.flop / ours.ms / 1e9,
-        "gbs": moved / ours.ms / 1e6,
-        "floor_memory_ms": least.memory_ms,
-        "floor_arithmetic_ms": least.arithmetic_ms,
-        "floor_percent": 100 * least.ms / ours.ms,
+        "bytes": sum(moved),
+        "floor_memory_ms": memory_ms,
+        "floor_arithmetic_ms": arithmetic_ms,
+        "floor_percent": 100 * max(memory_ms, arithmetic_ms) / row["ours_ms"],
     }
 
 
-def measure_host(clock: Clock) -> list[dict[str, Any]]:
-    """Host time of one eager call of a small convolution, in microseconds, without and with a graph being recorded.
+# One network.
 
-    Batches of calls in turn, each batch so short that the launch queue never fills and the host never waits for the
-    GPU; the median of the batches.
+
+def measure_network(name: str, mode: str, turns: int, clock: Clock) -> dict[str, Any]:
+    """A network with nn.Conv2d and after accelerate(), in turn: checked against float64, then timed.
+
+    Random weights. Speed-up: median of the ratios of neighbouring times, which a busy host disturbs least.
     """
-    calls, batches = 100, 60
-    job = Job(HOST_CASE, FORWARD, "float32", "tf32")
-    rows = []
-    for with_gradients in (False, True):
-        operands = draw_operands(job, "rand", clock.device)
-        operands.w.requires_grad_(with_gradients)
-        times: list[list[float]] = [[], []]
-        contenders = [pass_alone(convolve, job, operands) for convolve in (library().conv2d, F.conv2d)]
-        for batch, (index, call) in itertools.product(range(batches + 2), enumerate(contenders)):
-            clock.synchronize()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                call()
-            if batch >= 2:  # the first ones warm up
-                times[index].append((time.perf_counter() - begin) / calls * 1e6)
-        ours, peer = map(statistics.median, times)
-        rows.append({"shape": HOST_CASE.shape, "gradients": with_gradients, "ours_us": ours, "peer_us": peer})
-    return rows
+    import modelnew
 
-
-# What a run leaves: a document of plain values, stored as JSON, from which the tables and the picture are made.
-
-
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Device, date and versions."""
-    on_gpu = device.type == "cuda"
-    cudnn = torch.backends.cudnn.version() if on_gpu else None
-    return {
-        "gpu": on_gpu,
-        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": None if cudnn is None else cudnn_version(cudnn),
-        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
-        "commit": output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+    clock.release_memory()
+    torch.manual_seed(SEED)
+    network, how, on_gpu = NETWORKS[name], MODES[mode], clock.device.type == "cuda"
+    layout = torch.channels_last if how.channels_last else torch.contiguous_format
+    images = torch.randn(network.batch if on_gpu else 1, 3, network.size, network.size, device=clock.device)
+    plain = network.model().to(clock.device).train(how.train)
+    for module in plain.modules():
+        if isinstance(module, nn.Dropout) or type(module).__name__ == "StochasticDepth":
+            module.eval()
+    exact = gradients_or_output(copy.deepcopy(plain).double(), images.double(), Mode(how.train))
+    plain, images = plain.to(dtype=how.dtype, memory_format=layout), images.to(how.dtype, memory_format=layout)
+    with torch.autocast(clock.device.type, torch.bfloat16, enabled=how.autocast):
+        accelerated, decided = modelnew.accelerate(copy.deepcopy(plain), images)
+    results = (gradients_or_output(model, images, how) for model in (accelerated, plain))
+    errors = [((result - exact).norm() / exact.norm()).item() for result in results]
+    # Rounding grows at random through a deep network: an error below twice PyTorch's is as good as PyTorch's.
+    right = errors[0] <= 2 * errors[1]
+    row = {
+        "batch": len(images),
+        "convolutions": sum(isinstance(module, nn.Conv2d) for module in plain.modules()),
+        "replaced": len({layer.name for layer in decided.layers if layer.replaced}),
+        "ours_error": errors[0],
+        "peer_error": errors[1],
+        "error_ratio": (errors[0] or 1e-300) / (errors[1] or 1e-300),
+        "failure": None if right else f"wrong: relative error {errors[0]:.3g}, PyTorch's {errors[1]:.3g}",
     }
-
-
-def cudnn_version(number: int) -> str:
-    """91900 -> "9.19.0", 8902 -> "8.9.2" (before 9, a digit less for the major version's rest)."""
-    major, rest = divmod(number, 10000 if number >= 90000 else 1000)
-    return f"{major}.{rest // 100}.{rest % 100}"
-
-
-def output_of(*command: str) -> str | None:
-    """The first line a command prints, None when there is no such command or it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.partition("\n")[0].strip() or None
-
-
-def peer_name(document: dict[str, Any]) -> str:
-    return "cuDNN" if document["machine"]["gpu"] else "PyTorch"
-
-
-def header(document: dict[str, Any]) -> list[str]:
-    """What was run, and on what."""
-    machine, settings, ceilings = document["machine"], document["settings"], document["ceilings"]
-    versions = [("torch", "torch"), ("CUDA", "cuda"), ("cuDNN", "cudnn"), ("driver", "driver"), ("commit", "commit")]
-    known = ", ".join(f"{label} {machine[key]}" for label, key in versions if machine[key])
-    forced = f", engine {settings['engine']} forced" if settings["engine"] else ""
-    channels_last = ", in channels_last" if settings.get("channels_last") else ""
-    cold = ", cold L2" if machine["gpu"] else ""
-    rest_ms = settings.get("rest_ms", 0) if machine["gpu"] else 0
-    rest = f", after a rest of {rest_ms:g} ms" if rest_ms else ""
-    poison = "" if settings["poisoned"] else " (checked without NaN in new memory: this torch cannot fill it)"
-    lines = [
-        f"{machine['device']}, {known}, {machine['date']}",
-        f"inputs {DATA[settings['data']][1]}, seed {settings['seed']}{channels_last}; median of {settings['repeats']}, "
-        f"± half the interquartile range{cold}{rest}{forced}{poison}",
-    ]
-    if machine["gpu"]:
-        lines.append(f"float32 convolutions set to {' and '.join(settings['precision'])} by {settings['switch']}")
-        if "cudnn_benchmark" in settings:  # older documents do not say; it was on
-            lines[-1] += f"; torch.backends.cudnn.benchmark {'on' if settings['cudnn_benchmark'] else 'off'}"
-    if ceilings:
-        memory = ", ".join(f"{name} {ceilings[f'{name}_gbs']:.0f}" for name in ("copy", "fill", "read"))
-        matmul = ", ".join(f"{name} {rounded(rate, 3)}" for name, rate in ceilings["matmul_tflops"].items())
-        size = ceilings["matmul_size"]
-        lines.append(f"rates of this run: {memory} GB/s; PyTorch's {size}^3 matrix product: {matmul} TFLOP/s")
-    return lines
-
-
-NOTES = (
-    "floor: bytes read and written at the read and fill rates or operations at the matrix rate, the longer one",
-    "matrix rate: the type's own; for tf32 float16's, for fp32 a third of float16's (or float32's, if higher)",
-    "error: of the whole result, relative to float64; worst: of any element, in multiples of its bound; ours / theirs",
-    "allclose: ours to theirs at rtol = atol = 1e-4",
-)
-COLUMNS = ("case", "pass", "contract", "engine", "ours ms", "{peer} ms", "speed-up", "TFLOP/s", "GB/s", "% of floor",
-           "error / {peer}", "worst / {peer}", "allclose")  # fmt: skip
-NAME_COLUMNS = 4  # aligned to the left
-
-
-def column_titles(peer: str) -> list[str]:
-    return [title.format(peer=peer) for title in COLUMNS]
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    """A row's texts, one for each of COLUMNS; a failed row has no numbers."""
-    # fp32 under TF32's setting: where cuDNN itself stays in fp32, so do we.
-    setting = " (tf32)" if row["contract"] == "fp32" and row["precision"] == "tf32" else ""
-    start = [row["name"], row["pass"], contract_text(row, setting), row["engine"]]
-    if row["failure"]:
-        return start + ["FAILED"] + [""] * (len(COLUMNS) - len(start) - 1)
-    return [
-        *start,
-        with_spread(row, "ours"),
-        with_spread(row, "peer"),
-        f"{row['speedup']:.2f}x",
-        rounded(row["tflops"], 3),
-        rounded(row["gbs"], 3),
-        f"{row['floor_percent']:.1f}",
-        f"{row['ours_error']:.2e} / {row['peer_error']:.2e}",
-        f"{row['ours_worst']:.3f} / {row['peer_worst']:.3f}",
-        {True: "yes", False: "no", None: "-"}[row["allclose"]],
-    ]
-
-
-def contract_text(row: dict[str, Any], setting: str = "") -> str:
-    """The contract, and NHWC for rows in channels_last."""
-    return row["contract"] + setting + (" NHWC" if row.get("channels_last") else "")
-
-
-def with_spread(row: dict[str, Any], who: str) -> str:
-    """Median in four digits and half the interquartile range in per cent of it."""
-    ms = row[f"{who}_ms"]
-    spread = 50 * (row[f"{who}_q3_ms"] - row[f"{who}_q1_ms"]) / ms
-    return f"{rounded(ms, 4)} ±{spread:.1f}%"
-
-
-def rounded(value: float, digits: int) -> str:
-    """At least so many significant digits, never an exponent."""
-    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(value)))}f}"
-
-
-def terminal_table(rows: Sequence[dict[str, Any]], peer: str) -> list[str]:
-    """Columns aligned with spaces: names to the left, numbers to the right."""
-    lines = [column_titles(peer), *map(cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    align = [str.ljust] * NAME_COLUMNS + [str.rjust] * (len(widths) - NAME_COLUMNS)
-    return ["  ".join(put(*cell) for put, *cell in zip(align, line, widths, strict=True)) for line in lines]
-
-
-def markdown_table(rows: Sequence[dict[str, Any]], peer: str) -> list[str]:
-    titles = column_titles(peer)
-    rule = ["---"] * NAME_COLUMNS + ["---:"] * (len(titles) - NAME_COLUMNS)
-    return ["| " + " | ".join(line) + " |" for line in (titles, rule, *map(cells, rows))]
-
-
-def legend(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Names and shapes of the cases, each once with all its batches; a case given on the command line is called by its
-    numbers."""
-    batches: dict[tuple[str, str], dict[str, None]] = {}
-    for row in rows:
-        batch, _, image = row["shape"].partition(" ")
-        batches.setdefault((row.get("layer", row["name"]), image), {})[batch] = None
-    return [f"{name}: {', '.join(ns)} {image}" for (name, image), ns in batches.items()]
-
-
-def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """The geometric mean of the speed-ups, over all rows, by pass and contract and by batch; worst rows; accuracy."""
-    measured = [row for row in rows if not row["failure"]]
-    if not measured:
-        return "Nothing measured."
-    by_contract = grouped(measured, lambda row: f"{row['pass']} {contract_text(row)}")
-    means = ", ".join(f"{name} {mean_speedup(group):.2f}x" for name, group in by_contract.items())
-    sentences = [
-        f"Geometric mean of the speed-up over {len(measured)} rows: {mean_speedup(measured):.2f}x ({means}).",
-        f"Worst row: {worst_row(measured)}.",
-    ]
-    by_batch = grouped((row for row in measured if row.get("batch")), lambda row: f"batch {row['batch']}")
-    if len(by_batch) > 1:
-        groups = (f"{name} {mean_speedup(group):.2f}x, worst {worst_row(group)}" for name, group in by_batch.items())
-        sentences.append(f"By batch: {'; '.join(groups)}.")
-    if "error_ratio" in measured[0]:  # older documents do not have it
-        least_accurate = max(measured, key=lambda row: row["error_ratio"])
-        ratio = f"{least_accurate['error_ratio']:.3f}, {row_title(least_accurate)}"
-        sentences.append(f"Accuracy: worst ratio of our error to theirs {ratio}.")
-    if all(is_bound_by_memory(row) for row in measured):
-        mean = statistics.geometric_mean(row["peer_ms"] / row["copy_ms"] for row in measured)
-        sentences.append(f"Plain copies of as many bytes, in the same run, would be {mean:.2f}x.")
-    return " ".join(sentences)
-
-
-def is_bound_by_memory(row: dict[str, Any]) -> bool:
-    """Whether memory sets a row's floor, and a copy says how near one gets to it with so few or so many bytes."""
-    return "copy_ms" in row and row["floor_memory_ms"] > row["floor_arithmetic_ms"]  # older documents have no copy
-
-
-def grouped(rows: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> dict[str, list[dict[str, Any]]]:
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
-
-
-def mean_speedup(rows: Sequence[dict[str, Any]]) -> float:
-    return statistics.geometric_mean(row["speedup"] for row in rows)
-
-
-def row_title(row: dict[str, Any]) -> str:
-    return f"{row['name']} {row['pass']} {contract_text(row)}"
-
-
-def worst_row(rows: Sequence[dict[str, Any]]) -> str:
-    worst = min(rows, key=lambda row: row["speedup"])
-    return f"{row_title(worst)}, {worst['speedup']:.2f}x"
-
-
-def host_lines(document: dict[str, Any]) -> list[str]:
-    return [
-        f"host time per call ({row['shape']}, {'with' if row['gradients'] else 'without'} gradients): "
-        f"ours {row['ours_us']:.1f} us, F.conv2d {row['peer_us']:.1f} us, {row['ours_us'] - row['peer_us']:+.1f} us"
-        for row in document["host"]
-    ]
-
-
-def readme_section(documents: Sequence[dict[str, Any]]) -> str:
-    """README's results in Markdown: for each document what was run, the table and the means; then what it all means."""
-    blocks = []
-    for document in documents:
-        rows = document["rows"]
-        blocks.append(bullets(header(document)))
-        if rows:
-            table = "\n".join(markdown_table(rows, peer_name(document)))
-            folded = f"<details><summary>{len(rows)} rows</summary>\n\n{table}\n\n</details>"
-            blocks += [folded if len(rows) > MOST_ROWS_SHOWN else table, summary(rows)]
-        if document["host"]:
-            blocks.append(bullets(host_lines(document)))
-    shapes = legend([row for document in documents for row in document["rows"]])
-    return "\n\n".join([*blocks, bullets([*shapes, *NOTES])])
-
-
-def bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def replace_between_markers(text: str, section: str) -> str:
-    """`text` with what lies between MARKERS replaced; ValueError unless each marker is there once and in order."""
-    begin, end = MARKERS
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"the text needs one {begin} and after it one {end}")
-    return f"{text.partition(begin)[0]}{begin}\n{section}\n{end}{text.partition(end)[2]}"
-
-
-def load_document(path: Path) -> dict[str, Any]:
-    """A stored run; SystemExit when this is not what --json writes on a machine with a GPU."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if document.get("format") != FORMAT or not document["machine"]["gpu"]:
-        sys.exit(f"{path}: not a run of this bench (format {FORMAT}) on a GPU")
-    return document
-
-
-def write_readme(documents: Sequence[dict[str, Any]]) -> None:
-    """Puts the results between README's markers."""
-    path = ROOT / "README.md"
-    text = replace_between_markers(path.read_text(encoding="utf-8"), readme_section(documents))
-    path.write_text(text, encoding="utf-8")
-    print(f"rewrote the results in {path}", file=sys.stderr)
-
-
-def load_pyplot() -> Any:
-    """matplotlib.pyplot without a display; SystemExit with what to install."""
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit("--plot needs matplotlib: pip install 'modelnew[bench]', or in this folder pip install '.[bench]'")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def draw_roofline(document: dict[str, Any], pyplot: Any, path: Path) -> None:
-    """TFLOP/s over flop per byte: memory's slope, a roof for each matrix rate, ours filled and the peer's hollow."""
-    ceilings, rows = document["ceilings"], [row for row in document["rows"] if not row["failure"]]
-    if not rows:
-        print(f"nothing measured: {path} not drawn", file=sys.stderr)
-        return
-    tflops_per_intensity = ceilings["copy_gbs"] / 1e3
-    roofs = ceilings["matmul_tflops"]
-    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
-    intensities = [row["flop"] / row["bytes"] for row in rows]
-    left = min(*intensities, 1.0) / 2
-    right = 2 * max(*intensities, max(roofs.values()) / tflops_per_intensity)
-    for name, rate in roofs.items():
-        ridge = rate / tflops_per_intensity
-        axes.plot([left, ridge, right], [left * tflops_per_intensity, rate, rate], color="0.7", linewidth=1)
-        axes.annotate(f"{name} {rate:.3g}", (right, rate), ha="right", va="bottom", fontsize=8, color="0.4")
-    styles = {contract: f"C{i}" for i, contract in enumerate(dict.fromkeys(row["contract"] for row in rows))}
-    for row, intensity in zip(rows, intensities, strict=True):
-        color = styles[row["contract"]]
-        peer_tflops = row["flop"] / row["peer_ms"] / 1e9
-        axes.plot([intensity] * 2, [row["tflops"], peer_tflops], color=color, linewidth=0.5)
-        axes.plot(intensity, row["tflops"], "o", color=color)
-        axes.plot(intensity, peer_tflops, "o", color=color, fillstyle="none")
-        axes.annotate(f" {row['name']} {row['pass']}", (intensity, row["tflops"]), fontsize=8, va="top")
-    for contract, color in styles.items():
-        axes.plot([], [], "o", color=color, label=f"{contract}, ours")
-        axes.plot([], [], "o", color=color, fillstyle="none", label=f"{contract}, {peer_name(document)}")
-    axes.set(xscale="log", yscale="log", xlabel="flop per byte of least traffic", ylabel="TFLOP/s",
-             title=f"{document['machine']['device']}, copy {ceilings['copy_gbs']:.0f} GB/s")  # fmt: skip
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    print(f"drew {path}", file=sys.stderr)
-
-
-# The command line.
-
-NO_GPU = "No GPU: PyTorch's convolution on the CPU, against itself, suites scaled down. It says nothing about speed."
-
-
-def case_argument(text: str) -> Case:
-    try:
-        return parse_case(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def batch_argument(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
-def repeats_argument(text: str) -> int:
-    if not text.isdecimal() or int(text) < MIN_REPEATS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {MIN_REPEATS}")
-    return int(text)
-
-
-def rest_argument(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a pause")
-    return value
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--suite", action="append", choices=SUITES, default=[],
-        help="a list of layers, or a network's (default: reference); repeatable")  # fmt: skip
-    add("--batch", nargs="+", type=batch_argument, default=[], metavar="N",
-        help="images in x: each layer of the suites is a row for each (default: the suite's own)")  # fmt: skip
-    add("--case", action="append", type=case_argument, default=[], metavar=CASE_FORM,
-        help="a layer of your own, never scaled down; repeatable")  # fmt: skip
-    add("--dtype", nargs="+", choices=("float32", "float16", "bfloat16", "float64"), default=["float32"])
-    add("--precision", nargs="+", choices=("tf32", "fp32"), default=["tf32"],
-        help="PyTorch's setting for float32 convolutions (default: tf32, as PyTorch's own)")  # fmt: skip
-    add("--channels-last", action="store_true", help="x and the weight in channels_last, for ours and cuDNN's alike")
-    add("--cudnn-benchmark", action=argparse.BooleanOptionalAction, default=True,
-        help="cuDNN measures its algorithms (default), or takes the one it expects to be fastest")  # fmt: skip
-    add("--backward", action="store_true", help="rows for the gradients to input and weight as well, each alone")
-    add("--engine", metavar="NAME", help="force one of modelnew's engines")
-    add("--data", choices=tuple(DATA), default="rand",
-        help="how x is drawn: uniform (default), normal, over 40 binades, uniform but for few tiny values")  # fmt: skip
-    add("--repeats", type=repeats_argument, metavar="N", help="timed calls of each (default: 25; of a network's 15)")
-    add("--rest", type=rest_argument, metavar="MS",
-        help=f"pause before a timed call of the GPU (default: {REST_MS}; of resnet50's 5; 0: sustained)")  # fmt: skip
-    add("--host", action="store_true", help="host time per call; without --suite or --case nothing else")
-    add("--json", type=Path, metavar="FILE", help="store all numbers of this run")
-    add("--readme", nargs="*", type=Path, metavar="FILE.json",
-        help="rewrite README's results, from this run or, measuring nothing, from the files given")  # fmt: skip
-    add("--plot", type=Path, metavar="FILE", help="draw a roofline picture of this run (needs matplotlib)")
-    args = parser.parse_args(argv)
-    if args.readme and (args.json or args.plot):
-        parser.error("--readme with files measures nothing: --json and --plot have nothing to store or draw")
-    if args.batch and not args.suite:
-        parser.error("--batch is for the layers of a --suite; a --case has its own N")
-    # Of several lists, those that want the most decide.
-    defaults = [DEFAULTS.get(suite, Defaults()) for suite in args.suite]
-    if args.case or not args.suite:
-        defaults.append(Defaults())
-    if args.repeats is None:
-        args.repeats = max(default.repeats for default in defaults)
-    if args.rest is None:
-        args.rest = max(default.rest_ms for default in defaults)
-    return args
-
-
-def suite_cases(suite: str, batches: Sequence[int]) -> list[tuple[Case, int | None]]:
-    """The suite's cases, for each batch all of them; with the batch, or None where each has its own N."""
-    batches = batches or DEFAULTS.get(suite, Defaults()).batches
-    if not batches:
-        return [(case, None) for case in SUITES[suite]]
-    return [(replace(case, N=batch), batch) for batch in dict.fromkeys(batches) for case in SUITES[suite]]
+    if row["failure"] is None:
+        steps = [step_of(model, images, how) for model in (accelerated, plain)]
+        row |= {f"{who}_peak_mb": peak_mb(step, clock) for who, step in zip(("ours", "peer"), steps, strict=True)}
+        ours, peer = clock.milliseconds(steps, turns)
+        row |= quartiles("ours", ours) | quartiles("peer", peer)
+        row["speedup"] = statistics.median(b / a for a, b in zip(ours, peer, strict=True))
+    return row
+
+
+def peak_mb(step: Callable[[], Any], clock: Clock) -> float:
+    """Most memory that a step takes on a GPU besides what was there before, in MB."""
+    if clock.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return 0.0
+
+
+# The commands.
+
+
+def suite_cases(suite: str, batches: Sequence[int]) -> list[Case]:
+    """The cases of a suite, a network's for each batch."""
+    if suite in LAYERS:
+        return list(LAYERS[suite])
+    return [case for batch in dict.fromkeys(batches or [NETWORKS[suite].batch]) for case in record(suite, batch)]
 
 
 def jobs(args: argparse.Namespace, on_gpu: bool) -> list[Job]:
     """Every row that the command line asks for."""
-    suites = dict.fromkeys(args.suite or ([] if args.case or args.host else ["reference"]))
-    cases = [
-        (case if on_gpu else scaled_down(case), batch)
-        for suite in suites
-        for case, batch in suite_cases(suite, args.batch)
-    ]
-    cases += [(case, None) for case in args.case]
+    suites = dict.fromkeys(args.suite or ([] if args.case else ["reference"]))
+    cases = [(suite, case) for suite in suites for case in suite_cases(suite, args.batch)]
+    cases = [(suite, case if on_gpu else scaled_down(case)) for suite, case in cases] + [("", c) for c in args.case]
     directions = (FORWARD, DGRAD, WGRAD) if args.backward else (FORWARD,)
     precisions = args.precision if on_gpu else ["fp32"]  # there is no TF32 on a CPU
     return [
-        Job(case, direction, dtype, precision, batch, args.channels_last)
+        Job(case, direction, dtype, precision, suite, args.channels_last)
         for dtype in args.dtype
         for precision in (precisions if dtype == "float32" else precisions[:1])
-        for case, batch in cases
+        for suite, case in cases
+        if re.search(args.filter, f"{case.name}: {case.shape}")
         for direction in directions
     ]
 
 
-def measure_all(todo: Sequence[Job], settings: Settings, ceilings: Ceilings, clock: Clock) -> list[dict[str, Any]]:
-    """All rows, with progress on stderr. A row that cannot run is a failed row, not the end."""
+def rows_of(todo: Sequence[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """Measures all rows, with progress on stderr. A row that cannot run is a failed row, not the end."""
     rows = []
-    for number, job in enumerate(todo, 1):
-        title = f"[{number}/{len(todo)}] {job.name} {job.direction} {job.dtype} {job.precision}"
-        print(f"{title} ...", end="", file=sys.stderr, flush=True)
+    for number, (identity, measured) in enumerate(todo, 1):
+        name = " ".join(str(identity[key]) for key in ("name", "pass", "dtype", "precision", "mode") if key in identity)
+        print(f"[{number}/{len(todo)}] {name} ...", end="", file=sys.stderr, flush=True)
         begin = time.perf_counter()
         try:
-            result = measure(job, settings, ceilings, clock)
+            row = identity | measured()
         except (RuntimeError, ValueError) as error:  # refused by a forced engine, out of memory, failed launch
-            result = {"failure": f"{type(error).__name__}: {error}", "engine": settings.engine or "?", "contract": "?"}
-        identity = {"name": job.name, "layer": job.case.name, "batch": job.batch, "shape": job.case.shape,
-                    "case": asdict(job.case), "pass": job.direction, "dtype": job.dtype, "precision": job.precision,
-                    "channels_last": job.channels_last}  # fmt: skip
-        rows.append(identity | result)
-        outcome = result["failure"] or f"{result['ours_ms']:.3g} ms, {result['speedup']:.2f}x"
+            row = identity | {"failure": f"{type(error).__name__}: {error}", "engine": "?", "contract": "?"}
+        rows.append(row)
+        outcome = row["failure"] or f"{row['ours_ms']:.3g} ms, {row['speedup']:.2f}x"
         print(f" {outcome} ({time.perf_counter() - begin:.1f} s)", file=sys.stderr, flush=True)
     return rows
 
 
-def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Measures what was asked for and returns the document."""
-    clock = Clock(device, args.rest)
-    settings = Settings(args.data, args.repeats, args.engine, args.rest, args.channels_last, args.cudnn_benchmark)
-    todo = jobs(args, device.type == "cuda")
-    library()  # builds the kernels now rather than inside the first row
-    ceilings = None
-    if todo:
-        print("measuring the machine's own rates ...", file=sys.stderr, flush=True)
-        ceilings = measure_ceilings(clock, args.dtype)
-    return {
-        "format": FORMAT,
-        "machine": describe_machine(device),
-        "settings": asdict(settings)
-        | {"precision": args.precision, "switch": switch_name(), "poisoned": memory_is_poisoned(device)},
-        "ceilings": asdict(ceilings) if ceilings else None,
-        "rows": measure_all(todo, settings, ceilings, clock),
-        "host": measure_host(clock) if args.host else [],
-    }
-
-
-def report(document: dict[str, Any]) -> None:
-    """Header, table and means on stdout."""
-    rows = document["rows"]
-    print("\n".join(["", *header(document)]))
-    if rows:
-        print("\n".join([*NOTES, "", *legend(rows), "", *terminal_table(rows, peer_name(document))]))
-    failures = [f"{row['name']} {row['pass']} {row['dtype']}: {row['failure']}" for row in rows if row["failure"]]
-    print("\n".join(["", *failures, *host_lines(document), *([summary(rows)] if rows else [])]))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(argv)
-    if args.readme:
-        write_readme([load_document(path) for path in args.readme])
-        return 0
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        print(NO_GPU, flush=True)
-        if args.readme is not None:
-            sys.exit("--readme: README shows what a GPU measured")
-    pyplot = load_pyplot() if args.plot else None
-    torch.backends.cudnn.benchmark = args.cudnn_benchmark
-    document = run(args, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+def finish(kind: str, settings: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Namespace,
+           ceilings: Ceilings | None = None) -> int:  # fmt: skip
+    """Stores and prints a run, and returns the exit code."""
+    machine = report.describe_machine()
+    document = {"format": report.FORMAT, "kind": kind, "machine": machine, "settings": settings,
+                "ceilings": asdict(ceilings) if ceilings else None, "rows": rows}  # fmt: skip
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    if args.readme is not None:
-        write_readme([document])
-    if pyplot:
-        draw_roofline(document, pyplot, args.plot)
-    report(document)
-    if not on_gpu:
+    print("\n".join(report.text(document, args.wide)))
+    if not machine["gpu"]:
         print(NO_GPU)
-    return 1 if any(row["failure"] for row in document["rows"]) else 0
+    return 1 if any(row["failure"] for row in rows) else 0
+
+
+def run(args: argparse.Namespace, device: torch.device) -> int:
+    on_gpu = device.type == "cuda"
+    todo = jobs(args, on_gpu or args.list)
+    if args.list:
+        print("\n".join(dict.fromkeys(f"{job.case.name}: {job.case.shape}" for job in todo)))
+        return 0
+    # Networks have many rows, and calls of 10 to 500 us: after a pause it is the launch that would be timed.
+    of_networks = bool(args.suite) and not args.case and all(suite in NETWORKS for suite in args.suite)
+    repeats = args.repeats or (15 if of_networks else 25)
+    rest_ms = args.rest if args.rest is not None else 0 if of_networks else REST_MS
+    settings = {"data": args.data, "inputs": DATA[args.data][1], "seed": SEED, "repeats": repeats, "rest_ms": rest_ms,
+                "engine": args.engine, "cudnn_benchmark": args.cudnn_benchmark}  # fmt: skip
+    torch.backends.cudnn.benchmark = args.cudnn_benchmark
+    import modelnew  # noqa: F401  # builds the kernels now rather than inside the first row
+
+    clock = Clock(device, rest_ms)
+    ceilings = measure_ceilings(clock, args.dtype)
+    rows = rows_of([(job.identity, lambda job=job: measure(job, settings, ceilings, clock)) for job in todo])
+    return finish("layers", settings, rows, args, ceilings)
+
+
+def networks(args: argparse.Namespace, device: torch.device) -> int:
+    chosen = [(name, mode) for mode in args.mode for name in (args.names or NETWORKS) if re.search(args.filter, name)]
+    if args.list:
+        print("\n".join(f"{name}: {network}" for name, network in NETWORKS.items()))
+        return 0
+    torch.backends.cudnn.benchmark = True
+    clock = Clock(device)
+    with fp32_precision(torch.backends.cudnn, "tf32"), fp32_precision(torch.backends.cuda.matmul, "tf32"):
+        rows = rows_of(
+            [({"name": n, "mode": m}, lambda n=n, m=m: measure_network(n, m, args.repeats, clock)) for n, m in chosen]
+        )
+    settings = {"seed": SEED, "repeats": args.repeats, "rest_ms": 0, "engine": None, "cudnn_benchmark": True}
+    return finish("networks", settings, rows, args)
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, text: str) -> Callable[..., Any]:
+        return commands.add_parser(name, help=text, description=text).add_argument
+
+    add = command("run", "measure layers, one by one (the default command)")
+    add("--suite", nargs="+", choices=(*LAYERS, *NETWORKS), default=[], metavar="NAME", action="extend",
+        help=f"layers, also of networks: {', '.join((*LAYERS, *NETWORKS))} (default: reference)")  # fmt: skip
+    add("--batch", nargs="+", type=int, default=[], metavar="N", help="images for the layers of networks")
+    add("--case", action="append", type=parse_case, default=[], metavar=CASE_FORM, help="a layer; repeatable")
+    add("--dtype", nargs="+", choices=REAL, default=["float32"])
+    add("--precision", nargs="+", choices=("tf32", "fp32"), default=["tf32"],
+        help="PyTorch's setting for float32 convolutions (default: tf32, as PyTorch's own)")  # fmt: skip
+    add("--channels-last", action="store_true", help="x and the weight in channels_last, on both sides")
+    add("--backward", action="store_true", help="rows for the gradients to input and weight as well, each alone")
+    add("--engine", metavar="NAME", help="force one of modelnew's engines")
+    add("--data", choices=tuple(DATA), default="rand", help="how x is drawn: " + "; ".join(DATA[d][1] for d in DATA))
+    add("--rest", type=float, metavar="MS", help=f"pause before a timed call (default: {REST_MS}; networks: 0)")
+    add("--cudnn-benchmark", action=argparse.BooleanOptionalAction, default=True, help="as torch.backends.cudnn's")
+    add("--repeats", type=int, metavar="N", help="timed calls (default: 25; layers of networks: 15)")
+    common = [add]
+    common.append(add := command("networks", "measure whole networks before and after accelerate()"))
+    add("names", nargs="*", choices=(*NETWORKS, []), metavar="NAME", help=f"{', '.join(NETWORKS)} (default: all)")
+    add("--mode", nargs="+", choices=MODES, default=list(DEFAULT_MODES), metavar="MODE",
+        help=f"inference or training steps: {', '.join(MODES)} (default: {', '.join(DEFAULT_MODES)})")  # fmt: skip
+    add("--repeats", type=int, default=15, metavar="N", help="timed steps (default: 15)")
+    for add in common:
+        add("--filter", default="", metavar="REGEX", help="only rows whose name and shape match")
+        add("--list", action="store_true", help="print names and shapes, measure nothing")
+        add("--wide", action="store_true", help="print all columns")
+        add("--json", type=Path, metavar="FILE", help="store all numbers of this run")
+    add = command("compare", "say how two stored runs differ")
+    add("before", type=Path)
+    add("after", type=Path)
+    add = command("plot", "draw speed-ups as bars (needs matplotlib)")
+    add("files", nargs="+", type=Path, metavar="FILE.json")
+    add("-o", "--output", type=Path, default=report.PICTURE, help="an SVG or PNG file (default: docs/speedup.svg)")
+    command("render", "write README's table and picture and results/README.md from results/*.json")
+    if not argv or argv[0] not in (*commands.choices, "-h", "--help"):
+        argv = ["run", *argv]
+    args = parser.parse_args(argv)
+    if args.command == "run" and args.batch and not set(args.suite) & set(NETWORKS):
+        parser.error("--batch is for the layers of a network; other layers have an N of their own")
+    if args.command in ("run", "networks") and args.repeats is not None and args.repeats < 3:
+        parser.error(f"--repeats {args.repeats} is not at least 3, as quartiles need")
+    if args.command == "run" and (min(args.batch, default=1) < 1 or not 0 <= (args.rest or 0) < math.inf):
+        parser.error("--batch needs positive numbers and --rest a finite, non-negative one")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(sys.argv[1:] if argv is None else argv)
+    if args.command == "compare":
+        print("\n".join(report.compare(report.load(args.before), report.load(args.after))))
+    elif args.command == "plot":
+        report.plot([report.load(path) for path in args.files], args.output)
+    elif args.command == "render":
+        report.render()
+    else:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return {"run": run, "networks": networks}[args.command](args, device)
+    return 0
 
 
 if __name__ == "__main__":

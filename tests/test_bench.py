@@ -1,0 +1,355 @@
+"""bench.py and the examples: what is measured, that a wrong result is never timed, what becomes of stored runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import runpy
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bench
+import modelnew
+from bench import Case
+from examples import networks
+from results import report
+from test_modelnew import gpu
+
+SMALL = "2,3,4,3,3,9,10"
+# Sizes 1 and primes, R != S, H != W; rows and columns that no filter meets, between outputs and between taps.
+CASES = [
+    Case("plain", 2, 3, 5, 3, 2, 7, 11),
+    Case("grouped", 3, 4, 6, 2, 3, 13, 9, 2, 1, 1, 2),
+    Case("dilated", 1, 2, 2, 3, 3, 10, 12, 3, 2, 2, 2),
+    Case("strided 1x1", 1, 2, 3, 1, 1, 12, 11, 5),
+    Case("axes apart", 2, 4, 6, 2, 3, 13, 17, (1, 3), (3, 0), (2, 4), 2),
+    Case("tall gaps", 1, 3, 2, 2, 4, 19, 10, (4, 1), (0, 5), (9, 1)),
+    Case("wide gaps", 1, 3, 2, 4, 2, 10, 19, (1, 4), (5, 0), (1, 8), bias=True),
+]
+
+
+@pytest.fixture
+def run_bench(monkeypatch, capsys):
+    """Runs a command line on the CPU; exit code and printed lines."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # the bench sets it; this restores it
+
+    def run(*arguments: str) -> tuple[int, list[str]]:
+        code = bench.main([*arguments, *(["--repeats", "3"] if "--list" not in arguments else [])])
+        return code, capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def operands_of(case: Case) -> bench.Operands:
+    job = bench.Job(case, bench.DGRAD, "float64", "fp32")
+    return bench.draw_operands(job, "randn", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("budget", [1, 1 << 30])
+@pytest.mark.parametrize("direction", [bench.FORWARD, bench.DGRAD, bench.WGRAD])
+def test_reference_is_exact(case, budget, direction):
+    """In pieces of any size, with the magnitudes that bounds are made of: autograd over unfolded inputs gives both."""
+    given = operands_of(case)
+
+    def unfolded(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        columns = F.unfold(x, (case.R, case.S), case.dilation, case.pad, case.stride)
+        columns = columns.reshape(case.N, case.groups, -1, columns.shape[2])
+        y = (w.reshape(case.groups, case.K // case.groups, -1) @ columns).reshape(case.N, case.K, case.P, case.Q)
+        return y if bias is None else y + bias[:, None, None]
+
+    expected = []
+    for convert in (lambda t: t, torch.abs):
+        x, w, dy = (convert(t).requires_grad_() for t in (given.x.clone(), given.w.clone(), given.dy))
+        y = unfolded(x, w, None if given.bias is None else convert(given.bias))
+        gradients = torch.autograd.grad(y, (x, w), dy)
+        expected.append({bench.FORWARD: y, bench.DGRAD: gradients[0], bench.WGRAD: gradients[1]}[direction].detach())
+    covered = torch.zeros_like(expected[0])
+    job = bench.Job(case, direction, "float64", "fp32")
+    for part, value, magnitude in bench.exact_pieces(job, given, budget):
+        torch.testing.assert_close(value, expected[0][part])
+        torch.testing.assert_close(magnitude, expected[1][part])
+        covered[part] += 1
+    assert (covered == 1).all()
+    assert torch.backends.cudnn.enabled
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_floor_counts_what_must_move(case):
+    """A pixel of x is read if any output's gradient reaches it."""
+    options = {name: value for name, value in case.options.items() if name != "groups"}
+    ones = torch.ones(1, 1, case.P, case.Q), torch.ones(1, 1, case.R, case.S)
+    met = torch.nn.grad.conv2d_input((1, 1, case.H, case.W), ones[1], ones[0], **options)[0, 0] != 0
+    w, y = case.K * case.C // case.groups * case.R * case.S, case.N * case.K * case.P * case.Q
+    rows, pixels, x = (case.N * case.C * n for n in (case.W * int(met.any(1).sum()), int(met.sum()), met.numel()))
+    b = case.K * case.bias
+    assert bench.traffic(case, bench.FORWARD, 4) == (4 * (rows + w + b), 4 * y)
+    assert bench.traffic(case, bench.FORWARD, 4, channels_last=True) == (4 * (pixels + w + b), 4 * y)
+    assert bench.traffic(case, bench.DGRAD, 2) == (2 * (y + w), 2 * x)
+    assert bench.traffic(case, bench.WGRAD, 8) == (8 * (rows + y), 8 * w)
+
+
+def test_floor_is_the_longer_of_memory_and_arithmetic():
+    ceilings = bench.Ceilings(4000, 5000, 4000, {"float16": 800.0, "float32": 50.0, "tf32": 400.0})
+    job = bench.Job(Case("", 1, 64, 64, 3, 3, 56, 56, 1, 1), bench.FORWARD, "float32", "fp32")
+    row = bench.rates(job, {"contract": "fp32", "ours_ms": 2.0, "peer_ms": 3.0}, ceilings)
+    read, written = bench.traffic(job.case, bench.FORWARD, 4)
+    assert row["floor_memory_ms"] == pytest.approx(read / 4000e6 + written / 5000e6)
+    assert row["floor_arithmetic_ms"] == pytest.approx(job.case.flop / (800e9 / 3))
+    assert row["floor_percent"] == pytest.approx(50 * max(row["floor_memory_ms"], row["floor_arithmetic_ms"]))
+    assert row["speedup"] == 1.5
+
+
+@pytest.mark.parametrize("contract", [*bench.REAL[1:], "tf32", "fp32"])
+def test_an_error_just_above_its_bound_fails(contract):
+    """One element is wrong by more than its bound; and a NaN is never right."""
+    dtype = contract if contract in bench.REAL else "float32"
+    job = bench.Job(CASES[0], bench.FORWARD, dtype, "fp32")
+    given = bench.draw_operands(job, "randn", torch.device("cpu"))
+    (piece,) = bench.exact_pieces(job, given)
+    a, b, c = bench.error_bound(contract, bench.reduction_length(job.case, bench.FORWARD))
+    allowed = piece[2][0, 0, 0, 0] * a + piece[1][0, 0, 0, 0].abs() * b + c
+    for factor, right in ((0.9, True), (1.1, False), (math.nan, False)):
+        y = piece[1].clone()  # float64, so that nothing but this is off
+        y[0, 0, 0, 0] += allowed * factor
+        assert (bench.check(job, given, contract, y, piece[1])["failure"] is None) == right
+
+
+WRONG = {
+    "one element": lambda y: y.index_put((torch.tensor(0),) * 4, y.flatten()[0] * 1.01 + 0.01),
+    "a NaN": lambda y: y.index_put((torch.tensor(0),) * 4, torch.tensor(math.nan)),
+    "the shape": lambda y: y[..., 1:],
+    "the dtype": lambda y: y.double(),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_no_time_for_a_wrong_result(run_bench, monkeypatch, wrong):
+    monkeypatch.setattr(modelnew, "conv2d", lambda *args, **kwargs: WRONG[wrong](F.conv2d(*args, **kwargs)))
+    code, lines = run_bench("run", "--case", SMALL, "--wide")
+    (row,) = (line for line in lines if line.startswith("N2 C3 K4"))
+    assert code == 1
+    assert row.split("forward")[1].split() == ["fp32", "FAILED"]
+
+
+def test_what_is_left_unwritten_is_found(run_bench, monkeypatch):
+    if torch.__version__ < "2.2":
+        pytest.skip("this torch does not fill new memory")
+    monkeypatch.setattr(modelnew, "conv2d", lambda *args, **kwargs: torch.empty_like(F.conv2d(*args, **kwargs)))
+    assert run_bench("run", "--case", SMALL)[0] == 1
+
+
+def test_a_failing_row_is_not_the_end(run_bench, monkeypatch):
+    def fail(*args: object, **kwargs: object) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(modelnew, "conv2d", fail)
+    code, lines = run_bench("run", "--case", SMALL, "--case", "1,2,3,3,3,9,8")
+    assert code == 1
+    assert sum("out of memory" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_both_sides_get_the_same_tensors(run_bench, monkeypatch, channels_last):
+    seen = []
+    for module in (modelnew, F):
+        original = module.conv2d
+        monkeypatch.setattr(module, "conv2d", lambda *a, o=original, **k: seen.append(a) or o(*a, **k))
+    code, _ = run_bench("run", "--case", "2,3,4,3,3,9,10", *(["--channels-last"] if channels_last else []))
+    measured = [(x, w) for x, w, *_ in seen if x.dtype == torch.float32]
+    assert code == 0
+    assert len({(x.data_ptr(), w.data_ptr()) for x, w in measured}) == 1
+    assert measured[0][0].is_contiguous(memory_format=torch.channels_last) == channels_last
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    {
+        "1,2,3": "7 to 11", "1,2,3,3,3,8,x": "whole numbers", "0,2,3,3,3,8,8": "positive",
+        "1,2,3,3,3,8,8,0": "positive",
+        "1,2,3,3,3,8,8,1,-1": "non-negative", "1,3,4,3,3,8,8,1,0,1,2": "must divide", "1,2,3,9,3,8,8": "larger than",
+    }.items(),
+)  # fmt: skip
+def test_bad_cases_are_refused(text, message):
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        bench.parse_case(text)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["run", "--repeats", "2"], "at least 3"),
+        (["run", "--batch", "2"], "of a network"),
+        (["run", "--suite", "unet", "--batch", "0"], "positive"),
+        (["run", "--rest", "nan"], "finite"),
+        (["run", "--suite", "alexnet"], "invalid choice"),
+        (["networks", "alexnet"], "invalid choice"),
+        (["networks", "unet", "--mode", "tf16"], "invalid choice"),
+        (["compare", "a.json"], "after"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_run_is_the_default_command():
+    assert bench.parse_arguments([]).command == "run"
+    assert bench.parse_arguments(["--suite", "unet", "edsr"]).suite == ["unet", "edsr"]
+
+
+class Small(nn.Module):
+    """Two layers of one kind, one called twice, one never; padding by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding="same", dilation=2)
+        self.again = nn.Conv2d(8, 8, (1, 3), (1, 2), groups=4, bias=False)
+        self.twin = nn.Conv2d(8, 8, (1, 3), (1, 2), groups=4, bias=False)
+        self.unused = nn.Conv2d(8, 8, 1)
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x))
+        return self.again(y) + self.twin(y) + self.again(y)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setitem(networks.NETWORKS, "unet", networks.Network(Small, 4, 16))
+
+
+def test_layers_are_recorded_from_the_network(small):
+    assert bench.record("unet", 5) == [
+        Case("first/5", 5, 3, 8, 3, 3, 16, 16, 1, 2, 2, bias=True),
+        Case("again/5", 5, 8, 8, 1, 3, 16, 16, (1, 2), groups=4),
+    ]
+
+
+def test_networks_are_themselves():
+    """U-Net and EDSR by the sizes of their layers, ResNet-50 by the known number of multiply-adds."""
+    for name, count in (("unet", 15), ("edsr", 4)):
+        cases = bench.record(name, 1)
+        assert len(cases) == count
+        assert {(case.H, case.W) for case in cases} <= {(s, s) for s in (32, 64, 128, 256, 512)}
+    try:
+        cases = bench.record("resnet50", 1)
+    except SystemExit:
+        pytest.skip("no torchvision for this torch")
+    assert len(cases) == 23
+
+
+@pytest.mark.parametrize("mode", ["tf32", "train-amp-nhwc"])
+def test_networks_are_checked_and_timed(small, run_bench, tmp_path, mode):
+    code, lines = run_bench("networks", "unet", "--mode", mode, "--json", str(tmp_path / "run.json"))
+    (row,) = report.load(tmp_path / "run.json")["rows"]
+    assert code == 0
+    assert (row["convolutions"], row["mode"]) == (4, mode)
+    assert row["speedup"] > 0
+    assert 0 < row["ours_error"] < 0.1
+    assert any(line.startswith("unet") and mode in line for line in lines)
+
+
+def test_a_wrong_network_is_not_timed(small, run_bench, monkeypatch):
+    accelerate = modelnew.accelerate
+
+    def broken(model: nn.Module, images: Tensor) -> tuple:
+        model.first.weight.data *= 1.5
+        return accelerate(model, images)
+
+    monkeypatch.setattr(modelnew, "accelerate", broken)
+    code, lines = run_bench("networks", "unet", "--mode", "tf32")
+    assert code == 1
+    assert any("FAILED" in line for line in lines)
+
+
+def test_filter_and_list(run_bench):
+    code, lines = run_bench("run", "--list", "--suite", "reference", "depthwise", "--filter", "P5|stride 2")
+    assert code == 0
+    assert [line.split(":")[0] for line in lines] == ["P55", "P56", "dw3x3s2", "dw7x7s2"]
+
+
+def stored_run(run_bench, path, *arguments: str) -> dict:
+    assert run_bench("run", *arguments, "--json", str(path))[0] == 0
+    return report.load(path)
+
+
+def test_compare_sets_runs_side_by_side(run_bench, tmp_path, capsys):
+    document = stored_run(run_bench, tmp_path / "a.json", "--case", SMALL, "--case", "1,2,3,3,3,9,8")
+    document["rows"][0]["ours_ms"] /= 2
+    document["rows"].pop()
+    (tmp_path / "b.json").write_text(json.dumps(document))
+    assert bench.main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "2.000" in printed
+    assert "1 rows" in printed
+    (tmp_path / "c.json").write_text("{}")
+    with pytest.raises(SystemExit, match="not a run"):
+        bench.main(["compare", str(tmp_path / "a.json"), str(tmp_path / "c.json")])
+
+
+def test_plot_draws_both_kinds(small, run_bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    stored_run(run_bench, tmp_path / "a.json", "--case", SMALL, "--backward")
+    assert run_bench("networks", "unet", "--mode", "tf32", "--json", str(tmp_path / "b.json"))[0] == 0
+    for name, begin in (("a", b"\x89PNG"), ("b", b"<?xml")):
+        picture = tmp_path / f"{name}{'.png' if begin[0] == 0x89 else '.svg'}"
+        assert bench.main(["plot", str(tmp_path / f"{name}.json"), "-o", str(picture)]) == 0
+        assert picture.read_bytes().startswith(begin)
+
+
+def test_the_pages_are_what_render_writes():
+    """README's table and results/README.md are those of the stored runs."""
+    documents = report.stored()
+    assert all(document["machine"]["gpu"] for document in documents.values())
+    page = (report.ROOT / "README.md").read_text(encoding="utf-8")
+    assert report.replace_between_markers(page, report.short_table(documents)) == page
+    assert (report.RESULTS / "README.md").read_text(encoding="utf-8") == report.results_page(documents)
+
+
+@pytest.mark.parametrize("page", ["", "{0}", "{1} {0}", "{0} {0} {1}"])
+def test_markers_must_be_there_once_in_order(page):
+    with pytest.raises(ValueError, match="needs one"):
+        report.replace_between_markers(page.format(*report.MARKERS), "")
+
+
+def test_versions_of_cudnn():
+    assert [report.cudnn_version(number) for number in (91900, 90100, 8902)] == ["9.19.0", "9.1.0", "8.9.2"]
+
+
+def test_a_case_says_its_shape():
+    case = Case("", 1, 4, 6, 3, 5, 7, 8, (1, 2), 1, 2, 2, True)
+    assert case.shape == "N1 C4 K6 3x5, 7x8, stride 1x2, pad 1, dilation 2, groups 2, bias"
+    assert dataclasses.replace(case, N=3).flop == 3 * case.flop
+
+
+@pytest.mark.parametrize("arguments", [["quickstart.py"], ["train.py", "--steps", "2", "--batch", "2", "--size", "8"]])
+def test_examples_run_on_a_cpu(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(sys, "argv", arguments)
+    runpy.run_path(str(report.ROOT / "examples" / arguments[0]), run_name="__main__")
+    assert "convolutions run on modelnew" in capsys.readouterr().out
+
+
+@gpu
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+def test_gpu_bench(precision, capsys):
+    cases = ["2,13,17,3,5,37,41", "2,3,16,7,7,61,67,2,3", "2,24,36,3,3,27,35,1,1,1,3", "2,20,20,5,5,40,24,1,2,1,20"]
+    arguments = [word for case in cases for word in ("--case", case)]
+    code = bench.main(["run", *arguments, "--backward", "--precision", precision, "--repeats", "3"])
+    assert code == 0, capsys.readouterr().out
+    assert "No GPU" not in capsys.readouterr().out
+
+
+@gpu
+def test_gpu_bench_of_a_network(small):
+    assert bench.main(["networks", "unet", "--mode", "tf32", "train-amp-nhwc", "--repeats", "3"]) == 0
