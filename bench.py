@@ -594,11 +594,10 @@ def measure_network(name: str, mode: str, turns: int, clock: Clock) -> dict[str,
     torch.manual_seed(SEED)
     network, how, on_gpu = NETWORKS[name], MODES[mode], clock.device.type == "cuda"
     layout = torch.channels_last if how.channels_last else torch.contiguous_format
-    images = torch.randn(network.batch if on_gpu else 1, 3, network.size, network.size, device=clock.device)
-    plain = network.model().to(clock.device).train(how.train)
-    for module in plain.modules():
-        if isinstance(module, nn.Dropout) or type(module).__name__ == "StochasticDepth":
-            module.eval()
+    images = torch.randn(network.batch if on_gpu else 2, 3, network.size, network.size, device=clock.device)
+    plain = network.calibrated(images)
+    if not how.train:
+        plain.eval()
     exact = gradients_or_output(copy.deepcopy(plain).double(), images.double(), Mode(how.train))
     plain, images = plain.to(dtype=how.dtype, memory_format=layout), images.to(how.dtype, memory_format=layout)
     with torch.autocast(clock.device.type, torch.bfloat16, enabled=how.autocast):

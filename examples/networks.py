@@ -68,6 +68,24 @@ class Network(NamedTuple):
     def model(self) -> nn.Module:
         return self.build() if callable(self.build) else torchvision_model(self.build)
 
+    def calibrated(self, images: Tensor) -> nn.Module:
+        """The network with random weights whose activations have the size of a trained one's.
+
+        Batch norm takes its statistics from the images, and matrices that start as zero are drawn; dropout is off.
+        """
+        model = self.model().to(images.device).train()
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.momentum = None  # the mean over all batches: of one
+            elif isinstance(module, nn.Dropout) or type(module).__name__ == "StochasticDepth":
+                module.eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1 and not parameter.any():
+                    nn.init.normal_(parameter, std=0.02)
+            model(images)
+        return model
+
 
 NETWORKS = {
     "resnet50": Network("resnet50", 32, 224),
