@@ -661,9 +661,13 @@ def jobs(args: argparse.Namespace, on_gpu: bool) -> list[Job]:
     ]
 
 
-def rows_of(todo: Sequence[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """Measures all rows, with progress on stderr. A row that cannot run is a failed row, not the end."""
-    rows = []
+def complete(document: dict[str, Any], todo: Sequence[tuple[dict[str, Any], Callable[[], dict[str, Any]]]],
+             args: argparse.Namespace) -> int:  # fmt: skip
+    """Measures all rows, with progress on stderr, prints them and returns the exit code.
+
+    A row that cannot run is a failed row, not the end. The file is written after each row, so that none is lost.
+    """
+    rows = document["rows"]
     for number, (identity, measured) in enumerate(todo, 1):
         name = " ".join(str(identity[key]) for key in ("name", "pass", "dtype", "precision", "mode") if key in identity)
         print(f"[{number}/{len(todo)}] {name} ...", end="", file=sys.stderr, flush=True)
@@ -675,20 +679,11 @@ def rows_of(todo: Sequence[tuple[dict[str, Any], Callable[[], dict[str, Any]]]])
         rows.append(row)
         outcome = row["failure"] or f"{row['ours_ms']:.3g} ms, {row['speedup']:.2f}x"
         print(f" {outcome} ({time.perf_counter() - begin:.1f} s)", file=sys.stderr, flush=True)
-    return rows
-
-
-def finish(kind: str, settings: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Namespace,
-           ceilings: Ceilings | None = None) -> int:  # fmt: skip
-    """Stores and prints a run, and returns the exit code."""
-    machine = report.describe_machine()
-    document = {"format": report.FORMAT, "kind": kind, "machine": machine, "settings": settings,
-                "ceilings": asdict(ceilings) if ceilings else None, "rows": rows}  # fmt: skip
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print("\n".join(report.text(document, args.wide)))
-    if not machine["gpu"]:
+    if not document["machine"]["gpu"]:
         print(NO_GPU)
     return 1 if any(row["failure"] for row in rows) else 0
 
@@ -710,8 +705,10 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
 
     clock = Clock(device, rest_ms)
     ceilings = measure_ceilings(clock, args.dtype)
-    rows = rows_of([(job.identity, lambda job=job: measure(job, settings, ceilings, clock)) for job in todo])
-    return finish("layers", settings, rows, args, ceilings)
+    document = report.new_document("layers", settings, asdict(ceilings))
+    return complete(
+        document, [(job.identity, lambda job=job: measure(job, settings, ceilings, clock)) for job in todo], args
+    )
 
 
 def networks(args: argparse.Namespace, device: torch.device) -> int:
@@ -721,12 +718,10 @@ def networks(args: argparse.Namespace, device: torch.device) -> int:
         return 0
     torch.backends.cudnn.benchmark = True
     clock = Clock(device)
-    with fp32_precision(torch.backends.cudnn, "tf32"), fp32_precision(torch.backends.cuda.matmul, "tf32"):
-        rows = rows_of(
-            [({"name": n, "mode": m}, lambda n=n, m=m: measure_network(n, m, args.repeats, clock)) for n, m in chosen]
-        )
     settings = {"seed": SEED, "repeats": args.repeats, "rest_ms": 0, "engine": None, "cudnn_benchmark": True}
-    return finish("networks", settings, rows, args)
+    todo = [({"name": n, "mode": m}, lambda n=n, m=m: measure_network(n, m, args.repeats, clock)) for n, m in chosen]
+    with fp32_precision(torch.backends.cudnn, "tf32"), fp32_precision(torch.backends.cuda.matmul, "tf32"):
+        return complete(report.new_document("networks", settings), todo, args)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

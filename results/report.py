@@ -27,6 +27,12 @@ NOTES = (
 )
 
 
+def new_document(kind: str, settings: dict[str, Any], ceilings: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A run of "layers" or "networks" without rows."""
+    return {"format": FORMAT, "kind": kind, "machine": describe_machine(), "settings": settings,
+            "ceilings": ceilings, "rows": []}  # fmt: skip
+
+
 def describe_machine() -> dict[str, Any]:
     """Device, date and versions."""
     on_gpu = torch.cuda.is_available()
