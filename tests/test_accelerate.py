@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import modelnew
-from test_modelnew import FakeClock, Plain, X, gpu, no_change
+from test_modelnew import FakeClock, Plain, X, no_change
+from tests.cases import gpu
 
 FORK_RNG = torch.random.fork_rng
 

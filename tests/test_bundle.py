@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import cpp_extension
 
 import modelnew
-from test_modelnew import DEVICES, gpu, tf32_switch
+from tests.cases import DEVICES, gpu, tf32_switch
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "kernels"

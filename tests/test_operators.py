@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import modelnew
-from test_modelnew import DEVICES, GPU_MARKS, RICH_CALL, ROOT, Call, assert_same, gpu, gradients, tf32_switch
+from tests.cases import DEVICES, GPU_MARKS, RICH_CALL, ROOT, Call, assert_same, gpu, gradients, tf32_switch
 
 pytestmark = pytest.mark.xdist_group("operators")
 

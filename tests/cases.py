@@ -1,0 +1,737 @@
+"""Problems, references, bounds, fills and layouts: what all numerical tests share."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import itertools
+import math
+import mmap
+import random
+import re
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import modelnew
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+KERNELS = ROOT / "kernels"
+ENGINE_SOURCES = sorted(path for path in KERNELS.glob("*.cu") if path.name != "bundle_template.cu")  # and listed.cu
+KERNEL_FILES = sorted(path for path in KERNELS.iterdir() if path.suffix in (".cpp", ".cu", ".cuh", ".h"))
+
+GPU_MARKS = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def gpu(test: Callable) -> Callable:
+    """Marks a test that needs a GPU."""
+    return functools.reduce(lambda marked, mark: mark(marked), GPU_MARKS, test)
+
+
+@contextlib.contextmanager
+def tf32_switch(allowed: bool) -> Iterator[None]:
+    """PyTorch's switch for cuDNN's convolutions, by whichever name this torch has for it."""
+    switch = getattr(torch.backends.cudnn, "conv", torch.backends.cudnn)
+    name, value = (
+        ("fp32_precision", "tf32" if allowed else "ieee")
+        if hasattr(switch, "fp32_precision")
+        else ("allow_tf32", allowed)
+    )
+    before = getattr(switch, name)
+    setattr(switch, name, value)
+    try:
+        yield
+    finally:
+        setattr(switch, name, before)
+
+
+@pytest.fixture
+def fp32_contract() -> Iterator[None]:
+    """Float32 convolutions in full precision."""
+    with tf32_switch(False):
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem in cuDNN's letters; w is [K, C/groups, R, S]."""
+
+    N: int
+    C: int
+    H: int
+    W: int
+    K: int
+    R: int
+    S: int
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    def __str__(self) -> str:
+        text = f"N{self.N} C{self.C} {self.H}x{self.W} K{self.K} {self.R}x{self.S}"
+        for name, value, default in (
+            ("s", self.stride, (1, 1)),
+            ("p", self.padding, (0, 0)),
+            ("d", self.dilation, (1, 1)),
+        ):
+            text += f" {name}{value[0]}{value[1]}" if value != default else ""
+        return text + (f" g{self.groups}" if self.groups > 1 else "")
+
+    @property
+    def kwargs(self) -> dict:
+        return {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
+
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        return (self.N, self.C, self.H, self.W)
+
+    @property
+    def w_shape(self) -> tuple[int, ...]:
+        return (self.K, self.C // self.groups, self.R, self.S)
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        spans = zip((self.H, self.W), self.padding, self.dilation, (self.R, self.S), self.stride, strict=True)
+        return (self.N, self.K, *((size + 2 * pad - d * (r - 1) - 1) // s + 1 for size, pad, d, r, s in spans))
+
+    @property
+    def multiply_adds(self) -> int:
+        return math.prod(self.y_shape) * math.prod(self.w_shape[1:])
+
+    def tf32_operators(self, dtype: torch.dtype, allowed: bool, least: dict[str, int] | None = None) -> set[str]:
+        """Operators under the TF32 contract, by the rule of kernels/problem.cuh: where cuDNN uses TF32 as well."""
+        if dtype != torch.float32 or not allowed:
+            return set()
+        stem = (self.C, self.R, self.S, self.groups) == (3, 7, 7, 1) and self.K in (64, 128) and self.N >= 8
+        if stem and self.multiply_adds >= 2**25:
+            return {"fprop"}
+        if min(self.C, self.K) // self.groups < 8:
+            return set()
+        limits = dict(least or LEAST_TF32_WORK)
+        if least is None and self.groups == 1:
+            if (self.R, self.S) == (1, 1) and max(self.stride) > 1:
+                limits["fprop"] = 2**29
+            elif min(self.C, self.K) >= 64:
+                limits["fprop"] = 2**24
+        return {name for name, limit in limits.items() if self.multiply_adds >= limit}
+
+    def reduction(self, operator: str) -> int:
+        """How many products make up one element of the operator's result."""
+        P, Q = self.y_shape[2:]
+        taps = self.R * self.S
+        lengths = {"fprop": self.C // self.groups * taps, "dgrad": self.K // self.groups * taps}
+        return lengths.get(operator, self.N * P * Q)
+
+
+# Multiply-adds below which float32 stays float32, whatever PyTorch's switch says.
+LEAST_TF32_WORK = {"fprop": 2**27, "dgrad": 2**27, "wgrad": 2**29}
+
+# The two tensors that each operator multiplies; bgrad only sums dy.
+OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+
+
+def product(operator: str, case: Case, first: Tensor, second: Tensor) -> Tensor:
+    """The operator's result in float64, from its two operands (see OPERANDS)."""
+    first, second = first.double(), second.double()
+    if operator == "fprop":
+        return F.conv2d(first, second, **case.kwargs)
+    if operator == "dgrad":
+        return nn.grad.conv2d_input(case.x_shape, second, first, **case.kwargs)
+    return nn.grad.conv2d_weight(second, case.w_shape, first, **case.kwargs)
+
+
+def references(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """y, dx, dw, db in float64, under their operators' names."""
+    exact = {name: product(name, case, *(tensors[key] for key in keys)) for name, keys in OPERANDS.items()}
+    exact["fprop"] += tensors["bias"].double().view(-1, 1, 1)
+    exact["bgrad"] = tensors["dy"].double().sum((0, 2, 3))
+    return exact
+
+
+def relative_bound(case: Case, operator: str, dtype: torch.dtype, tf32: bool) -> float:
+    """The factor of conv(|x|, |w|) in the numerical contract."""
+    n = case.reduction(operator)
+    if dtype == torch.float64:
+        return (n + 16) * 2.0**-52  # ours and the reference's
+    if tf32:
+        return 2.0**-10 + 2.0**-22 + (n + 16) * 2.0**-24
+    return 2.0**-21 + (64 + n / 64) * 2.0**-24
+
+
+def error_bound(case: Case, operator: str, tensors: dict[str, Tensor], result: Tensor, tf32: bool) -> Tensor:
+    """Element-wise bound of |result - float64 reference|; `tf32` says which contract holds."""
+    dtype, result = result.dtype, result.double().abs()
+    if operator == "bgrad":
+        scale = tensors["dy"].double().abs().sum((0, 2, 3))
+        offsets, bias = torch.zeros_like(scale), torch.zeros_like(scale)
+    else:
+        first, second = (tensors[key].double().abs() for key in OPERANDS[operator])
+        scale = product(operator, case, first, second)
+        ones_first, ones_second = torch.ones_like(first), torch.ones_like(second)
+        offsets = product(operator, case, ones_first, second) + product(operator, case, first, ones_second)
+        bias = tensors["bias"].double().abs().view(-1, 1, 1) if operator == "fprop" else torch.zeros(())
+    bound = relative_bound(case, operator, dtype, tf32) * scale
+    if dtype == torch.float64:
+        return bound + 2.0**-51 * (result + bias.to(result))
+    bound = bound + 2.0**-137 * offsets + 2.0**-126 + 2.0**-23 * (result + bias.to(result))
+    if dtype != torch.float32:  # one rounding at the end
+        info = torch.finfo(dtype)
+        bound = bound + info.eps / 2 * result * (1 + info.eps) + info.smallest_normal * info.eps / 2
+    return bound
+
+
+# A fill is a function (shape, generator) -> float32 tensor on the CPU.
+def integers(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Small integers, whose sums stay exact in every accumulator: results must be bit for bit right."""
+    return torch.randint(-3, 4, shape, generator=generator).float()
+
+
+def positive(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator)
+
+
+def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def wide(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Magnitudes over 40 binades, both signs: a global norm would not see a wrong small element."""
+    return torch.randn(shape, generator=generator) * torch.exp2(40 * torch.rand(shape, generator=generator) - 20)
+
+
+def tiny(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Products around float32's smallest normal number."""
+    return torch.randn(shape, generator=generator) * 2.0**-63
+
+
+def huge(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Sums that stay just below float32's largest number."""
+    return torch.randn(shape, generator=generator) * 2.0**54
+
+
+def any_exponent(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """From the smallest subnormal number to 2^30, which it meets in products."""
+    exponents = torch.randint(-149, 31, shape, generator=generator)
+    return (torch.randn(shape, generator=generator).double() * torch.exp2(exponents.double())).float()
+
+
+def under_a_tf32_step(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Just below a step of TF32 and all positive: truncating the operands errs by twice what rounding may."""
+    steps = torch.randint(0, 8, shape, generator=generator)
+    return 1 + (steps + 1) * 2.0**-10 - 2.0**-20
+
+
+def tf32_ties(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Half-way between two TF32 numbers, both signs: ties go away from zero."""
+    steps = torch.randint(0, 8, shape, generator=generator) + 0.5
+    signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    return signs * (1 + steps * 2.0**-10)
+
+
+def equal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Each addition to a long sum rounds the same way: in one single chain the errors add up instead of averaging."""
+    return torch.full(shape, 0.7)
+
+
+# Operands that fp16 cannot contain, or not all of them: what becomes of normal ones, and of weights of size 1e-2. Few
+# enough elements are changed, where it says so, that a sample of them sees none.
+def few(tensor: Tensor, count: int = 3) -> tuple[Tensor, ...]:
+    """Places of a few elements, the first and the last among them."""
+    generator = torch.Generator().manual_seed(tensor.numel())
+    inner = torch.randint(tensor.numel(), (count - 2,), generator=generator).tolist()
+    return torch.unravel_index(torch.tensor([0, *inner, tensor.numel() - 1]).to(tensor.device), tensor.shape)
+
+
+def with_few(*values: float) -> Callable[[Tensor, Tensor], None]:
+    def change(x: Tensor, _: Tensor) -> None:
+        x[few(x, 3 * len(values))] = torch.tensor(values, device=x.device).repeat(3)
+
+    return change
+
+
+def of_size(size: float) -> Callable[[Tensor, Tensor], None]:
+    """A whole image, and weights of the opposite size."""
+
+    def change(x: Tensor, w: Tensor) -> None:
+        x[-1] = (x[-1].double() * size).float()
+        w.copy_((w.double() / size).clamp(-1e37, 1e37).float())
+
+    return change
+
+
+def faint_channel(x: Tensor, w: Tensor) -> None:
+    """A million times smaller than its neighbours, and weights that select it."""
+    x[:, 3] *= 1e-6
+    selects = torch.arange(w.shape[0]) % 2 == 0
+    chosen = w[selects, 3].clone()
+    w[selects] = 0
+    w[selects, 3] = chosen
+
+
+def dead_weights(_: Tensor, w: Tensor) -> None:
+    w[1::2, ::3] = 1e-20
+
+
+def faint_output_channel(_: Tensor, w: Tensor) -> None:
+    w[-1] *= 1e-20
+
+
+def zero_rows(x: Tensor, w: Tensor) -> None:
+    x[:, :, ::2] = 0
+    w[1] = 0
+
+
+def zero_images(x: Tensor, _: Tensor) -> None:
+    x[-1] = 0
+
+
+def all_zero(x: Tensor, w: Tensor) -> None:
+    x.zero_()
+    w.zero_()
+
+
+ADVERSE = {
+    "1e-30 beside 1e30": with_few(1e-30, 1e30),
+    "few small": with_few(1e-9, -1e-12),
+    "few large": with_few(1e6, -1e9),
+    "few denormals": with_few(1e-40, -3e-45),
+    "one outlier": with_few(1e38),
+    **{f"image of {size:g}": of_size(size) for size in (1e-38, 1e-20, 1e-10, 1e10, 1e20, 1e36)},
+    "faint channel": faint_channel,
+    "dead weights": dead_weights,
+    "faint output channel": faint_output_channel,
+    "zero rows": zero_rows,
+    "zero images": zero_images,
+    "all zero": all_zero,
+}
+
+
+def adverse_tensors(case: Case, kind: str, operator: str, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
+    """Operands of fprop or dgrad, changed."""
+    tensors = make_tensors(case, torch.float32, normal, device, seed)
+    tensors["w"] *= 1e-2
+    ADVERSE[kind](tensors[{"fprop": "x", "dgrad": "dy"}[operator]], tensors["w"])
+    return tensors
+
+
+def round_to_tf32(value: Tensor) -> Tensor:
+    """Float32 rounded to 10 mantissa bits, to nearest, ties away from zero."""
+    return ((value.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def make_tensors(
+    case: Case, dtype: torch.dtype, fill: Callable, device: str = "cpu", seed: int = 0
+) -> dict[str, Tensor]:
+    """x, w, bias and dy of a case. NaN lies before and behind each of them, for kernels that read too far."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"x": case.x_shape, "w": case.w_shape, "bias": (case.K,), "dy": case.y_shape}
+    return {name: with_margins(fill(shape, generator).to(dtype).to(device)) for name, shape in shapes.items()}
+
+
+MARGIN = 64
+
+
+def with_margins(tensor: Tensor) -> Tensor:
+    """A copy with NaN before and behind it in memory."""
+    storage = tensor.new_full((tensor.numel() + 2 * MARGIN,), math.nan)
+    inner = storage[MARGIN:-MARGIN].view(tensor.shape)
+    return inner.copy_(tensor)
+
+
+def margins_intact(tensor: Tensor) -> bool:
+    """Whether nobody wrote around a tensor made by with_margins."""
+    storage = torch.as_strided(tensor, (tensor.numel() + 2 * MARGIN,), (1,), tensor.storage_offset() - MARGIN)
+    return bool(storage[:MARGIN].isnan().all() and storage[-MARGIN:].isnan().all())
+
+
+def check_exact(case: Case, results: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """Bit for bit the float64 result, rounded once to the tensor's type."""
+    expected = references(case, tensors)
+    for operator, result in results.items():
+        assert result.dtype == tensors["x"].dtype
+        assert torch.equal(result, expected[operator].to(result.dtype)), f"{operator} of {case}"
+
+
+def check_bounds(case: Case, results: dict[str, Tensor], tensors: dict[str, Tensor], tf32: Collection[str]) -> None:
+    """Every element within the numerical contract; `tf32` are the operators under the TF32 contract."""
+    expected = references(case, tensors)
+    for operator, result in results.items():
+        error = (result.double() - expected[operator]).abs()
+        bound = error_bound(case, operator, tensors, result, operator in tf32)
+        assert (error <= bound).all(), f"{operator} of {case}: {(error / bound).max():.3g} times the bound"
+
+
+DTYPE_NUMBER = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+OPERATOR_NUMBER = {"fprop": 0, "dgrad": 1, "wgrad": 2, "bgrad": 3}
+
+# TF32 holds for large problems; in the shim for those it can run.
+LEAST_TF32_WORK_IN_SHIM = dict.fromkeys(LEAST_TF32_WORK, 2**20)
+
+
+def input_pointers(operator: str, tensors: dict[str, Tensor]) -> list[int | None]:
+    """Addresses of x, w, bias and dy as far as an operator reads them."""
+    reads = {"fprop": ("x", "w", "bias"), "dgrad": ("w", "dy"), "wgrad": ("x", "dy"), "bgrad": ("dy",)}[operator]
+    return [
+        tensors[name].data_ptr() if name in reads and name in tensors else None for name in ("x", "w", "bias", "dy")
+    ]
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Unambiguously."""
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+# Each case bends the geometry in a way of its own; the integers in it are odd or prime where nothing else asks.
+DENSE_CASES = [
+    Case(1, 1, 1, 1, 1, 1, 1),
+    Case(3, 7, 5, 11, 13, 1, 1),
+    Case(2, 3, 7, 11, 5, 3, 2),
+    Case(2, 4, 9, 14, 6, 2, 5, stride=(2, 1), padding=(1, 3)),
+    Case(1, 2, 10, 12, 3, 3, 3, padding=(3, 1), dilation=(2, 3)),
+    Case(1, 3, 11, 8, 4, 3, 4, stride=(3, 2), padding=(2, 4), dilation=(2, 1)),
+    Case(1, 5, 13, 9, 7, 1, 1, stride=(2, 3)),  # rows and columns that no filter meets
+    Case(1, 2, 12, 15, 3, 2, 2, stride=(5, 4), padding=(1, 0)),  # the same between filters
+    Case(1, 3, 6, 7, 2, 3, 3, stride=(2, 2), padding=(2, 2), dilation=(2, 2)),  # phases of dx without a tap
+    Case(1, 2, 19, 20, 2, 3, 3, stride=(4, 6), padding=(3, 2), dilation=(2, 3)),  # stride and dilation share divisors
+    Case(2, 2, 5, 6, 3, 5, 6),  # one output
+    Case(1, 8, 4, 5, 8, 2, 2, stride=(8388608, 1)),  # a stride whose multiples leave 32 bits
+    Case(1, 2, 4, 5, 2, 2, 2, stride=(4202600, 536870911), groups=2),
+    Case(1, 2, 40, 3, 2, 2, 2, stride=(37, 1), padding=(2, 0)),  # more phases of dx than filter rows
+    Case(1, 2, 2, 3, 3, 4, 3, padding=(4, 3)),  # more padding than image
+    Case(1, 1, 4, 150, 2, 1, 131),  # a filter row longer than a chunk of the sum
+    Case(1, 1, 33, 35, 2, 31, 29, padding=(15, 14)),
+    Case(1, 3, 3, 301, 2, 3, 3),  # an image wider than any tile
+    Case(1, 3, 301, 3, 2, 3, 3, padding=(1, 1)),  # and one higher
+    Case(2, 6, 7, 8, 9, 3, 3, padding=(1, 1), groups=3),
+    Case(1, 8, 5, 5, 4, 2, 3, groups=2, stride=(1, 2), padding=(0, 1)),
+]
+DEPTHWISE_CASES = [
+    Case(2, 5, 9, 17, 5, 3, 3, padding=(1, 1), groups=5),
+    Case(1, 3, 70, 131, 3, 3, 3, groups=3),
+    Case(1, 3, 21, 22, 9, 3, 2, padding=(1, 0), groups=3),  # three outputs for each input channel
+    Case(2, 4, 15, 13, 8, 5, 5, stride=(2, 2), padding=(2, 2), groups=4),
+    Case(1, 2, 30, 17, 2, 3, 3, stride=(2, 1), padding=(2, 2), dilation=(2, 3), groups=2),
+    Case(1, 2, 37, 41, 2, 11, 9, padding=(5, 4), groups=2),
+    Case(2, 3, 40, 37, 3, 5, 5, padding=(2, 2), groups=3),
+    Case(1, 2, 17, 131, 2, 7, 7, padding=(3, 2), groups=2),
+    Case(2, 2, 33, 65, 4, 3, 3, padding=(1, 1), groups=2),
+    Case(1, 1, 9, 9, 6, 3, 3, padding=(1, 1)),  # one input channel without groups
+]
+# Channels around tiles of 4, 16, 64 and 128, pixels around tiles of 128 and 512.
+TILE_CASES = [
+    Case(1, C, H, W, K, R, R, padding=(R // 2, R // 2))
+    for (C, K), (H, W, R) in itertools.product(
+        [(3, 5), (15, 4), (17, 15), (8, 64), (1, 65), (16, 63), (65, 2), (2, 129)],
+        [(8, 16, 3), (1, 127, 1), (3, 43, 3), (19, 27, 1)],
+    )
+]
+
+
+def random_cases(count: int, seed: int) -> list[Case]:
+    """Small problems of any kind, for what nobody thought of."""
+    rng = random.Random(seed)
+
+    def pair(low: int, high: int) -> tuple[int, int]:
+        return rng.randint(low, high), rng.randint(low, high)
+
+    def draw() -> Case:
+        groups = rng.choice([1, 1, 1, 2, 3])
+        (H, W), (R, S), (C, K) = pair(1, 24), pair(1, 6), pair(1, 6)
+        return Case(
+            rng.randint(1, 3), C * groups, H, W, K * groups, R, S, pair(1, 4), pair(0, 5), pair(1, 3), groups
+        )  # fmt: skip
+
+    cases = (draw() for _ in itertools.count())
+    return list(itertools.islice((case for case in cases if min(case.y_shape) > 0), count))
+
+
+# 1x1 to 2, 4 and 8 channels, with sums of one and of several chunks.
+POINT_CASES = [Case(2, 20, 6, 10, 2, 1, 1), Case(1, 37, 4, 135, 3, 1, 1), Case(2, 7, 2, 34, 7, 1, 1)]
+EXACT_CASES = DENSE_CASES + DEPTHWISE_CASES + TILE_CASES + POINT_CASES + random_cases(40, seed=0)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0))
+
+
+# Long and short reductions, a depthwise one, a strided one; large enough that TF32 holds where the switch allows it.
+ROUNDING_CASES = [
+    Case(1, 9, 40, 37, 11, 5, 4, padding=(2, 1)),
+    Case(2, 70, 12, 13, 10, 3, 3, stride=(2, 1), padding=(1, 1)),
+    Case(1, 6, 40, 33, 6, 3, 3, padding=(1, 1), groups=6),
+    Case(1, 512, 5, 6, 40, 3, 3),
+]
+FILLS = [normal, wide, tiny, huge, any_exponent, under_a_tf32_step, tf32_ties, equal]
+# float16 holds no wide range of sums.
+OTHER_FILLS = [
+    pytest.param(dtype, fill, id=f"{dtype} {fill.__name__}")
+    for dtype, fill in itertools.product(DTYPES[1:], (normal, wide))
+    if (dtype, fill) != (torch.float16, wide)
+]
+
+
+def named(value: object) -> str | None:
+    return getattr(value, "__name__", None)
+
+
+VIEWS = {
+    "channels_last": lambda tensor: with_margins(tensor.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
+    "sliced": lambda tensor: with_margins(F.pad(tensor, (2, 3, 1, 2), value=math.nan))[:, :, 1:-2, 2:-3],
+    "every other": lambda tensor: with_margins(tensor.repeat_interleave(2, 3))[..., ::2],
+    "transposed": lambda tensor: with_margins(tensor.transpose(0, 3)).transpose(0, 3),
+    "expanded": lambda tensor: with_margins(tensor[:1, :, :, :1]).expand_as(tensor),
+}
+
+
+def without_padding(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """y, dx and dw of a depthwise case as sums over taps that meet the image, whatever Inf the others would meet."""
+    x, w, dy = tensors["x"], tensors["w"], tensors["dy"]
+    window = {"kernel_size": (case.R, case.S), "dilation": case.dilation, "padding": case.padding}
+    shape = (case.N, case.C, case.R * case.S, -1)
+    columns = F.unfold(x, stride=case.stride, **window).view(shape)
+    meets = F.unfold(torch.ones_like(x), stride=case.stride, **window).view(shape) > 0
+    taps, pixels = w.view(1, case.C, -1, 1), dy.view(case.N, case.C, 1, -1)
+    zero = torch.zeros(())
+    spread = torch.where(meets, taps * pixels, zero).view(case.N, case.C * case.R * case.S, -1)
+    return {
+        "fprop": torch.where(meets, taps * columns, zero).sum(2).view(case.y_shape),
+        "dgrad": F.fold(spread, x.shape[2:], stride=case.stride, **window),
+        "wgrad": torch.where(meets, pixels * columns, zero).sum((0, 3)).view(case.w_shape),
+    }
+
+
+def before_guard_page(tensor: Tensor) -> Tensor:
+    """A copy that ends where readable memory ends."""
+    size, page = tensor.numel() * tensor.element_size(), mmap.PAGESIZE
+    pages = -(-size // page)
+    memory = mmap.mmap(-1, (pages + 1) * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    no_access = ctypes.c_int(0)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + pages * page), ctypes.c_size_t(page), no_access) == 0
+    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=pages * page - size)
+    return flat.view(tensor.shape).copy_(tensor)
+
+
+# The depthwise engine. Columns around groups of 4 and 5, rows around bands, planes that one block takes many or few of,
+# images wider and higher than a block, R != S, strides, dilations, more padding than filter, more outputs than inputs.
+def depthwise_case(N: int, C: int, H: int, W: int, R: int, S: int, times: int = 1, **settings: tuple) -> Case:
+    return Case(N, C, H, W, C * times, R, S, groups=C, **settings)
+
+
+WINDOW_CASES = [
+    depthwise_case(N, C, H, W, R, R, stride=(stride, stride), padding=(R // 2, R // 2))
+    for (N, C), (H, W), (R, stride) in itertools.product(
+        [(2, 34), (3, 2)],
+        [(7, 7), (14, 14), (28, 28), (5, 3), (9, 17), (1, 1)],
+        [(3, 1), (3, 2), (5, 1), (5, 2), (7, 1)],
+    )
+]
+# Dense planes from 7 outputs wide on: strips of 7 and what is left, runs that allow vectors of 16, 8 and 4 bytes.
+RING_CASES = [
+    depthwise_case(3, 12, 20, 26, 3, 3, padding=(1, 1)),
+    depthwise_case(2, 9, 17, 16, 3, 3, stride=(2, 2), padding=(1, 1)),
+    depthwise_case(2, 5, 12, 20, 7, 7, padding=(3, 2)),
+    depthwise_case(1, 6, 19, 30, 3, 3, stride=(2, 2), padding=(1, 0)),
+    depthwise_case(3, 8, 14, 14, 7, 7, padding=(3, 3)),
+    depthwise_case(2, 8, 22, 28, 7, 7, stride=(2, 2), padding=(3, 3)),
+]
+# Multiples of the 4 or 2 channels of one thread: 16-bit channels_last. Lanes that no warp is a multiple of, several
+# chunks of them and a prime number, images that are smaller than a window, bands of one row and of many.
+QUEUE_CASES = [
+    depthwise_case(N, C, H, W, taps, taps, stride=(stride, stride), padding=padding)
+    for (taps, stride), (N, C, H, W, padding) in [
+        *itertools.product(
+            [(3, 1), (3, 2)],
+            [
+                (2, 36, 9, 13, (1, 1)),
+                (1, 260, 7, 7, (1, 1)),
+                (1, 212, 5, 6, (0, 1)),
+                (3, 4, 41, 17, (2, 0)),
+                (2, 8, 1, 2, (4, 3)),
+                (1, 22, 10, 9, (1, 1)),
+            ],
+        ),
+        *itertools.product(
+            [(5, 1), (5, 2), (7, 1), (7, 2)],
+            [(2, 38, 9, 13, (3, 3)), (1, 130, 7, 7, (2, 3)), (2, 2, 23, 8, (0, 1)), (1, 6, 1, 2, (6, 5))],
+        ),
+    ]
+]
+ONE_TO_ONE_CASES = [
+    *WINDOW_CASES,
+    *QUEUE_CASES,
+    depthwise_case(1, 2, 112, 112, 3, 3, padding=(1, 1)),
+    depthwise_case(1, 2, 113, 56, 7, 7, padding=(3, 3)),
+    depthwise_case(1, 2, 61, 59, 3, 3, stride=(2, 2)),
+    depthwise_case(1, 1, 3, 921, 3, 3, padding=(1, 1)),  # wider than a block's threads
+    depthwise_case(1, 3, 900, 6, 5, 5, padding=(2, 2)),  # higher than shared memory
+    depthwise_case(2, 2, 6, 7, 3, 3, padding=(5, 6)),  # outputs that meet no input
+    depthwise_case(2, 2, 6, 8, 3, 3, stride=(2, 2), padding=(6, 5)),
+    depthwise_case(1, 5, 12, 13, 3, 3, times=3, padding=(1, 1)),
+    depthwise_case(3, 50, 6, 6, 3, 3, times=2, padding=(1, 1)),  # blocks that begin within an input's outputs
+    depthwise_case(2, 4, 15, 13, 5, 5, times=2, stride=(2, 2), padding=(2, 2)),
+    depthwise_case(1, 3, 21, 22, 3, 2, padding=(1, 0)),
+    depthwise_case(1, 4, 17, 23, 2, 5, padding=(1, 2), stride=(1, 2)),
+    depthwise_case(2, 2, 30, 17, 3, 3, stride=(2, 1), padding=(2, 2), dilation=(2, 3)),
+    depthwise_case(2, 8, 19, 26, 3, 3, padding=(3, 3), dilation=(3, 3)),
+    depthwise_case(1, 2, 14, 40, 5, 4, padding=(4, 5), dilation=(2, 4), stride=(3, 1)),
+    depthwise_case(1, 2, 37, 41, 11, 9, padding=(5, 4)),
+    depthwise_case(1, 2, 33, 35, 31, 29, padding=(15, 14)),  # sums of many chunks
+    depthwise_case(1, 2, 9, 70, 1, 64, padding=(0, 31)),
+    depthwise_case(2, 3, 7, 7, 13, 13, padding=(6, 6)),
+    depthwise_case(2, 3, 5, 6, 5, 6),  # one output
+    depthwise_case(2, 3, 9, 9, 7, 7, stride=(2, 2), padding=(3, 3)),
+    *RING_CASES,
+    depthwise_case(1, 2, 4, 5, 2, 2, stride=(4202600, 536870911)),
+]
+LAYOUTS = ["contiguous", "channels_last"]
+
+
+def in_layout(tensors: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
+    if layout == "contiguous":
+        return tensors
+    return tensors | {name: VIEWS["channels_last"](tensors[name]) for name in ("x", "dy")}
+
+
+def random_depthwise_cases(count: int, seed: int, most: int = 24) -> list[Case]:
+    rng = random.Random(seed)
+
+    def draw() -> Case:
+        R, S = rng.choice([(3, 3), (5, 5), (7, 7), (rng.randint(1, 9), rng.randint(1, 9))])
+        steps = rng.choice([(1, 1), (2, 2), (rng.randint(1, 4), rng.randint(1, 4))])
+        return depthwise_case(
+            rng.randint(1, 3), rng.randint(1, most), rng.randint(1, 2 * most), rng.randint(1, 2 * most), R, S,
+            rng.choice([1, 1, 2]), stride=steps, padding=(rng.randint(0, R), rng.randint(0, S)),
+            dilation=rng.choice([(1, 1), (rng.randint(1, 3), rng.randint(1, 3))]),
+        )  # fmt: skip
+
+    cases = (draw() for _ in itertools.count())
+    return list(itertools.islice((case for case in cases if min(case.y_shape) > 0), count))
+
+
+def shifted(tensor: Tensor, elements: int) -> Tensor:
+    """A copy that starts so many elements behind an aligned address, NaN before and behind it."""
+    behind = with_margins(torch.cat([tensor.new_full((elements,), math.nan), tensor.flatten()]))
+    return behind[elements:].view(tensor.shape)
+
+
+# Kinds of adverse data that are contained all the same, or but for a few tiles.
+CONTAINED_KINDS = {"zero rows", "zero images", "all zero", "faint output channel"}
+MARKED_KINDS = {"1e-30 beside 1e30", "few small", "few large", "few denormals", "one outlier"}
+
+
+def in_wider(tensor: Tensor, channels: int, behind: int) -> Tensor:
+    """The same as some channels of a tensor that has so many more, with so many values behind each plane."""
+    images, own, height, width = tensor.shape
+    size = (images, own + channels, height * width + behind)
+    wide = torch.full(size, math.nan, dtype=tensor.dtype, device=tensor.device)
+    return wide[:, 4 : 4 + own, : height * width].unflatten(2, (height, width)).copy_(tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Shapes and keyword arguments of one conv2d call, with a name that says what is special about it."""
+
+    name: str
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    kwargs: dict = dataclasses.field(default_factory=dict)
+    bias: int | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def tensors(
+        self, device: str, dtype: torch.dtype = torch.float64, requires_grad: bool = True
+    ) -> list[Tensor | None]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [self.x, self.w] + ([] if self.bias is None else [(self.bias,)])
+        made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+        return [tensor.requires_grad_(requires_grad) for tensor in made] + [None] * (3 - len(made))
+
+
+# One case with everything in it. Sizes differ from one another; dx has rows that no filter meets.
+RICH_CALL = Call(
+    "rich", (2, 4, 8, 9), (6, 2, 3, 2), {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2), "groups": 2}, bias=6
+)
+
+
+def gradients(y: Tensor, tensors: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    wanted = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    weights = torch.arange(y.numel(), dtype=y.dtype, device=y.device).view(y.shape) % 7 - 3
+    return torch.autograd.grad(y, wanted, weights)
+
+
+def assert_same(ours: object, theirs: object) -> None:
+    """Equal up to float64 rounding, in dtype, shape and memory format as well."""
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    for a, b in zip(
+        ours if isinstance(ours, tuple) else (ours,), theirs if isinstance(theirs, tuple) else (theirs,), strict=True
+    ):
+        assert a.is_contiguous() == b.is_contiguous()
+
+
+ENGINES = list(modelnew._ENGINE_NAMES)
+
+
+def on_gpu(
+    case: Case, tensors: dict[str, Tensor], tf32_allowed: bool = False, engine: str | None = None
+) -> dict[str, Tensor]:
+    """y, dx, dw and db of a case through the public functions; if an engine is named, forced, those that it takes."""
+    operators = taken(engine, case, tensors, tf32_allowed)
+    wanted = {name: op for name, op in (("x", "dgrad"), ("w", "wgrad"), ("bias", "bgrad")) if op in operators}
+    x, w, bias = (tensors[name].detach().requires_grad_(name in wanted) for name in ("x", "w", "bias"))
+
+    def forced(yes: bool) -> contextlib.AbstractContextManager:
+        return modelnew.force_engine(engine) if engine and yes else contextlib.nullcontext()
+
+    results = {}
+    with tf32_switch(tf32_allowed), poisoned_memory():
+        if operators:
+            with forced("fprop" in operators):
+                y = modelnew.conv2d(x, w, bias, **case.kwargs)
+            results["fprop"] = y.detach()
+        if wanted:
+            with forced(True):
+                leaves = [tensor for tensor in (x, w, bias) if tensor.requires_grad]
+                results |= zip(wanted.values(), torch.autograd.grad(y, leaves, tensors["dy"]), strict=True)
+    return {operator: result for operator, result in results.items() if operator in operators}
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh tensors are full of NaN, so that elements which nobody writes show (torch 2.2 and later)."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def taken(engine: str | None, case: Case, tensors: dict[str, Tensor], tf32_allowed: bool) -> set[str]:
+    """Operators of a case that the engine takes. All if none is named, or the last one: it must take them."""
+    if engine in (None, ENGINES[-1]):
+        return set(OPERATOR_NUMBER)
+    with tf32_switch(tf32_allowed):
+        text = modelnew.explain(tensors["x"], tensors["w"], tensors["bias"], **case.kwargs)
+    lines = {"fprop": "forward", "dgrad": "dgrad", "wgrad": "wgrad", "bgrad": "bgrad"}
+    takes = re.compile(rf"{engine};|.*; could be forced: (\w+, )*{engine}\b")
+    return {
+        operator for operator, line in lines.items() if re.search(rf"^{line}: ({takes.pattern})", text, re.MULTILINE)
+    }
+
+
+hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)

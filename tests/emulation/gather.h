@@ -1,0 +1,99 @@
+#include "problem_fields.h"
+
+using namespace modelnew;
+using namespace modelnew::gather;
+
+extern "C" {
+int done_again = 0;     // of the latest run: values of x that did not fit, or -1: everything
+int forced_splits = 0;  // parts of the reduction, or 0: any
+int sms = 3;            // of the GPU that is planned for
+int latest_parts = 1;   // of a tile of the latest run, which are a cluster
+int most_listed = kMostListed;
+int latest_source = -1;  // how x came in the latest run
+int latest_boxes = 0;    // whether y of tiles of lines was stored by boxes in it
+int wants_images = 0;    // x by images, or not at all
+
+// Of what tma multiplies, which come behind gather's own shapes of a tile.
+int tma_windows = -1, tma_splits = 1;  // -1: as the plan likes it
+
+unsigned gather_sources(int shape) { return kTileShapes[shape].sources; }
+}
+
+// Plans one shape of a tile on a GPU of a few SMs and runs it: -1 if it does not fit, else the error.
+extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, int shape, int seed) {
+  simt::independent = true;
+  simt::before_block = simt::begin_block;
+  simt::between_rounds = simt::do_some;
+  simt::late = seed % 2;
+  simt::launched.clear();
+  const Problem problem = make_problem(fields);
+  const Operator which = static_cast<Operator>(op);
+  Params params{};
+  params.in_ptr = which == Operator::kDgrad ? pointers[3] : pointers[0];
+  params.bias_ptr = pointers[2];
+  params.out_ptr = pointers[4];
+  params.of = phased_of(problem, which);
+  const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
+  const Alignment alignment{address(params.in_ptr), address(params.out_ptr)};
+  const int bytes = element_bytes(problem.dtype);
+  constexpr int kShapes = static_cast<int>(std::size(kTileShapes));
+  const int tma_shape = shape - kShapes;
+  if (tma_shape >= tma::kTileShapeCount) return -1;
+  if (wants_images) {
+    const int splits = std::max(forced_splits, 1);
+    const Cut cut{Cut::kImages, 1, 1};
+    if (!complete(params.of, bytes, Device{sms}, alignment, kTileShapes[shape], splits, cut, false, params.plan) ||
+        !params.plan.in_images)
+      return -1;
+    params.plan.by = divisors(params.of, params.plan);
+  } else if (!make_plan(params.of, bytes, Device{sms}, alignment, std::min(shape, kShapes), params.plan,
+                        forced_splits)) {
+    return -1;
+  }
+  const Plan plan = params.plan;
+  tma::Planned by_tma{tma::grouped_products(as_planned(params.of, plan)), {}, false};
+  const tma::Wishes wishes{tma_shape, tma_windows, tma_splits, -1};
+  const int tma_sms = tma_splits > 1 ? 64 : sms;
+  if (plan.by_tma) {
+    by_tma.found = tma::make_contained_plan(by_tma.of, tma_sms, alignment.out, by_tma.plan, wishes);
+    if (!by_tma.found) return -1;
+  }
+  const auto multiply_by_tma = [&](const ContainedProducts& products) {
+    return tma::run_contained(by_tma, products, nullptr);
+  };
+  latest_source = static_cast<int>(source_of_plan(plan));
+  latest_boxes = plan.boxes && !plan.points && !plan.packed;
+  Plan again{};
+  latest_parts = plan.splits;
+  if (plan.contained && !plan_again(params.of, Device{sms}, alignment, again)) return -1;
+  Workspace workspace(workspace_layout(params.of, plan, again, bytes).end);
+  simt::again = plan.splits > 1 || by_tma.plan.splits > 1;
+  simt::shown.clear();
+  cudaError_t error = cudaSuccess;
+  for (int i = 0; i <= simt::again && error == cudaSuccess; ++i) {
+    simt::shuffler.seed(seed);
+    simt::first_of_call = true;
+    Params of_run = params;
+    std::fill(std::begin(turns), std::end(turns), 0u);
+    error = bytes == 4 ? run<float>(pointers[1], workspace.data(), again, of_run, multiply_by_tma, nullptr)
+                       : run<Half>(pointers[1], workspace.data(), again, of_run, multiply_by_tma, nullptr);
+  }
+  if (!workspace.intact()) return -2;
+  if (error == cudaSuccess && simt::allows_next) {
+    simt::message = "the next call is allowed before this one has ended";
+    return cudaErrorLaunchFailure;
+  }
+  ContainedControl control{};
+  if (plan.contained) std::memcpy(&control, workspace.data(), sizeof control);
+  const bool all = control.all_again != 0 || control.listed > kMostListed;
+  done_again = all ? -1 : static_cast<int>(control.listed);
+  return error;
+}
+extern "C" {
+const char* gather_launched() {  // in the latest run, mangled
+  static std::string names;
+  names.clear();
+  for (const std::string& name : simt::launched) names += name + "\n";
+  return names.c_str();
+}
+}

@@ -1,0 +1,39 @@
+#include "problem_fields.h"
+
+using namespace modelnew;
+using namespace modelnew::pointwise;
+
+extern "C" {
+int loads = 0, out_vector = 0, stage_terms = 0;  // of the last run
+}
+
+// Plans stages or none, this many rows, splits and slices (-1, -1, -1 and 0: any) on a GPU of three SMs and runs that,
+// as TF32 if it is allowed, however small the problem: -1 if there is no such plan, else the error.
+extern "C" int pointwise_run(int, const int64_t* fields, void* const* pointers, int staged, int row_bits,
+                             int split_bits, int slices, int seed) {
+  const Problem problem = make_problem(fields);
+  const Correlation of = flattened(problem);
+  const auto address = [&](int i) { return reinterpret_cast<uint64_t>(pointers[i]); };
+  const Alignment alignment{address(0), address(1), address(4)};
+  Plan plan{};
+  const Device device{3, true, most_shared_bytes(90)};
+  if (!make_plan(of, !problem.tf32_allowed, device, alignment, plan, staged, row_bits, split_bits, slices)) return -1;
+  loads = static_cast<int>(plan.loads), out_vector = plan.out_vector, stage_terms = plan.stage_terms;
+  Params params = make_params(of, plan);
+  params.x_ptr = static_cast<const float*>(pointers[0]);
+  params.w_ptr = static_cast<const float*>(pointers[1]);
+  params.bias_ptr = static_cast<const float*>(pointers[2]);
+  params.out_ptr = static_cast<float*>(pointers[4]);
+  const auto may_read = [](const float* from, const int64_t (&stride)[4], int64_t a, int64_t b, int64_t c, int64_t d) {
+    const int64_t last = (a - 1) * stride[0] + (b - 1) * stride[1] + (c - 1) * stride[2] + (d - 1) * stride[3];
+    simt::readable.push_back({reinterpret_cast<const char*>(from), reinterpret_cast<const char*>(from + last + 1)});
+  };
+  simt::readable.clear();
+  may_read(params.x_ptr, problem.x_stride, problem.N, problem.C, problem.H, problem.W);
+  may_read(params.w_ptr, problem.w_stride, problem.K, problem.C, 1, 1);
+  if (params.bias_ptr != nullptr) may_read(params.bias_ptr, {1, 0, 0, 0}, problem.K, 1, 1, 1);
+  const auto launch = [&] {
+    return problem.tf32_allowed ? run<false>(params, nullptr) : run<true>(params, nullptr);
+  };
+  return simt_run(seed, plan.split_bits > 0, launch);
+}

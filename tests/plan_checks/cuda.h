@@ -1,0 +1,30 @@
+// What wgmma.cu and hopper.cuh want of CUDA while the host compiles the plans in them; the GPU is what the test says.
+#pragma once
+#define __device__
+#define __forceinline__ inline
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess, cudaErrorInvalidConfiguration = 9, cudaErrorNoDevice = 100 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+};
+inline int stand_in_capability = 90;  // 0: no GPU at all
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = stand_in_capability;  // what a device is capable of never changes
+  return stand_in_capability != 0 ? cudaSuccess : cudaErrorNoDevice;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount            ? 132
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? (stand_in_capability == 90 ? 232448 : 101376)
+           : attribute == cudaDevAttrComputeCapabilityMajor       ? stand_in_capability / 10
+                                                                  : stand_in_capability % 10;
+  return cudaSuccess;
+}
+struct float4 { float x, y, z, w; };
+unsigned long long __cvta_generic_to_shared(const void*);
+void __nanosleep(unsigned);
+void __threadfence();
+unsigned __shfl_xor_sync(unsigned, unsigned, int);
+int __shfl_sync(unsigned, int, int);

@@ -1,0 +1,526 @@
+"""Problems of single engines, chosen and at random."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.cases import OPERANDS, Case, check_bounds, make_tensors, normal, product, same_values, tiny, wide
+
+WGMMA_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+WGMMA_OPERATORS = ["fprop", "dgrad"]
+
+
+def wgmma_tile(text: str) -> tuple[int, int, str] | None:
+    """Channels, columns and direction of the tile that the first mention of wgmma in a text is about."""
+    found = re.search(r"tile of (\d+) channels x \d+ x (\d+) pixels, (downwards|rightwards)", text)
+    return (int(found[1]), int(found[2]), found[3]) if found else None
+
+
+# How fp32 tensors are multiplied, beside 16-bit ones: as TF32, or in full.
+WGMMA_PRECISIONS = [
+    *(pytest.param(dtype, True, id=str(dtype)) for dtype in WGMMA_DTYPES),
+    pytest.param(torch.float32, False, id="in full"),
+]
+
+# What the engine leaves to others, and what looks alike and is its own. Sizes are those of tests/GPU: 2^27 and more.
+WGMMA_CASE = Case(2, 40, 130, 202, 130, 3, 3)
+
+# Cases that wgmma takes in forward and dgrad under every contract of its own: 2^27 multiply-adds, 32 columns.
+WGMMA_CASES = [
+    WGMMA_CASE,
+    # Channels of both sides a few beside the pieces, steps and tiles.
+    Case(1, 9, 301, 259, 31, 3, 3, padding=(1, 1)),
+    Case(1, 31, 301, 260, 9, 3, 3, padding=(1, 1)),
+    Case(1, 17, 90, 130, 100, 3, 3, padding=(1, 1)),
+    Case(1, 100, 91, 131, 17, 3, 3, padding=(1, 1)),
+    Case(2, 65, 40, 66, 130, 3, 3),
+    Case(2, 130, 40, 66, 65, 3, 3),
+    # Filters, dilations and paddings of all shapes: dgrad pads by what is left of them, less than nothing if need be.
+    Case(2, 40, 185, 131, 72, 1, 1),
+    Case(2, 40, 65, 132, 72, 1, 3),
+    Case(2, 40, 65, 513, 64, 1, 3, padding=(0, 1)),
+    Case(2, 40, 65, 132, 72, 3, 1, padding=(2, 0)),
+    Case(1, 40, 41, 134, 72, 7, 5, padding=(1, 4)),
+    Case(1, 40, 40, 133, 72, 5, 7, padding=(4, 0)),
+    Case(1, 40, 55, 132, 72, 2, 4, padding=(0, 3), dilation=(3, 2)),
+    Case(1, 40, 50, 140, 72, 3, 3, padding=(5, 7), dilation=(1, 3)),
+    Case(1, 40, 50, 139, 72, 3, 2, padding=(4, 3)),
+    Case(3, 72, 110, 142, 40, 1, 1, padding=(3, 2)),
+    Case(1, 300, 20, 40, 65, 6, 7, padding=(3, 3)),
+    # Groups.
+    Case(2, 80, 60, 100, 130, 3, 3, padding=(1, 1), groups=2),
+    Case(2, 51, 101, 130, 93, 3, 3, padding=(0, 1), groups=3),
+    # Boxes load x of fp32, with rests of several sizes.
+    Case(2, 64, 45, 264, 128, 3, 3),
+    Case(1, 100, 30, 396, 136, 3, 5, padding=(1, 3)),
+    Case(1, 256, 21, 148, 192, 2, 3, padding=(0, 1), groups=2),
+    # One row; and images one after another of one tile each.
+    Case(3, 130, 1, 600, 130, 1, 5),
+    Case(4, 100, 1, 513, 130, 3, 3, padding=(1, 1)),
+    Case(70, 40, 7, 36, 72, 3, 3),
+    # Columns around every tile's width, with an odd number of rows.
+    *(
+        Case(1, 40, (2**27 // (Q * 65 * 40 * 9) + 1) | 1, Q, 65, 3, 3, padding=(1, 1))
+        for Q in (32, 33, 63, 64, 65, 127, 129, 255, 256, 257, 300, 513)
+    ),
+]
+
+# Among these are all shapes of a tile, with 64 and with 128 channels, in both directions, by the planner's own choice.
+# Downwards it goes where x takes longer to convert than to multiply.
+WGMMA_CANDIDATES = [
+    case
+    for case in (
+        *(
+            Case(N, C, H, W, K, R, R, padding=(R // 2, R // 2))
+            for (N, C, K), H, W, R in itertools.product(
+                itertools.product((2, 8), (16, 72), (64, 130)), (33, 65, 130), (32, 64, 128, 256, 300), (1, 3)
+            )
+        ),
+        Case(2, 24, 145, 200, 8, 3, 4, padding=(1, 2)),
+        Case(2, 72, 36, 200, 65, 1, 5, padding=(0, 2)),
+        Case(8, 40, 101, 32, 130, 1, 1),
+        Case(1, 64, 40, 258, 130, 3, 3, padding=(1, 1)),
+    )
+    if 2**27 <= case.multiply_adds <= 2**30
+]
+
+
+def wgmma_tiles(dtype: torch.dtype, tf32: bool = True) -> set[tuple[int, int, str]]:
+    if not tf32:
+        across = itertools.product((64, 128), (32, 64, 128), ("rightwards",))
+        return {*across, (64, 128, "downwards"), (128, 128, "downwards")}
+    return {
+        *itertools.product((64, 128), (32, 64, 128, 256), ("rightwards",)),
+        *itertools.product((64, 128), (256,), ("downwards",)),
+        *([(128, 128, "downwards")] if dtype == torch.float32 else []),
+    }
+
+
+MEMORY_ORDERS = [(3, 2, 1, 0), (3, 2, 1, 0), (1, 3, 2, 0), (1, 3, 2, 0), (2, 3, 1, 0)]
+
+
+def any_strides(shape: tuple[int, ...], order: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
+    """Of a tensor of its own, contiguous or channels_last, or of a part of a larger one."""
+    part, strides, step = rng.random() < 0.3, [0] * 4, 1
+    for dimension in order:
+        strides[dimension] = step
+        step *= shape[dimension] + (rng.choice([0, 0, 1, 4, 8]) if part else 0)
+        step *= rng.choice([1, 1, 1, 1, 3, 2**20]) if part and rng.random() < 0.1 else 1
+    return tuple(strides)
+
+
+def random_gather_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
+    """Images from one pixel to several tiles, many of them in a tile; half of the filters 1x1, strides, groups."""
+    rng = random.Random(seed)
+    while count > 0:
+        operator, groups = rng.choice(WGMMA_OPERATORS), rng.choice([1, 1, 1, 2, 3, 4])
+        C, K = (groups * rng.choice([8, 9, 12, 16, 31, 32, 40, 64, 65, 100, 128, 200]) for _ in range(2))
+        N = rng.choice([1, 2, 3, 5, 8, 40])
+        H, W = (
+            rng.choice([rng.randint(1, 8), rng.randint(1, 16), 4 * rng.randint(1, 8), rng.randint(1, 60), most])
+            for most in (60, rng.randint(61, 300))
+        )
+        R, S = rng.choice([(1, 1), (1, 1), (1, 1), (3, 3), (2, 2), (rng.randint(1, 5), rng.randint(1, 5))])
+        stride = tuple(rng.choices([1, 2, 3], k=2)) if operator == "fprop" else (1, 1)
+        padding = tuple(rng.choices([0, 0, 0, 1, 2, 3], k=2))
+        case = Case(N, C, H, W, K, R, S, stride, padding, tuple(rng.choices([1, 1, 2, 3], k=2)), groups)
+        if min(case.y_shape) > 0:
+            yield case, operator, rng.choice(WGMMA_DTYPES)
+            count -= 1
+
+
+# What the engine leaves to others, and what looks alike and is its own.
+GATHER_CASE = Case(8, 40, 56, 56, 72, 3, 3, stride=(2, 2), padding=(1, 1))
+
+# What gather takes under every contract of its own: 2^27 multiply-adds at least, 2^29 of 1x1 at a stride. Of these fp32
+# is contained: windows and points, at a stride and not, channels that are eights and others.
+GATHER_CONTAINED_CASES = [
+    Case(20, 140, 31, 29, 260, 3, 2, padding=(2, 0), dilation=(1, 3)),
+    Case(12, 140, 57, 57, 264, 3, 3, stride=(2, 2), padding=(1, 0)),
+    Case(40, 1000, 14, 14, 1100, 1, 1),
+    Case(64, 1024, 14, 14, 512, 1, 1, stride=(2, 2)),
+    Case(24, 140, 30, 28, 264, 5, 4, stride=(2, 2), padding=(2, 3)),  # pairs of columns
+    Case(128, 328, 20, 20, 640, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(8, 518, 7, 7, 500, 3, 3, padding=(1, 1)),  # tiles that blocks share; weights of taps in no fours
+]
+# And these, in channels_last, come by boxes at a stride: phases of x itself, channels that fill blocks and not, and
+# rows of what 1x1 filters read.
+GATHER_STRIDED_CASES = [
+    Case(16, 64, 57, 55, 136, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(20, 36, 55, 57, 130, 3, 3, stride=(2, 2), padding=(0, 1)),
+    Case(20, 36, 41, 43, 130, 5, 5, stride=(2, 2), padding=(2, 1)),
+    Case(9, 64, 63, 61, 264, 5, 5, stride=(2, 2), padding=(1, 3)),
+    Case(40, 64, 57, 55, 260, 1, 1, stride=(2, 2)),
+    Case(64, 36, 85, 83, 300, 1, 1, stride=(3, 3), padding=(1, 0)),
+]
+# And these are contained on their way, by tiles of each width but one, with rows, columns and channels that are not
+# there; and by that one, in channels_last only.
+GATHER_LANDING_CASES = [
+    Case(44, 64, 56, 56, 64, 3, 3, padding=(1, 1)),
+    Case(40, 64, 40, 124, 64, 3, 3, padding=(1, 1)),
+    Case(22, 70, 62, 60, 66, 3, 3, padding=(1, 1)),
+    Case(24, 72, 50, 60, 72, 2, 3, padding=(1, 3)),
+    Case(64, 128, 28, 28, 128, 3, 3, padding=(1, 1)),
+    Case(32, 128, 56, 56, 128, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(48, 72, 55, 56, 120, 3, 3, stride=(2, 2), padding=(0, 1)),
+    Case(64, 256, 28, 28, 256, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(128, 128, 27, 28, 120, 3, 3, stride=(2, 2), padding=(1, 1)),
+]
+GATHER_LANDING_CHANNELS = Case(256, 256, 14, 14, 256, 3, 3, padding=(1, 1))
+# And these, in fp32 and planes, image by image.
+GATHER_IMAGES_GPU_CASES = [
+    Case(64, 384, 13, 15, 264, 1, 1),
+    Case(190, 1536, 7, 9, 320, 1, 1),
+    Case(60, 448, 7, 7, 576, 1, 1, groups=2),
+]
+# These have tiles of three multiplying warpgroups, in one memory format or both.
+GATHER_WIDE_CASES = [
+    Case(20, 260, 19, 19, 260, 1, 1),
+    Case(40, 100, 13, 13, 772, 1, 1),
+    Case(24, 520, 21, 21, 200, 1, 1),
+    Case(40, 772, 21, 21, 136, 1, 1),
+    Case(9, 328, 15, 15, 520, 3, 3, padding=(1, 1)),
+    Case(11, 520, 15, 15, 772, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(16, 64, 57, 56, 60, 1, 1),
+    Case(64, 64, 28, 28, 48, 1, 1),
+]
+# And these, in fp32, come by boxes of a tap.
+GATHER_APART_CASES = [
+    Case(8, 128, 33, 33, 136, 3, 3, padding=(12, 12), dilation=(12, 12)),
+    Case(3, 100, 40, 61, 260, 3, 3, padding=(18, 36), dilation=(18, 36)),
+    Case(20, 128, 28, 30, 128, 3, 3, padding=(8, 10), dilation=(8, 10), groups=2),
+]
+GATHER_CASES = [
+    dataclasses.replace(GATHER_CASE, N=12),
+    Case(16, 256, 14, 14, 260, 1, 1),
+    Case(35, 72, 57, 55, 130, 1, 1, stride=(2, 1), padding=(1, 0)),
+    Case(40, 128, 7, 7, 200, 3, 3, padding=(1, 1)),
+    Case(5, 100, 31, 29, 136, 3, 2, padding=(2, 0), dilation=(1, 3)),
+    Case(16, 96, 28, 28, 192, 5, 5, stride=(2, 3), padding=(2, 2), groups=2),
+    Case(50, 512, 14, 14, 64, 1, 1, groups=2),
+    Case(4, 72, 35, 306, 136, 3, 3, padding=(1, 0)),  # long rows of sixteens, by boxes
+    *GATHER_CONTAINED_CASES,
+    *GATHER_STRIDED_CASES,
+    *GATHER_LANDING_CASES,
+    GATHER_LANDING_CHANNELS,
+    *GATHER_IMAGES_GPU_CASES,
+    *GATHER_WIDE_CASES,
+]
+
+
+def gather_operators(case: Case) -> set[str]:
+    return {"fprop"} | ({"dgrad"} if case.stride == (1, 1) else set())
+
+
+def misfit_places(operator: str, case: Case) -> tuple[list[tuple[int, ...]], int]:
+    """Where a few values of x or dy lie, and how many of them a copy has: of 1x1 filters just what these read, and of
+    phases the pairs of rows and columns that have some of it.
+
+    One output reads the first two, two channels of a pixel, by its first tap, and the next two by its last one. The
+    others are at corners of the first and the last image.
+    """
+    taps, stride, padding = (case.R, case.S), case.stride, case.padding
+    shape, outputs = case.x_shape, case.y_shape[2:]
+    if operator == "dgrad":
+        stride, shape, outputs = (1, 1), case.y_shape, case.x_shape[2:]
+        padding = tuple(d * (t - 1) - p for d, t, p in zip(case.dilation, taps, case.padding, strict=True))
+    N, C, *sizes = shape
+    middle = [out // 2 * step - pad for out, step, pad in zip(outputs, stride, padding, strict=True)]
+    first = [max(place, 0) for place in middle]
+    last = [min(m + d * (t - 1), size - 1) for m, d, t, size in zip(middle, case.dilation, taps, sizes, strict=True)]
+    in_last = [(C // 2, *first), (C // 2 + 1, *first), (0, *last), (C - 1, *last), (C - 1, 0, 0), (1, -1, -1)]
+    places = [(N - 1, c, h % sizes[0], w % sizes[1]) for c, h, w in in_last] + [(0, 2, 0, sizes[1] - 1)]
+
+    def is_read(place: tuple[int, ...]) -> bool:
+        steps = [(at + pad, step, out) for at, pad, step, out in zip(place[2:], padding, stride, outputs, strict=True)]
+        return all(at % step == 0 and 0 <= at < step * out for at, step, out in steps)
+
+    def is_in_pairs(place: tuple[int, ...]) -> bool:
+        axes = zip(place[2:], padding, taps, outputs, strict=True)
+        return all((at + pad % 2) // 2 <= (2 * (out - 1) - pad + tap - 1) // 2 + pad % 2 for at, pad, tap, out in axes)
+
+    assert len(set(places)) == len(places)
+    if stride == (2, 2) and min(taps) > 1 and case.dilation == (1, 1):
+        return places, sum(map(is_in_pairs, places))
+    return places, len(places) if taps != (1, 1) else sum(map(is_read, places))
+
+
+def misfit_tensors(operator: str, case: Case, value: float, device: str = "cpu") -> dict[str, Tensor]:
+    """Operands with a few values that do not fit, which are all that some outputs see: the others are ones or zeros."""
+    tensors = make_tensors(case, torch.float32, normal, device)
+    x = tensors[OPERANDS[operator][0]]
+    x.zero_()
+    x[0] = 1
+    for i, place in enumerate(misfit_places(operator, case)[0]):
+        x[place] = value * (1 + i / 8)
+    tensors["bias"].zero_()
+    return tensors
+
+
+def check_misfits(operator: str, case: Case, out: Tensor, tensors: dict[str, Tensor]) -> None:
+    """NaN and Inf where the reference has them, which the CPU works out; the rest within the contract."""
+    out, tensors = out.cpu(), {name: tensor.cpu() for name, tensor in tensors.items()}
+    expected = product(operator, case, *(tensors[name] for name in OPERANDS[operator]))
+    finite = expected.isfinite()
+    assert same_values(out[~finite], expected[~finite].float())
+    rest = {name: tensor.nan_to_num(0.0, 0.0, 0.0) for name, tensor in tensors.items()}
+    without = product(operator, case, *(rest[name] for name in OPERANDS[operator])).float()
+    check_bounds(case, {operator: torch.where(finite, out, without)}, rest, tf32={operator})
+
+
+def mma_strides(shape: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
+    """Of any tensor, and of expanded ones."""
+    strides = any_strides(shape, rng.choice(MEMORY_ORDERS), rng)
+    return tuple(0 if rng.random() < 0.02 else stride for stride in strides)
+
+
+REFUSAL = re.compile(r"(it|a tile) [\w ,.()^-]+")
+
+
+def random_mma_cases(count: int, seed: int) -> Iterator[tuple[Case, str]]:
+    """Anything small: few channels and many, one pixel and lines of several tiles, large filters, groups."""
+    rng = random.Random(seed)
+    while count > 0:
+        operator, groups = rng.choice(WGMMA_OPERATORS), rng.choice([1, 1, 1, 1, 2, 3])
+        channels = [1, 2, 3, 4, 5, 7, 8, 16, 31, 64, 100, 128, 130, 257] if groups == 1 else [8, 9, 12, 16, 31, 64]
+        C, K = (groups * rng.choice(channels) for _ in range(2))
+        N = rng.choice([1, 1, 2, 3, 5])
+        H, W = (
+            rng.choice([1, rng.randint(1, 8), rng.randint(7, 16), 4 * rng.randint(1, 8), rng.randint(1, most)])
+            for most in (41, rng.choice([60, 300, 1030]))
+        )
+        R, S = rng.choice([(1, 1), (1, 1), (3, 3), (3, 3), (2, 2), (7, 7), (rng.randint(1, 12), rng.randint(1, 12))])
+        stride = tuple(rng.choices([1, 1, 2, 3, 4], k=2)) if operator == "fprop" else (1, 1)
+        padding = tuple(rng.choices([0, 0, 1, 2, 3, 5], k=2))
+        dilation = tuple(rng.choices([1, 1, 1, 2, 3, 13], k=2))
+        case = Case(N, C, H, W, K, R, S, stride, padding, dilation, groups)
+        if min(case.y_shape) > 0:
+            yield case, operator
+            count -= 1
+
+
+def check_refusal(refusal: str | None, text: str | None) -> None:
+    assert (refusal is None) == (text is None), refusal
+    assert text is None or text in refusal
+
+
+def random_pointwise_cases(count: int, seed: int) -> Iterator[Case]:
+    """1x1 filters, few channels and many, one pixel to some thousands, half at a stride; then as many for stages."""
+    rng = random.Random(seed)
+    for number in range(count):
+        if number % 2 == 1:
+            C, size = rng.choice([64, 128, 256]), rng.choice([14, 28, 46, 56])
+            yield Case(rng.choice([1, 2, 3]), C, size, size, rng.choice([33, 64, 128, 160, 256]), 1, 1)
+            continue
+        C, K = (rng.choice([1, 2, 3, 4, 7, 8, 16, 31, 64, 100, 128, 256, 500, 1024, 2048, 9000]) for _ in range(2))
+        H, W = (rng.choice([1, 4, 7, 8, 14, 28, 56, rng.randint(1, 60)]) for _ in range(2))
+        stride = rng.choice([(1, 1), (1, 1), (2, 2), (rng.randint(1, 4), rng.randint(1, 4))])
+        yield Case(rng.choice([1, 1, 2, 3, 8]), C, H, W, K, 1, 1, stride)
+
+
+def random_wgrad_case(rng: random.Random) -> Case:
+    groups = rng.choice((1, 1, 1, 2, 4))
+    channels = lambda: rng.choice((rng.randint(1, 20), rng.randint(16, 600))) * groups  # noqa: E731
+    side = rng.choice((7, 14, 28, 56, rng.randint(1, 300)))
+    taps = rng.choice(((1, 1), (3, 3), (rng.randint(1, 12), rng.randint(1, 12))))
+    few = rng.random() < 0.6  # strides, padding and dilation as most have them
+    pair = lambda low, high: (rng.randint(low, high), rng.randint(low, high))  # noqa: E731
+    return Case(
+        rng.choice((1, rng.randint(1, 300))),
+        channels(),
+        side,
+        side if few else rng.randint(1, 300),
+        channels(),
+        *taps,
+        stride=rng.choice(((1, 1), (2, 2))) if few else pair(1, 4),
+        padding=(taps[0] // 2, taps[1] // 2) if few else pair(0, 6),
+        dilation=(1, 1) if few else pair(1, 3),
+        groups=groups,
+    )
+
+
+def dy_before_nan(dy: Tensor, rows: bool) -> Tensor:
+    """The same in rows (or images) that begin at multiples of 16 bytes and end between them, NaN behind each."""
+    flat = dy if rows else dy.flatten(2)
+    padded = F.pad(flat, (0, -flat.shape[-1] % 8 + 8), value=math.nan)[..., : flat.shape[-1]]
+    return padded if rows else padded.unflatten(2, dy.shape[2:])
+
+
+def random_stem_cases(count: int, seed: int) -> Iterator[Case]:
+    """Few channels; one pixel and lines of several tiles, filters from 1x1 to patches, any stride."""
+    rng = random.Random(seed)
+    while count > 0:
+        C, K = rng.choice([1, 2, 3, 3, 3, 4, 5, 7]), rng.choice([1, 2, 8, 31, 32, 33, 64, 65, 96, 200])
+        H, W = (
+            rng.choice([1, rng.randint(1, 16), 4 * rng.randint(1, 14), rng.randint(1, most)])
+            for most in (41, rng.choice([60, 300, 530]))
+        )
+        R, S = rng.choice([(1, 1), (3, 3), (3, 3), (4, 4), (7, 7), (rng.randint(1, 12), rng.randint(1, 12))])
+        stride = rng.choice([(1, 1), (2, 2), (4, 4), tuple(rng.choices([1, 2, 3, 5, 70], k=2))])
+        padding = tuple(rng.choices([0, 0, 1, 2, 3, 5], k=2))
+        dilation = tuple(rng.choices([1, 1, 1, 2, 3, 13], k=2))
+        case = Case(rng.choice([1, 1, 2, 3]), C, H, W, K, R, S, stride, padding, dilation)
+        if min(case.y_shape) > 0:
+            yield case
+            count -= 1
+
+
+# Types of tensors, and the switch where they have one.
+STEM_CONTRACTS = [(torch.float32, False), (torch.float32, True), (torch.float16, True), (torch.bfloat16, True)]
+
+
+def near_the_smallest(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Of float16: some are subnormal there, and most products of two."""
+    return normal(shape, generator) * 2.0**-10
+
+
+# What 16 bits hold.
+STEM_16_BIT_FILLS = [
+    *((torch.float16, fill) for fill in (normal, near_the_smallest)),
+    *((torch.bfloat16, fill) for fill in (normal, wide, tiny)),
+]
+
+PLANES, PIXELS = (3, 2, 1, 0), (1, 3, 2, 0)  # orders of dimensions in memory
+
+
+def gapped_strides(shape: tuple[int, ...], order: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
+    """Of a tensor of its own, or of a part of a larger one: gaps behind pixels, rows and images, or behind planes."""
+    part, strides, step = rng.random() < 0.4, [0] * 4, 1
+    for number, dimension in enumerate(order):
+        strides[dimension] = step
+        step *= shape[dimension]
+        if part and (order == PIXELS or number > 0 or rng.random() < 0.1):
+            step += rng.choice([0, 0, 8, 8, 24, 1] if rng.random() < 0.5 else [0])
+    return tuple(strides)
+
+
+def pixel_strides(case: Case) -> dict[str, tuple[int, ...]]:
+    """Strides of tensors in channels_last."""
+    shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+    return {name: (H * W * C, 1, W * C, C) for name, (_, C, H, W) in shapes.items()}
+
+
+def random_tma_cases(count: int, seed: int) -> Iterator[tuple[Case, str]]:
+    """One pixel to several tiles, filters up to 7x7, any stride; channels in eights and others."""
+    rng = random.Random(seed)
+    while count > 0:
+        operator = rng.choice(WGMMA_OPERATORS)
+        eights = [8, 16, 24, 64, 72, 128, 136, 8 * rng.randint(1, 37)]
+        others = [1, 3, 9, 65, 100, 300, rng.randint(1, 300)] if rng.random() < 0.3 else []
+        C, K = (rng.choice([*eights, *others]) for _ in range(2))
+        H, W = (
+            rng.choice([1, rng.randint(1, 8), rng.randint(7, 16), 4 * rng.randint(1, 8), rng.randint(most // 2, most)])
+            for most in (60, rng.choice([60, 300]))
+        )
+        N = min(rng.choice([1, 1, 2, 3, rng.randint(1, 40)]), max(1, 20000 // (H * W)))
+        R, S = rng.choice([(1, 1), (1, 1), (3, 3), (3, 3), (2, 2), (7, 7), (rng.randint(1, 7), rng.randint(1, 7))])
+        stride = rng.choice([(1, 1), (1, 1), (2, 2), (2, 2), tuple(rng.choices([1, 2, 3, 8, 9, 70], k=2))])
+        padding = tuple(rng.choices([0, 0, 1, 1, 2, 3, 5], k=2))
+        dilation = rng.choice([(1, 1), (1, 1), (10, 12), tuple(rng.choices([1, 2, 3, 13], k=2))])
+        halos = tuple(step * (taps - 1) for step, taps in zip(dilation, (R, S), strict=True))
+        if rng.random() < 0.4:  # outputs as many as inputs
+            padding = tuple(halo // 2 for halo in halos)
+        elif rng.random() < 0.7:
+            padding = tuple(map(min, padding, halos))
+        case = Case(N, C, H, W, K, R, S, stride, padding, dilation)
+        if min(case.y_shape) <= 0:
+            continue
+        if count % 8 == 0:
+            own, other = rng.choice([(64, 64), (64, 128), (32, 32), (16, 32), (8, 8), (4, 4), (4, 8), (2, 2)])
+            groups = rng.choice([2, 3, 4, 8, 9, 32])
+            C, K = (own, other) if operator == "fprop" else (other, own)
+            case = dataclasses.replace(case, C=C * groups, K=K * groups, groups=groups)
+        if operator == "dgrad":  # with a stride where it is never taken
+            stride = tuple(1 if size > 1 else step for size, step in zip(case.y_shape[2:], stride, strict=True))
+            case = dataclasses.replace(case, stride=stride)
+        yield case, operator
+        count -= 1
+
+
+# By the planner's choice these reach, on a Hopper GPU of 132 SMs, every shape of a tile, 1, 2, 4 and 8 blocks for one,
+# and what brings x and w there; the test below tells.
+MMA_CASES = [
+    Case(1, 3, 224, 224, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(1, 3, 61, 67, 20, 5, 5, stride=(2, 3), padding=(2, 1)),
+    Case(1, 64, 56, 56, 64, 3, 3, padding=(1, 1)),
+    Case(1, 256, 14, 14, 256, 3, 3, padding=(1, 1)),
+    Case(1, 512, 7, 7, 512, 3, 3, padding=(1, 1)),
+    Case(1, 2048, 7, 7, 512, 1, 1),
+    Case(4, 256, 8, 8, 100, 3, 3),
+    Case(1, 128, 28, 28, 512, 1, 1),
+    Case(2, 100, 31, 29, 72, 3, 2, stride=(1, 2), padding=(2, 0), dilation=(1, 3)),
+    Case(8, 64, 57, 60, 2, 1, 1),
+    Case(2, 16, 300, 500, 8, 3, 3, padding=(1, 1)),
+    Case(16, 64, 96, 96, 64, 3, 3, padding=(1, 1)),
+    Case(3, 48, 20, 24, 80, 3, 3, stride=(2, 1), padding=(1, 1), groups=2),
+    Case(16, 8, 90, 90, 16, 1, 1),
+]
+
+
+def layout_strides(case: Case, layout: str) -> dict[str, tuple[int, ...]]:
+    """Those of x, w and dy in channels_last; nothing for contiguous ones."""
+    shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
+    return {
+        name: torch.empty(shape, device="meta").to(memory_format=torch.channels_last).stride()
+        for name, shape in shapes.items()
+        if layout == "channels_last"
+    }
+
+
+# Stems of networks in small and what is like them, on all ways to load and to store; the first four are under the TF32
+# contract where that is allowed. Sides of 4 x 7 or 16 pixels, odd ones, lines longer than a box, ragged channels.
+STEM_CASES = [
+    Case(8, 3, 56, 56, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(9, 3, 64, 96, 128, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(11, 3, 45, 45, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(9, 3, 113, 127, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(2, 3, 70, 64, 64, 3, 3, padding=(1, 1)),
+    Case(3, 3, 75, 75, 32, 3, 3, stride=(2, 2)),
+    Case(2, 3, 64, 224, 96, 4, 4, stride=(4, 4)),
+    Case(40, 1, 28, 28, 33, 5, 5, padding=(2, 2)),
+    Case(2, 4, 64, 64, 320, 3, 3, padding=(1, 1)),
+    Case(2, 3, 99, 67, 96, 11, 11, stride=(4, 4), padding=(2, 2)),
+    Case(1, 7, 33, 40, 70, 5, 5, stride=(1, 2), padding=(4, 1)),
+    Case(2, 2, 40, 513, 64, 3, 7, padding=(1, 3), dilation=(1, 2)),
+    Case(30, 3, 8, 8, 24, 1, 1),
+    Case(1, 5, 30, 1000, 17, 1, 7, stride=(3, 1)),
+    Case(300, 6, 2, 1, 100, 2, 3, padding=(0, 1)),
+]
+
+# By the planner's choice these reach, on a Hopper GPU of 132 SMs and under both contracts, all ways to load and to
+# store, 1, 2, 4 and 8 blocks for a tile, all slices and all stages; the test below tells.
+POINTWISE_CASES = [
+    Case(1, 64, 56, 56, 256, 1, 1),
+    Case(2, 128, 28, 28, 512, 1, 1),
+    Case(2, 128, 30, 30, 200, 1, 1),
+    Case(1, 256, 56, 56, 128, 1, 1),
+    Case(1, 64, 56, 56, 160, 1, 1),
+    Case(1, 128, 28, 28, 256, 1, 1),
+    Case(1, 256, 56, 56, 64, 1, 1),
+    Case(2, 64, 56, 56, 64, 1, 1),
+    Case(4, 64, 56, 56, 64, 1, 1),
+    Case(1, 256, 14, 14, 1024, 1, 1),
+    Case(1, 1024, 14, 14, 256, 1, 1),
+    Case(1, 2048, 7, 7, 512, 1, 1),
+    Case(1, 3008, 8, 12, 128, 1, 1),
+    Case(1, 2048, 6, 4, 400, 1, 1),
+    Case(4, 112, 31, 29, 72, 1, 1, stride=(1, 2)),
+    Case(1, 1024, 32, 32, 2048, 1, 1, stride=(2, 2)),
+    Case(64, 2048, 1, 1, 1000, 1, 1),
+    Case(3, 37, 20, 24, 50, 1, 1),
+    Case(8, 131, 27, 32, 1021, 1, 1),
+    Case(8, 144, 27, 31, 1022, 1, 1),
+    Case(8, 16, 15, 16, 9, 1, 1),
+    Case(16, 64, 60, 60, 64, 1, 1),
+    Case(2, 5, 9, 301, 1, 1, 1),
+]
