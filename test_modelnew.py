@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import inspect
 import itertools
-import json
 import math
 import os
 import pickle
@@ -29,9 +27,8 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -70,11 +67,9 @@ from tests.cases import (
     named,
     normal,
     on_gpu,
-    product,
     random_cases,
     random_depthwise_cases,
     references,
-    relative_bound,
     tf32_switch,
     under_a_tf32_step,
 )
