@@ -1,6 +1,6 @@
-// Tensors of 16 bits in channels_last, for engines whose operands come by tensor copies (TMA): what boxes ask of a
-// tensor, columns (im2col), which number the outputs of all images and find what a tap of each reads, and copies of
-// planes that lie like this.
+// 16-bit tensors in channels_last for engines that load operands by TMA: requirements of boxes, im2col maps (columns),
+// which enumerate the output pixels of all images and find the pixel that a filter tap reads, and copies of NCHW planes
+// into this format.
 #pragma once
 
 #include "divisor.cuh"
@@ -10,7 +10,7 @@
 namespace modelnew {
 namespace hopper {
 
-// Stages in turns.
+// Position in a ring of stages.
 struct Ring {
   int stage = 0;
   uint32_t parity = 0;
@@ -28,7 +28,7 @@ struct Ring {
   }
 };
 
-// Steps that boxes can take: multiples of 16 bytes, and not none.
+// Whether a TMA box accepts a stride: a positive multiple of 16 bytes. It does not matter along a dimension of size 1.
 inline bool in_eights(int64_t step, bool matters) { return !matters || (step > 0 && step % 8 == 0); }
 
 inline bool has_pixels_of_eights(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns) {
@@ -36,28 +36,28 @@ inline bool has_pixels_of_eights(const int64_t (&stride)[4], int64_t images, int
          in_eights(stride[3], columns > 1);
 }
 
-// Whether boxes take a tensor as it is.
+// Whether TMA boxes can read a tensor without a copy.
 inline bool is_in_place(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns,
                         uint64_t address) {
   return has_pixels_of_eights(stride, images, channels, rows, columns) && address % 16 == 0;
 }
 
-// Of a dimension of a map.
+// Stride of a map's dimension, in bytes.
 inline uint64_t step_bytes(int64_t stride, int64_t size) { return static_cast<uint64_t>(size > 1 ? 2 * stride : 16); }
 
 struct Axis {
-  int size, outputs, taps, stride, pad, dilation;  // a stride that is never taken is 1
+  int size, outputs, taps, stride, pad, dilation;  // a stride over a single output is 1
 };
 
-// As make_columns_map has them, of width and height.
+// Arguments of make_columns_map, for width and height in this order.
 struct Columns {
   int first[2], last[2], steps[2], farthest_tap[2];
 };
 
-// `last` is where exactly the last output begins. The usual corner, pad - (taps - 1) * dilation, gives as many outputs
-// as fit; with a stride that is never taken there are fewer.
+// `last` is where the last output begins. The usual corner, pad - (taps - 1) * dilation, yields as many outputs as fit:
+// too many if a stride over a single output was replaced by 1.
 inline Columns columns_of(const Axis& width, const Axis& height) {
-  // To an int: no map reaches beyond 1000 anyway.
+  // Clamps to an int. No map reaches beyond 1000: can_map refuses it.
   const auto clamped = [](int64_t value) {
     return static_cast<int>(value > 1000 ? 1000 : value < -1000 ? -1000 : value);
   };
@@ -73,7 +73,7 @@ inline Columns columns_of(const Axis& width, const Axis& height) {
   return columns;
 }
 
-// Corners of an image are 8 bits with a sign, offsets of taps 8 without.
+// Whether the fields of an im2col map hold the values: corners are signed 8-bit numbers, tap offsets unsigned ones.
 inline bool can_map(const Columns& columns) {
   const auto is_corner = [](int value) { return value >= -128 && value <= 127; };
   bool can = true;
@@ -84,20 +84,20 @@ inline bool can_map(const Columns& columns) {
   return can;
 }
 
-// ---- Copies of planes ----
+// Copies of NCHW planes.
 
-// [image][plane][pixel] -> [image][pixel][channel], channels filled up with zeros to a multiple of 8. A block copies 64
-// channels x 64 pixels: it reads along pixels and writes along channels.
+// [image][plane][pixel] -> [image][pixel][channel], with channels padded by zeros to a multiple of 8. A block
+// transposes 64 channels x 64 pixels: it reads along pixels and writes along channels.
 struct PlanesCopy {
   const void* from_ptr;
   void* to_ptr;
-  int64_t image, plane;  // steps
+  int64_t image, plane;  // strides, in elements
   int pixels, channels, row_channels, vector;
   Divisor by_tiles, by_channel_tiles;
 };
 
 constexpr int kCopyThreads = 256, kCopyTile = 64;
-constexpr int kCopyBytes = kCopyTile * (kCopyTile + 2) * 2;  // of shared memory
+constexpr int kCopyBytes = kCopyTile * (kCopyTile + 2) * 2;  // shared memory of a block
 constexpr int64_t kMostCopiedBytes = int64_t{512} << 20;
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -127,7 +127,7 @@ __device__ __forceinline__ void copy_tile(const PlanesCopy& params, int block, u
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) smem[item / kRuns * kPitch + item % kRuns * VECTOR + v] = loaded[i].value[v];
   }
-  __syncthreads();  // the tile is there
+  __syncthreads();  // the tile is there: all loads are in shared memory
   uint16_t* const to = static_cast<uint16_t*>(params.to_ptr) +
                        (static_cast<int64_t>(n) * params.pixels + first_pixel) * params.row_channels + first_channel;
 #pragma unroll
@@ -156,7 +156,7 @@ __device__ __forceinline__ void copy_planes(const PlanesCopy& params, int block,
 
 #endif  // device code
 
-// Values that can be moved at once, of those that are neighbours in planes.
+// Number of neighbouring values of a plane that one vector load may take.
 inline int vector_of(const int64_t (&stride)[4], int64_t images, int channels, int run, uint64_t address) {
   const auto is = [&](int vector) {
     return run % vector == 0 && address % (2 * vector) == 0 && (images == 1 || stride[0] % vector == 0) &&
@@ -169,7 +169,7 @@ inline bool are_planes(const int64_t (&stride)[4], int rows, int columns) {
   return (stride[3] == 1 || columns == 1) && (stride[2] == columns || rows == 1);
 }
 
-// Of a copy: channels of a pixel, bytes and steps.
+// Channels per pixel, bytes and strides of a copy.
 inline int copied_channels(int channels) { return (channels + 7) / 8 * 8; }
 
 inline int64_t copied_bytes(int64_t images, int channels, int rows, int columns) {
@@ -188,7 +188,7 @@ inline void set_copied_strides(int channels, int rows, int columns, int64_t (&st
   stride[0] = stride[2] * rows;
 }
 
-// And blocks that it takes.
+// Describes a copy and the number of blocks that it takes.
 inline PlanesCopy make_planes_copy(const void* from, const int64_t (&stride)[4], int64_t images, int channels,
                                    int64_t pixels, void* to, int64_t& blocks) {
   const int row_channels = copied_channels(channels);

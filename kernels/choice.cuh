@@ -1,4 +1,4 @@
-// Which engine of a table runs a problem. Host only.
+// Chooses the engine of a table that runs a problem. Host only.
 #pragma once
 
 #include "device.cuh"
@@ -7,14 +7,14 @@
 
 namespace modelnew {
 
-// Null, or why an engine that is not forced does not run the problem.
+// Null, or the reason why an engine that is not forced does not run the problem.
 inline const char* reason_against(const Engine& engine, const Problem& problem, Operator op) {
   const char* const refusal = engine.refusal(problem, op);
   return refusal != nullptr || engine.yields == nullptr ? refusal : engine.yields(problem, op);
 }
 
-// The first engine of a table that nothing speaks against, or null. Remembered in `memo`, which is the table's alone:
-// to ask every engine takes as long as to launch one.
+// Returns the first engine of a table without a reason against it, or null. `memo` remembers the answer and belongs to
+// this table alone: asking every engine takes as long as a launch.
 template <size_t COUNT>
 const Engine* first_of(const Engine* const (&table)[COUNT], const Problem& problem, Operator op,
                        Memo<const Engine*>& memo) {

@@ -1,12 +1,14 @@
-// Correlations by ordinary multiply-adds: y from x (fprop) and dx from dy (dgrad). direct.cu computes whole problems by
-// them, listed.cu some tiles of another engine's.
+// Correlations by ordinary multiply-adds: y from x (fprop) and dx from dy (dgrad), as kernels for two units. direct.cu
+// computes whole problems, listed.cu single tiles for another engine.
 //
 //   pack_weights       w -> the order, type and rounding in which correlate stages it
 //   correlate          all tiles
 //   correlate_listed   tiles on a list
 //
-// dgrad is no kernel of its own: dx is a correlation of dy with the flipped filter. With a stride, the rows of dx fall
-// into `stride_h` phases; within one phase every row meets the same filter rows, and the problem has stride 1 (Window).
+// dgrad has no kernel of its own: dx is a correlation of dy with the flipped filter. With a stride, the rows of dx fall
+// into `stride_h` phases; all rows of a phase meet the same filter rows, and the phase has stride 1 (Window).
+//
+// Bound by instruction issue. Measurements: docs/lab/direct.md.
 #pragma once
 
 #if !defined(__CUDACC_RTC__)
@@ -23,17 +25,17 @@ namespace direct {
 
 constexpr int kChunk = 64;
 
-// A stage of one block stays within the 48 KB of shared memory that every GPU grants without being asked.
+// Shared memory of a block: 48 KB, which every GPU grants without an attribute.
 constexpr int kSharedBytes = 48 * 1024;
 
-// ---- Geometry, host and device ----
+// Geometry, for host and device.
 
 // One image axis of the convolution as the forward operator sees it.
 struct Axis {
   int x_size, y_size, taps, stride, pad, dilation;
 };
 
-// With a single output position the stride is never taken: 1 stands for it, however large it is.
+// The stride over a single output position has no effect: 1 stands for it, however large it is.
 MODELNEW_HOST_DEVICE inline Axis make_axis(int x_size, int y_size, int taps, int stride, int pad, int dilation) {
   return {x_size, y_size, taps, y_size == 1 ? 1 : stride, pad, dilation};
 }
@@ -60,8 +62,9 @@ MODELNEW_HOST_DEVICE inline Window fprop_window(const Axis& axis) {
   return {axis.y_size, 0, 1, axis.x_size, axis.stride, -axis.pad, axis.taps, axis.dilation, 0, 1};
 }
 
-// dx at position h = phase + i*stride takes dy at (h + pad - r*dilation) / stride, where that division has no rest. The
-// taps r that do so are first, first + every, first + 2*every ...; in falling order they read dy from left to right.
+// dx at position h = phase + i*stride takes dy at (h + pad - r*dilation) / stride where that division is exact. The
+// taps r for which it is are first, first + every, first + 2*every ...; in falling order they read dy from left to
+// right.
 MODELNEW_HOST_DEVICE inline Window dgrad_window(const Axis& axis, int phase) {
   const int divisor = greatest_common_divisor(axis.stride, axis.dilation);
   const int every = axis.stride / divisor;
@@ -83,11 +86,11 @@ MODELNEW_HOST_DEVICE inline int64_t out_position(const Window& window, int i) {
   return window.output_origin + i * static_cast<int64_t>(window.output_step);
 }
 
-// How much of a window's input a stage holds along one axis. With all taps at once, the span of input that the tile
-// touches; one tap at a time, just the positions that this tap reads (also the better way for a single tap with a
-// stride: nothing in between is loaded).
+// The part of a window's input that a stage holds along one axis. With all taps at once it is the span of input that
+// the tile touches; tap by tap it is just the positions that the tap reads. The latter also suits a single tap with a
+// stride, because it loads nothing in between.
 struct StageAxis {
-  int taps;         // taps a stage serves
+  int taps;         // taps that a stage serves
   int size;         // staged positions
   int input_step;   // input positions between two staged ones
   int output_step;  // staged positions between neighbouring outputs
@@ -103,7 +106,7 @@ MODELNEW_HOST_DEVICE inline StageAxis stage_axis(const Window& window, int tile,
   return {window.taps, bounded, 1, window.stride, window.tap_step};
 }
 
-// Everything correlate and depthwise need, by value. `in` and `out` are x and y for fprop, dy and dx for dgrad.
+// Parameters of correlate and depthwise. `in` and `out` are x and y for fprop, dy and dx for dgrad.
 struct CorrelateParams {
   const void *in_ptr, *w_ptr, *bias_ptr;  // correlate: w_ptr is packed
   void* out_ptr;
@@ -120,13 +123,13 @@ struct CorrelateParams {
   bool round_to_tf32;
 };
 
-// ---- Device code shared by the kernels ----
+// Device code that the kernels share.
 
 struct TileOrigin {
   int n, group, k, p, q, phase_h, phase_w;
 };
 
-// Tiles of one place in the image are neighbours in launch order, so that they find x in L2.
+// Tiles over the same part of the image are neighbours in launch order: they find x in L2.
 MODELNEW_HOST_DEVICE inline TileOrigin locate_tile(const CorrelateParams& params, unsigned tile, int tile_k) {
   TileOrigin at;
   at.k = static_cast<int>(tile % params.tiles_k) * tile_k;
@@ -146,10 +149,10 @@ MODELNEW_HOST_DEVICE inline TileOrigin locate_tile(const CorrelateParams& params
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-// Threads of the kernels that go through memory once.
+// Threads of a block in kernels that stream memory once.
 constexpr int kReduceThreads = 256;
 
-// From a loaded value to what is multiplied.
+// Converts a loaded value to an operand.
 template <typename Acc, typename Storage>
 __device__ inline Acc to_operand(Storage value, bool round) {
   const auto wide = widen(value);
@@ -159,7 +162,7 @@ __device__ inline Acc to_operand(Storage value, bool round) {
     return round ? round_to_tf32(wide) : wide;
 }
 
-// One comparison for both ends.
+// The unsigned comparison tests both ends at once.
 MODELNEW_HOST_DEVICE inline bool is_within(int position, int size) {
   return static_cast<unsigned>(position) < static_cast<unsigned>(size);
 }
@@ -169,8 +172,8 @@ __device__ inline bool is_finite(Acc value) {
   return value - value == Acc(0);
 }
 
-// Zero where there is nothing to load. The address is computed by the caller either way: what is left is one predicated
-// load, not a branch around the arithmetic, and a row of these goes out back to back.
+// Loads a value, or returns zero. The caller computes the address either way, so that the compiler emits one predicated
+// load instead of a branch, and a series of loads is issued back to back.
 template <typename Storage>
 __device__ inline Storage load_if(bool condition, const Storage* source) {
   Storage value{};
@@ -192,9 +195,9 @@ __device__ inline void with_storage(DType dtype, const Action& action) {
   }
 }
 
-// Ends a chunk: total += acc. The next chunk starts from the rounding error of that addition (Fast2Sum), so that only
-// the sums within chunks lose anything to speak of: the error is exact while |total| >= |acc|. An error that is not
-// finite (the total overflowed or holds an Inf) is dropped: it would turn the Inf into NaN. See docs/lab/direct.md.
+// Ends a chunk: total += acc. The next chunk starts from the rounding error of that addition (Fast2Sum, exact while
+// |total| >= |acc|), so that only sums within chunks lose accuracy. An error that is not finite is dropped, because it
+// would turn an Inf into NaN (docs/lab/direct.md).
 template <typename Acc>
 __device__ inline void add_chunk(Acc& acc, Acc& total) {
   const Acc sum = total + acc;
@@ -211,8 +214,8 @@ struct alignas(16) Vector {
 };
 
 // Copies a window of the input into shared memory, [channel][row][column], zero outside the image. Lanes run along
-// columns. Each thread steps through its positions without dividing, and has BATCH loads under way at a time: nothing
-// else hides their latency (docs/lab/direct.md).
+// columns. Each thread steps through its positions without divisions and keeps BATCH loads in flight, which alone hide
+// their latency (docs/lab/direct.md).
 template <typename Acc, typename Storage, int THREADS>
 __device__ inline void stage_window(Acc* smem, const Storage* in_ptr, const CorrelateParams& params,
                                     const StageAxis& rows, const StageAxis& columns, int row_origin, int column_origin,
@@ -246,7 +249,7 @@ __device__ inline void stage_window(Acc* smem, const Storage* in_ptr, const Corr
   }
 }
 
-// ---- correlate ----
+// correlate.
 //
 // A block owns TILE_K output channels x (tile_p x tile_q) output pixels of one image, group and phase, and walks over
 // the input channels in stages. Each warp owns THREAD_K channels; its lanes are neighbouring pixels:
@@ -282,7 +285,7 @@ MODELNEW_HOST_DEVICE inline int64_t stage_elements(const StageAxis& rows, const 
                                            static_cast<int64_t>(rows.size) * columns.size);
 }
 
-// Weights are packed once a call, so that a stage copies them 16 bytes at a time and rounds nothing.
+// Weights are packed once a call, in the order and rounding of stages, which then copy 16 bytes at a time.
 struct PackParams {
   const void* w_ptr;
   void* packed_ptr;  // [group][tile of output channels][input channel][r][s][TILE_K]
@@ -291,10 +294,10 @@ struct PackParams {
   int out_channels, in_channels, R, S, tile_k, tiles_k;
   DType dtype;
   bool round_to_tf32;
-  TileList list;  // if there is one, and nothing on it, nobody wants them
+  TileList list;  // if given and empty, packing is skipped
 };
 
-// One thread an element of packed. Output channels beyond the last are zeros.
+// One thread per packed element. Output channels beyond the last are zeros.
 template <typename Acc>
 __global__ void __launch_bounds__(kReduceThreads) pack_weights_kernel(const PackParams params) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kReduceThreads + threadIdx.x;
@@ -317,8 +320,8 @@ __global__ void __launch_bounds__(kReduceThreads) pack_weights_kernel(const Pack
   });
 }
 
-// Copies one stage's packed weights, 16 bytes a thread and step. packed_ptr points at the tile's first input channel of
-// this stage; a stage takes `taps` of the filter's, in the window's order.
+// Copies the packed weights of one stage, 16 bytes per thread and step. packed_ptr points at the first input channel of
+// the tile in this stage; a stage takes `taps` taps of the filter, in the order of the window.
 template <typename Config>
 __device__ inline void stage_weights(typename Config::Acc* w_smem, const typename Config::Acc* packed_ptr,
                                      const CorrelateParams& params, const Window& rows, const Window& columns,
@@ -408,7 +411,7 @@ __device__ __forceinline__ void correlate_tile(const CorrelateParams& params, co
   Acc* const w_smem = reinterpret_cast<Acc*>(modelnew_smem);
   Acc* const x_smem = w_smem + params.stage_channels * taps_r * taps_s * Config::TILE_K;
 
-  // Calls visit(j, p, q) for each of my pixels, as positions in the tile; a pixel beyond the tile has p >= tile_p.
+  // Calls visit(j, p, q) for each pixel of this thread, as positions in the tile; beyond the tile p >= tile_p.
   const auto for_each_pixel = [&](const auto& visit) {
     int p = first_pixel / params.tile_q, q = first_pixel % params.tile_q;
 #pragma unroll
@@ -420,7 +423,7 @@ __device__ __forceinline__ void correlate_tile(const CorrelateParams& params, co
       p += 32 / params.tile_q + carry;
     }
   };
-  // Where tap (0, 0) of my pixels lies in x_smem. A pixel beyond the tile reads as pixel 0 and is not stored.
+  // Offset of tap (0, 0) of each pixel in x_smem. A pixel beyond the tile reads pixel 0 and is not stored.
   int x_offset[THREAD_PIXELS];
   for_each_pixel([&](int j, int p, int q) {
     x_offset[j] =
@@ -432,7 +435,7 @@ __device__ __forceinline__ void correlate_tile(const CorrelateParams& params, co
   for (int k = 0; k < THREAD_K; ++k)
 #pragma unroll
     for (int j = 0; j < THREAD_PIXELS; ++j) acc[k][j] = total[k][j] = 0;
-  int terms = 0;  // in acc
+  int terms = 0;  // summed in acc
   const auto end_chunk = [&] {
 #pragma unroll
     for (int k = 0; k < THREAD_K; ++k)
@@ -453,7 +456,7 @@ __device__ __forceinline__ void correlate_tile(const CorrelateParams& params, co
       for (int c = 0; c < params.in_channels; c += params.stage_channels) {
         const int channels =
             params.in_channels - c < params.stage_channels ? params.in_channels - c : params.stage_channels;
-        __syncthreads();  // nobody reads the stage before any more
+        __syncthreads();  // the previous stage has been read
         stage_weights<Config>(w_smem, packed_ptr + c * filter_elements, params, rows, columns, r, s, taps_r, taps_s,
                               channels);
         with_storage<Acc>(params.dtype, [&](auto tag) {
@@ -470,7 +473,7 @@ __device__ __forceinline__ void correlate_tile(const CorrelateParams& params, co
         for (int channel = 0; channel < channels; ++channel)
           for (int tap_r = 0; tap_r < taps_r; ++tap_r) {
             const Acc* x_row = x_smem + channel * plane + tap_r * stage_rows.tap_step * stage_columns.size;
-            if (sizeof(Acc) == 4 && taps_s == 3 && stage_columns.tap_step == 1) {  // in double it would spill
+            if (sizeof(Acc) == 4 && taps_s == 3 && stage_columns.tap_step == 1) {  // double would spill
               multiply_taps<Config, 3>(acc, w_tap, x_row, x_offset);
               w_tap += 3 * Config::TILE_K;
             } else {
@@ -507,8 +510,8 @@ __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
   correlate_tile<Config>(params, locate_tile(params, blockIdx.x, Config::TILE_K));
 }
 
-// Tiles on a list, each of several of this kernel's, of `params`: blocks take them in turns. Without a stride, so there
-// is one phase. A short list leaves most of the GPU idle; smaller pieces of a tile would help (docs/lab/direct.md).
+// Computes the tiles on a list; each consists of several tiles of `params`, and blocks stride over them by gridDim.x.
+// There is no stride, hence one phase. A short list leaves most of the GPU idle (docs/lab/direct.md).
 template <typename Config>
 __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
     correlate_listed_kernel(const CorrelateParams params, const TileList list, const int images) {
@@ -537,16 +540,16 @@ __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
 
 #if !defined(__CUDACC_RTC__)
 
-// ---- Choosing tiles: plain host code, the same for launch() and explain() ----
+// Choice of tiles: plain host code, the same for launch() and explain().
 
 struct Tiling {
   int tile_p, tile_q, stage_channels;
   bool row_by_row, column_by_column;
   int64_t smem_bytes;
-  double cost;  // issue slots of one warp lane over the whole image; only comparisons matter
+  double cost;  // issue slots of one warp lane over the whole image, for comparisons only
 };
 
-// The window of the phase with the most outputs and the most taps: every phase fits into its tiles.
+// The window of the phase with the most outputs and taps: tiles that hold it hold every phase.
 inline Window widest_window(Operator op, const Axis& axis) {
   Window window = make_window(op, axis, 0);
   if (op == Operator::kDgrad) {
@@ -557,15 +560,15 @@ inline Window widest_window(Operator op, const Axis& axis) {
   return window;
 }
 
-// Tries one tile shape, staging as many taps at once as shared memory allows. False when nothing fits.
+// Tries one tile shape and stages as many taps at once as shared memory allows. Returns false if none fits.
 template <typename Config>
 inline bool try_tiling(const Window& rows, const Window& columns, int in_channels, int tile_p, int tile_q,
                        double slots_per_tap, bool may_split_taps, Tiling& best) {
   using Acc = typename Config::Acc;
-  // Estimates, to rank tiles with; none was fitted to times.
+  // Estimates that rank tiles; they are not fitted to measurements.
   constexpr double kSlotsPerStaged = 16;  // position, bounds, load, round, store of one element
-  constexpr double kSlotsPerStored = 8;   // the same for an output, most of it waiting for memory
-  constexpr double kPartialSectors = 8;   // elements: what a row that starts anywhere wastes at its two ends
+  constexpr double kSlotsPerStored = 8;   // the same for an output, mostly memory latency
+  constexpr double kPartialSectors = 8;   // elements that an unaligned row wastes at its two ends
   for (int split = 0; split < (may_split_taps ? 4 : 1); ++split) {
     const bool row_by_row = split & 1, column_by_column = split & 2;
     const StageAxis stage_rows = stage_axis(rows, tile_p, row_by_row);
@@ -591,11 +594,11 @@ inline bool try_tiling(const Window& rows, const Window& columns, int in_channel
   return false;
 }
 
-// A correlate tile: any rows x columns of at most TILE_PIXELS; powers of two and the whole width are tried.
+// Chooses the tile of correlate among powers of two and the whole width, with at most TILE_PIXELS pixels.
 template <typename Config>
 inline Tiling correlate_tiling(const Window& rows, const Window& columns, int in_channels) {
   constexpr int FRAGMENT = Config::THREAD_K * Config::THREAD_PIXELS;
-  // Per tap and thread: the multiply-adds, two slots a pixel (address, load), the weights' loads, the loop.
+  // Per tap and thread: multiply-adds, two slots a pixel (address, load), loads of weights, the loop.
   constexpr double kThreadSlots =
       FRAGMENT + 2 * Config::THREAD_PIXELS + Config::THREAD_K / Vector<typename Config::Acc>::SIZE + 4;
   Tiling best{};
@@ -624,7 +627,7 @@ struct CorrelatePlan {
   Tiling tiling;
 };
 
-// Channels that a correlation of one group reads and writes.
+// Input and output channels of a correlation, in one group.
 struct Channels {
   int in, out;
 };
@@ -664,7 +667,7 @@ inline CorrelateGrid correlate_grid(const Problem& problem, Operator op, const C
   return grid;
 }
 
-// Elements of the packed weights, padded to whole tiles; 0 for kernels that read w as it is.
+// Elements of the packed weights, padded to whole tiles; 0 for kernels that read w without packing.
 inline int64_t packed_elements(const Problem& problem, Operator op, const CorrelatePlan& plan) {
   if (plan.kernel >= CorrelateKernel::kDepthwise) return 0;
   const Channels channels = correlate_channels(problem, op);

@@ -1,4 +1,4 @@
-// y from x and w, or dx from dy and w, seen as the same thing.
+// fprop (y from x and w) and dgrad with stride 1 (dx from dy and w) as one operation, a correlation.
 #pragma once
 
 #if !defined(__CUDACC_RTC__)
@@ -9,8 +9,8 @@
 
 namespace modelnew {
 
-// Of dgrad the filter is flipped, channel axes are swapped and the padding may be negative. Channels are those of one
-// group; strides are in elements. dgrad with a stride is none.
+// For dgrad the filter is flipped, its channel axes are swapped, and the padding may be negative. Channels are those of
+// one group; strides are in elements. dgrad with a stride is no correlation.
 struct Correlation {
   int64_t N;
   int groups, in_channels, out_channels;
@@ -36,7 +36,7 @@ inline Correlation correlation_of_problem(const Problem& problem, Operator op) {
   of.w_stride_r = problem.w_stride[2];
   of.w_stride_s = problem.w_stride[3];
   of.flipped = op == Operator::kDgrad;
-  // With a single output position the stride is never taken.
+  // The stride over a single output position has no effect: 1 stands for it.
   of.stride_h = problem.P == 1 ? 1 : problem.stride_h;
   of.stride_w = problem.Q == 1 ? 1 : problem.stride_w;
   if (op == Operator::kDgrad) {
@@ -69,9 +69,9 @@ inline Correlation correlation_of_problem(const Problem& problem, Operator op) {
   return of;
 }
 
-// 1x1 filters that take every pixel see one row of pixels instead of an image.
+// Views the image as one row of pixels, where a 1x1 filter reads every pixel and rows are contiguous.
 inline void flatten_points(Correlation& of) {
-  // A stride that is never taken is 1, too, and may leave pixels out.
+  // Sizes are compared as well: a stride over a single output was replaced by 1, but may skip pixels.
   const bool same = of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0 &&
                     of.H == of.P && of.W == of.Q;
   const auto dense = [&](const int64_t (&stride)[4]) { return of.H == 1 || stride[2] == of.W * stride[3]; };

@@ -9,51 +9,9 @@
 //   queue_kernel        the same of 16 bits, and 7x7 at a stride: windows by way of shared memory, more under way
 //   pixels_any_kernel   channels_last, any filter, stride and dilation
 //
-// Memory traffic bounds these problems up to 5x5, multiply-adds from 7x7 on: an H200 moves about 20 bytes in a cycle of
-// an SM and multiplies 128 times, so an fp32 output, 8 bytes, has time for 52 instructions. What counts is bytes under
-// way (many loads before the first wait), memory read once and in whole sectors, and little but multiply-adds.
-//
-// H200, bench.py, 2026-11-22, commit 0360cc5, fp32, NCHW, 128 images: us, and per cent of what the bytes take.
-//
-//   3x3   32 channels of 112x112   125  73      stride 2    96 channels of 112x112   259  68
-//         144           56x56      138  74                  144           56x56      111  59
-//         192           28x28       55  62                  192           28x28       52  42
-//         576           14x14       64  40                  576           14x14       50  33
-//         960             7x7       31  34
-//   7x7   96            56x56      174  39                  384           14x14       74  23
-//         192           28x28       98  35                  768             7x7       56  15
-//
-// That was planes_kernel, which computes addresses for all that it stages and loads nothing while it multiplies. With
-// ring_kernel (but 3x3 of 112x112 and of 56x56 without a stride), H200, a driver of its own, 2026-11-22:
-//
-//   3x3   32 channels of 112x112   125  73      stride 2    96 channels of 112x112   242  71
-//         144           56x56      139  73                  144           56x56       99  65
-//         192           28x28       52  65                  192           28x28       37  57
-//         576           14x14       42  62                  576           14x14       29  56
-//         960             7x7       21  51
-//   7x7   96            56x56      122  56                  384           14x14       45  38
-//         192           28x28       72  47                  768             7x7       27  32
-//
-// A plain copy of as many bytes takes 79 to 86% of the time of the first three in the left column, 43/52, 33/42 and
-// 17/21 of the others, 25/29 of stride 2 at 14x14. x leaves the L2 cache first: what is there otherwise are dirty lines
-// of others, which have to be written to make room (stride 2 of 112x112: 299 us without it). 7x7 is bound by its
-// multiply-adds, also those with rows outside of a plane.
-//
-// queue_kernel, fp16, channels_last, 32 images: us, and how many times as fast as cuDNN (H100, bench.py, 2026-11-27).
-//
-//   3x3   32 channels of 112x112   26.9  1.35       stride 2    96 channels of 112x112   51.3  0.91
-//         144           56x56      29.4  1.16                  144           56x56      21.3  1.31
-//         192           28x28      14.6  1.28                  192           28x28      11.7  1.36
-//         384           14x14      10.8  1.32                  576           14x14      12.0  1.14
-//         576           14x14      12.3  1.23
-//         960             7x7       8.8  1.27
-//   7x7    96           56x56      40.2  1.84                  384           14x14      15.1  1.75
-//         192           28x28      24.4  1.89                  768             7x7      11.2  1.94
-//
-// 96 channels had 16 lanes then, 24 in a driver took 50.4 us, and it has those since. pixels_kernel took 1.1 to 1.5
-// times as long (a driver of its own), too little being under way in registers. Blocks of 64 threads and 8 steps, and 2
-// columns a thread, were not faster. 5x5, 240 channels of 28x28: 34.7 -> 22.5 us. 7x7 at a stride of 2, 64 channels of
-// 512x512: pixels_any_kernel 2591 us for 16 images, queue_kernel 712 for 32.
+// Memory traffic bounds these problems up to 5x5, multiply-adds from 7x7 on. Speed depends on bytes under way (many
+// loads before the first wait), memory read once and in whole sectors, and little but multiply-adds. x leaves the L2
+// cache first: otherwise dirty lines of others have to be written to make room. Measurements: docs/lab/depthwise.md.
 //
 // Sums of up to 64 products are one chain, longer ones chains of at most 64, added with compensation. Padding is left
 // out as in PyTorch's own depthwise kernels, where a zero would make NaN of an Inf: rows outside the image are skipped,
@@ -152,8 +110,8 @@ struct Strip {
   int smem_bytes;
 };
 
-// What a thread of queue_kernel owns, the steps that it has under way, and the blocks that its registers leave room for
-// on an SM. Those have up to 144 KB under way, part of it twice, as neighbours' windows overlap.
+// The outputs of a thread of queue_kernel, the steps that it has under way, and the blocks that its registers leave
+// room for on an SM. Those have up to 144 KB under way, part of it twice, as neighbours' windows overlap.
 struct QueueShape {
   int taps, stride, channels, columns, depth, blocks_per_sm;
 
@@ -447,7 +405,7 @@ struct Target {
   }
 };
 
-// What a block of the planes kernels shares.
+// State that the threads of a block of the planes kernels share.
 template <typename Storage>
 struct Stage {
   int* flag;
@@ -639,7 +597,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) planes_kernel
 // A step takes STRIDE input rows and completes at most one output row. Columns outside the image can be the first and
 // last EDGE of a window: the last group of columns ends with the image, even if it then repeats outputs of the one
 // before.
-// Of kThreads threads each, as registers allow that hold TAPS^2 weights.
+// Blocks on an SM, of kThreads threads each, as registers allow that hold TAPS^2 weights.
 MODELNEW_HOST_DEVICE constexpr int ring_blocks_per_sm(int taps) { return taps == 7 ? 3 : 6; }
 
 template <int TAPS_, int STRIDE_, typename Storage_>
@@ -813,8 +771,8 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(c
   const Runs runs = {thread / ring.lanes, ring.threads / ring.lanes, ring.whole ? 1 : planes, thread % ring.lanes,
                      ring.lanes,          TAPS == 3 && ring.whole};
   const int run_planes = ring.whole ? planes : 1;
-  // Nobody reads x again soon: what comes in should displace itself, not what others left in the L2 cache and, where
-  // they wrote it, has to go to memory first.
+  // x is streamed, evict_first: it displaces itself, not lines of others in L2, which may be dirty and then have to be
+  // written first.
   const uint64_t policy = hopper::evict_first();
   int64_t ordered_n = first_n;
   int ordered_step = 0, ordered_slot = 0;
@@ -916,7 +874,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(c
         hopper::copies_wait<2>();
       __syncthreads();  // the chunk is there, and the outputs before it have left
       if (exists) {
-        // Of a whole image, a thread has its own steps.
+        // With a whole image in a chunk, a thread has its own steps.
         int row = ring.whole ? own.first_row : chunk.row, step = ring.whole ? own.first : chunk.step;
         const int behind = ring.whole ? own.first + own.count : chunk.behind;
         const Storage* x_row = x_smem + (slot * ring.slot_bytes / BYTES + plane * ring.in_pitch +
@@ -1666,7 +1624,7 @@ inline double cycles(double blocks, double block_slots, double thread_slots) {
          2 * thread_slots;
 }
 
-// What all candidates for a tile share.
+// Quantities that all candidates for a tile share.
 struct TileWork {
   const Problem& problem;
   Operator op;
@@ -1764,9 +1722,7 @@ inline int band_candidate(int rows, int part, int only_rows) {
   return part < kCount && (part == 0 || kParts[part - 1] < rows) ? static_cast<int>(ceil_div(rows, kParts[part])) : 0;
 }
 
-// What ranks the plans of ring_kernel, in cycles of an SM of an H200. Fitted to 1700 times of 18 layers and all their
-// rings in fp32 (H200, 2026-11-22), before planes were split: the ring of choice took 2.7% longer than the best one on
-// average and 7% at worst.
+// Ranks the plans of ring_kernel, in cycles of an SM of an H200; a fit (docs/lab/depthwise.md).
 struct RingModel {
   double launch = 6200;   // of whatever kernel, and until the first bytes are there
   double bytes = 16;      // from and to memory, a cycle
@@ -1777,7 +1733,7 @@ struct RingModel {
   double stall = 2.2;     // cycles from one instruction of a warp to its next one, with the scheduler to itself
 };
 
-// What is asked of a plan beyond being the cheapest one; zeros ask nothing.
+// Demands on a plan beyond being the cheapest one; zeros demand nothing.
 struct Wish {
   bool any;  // the first one that is found
   int band_rows, planes;
@@ -1960,7 +1916,7 @@ inline double ring_cost(const Problem& problem, const Axis& rows, const Axis& co
   const double active = std::min(ring_resident(rows, ring), std::max(1.0, all)), rounds = all / active;
   const double computing = std::max(instructions * std::max(model.stall, active * warps / 4), shared * active * warps);
   const double block = model.block + images * (computing + chunks * model.latency / ring.slots);
-  // Of few rounds, the last one is not full.
+  // The last one of few rounds is not full.
   const double blocks = (rounds > 4 ? rounds : (std::ceil(rounds) + rounds) / 2) * block;
   const double moved = in_bytes + out_bytes + 2 * runs * model.line;
   const double memory = std::max(1.0, all) * problem.N / ring.parts * moved / model.bytes;
@@ -2100,9 +2056,8 @@ inline bool queue_takes(const QueueShape& shape, const Problem& problem, Operato
          is_multiple(problem.y_stride, 13, shape.channels);
 }
 
-// Cycles. Memory, or the blocks that an SM has room for: each waits for its steps or multiplies. Fitted to 489
-// strips of 19 problems of 32 images (H100, 2026-11-27): the one of choice took 1.6% longer than the best one, on
-// average, 7% at worst.
+// Cycles. Memory, or the blocks that an SM has room for: each waits for its steps or multiplies; a fit
+// (docs/lab/depthwise.md).
 inline double queue_cost(const QueueShape& shape, const Problem& problem, const Axis& rows, const Axis& columns,
                          const Strip& strip) {
   constexpr double kLaunch = 15500;  // of whatever kernel, and until the first bytes are there
@@ -2122,7 +2077,7 @@ inline double queue_cost(const QueueShape& shape, const Problem& problem, const 
   const int resident = std::min(shape.blocks_per_sm, 227 * 1024 / (strip.smem_bytes + 1024));
   const double all = static_cast<double>(strip.blocks) / kMultiprocessors;  // blocks of an SM
   const double active = std::min<double>(resident, std::max(1.0, all)), rounds = all / active;
-  // Of few rounds, the last one is not full.
+  // The last one of few rounds is not full.
   const double blocks =
       (rounds > 4 ? rounds : (std::ceil(rounds) + rounds) / 2) * std::max(active * instructions, waiting);
 
@@ -2185,8 +2140,8 @@ inline Plan make_plan(const Problem& problem, Operator op, bool aligned, const W
     plan.exists = plan.cost >= 0;
     if (plan.exists) return plan;
   }
-  // Of wide planes of fp32 planes_kernel has as many bytes under way, with less ado: 32 channels of 112x112 125 us, by
-  // ring_kernel 137, 144 of 56x56 139 and 141 (128 images, H200, a driver of its own, 2026-11-22).
+  // planes_kernel has as many bytes under way with wide planes of fp32, with fewer instructions
+  // (docs/lab/depthwise.md).
   constexpr int kMostRingColumns = 40;
   const bool wide =
       problem.dtype == DType::kFloat32 && rows.taps == 3 && rows.stride == 1 && columns.outputs > kMostRingColumns;

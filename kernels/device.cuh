@@ -1,12 +1,12 @@
-// The GPU in use, as engines plan for it. Host only.
+// The current GPU, as engines plan for it. Host only.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace modelnew {
 
-// Its compute capability, times 10, and how many SMs it has; 0 and nothing without one. A thread asks again only when
-// it has changed to another GPU: these questions take about a microsecond (H200, 2026-11-23), several times a call.
+// Returns the compute capability, times 10, and sets `sms`; returns 0 without a GPU. A thread queries CUDA only after
+// it has switched to another GPU: queries add up over a call (docs/lab/hopper.md).
 inline int find_gpu(int& sms) {
   struct Gpu {
     int number, capability, sms;

@@ -15,27 +15,7 @@
 // A part is one phase of all images; or, if these are fewer launches, neighbouring phases of one image, which are the
 // images of a batch: from one to the next it is one row of x.
 //
-// 3x3, TF32, us, cuDNN / in parts (bench.py, H200, 95833a7, 2026-11-23, NCHW and channels_last):
-//
-//   2048 channels to 256, 65x65, 8 images, dilation 12    1707 / 1111    1732 / 1167
-//   24                                                    1692 / 1384    1724 / 1449
-//   36                                                    1692 / 1527    1724 / 1598
-//   the same, one image, 12                                388 /  152     389 /  150
-//   24                                                     388 /  178     384 /  186
-//   36                                                     388 /  198     382 /  206
-//   512 to 512, 65x65, 8 images, 4                         503 /  372     396 /  338
-//
-// What the other engines would take was not measured. By their estimates (gather's erred by 15%, see there; of parts
-// they are up to 20% less than the above), whole by the engine that would take it / in parts by gather, when contained
-// operands were thought to take longer; direct has no estimate, but 237 GFLOP take it some 8 ms:
-//
-//   2048 channels to 256, 28x28, 32 images, dilation 6, 12, 18, 24   gather 894, gather 4400, mma 988, direct
-//                                                                    / 629, 712, 1203, 1345
-//   the same, 65x65, 8 images, dilation 6, 12, 18, 36                gather 2865, wgmma 10765, mma 4212, direct
-//                                                                    / 789, 893, 1117, 1434
-//   512 to 512, 65x65, 8 images, dilation 2 and 4                    gather 391 and 965 / 312 and 337
-//   512 to 512, 28x28, 32 images, dilation 2 and 4                   gather 204 and 241 / 228 and 278
-//   64 to 64, 256x256, 4 images, dilation 8 and 16                   gather 196, mma 90 / 129, 129
+// Bound by the engine that computes the parts; each part is a launch of its own. Measurements: docs/lab/lowering.md.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -70,7 +50,7 @@ inline Taps busy_taps(int size, int outputs, int taps, int stride, int pad, int 
   const int64_t first = std::max<int64_t>(0, ceil_div(pad - last_output, dilation));
   const int64_t last = std::min<int64_t>(taps - 1, (int64_t{size} - 1 + pad) / dilation);
   if (first > last) return {0, 0};
-  // What is left has no negative padding.
+  // The remaining taps have no negative padding.
   const int kept = static_cast<int>(std::min<int64_t>(first, pad / dilation));
   return {kept, static_cast<int>(last) - kept + 1};
 }
@@ -101,7 +81,7 @@ struct Runs {
   int count = 0;
 };
 
-// Of a dilation up to as many rows as x and y have: no phase is empty.
+// Phases of a dilation up to as many rows as x and y have: none is empty.
 inline Runs runs_of(const Problem& p) {
   Runs all;
   const int d = p.dilation_h;
@@ -162,7 +142,7 @@ bool for_each_part(const Problem& problem, Operator op, const Use& use) {
   return true;
 }
 
-// Who computes a part, or null.
+// The engine that computes a part, or null.
 inline const Engine* taker_of(const Problem& problem, Operator op) {
   thread_local Memo<const Engine*> memo;
   return first_of(kTakers, problem, op, memo);
@@ -178,43 +158,36 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
   const Part whole = without_idle_taps(problem);
   const Problem& p = whole.problem;
-  if (p.R == 0 || p.S == 0) return "it takes filters that meet the image";
+  if (p.R == 0 || p.S == 0) return "every filter tap falls into the padding";
   if (p.dilation_h == 1 && p.R == problem.R && p.S == problem.S)
-    return "it takes filters whose taps lie far apart only";
+    return "it requires a dilation_h greater than 1, or filter taps that always fall into the padding";
   if (p.dilation_h > 1) {
-    if (p.stride_h != 1 && p.P > 1) return "it takes a stride of 1 down the columns only";
-    if (p.dilation_h > std::min(p.H, p.P)) return "it takes dilations up to as many rows as there are";
-    if (p.dilation_h > kMostDilation) return "it takes dilations up to 256 down the columns";
+    if (p.stride_h != 1 && p.P > 1) return "it requires a stride_h of 1 if dilation_h is greater than 1";
+    if (p.dilation_h > std::min(p.H, p.P))
+      return "it requires a dilation_h of at most the number of rows of x and of y";
+    if (p.dilation_h > kMostDilation) return "it requires a dilation_h of at most 256";
   }
   const bool taken =
       for_each_part(problem, op, [&](const Part& part) { return taker_of(part.problem, op) != nullptr; });
-  return taken ? nullptr : "it has parts that no other engine takes";
+  return taken ? nullptr : "it splits the problem into parts, and no other engine computes one of them";
 }
 
-// What parts have to gain by the estimates; and against mma where taps lie so far apart that gather does not take them.
-// Its estimate is short there where an image fills few SMs: 256 to 64, 64x64, one image, dilation 12, 60 us by mma and
-// 35 in parts, estimates 30 and 32 (3x3, H200, 2026-11-25).
+// Estimated speed-up from which parts are preferred to the whole problem; a lower one applies against mma where gather
+// does not compute it, because mma's estimate is too low there (docs/lab/lowering.md).
 constexpr double kWorthwhile = 1.5, kWorthwhileAgainstMma = 0.9;
-// And against gather where it has a box for each tap. Beside what their estimates say parts take some 5 us each. 3x3,
-// NCHW, us, in parts / by taps, what estimates and these 5 us said of their ratio (H200, 2026-11-25):
-//
-//   2048 channels to 256, 65x65, 8 images, dilation 12 and 24    1120 / 1061  1.09    1473 / 1049  0.73
-//   33x33, 8 images, dilation 6 and 12                            354 /  391  1.36     542 /  438  1.00
-//   65x65, one image, dilation 12 and 24                          151 /  270  2.11     191 /  316  1.44
-//   256 to 256 and to 64, 64x64, 32 images, dilation 6            390 /  451  1.09     220 /  250  1.04
-//   512 to 512, 65x65, 8 images, dilation 4                       361 /  470  1.42
+// The same against gather with a box for each tap, and the overhead of a part (docs/lab/lowering.md).
 constexpr double kWorthwhileAgainstTaps = 1.08, kPartCycles = 8250;
-// An estimate: direct multiplies and adds some 14 x 10^12 values a second, and a launch of gather takes 12 us and more.
+// Multiply-adds of a part below which direct is faster, by arithmetic (docs/lab/lowering.md).
 constexpr double kLeastOfPart = 1 << 28;  // multiply-adds, before idle taps are left out
 
-// tma's estimates are of whole calls, the others' of kernels: so much less (tma.cu, wgmma_is_faster).
+// tma's estimates include the call, those of other engines do not: the difference (tma.cu, wgmma_is_faster).
 constexpr double kCallCycles = 12 * 1650;
 
 inline const char* yields(const Problem& problem, Operator op) {
   const Engine* const whole = taker_of(problem, op);
   if (whole == nullptr)
     return multiply_adds(problem) < kLeastOfPart * count_parts(problem, op)
-               ? "direct is faster with little work in a part"
+               ? "direct is faster if the parts have few multiply-adds"
                : nullptr;
   const bool by_taps = whole == &kGatherEngine && gather_takes_taps_apart(problem, op);
   double cycles = 0;
@@ -228,7 +201,7 @@ inline const char* yields(const Problem& problem, Operator op) {
   const bool far_apart = whole == &kMmaEngine && kGatherEngine.refusal(problem, op) != nullptr;
   const double worthwhile = far_apart ? kWorthwhileAgainstMma : by_taps ? kWorthwhileAgainstTaps : kWorthwhile;
   if (known && whole->cycles(problem, op) > worthwhile * cycles) return nullptr;
-  return "an engine that takes it whole is as fast";
+  return "an engine that computes the problem as a whole is as fast";
 }
 
 inline Pointers pointers_of(const Part& part, Operator op, const Pointers& pointers) {

@@ -14,13 +14,8 @@
 // grow with kChunk, not with the length of the sum. The storage type is a run-time switch around the staging loops: it
 // costs one uniform branch a stage, and each kernel is compiled once for all types but double.
 //
-// Bound by instruction issue; where one input channel makes an output, by memory traffic. Measured on an H200
-// (2026-11-20; times by bench.py, issue slots by ncu one revision earlier, at 21.5 and 36.7 ms), cases by their size
-// N, C, K, filter, image:
-//
-//   correlate       8, 64, 128, 3x3, 512x1024   21.8 ms   80% of the issue slots used, 54% of them by multiply-adds
-//   weight_grad     the same                    36.5 ms   70% used; the rest waits for global loads and barriers
-//   sliding_wgrad   16, 64, 64, 3x3, 512x512    1.17 ms   2.4 times what reading and writing alone take
+// Bound by instruction issue; where one input channel makes an output, by memory traffic. Measurements:
+// docs/lab/direct.md.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -54,8 +49,7 @@ struct PointsParams {
 
 // Dynamic shared memory: w as [input channel][CHANNELS], zeros beyond the last output channel. With two of these the
 // first batch is on its way while the weights come, and from there on each channel is loaded as soon as the one a batch
-// before it has been used. (us, one image of 512x512, a batch at a time / so: 64 to 2 27.0 / 25.1, to 4 28.0 / 26.2,
-// but that spills on sm_80, to 8 27.5 / 31.4; 16 images to 2 261 / 260, to 8 297 / 349. H200, 2026-11-25, in a driver.)
+// before it has been used (docs/lab/direct.md).
 template <int CHANNELS>
 __global__ void __launch_bounds__(kPointThreads) points_kernel(const PointsParams params) {
   extern __shared__ __align__(16) unsigned char points_smem[];

@@ -1,4 +1,4 @@
-// Divides by numbers that are known before a kernel runs, in three instructions instead of some twenty.
+// Division by run-time constants in three instructions instead of some twenty: multiply high and shift.
 #pragma once
 
 #if !defined(__CUDACC_RTC__)
@@ -9,7 +9,7 @@
 
 namespace modelnew {
 
-// Divides numbers from 0 to 2^31 - 1 by one that is known before.
+// Divides numbers from 0 to 2^31 - 1.
 struct Divisor {
   uint32_t divisor, multiplier, shift;
 };
@@ -17,7 +17,7 @@ struct Divisor {
 MODELNEW_HOST_DEVICE inline Divisor make_divisor(int64_t divisor) {
   uint32_t bits = 0;
   while ((int64_t{1} << bits) < divisor) ++bits;
-  // 2^(31 + bits) over the divisor, rounded up, is less than 2^32.
+  // 2^(31 + bits) / divisor, rounded up, is below 2^32.
   const uint64_t multiplier = ((uint64_t{1} << (31 + bits)) + divisor - 1) / divisor;
   return {static_cast<uint32_t>(divisor), static_cast<uint32_t>(multiplier), bits - 1};
 }

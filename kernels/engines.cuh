@@ -1,4 +1,4 @@
-// What an engine offers to the binding. One struct per engine, filled in at the end of its .cu file.
+// The interface between an engine and the binding. Each engine fills in one struct at the end of its .cu file.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -9,33 +9,33 @@ namespace modelnew {
 
 struct Engine {
   const char* name;
-  // Null when the engine takes the problem, else a sentence that says why not.
+  // Null if the engine can compute the problem, else the reason why not.
   const char* (*refusal)(const Problem&, Operator);
-  // What launch needs for these tensors; workspace is not set yet.
+  // Bytes of workspace that launch needs for these tensors; pointers.workspace is not set yet.
   int64_t (*workspace_bytes)(const Problem&, Operator, const Pointers&);
   cudaError_t (*launch)(Operator, const Problem&, const Pointers&, cudaStream_t);
-  // One line for explain(): the configuration that launch would use. Always terminated.
+  // One line for explain(): the configuration that launch would use. Always null-terminated.
   void (*describe)(const Problem&, Operator, char* text, size_t text_size);
-  // Null, or why an engine further down the table is the faster one, for a problem that this one takes. Not asked where
-  // the engine is forced. May be null itself.
+  // Null, or the reason why a later engine of the table is faster for a problem that this one can compute. It is not
+  // asked of a forced engine. May be null itself.
   const char* (*yields)(const Problem&, Operator) = nullptr;
-  // How long a problem takes that this one takes, estimated, in cycles of an SM. May be null.
+  // Estimated time of a problem that this engine can compute, in cycles of an SM. May be null.
   double (*cycles)(const Problem&, Operator) = nullptr;
 };
 
-// Tiles of fprop or dgrad of fp32 tensors by ordinary multiply-adds, for another engine: in full accuracy and without a
-// stride (listed.cu). Bytes of its workspace.
+// Computes tiles of fprop or dgrad (stride 1) of fp32 tensors by multiply-adds in full accuracy, for another engine
+// (listed.cu). It needs listed_workspace_bytes of workspace.
 cudaError_t launch_listed(Operator, const Problem&, const Pointers&, const TileList&, int sms, cudaStream_t);
 int64_t listed_workspace_bytes(const Problem&, Operator);
 
-// Whether the direct engine reads every pixel just once and nothing else: 1x1 filters to few channels.
+// Whether direct computes the problem in its points kernel: 1x1 filters to few channels, each pixel read once.
 bool direct_has_points(const Problem&, Operator);
 
-// Whether gather, which takes the problem, contains x on its way: without a copy, in tiles as good for large images as
-// for small ones.
+// Whether gather, if it can compute the problem, converts x to scaled fp16 while it loads tiles. That needs no copy,
+// and tiles suit large images as well as small ones.
 bool gather_lands(const Problem&, Operator);
 
-// Whether gather, which takes the problem, has a box for each tap: how far apart taps lie counts for nothing then.
+// Whether gather, if it can compute the problem, loads a TMA box per filter tap: the distance of taps has no cost then.
 bool gather_takes_taps_apart(const Problem&, Operator);
 
 extern const Engine kTmaEngine;
@@ -52,8 +52,8 @@ extern const Engine kTmaWgradEngine;
 extern const Engine kWgradEngine;
 extern const Engine kDirectEngine;
 
-// Tried in this order: the first engine that neither refuses a problem nor yields it to a later one runs it; the last
-// one takes everything.
+// The first engine that neither refuses a problem nor yields it to a later one runs it. The last one computes every
+// problem.
 inline const Engine* const kEngines[] = {&kPatchesEngine, &kDilatedEngine,   &kTmaEngine,       &kWgmmaEngine,
                                          &kGatherEngine,  &kStemEngine,      &kDepthwiseEngine, &kPointwiseEngine,
                                          &kMmaEngine,     &kStridedEngine,   &kTmaWgradEngine,  &kWgradEngine,

@@ -1,508 +1,59 @@
-// gather engine: implicit GEMM on Hopper's tensor cores for what has no long rows: strides, 1x1, small images,
-// channels_last; and for what is faster with contained operands here. Deterministic: one sum an output, in one order.
-//
-//   pack     w -> the bytes that shared memory wants, in the order in which the main kernel takes them; not of 1x1 in
-//            16 bits with input channels as neighbours, which boxes bring from w itself
-//   sample   contained operands (below): what x is scaled by
-//   contain  the same as pack, scaled, and a copy of x; or weights alone (contain_rows), where x lands
-//   gather   y from x (fprop), and dx from dy (dgrad without a stride)
-//   again    what contained operands are not fit for: the same kernel with TF32 operands, or a few products
-//   landing  instead of gather and a copy of x: y from x itself, which is contained on its way (Landing)
-//
-// Each is launched while the one before it still runs, and waits for its end where it needs what that one has written;
-// the first one waits for all that was launched before the call.
-//
-// GEMM view: rows = output pixels, columns = output channels, reduction = (block of channels, r, s, channel). A stage
-// of shared memory holds the pixels that a tile of outputs reads, with the halo, in a block of channels:
-//
-//   x stage:  [piece][slot] x 16 bytes     piece = 8 channels of 16 bits or 4 of fp32, slot = pixel
-//   w stage:  [piece][TILE_N channels] x 16 bytes, of one tap
-//
-// w is the operand that wgmma reads from shared memory. x goes through registers: ldmatrix takes 16 bytes from wherever
-// each lane says, so that any pixel of the tile may lie in any slot, and a tap is the same shift of all of them. Hence
-// strides, rows of any length and several images in a tile cost nothing here; all of that is in the table of slots.
-//
-//   points    1x1: slot m is what output m reads; outputs are numbered through all images
-//   windows   other filters: lines (rows of outputs, numbered through all images) with their halo; and 1x1 at a stride,
-//             where rows of what it reads come by boxes
-//
-//         +--pitch---+
-//         | . . . . .|   rows of image n that the first lines need
-//         | . . . . .|
-//         +----------+
-//         | . . . . .|   rows of image n + 1, with a halo of their own
-//         +----------+
-//
-// A tile is that of some lines and columns or, packed, of so many outputs in their order, from anywhere in a line on.
-//
-// One block an SM, for the life of the launch, 12 warps in three roles:
-//
-//   8 warps   two warpgroups multiply, each BLOCKS_M x 64 pixels by TILE_N channels, then store them through staging
-//   3 warps   gather: they order copies of x into slots, zeros for the padding (16-bit values that are no neighbours by
-//             fours of bytes they load and store themselves)
-//   1 warp    one thread orders bulk copies of packed weights, or boxes of w
-//
-//   memory --cp.async---> x ring --ldmatrix, rounding to TF32--> registers --+
-//                                                                            +--> wgmma --> staging --> memory
-//   packed --bulk copy--> w ring --------------------------------------------+
-//
-// Or two blocks an SM, of 8 warps, in each of which a single warpgroup multiplies: 1x1 in fp32 only, by fours of pixels
-// or boxes. Tiles are smaller for it, since each block has half of the shared memory and of the registers. One block
-// hides some of the other one's filling and draining, but while that one stores it multiplies no faster than before: a
-// warpgroup alone waits for its own operands. (H200, 2026-11-22, TF32, us, one block / two, the best tiles of each, in
-// a driver. 256 images: 64 to 64, 56x56, 118 / 112; 256 to 128, 319 / 308; 512 to 128, 28x28, 151 / 146, channels_last
-// 142 / 137. 32 images: 64 to 64, 56x56, 25.8 / 23.5; 1024 to 256, 14x14, 29.2 / 27.3. Since one block stores by boxes,
-// 64 to 64, 256 images, takes it 110 and two 113; but by bench.py, 2026-11-23, 122 and 114.)
-//
-// Or one of 16 warps, in which three warpgroups multiply 64 pixels by 128 channels each, by boxes: three read weights
-// that come once, and where tiles of 128 pixels leave SMs without one, those of 192 may not. 32 images of 14x14 are 33
-// of them, 132 for 512 channels, 28x28 131. Of 6000 random problems 266 take such tiles; 110 of these took 0.93 of the
-// time of the best other tiles, and 0.90 of what was chosen without them. (us, the best of the others / so. 1x1 in
-// channels_last, TF32: 32 images of 1024 to 512, 14x14, 31.1 / 28.6; 16 of 768 to 768 25.4 / 23.0, 32 38.4 / 33.9; one
-// of 1024 to 512, 65x65, 29.6 / 26.3. Contained: 8 images of 3x3 640 to 640, 16x16, 52.5 / 48.0; channels_last, of 320
-// to 320, 32x32, 44.2 / 41.1, 16 images 72.0 / 69.0; one of 1x1 1024 to 2048, 65x65, 58.4 / 53.9.) By fours of pixels
-// and by images they were slower, presumably as those come no faster: 32 images of 1024 to 256, 14x14, 25.7 / 27.6, of
-// 1024 to 512 33.7 / 37.8, of 512 to 2048, 7x7, 25.0 / 30.9 (H200, 2026-11-27, in a driver).
-//
-// Or 64 pixels by 64 channels each, 1x1 with TF32 operands, by fours or boxes, where there are few output channels, as
-// 307 of these problems have: presumably since two of three warpgroups multiply while one stores. (us, the best of the
-// others / so, the same day. Planes: 144 to 32, 28x28, 64 images, 20.7 / 18.6; 240 to 40 26.8 / 24.9; 24 to 144, 56x56,
-// 128 images, 99 / 82; 32 to 16, 112x112, 129 / 105; 64 to 64, 56x56, 16 images, 15.5 / 13.9, 32 20.9 / 20.3, 256 110.5
-// / 110.2; 256 to 64, 256 images, 258 / 253. channels_last: 64 to 32, 56x56, 16 images, 14.3 / 13.1; 192 to 32, 28x28,
-// 64 images, 21.4 / 20.2; 256 to 64, 256 images, 254 / 252. Of 384 pixels by 64 channels 32 images of 64 to 64 took
-// 20.4 where 192 pixels took 20.0, 256 of 256 to 64 269 and 251. By bench.py 64 to 64, 32 images, planes, 21.7 / 21.0,
-// 256 to 64, 256 images, 257 / 254.)
-//
-// fp32 is rounded on its way to the tensor cores, so that copies go straight to shared memory. They write 128 bytes of
-// it at once if these lie side by side, and otherwise piece by piece (1x1 of 256 channels to 64, channels_last, 256
-// images of 56x56: 438 us with pieces of a pixel apart, 286 side by side). Hence three layouts of a stage, by how it is
-// filled (Loads):
-//
-//   kPixels     [channel][slot]   four pixels of a channel a copy, points only; operands are single words then
-//   kChannels   [slot][piece]     a piece a copy; number i lies at place i ^ slot % 8, against bank conflicts. Where
-//                                 strides allow it, one warp orders bulk copies of boxes instead, of all points of a
-//                                 tile or of a row of slots: halo and padding come with them. Rows may be of
-//                                 every second to eighth column (1x1 256 to 512, 56x56, stride 2, 256 images:
-//                                 240 us, a piece a copy 235)
-//   kSingle     [piece][slot]     one value a copy, from anywhere; of points in fp32 [channel][slot], single words, or
-//               [image][channel][pixel], where whole images may come as they are (Source::kImages)
-//
-// fp32 in channels_last, read at a stride of 2 by a filter larger than 1x1, may come by such boxes of every second row
-// and column: a stage then holds one phase of x (Phases), of which taps read neighbouring slots. Each slot comes once,
-// as it does without phases, but a stage is a quarter as large, so that larger tiles fit, and more stages. Blocks and
-// weights are in the same order as those of a copy in phases. (H200, 2026-11-22, 256 images, us, in a driver, before /
-// so: 3x3 128 to 128, 56x56, 310 / 234; 256 to 256, 28x28, 191 / 166. Boxes of pairs of columns, both as channels of
-// one, instead of a stride: 231 and 166.)
-//
-// Single words come slowly (5 to 6 bytes a cycle of an SM), and each tile of channels reads them anew: what 1x1 filters
-// read at a stride, or of planes that are no fours of pixels, is copied by the packing kernel to where channels are
-// neighbours, if that pays.
-//
-// Where such planes follow one another without gaps, all pixels of a stage's channels of an image do so too: they come
-// by a bulk copy for each image that a tile has pixels of. That is more than a tile reads (tiles of 128 pixels have
-// some of 4 images of 7x7), but nothing is copied before.
-//
-//   memory, of an image:   | channel 0: 49 words | channel 1 | ... | channel 31 | channel 32 | ...
-//                          +------------- a stage: one bulk copy --------------+
-//   a stage of 128 pixels: | image n, the last 20 of use | image n + 1 | image n + 2 | image n + 3, the first 10 |
-//   piece i of it:         channels i, i + 8, i + 16, i + 24
-//
-// The four channels of a piece are eight apart then, and weights are packed likewise: 8 planes of an odd number of
-// pixels lie 8 or 24 banks apart, so that lanes meet in a bank at the seams of images only. (1x1, us, the best of the
-// other plans / so, H200, 2026-11-27, in a driver: 256 images of 2048 to 512, 7x7, 97.5 / 85.6; 32 of 512 to 2048 27.6
-// / 25.4; 128 of 960 to 160 29.0 / 22.9, of 160 to 960 24.4 / 22.5; 32 of 1024 to 256, 13x13, 28.1 / 26.2; 64 of 1280
-// to 320, 9x9, 34.0 / 28.7; but 256 of 512 to 2048, 7x7, 91.6 / 105, and one to eight images 1 to 3 more. Tiles of
-// whole images, 98 pixels, for which half as much comes: no difference.)
-//
-// Few weights stay in shared memory for good (resident), where a block has the same channels of y each time: 1x1 64 to
-// 256, 56x56, 278 to 274 us, 128 to 512, 28x28, 175 to 170 (256 images, in a driver).
-//
-// Blocks take tiles in turns. What is left in the last turn, fewer tiles than there are blocks, may be cut up into
-// parts of the reduction. Those of a tile are a cluster, each block of which leaves its sums in its shared memory, adds
-// up those of all for some of the channels, in their order, and stores these (meet):
-//
-//   block          0           1           2           3      ...  131
-//   first turn     tile 0      tile 1      tile 2      tile 3      tile 131
-//   last turn      tile 132    tile 132    tile 133    tile 133
-//                  part 0      part 1      part 0      part 1
-//
-// That takes 2 to 3 us of two parts; through memory, with a counter for each tile, it took 4 to 8. With TF32 operands
-// what up to four parts have is loaded before any of it is added up: 0.99, 0.98, 0.97 and 0.97 of the time of 72 plans
-// in 2, 3, 4 and 8 parts (one image of 1024 to 256, 14x14, 15.3 / 14.6 us). Kernels of contained operands took up to 4%
-// more for the code, also where nothing met (H200, 2026-11-27, in a driver).
-//
-// Through memory / by clusters (NCHW, us, in a driver, the fastest tiles and parts of each, H200, 2026-11-24, a
-// revision in the making). 8 images: 1x1 1024 to 256, 14x14, 18.8 / 16.4, 1024 to 512 22.5 / 20.0, 2048 to 512, 7x7,
-// 25.3 / 22.0; 3x3 256 to 256, 14x14, 23.9 / 21.8, 512 to 512, 7x7, 32.0 / 28.7. 32 images: 1x1 2048 to 512, 7x7, 30.8
-// / 29.2; 3x3 512 to 512, 7x7, 37.4 / 35.0, 14x14, stride 2, 43.6 / 41.1. One image of 3x3 1024 to 1024, 32x32, 62.5 /
-// 60.2.
-//
-// Tile 0 is that of the last pixels. In a network another kernel has just written x, from its first values to its last
-// ones, of which the L2 cache still holds some; and what reads y next finds its first values there. (examples/resnet50,
-// 64 images, H200, 2026-11-24, images/s: 8361 to 8371 in three runs, so 8434 to 8448. Nothing where x is not there.)
-//
-// Contained operands: fp32 tensors under the TF32 contract are multiplied as scaled fp16, at twice the rate of TF32 and
-// with half the bytes (numerics.cuh; wgmma.cu says more about the rules). x is copied first, scaled and with channels
-// as neighbours, so that boxes bring it straight to where it is multiplied. Every value of x is watched on its way: one
-// that does not fit is zero in the copy and comes on a list. The kernel `again` adds its products to y, in fp32 (mend).
-// If there are more than the list takes, if a weight does not fit or x has no scale, it does all of the call instead,
-// with weights that it packs itself. It is launched in any case and ends at once when nothing is left to do, so that
-// the host waits for nothing.
-//
-//   sample ---> contain: weights, copy of x, list ---> gather ---> again: nothing, or the list, or all
-//   sample ---> contain: weights ---> landing: list        ------> again: the same
-//
-// That pays for filters larger than 1x1 with 64 channels (channels_last: 128, unless x is large) or more, for 1x1 with
-// far more multiplications than values, and at a stride, where x would be copied anyway; the estimate decides (H200,
-// NCHW, us, the best plan of each in a driver, revisions in the making: contained, 2026-11-23; TF32, 2026-11-22; cuDNN
-// by bench.py):
-//
-//                                      256 images          32 images
-//   3x3 64 to 64, 56x56              234   297   495     41   48   84
-//   3x3 128 to 128, 28x28            145   211   284     32   42   55
-//   3x3 256 to 256, 28x28, stride 2  189   280   303     39   53   62
-//   3x3 256 to 256, 14x14            119   159   219     30   43   52
-//   3x3 512 to 512, 7x7              111   174   200     37   55   64
-//   1x1 512 to 2048, 7x7              95   124   166     28   31   36
-//   1x1 1024 to 2048, 14x14, str. 2  172   240   327     40   50   59
-//
-// (To convert x in registers on its way to the tensor cores, at every tap anew, took 218, 152 and 165 us in the third
-// to the fifth line, 256 images: the tensor cores waited for it.) By the GPU's clock, in us, 3x3 256 to 256, 14x14, 32
-// images: x is sampled at 2, all is contained at 7, what multiplies starts at 8 to 9 and ends at 26, again ends at 27;
-// 512 to 512, 7x7: 2, 11, 12, 34, 34; events around the call say 30 and 38.
-//
-// tma may multiply the copy instead (contained.cuh): its wgmmas take both operands from shared memory, where boxes
-// bring them, in tiles from 64 channels x 64 pixels on, so that small images and few of them make tiles enough. The
-// copy then has no phases, as tma reads at a stride, and weights are packed as its boxes read them. What each would
-// take is estimated in the same cycles. (3x3, us, H200, by bench.py, what took it before, at b6c9210 and 7c28017 / so,
-// at 86a56ab, 2026-11-27 / cuDNN.)
-//
-//                                           256 images          32 images
-//   512 to 512, 14x14, stride 2            157   137   249     41   37   71
-//   512 to 512, 7x7                        112   109   200     34   33   66
-//   the first one, channels_last           150   132   152
-//   the second one, channels_last          108   105   159
-//   1024 of 14x14, 32 groups                                   50   41   82
-//
-// And in a driver, the same day, of planes, the best of gather's own plans / so: 512 to 512, 14x14, 32 images, 65 / 59,
-// 7x7, 8 images, 30 / 25, 128 images, 66 / 61. Since the estimate was fitted again (cbdf92a, by bench.py, 86a56ab /
-// so), 32 groups, 32 images: 1024 channels, 28x28, stride 2, 88 / 74, 2048, 14x14, stride 2, 57 / 50. It misses some,
-// in a driver, gather / tma, which is chosen: 192 and 256 channels, 14x14, 32 images, channels_last, 26 / 30 and 28 /
-// 31; 1024 to 1024, 32x32, one image, 62 / 69.
-//
-// Tried: 1x1 without a copy, contained in registers by those who multiply, as it is rounded to TF32 there. Of 256
-// channels x 128 pixels, 32 channels of x and of weights, and what wgmmas read of both, are 80 KB: 640 cycles of shared
-// memory where wgmmas take 512 (TF32: 128 KB, 1024). Hence no more than (us, 256 images, H200, 2026-11-27, in a driver,
-// the best of all other plans / so; channels_last in parentheses): 1024 to 512, 14x14, 171 / 152 (153 / 131); 2048 to
-// 512, 7x7, (83 / 71); 512 to 256, 28x28, 193 / 178 (172 / 181); 1024 to 256, 14x14, 99 / 96 (84 / 85); 256 to 1024 123
-// / 129 (104 / 109); 512 to 2048, 7x7, (75 / 83); 512 to 1024, 28x28, stride 2, (156 / 187); 32 images 3 to 10 us more
-// than TF32 but in the first case (33 / 33).
-//
-// Filters of three columns may have x contained on its way, without a copy (Landing). What does not fit is zero in a
-// window then; how much of it there is nobody knows before the end, so that y is worked out in any case. That pays for
-// large images, whose copy is large, and few output channels, for each of which little else is done. (3x3, us, H200,
-// what took it before, by a copy or, marked w, by wgmma / so by bench.py at 294e02f, 2026-11-25 / cuDNN then.)
-//
-//                              16 images                    one image
-//   64 to 64, 512x512        1018w /  801 / 2434          89 /  63 / 178
-//   128 to 64, 512x512       2296w / 1215 / 4236         148 /  97 / 297
-//   64 to 128, 256x256        374  /  313 /  877          39 /  33 /  78
-//   128 to 128, 256x256       695  /  518 / 1395          56 /  46 / 117
-//   256 to 128, 256x256      1252  /  946 / 2470          95 /  70 / 193
-//   256 to 256, 128x128       552  /  471 / 1078          47 /  43 /  84
-//   512 to 256, 128x128      1043  /  901 / 1999          79 /  70 / 146
-//
-// In channels_last, 256 images, at b6c9210, 64 to 64, 56x56, 233 / 165 / 264, 128 to 128, 28x28, 143 / 124 / 171.
-//
-// Of narrow images tiles are of 28 columns instead of 32, or of 14 in channels_last; and of planes of 56 or 28 columns
-// at a stride of 2. There a window holds four phases of x, of which taps read neighbouring slots, and rows of x, which
-// are whole, come four at a time, as if they were one: by boxes of rows, which touch a line of memory more each, loads
-// alone took 226 us instead of 199. (3x3, us, H100, 2026-11-26, in a driver, revisions in the making, the best
-// tiles of what took it before / so, in parentheses where that is not chosen.)
-//
-//                                      32 images         64           128          256
-//   128 to 128, 28x28                 28.7 / 28.0                                137 / 130
-//   channels_last                     28.2 / 27.2                                131 / 125
-//   256 to 256, 14x14, channels_last  29.4 / (36.4)                              124 / 111
-//   128 to 128, 56x56, stride 2       54.9 / 40.9     94.6 / 65.7   167 / 114    312 / 206
-//   256 to 256, 28x28, stride 2       45.2 / 39.1     71.8 / 60.8   124 / 104    227 / 184
-//
-// With 256 images the fourth line is 514 MB; without multiplying or containing it takes 199, without loading 151. Tried
-// at a stride of 2: channels_last, by boxes of even numbers of rows, 239 to 247 where phases of x itself by boxes, with
-// TF32 operands, take 235, and 256 to 256, 28x28, 177 / 175; tiles of four rows, for which weights come from shared
-// memory, 220 (planes) and 239; ten warps that contain, for which wgmmas lack registers.
-//
-// Tiles of eight rows divide such images where those of seven do not: one of 256x256 with 128 output channels is 256
-// tiles, two turns of 132 SMs, instead of 296 (in a driver, weights from shared memory: 128 to 128 56 / 47 us, 256 to
-// 128 91 / 73; six rows 52 and 84, four 50 and 84; of 16 images 550 / 543). Where rows of y of a warpgroup were staged
-// channel by channel, eight of them met in the same banks; row by row none do, and of seven rows it makes no difference
-// (64 to 128, 16 images, eight rows, 347 / 326).
-//
-// Of 16 images since (H200, 2026-11-24, us, in a driver, as it was / so): 64 to 64 758 / 699, 128 to 64 1303 / 1203, 64
-// to 128, 256x256, 374 / 320, 128 to 128 584 / 529, 256 to 128 1044 / 959, 128x128, 256 to 256 549 / 496, 512 to 256
-// 1034 / 936; one image of 64 to 64, 512x512, 73 / 61; 32 and 256 images of 128 to 128, 28x28, by a copy 32 and 145
-// (bench.py, cb593d5), so 29 and 131. By clocks in the kernel, who waits for what: a tile's sums were staged by 970
-// instructions of one warp a scheduler, with nothing beside (so 500); weights came by 9 bulk copies of 2 KB a step,
-// each of which keeps the copy engine busy for some 90 cycles, by a fit to calls that only load (so one); who orders
-// boxes of x waited for room for weights (so another thread does that); three warps contained for nearly all of the
-// time (so six). On the way there 64 to 64 of 16 images took 21% less cycles, but 7% less time: cycles by time say that
-// the GPU lowered its clock, from 1.75 to 1.6 GHz, presumably for its power.
-//
-// What holds up the products of tiles of eight rows is, it seems, what else goes through shared memory. One image of
-// 256 to 256, 128x128, us, with weights from there as well: 46.6; with an eighth of the bytes of weights 45.4, of those
-// of x 42.3, with nothing contained 44.5, with none of these 41.7; 3 us of each are the weights for `again` of that
-// revision. Since then, boxes of 40 columns, which touch three lines of memory a row, 43.8, of 36, which touch two,
-// 42.3, of 32 41.8; 16 images 484, 467 and 454; 64 to 64, 512x512, 712, 666 and 639; but windows need 34 columns. Tried
-// (2026-11-25, in a driver, weights from shared memory):
-//
-//   - Pairs of blocks, for two tiles of channels of the same pixels, each of which contains half of a window and sends
-//     it to the other one (cp.async.bulk between shared memories, by the last warp): 16 images of 256 to 256 489 / 478,
-//     1024 to 512, 64x64, 907 / 878, one image 43.5 / 43.6, 512 to 1024 78.9 / 79.1. With weights from registers 472
-//     and 465, 881 and 879, 42.8 and 43.1, 79.6 and 79.4. With stores to the other block instead each warp needs a
-//     fence of the cluster, MEMBAR.ALL.GPU.
-//   - One wgmma of 240 slots instead of two of 120, which read weights twice, needs 146 registers at the start, so 12
-//     warps instead of 16: four that contain, of which one orders boxes, and weights ordered by a warp that multiplies.
-//     One image of 256 to 256 61.4 / 70.2, 16 images 505 / 580; with two wgmmas 482 / 614: four warps are too few.
-//   - Four landed boxes instead of three: 0 to 2% less in tiles of eight rows, but 64 to 64, 16 images, 715 / 828. Two:
-//     up to 3% more. Four windows: no difference; two: 5 to 8% more.
-//   - x sampled and weights contained by one kernel, which saves 1.1 us from the first to the last instruction. But by
-//     bench.py one image of 256 to 256 takes 43.7 / 48.2, of 256 to 128, 256x256, 72.4 / 77.9, and only that of 64 to
-//     64 less, 63.6 / 61.2. Behind a kernel that fills the instruction caches it is the same in a driver: 42.7 / 47.1,
-//     71.3 / 76.0. By the GPU's clock it is code: the first tile is staged in 4.4 us, with a kernel more in front in
-//     1.0 to 1.5, and the first products come later. Presumably code is fetched for a kernel that waits long enough.
-//   - Weights contained by landing_kernel itself, part by part by its first blocks, while x lands and is contained; all
-//     wait for a counter in memory. Blocks start 3 us earlier, but multiply 2 us later, as all of that code comes from
-//     memory: 256 to 256 42.6 / 46.6, 128 to 128, 256x256, 45.4 / 49.8.
-//   - Of the last tile both warpgroups stage at once, the second one where x landed: no difference. y is on its way for
-//     4 us then, 16.8 MB, whoever waits.
-//   - Of each tile's last step all products of the first half of the slots before the others, so that these sums are
-//     staged meanwhile (with weights from shared memory, for want of registers): 0 to 1% more, one image and 16.
-//   - Long rows of weights contained by three blocks an SM that start 0.8 to 2.6 us one after the other, so that some
-//     load while others pack: 1024 to 1024, 64x64, 137.5 / 137.5 to 139.7.
-//
-// By the same fit the copy engine takes 9 cycles for each row of 40 columns of a box, which touches three lines, and
-// one thing after another: more boxes ordered ahead keep weights and y waiting (four landed boxes instead of three, two
-// teams of three warps, one of them for each half of a step: 64 to 64 836, 256 to 256 506; two landed boxes 728 and
-// 517). Copies of x by 16 bytes instead of boxes, ordered by one warp: 762 and 558. An earlier revision (2026-11-23,
-// 764 us for 64 to 64): tiles of 168 slots, for the sake of seven converting warps, 706 and, 128 to 64, 1242 where
-// these tiles took 724 and 1255 (of a prototype); the next pixel's words loaded before one is converted, 802 and 1414
-// where it took 731 and 1314; staging of 8 channels for each warpgroup instead of 16 for both in turns 789 and 1320
-// where it took 765 and 1309.
-//
-// Where rows of taps lie far apart (a dilation) a window would be mostly of what a few of them read, or too large.
-// There a stage of x is what one tap reads for all outputs of a tile, numbered through all images, and that is a single
-// box: a map of columns (im2col) finds the pixels, row by row and image by image, and zeros for the padding. fp32 with
-// TF32 operands only; planes are copied to where channels are neighbours first. Each tap has the L2 cache give x anew.
-// The second line in channels_last is some 1440 stages one after another, so that 48 KB of x and weights come to each
-// SM in 0.6 us, in which the products would take 1024 cycles. 3x3, us, what took it before / so / cuDNN (H200,
-// 2026-11-25; the first ones by bench.py at 44fc1f1):
-//
-//   2048 to 256, 65x65, 8 images, dilation 24    1467 / 1049 / 1692    channels_last    1493 /  902 / 1726
-//   36                                           1468 / 1033 / 1688                     1493 /  888 / 1722
-//   256 to 256, 64x64, 8 images, 12               268 /  120 /  202                          /  105 /  201
-//   128 to 128, 33x33, 8 images, 12               155 /   23 /   41                          /   20 /   40
-//
-// Groups of multiples of 64 channels are contained likewise, and several smaller ones as one of 64 channels, with zeros
-// for the weights between them (merged). A copy of x holds nothing but finite values, whose products with zeros are
-// zeros; of what is on the list each output has its own group's products added.
-//
-//                                        64 input channels
-//   weights of a tile, groups A to D       A  0  0  0
-//   of 16 input channels:                  0  B  0  0       output channels
-//                                          0  0  C  0
-//                                          0  0  0  D
-//
-// 3x3, 32 groups, 32 images, us, bench.py, H200, 2026-11-23, NCHW and channels_last: TF32 operands, by this engine,
-// wgmma (256 channels, NCHW) or mma (256 and 512), at d9c4d26 / so, at 95833a7 / cuDNN.
-//
-//   256 channels, 56x56            313 / 126 / 236    233 / 124 / 119
-//   512, 28x28                      93 /  70 / 133     94 /  68 /  68
-//   1024, 14x14                     64 /  51 /  83     49 /  46 /  43
-//   2048, 7x7                       43 /  38 /  61     36 /  33 /  33
-//   2048, 14x14, stride 2           68 /  58 /  85     66 /  52 /  34
-//
-// With tensors of 16 bits the same loop reaches 640 to 770 TFLOP/s where there are many tiles.
-//
-// What bounds it with TF32 operands (H200, 2026-11-22, 256 images, us, packing included, revisions in the making before
-// tiles were packed and cut up; without loading x, or storing y, or both and seven eighths of w; cuDNN's own time). A
-// bare loop of these wgmmas with ldmatrix and rounding reaches 480 TFLOP/s, these layers 80 to 290.
-//
-//   1x1 1024 to 512, 14x14     180   without x 156   without y 157   without all 125    cuDNN 331
-//   3x3 256 to 256, 14x14      205   without x 200   without y 191   without all 182    cuDNN 219
-//   1x1 64 to 256, 56x56       318   without x 308   without y 113   without all  90    cuDNN 294
-//   1x1 512 to 128, 28x28      161   without x 119   without y 122   without all  80    cuDNN 152
-//
-// The second one was bound by its shape: 8 lines fill 112 of a tile's 128 pixels, and 448 tiles take 4 rounds of 132.
-// Packed, 392 tiles take three: 194 to 154 us (by turns in one run; 28x28, 128 to 128: 243 to 225; 7x7, cut up: 180 to
-// 164; 1x1 at a stride by copies: 1024 to 2048, 14x14, 350 to 249).
-// Reading and writing take turns in a block: while its warpgroups store, the rings fill, but nobody multiplies. Tried:
-// weights for clusters of 2 or 4 blocks by multicast, 1.2 to 1.4 and 2 to 2.3 times slower, for whatever reason (with
-// an eighth of the bytes of weights it is 1 to 5% faster); x through registers of the gathering warps (1x1 256 to 64,
-// 56x56: 493 instead of 295 us). x of [channel][pixel] by boxes of 16 pixels x 32 channels, by turns in one run, 1x1: 2
-// to 9% more than 16-byte copies, but 23% more for 256 to 128, 56x56, 17% more for 1024 to 512, 14x14, where boxes meet
-// seams of images, and 4% less for 512 to 256, 28x28. That revision also worked out a tile's numbers twice, against
-// spills, which costs too: 64 to 64, 56x56: 141 us by 64-bit divisions, 136 by 32-bit ones, 127 before all of that.
-// Points at a stride of channels_last by a box a line, which one thread ordered: 1024 to 2048, 14x14, 256 images, 1253
-// us in tiles of 128 channels; by pieces, in tiles of 256, 180. Four buffers for boxes of y instead of two: no
-// difference, or up to 6% more. Rounding by the copy itself, boxes of CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, instead of in
-// registers: 0 to 4% less in the best tiles, up to 10% in others, but ties go to even (Inf and NaN stay), and away from
-// zero in cuDNN. A first round that stores nothing, to bring code from memory: 3 to 5 us more. For the copy of x,
-// blocks that go on to the next part while one is stored: 38 us instead of 32 (14x14 of 256 channels, 256 images, in a
-// profiler). Every second block starting 5000 or 9000 cycles later, so that blocks do not store all at once: 1x1 64 to
-// 256, 56x56, 274 us without, 274 and 279 so, 256 to 1024, 14x14, 137, 136 and 136, channels_last 113, 113 and 115.
-//
-// To store is what an SM does at its own pace: with 16 blocks on 16 SMs, a tile of 128 pixels x 256 channels takes 4100
-// cycles in channels_last, and of planes 6400 through staging, where 132 of them take 4800 and 6700 (H200, 2026-11-23,
-// clocks in the kernel, 256 images, 1x1 256 to 1024, 14x14, and 64 to 256, 56x56). In a driver that does nothing else
-// an SM stores 62 bytes a ns, some 32 a cycle, by warps of 512 bytes of a plane, by boxes of 16 to 128 pixels and by
-// bulk copies of 512 bytes alike (22 to 43 by fours of pixels of four planes), all SMs together 3.9 to 4.3 TB/s. So
-// planes are stored by boxes, which each warp stages without waiting for another one (5400 cycles). That, and warps
-// whose number is known to be uniform, 256 images, us, before / so: 1x1 256 to 512, 56x56, stride 2, 324 / 303; 128 to
-// 512, 28x28, 165 / 156; 3x3 64 to 64, 56x56, 340 / 300. Tried, 64 to 256, 56x56, 276 us: pairs of pixels without
-// staging 292; bulk copies of 256 bytes 390; boxes of 32 pixels, staged by two warps, 340 (in other tiles).
-//
-// While it multiplies it is near what shared memory gives, 128 bytes a cycle of an SM: at the tensor cores' full rate,
-// with TF32 or fp16, weights are read with 64 of these, x with 16 (tiles of 256 channels) or 32, and to write stages
-// takes up to 48. A stage of 32 channels, 1024 cycles of the tensor cores, takes 1105 in 1x1 1024 to 512, 14x14, and
-// 1082 in 3x3 128 to 128, 28x28; with 56x56 and a stride of 2, where fewer taps read a stage of x, 1476 (H200,
-// 2026-11-23, clocks in the kernel, channels_last, 256 images, before the latter had a third stage of x).
-//
-// Hence little comes of operands that are contained without a copy of x (channels_last, 256 images, us, in a driver, as
-// it is / so). By the gathering warps, from landed boxes to stages: 3x3 256 to 256, 14x14, 116 / 107; 128 to 128,
-// 28x28, 147 / 138; 56x56, stride 2, 213 / 235; 1x1 256 to 1024, 14x14, 104 / 118. Beside the tensor cores one of these
-// warps got an instruction every 3.5 cycles, and three of them contained four values a cycle. By the multiplying warps,
-// behind ldmatrix: 1x1 256 to 1024, 14x14, 104 / 116; 1024 to 512 148 / 144; 1024 to 256 83 / 95; 512 to 256, 28x28,
-// 171 / 183. Of 1060 cycles a stage a warp spent 350 with that and 520, all that both warpgroups' products take, at its
-// wgmmas, whose operands in registers seem to hold it up until they are nearly done. Nor did it help to load and to
-// convert operands between the wgmmas of the batch before (2% more in the mean of all layers), or to have three
-// warpgroups of 64 pixels x 128 channels that contain their operands (stride 2: 213 / 220).
-//
-// Against what a call with contained operands takes beside the multiplication it was tried as well (NCHW, us, in a
-// driver, H200, 2026-11-23; 3x3 of 16 images: 128 to 128 channels, 256x256 (A), 256 to 256, 128x128 (B), 1024 to 512,
-// 64x64 (C), 256 to 128, 256x256 (D)). Nearly all of x contained before, and that not counted, B to D take 464, 839 and
-// 1058 instead of 545, 902 and 1305.
-//
-//   - The two gathering warps that have nothing to do contain x while the others multiply, block by block, in the order
-//     of the tiles, which wait for what they read; a first part of x is contained before, as now: A 721 / 667, B 545 /
-//     513, C 902 / 868, D 1305 / 1247; 256 images of 256 to 256, 14x14, 124 / 121. The tensor cores slow down by about
-//     a cycle for each instruction beside them: of 529 us in B that way 489 are left if these warps only count, 511 if
-//     they load and store but convert nothing. (With loads to registers two patches of 4 KB ahead it was slower yet:
-//     they share a scoreboard, so that who waits for one waits for both.)
-//   - 2 to 16 batches of images, whose copy stays in the L2 cache: each adds 5 to 15 us, and none is faster for it.
-//   - Each warp of contain_kernel by itself, without shared memory, 4 KB of loads under way: the same, or up to 3 us
-//     more.
-//   - `again` takes 1.8 to 2.9 us at the end of a call, with one block as with 132. Empty kernels in the place of a
-//     call's four, that only wait, take 6.5 us, events around them: the first one 2.7, two 4.8, three 5.2 (2026-11-24).
-//   - Without `again` calls take 1.9 to 3.2 us less (32 images and one of a U-Net, 24 to 90 us; 2026-11-25). Flags read
-//     before it waits, which the kernel before allows once contained operands are there, and nothing else done: 0 to 1
-//     us less, but 1x1 512 to 2048, 7x7, 27.0 / 28.1; with 8 blocks instead of 132 0 to 1 us less yet. Without waiting
-//     at all, which would let later kernels overtake, it still costs 0.9 to 1.8 us, there 3.6: presumably its blocks
-//     find no room before others end. Without `sample` from 1.5 us less to 1 more. contain_kernel alone takes 6 us
-//     where it packs weights only, and 9 to 25 where it copies x as well.
-//   - Behind a kernel that fills the instruction caches a call with contained operands takes 0 to 0.6 us more than
-//     behind itself (1x1 512 to 2048, 7x7, 2.7; by landing 2), one with TF32 operands 0.8 to 1.5 and, of several tiles
-//     a block, up to 4.3: code then comes from memory behind what has been ordered of x (32 images, 2026-11-24).
-//   - Who waits for the kernel before does it as late as it can, with its first tile worked out: that took 1 to 1.7 us
-//     from the wait on, as code and parameters come from memory for the first time. All parameters loaded at once, at
-//     the start: no difference.
-//   - A row of weights in shared memory at once, in blocks of 9 or 18 KB, instead of loading it twice: 512 to 512, 7x7,
-//     32 images, 43 / 37. In 37 KB, neighbouring threads of neighbouring rows: 41, and 256 to 256, 28x28, stride 2, 256
-//     images, 189 / 217, as contain_kernel's blocks have less of the L1 cache, in which they meet sectors again. But
-//     where weights are most of what is read, pairs of long rows, whose pieces are whole sectors: 1024 to 1024, 32x32,
-//     one image, 77 / 64.
-//   - With TF32 operands: weights of 1x1 by boxes of 32 channels x TILE_N rows of w itself, in the order of a 128-byte
-//     swizzle, rounded by CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, instead of packing them. The tiles that are chosen, 13
-//     layers of a ResNet-50, planes and channels_last, then take 0.85 and 0.82 of the time with one image, 0.91 and
-//     0.86 with 8, 0.94 and 0.89 with 32, 0.99 and 0.98 with 256 (H100, 2026-11-26, in a driver). But ties go to even
-//     then, so that of 16384 weights one is another operand than numerics.cuh says, and than cuDNN's, in all pixels of
-//     a channel: by 2^-10 of it, which a comparison with cuDNN at 1e-4 sees where weights are larger than 1/16 or so.
-//   - 1x1 by a program of its own, in which each warp orders boxes of 32 pixels x 32 channels, loads its operands by 16
-//     bytes and stores what it has multiplied: 64 to 64, 56x56, 32 and 256 images, 18.9 and 110 us (gather 22.5 and
-//     114), 256 to 64 43 and 256 (43 and 256); with more channels it is slower, 256 to 1024, 14x14, 30 and 157 (30 and
-//     129). What is left of these is memory: a plain read of x and write of y takes 17.7 and 106, 37 and 246.
-//   - 1x1 at a stride of 2, planes, TF32, without a copy: by fours of pixels, of which every second one is multiplied.
-//     32 images of 256 to 512, 56x56, 52.6 / 45.3; but 256 images 300 / 303, and 512 to 1024, 28x28, whose rows are
-//     half as long and which more tiles of channels read, 44.3 / 53.4 and 220 / 321 (2026-11-24).
-//   - x to be contained with evict_first: 32 images at a stride of 2 1 to 5% less, 256 images up to 9% more; without a
-//     stride from 2% less to 5% more (2026-11-24).
-//   - Code in the L2 cache before a call, as the same kernels had just run with four blocks: 0 to 1.6 us less (32
-//     images of a ResNet-50, 22 to 53 us). All parameters of contain_kernel loaded at once: no difference. 116
-//     instructions for 8 weights instead of some 200, as it is: 0 to 1 us (1x1 512 to 2048, 7x7, 26.8 / 25.8; one image
-//     of 3x3 1024 to 1024, 32x32, 62.9 / 61.2). The factors of weights prefetched to the L1 cache: up to 2.5 us more.
-//   - TF32 weights packed by 17 to 132 blocks of 256 to 1024 threads, so that the other SMs could start on x: 32 images
-//     of 1x1, from 2% less to 55% more.
-//   - x by fours of pixels with evict_first, 1x1: 32 images of 512 to 128, 28x28, 27.5 / 26.1, of 64 to 64, 56x56, 20.5
-//     / 20.0; but 256 images of 256 to 64, 56x56, 256 / 269, to 128 310 / 328. y with st.global.cs: no difference.
-//     Where x and y are small, or channels many, only (2026-11-24, by turns): 32 images of 512 to 128 28.6 / 28.2, of
-//     256 to 1024, 14x14, 28.3 / 29.3, of 1024 to 256 26.7 / 26.9, but 64 images of the latter 34.8 / 33.6. Code whose
-//     copies have a policy takes 0 to 2 us more with 32 images, also where that is evict_normal.
-//   - What a stage of planes takes with TF32 operands. Alone, from shared memory, with rounding: 512 cycles in tiles of
-//     128 channels x 128 pixels and 1024 of 256 channels, all that the products take (on an H100 588 and, with
-//     barriers, 630; 1024 both). In the kernel it is more: 1024 to 512, 14x14, 256 images, 128 / 256 channels, us, 229
-//     / 166; without copies of x 187 / 147, without storing 211 / 144, without both and with an eighth of the weights
-//     163 / 120 (2026-11-24).
-//   - For that: both warpgroups' products in turns, by named barriers, from 2% less to 5% more (256 images of 1x1 128
-//     to 512, 28x28, 153.7 / 151.5; of 3x3 512 to 512, 7x7, contained, 110.0 / 113.5). x by a bulk copy for each run of
-//     pixels of a channel: some 50 ns each, so that 1024 to 256, 14x14, 32 images, takes 80 us instead of 26. x by
-//     boxes of 72 pixels x 32 channels, 8 of them against bank conflicts, and a second box where 64 pixels are those of
-//     two images: 25.7 / 29.8, 256 images of 1024 to 512 168 / 196, of 64 to 64, 56x56, 110.9 / 114.5. A third of the
-//     instructions a stage for copies by fours, 165 instead of 450: 1.00 in the mean of 30 layers, of the tiles that
-//     are chosen; others took up to 20% less (2026-11-24).
-//   - Weights of 1x1 by boxes of w itself, as above, rounded in shared memory: by the warp that orders them 26 / 43 us,
-//     by two warps that have nothing to gather (channels_last) 22 / 26, since that doubles what goes through shared
-//     memory. Once for all tiles, where weights are resident: 0 to 2 us less (2026-11-24, channels_last, 32 images, 64
-//     to 256, 56x56, 41.0 / 39.1, to 64 20.0 / 19.4; of planes it failed for a reason that was not found).
-//   - Contained operands by two blocks an SM, in each of which a warpgroup multiplies 128 pixels x 128 channels, so
-//     that one block multiplies while the other one stores (H100, 2026-11-25): 256 images of 1x1 512 to 2048, 7x7,
-//     104 / 121, of 1024 to 512, 14x14, 214 / 230, of 128 to 512, 28x28, 239 / 248; 16 images of 3x3 512 to 512, 64x64,
-//     485 / 497, of 1024 to 512 939 / 968.
-//   - With TF32 operands, tiles of 128 channels x 128 pixels: words of the next stage loaded among the products of this
-//     one, rounded later: 2 to 11% more, 256 channels 1 to 3% (1x1, 30 layers, H200, 2026-11-27, in a driver). Shared
-//     memory bounds these: to write a stage, to read its x once and its weights twice, by either warpgroup, is 80 KB or
-//     640 cycles where products take 512. By the GPU's clock they take 670 by boxes or images, and 800 by fours. (The
-//     same of tiles of 256 channels is 128 KB, 1024 cycles, as long as products take.) Tiles of 256 channels in parts
-//     for that, where there are too few: 32 images of 1024 to 256, 14x14, channels_last, 22.0 / 24.4; of 2048 to 512,
-//     7x7, 25.4 / 27.3, planes 27.1 / 28.2.
-//   - 7x7: tiles of five whole images, 245 of 256 rows, whose chunks of channels both warpgroups stage as memory has
-//     them, for a bulk copy each. With channels in an order in which lanes meet all banks a tile takes 6700 cycles to
-//     store instead of 9800 (of as many channels times pixels; 8500 in the order of channels, H100), but tiles are 6%
-//     more: 512 to 2048, 256 images, 92.8 / 89.3, 32 images 25.3 to 27.6 / 26.3; 1024 to 2048, stride 2, 169 / 173 and
-//     37.9 / 39.0; 2048 to 512 98.4 / 104 (2026-11-25).
-//   - Who multiplies runs once through all that stores, without storing, while it waits for contained operands, so that
-//     code comes from memory then: 0 to 4 us more. Chunks of channels in another order for each warp, so that warps
-//     wait for different code at once: 32 images and one of a U-Net from 1 us less to 3 more, 256 images of 64 to 256,
-//     56x56, 279 / 303, presumably as planes come in no order (2026-11-25).
-//   - Weights that stay brought by the multiplying warps, rounded, without a packing kernel: 32 images of 64 to 64,
-//     56x56, 21.4 / 21.8, of 64 to 256 38.0 / 44.4; and behind a kernel that fills the instruction caches most kernels
-//     with that code, whether they use it or not, take 5 to 44% more, 8 images of 256 to 1024, 14x14, 15.6 / 27.8; but
-//     64 to 64 23.9 / 22.4 (2026-11-25).
-//   - Before a call is timed the L2 cache is full of what has been written, as in bench.py, and as a call leaves it: to
-//     read 26, 51 and 103 MB then takes 14.3, 22.3 and 36.6 us, 11.5, 16.7 and 28.5 where it is full of what has only
-//     been read.
-//
-// What a 1x1 filter takes as a matrix product by cuBLAS (H200, 2026-11-27, TF32, us, by turns in one run, times as in
-// bench.py): x as it is, image by image / [channel][pixel of all images] / [pixel][channel], both there already, at a
-// stride nothing but what is read / this engine, planes, at 16e6b74 / cuDNN's convolution of planes, of channels_last.
-//
-//     64 to   64, 56x56,        32 images    22.8 /  21.7 /  26.8 /  25.8 /  22.8   23.3
-//    512 to  256, 28x28         32           40.4 /  35.4 /  31.9 /  39.3 /  40.4   33.6
-//    512 to 1024, 28x28, str. 2 32           47.4 /  35.9 /  28.0 /  45.6 /  74.3   28.1
-//   1024 to  256, 14x14         32           26.2 /  24.3 /  24.4 /  29.2 /  32.7   24.9
-//    256 to 1024, 14x14         32           34.4 /  26.4 /  21.3 /  31.5 /  34.3   22.4
-//   2048 to  512,   7x7         32           65.0 /  23.0 /  20.5 /  30.7 /  41.6   24.6
-//    512 to 2048,   7x7         32           65.0 /  28.3 /  20.8 /  30.8 /  35.8   20.3
-//     64 to   64, 56x56,        256         106.9 / 115.7 / 111.9 / 114.8 / 107.1  114.5
-//    256 to  128, 56x56         256         299.1 / 311.6 / 307.2 / 311.7 / 299.1  296.4
-//    256 to  512, 56x56, str. 2 256         233.0 / 221.8 / 198.2 / 298.2 / 791.5  201.3
-//   1024 to  512, 14x14         256         446.5 / 169.0 / 149.9 / 172.1 / 315.2  149.7
-//   2048 to  512,   7x7         256         413.9 /  90.9 /  86.5 / 100.4 / 166.4   77.1
-//
-// So planes cost this engine most where channels as neighbours would be read and written by boxes. If all 1x1 layers of
-// a ResNet-50 took the least of these, its own time among them, the mean speed-up over cuDNN of all 46 rows (32 and 256
-// images) were 1.79 instead of 1.59, or 1.69 by the products of planes alone.
-//
-// Tiles, outputs and slots are found without a division (Divisors). That, and boxes of channels_last that each warp
-// stages for itself, took 2 to 4% less, in the mean over a ResNet-50's layers (H200, 2026-11-23, in a driver).
+// gather engine: implicit-GEMM convolution on Hopper's tensor cores (wgmma, sm_90a) for problems without long rows:
+// strides, 1x1 filters, small images, channels_last. It computes the forward, and the gradient to the input without a
+// stride, in fp16, bf16, and fp32 under the TF32 contract. fp32 is multiplied as TF32 or as scaled fp16 (`contained`:
+// docs/glossary.md, numerics.cuh), whichever is faster by the estimate. Deterministic: an output is one sum in one
+// order.
+//
+// GEMM view: rows = output pixels, columns = output channels, reduction = (block of channels, r, s, channel).
+//
+//                     TILE_N output channels
+//                   +------------------------+    x stage: [piece][slot] x 16 bytes: the pixels that a tile reads, with
+//   64 x BLOCKS_M   | multiplying warpgroup  |             the halo, in a block of channels
+//                   +------------------------+    w stage: [piece][TILE_N channels] x 16 bytes, of one tap
+//   output pixels   | multiplying warpgroup  |    piece = 8 channels of 16 bits or 4 of fp32, slot = a pixel
+//                   +------------------------+    tap   = the same shift of all slots, so that x is loaded once for all
+//
+// wgmma reads w from shared memory and x from registers. ldmatrix takes 16 bytes from any address per lane, so that any
+// pixel may lie in any slot: strides, rows of any length and several images in a tile cost the main loop nothing. Tiles
+// are `points` (1x1: outputs numbered through all images) or windows (filters larger than 1x1, and 1x1 at a stride by
+// boxes: lines of outputs, or packed: so many outputs from anywhere in a line on). A warpgroup multiplies 64 * BLOCKS_M
+// pixels by TILE_N channels. One block per SM strides over tiles by gridDim.x, with 12 warps in three roles:
+//
+//   w --pack--> packed --bulk copies, 1 warp---------------> w ring ------------------------------+
+//                                                                                                 +--> wgmma, 8 warps
+//   x --cp.async by 3 warps, or TMA boxes, bulk copies-----> x ring --ldmatrix, rounding to TF32--+        |
+//                                                                                                       staging --> y
+//   A stage's mbarriers: full (by the copies), empty (by the warps that multiply it).
+//
+// Variants of the roles: two blocks an SM, each with one multiplying warpgroup (1x1, fp32); or one block with three.
+// Tiles of the last turn may be cut into parts of the reduction for the blocks of a cluster (meet).
+//
+// Source says how x comes. Each way has a kernel, since code is cold where other kernels have run before:
+//
+//   kSingle, kPixels, kChannels   gathered: cp.async of a value, of four pixels, of 16 bytes of channels (see Loads)
+//   kBoxes                        TMA boxes where channels are neighbours; contained operands always come so
+//   kImages                       1x1, planes of no multiple of 4 pixels: bulk copies of whole images
+//   kPhases                       boxes of every second row and column (stride 2, channels_last, TF32: see Phases)
+//   kTaps                         an im2col box for each tap, where taps lie far apart (dilation)
+//   kLanding                      boxes of fp32 that warps contain on their way to wgmma, without a copy (see Landing)
+//   kAny                          gathered or boxes, as the plan says: 16 bits, and `again`
+//
+// Kernels of a call. Each starts early (PDL) and waits for the preceding one where it needs what that writes:
+//
+//   TF32, 16 bits   pack: w unless boxes bring it, and a copy of x where it pays ---> gather
+//   contained       sample: scale of x ---> contain: w, copy of x, list ---> gather, or tma.cu (by_tma) ---> again
+//   landing         sample ---> contain_rows: w ---> landing: list ---> again
+//
+// A value of x that does not fit into scaled fp16 is zeroed, in the copy or where it is contained by landing_kernel,
+// and recorded on the list; `again` adds its products in fp32. If the list overflows, or w or x has no scale, `again`
+// computes the whole call with TF32 operands. The host launches it in any case and never waits. Small groups are
+// contained as one, with zeros between them (merged).
+//
+// Bound by memory where there are few channels; otherwise by shared memory, whose full rate multiplying nearly takes,
+// and by storing, during which the warpgroups of a block do not multiply; with few images by launches, by code that
+// comes from memory, and by containing x.
+//
+// Measurements: docs/lab/gather.md
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -529,17 +80,17 @@ namespace gather {
 
 constexpr int kGatherWarps = 3;
 [[maybe_unused]] constexpr int kGatherThreads = 32 * kGatherWarps;
-// Of a block with so many multiplying warpgroups, one to three; those that order copies are one more. An SM has one
-// block, or two of one multiplying warpgroup.
+// Threads of a block with one to three multiplying warpgroups; one more orders copies. An SM has one block, or two if
+// one warpgroup multiplies.
 MODELNEW_HOST_DEVICE constexpr int threads_of(int warpgroups) { return 128 * warpgroups + kGatherThreads + 32; }
 MODELNEW_HOST_DEVICE constexpr int blocks_per_sm(int warpgroups) { return warpgroups == 1 ? 2 : 1; }
-// As many as an SM has for each thread, by eights: what a kernel starts with.
+// Registers per thread at launch, rounded down to 8.
 MODELNEW_HOST_DEVICE constexpr int start_registers(int warpgroups) {
   return (64 << 10) / (threads_of(warpgroups) * blocks_per_sm(warpgroups)) / 8 * 8;
 }
 
-// What y and the bias hold, and what stages do, as the tensor cores multiply it. AGAIN: in the kernel that does what
-// contained operands are not fit for.
+// Types: Tensor, of y and the bias; Stored, of stages, as the tensor cores multiply it. AGAIN: in the kernel that
+// redoes calls whose operands cannot be contained.
 template <typename Tensor_, typename Stored_ = Tensor_, bool AGAIN_ = false>
 struct Format {
   using Tensor = Tensor_;
@@ -547,8 +98,8 @@ struct Format {
   static constexpr bool CONTAINED = sizeof(Stored) < sizeof(Tensor);
   static constexpr bool AGAIN = AGAIN_;
   static constexpr int CHANNELS = 16 / sizeof(Stored);  // of a piece
-  // Registers of a thread, by multiplying warpgroups of its block: all start with start_registers, and those that
-  // multiply need more. Three of them get what spills nothing on either side: 152, and 56 are left (144 and 80 spill).
+  // Registers per thread by multiplying warpgroups of a block: all warps start with start_registers, and those that
+  // multiply need more. With three, neither side spills (docs/lab/gather.md).
   MODELNEW_HOST_DEVICE static constexpr int multiply_registers(int warpgroups) {
     return warpgroups == 3 ? 152 : warpgroups == 1 || sizeof(Tensor) == 2 ? 208 : AGAIN ? 216 : 224;
   }
@@ -561,21 +112,21 @@ using Contained = Format<float, Half>;
 using Again = Format<float, float, true>;
 
 constexpr int kThreads = threads_of(2);  // of what does all contained operands again
-// What a block may have on sm_90, and what each of two blocks of an SM may: that has 228 KB, and 1 KB of each block is
-// the system's.
+// Shared memory of a block on sm_90, and of each of two blocks of an SM: that has 228 KB, of which the system takes 1
+// KB for each block.
 constexpr int kSharedBytes = 232448, kHalfSharedBytes = (228 * 1024) / 2 - 1024;
 constexpr int kMaxStages = 8;
-constexpr int kLeastPointPieces = 8;             // of a stage of 1x1: no smaller one was ever faster
+constexpr int kLeastPointPieces = 8;             // of a stage of 1x1 (docs/lab/gather.md)
 [[maybe_unused]] constexpr int kStepPieces = 2;  // in one wgmma
 constexpr int kContainedBlock = 64;              // channels of a stage of contained operands
 constexpr int kPhasesBlock = 32;                 // of one of phases of x itself
-// Of what is contained on its way: taps of a row of the filter; channels that a warp stages; bytes of a landed pixel in
-// channels_last, 16 channels.
+// Landing (x contained on its way): taps of a row of the filter; channels that a warp stages; bytes of a landed pixel
+// in channels_last, 16 channels.
 constexpr int kLandingTaps = 3, kLandingStagedChannels = 16, kLandedPixelBytes = 64;
-// Of what has landed, of windows; at most of weights, and of rows of these.
+// Stages of landed boxes and of windows; most stages of weights, and of rows of these (docs/lab/gather.md).
 constexpr int kLandedBoxes = 3, kLandingWindows = 3, kMostLandingWeights = 4, kMostLandingRows = 6;
 constexpr int kWholeRowsPadding = 1;  // columns of a window in front of whole rows of x, which nobody writes
-constexpr int kSharedRows = 3;  // of the filter, where warpgroups share the pixels: loops of any number take 1 us of 44
+constexpr int kSharedRows = 3;  // of the filter, where warpgroups share the pixels: docs/lab/gather.md
 constexpr int kContainWarps = 6, kLandingThreads = 32 * (8 + kContainWarps + 2);  // two warps order copies
 
 // A tile of what is contained on its way, as the compiler knows it, so that channels, slots and places are found
@@ -595,9 +146,9 @@ struct LandingShape {
   MODELNEW_HOST_DEVICE constexpr int tile_rows() const { return (shares() ? 1 : 2) * rows; }
   // Slots of a row, of a phase; even: pairs of slots are of one row.
   MODELNEW_HOST_DEVICE constexpr int pitch() const { return (columns + (stride == 1 ? 2 : 1) + 1) / 2 * 2; }
-  // Of each of two wgmmas.
+  // Slots of each of two wgmmas.
   MODELNEW_HOST_DEVICE constexpr int product_slots() const { return ((rows - 1) * pitch() + columns + 15) / 16 * 8; }
-  // Of a phase, so that neighbouring columns, which are of two of them, meet other banks.
+  // Slots of a phase; neighbouring columns, which are of two phases, meet other banks.
   MODELNEW_HOST_DEVICE constexpr int phase_slots() const {
     return stride == 1 ? 0 : ((tile_rows() + 1) * pitch() + 3) / 8 * 8 + 4;
   }
@@ -605,17 +156,17 @@ struct LandingShape {
     return stride == 1 ? row * pitch() + column
                        : (row % 2 * 2 + column % 2) * phase_slots() + row / 2 * pitch() + column / 2;
   }
-  // Of a window.
+  // Columns and rows of a window.
   MODELNEW_HOST_DEVICE constexpr int window_columns() const { return stride * (columns - 1) + kLandingTaps; }
   MODELNEW_HOST_DEVICE constexpr int window_rows() const { return stride * (tile_rows() - 1) + kLandingTaps; }
-  // What lands at a time: of 8 planes, twice a step, or of 16 channels in channels_last, so many rows by a box. At a
-  // stride of 2 rows of x are whole and follow one another, so that each box is of four of them, as if they were one.
+  // Boxes land so many rows of 8 planes at a time, twice a step, or of 16 channels in channels_last. At a stride of 2
+  // rows of x are whole and follow one another, and a box is of four of them as if they were one.
   MODELNEW_HOST_DEVICE constexpr bool whole_rows() const { return stride == 2; }
   MODELNEW_HOST_DEVICE constexpr int landed_rows() const {
     return whole_rows() ? (window_rows() + 3) / 4 * 4 : window_rows();
   }
   MODELNEW_HOST_DEVICE constexpr int box_rows() const { return whole_rows() ? 4 : window_rows(); }
-  // Of planes from up to three columns before the window on, in fours, unless it is all of them.
+  // Planes: fours of columns, from up to three columns before the window on, unless a box has whole rows.
   MODELNEW_HOST_DEVICE constexpr int box_columns() const {
     return whole_rows() ? 2 * columns : channels_last ? window_columns() : (window_columns() + 6) / 4 * 4;
   }
@@ -630,7 +181,7 @@ struct LandingShape {
   MODELNEW_HOST_DEVICE constexpr int lane_pieces() const { return whole_rows() || channels_last ? 2 : 1; }
   MODELNEW_HOST_DEVICE constexpr int row_lanes() const { return whole_rows() ? columns : window_columns(); }
   MODELNEW_HOST_DEVICE constexpr bool by_rows() const { return stride == 1 && columns == 32; }
-  // What warps contain at a time, of so many rows.
+  // Items that warps contain at a time, of so many rows.
   MODELNEW_HOST_DEVICE constexpr int warp_items(int of_rows) const {
     return by_rows() ? of_rows + (of_rows * (row_lanes() - 32) + 31) / 32 : (of_rows * row_lanes() + 31) / 32;
   }
@@ -648,7 +199,7 @@ struct LandingShape {
   MODELNEW_HOST_DEVICE constexpr int staged_row_bytes() const {
     return channels_last ? columns * kLandedPixelBytes : kLandingStagedChannels * 128;
   }
-  // Of a warp; in channels_last the order of pieces starts anew there.
+  // Staging of a warp; in channels_last the order of pieces starts anew there.
   MODELNEW_HOST_DEVICE constexpr int staged_bytes() const {
     return (staged_rows() * staged_row_bytes() + 511) / 512 * 512;
   }
@@ -665,9 +216,7 @@ constexpr int kStagingBytes = 64 * kChannelsPitch * 4;
 static_assert(kStagedChannels * kPixelsPitch * 4 <= kStagingBytes, "either fits");
 
 // The same for boxes of 16 pixels: each warp has two buffers of its own, one of them being stored; where x comes in
-// phases one, for the sake of another stage of x. (3x3, stride 2, channels_last, 256 images: 128 to 128, 56x56, 214 /
-// 203 us, 256 to 256, 28x28, 166 / 159. One everywhere: layers of a ResNet-50 up to 5% more, 0.5% in the mean. H200,
-// 2026-11-23, in a driver.)
+// phases one, which leaves room for another stage of x (docs/lab/gather.md).
 constexpr int kBoxStagingBytes = 16 * kStagedChannels * 4;
 MODELNEW_HOST_DEVICE constexpr int box_buffers(bool in_phases) { return in_phases ? 1 : 2; }
 
@@ -695,29 +244,30 @@ struct Phased : Correlation {
   Phases phases;
 };
 
-// How slots are filled.
+// How slots are filled, and with it the layout of a stage: copies write 128 bytes of shared memory at once only if
+// these lie side by side. Boxes write the layout of kChannels; 16-bit kPixels and kSingle store [piece][slot].
+//
+//   kPixels     [channel][slot]   of fp32, points only; operands are single words then
+//   kChannels   [slot][piece]     piece i lies at place i ^ slot % 8, against bank conflicts
+//   kSingle     [piece][slot]     of points in fp32 [channel][slot]
 enum class Loads : int {
   kSingle,    // a lane loads a channel of a pixel
   kPixels,    // four neighbouring pixels of a channel (points only)
   kChannels,  // the channels of a piece
 };
 
-// What a kernel has code for. There is one for each way in which x comes, since a kernel with twice the code starts
-// later where others have run in between. (H200, 2026-11-22, 1x1, 32 images of a ResNet-50's layers, another kernel
-// between two calls, us, in a driver, code of all ways in one kernel, 116 to 138 KB / of one way, 63 to 86 KB: 64 to
-// 64, 56x56, 31.7 / 25.2; 256 to 1024, 14x14, 36.5 / 30.5. With nothing in between, the first one takes 24.9 and 30.8.)
+// How x comes, with a kernel for each: a kernel with twice the code starts later where others have run in between
+// (docs/lab/gather.md).
 //
-// kImages: all pixels of an image and of the channels of a stage by a bulk copy, points only.
-// kPhases: by boxes as well, of the phases of x itself.
-// kTaps: by boxes of what a tap reads for all outputs of a tile (see Plan::apart).
-// kLanding: by boxes as it is, contained on its way (see Landing).
+//   kImages    all pixels of an image and of the channels of a stage by a bulk copy, points only
+//   kPhases    by boxes as well, of the phases of x itself
+//   kTaps      by boxes of what a tap reads for all outputs of a tile (see Plan::apart)
+//   kLanding   by boxes as it is, contained on its way (see Landing)
 enum class Source : int { kSingle, kPixels, kImages, kChannels, kBoxes, kPhases, kTaps, kAny, kLanding };
 
-// Whether tiles may be cut up into parts of their reduction. Of many sums a thread they may not, as kernels are slower
-// for having the code (1x1 512 to 2048, 7x7, contained, 256 images, 92.6 / 96.8 us in a driver, H200, 2026-11-24), but
-// where boxes bring fp32: 2048 to 512, 7x7, channels_last, 256 images, of which 196 larger tiles are all that there is,
-// took 97 us without parts (cb593d5), 86 with parts that met in memory (beed5f8) and 82 by clusters (01b22d5,
-// bench.py). One kernel of single words and those of 16 bits lack the registers.
+// Whether tiles may be cut up into parts of their reduction. Kernels with many sums a thread are slower for having the
+// code (docs/lab/gather.md), but may where boxes bring fp32. One kernel of single words and those of 16 bits lack the
+// registers.
 template <typename Format>
 MODELNEW_HOST_DEVICE constexpr bool may_cut_up(int tile_n, int blocks_m, Source source) {
   if (sizeof(typename Format::Tensor) == 2 || Format::AGAIN || (tile_n == 64 && source == Source::kSingle))
@@ -726,7 +276,7 @@ MODELNEW_HOST_DEVICE constexpr bool may_cut_up(int tile_n, int blocks_m, Source 
   return tile_n * blocks_m <= 128 || (tile_n == 256 && boxes && !Format::CONTAINED);
 }
 
-// What tiles, outputs and slots are found by, for each of them anew.
+// Divisors by which tiles, outputs and slots are found.
 struct Divisors {
   Divisor tiles_n, tiles_m, tiles_q, tile_q, splits;  // of the plan
   Divisor rows, columns, plane;                       // of an image of outputs
@@ -820,7 +370,7 @@ struct Plan {
 
 MODELNEW_HOST_DEVICE inline int tile_pixels(const Plan& plan) { return 64 * plan.warpgroups * plan.blocks_m; }
 
-// Of the staging of one warpgroup.
+// Staging of one warpgroup.
 MODELNEW_HOST_DEVICE inline int staging_bytes(const Plan& plan) {
   return plan.boxes ? 4 * box_buffers(plan.in_phases) * kBoxStagingBytes : kStagingBytes;
 }
@@ -849,7 +399,7 @@ struct PackParams {
   Divisor by_tile_n, by_tiles_n, by_row_pieces, by_taps, by_s, by_pieces, by_group_out;
 };
 
-// What copies x before it is read. A copy is so small that numbers of its values are ints.
+// Copies x before it is read. A copy is so small that numbers of its values are ints.
 struct CopyParams {
   const void* in_ptr;
   void* out_ptr;
@@ -1001,7 +551,7 @@ MODELNEW_HOST_DEVICE inline int tile_number(const Plan& plan, int unit) {
   return whole_tiles + quotient(unit - whole_tiles, plan.by.splits);
 }
 
-// Of part number so many of all, its number among those of its tile.
+// The number of part `part` among those of its tile.
 MODELNEW_HOST_DEVICE inline int part_of_tile(const Plan& plan, int part) {
   return part - quotient(part, plan.by.splits) * plan.splits;
 }
@@ -1087,7 +637,7 @@ MODELNEW_HOST_DEVICE inline int slot_of_point(const Plan& plan, int m) {
   return plan.quarters ? m % 4 * (tile_pixels(plan) / 4 + 2) + m / 4 : m;
 }
 
-// Of images: where point m lies in a stage, in words, in the stage's first channel.
+// Images: where point m lies in a stage, in words, in the stage's first channel.
 MODELNEW_HOST_DEVICE inline int word_of_point(const Plan& plan, const Tile& tile, int64_t image, int m) {
   const int in_images = static_cast<int>(tile.first - image * plan.plane_slots) + m;
   const int n = quotient(in_images, plan.by.plane);
@@ -1104,7 +654,14 @@ MODELNEW_HOST_DEVICE inline int slot_of_output(const Phased& of, const Plan& pla
   return (line * plan.row_step + seams * plan.gap) * plan.pitch + (m - line * plan.tile_q) * plan.column_step;
 }
 
-// What a slot of a window holds: image, counted from the tile's first one, row and column; false if it is outside.
+// Finds the pixel in a slot of a window: image, counted from the tile's first one, row and column; false if outside.
+//
+//         +--pitch---+
+//         | . . . . .|   rows of image n that the first lines need
+//         | . . . . .|
+//         +----------+
+//         | . . . . .|   rows of image n + 1, with a halo of their own
+//         +----------+
 MODELNEW_HOST_DEVICE inline bool locate_slot(const Phased& of, const Plan& plan, const Tile& tile, int64_t image,
                                              int slot, int& n, int& h, int& w) {
   const int row = quotient(slot, plan.by.pitch), column = slot - row * plan.pitch;
@@ -1118,7 +675,7 @@ MODELNEW_HOST_DEVICE inline bool locate_slot(const Phased& of, const Plan& plan,
   return image + n < of.N && h >= 0 && h < of.H && w >= 0 && w < of.W;
 }
 
-// Of rows or columns at a stride of 2: what becomes of the filter when both phases of x are apart.
+// Rows or columns at a stride of 2: the filter when both phases of x are apart.
 MODELNEW_HOST_DEVICE inline void separate_phases(int& phases, int (&first)[2], int (&taps)[2], int& R, int& stride,
                                                  int pad) {
   // Row p * 2 - pad + r of x is row p + (r - pad) / 2, rounded down, of its phase; the window starts pad / 2 before p.
@@ -1139,7 +696,7 @@ MODELNEW_HOST_DEVICE inline bool has_phases(const Phased& of) {
   return of.stride_h == 2 && of.stride_w == 2 && of.R > 1 && of.S > 1 && of.dilation_h == 1 && of.dilation_w == 1;
 }
 
-// What then becomes of the filter and of the channels, of which those of a phase are filled up to blocks of so many.
+// The filter and the channels then; those of a phase are filled up to blocks of so many.
 MODELNEW_HOST_DEVICE inline void separate(const Phased& of, int block_channels, Phased& result) {
   Phases& phases = result.phases;
   separate_phases(phases.rows, phases.first_r, phases.r, result.R, result.stride_h, of.pad_h);
@@ -1152,6 +709,13 @@ MODELNEW_HOST_DEVICE inline void separate(const Phased& of, int block_channels, 
 
 // Several groups of few channels as one with those of a stage, where its weights are zeros between channels of
 // different groups. Contained operands only: Inf or NaN, which would make NaN of these zeros, are never among them.
+// Each output has its own group's products added of what is on the list.
+//
+//                                        64 input channels
+//   weights of a tile, groups A to D       A  0  0  0
+//   of 16 input channels:                  0  B  0  0       output channels
+//                                          0  0  C  0
+//                                          0  0  0  D
 MODELNEW_HOST_DEVICE inline Phased merged(const Phased& of) {
   Phased result = of;
   if (of.groups == 1 || kContainedBlock % of.in_channels != 0) return result;
@@ -1164,11 +728,9 @@ MODELNEW_HOST_DEVICE inline Phased merged(const Phased& of) {
   return result;
 }
 
-// Of a copy of x, [pixel][channel]. Of 1x1 filters only what they read is copied. Copies of fp32 in fp16 have their
-// channels filled up to eights. Those in phases, which tma has no use for, have theirs filled up to whole blocks, and
-// around images lies what the filter reads of the padding: so the slots of a tile follow one another in memory, and
-// come by few boxes. (Without phases boxes of a row, whose padding is not in memory, are faster: H200, 2026-11-22, in a
-// profiler, 256 images of 14x14, 256 to 256 channels 118.7 us; such a copy 123.0.)
+// A copy of x, [pixel][channel]. Of 1x1 filters only what they read is copied. Copies of fp32 in fp16 have their
+// channels filled up to eights; those in phases, which tma has no use for, to whole blocks, and have the padding around
+// images, so that few boxes bring the slots of a tile. Other copies are faster without padding (docs/lab/gather.md).
 MODELNEW_HOST_DEVICE inline Phased copied(const Phased& of, bool contained = true, bool by_tma = false) {
   const Phased source = contained ? merged(of) : of;
   Phased result = source;
@@ -1192,14 +754,14 @@ MODELNEW_HOST_DEVICE inline Phased copied(const Phased& of, bool contained = tru
   return result;
 }
 
-// Of what is contained on its way: the copy by which values on the list are numbered, of all of x.
+// Landing: the copy by which values on the list are numbered, of all of x.
 MODELNEW_HOST_DEVICE inline Phased numbered(const Phased& of) {
   Phased result = of;
   result.in_channels = (of.in_channels + 7) / 8 * 8;
   return result;
 }
 
-// Of the phases of x itself. A block of channels, those of a stage, is of one phase; H and W count pairs of rows and of
+// The phases of x itself. A block of channels, those of a stage, is of one phase; H and W count pairs of rows and of
 // columns, and strides are those of x: phases are nowhere side by side.
 MODELNEW_HOST_DEVICE inline Phased in_phases(const Phased& of) {
   Phased result = of;
@@ -1244,7 +806,7 @@ MODELNEW_HOST_DEVICE inline PackedRow locate_row(const PackParams& params, int r
   return row;
 }
 
-// Of piece `number` of a row, its tap and where it goes, and its channels that have weights. Neighbouring numbers have
+// Piece `number` of a row: its tap, where it goes, and its channels that have weights. Neighbouring numbers have
 // neighbouring taps and channels, or (whole rows) neighbouring pieces.
 struct PackedPiece {
   int r, s;        // of w
@@ -1325,8 +887,7 @@ __device__ __forceinline__ void load_weights(const PackParams& params, const Pac
 }
 
 // Neighbouring threads pack so many neighbouring rows, and then neighbouring pieces, so that they write 64 bytes side
-// by side. (2048 channels to 512 are packed at 5.3 us after the first kernel's start instead of 6.1 to 7.4, by the
-// GPU's clock; 8 rows at 5.0, but channels_last then took 29.8 us in all instead of 27.2. H200, 2026-11-27.)
+// by side (docs/lab/gather.md).
 constexpr int kPackRows = 4;
 
 template <typename Format>
@@ -1437,10 +998,8 @@ __global__ void __launch_bounds__(kPackThreads) pack_kernel(const PackParams par
 // -- Sample x: what its scale is to be --
 
 // Places all over x, the same in every call: of values without gaps by fours, each drawn from its part of all of them;
-// else rows at even distances, a column drawn for each. (Microseconds until the last block has sampled, 32 images of
-// layers of a ResNet-50, by the GPU's clock: fours 1.9 to 2.2; single values, whose loads come behind the first ones of
-// contain_kernel, 4.6 to 10.9. To sample in the first blocks of that kernel, for which the others wait with their loads
-// under way: 4.1 to 5.8, and 0 to 2 us more a call than so. H200, 2026-11-23.)
+// else rows at even distances, a column drawn for each. A kernel of its own is faster than the first blocks of
+// contain_kernel (docs/lab/gather.md).
 __global__ void __launch_bounds__(kPackThreads) sample_kernel(const __grid_constant__ SampleParams params) {
   extern __shared__ __align__(16) uint8_t modelnew_gather_sample_smem[];
   uint32_t& largest = *reinterpret_cast<uint32_t*>(modelnew_gather_sample_smem);
@@ -1657,7 +1216,7 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
     phase *= kRowsOfPixel;
   }
   constexpr int kPairs = kCopySide * kCopySide / kPackThreads / 2;
-  // Of pair i: its row, and its first channel in there.
+  // The row of pair i, and its first channel in there.
   const auto row_of = [&](int i) {
     return VECTOR == 8   ? thread / 8 + i / 4 * 32
            : VECTOR == 4 ? thread % 16 * 4 + i % 4
@@ -1760,7 +1319,7 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
     for (int i = 0; i < kPairs; ++i) shared[row_of(i)][channel_of(i) / 2] = pairs[i];
   }
   if (!watch.fits(least_contained(x_exponent, 1))) {
-    // What does not fit is zero instead. Values are loaded once more: to keep them would cost registers.
+    // Values that do not fit become zero. They are loaded once more: to keep them would cost registers.
 #pragma unroll 1
     for (int i = 0; i < 2 * kPairs; ++i) {
       const int row = row_of(i / 2), channel = channel_of(i / 2) + i % 2, place = place_of(row, channel);
@@ -1781,8 +1340,7 @@ __device__ __forceinline__ void contain_points(const ContainParams& params, int 
   }
 }
 
-// Five blocks an SM: 48 registers. With 68, three blocks and other code for what does not fit, in another run, 256 to
-// 256, 28x28, stride 2, 256 images took 244 us instead of 226 (H200, 2026-11-22).
+// Five blocks an SM: 48 registers (docs/lab/gather.md).
 template <int VECTOR>
 __global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_constant__ ContainParams params) {
 #if defined(MODELNEW_SM90A)
@@ -1797,9 +1355,7 @@ __global__ void __launch_bounds__(kPackThreads, 5) contain_kernel(const __grid_c
 }
 
 // The same for weights alone, where x is contained on its way: less code, which comes from memory, and 512 threads for
-// long rows: shared memory has room for three blocks an SM, with as few warps otherwise. (One image, us, by
-// contain_kernel / so, with rows of 18 KB in pairs: 3x3 512 to 512, 64x64, 60.3 / 59.3, 512 to 1024 78.7 / 76.8, 1024
-// to 1024 138.9 / 136.7. H200, 2026-11-25, in a driver.)
+// long rows: shared memory has room for three blocks an SM, with as few warps otherwise (docs/lab/gather.md).
 __global__ void __launch_bounds__(kMostRowThreads, 3)
     contain_rows_kernel(const __grid_constant__ ContainParams params) {
 #if defined(MODELNEW_SM90A)
@@ -1810,10 +1366,10 @@ __global__ void __launch_bounds__(kMostRowThreads, 3)
 }
 
 using hopper::named_barrier;
-// Of those who gather; of a multiplying warpgroup, this one and the next two; of all that multiply.
+// Barriers of the gathering warps; of a multiplying warpgroup, this one and the next two; of all that multiply.
 [[maybe_unused]] constexpr int kGatherBarrier = 1, kWarpgroupBarrier = 2, kMultiplyBarrier = 5;
 
-// What divides numbers below 2^16 by one below 2^15.
+// Division of numbers below 2^16 by one below 2^15.
 __device__ __forceinline__ uint32_t reciprocal(uint32_t divisor) { return 0x80000000u / divisor + 1; }
 __device__ __forceinline__ int quotient(int number, uint32_t by) { return __umulhi(2 * number + 1, by); }
 
@@ -1842,8 +1398,8 @@ static_assert(4 * kMaxStages * 8 <= kBarrierBytes, "room for all");
 
 // -- Copy weights: packed -> w ring, by one thread --
 
-// Who needs what the kernels before write waits here, with all else at hand: what comes from memory for the first time,
-// code and parameters, takes its time. False: operands are not contained, but should be, and all is done again.
+// Wait for the preceding kernels after all local set-up: code and parameters come from memory for the first time, which
+// takes a while. False: operands should be contained but are not, and `again` computes the call.
 template <typename Format>
 __device__ __forceinline__ bool wait_for_operands(const Params& params, int* x_exponent = nullptr) {
   hopper::wait_for_prerequisites();
@@ -2225,8 +1781,8 @@ __device__ __forceinline__ void convert_stages(const Params& params, const Share
   }
 }
 
-// What a tap reads for all outputs of a tile, number so many and those behind it, in the channels of a stage, is one
-// box: the copy engine finds the pixels, row by row and image by image, and zeros for the padding. By one thread.
+// A box of kTaps: what a tap reads for all outputs of a tile, from number so many on, in the channels of a stage. The
+// copy engine finds the pixels, row by row and image by image, and zeros for the padding. By one thread.
 template <typename Format>
 __device__ __forceinline__ void load_taps(const Params& params, const Shared& shared, int channels_a_stage) {
   const Phased& of = params.of;
@@ -2278,7 +1834,7 @@ __device__ __forceinline__ void load_boxes(const Params& params, const Shared& s
     waits = false;
     for (int block = tile.first_block; block < tile.first_block + tile.blocks; ++block) {
       const uint32_t stage = shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes;
-      // Of a copy: all groups of a phase, then those of the next.
+      // A copy has all groups of a phase, then those of the next.
       const int group_of_all = tile.group + (PHASES ? 0 : phase * of.groups);
       const int channel = group_of_all * (of.in_channels >> log_phases) + (block >> log_phases) * channels_a_stage;
       const int row_phase = phase >> (of.phases.columns - 1), column_phase = phase & (of.phases.columns - 1);
@@ -2304,7 +1860,14 @@ __device__ __forceinline__ void load_boxes(const Params& params, const Shared& s
 }
 
 // All pixels of the channels of a stage, of each image that a tile has pixels of, as they lie in memory. By one warp:
-// each lane orders copies of some images.
+// each lane orders copies of some images. The four channels of a piece are eight apart, and weights are packed
+// likewise: 8 planes of an odd number of pixels lie 8 or 24 banks apart, so that lanes meet in a bank at the seams of
+// images only.
+//
+//   memory, of an image:   | channel 0: 49 words | channel 1 | ... | channel 31 | channel 32 | ...
+//                          +------------- a stage: one bulk copy --------------+
+//   a stage of 128 pixels: | image n, the last 20 of use | image n + 1 | image n + 2 | image n + 3, the first 10 |
+//   piece i of it:         channels i, i + 8, i + 16, i + 24
 template <typename Format>
 __device__ __forceinline__ void load_images(const Params& params, const Shared& shared) {
   using Stored = typename Format::Stored;
@@ -2362,10 +1925,8 @@ struct Number {
 };
 
 // Does something with the sums that a thread has of a chunk, 64 pixels x 32 channels: number so many of its
-// warpgroup's. By one jump, so that the rest of what stores a chunk is there once: a kernel that starts reads its code
-// from memory, after others have run. (H200, 2026-11-22, layers of a ResNet-50. 32 images, by bench.py, where cuDNN
-// runs in between: 2 to 10 us a call less than with a copy for each chunk. 256 images, a chain of branches: up to 22%
-// more.)
+// warpgroup's. One jump selects the chunk, so that the code that stores it exists once: a kernel that starts reads its
+// code from memory, after others have run (docs/lab/gather.md).
 template <int TILE_N, int BLOCKS_M, typename Use>
 __device__ __forceinline__ void with_chunk(const Sums<TILE_N, BLOCKS_M>& acc, int number, const Use& use) {
   constexpr int kChunks = TILE_N / kStagedChannels;
@@ -2393,11 +1954,9 @@ __device__ __forceinline__ void with_chunk(const Sums<TILE_N, BLOCKS_M>& acc, in
   }
 }
 
-// What was staged of COUNT channels, every DISTANCE-th from channel k on and `step` apart in memory, VECTOR pixels of
-// each. All of it is loaded before any is stored: the compiler cannot know that a store changes nothing of the rest or
-// of the bias, if that is in memory, and had every load wait for the store before it (32 and 256 images, us, in a
-// driver, so before / as it is: 1x1 512 to 2048, 7x7, 29.1 / 27.3 and 95.9 / 93.7; 64 to 64, 56x56, 22.0 / 21.2 and
-// 113.3 / 111.5; H200, 2026-11-23).
+// Stores COUNT staged channels, every DISTANCE-th from channel k on and `step` apart in memory, VECTOR pixels of each.
+// All of it is loaded before any is stored: the compiler cannot know that a store changes neither the rest nor the
+// bias, and had every load wait for the store before it (docs/lab/gather.md).
 template <int COUNT, int DISTANCE, int VECTOR, typename Bias, typename Tensor>
 __device__ __forceinline__ void store_staged(const float* staged, const Bias* bias, int k, int channels, bool exists,
                                              Tensor*& to, int64_t step) {
@@ -2444,11 +2003,8 @@ struct Share {
 };
 
 // 64 pixels x 32 channels at a time through staging. Of planes the bias is staged as well, of all channels before any
-// is stored: memory is busy with stores then, and loads of each chunk's took long (1x1, 256 images, without a bias /
-// loaded by chunks / so, us, in a driver, a revision in the making, H200, 2026-11-27: 512 to 2048, 7x7, 92 / 112 / 95;
-// 256 to 1024, 14x14, 121 / 140 / 127; 512 to 512 98 / 108 / 102). Not by one warpgroup alone: without a bias 256 to
-// 64, 56x56, took 1.7% more for it. Nor is it brought sooner for boxes, where it takes 1 to 4%: by shuffles, the one
-// tried, 128 to 512, 28x28, planes, took 5% more without a bias (by bench.py, before / at 86a56ab).
+// is stored, as memory is busy with stores later: not with one warpgroup, nor by boxes, which are slower for it
+// (docs/lab/gather.md).
 template <typename Format, int TILE_N, int BLOCKS_M, int WARPGROUPS>
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, int64_t image, float* staging,
                                            int warpgroup, const Share& share, const Sums<TILE_N, BLOCKS_M>& acc) {
@@ -2559,7 +2115,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
   }
 }
 
-// Of y, the channels of a tile of so many, for a warp that stores them by boxes.
+// The channels of a tile of y, for a warp that stores them by boxes.
 template <int TILE_N>
 struct BoxChannels {
   int count, first;   // of all groups
@@ -2740,7 +2296,7 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
   }
 }
 
-// Of a warpgroup: where it is in the rings.
+// The places of a warpgroup in the rings.
 struct Rings {
   RingPosition x, w;
 };
@@ -2836,8 +2392,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
         }
       }
       if constexpr (sizeof(Operand) == 4) {
-        // An instruction less for each operand is 8% less time for 3x3 64 to 64, 56x56, channels_last, 256 images. Of
-        // planes it is no less, but 3% more for 1x1 256 to 128, for lack of registers (H200, 2026-11-23, in a driver).
+        // Each instruction for an operand counts; planes lack the registers to have one less (docs/lab/gather.md).
 #pragma unroll
         for (int j = 0; j < STEPS; ++j) {
 #pragma unroll
@@ -2867,8 +2422,8 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
     rings.w.next(plan.w_stages);
     --left;
     if (--taps_left == 0) {
-      // The stage of x is in registers, says each lane for itself, which costs 0.1% in the mean of all layers. Behind a
-      // wgmma one could speak for its warp: the compiler knows, and drops a __syncwarp; but racecheck sees races then.
+      // The stage of x is in registers, says each lane for itself. Behind a wgmma one could speak for its warp: the
+      // compiler knows, and drops a __syncwarp; but racecheck sees races then.
       hopper::barrier_arrive(shared.x_empty(rings.x.slot()));
       rings.x.next(plan.x_stages);
       return;
@@ -2910,8 +2465,13 @@ __device__ __forceinline__ void undo_scales(const Params& params, const Tile& ti
   }
 }
 
-// Of a block whose sums are those of a part of the reduction: leaves them in shared memory, where its rings were, and
-// adds up those of all blocks of the cluster for its share of the tile.
+// Leaves the sums of a block, those of a part of the reduction, in shared memory, where its rings were, and adds up
+// those of all blocks of the cluster, in their order, for its share of the channels of the tile.
+//
+//   block          0           1           2           3      ...  131
+//   first turn     tile 0      tile 1      tile 2      tile 3      tile 131
+//   last turn      tile 132    tile 132    tile 133    tile 133
+//                  part 0      part 1      part 0      part 1
 template <int TILE_N, int BLOCKS_M, int WARPGROUPS, bool CONTAINED>
 __device__ __forceinline__ Share meet(const Params& params, const Shared& shared, uint8_t* smem, const Tile& tile,
                                       int warpgroup, Sums<TILE_N, BLOCKS_M>& acc) {
@@ -2932,7 +2492,7 @@ __device__ __forceinline__ Share meet(const Params& params, const Shared& shared
   }
   hopper::cluster_sync();  // the sums of all blocks are there
   const uint32_t from = hopper::smem_address(left);
-  // What several parts have is loaded before any of it is added up, in their order: each load takes a while. Kernels
+  // Sums of several parts are loaded before any of them is added up, in their order: each load takes a while. Kernels
   // of contained operands are slower for the code, and where one or three warpgroups multiply registers are fewer.
   constexpr int kFew = TILE_N == 256 || BLOCKS_M > 1 ? 1 : 2;
   constexpr int kAtOnce = CONTAINED ? 1 : WARPGROUPS == 2 ? 2 * kFew : kFew;
@@ -3064,7 +2624,7 @@ struct LandingShared {
   __device__ __forceinline__ uint32_t x_empty(int i) const { return base + 8 * (12 + i); }
   __device__ __forceinline__ uint32_t w_full(int i) const { return base + 8 * (16 + i); }
   __device__ __forceinline__ uint32_t w_empty(int i) const { return base + 8 * (32 + i); }
-  // What a warp of the other warpgroup staged there has been read.
+  // A warp of the other warpgroup has had its staged sums read there.
   __device__ __forceinline__ uint32_t staged_empty(int warpgroup, int warp) const {
     return base + 8 * (48 + 4 * warpgroup + warp);
   }
@@ -3149,10 +2709,10 @@ __device__ __forceinline__ void copy_landing_weights(const Params& params, const
   }
 }
 
-// What of its own a lane contains of all that lands at a time: in words of a landed plane, and in bytes of a window: -1
-// if there is none, and the lane looks at a value that is another one's. In channels_last `from` is where the first
-// four of the channels are, in bytes; piece number i of 16 bytes of a pixel lies at place i ^ pixel / 2 % 4. Of two
-// pieces `from` is the first one's and `to` the second one's.
+// The share of a lane in what lands at a time: in words of a landed plane, and in bytes of a window: -1 if there is
+// none, and the lane looks at a value that is another one's. In channels_last `from` is where the first four of the
+// channels are, in bytes; piece number i of 16 bytes of a pixel lies at place i ^ pixel / 2 % 4. With two pieces `from`
+// is the first one's and `to` the second one's.
 struct LandedPixel {
   int from, to;
 };
@@ -3164,8 +2724,7 @@ __device__ __forceinline__ int to_first_piece(const Landing& landing) {
   return 16 * (Shape::kShape.channels_last ? -landing.slots : Shape::kShape.phase_slots() - 1);
 }
 
-// Of four channels, where they have landed, from those of the lane's `from` on: of its second piece, or the second
-// four.
+// Where four channels have landed, from those of the lane's `from` on: those of its second piece, or the second four.
 template <typename Shape>
 __device__ __forceinline__ const uint32_t* landed_four(const uint8_t* landed, int from, int piece, int four) {
   return reinterpret_cast<const uint32_t*>(landed + (from ^ (2 * piece + four) * 16));
@@ -3194,8 +2753,8 @@ __device__ __forceinline__ LandedPixel landed_pixel(const Landing& landing, int 
   return {row * kShape.box_columns() + of_row + landing.lead, kShape.slot_of(row, of_row) * 16};
 }
 
-// Of what has landed, of which something did not fit: that is zero instead, and on the list, once. Channels from
-// `channel` on.
+// Landed values of which something did not fit: that becomes zero, and goes on the list, once. Channels from `channel`
+// on.
 template <typename Shape, int ITEMS>
 __device__ __forceinline__ void list_landed(const Params& params, const LandingTile& tile, int channel, int x_exponent,
                                             const LandedPixel (&pixels)[ITEMS], const uint8_t* landed,
@@ -3338,9 +2897,7 @@ struct Constant {
 // Stages 16 channels of as many rows of the warpgroup as are staged at a time, as a box of [row][channel][column] wants
 // them: piece number i of 16 bytes of a channel's row lies at place i ^ channel % 8. A warp writes 8 channels at a
 // time, each of which starts at another place. Where a pair of slots lies the compiler knows but for the lane's part of
-// it: one warp of each scheduler stages by itself, so that what it took to find that from pair to pair was not hidden
-// by anything (H200, 2026-11-24, clocks in the kernel, 64 to 64, 512x512: 3900 cycles of a tile's 19400, and so long
-// nobody multiplied what waited for the same staging; so 1800 to 2400).
+// it: a warp stages while nothing else hides its instructions, and the next one waits for it (docs/lab/gather.md).
 template <typename Shape, int FIRST_ROW>
 __device__ __forceinline__ void stage_landed(const Params& params, const LandedSums<Shape>& acc,
                                              const float (&factor)[2], const float (&bias)[2], uint8_t* staging) {
@@ -3418,7 +2975,7 @@ __device__ __forceinline__ void stage_landed_channels(const Params& params, cons
   }
 }
 
-// Of staged planes, so many rows of y from `first_row` on, in memory's order: they are no sixteens of bytes, for boxes.
+// Stores staged planes, so many rows of y from `first_row` on, in memory's order: no boxes, as rows are no 16 bytes.
 template <typename Shape>
 __device__ __forceinline__ void store_staged_rows(const Params& params, const LandingTile& tile, int first_channel,
                                                   int first_row, int rows, const uint8_t* staging) {
@@ -3483,9 +3040,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
           hopper::descriptor(shared.base + shared.layout.x_ring + x.slot() * plan.x_stage_bytes, landing.slots * 16) +
           own_slot;
       // Where warpgroups share the pixels, weights come from registers, loaded while the row of taps before is
-      // multiplied: two wgmmas read them (us, from shared memory / so, H200, 2026-11-25, in a driver: one image of 128
-      // to 128, 256x256, 45.9 / 44.7, of 256 to 128 72.4 / 69.8; 16 images of 128 to 128 535 / 524, of 1024 to 512,
-      // 64x64, 901 / 883). Else, with more to contain beside them, it is no faster.
+      // multiplied: two wgmmas read them. Else, with more to contain beside them, it is no faster (docs/lab/gather.md).
       [[maybe_unused]] uint32_t rows[kSharedRows][kLandingTaps][4];
       const auto multiply_row = [&](uint32_t (&row)[kLandingTaps][4], int r, bool keep) {
         constexpr int kTap = kStepPieces * kTileN;
@@ -3641,11 +3196,9 @@ __global__ void __launch_bounds__(kLandingThreads, 1) landing_kernel(const __gri
 #endif
 }
 
-// What did not fit is zero in the copy of x, or where it was contained on its way: y has its products added, in fp32.
-// The warp of the first value on the list that an output reads adds those of all that it reads, in their order. Where
-// warps are left over, several share a pixel's channels: 32 of them wait for memory twice. (32 images, us, nothing to
-// mend / one value by one warp / so: 1x1 512 to 2048, 7x7, 26.3 / 95.7 / 36.7, 3x3 256 to 256, 14x14, 29.9 / 42.2 /
-// 35.6. H200, 2026-11-24, in a driver.) By arithmetic one value in some 4 x 10^7 of a normal distribution is too small.
+// Corrects y for values of x that did not fit, which were multiplied as zeros: their products are added, in fp32. The
+// warp of the first value on the list that an output reads adds those of all that it reads, in their order. Where warps
+// are left over, several share a pixel's channels: 32 of them wait for memory twice (docs/lab/gather.md).
 struct Misfit {
   int n, h, w, c;
   float value;
@@ -3716,10 +3269,10 @@ __device__ __forceinline__ void mend(const Params& params, int count, MendShared
   }
 }
 
-// Packs weights, where all is done again, in parts that blocks claim, and waits until all are there. Who has claimed
-// one runs, and waits for nobody before it is packed, so that no block waits for one that has no room to start. (The
-// kernel before did it, in every call where x is contained on its way, as it cannot know yet: one image of 3x3 256 to
-// 256, 128x128, 47.0 us, so 43.9, of 512 to 1024, 64x64, 102 and 80. H200, 2026-11-25, in a driver.)
+// Packs weights, where all is done again, in parts that blocks claim, and waits until all are there. A block that has
+// claimed a part runs, and waits for no other block before the part is packed, so that none waits for one that has no
+// room to start. The preceding kernel would do it in every call where x lands, as it cannot know yet
+// (docs/lab/gather.md).
 constexpr int kPiecesOfPart = 4 * kThreads;
 
 __device__ __forceinline__ void pack_for_again(const Params& params, uint32_t& claimed) {
@@ -3914,91 +3467,59 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByMost | kByImages | k16
                                      {128, 1, 8, 1050, kByBoxes, false, 3},
                                      {128, 1, 8, 900, kByBoxes, true, 3},
                                      {64, 1, 8, 1000, kByPixels | kByBoxes, false, 3}};
-// Of what is done again.
+// The tile of calls that are done again.
 constexpr TileShape kAgainShape{64, 2, 8, 1150, ~(kByTaps | kByImages)};
 
-// Constants of the estimate, in cycles of an SM at 1.65 GHz; from 22 layers of a ResNet-50 in all tile shapes, in up to
-// 4 parts of the reduction, fp32, 32 and 256 images, both memory formats, H200, 2026-11-22 (revisions in the making):
-// 1616 times, of which it is 15% off (root mean square). What it chooses is 1.9% slower than the fastest, on average.
-// What is about contained operands was set by hand afterwards, from the same layers and those of a U-Net, and again
-// 2026-11-23, when a call with them took 3 to 4 us less, by 10 layers with 8 and 16 images; two stages
-// of kTileShapes (640 and 1632 cycles) 2026-11-23, from 2966 times of all tiles, since stores and loops had changed:
-// for 99 problems what is chosen then is 0.7% slower than the fastest. (Fits of all constants reach 0.5%, on a knife's
-// edge: rounded to three digits they chose tiles that were up to 26% slower.)
-//
-// What calls take besides tiles (kCopyCycles, kContain*Cycles, kLandingCycles, kImagesCycles, kMeet*Cycles) was fitted
-// again 2026-11-27, as each estimate of few images was off by so many microseconds of its own: tiles in 8 parts took 5
-// us more than it said, beside whole ones, and copies by tma 2 us less. From 8800 times of all tiles of 480 problems:
-// layers of a ResNet-50 with 1 to 256 images in both memory formats, of a U-Net, a DeepLab, a ResNeXt and others (H200,
-// in a driver, with cold caches and code). What was chosen before took 3.1% longer than the fastest, 5.0 and 5.6% of
-// one image (planes, channels_last), 6.5 and 5.8% of two, 2.2 and 1.3% of 32; what is chosen now 1.4%, 2.4 and 1.4%,
-// 2.1 and 1.2%, 1.7 and 1.9%. Tiles of three warpgroups (1050 and 900 cycles) are by the same problems, timed with
-// these, the same day: what is chosen took 1.5% longer than the fastest, what was before 1.8%. Those of 64 channels
-// (1000) are by 287 problems of 1x1 among these and 334 of networks with few channels, 16 to 144, as well: 2.1 and 1.5%
-// (planes, channels_last) and 3.3 and 1.2%; without such tiles 2.3, 1.8, 7.3 and 2.9% longer than the fastest.
+// Constants of the estimate, in cycles of an SM at 1.65 GHz. Fitted to times of all tiles: docs/lab/gather.md.
 //
 // Bytes a cycle of one SM, all SMs at once: of memory; of x into slots, by how they are filled (single words of windows
 // are never what a tile waits for); of y.
 constexpr double kMemoryRate = 21.8, kSingleRate = 100, kWordsRate = 5.8, kPixelsRate = 22, kChannelsRate = 10.7;
 constexpr double kBoxRate = 200, kStoreRate = 20, kStoreOneRate = 13, kStoreChannelsRate = 23.5, kStoreBoxRate = 400;
-// Of images: bytes a cycle of x and weights; of a stage's products, what they take of those of fours; a call.
+// Images: bytes a cycle of x and weights; cycles of a stage's products, by those of fours; cycles of a call.
 constexpr double kImagesRate = 70, kImagesFactor = 0.8, kImagesCycles = 2500;
-constexpr double kTapsRate = 60;          // of x and weights, of taps apart: so that it never counts much
-constexpr double kStorePlanesRate = 21;  // by boxes: set by hand afterwards, as the fastest tiles had it
+constexpr double kTapsRate = 60;          // of x and weights where taps lie apart: it rarely counts
+constexpr double kStorePlanesRate = 21;  // of planes by boxes
 constexpr int kMostResidentTiles = 8;    // of channels: 132 SMs are 4 more than a multiple of it
 constexpr double kLost = 0.08;           // of what takes less time than what a tile waits for
 constexpr double kTileCycles = 1500;     // to fill and to drain
 constexpr double kSmallTilesHide = 4;    // divides that in tiles of three warpgroups with 64 channels
 constexpr double kCopyCycles = 3000;     // of copying x, but for its bytes
-// Of parts of a tile, but for their sums, of each of them, and bytes a cycle of the sums.
+// Parts of a tile: cycles but for their sums, cycles of each, and bytes a cycle of the sums.
 constexpr double kMeetCycles = 1500, kMeetPartCycles = 1600, kMeetRate = 100;
-// Of blocks that have an SM each, those that clusters get (H200, 2026-11-24): all of pairs, 117 of 132 in threes, 120
-// in fours and eights, but 102 in sixes. Of two blocks an SM 248 of 264 in fours.
+// The share of the blocks of all SMs that clusters get (docs/lab/gather.md).
 constexpr double kClusterShare = 0.88;
-constexpr double kGroupsFactor = 1.4;  // of windows of groups, not contained: 107 and 66 us, estimates 81 and 44
-// Of windows of planes at a stride, not contained, whose values come one by one: 3x3 128 to 128, 56x56, stride 2, 32
-// and 256 images, us, 53 and 294, estimates 43 and 259; 256 to 256, 28x28, 60 and 279, 51 and 241 (in a driver, H200,
-// 2026-11-23).
+constexpr double kGroupsFactor = 1.4;  // of windows of groups, not contained
+// Windows of planes at a stride, not contained, whose values come one by one.
 constexpr double kStepsFactor = 1.2;
-// Of two blocks an SM that store without boxes, as they store planes, while their code comes from memory, as other
-// kernels have run before. It counts less the longer a call takes, as what estimates are off counts more then. (1x1,
-// NCHW, 25 layers, 8 to 256 images: 45 of 150 problems have another tile since. In a driver, H200, 2026-11-24, 44 of
-// them take 0.83 to 1.03 of the time behind a kernel that fills the instruction caches, 0.95 in the mean; where only
-// the same kernels ran before 0.89 to 1.06, 1.00. 64 to 64, 56x56, 32 images, us, 25.2 / 23.7 and 21.2 / 21.2.)
+// Two blocks an SM that store planes without boxes, while their code comes from memory, as other kernels have run
+// before. It counts less the longer a call takes, as what estimates are off counts more then (docs/lab/gather.md).
 constexpr double kColdCycles = 3300, kColdTurns = 45;
-// The same of points of TF32 operands in channels_last: of tiles of 256 channels, of 64 with two blocks an SM. (1x1, 12
-// layers of a ResNet-50, all tiles, behind a kernel that fills the instruction caches: what is chosen is slower than
-// the fastest by, without / so, 3.6 / 0.9% with 8 images, 4.4 / 0.9% with 32, 1.6% with one and with 256: 64 to 64,
-// 56x56, 32 images, us, 27.1 / 23.2, 128 to 512, 28x28, 31.3 / 28.2. As factors they chose worse tiles with 256. Of
-// planes such constants gain 0.1%. H200, 2026-11-25, in a driver.)
+// The same of points of TF32 operands in channels_last: of tiles of 256 channels, of 64 with two blocks an SM
+// (docs/lab/gather.md).
 constexpr double kColdChannelsCycles = 3300;
-// Of points with more than so many stages of TF32 operands. (From 1812 times of 15 layers of 1x1 in all tiles, 8 to 256
-// images, both memory formats: what is chosen is 1.0% slower than the fastest, without this 1.2%. H200, 2026-11-24, in
-// a driver.)
+// Points with more than so many stages of TF32 operands (docs/lab/gather.md).
 constexpr int kFewStages = 4;
 constexpr double kStagesFactor = 0.92;
-// Of taps apart: by 63 problems estimates are 0.8 to 1.12 of the times with 8 images and more, from 0.64 on with one
-// (H200, 2026-11-25).
+// Taps apart (docs/lab/gather.md).
 constexpr double kTapsFactor = 0.87;
 constexpr double kPackCycles = 3300;  // of a launch less, where nothing is packed
-// Of three more launches, where gather multiplies and where tma does: of planes, and of others, which are channels_last
-// and 1x1 at a stride; bytes a cycle of the copy.
+// Three more launches, where gather multiplies and where tma does: planes, and others, which are channels_last and 1x1
+// at a stride; bytes a cycle of the copy.
 constexpr double kContainCycles = 13000, kContainForTmaCycles = 7700, kContainForTmaOthersCycles = 10000;
 constexpr double kContainRate = 17;
-// Of long tiles, of so many stages at least, in so many turns and tiles of channels: 3x3 512 and 1024 channels to 1024,
-// 64x64, 16 images, us, 885 and 1710 by gather's own products, 915 and 1817 by tma (H200, 2026-11-27, in a driver).
-// Not of three warpgroups, which take 879 and 1846.
+// Long tiles, of so many stages at least, in so many turns and tiles of channels; not of three warpgroups
+// (docs/lab/gather.md).
 constexpr int kLongTileStages = 64, kManyTurns = 4, kManyTiles = 4;
 constexpr double kLongTileFactor = 0.9;
 
-// Of what is contained on its way, beside its tiles (see kTileShapes), and of each weight. By layers of a U-Net, 1 and
-// 16 images, and two of a ResNet-50, 32 and 256 images, in a driver, H200, 2026-11-25. Of many turns tiles are taken
-// times this, as copies of many images take 0.9 of what their estimate says.
+// Landing: cycles beside those of tiles (see kTileShapes), and of each weight; with many turns tiles are taken times
+// this, as the estimate of copies is too long there (docs/lab/gather.md).
 constexpr double kLandingCycles = 19500, kLandingWeightCycles = 3.5e-3, kLandingTurnsFactor = 1.08;
 constexpr int kFewLandingTurns = 4;
 constexpr double kLandingChannelsFactor = 0.93;  // the same in channels_last, of any turns
 
-// Of copies of x.
+// Copies of x have at most so many bytes.
 constexpr int64_t kMostCopiedBytes = 512 << 20;
 
 inline int64_t copied_bytes(const Phased& of, int element_bytes) {
@@ -4011,7 +3532,7 @@ inline int64_t contained_bytes(const Phased& of, bool by_tma = false) {
   return of.N * copy.in_stride[0] * static_cast<int64_t>(sizeof(Half));
 }
 
-// Of fp32 under the TF32 contract.
+// Whether fp32 under the TF32 contract may be contained.
 inline bool may_contain(const Phased& of, int element_bytes) {
   const bool whole_stages = of.groups == 1 || merged(of).in_channels % kContainedBlock == 0;
   return element_bytes == 4 && whole_stages && contained_bytes(of) <= kMostCopiedBytes;
@@ -4025,19 +3546,17 @@ inline bool may_land(const Phased& of, int element_bytes) {
          of.N * of.H * of.W * ((of.in_channels + 7) / 8 * 8) < (int64_t{1} << 31);
 }
 
-// Fewer have not been tried; and of copies in channels_last, where x comes by boxes as it is, unless it is large. (3x3
-// 64 to 64, 56x56, 32 and 256 images, contained / TF32, us: of planes 44 and 238 / 48 and 297; in channels_last 44 and
-// 235 / 39 and 246, with 256 images in another run 230 / 248. H200, 2026-11-23, in a driver. In between, from 2^17 to
-// 2^19 outputs of a channel, nothing has been tried.)
+// Fewer channels have not been tried. Channels_last needs more of them for a copy, as x comes by boxes as it is, unless
+// it has many outputs (docs/lab/gather.md).
 constexpr int kLeastContained = 64, kLeastContainedChannels = 128;
 constexpr int64_t kManyOutputs = 1 << 19;
 
-// Of weights, whole tiles of all groups.
+// Rows of packed weights: whole tiles of all groups.
 inline int64_t packed_rows(const Phased& of, int tile_n) {
   return of.groups * ceil_div(of.out_channels, tile_n) * tile_n;
 }
 
-// Of boxes at a stride: what a map of boxes takes, and slots of a row, fewer of which have not been tried.
+// Boxes at a stride: the longest one of a map of boxes, and slots of a row, fewer of which have not been tried.
 constexpr int kMostBoxStep = 8, kLeastSteppingPitch = 8;
 
 inline int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
@@ -4048,23 +3567,19 @@ struct Cut {
   int tile_p, tile_q;  // of kLines: lines, columns
 };
 
-// Of y of [channel][pixel] that is stored by boxes of 16 pixels: then these are of two images at most. Planes of no
-// whole sectors, of 32 bytes, are stored more slowly like that (256 to 1024, 14x14, 256 images, 160 us instead of 129),
-// and so is what two blocks an SM store (256 to 128, 56x56, 319 us instead of 306). Of tiles of lines boxes are parts
-// of a row. (3x3, 256x256, 16 images, us, through a warpgroup's staging / so: 64 channels to 128, 442 / 417; 128 to
-// 128, 711 / 696; 256 to 128, 1265 / 1243; 128 to 128 in channels_last, 4 images, 216 / 192. H200, 2026-11-23, in a
-// driver.)
+// Least pixels of a plane of y, [channel][pixel], that is stored by boxes of 16 pixels: these are of two images at
+// most. Planes of no whole sectors, of 32 bytes, are stored more slowly like that, and so is what two blocks an SM
+// store. Boxes of tiles of lines are parts of a row (docs/lab/gather.md).
 constexpr int kLeastBoxedPlane = 16;
 
 // Whether the taps lie so far apart that stages may hold what one of them reads, instead of a window for all of them:
-// rows of taps, or a single row's. (Rows next to one another, as parts have that the engine dilated makes: 2048 to 256,
-// 65x65, one image, channels_last, dilation 24 and 36, in contained windows / by taps, 195 and 197 / 232 and 234 us.
-// H200, 2026-11-25.)
+// rows of taps, or a single row's. Rows next to one another, as parts have that the engine dilated makes, are faster in
+// contained windows (docs/lab/gather.md).
 inline bool lie_apart(const Phased& of) {
   return of.R > 1 ? of.dilation_h > 1 : of.S > 1 && of.dilation_w > 1;
 }
 
-// What the copy engine takes: from the first pixel's place, that of the last one's, and of taps.
+// Whether the copy engine's fields hold the offsets of the first pixel, of the last one, and of taps.
 inline bool boxes_reach(const Phased& of) {
   const auto reaches = [](int size, int outputs, int taps, int stride, int pad, int dilation) {
     const int64_t behind = int64_t{outputs} - size - pad, span = int64_t{taps - 1} * dilation;
@@ -4181,7 +3696,7 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
   const int most_images = plan.in_images ? (pixels - 2) / (of.P * of.Q) + 2 : 0;  // of a tile
   plan.in_phases = plan.in_boxes && from_phases;
   if (plan.apart && !(plan.in_boxes && out_bytes == 4 && !plan.contained && boxes_reach(of))) return false;
-  // What comes in phases comes by boxes of rows; and windows of 1x1 are for what does.
+  // Phases come by boxes of rows; and windows of 1x1 are for what does.
   if (from_phases && (plan.points || !plan.in_boxes)) return false;
   if (!plan.points && of.R == 1 && of.S == 1 && !plan.in_boxes) return false;
   const bool sixteen_bits = out_bytes == 2;
@@ -4190,14 +3705,11 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
   const bool may_be_parts = plan.contained ? may_cut_up<Contained>(plan.tile_n, plan.blocks_m, source)
                                            : may_cut_up<Tf32>(plan.tile_n, plan.blocks_m, source);
   if (splits > 1 && !may_be_parts) return false;
-  // Of larger tiles those of the last turn only: if all are parts, smaller ones are faster. (1x1 1024 to 512, 14x14, 8
-  // images, us, 256 channels in 4 parts / 128 in 2, 23.3 / 20.0; 1024 to 256, 32 images, 256 in 2 / 128, whole, 26.5 /
-  // 25.7; fours of pixels, in a driver, revisions in the making, H200, 2026-11-24.)
+  // Larger tiles are cut up in the last turn only: if all are parts, smaller ones are faster (docs/lab/gather.md).
   if (splits > 1 && plan.tile_n == 256 && plan.whole_tiles == 0) return false;
   plan.dense_slots = plan.in_boxes && !plan.in_phases && !plan.apart &&
                      (plan.points || (phases_of(of.phases) > 1 && plan.packed));
-  // Many small boxes take longer than the one or four taps for which they are read: 512 to 512, 14x14, stride 2, 32
-  // images in a profiler 45 us, of slots that follow one another 34 us (H200, 2026-11-22).
+  // Many small boxes take longer than the one or four taps for which they are read (docs/lab/gather.md).
   if (phases_of(of.phases) > 1 && !plan.in_phases && !plan.dense_slots && plan.pitch < 64) return false;
   plan.x_boxes = static_cast<int>(plan.dense_slots ? ceil_div(plan.slots, 256) : plan.slots / std::max(plan.pitch, 1));
   plan.box_slots =
@@ -4214,15 +3726,14 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
                        : plan.in_boxes ? (plan.x_boxes * plan.box_slots * 128 + 1023) / 1024 * 1024
                                        : (plan.pieces * plan.piece_slots * 16 + 127) / 128 * 128;
   plan.w_stage_bytes = plan.pieces * plan.tile_n * 16;
-  // Of 16 bits, as fp32 is to be rounded; of a filter of one tap, whose input channels are neighbours.
+  // 16 bits only, as fp32 is to be rounded, and a filter of one tap, whose input channels are neighbours.
   plan.w_in_boxes = of.R * of.S == 1 && of.groups == 1 && of.w_stride_in == 1 && of.w_stride_out > 0 &&
                     of.w_stride_out % channels == 0 && out_bytes == 2 && !is_copied && plan.pieces == 8 &&
                     plan.x_stage_bytes % 1024 == 0;
   if (packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces >= (1 << 30)) return false;
 
   plan.out_channels_last = of.out_stride[1] == 1 && of.out_channels > 1;
-  // In channels_last these are slower where there are several tiles of channels: 24 to 144, 56x56, 128 images, us, the
-  // best of the others / so, 83 / 103; of planes 99 / 82 (H200, 2026-11-27, in a driver).
+  // In channels_last these are slower where there are several tiles of channels (docs/lab/gather.md).
   const bool small = plan.warpgroups == 3 && plan.tile_n == 64;
   if (small && plan.out_channels_last && plan.tiles_n > 1) return false;
   const bool aligned_out = address.out % (4 * out_bytes) == 0;
@@ -4248,10 +3759,8 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
                (of.groups == 1 || of.out_channels % kStagedChannels == 0);
 
   // Points take as many stages of x as of w, windows one of x for all taps. Of fp32 points, contained or not, in tiles
-  // of 128 channels there is room for more than four of each, which hide more of the memory's latency. (1x1, TF32, us,
-  // 4 of x and up to 8 of w / as many of each, 128 channels x 128 pixels: 32 images of 1024 to 256, 14x14, 26.5 / 25.7,
-  // of 256 to 1024 27.6 / 26.8, channels_last 512 to 256, 28x28, 34.7 / 32.3; 256 images of 512 to 128, 28x28, 141 /
-  // 136. H200, 2026-11-24, in a driver. By pieces they are not, nor have they been tried.)
+  // of 128 channels there is room for more than four of each, which hide more of the memory's latency: not by pieces
+  // (docs/lab/gather.md).
   const int taps = of.R * of.S;
   const auto fits_with = [&](int x_stages, int w_stages) {
     plan.x_stages = x_stages;
@@ -4261,9 +3770,8 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
   };
   plan.blocks = std::min(plan.units, at_once);
   bool fits = false;
-  // A block takes every so manieth tile, as many as there are blocks: a multiple of tiles_n, so that it has the same
-  // channels of y each time, if that takes no more turns. (512 to 1024, 28x28, stride 2, 32 images, contained: 392
-  // tiles in 4 turns of 128 instead of 3 of 132, 55 us instead of 49, bench.py.)
+  // Blocks stride over tiles by gridDim.x: a multiple of tiles_n, so that a block has the same channels of y each time,
+  // if that takes no more turns (docs/lab/gather.md).
   if (plan.points && splits == 1 && of.groups == 1 && plan.iterations <= kMaxStages &&
       plan.tiles_n <= kMostResidentTiles) {
     const int blocks = plan.units > at_once ? at_once / plan.tiles_n * plan.tiles_n : plan.units;
@@ -4276,8 +3784,7 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
     for (int stages = kMaxStages; stages > kFewStages && !fits; --stages) fits = fits_with(stages, stages);
   }
   for (int x_stages = plan.points || taps < 4 ? kFewStages : 3; x_stages >= 2 && !fits; --x_stages) {
-    // A phase of x is read by few taps: weights are soon used up. (128 to 128, 56x56, stride 2, 256 images, in tiles of
-    // 256 channels: three stages of each 323 us, two of x and more of weights 311. H200, 2026-11-23, in a driver.)
+    // A phase of x is read by few taps: weights are soon used up (docs/lab/gather.md).
     const int least = plan.in_phases && x_stages > 2 ? 4 : 3;
     for (int w_stages = kMaxStages; w_stages >= least && !fits; --w_stages) fits = fits_with(x_stages, w_stages);
   }
@@ -4299,23 +3806,23 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
                             : plan.out_channels_last ? kStoreChannelsRate
                             : plan.vector == 4       ? kStoreRate
                                                      : kStoreOneRate;
-  // Of an SM that has so many tiles at once: all rates are those of an SM, but a warpgroup multiplies no faster for
-  // being alone. Two blocks hide half of each other's filling and draining. In channels_last two blocks an SM are
-  // faster than that, unless weights are resident.
+  // All rates are those of an SM, however many tiles it has at once, but a warpgroup multiplies no faster for being
+  // alone. Two blocks hide half of each other's filling and draining. In channels_last two blocks an SM are faster than
+  // that, unless weights are resident.
   const double hidden = plan.warpgroups == 1 && plan.in_boxes && !plan.resident && splits == 1 ? 0.97 : 1;
-  // All that the next tile reads is under way while this one is stored, which hides as much as a second block does. (In
-  // tiles of 128 channels as well, at 7ae611d: 64 to 128, 1024x1024, 16 images, 3.69 ms instead of 3.49, bench.py.)
+  // All that the next tile reads is under way while this one is stored, which hides as much as a second block does. Not
+  // in tiles of 128 channels (docs/lab/gather.md).
   const bool ahead = plan.resident && !plan.contained && !plan.out_channels_last && plan.tile_n == 64 &&
                      plan.iterations < plan.x_stages;
   const double hides = small ? kSmallTilesHide : ahead ? 2 : 1;
-  // Of images a stage takes what its products take, or what the L2 cache takes to give all of it.
+  // A stage of images takes as long as its products, or as the L2 cache takes to give all of it.
   const double stage_cycles =
       plan.in_images
           ? std::max(kImagesFactor * shape.stage_cycles, (plan.x_stage_bytes + plan.w_stage_bytes) / kImagesRate)
           : shape.stage_cycles;
   const auto turn_cycles = [&](int blocks_c, int64_t tiles) {
     const double in_bytes = 16.0 * tiles * plan.slots * plan.pieces * blocks_c, out_bytes = tiles * tile_bytes;
-    // Of taps apart the L2 cache has to give x to each, and weights as quickly.
+    // Where taps lie apart the L2 cache has to give x to each, and weights as quickly.
     const double of_taps = in_bytes * taps + static_cast<double>(tiles) * blocks_c * taps * plan.w_stage_bytes;
     const double multiply = static_cast<double>(stages_before(of.phases, blocks_c)) * stage_cycles;
     const double load = plan.apart ? of_taps / kTapsRate : in_bytes / rate;
@@ -4324,7 +3831,7 @@ inline bool complete(const Phased& of, int out_bytes, const Device& device, cons
     return hidden * ((1 - kLost) * std::max({work, load, memory}) + kLost * (work + load + memory) +
                      kTileCycles / std::max<double>(hides, static_cast<double>(tiles)));
   };
-  // Of so many tiles. In the last turn SMs may have one each, where there are two blocks.
+  // Cycles of so many tiles. In the last turn SMs may have one each, where there are two blocks.
   const auto cycles_of = [&](int64_t tiles, int blocks_c) {
     const int64_t rest = ceil_div(tiles % at_once, device.sms);
     return tiles / at_once * turn_cycles(blocks_c, blocks_per_sm(plan.warpgroups)) +
@@ -4438,7 +3945,7 @@ inline bool may_copy(const Phased& of, int element_bytes) {
          copied_bytes(of, element_bytes) <= kMostCopiedBytes;
 }
 
-// Of fp32 under the TF32 contract, whose channels are neighbours: boxes of fours of them.
+// Whether fp32 under the TF32 contract, whose channels are neighbours, may come by boxes of fours of them.
 inline bool may_take_phases(const Phased& of, int element_bytes) {
   return element_bytes == 4 && of.groups == 1 && has_phases(of) && of.in_stride[1] == 1 && of.in_channels % 4 == 0;
 }
@@ -4594,7 +4101,8 @@ inline bool make_plan(const Phased& of, int element_bytes, const Device& device,
 inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
-  if (problem.dtype == DType::kFloat32 && !uses_tf32(problem, op)) return "it has no full float32 accuracy";
+  if (problem.dtype == DType::kFloat32 && !uses_tf32(problem, op))
+    return "it has TF32 accuracy only, but this problem needs full float32 accuracy";
   if (op == Operator::kDgrad && ((problem.stride_h != 1 && problem.P > 1) || (problem.stride_w != 1 && problem.Q > 1)))
     return "it takes input gradients with stride 1 only";
   if (problem.C / problem.groups < 8) return "it takes at least 8 input channels a group";
@@ -4608,7 +4116,7 @@ struct Planned {
   bool found;
 };
 
-// To plan windows takes some 30 us, as long as they take the GPU.
+// Planning windows takes the host about as long as they take the GPU.
 inline const Planned& plan_of(const Problem& problem, Operator op, const Alignment& address) {
   thread_local Memo<Planned> memo;
   Device device{};
@@ -4632,24 +4140,12 @@ inline const char* refusal(const Problem& problem, Operator op) {
 
 inline double cycles(const Problem& problem, Operator op) { return plan_of(problem, op, Alignment{}).plan.cycles; }
 
-// By this engine (in a driver, a revision in the making) / by mma, us, TF32, H200, 2026-11-22, two images: 3x3 of 256
-// channels, 14x14 (2^27.8 multiply-adds), 25 / 25; of 64 channels, 56x56, 19 / 17; 1x1 of 1024 channels to 256, 14x14
-// (2^26.6), 21 / 14; four images of the latter and of 64 channels to 64, 56x56 (2^25.6), 21 / 21 and 12 / 11; of 3x3 of
-// 128 channels, 28x28 (2^28.8), 22 / 29.
+// Multiply-adds from which on this engine is faster than mma (docs/lab/gather.md).
 constexpr double kLeastAgainstMma = 1 << 28;
 
 // 1x1 in channels_last, where neither engine copies x. Both estimates are of kernels alone, at clocks of their own; a
-// call takes some 6.5 us more here, and 3.5 for every 1000 input channels, and one more by pointwise. By pointwise / by
-// this engine, us, behind what that says of their ratio (H200, 2026-11-25, by turns in one process):
-//
-//   64 to 256, 56x56, 4 images           14.8 / 12.3  1.18     32 to 192, 28x28, 32 images     16.4 / 13.5  1.09
-//   24 to 144, 56x56, 16                 48.4 / 17.8  1.19     160 to 960, 7x7, 16              8.9 / 10.5  0.94
-//   240 to 80, 14x14, 32                 11.3 / 10.9  0.91     32                              12.7 / 10.7  1.32
-//   64                                   17.6 / 12.7  1.15     512 to 128, 28x28, 4            12.0 / 13.4  0.81
-//   2048 to 512, 7x7, 4 and 8            12.4 / 20.7, 17.5 / 22.3  0.63, 0.95
-//
-// Of pointwise's many pixels its estimate is too short (144 to 24, 56x56, 128 images, 93 us, estimate 53), so that from
-// kLeastAgainstMma on it is not asked there.
+// call takes some microseconds more here, and more for every input channel, and one more by pointwise. Of many pixels
+// pointwise's estimate is too short: from kLeastAgainstMma on it is not asked there (docs/lab/gather.md).
 constexpr double kCycleOfEstimate = 1.65e3, kCycleOfPointwise = 1.75e3;  // of a microsecond
 constexpr double kPackMicroseconds = 6.5, kPackOfChannel = 3.5e-3;
 constexpr double kLeastOfPixels = 1 << 26;
@@ -4660,34 +4156,20 @@ inline bool pointwise_is_faster(const Problem& problem, Operator op) {
   return kPointwiseEngine.cycles(problem, op) / kCycleOfPointwise + 1 < here;
 }
 
-// Of taps by a box each, by mma / by this engine, us: 64 channels to 64, 64x64, one image (2^27.2), dilation 6, 12 and
-// 18, 13.4 / 13.6, 16.6 / 14.0 and 16.8 / 14.3 (3x3, H200, 2026-11-25, by turns in one process). Fewer have not been
-// tried.
+// Taps by a box each: multiply-adds from which on this engine is faster than mma (docs/lab/gather.md).
 constexpr double kLeastOfTaps = 1 << 27;
 
-// 1x1 of planes, from few channels to many, by pointwise / by this engine, us: 64 channels to 256, 56x56, 4 images
-// (2^27.6), 14.4 / 11.4; 160 to 960, 7x7, 32 images (2^27.8), 21.8 / 14.6, 16 images 13.5 / 13.9; 64 to 384, 14x14, 32
-// images (2^27.2), 13.1 / 11.7, 16 images 8.4 / 10.3; but 256 to 1024, 14x14, 4 images (2^27.6), 11.9 / 13.4 (H200,
-// 2026-11-25, by turns in one process).
+// 1x1 of planes, from few channels to many, where this engine is faster than pointwise (docs/lab/gather.md).
 constexpr double kLeastOfWide = 1 << 27;
 constexpr int kFewToWiden = 160;
 
-// Of groups mma's tiles have 16 output channels and its chunks 8 input channels, this engine's 64 of either, with zeros
-// between groups. mma / this engine, us, bench.py, TF32, H200, 2026-11-23, 3x3, 32 groups, 32 images; mma's estimate:
-//
-//                                        planes             channels_last
-//   256 channels, 56x56               221     - / 126      216   233 / 124
-//   512, 28x28                         97    93 /  70       98    94 /  68
-//   512, 56x56, stride 2              104    99 / 141      106   169 / 136
-//   1024, 28x28, stride 2              60   103 /  88       60     - /  80
-//
-// Hence its estimate counts up to 16 channels a group, and of channels_last without a stride.
+// Groups: mma's tiles have 16 output channels and its chunks 8 input channels, this engine's 64 of either, with zeros
+// between groups. mma's estimate counts up to so many channels a group; in channels_last only without a stride
+// (docs/lab/gather.md).
 constexpr int kFewOfGroup = 16;
 
-// Tiles have 64 output channels here and 32 in pointwise. 1x1 of planes, by pointwise / by this engine, us: 32 channels
-// to 16, 112x112, 64 and 128 images, 49 / 76 and 90 / 144; 96 to 24, 56x56, 33 / 35 and 57 / 59; 144 to 24, 43 / 47 and
-// 77 / 79; to 32, 28x28, 128 images, 29.6 / 29.4; to 40, 36 / 29 (H200, 2026-11-25, by turns in one process; not timed
-// since this engine has tiles of three warpgroups with 64 channels).
+// 1x1 of planes with at most so many output channels is faster by pointwise, whose tiles have 32 of them where these
+// have 64 (docs/lab/gather.md; before there were tiles of three warpgroups with 64 channels).
 constexpr int kFewOfPointwise = 24;
 
 inline const char* yields(const Problem& problem, Operator op) {
@@ -4812,7 +4294,7 @@ inline cudaError_t make_in_map(const Phased& of, int element_bytes, Params& para
                               step);
 }
 
-// Of w, [output channel][input channel]: the latter of a stage, of so many of the former.
+// The map of w, [output channel][input channel]: the latter of a stage, of so many of the former.
 inline cudaError_t make_w_map(const Phased& of, int element_bytes, Params& params) {
   const uint64_t in_channels = of.in_channels, out_channels = of.out_channels;
   const uint64_t row_bytes = of.w_stride_out * element_bytes;
@@ -4823,7 +4305,7 @@ inline cudaError_t make_w_map(const Phased& of, int element_bytes, Params& param
                               params.w_map);
 }
 
-// What the plan in `params` loads and stores by boxes; `of` and `element_bytes`: of x as it lies in memory.
+// Maps of all that the plan in `params` loads and stores by boxes; `of` and `element_bytes`: of x as it lies in memory.
 inline cudaError_t make_maps(const Phased& of, int element_bytes, Params& params) {
   if (params.plan.w_in_boxes) {
     const cudaError_t error = make_w_map(of, element_bytes, params);
@@ -5045,7 +4527,7 @@ template <typename Format>
 cudaError_t run_packed(const PackParams& pack, const Phased& planned, void* copy_ptr, Params& params,
                        cudaStream_t stream) {
   const Phased of = params.of;
-  // Of weights that are not aligned there are no boxes.
+  // Weights that are not aligned have no boxes.
   params.plan.w_in_boxes = params.plan.w_in_boxes && reinterpret_cast<uint64_t>(pack.w_ptr) % 16 == 0;
   params.packed_ptr = params.plan.w_in_boxes ? pack.w_ptr : pack.packed_ptr;
   CopyParams copy{};
@@ -5140,7 +4622,7 @@ cudaError_t run_contained(const PackParams& pack, const Phased& copy, const Plan
   const int smem_bytes = static_cast<int>(std::max<int64_t>(sizeof(ContainShared), contained_bytes));
   contain.copy = params.copy;
   contain.guard = guard;
-  // What lies side by side in x.
+  // Values that lie side by side in x.
   const Phased& source = contain.copy.of;
   const auto multiples = [&](int of_what) {
     return of.in_stride[0] % of_what == 0 && of.in_stride[2] % of_what == 0 && address % (4 * of_what) == 0;

@@ -1,7 +1,7 @@
-// Hopper's own instructions (sm_90a) and a few loads, each as one small function. PTX ISA 8.0, so that CUDA 12.1 knows
-// them all.
+// Instructions of Hopper (sm_90a) and a few loads and stores, each as one small function: cp.async, mbarriers, TMA,
+// clusters, programmatic dependent launch, wgmma, ldmatrix and stmatrix. PTX ISA 8.0, so that CUDA 12.1 assembles them.
 //
-// Shared memory is addressed by 32-bit numbers here, as these instructions want it.
+// Shared memory is addressed by 32-bit numbers, as these instructions want it. Measurements: docs/lab/hopper.md.
 #pragma once
 
 #if !defined(__CUDACC_RTC__)
@@ -16,7 +16,8 @@
 
 #include "numerics.cuh"
 
-// Set where the compiler may emit wgmma and setmaxnreg: not for plain sm_90, which torch below 2.9 builds as well.
+// Defined where the compiler may emit wgmma and setmaxnreg: on sm_90a, not on plain sm_90, which torch below 2.9
+// builds.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define MODELNEW_SM90A 1
 #endif
@@ -28,14 +29,11 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// A number that all lanes of a warp have, such as the warp's own: the compiler then knows that they do. (H200,
-// 2026-11-23, in drivers, one image, numbers of warps as they are / so: mma, 3x3 of 512 channels, 7x7, 17.9 / 17.2 us;
-// pointwise, 64 to 256, 56x56, 7.1 / 6.9.)
+// Tells the compiler that all lanes of a warp hold the same number, such as the warp's own (docs/lab/hopper.md).
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
-// ---- Loads from memory that nobody writes, of so many bytes; 0 where `exist` is false ----
-//
-// In assembly, so that a load stays where it is written and its address out of the condition.
+// Loads of read-only global memory, of the given number of bytes; 0 where `exist` is false. They are in assembly so
+// that the load stays where it is written and its address outside of the condition.
 
 __device__ __forceinline__ void load_8(const void* address, bool exist, uint32_t& low, uint32_t& high) {
   asm volatile(
@@ -60,7 +58,7 @@ __device__ __forceinline__ void load_2(const void* address, bool exist, uint32_t
   word = half_word;
 }
 
-// ---- The same to shared memory, later: as this thread, and at first nobody else, can see once it has waited ----
+// Asynchronous copies to shared memory. The issuing thread sees them after copies_wait, others after a barrier as well.
 
 template <int BYTES>
 __device__ __forceinline__ void copy_later(uint32_t to_smem, const void* address, bool exist) {
@@ -69,7 +67,7 @@ __device__ __forceinline__ void copy_later(uint32_t to_smem, const void* address
                : "memory");
 }
 
-// The first `size` of BYTES, and zeros for the rest. GPUs before sm_80 copy words, at once.
+// Copies the first `size` of BYTES and fills the rest with zeros. GPUs before sm_80 copy words synchronously.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(uint32_t to_smem, const void* address, int size) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -89,7 +87,7 @@ __device__ __forceinline__ void copy_async(uint32_t to_smem, const void* address
 #endif
 }
 
-// What is read once leaves the L2 cache first. A policy of copies.
+// A cache policy for streamed data: it leaves L2 first.
 __device__ __forceinline__ uint64_t evict_first() {
   uint64_t policy = 0;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -114,12 +112,12 @@ __device__ __forceinline__ void copy_async(uint32_t to_smem, const void* address
 #endif
 }
 
-// The thread arrives at a barrier when all that it has ordered is there.
+// Arrives at an mbarrier once all earlier copies of this thread are complete.
 __device__ __forceinline__ void copies_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// What the thread has ordered since the last time is a group.
+// Puts this thread's copies since the last commit into one group.
 __device__ __forceinline__ void copies_commit() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -133,12 +131,12 @@ __device__ __forceinline__ void copies_wait() {
 #endif
 }
 
-// So many threads meet, whole warps; number 0 is __syncthreads'.
+// A barrier of whole warps, `threads` in all. Barrier 0 is the one of __syncthreads.
 __device__ __forceinline__ void named_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// ---- mbarrier: a phase ends when `count` threads have arrived and all expected bytes have come ----
+// mbarriers: a phase ends when `count` arrivals and all expected bytes are in.
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -152,7 +150,7 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int b
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Whether the phase of this parity has ended. On a fresh barrier, that of parity 1 has: the phase before the first.
+// Whether the phase of this parity has ended. On a fresh mbarrier the phase of parity 1, before the first, has ended.
 __device__ __forceinline__ bool barrier_ended(uint32_t barrier, uint32_t parity) {
   uint32_t ended;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -178,33 +176,33 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   }
 }
 
-// The same for threads that have time: asking all the time takes issue slots from other warps.
+// barrier_wait for threads that are not urgent: polling takes issue slots from other warps.
 __device__ __forceinline__ void barrier_wait_idly(uint32_t barrier, uint32_t parity) {
   while (!barrier_ended(barrier, parity)) __nanosleep(64);
 }
 
-// Ordinary stores of this thread to shared memory become visible to wgmma and to bulk copies, which only Hopper has.
+// Makes this thread's stores to shared memory visible to wgmma and bulk copies, the async proxy of Hopper.
 __device__ __forceinline__ void fence_async() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// The same of memory: bulk copies may read what threads have written in the kernel that orders them.
+// Makes this thread's stores to global memory visible to bulk copies of the same kernel.
 __device__ __forceinline__ void fence_async_memory() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
 
-// Until other blocks have counted so far, in memory, by atomics. What each of them wrote before, and fenced, is seen
-// then.
+// Waits until other blocks have raised an atomic counter in global memory to `least`. Writes that they fenced before
+// are visible afterwards.
 __device__ __forceinline__ void wait_for_count(const uint32_t* count, uint32_t least) {
   while (*static_cast<const volatile uint32_t*>(count) < least) __nanosleep(64);
   __threadfence();
 }
 
-// ---- Bulk copies, memory to shared memory: addresses and sizes are multiples of 16 bytes ----
+// Bulk copies from global to shared memory. Addresses and sizes are multiples of 16 bytes.
 
 __device__ __forceinline__ void bulk_load(uint32_t to_smem, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to_smem),
@@ -212,15 +210,17 @@ __device__ __forceinline__ void bulk_load(uint32_t to_smem, const void* from, in
                : "memory");
 }
 
-// ---- Boxes: bulk copies between shared memory and a tensor of four dimensions ----
+// TMA boxes: bulk copies between shared memory and a tensor of four dimensions.
 //
-// A box is so many elements along each dimension; its rows (first dimension) lie one after another in shared memory.
-// What lies outside the tensor is not stored, and loaded as 0, if its rows are multiples of 16 bytes: what followed one
-// of 462 words was overwritten (H200, 2026-11-23). Rows to be stored are of 128, 64 or 32 bytes; piece number i, of 16
-// bytes, of row r lies at place i ^ r%8 of its row (of 64 bytes: i ^ r/2%4; of 32 bytes: i), so that warps that store a
-// column of pieces meet all banks; the box starts at a multiple of 16 bytes in memory and of 1024 bytes in shared
-// memory. Boxes to be loaded start at a multiple of 16 bytes, too (else it is an illegal instruction), and of 128 in
-// shared memory.
+// Rows of a box (its first dimension) lie one after another in shared memory. Elements outside the tensor load as 0 and
+// are not stored, provided that rows of the tensor are multiples of 16 bytes (docs/lab/hopper.md). A box starts at a
+// multiple of 16 bytes in global memory; a load elsewhere is an illegal instruction. In shared memory a loaded box
+// starts at a multiple of 128 bytes, a stored one at a multiple of 1024.
+//
+// Rows to be stored have 128, 64 or 32 bytes and are swizzled, so that warps which store a column of 16-byte pieces
+// meet all banks. Piece i of row r lies at
+//
+//   row of 128 bytes: i ^ r % 8        of 64 bytes: i ^ (r / 2) % 4        of 32 bytes: i
 
 constexpr int kBoxRowBytes = 128;
 
@@ -228,8 +228,8 @@ struct alignas(64) BoxMap {
   uint64_t opaque[16];
 };
 
-// LEAVES_FIRST: nobody reads it soon, and it should not displace x from the L2 cache. Not for parts of lines of 128
-// bytes, whose other parts come later.
+// LEAVES_FIRST: the output is streamed and must not displace x from L2. It is wrong for parts of 128-byte lines whose
+// other parts are written later.
 template <bool LEAVES_FIRST = true>
 __device__ __forceinline__ void store_box(const BoxMap& map, const void* from, int i, int j, int k, int l) {
   if constexpr (LEAVES_FIRST)
@@ -254,7 +254,7 @@ __device__ __forceinline__ void load_box(const BoxMap& map, uint32_t to_smem, in
       : "memory");
 }
 
-// Of a map of columns: from pixel (j, k) of image l on, moved by so many pixels; channels from i on.
+// Loads from an im2col map: pixels from (j, k) of image l on, shifted by (move_j, move_k), channels from i on.
 __device__ __forceinline__ void load_columns(const BoxMap& map, uint32_t to_smem, int i, int j, int k, int l,
                                              int move_j, int move_k, uint32_t barrier) {
   asm volatile(
@@ -271,17 +271,17 @@ __device__ __forceinline__ void prefetch_map(const BoxMap& map) {
 #endif
 }
 
-// What the thread has ordered since the last time is a group.
+// Puts this thread's bulk stores since the last commit into one group.
 __device__ __forceinline__ void bulk_stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until all but the latest PENDING groups of the thread have been read from shared memory. (To wait until they
-// are in memory costs the L1 cache: the compiler adds an instruction that empties it.)
+// Waits until all but the latest PENDING groups have been read from shared memory. Waiting for their arrival in global
+// memory costs the L1 cache: the compiler adds an instruction that invalidates it.
 template <int PENDING>
 __device__ __forceinline__ void bulk_stores_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// ---- Clusters: blocks that read one another's shared memory ----
+// Clusters: blocks that read one another's shared memory.
 
 __device__ __forceinline__ void cluster_sync() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -289,14 +289,14 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// The same for threads that have read all they wanted to.
+// The last barrier of a cluster: it orders no memory, as the threads have read what they need.
 __device__ __forceinline__ void cluster_leave() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
-// The same words of shared memory of another block of the cluster.
+// Loads from the shared memory of block `rank` of the cluster, at the same address as in this block.
 __device__ __forceinline__ float4 load_cluster_4(uint32_t address, int rank) {
   float4 value{};
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -321,7 +321,7 @@ __device__ __forceinline__ float load_cluster(uint32_t address, int rank) {
   return value;
 }
 
-// The sums over all blocks of it, of 2, 4 or 8, in their order. Loads first: each takes a while.
+// Sums over the 2, 4 or 8 blocks of a cluster in their order. All loads precede the additions to overlap their latency.
 __device__ __forceinline__ float4 add_cluster_4(uint32_t address, int blocks) {
   float4 sum{}, parts[8];
 #pragma unroll
@@ -350,11 +350,10 @@ __device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
 }
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-// kStoreHalves, kLoadHalves: rows of 64 bytes. kStoreQuarters: rows of 32 bytes. kLoadRows: rows of 128 bytes in the
-// order of those to be stored.
+// Halves: rows of 64 bytes. Quarters: rows of 32 bytes. kLoadRows: rows of 128 bytes, swizzled like those to be stored.
 enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves };
 
-// The driver's own library is not linked.
+// Finds a function of the driver at run time, because libcuda is not linked.
 template <typename Function>
 Function driver_function(const char* name) {
   void* function = nullptr;
@@ -367,8 +366,8 @@ Function driver_function(const char* name) {
   return reinterpret_cast<Function>(function);
 }
 
-// A thread that has called nothing of the runtime's yet, such as autograd's at its first gradient, may have no context,
-// without which the driver makes no map.
+// Retries with a context. A thread that has not called the runtime yet, such as autograd's at its first gradient, may
+// have none, and the driver then refuses to encode a map.
 template <typename Make>
 cudaError_t with_context(const Make& make) {
   if (make() == CUDA_SUCCESS) return cudaSuccess;
@@ -378,9 +377,9 @@ cudaError_t with_context(const Make& make) {
   return make() == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Sizes and box in elements of 2 or 4 bytes; strides, of all dimensions but the first, in bytes and multiples of 16.
-// `step` and `step_2`, up to 8: of the second and third dimension a box has every so manieth element of its own so
-// many, a multiple of it.
+// Sizes and box are in elements of 2 or 4 bytes; strides are in bytes, multiples of 16, and omit the first dimension.
+// A box spans box[1] elements of the second dimension and holds every `step`-th of them, likewise with `step_2` for the
+// third; steps are at most 8 and divide the box.
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                 const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map, uint32_t step = 1,
                                 uint32_t step_2 = 1) {
@@ -403,10 +402,9 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
   return with_context(make);
 }
 
-// Of [image][row][column][channel], elements of 2 or 4 bytes: 128 bytes of channels of so many pixels that follow one
-// another, row by row and image by image. In each image these are from column and row `first` on (negative: of the
-// padding before it) up to `last` behind its last ones (negative: before), every so manieth. In the order of
-// BoxUse::kLoadRows.
+// An im2col map of [image][row][column][channel], elements of 2 or 4 bytes. A load brings 128 bytes of channels of
+// `pixels` consecutive pixels, row by row and image by image, swizzled as BoxUse::kLoadRows. In each image pixels run
+// from column and row `first` (negative: in the padding) to `last` relative to its end, every steps-th of them.
 inline cudaError_t make_columns_map(const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                     const uint64_t (&strides)[3], const int (&first)[2], const int (&last)[2],
                                     const int (&steps)[2], uint32_t pixels, BoxMap& map) {
@@ -424,26 +422,21 @@ inline cudaError_t make_columns_map(const void* tensor, int element_bytes, const
 }
 #endif
 
-// ---- Kernels one behind another, the launch of the later one hidden behind the earlier one ----
+// Programmatic dependent launch: the launch of a kernel is hidden behind its predecessor.
 //
-// A kernel that is launched early may start as soon as every block of the one before it has ended or allowed it. It
-// then waits, before it touches what that one or others before it touch, until that one is at its end and its stores
-// are seen; and has to, in some thread of every block, so that its own end is the end of all before it. (Who launches
-// kernels of its own in front of ours like this, and has them not wait, must not let us read what came before them.)
+// A kernel launched early may start once every block of its predecessor has ended or called launch_dependents. Before
+// it touches memory that earlier kernels use, it calls wait_for_prerequisites, which returns when the predecessor is
+// complete and its stores are visible. Some thread of every block must do so, because the end of this kernel then
+// implies the end of all kernels before it. Another library's kernel that is launched early in front of ours must do so
+// as well.
 //
-// The first kernel of a call may be launched early, too: it then waits before all else, and only then allows the next
-// one, which therefore need not wait for what was there before the call: no block of it starts before all blocks of the
-// first one have waited, and none has read that memory before. (That the next one's plain loads then see what was
-// written before the call is tested on a GPU, with values that differ each time, in the chain of kernels that the
-// manual describes; the manual itself promises it to who waits. gather, 53 convolutions of a ResNet-50 of 64 images,
-// eager: 1 to 3 us less each by a profiler, and nothing behind an event. mma, pointwise and stem, one and eight images
-// in a CUDA graph: no difference; they are not. H200, 2026-11-24.)
+// The first kernel of a call may be launched early, too. It waits before anything else and only then calls
+// launch_dependents. Hence the second kernel need not wait for memory from before the call: none of its blocks starts
+// before all blocks of the first kernel have waited. A GPU test covers this transitive visibility; the CUDA manual
+// promises it only to kernels that wait themselves.
 //
-// The last kernel of a call allows nothing early: behind it another call may begin. When gather's did, four of its
-// calls one right behind another, with a block on every SM and two rounds of tiles each, took 511 us instead of 371
-// (3x3 of 512 channels, 65x65, 8 images, dilation 4; channels_last 472 and 340; bench.py at 2f1cb10 and 50470cd): some
-// 35 us, a round, each. Why is not known; since it allows nothing they take 354 us, channels_last 332 to 337
-// (H200, 2026-11-24).
+// The last kernel of a call never calls launch_dependents, because the next call may follow: doing so cost up to a wave
+// for each call (docs/lab/hopper.md).
 
 __device__ __forceinline__ void launch_dependents() {
 #if defined(MODELNEW_SM90A)
@@ -458,7 +451,7 @@ __device__ __forceinline__ void wait_for_prerequisites() {
 }
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-// In clusters of `of_cluster` blocks, or 1.
+// Launches a kernel early, in clusters of `of_cluster` blocks.
 template <typename... Params>
 cudaError_t launch_early_in_clusters(void (*kernel)(Params...), unsigned blocks, unsigned of_cluster, int threads,
                                      size_t smem_bytes, cudaStream_t stream,
@@ -486,7 +479,7 @@ cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, int threads
   return launch_early_in_clusters(kernel, blocks, 1, threads, smem_bytes, stream, params...);
 }
 
-// What a launch in clusters of so many blocks is told.
+// The configuration of a launch in clusters of `of` blocks.
 struct ClusterLaunch {
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
@@ -502,12 +495,12 @@ struct ClusterLaunch {
     config.attrs = &attribute;
     config.numAttrs = 1;
   }
-  ClusterLaunch(const ClusterLaunch&) = delete;  // it points to itself
+  ClusterLaunch(const ClusterLaunch&) = delete;  // config points to attribute
   ClusterLaunch& operator=(const ClusterLaunch&) = delete;
 };
 #endif
 
-// ---- Registers: a warpgroup gives some back, another takes them ----
+// Register reallocation between warpgroups (setmaxnreg): one gives registers back, another takes them.
 
 template <int COUNT>
 __device__ __forceinline__ void registers_give_back() {
@@ -523,22 +516,22 @@ __device__ __forceinline__ void registers_take() {
 #endif
 }
 
-// ---- wgmma: acc[64, N] (+)= a[64, 32 bytes] b[N, 32 bytes], by the four warps of a warpgroup ----
+// wgmma: acc[64, N] (+)= a[64, 32 bytes] b[N, 32 bytes], by the four warps of a warpgroup.
 //
-// Both operands lie in shared memory as 16-byte pieces (8 values of 16 bits, 4 of TF32) without swizzle: the rows of
-// an operand 16 bytes apart, its two halves along the reduction `half_distance` apart.
+// Both operands lie in shared memory without swizzle, as 16-byte pieces (8 values of 16 bits, 4 of TF32): rows are 16
+// bytes apart, and the two halves along the reduction `half_distance` apart.
 //
-// Thread t of the warpgroup holds, for row 16*(t/32) + t%32/4 + 8*i and column 8*j + 2*(t%4) + e: acc[4*j + 2*i + e].
+// Accumulators: acc[4*j + 2*i + e] of thread t is row 16*(t/32) + t%32/4 + 8*i, column 8*j + 2*(t%4) + e.
 
-// The lower half of a descriptor, in units of 16 bytes: adding 1 moves the operand by one row. The upper half is
+// A descriptor's lower half is in units of 16 bytes: adding 1 moves the operand by one row. Its upper half is
 // kDescriptorHigh: groups of 8 rows are 128 bytes apart.
 constexpr uint32_t kDescriptorHigh = 128 / 16;
 
-// The same of an operand whose rows are of 128 bytes in the order of boxes (kLoadRows): groups of 8 rows are 1024 bytes
-// apart; its beginning is a multiple of that, and 32 bytes of the reduction are 2 units further.
+// Upper half for an operand with swizzled rows of 128 bytes (kLoadRows). Groups of 8 rows are 1024 bytes apart, the
+// operand starts at a multiple of 1024, and a step of 32 bytes along the reduction adds 2 to the lower half.
 constexpr uint32_t kRowsDescriptorHigh = 1024 / 16 | 1u << 30;
 
-// In a cluster an address of shared memory has the number of its block, too, for which a descriptor has no room.
+// Removes the number of the block from a shared-memory address in a cluster: a descriptor has no room for it.
 __device__ __forceinline__ uint32_t of_own_block(uint32_t address) { return address & 0x3ffff; }
 
 __device__ __forceinline__ uint32_t descriptor(uint32_t address, uint32_t half_distance) {
@@ -557,7 +550,7 @@ __device__ __forceinline__ void wgmma_commit() {
 #endif
 }
 
-// Waits until all but the latest PENDING committed groups are done.
+// Waits until all but the latest PENDING committed groups are complete.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
 #if defined(MODELNEW_SM90A)
@@ -565,8 +558,8 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 }
 
-// Of sums that the first wgmma is not to keep. ptxas of CUDA 12.1 has each wgmma wait for the one before (C7515) where
-// it finds them not set; that of 13.0 does not.
+// Clears accumulators that the first wgmma overwrites. ptxas of CUDA 12.1 takes them for uninitialised otherwise, and
+// then serialises every wgmma (C7515); that of 13.0 does not.
 template <typename Sums>
 __device__ __forceinline__ void wgmma_start(Sums& sums) {
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 13
@@ -578,7 +571,7 @@ __device__ __forceinline__ void wgmma_start(Sums& sums) {
 #endif
 }
 
-// Keeps the compiler from reading `acc` before the wgmma_wait above this line.
+// Keeps the compiler from reading `acc` before the preceding wgmma_wait.
 template <int COUNT>
 __device__ __forceinline__ void wgmma_settle(float (&acc)[COUNT]) {
 #pragma unroll
@@ -588,12 +581,12 @@ __device__ __forceinline__ void wgmma_settle(float (&acc)[COUNT]) {
 template <typename Operand, int N>
 struct Wgmma;
 
-// The same with a `b` of 16 bits that lies the other way round: rows of 128 bytes, in the order of boxes, are 64
-// neighbours of N; 64 more of them are `half_distance` further, and 8 rows of the reduction 1024 bytes.
+// wgmma with a transposed `b` of 16 bits, which is contiguous along N: swizzled rows of 128 bytes hold 64 columns, the
+// next 64 columns are `half_distance` further, and 8 rows of the reduction are 1024 bytes apart.
 template <typename Operand, int N>
 struct WgmmaTransposed;
 
-// And of an `a` instead, or as well, whose 64 rows are neighbours.
+// wgmma with a transposed `a`, contiguous along its 64 rows, and with both operands transposed.
 template <typename Operand, int N>
 struct WgmmaFirstTransposed;
 template <typename Operand, int N>
@@ -636,7 +629,7 @@ struct WgmmaBothTransposed;
 #define MODELNEW_ACC_116(i) MODELNEW_ACC_112(i), MODELNEW_ACC_4((i) + 112)
 #define MODELNEW_ACC_128(i) MODELNEW_ACC_64(i), MODELNEW_ACC_64((i) + 64)
 
-// COUNT accumulators a thread; A, B, KEEP: the operand numbers that follow them. Without `keep` acc is overwritten.
+// COUNT accumulators per thread; A, B, KEEP: the operand numbers that follow them. Without `keep`, acc is overwritten.
 #define MODELNEW_WGMMA(STRUCT, OPERAND, N, COUNT, A, B, KEEP, TYPES, SIGNS)                                          \
   template <>                                                                                                        \
   struct STRUCT<OPERAND, N> {                                                                                        \
@@ -685,7 +678,7 @@ MODELNEW_WGMMA_MORE_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0, 0")
 MODELNEW_WGMMA_SHAPES(float, "k8.f32.tf32.tf32", "1, 1")
 #endif
 
-// The same with `a` in registers: each thread holds what ldmatrix gives it of the 16 rows of its warp.
+// wgmma with `a` in registers, where ldmatrix puts the 16 rows of each warp.
 template <typename Operand, int N>
 struct WgmmaRegisters;
 
@@ -720,7 +713,7 @@ MODELNEW_WGMMA_REGISTERS_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0")
 MODELNEW_WGMMA_REGISTERS_SHAPES(float, "k8.f32.tf32.tf32", "1, 1")
 #endif
 
-// The largest value of all lanes: in one instruction since Ampere.
+// The largest value of all lanes: one instruction since sm_80.
 __device__ __forceinline__ uint32_t warp_max(uint32_t value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   return __reduce_max_sync(~0u, value);
@@ -765,8 +758,8 @@ __device__ __forceinline__ void store_shared_4(uint32_t address, const uint32_t 
                : "memory");
 }
 
-// 16 rows x 32 bytes of shared memory as that operand: lane l names row l % 16 of the first 16 bytes (l < 16) or of the
-// other ones.
+// Loads 16 rows x 32 bytes of shared memory as the `a` of WgmmaRegisters. Lane l addresses row l % 16 of the first 16
+// bytes (l < 16) or of the last.
 __device__ __forceinline__ void load_matrix(uint32_t (&a)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
@@ -774,8 +767,8 @@ __device__ __forceinline__ void load_matrix(uint32_t (&a)[4], uint32_t address) 
                : "memory");
 }
 
-// The same of 16-bit values that lie the other way round: 16 rows of 16 of them, of which lane l names 8 of row
-// l / 16 * 8 + l % 8, the first ones or (l / 8 odd) the others.
+// Loads the same operand transposed, from 16 rows of 16 values of 16 bits. Lane l addresses 8 values of row
+// l / 16 * 8 + l % 8: the first ones if l / 8 is even, else the last.
 __device__ __forceinline__ void load_matrix_transposed(uint32_t (&a)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
@@ -783,8 +776,8 @@ __device__ __forceinline__ void load_matrix_transposed(uint32_t (&a)[4], uint32_
                : "memory");
 }
 
-// Four blocks of 8 x 8 values of 16 bits, of which a lane holds, in words[i], columns 2*(l%4) and the next one of row
-// l/4: each row is a piece of 16 bytes; lane l names that of row l % 8 of block l / 8.
+// Stores four blocks of 8 x 8 values of 16 bits. A lane holds, in words[i], columns 2*(l%4) and 2*(l%4) + 1 of row l/4;
+// lane l addresses row l % 8, 16 bytes, of block l / 8.
 __device__ __forceinline__ void store_matrix(uint32_t address, const uint32_t (&words)[4]) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
@@ -793,8 +786,8 @@ __device__ __forceinline__ void store_matrix(uint32_t address, const uint32_t (&
 #endif
 }
 
-// Four blocks of 8 x 8 values of 16 bits to 8 pieces of 16 bytes each, of which lane l names number l % 8 of block
-// l / 8: pieces are columns of blocks of which a lane holds, in words[i], columns 2*(l%4) and the next one of row l/4.
+// Stores four blocks of 8 x 8 values transposed: lane l addresses column l % 8, 16 bytes, of block l / 8. A lane holds
+// the same values as for store_matrix.
 __device__ __forceinline__ void store_matrix_transposed(uint32_t address, const uint32_t (&words)[4]) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),

@@ -1,5 +1,5 @@
-// Tiles of fprop or dgrad of fp32 tensors again, in full accuracy: what another engine's operands could not hold
-// (engines.cuh: launch_listed).
+// Recomputes tiles of fprop or dgrad of fp32 tensors in full accuracy, where operands of another engine were out of
+// range of scaled fp16 (engines.cuh: launch_listed). The kernel is correlate's; correlate.cuh draws its tiles.
 #if !defined(__CUDACC_RTC__)
 #include "engines.cuh"
 #endif
@@ -11,7 +11,7 @@ namespace direct {
 
 #if !defined(__CUDACC_RTC__)
 
-// Tiles of 128 pixels, in the shape that the list has.
+// Tiles of 128 pixels, with the list's number of columns.
 inline CorrelatePlan listed_plan(const Problem& problem, Operator op, int tile_q) {
   CorrelatePlan plan{CorrelateKernel::kWideK, WideK::TILE_K, {}};
   plan.tiling.cost = -1;

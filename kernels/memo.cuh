@@ -1,5 +1,5 @@
-// Remembers results of a function of a problem: a network calls with the same few problems again and again, and to plan
-// one takes as long as to launch it. Host only.
+// Remembers the results of a function of a problem. A network repeats few problems, and planning one takes as long as
+// launching it. Host only.
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@
 
 namespace modelnew {
 
-// All that a plan may depend on: no two problems have the same. `gpu`: as find_gpu() has it, where that counts.
+// Everything that a plan may depend on; no two problems share a key. `gpu` is find_gpu()'s number where it matters.
 using ProblemKey = std::array<int64_t, 35>;
 
 inline ProblemKey key_of(const Problem& p, Operator op, uint64_t in, uint64_t w, uint64_t out, int gpu = 0,
@@ -23,7 +23,7 @@ inline ProblemKey key_of(const Problem& p, Operator op, uint64_t in, uint64_t w,
   }
   key[28] = static_cast<int64_t>(p.dtype) * 2 + p.tf32_allowed;
   key[29] = static_cast<int64_t>(op);
-  // Of addresses only the alignment counts, up to what bulk copies want.
+  // Plans depend on the alignment of addresses only, up to what bulk copies need.
   key[30] = static_cast<int64_t>(in % 256);
   key[31] = static_cast<int64_t>(w % 256);
   key[32] = static_cast<int64_t>(out % 256);
@@ -32,10 +32,8 @@ inline ProblemKey key_of(const Problem& p, Operator op, uint64_t in, uint64_t w,
   return key;
 }
 
-// One for each thread, so that nobody waits. A result stays where it is until more problems come than are remembered;
-// then all are forgotten at once. (A table of 128 places, in which one gave way to another of the same hash, cost a
-// ResNet-50 with its 23 problems 60 to 850 us of host time a forward, by the number of images; so it is 20.
-// 2026-11-23, on an x86 server without a GPU: the CUDA runtime's own time is not in it.)
+// Each thread has its own, without locks. A result stays at its address until kMostProblems are remembered; then all
+// are forgotten at once. A table with evictions was slower (docs/lab/hopper.md).
 template <typename Value>
 class Memo {
  public:
@@ -49,7 +47,7 @@ class Memo {
 
  private:
   static constexpr size_t kMostProblems = 1024;
-  struct Hash {  // FNV-1a, of words
+  struct Hash {  // FNV-1a over words
     size_t operator()(const ProblemKey& key) const {
       uint64_t hash = 14695981039346656037u;
       for (int64_t word : key) hash = (hash ^ static_cast<uint64_t>(word)) * 1099511628211u;

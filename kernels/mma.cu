@@ -1,69 +1,51 @@
-// mma engine: implicit GEMM on the tensor cores of any GPU since Ampere, for fp32 tensors: small problems, and what has
-// few channels (on Hopper stem.cu's, unless it is small). One launch, no workspace, weights read as they are.
-// Deterministic: one sum an output, in one order.
+// mma engine: implicit GEMM in TF32 on the tensor cores of any GPU since Ampere, for fp32 tensors. It computes y, and
+// dx with stride 1. It runs small problems and problems with few channels (on Hopper, stem.cu runs most of the latter).
+// One launch, no workspace, weights are read as they are. Deterministic: every sum has a fixed order.
 //
-// GEMM view: rows = output channels, columns = output pixels of one image, reduction = (block of channels, channel, r,
-// s), or (block of channels, r, s, channel) where that is the order of w in memory. A stage of shared memory holds a
-// block of channels, a chunk:
+// GEMM view: rows = output channels, columns = output pixels of one image, reduction = (channel block, channel, r, s),
+// or (channel block, r, s, channel) if w has that order in memory. A stage of shared memory holds one channel block,
+// a chunk:
 //
-//   w stage:  [TILE_M output channels][chunk of the reduction], as in memory
-//   x stage:  [channel][row][column], or [row][column][channel], of all that the tile's outputs read, halo included
+//   w stage:  [TILE_M output channels][terms of the chunk], as in memory
+//   x stage:  [channel][row][column] or [row][column][channel]: the tile's input window, halo included
 //
 //   +--- columns ---+
-//   | . . . . . . . |      word of x = pixel_offset(output) + reduction_offset(channel, r, s)
+//   | . . . . . . . |      word of x = pixel offset(output) + term offset(channel, r, s)
 //   | . . . . . . . |
-//   +---------------+      The first is a register of a lane for each of its columns, the second comes from a table.
+//   +---------------+      A lane keeps the pixel offsets of its columns in registers; term offsets come from a table.
 //
-// So strides, dilation, filters of any size and few channels are all the same, and a value of x comes once into shared
-// memory for all taps. Both operands are read as words: ldmatrix would need rows at multiples of 16 bytes.
+// Therefore strides, dilation, filters of any size and few channels need no code of their own, and a value of x is
+// loaded into shared memory once for all filter taps. Operands are read as single words, because ldmatrix needs rows
+// that start at multiples of 16 bytes.
 //
-//   memory --bulk copies of boxes, or cp.async--> ring of stages --words, split--> registers --> mma.sync
-//          --> staging --> memory
+//   global memory --bulk copies (TMA boxes or runs) or cp.async--> ring of stages --words, split--> registers
+//                 --mma.sync--> registers --> staging --> global memory
 //
-// All warps multiply, and take turns in ordering bulk copies. Where images are so narrow that their rows are no
-// multiples of 16 bytes (7x7, 14x14), whole planes come as one run of memory, from which threads fill the window, by a
-// table of where each word goes.
+// All warps multiply and take turns in issuing bulk copies. An image whose rows are no multiples of 16 bytes (7x7,
+// 14x14) arrives as whole NCHW planes, one run of memory; threads scatter them into the window through a table.
 //
-// Full fp32 accuracy takes three products: v = first + rest, both TF32, and first*first + first*rest + rest*first, of 8
-// terms of the reduction at a time; these are added up by ordinary additions, because the tensor core truncates. (With
-// 16 terms at a time the error is 1.5e-7 instead of 1.1e-7, and that of a whole ResNet-50 1.5 times that of cuDNN.) A
-// product is within 2^-21. Under the TF32 contract there is one product, and the tensor core adds up.
+// Full fp32 accuracy takes three products: v = first + rest, both TF32, and first*first + first*rest + rest*first. The
+// tensor core truncates its sums; therefore it adds up 8 terms only, and ordinary additions accumulate the results. A
+// product is within 2^-21 of the exact one. Under the TF32 contract there is one product, and the tensor core
+// accumulates.
 //
-// Inf and NaN: the rest of an Inf is NaN, and a value near the largest rounds to Inf. Whatever is not finite at the end
-// is computed again, by multiply-adds, in exact_output.
+// Inf and NaN: the rest of an Inf is NaN, and a value near the largest rounds to Inf. An output that is not finite is
+// recomputed by multiply-adds in exact_output.
 //
-// Where there are few tiles, a cluster of blocks shares one: each takes a part of the reduction, and the sums meet in
-// staging, where each block adds up some rows of all, in one order, and stores them (sm_90; others do without). In the
-// smallest tile four groups of warps share the reduction in the same way.
+// Where tiles are few, a cluster of blocks shares one (sm_90; other GPUs do without). Each block reduces some of the
+// chunks; then each block adds some rows over the staging of all blocks, in a fixed order, and stores them. In the
+// smallest tile four groups of warps share the reduction of a block in the same way.
 //
-// Channels of x that are neighbours and few, of a stem in channels_last, come as rows of all of them:
+//   block 0:  chunks 0 .. 3 --> staging 0 --+--> block 0 stores rows  0 .. 15 of the sum of both
+//   block 1:  chunks 4 .. 7 --> staging 1 --+--> block 1 stores rows 16 .. 31
 //
-//   x stage:  [row][column and channel], a row in one piece      (7x7, 3 to 64, stride 2, 256 images: 1594 to 676 us)
+// In channels_last with 2 or 3 channels, as in the first layer of a network, a row of the window is one run:
 //
-// What bounds it (H200, 2026-11-22, one image, TF32, in a driver, a revision in the making, cycles from the start of
-// the kernel, caches cold; an empty kernel takes 2.8 us of the time that is measured):
+//   x stage:  [row][column and channel]
 //
-//                                        copies ordered   first chunk   products done   met in staging   stored
-//   3x3  64 to  64 channels, 56x56             2000          4400            8900           10600         15500
-//   3x3 256 to 256 channels, 14x14             2600          4200           17200           18800         21000
-//   3x3 512 to 512 channels, 7x7               2900          6800           17800           20200         21800
-//
-// mma.sync of 16x8x8 takes 1.55 cycles of an SM (TF32, measured; 26 from one to the next that needs it), a warp tile of
-// 32x32 some 9 instructions around each, of 32x64 7: rounding takes two of them a word, and most go to a pipe of half
-// rate. Without the products themselves, or without loading x for them, the first line takes the same time: these
-// instructions decide, not the tensor core. Tried against it: operands of the next step loaded before a step is
-// multiplied, 12% more; eight groups of warps with tiles of 32x64, the same time; stages that are rounded as a whole
-// before they are multiplied, 8% less for a stem of 256 images, up to 20% more for 3x3. Boxes of x that their copy
-// rounds (CU_TENSOR_MAP_DATA_TYPE_TFLOAT32) would take 9% less for a stem of 256 images, 3% of 32, 5 to 6% for 3x3 of
-// one image of 56x56 (2026-11-23, in a driver), but with them ties go to even: PyTorch's go away from zero, as ours do.
-// What made it faster, in this order: little code and few divisions before the first copy, bulk copies (cp.async: 7
-// bytes a cycle of an SM), warps side by side in ordering them, larger warp tiles with the reduction shared by warps,
-// reading the other blocks' staging side by side, storing four rows at a time (stem, 256 images: 736 to 614 us), no
-// more blocks than find room at once (find_clusters: 3x3 512 to 512, 14x14, stride 2, 32 to 20 us), a table of where
-// words of planes go (3x3 256 to 256, 14x14: 20 to 17). With warm caches it takes 0.2 to 1 us less.
-//
-// With one product it is no match for gather at 32 images (1x1 1024 to 256, 14x14: 56 us, gather 37), but with few
-// channels (7x7, 3 to 64, stride 2, 256 images: 614 us, with three products 1184, cuDNN's TF32 2407).
+// Bound by instruction issue: rounding and shared-memory loads around each mma.sync take longer than mma.sync itself.
+// Small problems are bound by latency, from the launch to the first copies and from the last product to the stores.
+// Measurements: docs/lab/mma.md.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -84,15 +66,15 @@
 namespace modelnew {
 namespace mma {
 
-// ---- Geometry, host and device ----
+// Geometry, for host and device.
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kBlocks = 2;  // on an SM, as far as registers go
+constexpr int kBlocks = 2;  // blocks per SM that the registers must allow
 constexpr int kMaxStages = 8;
 constexpr int kMaxSplits = 8;
 
-// WARPS_K groups of WARPS_M x WARPS_N warps, each of M16 x N8 tiles of 16 channels x 8 pixels, for every WARPS_K-th
-// step of 8 terms. STEPS of them together, if registers allow.
+// WARPS_K groups of WARPS_M x WARPS_N warps. A warp has M16 x N8 tiles of 16 channels x 8 pixels and multiplies every
+// WARPS_K-th step of 8 terms; it interleaves STEPS steps, as registers allow.
 template <int WARPS_K_, int WARPS_M_, int WARPS_N_, int M16_, int N8_>
 struct Shape {
   static constexpr int WARPS_K = WARPS_K_, WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, M16 = M16_, N8 = N8_;
@@ -101,51 +83,51 @@ struct Shape {
   static_assert(WARPS_K * WARPS_M * WARPS_N == kWarps, "all warps multiply");
 };
 
-// What brings a chunk into shared memory.
+// How a chunk arrives in shared memory.
 enum class Copies : int {
-  kWords,  // copies of 4 bytes by all threads
-  kFours,  // of 16 bytes
-  kRun,    // all of it is one run of memory: a bulk copy, or 16 bytes each
-  kBox,    // a bulk copy of a box
-  kPlanes  // a run of whole planes, from which threads fill the window
+  kWords,  // cp.async of 4 bytes by all threads
+  kFours,  // cp.async of 16 bytes by all threads
+  kRun,    // one run of memory: a bulk copy, or cp.async of 16 bytes
+  kBox,    // a TMA box
+  kPlanes  // whole NCHW planes as one run, from which threads fill the window
 };
 
 struct Plan {
-  int shape;                                  // number of it
-  int tile_m, tile_n, warps_k;                // channels, pixels, groups of warps
+  int shape;                                  // index into kShapes
+  int tile_m, tile_n, warps_k;                // channels and pixels of a tile; groups of warps that share the reduction
   int tile_p, tile_q;                         // rows and columns of a tile
-  int tiles_p, tiles_q, tiles_m;              // of an image and a group
-  int64_t tiles;                              // of all images and groups
-  int row_step, column_step;                  // of the window, between neighbouring outputs
-  int in_row_step, in_column_step;            // of the image, between neighbours in the window
-  int rows, columns, lead;                    // of the window; words in front of a row, for alignment
-  int pixel_words, channel_words, row_words;  // from a neighbour to the next in a stage
-  int channels, chunks;                       // channels of a chunk
-  int taps, depth;                            // terms of a chunk, a multiple of 8
-  bool taps_first;                            // channels are neighbours in the reduction
-  bool natural;                               // the reduction is in the order of w in memory, without gaps
+  int tiles_p, tiles_q, tiles_m;              // tiles of an image and of a group's channels
+  int64_t tiles;                              // over all images and groups
+  int row_step, column_step;                  // steps in the window between neighbouring outputs
+  int in_row_step, in_column_step;            // steps in the image between neighbours in the window
+  int rows, columns, lead;                    // size of the window; words in front of a row, for alignment
+  int pixel_words, channel_words, row_words;  // steps in a stage between neighbours
+  int channels, chunks;                       // channels of a chunk, chunks of the reduction
+  int taps, depth;                            // R * S; terms of a chunk, padded to a multiple of 8
+  bool taps_first;                            // the reduction is (r, s, channel)
+  bool natural;                               // the reduction has the order of w in memory, without gaps
   Copies x_copies, w_copies;
-  bool x_bulk, w_bulk;                     // by bulk copies
-  int arrivals;                            // that a stage waits for: who orders bulk copies, all threads, or both
-  int plane;                               // words of a plane of x
-  bool lines;                              // rows come with all channels of their pixels: few of them, as neighbours
-  int x_bulk_words;                        // that a bulk copy brings
-  int box_row_step, box_column_step;       // of a box of x, where it starts: so much for an output of the tile's first,
-  int first_row, first_column;             // and for the first one of all
-  int zeros;                               // the word of the window at which zeros start, for every output
-  int entries, row_entries;                // copies of a channel, or pixels; of a row
+  bool x_bulk, w_bulk;                     // arrives by bulk copies
+  int arrivals;                            // arrivals that complete a stage: one for bulk copies, kThreads for others
+  int plane;                               // words of an NCHW plane of x
+  bool lines;                              // a row holds all channels of its pixels: 2 or 3, channels_last
+  int x_bulk_words;                        // words that a bulk copy of x brings
+  int box_row_step, box_column_step;       // a box of x starts at the tile's first output times this step,
+  int first_row, first_column;             // plus this
+  int zeros;                               // first of the words that are zero for every pixel offset
+  int entries, row_entries;                // copies of a channel, or pixels; copies of a row
   int x_pieces;                            // copies of a pixel
-  int w_pieces, w_row_step, w_piece_step;  // copies of a row of w; from one copy of a thread to its next
-  int splits, split_bits;                  // blocks that share a tile, a power of two
-  int split_chunks, split_rows;            // chunks of each, rows that it stores
-  int w_pitch, x_words, w_words, stages;   // of a stage, and how many
-  int window_words;                        // behind the ring, where stages have planes
-  bool out_channels_last;                  // channels of y are neighbours, and so they are in staging
-  int out_vector;                          // neighbouring outputs that are stored at a time: 4 or 1
-  int piece_bits;                          // so many of these, a power of two, are the neighbours in a tile
-  bool lines_are_run;                      // rows of y follow one another in memory, and the tile has whole ones
+  int w_pieces, w_row_step, w_piece_step;  // copies of a row of w; steps from one copy of a thread to its next
+  int splits, split_bits;                  // blocks that share a tile, and the logarithm of it
+  int split_chunks, split_rows;            // chunks that a block reduces, rows that it stores
+  int w_pitch, x_words, w_words, stages;   // words of a stage and of its rows of w; number of stages
+  int window_words;                        // words of the window behind the ring, for planes
+  bool out_channels_last;                  // channels of y are neighbours, in memory and in staging
+  int out_vector;                          // neighbouring outputs of one store: 4 or 1
+  int piece_bits;                          // a tile has 2^piece_bits stores along its contiguous dimension
+  bool lines_are_run;                      // rows of y follow one another in memory, and a tile has whole rows
   int smem_bytes;
-  double cycles;  // estimate
+  double cycles;  // estimated, of one SM
 };
 
 struct Params {
@@ -159,16 +141,19 @@ struct Params {
   hopper::BoxMap x_map, w_map;
 };
 
-// A block's shared memory, in words: where the table of a chunk's reduction, and behind it the ring, start. Staging
-// takes the place of the ring.
-constexpr int kTable = 32;      // behind the barriers; behind it, of planes, where each word goes
-constexpr int kStagingPad = 8;  // stores of accumulators meet all banks; half of it where channels are neighbours
+// Shared memory of a block, in words:
+//
+//   0           kTable                                    ring_start
+//   | mbarriers | term offsets [depth] | scatter [plane]  | ring of stages | window |      scatter, window: for planes
+//                                                         | staging, over the ring  |
+constexpr int kTable = 32;      // start of the term offsets
+constexpr int kStagingPad = 8;  // against bank conflicts; half of it if channels are neighbours
 
 MODELNEW_HOST_DEVICE inline int ring_start(const Plan& plan) {
   return (kTable + plan.depth + (plan.x_copies == Copies::kPlanes ? plan.plane : 0) + 31) / 32 * 32;
 }
 
-// Of staging: from a channel to the next where pixels are neighbours, and the other way round.
+// Row pitch of staging: [channel][pixel], or [pixel][channel] for channels_last.
 MODELNEW_HOST_DEVICE constexpr int pixels_pitch(int tile_n) { return tile_n + kStagingPad; }
 MODELNEW_HOST_DEVICE constexpr int channels_pitch(int tile_m) { return tile_m + kStagingPad / 2; }
 MODELNEW_HOST_DEVICE constexpr int staging_words(bool channels_last, int tile_m, int tile_n) {
@@ -185,7 +170,7 @@ struct Tile {
   int group, n, m, p, q;
 };
 
-// Tiles of the same pixels are neighbours, so that x comes from memory once.
+// Tiles over the same pixels are neighbours in launch order: they find x in L2.
 MODELNEW_HOST_DEVICE inline Tile locate_tile(const Params& params, int number) {
   const Plan& plan = params.plan;
   const int row = quotient(number, params.by_tiles_m), image = quotient(row, params.by_tiles_q);
@@ -194,7 +179,7 @@ MODELNEW_HOST_DEVICE inline Tile locate_tile(const Params& params, int number) {
           (image - all * plan.tiles_p) * plan.tile_p, (row - image * plan.tiles_q) * plan.tile_q};
 }
 
-// Number i of a chunk's reduction.
+// Term i of a chunk.
 struct Term {
   int channel, r, s;
 };
@@ -210,12 +195,12 @@ MODELNEW_HOST_DEVICE inline Term locate_term(const Params& params, int i) {
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-// ---- Device code ----
+// Device code.
 
-// -- Loads --
+// Loads.
 
-// The word at which a term's x starts; and what nobody writes again, the padding of the reduction: zeros of x behind
-// the channels, of all pixels or of each, and of w, against Inf.
+// Writes the offset of each term, the scatter table of planes, and the zeros that pad the reduction: in x behind the
+// channels of the chunk or of each pixel, and in w as well, because Inf or NaN left there would make NaN of zero.
 __device__ __forceinline__ void make_table(const Params& params, const Tile& tile, float* smem) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;
@@ -253,15 +238,15 @@ __device__ __forceinline__ void make_table(const Params& params, const Tile& til
          i += step * kThreads)
       x_smem[i] = 0;
     const bool run = plan.w_copies == Copies::kRun;
-    const int rows = run ? 1 : plan.w_copies == Copies::kBox ? 0 : plan.tile_m;  // a box has what follows in memory
-    const int run_words = min(plan.tile_m, of.out_channels - tile.m) * terms;    // what follows its last row
+    const int rows = run ? 1 : plan.w_copies == Copies::kBox ? 0 : plan.tile_m;  // a box fills them
+    const int run_words = min(plan.tile_m, of.out_channels - tile.m) * terms;    // end of the last row
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * padding; i += kThreads)
       w_smem[run ? run_words + i : i / padding * plan.w_pitch + terms + i % padding] = 0;
   }
 }
 
-// The window of a chunk, zeros where the image has nothing: a warp takes a channel, or lanes run along channels.
+// Loads the window of a chunk, zeros outside the image. A warp takes a channel, or lanes run along channels.
 template <int WORDS>
 __device__ __forceinline__ void load_window(const Params& params, const Tile& tile, int first_channel, uint32_t to) {
   const Correlation& of = params.of;
@@ -308,7 +293,7 @@ __device__ __forceinline__ void load_rows(const Params& params, const float* row
 #pragma unroll 1
   while (row < plan.tile_m) {
     const int i = piece * WORDS;
-    // The channels that are left are a run in the order of w in memory, too.
+    // In the order of w in memory the remaining channels are one run as well.
     int left = channels * plan.taps - i, offset = i;
     if (!plan.natural) {
       const Term term = locate_term(params, i);
@@ -328,7 +313,7 @@ __device__ __forceinline__ void load_rows(const Params& params, const float* row
   }
 }
 
-// Planes of a chunk into the window; its border stays zero. A warp takes a plane.
+// Scatters the planes of a chunk into the window, whose border stays zero. A warp takes a plane.
 __device__ __forceinline__ void place_planes(const Plan& plan, const int* places, const float* planes, float* window) {
 #pragma unroll 1
   for (int c = threadIdx.x / 32; c < plan.channels; c += kWarps) {
@@ -342,13 +327,13 @@ __device__ __forceinline__ void place_planes(const Plan& plan, const int* places
   }
 }
 
-// Weights of a tile's first channel, from this input channel on.
+// The tile's first weights of this input channel.
 __device__ __forceinline__ const float* weights_of(const Params& params, const Tile& tile, int first_channel) {
   const Correlation& of = params.of;
   return params.w_ptr + tile.group * of.w_stride_group + tile.m * of.w_stride_out + first_channel * of.w_stride_in;
 }
 
-// What one thread orders of a chunk; the barrier is told how much will come.
+// Bulk copies of a chunk, by one thread, which also announces their bytes to the mbarrier.
 __device__ __forceinline__ void load_bulk(const Params& params, const Tile& tile, int first_channel, uint32_t x_smem,
                                           uint32_t barrier) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -383,7 +368,7 @@ __device__ __forceinline__ void load_bulk(const Params& params, const Tile& tile
 #endif
 }
 
-// What all threads order of a chunk.
+// The other copies of a chunk, by all threads.
 __device__ __forceinline__ void load_words(const Params& params, const Tile& tile, int first_channel, uint32_t x_smem,
                                            uint32_t barrier) {
   const Correlation& of = params.of;
@@ -415,9 +400,9 @@ __device__ __forceinline__ void load_words(const Params& params, const Tile& til
   hopper::copies_arrive(barrier);
 }
 
-// -- Multiplying --
+// Products.
 
-// STEPS times 8 terms of the reduction, WARPS_K steps apart.
+// STEPS steps of 8 terms, WARPS_K steps apart.
 template <typename Shape, bool EXACT, int STEPS>
 __device__ __forceinline__ void multiply_steps(uint32_t x_smem, uint32_t a_smem, int pitch_8, uint32_t table,
                                                const int (&pixels)[Shape::N8], float (&acc)[Shape::M16][Shape::N8][4]) {
@@ -473,7 +458,7 @@ __device__ __forceinline__ void multiply_steps(uint32_t x_smem, uint32_t a_smem,
   }
 }
 
-// A chunk's steps of a warp: every WARPS_K-th one, from the first one on.
+// The steps of a chunk that belong to one warp: every WARPS_K-th one from `first` on.
 template <typename Shape, bool EXACT>
 __device__ __forceinline__ void multiply_chunk(const Plan& plan, int first, uint32_t x_smem, uint32_t a_smem,
                                                uint32_t table, const int (&pixels)[Shape::N8],
@@ -493,9 +478,9 @@ __device__ __forceinline__ void multiply_chunk(const Plan& plan, int first, uint
   }
 }
 
-// -- Storing --
+// Stores.
 
-// One output by multiply-adds, in chunks of 64: for Inf and NaN.
+// Recomputes one output by multiply-adds, in chunks of 64 terms, where Inf or NaN occurred.
 __device__ __noinline__ float exact_output(const Params& params, int64_t n, int group, int k, int p, int q) {
   const Correlation& of = params.of;
   const float* const image =
@@ -530,7 +515,7 @@ __device__ __noinline__ float exact_output(const Params& params, int64_t n, int 
   return sum + chunk;
 }
 
-// The block's rows of a tile, from the staging of all blocks of the cluster to memory.
+// Stores the block's rows of a tile: sums over the staging of all blocks of the cluster, plus bias.
 struct Store {
   const Params& params;
   const Tile& tile;
@@ -563,7 +548,7 @@ struct Store {
     return is_finite(sums.x) && is_finite(sums.y) && is_finite(sums.z) && is_finite(sums.w);
   }
 
-  // Lanes run along what are neighbours in memory and in staging. What is not finite is computed again.
+  // Lanes run along the contiguous dimension. Recomputes outputs that are not finite.
   __device__ __forceinline__ void by_one() const {
     const Plan& plan = params.plan;
     const int bits = plan.piece_bits + (plan.out_vector == 4 ? 2 : 0);
@@ -586,8 +571,8 @@ struct Store {
     out[row * of.out_stride[1] + line * of.out_stride[2] + column * of.out_stride[3]] = sum + bias_of(row);
   }
 
-  // A thread has the same four pixels of several channels: some at a time, whose loads do not wait for one another.
-  // True if all are finite.
+  // A thread stores the same four pixels of several channels; their loads are independent. Returns whether all outputs
+  // are finite.
   __device__ __forceinline__ bool by_four_pixels() const {
     const Correlation& of = params.of;
     const Plan& plan = params.plan;
@@ -627,7 +612,7 @@ struct Store {
     return finite;
   }
 
-  // The same four channels of several pixels.
+  // A thread stores the same four channels of several pixels.
   __device__ __forceinline__ bool by_four_channels() const {
     const Correlation& of = params.of;
     const Plan& plan = params.plan;
@@ -649,7 +634,7 @@ struct Store {
   }
 };
 
-// -- Kernel --
+// Kernel.
 
 template <typename Shape, bool EXACT>
 __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_constant__ Params params) {
@@ -661,7 +646,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
   const int warp_k = warp_id / (Shape::WARPS_M * Shape::WARPS_N);
   const int warp_m = warp_id / Shape::WARPS_N % Shape::WARPS_M, warp_n = warp_id % Shape::WARPS_N;
 
-  // First of all what takes long: where boxes are, and the barriers of what the first copies bring.
+  // Descriptors and mbarriers of the first copies come first: fetching them takes longest.
   static_assert(kMaxStages <= kWarps, "a warp for each");
   const uint32_t barriers = hopper::smem_address(smem);
   if (lane_id == 0) {
@@ -673,7 +658,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
     }
   }
   const bool bulk = plan.arrivals % kThreads != 0, words = plan.arrivals >= kThreads;
-  if (words) __syncthreads();  // the barriers
+  if (words) __syncthreads();  // mbarriers are initialised before threads arrive
 
   const int number = blockIdx.x >> plan.split_bits, rank = blockIdx.x - (number << plan.split_bits);
   const Tile tile = locate_tile(params, number);
@@ -681,23 +666,23 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
   const int chunks = min(plan.split_chunks, plan.chunks - first_chunk);
   const uint32_t ring = barriers + 4 * ring_start(plan);
   const int stage_bytes = 4 * (plan.x_words + plan.w_words);
-  const uint32_t window = ring + plan.stages * stage_bytes;  // of planes
-  // All chunks are under way at once, if there is room, or one less than there are slots: that one is being read.
+  const uint32_t window = ring + plan.stages * stage_bytes;  // for planes
+  // All chunks are in flight at once if the ring has room, else all slots but the one that is read.
   const bool all_at_once = chunks <= plan.stages;
   const int ahead = all_at_once ? chunks : plan.stages - 1;
 
-  uint32_t turn = 0;           // of the ring, and the slot in it: slot * 2 + parity
-  int pixels[Shape::N8] = {};  // the window's byte at which each of this lane's outputs starts
+  uint32_t turn = 0;           // 2 * slot + parity
+  int pixels[Shape::N8] = {};  // byte of the window at which each of this lane's outputs starts
   float acc[Shape::M16][Shape::N8][4] = {};
 #pragma unroll 1
   for (int i = -1; i < chunks; ++i) {
     const int slot = static_cast<int>(turn >> 1);
     if (i >= 0) {
       hopper::barrier_wait(barriers + 8 * slot, turn & 1);
-      if (!all_at_once) __syncthreads();  // nobody reads chunk i - 1 any more
+      if (!all_at_once) __syncthreads();  // nobody reads chunk i - 1 any more: its slot is refilled
     }
-    // The first chunks, and then one whenever a slot is free. Warps take turns in ordering bulk copies: of the first
-    // ones each orders what comes to the barrier that it has made.
+    // Issues the first chunks, then one for each free slot. Warps take turns in issuing bulk copies; each of the first
+    // copies is issued by the warp that initialised its mbarrier.
     const int end = i < 0 ? ahead : min(i + ahead + 1, chunks);
     int load_slot = i < 0 ? 0 : (slot == 0 ? plan.stages : slot) - 1;
 #pragma unroll 1
@@ -707,7 +692,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
       if (bulk && static_cast<int>(threadIdx.x) == chunk % kWarps * 32) load_bulk(params, tile, channel, to, barrier);
       if (words) load_words(params, tile, channel, to, barrier);
     }
-    if (i == -1) {  // while the first chunks come
+    if (i == -1) {  // while the first chunks are in flight
 #pragma unroll
       for (int n = 0; n < Shape::N8; ++n) {
         const int pixel = (warp_n * Shape::N8 + n) * 8 + lane_id / 4;
@@ -716,27 +701,27 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
         pixels[n] = line < plan.tile_p ? 4 * word : 0;
       }
       make_table(params, tile, smem);
-      __syncthreads();  // the barriers, and the table
+      __syncthreads();  // mbarriers and table are complete
     }
     if (i < 0) continue;
     const uint32_t stage = ring + slot * stage_bytes;
     if (plan.x_copies == Copies::kPlanes) {
       float* const stages = smem + ring_start(plan);
-      __syncthreads();  // nobody reads the window any more
+      __syncthreads();  // the window has been read
       place_planes(plan, reinterpret_cast<const int*>(smem) + kTable + plan.depth,
                    stages + slot * (plan.x_words + plan.w_words), stages + plan.stages * (plan.x_words + plan.w_words));
-      __syncthreads();  // the window
+      __syncthreads();  // the window is complete
     }
     const uint32_t a_smem =
         stage + 4 * (plan.x_words + (warp_m * Shape::M16 * 16 + lane_id / 4) * plan.w_pitch + lane_id % 4);
-    // Steps of all chunks are one sequence, which the groups of warps deal out.
+    // Groups of warps deal out the steps of all chunks as one sequence.
     const int first_step = (warp_k + i * (Shape::WARPS_K - plan.depth / 8 % Shape::WARPS_K)) % Shape::WARPS_K;
     multiply_chunk<Shape, EXACT>(plan, first_step, plan.x_copies == Copies::kPlanes ? window : stage, a_smem,
                                  barriers + 4 * (kTable + lane_id % 4), pixels, acc);
     turn = slot + 1 == plan.stages ? ~turn & 1 : turn + 2;
   }
 
-  __syncthreads();  // nobody reads the ring any more
+  __syncthreads();  // the ring has been read: staging overlays it
   float* const staging = smem + ring_start(plan);
   const int slice_words = staging_words(plan.out_channels_last, Shape::TILE_M, Shape::TILE_N);
   float* const slice = staging + warp_k * slice_words;
@@ -765,7 +750,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
     }
   }
   if constexpr (Shape::WARPS_K > 1) {
-    __syncthreads();  // sums of all groups of warps
+    __syncthreads();  // the slices of all groups of warps are complete
 #pragma unroll 1
     for (int i = 4 * threadIdx.x; i < slice_words; i += 4 * kThreads) {
       float4 sum = *reinterpret_cast<const float4*>(staging + i);
@@ -781,14 +766,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
     }
   }
   if (plan.splits == 1)
-    __syncthreads();  // staging
+    __syncthreads();  // staging is complete
   else
-    hopper::cluster_sync();  // staging of all blocks
+    hopper::cluster_sync();  // staging of all blocks is complete
   const Store store(params, tile, staging, rank * plan.split_rows);
   bool finite = plan.out_vector == 4;
   if (finite) finite = plan.out_channels_last ? store.by_four_channels() : store.by_four_pixels();
   if (__syncthreads_or(!finite)) store.by_one();
-  if (plan.splits > 1) hopper::cluster_leave();  // others may still be reading this block's
+  if (plan.splits > 1) hopper::cluster_leave();  // other blocks may still read this block's staging
 #endif
 }
 
@@ -796,16 +781,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
 
 #if !defined(__CUDACC_RTC__)
 
-// ---- Host: how to cut it up ----
+// Host: plans.
 
 struct Device {
   int sms, smem_bytes;
-  bool hopper;  // clusters and bulk copies
-  // Of 1, 2, 4 and 8 blocks, each on an SM of its own, that run at once. 0: as many as there are SMs for; -1: none.
+  bool hopper;  // it has clusters and TMA
+  // Clusters of 1, 2, 4 and 8 blocks, one block per SM, that fit at once. 0: as many as SMs allow; -1: none fits.
   int clusters[4];
 };
 
-// Addresses of the tensors; zeros, before they are known, stand for aligned ones.
+// Addresses of the tensors. Zero, an aligned address, stands for one that is not known yet.
 struct Alignment {
   uint64_t in, w, out;
 };
@@ -830,7 +815,7 @@ constexpr int kShapeCount = sizeof kShapes / sizeof kShapes[0];
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Channels of a chunk: enough that each group of warps has some 40 to 128 terms, all of them where there are few.
+// Channels of a chunk: some 40 to 128 terms for each group of warps, or all channels where they are few.
 inline int chunk_channels(const Correlation& of, int warps_k) {
   const int64_t taps = static_cast<int64_t>(of.R) * of.S;
   if (of.in_channels < 8 && of.in_channels * taps <= 384) return of.in_channels;
@@ -840,32 +825,30 @@ inline int chunk_channels(const Correlation& of, int warps_k) {
   return channels;
 }
 
-constexpr double kMmaCycles = 1.55;  // of an SM, for 16 x 8 x 8, measured: 62% of the rate of wgmma
-constexpr double kLoadRate = 200, kWeightsRate = 85, kWordRate = 8;
-constexpr double kConflictCycles = 0.15;  // most of them hide behind something else
+constexpr double kMmaCycles = 1.55;  // SM cycles of one 16 x 8 x 8 product (docs/lab/mma.md)
+constexpr double kLoadRate = 200, kWeightsRate = 85, kWordRate = 8;  // bytes a cycle of an SM
+constexpr double kConflictCycles = 0.15;  // cycles of a bank conflict; most of them are hidden
 struct ShapeCycles {
-  double product;  // of a product of 16 x 8 x 8, over kMmaCycles
-  double step;     // of a warp that waits for nothing else
+  double product;  // cycles of a 16 x 8 x 8 product, relative to kMmaCycles
+  double step;     // latency of a step, if a warp runs alone
 };
 
-// Constants of the estimate, in cycles of an SM at 1.75 GHz. store_rate: bytes a cycle; placed_term: of a term of a
-// chunk, where threads fill the window from whole planes.
+// Constants of the estimate, in cycles of an SM at 1.75 GHz. store_rate is in bytes a cycle; placed_term is the
+// cost of a term of a chunk that threads scatter from planes.
 struct Constants {
   double call, block, chunk, cluster, cluster_block, large_cluster_block, store_rate, placed_term;
   ShapeCycles shapes[5];
 };
-// Of three products, from 890 times: 23 layers of a ResNet-50 with 1 and 4 images, stems and last layers, in all shapes
-// and splits, H200, 2026-11-22. The plan that it chooses is on average 2% slower than the best one of them, 30% in the
-// worst case.
+// Fit for three products (docs/lab/mma.md).
 constexpr Constants kThreeProducts{
     7470, 2120, 1540, 2110, 690, 960, 69, 15, {{1.07, 1}, {1.38, 32}, {1.55, 1}, {1.81, 128}, {1.32, 1}}};
-// Of one product, from as many times of the same problems: 2%, and 15% in the worst case.
+// Fit for one product (docs/lab/mma.md).
 constexpr Constants kOneProduct{
     11050, 970, 546, 827, 1100, 1880, 22, 12, {{1.3, 88}, {1.55, 68}, {1.83, 120}, {1.78, 114}, {2.32, 41}}};
 
-// How many words a bank has to give in the first load of x by a warp: of four terms of eight pixels.
+// Ways of the bank conflict in a warp's first load of x, which reads four terms of eight pixels.
 inline int bank_conflicts(const Correlation& of, const Plan& plan) {
-  int words[32][32], counts[32] = {}, most = 1;  // of each bank
+  int words[32][32], counts[32] = {}, most = 1;  // words that lanes read from each bank
   for (int lane = 0; lane < 32; ++lane) {
     const int term = lane % 4, pixel = lane / 4, tap = plan.taps_first ? 0 : term % plan.taps;
     const int line = pixel / plan.tile_q, column = pixel % plan.tile_q;
@@ -880,11 +863,11 @@ inline int bank_conflicts(const Correlation& of, const Plan& plan) {
   return most;
 }
 
-// Longer sums are two at least: with three products every 8 terms are an addition, and all of them may err to the same
-// side. One sum of 8192 equal products was 1.25 times as far off as it may be.
+// With more terms full accuracy takes at least two partial sums: a sum is rounded every 8 terms, and all roundings may
+// have the same sign (docs/lab/mma.md).
 constexpr int kLongSum = 4608;
 
-// Completes a plan; false when it does not fit.
+// Completes a plan. Returns false when it does not fit.
 inline bool complete(const Correlation& of, bool tf32, const Device& device, const Alignment& address, int shape,
                      int splits, int tile_p, int tile_q, Plan& plan) {
   const ShapeSizes& sizes = kShapes[shape];
@@ -915,11 +898,11 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   const int terms = plan.channels * plan.taps;
   plan.depth = round_up(terms, 8);
 
-  // x: the window.
+  // The window of x.
   const bool channels_last = of.in_stride[1] == 1 && of.in_stride[3] != 1 && plan.channels >= 4;
   const auto fours = [](int64_t stride, int64_t size) { return size == 1 || stride % 4 == 0; };
   const bool aligned_in = address.in % 16 == 0 && fours(of.in_stride[0], of.N);
-  // Boxes of expanded tensors have not been tried.
+  // TMA boxes over expanded tensors are untested.
   const auto moves = [](int64_t stride, int64_t size) { return size == 1 || stride > 0; };
   const bool x_boxes = device.hopper && moves(of.in_stride[0], of.N) && moves(of.in_stride[2], of.H) &&
                        moves(of.in_stride[1], static_cast<int64_t>(of.in_channels) * of.groups) &&
@@ -935,14 +918,14 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
                              fours(of.in_stride[1], static_cast<int64_t>(of.in_channels) * of.groups) &&
                              (plan.tiles_q == 1 || tile_q * of.stride_w % 4 == 0);
   if (rows_of_fours && !channels_last && device.hopper) {
-    plan.column_step = of.stride_w;  // boxes of all columns
+    plan.column_step = of.stride_w;  // a box holds all columns
     plan.in_column_step = 1;
   }
-  // A chunk of small images is a run of memory, without padding just as the window wants it.
+  // A chunk of small images is one run of memory; without padding the run is the window.
   const bool planes = !channels_last && of.in_stride[3] == 1 && (of.H == 1 || of.in_stride[2] == of.W) &&
                       of.in_stride[1] == plane && aligned_in && plane <= 1024 && plan.channels * plane % 4 == 0 &&
                       of.in_channels * plane % 4 == 0;
-  // Of a part of a problem there may be padding on one side alone.
+  // A part of a larger problem (dilated.cu, strided.cu) may have padding on one side alone.
   const auto inside = [](int outputs, int size, int taps, int stride, int pad, int dilation) {
     return pad == 0 && int64_t{outputs - 1} * stride + int64_t{taps - 1} * dilation < size;
   };
@@ -964,7 +947,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   plan.rows = static_cast<int>(rows);
   plan.columns = static_cast<int>(columns);
   const bool padded = terms != plan.depth;
-  // Few channels that are neighbours in memory: a row of the window with all of them, in fours.
+  // 2 or 3 channels, channels_last: a row of the window holds all of them, padded to 16 bytes.
   const auto lead_of = [&](int words) { return static_cast<int>((-int64_t{of.pad_w} * words % 4 + 4) % 4); };
   const int64_t line_words = (columns * of.in_channels + lead_of(of.in_channels) + 3) / 4 * 4;
   const bool lines = device.hopper && !run && aligned_in && of.in_channels > 1 && of.in_channels < 4 &&
@@ -983,7 +966,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
     plan.x_bulk_words = plan.channels * plan.channel_words;
     plan.zeros = plan.x_bulk_words;
   } else if (lines) {
-    // Rows of pixels with their channels, a run of memory each.
+    // Each row of pixels with their channels is one run of memory.
     plan.x_copies = Copies::kBox;
     plan.x_bulk = plan.lines = true;
     plan.pixel_words = of.in_channels;
@@ -1001,7 +984,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
       plan.x_copies = Copies::kBox;
       plan.x_bulk = true;
     }
-    plan.pixel_words = plan.channels + 4;  // so that lanes of pixels meet all banks
+    plan.pixel_words = plan.channels + 4;  // no bank conflicts between pixels
     plan.channel_words = 1;
     plan.row_words = plan.columns * plan.pixel_words;
     plan.row_entries = plan.columns;
@@ -1014,7 +997,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
     plan.pixel_words = 1;
     int width = 1;
     if (rows_of_fours && plan.in_column_step == 1) {
-      // Four columns are inside the image or outside.
+      // A vector of four columns is entirely inside the image or entirely outside.
       plan.x_copies = Copies::kFours;
       width = 4;
       plan.lead = lead_of(1);
@@ -1024,7 +1007,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
         plan.x_bulk = true;
       }
     }
-    // Neighbouring channels 8 or 24 banks apart, for 1x1 filters.
+    // 1x1 filters: neighbouring channels lie 8 or 24 banks apart.
     if (plan.x_copies == Copies::kBox) {
       for (int more = 0; plan.taps == 1 && more <= 12 && plan.columns + more <= 256; more += 4) {
         if (plan.rows * (plan.columns + more) % 16 != 8) continue;
@@ -1055,7 +1038,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   plan.first_row = plan.in_row_step == 1 ? -of.pad_h : 0;
   plan.first_column = (plan.in_column_step == 1 ? -of.pad_w : 0) * (plan.lines ? of.in_channels : 1) - plan.lead;
 
-  // w: rows as they are in memory.
+  // Rows of w, as in memory.
   plan.taps_first = of.w_stride_in == 1 && plan.taps > 1 && of.in_channels > 1;
   plan.natural = !plan.taps_first && !of.flipped && (of.S == 1 || of.w_stride_s == 1) &&
                  (of.R == 1 || of.w_stride_r == of.S) && (of.in_channels == 1 || of.w_stride_in == plan.taps);
@@ -1066,7 +1049,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
                           fours(of.w_stride_r, of.R) && fours(of.w_stride_s, of.S);
   const bool taps_in_order = plan.taps_first && !of.flipped && (of.S == 1 || of.w_stride_s == of.in_channels) &&
                              (of.R == 1 || of.w_stride_r == static_cast<int64_t>(of.S) * of.in_channels);
-  plan.w_pitch = plan.depth + 4;  // an odd number of fours: rows of words meet all banks
+  plan.w_pitch = plan.depth + 4;  // an odd multiple of 16 bytes: no bank conflicts between rows
   if (aligned_w && (natural_fours || taps_fours)) {
     plan.w_copies = Copies::kFours;
     if (w_boxes && natural_fours && plan.w_pitch <= 256) {
@@ -1099,7 +1082,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
       int64_t{1} << 31)
     return false;
 
-  // y.
+  // Stores of y.
   plan.lines_are_run = tile_q == of.Q && (of.P == 1 || of.out_stride[2] == of.Q) && of.out_stride[3] == 1;
   const auto four_of = [&](int axis, int64_t size) { return fours(of.out_stride[axis], size); };
   const bool aligned_out = address.out % 16 == 0 && four_of(0, of.N);
@@ -1124,7 +1107,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
     if (stages == 1 && plan.split_chunks > 1) break;
     plan.stages = stages;
     plan.smem_bytes = 4 * shared_words(plan);
-    // Deep rings only where few blocks share the SM, and if all of them run at once.
+    // Deep rings are used only if few blocks share an SM and all blocks run at once.
     const bool crowded = stages > 3 && (plan.tiles * splits > 2 * device.sms || (splits > 1 && plan.tiles > at_once));
     fits = plan.smem_bytes <= (crowded ? device.smem_bytes / kBlocks - 1024 : device.smem_bytes);
   }
@@ -1136,7 +1119,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   const double products = chunks * (plan.depth / 8) * (plan.tile_m / 16) * (plan.tile_n / 8) * (tf32 ? 1 : 3);
   const double multiply = products * kMmaCycles * cycles.product;
   const double steps = chunks * ceil_div(plan.depth / 8, plan.warps_k) * cycles.step;
-  // Loads of x, of all warps; what there is no conflict about is in the cycles of a step.
+  // Conflicts of all loads of x; loads without conflicts are part of a step's cycles.
   const double conflicts = kWarps * chunks * ceil_div(plan.depth / 8, plan.warps_k) * 2.0 * kShapes[shape].n8 *
                            (bank_conflicts(of, plan) - 1);
   const double words = plan.x_words + plan.w_words;
@@ -1148,7 +1131,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
       4.0 * plan.tile_m * plan.tile_n / splits / constants.store_rate * (plan.out_vector == 4 ? 1 : 2.5);
   const double cluster = splits == 1 ? 0 : splits < 8 ? constants.cluster_block : constants.large_cluster_block;
   const int resident = std::max(1, std::min(kBlocks, device.smem_bytes / (plan.smem_bytes + 1024)));
-  // Of an SM. Where clusters do not all find SMs of their own, some SMs have two blocks at once.
+  // Tiles of one SM. If clusters do not all find SMs of their own, some SMs have two blocks at once.
   const double share = static_cast<double>(plan.tiles) / at_once;
   const double blocks = splits > 1 && resident > 1 ? std::max(1.0, share) : std::ceil(share);
   plan.cycles = constants.call + (splits > 1 ? constants.cluster : 0) +
@@ -1163,7 +1146,7 @@ inline bool make_plan(const Correlation& of, bool tf32, const Device& device, co
   for (int shape = 0; shape < kShapeCount; ++shape) {
     if (forced_shape >= 0 && shape != forced_shape) continue;
     const int pixels = kShapes[shape].tile_n;
-    // Whole rows of outputs, or parts of the same size.
+    // Tiles are whole rows of outputs, or equal parts of a row.
     const int parts = static_cast<int>(ceil_div(of.Q, pixels));
     const int part = std::min(pixels, round_up(static_cast<int>(ceil_div(of.Q, parts)), 4));
     for (int tile_q : {of.Q, part, pixels - 8, 128, 64, 32, 16}) {
@@ -1186,7 +1169,7 @@ inline bool make_plan(const Correlation& of, bool tf32, const Device& device, co
   return found;
 }
 
-// Null, or why not. Without a GPU: the sizes alone decide.
+// Null, or the reason why this engine cannot compute the problem, by its sizes alone.
 inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
   if (problem.dtype != DType::kFloat32) return "it has float32 only";
@@ -1197,7 +1180,7 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-// Compute capability, times 10.
+// Fills in the device; returns its compute capability, times 10, or 0 without a GPU.
 inline int current_device(Device& device) {
   const int capability = find_gpu(device.sms);
   int number = 0;
@@ -1207,8 +1190,8 @@ inline int current_device(Device& device) {
   return capability;
 }
 
-// SMs belong to groups of different sizes, in which clusters have to find room: on an H200 with its 132 SMs 66, 30 and
-// 15 clusters of 2, 4 and 8 blocks, each with an SM of its own.
+// Asks how many clusters fit at once, each block on its own SM: GPCs differ in their number of SMs, and a cluster stays
+// within one GPC.
 inline void find_clusters(Device& device) {
 #if defined(__CUDACC__)
   if (!device.hopper) return;
@@ -1220,7 +1203,7 @@ inline void find_clusters(Device& device) {
     error = cudaOccupancyMaxActiveClusters(&found, kernel, &launch.config);
     if (error == cudaSuccess) device.clusters[bits] = found > 0 ? found : -1;
   }
-  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());  // it is not the next launch's
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());  // the next launch must not report it
 #else
   static_cast<void>(device);
 #endif
@@ -1250,7 +1233,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (const char* reason = refusal_of_problem(problem, op)) return reason;
   Device device{};
   if (current_device(device) < 80) return "it needs an Ampere GPU or a later one (compute capability 8.0)";
-  // Addresses are not known yet. How x comes depends on its own, and rows of w that are aligned take no more room.
+  // Addresses are not known yet: only that of x decides how x arrives, and aligned rows of w take no more room.
   if (!plan_of(problem, op, Alignment{0, 4, 4}).found || !plan_of(problem, op, Alignment{4, 4, 4}).found)
     return "a tile with its halo does not fit into shared memory";
   return nullptr;
@@ -1258,30 +1241,19 @@ inline const char* refusal(const Problem& problem, Operator op) {
 
 inline double cycles(const Problem& problem, Operator op) { return plan_of(problem, op, Alignment{}).plan.cycles; }
 
-// Tiles have at least 16 output channels. By this engine / by direct, us, fp32, H200, 2026-11-22, commit 296e213: 1x1
-// of 64 channels to 2, an image of 512x512, 36 / 27; 8 images of 256x256, 3x3 of 16 channels to 3, 73 / 65; 9x9 of 64
-// channels to 3, 2369 / 939; one of 8x8, 3x3 of 4 channels to 4, 7 / 10.
-//
-// But direct takes some 0.6 us for each input channel, and 0.035 for each tap of it, however few outputs there are. mma
-// / direct, us: 3x3 of 320 channels to 4, 64x64, 2, 8 and 64 images, 43 / 319, 80 / 327 and 587 / 523; of 64 channels
-// to 3, 128x128, 8 images, 70 / 86, 256x256, 4, 125 / 113; 7x7 of 128 to 3, 128x128, 2 and 4, 189 / 329 and 369 / 333;
-// 9x9 of 64 to 3, 96x96, 2 and 4, 164 / 223 and 256 / 224. (H200, 2026-11-25, by turns in one process. Other GPUs have
-// not been looked at.)
-//
-// In channels_last direct is slower: there 3x3 of 64 to 3, 256x256, 4 and 8 images take
-// 142 / 179 and 267 / 324, 512x512, one and two, 143 / 184 and 267 / 328, of 32 to 1, 256x256, 4 and 8, 69 / 104 and
-// 125 / 185; but of 16 to 3, 58 / 42 and 107 / 76, and 7x7 of 128 to 3, 128x128, 4, 555 / 328 (H200, 2026-11-25, by
-// turns in one process).
+// direct is faster from this many multiply-adds on, and from this many tap applications over all outputs, with up to
+// four output channels: a tile here has at least 16. In channels_last this engine keeps filters of up to
+// kFewTapsOfPixels taps over at least kSomeChannelsOfPixels channels (docs/lab/mma.md).
 constexpr double kLeastOfFewChannels = 1 << 26, kLeastTapsOfFewChannels = 1 << 21;
 constexpr int kFewTapsOfPixels = 9, kSomeChannelsOfPixels = 32;
 
 inline const char* yields(const Problem& problem, Operator op) {
-  if (direct_has_points(problem, op)) return "direct reads every pixel just once";
+  if (direct_has_points(problem, op)) return "direct is faster with 1x1 filters to few channels, as it reads x once";
   const int channels = problem.C / problem.groups, filters = problem.K / problem.groups;
   const int out_channels = op == Operator::kDgrad ? channels : filters;
-  const double taps = multiply_adds(problem) / channels / filters;  // of all outputs
+  const double taps = multiply_adds(problem) / channels / filters;  // tap applications over all outputs
   const int64_t (&in_stride)[4] = op == Operator::kDgrad ? problem.y_stride : problem.x_stride;
-  const bool pixels = in_stride[1] == 1 && in_stride[3] > 1;  // channels are neighbours
+  const bool pixels = in_stride[1] == 1 && in_stride[3] > 1;  // channels are neighbours in memory
   const int in_channels = op == Operator::kDgrad ? filters : channels;
   if (pixels && problem.R * problem.S <= kFewTapsOfPixels && in_channels >= kSomeChannelsOfPixels) return nullptr;
   if (out_channels <= 4 && multiply_adds(problem) >= kLeastOfFewChannels && taps >= kLeastTapsOfFewChannels)
@@ -1334,8 +1306,8 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   }
 }
 
-// x as boxes want it, [n][channel][row][column] or [n][row][column][channel], of every in_row_step-th row, and w, rows
-// of its terms or [output channel][tap][channel].
+// TMA descriptors: x as [n][channel][row][column] or [n][row][column][channel], every in_row_step-th row of it; w as
+// rows of terms or as [output channel][tap][channel].
 inline cudaError_t make_maps(Params& params) {
   const Correlation& of = params.of;
   const Plan& plan = params.plan;

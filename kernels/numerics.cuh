@@ -1,8 +1,8 @@
-// Storage types, conversions and TF32 rounding, the same bits on the host and on every GPU.
+// Storage types, conversions and TF32 rounding, with the same bits on the host and on every GPU.
 //
-// 16-bit floats are carried as plain bit patterns, so that no CUDA header with operators of its own is needed (they are
-// slow to compile, and torch's build switches half of them off). Where PTX has an instruction it is used; the integer
-// code beside it is what hosts and older GPUs run, and what the tests compare with.
+// 16-bit floats are plain bit patterns: CUDA's headers for them are slow to compile, and torch's build disables half of
+// their operators. PTX instructions are used where they exist; the integer code beside them runs on hosts and older
+// GPUs, and tests compare the two. Measurements: docs/lab/hopper.md.
 #pragma once
 
 #if !defined(__CUDACC_RTC__)
@@ -22,7 +22,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// The number of a type, as an instance has it.
+// The DType of a storage type, as a template argument of an Instance.
 template <typename Type>
 constexpr int kTypeId = static_cast<int>(sizeof(Type) == 8 ? DType::kFloat64 : DType::kFloat32);
 template <>
@@ -50,12 +50,9 @@ MODELNEW_HOST_DEVICE inline float bits_float(uint32_t bits) {
 #endif
 }
 
-// Round to nearest, ties away from zero, to TF32's 10 explicit mantissa bits: what cuDNN does with both operands.
-// (Not always: of the kernels among which its benchmark mode chooses some treat ties otherwise. H200, cuDNN 9.19,
-// 2026-11-21, 8x64x512x1024 by 128 filters of 3x3, x from randn: 58 to 940 of 534 million outputs differed from ours by
-// 1.0e-4 to 2.0e-4; of twelve that were looked at, all with ties among their operands, ours were within 6e-7 of the
-// exact sum of the operands rounded like this. From its default choice none differed by more than 3.6e-6.)
-// Inf and NaN stay as they are: adding the rounding constant to the NaN 0x7fffffff would carry into the sign.
+// Rounds to nearest, ties away from zero, to TF32's 10 explicit mantissa bits, as cuDNN's default kernels do with both
+// operands (docs/lab/hopper.md). Inf and NaN stay as they are: adding the rounding constant to the NaN 0x7fffffff would
+// carry into the sign.
 MODELNEW_HOST_DEVICE inline float round_to_tf32(float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t bits;
@@ -68,8 +65,8 @@ MODELNEW_HOST_DEVICE inline float round_to_tf32(float value) {
 #endif
 }
 
-// The same for operands of tensor cores, which take no bits behind TF32's: these may be anything. Two instructions,
-// while the conversion is three (sm_90). NaN of these bits alone (0x7f800001) would be Inf; no arithmetic makes it.
+// Rounds for a tensor core, which ignores the bits behind TF32's: they may be anything. This takes two instructions,
+// the conversion three (sm_90). A NaN of ignored bits alone (0x7f800001) would become Inf; no arithmetic produces one.
 MODELNEW_HOST_DEVICE inline uint32_t tf32_operand(uint32_t bits) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   return fabsf(__uint_as_float(bits)) < __uint_as_float(0x7f800000u) ? bits + 0x1000u : bits;
@@ -97,7 +94,7 @@ MODELNEW_HOST_DEVICE inline float widen(Half value) {
 #endif
 }
 
-// narrow: rounds to nearest even, from a sum to the tensor's type.
+// Rounds a sum to the tensor's type, to nearest even.
 MODELNEW_HOST_DEVICE inline void narrow(float value, float& stored) { stored = value; }
 MODELNEW_HOST_DEVICE inline void narrow(double value, double& stored) { stored = value; }
 
@@ -130,7 +127,7 @@ MODELNEW_HOST_DEVICE inline void narrow(float value, Half& stored) {
 #endif
 }
 
-// Two values narrowed into one word, the first in its lower half.
+// Narrows two values into one word, the first in the lower half.
 MODELNEW_HOST_DEVICE inline uint32_t narrow_pair(float first, float second, Half) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t pair;
@@ -157,22 +154,23 @@ MODELNEW_HOST_DEVICE inline uint32_t narrow_pair(float first, float second, BFlo
 #endif
 }
 
-// ---- fp16 as a container for TF32 ----
+// Scaled fp16, fp16 as a container for TF32.
 //
-// Both have 10 explicit mantissa bits, so a value that is rounded to TF32, times a power of two that brings it to where
-// fp16 is normal, 2^-14 to 65504, is the same operand at twice the rate. What lies outside has to be found and
-// multiplied otherwise: a Watch looks at all that is converted.
+// Both types have 10 explicit mantissa bits. A value rounded to TF32 and multiplied by a power of two that brings it
+// into fp16's normal range, 2^-14 to 65504, is therefore the same operand at twice the rate. Values out of that range
+// must be found and multiplied otherwise: a Watch inspects everything that is converted.
 
 // 2^exponent, from -126 to 127.
 MODELNEW_HOST_DEVICE inline float power_of_two(int exponent) {
   return bits_float(static_cast<uint32_t>(exponent + 127) << 23);
 }
 
-// Scales are 2^-100 to 2^100: a product with one is exact where it fits, and what a zero is lifted to (contain_pair),
-// 2^-149, vanishes.
+// Scales are 2^-100 to 2^100: a product with one is exact where it fits, and the 2^-149 to which contain_pair lifts a
+// zero vanishes.
 constexpr int kMostExponent = 100;
 
-// The scale 2^exponent that takes values with this exponent field to 2^to .. 2^(to + 1); false if it is none of those.
+// Finds the scale 2^exponent that brings values with this exponent field to 2^to .. 2^(to + 1). Returns false if there
+// is no allowed one.
 MODELNEW_HOST_DEVICE inline bool scale_exponent(uint32_t field, int to, int& exponent) {
   const int wanted = to + 127 - static_cast<int>(field);
   const bool allowed = field != 0 && field != 255 && wanted >= -kMostExponent && wanted <= kMostExponent;
@@ -180,18 +178,18 @@ MODELNEW_HOST_DEVICE inline bool scale_exponent(uint32_t field, int to, int& exp
   return allowed;
 }
 
-// Two values, by their bits, rounded to TF32 and times `scale`, in one word. Conversion rounds ties to even, so they
-// are lifted above the tie; what this adds to other values is cut off again, also to zero.
+// Rounds two values, given as bits, to TF32, multiplies them by `scale` and packs them. The conversion rounds ties to
+// even, therefore `| 1` lifts values above a tie; it is rounded off from all others, also from zero.
 MODELNEW_HOST_DEVICE inline uint32_t contain_pair(uint32_t first, uint32_t second, float scale) {
   return narrow_pair(bits_float(first | 1) * scale, bits_float(second | 1) * scale, Half{});
 }
 
-// ---- fp16 in two parts as a container for fp32 ----
+// Two fp16 parts as a container for fp32.
 //
-// A value times such a scale, v, is first + rest / 2^11: `first` is v rounded to fp16, to nearest, and leaves at most
-// 2^-11 of v, with 12 bits and a sign; times 2^11, which keeps it in fp16's range, and rounded it is within 2^-23 of v.
-// From v = 2^-13 on: to round the rest errs by half of fp16's smallest number at most there, 2^-25 / 2^11. With the
-// product of two rests left out, a product is within 2^-21.
+// A value times such a scale, v, is first + rest / 2^11. `first` is v rounded to fp16, to nearest, and leaves at most
+// 2^-11 of v, 12 bits and a sign. Multiplied by 2^11, which keeps it in fp16's range, and rounded, the rest is within
+// 2^-23 of v. This holds from v = 2^-13 on, because rounding the rest errs there by at most half of fp16's smallest
+// number, scaled back: 2^-25 * 2^-11. Without the product of two rests, a product is within 2^-21.
 
 constexpr float kRestScale = 2048;
 
@@ -199,7 +197,7 @@ MODELNEW_HOST_DEVICE inline uint32_t split_pair(uint32_t first, uint32_t second,
   return narrow_pair(bits_float(first) * scale, bits_float(second) * scale, Half{});
 }
 
-// What the first parts leave.
+// The rests that belong to first parts.
 MODELNEW_HOST_DEVICE inline uint32_t split_rest(uint32_t first, uint32_t second, float scale, uint32_t first_parts) {
   const auto rest = [&](uint32_t bits, uint32_t first_part) {
     return (bits_float(bits) * scale - widen(Half{static_cast<uint16_t>(first_part)})) * kRestScale;  // exact
@@ -207,18 +205,18 @@ MODELNEW_HOST_DEVICE inline uint32_t split_rest(uint32_t first, uint32_t second,
   return narrow_pair(rest(first, first_parts & 0xffffu), rest(second, first_parts >> 16), Half{});
 }
 
-// Exponent field of the smallest value that 2^exponent takes to where it fits into so many parts, less that exponent.
+// Exponent field of the smallest value that fits into so many parts once multiplied by 2^exponent, plus `exponent`.
 MODELNEW_HOST_DEVICE constexpr int least_contained_exponent(int parts) { return 127 - (parts == 2 ? 13 : 14); }
 
-// What a Watch takes for too small: the bits of that value, as it turns them.
+// The bits of that smallest value, turned as in Watch::see.
 MODELNEW_HOST_DEVICE inline uint32_t least_contained(int exponent, int parts) {
   return 0u - 2 * (static_cast<uint32_t>(least_contained_exponent(parts) - exponent) << 23);
 }
 
-// Zero fits; Inf and NaN, whose containers are Inf or NaN, do not.
+// Finds out whether all converted values fit. Zero fits; Inf and NaN, whose containers are Inf or NaN, do not.
 struct Watch {
-  uint32_t least = 0;  // turned round, so that zero is the smallest and the smallest other value the largest
-  uint32_t most = 0;   // of each half of a container, in magnitude
+  uint32_t least = 0;  // largest turned value: zero turns into 0, small magnitudes into large numbers
+  uint32_t most = 0;   // largest magnitude of each half of a container
 
   MODELNEW_HOST_DEVICE void see(uint32_t bits) {
     const uint32_t turned = 0u - 2 * bits;

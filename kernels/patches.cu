@@ -2,7 +2,7 @@
 // few channels, as a Vision Transformer begins: 16x16 of 3 channels to 768, stride 16. Other engines would hold all
 // weights of a filter in shared memory, or a tile's x, which is 768 values for each output here.
 //
-// What an output reads is copied to where it is one row, in the order of the weights in memory, and the rest is a 1x1
+// A copy makes one row of the pixels that an output reads, in the order of the weights in memory. The rest is a 1x1
 // convolution in channels_last, of as many channels as the filter has weights, by another engine:
 //
 //   x, R = S = 2                 copy: [pixel of y][weight]          w: [output channel][weight]
@@ -13,21 +13,10 @@
 //
 // A copy is as large as x. Where a filter is no multiple of 16 weights both are filled up with zeros, and weights are
 // copied as well, as they are where they do not lie side by side: other engines then load 16 bytes at a time, and take
-// 16 values a step (fp32, 14x14, 3 to 1024, 64 images, 588 values, not filled up: 636 us by pointwise, 439 by mma).
-// Accuracy is the problem's own: fp32 where it has few channels, although the 1x1 convolution has many.
+// 16 values a step. Accuracy is the problem's own: fp32 where it has few channels, although the 1x1 convolution has
+// many.
 //
-// us, this engine / the one that took it before (forced) / cuDNN, H200, 2026-11-25, NCHW and channels_last; fp32
-// without the second one by bench.py at 9ae64ff, the others of a revision in the making:
-//
-//   fp32, 16x16, 3 to 768, one image     19 /   18 /   42        18 /  198 /   55
-//   8                                    63 /   88 /  123        58 / 1171 /  102
-//   64                                  394 /      /  576       351 /      /  489
-//   14x14, 3 to 1024, one                22 /      /   38        20 /      /   61
-//   64                                  484 /      /  646       492 /      /  549
-//   32x32, 3 to 768, 8                   65 /  880 /  248        62 /  865 /  297
-//   fp16, 16x16, 8                       21 /  450 /  119        23 /  464 /   87
-//   128                                  85 /      /  969        94 /      /  802
-//   32x32, 128                          108 /      / 1182       102 /      / 1027
+// Bound by memory: the copy, and the 1x1 convolution that reads it. Measurements: docs/lab/lowering.md.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -101,13 +90,14 @@ __global__ void __launch_bounds__(kThreads) patches_kernel(const Params params) 
 
 // ---- Host ----
 
-// Who may compute what is left, in the order of all engines, and who is asked for the whole problem before.
+// Engines that may compute the 1x1 convolution, in the order of all engines, and engines that are asked for the whole
+// first.
 const Engine* const kTakers[] = {&kTmaEngine, &kWgmmaEngine, &kGatherEngine, &kPointwiseEngine, &kMmaEngine};
 const Engine* const kRivals[] = {&kTmaEngine, &kWgmmaEngine, &kGatherEngine, &kDepthwiseEngine};
 
 constexpr int64_t kMostCopiedBytes = 512 << 20;
 
-// Of a patch, and of its row of the copy.
+// Values of a patch, and of its row of the copy.
 inline int64_t values_of(const Problem& problem) { return int64_t{problem.C} * problem.R * problem.S; }
 
 inline int64_t row_of(const Problem& problem) { return ceil_div(values_of(problem), kRowValues) * kRowValues; }
@@ -174,23 +164,24 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   };
   if (!is_side_by_side(problem.R, problem.P, problem.stride_h, problem.pad_h, problem.dilation_h) ||
       !is_side_by_side(problem.S, problem.Q, problem.stride_w, problem.pad_w, problem.dilation_w))
-    return "it takes filters without padding whose stride is their size only";
+    return "it requires a stride equal to the filter size, no padding and no dilation";
   if (values_of(problem) >= 1 << 24 || bytes_of_x(problem) > kMostCopiedBytes ||
       bytes_of_rows(problem, problem.K) > kMostCopiedBytes)
-    return "it takes images and filters of up to 512 MB only";
+    return "the copy of x or of the weights exceeds 512 MB, or a filter has 2^24 weights or more";
   return nullptr;
 }
 
 inline const char* refusal(const Problem& problem, Operator op) {
   if (const char* const reason = refusal_of_problem(problem, op)) return reason;
-  return taker_of(rest_of(problem, op), op) != nullptr ? nullptr : "no other engine takes what is left";
+  return taker_of(rest_of(problem, op), op) != nullptr
+             ? nullptr
+             : "no other engine computes the 1x1 convolution of the copy";
 }
 
-// Less has not been tried.
+// Fewer are untested (docs/lab/lowering.md).
 constexpr double kLeastWork = 1 << 26;  // multiply-adds
 
-// In 16 bits stem is slower with filters of 588 and 768 values, 14x14 and 16x16 of 3 channels (16 images, 255 and 323
-// us, this engine 34 and 25; H100, 2026-11-26). Those of 48 values, 4x4, stem takes (21 us); they were not tried here.
+// Weights of a filter from which stem is slower with 16-bit tensors (docs/lab/lowering.md).
 constexpr int64_t kManyValues = 512;
 
 inline const char* yields(const Problem& problem, Operator op) {
@@ -199,7 +190,7 @@ inline const char* yields(const Problem& problem, Operator op) {
   const bool is_slow_in_stem = problem.dtype != DType::kFloat32 && values_of(problem) >= kManyValues;
   const bool is_taken = first_of(kRivals, problem, op, memo) != nullptr ||
                         (!is_slow_in_stem && reason_against(kStemEngine, problem, op) == nullptr);
-  return is_taken ? "an engine takes it whole" : nullptr;
+  return is_taken ? "another engine computes the problem without a copy of x" : nullptr;
 }
 
 // The workspace: a copy of x, one of the weights, if there is any, and what the other engine wants.
@@ -226,7 +217,7 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
          (taker == nullptr ? 0 : taker->workspace_bytes(rest, op, pointers_of_rest(problem, pointers, nullptr)));
 }
 
-// Of the copy of x or, of K filters of one patch each, of w.
+// Parameters of the copy of x or, with K filters of one patch each, of w.
 inline Params make_params(const Problem& problem, bool of_weights, const void* from, const void* to) {
   Params params{};
   const int64_t (&stride)[4] = of_weights ? problem.w_stride : problem.x_stride;

@@ -17,8 +17,8 @@
 //                      b: terms 4t .. 4t+3, columns 4n .. 4n+3            column n of the instruction's tile j: 4n+j
 //                      b in channels_last: columns 4n+j, terms 4t .. 4t+3
 //
-// So a load of b takes 128 bytes of each of four planes, one of a 64 bytes of each of eight filters; and of every row
-// of y a lane ends up with eight neighbours.
+// A load of b therefore takes 128 bytes of each of four planes, a load of a 64 bytes of each of eight filters; and a
+// lane ends up with eight neighbours of every row of y.
 //
 // Warps of a block share the reduction (slices), where it is long blocks of a cluster do, too (sm_90). Their sums meet
 // in shared memory and are added up in order:
@@ -34,52 +34,8 @@
 //
 //   memory --16 bytes--> four stages --ldmatrix, single words--> registers --> mma.sync --> registers --> memory
 //
-// What bounds it (H200, 2026-11-22, one image, TF32, us from the start of a block at 1.75 GHz, a revision in the
-// making, in a driver, caches cold; an empty kernel takes 2.7 of the time that is measured; by mma.cu):
-//
-//                           first loads ordered   multiplied   met   stored   measured   mma
-//   1x1  64 to  64, 56x56           0.2               1.2      1.3     1.8       5.6     7.6
-//   1x1  64 to 256, 56x56           0.4               2.4      2.5     3.3       7.2     9.5
-//   1x1 256 to 128, 56x56           0.2               4.2      4.3     4.8       8.6    11.6
-//   1x1 512 to 256, 28x28           0.3               4.0      4.1     4.7       9.3    12.1
-//
-// A step of 16 terms takes what all warps of the SM load in it: some 60 cycles for each. What made it faster, in this
-// order: blocks that all fit on the SMs at once (64 to 256: 9.2 to 7.5), few instructions where sums are added up and
-// stored (0.6 us less), offsets that are kept instead of being worked out for each load (256 to 128: 10.5 to 8.6, with
-// a choice of smaller blocks). Tried: warps of 64 rows, which load less for each product, 0 to 5% faster, but since
-// then between 3% faster (512 to 256, 28x28) and 9% slower (64 to 64, 56x56; 64 to 256 6.8 / 7.2 us; 2026-11-23); sums
-// of two rows added up and stored side by side, from 2% less to 5% more; operands of later steps prefetched to the L2
-// cache, 256 to 128 8.7 / 9.6 us. Where other kernels' code has been in between it takes 0.2 to 0.5 us more.
-//
-// By the GPU's clock 256 to 128, 56x56, of one image has its first loads ordered 0.65 us after its first block starts,
-// the first of four steps multiplied at 1.9, all at 4.2 (3.5 where the L2 cache holds x) and stored at 4.8. By
-// arithmetic 26 MB come from the L2 cache meanwhile; a plain read of x alone takes 2.5. Tried for that (2026-11-25, in
-// a driver): warps of 32 rows x 64 or 96 columns, which load 25 and 34% less, 8.3 / 9.4 and 9.2, and more for all ten
-// 1x1 layers of a ResNet-50, one and two images; three steps under way instead of two, 10.0 / 9.9 behind other code;
-// lines of x for later steps prefetched by one lane each, in all blocks or in one of those that read them, 10.0 / 10.2
-// and 10.5; x ordered before w 10.0 / 10.1; rounding in two instructions a word instead of three 10.0 / 10.1, and the
-// same times in mma. While the host goes on to order calls, as in bench.py, a call takes 0.4 us more if its kernel is
-// empty, and some 0.4 to 1.2 us more if it is this one.
-//
-// Blocks that stage (H200, 2026-11-25, bench.py, one image, us, by turns on one machine, two runs each of 32 and of 64
-// rows; cuDNN in eight runs; * as the estimate chooses, which on another machine took 8.0, 7.4, 9.1 and 9.9):
-//
-//                          by registers      32 rows        64 rows       cuDNN
-//   1x1  64 to 256, 56x56    8.5,  8.6      7.6,  7.6     * 7.9, 8.2    7.3 to 7.8
-//   1x1 128 to 512, 28x28    8.1,  8.2      6.9,  7.0     * 7.0, 7.0    7.8 to 8.5
-//   1x1 256 to  64, 56x56    9.3,  9.3    * 8.9,  8.8       9.6, 9.4    8.5 to 9.3
-//   1x1 256 to 128, 56x56   10.1, 10.0     10.0, 10.1     * 9.9, 9.6    8.7 to 9.2
-//
-// By the clock of an SM a block of a prototype, of 64 rows, 256 to 128, has ordered its copies after 2200 cycles, has
-// the first stage at 3000, the last one at 6900, multiplied at 8000 and stored at 8450; with x and w in the L2 cache
-// 2500, 5900, 7000 and 7500. If then only x is copied the last stage comes at 4700, if only w is at 4300: an SM gets
-// some 20 to 25 bytes a cycle, so that what a tile reads counts. Tried, the same layer, in a driver, us: 128 rows x 32
-// or 24 columns in 16 warps 11 to 12 where 64 x 64 took 9 to 10; slices of the reduction, from 5% less to 10% more; 48
-// columns, so that each of 132 SMs has a tile, 9.3 to 9.5 where 64 took 9.0 to 9.8; stages in another order in every
-// block 8.5 where one order took 8.9 to 9.8; a loop instead of one stage's code behind the other's, and rounding
-// without a look at NaN, from 3% less to 6% more. In channels_last stages take 7.3 to 13 us where registers take 6.3 to
-// 9.5, with three products 8.8 to 16 where they take 6.7 to 12. The same code took 7.5 us in one driver and 8.9 in
-// another one, presumably by where it lies in memory.
+// Bound by latency: launch, first loads, and an L2 that delivers operands at a limited rate to each SM, hence what a
+// tile reads counts. Measurements: docs/lab/pointwise.md.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -110,8 +66,8 @@ constexpr int kMostRowBits = 2, kMostSplitBits = 3;
 // warps high.
 constexpr int kStages = 4, kStagedColumns = 2 * kSide, kMostStagedRowBits = 1;
 MODELNEW_HOST_DEVICE constexpr int staged_threads(int row_bits) { return 64 << row_bits; }
-// Of longer sums there are so many: with three products every 8 terms are an addition, and all of them may err to the
-// same side. One sum of 8192 equal products was 1.25 times as far off as it may be.
+// Longer sums in full accuracy, in steps, are split into so many partial sums at least: a sum is rounded every 8 terms,
+// and all roundings may have the same sign (docs/lab/mma.md).
 constexpr int kLongSteps = 128, kLeastLongSums = 4;
 constexpr int kPitch = kSide + 4;  // of sums in shared memory: stores and loads of 16 bytes meet all banks
 
@@ -183,12 +139,12 @@ MODELNEW_HOST_DEVICE inline Place place_of_pixel(const Params& params, int pixel
 
 // ---- Device code ----
 
-// What a lane holds of 16 terms: of a, four neighbouring terms of four rows, eight apart; of b, [term][column].
+// Fragments of 16 terms: of a, four neighbouring terms of four rows, eight apart; of b, [term][column].
 struct Operands {
   float a[4][4], b[4][4];
 };
 
-// What a lane loads from: bytes from the start of a tensor to its rows and columns, at the first of its terms.
+// Offsets of a lane's loads, in bytes from the start of a tensor to its rows and columns, at the first of its terms.
 template <Loads LOADS>
 struct Sources {
   uint32_t a[4], b[LOADS == Loads::kFours ? 1 : 4];
@@ -255,7 +211,7 @@ struct Sources {
   }
 };
 
-// Of a warp: rows 16m and 16m + 8, columns of tile j.
+// Accumulators of a warp: rows 16m and 16m + 8, columns of tile j.
 using Sums = float[2][4][4];
 
 template <bool EXACT>
@@ -350,7 +306,7 @@ __global__ void __launch_bounds__(32 * most_warps(EXACT), 1) pointwise_kernel(co
   const int begin = min((rank * plan.slices + slice) * plan.slice_steps, steps);
   const int end = min(begin + plan.slice_steps, steps), first_term = begin * kTerms + 4 * t;
   Sources<LOADS> sources;
-  // What does not exist is as good as the last one that does: nobody stores it.
+  // Rows and columns beyond the last read those of the last one; they are not stored.
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = min(first_row + row_warp * kSide + 8 * i + n, plan.rows - 1);
@@ -359,19 +315,19 @@ __global__ void __launch_bounds__(32 * most_warps(EXACT), 1) pointwise_kernel(co
 #pragma unroll
   for (int j = 0; j < (LOADS == Loads::kFours ? 1 : 4); ++j) {
     const int column = first_column + (kNeighbours ? 4 * n + j : 8 * j + n);
-    // Of four pixels of a lane all exist, or none.
+    // All four pixels of a lane exist, or none.
     const int last = plan.columns - (LOADS == Loads::kFours ? 4 : 1), existing = min(column, last);
     sources.b[j] = 4u * (kPixelRows ? existing * params.w_out : place_of_pixel(params, existing).x);
   }
   sources.advance(params, first_term);
 
-  // What this thread stores: four neighbours in every rows_apart-th row from this one on.
+  // This thread stores four neighbours in every rows_apart-th row from this one on.
   const int own_row = threadIdx.x / (kSide / 4), rows_apart = blockDim.x / (kSide / 4);
   const int column = first_column + threadIdx.x % (kSide / 4) * 4;
   int column_offset = 0;
 
   Sums acc = {};
-  // What is loaded is multiplied a step later; loads and products are there twice, so that nothing is moved.
+  // Operands are multiplied one step after their load; the loop is unrolled twice, so that no registers are moved.
   Operands first, second;
   int left = params.channels - first_term;  // terms, from this lane's first one on
 #pragma unroll 1
@@ -486,7 +442,7 @@ struct Stage {
   static constexpr uint32_t B_BYTES = 4 * ROWS * PITCH, BYTES = 4 * stage_words(ROWS, TERMS);
 };
 
-// Of a warp: `a_from` is where its lane's rows begin, `b_from` its columns.
+// Multiplies a stage. `a_from` is where the lane's rows begin, `b_from` its columns.
 template <typename Stage>
 __device__ __forceinline__ void multiply_stage(uint32_t a_from, uint32_t b_from, Sums& acc) {
 #pragma unroll
@@ -530,8 +486,8 @@ __global__ void __launch_bounds__(staged_threads(ROW_BITS))
     return image * of_image + pixel - image * static_cast<int>(params.by_plane.divisor);
   };
 
-  // What this thread copies of a stage: 16 bytes of every A_APART-th row of a and of every B_APART-th term of b. What
-  // does not exist is as good as the last one that does: nobody stores it. Of four pixels all exist, or none.
+  // This thread copies 16 bytes of every A_APART-th row of a and of every B_APART-th term of b. Rows and columns beyond
+  // the last read those of the last one and are not stored. Four pixels all exist, or none.
   constexpr int A_PIECES = TERMS / 4, A_APART = Shape::THREADS / A_PIECES, A_COPIES = Shape::ROWS / A_APART;
   constexpr int B_PIECES = kStagedColumns / 4, B_APART = Shape::THREADS / B_PIECES, B_COPIES = TERMS / B_APART;
   static_assert(A_COPIES * A_APART == Shape::ROWS && B_COPIES * B_APART == TERMS, "all copy as much");
@@ -616,26 +572,20 @@ inline void cut(Plan& plan) {
   plan.column_tiles = static_cast<int>(ceil_div(plan.columns, plan.block_columns));
 }
 
-// Constants of the estimate, in cycles of an SM at 1.75 GHz; from the 15 layers of a ResNet-50 that have 1x1 filters,
-// 1, 2 and 4 images, all configurations, TF32 in both memory formats and full accuracy, H200, 2026-11-22 (a revision in
-// the making, caches cold): 2475 times. What it chooses is 0.7% slower than the fastest, on average, and 13% at most.
+// Constants of the estimate, in cycles of an SM at 1.75 GHz, fitted for the kernel that does not stage
+// (docs/lab/pointwise.md).
 constexpr double kCallCycles = 9400, kWaveCycles = 5000;  // of a first and of every other wave of blocks
 constexpr double kStepCycles = 500, kWarpCycles = 62;     // 16 terms of a warp, and for each of the SM's warps
 constexpr double kExactCycles = 50, kStridedCycles = 45;  // more for each of these
 constexpr double kClusterCycles = 1500, kClusterBlockCycles = 315;
-// Of the SMs, those that clusters get: others are too few of their neighbourhood (128 blocks in clusters of 4 took two
-// waves of 132 SMs, 112 one).
+// The share of SMs that clusters get: some SMs have too few neighbours in their GPC (docs/lab/pointwise.md).
 constexpr double kClusterShare = 0.88;
 
-// The same of blocks that stage: from 14 layers of 64 to 256 channels, 1 to 8 images, H200, 2026-11-25, caches cold (a
-// revision in the making). Where planes have at least 28x28 pixels it is off by 6% (one sigma), by 14% at most. The
-// other kernel's estimates were 1.18 times too low there, and these constants are as much too low as those.
+// Constants for blocks that stage (docs/lab/pointwise.md).
 constexpr double kStagedCallCycles = 6800, kStagedWaveCycles = 1200, kStagedTermCycles = 6.3;
 constexpr double kStagedByteCycles = 0.019;  // of all stages of an SM; less than they take to come, as other terms grow
 constexpr double kReadCycles = 0.0017, kWrittenCycles = 0.0027;  // for each value of x that is read, of y written
-// Of a plane. With 14x14 (256 channels) what stages took 6 to 28% longer than by a first fit. With 256 channels and
-// 28x28 it took 1.08 to 1.23 times as long as the other kernel, with 56x56 0.97 to 1.02 times (one image, 64 and 128
-// output channels; more images 1.0 to 1.2), in bench.py 0.96; in between nothing was tried.
+// Pixels of a plane from which blocks stage: below 256 channels, and with 256 (docs/lab/pointwise.md).
 constexpr int kLeastStagedPixels = 784, kLeastPixelsOfLongStages = 2048;
 constexpr int kMostColumnTiles = 65535;  // blocks are a grid of two dimensions
 
@@ -762,7 +712,7 @@ inline bool make_plan(const Correlation& of, bool exact, const Device& device, c
   return found;
 }
 
-// Of a block, by the CUDA C++ Programming Guide ("Technical Specifications per Compute Capability").
+// Shared memory of a block, by the CUDA C++ Programming Guide ("Technical Specifications per Compute Capability").
 inline int most_shared_bytes(int capability) {
   if (capability >= 90 && capability < 120) return 227 << 10;
   return capability == 80 || capability == 87 ? 163 << 10 : 99 << 10;
@@ -797,21 +747,17 @@ inline double cycles(const Problem& problem, Operator op) {
   return plan.cycles;
 }
 
-// By this engine over by mma, H200, 2026-11-22 (drivers, a revision in the making): in full accuracy 0.96 of the time
-// for 15 layers of a ResNet-50, in the geometric mean, 4 images (0.82 to 1.15) and 16 (0.69 to 1.17; 2^27.6 to 2^30.6
-// multiply-adds). With one product 14 of them are faster with 8 images. More has not been tried.
+// Multiply-adds from which mma may be faster (docs/lab/pointwise.md).
 constexpr double kLeastForMma = int64_t{1} << 31;
-// In full accuracy, channels_last, 768 channels to 768, 14x14, 64 and 128 images (2^32.8 and 2^33.8), by mma / by this
-// engine, us: 386 / 327 and 760 / 728 (H200, 2026-11-25).
+// The same in full accuracy and channels_last, with kManyTerms channels or more.
 constexpr double kLeastOfManyForMma = int64_t{1} << 34;
 constexpr int kManyTerms = 512;
-// In full accuracy and channels_last, by mma / by this engine, us: 32 channels to 16, 112x112, 16 images, 24.0 / 32.7,
-// 32 to 192, 28x28, 14.8 / 16.0; but 96 to 24, 56x56, 25.6 / 20.9 (H200, 2026-11-25, by turns in one process).
+// In full accuracy and channels_last with at most kFewTerms channels, mma is faster from here on.
 constexpr double kLeastOfFewTerms = 1 << 26;
 constexpr int kFewTerms = 2 * kTerms;
 
 inline const char* yields(const Problem& problem, Operator op) {
-  if (direct_has_points(problem, op)) return "direct reads every pixel just once";
+  if (direct_has_points(problem, op)) return "direct is faster with 1x1 filters to few channels, as it reads x once";
   const bool exact_pixels = problem.x_stride[1] == 1 && problem.x_stride[3] > 1 && !uses_tf32(problem, op);
   const bool many = exact_pixels && problem.C >= kManyTerms && problem.C % kTerms == 0;
   if (multiply_adds(problem) >= (many ? kLeastOfManyForMma : kLeastForMma))

@@ -39,8 +39,8 @@
 //
 //   memory --box--> landing --(widened)--> window --> registers --> wgmma --> ...
 //
-// (wgmma of 16-bit operands takes twice as many terms at a time, but these come in words of two, and a pixel of three
-// values starts within a word every other time. Not tried.)
+// wgmma with 16-bit operands would take twice as many terms at a time, but in words of two, and a pixel of three values
+// starts within a word every other time. This is untested.
 //
 // Full fp32 accuracy takes three products: v = first + rest, both TF32, and rest*first + first*rest + first*first, of 8
 // terms at a time, which are then added up by ordinary additions, because the tensor core truncates (as in mma.cu).
@@ -53,37 +53,8 @@
 // that each warp goes on by itself. Which row of the operand is which output is free: a lane's two rows are
 // neighbouring pixels, staged by 8 bytes (of 16 bits, by 4).
 //
-// What bounds it, of fp32 tensors (H200, 2026-11-23, revisions in the making, in a driver, caches cold, us; beside it
-// without storing, and its bytes at 4.2 TB/s):
-//
-//                                             this engine   not stored   bytes   mma
-//   7x7, 3 to 64, stride 2, 224x224, one product
-//     256 images                                    325          226       232    619
-//     256 images, channels_last                     314          227       232    645
-//     32 images                                      56           41        29     86
-//   the same, three products, 256 images            762            -       232   1191
-//   3x3, 3 to 64, 512x512, three products
-//     16 images                                     336            -       268    583
-//     one image                                      32            -        17     46
-//   3x3, 3 to 32, stride 2, 224x224, 128 images     103            -        67    167
-//   4x4, 3 to 96, stride 4, 224x224, 128 images      88            -        55    158
-//   11x11, 3 to 96, stride 4, 224x224, 256 images  1023            -       108   1676
-//
-// One product: storing and loading at once, 3.0 TB/s, where a program of nothing else, with fewer reads among its
-// stores, reached 3.3 to 3.4 (see wgmma.cu). Not stored, it takes 1.6 times what the tensor core does: wgmma of 64 x 64
-// x 8 from registers takes 32 cycles of an SM if two warpgroups or more order some (40 if one does, groups of 7), but
-// of three warps on a scheduler hardly one had an instruction to issue (ncu: 0.6 of 3.2), so that each instruction
-// less, and a fourth warpgroup, make it faster. Three products: 80 instructions a step on each scheduler (88 now, with
-// rests rounded) and 96 cycles of the tensor core; 142 in all. 32 of them are additions, and a fifth of the samples
-// were stalls of dispatch (ncu): presumably they wait for registers that the tensor core uses at the same time. With 32
-// channels 64 and 48; 111.
-//
-// What made it faster, one product, 256 images: from 435 (20 steps of any 8 terms, each with a place of its own in a
-// table in shared memory, in groups of two) to 377 by quads, whose offsets are uniform, in groups of three; to 342 by
-// rounding x in its window and staging by 8 bytes; to 324 by a fourth warpgroup. In full, a set of sums that is
-// multiplied while another one is added up: slower than a fourth warpgroup (767 us; 893 at first). Sums of 16 terms
-// instead of 8 took 6 to 11% less in full with 147 and 363 terms, and erred by 1.3 and 1.1 times as much; with 27 terms
-// 4% more, and by 1.5. Tiles of 32 rows take 8% more (32x16 341 us, 16x16 315): 64 bytes of many rows.
+// Bound by memory with one product: loads and stores share the bandwidth, and the instructions around wgmma are nearly
+// as long. With three products the additions between them and wgmma bound it. Measurements: docs/lab/stem.md.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -106,7 +77,7 @@ namespace stem {
 // ---- Geometry, host and device ----
 
 constexpr int kMostChannels = 7;  // of x: more are a matter for engines whose steps are channels
-constexpr int kWarpgroups = 4;    // that multiply: with three it is 5 to 17% slower
+constexpr int kWarpgroups = 4;    // that multiply (docs/lab/stem.md)
 constexpr int kLoadingThreads = 128, kThreads = 128 * kWarpgroups + kLoadingThreads;
 // Registers of a thread, out of 96 that each has at first.
 constexpr int kMultiplyingRegisters = 112, kLoadingRegisters = 32;
@@ -121,7 +92,7 @@ constexpr int kMostTileChannels = 64;
 constexpr int kSharedBytes = 232448;  // of a block
 constexpr int kBoxPixels = 16;        // of a box of y
 
-// What tensors hold, and how it is multiplied.
+// Storage type of the tensors, and the number of products.
 struct Format {
   int bytes;   // of a value
   bool exact;  // three products of parts
@@ -204,7 +175,7 @@ MODELNEW_HOST_DEVICE inline Tile locate_tile(const Params& params, int number) {
   return {image, (row - image * plan.tiles_p) * plan.tile_p, (from_start - row * plan.tiles_q) * plan.tile_q};
 }
 
-// Of a quad: channel and row of the filter, and its first term in there.
+// The channel and the row of the filter that a quad belongs to, and its first term in that row.
 struct Quad {
   int channel, r, first;
 };
@@ -220,7 +191,7 @@ MODELNEW_HOST_DEVICE inline Quad locate_quad(const Params& params, int i) {
 
 // ---- Device code ----
 
-// Of a window: whether its bytes have come, whether its values are rounded or widened, and whether all have read it.
+// mbarriers of a window: its bytes have come, its values are rounded or widened, all have read it.
 struct Barriers {
   uint32_t full, rounded, empty;
 
@@ -427,7 +398,7 @@ __device__ __noinline__ float exact_output(const Params& params, int n, int k, i
   return sum;
 }
 
-// Of a thread: two outputs, [channel / 8][output][channel % 2], see hopper.cuh.
+// Sums of a thread's two outputs, [channel / 8][output][channel % 2], see hopper.cuh.
 template <int TILE_K>
 using Sums = float[TILE_K / 2];
 
@@ -457,7 +428,7 @@ __device__ __forceinline__ void multiply(const Params& params, const uint32_t (&
     hopper::wgmma_commit();
   };
   order(0, a[0], true);
-  // Of fp32 groups are of an odd number: with one product there are 7x7 filters of 3 channels only.
+  // Groups of fp32 are of an odd number of steps: one product is for 7x7 filters of 3 channels only.
 #pragma unroll 1
   for (int step = kGroupSteps; step < params.plan.steps; step += 2 * kGroupSteps) {
     order(step, a[1], false);
@@ -488,7 +459,7 @@ __device__ __forceinline__ void multiply_exactly(const Params& params, const uin
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       split<true>(words[e], a[e], a_rest[e]);
-      // Cut off, the rest of a number near the smallest would err by 2^-136, twice as much as it may. (2 to 5% slower.)
+      // Rounded: truncation of a rest near the smallest number errs by 2^-136, twice the bound (docs/lab/stem.md).
       a_rest[e] = tf32_operand(a_rest[e]);
     }
     const uint32_t row = step * 2 * TILE_K;
@@ -705,7 +676,7 @@ __device__ __forceinline__ void compute(const Params& params, const SharedLayout
   uint8_t* const staging =
       smem + layout.staging + (warpgroup * 4 + warp_id) * kBoxPixels * TILE_K * static_cast<int>(sizeof(T));
   const int blocks_m = (plan.tile_p * plan.tile_q + kBlock - 1) / kBlock;
-  // Of a single row or column the stride may be any.
+  // The stride of a single row or column may be anything.
   const uint32_t row_bytes = 4u * params.of.stride_h * plan.columns,
                  pixel_bytes = 4u * params.of.stride_w * plan.pixel_words;
   int count = 0;
@@ -801,20 +772,18 @@ inline int round_up(int value, int multiple) { return (value + multiple - 1) / m
 constexpr int kTileChannels[] = {32, 64};
 // One product of fp32 tensors is asked for with 64 and 128 output channels.
 inline int least_tile_channels(const Format& format) { return format.bytes == 4 && !format.exact ? 64 : 32; }
-constexpr int kMostTileRows = 16;               // more of them are slower, see above
+constexpr int kMostTileRows = 16;               // more are slower (docs/lab/stem.md)
 constexpr int kMostBoxSide = 256;
 
-// Constants of the estimate, in cycles of an SM at 1.75 GHz, by hand, from the times of tiles of many shapes for a
-// dozen problems of fp32 tensors (H200, 2026-11-23). Where x and y went by boxes the tile that it chose was at most 8%
-// slower than the fastest one, with constants of revisions in the making; by single values up to 40% (3x3 to 64
-// channels, 127x127, 64 images, 334 / 241 us). Of 16 bits none has been measured.
+// Constants of the estimate, in cycles of an SM at 1.75 GHz, chosen by hand from times of fp32 tensors; those of 16
+// bits are not measured (docs/lab/stem.md).
 constexpr double kCallCycles = 9000, kTileCycles = 500, kBlockCycles = 250;
 constexpr double kAloneCycles = 800;  // of a block of outputs by a warpgroup that waits for nothing else
 // Bytes a cycle.
 constexpr double kStoreRate = 38, kSingleRate = 10, kLoadRate = 30, kPackRate = 20;
 constexpr double kLineCycles = 300, kWordsCycles = 155;  // of a warp: a line by words, and every 32 of them
 
-// Of 64 outputs: where all warpgroups multiply, and where one does.
+// Cycles for 64 outputs, where all warpgroups multiply and where one does.
 struct StepCycles {
   double shared, alone;
 };
@@ -869,7 +838,8 @@ inline bool complete(const Correlation& of, const Format& format, const Device& 
   };
   const bool aligned_rows =
       address.in % 16 == 0 && whole(of.in_stride[0], of.N) && whole(of.in_stride[2], of.H) && rows <= kMostBoxSide;
-  // Boxes end where rows do if these are of 16 bytes: what was behind the last row of 462 outputs was overwritten.
+  // Boxes end where rows do only if rows are multiples of 16 bytes: else a store overwrites memory
+  // (docs/lab/hopper.md).
   const bool planes = of.in_stride[3] == 1 && of.W % piece == 0 && whole(of.in_stride[1], of.in_channels);
   const bool lines = of.in_stride[1] == 1 && of.in_stride[3] == of.in_channels && dilation_w == 1 &&
                      int64_t{of.W} * of.in_channels % piece == 0;
@@ -990,34 +960,23 @@ inline const char* refusal(const Problem& problem, Operator op) {
       if (!make_plan(of, format_of(problem, op), device, address, plan)) return false;
     return true;
   });
-  return fits ? nullptr : "it finds no tile that fits into shared memory beside its weights, or more than 2^30 of them";
+  return fits ? nullptr : "it finds no tile that fits into shared memory beside the weights, or needs over 2^30 tiles";
 }
 
 inline double cycles(const Problem& problem, Operator op) { return plan_of(problem, op, Alignment{}).plan.cycles; }
 
-// By this engine / by mma, us, full accuracy, H200, 2026-11-23, in a driver: one image of 224x224, 7x7 at stride 2 to
-// 64 channels (0.8 million outputs) 14.8 / 13.2, 3x3 at stride 2 to 32 (0.4 million) 8.6 / 7.1, 4x4 at stride 4 to 96
-// (0.3 million) 8.5 / 7.3, 3x3 to 64 (3.2 million) 15.2 / 16.4; 64 images of 32x32, 3x3 to 16 channels 9.9 / 8.5; 4 to
-// 320 channels, 3x3, 64x64, one image and four (1.3 and 5.2 million) 12.1 and 19.0 / 12.4 and 22.8. It also loses where
-// quads are many and half empty: 7 to 64 channels, 16 images, 5x5, 128x128, 136 / 120, and 9x1, 224x224, 262 / 162; and
-// 8x8 at stride 8, 3 to 64 channels, 64x64, 256 images, 24.6 / 22.0. Up to 4 channels out have not been tried.
-//
-// By this engine / by depthwise, us, 50e2896, fp32: 64 images of 128x128, 3x3, one channel to 8, 16, 31 and 40, 40.8,
-// 41.1, 41.9 and 57.6 / 24.1, 35.4, 61.0 and 74.6; 256 images of 28x28, 5x5 to 16 channels 20.6 / 22.9.
+// Outputs up to which mma is faster (docs/lab/stem.md).
 constexpr int64_t kFewOutputs = int64_t{1} << 20;
 
-// Of 16 bits direct takes what this engine leaves, mma none. Not measured: direct computes 7 to 8 multiply-adds a
-// picosecond (7x7 at stride 2 to 64 channels, 224x224, 32 and 256 images, channels_last, fp16, H100, 2026-11-26, 536 us
-// and 3.83 ms); with so few it takes about as long as a call of this engine that has hardly any work.
+// Multiply-adds up to which direct may be faster with 16-bit tensors, which mma does not compute (docs/lab/stem.md).
 constexpr double kFewMultiplyAdds = 1 << 26;
 
-// Large filters at a large stride: so few outputs read a window that hardly any of it is multiplied at a time. Not
-// measured: by the estimates of both, this engine's / mma's, full accuracy, 32 images, us, 14x14 at stride 7 to 256
-// channels, 224x224, 1696 / 218; 12x12 at stride 12 to 128, 240x240, 196 / 44.
+// Ratio of estimates from which mma is preferred: with large filters at a large stride few outputs share a window, and
+// hardly any of it is multiplied at a time (docs/lab/stem.md).
 constexpr double kFarSlower = 2;
 
 inline const char* yields(const Problem& problem, Operator op) {
-  if (direct_has_points(problem, op)) return "direct reads every pixel just once";
+  if (direct_has_points(problem, op)) return "direct is faster with 1x1 filters to few channels, as it reads x once";
   if (problem.K <= 4) return "mma or direct may be faster with few output channels";
   if (problem.C == 1 && problem.K <= 16) return "depthwise is faster with few channels out of one";
   if (problem.dtype != DType::kFloat32)

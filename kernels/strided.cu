@@ -12,14 +12,8 @@
 // and that is the gradient of a convolution without a stride, with every step-th tap of the filter. The same goes for
 // columns; a phase of both is a part. Phases that no tap meets are zeros, and so all of dx is before, if there are any.
 //
-// us, TF32, 256 images, stride 2, in parts / direct / cuDNN (H200, 2026-11-25, in torch; NCHW and channels_last):
-//
-//   3x3  128 to  128 channels, 56x56    921 / 4116 /  645     488 / 4944 / 336
-//   3x3  512 to  512, 14x14             513 / 7936 /  357     347 / 8264 / 278
-//   1x1  256 to  512, 56x56             672 / 4930 / 1122     485 / 6585 / 439
-//   1x1 1024 to 2048, 14x14             408 / 8675 /  463     411 / 9270 / 271
-//
-// Each of four parts contains dy anew, and stores every other column alone: what cuDNN is faster by with 3x3.
+// Bound by memory where parts are several: each reads dy anew and stores every stride-th column of dx alone.
+// Measurements: docs/lab/lowering.md.
 #if !defined(__CUDACC_RTC__)
 #include <cstdio>
 
@@ -136,27 +130,23 @@ inline bool is_dense(const Problem& p) {
 inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kDgrad) return "it computes input gradients only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
-  if (!has_stride(problem)) return "it takes strides only";
+  if (!has_stride(problem)) return "it requires a stride greater than 1 along an axis with more than one output";
   const int64_t parts = int64_t{phases(problem.H, problem.P, problem.stride_h)} *
                         phases(problem.W, problem.Q, problem.stride_w);
-  if (parts > kMostParts) return "it takes up to 16 phases of the input only";
+  if (parts > kMostParts) return "it splits the input into at most 16 phases, stride_h times stride_w";
   const bool taken = for_each_part(problem, [](const Part& part) {
     return part.problem.pad_h >= 0 && part.problem.pad_w >= 0 && taker_of(part.problem) != nullptr;
   });
-  if (!taken) return "it has parts that no other engine takes";
-  if (idle_phases(problem) > 0 && !is_dense(problem)) return "it takes an input without gaps only";
+  if (!taken) return "it splits the problem into parts, and no other engine computes one of them";
+  if (idle_phases(problem) > 0 && !is_dense(problem))
+    return "it requires a dense input gradient, as no filter tap meets some of its pixels";
   return nullptr;
 }
 
-// Multiply-adds. With fp32 less has not been tried. fp16, one image to 32, us, in parts / direct / cuDNN (H100,
-// 2026-11-26): channels_last, 3x3 64 to 64, 14x14 26 / 46 / 10 (2^20.8), 128 to 128, 56x56 18 / 93 / 11 (2^26.8), 1x1
-// 256 to 512, 56x56, 12 / 150 / 12; planes, 3x3 64 to 64, 14x14, 32 images 53 / 44 / 20 (2^25.8), 32 to 64, 28x28, 53 /
-// 65 / 25 (2^26.8).
+// Multiply-adds from which parts are preferred to direct; fewer are untested with fp32 (docs/lab/lowering.md).
 constexpr double kLeastWork = 1 << 28, kLeastWorkOf16Bits = 1 << 26, kLeastWorkByTma = 1 << 20;
 
-// The same in channels_last of other strides: 9 parts, 3x3 64 to 64, 27x27, 8 images 31 / 33 / 10 (2^24.5); 16 parts,
-// 4x4 64 to 64, 28x28, one image 51 / 27 / 12 (2^21.6), 8 images 51 / 32 / 13 (2^24.6), 32 images 52 / 73 / 18
-// (2^26.6). Hence some 4^3 times the work with 4 times the parts.
+// Factor of the least work with more than four parts: the cube of their number over four (docs/lab/lowering.md).
 inline double factor_of_parts(int parts) {
   const double ratio = parts > 4 ? parts / 4.0 : 1;
   return ratio * ratio * ratio;

@@ -1,12 +1,12 @@
-// mma.sync in TF32, which every GPU since Ampere has, and fp32 values as what it takes. Its sums are truncated, so that
-// full fp32 accuracy takes few terms at a time.
+// mma.sync in TF32, available since Ampere, and the split of fp32 values into its operands. Its sums are truncated:
+// full fp32 accuracy allows few terms per instruction sum.
 #pragma once
 
 #include "numerics.cuh"
 
 namespace modelnew {
 
-// d += a b: 16 x 8 by 8 x 8, TF32.
+// d[16, 8] += a[16, 8] b[8, 8], TF32.
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -16,8 +16,8 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
 #endif
 }
 
-// v = first + rest, or first alone; the tensor core takes no more of them than TF32 has. Where v is Inf, NaN or too
-// large to be rounded the rest is NaN or Inf.
+// Splits v = first + rest, or rounds it to `first` alone; the tensor core ignores the bits behind TF32's. If v is Inf,
+// NaN or too large to be rounded, the rest is NaN or Inf.
 template <bool EXACT>
 __device__ __forceinline__ void split(uint32_t v, uint32_t& first, uint32_t& rest) {
   if constexpr (EXACT) {

@@ -1,105 +1,56 @@
-// tma engine: implicit GEMM on Hopper's tensor cores for 16-bit tensors, whose operands tensor copies (TMA) bring from
-// memory to where they are multiplied: no thread touches them. fprop, and dgrad without a stride. Deterministic: one
-// sum an output, in one order. And, for gather, products of fp32 tensors that it has copied as scaled fp16 (contained
-// operands, below).
+// tma engine: implicit GEMM on Hopper's tensor cores (wgmma) for 16-bit tensors. The Tensor Memory Accelerator (TMA)
+// brings both operands to shared memory; no thread touches them. It computes fprop, and dgrad with stride 1. For the
+// gather engine it also multiplies fp32 tensors that gather has copied as scaled fp16 (`contained`, contained.cuh).
+// Deterministic: each output is one sum, added in a fixed order.
 //
-//   prepare   w -> [output channel][r][s][input channel], where it does not lie like this (planes; dgrad, but small
-//             tiles multiply filters in channels_last the other way round; small groups, with zeros in between); and a
-//             copy of x with channels as neighbours, where x is planes and not multiplied as it is
-//   tma       y from x, and dx from dy
+//   tma_prepare_kernel   packs w as [k][r][s][c] where it does not lie so (NCHW weights, dgrad, merged groups), and
+//                        copies x to channels_last where x is NCHW and no tile can multiply it in place
+//   tma_kernel           y from x (fprop), dx from dy (dgrad)
 //
-// GEMM view: rows = output channels, columns = output pixels, reduction = (block of 64 input channels, r, s, channel).
-// Both operands are rows of 128 bytes, 64 channels of a weight's tap or of a pixel, in the order of boxes
-// (hopper.cuh); a pixel is a slot of shared memory. Three ways to bring x:
+// GEMM: rows = output channels, columns = output pixels, reduction = (block of 64 input channels, r, s, channel). A
+// stage of shared memory has rows of 128 bytes in TMA's 128-byte swizzle: 64 channels of one filter tap (w), or of one
+// pixel (x). The row of a pixel is called its slot. There are three ways to load x:
 //
-//   columns   a stage of x is what one tap reads for all pixels of a tile, numbered through all images (im2col): any
-//             stride and image, 1x1 as well, and no pixel too many; each tap has the L2 cache give x anew
-//   windows   a stage is what all taps of a tile read, with its halo, as one box. A tap is a shift of all slots, by
-//             whole slots: wgmma's second operand starts that many rows further. Of a stride of 2 a stage is one phase
-//             of x, of which its taps read neighbouring slots
-//   direct    1x1 of planes: rows of 64 pixels of a channel, which wgmma reads the other way round; images are filled
-//             up to multiples of 64 pixels
+//   columns   im2col: a stage holds the pixels that one tap reads for the tile. Output pixels are numbered through all
+//             images, hence any stride and no wasted slot; but each tap loads x from the L2 cache again
+//   windows   a stage holds the receptive field of the tile as one TMA box; a tap reads it from a start address that is
+//             shifted by whole slots. With stride 2 a stage holds one phase of x: every other row and column
+//   direct    1x1 filters on NCHW: a stage holds rows of 64 pixels of one channel, which wgmma reads transposed. Images
+//             are padded to multiples of 64 pixels
 //
-//        pitch                    slots are multiplied in their order, also those between the lines of a tile, whose
-//      +--------+                 sums nobody stores
-//      | x x x x|. .
-//      | x x x x|. .   tap (0, 2)
-//      +--------+. .
-//       . . . . . .
+//       pitch = columns + halo
+//     +-------------+
+//     | o  o  o  o  | .  .     o slots of outputs, . halo. wgmma multiplies consecutive slots, hence also the halo
+//     | o  o  o  o  | .  .     between two lines; the sums there are not stored.
+//     +-------------+ .  .     Tap (r, s) starts r * dilation_h * pitch + s * dilation_w slots further on.
+//       .  .  .  .    .  .
 //
-// One block an SM, for the life of the launch, 12 warps in three roles:
+// One persistent block per SM, 12 warps in three roles:
 //
-//   8 warps   two warpgroups take tiles by turns, so that one of them multiplies while the other one stores; or they
-//             multiply and store half of a tile's channels each, which brings and reads less for each product
-//   1 thread  orders boxes of x
-//   1 thread  orders boxes of w
+//   warps 0-7   multiply. Two warpgroups take tiles by turns, one stores while the other multiplies; or both multiply
+//               half of the channels of one tile (TileShape::together), which loads fewer bytes per product
+//   warp 8      one thread issues the loads of x
+//   warp 9      one thread issues the loads of w
 //
-//   x --box--> ring of x --+                                          +--box--> y, 64 channels of a tile
-//                          +--> wgmma --> registers --stmatrix--> staging
-//   w --box--> ring of w --+                                          +-------> y in planes, or of a number of channels
-//                                                                               that is no multiple of 8, by each warp
+//   x --TMA--> ring of x stages --+                            +--TMA------> y in channels_last
+//                                 +--> wgmma --> registers --> staging
+//   w --TMA--> ring of w stages --+                            +--threads--> y in NCHW, or K not a multiple of 8
 //
-// Where there are fewer tiles than SMs, clusters of 2, 4 or 8 blocks share the reduction of each: they leave their sums
-// in shared memory and add up those of all, in their order, for a share of the tile (store_share).
+//   per stage: full  (TMA has written it)  --> multiplying warps;   empty (all of them have read it) --> loading thread
 //
-// Tile 0 is that of the last pixels (see gather.cu), and blocks next to one another have tiles of the same pixels, so
-// that x comes from memory once.
+// Where there are fewer tiles than SMs, clusters of 2, 4 or 8 blocks split the reduction of each tile. Every block
+// leaves its sums in shared memory, then adds those of all blocks, in a fixed order, for a share of the tile.
 //
-// fp16, us, H100, 2026-11-26: what took it before (gather; wgmma, of planes of 56x56) / this engine / cuDNN, by
-// bench.py; that of planes in a driver.
+// Tile 0 holds the last pixels, because the preceding kernel wrote them last and the L2 cache still has them.
+// Neighbouring blocks have tiles of the same pixels, hence x comes from memory once.
 //
-//                                        channels_last, 256 images   32                  planes, 256 images
-//   1x1 64 to 256, 56x56                   311 / 205 / 187       50 / 28 / 31        208 / 196 / 196
-//   256 to 64                              220 / 178 / 182       43 / 31 / 31        253 / 186 / 181
-//   3x3 64 to 64                           286 /  93 / 150       49 / 19 / 29        166 / 165 / 351
-//   128 to 128, stride 2                   329 / 129 / 111       64 / 26 / 26        704 / 258 / 343
-//   128 to 128, 28x28                      118 /  93 /  98       29 / 19 / 22        218 / 129 / 202
-//   1x1 512 to 256                         141 / 113 / 115       32 / 22 / 22        203 / 132 / 120
-//   3x3 256 to 256, stride 2               181 /  96 /  89       39 / 20 / 22        343 / 169 / 217
-//   256 to 256, 14x14                       98 /  82 /  83       38 / 19 / 22        130 / 113 / 152
-//   1x1 512 to 2048, 7x7                    68 /  49 /  46       20 / 14 / 12        223 /  87 / 138
-//   3x3 512 to 512                         115 /  79 /  82       63 / 20 / 21        165 / 126 / 129
+// Groups of a multiple of 64 channels are multiplied one by one. Smaller groups are merged, as many as make 64 input
+// channels, with zero weights between them. An Inf or NaN of another group times zero is NaN, hence each NaN that
+// results is computed again from its own group while it is staged (mend).
 //
-// What bounds it: with many images, 1x1 to and from 56x56 pixels run at 2.7 TB/s (a copy: 3.0), and 3x3 of 256 channels
-// at 700 TFLOP/s (cuBLAS, 8192^3: 763). Columns of 128 slots take 56 to 59 bytes a cycle of an SM from the L2 cache,
-// which holds them up; hence tiles of 192 and 256. With one image a call takes 6.5 to 7.5 us at least, presumably for
-// code and maps that come from memory; barriers initialised by one thread each instead of by one for all took 0.8 us
-// more, and code for 16 and 32 channels beside that for 64, or for parts of a reduction beside that for all of it, 0.7
-// (THRASH: caches of instructions are filled with other code before each call).
-//
-// Boxes fill up with zeros what is no channel, which takes long: 8 to 64 channels, 3x3, 64x64, 16 images, 42 us
-// (cuDNN 13), 24 to 144, 1x1, 56x56, 18 (14). Rows of 32 or 64 bytes for few channels instead: 16 to 32, 3x3, 112x112,
-// 32 images 72 / 54, 8 to 8, 256x256, 678 / 423 (cuDNN 42 and 99), but see above.
-//
-// Outputs in channels_last of other than multiples of 8 channels, fp16, us, this engine / what took them before / cuDNN
-// (H100, 2026-11-26): 64 to 2, 1x1, 512x512, 16 images, 242 / 1622 (direct) / 206; 256 to 255, 3x3, 40x40, 8 images,
-// 40 / 46 (gather) / 49; 512 to 255, 1x1, 34 / 28 / 42.
-//
-// Groups of multiples of 64 channels are multiplied by themselves, smaller ones as one of 64 input channels, with zeros
-// for the weights in between (drawn in gather.cu). An Inf or NaN of another group would make NaN of these: what is NaN
-// is added up anew, from its own group alone, where it is staged (mend). us, 3x3, 32 groups, 16 images, channels_last
-// and planes, before (gather; wgmma, of 256 channels) / this engine / cuDNN (H100, 2026-11-26, bench.py):
-//
-//   256 channels of 56x56                344 /  35 /  60        191 /  51 / 119
-//   512, stride 2                        420 /  36 /  35        513 /  71 / 100
-//   512 of 28x28                         152 /  25 /  33        173 /  32 /  63
-//   1024, stride 2                        93 /  26 /  28        147 /  41 /  62
-//   1024 of 14x14                         59 /  20 /  22         66 /  25 /  45
-//   2048, stride 2                        38 /  16 /  19         70 /  33 /  51
-//   2048 of 7x7                           27 /  13 /  17         37 /  28 /  40
-//
-// With one image in channels_last merged groups take 13 to 15 us (cuDNN 9 to 11), presumably 3 of them to pack weights.
-//
-// Contained operands (contained.cuh): x is gather's copy, weights are what it has packed, and y is fp32. So each thread
-// undoes the scales of its sums, each warp stages those of 16 channels in runs of 64 slots and stores these by threads,
-// in planes or channels_last (store_floats). Groups are as gather has them, of its own or merged. Plans differ from
-// those of 16 bits, as their stores take longer (kContainedCosts). Numbers: gather.cu. Tried for planes, in a driver
-// (H100, 2026-11-27): boxes of 32 pixels of 16 channels by each warp, as fast; whole images by bulk copies without a
-// map, 249 us instead of 145 (1x1 256 to 1024, 14x14, 256 images).
-//
-// Tried: tiles of 128 x 256 by both warpgroups alone: 3x3 64 to 64, 56x56, 256 images, 116 us in tiles of 64 x 256, by
-// turns 98; but by turns alone 1x1 256 to 1024, 14x14, takes 62.5 instead of 56.4. 1x1 by boxes of a row of pixels
-// instead of columns, or y stored to leave the L2 cache first: no difference.
+// Bound by memory for 1x1 filters with many images, by the tensor cores for 3x3 filters with many channels, by the
+// bandwidth of the L2 cache for columns in small tiles, and by the launch for one image. Fewer than 64 input channels
+// cost as much as 64. Measurements: docs/lab/tma.md.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -122,26 +73,26 @@ namespace tma {
 
 // ---- Geometry, host and device ----
 
-constexpr int kBlockChannels = 64;                        // of a stage
+constexpr int kBlockChannels = 64;                        // input channels of a stage
 constexpr int kRowChannels = 64;                          // output channels in a row of transposed weights
 constexpr int kSlotBytes = hopper::kBoxRowBytes;          // 64 channels of 16 bits
-constexpr int kRowsAligned = 1024;                        // where the order of boxes starts anew
-constexpr int kStagedChannels = 64;                       // of a box of y
-constexpr int kMultiplyingThreads = 256, kThreads = 384;  // the last four warps order boxes
-static_assert(kThreads == kMultiplyingThreads + 128, "setmaxnreg is for whole warpgroups");
-constexpr int kMultiplyingRegisters = 232, kOrderingRegisters = 40;  // out of 168 that each thread has at first
-static_assert(2 * kMultiplyingRegisters + kOrderingRegisters <= 3 * 168, "given back before they are taken");
-constexpr int kMostTaps = 49;
-constexpr int kBlockPixels = 64;  // of planes as they are: of a box
-constexpr int kMostStages = 8;
-constexpr int kSharedBytes = 232448;
-constexpr int kMostBoxSide = 256;
-constexpr int kMostSplits = 8;
-constexpr int64_t kMostSlots = 1 << 30;  // and tiles
+constexpr int kRowsAligned = 1024;                        // period of the swizzle, in bytes
+constexpr int kStagedChannels = 64;                       // output channels of a TMA box of y
+constexpr int kMultiplyingThreads = 256, kThreads = 384;  // the last four warps issue loads
+static_assert(kThreads == kMultiplyingThreads + 128, "setmaxnreg applies to whole warpgroups");
+constexpr int kMultiplyingRegisters = 232, kOrderingRegisters = 40;  // per thread, from 168 at launch
+static_assert(2 * kMultiplyingRegisters + kOrderingRegisters <= 3 * 168, "no more registers than the block has");
+constexpr int kMostTaps = 49;          // filter taps in the kernel's parameters
+constexpr int kBlockPixels = 64;       // pixels of a TMA box of NCHW (direct)
+constexpr int kMostStages = 8;         // of each ring
+constexpr int kSharedBytes = 232448;   // shared memory that a block may have on sm_90
+constexpr int kMostBoxSide = 256;      // rows or columns of a TMA box
+constexpr int kMostSplits = 8;         // blocks of a portable cluster
+constexpr int64_t kMostSlots = 1 << 30;  // slots, and tiles, of a launch
 constexpr int kPackThreads = hopper::kCopyThreads, kPackTile = 32;
 
-// A tile that there is a kernel for. Together: both warpgroups multiply it, of 128 channels 64 each; else they take
-// tiles by turns.
+// A tile shape that a kernel is compiled for. `together`: both warpgroups multiply one tile, half of its channels
+// each; otherwise they take tiles by turns.
 struct TileShape {
   int channels, slots;
   bool together;
@@ -154,28 +105,28 @@ constexpr TileShape kTileShapes[] = {{128, 256, true}, {128, 192, true}, {128, 1
                                      {64, 192, false}, {64, 128, false}, {64, 64, false}};
 constexpr int kTileShapeCount = sizeof kTileShapes / sizeof kTileShapes[0];
 
-// Whether there is a kernel for planes of x as they are.
+// Whether a kernel multiplies NCHW in place with this shape.
 MODELNEW_HOST_DEVICE constexpr bool may_be_direct(const TileShape& shape) {
   return shape.slots == 256 || shape.slots == 128;
 }
 
-// Whether blocks may share a tile's reduction: for few tiles, which are small.
+// Whether a cluster may split the reduction of a tile. Only problems with few tiles need that, and theirs are small.
 MODELNEW_HOST_DEVICE constexpr bool may_split(const TileShape& shape) { return shape.slots <= 128; }
 
-// Whether there is a kernel for filters whose output channels are neighbours. To pack them costs small problems most.
+// Whether a kernel reads filters with contiguous output channels in place. Packing costs most, relatively, where the
+// problem is small and so are its tiles.
 MODELNEW_HOST_DEVICE constexpr bool may_transpose(const TileShape& shape) { return shape.slots <= 128; }
 
-// Whether there is a kernel for several groups of the filter as one: of all tiles of 64 channels not each.
+// Whether a kernel multiplies merged groups with this shape. Only some shapes of 64 channels have one.
 MODELNEW_HOST_DEVICE constexpr bool may_merge(const TileShape& shape) {
   return shape.channels == 64 && (shape.slots == 256 || shape.slots == 224 || shape.slots == 128 || shape.slots == 64);
 }
 
-// A problem as it is multiplied: its output channels are those of all groups, its input channels those that one of
-// these reads. Groups of few channels are multiplied several at a time, merged, with zeros for the weights between
-// them; then these are the channels of all that are merged.
+// The problem as the kernel multiplies it: out_channels counts all groups; in_channels counts the channels that one
+// output channel reads, which for merged groups are those of all groups that are merged.
 struct Grouped : Correlation {
   int all_in;           // channels of x
-  int own_in, own_out;  // of a group
+  int own_in, own_out;  // channels of one group
   int block_out;        // output channels that read the same channels of x
 
   MODELNEW_HOST_DEVICE bool merged() const { return own_in < in_channels; }
@@ -184,32 +135,32 @@ struct Grouped : Correlation {
 struct Plan {
   TileShape shape;
   bool windows;
-  bool packed;                // weights; else as they are,
-  bool transposed;            // with output channels as neighbours
-  bool planes;                // x and y are
-  bool direct;                // x is planes and multiplied as it is,
-  bool copied;                // or first copied to where its channels are neighbours
-  bool by_threads;            // y is stored by threads, wherever it lies; else by boxes
-  bool contained;             // operands of fp32 tensors are: y is fp32
-  int out_vector;             // by threads: so many outputs at once
-  int splits;                 // blocks of a tile, a cluster, each with a part of the reduction
-  int tile_lines, tile_columns, pitch;  // columns: one line of as many columns as there are slots
-  int loads;                  // of x for a block of channels: stages, of the same size
-  int box_rows, box_columns;  // of a stage, as they lie in shared memory
+  bool packed;                // weights are packed first; otherwise TMA reads them in place
+  bool transposed;            // in place, with contiguous output channels
+  bool planes;                // x and y are NCHW
+  bool direct;                // x is NCHW and is multiplied in place
+  bool copied;                // x is NCHW and is copied to channels_last first
+  bool by_threads;            // threads store y, with any strides; otherwise TMA does
+  bool contained;             // operands are scaled fp16 copies of fp32 tensors, y is fp32
+  int out_vector;             // by_threads: outputs per store
+  int splits;                 // blocks of a cluster, each with a part of the reduction of one tile
+  int tile_lines, tile_columns, pitch;  // columns, direct: one line of shape.slots columns
+  int loads;                  // stages of x per block of input channels
+  int box_rows, box_columns;  // of a stage in shared memory
   int x_bytes, x_stage_bytes, x_stages, w_stage_bytes, w_stages;
-  int x_steps, w_steps;  // stages of a tile
+  int x_steps, w_steps;  // stages of one tile
   int tiles_k, tiles_p, tiles_q, tiles;
   int blocks;  // of the launch
   int smem_bytes;
   double cycles;  // estimate
 };
 
-// A stage of x: the first row and column that it holds, from those of the tile's first output on, and its taps.
+// A stage of x: its first row and column, relative to the receptive field of the tile's first output, and its taps.
 struct Load {
   int16_t row, column, first_tap, taps;
 };
 
-// By how many slots it is shifted, and which weights it has.
+// A filter tap: by how many slots it is shifted in its stage, and where its weights are.
 struct Tap {
   int16_t shift;
   uint8_t r, s;
@@ -217,16 +168,16 @@ struct Tap {
 
 struct Params {
   const void *in_ptr, *bias_ptr;
-  const void* w_ptr;  // packed, or null
+  const void* w_ptr;  // packed weights, which mend() reads; or null
   void* out_ptr;
   Grouped of;
   Plan plan;
-  int64_t out_step;  // from pixel to pixel of y, of columns
+  int64_t out_step;  // columns: from pixel to pixel of y
   Divisor by_tiles_k, by_tiles_q, by_tiles_p, by_pitch, by_plane, by_row, by_runs, by_blocks, by_block_out;
   Load load[kMostTaps];
   Tap tap[kMostTaps];
   hopper::BoxMap in_map, w_map, out_map;
-  // Of contained operands.
+  // Contained operands only.
   const ContainedControl* control;
   const float* w_factors;
 };
@@ -235,35 +186,38 @@ struct PackParams {
   const void* w_ptr;
   void* packed_ptr;
   int64_t stride_group, stride_out, stride_in, stride_r, stride_s;
-  int R, S, out_channels, in_channels, row_channels;  // of a row of what is packed: a multiple of 8
+  int R, S, out_channels, in_channels, row_channels;  // row_channels: of a packed row, a multiple of 8 (TMA strides)
   Divisor by_own_out, by_own_in, by_merged;
   bool flipped;
-  int blocks;  // of the launch; those behind them copy x
+  int blocks;  // that pack; later blocks of the launch copy x
 };
 
-// A block's shared memory: where its parts start.
+// Offsets of the parts of a block's shared memory:
+//
+//   | staging of warpgroup 0 | of 1 | x stages ... | w stages ... | barriers |
 struct SharedLayout {
   int barriers, staging, x, w, end;
 };
 
-// By threads: of a warp's channels, one after another; 16 bytes more of each, so that stmatrix meets all banks.
+// by_threads: bytes from channel to channel of a warp's staging. The extra 16 bytes spread stmatrix over all banks.
 MODELNEW_HOST_DEVICE constexpr int staged_pitch(int slots) { return 2 * slots + 16; }
 
-// Floats of a slot, where parts of a reduction lie: 4 more than channels, so that a warp meets all banks.
+// Floats from slot to slot of a block's partial sums. The extra 4 spread a warp's stores over all banks.
 MODELNEW_HOST_DEVICE constexpr int part_pitch(const TileShape& shape) { return shape.channels + 4; }
 
-// Of y in fp32: a warp stages runs of slots of its 16 channels, [slot][channel], with 4 floats more of each slot, so
-// that its threads meet all banks by single values of eight channels and by fours of eight slots.
+// y in fp32: a warp stages runs of 64 slots of its 16 channels, [slot][channel]. With the 4 extra floats per slot both
+// single values of eight channels and 4-element vectors of eight slots meet all banks.
 constexpr int kRunSlots = 64, kRunPitch = 20;
 
-// Of a warpgroup.
+// Staging of one warpgroup.
 MODELNEW_HOST_DEVICE inline int staged_bytes(const Plan& plan) {
   if (plan.contained) return 4 * kRunSlots * kRunPitch * static_cast<int>(sizeof(float));
   if (plan.by_threads) return kStagedChannels * staged_pitch(plan.shape.slots);
   return plan.shape.own_channels() / kStagedChannels * plan.shape.slots * kSlotBytes;
 }
 
-// Slots behind a window are read as well, for outputs that nobody stores: w follows x.
+// wgmma also reads slots behind the last window, for sums that are not stored. The w stages follow x, hence these reads
+// stay within shared memory.
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   SharedLayout layout{};
   layout.staging = 0;
@@ -274,7 +228,7 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   return layout;
 }
 
-// Stages of x that a block multiplies of a tile.
+// The stages of x of one tile that a block of a cluster multiplies.
 struct Share {
   int first, last;
 };
@@ -283,7 +237,7 @@ MODELNEW_HOST_DEVICE inline Share share_of(const Plan& plan, int part) {
   return {part * plan.x_steps / plan.splits, (part + 1) * plan.x_steps / plan.splits};
 }
 
-// The first output of a tile and its first channel. Of columns: a single line, of all pixels.
+// First output and first channel of a tile. With columns, q counts the pixels of all images.
 struct Tile {
   int n, p, q, k;
 };
@@ -315,13 +269,13 @@ struct Shared {
   __device__ __forceinline__ uint32_t x_empty(int stage) const { return barrier(1, stage); }
   __device__ __forceinline__ uint32_t w_full(int stage) const { return barrier(2, stage); }
   __device__ __forceinline__ uint32_t w_empty(int stage) const { return barrier(3, stage); }
-  // Until it is a warpgroup's turn to multiply.
+  // Completes when it is the warpgroup's turn to multiply.
   __device__ __forceinline__ uint32_t turn(int warpgroup) const { return barrier(4, warpgroup); }
 };
 
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) { hopper::named_barrier(1 + warpgroup, 128); }
 
-// Of a tile's stages of x: which channels and which load. One by one.
+// Iterates over the x stages of a tile: `load` within `block` of input channels.
 struct Step {
   int block = 0, load = 0;
 
@@ -333,7 +287,7 @@ struct Step {
   }
 };
 
-// A block's own tiles: of a cluster's blocks all have the same one.
+// The tiles of a block: every gridDim.x-th one; or, where a cluster splits the reduction, a part of one tile.
 template <bool SPLIT>
 struct Tiles {
   int first, step, part;
@@ -355,10 +309,10 @@ struct Tiles {
   }
 };
 
-// -- Order boxes, by a thread each --
+// -- Load x and w: one thread each --
 
-// Who needs what the kernels before write waits here. False: operands are not contained, but should be, and another
-// kernel does all of the call.
+// Waits for the preceding kernels. Returns false where an operand did not fit into scaled fp16: then another kernel
+// computes all of the call.
 template <bool CONTAINED>
 __device__ __forceinline__ bool wait_for_operands(const Params& params, float* x_factor = nullptr) {
   hopper::wait_for_prerequisites();
@@ -400,7 +354,7 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
       hopper::barrier_wait(shared.x_empty(ring.stage), ring.parity ^ 1);
       hopper::barrier_arrive_expecting(full, plan.x_bytes);
       if (DIRECT) {
-        // Blocks of 64 pixels, numbered through all images.
+        // Blocks of 64 pixels are numbered through all images; no block spans two images.
 #pragma unroll 1
         for (int first = 0; first < plan.shape.slots; first += kBlockPixels) {
           const int block = (tile.q + first) / kBlockPixels, image = quotient(block, params.by_blocks);
@@ -453,10 +407,10 @@ __device__ __forceinline__ void order_w(const Params& params, const Shared& shar
 
 // -- Multiply, and store --
 
-// All warps that multiply.
+// Barrier of both multiplying warpgroups.
 __device__ __forceinline__ void multiplying_sync() { hopper::named_barrier(3, kMultiplyingThreads); }
 
-// Stages that have been multiplied, once the wgmmas behind theirs have been ordered. -1: none.
+// Stages that the preceding wgmma group reads; they are released once only the next group is pending. -1: none.
 struct Given {
   int x = -1, w = -1;
 
@@ -473,7 +427,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
                                               float (&acc)[CHANNELS / 64][SLOTS / 2],
                                               const AllOrdered& all_ordered) {
   const Plan& plan = params.plan;
-  const uint32_t base = hopper::of_own_block(shared.base);  // for descriptors
+  const uint32_t base = hopper::of_own_block(shared.base);  // wgmma descriptors want an address within the block
   Given before;
   bool keep = false;
   hopper::wgmma_start(acc);
@@ -487,7 +441,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
     for (int t = 0; t < load.taps; ++t) {
       const uint32_t b = slots + params.tap[load.first_tap + t].shift * (kSlotBytes / 16);
       hopper::barrier_wait(shared.w_full(w.stage), w.parity);
-      // 64 channels and a row of 64 of each, or (transposed) 64 rows of as many channels: both are 8 KB.
+      // 64 output channels take 8 KB, as 64 rows of input channels or (transposed) of output channels.
       const uint32_t a = hopper::descriptor(base + shared.layout.w + w.stage * plan.w_stage_bytes, 16) +
                          first_channel * (kSlotBytes / 16);
       hopper::wgmma_fence();
@@ -496,7 +450,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
 #pragma unroll
         for (int i = 0; i < CHANNELS / 64; ++i) {
           const uint32_t own = a + 64 * i * (kSlotBytes / 16) + (TRANSPOSED ? 16 * step * (kSlotBytes / 16) : 2 * step);
-          if constexpr (DIRECT)  // rows are channels: 16 of them further
+          if constexpr (DIRECT)  // rows are channels: a step of 16 channels is 16 rows
             hopper::WgmmaTransposed<Stored, SLOTS>::multiply(acc[i], own, b + 16 * step * (kSlotBytes / 16),
                                                              keep || step > 0, hopper::kRowsDescriptorHigh);
           else if constexpr (TRANSPOSED)
@@ -524,11 +478,11 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   before.give_back(shared);
 }
 
-// Where an eight of a staged output's channels is, in the order of boxes.
+// Offset of 8 channels (a piece) of a staged output, in the 128-byte swizzle that the TMA store expects.
 __device__ __forceinline__ int offset_of_piece(int row, int piece) { return row * kSlotBytes + (piece ^ row % 8) * 16; }
 
-// Sums -> [output][channel], 128 bytes an output, in the order of boxes. Slots between the lines of a window, and
-// behind the last one, go to where no output is: there are more slots than outputs then.
+// Stages sums as [output][channel], 128 swizzled bytes per output. Halo slots of a window go to the last row: where
+// there are any, outputs do not fill all rows, and that row is not part of the box that is stored.
 template <typename Stored, int SLOTS, bool WINDOWS>
 __device__ __forceinline__ void stage_tile(const Params& params, const float (&bias)[2], uint32_t staging,
                                            const float (&acc)[SLOTS / 2]) {
@@ -537,7 +491,7 @@ __device__ __forceinline__ void stage_tile(const Params& params, const float (&b
   const int piece = 2 * warp + lane / 8 % 2;
 #pragma unroll
   for (int j = 0; j < SLOTS / 8; j += 2) {
-    const bool pair = j + 1 < SLOTS / 8;  // else an eight that is the last one
+    const bool pair = j + 1 < SLOTS / 8;  // stmatrix stores 16 slots; an odd last 8 are written twice
     const int slot = 8 * j + (pair ? lane / 16 * 8 : 0) + lane % 8;
     int row = slot;
     if constexpr (WINDOWS) {
@@ -566,7 +520,7 @@ struct Output {
   bool exists;
 };
 
-// The output in a slot of a tile, by windows or columns, if there is one.
+// The output of a slot (windows or columns). exists: false in the halo and behind the end of y.
 __device__ __forceinline__ Output output_of_slot(const Params& params, const Tile& tile, int slot) {
   const Plan& plan = params.plan;
   const Correlation& of = params.of;
@@ -580,7 +534,7 @@ __device__ __forceinline__ Output output_of_slot(const Params& params, const Til
   return {n, p, in_image - p * of.Q, n < of.N};
 }
 
-// Where outputs of a tile are in y, of its channel 0: the one in a slot, if it exists, or -1.
+// Offset in y of channel 0 of the output of a slot, or -1 where there is no output.
 __device__ __forceinline__ int64_t place_of_slot(const Params& params, const Tile& tile, int slot) {
   const Plan& plan = params.plan;
   const Correlation& of = params.of;
@@ -600,7 +554,7 @@ __device__ __forceinline__ int64_t place_of_slot(const Params& params, const Til
   return n * of.out_stride[0] + pixel - n * of.P * of.Q;
 }
 
-// Sums of a warp's 16 channels -> [channel][slot], by itself, and from there to y.
+// Sums of a warp's 16 channels -> [channel][slot], staged by that warp alone, which then stores them to y.
 template <typename Stored, int SLOTS>
 __device__ __forceinline__ void stage_channels(const float (&bias)[2], uint32_t staging,
                                                const float (&acc)[SLOTS / 2]) {
@@ -608,7 +562,7 @@ __device__ __forceinline__ void stage_channels(const float (&bias)[2], uint32_t 
   const uint32_t to = staging + lane % 16 * staged_pitch(SLOTS) + lane / 16 * 16;
 #pragma unroll
   for (int j = 0; j < SLOTS / 8; j += 2) {
-    const bool pair = j + 1 < SLOTS / 8;  // else an eight that is the last one
+    const bool pair = j + 1 < SLOTS / 8;  // stmatrix stores 16 slots; an odd last 8 are written twice
     uint32_t words[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -619,7 +573,7 @@ __device__ __forceinline__ void stage_channels(const float (&bias)[2], uint32_t 
   }
 }
 
-// The sum of an output's own group.
+// One output, from the input channels of its own group alone.
 template <typename Stored>
 __device__ __forceinline__ float sum_of_group(const Params& params, const Output& output, int channel) {
   const Grouped& of = params.of;
@@ -643,8 +597,8 @@ __device__ __forceinline__ float sum_of_group(const Params& params, const Output
   return sum + load_bias<Stored>(params, channel);
 }
 
-// Of merged groups: an Inf or NaN of another group times zero is NaN. What is NaN in a warp's staged 16 channels is
-// added up anew, from its own group alone. place(slot, channel): where it is staged.
+// Merged groups: an Inf or NaN of another group times a zero weight is NaN. Corrects each NaN among a warp's staged 16
+// channels from its own group alone. place(slot, channel) is its staged address.
 template <typename Stored, int SLOTS, typename Place>
 __device__ __forceinline__ void mend(const Params& params, const Tile& tile, int first_channel,
                                      const float (&acc)[SLOTS / 2], const Place& place) {
@@ -652,7 +606,7 @@ __device__ __forceinline__ void mend(const Params& params, const Tile& tile, int
 #pragma unroll
   for (int i = 0; i < SLOTS / 2; ++i) is_nan |= acc[i] != acc[i];
   if (!__any_sync(~0u, is_nan)) return;
-  __syncwarp();  // all of it is staged
+  __syncwarp();  // all of it is staged: lanes read what others have staged
 #pragma unroll 1
   for (int i = threadIdx.x % 32; i < SLOTS * 16; i += 32) {
     const int slot = i / 16, channel = i % 16;
@@ -664,7 +618,7 @@ __device__ __forceinline__ void mend(const Params& params, const Tile& tile, int
   }
 }
 
-// Neighbouring threads have neighbours in a plane.
+// Stores a warp's 16 channels to NCHW: neighbouring lanes have neighbouring pixels, hence coalesced stores.
 template <int VECTOR>
 __device__ __forceinline__ void store_channels(const Params& params, const Tile& tile, int first_channel,
                                                const uint8_t* staging) {
@@ -690,7 +644,7 @@ __device__ __forceinline__ void store_channels(const Params& params, const Tile&
 #pragma unroll 4
     for (int channel = 0; channel < channels; ++channel, to += step, from += staged_pitch(slots)) {
       Values values;
-      if (VECTOR > 1 && plan.windows) {  // whose lines start at pairs
+      if (VECTOR > 1 && plan.windows) {  // lines start at even slots only, hence 4-byte reads
 #pragma unroll
         for (int v = 0; v < VECTOR; v += 2)
           *reinterpret_cast<uint32_t*>(values.value + v) = *reinterpret_cast<const uint32_t*>(from + 2 * v);
@@ -702,7 +656,7 @@ __device__ __forceinline__ void store_channels(const Params& params, const Tile&
   }
 }
 
-// Neighbouring threads have channels of a pixel.
+// Stores a warp's 16 channels to channels_last: 16 neighbouring lanes have the channels of one pixel.
 __device__ __forceinline__ void store_pixels(const Params& params, const Tile& tile, int first_channel,
                                              const uint8_t* staging) {
   const int slots = params.plan.shape.slots, lane = threadIdx.x % 32, channel = first_channel + lane % 16;
@@ -721,7 +675,7 @@ __device__ __forceinline__ void store_pixels(const Params& params, const Tile& t
   }
 }
 
-// With fewer channels left lanes would idle.
+// Fewest channels for which store_pixels() is used; with fewer most of its lanes would idle.
 constexpr int kLeastOfPixels = 8;
 
 __device__ __forceinline__ void store_channels(const Params& params, const Tile& tile, int first_channel,
@@ -740,7 +694,7 @@ __device__ __forceinline__ void store_channels(const Params& params, const Tile&
   }
 }
 
-// What makes an output of a channel's sum of contained operands.
+// Turns a channel's sum of contained operands into an output: undoes both scales and adds the bias.
 struct Finish {
   float factor, bias;
 
@@ -750,8 +704,8 @@ struct Finish {
   __device__ __forceinline__ float operator()(float sum) const { return sum * factor + bias; }
 };
 
-// A run of a warp's slots, as it is staged, to y. Four threads have the channels of a pixel, or neighbouring threads
-// have neighbours in a plane.
+// Stores a staged run of slots to y. Four lanes have the 16 channels of a pixel (aligned channels_last); otherwise
+// neighbouring lanes have neighbouring pixels.
 __device__ __forceinline__ void store_run(const Params& params, const Tile& tile, int first_channel, int first_slot,
                                           int slots, const float* staging) {
   const int lane = threadIdx.x % 32, channels = params.of.out_channels - first_channel;
@@ -794,7 +748,7 @@ __device__ __forceinline__ void store_floats(const Params& params, const Tile& t
   float* const to = staging + lane % 4 * 2 * kRunPitch + lane / 4;
 #pragma unroll
   for (int first = 0; first < SLOTS; first += kRunSlots) {
-    __syncwarp();  // floats of the run before have been read
+    __syncwarp();  // floats of the run before have been read: they are overwritten next
 #pragma unroll
     for (int j = 0; j < kRunSlots / 8 && first + 8 * j < SLOTS; ++j) {
 #pragma unroll
@@ -806,7 +760,7 @@ __device__ __forceinline__ void store_floats(const Params& params, const Tile& t
   }
 }
 
-// Sums of a part of the reduction -> [slot][channel] in shared memory, where the rings were.
+// Leaves the sums of a part of the reduction as [slot][channel] in shared memory, over the rings.
 template <int CHANNELS, int SLOTS>
 __device__ __forceinline__ void leave_part(const Plan& plan, int first_channel, float* parts,
                                            const float (&acc)[CHANNELS / 64][SLOTS / 2]) {
@@ -823,8 +777,8 @@ __device__ __forceinline__ void leave_part(const Plan& plan, int first_channel, 
   }
 }
 
-// Adds up the parts of all blocks of the cluster, in their order, for its share of a tile's slots, and stores these.
-// Neighbouring threads have neighbours in y.
+// Adds the parts of all blocks of the cluster, in block order, for this block's share of the tile's slots, and stores
+// the outputs. Neighbouring threads have neighbours in y.
 template <typename Stored, bool CONTAINED>
 __device__ __forceinline__ void store_share(const Params& params, const Tile& tile, int part, const float* parts,
                                             [[maybe_unused]] float x_factor) {
@@ -881,7 +835,7 @@ __device__ __forceinline__ void store_share(const Params& params, const Tile& ti
   }
 }
 
-// A tile of which each block of a cluster has a part of the reduction.
+// Role of the multiplying warps where a cluster splits the reduction of one tile.
 template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT, bool TRANSPOSED, bool CONTAINED>
 __device__ __forceinline__ void multiply_part(const Params& params, const Shared& shared, uint8_t* smem) {
   constexpr int kOwn = TileShape{CHANNELS, SLOTS, TOGETHER}.own_channels();
@@ -900,17 +854,18 @@ __device__ __forceinline__ void multiply_part(const Params& params, const Shared
     const Step step = tiles.first_step(params.plan, share);
     multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, share, step, warpgroup * kOwn, x, w, acc,
                                                            [] {});
-    // Nobody reads the rings any more.
+    // Both warpgroups, or the only one, have read the rings; leave_part() overwrites them.
     if (TOGETHER)
       multiplying_sync();
     else
       warpgroup_sync(0);
     leave_part<kOwn, SLOTS>(params.plan, warpgroup * kOwn, parts, acc);
   }
-  hopper::cluster_sync();  // the parts of all blocks are there
+  hopper::cluster_sync();  // the parts of all blocks are written
   store_share<Stored, CONTAINED>(params, tile, tiles.part, parts, x_factor);
 }
 
+// Role of the multiplying warps otherwise: whole tiles, multiplied and stored one after another.
 template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT, bool TRANSPOSED, bool MERGED,
           bool CONTAINED>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem) {
@@ -943,8 +898,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, whole, Step{}, warpgroup * kOwn, x, w, acc,
                                                              [] {});
     } else {
-      // A warpgroup's stages come behind the other one's. Had it not waited for its turn, it would take a stage for
-      // full because it had been full two turns of the ring before.
+      // This warpgroup's stages follow the other one's. Without the turn it could be two rounds of the ring ahead
+      // of a full barrier, whose parity is the same then, and would read the stage too early.
       hopper::barrier_wait(shared.turn(warpgroup), turn);
       turn ^= 1;
       multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, whole, Step{}, 0, x, w, acc, [&] {
@@ -966,7 +921,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         const int channel = tile.k + 64 * block + 16 * warp;
         const float bias[2] = {load_bias<Stored>(params, channel + lane / 4),
                                load_bias<Stored>(params, channel + lane / 4 + 8)};
-        __syncwarp();  // what was staged before has been read
+        __syncwarp();  // the channels staged before have been read
         stage_channels<Stored, SLOTS>(bias, hopper::smem_address(own), acc[block]);
         if constexpr (MERGED) {
           mend<Stored, SLOTS>(params, tile, channel, acc[block], [&](int slot, int in_warp) {
@@ -979,7 +934,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       continue;
     }
     if (stores) hopper::bulk_stores_wait_read<0>();
-    warpgroup_sync(warpgroup);  // what was staged before has been read
+    warpgroup_sync(warpgroup);  // TMA has read the tile staged before
 #pragma unroll
     for (int block = 0; block < kOwn / 64; ++block) {
       const int channel = tile.k + 64 * block + 16 * warp + lane / 4;
@@ -1013,14 +968,14 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       hopper::bulk_stores_commit();
     }
   }
-  if (stores) hopper::bulk_stores_wait_read<0>();  // shared memory stays until then
+  if (stores) hopper::bulk_stores_wait_read<0>();  // shared memory must outlive TMA's reads
 }
 
 template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool SPLIT, bool DIRECT, bool TRANSPOSED,
           bool MERGED, bool CONTAINED>
 __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
-  // Who mends what did not fit may be made ready; it waits for the end of this kernel.
+  // The kernel that corrects out-of-range values may start early; it waits for the end of this one.
   if (CONTAINED) hopper::launch_dependents();
   extern __shared__ __align__(1024) uint8_t modelnew_tma_smem[];
   const Plan& plan = params.plan;
@@ -1033,7 +988,7 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
     if (warp == kOrdersW) hopper::prefetch_map(params.w_map);
   }
   if (threadIdx.x == 0) {
-    const int givers = TOGETHER ? 8 : 4;  // warps
+    const int givers = TOGETHER ? 8 : 4;  // warps that release a stage
 #pragma unroll 1
     for (int stage = 0; stage < kMostStages; ++stage) {
       hopper::barrier_init(shared.x_full(stage), 1);
@@ -1042,9 +997,9 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
       hopper::barrier_init(shared.w_empty(stage), givers);
     }
     for (int i = 0; i < 2; ++i) hopper::barrier_init(shared.turn(i), 4);
-    hopper::fence_async();  // boxes arrive at them
+    hopper::fence_async();  // makes the barriers visible to TMA, which arrives at them
   }
-  __syncthreads();  // barriers are there
+  __syncthreads();  // barriers are initialised
   if (warp >= kOrdersX) {
     hopper::registers_give_back<kOrderingRegisters>();
     if (lane == 0) {
@@ -1062,11 +1017,12 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
       multiply<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED, MERGED, CONTAINED>(params, shared,
                                                                                        modelnew_tma_smem);
   }
-  if (SPLIT) hopper::cluster_leave();  // nobody reads this block's parts any more
+  if (SPLIT) hopper::cluster_leave();  // no other block reads this block's sums after this
 #endif
 }
 
-// -- Pack: 32 x 32 output and input channels of a tap, read along the ones and written along the others --
+// -- Pack w: a block transposes 32 output x 32 input channels of one tap through shared memory, reading along whichever
+// of the two has the smaller stride and writing along input channels --
 
 __device__ __forceinline__ void pack_weights(const PackParams& params, uint16_t* smem) {
   constexpr int kPitch = kPackTile + 2;
@@ -1078,7 +1034,7 @@ __device__ __forceinline__ void pack_weights(const PackParams& params, uint16_t*
   const bool along_in = params.stride_in <= params.stride_out;
   const int merged = static_cast<int>(params.by_merged.divisor);
   const int own_out = static_cast<int>(params.by_own_out.divisor), own_in = static_cast<int>(params.by_own_in.divisor);
-  // Without groups nothing is divided: 1x1, 512 to 2048, 7x7, planes, one image, took 17.0 instead of 16.5 us (H100).
+  // Without groups the divisions are skipped: they cost a measurable part of a small call.
   const bool groups = own_out < params.out_channels;
   const uint16_t* const from = static_cast<const uint16_t*>(params.w_ptr) +
                                (params.flipped ? params.R - 1 - r : r) * params.stride_r +
@@ -1097,7 +1053,7 @@ __device__ __forceinline__ void pack_weights(const PackParams& params, uint16_t*
     }
     smem[out * kPitch + in] = exists ? from[place] : uint16_t{0};
   }
-  __syncthreads();  // the tile is there
+  __syncthreads();  // the tile is there: rows become columns
   uint16_t* const to = static_cast<uint16_t*>(params.packed_ptr);
 #pragma unroll
   for (int i = warp; i < kPackTile; i += kPackThreads / 32) {
@@ -1124,9 +1080,9 @@ __global__ void __launch_bounds__(kPackThreads)
 
 #if !defined(__CUDACC_RTC__)
 
-// ---- Host: how to cut it up ----
+// ---- Host: plans ----
 
-// Addresses of the tensors; zeros, before they are known, stand for aligned ones.
+// Addresses of the tensors. Planning without addresses uses zeros, that is, assumes alignment.
 struct Alignment {
   uint64_t in, w, out;
 };
@@ -1151,43 +1107,36 @@ inline int64_t step_of_outputs(const Correlation& of) {
   return of.Q > 1 ? of.out_stride[3] : of.P > 1 ? of.out_stride[2] : of.out_stride[0];
 }
 
-// Outputs of all images follow one another at one step.
+// Whether the outputs of all images lie at one constant step.
 inline bool has_dense_outputs(const Correlation& of) {
   const int64_t step = step_of_outputs(of);
   return (of.P == 1 || of.out_stride[2] == of.Q * step) &&
          (of.N == 1 || of.out_stride[0] == int64_t{of.P} * of.Q * step);
 }
 
-// Estimate, in cycles of an SM at 1.65 GHz. Constants are a fit to the times of all tiles, ways and numbers of blocks a
-// tile, of 40 layers of a ResNet-50, a U-Net and others, of 1 to 256 images (H100, 2026-11-26, in a driver, caches
-// cold). Of 130 such problems the plan that it chose was 1% slower than the fastest one in the mean, 9% at most.
+// The estimate of a call, in cycles of an SM. All constants are fitted to measured times: docs/lab/tma.md.
 constexpr double kCallCycles = 10500;
-constexpr double kStepCycles = 17, kStepTogetherCycles = 25, kStepOfLargestCycles = 58;
-constexpr double kColumnsBytes = 58.6;  // a cycle of an SM
-constexpr double kTileCycles = 305;
-constexpr double kPrepareCycles = 3000;
+constexpr double kStepCycles = 17, kStepTogetherCycles = 25, kStepOfLargestCycles = 58;  // overhead per w stage
+constexpr double kColumnsBytes = 58.6;   // loaded per cycle of an SM, columns
+constexpr double kTileCycles = 305;      // overhead per tile
+constexpr double kPrepareCycles = 3000;  // tma_prepare_kernel
 
-// What differs with y in fp32.
+// The constants that differ where y is fp32.
 struct Costs {
-  double call, call_of_pixels;  // of pixels: where channels of y are neighbours
+  double call, call_of_pixels;  // overhead of a call; for channels_last y
   double product_factor, least_step;
-  double windows_bytes;          // a cycle of an SM
-  double store, store_together;  // of an output
-  double of_pixels;              // factor of these
-  double memory_bytes;           // a cycle of an SM
-  double shorter_share;          // of memory or multiplication, whichever is the shorter one
+  double windows_bytes;          // loaded per cycle of an SM, windows
+  double store, store_together;  // cycles per output
+  double of_pixels;              // factor of these for channels_last y
+  double memory_bytes;           // per cycle of an SM
+  double shorter_share;          // memory and multiplication overlap; this share of the shorter one adds to the longer
 };
 constexpr Costs kCosts{kCallCycles, kCallCycles, 0.91, 283, 71, 0.057, 0.084, 1, 15.1, 0.44};
 
-// Of contained operands: besides what gather takes to contain them, and in its cycles, so that plans of both can be
-// compared. A fit to 94 problems, of ResNet-50, ResNeXt, U-Net and others, of 1 to 256 images, in all tiles, ways and
-// parts (H100, 2026-11-27, in a driver), but for two numbers: with 150 and 71 as its least step and bytes of windows,
-// tiles of 64 slots, which load most for what they multiply, were taken for larger images, too (H200, same day: 512 to
-// 1024 channels, 3x3, 64x64, 16 images 1152 us, gather's own 874). As it is, what is chosen of gather's plans and these
-// takes, of 46 other problems (H200, same day), 3.3% less than gather's own in the mean, 21% less at best (32 groups of
-// 32 channels, 3x3, 14x14, 32 images, planes) and 4.7% more at worst (1024 to 1024, 3x3, 64x64, 16 images, planes).
+// Contained operands: in gather's cycles and without gather's own share of the call, so that plans of both engines can
+// be compared. least_step and windows_bytes are set by hand, against small tiles for large images: docs/lab/tma.md.
 constexpr Costs kContainedCosts{4257, 3698, 1.009, 200, 62, 0.305, 0.191, 0.003, 15.06, 1.031};
-constexpr double kMeetCycles = 725, kMeetSumCycles = 0.29, kMeetPartCycles = 359;  // and of a sum, and of a block
+constexpr double kMeetCycles = 725, kMeetSumCycles = 0.29, kMeetPartCycles = 359;  // of a cluster: per tile, sum, block
 
 inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const TileShape& shape = plan.shape;
@@ -1204,7 +1153,7 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const bool in_pixels = of.out_stride[1] == 1;
   const double of_pixels = in_pixels ? costs.of_pixels : 1;
   const double stored = kTileCycles + of_pixels * (shape.together ? costs.store_together / 2 : costs.store) * outputs;
-  // By turns a tile is stored while the next one is multiplied.
+  // By turns, one tile is stored while the next one is multiplied; hence the larger of the two bounds.
   const double tiles = shape.together ? turns * (multiplied + stored)
                                       : std::max(turns * multiplied + stored,
                                                  std::max(turns, 2.0) * (multiplied + stored) / 2);
@@ -1219,7 +1168,7 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   if (plan.splits > 1) plan.cycles += kMeetCycles + kMeetSumCycles * outputs + kMeetPartCycles * plan.splits;
 }
 
-// How many tiles there are, of which shape and lines are known. False: too many.
+// Sets the numbers of tiles from the tile's shape and lines. Returns false where they would overflow.
 inline bool count_tiles(const Grouped& of, Plan& plan) {
   plan.tiles_k = static_cast<int>(ceil_div(of.out_channels, plan.shape.channels));
   int64_t tiles;
@@ -1239,8 +1188,8 @@ inline bool count_tiles(const Grouped& of, Plan& plan) {
   return tiles < kMostSlots;
 }
 
-// Shared memory. Of columns there are as many stages of x as of w; of windows 2 of x and, if 6 of w find room besides,
-// as many more as there is room for.
+// Divides shared memory among the rings; returns false where two stages of each do not fit. Columns: as many stages of
+// x as of w. Windows: 2 of x, and more only where at least 6 of w fit, since w takes one stage per tap.
 inline bool count_stages(Plan& plan) {
   plan.x_bytes = plan.box_rows * plan.box_columns * kSlotBytes;
   plan.x_stage_bytes = round_up(plan.x_bytes, kRowsAligned);
@@ -1257,7 +1206,7 @@ inline bool count_stages(Plan& plan) {
   }
   const SharedLayout layout = shared_layout(plan);
   plan.smem_bytes = layout.end;
-  // What the last tap reads beyond a window has to be shared memory, too.
+  // The last tap reads beyond the last window; that must be shared memory of the block, too.
   if (plan.windows) {
     const int farthest_tap = (plan.box_rows - plan.tile_lines) * plan.pitch + plan.box_columns - plan.tile_columns;
     const int read = (farthest_tap + plan.shape.slots) * kSlotBytes;
@@ -1268,7 +1217,7 @@ inline bool count_stages(Plan& plan) {
   return plan.smem_bytes <= kSharedBytes;
 }
 
-// The rest of a plan of which shape, way and parts are known. False: there is no such plan.
+// Completes a plan whose shape, way of loading and splits are set. Returns false where it does not fit.
 inline bool finish(const Grouped& of, int sms, Plan& plan) {
   const int64_t blocks_c = ceil_div(of.in_channels, kBlockChannels), taps = int64_t{of.R} * of.S;
   if (blocks_c * taps >= 1 << 24 || !count_tiles(of, plan)) return false;
@@ -1276,7 +1225,7 @@ inline bool finish(const Grouped& of, int sms, Plan& plan) {
   plan.w_steps = static_cast<int>(blocks_c * taps);
   plan.blocks = std::min(plan.tiles, sms);
   if (plan.splits > 1) {
-    // All clusters at once: of 132 SMs there is room for 66, 30 and 15 of 2, 4 and 8 blocks (H100).
+    // One wave of clusters only. Those of 4 and 8 blocks do not reach every SM (docs/lab/tma.md).
     const int room = plan.splits > 2 ? sms * 10 / 11 : sms;
     if (plan.tiles > room / plan.splits || plan.splits > plan.x_steps || !may_split(plan.shape) || of.merged())
       return false;
@@ -1292,7 +1241,7 @@ inline hopper::Columns columns_of(const Correlation& of) {
                             {of.H, of.P, of.R, of.stride_h, of.pad_h, of.dilation_h});
 }
 
-// 1x1 filters of every pixel, of planes that boxes can take.
+// Whether x can be multiplied in place from NCHW: 1x1 filters that read every pixel, and strides that TMA takes.
 inline bool may_be_direct(const Grouped& of, const Alignment& address) {
   const bool points = of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0;
   return points && of.H == of.P && of.W == of.Q &&
@@ -1300,7 +1249,7 @@ inline bool may_be_direct(const Grouped& of, const Alignment& address) {
          hopper::in_eights(of.in_stride[0], of.N > 1) && hopper::in_eights(of.in_stride[1], of.all_in > 1);
 }
 
-// x as its copy is.
+// The problem with x replaced by its channels_last copy.
 inline Grouped of_copy(const Grouped& of) {
   Grouped copy = of;
   copy.all_in = hopper::copied_channels(of.all_in);
@@ -1318,7 +1267,8 @@ inline Grouped grouped(const Correlation& of) {
   return result;
 }
 
-// Of contained operands: groups as gather has them, of whole blocks of input channels and whole tiles of output ones.
+// Contained operands: gather has merged groups already, such that they are whole blocks of input channels and whole
+// tiles of output channels.
 inline Grouped grouped_products(const Correlation& of) {
   Grouped result{of, of.groups * of.in_channels, of.in_channels, of.out_channels, of.out_channels};
   result.out_channels *= of.groups;
@@ -1329,12 +1279,12 @@ inline bool takes_groups(const Grouped& of) {
   return of.groups == 1 || (of.in_channels % kBlockChannels == 0 && of.block_out % 64 == 0);
 }
 
-// What tests ask a plan to be; without, the fastest one.
+// Forces properties of a plan, for tests; by default the plan with the lowest estimate is taken.
 struct Wishes {
   int shape = -1, windows = -1, splits = 0, direct = -1;
 };
 
-// The fastest plan so far.
+// The search for the plan with the lowest estimate.
 struct Search {
   int sms;
   const Alignment& address;
@@ -1342,7 +1292,7 @@ struct Search {
   Plan& best;
   bool found = false;
 
-  // `plan` with each number of blocks that may share a tile. `of`: with x as it is multiplied.
+  // Tries `plan` with each number of splits. `of` describes x as the kernel reads it.
   void consider(const Grouped& of, Plan& plan) {
     if (plan.contained) return consider_parts(of, plan);
     plan.packed = plan.copied || !can_load_weights(of, address);
@@ -1368,7 +1318,7 @@ struct Search {
     }
   }
 
-  // `plan` by columns, or of planes as they are: a line of slots.
+  // Tries `plan` with columns or direct: a tile is one line of slots.
   void consider_line(const Grouped& of, Plan plan) {
     plan.loads = plan.direct ? 1 : of.R * of.S;
     plan.tile_lines = plan.box_rows = 1;
@@ -1376,11 +1326,11 @@ struct Search {
     consider(of, plan);
   }
 
-  // `plan` by windows: of each number of tiles side by side, the fewest columns.
+  // Tries `plan` with windows. For each number of tiles side by side, the narrowest tile wastes the fewest columns.
   void consider_windows(const Grouped& of, Plan plan) {
     const bool strided = of.stride_h == 2 && of.stride_w == 2 && of.dilation_h == 1 && of.dilation_w == 1;
     if (!strided && (of.stride_h != 1 || of.stride_w != 1)) return;
-    // Where a line of slots is as good.
+    // Columns do the same for 1x1 filters.
     const bool in_lines = has_dense_outputs(of) || (plan.contained && plan.planes);
     if (of.R * of.S == 1 && in_lines && hopper::can_map(columns_of(of))) return;
     const int64_t halo_h = strided ? (of.R - 1) / 2 : int64_t{of.R - 1} * of.dilation_h;
@@ -1398,14 +1348,14 @@ struct Search {
       plan.pitch = plan.box_columns = plan.tile_columns + static_cast<int>(halo_w);
       const int lines = std::min({(plan.shape.slots - plan.tile_columns) / plan.pitch + 1, of.P,
                                   most_side - static_cast<int>(halo_h)});
-      // As many lines as share the image evenly.
+      // As few lines as cover the image with the same number of tiles.
       plan.tile_lines = static_cast<int>(ceil_div(of.P, ceil_div(of.P, lines)));
       plan.box_rows = plan.tile_lines + static_cast<int>(halo_h);
       consider(of, plan);
     }
   }
 
-  // Calls consider(plan) with `plan` in each shape of a tile; no tile is of two groups.
+  // Calls consider(plan) with each tile shape. No tile spans two groups, which read different channels.
   template <typename Consider>
   void with_each_shape(const Grouped& of, Plan plan, const Consider& consider) const {
     for (int i = 0; i < kTileShapeCount; ++i) {
@@ -1416,7 +1366,7 @@ struct Search {
     }
   }
 
-  // `plan` by columns and by windows, of x with channels as neighbours.
+  // Tries `plan` with columns and with windows. x is, in place or copied, channels_last.
   void consider_pixels(const Grouped& of, const Plan& plan) {
     if (hopper::can_map(columns_of(of)) && (plan.planes || has_dense_outputs(of)) && wishes.windows != 1)
       consider_line(of, plan);
@@ -1428,14 +1378,15 @@ inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan
                       const Wishes& wishes = Wishes{}) {
   if (int64_t{of.H} * of.W >= kMostSlots || int64_t{of.P} * of.Q >= kMostSlots) return false;
   Plan plan{};
-  // Tensors of a single pixel are both planes and pixels; threads store the latter as well.
+  // Tensors of a single pixel are both NCHW and channels_last. They count as channels_last even where TMA cannot store
+  // y, since threads can.
   const bool in_pixels = hopper::is_in_place(of.in_stride, of.N, of.all_in, of.H, of.W, address.in);
   const bool by_boxes = hopper::is_in_place(of.out_stride, of.N, of.out_channels, of.P, of.Q, address.out);
   const bool single = int64_t{of.P} * of.Q == 1;
   plan.planes = !(in_pixels && (by_boxes || single)) && hopper::are_planes(of.in_stride, of.H, of.W) &&
                 hopper::are_planes(of.out_stride, of.P, of.Q);
   plan.by_threads = plan.planes || !by_boxes;
-  // Outputs may lie anywhere, as those of a part of a strided dgrad do.
+  // x may need a copy although y is not NCHW: the outputs of a part of a strided dgrad have any strides.
   const bool must_copy = plan.planes || (!in_pixels && hopper::are_planes(of.in_stride, of.H, of.W));
   const bool may_be_copied = must_copy && hopper::can_copy(of.in_stride, of.N, of.all_in, of.H, of.W);
   const bool by_pixels = (must_copy ? may_be_copied : in_pixels) && wishes.direct != 1 && of.R * of.S <= kMostTaps &&
@@ -1456,8 +1407,8 @@ inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan
   return search.found;
 }
 
-// Contained operands: x is a copy whose channels are neighbours, weights are packed and y lies anywhere. None of them
-// is Inf or NaN, so that channels of x may have no weights. False: there is no plan.
+// Contained operands: x is a channels_last copy, weights are packed, y has any strides. The operands are finite, hence
+// the copy's channels of padding need no weights. Returns false where there is no plan.
 inline bool make_contained_plan(const Grouped& of, int sms, uint64_t out, Plan& best, const Wishes& wishes = Wishes{}) {
   if (int64_t{of.H} * of.W >= kMostSlots || int64_t{of.P} * of.Q >= kMostSlots) return false;
   if (of.R * of.S > kMostTaps || of.pad_h < 0 || of.pad_w < 0) return false;
@@ -1475,14 +1426,16 @@ inline bool make_contained_plan(const Grouped& of, int sms, uint64_t out, Plan& 
   return search.found;
 }
 
-// Null, or why not. Without a GPU: the sizes alone decide.
+// Returns why the engine cannot compute a problem, judged by sizes alone (no GPU needed), or null.
 inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
-  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16) return "it has float16 and bfloat16 only";
+  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16)
+    return "it computes float16 and bfloat16 only";
   if (op == Operator::kDgrad && ((problem.stride_h != 1 && problem.P > 1) || (problem.stride_w != 1 && problem.Q > 1)))
     return "it takes input gradients with stride 1 only";
   if (problem.groups > 1 && !takes_groups(grouped(correlation_of_problem(problem, op))))
-    return "it takes groups of multiples of 64 channels, or of 64 divided by a whole number of them";
+    return "a group must have a multiple or a divisor of 64 input channels, and the output channels that read the same "
+           "64 must be a multiple of 64";
   return nullptr;
 }
 
@@ -1499,7 +1452,7 @@ inline Planned plan_contained(const Correlation& of, int sms, uint64_t out) {
   return planned;
 }
 
-// `of` is one for each problem.
+// `of` is a function of problem and op, hence not part of the key.
 inline const Planned& contained_plan_of(const Problem& problem, Operator op, const Correlation& of, uint64_t out) {
   thread_local Memo<Planned> memo;
   int sms = 0;
@@ -1524,19 +1477,18 @@ inline const char* refusal(const Problem& problem, Operator op) {
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   if (!plan_of(problem, op, Alignment{}).found)
-    return "it reads planes without gaps, or channels_last of multiples of 8 channels, with filters boxes reach";
+    return "its input must be dense NCHW, or channels_last with a multiple of 8 channels, and its filter must have at "
+           "most 49 taps that TMA can address";
   return nullptr;
 }
 
 inline double cycles(const Problem& problem, Operator op) { return plan_of(problem, op, Alignment{}).plan.cycles; }
 
-// Of planes wgmma reads x itself. us, fp16, this engine / wgmma, behind their estimates (H100, 2026-11-26, by turns in
-// one process), 16 images, 3x3: 64 to 64, 56x56, 19 / 25, 19 / 9; 128x128 74 / 52, 61 / 31; 128 to 128, 256x256, 683 /
-// 543, 594 / 459; 320 to 320, 64x64, 221 / 269, 195 / 212; 16 to 32, 112x112, 47 / 26, 32 / 15, one image 12 / 13, 11 /
-// 3; 8 to 64, 64x64, 48 / 22, 17 / 4; 5x5, 32 to 32, 64x64, 39 / 26, 31 / 15. Hence: wgmma's call takes 12 us besides,
-// and what the estimates lack are 15% of both and, here, what boxes of less than 64 channels take.
+// Overhead of a call of wgmma, which its own estimate lacks: docs/lab/tma.md.
 constexpr double kWgmmaCallCycles = 12 * 1650;
 
+// Whether wgmma, which reads NCHW without a copy, is estimated to be faster. The factors correct both estimates by
+// measured times, this engine's also for the zeros that fill up fewer than 64 input channels (docs/lab/tma.md).
 inline bool wgmma_is_faster(const Problem& problem, Operator op) {
   const Planned& planned = plan_of(problem, op, Alignment{});
   if (!planned.plan.copied || kWgmmaEngine.refusal(problem, op) != nullptr) return false;
@@ -1546,12 +1498,12 @@ inline bool wgmma_is_faster(const Problem& problem, Operator op) {
   return kWgmmaCallCycles + 1.15 * kWgmmaEngine.cycles(problem, op) < own;
 }
 
-// Few channels, 3x3, us, fp16, this engine / stem / direct: 4 to 64, 128x128, one image and 16, 21 / 10 / 13 and 144 /
-// 25 / 79 (H100, 2026-11-26). Gradients with few channels on one side were not measured.
+// Why the engine defers to another one although it could compute the problem, or null. Measured in docs/lab/tma.md.
 inline const char* yields(const Problem& problem, Operator op) {
-  if (problem.C < 8 || (op == Operator::kDgrad && problem.K < 8)) return "others are faster with few channels";
+  if (problem.C < 8 || (op == Operator::kDgrad && problem.K < 8))
+    return "other engines are faster with fewer than 8 channels";
   if (problem.groups > 1 && (problem.C == problem.groups || problem.K == problem.groups))
-    return "others are faster with groups of a channel";
+    return "other engines are faster with one input or output channel per group";
   if (wgmma_is_faster(problem, op)) return "wgmma is faster by the estimates, as it does not copy x";
   return nullptr;
 }
@@ -1564,7 +1516,7 @@ inline Alignment alignment_of(Operator op, const Pointers& pointers) {
 
 inline int packed_row_channels(const Grouped& of) { return round_up(of.in_channels, 8); }
 
-// Of the workspace: packed weights first.
+// The workspace holds the packed weights, then the copy of x.
 inline int64_t packed_bytes(const Grouped& of, const Plan& plan) {
   if (!plan.packed) return 0;
   const int64_t bytes = int64_t{2} * of.out_channels * of.R * of.S * packed_row_channels(of);
@@ -1575,8 +1527,8 @@ inline int64_t copied_bytes(const Grouped& of, const Plan& plan) {
   return plan.copied ? hopper::copied_bytes(of.N, of.all_in, of.H, of.W) : 0;
 }
 
-// Boxes start at multiples of 16 bytes, and where x is only a call tells. In channels_last one that lies elsewhere is
-// this engine's.
+// TMA needs addresses that are multiples of 16 bytes, and only the call knows the address. A call whose tensors are
+// not aligned is handed on to this engine.
 inline const Engine& engine_of_others(const Problem& problem, Operator op) {
   return kGatherEngine.refusal(problem, op) == nullptr ? kGatherEngine : kDirectEngine;
 }
@@ -1600,7 +1552,7 @@ inline void set_numbers(Params& params) {
   params.by_block_out = make_divisor(of.block_out);
   params.by_runs = make_divisor(std::max(plan.tile_columns / plan.out_vector, 1));
   params.out_step = step_of_outputs(of);
-  // Taps in the order of the stages that they read: by phase, of which there is one without a stride.
+  // Taps are ordered by the stages that they read. Windows have one stage per phase (one phase with stride 1).
   const int phases = plan.windows && of.stride_h == 2 ? 2 : 1;
   int taps = 0, loads = 0;
   const bool flipped = plan.transposed && of.flipped;
@@ -1647,7 +1599,7 @@ inline cudaError_t make_out_map(Params& params) {
   return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, 2, sizes, strides, box, params.out_map);
 }
 
-// x as boxes or columns, as it is multiplied.
+// The tensor map of x: boxes (windows, direct) or im2col (columns).
 inline cudaError_t make_in_map(Params& params) {
   const Grouped& of = params.of;
   const Plan& plan = params.plan;
@@ -1673,7 +1625,7 @@ inline cudaError_t make_in_map(Params& params) {
                                   plan.box_columns, params.in_map);
 }
 
-// [r][s][output channel][input channel], or (transposed) [r][s][input channel][output channel].
+// The tensor map of w: [r][s][output channel][input channel], or [r][s][input channel][output channel] (transposed).
 inline cudaError_t make_w_map(const void* w_ptr, Params& params) {
   const Grouped& of = params.of;
   const Plan& plan = params.plan;
@@ -1714,7 +1666,7 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
     const auto kernel = tma_kernel<Stored, kShape.channels, kShape.slots, kShape.together, SPLIT, DIRECT, TRANSPOSED,
                                    MERGED, CONTAINED>;
     const Plan& plan = params.plan;
-    // Always as much: threads of the host launch a kernel with different plans.
+    // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (error != cudaSuccess) return error;
     return hopper::launch_early_in_clusters(kernel, static_cast<unsigned>(plan.blocks), plan.splits, kThreads,
@@ -1772,7 +1724,7 @@ cudaError_t run_contained_shape(const Params& params, cudaStream_t stream) {
   return cudaErrorInvalidConfiguration;
 }
 
-// What is packed and copied before the main kernel, by one launch.
+// Launches the kernel that packs w and copies x.
 inline cudaError_t prepare(const Grouped& of, const Plan& plan, const void* in_ptr, const void* w_ptr,
                            uint8_t* workspace, cudaStream_t stream) {
   PackParams pack{w_ptr,

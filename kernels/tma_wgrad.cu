@@ -1,35 +1,36 @@
-// tma_wgrad engine: the gradient to the weights of 16-bit tensors on Hopper's tensor cores. Tensor copies (TMA) bring
-// both operands from memory to where they are multiplied: no thread touches x or dy. That takes channels_last; planes
-// are copied to it first. Deterministic: sums are added up in one order.
+// tma_wgrad engine: the weight gradient of 16-bit tensors on Hopper's tensor cores (wgmma). The Tensor Memory
+// Accelerator (TMA) brings both operands to shared memory; no thread touches x or dy. One group; tensors
+// in channels_last, to which those in NCHW are copied first. Deterministic: sums are added in a fixed order.
 //
 //   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
 //
-//   copy        x or dy in planes -> channels_last, if need be
-//   tma_wgrad   sums of parts of the pixels -> memory, in fp32
-//   add         sums of all parts -> dw
+//   tma_wgrad_copy_kernel   x or dy in NCHW -> channels_last, where needed
+//   tma_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32
+//   tma_wgrad_add_kernel    sums of all parts -> dw
 //
-// GEMM view: rows = output channels, columns = weights of a filter in blocks of 64 input channels of a tap, reduction =
-// pixels. A stage is 64 pixels: rows of 128 bytes in the order of boxes (hopper.cuh), 64 channels of a pixel each, of
-// dy and, for each block of columns, of x as its tap sees it, which a map of columns (im2col) finds. wgmma reads both
-// the other way round, channels along rows:
+// GEMM: rows = output channels, columns = (r, s, block of 64 input channels, channel), reduction = pixels. A stage
+// holds 64 pixels: for dy, and for each block of columns of x, 64 rows of 128 bytes (64 channels of a pixel) in TMA's
+// 128-byte swizzle. TMA's im2col mode finds the pixels that a tap reads. wgmma reads both operands transposed.
 //
-//            64 channels of dy           64 channels of a tap       64 of another one ..
+//            64 channels of dy           64 channels of one tap     64 of another one ..
 //   pixel    k k k k k k k k             c c c c c c c c            c c c c c c c c
 //   pixel    k k k k k k k k             c c c c c c c c            c c c c c c c c
 //   ..       (64 pixels, 8 KB)           (8 KB)                     up to 4 of them
 //
-// One block an SM, for the life of the launch: 8 warps multiply, one thread orders boxes. Tiles of 128 output channels:
-// two warpgroups have 64 of them each. Tiles of 64: they take stages by turns, and each leaves sums of its own.
+// One persistent block per SM, 12 warps:
 //
-// A chain of sums is at most kMostChained pixels long: the tensor core truncates when it adds.
+//   warps 0-7   multiply. Tiles of 128 output channels: each of two warpgroups has 64 of them. Tiles of 64: the
+//               warpgroups take stages by turns, and each one leaves sums of its own
+//   warp 8      one thread issues the loads
 //
-// Planes, fp16, 32 images: us, by wgrad / with copies by this engine (H100, a driver, caches cold, 2026-11-27).
+//   dy --TMA--> +----------------+
+//               | ring of stages | --> wgmma --> registers --> sums of a part
+//   x  --TMA--> +----------------+     full, empty: one mbarrier each per stage
 //
-//   3x3   64 to   64 channels, 56x56   54 /  55       1x1  256 to   64 channels, 56x56             49 /  87
-//        128 to  128, 28x28            55 /  38           1024 to  256, 14x14                      56 /  33
-//        256 to  256, 14x14            73 /  36           2048 to  512, 7x7                        48 /  33
-//        512 to  512, 7x7              80 /  48            512 to 1024, 28x28, stride 2            81 /  61
-//        256 to  256, 28x28, stride 2  88 /  44            512 to  256, 28x28                      46 /  60
+// A sum is split after kMostChained pixels, because the tensor core truncates when it adds.
+//
+// Bound by the largest of multiplying, loading stages from the L2 cache and reading memory, as the estimate has it; no
+// profile tells them apart. Measurements: docs/lab/tma.md.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -51,14 +52,14 @@ namespace tma_wgrad {
 // ---- Geometry, host and device ----
 
 constexpr int kStagePixels = 64, kBlockChannels = 64;
-constexpr int kBlockBytes = kStagePixels * hopper::kBoxRowBytes;  // of a stage: 64 channels of all its pixels
+constexpr int kBlockBytes = kStagePixels * hopper::kBoxRowBytes;  // 64 channels of all pixels of a stage
 constexpr int kMultiplyingThreads = 256, kThreads = 384;
-static_assert(kThreads == kMultiplyingThreads + 128, "setmaxnreg is for whole warpgroups");
-constexpr int kMultiplyingRegisters = 232, kOrderingRegisters = 40;  // out of 168 that each thread has at first
-static_assert(2 * kMultiplyingRegisters + kOrderingRegisters <= 3 * 168, "given back before they are taken");
+static_assert(kThreads == kMultiplyingThreads + 128, "setmaxnreg applies to whole warpgroups");
+constexpr int kMultiplyingRegisters = 232, kOrderingRegisters = 40;  // per thread, from 168 at launch
+static_assert(2 * kMultiplyingRegisters + kOrderingRegisters <= 3 * 168, "no more registers than the block has");
 constexpr int kSharedBytes = 232448;
-constexpr int kMostStages = 8, kMostBlocks = 4;  // of columns of a tile
-constexpr int64_t kMostChained = 8192;           // pixels
+constexpr int kMostStages = 8, kMostBlocks = 4;  // kMostBlocks: blocks of columns of a tile
+constexpr int64_t kMostChained = 8192;           // pixels of one sum on the tensor core
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 constexpr int kAddThreads = 256;
 
@@ -106,7 +107,7 @@ struct Job {
   int tile_k, tile_e, part, first_step, last_step;
 };
 
-// Blocks next to one another have tiles of the same pixels.
+// Neighbouring blocks have tiles of the same pixels, which the L2 cache then serves.
 MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
   const Plan& plan = params.plan;
   const int part = quotient(number, params.by_tiles), tile = number - part * plan.tiles_k * plan.tiles_e;
@@ -178,14 +179,14 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const Plan& plan = params.plan;
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  hopper::wait_for_prerequisites();  // where sums of no stage at all go somebody may still read
+  hopper::wait_for_prerequisites();  // a preceding kernel may still read the workspace
   Ring ring;
   int turn = 0;  // of stages
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
     const Job job = locate_job(params, number);
     float acc[kColumns / 2];
-    int before = -1;  // a stage that has been multiplied, once the wgmmas behind its own have been ordered
+    int before = -1;  // the stage that the preceding wgmma group reads; released once only the next one is pending
     const auto give_back = [&] {
       if (before >= 0 && lane == 0) hopper::barrier_arrive(shared.empty(before));
     };
@@ -214,7 +215,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     hopper::wgmma_wait<0>();
     hopper::wgmma_settle(acc);
     give_back();
-    // Sums of no stage at all are zeros.
+    // A warpgroup that had no stage still stores its sums: zeros.
     if (!keep) {
 #pragma unroll
       for (float& sum : acc) sum = 0;
@@ -246,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_con
       hopper::barrier_init(shared.full(stage), 1);
       hopper::barrier_init(shared.empty(stage), CHANNELS == 64 ? 4 : 8);  // warps that give it back
     }
-    hopper::fence_async();  // boxes arrive at them
+    hopper::fence_async();  // makes the barriers visible to TMA, which arrives at them
   }
   if (threadIdx.x == kMultiplyingThreads) {
     hopper::prefetch_map(params.x_map);
@@ -299,16 +300,16 @@ __global__ void __launch_bounds__(hopper::kCopyThreads)
 
 #if !defined(__CUDACC_RTC__)
 
-// ---- Host: how to cut it up ----
+// ---- Host: plans ----
 
 struct Alignment {
   uint64_t x, dy;
 };
 
-// A stride that is never taken is 1.
+// A stride that is never taken counts as 1.
 inline int taken_stride(int stride, int outputs) { return outputs == 1 ? 1 : stride; }
 
-// x as taps see it, and dy.
+// The im2col windows of x, as the taps read it, and of dy.
 inline hopper::Columns columns_of_x(const Problem& p) {
   return hopper::columns_of({p.W, p.Q, p.S, taken_stride(p.stride_w, p.Q), p.pad_w, p.dilation_w},
                             {p.H, p.P, p.R, taken_stride(p.stride_h, p.P), p.pad_h, p.dilation_h});
@@ -318,10 +319,8 @@ inline hopper::Columns columns_of_dy(const Problem& p) {
   return hopper::columns_of({p.Q, p.Q, 1, 1, 0, 1}, {p.P, p.P, 1, 1, 0, 1});
 }
 
-// Estimate, in cycles of an SM at 1.65 GHz. Constants are a fit to the times of all tiles of 15 layers of one image and
-// 32 (H100, 2026-11-26, in a driver, caches cold): the plan that it chose was 1% slower than the fastest one in the
-// mean, 16% at most. How fast boxes come depends on how many there are. What copies take is part of another fit, see
-// yields().
+// The estimate, in cycles of an SM. All constants are fitted to measured times (docs/lab/tma.md): those of copies
+// together with kCyclesOfWgrad. How fast TMA loads depends on how many boxes a stage has.
 constexpr double kCallCycles = 12150, kJobCycles = 2424, kJobColumnCycles = 2.85, kStepCycles = 59, kSumCycles = 0.3;
 constexpr double kProductFactor = 1.05, kMemoryBytes = 9.3, kShorterShare = 0.29;
 constexpr double kCopyCycles = 4270, kCopiedBytes = 31;
@@ -353,7 +352,7 @@ inline int64_t sums_of(const Plan& plan) {
   return static_cast<int64_t>(plan.parts) * sums_of_part(plan) * plan.tiles_k * plan.channels * row_columns(plan);
 }
 
-// Of the workspace; copies come behind them.
+// The sums in the workspace; copies come behind them.
 inline int64_t sum_bytes(const Plan& plan) { return static_cast<int64_t>(sizeof(float)) * sums_of(plan); }
 
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, int forced_channels = 0,
@@ -383,8 +382,8 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       plan.stage_bytes = (channels / 64 + blocks) * kBlockBytes;
       const int barriers = 2 * kMostStages * 8;
       plan.stages = std::min(kMostStages, (kSharedBytes - barriers) / plan.stage_bytes);
-      // By turns each warpgroup has its own stages: of an odd number it would see each full only every other time, when
-      // the barrier's parity is the same again.
+      // By turns, a warpgroup always has the same stages of an even number. Of an odd number it would see each one only
+      // every other round, when the parity of its barrier is the same again.
       if (channels == 64) plan.stages -= plan.stages % 2;
       plan.smem_bytes = plan.stages * plan.stage_bytes + barriers;
       const int64_t tiles = int64_t{plan.tiles_k} * plan.tiles_e;
@@ -426,12 +425,14 @@ inline const Planned& plan_of(const Problem& problem, const Alignment& address) 
 
 inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kWgrad) return "it computes gradients to weights only";
-  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16) return "it has float16 and bfloat16 only";
+  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16)
+    return "it computes float16 and bfloat16 only";
   if (problem.groups != 1) return "it takes one group only";
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   if (!plan_of(problem, Alignment{}).found)
-    return "it takes planes without gaps and channels_last tensors of multiples of 8 channels only, up to 1 GB of sums";
+    return "x and dy must be dense NCHW, or channels_last with a multiple of 8 channels, TMA must be able to address "
+           "the filter's taps, and the partial sums must fit into 1 GB";
   return nullptr;
 }
 
@@ -439,23 +440,21 @@ inline Alignment alignment_of(const Pointers& pointers) {
   return {reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.dy)};
 }
 
-// wgrad reads planes as they are, and leaves some to others. What the estimates say, that of this engine times 1.51,
-// was fitted to the times of 32 layers of 1, 8, 32 and 128 images in planes (H100, 2026-11-27, in a driver, caches
-// cold): the engine that they choose was 0.8% slower than the faster one in the mean, 20% at most.
+// wgrad reads NCHW as it is. It is taken to be faster below this multiple of this engine's estimate: docs/lab/tma.md.
 constexpr double kCyclesOfWgrad = 1.51;
 
 inline const char* yields(const Problem& problem, Operator op) {
   const Plan& plan = plan_of(problem, Alignment{}).plan;
   if (!plan.copies_x && !plan.copies_dy) return nullptr;
   if (kWgradEngine.refusal(problem, op) != nullptr || kWgradEngine.yields(problem, op) != nullptr)
-    return "it copies only what wgrad would take otherwise";
+    return "copying NCHW tensors is compared with wgrad only, and wgrad does not take this problem";
   if (kWgradEngine.cycles(problem, op) < kCyclesOfWgrad * plan.cycles)
     return "wgrad is faster by the estimates, as it copies less";
   return nullptr;
 }
 
-// Boxes start at multiples of 16 bytes, and where tensors are only a call tells: those elsewhere, in channels_last, are
-// this engine's.
+// TMA needs addresses that are multiples of 16 bytes, and only the call knows them. A call whose channels_last tensors
+// are not aligned is handed on to this engine.
 inline const Engine& engine_of_others(const Problem& problem, Operator op) {
   return kWgradEngine.refusal(problem, op) == nullptr ? kWgradEngine : kDirectEngine;
 }
@@ -493,7 +492,7 @@ cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t 
   } else {
     const auto kernel = tma_wgrad_kernel<Stored, CHANNELS, BLOCKS>;
     const Plan& plan = params.plan;
-    // Always as much: threads of the host launch a kernel with different plans.
+    // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (error != cudaSuccess) return error;
     error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
@@ -517,7 +516,7 @@ cudaError_t run_blocks(const Params& params, const AddParams& add, cudaStream_t 
   }
 }
 
-// Copies what boxes do not take as it is: `problem` and `pointers` see the copies then.
+// Copies what TMA cannot read in place, and lets `problem` and `pointers` describe the copies.
 inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, cudaStream_t stream) {
   uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(plan);
   const auto make = [&](const void*& from, int64_t(&stride)[4], int channels, int rows, int columns, int64_t& blocks) {

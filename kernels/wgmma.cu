@@ -1,233 +1,60 @@
-// wgmma engine: implicit GEMM on Hopper's tensor cores, stride 1. Deterministic: one sum an output, in one order.
+// wgmma engine: implicit GEMM on Hopper's tensor cores (wgmma) with stride 1: y from x (fprop), dx from dy (dgrad). It
+// takes fp16, bf16, and fp32 under the TF32 contract or in full accuracy; it is meant for NCHW with long rows.
+// Deterministic: each output is one sum in a fixed order.
 //
-//   pack_operands   w -> the bytes that shared memory wants, in the order in which the main kernel takes them
-//   prepare         the same for contained and split operands (below), and what they are scaled by
-//   wgmma_kernel    y from x (fprop) and dx from dy (dgrad)
+//   pack_operands_kernel   w -> the layout of shared memory, in the order in which wgmma_kernel reads it
+//   prepare_kernel         the same for contained and split operands (below), and the scale of x
+//   wgmma_kernel           y from x, dx from dy
 //
-// GEMM view: rows = output channels, columns = output pixels, reduction = (channel block, r, s, channel). No im2col:
-// the pixels of a tile with its halo lie in shared memory in pieces of 16 bytes (8 channels of 16 bits or 4 of fp32),
+// GEMM: rows = output channels, columns = output pixels, reduction = (channel block, r, s, channel). There is no
+// im2col: the pixels of a tile with its halo lie in shared memory in pieces of 16 bytes (8 channels of 16 bits or 4 of
+// fp32),
 //
 //   row of x:  [piece][pixel] x 16 bytes            w:   [step][2 pieces][64 channels] x 16 bytes
 //
-// and a filter tap (r, s) reads them from a row further down and s*dilation_w pixels further on: wgmma takes rows of an
-// operand that are 16 bytes apart, so a tap is a shift of its start address. No bank conflicts, no swizzle.
+// and wgmma takes rows of an operand that are 16 bytes apart. A tap (r, s) is therefore a shift of the start address,
+// by rows and by s*dilation_w pixels; no swizzle is needed and no bank conflict occurs.
 //
-// One block an SM, for the life of the launch, 12 warps in three roles:
+// One persistent block per SM, 12 warps in three roles:
 //
-//   8 warps   two warpgroups multiply: each 64 channels x 256 pixels in 128 registers a thread (TF32 operands downwards
-//             also 128 pixels, of as many bytes as 256 of 16 bits; split ones 128 pixels in 192), then store them
-//   3 warps   convert: x from memory in pairs of pixels, rounded (TF32), scaled (contained, split), transposed into the
-//             pieces of a row; pixels of the padding and channels that are not there become 0. They also work out the
-//             tiles. Contained operands may come to them through chunks in shared memory, loaded by boxes
-//   1 warp    one thread orders bulk copies of packed weights; where these stay for good it converts as well
+//   8 warps   multiply, then store: two warpgroups by turns, each 64 channels x 256 pixels (TF32 downwards, and split
+//             operands: 128). While one stores, the other one has the tensor cores alone
+//   3 warps   convert: load x in pairs of pixels and store it rounded (TF32) or scaled, transposed into pieces, with
+//             zeros for padding and for channels that are not there; and work out the place of each tile. TMA may load
+//             x for them (ChunkConverter)
+//   1 warp    one thread loads packed weights; converts as well where weights stay in shared memory for good
 //
-//   memory --convert--> x ring --+
-//                                +--> wgmma --> registers --> staging --> memory
-//   packed --bulk copy-> w ring -+
+//   memory --(TMA--> chunks)--> convert --> x ring --+
+//                                                    +--> wgmma --> registers --> staging --> memory
+//   packed weights -----------bulk copy--> w ring ---+
 //
-//   memory --boxes--> chunks --convert--> x ring    contained operands whose weights are streamed (see ChunkConverter)
+// mbarriers hand over the rows of the x ring and the stages of the w ring. A block that walks down a column of tiles
+// (`down`) converts every row of x once, for which the ring must hold all channels. Otherwise it walks along rows of y.
 //
-// Contained operands: fp32 tensors under the TF32 contract are multiplied as fp16, at twice the rate and half the
-// shared memory of TF32. Both have 10 explicit mantissa bits, so a value rounded to TF32 and scaled by a power of two
-// is the same operand, as long as it is zero or a normal number of fp16 (numerics.cuh). prepare scales the weights of
-// each output channel so that the largest is at 2^14..2^15, and x so that the largest of a sample of 65,536 values is
-// at 2^13..2^14, which leaves room for 4 times as much above and 27 binades below. What lies outside is found while x
-// is converted, on the bits of every value: its tiles come on a list, and a second launch of wgmma_kernel does them
-// again with TF32 operands, in the same tiles, rightwards. So it does all of a call where the sample or the weights say
-// that too much lies outside. It is launched in any case and ends at once when there is nothing to do, so that the host
-// waits for nothing and a captured graph is right for whatever data it is replayed with. Which tiles are done twice
-// depends on the data and the plan, not on time.
+// Stores want whole lines of memory, or at least whole 32-byte sectors, but rows of y start anywhere. A block therefore
+// walks through a run of tiles that are contiguous in memory (a unit), stores whole sectors and carries the unfinished
+// one of every channel over to the next tile. There are three ways, all through staging in shared memory:
 //
-// Split operands: fp32 tensors in full accuracy, by the same tensor cores. A value, scaled likewise (x to 2^14..2^15:
-// room for twice as much above and 27 binades below), is the sum of two parts in fp16, and three of the four products
-// of two values' parts are summed up (numerics.cuh). Tensor cores cut off what they add, so that long sums grow too
-// small: theirs are those of groups of up to 64 channels and taps. A group's products of first parts have a set of
-// accumulators; while those of first and second parts are multiplied, into another set, the first one is added to a
-// third, with rounding to nearest. What does not fit, Inf and NaN among it, is done again by the direct engine's
-// multiply-adds, the tiles on the list or all of a call.
+//   store_boxes   a run of full-width tiles with resident weights: TMA boxes of channels that are aligned alike
+//   store_runs    any other row of y: contiguous bytes of a channel by a warp, shifted while they are staged
+//   store_rows    tiles of several rows, and y of any strides
+//
+// Contained operands: fp32 under the TF32 contract is multiplied as scaled fp16, at twice the rate. A value rounded to
+// TF32, times a power of two, is the same number in fp16 as long as it stays normal (numerics.cuh). Each output channel
+// has a scale of its own, from its largest weight; that of x is from a sample. Out-of-range values are found while x is
+// converted; their tiles come on a list, and a second launch of wgmma_kernel computes these again with TF32 operands,
+// or all of the call where too much is out of range. It is always launched and ends at once if there is nothing to do:
+// the host waits for nothing, and a captured graph is right for any data.
+//
+// Split operands: fp32 in full accuracy. A scaled value is the sum of two parts in fp16, and three of the four products
+// of parts are summed. The tensor cores truncate when they add; hence only short groups of steps are summed by them,
+// and groups are added with rounding to nearest. Tiles with out-of-range values are computed again by direct.
 //
 //   x = x1 + x2 / 2^11      w1 x1, of a group       --wgmma--> GROUP_SUM --added, a group at a time--> SUM
 //   w = w1 + w2 / 2^11      w1 x2 + w2 x1, of all   --wgmma--> RESTS     --times 2^-11, at the end---> SUM --> memory
 //
-// Rings are handed over by mbarriers. The warpgroups take turns: one multiplies a block of channels, alone and at the
-// full rate of the tensor cores, while the other stores. Weights that fit as a whole stay in shared memory.
-//
-// The x ring has rows of the image, so a block that walks down a column of tiles converts every row once (`down`). It
-// needs all channels of all rows of its window at once. Otherwise it walks along the rows of y:
-//
-// Stores: memory wants whole sectors of 32 bytes. Rows of y start anywhere, each channel at an alignment of its own.
-// Hence a block walks along a row, and from row to row, through a run of tiles that lie one after another in memory (a
-// unit), stores whole sectors only and carries the unfinished one of every channel over to the next tile, in shared
-// memory; just the ends of a run are stored by smaller pieces. Downwards every tile is alone and its ends are shared
-// with its neighbours. There are three ways to store, all through staging in shared memory:
-//
-//   store_boxes   a run of tiles of 256 pixels (split operands: 128), weights resident: bulk stores of 16 channels, or
-//                 of 8 with TF32 operands, x 512 bytes that are aligned alike
-//   store_runs    any other row of y: 512 bytes of a channel by a warp, twice that of contained operands, shifted while
-//                 they are staged
-//   store_rows    tiles of several rows, and y of any strides
-//
-// H200, 2026-11-21, stores alone, TB/s: bulk stores of 512 bytes of a channel from a sector on 3.7 to 3.8, from half a
-// sector on 1.5 to 1.7, from less not at all (an illegal instruction); 16 bytes a lane 3.7, from half a sector on 2.4
-// to 3.0; accumulators straight to memory 1.0. Into the L2 cache the copy engine of one SM stores 31 bytes a cycle,
-// whether by boxes or by copies of 512 bytes. Boxes take one instruction a warp.
-//
-// Where the time goes: ms, median of 9 calls in a row after a rest, H200, 2026-11-21 (bench.py, with a cold cache,
-// reads a few per cent more; GPUs and hours differ by some 8%). Cases N, C, K, filter, image; fp16 / TF32.
-//
-//                                   16, 16, 128, 3x3, 1024^2   8, 64, 128, 3x3, 512x1024   8, 64, 128, 5x7, 512x256
-//   fp16 / TF32 operands            1.54 / 3.27                0.965 / 2.12                0.80 / 1.51
-//   contained instead of TF32       - / 3.30                   - / 1.28                    - / 1.00
-//   TF32 by 256 pixels only         the same                   the same / 2.28             the same / 1.50
-//   the revision before boxes       1.62 / 3.75                0.951 / 2.26                0.81 / 1.43
-//   floor (memory or arithmetic)    1.04 / 2.07                0.68 / 1.32                 0.65 / 1.25
-//
-// Contained operands are what TF32 calls take now (the rest of this note is about TF32 operands and fp16). First case:
-// memory; a program of nothing but the stores of its 8.6 GB by boxes takes 2.2 ms, and with the 1.1 GB of x read once
-// beside them 2.82 to 2.95, in units of 1 to 495 tiles, with tiles of 128 channels x 256 pixels, 64 x 512 or 32 x 1024,
-// with blocks that take the next unit as they come; stores in one linear stream, nothing but whole lines, take 1.95 to
-// 2.0 and 2.60 to 2.66 (twice the reads 2.86, four times 3.4): any reads at all cost 0.6 ms. A revision of 3.31, 1.29
-// and 1.03 took 2.42 without storing, 3.0 without loading x again. Second case 0.98 and 1.14, third 0.96 and 0.87:
-// converting, 120 to 150 instructions for 16 values at 5 to 6 cycles each, and storing, one warp alone on its scheduler
-// at 8 cycles an instruction. ncu (1.35 GHz): tensor pipe 22%, 60%, 69% of the cycles; of the wavefronts of L1 and
-// shared memory 43%, 77%, 70%; DRAM 51%, 46%, 13%; x is read 1.00 to 1.02 times. prepare takes 12 us there, the second
-// launch, with nothing to do, 2.8. Watching x costs 0.3%, 0.8% and 3 to 4%. Tried: words of x in registers as without
-// containers (first case 3.4, second 1.5); 6 parts on their way (no room in the second case), 2 or 3 (1.35); 8
-// converting warps of 64 registers (ptxas wants 154 registers for wgmma of n = 256); boxes of 8 channels (3.45); parts
-// of 512 bytes (second case 1.48); words picked by the pixel (third case 1.2) or pieces exchanged before they are
-// stored (1.03).
-//
-// Contained operands by chunks, 2026-11-22, another GPU, all of this paragraph and the next of revisions in the making,
-// which also had chunks for split operands (bench.py of the last one, 62580c9: 3.46, 1.39 and 1.06 ms; the one before,
-// 473b829, on yet another GPU: 3.44, 1.38 and 1.08). In turns with the revision before: second case 1.24 to 1.27
-// (1.29 to 1.31), third 0.92 to 0.95, and 1.02 to 1.1 when clocks are low (0.99 and 1.05 to 1.2). Before, converting
-// bounded the third case: of 56,000 cycles a tile a warp spent 30% on finding places, 22% on loading, 35% on the rest,
-// and was idle for 9%. A chunk takes a warp some 1,700 cycles there, 27% of them for loading the next one, 37% for its
-// note, its words and converting them, 15% for waiting for room. Cycles a tile of one warpgroup: second case, waits for
-// rows 540 and its turn 650, multiplies 6,900 (9 groups of 4 steps, 4,600 at the full rate), stores 6,300, all else
-// 1,500; third case 21,600 (the other one multiplies), 900, 19,400 (17,900), 7,500 and 3,900.
-//
-// Tried for that (second and third case, first one where it is named): one thread that loads x as well as weights: 440
-// to 600 cycles a copy, 1.31 and 1.15 to 1.3; chunks of half the size loaded by each warp: 1.38 and 1.35; of half the
-// size for the sake of groups of 6 steps, which take 4,900 cycles: 1.35 and 1.12; such groups in 3 stages: 1.31; whole
-// sectors of a run by bulk copies of 992 bytes: 1.29; four planes on their way from staging: the same; barriers of
-// weights asked before places are looked up, or a group ahead: the same, 1.28; descriptors in uniform registers: the
-// same; the first case by chunks: 3.48 (3.34).
-//
-// Split operands, 2026-11-22, the same cases, in turns on several GPUs, of revisions before the last thresholds
-// (bench.py of the last one, 473b829: 4.39, 2.95 and 2.62): 4.3 to 4.9, 3.0 to 3.2 and 2.61 to 2.66 ms. Without storing
-// 3.8 to 4.1, 2.7 and 2.59, without converting 3.5 to 3.6, 2.6 to 2.7 and 2.31, without both 2.8 to 3.0, 2.4 to 2.5 and
-// 2.25; all products at the full rate are 3.4, 3.4 and 3.3 million cycles, 1.9 to 2.0 ms at 1.755 GHz. ncu: tensor pipe
-// 46%, 71% and 74% of the cycles, wavefronts of L1 and shared memory 64%, 75% and 72%, DRAM 37%, 19% and 5%. One
-// warpgroup alone leaves the tensor cores idle for some 180 cycles a group, between the last wgmma that it may order
-// ahead and the next group's first, behind 64 additions, and for 390 a turn (a revision of 3.14 and 2.85 ms in the last
-// two cases). Watching x costs 1.4% in the third case; in the others, 1 to 3%, it is lost in the noise. Every other
-// tile done again 18.3, 15.6 and 13.7 ms, all of a call by multiply-adds 27.5, 25.3 and 22.2. Tried, on revisions that
-// took 6.3 (without boxes), 3.1 and 3.1: additions between the wgmmas of the rests (6.5, 3.5, 3.1); the next group's
-// places looked up before the additions, which spills (7.2, 3.9, 3.7); both warpgroups at the same time, each with a
-// ring of weights of its own (third case the same, second, with two stages each, 3.5). On later ones, of 4.9, 3.2 and
-// 2.8: the same with a ring of three rows of x for the sake of more stages (second case 3.9); the turn given away
-// before the last additions (5.0, 3.2, 2.9); 3 or 4 parts of x on their way (4.8 and 4.9, 3.2 and 3.3, -).
-//
-// What bounds it, read the same day on another GPU with parts left out (x not loaded again after the first tiles, y
-// neither staged nor stored; multiplying alone is without both). GHz are those of the fp16 runs. TF32 still took tiles
-// of 256 pixels in the second case.
-//
-//                                   first case        second case       third case (fp16)
-//   whole                           1.55 / 3.28       0.958 / 2.29      0.80    1.76, 1.56, 1.65 GHz
-//   weights not copied again        1.55 / 3.27       0.910 / 2.28      0.78
-//   x not loaded                    1.28 / 2.88       0.910 / 2.14      0.78
-//   not stored                      0.94 / 2.45       0.810 / 1.97      0.77
-//   multiplying alone               0.85 / 2.10       0.775 / 1.65      0.75    1.78, 1.65, 1.67 GHz
-//
-// First case: memory. A program of nothing but these stores takes 1.13 ms in fp16, and with x read beside them, once,
-// 1.43 to 1.46, however it is read: 4 or 16 bytes a lane, 512 bytes or 2 KB of a channel, 8 KB of one alone, by bulk
-// copies (1.43 to 1.68), in bursts of all SMs at a time through the L2 cache (1.54 to 1.68); wherever the stores start,
-// at multiples of 32, 64 or 128 bytes; in units of 8 to 248 tiles (1.41 to 1.44). DRAM is active for 76% of the stores,
-// for 67% of both (ncu): presumably it has to turn from writing to reading; a sixteenth of the reads costs 0.1 ms
-// already. So what is saved elsewhere is lost again: a shorter path and rows converted once (see below) take 1.07 ms
-// without the bulk stores, where rows converted once alone take 1.24, and with them 1.51.
-//
-// In TF32 a unit is one row of y, so that the rows of x that three of them need are read by neighbouring blocks at the
-// same time: 1.10 GB from memory. In longer units a block reads them again a row later, behind 69 MB that all blocks
-// have stored in between: 1.7 GB with two rows, 2.8 GB with 8, whatever the hints of eviction. But rows of y end within
-// sectors, the other part of which another block stores: one sector of 128 in a row of a channel, which together cost
-// 0.25 ms. Without these the first case takes 3.05 ms (in fp16, in units of one row too, 1.52 instead of 1.81), without
-// anything that is no block 2.97; with all that is no block stored to a place that stays in the L2 cache 3.09. Evicting
-// it last, or blocks beside it not first: 3.3 to 3.4. Units of two rows, walked down column of tiles by column, which
-// keep the unfinished sector and the first one of every row in shared memory, have half as many such sectors and
-// convert a third less of x, but take 3.27 to 3.30 where one row takes 3.23 to 3.26, in turns; three rows more (3.34;
-// in fp16 two rows 1.73, eight 1.80): presumably what follows the pixels of a row that a tile stores comes to memory
-// too late.
-//
-// Second case, fp16: power. The clock is at 1.5 to 1.56 GHz, and less work gives some of it back: without copying
-// weights 2% fewer cycles and 3% more clock, without loading x 3% and 3%, without storing 12% and 4%. PyTorch's matrix
-// product reaches 725 to 759 TFLOP/s on that GPU, which would be 0.81 to 0.85 ms. Staged, and nothing but the ends of
-// tiles stored, 0.87 ms; all stored but partial sectors 0.94. In TF32, by 256 pixels, at 1.7 to 1.8 GHz, it was loading
-// x (7%), storing (14%), and the turns: multiplying alone takes 1.65 ms, at the full rate it would be 1.27. By 128
-// pixels, of as many bytes as 256 of 16 bits, all channels of four rows fit into the ring and every row is converted
-// once, not three times; staged, and nothing but ends stored, it takes 1.99.
-//
-// Cycles a tile of one warpgroup, read by a clock in the kernel, and of a converting warp, of a revision of 1.57 / 3.46
-// (the third case was stored by boxes then):
-//
-//                                           first case        second case      third case (fp16)
-//   waits for rows                           465 /   1080      580              6200
-//   waits for its turn                       480 /     80      475              7500
-//   orders steps of wgmma                   1840 /   2810     5430             20600
-//   waits for the last ones                  410 /    660      170              1800
-//   stores                                  1760 /   8440     4090              5500
-//   all else                                 375 /    730      735              1400
-//   converts: finds places                  1310 /   2050     2400              8600
-//             waits for room                1100 /   7260     4740             17000
-//             waits for x, stores pieces    2900 /   4470     4190             16800
-//
-// (9 steps of 128 cycles each are 1152.) ncu, first case, fp16: of the wavefronts that L1 and shared memory can serve,
-// 60%; before boxes 74%. A wgmma of n = 256 takes 80 of its 128 cycles. The L1 cache matters, though rows of x are read
-// again only four tiles later: a ring of 6 rows (shared memory 157 KB) is 1% faster than one of 9 or 11, and these 1%
-// faster than one of 14. TF32 wants 5 rows: 3.30 ms, with 4 it takes 3.73. Kept busy for a second, every case drops to
-// 1.2 to 1.9 GHz and is 2 to 19% slower.
-//
-// Tried, and no faster (times of the revision in which it was tried):
-//
-//   wgmma in a loop that is not unrolled: ptxas commits each by itself and every wait is a wait for all; two warpgroups
-//     at a time hid that, one alone ran at half the rate (0.97 instead of 0.67 ms in the third case)
-//   groups of 9 steps in place of 6, and of 4: up to 4% slower, so are no turns; the turn given back later: the same;
-//     given away before the last group: third case 2% faster, TF32 in the first 8% slower
-//   three warpgroups of 64 channels x 128 pixels: 1.78 instead of 1.62, TF32 3.48 instead of 3.75: a share of half the
-//     size takes as long to store, so it is not the amount of data that counts but the instructions one after another
-//   boxes without evict_first: x leaves the L2 cache and is read twice, 1.69; waiting until boxes are in memory: the
-//     compiler adds CCTL.IVALL, which empties the L1 cache: TF32 3.71 instead of 3.54
-//   two warps that share the staging of boxes: 1.54, as without; and the weights of a next group may deadlock
-//   loads of x behind the fence of the stores before it: 1.83 instead of 1.58
-//   x prefetched into the L2 cache three tiles ahead: the same, TF32 10% slower
-//   rings of any number of rows where weights are streamed: third case, TF32, 14 rows and 6 stages 1.50, 10 rows and 8
-//     stages 1.43
-//   units in the first case, boxes, fp16: 1 tile 3.35, 4 1.81, 8 1.69, 31 1.62, 496 1.54; TF32: 1 4.19, 2 4.27, 3 3.31,
-//     4 3.27, 5 3.45, 8 3.33, 12 to 496 3.5 to 3.6; in the second, fp16: 31 1.00, 62 0.99, 124 0.97; TF32 by 256
-//     pixels: 1 2.35, 2 2.32, 4 2.29, 8 2.42, 31 2.46, by 128 downwards: 4 2.38, 8 2.20, 31 2.11, 62 2.08, 124 2.07
-//   boxes of fp32 for tiles of 128 pixels, whose whole share is staged at once: first case, TF32 3.40, with 9 or 10
-//     rows 3.34 instead of 3.23
-//   x or y evicted otherwise, first case, fp16 / TF32: x last, in L2, L1 or both, 1.52 / 3.24, as without; y not first
-//     1.60 / 3.53; x first 4.0; x without the prefetch of 256 bytes 1.55 / 3.34, of 128 bytes as with 256
-//   places in x found without divisions: the same
-//   ordinary stores of a row's ends behind the fences, for which these would wait: the same; values kept for that spill
-//   every row of x converted once in a run, not three times (first case, fp16): rows of the ring as wide as the image,
-//     or pieces of rows, one of each tile and three rows of tiles of them: 1.51 instead of 1.53; together with fewer
-//     checks in converting tiles inside the image, second case 1% and TF32 1 to 2% slower
-//   boxes downwards, inner blocks of a tile, two warps sharing the staging: second case 1.10 instead of 0.975
-//   a shorter path: the plan's numbers in uniform registers instead of loaded (40 cycles each), places of a group read
-//     ahead, the next turn given away sooner, staging begun while the last steps are multiplied: 1.52 instead of 1.53
-//     in the first case, all else the same; with the last in TF32 as well, which spills, 3.4 instead of 3.24
-//   rows of x given back one by one as soon as their taps are done: TF32 in the first case the same, third case 2 to 6%
-//     slower
-//   four converting warps where weights are streamed, one thread of which copies these as well: not run, as 120
-//     registers do not suffice
-//   16 warps with wgmma of n = 128 (four to convert, three to send bulk copies): 2.85, 1.23 and 0.85 ms in fp16
-//   bulk copies of 512 bytes ordered by the multiplying warps, 16 a warp from uniform registers: 1.77
-//   a thread of a multiplying warp that copies weights: ptxas serialises wgmma (C7520)
-//   storing a tile while the next one is multiplied, by ordinary stores between groups: 1.64
-//   x past the L1 cache: 20% slower in the first case; stores without .cs: 10% slower
+// Bound by memory with few channels, by converting and storing in fp32, by power with many channels of 16 bits.
+// Measurements: docs/lab/wgmma.md.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -248,7 +75,7 @@ constexpr int kMultiplyWarps = 8;
 constexpr int kServiceWarps = 4;  // convert x; the last one may copy weights instead
 constexpr int kThreads = 32 * (kMultiplyWarps + kServiceWarps);
 
-// What tensors hold in memory, and what the tensor cores multiply.
+// The types that tensors hold in memory and that the tensor cores multiply.
 template <typename Stored_, typename Multiplied_, int CONTAINED_ = 0>
 struct Format {
   using Stored = Stored_;
@@ -263,7 +90,7 @@ struct Format {
   // Registers of a thread: all start with 168, and the multiplying ones need more.
   static constexpr int MULTIPLY_REGISTERS = CONTAINED == 2 ? 208 : 192;
   static constexpr int CONVERT_REGISTERS = CONTAINED == 2 ? 88 : 120;
-  static_assert(2 * MULTIPLY_REGISTERS + CONVERT_REGISTERS <= 3 * 168, "what one gives back the others take");
+  static_assert(2 * MULTIPLY_REGISTERS + CONVERT_REGISTERS <= 3 * 168, "no more registers than the block has");
 };
 using Fp16 = Format<Half, Half>;
 using Bf16 = Format<BFloat16, BFloat16>;
@@ -330,8 +157,8 @@ constexpr int kNoteBytes = 16;  // beside each chunk
 constexpr int kFinishBytes = 16 * 8;         // of a warp: what to multiply by and to add, of each channel
 constexpr int kCarriedBytes = 16 * kSector;  // of a warp: an unfinished sector of each channel
 
-// What the kernel computes: y from x and w, or dx from dy and w seen as the same thing (filter flipped, channel axes
-// swapped, and with a padding that may be negative).
+// The problem that the kernel computes: y from x and w, or dx from dy and w seen as the same thing (filter flipped,
+// channel axes swapped, and with a padding that may be negative).
 struct Correlation {
   int64_t N;
   int groups, in_channels, out_channels;  // channels of one group
@@ -377,7 +204,7 @@ struct Plan {
   double cycles;  // estimate
 };
 
-// What the kernels of one call with contained or split operands tell each other. All zeros at first.
+// State that the kernels of one call with contained or split operands share. All zeros at first.
 struct Control {
   uint32_t samples[256];  // of x, by their exponent field; but no zeros
   uint32_t arrived;       // blocks of the preparation that are done
@@ -429,11 +256,11 @@ MODELNEW_HOST_DEVICE inline int total_steps(const Correlation& of, const Plan& p
 
 MODELNEW_HOST_DEVICE constexpr int operand_parts(int contained) { return contained == 2 ? 2 : 1; }
 
-// Of one part of the operands. Second parts of x are a ring behind that of the first ones.
+// Bytes of one part of the operands. Second parts of x are a ring behind that of the first ones.
 MODELNEW_HOST_DEVICE inline int x_row_bytes(const Plan& plan) { return plan.block_steps * 2 * plan.x_pitch * 16; }
 MODELNEW_HOST_DEVICE inline int x_ring_bytes(const Plan& plan) { return plan.x_slots * x_row_bytes(plan); }
 
-// Of one warpgroup, one part of the operands, and all.
+// Bytes of a step of weights for one warpgroup: of one part of the operands, and of all parts.
 constexpr int kWeightPartBytes = kGroupChannels * kStepBytes;
 MODELNEW_HOST_DEVICE constexpr int weight_step_bytes(const Plan& plan) {
   return operand_parts(plan.contained) * kWeightPartBytes;
@@ -506,7 +333,7 @@ struct Walk {
 
   MODELNEW_HOST_DEVICE bool done() const { return unit >= agenda.units(plan); }
 
-  // Of the tile, among all: of the unit that it would be rightwards in units of one tile.
+  // The tile's number among all: that of its unit if units were single tiles, rightwards.
   MODELNEW_HOST_DEVICE uint32_t number() const {
     const int row_of_all = static_cast<int>(tile.group * of.N + tile.n) * plan.tiles_p + row;
     return (row_of_all * plan.tiles_q + column) * plan.tiles_k + tile.tile_k;
@@ -593,7 +420,7 @@ struct Count {
   static constexpr int kValue = N;
 };
 
-// What divides numbers below 2^16 by one below 2^15.
+// The reciprocal by which quotient() divides numbers below 2^16. The divisor is below 2^15.
 __device__ __forceinline__ uint32_t reciprocal(uint32_t divisor) { return 0x80000000u / divisor + 1; }
 __device__ __forceinline__ int quotient(int number, uint32_t by) { return __umulhi(2 * number + 1, by); }
 
@@ -626,8 +453,8 @@ struct RingPosition {
   }
 };
 
-// What the multiplying warps have to know of a tile. One of the converting warps writes it down before the first row of
-// the tile is there: to work it out takes a warp several hundred cycles, which the others have not got.
+// A tile's place, for the multiplying warps. A converting warp works it out before the first row of the tile is there,
+// because it takes long and the multiplying warps have no time for it.
 struct alignas(16) TileRecord {
   int64_t out;        // offset of its first output in the first of its channels; with boxes image << 32 | in the plane
   int rows, columns;  // of outputs from there on: to the end of the image, to the end of the tile
@@ -643,7 +470,7 @@ static_assert(sizeof(TileRecord) == 32, "two loads");
 // Records in use: of the tile that is being stored, of those that have rows in the ring, four at most (see the end of
 // `complete`), and of those that are being loaded: two, or four where they have no more than a chunk for each warp.
 constexpr int kRecords = kRecordBytes / sizeof(TileRecord);
-static_assert(kRecords >= 9, "as many");
+static_assert(kRecords >= 9, "room for all records in use");
 
 // Addresses in shared memory. Barriers of 8 bytes: x_full and x_empty, kMaxRows of each, w_full and w_empty, kMaxStages
 // of each, the turns of the warpgroups, those of two warps that share a part of staging, and one for each chunk.
@@ -758,7 +585,7 @@ __device__ __forceinline__ uint4 piece_of(const uint32_t (&words)[WORDS], int wh
   }
 }
 
-// What such a piece, of the first parts, leaves for the second ones.
+// The second parts of such a piece, whose first parts are `piece`.
 template <int PIXELS, int WORDS>
 __device__ __forceinline__ uint4 rest_of(const uint32_t (&words)[WORDS], int which, float scale, const uint4& piece) {
   const auto pair = [&](int c, uint32_t first_parts) {
@@ -822,9 +649,9 @@ struct Watcher {
   }
 };
 
-// BATCH parts of up to 8 words of registers are on their way to a warp at a time, 18 KB to three warps: as many as
-// registers allow. Those of contained and split operands are of twice the size and come to shared memory, where every
-// lane finds its own words again: nobody else has to wait for them.
+// BATCH parts of up to 8 words of registers are on their way to a warp at a time, as many as registers allow. Those of
+// contained and split operands are of twice the size and come to shared memory, where every lane reads its own words
+// only: no other lane has to wait for them.
 template <typename Format, int PIXELS, bool ALL_CHANNELS, int WARPS>
 struct Converter {
   using Stored = typename Format::Stored;
@@ -896,7 +723,7 @@ struct Converter {
     ++number;
   }
 
-  // Of the fill's items, the first one that is watched. A row is watched once, in the first window that it is in: there
+  // The first item of the fill that is watched. A row is watched once, in the first window that it is in: there
   // it is one of the last rows, but in the uppermost window. (A part that the first one is in is watched as a whole.)
   __device__ __forceinline__ int first_watched() const {
     return walk.tile.p == 0 ? 0 : (rows - params.plan.tile_p) * row_items;
@@ -1066,7 +893,7 @@ struct Converter {
       load_nothing();
     int waited = 0, told = 0;  // rows of the fill
     for (bool more = true; more;) {
-      // What is in the registers, or in this warp's parts of shared memory, now.
+      // The fill whose values are in the registers, or in this warp's parts of shared memory, now.
       const int loaded_first = first, loaded_rows = rows, loaded_parts = parts();
       const int items = loaded_rows * row_items;
       const int place = fill.slot * x_row_bytes(plan);
@@ -1153,7 +980,7 @@ struct ChunkConverter {
   int w0, h0, channel;  // its first pixel and channel
   uint32_t how, tile;   // what all its notes have
 
-  // What lane i knows of the warp's chunk first + i, the same in every fill of so many rows.
+  // Lane i's copy of the geometry of the warp's chunk first + i, the same in every fill of as many rows.
   int first = -1, looked_at_rows = 0;
   int column, row, in_channel;
   uint32_t place, own_how;
@@ -1355,7 +1182,7 @@ struct Store {
   int first_k, first_p;  // in the tile
 };
 
-// What becomes of the sums of a thread's two rows: an output.
+// Turns the sums of a thread's two rows into outputs.
 template <bool CONTAINED>
 struct Finish {
   float bias[2] = {-0.0f, -0.0f};  // which changes nothing
@@ -1555,7 +1382,7 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
         }
       }
 
-      // What begins or ends inside a sector: four lanes a plane, by words where these are aligned.
+      // Ends of the run inside a sector: four lanes a plane, by words where these are aligned.
       int quad = lane_id / 4;
       asm volatile("" : "+r"(quad));  // or products with it would take registers from the start
       const auto store_ends = [&](auto word) {
@@ -1639,7 +1466,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
   const int behind = tile.flags >> TileRecord::kBehindShift;
   const bool run_ends = (tile.flags & TileRecord::kRunEnds) != 0;
   const int end = shift + tile.columns;
-  // What is there, without the unfinished sector if it is carried over, and its whole blocks.
+  // The extent of the staged pixels without a sector that is carried over, and its whole blocks.
   const int begin = max(shift - behind, 0), until = run_ends ? end : end & ~(kSectorPixels - 1);
   const int first_block = begin > 0 ? 1 : 0, last_block = min(until / kBlockPixels, kBlocks);
   // All is blocks, and what is left over lies where it is carried from.
@@ -2339,10 +2166,9 @@ __device__ __forceinline__ void sample(const PrepareParams& prepare, PrepareShar
     atomicAdd(prepare.guard.control->samples + threadIdx.x, count);
 }
 
-// Thread i has the samples of exponent i. The whole call is done otherwise where too many tiles would be done twice: by
-// TF32 operands, which take about twice the time, from half of the tiles on; by multiply-adds, which take six to nine
-// times as long as split ones, from 9 of 10. A single sample that is too small decides nothing, but one that is far
-// larger than all others makes these too small. And where the weights of so many tiles do not fit.
+// Thread i has the samples of exponent i. The whole call is computed otherwise where too many tiles would be computed
+// twice (`again_from`, by samples of x or by weights). A single sample that is too small decides nothing, but one that
+// is far larger than all others makes these too small.
 __device__ __forceinline__ void decide(const PrepareParams& prepare, PrepareShared& shared) {
   Control& control = *prepare.guard.control;
   const int exponent = threadIdx.x;
@@ -2453,16 +2279,14 @@ struct Shape {
   int rows, columns;
   double narrow_cost;  // cycles of a wgmma over those of n = 256, for as many pixels
 };
-// wgmma reads both operands from shared memory; narrow ones are bound by that. Estimates.
+// wgmma reads both operands from shared memory, and narrow ones are bound by that. narrow_cost is an estimate.
 constexpr Shape kShapes[] = {{1, 256, 1.0}, {2, 128, 1.2}, {4, 64, 1.5}, {8, 32, 2.2},
                              {1, 128, 1.2}, {2, 64, 1.5},  {4, 32, 2.2}};
 constexpr int kSmallShapes = 4;  // from here on half the size
 
-// Constants of the estimate, fitted to 200 problems (8 to 512 channels, filters of 1x1 to 7x7, images of 32^2 to
-// 1024^2, both operators; 60 layers of them random) x fp16 and TF32, timed in all configurations that take them on an
-// H200, 2026-11-21: what is chosen takes 1.9% longer than the best one in the geometric mean, 37% at worst.
+// Constants of the estimate, all fitted to measured times: docs/lab/wgmma.md.
 //
-// Bytes a cycle of one SM when all 132 write: in boxes, in other pieces of 16 bytes or more, pixel by pixel.
+// Bytes a cycle of one SM when all SMs write: in boxes, in other pieces of 16 bytes or more, pixel by pixel.
 constexpr double kBoxRate = 16;
 constexpr double kPieceRate = 11;
 constexpr double kPixelRate = 2.5;
@@ -2472,27 +2296,24 @@ constexpr double kStoreCyclesPerByte = 8;
 constexpr double kConvertCyclesPerByte = 0.4;
 constexpr double kPiecewiseConvertFactor = 2;  // x by single pixels, or with a last block that is not full
 
-// Contained operands: what a byte of the ring costs more, and the launches beside the main one. Of 200 problems (80
-// layers, 120 random ones) in TF32, H200, 2026-11-21, what is chosen takes 5% longer than the best configuration in the
-// geometric mean, 47% at worst; the choice without contained operands takes 20% longer than the best.
+// Contained operands: factor of the cost of converting, and cycles of the launches beside the main one.
 constexpr double kContainFactor = 2;
 constexpr double kContainCycles = 15e3;
 
-// Split operands: products to one of others, what a byte of the first parts costs, and how much of converting is added
-// to multiplying, which wants the same shared memory; bytes a cycle of runs that lie downwards. Of the same problems
-// those that take split operands, H200, 2026-11-22: 3% longer in the geometric mean, 53% at worst.
+// Split operands: products to one of others, factor of the cost of converting, and how much of converting is added to
+// multiplying, which wants the same shared memory; bytes a cycle of runs that lie downwards.
 constexpr double kSplitSteps = 3;
 constexpr double kSplitFactor = 2;
 constexpr double kSplitShare = 0.5;
 constexpr double kLoneRunRate = 7;
 
-// What an image costs beside its tiles in a unit that runs down, in tiles: the first window has to be filled.
+// Cost of an image beside its tiles in a unit that runs down, in tiles: the first window has to be filled.
 constexpr double kRestartTiles = 0.4;
 
 // Chunks of x: of their lanes at least so many convert.
 constexpr double kLeastLanes = 0.75;
 
-// Of x, at most, in the window of one tile.
+// Most bytes of x in the window of one tile.
 constexpr int kWindowBytes = 52 * 1024;
 
 struct Device {
@@ -2564,7 +2385,7 @@ inline bool complete(const Correlation& of, const Operands& operands, const Devi
   const bool same_blocks = of.in_channels % (plan.block_steps * step_channels) == 0;
   plan.x_simple = plan.chunks || (plan.x_pairs && same_blocks);
   if (plan.chunks) {
-    // Of several groups, channels behind the last ones would be the next group's.
+    // With several groups, channels behind the last ones would be the next group's.
     if (!same_blocks && of.groups > 1) return false;
     const int pieces = 2 * plan.block_steps;
     plan.whole_chunks = plan.x_pitch / kChunkColumns;
@@ -2616,12 +2437,9 @@ inline bool complete(const Correlation& of, const Operands& operands, const Devi
     for (int most_steps = plan.group_steps - 1; !fits() && most_steps >= 3; --most_steps) set_groups(most_steps);
   }
   if (!fits()) return false;
-  // With boxes a window may begin at any row of the ring, and a ring of two windows leaves more to the L1 cache.
-  //
-  // There, and downwards, another warp may convert a place in the next round, and racecheck of CUDA 13.0 reports a
-  // hazard, wrongly: x_full, the multiplying warps and x_empty order the two. It reports the same of two warps that
-  // write a place in turns, handed over by a third one's arrivals, and nothing if one of them writes in all rounds; but
-  // if a third one reads by ordinary loads, as records of tiles are read, of one writer as well.
+  // With boxes a window may begin at any row of the ring, and a ring of two windows leaves more to the L1 cache. There,
+  // and downwards, another warp may convert a place in the next round: x_full, the multiplying warps and x_empty order
+  // the two, though racecheck reports a hazard (docs/lab/wgmma.md).
   const int unit_slots = plan.down ? plan.tile_p : plan.boxes != 0 ? 1 : plan.x_rows;
   const auto grow = [&](int& count, int by, int most) {
     while (count + by <= most) {
@@ -2780,7 +2598,7 @@ inline bool plan_again(const Correlation& of, const Device& device, const Alignm
   return true;
 }
 
-// What is asked for: fp32 tensors are multiplied as TF32, which may be contained, or split.
+// The precision of a call: fp32 tensors are multiplied as TF32, which may be contained, or split.
 struct Precision {
   int element_bytes;
   bool exact;  // fp32 tensors: in full
@@ -2792,12 +2610,8 @@ inline Precision precision_of(const Problem& problem, Operator op) {
 
 // Contained operands: the same with x loaded by boxes, where that is worth while. It is not where weights are resident,
 // which leaves a fourth warp to convert and, mostly, few channels, whose rows are found in the L1 cache when they are
-// loaded again; nor where rings get shorter or blocks of channels smaller.
-//
-// H200, 2026-11-22, with boxes / without, in turns: first case 3.48 / 3.34 ms, second 1.26 / 1.31, third 0.95 / 1.1 to
-// 1.2. Of 200 problems 69 take boxes, and 0.96 of the time (0.60 to 1.13; without boxes by single pixels at worst).
-// Split operands gained 2 to 5% in the second and third case, and lost as much elsewhere, also where they took none:
-// one more way to convert in their kernels costs them registers.
+// loaded again; nor where rings get shorter or blocks of channels smaller. Not for split operands, whose kernels lack
+// the registers for one more way to convert. Measured in docs/lab/wgmma.md.
 inline void try_chunks(const Correlation& of, const Device& device, const Alignment& address, int configuration,
                        Plan& plan) {
   if (plan.contained != 1 || !plan.x_boxes || plan.w_stages == 0) return;
@@ -2805,7 +2619,7 @@ inline void try_chunks(const Correlation& of, const Device& device, const Alignm
   if (!plan_configuration(of, 4, device, address, configuration, true, chunked) || chunked.w_stages == 0) return;
   const bool tight =
       chunked.group_steps < plan.group_steps || chunked.x_slots < plan.x_slots || chunked.blocks_c > plan.blocks_c;
-  if (!tight || !plan.x_simple) plan = chunked;  // by single pixels takes twice as long
+  if (!tight || !plan.x_simple) plan = chunked;  // single pixels are the slowest way
 }
 
 inline bool make_plan(const Correlation& of, const Precision& precision, const Device& device, const Alignment& address,
@@ -2826,13 +2640,11 @@ inline bool make_plan(const Correlation& of, const Precision& precision, const D
   return true;
 }
 
-// Full fp32 accuracy: the direct engine has it too, and is the more exact one for short sums. H200, 2026-11-22, 19
-// problems of 2^25 to 2^33 multiply-adds, 1x1 and 3x3: it takes 1.3 to 4.4 times as long, at 2^25 58 us, this one 29
-// (x from randn, so with a tile on the list here and there; before the last thresholds).
+// Full fp32 accuracy from this size on: the direct engine is more exact for short sums and as fast for small problems.
 constexpr int kLeastSplitTerms = 64;
 constexpr double kLeastSplitMultiplyAdds = 1 << 25;
 
-// Null, or why not. Without a GPU: the sizes alone decide.
+// Why the engine cannot compute a problem, judged by sizes alone (no GPU needed), or null.
 inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
@@ -2858,7 +2670,7 @@ struct Planned {
   int sms;
 };
 
-// To plan takes 2 to 7 us on the host, which asks twice a call.
+// Plans are remembered: a call asks twice, and planning takes host time.
 inline const Planned& plan_of(const Problem& problem, Operator op, const Alignment& address) {
   thread_local Memo<Planned> memo;
   Device device{};
@@ -2884,73 +2696,35 @@ inline const char* refusal(const Problem& problem, Operator op) {
 
 inline double cycles(const Problem& problem, Operator op) { return plan_of(problem, op, Alignment{}).plan.cycles; }
 
-// By this engine / by mma, us, fp32, H200, 2026-11-22, commit 296e213: 3x3 of 64 channels, 56x56, 1, 4 and 8 images,
-// 39, 42 and 45 / 14, 32 and 57; 3x3 of 256 channels, 32x32, one image (2^29.2 multiply-adds) 71 / 43; 1x1 of 128
-// channels to 512, 64x64, one and four images (2^30) 32 and 53 / 20 and 61.
+// The thresholds of yields() are measured, see "The choice of an engine" in docs/lab/wgmma.md.
+//
+// fp32 in full accuracy: mma is faster below so many multiply-adds.
 constexpr double kLeastAgainstMma = 1.4142 * (1 << 29);
 
-// Of so many outputs there are hardly two tiles for each SM, which gather cuts up. H200, 2026-11-22, fp32 under TF32,
-// 3x3, by this engine (bench.py at 85de294) / by gather (in a driver, a revision in the making), us: one image, 256
-// channels to 512 and 1024 to 512, 64x64, 70 and 238 / 48 and 120; 256 to 256, 128x128 (2^22 outputs), 83 / 72; 128 to
-// 128, 256x256 (2^23), 83 / 87 (and 65 since gather contains it); 64 to 128, 256x256, 61 / 49; 64 to 64, 56x56, 32
-// images (2^22.6), 72 / 58.
+// Up to so many outputs there are hardly two tiles for each SM, which gather cuts up.
 constexpr double kFewOutputs = 1 << 23;
 
-// gather copies x once into the operands that this engine makes anew for each tile of output channels. H200,
-// 2026-11-22, 3x3, 16 images, by this engine (bench.py at b0abd2c) / by gather (in a driver), us: 128 channels to 128,
-// 256x256, 798 / 770; 128 to 256, 128x128, 396 / 337; 256 to 128, 256x256, 1550 / 1351; 256 to 256, 128x128, 723 / 572;
-// 512 to 512, 64x64, 691 / 487; 2026-11-23, both in one driver, 128 to 64, 256x256, 575 / 512, 512x512, four images,
-// 592 / 513. The more taps a filter has, the less its operands cost here: larger ones have not been tried. gather makes
-// no larger copies.
+// From so many channels on gather is faster: it copies x once into the operands that this engine makes anew for each
+// tile of output channels. The more taps a filter has, the less its operands cost here. gather makes no larger copies.
 constexpr int kManyChannels = 128, kFewTaps = 9;
 constexpr int64_t kMostCopied = 1 << 28;  // values
 
-// With fewer input channels that pays while there is not too much of x and y. H200, 2026-11-23, 3x3, by both in one
-// driver, us: 64 channels to 64, 56x56, 256 images, 298 / 239; 112x112, 32 images, 153 / 141; 512x512, one and two
-// images, 101 and 184 / 94 and 167; 128 to 64, 512x512, the same, 182 and 317 / 147 and 270; 64 to 128, 112x112, 32
-// images, 217 / 190, 256x256, four images, 118 / 121; 96 to 96, 56x56, 32 images, 96 / 77, 128x128, 16 images, 160 /
-// 176. Of more: 64 to 64, 128x128, 64 images, 292 / 307, 256x256, 16 images, 343 / 307; 64 to 128, 256x256, 16 images,
-// 348 / 421.
+// With fewer input channels that pays while x and y together have no more values than this.
 constexpr int kSomeChannels = 64;
 constexpr double kSomeValues = 1.6 * (1 << 26);
 
-// Where taps lie so far apart that gather's windows do not fit, tiles here are mostly halo. By mma / by this engine,
-// us, 3x3, dilation 12: 64 channels to 64, 64x64, 8, 32 and 64 images, 33 / 137, 113 / 188, 222 / 370; 128 to 128 and
-// 256 to 64, 8 images, 100 / 257 and 95 / 493; 64 to 64, 128 to 128 and 256 to 64, 33x33, 8 images, 41 / 150, 155 / 201
-// and 151 / 360. This engine's estimate is 1.2 to 2.6 times too short there, mma's 0.8 to 1.5 times. (H200, 2026-11-25,
-// by turns in one process.)
+// Where taps lie so far apart that gather's windows do not fit, tiles here are mostly halo, and this engine's estimate
+// is too short by at least this factor.
 constexpr double kTooShort = 1.3;
 
-// 3x3, without padding, of planes that gather does not contain on its way, since their rows of y are no fours: gather's
-// estimate over this one's, and its time over the time here.
-//
-//                                             64 to 64        64 to 128       96 to 96
-//   572x572, 1, 2 and 8 images               0.99   0.88     1.49   1.12     0.85   0.61
-//                                            1.05   0.81     1.60   1.24     0.85   0.60
-//                                            1.08   0.99
-//   570x570, 8                               1.12   0.81
-//   512x512, 4                               1.38   1.15     2.10   1.60     1.10   0.77
-//   286x286, 8                               1.01   0.72     1.48   0.93     1.49   1.01
-//   256x256, 16                              1.38   1.22     2.11   1.68     1.11   0.76
-//   150x150, 32                              1.54   1.05     1.38   0.91     1.57   1.14
-//   1026x1026, 4                             1.96   1.33
-//
-// (H200, 2026-11-25, by turns in one process.)
+// gather's estimate is longer than this one's by this factor where both take as long.
 constexpr double kLongerByGather = 1.3;
 
-// Of 16 bits in channels_last, whose values come one by one here and eight at a time in gather, which has fewer
-// channels filled up. 1, 8 and 32 images, fp16, by this engine / by gather, us (H100, 2026-11-26, by turns in one
-// process):
-//
-//   1x1 64 to 256, 56x56     39  156  488 / 14  21  48      3x3 64 to 64, 56x56      40   69  181 / 19  23  49
-//   1x1 256 to 256, 64x64    54  230  772 / 16  27  73      3x3 256 to 256, 32x32    62  110  307 / 36  38  68
-//   1x1 24 to 144, 56x56     33   99  320 / 14  23  48      3x3 32 to 32, 128x128    38   91  265 / 20  57 195
-//   7x7 64 to 64, 64x64      67  106  293 / 43  46 152      3x3 16 to 16, 128x128    36   56  145 / 20  57 191
+// 16 bits in channels_last: gather loads eight values at a time where this engine loads one, but fills channels up with
+// zeros, which costs more with fewer channels than this.
 constexpr int kLeastOfEights = 24;
 
-// H200, 2026-11-22, fp32 under TF32, 256 images of 56x56, by the engine gather / by this one: 1x1 of 64 channels to 64,
-// 64 to 256, 256 to 64 and 256 to 128 in 128, 318, 261 and 341 us / 182, 438, 622 and 660; 3x3 of 64 channels in
-// channels_last in 436 / 1068 (of revisions in the making; the last one by bench.py at 0360cc5).
+// Why the engine defers to another one although it could compute the problem, or null.
 inline const char* yields(const Problem& problem, Operator op) {
   const int64_t (&in_stride)[4] = op == Operator::kDgrad ? problem.y_stride : problem.x_stride;
   const bool channels_last = in_stride[1] == 1 && in_stride[3] > 1;
@@ -2970,19 +2744,15 @@ inline const char* yields(const Problem& problem, Operator op) {
                ? "mma is faster where taps lie far apart"
                : nullptr;
   }
-  // gather multiplies several of them as one: 256 channels in 32 groups, 56x56, 32 images, 313 us here, 126 there
-  // (bench.py, H200, 2026-11-23); the estimates say 381 and 124.
+  // gather multiplies several such groups as one.
   const bool few_of_group = problem.groups > 1 && std::max(problem.C, problem.K) / problem.groups < kGroupChannels;
   if (few_of_group && kGatherEngine.cycles(problem, op) < cycles(problem, op))
     return "gather is faster with few channels a group";
-  // It may contain x on its way; at addresses that are no sixteens of bytes, which nobody asks for here, it has to copy
-  // x then, or to take TF32. (3x3, 64 to 256 channels each, 56x56 to 512x512, 4 to 256 images: 0.45 to 0.99 of the time
-  // here in 173 of 175 problems, 0.66 in the mean; 1.02 of 64 to 256, 256x256, 16 images, and 512x512, 4 images. This
-  // engine's estimate is up to 1.9 times too short there, and chose it in 19 problems that it took up to 1.37 times as
-  // long for. H200, 2026-11-25, by turns in one process.)
+  // gather may scale x to fp16 while it loads it (at aligned addresses, which are assumed here). 3x3 filters are taken
+  // from measurements, as this engine's estimate is too short there.
   const bool measured = problem.R == 3;
   if (gather_lands(problem, op) && (measured || kGatherEngine.cycles(problem, op) < cycles(problem, op)))
-    return "gather is faster where it contains x on its way";
+    return "gather is faster where it scales x to fp16 while loading it";
   const bool points = problem.R == 1 && problem.S == 1;
   const double of_x = static_cast<double>(problem.N) * problem.C * problem.H * problem.W;
   const double of_y = static_cast<double>(problem.N) * problem.K * problem.P * problem.Q;
@@ -3154,7 +2924,7 @@ cudaError_t run(const void* w_ptr, void* workspace, Params& params, cudaStream_t
   return run_packed<Format>(params, stream);
 }
 
-// What is to be computed, and on what.
+// A call: the problem, its tensors and its plan.
 struct Call {
   Operator op;
   const Problem& problem;

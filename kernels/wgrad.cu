@@ -4,56 +4,43 @@
 //
 //   dw[k, e] = sum over pixels (n, p, q) of dy[n, k, p, q] * x[n, c(e), p*stride_h - pad_h + r(e)*dilation_h, ..]
 //
-// GEMM view: rows = weights of a filter, e = (c, r, s) or, of channels_last, (r, s, c), as they lie in memory;
-// columns = output channels; reduction = pixels. A block owns a tile of dw, 128 rows, and a range of pixels, a split,
-// which it reads in stages of 32 words of each row and column, a word being one pixel of fp32 or two of 16 bits:
+// GEMM: rows = weights of a filter, e = (c, r, s) or, in channels_last, (r, s, c), as they lie in memory; columns =
+// output channels; reduction = pixels. A block owns a tile of dw, 128 rows, and a range of pixels, a split, which it
+// reads in stages of 32 words of each row and column, a word being one pixel of fp32 or two of 16 bits:
 //
 //   x stage    a window of the image with all that these pixels see, as in memory: [channel][row][column]
-//              or, of 1x1 filters, [channel][word], 144 bytes a row: eight rows of 16 bytes meet all banks (ldmatrix)
-//              or, of channels_last, [pixel][weight]
-//   dy stage   [output channel][word], rows of 128 bytes in the order of boxes: what wgmma reads along its reduction
+//              or, with 1x1 filters, [channel][word], 144 bytes a row: eight rows of 16 bytes meet all banks (ldmatrix)
+//              or, in channels_last, [pixel][weight]
+//   dy stage   [output channel][word], rows of 128 bytes in TMA's swizzle: what wgmma reads along its reduction
 //              or, where no box can be loaded, [chunk of 4 words][output channel] x 16 bytes
 //
-//   memory --cp.async-----------> x stage --words or ldmatrix, rounding to TF32--> registers --+
-//                                                                                             v
-//   memory --bulk copy of a box--> dy stage --rounding, in place------------------------> wgmma --> sums --> dw
+//   memory --cp.async----> x stage --words or ldmatrix, rounding to TF32--> registers --+
+//                                                                                      v
+//   memory --TMA box-----> dy stage --rounding, in place----------------------------> wgmma --> sums --> dw
 //
-// A tap's shift is by one pixel, 4 or 2 bytes, which no descriptor can say: so x is the operand that goes through
-// registers, where each word of it is found by the place of its pixel in the window, from a table that comes with the
-// stage, plus that of its weight, which is a lane's own. Padding is zeros in the window. Without a window (x that lies
-// otherwise, windows that do not fit) words are gathered from memory, and a test of two bits, of the row and of the
-// column of the tap, tells padding.
+// The shift of a tap is one pixel, 4 or 2 bytes, which no wgmma descriptor can express: x is therefore the operand that
+// goes through registers. Each word of it is found by the place of its pixel in the window, from a table that comes
+// with the stage, plus that of its weight, which is a lane's own. Padding is zeros in the window. Without a window (x
+// with other strides, windows that do not fit) words are gathered from memory, and a test of two bits, of the row and
+// of the column of the tap, tells padding.
 //
-// Warps that load are grouped: each group has a stage of its own, orders its copies, waits for those of the one before,
-// rounds dy and gives it; groups take stages in turn. Two warpgroups multiply, 64 rows of the tile each. Sums of splits
-// meet in memory, in fp32, and are added up in double by a second kernel, in one order.
+//   warps 0-7    multiply: two warpgroups, 64 rows of the tile each
+//   the others   load, in groups of warps. Each group has a stage of its own: it issues its copies, waits for those of
+//                the stage before, rounds dy and hands the stage over; groups take stages by turns
 //
-// What boxes and copies of 16 bytes cannot take is copied first: images of 7x7 pixels (of 1x1 filters all of them in a
-// row, without gaps), rows that begin anywhere, pixels that a 1x1 filter with a stride leaves out.
+// Sums of splits meet in memory, in fp32, and are added up in double by a second kernel, in one order.
+//
+// A copy comes first where boxes and 16-byte copies cannot read a tensor: images whose size is no multiple of 16 bytes
+// (with 1x1 filters all of them in a row, without gaps), rows that begin anywhere, and pixels that a 1x1 filter with a
+// stride leaves out.
 //
 // Full fp32 accuracy takes three products: v = first + rest, both TF32, and first*first + first*rest + rest*first. The
-// tensor core truncates when it adds, so the sum of each stage is added to another by ordinary additions. Inf and NaN:
-// products of rests may make a NaN of an Inf, and are left out where they are not finite. Under the TF32 contract a
+// tensor core truncates when it adds, hence the sum of each stage is added to another one by ordinary additions.
+// Products of rests may make a NaN of an Inf, and are left out where they are not finite. Under the TF32 contract a
 // chain of sums is as long as a split, at most kMostChained pixels.
 //
-// us, TF32, 256 images, NCHW, H200, 2026-11-25: this engine in a driver, a revision in the making / cuDNN in torch:
-//
-//   3x3  64 to  64 channels, 56x56    624 /  810        1x1   64 to  256 channels, 56x56   261 / 327
-//   3x3 128 to 128, 28x28             317 /  422        1x1  256 to   64, 56x56            274 / 305
-//   3x3 256 to 256, 14x14             320 /  410        1x1 1024 to  256, 14x14            144 / 304
-//   3x3 512 to 512, 7x7               511 /  339        1x1 2048 to  512, 7x7              214 / 227
-//   3x3 256 to 256, 28x28, stride 2   364 /  489        1x1  512 to 1024, 28x28, stride 2  353 / 590
-//
-// direct took 33 to 37 ms for each of the reference cases, this 3.3 to 8.4. In channels_last cuDNN is faster: there dy
-// is turned round on its way through registers, and a stage waits for memory.
-//
-// What bounds it: with 256 output channels a stage takes some 2200 cycles where the products take 1024. It loads 40 to
-// 48 KB, from the L2 cache, which is 18 to 22 bytes a cycle of an SM and near what the cache gives all of them; a
-// cluster whose blocks share dy would halve that. With 64 and 128 output channels it is what warps that load do beside
-// their copies. In the order in which they were left behind, 3x3 128 to 128, 28x28: words of x gathered by cp.async
-// of 4 bytes, 630 us (18 cycles of an SM each); windows 460; dy by cp.async of 16 bytes to pieces that lie apart, 530;
-// dy by boxes 385; groups of warps 330; each of them ordering its next stage behind what it gives, 318. The next
-// operand loaded while one is multiplied: 433, since what has been read is given back later.
+// Bound by loading stages from the L2 cache with 256 output channels, by the loading warps' other work with fewer; in
+// channels_last by memory latency. Measurements: docs/lab/wgrad.md.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cmath>
@@ -85,13 +72,13 @@ static_assert(kStageWords * kPixelBytes <= kXBytes && 2 * kStageWords * kPixelBy
 constexpr int kSmemBytes = 232448;
 constexpr int kMostStages = 8;
 [[maybe_unused]] constexpr int kMostAhead = 3;
-constexpr int kAtOnce = 4;  // loads from shared memory by a warp before it needs the first: each takes some 30 cycles
+constexpr int kAtOnce = 4;  // loads from shared memory by a warp before it needs the first, to hide their latency
 // With half as many loading warps, as ptxas needs them: without spills, and wgmma one behind another (no C7512).
 [[maybe_unused]] constexpr int kMultiplyRegisters = 176, kLoadRegisters = 152;
-static_assert(2 * kMultiplyRegisters + kLoadRegisters == 3 * 168, "what one gives back the others take");
+static_assert(2 * kMultiplyRegisters + kLoadRegisters == 3 * 168, "exactly the registers that the block has");
 constexpr int kTableBytes = 8 * kTileE, kBarrierBytes = 24 * kMostStages;
 
-// Of the dy stage: of a chunk, of the stage or one of its parts, and by boxes.
+// Bytes of the dy stage: of a chunk; of the stage or one of its parts, also as loaded by boxes.
 MODELNEW_HOST_DEVICE constexpr int chunk_bytes(int tile_k) { return (tile_k + 1) * 16; }
 MODELNEW_HOST_DEVICE constexpr int part_bytes(int tile_k, bool boxes) {
   return boxes ? tile_k * hopper::kBoxRowBytes : kChunks * chunk_bytes(tile_k);
@@ -169,8 +156,8 @@ struct Params {
   Divisor by_plane, by_row, by_taps, by_channels, by_S, by_image_stages, by_strip_stages, by_width;
 };
 
-// What is copied first: x of 1x1 filters that leave pixels out or whose images do not begin at multiples of 16 bytes,
-// as dense images of y's size; x of others whose rows do not begin there; and dy where boxes of it would not.
+// A copy of a tensor that cannot be read in place: x of 1x1 filters that leave pixels out or whose images do not begin
+// at multiples of 16 bytes, as dense images of y's size; x of others whose rows do not begin there; and dy likewise.
 struct CopyParams {
   const void* from_ptr;
   void* to_ptr;
@@ -208,7 +195,7 @@ struct Pixel {
   bool is_pixel;
 };
 
-// Of a weight: bytes from the beginning of the window, and the bits that have to be set.
+// A weight: bytes from the beginning of the window, and the bits that have to be set.
 struct Weight {
   int32_t offset;
   uint32_t needs;
@@ -302,10 +289,10 @@ struct Loader {
   int warp;                 // of those that load a stage
   Weight own;               // of channels_last: that of the lane
   Pixel pixels[PIXELS];     // of the lane's word
-  // Of a strip: its number of the stage, its first column, and where it begins in x (row -pad_h) and dy.
+  // The current strip: its number of the stage, its first column, and where it begins in x (row -pad_h) and dy.
   int expected_stage, of_strip, strip_q;
   const uint8_t *strip_x, *strip_dy;
-  // Of a window: where it begins in x, in the image, and where the lane's pixels are in it.
+  // The current window: where it begins in x, in the image, and where the lane's pixels are in it.
   const uint8_t* window_ptr;
   int first_row, first_column;
   uint32_t places[PIXELS];
@@ -326,7 +313,7 @@ struct Loader {
 
   __device__ __forceinline__ bool has_k(int k) const { return first_k + k < params.group_k; }
 
-  // What another lane has.
+  // Another lane's pointer.
   __device__ __forceinline__ static const uint8_t* of_lane(const uint8_t* pointer, int lane) {
     return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(pointer), lane));
   }
@@ -833,9 +820,8 @@ struct Multiplier {
     hopper::wgmma_commit();
   }
 
-  // racecheck names these reads and the next copies to the stage a hazard: it does not see that __syncwarp orders them
-  // before the arrival of one lane. With an arrival of each lane, here and where stages are loaded, it names none
-  // (compute-sanitizer of CUDA 13.0, H200, 2026-11-25).
+  // __syncwarp orders these reads before the arrival of one lane, and hence before the next copies to the stage;
+  // racecheck does not see that and names a hazard (docs/lab/wgrad.md).
   __device__ __forceinline__ void give() {
     __syncwarp();  // all lanes have read their part of x
     if (lane == 0) hopper::barrier_arrive(ring.empty());
@@ -1142,21 +1128,20 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kWgrad) return "it computes gradients to weights only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
   int sms = 0;
-  if (find_gpu(sms) != 90) return "it runs on Hopper (sm_90) only";
-  if (problem.R + problem.S > 30) return "it takes filters of up to 30 rows and columns together only";
+  if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
+  if (problem.R + problem.S > 30) return "the rows and columns of the filter together must be at most 30";
   constexpr int64_t kMost = int64_t{1} << 30;
-  if (pixels_of(problem) > kMost) return "it counts up to 2^30 pixels only";
-  if (problem.K * columns_of(problem) > kMost) return "it counts up to 2^30 weights only";
+  if (pixels_of(problem) > kMost) return "y must have at most 2^30 pixels in all images";
+  if (problem.K * columns_of(problem) > kMost) return "w must have at most 2^30 elements";
   const int64_t reach = group_c_of(problem) * problem.x_stride[1] +
                         int64_t{problem.R} * problem.dilation_h * problem.x_stride[2] +
                         int64_t{problem.S} * problem.dilation_w * problem.x_stride[3];
-  if (reach * element_bytes(problem.dtype) > kMost) return "it takes what an output sees within 1 GB only";
+  if (reach * element_bytes(problem.dtype) > kMost) return "the receptive field of an output must span at most 1 GB";
   return nullptr;
 }
 
-// Cycles of an SM: of a stage, by what is multiplied and by what is loaded. For the choice among tiles: of five
-// problems in which all three were tried it took the fastest; the times themselves are 1.3 to 3 times as long as this
-// says (256 images, in the driver of the header note).
+// Cycles of a stage, by what is multiplied and by what is loaded. Good enough to choose among tiles; real times are
+// longer (docs/lab/wgrad.md).
 inline double stage_cycles(int tile_k, int parts, bool sixteen_bits) {
   const double multiplied = 4.0 * tile_k * (parts == 2 ? 3 : 1);
   const double loaded = (sixteen_bits ? 6.0 : 4.0) * kTileE + 2.0 * tile_k;
@@ -1397,8 +1382,8 @@ inline const Plan& plan_of(const Problem& problem, const void* x, const void* dy
                   [&] { return make_plan(problem, x, dy, sms); });
 }
 
-// What another engine compares: of 16 bits in planes, fitted to times, see tma_wgrad's yields(). Memory or stages that
-// take longer in tiles of 256 channels, and copies. In cycles at 1.65 GHz; times are within 20% of it.
+// The estimate that tma_wgrad compares with its own (16 bits in NCHW), in cycles of an SM. Fitted to measured times
+// (docs/lab/wgrad.md): memory, stages, which take longer in tiles of 256 channels, and copies.
 inline double cycles(const Problem& problem, Operator) {
   constexpr double kCall = 18540, kCopyCall = 21700, kBytes = 12, kCopiedBytes = 14, kTile = 1.04, kLargestTile = 1.58;
   const Plan& plan = plan_of(problem, nullptr, nullptr);
@@ -1423,11 +1408,7 @@ inline bool stores_dw(const Problem& problem, const Plan& plan) {
   return lies(w[1], C, R * S) && lies(w[3], S, 1) && lies(w[2], R, S);
 }
 
-// H200, 2026-11-25, 27 problems in NCHW, fp32, of 8 channels and more in and out (3 in, too), 1 to 128 images, up to
-// 32 groups: 0.07 to 0.73 of direct's time, but 1.02 for 3x3 of 512 channels, 7x7, one image. Fewer output channels in
-// a group were not tried; a tile has 64.
-// Below, launches are what takes time, and direct has fewer: 107 us and direct 89 of 7.5 million multiply-adds, 90 and
-// 71 of 74 thousand (through autograd, with host time, channels_last; H200, 2026-11-25).
+// Fewest multiply-adds: below, launches take most of the time, and direct has fewer (docs/lab/wgrad.md).
 constexpr double kLeastWork = 1 << 23;
 
 inline const char* yields(const Problem& problem, Operator) {
@@ -1580,7 +1561,7 @@ inline cudaError_t make_dy_map(const Problem& problem, const Plan& plan, const v
   const uint64_t P = problem.P, Q = problem.Q;
   const uint64_t sizes[4] = {plan.image_is_row ? P * Q : Q, plan.image_is_row ? 1 : P,
                              static_cast<uint64_t>(problem.K), static_cast<uint64_t>(problem.N)};
-  // Of a dimension of one element the step is never taken, but has to be one that could be.
+  // The step of a dimension of one element is never taken, but a map needs a valid one.
   const auto step = [&](int dimension, int64_t stride, uint64_t natural) {
     return sizes[dimension] == 1 ? natural : static_cast<uint64_t>(stride) * bytes;
   };
@@ -1593,7 +1574,7 @@ inline cudaError_t make_dy_map(const Problem& problem, const Plan& plan, const v
   return hopper::make_box_map(hopper::BoxUse::kLoadRows, dy, bytes, sizes, strides, box, map);
 }
 
-// Of x, as of 1x1 filters, or of dy, which sees itself.
+// Copies x or dy. dy is copied as x of a 1x1 filter is.
 inline cudaError_t copy(const Problem& problem, const Plan& plan, bool of_x, const void* from, void* to,
                         cudaStream_t stream) {
   const bool merges = plan.prepared.merges;
