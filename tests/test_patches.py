@@ -113,9 +113,9 @@ PATCHES_CASE = Case(2, 3, 32, 32, 8, 16, 16, stride=(16, 16))
         (PATCHES_CASE, "fprop", None),
         (PATCHES_CASE, "dgrad", "outputs only"),
         (PATCHES_CASE, "wgrad", "outputs only"),
-        (dataclasses.replace(PATCHES_CASE, stride=(16, 15)), "fprop", "whose stride is their size"),
-        (dataclasses.replace(PATCHES_CASE, padding=(0, 8)), "fprop", "whose stride is their size"),
-        (dataclasses.replace(PATCHES_CASE, H=64, dilation=(2, 1)), "fprop", "whose stride is their size"),
+        (dataclasses.replace(PATCHES_CASE, stride=(16, 15)), "fprop", "a stride equal to the filter size"),
+        (dataclasses.replace(PATCHES_CASE, padding=(0, 8)), "fprop", "a stride equal to the filter size"),
+        (dataclasses.replace(PATCHES_CASE, H=64, dilation=(2, 1)), "fprop", "a stride equal to the filter size"),
         (dataclasses.replace(PATCHES_CASE, R=1, S=1, stride=(1, 1)), "fprop", "larger than 1x1"),
         (dataclasses.replace(PATCHES_CASE, C=6, groups=2), "fprop", "one group"),
         (Case(1 << 11, 3, 224, 224, 8, 16, 16, stride=(16, 16)), "fprop", "512 MB"),
@@ -147,12 +147,12 @@ def test_patches_yield_to_who_takes_them_whole(patches_shim):
         let_take(False, False)
         case = Case(7, 3, 32, 32, 8, 16, 16, stride=(16, 16))
         text = patches_shim.refuses("fprop", case, make_tensors(case, torch.float32, integers))
-        assert text == b"no other engine takes what is left"
+        assert text == b"no other engine computes the 1x1 convolution of the copy"
         let_take(True, True)
-        assert reason(2) == b"an engine takes it whole"  # another size, as who takes a problem is remembered
+        assert reason(2) == b"another engine computes the problem without a copy of x"  # another size, as who takes a problem is remembered
         let_take(False, True)  # stem alone, which in 16 bits is slow with large filters
         for number, dtype in enumerate(DTYPES[:3]):
             assert (reason(3 + number, dtype=dtype) is None) == (dtype != torch.float32)
-            assert reason(8 + number, R=4, dtype=dtype) == b"an engine takes it whole"
+            assert reason(8 + number, R=4, dtype=dtype) == b"another engine computes the problem without a copy of x"
     finally:
         let_take(True, False)

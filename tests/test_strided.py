@@ -68,9 +68,9 @@ def test_strided_tests_see_what_is_wrong(mutation, strided_shim):
     "case, operator, text",
     [
         (STRIDED_CASES[0], "fprop", "it computes input gradients only"),
-        (Case(1, 8, 9, 9, 8, 3, 3), "dgrad", "it takes strides only"),
-        (Case(1, 8, 9, 9, 8, 9, 9, stride=(2, 2)), "dgrad", "it takes strides only"),  # one output
-        (Case(1, 8, 30, 30, 8, 3, 3, stride=(5, 4)), "dgrad", "it takes up to 16 phases of the input only"),
+        (Case(1, 8, 9, 9, 8, 3, 3), "dgrad", "it requires a stride greater than 1 along an axis with more than one output"),
+        (Case(1, 8, 9, 9, 8, 9, 9, stride=(2, 2)), "dgrad", "it requires a stride greater than 1 along an axis with more than one output"),  # one output
+        (Case(1, 8, 30, 30, 8, 3, 3, stride=(5, 4)), "dgrad", "it splits the input into at most 16 phases, stride_h times stride_w"),
     ],
 )
 def test_strided_says_what_it_refuses(strided_shim, case, operator, text):

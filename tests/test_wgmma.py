@@ -305,7 +305,7 @@ def test_wgmma_yields_where_x_is_contained_on_its_way(wgmma_plans, R, cycles, la
     expected = None
     if tf32 and dtype == torch.float32:
         if lands and (R == 3 or cycles == 1):
-            expected = "gather is faster where it contains x on its way"
+            expected = "gather is faster where it scales x to fp16 while loading it"
         elif cycles == 1:
             expected = "gather is faster by the estimates"
     assert reason == expected

@@ -75,9 +75,9 @@ def test_wgrad_estimates_grow_with_the_batch(wgrad_plans):
     [
         (Case(1, 8, 9, 9, 8, 3, 3), "fprop", torch.float32, "it computes gradients to weights only"),
         (Case(1, 8, 9, 9, 8, 3, 3), "wgrad", torch.float64, "it has no float64"),
-        (Case(1, 8, 40, 40, 8, 16, 16), "wgrad", torch.float32, "it takes filters of up to 30 rows and columns"),
-        (Case(2, 8, 32768, 32768, 8, 1, 1), "wgrad", torch.float32, "it counts up to 2^30 pixels only"),
-        (Case(1, 32768, 1, 1, 65536, 1, 1), "wgrad", torch.float32, "it counts up to 2^30 weights only"),
+        (Case(1, 8, 40, 40, 8, 16, 16), "wgrad", torch.float32, "the rows and columns of the filter together must be at most 30"),
+        (Case(2, 8, 32768, 32768, 8, 1, 1), "wgrad", torch.float32, "y must have at most 2^30 pixels"),
+        (Case(1, 32768, 1, 1, 65536, 1, 1), "wgrad", torch.float32, "w must have at most 2^30 elements"),
     ],
 )
 def test_wgrad_says_what_it_refuses(wgrad_plans, case, operator, dtype, text):
@@ -280,7 +280,7 @@ def test_wgrad_refuses_other_gpus(wgrad_plans):
             refusals.append(wgrad_plans.says("refusal", "wgrad", WGRAD_SHIM_CASES[0]))
     finally:
         capability.value = 90
-    assert refusals == [None] + ["it runs on Hopper (sm_90) only"] * 3
+    assert refusals == [None] + ["it needs a Hopper GPU (compute capability 9.0)"] * 3
 
 
 def wgrad_stays_inside(shim: WgradShim, case: Case, dtype: torch.dtype) -> bool:
