@@ -2,7 +2,7 @@
 #
 #   make test                       ruff, then all tests (those for the GPU skip where there is none)
 #   make test ARGS='-n 2 --dist=loadgroup'   the same in two processes: most tests use one core
-#   make bench ARGS=--backward      bench.py
+#   make bench ARGS='networks resnet50'   bench.py
 #   make lint                       ruff alone
 #   make torch-2.1                  whether what includes torch compiles against the oldest torch, 2.1.2
 #
@@ -39,7 +39,10 @@ TORCH21_INCLUDES = $(addprefix -isystem , $(TORCH21)/torch/include $(TORCH21)/to
 test: lint $(CUDA121)
 	$(PYTHON) -m pytest $(ARGS)
 
+# Not to be installed with the tests: torchvision would replace a torch that it was not built for.
 bench: $(STAMP)
+	$(PYTHON) -c 'import torchvision' 2> /dev/null || $(PYTHON) -m pip install -q -e '.[bench]' \
+		"torch==$$($(PYTHON) -c 'import torch; print(torch.__version__)')" || echo 'no torchvision: no networks'
 	$(PYTHON) bench.py $(ARGS)
 
 lint: $(STAMP)
@@ -51,7 +54,7 @@ $(PYTHON):
 $(STAMP): pyproject.toml Makefile | $(PYTHON)
 	rm -f $(VENV)/modelnew-*.stamp
 	$(PYTHON) -m pip install -q $(TORCH)
-	$(PYTHON) -m pip install -q -e '.[bench,test]'
+	$(PYTHON) -m pip install -q -e '.[test]'
 	$(PYTHON) -m pip install -q $(CUOBJDUMP_WHEELS) || echo 'no cuobjdump: tests of the machine code will skip'
 	touch $@
 

@@ -267,11 +267,11 @@ def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
         known = [(place, mean_speedup(found)) for place, found in zip(places, heights, strict=True) if found]
         axes.bar(*zip(*known, strict=True), width, label=f"{name}, mean {mean:.2f}")
     axes.axhline(1, color="black", linewidth=1)
-    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xticks(range(len(groups)), [name.replace("_", "\n") for name in groups])
     machine = documents[0]["machine"]
     title = f"{machine['device']}, torch {machine['torch']}, cuDNN {machine['cudnn']}"
-    axes.set(ylabel="speed-up over PyTorch", title=title)
-    axes.legend(ncols=len(series), fontsize=8, frameon=False)
+    axes.set_ylabel("speed-up over PyTorch")
+    figure.legend(ncols=len(series), frameon=False, loc="outside upper center", title=title)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
