@@ -187,8 +187,13 @@ def _find_ninja() -> str | None:
 def _nvcc_release(cuda_home: str) -> tuple[int, int]:
     """CUDA version of a toolkit's nvcc, such as (13, 0). Starts a process, so only cold builds ask."""
     nvcc = os.path.join(cuda_home, "bin", "nvcc")
-    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    release = re.search(r"release (\d+)\.(\d+)", text)
+    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"{nvcc} --version failed with exit status {done.returncode}; "
+            "set CUDA_HOME to a CUDA toolkit whose nvcc runs"
+        )
+    release = re.search(r"release (\d+)\.(\d+)", done.stdout)
     if release is None:
         raise RuntimeError(f"{nvcc} --version names no CUDA release; set CUDA_HOME to a CUDA toolkit")
     return int(release[1]), int(release[2])
@@ -354,8 +359,8 @@ def _find_library(build: _Build) -> str | None:
 def _import_library(path: str) -> ModuleType:
     """Imports a finished library; the module has the name of the file."""
     spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(path))[0], path)
-    module = importlib.util.module_from_spec(spec)
     try:
+        module = importlib.util.module_from_spec(spec)  # opens the library
         spec.loader.exec_module(module)
     except Exception as error:
         raise RuntimeError(f"{path} cannot be loaded ({error}); delete it, and it is built again") from error
@@ -404,9 +409,16 @@ def _require_tools(build: _Build) -> tuple[int, int]:
             "directory"
         )
     if _find_host_compiler() is None:
+        if "CXX" in os.environ:
+            raise RuntimeError(
+                f"no C++ compiler was found: CXX is {os.environ['CXX']!r}, but must be one installed program, "
+                "without arguments"
+            )
         raise RuntimeError("no C++ compiler was found; install g++, or set CXX to your compiler")
     if _find_ninja() is None:
         raise RuntimeError("ninja was not found; get it with: pip install ninja")
+    if importlib.util.find_spec("setuptools") is None:  # torch.utils.cpp_extension imports it
+        raise RuntimeError("no module named 'setuptools' was found; get it with: pip install setuptools")
     release = _nvcc_release(build.cuda_home)
     if torch_cuda is not None and str(release[0]) != torch_cuda.split(".")[0]:
         raise RuntimeError(
@@ -1839,7 +1851,11 @@ def _bundle_gpu(arch: str | None) -> tuple[tuple[int, int], tuple[int, ...]]:
 @functools.cache
 def _dry_run() -> ctypes.CDLL:
     build = _plan_dry_run(_sources)
-    return ctypes.CDLL(build.library if os.path.exists(build.library) else _build_once(build))
+    path = build.library if os.path.exists(build.library) else _build_once(build)
+    try:
+        return ctypes.CDLL(path)
+    except OSError as error:
+        raise RuntimeError(f"{path} cannot be loaded ({error}); delete it, and it is built again") from error
 
 
 def _sizes_for_kernels(key: tuple[Any, ...], tf32: bool) -> list[int]:
@@ -2115,7 +2131,7 @@ def _main(arguments: list[str] | None = None) -> None:
             sys.stdout.write(text)
         else:
             Path(options.output).write_text(text, encoding="utf-8")
-    except (OSError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         sys.exit(f"modelnew: {_reason(error)}")
 
 

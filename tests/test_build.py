@@ -1,7 +1,7 @@
-"""How modelnew compiles its kernels: digest, units, locks, progress and messages.
+"""Tests of the build of the kernels: digest, units, locks, progress and messages.
 
-Most tests run on a machine that exists on paper only: compilers that are shell scripts, a GPU that torch is made to
-see, and torch's load_inline replaced by one that writes a file. ninja is the real one.
+Most tests run with a fake machine: shell scripts for compilers, a patched torch.cuda that reports a GPU, and a
+load_inline that writes a file. ninja is the real one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch.utils import cpp_extension
 import modelnew
 
 NINJA = modelnew._find_ninja()
+import_library = modelnew._import_library
 
-# A compiler: says what it is, or notes what it was asked for, waits, fails or writes an object file.
+# A fake compiler: it prints its version, or logs its command line, waits, and fails or writes an object file.
 COMPILER = """#!/bin/sh
 folder='{folder}'
 if [ "$1" = --version ]; then echo '{version}'; exit; fi
@@ -36,7 +37,7 @@ while [ $# -gt 1 ]; do
   shift
 done
 if [ -e "$folder/seconds" ]; then read seconds < "$folder/seconds"; /bin/sleep "$seconds"; fi
-if [ -e "$folder/others" ]; then  # wait until so many compilers run
+if [ -e "$folder/others" ]; then  # wait until this number of compilers runs
   read others < "$folder/others"
   tries=0
   while [ "$(/usr/bin/wc -l < "$folder/commands")" -lt "$others" ]; do
@@ -59,14 +60,14 @@ UNITS = ["kernels/binding.cpp", "kernels/direct.cu"]
 
 
 class Library:
-    """What _import_library makes of a file."""
+    """Replacement for an imported library, with the text of the file."""
 
     def __init__(self, path: str) -> None:
         self.__file__, self.text = path, Path(path).read_text()
 
 
 class FakeTools:
-    """A machine with a GPU, a CUDA toolkit and compilers."""
+    """A fake machine with a GPU, a CUDA toolkit and compilers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.monkeypatch, self.folder = monkeypatch, folder
@@ -107,13 +108,13 @@ class FakeTools:
         self.monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
 
     def load_inline(self, name: str, build_directory: str, **keywords: object) -> None:
-        """What torch's does: links the objects to a library, which it loads."""
+        """Link the objects to a library, as torch's load_inline does."""
         objects = [Path(build_directory, flag).read_text().strip() for flag in keywords["extra_ldflags"]]
         Path(build_directory, f"{name}.so").write_text(" ".join(objects))
         self.linked = {"name": name, "environment": dict(os.environ), **keywords}
 
     def lines(self, log: str) -> list[str]:
-        """What compilers have noted so far, those of other processes included."""
+        """Return the lines that compilers have logged so far, in all processes."""
         path = self.folder / log
         return path.read_text().splitlines() if path.exists() else []
 
@@ -122,14 +123,14 @@ class FakeTools:
         return sorted(self.lines("compiled"))
 
     def set(self, name: str, value: object) -> None:
-        """What compilers do from now on: take so many `seconds`, wait until so many `others` run, print a `failure`."""
+        """Set the compilers' behaviour: wait `seconds`, wait until `others` run, or fail with the text `failure`."""
         (self.folder / name).write_text(f"{value}\n")
 
     def unset(self, name: str) -> None:
         (self.folder / name).unlink()
 
     def plan(self, **sources: str) -> modelnew._Build:
-        """The build of small sources; replace one by its name with a _ for the dot."""
+        """Return the build of small sources. A keyword such as a_cuh replaces the source a.cuh."""
         changed = {name.replace("_", "."): text for name, text in sources.items()}
         return modelnew._plan_build(self.sources | changed, modelnew._gpu_capabilities())
 
@@ -138,7 +139,7 @@ class FakeTools:
 
     @property
     def left(self) -> set[str]:
-        """Kinds of files in the directory of finished libraries."""
+        """Suffixes of the files in the directory of finished libraries."""
         folder = self.folder / "cache" / "modelnew"
         return {path.suffix for path in folder.iterdir()} if folder.exists() else set()
 
@@ -226,7 +227,7 @@ def test_comments_are_found_and_nothing_else():
 
 
 def test_units_are_those_of_the_gpus():
-    """Off Hopper a stand-in is compiled instead of what would refuse every problem. The longest unit comes first."""
+    """Builds for other GPUs than Hopper replace Hopper's engines by a stand-in. The longest unit comes first."""
     of_bundles = {"dry_run.cpp", "bundle_template.cpp", "bundle_template.cu"}
     every = {name for name in modelnew._sources if name.endswith((".cpp", ".cu"))} - of_bundles
     hopper = modelnew._units(modelnew._sources, [(9, 0)])
@@ -250,7 +251,7 @@ def test_off_hopper_its_kernels_do_not_count(tools):
     assert names[1] != names[3]
 
 
-# What a build does ---------------------------------------------------------------------------------------------------
+# A build -------------------------------------------------------------------------------------------------------------
 
 
 def test_build_once_then_import(tools, capsys):
@@ -305,13 +306,13 @@ def test_compilers_get_what_they_need(tools, version, standard):
 
 
 def test_the_systems_own_headers_are_not_put_before_those_of_the_compiler(tools):
-    """Where CUDA is one of the system's packages, its headers lie among all others."""
+    """If CUDA is a package of the system, its headers are in /usr/include with all others."""
     build = tools.plan()._replace(cuda_home="/usr")
     assert not re.search(r"-isystem /usr/include( |$)", modelnew._ninja_file(build, 1), re.MULTILINE)
 
 
 def test_torch_is_asked_for_no_gpu(tools):
-    """Not even for one that it has never heard of, and whatever the environment says."""
+    """torch gets no GPU that it does not know, and TORCH_CUDA_ARCH_LIST of the environment is ignored."""
     tools.monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9;not-an-arch")
     tools.set_gpus((99, 9))
     tools.open()
@@ -377,7 +378,7 @@ def test_expected_seconds_follow_the_units_and_the_cores():
 
 
 def test_builds_in_one_process_in_a_directory_each(tools):
-    """As a benchmark harness does it for each of its problems. torch would build a name only once in a process."""
+    """A benchmark harness builds in a new directory for each problem. torch builds a name only once in a process."""
     names = []
     for number in (1, 2, 3, 2):
         directory = tools.folder / str(number)
@@ -389,11 +390,11 @@ def test_builds_in_one_process_in_a_directory_each(tools):
     assert tools.compiled == sorted(UNITS * 4)
 
 
-# What may go wrong ---------------------------------------------------------------------------------------------------
+# Failures ------------------------------------------------------------------------------------------------------------
 
 
 def in_processes(tools: FakeTools, count: int) -> list[multiprocessing.Process]:
-    """Processes that all open the build now. Forked, so that they share the fake machine and need no import."""
+    """Start processes that open the build. They are forked, so that they share the fake machine and need no import."""
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=tools.open) for _ in range(count)]
     for process in processes:
@@ -427,7 +428,7 @@ def test_a_killed_build_does_not_hang_the_next(tools):
     tools.unset("seconds")
     assert tools.open().text == "object object"
     assert tools.left == {".so", ".lock"}
-    # What the killed build started may still be running. It writes into nothing that is there.
+    # Compilers of the killed build may still run. They must not write to this directory.
     time.sleep(3.5)
     assert tools.left == {".so", ".lock"}
     assert tools.open().text == "object object"
@@ -491,6 +492,10 @@ def fill_disk(tools: FakeTools) -> None:
     tools.monkeypatch.setattr(modelnew.tempfile, "mkdtemp", fail)
 
 
+def fail_nvcc(tools: FakeTools) -> None:
+    tools.nvcc.write_text("#!/bin/sh\nexit 7\n")
+
+
 OBSTACLES = {
     "no ninja": (lambda tools: remove(tools.folder / "bin" / "ninja"), "pip install ninja"),
     "no nvcc": (lambda tools: remove(tools.nvcc), r"install CUDA 13\.0 and set CUDA_HOME"),
@@ -500,7 +505,16 @@ OBSTACLES = {
         r"CUDA 12\.4, but this PyTorch to CUDA 13\.0",
     ),
     "nvcc that says nothing": (lambda tools: tools.set_nvcc(""), "set CUDA_HOME"),
-    # A file where a directory should be: unwritable for root as well.
+    "nvcc that fails": (fail_nvcc, "--version failed with exit status 7; set CUDA_HOME"),
+    "a compiler with arguments": (
+        lambda tools: tools.monkeypatch.setenv("CXX", "ccache g++"),
+        r"CXX is 'ccache g\+\+', but must be one installed program, without arguments",
+    ),
+    "no setuptools": (
+        lambda tools: tools.monkeypatch.setitem(sys.modules, "setuptools", None),
+        "pip install setuptools",
+    ),
+    # A file in place of the directory cannot be written to by root either.
     "no cache": (lambda tools: (tools.folder / "cache").touch(), "set TORCH_EXTENSIONS_DIR"),
     "a full disk": (fill_disk, "a disk is full.* TORCH_EXTENSIONS_DIR"),
 }
@@ -508,7 +522,7 @@ OBSTACLES = {
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_obstacles_get_one_clear_sentence(tools, obstacle, capsys):
-    """Import goes on, says why there are no kernels, and so does the first call that needs them."""
+    """The import succeeds and prints the reason. A call with CUDA tensors raises it."""
     obstruct, advice = OBSTACLES[obstacle]
     obstruct(tools)
     tools.monkeypatch.setattr(modelnew, "_sources", tools.sources)
@@ -547,6 +561,28 @@ def test_linker_failures_get_a_reason(tools):
     assert "CUDA_HOME" in modelnew._load_extension()[1]
 
 
+def damaged(path: str) -> str:
+    """Pattern of the message about a damaged library."""
+    return rf"{re.escape(path)} cannot be loaded \(.+\); delete it, and it is built again$"
+
+
+@pytest.mark.parametrize("content", ["", "text", "\x7fELF"])
+def test_a_damaged_library_is_named(tmp_path, content):
+    path = tmp_path / "modelnew_damaged.so"
+    path.write_text(content)
+    with pytest.raises(RuntimeError, match=f"^{damaged(str(path))}"):
+        modelnew._import_library(str(path))
+
+
+def test_a_damaged_planner_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    path = Path(modelnew._plan_dry_run(modelnew._sources).library)
+    path.parent.mkdir()
+    path.write_text("text")
+    with pytest.raises(RuntimeError, match=f"^{damaged(str(path))}"):
+        modelnew._dry_run.__wrapped__()
+
+
 def test_without_a_gpu_import_is_silent_and_calls_explain(tools, capsys):
     tools.monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     extension, reason = modelnew._load_extension()
@@ -563,7 +599,7 @@ def test_without_a_gpu_import_is_silent_and_calls_explain(tools, capsys):
 
 @pytest.fixture
 def no_gpu(tools) -> FakeTools:
-    """A machine on which container images are made."""
+    """A fake machine without a GPU, such as one that builds container images."""
     tools.set_gpus()
     tools.monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     tools.monkeypatch.setattr(modelnew, "_sources", tools.sources)
@@ -581,7 +617,7 @@ def test_what_is_built_ahead_is_what_an_import_looks_for(no_gpu, capsys):
 
 
 def test_what_is_built_ahead_needs_no_compilers_later(no_gpu):
-    """A container's last stage may leave them out. What else goes into a build must still be the same."""
+    """The last stage of a container image may lack compilers. The other inputs of the build must be the same."""
     modelnew._main(["build", "--arch", "9.0"])
     no_gpu.set_gpus((9, 0))
     text = Path(no_gpu.plan().library).read_text()
@@ -602,7 +638,7 @@ def test_containers_keep_seconds_of_the_compilers_times(no_gpu):
 
 
 def test_a_finished_build_is_only_read(tools):
-    """The directory may be read-only then: nothing is locked."""
+    """A finished build is not locked, so its directory may be read-only."""
     tools.open()
     (lock,) = (tools.folder / "cache" / "modelnew").glob("*.lock")
     lock.unlink()
@@ -628,13 +664,30 @@ def test_build_says_what_it_lacks(no_gpu, arguments, text):
         modelnew._main(["build", *arguments])
 
 
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_obstacles_end_a_build_ahead_with_one_clear_sentence(no_gpu, obstacle):
+    obstruct, advice = OBSTACLES[obstacle]
+    obstruct(no_gpu)
+    with pytest.raises(SystemExit, match=f"^modelnew: .*{advice}") as raised:
+        modelnew._main(["build", "--arch", "9.0"])
+    assert "\n" not in raised.value.code
+
+
+def test_a_damaged_library_ends_a_build_ahead_with_its_path(no_gpu):
+    no_gpu.monkeypatch.setattr(modelnew, "_import_library", import_library)
+    no_gpu.set_gpus((9, 0))
+    path = no_gpu.plan().library
+    with pytest.raises(SystemExit, match=f"^modelnew: {damaged(path)}"):  # the fake linker writes a text file
+        modelnew._main(["build"])
+
+
 def test_build_needs_a_pytorch_with_cuda(no_gpu):
     no_gpu.monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(SystemExit, match="built without CUDA"):
         modelnew._main(["build", "--arch", "9.0"])
 
 
-# For real ------------------------------------------------------------------------------------------------------------
+# Real compilers ------------------------------------------------------------------------------------------------------
 
 TINY_SOURCES = {
     "binding.cpp": """
@@ -660,7 +713,7 @@ TINY_SOURCES = {
 
 @pytest.fixture
 def real_tools(monkeypatch, tmp_path) -> None:
-    """This machine's compilers; where torch was built without CUDA, empty libraries stand in for that part of it."""
+    """The installed compilers. If torch was built without CUDA, empty libraries replace its CUDA libraries."""
     cuda_home = modelnew._find_cuda_home()
     if NINJA is None or cuda_home is None:
         pytest.skip("needs ninja and nvcc")
@@ -673,7 +726,7 @@ def real_tools(monkeypatch, tmp_path) -> None:
 
 @pytest.mark.usefixtures("real_tools")
 def test_builds_in_one_process(monkeypatch, tmp_path):
-    """By torch's load_inline: in a directory each, named relatively, and in one that was emptied."""
+    """torch's load_inline builds in different relative directories, and again in one that was emptied."""
     monkeypatch.chdir(tmp_path)
     for name in ("1", "it's 2", "1"):
         directory = tmp_path / name
