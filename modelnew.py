@@ -1,16 +1,16 @@
-"""A two-dimensional convolution on CUDA kernels of its own, compiled for the GPU at hand when this module is imported.
+"""2-D convolution for PyTorch with hand-written CUDA kernels, compiled for the visible GPUs at the first import.
 
     from modelnew import ModelNew, Conv2d, conv2d, accelerate
 
-    y = conv2d(x, weight, bias, stride=1, padding=1)  # PyTorch's conv2d by signature, result, gradients and errors
-    layer = Conv2d(64, 128, 3)                        # nn.Conv2d by signature and state_dict
-    model = ModelNew(64, 128, 3)                      # a Model that holds its parameters in `self.conv2d`
-    network, report = accelerate(network, example)    # every nn.Conv2d of a network; restore(network) undoes it
+    y = conv2d(x, weight, bias, stride=1, padding=1)  # arguments, result, gradients and errors of F.conv2d
+    layer = Conv2d(64, 128, 3)                        # arguments, parameters and state_dict of nn.Conv2d
+    model = ModelNew(64, 128, 3)                      # one convolution, with its parameters in `self.conv2d`
+    network, report = accelerate(network, example)    # moves nn.Conv2d layers to modelnew; restore(network) undoes it
 
-float32, float16, bfloat16 and float64; any strides; TF32 or full fp32 as PyTorch's own switches say at each call.
-CPU tensors run PyTorch's own convolution. Without a GPU, importing this module compiles nothing.
+The kernels support float32, float16, bfloat16 and float64 tensors of any strides. PyTorch's switches choose TF32 or
+full fp32 at each call. CPU tensors run PyTorch's own convolution. Without a GPU, the import compiles nothing.
 
-The file reads downwards: sources, build, operator, modules, networks, bundle.
+The sections of this file: sources, build, operator, modules and functions, networks, bundle.
 """
 
 import argparse
@@ -67,7 +67,7 @@ __all__ = [
 
 
 def _kernel_folder() -> Path:
-    """The folder kernels/; an installed modelnew has it as modelnew_kernels/."""
+    """Return the folder of the kernel sources: kernels/ in a checkout, modelnew_kernels/ in an installation."""
     here = Path(__file__).absolute().parent
     for folder in (here / "modelnew_kernels", here / "kernels"):
         if (folder / "binding.cpp").is_file():
@@ -76,24 +76,24 @@ def _kernel_folder() -> Path:
 
 
 def _read_sources() -> dict[str, str]:
-    """Text of every C++ and CUDA file in kernels/, by file name."""
+    """Return the text of every C++ and CUDA file in kernels/, by file name."""
     files = (file for file in sorted(_kernel_folder().iterdir()) if file.suffix in (".cpp", ".cu", ".cuh", ".h"))
     return {file.name: file.read_text(encoding="utf-8") for file in files}
 
 
 _sources = _read_sources()
-_namespace = "modelnew"  # of torch.ops
+_namespace = "modelnew"  # in torch.ops
 
-# Literals are matched too, so that `//` inside a string does not start a comment.
+# The pattern also matches literals, so that `//` inside a string does not start a comment.
 _LITERAL_OR_COMMENT = re.compile(
     r'''R"([^\s()]*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|'(?:[^'\\\n]|\\.[^'\n]*)'|//[^\n]*|/\*.*?\*/''', re.DOTALL
 )
 
 
 def _without_comments(text: str) -> str:
-    """C++ text without comments, blank lines and indentation, none of which changes the machine code.
+    """Remove comments, blank lines and indentation from C++ text. The machine code does not depend on them.
 
-    A blank line after a backslash stays, since it ends the line that the backslash continues.
+    A blank line after a backslash stays, since it ends the continued line.
     """
     text = _LITERAL_OR_COMMENT.sub(lambda match: " " if match[0][0] == "/" else match[0], text)
     lines = [line.strip() for line in text.splitlines()]
@@ -104,7 +104,7 @@ def _without_comments(text: str) -> str:
 
 
 class _Environment:
-    """A `with` block during which some environment variables have other values."""
+    """Context manager that sets environment variables and restores them at the end."""
 
     def __init__(self, **variables: str):
         self._variables = variables
@@ -122,46 +122,46 @@ class _Environment:
 
 
 class _Build(NamedTuple):
-    """Everything that goes into one build of a library; `name` carries a digest of all of it."""
+    """Inputs of one build of a library. `name` contains digests of the inputs."""
 
     name: str
-    what: str  # for messages
-    capabilities: list[tuple[int, int]]
-    sources: dict[str, str]
-    units: list[str]  # the sources that are compiled, each by itself, the longest first
+    what: str  # description for messages
+    capabilities: list[tuple[int, int]]  # compute capabilities
+    sources: dict[str, str]  # text by file name
+    units: list[str]  # sources to compile, each to an object file, longest first
     cpp_flags: list[str]
     cuda_flags: list[str]
-    is_extension: bool = True  # of torch, else a library by itself
-    cache: str = ""  # the directory of finished libraries
+    is_extension: bool = True  # False: a plain shared library, not linked with torch
+    cache: str = ""  # directory of finished libraries
     cuda_home: str | None = None
 
     @property
     def library(self) -> str:
-        """Where the finished library lies. It gets there by a rename, so that it is complete if it exists."""
+        """Path of the finished library. A rename puts it there, so an existing file is complete."""
         return os.path.join(self.cache, f"{self.name}.so")
 
 
 def _gpu_capabilities() -> list[tuple[int, int]]:
-    """Compute capabilities of the visible GPUs, each once, ascending."""
+    """Return the compute capabilities of the visible GPUs, without duplicates, in ascending order."""
     return sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())})
 
 
 def _architecture(capability: tuple[int, int]) -> str:
-    """nvcc's number for a GPU. Hopper's wgmma instructions exist in the architecture-specific 90a alone."""
+    """Return nvcc's name of a GPU architecture. Hopper's wgmma instructions need the architecture-specific 90a."""
     return "90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}"
 
 
 def _gencode(capability: tuple[int, int]) -> str:
-    """nvcc's flag for a GPU."""
+    """Return nvcc's -gencode flag for a compute capability."""
     architecture = _architecture(capability)
     return f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
 
 
 def _find_cuda_home() -> str | None:
-    """The CUDA toolkit's directory: CUDA_HOME, CUDA_PATH, that of the nvcc on PATH, or /usr/local/cuda.
+    """Return the CUDA toolkit's directory, or None: CUDA_HOME, CUDA_PATH, that of the nvcc on PATH, /usr/local/cuda.
 
-    torch looks in the same places but takes the nvcc on PATH at its word, even if it is a link or a script that lies
-    outside of its toolkit. Here a directory counts only if it has CUDA's headers as well.
+    torch searches the same places, but accepts an nvcc on PATH that is a link or a script outside of its toolkit.
+    This function also requires CUDA's headers in the directory, unless CUDA_HOME or CUDA_PATH names it.
     """
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if named:
@@ -175,17 +175,17 @@ def _find_cuda_home() -> str | None:
 
 
 def _find_host_compiler() -> str | None:
-    """Path of the C++ compiler that torch calls."""
+    """Return the path of the C++ compiler that torch calls, or None."""
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
 def _find_ninja() -> str | None:
-    """Path of ninja: on PATH, or beside this Python, as in a virtual environment that was not activated."""
+    """Return the path of ninja on PATH or beside this Python (a virtual environment that is not activated), or None."""
     return shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))
 
 
 def _nvcc_release(cuda_home: str) -> tuple[int, int]:
-    """CUDA version of a toolkit's nvcc, such as (13, 0). Starts a process, so only cold builds ask."""
+    """Return the CUDA version of a toolkit's nvcc, such as (13, 0). It starts a process, so only builds call it."""
     nvcc = os.path.join(cuda_home, "bin", "nvcc")
     done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
     if done.returncode != 0:
@@ -200,20 +200,20 @@ def _nvcc_release(cuda_home: str) -> tuple[int, int]:
 
 
 def _cores() -> int:
-    """How many compilers may run at once: one a core that this process may use, at most torch's MAX_JOBS."""
+    """Return the number of compilers to run at once: the cores that this process may use, at most MAX_JOBS."""
     cores, most = len(os.sched_getaffinity(0)), os.environ.get("MAX_JOBS", "")
     return min(cores, int(most)) if most.isdigit() and int(most) > 0 else cores
 
 
 def _splits_compilation(release: tuple[int, int], cores: int) -> bool:
-    """Whether nvcc optimises several kernels of a unit at once, which changes none of them."""
-    return cores > 1 and release >= (12, 4)  # older releases do not have --split-compile, or were not tried
+    """Return whether nvcc optimises the kernels of a unit in parallel. The machine code stays the same."""
+    return cores > 1 and release >= (12, 4)  # older releases lack --split-compile or were not tested
 
 
 def _file_identity(path: str | None) -> list[Any]:
-    """What changes when a compiler is replaced, without starting it: real path, size and time of change.
+    """Return real path, size and modification time of a compiler, which change when it is replaced.
 
-    Whole seconds, since container images keep no more of a file's time.
+    The time is in whole seconds, since container images store no fractions.
     """
     if path is None:
         return []
@@ -223,42 +223,42 @@ def _file_identity(path: str | None) -> list[Any]:
 
 
 def _cache_directory() -> str:
-    """Where finished extensions are kept: torch's own place for them."""
+    """Return the directory of finished libraries: modelnew/ in torch's directory of extensions."""
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
     return os.path.join(os.environ.get("TORCH_EXTENSIONS_DIR") or default, "modelnew")
 
 
 def _cpp_standard() -> str:
-    """The C++ standard of torch's headers."""
+    """Return the C++ standard that torch's headers need."""
     return "c++20" if tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 12) else "c++17"
 
 
 def _cpp_flags() -> list[str]:
-    """Flags for units that include torch, but for directories and the extension's name."""
-    # Hidden symbols: two versions of this extension in one process (a bundle beside the module) must share nothing.
+    """Return the flags for .cpp units, without include directories and the extension's name."""
+    # Symbols are hidden, so that two versions of the extension in one process (module and bundle) share nothing.
     hidden = ["-O2", "-fPIC", "-fvisibility=hidden"]
     return [f"-std={_cpp_standard()}", *hidden, f"-D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d}"]
 
 
 def _cuda_flags(capabilities: list[tuple[int, int]]) -> list[str]:
-    """Flags for units that nvcc compiles. These do not include torch, and their flags do not depend on it."""
+    """Return the flags for .cu units. These units do not include torch's headers."""
     common = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
     threads = [f"--threads={len(capabilities)}"] if len(capabilities) > 1 else []
     return [*common, *map(_gencode, capabilities), *threads]
 
 
-# What torch and nvcc read from the environment besides the compilers' places. torch gives CC to nvcc as -ccbin.
+# Environment variables that change compilers or their flags. CC is passed to nvcc as -ccbin, as in torch.
 _COMPILER_VARIABLES = ("CC", "PYTORCH_NVCC", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
-# Engines that refuse every problem off Hopper, and the unit that replaces them where no GPU is a Hopper GPU.
+# Engines that need a Hopper GPU, and the unit that replaces them in builds for other GPUs.
 _HOPPER_UNITS = frozenset({"gather.cu", "stem.cu", "tma.cu", "tma_wgrad.cu", "wgmma.cu", "wgrad.cu"})
 _UNIT_WITHOUT_HOPPER = "without_hopper.cpp"
 
-# Units of bundle() alone: the dry run, the binding of a bundle and the end of its kernels.
+# Files that only bundle() uses: the dry run, the binding of a bundle, and the end of its kernels.
 _DRY_RUN, _BUNDLE_BINDING, _BUNDLE_END = "dry_run.cpp", "bundle_template.cpp", "bundle_template.cu"
 
-# CPU seconds of each unit, of a unit that is not listed and of the link, and the share of the longest unit that stays
-# serial. They are fitted to the builds in docs/lab/build.md.
+# CPU seconds of units and of the link, and the share of the longest unit that --split-compile leaves serial.
+# Measurements: docs/lab/build.md.
 _UNIT_SECONDS = {
     "gather.cu": 100,
     "wgmma.cu": 72,
@@ -278,7 +278,7 @@ def _unit_seconds(unit: str) -> int:
 
 
 def _units(sources: Iterable[str], capabilities: list[tuple[int, int]]) -> list[str]:
-    """The sources to compile for these GPUs, the longest first."""
+    """Return the sources to compile for these compute capabilities, longest first."""
     left_out = {_UNIT_WITHOUT_HOPPER} if (9, 0) in capabilities else _HOPPER_UNITS
     left_out = {_DRY_RUN, _BUNDLE_BINDING, _BUNDLE_END, *left_out}
     names = sorted(name for name in sources if name.endswith((".cpp", ".cu")) and name not in left_out)
@@ -286,9 +286,9 @@ def _units(sources: Iterable[str], capabilities: list[tuple[int, int]]) -> list[
 
 
 def _plan_build(sources: dict[str, str], capabilities: list[tuple[int, int]]) -> _Build:
-    """The extension's build for these GPUs, this torch and the compilers at hand.
+    """Return the build of the extension for these GPUs, this torch and the installed compilers.
 
-    Starts no process, takes milliseconds.
+    This starts no process and takes milliseconds.
     """
     targets = ", ".join(f"sm_{_architecture(capability)}" for capability in capabilities)
     units, flags = _units(sources, capabilities), (_cpp_flags(), _cuda_flags(capabilities))
@@ -298,7 +298,7 @@ def _plan_build(sources: dict[str, str], capabilities: list[tuple[int, int]]) ->
 
 
 def _plan_dry_run(sources: dict[str, str]) -> _Build:
-    """The build of kernels/dry_run.cpp: the engines' host code, whose device code is never run."""
+    """Return the build of kernels/dry_run.cpp with the engines' host code. Its device code never runs."""
     units = [_DRY_RUN, *(name for name in _units(sources, [(9, 0)]) if name.endswith(".cu"))]
     define, hidden = "-DMODELNEW_DRY_RUN", "-fvisibility=hidden"
     cpp_flags = ["-std=c++17", "-O1", "-fPIC", hidden, define]
@@ -309,7 +309,10 @@ def _plan_dry_run(sources: dict[str, str]) -> _Build:
 
 
 def _named(build: _Build, versions: list[Any]) -> _Build:
-    """The build with digests in its name: of what is compiled, flags and versions, and of the compilers at hand."""
+    """Return the build with its name, cache and toolkit set.
+
+    The name gets two digests: one of sources, flags and versions, one of the installed compilers.
+    """
     cuda_home = _find_cuda_home()
     files = _with_headers(build.sources, build.units)
     what = [{name: _without_comments(build.sources[name]) for name in sorted(files)}, build.cpp_flags, build.cuda_flags]
@@ -322,7 +325,7 @@ def _named(build: _Build, versions: list[Any]) -> _Build:
 
 
 def _with_headers(sources: dict[str, str], files: Iterable[str]) -> list[str]:
-    """The files, each after those that it includes."""
+    """Return the files and the headers that they include, each after its own includes."""
     order: dict[str, None] = {}
 
     def visit(file: str) -> None:
@@ -341,7 +344,10 @@ def _digest(ingredients: Any) -> str:
 
 
 def _say(text: str, passing: bool = False) -> None:
-    """Prints one line to stderr, unless MODELNEW_QUIET is set. On a terminal the next line replaces a `passing` one."""
+    """Print a line to stderr, unless MODELNEW_QUIET is set. On a terminal the next line replaces a `passing` line.
+
+    MODELNEW_QUIET hides all lines that begin with `modelnew: `, warnings included.
+    """
     if os.environ.get("MODELNEW_QUIET", "0") in ("", "0"):
         replaced = sys.stderr.isatty()
         front, end = "\r\x1b[K" if replaced else "", "" if replaced and passing else "\n"
@@ -349,7 +355,10 @@ def _say(text: str, passing: bool = False) -> None:
 
 
 def _find_library(build: _Build) -> str | None:
-    """Path of the finished extension, or None. Without compilers here, those that built it may be any."""
+    """Return the path of the finished library, or None.
+
+    Without nvcc or a C++ compiler on this machine, this is the newest build with the same first digest.
+    """
     if build.cuda_home is not None and _find_host_compiler() is not None:
         return build.library if os.path.exists(build.library) else None
     same = glob.glob(os.path.join(glob.escape(build.cache), f"{build.name.rpartition('_')[0]}_*.so"))
@@ -357,7 +366,7 @@ def _find_library(build: _Build) -> str | None:
 
 
 def _import_library(path: str) -> ModuleType:
-    """Imports a finished library; the module has the name of the file."""
+    """Import a finished library as a module with the file's name. A library that does not load raises RuntimeError."""
     spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(path))[0], path)
     try:
         module = importlib.util.module_from_spec(spec)  # opens the library
@@ -368,13 +377,13 @@ def _import_library(path: str) -> ModuleType:
 
 
 def _open_or_build(build: _Build) -> ModuleType:
-    """The extension, compiled first if this build does not exist yet."""
+    """Return the extension, and compile it first if it is not built yet."""
     return _import_library(_find_library(build) or _build_once(build))
 
 
 def _build_once(build: _Build) -> str:
-    """Path of the library, compiled first if this build does not exist yet, by one of several processes at once."""
-    import fcntl  # not on Windows, where CPU tensors work
+    """Return the path of the library. If it is not built yet, one process compiles it and the others wait."""
+    import fcntl  # absent on Windows, which supports CPU tensors only
 
     try:
         os.makedirs(build.cache, exist_ok=True)
@@ -384,7 +393,7 @@ def _build_once(build: _Build) -> str:
             f"the directory for compiled kernels, {build.cache}, cannot be written ({error}); "
             "set TORCH_EXTENSIONS_DIR to a directory that can"
         ) from error
-    with lock:  # closing the file, also by being killed, gives the lock back
+    with lock:  # the lock is released when the file is closed, also if the process is killed
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -401,8 +410,8 @@ def _build_once(build: _Build) -> str:
 
 
 def _require_tools(build: _Build) -> tuple[int, int]:
-    """nvcc's release; RuntimeError with a sentence on what to do when a tool is missing or does not fit."""
-    torch_cuda = torch.version.cuda if build.is_extension else None  # which a library by itself need not fit
+    """Return nvcc's release. Raise RuntimeError with advice if a tool is missing or does not fit."""
+    torch_cuda = torch.version.cuda if build.is_extension else None  # a plain library is independent of torch
     if build.cuda_home is None:
         raise RuntimeError(
             f"no CUDA toolkit with nvcc was found; install CUDA {torch_cuda or '12 or 13'} and set CUDA_HOME to its "
@@ -429,8 +438,8 @@ def _require_tools(build: _Build) -> tuple[int, int]:
 
 
 def _compile(build: _Build, nvcc_release: tuple[int, int]) -> None:
-    """Compiles the extension and moves it to its place. To be called while holding the lock of this build."""
-    # Remove the directories that killed builds left.
+    """Compile the library and move it to its place. The caller holds the lock of this build."""
+    # Remove the directories of builds that were killed.
     for left in glob.glob(os.path.join(glob.escape(build.cache), f"{build.name}.*.build")):
         shutil.rmtree(left, ignore_errors=True)
     cores = _cores()
@@ -448,9 +457,9 @@ def _compile(build: _Build, nvcc_release: tuple[int, int]) -> None:
 
 
 def _expected_seconds(build: _Build, cores: int, split: bool) -> int:
-    """Estimated wall time: the cores share the work of all units, beside the serial share of the longest one.
+    """Return the estimated wall time: CPU seconds of all units over the cores, plus the longest unit's serial share.
 
-    Where nvcc does not split a unit, no build is shorter than the longest unit.
+    Without --split-compile the build takes at least as long as the longest unit.
     """
     if not build.is_extension:
         return round(_LINK_SECONDS + _DRY_RUN_SECONDS / cores)
@@ -461,9 +470,9 @@ def _expected_seconds(build: _Build, cores: int, split: bool) -> int:
 
 
 def _compile_units(build: _Build, directory: str, cores: int, split: bool) -> None:
-    """Compiles all units side by side, each to an object file in the directory.
+    """Compile all units in parallel, each to an object file in the directory.
 
-    If this process is killed, ninja may keep running; it can write only into this build's own directory.
+    If this process is killed, ninja may keep running, but it writes only to this build's own directory.
     """
     folder = os.path.join(directory, "kernels")
     os.mkdir(folder)
@@ -477,7 +486,7 @@ def _compile_units(build: _Build, directory: str, cores: int, split: bool) -> No
         command = [_find_ninja(), "-j", str(cores)]
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
         ninja = stack.enter_context(subprocess.Popen(command, cwd=directory, **pipe))
-        stack.callback(ninja.terminate)  # without effect, unless this process is interrupted
+        stack.callback(ninja.terminate)  # has an effect only if this process is interrupted
         for line in ninja.stdout:
             progress = re.match(r"\[(\d+/\d+)\] kernels/", line)
             if progress is None:
@@ -485,23 +494,23 @@ def _compile_units(build: _Build, directory: str, cores: int, split: bool) -> No
             else:
                 _say(f"{progress[1]} units compiled, {time.perf_counter() - start:.0f} s", passing=True)
         if ninja.wait() != 0:
-            _say(f"compiling failed after {time.perf_counter() - start:.0f} s")  # ends a terminal's line of progress
+            _say(f"compiling failed after {time.perf_counter() - start:.0f} s")  # ends the terminal's progress line
             raise RuntimeError("".join(printed))
 
 
 def _ninja_file(build: _Build, splits: int) -> str:
-    """The text of build.ninja: one object for each unit."""
+    """Return the text of build.ninja, with one object file for each unit."""
     from torch.utils import cpp_extension
 
     nvcc = [*build.cuda_flags, *([f"--split-compile={splits}"] if splits > 1 else [])]
     nvcc += ["-ccbin", os.environ["CC"]] if "CC" in os.environ else []
     includes = [*cpp_extension.include_paths(), sysconfig.get_path("include", scheme="posix_prefix")]
     cuda_include = os.path.join(build.cuda_home, "include")
-    if cuda_include != "/usr/include":  # which the compiler knows; as -isystem it hides C++'s own headers
+    if cuda_include != "/usr/include":  # the compiler searches it anyway; -isystem would hide C++'s own headers
         includes.append(cuda_include)
     cxx = [_find_host_compiler(), *build.cpp_flags, f"-DTORCH_EXTENSION_NAME={build.name}"]
     cxx += [argument for path in includes for argument in ("-isystem", path)]
-    # PYTORCH_NVCC is a shell's words, such as "ccache nvcc".
+    # PYTORCH_NVCC is a shell command, such as "ccache nvcc".
     compiler = os.environ.get("PYTORCH_NVCC") or shlex.quote(os.path.join(build.cuda_home, "bin", "nvcc"))
     lines = []
     for suffix, command in (("cu", f"{compiler} {shlex.join(nvcc)}"), ("cpp", shlex.join(cxx))):
@@ -512,16 +521,16 @@ def _ninja_file(build: _Build, splits: int) -> str:
 
 
 def _link(build: _Build, directory: str) -> str:
-    """Has torch link the objects with its own libraries; returns the path of the extension.
+    """Link the objects with torch's libraries by load_inline. Return the path of the extension.
 
-    load_inline builds a name only once in a process: a second build of it becomes NAME_v1. A fresh name for each build
-    avoids that. Importers do not see this name: the binding is compiled with that of the build.
+    load_inline renames the second build of a name in a process to NAME_v1, so each build gets a new name. Importers do
+    not see it: the binding is compiled with the name of the build.
     """
     name = f"{build.name}_{time.time_ns()}"
     _load_inline(
         name=name,
         cpp_sources=["// All code is in the objects that this file is linked with.\n"],
-        extra_ldflags=[f"{unit}.o" for unit in build.units],  # it links in the build directory
+        extra_ldflags=[f"{unit}.o" for unit in build.units],  # relative: load_inline links in the build directory
         build_directory=directory,
         with_cuda=True,
         is_python_module=False,
@@ -530,10 +539,10 @@ def _link(build: _Build, directory: str) -> str:
 
 
 def _link_alone(build: _Build, directory: str) -> str:
-    """Links the objects into a library that needs no other; returns its path."""
+    """Link the objects into a plain shared library. Return its path."""
     path = os.path.join(directory, "linked.so")
     objects = [os.path.join(directory, f"{unit}.o") for unit in build.units]
-    # -Bsymbolic: the library's own functions in place of the CUDA runtime that the process may have.
+    # -Bsymbolic binds calls to the library's stand-ins instead of a CUDA runtime that the process has loaded.
     command = [_find_host_compiler(), "-shared", "-pthread", "-Wl,--no-undefined,-Bsymbolic", "-o", path, *objects]
     linked = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if linked.returncode != 0:
@@ -542,25 +551,25 @@ def _link_alone(build: _Build, directory: str) -> str:
 
 
 def _build_environment(build: _Build) -> dict[str, str]:
-    """Environment variables for ninja and torch during a build."""
+    """Return the environment variables for ninja and torch during a build."""
     return {
         "CUDA_HOME": build.cuda_home,
         "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(_find_ninja())]),
-        # torch compiles nothing for a GPU, but reads this list and refuses what it does not know.
+        # torch compiles nothing for a GPU here, but reads this list and rejects unknown entries.
         "TORCH_CUDA_ARCH_LIST": "8.0",
         "NINJA_STATUS": "[%f/%t] ",
     }
 
 
 def _load_inline(build_directory: str, **keywords: Any) -> None:
-    """torch.utils.cpp_extension.load_inline, imported late because that alone can take half a second."""
+    """Call torch.utils.cpp_extension.load_inline. The late import saves up to half a second at other times."""
     from torch.utils import cpp_extension
 
-    # cpp_extension reads CUDA_HOME when it is imported, which somebody may have done before.
+    # cpp_extension reads CUDA_HOME when it is imported, which may have happened earlier.
     cpp_extension.CUDA_HOME = os.environ.get("CUDA_HOME", cpp_extension.CUDA_HOME)
     if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
         keywords["no_implicit_headers"] = True
-    else:  # before torch 2.8: an empty header replaces the one that is included, which costs 13 s
+    else:  # before torch 2.8: an empty file replaces torch/extension.h, which takes 13 s to compile
         headers = os.path.join(build_directory, "headers")
         os.makedirs(os.path.join(headers, "torch"))
         open(os.path.join(headers, "torch", "extension.h"), "w").close()
@@ -568,7 +577,7 @@ def _load_inline(build_directory: str, **keywords: Any) -> None:
     cpp_extension.load_inline(build_directory=build_directory, **keywords)
 
 
-# What the compilers and linkers say, and what to do about it.
+# Output of compilers and linkers, and the advice for it.
 _KNOWN_FAILURES = {
     "cannot find -lcudart": "the linker cannot find CUDA's runtime library, libcudart; "
     "set CUDA_HOME to a complete CUDA toolkit, one with a lib64 directory",
@@ -583,7 +592,7 @@ _KNOWN_FAILURES = {
 
 
 def _reason(error: Exception) -> str:
-    """Why there is no extension, in one sentence where the cause is known."""
+    """Return the reason of a failed build: one sentence if the cause is known, else up to 20 lines of errors."""
     text = str(error)
     for symptom, sentence in _KNOWN_FAILURES.items():
         if symptom in text:
@@ -596,21 +605,21 @@ def _reason(error: Exception) -> str:
 
 
 def _load_extension() -> tuple[ModuleType | None, str]:
-    """The extension, or None and the reason. Raises nothing: CPU tensors work on machines that cannot build."""
+    """Return the extension and "", or None and the reason. It never raises, since CPU tensors work without a build."""
     if torch.version.cuda is None:
         return None, "this PyTorch was built without CUDA; install one with CUDA"
     if not torch.cuda.is_available():
         return None, "PyTorch sees no CUDA GPU; check the driver and CUDA_VISIBLE_DEVICES"
     try:
         return _open_or_build(_plan_build(_sources, _gpu_capabilities())), ""
-    except Exception as error:  # whatever it is, CPU tensors go on
+    except Exception as error:  # CPU tensors work after any failure
         reason = _reason(error)
     _say(f"no kernels, so CUDA tensors will raise an error: {reason}")
     return None, reason
 
 
 def _built_extension() -> ModuleType:
-    """The extension, or RuntimeError with the reason why there is none."""
+    """Return the extension, or raise RuntimeError with the reason why there is none."""
     if _extension is None:
         raise RuntimeError(f"modelnew has no compiled kernels for CUDA tensors: {_extension_error}")
     return _extension
@@ -618,18 +627,18 @@ def _built_extension() -> ModuleType:
 
 # ---- Operator ----
 #
-# Two ways lead to the kernels. Eager calls go straight into the extension, which hands plain tensors to a kernel and
-# what else it knows to PyTorch's dispatcher. Compiled code, and what the extension leaves to Python, calls operators
-# in torch.ops, see kernels/operators.cpp.
+# Two paths lead to the kernels. Eager calls enter the extension, which runs a kernel for plain tensors and calls
+# PyTorch's dispatcher for gradients, autocast and the like (kernels/screening.h). Compiled code, and calls that the
+# extension declines, call the operators in torch.ops (kernels/operators.cpp).
 
-# PyTorch's own, for what is not ours: CPU tensors, and arguments that it can explain better.
+# PyTorch's own convolution, for CPU tensors and for arguments whose error PyTorch words.
 _pytorch_conv2d: Callable[..., Tensor] = torch.conv2d
 
-# True while torch.compile reads the code (it replaces the call by a constant). torch 2.1 has it under another name.
+# True while torch.compile traces, which replaces the call by a constant. torch 2.1 has it under another name.
 _is_dynamo_compiling: Callable[[], bool] = (
     getattr(torch.compiler, "is_dynamo_compiling", None) or torch._utils.is_compiling
 )
-# The same, and also true while torch.export runs it.
+# Also true while torch.export traces.
 _is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling
 
 
@@ -642,18 +651,32 @@ def conv2d(
     dilation: int | tuple[int, int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """PyTorch's functional conv2d on this module's kernels: the same arguments, result, gradients and errors.
+    """Apply a 2-D convolution, with the arguments, result, gradients and errors of torch.nn.functional.conv2d.
 
     Args:
-        input: [N, C, H, W] or [C, H, W].
-        weight: [K, C/groups, R, S], of input's dtype and device.
-        bias: [K].
-        padding: also 'valid' or 'same'.
+        input: [N, C, H, W] or [C, H, W]. On CUDA its dtype is float32, float16, bfloat16 or float64.
+        weight: [K, C / groups, R, S], of the input's dtype and device.
+        bias: [K], of the input's dtype and device, or None.
+        stride: an int for both axes, or a pair (height, width).
+        padding: an int, a pair, 'valid' or 'same'; 'same' needs stride 1.
+        dilation: an int or a pair.
+        groups: a divisor of C and of K.
 
     Returns:
-        [N, K, P, Q] or [K, P, Q]; channels_last if the input or the weight is, but not in float64.
+        [N, K, P, Q] or [K, P, Q], of the input's dtype, or autocast's. It is channels_last if the input or the weight
+        is, but not in float64; this is PyTorch's rule on CUDA.
 
-    CUDA tensors run our kernels (float32, float16, bfloat16, float64), all others PyTorch's own convolution.
+    CUDA tensors run modelnew's kernels. Other tensors, and the cases listed in docs/integration.md (torch.func, tensor
+    subclasses, function modes), run PyTorch's own convolution. PyTorch's switches choose TF32 or full fp32 for float32
+    tensors; docs/accuracy.md states the error bounds.
+
+    Raises:
+        RuntimeError: CUDA tensors without compiled kernels, with the reason; or an engine that force_engine() names
+            cannot compute the call.
+        NotImplementedError: CUDA tensors of another dtype, or with a size or a setting over (2**31 - 1) // 4. The batch
+            size has no limit.
+
+        Arguments that do not fit together raise PyTorch's own errors.
     """
     if _extension is not None and not _is_dynamo_compiling():
         y = _extension.conv2d(input, weight, bias, stride, padding, dilation, groups)
@@ -665,13 +688,13 @@ def conv2d(
 def _general_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: Any
 ) -> Tensor:
-    """conv2d() for every kind of tensor and argument that PyTorch knows."""
+    """Apply conv2d() to any kind of tensor and argument that PyTorch accepts."""
     arguments = x, weight, bias, stride, padding, dilation, groups
     ours = _any_cuda(x, weight) and not _overridden(x, weight, bias)
     prepared = _prepare(*arguments) if ours else None
     if prepared is None:
         return _pytorch_conv2d(*arguments)
-    if isinstance(padding, str):  # with numbers in its place, the short way may be open
+    if isinstance(padding, str):  # with numbers instead, the extension may accept the call
         return conv2d(*prepared)
     return _operators.conv2d(*prepared)
 
@@ -681,10 +704,10 @@ def _any_cuda(*arguments: Any) -> bool:
 
 
 def _overridden(*arguments: Any) -> bool:
-    """Whether a tensor subclass or a function mode is to see torch.conv2d, and PyTorch's function to run.
+    """Return whether a tensor subclass or a function mode must see torch.conv2d. PyTorch's function runs then.
 
-    PyTorch's abstract tensors are none of these, nor are its tracers' modes and `with torch.device(...)`, which acts on
-    factories alone. In compiled code no mode is.
+    Fake tensors, the modes of PyTorch's tracers and `with torch.device(...)`, which changes factories only, do not
+    count. In compiled code no mode counts.
     """
     for argument in arguments:
         kind = type(argument)
@@ -705,9 +728,9 @@ _Arguments = tuple[Tensor, Tensor, Tensor | None, _Pair, _Pair, _Pair, int]
 def _prepare(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: Any
 ) -> _Arguments | None:
-    """The arguments as the kernels take them, with numbers instead of a named padding.
+    """Return the arguments with pairs of ints for settings, and with numbers instead of a named padding.
 
-    None for what is not a convolution's arguments at all: the error is PyTorch's to word.
+    Return None for arguments of wrong types, for which PyTorch raises its own error.
     """
     tensors = isinstance(x, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
     strides, dilations, count = _pair(stride), _pair(dilation), _integer(groups)
@@ -724,17 +747,17 @@ def _prepare(
 
 
 def _integer(value: Any) -> int | None:
-    """An int of anything that PyTorch takes for one, NumPy's ints among them but not bools, or None."""
+    """Return an int for a value that PyTorch accepts as one (NumPy's ints, but not bools), or None."""
     if isinstance(value, bool):
         return None
-    if isinstance(value, (int, torch.SymInt)):  # asked first: torch.compile cannot look for methods of its symbols
+    if isinstance(value, (int, torch.SymInt)):  # before hasattr, which torch.compile does not support for its symbols
         return value
-    scalar = isinstance(value, Tensor) or not hasattr(value, "__len__")  # NumPy's arrays have an __index__, too
+    scalar = isinstance(value, Tensor) or not hasattr(value, "__len__")  # NumPy's arrays have __index__ as well
     return value.__index__() if scalar and hasattr(value, "__index__") else None
 
 
 def _pair(value: Any) -> _Pair | None:
-    """Two ints of an int or a sequence of one or two, or None."""
+    """Return two ints for an int or a sequence of one or two, or None."""
     items = value if isinstance(value, (tuple, list)) else (value,)
     if len(items) not in (1, 2):
         return None
@@ -743,7 +766,7 @@ def _pair(value: Any) -> _Pair | None:
 
 
 def _pad_same(x: Tensor, weight: Tensor, dilation: _Pair) -> tuple[Tensor, _Pair]:
-    """padding='same' as PyTorch does it: half before, half after, and an odd rest after, as zeros in the input."""
+    """Return the input and the padding of padding='same'. An odd total pads the input by one zero at the end."""
     total_h, total_w = dilation[0] * (weight.shape[2] - 1), dilation[1] * (weight.shape[3] - 1)
     if total_h % 2 or total_w % 2:
         x = torch.constant_pad_nd(x, [0, total_w % 2, 0, total_h % 2])
@@ -751,9 +774,9 @@ def _pad_same(x: Tensor, weight: Tensor, dilation: _Pair) -> tuple[Tensor, _Pair
 
 
 def _composed_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    """The operator conv2d where there is no extension: PyTorch's own, for all but a GPU's tensors.
+    """Implement the operator conv2d without an extension: PyTorch's convolution, and an error for CUDA tensors.
 
-    Fake ones are no exception: code compiled with them would run, and be cached, without our kernels.
+    Fake CUDA tensors raise as well, since code compiled with them would be cached without modelnew's kernels.
     """
     if x.is_cuda:
         _built_extension()
@@ -763,7 +786,7 @@ def _composed_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: 
 def _composed_backward(
     dy: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int, mask: list[bool]
 ) -> tuple[Tensor, ...]:
-    """The operator conv2d_backward where there is no extension; what is not wanted has no elements."""
+    """Implement the operator conv2d_backward without an extension. Unwanted gradients have no elements."""
     if x.dim() == 3:
         batched = dy.unsqueeze(0), x.unsqueeze(0), weight
         dx, dw, db = _composed_backward(*batched, stride, padding, dilation, groups, mask)
@@ -775,13 +798,13 @@ def _composed_backward(
 
 
 def _register_operators() -> None:
-    """Defines conv2d and conv2d_backward in this code's namespace of torch.ops, once in a process.
+    """Define conv2d and conv2d_backward in torch.ops, once in a process.
 
-    The extension defines and implements them, see kernels/operators.cpp. Without one they have the same schemas and are
-    compositions of PyTorch's operators.
+    The extension defines and implements them (kernels/operators.cpp). Without an extension they have the same schemas
+    and are compositions of PyTorch's operators.
     """
     if _extension is not None:
-        # Compositions of a copy of this code whose build failed: PyTorch would decompose an operator that has any.
+        # Remove compositions of a copy of this module whose build failed, or PyTorch would decompose the operators.
         vars(_operators).pop("compositions", None)
         _extension.register_operators(_namespace, DeviceContext)
         first = vars(_operators).setdefault("library", _extension.__file__)
@@ -803,19 +826,19 @@ def _register_operators() -> None:
         for key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
             compositions.impl("conv2d", _composed_conv2d, key)
             compositions.impl("conv2d_backward", _composed_backward, key)
-        # Operators die with their Library, and torch.ops outlives whatever runs this code.
+        # A Library unregisters its operators when it is freed, so the namespace keeps a reference.
         _operators.schemas, _operators.compositions = schemas, compositions
     _register_flop_formulas()
 
 
 def _stand_in_front() -> None:
-    """Puts the extension in front of what compiled code calls, an overload of each operator.
+    """Let the overloads that compiled code calls enter the extension first.
 
-    An overload reads its arguments by the schema, which takes longer than the rest of the call: docs/lab/operators.md.
+    Parsing arguments by the schema takes an overload longer than the rest of the call (docs/lab/operators.md).
     """
     operators = _operators.conv2d, _operators.conv2d_backward
     for operator in operators:
-        vars(operator).pop("default", None)  # an overload is hashed by what is replaced here: change none in use
+        vars(operator).pop("default", None)  # overloads are hashed by _op: replace it in a new overload only
     overloads = [operator.default for operator in operators]
     _operators.entries = _extension.entries(*(overload._op for overload in overloads))
     for overload, entry in zip(overloads, _operators.entries, strict=True):
@@ -823,12 +846,12 @@ def _stand_in_front() -> None:
 
 
 def _register_flop_formulas() -> None:
-    """Has torch.utils.flop_counter count the operators as it counts PyTorch's convolution."""
+    """Register the operators with torch.utils.flop_counter, with the formulas of PyTorch's convolution."""
 
     def batched(shape: Any) -> Any:
         return shape if len(shape) == 4 else (1, *shape)
 
-    # Some versions of torch wrap the formulas so that they take tensors.
+    # Some versions of torch wrap the formulas in functions of tensors.
     conv_flop, conv_backward_flop = map(inspect.unwrap, (flop_counter.conv_flop, flop_counter.conv_backward_flop))
 
     def forward(x: Any, w: Any, bias: Any, *settings: Any, out_shape: Any, **_: Any) -> int:
@@ -851,9 +874,11 @@ def _register_flop_formulas() -> None:
 
 
 class ModelNew(nn.Module):
-    """A model of one convolution, as nn.Conv2d is called and initialised, without a bias unless asked for.
+    """A model of one 2-D convolution, with the arguments and initialisation of nn.Conv2d, but bias=False by default.
 
-    Its parameters are those of `self.conv2d`, an nn.Conv2d, read at every call; the kernels are this module's.
+    The parameters are those of `self.conv2d`, an nn.Conv2d; state_dict has conv2d.weight [K, C / groups, R, S] and, if
+    asked for, conv2d.bias [K]. forward() reads them at every call but does not call `self.conv2d`, so hooks on it do
+    not run. Dtypes, devices and errors are those of modelnew.conv2d().
     """
 
     def __init__(
@@ -873,13 +898,17 @@ class ModelNew(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, C, H, W] or [C, H, W] to [N, K, P, Q] or [K, P, Q]."""
+        """Apply the convolution to [N, C, H, W] or [C, H, W]. Return [N, K, P, Q] or [K, P, Q]."""
         layer = self.conv2d
         return conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups)
 
 
 class Conv2d(nn.Conv2d):
-    """nn.Conv2d, all of its arguments included, with this module's kernels behind it."""
+    """nn.Conv2d on modelnew's kernels: the same arguments, parameters, initialisation, state_dict and padding modes.
+
+    Inputs are [N, C, H, W] or [C, H, W], results [N, K, P, Q] or [K, P, Q]. Dtypes, devices and errors are those of
+    modelnew.conv2d().
+    """
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
         padding = self.padding
@@ -898,12 +927,19 @@ def explain(
     dilation: int | tuple[int, int] = 1,
     groups: int = 1,
 ) -> str:
-    """Which engine and configuration conv2d() and its gradients would use for these arguments, and why.
+    """Describe the engines and configurations that conv2d() and its gradients use for these arguments, and why.
 
-    The first line is the problem; then come lines that start with `forward: `, `dgrad: ` (gradient to the input),
-    `wgrad: ` (to the weight) and, with a bias, `bgrad: `, each going on with the engine's name.
+    The arguments are those of conv2d(). No convolution runs. Autocast is ignored: cast the tensors first.
 
-    Raises what conv2d() raises for the arguments, and RuntimeError for CUDA tensors if there are no kernels.
+    Returns:
+        Lines of text. The first line is the problem. The others begin with `forward: `, `dgrad: ` (gradient to the
+        input), `wgrad: ` (to the weight) and, with a bias, `bgrad: `; the engine's name follows. For tensors that are
+        not on a CUDA GPU, one line says that PyTorch's own convolution runs.
+
+    Raises:
+        RuntimeError: CUDA tensors without compiled kernels, or a forced engine that cannot compute a line's pass.
+
+        Invalid arguments raise what conv2d() raises.
     """
     if not _any_cuda(input, weight):
         return "PyTorch's own convolution, since neither the input nor the weight is on a CUDA GPU\n"
@@ -915,7 +951,7 @@ def explain(
     return extension.explain(*prepared)
 
 
-# Of the table in kernels/binding.cpp, to be known without a build.
+# Names of kEngines in kernels/engines.cuh, in its order. They are repeated here, so that no build is needed.
 _ENGINE_NAMES = (
     "patches",
     "dilated",
@@ -935,9 +971,17 @@ _ENGINE_NAMES = (
 
 @contextlib.contextmanager
 def force_engine(name: str) -> Iterator[None]:
-    """In this `with` block every convolution, in every thread, runs on the named engine, forward and backward.
+    """Context manager that runs all convolutions of the process on one engine, for tests and benchmarks.
 
-    One that the engine cannot take raises RuntimeError, an unknown name ValueError. For tests and benchmarks.
+    It acts on forward and backward passes and on all threads. Without compiled kernels it has no effect.
+
+    Args:
+        name: an engine of the table in docs/engines.md, such as 'direct'.
+
+    Raises:
+        ValueError: there is no engine of this name.
+
+        Inside the block, a pass that the engine cannot compute raises RuntimeError.
     """
     if name not in _ENGINE_NAMES:
         raise ValueError(f"modelnew has no engine {name!r}; it has {', '.join(map(repr, _ENGINE_NAMES))}")
@@ -953,40 +997,48 @@ def force_engine(name: str) -> Iterator[None]:
 
 # ---- Networks ----
 #
-# accelerate() changes the class of a layer, in place, and restore() changes it back. Conv2d has no state of its own, so
-# parameters and their ties, hooks, pruning, old weight_norm, attributes, optimizers, references by DDP and FSDP and the
-# keys of state_dict stay what they are: the same objects. A new module in the place of the old one would lose whatever
-# holds the old one. The new class knows what it was made from: nothing is written into the module, and copies know it.
+# accelerate() changes the class of a layer in place, and restore() changes it back. modelnew.Conv2d has no state of its
+# own, so parameters, hooks, pruning, old weight_norm, attributes, optimizers, references by DDP and FSDP and the keys
+# of state_dict stay the same. A new module would lose all references to the old one. The new class stores the original
+# class; nothing is stored in the module, so copies keep it.
 #
+#     original class                         accelerated class
 #     nn.Conv2d                              AcceleratedConv2d(_Accelerated, Conv2d)
 #     Mine(nn.Conv2d)                        AcceleratedMine(_Accelerated, Mine, Conv2d): Mine's methods come first
 #     ParametrizedConv2d(nn.Conv2d)          ParametrizedAcceleratedConv2d(AcceleratedConv2d), see _rebuilt
 #
-# It works because nn.Conv2d.forward does nothing but call self._conv_forward. Where a class or an instance has one of
-# the two of its own, a new base class would not be asked, or would change what is computed: such layers stay.
+# This works because nn.Conv2d.forward only calls self._conv_forward. A layer that overrides one of the two, in its
+# class or on the instance, stays PyTorch's: the new base class would have no effect or would change the result.
 
 
 class LayerReport(NamedTuple):
-    """One convolution of a network: a row for each of its calls in a pass of the example input, or one without."""
+    """One call of a convolution of the network in accelerate()'s report.
 
-    name: str  # as in named_modules(), the first one if there are several; empty if the network is the layer
-    replaced: bool  # by this call of accelerate() or an earlier one, and not put back
-    reason: str  # why not, if it was not
-    convolution: str  # its sizes, with those of the input if that is known
-    dtype: str
-    engine: str | None = None  # the forward pass's, before a layer was put back; None if nothing is known to have run
-    explanation: str = ""  # explain()'s whole line about the forward pass
-    before_ms: float | None = None  # medians, of PyTorch's convolution and of ours: in training mode with the gradients
-    after_ms: float | None = None
+    A layer has a row for each of its calls in a pass of the example input, and a single row without an example. Times
+    are in milliseconds, medians of 10 passes on the GPU; training mode includes the gradients.
+    """
+
+    name: str  # the first name in named_modules(); empty if the network itself is the layer
+    replaced: bool  # whether the layer runs on modelnew, by this call of accelerate() or an earlier one
+    reason: str  # the reason why the layer is not replaced, or empty
+    convolution: str  # sizes and settings, such as `N32 C64 K128 3x3, 56x56, stride 2, pad 1`
+    dtype: str  # such as `float32`; under autocast that of the cast input
+    engine: str | None = None  # engine of the forward pass before a layer was put back; None if it is not known
+    explanation: str = ""  # explain()'s line about the forward pass, or its text without such a line
+    before_ms: float | None = None  # time of PyTorch's convolution, or None if it was not timed
+    after_ms: float | None = None  # time of modelnew's convolution, or None if it was not timed
 
 
 class Report(NamedTuple):
-    """The result of accelerate(). `str(report)` is a table to be read, the attributes are for programs."""
+    """The result of accelerate(). `print(report)` shows it as a table.
 
-    layers: tuple[LayerReport, ...]  # all convolutions, also those of other kinds than nn.Conv2d
-    before_ms: float | None  # medians for the whole network, with PyTorch's convolution in all layers that are replaced
-    after_ms: float | None
-    notes: tuple[str, ...]
+    Times are in milliseconds: medians of 10 passes of the whole network on the GPU, or None without such an example.
+    """
+
+    layers: tuple[LayerReport, ...]  # all convolutions, also those that are no nn.Conv2d
+    before_ms: float | None  # with PyTorch's convolution in the layers that were not slower one by one
+    after_ms: float | None  # with modelnew's convolution in the same layers
+    notes: tuple[str, ...]  # sentences about the network as a whole
 
     def __str__(self) -> str:
         replaced = [row for row in self.layers if row.replaced]
@@ -1010,13 +1062,13 @@ def _shown(name: str) -> str:
 
 
 def _speed(before: float | None, after: float | None) -> tuple[str, str, str]:
-    """Two times and their quotient as texts."""
+    """Return two times and their quotient as text."""
     times = ["-" if ms is None else f"{ms:.4f}" for ms in (before, after)]
     return times[0], times[1], f"{before / after:.2f}x" if before and after else "-"
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines in columns, the last three, numbers, aligned to the right."""
+    """Return the rows as lines of aligned columns. The last three columns, numbers, are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = len(widths) - 3
     return [
@@ -1037,40 +1089,46 @@ def accelerate(
     *,
     keep_slower: bool = False,
 ) -> tuple[nn.Module, Report]:
-    """Lets the nn.Conv2d of a network run on this module's kernels where that is faster, in place; restore() undoes it.
+    """Run the nn.Conv2d layers of a network on modelnew's kernels where that is faster. restore() undoes it.
+
+    The network changes in place: each layer gets a class that is derived from modelnew.Conv2d and from its old class.
+    Modules, parameters, hooks and state_dict stay the same.
 
     Args:
-        model: any module, an nn.Conv2d included. Its layers stay the same objects with the same parameters, hooks and
-            state_dict, but their class becomes a subclass of modelnew.Conv2d as well as of what it was.
-        example_input: what the network is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
-            The network then runs on it, once to see which engine each layer uses, and on a GPU some 40 times more to
-            time layers and network with PyTorch's convolution and ours in turn. In training mode, with gradients
-            enabled, these passes are forward and backward, with random gradients of the floating-point outputs; else
-            they are forward only. Call accelerate() under torch.autocast if the network will run under it, and under
-            torch.no_grad() to decide by the forward of a network in training mode. Buffers, such as the statistics of
-            batch norm, and the random state are put back after each, and .grad is not touched. The network's own hooks
-            are called in all of these passes. In training mode the module of a DistributedDataParallel runs without it.
-        keep_slower: leaves layers replaced that are found slower.
+        model: any nn.Module, which may itself be an nn.Conv2d.
+        example_input: arguments of a call of the network: a tensor, a tuple of positional or a dict of keyword
+            arguments. The network runs on it once to find the engine of each layer. On a GPU it runs 44 more times, to
+            time layers and network with PyTorch's and modelnew's convolution in turn.
+        keep_slower: whether layers stay replaced that are slower.
 
     Returns:
-        The model that was given, and a report to be printed, a row for each convolution. Layers stay as they are, and
-        the report says why, if they are no nn.Conv2d, compute something else (a forward of their own, quantization),
-        are of TorchScript, not initialised yet (nn.LazyConv2d) or have parameters that the kernels do not know.
+        The given model, and a Report with a row for each call of each convolution. The report names the reason for
+        each layer that is not replaced: it is no nn.Conv2d, its class or instance overrides forward, it is quantized,
+        compiled by TorchScript or not initialised (nn.LazyConv2d), its parameters have an unsupported type, or it is
+        slower.
 
-    With an example on a GPU, a layer whose calls together take over 3% longer than with PyTorch's convolution goes back
-    to the class that it had before any call of accelerate(). If the network still takes over 2% longer, all layers go
-    back. A layer on a GPU that was not timed is judged at 32 images of 56x56: it goes back if a pass that it needs
-    would run there on plain multiply-adds (engine direct) where PyTorch's runs on tensor cores.
+    Raises:
+        TypeError: model is no nn.Module, or example_input has another type.
+        RuntimeError: the network is on a GPU and there are no compiled kernels.
 
-    Raises TypeError for a model that is no nn.Module or an example of another type, RuntimeError for a network on a GPU
-    if there are no kernels, and what the network raises for the example; the network is then as it was before.
+        An error of the network itself is raised after all layers have their old classes again.
 
-    To be called before torch.compile, or on what it returned; code that was compiled before is then compiled again. But
-    on what torch.fx has traced, not before it: its tracer looks into layers that are not torch's own. TorchScript does
-    not know the kernels: call restore() before torch.jit.script. Eager-mode quantization (torch.ao.quantization.prepare
-    and prepare_qat) gives the layers that it observes their own classes back; call restore() before fuse_modules and
-    before quantizing graphs (torch.fx, torch.export), which know layers by their classes. A network that is pickled
-    whole needs modelnew to be loaded; its state_dict does not.
+    **Decision.** With an example on a GPU, a layer gets back its class from before any accelerate() if its calls in a
+    pass take over 3% longer than with PyTorch's convolution. If the network still takes over 2% longer, all layers get
+    it back. A layer on a GPU that was not timed is judged by its engines for 32 images of 56x56: it gets its class back
+    if a pass that it needs runs on plain multiply-adds (engine direct) where PyTorch uses tensor cores.
+
+    **Passes.** They are forward and backward, with random gradients of the floating-point outputs, if the network is in
+    training mode, gradients are enabled and a parameter requires one; else they are forward only. Call accelerate()
+    under torch.autocast if the network will run under it, and under torch.no_grad() to time the forward pass of a
+    network in training mode. Buffers and the random state are restored after each pass, .grad is not changed. The
+    network's hooks run in all passes. In training mode a DistributedDataParallel is timed by its inner module.
+
+    **Other tools.** Call accelerate() before torch.compile or on its result, which is then compiled again; and after
+    torch.fx.symbolic_trace, whose tracer enters layers that are not torch's own. Call restore() before
+    torch.jit.script, fuse_modules and graph quantization (torch.fx, torch.export). Eager-mode quantization (prepare,
+    prepare_qat) restores the layers that it observes by itself. Loading a network that was pickled as a whole needs
+    modelnew; loading its state_dict does not.
     """
     _require_module(model)
     call = _example_call(example_input)
@@ -1092,10 +1150,15 @@ def accelerate(
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Gives the layers that accelerate() changed, in this model or in one that it is a copy of, their classes back.
+    """Undo accelerate(): give all layers their old classes back, in place, also in a copy of an accelerated network.
 
-    Returns the model that was given. Layers that were made as modelnew.Conv2d stay that. Raises TypeError for a model
-    that is no nn.Module.
+    Layers that were created as modelnew.Conv2d stay as they are.
+
+    Returns:
+        The given model.
+
+    Raises:
+        TypeError: model is no nn.Module.
     """
     _require_module(model)
     accelerated = [layer for layer in model.modules() if isinstance(layer, _Accelerated)]
@@ -1112,7 +1175,7 @@ def _require_module(model: Any) -> None:
 
 
 def _example_call(example: Any) -> _Call | None:
-    """The arguments of a call of the network."""
+    """Return the positional and keyword arguments that an example input stands for."""
     if example is None:
         return None
     if isinstance(example, Tensor):
@@ -1128,17 +1191,17 @@ def _example_call(example: Any) -> _Call | None:
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
-    """The network that torch.compile(model) wraps. Asked without importing its machinery, which takes seconds."""
+    """Return the network that torch.compile(model) wraps. An import of torch._dynamo would take seconds."""
     return model._modules.get("_orig_mod", model)
 
 
 def _forget_compiled(model: nn.Module) -> None:
-    """Makes torch.compile read the network again. Not all of its versions see that a layer has another class."""
+    """Discard compiled code. Some versions of torch.compile do not notice that a layer's class has changed."""
     if any("_orig_mod" in m._modules or getattr(m, "_compiled_call_impl", None) for m in model.modules()):
         torch.compiler.reset()
 
 
-# Classes of torch.nn.modules.conv. A layer of any but the first stays, and the report calls it by these words.
+# Classes of torch.nn.modules.conv, and their names in the report. Only nn.Conv2d is replaced.
 _KINDS = {
     "Conv2d": "",
     "Conv1d": "a 1-d convolution",
@@ -1151,7 +1214,7 @@ _KINDS = {
 
 
 def _kind(layer: nn.Module) -> str:
-    """Which of these classes a layer is of, or was before TorchScript compiled it; empty for other layers."""
+    """Return the name of a layer's class in _KINDS, also if TorchScript has compiled it; empty for other layers."""
     if isinstance(layer, torch.jit.ScriptModule):
         name = getattr(layer, "original_name", "")
         return name if name in _KINDS else ""
@@ -1159,7 +1222,7 @@ def _kind(layer: nn.Module) -> str:
     return next((name for name in names if name in _KINDS), "")
 
 
-# The methods of PyTorch's convolution. Kept here because some people patch nn.Conv2d itself.
+# PyTorch's methods at import, since some programs patch nn.Conv2d later.
 _FORWARDS = {name: getattr(nn.Conv2d, name) for name in ("forward", "_conv_forward")}
 
 _SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # in the order of the kernels' DType
@@ -1167,7 +1230,7 @@ _AT_NAMES = ("at::kFloat", "at::kHalf", "at::kBFloat16", "at::kDouble")
 
 
 def _reason_to_stay(layer: nn.Module) -> str:
-    """Why a convolution that is none of ours cannot become one, or nothing."""
+    """Return the reason why a layer cannot be replaced, or an empty text."""
     cls = type(layer)
     parameters = list(layer.parameters())
     if isinstance(layer, torch.jit.ScriptModule):
@@ -1182,7 +1245,7 @@ def _reason_to_stay(layer: nn.Module) -> str:
     if getattr(layer, "qconfig", None) is not None:
         return "it is prepared for quantization (it has a qconfig)"
     for parameter in parameters:
-        # DTensor, quantized tensors and the like bring their own operators, of which ours is none.
+        # DTensor, quantized tensors and the like implement operators themselves, but not modelnew's.
         if type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return f"its parameters are of type {type(parameter).__name__}: accelerate before sharding or quantizing"
         if parameter.dtype not in _SERVED_DTYPES:
@@ -1195,7 +1258,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _replace(layer: nn.Module) -> str:
-    """Changes the class of a convolution, or says why not."""
+    """Change the class of a convolution. Return an empty text, or the reason why it stays."""
     if isinstance(layer, _Accelerated):
         return ""
     if isinstance(layer, Conv2d):
@@ -1205,22 +1268,22 @@ def _replace(layer: nn.Module) -> str:
     if not reason:
         try:
             _set_class(layer, _accelerated_class(type(layer)))
-        except TypeError as error:  # a class that refuses subclasses, or whose objects cannot change class
+        except TypeError as error:  # the class forbids subclasses, or its objects cannot change class
             return f"its class cannot be extended: {error}"
     return reason
 
 
 def _set_class(layer: nn.Module, cls: type) -> None:
-    object.__setattr__(layer, "__class__", cls)  # past a __setattr__ of the layer's own
+    object.__setattr__(layer, "__class__", cls)  # the layer's class may override __setattr__
 
 
 class _Accelerated:
-    """Base of all classes that accelerate() makes."""
+    """Base of all classes that accelerate() creates."""
 
-    _modelnew_original: type  # what the class was made from
+    _modelnew_original: type  # the class before accelerate()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For copy and pickle, which look for a class by its name and would not find this one."""
+        """Support copy and pickle, which would look for the created class by its name."""
         reduced = super().__reduce_ex__(max(protocol, 2))
         made_here = "_modelnew_original" in vars(type(self))
         if made_here and isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:
@@ -1229,7 +1292,7 @@ class _Accelerated:
 
     @property
     def qconfig(self) -> Any:
-        """Eager-mode quantization sets it and finds layers by their class: setting it puts the class back."""
+        """The layer's qconfig. Eager-mode quantization sets it and needs the original class, so setting restores it."""
         return vars(self)["qconfig"] if "qconfig" in vars(self) else super().qconfig
 
     @qconfig.setter
@@ -1247,7 +1310,7 @@ class _Accelerated:
 
 
 def _new_accelerated(original: type) -> nn.Module:
-    """An accelerated layer without contents, for copy and pickle to fill."""
+    """Return an empty accelerated layer, which copy and pickle fill."""
     cls = _extended(original)
     return cls.__new__(cls)
 
@@ -1256,7 +1319,7 @@ _PARAMETRIZE = "torch.nn.utils.parametrize"
 
 
 def _accelerated_class(cls: type) -> type:
-    """The class that a layer of class `cls` gets; for everything but parametrized layers always the same one."""
+    """Return the accelerated class for a class. Parametrized layers have a class each, so theirs is not cached."""
     if cls.__module__ != _PARAMETRIZE:
         return _extended(cls)
     base = next(parent for parent in cls.__mro__ if parent.__module__ != _PARAMETRIZE)
@@ -1271,69 +1334,69 @@ def _extended(cls: type) -> type:
 
 
 def _original_class(cls: type) -> type:
-    """The class before accelerate(), also if parametrize or FSDP has put one of its own over ours since."""
+    """Return the class before accelerate(), also if parametrize or FSDP has derived a class of its own since."""
     extended = next(parent for parent in cls.__mro__ if "_modelnew_original" in vars(parent))
     return _rebuilt(cls, extended, extended._modelnew_original)
 
 
 def _rebuilt(cls: type, old: type, new: type) -> type:
-    """`new`, or a class like `cls` that is derived from `new` instead of `old`.
+    """Return a copy of class `cls` that is derived from `new` instead of `old`; `new` itself if `cls` is `old`.
 
-    torch.nn.utils.parametrize makes a class for each module, keeps its properties there, and removes itself by deleting
-    them and taking __bases__[0] for the module's class again; so neither another subclass on top of it nor one beside
-    it would do. Changing its __bases__ would also change copies of the module, which share it.
+    torch.nn.utils.parametrize creates a class for each module and keeps its properties there. To remove itself, it
+    deletes them and sets the module's class to __bases__[0], so a further subclass would break it. A change of
+    __bases__ would also change copies of the module, which share the class.
     """
     if cls is old:
         return new
     bases = tuple(_rebuilt(base, old, new) if issubclass(base, old) else base for base in cls.__bases__)
     source = vars(cls).get("_modelnew_source")
     if source is not None and source.__bases__ == bases and _contents(source) == _contents(cls):
-        return source  # nothing has happened since: exactly the class that it was
-    name = cls.__name__.replace(old.__name__, new.__name__)  # ParametrizedConv2d: named for its base
+        return source  # unchanged since: return the very same class
+    name = cls.__name__.replace(old.__name__, new.__name__)  # ParametrizedConv2d contains its base's name
     return type(cls)(name, bases, _contents(cls) | {"_modelnew_source": cls})
 
 
 def _contents(cls: type) -> dict[str, Any]:
-    """The contents of a class statement that would define this class."""
-    added = ("__dict__", "__weakref__", "__slotnames__", "_modelnew_source")  # by Python, by copying an object, by us
+    """Return the namespace of a class statement that would define this class."""
+    added = ("__dict__", "__weakref__", "__slotnames__", "_modelnew_source")  # by Python, copyreg and _rebuilt
     return {name: value for name, value in vars(cls).items() if name not in added}
 
 
 # -- Passes of the example --
 
-_TIMED_RUNS = 10  # of each kind; their median forgives a few that were disturbed
+_TIMED_RUNS = 10  # passes with each convolution; a median is robust against a few outliers
 
-# How much longer than with PyTorch's convolution a layer and the network may take: what medians may be off by.
+# Ratios to the time with PyTorch's convolution from which a layer and the network are slower. Medians scatter by less.
 _LAYER_SLACK, _NETWORK_SLACK = 1.03, 1.02
 
 _Rows = dict[str, list[LayerReport]]  # by layer, one for each of its calls in a pass
-_Times = dict[tuple[str, int], float]  # milliseconds of each call, by (name, number), of each layer in a pass
+_Times = dict[tuple[str, int], float]  # milliseconds by layer and number of the call in a pass
 
 
 class _Pass(NamedTuple):
-    """How the network runs on the example."""
+    """A pass of the network over the example."""
 
     network: nn.Module
     call: _Call
-    trained: list[nn.Parameter]  # the backward pass computes their gradients; there is none without any
-    devices: list[torch.device]  # GPUs that it is known to use
+    trained: list[nn.Parameter]  # parameters whose gradients are computed; if empty, there is no backward pass
+    devices: list[torch.device]  # GPUs of parameters, buffers and arguments
 
     def forward(self) -> Any:
         with torch.set_grad_enabled(bool(self.trained)):
             return self.network(*self.call[0], **self.call[1])
 
     def run(self) -> None:
-        """Forward and backward; keeps nothing that they compute."""
+        """Run forward and backward, and discard the results."""
         outputs = [y for y in _tensors(self.forward()) if y.is_floating_point() and y.grad_fn is not None]
         if outputs:
             gradients = [torch.randn_like(y) for y in outputs]
             with torch.autocast("cuda", enabled=False):
-                # Unlike backward(), this leaves .grad and the hooks of parameters alone.
+                # Unlike backward(), this does not change .grad or call the hooks of parameters.
                 torch.autograd.grad(outputs, self.trained, gradients, allow_unused=True)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in what a network returns."""
+    """Yield all tensors in a network's output."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -1349,7 +1412,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _trained(network: nn.Module) -> list[nn.Parameter]:
-    """The parameters whose gradients count: none unless the network trains and the caller has gradients enabled."""
+    """Return the parameters to compute gradients of: none in eval mode or with gradients disabled."""
     training = network.training and torch.is_grad_enabled()
     return [parameter for parameter in network.parameters() if training and parameter.requires_grad]
 
@@ -1357,7 +1420,7 @@ def _trained(network: nn.Module) -> list[nn.Parameter]:
 def _report(
     network: nn.Module, layers: dict[str, nn.Module], reasons: dict[str, str], call: _Call | None, keep_slower: bool
 ) -> Report:
-    """The report, from passes of the example if there is one; puts slower layers back."""
+    """Return the report, from passes of the example if there is one, and restore the classes of slower layers."""
     ours = {name: layer for name, layer in layers.items() if isinstance(layer, Conv2d)}
     rows = {name: [_row(name, layer, reasons[name])] for name, layer in layers.items()}
     trained, notes, network_ms = _trained(network), [], (None, None)
@@ -1367,7 +1430,7 @@ def _report(
         notes.append("the example was not run: it would initialise the lazy modules of the network")
     elif ours and call is not None:
         devices = _cuda_devices(network, call)
-        # The reducer of DistributedDataParallel waits for a whole backward pass.
+        # DistributedDataParallel's reducer expects a complete backward(), so the inner module runs alone.
         parallel = trained and devices and isinstance(network, nn.parallel.DistributedDataParallel)
         example = _Pass(network.module if parallel else network, call, trained if devices else [], devices)
         with _eager():
@@ -1379,7 +1442,7 @@ def _report(
                 notes += found
             else:
                 notes.append("on the CPU modelnew is PyTorch's own convolution: nothing was timed")
-    # Filters of one pixel or one channel have both layouts: they are judged in the one that the others have.
+    # Filters of one pixel or one channel fit both memory formats: they are judged in the format of the other filters.
     parameters = itertools.chain.from_iterable(layer.parameters() for layer in ours.values())
     last = any(_channels_last(parameter) and not parameter.is_contiguous() for parameter in parameters)
     for name, layer in ours.items():
@@ -1389,7 +1452,7 @@ def _report(
 
 
 def _put_back(layer: nn.Module, rows: _Rows, name: str, reason: str) -> None:
-    """Gives a layer its class back, if there is a reason, and notes it in the layer's rows."""
+    """If there is a reason, restore the layer's class and write the reason to its rows."""
     if reason:
         _set_class(layer, _original_class(type(layer)))
         rows[name] = [row._replace(replaced=False, reason=reason) for row in rows[name]]
@@ -1399,25 +1462,25 @@ def _channels_last(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-_JUDGED_IMAGES, _JUDGED_SIZE = 32, 56  # where layers are judged that were not timed
+_JUDGED_IMAGES, _JUDGED_SIZE = 32, 56  # batch and image size for layers that were not timed
 _MOST_IMAGE_CHANNELS = 4
 
 
 def _reason_by_engine(layer: nn.Module, training: bool, channels_last: bool) -> str:
-    """Why a layer that was not timed is likely to be slower than PyTorch's, or nothing."""
+    """Return the reason why a layer that was not timed is likely to be slower than PyTorch's, or an empty text."""
     parameters = list(layer.parameters())
-    weight = max(parameters, key=Tensor.numel, default=None)  # or what a parametrization computes it from
+    weight = max(parameters, key=Tensor.numel, default=None)  # with a parametrization: its largest parameter
     if weight is None or not _any_cuda(weight) or torch.cuda.get_device_capability(weight.device) < (8, 0):
         return ""
     dtype = weight.dtype if weight.dtype == torch.float64 else _autocast_dtype() or weight.dtype
     arguments = _judged_arguments(layer, dtype, channels_last and _channels_last(weight))
     with torch.cuda.device(weight.device):
         lines = _built_extension().explain(*arguments).splitlines()
-    # Layers of so few channels read images, whose gradient is rarely wanted.
+    # Layers of few input channels read images, whose gradient is rarely wanted.
     dgrad = training and layer.in_channels > _MOST_IMAGE_CHANNELS
     needed = {"forward": True, "dgrad": dgrad, "wgrad": training and any(p.requires_grad for p in parameters)}
     plans = {name: plan for name, _, plan in (line.partition(": ") for line in lines) if needed.get(name)}
-    # cuDNN runs float32 on tensor cores where the contract is TF32, which the lines say for each pass.
+    # cuDNN runs float32 on tensor cores under the TF32 contract, which explain() names for each pass.
     half = dtype in (torch.float16, torch.bfloat16)
     slow = [name for name, plan in plans.items() if plan.startswith("direct;") and (half or "; tf32" in plan)]
     if not slow:
@@ -1430,13 +1493,12 @@ def _reason_by_engine(layer: nn.Module, training: bool, channels_last: bool) -> 
 
 
 def _judged_arguments(layer: nn.Module, dtype: torch.dtype, channels_last: bool) -> _Arguments:
-    """A layer's convolution of images of the usual size, or the least one that its filter and padding take.
+    """Return a convolution's arguments on the meta device, for images of 56x56 or the next larger valid size.
 
-    The tensors are on the meta device. The layer's own weight is not read: a parametrization would compute it, and some
-    change buffers then.
+    The layer's own weight is not read, since a parametrization would compute it and might change buffers.
     """
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    least = max(_JUDGED_SIZE, 1 + max(layer._reversed_padding_repeated_twice))  # the latter is what reflection needs
+    least = max(_JUDGED_SIZE, 1 + max(layer._reversed_padding_repeated_twice))  # reflection padding needs the latter
     size = [max(least, d * (r - 1) + 1) for r, d in zip(layer.kernel_size, layer.dilation, strict=True)]
     x = torch.empty((_JUDGED_IMAGES, layer.in_channels, *size), dtype=dtype, device="meta", memory_format=layout)
     filters = (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
@@ -1447,14 +1509,14 @@ def _judged_arguments(layer: nn.Module, dtype: torch.dtype, channels_last: bool)
 
 
 def _padded(layer: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
-    """A layer's input and padding as its convolution gets them."""
+    """Return the input and padding of a layer's convolution, after the layer's padding mode."""
     if layer.padding_mode == "zeros":
         return x, layer.padding
     return F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), 0
 
 
 def _row(name: str, layer: nn.Module, reason: str, x: Tensor | None = None) -> LayerReport:
-    """A row without times; with the layer's input it says what runs."""
+    """Return a row without times. With the layer's input it contains the engine and explain()'s line."""
     weight = next(layer.parameters(), None)
     row = LayerReport(
         name,
@@ -1468,14 +1530,14 @@ def _row(name: str, layer: nn.Module, reason: str, x: Tensor | None = None) -> L
     x, padding = _padded(layer, x)
     x, weight, bias = _autocast(x, layer.weight, layer.bias)
     text = explain(x, weight, bias, layer.stride, padding, layer.dilation, layer.groups)
-    # Without such a line PyTorch's own convolution runs, or nothing, as for an empty batch.
+    # There is no such line if PyTorch's own convolution runs or, as for an empty batch, nothing runs.
     line = next((line for line in text.splitlines() if line.startswith("forward: ")), "")
     engine = line.removeprefix("forward: ").partition(";")[0] or ("PyTorch" if text.startswith("PyTorch") else None)
     return row._replace(dtype=_dtype_name(x), engine=engine, explanation=line or text.strip())
 
 
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The arguments of a convolution as autocast, if it is on, casts them on a GPU."""
+    """Return the arguments of a convolution, cast as autocast does on a GPU if it is enabled."""
     dtype = _autocast_dtype() if tensors[0].is_cuda else None
     return [t if t is None or dtype is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
 
@@ -1483,12 +1545,12 @@ def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
 def _autocast_dtype() -> torch.dtype | None:
     if not torch.is_autocast_enabled():
         return None
-    # torch before 2.4 has only the latter.
+    # torch before 2.4 lacks get_autocast_dtype.
     return torch.get_autocast_dtype("cuda") if hasattr(torch, "get_autocast_dtype") else torch.get_autocast_gpu_dtype()
 
 
 def _sizes(layer: nn.Module, x: Tensor | None = None) -> str:
-    """A convolution in words, such as `N32 C64 K128 3x3, 56x56, stride 2, pad 1`."""
+    """Return sizes and settings as text, such as `N32 C64 K128 3x3, 56x56, stride 2, pad 1`."""
 
     def each(value: Any) -> str:
         values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
@@ -1506,20 +1568,20 @@ def _sizes(layer: nn.Module, x: Tensor | None = None) -> str:
 
 
 def _watched(example: _Pass, layers: dict[str, nn.Module], reasons: dict[str, str]) -> _Rows:
-    """Runs the network forward once and looks at what its layers are called with."""
+    """Run the network forward once and return rows from the inputs of its layers."""
     rows: _Rows = {}
 
     def watch(name: str) -> Callable[..., None]:
         def hook(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             x = _first(arguments, keywords)
-            if isinstance(x, Tensor):  # else the layer raises
+            if isinstance(x, Tensor):  # otherwise the layer raises
                 rows.setdefault(name, []).append(_row(name, layer, reasons[name], x))
 
         return hook
 
     with contextlib.ExitStack() as hooks:
         for name, layer in layers.items():
-            # Registered last, hence called last: it sees what hooks of the user's made of input and weight.
+            # This hook is registered last and called last, so it sees input and weight after the user's hooks.
             hooks.callback(layer.register_forward_pre_hook(watch(name), with_kwargs=True).remove)
         hooks.enter_context(_unchanged(example))
         example.forward()
@@ -1527,14 +1589,14 @@ def _watched(example: _Pass, layers: dict[str, nn.Module], reasons: dict[str, st
 
 
 def _first(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """A layer's input among the arguments of its call."""
+    """Return a layer's input from the arguments of its call."""
     return arguments[0] if arguments else keywords.get("input")
 
 
 def _judged_by_time(
     example: _Pass, layers: dict[str, nn.Module], rows: _Rows, keep_slower: bool
 ) -> tuple[tuple[float, float], list[str]]:
-    """Writes times into the rows, puts slower layers back, and returns the network's times and what to note."""
+    """Write times to the rows and restore slower layers. Return the network's times and notes."""
     accelerated = {name: layer for name, layer in layers.items() if isinstance(layer, _Accelerated)}
     warm_up = _in_turn(example, accelerated.values(), _network_ms, 2)
     host_ms = max(side[-1][0] for side in warm_up)
@@ -1564,12 +1626,12 @@ def _judged_by_time(
 
 
 def _slower(before: float, after: float, slack: float) -> str:
-    """Both times, if the latter is longer by more than the slack."""
+    """Return both times as text if the second one exceeds the first one by more than the slack, else an empty text."""
     return f"{after:.4f} ms against {before:.4f} ms" if after > slack * before else ""
 
 
 def _sums(times: _Times) -> dict[str, float]:
-    """The time of each layer in a pass."""
+    """Return the time of each layer in a pass, summed over its calls."""
     names = {name for name, _ in times}
     return {name: sum(ms for key, ms in times.items() if key[0] == name) for name in names}
 
@@ -1582,10 +1644,10 @@ def _medians(passes: list[dict[Any, float]]) -> dict[Any, float]:
 def _in_turn(
     example: _Pass, layers: Iterable[nn.Module], measure: Callable[[_Pass], Any], runs: int
 ) -> tuple[list[Any], list[Any]]:
-    """Returns what `measure` does with PyTorch's convolution in these accelerated layers, and with ours.
+    """Return the results of `measure` with PyTorch's convolution in these accelerated layers, and with modelnew's.
 
-    In turn: both meet the same clocks and, unlike in calls of a layer by itself, the caches as the network leaves them.
-    All passes begin with the same random state, so networks that skip layers at random skip the same ones.
+    The two alternate, so both run at the same clocks, and with caches as the network leaves them. All passes start with
+    the same random state, so that networks that skip layers at random skip the same ones.
     """
     ours = [(layer, type(layer)) for layer in layers]
     theirs = [(layer, _original_class(cls)) for layer, cls in ours]
@@ -1604,7 +1666,7 @@ def _in_turn(
 
 
 def _network_ms(example: _Pass) -> tuple[float, float]:
-    """Milliseconds until a pass was launched, and until it was done on all of its GPUs."""
+    """Return the milliseconds until a pass is launched, and until it is complete on all of its GPUs."""
     _synchronize(example.devices)
     start = time.perf_counter()
     example.run()
@@ -1617,15 +1679,15 @@ _Spans = dict[tuple[str, torch.device], list[list[torch.cuda.Event]]]  # DataPar
 
 
 def _layers_ms(example: _Pass, layers: dict[str, nn.Module], host_ms: float) -> _Times:
-    """The times of one pass; `host_ms` is what it takes to launch."""
+    """Return the times of all calls in one pass. `host_ms` is the time to launch a pass."""
     spans: _Spans = {}
     with contextlib.ExitStack() as hooks:
-        for name, layer in layers.items():  # after all other hooks, and before them: around the layer's forward alone
+        for name, layer in layers.items():  # last pre-hook and first hook: the user's hooks are not timed
             timer = functools.partial(_mark_call, spans, name)
             hooks.callback(layer.register_forward_pre_hook(timer, with_kwargs=True).remove)
             hooks.callback(layer.register_forward_hook(timer, with_kwargs=True, prepend=True).remove)
-        # The GPU waits until the host is through, or else short layers would be as long as it takes to launch them:
-        # twice its time, for the events and the hooks, at 2 GHz.
+        # The GPU sleeps until the host has launched the pass, or the times of short layers would be launch times.
+        # Twice the host's time includes events and hooks; the argument is in cycles, at 2 GHz.
         torch.cuda._sleep(int(min(2 * host_ms, 1000) * 2e6))
         example.run()
     _synchronize(example.devices)
@@ -1633,7 +1695,7 @@ def _layers_ms(example: _Pass, layers: dict[str, nn.Module], host_ms: float) -> 
     for (name, _), calls in spans.items():
         first = sum(key[0] == name for key in times)
         for index, events in enumerate(calls, first):
-            pairs = zip(events[::2], events[1::2], strict=False)  # a call that checkpointing breaks off has no end
+            pairs = zip(events[::2], events[1::2], strict=False)  # a call that checkpointing stops early has no end
             times[name, index] = sum(begin.elapsed_time(end) for begin, end in pairs)
     return times
 
@@ -1641,11 +1703,11 @@ def _layers_ms(example: _Pass, layers: dict[str, nn.Module], host_ms: float) -> 
 def _mark_call(
     spans: _Spans, name: str, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], *output: Tensor
 ) -> None:
-    """A hook before and after a layer: adds events where its forward and its backward begin and end."""
+    """Hook before and after a layer: record events at the start and end of its forward and backward."""
     x = _first(arguments, keywords)
     if not _any_cuda(x):
         return
-    device = x.device  # the hooks below must not keep x
+    device = x.device  # the hooks below must not hold a reference to x
     calls = spans.setdefault((name, device), [])
     if not output:
         calls.append([])
@@ -1657,9 +1719,9 @@ def _mark_call(
 
     mark()
     node = output[0].grad_fn if output else None
-    if node is not None and "Squeeze" in node.name():  # PyTorch makes a batch of a single image
+    if node is not None and "Squeeze" in node.name():  # an unbatched input is a batch of one inside
         node = node.next_functions[0][0]
-    if node is not None:  # a module's backward hooks would make the output a view, which must not change in place
+    if node is not None:  # a module's backward hooks would make the output a view, which forbids in-place operations
         node.register_prehook(mark)
         node.register_hook(mark)
 
@@ -1670,22 +1732,22 @@ def _synchronize(devices: list[torch.device]) -> None:
 
 
 def _cuda_devices(network: nn.Module, call: _Call) -> list[torch.device]:
-    """GPUs that a pass is known to use."""
+    """Return the GPUs of parameters, buffers and arguments."""
     tensors = itertools.chain(network.parameters(), network.buffers(), call[0], call[1].values())
     return sorted({t.device for t in tensors if isinstance(t, Tensor) and t.is_cuda}, key=str)
 
 
 def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Without torch.compile, which would read hooks instead of calling them. torch before 2.6 cannot do without it."""
-    needed = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")  # importing it takes seconds
+    """Return a context that disables torch.compile, so that hooks are called. torch before 2.6 cannot disable it."""
+    needed = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")  # an import would take seconds
     return torch.compiler.set_stance("force_eager") if needed else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _unchanged(example: _Pass) -> Iterator[None]:
-    """A `with` block whose pass leaves no trace in buffers, tensors that are plain attributes, and the random state.
+    """Context manager that restores buffers, tensors in plain attributes, and the random state after a pass.
 
-    Plain attributes: old weight_norm and pruning keep there the weight that they compute, with its graph.
+    Old weight_norm and pruning store the computed weight, with its graph, in a plain attribute.
     """
     modules = list(example.network.modules())
     buffers = [(buffer, buffer.clone()) for buffer in example.network.buffers()]
@@ -1695,7 +1757,7 @@ def _unchanged(example: _Pass) -> Iterator[None]:
         try:
             yield
         finally:
-            # The next pass casts the weights again, and casts that were made without gradients are of no use later.
+            # Cached casts must not carry over: the next pass casts again, and casts without gradients are of no use.
             torch.clear_autocast_cache()
             with torch.no_grad():
                 for buffer, before in buffers:
@@ -1715,26 +1777,30 @@ def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 # ---- The bundle ----
 #
-# A bundle is one Python file that runs by itself: kernels/bundle_template.py, and the kernels in a string. The engines
-# of given problems are found by a dry run (kernels/dry_run.cpp): their host code, linked with stand-ins for the CUDA
-# runtime, plans for a GPU that need not be here and names the instances that it would launch.
+# A bundle is one Python file that runs by itself: kernels/bundle_template.py with the kernel sources in a string. A dry
+# run (kernels/dry_run.cpp) finds the engines of given problems: the engines' host code, linked with stand-ins for the
+# CUDA runtime, plans for a GPU that need not be present and records the instances that it would launch.
 
 
 class ConvProblem(NamedTuple):
-    """A convolution, for bundle(): sizes of its tensors and settings, as conv2d() takes them."""
+    """A convolution for bundle(): sizes of the tensors, and settings as in conv2d().
+
+    bundle() raises ValueError if the sizes and settings do not form a convolution with a non-empty output, or if one of
+    them except N exceeds (2**31 - 1) // 4.
+    """
 
     input: tuple[int, int, int, int]  # N, C, H, W
     weight: tuple[int, int, int, int]  # K, C / groups, R, S
-    bias: bool = False
+    bias: bool = False  # whether there is a bias [K]
     stride: int | tuple[int, int] = 1
-    padding: int | tuple[int, int] = 0
+    padding: int | tuple[int, int] = 0  # no names
     dilation: int | tuple[int, int] = 1
     groups: int = 1
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # also float16, bfloat16, float64
 
 
-# Numbers of SMs by compute capability, from NVIDIA's data sheets. The choice is made for the first one; instances that
-# the others ask for are compiled as well.
+# SM counts by compute capability, from NVIDIA's data sheets. Engines are chosen for the first count; instances that the
+# other counts launch are compiled as well.
 _SM_COUNTS = {
     (8, 0): (108, 56),
     (8, 6): (84, 82, 80, 72, 70, 68, 48, 46, 38, 30, 28, 26),
@@ -1743,11 +1809,11 @@ _SM_COUNTS = {
     (10, 0): (148,),
     (12, 0): (188, 170, 84, 70, 48, 36),
 }
-# SMs of a group, within which clusters find room: as on an H200, and others, since GPUs of one model differ.
+# SMs of a GPC, which limits clusters. 0 stands for the counts of an H200; GPUs of one model differ in their GPCs.
 _SM_GROUPS = (0, 18, 16, 14)
 
-# Spellings that evaluation scripts reject or warn about when they find them in a submission, in code, comments and
-# strings alike. They are after fake implementations; a bundle does without these spellings instead of arguing.
+# Patterns that evaluation scripts reject or warn about, in code, comments and strings, to detect fake implementations.
+# A bundle contains none of them.
 _REJECTED = {
     "error handlers": r"(?i)\btry\s*:|\bexcept\b|\bpass\b",
     "statements that must come first in a file": r"__future__",
@@ -1763,21 +1829,28 @@ _REJECTED = {
 
 
 def bundle(problems: ConvProblem | Iterable[ConvProblem] | None = None, arch: str | None = None) -> str:
-    """One Python file, as text, that defines ModelNew: for evaluation scripts that take one.
+    """Return the text of one Python file that defines ModelNew, to paste into evaluation scripts.
 
     Args:
-        problems: the convolutions that the file is for. It has only the engines that these use, forward and backward,
-            with TF32 allowed and not, as whole files (an engine that chooses others while it runs, such as strided,
-            brings all that it may choose), and compiles only the instances that they launch. Other arguments raise
-            ValueError there; operands of other strides are copied. None: all engines, for any problem in any format.
-        arch: compute capability of the GPU that the file is for, such as "9.0". By default that of the current GPU.
+        problems: convolutions to include. The file contains the engines that they use, forward and backward, with TF32
+            and without, and compiles only the kernel instances that they launch. An engine that calls others, such as
+            strided, brings all that it may call. In the file, other arguments raise ValueError, and operands with other
+            strides are copied. None: all engines, for any problem and memory format.
+        arch: compute capability of the GPU that will run the file, such as "9.0". Default: the current GPU's.
 
-    It runs by itself, also under exec() without a file, and compiles its kernels when it runs, once for a directory of
-    extensions. Its names but ModelNew begin with _modelnew in any spelling.
+    Returns:
+        The text. It also runs under exec(), and compiles its kernels when it runs, once for each directory of
+        extensions. It contains no pattern that evaluation scripts reject. Its own names but ModelNew begin with
+        _modelnew or _MODELNEW.
 
-    Raises ValueError for a problem that is none, for `arch` without problems, or if a source contains what evaluation
-    scripts reject; RuntimeError if there is neither a GPU nor `arch`, or no nvcc and C++ compiler for the dry run that
-    chooses the engines.
+    With problems, a dry run chooses the engines. It needs nvcc, a C++ compiler, ninja and setuptools, but no GPU if
+    `arch` is given. Without problems, the call needs none of these.
+
+    Raises:
+        ValueError: an entry of problems is no convolution, problems is empty, arch is given without problems, or a
+            source contains a pattern that evaluation scripts reject.
+        RuntimeError: there is neither a GPU nor arch, arch is malformed or of an unknown GPU, or a tool for the dry run
+            is missing or fails.
     """
     if isinstance(problems, ConvProblem):
         problems = [problems]
@@ -1804,7 +1877,7 @@ def bundle(problems: ConvProblem | Iterable[ConvProblem] | None = None, arch: st
 
 
 def _problem_key(problem: ConvProblem) -> tuple[Any, ...]:
-    """A problem with pairs of numbers for its settings, to be compared. Raises ValueError if it is no convolution."""
+    """Return a problem as a hashable tuple with pairs for its settings. Raise ValueError if it is no convolution."""
     pairs = [_pair(value) for value in (problem.stride, problem.padding, problem.dilation)]
     numbers = [_integer(value) for value in (*problem.input, *problem.weight, problem.groups)]
     if None in (*pairs, *numbers) or len(problem.input) != 4 or len(problem.weight) != 4:
@@ -1822,17 +1895,17 @@ def _problem_key(problem: ConvProblem) -> tuple[Any, ...]:
 
 
 def _output_size(key: tuple[Any, ...]) -> tuple[int, int]:
-    """P, Q"""
+    """Return P and Q."""
     x, w, _, stride, padding, dilation = key[:6]
     spans = (x[2 + i] + 2 * padding[i] - dilation[i] * (w[2 + i] - 1) - 1 for i in (0, 1))
     return tuple(span // step + 1 for span, step in zip(spans, stride, strict=True))
 
 
-_MOST = (2**31 - 1) // 4  # the kernels' limit of all numbers but the batch size
+_MOST = (2**31 - 1) // 4  # limit of all sizes and settings but the batch size, as in kernels/binding.cpp
 
 
 def _bundle_gpu(arch: str | None) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Compute capability and numbers of SMs to plan for, the first of which decides."""
+    """Return the compute capability and the SM counts to plan for. The first count chooses the engines."""
     capability = _capability(arch) if arch is not None else None
     own_sms: list[int] = []
     if torch.cuda.is_available():
@@ -1850,6 +1923,7 @@ def _bundle_gpu(arch: str | None) -> tuple[tuple[int, int], tuple[int, ...]]:
 
 @functools.cache
 def _dry_run() -> ctypes.CDLL:
+    """Return the library of the dry run, and compile it first if it is not built yet."""
     build = _plan_dry_run(_sources)
     path = build.library if os.path.exists(build.library) else _build_once(build)
     try:
@@ -1859,7 +1933,7 @@ def _dry_run() -> ctypes.CDLL:
 
 
 def _sizes_for_kernels(key: tuple[Any, ...], tf32: bool) -> list[int]:
-    """A problem as kernels/sizes.cuh has it, of contiguous tensors."""
+    """Return a problem of contiguous tensors in the format of kernels/sizes.cuh."""
     (N, C, H, W), (K, group_C, R, S), _, stride, padding, dilation, groups, dtype = key
     P, Q = _output_size(key)
     sizes = [N, C, H, W, K, R, S, P, Q, groups, *stride, *padding, *dilation, _SERVED_DTYPES.index(dtype), tf32]
@@ -1871,9 +1945,10 @@ def _sizes_for_kernels(key: tuple[Any, ...], tf32: bool) -> list[int]:
 def _planned(
     key: tuple[Any, ...], tf32: bool, operator: int, gpu: tuple[int, int, int], engine: str = ""
 ) -> tuple[str, set[str]]:
-    """The engine of a problem's operator (kernels' Operator) and the instances that it launches, as C++ text.
+    """Return the engine of a problem's operator and the instances that it launches, as C++ text.
 
-    `gpu`: as kernels/cuda_stand_ins.h has it. If an engine is named, it is the one.
+    `operator` is the number of an Operator in kernels/problem.cuh; `gpu` is compute capability times 10, SM count and
+    SMs of a GPC. A given engine is used instead of the chosen one.
     """
     sizes = _sizes_for_kernels(key, tf32)
     text = ctypes.create_string_buffer(1 << 16)
@@ -1888,19 +1963,19 @@ def _planned(
 
 
 def _instance(line: str) -> str:
-    """An instance in C++, of a line of the dry run."""
+    """Return the C++ text of an instance for a line of the dry run."""
     kernel, *numbers = line.split()
     return f'{{"{kernel}", {{{", ".join(numbers)}}}}}'
 
 
 def _kernels_for(keys: list[tuple[Any, ...]], capability: tuple[int, int], sm_counts: tuple[int, ...]) -> str:
-    """The CUDA text for these problems: which engines and instances, then the files that have them."""
+    """Return the CUDA text for these problems: lists of engines and instances, then the files that define them."""
     rows, engines, instances = [], set(), set()
     first, *others = itertools.product([10 * capability[0] + capability[1]], sm_counts, _SM_GROUPS)
     for key in keys:
         chosen = []
         for tf32, operator in itertools.product((False, True), range(4)):
-            if operator == 3 and not key[2]:  # no bias, no gradient to it
+            if operator == 3 and not key[2]:  # bgrad without a bias
                 chosen.append("nullptr")
                 continue
             engine, launched = _planned(key, tf32, operator, first)
@@ -1918,12 +1993,12 @@ def _kernels_for(keys: list[tuple[Any, ...]], capability: tuple[int, int], sm_co
 
 
 def _define(name: str, items: Iterable[str]) -> str:
-    """A macro that is a list, an item a line."""
+    """Return the definition of a macro that is a list, with one item a line."""
     return f"#define MODELNEW_{name}" + ",".join(f" \\\n  {item}" for item in items) + "\n"
 
 
 def _problem_row(key: tuple[Any, ...]) -> str:
-    """A problem as bundle_template.cpp has it."""
+    """Return a problem as an initializer of ProblemRow in bundle_template.cpp."""
     (x, w), bias, pairs, groups, dtype = key[:2], key[2], key[3:6], key[6], key[7]
     numbers = ["{" + ", ".join(map(str, values)) + "}" for values in (x, w, *pairs)]
     settings = f"{{{', '.join(numbers[2:])}, {groups}}}"
@@ -1936,7 +2011,7 @@ _ENGINE = re.compile(r"^extern const Engine (k\w+Engine)\{", re.MULTILINE)
 
 @functools.cache
 def _definers() -> dict[str, str]:
-    """The .cu file of every engine and of every function that a header declares for others."""
+    """Return the .cu file of each engine, and of each function that a header declares, by name."""
     declared = {name for text in _sources.values() for _, name, _ in _DECLARATION.findall(text)}
     definers = {}
     for file, text in _sources.items():
@@ -1948,12 +2023,12 @@ def _definers() -> dict[str, str]:
 
 
 def _used(file: str) -> set[str]:
-    """Which of these a file mentions."""
+    """Return the names in _definers() that a file mentions."""
     return set(re.findall(r"\w+", _without_comments(_sources[file]))) & _definers().keys()
 
 
 def _with_callees(files: set[str]) -> set[str]:
-    """The files and, for engines that choose others when they are called, all that these may choose from."""
+    """Return the files and, for engines that choose other engines in a call, the files of all their choices."""
     wanted, found = set(files), set(files)
     while wanted:
         file = wanted.pop()
@@ -1965,7 +2040,7 @@ def _with_callees(files: set[str]) -> set[str]:
 
 
 def _one_text(files: set[str]) -> str:
-    """These files after the headers that they include, as one text; kernels with the end of every bundle's."""
+    """Return one text of the headers that these files include, and the files. Kernels end with bundle_template.cu."""
     last = sorted(files - {_BUNDLE_END}) + [_BUNDLE_END] * (_BUNDLE_BINDING not in files)
     headers = [file for file in _with_headers(_sources, last) if file not in last]
     parts = []
@@ -1978,7 +2053,7 @@ def _one_text(files: set[str]) -> str:
 
 
 def _stand_ins(files: set[str]) -> str:
-    """Definitions of what these files mention of engines that are left out."""
+    """Return definitions of the engines and functions that these files mention but do not contain."""
     missing = {name for file in files for name in _used(file) if _definers()[name] not in files}
     lines = [
         f'extern const Engine {name}{{"{file[:-3]}", not_in_this_file}};'
@@ -1998,7 +2073,7 @@ def _stand_ins(files: set[str]) -> str:
 
 
 def _bundle_note(problems: Iterable[ConvProblem] | None) -> str:
-    """A bundle's first lines."""
+    """Return the docstring of a bundle."""
     what = "for any problem" if problems is None else "for given problems (MODELNEW_PROBLEMS)"
     return f'''"""ModelNew, a 2-D convolution with CUDA kernels of its own, in one file {what}.
 
@@ -2009,10 +2084,10 @@ kernels: what the files of modelnew's folder kernels/ say, headers first.
 
 
 def _problem_of_script(path: str) -> ConvProblem:
-    """The problem of a reference script in KernelBench's form: Model(*get_init_inputs()) on get_inputs().
+    """Return the problem of a reference script in KernelBench's format: Model(*get_init_inputs()) on get_inputs().
 
-    The script runs on the meta device: nothing is computed. Raises ValueError if it cannot, or if its Model is not one
-    nn.Conv2d, `conv2d`, that takes the arguments of ModelNew.
+    The script runs on the meta device, without computation. Raise ValueError if it fails there, or if its Model is not
+    a single nn.Conv2d named `conv2d` with the arguments of ModelNew.
     """
     try:
         with torch.device("meta"), torch.no_grad():
@@ -2041,7 +2116,7 @@ def _problem_of_script(path: str) -> ConvProblem:
 
 
 class _Operators(TorchDispatchMode):
-    """A `with` block that notes the operators that run: (operator, arguments, result)."""
+    """Dispatch mode that records the operators that run: (operator, arguments, result)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2054,14 +2129,14 @@ class _Operators(TorchDispatchMode):
 
 
 def _literal(text: str) -> str:
-    """A Python literal of a source text that can be read as that text, if possible."""
+    """Return a Python literal of a source text: a raw string over several lines if possible."""
     raw = f"r'''\n{text}'''"
     readable = "'''" not in text and not text.endswith(("'", "\\"))
     return raw if readable else repr(text)
 
 
 def _require_pasteable(text: str) -> None:
-    """Raises ValueError if an evaluation script would reject the text."""
+    """Raise ValueError if an evaluation script would reject the text."""
     for what, pattern in _REJECTED.items():
         for number, line in enumerate(text.splitlines(), 1):
             if re.search(pattern, line):
@@ -2072,7 +2147,10 @@ def _require_pasteable(text: str) -> None:
 
 
 def _build_ahead(machines: list[str]) -> None:
-    """Builds for machines as --arch names them; none means this one. RuntimeError: a sentence on what to do."""
+    """Build a library for each machine that --arch names, or for this machine, and print the paths.
+
+    Raise RuntimeError with advice if that is not possible.
+    """
     if torch.version.cuda is None:
         raise RuntimeError("this PyTorch was built without CUDA; install one with CUDA")
     wanted = [sorted({_capability(name) for name in machine.split(",")}) for machine in machines]
@@ -2085,7 +2163,7 @@ def _build_ahead(machines: list[str]) -> None:
 
 
 def _capability(text: str) -> tuple[int, int]:
-    """(9, 0) of "9.0"."""
+    """Return a compute capability such as (9, 0) for "9.0"."""
     numbers = re.fullmatch(r"(\d+)\.(\d)", text)
     if numbers is None:
         raise RuntimeError(f"--arch takes compute capabilities such as 8.0 or 9.0, but got {text!r}")
@@ -2093,6 +2171,7 @@ def _capability(text: str) -> tuple[int, int]:
 
 
 def _main(arguments: list[str] | None = None) -> None:
+    """Run the command line. A failure prints `modelnew: ` and a reason to stderr and exits with status 1."""
     parser = argparse.ArgumentParser(prog="modelnew.py", description="Tools around the modelnew module.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
@@ -2135,7 +2214,7 @@ def _main(arguments: list[str] | None = None) -> None:
         sys.exit(f"modelnew: {_reason(error)}")
 
 
-# The last statements, so that everything is in place for them.
+# These statements come last, since they call functions of all sections.
 _operators = getattr(torch.ops, _namespace)
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-// Between PyTorch and the engines: checks, engine table, output tensors and workspace, and the way in from Python.
+// Binding between PyTorch and the engines: argument checks, choice of an engine, output tensors, workspace, and the
+// Python module.
 //
-//   conv2d()        screen -> arguments -> forward(), or the operator, or None where Python has to do more
-//   conv2d_cuda()   the operators' kernels for CUDA, which operators.cpp registers
-//   forward()       check -> Problem -> launch
-//   backward()      check -> Problem -> launch, one launch per wanted gradient
+//   py_conv2d()      screen -> parse arguments -> forward(), the operator, or None for a call that Python handles
+//   conv2d_cuda()    the operator's CUDA kernel, which operators.cpp registers
+//   forward()        check -> Problem -> launch
+//   backward()       check -> Problem -> launch, one launch per wanted gradient
 //
-// A CPython module by hand instead of pybind11's binding layer, with METH_FASTCALL and hand-written argument parsing:
-// small convolutions live on the host time of a call (bench.py --host).
+// The module uses CPython's METH_FASTCALL and parses arguments itself instead of pybind11, since the host time of a
+// call bounds small convolutions (bench.py --host).
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/conv2d.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -29,14 +30,13 @@ namespace {
 
 using Pair = std::array<int64_t, 2>;
 
-// What a call says besides its tensors.
+// Settings of a call.
 struct Settings {
   Pair stride, padding, dilation;
   int64_t groups;
 };
 
-// The engine that force_engine() asks for; null: the table decides. One for the process, since backward has threads of
-// its own.
+// The engine of force_engine(), or null. It is global, since autograd runs backward passes in threads of its own.
 std::atomic<const Engine*> forced_engine{nullptr};
 
 const char* name_of(Operator op) {
@@ -53,10 +53,8 @@ const char* name_of(Operator op) {
   return "";
 }
 
-// ---- Text ----
-//
-// No streams: a toolchain that links libstdc++ into every library (g++ -static-libstdc++, seen on one of our machines)
-// leaves two copies of it in the process, and a number sent to a stream crashes between them.
+// Text of messages is built without streams: if a toolchain links libstdc++ statically (g++ -static-libstdc++), the
+// process has two copies of it, and writing a number to a stream crashes (docs/lab/operators.md).
 
 std::string text_of(const char* text) { return text; }
 std::string text_of(const std::string& text) { return text; }
@@ -77,7 +75,7 @@ std::string concatenate(const Parts&... parts) {
   return text;
 }
 
-// ---- Checks ----
+// Checks of arguments follow. Arguments that do not form a convolution go to PyTorch's own operator, which raises.
 
 std::optional<DType> served_dtype(at::ScalarType type) {
   switch (type) {
@@ -95,7 +93,7 @@ std::optional<DType> served_dtype(at::ScalarType type) {
 }
 
 void require_served_dtype(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias) {
-  // Unequal dtypes are a mix-up, which PyTorch words itself.
+  // PyTorch raises its own error for unequal dtypes.
   if (x.scalar_type() != w.scalar_type() || (bias.defined() && bias.scalar_type() != x.scalar_type())) return;
   TORCH_CHECK_NOT_IMPLEMENTED(served_dtype(x.scalar_type()).has_value(),
                               concatenate("modelnew: conv2d has no kernels for ", x.scalar_type(),
@@ -109,7 +107,7 @@ std::string describe_call(const at::Tensor& x, const at::Tensor& w, const at::Te
                      s.padding[1], "), dilation (", s.dilation[0], ", ", s.dilation[1], "), groups ", s.groups);
 }
 
-// Everything larger would overflow the ints of a Problem, or the int64 arithmetic on them.
+// Larger numbers would overflow the ints of a Problem, or int64 arithmetic with them.
 void require_int_range(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const Settings& s) {
   constexpr int64_t kLimit = std::numeric_limits<int>::max() / 4;
   bool fits = s.groups <= kLimit;
@@ -122,7 +120,7 @@ void require_int_range(const at::Tensor& x, const at::Tensor& w, const at::Tenso
                                                 " (any batch size), but got ", describe_call(x, w, bias, s)));
 }
 
-// Meta tensors may be asked about: they stand for tensors on the current GPU.
+// explain() also accepts meta tensors, in place of tensors on the current GPU.
 bool can_be_explained(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const Settings& s) {
   return (x.is_cuda() || x.is_meta()) && valid<int64_t>(x, w, bias, s.stride, s.padding, s.dilation, s.groups);
 }
@@ -131,9 +129,8 @@ bool valid_on_cuda(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b
   return x.is_cuda() && can_be_explained(x, w, bias, s);
 }
 
-// For arguments that are not valid_on_cuda(): PyTorch's own operator on the very same ones, so that the type and the
-// wording of the error are those of the PyTorch at hand. What PyTorch accepts all the same is its result if that is
-// empty.
+// Calls PyTorch's operator with arguments that are not valid_on_cuda(), so that the error is the one of this PyTorch
+// version. If PyTorch accepts them, an empty result is returned and any other one is an error.
 at::Tensor result_of_pytorch(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const Settings& s) {
   at::Tensor y = at::conv2d(x, w, bias, s.stride, s.padding, s.dilation, s.groups);
   TORCH_CHECK_NOT_IMPLEMENTED(y.numel() == 0,
@@ -141,13 +138,11 @@ at::Tensor result_of_pytorch(const at::Tensor& x, const at::Tensor& w, const at:
   return y;
 }
 
-// ---- Problem ----
-
 void copy_strides(const at::Tensor& tensor, int64_t (&strides)[4]) {
   for (int axis = 0; axis < 4; ++axis) strides[axis] = tensor.stride(axis);
 }
 
-// The problem of valid arguments with a batch dimension; `y` is the output or its gradient.
+// Returns the problem of valid arguments with a batch dimension. `y` is the output or its gradient.
 Problem problem_of(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, const Settings& s) {
   Problem problem{};
   problem.N = x.size(0);
@@ -178,8 +173,7 @@ std::array<int64_t, 4> sizes_of_y(const at::Tensor& x, const at::Tensor& w, cons
   return output_sizes<int64_t>(x, w, s.stride, s.padding, s.dilation);
 }
 
-// ---- Engines ----
-
+// Returns the forced engine, or the first one of the table that runs the problem.
 const Engine& engine_for(const Problem& problem, Operator op) {
   const Engine* const forced = forced_engine;
   if (forced != nullptr) {
@@ -202,8 +196,8 @@ std::string describe_problem(const Problem& p) {
                      "), groups ", p.groups);
 }
 
-// Runs one operator on the device's current stream. The workspace goes back to torch's allocator at once: it hands the
-// memory out again only to work that is queued behind this launch on the same stream.
+// Runs one operator on the device's current stream. The workspace is freed at once: torch's caching allocator reuses
+// its memory only for later work on the same stream.
 void launch(Operator op, const Problem& problem, Pointers pointers, const at::TensorOptions& options) {
   const Engine& engine = engine_for(problem, op);
   at::Tensor workspace;
@@ -214,12 +208,12 @@ void launch(Operator op, const Problem& problem, Pointers pointers, const at::Te
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(options.device().index());
   const cudaError_t error = engine.launch(op, problem, pointers, stream);
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // forget it, or CUDA reports it once more at somebody else's next launch
+  cudaGetLastError();  // clear the error, or CUDA reports it again at the next launch of any library
   TORCH_CHECK(false, concatenate("modelnew: engine '", engine.name, "' failed in the ", name_of(op), " of ",
                                  describe_problem(problem), ": ", cudaGetErrorString(error)));
 }
 
-// The engines read the bias as one run of K elements.
+// The engines require a contiguous bias.
 at::Tensor packed_bias(const at::Tensor& bias) { return bias.defined() ? bias.contiguous() : bias; }
 
 at::Tensor forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const Settings& s) {
@@ -273,7 +267,7 @@ Gradients backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& 
     for (const at::Tensor& gradient : {dx, dw, db}) gradient.zero_();
     return gradients;
   }
-  // The strides of a Problem are those of the gradient where an operator writes one in place of reading x or w.
+  // x_stride and w_stride of a Problem are those of the gradient if the operator writes it (problem.cuh).
   const auto compute = [&](Operator op, const at::Tensor& out, const at::Tensor& as_x, const at::Tensor& as_w) {
     Pointers pointers{};
     if (op == Operator::kWgrad) pointers.x = x.const_data_ptr();
@@ -288,7 +282,7 @@ Gradients backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& 
   return gradients;
 }
 
-// ---- The operators' kernels ----
+// The CUDA kernels of the operators in torch.ops follow.
 
 Settings settings_of(at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups) {
   const auto pair = [](at::IntArrayRef numbers) { return Pair{on_axis(numbers, 0), on_axis(numbers, 1)}; };
@@ -307,8 +301,7 @@ Gradients backward_cuda(const at::Tensor& dy, const at::Tensor& x, const at::Ten
 
 constexpr DeviceKernels kCudaKernels{conv2d_cuda, backward_cuda};
 
-// ---- explain() ----
-
+// Returns explain()'s text about the precision of an operator.
 const char* contract_of(const Problem& problem, Operator op) {
   if (problem.dtype != DType::kFloat32) return "operands as they are";
   if (uses_tf32(problem, op)) return "tf32, as PyTorch's switch allows";
@@ -316,6 +309,7 @@ const char* contract_of(const Problem& problem, Operator op) {
   return "fp32, because the problem is small or C/groups or K/groups below 8";
 }
 
+// Returns explain()'s line about one operator.
 std::string explain_operator(const Problem& problem, Operator op) {
   const Engine* const forced = forced_engine;
   const Engine& chosen = engine_for(problem, op);
@@ -348,7 +342,7 @@ std::string explain(const at::Tensor& x, const at::Tensor& w, const at::Tensor& 
   }
   if (x.dim() == 3) return explain(x.unsqueeze(0), w, bias, s);
   if (x.size(0) == 0) return "the batch is empty: nothing is launched\n";
-  // Only strides matter here; meta tensors have them without memory.
+  // explain() needs strides only, which meta tensors have without memory.
   const auto strided = [&](at::IntArrayRef sizes, at::MemoryFormat format) {
     return at::empty(sizes, x.options().device(at::kMeta), format);
   };
@@ -362,9 +356,9 @@ std::string explain(const at::Tensor& x, const at::Tensor& w, const at::Tensor& 
   return text;
 }
 
-// ---- Arguments from Python ----
+// Parsers of Python arguments follow. They return false for any other type, which PyTorch or Python code handles.
 
-// Larger numbers are for the operator to refuse: not all of them are a SymInt.
+// Larger numbers are left to the operator, which rejects them. SymInt does not hold all of them.
 bool parse_int(PyObject* object, int64_t& value) {
   if (!PyLong_CheckExact(object)) return false;
   int overflow = 0;
@@ -373,7 +367,7 @@ bool parse_int(PyObject* object, int64_t& value) {
   return overflow == 0 && value >= -kLargest && value <= kLargest;
 }
 
-// An int for both axes, or a tuple or list of one or two.
+// Accepts an int for both axes, or a tuple or list of one or two ints.
 bool parse_pair(PyObject* object, Pair& pair) {
   if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) {
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(object);
@@ -395,7 +389,7 @@ const Engine* engine_named(PyObject* name) {
   TORCH_CHECK_VALUE(false, concatenate("modelnew: there is no engine '", text, "'"));
 }
 
-// stride, padding, dilation and groups as PyTorch's conv2d takes them; they come after three tensors.
+// Arguments of conv2d: three tensors, then stride, padding, dilation and groups, as in PyTorch.
 constexpr Py_ssize_t kArguments = 7;
 
 bool parse_settings(PyObject* const* args, Settings& s) {
@@ -426,18 +420,18 @@ const at::Tensor& required_tensor(PyObject* object) {
 
 at::Tensor optional_tensor(PyObject* object) { return object == Py_None ? at::Tensor() : required_tensor(object); }
 
-// ---- Python functions ----
+// The functions of the Python module follow.
 
 PyObject* device_context = nullptr;  // torch.utils._device.DeviceContext
 
-// The way of a call whose first three arguments these are: tensors or None.
+// Returns the way of a call from its first three arguments, which are tensors or None.
 Way way_of(PyObject* const* args) {
   Screening screening(c10::kCUDA, device_context);
   for (int i = 0; i < 3; ++i) screening.add(args[i]);
   return args[0] == Py_None || args[1] == Py_None ? Way::kPython : screening.way();
 }
 
-// conv2d(input, weight, bias, stride, padding, dilation, groups) -> Tensor, or None: Python has to look closer
+// conv2d(input, weight, bias, stride, padding, dilation, groups) -> Tensor, or None if Python code handles the call
 PyObject* py_conv2d(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   require_count(count, kArguments);
@@ -448,8 +442,8 @@ PyObject* py_conv2d(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const at::Tensor bias = optional_tensor(args[2]);
   at::Tensor y;
   {
-    // An allocation or a launch may wait for the GPU, and what the GPU waits for may need the GIL. The caller's
-    // references keep the tensors alive meanwhile.
+    // An allocation or a launch may wait for the GPU, which may wait for a thread that needs the GIL. The caller holds
+    // references to the tensors.
     pybind11::gil_scoped_release no_gil;
     y = way == Way::kKernel ? forward(x, w, bias, s)
                             : dispatch_conv2d(x, w, bias, s.stride, s.padding, s.dilation, s.groups);
@@ -458,8 +452,8 @@ PyObject* py_conv2d(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// Stands in front of torch.ops.<name>.conv2d.default, which compiled code calls: reading the arguments by the schema
-// takes PyTorch longer than all the rest. Plain calls run a kernel, others what `original` does.
+// Replaces torch.ops.<name>.conv2d.default, which compiled code calls, since PyTorch takes longer to parse arguments by
+// the schema than for the rest of the call (docs/lab/operators.md). Plain calls run a kernel, others call `original`.
 PyObject* py_conv2d_entry(PyObject* original, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   HANDLE_TH_ERRORS
   Settings s{};
@@ -476,7 +470,7 @@ PyObject* py_conv2d_entry(PyObject* original, PyObject* const* args, Py_ssize_t 
   END_HANDLE_TH_ERRORS
 }
 
-// The same for conv2d_backward.
+// Replaces torch.ops.<name>.conv2d_backward.default, like py_conv2d_entry.
 PyObject* py_backward_entry(PyObject* original, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   HANDLE_TH_ERRORS
   Settings s{};
@@ -528,7 +522,7 @@ PyObject* py_force_engine(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// register_operators(name, DeviceContext): as torch.ops.<name>, see operators.h
+// register_operators(name, DeviceContext): registers torch.ops.<name>, see operators.h
 PyObject* py_register_operators(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   require_count(count, 2);
@@ -546,7 +540,7 @@ PyCFunction as_c_function(Function* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-// entries(original conv2d, original conv2d_backward) -> what stands in front of them
+// entries(original conv2d, original conv2d_backward) -> their replacements
 PyObject* py_entries(PyObject*, PyObject* const* args, Py_ssize_t count) {
   static PyMethodDef conv2d = {"conv2d", as_c_function(py_conv2d_entry), METH_FASTCALL | METH_KEYWORDS, nullptr};
   static PyMethodDef backward = {"conv2d_backward", as_c_function(py_backward_entry), METH_FASTCALL | METH_KEYWORDS,
@@ -575,7 +569,7 @@ PyMethodDef methods[] = {
 #define MODELNEW_INIT_OF(name) PyInit_##name
 #define MODELNEW_INIT(name) MODELNEW_INIT_OF(name)
 
-// TORCH_EXTENSION_NAME is load_inline's -D flag: the name that carries the digest of the build.
+// TORCH_EXTENSION_NAME is defined by a -D flag of the build: the name with the digests.
 PyMODINIT_FUNC MODELNEW_INIT(TORCH_EXTENSION_NAME)(void) {
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                                    MODELNEW_STRING(TORCH_EXTENSION_NAME),

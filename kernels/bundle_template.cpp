@@ -1,11 +1,11 @@
-// The binding of a bundle: conv2d() for Python, with gradients.
+// Binding of a bundle: conv2d() for Python, with gradients.
 //
-//   conv2d()       finds the problem, or raises ValueError for what the file has no kernels for
-//   Convolution    forward and backward, an operator of the kernels each
+//   conv2d()       finds the problem, or raises ValueError if the file has no kernels for it
+//   Convolution    autograd function: forward and backward
 //   run()          sizes and addresses -> workspace -> launch
 //
-// Where bundle() in modelnew.py defines MODELNEW_PROBLEMS, the file is for these problems alone, and operands that are
-// not as the kernels were chosen for them, contiguous and at multiples of 256 bytes, are copied.
+// If bundle() in modelnew.py defines MODELNEW_PROBLEMS, the file supports these problems only. Their kernels are chosen
+// for contiguous operands that are aligned to 256 bytes; other operands are copied.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -23,7 +23,7 @@
 
 #include "tf32_switch.h"
 
-// The end of the kernels defines these two (bundle_template.cu).
+// bundle_template.cu defines these two functions.
 extern "C" int64_t modelnew_workspace_bytes(int op, int row, const int64_t* sizes, const void* const* pointers);
 extern "C" const char* modelnew_launch(int op, int row, const int64_t* sizes, const void* const* pointers,
                                        void* stream);
@@ -56,9 +56,7 @@ constexpr bool kForAll = true;
 const std::array<ProblemRow, 0> kRows{};
 #endif
 
-enum Operator : int { kFprop, kDgrad, kWgrad, kBgrad };  // the kernels'
-
-// ---- Which problem ----
+enum Operator : int { kFprop, kDgrad, kWgrad, kBgrad };  // as in problem.cuh
 
 Pair output_size(at::IntArrayRef x, at::IntArrayRef w, const Settings& s) {
   Pair size{};
@@ -69,12 +67,12 @@ Pair output_size(at::IntArrayRef x, at::IntArrayRef w, const Settings& s) {
   return size;
 }
 
-// DType of the kernels, or -1.
+// Returns the number of a dtype in the kernels' DType, or -1.
 int dtype_number(at::ScalarType type) {
   return type == at::kFloat ? 0 : type == at::kHalf ? 1 : type == at::kBFloat16 ? 2 : type == at::kDouble ? 3 : -1;
 }
 
-// Whether sizes and settings fit together, and into the kernels' 32-bit numbers. The batch may have any size.
+// Returns whether sizes and settings fit together and into the kernels' 32-bit numbers. The batch size has no limit.
 bool is_convolution(at::IntArrayRef x, at::IntArrayRef w, const Settings& s) {
   constexpr int64_t kMost = 0x7fffffff / 4;
   const auto within = [](int64_t value, int64_t least) { return value >= least && value <= kMost; };
@@ -87,7 +85,7 @@ bool is_convolution(at::IntArrayRef x, at::IntArrayRef w, const Settings& s) {
   return size[0] > 0 && size[1] > 0;
 }
 
-// The row of the problem, 0 in a file for all problems, or -1.
+// Returns the row of the problem in kRows, 0 in a file for all problems, or -1.
 int find_row(const Tensor& x, const Tensor& w, const OptionalTensor& bias, const Settings& s) {
   const auto fits = [&](const Tensor& t) { return t.scalar_type() == x.scalar_type() && t.device() == x.device(); };
   if (x.dim() != 4 || w.dim() != 4 || dtype_number(x.scalar_type()) < 0 || !fits(w)) return -1;
@@ -126,22 +124,20 @@ std::string text_of(const ProblemRow& row) {
          (row.bias ? ", a bias" : ", no bias") + text_of(row.settings);
 }
 
-// ---- Launches ----
-
-// The tensor, or a copy that is as the kernels were chosen for it.
+// Returns the tensor, or a contiguous, aligned copy if the kernels need one.
 Tensor operand(const Tensor& tensor) {
   const bool fits = tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 256 == 0;
   return kForAll || fits ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
-// For given problems the kernels were chosen for the usual strides. Those of a contiguous tensor may differ from them
-// where a size is 1, so that the step counts for nothing.
+// Returns the strides for the kernels. Kernels for given problems are chosen for the default strides, from which those
+// of a contiguous tensor may differ in dimensions of size 1.
 Sizes strides_of(const Tensor& t) {
   if (kForAll) return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
   return {t.size(1) * t.size(2) * t.size(3), t.size(2) * t.size(3), t.size(3), 1};
 }
 
-// Runs an operator on the current stream into `out`, which stands for x, w or y where it is their gradient.
+// Runs an operator on the current stream and writes `out`, which is also given as y in fprop, x in dgrad, w in wgrad.
 void run(Operator op, int64_t row, const Settings& s, const Tensor& x, const Tensor& w, const Tensor& bias,
          const Tensor& y, const Tensor& out) {
   if (x.numel() == 0 || y.numel() == 0) {

@@ -1,6 +1,6 @@
-// The end of a bundle's kernels: the functions that its binding calls. bundle() in modelnew.py defines MODELNEW_CHOSEN
-// before all else: the engine of each Operator, for each problem of the bundle, with TF32 not allowed and allowed.
-// Without it the table of all engines is asked.
+// Functions that a bundle's binding calls, at the end of its kernels. For given problems bundle() in modelnew.py
+// defines MODELNEW_CHOSEN: for each problem, without and with TF32, the engine of each Operator. Otherwise the engine
+// table decides.
 #include "choice.cuh"
 #include "sizes.cuh"
 
@@ -25,8 +25,8 @@ Pointers pointers_of(const void* const* p) {
 }  // namespace
 }  // namespace modelnew
 
-// `row`: of MODELNEW_CHOSEN; `sizes`: as problem_of_sizes() has them; `pointers`: x, w, bias, y or dy, the result, and
-// the workspace, which is not set yet where its size is asked for.
+// Returns the bytes of workspace of a launch. `row` is a row of MODELNEW_CHOSEN, `sizes` are those of
+// problem_of_sizes(), `pointers` are x, w, bias, y or dy, the result, and the workspace, which is not set yet.
 extern "C" int64_t modelnew_workspace_bytes(int op, int row, const int64_t* sizes, const void* const* pointers) {
   using namespace modelnew;
   const Problem problem = problem_of_sizes(sizes);
@@ -34,7 +34,7 @@ extern "C" int64_t modelnew_workspace_bytes(int op, int row, const int64_t* size
   return engine == nullptr ? 0 : engine->workspace_bytes(problem, static_cast<Operator>(op), pointers_of(pointers));
 }
 
-// Launches on the current device; null, or why it did not.
+// Launches on the current device. Returns null, or the reason why it did not.
 extern "C" const char* modelnew_launch(int op, int row, const int64_t* sizes, const void* const* pointers,
                                        void* stream) {
   using namespace modelnew;
@@ -44,7 +44,7 @@ extern "C" const char* modelnew_launch(int op, int row, const int64_t* sizes, co
   const cudaError_t error = engine->launch(static_cast<Operator>(op), problem, pointers_of(pointers),
                                            static_cast<cudaStream_t>(stream));
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // else CUDA reports it once more at somebody's next launch
+  cudaGetLastError();  // clear the error, or CUDA reports it again at the next launch of any library
 #if defined(MODELNEW_INSTANCES)
   if (error == cudaErrorInvalidConfiguration)
     return "this file lacks a kernel that a GPU with this number of SMs needs; write it anew on this GPU";

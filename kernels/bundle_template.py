@@ -1,4 +1,4 @@
-"""The Python code of a bundle: bundle() in modelnew.py fills in the constants in capitals and adds the kernels."""
+"""The Python code of a bundle. bundle() in modelnew.py replaces this docstring and sets the constants in capitals."""
 
 import contextlib
 import hashlib
@@ -12,9 +12,10 @@ from torch.utils import cpp_extension
 
 
 class ModelNew(nn.Module):
-    """A model of one convolution: nn.Conv2d's arguments and initialisation, without a bias unless asked for.
+    """A model of one 2-D convolution, with the arguments and initialisation of nn.Conv2d, but bias=False by default.
 
-    The parameters are those of `self.conv2d`, read at every call. CUDA tensors run the kernels below, others PyTorch's.
+    The parameters are those of `self.conv2d`, read at every call. CUDA tensors run the kernels of this file, all others
+    PyTorch's own convolution. Arguments that the file has no kernels for raise ValueError.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, groups=1, bias=False):
@@ -24,7 +25,7 @@ class ModelNew(nn.Module):
         )
 
     def forward(self, x):
-        """[N, C, H, W] to [N, K, P, Q]."""
+        """Apply the convolution to [N, C, H, W]. Return [N, K, P, Q]."""
         layer = self.conv2d
         if not x.is_cuda:
             return self.conv2d(x)
@@ -33,8 +34,8 @@ class ModelNew(nn.Module):
 
 
 def _modelnew_build():
-    """Compiles the kernels, once for a directory of extensions, and loads them."""
-    import fcntl  # not on Windows, where CPU tensors work
+    """Compile the kernels, once for each directory of extensions, and load them."""
+    import fcntl  # absent on Windows, which supports CPU tensors only
 
     capability = torch.cuda.get_device_capability()
     if _MODELNEW_CAPABILITY not in (None, capability):
@@ -44,21 +45,21 @@ def _modelnew_build():
     architecture = "90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}"
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
     root = os.path.abspath(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
-    # A name of its own for each directory: PyTorch builds a name once in a process.
+    # The name depends on the directory, since PyTorch builds a name only once in a process.
     texts, versions = (_MODELNEW_BINDING, _MODELNEW_KERNELS), (torch.__version__, torch.version.cuda)
     what = texts, versions, architecture, root
     name = "modelnew_" + hashlib.sha256(repr(what).encode()).hexdigest()[:16]
     folder = os.path.join(root, name)
     os.makedirs(folder, exist_ok=True)
     keywords = inspect.signature(cpp_extension.load_inline).parameters
-    # The kernels need none of PyTorch's headers, whose inclusion only newer versions can be told to leave out.
+    # The kernels need no PyTorch headers. Only newer versions of load_inline can omit them.
     bare = {"no_implicit_headers": True} if "no_implicit_headers" in keywords else {}
     flags = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden", *_modelnew_split_flags()]
     flags.append(f"-gencode=arch=compute_{architecture},code=sm_{architecture}")
     with contextlib.ExitStack() as stack:
         lock = stack.enter_context(open(os.path.join(folder, "flock"), "w"))
-        fcntl.flock(lock, fcntl.LOCK_EX)  # given back with the file, also by being killed
-        left = os.path.join(folder, "lock")  # PyTorch's own: a killed build leaves it, and the next waits for ever
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also if the process is killed
+        left = os.path.join(folder, "lock")  # PyTorch's lock file: one left by a killed build would block for ever
         if os.path.exists(left):
             os.remove(left)
         stack.callback(os.environ.update, dict(os.environ))
@@ -77,7 +78,7 @@ def _modelnew_build():
 
 
 def _modelnew_split_flags():
-    """nvcc's flag to optimise kernels side by side, which it has since 12.4."""
+    """Return nvcc's flag to optimise kernels in parallel, if this is CUDA 12.4 or later."""
     header = os.path.join(cpp_extension.CUDA_HOME or "", "include", "cuda.h")
     with open(header if os.path.exists(header) else os.devnull, encoding="utf-8") as file:
         version = re.search(r"#define CUDA_VERSION (\d+)", file.read())

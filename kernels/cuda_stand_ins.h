@@ -1,5 +1,5 @@
-// Stand-ins for the CUDA runtime, for engines that are compiled with MODELNEW_DRY_RUN: they launch nothing, know the
-// GPU that they are told, and keep the instances that launchers record. To be included once in a library.
+// Stand-ins for the CUDA runtime, for engines that are compiled with MODELNEW_DRY_RUN. They launch nothing, report the
+// GPU in `gpu`, and store the instances that launchers record. A library includes this header once.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -12,11 +12,11 @@ namespace {
 
 struct Gpu {
   int capability, sms;  // compute capability, times 10
-  int group;            // SMs of a group (GPC), within which clusters find room; 0: as counted on an H200
+  int group;            // SMs of a GPC, which limits clusters; 0: the counts of an H200
 };
 
 Gpu gpu{};
-std::string recorded;  // a line for each instance: kernel and arguments
+std::string recorded;  // one line for each instance: kernel and template arguments
 
 }  // namespace
 
@@ -33,7 +33,7 @@ using modelnew::gpu;
 extern "C" {
 
 cudaError_t CUDARTAPI cudaGetDevice(int* number) {
-  *number = 100 * (1000 * gpu.capability + gpu.sms) + gpu.group;  // device.cuh asks again where it differs
+  *number = 100 * (1000 * gpu.capability + gpu.sms) + gpu.group;  // device.cuh queries again if the number changes
   return cudaSuccess;
 }
 
@@ -48,7 +48,7 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribut
     case cudaDevAttrMultiProcessorCount:
       *value = gpu.sms;
       return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:  // CUDA's programming guide, table of technical specifications
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:  // CUDA programming guide, technical specifications
       *value = (gpu.capability == 80 || gpu.capability == 87 ? 163 : gpu.capability / 10 == 8 || gpu.capability >= 120
                     ? 99 : gpu.capability >= 90 ? 227 : 64) << 10;
       return cudaSuccess;
@@ -57,7 +57,7 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribut
   }
 }
 
-// An H200 was asked: 66, 30 and 15 clusters of 2, 4 and 8 blocks. GPUs of one model differ in their groups.
+// An H200 reports 66, 30 and 15 clusters of 2, 4 and 8 blocks. GPUs of one model differ in the sizes of their GPCs.
 cudaError_t CUDARTAPI cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t* config) {
   const int size = static_cast<int>(config->attrs[0].val.clusterDim.x);
   if (gpu.group == 0 && gpu.sms == 132) {
@@ -76,7 +76,7 @@ cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) 
 cudaError_t CUDARTAPI cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return cudaSuccess; }
 cudaError_t CUDARTAPI cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return cudaSuccess; }
 
-// The driver's functions make tensor maps.
+// Engines ask for driver functions that encode tensor maps.
 static int succeed() { return 0; }
 #if CUDART_VERSION >= 12050
 cudaError_t CUDARTAPI cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
@@ -89,8 +89,8 @@ cudaError_t CUDARTAPI cudaGetDriverEntryPoint(const char*, void** function, unsi
   return cudaSuccess;
 }
 
-// nvcc writes these for <<<>>> and for the registration of kernels. A configuration that cannot be pushed keeps the
-// launch from being made.
+// nvcc generates calls of these functions for <<<>>> and for the registration of kernels. If
+// __cudaPushCallConfiguration() fails, the generated code does not launch.
 unsigned __cudaPushCallConfiguration() { return 1; }
 void* __cudaRegisterFatBinary() { return nullptr; }
 int __cudaPopCallConfiguration() { return 0; }

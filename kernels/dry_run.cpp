@@ -1,5 +1,5 @@
-// A dry run: which engine a problem takes and which kernels it launches, on a GPU that need not be here. bundle() in
-// modelnew.py asks it. It is linked with the engines, compiled without their device code.
+// Dry run for bundle() in modelnew.py: finds the engine of a problem and the kernel instances that it launches, for a
+// GPU that need not be present. The library contains the engines' host code and stand-ins for the CUDA runtime.
 #include <cstdio>
 #include <cstring>
 #include <thread>
@@ -37,9 +37,9 @@ bool dry_run(const Problem& problem, Operator op, bool bias, const char* forced,
 }  // namespace
 }  // namespace modelnew
 
-// Writes the engine's name and a line for each instance that it launches, or a refusal, and returns whether it is an
-// engine. The GPU: as cuda_stand_ins.h has it. `sizes`: as problem_of_sizes() has them. All tensors are at multiples of
-// 256 bytes. `forced`: null, or the engine by name.
+// Writes the engine's name and a line for each instance to `text` and returns true, or writes a refusal and returns
+// false. `capability`, `sms` and `group` are those of Gpu (cuda_stand_ins.h), `sizes` those of problem_of_sizes(),
+// `forced` is null or an engine's name. All tensors count as aligned to 256 bytes.
 extern "C" __attribute__((visibility("default"))) bool modelnew_dry_run(int capability, int sms, int group,
                                                                         const int64_t* sizes, int op, bool bias,
                                                                         const char* forced, char* text, size_t size) {
@@ -47,7 +47,7 @@ extern "C" __attribute__((visibility("default"))) bool modelnew_dry_run(int capa
   gpu = {capability, sms, group};
   recorded.clear();
   bool done = false;
-  // A thread of its own: each remembers its plans, and does not know all about a GPU that is no real one.
+  // Plans are cached per thread, by keys without the size of a GPC. A new thread has an empty cache.
   std::thread([&] {
     done = dry_run(problem_of_sizes(sizes), static_cast<Operator>(op), bias, forced, text, size);
   }).join();

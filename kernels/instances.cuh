@@ -1,6 +1,6 @@
-// Which kernels a build has. The library has every instance of its kernel templates. A bundle for given problems (see
-// bundle() in modelnew.py) compiles the instances that these problems launch: it defines MODELNEW_INSTANCES, a list of
-// them. The list is found by a dry run (dry_run.cpp), in which every launcher records its instance.
+// Selects the kernel instances that a build compiles. The library compiles all of them. A bundle for given problems
+// (bundle() in modelnew.py) defines MODELNEW_INSTANCES, the list of the instances that these problems launch. A dry run
+// (dry_run.cpp) finds the list: launchers of large kernel templates record their instance.
 //
 //   template <typename Format, int TILE>
 //   cudaError_t run(...) {
@@ -9,13 +9,17 @@
 //     if constexpr (is_built(kInstance)) { ... name_kernel<Format, TILE><<<...>>>(...); }
 //     return cudaErrorInvalidConfiguration;
 //   }
+//
+// The launchers of direct.cu, of patches.cu and of helper kernels (copies, packing, sums of partial results) record
+// nothing: a bundle that contains these files compiles all instances of these kernels. listed.cu records its kernel
+// without is_built(), so that bundle() finds the file.
 #pragma once
 
 namespace modelnew {
 
 struct Instance {
   const char* kernel;
-  int arguments[6];  // of the template, as numbers; unused ones are 0
+  int arguments[6];  // template arguments as numbers; unused ones are 0
 };
 
 constexpr bool operator==(const Instance& a, const Instance& b) {

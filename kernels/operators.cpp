@@ -1,12 +1,12 @@
-// Schemas, autograd, autocast, fake kernels and batching of the operators: everything between a call and a kernel of a
-// device. PyTorch's dispatcher walks down; no step enters Python.
+// The operators conv2d and conv2d_backward: schemas, autocast, autograd, batching, and kernels for CPU and Meta.
+// PyTorch's dispatcher calls these dispatch keys from top to bottom; no step enters Python.
 //
-//   Autocast             casts, each weight once per autocast context
-//   FuncTorchBatched     PyTorch's own convolution, which knows how to batch (vmap)
-//   Autograd             Forward, Backward; PyTorch's own under torch.func and forward mode
-//   CUDA | CPU | Meta    binding.cpp's kernels | PyTorch's own | sizes and strides alone
+//   Autocast             casts the arguments, each weight once per autocast context
+//   FuncTorchBatched     PyTorch's own convolution, which has a batching rule (vmap)
+//   Autograd             Forward, Backward; PyTorch's own convolution under torch.func and in forward mode
+//   CUDA | CPU | Meta    kernels of binding.cpp | PyTorch's own convolution | sizes and strides only
 //
-// No Python and no CUDA headers, so that the file also compiles and is tested where there is neither a GPU nor nvcc.
+// The file includes no Python and no CUDA headers, so that it compiles and is tested without a GPU and without nvcc.
 #include "operators.h"
 
 #include <ATen/autocast_mode.h>
@@ -27,7 +27,7 @@
 
 #define MODELNEW_TORCH_BEFORE(minor) (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < (minor))
 
-// aten's convolution has symbolic strides, dilations and groups from 2.2 on.
+// aten's convolution takes symbolic strides, dilations and groups from torch 2.2 on.
 #if MODELNEW_TORCH_BEFORE(2)
 #define MODELNEW_INTS(values) C10_AS_INTARRAYREF_SLOW(values)
 #define MODELNEW_INT(value) (value).guard_int(__FILE__, __LINE__)
@@ -49,17 +49,17 @@ using Conv2d = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, SymIn
 using Conv2dBackward = Gradients(const Tensor&, const Tensor&, const Tensor&, SymIntArrayRef, SymIntArrayRef,
                                  SymIntArrayRef, SymInt, Mask);
 
-// The two operators under one name. One library may serve several names, of a module and of pasted files; what runs
-// below an operator calls the operators of the same name, so that no graph or cache holds those of another.
+// The two operators in one namespace. A library may register several namespaces (a module and pasted files). A kernel
+// calls the operators of its own namespace, so that no graph or cache refers to another one.
 struct Operators {
   c10::TypedOperatorHandle<Conv2d> conv2d;
   c10::TypedOperatorHandle<Conv2dBackward> backward;
 };
 
-// Those of the name that was registered first.
+// The operators of the namespace that was registered first.
 const Operators* first_operators = nullptr;
 
-// A kernel that calls operators as PyTorch calls it.
+// Returns a kernel with PyTorch's signature, with the operators that it calls bound.
 template <typename Result, typename... Arguments>
 auto bind_operators(const Operators* operators, Result (*kernel)(const Operators*, Arguments...)) {
   return [=](Arguments... arguments) { return kernel(operators, arguments...); };
@@ -67,9 +67,9 @@ auto bind_operators(const Operators* operators, Result (*kernel)(const Operators
 
 Tensor or_undefined(const OptionalTensor& tensor) { return tensor.has_value() ? *tensor : Tensor(); }
 
-// ---- PyTorch's own ----
+// PyTorch's own convolution follows, with the signatures of the operators.
 
-// vmap over the weight alone divides by the groups before anything in PyTorch has looked at them.
+// PyTorch's batching rule for a batch of weights divides by groups before any check (docs/lab/operators.md).
 void require_groups(const SymInt& groups) { TORCH_CHECK(groups > 0, "non-positive groups is not supported"); }
 
 Tensor aten_conv2d(const Tensor& x, const Tensor& w, const OptionalTensor& bias, SymIntArrayRef stride,
@@ -96,9 +96,9 @@ Gradients aten_backward(const Tensor& dy, const Tensor& x, const Tensor& w, SymI
   return {or_nothing(dx, wanted[0]), or_nothing(dw, wanted[1]), or_nothing(db, wanted[2])};
 }
 
-// ---- CPU ----
+// CPU kernels follow: PyTorch's own convolution with the strides of the CUDA kernels.
 
-// The tensor with exactly the strides of that format; an unbatched one as if it were a batch of one.
+// Returns the tensor with exactly the strides of a memory format. An unbatched tensor counts as a batch of one.
 Tensor in_format(const Tensor& tensor, at::MemoryFormat format) {
   if (tensor.dim() == 3) return in_format(tensor.unsqueeze(0), format).squeeze(0);
   Tensor exact = at::empty_symint(tensor.sym_sizes(), tensor.options(), format);
@@ -121,12 +121,12 @@ Gradients backward_cpu(const Tensor& dy, const Tensor& x, const Tensor& w, SymIn
           wanted[1] ? in_format(dw, format_of(w)) : dw, db};
 }
 
-// ---- Meta: what the kernels would give, without data ----
+// Meta kernels follow: the sizes and strides of the CUDA kernels' results, without data.
 
 Tensor conv2d_meta(const Tensor& x, const Tensor& w, const OptionalTensor& bias, SymIntArrayRef stride,
                    SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
   if (!valid<SymInt>(x, w, or_undefined(bias), stride, padding, dilation, groups)) {
-    return aten_conv2d(x, w, bias, stride, padding, dilation, groups);  // whose errors these are
+    return aten_conv2d(x, w, bias, stride, padding, dilation, groups);  // raises PyTorch's error
   }
   const Tensor batch = batched(x);
   const Tensor y = at::empty_symint(output_sizes<SymInt>(batch, w, stride, padding, dilation), x.options(),
@@ -140,10 +140,10 @@ Gradients backward_meta(const Tensor&, const Tensor& x, const Tensor& w, SymIntA
   return {wanted[0] && x.dim() == 3 ? dx.squeeze(0) : dx, dw, db};
 }
 
-// ---- Autograd ----
+// Autograd kernels follow.
 
-// Whether torch.func or forward-mode differentiation is at work. C++ Functions refuse both; PyTorch's own operators
-// know them.
+// Returns whether torch.func or forward-mode AD is active. C++ autograd Functions support neither; PyTorch's own
+// operators support both.
 bool transforms_active(std::initializer_list<const Tensor*> tensors) {
   return c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerBackMode) ||
          std::any_of(tensors.begin(), tensors.end(),
@@ -159,10 +159,10 @@ bool gradient_wanted(std::initializer_list<const Tensor*> tensors) {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Forward and Backward keep this for their backward: stride, padding, dilation and groups, and the operators to call.
+// Settings and operators that Forward and Backward save for their backward().
 class SavedSettings {
  public:
-  // In one entry of saved_data, since each of them costs an allocation.
+  // Saves all values in one entry of saved_data, since each entry costs an allocation.
   static void save(AutogradContext* context, const Operators* operators, SymIntArrayRef stride, SymIntArrayRef padding,
                    SymIntArrayRef dilation, const SymInt& groups, bool has_bias) {
     std::vector<SymInt> values;
@@ -188,7 +188,7 @@ class SavedSettings {
   }
 
  private:
-  // An IValue hands a list of numbers without symbols back as plain integers.
+  // An IValue stores a list without symbolic numbers as plain integers.
   static std::vector<SymInt> list(const c10::IValue& value) {
     if (!value.isIntList()) return value.toSymIntVector();
     const std::vector<int64_t> numbers = value.toIntVector();
@@ -200,9 +200,9 @@ class SavedSettings {
   std::vector<SymInt> values_;
 };
 
-// dx, dw and db as functions of dy, x and w that can be differentiated once more.
+// Computes dx, dw and db from dy, x and w, and can be differentiated itself.
 struct Backward : torch::autograd::Function<Backward> {
-  static constexpr bool is_traceable = true;  // compiled autograd may look inside
+  static constexpr bool is_traceable = true;  // for compiled autograd
 
   static variable_list forward(AutogradContext* context, const Operators* operators, const Tensor& dy, const Tensor& x,
                                const Tensor& w, SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
@@ -220,7 +220,7 @@ struct Backward : torch::autograd::Function<Backward> {
     return gradients;
   }
 
-  // dx is linear in (dy, w), dw in (dy, x) and db in dy, so that each derivative is a convolution again.
+  // dx is bilinear in dy and w, dw is bilinear in dy and x, db is linear in dy: each derivative is a convolution again.
   static variable_list backward(AutogradContext* context, variable_list second) {
     const variable_list saved = context->get_saved_variables();
     const Tensor &dy = saved[0], &x = saved[1], &w = saved[2], &ddx = second[0], &ddw = second[1], &ddb = second[2];
@@ -264,7 +264,8 @@ struct Forward : torch::autograd::Function<Forward> {
   static variable_list backward(AutogradContext* context, variable_list dy) {
     const variable_list saved = context->get_saved_variables();
     const SavedSettings s(context);
-    // This is what autograd asks for at this moment, not what requires a gradient. An absent bias has no number.
+    // needs_input_grad() tells what this backward needs, not what requires a gradient. An absent bias has no
+    // index.
     const Mask wanted{context->needs_input_grad(0), context->needs_input_grad(1),
                       s.has_bias() && context->needs_input_grad(2)};
     auto [dx, dw, db] = s.operators().backward.call(dy[0], saved[0], saved[1], s.stride(), s.padding(), s.dilation(),
@@ -294,9 +295,7 @@ Gradients backward_autograd(const Operators* operators, const Tensor& dy, const 
   return operators->backward.call(dy, x, w, stride, padding, dilation, groups, wanted);
 }
 
-// ---- Autocast ----
-
-// float64 and tensors on another device stay as they are.
+// Autocast kernels. cached_cast() leaves float64 and tensors on other devices unchanged.
 template <c10::DeviceType DEVICE, DispatchKey KEY>
 Tensor conv2d_autocast(const Operators* operators, const Tensor& x, const Tensor& w, const OptionalTensor& bias,
                        SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
@@ -307,9 +306,7 @@ Tensor conv2d_autocast(const Operators* operators, const Tensor& x, const Tensor
   return operators->conv2d.call(cast(x), cast(w), cast(bias), stride, padding, dilation, groups);
 }
 
-// ---- Registration ----
-
-// Never freed: what a Library has registered ends with it.
+// The Library is never freed, since its destructor would unregister the operators.
 torch::Library& library(torch::Library::Kind kind, const std::string& name, c10::optional<DispatchKey> key = {}) {
   return *new torch::Library(kind, name, key, __FILE__, __LINE__);
 }
@@ -321,7 +318,7 @@ void add_kernels(const std::string& name, DispatchKey key, Conv2dKernel conv2d, 
   kernels.impl("conv2d_backward", conv2d_backward);
 }
 
-// A copy of the module without a compiled library defines the same in Python.
+// Without a compiled library, _register_operators() in modelnew.py defines the same schemas.
 void define(const std::string& name) {
 #if MODELNEW_TORCH_BEFORE(3)
   const std::vector<at::Tag> tags;

@@ -1,4 +1,4 @@
-// The operators conv2d and conv2d_backward of torch.ops, defined in operators.cpp, and what its kernels share.
+// The operators conv2d and conv2d_backward of torch.ops (operators.cpp), and size rules for kernels of all devices.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -11,27 +11,27 @@ namespace modelnew {
 
 using OptionalTensor = c10::optional<at::Tensor>;
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dx, dw, db
-using Mask = std::array<bool, 3>;                                  // which of them are wanted
+using Mask = std::array<bool, 3>;                                  // wanted gradients
 
-// Kernels of one device, called below autograd. x and dy may lack the batch dimension.
+// Kernels of one device, which run below autograd. x and dy may lack the batch dimension.
 struct DeviceKernels {
   at::Tensor (*conv2d)(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& bias, at::IntArrayRef stride,
                        at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups);
-  // Unwanted gradients are tensors of no elements.
+  // Unwanted gradients are tensors without elements.
   Gradients (*conv2d_backward)(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, at::IntArrayRef stride,
                                at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups, Mask wanted);
 };
 
-// Registers torch.ops.<name>.conv2d and conv2d_backward, for CUDA with these kernels if there are any. Does nothing
-// where an earlier library of this process has registered as much.
+// Registers torch.ops.<name>.conv2d and conv2d_backward, with these CUDA kernels unless `cuda` is null. Kernels that an
+// earlier library of this process has registered stay.
 void register_operators(const std::string& name, const DeviceKernels* cuda);
 
-// Calls the operator conv2d of the name that this library registered first: autocast, autograd, torch.func, modes, then
-// a kernel.
+// Calls the operator conv2d through PyTorch's dispatcher (autocast, autograd, torch.func, modes). The namespace is the
+// first one that this library registered.
 at::Tensor dispatch_conv2d(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& bias, at::IntArrayRef stride,
                            at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups);
 
-// ---- Rules of a convolution, for int64_t and SymInt ----
+// The rules below are templates for int64_t and SymInt.
 
 inline at::IntArrayRef sizes_of(const at::Tensor& tensor, int64_t) { return tensor.sizes(); }
 inline c10::SymIntArrayRef sizes_of(const at::Tensor& tensor, const c10::SymInt&) { return tensor.sym_sizes(); }
@@ -52,16 +52,16 @@ bool is_pair(c10::ArrayRef<Int> numbers) {
   return numbers.size() == 1 || numbers.size() == 2;
 }
 
-// A list of one number stands for both axes, as in PyTorch. The message says no numbers, since streams are not to be
-// trusted here, see binding.cpp.
+// Returns the value of an axis. A list of one number is for both axes, as in PyTorch. The message contains no numbers,
+// since c10 formats them with streams, which may crash (binding.cpp).
 template <typename Int>
 const Int& on_axis(c10::ArrayRef<Int> numbers, size_t axis) {
   TORCH_CHECK(is_pair(numbers), "modelnew: stride, padding and dilation are ints or pairs of ints");
   return numbers[numbers.size() == 1 ? 0 : axis];
 }
 
-// Whether this is a convolution at all. It says nothing about why not: PyTorch's own operator does, on the same
-// arguments.
+// Returns whether the arguments form a convolution with a non-empty kernel and image. For the error of invalid
+// arguments, callers run PyTorch's own operator.
 template <typename Int>
 bool valid(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, c10::ArrayRef<Int> stride,
            c10::ArrayRef<Int> padding, c10::ArrayRef<Int> dilation, const Int& groups) {
@@ -80,7 +80,7 @@ bool valid(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, c10
   return one_kind && channels && bias_fits && axis_fits(0) && axis_fits(1);
 }
 
-// [N, K, P, Q] of valid arguments with a batch dimension.
+// Returns [N, K, P, Q] of valid arguments with a batch dimension.
 template <typename Int>
 std::array<Int, 4> output_sizes(const at::Tensor& x, const at::Tensor& w, c10::ArrayRef<Int> stride,
                                 c10::ArrayRef<Int> padding, c10::ArrayRef<Int> dilation) {
@@ -92,7 +92,8 @@ std::array<Int, 4> output_sizes(const at::Tensor& x, const at::Tensor& w, c10::A
   return {x_size[0], w_size[0], on(0), on(1)};
 }
 
-// tensor.suggest_memory_format(), which while PyTorch traces may not ask whether a batch of unknown size is empty.
+// Returns tensor.suggest_memory_format(). For symbolic sizes it repeats PyTorch's rule without a comparison of the
+// batch size with zero, which tracing forbids for a batch of unknown size.
 inline at::MemoryFormat format_of(const at::Tensor& tensor) {
   if (tensor.dim() != 4 || !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
     return tensor.suggest_memory_format();
@@ -103,13 +104,13 @@ inline at::MemoryFormat format_of(const at::Tensor& tensor) {
     if (sizes[axis] == 0 || strides[axis] < smallest) return at::MemoryFormat::Contiguous;
     smallest = sizes[axis] > 1 ? strides[axis] * sizes[axis] : strides[axis];
   }
-  // N x 1 x 1 x 1 fits both formats and counts as contiguous, as in PyTorch.
+  // N x 1 x 1 x 1 fits both formats. It counts as contiguous, as in PyTorch.
   return strides[0] >= smallest && smallest != strides[1] ? at::MemoryFormat::ChannelsLast
                                                           : at::MemoryFormat::Contiguous;
 }
 
-// PyTorch's rule on CUDA, for the output and the gradient to the input: channels_last if the input or the weight is,
-// but not in float64.
+// Returns the format of the output and of the gradient to the input by PyTorch's rule on CUDA: channels_last if the
+// input or the weight is, but not in float64.
 inline at::MemoryFormat output_format(const at::Tensor& x, const at::Tensor& w) {
   const bool channels_last =
       format_of(x) == at::MemoryFormat::ChannelsLast || format_of(w) == at::MemoryFormat::ChannelsLast;
@@ -125,8 +126,8 @@ inline at::Tensor empty(c10::SymIntArrayRef sizes, const at::TensorOptions& opti
   return at::empty_symint(sizes, options, format);
 }
 
-// Tensors for the gradients of an input with a batch dimension; an unwanted one has no elements. The gradient to the
-// weight has the weight's own format, so that autograd keeps it as it is.
+// Allocates the gradients of an input with a batch dimension. An unwanted gradient has no elements. The weight's
+// gradient has the weight's format, so that autograd stores it without a copy.
 template <typename Int>
 Gradients empty_gradients(const at::Tensor& x, const at::Tensor& w, const Mask& wanted) {
   const auto gradient = [&](bool is_wanted, c10::ArrayRef<Int> sizes, at::MemoryFormat format) {

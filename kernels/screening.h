@@ -1,29 +1,30 @@
-// Which way a convolution called from Python takes, decided in a fraction of a microsecond.
+// Decides whether a call from Python may skip PyTorch's dispatcher.
 //
-//   kKernel      plain tensors of the GPU without gradients: straight to a kernel, past PyTorch's dispatcher
-//   kDispatcher  gradients, autocast, torch.func, dispatch modes, mixed devices: the operator, which knows all of them
-//   kPython      tensor subclasses and function modes, which expect to see torch.conv2d, and tensors elsewhere
+//   kKernel      plain GPU tensors without gradients: run a kernel directly
+//   kDispatcher  gradients, autocast, torch.func, dispatch modes, mixed devices: call the operator
+//   kPython      tensor subclasses and function modes, which must see torch.conv2d, and tensors not on the device:
+//                return to Python
 #pragma once
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/autograd/python_variable.h>  // HANDLE_TH_ERRORS comes along
+#include <torch/csrc/autograd/python_variable.h>  // includes HANDLE_TH_ERRORS
 
 namespace modelnew {
 
 enum class Way { kKernel, kDispatcher, kPython };
 
-// One comparison tells plain calls: the dispatch keys of the tensors and of this thread hold nothing but those of plain
-// tensors of the device. Whatever PyTorch has or will have besides shows as a further key, so that the operator gets it
-// without being named here. The profiler is none of these: it sees the kernels of such a call, but no operator.
+// A call is plain if the dispatch keys of its tensors and of the thread are only those of plain tensors of the device.
+// Any other feature of PyTorch, also a future one, adds a key and leads to the operator. The profiler adds no key: it
+// records the kernels of a plain call, but no operator.
 class Screening {
  public:
   // `device_context`: torch.utils._device.DeviceContext.
   Screening(c10::DeviceType device, PyObject* device_context) : device_(device), device_context_(device_context) {}
 
-  // A tensor, or None where that is allowed.
+  // Adds an argument: a tensor or None.
   void add(PyObject* object) {
     if (object == Py_None) return;
     if (!THPVariable_CheckExact(object)) {
@@ -52,7 +53,7 @@ class Screening {
   }
 
  private:
-  // `with torch.device(...)` and torch.set_default_device() are function modes, too. They act on factories alone.
+  // `with torch.device(...)` and torch.set_default_device() are function modes that change factories only.
   bool function_mode_active() const {
     if (!at::impl::torch_function_mode_enabled()) return false;
     for (int64_t i = 0; i < at::impl::PythonTorchFunctionTLS::stack_len(); ++i) {

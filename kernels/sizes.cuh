@@ -1,12 +1,12 @@
-// A problem as Python passes it through ctypes: an array of int64. Host only.
+// Converts an array of int64, by which bundles and dry runs describe a problem, to a Problem. Host only.
 #pragma once
 
 #include "problem.cuh"
 
 namespace modelnew {
 
-// N C H W K R S P Q groups, stride, padding and dilation of both axes, dtype (DType), whether TF32 is allowed; then the
-// strides of x, w and y in elements, four of each.
+// The order is N C H W K R S P Q groups; stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w; DType; whether TF32
+// is allowed; four strides, in elements, of each of x, w and y.
 inline Problem problem_of_sizes(const int64_t* sizes) {
   Problem p{};
   p.N = sizes[0];

@@ -1,4 +1,4 @@
-// Whether PyTorch's switches allow TF32 in a convolution at this moment.
+// Reads PyTorch's switches for TF32 in convolutions.
 #pragma once
 #include <ATen/Context.h>
 
@@ -6,8 +6,8 @@
 
 namespace modelnew {
 
-// PyTorch's switch has taken no argument, a name and an enumerator in turn; from 2.9 on it raises without one where the
-// switches of cuDNN's operators differ.
+// Versions of allowTF32CuDNN() take no argument, a name or an enumerator. From torch 2.9 on, a call without an argument
+// raises if the switches of cuDNN's operators differ.
 inline bool read_switch(bool (at::Context::*allowed)() const) { return (at::globalContext().*allowed)(); }
 
 template <typename Name>

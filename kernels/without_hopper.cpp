@@ -1,5 +1,5 @@
-// Stand-ins for the engines that need Hopper's instructions. They are compiled instead of these engines for other GPUs,
-// where every problem would be refused, so that the engine table is the same everywhere.
+// Stand-ins for the engines that need Hopper's instructions. Builds for other GPUs compile this file instead of these
+// engines, so that the engine table is the same in all builds. The stand-ins refuse every problem.
 #include "engines.cuh"
 
 namespace modelnew {
@@ -7,7 +7,7 @@ namespace {
 
 const char* refusal(const Problem&, Operator) { return "it needs a Hopper GPU (compute capability 9.0)"; }
 
-// Never called: the binding asks for these only after an engine has accepted a problem.
+// These functions are never called, since callers ask for the refusal first.
 int64_t workspace_bytes(const Problem&, Operator, const Pointers&) { return 0; }
 cudaError_t launch(Operator, const Problem&, const Pointers&, cudaStream_t) { return cudaErrorNotSupported; }
 void describe(const Problem&, Operator, char* text, size_t text_size) {
