@@ -8,8 +8,9 @@ import fcntl
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -99,47 +100,78 @@ def compile_simt(source: str, folder: Path) -> ctypes.CDLL:
 
 
 BUILDS: dict[str, Callable[[Path], Any]] = {}
+FOLDERS: dict[str, str] = {}  # in which they build
 
 
-def built_beside_the_tests(build: Callable[[Path], Any]) -> Callable:
+def built_beside_the_tests(name: str, build: Callable[[Path], Any], folder: str | None = None) -> Callable:
     """A session's fixture of what g++ compiles in a folder: see `builds`."""
-    BUILDS[build.__name__] = build
+    BUILDS[name], FOLDERS[name] = build, f"build_{folder or name}"
 
-    @pytest.fixture(scope="session", name=build.__name__)
+    @pytest.fixture(scope="session", name=name)
     def fixture(builds: dict[str, Future]) -> Any:
-        return builds[build.__name__].result()
+        return builds[name].result()
 
     return fixture
 
 
+def wanted_by(item: pytest.Item) -> Iterator[str]:
+    """Its fixtures, and those of the engine that it is parametrised with (see planner and emulated)."""
+    yield from item.fixturenames
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    for fixture, kind in (("planner", "plans"), ("emulated", "shim")):
+        if fixture in parameters:
+            yield f"{parameters[fixture]}_{kind}"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def builds(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
-    """All that these tests need, one after another, in their order: most tests use one core, and g++ takes a minute.
+    """All that these tests need, one after another, in their order: most tests use one core, and g++ takes minutes.
 
-    Workers of pytest-xdist share a folder: who comes first compiles, the others wait for that and load it. So each
-    build must work in the folder that it left. All are asked at the end: who needs one depends on how tests are shared.
+    Workers of pytest-xdist share a folder: who comes first compiles, the others go on with the next one and load it
+    later. So each build must work in the folder that it left. All are asked at the end: who needs one depends on how
+    tests are shared.
     """
-    names = dict.fromkeys(name for item in request.session.items for name in item.fixturenames if name in BUILDS)
-    own = tmp_path_factory.getbasetemp()
-    shared = own.parent if is_worker(request.config) else own
+    names = dict.fromkeys(name for item in request.session.items for name in wanted_by(item) if name in BUILDS)
+    shared = shared_folder(request.config, tmp_path_factory)
 
-    def build(name: str) -> Any:
-        with open(shared / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
-            return BUILDS[name](shared / f"build_{name}")
+    futures, ended = {name: Future() for name in names}, threading.Event()
 
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        futures = {name: pool.submit(build, name) for name in names}
-        yield futures
-        pool.shutdown(cancel_futures=True)
+    def build(name: str, blocking: bool) -> bool:
+        with open(shared / f"{FOLDERS[name]}.lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))  # until it is closed
+            except BlockingIOError:
+                return False
+            try:
+                futures[name].set_result(BUILDS[name](shared / FOLDERS[name]))
+            except BaseException as error:  # those that skip are no Exceptions
+                futures[name].set_exception(error)
+        return True
+
+    def build_all() -> None:
+        for blocking in (False, True):  # what another process builds comes last
+            for name in names:
+                if not ended.is_set() and not futures[name].done():
+                    build(name, blocking)
+
+    thread = threading.Thread(target=build_all, daemon=True)
+    thread.start()
+    yield futures
+    ended.set()
+    thread.join()
     for future in futures.values():
-        if not future.cancelled() and isinstance(future.exception(), Exception):  # not those that skip
+        if future.done() and isinstance(future.exception(), Exception):
             future.result()
 
 
 def is_worker(config: pytest.Config) -> bool:
     """Whether this is one of several processes of pytest-xdist that share the tests."""
     return hasattr(config, "workerinput")
+
+
+def shared_folder(config: pytest.Config, factory: pytest.TempPathFactory) -> Path:
+    """A folder of all processes that share the tests."""
+    return factory.getbasetemp().parent if is_worker(config) else factory.getbasetemp()
 
 
 def left_out(text: str) -> tuple[str, str]:
@@ -173,17 +205,19 @@ WGMMA_STAND_INS = cpp("plan_checks/cuda.h")
 
 
 def compile_plans(
-    engine: str, entry_points: str, mutations: dict[str, tuple[str, str]], folder: Path, *edits: tuple[str, str]
+    engine: str,
+    entry_points: str,
+    folder: Path,
+    *edits: tuple[str, str],
+    transform: Callable[[str], str] = lambda source: source,
 ) -> ctypes.CDLL:
-    """The host part of an engine, which `entry_points` include, as a library; see with_mutations. Edits come first."""
+    """The host part of an engine, which `entry_points` include, as a library: first edited, then transformed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cuda_runtime_api.h").write_text(WGMMA_STAND_INS)
     source = (KERNELS / f"{engine}.cu").read_text()
     for old, new in edits:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    for name, (old, _) in mutations.items():
-        assert source.count(old) == 1, name
-    (folder / f"{engine}.cu").write_text(with_mutations(source, mutations))
+    (folder / f"{engine}.cu").write_text(transform(source))
     flags = ("-O2", "-fno-gnu-unique", "-include", "cuda_runtime_api.h", "-Wno-unknown-pragmas")
     return compile_shared(entry_points, folder, *flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import subprocess
@@ -12,19 +13,23 @@ from pathlib import Path
 import pytest
 from torch.utils import cpp_extension
 
+import modelnew
 from tests.cases import ENGINE_SOURCES, KERNELS
-from tests.emulation import is_worker
+from tests.emulation import is_worker, shared_folder
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
 
-# The language standard concerns the front end and the architecture the back end, so one full list of architectures is
-# enough. sm_90a is compiled as users compile it, several kernels at once, which names registers otherwise. The two
-# commands run side by side: about 1 minute on 2 cores.
+# The language standard concerns the front end and the architecture the back end, so one pair of each is enough. sm_90a
+# is compiled as users compile it, several kernels at once, which names registers otherwise. The newest architecture
+# that this nvcc knows gets one engine alone; what is older is compiled by CUDA 12.1, see test_machine_code.py.
 NVCC_GATES = {
-    # Ampere and the newest that this nvcc knows; what is older is compiled by CUDA 12.1 below.
-    "C++17, sm_80 and sm_120": ["-std=c++17", *(f"-gencode=arch=compute_{n},code=sm_{n}" for n in (80, 120))],
-    "C++20, sm_90a": ["-std=c++20", "-gencode=arch=compute_90a,code=sm_90a", "--split-compile=2"],
+    "sm_90a": ["-std=c++20", "-gencode=arch=compute_90a,code=sm_90a", "--split-compile=2"],
+    "sm_80": ["-std=c++17", "-gencode=arch=compute_80,code=sm_80"],
+    "sm_120": ["-std=c++17", "-gencode=arch=compute_120,code=sm_120"],
 }
+LONGEST_FIRST = sorted(ENGINE_SOURCES, key=lambda source: -modelnew._unit_seconds(source.name))
+GATES = [(source, gate) for gate in ("sm_90a", "sm_80") for source in LONGEST_FIRST]
+GATES.append((KERNELS / "mma.cu", "sm_120"))
 # ptxas tells of register spills. Split operands take three sets of accumulators; what is needed once a tile beside them
 # has to wait in local memory, in a few hundred bytes.
 SPILL_GATE = ["-Xptxas", "-v"]
@@ -53,35 +58,54 @@ class NvccRuns:
     """Runs of nvcc, one after another beside the tests: most of these use one core, and nvcc takes minutes."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.objects = folder, {}
-        lines = []
-        for source in ENGINE_SOURCES:
-            for number, (gate, flags) in enumerate(NVCC_GATES.items()):
-                output = folder / f"{source.stem}{number}.o"
-                self.objects[source.name, gate] = output
-                command = shlex.join(nvcc_command(source, output, *flags, *SPILL_GATE))
-                lines.append(f"{command} > {output}.log 2>&1; echo $? > {output}.part; mv {output}.part {output}.code")
-        self.process = subprocess.Popen(["sh", "-c", "\n".join(lines)])
+        self.folder, self.process = folder, None
 
-    def __call__(self, source: str, gate: str) -> tuple[Path, int, str]:
+    def object_of(self, source: Path, gate: str) -> Path:
+        return self.folder / f"{source.stem}_{gate}.o"
+
+    def start(self) -> None:
+        lines = []
+        for source, gate in GATES:
+            output = self.object_of(source, gate)
+            command = shlex.join(nvcc_command(source, output, *NVCC_GATES[gate], *SPILL_GATE))
+            lines.append(f"{command} > {output}.log 2>&1; echo $? > {output}.part; mv {output}.part {output}.code")
+        self.process = subprocess.Popen(["sh", "-c", "\n".join([*lines, f"touch {self.folder / 'done'}"])])
+
+    def __call__(self, source: Path, gate: str) -> tuple[Path, int, str]:
         """Waits for a run: its object file, its exit status and what it printed."""
-        output = self.objects[source, gate]
+        output = self.object_of(source, gate)
         code = Path(f"{output}.code")
         while not code.exists():
-            assert self.process.poll() is None or code.exists(), "nvcc was not run"
+            assert not (self.folder / "done").exists() or code.exists(), "nvcc was not run"
             time.sleep(0.1)
         return output, int(code.read_text()), Path(f"{output}.log").read_text()
 
 
-@pytest.fixture(scope="session")
-def nvcc_runs(tmp_path_factory) -> Iterator[NvccRuns]:
-    runs = NvccRuns(tmp_path_factory.mktemp("nvcc"))
-    yield runs
-    runs.process.kill()
-
-
 @pytest.fixture(scope="session", autouse=True)
-def nvcc_beside_the_tests(request) -> None:
+def nvcc_beside_the_tests(request, tmp_path_factory) -> Iterator[NvccRuns | None]:
+    """Of all processes that share the tests the first one starts them; it ends when they have."""
     wanted = any("nvcc_runs" in item.fixturenames for item in request.session.items)
-    if shutil.which("nvcc") and wanted and not is_worker(request.config):  # which worker runs them is not known yet
-        request.getfixturevalue("nvcc_runs")
+    if not wanted or shutil.which("nvcc") is None:
+        yield None
+        return
+    runs = NvccRuns(shared_folder(request.config, tmp_path_factory) / "nvcc")
+    runs.folder.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (runs.folder / "started").touch(exist_ok=False)
+        runs.start()
+    yield runs
+    if runs.process is not None:
+        if not is_worker(request.config) or request.session.shouldstop or request.session.shouldfail:
+            runs.process.kill()
+        runs.process.wait()
+
+
+@pytest.fixture(scope="session")
+def nvcc_runs(nvcc_beside_the_tests) -> NvccRuns:
+    return nvcc_beside_the_tests
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits for nvcc comes last."""
+    items.sort(key=lambda item: "nvcc_runs" in getattr(item, "fixturenames", ()))

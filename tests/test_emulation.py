@@ -25,9 +25,11 @@ TOY_MUTATIONS = {
 }
 
 
-@built_beside_the_tests
-def toy_shim(folder: Path) -> ctypes.CDLL:
+def build_toy_shim(folder: Path) -> ctypes.CDLL:
     return compile_simt(with_mutations(TOY_KERNEL, TOY_MUTATIONS), folder)
+
+
+toy_shim = built_beside_the_tests("toy_shim", build_toy_shim)
 
 
 def toy_is_right(library: ctypes.CDLL, n: int = 200) -> bool:

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from tests.cases import DTYPES, OPERANDS, OPERATOR_NUMBER, Case, round_to_tf32, same_values
 from tests.emulation import built_beside_the_tests, compile_shared, cpp
-from tests.engines import ShimEngine
+from tests.engines import meta_tensors, problem_fields
 
 
-@built_beside_the_tests
-def host_numerics(folder: Path) -> ctypes.CDLL:
+def build_host_numerics(folder: Path) -> ctypes.CDLL:
     library = compile_shared(cpp("plan_checks/numerics.cpp"), folder, "-O2")
     library.rule_uses_tf32.restype = library.scale.restype = ctypes.c_bool
     return library
+
+
+host_numerics = built_beside_the_tests("host_numerics", build_host_numerics)
 
 
 def convert(function: Callable, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,9 +142,8 @@ def test_scales_take_the_largest_value_where_it_belongs(host_numerics):
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_which_contract_holds(host_numerics, case, dtype):
-    shapes = {"x": case.x_shape, "w": case.w_shape, "dy": case.y_shape}
-    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     for allowed in (False, True):
-        fields, expected = ShimEngine.fields(case, tensors, allowed), case.tf32_operators(dtype, allowed)
+        fields = problem_fields(case, meta_tensors(case, dtype), allowed)
+        expected = case.tf32_operators(dtype, allowed)
         for name in OPERANDS:
             assert host_numerics.rule_uses_tf32(OPERATOR_NUMBER[name], fields) == (name in expected)

@@ -5,22 +5,20 @@ using namespace modelnew::gather;
 
 extern "C" {
 int done_again = 0;     // of the latest run: values of x that did not fit, or -1: everything
-int forced_splits = 0;  // parts of the reduction, or 0: any
-int sms = 3;            // of the GPU that is planned for
 int latest_parts = 1;   // of a tile of the latest run, which are a cluster
 int most_listed = kMostListed;
 int latest_source = -1;  // how x came in the latest run
 int latest_boxes = 0;    // whether y of tiles of lines was stored by boxes in it
-int wants_images = 0;    // x by images, or not at all
-
-// Of what tma multiplies, which come behind gather's own shapes of a tile.
-int tma_windows = -1, tma_splits = 1;  // -1: as the plan likes it
 
 unsigned gather_sources(int shape) { return kTileShapes[shape].sources; }
 }
 
-// Plans one shape of a tile on a GPU of a few SMs and runs it: -1 if it does not fit, else the error.
-extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, int shape, int seed) {
+// Plans one shape of a tile on a GPU of so many SMs and runs it: -1 if it does not fit, else the error. Parts of the
+// reduction, or 0: any; x by images, or not at all; and what tma multiplies, behind gather's own shapes, by windows or
+// not (-1: as the plan likes it), with so many blocks for a tile.
+extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, const int* wishes, int seed) {
+  const int shape = wishes[0], forced_splits = wishes[1], sms = wishes[2], wants_images = wishes[3];
+  const int tma_windows = wishes[4], tma_splits = wishes[5];
   simt::independent = true;
   simt::before_block = simt::begin_block;
   simt::between_rounds = simt::do_some;
@@ -52,10 +50,10 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   }
   const Plan plan = params.plan;
   tma::Planned by_tma{tma::grouped_products(as_planned(params.of, plan)), {}, false};
-  const tma::Wishes wishes{tma_shape, tma_windows, tma_splits, -1};
+  const tma::Wishes asked{tma_shape, tma_windows, tma_splits, -1};
   const int tma_sms = tma_splits > 1 ? 64 : sms;
   if (plan.by_tma) {
-    by_tma.found = tma::make_contained_plan(by_tma.of, tma_sms, alignment.out, by_tma.plan, wishes);
+    by_tma.found = tma::make_contained_plan(by_tma.of, tma_sms, alignment.out, by_tma.plan, asked);
     if (!by_tma.found) return -1;
   }
   const auto multiply_by_tma = [&](const ContainedProducts& products) {
@@ -88,12 +86,4 @@ extern "C" int gather_run(int op, const int64_t* fields, void* const* pointers, 
   const bool all = control.all_again != 0 || control.listed > kMostListed;
   done_again = all ? -1 : static_cast<int>(control.listed);
   return error;
-}
-extern "C" {
-const char* gather_launched() {  // in the latest run, mangled
-  static std::string names;
-  names.clear();
-  for (const std::string& name : simt::launched) names += name + "\n";
-  return names.c_str();
-}
 }

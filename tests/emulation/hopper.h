@@ -257,19 +257,6 @@ inline void __stcs(uint4* to, const uint4& value) { *to = value; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
-// What an engine is given, as large as it says: full of what was there before, as is what follows.
-class Workspace {
- public:
-  explicit Workspace(int64_t bytes) : bytes_(bytes), words_((bytes + 15) / 16 + 64, uint4{~0u, ~0u, ~0u, ~0u}) {}
-  uint8_t* data() { return reinterpret_cast<uint8_t*>(words_.data()); }
-  bool intact() {
-    return std::all_of(data() + bytes_, data() + words_.size() * sizeof(uint4), [](uint8_t b) { return b == 255; });
-  }
-
- private:
-  int64_t bytes_;
-  std::vector<uint4> words_;
-};
 using std::max;
 using std::min;
 

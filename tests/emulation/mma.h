@@ -9,8 +9,8 @@ int x_copies = 0, w_copies = 0;  // of the last run
 
 // Plans one shape of a tile on a GPU of three SMs and runs it, as TF32 if that is allowed, however small the problem:
 // -1 if it does not fit, else the error.
-extern "C" int mma_run(int op, const int64_t* fields, void* const* pointers, int shape, bool hopper, int splits,
-                       int seed) {
+extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, const int* wishes, int seed) {
+  const int shape = wishes[0], hopper = wishes[1], splits = wishes[2];
   const Problem problem = make_problem(fields);
   const Operator which = static_cast<Operator>(op);
   Params params{};
@@ -23,7 +23,7 @@ extern "C" int mma_run(int op, const int64_t* fields, void* const* pointers, int
   flatten_points(params.of);
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   const Alignment alignment{address(params.in_ptr), address(params.w_ptr), address(params.out_ptr)};
-  const Device device{3, static_cast<int>(simt::kMaxSmemBytes), hopper, {}};
+  const Device device{3, static_cast<int>(simt::kMaxSmemBytes), hopper != 0, {}};
   if (!make_plan(params.of, params.tf32, device, alignment, params.plan, shape, splits)) return -1;
   x_copies = static_cast<int>(params.plan.x_copies), w_copies = static_cast<int>(params.plan.w_copies);
   const auto launch = [&] { return params.tf32 ? run<false>(params, nullptr) : run<true>(params, nullptr); };

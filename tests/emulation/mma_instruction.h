@@ -1,9 +1,5 @@
 // mma.sync: the lanes of a warp show one another their operands, of which it takes what TF32 has.
 
-extern "C" {
-int recomputed = 0;  // outputs of the last run, by exact_output
-const char* simt_message() { return simt::message.c_str(); }
-}
 inline unsigned turns[1024];
 inline void simt_multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   static uint32_t shown[32][2][32][6];  // of each warp, in turns: nobody writes where another lane may still read

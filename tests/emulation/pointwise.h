@@ -9,8 +9,8 @@ int loads = 0, out_vector = 0, stage_terms = 0;  // of the last run
 
 // Plans stages or none, this many rows, splits and slices (-1, -1, -1 and 0: any) on a GPU of three SMs and runs that,
 // as TF32 if it is allowed, however small the problem: -1 if there is no such plan, else the error.
-extern "C" int pointwise_run(int, const int64_t* fields, void* const* pointers, int staged, int row_bits,
-                             int split_bits, int slices, int seed) {
+extern "C" int run_wished(int, const int64_t* fields, void* const* pointers, const int* wishes, int seed) {
+  const int staged = wishes[0], row_bits = wishes[1], split_bits = wishes[2], slices = wishes[3];
   const Problem problem = make_problem(fields);
   const Correlation of = flattened(problem);
   const auto address = [&](int i) { return reinterpret_cast<uint64_t>(pointers[i]); };

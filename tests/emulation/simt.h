@@ -33,7 +33,7 @@
 #define __syncthreads() simt::barrier(__LINE__)
 
 extern "C" {
-int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
+int simt_mutation = 0;  // what takes place of a text made by with_mutations
 }
 
 using cudaStream_t = void*;
@@ -93,7 +93,6 @@ inline std::map<const void*, size_t> smem_limits;
 inline cudaError_t last_error = cudaSuccess;
 inline std::string message;
 inline std::set<std::string> launched;  // symbols of the kernels that ran
-inline int ignored_barrier = 0;  // its line; to see what its absence does
 inline size_t granted_bytes = 0;  // of shared memory, to the launch
 
 // For kernels whose threads wait for one another in other ways: they run independently, each until it has to wait.
@@ -118,7 +117,7 @@ inline void wait_while(const unsigned& place, unsigned value) {
 }
 
 inline void barrier(int line) {
-  if (line != ignored_barrier) suspend(line);
+  suspend(line);
 }
 
 // A fibre outlives its block: it waits at kExited for the next one, so that switching needs no system call.
@@ -278,6 +277,34 @@ Launch<Parameters...> launch(void (*kernel)(Parameters...), dim3 grid, dim3 bloc
 }
 
 }  // namespace simt
+
+extern "C" {
+int recomputed = 0;  // of the latest run, if its engine counts them: outputs that were not finite at first
+const char* simt_message() { return simt::message.c_str(); }
+const char* simt_launched() {  // kernels since it was cleared, mangled
+  static std::string names;
+  names.clear();
+  for (const std::string& name : simt::launched) names += name + "\n";
+  return names.c_str();
+}
+}
+// What an engine is given, as large as it says: full of what was there before, as is what surrounds it.
+class Workspace {
+ public:
+  explicit Workspace(int64_t bytes) : bytes_(bytes), words_((bytes + 15) / 16 + 2 * kMargin, uint4{~0u, ~0u, ~0u, ~0u}) {}
+  uint8_t* data() { return reinterpret_cast<uint8_t*>(words_.data() + kMargin); }
+  bool intact() {
+    const auto untouched = [](uint8_t byte) { return byte == 255; };
+    uint8_t* const begin = reinterpret_cast<uint8_t*>(words_.data());
+    return std::all_of(begin, data(), untouched) &&
+           std::all_of(data() + bytes_, begin + words_.size() * sizeof(uint4), untouched);
+  }
+
+ private:
+  static constexpr int kMargin = 64;
+  int64_t bytes_;
+  std::vector<uint4> words_;
+};
 
 inline cudaError_t cudaPeekAtLastError() { return simt::last_error; }
 inline cudaError_t cudaGetLastError() { return std::exchange(simt::last_error, cudaSuccess); }

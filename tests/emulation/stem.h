@@ -10,8 +10,8 @@ int x_loads = 0, y_stores = 0;  // of the last run
 
 // Plans this tile (0: any) on a GPU of three SMs and runs that, as TF32 if it is allowed, however small the problem: -1
 // if there is no such plan, else the error.
-extern "C" int stem_run(int, const int64_t* fields, void* const* pointers, int tile_k, int tile_p, int tile_q,
-                        int seed) {
+extern "C" int run_wished(int, const int64_t* fields, void* const* pointers, const int* wishes, int seed) {
+  const int tile_k = wishes[0], tile_p = wishes[1], tile_q = wishes[2];
   const Problem problem = make_problem(fields);
   Params params{};
   params.in_ptr = pointers[0];

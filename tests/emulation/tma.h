@@ -15,8 +15,8 @@ int way = 0;  // of the last run: by columns, by windows, of planes as they are;
 
 // Plans this tile, way, number of blocks a tile (-1: any) and runs it: on a GPU of three SMs, whose blocks have several
 // tiles each, or of many. -1 if there is no such plan, else the error.
-extern "C" int tma_run(int op, const int64_t* fields, void* const* pointers, int shape, int windows, int splits,
-                       int direct, int seed) {
+extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, const int* wishes, int seed) {
+  const int shape = wishes[0], windows = wishes[1], splits = wishes[2], direct = wishes[3];
   const Problem problem = make_problem(fields);
   const Operator which = static_cast<Operator>(op);
   Params params{};
@@ -34,7 +34,6 @@ extern "C" int tma_run(int op, const int64_t* fields, void* const* pointers, int
   void* const workspace = space.data() + (256 - address(space.data()) % 256);
   return simt_run(seed, plan.splits > 1, [&] {
     Params once = params;
-    return problem.dtype == DType::kFloat16 ? run<Half>(pointers[1], workspace, once, nullptr)
-                                            : run<BFloat16>(pointers[1], workspace, once, nullptr);
+    return run<Half>(pointers[1], workspace, once, nullptr);  // of bfloat16 it is the same code
   });
 }

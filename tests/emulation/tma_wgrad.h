@@ -9,8 +9,8 @@ using namespace modelnew;
 using namespace modelnew::tma_wgrad;
 
 // Plans this tile in so many parts (0: any) on a GPU of three SMs and runs it: -1 if there is no such plan.
-extern "C" int tma_wgrad_run(int, const int64_t* fields, void* const* pointers, int channels, int blocks, int parts,
-                             int seed) {
+extern "C" int run_wished(int, const int64_t* fields, void* const* pointers, const int* wishes, int seed) {
+  const int channels = wishes[0], blocks = wishes[1], parts = wishes[2];
   const Problem problem = make_problem(fields);
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   Plan plan;

@@ -9,7 +9,8 @@ int chunks = 0;                    // whether the last run loads x by boxes
 }
 
 // Plans one configuration on a GPU of three SMs and runs it: -1 if it does not fit, else the error.
-extern "C" int wgmma_run(int op, const int64_t* fields, void* const* pointers, int configuration, int seed) {
+extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, const int* wishes, int seed) {
+  const int configuration = wishes[0];
   simt::independent = true;
   simt::before_block = simt::begin_block;
   simt::between_rounds = simt::do_some;
@@ -45,4 +46,3 @@ extern "C" int wgmma_run(int op, const int64_t* fields, void* const* pointers, i
   }
   return code;
 }
-extern "C" const char* simt_message() { return simt::message.c_str(); }

@@ -4,13 +4,15 @@ using namespace modelnew;
 using namespace modelnew::wgrad;
 
 extern "C" {
-int latest[13] = {};  // of the latest run, see WgradShim.names
-const char* simt_message() { return simt::message.c_str(); }
+// Of the latest run: how x and dy come, what is copied, where sums go, and how many warps load how far ahead.
+int x_way, dy_way, copies_x, copies_dy, merges, run_splits, stores_directly, strips, whole_words, taps_first;
+int sixteen_bytes, groups_of_warps, stages_ahead;
 }
 
 // Plans this tile and so many splits (0: any) on a GPU of three SMs and runs that: -1 if there is no such plan, else
 // the error.
-extern "C" int wgrad_run(const int64_t* fields, void* const* pointers, int tile_k, int splits, int seed) {
+extern "C" int run_wished(int, const int64_t* fields, void* const* pointers, const int* wishes, int seed) {
+  const int tile_k = wishes[0], splits = wishes[1];
   simt::independent = true;
   simt::before_block = simt::begin_block;
   simt::between_rounds = simt::do_some;
@@ -28,20 +30,15 @@ extern "C" int wgrad_run(const int64_t* fields, void* const* pointers, int tile_
   const int loaders = plan.tile_k / 2 * plan.parts >= 128 ? 4 : 8;
   const int groups = plan.has_boxes ? loaders / (plan.layout.stages < loaders / 2 + 2 ? 4 : 2) : 1;
   const int of_group = (groups > 1 ? plan.layout.stages : plan.layout.stages - 1) / groups;
-  const int all[] = {static_cast<int>(x_copies_of(prepared.problem, plan, x)),
-                     static_cast<int>(dy_copies_of(prepared.problem, plan)),
-                     plan.prepared.copies_x,
-                     plan.prepared.copies_dy,
-                     prepared.merges,
-                     static_cast<int>(plan.splits),
-                     stores_dw(problem, plan),
-                     plan.has_window && plan.window.strips > 1,
-                     has_words_of_dy(prepared.problem, plan, dy),
-                     is_channels_last(prepared.problem),
-                     plan.has_window && plan.window.values * element_bytes(problem.dtype) == 16,
-                     loaders * 10 + groups,
-                     std::max(1, std::min(of_group, kMostAhead))};
-  std::copy(std::begin(all), std::end(all), latest);
+  x_way = static_cast<int>(x_copies_of(prepared.problem, plan, x));
+  dy_way = static_cast<int>(dy_copies_of(prepared.problem, plan));
+  copies_x = plan.prepared.copies_x, copies_dy = plan.prepared.copies_dy, merges = prepared.merges;
+  run_splits = static_cast<int>(plan.splits), stores_directly = stores_dw(problem, plan);
+  strips = plan.has_window && plan.window.strips > 1, whole_words = has_words_of_dy(prepared.problem, plan, dy);
+  taps_first = is_channels_last(prepared.problem);
+  sixteen_bytes = plan.has_window && plan.window.values * element_bytes(problem.dtype) == 16;
+  groups_of_warps = plan.has_boxes ? loaders * 10 + groups : 0;
+  stages_ahead = plan.has_boxes ? std::max(1, std::min(of_group, kMostAhead)) : 0;
   const int code = launch_plan(problem, operands, plan, nullptr);
   return code == 0 && !workspace.intact() ? -2 : code;
 }

@@ -1,14 +1,5 @@
 // All engines that are asked before direct, but for depthwise, which takes other problems than these.
 
-#include <cmath>
-#include <cstring>
-#include <string>
-#include <type_traits>
-
-extern "C" {
-int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
-}
-
 #include "gather.cu"
 #include "wgmma.cu"
 #include "stem.cu"

@@ -1,5 +1,21 @@
 // What wgmma.cu and hopper.cuh want of CUDA while the host compiles the plans in them; the GPU is what the test says.
 #pragma once
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <iterator>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+extern "C" {
+int simt_mutation = 0;  // what takes place of a text made by with_mutations
+}
 #define __device__
 #define __forceinline__ inline
 using cudaStream_t = void*;

@@ -1,23 +1,9 @@
-#include <algorithm>
-#include <iterator>
-#include <random>
-#include <set>
-#include <string>
-#include <type_traits>
-#include <vector>
-
-extern "C" {
-int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
-}
-
 #include "gather.cu"
 #include "tma.cu"
-#include "problem_fields.h"
 
 using namespace modelnew;
 using namespace modelnew::gather;
-
-static std::set<std::string> seen;  // kinds of plans
+#include "planner.h"
 
 static int64_t offset_of(const int64_t (&stride)[4], int64_t n, int64_t row, int64_t column) {
   return n * stride[0] + row * stride[2] + column * stride[3];
@@ -493,8 +479,7 @@ static std::string fault_of_landing(const Phased& of, const Plan& plan, uint64_t
         listed[place(h, w)] += lists(of, plan, tile, row, column);
       }
   }
-  for (int once : owned)
-    if (once != 1) return "an output never or twice";
+  if (!once_each(owned)) return "an output never or twice";
   for (size_t i = 0; i < listed.size(); ++i)
     if (listed[i] > 1 || listed[i] < read[i]) return "a value that is listed never or twice";
   return plan.cycles > 0 ? "" : "no estimate";
@@ -587,7 +572,6 @@ static std::string fault_of_tma(const Phased& of, const Plan& plan, uint64_t out
 }
 
 static void note(const Phased& of, const Plan& plan) {
-  if (simt_mutation != 0) return;  // kinds are those of the engine as it is
   if (plan.by_tma) {
     seen.insert(std::string("contained, by tma") + (of.in_channels % 8 ? ", channels filled up" : ""));
     if (of.groups > 1) seen.insert(merged(of).merged > 1 ? "by tma, groups as one" : "by tma, groups");
@@ -652,63 +636,21 @@ static void note(const Phased& of, const Plan& plan) {
   if (plan.tile_p > of.P) seen.insert(plan.gap < 0 ? "several images with less than no gap" : "several images");
 }
 
-// As it is for problems that it takes.
-static bool mma_refuses = false;
-static const char* refuse(const Problem&, Operator) { return mma_refuses ? "it is told to" : nullptr; }
-static double mma_cycles = 0;
-static double estimate(const Problem&, Operator) { return mma_cycles; }
-const Engine modelnew::kMmaEngine{"mma", refuse, nullptr, nullptr, nullptr, nullptr, estimate};
-static bool pointwise_refuses = false, pointwise_yields = false;
-static const char* pointwise_refusal(const Problem& problem, Operator) {
-  return pointwise_refuses || problem.R * problem.S > 1 ? "it is told to" : nullptr;
-}
-static const char* pointwise_reason(const Problem&, Operator) { return pointwise_yields ? "it is told to" : nullptr; }
-static double pointwise_cycles = 0;
-static double estimate_of_pointwise(const Problem&, Operator) { return pointwise_cycles; }
-const Engine modelnew::kPointwiseEngine{"pointwise", pointwise_refusal, nullptr, nullptr, nullptr, pointwise_reason,
-                                        estimate_of_pointwise};
-
 extern "C" {
-void set_capability(int capability) { stand_in_capability = capability; }
-void let_pointwise(bool refuse, bool yield) {
-  pointwise_refuses = refuse;
-  pointwise_yields = yield;
-}
-void let_pointwise_take(double cycles) { pointwise_cycles = cycles; }
-void let_mma_refuse(bool refuses) { mma_refuses = refuses; }
-void let_mma_take(double cycles) { mma_cycles = cycles; }
 int gather_divide(int number, int by) { return quotient(number, make_divisor(by)); }
-const char* gather_yields(int op, const int64_t* fields) {
-  return yields(make_problem(fields), static_cast<Operator>(op));
-}
-const char* gather_refusal(int op, const int64_t* fields) {
-  return refusal(make_problem(fields), static_cast<Operator>(op));
-}
-const char* gather_describe(int op, const int64_t* fields) {
-  static char text[320];  // as the binding has it
-  describe(make_problem(fields), static_cast<Operator>(op), text, sizeof text);
-  return text;
-}
-const char* gather_seen() {
-  static std::string all;
-  all.clear();
-  for (const std::string& kind : seen) all += kind + "\n";
-  return all.c_str();
-}
-double gather_cycles(int op, const int64_t* fields, uint64_t in, uint64_t out) {
+double plan_cycles(int op, const int64_t* fields, uint64_t in, uint64_t, uint64_t out) {
   const Problem problem = make_problem(fields);
   Plan plan{};
-  const Phased of = phased_of(problem, static_cast<Operator>(op));
+  const Phased of = phased_of(problem, as_operator(op));
   return make_plan(of, element_bytes(problem.dtype), Device{132}, Alignment{in, out}, -1, plan) ? plan.cycles : 0;
 }
 // Plans every shape of a tile and the best one for tensors at these addresses: null if there is none, else what is
 // wrong, or "".
-const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t out, int seed) {
-  static std::string fault;
-  fault.clear();
+const char* plan_fault(int op, const int64_t* fields, uint64_t in, uint64_t, uint64_t out, int seed) {
+  std::string fault;
   std::mt19937 shuffler(seed);
   const Problem problem = make_problem(fields);
-  const Phased of = phased_of(problem, static_cast<Operator>(op));
+  const Phased of = phased_of(problem, as_operator(op));
   const int bytes = element_bytes(problem.dtype);
   bool any = false, checked_again = false;
   Plan again{};
@@ -783,10 +725,7 @@ const char* gather_fault(int op, const int64_t* fields, uint64_t in, uint64_t ou
       const Phased own = plan.copied ? copied(of, plan.contained) : plan.in_phases ? in_phases(of) : of;
       fault = fault_of_plan(own, plan, plan.contained ? 2 : bytes, bytes, plan.copied ? 0 : in, out, shuffler);
     }
-    if (!fault.empty()) {
-      fault += ", shape " + std::to_string(shape) + " of a tile";
-      return fault.c_str();
-    }
+    if (!fault.empty()) return told(fault, "shape " + std::to_string(shape) + " of a tile");
   }
   return any ? "" : nullptr;
 }

@@ -1,24 +1,8 @@
-#include <cstring>
-#include <iterator>
-#include <random>
-#include <set>
-#include <string>
-#include <type_traits>
-#include <vector>
-
-extern "C" {
-int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
-}
-
 #include "mma.cu"
-bool modelnew::direct_has_points(const Problem&, Operator) { return false; }
-
-#include "problem_fields.h"
 
 using namespace modelnew;
 using namespace modelnew::mma;
-
-static std::set<std::string> seen;  // kinds of plans
+#include "planner.h"
 
 static Params params_of(const Correlation& of, const Plan& plan) {
   Params params{};
@@ -80,7 +64,7 @@ static std::string fault_of_tiles(const Params& params) {
       for (int q = tile.q; q < std::min(of.Q, tile.q + plan.tile_q); ++q)
         if (owned[(row * of.P + p) * of.Q + q]++) return "an output twice";
   }
-  return std::count(owned.begin(), owned.end(), 1) == static_cast<int64_t>(owned.size()) ? "" : "an output never";
+  return once_each(owned) ? "" : "an output never";
 }
 
 // What is wrong with the order of the reduction and with the weights of a tile, or nothing. The address is in words.
@@ -300,7 +284,6 @@ static std::string fault_of_writes(const Params& params, const Tile& tile, int64
 }
 
 static void note(const Plan& plan) {
-  if (simt_mutation != 0) return;  // kinds are those of the engine as it is
   const std::string names[] = {"words", "fours", "runs", "boxes", "planes"};
   const std::string kind = plan.lines ? "lines of " : plan.pixel_words == 1 ? "planes of " : "pixels of ";
   const std::string order = plan.taps_first ? "taps of " : "";
@@ -314,29 +297,10 @@ static void note(const Plan& plan) {
 }
 
 extern "C" {
-void set_capability(int capability) { stand_in_capability = capability; }
-const char* mma_refusal(int op, const int64_t* fields) {
-  return refusal(make_problem(fields), static_cast<Operator>(op));
-}
-const char* mma_yields(int op, const int64_t* fields) {
-  return yields(make_problem(fields), static_cast<Operator>(op));
-}
-const char* mma_describe(int op, const int64_t* fields) {
-  static char text[321];
-  std::memset(text, 'x', sizeof text);
-  describe(make_problem(fields), static_cast<Operator>(op), text, 320);  // as the binding has it
-  return text[320] == 'x' && std::memchr(text, 0, 320) ? text : "written too far";
-}
-const char* mma_seen() {
-  static std::string all;
-  all.clear();
-  for (const std::string& kind : seen) all += kind + "\n";
-  return all.c_str();
-}
 // How many clusters find no room at first, on a GPU of 132 SMs that has room for so many of 2, 4 and 8 blocks.
 int mma_waiting(int op, const int64_t* fields, int of_2, int of_4, int of_8) {
   const Problem problem = make_problem(fields);
-  Correlation of = correlation_of_problem(problem, static_cast<Operator>(op));
+  Correlation of = correlation_of_problem(problem, as_operator(op));
   flatten_points(of);
   const Device device{132, 232448, true, {0, of_2, of_4, of_8}};
   Plan plan{};
@@ -344,20 +308,17 @@ int mma_waiting(int op, const int64_t* fields, int of_2, int of_4, int of_8) {
   const int room = device.clusters[plan.split_bits] * (plan.smem_bytes <= device.smem_bytes / 2 - 1024 ? 2 : 1);
   return std::max(0, static_cast<int>(plan.tiles) - room);
 }
-int mma_shape(int op, const int64_t* fields) {
-  return plan_of(make_problem(fields), static_cast<Operator>(op), Alignment{}).plan.shape;
-}
-double mma_cycles(int op, const int64_t* fields, uint64_t in, uint64_t w, uint64_t out) {
-  const Planned& planned = plan_of(make_problem(fields), static_cast<Operator>(op), Alignment{in, w, out});
+double plan_cycles(int op, const int64_t* fields, uint64_t in, uint64_t w, uint64_t out) {
+  const Planned& planned = plan_of(make_problem(fields), as_operator(op), Alignment{in, w, out});
   return planned.found ? planned.plan.cycles : 0;
 }
 // Plans for tensors at these addresses, on the GPU that was set, the best way and every shape and number of parts: null
 // if there is no plan, else what is wrong, or "". All tiles, and of a few at random what they read and write.
-const char* mma_fault(int op, const int64_t* fields, uint64_t in, uint64_t w, uint64_t out, int seed) {
-  static std::string fault;
+const char* plan_fault(int op, const int64_t* fields, uint64_t in, uint64_t w, uint64_t out, int seed) {
+  std::string fault;
   std::mt19937 shuffler(seed);
   const Problem problem = make_problem(fields);
-  Correlation of = correlation_of_problem(problem, static_cast<Operator>(op));
+  Correlation of = correlation_of_problem(problem, as_operator(op));
   flatten_points(of);
   Device device{};
   current_device(device);
@@ -371,17 +332,15 @@ const char* mma_fault(int op, const int64_t* fields, uint64_t in, uint64_t w, ui
     const Params params = params_of(of, plan);
     fault = fault_of_numbers(of, plan, device);
     if (fault.empty()) fault = fault_of_tiles(params);
-    for (int j = 0; j < 3 && fault.empty(); ++j) {
-      const int64_t number = j == 0 ? 0 : j == 1 ? plan.tiles - 1 : shuffler() % plan.tiles;
-      const Tile tile = locate_tile(params, static_cast<int>(number));
+    for (const int number : some_of(plan.tiles, 3, shuffler)) {
+      if (!fault.empty()) break;
+      const Tile tile = locate_tile(params, number);
       fault = fault_of_weights(params, tile, w / 4);
       if (fault.empty()) fault = fault_of_window(params, tile, in / 4);
       if (fault.empty()) fault = fault_of_writes(params, tile, out / 4);
     }
-    if (!fault.empty()) {
-      fault += ", shape " + std::to_string(shape) + ", " + std::to_string(splits) + " parts";
-      return fault.c_str();
-    }
+    if (!fault.empty())
+      return told(fault, "shape " + std::to_string(shape) + ", " + std::to_string(splits) + " parts");
   }
   return any ? "" : nullptr;
 }

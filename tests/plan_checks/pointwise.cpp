@@ -1,20 +1,8 @@
-#include <cstring>
-#include <random>
-#include <set>
-#include <string>
-#include <type_traits>
-
-extern "C" {
-int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
-}
-
 #include "pointwise.cu"
-#include "problem_fields.h"
 
 using namespace modelnew;
 using namespace modelnew::pointwise;
-
-static std::set<std::string> seen;  // kinds of plans
+#include "planner.h"
 
 // What is wrong with the numbers of a plan, or nothing.
 static std::string fault_of_numbers(const Problem& problem, const Plan& plan, const Device& device, bool exact) {
@@ -29,7 +17,6 @@ static std::string fault_of_numbers(const Problem& problem, const Plan& plan, co
   const int64_t pixels = problem.N * problem.P * problem.Q;
   if (plan.rows != (plan.pixel_rows ? pixels : problem.K) || plan.columns != (plan.pixel_rows ? problem.K : pixels))
     return "rows and columns of y";
-  const auto covers = [](int64_t tiles, int64_t size, int64_t all) { return tiles == (all + size - 1) / size; };
   if (!covers(plan.row_tiles, block_rows(plan), plan.rows) ||
       !covers(plan.column_tiles, plan.block_columns, plan.columns))
     return "tiles that y does not have, or too few";
@@ -96,7 +83,6 @@ static std::string fault_of_places(const Problem& problem, const Params& params,
 }
 
 static void note(const Plan& plan) {
-  if (simt_mutation != 0) return;  // kinds are those of the engine as it is
   const char* const loads[] = {"fours", "fours of weights", "fours of channels", "single values"};
   seen.insert(std::string("by ") + loads[static_cast<int>(plan.loads)]);
   seen.insert("y by " + std::to_string(plan.out_vector));
@@ -107,34 +93,18 @@ static void note(const Plan& plan) {
 }
 
 extern "C" {
-void set_capability(int capability) { stand_in_capability = capability; }
-const char* pointwise_refusal(int op, const int64_t* fields) {
-  return refusal(make_problem(fields), static_cast<Operator>(op));
-}
-const char* pointwise_describe(int op, const int64_t* fields) {
-  static char text[321];
-  std::memset(text, 'x', sizeof text);
-  describe(make_problem(fields), static_cast<Operator>(op), text, 320);  // as the binding has it
-  return text[320] == 'x' && std::memchr(text, 0, 320) ? text : "written too far";
-}
-const char* pointwise_seen() {
-  static std::string all;
-  all.clear();
-  for (const std::string& kind : seen) all += kind + "\n";
-  return all.c_str();
-}
-double pointwise_cycles(int op, const int64_t* fields, uint64_t x, uint64_t w, uint64_t y) {
+double plan_cycles(int op, const int64_t* fields, uint64_t x, uint64_t w, uint64_t y) {
   const Problem problem = make_problem(fields);
   Device device{};
   current_device(device);
   Plan plan{};
-  const bool exact = !uses_tf32(problem, static_cast<Operator>(op));
+  const bool exact = !uses_tf32(problem, as_operator(op));
   return make_plan(flattened(problem), exact, device, Alignment{x, w, y}, plan) ? plan.cycles : 0;
 }
 // Plans for tensors at these addresses, on the GPU that was set, the best one and all that can be forced: null if there
 // is none, else what is wrong, or "".
-const char* pointwise_fault(int, const int64_t* fields, uint64_t x, uint64_t w, uint64_t y, int seed) {
-  static std::string fault;
+const char* plan_fault(int, const int64_t* fields, uint64_t x, uint64_t w, uint64_t y, int seed) {
+  std::string fault;
   const Problem problem = make_problem(fields);
   const Correlation of = flattened(problem);
   const bool exact = !problem.tf32_allowed;
@@ -160,10 +130,7 @@ const char* pointwise_fault(int, const int64_t* fields, uint64_t x, uint64_t w, 
     const bool may_be = staged ? large : device.hopper || split_bits == 0;
     if (fault.empty() && plan.cycles < best.cycles && may_be) fault = "not the best plan";
     if (fault.empty() && i < 0 && plan.stage_terms > 0 && !large) fault = "stages of small planes";
-    if (!fault.empty()) {
-      fault += ", plan " + std::to_string(i);
-      return fault.c_str();
-    }
+    if (!fault.empty()) return told(fault, "plan " + std::to_string(i));
   }
   return "";
 }

@@ -1,28 +1,8 @@
-#include <cstring>
-#include <iterator>
-#include <random>
-#include <set>
-#include <string>
-#include <type_traits>
-#include <vector>
-
-extern "C" {
-int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
-}
-
 #include "stem.cu"
-bool modelnew::direct_has_points(const Problem&, Operator) { return false; }
-static double mma_cycles = 1e18;
-static double cycles_of_mma(const modelnew::Problem&, modelnew::Operator) { return mma_cycles; }
-static const char* never_refuse(const modelnew::Problem&, modelnew::Operator) { return nullptr; }
-const modelnew::Engine modelnew::kMmaEngine{"mma", never_refuse, nullptr, nullptr, nullptr, nullptr, cycles_of_mma};
-
-#include "problem_fields.h"
 
 using namespace modelnew;
 using namespace modelnew::stem;
-
-static std::set<std::string> seen;  // kinds of plans
+#include "planner.h"
 
 // What is wrong with the numbers of a plan, or nothing.
 static std::string fault_of_numbers(const Correlation& of, const Plan& plan, const Format& format,
@@ -44,8 +24,7 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, con
   if (plan.blocks % plan.tiles_k || plan.blocks < plan.tiles_k || plan.blocks / plan.tiles_k > plan.tiles)
     return "blocks without a tile";
   if (plan.tiles_k <= device.sms && plan.blocks > device.sms) return "more blocks than run at once";
-  if (int64_t{plan.tiles_k} * plan.tile_k < of.out_channels || (plan.tiles_k - 1) * plan.tile_k >= of.out_channels)
-    return "tiles of channels";
+  if (!covers(plan.tiles_k, plan.tile_k, of.out_channels)) return "tiles of channels";
   if (2 * plan.steps < plan.quads || plan.quads > kMostQuads || 2 * plan.steps > kMostQuads) return "steps";
   if (!exact && plan.steps % kGroupSteps) return "groups of steps";
   if (!exact && format.bytes == 4 && plan.steps / kGroupSteps % 2 == 0) return "groups of two";
@@ -66,9 +45,7 @@ static std::string fault_of_tiles(const Params& params) {
       for (int q = tile.q; q < std::min(of.Q, tile.q + plan.tile_q); ++q)
         if (owned[(int64_t{tile.n} * of.P + p) * of.Q + q]++) return "an output twice";
   }
-  for (uint8_t owners : owned)
-    if (owners != 1) return "an output never";
-  return "";
+  return once_each(owned) ? "" : "an output never";
 }
 
 // What is wrong with the order of the reduction, or nothing: every tap of every channel once.
@@ -86,9 +63,7 @@ static std::string fault_of_quads(const Params& params) {
       if (there[(channel * of.R + quad.r) * of.S + s]++) return "a term twice";
     }
   }
-  for (uint8_t times : there)
-    if (times != 1) return "a term never";
-  return "";
+  return once_each(there) ? "" : "a term never";
 }
 
 // What is wrong with the words that a tile's outputs read, or nothing; and with the box that brings them. The address
@@ -175,7 +150,6 @@ static std::string fault_of_stores(const Params& params, const Tile& tile, int64
 }
 
 static void note(const Plan& plan, int bytes) {
-  if (simt_mutation != 0) return;  // kinds are those of the engine as it is
   const char* const stores[] = {"planes", "pixels", "single values"};
   const std::string of = std::to_string(8 * bytes) + " bits: ";
   seen.insert(of + "x by " + (!plan.in_box ? "single values" : plan.lines ? "lines" : "planes"));
@@ -186,36 +160,16 @@ static void note(const Plan& plan, int bytes) {
 }
 
 extern "C" {
-void set_capability(int capability) { stand_in_capability = capability; }
-const char* stem_refusal(int op, const int64_t* fields) {
-  return refusal(make_problem(fields), static_cast<Operator>(op));
-}
-const char* stem_yields(int op, const int64_t* fields) {
-  return yields(make_problem(fields), static_cast<Operator>(op));
-}
-const char* stem_describe(int op, const int64_t* fields) {
-  static char text[321];
-  std::memset(text, 'x', sizeof text);
-  describe(make_problem(fields), static_cast<Operator>(op), text, 320);  // as the binding has it
-  return text[320] == 'x' && std::memchr(text, 0, 320) ? text : "written too far";
-}
-const char* stem_seen() {
-  static std::string all;
-  all.clear();
-  for (const std::string& kind : seen) all += kind + "\n";
-  return all.c_str();
-}
-void set_mma_cycles(double cycles) { mma_cycles = cycles; }
-double stem_cycles(int op, const int64_t* fields, uint64_t x, uint64_t, uint64_t y) {
+double plan_cycles(int op, const int64_t* fields, uint64_t x, uint64_t, uint64_t y) {
   const Problem problem = make_problem(fields);
-  const Operator which = static_cast<Operator>(op);
+  const Operator which = as_operator(op);
   Plan plan{};
   const Correlation of = correlation_of_problem(problem, which);
   return make_plan(of, format_of(problem, which), Device{132}, Alignment{x, y}, plan) ? plan.cycles : 0;
 }
 // The plan for tensors at these addresses, and some that are forced: null if there is none, else what is wrong, or "".
-const char* stem_fault(int, const int64_t* fields, uint64_t x, uint64_t, uint64_t y, int seed) {
-  static std::string fault;
+const char* plan_fault(int, const int64_t* fields, uint64_t x, uint64_t, uint64_t y, int seed) {
+  std::string fault;
   const Problem problem = make_problem(fields);
   const int bytes = element_bytes(problem.dtype);
   const Format format{bytes, bytes == 4 && !problem.tf32_allowed};
@@ -240,17 +194,15 @@ const char* stem_fault(int, const int64_t* fields, uint64_t x, uint64_t, uint64_
     fault = fault_of_numbers(params.of, plan, format, device);
     if (fault.empty()) fault = fault_of_tiles(params);
     if (fault.empty()) fault = fault_of_quads(params);
-    for (int j = 0; j < 3 && fault.empty(); ++j) {
-      const Tile tile = locate_tile(params, j == 0 ? 0 : j == 1 ? plan.tiles - 1 : random() % plan.tiles);
+    for (const int number : some_of(plan.tiles, 3, random)) {
+      if (!fault.empty()) break;
+      const Tile tile = locate_tile(params, number);
       fault = fault_of_window(params, tile, x / bytes, format);
       if (fault.empty()) fault = fault_of_stores(params, tile, y / bytes, 16 / bytes);
     }
     const bool of_few = tile_k == 64 && problem.K <= 32;  // which is not considered
     if (fault.empty() && plan.cycles < best.cycles && !of_few) fault = "not the best plan";
-    if (!fault.empty()) {
-      fault += ", plan " + std::to_string(i);
-      return fault.c_str();
-    }
+    if (!fault.empty()) return told(fault, "plan " + std::to_string(i));
   }
   return "";
 }

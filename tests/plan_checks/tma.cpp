@@ -1,31 +1,9 @@
-#include <cstring>
-#include <iterator>
-#include <random>
-#include <set>
-#include <string>
-#include <type_traits>
-#include <vector>
-
-extern "C" {
-int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
-}
-
 #include "tma.cu"
-namespace modelnew {
-static const char* refuse_all(const Problem&, Operator) { return "everything"; }
-const Engine kWgmmaEngine{"wgmma", refuse_all, nullptr, nullptr, nullptr};
-const Engine kGatherEngine{"gather", refuse_all, nullptr, nullptr, nullptr};
-const Engine kDirectEngine{"direct", refuse_all, nullptr, nullptr, nullptr};
-}  // namespace modelnew
-
-#include "problem_fields.h"
 
 using namespace modelnew;
 using namespace modelnew::tma;
-
+#include "planner.h"
 #include "tma_columns.h"
-
-static std::set<std::string> seen;  // kinds of plans
 
 // What is wrong with the numbers of a plan, or nothing.
 static std::string fault_of_numbers(const Grouped& of, const Plan& plan, int sms) {
@@ -52,9 +30,7 @@ static std::string fault_of_numbers(const Grouped& of, const Plan& plan, int sms
   for (int side : {plan.box_rows * step_h, plan.box_columns * step_w, plan.tile_lines, plan.tile_columns,
                    shape.channels})
     if (side < 1 || side > 256) return "the side of a box";
-  const int64_t in_tiles = int64_t{plan.tiles_k} * shape.channels;
-  if (in_tiles < of.out_channels || in_tiles - shape.channels >= of.out_channels)
-    return "tiles of channels";
+  if (!covers(plan.tiles_k, shape.channels, of.out_channels)) return "tiles of channels";
   const int64_t blocks_c = (of.in_channels + 63) / 64;
   if (plan.x_steps != blocks_c * plan.loads || plan.w_steps != blocks_c * of.R * of.S) return "steps";
   if (plan.splits == 1 ? plan.blocks != std::min(plan.tiles, sms) : plan.blocks != plan.tiles * plan.splits)
@@ -120,9 +96,7 @@ static std::string fault_of_tiles(const Params& params, int64_t address) {
         if (places[slot + i] != (places[slot] < 0 ? -1 : places[slot] + i)) return "outputs that are no neighbours";
     }
   }
-  for (uint8_t owners : owned)
-    if (owners != 1) return "an output never";
-  return "";
+  return once_each(owned) ? "" : "an output never";
 }
 
 // What is wrong with the order of the reduction, or nothing: every tap once, and it reads what the convolution says.
@@ -233,7 +207,6 @@ static std::string fault_of_operands(const Grouped& of, const Plan& plan, const 
 }
 
 static void note(const Grouped& of, const Plan& plan) {
-  if (simt_mutation != 0) return;  // kinds are those of the engine as it is
   if (of.groups > 1) seen.insert(of.own_in < of.in_channels ? "merged groups" : "groups");
   const std::string tensors = plan.planes ? "planes: " : "pixels: ", parts = plan.splits > 1 ? "parts of " : "";
   seen.insert(tensors + parts + (plan.direct ? "planes as they are" : !plan.windows ? "columns" :
@@ -248,32 +221,16 @@ static void note(const Grouped& of, const Plan& plan) {
 }
 
 extern "C" {
-void set_capability(int capability) { stand_in_capability = capability; }
-const char* tma_refusal(int op, const int64_t* fields) {
-  return refusal(make_problem(fields), static_cast<Operator>(op));
-}
-const char* tma_describe(int op, const int64_t* fields) {
-  static char text[321];
-  std::memset(text, 'x', sizeof text);
-  describe(make_problem(fields), static_cast<Operator>(op), text, 320);  // as the binding has it
-  return text[320] == 'x' && std::memchr(text, 0, 320) ? text : "written too far";
-}
-const char* tma_seen() {
-  static std::string all;
-  all.clear();
-  for (const std::string& kind : seen) all += kind + "\n";
-  return all.c_str();
-}
-double tma_cycles(int op, const int64_t* fields, uint64_t in, uint64_t w, uint64_t out) {
-  const Planned& planned = plan_of(make_problem(fields), static_cast<Operator>(op), Alignment{in, w, out});
+double plan_cycles(int op, const int64_t* fields, uint64_t in, uint64_t w, uint64_t out) {
+  const Planned& planned = plan_of(make_problem(fields), as_operator(op), Alignment{in, w, out});
   return planned.found ? planned.plan.cycles : 0;
 }
 // The plan for tensors at these addresses, on a GPU of few SMs or of many, and some that are asked for: null if there
 // is none, else what is wrong, or "".
-const char* tma_fault(int op, const int64_t* fields, uint64_t in, uint64_t w, uint64_t out, int seed) {
-  static std::string fault;
+const char* plan_fault(int op, const int64_t* fields, uint64_t in, uint64_t w, uint64_t out, int seed) {
+  std::string fault;
   const Problem problem = make_problem(fields);
-  const Operator which = static_cast<Operator>(op);
+  const Operator which = as_operator(op);
   if (refusal_of_problem(problem, which) != nullptr) return nullptr;
   std::mt19937 random(seed);
   const auto any_of = [&](std::initializer_list<int> values) { return values.begin()[random() % values.size()]; };
@@ -308,10 +265,7 @@ const char* tma_fault(int op, const int64_t* fields, uint64_t in, uint64_t w, ui
     if (fault.empty()) fault = fault_of_taps(params);
     if (fault.empty()) fault = fault_of_tiles(params, out / 2);
     if (fault.empty() && plan.cycles < best.cycles) fault = "not the best plan";
-    if (!fault.empty()) {
-      fault += ", plan " + std::to_string(i) + " for " + std::to_string(sms) + " SMs";
-      return fault.c_str();
-    }
+    if (!fault.empty()) return told(fault, "plan " + std::to_string(i) + " for " + std::to_string(sms) + " SMs");
   }
   return found ? "" : nullptr;
 }

@@ -1,29 +1,9 @@
-#include <cstring>
-#include <random>
-#include <set>
-#include <string>
-#include <type_traits>
-#include <vector>
-
-extern "C" {
-int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
-}
-
 #include "tma_wgrad.cu"
-namespace modelnew {
-static const char* refuse_all(const Problem&, Operator) { return "everything"; }
-const Engine kWgradEngine{"wgrad", refuse_all, nullptr, nullptr, nullptr};
-const Engine kDirectEngine{"direct", refuse_all, nullptr, nullptr, nullptr};
-}  // namespace modelnew
-
-#include "problem_fields.h"
 
 using namespace modelnew;
 using namespace modelnew::tma_wgrad;
-
+#include "planner.h"
 #include "tma_columns.h"
-
-static std::set<std::string> seen;  // kinds of plans
 
 // What is wrong with the numbers of a plan, or nothing.
 static std::string fault_of_numbers(const Problem& problem, const Plan& plan, int sms) {
@@ -35,9 +15,6 @@ static std::string fault_of_numbers(const Problem& problem, const Plan& plan, in
   if (plan.channels == 64 && plan.stages % 2) return "an odd number of stages by turns";
   if (plan.smem_bytes < plan.stages * plan.stage_bytes + 2 * kMostStages * 8) return "room for stages and barriers";
   if (plan.smem_bytes > 232448) return "shared memory";
-  const auto covers = [](int64_t tiles, int64_t size, int64_t all) {
-    return tiles * size >= all && (tiles - 1) * size < all;
-  };
   if (!covers(plan.tiles_k, plan.channels, problem.K)) return "tiles of channels";
   if (plan.blocks_c != blocks_c || !covers(plan.tiles_e, plan.blocks, of_taps)) return "tiles of weights";
   if (!covers(plan.steps, 64, pixels)) return "steps";
@@ -85,7 +62,6 @@ static std::string fault_of_jobs(const Problem& problem, const Plan& plan) {
 }
 
 static void note(const Plan& plan) {
-  if (simt_mutation != 0) return;  // kinds are those of the engine as it is
   seen.insert("tile of " + std::to_string(plan.channels) + " x " + std::to_string(plan.blocks));
   if (plan.copies_x && plan.copies_dy) seen.insert("copies of both");
   if (plan.copies_x != plan.copies_dy) seen.insert("a copy of one");
@@ -96,30 +72,14 @@ static void note(const Plan& plan) {
 }
 
 extern "C" {
-void set_capability(int capability) { stand_in_capability = capability; }
-const char* tma_wgrad_refusal(int op, const int64_t* fields) {
-  return refusal(make_problem(fields), static_cast<Operator>(op));
-}
-const char* tma_wgrad_describe(int op, const int64_t* fields) {
-  static char text[321];
-  std::memset(text, 'x', sizeof text);
-  describe(make_problem(fields), static_cast<Operator>(op), text, 320);  // as the binding has it
-  return text[320] == 'x' && std::memchr(text, 0, 320) ? text : "written too far";
-}
-const char* tma_wgrad_seen() {
-  static std::string all;
-  all.clear();
-  for (const std::string& kind : seen) all += kind + "\n";
-  return all.c_str();
-}
-double tma_wgrad_cycles(int, const int64_t* fields, uint64_t x, uint64_t dy, uint64_t) {
+double plan_cycles(int, const int64_t* fields, uint64_t x, uint64_t dy, uint64_t) {
   const Planned& planned = plan_of(make_problem(fields), Alignment{x, dy});
   return planned.found ? planned.plan.cycles : 0;
 }
 // The plan for tensors at these addresses, on a GPU of few SMs or of many, and some that are asked for: null if there
 // is none, else what is wrong, or "".
-const char* tma_wgrad_fault(int, const int64_t* fields, uint64_t x, uint64_t dy, uint64_t, int seed) {
-  static std::string fault;
+const char* plan_fault(int, const int64_t* fields, uint64_t x, uint64_t dy, uint64_t, int seed) {
+  std::string fault;
   const Problem p = make_problem(fields);
   std::mt19937 random(seed);
   const int sms = seed % 3 == 0 ? 3 : seed % 3 == 1 ? 64 : 132;
@@ -139,8 +99,7 @@ const char* tma_wgrad_fault(int, const int64_t* fields, uint64_t x, uint64_t dy,
   const bool found = make_plan(p, sms, Alignment{x, dy}, best);
   if (found && (best.copies_x == in_place_x || best.copies_dy == in_place_dy)) return "a copy too many or too few";
   if (found != (may && fault_of_x.empty())) {
-    fault = !found ? "nothing that stands in its way" : !may ? "tensors that boxes do not take" : fault_of_x;
-    return fault.c_str();
+    return told(!found ? "nothing that stands in its way" : !may ? "tensors that boxes do not take" : fault_of_x, "x");
   }
   if (found && !fault_of_columns(columns_of_x(p), of_x).empty()) return "columns of x";
   for (int i = 0; i < 6 && found; ++i) {
@@ -155,10 +114,7 @@ const char* tma_wgrad_fault(int, const int64_t* fields, uint64_t x, uint64_t dy,
     fault = fault_of_numbers(p, plan, sms);
     if (fault.empty()) fault = fault_of_jobs(p, plan);
     if (fault.empty() && plan.cycles < best.cycles) fault = "not the best plan";
-    if (!fault.empty()) {
-      fault += ", plan " + std::to_string(i) + " for " + std::to_string(sms) + " SMs";
-      return fault.c_str();
-    }
+    if (!fault.empty()) return told(fault, "plan " + std::to_string(i) + " for " + std::to_string(sms) + " SMs");
   }
   return found ? "" : nullptr;
 }

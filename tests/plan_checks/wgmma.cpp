@@ -1,35 +1,8 @@
-#include <array>
-#include <cstring>
-#include <map>
-#include <set>
-#include <string>
-#include <type_traits>
-#include <vector>
-
 #include "wgmma.cu"
-#include "problem_fields.h"
 
 using namespace modelnew;
 using namespace modelnew::wgmma;
-
-// The direct engine's share, whatever it is.
-int64_t modelnew::listed_workspace_bytes(const Problem&, Operator) { return 12345; }
-
-// Engines further down the table, which take everything or nothing.
-static bool others_refuse = false;
-static const char* refuse(const Problem&, Operator) { return others_refuse ? "it is told to" : nullptr; }
-static double others_cycles = 1e30;
-static double estimate(const Problem&, Operator) { return others_cycles; }
-static bool gather_is_to_land = false;
-bool modelnew::gather_lands(const Problem&, Operator) { return gather_is_to_land; }
-static bool gather_refuses = false;
-static const char* gather_refusal(const Problem& problem, Operator op) {
-  return gather_refuses ? "it is told to" : refuse(problem, op);
-}
-static double mma_cycles = 1e30;
-static double cycles_of_mma(const Problem&, Operator) { return mma_cycles; }
-const Engine modelnew::kGatherEngine{"gather", gather_refusal, nullptr, nullptr, nullptr, nullptr, estimate};
-const Engine modelnew::kMmaEngine{"mma", refuse, nullptr, nullptr, nullptr, nullptr, cycles_of_mma};
+#include "planner.h"
 
 static const Guard kNoGuard{};
 
@@ -139,7 +112,7 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
 // memory does not; windows kept exactly where the next one lies below.
 static std::string fault_of_walks(const Correlation& of, const Plan& plan) {
   const int64_t images = of.N * of.groups * plan.tiles_k, tiles = int64_t{plan.tiles_p} * plan.tiles_q;
-  std::vector<char> seen(images * tiles);
+  std::vector<char> owned(images * tiles);
   for (int block = 0; block < plan.blocks; ++block) {
     Tile last{};
     last.run_ends = true;
@@ -155,7 +128,7 @@ static std::string fault_of_walks(const Correlation& of, const Plan& plan) {
         return;
       }
       const int64_t image = (int64_t{tile.group} * of.N + tile.n) * plan.tiles_k + tile.tile_k;
-      if (seen[image * tiles + row * plan.tiles_q + column]++) fault = "a tile twice";
+      if (owned[image * tiles + row * plan.tiles_q + column]++) fault = "a tile twice";
       const bool same = !first && tile.group == last.group && tile.n == last.n && tile.tile_k == last.tile_k;
       if (tile.run_starts != last.run_ends) fault = "a run that starts before another ends";
       if (!tile.run_starts) {
@@ -179,9 +152,7 @@ static std::string fault_of_walks(const Correlation& of, const Plan& plan) {
     if (!last.run_ends) return "a run that never ends";
     if (last.goes_on) return "the last tile goes on";
   }
-  for (char count : seen)
-    if (count != 1) return "a tile never";
-  return "";
+  return once_each(owned) ? "" : "a tile never";
 }
 
 // What is wrong with a plan that does again what another one marks, or nothing: its tiles have other numbers, or it
@@ -221,45 +192,33 @@ static std::string fault_of(const Correlation& of, const Plan& plan, int bytes) 
 }
 
 extern "C" {
-void set_capability(int capability) { stand_in_capability = capability; }
-void let_others_refuse(bool refuse) { others_refuse = refuse; }
-void let_others_take(double cycles) { others_cycles = cycles; }
-void let_gather_refuse(bool refuses) { gather_refuses = refuses; }
-void let_mma_take(double cycles) { mma_cycles = cycles; }
-void let_gather_land(bool lands) { gather_is_to_land = lands; }
-const char* wgmma_yields(int op, const int64_t* fields) {
-  return yields(make_problem(fields), static_cast<Operator>(op));
-}
-const char* wgmma_refusal(int op, const int64_t* fields) {
-  return refusal(make_problem(fields), static_cast<Operator>(op));
-}
-const char* wgmma_describe(int op, const int64_t* fields) {
-  static char text[320];  // as the binding has it
-  describe(make_problem(fields), static_cast<Operator>(op), text, sizeof text);
-  return text;
-}
-double wgmma_cycles(int op, const int64_t* fields) {
-  const Planned& planned = plan_of(make_problem(fields), static_cast<Operator>(op), Alignment{});
+double plan_cycles(int op, const int64_t* fields, uint64_t in, uint64_t, uint64_t out) {
+  const Planned& planned = plan_of(make_problem(fields), as_operator(op), Alignment{in, out});
   return planned.found ? planned.plan.cycles : 0;
 }
-// Plans one configuration for tensors at these addresses: null if it does not fit, else what is wrong, or "". fp32
+// Plans every configuration for tensors at these addresses: null if there is none, else what is wrong, or "". fp32
 // tensors in full if TF32 is not allowed, else as TF32, however small the problem.
-const char* wgmma_fault(int op, const int64_t* fields, int configuration, uint64_t in, uint64_t out) {
-  static std::string fault;
+const char* plan_fault(int op, const int64_t* fields, uint64_t in, uint64_t, uint64_t out, int) {
   const Problem problem = make_problem(fields);
-  const Correlation of = correlation_of(problem, static_cast<Operator>(op));
-  Plan plan{};
+  const Correlation of = correlation_of(problem, as_operator(op));
   const int bytes = element_bytes(problem.dtype);
   const Precision precision{bytes, bytes == 4 && !problem.tf32_allowed};
-  if (!make_plan(of, precision, Device{132}, Alignment{in, out}, configuration, plan)) return nullptr;
-  fault = fault_of(of, plan, bytes);
-  Plan again{};
-  if (fault.empty() && precision.exact != (plan.contained == 2)) fault = "not as precise as asked for";
-  if (fault.empty() && plan.contained == 1) {
-    if (!plan_again(of, Device{132}, Alignment{in, out}, plan, again)) fault = "nothing to do tiles again by";
-    if (fault.empty()) fault = fault_of(of, again, bytes);
-    if (fault.empty()) fault = fault_of_again(of, plan, again);
+  const std::string contract = precision.exact ? "in full, " : bytes == 4 ? "as TF32, " : "16 bits, ";
+  bool any = false;
+  for (int configuration = -1; configuration < 96; ++configuration) {
+    Plan plan{}, again{};
+    if (!make_plan(of, precision, Device{kSms}, Alignment{in, out}, configuration, plan)) continue;
+    any = true;
+    seen.insert(contract + std::to_string(configuration));
+    std::string fault = fault_of(of, plan, bytes);
+    if (fault.empty() && precision.exact != (plan.contained == 2)) fault = "not as precise as asked for";
+    if (fault.empty() && plan.contained == 1) {
+      if (!plan_again(of, Device{kSms}, Alignment{in, out}, plan, again)) fault = "nothing to do tiles again by";
+      if (fault.empty()) fault = fault_of(of, again, bytes);
+      if (fault.empty()) fault = fault_of_again(of, plan, again);
+    }
+    if (!fault.empty()) return told(fault, "configuration " + std::to_string(configuration));
   }
-  return fault.c_str();
+  return any ? "" : nullptr;
 }
 }

@@ -1,15 +1,8 @@
-#include <cstring>
-#include <type_traits>
-
-extern "C" {
-int simt_mutation = 0;  // the number of the one that takes place, see with_mutations
-}
-
 #include "wgrad.cu"
-#include "problem_fields.h"
 
 using namespace modelnew;
 using namespace modelnew::wgrad;
+#include "planner.h"
 
 // What is wrong with a window, or null: every pixel of every stage of an image, with every tap and all channels.
 static const char* fault_of_window(const Problem& p, const Plan& plan) {
@@ -41,33 +34,10 @@ static const char* fault_of_window(const Problem& p, const Plan& plan) {
   return nullptr;
 }
 
-extern "C" {
-const char* wgrad_refusal(int op, const int64_t* fields) {
-  return refusal(make_problem(fields), static_cast<Operator>(op));
-}
-const char* wgrad_yields(int op, const int64_t* fields) {
-  return yields(make_problem(fields), static_cast<Operator>(op));
-}
-const char* wgrad_describe(int op, const int64_t* fields) {
-  static char text[512];
-  describe(make_problem(fields), static_cast<Operator>(op), text, sizeof text);
-  return text;
-}
-double wgrad_cycles(const int64_t* fields) {
-  const Problem problem = make_problem(fields);
-  return make_plan(problem, nullptr, nullptr, 132).cycles;
-}
-// Bits of what the plan is like, and what is wrong with it, of operands so many bytes behind an aligned address.
-const char* wgrad_fault(const int64_t* fields, int64_t x_at, int64_t dy_at, int* kind) {
-  const Problem original = make_problem(fields);
-  const void *x = reinterpret_cast<const void*>(4096 + x_at), *dy = reinterpret_cast<const void*>(4096 + dy_at);
-  const Plan plan = make_plan(original, x, dy, 132);
-  const Prepared prepared = prepare(original, x, dy);
+// What is wrong with a plan, or null.
+static const char* fault_of_plan(const Problem& original, const Plan& plan, const Prepared& prepared) {
   const Problem& p = prepared.problem;
   const Layout& layout = plan.layout;
-  *kind = plan.has_window | plan.has_boxes << 1 | plan.prepared.copies_x << 2 | plan.prepared.copies_dy << 3 |
-          prepared.merges << 4 | (plan.splits > 1) << 5 | (plan.parts == 2) << 6 |
-          (plan.has_window && plan.window.strips > 1) << 7 | stores_dw(original, plan) << 8;
   if (plan.prepared.copies_x != prepared.copies_x || plan.prepared.copies_dy != prepared.copies_dy) return "copies";
   if (copied_bytes(plan) % 16 != 0) return "what lies behind copies";
   if (layout.bytes > kSmemBytes || layout.stages < kLeastStages || layout.stages > kMostStages) return "shared memory";
@@ -81,5 +51,32 @@ const char* wgrad_fault(const int64_t* fields, int64_t x_at, int64_t dy_at, int*
   if (!plan.has_window && !plan.has_boxes) return nullptr;
   if (plan.stages != p.N * plan.window.stages_of_image) return "stages";
   return plan.has_window ? fault_of_window(p, plan) : nullptr;
+}
+
+static void note(const Problem& original, const Plan& plan, const Prepared& prepared) {
+  if (plan.has_window) seen.insert("window");
+  if (plan.has_boxes) seen.insert("boxes");
+  if (plan.prepared.copies_x) seen.insert("a copy of x");
+  if (plan.prepared.copies_dy) seen.insert("a copy of dy");
+  if (prepared.merges) seen.insert("merged images");
+  if (plan.splits > 1) seen.insert("splits");
+  if (plan.parts == 2) seen.insert("two parts");
+  if (plan.has_window && plan.window.strips > 1) seen.insert("strips");
+  if (stores_dw(original, plan)) seen.insert("dw stored directly");
+}
+
+extern "C" {
+double plan_cycles(int, const int64_t* fields, uint64_t, uint64_t, uint64_t) {
+  return make_plan(make_problem(fields), nullptr, nullptr, kSms).cycles;
+}
+// Plans for x and dy so many bytes behind aligned addresses: what is wrong, or "".
+const char* plan_fault(int, const int64_t* fields, uint64_t x_at, uint64_t dy_at, uint64_t, int) {
+  const Problem problem = make_problem(fields);
+  const void *x = reinterpret_cast<const void*>(4096 + x_at), *dy = reinterpret_cast<const void*>(4096 + dy_at);
+  const Plan plan = make_plan(problem, x, dy, kSms);
+  const Prepared prepared = prepare(problem, x, dy);
+  note(problem, plan, prepared);
+  const char* const fault = fault_of_plan(problem, plan, prepared);
+  return fault == nullptr ? "" : fault;
 }
 }

@@ -1,0 +1,924 @@
+"""All engines without a GPU, in the same tests: plans, and kernels run thread by thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import pytest
+import torch
+
+from tests.cases import (
+    DENSE_CASES,
+    DEPTHWISE_CASES,
+    DTYPES,
+    EXACT_CASES,
+    FILLS,
+    LAYOUTS,
+    LEAST_TF32_WORK_IN_SHIM,
+    ONE_TO_ONE_CASES,
+    OPERANDS,
+    OPERATOR_NUMBER,
+    ROUNDING_CASES,
+    VIEWS,
+    Case,
+    any_exponent,
+    before_guard_page,
+    check_bounds,
+    check_exact,
+    depthwise_case,
+    equal,
+    huge,
+    in_layout,
+    integers,
+    make_tensors,
+    margins_intact,
+    named,
+    normal,
+    random_depthwise_cases,
+    round_to_tf32,
+    tf32_ties,
+    tiny,
+    under_a_tf32_step,
+    wide,
+    with_margins,
+)
+from tests.engines import (
+    GATHER_SHAPES,
+    GATHER_SHAPES_16,
+    ORDERS,
+    PLACES,
+    PLANNED,
+    SHAPES,
+    WGMMA_SPLIT_CONFIGURATIONS,
+    Emulated,
+    Engine,
+    Planner,
+    spreads,
+)
+from tests.problems import (
+    DILATED_CASES,
+    GATHER_CASE,
+    PATCHES_CASES,
+    STEM_16_BIT_FILLS,
+    STEM_CONTRACTS,
+    STRIDED_CASES,
+    WGMMA_CASE,
+    WGMMA_OPERATORS,
+    cases_of_gather_plans,
+    random_dilated_cases,
+    random_gather_cases,
+    random_mma_cases,
+    random_pointwise_cases,
+    random_stem_cases,
+    random_strided_cases,
+    random_tma_cases,
+    random_wgmma_cases,
+    random_wgrad_cases,
+    small_wgmma_cases,
+)
+
+# ---- Plans. What kinds of plans random problems reach says that the checks have seen them.
+GATHER_KINDS = {
+    *(f"points, x by {how}" for how in ("single", "pixels", "images", "channels")),
+    *(f"windows, x by {how}" for how in ("single", "channels")),
+    *(
+        f"{kind}, {what} of y by {how}"
+        for kind in ("points", "windows")
+        for what in ("channels", "pixels")
+        for how in ("fours", "one")
+    ),
+    *(f"{kind}, channels of y by boxes" for kind in ("points", "windows")),
+    *(f"{kind}, {which} tiles in parts" for kind in ("points", "windows") for which in ("some", "all")),
+    *(f"two blocks an SM, tiles of {size} pixels by {x}" for size in (64, 128) for x in ("fours", "boxes")),
+    *(f"two blocks an SM, tiles of {size} pixels by boxes of a copy" for size in (64, 128)),
+    *(f"two blocks an SM, {which} tiles in parts" for which in ("some", "all")),
+    *(
+        f"{kind}, three warpgroups{how}{parts}"
+        for kind, how in (
+            *(("points", how) for how in ("", ", 64 channels by boxes", ", contained")),
+            ("windows", ", contained"),
+        )
+        for parts in ("", ", tiles in parts")
+    ),
+    *("x copied", "points, three warpgroups, 64 channels by fours", "packed lines", "whole lines", "a part of a line"),
+    *("several images", "several images with less than no gap", "weights by boxes"),
+    *(
+        f"{kind}, contained{how}"
+        for kind in ("points", "windows")
+        for how in ("", ", channels filled up", ", tiles in parts")
+    ),
+    *("contained, groups", "contained, groups as one", "phases of points", "phases of points, tiles in parts"),
+    *(f"phases of windows{how}" for how in (", by a box", ", by boxes", ", by rows", ", tiles in parts")),
+    *(f"phases of x{how}" for how in ("", ", channels filled up", ", tiles in parts", ", of one tap")),
+    *("1x1 by rows", "1x1 by rows at a stride", "taps apart", "taps apart, x copied", "taps apart, groups"),
+    *(f"taps apart, {which} tiles in parts" for which in ("some", "all")),
+    *(
+        f"contained on its way, {what}"
+        for what in (
+            *("shared pixels", "shared channels", "shared pixels, channels_last", "shared channels, channels_last"),
+            *("rows that are not there", "columns that are not there", "channels filled up"),
+            *("staged at once", "staged twice", "14 rows at most of 14 columns, channels_last"),
+            *(
+                f"{rows} rows at most of {columns} columns{layout}"
+                for rows, columns in ((7, 32), (8, 32), (7, 28))
+                for layout in ("", ", channels_last")
+            ),
+            *(f"{rows} rows at most of {columns} columns, stride 2" for rows, columns in ((7, 28), (14, 14), (7, 14))),
+        )
+    ),
+}
+MMA_KINDS = {
+    *(f"shape {number}" for number in range(5)),
+    *(f"{number} parts" for number in (1, 2, 4, 8)),
+    *(f"planes of x by {how}" for how in ("words", "fours", "boxes in bulk", "runs", "runs in bulk", "planes")),
+    *(f"pixels of x by {how}" for how in ("words", "fours", "boxes in bulk")),
+    *(f"w by {how}" for how in ("words", "fours", "boxes in bulk", "runs", "runs in bulk")),
+    *(f"taps of w by {how}" for how in ("words", "fours", "boxes in bulk")),
+    *("y by 1", "y by 4", "pixels of y by 1", "pixels of y by 4", "lead", "a ring that turns"),
+    *("planes of x by planes in bulk", "lines of x by boxes in bulk"),
+}
+POINTWISE_KINDS = {
+    *(f"by {loads}" for loads in ("fours", "fours of weights", "fours of channels", "single values")),
+    *("y by 1", "y by 4"),
+    *(f"{number} slices" for number in (1, 2, 4, 8, 16)),
+    *(f"{number} splits" for number in (1, 2, 4, 8)),
+    *(f"{rows} rows, stages of {terms}" for rows in (32, 64) for terms in (16, 32, 64)),
+}
+STEM_KINDS = {
+    f"{bits} bits: {kind}"
+    for bits in (16, 32)
+    for kind in (
+        *(f"x by {how}" for how in ("planes", "lines", "single values")),
+        *(f"{what} of y by {how}" for what in ("runs", "rows") for how in ("planes", "pixels", "single values")),
+        *(f"tile of {channels} channels" for channels in (32, 64)),
+        *("lead", "parts of rows"),
+    )
+}
+TMA_KINDS = {
+    *(
+        f"{tensors}: {kind}"
+        for tensors in ("planes", "pixels")
+        for kind in (
+            *(f"{parts}{way}" for parts in ("", "parts of ") for way in ("columns", "windows", "phases")),
+            *(f"tile of 128 x {slots}" for slots in (64, 128, 192, 256)),
+            *(f"tile of 64 x {slots}" for slots in (64, 128, 192, 208, 224, 232, 256)),
+            *(f"{splits} parts" for splits in (1, 2, 4, 8)),
+        )
+    ),
+    *("planes: planes as they are", "planes: parts of planes as they are", "w packed", "w as it is"),
+    *("w transposed", "pixels: y by threads", "pixels: y by boxes", "groups", "merged groups", "planes to anywhere"),
+    *(f"{run} {vector}" for run in ("y by", "lines of") for vector in (1, 2, 4, 8)),
+}
+TMA_WGRAD_KINDS = {
+    *(f"tile of {channels} x {blocks}" for channels in (64, 128) for blocks in (1, 2, 3, 4)),
+    *("parts", "several jobs", "the longest chains", "copies of both", "a copy of one"),
+}
+# By number: four widths of a tile, of 128 or 64 channels, rightwards; the widest of both downwards, as the others have
+# several rows of pixels a warpgroup. TF32 also has 128 pixels downwards, and the others with contained operands; fp32
+# in full the three narrow ones of half the size. -1 is the planner's choice.
+WGMMA_CONFIGURATIONS = {*range(8), 8, 12}
+WGMMA_TF32_CONFIGURATIONS = {16, *(32 + number for number in WGMMA_CONFIGURATIONS)}
+WGMMA_KINDS = {
+    *(f"16 bits, {number}" for number in (-1, *WGMMA_CONFIGURATIONS)),
+    *(f"as TF32, {number}" for number in (-1, *WGMMA_CONFIGURATIONS, *WGMMA_TF32_CONFIGURATIONS)),
+    *(f"in full, {number}" for number in (-1, *WGMMA_SPLIT_CONFIGURATIONS)),
+}
+WGRAD_KINDS = {
+    *("window", "boxes", "a copy of x", "a copy of dy", "merged images", "splits", "two parts", "strips"),
+    "dw stored directly",
+}
+# What has been wrong once: a last block of channels that takes fewer groups of steps than the others; x at an odd
+# address, where another tile is the best, with more packed weights; rows of so many channels that 32 bits cannot count
+# the bytes of a ring of them. And more tiles of output channels than blocks, so that none keeps its weights.
+HARD_WGMMA_CASES = [
+    Case(13, 40, 13, 513, 300, 1, 3, padding=(2, 5), dilation=(2, 3)),
+    Case(13, 40, 44, 1030, 9, 3, 1, padding=(3, 2), dilation=(1, 2)),
+    Case(13, 100, 4, 32, 130, 7, 6, padding=(5, 5), dilation=(2, 2)),
+    Case(1, 2**20 - 16, 1, 300, 64, 1, 1),
+    Case(1, 2**19 - 16, 1, 3300, 64, 1, 2, dilation=(1, 3000)),
+    Case(2, 16, 5, 66, 17000, 1, 1),
+]
+
+
+def of_operator(operator: str, cases: Iterable[Case]) -> Iterator[tuple[Case, str]]:
+    return ((case, operator) for case in cases)
+
+
+# Engines, problems, the least share of them that a planner takes at these addresses, kinds of plans.
+PLANS = [
+    ("gather", cases_of_gather_plans, 0.9, GATHER_KINDS),
+    ("mma", lambda: random_mma_cases(3000, seed=0), 0.9, MMA_KINDS),
+    ("pointwise", lambda: of_operator("fprop", random_pointwise_cases(4000, seed=0)), 0.9, POINTWISE_KINDS),
+    # A third are for a GPU that it does not take.
+    ("stem", lambda: of_operator("fprop", random_stem_cases(2500, seed=0)), 0.5, STEM_KINDS),
+    # Others have channels or addresses that are no eights.
+    ("tma", lambda: random_tma_cases(6000, seed=0), 0.6, TMA_KINDS),
+    ("tma_wgrad", lambda: ((case, "wgrad") for case, _ in random_tma_cases(4000, seed=0)), 0.4, TMA_WGRAD_KINDS),
+    (
+        "wgmma",
+        lambda: itertools.product(HARD_WGMMA_CASES * 6 + random_wgmma_cases(1200, seed=0), WGMMA_OPERATORS),
+        0.5,
+        WGMMA_KINDS,
+    ),
+    ("wgrad", lambda: of_operator("wgrad", random_wgrad_cases(3000, seed=0)), 0.5, WGRAD_KINDS),
+]
+
+
+@pytest.mark.parametrize("planner, cases, share, kinds", PLANS, indirect=["planner"], ids=[p[0] for p in PLANS])
+def test_plans_are_sound(planner: Planner, cases: Callable, share: float, kinds: set[str]):
+    """Each output once, each term once and where the convolution says, copies where they may be, all in its memory."""
+    planned = []
+    for seed, (case, operator, *dtype) in enumerate(cases()):
+        fault = planner.fault(operator, case, seed, *dtype)
+        assert not fault, f"{operator} of {case}, {dtype}, seed {seed}: {fault}"
+        planned.append(fault is not None)
+    assert sum(planned) > share * len(planned)
+    assert planner.seen() >= kinds
+
+
+# Engines, problems, settings, and by what twice the images or channels at least multiply an estimate: more channels may
+# be loaded by fours where fewer were not, be stored by boxes, or fit into other tiles.
+GROWTH = [
+    ("gather", lambda: ((c, op) for c, op, _ in random_gather_cases(1000, seed=1) if c.groups == 1), {}, "NCK", 0.4),
+    ("mma", lambda: random_mma_cases(1000, seed=1), {"tf32": False}, "NCK", 0.75),
+    ("pointwise", lambda: of_operator("fprop", random_pointwise_cases(1000, seed=1)), {}, "NCK", 0.9),
+    ("stem", lambda: of_operator("fprop", random_stem_cases(400, seed=1)), {"tf32": False}, "NK", 0.7),
+    ("tma", lambda: random_tma_cases(1000, seed=1), {"dtype": torch.float16}, "NCK", 0.5),
+    ("tma", lambda: random_tma_cases(1000, seed=1), {"layout": "channels_last", "dtype": torch.bfloat16}, "NCK", 0.5),
+    (
+        "tma_wgrad",
+        lambda: ((c, "wgrad") for c, _ in random_tma_cases(1000, seed=1) if c.C % 8 == c.K % 8 == 0),
+        {"dtype": torch.float16},
+        "NCK",
+        1,
+    ),
+    ("wgmma", lambda: itertools.product(random_wgmma_cases(500, seed=1), WGMMA_OPERATORS), {}, "N", 1),
+    ("wgrad", lambda: of_operator("wgrad", random_wgrad_cases(100, seed=2)), {}, "N", 0.97),
+]
+
+
+@pytest.mark.parametrize("planner, cases, settings, letters, least", GROWTH, indirect=["planner"])
+def test_estimates_grow_with_the_work(planner: Planner, cases: Callable, settings: dict, letters: str, least: float):
+    grown = 0
+    for case, operator in cases():
+        if planner.refusal(operator, case, **settings) is not None:
+            continue
+        once = planner.cycles(operator, case, **settings)
+        assert "written too far" not in planner.describes(operator, case, **settings)
+        for letter in letters:
+            double = dataclasses.replace(case, **{letter: 2 * getattr(case, letter)})
+            contracts = {operator in one.tf32_operators(torch.float32, True) for one in (case, double)}
+            if len(contracts) > 1 or planner.refusal(operator, double, **settings) is not None:
+                continue  # three products are one where there is enough to multiply; or there is no room for a copy
+            twice = planner.cycles(operator, double, **settings)
+            assert twice >= least * once > 0, f"{operator} of {double}: {twice} after {once}"
+            grown += twice > once
+    assert grown > 50
+
+
+# ---- Refusals: what an engine leaves to others, and what looks alike and is its own.
+MMA_CASE = Case(1, 3, 56, 57, 64, 7, 7, stride=(2, 2), padding=(3, 3))
+PATCHES_CASE = Case(2, 3, 32, 32, 8, 16, 16, stride=(16, 16))
+POINTWISE_CASE = Case(2, 64, 9, 10, 40, 1, 1)
+STEM_CASE = Case(8, 3, 224, 224, 64, 7, 7, stride=(2, 2), padding=(3, 3))
+HALF = {"dtype": torch.float16}
+FULL = {"tf32": False}
+SIDE = 1 << 28  # positions in 32 bits
+WITHIN = dataclasses.replace
+REFUSALS = {
+    "depthwise": [
+        (depthwise_case(1, 4, 9, 9, 3, 3), "fprop dgrad", {}, None),
+        (depthwise_case(1, 4, 9, 9, 3, 3), "wgrad bgrad", {}, "forward"),
+        (depthwise_case(1, 4, 9, 9, 3, 3), "fprop dgrad", {"dtype": torch.float64}, "float64"),
+        (Case(1, 4, 9, 9, 4, 3, 3, groups=2), "fprop dgrad", {}, "input channel"),
+        (depthwise_case(1, 4, 9, 9, 3, 3, times=2), "fprop", {}, None),
+        (depthwise_case(1, 4, 9, 9, 3, 3, times=2), "dgrad", {}, "several"),
+        (depthwise_case(1, 4, 9, 9, 3, 3, stride=(1, 2)), "fprop", {}, None),
+        (depthwise_case(1, 4, 9, 9, 3, 3, stride=(1, 2)), "dgrad", {}, "stride"),
+        (depthwise_case(1, 4, 9, 99, 1, 65), "fprop dgrad", {}, "64 taps"),
+        (depthwise_case(1, 1, SIDE, 1, 1, 1), "fprop dgrad", {}, "image side"),
+        (depthwise_case(1, 1, 900, 900, 400, 60), "fprop dgrad", {}, "shared memory"),
+        (depthwise_case(1, 1, 9000, 9000, 3, 3, dilation=(1, 4000)), "fprop dgrad", {}, "shared memory"),
+    ],
+    "dilated": [
+        (Case(2, 3, 9, 9, 4, 3, 3, dilation=(2, 2)), "wgrad", {}, "outputs and input gradients only"),
+        (Case(2, 3, 9, 9, 4, 3, 3), "fprop", {}, "dilation_h greater than 1"),
+        (Case(2, 3, 9, 9, 4, 3, 3, dilation=(1, 2)), "fprop", {}, "dilation_h greater than 1"),
+        # Idle taps, but near ones.
+        (Case(2, 3, 1, 9, 4, 3, 3, padding=(1, 1), dilation=(1, 2)), "fprop", {}, "dilation_h greater than 1"),
+        (Case(2, 3, 9, 9, 4, 3, 3, padding=(4, 4), dilation=(4, 4), stride=(2, 1)), "fprop", {}, "stride_h of 1"),
+        (Case(2, 3, 9, 9, 4, 3, 3, padding=(1, 1), dilation=(4, 4)), "fprop", {}, "at most the number of rows"),
+        (Case(1, 3, 999, 1, 4, 2, 1, dilation=(300, 1)), "fprop", {}, "at most 256"),
+        (Case(2, 3, 1, 9, 4, 2, 3, padding=(9, 0), dilation=(19, 2)), "fprop", {}, "falls into the padding"),
+    ],
+    # Only what its 32-bit positions cannot number; the forward of a problem may run where a gradient does not.
+    "direct": [
+        (Case(1, 1, SIDE - 1, 1, 1, 1, 1), "fprop dgrad", {}, None),
+        (Case(1, 1, SIDE, 1, 1, 1, 1), "fprop dgrad", {}, "image side"),
+        (Case(1, 1, 1, 5, 1, 1, 1, padding=(0, SIDE)), "fprop dgrad", {}, "image side"),
+        (Case(1, 1, 1 << 14, 1 << 14, 1, 1 << 14, 1 << 14), "fprop dgrad", {}, "filter"),
+        (Case(1, 64, 12001, 6001, 64, 1, 1, stride=(6000, 6000), groups=64), "fprop", {}, None),
+        (Case(1, 64, 12001, 6001, 64, 1, 1, stride=(6000, 6000), groups=64), "dgrad", {}, "stride"),
+        (Case(1, 8, 12001, 6001, 8, 1, 1, stride=(6000, 6000), groups=8), "fprop dgrad", {}, None),
+    ],
+    "gather": [
+        (WITHIN(GATHER_CASE, N=12), "fprop", {}, None),
+        (WITHIN(GATHER_CASE, N=12), "fprop", FULL, "full float32"),
+        (GATHER_CASE, "fprop", HALF | FULL, None),
+        (WITHIN(GATHER_CASE, N=1), "fprop", {}, "full float32"),  # by uses_tf32()
+        (GATHER_CASE, "fprop", {"dtype": torch.float64}, "float64"),
+        (GATHER_CASE, "wgrad bgrad", HALF, "outputs and input gradients only"),
+        (GATHER_CASE, "dgrad", HALF, "stride 1"),
+        (Case(1, 16, 80, 80, 16, 3, 3, stride=(1, 2)), "dgrad", HALF, "stride 1"),
+        (Case(1, 16, 3, 80, 16, 3, 3, stride=(2, 1)), "dgrad", HALF, None),  # one row: no stride in it
+        (Case(1, 7, 80, 80, 16, 1, 1), "fprop dgrad", HALF, "8 input channels"),
+        (Case(1, 16, 80, 80, 14, 1, 1, groups=2), "fprop", HALF, "8 output channels"),
+        (Case(1, 16, 80, 80, 16, 3, 3, groups=16), "fprop", HALF, "8 input channels"),
+        (Case(1, 16, 300, 300, 16, 3, 3, dilation=(100, 100)), "fprop", HALF, "does not fit"),
+        *((GATHER_CASE, "fprop", HALF | {"capability": capability}, "Hopper") for capability in (80, 100, 0)),
+    ],
+    "mma": [
+        *((MMA_CASE, "fprop", {"capability": capability}, None) for capability in (80, 90, 120)),
+        *((MMA_CASE, "fprop", {"capability": capability}, "Ampere") for capability in (75, 0)),
+        (MMA_CASE, "fprop", HALF, "float32 only"),
+        (MMA_CASE, "fprop", {"dtype": torch.float64}, "float32 only"),
+        (MMA_CASE, "dgrad", {}, "stride 1"),
+        (MMA_CASE, "wgrad bgrad", {}, "outputs and input gradients only"),
+        (Case(1, 16, 3, 80, 16, 3, 3, stride=(2, 1)), "dgrad", {}, None),  # one row: no stride in it
+        (Case(1, 14, 9, 9, 16, 3, 3, groups=2), "fprop", {}, "groups of at least 8"),
+        (Case(1, 16, 9, 9, 14, 3, 3, groups=2), "fprop", {}, "groups of at least 8"),
+        (Case(1, 16, 900, 900, 16, 3, 3, dilation=(100, 100)), "fprop", {}, "does not fit"),
+        (Case(1, 1, 20000, 20000, 1, 16384, 16384), "fprop", {}, "does not fit"),
+    ],
+    "patches": [
+        (PATCHES_CASE, "fprop", {}, None),
+        (PATCHES_CASE, "dgrad wgrad", {}, "outputs only"),
+        (WITHIN(PATCHES_CASE, stride=(16, 15)), "fprop", {}, "a stride equal to the filter size"),
+        (WITHIN(PATCHES_CASE, padding=(0, 8)), "fprop", {}, "a stride equal to the filter size"),
+        (WITHIN(PATCHES_CASE, H=64, dilation=(2, 1)), "fprop", {}, "a stride equal to the filter size"),
+        (WITHIN(PATCHES_CASE, R=1, S=1, stride=(1, 1)), "fprop", {}, "larger than 1x1"),
+        (WITHIN(PATCHES_CASE, C=6, groups=2), "fprop", {}, "one group"),
+        (Case(1 << 11, 3, 224, 224, 8, 16, 16, stride=(16, 16)), "fprop", {}, "512 MB"),
+    ],
+    "pointwise": [
+        *((POINTWISE_CASE, "fprop", {"capability": capability}, None) for capability in (80, 90, 120)),
+        *((POINTWISE_CASE, "fprop", {"capability": capability}, "Ampere") for capability in (75, 0)),
+        (POINTWISE_CASE, "fprop", HALF, "float32 only"),
+        (POINTWISE_CASE, "fprop", {"dtype": torch.float64}, "float32 only"),
+        (POINTWISE_CASE, "dgrad wgrad bgrad", {}, "outputs only"),
+        (WITHIN(POINTWISE_CASE, stride=(3, 2), dilation=(5, 7)), "fprop", {}, None),
+        (WITHIN(POINTWISE_CASE, S=2), "fprop", {}, "1x1 filters only"),
+        (WITHIN(POINTWISE_CASE, R=3), "fprop", {}, "1x1 filters only"),
+        (WITHIN(POINTWISE_CASE, groups=2), "fprop", {}, "one group only"),
+        (WITHIN(POINTWISE_CASE, padding=(0, 1)), "fprop", {}, "no padding"),
+        (WITHIN(POINTWISE_CASE, padding=(1, 0)), "fprop", {}, "no padding"),
+        (POINTWISE_CASE, "fprop", {"strides": {"x": (2**29, 2**24, 2**10, 1)}}, "fewer than 2^30"),
+        (POINTWISE_CASE, "fprop", {"strides": {"w": (2**26, 1, 1, 1)}}, "fewer than 2^30"),
+        (POINTWISE_CASE, "fprop", {"strides": {"dy": (1, 2**26, 1, 1)}}, "fewer than 2^30"),
+        (Case(2**21, 2, 32, 32, 2, 1, 1), "fprop", {"strides": {"x": (0, 1, 0, 0), "dy": (0, 1, 0, 0)}}, "2^30"),
+        (Case(1, 64, 2**12, 2**11, 64, 1, 1), "fprop", {}, None),
+        (Case(1, 64, 2**13, 2**12, 64, 1, 1), "fprop", {}, "fewer than 2^30"),
+    ],
+    "stem": [
+        (STEM_CASE, "fprop", {}, None),
+        *((STEM_CASE, "fprop", {"capability": capability}, "Hopper") for capability in (0, 80, 89, 100, 120)),
+        *((STEM_CASE, "fprop", {"dtype": dtype}, None) for dtype in DTYPES[1:3]),
+        (STEM_CASE, "fprop", {"dtype": torch.float64}, "no float64"),
+        (STEM_CASE, "dgrad wgrad bgrad", {}, "outputs only"),
+        (WITHIN(STEM_CASE, C=7), "fprop", {}, None),
+        (WITHIN(STEM_CASE, C=8), "fprop", {}, "7 input channels"),
+        (WITHIN(STEM_CASE, C=6, groups=2), "fprop", {}, "one group only"),
+        (WITHIN(STEM_CASE, dilation=(3, 5)), "fprop", {}, None),
+        (WITHIN(STEM_CASE, R=16, S=16, stride=(16, 16)), "fprop", {}, "no tile"),
+        (WITHIN(STEM_CASE, dilation=(30, 30)), "fprop", {}, "no tile"),
+        (Case(1, 1, 20000, 20000, 1, 16384, 16384), "fprop", {}, "no tile"),
+        (
+            Case(1, 7, 1, 4, 64, 1, 2**29 - 1, padding=(0, 2**28)),
+            "fprop",
+            {"strides": {"x": (28, 1, 28, 7)}},
+            "no tile",
+        ),
+        (Case(1, 3, 9, 9, 64, 1, 1, dilation=(2**20, 2**20)), "fprop", {}, None),
+        (Case(1, 1, 2**28, 2**28, 1, 1, 1, stride=(2**28, 2**28)), "fprop", {}, None),
+        (Case(2**28, 1, 8, 8, 40, 3, 3, padding=(1, 1)), "fprop", {}, None),
+        (Case(2**31, 1, 8, 8, 40, 3, 3, padding=(1, 1)), "fprop", {}, "no tile"),
+    ],
+    "strided": [
+        (STRIDED_CASES[0], "fprop", {}, "input gradients only"),
+        (Case(1, 8, 9, 9, 8, 3, 3), "dgrad", {}, "a stride greater than 1 along an axis with more than one output"),
+        (Case(1, 8, 9, 9, 8, 9, 9, stride=(2, 2)), "dgrad", {}, "a stride greater than 1"),  # one output
+        (Case(1, 8, 30, 30, 8, 3, 3, stride=(5, 4)), "dgrad", {}, "at most 16 phases, stride_h times stride_w"),
+    ],
+    "wgmma": [
+        (WGMMA_CASE, "fprop", {}, None),
+        (WGMMA_CASE, "fprop", FULL, None),
+        (Case(1, 40, 30, 42, 40, 3, 3), "fprop", {}, "2^25 multiply-adds"),
+        (Case(1, 40, 66, 66, 23, 3, 3), "fprop", {}, None),
+        (Case(1, 40, 66, 66, 22, 3, 3), "dgrad", FULL, "2^25 multiply-adds"),
+        (Case(1, 40, 66, 66, 23, 3, 3), "dgrad", FULL, None),
+        (Case(8, 63, 130, 202, 65, 1, 1), "fprop", FULL, "64 terms"),
+        (Case(8, 63, 130, 202, 65, 1, 1), "dgrad", FULL, None),
+        (Case(8, 63, 130, 202, 65, 1, 1), "fprop", {}, None),
+        (Case(1, 40, 30, 40, 40, 3, 3), "fprop", HALF | FULL, None),
+        (WGMMA_CASE, "fprop", {"dtype": torch.float64}, "float64"),
+        (WGMMA_CASE, "wgrad bgrad", HALF, "outputs and input gradients only"),
+        (Case(1, 16, 80, 80, 16, 3, 3, stride=(2, 1)), "fprop", HALF, "stride 1"),
+        (Case(1, 16, 80, 80, 16, 3, 3, stride=(1, 2)), "dgrad", HALF, "stride 1"),
+        (Case(1, 16, 3, 80, 16, 3, 3, stride=(2, 1)), "fprop", HALF, None),  # one row: no stride in it
+        (Case(1, 16, 80, 33, 16, 3, 3), "fprop", HALF, "32 columns"),
+        (Case(1, 16, 80, 33, 16, 3, 3), "dgrad", HALF, None),
+        (Case(1, 16, 80, 31, 16, 3, 3, padding=(0, 2)), "fprop", HALF, None),
+        (Case(1, 16, 80, 31, 16, 3, 3, padding=(0, 2)), "dgrad", HALF, "32 columns"),
+        (Case(1, 7, 80, 80, 16, 3, 3), "fprop", HALF, "8 input channels"),
+        (Case(1, 7, 80, 80, 16, 3, 3), "dgrad", HALF, "8 output channels"),
+        (Case(1, 16, 80, 80, 14, 3, 3, groups=2), "fprop", HALF, "8 output channels"),
+        (Case(1, 16, 80, 80, 14, 3, 3, groups=2), "dgrad", HALF, "8 input channels"),
+        (Case(1, 16, 80, 80, 16, 3, 3, groups=16), "fprop", HALF, "8 input channels"),
+        (Case(1, 16, 300, 300, 16, 3, 3, dilation=(100, 100)), "fprop", HALF, "does not fit"),
+        *((WGMMA_CASE, "fprop", HALF | {"capability": capability}, "Hopper") for capability in (0, 80, 89, 100)),
+    ],
+    "wgrad": [
+        (Case(3, 12, 12, 12, 20, 3, 3, padding=(1, 1)), "wgrad", {}, None),
+        *((Case(3, 12, 12, 12, 20, 3, 3), "wgrad", {"capability": other}, "Hopper") for other in (80, 100, 0)),
+        (Case(1, 8, 9, 9, 8, 3, 3), "fprop", {}, "gradients to weights only"),
+        (Case(1, 8, 9, 9, 8, 3, 3), "wgrad", {"dtype": torch.float64}, "no float64"),
+        (Case(1, 8, 40, 40, 8, 16, 16), "wgrad", {}, "the rows and columns of the filter together must be at most 30"),
+        (Case(2, 8, 32768, 32768, 8, 1, 1), "wgrad", {}, "y must have at most 2^30 pixels"),
+        (Case(1, 32768, 1, 1, 65536, 1, 1), "wgrad", {}, "w must have at most 2^30 elements"),
+    ],
+}
+
+
+@pytest.mark.parametrize("planner", sorted(REFUSALS.keys() & PLANNED.keys()), indirect=True)
+def test_refusals_say_what_is_required(planner: Planner):
+    check_refusals(planner)
+
+
+@pytest.mark.parametrize("emulated", sorted(REFUSALS.keys() - PLANNED.keys()), indirect=True)
+def test_refusals_of_simple_engines_say_what_is_required(emulated: Emulated):
+    check_refusals(emulated)
+
+
+def check_refusals(handle: Engine) -> None:
+    for case, operators, settings, text in REFUSALS[handle.engine]:
+        for operator in operators.split():
+            refusal = handle.refusal(operator, case, **settings)
+            assert (refusal is None) == (text is None), f"{operator} of {case}, {settings}: {refusal}"
+            assert text is None or text in refusal
+
+
+# ---- Kernels of engines that synchronise by __syncthreads alone.
+SIMPLE = [
+    ("direct", EXACT_CASES, set(OPERATOR_NUMBER), DTYPES[:1]),
+    ("direct", DENSE_CASES[:10] + DEPTHWISE_CASES[:5], set(OPERATOR_NUMBER), DTYPES[1:]),
+    ("depthwise", ONE_TO_ONE_CASES, {"fprop"}, DTYPES[:3]),
+    ("depthwise", random_depthwise_cases(80, seed=0), set(), DTYPES[:3]),
+    ("dilated", DILATED_CASES, {"fprop"}, DTYPES[:1]),
+    ("dilated", random_dilated_cases(150, seed=0), set(), DTYPES[:1]),
+    ("patches", PATCHES_CASES, {"fprop"}, DTYPES[:3]),
+    ("strided", STRIDED_CASES, {"dgrad"}, DTYPES[:2]),
+    ("strided", random_strided_cases(100, seed=0), set(), DTYPES[:1]),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("emulated, cases, operators, dtypes", SIMPLE, indirect=["emulated"])
+def test_exact(emulated: Emulated, cases: Sequence[Case], operators: set[str], dtypes: list[torch.dtype], layout: str):
+    """Integers, in every operator that the engine takes."""
+    taken = 0
+    for number, case in enumerate(cases):
+        for dtype in dtypes if operators else [dtypes[number % len(dtypes)]]:
+            tensors = in_layout(make_tensors(case, dtype, integers), layout)
+            results = emulated(case, tensors)
+            assert set(results) >= operators, case
+            check_exact(case, results, tensors)
+            taken += bool(results)
+    assert taken > len(cases) // 4
+
+
+# ---- Kernels of the others: settings in turn, the first one from a turn on that there is a plan of.
+def settings_of(*contracts: tuple[torch.dtype, bool], **wishes: Sequence[int]) -> list[dict]:
+    return [
+        {"dtype": dtype, "tf32": tf32} | dict(zip(wishes, values, strict=True))
+        for (dtype, tf32), *values in itertools.product(contracts, *wishes.values())
+    ]
+
+
+FP32, TF32, FP16, BF16 = (torch.float32, False), (torch.float32, True), (torch.float16, True), (torch.bfloat16, True)
+# Few channels and several chunks of them, stems, points, small images with padding and without, lines longer than a
+# tile, ragged channels, groups. Rows of x in fours (36 columns) and not, with an odd padding and with a stride.
+MMA_SHIM_CASES = [
+    (Case(2, 3, 19, 36, 20, 7, 7, stride=(2, 2), padding=(3, 3)), "fprop"),
+    (Case(1, 40, 5, 36, 17, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(2, 36, 9, 9, 24, 1, 1), "fprop"),
+    (Case(1, 64, 6, 6, 40, 3, 3), "fprop"),
+    (Case(2, 20, 6, 6, 24, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(1, 5, 2, 300, 35, 2, 3, padding=(0, 2), dilation=(1, 2)), "fprop"),
+    (Case(2, 16, 13, 12, 18, 1, 1, stride=(2, 3), padding=(0, 1)), "fprop"),
+    (Case(1, 24, 9, 20, 36, 1, 3, stride=(2, 1), groups=2), "fprop"),
+    (Case(1, 17, 5, 32, 24, 3, 3, padding=(1, 1)), "dgrad"),
+    (Case(1, 16, 7, 7, 36, 3, 2, padding=(0, 1), groups=2), "dgrad"),
+]
+# One pixel, one channel, one term, a tile and one more or less of each, images whose pixels come by fours and not,
+# strides, and several steps: as many as slices and blocks, fewer, and more.
+POINTWISE_SHIM_CASES = [
+    Case(2, 16, 4, 8, 32, 1, 1),
+    Case(1, 48, 6, 6, 33, 1, 1),
+    Case(3, 32, 3, 5, 31, 1, 1),
+    Case(2, 48, 9, 8, 12, 1, 1, stride=(2, 1)),
+    Case(1, 64, 7, 15, 40, 1, 1, stride=(2, 2)),
+    Case(1, 31, 4, 16, 20, 1, 1),
+    Case(5, 112, 1, 1, 10, 1, 1),
+    Case(1, 1, 5, 7, 2, 1, 1),
+    Case(2, 4, 3, 11, 1, 1, 1, stride=(1, 3)),
+    Case(1, 132, 2, 2, 8, 1, 1),
+]
+# Bits of rows, bits of splits and slices; in TF32 a block has up to 16 warps, in full 8. And the planner's own.
+POINTWISE_SHIM_PLANS = [
+    (0, 0, 1), (0, 0, 4), (1, 0, 2), (2, 0, 1), (0, 1, 1), (0, 2, 2), (1, 3, 1), (2, 1, 2), (0, 0, 8), (0, 3, 1),
+]  # fmt: skip
+POINTWISE_SETTINGS = [
+    {"tf32": tf32, "staged": 0, "row_bits": rows, "split_bits": splits, "slices": slices}
+    for tf32, (rows, splits, slices) in itertools.product((True, False), POINTWISE_SHIM_PLANS)
+] + [{"tf32": True, "staged": 0, "row_bits": 0, "split_bits": 0, "slices": 16}, {"tf32": True}, {"tf32": False}]
+# Stems of networks in small, one channel and seven, quads that are full and not, dilation, rows that are longer than a
+# box, images of one pixel; rows of y that boxes can store, alone or in runs, and others.
+STEM_SHIM_CASES = [
+    Case(2, 3, 19, 36, 40, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(2, 3, 21, 32, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(1, 4, 9, 32, 33, 3, 3, padding=(1, 1)),
+    Case(3, 2, 12, 12, 24, 3, 3),
+    Case(2, 3, 16, 24, 70, 4, 4, stride=(4, 4)),
+    Case(1, 5, 3, 300, 35, 2, 3, padding=(0, 2), dilation=(1, 2)),
+    Case(2, 7, 8, 9, 20, 1, 1),
+    Case(3, 1, 28, 28, 8, 5, 5, padding=(2, 2)),
+    Case(1, 3, 23, 30, 100, 11, 11, stride=(4, 4), padding=(2, 2)),
+    Case(5, 3, 1, 1, 130, 3, 2, padding=(1, 1)),
+]
+# Tiles for boxes of rows of y, and for runs; any (0).
+STEM_TILES = [(0, 0, 0), (64, 3, 16), (64, 2, 32), (0, 8, 10), (64, 0, 0), (0, 4, 16), (32, 0, 0)]
+STEM_SETTINGS = [
+    {"dtype": dtype, "tf32": tf32, "tile_k": tile_k, "tile_p": tile_p, "tile_q": tile_q}
+    for (tile_k, tile_p, tile_q), (dtype, tf32) in itertools.product(STEM_TILES, STEM_CONTRACTS)
+    if tile_k != 32 or (dtype, tf32) != (torch.float32, True)  # one product has the larger tiles only
+]
+# Points and windows, several images in a tile and several tiles, more channels than a stage and than a tile, groups.
+GATHER_SHIM_CASES = [
+    (Case(3, 40, 12, 12, 72, 1, 1), "fprop"),
+    (Case(2, 72, 9, 13, 24, 1, 1, stride=(2, 3), padding=(1, 0)), "fprop"),
+    (Case(9, 16, 5, 6, 130, 3, 3, stride=(2, 2), padding=(1, 1)), "fprop"),
+    (Case(2, 24, 17, 21, 16, 2, 3, stride=(3, 1), dilation=(1, 2), groups=2), "fprop"),
+    (Case(3, 64, 7, 7, 40, 3, 3, padding=(1, 1)), "dgrad"),
+    (Case(5, 32, 8, 8, 96, 1, 1, groups=2), "dgrad"),
+    (Case(9, 136, 7, 7, 300, 1, 1), "fprop"),
+]
+# Several blocks of channels, ragged ones, one and two tiles of output channels; points and pixels left out; halos, a
+# dilation, phases of a stride of 2, filters with sides of 2; images of one pixel, lines longer than a tile.
+TMA_SHIM_CASES = [
+    (Case(2, 72, 6, 9, 136, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(3, 136, 5, 8, 40, 1, 1), "fprop"),
+    (Case(2, 64, 9, 12, 64, 3, 3, stride=(2, 2), padding=(1, 1)), "fprop"),
+    (Case(1, 8, 11, 13, 24, 5, 3, stride=(2, 2), padding=(2, 0)), "fprop"),
+    (Case(2, 24, 9, 10, 72, 3, 3, padding=(2, 3), dilation=(2, 3)), "fprop"),
+    (Case(1, 16, 3, 270, 8, 2, 2), "fprop"),
+    (Case(2, 40, 9, 9, 16, 1, 1, stride=(3, 2)), "fprop"),
+    (Case(5, 16, 1, 1, 8, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(2, 24, 7, 8, 72, 3, 3, padding=(1, 1)), "dgrad"),
+    (Case(2, 72, 8, 8, 136, 1, 1), "dgrad"),
+    (Case(3, 16, 4, 4, 72, 3, 3, stride=(2, 2)), "fprop"),
+    (Case(3, 72, 9, 4, 16, 3, 3, stride=(2, 2), padding=(1, 0)), "fprop"),
+    (Case(3, 16, 3, 9, 8, 1, 1, stride=(8, 2)), "fprop"),
+    (Case(3, 16, 4, 4, 72, 3, 3, stride=(2, 2)), "dgrad"),
+    (Case(2, 16, 8, 8, 11, 1, 1), "fprop"),
+    (Case(2, 8, 300, 1, 8, 4, 1), "fprop"),
+    (Case(2, 72, 7, 9, 19, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(5, 24, 6, 7, 131, 1, 1), "fprop"),
+    # Groups: merged, of one block and of several, the last of them in part; more outputs than inputs; as they are.
+    (Case(2, 192, 6, 9, 192, 3, 3, padding=(1, 1), groups=12), "fprop"),
+    (Case(2, 80, 7, 8, 160, 3, 3, stride=(2, 2), padding=(1, 1), groups=5), "fprop"),
+    (Case(2, 72, 7, 9, 72, 3, 3, padding=(1, 1), groups=9), "dgrad"),
+    (Case(2, 128, 6, 8, 256, 1, 1, groups=2), "fprop"),
+]
+# Ragged channels on both sides, a stride, a dilation, points, images of one pixel.
+TMA_WGRAD_SHIM_CASES = [
+    Case(2, 24, 7, 9, 72, 3, 3, padding=(1, 1)),
+    Case(3, 136, 5, 6, 136, 1, 1),
+    Case(2, 8, 12, 11, 16, 5, 3, stride=(2, 3), padding=(2, 1)),
+    Case(1, 72, 10, 10, 64, 2, 3, padding=(2, 0), dilation=(3, 2)),
+    Case(70, 16, 1, 1, 8, 1, 1),
+    Case(3, 8, 4, 4, 72, 3, 3, stride=(2, 2)),
+    Case(3, 72, 9, 4, 8, 3, 3, stride=(2, 2), padding=(1, 0)),
+    Case(3, 16, 3, 9, 8, 1, 1, stride=(8, 2)),
+]
+# Windows with boxes of dy and without, strips of rows, images without gaps, filters that leave pixels out, groups,
+# words and channels one by one, windows that do not fit and one of which three stages do, in a tile of 256; pixels that
+# no output sees; ragged edges of all tiles.
+WGRAD_SHIM_CASES = [
+    Case(3, 12, 12, 12, 20, 3, 3, padding=(1, 1)),
+    Case(2, 9, 5, 72, 17, 3, 2, padding=(1, 0)),
+    Case(1, 10, 6, 68, 70, 1, 3, padding=(0, 1)),
+    Case(9, 20, 7, 7, 70, 1, 1),
+    Case(5, 16, 8, 8, 72, 1, 1),
+    Case(3, 20, 19, 20, 24, 1, 1, stride=(2, 2), padding=(1, 0)),
+    Case(6, 8, 7, 7, 30, 3, 3, padding=(1, 1)),
+    Case(2, 10, 29, 28, 12, 5, 4, stride=(2, 3), padding=(2, 1), dilation=(1, 2)),
+    Case(2, 32, 9, 10, 140, 3, 3, padding=(1, 1), groups=2),
+    Case(1, 5, 33, 60, 9, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(1, 16, 40, 40, 9, 3, 3, dilation=(15, 4)),
+    Case(1, 16, 24, 34, 20, 3, 3, dilation=(8, 1)),
+    Case(2, 24, 8, 12, 3, 3, 3, padding=(1, 1), groups=3),
+    Case(2, 8, 10, 12, 20, 2, 2, stride=(3, 3)),
+    Case(3, 8, 8, 10, 2, 1, 1, groups=2),
+]
+WGMMA_SETTINGS = [
+    *settings_of(FP16, TF32, configuration=[-1, *sorted(WGMMA_CONFIGURATIONS)]),
+    *settings_of(TF32, TF32, configuration=sorted(WGMMA_TF32_CONFIGURATIONS)),
+    *settings_of(FP32, configuration=[-1, *sorted(WGMMA_SPLIT_CONFIGURATIONS)]),
+]
+GATHER_SETTINGS = settings_of(TF32, shape=GATHER_SHAPES) + settings_of(FP16, shape=GATHER_SHAPES_16)
+WGRAD_WAYS = {
+    "x_way": {0, 1, 2, 3}, "dy_way": {0, 1, 2}, "copies_x": {0, 1}, "copies_dy": {0, 1}, "merges": {0, 1},
+    "stores_directly": {0, 1}, "strips": {0, 1}, "whole_words": {0, 1}, "taps_first": {0, 1}, "sixteen_bytes": {0, 1},
+    "groups_of_warps": {0, 84, 82, 42}, "stages_ahead": {0, 1, 2, 3},
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Problems, how often each runs, what is asked of runs in turn, and what the library says of all of them."""
+
+    cases: Sequence[tuple[Case, str]]
+    turns: int
+    settings: Sequence[Mapping[str, object]]
+    ways: Mapping[str, set[int]] = dataclasses.field(default_factory=dict)
+    layouts: Sequence[str | tuple[str, str, str]] = (*LAYOUTS,)
+
+
+EXACT_RUNS = {
+    "gather": Runs(GATHER_SHIM_CASES, 8, GATHER_SETTINGS),
+    "mma": Runs(
+        MMA_SHIM_CASES,
+        6,
+        settings_of(FP32, TF32, shape=range(5), hopper=(1, 0)),
+        {"x_copies": {*range(5)}, "w_copies": {*range(4)}},
+    ),
+    "pointwise": Runs(
+        list(of_operator("fprop", POINTWISE_SHIM_CASES)),
+        12,
+        POINTWISE_SETTINGS,
+        {"loads": {*range(4)}, "out_vector": {1, 4}},
+    ),
+    "stem": Runs(
+        list(of_operator("fprop", STEM_SHIM_CASES)),
+        10,
+        STEM_SETTINGS,
+        {"x_loads": {0, 1, 2}, "y_stores": {0, 1, 2}},
+    ),
+    "tma": Runs(
+        TMA_SHIM_CASES,
+        12,
+        [
+            *settings_of(FP16, shape=range(11), windows=(0, 1), direct=(0,)),
+            *settings_of(FP16, shape=(0, 2, 4, 9), direct=(1,), shift=(0,)),
+        ],
+        {"way": {0, 1, 2, 4, 5}},
+    ),
+    "tma_wgrad": Runs(
+        list(of_operator("wgrad", TMA_WGRAD_SHIM_CASES)),
+        8,
+        settings_of(FP16, BF16, channels=(128, 64), blocks=(1, 2, 3, 4), parts=(0, 2)),
+    ),
+    "wgmma": Runs([(case, operator) for case, operator, _ in small_wgmma_cases(70, seed=0)], 1, WGMMA_SETTINGS),
+    "wgrad": Runs(
+        list(of_operator("wgrad", WGRAD_SHIM_CASES)),
+        8,
+        settings_of(TF32, FP16, BF16, tile_k=(0, 64, 128, 256), splits=(0, 1, 3))
+        + settings_of(FP32, tile_k=(0, 64, 128), splits=(0, 1, 3)),
+        WGRAD_WAYS,
+        [*((of, of, out) for of, out in itertools.product(LAYOUTS, LAYOUTS)), (*LAYOUTS, "contiguous"),
+         (*reversed(LAYOUTS), "channels_last")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("emulated", EXACT_RUNS, indirect=True)
+def test_exact_in_every_way(emulated: Emulated):
+    """Integers of all types, at any addresses: each setting that a plan can be asked for runs, and each way it has."""
+    runs = EXACT_RUNS[emulated.engine]
+    seen = {name: set() for name in runs.ways}
+    waiting = random.Random(0).sample(runs.settings, len(runs.settings))
+    never = [*waiting]
+    for turn, (case, operator) in enumerate(case for case in runs.cases for _ in range(runs.turns)):
+        layout = runs.layouts[turn % len(runs.layouts)]
+        for settings in waiting:  # the first one that there is a plan of
+            fault = emulated.fault(operator, case, layout, turn, **settings)
+            if fault is not None:
+                break
+        assert fault == "", f"{operator} of {case}, {layout}, {settings}, seed {turn}: {fault}"
+        waiting.append(waiting.pop(waiting.index(settings)))
+        never = [one for one in never if one is not settings]
+        for name, values in seen.items():
+            values.add(emulated.last(name))
+    assert seen == runs.ways
+    assert not never, never
+
+
+# ---- Strides.
+STRIDES = {
+    "direct": (
+        ["fprop", "dgrad", "wgrad"],
+        [
+            Case(2, 6, 9, 10, 9, 3, 2, stride=(1, 2), padding=(1, 1), groups=3),
+            Case(2, 4, 9, 10, 6, 3, 2, padding=(1, 1)),
+        ],
+        [{"dtype": torch.float32}],
+    ),
+    "depthwise": (
+        ["fprop", "dgrad"],
+        [
+            depthwise_case(2, 6, 9, 10, 3, 3, padding=(1, 1)),
+            depthwise_case(2, 3, 9, 10, 3, 2, times=2, stride=(1, 2), padding=(1, 1)),
+        ],
+        [{"dtype": torch.float32}],
+    ),
+    "patches": (["fprop"], PATCHES_CASES[:3], [{"dtype": torch.float32}]),
+    "mma": (
+        ["fprop", "dgrad"],
+        [Case(2, 9, 6, 12, 18, 3, 3, padding=(1, 1)), Case(3, 20, 5, 7, 16, 1, 1)],
+        settings_of(FP32, TF32),
+    ),
+    "pointwise": (
+        ["fprop"],
+        [Case(2, 20, 5, 8, 36, 1, 1), Case(3, 16, 7, 9, 33, 1, 1, stride=(2, 1))],
+        settings_of(FP32, TF32, staged=(0,), split_bits=(0, 1)),
+    ),
+    "stem": (
+        ["fprop"],
+        [Case(2, 3, 9, 16, 36, 3, 3, padding=(1, 1)), Case(3, 4, 7, 9, 33, 2, 4)],
+        settings_of(FP32, TF32, FP16, BF16),
+    ),
+    "wgrad": (
+        ["wgrad"],
+        [Case(2, 8, 6, 12, 10, 3, 3, padding=(1, 1))],
+        settings_of(FP32, TF32, FP16, BF16, splits=(0, 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("view", [*VIEWS, "one image"])
+@pytest.mark.parametrize("emulated", STRIDES, indirect=True)
+def test_takes_any_strides(emulated: Emulated, view: str):
+    """Of each operand, of what is written, and of all of them."""
+    change = VIEWS.get(view, lambda tensor: tensor[:1].expand_as(tensor))
+    operators, cases, all_settings = STRIDES[emulated.engine]
+    ran = set()
+    for number, (case, operator, settings) in enumerate(itertools.product(cases, operators, all_settings)):
+        place, operands = PLACES[operator], OPERANDS[operator]
+        dtype, *_ = settings.values()
+        tensors = make_tensors(case, dtype, integers)
+        changed = [{operands[0]}, {operands[1]}, {*operands}, {place}, {place, *operands}]
+        for names in changed[: 3 if view in ("expanded", "one image") else 5]:
+            viewed = tensors | {name: change(tensors[name]) for name in names - {place}}
+            out = torch.full(getattr(case, SHAPES[place]), math.nan, dtype=dtype)
+            out = change(out) if place in names else with_margins(out)
+            out.fill_(math.nan)
+            asked = {name: value for name, value in settings.items() if name != "dtype"}
+            message = emulated.run(operator, case, viewed, out, seed=number, **asked)
+            assert message in (None, ""), f"{operator} of {case}, {names}, {settings}: {message}"
+            if message == "":
+                check_exact(case, {operator: out}, viewed)
+                assert place in names or margins_intact(out)
+                ran.add((operator, *names))
+    assert len(ran) >= 3 * len(operators) - 1
+
+
+# ---- Rounding, element by element. (Sums are those of this processor, not of a tensor core.)
+def shim_tf32(case: Case, operator: str, tf32: bool) -> bool:
+    return operator in case.tf32_operators(torch.float32, tf32, LEAST_TF32_WORK_IN_SHIM)
+
+
+STEM_ROUNDING_CASE = Case(2, 3, 12, 20, 34, 7, 7, stride=(2, 2), padding=(3, 3))
+# Cases, fills of fp32, fills of other types, and where TF32's contract holds: if it is allowed.
+ROUNDING = {
+    "direct": (
+        ROUNDING_CASES,
+        FILLS,
+        [*((dtype, normal) for dtype in DTYPES[1:]), *((dtype, wide) for dtype in DTYPES[2:])],
+        shim_tf32,
+    ),
+    "depthwise": (
+        [
+            depthwise_case(2, 6, 20, 33, 3, 3, padding=(1, 1)),
+            depthwise_case(1, 4, 20, 20, 7, 7, padding=(3, 3)),
+            depthwise_case(1, 2, 28, 30, 21, 19, padding=(10, 9)),
+        ],
+        [normal, wide, tiny, huge, any_exponent, equal],
+        [(dtype, normal) for dtype in DTYPES[1:3]],
+        lambda *_: False,
+    ),
+    "stem": ([STEM_ROUNDING_CASE], FILLS, STEM_16_BIT_FILLS, lambda case, operator, tf32: tf32),
+    "wgrad": (
+        [WGRAD_SHIM_CASES[0], WGRAD_SHIM_CASES[4]],
+        [under_a_tf32_step, tf32_ties, wide],
+        [(torch.bfloat16, wide)],
+        lambda case, operator, tf32: tf32,
+    ),
+}
+ROUNDING_RUNS = [
+    *((engine, DTYPES[0], tf32, fill) for engine, of in ROUNDING.items() for fill in of[1] for tf32 in (False, True)),
+    *((engine, dtype, True, fill) for engine, of in ROUNDING.items() for dtype, fill in of[2]),
+]
+
+
+@pytest.mark.parametrize("emulated, dtype, tf32, fill", ROUNDING_RUNS, indirect=["emulated"], ids=named)
+def test_rounding(emulated: Emulated, dtype: torch.dtype, tf32: bool, fill: Callable):
+    """Within the contract; of TF32 both operands are rounded, to nearest with ties away from zero."""
+    cases, *_, has_tf32 = ROUNDING[emulated.engine]
+    operators = {"stem": ["fprop"], "wgrad": ["wgrad"]}.get(emulated.engine, OPERATOR_NUMBER)
+    for case, layout, operator in itertools.product(cases, LAYOUTS, operators):
+        tensors = make_tensors(case, dtype, fill)
+        if emulated.engine in ("direct", "depthwise") and emulated.refusal(operator, case, dtype=dtype):
+            continue
+        out = emulated.result(operator, case, tensors, layout, tf32=tf32)
+        of_tf32 = dtype == torch.float32 and has_tf32(case, operator, tf32)
+        check_bounds(case, {operator: out}, tensors, {operator} if of_tf32 else ())
+        if of_tf32:  # fp32 sums of rounded operands
+            rounded = {name: round_to_tf32(tensor) if name != "bias" else tensor for name, tensor in tensors.items()}
+            check_bounds(case, {operator: out}, rounded, tf32=())
+
+
+@pytest.mark.parametrize("emulated", ["mma", "pointwise"], indirect=True)
+def test_long_sums_keep_the_contract(emulated: Emulated):
+    """Products that are all the same, of the size at which additions err most: in two sums at least."""
+    case = Case(1, 8192, 1, 4, 4, 1, 1)
+    tensors = make_tensors(case, torch.float32, lambda shape, _: torch.full(shape, 0.24446875))
+    tensors["w"].fill_(1)
+    one_sum, several = {
+        "mma": ({"shape": 1, "splits": 1}, [{"shape": 0}, {"shape": 1, "splits": 2}]),
+        "pointwise": ({"staged": 0, "slices": 1, "split_bits": 0}, [{"slices": 4, "split_bits": 0}]),
+    }[emulated.engine]
+    assert emulated.fault("fprop", case, "contiguous", 0, tf32=False, **one_sum) is None
+    for wishes in several:
+        out = emulated.result("fprop", case, tensors, tf32=False, **wishes)
+        check_bounds(case, {"fprop": out}, tensors, tf32=())
+
+
+# ---- Inf and NaN: quads with a term that no output reads, in rows that others read; points in fours and not.
+SPREADING = [
+    *(("mma", Case(1, 16, 7, 20, 20, 3, 3), {"tf32": tf32, "shape": 1}) for tf32 in (False, True)),
+    *(
+        ("pointwise", case, {"tf32": tf32, "staged": 0, "split_bits": split_bits})
+        for case in (Case(1, 32, 7, 20, 40, 1, 1), Case(1, 32, 7, 9, 40, 1, 1), Case(1, 19, 7, 8, 40, 1, 1))
+        for tf32, split_bits in itertools.product((False, True), (0, 1))
+    ),
+    *(
+        ("stem", case, {"dtype": dtype, "tf32": tf32})
+        for case in (Case(1, 4, 7, 20, 40, 3, 3), Case(1, 5, 7, 13, 33, 2, 3, padding=(1, 1), stride=(1, 2)))
+        for dtype, tf32 in STEM_CONTRACTS
+    ),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("emulated, case, settings", SPREADING, indirect=["emulated"], ids=str)
+def test_nan_and_inf_spread_to_those_that_read_them(emulated: Emulated, case: Case, settings: dict, layout: str):
+    assert spreads(emulated, case, layout=layout, **settings)
+
+
+@pytest.mark.parametrize("row_bits", [0, 1])
+def test_nan_and_inf_spread_through_stages(pointwise_shim, row_bits):
+    assert spreads(pointwise_shim, Case(1, 64, 7, 20, 40, 1, 1), True, staged=1, row_bits=row_bits)
+
+
+# ---- Nothing is read behind operands: they end where memory does.
+GUARDED = {
+    "direct": (DENSE_CASES + DEPTHWISE_CASES, {}),
+    "depthwise": (ONE_TO_ONE_CASES[::3], {}),
+    # Nothing is late (seed 0): a copy that is done for a thread has nobody to blame.
+    "wgrad": ([WGRAD_SHIM_CASES[number] for number in (3, 5, 6, 8, 11, 14)], {"tile_k": 64}),
+}
+
+
+@pytest.mark.parametrize("layouts", itertools.product(LAYOUTS, LAYOUTS), ids=str)
+@pytest.mark.parametrize("emulated", GUARDED, indirect=True)
+def test_reads_nothing_behind_its_operands(emulated: Emulated, layouts: tuple[str, str]):
+    cases, wishes = GUARDED[emulated.engine]
+    for number, case in enumerate(cases):
+        dtype = DTYPES[number % 3]
+        tensors = {name: before_guard_page(tensor) for name, tensor in make_tensors(case, dtype, integers).items()}
+        for name, layout in zip(("x", "dy"), layouts, strict=True):
+            order, back = ORDERS[layout]
+            tensors[name] = before_guard_page(tensors[name].permute(order)).permute(back)
+        for operator, place in PLACES.items():
+            shape = (case.K,) if operator == "bgrad" else getattr(case, SHAPES[place])
+            out = torch.full(shape, math.nan, dtype=dtype)
+            if emulated.engine == "wgrad" and operator != "wgrad":
+                continue
+            message = emulated.run(operator, case, tensors, out, **wishes)
+            assert message in (None, ""), f"{operator} of {case}: {message}"
+            if message == "":
+                check_exact(case, {operator: out}, tensors)
