@@ -4,8 +4,8 @@
 #pragma once
 
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
 
 namespace modelnew {
 namespace hopper {

@@ -25,9 +25,9 @@
 #include "memo.cuh"
 #endif
 
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
 
 namespace modelnew {
 namespace depthwise {

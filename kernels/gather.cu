@@ -67,9 +67,11 @@
 
 #include "contained.cuh"
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
 
 namespace modelnew {
 namespace gather {
@@ -3303,7 +3305,7 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
   static_assert(SOURCE != Source::kPhases || PIECES * Format::CHANNELS == kPhasesBlock, "a block is a stage");
   extern __shared__ __align__(1024) uint8_t modelnew_gather_smem[];
   // `again` may be made ready; it waits for the end of this kernel before it reads or writes memory. What is the last
-  // kernel of its call allows nothing: see hopper.cuh.
+  // kernel of its call allows nothing: see ptx.cuh.
   if (Format::CONTAINED) hopper::launch_dependents();
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
   if (threadIdx.x == 0) {

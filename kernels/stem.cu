@@ -66,10 +66,12 @@
 
 #include "correlation.cuh"
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
+#include "tensor_map.cuh"
 #include "tf32.cuh"
+#include "wgmma.cuh"
 
 namespace modelnew {
 namespace stem {
@@ -398,7 +400,7 @@ __device__ __noinline__ float exact_output(const Params& params, int n, int k, i
   return sum;
 }
 
-// Sums of a thread's two outputs, [channel / 8][output][channel % 2], see hopper.cuh.
+// Sums of a thread's two outputs, [channel / 8][output][channel % 2], see wgmma.cuh.
 template <int TILE_K>
 using Sums = float[TILE_K / 2];
 

@@ -64,9 +64,11 @@
 #include "contained.cuh"
 #include "correlation.cuh"
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
 
 namespace modelnew {
 namespace tma {

@@ -42,9 +42,11 @@
 
 #include "channels_last.cuh"
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
 
 namespace modelnew {
 namespace tma_wgrad {

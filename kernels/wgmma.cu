@@ -64,9 +64,11 @@
 #include "memo.cuh"
 #endif
 
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
 
 namespace modelnew {
 namespace wgmma {

@@ -52,9 +52,11 @@
 #endif
 
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
 
 namespace modelnew {
 namespace wgrad {

@@ -86,13 +86,18 @@ DEPTHWISE_ENTRY_POINTS = cpp("emulation/depthwise.h")
 COPIES_STAND_IN = cpp("emulation/copies.h")
 
 
+def with_stand_in(text: str) -> dict[str, str]:
+    """The sources, with one text in place of ptx.cuh and of the headers that build on it."""
+    return {**modelnew._sources, "ptx.cuh": text, "tensor_map.cuh": "", "wgmma.cuh": ""}
+
+
 class ShimEngine:
     """An engine that synchronises by __syncthreads alone, compiled by g++ and run thread by thread."""
 
     def __init__(self, folder: Path, name: str = "direct", mutations: Sequence[tuple] = (), **constants: int) -> None:
         """`constants` replaces the values of constants in the source, to reach what takes large problems."""
         files = [f"{name}.cu", *(["direct.cu"] if name in ("dilated", "patches", "strided") else [])]
-        source = amalgamate({**modelnew._sources, "hopper.cuh": COPIES_STAND_IN}, files)
+        source = amalgamate(with_stand_in(COPIES_STAND_IN), files)
         replacements = {rf"\b{constant} = \w+;": f"{constant} = {value};" for constant, value in constants.items()}
         replacements[r"\b1 << 29 : 1 << 27;"] = "1 << 20 : 1 << 20;"
         replacements |= {rf"\bleast = 1 << {bits};": "least = 1 << 20;" for bits in (24, 29)}
@@ -271,9 +276,9 @@ class WgmmaShim:
     """
 
     def __init__(self, folder: Path) -> None:
-        # Both meet at barriers as hopper.cuh has them.
+        # Both meet at barriers as ptx.cuh has them.
         files = ["wgmma.cu", "listed.cu"]
-        source = amalgamate({**modelnew._sources, "hopper.cuh": HOPPER_STAND_IN}, files)
+        source = amalgamate(with_stand_in(HOPPER_STAND_IN), files)
         source = with_mutations(source, WGMMA_MUTATIONS)
         self.library = compile_simt(source + '#line 1 "entry_points"\n' + WGMMA_SHIM_ENTRY_POINTS, folder)
         self.library.simt_message.restype = ctypes.c_char_p
@@ -374,7 +379,7 @@ class GatherShim:
     """The gather engine in fp32 and fp16, compiled by g++ and run thread by thread, as WgmmaShim runs the other one."""
 
     def __init__(self, folder: Path) -> None:
-        headers = {**modelnew._sources, "hopper.cuh": HOPPER_STAND_IN + MMA_INSTRUCTION}
+        headers = with_stand_in(HOPPER_STAND_IN + MMA_INSTRUCTION)
         # tma multiplies some contained operands.
         source = with_mutations(amalgamate(headers, ["gather.cu", "tma.cu"]), GATHER_MUTATIONS)
         for pattern, replacement in GATHER_ASSEMBLY.items():
@@ -606,7 +611,7 @@ class MmaShim:
 
     def __init__(self, folder: Path) -> None:
         stand_in = HOPPER_STAND_IN + MMA_INSTRUCTION
-        source = amalgamate({**modelnew._sources, "hopper.cuh": stand_in}, [f"{self.engine}.cu"])
+        source = amalgamate(with_stand_in(stand_in), [f"{self.engine}.cu"])
         source = with_mutations(source, self.mutations)
         source, found = re.subn(r'asm\("mma\.sync[^;]*;[^;]*;', "simt_multiply_add(d, a, b);", source)
         assert found == 1
@@ -813,7 +818,7 @@ class WgradShim:
         for old, new in WGRAD_BOXES.items():
             assert stand_in.count(old) == 1
             stand_in = stand_in.replace(old, new)
-        headers = {**modelnew._sources, "hopper.cuh": stand_in + WGRAD_STAND_INS}
+        headers = with_stand_in(stand_in + WGRAD_STAND_INS)
         source = with_mutations(amalgamate(headers, ["wgrad.cu"]), WGRAD_SHIM_MUTATIONS)
         # Small problems as TF32, too; and what is too large to be copied may be small.
         for old, new in (
@@ -940,7 +945,7 @@ class TmaShim(MmaShim):
 
     def __init__(self, folder: Path) -> None:
         stand_in = HOPPER_STAND_IN + MMA_INSTRUCTION
-        source = amalgamate({**modelnew._sources, "hopper.cuh": stand_in}, [f"{self.engine}.cu"])
+        source = amalgamate(with_stand_in(stand_in), [f"{self.engine}.cu"])
         source = with_mutations(source, self.mutations)
         self.library = compile_simt(source + '#line 1 "entry_points"\n' + self.entry_points, folder)
         self.library.simt_message.restype = ctypes.c_char_p
