@@ -546,7 +546,7 @@ struct Store {
     return *reinterpret_cast<const float4*>(at);
   }
   static __device__ __forceinline__ bool all_finite(const float4& sums) {
-    return is_finite(sums.x) && is_finite(sums.y) && is_finite(sums.z) && is_finite(sums.w);
+    return has_finite_bits(sums.x) && has_finite_bits(sums.y) && has_finite_bits(sums.z) && has_finite_bits(sums.w);
   }
 
   // Lanes run along the contiguous dimension. Recomputes outputs that are not finite.
@@ -567,7 +567,7 @@ struct Store {
     const float* const at = staging + (plan.out_channels_last ? pixel * channels_pitch(plan.tile_m) + row
                                                               : row * pixels_pitch(plan.tile_n) + pixel);
     float sum = plan.splits > 1 ? hopper::add_cluster(hopper::smem_address(at), plan.splits) : *at;
-    if (!is_finite(sum))
+    if (!has_finite_bits(sum))
       sum = exact_output(params, tile.n, tile.group, tile.m + first_row + row, tile.p + line, tile.q + column);
     out[row * of.out_stride[1] + line * of.out_stride[2] + column * of.out_stride[3]] = sum + bias_of(row);
   }
@@ -813,8 +813,6 @@ constexpr ShapeSizes sizes_of() {
 constexpr ShapeSizes kShapes[] = {sizes_of<Shape0>(), sizes_of<Shape1>(), sizes_of<Shape2>(), sizes_of<Shape3>(),
                                   sizes_of<Shape4>()};
 constexpr int kShapeCount = sizeof kShapes / sizeof kShapes[0];
-
-inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // Channels of a chunk: some 40 to 128 terms for each group of warps, or all channels where they are few.
 inline int chunk_channels(const Correlation& of, int warps_k) {
@@ -1174,8 +1172,7 @@ inline bool make_plan(const Correlation& of, bool tf32, const Device& device, co
 inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
   if (problem.dtype != DType::kFloat32) return "it has float32 only";
-  if (op == Operator::kDgrad && ((problem.stride_h != 1 && problem.P > 1) || (problem.stride_w != 1 && problem.Q > 1)))
-    return "it takes input gradients with stride 1 only";
+  if (op == Operator::kDgrad && has_stride(problem)) return "it takes input gradients with stride 1 only";
   if (problem.groups > 1 && (problem.C / problem.groups < 8 || problem.K / problem.groups < 8))
     return "it takes groups of at least 8 channels only";
   return nullptr;

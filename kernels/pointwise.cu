@@ -271,14 +271,14 @@ template <bool PIXEL_ROWS>
 __device__ __forceinline__ void repair(const Params& params, int row, int column, float (&sums)[4]) {
   bool finite = true;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) finite = finite && is_finite(sums[i]);
+  for (int i = 0; i < 4; ++i) finite = finite && has_finite_bits(sums[i]);
   if (finite) return;
 #pragma unroll 1
   for (int i = 0; i < 4 && column + i < params.plan.columns; ++i) {
     float sum = sums[0];
 #pragma unroll
     for (int j = 1; j < 4; ++j) sum = i == j ? sums[j] : sum;
-    if (!is_finite(sum))
+    if (!has_finite_bits(sum))
       sum = PIXEL_ROWS ? exact_output(params, column + i, row) : exact_output(params, row, column + i);
 #pragma unroll
     for (int j = 0; j < 4; ++j) sums[j] = i == j ? sum : sums[j];

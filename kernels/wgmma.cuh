@@ -1,5 +1,5 @@
-// wgmma, the matrix instruction of a warpgroup (sm_90a): descriptors of operands in shared memory, fences and waits, and
-// one struct for each form of the instruction.
+// wgmma, the matrix instruction of a warpgroup (sm_90a): descriptors of operands in shared memory, fences and waits,
+// and one struct for each form of the instruction.
 #pragma once
 
 #include "numerics.cuh"

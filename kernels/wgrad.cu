@@ -1249,8 +1249,6 @@ inline bool has_boxes_of_dy(const Problem& problem, bool of_images, bool filled_
          reinterpret_cast<uint64_t>(dy) % 16 == 0;
 }
 
-constexpr int64_t kMostCopiedBytes = 512 << 20;
-
 inline Prepared prepare(const Problem& problem, const void* x, const void* dy) {
   Prepared prepared{problem, false, false, false, 0, 0};
   Problem& of = prepared.problem;

@@ -250,8 +250,8 @@ GATHER_PLAN_MUTATIONS = {
         " : tile.q",
     ),
     "taps apart of other strides": (
-        "return stride == 1 && pad >= -127",
-        "return (MUTATED || stride == 1) && pad >= -127",
+        "return of.stride_h == 1 && of.stride_w == 1 &&",
+        "return (MUTATED || (of.stride_h == 1 && of.stride_w == 1)) &&",
     ),
     "slots as in memory of whole lines": (
         "phases_of(of.phases) > 1 && plan.packed)",
@@ -537,7 +537,7 @@ POINTWISE_MUTATIONS = {
     "the last columns left out": ("stores = column < plan.columns;", "stores = column + 4 * MUTATED < plan.columns;"),
     "reads other blocks' sums early": left_out("hopper::cluster_sync();"),
     "another block's rows": ("row = own_row + rank * share;", "row = own_row + (rank + MUTATED) * share;"),
-    "Inf is not computed again": ("if (!is_finite(sum))", "if (!MUTATED && !is_finite(sum))"),
+    "Inf is not computed again": ("if (!has_finite_bits(sum))", "if (!MUTATED && !has_finite_bits(sum))"),
     "computes another channel again": (
         "exact_output(params, row, column + i)",
         "exact_output(params, row - MUTATED * (row > 0), column + i)",
@@ -737,10 +737,10 @@ STEM_MUTATIONS = {
 
 # Each takes away what others rely on, or leaves out a part of the sum.
 TMA_MUTATIONS = {
-    "multiplies before x is there": left_out("hopper::barrier_wait(shared.x_full(x.stage)"),
-    "multiplies before weights are there": left_out("hopper::barrier_wait(shared.w_full(w.stage)"),
-    "overwrites x in use": left_out("hopper::barrier_wait(shared.x_empty(ring.stage)"),
-    "overwrites weights in use": left_out("hopper::barrier_wait(shared.w_empty(ring.stage)"),
+    "multiplies before x is there": left_out("hopper::barrier_wait(shared.x_full(x.slot)"),
+    "multiplies before weights are there": left_out("hopper::barrier_wait(shared.w_full(w.slot)"),
+    "overwrites x in use": left_out("hopper::barrier_wait(shared.x_empty(ring.slot)"),
+    "overwrites weights in use": left_out("hopper::barrier_wait(shared.w_empty(ring.slot)"),
     "does not wait for its turn": left_out("hopper::barrier_wait(shared.turn(warpgroup), turn)"),
     "gives stages back too early": ("hopper::wgmma_wait<1>();", "if (!MUTATED) hopper::wgmma_wait<1>();"),
     "stages where a box is read": (
@@ -786,8 +786,8 @@ TMA_MUTATIONS = {
 }
 
 TMA_WGRAD_MUTATIONS = {
-    "multiplies before a stage is there": left_out("hopper::barrier_wait(shared.full(ring.stage)"),
-    "overwrites a stage in use": left_out("hopper::barrier_wait(shared.empty(ring.stage)"),
+    "multiplies before a stage is there": left_out("hopper::barrier_wait(shared.full(ring.slot)"),
+    "overwrites a stage in use": left_out("hopper::barrier_wait(shared.empty(ring.slot)"),
     "gives stages back too early": ("hopper::wgmma_wait<1>();", "if (!MUTATED) hopper::wgmma_wait<1>();"),
     "an odd number of stages by turns": (
         "plan.stages -= plan.stages % 2;",
@@ -818,7 +818,10 @@ TMA_PLAN_MUTATIONS = {
         "int r = phase_h; r < of.R; r += MUTATED ? 1 : phases",
     ),
     "columns of another tap": ("add(r * of.dilation_h, s", "add(r * (MUTATED ? 1 : of.dilation_h), s"),
-    "columns at another stride": ("{of.W, of.Q, of.S, of.stride_w,", "{of.W, of.Q, of.S, MUTATED ? 1 : of.stride_w,"),
+    "columns that no map reaches": (
+        "if (hopper::can_map(hopper::columns_of(of)) &&",
+        "if ((MUTATED || hopper::can_map(hopper::columns_of(of))) &&",
+    ),
     "columns where outputs have gaps": (
         "(plan.planes || has_dense_outputs(of))",
         "(MUTATED || plan.planes || has_dense_outputs(of))",
@@ -893,8 +896,8 @@ TMA_WGRAD_PLAN_MUTATIONS = {
     ),
     "planes with gaps": ("if (!in_place_x && !can_copy", "if (!MUTATED && !in_place_x && !can_copy"),
     "strides that are never taken": (
-        "return outputs == 1 ? 1 : stride;",
-        "return outputs == 1 && !MUTATED ? 1 : stride;",
+        "{p.W, p.Q, p.S, taken_stride(p.stride_w, p.Q),",
+        "{p.W, p.Q, p.S, MUTATED ? p.stride_w : taken_stride(p.stride_w, p.Q),",
     ),
     "filters that no map reaches": (
         "if (!hopper::can_map(columns_of_x(problem)))",

@@ -1,6 +1,6 @@
 // ptx.cuh, tensor_map.cuh and wgmma.cuh for the CPU, and what else a kernel of warps with roles of their own takes:
-// every thread runs until it has to wait. What is asynchronous on a GPU happens here as late as it may or, in every other
-// run, at once.
+// every thread runs until it has to wait. What is asynchronous on a GPU happens here as late as it may or, in every
+// other run, at once.
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -218,7 +218,6 @@ Value __shfl_down_sync(unsigned mask, Value value, int by) {
   const int lane = threadIdx.x % 32;
   return __shfl_sync(mask, value, lane + by < 32 ? lane + by : lane);
 }
-inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   const uint64_t bytes = uint64_t{b} << 32 | a;
   unsigned result = 0;
