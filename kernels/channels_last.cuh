@@ -4,29 +4,11 @@
 #pragma once
 
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
 
 namespace modelnew {
 namespace hopper {
-
-// Position in a ring of stages.
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  MODELNEW_HOST_DEVICE void next(int stages) {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  MODELNEW_HOST_DEVICE void skip(int count, int stages) {
-    const int turns = (stage + count) / stages;
-    stage += count - turns * stages;
-    parity ^= turns & 1;
-  }
-};
 
 // Whether a TMA box accepts a stride: a positive multiple of 16 bytes. It does not matter along a dimension of size 1.
 inline bool in_eights(int64_t step, bool matters) { return !matters || (step > 0 && step % 8 == 0); }
@@ -73,6 +55,12 @@ inline Columns columns_of(const Axis& width, const Axis& height) {
   return columns;
 }
 
+template <typename AnyCorrelation>
+Columns columns_of(const AnyCorrelation& of) {
+  return columns_of({of.W, of.Q, of.S, of.stride_w, of.pad_w, of.dilation_w},
+                    {of.H, of.P, of.R, of.stride_h, of.pad_h, of.dilation_h});
+}
+
 // Whether the fields of an im2col map hold the values: corners are signed 8-bit numbers, tap offsets unsigned ones.
 inline bool can_map(const Columns& columns) {
   const auto is_corner = [](int value) { return value >= -128 && value <= 127; };
@@ -98,7 +86,6 @@ struct PlanesCopy {
 
 constexpr int kCopyThreads = 256, kCopyTile = 64;
 constexpr int kCopyBytes = kCopyTile * (kCopyTile + 2) * 2;  // shared memory of a block
-constexpr int64_t kMostCopiedBytes = int64_t{512} << 20;
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 

@@ -35,9 +35,8 @@ struct Axis {
   int x_size, y_size, taps, stride, pad, dilation;
 };
 
-// The stride over a single output position has no effect: 1 stands for it, however large it is.
 MODELNEW_HOST_DEVICE inline Axis make_axis(int x_size, int y_size, int taps, int stride, int pad, int dilation) {
-  return {x_size, y_size, taps, y_size == 1 ? 1 : stride, pad, dilation};
+  return {x_size, y_size, taps, taken_stride(stride, y_size), pad, dilation};
 }
 
 // One axis of a correlation: output position i reads input position i*stride + origin + t*tap_step for tap t, with
@@ -48,15 +47,6 @@ struct Window {
   int input_size, stride, origin;
   int taps, tap_step, first_tap, tap_stride;
 };
-
-MODELNEW_HOST_DEVICE inline int greatest_common_divisor(int a, int b) {
-  while (b != 0) {
-    const int rest = a % b;
-    a = b;
-    b = rest;
-  }
-  return a;
-}
 
 MODELNEW_HOST_DEVICE inline Window fprop_window(const Axis& axis) {
   return {axis.y_size, 0, 1, axis.x_size, axis.stride, -axis.pad, axis.taps, axis.dilation, 0, 1};
@@ -162,25 +152,6 @@ __device__ inline Acc to_operand(Storage value, bool round) {
     return round ? round_to_tf32(wide) : wide;
 }
 
-// The unsigned comparison tests both ends at once.
-MODELNEW_HOST_DEVICE inline bool is_within(int position, int size) {
-  return static_cast<unsigned>(position) < static_cast<unsigned>(size);
-}
-
-template <typename Acc>
-__device__ inline bool is_finite(Acc value) {
-  return value - value == Acc(0);
-}
-
-// Loads a value, or returns zero. The caller computes the address either way, so that the compiler emits one predicated
-// load instead of a branch, and a series of loads is issued back to back.
-template <typename Storage>
-__device__ inline Storage load_if(bool condition, const Storage* source) {
-  Storage value{};
-  if (condition) value = *source;
-  return value;
-}
-
 // Calls action(Storage{}) with the tensor's storage type.
 template <typename Acc, typename Action>
 __device__ inline void with_storage(DType dtype, const Action& action) {
@@ -193,17 +164,6 @@ __device__ inline void with_storage(DType dtype, const Action& action) {
   } else {
     action(BFloat16{});
   }
-}
-
-// Ends a chunk: total += acc. The next chunk starts from the rounding error of that addition (Fast2Sum, exact while
-// |total| >= |acc|), so that only sums within chunks lose accuracy. An error that is not finite is dropped, because it
-// would turn an Inf into NaN (docs/lab/direct.md).
-template <typename Acc>
-__device__ inline void add_chunk(Acc& acc, Acc& total) {
-  const Acc sum = total + acc;
-  const Acc error = acc - (sum - total);
-  acc = is_finite(error) ? error : Acc(0);
-  total = sum;
 }
 
 // A 16-byte piece of shared memory.

@@ -36,9 +36,8 @@ inline Correlation correlation_of_problem(const Problem& problem, Operator op) {
   of.w_stride_r = problem.w_stride[2];
   of.w_stride_s = problem.w_stride[3];
   of.flipped = op == Operator::kDgrad;
-  // The stride over a single output position has no effect: 1 stands for it.
-  of.stride_h = problem.P == 1 ? 1 : problem.stride_h;
-  of.stride_w = problem.Q == 1 ? 1 : problem.stride_w;
+  of.stride_h = taken_stride(problem.stride_h, problem.P);
+  of.stride_w = taken_stride(problem.stride_w, problem.Q);
   if (op == Operator::kDgrad) {
     of.in_channels = group_k;
     of.out_channels = group_c;

@@ -25,9 +25,9 @@
 #include "memo.cuh"
 #endif
 
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
 
 namespace modelnew {
 namespace depthwise {
@@ -150,29 +150,14 @@ struct Params {
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-MODELNEW_HOST_DEVICE inline bool is_within(int position, int size) {
-  return static_cast<unsigned>(position) < static_cast<unsigned>(size);
-}
-
 MODELNEW_HOST_DEVICE inline int least(int a, int b) { return a < b ? a : b; }
 MODELNEW_HOST_DEVICE inline int most(int a, int b) { return a < b ? b : a; }
-MODELNEW_HOST_DEVICE constexpr int round_up(int value, int step) { return (value + step - 1) / step * step; }
-
-__device__ inline bool is_finite(float value) { return value - value == 0; }
 
 // Neighbours in memory, moved at once.
 template <typename Storage, int SIZE>
 struct alignas(SIZE * sizeof(Storage)) Pack {
   Storage element[SIZE];
 };
-
-// Zeros where there is nothing to load; one predicated load, not a branch.
-template <typename Value>
-__device__ inline Value load_if(bool condition, const Value* source) {
-  Value value{};
-  if (condition) value = *source;
-  return value;
-}
 
 // Neighbours rounded to the tensor's type: 16-bit ones two at a time.
 template <int SIZE>
@@ -193,14 +178,6 @@ __device__ inline void narrow_all(const float (&value)[SIZE], Pack<Storage, SIZE
       stored.element[i + 1].bits = static_cast<uint16_t>(pair >> 16);
     }
   }
-}
-
-// Ends a chunk: total += acc, and the next chunk starts from that addition's rounding error (Fast2Sum). An error that
-// is not finite is dropped: it would turn an Inf into NaN.
-__device__ inline void add_chunk(float& acc, float& total) {
-  const float sum = total + acc, error = acc - (sum - total);
-  acc = is_finite(error) ? error : 0;
-  total = sum;
 }
 
 template <typename Storage>
@@ -371,25 +348,35 @@ __device__ inline void stage_filters(float* w_smem, int* flag, const Params& par
   if (!finite) *flag = 1;
 }
 
-// The sum of one output over the taps that meet the image, and no others.
-__device__ inline float exact_sum(const float* x_plane, const float* w, int row_pitch, const Params& params,
-                                  const Place& at, int p, int q) {
+// The sum of one output over the taps that meet rows from first_row on, `rows` of them, and no others. `product(r, s,
+// row, column)` is that of tap (r, s), which reads this row and column.
+template <typename Product>
+__device__ inline float exact_sum(const Params& params, int first_row, int rows, int p, int q,
+                                  const Product& product) {
   float acc = 0, total = 0;
   int terms = 0;
 #pragma unroll 1
   for (int r = 0; r < params.rows.taps; ++r) {
-    const int row = p * params.rows.stride + r * params.rows.dilation + params.rows.origin - at.first_row;
-    if (!is_within(row, at.in_rows)) continue;
+    const int row = p * params.rows.stride + r * params.rows.dilation + params.rows.origin - first_row;
+    if (!is_within(row, rows)) continue;
 #pragma unroll 1
     for (int s = 0; s < params.columns.taps; ++s) {
       const int column = q * params.columns.stride + s * params.columns.dilation + params.columns.origin;
       if (!is_within(column, params.columns.inputs)) continue;
-      acc += w[r * row_pitch + s] * x_plane[row * params.tile.pitch + column - at.first_column];
+      acc += product(r, s, row, column);
       if (++terms % kChunk == 0) add_chunk(acc, total);
     }
   }
   add_chunk(acc, total);
   return total + acc;
+}
+
+// The same from a plane in shared memory.
+__device__ inline float exact_sum(const float* x_plane, const float* w, int row_pitch, const Params& params,
+                                  const Place& at, int p, int q) {
+  return exact_sum(params, at.first_row, at.in_rows, p, q, [&](int r, int s, int row, int column) {
+    return w[r * row_pitch + s] * x_plane[row * params.tile.pitch + column - at.first_column];
+  });
 }
 
 // Where a thread of the planes kernels writes: the first output of its plane and tile, in shared memory if they leave
@@ -726,23 +713,10 @@ __device__ inline void load_window(float (&x_frag)[Config::WINDOW], const typena
 template <typename Storage, typename Weight>
 __device__ inline float exact_sum_of_pixel(const Storage* in_ptr, const Weight* w, int tap_pitch, const Params& params,
                                            int p, int q) {
-  float acc = 0, total = 0;
-  int terms = 0;
-#pragma unroll 1
-  for (int r = 0; r < params.rows.taps; ++r) {
-    const int row = p * params.rows.stride + r * params.rows.dilation + params.rows.origin;
-    if (!is_within(row, params.rows.inputs)) continue;
-#pragma unroll 1
-    for (int s = 0; s < params.columns.taps; ++s) {
-      const int column = q * params.columns.stride + s * params.columns.dilation + params.columns.origin;
-      if (!is_within(column, params.columns.inputs)) continue;
-      acc += widen(w[(r * params.columns.taps + s) * tap_pitch]) *
-             widen(in_ptr[row * params.in_stride[2] + column * params.in_stride[3]]);
-      if (++terms % kChunk == 0) add_chunk(acc, total);
-    }
-  }
-  add_chunk(acc, total);
-  return total + acc;
+  return exact_sum(params, 0, params.rows.inputs, p, q, [&](int r, int s, int row, int column) {
+    return widen(w[(r * params.columns.taps + s) * tap_pitch]) *
+           widen(in_ptr[row * params.in_stride[2] + column * params.in_stride[3]]);
+  });
 }
 
 template <typename Config>
@@ -2183,7 +2157,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (problem.C != problem.groups) return "more than one input channel in a group";
   if (problem.dtype == DType::kFloat64) return "float64";
   if (op == Operator::kDgrad && problem.K != problem.C) return "a gradient that sums over several output channels";
-  if (op == Operator::kDgrad && ((problem.P > 1 && problem.stride_h > 1) || (problem.Q > 1 && problem.stride_w > 1)))
+  if (op == Operator::kDgrad && has_stride(problem))
     return "a gradient with a stride";
   // Positions are 32-bit numbers in the kernels, with room for a tile beyond the image.
   constexpr int64_t kMostPositions = int64_t{1} << 28;

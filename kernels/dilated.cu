@@ -59,8 +59,8 @@ inline Taps busy_taps(int size, int outputs, int taps, int stride, int pad, int 
 inline Part without_idle_taps(const Problem& problem) {
   Part part{problem, 0, 0, 0};
   Problem& p = part.problem;
-  const Taps rows = busy_taps(p.H, p.P, p.R, p.P == 1 ? 1 : p.stride_h, p.pad_h, p.dilation_h);
-  const Taps columns = busy_taps(p.W, p.Q, p.S, p.Q == 1 ? 1 : p.stride_w, p.pad_w, p.dilation_w);
+  const Taps rows = busy_taps(p.H, p.P, p.R, taken_stride(p.stride_h, p.P), p.pad_h, p.dilation_h);
+  const Taps columns = busy_taps(p.W, p.Q, p.S, taken_stride(p.stride_w, p.Q), p.pad_w, p.dilation_w);
   part.w = rows.first * p.w_stride[2] + columns.first * p.w_stride[3];
   p.pad_h -= rows.first * p.dilation_h;
   p.pad_w -= columns.first * p.dilation_w;

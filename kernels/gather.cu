@@ -65,11 +65,14 @@
 #include "memo.cuh"
 #endif
 
+#include "channels_last.cuh"
 #include "contained.cuh"
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
 
 namespace modelnew {
 namespace gather {
@@ -909,13 +912,7 @@ __device__ __forceinline__ void pack_piece(const PackParams& params, int number)
   } else {
     load_weights(params, row, piece, values);
   }
-  if constexpr (sizeof(Stored) == 4) {
-#pragma unroll
-    for (float& value : values) value = round_to_tf32(value);
-  }
-  uint4 packed;
-  memcpy(&packed, values, sizeof packed);
-  static_cast<uint4*>(params.packed_ptr)[piece.to] = packed;
+  static_cast<uint4*>(params.packed_ptr)[piece.to] = operand_piece(values);
 }
 
 // -- Copy x: what 1x1 filters read, to [output pixel][channel of all groups] --
@@ -1369,12 +1366,8 @@ using hopper::named_barrier;
 // Barriers of the gathering warps; of a multiplying warpgroup, this one and the next two; of all that multiply.
 [[maybe_unused]] constexpr int kGatherBarrier = 1, kWarpgroupBarrier = 2, kMultiplyBarrier = 5;
 
-// Division of numbers below 2^16 by one below 2^15.
-__device__ __forceinline__ uint32_t reciprocal(uint32_t divisor) { return 0x80000000u / divisor + 1; }
-__device__ __forceinline__ int quotient(int number, uint32_t by) { return __umulhi(2 * number + 1, by); }
-
-// A place in a ring and the parity of its current round, in one register.
-struct RingPosition {
+// A position in a ring of stages and the parity of its current round, in one register.
+struct PackedRingPosition {
   uint32_t state = 0;
 
   __device__ __forceinline__ int slot() const { return state >> 1; }
@@ -1414,7 +1407,7 @@ __device__ __forceinline__ bool wait_for_operands(const Params& params, int* x_e
 template <typename Format>
 __device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
-  RingPosition at;
+  PackedRingPosition at;
   bool waits = true;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const Tile tile = locate_tile(plan, unit);
@@ -1552,7 +1545,7 @@ __device__ __forceinline__ void copy_stages(const Params& params, const Shared& 
   const int lane = stages.lane;
   constexpr int kOwn = 12;
   [[maybe_unused]] int own[kOwn];
-  RingPosition at;
+  PackedRingPosition at;
   while (stages.next()) {
     const uint32_t stage = shared.base + shared.layout.x_ring + at.slot() * plan.x_stage_bytes;
     const int first_channel = stages.first_channel();
@@ -1755,7 +1748,7 @@ __device__ __forceinline__ void convert_stages(const Params& params, const Share
   using Units = Registers<Format, LOADS>;
   const Plan& plan = params.plan;
   Units units(params, tables);
-  RingPosition at;
+  PackedRingPosition at;
   uint32_t first[Units::ITEMS][Units::ITEM], second[Units::ITEMS][Units::ITEM];
   bool loaded = false, more = true;
   const auto step = [&](const uint32_t (&before)[Units::ITEMS][Units::ITEM],
@@ -1789,7 +1782,7 @@ __device__ __forceinline__ void load_taps(const Params& params, const Shared& sh
   const Plan& plan = params.plan;
   bool waits = plan.copied;
   hopper::prefetch_map(params.in_map);
-  RingPosition at;
+  PackedRingPosition at;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const Tile tile = locate_tile(plan, unit);
     const int n = static_cast<int>(first_image(plan, tile));
@@ -1823,7 +1816,7 @@ __device__ __forceinline__ void load_boxes(const Params& params, const Shared& s
   const int boxes = plan.x_boxes, box_bytes = plan.box_slots * 128;
   bool waits = plan.copied;
   if (lane == 0) hopper::prefetch_map(params.in_map);
-  RingPosition at;
+  PackedRingPosition at;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const Tile tile = locate_tile(plan, unit);
     const int64_t image = first_image(plan, tile);
@@ -1874,7 +1867,7 @@ __device__ __forceinline__ void load_images(const Params& params, const Shared& 
   const Phased& of = params.of;
   const Plan& plan = params.plan;
   const int lane = threadIdx.x % 32, image_bytes = plan.image_words * static_cast<int>(sizeof(float));
-  RingPosition at;
+  PackedRingPosition at;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const Tile tile = locate_tile(plan, unit);
     const int64_t image = first_image(plan, tile), last = divide(tile.first + tile_pixels(plan) - 1, plan.by.plane);
@@ -2298,7 +2291,7 @@ __device__ __forceinline__ void store_plane_boxes(const Params& params, const Ti
 
 // The places of a warpgroup in the rings.
 struct Rings {
-  RingPosition x, w;
+  PackedRingPosition x, w;
 };
 
 // Where the operands of a thread start in a stage of x, of each 64 pixels. Of images, at whose seams the next pixel
@@ -2648,7 +2641,7 @@ __device__ __forceinline__ void order_landing(const Params& params, const Landin
   const Phased& of = params.of;
   constexpr LandingShape kShape = Shape::kShape;
   constexpr int kParts = kShape.channels_last ? 1 : 2;
-  RingPosition landed;
+  PackedRingPosition landed;
   bool waits = true;
   hopper::prefetch_map(params.in_map);
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
@@ -2687,7 +2680,7 @@ __device__ __forceinline__ void copy_landing_weights(const Params& params, const
   const int stages = plan.landing.steps * plan.landing.w_stages_of_step;
   const int64_t tile_bytes = int64_t{stages} * plan.w_stage_bytes;
   hopper::wait_for_prerequisites();
-  RingPosition w;
+  PackedRingPosition w;
   bool waits = true;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const uint8_t* from =
@@ -2822,7 +2815,7 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
   if (!wait_for_scales(params, &x_exponent)) return;
   const float scale = power_of_two(x_exponent);
   const uint32_t least = least_contained(x_exponent, 1);
-  RingPosition landed, x;
+  PackedRingPosition landed, x;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     for (int step = 0; step < landing.steps; ++step) {
       hopper::barrier_wait_idly(shared.x_empty(x.slot()), x.parity() ^ 1);
@@ -3015,7 +3008,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
   int x_exponent;
   if (!wait_for_scales(params, &x_exponent)) return;
   const float x_factor = power_of_two(-x_exponent);
-  RingPosition x, w;
+  PackedRingPosition x, w;
   uint32_t turn = warpgroup ^ 1;  // the first warpgroup stages first
   bool stores = false;            // a box that still has to be read
   // To the other warpgroup. Each lane speaks for itself, as racecheck wants it.
@@ -3303,7 +3296,7 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
   static_assert(SOURCE != Source::kPhases || PIECES * Format::CHANNELS == kPhasesBlock, "a block is a stage");
   extern __shared__ __align__(1024) uint8_t modelnew_gather_smem[];
   // `again` may be made ready; it waits for the end of this kernel before it reads or writes memory. What is the last
-  // kernel of its call allows nothing: see hopper.cuh.
+  // kernel of its call allows nothing: see ptx.cuh.
   if (Format::CONTAINED) hopper::launch_dependents();
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
   if (threadIdx.x == 0) {
@@ -3519,9 +3512,6 @@ constexpr double kLandingCycles = 19500, kLandingWeightCycles = 3.5e-3, kLanding
 constexpr int kFewLandingTurns = 4;
 constexpr double kLandingChannelsFactor = 0.93;  // the same in channels_last, of any turns
 
-// Copies of x have at most so many bytes.
-constexpr int64_t kMostCopiedBytes = 512 << 20;
-
 inline int64_t copied_bytes(const Phased& of, int element_bytes) {
   const Phased copy = copied(of, false);
   return of.N * copy.H * copy.W * of.groups * of.in_channels * element_bytes;
@@ -3559,8 +3549,6 @@ inline int64_t packed_rows(const Phased& of, int tile_n) {
 // Boxes at a stride: the longest one of a map of boxes, and slots of a row, fewer of which have not been tried.
 constexpr int kMostBoxStep = 8, kLeastSteppingPitch = 8;
 
-inline int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
-
 // Which outputs make a tile.
 struct Cut {
   enum { kPoints, kImages, kPacked, kLines } kind;  // kImages: points, whose x comes image by image
@@ -3579,14 +3567,9 @@ inline bool lie_apart(const Phased& of) {
   return of.R > 1 ? of.dilation_h > 1 : of.S > 1 && of.dilation_w > 1;
 }
 
-// Whether the copy engine's fields hold the offsets of the first pixel, of the last one, and of taps.
+// Whether an im2col map holds the offsets of the first pixel, of the last one, and of taps.
 inline bool boxes_reach(const Phased& of) {
-  const auto reaches = [](int size, int outputs, int taps, int stride, int pad, int dilation) {
-    const int64_t behind = int64_t{outputs} - size - pad, span = int64_t{taps - 1} * dilation;
-    return stride == 1 && pad >= -127 && pad <= 128 && behind >= -128 && behind <= 127 && span <= 255;
-  };
-  return reaches(of.H, of.P, of.R, of.stride_h, of.pad_h, of.dilation_h) &&
-         reaches(of.W, of.Q, of.S, of.stride_w, of.pad_w, of.dilation_w);
+  return of.stride_h == 1 && of.stride_w == 1 && hopper::can_map(hopper::columns_of(of));
 }
 
 // Completes a plan; false when it does not fit.
@@ -4103,8 +4086,7 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (problem.dtype == DType::kFloat64) return "it has no float64";
   if (problem.dtype == DType::kFloat32 && !uses_tf32(problem, op))
     return "it has TF32 accuracy only, but this problem needs full float32 accuracy";
-  if (op == Operator::kDgrad && ((problem.stride_h != 1 && problem.P > 1) || (problem.stride_w != 1 && problem.Q > 1)))
-    return "it takes input gradients with stride 1 only";
+  if (op == Operator::kDgrad && has_stride(problem)) return "it takes input gradients with stride 1 only";
   if (problem.C / problem.groups < 8) return "it takes at least 8 input channels a group";
   if (problem.K / problem.groups < 8) return "it takes at least 8 output channels a group";
   return nullptr;
@@ -4278,10 +4260,9 @@ inline cudaError_t make_in_map(const Phased& of, int element_bytes, Params& para
   void* const in_ptr = const_cast<void*>(params.in_ptr);
   if (plan.apart) {
     const uint64_t sizes[4] = {channels, W, H, N}, strides[3] = {bytes(3, W), bytes(2, H), bytes(0, N)};
-    const int first[2] = {-of.pad_w, -of.pad_h}, last[2] = {of.Q - of.W - of.pad_w, of.P - of.H - of.pad_h};
-    const int steps[2] = {1, 1};
-    return hopper::make_columns_map(in_ptr, element_bytes, sizes, strides, first, last, steps, tile_pixels(plan),
-                                    params.in_map);
+    const hopper::Columns columns = hopper::columns_of(of);
+    return hopper::make_columns_map(in_ptr, element_bytes, sizes, strides, columns.first, columns.last, columns.steps,
+                                    tile_pixels(plan), params.in_map);
   }
   if (plan.dense_slots) {
     const uint64_t sizes[4] = {channels, N * H * W, 1, 1}, strides[3] = {bytes(3, N * H * W), 16, 16};

@@ -58,9 +58,10 @@
 
 #include "correlation.cuh"
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
+#include "tensor_map.cuh"
 #include "tf32.cuh"
 
 namespace modelnew {
@@ -545,7 +546,7 @@ struct Store {
     return *reinterpret_cast<const float4*>(at);
   }
   static __device__ __forceinline__ bool all_finite(const float4& sums) {
-    return is_finite(sums.x) && is_finite(sums.y) && is_finite(sums.z) && is_finite(sums.w);
+    return has_finite_bits(sums.x) && has_finite_bits(sums.y) && has_finite_bits(sums.z) && has_finite_bits(sums.w);
   }
 
   // Lanes run along the contiguous dimension. Recomputes outputs that are not finite.
@@ -566,7 +567,7 @@ struct Store {
     const float* const at = staging + (plan.out_channels_last ? pixel * channels_pitch(plan.tile_m) + row
                                                               : row * pixels_pitch(plan.tile_n) + pixel);
     float sum = plan.splits > 1 ? hopper::add_cluster(hopper::smem_address(at), plan.splits) : *at;
-    if (!is_finite(sum))
+    if (!has_finite_bits(sum))
       sum = exact_output(params, tile.n, tile.group, tile.m + first_row + row, tile.p + line, tile.q + column);
     out[row * of.out_stride[1] + line * of.out_stride[2] + column * of.out_stride[3]] = sum + bias_of(row);
   }
@@ -785,7 +786,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(const __grid_con
 
 struct Device {
   int sms, smem_bytes;
-  bool hopper;  // it has clusters and TMA
+  bool has_clusters_and_tma;  // sm_90
   // Clusters of 1, 2, 4 and 8 blocks, one block per SM, that fit at once. 0: as many as SMs allow; -1: none fits.
   int clusters[4];
 };
@@ -812,8 +813,6 @@ constexpr ShapeSizes sizes_of() {
 constexpr ShapeSizes kShapes[] = {sizes_of<Shape0>(), sizes_of<Shape1>(), sizes_of<Shape2>(), sizes_of<Shape3>(),
                                   sizes_of<Shape4>()};
 constexpr int kShapeCount = sizeof kShapes / sizeof kShapes[0];
-
-inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // Channels of a chunk: some 40 to 128 terms for each group of warps, or all channels where they are few.
 inline int chunk_channels(const Correlation& of, int warps_k) {
@@ -894,7 +893,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   plan.splits = splits;
   while (1 << plan.split_bits < splits) ++plan.split_bits;
   plan.split_rows = plan.tile_m / splits;
-  if (splits > 1 && (!device.hopper || ceil_div(plan.chunks, plan.split_chunks) != splits)) return false;
+  if (splits > 1 && (!device.has_clusters_and_tma || ceil_div(plan.chunks, plan.split_chunks) != splits)) return false;
   const int terms = plan.channels * plan.taps;
   plan.depth = round_up(terms, 8);
 
@@ -904,10 +903,10 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   const bool aligned_in = address.in % 16 == 0 && fours(of.in_stride[0], of.N);
   // TMA boxes over expanded tensors are untested.
   const auto moves = [](int64_t stride, int64_t size) { return size == 1 || stride > 0; };
-  const bool x_boxes = device.hopper && moves(of.in_stride[0], of.N) && moves(of.in_stride[2], of.H) &&
+  const bool x_boxes = device.has_clusters_and_tma && moves(of.in_stride[0], of.N) && moves(of.in_stride[2], of.H) &&
                        moves(of.in_stride[1], static_cast<int64_t>(of.in_channels) * of.groups) &&
                        moves(of.in_stride[3], of.W);
-  const bool w_boxes = device.hopper && of.w_stride_out > 0 && (of.S == 1 || of.w_stride_s > 0);
+  const bool w_boxes = device.has_clusters_and_tma && of.w_stride_out > 0 && (of.S == 1 || of.w_stride_s > 0);
   const int64_t plane = static_cast<int64_t>(of.H) * of.W;
   plan.plane = static_cast<int>(std::min<int64_t>(plane, 1 << 30));
   plan.row_step = of.R == 1 ? 1 : of.stride_h;
@@ -917,7 +916,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   const bool rows_of_fours = aligned_in && of.in_stride[3] == 1 && of.W % 4 == 0 && fours(of.in_stride[2], of.H) &&
                              fours(of.in_stride[1], static_cast<int64_t>(of.in_channels) * of.groups) &&
                              (plan.tiles_q == 1 || tile_q * of.stride_w % 4 == 0);
-  if (rows_of_fours && !channels_last && device.hopper) {
+  if (rows_of_fours && !channels_last && device.has_clusters_and_tma) {
     plan.column_step = of.stride_w;  // a box holds all columns
     plan.in_column_step = 1;
   }
@@ -950,7 +949,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   // 2 or 3 channels, channels_last: a row of the window holds all of them, padded to 16 bytes.
   const auto lead_of = [&](int words) { return static_cast<int>((-int64_t{of.pad_w} * words % 4 + 4) % 4); };
   const int64_t line_words = (columns * of.in_channels + lead_of(of.in_channels) + 3) / 4 * 4;
-  const bool lines = device.hopper && !run && aligned_in && of.in_channels > 1 && of.in_channels < 4 &&
+  const bool lines = device.has_clusters_and_tma && !run && aligned_in && of.in_channels > 1 && of.in_channels < 4 &&
                      of.groups == 1 && plan.channels == of.in_channels && of.in_stride[1] == 1 &&
                      of.in_stride[3] == of.in_channels && of.W > 1 &&
                      (plan.tiles_q == 1 || tile_q * of.stride_w * of.in_channels % 4 == 0) &&
@@ -958,7 +957,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
                      rows <= 256 && line_words <= 256 && plan.in_row_step == 1 && plan.in_column_step == 1;
   if (run) {
     plan.x_copies = Copies::kRun;
-    plan.x_bulk = device.hopper && of.in_channels % plan.channels == 0;
+    plan.x_bulk = device.has_clusters_and_tma && of.in_channels % plan.channels == 0;
     plan.pixel_words = 1;
     plan.row_words = of.W;
     plan.channel_words = static_cast<int>(plane);
@@ -1027,7 +1026,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
     plan.x_bulk_words = plan.zeros = plan.channels * plan.channel_words;
     if (plan.x_copies == Copies::kWords && planes && plan.in_row_step == 1 && plan.in_column_step == 1) {
       plan.x_copies = Copies::kPlanes;
-      plan.x_bulk = device.hopper && of.in_channels % plan.channels == 0;
+      plan.x_bulk = device.has_clusters_and_tma && of.in_channels % plan.channels == 0;
       plan.window_words = round_up(plan.x_words, 32);
       plan.x_words = plan.x_bulk_words = plan.channels * static_cast<int>(plane);
     }
@@ -1064,7 +1063,7 @@ inline bool complete(const Correlation& of, bool tf32, const Device& device, con
   } else if ((plan.natural || taps_in_order) && plan.chunks == 1 && plan.channels == of.in_channels &&
              of.w_stride_out == terms && address.w % 16 == 0 && fours(of.w_stride_group, of.groups)) {
     plan.w_copies = Copies::kRun;
-    plan.w_bulk = device.hopper && static_cast<int64_t>(of.out_channels) * terms % 4 == 0;
+    plan.w_bulk = device.has_clusters_and_tma && static_cast<int64_t>(of.out_channels) * terms % 4 == 0;
     plan.w_pitch = terms;
   }
   plan.w_words = round_up(plan.tile_m * plan.w_pitch + 8, 32);
@@ -1173,8 +1172,7 @@ inline bool make_plan(const Correlation& of, bool tf32, const Device& device, co
 inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
   if (problem.dtype != DType::kFloat32) return "it has float32 only";
-  if (op == Operator::kDgrad && ((problem.stride_h != 1 && problem.P > 1) || (problem.stride_w != 1 && problem.Q > 1)))
-    return "it takes input gradients with stride 1 only";
+  if (op == Operator::kDgrad && has_stride(problem)) return "it takes input gradients with stride 1 only";
   if (problem.groups > 1 && (problem.C / problem.groups < 8 || problem.K / problem.groups < 8))
     return "it takes groups of at least 8 channels only";
   return nullptr;
@@ -1186,7 +1184,7 @@ inline int current_device(Device& device) {
   int number = 0;
   if (cudaGetDevice(&number) != cudaSuccess) return 0;
   cudaDeviceGetAttribute(&device.smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, number);
-  device.hopper = capability / 10 == 9;
+  device.has_clusters_and_tma = capability / 10 == 9;
   return capability;
 }
 
@@ -1194,7 +1192,7 @@ inline int current_device(Device& device) {
 // within one GPC.
 inline void find_clusters(Device& device) {
 #if defined(__CUDACC__)
-  if (!device.hopper) return;
+  if (!device.has_clusters_and_tma) return;
   const auto kernel = mma_kernel<Shape0, false>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.smem_bytes);
   for (int bits = 1; bits < 4 && error == cudaSuccess; ++bits) {

@@ -154,6 +154,47 @@ MODELNEW_HOST_DEVICE inline uint32_t narrow_pair(float first, float second, BFlo
 #endif
 }
 
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+// Loads a value, or returns zero. The caller computes the address either way, so that the compiler emits one predicated
+// load instead of a branch, and a series of loads is issued back to back.
+template <typename Storage>
+__device__ inline Storage load_if(bool condition, const Storage* source) {
+  Storage value{};
+  if (condition) value = *source;
+  return value;
+}
+
+template <typename Acc>
+__device__ inline bool is_finite(Acc value) {
+  return value - value == Acc(0);
+}
+
+// Ends a chunk: total += acc. The next chunk starts from the rounding error of that addition (Fast2Sum, exact while
+// |total| >= |acc|), so that only sums within chunks lose accuracy. An error that is not finite is dropped, because it
+// would turn an Inf into NaN (docs/lab/direct.md).
+template <typename Acc>
+__device__ inline void add_chunk(Acc& acc, Acc& total) {
+  const Acc sum = total + acc;
+  const Acc error = acc - (sum - total);
+  acc = is_finite(error) ? error : Acc(0);
+  total = sum;
+}
+
+// 16 bytes of operands: values of 16 bits as they are, fp32 rounded to TF32.
+template <typename Stored, int COUNT>
+__device__ __forceinline__ uint4 operand_piece(Stored (&values)[COUNT]) {
+  if constexpr (sizeof(Stored) == 4) {
+#pragma unroll
+    for (float& value : values) value = round_to_tf32(value);
+  }
+  uint4 piece;
+  memcpy(&piece, values, sizeof piece);
+  return piece;
+}
+
+#endif
+
 // Scaled fp16, fp16 as a container for TF32.
 //
 // Both types have 10 explicit mantissa bits. A value rounded to TF32 and multiplied by a power of two that brings it

@@ -95,8 +95,6 @@ __global__ void __launch_bounds__(kThreads) patches_kernel(const Params params) 
 const Engine* const kTakers[] = {&kTmaEngine, &kWgmmaEngine, &kGatherEngine, &kPointwiseEngine, &kMmaEngine};
 const Engine* const kRivals[] = {&kTmaEngine, &kWgmmaEngine, &kGatherEngine, &kDepthwiseEngine};
 
-constexpr int64_t kMostCopiedBytes = 512 << 20;
-
 // Values of a patch, and of its row of the copy.
 inline int64_t values_of(const Problem& problem) { return int64_t{problem.C} * problem.R * problem.S; }
 

@@ -47,9 +47,9 @@
 
 #include "correlation.cuh"
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
 #include "tf32.cuh"
 
 namespace modelnew {
@@ -271,14 +271,14 @@ template <bool PIXEL_ROWS>
 __device__ __forceinline__ void repair(const Params& params, int row, int column, float (&sums)[4]) {
   bool finite = true;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) finite = finite && is_finite(sums[i]);
+  for (int i = 0; i < 4; ++i) finite = finite && has_finite_bits(sums[i]);
   if (finite) return;
 #pragma unroll 1
   for (int i = 0; i < 4 && column + i < params.plan.columns; ++i) {
     float sum = sums[0];
 #pragma unroll
     for (int j = 1; j < 4; ++j) sum = i == j ? sums[j] : sum;
-    if (!is_finite(sum))
+    if (!has_finite_bits(sum))
       sum = PIXEL_ROWS ? exact_output(params, column + i, row) : exact_output(params, row, column + i);
 #pragma unroll
     for (int j = 0; j < 4; ++j) sums[j] = i == j ? sum : sums[j];
@@ -557,7 +557,7 @@ __global__ void __launch_bounds__(staged_threads(ROW_BITS))
 
 struct Device {
   int sms;
-  bool hopper;
+  bool has_clusters;  // sm_90
   int shared_bytes;  // of a block
 };
 
@@ -702,7 +702,7 @@ inline bool make_plan(const Correlation& of, bool exact, const Device& device, c
   for (int row_bits = 0; row_bits <= kMostRowBits; ++row_bits) {
     if (forced_row_bits >= 0 && row_bits != forced_row_bits) continue;
     for (int split_bits = 0; split_bits <= kMostSplitBits; ++split_bits) {
-      if (forced_split_bits >= 0 ? split_bits != forced_split_bits : split_bits > 0 && !device.hopper) continue;
+      if (forced_split_bits >= 0 ? split_bits != forced_split_bits : split_bits > 0 && !device.has_clusters) continue;
       for (int slices = 1; slices <= most_warps(exact); slices *= 2) {
         if (forced_slices > 0 && slices != forced_slices) continue;
         if (complete(device, exact, of.in_channels, row_bits, split_bits, slices, plan)) take_if_better();
@@ -721,7 +721,7 @@ inline int most_shared_bytes(int capability) {
 // Compute capability, times 10.
 inline int current_device(Device& device) {
   const int capability = find_gpu(device.sms);
-  device.hopper = capability / 10 == 9;
+  device.has_clusters = capability / 10 == 9;
   device.shared_bytes = most_shared_bytes(capability);
   return capability;
 }

@@ -58,7 +58,33 @@ struct TileList {
   int tile_k, tile_p, tile_q;  // channels, rows, columns: 128 channels x 128 pixels or 64 x 256
 };
 
+// Whether an index lies in a dimension: the unsigned comparison tests both ends at once.
+MODELNEW_HOST_DEVICE inline bool is_within(int position, int size) {
+  return static_cast<unsigned>(position) < static_cast<unsigned>(size);
+}
+
 MODELNEW_HOST_DEVICE inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+MODELNEW_HOST_DEVICE constexpr int round_up(int value, int multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+MODELNEW_HOST_DEVICE inline int greatest_common_divisor(int a, int b) {
+  while (b != 0) {
+    const int rest = a % b;
+    a = b;
+    b = rest;
+  }
+  return a;
+}
+
+// The stride over a single output position has no effect: 1 stands for it, however large it is.
+MODELNEW_HOST_DEVICE inline int taken_stride(int stride, int outputs) { return outputs == 1 ? 1 : stride; }
+inline bool has_stride(const Problem& problem) {
+  return taken_stride(problem.stride_h, problem.P) != 1 || taken_stride(problem.stride_w, problem.Q) != 1;
+}
+
+// Bytes of a copy of x, dy or w in the workspace, at most.
+constexpr int64_t kMostCopiedBytes = 512 << 20;
 
 // Multiply-adds, the same number for fprop, dgrad and wgrad.
 inline double multiply_adds(const Problem& problem) {

@@ -66,10 +66,12 @@
 
 #include "correlation.cuh"
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
+#include "tensor_map.cuh"
 #include "tf32.cuh"
+#include "wgmma.cuh"
 
 namespace modelnew {
 namespace stem {
@@ -398,7 +400,7 @@ __device__ __noinline__ float exact_output(const Params& params, int n, int k, i
   return sum;
 }
 
-// Sums of a thread's two outputs, [channel / 8][output][channel % 2], see hopper.cuh.
+// Sums of a thread's two outputs, [channel / 8][output][channel % 2], see wgmma.cuh.
 template <int TILE_K>
 using Sums = float[TILE_K / 2];
 
@@ -511,7 +513,7 @@ __device__ __forceinline__ void repair(const Params& params, const Tile& tile, c
     const int p = tile.p + (second ? outputs.row[1] : outputs.row[0]);
     const int q = tile.q + (second ? outputs.column[1] : outputs.column[0]);
     const int k = first_k + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-    if (is_finite(sum) || k >= params.of.out_channels || p >= params.of.P || q >= params.of.Q) continue;
+    if (has_finite_bits(sum) || k >= params.of.out_channels || p >= params.of.P || q >= params.of.Q) continue;
     sum = exact_output<T>(params, tile.n, k, p, q);
 #pragma unroll
     for (int j = 0; j < TILE_K / 2; ++j) acc[j] = i == j ? sum : acc[j];
@@ -766,8 +768,6 @@ struct Device {
 struct Alignment {
   uint64_t in, out;
 };
-
-inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 constexpr int kTileChannels[] = {32, 64};
 // One product of fp32 tensors is asked for with 64 and 128 output channels.

@@ -41,8 +41,6 @@ struct Phase {
   int rows, taps, first, step, pad, dilation;
 };
 
-inline int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
-
 inline Phase phase_of(int number, int size, int taps, int stride, int pad, int dilation) {
   const int common = greatest_common_divisor(stride, dilation);
   Phase phase{};
@@ -58,11 +56,6 @@ inline Phase phase_of(int number, int size, int taps, int stride, int pad, int d
   return phase;
 }
 
-// With a single output the stride is never taken: what other engines know themselves.
-inline bool has_stride(const Problem& problem) {
-  return (problem.stride_h > 1 && problem.P > 1) || (problem.stride_w > 1 && problem.Q > 1);
-}
-
 // Phases of dx: no more than rows.
 inline int phases(int size, int outputs, int stride) {
   if (outputs == 1) return 1;
@@ -74,7 +67,7 @@ inline int phases(int size, int outputs, int stride) {
 template <typename Use>
 bool for_each_part(const Problem& problem, const Use& use, int* idle = nullptr) {
   const Problem& p = problem;
-  const int stride_h = p.P == 1 ? 1 : p.stride_h, stride_w = p.Q == 1 ? 1 : p.stride_w;
+  const int stride_h = taken_stride(p.stride_h, p.P), stride_w = taken_stride(p.stride_w, p.Q);
   const int rows = phases(p.H, p.P, p.stride_h), columns = phases(p.W, p.Q, p.stride_w);
   const bool tf32 = uses_tf32(problem, Operator::kDgrad);
   for (int a = 0; a < rows; ++a) {

@@ -28,6 +28,9 @@ __device__ __forceinline__ void split(uint32_t v, uint32_t& first, uint32_t& res
   }
 }
 
-__device__ __forceinline__ bool is_finite(float value) { return (float_bits(value) & 0x7f800000u) != 0x7f800000u; }
+// is_finite() without arithmetic: by the exponent field.
+__device__ __forceinline__ bool has_finite_bits(float value) {
+  return (float_bits(value) & 0x7f800000u) != 0x7f800000u;
+}
 
 }  // namespace modelnew

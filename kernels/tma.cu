@@ -64,9 +64,12 @@
 #include "contained.cuh"
 #include "correlation.cuh"
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
+#include "ring.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
 
 namespace modelnew {
 namespace tma {
@@ -256,7 +259,6 @@ MODELNEW_HOST_DEVICE inline Tile locate_tile(const Params& params, int number) {
 
 // ---- Device code ----
 
-using hopper::Ring;
 
 struct Shared {
   uint32_t base;
@@ -331,7 +333,7 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
   const Tiles<SPLIT> tiles(plan);
   const Share share = tiles.share(plan);
   if (!wait_for_operands<CONTAINED>(params)) return;
-  Ring ring;
+  RingPosition ring;
 #pragma unroll 1
   for (int number = tiles.first; number < plan.tiles; number += tiles.step) {
     const Tile tile = locate_tile(params, number);
@@ -348,10 +350,10 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
 #pragma unroll 1
     for (int i = share.first; i < share.last; ++i, step.next(plan)) {
       const Load load = params.load[step.load];
-      const uint32_t full = shared.x_full(ring.stage);
-      const uint32_t to = shared.base + shared.layout.x + ring.stage * plan.x_stage_bytes;
+      const uint32_t full = shared.x_full(ring.slot);
+      const uint32_t to = shared.base + shared.layout.x + ring.slot * plan.x_stage_bytes;
       const int c = first_c + step.block * kBlockChannels;
-      hopper::barrier_wait(shared.x_empty(ring.stage), ring.parity ^ 1);
+      hopper::barrier_wait(shared.x_empty(ring.slot), ring.parity ^ 1);
       hopper::barrier_arrive_expecting(full, plan.x_bytes);
       if (DIRECT) {
         // Blocks of 64 pixels are numbered through all images; no block spans two images.
@@ -376,7 +378,7 @@ __device__ __forceinline__ void order_w(const Params& params, const Shared& shar
   const Tiles<SPLIT> tiles(plan);
   const Share share = tiles.share(plan);
   if (!wait_for_operands<CONTAINED>(params)) return;
-  Ring ring;
+  RingPosition ring;
 #pragma unroll 1
   for (int number = tiles.first; number < plan.tiles; number += tiles.step) {
     const Tile tile = locate_tile(params, number);
@@ -387,10 +389,10 @@ __device__ __forceinline__ void order_w(const Params& params, const Shared& shar
 #pragma unroll 1
       for (int t = 0; t < load.taps; ++t) {
         const Tap tap = params.tap[load.first_tap + t];
-        const uint32_t full = shared.w_full(ring.stage);
-        hopper::barrier_wait(shared.w_empty(ring.stage), ring.parity ^ 1);
+        const uint32_t full = shared.w_full(ring.slot);
+        hopper::barrier_wait(shared.w_empty(ring.slot), ring.parity ^ 1);
         hopper::barrier_arrive_expecting(full, plan.w_stage_bytes);
-        const uint32_t to = shared.base + shared.layout.w + ring.stage * plan.w_stage_bytes;
+        const uint32_t to = shared.base + shared.layout.w + ring.slot * plan.w_stage_bytes;
         const int c = step.block * kBlockChannels;
         if (TRANSPOSED) {
 #pragma unroll 1
@@ -423,7 +425,7 @@ struct Given {
 
 template <typename Stored, int CHANNELS, int SLOTS, bool DIRECT, bool TRANSPOSED, typename AllOrdered>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Share& share,
-                                              Step of_tile, int first_channel, Ring& x, Ring& w,
+                                              Step of_tile, int first_channel, RingPosition& x, RingPosition& w,
                                               float (&acc)[CHANNELS / 64][SLOTS / 2],
                                               const AllOrdered& all_ordered) {
   const Plan& plan = params.plan;
@@ -434,15 +436,15 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
 #pragma unroll 1
   for (int number = share.first; number < share.last; ++number, of_tile.next(plan)) {
     const Load load = params.load[of_tile.load];
-    hopper::barrier_wait(shared.x_full(x.stage), x.parity);
-    const uint32_t slots = hopper::descriptor(base + shared.layout.x + x.stage * plan.x_stage_bytes,
+    hopper::barrier_wait(shared.x_full(x.slot), x.parity);
+    const uint32_t slots = hopper::descriptor(base + shared.layout.x + x.slot * plan.x_stage_bytes,
                                               DIRECT ? kBlockPixels * kSlotBytes : 16);
 #pragma unroll 1
     for (int t = 0; t < load.taps; ++t) {
       const uint32_t b = slots + params.tap[load.first_tap + t].shift * (kSlotBytes / 16);
-      hopper::barrier_wait(shared.w_full(w.stage), w.parity);
+      hopper::barrier_wait(shared.w_full(w.slot), w.parity);
       // 64 output channels take 8 KB, as 64 rows of input channels or (transposed) of output channels.
-      const uint32_t a = hopper::descriptor(base + shared.layout.w + w.stage * plan.w_stage_bytes, 16) +
+      const uint32_t a = hopper::descriptor(base + shared.layout.w + w.slot * plan.w_stage_bytes, 16) +
                          first_channel * (kSlotBytes / 16);
       hopper::wgmma_fence();
 #pragma unroll
@@ -465,8 +467,8 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
       keep = true;
       hopper::wgmma_wait<1>();
       before.give_back(shared);
-      before.w = w.stage;
-      before.x = t + 1 == load.taps ? x.stage : -1;
+      before.w = w.slot;
+      before.x = t + 1 == load.taps ? x.slot : -1;
       w.next(plan.w_stages);
     }
     x.next(plan.x_stages);
@@ -848,7 +850,7 @@ __device__ __forceinline__ void multiply_part(const Params& params, const Shared
     if (!wait_for_operands<true>(params, &x_factor)) return hopper::cluster_sync();
   }
   if (TOGETHER || warpgroup == 0) {
-    Ring x, w;
+    RingPosition x, w;
     float acc[kOwn / 64][SLOTS / 2];
     const Share share = tiles.share(params.plan);
     const Step step = tiles.first_step(params.plan, share);
@@ -876,10 +878,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const Share whole{0, plan.x_steps};
   uint8_t* const staging = smem + shared.layout.staging + warpgroup * staged_bytes(plan);
   const bool stores = threadIdx.x % 128 == 0;
-  Ring x, w;
+  RingPosition x, w;
   const auto skip_tile = [&] {
-    x.skip(plan.x_steps, plan.x_stages);
-    w.skip(plan.w_steps, plan.w_stages);
+    x.advance_far(plan.x_stages, plan.x_steps);
+    w.advance_far(plan.w_stages, plan.w_steps);
   };
   const int first_tile = TOGETHER ? blockIdx.x : blockIdx.x + warpgroup * gridDim.x;
   const int tile_step = TOGETHER ? gridDim.x : 2 * gridDim.x;
@@ -1087,8 +1089,6 @@ struct Alignment {
   uint64_t in, w, out;
 };
 
-inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
-
 inline bool can_load_weights(const Grouped& of, const Alignment& address) {
   using hopper::in_eights;
   return !of.flipped && !of.merged() && of.in_channels % 8 == 0 && of.w_stride_in == 1 &&
@@ -1236,11 +1236,6 @@ inline bool finish(const Grouped& of, int sms, Plan& plan) {
   return true;
 }
 
-inline hopper::Columns columns_of(const Correlation& of) {
-  return hopper::columns_of({of.W, of.Q, of.S, of.stride_w, of.pad_w, of.dilation_w},
-                            {of.H, of.P, of.R, of.stride_h, of.pad_h, of.dilation_h});
-}
-
 // Whether x can be multiplied in place from NCHW: 1x1 filters that read every pixel, and strides that TMA takes.
 inline bool may_be_direct(const Grouped& of, const Alignment& address) {
   const bool points = of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0;
@@ -1332,7 +1327,7 @@ struct Search {
     if (!strided && (of.stride_h != 1 || of.stride_w != 1)) return;
     // Columns do the same for 1x1 filters.
     const bool in_lines = has_dense_outputs(of) || (plan.contained && plan.planes);
-    if (of.R * of.S == 1 && in_lines && hopper::can_map(columns_of(of))) return;
+    if (of.R * of.S == 1 && in_lines && hopper::can_map(hopper::columns_of(of))) return;
     const int64_t halo_h = strided ? (of.R - 1) / 2 : int64_t{of.R - 1} * of.dilation_h;
     const int64_t halo_w = strided ? (of.S - 1) / 2 : int64_t{of.S - 1} * of.dilation_w;
     const int most_side = kMostBoxSide / (strided ? 2 : 1);
@@ -1368,7 +1363,7 @@ struct Search {
 
   // Tries `plan` with columns and with windows. x is, in place or copied, channels_last.
   void consider_pixels(const Grouped& of, const Plan& plan) {
-    if (hopper::can_map(columns_of(of)) && (plan.planes || has_dense_outputs(of)) && wishes.windows != 1)
+    if (hopper::can_map(hopper::columns_of(of)) && (plan.planes || has_dense_outputs(of)) && wishes.windows != 1)
       consider_line(of, plan);
     if (wishes.windows != 0) consider_windows(of, plan);
   }
@@ -1431,8 +1426,7 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
   if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16)
     return "it computes float16 and bfloat16 only";
-  if (op == Operator::kDgrad && ((problem.stride_h != 1 && problem.P > 1) || (problem.stride_w != 1 && problem.Q > 1)))
-    return "it takes input gradients with stride 1 only";
+  if (op == Operator::kDgrad && has_stride(problem)) return "it takes input gradients with stride 1 only";
   if (problem.groups > 1 && !takes_groups(grouped(correlation_of_problem(problem, op))))
     return "a group must have a multiple or a divisor of 64 input channels, and the output channels that read the same "
            "64 must be a multiple of 64";
@@ -1620,7 +1614,7 @@ inline cudaError_t make_in_map(Params& params) {
     return hopper::make_box_map(hopper::BoxUse::kLoadRows, params.in_ptr, 2, sizes, strides, box, params.in_map, step_w,
                                 step_h);
   }
-  const hopper::Columns columns = columns_of(of);
+  const hopper::Columns columns = hopper::columns_of(of);
   return hopper::make_columns_map(params.in_ptr, 2, sizes, strides, columns.first, columns.last, columns.steps,
                                   plan.box_columns, params.in_map);
 }

@@ -42,9 +42,12 @@
 
 #include "channels_last.cuh"
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
+#include "ring.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
 
 namespace modelnew {
 namespace tma_wgrad {
@@ -121,7 +124,6 @@ MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
 
 // ---- Device code ----
 
-using hopper::Ring;
 
 // Barriers lie behind the stages.
 struct Shared {
@@ -137,7 +139,7 @@ template <int CHANNELS, int BLOCKS>
 __device__ __forceinline__ void order_boxes(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
   hopper::wait_for_prerequisites();
-  Ring ring;
+  RingPosition ring;
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
     const Job job = locate_job(params, number);
@@ -156,8 +158,8 @@ __device__ __forceinline__ void order_boxes(const Params& params, const Shared& 
       const int pixel = step * kStagePixels, n = quotient(pixel, params.by_plane);
       const int of_image = pixel - n * params.P * params.Q, p = quotient(of_image, params.by_row);
       const int q = of_image - p * params.Q;
-      const uint32_t full = shared.full(ring.stage), to = shared.base + ring.stage * plan.stage_bytes;
-      hopper::barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+      const uint32_t full = shared.full(ring.slot), to = shared.base + ring.slot * plan.stage_bytes;
+      hopper::barrier_wait(shared.empty(ring.slot), ring.parity ^ 1);
       hopper::barrier_arrive_expecting(full, plan.stage_bytes);
 #pragma unroll
       for (int i = 0; i < CHANNELS / 64; ++i)
@@ -180,7 +182,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   hopper::wait_for_prerequisites();  // a preceding kernel may still read the workspace
-  Ring ring;
+  RingPosition ring;
   int turn = 0;  // of stages
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
@@ -195,8 +197,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 #pragma unroll 1
     for (int step = job.first_step; step < job.last_step; ++step, turn ^= 1, ring.next(plan.stages)) {
       if (kByTurns && turn != warpgroup) continue;
-      hopper::barrier_wait(shared.full(ring.stage), ring.parity);
-      const uint32_t stage = shared.base + ring.stage * plan.stage_bytes;
+      hopper::barrier_wait(shared.full(ring.slot), ring.parity);
+      const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
       const uint32_t a = hopper::descriptor(stage + (kByTurns ? 0 : warpgroup * kBlockBytes), kBlockBytes);
       const uint32_t b = hopper::descriptor(stage + CHANNELS / 64 * kBlockBytes, kBlockBytes);
       hopper::wgmma_fence();
@@ -210,7 +212,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       keep = true;
       hopper::wgmma_wait<1>();
       give_back();
-      before = ring.stage;
+      before = ring.slot;
     }
     hopper::wgmma_wait<0>();
     hopper::wgmma_settle(acc);
@@ -305,9 +307,6 @@ __global__ void __launch_bounds__(hopper::kCopyThreads)
 struct Alignment {
   uint64_t x, dy;
 };
-
-// A stride that is never taken counts as 1.
-inline int taken_stride(int stride, int outputs) { return outputs == 1 ? 1 : stride; }
 
 // The im2col windows of x, as the taps read it, and of dy.
 inline hopper::Columns columns_of_x(const Problem& p) {

@@ -64,9 +64,14 @@
 #include "memo.cuh"
 #endif
 
-#include "hopper.cuh"
+#include "correlation.cuh"
+#include "divisor.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
+#include "ring.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
 
 namespace modelnew {
 namespace wgmma {
@@ -157,9 +162,8 @@ constexpr int kNoteBytes = 16;  // beside each chunk
 constexpr int kFinishBytes = 16 * 8;         // of a warp: what to multiply by and to add, of each channel
 constexpr int kCarriedBytes = 16 * kSector;  // of a warp: an unfinished sector of each channel
 
-// The problem that the kernel computes: y from x and w, or dx from dy and w seen as the same thing (filter flipped,
-// channel axes swapped, and with a padding that may be negative).
-struct Correlation {
+// A Correlation without strides. The kernel is compiled for this layout of its parameters.
+struct UnitCorrelation {
   int64_t N;
   int groups, in_channels, out_channels;  // channels of one group
   int H, W, P, Q, R, S;                   // in, out, taps
@@ -227,7 +231,7 @@ struct Guard {
 struct Params {
   const void *in_ptr, *packed_ptr, *bias_ptr;
   void* out_ptr;
-  Correlation of;
+  UnitCorrelation of;
   Plan plan;
   Guard guard;
   hopper::BoxMap four_blocks, one_block;     // boxes of y
@@ -250,7 +254,7 @@ struct SharedLayout {
   int staging, records, finish, carried, raw, notes, x_ring, w_ring, end;
 };
 
-MODELNEW_HOST_DEVICE inline int total_steps(const Correlation& of, const Plan& plan) {
+MODELNEW_HOST_DEVICE inline int total_steps(const UnitCorrelation& of, const Plan& plan) {
   return of.R * of.S * plan.blocks_c * plan.block_steps;
 }
 
@@ -266,7 +270,7 @@ MODELNEW_HOST_DEVICE constexpr int weight_step_bytes(const Plan& plan) {
   return operand_parts(plan.contained) * kWeightPartBytes;
 }
 
-MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Correlation& of, const Plan& plan, int element_bytes) {
+MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const UnitCorrelation& of, const Plan& plan, int element_bytes) {
   SharedLayout layout{};
   layout.staging = kBarrierBytes;  // aligned as boxes have to be
   layout.records =
@@ -320,13 +324,13 @@ struct Agenda {
 };
 
 struct Walk {
-  const Correlation& of;
+  const UnitCorrelation& of;
   const Plan& plan;
   const Agenda agenda;
   Tile tile;
   int unit, left, row, column;
 
-  MODELNEW_HOST_DEVICE Walk(const Correlation& of, const Plan& plan, const Agenda& agenda, int block)
+  MODELNEW_HOST_DEVICE Walk(const UnitCorrelation& of, const Plan& plan, const Agenda& agenda, int block)
       : of(of), plan(plan), agenda(agenda), unit(block) {
     start_unit();
   }
@@ -405,8 +409,8 @@ struct Walk {
 };
 
 template <typename Visit>
-MODELNEW_HOST_DEVICE inline void for_each_tile(const Correlation& of, const Plan& plan, const Agenda& agenda, int block,
-                                               Visit&& visit) {
+MODELNEW_HOST_DEVICE inline void for_each_tile(const UnitCorrelation& of, const Plan& plan, const Agenda& agenda,
+                                               int block, Visit&& visit) {
   for (Walk walk(of, plan, agenda, block); !walk.done(); walk.next()) visit(walk.tile);
 }
 
@@ -418,39 +422,6 @@ MODELNEW_HOST_DEVICE inline void for_each_tile(const Correlation& of, const Plan
 template <int N>
 struct Count {
   static constexpr int kValue = N;
-};
-
-// The reciprocal by which quotient() divides numbers below 2^16. The divisor is below 2^15.
-__device__ __forceinline__ uint32_t reciprocal(uint32_t divisor) { return 0x80000000u / divisor + 1; }
-__device__ __forceinline__ int quotient(int number, uint32_t by) { return __umulhi(2 * number + 1, by); }
-
-// A place in a ring and the parity of its current round.
-struct RingPosition {
-  int slot = 0;
-  uint32_t parity = 0;
-
-  // Without a branch.
-  __device__ __forceinline__ void next(int slots) {
-    const bool round = ++slot == slots;
-    slot = round ? 0 : slot;
-    parity ^= round;
-  }
-
-  // By no more than the ring has.
-  __device__ __forceinline__ void skip(int slots, int count) {
-    slot += count;
-    const bool round = slot >= slots;
-    slot -= round ? slots : 0;
-    parity ^= round;
-  }
-
-  __device__ __forceinline__ void advance(int slots, int count = 1) {
-    slot += count;
-    while (slot >= slots) {
-      slot -= slots;
-      parity ^= 1;
-    }
-  }
 };
 
 // A tile's place, for the multiplying warps. A converting warp works it out before the first row of the tile is there,
@@ -508,7 +479,7 @@ __device__ __forceinline__ void copy_resident_weights(const Params& params, cons
 }
 
 __device__ __forceinline__ void copy_weights(const Params& params, const Shared& shared, const Agenda& agenda) {
-  const Correlation& of = params.of;
+  const UnitCorrelation& of = params.of;
   const Plan& plan = params.plan;
   const int64_t group_bytes = static_cast<int64_t>(total_steps(of, plan)) * weight_step_bytes(plan);
   const int groups = plan.tile_k / kGroupChannels;
@@ -604,7 +575,7 @@ __device__ __forceinline__ void mark(const Guard& guard, uint32_t tile) {
 template <typename Format>
 __device__ __forceinline__ void announce_tile(const Params& params, const Shared& shared, uint8_t* smem,
                                               const Walk& walk, int number) {
-  const Correlation& of = params.of;
+  const UnitCorrelation& of = params.of;
   const Plan& plan = params.plan;
   const Tile& tile = walk.tile;
   TileRecord record;
@@ -709,7 +680,7 @@ struct Converter {
   __device__ __forceinline__ int parts() const { return (rows * row_items + 31) / 32; }
 
   __device__ __forceinline__ void enter_tile() {
-    const Correlation& of = params.of;
+    const UnitCorrelation& of = params.of;
     const Plan& plan = params.plan;
     rows = walk.tile.continues ? plan.tile_p : plan.x_rows;
     h0 = walk.tile.p - of.pad_h + plan.x_rows - rows;
@@ -755,7 +726,7 @@ struct Converter {
 
   template <bool ALL, int BEGIN, int END>
   __device__ __forceinline__ void look_at_parts() {
-    const Correlation& of = params.of;
+    const UnitCorrelation& of = params.of;
 #pragma unroll
     for (int i = BEGIN; i < END; ++i) {
       const Item at = item_of(i);
@@ -1245,7 +1216,7 @@ __device__ __forceinline__ void store_runs(const Params& params, const Store& st
   constexpr int kTogether = 2;  // planes whose loads from shared memory are on their way together
   const int lane_id = store.lane_id;
   if (store.first_p >= tile.rows) return;
-  const Correlation& of = params.of;
+  const UnitCorrelation& of = params.of;
   const int64_t plane_stride = of.out_stride[1] * kSize;
   const uint64_t tile_address =
       reinterpret_cast<uint64_t>(params.out_ptr) +
@@ -1454,7 +1425,7 @@ __device__ __forceinline__ void store_boxes(const Params& params, const Store& s
   constexpr int kBlockBytes = kChannels * hopper::kBoxRowBytes;
   constexpr int kParts = kBlocks / 4;  // boxes of so many channels
   static_assert(kBlocks * kBlockBytes == box_bytes(Format::CONTAINED), "all of staging");
-  const Correlation& of = params.of;
+  const UnitCorrelation& of = params.of;
   const int lane_id = store.lane_id;
 
   // Pixels count from the start of the image in the warp's first channel, positions from the boundary before the tile.
@@ -1611,7 +1582,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
   constexpr int kVector = 16 / kSize;
   constexpr int kPixels = 512 / kSize;
   constexpr int kPlaneBytes = staged_plane_bytes(kSize, Format::CONTAINED);
-  const Correlation& of = params.of;
+  const UnitCorrelation& of = params.of;
   const int lane_id = store.lane_id;
 
 #pragma unroll
@@ -1668,7 +1639,7 @@ template <typename Format, int TILE_P, int TILE_Q>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem, int warpgroup_id) {
 #if defined(MODELNEW_SM90A)
   using Element = typename Format::Stored;
-  const Correlation& of = params.of;
+  const UnitCorrelation& of = params.of;
   const Plan& plan = params.plan;
   const int lane_id = threadIdx.x % 32;
   const int warp_id = hopper::uniform(threadIdx.x / 32);
@@ -1994,7 +1965,7 @@ constexpr int kPackThreads = 256;
 struct PackOperandsParams {
   const void* w_ptr;
   void* packed_ptr;
-  Correlation of;
+  UnitCorrelation of;
   int tiles_k, blocks_c, block_steps;  // tiles of 64 output channels
   int boxes;
   int64_t pieces;
@@ -2011,7 +1982,7 @@ template <typename Format>
 __device__ __forceinline__ PackedPiece packed_piece(const PackOperandsParams& params, int group, int row,
                                                     int64_t piece) {
   constexpr int kChunk = 16 / sizeof(typename Format::Multiplied);
-  const Correlation& of = params.of;
+  const UnitCorrelation& of = params.of;
   const int taps = of.R * of.S;
   const int half = static_cast<int>(piece % 2);
   piece /= 2;
@@ -2032,7 +2003,7 @@ __device__ __forceinline__ PackedPiece packed_piece(const PackOperandsParams& pa
 template <typename Stored, int COUNT>
 __device__ __forceinline__ void load_weights(const PackOperandsParams& params, const PackedPiece& at,
                                              Stored (&values)[COUNT]) {
-  const Correlation& of = params.of;
+  const UnitCorrelation& of = params.of;
   const Stored* from = static_cast<const Stored*>(params.w_ptr) + at.group * of.w_stride_group +
                        at.k * of.w_stride_out + at.channel * of.w_stride_in + at.r * of.w_stride_r +
                        at.s * of.w_stride_s;
@@ -2052,13 +2023,7 @@ __device__ __forceinline__ void pack_piece(const PackOperandsParams& params, int
   const int row = static_cast<int>(tile % params.tiles_k * kGroupChannels + piece % kGroupChannels);
   Stored values[16 / sizeof(Stored)];
   load_weights(params, packed_piece<Format>(params, group, row, piece / kGroupChannels % row_pieces), values);
-  if constexpr (sizeof(Stored) == 4) {
-#pragma unroll
-    for (float& value : values) value = round_to_tf32(value);
-  }
-  uint4 packed;
-  memcpy(&packed, values, sizeof packed);
-  static_cast<uint4*>(params.packed_ptr)[piece] = packed;
+  static_cast<uint4*>(params.packed_ptr)[piece] = operand_piece(values);
 }
 
 template <typename Format>
@@ -2142,7 +2107,7 @@ __device__ __forceinline__ void pack_contained_row(const PrepareParams& prepare,
 
 // Places all over x, the same in every call: rows at even distances, a column drawn for each.
 __device__ __forceinline__ void sample(const PrepareParams& prepare, PrepareShared& shared, int block) {
-  const Correlation& of = prepare.contained.of;
+  const UnitCorrelation& of = prepare.contained.of;
   const uint64_t channels = static_cast<uint64_t>(of.groups) * of.in_channels, rows = of.N * channels * of.H;
   constexpr int kEach = kSamples / kSampleBlocks / kPackThreads;
   uint32_t words[kEach];
@@ -2225,46 +2190,13 @@ __global__ void __launch_bounds__(kPackThreads) prepare_kernel(const __grid_cons
 
 // ---- Host: what to compute ----
 
-inline Correlation correlation_of(const Problem& problem, Operator op) {
-  Correlation of{};
-  const int group_c = problem.C / problem.groups, group_k = problem.K / problem.groups;
-  of.N = problem.N;
-  of.groups = problem.groups;
-  of.R = problem.R;
-  of.S = problem.S;
-  of.dilation_h = problem.dilation_h;
-  of.dilation_w = problem.dilation_w;
-  of.w_stride_group = group_k * problem.w_stride[0];
-  of.w_stride_r = problem.w_stride[2];
-  of.w_stride_s = problem.w_stride[3];
-  of.flipped = op == Operator::kDgrad;
-  if (op == Operator::kDgrad) {
-    of.in_channels = group_k;
-    of.out_channels = group_c;
-    of.H = problem.P;
-    of.W = problem.Q;
-    of.P = problem.H;
-    of.Q = problem.W;
-    of.pad_h = problem.dilation_h * (problem.R - 1) - problem.pad_h;
-    of.pad_w = problem.dilation_w * (problem.S - 1) - problem.pad_w;
-    of.w_stride_out = problem.w_stride[1];
-    of.w_stride_in = problem.w_stride[0];
-    std::copy_n(problem.y_stride, 4, of.in_stride);
-    std::copy_n(problem.x_stride, 4, of.out_stride);
-  } else {
-    of.in_channels = group_c;
-    of.out_channels = group_k;
-    of.H = problem.H;
-    of.W = problem.W;
-    of.P = problem.P;
-    of.Q = problem.Q;
-    of.pad_h = problem.pad_h;
-    of.pad_w = problem.pad_w;
-    of.w_stride_out = problem.w_stride[0];
-    of.w_stride_in = problem.w_stride[1];
-    std::copy_n(problem.x_stride, 4, of.in_stride);
-    std::copy_n(problem.y_stride, 4, of.out_stride);
-  }
+inline UnitCorrelation correlation_of(const Problem& problem, Operator op) {
+  const Correlation any = correlation_of_problem(problem, op);
+  UnitCorrelation of{any.N, any.groups, any.in_channels, any.out_channels, any.H, any.W, any.P, any.Q, any.R, any.S,
+                     any.pad_h, any.pad_w, any.dilation_h, any.dilation_w, {}, {}, any.w_stride_group,
+                     any.w_stride_out, any.w_stride_in, any.w_stride_r, any.w_stride_s, any.flipped};
+  std::copy_n(any.in_stride, 4, of.in_stride);
+  std::copy_n(any.out_stride, 4, of.out_stride);
   if (of.H == 1) of.in_stride[2] = 0;  // whatever it is; so that rows of the padding are aligned as the image is
   return of;
 }
@@ -2321,7 +2253,7 @@ struct Device {
 };
 
 // How many channels of y there are to one that is aligned alike, if boxes can store it, or 0.
-inline int boxes_of(const Correlation& of, int element_size, const Plan& plan) {
+inline int boxes_of(const UnitCorrelation& of, int element_size, const Plan& plan) {
   const int64_t channel_bytes = of.out_stride[1] * element_size, image_bytes = of.out_stride[0] * element_size;
   const int64_t most_bytes = int64_t{1} << 40;
   int boxes = 1;
@@ -2341,7 +2273,7 @@ inline int64_t even(int64_t value) { return value + (value & 1); }
 constexpr int64_t most_steps_with_zeros(int64_t channel_steps) { return channel_steps * 17 / 16; }
 
 // Completes a plan whose tile is chosen; false when it does not fit.
-inline bool complete(const Correlation& of, const Operands& operands, const Device& device, int shape, int tile_k,
+inline bool complete(const UnitCorrelation& of, const Operands& operands, const Device& device, int shape, int tile_k,
                      Plan& plan) {
   const int element_size = operands.element_bytes;
   const int step_channels = kStepBytes / operands.multiplied_bytes(), parts = operand_parts(operands.contained);
@@ -2537,7 +2469,7 @@ struct Alignment {
 };
 
 // Sets what the kernel may assume about addresses: true only where it holds for every element it concerns.
-inline void set_alignments(const Correlation& of, int element_size, const Alignment& address, Plan& plan) {
+inline void set_alignments(const UnitCorrelation& of, int element_size, const Alignment& address, Plan& plan) {
   const auto multiples = [&](const int64_t (&stride)[4], int64_t images, int64_t channels, int64_t rows,
                              int64_t of_what) {
     return (images == 1 || stride[0] % of_what == 0) && (channels == 1 || stride[1] % of_what == 0) &&
@@ -2571,8 +2503,8 @@ constexpr int kContainedConfigurations = 32;
 constexpr int kSplitConfigurations = 2 * kContainedConfigurations;
 constexpr int kAllConfigurations = 3 * kContainedConfigurations;
 
-inline bool plan_configuration(const Correlation& of, int element_size, const Device& device, const Alignment& address,
-                               int configuration, bool chunks, Plan& plan) {
+inline bool plan_configuration(const UnitCorrelation& of, int element_size, const Device& device,
+                               const Alignment& address, int configuration, bool chunks, Plan& plan) {
   const int contained = configuration / kContainedConfigurations;
   configuration %= kContainedConfigurations;
   const bool last = configuration == kConfigurations - 1;
@@ -2588,7 +2520,7 @@ inline bool plan_configuration(const Correlation& of, int element_size, const De
 }
 
 // With TF32 operands, for the tiles of a plan with contained ones: the same tiles, rightwards.
-inline bool plan_again(const Correlation& of, const Device& device, const Alignment& address, const Plan& contained,
+inline bool plan_again(const UnitCorrelation& of, const Device& device, const Alignment& address, const Plan& contained,
                        Plan& plan) {
   int configuration = contained.tile_k == 64 ? 4 : 0;
   while (kShapes[configuration % 4].columns != contained.tile_q) ++configuration;
@@ -2612,7 +2544,7 @@ inline Precision precision_of(const Problem& problem, Operator op) {
 // which leaves a fourth warp to convert and, mostly, few channels, whose rows are found in the L1 cache when they are
 // loaded again; nor where rings get shorter or blocks of channels smaller. Not for split operands, whose kernels lack
 // the registers for one more way to convert. Measured in docs/lab/wgmma.md.
-inline void try_chunks(const Correlation& of, const Device& device, const Alignment& address, int configuration,
+inline void try_chunks(const UnitCorrelation& of, const Device& device, const Alignment& address, int configuration,
                        Plan& plan) {
   if (plan.contained != 1 || !plan.x_boxes || plan.w_stages == 0) return;
   Plan chunked;
@@ -2622,8 +2554,8 @@ inline void try_chunks(const Correlation& of, const Device& device, const Alignm
   if (!tight || !plan.x_simple) plan = chunked;  // single pixels are the slowest way
 }
 
-inline bool make_plan(const Correlation& of, const Precision& precision, const Device& device, const Alignment& address,
-                      int forced, Plan& best) {
+inline bool make_plan(const UnitCorrelation& of, const Precision& precision, const Device& device,
+                      const Alignment& address, int forced, Plan& best) {
   int found = -1;
   for (int configuration = 0; configuration < kAllConfigurations; ++configuration) {
     if (precision.exact != (configuration >= kSplitConfigurations)) continue;
@@ -2648,9 +2580,8 @@ constexpr double kLeastSplitMultiplyAdds = 1 << 25;
 inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
-  if ((problem.stride_h != 1 && problem.P > 1) || (problem.stride_w != 1 && problem.Q > 1))
-    return "it takes stride 1 only";
-  const Correlation of = correlation_of(problem, op);
+  if (has_stride(problem)) return "it takes stride 1 only";
+  const UnitCorrelation of = correlation_of(problem, op);
   if (of.Q < 32) return "it takes outputs of at least 32 columns";
   if (of.in_channels < 8) return "it takes at least 8 input channels a group";
   if (of.out_channels < 8) return "it takes at least 8 output channels a group";
@@ -2664,7 +2595,7 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
 }
 
 struct Planned {
-  Correlation of;
+  UnitCorrelation of;
   Plan plan, again;  // again: where the plan is contained in one part
   bool found;
   int sms;
@@ -2771,7 +2702,7 @@ inline const char* yields(const Problem& problem, Operator op) {
              : nullptr;
 }
 
-inline int64_t packed_bytes(const Correlation& of, const Plan& plan) {
+inline int64_t packed_bytes(const UnitCorrelation& of, const Plan& plan) {
   return static_cast<int64_t>(of.groups) * plan.tiles_k * total_steps(of, plan) * (plan.tile_k / kGroupChannels) *
          weight_step_bytes(plan);
 }
@@ -2783,7 +2714,7 @@ struct WorkspaceLayout {
 };
 
 inline WorkspaceLayout workspace_layout(const Problem& problem, Operator op, const Planned& planned) {
-  const Correlation& of = planned.of;
+  const UnitCorrelation& of = planned.of;
   const Plan& plan = planned.plan;
   const auto aligned = [](int64_t bytes) { return ceil_div(bytes, 128) * 128; };
   WorkspaceLayout layout{};
@@ -2816,7 +2747,8 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-inline PackOperandsParams pack_params(const void* w_ptr, void* packed_ptr, const Correlation& of, const Plan& plan) {
+inline PackOperandsParams pack_params(const void* w_ptr, void* packed_ptr, const UnitCorrelation& of,
+                                      const Plan& plan) {
   PackOperandsParams params{};
   params.w_ptr = w_ptr;
   params.packed_ptr = packed_ptr;
@@ -2832,7 +2764,7 @@ inline PackOperandsParams pack_params(const void* w_ptr, void* packed_ptr, const
 // y as boxes want it: [image][channel / boxes][pixel of `boxes` channels], and blocks of 128 bytes to go on with.
 template <typename Element>
 cudaError_t make_box_maps(Params& params) {
-  const Correlation& of = params.of;
+  const UnitCorrelation& of = params.of;
   constexpr uint64_t kSize = sizeof(Element);
   const uint64_t boxes = params.plan.boxes, channel = of.out_stride[1], images = of.N;
   const uint64_t channels = static_cast<uint64_t>(of.groups) * of.out_channels / boxes;
@@ -2850,7 +2782,7 @@ cudaError_t make_box_maps(Params& params) {
 
 // x as boxes load it: [image][channel][row][column].
 inline cudaError_t make_chunk_maps(Params& params) {
-  const Correlation& of = params.of;
+  const UnitCorrelation& of = params.of;
   const Plan& plan = params.plan;
   constexpr uint64_t kSize = sizeof(float);
   constexpr hopper::BoxUse kLoad = hopper::BoxUse::kLoad;
@@ -2934,7 +2866,7 @@ struct Call {
 
 // Contained operands in one part or two, and what does not fit into them again: with TF32 operands, or by FFMA.
 inline cudaError_t run_contained(const Call& call, Params& params, cudaStream_t stream) {
-  const Correlation& of = params.of;
+  const UnitCorrelation& of = params.of;
   const Plan& plan = params.plan;
   const Plan& again = call.planned.again;
   const bool split = plan.contained == 2;

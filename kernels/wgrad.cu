@@ -52,9 +52,11 @@
 #endif
 
 #include "divisor.cuh"
-#include "hopper.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
 
 namespace modelnew {
 namespace wgrad {
@@ -1246,8 +1248,6 @@ inline bool has_boxes_of_dy(const Problem& problem, bool of_images, bool filled_
          in_steps(stride[0], problem.N) && in_steps(stride[1], problem.K) &&
          reinterpret_cast<uint64_t>(dy) % 16 == 0;
 }
-
-constexpr int64_t kMostCopiedBytes = 512 << 20;
 
 inline Prepared prepare(const Problem& problem, const void* x, const void* dy) {
   Prepared prepared{problem, false, false, false, 0, 0};

@@ -218,7 +218,7 @@ class Kernels:
 
     files: Sequence[str]  # under kernels/
     entry_points: Sequence[str]  # under emulation/
-    hopper: str = HOPPER_STAND_IN  # in place of hopper.cuh
+    hopper: str = HOPPER_STAND_IN  # in place of ptx.cuh and of the headers that build on it
     edits: Mapping[str, str] = dataclasses.field(default_factory=dict)  # patterns that are there once
     wishes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # and what a run asks for if it is not told
     tf32: bool = True  # unless a run says otherwise
@@ -334,7 +334,8 @@ class Emulated(Engine):
 
     def __init__(self, engine: str, folder: Path, transform: Transform = unchanged) -> None:
         self.engine, self.kernels = engine, EMULATED[engine]
-        source = amalgamate({**modelnew._sources, "hopper.cuh": self.kernels.hopper}, self.kernels.files)
+        headers = {"ptx.cuh": self.kernels.hopper, "tensor_map.cuh": "", "wgmma.cuh": ""}
+        source = amalgamate(modelnew._sources | headers, self.kernels.files)
         for pattern, replacement in self.kernels.edits.items():
             source, found = re.subn(pattern, replacement, source)
             assert found >= 1, pattern

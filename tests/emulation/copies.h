@@ -1,4 +1,4 @@
-// hopper.cuh as far as an engine of the same kind takes it: copies that happen as late as they may.
+// ptx.cuh as far as an engine of the same kind takes it: copies that happen as late as they may.
 
 #include <deque>
 

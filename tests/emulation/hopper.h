@@ -1,5 +1,6 @@
-// hopper.cuh for the CPU, and what else a kernel of warps with roles of their own takes: every thread runs until it has
-// to wait. What is asynchronous on a GPU happens here as late as it may or, in every other run, at once.
+// ptx.cuh, tensor_map.cuh and wgmma.cuh for the CPU, and what else a kernel of warps with roles of their own takes:
+// every thread runs until it has to wait. What is asynchronous on a GPU happens here as late as it may or, in every
+// other run, at once.
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -217,7 +218,6 @@ Value __shfl_down_sync(unsigned mask, Value value, int by) {
   const int lane = threadIdx.x % 32;
   return __shfl_sync(mask, value, lane + by < 32 ? lane + by : lane);
 }
-inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   const uint64_t bytes = uint64_t{b} << 32 | a;
   unsigned result = 0;
@@ -550,8 +550,8 @@ template <int COUNT>
 void registers_take() {}
 
 inline uint32_t of_own_block(uint32_t address) { return address; }
-inline uint32_t descriptor(uint32_t address, uint32_t half_distance) {
-  return address / 16 | half_distance / 16 << 16;
+inline uint32_t descriptor(uint32_t address, uint32_t leading_byte_offset) {
+  return address / 16 | leading_byte_offset / 16 << 16;
 }
 inline void wgmma_fence() {}
 inline void wgmma_commit() { ++simt::multiplications[threadIdx.x].groups; }

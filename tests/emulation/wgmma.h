@@ -28,7 +28,7 @@ extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, 
   const int bytes = element_bytes(problem.dtype);
   const Precision precision{bytes, bytes == 4 && !problem.tf32_allowed};
   Planned planned{correlation_of(problem, which), {}, {}, true, device.sms};
-  const Correlation& of = planned.of;
+  const UnitCorrelation& of = planned.of;
   Plan& plan = planned.plan;
   if (!make_plan(of, precision, device, alignment, configuration, plan)) return -1;
   if (plan.contained == 1 && !plan_again(of, device, alignment, plan, planned.again)) return -1;

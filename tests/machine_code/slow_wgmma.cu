@@ -1,5 +1,5 @@
 #include "numerics.cuh"
-#include "hopper.cuh"
+#include "wgmma.cuh"
 using namespace modelnew;
 __global__ void multiply(float* p, int steps) {
 #if defined(MODELNEW_SM90A)

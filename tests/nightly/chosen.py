@@ -68,7 +68,7 @@ CHOSEN: dict[str, list[tuple[str, str]]] = {
         ("multiply_add(d, a_rest[i][m], b[i]);", "if (!MUTATED) multiply_add(d, a_rest[i][m], b[i]);"),
     ],
     "pointwise": [  # an Inf not computed again, or for the pixel before
-        ("if (!is_finite(sum))", "if (!MUTATED && !is_finite(sum))"),
+        ("if (!has_finite_bits(sum))", "if (!MUTATED && !has_finite_bits(sum))"),
         ("exact_output(params, column + i, row)", "exact_output(params, column + i, row - MUTATED * (row > 0))"),
     ],
     "stem": [  # not rounded; a product dropped

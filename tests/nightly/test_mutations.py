@@ -28,9 +28,9 @@ import pytest
 import torch
 
 import modelnew
-from tests import emulation, engines, test_depthwise
+from tests import emulation, engines, test_depthwise, test_engines_cpu
 from tests.cases import LAYOUTS, Case, in_layout, make_tensors, references, under_a_tf32_step
-from tests.emulation import amalgamate, compile_shared, compile_simt
+from tests.emulation import amalgamate, compile_shared
 from tests.nightly.chosen import CHOSEN
 from tests.nightly.operators import MOST_NUMBERS, Site, apart_from, sites_of, with_switches
 
@@ -41,29 +41,21 @@ SPARE = 2  # times as many are compiled: the tests do not reach all
 MOST_SECONDS = 10.0  # for the tests of one mutant, as they take without it
 
 
-# An engine is what its tests' fixture is, built from a changed source: `build` says how. What may change are its own
-# files; others are another engine's, or the stand-ins replace them.
+# What may change are an engine's own files; others are another engine's, or the stand-ins replace them.
 NAMES = ("direct", "depthwise", "wgmma", "gather", "mma", "pointwise", "stem", "tma", "wgrad", "tma_wgrad")
 HEADERS = {"direct": "correlate.cuh", "mma": "tf32.cuh", "tma_wgrad": "channels_last.cuh"}
 FILES = {name: {f"{name}.cu", HEADERS.get(name)} for name in NAMES}
-FIXTURE, MODULE = "{}_shim", "tests.test_{}"
 
 
-def build(name: str, folder: Path, transform: Callable[[str], str]) -> Any:
+def build(name: str, folder: Path, transform: Callable[[str], str]) -> engines.Emulated:
     """An engine of whose amalgamated source a transform comes first. Indices behind an array trap, of registers too."""
 
     def compile_with_bounds(source: str, folder: Path, *flags: str) -> ctypes.CDLL:
         return compile_shared(source, folder, *flags, "-fsanitize=bounds")
 
-    def compile_transformed(source: str, folder: Path) -> ctypes.CDLL:
-        with mock.patch.object(emulation, "compile_shared", compile_with_bounds):
-            return compile_simt(transform(source), folder)
-
-    with (
-        mock.patch.object(engines, "compile_simt", compile_transformed),
-        mock.patch.object(engines, "with_mutations", lambda source, *_: source),
-    ):
-        return emulation.BUILDS[FIXTURE.format(name)](folder)
+    handle = engines.EmulatedGather if name == "gather" else engines.Emulated
+    with mock.patch.object(emulation, "compile_shared", compile_with_bounds):
+        return handle(name, folder, transform)
 
 
 # Tests of the tests, and those that ask a planner only or look at the library's file.
@@ -90,29 +82,32 @@ class Built:
     checks: list[Check]
 
 
-def settings_of(test: Callable, most: int) -> list[dict[str, Any]]:
-    """What pytest would pass for a test's parameters: some of it, evenly spread, if it is much."""
+def settings_of(test: Callable) -> list[dict[str, Any]]:
+    """What pytest would pass for a test's parameters."""
     axes = []
     for mark in getattr(test, "pytestmark", ()):
         if mark.name == "parametrize":
             names = [name.strip() for name in mark.args[0].split(",")]
             values = [getattr(value, "values", value if len(names) > 1 else (value,)) for value in mark.args[1]]
             axes.append([dict(zip(names, of_names, strict=True)) for of_names in values])
-    all_of = [{name: value for one in combined for name, value in one.items()} for combined in itertools.product(*axes)]
-    step = max(1.0, len(all_of) / most)
-    return [all_of[int(i * step)] for i in range(min(len(all_of), most))]
+    return [{name: value for one in combined for name, value in one.items()} for combined in itertools.product(*axes)]
 
 
-def checks_of(name: str, shim: Any) -> Iterator[Check]:
+def checks_of(name: str, shim: engines.Emulated) -> Iterator[Check]:
     """The tests of an engine that take nothing but its fixture and parameters, and more."""
-    fixture = FIXTURE.format(name)
-    for of_test, test in inspect.getmembers(importlib.import_module(MODULE.format(name)), inspect.isfunction):
+    own = Path(__file__).parent.parent / f"test_{name}.py"
+    modules = [test_engines_cpu, *([importlib.import_module(f"tests.test_{name}")] if own.exists() else [])]
+    for of_test, test in itertools.chain(*(inspect.getmembers(module, inspect.isfunction) for module in modules)):
         taken = inspect.signature(test).parameters.keys()
-        if not of_test.startswith("test_") or fixture not in taken or NO_CHECKS.search(of_test):
+        if not of_test.startswith("test_") or NO_CHECKS.search(of_test):
             continue
-        for settings in settings_of(test, MOST_SETTINGS.get(name, 40)):
-            if settings.keys() | {fixture} == taken:
-                yield Check(functools.partial(test, **settings, **{fixture: shim}))
+        all_of = [settings for settings in settings_of(test) if settings.get("emulated", name) == name]
+        most = MOST_SETTINGS.get(name, 40)
+        step = max(1.0, len(all_of) / most)
+        for settings in (all_of[int(i * step)] for i in range(min(len(all_of), most))):  # evenly spread
+            given = settings | {fixture: shim for fixture in ("emulated", f"{name}_shim") if fixture in taken}
+            if given.keys() == taken and shim in given.values():
+                yield Check(functools.partial(test, **given))
     for run in MORE_CHECKS.get(name, []):
         yield Check(functools.partial(run, shim))
 
@@ -156,7 +151,7 @@ def drawn(sites: list[Site], count: int) -> list[Site]:
 @functools.cache
 def shares() -> dict[str, int]:
     """How many of the mutants are each engine's: as many as it has places for them, of all."""
-    headers = {**modelnew._sources, "hopper.cuh": ""}
+    headers = modelnew._sources | {"ptx.cuh": "", "tensor_map.cuh": "", "wgmma.cuh": ""}
     places = {name: len(sites_of(amalgamate(headers, [f"{name}.cu"]), files)) for name, files in FILES.items()}
     exact = {name: MUTANTS * count / sum(places.values()) for name, count in places.items()}
     rest = sorted(exact, key=lambda name: int(exact[name]) - exact[name])[: MUTANTS - sum(map(int, exact.values()))]

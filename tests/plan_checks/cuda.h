@@ -1,4 +1,4 @@
-// What wgmma.cu and hopper.cuh want of CUDA while the host compiles the plans in them; the GPU is what the test says.
+// What wgmma.cu and ptx.cuh want of CUDA while the host compiles the plans in them; the GPU is what the test says.
 #pragma once
 #include <algorithm>
 #include <array>

@@ -34,12 +34,12 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, con
     return "channels in no chunk, or a chunk without";
   if (int64_t{plan.splits} * plan.split_chunks < plan.chunks || (plan.splits - 1) * plan.split_chunks >= plan.chunks)
     return "chunks in no part, or a part without";
-  if (plan.splits > 1 && !device.hopper) return "a cluster without Hopper";
+  if (plan.splits > 1 && !device.has_clusters_and_tma) return "a cluster without Hopper";
   if (plan.splits * plan.split_rows != plan.tile_m || 1 << plan.split_bits != plan.splits) return "rows of a part";
   if (plan.out_vector << plan.piece_bits != (plan.out_channels_last ? plan.split_rows : plan.tile_n))
     return "pieces of a row of outputs";
   if (plan.tile_p * plan.tile_q > plan.tile_n || plan.tile_p < 1 || plan.tile_q < 1) return "pixels of a tile";
-  if ((plan.x_bulk || plan.w_bulk) && !device.hopper) return "bulk copies without Hopper";
+  if ((plan.x_bulk || plan.w_bulk) && !device.has_clusters_and_tma) return "bulk copies without Hopper";
   if ((plan.x_copies == Copies::kBox && !plan.x_bulk) || (plan.w_copies == Copies::kBox && !plan.w_bulk))
     return "boxes that are no bulk copies";
   if (plan.w_words < (plan.tile_m - 1) * plan.w_pitch + plan.depth) return "rows of weights beyond their stage";

@@ -112,7 +112,7 @@ const char* plan_fault(int, const int64_t* fields, uint64_t x, uint64_t w, uint6
   current_device(device);
   Plan best{};
   if (!make_plan(of, exact, device, Alignment{x, w, y}, best)) return nullptr;
-  if (best.split_bits > 0 && !device.hopper) return "a cluster without Hopper";
+  if (best.split_bits > 0 && !device.has_clusters) return "a cluster without Hopper";
   note(best);
   for (int i = -1; i < 3 * 4 * 5 + 2; ++i) {
     Plan plan = best;
@@ -127,7 +127,7 @@ const char* plan_fault(int, const int64_t* fields, uint64_t x, uint64_t w, uint6
     if (fault.empty() && (i < 0 || staged))
       fault = fault_of_places(problem, make_params(of, plan), Alignment{x / 4, w / 4, y / 4}, seed);
     const bool large = problem.P * problem.Q >= (problem.C < 256 ? 784 : 2048);  // enough for stages
-    const bool may_be = staged ? large : device.hopper || split_bits == 0;
+    const bool may_be = staged ? large : device.has_clusters || split_bits == 0;
     if (fault.empty() && plan.cycles < best.cycles && may_be) fault = "not the best plan";
     if (fault.empty() && i < 0 && plan.stage_terms > 0 && !large) fault = "stages of small planes";
     if (!fault.empty()) return told(fault, "plan " + std::to_string(i));

@@ -174,7 +174,7 @@ static std::string fault_of_operands(const Grouped& of, const Plan& plan, const 
   } else if (!plan.direct) {
     const hopper::Axis axes[2] = {{of.W, of.Q, of.S, of.stride_w, of.pad_w, of.dilation_w},
                                   {of.H, of.P, of.R, of.stride_h, of.pad_h, of.dilation_h}};
-    const std::string fault = fault_of_columns(columns_of(of), axes);
+    const std::string fault = fault_of_columns(hopper::columns_of(of), axes);
     if (!fault.empty()) return fault;
   }
   // The map of weights and that of the copy, as far as they reach.

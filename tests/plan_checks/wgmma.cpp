@@ -7,7 +7,7 @@ using namespace modelnew::wgmma;
 static const Guard kNoGuard{};
 
 // What is wrong with the numbers of a plan, or nothing.
-static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int bytes) {
+static std::string fault_of_numbers(const UnitCorrelation& of, const Plan& plan, int bytes) {
   const SharedLayout layout = shared_layout(of, plan, bytes);
   // In 64 bits, unlike the layout.
   const int64_t row_bytes = int64_t{plan.block_steps} * 2 * plan.x_pitch * 16;
@@ -110,7 +110,7 @@ static std::string fault_of_numbers(const Correlation& of, const Plan& plan, int
 
 // What is wrong with the walks of all blocks, or nothing: every tile once; runs that do not break off, nor go on where
 // memory does not; windows kept exactly where the next one lies below.
-static std::string fault_of_walks(const Correlation& of, const Plan& plan) {
+static std::string fault_of_walks(const UnitCorrelation& of, const Plan& plan) {
   const int64_t images = of.N * of.groups * plan.tiles_k, tiles = int64_t{plan.tiles_p} * plan.tiles_q;
   std::vector<char> owned(images * tiles);
   for (int block = 0; block < plan.blocks; ++block) {
@@ -157,7 +157,7 @@ static std::string fault_of_walks(const Correlation& of, const Plan& plan) {
 
 // What is wrong with a plan that does again what another one marks, or nothing: its tiles have other numbers, or it
 // takes a list of them, here of every third one, otherwise.
-static std::string fault_of_again(const Correlation& of, const Plan& plan, const Plan& again) {
+static std::string fault_of_again(const UnitCorrelation& of, const Plan& plan, const Plan& again) {
   if (plan.tile_k != again.tile_k || plan.tile_p != again.tile_p || plan.tile_q != again.tile_q) return "other tiles";
   if (again.down || again.contained != 0) return "a plan that takes no list";
   if (again.convert_warps == 4 && again.tiles_k > 1) return "nobody to copy the weights of a list";
@@ -186,7 +186,7 @@ static std::string fault_of_again(const Correlation& of, const Plan& plan, const
   return alone && left.empty() ? "" : "a list that is not done tile by tile";
 }
 
-static std::string fault_of(const Correlation& of, const Plan& plan, int bytes) {
+static std::string fault_of(const UnitCorrelation& of, const Plan& plan, int bytes) {
   const std::string fault = fault_of_numbers(of, plan, bytes);
   return fault.empty() ? fault_of_walks(of, plan) : fault;
 }
@@ -200,7 +200,7 @@ double plan_cycles(int op, const int64_t* fields, uint64_t in, uint64_t, uint64_
 // tensors in full if TF32 is not allowed, else as TF32, however small the problem.
 const char* plan_fault(int op, const int64_t* fields, uint64_t in, uint64_t, uint64_t out, int) {
   const Problem problem = make_problem(fields);
-  const Correlation of = correlation_of(problem, as_operator(op));
+  const UnitCorrelation of = correlation_of(problem, as_operator(op));
   const int bytes = element_bytes(problem.dtype);
   const Precision precision{bytes, bytes == 4 && !problem.tf32_allowed};
   const std::string contract = precision.exact ? "in full, " : bytes == 4 ? "as TF32, " : "16 bits, ";
