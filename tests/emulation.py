@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import os
 import re
 import shutil
 import subprocess
@@ -38,19 +39,23 @@ PROBLEM_FIELDS = [
 ]  # fmt: skip
 
 
+# Compilers run beside tests that change PATH and other variables: they get those of the start.
+ENVIRONMENT = dict(os.environ)
+HAS_GXX = shutil.which("g++") is not None
 INCLUDES = ("-I.", *(f"-I{folder}" for folder in (KERNELS, TESTS / "emulation", TESTS / "plan_checks")))
 
 
 def compile_shared(source: str, folder: Path, *flags: str) -> ctypes.CDLL:
     """A C++ text as a loaded shared library, which may be there already: see `builds`."""
-    if shutil.which("g++") is None:
+    if not HAS_GXX:
         pytest.skip("needs g++")
     folder.mkdir(parents=True, exist_ok=True)
     library, written = folder / "library.so", folder / "source.cpp"
     if not (library.exists() and written.read_text() == source):
         written.write_text(source)
         command = ["g++", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Werror", *INCLUDES, *flags]
-        done = subprocess.run([*command, "source.cpp", "-o", "part.so"], cwd=folder, capture_output=True, text=True)
+        command += ["source.cpp", "-o", "part.so"]
+        done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         (folder / "part.so").rename(library)
     return ctypes.CDLL(str(library))

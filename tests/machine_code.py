@@ -15,7 +15,7 @@ from torch.utils import cpp_extension
 
 import modelnew
 from tests.cases import ENGINE_SOURCES, KERNELS
-from tests.emulation import is_worker, shared_folder
+from tests.emulation import ENVIRONMENT, is_worker, shared_folder
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
 
@@ -51,7 +51,7 @@ def nvcc_command(source: Path, output: Path, *flags: str) -> list[str]:
 
 def run_nvcc(source: Path, output: Path, *flags: str) -> subprocess.CompletedProcess:
     command = nvcc_command(source, output, *flags)
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 class NvccRuns:
@@ -69,7 +69,8 @@ class NvccRuns:
             output = self.object_of(source, gate)
             command = shlex.join(nvcc_command(source, output, *NVCC_GATES[gate], *SPILL_GATE))
             lines.append(f"{command} > {output}.log 2>&1; echo $? > {output}.part; mv {output}.part {output}.code")
-        self.process = subprocess.Popen(["sh", "-c", "\n".join([*lines, f"touch {self.folder / 'done'}"])])
+        script = "\n".join([*lines, f"touch {self.folder / 'done'}"])
+        self.process = subprocess.Popen(["sh", "-c", script], env=ENVIRONMENT)
 
     def __call__(self, source: Path, gate: str) -> tuple[Path, int, str]:
         """Waits for a run: its object file, its exit status and what it printed."""
