@@ -7,7 +7,7 @@
 //   backward()       check -> Problem -> launch, one launch per wanted gradient
 //
 // The module uses CPython's METH_FASTCALL and parses arguments itself instead of pybind11, since the host time of a
-// call bounds small convolutions (bench.py --host).
+// call bounds small convolutions (docs/lab/operators.md).
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/conv2d.h>
 #include <c10/cuda/CUDAGuard.h>
