@@ -876,9 +876,8 @@ def _register_flop_formulas() -> None:
 class ModelNew(nn.Module):
     """A model of one 2-D convolution, with the arguments and initialisation of nn.Conv2d, but bias=False by default.
 
-    The parameters are those of `self.conv2d`, an nn.Conv2d; state_dict has conv2d.weight [K, C / groups, R, S] and, if
-    asked for, conv2d.bias [K]. forward() reads them at every call but does not call `self.conv2d`, so hooks on it do
-    not run. Dtypes, devices and errors are those of modelnew.conv2d().
+    `self.conv2d` is the layer, a modelnew.Conv2d; state_dict has conv2d.weight [K, C / groups, R, S] and, if asked for,
+    conv2d.bias [K]. Dtypes, devices and errors are those of modelnew.conv2d().
     """
 
     def __init__(
@@ -893,14 +892,13 @@ class ModelNew(nn.Module):
         bias: bool = False,
     ):
         super().__init__()
-        self.conv2d = nn.Conv2d(
+        self.conv2d = Conv2d(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups=groups, bias=bias
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the convolution to [N, C, H, W] or [C, H, W]. Return [N, K, P, Q] or [K, P, Q]."""
-        layer = self.conv2d
-        return conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups)
+        return self.conv2d(x)
 
 
 class Conv2d(nn.Conv2d):

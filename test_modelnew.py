@@ -377,18 +377,22 @@ def test_model_uses_its_parameters_as_they_are(device):
     check()
 
 
+@pytest.mark.parametrize("ours, theirs", [(modelnew.Conv2d, nn.Conv2d), (modelnew.ModelNew, Model)], ids=named)
 @pytest.mark.parametrize("device", DEVICES)
-def test_parametrizations(device):
+def test_parametrizations(device, ours, theirs):
+    """For two steps: pruning computes its weight anew before each, in a hook."""
     x = torch.randn(2, 4, 9, 10, dtype=torch.float64, device=device)
     for parametrize in (
         nn.utils.parametrizations.weight_norm,
         lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: layer.register_forward_hook(plus_one),
     ):
-        layer, reference = twins(modelnew.Conv2d, nn.Conv2d, device, kernel_size=3, dtype=torch.float64)
-        parametrize(layer), parametrize(reference)
-        assert_same(layer(x), reference(x))
-        grads = [gradients(each(x), list(each.parameters())) for each in (layer, reference)]
-        assert_same(*grads)
+        pair = [model.double() for model in twins(ours, theirs, device, kernel_size=3)]
+        for model in pair:
+            parametrize(getattr(model, "conv2d", model))
+        for _ in range(2):
+            assert_same(*(model(x) for model in pair))
+            assert_same(*(gradients(model(x), list(model.parameters())) for model in pair))
 
 
 @pytest.mark.parametrize("device", DEVICES)

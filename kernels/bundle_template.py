@@ -11,26 +11,31 @@ from torch import nn
 from torch.utils import cpp_extension
 
 
+class _ModelNewConv2d(nn.Conv2d):
+    """nn.Conv2d that runs the kernels of this file on CUDA tensors."""
+
+    def _conv_forward(self, x, weight, bias):
+        if not x.is_cuda:
+            return super()._conv_forward(x, weight, bias)
+        return _modelnew.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+
 class ModelNew(nn.Module):
     """A model of one 2-D convolution, with the arguments and initialisation of nn.Conv2d, but bias=False by default.
 
-    The parameters are those of `self.conv2d`, read at every call. CUDA tensors run the kernels of this file, all others
-    PyTorch's own convolution. Arguments that the file has no kernels for raise ValueError.
+    `self.conv2d` is the layer. CUDA tensors run the kernels of this file, all others PyTorch's own convolution.
+    Arguments that the file has no kernels for raise ValueError.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, groups=1, bias=False):
         super().__init__()
-        self.conv2d = nn.Conv2d(
+        self.conv2d = _ModelNewConv2d(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups=groups, bias=bias
         )
 
     def forward(self, x):
         """Apply the convolution to [N, C, H, W]. Return [N, K, P, Q]."""
-        layer = self.conv2d
-        if not x.is_cuda:
-            return self.conv2d(x)
-        settings = layer.stride, layer.padding, layer.dilation, layer.groups
-        return _modelnew.conv2d(x, layer.weight, layer.bias, *settings)
+        return self.conv2d(x)
 
 
 def _modelnew_build():
