@@ -424,6 +424,13 @@ def test_bundle_has_every_instance_that_its_problems_launch(name, callers, tmp_p
         assert len(names) == count + one_more, (kernel, names)
 
 
+def test_engines_are_chosen_for_the_first_sm_count_of_an_architecture(monkeypatch):
+    asked = []
+    monkeypatch.setattr(modelnew, "_planned", lambda *arguments: asked.append(arguments[3:]) or ("wgmma", set()))
+    modelnew.bundle(P55, arch="9.0")
+    assert {asked_gpu for asked_gpu, *engine in asked if not engine} == {(90, 132, 0)}
+
+
 @needs_nvcc
 def test_binding_compiles_with_the_installed_torch(texts, tmp_path):
     """Its headers are complete without CUDA but for one, and those of CUDA's runtime."""
