@@ -87,14 +87,25 @@ def accelerated(network: nn.Module) -> list[bool]:
 FASTER, EQUAL, SLOWER = (1.0, 0.5), (1.0, 1.029), (1.0, 1.031)
 
 
+@pytest.fixture
+def timed(paper_gpu, monkeypatch) -> Callable[..., Times]:
+    """Gives a network these times, a pair for each layer of three_layers(); the last layer's are of its two calls."""
+
+    def install(network: nn.Module, first: tuple, second: tuple, third: list[tuple], **settings: float) -> Times:
+        times = Times({"0": [first], "1": [second], "2": third}, **settings)
+        times.install(monkeypatch, network)
+        return times
+
+    return install
+
+
 # Decisions ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_layers_that_take_over_3_per_cent_longer_go_back(paper_gpu, monkeypatch, training):
+def test_layers_that_take_over_3_per_cent_longer_go_back(timed, training):
     network = three_layers().train(training)
-    times = Times({"0": [SLOWER], "1": [EQUAL], "2": [FASTER] * 2})
-    times.install(monkeypatch, network)
+    times = timed(network, SLOWER, EQUAL, [FASTER] * 2)
     _, report = modelnew.accelerate(network, X)
     assert [type(network[0]), *accelerated(network)] == [nn.Conv2d, False, True, True]
     first, second, third, fourth = report.layers
@@ -110,22 +121,17 @@ def test_layers_that_take_over_3_per_cent_longer_go_back(paper_gpu, monkeypatch,
     assert re.search(r"^0 .* 1\.0000 +1\.0310 +0\.97x$", text, re.MULTILINE)
     assert f"  0: {first.reason}" in text
     assert ("forward and backward" in text) == training
-
-
-def test_passes_are_in_turn_with_pytorchs_convolution_and_ours(paper_gpu, monkeypatch):
-    network = three_layers()
-    times = Times({"0": [SLOWER], "1": [EQUAL], "2": [FASTER] * 2})
-    times.install(monkeypatch, network)
-    modelnew.accelerate(network, X)
+    # Passes with PyTorch's convolution and with ours alternate.
     assert set(times.passes[::2]) == {()}
     ours = times.passes[1::2]
     assert ours == [("0", "1", "2")] * (len(ours) - modelnew._TIMED_RUNS) + [("1", "2")] * modelnew._TIMED_RUNS
 
 
 @pytest.mark.parametrize("second, stays", [((2.0, 1.6), True), ((2.0, 2.0), False)])
-def test_all_calls_of_a_layer_count_together(paper_gpu, monkeypatch, second, stays):
+def test_all_calls_of_a_layer_count_together(timed, second, stays):
     network = three_layers()
-    Times({"0": [EQUAL], "1": [EQUAL], "2": [(1.0, 1.4), second]}).install(monkeypatch, network)
+    times = timed(network, EQUAL, EQUAL, [(1.0, 1.4), second])
+    times.disturbed = lambda count: 100.0 if count % 10 == 4 else 0.0  # a few passes of ours: the median decides
     _, report = modelnew.accelerate(network, X)
     assert accelerated(network) == [True, True, stays]
     rows = [row for row in report.layers if row.name == "2"]
@@ -135,36 +141,29 @@ def test_all_calls_of_a_layer_count_together(paper_gpu, monkeypatch, second, sta
         assert {row.reason for row in rows} == {"slower than PyTorch's convolution: 3.4000 ms against 3.0000 ms"}
 
 
-def test_the_median_decides(paper_gpu, monkeypatch):
-    """A few passes that something else disturbed do not."""
-    network = three_layers()
-    times = Times({"0": [EQUAL], "1": [EQUAL], "2": [FASTER] * 2})
-    times.disturbed = lambda count: 100.0 if count % 10 == 4 else 0.0  # always in a pass of ours
-    times.install(monkeypatch, network)
-    _, report = modelnew.accelerate(network, X)
-    assert accelerated(network) == [True] * 3
-    assert report.layers[0].after_ms == 1.029
-
-
 @pytest.mark.parametrize("wrap", [nn.Identity, nn.utils.parametrizations.weight_norm], ids=["plain", "parametrized"])
-def test_layers_of_an_earlier_call_go_back_too(paper_gpu, monkeypatch, wrap):
+def test_layers_of_an_earlier_call_go_back_too(timed, monkeypatch, wrap):
+    """And compiled code, which may hold the old classes, is forgotten."""
     network = three_layers()
     for layer in list(network)[:2]:
         wrap(layer)
     classes = [type(layer) for layer in network]
     modelnew.accelerate(network)
     assert accelerated(network) == [True] * 3
-    Times({"0": [SLOWER], "1": [SLOWER], "2": [FASTER] * 2}).install(monkeypatch, network)
+    timed(network, SLOWER, SLOWER, [FASTER] * 2)
+    forgotten = []
+    monkeypatch.setattr(modelnew, "_forget_compiled", forgotten.append)
     _, report = modelnew.accelerate(network, X)
+    assert forgotten == [network]
     assert [type(layer) for layer in list(network)[:2]] == classes[:2]
     assert [row.replaced for row in report.layers] == [False, False, True, True]
     modelnew.restore(network)
     assert [type(layer) for layer in network] == classes
 
 
-def test_keep_slower(paper_gpu, monkeypatch):
+def test_keep_slower(timed):
     network = three_layers()
-    Times({"0": [(1.0, 9.0)], "1": [EQUAL], "2": [FASTER] * 2}).install(monkeypatch, network)
+    timed(network, (1.0, 9.0), EQUAL, [FASTER] * 2)
     _, report = modelnew.accelerate(network, X, keep_slower=True)
     assert accelerated(network) == [True] * 3
     assert [(row.replaced, row.reason) for row in report.layers] == [(True, "")] * 4
@@ -172,16 +171,12 @@ def test_keep_slower(paper_gpu, monkeypatch):
     assert report.notes == ()
 
 
-@pytest.mark.parametrize("keep_slower", [False, True])
 @pytest.mark.parametrize("extra, goes", [(0.09, False), (0.11, True)])  # a network of 10 + 3 * 1.5 + 0.5 ms
-def test_a_network_that_is_still_slower_goes_back_as_a_whole(paper_gpu, monkeypatch, extra, goes, keep_slower):
+def test_a_network_that_is_still_slower_goes_back_as_a_whole(timed, extra, goes):
     network = three_layers()
     modelnew.accelerate(network[1])
-    Times({"0": [(1.5, 1.5)], "1": [(1.5, 1.5)], "2": [(1.5, 1.5), (0.5, 0.5)]}, extra=extra).install(
-        monkeypatch, network
-    )
-    _, report = modelnew.accelerate(network, X, keep_slower=keep_slower)
-    goes = goes and not keep_slower
+    timed(network, (1.5, 1.5), (1.5, 1.5), [(1.5, 1.5), (0.5, 0.5)], extra=extra)
+    _, report = modelnew.accelerate(network, X)
     assert accelerated(network) == [not goes] * 3
     assert (report.before_ms, report.after_ms) == (pytest.approx(15), pytest.approx(15 + 3 * extra))
     reason = "the network as a whole was slower: 15.3300 ms against 15.0000 ms" if goes else ""
@@ -198,32 +193,20 @@ def test_layers_made_as_ours_are_not_judged(paper_gpu, monkeypatch):
     assert (report.layers[0].before_ms, report.layers[0].after_ms) == (None, 9.0)
 
 
-def test_a_failure_while_timing_leaves_the_network_as_it_was(paper_gpu, monkeypatch):
+def test_a_failure_while_timing_leaves_the_network_as_it_was(timed):
     network = three_layers()
     modelnew.accelerate(network[1])
     classes = [type(layer) for layer in network]
-    times = Times({"0": [SLOWER], "1": [SLOWER], "2": [FASTER] * 2})
-    times.install(monkeypatch, network)
 
     def fail(count: int) -> float:
         if count == 40:  # after the choice
             raise RuntimeError("out of memory")
         return 0.0
 
-    times.disturbed = fail
+    timed(network, SLOWER, SLOWER, [FASTER] * 2).disturbed = fail
     with pytest.raises(RuntimeError, match="out of memory"):
         modelnew.accelerate(network, X)
     assert [type(layer) for layer in network] == classes
-
-
-def test_compiled_code_is_forgotten_when_layers_of_an_earlier_call_go_back(paper_gpu, monkeypatch):
-    network = three_layers()
-    modelnew.accelerate(network)
-    forgotten = []
-    monkeypatch.setattr(modelnew, "_forget_compiled", forgotten.append)
-    Times({"0": [SLOWER], "1": [FASTER], "2": [FASTER] * 2}).install(monkeypatch, network)
-    modelnew.accelerate(network, X)
-    assert forgotten == [network]
 
 
 # Passes ---------------------------------------------------------------------------------------------------------------
