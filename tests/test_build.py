@@ -659,9 +659,11 @@ TINY_SOURCES = {
 }
 
 
-@pytest.fixture
-def real_tools(monkeypatch, tmp_path) -> None:
-    """The installed compilers. If torch was built without CUDA, empty libraries replace its CUDA libraries."""
+def test_builds_in_one_process(monkeypatch, tmp_path):
+    """torch's load_inline builds in different relative directories, and again in one that was emptied.
+
+    If torch was built without CUDA, empty libraries replace its CUDA libraries.
+    """
     cuda_home = modelnew._find_cuda_home()
     if NINJA is None or cuda_home is None:
         pytest.skip("needs ninja and nvcc")
@@ -670,11 +672,6 @@ def real_tools(monkeypatch, tmp_path) -> None:
         for name in ("c10_cuda", "torch_cuda"):
             (tmp_path / f"lib{name}.a").write_text("!<arch>\n")
         monkeypatch.setenv("LIBRARY_PATH", str(tmp_path))
-
-
-@pytest.mark.usefixtures("real_tools")
-def test_builds_in_one_process(monkeypatch, tmp_path):
-    """torch's load_inline builds in different relative directories, and again in one that was emptied."""
     monkeypatch.chdir(tmp_path)
     for name in ("1", "it's 2", "1"):
         directory = tmp_path / name

@@ -505,12 +505,3 @@ def test_gpu_dry_run_chooses_as_the_library_does(problem):
         for operator, line in enumerate(lines[1:4]):
             engine, _ = modelnew._planned(key, tf32, operator, gpu_)
             assert line.split(": ")[1].startswith(f"{engine};")
-
-
-@gpu
-def test_gpu_explain_plans_for_meta_tensors():
-    x, w = torch.empty(8, 64, 56, 56, device="meta"), torch.empty(64, 64, 3, 3, device="meta")
-    arguments = (None, (1, 1), (1, 1), (1, 1), 1)
-    extension = modelnew._built_extension()
-    real = torch.empty_like(x, device="cuda"), torch.empty_like(w, device="cuda")
-    assert extension.explain(x, w, *arguments) == extension.explain(*real, *arguments)
