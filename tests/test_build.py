@@ -243,11 +243,12 @@ def test_build_once_then_import(tools, capsys):
     tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     assert tools.open().text == "object object"
     said = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"modelnew: compiling the kernels for sm_90a, once for this machine; about \d+ s", said[0])
-    assert re.fullmatch(r"modelnew: 1/2 units compiled, \d+ s", said[1])
-    assert re.fullmatch(r"modelnew: 2/2 units compiled, \d+ s", said[2])
-    assert re.fullmatch(r"modelnew: compiled in \d+ s", said[3])
-    assert len(said) == 4
+    assert [re.sub(r"\d+ s\b", "SECONDS", line) for line in said] == [
+        "modelnew: compiling the kernels for sm_90a, once for this machine; about SECONDS",
+        "modelnew: 1/2 units compiled, SECONDS",
+        "modelnew: 2/2 units compiled, SECONDS",
+        "modelnew: compiled in SECONDS",
+    ]
     assert tools.compiled == UNITS
     assert tools.left == {".so", ".lock"}
     assert tools.open().text == "object object"
@@ -277,14 +278,14 @@ def test_compilers_get_what_they_need(tools, version, standard):
     tools.open()
     (nvcc,) = (line.split() for line in tools.lines("commands") if line.startswith(str(tools.nvcc)))
     (compiler,) = (line.split() for line in tools.lines("commands") if line.startswith(str(tools.compiler)))
-    assert {"-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden", "--threads=2"} <= set(nvcc)
+    assert {"--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"} <= set(nvcc)
     assert [flag for flag in nvcc if "gencode" in flag] == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90a,code=sm_90a",
     ]
     assert not any("torch" in flag for flag in nvcc)
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    assert {"-O2", "-fPIC", "-fvisibility=hidden", f"-std={standard}", abi} <= set(compiler)
+    assert {"-fPIC", "-fvisibility=hidden", f"-std={standard}", abi} <= set(compiler)
     assert f"-DTORCH_EXTENSION_NAME={build.name}" in compiler
     included = {path for flag, path in itertools.pairwise(compiler) if flag == "-isystem"}
     assert {*cpp_extension.include_paths(), str(tools.cuda_home / "include")} <= included
@@ -324,20 +325,14 @@ def test_nvcc_may_be_called_by_another_program(tools):
 
 @pytest.mark.parametrize(
     "release, cores, jobs, split",
-    [
-        ("12.1, V12.1.105", 7, None, None),
-        ("12.4, V12.4.99", 7, None, "7"),
-        ("13.0, V13.0.88", 7, "3", "3"),
-        ("13.0, V13.0.88", 2, "64", "2"),
-        ("13.0, V13.0.88", 1, "none", None),
-    ],
-)
+    [("12.1, V12.1.105", 7, "", None), ("12.4, V12.4.99", 7, "none", "7"), ("13.0, V13.0.88", 7, "3", "3"),
+     ("13.0, V13.0.88", 2, "64", "2"), ("13.0, V13.0.88", 1, "", None)],
+)  # fmt: skip
 def test_build_uses_the_cores_that_it_may(tools, release, cores, jobs, split):
     tools.set_nvcc(f"release {release}")
     tools.monkeypatch.setattr(torch.version, "cuda", release[:4])
     tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    if jobs is not None:
-        tools.monkeypatch.setenv("MAX_JOBS", jobs)
+    tools.monkeypatch.setenv("MAX_JOBS", jobs)
     tools.open()
     assert re.findall(r"--split-compile=(\d+)", "".join(tools.lines("commands"))) == [split] * (split is not None)
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils import cpp_extension
 
 import modelnew
@@ -248,37 +247,30 @@ def test_bundle_command(texts, tmp_path, monkeypatch, capsys):
 # Under exec ----------------------------------------------------------------------------------------------------------
 
 
-def evaluate(bundle: str, device: str, cache: Path) -> tuple[dict, Tensor, Tensor]:
-    """As KernelBench does it: both sources in one dict, seeds 42, the same inputs. Returns (globals, theirs, ours)."""
-    context: dict = {}
-    exec(compile(REFERENCE, "<string>", "exec"), context)
-    before = dict(context)
-    prepended = f"import os\nos.environ['TORCH_EXTENSIONS_DIR'] = {str(cache)!r}\n"
-    exec(compile(prepended + bundle, "<string>", "exec"), context)
-    for name in ("Model", "get_inputs", "get_init_inputs", "in_channels", "height", "torch", "nn"):
-        assert context[name] is before[name], f"the bundle overwrites {name}"
-    torch.manual_seed(42)
-    inputs = [tensor.to(device) for tensor in context["get_inputs"]()]
-    outputs = []
-    for model_class in (context["Model"], context["ModelNew"]):
-        torch.manual_seed(42)
-        model = model_class(*context["get_init_inputs"]()).to(device=device)
-        outputs.append(model(*inputs))
-    return context, *outputs
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_bundle_under_exec(texts, device, monkeypatch, tmp_path):
-    """Twice in one process, beside the imported module, with an architecture list that fits no GPU here."""
+    """As KernelBench does it: both sources in one dict, seeds 42, the same inputs. Twice in one process, beside the
+    imported module, with an architecture list that fits no GPU here.
+    """
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9")
-    text = texts["reference" if device == "cuda" else "all"]
     built = set()
     for _ in range(2):
-        context, theirs, ours = evaluate(text, device, tmp_path)
+        context: dict = {}
+        exec(compile(REFERENCE, "<string>", "exec"), context)
+        before = dict(context)
+        prepended = f"import os\nos.environ['TORCH_EXTENSIONS_DIR'] = {str(tmp_path)!r}\n"
+        exec(compile(prepended + texts["reference" if device == "cuda" else "all"], "<string>", "exec"), context)
+        for name in ("Model", "get_inputs", "get_init_inputs", "in_channels", "height", "torch", "nn"):
+            assert context[name] is before[name], f"the bundle overwrites {name}"
         assert context["ModelNew"] is not modelnew.ModelNew
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-        ours.sum().backward()
+        torch.manual_seed(42)
+        inputs, outputs = [tensor.to(device) for tensor in context["get_inputs"]()], []
+        for model_class in (context["ModelNew"], context["Model"]):
+            torch.manual_seed(42)
+            outputs.append(model_class(*context["get_init_inputs"]()).to(device=device)(*inputs))
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+        outputs[0].sum().backward()
         built |= {(path, path.stat().st_mtime_ns) for path in tmp_path.glob("*/*.so")}
     assert len(built) == (device == "cuda")
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.9"
