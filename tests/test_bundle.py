@@ -346,7 +346,7 @@ DEPTHWISE = ConvProblem((32, 96, 56, 56), (96, 1, 5, 5), True, 2, 2, 1, 96)
 GROUPS = ConvProblem((8, 64, 56, 56), (64, 8, 3, 3), padding=1, groups=8, dtype=torch.bfloat16)
 PLANNED = {
     "55": ([P55], "9.0"),
-    "several": ([P55, P56, ConvProblem((8, 64, 56, 56), (64, 64, 3, 3), bias=True, padding=1)], "9.0"),
+    "several": ([P56, P63, ConvProblem((8, 64, 56, 56), (64, 64, 3, 3), bias=True, padding=1)], "9.0"),
     "points, dilated": ([POINTS, DILATED], "9.0"),
     "stem, depthwise, groups": ([STEM, DEPTHWISE, GROUPS], "9.0"),
     "strided": ([ConvProblem((32, 256, 56, 56), (512, 256, 3, 3), stride=2, padding=1)], "9.0"),
