@@ -24,7 +24,6 @@ from torch.utils import cpp_extension
 import modelnew
 
 NINJA = modelnew._find_ninja()
-import_library = modelnew._import_library
 
 # A fake compiler: it prints its version, or logs its command line, waits, and fails or writes an object file.
 COMPILER = """#!/bin/sh
@@ -75,6 +74,7 @@ class FakeTools:
         self.cuda_home = folder / "cuda"
         self.nvcc = self.cuda_home / "bin" / "nvcc"
         self.compiler = folder / "bin" / "c++"
+        self.cache = folder / "cache"
         self.set_nvcc("release 13.0, V13.0.88")
         self.program(self.compiler, "12.2.0")
         (folder / "bin" / "ninja").symlink_to(NINJA)
@@ -83,7 +83,7 @@ class FakeTools:
         for name, value in {
             "CUDA_HOME": self.cuda_home,
             "PATH": folder / "bin",
-            "TORCH_EXTENSIONS_DIR": folder / "cache",
+            "TORCH_EXTENSIONS_DIR": self.cache,
         }.items():
             monkeypatch.setenv(name, str(value))
         for name in ("CXX", "MAX_JOBS", "MODELNEW_QUIET", *modelnew._COMPILER_VARIABLES):
@@ -140,8 +140,12 @@ class FakeTools:
     @property
     def left(self) -> set[str]:
         """Suffixes of the files in the directory of finished libraries."""
-        folder = self.folder / "cache" / "modelnew"
+        folder = self.cache / "modelnew"
         return {path.suffix for path in folder.iterdir()} if folder.exists() else set()
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @pytest.fixture
@@ -179,36 +183,17 @@ def test_name_changes_with(tools, ingredient):
     assert (changed if isinstance(changed, modelnew._Build) else tools.plan()).name != before
 
 
-@pytest.mark.parametrize(
-    "sources",
-    [
-        {"direct_cu": '#include "a.cuh"\nint direct = 1;  // reworded'},
-        {"direct_cu": '#include "a.cuh"\n\n// A line "more, isn\'t it?\nint direct = 1;\n'},
+def test_name_does_not_change_with_what_does_not_matter(tools):
+    before = tools.plan().name
+    for reworded in (
         {"direct_cu": '// First.\n#include "a.cuh"  // "why"\n/* It\'s\n\n*/  int direct = 1; /**/\n'},
         {"a_cuh": "int a();"},
         {"binding_cpp": '#include "a.cuh"\n    int binding; // why'},
-    ],
-)
-def test_name_does_not_change_with_comments(tools, sources):
-    assert tools.plan(**sources).name == tools.plan().name
-
-
-def test_name_changes_with_what_looks_like_a_comment(tools):
-    names = {tools.plan(direct_cu=f'const char* text = "{text}";').name for text in ("// a", "// b", "/* a */", "")}
-    assert len(names) == 4
-
-
-def test_name_does_not_change_with_what_does_not_matter(tools):
-    before = tools.plan().name
-    tools.monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9")
-    tools.monkeypatch.setenv("MODELNEW_QUIET", "1")
-    tools.monkeypatch.setenv("MAX_JOBS", "1")
+    ):
+        assert tools.plan(**reworded).name == before
+    for name, value in {"TORCH_CUDA_ARCH_LIST": "8.9", "MODELNEW_QUIET": "1", "MAX_JOBS": "1"}.items():
+        tools.monkeypatch.setenv(name, value)
     assert tools.plan().name == before
-
-
-def test_a_line_that_continues_another_is_not_dropped():
-    one, two = (modelnew._without_comments(f"#define A 1 \\\n{rest}") for rest in ("int b;\n", "\nint b;\n"))
-    assert one != two
 
 
 def test_comments_are_found_and_nothing_else():
@@ -224,6 +209,9 @@ def test_comments_are_found_and_nothing_else():
         "n = 1'000'000;",
         'r = R"(// no "comment)"; v = R"x(/* no )" */ comment)x";',
     ]
+    # A backslash before a blank line ends a macro.
+    one, two = (modelnew._without_comments(f"#define A 1 \\\n{rest}") for rest in ("int b;\n", "\nint b;\n"))
+    assert one != two
 
 
 def test_units_are_those_of_the_gpus():
@@ -258,11 +246,12 @@ def test_build_once_then_import(tools, capsys):
     tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     assert tools.open().text == "object object"
     said = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"modelnew: compiling the kernels for sm_90a, once for this machine; about \d+ s", said[0])
-    assert re.fullmatch(r"modelnew: 1/2 units compiled, \d+ s", said[1])
-    assert re.fullmatch(r"modelnew: 2/2 units compiled, \d+ s", said[2])
-    assert re.fullmatch(r"modelnew: compiled in \d+ s", said[3])
-    assert len(said) == 4
+    assert [re.sub(r"\d+ s\b", "SECONDS", line) for line in said] == [
+        "modelnew: compiling the kernels for sm_90a, once for this machine; about SECONDS",
+        "modelnew: 1/2 units compiled, SECONDS",
+        "modelnew: 2/2 units compiled, SECONDS",
+        "modelnew: compiled in SECONDS",
+    ]
     assert tools.compiled == UNITS
     assert tools.left == {".so", ".lock"}
     assert tools.open().text == "object object"
@@ -276,9 +265,7 @@ def test_a_terminal_shows_progress_in_one_line(tools, capsys):
     shown = capsys.readouterr().err
     assert shown.count("\n") == 2
     assert re.search(r"s\n\r\x1b\[Kmodelnew: 1/2 units compiled, \d+ s\r\x1b\[Kmodelnew: 2/2 units", shown)
-
-
-def test_quiet(tools, capsys):
+    remove(tools.cache)
     tools.monkeypatch.setenv("MODELNEW_QUIET", "1")
     tools.open()
     assert capsys.readouterr().err == ""
@@ -292,14 +279,14 @@ def test_compilers_get_what_they_need(tools, version, standard):
     tools.open()
     (nvcc,) = (line.split() for line in tools.lines("commands") if line.startswith(str(tools.nvcc)))
     (compiler,) = (line.split() for line in tools.lines("commands") if line.startswith(str(tools.compiler)))
-    assert {"-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden", "--threads=2"} <= set(nvcc)
+    assert {"--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"} <= set(nvcc)
     assert [flag for flag in nvcc if "gencode" in flag] == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90a,code=sm_90a",
     ]
     assert not any("torch" in flag for flag in nvcc)
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    assert {"-O2", "-fPIC", "-fvisibility=hidden", f"-std={standard}", abi} <= set(compiler)
+    assert {"-fPIC", "-fvisibility=hidden", f"-std={standard}", abi} <= set(compiler)
     assert f"-DTORCH_EXTENSION_NAME={build.name}" in compiler
     included = {path for flag, path in itertools.pairwise(compiler) if flag == "-isystem"}
     assert {*cpp_extension.include_paths(), str(tools.cuda_home / "include")} <= included
@@ -339,20 +326,14 @@ def test_nvcc_may_be_called_by_another_program(tools):
 
 @pytest.mark.parametrize(
     "release, cores, jobs, split",
-    [
-        ("12.1, V12.1.105", 7, None, None),
-        ("12.4, V12.4.99", 7, None, "7"),
-        ("13.0, V13.0.88", 7, "3", "3"),
-        ("13.0, V13.0.88", 2, "64", "2"),
-        ("13.0, V13.0.88", 1, "none", None),
-    ],
-)
+    [("12.1, V12.1.105", 7, "", None), ("12.4, V12.4.99", 7, "none", "7"), ("13.0, V13.0.88", 7, "3", "3"),
+     ("13.0, V13.0.88", 2, "64", "2"), ("13.0, V13.0.88", 1, "", None)],
+)  # fmt: skip
 def test_build_uses_the_cores_that_it_may(tools, release, cores, jobs, split):
     tools.set_nvcc(f"release {release}")
     tools.monkeypatch.setattr(torch.version, "cuda", release[:4])
     tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    if jobs is not None:
-        tools.monkeypatch.setenv("MAX_JOBS", jobs)
+    tools.monkeypatch.setenv("MAX_JOBS", jobs)
     tools.open()
     assert re.findall(r"--split-compile=(\d+)", "".join(tools.lines("commands"))) == [split] * (split is not None)
 
@@ -365,29 +346,13 @@ def test_units_compile_side_by_side(tools):
 
 
 def test_expected_seconds_follow_the_units_and_the_cores():
-    def expected(capabilities: list[tuple[int, int]], cores: int, split: bool = True) -> int:
-        build = modelnew._plan_build(modelnew._sources, capabilities)
-        return modelnew._expected_seconds(build, cores, split)
+    def expected(*capabilities: tuple[int, int], cores: int = 16, split: bool = True) -> int:
+        return modelnew._expected_seconds(modelnew._plan_build(modelnew._sources, [*capabilities]), cores, split)
 
-    hopper = [expected([(9, 0)], cores) for cores in (1, 2, 4, 8, 16)]
-    assert hopper == sorted(hopper, reverse=True)
-    assert hopper[-1] > expected([(8, 0)], 16)
-    assert expected([(8, 0), (9, 0)], 16) > hopper[-1]
-    assert expected([(9, 0)], 16, split=False) > hopper[-1]
-    assert expected([(9, 0)], 16, split=False) >= max(modelnew._UNIT_SECONDS.values())
-
-
-def test_builds_in_one_process_in_a_directory_each(tools):
-    """A benchmark harness builds in a new directory for each problem. torch builds a name only once in a process."""
-    names = []
-    for number in (1, 2, 3, 2):
-        directory = tools.folder / str(number)
-        shutil.rmtree(directory, ignore_errors=True)
-        tools.monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(directory))
-        assert tools.open().text == "object object"
-        names.append(tools.linked["name"])
-    assert len(set(names)) == 4
-    assert tools.compiled == sorted(UNITS * 4)
+    hopper = [expected((9, 0), cores=cores) for cores in (16, 8, 4, 2, 1)]
+    assert hopper == sorted(hopper)
+    assert expected((8, 0)) < expected((9, 0)) < expected((8, 0), (9, 0))
+    assert expected((9, 0), split=False) >= max(hopper[0], *modelnew._UNIT_SECONDS.values())
 
 
 # Failures ------------------------------------------------------------------------------------------------------------
@@ -452,50 +417,36 @@ def test_an_interrupted_build_stops_its_compilers(tools):
     assert len(tools.compiled) < 2
 
 
-def test_a_failed_build_leaves_nothing_that_looks_finished(tools):
+def test_a_failed_build_leaves_nothing_that_looks_finished(tools, capsys):
+    """And ends its line of progress on a terminal."""
+    tools.monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     tools.set("failure", "kernels/direct.cu(1): error: expected a ;")
     with pytest.raises(RuntimeError, match="expected a ;"):
         tools.open()
+    assert re.search(r"\r\x1b\[Kmodelnew: compiling failed after \d+ s\n$", capsys.readouterr().err)
     assert tools.left == {".lock"}
     tools.unset("failure")
     assert tools.open().text == "object object"
 
 
-def test_a_failed_build_ends_its_line_of_progress(tools, capsys):
-    tools.monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    tools.set("failure", "kernels/direct.cu(1): error: expected a ;")
-    with pytest.raises(RuntimeError):
-        tools.open()
-    assert re.search(r"\r\x1b\[Kmodelnew: compiling failed after \d+ s\n$", capsys.readouterr().err)
-
-
 def test_a_failed_link_leaves_nothing_that_looks_finished(tools):
-    def fail(**_: object) -> None:
-        raise RuntimeError("Error building extension")
-
     with tools.monkeypatch.context() as patch:
-        patch.setattr(modelnew, "_load_inline", fail)
+        patch.setattr(modelnew, "_load_inline", failing(RuntimeError("Error building extension")))
         with pytest.raises(RuntimeError, match="Error building"):
             tools.open()
     assert tools.left == {".lock"}
     assert tools.open().text == "object object"
 
 
-def remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def fill_disk(tools: FakeTools) -> None:
+def failing(error: Exception) -> Callable:
     def fail(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
-    tools.monkeypatch.setattr(modelnew.tempfile, "mkdtemp", fail)
-
-
-def fail_nvcc(tools: FakeTools) -> None:
-    tools.nvcc.write_text("#!/bin/sh\nexit 7\n")
+    return fail
 
 
+FULL_DISK = OSError(28, "No space left on device")
+NO_CUDART = RuntimeError("Error building 'modelnew':\n/usr/bin/ld: cannot find -lcudart: No such file\n")
 OBSTACLES = {
     "no ninja": (lambda tools: remove(tools.folder / "bin" / "ninja"), "pip install ninja"),
     "no nvcc": (lambda tools: remove(tools.nvcc), r"install CUDA 13\.0 and set CUDA_HOME"),
@@ -505,7 +456,22 @@ OBSTACLES = {
         r"CUDA 12\.4, but this PyTorch to CUDA 13\.0",
     ),
     "nvcc that says nothing": (lambda tools: tools.set_nvcc(""), "set CUDA_HOME"),
-    "nvcc that fails": (fail_nvcc, "--version failed with exit status 7; set CUDA_HOME"),
+    "nvcc that fails": (
+        lambda tools: tools.nvcc.write_text("#!/bin/sh\nexit 7\n"),
+        "--version failed with exit status 7; set CUDA_HOME",
+    ),
+    "an old nvcc": (
+        lambda tools: tools.set("failure", "nvcc fatal : Unsupported gpu architecture 'compute_90a'"),
+        "CUDA toolkit",
+    ),
+    "no headers of Python": (
+        lambda tools: tools.set("failure", "fatal error: Python.h: No such file or directory"),
+        "python3-dev",
+    ),
+    "no CUDA runtime": (
+        lambda tools: tools.monkeypatch.setattr(modelnew, "_load_inline", failing(NO_CUDART)),
+        "set CUDA_HOME to a complete CUDA toolkit",
+    ),
     "a compiler with arguments": (
         lambda tools: tools.monkeypatch.setenv("CXX", "ccache g++"),
         r"CXX is 'ccache g\+\+', but must be one installed program, without arguments",
@@ -515,8 +481,15 @@ OBSTACLES = {
         "pip install setuptools",
     ),
     # A file in place of the directory cannot be written to by root either.
-    "no cache": (lambda tools: (tools.folder / "cache").touch(), "set TORCH_EXTENSIONS_DIR"),
-    "a full disk": (fill_disk, "a disk is full.* TORCH_EXTENSIONS_DIR"),
+    "no cache": (lambda tools: tools.cache.touch(), "set TORCH_EXTENSIONS_DIR"),
+    "a full disk": (
+        lambda tools: tools.monkeypatch.setattr(modelnew.tempfile, "mkdtemp", failing(FULL_DISK)),
+        "a disk is full.* TORCH_EXTENSIONS_DIR",
+    ),
+    "a disk that is full later": (
+        lambda tools: tools.set("failure", "/tmp/direct.ptx: No space left on device"),
+        "a disk is full",
+    ),
 }
 
 
@@ -530,47 +503,28 @@ def test_obstacles_get_one_clear_sentence(tools, obstacle, capsys):
     assert extension is None
     assert re.search(advice, reason)
     assert "\n" not in reason
-    assert len([line for line in capsys.readouterr().err.splitlines() if "compiling" not in line]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if not re.search("compiling|units compiled", line)]) == 1
     tools.monkeypatch.setattr(modelnew, "_extension", None)
     tools.monkeypatch.setattr(modelnew, "_extension_error", reason)
     with pytest.raises(RuntimeError, match=advice):
         modelnew._built_extension()
 
 
-COMPILER_FAILURES = {
-    "nvcc fatal : Unsupported gpu architecture 'compute_90a'": "CUDA toolkit",
-    "fatal error: Python.h: No such file or directory": "python3-dev",
-    "/tmp/direct.ptx: No space left on device": "a disk is full",
-    "kernels/direct.cu(17): error: expected a ;": r"kernels/direct\.cu\(17\): error: expected a ;",
-}
-
-
-@pytest.mark.parametrize("symptom", COMPILER_FAILURES)
-def test_compiler_failures_get_a_reason(tools, symptom):
-    tools.set("failure", symptom)
+def test_other_failures_show_what_the_compiler_says(tools):
+    tools.set("failure", "kernels/direct.cu(17): error: expected a ;")
     tools.monkeypatch.setattr(modelnew, "_sources", tools.sources)
-    assert re.search(COMPILER_FAILURES[symptom], modelnew._load_extension()[1])
+    assert "kernels/direct.cu(17): error: expected a ;" in modelnew._load_extension()[1]
 
 
-def test_linker_failures_get_a_reason(tools):
-    def fail(**_: object) -> None:
-        raise RuntimeError("Error building extension 'modelnew':\n/usr/bin/ld: cannot find -lcudart: No such file\n")
-
-    tools.monkeypatch.setattr(modelnew, "_load_inline", fail)
-    tools.monkeypatch.setattr(modelnew, "_sources", tools.sources)
-    assert "CUDA_HOME" in modelnew._load_extension()[1]
-
-
-def damaged(path: str) -> str:
-    """Pattern of the message about a damaged library."""
-    return rf"{re.escape(path)} cannot be loaded \(.+\); delete it, and it is built again$"
+DAMAGED = r" cannot be loaded \(.+\); delete it, and it is built again$"
 
 
 @pytest.mark.parametrize("content", ["", "text", "\x7fELF"])
 def test_a_damaged_library_is_named(tmp_path, content):
     path = tmp_path / "modelnew_damaged.so"
     path.write_text(content)
-    with pytest.raises(RuntimeError, match=f"^{damaged(str(path))}"):
+    with pytest.raises(RuntimeError, match=f"^{re.escape(str(path))}{DAMAGED}"):
         modelnew._import_library(str(path))
 
 
@@ -579,7 +533,7 @@ def test_a_damaged_planner_is_named(monkeypatch, tmp_path):
     path = Path(modelnew._plan_dry_run(modelnew._sources).library)
     path.parent.mkdir()
     path.write_text("text")
-    with pytest.raises(RuntimeError, match=f"^{damaged(str(path))}"):
+    with pytest.raises(RuntimeError, match=f"^{re.escape(str(path))}{DAMAGED}"):
         modelnew._dry_run.__wrapped__()
 
 
@@ -614,6 +568,9 @@ def test_what_is_built_ahead_is_what_an_import_looks_for(no_gpu, capsys):
         assert no_gpu.plan().library == path
         assert no_gpu.open().text == "object object"
     assert no_gpu.compiled == sorted(UNITS * 3)
+    no_gpu.set_gpus((9, 0))
+    modelnew._main(["build"])  # for the GPUs at hand
+    assert capsys.readouterr().out.strip() == printed[0]
 
 
 def test_what_is_built_ahead_needs_no_compilers_later(no_gpu):
@@ -640,16 +597,10 @@ def test_containers_keep_seconds_of_the_compilers_times(no_gpu):
 def test_a_finished_build_is_only_read(tools):
     """A finished build is not locked, so its directory may be read-only."""
     tools.open()
-    (lock,) = (tools.folder / "cache" / "modelnew").glob("*.lock")
+    (lock,) = (tools.cache / "modelnew").glob("*.lock")
     lock.unlink()
     assert tools.open().text == "object object"
     assert tools.left == {".so"}
-
-
-def test_build_is_for_the_gpus_at_hand_unless_told(no_gpu, capsys):
-    no_gpu.set_gpus((9, 0))
-    modelnew._main(["build"])
-    assert capsys.readouterr().out.strip() == no_gpu.plan().library
 
 
 @pytest.mark.parametrize(
@@ -662,6 +613,9 @@ def test_build_is_for_the_gpus_at_hand_unless_told(no_gpu, capsys):
 def test_build_says_what_it_lacks(no_gpu, arguments, text):
     with pytest.raises(SystemExit, match=f"^{re.escape(text)}$"):
         modelnew._main(["build", *arguments])
+    no_gpu.monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(SystemExit, match="built without CUDA"):
+        modelnew._main(["build", *arguments])
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
@@ -671,20 +625,6 @@ def test_obstacles_end_a_build_ahead_with_one_clear_sentence(no_gpu, obstacle):
     with pytest.raises(SystemExit, match=f"^modelnew: .*{advice}") as raised:
         modelnew._main(["build", "--arch", "9.0"])
     assert "\n" not in raised.value.code
-
-
-def test_a_damaged_library_ends_a_build_ahead_with_its_path(no_gpu):
-    no_gpu.monkeypatch.setattr(modelnew, "_import_library", import_library)
-    no_gpu.set_gpus((9, 0))
-    path = no_gpu.plan().library
-    with pytest.raises(SystemExit, match=f"^modelnew: {damaged(path)}"):  # the fake linker writes a text file
-        modelnew._main(["build"])
-
-
-def test_build_needs_a_pytorch_with_cuda(no_gpu):
-    no_gpu.monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(SystemExit, match="built without CUDA"):
-        modelnew._main(["build", "--arch", "9.0"])
 
 
 # Real compilers ------------------------------------------------------------------------------------------------------
@@ -711,9 +651,11 @@ TINY_SOURCES = {
 }
 
 
-@pytest.fixture
-def real_tools(monkeypatch, tmp_path) -> None:
-    """The installed compilers. If torch was built without CUDA, empty libraries replace its CUDA libraries."""
+def test_builds_in_one_process(monkeypatch, tmp_path):
+    """torch's load_inline builds in different relative directories, and again in one that was emptied.
+
+    If torch was built without CUDA, empty libraries replace its CUDA libraries.
+    """
     cuda_home = modelnew._find_cuda_home()
     if NINJA is None or cuda_home is None:
         pytest.skip("needs ninja and nvcc")
@@ -722,11 +664,6 @@ def real_tools(monkeypatch, tmp_path) -> None:
         for name in ("c10_cuda", "torch_cuda"):
             (tmp_path / f"lib{name}.a").write_text("!<arch>\n")
         monkeypatch.setenv("LIBRARY_PATH", str(tmp_path))
-
-
-@pytest.mark.usefixtures("real_tools")
-def test_builds_in_one_process(monkeypatch, tmp_path):
-    """torch's load_inline builds in different relative directories, and again in one that was emptied."""
     monkeypatch.chdir(tmp_path)
     for name in ("1", "it's 2", "1"):
         directory = tmp_path / name
