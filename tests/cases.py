@@ -79,12 +79,8 @@ class Case:
 
     def __str__(self) -> str:
         text = f"N{self.N} C{self.C} {self.H}x{self.W} K{self.K} {self.R}x{self.S}"
-        for name, value, default in (
-            ("s", self.stride, (1, 1)),
-            ("p", self.padding, (0, 0)),
-            ("d", self.dilation, (1, 1)),
-        ):
-            text += f" {name}{value[0]}{value[1]}" if value != default else ""
+        pairs = (("s", self.stride, (1, 1)), ("p", self.padding, (0, 0)), ("d", self.dilation, (1, 1)))
+        text += "".join(f" {name}{value[0]}{value[1]}" for name, value, default in pairs if value != default)
         return text + (f" g{self.groups}" if self.groups > 1 else "")
 
     @property
@@ -195,51 +191,56 @@ def error_bound(case: Case, operator: str, tensors: dict[str, Tensor], result: T
     return bound
 
 
-# A fill is a function (shape, generator) -> float32 tensor on the CPU.
-def integers(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Small integers, whose sums stay exact in every accumulator: results must be bit for bit right."""
-    return torch.randint(-3, 4, shape, generator=generator).float()
-
-
+# A fill is a function (shape, generator) -> float32 tensor on the generator's device: a GPU draws large operands much
+# faster than a CPU.
 def positive(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.rand(shape, generator=generator)
+    return torch.rand(shape, generator=generator, device=generator.device)
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator, device=generator.device)
+
+
+def whole(low: int, end: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randint(low, end, shape, generator=generator, device=generator.device)
+
+
+def integers(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Small integers, whose sums stay exact in every accumulator: results must be bit for bit right."""
+    return whole(-3, 4, shape, generator).float()
 
 
 def wide(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Magnitudes over 40 binades, both signs: a global norm would not see a wrong small element."""
-    return torch.randn(shape, generator=generator) * torch.exp2(40 * torch.rand(shape, generator=generator) - 20)
+    return normal(shape, generator) * torch.exp2(40 * positive(shape, generator) - 20)
 
 
 def tiny(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Products around float32's smallest normal number."""
-    return torch.randn(shape, generator=generator) * 2.0**-63
+    return normal(shape, generator) * 2.0**-63
 
 
 def huge(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Sums that stay just below float32's largest number."""
-    return torch.randn(shape, generator=generator) * 2.0**54
+    return normal(shape, generator) * 2.0**54
 
 
 def any_exponent(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """From the smallest subnormal number to 2^30, which it meets in products."""
-    exponents = torch.randint(-149, 31, shape, generator=generator)
-    return (torch.randn(shape, generator=generator).double() * torch.exp2(exponents.double())).float()
+    exponents = whole(-149, 31, shape, generator)
+    return (normal(shape, generator).double() * torch.exp2(exponents.double())).float()
 
 
 def under_a_tf32_step(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Just below a step of TF32 and all positive: truncating the operands errs by twice what rounding may."""
-    steps = torch.randint(0, 8, shape, generator=generator)
+    steps = whole(0, 8, shape, generator)
     return 1 + (steps + 1) * 2.0**-10 - 2.0**-20
 
 
 def tf32_ties(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Half-way between two TF32 numbers, both signs: ties go away from zero."""
-    steps = torch.randint(0, 8, shape, generator=generator) + 0.5
-    signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    steps = whole(0, 8, shape, generator) + 0.5
+    signs = whole(0, 2, shape, generator) * 2 - 1
     return signs * (1 + steps * 2.0**-10)
 
 
@@ -283,28 +284,6 @@ def faint_channel(x: Tensor, w: Tensor) -> None:
     w[selects, 3] = chosen
 
 
-def dead_weights(_: Tensor, w: Tensor) -> None:
-    w[1::2, ::3] = 1e-20
-
-
-def faint_output_channel(_: Tensor, w: Tensor) -> None:
-    w[-1] *= 1e-20
-
-
-def zero_rows(x: Tensor, w: Tensor) -> None:
-    x[:, :, ::2] = 0
-    w[1] = 0
-
-
-def zero_images(x: Tensor, _: Tensor) -> None:
-    x[-1] = 0
-
-
-def all_zero(x: Tensor, w: Tensor) -> None:
-    x.zero_()
-    w.zero_()
-
-
 ADVERSE = {
     "1e-30 beside 1e30": with_few(1e-30, 1e30),
     "few small": with_few(1e-9, -1e-12),
@@ -313,11 +292,11 @@ ADVERSE = {
     "one outlier": with_few(1e38),
     **{f"image of {size:g}": of_size(size) for size in (1e-38, 1e-20, 1e-10, 1e10, 1e20, 1e36)},
     "faint channel": faint_channel,
-    "dead weights": dead_weights,
-    "faint output channel": faint_output_channel,
-    "zero rows": zero_rows,
-    "zero images": zero_images,
-    "all zero": all_zero,
+    "dead weights": lambda x, w: w[1::2, ::3].fill_(1e-20),
+    "faint output channel": lambda x, w: w[-1].mul_(1e-20),
+    "zero rows": lambda x, w: (x[:, :, ::2].zero_(), w[1].zero_()),
+    "zero images": lambda x, w: x[-1].zero_(),
+    "all zero": lambda x, w: (x.zero_(), w.zero_()),
 }
 
 
@@ -338,7 +317,7 @@ def make_tensors(
     case: Case, dtype: torch.dtype, fill: Callable, device: str = "cpu", seed: int = 0
 ) -> dict[str, Tensor]:
     """x, w, bias and dy of a case. NaN lies before and behind each of them, for kernels that read too far."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     shapes = {"x": case.x_shape, "w": case.w_shape, "bias": (case.K,), "dy": case.y_shape}
     return {name: with_margins(fill(shape, generator).to(dtype).to(device)) for name, shape in shapes.items()}
 
@@ -441,22 +420,32 @@ TILE_CASES = [
 ]
 
 
-def random_cases(count: int, seed: int) -> list[Case]:
-    """Small problems of any kind, for what nobody thought of."""
-    rng = random.Random(seed)
+def drawn(draw: Callable) -> Callable:
+    """From a function that draws a problem, or a tuple that begins with one, or None: a list of those with outputs."""
 
-    def pair(low: int, high: int) -> tuple[int, int]:
-        return rng.randint(low, high), rng.randint(low, high)
+    @functools.wraps(draw)
+    def draw_many(count: int, seed: int, **settings: int) -> list:
+        rng, found = random.Random(seed), []
+        while len(found) < count:
+            one = draw(rng, **settings)
+            if one and min((one if isinstance(one, Case) else one[0]).y_shape) > 0:
+                found.append(one)
+        return found
 
-    def draw() -> Case:
-        groups = rng.choice([1, 1, 1, 2, 3])
-        (H, W), (R, S), (C, K) = pair(1, 24), pair(1, 6), pair(1, 6)
-        return Case(
-            rng.randint(1, 3), C * groups, H, W, K * groups, R, S, pair(1, 4), pair(0, 5), pair(1, 3), groups
-        )  # fmt: skip
+    return draw_many
 
-    cases = (draw() for _ in itertools.count())
-    return list(itertools.islice((case for case in cases if min(case.y_shape) > 0), count))
+
+def pair(rng: random.Random, low: int, high: int) -> tuple[int, int]:
+    return rng.randint(low, high), rng.randint(low, high)
+
+
+@drawn
+def random_cases(rng: random.Random) -> Case:
+    """Small problems of any kind."""
+    groups = rng.choice([1, 1, 1, 2, 3])
+    (H, W), (R, S), (C, K) = pair(rng, 1, 24), pair(rng, 1, 6), pair(rng, 1, 6)
+    N, stride, padding, dilation = rng.randint(1, 3), pair(rng, 1, 4), pair(rng, 0, 5), pair(rng, 1, 3)
+    return Case(N, C * groups, H, W, K * groups, R, S, stride, padding, dilation, groups)
 
 
 # 1x1 to 2, 4 and 8 channels, with sums of one and of several chunks.
@@ -607,20 +596,14 @@ def in_layout(tensors: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
     return tensors | {name: VIEWS["channels_last"](tensors[name]) for name in ("x", "dy")}
 
 
-def random_depthwise_cases(count: int, seed: int, most: int = 24) -> list[Case]:
-    rng = random.Random(seed)
-
-    def draw() -> Case:
-        R, S = rng.choice([(3, 3), (5, 5), (7, 7), (rng.randint(1, 9), rng.randint(1, 9))])
-        steps = rng.choice([(1, 1), (2, 2), (rng.randint(1, 4), rng.randint(1, 4))])
-        return depthwise_case(
-            rng.randint(1, 3), rng.randint(1, most), rng.randint(1, 2 * most), rng.randint(1, 2 * most), R, S,
-            rng.choice([1, 1, 2]), stride=steps, padding=(rng.randint(0, R), rng.randint(0, S)),
-            dilation=rng.choice([(1, 1), (rng.randint(1, 3), rng.randint(1, 3))]),
-        )  # fmt: skip
-
-    cases = (draw() for _ in itertools.count())
-    return list(itertools.islice((case for case in cases if min(case.y_shape) > 0), count))
+@drawn
+def random_depthwise_cases(rng: random.Random, most: int = 24) -> Case:
+    R, S = rng.choice([(3, 3), (5, 5), (7, 7), pair(rng, 1, 9)])
+    stride = rng.choice([(1, 1), (2, 2), pair(rng, 1, 4)])
+    N, C, (H, W) = rng.randint(1, 3), rng.randint(1, most), pair(rng, 1, 2 * most)
+    times, padding = rng.choice([1, 1, 2]), (rng.randint(0, R), rng.randint(0, S))
+    dilation = rng.choice([(1, 1), pair(rng, 1, 3)])
+    return depthwise_case(N, C, H, W, R, S, times, stride=stride, padding=padding, dilation=dilation)
 
 
 def shifted(tensor: Tensor, elements: int) -> Tensor:
@@ -688,28 +671,36 @@ def assert_same(ours: object, theirs: object) -> None:
 ENGINES = list(modelnew._ENGINE_NAMES)
 
 
-def on_gpu(
-    case: Case, tensors: dict[str, Tensor], tf32_allowed: bool = False, engine: str | None = None
+def computed(
+    engine: str | None, case: Case, tensors: dict[str, Tensor], tf32: bool, operators: Collection[str]
 ) -> dict[str, Tensor]:
-    """y, dx, dw and db of a case through the public functions; if an engine is named, forced, those that it takes."""
-    operators = taken(engine, case, tensors, tf32_allowed)
+    """Results of these operators through the public functions; if an engine is named, it is forced for each of them."""
     wanted = {name: op for name, op in (("x", "dgrad"), ("w", "wgrad"), ("bias", "bgrad")) if op in operators}
-    x, w, bias = (tensors[name].detach().requires_grad_(name in wanted) for name in ("x", "w", "bias"))
+    x, w, bias = (
+        tensors[name].detach().requires_grad_(name in wanted) if name in tensors else None
+        for name in ("x", "w", "bias")
+    )
 
     def forced(yes: bool) -> contextlib.AbstractContextManager:
         return modelnew.force_engine(engine) if engine and yes else contextlib.nullcontext()
 
-    results = {}
-    with tf32_switch(tf32_allowed), poisoned_memory():
-        if operators:
-            with forced("fprop" in operators):
-                y = modelnew.conv2d(x, w, bias, **case.kwargs)
-            results["fprop"] = y.detach()
+    with tf32_switch(tf32), poisoned_memory():
+        with forced("fprop" in operators):
+            y = modelnew.conv2d(x, w, bias, **case.kwargs)
+        results = {"fprop": y.detach()} if "fprop" in operators else {}
         if wanted:
+            leaves = [leaf for leaf in (x, w, bias) if leaf is not None and leaf.requires_grad]
             with forced(True):
-                leaves = [tensor for tensor in (x, w, bias) if tensor.requires_grad]
                 results |= zip(wanted.values(), torch.autograd.grad(y, leaves, tensors["dy"]), strict=True)
-    return {operator: result for operator, result in results.items() if operator in operators}
+    return results
+
+
+def on_gpu(
+    case: Case, tensors: dict[str, Tensor], tf32_allowed: bool = False, engine: str | None = None
+) -> dict[str, Tensor]:
+    """y, dx, dw and db of a case; if an engine is named, those that it takes."""
+    operators = taken(engine, case, tensors, tf32_allowed)
+    return computed(engine, case, tensors, tf32_allowed, operators) if operators else {}
 
 
 @contextlib.contextmanager

@@ -7,14 +7,25 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.cases import OPERANDS, Case, check_bounds, make_tensors, normal, product, same_values, tiny, wide
+from tests.cases import (
+    OPERANDS,
+    Case,
+    check_bounds,
+    drawn,
+    make_tensors,
+    normal,
+    pair,
+    product,
+    same_values,
+    tiny,
+    wide,
+)
 
 WGMMA_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WGMMA_OPERATORS = ["fprop", "dgrad"]
@@ -102,24 +113,24 @@ def any_strides(shape: tuple[int, ...], order: tuple[int, ...], rng: random.Rand
     return tuple(strides)
 
 
-def random_gather_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
+def two_of(rng: random.Random, *values: int) -> tuple[int, int]:
+    return rng.choice(values), rng.choice(values)
+
+
+@drawn
+def random_gather_cases(rng: random.Random) -> tuple[Case, str, torch.dtype]:
     """Images from one pixel to several tiles, many of them in a tile; half of the filters 1x1, strides, groups."""
-    rng = random.Random(seed)
-    while count > 0:
-        operator, groups = rng.choice(WGMMA_OPERATORS), rng.choice([1, 1, 1, 2, 3, 4])
-        C, K = (groups * rng.choice([8, 9, 12, 16, 31, 32, 40, 64, 65, 100, 128, 200]) for _ in range(2))
-        N = rng.choice([1, 2, 3, 5, 8, 40])
-        H, W = (
-            rng.choice([rng.randint(1, 8), rng.randint(1, 16), 4 * rng.randint(1, 8), rng.randint(1, 60), most])
-            for most in (60, rng.randint(61, 300))
-        )
-        R, S = rng.choice([(1, 1), (1, 1), (1, 1), (3, 3), (2, 2), (rng.randint(1, 5), rng.randint(1, 5))])
-        stride = tuple(rng.choices([1, 2, 3], k=2)) if operator == "fprop" else (1, 1)
-        padding = tuple(rng.choices([0, 0, 0, 1, 2, 3], k=2))
-        case = Case(N, C, H, W, K, R, S, stride, padding, tuple(rng.choices([1, 1, 2, 3], k=2)), groups)
-        if min(case.y_shape) > 0:
-            yield case, operator, rng.choice(WGMMA_DTYPES)
-            count -= 1
+    operator, groups = rng.choice(WGMMA_OPERATORS), rng.choice([1, 1, 1, 2, 3, 4])
+    C, K = (groups * rng.choice([8, 9, 12, 16, 31, 32, 40, 64, 65, 100, 128, 200]) for _ in range(2))
+    N = rng.choice([1, 2, 3, 5, 8, 40])
+    H, W = (
+        rng.choice([rng.randint(1, 8), rng.randint(1, 16), 4 * rng.randint(1, 8), rng.randint(1, 60), most])
+        for most in (60, rng.randint(61, 300))
+    )
+    R, S = rng.choice([(1, 1), (1, 1), (1, 1), (3, 3), (2, 2), pair(rng, 1, 5)])
+    stride = two_of(rng, 1, 2, 3) if operator == "fprop" else (1, 1)
+    padding, dilation = two_of(rng, 0, 0, 0, 1, 2, 3), two_of(rng, 1, 1, 2, 3)
+    return Case(N, C, H, W, K, R, S, stride, padding, dilation, groups), operator, rng.choice(WGMMA_DTYPES)
 
 
 # What the engine leaves to others, and what looks alike and is its own.
@@ -270,67 +281,47 @@ def mma_strides(shape: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
 REFUSAL = re.compile(r"\w[\w ,.()'^-]+")
 
 
-def random_mma_cases(count: int, seed: int) -> Iterator[tuple[Case, str]]:
+@drawn
+def random_mma_cases(rng: random.Random) -> tuple[Case, str]:
     """Anything small: few channels and many, one pixel and lines of several tiles, large filters, groups."""
-    rng = random.Random(seed)
-    while count > 0:
-        operator, groups = rng.choice(WGMMA_OPERATORS), rng.choice([1, 1, 1, 1, 2, 3])
-        channels = [1, 2, 3, 4, 5, 7, 8, 16, 31, 64, 100, 128, 130, 257] if groups == 1 else [8, 9, 12, 16, 31, 64]
-        C, K = (groups * rng.choice(channels) for _ in range(2))
-        N = rng.choice([1, 1, 2, 3, 5])
-        H, W = (
-            rng.choice([1, rng.randint(1, 8), rng.randint(7, 16), 4 * rng.randint(1, 8), rng.randint(1, most)])
-            for most in (41, rng.choice([60, 300, 1030]))
-        )
-        R, S = rng.choice([(1, 1), (1, 1), (3, 3), (3, 3), (2, 2), (7, 7), (rng.randint(1, 12), rng.randint(1, 12))])
-        stride = tuple(rng.choices([1, 1, 2, 3, 4], k=2)) if operator == "fprop" else (1, 1)
-        padding = tuple(rng.choices([0, 0, 1, 2, 3, 5], k=2))
-        dilation = tuple(rng.choices([1, 1, 1, 2, 3, 13], k=2))
-        case = Case(N, C, H, W, K, R, S, stride, padding, dilation, groups)
-        if min(case.y_shape) > 0:
-            yield case, operator
-            count -= 1
-
-
-def random_pointwise_cases(count: int, seed: int) -> Iterator[Case]:
-    """1x1 filters, few channels and many, one pixel to some thousands, half at a stride; then as many for stages."""
-    rng = random.Random(seed)
-    for number in range(count):
-        if number % 2 == 1:
-            C, size = rng.choice([64, 128, 256]), rng.choice([14, 28, 46, 56])
-            yield Case(rng.choice([1, 2, 3]), C, size, size, rng.choice([33, 64, 128, 160, 256]), 1, 1)
-            continue
-        C, K = (rng.choice([1, 2, 3, 4, 7, 8, 16, 31, 64, 100, 128, 256, 500, 1024, 2048, 9000]) for _ in range(2))
-        H, W = (rng.choice([1, 4, 7, 8, 14, 28, 56, rng.randint(1, 60)]) for _ in range(2))
-        stride = rng.choice([(1, 1), (1, 1), (2, 2), (rng.randint(1, 4), rng.randint(1, 4))])
-        yield Case(rng.choice([1, 1, 2, 3, 8]), C, H, W, K, 1, 1, stride)
-
-
-def random_wgrad_cases(count: int, seed: int) -> Iterator[Case]:
-    rng = random.Random(seed)
-    cases = (random_wgrad_case(rng) for _ in range(count))
-    return (case for case in cases if min(case.y_shape) > 0)
-
-
-def random_wgrad_case(rng: random.Random) -> Case:
-    groups = rng.choice((1, 1, 1, 2, 4))
-    channels = lambda: rng.choice((rng.randint(1, 20), rng.randint(16, 600))) * groups  # noqa: E731
-    side = rng.choice((7, 14, 28, 56, rng.randint(1, 300)))
-    taps = rng.choice(((1, 1), (3, 3), (rng.randint(1, 12), rng.randint(1, 12))))
-    few = rng.random() < 0.6  # strides, padding and dilation as most have them
-    pair = lambda low, high: (rng.randint(low, high), rng.randint(low, high))  # noqa: E731
-    return Case(
-        rng.choice((1, rng.randint(1, 300))),
-        channels(),
-        side,
-        side if few else rng.randint(1, 300),
-        channels(),
-        *taps,
-        stride=rng.choice(((1, 1), (2, 2))) if few else pair(1, 4),
-        padding=(taps[0] // 2, taps[1] // 2) if few else pair(0, 6),
-        dilation=(1, 1) if few else pair(1, 3),
-        groups=groups,
+    operator, groups = rng.choice(WGMMA_OPERATORS), rng.choice([1, 1, 1, 1, 2, 3])
+    channels = [1, 2, 3, 4, 5, 7, 8, 16, 31, 64, 100, 128, 130, 257] if groups == 1 else [8, 9, 12, 16, 31, 64]
+    C, K = (groups * rng.choice(channels) for _ in range(2))
+    N = rng.choice([1, 1, 2, 3, 5])
+    H, W = (
+        rng.choice([1, rng.randint(1, 8), rng.randint(7, 16), 4 * rng.randint(1, 8), rng.randint(1, most)])
+        for most in (41, rng.choice([60, 300, 1030]))
     )
+    R, S = rng.choice([(1, 1), (1, 1), (3, 3), (3, 3), (2, 2), (7, 7), pair(rng, 1, 12)])
+    stride = two_of(rng, 1, 1, 2, 3, 4) if operator == "fprop" else (1, 1)
+    padding, dilation = two_of(rng, 0, 0, 1, 2, 3, 5), two_of(rng, 1, 1, 1, 2, 3, 13)
+    return Case(N, C, H, W, K, R, S, stride, padding, dilation, groups), operator
+
+
+@drawn
+def random_pointwise_cases(rng: random.Random) -> Case:
+    """1x1 filters, few channels and many, one pixel to some thousands, at a stride or not; half of them for stages."""
+    if rng.random() < 0.5:
+        N, C, size = rng.choice([1, 2, 3]), rng.choice([64, 128, 256]), rng.choice([14, 28, 46, 56])
+        return Case(N, C, size, size, rng.choice([33, 64, 128, 160, 256]), 1, 1)
+    C, K = (rng.choice([1, 2, 3, 4, 7, 8, 16, 31, 64, 100, 128, 256, 500, 1024, 2048, 9000]) for _ in range(2))
+    H, W = (rng.choice([1, 4, 7, 8, 14, 28, 56, rng.randint(1, 60)]) for _ in range(2))
+    stride = rng.choice([(1, 1), (1, 1), (2, 2), pair(rng, 1, 4)])
+    return Case(rng.choice([1, 1, 2, 3, 8]), C, H, W, K, 1, 1, stride)
+
+
+@drawn
+def random_wgrad_cases(rng: random.Random) -> Case:
+    """Any number of images and channels; most with the strides, padding and dilation that most networks have."""
+    groups = rng.choice([1, 1, 1, 2, 4])
+    C, K = (groups * rng.choice([rng.randint(1, 20), rng.randint(16, 600)]) for _ in range(2))
+    N, H = rng.choice([1, rng.randint(1, 300)]), rng.choice([7, 14, 28, 56, rng.randint(1, 300)])
+    R, S = rng.choice([(1, 1), (3, 3), pair(rng, 1, 12)])
+    if rng.random() < 0.6:
+        stride = rng.choice([(1, 1), (2, 2)])
+        return Case(N, C, H, H, K, R, S, stride, (R // 2, S // 2), groups=groups)
+    W, stride, padding, dilation = rng.randint(1, 300), pair(rng, 1, 4), pair(rng, 0, 6), pair(rng, 1, 3)
+    return Case(N, C, H, W, K, R, S, stride, padding, dilation, groups)
 
 
 def dy_before_nan(dy: Tensor, rows: bool) -> Tensor:
@@ -340,23 +331,18 @@ def dy_before_nan(dy: Tensor, rows: bool) -> Tensor:
     return padded if rows else padded.unflatten(2, dy.shape[2:])
 
 
-def random_stem_cases(count: int, seed: int) -> Iterator[Case]:
+@drawn
+def random_stem_cases(rng: random.Random) -> Case:
     """Few channels; one pixel and lines of several tiles, filters from 1x1 to patches, any stride."""
-    rng = random.Random(seed)
-    while count > 0:
-        C, K = rng.choice([1, 2, 3, 3, 3, 4, 5, 7]), rng.choice([1, 2, 8, 31, 32, 33, 64, 65, 96, 200])
-        H, W = (
-            rng.choice([1, rng.randint(1, 16), 4 * rng.randint(1, 14), rng.randint(1, most)])
-            for most in (41, rng.choice([60, 300, 530]))
-        )
-        R, S = rng.choice([(1, 1), (3, 3), (3, 3), (4, 4), (7, 7), (rng.randint(1, 12), rng.randint(1, 12))])
-        stride = rng.choice([(1, 1), (2, 2), (4, 4), tuple(rng.choices([1, 2, 3, 5, 70], k=2))])
-        padding = tuple(rng.choices([0, 0, 1, 2, 3, 5], k=2))
-        dilation = tuple(rng.choices([1, 1, 1, 2, 3, 13], k=2))
-        case = Case(rng.choice([1, 1, 2, 3]), C, H, W, K, R, S, stride, padding, dilation)
-        if min(case.y_shape) > 0:
-            yield case
-            count -= 1
+    C, K = rng.choice([1, 2, 3, 3, 3, 4, 5, 7]), rng.choice([1, 2, 8, 31, 32, 33, 64, 65, 96, 200])
+    H, W = (
+        rng.choice([1, rng.randint(1, 16), 4 * rng.randint(1, 14), rng.randint(1, most)])
+        for most in (41, rng.choice([60, 300, 530]))
+    )
+    R, S = rng.choice([(1, 1), (3, 3), (3, 3), (4, 4), (7, 7), pair(rng, 1, 12)])
+    stride = rng.choice([(1, 1), (2, 2), (4, 4), two_of(rng, 1, 2, 3, 5, 70)])
+    padding, dilation = two_of(rng, 0, 0, 1, 2, 3, 5), two_of(rng, 1, 1, 1, 2, 3, 13)
+    return Case(rng.choice([1, 1, 2, 3]), C, H, W, K, R, S, stride, padding, dilation)
 
 
 # Types of tensors, and the switch where they have one.
@@ -388,41 +374,37 @@ def gapped_strides(shape: tuple[int, ...], order: tuple[int, ...], rng: random.R
     return tuple(strides)
 
 
-def random_tma_cases(count: int, seed: int) -> Iterator[tuple[Case, str]]:
+@drawn
+def random_tma_cases(rng: random.Random) -> tuple[Case, str]:
     """One pixel to several tiles, filters up to 7x7, any stride; channels in eights and others."""
-    rng = random.Random(seed)
-    while count > 0:
-        operator = rng.choice(WGMMA_OPERATORS)
-        eights = [8, 16, 24, 64, 72, 128, 136, 8 * rng.randint(1, 37)]
-        others = [1, 3, 9, 65, 100, 300, rng.randint(1, 300)] if rng.random() < 0.3 else []
-        C, K = (rng.choice([*eights, *others]) for _ in range(2))
-        H, W = (
-            rng.choice([1, rng.randint(1, 8), rng.randint(7, 16), 4 * rng.randint(1, 8), rng.randint(most // 2, most)])
-            for most in (60, rng.choice([60, 300]))
-        )
-        N = min(rng.choice([1, 1, 2, 3, rng.randint(1, 40)]), max(1, 20000 // (H * W)))
-        R, S = rng.choice([(1, 1), (1, 1), (3, 3), (3, 3), (2, 2), (7, 7), (rng.randint(1, 7), rng.randint(1, 7))])
-        stride = rng.choice([(1, 1), (1, 1), (2, 2), (2, 2), tuple(rng.choices([1, 2, 3, 8, 9, 70], k=2))])
-        padding = tuple(rng.choices([0, 0, 1, 1, 2, 3, 5], k=2))
-        dilation = rng.choice([(1, 1), (1, 1), (10, 12), tuple(rng.choices([1, 2, 3, 13], k=2))])
-        halos = tuple(step * (taps - 1) for step, taps in zip(dilation, (R, S), strict=True))
-        if rng.random() < 0.4:  # outputs as many as inputs
-            padding = tuple(halo // 2 for halo in halos)
-        elif rng.random() < 0.7:
-            padding = tuple(map(min, padding, halos))
-        case = Case(N, C, H, W, K, R, S, stride, padding, dilation)
-        if min(case.y_shape) <= 0:
-            continue
-        if count % 8 == 0:
-            own, other = rng.choice([(64, 64), (64, 128), (32, 32), (16, 32), (8, 8), (4, 4), (4, 8), (2, 2)])
-            groups = rng.choice([2, 3, 4, 8, 9, 32])
-            C, K = (own, other) if operator == "fprop" else (other, own)
-            case = dataclasses.replace(case, C=C * groups, K=K * groups, groups=groups)
-        if operator == "dgrad":  # with a stride where it is never taken
-            stride = tuple(1 if size > 1 else step for size, step in zip(case.y_shape[2:], stride, strict=True))
-            case = dataclasses.replace(case, stride=stride)
-        yield case, operator
-        count -= 1
+    operator = rng.choice(WGMMA_OPERATORS)
+    eights = [8, 16, 24, 64, 72, 128, 136, 8 * rng.randint(1, 37)]
+    others = [1, 3, 9, 65, 100, 300, rng.randint(1, 300)] if rng.random() < 0.3 else []
+    C, K = (rng.choice([*eights, *others]) for _ in range(2))
+    H, W = (
+        rng.choice([1, rng.randint(1, 8), rng.randint(7, 16), 4 * rng.randint(1, 8), rng.randint(most // 2, most)])
+        for most in (60, rng.choice([60, 300]))
+    )
+    N = min(rng.choice([1, 1, 2, 3, rng.randint(1, 40)]), max(1, 20000 // (H * W)))
+    R, S = rng.choice([(1, 1), (1, 1), (3, 3), (3, 3), (2, 2), (7, 7), pair(rng, 1, 7)])
+    stride = rng.choice([(1, 1), (1, 1), (2, 2), (2, 2), two_of(rng, 1, 2, 3, 8, 9, 70)])
+    padding = two_of(rng, 0, 0, 1, 1, 2, 3, 5)
+    dilation = rng.choice([(1, 1), (1, 1), (10, 12), two_of(rng, 1, 2, 3, 13)])
+    halos = tuple(step * (taps - 1) for step, taps in zip(dilation, (R, S), strict=True))
+    if rng.random() < 0.4:  # outputs as many as inputs
+        padding = tuple(halo // 2 for halo in halos)
+    elif rng.random() < 0.7:
+        padding = tuple(map(min, padding, halos))
+    groups = 1
+    if rng.random() < 1 / 8:
+        own, other = rng.choice([(64, 64), (64, 128), (32, 32), (16, 32), (8, 8), (4, 4), (4, 8), (2, 2)])
+        groups = rng.choice([2, 3, 4, 8, 9, 32])
+        C, K = (own * groups, other * groups) if operator == "fprop" else (other * groups, own * groups)
+    case = Case(N, C, H, W, K, R, S, stride, padding, dilation, groups)
+    if operator == "dgrad":  # with a stride where it is never taken
+        stride = tuple(1 if size > 1 else step for size, step in zip(case.y_shape[2:], stride, strict=True))
+        case = dataclasses.replace(case, stride=stride)
+    return case, operator
 
 
 # By the planner's choice these reach, on a Hopper GPU of 132 SMs, every shape of a tile, 1, 2, 4 and 8 blocks for one,
@@ -494,145 +476,109 @@ POINTWISE_CASES = [
 ]
 
 
-def random_wgmma_cases(count: int, seed: int) -> list[Case]:
+@drawn
+def random_wgmma_cases(rng: random.Random) -> Case:
     """Any filter up to 7x7, channels and columns around the tiles' and the stages' sizes, padding of any size."""
-    rng = random.Random(seed)
-
-    def draw() -> Case:
-        groups = rng.choice([1, 1, 1, 2, 3])
-        C, K = (groups * rng.choice([8, 9, 16, 17, 31, 40, 64, 65, 100, 130, 300]) for _ in range(2))
-        W = rng.choice([32, 33, 63, 64, 65, 127, 129, 255, 256, 257, 300, 513, 1030])
-        N, H, R, S = rng.choice([1, 1, 2, 5, 13]), rng.randint(1, 60), rng.randint(1, 7), rng.randint(1, 7)
-        padding, dilation = rng.choices(range(10), k=2), rng.choices([1, 1, 2, 3], k=2)
-        return Case(N, C, H, W, K, R, S, (1, 1), tuple(padding), tuple(dilation), groups)
-
-    cases = (draw() for _ in itertools.count())
-    return list(itertools.islice((case for case in cases if min(case.y_shape) > 0), count))
+    groups = rng.choice([1, 1, 1, 2, 3])
+    C, K = (groups * rng.choice([8, 9, 16, 17, 31, 40, 64, 65, 100, 130, 300]) for _ in range(2))
+    W = rng.choice([32, 33, 63, 64, 65, 127, 129, 255, 256, 257, 300, 513, 1030])
+    N, H, R, S = rng.choice([1, 1, 2, 5, 13]), rng.randint(1, 60), rng.randint(1, 7), rng.randint(1, 7)
+    padding, dilation = two_of(rng, *range(10)), two_of(rng, 1, 1, 2, 3)
+    return Case(N, C, H, W, K, R, S, (1, 1), padding, dilation, groups)
 
 
-def small_wgmma_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
+@drawn
+def small_wgmma_cases(rng: random.Random) -> tuple[Case, str, torch.dtype] | None:
     """A few tiles each: one to three rows of them, ragged channels, filters, padding, dilation, groups."""
-    rng = random.Random(seed)
-    while count > 0:
-        groups, R, S = rng.choice([1, 1, 1, 2]), rng.randint(1, 3), rng.randint(1, 4)
-        C, K = groups * rng.choice([8, 9, 16, 16, 24, 40, 64]), groups * rng.choice([8, 20, 64, 100, 128, 130, 200])
-        H, W = rng.randint(R, 9), rng.choice([rng.randint(32, 92), rng.randint(100, 300), rng.randint(250, 600)])
-        padding, dilation = (rng.randint(0, 1), rng.randint(0, 2)), (rng.choice([1, 1, 2]), rng.choice([1, 1, 2]))
-        case = Case(rng.randint(1, 2), C, H, W, K, R, S, (1, 1), padding, dilation, groups)
-        if min(case.y_shape) > 0 and case.y_shape[3] >= 32:
-            yield case, rng.choice(WGMMA_OPERATORS), rng.choice(WGMMA_DTYPES)
-            count -= 1
+    groups, R, S = rng.choice([1, 1, 1, 2]), rng.randint(1, 3), rng.randint(1, 4)
+    C, K = groups * rng.choice([8, 9, 16, 16, 24, 40, 64]), groups * rng.choice([8, 20, 64, 100, 128, 130, 200])
+    H, W = rng.randint(R, 9), rng.choice([rng.randint(32, 92), rng.randint(100, 300), rng.randint(250, 600)])
+    padding, dilation = (rng.randint(0, 1), rng.randint(0, 2)), (rng.choice([1, 1, 2]), rng.choice([1, 1, 2]))
+    case = Case(rng.randint(1, 2), C, H, W, K, R, S, (1, 1), padding, dilation, groups)
+    return (case, rng.choice(WGMMA_OPERATORS), rng.choice(WGMMA_DTYPES)) if case.y_shape[3] >= 32 else None
 
 
-def random_phased_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
-    """Of the same kind, but all of them what a copy of x holds in phases."""
-    rng = random.Random(seed)
-    while count > 0:
-        C, K = rng.choice([8, 31, 63, 64, 65, 100, 128, 200]), rng.choice([8, 31, 64, 100, 128, 200, 300])
-        H, W = (rng.choice([rng.randint(1, 8), rng.randint(1, 33), rng.randint(1, 70), 300]) for _ in range(2))
-        R, S = rng.choice([(3, 3), (3, 3), (2, 2), (2, 3), (5, 4), (7, 7), (rng.randint(2, 7), rng.randint(2, 7))])
-        padding = tuple(rng.choices([0, 0, 1, 1, 2, 3, 4], k=2))
-        case = Case(rng.choice([1, 2, 3, 5, 8, 40]), C, H, W, K, R, S, (2, 2), padding)
-        if case.y_shape[2] > 1 and case.y_shape[3] > 1:  # else there is no stride
-            yield case, "fprop", torch.float32
-            count -= 1
+@drawn
+def random_phased_cases(rng: random.Random) -> tuple[Case, str, torch.dtype] | None:
+    """What a copy of x holds in phases."""
+    C, K = rng.choice([8, 31, 63, 64, 65, 100, 128, 200]), rng.choice([8, 31, 64, 100, 128, 200, 300])
+    H, W = (rng.choice([rng.randint(1, 8), rng.randint(1, 33), rng.randint(1, 70), 300]) for _ in range(2))
+    R, S = rng.choice([(3, 3), (3, 3), (2, 2), (2, 3), (5, 4), (7, 7), pair(rng, 2, 7)])
+    case = Case(rng.choice([1, 2, 3, 5, 8, 40]), C, H, W, K, R, S, (2, 2), two_of(rng, 0, 0, 1, 1, 2, 3, 4))
+    return (case, "fprop", torch.float32) if min(case.y_shape[2:]) > 1 else None  # else there is no stride
 
 
-def random_landing_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
-    """Of the same kind, but all of them what may be contained on its way, if tensors are aligned."""
-    rng = random.Random(seed)
-    while count > 0:
-        C, K = (rng.choice([8, 31, 64, 65, 100, 128, 200, 300]) for _ in range(2))
-        H, W, padding = rng.randint(1, 70), 4 * rng.randint(7, 40), rng.choice([1, 1, 1, 3])
-        R, stride, kind = rng.randint(1, 4), (1, 1), rng.random()
-        if kind < 0.1:
-            W, padding = W + 2, 2  # rows of y are fours, those of x are not
-        elif kind < 0.3:
-            R = 3  # narrow tiles
-            W, padding = rng.choice([(W, padding) for W in (13, 14, 25, 26, 27, 28, 28)] + [(16, 0), (12, 2)])
-        elif kind < 0.6:
-            R, stride = 3, (2, 2)
-            H = rng.choice([H, rng.randint(1, 16)])
-            W, padding = rng.choice([(56, 1), (28, 1)] * 3 + [(56, 0), (52, 3)])
-        case = Case(rng.choice([1, 2, 3, 5]), C, H, W, K, R, 3, stride, (rng.randint(0, 3), padding))
-        if case.y_shape[2] > 0:
-            yield case, rng.choice(["fprop", "fprop", "dgrad"]) if stride == (1, 1) else "fprop", torch.float32
-            count -= 1
+@drawn
+def random_landing_cases(rng: random.Random) -> tuple[Case, str, torch.dtype]:
+    """What may be contained on its way, if tensors are aligned."""
+    C, K = (rng.choice([8, 31, 64, 65, 100, 128, 200, 300]) for _ in range(2))
+    H, W, padding = rng.randint(1, 70), 4 * rng.randint(7, 40), rng.choice([1, 1, 1, 3])
+    R, stride, kind = rng.randint(1, 4), (1, 1), rng.random()
+    if kind < 0.1:
+        W, padding = W + 2, 2  # rows of y are fours, those of x are not
+    elif kind < 0.3:
+        R = 3  # narrow tiles
+        W, padding = rng.choice([(W, padding) for W in (13, 14, 25, 26, 27, 28, 28)] + [(16, 0), (12, 2)])
+    elif kind < 0.6:
+        R, stride = 3, (2, 2)
+        H = rng.choice([H, rng.randint(1, 16)])
+        W, padding = rng.choice([(56, 1), (28, 1)] * 3 + [(56, 0), (52, 3)])
+    case = Case(rng.choice([1, 2, 3, 5]), C, H, W, K, R, 3, stride, (rng.randint(0, 3), padding))
+    return case, rng.choice(["fprop", "fprop", "dgrad"]) if stride == (1, 1) else "fprop", torch.float32
 
 
-def random_apart_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
-    """Of the same kind, but with taps that lie apart, nearly all within the reach of boxes."""
-    rng = random.Random(seed)
-    while count > 0:
-        groups = rng.choice([1, 1, 1, 2])
-        C, K = (groups * rng.choice([8, 30, 32, 36, 64, 100, 128, 300]) for _ in range(2))
-        H, W = (rng.choice([rng.randint(1, 20), rng.randint(1, 50), 65]) for _ in range(2))
-        R, S = rng.choice([(3, 3), (3, 3), (3, 3), (1, 3), (2, 1), (4, 5)])
-        drawn = rng.randint(2, 20), rng.randint(2, 20)
-        dilation = rng.choice([drawn, (1, 6), (12, 12), (36, 36), (64, 64), (130, 130)])
-        padding = tuple(
-            rng.choice([0, d * (taps - 1) // 2, d * (taps - 1)]) for d, taps in zip(dilation, (R, S), strict=True)
-        )
-        stride = rng.choice([(1, 1)] * 7 + [(2, 1)])
-        case = Case(rng.choice([1, 2, 3, 8, 30]), C, H, W, K, R, S, stride, padding, dilation, groups)
-        operator = rng.choice(["fprop", "fprop", "dgrad"]) if stride == (1, 1) else "fprop"
-        if min(case.y_shape) > 0:
-            yield case, operator, rng.choice([torch.float32, torch.float32, torch.float32, torch.float16])
-            count -= 1
+@drawn
+def random_apart_cases(rng: random.Random) -> tuple[Case, str, torch.dtype]:
+    """Taps that lie apart, nearly all within the reach of boxes."""
+    groups = rng.choice([1, 1, 1, 2])
+    C, K = (groups * rng.choice([8, 30, 32, 36, 64, 100, 128, 300]) for _ in range(2))
+    H, W = (rng.choice([rng.randint(1, 20), rng.randint(1, 50), 65]) for _ in range(2))
+    R, S = rng.choice([(3, 3), (3, 3), (3, 3), (1, 3), (2, 1), (4, 5)])
+    dilation = rng.choice([pair(rng, 2, 20), (1, 6), (12, 12), (36, 36), (64, 64), (130, 130)])
+    padding = tuple(rng.choice([0, d * (t - 1) // 2, d * (t - 1)]) for d, t in zip(dilation, (R, S), strict=True))
+    stride = rng.choice([(1, 1)] * 7 + [(2, 1)])
+    case = Case(rng.choice([1, 2, 3, 8, 30]), C, H, W, K, R, S, stride, padding, dilation, groups)
+    operator = rng.choice(["fprop", "fprop", "dgrad"]) if stride == (1, 1) else "fprop"
+    return case, operator, rng.choice([torch.float32, torch.float32, torch.float32, torch.float16])
 
 
-def random_image_cases(count: int, seed: int) -> Iterator[tuple[Case, str, torch.dtype]]:
+@drawn
+def random_image_cases(rng: random.Random) -> tuple[Case, str, torch.dtype] | None:
     """1x1 of images whose pixels are no fours, but which follow one another, if tensors are contiguous and aligned."""
-    rng = random.Random(seed)
-    while count > 0:
-        groups = rng.choice([1, 1, 1, 2])
-        C, K = (groups * rng.choice([32, 64, 96, 100, 128, 160, 256]) for _ in range(2))
-        sizes = [5, 7, 7, 9, 10, 13, rng.randint(1, 17), rng.choice([33, 1001, 3001])]
-        H, W = (rng.choice(sizes) for _ in range(2))
-        if H * W % 4:
-            case = Case(rng.choice([1, 2, 3, 5, 8, 40]), C, H, W, K, 1, 1, groups=groups)
-            yield case, rng.choice(["fprop", "dgrad"]), torch.float32
-            count -= 1
+    groups = rng.choice([1, 1, 1, 2])
+    C, K = (groups * rng.choice([32, 64, 96, 100, 128, 160, 256]) for _ in range(2))
+    H, W = (rng.choice([5, 7, 7, 9, 10, 13, rng.randint(1, 17), rng.choice([33, 1001, 3001])]) for _ in range(2))
+    case = Case(rng.choice([1, 2, 3, 5, 8, 40]), C, H, W, K, 1, 1, groups=groups)
+    return (case, rng.choice(WGMMA_OPERATORS), torch.float32) if H * W % 4 else None
 
 
-def cases_of_gather_plans() -> Iterator[tuple[Case, str, torch.dtype]]:
-    kinds = (
-        random_landing_cases(700, seed=2),
-        random_gather_cases(3000, seed=0),
-        random_phased_cases(300, seed=0),
-        random_apart_cases(400, seed=0),
-        random_image_cases(400, seed=0),
+def cases_of_gather_plans() -> list[tuple[Case, str, torch.dtype]]:
+    return [
+        *random_landing_cases(700, seed=2),
+        *random_gather_cases(3000, seed=0),
+        *random_phased_cases(300, seed=0),
+        *random_apart_cases(400, seed=0),
+        *random_image_cases(400, seed=0),
         # Phases of one tap, which are chosen if x is large.
-        [(Case(64, 64, 16, 14, 64, 2, 2, (2, 2), (2, 2)), "fprop", torch.float32)] * 20,
-    )
-    return itertools.chain(*kinds)
+        *[(Case(64, 64, 16, 14, 64, 2, 2, (2, 2), (2, 2)), "fprop", torch.float32)] * 20,
+    ]
 
 
-def random_dilated_cases(count: int, seed: int) -> list[Case]:
-    """Filters that reach as far as the image or farther, with any padding; others than these are among them."""
-    rng, cases = random.Random(seed), []
-    while len(cases) < count:
-        groups = rng.choice([1, 1, 2])
-        dilation = (rng.randint(1, 9), rng.randint(1, 9))
-        case = Case(
-            rng.choice([1, 2, 7]),
-            groups * rng.randint(1, 4),
-            rng.randint(3, 24),
-            rng.randint(1, 20),
-            groups * rng.randint(1, 5),
-            rng.choice([1, 2, 3, 3, 4]),
-            rng.choice([1, 2, 3, 3]),
-            stride=(rng.choice([1, 1, 1, 2]), rng.choice([1, 1, 2])),
-            padding=(
-                rng.choice([0, dilation[0], rng.randint(0, 20)]),
-                rng.choice([0, dilation[1], rng.randint(0, 20)]),
-            ),
-            dilation=dilation,
-            groups=groups,
-        )
-        if min(case.y_shape) > 0:
-            cases.append(case)
-    return cases
+@drawn
+def random_dilated_cases(rng: random.Random) -> Case:
+    """Filters that reach as far as the image or farther, with any padding."""
+    groups, dilation = rng.choice([1, 1, 2]), pair(rng, 1, 9)
+    N, C, K = rng.choice([1, 2, 7]), groups * rng.randint(1, 4), groups * rng.randint(1, 5)
+    H, W, R, S = rng.randint(3, 24), rng.randint(1, 20), rng.choice([1, 2, 3, 3, 4]), rng.choice([1, 2, 3, 3])
+    stride = rng.choice([1, 1, 1, 2]), rng.choice([1, 1, 2])
+    padding = tuple(rng.choice([0, d, rng.randint(0, 20)]) for d in dilation)
+    return Case(N, C, H, W, K, R, S, stride, padding, dilation, groups)
+
+
+@drawn
+def random_strided_cases(rng: random.Random) -> Case:
+    (H, W), (R, S), (C, K) = pair(rng, 1, 20), pair(rng, 1, 5), pair(rng, 1, 9)
+    return Case(rng.randint(1, 2), C, H, W, K, R, S, pair(rng, 1, 4), pair(rng, 0, 5), pair(rng, 1, 3))
 
 
 # Phases of all images and of one; the pyramid of a network for segmentation in small, of which most taps are idle; as
@@ -676,18 +622,3 @@ STRIDED_CASES = [
     Case(2, 16, 9, 8, 24, 3, 3, stride=(1, 2), padding=(0, 1), groups=2),
     Case(1, 8, 5, 30, 8, 4, 3, stride=(9, 2), padding=(0, 1)),  # one row of outputs
 ]
-
-
-def random_strided_cases(count: int, seed: int) -> list[Case]:
-    rng = random.Random(seed)
-
-    def pair(low: int, high: int) -> tuple[int, int]:
-        return rng.randint(low, high), rng.randint(low, high)
-
-    cases = []
-    while len(cases) < count:
-        (H, W), (R, S), channels = pair(1, 20), pair(1, 5), pair(1, 9)
-        case = Case(rng.randint(1, 2), channels[0], H, W, channels[1], R, S, pair(1, 4), pair(0, 5), pair(1, 3))
-        if min(case.y_shape) > 0:
-            cases.append(case)
-    return cases
