@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import random
 import re
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,76 +28,8 @@ from tests.cases import (
 WGMMA_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WGMMA_OPERATORS = ["fprop", "dgrad"]
 
-
-# How fp32 tensors are multiplied, beside 16-bit ones: as TF32, or in full.
-WGMMA_PRECISIONS = [
-    *(pytest.param(dtype, True, id=str(dtype)) for dtype in WGMMA_DTYPES),
-    pytest.param(torch.float32, False, id="in full"),
-]
-
-# What the engine leaves to others, and what looks alike and is its own. Sizes are those of tests/GPU: 2^27 and more.
+# What wgmma leaves to others differs from this in one way; 2^27 multiply-adds and more are enough for TF32.
 WGMMA_CASE = Case(2, 40, 130, 202, 130, 3, 3)
-
-# Cases that wgmma takes in forward and dgrad under every contract of its own: 2^27 multiply-adds, 32 columns.
-WGMMA_CASES = [
-    WGMMA_CASE,
-    # Channels of both sides a few beside the pieces, steps and tiles.
-    Case(1, 9, 301, 259, 31, 3, 3, padding=(1, 1)),
-    Case(1, 31, 301, 260, 9, 3, 3, padding=(1, 1)),
-    Case(1, 17, 90, 130, 100, 3, 3, padding=(1, 1)),
-    Case(1, 100, 91, 131, 17, 3, 3, padding=(1, 1)),
-    Case(2, 65, 40, 66, 130, 3, 3),
-    Case(2, 130, 40, 66, 65, 3, 3),
-    # Filters, dilations and paddings of all shapes: dgrad pads by what is left of them, less than nothing if need be.
-    Case(2, 40, 185, 131, 72, 1, 1),
-    Case(2, 40, 65, 132, 72, 1, 3),
-    Case(2, 40, 65, 513, 64, 1, 3, padding=(0, 1)),
-    Case(2, 40, 65, 132, 72, 3, 1, padding=(2, 0)),
-    Case(1, 40, 41, 134, 72, 7, 5, padding=(1, 4)),
-    Case(1, 40, 40, 133, 72, 5, 7, padding=(4, 0)),
-    Case(1, 40, 55, 132, 72, 2, 4, padding=(0, 3), dilation=(3, 2)),
-    Case(1, 40, 50, 140, 72, 3, 3, padding=(5, 7), dilation=(1, 3)),
-    Case(1, 40, 50, 139, 72, 3, 2, padding=(4, 3)),
-    Case(3, 72, 110, 142, 40, 1, 1, padding=(3, 2)),
-    Case(1, 300, 20, 40, 65, 6, 7, padding=(3, 3)),
-    # Groups.
-    Case(2, 80, 60, 100, 130, 3, 3, padding=(1, 1), groups=2),
-    Case(2, 51, 101, 130, 93, 3, 3, padding=(0, 1), groups=3),
-    # Boxes load x of fp32, with rests of several sizes.
-    Case(2, 64, 45, 264, 128, 3, 3),
-    Case(1, 100, 30, 396, 136, 3, 5, padding=(1, 3)),
-    Case(1, 256, 21, 148, 192, 2, 3, padding=(0, 1), groups=2),
-    # One row; and images one after another of one tile each.
-    Case(3, 130, 1, 600, 130, 1, 5),
-    Case(4, 100, 1, 513, 130, 3, 3, padding=(1, 1)),
-    Case(70, 40, 7, 36, 72, 3, 3),
-    # Columns around every tile's width, with an odd number of rows.
-    *(
-        Case(1, 40, (2**27 // (Q * 65 * 40 * 9) + 1) | 1, Q, 65, 3, 3, padding=(1, 1))
-        for Q in (32, 33, 63, 64, 65, 127, 129, 255, 256, 257, 300, 513)
-    ),
-]
-
-# Among these are all shapes of a tile, with 64 and with 128 channels, in both directions, by the planner's own choice.
-# Downwards it goes where x takes longer to convert than to multiply.
-WGMMA_CANDIDATES = [
-    case
-    for case in (
-        *(
-            Case(N, C, H, W, K, R, R, padding=(R // 2, R // 2))
-            for (N, C, K), H, W, R in itertools.product(
-                itertools.product((2, 8), (16, 72), (64, 130)), (33, 65, 130), (32, 64, 128, 256, 300), (1, 3)
-            )
-        ),
-        Case(2, 24, 145, 200, 8, 3, 4, padding=(1, 2)),
-        Case(2, 72, 36, 200, 65, 1, 5, padding=(0, 2)),
-        Case(8, 40, 101, 32, 130, 1, 1),
-        Case(1, 64, 40, 258, 130, 3, 3, padding=(1, 1)),
-    )
-    if 2**27 <= case.multiply_adds <= 2**30
-]
-
-
 MEMORY_ORDERS = [(3, 2, 1, 0), (3, 2, 1, 0), (1, 3, 2, 0), (1, 3, 2, 0), (2, 3, 1, 0)]
 
 
@@ -133,87 +63,8 @@ def random_gather_cases(rng: random.Random) -> tuple[Case, str, torch.dtype]:
     return Case(N, C, H, W, K, R, S, stride, padding, dilation, groups), operator, rng.choice(WGMMA_DTYPES)
 
 
-# What the engine leaves to others, and what looks alike and is its own.
+# What gather leaves to others differs from this in one way.
 GATHER_CASE = Case(8, 40, 56, 56, 72, 3, 3, stride=(2, 2), padding=(1, 1))
-
-# What gather takes under every contract of its own: 2^27 multiply-adds at least, 2^29 of 1x1 at a stride. Of these fp32
-# is contained: windows and points, at a stride and not, channels that are eights and others.
-GATHER_CONTAINED_CASES = [
-    Case(20, 140, 31, 29, 260, 3, 2, padding=(2, 0), dilation=(1, 3)),
-    Case(12, 140, 57, 57, 264, 3, 3, stride=(2, 2), padding=(1, 0)),
-    Case(40, 1000, 14, 14, 1100, 1, 1),
-    Case(64, 1024, 14, 14, 512, 1, 1, stride=(2, 2)),
-    Case(24, 140, 30, 28, 264, 5, 4, stride=(2, 2), padding=(2, 3)),  # pairs of columns
-    Case(128, 328, 20, 20, 640, 3, 3, stride=(2, 2), padding=(1, 1)),
-    Case(8, 518, 7, 7, 500, 3, 3, padding=(1, 1)),  # tiles that blocks share; weights of taps in no fours
-]
-# And these, in channels_last, come by boxes at a stride: phases of x itself, channels that fill blocks and not, and
-# rows of what 1x1 filters read.
-GATHER_STRIDED_CASES = [
-    Case(16, 64, 57, 55, 136, 3, 3, stride=(2, 2), padding=(1, 1)),
-    Case(20, 36, 55, 57, 130, 3, 3, stride=(2, 2), padding=(0, 1)),
-    Case(20, 36, 41, 43, 130, 5, 5, stride=(2, 2), padding=(2, 1)),
-    Case(9, 64, 63, 61, 264, 5, 5, stride=(2, 2), padding=(1, 3)),
-    Case(40, 64, 57, 55, 260, 1, 1, stride=(2, 2)),
-    Case(64, 36, 85, 83, 300, 1, 1, stride=(3, 3), padding=(1, 0)),
-]
-# And these are contained on their way, by tiles of each width but one, with rows, columns and channels that are not
-# there; and by that one, in channels_last only.
-GATHER_LANDING_CASES = [
-    Case(44, 64, 56, 56, 64, 3, 3, padding=(1, 1)),
-    Case(40, 64, 40, 124, 64, 3, 3, padding=(1, 1)),
-    Case(22, 70, 62, 60, 66, 3, 3, padding=(1, 1)),
-    Case(24, 72, 50, 60, 72, 2, 3, padding=(1, 3)),
-    Case(64, 128, 28, 28, 128, 3, 3, padding=(1, 1)),
-    Case(32, 128, 56, 56, 128, 3, 3, stride=(2, 2), padding=(1, 1)),
-    Case(48, 72, 55, 56, 120, 3, 3, stride=(2, 2), padding=(0, 1)),
-    Case(64, 256, 28, 28, 256, 3, 3, stride=(2, 2), padding=(1, 1)),
-    Case(128, 128, 27, 28, 120, 3, 3, stride=(2, 2), padding=(1, 1)),
-]
-GATHER_LANDING_CHANNELS = Case(256, 256, 14, 14, 256, 3, 3, padding=(1, 1))
-# And these, in fp32 and planes, image by image.
-GATHER_IMAGES_GPU_CASES = [
-    Case(64, 384, 13, 15, 264, 1, 1),
-    Case(190, 1536, 7, 9, 320, 1, 1),
-    Case(60, 448, 7, 7, 576, 1, 1, groups=2),
-]
-# These have tiles of three multiplying warpgroups, in one memory format or both.
-GATHER_WIDE_CASES = [
-    Case(20, 260, 19, 19, 260, 1, 1),
-    Case(40, 100, 13, 13, 772, 1, 1),
-    Case(24, 520, 21, 21, 200, 1, 1),
-    Case(40, 772, 21, 21, 136, 1, 1),
-    Case(9, 328, 15, 15, 520, 3, 3, padding=(1, 1)),
-    Case(11, 520, 15, 15, 772, 3, 3, stride=(2, 2), padding=(1, 1)),
-    Case(16, 64, 57, 56, 60, 1, 1),
-    Case(64, 64, 28, 28, 48, 1, 1),
-]
-# And these, in fp32, come by boxes of a tap.
-GATHER_APART_CASES = [
-    Case(8, 128, 33, 33, 136, 3, 3, padding=(12, 12), dilation=(12, 12)),
-    Case(3, 100, 40, 61, 260, 3, 3, padding=(18, 36), dilation=(18, 36)),
-    Case(20, 128, 28, 30, 128, 3, 3, padding=(8, 10), dilation=(8, 10), groups=2),
-]
-GATHER_CASES = [
-    dataclasses.replace(GATHER_CASE, N=12),
-    Case(16, 256, 14, 14, 260, 1, 1),
-    Case(35, 72, 57, 55, 130, 1, 1, stride=(2, 1), padding=(1, 0)),
-    Case(40, 128, 7, 7, 200, 3, 3, padding=(1, 1)),
-    Case(5, 100, 31, 29, 136, 3, 2, padding=(2, 0), dilation=(1, 3)),
-    Case(16, 96, 28, 28, 192, 5, 5, stride=(2, 3), padding=(2, 2), groups=2),
-    Case(50, 512, 14, 14, 64, 1, 1, groups=2),
-    Case(4, 72, 35, 306, 136, 3, 3, padding=(1, 0)),  # long rows of sixteens, by boxes
-    *GATHER_CONTAINED_CASES,
-    *GATHER_STRIDED_CASES,
-    *GATHER_LANDING_CASES,
-    GATHER_LANDING_CHANNELS,
-    *GATHER_IMAGES_GPU_CASES,
-    *GATHER_WIDE_CASES,
-]
-
-
-def gather_operators(case: Case) -> set[str]:
-    return {"fprop"} | ({"dgrad"} if case.stride == (1, 1) else set())
 
 
 def misfit_places(operator: str, case: Case) -> tuple[list[tuple[int, ...]], int]:
@@ -262,8 +113,14 @@ def misfit_tensors(operator: str, case: Case, value: float, device: str = "cpu")
 
 
 def check_misfits(operator: str, case: Case, out: Tensor, tensors: dict[str, Tensor]) -> None:
-    """NaN and Inf where the reference has them, which the CPU works out; the rest within the contract."""
-    out, tensors = out.cpu(), {name: tensor.cpu() for name, tensor in tensors.items()}
+    """NaN and Inf where the reference has them, which the CPU computes; the rest within the contract.
+
+    Only the first and the last image have values, if there are more.
+    """
+    ends = [0, case.N - 1]
+    assert not out[1:-1].any()
+    case, out = dataclasses.replace(case, N=2), out[ends].cpu()
+    tensors = {name: (tensor[ends] if name in ("x", "dy") else tensor).cpu() for name, tensor in tensors.items()}
     expected = product(operator, case, *(tensors[name] for name in OPERANDS[operator]))
     finite = expected.isfinite()
     assert same_values(out[~finite], expected[~finite].float())
@@ -405,75 +262,6 @@ def random_tma_cases(rng: random.Random) -> tuple[Case, str]:
         stride = tuple(1 if size > 1 else step for size, step in zip(case.y_shape[2:], stride, strict=True))
         case = dataclasses.replace(case, stride=stride)
     return case, operator
-
-
-# By the planner's choice these reach, on a Hopper GPU of 132 SMs, every shape of a tile, 1, 2, 4 and 8 blocks for one,
-# and what brings x and w there; the test below tells.
-MMA_CASES = [
-    Case(1, 3, 224, 224, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
-    Case(1, 3, 61, 67, 20, 5, 5, stride=(2, 3), padding=(2, 1)),
-    Case(1, 64, 56, 56, 64, 3, 3, padding=(1, 1)),
-    Case(1, 256, 14, 14, 256, 3, 3, padding=(1, 1)),
-    Case(1, 512, 7, 7, 512, 3, 3, padding=(1, 1)),
-    Case(1, 2048, 7, 7, 512, 1, 1),
-    Case(4, 256, 8, 8, 100, 3, 3),
-    Case(1, 128, 28, 28, 512, 1, 1),
-    Case(2, 100, 31, 29, 72, 3, 2, stride=(1, 2), padding=(2, 0), dilation=(1, 3)),
-    Case(8, 64, 57, 60, 2, 1, 1),
-    Case(2, 16, 300, 500, 8, 3, 3, padding=(1, 1)),
-    Case(16, 64, 96, 96, 64, 3, 3, padding=(1, 1)),
-    Case(3, 48, 20, 24, 80, 3, 3, stride=(2, 1), padding=(1, 1), groups=2),
-    Case(16, 8, 90, 90, 16, 1, 1),
-]
-
-
-# Stems of networks in small and what is like them, on all ways to load and to store; the first four are under the TF32
-# contract where that is allowed. Sides of 4 x 7 or 16 pixels, odd ones, lines longer than a box, ragged channels.
-STEM_CASES = [
-    Case(8, 3, 56, 56, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
-    Case(9, 3, 64, 96, 128, 7, 7, stride=(2, 2), padding=(3, 3)),
-    Case(11, 3, 45, 45, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
-    Case(9, 3, 113, 127, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
-    Case(2, 3, 70, 64, 64, 3, 3, padding=(1, 1)),
-    Case(3, 3, 75, 75, 32, 3, 3, stride=(2, 2)),
-    Case(2, 3, 64, 224, 96, 4, 4, stride=(4, 4)),
-    Case(40, 1, 28, 28, 33, 5, 5, padding=(2, 2)),
-    Case(2, 4, 64, 64, 320, 3, 3, padding=(1, 1)),
-    Case(2, 3, 99, 67, 96, 11, 11, stride=(4, 4), padding=(2, 2)),
-    Case(1, 7, 33, 40, 70, 5, 5, stride=(1, 2), padding=(4, 1)),
-    Case(2, 2, 40, 513, 64, 3, 7, padding=(1, 3), dilation=(1, 2)),
-    Case(30, 3, 8, 8, 24, 1, 1),
-    Case(1, 5, 30, 1000, 17, 1, 7, stride=(3, 1)),
-    Case(300, 6, 2, 1, 100, 2, 3, padding=(0, 1)),
-]
-
-# By the planner's choice these reach, on a Hopper GPU of 132 SMs and under both contracts, all ways to load and to
-# store, 1, 2, 4 and 8 blocks for a tile, all slices and all stages; the test below tells.
-POINTWISE_CASES = [
-    Case(1, 64, 56, 56, 256, 1, 1),
-    Case(2, 128, 28, 28, 512, 1, 1),
-    Case(2, 128, 30, 30, 200, 1, 1),
-    Case(1, 256, 56, 56, 128, 1, 1),
-    Case(1, 64, 56, 56, 160, 1, 1),
-    Case(1, 128, 28, 28, 256, 1, 1),
-    Case(1, 256, 56, 56, 64, 1, 1),
-    Case(2, 64, 56, 56, 64, 1, 1),
-    Case(4, 64, 56, 56, 64, 1, 1),
-    Case(1, 256, 14, 14, 1024, 1, 1),
-    Case(1, 1024, 14, 14, 256, 1, 1),
-    Case(1, 2048, 7, 7, 512, 1, 1),
-    Case(1, 3008, 8, 12, 128, 1, 1),
-    Case(1, 2048, 6, 4, 400, 1, 1),
-    Case(4, 112, 31, 29, 72, 1, 1, stride=(1, 2)),
-    Case(1, 1024, 32, 32, 2048, 1, 1, stride=(2, 2)),
-    Case(64, 2048, 1, 1, 1000, 1, 1),
-    Case(3, 37, 20, 24, 50, 1, 1),
-    Case(8, 131, 27, 32, 1021, 1, 1),
-    Case(8, 144, 27, 31, 1022, 1, 1),
-    Case(8, 16, 15, 16, 9, 1, 1),
-    Case(16, 64, 60, 60, 64, 1, 1),
-    Case(2, 5, 9, 301, 1, 1, 1),
-]
 
 
 @drawn
