@@ -287,66 +287,46 @@ def small_wgmma_cases(rng: random.Random) -> tuple[Case, str, torch.dtype] | Non
 
 
 @drawn
-def random_phased_cases(rng: random.Random) -> tuple[Case, str, torch.dtype] | None:
-    """What a copy of x holds in phases."""
-    C, K = rng.choice([8, 31, 63, 64, 65, 100, 128, 200]), rng.choice([8, 31, 64, 100, 128, 200, 300])
-    H, W = (rng.choice([rng.randint(1, 8), rng.randint(1, 33), rng.randint(1, 70), 300]) for _ in range(2))
-    R, S = rng.choice([(3, 3), (3, 3), (2, 2), (2, 3), (5, 4), (7, 7), pair(rng, 2, 7)])
-    case = Case(rng.choice([1, 2, 3, 5, 8, 40]), C, H, W, K, R, S, (2, 2), two_of(rng, 0, 0, 1, 1, 2, 3, 4))
-    return (case, "fprop", torch.float32) if min(case.y_shape[2:]) > 1 else None  # else there is no stride
-
-
-@drawn
-def random_landing_cases(rng: random.Random) -> tuple[Case, str, torch.dtype]:
-    """What may be contained on its way, if tensors are aligned."""
-    C, K = (rng.choice([8, 31, 64, 65, 100, 128, 200, 300]) for _ in range(2))
-    H, W, padding = rng.randint(1, 70), 4 * rng.randint(7, 40), rng.choice([1, 1, 1, 3])
-    R, stride, kind = rng.randint(1, 4), (1, 1), rng.random()
-    if kind < 0.1:
-        W, padding = W + 2, 2  # rows of y are fours, those of x are not
-    elif kind < 0.3:
-        R = 3  # narrow tiles
-        W, padding = rng.choice([(W, padding) for W in (13, 14, 25, 26, 27, 28, 28)] + [(16, 0), (12, 2)])
-    elif kind < 0.6:
-        R, stride = 3, (2, 2)
-        H = rng.choice([H, rng.randint(1, 16)])
-        W, padding = rng.choice([(56, 1), (28, 1)] * 3 + [(56, 0), (52, 3)])
-    case = Case(rng.choice([1, 2, 3, 5]), C, H, W, K, R, 3, stride, (rng.randint(0, 3), padding))
-    return case, rng.choice(["fprop", "fprop", "dgrad"]) if stride == (1, 1) else "fprop", torch.float32
-
-
-@drawn
-def random_apart_cases(rng: random.Random) -> tuple[Case, str, torch.dtype]:
-    """Taps that lie apart, nearly all within the reach of boxes."""
-    groups = rng.choice([1, 1, 1, 2])
-    C, K = (groups * rng.choice([8, 30, 32, 36, 64, 100, 128, 300]) for _ in range(2))
-    H, W = (rng.choice([rng.randint(1, 20), rng.randint(1, 50), 65]) for _ in range(2))
-    R, S = rng.choice([(3, 3), (3, 3), (3, 3), (1, 3), (2, 1), (4, 5)])
-    dilation = rng.choice([pair(rng, 2, 20), (1, 6), (12, 12), (36, 36), (64, 64), (130, 130)])
-    padding = tuple(rng.choice([0, d * (t - 1) // 2, d * (t - 1)]) for d, t in zip(dilation, (R, S), strict=True))
-    stride = rng.choice([(1, 1)] * 7 + [(2, 1)])
-    case = Case(rng.choice([1, 2, 3, 8, 30]), C, H, W, K, R, S, stride, padding, dilation, groups)
-    operator = rng.choice(["fprop", "fprop", "dgrad"]) if stride == (1, 1) else "fprop"
-    return case, operator, rng.choice([torch.float32, torch.float32, torch.float32, torch.float16])
-
-
-@drawn
-def random_image_cases(rng: random.Random) -> tuple[Case, str, torch.dtype] | None:
-    """1x1 of images whose pixels are no fours, but which follow one another, if tensors are contiguous and aligned."""
-    groups = rng.choice([1, 1, 1, 2])
-    C, K = (groups * rng.choice([32, 64, 96, 100, 128, 160, 256]) for _ in range(2))
-    H, W = (rng.choice([5, 7, 7, 9, 10, 13, rng.randint(1, 17), rng.choice([33, 1001, 3001])]) for _ in range(2))
-    case = Case(rng.choice([1, 2, 3, 5, 8, 40]), C, H, W, K, 1, 1, groups=groups)
-    return (case, rng.choice(WGMMA_OPERATORS), torch.float32) if H * W % 4 else None
+def random_ways_of_gather(rng: random.Random, way: str) -> tuple[Case, str, torch.dtype] | None:
+    """Problems for one way in which x may come: a copy in phases, contained on its way, by a tap, or by an image."""
+    groups = rng.choice([1, 1, 1, 2]) if way in ("tap", "image") else 1
+    C, K = (groups * rng.choice([8, 31, 32, 36, 64, 65, 100, 128, 200, 256, 300]) for _ in range(2))
+    H, W, N = rng.randint(1, 70), rng.choice([rng.randint(1, 50), 300]), rng.choice([1, 2, 3, 5, 8, 40])
+    R, S = rng.choice([(3, 3), (3, 3), (2, 2), (2, 3), (5, 4), pair(rng, 2, 7)])
+    stride, padding, dilation, dtype = (1, 1), two_of(rng, 0, 0, 1, 1, 2, 3, 4), (1, 1), torch.float32
+    if way == "phases":
+        H, stride = rng.choice([rng.randint(1, 8), H]), (2, 2)
+    elif way == "tap":  # taps that lie apart, nearly all within the reach of boxes
+        (H, W), (R, S) = pair(rng, 1, 65), rng.choice([(3, 3), (3, 3), (3, 3), (1, 3), (2, 1), (4, 5)])
+        dilation = rng.choice([pair(rng, 2, 20), (1, 6), (12, 12), (36, 36), (64, 64), (130, 130)])
+        padding = tuple(rng.choice([0, d * (t - 1) // 2, d * (t - 1)]) for d, t in zip(dilation, (R, S), strict=True))
+        stride, dtype = rng.choice([(1, 1)] * 7 + [(2, 1)]), rng.choice([torch.float32] * 3 + [torch.float16])
+    elif way == "image":  # pixels that are no fours
+        H, W = (rng.choice([5, 7, 7, 9, 10, 13, rng.randint(1, 17), rng.choice([33, 1001, 3001])]) for _ in range(2))
+        R, S, padding = 1, 1, (0, 0)
+        if H * W % 4 == 0:
+            return None
+    else:
+        W, R, S, kind, columns = 4 * rng.randint(7, 40), rng.randint(1, 4), 3, rng.random(), rng.choice([1, 1, 1, 3])
+        if kind < 0.1:
+            W, columns = W + 2, 2  # rows of y are fours, those of x are not
+        elif kind < 0.3:  # narrow tiles
+            R, (W, columns) = 3, rng.choice([*((W, columns) for W in (13, 14, 25, 26, 27, 28, 28)), (16, 0), (12, 2)])
+        elif kind < 0.6:
+            R, stride, (W, columns) = 3, (2, 2), rng.choice([(56, 1), (28, 1)] * 3 + [(56, 0), (52, 3)])
+            H = rng.choice([H, rng.randint(1, 16)])
+        padding = rng.randint(0, 3), columns
+    case = Case(N, C, H, W, K, R, S, stride, padding, dilation, groups)
+    if way == "phases" and min(case.y_shape[2:]) == 1:  # there is no stride
+        return None
+    return case, rng.choice(["fprop", "fprop", "dgrad"]) if stride == (1, 1) else "fprop", dtype
 
 
 def cases_of_gather_plans() -> list[tuple[Case, str, torch.dtype]]:
+    ways = {"landing": 700, "phases": 300, "tap": 400, "image": 400}
     return [
-        *random_landing_cases(700, seed=2),
         *random_gather_cases(3000, seed=0),
-        *random_phased_cases(300, seed=0),
-        *random_apart_cases(400, seed=0),
-        *random_image_cases(400, seed=0),
+        *(case for way, count in ways.items() for case in random_ways_of_gather(count, seed=0, way=way)),
         # Phases of one tap, which are chosen if x is large.
         *[(Case(64, 64, 16, 14, 64, 2, 2, (2, 2), (2, 2)), "fprop", torch.float32)] * 20,
     ]

@@ -92,13 +92,10 @@ STEM_CASES = [
     Case(8, 3, 56, 56, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
     Case(9, 3, 64, 96, 128, 7, 7, stride=(2, 2), padding=(3, 3)),
     Case(9, 3, 113, 127, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
-    Case(2, 3, 64, 224, 96, 4, 4, stride=(4, 4)),
     Case(40, 1, 28, 28, 33, 5, 5, padding=(2, 2)),
-    Case(2, 4, 64, 64, 320, 3, 3, padding=(1, 1)),
     Case(2, 3, 99, 67, 96, 11, 11, stride=(4, 4), padding=(2, 2)),
     Case(1, 7, 33, 40, 70, 5, 5, stride=(1, 2), padding=(4, 1)),
     Case(2, 2, 40, 513, 64, 3, 7, padding=(1, 3), dilation=(1, 2)),
-    Case(30, 3, 8, 8, 24, 1, 1),
     Case(300, 6, 2, 1, 100, 2, 3, padding=(0, 1)),
 ]
 POINTWISE_CASES = [
@@ -116,12 +113,10 @@ WGMMA_CASES = [
     # Channels of both sides a few beside the pieces, steps and tiles.
     Case(1, 9, 301, 259, 31, 3, 3, padding=(1, 1)),
     Case(1, 17, 90, 130, 100, 3, 3, padding=(1, 1)),
-    Case(2, 65, 40, 66, 130, 3, 3),
     # Filters, dilations and paddings of all shapes: dgrad pads by what is left of them, which may be less than nothing.
     Case(2, 40, 185, 131, 72, 1, 1),
     Case(2, 40, 65, 132, 72, 1, 3),
     Case(2, 40, 65, 132, 72, 3, 1, padding=(2, 0)),
-    Case(1, 40, 41, 134, 72, 7, 5, padding=(1, 4)),
     Case(1, 40, 40, 133, 72, 5, 7, padding=(4, 0)),
     Case(1, 40, 55, 132, 72, 2, 4, padding=(0, 3), dilation=(3, 2)),
     Case(1, 40, 50, 140, 72, 3, 3, padding=(5, 7), dilation=(1, 3)),
@@ -132,7 +127,6 @@ WGMMA_CASES = [
     Case(2, 51, 101, 130, 93, 3, 3, padding=(0, 1), groups=3),
     # Boxes load x of fp32, with rests of several sizes.
     Case(2, 64, 45, 264, 128, 3, 3),
-    Case(1, 100, 30, 396, 136, 3, 5, padding=(1, 3)),
     Case(1, 256, 21, 148, 192, 2, 3, padding=(0, 1), groups=2),
     # One row; and images one after another of one tile each.
     Case(3, 130, 1, 600, 130, 1, 5),
@@ -197,8 +191,6 @@ GATHER_CASES = [
     Case(64, 384, 13, 15, 264, 1, 1),
     Case(60, 448, 7, 7, 576, 1, 1, groups=2),
     # Tiles of three multiplying warpgroups, in one memory format or both.
-    Case(20, 260, 19, 19, 260, 1, 1),
-    Case(40, 100, 13, 13, 772, 1, 1),
     Case(40, 772, 21, 21, 136, 1, 1),
     Case(11, 520, 15, 15, 772, 3, 3, stride=(2, 2), padding=(1, 1)),
     Case(16, 64, 57, 56, 60, 1, 1),
@@ -295,12 +287,12 @@ LAST = VIEWS["channels_last"]
 IN_LAYOUT: dict[str, Views] = {"contiguous": {}, "channels_last": {"x": LAST, "dy": LAST}}
 WITH_WEIGHTS: dict[str, Views] = {"contiguous": {}, "channels_last": {"x": LAST, "w": LAST, "dy": LAST}}
 ALL_LAYOUTS = IN_LAYOUT | {"all in channels_last": WITH_WEIGHTS["channels_last"]}
-SHIFTS = {f"begins at {elements}": functools.partial(shifted, elements=elements) for elements in (1, 2, 3, 4)}
+SHIFTS = {f"begins at {elements}": functools.partial(shifted, elements=elements) for elements in (1, 2, 4)}
 ONE_FOR_ALL = {
     "one image": lambda tensor: tensor[:1].expand_as(tensor),
     "one channel": lambda tensor: tensor[:, :1].expand_as(tensor),
 }
-SOME_VIEWS = {name: VIEWS[name] for name in ("channels_last", "sliced", "every other")} | {
+SOME_VIEWS = {name: VIEWS[name] for name in ("channels_last", "sliced", "every other", "transposed")} | {
     "contiguous": lambda tensor: tensor,
     "off by one": SHIFTS["begins at 1"],
     "one image": ONE_FOR_ALL["one image"],
@@ -317,7 +309,7 @@ def in_wider_rows(w: Tensor) -> Tensor:
     return F.pad(w, (0, 0, 0, 0, 0, 3), value=math.nan)[:, : w.shape[1]]
 
 
-XW_VIEWS = of_names(SOME_VIEWS | {"transposed": VIEWS["transposed"]}, "xw") | {
+XW_VIEWS = of_names(SOME_VIEWS, "xw") | {
     "x in channels_last": {"x": LAST},  # y is, too, but not w
     "w in channels_last": {"w": LAST},  # y is, too, but not x
 }
@@ -341,19 +333,12 @@ def merges(case: Case) -> bool:
 
 def operators_of(engine: str, case: Case) -> set[str]:
     """What an engine takes of the cases that it has here."""
-    if engine in ("wgrad", "tma_wgrad"):
-        return {"wgrad"}
-    if engine == "strided":
-        return {"dgrad"}
-    takes_dgrad = {
-        "wgmma": True,
-        "dilated": True,
-        "gather": case.stride == (1, 1),
-        "mma": case.stride == (1, 1),
-        # Cases of other channels than eights come in planes alone, if C is no multiple either.
-        "tma": case.stride == (1, 1) and merges(case) and (case.K % 8 == 0 or case.C % 8 != 0),
-    }
-    return {"fprop", "dgrad"} if takes_dgrad.get(engine) else {"fprop"}
+    if engine in ("wgrad", "tma_wgrad", "strided"):
+        return {"dgrad"} if engine == "strided" else {"wgrad"}
+    both = engine in ("wgmma", "dilated") or (engine in ("gather", "mma", "tma") and case.stride == (1, 1))
+    if engine == "tma":  # channels_last only with channels that are multiples of 8
+        both = both and merges(case) and (case.K % 8 == 0 or case.C % 8 != 0)
+    return {"fprop", "dgrad"} if both else {"fprop"}
 
 
 def forced(
@@ -524,13 +509,10 @@ def test_gpu_spreads_nan_and_inf(engine, operator, cases, dtype, tf32, layout, s
         torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
-# In the last two of wgmma boxes load x, or other tiles of it.
+# In the last one of wgmma boxes load x.
 ADVERSE_RUNS = [
     ("gather", GATHER_SCALED_CASES, True),
-    *(
-        ("wgmma", [WGMMA_CASE, Case(2, 16, 130, 518, 128, 3, 3), Case(2, 64, 40, 264, 128, 3, 3, padding=(1, 0))], tf32)
-        for tf32 in (True, False)
-    ),
+    *(("wgmma", [WGMMA_CASE, Case(2, 64, 40, 264, 128, 3, 3, padding=(1, 0))], tf32) for tf32 in (True, False)),
 ]
 
 
