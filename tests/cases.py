@@ -149,7 +149,7 @@ def reference(operator: str, case: Case, tensors: dict[str, Tensor]) -> Tensor:
 
 
 def references(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All of them, under their operators' names."""
+    """The reference of each operator."""
     return {operator: reference(operator, case, tensors) for operator in OPERATOR_NUMBER}
 
 
@@ -172,8 +172,8 @@ def error_bound(case: Case, operator: str, tensors: dict[str, Tensor], result: T
     else:
         first, second = (tensors[key].double().abs() for key in OPERANDS[operator])
         scale = product(operator, case, first, second)
-        ones_first, ones_second = torch.ones_like(first), torch.ones_like(second)
-        offsets = product(operator, case, ones_first, second) + product(operator, case, first, ones_second)
+        offsets = product(operator, case, torch.ones_like(first), second)
+        offsets += product(operator, case, first, torch.ones_like(second))
         bias = tensors["bias"].double().abs().view(-1, 1, 1) if operator == "fprop" else torch.zeros(())
     bound = relative_bound(case, operator, dtype, tf32) * scale
     if dtype == torch.float64:
@@ -220,7 +220,7 @@ def huge(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def any_exponent(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """From the smallest subnormal number to 2^30, which it meets in products."""
+    """From the smallest subnormal number to 2^30."""
     exponents = whole(-149, 31, shape, generator)
     return (normal(shape, generator).double() * torch.exp2(exponents.double())).float()
 
@@ -243,18 +243,14 @@ def equal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.full(shape, 0.7)
 
 
-# Operands that fp16 cannot contain, or not all of them: what becomes of normal ones, and of weights of size 1e-2. Few
-# enough elements are changed, where it says so, that a sample of them sees none.
-def few(tensor: Tensor, count: int = 3) -> tuple[Tensor, ...]:
-    """Places of a few elements, the first and the last among them."""
-    generator = torch.Generator().manual_seed(tensor.numel())
-    inner = torch.randint(tensor.numel(), (count - 2,), generator=generator).tolist()
-    return torch.unravel_index(torch.tensor([0, *inner, tensor.numel() - 1]).to(tensor.device), tensor.shape)
-
-
+# Operands that fp16 cannot contain, or not all of them: each kind changes normal ones, and weights of size 1e-2.
 def with_few(*values: float) -> Callable[[Tensor, Tensor], None]:
+    """Changes the first and the last element and a few others, so few that a sample of them sees none."""
+
     def change(x: Tensor, _: Tensor) -> None:
-        x[few(x, 3 * len(values))] = torch.tensor(values, device=x.device).repeat(3)
+        generator = torch.Generator().manual_seed(x.numel())
+        inner = torch.randint(x.numel(), (3 * len(values) - 2,), generator=generator).tolist()
+        x.view(-1)[[0, *inner, -1]] = torch.tensor(values, device=x.device).repeat(3)
 
     return change
 
@@ -270,12 +266,9 @@ def of_size(size: float) -> Callable[[Tensor, Tensor], None]:
 
 
 def faint_channel(x: Tensor, w: Tensor) -> None:
-    """A million times smaller than its neighbours, and weights that select it."""
+    """A million times smaller than its neighbours, and every other filter selects it."""
     x[:, 3] *= 1e-6
-    selects = torch.arange(w.shape[0]) % 2 == 0
-    chosen = w[selects, 3].clone()
-    w[selects] = 0
-    w[selects, 3] = chosen
+    w[::2, torch.arange(w.shape[1]) != 3] = 0
 
 
 ADVERSE = {
@@ -327,7 +320,7 @@ def with_margins(tensor: Tensor) -> Tensor:
 
 
 def margins_intact(tensor: Tensor) -> bool:
-    """Whether nobody wrote around a tensor made by with_margins."""
+    """Whether the margins of a tensor made by with_margins are still NaN."""
     storage = torch.as_strided(tensor, (tensor.numel() + 2 * MARGIN,), (1,), tensor.storage_offset() - MARGIN)
     return bool(storage[:MARGIN].isnan().all() and storage[-MARGIN:].isnan().all())
 
@@ -358,17 +351,16 @@ LEAST_TF32_WORK_IN_SHIM = dict.fromkeys(LEAST_TF32_WORK, 2**20)
 def input_pointers(operator: str, tensors: dict[str, Tensor]) -> list[int | None]:
     """Addresses of x, w, bias and dy as far as an operator reads them."""
     reads = {"fprop": ("x", "w", "bias"), "dgrad": ("w", "dy"), "wgrad": ("x", "dy"), "bgrad": ("dy",)}[operator]
-    return [
-        tensors[name].data_ptr() if name in reads and name in tensors else None for name in ("x", "w", "bias", "dy")
-    ]
+    given = [tensors.get(name) if name in reads else None for name in ("x", "w", "bias", "dy")]
+    return [None if tensor is None else tensor.data_ptr() for tensor in given]
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Unambiguously."""
+    """Whether it is and is not contiguous as well."""
     return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
-# Each case bends the geometry in a way of its own; the integers in it are odd or prime where nothing else asks.
+# Each case has a geometry of its own; its other numbers are odd or prime.
 DENSE_CASES = [
     Case(1, 1, 1, 1, 1, 1, 1),
     Case(3, 7, 5, 11, 13, 1, 1),
@@ -389,7 +381,9 @@ DENSE_CASES = [
     Case(1, 3, 3, 301, 2, 3, 3),  # an image wider than any tile
     Case(1, 3, 301, 3, 2, 3, 3, padding=(1, 1)),  # and one higher
     Case(2, 6, 7, 8, 9, 3, 3, padding=(1, 1), groups=3),
-    Case(1, 8, 5, 5, 4, 2, 3, groups=2, stride=(1, 2), padding=(0, 1)),
+    Case(2, 20, 6, 10, 2, 1, 1),  # 1x1 to 2, 4 and 8 channels, with sums of one and of several chunks
+    Case(1, 37, 4, 135, 3, 1, 1),
+    Case(2, 7, 2, 34, 7, 1, 1),
 ]
 
 
@@ -447,9 +441,7 @@ def random_cases(rng: random.Random) -> Case:
     return Case(N, C * groups, H, W, K * groups, R, S, stride, padding, dilation, groups)
 
 
-# 1x1 to 2, 4 and 8 channels, with sums of one and of several chunks.
-POINT_CASES = [Case(2, 20, 6, 10, 2, 1, 1), Case(1, 37, 4, 135, 3, 1, 1), Case(2, 7, 2, 34, 7, 1, 1)]
-EXACT_CASES = DENSE_CASES + DEPTHWISE_CASES + TILE_CASES + POINT_CASES + random_cases(40, seed=0)
+EXACT_CASES = DENSE_CASES + DEPTHWISE_CASES + TILE_CASES + random_cases(40, seed=0)
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
@@ -519,16 +511,7 @@ WINDOW_CASES = [
         [(3, 1), (3, 2), (5, 1), (5, 2), (7, 1)],
     )
 ]
-# Dense planes from 7 outputs wide on: strips of 7 and what is left, runs that allow vectors of 16, 8 and 4 bytes.
-RING_CASES = [
-    depthwise_case(3, 12, 20, 26, 3, 3, padding=(1, 1)),
-    depthwise_case(2, 9, 17, 16, 3, 3, stride=(2, 2), padding=(1, 1)),
-    depthwise_case(2, 5, 12, 20, 7, 7, padding=(3, 2)),
-    depthwise_case(1, 6, 19, 30, 3, 3, stride=(2, 2), padding=(1, 0)),
-    depthwise_case(3, 8, 14, 14, 7, 7, padding=(3, 3)),
-    depthwise_case(2, 8, 22, 28, 7, 7, stride=(2, 2), padding=(3, 3)),
-]
-# Multiples of the 4 or 2 channels of one thread: 16-bit channels_last. Lanes that no warp is a multiple of, several
+# Multiples of the 4 or 2 channels of one thread: 16-bit channels_last. Numbers of lanes that do not fill warps, several
 # chunks of them and a prime number, images that are smaller than a window, bands of one row and of many.
 QUEUE_CASES = [
     depthwise_case(N, C, H, W, taps, taps, stride=(stride, stride), padding=padding)
@@ -549,22 +532,22 @@ ONE_TO_ONE_CASES = [
     *WINDOW_CASES,
     *QUEUE_CASES,
     *DEPTHWISE_CASES,
-    depthwise_case(1, 2, 112, 112, 3, 3, padding=(1, 1)),
     depthwise_case(1, 2, 113, 56, 7, 7, padding=(3, 3)),
     depthwise_case(1, 2, 61, 59, 3, 3, stride=(2, 2)),
     depthwise_case(1, 1, 3, 921, 3, 3, padding=(1, 1)),  # wider than a block's threads
     depthwise_case(1, 3, 900, 6, 5, 5, padding=(2, 2)),  # higher than shared memory
     depthwise_case(2, 2, 6, 7, 3, 3, padding=(5, 6)),  # outputs that meet no input
-    depthwise_case(2, 2, 6, 8, 3, 3, stride=(2, 2), padding=(6, 5)),
     depthwise_case(3, 50, 6, 6, 3, 3, times=2, padding=(1, 1)),  # blocks that begin within an input's outputs
-    depthwise_case(1, 4, 17, 23, 2, 5, padding=(1, 2), stride=(1, 2)),
     depthwise_case(2, 8, 19, 26, 3, 3, padding=(3, 3), dilation=(3, 3)),
     depthwise_case(1, 2, 14, 40, 5, 4, padding=(4, 5), dilation=(2, 4), stride=(3, 1)),
     depthwise_case(1, 2, 33, 35, 31, 29, padding=(15, 14)),  # sums of many chunks
     depthwise_case(1, 2, 9, 70, 1, 64, padding=(0, 31)),
-    depthwise_case(2, 3, 7, 7, 13, 13, padding=(6, 6)),
     depthwise_case(2, 3, 5, 6, 5, 6),  # one output
-    *RING_CASES,
+    # Dense planes from 7 outputs wide on: strips of 7 and the rest, runs that allow vectors of 16, 8 and 4 bytes.
+    depthwise_case(3, 12, 20, 26, 3, 3, padding=(1, 1)),
+    depthwise_case(2, 9, 17, 16, 3, 3, stride=(2, 2), padding=(1, 1)),
+    depthwise_case(2, 5, 12, 20, 7, 7, padding=(3, 2)),
+    depthwise_case(2, 8, 22, 28, 7, 7, stride=(2, 2), padding=(3, 3)),
     depthwise_case(1, 2, 4, 5, 2, 2, stride=(4202600, 536870911)),
 ]
 LAYOUTS = ["contiguous", "channels_last"]
@@ -642,10 +625,8 @@ def gradients(y: Tensor, tensors: list[Tensor | None]) -> tuple[Tensor | None, .
 def assert_same(ours: object, theirs: object) -> None:
     """Equal up to float64 rounding, in dtype, shape and memory format as well."""
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-    for a, b in zip(
-        ours if isinstance(ours, tuple) else (ours,), theirs if isinstance(theirs, tuple) else (theirs,), strict=True
-    ):
-        assert a.is_contiguous() == b.is_contiguous()
+    pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
+    assert all(a.is_contiguous() == b.is_contiguous() for a, b in pairs)
 
 
 ENGINES = list(modelnew._ENGINE_NAMES)

@@ -27,14 +27,13 @@ from tests.cases import (
 
 WGMMA_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WGMMA_OPERATORS = ["fprop", "dgrad"]
-
 # What wgmma leaves to others differs from this in one way; 2^27 multiply-adds and more are enough for TF32.
 WGMMA_CASE = Case(2, 40, 130, 202, 130, 3, 3)
 MEMORY_ORDERS = [(3, 2, 1, 0), (3, 2, 1, 0), (1, 3, 2, 0), (1, 3, 2, 0), (2, 3, 1, 0)]
 
 
 def any_strides(shape: tuple[int, ...], order: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
-    """Of a tensor of its own, contiguous or channels_last, or of a part of a larger one."""
+    """Strides of a tensor of its own, contiguous or channels_last, or of a part of a larger one."""
     part, strides, step = rng.random() < 0.3, [0] * 4, 1
     for dimension in order:
         strides[dimension] = step
@@ -68,8 +67,8 @@ GATHER_CASE = Case(8, 40, 56, 56, 72, 3, 3, stride=(2, 2), padding=(1, 1))
 
 
 def misfit_places(operator: str, case: Case) -> tuple[list[tuple[int, ...]], int]:
-    """Where a few values of x or dy lie, and how many of them a copy has: of 1x1 filters just what these read, and of
-    phases the pairs of rows and columns that have some of it.
+    """Places of a few values in x or dy, and how many of them a copy has: for 1x1 filters those that are read, and in
+    phases those in pairs of rows and columns that are read in part.
 
     One output reads the first two, two channels of a pixel, by its first tap, and the next two by its last one. The
     others are at corners of the first and the last image.
@@ -130,7 +129,7 @@ def check_misfits(operator: str, case: Case, out: Tensor, tensors: dict[str, Ten
 
 
 def mma_strides(shape: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
-    """Of any tensor, and of expanded ones."""
+    """Strides of any tensor, also of expanded ones."""
     strides = any_strides(shape, rng.choice(MEMORY_ORDERS), rng)
     return tuple(0 if rng.random() < 0.02 else stride for stride in strides)
 
@@ -207,7 +206,7 @@ STEM_CONTRACTS = [(torch.float32, False), (torch.float32, True), (torch.float16,
 
 
 def near_the_smallest(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Of float16: some are subnormal there, and most products of two."""
+    """Some are subnormal in float16, and so are most products of two."""
     return normal(shape, generator) * 2.0**-10
 
 
@@ -221,7 +220,7 @@ PLANES, PIXELS = (3, 2, 1, 0), (1, 3, 2, 0)  # orders of dimensions in memory
 
 
 def gapped_strides(shape: tuple[int, ...], order: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
-    """Of a tensor of its own, or of a part of a larger one: gaps behind pixels, rows and images, or behind planes."""
+    """Strides of a tensor of its own, or of a part of a larger one: gaps behind pixels, rows, images or planes."""
     part, strides, step = rng.random() < 0.4, [0] * 4, 1
     for number, dimension in enumerate(order):
         strides[dimension] = step
@@ -356,37 +355,26 @@ DILATED_CASES = [
     Case(1, 3, 13, 11, 4, 3, 3, padding=(6, 6), dilation=(6, 6)),
     Case(2, 3, 7, 7, 4, 3, 3, padding=(9, 9), dilation=(9, 9)),
     Case(2, 2, 6, 5, 3, 2, 1, padding=(3, 0), dilation=(6, 1)),
-    Case(2, 2, 9, 9, 3, 3, 3, padding=(5, 1), dilation=(3, 2)),
     Case(1, 4, 8, 6, 2, 5, 3, padding=(17, 2), dilation=(4, 2), groups=2),
-    Case(3, 2, 5, 9, 3, 3, 3, stride=(2, 2), padding=(6, 1), dilation=(6, 1)),
     Case(1, 2, 7, 5, 3, 2, 1, padding=(1, 0), dilation=(3, 1)),  # phases of as many rows of y, but not of x
     Case(1, 2, 9, 7, 3, 2, 2, padding=(0, 2), dilation=(2, 8)),  # a tap meets the last column alone
 ]
-
-
 # Filters of multiples of 16 bytes and others; pixels that no patch has; an axis of one tap, or of one output; runs of a
 # row in x that are aligned and not; several images.
 PATCHES_CASES = [
     Case(2, 3, 8, 12, 5, 4, 4, stride=(4, 4)),
     Case(3, 2, 9, 17, 4, 4, 8, stride=(4, 8)),
     Case(2, 3, 14, 21, 4, 7, 7, stride=(7, 7)),
-    Case(1, 5, 6, 7, 3, 2, 3, stride=(2, 3)),
     Case(2, 4, 5, 8, 4, 1, 4, stride=(1, 4)),
     Case(2, 4, 9, 6, 4, 3, 1, stride=(3, 1)),
     Case(2, 3, 5, 16, 4, 4, 4, stride=(9, 4)),
     Case(2, 3, 6, 8, 4, 6, 8, stride=(1, 1)),
-    Case(1, 8, 8, 8, 4, 2, 2, stride=(2, 2)),
-    Case(2, 1, 6, 8, 3, 3, 4, stride=(3, 4)),
 ]
-
-
 STRIDED_CASES = [
     Case(2, 9, 7, 9, 10, 3, 3, stride=(2, 2), padding=(1, 1)),
     Case(2, 9, 8, 10, 8, 1, 1, stride=(2, 2)),  # phases of zeros
-    Case(1, 8, 13, 9, 9, 5, 4, stride=(3, 2), padding=(2, 3)),
     Case(1, 8, 12, 15, 8, 2, 2, stride=(4, 3), padding=(1, 0)),  # rows that no filter meets
     Case(1, 8, 6, 7, 8, 3, 3, stride=(2, 2), padding=(2, 2), dilation=(2, 2)),  # the same taps for all that any meets
-    Case(1, 8, 19, 20, 8, 3, 3, stride=(4, 2), padding=(6, 3), dilation=(2, 3)),
     Case(2, 16, 9, 8, 24, 3, 3, stride=(1, 2), padding=(0, 1), groups=2),
     Case(1, 8, 5, 30, 8, 4, 3, stride=(9, 2), padding=(0, 1)),  # one row of outputs
 ]
