@@ -46,16 +46,19 @@ def two_of(rng: random.Random, *values: int) -> tuple[int, int]:
     return rng.choice(values), rng.choice(values)
 
 
+def sides(rng: random.Random, *most: int) -> list[int]:
+    """Sizes of images: one pixel, a few, multiples of 4, and any up to the largest."""
+    few = [1, rng.randint(1, 8), rng.randint(7, 16), 4 * rng.randint(1, 14)]
+    return [rng.choice([*few, rng.randint(1, size), size]) for size in most]
+
+
 @drawn
 def random_gather_cases(rng: random.Random) -> tuple[Case, str, torch.dtype]:
     """Images from one pixel to several tiles, many of them in a tile; half of the filters 1x1, strides, groups."""
     operator, groups = rng.choice(WGMMA_OPERATORS), rng.choice([1, 1, 1, 2, 3, 4])
     C, K = (groups * rng.choice([8, 9, 12, 16, 31, 32, 40, 64, 65, 100, 128, 200]) for _ in range(2))
     N = rng.choice([1, 2, 3, 5, 8, 40])
-    H, W = (
-        rng.choice([rng.randint(1, 8), rng.randint(1, 16), 4 * rng.randint(1, 8), rng.randint(1, 60), most])
-        for most in (60, rng.randint(61, 300))
-    )
+    H, W = sides(rng, 60, rng.randint(61, 300))
     R, S = rng.choice([(1, 1), (1, 1), (1, 1), (3, 3), (2, 2), pair(rng, 1, 5)])
     stride = two_of(rng, 1, 2, 3) if operator == "fprop" else (1, 1)
     padding, dilation = two_of(rng, 0, 0, 0, 1, 2, 3), two_of(rng, 1, 1, 2, 3)
@@ -144,10 +147,7 @@ def random_mma_cases(rng: random.Random) -> tuple[Case, str]:
     channels = [1, 2, 3, 4, 5, 7, 8, 16, 31, 64, 100, 128, 130, 257] if groups == 1 else [8, 9, 12, 16, 31, 64]
     C, K = (groups * rng.choice(channels) for _ in range(2))
     N = rng.choice([1, 1, 2, 3, 5])
-    H, W = (
-        rng.choice([1, rng.randint(1, 8), rng.randint(7, 16), 4 * rng.randint(1, 8), rng.randint(1, most)])
-        for most in (41, rng.choice([60, 300, 1030]))
-    )
+    H, W = sides(rng, 41, rng.choice([60, 300, 1030]))
     R, S = rng.choice([(1, 1), (1, 1), (3, 3), (3, 3), (2, 2), (7, 7), pair(rng, 1, 12)])
     stride = two_of(rng, 1, 1, 2, 3, 4) if operator == "fprop" else (1, 1)
     padding, dilation = two_of(rng, 0, 0, 1, 2, 3, 5), two_of(rng, 1, 1, 1, 2, 3, 13)
@@ -191,10 +191,7 @@ def dy_before_nan(dy: Tensor, rows: bool) -> Tensor:
 def random_stem_cases(rng: random.Random) -> Case:
     """Few channels; one pixel and lines of several tiles, filters from 1x1 to patches, any stride."""
     C, K = rng.choice([1, 2, 3, 3, 3, 4, 5, 7]), rng.choice([1, 2, 8, 31, 32, 33, 64, 65, 96, 200])
-    H, W = (
-        rng.choice([1, rng.randint(1, 16), 4 * rng.randint(1, 14), rng.randint(1, most)])
-        for most in (41, rng.choice([60, 300, 530]))
-    )
+    H, W = sides(rng, 41, rng.choice([60, 300, 530]))
     R, S = rng.choice([(1, 1), (3, 3), (3, 3), (4, 4), (7, 7), pair(rng, 1, 12)])
     stride = rng.choice([(1, 1), (2, 2), (4, 4), two_of(rng, 1, 2, 3, 5, 70)])
     padding, dilation = two_of(rng, 0, 0, 1, 2, 3, 5), two_of(rng, 1, 1, 1, 2, 3, 13)
@@ -237,10 +234,7 @@ def random_tma_cases(rng: random.Random) -> tuple[Case, str]:
     eights = [8, 16, 24, 64, 72, 128, 136, 8 * rng.randint(1, 37)]
     others = [1, 3, 9, 65, 100, 300, rng.randint(1, 300)] if rng.random() < 0.3 else []
     C, K = (rng.choice([*eights, *others]) for _ in range(2))
-    H, W = (
-        rng.choice([1, rng.randint(1, 8), rng.randint(7, 16), 4 * rng.randint(1, 8), rng.randint(most // 2, most)])
-        for most in (60, rng.choice([60, 300]))
-    )
+    H, W = sides(rng, 60, rng.choice([60, 300]))
     N = min(rng.choice([1, 1, 2, 3, rng.randint(1, 40)]), max(1, 20000 // (H * W)))
     R, S = rng.choice([(1, 1), (1, 1), (3, 3), (3, 3), (2, 2), (7, 7), pair(rng, 1, 7)])
     stride = rng.choice([(1, 1), (1, 1), (2, 2), (2, 2), two_of(rng, 1, 2, 3, 8, 9, 70)])

@@ -132,7 +132,7 @@ WGMMA_CASES = [
     # Boxes load x of fp32, with rests of several sizes.
     Case(2, 64, 45, 264, 128, 3, 3),
     # One row; and images one after another of one tile each.
-    Case(3, 130, 1, 600, 130, 1, 5),
+    Case(4, 100, 1, 513, 130, 3, 3, padding=(1, 1)),
     Case(70, 40, 7, 36, 72, 3, 3),
     # Columns around every tile's width, with an odd number of rows.
     *(
