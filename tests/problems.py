@@ -147,7 +147,10 @@ def random_mma_cases(rng: random.Random) -> tuple[Case, str]:
     channels = [1, 2, 3, 4, 5, 7, 8, 16, 31, 64, 100, 128, 130, 257] if groups == 1 else [8, 9, 12, 16, 31, 64]
     C, K = (groups * rng.choice(channels) for _ in range(2))
     N = rng.choice([1, 1, 2, 3, 5])
-    H, W = sides(rng, 41, rng.choice([60, 300, 1030]))
+    H, W = (
+        rng.choice([1, rng.randint(1, 8), rng.randint(7, 16), 4 * rng.randint(1, 8), rng.randint(1, most)])
+        for most in (41, rng.choice([60, 300, 1030]))
+    )
     R, S = rng.choice([(1, 1), (1, 1), (3, 3), (3, 3), (2, 2), (7, 7), pair(rng, 1, 12)])
     stride = two_of(rng, 1, 1, 2, 3, 4) if operator == "fprop" else (1, 1)
     padding, dilation = two_of(rng, 0, 0, 1, 2, 3, 5), two_of(rng, 1, 1, 1, 2, 3, 13)
