@@ -535,7 +535,7 @@ def test_gpu_is_deterministic(engine, case, contract):
 
 
 @gpu
-def test_gpu_forced_engine_says_what_it_refuses():
+def test_gpu_forced_engines_say_what_they_refuse():
     x, w = (torch.ones(shape, device="cuda", requires_grad=True) for shape in ((2, 16, 9, 10), (24, 16, 1, 1)))
     with modelnew.force_engine("pointwise"):
         with pytest.raises(RuntimeError, match=r"'pointwise' is forced but cannot take the forward .*no padding"):
@@ -673,7 +673,7 @@ GRAPHED = [
 
 @hopper_gpu
 @pytest.mark.parametrize("engine, operator, case, layout, contract", GRAPHED, ids=str)
-def test_gpu_graph_replays_with_new_data(engine, operator, case, layout, contract):
+def test_cuda_graph_replays_with_data_of_another_size(engine, operator, case, layout, contract):
     """Whatever derives from operands is computed anew in every replay."""
     dtype, tf32 = contract
     if engine in ("wgmma", "gather"):
