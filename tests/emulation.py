@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import os
@@ -10,6 +9,7 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -120,8 +120,10 @@ def built_beside_the_tests(name: str, build: Callable[[Path], Any], folder: str 
 
 
 def wanted_by(item: pytest.Item) -> Iterator[str]:
-    """Its fixtures, and those of the engine that it is parametrised with (see planner and emulated)."""
+    """Its fixtures, those of the engine that it is parametrised with, and all runs of nvcc or none."""
     yield from item.fixturenames
+    if "nvcc_runs" in item.fixturenames:
+        yield from (name for name in BUILDS if name.startswith("nvcc_"))
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     for fixture, kind in (("planner", "plans"), ("emulated", "shim")):
         if fixture in parameters:
@@ -130,34 +132,34 @@ def wanted_by(item: pytest.Item) -> Iterator[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def builds(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
-    """All that these tests need, one after another, in their order: most tests use one core, and g++ takes minutes.
+    """All that these tests need, built one after another in their order beside the tests, most of which use one core.
 
-    Workers of pytest-xdist share a folder: who comes first compiles, the others go on with the next one and load it
-    later. So each build must work in the folder that it left. All are asked at the end: who needs one depends on how
-    tests are shared.
+    Workers of pytest-xdist share a folder: the first one to come compiles, and the others load the result later. Each
+    build must therefore work in the folder that it left. At the end all are built that are asked for, because which
+    worker needs one depends on how tests are shared out.
     """
     names = dict.fromkeys(name for item in request.session.items for name in wanted_by(item) if name in BUILDS)
-    shared = shared_folder(request.config, tmp_path_factory)
-
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if hasattr(request.config, "workerinput") else base
     futures, ended = {name: Future() for name in names}, threading.Event()
 
-    def build(name: str, blocking: bool) -> bool:
+    def build(name: str) -> bool:
+        """Whether it is built, here or before: not if another process is at it."""
         with open(shared / f"{FOLDERS[name]}.lock", "w") as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))  # until it is closed
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
             except BlockingIOError:
                 return False
             try:
                 futures[name].set_result(BUILDS[name](shared / FOLDERS[name]))
-            except BaseException as error:  # those that skip are no Exceptions
+            except BaseException as error:  # pytest.skip raises one that is no Exception
                 futures[name].set_exception(error)
         return True
 
     def build_all() -> None:
-        for blocking in (False, True):  # what another process builds comes last
-            for name in names:
-                if not ended.is_set() and not futures[name].done():
-                    build(name, blocking)
+        while not ended.is_set() and (left := [name for name in names if not futures[name].done()]):
+            if not any(build(name) for name in left):
+                time.sleep(0.2)
 
     thread = threading.Thread(target=build_all, daemon=True)
     thread.start()
@@ -169,43 +171,7 @@ def builds(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
             future.result()
 
 
-def is_worker(config: pytest.Config) -> bool:
-    """Whether this is one of several processes of pytest-xdist that share the tests."""
-    return hasattr(config, "workerinput")
-
-
-def shared_folder(config: pytest.Config, factory: pytest.TempPathFactory) -> Path:
-    """A folder of all processes that share the tests."""
-    return factory.getbasetemp().parent if is_worker(config) else factory.getbasetemp()
-
-
-def left_out(text: str) -> tuple[str, str]:
-    """The mutation that does without a statement, by what it begins with."""
-    return text, f"if (!MUTATED) {text}"
-
-
-def with_mutations(source: str, mutations: dict[str, tuple[str, str]], start: int = 1) -> str:
-    """A text in which one mutation takes place at a time, or none: to compile it for each would take minutes.
-
-    A mutation is a text and what stands in its place, in which MUTATED says whether it takes place.
-    """
-    for number, (name, (old, new)) in enumerate(mutations.items(), start):
-        assert old in source, name
-        source = source.replace(old, new.replace("MUTATED", f"(simt_mutation == {number})"))
-    return source
-
-
-@contextlib.contextmanager
-def mutated(library: ctypes.CDLL, mutations: dict[str, tuple[str, str]], name: str) -> Iterator[None]:
-    mutation = ctypes.c_int.in_dll(library, "simt_mutation")
-    mutation.value = [*mutations].index(name) + 1
-    try:
-        yield
-    finally:
-        mutation.value = 0
-
-
-HOPPER_STAND_IN = cpp("emulation/hopper.h")
+HOPPER_STAND_IN = cpp("emulation/copies.h") + cpp("emulation/hopper.h")
 WGMMA_STAND_INS = cpp("plan_checks/cuda.h")
 
 

@@ -6,7 +6,6 @@ int parts_launched = 0;        // so far
 int nobody_takes_the_rest = 0;
 }
 namespace modelnew {
-static const char* refuse_all(const Problem&, Operator) { return "everything"; }
 static const char* refuse_others(const Problem& problem, Operator) {
   const bool asks[] = {false, problem.dilation_h > 1 && problem.R > 1, problem.R * problem.S > 1,
                        problem.stride_h > 1 || problem.stride_w > 1 || problem.pad_h < 0 || problem.pad_w < 0};
@@ -20,7 +19,5 @@ static cudaError_t launch_part(Operator op, const Problem& problem, const Pointe
 static double cycles(const Problem&, Operator) { return 1000; }
 const Engine kGatherEngine{"gather",         refuse_others, direct::workspace_bytes, launch_part,
                            direct::describe, nullptr,       cycles};
-#define IDLE(name) const Engine name{#name, refuse_all, nullptr, nullptr, nullptr};
-IDLE(kWgmmaEngine) IDLE(kStemEngine) IDLE(kMmaEngine) IDLE(kTmaEngine) IDLE(kDepthwiseEngine) IDLE(kPointwiseEngine)
-#undef IDLE
 }  // namespace modelnew
+IDLE(kWgmmaEngine) IDLE(kStemEngine) IDLE(kMmaEngine) IDLE(kTmaEngine) IDLE(kDepthwiseEngine) IDLE(kPointwiseEngine)
