@@ -25,8 +25,6 @@ def cpp(name: str) -> str:
     return (TESTS / name).read_text()
 
 
-SIMT_HEADER = cpp("emulation/simt.h")
-
 # A launch's head: kernel, or kernel<arguments>, before its <<<configuration>>>.
 KERNEL_LAUNCH = re.compile(r"([\w:]+(?:<[^;{}()]*>)?)\s*<<<(.*?)>>>", re.DOTALL)
 
@@ -41,13 +39,12 @@ PROBLEM_FIELDS = [
 
 # Compilers run beside tests that change PATH and other variables: they get those of the start.
 ENVIRONMENT = dict(os.environ)
-HAS_GXX = shutil.which("g++") is not None
 INCLUDES = ("-I.", *(f"-I{folder}" for folder in (KERNELS, TESTS / "emulation", TESTS / "plan_checks")))
 
 
 def compile_shared(source: str, folder: Path, *flags: str) -> ctypes.CDLL:
     """A C++ text as a loaded shared library, which may be there already: see `builds`."""
-    if not HAS_GXX:
+    if shutil.which("g++") is None:
         pytest.skip("needs g++")
     folder.mkdir(parents=True, exist_ok=True)
     library, written = folder / "library.so", folder / "source.cpp"
@@ -70,28 +67,27 @@ def amalgamate(sources: dict[str, str], names: Iterable[str]) -> str:
     `#line` makes the compiler report errors at the place in the file under kernels/.
     """
     included: set[str] = set()
-    return "\n".join(line for name in names for line in expand(sources, name, included)) + "\n"
 
+    def expand(name: str) -> Iterator[str]:
+        included.add(name)
+        yield f'#line 1 "kernels/{name}"'
+        for number, line in enumerate(sources[name].splitlines(), 1):
+            include = INCLUDE.match(line)
+            if include is None:
+                yield "" if line.strip() == "#pragma once" else line
+            elif include[1] in included:
+                yield ""
+            else:
+                yield from expand(include[1])
+                yield f'#line {number + 1} "kernels/{name}"'
 
-def expand(sources: dict[str, str], name: str, included: set[str]) -> list[str]:
-    """Lines of one file, its includes expanded unless `included` (which grows) has them already."""
-    included.add(name)
-    lines = [f'#line 1 "kernels/{name}"']
-    for number, line in enumerate(sources[name].splitlines(), 1):
-        include = INCLUDE.match(line)
-        if include is None:
-            lines.append("" if line.strip() == "#pragma once" else line)
-        elif include[1] in included:
-            lines.append("")
-        else:
-            lines += [*expand(sources, include[1], included), f'#line {number + 1} "kernels/{name}"']
-    return lines
+    return "\n".join(line for name in names for line in expand(name)) + "\n"
 
 
 def compile_simt(source: str, folder: Path) -> ctypes.CDLL:
     """A CUDA text, kernels and launchers, as a library that runs on the CPU."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cuda_runtime_api.h").write_text(SIMT_HEADER)
+    (folder / "cuda_runtime_api.h").write_text(cpp("emulation/simt.h"))
     source = KERNEL_LAUNCH.sub(r"simt::launch(\1, \2)", source)
     source = DYNAMIC_SMEM.sub(r"unsigned char* const \1 = simt::smem;", source)
     # Vector accesses must be aligned on a GPU: here they trap. Multiply-adds are fused as nvcc does.
