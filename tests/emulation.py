@@ -116,14 +116,16 @@ def built_beside_the_tests(name: str, build: Callable[[Path], Any], folder: str 
 
 
 def wanted_by(item: pytest.Item) -> Iterator[str]:
-    """Its fixtures, those of the engine that it is parametrised with, and all runs of nvcc or none."""
+    """Its fixtures, and what planner, emulated and nvcc_runs give for its parameters."""
     yield from item.fixturenames
-    if "nvcc_runs" in item.fixturenames:
-        yield from (name for name in BUILDS if name.startswith("nvcc_"))
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     for fixture, kind in (("planner", "plans"), ("emulated", "shim")):
         if fixture in parameters:
             yield f"{parameters[fixture]}_{kind}"
+    if "nvcc_runs" in item.fixturenames:
+        asked = [parameters[name] for name in ("source", "engine", "gate") if name in parameters]
+        parts = ["nvcc", *(getattr(value, "stem", value) for value in asked)]
+        yield from (name for name in BUILDS if all(f"_{part}_" in f"_{name}_" for part in parts))
 
 
 @pytest.fixture(scope="session", autouse=True)
