@@ -7,7 +7,7 @@ namespace simt {
 
 inline bool late = true;  // whether what is asynchronous happens late
 
-// Actions of a thread, in groups: done at the latest when it waits for them.
+// Actions of one thread, in groups, which are done at the latest when the thread waits for them.
 struct Ordered {
   struct One {
     std::function<void()> run;
@@ -49,7 +49,7 @@ inline void check_shared(uint32_t address, size_t bytes, size_t alignment = 16) 
   if (address % alignment != 0 || address + bytes > granted_bytes) complain("a wild address in shared memory");
 }
 
-// From where to where loads by __ldg and copies may go; if nothing is said, anywhere.
+// Ranges that __ldg and copies may read; all memory if there are none.
 inline std::vector<std::pair<const char*, const char*>> readable;
 
 inline void check_readable(const void* from, size_t bytes) {

@@ -19,7 +19,7 @@ inline std::map<uint32_t, Barrier> barriers;
 
 inline Barrier& barrier_at(uint32_t address) {
   const auto found = barriers.find(address);
-  if (found == barriers.end()) complain("a barrier that nobody initialised");
+  if (found == barriers.end()) complain("an uninitialised barrier");
   return found->second;
 }
 
@@ -57,7 +57,7 @@ inline void bulk_copy(uint32_t to, std::vector<uint8_t> bytes, uint32_t address)
 
 inline unsigned copy_delay = 1;  // rounds, on average
 
-// Does all that a queue has or, in late runs, some of it. Whether more is left.
+// Does all that is in a queue or, in late runs, some of it, and tells whether more is left.
 template <typename Queue>
 bool do_some_of(Queue& queue, bool in_order = true) {
   while (!queue.empty() && (!late || shuffler() % copy_delay == 0)) {
@@ -69,7 +69,7 @@ bool do_some_of(Queue& queue, bool in_order = true) {
   return !queue.empty();
 }
 
-// Threads that meet: those of a warp or of the block.
+// Threads of a warp or of a block that wait for one another.
 struct Meeting {
   unsigned waiting = 0, round = 0;
   void end() {
@@ -158,7 +158,7 @@ inline const bool runs_independently = [] {
 
 }  // namespace simt
 
-// A launch, or two that stand for one of clusters; copies of odd seeds come late.
+// One launch, or two that stand for one of clusters. Odd seeds delay what is asynchronous.
 template <typename Launch>
 int simt_run(int seed, bool clusters, const Launch& launch) {
   simt::late = seed % 2;
@@ -345,7 +345,7 @@ struct BoxMap {
   int first[2], last[2];      // of columns: their ends, of columns and rows of an image
   uint32_t pixels;
 };
-// What the driver does with a map.
+// The driver's answer to a map.
 inline cudaError_t accepted(bool right) {
   if (!right) simt::complain("a map that the driver would refuse");
   return right ? cudaSuccess : cudaErrorInvalidValue;
@@ -357,7 +357,8 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
   map = {static_cast<uint8_t*>(const_cast<void*>(tensor)), element_bytes};
   const uint32_t row_bytes = box[0] * element_bytes;
   bool right = reinterpret_cast<uint64_t>(tensor) % 16 == 0;
-  const bool quarters = use == BoxUse::kStoreQuarters, halves = use == BoxUse::kStoreHalves || use == BoxUse::kLoadHalves;
+  const bool quarters = use == BoxUse::kStoreQuarters;
+  const bool halves = use == BoxUse::kStoreHalves || use == BoxUse::kLoadHalves;
   map.pieces = use == BoxUse::kLoad || quarters ? 0 : halves ? 4 : 8;
   right &= map.pieces > 0 ? row_bytes == map.pieces * 16 : quarters ? row_bytes == 32 : row_bytes % 16 == 0;
   // A box spans so many elements of memory and takes one in every `step`.
@@ -388,7 +389,7 @@ inline cudaError_t make_columns_map(const void* tensor, int element_bytes, const
   return accepted(right);
 }
 inline void prefetch_map(const BoxMap&) {}
-// An element of a tensor, or null outside it.
+// The address of an element of a tensor, or null outside it.
 inline uint8_t* element_at(const BoxMap& map, const int64_t (&numbers)[4]) {
   uint8_t* place = map.tensor;
   bool exists = true;
@@ -399,8 +400,8 @@ inline uint8_t* element_at(const BoxMap& map, const int64_t (&numbers)[4]) {
   }
   return exists ? place : nullptr;
 }
-// Visits all elements of a box: each in memory, or null outside the tensor, and its place in the box, which lies at an
-// address in shared memory: the order of pieces goes by that.
+// Visits all elements of a box that lies at `address` in shared memory: the address of each in the tensor, or null, and
+// its place in the box, where the order of pieces depends on `address`.
 template <typename Visit>
 void for_each_in_box(const BoxMap& map, uint32_t address, const int64_t (&first)[4], const Visit& visit) {
   if (first[0] * map.element_bytes % 16 != 0) simt::complain("a box that is not aligned in memory");
@@ -425,7 +426,7 @@ inline uint32_t box_bytes(const BoxMap& map) {
 }
 inline void store_box_now(const BoxMap& map, uint32_t from, const int64_t (&first)[4]) {
   simt::check_shared(from, box_bytes(map));
-  // Where the order of pieces, if there is one, starts anew.
+  // The order of pieces repeats itself from there on.
   if (from % (kBoxRowBytes * max(map.pieces, 1u)) != 0) simt::complain("a box that is not aligned in shared memory");
   for_each_in_box(map, from, first, [&](uint8_t* to, uint32_t place) {
     if (to != nullptr) std::memcpy(to, simt::smem + from + place, map.element_bytes);
@@ -500,7 +501,7 @@ void wgmma_start(Sums& sums) {
 template <int COUNT>
 void wgmma_settle(float (&)[COUNT]) {}
 
-// Most of what the tests compute: by the processor's instruction where it has one.
+// Operands are widened to fp32, by the processor's instruction where it has one: most of the tests' time goes there.
 template <typename Operand>
 float value_of(Operand operand) {
   return widen(operand);

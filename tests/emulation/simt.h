@@ -95,7 +95,7 @@ inline size_t granted_bytes = 0;  // of shared memory, to the launch
 
 // For kernels whose threads wait for one another in other ways: they run independently, each until it has to wait.
 inline bool independent = false;
-inline uint64_t progress = 0;  // counts whatever somebody may wait for
+inline uint64_t progress = 0;  // counts events that a thread may wait for
 inline std::function<void()> before_block = [] {};
 inline std::function<bool()> between_rounds = [] { return false; };  // whether something is still on its way
 constexpr int kPatience = 1000;  // rounds without progress
@@ -106,7 +106,7 @@ inline void suspend(int line) {
   if (_setjmp(fibre.suspended) == 0) _longjmp(scheduler, 1);
 }
 
-// For as long as a place has this value. The scheduler looks at it, which is cheaper than to resume the thread.
+// Waits while a place has this value. The scheduler looks at the place, which is cheaper than to resume the thread.
 inline void wait_while(const unsigned& place, unsigned value) {
   Fibre& fibre = fibres[threadIdx.x];
   fibre.place = &place, fibre.value = value;

@@ -27,7 +27,8 @@ extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, 
   const bool contained = plan.contained != 0;
   chunks = plan.chunks;
   const Pointers operands{pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], workspace.data()};
-  const int code = simt_run(seed, false, [&] { return run_plan({which, problem, operands, planned}, params, nullptr); });
+  const auto launch = [&] { return run_plan({which, problem, operands, planned}, params, nullptr); };
+  const int code = simt_run(seed, false, launch);
   if (contained) {
     const Control& control = *reinterpret_cast<const Control*>(workspace.data());
     done_again = control.all_again != 0 ? tiles : static_cast<int>(control.listed);

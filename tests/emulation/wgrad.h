@@ -31,5 +31,6 @@ extern "C" int run_wished(int, const int64_t* fields, void* const* pointers, con
   sixteen_bytes = plan.has_window && plan.window.values * element_bytes(problem.dtype) == 16;
   groups_of_warps = plan.has_boxes ? loaders * 10 + groups : 0;
   stages_ahead = plan.has_boxes ? std::max(1, std::min(of_group, kMostAhead)) : 0;
-  return unless_overrun(simt_run(seed, false, [&] { return launch_plan(problem, operands, plan, nullptr); }), workspace);
+  const int code = simt_run(seed, false, [&] { return launch_plan(problem, operands, plan, nullptr); });
+  return unless_overrun(code, workspace);
 }
