@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import os
@@ -10,6 +9,7 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,8 +25,6 @@ def cpp(name: str) -> str:
     return (TESTS / name).read_text()
 
 
-SIMT_HEADER = cpp("emulation/simt.h")
-
 # A launch's head: kernel, or kernel<arguments>, before its <<<configuration>>>.
 KERNEL_LAUNCH = re.compile(r"([\w:]+(?:<[^;{}()]*>)?)\s*<<<(.*?)>>>", re.DOTALL)
 
@@ -41,13 +39,12 @@ PROBLEM_FIELDS = [
 
 # Compilers run beside tests that change PATH and other variables: they get those of the start.
 ENVIRONMENT = dict(os.environ)
-HAS_GXX = shutil.which("g++") is not None
 INCLUDES = ("-I.", *(f"-I{folder}" for folder in (KERNELS, TESTS / "emulation", TESTS / "plan_checks")))
 
 
 def compile_shared(source: str, folder: Path, *flags: str) -> ctypes.CDLL:
     """A C++ text as a loaded shared library, which may be there already: see `builds`."""
-    if not HAS_GXX:
+    if shutil.which("g++") is None:
         pytest.skip("needs g++")
     folder.mkdir(parents=True, exist_ok=True)
     library, written = folder / "library.so", folder / "source.cpp"
@@ -70,28 +67,27 @@ def amalgamate(sources: dict[str, str], names: Iterable[str]) -> str:
     `#line` makes the compiler report errors at the place in the file under kernels/.
     """
     included: set[str] = set()
-    return "\n".join(line for name in names for line in expand(sources, name, included)) + "\n"
 
+    def expand(name: str) -> Iterator[str]:
+        included.add(name)
+        yield f'#line 1 "kernels/{name}"'
+        for number, line in enumerate(sources[name].splitlines(), 1):
+            include = INCLUDE.match(line)
+            if include is None:
+                yield "" if line.strip() == "#pragma once" else line
+            elif include[1] in included:
+                yield ""
+            else:
+                yield from expand(include[1])
+                yield f'#line {number + 1} "kernels/{name}"'
 
-def expand(sources: dict[str, str], name: str, included: set[str]) -> list[str]:
-    """Lines of one file, its includes expanded unless `included` (which grows) has them already."""
-    included.add(name)
-    lines = [f'#line 1 "kernels/{name}"']
-    for number, line in enumerate(sources[name].splitlines(), 1):
-        include = INCLUDE.match(line)
-        if include is None:
-            lines.append("" if line.strip() == "#pragma once" else line)
-        elif include[1] in included:
-            lines.append("")
-        else:
-            lines += [*expand(sources, include[1], included), f'#line {number + 1} "kernels/{name}"']
-    return lines
+    return "\n".join(line for name in names for line in expand(name)) + "\n"
 
 
 def compile_simt(source: str, folder: Path) -> ctypes.CDLL:
     """A CUDA text, kernels and launchers, as a library that runs on the CPU."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cuda_runtime_api.h").write_text(SIMT_HEADER)
+    (folder / "cuda_runtime_api.h").write_text(cpp("emulation/simt.h"))
     source = KERNEL_LAUNCH.sub(r"simt::launch(\1, \2)", source)
     source = DYNAMIC_SMEM.sub(r"unsigned char* const \1 = simt::smem;", source)
     # Vector accesses must be aligned on a GPU: here they trap. Multiply-adds are fused as nvcc does.
@@ -120,44 +116,48 @@ def built_beside_the_tests(name: str, build: Callable[[Path], Any], folder: str 
 
 
 def wanted_by(item: pytest.Item) -> Iterator[str]:
-    """Its fixtures, and those of the engine that it is parametrised with (see planner and emulated)."""
+    """Its fixtures, and what planner, emulated and nvcc_runs give for its parameters."""
     yield from item.fixturenames
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     for fixture, kind in (("planner", "plans"), ("emulated", "shim")):
         if fixture in parameters:
             yield f"{parameters[fixture]}_{kind}"
+    if "nvcc_runs" in item.fixturenames:
+        asked = [parameters[name] for name in ("source", "engine", "gate") if name in parameters]
+        parts = ["nvcc", *(getattr(value, "stem", value) for value in asked)]
+        yield from (name for name in BUILDS if all(f"_{part}_" in f"_{name}_" for part in parts))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def builds(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
-    """All that these tests need, one after another, in their order: most tests use one core, and g++ takes minutes.
+    """All that these tests need, built one after another in their order beside the tests, most of which use one core.
 
-    Workers of pytest-xdist share a folder: who comes first compiles, the others go on with the next one and load it
-    later. So each build must work in the folder that it left. All are asked at the end: who needs one depends on how
-    tests are shared.
+    Workers of pytest-xdist share a folder: the first one to come compiles, and the others load the result later. Each
+    build must therefore work in the folder that it left. At the end all are built that are asked for, because which
+    worker needs one depends on how tests are shared out.
     """
     names = dict.fromkeys(name for item in request.session.items for name in wanted_by(item) if name in BUILDS)
-    shared = shared_folder(request.config, tmp_path_factory)
-
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if hasattr(request.config, "workerinput") else base
     futures, ended = {name: Future() for name in names}, threading.Event()
 
-    def build(name: str, blocking: bool) -> bool:
+    def build(name: str) -> bool:
+        """Whether it is built, here or before: not if another process is at it."""
         with open(shared / f"{FOLDERS[name]}.lock", "w") as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))  # until it is closed
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
             except BlockingIOError:
                 return False
             try:
                 futures[name].set_result(BUILDS[name](shared / FOLDERS[name]))
-            except BaseException as error:  # those that skip are no Exceptions
+            except BaseException as error:  # pytest.skip raises one that is no Exception
                 futures[name].set_exception(error)
         return True
 
     def build_all() -> None:
-        for blocking in (False, True):  # what another process builds comes last
-            for name in names:
-                if not ended.is_set() and not futures[name].done():
-                    build(name, blocking)
+        while not ended.is_set() and (left := [name for name in names if not futures[name].done()]):
+            if not any(build(name) for name in left):
+                time.sleep(0.2)
 
     thread = threading.Thread(target=build_all, daemon=True)
     thread.start()
@@ -169,43 +169,7 @@ def builds(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
             future.result()
 
 
-def is_worker(config: pytest.Config) -> bool:
-    """Whether this is one of several processes of pytest-xdist that share the tests."""
-    return hasattr(config, "workerinput")
-
-
-def shared_folder(config: pytest.Config, factory: pytest.TempPathFactory) -> Path:
-    """A folder of all processes that share the tests."""
-    return factory.getbasetemp().parent if is_worker(config) else factory.getbasetemp()
-
-
-def left_out(text: str) -> tuple[str, str]:
-    """The mutation that does without a statement, by what it begins with."""
-    return text, f"if (!MUTATED) {text}"
-
-
-def with_mutations(source: str, mutations: dict[str, tuple[str, str]], start: int = 1) -> str:
-    """A text in which one mutation takes place at a time, or none: to compile it for each would take minutes.
-
-    A mutation is a text and what stands in its place, in which MUTATED says whether it takes place.
-    """
-    for number, (name, (old, new)) in enumerate(mutations.items(), start):
-        assert old in source, name
-        source = source.replace(old, new.replace("MUTATED", f"(simt_mutation == {number})"))
-    return source
-
-
-@contextlib.contextmanager
-def mutated(library: ctypes.CDLL, mutations: dict[str, tuple[str, str]], name: str) -> Iterator[None]:
-    mutation = ctypes.c_int.in_dll(library, "simt_mutation")
-    mutation.value = [*mutations].index(name) + 1
-    try:
-        yield
-    finally:
-        mutation.value = 0
-
-
-HOPPER_STAND_IN = cpp("emulation/hopper.h")
+HOPPER_STAND_IN = cpp("emulation/copies.h") + cpp("emulation/hopper.h")
 WGMMA_STAND_INS = cpp("plan_checks/cuda.h")
 
 

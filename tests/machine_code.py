@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import shlex
+import functools
 import shutil
 import subprocess
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils import cpp_extension
 
 import modelnew
 from tests.cases import ENGINE_SOURCES, KERNELS
-from tests.emulation import ENVIRONMENT, is_worker, shared_folder
+from tests.emulation import ENVIRONMENT, built_beside_the_tests
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
 
@@ -30,83 +29,41 @@ NVCC_GATES = {
 LONGEST_FIRST = sorted(ENGINE_SOURCES, key=lambda source: -modelnew._unit_seconds(source.name))
 GATES = [(source, gate) for gate in ("sm_90a", "sm_80") for source in LONGEST_FIRST]
 GATES.append((KERNELS / "mma.cu", "sm_120"))
-# ptxas tells of register spills. Split operands take three sets of accumulators; what is needed once a tile beside them
-# has to wait in local memory, in a few hundred bytes.
+# Makes ptxas tell of register spills.
 SPILL_GATE = ["-Xptxas", "-v"]
 
 
-def nvcc_command(source: Path, output: Path, *flags: str) -> list[str]:
-    """Nvcc as load_inline calls it, with warnings as errors."""
-    common = [
-        *cpp_extension.COMMON_NVCC_FLAGS,
-        "--compiler-options",
-        "-fPIC",
-        "-Werror",
-        "all-warnings",
-        "--threads",
-        "0",
-    ]
-    return ["nvcc", *common, *flags, f"-I{KERNELS}", "-c", str(source), "-o", str(output)]
-
-
 def run_nvcc(source: Path, output: Path, *flags: str) -> subprocess.CompletedProcess:
-    command = nvcc_command(source, output, *flags)
+    """Nvcc as load_inline calls it, with warnings as errors."""
+    command = ["nvcc", *cpp_extension.COMMON_NVCC_FLAGS, "--compiler-options", "-fPIC", "-Werror", "all-warnings"]
+    command += ["--threads", "0", *flags, f"-I{KERNELS}", "-c", str(source), "-o", str(output)]
     return subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-class NvccRuns:
-    """Runs of nvcc, one after another beside the tests: most of these use one core, and nvcc takes minutes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.process = folder, None
-
-    def object_of(self, source: Path, gate: str) -> Path:
-        return self.folder / f"{source.stem}_{gate}.o"
-
-    def start(self) -> None:
-        lines = []
-        for source, gate in GATES:
-            output = self.object_of(source, gate)
-            command = shlex.join(nvcc_command(source, output, *NVCC_GATES[gate], *SPILL_GATE))
-            lines.append(f"{command} > {output}.log 2>&1; echo $? > {output}.part; mv {output}.part {output}.code")
-        script = "\n".join([*lines, f"touch {self.folder / 'done'}"])
-        self.process = subprocess.Popen(["sh", "-c", script], env=ENVIRONMENT)
-
-    def __call__(self, source: Path, gate: str) -> tuple[Path, int, str]:
-        """Waits for a run: its object file, its exit status and what it printed."""
-        output = self.object_of(source, gate)
-        code = Path(f"{output}.code")
-        while not code.exists():
-            assert not (self.folder / "done").exists() or code.exists(), "nvcc was not run"
-            time.sleep(0.1)
-        return output, int(code.read_text()), Path(f"{output}.log").read_text()
+def compile_unit(source: Path, gate: str, folder: Path) -> tuple[Path, int, str]:
+    """An object file, which may be there already, the exit status and what was printed: see `builds`."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    folder.mkdir(exist_ok=True)
+    output, printed = folder / "unit.o", folder / "printed"
+    if not printed.exists():
+        run = run_nvcc(source, output, *NVCC_GATES[gate], *SPILL_GATE)
+        printed.write_text(f"{run.returncode}\n{run.stdout}")
+    code, _, text = printed.read_text().partition("\n")
+    return output, int(code), text
 
 
-@pytest.fixture(scope="session", autouse=True)
-def nvcc_beside_the_tests(request, tmp_path_factory) -> Iterator[NvccRuns | None]:
-    """Of all processes that share the tests the first one starts them; it ends when they have."""
-    wanted = any("nvcc_runs" in item.fixturenames for item in request.session.items)
-    if not wanted or shutil.which("nvcc") is None:
-        yield None
-        return
-    runs = NvccRuns(shared_folder(request.config, tmp_path_factory) / "nvcc")
-    runs.folder.mkdir(exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        (runs.folder / "started").touch(exist_ok=False)
-        runs.start()
-    yield runs
-    if runs.process is not None:
-        if not is_worker(request.config) or request.session.shouldstop or request.session.shouldfail:
-            runs.process.kill()
-        runs.process.wait()
+for _source, _gate in GATES:
+    built_beside_the_tests(f"nvcc_{_source.stem}_{_gate}", functools.partial(compile_unit, _source, _gate))
 
 
 @pytest.fixture(scope="session")
-def nvcc_runs(nvcc_beside_the_tests) -> NvccRuns:
-    return nvcc_beside_the_tests
+def nvcc_runs(builds: dict[str, Future]) -> Callable[[Path, str], tuple[Path, int, str]]:
+    """What compile_unit says of a source and a gate."""
+    return lambda source, gate: builds[f"nvcc_{source.stem}_{gate}"].result()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits for nvcc comes last."""
+    """Tests that wait for nvcc come last."""
     items.sort(key=lambda item: "nvcc_runs" in getattr(item, "fixturenames", ()))

@@ -68,33 +68,37 @@ def samples_near_fp16(exponent: int, *edges: float) -> Tensor:
     return torch.cat([float_samples(), near, beside, -beside])
 
 
-@pytest.mark.parametrize("exponent", [-100, -20, -1, 0, 1, 13, 60, 100])
+EXPONENTS = [-100, -20, -1, 0, 1, 13, 60, 100]
+
+
+def contained(library: ctypes.CDLL, samples: Tensor, exponent: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Samples times 2^exponent in one part of fp16 or two, and whether each fits."""
+    first, rest, fits = torch.empty_like(samples), torch.empty_like(samples), torch.empty(samples.shape).bool()
+    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (samples, first, rest, fits))
+    library.contain_all(*pointers, ctypes.c_int64(samples.numel()), exponent, parts)
+    assert fits.sum() > 1 << 16
+    return first.double(), rest.double(), fits
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
 def test_fp16_contains_tf32(host_numerics, exponent):
     """Exactly the value rounded to TF32, wherever the watch says that it fits: zeros and normal numbers of fp16."""
     samples = samples_near_fp16(exponent, 2.0**-14, 2.0**16)
-    contained, fits = torch.empty_like(samples), torch.empty(samples.shape, dtype=torch.bool)
-    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (samples, contained, fits))
-    host_numerics.contain_all(*pointers, ctypes.c_int64(samples.numel()), exponent)
+    first, _, fits = contained(host_numerics, samples, exponent, 1)
     rounded = torch.where(samples.isfinite(), round_to_tf32(samples), samples).double() * 2.0**exponent
     small = samples.double().abs() * 2.0**exponent < 2.0**-14  # as it is, unrounded
-    expected = (samples == 0) | (~small & (rounded.abs() < 2.0**16))
-    assert torch.equal(fits, expected)
-    assert fits.sum() > 1 << 16
-    assert torch.equal(contained[fits].double(), rounded[fits])
+    assert torch.equal(fits, (samples == 0) | (~small & (rounded.abs() < 2.0**16)))
+    assert torch.equal(first[fits], rounded[fits])
 
 
-@pytest.mark.parametrize("exponent", [-100, -20, -1, 0, 1, 13, 60, 100])
+@pytest.mark.parametrize("exponent", EXPONENTS)
 def test_two_parts_of_fp16_contain_fp32(host_numerics, exponent):
     """To 2^-23, from 2^-13 on; and the first part to 2^-11: a product without that of the rests is right to 2^-21."""
     samples = samples_near_fp16(exponent, 2.0**-13, 65520.0)
-    first, rest, fits = torch.empty_like(samples), torch.empty_like(samples), torch.empty(samples.shape).bool()
-    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (samples, first, rest, fits))
-    host_numerics.split_all(*pointers, ctypes.c_int64(samples.numel()), exponent)
+    first, rest, fits = contained(host_numerics, samples, exponent, 2)
     values = samples.double() * 2.0**exponent
-    expected = (samples == 0) | ((values.abs() >= 2.0**-13) & (values.abs() < 65520))
-    assert torch.equal(fits, expected)
-    assert fits.sum() > 1 << 16
-    values, first, rest = values[fits], first[fits].double(), rest[fits].double()
+    assert torch.equal(fits, (samples == 0) | ((values.abs() >= 2.0**-13) & (values.abs() < 65520)))
+    values, first, rest = values[fits], first[fits], rest[fits]
     assert torch.equal(first, values.half().double())
     assert ((first - values).abs() <= values.abs() * 2.0**-11).all()
     assert ((first + rest / 2048 - values).abs() <= values.abs() * 2.0**-23).all()

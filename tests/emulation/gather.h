@@ -1,6 +1,4 @@
-#include "problem_fields.h"
-
-using namespace modelnew;
+#include "run.h"
 using namespace modelnew::gather;
 
 extern "C" {
@@ -13,25 +11,17 @@ int latest_boxes = 0;    // whether y of tiles of lines was stored by boxes in i
 unsigned gather_sources(int shape) { return kTileShapes[shape].sources; }
 }
 
-// Plans one shape of a tile on a GPU of so many SMs and runs it: -1 if it does not fit, else the error. Parts of the
-// reduction, or 0: any; x by images, or not at all; and what tma multiplies, behind gather's own shapes, by windows or
-// not (-1: as the plan likes it), with so many blocks for a tile.
+// One shape of a tile, behind gather's own those of tma; parts of the reduction (0: any), on a GPU of so many SMs; x by
+// images or not at all; and products of tma by windows or not (-1: any), with so many blocks a tile.
 extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, const int* wishes, int seed) {
   const int shape = wishes[0], forced_splits = wishes[1], sms = wishes[2], wants_images = wishes[3];
   const int tma_windows = wishes[4], tma_splits = wishes[5];
-  simt::independent = true;
-  simt::before_block = simt::begin_block;
-  simt::between_rounds = simt::do_some;
-  simt::late = seed % 2;
   simt::launched.clear();
   const Problem problem = make_problem(fields);
-  const Operator which = static_cast<Operator>(op);
+  const Operator which = as_operator(op);
   Params params{};
-  params.in_ptr = which == Operator::kDgrad ? pointers[3] : pointers[0];
-  params.bias_ptr = pointers[2];
-  params.out_ptr = pointers[4];
+  set_pointers(params, op, pointers);
   params.of = phased_of(problem, which);
-  const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   const Alignment alignment{address(params.in_ptr), address(params.out_ptr)};
   const int bytes = element_bytes(problem.dtype);
   constexpr int kShapes = static_cast<int>(std::size(kTileShapes));
@@ -65,25 +55,14 @@ extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, 
   latest_parts = plan.splits;
   if (plan.contained && !plan_again(params.of, Device{sms}, alignment, again)) return -1;
   Workspace workspace(workspace_layout(params.of, plan, again, bytes).end);
-  simt::again = plan.splits > 1 || by_tma.plan.splits > 1;
-  simt::shown.clear();
-  cudaError_t error = cudaSuccess;
-  for (int i = 0; i <= simt::again && error == cudaSuccess; ++i) {
-    simt::shuffler.seed(seed);
-    simt::first_of_call = true;
+  const int code = simt_run(seed, plan.splits > 1 || by_tma.plan.splits > 1, [&] {
     Params of_run = params;
-    std::fill(std::begin(turns), std::end(turns), 0u);
-    error = bytes == 4 ? run<float>(pointers[1], workspace.data(), again, of_run, multiply_by_tma, nullptr)
-                       : run<Half>(pointers[1], workspace.data(), again, of_run, multiply_by_tma, nullptr);
-  }
-  if (!workspace.intact()) return -2;
-  if (error == cudaSuccess && simt::allows_next) {
-    simt::message = "the next call is allowed before this one has ended";
-    return cudaErrorLaunchFailure;
-  }
+    return bytes == 4 ? run<float>(pointers[1], workspace.data(), again, of_run, multiply_by_tma, nullptr)
+                      : run<Half>(pointers[1], workspace.data(), again, of_run, multiply_by_tma, nullptr);
+  });
   ContainedControl control{};
   if (plan.contained) std::memcpy(&control, workspace.data(), sizeof control);
   const bool all = control.all_again != 0 || control.listed > kMostListed;
   done_again = all ? -1 : static_cast<int>(control.listed);
-  return error;
+  return unless_overrun(code, workspace);
 }

@@ -1,20 +1,14 @@
-// ptx.cuh, tensor_map.cuh and wgmma.cuh for the CPU, and what else a kernel of warps with roles of their own takes:
-// every thread runs until it has to wait. What is asynchronous on a GPU happens here as late as it may or, in every
-// other run, at once.
+// ptx.cuh, tensor_map.cuh and wgmma.cuh for the CPU, behind copies.h: threads run until they have to wait. What is
+// asynchronous on a GPU happens as late as it may or, in every other run, at once.
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
 
 #include <array>
-#include <deque>
-
-#include "numerics.cuh"
 
 #define MODELNEW_SM90A 1
 
 namespace simt {
-
-inline bool late = false;  // whether what is asynchronous happens late
 
 struct Barrier {
   int count, pending;
@@ -25,11 +19,12 @@ inline std::map<uint32_t, Barrier> barriers;
 
 inline Barrier& barrier_at(uint32_t address) {
   const auto found = barriers.find(address);
-  if (found == barriers.end()) complain("a barrier that nobody initialised");
+  if (found == barriers.end()) complain("an uninitialised barrier");
   return found->second;
 }
 
 inline void end_phase_if_due(Barrier& barrier) {
+  ++progress;
   if (barrier.pending > 0 || barrier.bytes != 0) return;
   barrier.phase ^= 1;
   barrier.pending = barrier.count;
@@ -41,123 +36,85 @@ inline void arrive(uint32_t address, int64_t bytes = 0) {
   --barrier.pending;
   barrier.bytes += bytes;
   end_phase_if_due(barrier);
-  ++progress;
 }
 
-inline void check_shared(uint32_t address, size_t bytes) {
-  if (address % 16 != 0 || address + bytes > granted_bytes) complain("a wild address in shared memory");
+using Action = std::function<void()>;
+inline std::deque<Action> bulk_copies;
+inline Ordered multiplications[1024];
+// By threads, of which few have any: stores of boxes, and copies with arrivals behind them.
+inline std::map<unsigned, Ordered> bulk_stores;
+inline std::map<unsigned, std::deque<Action>> arriving;
+
+inline void bulk_copy(uint32_t to, std::vector<uint8_t> bytes, uint32_t address) {
+  check_shared(to, bytes.size());
+  Barrier& barrier = barrier_at(address);
+  bulk_copies.push_back([to, bytes = std::move(bytes), &barrier] {
+    std::copy(bytes.begin(), bytes.end(), smem + to);
+    barrier.bytes -= static_cast<int64_t>(bytes.size());
+    end_phase_if_due(barrier);
+  });
 }
-
-// From where to where loads by __ldg may go; if nothing is said, anywhere.
-inline std::vector<std::pair<const char*, const char*>> readable;
-
-inline void check_readable(const void* from, size_t bytes) {
-  const auto first = static_cast<const char*>(from);
-  bool inside = readable.empty();
-  for (const auto& [start, end] : readable) inside |= first >= start && first + bytes <= end;
-  if (!inside) complain("a load outside of what it may read");
-}
-
-// Bulk copies on their way.
-struct Copy {
-  uint32_t to, barrier;
-  std::vector<uint8_t> bytes;
-};
-inline std::deque<Copy> copies;
 
 inline unsigned copy_delay = 1;  // rounds, on average
 
-inline bool copy_some() {
-  while (!copies.empty() && (!late || shuffler() % copy_delay == 0)) {
-    if (late) std::swap(copies.front(), copies[shuffler() % copies.size()]);  // they come in any order
-    const Copy copy = copies.front();
-    copies.pop_front();
-    std::copy(copy.bytes.begin(), copy.bytes.end(), smem + copy.to);
-    Barrier& barrier = barriers.at(copy.barrier);
-    barrier.bytes -= static_cast<int>(copy.bytes.size());
-    end_phase_if_due(barrier);
-    ++progress;
+// Does all that is in a queue or, in late runs, some of it, and tells whether more is left.
+template <typename Queue>
+bool do_some_of(Queue& queue, bool in_order = true) {
+  while (!queue.empty() && (!late || shuffler() % copy_delay == 0)) {
+    if (late && !in_order) std::swap(queue.front(), queue[shuffler() % queue.size()]);
+    const auto first = std::move(queue.front());
+    queue.pop_front();
+    first();
   }
-  return !copies.empty();
+  return !queue.empty();
 }
 
-// What a thread has ordered, in groups: done at the latest when it waits for them.
-struct Ordered {
-  struct One {
-    std::function<void()> run;
-    int group;
-  };
-  std::deque<One> all;
-  int groups = 0;  // committed
-
-  void order(std::function<void()> run) { all.push_back({std::move(run), groups}); }
-  void do_first() {
-    all.front().run();
-    all.pop_front();
-  }
-  void clear() {
-    all.clear();
-    groups = 0;
-  }
-  void wait(int pending) {
-    while (!all.empty() && all.front().group < groups - pending) do_first();
-  }
-};
-inline Ordered multiplications[1024], own_copies[1024];
-// Of few threads: those are gone through in every round.
-inline std::map<unsigned, Ordered> bulk_stores;
-inline std::map<unsigned, std::deque<std::function<void()>>> arriving;  // copies of threads, with arrivals behind them
-
-// Threads that meet: those of a warp or of the block.
+// Threads of a warp or of a block that wait for one another.
 struct Meeting {
   unsigned waiting = 0, round = 0;
+  void end() {
+    waiting = 0;
+    ++round;
+    ++progress;
+  }
   void attend(unsigned threads) {
     const unsigned mine = round;
-    if (++waiting == threads) {
-      waiting = 0;
-      ++round;
-      ++progress;
-    } else {
+    if (++waiting == threads)
+      end();
+    else
       wait_while(round, mine);
-    }
   }
 };
-// All threads of a cluster that have not ended meet: of its blocks, of which only one runs at a time, this one's.
+// A cluster's threads meet. Only one of its blocks runs at a time: all threads of this block that have not ended.
 inline Meeting cluster_meeting;
-inline void attend_cluster() {
-  const unsigned mine = cluster_meeting.round;
-  ++cluster_meeting.waiting;
-  ++progress;
-  wait_while(cluster_meeting.round, mine);
-}
+inline void attend_cluster() { cluster_meeting.attend(~0u); }
 inline void meet_in_cluster() {
   const auto lives = [](const Fibre& fibre) { return fibre.line != kExited; };
   const auto threads = std::count_if(fibres.begin(), fibres.begin() + blockDim.x, lives);
-  if (cluster_meeting.waiting == 0 || cluster_meeting.waiting < threads) return;
-  cluster_meeting.waiting = 0;
-  ++cluster_meeting.round;
-  ++progress;
+  if (cluster_meeting.waiting > 0 && cluster_meeting.waiting >= threads) cluster_meeting.end();
 }
 
 inline bool do_some() {
   meet_in_cluster();
-  bool left = copy_some();
-  for (auto& [thread, of_thread] : bulk_stores) {
-    while (!of_thread.all.empty() && (!late || shuffler() % copy_delay == 0)) of_thread.do_first();
-    left |= !of_thread.all.empty();
-  }
-  for (auto& [thread, of_thread] : arriving) {
-    while (!of_thread.empty() && (!late || shuffler() % copy_delay == 0)) {
-      of_thread.front()();
-      of_thread.pop_front();
-    }
-    left |= !of_thread.empty();
-  }
+  bool left = do_some_of(bulk_copies, false);
+  for (auto& [thread, of_thread] : bulk_stores) left |= do_some_of(of_thread.all);
+  for (auto& [thread, of_thread] : arriving) left |= do_some_of(of_thread);
   return left;
 }
 
 inline Meeting block_meeting, warp_meetings[32], named_meetings[16];
-inline uint64_t shuffled[32][32];
+
+// The lanes of a warp meet and show one another a value: those of all lanes. A slot is written again after the next
+// meeting at the earliest, by when all have read it.
+template <typename Value>
+const Value* shown_by_warp(const Value& value) {
+  static Value shown[32][2][32];
+  const unsigned warp = threadIdx.x / 32;
+  Value(&lanes)[32] = shown[warp][warp_meetings[warp].round % 2];
+  std::memcpy(&lanes[threadIdx.x % 32], &value, sizeof value);
+  warp_meetings[warp].attend(32);
+  return lanes;
+}
 
 // Blocks run one after another, so a cluster of them runs twice: what a block shows of its shared memory at first, the
 // others read the second time. Without `again` there are none.
@@ -172,25 +129,53 @@ inline float shown_by(unsigned block, uint32_t address) {
   return value;
 }
 
-// Who has waited for all that was launched before, and whether that is what was launched before a call.
+// A kernel launched early: which of its threads have waited for all that was launched before, and whether that is what
+// was launched before the call.
+inline bool early = false;
 inline std::vector<bool> waited;
 inline bool first_of_call = false;
 inline bool allows_next = false;  // the latest kernel: that the next one is launched before its end
 
 inline void begin_block() {
+  forget_copies();
+  first_of_call &= early;
   waited.assign(blockDim.x, false);
   barriers.clear();
-  copies.clear();
+  bulk_copies.clear();
   copy_delay = 1u << shuffler() % 9;
   block_meeting = cluster_meeting = {};
-  for (Meeting& meeting : warp_meetings) meeting = {};
-  for (Meeting& meeting : named_meetings) meeting = {};
+  std::fill(std::begin(warp_meetings), std::end(warp_meetings), Meeting{});
+  std::fill(std::begin(named_meetings), std::end(named_meetings), Meeting{});
   bulk_stores.clear();
   arriving.clear();
-  for (unsigned thread = 0; thread < blockDim.x; ++thread) multiplications[thread].clear(), own_copies[thread].clear();
+  for (unsigned thread = 0; thread < blockDim.x; ++thread) multiplications[thread].clear();
 }
+inline const bool runs_independently = [] {
+  before_block = begin_block;
+  between_rounds = do_some;
+  return independent = true;
+}();
 
 }  // namespace simt
+
+// One launch, or two that stand for one of clusters. Odd seeds delay what is asynchronous.
+template <typename Launch>
+int simt_run(int seed, bool clusters, const Launch& launch) {
+  simt::late = seed % 2;
+  simt::again = clusters;
+  simt::shown.clear();
+  int code = 0;
+  for (int i = 0; i <= clusters && code == 0; ++i) {
+    simt::shuffler.seed(seed);
+    simt::first_of_call = true;
+    simt::allows_next = false;
+    recomputed = 0;
+    code = launch();
+  }
+  if (code != 0 || !simt::allows_next) return code;
+  simt::message = "the next call is allowed before this one has ended";
+  return cudaErrorLaunchFailure;
+}
 
 #undef __syncthreads
 #define __syncthreads() simt::block_meeting.attend(blockDim.x)
@@ -206,12 +191,7 @@ inline int __syncthreads_or(int vote) {
 inline void __syncwarp() { simt::warp_meetings[threadIdx.x / 32].attend(32); }
 template <typename Value>
 Value __shfl_sync(unsigned, Value value, int lane) {
-  const unsigned warp = threadIdx.x / 32;
-  std::memcpy(&simt::shuffled[warp][threadIdx.x % 32], &value, sizeof value);
-  __syncwarp();
-  std::memcpy(&value, &simt::shuffled[warp][lane & 31], sizeof value);
-  __syncwarp();
-  return value;
+  return simt::shown_by_warp(value)[lane & 31];
 }
 template <typename Value>
 Value __shfl_down_sync(unsigned mask, Value value, int by) {
@@ -225,14 +205,10 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   return result;
 }
 inline bool __any_sync(unsigned, bool value) {
-  uint64_t(&values)[32] = simt::shuffled[threadIdx.x / 32];
-  values[threadIdx.x % 32] = value;
-  __syncwarp();
-  const bool any = std::any_of(values, values + 32, [](uint64_t one) { return one != 0; });
-  __syncwarp();
-  return any;
+  const bool* const lanes = simt::shown_by_warp(value);
+  return std::any_of(lanes, lanes + 32, [](bool one) { return one; });
 }
-// Threads change at waits only, so these are whole.
+// Threads change at waits only, hence these are atomic.
 template <typename Value, typename Other>
 Value atomicAdd(Value* place, Other value) {
   return std::exchange(*place, *place + static_cast<Value>(value));
@@ -249,10 +225,6 @@ Value __ldg(const Value* from) {
   simt::check_readable(from, sizeof(Value));
   return *from;
 }
-template <typename Value>
-Value __ldcg(const Value* from) {
-  return *from;
-}
 inline void __stcs(uint4* to, const uint4& value) { *to = value; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -262,10 +234,6 @@ using std::min;
 
 namespace modelnew {
 namespace hopper {
-
-inline uint32_t smem_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - simt::smem);
-}
 
 inline int uniform(int value) {
   const int first = __shfl_sync(~0u, value, 0);
@@ -284,30 +252,9 @@ inline void load_2(const void* address, bool exist, uint32_t& word) {
   word = exist ? *reinterpret_cast<const uint16_t*>(address) : 0;
 }
 
-// The first `size` of BYTES, and zeros for the rest.
-template <int BYTES>
-void copy_async(uint32_t to, const void* from, int size) {
-  if (to % BYTES != 0 || to + BYTES > simt::granted_bytes) simt::complain("a wild address in shared memory");
-  if (size < 0 || size > BYTES) simt::complain("more than a copy");
-  if (size > 0 && reinterpret_cast<uint64_t>(from) % BYTES != 0) simt::complain("a copy that is not aligned");
-  if (size > 0) simt::check_readable(from, size);
-  const auto run = [=] {
-    std::memset(simt::smem + to, 0, BYTES);
-    if (size > 0) std::memcpy(simt::smem + to, from, size);  // an address that nobody reads may be any
-  };
-  if (simt::late)
-    simt::own_copies[threadIdx.x].order(run);
-  else
-    run();
-}
 template <int BYTES>
 void copy_later(uint32_t to, const void* from, bool exist) {
   copy_async<BYTES>(to, from, exist ? BYTES : 0);
-}
-inline void copies_commit() { ++simt::own_copies[threadIdx.x].groups; }
-template <int PENDING>
-void copies_wait() {
-  simt::own_copies[threadIdx.x].wait(PENDING);
 }
 
 inline void barrier_init(uint32_t barrier, int count) { simt::barriers[barrier] = {count, count, 0, 0}; }
@@ -315,15 +262,12 @@ inline void barrier_arrive(uint32_t barrier) { simt::arrive(barrier); }
 inline void copies_arrive(uint32_t barrier) {
   auto& mine = simt::own_copies[threadIdx.x].all;
   auto& queue = simt::arriving[threadIdx.x];
-  for (auto& one : mine) queue.push_back(std::move(one.run));
+  queue.insert(queue.end(), mine.begin(), mine.end());
   mine.clear();
   queue.push_back([=] { simt::arrive(barrier); });
   ++simt::progress;
 }
 inline void barrier_arrive_expecting(uint32_t barrier, int bytes) { simt::arrive(barrier, bytes); }
-inline bool barrier_ended(uint32_t barrier, uint32_t parity) {
-  return simt::barrier_at(barrier).phase != (parity & 1);
-}
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   simt::wait_while(simt::barrier_at(barrier).phase, parity & 1);
 }
@@ -346,21 +290,19 @@ inline float4 load_cluster_4(uint32_t address, int rank) {
   simt::check_shared(address, 16);
   const unsigned block = blockIdx.x / simt::of_cluster * simt::of_cluster + rank;
   if (static_cast<unsigned>(rank) >= simt::of_cluster) simt::complain("a block of another cluster");
-  float values[4];
-  for (int i = 0; i < 4; ++i) values[i] = simt::shown_by(block, address + 4 * i);
-  return {values[0], values[1], values[2], values[3]};
+  return {simt::shown_by(block, address), simt::shown_by(block, address + 4), simt::shown_by(block, address + 8),
+          simt::shown_by(block, address + 12)};
+}
+inline float add_cluster(uint32_t address, int blocks) {
+  simt::check_shared(address, 4, 4);
+  float sum = 0;
+  for (int rank = 0; rank < blocks; ++rank) sum += simt::shown_by(blockIdx.x / blocks * blocks + rank, address);
+  return sum;
 }
 inline float4 add_cluster_4(uint32_t address, int blocks) {
   simt::check_shared(address, 16);
-  float sums[4] = {};
-  for (int rank = 0; rank < blocks; ++rank) {
-    for (int i = 0; i < 4; ++i) sums[i] += simt::shown_by(blockIdx.x / blocks * blocks + rank, address + 4 * i);
-  }
-  return {sums[0], sums[1], sums[2], sums[3]};
-}
-inline float add_cluster(uint32_t address, int blocks) {
-  const float4 sums = add_cluster_4(address / 16 * 16, blocks);
-  return address % 16 == 0 ? sums.x : address % 16 == 4 ? sums.y : address % 16 == 8 ? sums.z : sums.w;
+  return {add_cluster(address, blocks), add_cluster(address + 4, blocks), add_cluster(address + 8, blocks),
+          add_cluster(address + 12, blocks)};
 }
 
 inline void launch_dependents() {
@@ -376,8 +318,9 @@ cudaError_t launch_early_in_clusters(void (*kernel)(Params...), unsigned blocks,
   if (blocks % of_cluster != 0) return cudaErrorInvalidConfiguration;
   simt::allows_next = false;
   simt::of_cluster = of_cluster;
+  simt::early = true;
   simt::launch(kernel, blocks, threads, smem_bytes, stream)(params...);
-  simt::first_of_call = false;
+  simt::early = simt::first_of_call = false;
   return cudaGetLastError();
 }
 template <typename... Params>
@@ -387,10 +330,9 @@ cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, int threads
 }
 
 inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  simt::check_shared(to, bytes);
   if (bytes % 16 != 0 || reinterpret_cast<uint64_t>(from) % 16 != 0) simt::complain("a bulk copy that is not aligned");
   const uint8_t* const first = static_cast<const uint8_t*>(from);
-  simt::copies.push_back({to, barrier, {first, first + bytes}});
+  simt::bulk_copy(to, {first, first + bytes}, barrier);
 }
 
 constexpr int kBoxRowBytes = 128;
@@ -399,10 +341,15 @@ struct BoxMap {
   int element_bytes;
   uint64_t sizes[4], strides[4];
   uint32_t box[4], steps[4];  // of so many elements; from one to the next
-  uint32_t pieces;        // of 16 bytes in a row whose order is that of store_box, or 0
-  int first[2], last[2];  // of columns: their ends, of columns and rows of an image
+  uint32_t pieces;            // of 16 bytes in a row whose order is that of store_box, or 0
+  int first[2], last[2];      // of columns: their ends, of columns and rows of an image
   uint32_t pixels;
 };
+// The driver's answer to a map.
+inline cudaError_t accepted(bool right) {
+  if (!right) simt::complain("a map that the driver would refuse");
+  return right ? cudaSuccess : cudaErrorInvalidValue;
+}
 enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves };
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                 const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map,
@@ -411,25 +358,19 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
   const uint32_t row_bytes = box[0] * element_bytes;
   bool right = reinterpret_cast<uint64_t>(tensor) % 16 == 0;
   const bool quarters = use == BoxUse::kStoreQuarters;
-  map.pieces = use == BoxUse::kLoad || quarters                          ? 0
-               : use == BoxUse::kStoreHalves || use == BoxUse::kLoadHalves ? 4
-                                                                           : 8;
+  const bool halves = use == BoxUse::kStoreHalves || use == BoxUse::kLoadHalves;
+  map.pieces = use == BoxUse::kLoad || quarters ? 0 : halves ? 4 : 8;
   right &= map.pieces > 0 ? row_bytes == map.pieces * 16 : quarters ? row_bytes == 32 : row_bytes % 16 == 0;
-  map.strides[0] = element_bytes;
+  // A box spans so many elements of memory and takes one in every `step`.
+  right &= step >= 1 && step <= 8 && box[1] % step == 0 && step_2 >= 1 && step_2 <= 8 && box[2] % step_2 == 0;
+  const uint32_t steps[4] = {1, step, step_2, 1};
   for (int i = 0; i < 4; ++i) {
-    if (i > 0) map.strides[i] = strides[i - 1];
-    map.sizes[i] = sizes[i], map.box[i] = box[i];
+    map.strides[i] = i == 0 ? element_bytes : strides[i - 1];
+    map.sizes[i] = sizes[i], map.steps[i] = steps[i], map.box[i] = box[i] / steps[i];
     right &= sizes[i] >= 1 && sizes[i] <= uint64_t{1} << 32 && box[i] >= 1 && box[i] <= 256;
     right &= i == 0 || (map.strides[i] % 16 == 0 && map.strides[i] < uint64_t{1} << 40);
   }
-  // A box is so many elements of memory, of which it has every so manieth.
-  right &= step >= 1 && step <= 8 && box[1] % step == 0 && step_2 >= 1 && step_2 <= 8 && box[2] % step_2 == 0;
-  map.steps[0] = map.steps[3] = 1;
-  map.steps[1] = step;
-  map.steps[2] = step_2;
-  for (int i = 0; i < 4; ++i) map.box[i] = box[i] / map.steps[i];
-  if (!right) simt::complain("a map of boxes that the driver would refuse");
-  return right ? cudaSuccess : static_cast<cudaError_t>(1);
+  return accepted(right);
 }
 inline cudaError_t make_columns_map(const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                     const uint64_t (&strides)[3], const int (&first)[2], const int (&last)[2],
@@ -445,15 +386,26 @@ inline cudaError_t make_columns_map(const void* tensor, int element_bytes, const
     right &= first[i] >= -128 && first[i] <= 127 && last[i] >= -128 && last[i] <= 127;
     right &= first[i] <= static_cast<int64_t>(sizes[1 + i]) - 1 + last[i];
   }
-  if (!right) simt::complain("a map of columns that the driver would refuse");
-  return right ? cudaSuccess : static_cast<cudaError_t>(1);
+  return accepted(right);
 }
 inline void prefetch_map(const BoxMap&) {}
-// Visits all elements of a box: its place in memory, or null outside the tensor, its row and its number in there.
+// The address of an element of a tensor, or null outside it.
+inline uint8_t* element_at(const BoxMap& map, const int64_t (&numbers)[4]) {
+  uint8_t* place = map.tensor;
+  bool exists = true;
+  for (int i = 0; i < 4; ++i) {
+    const int64_t at = numbers[i];
+    exists &= at >= 0 && static_cast<uint64_t>(at) < map.sizes[i];
+    place += at * map.strides[i];
+  }
+  return exists ? place : nullptr;
+}
+// Visits all elements of a box that lies at `address` in shared memory: the address of each in the tensor, or null, and
+// its place in the box, where the order of pieces depends on `address`.
 template <typename Visit>
-void for_each_in_box(const BoxMap& map, const int64_t (&first)[4], const Visit& visit) {
+void for_each_in_box(const BoxMap& map, uint32_t address, const int64_t (&first)[4], const Visit& visit) {
   if (first[0] * map.element_bytes % 16 != 0) simt::complain("a box that is not aligned in memory");
-  // Rows that end within 16 bytes are overwritten beyond that (H200, 2026-11-23), and may be read.
+  // Rows that end within 16 bytes are overwritten beyond that, and may be read.
   const int64_t end = static_cast<int64_t>(map.sizes[0]);
   if (first[0] < end && first[0] + map.box[0] > end && end * map.element_bytes % 16 != 0)
     simt::complain("rows of a box that end within 16 bytes");
@@ -462,14 +414,11 @@ void for_each_in_box(const BoxMap& map, const int64_t (&first)[4], const Visit& 
     for (uint32_t element = 0; element < map.box[0]; ++element) {
       const uint32_t inside[4] = {element, row % map.box[1], row / map.box[1] % map.box[2],
                                   row / map.box[1] / map.box[2]};
-      uint8_t* place = map.tensor;
-      bool exists = true;
-      for (int i = 0; i < 4; ++i) {
-        const int64_t at = first[i] + int64_t{inside[i]} * map.steps[i];
-        exists &= at >= 0 && static_cast<uint64_t>(at) < map.sizes[i];
-        place += at * map.strides[i];
-      }
-      visit(exists ? place : nullptr, row, element);
+      int64_t numbers[4];
+      for (int i = 0; i < 4; ++i) numbers[i] = first[i] + int64_t{inside[i]} * map.steps[i];
+      uint32_t place = (row * map.box[0] + element) * map.element_bytes;
+      if (map.pieces > 0) place ^= (place + address) / kBoxRowBytes % map.pieces * 16;
+      visit(element_at(map, numbers), place);
     }
 }
 inline uint32_t box_bytes(const BoxMap& map) {
@@ -477,30 +426,22 @@ inline uint32_t box_bytes(const BoxMap& map) {
 }
 inline void store_box_now(const BoxMap& map, uint32_t from, const int64_t (&first)[4]) {
   simt::check_shared(from, box_bytes(map));
-  // Where the order of pieces, if there is one, starts anew.
-  const uint32_t pieces = max(map.pieces, 1u);
-  if (from % (kBoxRowBytes * pieces) != 0) simt::complain("a box that is not aligned in shared memory");
-  for_each_in_box(map, first, [&](uint8_t* to, uint32_t row, uint32_t element) {
-    uint32_t place = (row * map.box[0] + element) * map.element_bytes;
-    place ^= place / kBoxRowBytes % pieces * 16;
+  // The order of pieces repeats itself from there on.
+  if (from % (kBoxRowBytes * max(map.pieces, 1u)) != 0) simt::complain("a box that is not aligned in shared memory");
+  for_each_in_box(map, from, first, [&](uint8_t* to, uint32_t place) {
     if (to != nullptr) std::memcpy(to, simt::smem + from + place, map.element_bytes);
   });
 }
 inline void load_box(const BoxMap& map, uint32_t to, int i, int j, int k, int l, uint32_t barrier) {
-  simt::check_shared(to, box_bytes(map));
   if (to % 128 != 0) simt::complain("a box that is not aligned in shared memory");
   std::vector<uint8_t> loaded(box_bytes(map));
-  for_each_in_box(map, {i, j, k, l}, [&](const uint8_t* from, uint32_t row, uint32_t element) {
-    uint32_t place = (row * map.box[0] + element) * map.element_bytes;
-    // The order of pieces goes by the address.
-    if (map.pieces > 0) place ^= (place + to) / kBoxRowBytes % map.pieces * 16;
-    for (int byte = 0; byte < map.element_bytes; ++byte) loaded[place + byte] = from != nullptr ? from[byte] : 0;
+  for_each_in_box(map, to, {i, j, k, l}, [&](const uint8_t* from, uint32_t place) {
+    if (from != nullptr) std::memcpy(&loaded[place], from, map.element_bytes);
   });
-  simt::copies.push_back({to, barrier, loaded});
+  simt::bulk_copy(to, std::move(loaded), barrier);
 }
 inline void load_columns(const BoxMap& map, uint32_t to, int i, int j, int k, int l, int move_j, int move_k,
                          uint32_t barrier) {
-  simt::check_shared(to, map.pixels * kBoxRowBytes);
   if (to % 128 != 0) simt::complain("columns that are not aligned in shared memory");
   const int in_16_bytes = 16 / map.element_bytes, channels = kBoxRowBytes / map.element_bytes;
   if (i % in_16_bytes != 0 || map.sizes[0] % in_16_bytes != 0) simt::complain("columns that are not aligned in memory");
@@ -512,18 +453,11 @@ inline void load_columns(const BoxMap& map, uint32_t to, int i, int j, int k, in
   for (int axis = 0; axis < 2; ++axis)
     if (at[axis] < map.first[axis] || at[axis] >= end[axis]) simt::complain("columns that begin outside");
   for (uint32_t pixel = 0; pixel < map.pixels; ++pixel) {
-    const int64_t place[4] = {i, int64_t{at[0]} + move_j, int64_t{at[1]} + move_k, l};
     for (int channel = 0; channel < channels; ++channel) {
-      const uint8_t* from = map.tensor;
-      bool exists = true;
-      for (int axis = 0; axis < 4; ++axis) {
-        const int64_t number = place[axis] + (axis == 0 ? channel : 0);
-        exists &= number >= 0 && static_cast<uint64_t>(number) < map.sizes[axis];
-        from += number * map.strides[axis];
-      }
-      const uint32_t byte =
-          (pixel * kBoxRowBytes + channel * map.element_bytes) ^ (pixel + to / kBoxRowBytes) % 8 * 16;
-      if (exists) std::memcpy(&loaded[byte], from, map.element_bytes);
+      const uint8_t* const from =
+          element_at(map, {int64_t{i} + channel, int64_t{at[0]} + move_j, int64_t{at[1]} + move_k, l});
+      const uint32_t place = pixel * kBoxRowBytes + channel * map.element_bytes;
+      if (from != nullptr) std::memcpy(&loaded[place ^ (place + to) / kBoxRowBytes % 8 * 16], from, map.element_bytes);
     }
     if ((at[0] += map.steps[1]) < end[0]) continue;
     at[0] = map.first[0];
@@ -531,12 +465,12 @@ inline void load_columns(const BoxMap& map, uint32_t to, int i, int j, int k, in
     at[1] = map.first[1];
     ++l;
   }
-  simt::copies.push_back({to, barrier, loaded});
+  simt::bulk_copy(to, std::move(loaded), barrier);
 }
 template <bool LEAVES_FIRST = true>
 void store_box(const BoxMap& map, const void* from, int i, int j, int k, int l) {
-  const auto run = [&map, from, i, j, k, l] { store_box_now(map, smem_address(from), {i, j, k, l}); };
-  simt::bulk_stores[threadIdx.x].order(run);
+  const uint32_t address = smem_address(from);
+  simt::bulk_stores[threadIdx.x].queue([&map, address, i, j, k, l] { store_box_now(map, address, {i, j, k, l}); });
 }
 inline void bulk_stores_commit() { ++simt::bulk_stores[threadIdx.x].groups; }
 template <int PENDING>
@@ -567,7 +501,7 @@ void wgmma_start(Sums& sums) {
 template <int COUNT>
 void wgmma_settle(float (&)[COUNT]) {}
 
-// Most of what the tests compute: by the processor's instruction where it has one.
+// Operands are widened to fp32, by the processor's instruction where it has one: most of the tests' time goes there.
 template <typename Operand>
 float value_of(Operand operand) {
   return widen(operand);
@@ -616,64 +550,74 @@ void read_operand_row(Lies lies, uint32_t operand, int row, float (&values)[32 /
   }
 }
 
-template <typename Operand, int N>
-struct Wgmma {
-  static void multiply(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep, uint32_t high = kDescriptorHigh) {
-    if (high != kDescriptorHigh && high != kRowsDescriptorHigh) simt::complain("an unknown descriptor");
-    const Lies lies = high == kRowsDescriptorHigh ? Lies::kRows : Lies::kPieces;
-    order(acc, a, b, keep, lies, lies);
-  }
-
-  static void order(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep, Lies a_lies, Lies b_lies) {
-    float* const sums = acc;
-    const auto run = [=] { multiply_now(sums, a, b, keep, a_lies, b_lies); };
-    if (simt::late)
-      simt::multiplications[threadIdx.x].order(run);
-    else
-      run();
-  }
-
-  static void read_row(uint32_t operand, int row, float (&values)[32 / sizeof(Operand)]) {
-    read_operand_row<Operand>(Lies::kPieces, operand, row, values);
-  }
-
-  static void multiply_now(float* acc, uint32_t a, uint32_t b, int keep, Lies a_lies, Lies b_lies) {
+// acc (+)= a b. read_a(i, values) gives row i of the thread's two, and read_b(row, values) one of b.
+template <typename Operand, int N, typename ReadA, typename ReadB>
+void multiply_rows(float (&acc)[N / 2], int keep, const ReadA& read_a, const ReadB& read_b) {
+  float* const sums = acc;
+  simt::multiplications[threadIdx.x].order([=] {
     constexpr int kSteps = 32 / sizeof(Operand);
-    const int thread = threadIdx.x % 128;
-    float weights[2][kSteps];
-    for (int i = 0; i < 2; ++i)
-      read_operand_row<Operand>(a_lies, a, 16 * (thread / 32) + thread % 32 / 4 + 8 * i, weights[i]);
+    float a[2][kSteps], b[kSteps];
+    for (int i = 0; i < 2; ++i) read_a(i, a[i]);
     for (int j = 0; j < N / 8; ++j)
       for (int e = 0; e < 2; ++e) {
-        float pixel[kSteps];
-        read_operand_row<Operand>(b_lies, b, 8 * j + 2 * (thread % 4) + e, pixel);
+        read_b(8 * j + 2 * static_cast<int>(threadIdx.x % 4) + e, b);
         for (int i = 0; i < 2; ++i) {
-          float sum = keep ? acc[4 * j + 2 * i + e] : 0;
-          for (int k = 0; k < kSteps; ++k) sum += weights[i][k] * pixel[k];
-          acc[4 * j + 2 * i + e] = sum;
+          float sum = keep ? sums[4 * j + 2 * i + e] : 0;
+          for (int k = 0; k < kSteps; ++k) sum += a[i][k] * b[k];
+          sums[4 * j + 2 * i + e] = sum;
         }
       }
+  });
+}
+
+// Whether an operand lies in rows of 128 bytes, by the upper half of its descriptor.
+inline bool lies_in_rows(uint32_t high) {
+  if (high != kDescriptorHigh && high != kRowsDescriptorHigh) simt::complain("an unknown descriptor");
+  return high == kRowsDescriptorHigh;
+}
+
+template <typename Operand, int N, Lies A_LIES, Lies B_LIES>
+struct WgmmaLying {
+  static void multiply(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep, uint32_t high = kDescriptorHigh) {
+    const bool rows = lies_in_rows(high);
+    if (!rows && (A_LIES != Lies::kRows || B_LIES != Lies::kRows)) simt::complain("an unknown descriptor");
+    const Lies a_lies = rows ? A_LIES : Lies::kPieces, b_lies = rows ? B_LIES : Lies::kPieces;
+    const int first = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    multiply_rows<Operand, N>(
+        acc, keep, [=](int i, auto& values) { read_operand_row<Operand>(a_lies, a, first + 8 * i, values); },
+        [=](int row, auto& values) { read_operand_row<Operand>(b_lies, b, row, values); });
   }
 };
 template <typename Operand, int N>
-struct WgmmaTransposed {
-  static void multiply(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep, uint32_t high) {
-    if (high != kRowsDescriptorHigh) simt::complain("an unknown descriptor");
-    Wgmma<Operand, N>::order(acc, a, b, keep, Lies::kRows, Lies::kTransposed);
-  }
-};
+using Wgmma = WgmmaLying<Operand, N, Lies::kRows, Lies::kRows>;
 template <typename Operand, int N>
-struct WgmmaFirstTransposed {
-  static void multiply(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep, uint32_t high) {
-    if (high != kRowsDescriptorHigh) simt::complain("an unknown descriptor");
-    Wgmma<Operand, N>::order(acc, a, b, keep, Lies::kTransposed, Lies::kRows);
-  }
-};
+using WgmmaTransposed = WgmmaLying<Operand, N, Lies::kRows, Lies::kTransposed>;
 template <typename Operand, int N>
-struct WgmmaBothTransposed {
-  static void multiply(float (&acc)[N / 2], uint32_t a, uint32_t b, int keep, uint32_t high) {
-    if (high != kRowsDescriptorHigh) simt::complain("an unknown descriptor");
-    Wgmma<Operand, N>::order(acc, a, b, keep, Lies::kTransposed, Lies::kTransposed);
+using WgmmaFirstTransposed = WgmmaLying<Operand, N, Lies::kTransposed, Lies::kRows>;
+template <typename Operand, int N>
+using WgmmaBothTransposed = WgmmaLying<Operand, N, Lies::kTransposed, Lies::kTransposed>;
+
+// With rows of `a` in the registers of four threads each.
+template <typename Operand, int N>
+struct WgmmaRegisters {
+  static void multiply(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int keep,
+                       uint32_t b_high = kDescriptorHigh) {
+    constexpr int kSteps = 32 / sizeof(Operand), kWord = 4 / sizeof(Operand);
+    const Lies b_lies = lies_in_rows(b_high) ? Lies::kRows : Lies::kPieces;
+    if (b_lies == Lies::kRows && (b & 0x3fff) * 16 % 1024 > 96)
+      simt::complain("an operand that does not begin with a group of eight rows");
+    const auto* const of_four = simt::shown_by_warp(a) + threadIdx.x % 32 / 4 * 4;
+    std::array<std::array<float, kSteps>, 2> rows;
+    for (int i = 0; i < 2; ++i)
+      for (int k = 0; k < kSteps; ++k) {
+        const uint32_t& word = of_four[k / kWord % 4][i + 2 * (k / kWord / 4)];
+        Operand value;
+        std::memcpy(&value, reinterpret_cast<const uint8_t*>(&word) + k % kWord * sizeof value, sizeof value);
+        rows[i][k] = value_of(value);
+      }
+    multiply_rows<Operand, N>(
+        acc, keep, [=](int i, auto& values) { std::copy(rows[i].begin(), rows[i].end(), values); },
+        [=](int row, auto& values) { read_operand_row<Operand>(b_lies, b, row, values); });
   }
 };
 
@@ -681,109 +625,64 @@ inline void named_barrier(int number, int threads) { simt::named_meetings[number
 
 // Blocks of 8 x 8 values of 16 bits that the lanes of a warp hold, two of a row each, to pieces of 16 bytes.
 inline void store_blocks(uint32_t address, const uint32_t (&words)[4], bool transposed) {
-  static uint32_t shown[32][32][4];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  std::memcpy(shown[warp][lane], words, sizeof words);
   simt::check_shared(address, 16);
-  __syncwarp();
+  const auto* const lanes = simt::shown_by_warp(words);
+  const int lane = threadIdx.x % 32;
   uint16_t piece[8];
   for (int i = 0; i < 8; ++i) {
     const int row = transposed ? i : lane % 8, column = transposed ? lane % 8 : i;
-    piece[i] = static_cast<uint16_t>(shown[warp][4 * row + column / 2][lane / 8] >> column % 2 * 16);
+    piece[i] = static_cast<uint16_t>(lanes[4 * row + column / 2][lane / 8] >> column % 2 * 16);
   }
   std::memcpy(simt::smem + address, piece, sizeof piece);
-  __syncwarp();
 }
 inline void store_matrix(uint32_t address, const uint32_t (&words)[4]) { store_blocks(address, words, false); }
 inline void store_matrix_transposed(uint32_t address, const uint32_t (&words)[4]) {
   store_blocks(address, words, true);
 }
 
-// The same with rows of `a` in the registers of four threads each, and rows of `b` as read_row(row, values) has them.
-template <typename Operand, int N, typename ReadRow>
-void multiply_registers(float (&acc)[N / 2], const uint32_t (&a)[4], int keep, const ReadRow& read_row) {
-  static uint32_t words[32][32][4];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  std::memcpy(words[warp][lane], a, sizeof a);
-  __syncwarp();
-  constexpr int kSteps = 32 / sizeof(Operand), kWord = 4 / sizeof(Operand);
-  std::array<std::array<float, kSteps>, 2> rows;
-  for (int i = 0; i < 2; ++i)
-    for (int k = 0; k < kSteps; ++k) {
-      const uint32_t& word = words[warp][lane / 4 * 4 + k / kWord % 4][i + 2 * (k / kWord / 4)];
-      Operand value;
-      std::memcpy(&value, reinterpret_cast<const uint8_t*>(&word) + k % kWord * sizeof value, sizeof value);
-      rows[i][k] = value_of(value);
-    }
-  __syncwarp();
-  float* const sums = acc;
-  const auto run = [=] {
-    for (int j = 0; j < N / 8; ++j)
-      for (int e = 0; e < 2; ++e) {
-        float weights[kSteps];
-        read_row(8 * j + 2 * (lane % 4) + e, weights);
-        for (int i = 0; i < 2; ++i) {
-          float sum = keep ? sums[4 * j + 2 * i + e] : 0;
-          for (int k = 0; k < kSteps; ++k) sum += rows[i][k] * weights[k];
-          sums[4 * j + 2 * i + e] = sum;
-        }
-      }
-  };
-  if (simt::late)
-    simt::multiplications[threadIdx.x].order(run);
-  else
-    run();
-}
-
-// With `b` as pieces of 16 bytes, or as rows of 128 bytes in the order of boxes.
-template <typename Operand, int N>
-struct WgmmaRegisters {
-  static constexpr int kSteps = 32 / sizeof(Operand);
-
-  static void read_row(uint32_t operand, bool rows, int row, float (&values)[kSteps]) {
-    if (!rows) return Wgmma<Operand, N>::read_row(operand, row, values);
-    const uint32_t begin = (operand & 0x3fff) * 16;
-    if (begin % 1024 > 96) simt::complain("an operand that does not begin with a group of eight rows");
-    read_operand_row<Operand>(Lies::kRows, operand, row, values);
-  }
-
-  static void multiply(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int keep,
-                       uint32_t b_high = kDescriptorHigh) {
-    if (b_high != kDescriptorHigh && b_high != kRowsDescriptorHigh) simt::complain("an unknown descriptor");
-    const bool rows = b_high == kRowsDescriptorHigh;
-    multiply_registers<Operand, N>(acc, a, keep, [=](int row, auto& values) { read_row(b, rows, row, values); });
-  }
-};
-
 inline uint32_t warp_max(uint32_t value) {
-  uint64_t(&values)[32] = simt::shuffled[threadIdx.x / 32];
-  values[threadIdx.x % 32] = value;
-  __syncwarp();
-  const uint64_t largest = *std::max_element(values, values + 32);
-  __syncwarp();
-  return static_cast<uint32_t>(largest);
+  const uint32_t* const lanes = simt::shown_by_warp(value);
+  return *std::max_element(lanes, lanes + 32);
 }
 
-inline void check_words(uint32_t address, uint32_t bytes) {
-  if (address % bytes != 0 || address + bytes > simt::granted_bytes)
-    simt::complain("a wild address in shared memory");
+template <typename Value>
+void load_words(Value& words, uint32_t address) {
+  simt::check_shared(address, sizeof words, sizeof words);
+  std::memcpy(&words, simt::smem + address, sizeof words);
 }
-inline void load_shared(uint32_t& word, uint32_t address) {
-  check_words(address, 4);
-  std::memcpy(&word, simt::smem + address, 4);
+inline void load_shared(uint32_t& word, uint32_t address) { load_words(word, address); }
+inline void load_shared_2(uint32_t (&words)[2], uint32_t address) { load_words(words, address); }
+inline void load_shared_4(uint32_t (&words)[4], uint32_t address) { load_words(words, address); }
+inline void load_shared_half(uint32_t& word, uint32_t address) {
+  uint16_t half;
+  load_words(half, address);
+  word = half;
 }
-inline void store_shared(uint32_t address, uint32_t word) {
-  check_words(address, 4);
-  std::memcpy(simt::smem + address, &word, 4);
+template <typename Value>
+void store_words(uint32_t address, const Value& words) {
+  simt::check_shared(address, sizeof words, sizeof words);
+  std::memcpy(simt::smem + address, &words, sizeof words);
 }
+inline void store_shared(uint32_t address, uint32_t word) { store_words(address, word); }
+inline void store_shared_4(uint32_t address, const uint32_t (&words)[4]) { store_words(address, words); }
+
+// Matrices of 8 x 8 values of 16 bits, a row of which lies where a lane says: a lane gets two values of a row or, of a
+// transposed matrix, of a column.
 inline void load_matrix(uint32_t (&a)[4], uint32_t address) {
-  static uint32_t addresses[32][32];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   simt::check_shared(address, 16);
-  addresses[warp][lane] = address;
-  __syncwarp();
-  for (int e = 0; e < 4; ++e) load_shared(a[e], addresses[warp][8 * e + lane / 4] + lane % 4 * 4);
-  __syncwarp();
+  const uint32_t* const rows = simt::shown_by_warp(address);
+  const int lane = threadIdx.x % 32;
+  for (int e = 0; e < 4; ++e) load_shared(a[e], rows[8 * e + lane / 4] + lane % 4 * 4);
+}
+inline void load_matrix_transposed(uint32_t (&a)[4], uint32_t address) {
+  simt::check_shared(address, 16);
+  const uint32_t* const rows = simt::shown_by_warp(address);
+  const int lane = threadIdx.x % 32;
+  for (int e = 0; e < 4; ++e) {
+    uint32_t values[2];
+    for (int i = 0; i < 2; ++i) load_shared_half(values[i], rows[8 * e + lane % 4 * 2 + i] + lane / 4 * 2);
+    a[e] = values[0] | values[1] << 16;
+  }
 }
 
 }  // namespace hopper

@@ -1,27 +1,20 @@
-#include "problem_fields.h"
-
-using namespace modelnew;
+#include "run.h"
 using namespace modelnew::mma;
 
 extern "C" {
 int x_copies = 0, w_copies = 0;  // of the last run
 }
 
-// Plans one shape of a tile on a GPU of three SMs and runs it, as TF32 if that is allowed, however small the problem:
-// -1 if it does not fit, else the error.
+// One shape of a tile on a GPU of three SMs, as TF32 if that is allowed.
 extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, const int* wishes, int seed) {
   const int shape = wishes[0], hopper = wishes[1], splits = wishes[2];
   const Problem problem = make_problem(fields);
-  const Operator which = static_cast<Operator>(op);
   Params params{};
-  params.in_ptr = static_cast<const float*>(which == Operator::kDgrad ? pointers[3] : pointers[0]);
+  set_pointers(params, op, pointers);
   params.w_ptr = static_cast<const float*>(pointers[1]);
-  params.bias_ptr = static_cast<const float*>(pointers[2]);
-  params.out_ptr = static_cast<float*>(pointers[4]);
   params.tf32 = problem.tf32_allowed;
-  params.of = correlation_of_problem(problem, which);
+  params.of = correlation_of_problem(problem, as_operator(op));
   flatten_points(params.of);
-  const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   const Alignment alignment{address(params.in_ptr), address(params.w_ptr), address(params.out_ptr)};
   const Device device{3, static_cast<int>(simt::kMaxSmemBytes), hopper != 0, {}};
   if (!make_plan(params.of, params.tf32, device, alignment, params.plan, shape, splits)) return -1;

@@ -1,20 +1,17 @@
-#include "problem_fields.h"
-
-using namespace modelnew;
+#include "run.h"
 using namespace modelnew::pointwise;
 
 extern "C" {
 int loads = 0, out_vector = 0, stage_terms = 0;  // of the last run
 }
 
-// Plans stages or none, this many rows, splits and slices (-1, -1, -1 and 0: any) on a GPU of three SMs and runs that,
-// as TF32 if it is allowed, however small the problem: -1 if there is no such plan, else the error.
+// Stages or none, this many rows, splits and slices (-1, -1, -1 and 0: any) on a GPU of three SMs, as TF32 if that is
+// allowed.
 extern "C" int run_wished(int, const int64_t* fields, void* const* pointers, const int* wishes, int seed) {
   const int staged = wishes[0], row_bits = wishes[1], split_bits = wishes[2], slices = wishes[3];
   const Problem problem = make_problem(fields);
   const Correlation of = flattened(problem);
-  const auto address = [&](int i) { return reinterpret_cast<uint64_t>(pointers[i]); };
-  const Alignment alignment{address(0), address(1), address(4)};
+  const Alignment alignment{address(pointers[0]), address(pointers[1]), address(pointers[4])};
   Plan plan{};
   const Device device{3, true, most_shared_bytes(90)};
   if (!make_plan(of, !problem.tf32_allowed, device, alignment, plan, staged, row_bits, split_bits, slices)) return -1;

@@ -30,7 +30,7 @@
 #define __noinline__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
-#define __syncthreads() simt::barrier(__LINE__)
+#define __syncthreads() simt::suspend(__LINE__)
 
 extern "C" {
 int simt_mutation = 0;  // what takes place of a text made by with_mutations
@@ -57,11 +57,9 @@ struct dim3 {
 };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(16) double2 { double x, y; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline double2 make_double2(double x, double y) { return {x, y}; }
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
@@ -97,7 +95,7 @@ inline size_t granted_bytes = 0;  // of shared memory, to the launch
 
 // For kernels whose threads wait for one another in other ways: they run independently, each until it has to wait.
 inline bool independent = false;
-inline uint64_t progress = 0;  // counts whatever somebody may wait for
+inline uint64_t progress = 0;  // counts events that a thread may wait for
 inline std::function<void()> before_block = [] {};
 inline std::function<bool()> between_rounds = [] { return false; };  // whether something is still on its way
 constexpr int kPatience = 1000;  // rounds without progress
@@ -108,16 +106,12 @@ inline void suspend(int line) {
   if (_setjmp(fibre.suspended) == 0) _longjmp(scheduler, 1);
 }
 
-// For as long as a place has this value. The scheduler looks at it, which is cheaper than to resume the thread.
+// Waits while a place has this value. The scheduler looks at the place, which is cheaper than to resume the thread.
 inline void wait_while(const unsigned& place, unsigned value) {
   Fibre& fibre = fibres[threadIdx.x];
   fibre.place = &place, fibre.value = value;
   while (place == value) suspend(kWaiting);
   fibre.place = nullptr;
-}
-
-inline void barrier(int line) {
-  suspend(line);
 }
 
 // A fibre outlives its block: it waits at kExited for the next one, so that switching needs no system call.
@@ -288,25 +282,26 @@ const char* simt_launched() {  // kernels since it was cleared, mangled
   return names.c_str();
 }
 }
-// What an engine is given, as large as it says: full of what was there before, as is what surrounds it.
+// An engine's workspace, as large as it asks for: full of NaN, as is what surrounds it.
 class Workspace {
  public:
-  explicit Workspace(int64_t bytes) : bytes_(bytes), words_((bytes + 15) / 16 + 2 * kMargin, uint4{~0u, ~0u, ~0u, ~0u}) {}
-  uint8_t* data() { return reinterpret_cast<uint8_t*>(words_.data() + kMargin); }
-  bool intact() {
+  explicit Workspace(int64_t bytes)
+      : room_(bytes + 2 * kMargin, 255),
+        begin_(room_.data() + kMargin - reinterpret_cast<uint64_t>(room_.data()) % 256),
+        end_(begin_ + bytes) {}
+  uint8_t* data() { return begin_; }
+  bool intact() const {
     const auto untouched = [](uint8_t byte) { return byte == 255; };
-    uint8_t* const begin = reinterpret_cast<uint8_t*>(words_.data());
-    return std::all_of(begin, data(), untouched) &&
-           std::all_of(data() + bytes_, begin + words_.size() * sizeof(uint4), untouched);
+    return std::all_of(room_.data(), static_cast<const uint8_t*>(begin_), untouched) &&
+           std::all_of(static_cast<const uint8_t*>(end_), room_.data() + room_.size(), untouched);
   }
 
  private:
-  static constexpr int kMargin = 64;
-  int64_t bytes_;
-  std::vector<uint4> words_;
+  static constexpr int kMargin = 1024;
+  std::vector<uint8_t> room_;
+  uint8_t *begin_, *end_;
 };
 
-inline cudaError_t cudaPeekAtLastError() { return simt::last_error; }
 inline cudaError_t cudaGetLastError() { return std::exchange(simt::last_error, cudaSuccess); }
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int value) {

@@ -1,6 +1,4 @@
-#include "problem_fields.h"
-
-using namespace modelnew;
+#include "run.h"
 using namespace modelnew::wgrad;
 
 extern "C" {
@@ -9,15 +7,9 @@ int x_way, dy_way, copies_x, copies_dy, merges, run_splits, stores_directly, str
 int sixteen_bytes, groups_of_warps, stages_ahead;
 }
 
-// Plans this tile and so many splits (0: any) on a GPU of three SMs and runs that: -1 if there is no such plan, else
-// the error.
+// This tile and so many splits (0: any), on a GPU of three SMs.
 extern "C" int run_wished(int, const int64_t* fields, void* const* pointers, const int* wishes, int seed) {
   const int tile_k = wishes[0], splits = wishes[1];
-  simt::independent = true;
-  simt::before_block = simt::begin_block;
-  simt::between_rounds = simt::do_some;
-  simt::late = seed % 2;
-  simt::shuffler.seed(seed);
   const Problem problem = make_problem(fields);
   Pointers operands = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], nullptr};
   const Plan plan = make_plan(problem, operands.x, operands.dy, 3, tile_k, splits);
@@ -39,6 +31,6 @@ extern "C" int run_wished(int, const int64_t* fields, void* const* pointers, con
   sixteen_bytes = plan.has_window && plan.window.values * element_bytes(problem.dtype) == 16;
   groups_of_warps = plan.has_boxes ? loaders * 10 + groups : 0;
   stages_ahead = plan.has_boxes ? std::max(1, std::min(of_group, kMostAhead)) : 0;
-  const int code = launch_plan(problem, operands, plan, nullptr);
-  return code == 0 && !workspace.intact() ? -2 : code;
+  const int code = simt_run(seed, false, [&] { return launch_plan(problem, operands, plan, nullptr); });
+  return unless_overrun(code, workspace);
 }

@@ -1,4 +1,4 @@
-// What of an engine's headers is for the host alone, in other words.
+// Stand-ins for the host part of the engines' headers.
 namespace modelnew {
 Correlation correlation_of_problem(const Problem&, Operator) { return {}; }
 void flatten_points(Correlation&) {}

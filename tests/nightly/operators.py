@@ -202,29 +202,15 @@ inline int simt_at(int number) {{
 """
 
 
-def with_switches(source: str, sites: Mapping[int, Site], chosen: Mapping[int, tuple[str, str]]) -> str:
-    """The text with these mutants in it, by their numbers.
-
-    Chosen ones are an old text, which may stand there several times, and a new one, in which MUTATED is the switch.
-    """
-    edits: list[tuple] = []  # place, its order there, end, text
+def with_switches(source: str, sites: Mapping[int, Site]) -> str:
+    """The text with these mutants in it, by their numbers."""
+    edits: list[tuple] = []  # place, what orders several there, text
     for number, site in sites.items():
         last = len(source) if site.end is None else site.end
-        edits.append((site.begin, 1, -last, number, site.begin, site.before.replace("NUMBER", str(number))))
-        if site.end is not None:
-            edits.append((last, 0, -site.begin, -number, last, site.behind.replace("NUMBER", str(number))))
-    for number, (old, new) in chosen.items():
-        assert old in source, old
-        for found in re.finditer(re.escape(old), source):
-            edits.append((found.start(), 2, 0, 0, found.end(), new.replace("MUTATED", f"simt_at({number})")))
+        edits.append((site.begin, 1, -last, number, site.before.replace("NUMBER", str(number))))
+        edits.append((last, 0, -site.begin, -number, site.behind.replace("NUMBER", str(number))))
     parts, done = [], 0
-    for place, *_, end, text in sorted(edits):
+    for place, *_, text in sorted(edits):
         parts += [source[done:place], text]
-        done = max(place, end)
+        done = place
     return SWITCH + "".join(parts) + source[done:]
-
-
-def apart_from(sites: list[Site], source: str, olds: Collection[str]) -> list[Site]:
-    """The sites that have no part in any of these texts."""
-    spans = [found.span() for old in olds for found in re.finditer(re.escape(old), source)]
-    return [s for s in sites if not any(s.begin <= end and begin <= (s.end or s.begin) for begin, end in spans)]

@@ -1,4 +1,4 @@
-"""Mistakes in the kernels show in the tests of their engines: of generic mutants nearly all, of chosen ones each.
+"""Mistakes in the kernels show in the tests of their engines, nearly all.
 
 All mutants of an engine are in one library, which says whose places a test reaches. For a mutant such tests run in a
 child process each, the fastest first, until one fails, crashes or hangs. `pytest tests/nightly -s` names the others.
@@ -31,8 +31,7 @@ import modelnew
 from tests import emulation, engines, test_depthwise, test_engines_cpu
 from tests.cases import LAYOUTS, Case, in_layout, make_tensors, references, under_a_tf32_step
 from tests.emulation import amalgamate, compile_shared
-from tests.nightly.chosen import CHOSEN
-from tests.nightly.operators import MOST_NUMBERS, Site, apart_from, sites_of, with_switches
+from tests.nightly.operators import MOST_NUMBERS, Site, sites_of, with_switches
 
 MUTANTS = 200
 LEFT_OUT = 0.25  # of them are synchronisations, of which there are far fewer than numbers
@@ -59,7 +58,7 @@ def build(name: str, folder: Path, transform: Callable[[str], str]) -> engines.E
 
 
 # Tests of the tests, and those that ask a planner only or look at the library's file.
-NO_CHECKS = re.compile("missing|every_barrier|reach_every|refuses|plan_for_every")
+NO_CHECKS = re.compile("refuses|plan_for_every")
 MOST_SETTINGS = {"gather": 12}  # of a test's parameters; of other engines 40
 
 
@@ -74,7 +73,7 @@ class Check:
 
 @dataclasses.dataclass
 class Built:
-    """A library with its mutants by number, behind the chosen ones, and what finds them."""
+    """A library with its mutants by number, from 1, and what finds them."""
 
     name: str
     sites: dict[int, Site]
@@ -136,7 +135,6 @@ MORE_CHECKS: dict[str, list[Callable[[Any], None]]] = {
         lambda shim: rounds_to_tf32(shim, Case(2, 64, 5, 8, 40, 1, 1), staged=0),
         lambda shim: rounds_to_tf32(shim, Case(2, 64, 5, 8, 40, 1, 1), staged=1),
     ],
-    "stem": [lambda shim: rounds_to_tf32(shim, Case(2, 3, 12, 20, 34, 7, 7, stride=(2, 2), padding=(3, 3)))],
 }
 
 
@@ -160,15 +158,14 @@ def shares() -> dict[str, int]:
 
 def build_mutants(name: str, folder: Path) -> Built:
     """An engine with mutants; without those that do not compile, which the compiler names by their lines."""
-    chosen, refused = CHOSEN[name], set[tuple[str, int]]()
+    refused = set[tuple[str, int]]()
     numbered: dict[int, Site] = {}
 
     def transform(source: str) -> str:
-        sites = apart_from(sites_of(source, FILES[name]), source, [old for old, _ in chosen])
-        sites = [site for site in sites if (site.file, site.line) not in refused]
+        sites = [site for site in sites_of(source, FILES[name]) if (site.file, site.line) not in refused]
         numbered.clear()
-        numbered.update(enumerate(drawn(sites, SPARE * shares()[name]), len(chosen) + 1))
-        return with_switches(source, numbered, dict(enumerate(chosen, 1)))
+        numbered.update(enumerate(drawn(sites, SPARE * shares()[name]), 1))
+        return with_switches(source, numbered)
 
     while True:
         try:
@@ -257,11 +254,6 @@ def test_mutants_show(built):
 
 def test_nothing_shows_without_a_mutant(built):
     assert all(passes(built.shim.library, 0, check) for check in built.checks[::10])
-
-
-def test_chosen_mutants_show(built):
-    unseen = [new for number, (_, new) in enumerate(CHOSEN[built.name], 1) if not shows(built, number)]
-    assert not unseen
 
 
 def test_most_mutants_show():

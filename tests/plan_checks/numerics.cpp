@@ -6,56 +6,36 @@
 
 using namespace modelnew;
 
-template <class In, class Out, class Convert>
-static void each(const In* in, Out* out, int64_t count, const Convert& convert) {
-  for (int64_t i = 0; i < count; ++i) convert(in[i], out[i]);
-}
+// Converts one value of an array after another.
+#define CONVERSION(name, In, Out, convert)                        \
+  void name(const In* in, Out* out, int64_t count) {              \
+    for (int64_t i = 0; i < count; ++i) { convert; }              \
+  }
 
 extern "C" {
 bool rule_uses_tf32(int op, const int64_t* fields) {
   return uses_tf32(make_problem(fields), static_cast<Operator>(op));
 }
-void round_all(const float* in, float* out, int64_t count) {
-  each(in, out, count, [](float value, float& to) { to = round_to_tf32(value); });
-}
-void widen_half(const Half* in, float* out, int64_t count) {
-  each(in, out, count, [](Half value, float& to) { to = widen(value); });
-}
-void widen_bfloat16(const BFloat16* in, float* out, int64_t count) {
-  each(in, out, count, [](BFloat16 value, float& to) { to = widen(value); });
-}
-void narrow_half(const float* in, Half* out, int64_t count) {
-  each(in, out, count, [](float value, Half& to) { narrow(value, to); });
-}
-void narrow_bfloat16(const float* in, BFloat16* out, int64_t count) {
-  each(in, out, count, [](float value, BFloat16& to) { narrow(value, to); });
-}
-// Contained times 2^exponent, and whether that is watched to fit, in either half of a pair.
-void contain_all(const float* in, float* out, bool* fits, int64_t count, int exponent) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t bits = float_bits(in[i]), one = float_bits(1.0f / power_of_two(exponent));
-    const uint32_t pair = i % 2 == 0 ? contain_pair(bits, one, power_of_two(exponent))
-                                     : contain_pair(one, bits, power_of_two(exponent));
-    out[i] = widen(Half{static_cast<uint16_t>(i % 2 == 0 ? pair : pair >> 16)});
-    Watch watch;
-    for (uint32_t seen : {one, bits, one}) watch.see(seen);
-    for (uint32_t seen : {0u, pair, 0x3c003c00u}) watch.see_contained(seen);
-    fits[i] = watch.fits(least_contained(exponent, 1));
-  }
-}
-// The same in two parts.
-void split_all(const float* in, float* first, float* rest, bool* fits, int64_t count, int exponent) {
+CONVERSION(round_all, float, float, out[i] = round_to_tf32(in[i]))
+CONVERSION(widen_half, Half, float, out[i] = widen(in[i]))
+CONVERSION(widen_bfloat16, BFloat16, float, out[i] = widen(in[i]))
+CONVERSION(narrow_half, float, Half, narrow(in[i], out[i]))
+CONVERSION(narrow_bfloat16, float, BFloat16, narrow(in[i], out[i]))
+// Values times 2^exponent in one part or two, in either half of a pair, and whether they are seen to fit.
+void contain_all(const float* in, float* first, float* rest, bool* fits, int64_t count, int exponent, int parts) {
   const float scale = power_of_two(exponent);
   for (int64_t i = 0; i < count; ++i) {
+    const bool is_low = i % 2 == 0;
     const uint32_t bits = float_bits(in[i]), one = float_bits(1.0f / scale);
-    const uint32_t low = i % 2 == 0 ? bits : one, high = i % 2 == 0 ? one : bits;
-    const uint32_t firsts = split_pair(low, high, scale), rests = split_rest(low, high, scale, firsts);
-    first[i] = widen(Half{static_cast<uint16_t>(i % 2 == 0 ? firsts : firsts >> 16)});
-    rest[i] = widen(Half{static_cast<uint16_t>(i % 2 == 0 ? rests : rests >> 16)});
+    const uint32_t low = is_low ? bits : one, high = is_low ? one : bits;
+    const uint32_t firsts = parts == 1 ? contain_pair(low, high, scale) : split_pair(low, high, scale);
+    const uint32_t rests = parts == 1 ? 0 : split_rest(low, high, scale, firsts);
+    first[i] = widen(Half{static_cast<uint16_t>(is_low ? firsts : firsts >> 16)});
+    rest[i] = widen(Half{static_cast<uint16_t>(is_low ? rests : rests >> 16)});
     Watch watch;
     for (uint32_t seen : {one, bits, one}) watch.see(seen);
     for (uint32_t seen : {0u, firsts, 0x3c003c00u}) watch.see_contained(seen);
-    fits[i] = watch.fits(least_contained(exponent, 2));
+    fits[i] = watch.fits(least_contained(exponent, parts));
   }
 }
 bool scale(uint32_t field, int to, int* exponent) { return scale_exponent(field, to, *exponent); }
