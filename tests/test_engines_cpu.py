@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -47,16 +46,20 @@ from tests.cases import (
     with_margins,
 )
 from tests.engines import (
-    GATHER_SHAPES,
-    GATHER_SHAPES_16,
+    BF16,
+    FP16,
+    FP32,
     ORDERS,
     PLACES,
     PLANNED,
     SHAPES,
+    TF32,
     WGMMA_SPLIT_CONFIGURATIONS,
     Emulated,
     Engine,
     Planner,
+    Runs,
+    settings_of,
     spreads,
 )
 from tests.problems import (
@@ -501,14 +504,6 @@ def test_exact(emulated: Emulated, cases: Sequence[Case], operators: set[str], d
 
 
 # ---- Kernels of the others: settings in turn, the first one from a turn on that there is a plan of.
-def settings_of(*contracts: tuple[torch.dtype, bool], **wishes: Sequence[int]) -> list[dict]:
-    return [
-        {"dtype": dtype, "tf32": tf32} | dict(zip(wishes, values, strict=True))
-        for (dtype, tf32), *values in itertools.product(contracts, *wishes.values())
-    ]
-
-
-FP32, TF32, FP16, BF16 = (torch.float32, False), (torch.float32, True), (torch.float16, True), (torch.bfloat16, True)
 # Few channels and several chunks of them, stems, points, small images with padding and without, lines longer than a
 # tile, ragged channels, groups. Rows of x in fours (36 columns) and not, with an odd padding and with a stride.
 MMA_SHIM_CASES = [
@@ -565,16 +560,6 @@ STEM_SETTINGS = [
     {"dtype": dtype, "tf32": tf32, "tile_k": tile_k, "tile_p": tile_p, "tile_q": tile_q}
     for (tile_k, tile_p, tile_q), (dtype, tf32) in itertools.product(STEM_TILES, STEM_CONTRACTS)
     if tile_k != 32 or (dtype, tf32) != (torch.float32, True)  # one product has the larger tiles only
-]
-# Points and windows, several images in a tile and several tiles, more channels than a stage and than a tile, groups.
-GATHER_SHIM_CASES = [
-    (Case(3, 40, 12, 12, 72, 1, 1), "fprop"),
-    (Case(2, 72, 9, 13, 24, 1, 1, stride=(2, 3), padding=(1, 0)), "fprop"),
-    (Case(9, 16, 5, 6, 130, 3, 3, stride=(2, 2), padding=(1, 1)), "fprop"),
-    (Case(2, 24, 17, 21, 16, 2, 3, stride=(3, 1), dilation=(1, 2), groups=2), "fprop"),
-    (Case(3, 64, 7, 7, 40, 3, 3, padding=(1, 1)), "dgrad"),
-    (Case(5, 32, 8, 8, 96, 1, 1, groups=2), "dgrad"),
-    (Case(9, 136, 7, 7, 300, 1, 1), "fprop"),
 ]
 # Several blocks of channels, ragged ones, one and two tiles of output channels; points and pixels left out; halos, a
 # dilation, phases of a stride of 2, filters with sides of 2; images of one pixel, lines longer than a tile.
@@ -639,7 +624,6 @@ WGMMA_SETTINGS = [
     *settings_of(TF32, TF32, configuration=sorted(WGMMA_TF32_CONFIGURATIONS)),
     *settings_of(FP32, configuration=[-1, *sorted(WGMMA_SPLIT_CONFIGURATIONS)]),
 ]
-GATHER_SETTINGS = settings_of(TF32, shape=GATHER_SHAPES) + settings_of(FP16, shape=GATHER_SHAPES_16)
 WGRAD_WAYS = {
     "x_way": {0, 1, 2, 3}, "dy_way": {0, 1, 2}, "copies_x": {0, 1}, "copies_dy": {0, 1}, "merges": {0, 1},
     "stores_directly": {0, 1}, "strips": {0, 1}, "whole_words": {0, 1}, "taps_first": {0, 1}, "sixteen_bytes": {0, 1},
@@ -647,19 +631,7 @@ WGRAD_WAYS = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Runs:
-    """Problems, how often each runs, what is asked of runs in turn, and what the library says of all of them."""
-
-    cases: Sequence[tuple[Case, str]]
-    turns: int
-    settings: Sequence[Mapping[str, object]]
-    ways: Mapping[str, set[int]] = dataclasses.field(default_factory=dict)
-    layouts: Sequence[str | tuple[str, str, str]] = (*LAYOUTS,)
-
-
 EXACT_RUNS = {
-    "gather": Runs(GATHER_SHIM_CASES, 8, GATHER_SETTINGS),
     "mma": Runs(
         MMA_SHIM_CASES,
         6,
@@ -708,23 +680,7 @@ EXACT_RUNS = {
 @pytest.mark.parametrize("emulated", EXACT_RUNS, indirect=True)
 def test_exact_in_every_way(emulated: Emulated):
     """Integers of all types, at any addresses: each setting that a plan can be asked for runs, and each way it has."""
-    runs = EXACT_RUNS[emulated.engine]
-    seen = {name: set() for name in runs.ways}
-    waiting = random.Random(0).sample(runs.settings, len(runs.settings))
-    never = [*waiting]
-    for turn, (case, operator) in enumerate(case for case in runs.cases for _ in range(runs.turns)):
-        layout = runs.layouts[turn % len(runs.layouts)]
-        for settings in waiting:  # the first one that there is a plan of
-            fault = emulated.fault(operator, case, layout, turn, **settings)
-            if fault is not None:
-                break
-        assert fault == "", f"{operator} of {case}, {layout}, {settings}, seed {turn}: {fault}"
-        waiting.append(waiting.pop(waiting.index(settings)))
-        never = [one for one in never if one is not settings]
-        for name, values in seen.items():
-            values.add(emulated.last(name))
-    assert seen == runs.ways
-    assert not never, never
+    EXACT_RUNS[emulated.engine].check(emulated)
 
 
 # ---- Strides.

@@ -53,9 +53,8 @@ def build(name: str, folder: Path, transform: Callable[[str], str]) -> engines.E
     def compile_with_bounds(source: str, folder: Path, *flags: str) -> ctypes.CDLL:
         return compile_shared(source, folder, *flags, "-fsanitize=bounds")
 
-    handle = engines.EmulatedGather if name == "gather" else engines.Emulated
     with mock.patch.object(emulation, "compile_shared", compile_with_bounds):
-        return handle(name, folder, transform)
+        return engines.Emulated(name, folder, transform)
 
 
 # Tests of the tests, and those that ask a planner only or look at the library's file.
