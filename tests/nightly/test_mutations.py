@@ -28,7 +28,7 @@ import pytest
 import torch
 
 import modelnew
-from tests import emulation, engines, test_depthwise, test_engines_cpu
+from tests import emulation, engines, test_engines_cpu
 from tests.cases import LAYOUTS, Case, in_layout, make_tensors, references, under_a_tf32_step
 from tests.emulation import amalgamate, compile_shared
 from tests.nightly.chosen import CHOSEN
@@ -122,10 +122,8 @@ def rounds_to_tf32(shim: Any, case: Case, **wishes: int) -> None:
 
 def skips_padding_at_the_end(shim: Any) -> None:
     """The thread that takes a flag down is also the one that would raise it for the first weight."""
-    for case, layout in itertools.product(test_depthwise.PADDING_CASES, LAYOUTS):
-        assert test_depthwise.skips_padding(shim, case, "w", layout, [-1])
-    for case in test_depthwise.QUEUE_CASES[::4]:
-        assert test_depthwise.skips_padding(shim, case, "w", "channels_last", [-1], torch.float16)
+    for engine, case, layout, dtype in test_engines_cpu.PADDING_RUNS:
+        assert engine != "depthwise" or test_engines_cpu.skips_padding(shim, case, layout, dtype, "w", [-1])
 
 
 MORE_CHECKS: dict[str, list[Callable[[Any], None]]] = {
