@@ -14,7 +14,7 @@ import math
 import random
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -487,6 +487,10 @@ def settings_of(*contracts: tuple[torch.dtype, bool], **wishes: Sequence[int]) -
         {"dtype": dtype, "tf32": tf32} | dict(zip(wishes, values, strict=True))
         for (dtype, tf32), *values in itertools.product(contracts, *wishes.values())
     ]
+
+
+def of_operator(operator: str, cases: Iterable[Case]) -> list[tuple[Case, str]]:
+    return [(case, operator) for case in cases]
 
 
 @dataclasses.dataclass(frozen=True)

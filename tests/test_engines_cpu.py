@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -64,6 +64,7 @@ from tests.engines import (
     Engine,
     Planner,
     Runs,
+    of_operator,
     settings_of,
     spreads,
 )
@@ -106,10 +107,6 @@ HARD_WGMMA_CASES = [
     Case(1, 2**19 - 16, 1, 3300, 64, 1, 2, dilation=(1, 3000)),
     Case(2, 16, 5, 66, 17000, 1, 1),
 ]
-
-
-def of_operator(operator: str, cases: Iterable[Case]) -> Iterator[tuple[Case, str]]:
-    return ((case, operator) for case in cases)
 
 
 # Engines, problems, the least share of them that a planner takes at these addresses, and the number of kinds of plans
@@ -470,14 +467,6 @@ def test_skips_padding(emulated: Emulated, case: Case, layout: str, dtype: torch
 
 
 # ---- Kernels of the others: settings in turn, the first one from a turn on that there is a plan of.
-def of_fprop(cases: Iterable[Case]) -> list[tuple[Case, str]]:
-    return [*of_operator("fprop", cases)]
-
-
-def of_wgrad(cases: Iterable[Case]) -> list[tuple[Case, str]]:
-    return [*of_operator("wgrad", cases)]
-
-
 # Few channels and several chunks of them, stems, points, small images with padding and without, lines longer than a
 # tile, ragged channels, groups. Rows of x in fours (36 columns) and not, with an odd padding and with a stride.
 MMA_SHIM_CASES = [
@@ -649,16 +638,23 @@ EXACT_RUNS = {
         Runs([(Case(1, 512, 3, 5, 20, 1, 1), "fprop")], 4, settings_of(FP32, shape=(1,), splits=(2, 4))),
     ],
     "pointwise": [
-        Runs(of_fprop(POINTWISE_SHIM_CASES), 12, POINTWISE_SETTINGS, {"loads": {*range(4)}, "out_vector": {1, 4}}),
         Runs(
-            of_fprop(POINTWISE_STAGED_CASES),
+            of_operator("fprop", POINTWISE_SHIM_CASES),
+            12,
+            POINTWISE_SETTINGS,
+            {"loads": {*range(4)}, "out_vector": {1, 4}},
+        ),
+        Runs(
+            of_operator("fprop", POINTWISE_STAGED_CASES),
             4,
             settings_of(TF32, staged=(1,), row_bits=(0, 1), shift=(0,)),
             {"stage_terms": {16, 32, 64}},
             LAYOUTS[:1],
         ),
     ],
-    "stem": [Runs(of_fprop(STEM_SHIM_CASES), 8, STEM_SETTINGS, {"x_loads": {0, 1, 2}, "y_stores": {0, 1, 2}})],
+    "stem": [
+        Runs(of_operator("fprop", STEM_SHIM_CASES), 8, STEM_SETTINGS, {"x_loads": {0, 1, 2}, "y_stores": {0, 1, 2}})
+    ],
     "tma": [
         Runs(
             TMA_SHIM_CASES,
@@ -672,14 +668,17 @@ EXACT_RUNS = {
     ],
     "tma_wgrad": [
         Runs(
-            of_wgrad(TMA_WGRAD_SHIM_CASES),
+            of_operator("wgrad", TMA_WGRAD_SHIM_CASES),
             10,
             settings_of(FP16, BF16, channels=(128, 64), blocks=(1, 2, 3, 4), parts=(0, 2)),
             layouts=X_AND_DY_LAYOUTS,
         ),
         # Planes of dy, whose channels may be no eights.
         Runs(
-            of_wgrad([Case(2, 24, 7, 9, 13, 3, 3, padding=(1, 1))]), 2, settings_of(FP16), layouts=X_AND_DY_LAYOUTS[3:]
+            of_operator("wgrad", [Case(2, 24, 7, 9, 13, 3, 3, padding=(1, 1))]),
+            2,
+            settings_of(FP16),
+            layouts=X_AND_DY_LAYOUTS[3:],
         ),
     ],
     "wgmma": [
@@ -694,7 +693,7 @@ EXACT_RUNS = {
     ],
     "wgrad": [
         Runs(
-            of_wgrad(WGRAD_SHIM_CASES),
+            of_operator("wgrad", WGRAD_SHIM_CASES),
             5,
             settings_of(TF32, FP16, BF16, tile_k=(0, 64, 128, 256), splits=(0, 1, 3))
             + settings_of(FP32, tile_k=(0, 64, 128), splits=(0, 1, 3)),
@@ -703,7 +702,7 @@ EXACT_RUNS = {
         ),
         # A window of which three stages do: one group of warps loads all of them.
         Runs(
-            of_wgrad([Case(1, 16, 24, 34, 20, 3, 3, dilation=(8, 1))]),
+            of_operator("wgrad", [Case(1, 16, 24, 34, 20, 3, 3, dilation=(8, 1))]),
             4,
             settings_of(FP16, BF16, tile_k=(256,), shift=(0,)),
             {"groups_of_warps": {41}},

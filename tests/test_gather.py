@@ -34,6 +34,7 @@ from tests.engines import (
     TF32,
     Runs,
     check_adverse,
+    of_operator,
     settings_of,
 )
 from tests.problems import check_misfits, misfit_places, misfit_tensors
@@ -230,10 +231,6 @@ GATHER_CLUSTER_CASES = [
 ]
 
 
-def of_fprop(cases: list[Case]) -> list[tuple[Case, str]]:
-    return [(case, "fprop") for case in cases]
-
-
 def with_fours(cases: list[tuple[Case, str]]) -> list[tuple[Case, str]]:
     """The same with channels by fours, and rows that need not be."""
     return [
@@ -247,7 +244,12 @@ GATHER_CUT_UP = (2, 4, 7, 8, 9, 11, 21, 22, 23)  # shapes whose tiles may all be
 # A GPU of 72 SMs cuts up few tiles. Of tiles of 256 channels only those of the last turn may be parts.
 LAST_TURN = {"shape": 0, "splits": 2, "sms": 2, "shift": 0}
 GATHER_RUNS = [
-    Runs(GATHER_SHIM_CASES, 6, settings_of(TF32, shape=GATHER_SHAPES) + settings_of(FP16, shape=GATHER_SHAPES_16)),
+    Runs(
+        GATHER_SHIM_CASES,
+        6,
+        settings_of(TF32, shape=GATHER_SHAPES) + settings_of(FP16, shape=GATHER_SHAPES_16),
+        name="points and windows",
+    ),
     Runs(
         GATHER_POINTS_CASES,
         5,
@@ -255,7 +257,7 @@ GATHER_RUNS = [
         name="points",
     ),
     Runs(
-        of_fprop([Case(5, 72, 13, 11, 136, 1, 1, stride=(2, 3), padding=(1, 0))]),
+        of_operator("fprop", [Case(5, 72, 13, 11, 136, 1, 1, stride=(2, 3), padding=(1, 0))]),
         5,
         settings_of(TF32, shape=(9, 11, 21), shift=(0,)),
         layouts=PLANES,
@@ -272,14 +274,14 @@ GATHER_RUNS = [
         name="images",
     ),
     Runs(
-        [*GATHER_SHIM_CONTAINED_CASES, *of_fprop(GATHER_SHIM_PHASED_CASES)],
+        [*GATHER_SHIM_CONTAINED_CASES, *of_operator("fprop", GATHER_SHIM_PHASED_CASES)],
         3,
         settings_of(TF32, shape=GATHER_CONTAINED),
         kernels=[f"contain_kernelILi{values}E" for values in (1, 2, 4, 8)],
         name="contained",
     ),
     Runs(
-        of_fprop(GATHER_SHIM_PHASES_OF_X),
+        of_operator("fprop", GATHER_SHIM_PHASES_OF_X),
         3,
         settings_of(TF32, shape=(0, 1, 4), shift=(0,)),
         {"latest_source": {GATHER_PHASES}},
@@ -287,7 +289,7 @@ GATHER_RUNS = [
         name="phases of x",
     ),
     Runs(
-        of_fprop([GATHER_SHIM_PHASES_OF_X[0], Case(1, 130, 5, 8, 24, 2, 2, (2, 2), padding=(3, 1))]),
+        of_operator("fprop", [GATHER_SHIM_PHASES_OF_X[0], Case(1, 130, 5, 8, 24, 2, 2, (2, 2), padding=(3, 1))]),
         6,
         settings_of(TF32, shape=(4, *GATHER_CONTAINED[2:]), splits=(2, 3, 4), sms=(72,), shift=(0,)),
         {"latest_source": {GATHER_PHASES}, "latest_parts": {2, 3, 4}},
@@ -295,7 +297,7 @@ GATHER_RUNS = [
         name="phases in parts",  # which may start at any phase
     ),
     Runs(
-        of_fprop(GATHER_SHIM_ROWS_OF_POINTS),
+        of_operator("fprop", GATHER_SHIM_ROWS_OF_POINTS),
         3,
         settings_of(TF32, shape=(0, 1, 2, 4), shift=(0,)) + settings_of(FP16, shape=(0, 1), shift=(0,)),
         {"latest_source": {GATHER_BOXES, GATHER_CHANNELS}},
@@ -310,7 +312,7 @@ GATHER_RUNS = [
         name="multiplied by tma",
     ),
     Runs(
-        of_fprop([Case(1, 520, 4, 5, 72, 1, 3, padding=(0, 1))]),
+        of_operator("fprop", [Case(1, 520, 4, 5, 72, 1, 3, padding=(0, 1))]),
         16,
         settings_of(TF32, shape=(26, 27, 33, 34), windows=(0, 1), tma_splits=(2, 8)),
         name="multiplied by tma in parts",
@@ -341,14 +343,14 @@ GATHER_RUNS = [
         name="taps apart",
     ),
     Runs(
-        of_fprop(GATHER_SHIM_LINES),
+        of_operator("fprop", GATHER_SHIM_LINES),
         6,
         settings_of(TF32, shape=[*GATHER_WINDOWS, *GATHER_CONTAINED], shift=(0,)),
         {"latest_boxes": {1}},
         name="lines that boxes store",
     ),
     Runs(
-        of_fprop(GATHER_CLUSTER_CASES),
+        of_operator("fprop", GATHER_CLUSTER_CASES),
         10,
         [*settings_of(TF32, shape=GATHER_CUT_UP, splits=(2, 3, 8), sms=(72,), shift=(0,)), LAST_TURN],
         {"latest_parts": {2, 3, 8}},

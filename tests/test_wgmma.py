@@ -47,9 +47,9 @@ def test_wgmma_shim_contains_what_fits_and_does_the_rest_again(wgmma_shim, numbe
 )
 def test_wgmma_shim_marks_the_tiles_whose_windows_have_it(wgmma_shim, configuration, column, tiles, value):
     """Those of three rows, and of two columns if it lies in the halo; and no sample sees these places."""
-    case = Case(1, 16, 7, 600, 128, 3, 3)
+    case = Case(2, 16, 7, 600, 128, 3, 3)
     tensors = make_tensors(case, torch.float32, normal)
-    tensors["x"][0, 5, 4, column] = value
+    tensors["x"][1, 5, 4, column] = value
     tf32 = configuration not in WGMMA_SPLIT_CONFIGURATIONS
     out = wgmma_shim.result("fprop", case, tensors, tf32=tf32, seed=column, configuration=configuration)
     if math.isfinite(value):
