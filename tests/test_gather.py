@@ -95,7 +95,8 @@ def test_gather_shim_runs_each_kernel(gather_shim, shape, source):
 
 
 # ---- Exact runs.
-# Points and windows, several images in a tile and several tiles, more channels than a stage and than a tile, groups.
+# Points and windows, several images in a tile and several tiles, more channels than a stage and than a tile, groups;
+# more stages than there is room for.
 GATHER_SHIM_CASES = [
     (Case(3, 40, 12, 12, 72, 1, 1), "fprop"),
     (Case(2, 72, 9, 13, 24, 1, 1, stride=(2, 3), padding=(1, 0)), "fprop"),
@@ -104,6 +105,8 @@ GATHER_SHIM_CASES = [
     (Case(3, 64, 7, 7, 40, 3, 3, padding=(1, 1)), "dgrad"),
     (Case(5, 32, 8, 8, 96, 1, 1, groups=2), "dgrad"),
     (Case(9, 136, 7, 7, 300, 1, 1), "fprop"),
+    (Case(1, 100, 8, 6, 40, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(1, 520, 8, 7, 40, 1, 1), "fprop"),
 ]
 # By images: tiles of some pixels of one image, of two and of many, fewer channels than a tile, groups; few and many
 # stages.
