@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -23,13 +24,17 @@ from torch import Tensor, nn
 
 import modelnew
 from tests.cases import (
+    CONTAINED_KINDS,
     DTYPE_NUMBER,
     DTYPES,
     KERNELS,
     LAYOUTS,
+    MARKED_KINDS,
     OPERANDS,
     OPERATOR_NUMBER,
     Case,
+    adverse_tensors,
+    check_bounds,
     input_pointers,
     integers,
     is_channels_last,
@@ -275,9 +280,7 @@ def by_tma(engine: str, **wishes: int) -> Kernels:
 
 # Limits that tests may lower, for small problems to exceed them.
 LIMITS = {
-    rf"constexpr int64_t ({name}) = (\w+);": (
-        r'extern "C" { int64_t limit_\1 = \2; } static int64_t& \1 = limit_\1;'
-    )
+    rf"constexpr int64_t ({name}) = (\w+);": (r'extern "C" { int64_t limit_\1 = \2; } static int64_t& \1 = limit_\1;')
     for name in ("kMostBlocks", "kWeightGradBlocks", "kDepthwiseWgradBlocks")
 }
 # direct and the engines that give it parts, in one library.
@@ -346,7 +349,6 @@ class Emulated(Engine):
         entry_points = "".join(cpp(f"emulation/{name}") for name in self.kernels.entry_points)
         self.library = compile_simt(f'{source}#line 1 "entry_points"\n{entry_points}', folder)
         self.library.simt_message.restype = self.library.simt_launched.restype = ctypes.c_char_p
-        self.latest: dict[str, Tensor] = {}  # operands of the latest fault()
 
     def select(self) -> None:
         if self.engine in PARTS:
@@ -443,10 +445,10 @@ class Emulated(Engine):
             tensors[rng.choice(OPERANDS[operator])] *= 1025
         if operator == "fprop" and rng.random() < 0.5:
             del tensors["bias"]
-        expected = reference(operator, case, tensors).to(dtype)
+        plain = {**tensors}
         if self.engine == "wgrad":  # what no output sees may be anything
             seen = nn.grad.conv2d_input(case.x_shape, torch.ones(case.w_shape), torch.ones(case.y_shape), **case.kwargs)
-            tensors["x"][seen == 0] = math.nan
+            tensors["x"] = tensors["x"].masked_fill(seen == 0, math.nan)
         of_x, of_dy, of_out = (layout,) * 3 if isinstance(layout, str) else layout
         if operator == "wgrad" and isinstance(layout, str):
             of_out = rng.choice(LAYOUTS)
@@ -457,19 +459,76 @@ class Emulated(Engine):
         for name, of in (("x", of_x), ("dy", of_dy), ("w", rng.choice(LAYOUTS))):
             tensors[name] = arranged(tensors[name], of, at(of))
         order, back = ORDERS[of_out]
-        room = torch.full((*expected.shape[:3], expected.shape[3] * (1 + gaps)), math.nan, dtype=dtype)
+        *shape, columns = getattr(case, SHAPES[PLACES[operator]])
+        room = torch.full((*shape, columns * (1 + gaps)), math.nan, dtype=dtype)
         inner = shifted(room.permute(order), at(f"out in {of_out}" if of_out == "channels_last" else of_out))
-        whole, self.latest = inner.permute(back), tensors
+        whole = inner.permute(back)
         out = whole[..., :: 1 + gaps]
         message = self.run(operator, case, tensors, out, tf32=tf32, seed=seed, **wishes)
         if message != "":
             return message
+        expected = reference(operator, case, plain).to(dtype)
         if not torch.equal(out, expected):
             return f"{(out != expected).sum()} of {out.numel()} outputs are wrong"
-        if self.last("recomputed"):
-            return f"{self.last('recomputed')} outputs are not finite at first"
+        again = self.last("done_again" if self.engine == "gather" else "recomputed")
+        if again:
+            return f"{again} values do not fit, or outputs are not finite at first"
         untouched = margins_intact(inner) and (not gaps or whole[..., 1::2].isnan().all())
         return "" if untouched else "written outside the output"
+
+
+# Types of operands, and whether TF32 is allowed.
+FP32, TF32, FP16, BF16 = (torch.float32, False), (torch.float32, True), (torch.float16, True), (torch.bfloat16, True)
+
+
+def settings_of(*contracts: tuple[torch.dtype, bool], **wishes: Sequence[int]) -> list[dict[str, object]]:
+    """All combinations, as keyword arguments of Emulated.fault()."""
+    return [
+        {"dtype": dtype, "tf32": tf32} | dict(zip(wishes, values, strict=True))
+        for (dtype, tf32), *values in itertools.product(contracts, *wishes.values())
+    ]
+
+
+def of_operator(operator: str, cases: Iterable[Case]) -> list[tuple[Case, str]]:
+    return [(case, operator) for case in cases]
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Problems that run on integers so many times each, with settings and layouts that take turns."""
+
+    cases: Sequence[tuple[Case, str]]
+    turns: int
+    settings: Sequence[Mapping[str, object]]
+    ways: Mapping[str, set[int]] = dataclasses.field(default_factory=dict)  # values of the library's variables
+    layouts: Sequence[str | tuple[str, str, str]] = (*LAYOUTS,)
+    kernels: Sequence[str] = ()  # parts of their symbols
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def check(self, emulated: Emulated) -> None:
+        """Results are exact; every setting runs at least once, and so does every way and kernel that is named."""
+        seen = {name: set() for name in self.ways}
+        launched = set()
+        waiting = random.Random(0).sample(self.settings, len(self.settings))
+        never = [*waiting]
+        for turn, (case, operator) in enumerate(case for case in self.cases for _ in range(self.turns)):
+            layout, seed = self.layouts[turn % len(self.layouts)], 2 * turn + turn // 2 % 2
+            for settings in waiting:  # the first one that there is a plan of
+                fault = emulated.fault(operator, case, seed=seed, **{"layout": layout} | settings)
+                if fault is not None:
+                    break
+            assert fault == "", f"{operator} of {case}, {layout}, {settings}, seed {seed}: {fault}"
+            waiting.append(waiting.pop(waiting.index(settings)))
+            never = [one for one in never if one is not settings]
+            launched |= {*emulated.launched()} if self.kernels else set()
+            for name, values in seen.items():
+                values.add(emulated.last(name))
+        assert not never, never
+        assert all(seen[name] >= values for name, values in self.ways.items()), seen
+        assert all(any(part in symbol for symbol in launched) for part in self.kernels), launched
 
 
 def spreads(
@@ -503,52 +562,32 @@ def spreads(
     return True
 
 
-# The gather engine. Of kTileShapes: those of fp32, the first two of 16 bits as well, those of contained operands, of
-# fp32 again those of blocks with one multiplying warpgroup or three, for points only, those of operands that are
-# contained on their way, and, behind them, what tma multiplies by its own shapes of a tile.
+def check_adverse(
+    shim: Emulated, operator: str, case: Case, kind: str, layout: str = "contiguous", tf32: bool = True, **settings: int
+) -> None:
+    """Within the contract, whatever the data; what does not fit into fp16 is done again, and little else."""
+    tensors = adverse_tensors(case, kind, operator)
+    out = shim.result(operator, case, tensors, layout, tf32=tf32, **settings)
+    check_bounds(case, {operator: out}, tensors, tf32={operator} if tf32 else ())
+    done, everything = shim.last("done_again"), GATHER_ALL_AGAIN
+    if shim.engine == "wgmma":
+        everything = shim.last("of_tiles")
+    if kind in CONTAINED_KINDS:
+        assert done == 0
+    elif kind in MARKED_KINDS:
+        assert done != 0  # the sample of tensors as small as these sees some of them, and takes another scale
+    else:
+        assert done == everything or (shim.engine, kind) == ("gather", "faint channel")
+
+
+# Shapes of gather's tiles, by their numbers in kTileShapes: those of fp32, of windows or of points alone (with one
+# multiplying warpgroup or three), the first two of 16 bits as well; those of contained operands, of a copy or contained
+# on their way; behind them the shapes by which tma multiplies such a copy.
 GATHER_WINDOWS, GATHER_SHAPES_16 = range(5), range(2)
 GATHER_CONTAINED, GATHER_POINTS = (5, 6, 7, 8, 22), (9, 10, 11, 21, 23)
 GATHER_SHAPES = [*GATHER_WINDOWS, *GATHER_POINTS]
 GATHER_LANDING, GATHER_BY_TMA = range(12, 21), range(24, 35)
-ALL_AGAIN = -1
-
-
-class EmulatedGather(Emulated):
-    """The gather engine, of which integers are all contained, as many at once as lie side by side."""
-
-    def fault(self, *args: object, **settings: object) -> str | None:
-        fault = super().fault(*args, **settings)
-        if fault == "" and self.done_again() != 0:
-            return "integers that are not contained"
-        if fault == "" and settings["shape"] in GATHER_CONTAINED:
-            operator, case = args[:2]
-            vectors = contain_vectors(operator, case, self.latest[OPERANDS[operator][0]])
-            if not self.contained_by() <= vectors:
-                return f"contained by {self.contained_by()}, not by {vectors}"
-        return fault
-
-    def contained_by(self) -> set[int]:
-        """How many values of x the latest run's contain_kernel took at once."""
-        return {int(vector) for vector in re.findall(r"contain_kernelILi(\d)E", "\n".join(self.launched()))}
-
-    def done_again(self) -> int:
-        """Of the latest run: how many values of x were mended, or ALL_AGAIN."""
-        return self.last("done_again")
-
-
-def contain_vectors(operator: str, case: Case, x: Tensor) -> set[int]:
-    """How many values of x contain_kernel may take at once: as many as lie side by side."""
-    (C, H, W), (of_image, of_channel, of_row, of_column), address = x.shape[1:], x.stride(), x.data_ptr()
-    taps, strides = (case.R, case.S), case.stride if operator == "fprop" else (1, 1)
-    if of_channel == 1 and C % 8 == 0 and (of_image | of_row | of_column) % 4 == 0 and address % 16 == 0:
-        return {8}
-    dense = of_column == 1 and of_row == W and (of_channel | of_image) % 4 == 0 and H * W % 4 == 0 and address % 16 == 0
-    if dense and strides == (1, 1):
-        return {4} if taps == (1, 1) and case.padding == (0, 0) else {1} if taps == (1, 1) else {1, 4}
-    phased = strides == (2, 2) and min(taps) > 1 and case.dilation == (1, 1)
-    pairs = of_column == 1 and (of_image | of_channel | of_row | W) % 2 == 0 and address % 8 == 0
-    return {2} if phased and pairs else {1}
-
+GATHER_ALL_AGAIN = -1
 
 WGMMA_SPLIT_CONFIGURATIONS = {64, 65, 66, 68, 69, 70, 72, 76}
 
@@ -568,8 +607,7 @@ choice = built_beside_the_tests("choice", build_choice)
 for _engine in PLANNED:
     globals()[f"{_engine}_plans"] = built_beside_the_tests(f"{_engine}_plans", functools.partial(Planner, _engine))
 for _engine in EMULATED:
-    _class = EmulatedGather if _engine == "gather" else Emulated
-    _build, _folder = functools.partial(_class, _engine), "parts" if _engine in PARTS else None
+    _build, _folder = functools.partial(Emulated, _engine), "parts" if _engine in PARTS else None
     globals()[f"{_engine}_shim"] = built_beside_the_tests(f"{_engine}_shim", _build, _folder)
 
 

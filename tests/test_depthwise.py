@@ -7,11 +7,9 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.cases import (
     DTYPES,
@@ -19,8 +17,6 @@ from tests.cases import (
     OPERATOR_NUMBER,
     QUEUE_CASES,
     VIEWS,
-    WINDOW_CASES,
-    Case,
     check_exact,
     depthwise_case,
     in_layout,
@@ -28,11 +24,9 @@ from tests.cases import (
     integers,
     make_tensors,
     margins_intact,
-    shifted,
     with_margins,
-    without_padding,
 )
-from tests.engines import Emulated, problem_fields
+from tests.engines import arranged, problem_fields
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -45,12 +39,9 @@ def test_depthwise_shim_takes_operands_that_begin_anywhere(depthwise_shim, eleme
     ):
         for dtype in DTYPES[:3]:
             tensors = make_tensors(case, dtype, integers)
-            order, back = ((0, 2, 3, 1), (0, 3, 1, 2)) if layout == "channels_last" else ((0, 1, 2, 3),) * 2
-            move = lambda tensor, order=order, back=back: shifted(tensor.permute(order), elements).permute(back)  # noqa: E731
-            moved = (
-                tensors | {name: move(tensors[name]) for name in ("x", "dy")} | {"w": shifted(tensors["w"], elements)}
-            )
-            out = move(torch.full_like(tensors["dy"], math.nan))
+            moved = tensors | {name: arranged(tensors[name], layout, elements) for name in ("x", "dy")}
+            moved["w"] = arranged(tensors["w"], "contiguous", elements)
+            out = arranged(torch.full_like(tensors["dy"], math.nan), layout, elements)
             assert depthwise_shim.run("fprop", case, moved, out) == ""
             check_exact(case, {"fprop": out}, tensors)
 
@@ -106,62 +97,6 @@ def test_depthwise_queue_in_any_shape(depthwise_shim, case):
             assert margins_intact(out.permute(0, 2, 3, 1) if not out.is_contiguous() else out)
             shapes_reached.add(shape)
     assert len(shapes_reached) == (2 if case.w_shape[2] == 3 and case.x_shape[1] % 4 == 0 else 1)
-
-
-def test_depthwise_shim_without_bias(depthwise_shim):
-    case = WINDOW_CASES[0]
-    tensors = make_tensors(case, torch.float32, integers)
-    y = depthwise_shim(case, {name: tensors[name] for name in ("x", "w", "dy")})["fprop"]
-    assert torch.equal(y, F.conv2d(tensors["x"], tensors["w"], **case.kwargs))
-
-
-PADDING_CASES = [
-    depthwise_case(5, 70, 9, 11, 3, 3, padding=(1, 1)),
-    depthwise_case(1, 2, 9, 11, 5, 5, padding=(2, 2)),
-    depthwise_case(1, 2, 9, 11, 7, 7, padding=(3, 4)),
-    depthwise_case(1, 2, 9, 12, 3, 3, stride=(2, 2), padding=(1, 1)),
-    depthwise_case(5, 70, 9, 12, 3, 3, stride=(2, 1), padding=(1, 1)),
-    depthwise_case(1, 2, 9, 12, 3, 2, padding=(2, 1), dilation=(2, 3)),
-    depthwise_case(1, 2, 9, 12, 9, 11, padding=(4, 5)),
-    depthwise_case(2, 6, 3, 921, 3, 3, padding=(1, 1)),
-]
-
-
-def skips_padding(
-    engine: Emulated,
-    case: Case,
-    infinite: str,
-    layout: str,
-    corners: Sequence[int] = (0, -1),
-    dtype: torch.dtype = torch.float32,
-) -> bool:
-    """Whether an Inf in w, x or dy, in these corners, is not multiplied by the zeros of padding."""
-    tensors = make_tensors(case, dtype, lambda shape, generator: torch.rand(shape, generator=generator) + 0.5)
-    tensors.pop("bias")
-    for corner in corners:
-        tensors[infinite][..., corner, corner] = math.inf
-    tensors = in_layout(tensors, layout)
-    expected = without_padding(case, {name: tensor.float() for name, tensor in tensors.items()})
-    results, bound = engine(case, tensors), 1e-5 if dtype == torch.float32 else 1e-2
-    assert not any(expected[operator].isnan().any() for operator in results)
-    return bool(results) and all(
-        torch.allclose(result.float(), expected[operator].reshape(result.shape), bound, bound)
-        for operator, result in results.items()
-    )
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("infinite", ["w", "x", "dy"])
-@pytest.mark.parametrize("case", PADDING_CASES, ids=str)
-def test_depthwise_shim_skips_padding(case, infinite, layout, depthwise_shim):
-    """As PyTorch does in depthwise convolutions; an Inf multiplied by the zero of padding would be NaN."""
-    assert skips_padding(depthwise_shim, case, infinite, layout)
-
-
-@pytest.mark.parametrize("infinite", ["w", "x", "dy"])
-@pytest.mark.parametrize("case", QUEUE_CASES[::4], ids=str)
-def test_depthwise_queue_skips_padding(case, infinite, depthwise_shim):
-    assert skips_padding(depthwise_shim, case, infinite, "channels_last", dtype=torch.float16)
 
 
 def test_depthwise_has_a_plan_for_every_problem_of_its_kind(depthwise_shim):

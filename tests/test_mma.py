@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 
-import pytest
 import torch
 
-from tests.cases import LAYOUTS, OPERATOR_NUMBER, Case, equal, make_tensors
+from tests.cases import OPERATOR_NUMBER, Case, equal, make_tensors
 from tests.emulation import PROBLEM_FIELDS
 from tests.engines import meta_tensors, problem_fields
 
@@ -35,9 +34,3 @@ def test_mma_clusters_find_room_at_once(mma_plans):
         for tf32, room in itertools.product((True, False), ((66, 30, 15), (60, 28, 12), (66, 30, -1))):
             fields = problem_fields(case, meta_tensors(case), tf32)
             assert mma_plans.library.mma_waiting(OPERATOR_NUMBER["fprop"], fields, *room) == 0, (case, tf32, room)
-
-
-@pytest.mark.parametrize("splits", [2, 4])
-def test_mma_shim_adds_up_over_a_cluster(mma_shim, splits):
-    case = Case(1, 128 * splits, 3, 5, 20, 1, 1)
-    assert [mma_shim.fault("fprop", case, layout, splits, shape=1, splits=splits) for layout in LAYOUTS] == ["", ""]

@@ -9,17 +9,7 @@ import math
 import pytest
 import torch
 
-from tests.cases import (
-    DTYPES,
-    LAYOUTS,
-    Case,
-    check_exact,
-    in_layout,
-    integers,
-    make_tensors,
-    positive,
-    product,
-)
+from tests.cases import DTYPES, LAYOUTS, Case, check_exact, in_layout, integers, make_tensors, positive, product
 from tests.engines import Emulated
 from tests.problems import dy_before_nan
 
@@ -43,9 +33,7 @@ def wgrad_spreads(shim: Emulated, case: Case, tf32: bool, layout: str) -> bool:
 
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "case", [Case(3, 12, 12, 12, 20, 3, 3, padding=(1, 1)), Case(5, 16, 8, 8, 72, 1, 1)], ids=str
-)
+@pytest.mark.parametrize("case", [Case(2, 12, 9, 12, 20, 3, 3, padding=(1, 1)), Case(2, 16, 8, 8, 72, 1, 1)], ids=str)
 def test_wgrad_shim_spreads_nan_and_inf(wgrad_shim, case, layout, tf32):
     assert wgrad_spreads(wgrad_shim, case, tf32, layout)
 
@@ -63,35 +51,23 @@ def test_wgrad_shim_takes_rows_with_nan_behind(wgrad_shim, dtype, rows):
 
 # In the first two the copy of dy is one of images as rows without gaps, although x is none.
 @pytest.mark.parametrize(
-    "case",
+    "case, dtype",
     [
-        Case(2, 40, 35, 35, 4, 1, 1),
-        Case(2, 40, 69, 69, 4, 1, 1, stride=(2, 2)),
-        Case(2, 40, 29, 31, 4, 1, 1),
-        Case(2, 40, 35, 36, 4, 1, 1),
-        Case(2, 40, 35, 35, 4, 3, 3),
-        Case(2, 4, 35, 35, 40, 3, 3),
+        (Case(2, 40, 35, 35, 4, 1, 1), torch.float32),
+        (Case(2, 40, 69, 69, 4, 1, 1, stride=(2, 2)), torch.float16),
+        (Case(2, 40, 29, 31, 4, 1, 1), torch.float16),
+        (Case(2, 40, 35, 36, 4, 1, 1), torch.float32),
+        (Case(2, 40, 35, 35, 4, 3, 3), torch.float16),
+        (Case(2, 4, 35, 35, 40, 3, 3), torch.float32),
     ],
     ids=str,
 )
-def test_wgrad_shim_exact_where_copies_would_be_too_large(wgrad_shim, case):
-    """Of x or of dy."""
+def test_wgrad_shim_exact_where_copies_would_be_too_large(wgrad_shim, case, dtype):
+    """The copy is that of x or of dy."""
     most = ctypes.c_int64.in_dll(wgrad_shim.library, "most_copied_bytes")
     before, most.value = most.value, 60_000
     try:
-        settings = {"shift": 0, "tile_k": 64}
-        faults = [wgrad_shim.fault("wgrad", case, (*LAYOUTS[:1],) * 3, 1, dtype, **settings) for dtype in DTYPES[:2]]
+        fault = wgrad_shim.fault("wgrad", case, ("contiguous",) * 3, 1, dtype, shift=0, tile_k=64)
     finally:
         most.value = before
-    assert faults == ["", ""]
-
-
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:3], ids=str)
-def test_wgrad_shim_exact_with_few_stages(wgrad_shim, dtype):
-    """A window of which three stages do: one group of warps loads all of them."""
-    case = Case(1, 16, 24, 34, 20, 3, 3, dilation=(8, 1))
-    for seed in (0, 1):
-        assert wgrad_shim.fault("wgrad", case, ("contiguous",) * 3, seed, dtype, shift=0, tile_k=256) == ""
-        assert wgrad_shim.last("groups_of_warps") == 41
+    assert fault == ""

@@ -28,7 +28,7 @@ import pytest
 import torch
 
 import modelnew
-from tests import emulation, engines, test_depthwise, test_engines_cpu
+from tests import emulation, engines, test_engines_cpu
 from tests.cases import LAYOUTS, Case, in_layout, make_tensors, references, under_a_tf32_step
 from tests.emulation import amalgamate, compile_shared
 from tests.nightly.operators import MOST_NUMBERS, Site, sites_of, with_switches
@@ -52,14 +52,13 @@ def build(name: str, folder: Path, transform: Callable[[str], str]) -> engines.E
     def compile_with_bounds(source: str, folder: Path, *flags: str) -> ctypes.CDLL:
         return compile_shared(source, folder, *flags, "-fsanitize=bounds")
 
-    handle = engines.EmulatedGather if name == "gather" else engines.Emulated
     with mock.patch.object(emulation, "compile_shared", compile_with_bounds):
-        return handle(name, folder, transform)
+        return engines.Emulated(name, folder, transform)
 
 
 # Tests of the tests, and those that ask a planner only or look at the library's file.
 NO_CHECKS = re.compile("refuses|plan_for_every")
-MOST_SETTINGS = {"gather": 12}  # of a test's parameters; of other engines 40
+MOST_SETTINGS = {"gather": 15}  # of a test's parameters; of other engines 40
 
 
 @dataclasses.dataclass
@@ -122,10 +121,8 @@ def rounds_to_tf32(shim: Any, case: Case, **wishes: int) -> None:
 
 def skips_padding_at_the_end(shim: Any) -> None:
     """The thread that takes a flag down is also the one that would raise it for the first weight."""
-    for case, layout in itertools.product(test_depthwise.PADDING_CASES, LAYOUTS):
-        assert test_depthwise.skips_padding(shim, case, "w", layout, [-1])
-    for case in test_depthwise.QUEUE_CASES[::4]:
-        assert test_depthwise.skips_padding(shim, case, "w", "channels_last", [-1], torch.float16)
+    for engine, case, layout, dtype in test_engines_cpu.PADDING_RUNS:
+        assert engine != "depthwise" or test_engines_cpu.skips_padding(shim, case, layout, dtype, "w", [-1])
 
 
 MORE_CHECKS: dict[str, list[Callable[[Any], None]]] = {
