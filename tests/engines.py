@@ -184,18 +184,18 @@ class Planner(Engine):
         self.engine, self.planned = engine, PLANNED[engine]
         checks = cpp(f"plan_checks/{engine}.cpp")
         self.library = compile_plans(engine, checks, folder, *self.planned.edits, transform=transform)
-        self.library.plan_fault.restype = self.library.plan_seen.restype = ctypes.c_char_p
+        self.library.plan_fault.restype = self.library.plan_kinds.restype = ctypes.c_char_p
         self.library.plan_cycles.restype = ctypes.c_double
 
     def seen(self) -> set[str]:
         """Kinds of plans that were looked at."""
-        return set(self.library.plan_seen().decode().splitlines())
+        return set(self.library.plan_kinds().decode().splitlines())
 
     def cycles(self, operator: str, case: Case, *, tf32: bool = True, **of_tensors: object) -> float:
         """The estimate for tensors at aligned addresses, 0 without a plan."""
         self.library.set_capability(90)
         fields = problem_fields(case, meta_tensors(case, **of_tensors), tf32)
-        return self.library.plan_cycles(OPERATOR_NUMBER[operator], fields, *[ctypes.c_uint64(0)] * 3)
+        return self.library.plan_cycles(OPERATOR_NUMBER[operator], fields)
 
     def fault(self, operator: str, case: Case, seed: int, dtype: torch.dtype | None = None) -> str | None:
         """What is wrong with its plans for tensors at random, or an empty text; None if there is no plan."""
