@@ -184,12 +184,12 @@ class Planner(Engine):
         self.engine, self.planned = engine, PLANNED[engine]
         checks = cpp(f"plan_checks/{engine}.cpp")
         self.library = compile_plans(engine, checks, folder, *self.planned.edits, transform=transform)
-        self.library.plan_fault.restype = self.library.plan_kinds.restype = ctypes.c_char_p
+        self.library.plan_fault.restype = self.library.plan_unseen.restype = ctypes.c_char_p
         self.library.plan_cycles.restype = ctypes.c_double
 
-    def seen(self) -> set[str]:
-        """Kinds of plans that were looked at."""
-        return set(self.library.plan_kinds().decode().splitlines())
+    def unseen(self) -> str:
+        """What all plans fulfilled that were checked, or none of them."""
+        return self.library.plan_unseen().decode()
 
     def cycles(self, operator: str, case: Case, *, tf32: bool = True, **of_tensors: object) -> float:
         """The estimate for tensors at aligned addresses, 0 without a plan."""

@@ -81,116 +81,12 @@ from tests.problems import (
     small_wgmma_cases,
 )
 
-# ---- Plans. What kinds of plans random problems reach says that the checks have seen them.
-GATHER_KINDS = {
-    *(f"points, x by {how}" for how in ("single", "pixels", "images", "channels")),
-    *(f"windows, x by {how}" for how in ("single", "channels")),
-    *(
-        f"{kind}, {what} of y by {how}"
-        for kind in ("points", "windows")
-        for what in ("channels", "pixels")
-        for how in ("fours", "one")
-    ),
-    *(f"{kind}, channels of y by boxes" for kind in ("points", "windows")),
-    *(f"{kind}, {which} tiles in parts" for kind in ("points", "windows") for which in ("some", "all")),
-    *(f"two blocks an SM, tiles of {size} pixels by {x}" for size in (64, 128) for x in ("fours", "boxes")),
-    *(f"two blocks an SM, tiles of {size} pixels by boxes of a copy" for size in (64, 128)),
-    *(f"two blocks an SM, {which} tiles in parts" for which in ("some", "all")),
-    *(
-        f"{kind}, three warpgroups{how}{parts}"
-        for kind, how in (
-            *(("points", how) for how in ("", ", 64 channels by boxes", ", contained")),
-            ("windows", ", contained"),
-        )
-        for parts in ("", ", tiles in parts")
-    ),
-    *("x copied", "points, three warpgroups, 64 channels by fours", "packed lines", "whole lines", "a part of a line"),
-    *("several images", "several images with less than no gap", "weights by boxes"),
-    *(
-        f"{kind}, contained{how}"
-        for kind in ("points", "windows")
-        for how in ("", ", channels filled up", ", tiles in parts")
-    ),
-    *("contained, groups", "contained, groups as one", "phases of points", "phases of points, tiles in parts"),
-    *(f"phases of windows{how}" for how in (", by a box", ", by boxes", ", by rows", ", tiles in parts")),
-    *(f"phases of x{how}" for how in ("", ", channels filled up", ", tiles in parts", ", of one tap")),
-    *("1x1 by rows", "1x1 by rows at a stride", "taps apart", "taps apart, x copied", "taps apart, groups"),
-    *(f"taps apart, {which} tiles in parts" for which in ("some", "all")),
-    *(
-        f"contained on its way, {what}"
-        for what in (
-            *("shared pixels", "shared channels", "shared pixels, channels_last", "shared channels, channels_last"),
-            *("rows that are not there", "columns that are not there", "channels filled up"),
-            *("staged at once", "staged twice", "14 rows at most of 14 columns, channels_last"),
-            *(
-                f"{rows} rows at most of {columns} columns{layout}"
-                for rows, columns in ((7, 32), (8, 32), (7, 28))
-                for layout in ("", ", channels_last")
-            ),
-            *(f"{rows} rows at most of {columns} columns, stride 2" for rows, columns in ((7, 28), (14, 14), (7, 14))),
-        )
-    ),
-}
-MMA_KINDS = {
-    *(f"shape {number}" for number in range(5)),
-    *(f"{number} parts" for number in (1, 2, 4, 8)),
-    *(f"planes of x by {how}" for how in ("words", "fours", "boxes in bulk", "runs", "runs in bulk", "planes")),
-    *(f"pixels of x by {how}" for how in ("words", "fours", "boxes in bulk")),
-    *(f"w by {how}" for how in ("words", "fours", "boxes in bulk", "runs", "runs in bulk")),
-    *(f"taps of w by {how}" for how in ("words", "fours", "boxes in bulk")),
-    *("y by 1", "y by 4", "pixels of y by 1", "pixels of y by 4", "lead", "a ring that turns"),
-    *("planes of x by planes in bulk", "lines of x by boxes in bulk"),
-}
-POINTWISE_KINDS = {
-    *(f"by {loads}" for loads in ("fours", "fours of weights", "fours of channels", "single values")),
-    *("y by 1", "y by 4"),
-    *(f"{number} slices" for number in (1, 2, 4, 8, 16)),
-    *(f"{number} splits" for number in (1, 2, 4, 8)),
-    *(f"{rows} rows, stages of {terms}" for rows in (32, 64) for terms in (16, 32, 64)),
-}
-STEM_KINDS = {
-    f"{bits} bits: {kind}"
-    for bits in (16, 32)
-    for kind in (
-        *(f"x by {how}" for how in ("planes", "lines", "single values")),
-        *(f"{what} of y by {how}" for what in ("runs", "rows") for how in ("planes", "pixels", "single values")),
-        *(f"tile of {channels} channels" for channels in (32, 64)),
-        *("lead", "parts of rows"),
-    )
-}
-TMA_KINDS = {
-    *(
-        f"{tensors}: {kind}"
-        for tensors in ("planes", "pixels")
-        for kind in (
-            *(f"{parts}{way}" for parts in ("", "parts of ") for way in ("columns", "windows", "phases")),
-            *(f"tile of 128 x {slots}" for slots in (64, 128, 192, 256)),
-            *(f"tile of 64 x {slots}" for slots in (64, 128, 192, 208, 224, 232, 256)),
-            *(f"{splits} parts" for splits in (1, 2, 4, 8)),
-        )
-    ),
-    *("planes: planes as they are", "planes: parts of planes as they are", "w packed", "w as it is"),
-    *("w transposed", "pixels: y by threads", "pixels: y by boxes", "groups", "merged groups", "planes to anywhere"),
-    *(f"{run} {vector}" for run in ("y by", "lines of") for vector in (1, 2, 4, 8)),
-}
-TMA_WGRAD_KINDS = {
-    *(f"tile of {channels} x {blocks}" for channels in (64, 128) for blocks in (1, 2, 3, 4)),
-    *("parts", "several jobs", "the longest chains", "copies of both", "a copy of one"),
-}
+# ---- Plans.
 # By number: four widths of a tile, of 128 or 64 channels, rightwards; the widest of both downwards, as the others have
 # several rows of pixels a warpgroup. TF32 also has 128 pixels downwards, and the others with contained operands; fp32
 # in full the three narrow ones of half the size. -1 is the planner's choice.
 WGMMA_CONFIGURATIONS = {*range(8), 8, 12}
 WGMMA_TF32_CONFIGURATIONS = {16, *(32 + number for number in WGMMA_CONFIGURATIONS)}
-WGMMA_KINDS = {
-    *(f"16 bits, {number}" for number in (-1, *WGMMA_CONFIGURATIONS)),
-    *(f"as TF32, {number}" for number in (-1, *WGMMA_CONFIGURATIONS, *WGMMA_TF32_CONFIGURATIONS)),
-    *(f"in full, {number}" for number in (-1, *WGMMA_SPLIT_CONFIGURATIONS)),
-}
-WGRAD_KINDS = {
-    *("window", "boxes", "a copy of x", "a copy of dy", "merged images", "splits", "two parts", "strips"),
-    "dw stored directly",
-}
 # What has been wrong once: a last block of channels that takes fewer groups of steps than the others; x at an odd
 # address, where another tile is the best, with more packed weights; rows of so many channels that 32 bits cannot count
 # the bytes of a ring of them. And more tiles of output channels than blocks, so that none keeps its weights.
@@ -208,28 +104,27 @@ def of_operator(operator: str, cases: Iterable[Case]) -> Iterator[tuple[Case, st
     return ((case, operator) for case in cases)
 
 
-# Engines, problems, the least share of them that a planner takes at these addresses, kinds of plans.
+# Engines, problems, and the least share of them that a planner takes at these addresses.
 PLANS = [
-    ("gather", cases_of_gather_plans, 0.9, GATHER_KINDS),
-    ("mma", lambda: random_mma_cases(3000, seed=0), 0.9, MMA_KINDS),
-    ("pointwise", lambda: of_operator("fprop", random_pointwise_cases(4000, seed=0)), 0.9, POINTWISE_KINDS),
+    ("gather", cases_of_gather_plans, 0.9),
+    ("mma", lambda: random_mma_cases(3000, seed=0), 0.9),
+    ("pointwise", lambda: of_operator("fprop", random_pointwise_cases(4000, seed=0)), 0.9),
     # A third are for a GPU that it does not take.
-    ("stem", lambda: of_operator("fprop", random_stem_cases(2500, seed=0)), 0.5, STEM_KINDS),
+    ("stem", lambda: of_operator("fprop", random_stem_cases(2500, seed=0)), 0.5),
     # Others have channels or addresses that are no eights.
-    ("tma", lambda: random_tma_cases(6000, seed=0), 0.6, TMA_KINDS),
-    ("tma_wgrad", lambda: ((case, "wgrad") for case, _ in random_tma_cases(4000, seed=0)), 0.4, TMA_WGRAD_KINDS),
+    ("tma", lambda: random_tma_cases(6000, seed=0), 0.6),
+    ("tma_wgrad", lambda: ((case, "wgrad") for case, _ in random_tma_cases(4000, seed=0)), 0.4),
     (
         "wgmma",
         lambda: itertools.product(HARD_WGMMA_CASES * 6 + random_wgmma_cases(1200, seed=0), WGMMA_OPERATORS),
         0.5,
-        WGMMA_KINDS,
     ),
-    ("wgrad", lambda: of_operator("wgrad", random_wgrad_cases(3000, seed=0)), 0.5, WGRAD_KINDS),
+    ("wgrad", lambda: of_operator("wgrad", random_wgrad_cases(3000, seed=0)), 0.5),
 ]
 
 
-@pytest.mark.parametrize("planner, cases, share, kinds", PLANS, indirect=["planner"], ids=[p[0] for p in PLANS])
-def test_plans_are_sound(planner: Planner, cases: Callable, share: float, kinds: set[str]):
+@pytest.mark.parametrize("planner, cases, share", PLANS, indirect=["planner"], ids=[p[0] for p in PLANS])
+def test_plans_are_sound(planner: Planner, cases: Callable, share: float):
     """Each output once, each term once and where the convolution says, copies where they may be, all in its memory."""
     planned = []
     for seed, (case, operator, *dtype) in enumerate(cases()):
@@ -237,7 +132,7 @@ def test_plans_are_sound(planner: Planner, cases: Callable, share: float, kinds:
         assert not fault, f"{operator} of {case}, {dtype}, seed {seed}: {fault}"
         planned.append(fault is not None)
     assert sum(planned) > share * len(planned)
-    assert planner.seen() >= kinds
+    assert planner.unseen() == ""
 
 
 # Engines, problems, settings, and by what twice the images or channels at least multiply an estimate: more channels may

@@ -487,65 +487,33 @@ static void check_by_tma(const Phased& of, const Plan& plan, uint64_t out) {
 }
 
 static void note(const Phased& of, const Plan& plan) {
-  const bool in_parts = plan.splits > 1, filled = of.in_channels % 8 != 0;
-  if (plan.by_tma) {
-    note_kinds({{true, std::string("contained, by tma") + (filled ? ", channels filled up" : "")},
-                {of.groups > 1, merged(of).merged > 1 ? "by tma, groups as one" : "by tma, groups"},
-                {has_phases(of), "by tma, a stride"}});
-    return;
-  }
-  const char* const loads[] = {"single", "pixels", "channels"};
-  const std::string kind = plan.points ? "points" : "windows";
-  const std::string parts = plan.whole_tiles > 0 ? ", some tiles in parts" : ", all tiles in parts";
-  const std::string in_boxes = plan.in_boxes ? "boxes" : "fours";
-  const std::string three = plan.contained ? ", contained" : plan.tile_n == 64 ? ", 64 channels by " + in_boxes : "";
-  note_kinds({
-      {true, kind + ", x by " + (plan.in_images ? "images" : loads[static_cast<int>(plan.loads)])},
-      {true, kind + (plan.out_channels_last ? ", channels of y by " : ", pixels of y by ") +
-                 (plan.boxes ? "boxes" : plan.vector == 4 ? "fours" : "one")},
-      {in_parts, kind + parts},
-      {plan.warpgroups == 3, kind + ", three warpgroups" + three + (in_parts ? ", tiles in parts" : "")},
-      {plan.warpgroups == 1, "two blocks an SM, tiles of " + std::to_string(tile_pixels(plan)) + " pixels by " +
-                                 in_boxes + (plan.copied ? " of a copy" : "")},
-      {plan.warpgroups == 1 && in_parts, "two blocks an SM" + parts},
-  });
+  NOTE(plan.by_tma);
+  NOTE(plan.lands);
+  NOTE(plan.contained && merged(of).merged > 1);
   if (plan.lands) {
-    const std::string landing = "contained on its way, ";
-    const std::string layout = plan.landing.shape.channels_last ? ", channels_last" : "";
-    note_kinds({
-        {true, landing + "shared " + (plan.landing.shape.shares() ? "pixels" : "channels") + layout},
-        {true, landing + std::to_string(plan.blocks_m) + " rows at most of " + std::to_string(plan.tile_q) +
-                   " columns" + (of.stride_h == 2 ? ", stride 2" : layout)},
-        {of.in_channels % 16 != 0, landing + "channels filled up"},
-        {of.P % plan.landing.span != 0, landing + "rows that are not there"},
-        {of.Q % plan.tile_q != 0, landing + "columns that are not there"},
-        {of.stride_h == 2, landing + "staged " + (plan.landing.rows > 4 ? "twice" : "at once")},
-    });
-    return;
+    const LandingShape& landing = plan.landing.shape;
+    NOTE(landing.channels_last);
+    NOTE_VALUES(landing.tile_n, 64, 128);
+    NOTE_VALUES(landing.columns, 14, 28, 32);
+    NOTE_VALUES(landing.rows, 7, 8, 14);
+    NOTE_VALUES(landing.stride, 1, 2);
+  } else if (!plan.by_tma) {
+    NOTE_VALUES(source_of_plan(plan), 0, 1, 2, 3, 4, 5, 6);
+    NOTE_VALUES(plan.warpgroups, 1, 2, 3);
+    NOTE(plan.splits > 1 && plan.points);
+    NOTE(plan.splits > 1 && plan.whole_tiles > 0);
+    NOTE(plan.contained && plan.points);
+    NOTE(plan.contained && has_phases(of));
+    NOTE(!plan.contained && plan.copied);
+    NOTE(plan.boxes && plan.out_channels_last);
+    NOTE(plan.vector == 4);
+    NOTE(plan.w_in_boxes);
+    NOTE(plan.resident);
+    NOTE(plan.dense_slots);
+    NOTE(plan.box_step > 1);
+    NOTE(plan.packed);
+    NOTE(plan.gap < 0);
   }
-  const bool contained_phases = plan.contained && phases_of(copied(of).phases) > 1, own_x = !plan.contained;
-  const char* const boxes = plan.x_boxes > 1 ? ", by boxes" : ", by a box";
-  const char* const by = plan.points ? "" : plan.dense_slots ? boxes : ", by rows";
-  const bool rows_of_points = own_x && !plan.apart && !plan.copied && !plan.in_phases && plan.in_boxes &&
-                              !plan.points && of.R * of.S == 1;
-  note_kinds({
-      {plan.contained, kind + ", contained" + (filled ? ", channels filled up" : "")},
-      {plan.contained && of.groups > 1, merged(of).merged > 1 ? "contained, groups as one" : "contained, groups"},
-      {plan.contained && in_parts, kind + ", contained, tiles in parts"},
-      {contained_phases, "phases of " + kind + by},
-      {contained_phases && in_parts, "phases of " + kind + ", tiles in parts"},
-      {own_x && plan.apart, std::string("taps apart") + (plan.copied ? ", x copied" : "")},
-      {own_x && plan.apart && in_parts, "taps apart" + parts},
-      {own_x && plan.apart && of.groups > 1, "taps apart, groups"},
-      {own_x && !plan.apart && plan.copied, "x copied"},
-      {plan.in_phases && in_parts, "phases of x, tiles in parts"},
-      {plan.in_phases && !in_parts, of.in_channels % 32 ? "phases of x, channels filled up" : "phases of x"},
-      {plan.in_phases && of.R == 2 && of.S == 2 && of.pad_h % 2 == 0 && of.pad_w % 2 == 0, "phases of x, of one tap"},
-      {rows_of_points, plan.box_step > 1 ? "1x1 by rows at a stride" : "1x1 by rows"},
-      {plan.w_in_boxes, "weights by boxes"},
-      {!plan.points, plan.packed ? "packed lines" : plan.tile_q < of.Q ? "a part of a line" : "whole lines"},
-      {!plan.points && plan.tile_p > of.P, plan.gap < 0 ? "several images with less than no gap" : "several images"},
-  });
 }
 
 // What a plan does before it multiplies: copies x, or takes its phases, and packs weights.

@@ -247,21 +247,6 @@ static void check_writes(const Params& params, const Tile& tile, int64_t address
     }
 }
 
-static void note(const Plan& plan) {
-  const std::string names[] = {"words", "fours", "runs", "boxes", "planes"};
-  const std::string kind = plan.lines ? "lines of " : plan.pixel_words == 1 ? "planes of " : "pixels of ";
-  const std::string order = plan.taps_first ? "taps of " : "";
-  note_kinds({
-      {true, kind + "x by " + names[static_cast<int>(plan.x_copies)] + (plan.x_bulk ? " in bulk" : "")},
-      {true, order + "w by " + names[static_cast<int>(plan.w_copies)] + (plan.w_bulk ? " in bulk" : "")},
-      {true, "shape " + std::to_string(plan.shape)},
-      {true, std::to_string(plan.splits) + " parts"},
-      {true, (plan.out_channels_last ? "pixels of y by " : "y by ") + std::to_string(plan.out_vector)},
-      {plan.lead > 0, "lead"},
-      {plan.chunks > plan.stages, "a ring that turns"},
-  });
-}
-
 // All tiles, and what a few of them read and write.
 static bool check_plans(const Problem& problem, Operator op, const Addresses& at, std::mt19937& random) {
   Params params{};
@@ -278,10 +263,19 @@ static bool check_plans(const Problem& problem, Operator op, const Addresses& at
     if (!make_plan(params.of, problem.tf32_allowed, device, alignment, params.plan, shape, splits)) continue;
     any = true;
     set_divisors(params);
-    note(params.plan);
-    check_numbers(params.of, params.plan, device);
+    const Plan& plan = params.plan;
+    NOTE_VALUES(plan.shape, 0, 1, 2, 3, 4);
+    NOTE_VALUES(plan.splits, 1, 2, 4, 8);
+    NOTE_VALUES(plan.x_copies, 0, 1, 2, 3, 4);
+    NOTE_VALUES(plan.w_copies, 0, 1, 2, 3);
+    NOTE(plan.x_bulk && plan.lines);
+    NOTE(plan.w_bulk && plan.taps_first);
+    NOTE(plan.out_vector == 4 && plan.out_channels_last);
+    NOTE(plan.lead > 0 && plan.pixel_words == 1);
+    NOTE(plan.chunks > plan.stages);
+    check_numbers(params.of, plan, device);
     check_tiles(params);
-    for (const int number : some_of(params.plan.tiles, 3, random)) {
+    for (const int number : some_of(plan.tiles, 3, random)) {
       const Tile tile = locate_tile(params, number);
       check_weights(params, tile, at.w / 4);
       check_reads(params, tile);

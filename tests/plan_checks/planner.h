@@ -41,13 +41,14 @@ const char* fault_of(const Checks& checks) {
 }
 
 static const int kSms = 132, kSharedMemory = 232448;  // of an H100 or H200
-static std::set<std::string> kinds_seen;
-
-// Notes kinds of plans, each where its condition holds.
-inline void note_kinds(std::initializer_list<std::pair<bool, std::string>> kinds) {
-  for (const auto& [is, kind] : kinds)
-    if (is) kinds_seen.insert(kind);
+// Conditions that plans at random must both fulfil and not, so that the checks have seen all kinds of plans.
+static std::map<std::string, std::set<bool>> seen;
+template <class Value>
+void note_values(const std::string& name, const Value& value, std::initializer_list<int> all) {
+  for (const int one : all) seen[name + " == " + std::to_string(one)].insert(static_cast<int>(value) == one);
 }
+#define NOTE(condition) seen[#condition].insert(condition)
+#define NOTE_VALUES(value, ...) note_values(#value, value, {__VA_ARGS__})
 
 inline bool within(int64_t value, int64_t size) { return value >= 0 && value < size; }
 inline bool is_int(int64_t value) { return within(value, int64_t{1} << 31); }
@@ -132,10 +133,12 @@ const char* plan_fault(int op, const int64_t* fields, uint64_t in, uint64_t w, u
   });
   return any || *fault ? fault : nullptr;
 }
-const char* plan_kinds() {
+// Returns what plans so far always fulfilled, or never.
+const char* plan_unseen() {
   static std::string all;
   all.clear();
-  for (const std::string& kind : kinds_seen) all += kind + "\n";
+  for (const auto& [condition, values] : seen)
+    if (values.size() < 2) all += condition + "\n";
   return all.c_str();
 }
 }

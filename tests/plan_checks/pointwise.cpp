@@ -71,18 +71,6 @@ static void check_places(const Problem& problem, const Params& params, const Add
   }
 }
 
-static void note(const Plan& plan) {
-  const char* const loads[] = {"fours", "fours of weights", "fours of channels", "single values"};
-  note_kinds({
-      {true, std::string("by ") + loads[static_cast<int>(plan.loads)]},
-      {true, "y by " + std::to_string(plan.out_vector)},
-      {true, std::to_string(plan.slices) + " slices"},
-      {true, std::to_string(splits_of(plan)) + " splits"},
-      {plan.stage_terms > 0,
-       std::to_string(block_rows(plan)) + " rows, stages of " + std::to_string(plan.stage_terms)},
-  });
-}
-
 static bool check_plans(const Problem& problem, Operator, const Addresses& at, std::mt19937& random) {
   const Correlation of = flattened(problem);
   const bool exact = !problem.tf32_allowed;
@@ -91,7 +79,11 @@ static bool check_plans(const Problem& problem, Operator, const Addresses& at, s
   Plan best{};
   if (!make_plan(of, exact, device, {at.in, at.w, at.out}, best)) return false;
   CHECK(best.split_bits == 0 || device.has_clusters);
-  note(best);
+  NOTE_VALUES(best.loads, 0, 1, 2, 3);
+  NOTE_VALUES(best.slices, 1, 2, 4, 8, 16);
+  NOTE_VALUES(best.split_bits, 0, 1, 2, 3);
+  NOTE_VALUES(best.stage_terms, 0, 16, 32, 64);
+  NOTE(best.out_vector == 4);
   for (int i = -1; i < 3 * 4 * 5 + 2; ++i) {
     plan_in_hand = "plan " + std::to_string(i);
     const bool staged = i >= 3 * 4 * 5;

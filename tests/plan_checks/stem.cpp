@@ -122,18 +122,6 @@ static void check_stores(const Params& params, const Tile& tile, int64_t address
   }
 }
 
-static void note(const Plan& plan, int bytes) {
-  const char* const stores[] = {"planes", "pixels", "single values"};
-  const std::string of = std::to_string(8 * bytes) + " bits: ";
-  note_kinds({
-      {true, of + "x by " + (!plan.in_box ? "single values" : plan.lines ? "lines" : "planes")},
-      {true, of + (plan.run ? "runs" : "rows") + " of y by " + stores[static_cast<int>(plan.stores)]},
-      {true, of + "tile of " + std::to_string(plan.tile_k) + " channels"},
-      {plan.lead > 0, of + "lead"},
-      {plan.tiles_q > 1, of + "parts of rows"},
-  });
-}
-
 static bool check_plans(const Problem& problem, Operator op, const Addresses& at, std::mt19937& random) {
   const int bytes = element_bytes(problem.dtype);
   const Format format{bytes, bytes == 4 && !problem.tf32_allowed};
@@ -151,7 +139,11 @@ static bool check_plans(const Problem& problem, Operator op, const Addresses& at
     any = true;
     if (i > 0) CHECK(plan.tile_k == tile_k && plan.tile_p == tile_p && plan.tile_q == tile_q);
     set_numbers(params);
-    note(plan, bytes);
+    NOTE_VALUES(plan.stores, 0, 1, 2);
+    NOTE(plan.in_box);
+    NOTE(plan.lines);
+    NOTE(plan.run);
+    NOTE(plan.lead > 0);
     check_numbers(params.of, plan, format);
     check_tiles(params);
     for (const int number : some_of(plan.tiles, 3, random)) {

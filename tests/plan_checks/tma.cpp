@@ -172,22 +172,6 @@ static void check_w_and_workspace(const Grouped& of, const Plan& plan, const Add
   CHECK(copied_bytes(of, plan) <= int64_t{512} << 20);
 }
 
-static void note(const Grouped& of, const Plan& plan) {
-  const std::string tensors = plan.planes ? "planes: " : "pixels: ", parts = plan.splits > 1 ? "parts of " : "";
-  const char* const windows = of.stride_h == 2 ? "phases" : "windows";
-  const TileShape& shape = plan.shape;
-  note_kinds({
-      {of.groups > 1, of.own_in < of.in_channels ? "merged groups" : "groups"},
-      {true, tensors + parts + (plan.direct ? "planes as they are" : plan.windows ? windows : "columns")},
-      {true, tensors + "tile of " + std::to_string(shape.channels) + " x " + std::to_string(shape.slots)},
-      {true, tensors + std::to_string(plan.splits) + " parts"},
-      {plan.planes, (plan.windows ? "lines of " : "y by ") + std::to_string(plan.out_vector)},
-      {!plan.planes, plan.packed ? "w packed" : plan.transposed ? "w transposed" : "w as it is"},
-      {!plan.planes && plan.copied, "planes to anywhere"},
-      {!plan.planes, tensors + (plan.by_threads ? "y by threads" : "y by boxes")},
-  });
-}
-
 // Plans for a GPU of few SMs or of many.
 static bool check_plans(const Problem& problem, Operator op, const Addresses& at, std::mt19937& random) {
   if (refusal_of_problem(problem, op) != nullptr) return false;
@@ -213,7 +197,16 @@ static bool check_plans(const Problem& problem, Operator op, const Addresses& at
     CHECK(wishes.windows < 0 || wishes.windows == plan.windows);
     CHECK(wishes.direct < 0 || wishes.direct == plan.direct);
     CHECK(wishes.splits == 0 || wishes.splits == plan.splits);
-    note(of, plan);
+    NOTE_VALUES(plan.shape.slots, 64, 128, 192, 208, 224, 232, 256);
+    NOTE_VALUES(plan.splits, 1, 2, 4, 8);
+    NOTE_VALUES(plan.out_vector, 1, 2, 4, 8);
+    NOTE(plan.direct && plan.splits > 1);
+    NOTE(plan.windows && of.stride_h == 2);
+    NOTE(!plan.planes && plan.copied);
+    NOTE(plan.transposed);
+    NOTE(plan.packed);
+    NOTE(plan.by_threads);
+    NOTE(of.own_in < of.in_channels);
     params.of = plan.copied ? of_copy(of) : of;
     set_numbers(params);
     check_memory(plan);

@@ -51,18 +51,6 @@ static void check_jobs(const Problem& problem, const Plan& plan) {
   CHECK(problem.K <= rows && (taps - 1) * plan.blocks_c * 64 + problem.C <= columns);  // what is added up
 }
 
-static void note(const Plan& plan) {
-  const int64_t most = kMostChained * plan.parts * sums_of_part(plan);
-  note_kinds({
-      {true, "tile of " + std::to_string(plan.channels) + " x " + std::to_string(plan.blocks)},
-      {plan.copies_x && plan.copies_dy, "copies of both"},
-      {plan.copies_x != plan.copies_dy, "a copy of one"},
-      {plan.parts > 1, "parts"},
-      {plan.jobs > plan.grid, "several jobs"},
-      {int64_t{plan.steps} * 64 > most - most / 8, "the longest chains"},
-  });
-}
-
 // Plans for a GPU of few SMs or of many: there is one where boxes take x and dy, or copies of them.
 static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt19937& random) {
   const int sms = std::array{3, 64, kSms}[random() % 3];
@@ -88,7 +76,12 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
       CHECK((channels == 0 || plan.channels == channels) && (blocks == 0 || plan.blocks == blocks));
       CHECK(parts == 0 || plan.parts == parts);
     }
-    note(plan);
+    const int64_t most = kMostChained * plan.parts * sums_of_part(plan);
+    NOTE_VALUES(plan.blocks, 1, 2, 3, 4);
+    NOTE(plan.channels == 64);
+    NOTE(plan.copies_x != plan.copies_dy);
+    NOTE(plan.jobs > plan.grid);
+    NOTE(int64_t{plan.steps} * 64 > most - most / 8);  // nearly the longest chains
     check_numbers(p, plan, sms);
     check_jobs(p, plan);
   }

@@ -175,7 +175,9 @@ static bool check_plans(const Problem& problem, Operator op, const Addresses& at
     Plan plan{}, again{};
     if (!make_plan(of, precision, Device{kSms}, {at.in, at.out}, configuration, plan)) continue;
     any = true;
-    note_kinds({{true, plan_in_hand}});
+    NOTE_VALUES(configuration, 0, 1, 2, 3, 4, 5, 6, 7, 8, 12);  // four widths by channels and directions
+    NOTE_VALUES(configuration, 16, 32, 33, 34, 35, 36, 37, 38, 39, 40, 44);  // as TF32, the latter contained
+    NOTE_VALUES(configuration, 64, 65, 66, 68, 69, 70, 72, 76);  // in full accuracy
     check_plan(of, plan, bytes);
     CHECK(precision.exact == (plan.contained == 2));
     if (plan.contained != 1) continue;

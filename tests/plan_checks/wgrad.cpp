@@ -32,20 +32,6 @@ static void check_window(const Problem& p, const Plan& plan) {
     CHECK((std::min<int64_t>(e + kTileE, columns_of(p)) - 1) / taps - e / taps < window.channels);
 }
 
-static void note(const Problem& original, const Plan& plan, const Prepared& prepared) {
-  note_kinds({
-      {plan.has_window, "window"},
-      {plan.has_boxes, "boxes"},
-      {prepared.copies_x, "a copy of x"},
-      {prepared.copies_dy, "a copy of dy"},
-      {prepared.merges, "merged images"},
-      {plan.splits > 1, "splits"},
-      {plan.parts == 2, "two parts"},
-      {plan.has_window && plan.window.strips > 1, "strips"},
-      {stores_dw(original, plan), "dw stored directly"},
-  });
-}
-
 // Plans for x and dy so many bytes behind aligned addresses.
 static bool check_plans(const Problem& problem, Operator, const Addresses& at, std::mt19937&) {
   const void *x = reinterpret_cast<const void*>(4096 + at.in), *dy = reinterpret_cast<const void*>(4096 + at.w);
@@ -53,7 +39,12 @@ static bool check_plans(const Problem& problem, Operator, const Addresses& at, s
   const Prepared prepared = prepare(problem, x, dy);
   const Problem& p = prepared.problem;
   const Layout& layout = plan.layout;
-  note(problem, plan, prepared);
+  NOTE(plan.has_boxes);
+  NOTE(prepared.copies_x && prepared.copies_dy);
+  NOTE(prepared.merges);
+  NOTE(plan.parts == 2);
+  NOTE(plan.has_window && plan.window.strips > 1);
+  NOTE(stores_dw(problem, plan));
   CHECK(plan.prepared.copies_x == prepared.copies_x && plan.prepared.copies_dy == prepared.copies_dy);
   CHECK(copied_bytes(plan) % 16 == 0);
   CHECK(layout.bytes <= kSmemBytes && layout.stages >= kLeastStages && layout.stages <= kMostStages);
