@@ -436,43 +436,6 @@ static void check_workspace(const Phased& of, const Plan& plan, const Plan& agai
   CHECK(layout.end <= all + 7 * 128);
 }
 
-// Along an axis each tap of the filter is one of a phase's, which reads from its rows what the filter read: those of a
-// copy, or of x itself.
-static void check_axis(int R, int pad, int P, int H, bool from_x, int phases, const int (&first)[2],
-                       const int (&taps)[2], int own_R, int own_H, int own_pad) {
-  // Row p * 2 - pad + r of x is row `(r - pad) >> 1` behind p of phase `(r - pad) & 1`; a copy starts at p == 0.
-  const int start = -pad >> 1;
-  CHECK(phases == 2);
-  Owned owned(R);
-  for (int phase = 0; phase < 2; ++phase) {
-    CHECK(taps[phase] >= 1 && first[phase] >= 0 && first[phase] + taps[phase] <= own_R);
-    for (int i = 0; i < taps[phase]; ++i) CHECK(owned.take(2 * (start + first[phase] + i) + phase + pad));
-  }
-  CHECK(owned.all());
-  CHECK(from_x ? own_H == (H + 1) / 2 && own_pad == -start : own_H == P + own_R - 1 && own_pad == 0);
-}
-
-// Phases of a copy, or of x itself, in blocks of that many channels.
-static void check_phases(const Phased& of, const Phased& own, bool from_x, int blocks_c) {
-  const Phases& phases = own.phases;
-  const bool wanted = of.stride_h == 2 && of.stride_w == 2 && of.R > 1 && of.S > 1 && of.dilation_h == 1 &&
-                      of.dilation_w == 1;
-  CHECK((phases_of(phases) > 1) == wanted);
-  if (!wanted) return;
-  CHECK(own.stride_h == 1 && own.stride_w == 1);
-  check_axis(of.R, of.pad_h, of.P, of.H, from_x, phases.rows, phases.first_r, phases.r, own.R, own.H, own.pad_h);
-  check_axis(of.S, of.pad_w, of.Q, of.W, from_x, phases.columns, phases.first_s, phases.s, own.S, own.W, own.pad_w);
-  const int block_channels = from_x ? 32 : 64;
-  CHECK(own.in_channels == 4 * ceil_div(of.in_channels, block_channels) * block_channels && blocks_c % 4 == 0);
-  if (from_x) CHECK(std::equal(own.in_stride, own.in_stride + 4, of.in_stride));
-  int stages = 0;
-  for (int block = 0; block < blocks_c; ++block) {
-    CHECK(stages_before(phases, block) == stages);
-    stages += phases.r[block % 4 / 2] * phases.s[block % 2];
-  }
-  CHECK(stages_before(phases, blocks_c) == stages);
-}
-
 // What tma multiplies.
 static void check_by_tma(const Phased& of, const Plan& plan, uint64_t out) {
   const Phased copy = copied(of, true, true);
@@ -516,40 +479,14 @@ static void note(const Phased& of, const Plan& plan) {
   }
 }
 
-// What a plan does before it multiplies: copies x, or takes its phases, and packs weights.
+// What may be contained, copied or taken in phases; returns the bytes of the copy. Phases and groups as one are of
+// functions that kernels share, which the emulation runs.
 static int64_t check_copy(const Phased& of, const Plan& plan, int bytes) {
-  const Phased grouped = plan.contained ? merged(of) : of;
-  const int64_t pixels = of.N * (of.R * of.S == 1 ? int64_t{of.P} * of.Q : int64_t{of.H} * of.W);
-  if (plan.in_phases) {
-    CHECK(of.groups == 1 && !of.flipped && of.in_channels % 4 == 0 && of.in_stride[1] == 1);
-    check_phases(of, in_phases(of), true, plan.blocks_c);
-  }
-  if (!plan.contained) return plan.copied ? pixels * of.groups * of.in_channels * bytes : 0;
-  // As many groups are one as have 64 channels.
-  const int several = of.groups > 1 && 64 % of.in_channels == 0 ? 64 / of.in_channels : 1;
-  CHECK(grouped.merged == (of.groups % several == 0 ? several : 1) && grouped.groups * grouped.merged == of.groups);
-  CHECK(grouped.in_channels == grouped.merged * of.in_channels);
-  CHECK(grouped.out_channels == grouped.merged * of.out_channels);
-  CHECK(bytes == 4 && (of.groups == 1 || grouped.in_channels % 64 == 0));
-  if (plan.lands) {
-    const Phased by_number = numbered(of);
-    CHECK(phases_of(by_number.phases) == 1 && by_number.H == of.H && by_number.W == of.W);
-    CHECK(by_number.in_channels == ceil_div(of.in_channels, 8) * 8);
-    return 0;
-  }
-  int64_t copy_bytes = pixels * grouped.groups * ceil_div(grouped.in_channels, 8) * 16;
-  if (!plan.by_tma) {
-    check_phases(grouped, copied(of), false, plan.blocks_c);
-    // Pairs of rows or columns, from that of the first tap of the first output to that of the last one's last tap.
-    const auto pairs = [](int outputs, int taps, int pad) {
-      return ((2 * (outputs - 1) + taps - 1 - pad) >> 1) - (-pad >> 1) + 1;
-    };
-    if (phases_of(copied(of).phases) > 1)
-      copy_bytes = of.N * pairs(of.P, of.R, of.pad_h) * pairs(of.Q, of.S, of.pad_w) * 4 * grouped.groups *
-                   ceil_div(grouped.in_channels, 64) * 128;
-  }
-  CHECK(contained_bytes(of, plan.by_tma) >= copy_bytes);
-  return copy_bytes;
+  if (plan.in_phases) CHECK(of.groups == 1 && !of.flipped && of.in_channels % 4 == 0 && of.in_stride[1] == 1);
+  if (plan.contained) CHECK(bytes == 4 && (of.groups == 1 || merged(of).in_channels % 64 == 0));
+  if (!plan.copied) return 0;
+  const Phased copy = copied(of, plan.contained, plan.by_tma);
+  return of.N * copy.H * copy.W * copy.groups * copy.in_channels * (plan.contained ? 2 : bytes);
 }
 
 extern "C" int gather_divide(int number, int by) { return quotient(number, make_divisor(by)); }
