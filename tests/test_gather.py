@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import itertools
 import math
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -40,21 +39,6 @@ from tests.engines import (
 from tests.problems import check_misfits, misfit_places, misfit_tensors
 
 FP32, FP16 = torch.float32, torch.float16
-
-
-def test_gather_divides_without_a_division(gather_plans):
-    """Quotients around each multiple that is an end of something, of ints as large as there are."""
-    most = 2**31 - 1
-    powers = [2**i + j for i in range(31) for j in (-1, 0, 1)]
-    rng = random.Random(0)
-    divisors = {*range(1, 130), *powers, most, most - 1, most // 2, most // 3, 46341, 715827883}
-    divisors |= {int(2 ** rng.uniform(0, 31)) for _ in range(300)}
-    for by in (by for by in divisors if 1 <= by <= most):
-        times = {0, 1, 2, most // by, most // by - 1, most // by // 2, rng.randint(0, most // by)}
-        numbers = {number * by + j for number in times for j in (-1, 0, 1)} | {*powers, most, rng.randint(0, most)}
-        for number in numbers:
-            if 0 <= number <= most:
-                assert gather_plans.library.gather_divide(number, by) == number // by, (number, by)
 
 
 def groups_as_one(case: Case, operator: str) -> int:

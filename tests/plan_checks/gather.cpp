@@ -489,8 +489,6 @@ static int64_t check_copy(const Phased& of, const Plan& plan, int bytes) {
   return of.N * copy.H * copy.W * copy.groups * copy.in_channels * (plan.contained ? 2 : bytes);
 }
 
-extern "C" int gather_divide(int number, int by) { return quotient(number, make_divisor(by)); }
-
 static bool check_plans(const Problem& problem, Operator op, const Addresses& at, std::mt19937& random) {
   const Phased of = phased_of(problem, op);
   const int bytes = element_bytes(problem.dtype);
