@@ -181,13 +181,13 @@ class Planner(Engine):
 
     def __init__(self, engine: str, folder: Path, transform: Transform = unchanged) -> None:
         self.engine, self.planned = engine, PLANNED[engine]
-        checks = cpp(f"plan_checks/{engine}.cpp")
+        checks = f'#line 1 "plan_checks/{engine}.cpp"\n{cpp(f"plan_checks/{engine}.cpp")}'
         self.library = compile_plans(engine, checks, folder, *self.planned.edits, transform=transform)
         self.library.plan_fault.restype = self.library.plan_unseen.restype = ctypes.c_char_p
         self.library.plan_cycles.restype = ctypes.c_double
 
     def unseen(self) -> str:
-        """What all plans fulfilled that were checked, or none of them."""
+        """Conditions that all plans so far have met, or none of them: see NOTE in planner.h."""
         return self.library.plan_unseen().decode()
 
     def cycles(self, operator: str, case: Case, *, tf32: bool = True, **of_tensors: object) -> float:

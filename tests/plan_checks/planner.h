@@ -41,7 +41,8 @@ const char* fault_of(const Checks& checks) {
 }
 
 static const int kSms = 132, kSharedMemory = 232448;  // of an H100 or H200
-// Conditions that plans at random must both fulfil and not, so that the checks have seen all kinds of plans.
+
+// Conditions that some plans at random must meet and others not: then the checks have seen all kinds of plans.
 static std::map<std::string, std::set<bool>> seen;
 template <class Value>
 void note_values(const std::string& name, const Value& value, std::initializer_list<int> all) {
@@ -133,7 +134,7 @@ const char* plan_fault(int op, const int64_t* fields, uint64_t in, uint64_t w, u
   });
   return any || *fault ? fault : nullptr;
 }
-// Returns what plans so far always fulfilled, or never.
+// Returns the conditions that all plans so far have met, or none.
 const char* plan_unseen() {
   static std::string all;
   all.clear();
