@@ -27,7 +27,6 @@ from tests.cases import (
     CONTAINED_KINDS,
     DTYPE_NUMBER,
     DTYPES,
-    KERNELS,
     LAYOUTS,
     MARKED_KINDS,
     OPERANDS,
@@ -187,20 +186,20 @@ class Planner(Engine):
 
     def __init__(self, engine: str, folder: Path, transform: Transform = unchanged) -> None:
         self.engine, self.planned = engine, PLANNED[engine]
-        checks = cpp(f"plan_checks/{engine}.cpp")
+        checks = f'#line 1 "plan_checks/{engine}.cpp"\n{cpp(f"plan_checks/{engine}.cpp")}'
         self.library = compile_plans(engine, checks, folder, *self.planned.edits, transform=transform)
-        self.library.plan_fault.restype = self.library.plan_seen.restype = ctypes.c_char_p
+        self.library.plan_fault.restype = self.library.plan_unseen.restype = ctypes.c_char_p
         self.library.plan_cycles.restype = ctypes.c_double
 
-    def seen(self) -> set[str]:
-        """Kinds of plans that were looked at."""
-        return set(self.library.plan_seen().decode().splitlines())
+    def unseen(self) -> str:
+        """Conditions that all plans so far have met, or none of them: see NOTE in planner.h."""
+        return self.library.plan_unseen().decode()
 
     def cycles(self, operator: str, case: Case, *, tf32: bool = True, **of_tensors: object) -> float:
         """The estimate for tensors at aligned addresses, 0 without a plan."""
         self.library.set_capability(90)
         fields = problem_fields(case, meta_tensors(case, **of_tensors), tf32)
-        return self.library.plan_cycles(OPERATOR_NUMBER[operator], fields, *[ctypes.c_uint64(0)] * 3)
+        return self.library.plan_cycles(OPERATOR_NUMBER[operator], fields)
 
     def fault(self, operator: str, case: Case, seed: int, dtype: torch.dtype | None = None) -> str | None:
         """What is wrong with its plans for tensors at random, or an empty text; None if there is no plan."""
@@ -593,12 +592,11 @@ WGMMA_SPLIT_CONFIGURATIONS = {64, 65, 66, 68, 69, 70, 72, 76}
 
 
 def build_choice(folder: Path) -> ctypes.CDLL:
-    """The choice among the engines, in the binding's order, on an H200 that is not there."""
-    table = re.search(r"kEngines\[\] = \{([^}]*)\}", (KERNELS / "engines.cuh").read_text())[1]
+    """The choice among the engines, on an H200 that is not there."""
     # How many clusters of 2, 4 and 8 blocks find room at once.
     clusters = "".join(f"  device.clusters[{bits}] = {count};\n" for bits, count in ((1, 66), (2, 30), (3, 15)))
     edit = ("  static_cast<void>(device);\n", clusters)
-    library = compile_plans("mma", cpp("plan_checks/choice.cpp").replace("ENGINES", table), folder, edit)
+    library = compile_plans("mma", cpp("plan_checks/choice.cpp"), folder, edit)
     library.choose.restype = ctypes.c_char_p
     return library
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
-import random
 
 import pytest
 import torch
@@ -38,22 +37,6 @@ from tests.engines import (
     settings_of,
 )
 from tests.problems import check_misfits, misfit_places, misfit_tensors
-
-
-def test_gather_divides_without_a_division(gather_plans):
-    """Quotients around each multiple that is an end of something, of ints as large as there are."""
-    most = 2**31 - 1
-    powers = [2**i + j for i in range(31) for j in (-1, 0, 1)]
-    rng = random.Random(0)
-    divisors = {*range(1, 130), *powers, most, most - 1, most // 2, most // 3, 46341, 715827883}
-    divisors |= {int(2 ** rng.uniform(0, 31)) for _ in range(300)}
-    for by in (by for by in divisors if 1 <= by <= most):
-        times = {0, 1, 2, most // by, most // by - 1, most // by // 2, rng.randint(0, most // by)}
-        numbers = {number * by + j for number in times for j in (-1, 0, 1)} | {*powers, most, rng.randint(0, most)}
-        for number in numbers:
-            if 0 <= number <= most:
-                assert gather_plans.library.gather_divide(number, by) == number // by, (number, by)
-
 
 # ---- Ways in which x comes, by Source: single words, fours of pixels, images, channels, boxes, boxes of phases of x,
 # boxes of a tap. 16 bits have neither images nor the last two. The shape of half a stage, in which pieces of channels
