@@ -13,17 +13,16 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils import cpp_extension
 
 import modelnew
 from tests.cases import DEVICES, KERNELS, ROOT, TESTS, gpu, tf32_switch
+from tests.machine_code import check_binding
 
 pytestmark = pytest.mark.xdist_group("bundle")  # one process makes the bundles and waits for the dry run's build
 
@@ -129,16 +128,11 @@ def files_of(text: str) -> list[str]:
 
 @needs_nvcc
 @pytest.mark.parametrize("name", KERNELBENCH)
-def test_bundle_of_a_problem_is_short_and_of_whole_files(texts, name):
-    text, files = texts[name], files_of(texts[name])
-    assert len(text.splitlines()) <= 8000
-    assert {"wgmma.cu", "wgrad.cu", "listed.cu", "numerics.cuh"} <= set(files)
-    assert not {"gather.cu", "direct.cu", "operators.cpp"} & set(files)
-    for file in files:
-        lines = [line for line in (KERNELS / file).read_text().splitlines() if line.strip()]
-        lines = [line for line in lines if not re.match(r'#(pragma once|include ")', line)]
-        kept = text[text.index(f"// ---- kernels/{file} ----") :].splitlines()
-        assert [line for line in kept if line.strip()][1 : len(lines) + 1] == lines, file
+def test_bundle_of_a_problem_is_short(texts, name):
+    files = set(files_of(texts[name]))
+    assert len(texts[name].splitlines()) <= 8000
+    assert files >= {"wgmma.cu", "wgrad.cu", "listed.cu", "numerics.cuh"}
+    assert not {"gather.cu", "direct.cu", "operators.cpp"} & files
 
 
 def test_bundle_refuses_sources_that_would_be_rejected(monkeypatch):
@@ -191,21 +185,18 @@ def test_bundle_wants_a_problem_and_a_gpu(monkeypatch):
         modelnew.bundle([P55])
 
 
-def script(tmp_path: Path, *replacements: tuple[str, str]) -> str:
-    text = REFERENCE
-    for old, new in replacements:
-        assert old in text
-        text = text.replace(old, new)
-    (tmp_path / "reference.py").write_text(text)
+def script(tmp_path: Path, old: str = "", new: str = "") -> str:
+    assert old in REFERENCE
+    (tmp_path / "reference.py").write_text(REFERENCE.replace(old, new) if old else REFERENCE)
     return str(tmp_path / "reference.py")
 
 
 def test_script_is_read_without_computing(tmp_path):
-    huge = ("batch_size = 3", "batch_size = 1 << 40")
     assert modelnew._problem_of_script(script(tmp_path)) == REFERENCE_PROBLEM
-    assert modelnew._problem_of_script(script(tmp_path, huge)).input == (1 << 40, 16, 126, 128)
-    settings = ("[in_channels, out_channels, kernel_size]", "[in_channels, out_channels, 3, 2, 1, 1, 4, True]")
-    assert modelnew._problem_of_script(script(tmp_path, settings)) == ConvProblem(
+    huge = script(tmp_path, "batch_size = 3", "batch_size = 1 << 40")
+    assert modelnew._problem_of_script(huge).input == (1 << 40, 16, 126, 128)
+    settings = script(tmp_path, "kernel_size]", "3, 2, 1, 1, 4, True]")
+    assert modelnew._problem_of_script(settings) == ConvProblem(
         (3, 16, 126, 128), (64, 4, 3, 3), True, (2, 2), (1, 1), (1, 1), 4
     )
 
@@ -225,13 +216,12 @@ def test_script_is_read_without_computing(tmp_path):
 )
 def test_script_of_something_else_is_refused(tmp_path, replacement, text):
     with pytest.raises(ValueError, match=text):
-        modelnew._problem_of_script(script(tmp_path, replacement))
+        modelnew._problem_of_script(script(tmp_path, *replacement))
 
 
 def test_bundle_command(texts, tmp_path, monkeypatch, capsys):
     """`python modelnew.py bundle`, to a file and to standard output, of all problems and of a script's."""
-    command = [sys.executable, str(ROOT / "modelnew.py"), "bundle", "-o", "bundle.py"]
-    subprocess.run(command, check=True, cwd=tmp_path)
+    subprocess.run([sys.executable, str(ROOT / "modelnew.py"), "bundle", "-o", "bundle.py"], check=True, cwd=tmp_path)
     assert (tmp_path / "bundle.py").read_text() == texts["all"]
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=r"^modelnew: missing\.py does not run on the meta device: FileNotF"):
@@ -303,10 +293,9 @@ def test_bundle_builds_with_a_name_for_each_directory(texts, monkeypatch, tmp_pa
     for folder in ("1", "2", "1"):
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / folder))
         exec(texts["all"], {})
+        assert fake.calls[-1]["folder"] == tmp_path / folder / fake.calls[-1]["name"]
     names = [call["name"] for call in fake.calls]
     assert names[0] == names[2] != names[1]
-    assert [call["folder"] for call in fake.calls] == [tmp_path / "1" / names[0], tmp_path / "2" / names[1],
-                                                       tmp_path / "1" / names[0]]  # fmt: skip
     assert "-gencode=arch=compute_90a,code=sm_90a" in fake.calls[0]["extra_cuda_cflags"]
     assert {call["list"] for call in fake.calls} == {"8.0"}
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.9"
@@ -416,24 +405,10 @@ def test_bundle_has_every_instance_that_its_problems_launch(name, callers, tmp_p
         assert len(names) == count + one_more, (kernel, names)
 
 
-def test_engines_are_chosen_for_the_first_sm_count_of_an_architecture(monkeypatch):
-    asked = []
-    monkeypatch.setattr(modelnew, "_planned", lambda *arguments: asked.append(arguments[3:]) or ("wgmma", set()))
-    modelnew.bundle(P55, arch="9.0")
-    assert {asked_gpu for asked_gpu, *engine in asked if not engine} == {(90, 132, 0)}
-
-
 @needs_nvcc
 def test_binding_compiles_with_the_installed_torch(texts, tmp_path):
-    """Its headers are complete without CUDA but for one, and those of CUDA's runtime."""
-    (tmp_path / "c10" / "cuda" / "impl").mkdir(parents=True)
-    (tmp_path / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h").touch()
     (tmp_path / "binding.cpp").write_text(literal(texts["55"], "BINDING"))
-    cuda = f"{modelnew._find_cuda_home()}/include"
-    includes = [*cpp_extension.include_paths(), sysconfig.get_path("include"), cuda]
-    command = [modelnew._find_host_compiler(), *modelnew._cpp_flags(), "-Wall", "-Werror", "-fsyntax-only"]
-    command += ["-DTORCH_EXTENSION_NAME=bundle", f"-I{tmp_path}", *(f"-isystem{path}" for path in includes)]
-    subprocess.run([*command, str(tmp_path / "binding.cpp")], check=True)
+    check_binding(tmp_path / "binding.cpp", tmp_path)
 
 
 # On a GPU ------------------------------------------------------------------------------------------------------------
@@ -481,19 +456,3 @@ def test_gpu_bundles_of_several_problems_in_one_process(monkeypatch, tmp_path):
         with pytest.raises(NotImplementedError, match="no second derivatives"):
             torch.autograd.grad(models[0](x).sum(), x, create_graph=True)
     assert len(list(tmp_path.glob("*/*/*.so"))) == len(problems)
-
-
-@gpu
-@needs_nvcc
-@pytest.mark.parametrize("problem", KERNELBENCH.values(), ids=KERNELBENCH)
-def test_gpu_dry_run_chooses_as_the_library_does(problem):
-    key = modelnew._problem_key(problem)
-    capability, sm_counts = modelnew._bundle_gpu(None)
-    gpu_ = (10 * capability[0] + capability[1], sm_counts[0], 0)
-    for tf32 in (False, True):
-        x, w = (torch.empty(size, device="meta") for size in (problem.input, problem.weight))
-        with tf32_switch(tf32):
-            lines = modelnew._built_extension().explain(x, w, None, (1, 1), (0, 0), (1, 1), 1).splitlines()
-        for operator, line in enumerate(lines[1:4]):
-            engine, _ = modelnew._planned(key, tf32, operator, gpu_)
-            assert line.split(": ")[1].startswith(f"{engine};")
