@@ -6,6 +6,7 @@ load_inline that writes a file. ninja is the real one.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -427,14 +428,6 @@ OBSTACLES = {
         lambda tools: tools.nvcc.write_text("#!/bin/sh\nexit 7\n"),
         "--version failed with exit status 7; set CUDA_HOME",
     ),
-    "an old nvcc": (
-        lambda tools: tools.set("failure", "nvcc fatal : Unsupported gpu architecture 'compute_90a'"),
-        "CUDA toolkit",
-    ),
-    "no headers of Python": (
-        lambda tools: tools.set("failure", "fatal error: Python.h: No such file or directory"),
-        "python3-dev",
-    ),
     "no CUDA runtime": (
         lambda tools: tools.monkeypatch.setattr(modelnew, "_load_inline", failing(NO_CUDART)),
         "set CUDA_HOME to a complete CUDA toolkit",
@@ -443,21 +436,21 @@ OBSTACLES = {
         lambda tools: tools.monkeypatch.setenv("CXX", "ccache g++"),
         r"CXX is 'ccache g\+\+', but must be one installed program, without arguments",
     ),
-    "no setuptools": (
-        lambda tools: tools.monkeypatch.setitem(sys.modules, "setuptools", None),
-        "pip install setuptools",
-    ),
+    "no setuptools": (lambda tools: tools.monkeypatch.setitem(sys.modules, "setuptools", None), "install setuptools"),
     # A file in place of the directory cannot be written to by root either.
     "no cache": (lambda tools: tools.cache.touch(), "set TORCH_EXTENSIONS_DIR"),
     "a full disk": (
         lambda tools: tools.monkeypatch.setattr(modelnew.tempfile, "mkdtemp", failing(FULL_DISK)),
         "a disk is full.* TORCH_EXTENSIONS_DIR",
     ),
-    "a disk that is full later": (
-        lambda tools: tools.set("failure", "/tmp/direct.ptx: No space left on device"),
-        "a disk is full",
-    ),
 }
+COMPILER_SAYS = {
+    "nvcc fatal : Unsupported gpu architecture 'compute_90a'": "CUDA toolkit",
+    "fatal error: Python.h: No such file or directory": "python3-dev",
+    "/tmp/direct.ptx: No space left on device": "a disk is full",
+}
+for _text, _advice in COMPILER_SAYS.items():
+    OBSTACLES[_text] = functools.partial(FakeTools.set, name="failure", value=_text), _advice
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)

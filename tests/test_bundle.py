@@ -114,10 +114,16 @@ def test_bundles_avoid(texts, what):
 
 
 def test_bundles_have_what_is_asked_for(texts):
+    """And global names that no script has."""
     patterns = (r"__global__ void", "load_inline", r"threadIdx\.", r"__syncthreads\(", r"class ModelNew\(nn\.Module\)")
     for text in texts.values():
         assert all(re.search(pattern, text) for pattern in patterns)
         assert max(map(len, text.splitlines())) <= 120
+        context: dict = {}
+        exec(compile(text, "<string>", "exec"), context)
+        names = {name for name, value in context.items() if not inspect.ismodule(value)}
+        others = names - {"ModelNew", "__builtins__", "__doc__"}
+        assert all(name.lower().startswith("_modelnew") for name in others), others
     assert {path.name for path in KERNELS.glob("*.cu")} <= set(files_of(texts["all"]))
     assert "Stand-ins" not in texts["all"]
 
@@ -133,20 +139,6 @@ def test_bundle_of_a_problem_is_short(texts, name):
     assert len(texts[name].splitlines()) <= 8000
     assert files >= {"wgmma.cu", "wgrad.cu", "listed.cu", "numerics.cuh"}
     assert not {"gather.cu", "direct.cu", "operators.cpp"} & files
-
-
-def test_bundle_refuses_sources_that_would_be_rejected(monkeypatch):
-    monkeypatch.setitem(modelnew._sources, "direct.cu", modelnew._sources["direct.cu"] + "// first pass\n")
-    with pytest.raises(ValueError, match="first pass"):
-        modelnew.bundle()
-
-
-def test_bundles_have_few_globals_and_unmistakable_ones(texts):
-    for text in texts.values():
-        context: dict = {}
-        exec(compile(text, "<string>", "exec"), context)
-        names = {name for name, value in context.items() if not inspect.ismodule(value)} - {"__builtins__", "__doc__"}
-        assert names == {"ModelNew"} | {name for name in names if name.lower().startswith("_modelnew_")} | {"_modelnew"}
 
 
 # Problems ------------------------------------------------------------------------------------------------------------
@@ -345,18 +337,17 @@ PLANNED = {
 }
 
 
-def compiled(command: list, folder: Path, output: str) -> Path:
-    subprocess.run([str(word) for word in (*command, "-o", folder / output)], check=True)
-    return folder / output
+def compiled(command: list, output: Path) -> Path:
+    subprocess.run([str(word) for word in (*command, "-o", output)], check=True)
+    return output
 
 
 @pytest.fixture(scope="module")
 def callers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The object file that calls a bundle's kernels over stand-ins for the CUDA runtime."""
-    includes = [f"-I{KERNELS}", f"-I{modelnew._find_cuda_home()}/include"]
-    flags = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-DMODELNEW_DRY_RUN", *includes]
-    command = [modelnew._find_host_compiler(), *flags, "-c", TESTS / "bundle_on_cpu.cpp"]
-    return compiled(command, tmp_path_factory.mktemp("callers"), "cpu.o")
+    flags = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-DMODELNEW_DRY_RUN", f"-I{KERNELS}"]
+    command = [modelnew._find_host_compiler(), *flags, f"-I{modelnew._find_cuda_home()}/include"]
+    return compiled([*command, "-c", TESTS / "bundle_on_cpu.cpp"], tmp_path_factory.mktemp("callers") / "cpu.o")
 
 
 def compile_kernels(text: str, capability: tuple[int, int], folder: Path) -> Path:
@@ -366,7 +357,7 @@ def compile_kernels(text: str, capability: tuple[int, int], folder: Path) -> Pat
     flags = ["-std=c++17", "-O0", "-Xcicc=-O0", f"-gencode=arch={architecture},code={architecture}"]
     flags += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DMODELNEW_DRY_RUN"]
     nvcc = f"{modelnew._find_cuda_home()}/bin/nvcc"
-    return compiled([nvcc, *flags, "-c", folder / "kernels.cu"], folder, "kernels.o")
+    return compiled([nvcc, *flags, "-c", folder / "kernels.cu"], folder / "kernels.o")
 
 
 @needs_nvcc
@@ -378,7 +369,7 @@ def test_bundle_has_every_instance_that_its_problems_launch(name, callers, tmp_p
     capability, sm_counts = modelnew._bundle_gpu(arch)
     objects = compile_kernels(text, capability, tmp_path), callers
     link = [modelnew._find_host_compiler(), "-shared", "-pthread", "-Wl,--no-undefined,-Bsymbolic", *objects]
-    library = ctypes.CDLL(str(compiled(link, tmp_path, "bundle.so")))
+    library = ctypes.CDLL(str(compiled(link, tmp_path / "bundle.so")))
     library.run_bundle.restype = ctypes.c_bool
     gpus = [(10 * capability[0] + capability[1], sms, group) for sms in sm_counts for group in (0, 14, 16, 18)]
     launched = set()
