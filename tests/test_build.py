@@ -27,7 +27,8 @@ import modelnew
 
 NINJA = modelnew._find_ninja()
 
-# A fake compiler: it prints its version, or logs its command line, waits, and fails or writes an object file.
+# A fake compiler: it prints its version, or logs its command line, waits, and fails or writes an object file, and then
+# logs how many compilers have started.
 COMPILER = """#!/bin/sh
 folder='{folder}'
 if [ "$1" = --version ]; then echo '{version}'; exit; fi
@@ -38,16 +39,8 @@ while [ $# -gt 1 ]; do
   shift
 done
 if [ -e "$folder/seconds" ]; then read seconds < "$folder/seconds"; /bin/sleep "$seconds"; fi
-if [ -e "$folder/others" ]; then  # wait until this number of compilers runs
-  read others < "$folder/others"
-  tries=0
-  while [ "$(/usr/bin/wc -l < "$folder/commands")" -lt "$others" ]; do
-    tries=$((tries + 1))
-    if [ $tries -gt 100 ]; then echo 'error: the others did not start'; exit 1; fi
-    /bin/sleep 0.1
-  done
-fi
 if [ -e "$folder/failure" ]; then /bin/cat "$folder/failure"; exit 1; fi
+/usr/bin/wc -l < "$folder/commands" >> "$folder/started"
 echo object > "$object"
 echo "$source" >> "$folder/compiled"
 """
@@ -120,7 +113,7 @@ class FakeTools:
         return sorted(self.lines("compiled"))
 
     def set(self, name: str, value: object) -> None:
-        """Set the compilers' behaviour: wait `seconds`, wait until `others` run, or fail with the text `failure`."""
+        """Set the compilers' behaviour: wait `seconds`, or fail with the text `failure`."""
         (self.folder / name).write_text(f"{value}\n")
 
     def unset(self, name: str) -> None:
@@ -214,13 +207,6 @@ def test_units_are_those_of_the_gpus():
         assert set(modelnew._units(modelnew._sources, gpus)) == every - {"without_hopper.cpp"}
     assert set(modelnew._units(modelnew._sources, [(8, 0), (12, 0)])) == every - modelnew._HOPPER_UNITS
     assert set(modelnew._UNIT_SECONDS) < every
-
-
-def test_off_hopper_its_kernels_do_not_count(tools):
-    for gpu, same in (((8, 0), True), ((9, 0), False)):
-        tools.set_gpus(gpu)
-        one, two = (tools.plan(gather_cu=text).name for text in ("int gather;", "int other;"))
-        assert (one == two) == same
 
 
 # A build -------------------------------------------------------------------------------------------------------------
@@ -321,13 +307,6 @@ def test_build_uses_the_cores_that_it_may(tools, release, cores, jobs, split):
     assert re.findall(r"--split-compile=(\d+)", "".join(tools.lines("commands"))) == [split] * (split is not None)
 
 
-def test_units_compile_side_by_side(tools):
-    tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
-    tools.set("others", len(UNITS))
-    tools.open()
-    assert tools.compiled == UNITS
-
-
 # Failures ------------------------------------------------------------------------------------------------------------
 
 
@@ -348,12 +327,15 @@ def wait_until(happened: Callable[[], object]) -> None:
 
 
 def test_processes_at_once_build_once(tools):
-    tools.set("seconds", 0.5)
+    """One of them compiles, all units side by side."""
+    tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    tools.set("seconds", 1)
     processes = in_processes(tools, 3)
     for process in processes:
         process.join(30)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert tools.compiled == UNITS
+    assert tools.lines("started") == ["2", "2"]
 
 
 def test_a_killed_build_does_not_hang_the_next(tools):

@@ -5,7 +5,6 @@ Without a GPU the kernels' host code runs over stand-ins for the CUDA runtime, a
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import inspect
 import itertools
@@ -387,13 +386,8 @@ def test_bundle_has_every_instance_that_its_problems_launch(name, callers, tmp_p
                 expected = modelnew._planned(key, tf32, operator, gpu_, engine)[1]
                 assert {modelnew._instance(line) for line in instances} == expected
                 launched |= expected
-    listed = re.findall(r'^  (\{"(\w+)", \{[\d, ]*\}\})', literal(text, "KERNELS"), re.MULTILINE)
-    assert launched == {instance for instance, _ in listed} - {'{"none", {}}'}
-    binary = objects[0].read_bytes()
-    for kernel, count in collections.Counter(kernel for _, kernel in listed if kernel != "none").items():
-        names = set(re.findall(rf"\b_ZN8modelnew\w+?({len(kernel)}{kernel}I\w+)".encode(), binary))
-        one_more = kernel == "mma_kernel"  # its planner asks how many clusters of one instance fit
-        assert len(names) == count + one_more, (kernel, names)
+    listed = re.findall(r'^  (\{"\w+", \{[\d, ]*\}\})', literal(text, "KERNELS"), re.MULTILINE)
+    assert launched == {*listed} - {'{"none", {}}'}
 
 
 @needs_nvcc

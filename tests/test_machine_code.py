@@ -16,7 +16,7 @@ import modelnew
 from tests.cases import ENGINE_SOURCES, KERNELS, TESTS
 from tests.emulation import KERNEL_LAUNCH, cpp
 from tests.engines import OTHER_ENGINE
-from tests.machine_code import GATES, NVCC_GATES, SPILL_GATE, check_binding, needs_nvcc, run_nvcc
+from tests.machine_code import GATES, SPILL_GATE, check_binding, needs_nvcc, run_nvcc
 
 SPILL = re.compile(r"Function properties for (\w+)\n +\d+ bytes stack frame, ([1-9]\d*) bytes spill stores")
 
@@ -75,15 +75,6 @@ def test_spill_gate_sees_spills(tmp_path):
     run = run_nvcc(TESTS / "machine_code/spill.cu", tmp_path / "spill.o", "-arch=sm_90", *SPILL_GATE)
     assert run.returncode == 0, run.stdout
     assert [name for name, _ in SPILL.findall(run.stdout)] == ["_Z5spillPf"], run.stdout
-
-
-@needs_nvcc
-@pytest.mark.parametrize("behind_a_commit, passes", [("", True), ("acc[0]+=1;", False), ("if(!p[i])return;", False)])
-def test_remarks_on_slow_wgmma_are_seen(tmp_path, behind_a_commit, passes):
-    flags = [*NVCC_GATES["sm_90a"], f"-DBEHIND_A_COMMIT=hopper::wgmma_wait<1>();{behind_a_commit}", *SPILL_GATE]
-    run = run_nvcc(TESTS / "machine_code/slow_wgmma.cu", tmp_path / "slow.o", *flags)
-    assert run.returncode == 0, run.stdout
-    assert (WGMMA_REMARKS.search(run.stdout) is None) == passes, run.stdout
 
 
 # CUDA 12.1, the oldest that torch 2.1 comes with: its runtime compiler and assembler, as the Makefile installs them.
