@@ -116,9 +116,6 @@ class FakeTools:
         """Set the compilers' behaviour: wait `seconds`, or fail with the text `failure`."""
         (self.folder / name).write_text(f"{value}\n")
 
-    def unset(self, name: str) -> None:
-        (self.folder / name).unlink()
-
     def plan(self, **sources: str) -> modelnew._Build:
         """Return the build of small sources. A keyword such as a_cuh replaces the source a.cuh."""
         changed = {name.replace("_", "."): text for name, text in sources.items()}
@@ -245,7 +242,6 @@ def test_a_terminal_shows_progress_in_one_line(tools, capsys):
 def test_compilers_get_what_they_need(tools, version, standard):
     tools.monkeypatch.setattr(torch, "__version__", version)
     tools.set_gpus((8, 0), (9, 0))
-    build = tools.plan()
     tools.open()
     (nvcc,) = (line.split() for line in tools.lines("commands") if line.startswith(str(tools.nvcc)))
     (compiler,) = (line.split() for line in tools.lines("commands") if line.startswith(str(tools.compiler)))
@@ -257,7 +253,7 @@ def test_compilers_get_what_they_need(tools, version, standard):
     assert not any("torch" in flag for flag in nvcc)
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     assert {"-fPIC", "-fvisibility=hidden", f"-std={standard}", abi} <= set(compiler)
-    assert f"-DTORCH_EXTENSION_NAME={build.name}" in compiler
+    assert f"-DTORCH_EXTENSION_NAME={tools.plan().name}" in compiler
     included = {path for flag, path in itertools.pairwise(compiler) if flag == "-isystem"}
     assert {*cpp_extension.include_paths(), str(tools.cuda_home / "include")} <= included
 
@@ -339,17 +335,17 @@ def test_processes_at_once_build_once(tools):
 
 
 def test_a_killed_build_does_not_hang_the_next(tools):
-    tools.set("seconds", 3)
+    tools.set("seconds", 2)
     (process,) = in_processes(tools, 1)
     wait_until(lambda: tools.lines("commands"))
     process.kill()
     process.join(30)
     assert ".build" in tools.left
-    tools.unset("seconds")
+    (tools.folder / "seconds").unlink()
     assert tools.open().text == "object object"
     assert tools.left == {".so", ".lock"}
     # Compilers of the killed build may still run. They must not write to this directory.
-    time.sleep(3.5)
+    time.sleep(2.5)
     assert tools.left == {".so", ".lock"}
     assert tools.open().text == "object object"
 
@@ -379,7 +375,7 @@ def test_a_failed_build_leaves_nothing_that_looks_finished(tools, capsys):
     assert "kernels/direct.cu(17): error: expected a ;" in modelnew._load_extension()[1]
     assert re.search(r"\r\x1b\[Kmodelnew: compiling failed after \d+ s\n", capsys.readouterr().err)
     assert tools.left == {".lock"}
-    tools.unset("failure")
+    (tools.folder / "failure").unlink()
     with tools.monkeypatch.context() as patch:
         patch.setattr(modelnew, "_load_inline", failing(RuntimeError("Error building extension")))
         with pytest.raises(RuntimeError, match="Error building"):
@@ -515,8 +511,7 @@ def test_what_is_built_ahead_needs_no_compilers_later(tools):
 def test_a_finished_build_is_only_read(tools):
     """A finished build is not locked, so its directory may be read-only."""
     tools.open()
-    (lock,) = (tools.cache / "modelnew").glob("*.lock")
-    lock.unlink()
+    next((tools.cache / "modelnew").glob("*.lock")).unlink()
     assert tools.open().text == "object object"
     assert tools.left == {".so"}
 

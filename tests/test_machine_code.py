@@ -120,7 +120,8 @@ PATCHES_KERNELS = "".join(
 # Planners are compiled as device code as well, unless nothing refers to them.
 ENGINE_TABLE = re.compile(r"^extern const Engine k\w+Engine\{[^;]*;", re.MULTILINE)
 
-# Of template instances with the same code, one of each kind is enough: patterns of calls, and what replaces them.
+# One of several template instances with the same code is enough, and fp16 stands for bf16: patterns of calls, and what
+# replaces them.
 RTC_FEWER = {
     "mma.cu": {r"return run_kernel<Shape[124], EXACT>\(.*;": "return cudaErrorUnknown;"},
     "depthwise.cu": {
@@ -134,11 +135,9 @@ RTC_FEWER = {
         r"std::make_index_sequence<sizeof\(kTileShapes\).*>;": "std::index_sequence<1, 4, 11, 17, 22>;",
         r"kBy(Single|Pixels|Channels|Boxes|Phases)(?= \||\})": "0u",
         r"kByMost(?= \||\})": "kByTaps",
-        r"return run<(?:BFloat16|Bf16)>\(.*;": "return cudaErrorUnknown;",
     },
     "tma.cu": {
         r"return (run_source<|run_kernel<Half, SHAPE,)": r"if constexpr (SHAPE % 5 == 0) return \1",
-        r"return run<(?:BFloat16|Bf16)>\(.*;": "return cudaErrorUnknown;",
     },
     "wgmma.cu": {
         r"if constexpr \(kPixels == 256\) return .*;|return run_kernel<Format, kPixels / 32, 32>.*;": "",
@@ -146,14 +145,11 @@ RTC_FEWER = {
         r"return run_kernel<Format, kPixels / 64, 64>": (
             r"if constexpr (Format::CONTAINED == 0 && sizeof(typename Format::Stored) == 2) \g<0>"
         ),
-        r"return run<(?:BFloat16|Bf16)>\(.*;": "return cudaErrorUnknown;",
     },
     "wgrad.cu": {
         r"error = run_tile<BFloat16>\(.*;": "error = cudaErrorUnknown;",
         r"run<Value, Shape<(?:128|256), [12]>>\(params, blocks, stream\)": "cudaErrorUnknown",
     },
-    "tma_wgrad.cu": {r"return run<BFloat16>\(.*;": "return cudaErrorUnknown;"},
-    "stem.cu": {r"return run<BFloat16, false>\(.*;": "return cudaErrorUnknown;"},
 }
 
 
@@ -169,6 +165,7 @@ def rtc_text(source: Path) -> str:
     memo = '#include "memo.cuh"' if "memo.cuh" in text else '#include "correlation.cuh"'
     text = text.replace(memo, '#include "correlation.cuh"' + RTC_HOST_PARTS)
     text = ENGINE_TABLE.sub("", text)
+    text = re.sub(r"return run<(BFloat16|Bf16)(, false)?>\(.*;", "return cudaErrorUnknown;", text)
     for pattern, replacement in RTC_FEWER.get(source.name, {}).items():
         text, found = re.subn(pattern, replacement, text)
         assert found > 0, pattern

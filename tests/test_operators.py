@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import modelnew
-from test_modelnew import outcome
 from tests.cases import GPU_MARKS, KERNELS, RICH_CALL, TESTS, Call, assert_same, gpu, gradients, tf32_switch
 
 pytestmark = pytest.mark.xdist_group("operators")
@@ -410,21 +409,18 @@ def test_autocast_casts_a_weight_once(trained, way):
     assert casts[0] == casts[1] == (3 + 2 if trained else 9)
 
 
-@gpu
-def test_autocast_leaves_other_devices_errors_to_torch():
-    x, w, bias = RICH_CALL.tensors("cpu", torch.float32, requires_grad=False)
-    with torch.autocast("cuda", torch.float16):
-        for mixed in ((x.cuda(), w, None), (x, w.cuda(), None), (x.cuda(), w.cuda(), bias)):
-            ours, theirs = (outcome(f, *mixed, **RICH_CALL.kwargs) for f in (modelnew.conv2d, F.conv2d))
-            assert ours == theirs
-            assert theirs[0] is RuntimeError
-
-
 def test_func_transforms(way):
     x, w, bias = RICH_CALL.tensors(way.device, requires_grad=False)
     xs, ws = torch.stack([x, 2 * x, x - 1]), torch.stack([w, w + 1, -w])
     ours, theirs = (functools.partial(each, **RICH_CALL.kwargs) for each in (way.conv2d, F.conv2d))
+
+    def tangent(f: Callable) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            return torch.autograd.forward_ad.unpack_dual(f(dual, w)).tangent
+
     for transform in (
+        tangent,
         lambda f: torch.func.vmap(f, in_dims=(0, None, None))(xs, w, bias),
         lambda f: torch.func.vmap(f, in_dims=(0, 0, None))(xs, ws, bias),
         lambda f: torch.func.vmap(f, in_dims=(-1, None, None))(xs.movedim(0, -1), w, bias),
@@ -652,9 +648,6 @@ def test_registering_again_changes_nothing(native, tmp_path):
         warnings.simplefilter("error")
         other.register_operators("modelnew_cpu")
     assert torch.ops.modelnew_cpu.conv2d.default is before
-    tensors = RICH_CALL.tensors("cpu")
-    ours = torch.ops.modelnew_cpu.conv2d(*tensors, *settings(RICH_CALL.kwargs))
-    assert_same(ours, F.conv2d(*tensors, **RICH_CALL.kwargs))
 
 
 @pytest.fixture
