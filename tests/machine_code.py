@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,8 +20,8 @@ from tests.emulation import ENVIRONMENT, built_beside_the_tests
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
 
 # The language standard concerns the front end and the architecture the back end, so one pair of each is enough. sm_90a
-# is compiled as users compile it, several kernels at once, which names registers otherwise. The newest architecture
-# that this nvcc knows gets one engine alone; what is older is compiled by CUDA 12.1, see test_machine_code.py.
+# is compiled as users compile it, several kernels at once, which assigns registers differently. One engine stands for
+# architectures after Hopper; CUDA 12.1 compiles for those before, see test_machine_code.py.
 NVCC_GATES = {
     "sm_90a": ["-std=c++20", "-gencode=arch=compute_90a,code=sm_90a", "--split-compile=2"],
     "sm_80": ["-std=c++17", "-gencode=arch=compute_80,code=sm_80"],
@@ -51,6 +52,18 @@ def compile_unit(source: Path, gate: str, folder: Path) -> tuple[Path, int, str]
         printed.write_text(f"{run.returncode}\n{run.stdout}")
     code, _, text = printed.read_text().partition("\n")
     return output, int(code), text
+
+
+def check_binding(source: Path, folder: Path, *flags: str) -> None:
+    """Check the syntax of a binding against this torch; if it has no CUDA, one header of its CUDA build is missing."""
+    stand_in = folder / "c10/cuda/impl/cuda_cmake_macros.h"
+    stand_in.parent.mkdir(parents=True, exist_ok=True)
+    stand_in.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
+    headers = [*cpp_extension.include_paths(), sysconfig.get_path("include"), f"{modelnew._find_cuda_home()}/include"]
+    command = [modelnew._find_host_compiler(), *modelnew._cpp_flags(), "-Wall", "-Werror", "-fsyntax-only", *flags]
+    command += ["-DTORCH_EXTENSION_NAME=modelnew_test", *(f"-isystem{path}" for path in headers)]
+    run = subprocess.run([*command, f"-isystem{folder}", str(source)], env=ENVIRONMENT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 for _source, _gate in GATES:

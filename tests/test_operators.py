@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.machinery
-import importlib.util
 import io
+import itertools
 import os
 import shutil
 import types
@@ -33,7 +32,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import modelnew
-from test_modelnew import outcome
 from tests.cases import GPU_MARKS, KERNELS, RICH_CALL, TESTS, Call, assert_same, gpu, gradients, tf32_switch
 
 pytestmark = pytest.mark.xdist_group("operators")
@@ -73,9 +71,17 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> types.ModuleType:
     return module
 
 
+@pytest.fixture
+def routed(native, monkeypatch) -> None:
+    """modelnew.conv2d takes CPU tensors for a GPU's and the CPU's operators for the extension's."""
+    monkeypatch.setattr(modelnew, "_extension", None)
+    monkeypatch.setattr(modelnew, "_operators", torch.ops.modelnew_cpu)
+    monkeypatch.setattr(modelnew, "_any_cuda", lambda *arguments: any(isinstance(a, Tensor) for a in arguments))
+
+
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to call a convolution: the public function, or the operator of a namespace."""
+    """A way to call a convolution: the operator of a namespace, or the public function, on the CPU also `routed`."""
 
     name: str
     device: str
@@ -87,12 +93,12 @@ class Way:
 
     @property
     def is_operator(self) -> bool:
-        return self.name != "function"
+        return self.name in ("operator", "native")
 
     @property
     def keeps_operator(self) -> bool:
         """Whether PyTorch sees an operator of ours rather than what it consists of."""
-        return self.device == "cuda" or self.name == "native"
+        return self.device == "cuda" or self.namespace == "modelnew_cpu"
 
     def conv2d(
         self, x: Tensor, w: Tensor, bias: Tensor | None = None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1
@@ -101,27 +107,25 @@ class Way:
         return function(x, w, bias, stride, padding, dilation, groups)
 
 
-CPU_WAYS = [Way("function", "cpu"), Way("operator", "cpu"), Way("native", "cpu", "modelnew_cpu")]
-GPU_WAYS = [Way("function", "cuda"), Way("operator", "cuda")]
+WAYS = [Way("function", "cpu"), Way("operator", "cpu"), Way("native", "cpu", "modelnew_cpu"),
+        Way("routed", "cpu", "modelnew_cpu"), Way("function", "cuda"), Way("operator", "cuda")]  # fmt: skip
 
 
-def fixture_of(ways: list[Way]) -> Callable:
-    @pytest.fixture(
-        params=[
-            pytest.param(way, id=f"{way.name}-{way.device}", marks=GPU_MARKS if way in GPU_WAYS else ()) for way in ways
-        ]
-    )
+def fixture_of(chosen: Callable[[Way], bool]) -> Callable:
+    marked = [(way, GPU_MARKS if way.device == "cuda" else ()) for way in WAYS if chosen(way)]
+
+    @pytest.fixture(params=[pytest.param(way, id=f"{way.name}-{way.device}", marks=marks) for way, marks in marked])
     def fixture(request: pytest.FixtureRequest) -> Way:
-        if request.param.name == "native":
-            request.getfixturevalue("native")
+        if request.param.name in ("native", "routed"):
+            request.getfixturevalue(request.param.name)
         return request.param
 
     return fixture
 
 
-way = fixture_of(CPU_WAYS + GPU_WAYS)
-operators = fixture_of([way for way in CPU_WAYS + GPU_WAYS if way.is_operator])
-kept = fixture_of([way for way in CPU_WAYS + GPU_WAYS if way.keeps_operator])  # elsewhere PyTorch's own operators run
+way = fixture_of(lambda way: True)
+operators = fixture_of(lambda way: way.is_operator)
+kept = fixture_of(lambda way: way.keeps_operator)  # elsewhere PyTorch's own operators run
 
 
 class Log(TorchDispatchMode):
@@ -145,12 +149,10 @@ class Log(TorchDispatchMode):
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_values_and_gradients(call, way):
     tensors = call.tensors(way.device)
-    ours, theirs = way.conv2d(*tensors, **call.kwargs), F.conv2d(*tensors, **call.kwargs)
-    assert_same(ours, theirs)
-    assert_same(gradients(ours, tensors), gradients(theirs, tensors))
-    for wanted in tensors[:2]:  # one gradient at a time
+    for wanted in (tensors, tensors[:1], tensors[1:2]):
         ours, theirs = way.conv2d(*tensors, **call.kwargs), F.conv2d(*tensors, **call.kwargs)
-        assert_same(*(torch.autograd.grad(y.sum(), wanted)[0] for y in (ours, theirs)))
+        assert_same(ours, theirs)
+        assert_same(gradients(ours, wanted), gradients(theirs, wanted))
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
@@ -188,27 +190,14 @@ def test_only_requested_gradients_are_computed(bias, kept):
         assert masks == [[j == i for j in range(3)]]
 
 
-def test_backward_does_not_see_what_became_of_a_list(way):
-    x, w, _ = Call("", (2, 4, 9, 10), (6, 4, 3, 3)).tensors(way.device)
-    results = []
-    for padding, dilation in (([1, 1], [1, 1]), ((1, 1), (1, 1))):
-        y = way.conv2d(x, w, None, [1, 1], padding, dilation, 1)
-        if isinstance(padding, list):
-            padding[:] = dilation[:] = [2, 2]  # the same size of output
-        results.append(gradients(y, [x, w]))
-    assert_same(*results)
-
-
 def test_lists_of_one_number_stand_for_both_axes(operators):
     tensors = CALLS[1].tensors(operators.device)
-    ours = operators.conv2d(*tensors, [2], [1], [1], 1)
-    theirs = F.conv2d(*tensors, 2, 1)
+    ours, theirs = operators.conv2d(*tensors, [2], [1], [1], 1), F.conv2d(*tensors, 2, 1)
     assert_same(ours, theirs)
     assert_same(gradients(ours, tensors), gradients(theirs, tensors))
-    for wrong in ([], [1, 1, 1]):
-        for leaves in (tensors, [tensor if tensor is None else tensor.detach() for tensor in tensors]):
-            with pytest.raises(RuntimeError):
-                operators.conv2d(*leaves, wrong, [1], [1], 1)
+    for wrong, requires_grad in itertools.product(([], [1, 1, 1]), (False, True)):
+        with pytest.raises(RuntimeError):
+            operators.conv2d(*CALLS[1].tensors(operators.device, requires_grad=requires_grad), wrong, [1], [1], 1)
 
 
 @pytest.mark.parametrize("formats", [(False, False), (True, False), (False, True), (True, True)], ids=str)
@@ -261,7 +250,7 @@ def test_compile(dynamic, way):
     graphs = []
 
     def keep(graph: torch.fx.GraphModule, _: list) -> Callable:
-        graphs.append(graph)
+        graphs.append([str(node.target) for node in graph.graph.nodes])
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
@@ -277,34 +266,10 @@ def test_compile(dynamic, way):
         assert_same(ours, theirs)
         assert_same(gradients(ours, tensors), gradients(theirs, tensors))
     if way.keeps_operator:
-        targets = [[str(node.target) for node in graph.graph.nodes] for graph in graphs]
-        assert any(f"{way.namespace}.conv2d.default" in names for names in targets)
-        assert any(f"{way.namespace}.conv2d_backward.default" in names for names in targets)
+        targets = set().union(*graphs)
+        assert {f"{way.namespace}.conv2d.default", f"{way.namespace}.conv2d_backward.default"} <= targets
     if dynamic:
         assert len(graphs) == 2
-
-
-@pytest.mark.skipif(TORCH < (2, 6), reason="inductor's options have other names before")
-def test_inductor_keeps_channels_last_without_copies(kept):
-    """channels_last in, channels_last out: one fused kernel between two convolutions and nothing else."""
-    if kept.device == "cuda":
-        pytest.importorskip("triton")
-    import torch._inductor.config
-    from torch._inductor.utils import get_code  # compiles nothing
-
-    x, w, bias = (t.detach() for t in Call("", (2, 8, 6, 5), (8, 8, 3, 3), bias=8).tensors(kept.device, torch.float32))
-    x, w = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, w))
-
-    def network(x: Tensor) -> Tensor:
-        return kept.conv2d(torch.relu(kept.conv2d(x, w, bias, padding=(1, 1))), w, bias, padding=(1, 1))
-
-    options = {"force_disable_caches": True, "cpp.vec_isa_ok": False}
-    with torch.no_grad(), tf32_switch(False), torch._inductor.config.patch(options):
-        code = "\n".join(get_code(torch.compile(network, fullgraph=True), x)).splitlines()
-    calls = [line for line in code if f"{kept.namespace}.conv2d.default(" in line]
-    kernels = [line for line in code if ".run(" in line or line.strip().startswith("cpp_fused")]
-    assert len([line for line in calls if " = " in line]) == 2
-    assert len([line for line in kernels if "=" not in line.split("(")[0]]) == 1
 
 
 @pytest.mark.skipif(TORCH < (2, 6), reason="compiled autograd reads C++ functions from 2.6 on")
@@ -444,22 +409,18 @@ def test_autocast_casts_a_weight_once(trained, way):
     assert casts[0] == casts[1] == (3 + 2 if trained else 9)
 
 
-@gpu
-def test_autocast_leaves_other_devices_errors_to_torch():
-    x, w, bias = RICH_CALL.tensors("cpu", torch.float32, requires_grad=False)
-    with torch.autocast("cuda", torch.float16):
-        for mixed in ((x.cuda(), w, None), (x, w.cuda(), None), (x.cuda(), w.cuda(), bias)):
-            ours, theirs = (outcome(f, *mixed, **RICH_CALL.kwargs) for f in (modelnew.conv2d, F.conv2d))
-            assert ours == theirs
-            assert theirs[0] is RuntimeError
-
-
-
 def test_func_transforms(way):
     x, w, bias = RICH_CALL.tensors(way.device, requires_grad=False)
     xs, ws = torch.stack([x, 2 * x, x - 1]), torch.stack([w, w + 1, -w])
     ours, theirs = (functools.partial(each, **RICH_CALL.kwargs) for each in (way.conv2d, F.conv2d))
+
+    def tangent(f: Callable) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            return torch.autograd.forward_ad.unpack_dual(f(dual, w)).tangent
+
     for transform in (
+        tangent,
         lambda f: torch.func.vmap(f, in_dims=(0, None, None))(xs, w, bias),
         lambda f: torch.func.vmap(f, in_dims=(0, 0, None))(xs, ws, bias),
         lambda f: torch.func.vmap(f, in_dims=(-1, None, None))(xs.movedim(0, -1), w, bias),
@@ -476,27 +437,13 @@ def test_func_transforms(way):
 def test_vmap_without_groups_raises(groups, kept):
     """PyTorch's rule for a batch of weights divides by the groups, and the process ends."""
     x, w, _ = CALLS[1].tensors(kept.device, requires_grad=False)
-    with pytest.raises(RuntimeError, match="non-positive groups is not supported"):
-        torch.func.vmap(lambda w: kept.conv2d(x, w, groups=groups))(torch.stack([w, w]))
-    dy = torch.ones(2, 3, 4, 4, dtype=x.dtype, device=x.device)
-    backward = kept.operators.conv2d_backward
-    with pytest.raises(RuntimeError, match="non-positive groups is not supported"):
-        torch.func.vmap(lambda w: backward(dy, x, w, (1, 1), (0, 0), (1, 1), groups, [True] * 3))(torch.stack([w, w]))
-
-
-@pytest.mark.parametrize("padding", [0, "valid", "same"])
-def test_vmap_of_the_function_without_groups_raises(padding, routed):
-    x, w, _ = CALLS[1].tensors("cpu", requires_grad=False)
-    with pytest.raises(RuntimeError, match="non-positive groups is not supported"):
-        torch.func.vmap(lambda w: modelnew.conv2d(x, w, padding=padding, groups=0))(torch.stack([w, w]))
-
-
-def test_forward_mode(way):
-    x, w, _ = RICH_CALL.tensors(way.device, requires_grad=False)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        tangent = torch.autograd.forward_ad.unpack_dual(way.conv2d(dual, w, **RICH_CALL.kwargs)).tangent
-    assert_same(tangent, F.conv2d(torch.ones_like(x), w, **RICH_CALL.kwargs))
+    dy, others = torch.ones(2, 3, 4, 4).to(x), ((1, 1), (0, 0), (1, 1), groups, [True] * 3)
+    functions = [lambda w: kept.operators.conv2d_backward(dy, x, w, *others)]
+    for padding in [(0, 0)] if kept.is_operator else [(0, 0), "valid", "same"]:
+        functions.append(functools.partial(kept.conv2d, x, padding=padding, groups=groups))
+    for function in functions:
+        with pytest.raises(RuntimeError, match="non-positive groups is not supported"):
+            torch.func.vmap(function)(torch.stack([w, w]))
 
 
 # Ways to a kernel ----------------------------------------------------------------------------------------------------
@@ -521,14 +468,6 @@ class FunctionLog(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         self.seen.append(function)
         return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def routed(native, monkeypatch) -> None:
-    """modelnew.conv2d takes CPU tensors for a GPU's and the CPU's operators for the extension's."""
-    monkeypatch.setattr(modelnew, "_extension", None)
-    monkeypatch.setattr(modelnew, "_operators", torch.ops.modelnew_cpu)
-    monkeypatch.setattr(modelnew, "_any_cuda", lambda *arguments: any(isinstance(a, Tensor) for a in arguments))
 
 
 def test_screening(native):
@@ -562,26 +501,10 @@ def test_screening(native):
     with FakeTensorMode() as mode:
         assert way(mode.from_tensor(x), mode.from_tensor(w), None) == "python"
     assert way(x.to("meta"), w.to("meta"), None) == way(x.as_subclass(Tracker), w, None) == way([1.0], w) == "python"
-
-
-def test_screening_knows_default_devices_from_other_modes(native):
-    x, w, _ = RICH_CALL.tensors("cpu", requires_grad=False)
-    way = functools.partial(native.way, DeviceContext)
-    with torch.device("cpu"):
+    with torch.device("cpu"), torch.device("meta"):  # default devices are function modes as well
         assert way(x, w, None) == "kernel"
-        with torch.device("meta"):
-            assert way(x, w, None) == "kernel"
-        with FunctionLog():
-            assert way(x, w, None) == "python"
     with FunctionLog(), torch.device("cpu"):
         assert way(x, w, None) == "python"
-        with torch._C.DisableTorchFunction():
-            assert way(x, w, None) == "kernel"
-    torch.set_default_device("cpu")
-    try:
-        assert way(x, w, None) == "kernel"
-    finally:
-        torch.set_default_device(None)
 
 
 @pytest.mark.parametrize("padding", [0, (1, 1), "same"], ids=str)
@@ -591,7 +514,7 @@ def test_subclasses_and_function_modes_see_torch_conv2d_once(padding, routed):
     y = modelnew.conv2d(x.as_subclass(Tracker), w, padding=padding)
     assert isinstance(y, Tracker)
     assert [function for function in Tracker.seen if "conv" in str(function)] == [torch.conv2d]
-    with FunctionLog() as mode, Log() as log:
+    with torch.device("cpu"), FunctionLog() as mode, Log() as log:
         modelnew.conv2d(x, w, padding=padding)
     assert [function for function in mode.seen if "conv" in str(function)] == [torch.conv2d]
     assert not any("modelnew" in name for name in log.names())
@@ -633,26 +556,6 @@ def test_dtensor(routed, tmp_path):
         assert_same(modelnew.conv2d(*spread).to_local(), F.conv2d(x, w, bias))
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_compiled_code_calls_the_operator(routed):
-    """With parameters, under a default device, and without a break of the graph."""
-    torch._dynamo.reset()
-    graphs = []
-
-    def keep(graph: torch.fx.GraphModule, _: list) -> Callable:
-        graphs.append(graph)
-        return graph.forward
-
-    x, w, _ = CALLS[1].tensors("cpu")
-    weight = nn.Parameter(w.detach())
-    compiled = torch.compile(lambda x: modelnew.conv2d(x, weight, padding=1), fullgraph=True, backend=keep)
-    assert_same(compiled(x), F.conv2d(x, weight, padding=1))
-    with torch.device("cpu"):
-        compiled(x)
-    for graph in graphs:
-        targets = [str(node.target) for node in graph.graph.nodes if node.op.startswith("call")]
-        assert targets == ["modelnew_cpu.conv2d"]
 
 
 def test_unknown_batch_is_traced(kept):
@@ -740,18 +643,11 @@ def test_registering_again_changes_nothing(native, tmp_path):
     """Neither by the same library nor by another one of the same operators."""
     before = torch.ops.modelnew_cpu.conv2d.default
     native.register_operators("modelnew_cpu")
-    copy = shutil.copy(native.__file__, tmp_path / "copy.so")
-    loader = importlib.machinery.ExtensionFileLoader(native.__name__, str(copy))
-    spec = importlib.util.spec_from_file_location(native.__name__, copy, loader=loader)
-    other = importlib.util.module_from_spec(spec)
+    other = modelnew._import_library(shutil.copy(native.__file__, tmp_path))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         other.register_operators("modelnew_cpu")
     assert torch.ops.modelnew_cpu.conv2d.default is before
-    modelnew._register_operators()
-    tensors = RICH_CALL.tensors("cpu")
-    ours = torch.ops.modelnew_cpu.conv2d(*tensors, *settings(RICH_CALL.kwargs))
-    assert_same(ours, F.conv2d(*tensors, **RICH_CALL.kwargs))
 
 
 @pytest.fixture
@@ -774,10 +670,10 @@ def test_a_copy_without_kernels_does_not_stop_one_that_has_them(native, fresh_na
     x, w, bias = RICH_CALL.tensors("cpu")
     arguments = (x, w, bias, *settings(RICH_CALL.kwargs))
 
-    def seen() -> list[str]:
+    def seen() -> set[str]:
         with Log() as log:
             namespace.conv2d(*arguments).sum().backward()
-        return log.names()
+        return {name for name in log.names() if name.startswith("modelnew")}
 
     def register(file: str) -> None:
         extension = types.SimpleNamespace(
@@ -791,27 +687,14 @@ def test_a_copy_without_kernels_does_not_stop_one_that_has_them(native, fresh_na
             modelnew._register_operators()
 
     modelnew._register_operators()
-    assert "modelnew_late.conv2d.default" not in seen()
+    assert not seen()
     register("second.so")
-    assert {"modelnew_late.conv2d.default", "modelnew_late.conv2d_backward.default"} <= set(seen())
+    assert seen() == {"modelnew_late.conv2d.default", "modelnew_late.conv2d_backward.default"}
     register("second.so")
     assert capsys.readouterr().err == ""
     register("third.so")
     assert "second.so" in capsys.readouterr().err
     assert "modelnew_late.conv2d.default" in seen()
-
-
-def test_names_of_one_library_stay_apart(native):
-    """No graph of one holds operators of another: it may be loaded where there is no other."""
-    native.register_operators("modelnew_other")
-    for namespace in ("modelnew_cpu", "modelnew_other"):
-        tensors = RICH_CALL.tensors("cpu")
-        with Log() as log, torch.autocast("cpu", torch.bfloat16):
-            y = getattr(torch.ops, namespace).conv2d(*tensors, *settings(RICH_CALL.kwargs))
-            grads = torch.autograd.grad(y.float().square().sum(), tensors[:2], create_graph=True)
-            torch.autograd.grad(sum(gradient.sum() for gradient in grads), tensors[:2])
-        ours = {name.partition(".")[0] for name in log.names() if name.startswith("modelnew")}
-        assert ours == {namespace}
 
 
 @pytest.mark.skipif(TORCH < (2, 5), reason="fake tensors of a GPU need one")
