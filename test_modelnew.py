@@ -5,7 +5,7 @@
                                     decides is in tests/test_accelerate.py
     The engines on the GPU          numerics of every engine, streams, graphs, devices; what concerns a single engine
                                     is in tests/test_engines_gpu.py
-    bench.py and packaging
+    Packaging
 
 Tests marked `gpu` skip without a GPU; everything else runs without one.
 """
@@ -154,17 +154,13 @@ def test_bad_calls_raise_what_torch_raises(call, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_mixed_dtypes_raise_what_torch_raises(device):
+def test_mixed_dtypes_and_devices_raise_what_torch_raises(device):
     x, w, bias = CALLS[1].tensors(device, requires_grad=False)
-    for mixed in ((x.float(), w, bias), (x, w.half(), bias), (x, w, bias.float()), (x.float(), w.float(), bias)):
-        check_same_error(modelnew.conv2d, F.conv2d, *mixed)
-
-
-@gpu
-def test_mixed_devices_raise_what_torch_raises():
-    x, w, bias = CALLS[1].tensors("cpu", requires_grad=False)
-    for mixed in ((x.cuda(), w, None), (x, w.cuda(), None), (x.cuda(), w.cuda(), bias)):
-        check_same_error(modelnew.conv2d, F.conv2d, *mixed)
+    mixed = [(x.float(), w, bias), (x, w.half(), bias), (x, w, bias.float()), (x.float(), w.float(), bias)]
+    if device == "cuda":
+        mixed += [(x, w.cpu(), None), (x.cpu(), w, None), (x, w, bias.cpu())]
+    for tensors in mixed:
+        check_same_error(modelnew.conv2d, F.conv2d, *tensors)
 
 
 ONES = (torch.ones(1, 1, 3, 3), torch.ones(1, 1, 1, 1))
@@ -438,10 +434,7 @@ def no_change(*_: object) -> None:
 ZOO_LAYERS = 8  # convolutions of the zoo, each module once
 ZOO_CALLS = 10  # and how often they run
 
-
-@pytest.fixture
-def zoo() -> tuple[nn.Module, Tensor]:
-    return Zoo(), torch.randn(2, 4, 9, 10)
+X = torch.randn(3, 4, 9, 10)
 
 
 @pytest.fixture
@@ -476,9 +469,8 @@ def everything_about(model: nn.Module) -> list:
     return found
 
 
-def test_accelerate_changes_who_computes_and_nothing_else(zoo, ours_called):
-    model, x = zoo
-    twin = Zoo()  # no copy: torch cannot copy weights that a norm or pruning computed
+def test_accelerate_changes_who_computes_and_nothing_else(ours_called):
+    model, twin = Zoo(), Zoo()  # no copy: torch cannot copy weights that a norm or pruning computed
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before, classes = everything_about(model), [type(layer) for layer in convolutions(model)]
     state = model.state_dict()
@@ -495,9 +487,9 @@ def test_accelerate_changes_who_computes_and_nothing_else(zoo, ours_called):
     assert [row.replaced for row in report.layers] == [True] * ZOO_LAYERS
     assert list(model.state_dict()) == list(state)
     assert model.state_dict()._metadata == state._metadata
-    results = step(model, x)
+    results = step(model, X)
     assert len(ours_called) == ZOO_CALLS
-    for ours, theirs in zip(results, step(twin, x), strict=True):
+    for ours, theirs in zip(results, step(twin, X), strict=True):
         assert torch.equal(ours, theirs)
     assert len(ours_called) == ZOO_CALLS
     optimizer.step()
@@ -506,7 +498,7 @@ def test_accelerate_changes_who_computes_and_nothing_else(zoo, ours_called):
     for _ in range(2):
         modelnew.restore(model)
         assert [type(layer) for layer in convolutions(model)] == classes
-    assert torch.equal(step(model, x)[0], step(twin, x)[0])
+    assert torch.equal(step(model, X)[0], step(twin, X)[0])
     assert len(ours_called) == ZOO_CALLS
 
 
@@ -617,10 +609,6 @@ class NoSubclasses(nn.Conv2d):
 LEFT_ALONE = {
     "own forward": (lambda: derived(forward=identity), "Derived, has a forward of its own"),
     "own _conv_forward": (lambda: derived(_conv_forward=identity), "Derived, has a _conv_forward of its own"),
-    "own forward, parametrized": (
-        lambda: nn.utils.parametrizations.weight_norm(derived(forward=identity)),
-        "has a forward of its own",
-    ),
     "forward on the instance": (lambda: with_own("forward", abs), "forward of its own, set on the instance"),
     "_conv_forward on the instance": (lambda: with_own("_conv_forward", abs), "_conv_forward of its own, set on"),
     "lazy": (lambda: nn.LazyConv2d(4, 3), "not initialised yet"),
@@ -678,14 +666,14 @@ def test_lazy_layers_are_accelerated_once_they_exist():
     assert [(row.replaced, row.engine) for row in report.layers] == [(True, "PyTorch")] * 2
 
 
-def test_example_leaves_no_trace(zoo):
-    model, x = zoo
-    model(x).sum().backward()  # so that there are gradients, and weights that weight_norm computed
+def test_example_leaves_no_trace():
+    model = Zoo()
+    model(X).sum().backward()  # so that there are gradients, and weights that weight_norm computed
     model.frozen.eval()
     about, state = everything_about(model), copy.deepcopy(model.state_dict())
     computed, random_state = model.old_norms[0].weight, torch.random.get_rng_state()
     grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    _, report = modelnew.accelerate(model, x)
+    _, report = modelnew.accelerate(model, X)
     assert len(report.layers) == ZOO_CALLS
     assert everything_about(model) == about
     assert model.old_norms[0].weight is computed
@@ -711,9 +699,6 @@ class Keeping(nn.Module):
         self.calls.append(torch.is_grad_enabled())
         self.last = self.second(self.first(self.first(x))) if both else self.first(x)
         return self.last
-
-
-X = torch.randn(3, 4, 9, 10)
 
 
 @pytest.mark.parametrize(
