@@ -19,16 +19,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import modelnew
-from test_modelnew import FakeClock, Plain, X, no_change
+from test_modelnew import Plain, X, Zoo, convolutions, derived, everything_about, identity, no_change
 from tests.cases import gpu
 
 FORK_RNG = torch.random.fork_rng
-
-CONVOLUTIONS = ("Conv1d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 
 
 @pytest.fixture
@@ -161,16 +158,6 @@ def test_layers_of_an_earlier_call_go_back_too(timed, monkeypatch, wrap):
     assert [type(layer) for layer in network] == classes
 
 
-def test_keep_slower(timed):
-    network = three_layers()
-    timed(network, (1.0, 9.0), EQUAL, [FASTER] * 2)
-    _, report = modelnew.accelerate(network, X, keep_slower=True)
-    assert accelerated(network) == [True] * 3
-    assert [(row.replaced, row.reason) for row in report.layers] == [(True, "")] * 4
-    assert report.after_ms > 1.4 * report.before_ms
-    assert report.notes == ()
-
-
 @pytest.mark.parametrize("extra, goes", [(0.09, False), (0.11, True)])  # a network of 10 + 3 * 1.5 + 0.5 ms
 def test_a_network_that_is_still_slower_goes_back_as_a_whole(timed, extra, goes):
     network = three_layers()
@@ -198,14 +185,9 @@ def test_a_failure_while_timing_leaves_the_network_as_it_was(timed):
     network = three_layers()
     modelnew.accelerate(network[1])
     classes = [type(layer) for layer in network]
-
-    def fail(count: int) -> float:
-        if count == 40:  # after the choice
-            raise RuntimeError("out of memory")
-        return 0.0
-
-    timed(network, SLOWER, SLOWER, [FASTER] * 2).disturbed = fail
-    with pytest.raises(RuntimeError, match="out of memory"):
+    times = timed(network, SLOWER, SLOWER, [FASTER] * 2)
+    times.disturbed = lambda count: 0 / (count < 39)  # fails after the choice, with PyTorch's classes
+    with pytest.raises(ZeroDivisionError):
         modelnew.accelerate(network, X)
     assert [type(layer) for layer in network] == classes
 
@@ -286,55 +268,40 @@ def test_forward_alone_counts_where_nothing_trains(passes, monkeypatch, why):
     assert "forward and backward" not in str(report)
 
 
-def test_a_backward_pass_that_fails_leaves_the_network_as_it_was(passes):
+@pytest.mark.parametrize("example, message", [(torch.ones(2, 5, 9, 10), "channels"), (X, "no gradient, please")])
+def test_passes_that_fail_leave_the_network_as_it_was(passes, example, message):
     def fail(_: Tensor) -> None:
         raise RuntimeError("no gradient, please")
 
-    network = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
-    network[1].register_forward_hook(lambda _, __, y: y.register_hook(fail) and None)
-    state = copy.deepcopy(network.state_dict())
-    with pytest.raises(RuntimeError, match="no gradient, please"):
-        modelnew.accelerate(network, X)
-    assert type(network[0]) is nn.Conv2d
-    assert not network[0]._forward_hooks
+    network = Zoo()
+    network.bn.register_forward_hook(lambda _, __, y: y.register_hook(fail) and None)
+    about, state = everything_about(network), copy.deepcopy(network.state_dict())
+    with pytest.raises(RuntimeError, match=message):
+        modelnew.accelerate(network, example)
+    assert not any(isinstance(layer, modelnew.Conv2d) for layer in convolutions(network))
+    assert everything_about(network) == about
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
 
 
-class Casts(TorchDispatchMode):
-    """Counts the casts of filters."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._to_copy.default and args[0].shape == (4, 4, 1, 1)
-        return function(*args, **(kwargs or {}))
-
-
 def test_every_pass_casts_the_weights(passes):
-    """With casts that autocast keeps, some passes would have less to do; those without gradients harm the caller's."""
-    network = nn.Sequential(nn.Conv2d(4, 4, 1))
-    with torch.autocast("cpu", dtype=torch.bfloat16), Casts() as casts:
+    """With casts that autocast keeps, some passes would have less to do."""
+    network, casts = nn.Sequential(nn.Conv2d(4, 4, 1)), []
+    network[0].register_forward_hook(lambda _, __, y: casts.append(y.grad_fn.next_functions[1][0]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         modelnew.accelerate(network, X)
-        network(X).sum().backward()
-    assert network[0].weight.grad is not None
-    # Each timed pass also casts the gradient, in the backward pass, as does the one here.
-    assert casts.count == 1 + 2 * (2 * (2 + 2 * modelnew._TIMED_RUNS) + 1)
+    assert len(casts) == len(set(casts)) > 2 * modelnew._TIMED_RUNS
 
 
 def test_distributed_data_parallel_trains_its_module(paper_gpu, monkeypatch):
     """Its reducer would wait for gradients to arrive in the parameters."""
 
-    class Parallel(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
+    class Parallel(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             assert not torch.is_grad_enabled()
-            return self.module(x)
+            return super().forward(x)
 
     monkeypatch.setattr(nn.parallel, "DistributedDataParallel", Parallel)
-    network = Parallel(three_layers().train())
+    network = Parallel(collections.OrderedDict(module=three_layers().train()))
     Times({"module.0": [SLOWER], "module.1": [EQUAL], "module.2": [FASTER] * 2}).install(monkeypatch, network)
     monkeypatch.setattr(modelnew, "_network_ms", lambda example: example.run() or (1.0, 1.0))
     _, report = modelnew.accelerate(network, X)
@@ -342,33 +309,50 @@ def test_distributed_data_parallel_trains_its_module(paper_gpu, monkeypatch):
     modelnew.accelerate(network.eval(), X)
 
 
+class FakeClock:
+    """CUDA's events and the host's clock, which goes on by a millisecond whenever it is read."""
+
+    ms = 0
+
+    def read(self) -> int:
+        self.ms += 1
+        return self.ms
+
+    def event(self, **_: bool) -> types.SimpleNamespace:
+        event = types.SimpleNamespace(elapsed_time=lambda end: end.ms - event.ms)
+        event.record = lambda _: setattr(event, "ms", self.read())
+        return event
+
+
 @pytest.fixture
 def clock(paper_gpu, monkeypatch) -> FakeClock:
     """Our convolution takes 4 ms forward and 7 backward, PyTorch's takes no time, an event a millisecond."""
-    clock = FakeClock(monkeypatch)
+    clock = FakeClock()
+    monkeypatch.setattr(modelnew, "time", types.SimpleNamespace(perf_counter=lambda: clock.read() / 1e3))
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", no_change)
+    monkeypatch.setattr(torch.cuda, "_sleep", no_change)
 
     class Slow(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x, w, bias, *settings):
+        def forward(_, y):
             clock.ms += 4
-            ctx.save_for_backward(x, w)
-            ctx.settings = settings
-            return F.conv2d(x, w, bias, *settings).clone()  # single images give a view
+            return y.clone()
 
         @staticmethod
-        def backward(ctx, dy):
+        def backward(_, dy):
             clock.ms += 7
-            x, w = ctx.saved_tensors
-            batched = [t if t.dim() == 4 else t[None] for t in (dy, x)]
-            *settings, groups = ctx.settings
-            settings += [False, [0, 0], groups, [True] * 3]
-            dx, dw, db = torch.ops.aten.convolution_backward(*batched, w, [len(w)], *settings)
-            return dx.view_as(x), dw, db, None, None, None, None
+            return dy
+
+    def slow(x: Tensor, *arguments: Any) -> Tensor:
+        """Single images give a view, as PyTorch's convolution does."""
+        y = Slow.apply(F.conv2d(x if x.dim() == 4 else x[None], *arguments))
+        return y if x.dim() == 4 else y.squeeze(0)
 
     monkeypatch.setattr(modelnew, "_any_cuda", lambda *_: True)
     monkeypatch.setattr(modelnew, "_reason_by_engine", lambda *_: "")
     monkeypatch.setattr(modelnew, "explain", lambda *_: "the problem\nforward: wgmma; tf32; 128x128\n")
-    monkeypatch.setattr(modelnew, "conv2d", Slow.apply)
+    monkeypatch.setattr(modelnew, "conv2d", slow)
     return clock
 
 
@@ -401,16 +385,17 @@ def test_all_passes_begin_alike(clock, monkeypatch):
 
 
 class InPlace(nn.Module):
-    """Changes the outputs of its layers in place; the second layer gets single images."""
+    """Changes the outputs of its layers in place; the second layer gets single images, the third one stays."""
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.third = derived(forward=identity)
         self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
         x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
-        return torch.stack([self.second(image).relu_() for image in x])
+        return self.third(torch.stack([self.second(image).relu_() for image in x]))
 
     def block(self, x: Tensor) -> Tensor:
         return F.relu_(self.first(x))
@@ -420,12 +405,19 @@ class InPlace(nn.Module):
 def test_times_are_of_forward_and_backward(clock, training):
     network = InPlace().train(training)
     _, report = modelnew.accelerate(network, X[:2], keep_slower=True)
-    assert [row.name for row in report.layers] == ["first", "second", "second"]
-    for row in report.layers:
-        assert (row.before_ms, row.after_ms) == ((2, 13) if training else (1, 5))
+    assert [row.name for row in report.layers] == ["first", "second", "second", "third"]
+    before, after = (2, 13) if training else (1, 5)
+    for row in report.layers[:3]:
+        assert (row.before_ms, row.after_ms) == (before, after)
+        assert (row.engine, row.explanation) == ("wgmma", "forward: wgmma; tf32; 128x128")
+        assert (row.replaced, row.reason) == (True, "")
+    assert report.layers[3][-4:] == (None, "", None, None)  # engine, explanation and times
     assert report.before_ms == pytest.approx(2)
     assert report.after_ms == pytest.approx(2 + 3 * (11 if training else 4))
+    assert re.search(rf"^first .* wgmma +{before}\.0000 +{after}\.0000 +0\.\d\dx$", str(report), re.MULTILINE)
+    assert re.search(rf"^whole network +2\.0000 +{report.after_ms:.4f} +0\.\d\dx$", str(report), re.MULTILINE)
     for layer in (network.first, network.second):
+        assert isinstance(layer, modelnew.Conv2d)
         assert not layer._forward_hooks
         assert not layer._forward_pre_hooks
 
@@ -433,7 +425,7 @@ def test_times_are_of_forward_and_backward(clock, training):
 def test_what_checkpointing_computes_again_counts(clock):
     network = InPlace(checkpointed=True)
     _, report = modelnew.accelerate(network, X[:2])
-    assert [row.name for row in report.layers] == ["first", "second", "second"]
+    assert [row.name for row in report.layers] == ["first", "second", "second", "third"]
     assert (report.layers[0].before_ms, report.layers[0].after_ms) == (2, 13)
     ours, theirs = re.search(r"(\S+) ms against (\S+) ms", report.layers[0].reason).groups()
     # The second forward ends either with an event of its own or where checkpointing breaks it off.
@@ -568,22 +560,10 @@ def test_what_the_extension_is_asked(judged, case):
     assert settings == [layer.stride, padding, layer.dilation, layer.groups]
 
 
-def test_filters_of_both_layouts_are_judged_in_that_of_the_others(judged):
-    for network, expected in (
-        (nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3)), [False, False]),
-        (nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3)).to(memory_format=torch.channels_last), [True, True]),
-    ):
-        extension = FakeExtension()
-        judged(network, extension)
-        layouts = [not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-                   for x, *_ in extension.asked]  # fmt: skip
-        assert layouts == expected
-
-
 # All convolutions -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("name", ["Conv1d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"])
 def test_other_convolutions_are_reported(name):
     _, report = modelnew.accelerate(nn.Sequential(nn.Conv2d(4, 4, 3), getattr(nn, name)(4, 6, 3, stride=2)))
     row = report.layers[1]
@@ -593,14 +573,6 @@ def test_other_convolutions_are_reported(name):
     assert row.convolution == f"C4 K6 {taps}, stride 2"
     assert "1 of 2 convolutions run on modelnew" in str(report)
     assert f"  1: {row.reason}" in str(report)
-
-
-def test_without_kernels_other_convolutions_are_no_problem(monkeypatch):
-    monkeypatch.setattr(modelnew, "_extension", None)
-    monkeypatch.setattr(modelnew, "_extension_error", "for a test")
-    monkeypatch.setattr(modelnew, "_any_cuda", lambda *_: True)
-    _, report = modelnew.accelerate(nn.Conv1d(4, 4, 3))
-    assert not report.layers[0].replaced
 
 
 # Quantization ---------------------------------------------------------------------------------------------------------
@@ -618,18 +590,14 @@ def quantization(monkeypatch) -> Iterator[types.ModuleType]:
     torch.backends.quantized.engine = before
 
 
-class Quantizable(nn.Module):
-    def __init__(self, quantization: types.ModuleType) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.quant, self.dequant = quantization.QuantStub(), quantization.DeQuantStub()
-        self.observed, self.relu = nn.Conv2d(4, 8, 3, padding=1), nn.ReLU()
-        self.also = nn.Conv2d(8, 8, 3, groups=2)
-        self.left_out = nn.Conv2d(8, 4, 1)
-        self.left_out.qconfig = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.left_out(self.dequant(self.also(self.relu(self.observed(self.quant(x))))))
+def quantizable(quantization: types.ModuleType) -> nn.Sequential:
+    torch.manual_seed(1)
+    observed, also = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, groups=2)
+    network = nn.Sequential(
+        quantization.QuantStub(), observed, nn.ReLU(), also, quantization.DeQuantStub(), nn.Conv2d(8, 4, 1)
+    )
+    network[-1].qconfig = None  # left out
+    return network
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -637,18 +605,18 @@ class Quantizable(nn.Module):
 def test_accelerated_networks_are_quantized_as_others(quantization, aware, inplace):
     results = []
     for accelerate in (no_change, modelnew.accelerate):
-        network = Quantizable(quantization).train(aware)
+        network = quantizable(quantization).train(aware)
         accelerate(network)
-        assert hasattr(network.observed, "qconfig") is False
+        assert hasattr(network[1], "qconfig") is False
         prepare = quantization.prepare_qat if aware else quantization.prepare
         config = quantization.get_default_qat_qconfig if aware else quantization.get_default_qconfig
         network.qconfig = config(torch.backends.quantized.engine)
         prepared = prepare(network, inplace=inplace)
-        assert isinstance(prepared.left_out, modelnew.Conv2d) == (accelerate is modelnew.accelerate)
-        assert not isinstance(prepared.observed, modelnew.Conv2d)
+        assert isinstance(prepared[-1], modelnew.Conv2d) == (accelerate is modelnew.accelerate)
+        assert not isinstance(prepared[1], modelnew.Conv2d)
         prepared(X)
         converted = quantization.convert(prepared.eval())
-        assert type(converted.also).__module__.startswith("torch.ao.nn.quantized")
+        assert type(converted[3]).__module__.startswith("torch.ao.nn.quantized")
         results.append(converted(X))
     assert torch.equal(*results)
 
@@ -668,8 +636,6 @@ def test_a_layer_with_a_qconfig_is_pytorchs():
     layer.qconfig = "anything"
     assert type(layer) is nn.Conv2d
     assert vars(layer)["qconfig"] == "anything"
-    _, report = modelnew.accelerate(layer)
-    assert "prepared for quantization" in report.layers[0].reason
 
 
 # On a GPU -------------------------------------------------------------------------------------------------------------
@@ -702,6 +668,8 @@ def test_gpu_decision_in_training_leaves_no_trace(autocast, layout):
     state, random_state = copy.deepcopy(network.state_dict()), torch.cuda.get_rng_state()
     with torch.autocast("cuda", dtype=autocast, enabled=autocast is not None):
         _, report = modelnew.accelerate(network, x)
+        tensors = (tensor.to(autocast or torch.float32) for tensor in (x, network.first.weight, network.first.bias))
+        expected = modelnew.explain(*tensors, padding=1)
         assert not called
         assert all(torch.equal(p.grad, torch.ones_like(p)) for p in network.parameters())
         assert torch.equal(torch.cuda.get_rng_state(), random_state)
@@ -712,6 +680,8 @@ def test_gpu_decision_in_training_leaves_no_trace(autocast, layout):
         assert not layer._forward_hooks
         assert not layer._forward_pre_hooks
     assert "times are of forward and backward passes" in report.notes
+    assert f"\n{report.layers[0].explanation}\n" in expected
+    assert expected.partition("forward: ")[2].startswith(report.layers[0].engine)
     for row in report.layers:
         assert row.dtype == str(autocast or torch.float32).removeprefix("torch.")
         assert 0 < row.before_ms < report.before_ms
@@ -731,29 +701,14 @@ def test_gpu_passes_keep_no_memory():
 
 
 @gpu
-def test_gpu_single_images_have_a_backward_pass():
-    """PyTorch wraps their convolution, which takes longer, in a view, which takes no time on the GPU."""
-    layer = nn.Conv2d(64, 64, 3, padding=1).cuda()
-    x = torch.randn(64, 256, 256, device="cuda")
-    single, batch = (modelnew.accelerate(layer, each, keep_slower=True)[1].layers[0] for each in (x, x[None]))
-    forward = modelnew.accelerate(layer.eval(), x[None], keep_slower=True)[1].layers[0]
-    assert single.before_ms == pytest.approx(batch.before_ms, rel=0.3)
-    assert batch.before_ms > forward.before_ms
-    assert batch.after_ms > forward.after_ms
-
-
-@gpu
-@pytest.mark.parametrize("training", [False, True])
-def test_gpu_depthwise_layers_in_16_bits_are_judged_without_an_example(training):
+def test_gpu_depthwise_layers_in_16_bits_are_judged_without_an_example():
+    """By what explain() says of the engines, in training mode."""
     depthwise = nn.Conv2d(64, 64, 3, padding=1, groups=64)
-    network = nn.Sequential(depthwise, nn.Conv2d(64, 64, 3)).cuda().half().train(training)
+    network = nn.Sequential(depthwise, nn.Conv2d(64, 64, 3)).cuda().half()
     arguments = modelnew._judged_arguments(depthwise, torch.float16, channels_last=False)
     x, weight, bias = (torch.empty_like(t, device="cuda") for t in arguments[:3])
     direct = "wgrad: direct;" in modelnew.explain(x, weight, bias, *arguments[3:])
+    direct &= torch.cuda.get_device_capability() >= (8, 0)  # where PyTorch uses tensor cores
     _, report = modelnew.accelerate(network)
-    if torch.cuda.get_device_capability() >= (8, 0):
-        assert report.layers[0].replaced == (not (training and direct))
-        assert ("wgrad" in report.layers[0].reason) == (training and direct)
-    modelnew.restore(network)
-    _, report = modelnew.accelerate(network, keep_slower=True)
-    assert [row.replaced for row in report.layers] == [True, True]
+    assert report.layers[0].replaced != direct
+    assert ("wgrad" in report.layers[0].reason) == direct
