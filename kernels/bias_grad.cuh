@@ -1,5 +1,5 @@
-// The gradient of the bias: db[k] is the sum of dy[n, k, p, q] over images and pixels. fp32 and fp64 are summed in double,
-// 16-bit values in fp32 up to kBatch or 8 of them and then in double.
+// The gradient of the bias: db[k] is the sum of dy[n, k, p, q] over images and pixels, in double and rounded once. Of
+// 16-bit values, those of a load or of kBatch pixels are added in fp32 first.
 //
 // Reading dy is all the work, so each layout is read along its memory, 16 bytes a load where it is dense:
 //
