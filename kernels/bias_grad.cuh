@@ -75,8 +75,8 @@ struct ShortSum<double> {
   using Type = double;
 };
 
-// Adds the rows of smem [i][row][column] in a fixed order, where each thread brings its values to a place of its own. The
-// sums replace the first row.
+// Adds the rows of smem [i][row][column] in a fixed order; each thread brings the values of one place. The sums replace
+// the first row.
 template <int COUNT>
 __device__ inline void add_rows(const double (&values)[COUNT], int row, int column, int rows, int columns,
                                 double* smem) {
@@ -109,8 +109,8 @@ __device__ inline void store_split(double sum, const Params& params, int split, 
     store<Storage>(sum, params.out_ptr, k);
 }
 
-// blockIdx.x = (split, tile of channels). A strip may begin at any element: its threads load the aligned vectors in which
-// it lies and add what belongs to it. COUNT is 1 if the elements of a strip are not neighbours in memory.
+// blockIdx.x = (split, tile of channels). A strip may begin at any element: its threads load the aligned vectors in
+// which it lies and add what belongs to it. COUNT is 1 if the elements of a strip are not neighbours in memory.
 template <typename Storage, int COUNT>
 __global__ void __launch_bounds__(kThreads, 4) planes_kernel(const Params params) {
   extern __shared__ __align__(16) unsigned char modelnew_smem[];
@@ -133,9 +133,10 @@ __global__ void __launch_bounds__(kThreads, 4) planes_kernel(const Params params
     const Storage* const strip_ptr =
         static_cast<const Storage*>(params.dy_ptr) + k * params.channel_step + outer * params.steps[0] +
         (row - outer * params.sizes[1]) * params.steps[1] + begin * params.steps[2];
-    const int excess = static_cast<int>(reinterpret_cast<uint64_t>(strip_ptr) % (sizeof(Storage) * COUNT) / sizeof(Storage));
-    // The first and the last vector of dy may reach out of it. They are not loaded: their elements, up to `front` and from
-    // `back` on, are added one by one.
+    const uint64_t address = reinterpret_cast<uint64_t>(strip_ptr);
+    const int excess = static_cast<int>(address % (sizeof(Storage) * COUNT) / sizeof(Storage));
+    // The first and the last vector of dy may reach out of it. They are not loaded: their elements, up to `front` and
+    // from `back` on, are added one by one.
     const int front = strip_ptr - excess < params.dy_ptr ? (COUNT - excess < size ? COUNT - excess : size) : 0;
     const int last = (size - 1 + excess) / COUNT * COUNT - excess;
     const int end_of_vectors = COUNT == 1 || strip_ptr + last + COUNT <= params.end_ptr ? size : last;
@@ -279,8 +280,8 @@ inline int fitting_lanes(int64_t loads, int64_t most_groups) {
 // The plan depends on the problem and on where dy begins, never on the GPU: the same bits come out everywhere.
 inline Plan make_plan(const Problem& problem, const void* dy_ptr) {
   constexpr int64_t kStripBytes = 16 << 10;
-  // Blocks in all: those that 132 SMs hold at once where pixels are split evenly, else more, so that the last ones to end
-  // are small. Bytes that each reads at least; fewer than kLeastSplits of them do not pay for partials_kernel.
+  // Blocks in all: as many as 132 SMs hold at once where pixels are split evenly, else more, so that the last ones are
+  // small. Bytes that each reads at least; fewer than kLeastSplits of them do not pay for partials_kernel.
   constexpr int64_t kPixelBlocks = 528, kPlaneBlocks = 2112, kLeastBytes = 32 << 10, kLeastSplits = 3;
   const int bytes = element_bytes(problem.dtype), most_count = 16 / bytes;
   Plan plan{};
