@@ -42,7 +42,7 @@ from results import report
 
 SEED = 42
 REST_MS = 20  # before a timed call; without it the power cap lowers the clocks (docs/performance.md)
-FORWARD, DGRAD, WGRAD = "forward", "dgrad", "wgrad"
+FORWARD, DGRAD, WGRAD, BGRAD = "forward", "dgrad", "wgrad", "bgrad"
 REAL = ("float32", "float16", "bfloat16", "float64")
 CASE_FORM = "N,C,K,R,S,H,W[,stride,pad,dilation,groups]"
 NO_GPU = "No GPU: PyTorch's convolution on the CPU beside itself, scaled down. This says nothing about speed."
@@ -247,7 +247,7 @@ def traffic(case: Case, direction: str, itemsize: int, channels_last: bool = Fal
     w = case.K * (case.C // case.groups) * case.R * case.S * itemsize
     y = case.N * case.K * case.P * case.Q * itemsize
     bias = case.K * case.bias * itemsize
-    return {FORWARD: (x + w + bias, y), DGRAD: (y + w, whole_x), WGRAD: (x + y, w)}[direction]
+    return {FORWARD: (x + w + bias, y), DGRAD: (y + w, whole_x), WGRAD: (x + y, w), BGRAD: (y, bias)}[direction]
 
 
 def type_info(contract: str) -> torch.finfo:
@@ -364,14 +364,15 @@ class Operands:
 
 
 def exact_pieces(job: Job, operands: Operands, budget_bytes: int = 1 << 30) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Parts of the pass in float64: which images (of a gradient to the weight: all of it), value, magnitude.
+    """Parts of the pass in float64: which images (of a gradient to weight or bias: all of it), value, magnitude.
 
     The magnitude is the same sum over absolute values. cuDNN is off: ATen's own kernels compute, most by im2col and
     matrix products. `budget_bytes` bounds a part's tensors.
     """
     case, dtype = job.case, torch.float64
     images = max(1, budget_bytes // (8 * max(case.C * case.H * case.W, case.K * case.P * case.Q)))
-    weight_gradient = torch.zeros(2, *operands.w.shape, dtype=dtype, device=operands.w.device)
+    wanted = operands.bias if job.direction == BGRAD else operands.w
+    summed = torch.zeros(2, *wanted.shape, dtype=dtype, device=wanted.device)
     for n in range(0, case.N, images):
         part = slice(n, min(n + images, case.N))
         results = []
@@ -384,14 +385,16 @@ def exact_pieces(job: Job, operands: Operands, budget_bytes: int = 1 << 30) -> I
                     results.append(F.conv2d(x, w, bias, **case.options))
                 elif job.direction == DGRAD:
                     results.append(torch.nn.grad.conv2d_input(x.shape, w, dy, **case.options))
-                else:
+                elif job.direction == WGRAD:
                     results.append(torch.nn.grad.conv2d_weight(x, w.shape, dy, **case.options))
-        if job.direction == WGRAD:
-            weight_gradient += torch.stack(results)
+                else:
+                    results.append(dy.sum((0, 2, 3)))
+        if job.direction in (WGRAD, BGRAD):
+            summed += torch.stack(results)
         else:
             yield part, *results
-    if job.direction == WGRAD:
-        yield slice(None), *weight_gradient
+    if job.direction in (WGRAD, BGRAD):
+        yield slice(None), *summed
 
 
 def error_bound(contract: str, reduction: int) -> tuple[float, float, float]:
@@ -417,7 +420,7 @@ RELATIVE_LIMITS = {"tf32": 2**-10, "fp32": 1e-5, "float16": 2**-10, "bfloat16": 
 
 def reduction_length(case: Case, direction: str) -> int:
     """How many products make one element of the result (at most, where there is padding or a stride)."""
-    if direction == WGRAD:
+    if direction in (WGRAD, BGRAD):
         return case.N * case.P * case.Q
     return (case.C if direction == FORWARD else case.K) // case.groups * case.R * case.S
 
@@ -525,10 +528,9 @@ def pass_alone(convolve: Callable[..., Tensor], job: Job, operands: Operands) ->
     options = job.case.options
     if job.direction == FORWARD:
         return lambda: convolve(operands.x, operands.w, operands.bias, **options)
-    x = operands.x.detach().requires_grad_(job.direction == DGRAD)
-    w = operands.w.detach().requires_grad_(job.direction == WGRAD)
-    y = convolve(x, w, operands.bias, **options)
-    wanted = x if job.direction == DGRAD else w
+    tensors = {DGRAD: operands.x, WGRAD: operands.w, BGRAD: operands.bias}
+    tensors = {of: t if t is None else t.detach().requires_grad_(of == job.direction) for of, t in tensors.items()}
+    y, wanted = convolve(*tensors.values(), **options), tensors[job.direction]
     return lambda: torch.autograd.grad(y, wanted, operands.dy, retain_graph=True)[0]
 
 
@@ -561,7 +563,7 @@ def engine_and_contract(job: Job, operands: Operands) -> dict[str, str]:
     text = str(modelnew.explain(operands.x, operands.w, operands.bias, **job.case.options))
     line = re.search(rf"^\s*{job.direction}:\s*(\w+)(.*)$", text, re.MULTILINE)
     promised = re.search(r"\b(tf32|fp32)\b", line[2]) if line else None
-    float32 = promised[1] if promised else job.precision
+    float32 = promised[1] if promised else "fp32" if job.direction == BGRAD else job.precision
     return {"engine": line[1] if line else "PyTorch", "contract": float32 if job.dtype == "float32" else job.dtype}
 
 
@@ -569,10 +571,11 @@ def rates(job: Job, row: dict[str, Any], ceilings: Ceilings) -> dict[str, Any]:
     """What follows from the times."""
     moved = traffic(job.case, job.direction, type_info(row["contract"]).bits // 8, job.channels_last)
     memory_ms = moved[0] / ceilings.read_gbs / 1e6 + moved[1] / ceilings.fill_gbs / 1e6
-    arithmetic_ms = job.case.flop / ceilings.matrix_rate(row["contract"]) / 1e9
+    flop = job.case.N * job.case.K * job.case.P * job.case.Q if job.direction == BGRAD else job.case.flop
+    arithmetic_ms = flop / ceilings.matrix_rate(row["contract"]) / 1e9
     return {
         "speedup": row["peer_ms"] / row["ours_ms"],
-        "flop": job.case.flop,
+        "flop": flop,
         "bytes": sum(moved),
         "floor_memory_ms": memory_ms,
         "floor_arithmetic_ms": arithmetic_ms,
@@ -649,7 +652,7 @@ def jobs(args: argparse.Namespace, on_gpu: bool) -> list[Job]:
     suites = dict.fromkeys(args.suite or ([] if args.case else ["reference"]))
     cases = [(suite, case) for suite in suites for case in suite_cases(suite, args.batch)]
     cases = [(suite, case if on_gpu else scaled_down(case)) for suite, case in cases] + [("", c) for c in args.case]
-    directions = (FORWARD, DGRAD, WGRAD) if args.backward else (FORWARD,)
+    directions = (FORWARD, DGRAD, WGRAD, BGRAD) if args.backward else (FORWARD,)
     precisions = args.precision if on_gpu else ["fp32"]  # there is no TF32 on a CPU
     return [
         Job(case, direction, dtype, precision, suite, args.channels_last)
@@ -658,6 +661,7 @@ def jobs(args: argparse.Namespace, on_gpu: bool) -> list[Job]:
         for suite, case in cases
         if re.search(args.filter, f"{case.name}: {case.shape}")
         for direction in directions
+        if direction != BGRAD or case.bias
     ]
 
 
@@ -740,7 +744,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--precision", nargs="+", choices=("tf32", "fp32"), default=["tf32"],
         help="PyTorch's setting for float32 convolutions (default: tf32, as PyTorch's own)")  # fmt: skip
     add("--channels-last", action="store_true", help="x and the weight in channels_last, on both sides")
-    add("--backward", action="store_true", help="rows for the gradients to input and weight as well, each alone")
+    add("--backward", action="store_true", help="rows for the gradients to input, weight and bias as well, each alone")
     add("--engine", metavar="NAME", help="force one of modelnew's engines")
     add("--data", choices=tuple(DATA), default="rand", help="how x is drawn: " + "; ".join(DATA[d][1] for d in DATA))
     add("--rest", type=float, metavar="MS", help=f"pause before a timed call (default: {REST_MS}; networks: 0)")

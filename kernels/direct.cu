@@ -5,8 +5,8 @@
 //   points         the same for 1x1 filters to at most 8 channels of fp32: every pixel is read once, into registers
 //   weight_grad    dw from x and dy
 //   sliding_wgrad, depthwise_wgrad   the same with one input channel for each output: 3x3, any filter
-//   bias_grad      db from dy
-//   add_partials   [split][element] doubles -> dw or db
+//   add_partials   [split][element] doubles -> dw
+//   bias_grad      db from dy, see bias_grad.cuh
 //
 // fp32, fp16 and bf16 tensors are staged in shared memory as fp32 (rounded to TF32 there where that contract holds) and
 // multiplied by FFMA: products of TF32 or 16-bit operands are then exact. fp64 tensors use double throughout.
@@ -23,6 +23,7 @@
 #include "engines.cuh"
 #endif
 
+#include "bias_grad.cuh"
 #include "correlate.cuh"
 
 namespace modelnew {
@@ -623,41 +624,7 @@ __global__ void __launch_bounds__(kReduceThreads, sizeof(Acc) == 8 ? 1 : 2)
   }
 }
 
-// ---- bias_grad, add_partials ----
-
-struct BiasGradParams {
-  const void* dy_ptr;
-  double* partial_ptr;  // [split][K]
-  int64_t dy_stride[4];
-  int64_t N;
-  int K, P, Q, splits;
-  int64_t rows_per_split;
-  DType dtype;
-};
-
-// blockIdx.x = (k, split). One warp a row of dy; sums in double from the start: reading dy is what takes the time.
-__global__ void __launch_bounds__(kReduceThreads) bias_grad_kernel(const BiasGradParams params) {
-  extern __shared__ __align__(16) unsigned char modelnew_smem[];
-  const int split = static_cast<int>(blockIdx.x % params.splits), k = static_cast<int>(blockIdx.x / params.splits);
-  const int64_t rows = params.N * params.P, first_row = split * params.rows_per_split;
-  const int64_t end_row = first_row + params.rows_per_split < rows ? first_row + params.rows_per_split : rows;
-  double sum = 0;
-  const auto add_rows_of = [&](auto tag) {
-    using Storage = decltype(tag);
-    for (int64_t row = first_row + threadIdx.x / 32; row < end_row; row += kReduceThreads / 32) {
-      const Storage* dy_ptr = static_cast<const Storage*>(params.dy_ptr) + row / params.P * params.dy_stride[0] +
-                              k * params.dy_stride[1] + row % params.P * params.dy_stride[2];
-#pragma unroll 4
-      for (int q = threadIdx.x % 32; q < params.Q; q += 32) sum += widen(dy_ptr[q * params.dy_stride[3]]);
-    }
-  };
-  if (params.dtype == DType::kFloat64)
-    add_rows_of(double{});
-  else
-    with_storage<float>(params.dtype, add_rows_of);
-  const double all = block_sum<kReduceThreads>(sum, reinterpret_cast<double*>(modelnew_smem));
-  if (threadIdx.x == 0) params.partial_ptr[static_cast<int64_t>(split) * params.K + k] = all;
-}
+// ---- add_partials ----
 
 struct AddPartialsParams {
   const double* partial_ptr;  // [split][k][c][r][s]
@@ -817,19 +784,6 @@ inline WeightGradPlan plan_weight_grad(const Problem& problem) {
                                                                                                                 : wide;
 }
 
-struct BiasGradPlan {
-  int splits;
-  int64_t rows_per_split;
-};
-
-inline BiasGradPlan plan_bias_grad(const Problem& problem) {
-  BiasGradPlan plan{};
-  constexpr int64_t kLeastRows = 32;
-  split_range(problem.N * problem.P, problem.K, kDepthwiseWgradBlocks, problem.K, kLeastRows, plan.splits,
-              plan.rows_per_split);
-  return plan;
-}
-
 // ---- What the binding calls ----
 
 inline const char* refusal(const Problem& problem, Operator op) {
@@ -867,10 +821,10 @@ inline int64_t weight_elements(const Problem& problem) {
   return static_cast<int64_t>(problem.K) * (problem.C / problem.groups) * problem.R * problem.S;
 }
 
-inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers&) {
+inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
   constexpr int64_t kSlot = sizeof(double);
   if (op == Operator::kWgrad) return plan_weight_grad(problem).splits * weight_elements(problem) * kSlot;
-  if (op == Operator::kBgrad) return plan_bias_grad(problem).splits * static_cast<int64_t>(problem.K) * kSlot;
+  if (op == Operator::kBgrad) return bias_grad::workspace_bytes(problem, pointers.dy);
   const int64_t element_size = problem.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
   return packed_elements(problem, op, plan_correlate(problem, op)) * element_size;
 }
@@ -962,19 +916,15 @@ inline cudaError_t launch_correlate(Operator op, const Problem& problem, const P
   return cudaSuccess;
 }
 
-inline cudaError_t add_partials(const Problem& problem, const Pointers& pointers, int splits, bool bias,
-                                cudaStream_t stream) {
+inline cudaError_t add_partials(const Problem& problem, const Pointers& pointers, int splits, cudaStream_t stream) {
   AddPartialsParams params{};
   params.partial_ptr = static_cast<const double*>(pointers.workspace);
   params.out_ptr = pointers.out;
-  params.elements = bias ? problem.K : weight_elements(problem);
-  params.C = bias ? 1 : problem.C / problem.groups;
-  params.R = bias ? 1 : problem.R;
-  params.S = bias ? 1 : problem.S;
-  if (bias)
-    params.out_stride[0] = 1;
-  else
-    std::copy_n(problem.w_stride, 4, params.out_stride);
+  params.elements = weight_elements(problem);
+  params.C = problem.C / problem.groups;
+  params.R = problem.R;
+  params.S = problem.S;
+  std::copy_n(problem.w_stride, 4, params.out_stride);
   params.splits = splits;
   params.dtype = problem.dtype;
   const unsigned blocks = static_cast<unsigned>(ceil_div(params.elements, kReduceThreads));
@@ -1033,32 +983,12 @@ inline cudaError_t launch_weight_grad(const Problem& problem, const Pointers& po
       break;
   }
   const cudaError_t error = cudaGetLastError();
-  return error != cudaSuccess ? error : add_partials(problem, pointers, plan.splits, false, stream);
-}
-
-inline cudaError_t launch_bias_grad(const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
-  const BiasGradPlan plan = plan_bias_grad(problem);
-  BiasGradParams params{};
-  params.dy_ptr = pointers.dy;
-  params.partial_ptr = static_cast<double*>(pointers.workspace);
-  std::copy_n(problem.y_stride, 4, params.dy_stride);
-  params.N = problem.N;
-  params.K = problem.K;
-  params.P = problem.P;
-  params.Q = problem.Q;
-  params.splits = plan.splits;
-  params.rows_per_split = plan.rows_per_split;
-  params.dtype = problem.dtype;
-  const int64_t blocks = static_cast<int64_t>(problem.K) * plan.splits;
-  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  bias_grad_kernel<<<static_cast<unsigned>(blocks), kReduceThreads, kReduceThreads * sizeof(double), stream>>>(params);
-  const cudaError_t error = cudaGetLastError();
-  return error != cudaSuccess ? error : add_partials(problem, pointers, plan.splits, true, stream);
+  return error != cudaSuccess ? error : add_partials(problem, pointers, plan.splits, stream);
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
   if (op == Operator::kWgrad) return launch_weight_grad(problem, pointers, stream);
-  if (op == Operator::kBgrad) return launch_bias_grad(problem, pointers, stream);
+  if (op == Operator::kBgrad) return bias_grad::launch(problem, pointers, stream);
   const void* const in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
   const bool aligned = (reinterpret_cast<uint64_t>(in_ptr) | reinterpret_cast<uint64_t>(pointers.out)) % 16 == 0;
   if (aligned && takes_points(problem, op)) return launch_points(op, problem, pointers, stream);
@@ -1069,7 +999,8 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
 
 inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
   if (op == Operator::kBgrad) {
-    snprintf(text, text_size, "bias_grad: %d splits", plan_bias_grad(problem).splits);
+    const bias_grad::Plan plan = bias_grad::make_plan(problem, nullptr);
+    snprintf(text, text_size, "bias_grad by %s: %d splits", plan.by_pixels ? "pixels" : "planes", plan.params.splits);
     return;
   }
   if (op == Operator::kWgrad) {
