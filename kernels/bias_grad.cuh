@@ -282,7 +282,7 @@ inline Plan make_plan(const Problem& problem, const void* dy_ptr) {
   constexpr int64_t kStripBytes = 16 << 10;
   // Blocks in all: as many as 132 SMs hold at once where pixels are split evenly, else more, so that the last ones are
   // small. Bytes that each reads at least; fewer than kLeastSplits of them do not pay for partials_kernel.
-  constexpr int64_t kPixelBlocks = 528, kPlaneBlocks = 2112, kLeastBytes = 32 << 10, kLeastSplits = 3;
+  constexpr int64_t kPixelBlocks = 528, kPlaneBlocks = 1056, kLeastBytes = 32 << 10, kLeastSplits = 3;
   const int bytes = element_bytes(problem.dtype), most_count = 16 / bytes;
   Plan plan{};
   Params& params = plan.params;
@@ -290,21 +290,24 @@ inline Plan make_plan(const Problem& problem, const void* dy_ptr) {
   params.channel_step = problem.y_stride[1];
 
   // Sorted by their steps, whatever the memory format is, and joined where one continues the other.
-  std::pair<int64_t, int64_t> axes[3] = {
-      {problem.y_stride[0], problem.N}, {problem.y_stride[2], problem.P}, {problem.y_stride[3], problem.Q}};
-  std::sort(axes, axes + 3);
-  std::fill_n(params.sizes, 3, 1);
+  struct Axis {
+    int64_t step, size;
+  } axes[3] = {{problem.y_stride[0], problem.N}, {problem.y_stride[2], problem.P}, {problem.y_stride[3], problem.Q}};
+  for (int pass = 0; pass < 2; ++pass)
+    for (int i = 0; i < 2; ++i)
+      if (axes[i].step > axes[i + 1].step) std::swap(axes[i], axes[i + 1]);
   int last = 3;
-  for (const auto& [step, size] : axes) {
-    if (size == 1) continue;
-    if (last < 3 && step == params.steps[last] * params.sizes[last]) {
-      params.sizes[last] *= size;
+  for (const Axis& axis : axes) {
+    if (axis.size == 1) continue;
+    if (last < 3 && axis.step == params.steps[last] * params.sizes[last]) {
+      params.sizes[last] *= axis.size;
     } else {
       --last;
-      params.steps[last] = step;
-      params.sizes[last] = size;
+      params.steps[last] = axis.step;
+      params.sizes[last] = axis.size;
     }
   }
+  while (last > 0) params.sizes[--last] = 1;
 
   plan.by_pixels = problem.K > 1 && params.channel_step == 1 && params.steps[2] != 1;
   params.repeats = 1;
@@ -322,7 +325,13 @@ inline Plan make_plan(const Problem& problem, const void* dy_ptr) {
     params.items = params.sizes[0] * params.sizes[1] * params.sizes[2] / params.repeats;
     if (params.repeats > 1) params.steps[2] *= params.repeats;
     const int64_t loads = problem.K * static_cast<int64_t>(params.repeats) / plan.count;
-    tiles = params.repeats == 1 ? ceil_div(loads, 128) : 1;
+    // A block that reads all pixels of its channels needs no split: it takes as many as kLeastBytes hold. Where that is
+    // too much even for kFewLoads, pixels are split, and neighbouring threads read long pieces of them.
+    constexpr int64_t kFewLoads = 8, kManyLoads = 128;
+    const int64_t load_bytes = params.items * plan.count * bytes;
+    const int64_t fitting = std::max(kFewLoads, std::min(kManyLoads, kLeastBytes / std::max<int64_t>(1, load_bytes)));
+    const bool one_split = load_bytes * kFewLoads < kLeastSplits * kLeastBytes;
+    tiles = params.repeats == 1 ? ceil_div(loads, one_split ? fitting : kManyLoads) : 1;
     blocks = kPixelBlocks;
     params.lanes = static_cast<int>(ceil_div(loads, tiles));
     item_bytes = params.lanes * plan.count * bytes;
@@ -378,7 +387,7 @@ inline void run(const Plan& plan, cudaStream_t stream) {
 inline cudaError_t launch(const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
   Plan plan = make_plan(problem, pointers.dy);
   Params& params = plan.params;
-  if (plan.blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  if (plan.blocks >= int64_t{1} << 31) return cudaErrorInvalidConfiguration;
   const int64_t(&step)[4] = problem.y_stride;
   const int64_t last = (problem.N - 1) * step[0] + (problem.K - 1) * step[1] + (problem.P - 1) * step[2] +
                        (problem.Q - 1) * step[3];

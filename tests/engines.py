@@ -536,6 +536,7 @@ def spreads(
     tf32: bool,
     layout: str = "contiguous",
     dtype: torch.dtype = torch.float32,
+    operator: str = "fprop",
     **wishes: int,
 ) -> bool:
     """Whether Inf, NaN and what only rounds to Inf come to those outputs that PyTorch has them in."""
@@ -545,13 +546,14 @@ def spreads(
             continue
         tensors = make_tensors(case, dtype, under_a_tf32_step)
         tensors["w"] *= 1e-2
+        first, second = (tensors[name] for name in OPERANDS[operator])
         if dtype == torch.float32:
-            tensors["x"].view(torch.int32)[0, 3, 5, 7] = torch.tensor(special).view(torch.int32).item()
+            first.view(torch.int32)[0, 3, 5, 7] = torch.tensor(special).view(torch.int32).item()
         else:
-            tensors["x"][0, 3, 5, 7] = special
-        tensors["w"][2, 1, 0, 0] = special if special != largest else 1
-        expected = reference("fprop", case, tensors)
-        out = shim.result("fprop", case, tensors, layout, tf32=tf32, **wishes)
+            first[0, 3, 5, 7] = special
+        second[-1, 1, 0, 0] = special if special != largest else 1
+        expected = reference(operator, case, tensors)
+        out = shim.result(operator, case, tensors, layout, tf32=tf32, **wishes)
         right = torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf())
         finite = expected.isfinite()
         right &= torch.equal(out.sign()[expected.isinf()].double(), expected.sign()[expected.isinf()])

@@ -624,12 +624,8 @@ def test_accelerated_networks_are_quantized_as_others(quantization, aware, inpla
 def test_a_layer_with_a_qconfig_is_pytorchs():
     layer = nn.Conv2d(4, 4, 1)
     modelnew.accelerate(layer)
-    with pytest.raises(AttributeError, match="object has no attribute 'qconfig'"):
-        _ = layer.qconfig
-    with pytest.raises(AttributeError):
-        del layer.qconfig
+    assert not hasattr(layer, "qconfig")
     layer.qconfig = None
-    assert layer.qconfig is None
     assert isinstance(layer, modelnew.Conv2d)
     del layer.qconfig
     assert not hasattr(layer, "qconfig")

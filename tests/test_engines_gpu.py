@@ -98,7 +98,6 @@ STEM_CASES = [
     Case(9, 3, 64, 96, 128, 7, 7, stride=(2, 2), padding=(3, 3)),
     Case(9, 3, 113, 127, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
     Case(40, 1, 28, 28, 33, 5, 5, padding=(2, 2)),
-    Case(2, 3, 99, 67, 96, 11, 11, stride=(4, 4), padding=(2, 2)),
     Case(1, 7, 33, 40, 70, 5, 5, stride=(1, 2), padding=(4, 1)),
     Case(2, 2, 40, 513, 64, 3, 7, padding=(1, 3), dilation=(1, 2)),
     Case(300, 6, 2, 1, 100, 2, 3, padding=(0, 1)),
@@ -120,11 +119,9 @@ WGMMA_CASES = [
     Case(1, 17, 90, 130, 100, 3, 3, padding=(1, 1)),
     # Filters, dilations and paddings of all shapes: dgrad pads by what is left of them, which may be less than nothing.
     Case(2, 40, 185, 131, 72, 1, 1),
-    Case(2, 40, 65, 132, 72, 3, 1, padding=(2, 0)),
     Case(1, 40, 40, 133, 72, 5, 7, padding=(4, 0)),
     Case(1, 40, 55, 132, 72, 2, 4, padding=(0, 3), dilation=(3, 2)),
     Case(1, 40, 50, 140, 72, 3, 3, padding=(5, 7), dilation=(1, 3)),
-    Case(3, 72, 110, 142, 40, 1, 1, padding=(3, 2)),
     Case(1, 300, 20, 40, 65, 6, 7, padding=(3, 3)),
     # Groups.
     Case(2, 80, 60, 100, 130, 3, 3, padding=(1, 1), groups=2),
@@ -206,7 +203,6 @@ GPU_PATCHES_CASES = [
 # pixels out, groups, words and channels one by one; ragged edges of every tile, and several splits.
 GPU_WGRAD_CASES = [
     Case(3, 64, 28, 28, 64, 3, 3, padding=(1, 1)),
-    Case(2, 16, 30, 70, 72, 3, 3, padding=(1, 0)),
     Case(5, 96, 14, 14, 300, 1, 1),
     Case(9, 80, 7, 7, 136, 1, 1),
     Case(4, 32, 28, 30, 64, 1, 1, stride=(2, 2)),
@@ -220,7 +216,6 @@ GPU_WGRAD_CASES = [
     Case(256, 512, 7, 7, 136, 1, 1),
     Case(64, 128, 7, 7, 264, 3, 3, padding=(1, 1)),
     Case(32, 128, 56, 56, 192, 1, 1, stride=(2, 2)),
-    Case(8, 64, 57, 61, 72, 5, 3, stride=(2, 1), padding=(2, 1)),
 ]
 GPU_WGRAD_VIEWED = [
     Case(3, 20, 12, 16, 24, 3, 3, padding=(1, 1)),
@@ -229,9 +224,7 @@ GPU_WGRAD_VIEWED = [
 # Phases with every number of taps, and without any; a filter that leaves rows out, dilation, groups.
 GPU_STRIDED_CASES = [
     Case(3, 64, 28, 30, 72, 3, 3, stride=(2, 2), padding=(1, 1)),
-    Case(4, 48, 15, 14, 136, 1, 1, stride=(2, 2)),
     Case(2, 40, 33, 29, 24, 5, 4, stride=(3, 2), padding=(2, 1)),
-    Case(2, 16, 21, 40, 64, 2, 2, stride=(2, 2)),
     Case(2, 24, 30, 31, 40, 3, 3, stride=(2, 1), padding=(2, 2), dilation=(2, 2)),
     Case(2, 64, 20, 20, 96, 3, 3, stride=(2, 2), padding=(1, 1), groups=2),
     # Large enough for TF32.
@@ -250,12 +243,10 @@ GPU_DILATED_CASES = [
 TMA_CASES = [
     Case(3, 72, 13, 17, 136, 3, 3, padding=(1, 1)),
     Case(4, 128, 28, 28, 128, 3, 3, stride=(2, 2), padding=(1, 1)),
-    Case(33, 256, 14, 14, 264, 1, 1),
     Case(40, 64, 16, 24, 256, 1, 1),
     Case(2, 512, 7, 7, 2048, 1, 1),
     Case(1, 2048, 7, 7, 512, 1, 1),
     Case(2, 512, 7, 7, 512, 3, 3, padding=(1, 1)),
-    Case(2, 40, 33, 30, 200, 3, 3, padding=(12, 6), dilation=(12, 6)),
     Case(3, 64, 15, 15, 64, 7, 7, stride=(3, 2), padding=(3, 3)),
     Case(1, 16, 3, 1000, 8, 2, 2),
     Case(2, 320, 64, 64, 320, 3, 3, padding=(1, 1)),
@@ -266,7 +257,6 @@ TMA_CASES = [
     Case(3, 72, 13, 17, 131, 3, 3, padding=(1, 1)),
     # Groups: merged, the last merged one in part; more outputs than inputs; as they are.
     Case(3, 256, 28, 30, 256, 3, 3, padding=(1, 1), groups=32),
-    Case(2, 512, 14, 14, 512, 3, 3, stride=(2, 2), padding=(1, 1), groups=32),
     Case(2, 144, 17, 13, 288, 5, 3, padding=(2, 1), groups=9),
     Case(3, 256, 13, 14, 384, 3, 3, padding=(1, 1), groups=2),
     Case(2, 320, 16, 16, 320, 1, 1, groups=5),
@@ -607,7 +597,6 @@ def test_gpu_waits_for_what_wrote_its_operands(engine, case, last):
 
 CHAINED_CASES = [
     Case(64, 64, 56, 56, 64, 1, 1),
-    Case(64, 64, 57, 57, 64, 1, 1),
     Case(64, 128, 28, 28, 128, 3, 3, padding=(1, 1)),
     Case(32, 64, 112, 112, 64, 3, 3, padding=(1, 1)),
     Case(8, 128, 65, 65, 128, 3, 3, padding=(4, 4), dilation=(4, 4)),

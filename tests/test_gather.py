@@ -107,7 +107,6 @@ GATHER_POINTS_CASES = [
     (Case(7, 136, 6, 10, 132, 1, 1), "dgrad"),
     (Case(5, 264, 8, 8, 300, 1, 1), "fprop"),
     (Case(5, 136, 8, 8, 64, 1, 1, groups=2), "dgrad"),
-    (Case(9, 40, 17, 17, 40, 1, 1), "dgrad"),
 ]
 # In scaled fp16. Points, also at a stride and beyond the edge, and windows; channels in eights and not; several tiles,
 # and stages; groups, several as one and one by one.
@@ -132,9 +131,7 @@ GATHER_SHIM_PHASED_CASES = [
     Case(7, 24, 6, 7, 40, 2, 2, (2, 2)),
     Case(4, 130, 5, 8, 24, 2, 2, (2, 2), padding=(3, 1)),
     Case(2, 16, 13, 12, 40, 5, 4, (2, 2), padding=(2, 3)),
-    Case(3, 8, 15, 14, 130, 5, 3, (2, 2), padding=(2, 1)),
     Case(1, 9, 14, 15, 24, 7, 7, (2, 2), padding=(0, 1)),
-    Case(2, 72, 20, 6, 16, 2, 3, (2, 2), padding=(1, 0)),
     Case(2, 16, 33, 30, 24, 3, 3, (2, 2), padding=(0, 1)),
     Case(1, 16, 5, 300, 24, 3, 3, (2, 2), padding=(1, 1)),
     Case(3, 128, 9, 10, 48, 3, 3, (2, 2), padding=(1, 1), groups=4),
@@ -149,7 +146,6 @@ GATHER_SHIM_PHASES_OF_X = [
     Case(8, 100, 5, 14, 24, 2, 2, (2, 2), padding=(3, 2)),
     Case(2, 12, 13, 21, 40, 5, 5, (2, 2), padding=(2, 3)),
     Case(2, 36, 15, 20, 24, 7, 4, (2, 2), padding=(3, 0)),
-    Case(2, 72, 20, 19, 16, 2, 3, (2, 2), padding=(4, 1)),
     Case(1, 16, 5, 254, 24, 3, 3, (2, 2), padding=(1, 1)),
 ]
 # Padding that is no multiple of the stride and more than that, rows and columns that nobody reads, one step or both,
@@ -157,11 +153,9 @@ GATHER_SHIM_PHASES_OF_X = [
 GATHER_SHIM_ROWS_OF_POINTS = [
     Case(3, 36, 9, 19, 72, 1, 1, stride=(2, 2)),
     Case(2, 64, 11, 26, 24, 1, 1, stride=(3, 3), padding=(1, 2)),
-    Case(5, 32, 7, 8, 40, 1, 1, stride=(2, 1)),
     Case(2, 128, 5, 33, 40, 1, 1, stride=(1, 4), padding=(1, 5), groups=2),
     Case(2, 8, 3, 70, 24, 1, 1, stride=(2, 8)),
     Case(2, 40, 9, 17, 24, 1, 3, stride=(2, 2), padding=(0, 1)),
-    Case(2, 40, 9, 27, 24, 3, 1, stride=(1, 3), padding=(1, 2)),
     Case(2, 8, 3, 80, 24, 1, 1, stride=(2, 9)),
     Case(2, 40, 9, 12, 24, 1, 1, stride=(2, 2)),  # rows that are too short
 ]
@@ -197,7 +191,6 @@ GATHER_SHIM_TAPS_APART = [
     (Case(2, 64, 20, 17, 72, 3, 3, padding=(6, 5), dilation=(6, 5)), "dgrad"),
     (Case(5, 40, 7, 7, 136, 3, 3, padding=(12, 12), dilation=(12, 12)), "fprop"),
     (Case(1, 100, 3, 34, 24, 1, 3, padding=(0, 16), dilation=(1, 16)), "fprop"),
-    (Case(2, 32, 30, 4, 24, 3, 1, dilation=(13, 1)), "fprop"),
     (Case(1, 32, 30, 31, 24, 2, 2, padding=(28, 0), dilation=(28, 29)), "fprop"),
     (Case(2, 64, 13, 14, 48, 3, 3, padding=(5, 5), dilation=(5, 5), groups=2), "fprop"),
     (Case(1, 8, 2, 130, 8, 1, 3, padding=(0, 127), dilation=(1, 127)), "fprop"),
@@ -360,8 +353,6 @@ ADVERSE_GATHER_CASES = [
     ("dgrad", Case(5, 33, 8, 9, 104, 1, 1, padding=(1, 0)), "channels_last"),
     ("fprop", Case(3, 70, 13, 11, 72, 1, 1, stride=(2, 3), padding=(1, 0)), "channels_last"),
     ("fprop", Case(3, 70, 13, 14, 72, 3, 3, stride=(2, 2), padding=(1, 1)), "contiguous"),
-    ("fprop", Case(5, 16, 9, 12, 40, 5, 4, stride=(2, 2), padding=(0, 3)), "channels_last"),
-    ("fprop", Case(2, 33, 11, 9, 24, 2, 2, stride=(2, 2), padding=(1, 0)), "contiguous"),
     ("fprop", Case(3, 128, 9, 10, 40, 3, 3, padding=(1, 1), groups=8), "contiguous"),
     ("fprop", Case(3, 128, 11, 9, 48, 3, 3, stride=(2, 2), padding=(1, 1), groups=4), "channels_last"),
     ("dgrad", Case(2, 96, 8, 9, 128, 1, 1, groups=4), "contiguous"),
@@ -378,7 +369,6 @@ ADVERSE_LANDING_CASES = [
     ("dgrad", Case(2, 36, 12, 30, 20, 2, 3, padding=(1, 1)), "channels_last", 13),
     ("fprop", Case(2, 20, 19, 56, 24, 3, 3, stride=(2, 2), padding=(1, 1)), "contiguous", 18),
     ("fprop", Case(2, 24, 15, 14, 40, 3, 3, padding=(1, 1)), "channels_last", 17),
-    ("dgrad", Case(2, 24, 9, 26, 20, 3, 3, padding=(1, 1)), "channels_last", 16),
     ("fprop", Case(2, 20, 17, 28, 24, 3, 3, stride=(2, 2), padding=(1, 1)), "contiguous", 20),
 ]
 # In parts of the reduction, the last one shorter: what is mended comes behind their sum.

@@ -158,8 +158,9 @@ def rtc_text(source: Path) -> str:
     text = "#include <cstdint>\n" + source.read_text()
     if source.name == "patches.cu":
         return text + PATCHES_KERNELS
-    correlate = (KERNELS / "correlate.cuh").read_text().replace("#pragma once", "")
-    text = text.replace('#include "correlate.cuh"', correlate).replace("__CUDACC_RTC__", "MODELNEW_NEVER_DEFINED")
+    for header in ("correlate.cuh", "bias_grad.cuh"):  # which have launchers
+        text = text.replace(f'#include "{header}"', (KERNELS / header).read_text().replace("#pragma once", ""))
+    text = text.replace("__CUDACC_RTC__", "MODELNEW_NEVER_DEFINED")
     text = KERNEL_LAUNCH.sub(r"rtc::launch(\1, \2)", text)
     text += OTHER_ENGINE if source.name == "wgmma.cu" else ""
     memo = '#include "memo.cuh"' if "memo.cuh" in text else '#include "correlation.cuh"'

@@ -25,11 +25,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 import modelnew
 from tests import emulation, engines, test_engines_cpu
-from tests.cases import LAYOUTS, Case, in_layout, make_tensors, references, under_a_tf32_step
 from tests.emulation import amalgamate, compile_shared
 from tests.nightly.operators import MOST_NUMBERS, Site, sites_of, with_switches
 
@@ -110,29 +108,13 @@ def checks_of(name: str, shim: engines.Emulated) -> Iterator[Check]:
         yield Check(functools.partial(run, shim))
 
 
-def rounds_to_tf32(shim: Any, case: Case, **wishes: int) -> None:
-    """Rounding changes these operands by 2^-20, truncating by 2^-10."""
-    for layout in LAYOUTS:
-        tensors = in_layout(make_tensors(case, torch.float32, under_a_tf32_step), layout)
-        out, exact = torch.full_like(tensors["dy"], torch.nan), references(case, tensors)["fprop"]
-        message = shim.run("fprop", case, tensors, out, tf32=True, **wishes)
-        assert message is None or (message == "" and ((out - exact).abs() <= 1e-4 * exact).all())
-
-
 def skips_padding_at_the_end(shim: Any) -> None:
     """The thread that takes a flag down is also the one that would raise it for the first weight."""
     for engine, case, layout, dtype in test_engines_cpu.PADDING_RUNS:
         assert engine != "depthwise" or test_engines_cpu.skips_padding(shim, case, layout, dtype, "w", [-1])
 
 
-MORE_CHECKS: dict[str, list[Callable[[Any], None]]] = {
-    "depthwise": [skips_padding_at_the_end],
-    "mma": [lambda shim: rounds_to_tf32(shim, Case(2, 20, 6, 9, 24, 3, 3, padding=(1, 1)))],
-    "pointwise": [
-        lambda shim: rounds_to_tf32(shim, Case(2, 64, 5, 8, 40, 1, 1), staged=0),
-        lambda shim: rounds_to_tf32(shim, Case(2, 64, 5, 8, 40, 1, 1), staged=1),
-    ],
-}
+MORE_CHECKS = {"depthwise": [skips_padding_at_the_end]}
 
 
 def drawn(sites: list[Site], count: int) -> list[Site]:
