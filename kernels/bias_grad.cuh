@@ -277,19 +277,8 @@ inline int fitting_lanes(int64_t loads, int64_t most_groups) {
   return best;
 }
 
-// The plan depends on the problem and on where dy begins, never on the GPU: the same bits come out everywhere.
-inline Plan make_plan(const Problem& problem, const void* dy_ptr) {
-  constexpr int64_t kStripBytes = 16 << 10;
-  // Blocks in all: as many as 132 SMs hold at once where pixels are split evenly, else more, so that the last ones are
-  // small. Bytes that each reads at least; fewer than kLeastSplits of them do not pay for partials_kernel.
-  constexpr int64_t kPixelBlocks = 528, kPlaneBlocks = 1056, kLeastBytes = 32 << 10, kLeastSplits = 3;
-  const int bytes = element_bytes(problem.dtype), most_count = 16 / bytes;
-  Plan plan{};
-  Params& params = plan.params;
-  params.K = problem.K;
-  params.channel_step = problem.y_stride[1];
-
-  // Sorted by their steps, whatever the memory format is, and joined where one continues the other.
+// The axes that are summed, sorted by their steps, whatever the memory format is, and joined where one continues another.
+inline void join_axes(const Problem& problem, Params& params) {
   struct Axis {
     int64_t step, size;
   } axes[3] = {{problem.y_stride[0], problem.N}, {problem.y_stride[2], problem.P}, {problem.y_stride[3], problem.Q}};
@@ -308,7 +297,20 @@ inline Plan make_plan(const Problem& problem, const void* dy_ptr) {
     }
   }
   while (last > 0) params.sizes[--last] = 1;
+}
 
+// The plan depends on the problem and on where dy begins, never on the GPU: the same bits come out everywhere.
+inline Plan make_plan(const Problem& problem, const void* dy_ptr) {
+  constexpr int64_t kStripBytes = 16 << 10;
+  // Blocks in all: as many as 132 SMs hold at once where pixels are split evenly, else more, so that the last ones are
+  // small. Bytes that each reads at least; fewer than kLeastSplits of them do not pay for partials_kernel.
+  constexpr int64_t kPixelBlocks = 528, kPlaneBlocks = 1056, kLeastBytes = 32 << 10, kLeastSplits = 3;
+  const int bytes = element_bytes(problem.dtype), most_count = 16 / bytes;
+  Plan plan{};
+  Params& params = plan.params;
+  params.K = problem.K;
+  params.channel_step = problem.y_stride[1];
+  join_axes(problem, params);
   plan.by_pixels = problem.K > 1 && params.channel_step == 1 && params.steps[2] != 1;
   params.repeats = 1;
   const bool dense = params.sizes[0] == 1 && params.sizes[1] == 1 && params.steps[2] == problem.K;

@@ -545,19 +545,20 @@ def spreads(
         if special == largest and (tf32 or dtype != torch.float32):
             continue
         tensors = make_tensors(case, dtype, under_a_tf32_step)
-        tensors["w"] *= 1e-2
         first, second = (tensors[name] for name in OPERANDS[operator])
+        second *= 1e-2
         if dtype == torch.float32:
             first.view(torch.int32)[0, 3, 5, 7] = torch.tensor(special).view(torch.int32).item()
         else:
             first[0, 3, 5, 7] = special
-        second[-1, 1, 0, 0] = special if special != largest else 1
+        if operator != "dgrad":  # whose zeros around dy may be factors of w
+            second[-1, 1, 0, 0] = special if special != largest else 1
         expected = reference(operator, case, tensors)
         out = shim.result(operator, case, tensors, layout, tf32=tf32, **wishes)
         right = torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf())
         finite = expected.isfinite()
         right &= torch.equal(out.sign()[expected.isinf()].double(), expected.sign()[expected.isinf()])
-        rtol = 1e-2 if dtype != torch.float32 else 1e-3 if tf32 else 1e-6
+        rtol = 1e-2 if dtype != torch.float32 else 1e-3 if tf32 else 1e-5
         if not right or not torch.allclose(out[finite].double(), expected[finite], rtol=rtol):
             return False
     return True

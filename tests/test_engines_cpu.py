@@ -475,6 +475,7 @@ STEM_SHIM_CASES = [
     Case(2, 3, 19, 36, 40, 7, 7, stride=(2, 2), padding=(3, 3)),
     Case(2, 3, 21, 32, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
     Case(1, 4, 9, 32, 33, 3, 3, padding=(1, 1)),
+    Case(3, 2, 12, 12, 24, 3, 3),
     Case(2, 3, 16, 24, 70, 4, 4, stride=(4, 4)),
     Case(1, 5, 3, 300, 35, 2, 3, padding=(0, 2), dilation=(1, 2)),
     Case(2, 7, 8, 9, 20, 1, 1),
@@ -501,9 +502,7 @@ TMA_SHIM_CASES = [
     (Case(5, 16, 1, 1, 8, 3, 3, padding=(1, 1)), "fprop"),
     (Case(2, 24, 7, 8, 72, 3, 3, padding=(1, 1)), "dgrad"),
     (Case(3, 16, 4, 4, 72, 3, 3, stride=(2, 2)), "fprop"),
-    (Case(3, 72, 9, 4, 16, 3, 3, stride=(2, 2), padding=(1, 0)), "fprop"),
     (Case(3, 16, 3, 9, 8, 1, 1, stride=(8, 2)), "fprop"),
-    (Case(2, 8, 300, 1, 8, 4, 1), "fprop"),
     (Case(2, 72, 7, 9, 19, 3, 3, padding=(1, 1)), "fprop"),
     (Case(5, 24, 6, 7, 131, 1, 1), "fprop"),
     # Groups: merged, of one block and of several, the last of them in part; more outputs than inputs; as they are.

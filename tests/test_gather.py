@@ -353,6 +353,8 @@ ADVERSE_GATHER_CASES = [
     ("dgrad", Case(5, 33, 8, 9, 104, 1, 1, padding=(1, 0)), "channels_last"),
     ("fprop", Case(3, 70, 13, 11, 72, 1, 1, stride=(2, 3), padding=(1, 0)), "channels_last"),
     ("fprop", Case(3, 70, 13, 14, 72, 3, 3, stride=(2, 2), padding=(1, 1)), "contiguous"),
+    ("fprop", Case(5, 16, 9, 12, 40, 5, 4, stride=(2, 2), padding=(0, 3)), "channels_last"),
+    ("fprop", Case(2, 33, 11, 9, 24, 2, 2, stride=(2, 2), padding=(1, 0)), "contiguous"),
     ("fprop", Case(3, 128, 9, 10, 40, 3, 3, padding=(1, 1), groups=8), "contiguous"),
     ("fprop", Case(3, 128, 11, 9, 48, 3, 3, stride=(2, 2), padding=(1, 1), groups=4), "channels_last"),
     ("dgrad", Case(2, 96, 8, 9, 128, 1, 1, groups=4), "contiguous"),
@@ -369,6 +371,7 @@ ADVERSE_LANDING_CASES = [
     ("dgrad", Case(2, 36, 12, 30, 20, 2, 3, padding=(1, 1)), "channels_last", 13),
     ("fprop", Case(2, 20, 19, 56, 24, 3, 3, stride=(2, 2), padding=(1, 1)), "contiguous", 18),
     ("fprop", Case(2, 24, 15, 14, 40, 3, 3, padding=(1, 1)), "channels_last", 17),
+    ("dgrad", Case(2, 24, 9, 26, 20, 3, 3, padding=(1, 1)), "channels_last", 16),
     ("fprop", Case(2, 20, 17, 28, 24, 3, 3, stride=(2, 2), padding=(1, 1)), "contiguous", 20),
 ]
 # In parts of the reduction, the last one shorter: what is mended comes behind their sum.
