@@ -282,7 +282,7 @@ inline void join_axes(const Problem& problem, Params& params) {
   struct Axis {
     int64_t step, size;
   } axes[3] = {{problem.y_stride[0], problem.N}, {problem.y_stride[2], problem.P}, {problem.y_stride[3], problem.Q}};
-  for (int pass = 0; pass < 2; ++pass)
+  for (int round = 0; round < 2; ++round)
     for (int i = 0; i < 2; ++i)
       if (axes[i].step > axes[i + 1].step) std::swap(axes[i], axes[i + 1]);
   int last = 3;
