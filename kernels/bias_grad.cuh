@@ -277,7 +277,7 @@ inline int fitting_lanes(int64_t loads, int64_t most_groups) {
   return best;
 }
 
-// The axes that are summed, sorted by their steps, whatever the memory format is, and joined where one continues another.
+// The axes that are summed, sorted by their steps and joined where one continues another, in any memory format.
 inline void join_axes(const Problem& problem, Params& params) {
   struct Axis {
     int64_t step, size;
