@@ -1068,7 +1068,7 @@ def test_workspace_of_a_forward_is_small(case, copied):
 
 # Packaging ----------------------------------------------------------------------------------------------------------
 
-# Whoever imports this from an installed package sees the sources it would compile.
+# A package that is installed has the sources that it would compile.
 INSTALLED = """
 import os, sys
 import modelnew

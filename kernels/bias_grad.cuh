@@ -38,7 +38,7 @@ struct Params {
   int groups;    // kThreads / lanes
   bool aligned;  // planes_kernel: all strips begin and end at multiples of 16 bytes
   int64_t channel_step;  // steps are in elements of dy
-  // What is summed, N x P x Q with the smallest step last. Axes that follow one another in memory are one.
+  // Sums run over N x P x Q, with the smallest step last. Axes that follow one another in memory are one.
   int64_t sizes[3], steps[3];
   // planes_kernel cuts the last axis into strips, pixels_kernel takes all three as one list of pixels.
   int64_t strip_size, strips_per_row;
@@ -47,8 +47,7 @@ struct Params {
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-// What one instruction loads: a value, or 16 bytes of them. Whole registers: whoever takes a 16-bit value out of one
-// waits for its load.
+// One load: a value, or 16 bytes of them as whole registers, because extracting a 16-bit value waits for the load.
 template <typename Storage, int COUNT>
 struct LoadOf {
   static_assert(sizeof(Storage) * COUNT == sizeof(uint4));

@@ -27,7 +27,7 @@ from tests.cases import (
 
 WGMMA_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WGMMA_OPERATORS = ["fprop", "dgrad"]
-# What wgmma leaves to others differs from this in one way; 2^27 multiply-adds and more are enough for TF32.
+# wgmma takes this, and refuses problems that differ from it in one way; 2^27 multiply-adds are enough for TF32.
 WGMMA_CASE = Case(2, 40, 130, 202, 130, 3, 3)
 MEMORY_ORDERS = [(3, 2, 1, 0), (3, 2, 1, 0), (1, 3, 2, 0), (1, 3, 2, 0), (2, 3, 1, 0)]
 
@@ -65,7 +65,7 @@ def random_gather_cases(rng: random.Random) -> tuple[Case, str, torch.dtype]:
     return Case(N, C, H, W, K, R, S, stride, padding, dilation, groups), operator, rng.choice(WGMMA_DTYPES)
 
 
-# What gather leaves to others differs from this in one way.
+# gather takes this, and refuses problems that differ from it in one way.
 GATHER_CASE = Case(8, 40, 56, 56, 72, 3, 3, stride=(2, 2), padding=(1, 1))
 
 
@@ -210,7 +210,7 @@ def near_the_smallest(shape: tuple[int, ...], generator: torch.Generator) -> Ten
     return normal(shape, generator) * 2.0**-10
 
 
-# What 16 bits hold.
+# Values within the range of 16 bits.
 STEM_16_BIT_FILLS = [
     *((torch.float16, fill) for fill in (normal, near_the_smallest)),
     *((torch.bfloat16, fill) for fill in (normal, wide, tiny)),

@@ -94,7 +94,7 @@ from tests.problems import (
 # in full the three narrow ones of half the size. -1 is the planner's choice.
 WGMMA_CONFIGURATIONS = {*range(8), 8, 12}
 WGMMA_TF32_CONFIGURATIONS = {16, *(32 + number for number in WGMMA_CONFIGURATIONS)}
-# What has been wrong once: a last block of channels that takes fewer groups of steps than the others; x at an odd
+# Former faults: a last block of channels that takes fewer groups of steps than the others; x at an odd
 # address, where another tile is the best, with more packed weights; rows of so many channels that 32 bits cannot count
 # the bytes of a ring of them. And more tiles of output channels than blocks, so that none keeps its weights.
 HARD_WGMMA_CASES = [
@@ -569,7 +569,7 @@ WGRAD_WAYS = {
     "stores_directly": {0, 1}, "strips": {0, 1}, "whole_words": {0, 1}, "taps_first": {0, 1}, "sixteen_bytes": {0, 1},
     "groups_of_warps": {0, 84, 82, 42}, "stages_ahead": {0, 1, 2, 3},
 }  # fmt: skip
-# Of x, dy and dw.
+# Layouts of x, dy and dw.
 X_AND_DY_LAYOUTS = [
     ("contiguous", "contiguous", "contiguous"),
     ("channels_last", "channels_last", "channels_last"),

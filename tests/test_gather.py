@@ -137,8 +137,8 @@ GATHER_SHIM_PHASED_CASES = [
     Case(3, 128, 9, 10, 48, 3, 3, (2, 2), padding=(1, 1), groups=4),
     Case(2, 128, 7, 8, 72, 2, 2, (2, 2), padding=(1, 0), groups=2),
 ]
-# Of x itself, in channels_last: channels that fill blocks and not, several images in a tile and several tiles, padding
-# that is odd or even or larger than the filter, odd rows and columns, phases of one tap, boxes as large as they may be.
+# Phases of x itself, in channels_last: channels that fill blocks and not, several images in a tile and several tiles,
+# odd, even and large padding, odd rows and columns, phases of one tap, boxes of the largest size.
 GATHER_SHIM_PHASES_OF_X = [
     Case(5, 36, 8, 18, 40, 3, 3, (2, 2), padding=(1, 1)),
     Case(3, 64, 9, 17, 136, 3, 3, (2, 2), padding=(0, 2)),
@@ -410,7 +410,7 @@ def test_gather_shim_mends(gather_shim, way, number, value):
     operator, case, layout, shape = ADVERSE_WAYS[way][number]
     tensors, first = misfit_tensors(operator, case, value), None
     places, copied = misfit_places(operator, case)
-    # Of phases that tma multiplies all of x is copied.
+    # All of x is copied where tma multiplies phases.
     expected = len(places) if way == "multiplied by tma" and case.R * case.S > 1 else copied
     for seed in range(2 if value == 1e-9 else 1):
         settings = {"shape": shape, "seed": seed} | (IN_PARTS if way == "in parts" else {})

@@ -1,4 +1,4 @@
-// What the dilated, patches and strided engines give their parts to: one that takes no dilation down the columns, no
+// The engine that dilated, patches and strided give their parts to here: it takes no dilation down the columns, no
 // strides or 1x1 filters only, and does the rest as direct.
 
 extern "C" {

@@ -1,4 +1,4 @@
-// What entry points around an engine's kernels share. Each has
+// Shared by the entry points around an engine's kernels. Each has
 //
 //   int run_wished(int op, const int64_t* fields, void* const* pointers, const int* wishes, int seed)
 //

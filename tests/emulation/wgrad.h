@@ -2,7 +2,7 @@
 using namespace modelnew::wgrad;
 
 extern "C" {
-// Of the latest run: how x and dy come, what is copied, where sums go, and how many warps load how far ahead.
+// The latest run: how x and dy come, what is copied, where sums go, and how many warps load how far ahead.
 int x_way, dy_way, copies_x, copies_dy, merges, run_splits, stores_directly, strips, whole_words, taps_first;
 int sixteen_bytes, groups_of_warps, stages_ahead;
 }

@@ -1,4 +1,4 @@
-// What wgrad needs beside HOPPER_STAND_IN.
+// wgrad needs this beside HOPPER_STAND_IN.
 #define __shared__ static
 
 extern "C" {

@@ -1,4 +1,4 @@
-// What wgmma.cu and ptx.cuh want of CUDA while the host compiles the plans in them; the GPU is what the test says.
+// Stand-ins for CUDA, for the host code of wgmma.cu and ptx.cuh; the test sets the GPU.
 #pragma once
 #include <algorithm>
 #include <array>

@@ -436,7 +436,7 @@ static void check_workspace(const Phased& of, const Plan& plan, const Plan& agai
   CHECK(layout.end <= all + 7 * 128);
 }
 
-// What tma multiplies.
+// Checks of a plan whose products tma computes.
 static void check_by_tma(const Phased& of, const Plan& plan, uint64_t out) {
   const Phased copy = copied(of, true, true);
   CHECK(plan.contained && plan.copied && !plan.lands && plan.splits == 1 && plan.cycles > 0);
@@ -479,8 +479,8 @@ static void note(const Phased& of, const Plan& plan) {
   }
 }
 
-// What may be contained, copied or taken in phases; returns the bytes of the copy. Phases and groups as one are of
-// functions that kernels share, which the emulation runs.
+// Checks operands that are contained, copied or taken in phases; returns the bytes of the copy. Phases and merged
+// groups come from functions that kernels share, which the emulation runs.
 static int64_t check_copy(const Phased& of, const Plan& plan, int bytes) {
   if (plan.in_phases) CHECK(of.groups == 1 && !of.flipped && of.in_channels % 4 == 0 && of.in_stride[1] == 1);
   if (plan.contained) CHECK(bytes == 4 && (of.groups == 1 || merged(of).in_channels % 64 == 0));

@@ -137,7 +137,7 @@ static void check_reads(const Params& params, const Tile& tile) {
                                                      row_of_term * plan.row_words + column_of_term * plan.pixel_words);
       CHECK(within(word, window + (exists ? 0 : plan.w_words)));  // outputs that do not exist are computed all the same
       if (!exists) continue;
-      // What lies there: row and column of the window, and channel.
+      // The element that lies there: row and column of the window, and channel.
       int64_t row, at, channel;
       if (plan.lines) {
         const int64_t in_row = word % plan.row_words - plan.lead;

@@ -27,7 +27,7 @@ struct Fault {
 
 static std::string plan_in_hand;  // the plan that is being checked, for the message of a fault
 
-// What is wrong, or "".
+// The text of the first check that fails, or "".
 template <class Checks>
 const char* fault_of(const Checks& checks) {
   static std::string text;

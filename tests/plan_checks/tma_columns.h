@@ -1,4 +1,4 @@
-// What tma and tma_wgrad share. Included behind "using namespace" of an engine.
+// Checks that tma and tma_wgrad share. Included behind "using namespace" of an engine.
 
 // Columns of a map number the outputs of each axis, where the convolution has them, within the bounds of maps.
 static bool are_columns(const hopper::Columns& columns, const hopper::Axis (&axes)[2]) {
