@@ -320,12 +320,12 @@ inline Plan make_plan(const Problem& problem, const void* dy_ptr) {
   if (plan.by_pixels) {
     const bool pixels_aligned = steps_aligned && whole(params.steps[2]) && whole(problem.K);
     plan.count = pixels_aligned || (dense && begins_aligned) ? most_count : 1;
-    while (problem.K * params.repeats % plan.count != 0) params.repeats *= 2;
-    const bool fits = problem.K * static_cast<int64_t>(params.repeats) / plan.count <= kThreads;
-    if (params.repeats > 1 && !fits) params.repeats = plan.count = 1;
+    const int64_t channels = problem.K;
+    while (channels * params.repeats % plan.count != 0) params.repeats *= 2;
+    if (params.repeats > 1 && channels * params.repeats / plan.count > kThreads) params.repeats = plan.count = 1;
     params.items = params.sizes[0] * params.sizes[1] * params.sizes[2] / params.repeats;
     if (params.repeats > 1) params.steps[2] *= params.repeats;
-    const int64_t loads = problem.K * static_cast<int64_t>(params.repeats) / plan.count;
+    const int64_t loads = channels * params.repeats / plan.count;
     // A block that reads all pixels of its channels needs no split: it takes as many as kLeastBytes hold. Where that is
     // too much even for kFewLoads, pixels are split, and neighbouring threads read long pieces of them.
     constexpr int64_t kFewLoads = 8, kManyLoads = 128;
