@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import modelnew
 from tests.cases import KERNELS, TESTS
 
 
@@ -37,20 +38,22 @@ PROBLEM_FIELDS = [
 ]  # fmt: skip
 
 
-# Compilers run beside tests that change PATH and other variables: they get those of the start.
+# Builds run beside tests that change PATH, other variables and what modelnew holds: they get those of the start.
 ENVIRONMENT = dict(os.environ)
+GXX = shutil.which("g++")
+SOURCES = modelnew._sources
 INCLUDES = ("-I.", *(f"-I{folder}" for folder in (KERNELS, TESTS / "emulation", TESTS / "plan_checks")))
 
 
 def compile_shared(source: str, folder: Path, *flags: str) -> ctypes.CDLL:
     """A C++ text as a loaded shared library, which may be there already: see `builds`."""
-    if shutil.which("g++") is None:
+    if GXX is None:
         pytest.skip("needs g++")
     folder.mkdir(parents=True, exist_ok=True)
     library, written = folder / "library.so", folder / "source.cpp"
     if not (library.exists() and written.read_text() == source):
         written.write_text(source)
-        command = ["g++", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Werror", *INCLUDES, *flags]
+        command = [GXX, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Werror", *INCLUDES, *flags]
         command += ["source.cpp", "-o", "part.so"]
         done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -22,7 +22,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import modelnew
 from tests.cases import (
     CONTAINED_KINDS,
     DTYPE_NUMBER,
@@ -46,6 +45,7 @@ from tests.cases import (
 from tests.emulation import (
     HOPPER_STAND_IN,
     PROBLEM_FIELDS,
+    SOURCES,
     amalgamate,
     built_beside_the_tests,
     compile_plans,
@@ -337,7 +337,7 @@ class Emulated(Engine):
     def __init__(self, engine: str, folder: Path, transform: Transform = unchanged) -> None:
         self.engine, self.kernels = engine, EMULATED[engine]
         headers = {"ptx.cuh": self.kernels.hopper, "tensor_map.cuh": "", "wgmma.cuh": ""}
-        source = amalgamate(modelnew._sources | headers, self.kernels.files)
+        source = amalgamate(SOURCES | headers, self.kernels.files)
         for pattern, replacement in self.kernels.edits.items():
             source, found = re.subn(pattern, replacement, source)
             assert found >= 1, pattern

@@ -17,7 +17,8 @@ import modelnew
 from tests.cases import ENGINE_SOURCES, KERNELS
 from tests.emulation import ENVIRONMENT, built_beside_the_tests
 
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
+NVCC = shutil.which("nvcc")  # at the start, as ENVIRONMENT is
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc on PATH")
 
 # The language standard concerns the front end and the architecture the back end, so one pair of each is enough. sm_90a
 # is compiled as users compile it, several kernels at once, which assigns registers differently. One engine stands for
@@ -36,14 +37,14 @@ SPILL_GATE = ["-Xptxas", "-v"]
 
 def run_nvcc(source: Path, output: Path, *flags: str) -> subprocess.CompletedProcess:
     """Nvcc as load_inline calls it, with warnings as errors."""
-    command = ["nvcc", *cpp_extension.COMMON_NVCC_FLAGS, "--compiler-options", "-fPIC", "-Werror", "all-warnings"]
+    command = [NVCC, *cpp_extension.COMMON_NVCC_FLAGS, "--compiler-options", "-fPIC", "-Werror", "all-warnings"]
     command += ["--threads", "0", *flags, f"-I{KERNELS}", "-c", str(source), "-o", str(output)]
     return subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def compile_unit(source: Path, gate: str, folder: Path) -> tuple[Path, int, str]:
     """An object file, which may be there already, the exit status and what was printed: see `builds`."""
-    if shutil.which("nvcc") is None:
+    if NVCC is None:
         pytest.skip("needs nvcc")
     folder.mkdir(exist_ok=True)
     output, printed = folder / "unit.o", folder / "printed"

@@ -24,6 +24,7 @@ import torch
 from torch.utils import cpp_extension
 
 import modelnew
+from tests.engines import Emulated
 
 NINJA = modelnew._find_ninja()
 
@@ -350,6 +351,11 @@ def test_a_killed_build_does_not_hang_the_next(tools):
     assert tools.open().text == "object object"
 
 
+def test_what_is_built_beside_the_tests_sees_no_fake(tools, tmp_path):
+    """Another thread compiles engines while a test has its fake machine."""
+    assert Emulated("dilated", tmp_path).library
+
+
 def test_an_interrupted_build_stops_its_compilers(tools):
     def interrupt(text: str, passing: bool = False) -> None:
         if passing:
@@ -360,7 +366,8 @@ def test_an_interrupted_build_stops_its_compilers(tools):
     popen = subprocess.Popen
     tools.monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     tools.monkeypatch.setattr(modelnew, "_say", interrupt)
-    tools.monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    processes = {"Popen": lambda *a, **k: started.append(popen(*a, **k)) or started[-1]}  # not other threads'
+    tools.monkeypatch.setattr(modelnew, "subprocess", types.SimpleNamespace(**vars(subprocess) | processes))
     with pytest.raises(KeyboardInterrupt):
         tools.open()
     wait_until(lambda: started[-1].poll() is not None)

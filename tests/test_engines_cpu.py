@@ -442,25 +442,17 @@ MMA_SHIM_CASES = [
 ]
 # Stages of 16, 32 and 64 terms; rows and pixels that fill tiles and do not, of one image and several.
 POINTWISE_STAGED_CASES = [
-    Case(2, 64, 5, 8, 40, 1, 1),
-    Case(1, 64, 8, 16, 64, 1, 1),
-    Case(3, 128, 2, 10, 33, 1, 1),
-    Case(1, 128, 12, 12, 100, 1, 1),
-    Case(1, 256, 12, 12, 35, 1, 1),
-]
+    Case(2, 64, 5, 8, 40, 1, 1), Case(1, 64, 8, 16, 64, 1, 1), Case(3, 128, 2, 10, 33, 1, 1),
+    Case(1, 128, 12, 12, 100, 1, 1), Case(1, 256, 12, 12, 35, 1, 1),
+]  # fmt: skip
 # One pixel, one channel, one term, a tile and one more or less of each, images whose pixels come by fours and not,
 # strides, and several steps: as many as slices and blocks, fewer, and more.
 POINTWISE_SHIM_CASES = [
-    Case(2, 16, 4, 8, 32, 1, 1),
-    Case(1, 48, 6, 6, 33, 1, 1),
-    Case(3, 32, 3, 5, 31, 1, 1),
-    Case(2, 48, 9, 8, 12, 1, 1, stride=(2, 1)),
-    Case(1, 64, 7, 15, 40, 1, 1, stride=(2, 2)),
-    Case(1, 31, 4, 16, 20, 1, 1),
-    Case(5, 112, 1, 1, 10, 1, 1),
-    Case(1, 1, 5, 7, 2, 1, 1),
+    Case(2, 16, 4, 8, 32, 1, 1), Case(1, 48, 6, 6, 33, 1, 1), Case(3, 32, 3, 5, 31, 1, 1),
+    Case(2, 48, 9, 8, 12, 1, 1, stride=(2, 1)), Case(1, 64, 7, 15, 40, 1, 1, stride=(2, 2)),
+    Case(1, 31, 4, 16, 20, 1, 1), Case(5, 112, 1, 1, 10, 1, 1), Case(1, 1, 5, 7, 2, 1, 1),
     Case(1, 132, 2, 2, 8, 1, 1),
-]
+]  # fmt: skip
 # Bits of rows, bits of splits and slices; in TF32 a block has up to 16 warps, in full 8. And the planner's own.
 POINTWISE_SHIM_PLANS = [
     (0, 0, 1), (0, 0, 4), (1, 0, 2), (2, 0, 1), (0, 1, 1), (0, 2, 2), (1, 3, 1), (2, 1, 2), (0, 0, 8), (0, 3, 1),

@@ -26,9 +26,8 @@ from unittest import mock
 
 import pytest
 
-import modelnew
 from tests import emulation, engines, test_engines_cpu
-from tests.emulation import amalgamate, compile_shared
+from tests.emulation import SOURCES, amalgamate, compile_shared
 from tests.nightly.operators import MOST_NUMBERS, Site, sites_of, with_switches
 
 MUTANTS = 200
@@ -128,7 +127,7 @@ def drawn(sites: list[Site], count: int) -> list[Site]:
 @functools.cache
 def shares() -> dict[str, int]:
     """How many of the mutants are each engine's: as many as it has places for them, of all."""
-    headers = modelnew._sources | {"ptx.cuh": "", "tensor_map.cuh": "", "wgmma.cuh": ""}
+    headers = SOURCES | {"ptx.cuh": "", "tensor_map.cuh": "", "wgmma.cuh": ""}
     places = {name: len(sites_of(amalgamate(headers, [f"{name}.cu"]), files)) for name, files in FILES.items()}
     exact = {name: MUTANTS * count / sum(places.values()) for name, count in places.items()}
     rest = sorted(exact, key=lambda name: int(exact[name]) - exact[name])[: MUTANTS - sum(map(int, exact.values()))]
