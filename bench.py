@@ -218,14 +218,15 @@ class Ceilings:
     read_gbs: float
     matmul_tflops: dict[str, float]  # "float16", "bfloat16", "tf32", "float32", "float64"
 
-    def matrix_rate(self, contract: str) -> float:
+    def rate(self, contract: str, depthwise: bool) -> float:
         """TFLOP/s at which a convolution under this contract could multiply; wgmma may be some 12% above cuBLAS's rate.
 
-        TF32 carries fp16's 10 mantissa bits, so that fp16's rate bounds it; fp32 takes three fp16 products for one.
+        TF32 carries fp16's 10 mantissa bits, so that fp16's rate bounds it; fp32 takes three fp16 products for one. A
+        depthwise convolution is no matrix product: multiply-adds compute it.
         """
         rates = self.matmul_tflops
-        if contract == "fp32":
-            return max(rates["float32"], rates.get("float16", 0.0) / 3)
+        if contract == "fp32" or (depthwise and contract != "float64"):
+            return max(rates["float32"], 0 if depthwise else rates.get("float16", 0) / 3)
         return rates["float16" if contract == "tf32" else contract]
 
 
@@ -329,7 +330,7 @@ def fp32_precision(owner: Any, setting: str) -> contextlib.AbstractContextManage
 
 
 def measure_ceilings(clock: Clock, dtypes: Iterable[str]) -> Ceilings:
-    """Memory and matrix rates, the best of several runs each. On a CPU only the matrix rates of `dtypes`."""
+    """Memory and matrix rates, the best of several runs each. On a CPU matrix rates of `dtypes` and float32 only."""
     on_gpu = clock.device.type == "cuda"
     memory_bytes = torch.cuda.get_device_properties(clock.device).total_memory if on_gpu else 1 << 30
     side = 512 if not on_gpu else 8192 if memory_bytes > 12 << 30 else 4096
@@ -349,7 +350,7 @@ def measure_ceilings(clock: Clock, dtypes: Iterable[str]) -> Ceilings:
     copied = 2 * size / seconds(lambda: target.copy_(source)) / 1e9
     fill = size / seconds(lambda: target.fill_(1.0)) / 1e9
     read = max(copied, size / seconds(lambda: source.sum()) / 1e9)  # a copy reads as well, and may be the faster one
-    matmul = {dtype: matmul_tflops(dtype) for dtype in (REAL if on_gpu else dtypes)}
+    matmul = {dtype: matmul_tflops(dtype) for dtype in (REAL if on_gpu else {*dtypes, "float32"})}
     return Ceilings(copied, fill, read, matmul | ({"tf32": matmul_tflops("float32", "tf32")} if on_gpu else {}))
 
 
@@ -573,7 +574,7 @@ def rates(job: Job, row: dict[str, Any], ceilings: Ceilings) -> dict[str, Any]:
     moved = traffic(job.case, job.direction, type_info(row["contract"]).bits // 8, job.channels_last)
     memory_ms = moved[0] / ceilings.read_gbs / 1e6 + moved[1] / ceilings.fill_gbs / 1e6
     flop = job.case.N * job.case.K * job.case.P * job.case.Q if job.direction == BGRAD else job.case.flop
-    arithmetic_ms = flop / ceilings.matrix_rate(row["contract"]) / 1e9
+    arithmetic_ms = flop / ceilings.rate(row["contract"], depthwise=job.case.groups == job.case.C) / 1e9
     return {
         "speedup": row["peer_ms"] / row["ours_ms"],
         "flop": flop,

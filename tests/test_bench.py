@@ -102,7 +102,7 @@ def test_floor_is_the_longer_of_memory_and_arithmetic():
     assert row["floor_memory_ms"] == pytest.approx(read / 4000e6 + written / 5000e6)
     assert row["floor_arithmetic_ms"] == pytest.approx(job.case.flop / (800e9 / 3))
     assert row["floor_percent"] == pytest.approx(50 * max(row["floor_memory_ms"], row["floor_arithmetic_ms"]))
-    assert row["speedup"] == 1.5
+    assert (row["speedup"], *(ceilings.rate(of, depthwise=True) for of in ("tf32", "float16"))) == (1.5, 50, 50)
 
 
 @pytest.mark.parametrize("contract", [*bench.REAL[1:], "tf32", "fp32"])
