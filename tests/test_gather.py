@@ -94,12 +94,10 @@ GATHER_SHIM_CASES = [
 # By images: tiles of some pixels of one image, of two and of many, fewer channels than a tile, groups; few and many
 # stages.
 GATHER_IMAGES_CASES = [
-    (Case(9, 128, 5, 9, 72, 1, 1), "fprop"),
-    (Case(2, 64, 11, 17, 300, 1, 1), "fprop"),
-    (Case(21, 136, 3, 7, 320, 1, 1), "dgrad"),
-    (Case(6, 256, 7, 7, 272, 1, 1, groups=2), "fprop"),
+    (Case(9, 128, 5, 9, 72, 1, 1), "fprop"), (Case(2, 64, 11, 17, 300, 1, 1), "fprop"),
+    (Case(21, 136, 3, 7, 320, 1, 1), "dgrad"), (Case(6, 256, 7, 7, 272, 1, 1, groups=2), "fprop"),
     (Case(1, 288, 5, 7, 40, 1, 1), "fprop"),
-]
+]  # fmt: skip
 # Tiles that images end in, fewer channels than a stage, more than a tile and more than all stages, groups.
 GATHER_POINTS_CASES = [
     (Case(1, 8, 4, 4, 8, 1, 1), "fprop"),
