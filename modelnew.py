@@ -263,12 +263,13 @@ _UNIT_SECONDS = {
     "gather.cu": 100,
     "wgmma.cu": 72,
     "tma.cu": 69,
-    "depthwise.cu": 35,
+    "depthwise.cu": 66,
     "wgrad.cu": 25,
     "binding.cpp": 20,
     "operators.cpp": 15,
     "direct.cu": 14,
     "mma.cu": 12,
+    "mma_wgrad.cu": 12,
 }
 _SHORT_UNIT_SECONDS, _LINK_SECONDS, _SERIAL_SHARE, _DRY_RUN_SECONDS = 5, 3, 0.16, 20
 
@@ -961,6 +962,7 @@ _ENGINE_NAMES = (
     "pointwise",
     "mma",
     "strided",
+    "mma_wgrad",
     "tma_wgrad",
     "wgrad",
     "direct",

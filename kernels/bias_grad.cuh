@@ -17,6 +17,7 @@
 #include <utility>
 #endif
 
+#include "block_sum.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
 
@@ -33,10 +34,10 @@ struct Params {
   double* partial_ptr;  // [split][K]; null: the only split writes db
   void* out_ptr;        // [K]
   int K, splits;
-  int repeats;   // pixels_kernel takes so many pixels as one, with K * repeats channels: whole loads
-  int lanes;     // threads side by side, along a strip of a plane or along the channels of a pixel
-  int groups;    // kThreads / lanes
-  bool aligned;  // planes_kernel: all strips begin and end at multiples of 16 bytes
+  int repeats;           // pixels_kernel takes so many pixels as one, with K * repeats channels: whole loads
+  int lanes;             // threads side by side, along a strip of a plane or along the channels of a pixel
+  int groups;            // kThreads / lanes
+  bool aligned;          // planes_kernel: all strips begin and end at multiples of 16 bytes
   int64_t channel_step;  // steps are in elements of dy
   // Sums run over N x P x Q, with the smallest step last. Axes that follow one another in memory are one.
   int64_t sizes[3], steps[3];
@@ -74,26 +75,6 @@ struct ShortSum<double> {
   using Type = double;
 };
 
-// Adds the rows of smem [i][row][column] in a fixed order; each thread brings the values of one place. The sums replace
-// the first row.
-template <int COUNT>
-__device__ inline void add_rows(const double (&values)[COUNT], int row, int column, int rows, int columns,
-                                double* smem) {
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i)
-    if (row < rows && column < columns) smem[i * kThreads + row * columns + column] = values[i];
-  const int thread = threadIdx.x;
-  while (rows > 1) {
-    const int half = (rows + 1) / 2;
-    __syncthreads();  // the level above is complete
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-      if (thread < (rows - half) * columns) smem[i * kThreads + thread] += smem[i * kThreads + half * columns + thread];
-    rows = half;
-  }
-  __syncthreads();
-}
-
 template <typename Storage>
 __device__ inline void store(double sum, void* out_ptr, int k) {
   using Wide = decltype(widen(Storage{}));
@@ -129,9 +110,9 @@ __global__ void __launch_bounds__(kThreads, 4) planes_kernel(const Params params
     const int64_t begin = (strip - row * params.strips_per_row) * params.strip_size;
     const int64_t left = params.sizes[2] - begin;
     const int size = static_cast<int>(left < params.strip_size ? left : params.strip_size);
-    const Storage* const strip_ptr =
-        static_cast<const Storage*>(params.dy_ptr) + k * params.channel_step + outer * params.steps[0] +
-        (row - outer * params.sizes[1]) * params.steps[1] + begin * params.steps[2];
+    const Storage* const strip_ptr = static_cast<const Storage*>(params.dy_ptr) + k * params.channel_step +
+                                     outer * params.steps[0] + (row - outer * params.sizes[1]) * params.steps[1] +
+                                     begin * params.steps[2];
     const uint64_t address = reinterpret_cast<uint64_t>(strip_ptr);
     const int excess = static_cast<int>(address % (sizeof(Storage) * COUNT) / sizeof(Storage));
     // The first and the last vector of dy may reach out of it. They are not loaded: their elements, up to `front` and
@@ -173,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 4) planes_kernel(const Params params
   static_assert(kBatch == 4, "all are added");
   const double all[1] = {(sum[0] + sum[1]) + (sum[2] + sum[3])};
   double* const smem = reinterpret_cast<double*>(modelnew_smem);
-  add_rows(all, lane, group, params.lanes, params.groups, smem);
+  add_rows<kThreads>(all, lane, group, params.lanes, params.groups, smem);
   const int stored = tile * params.groups + static_cast<int>(threadIdx.x);
   if (static_cast<int>(threadIdx.x) < params.groups && stored < params.K)
     store_split<Storage>(smem[threadIdx.x], params, split, stored);
@@ -220,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, 4) pixels_kernel(const Params params
     }
   }
   double* const smem = reinterpret_cast<double*>(modelnew_smem);
-  add_rows(sum, group, lane, params.groups, params.lanes, smem);
+  add_rows<kThreads>(sum, group, lane, params.groups, params.lanes, smem);
   const int all = params.lanes * COUNT, step = params.repeats == 1 ? all : params.K, first_k = tile * all;
   for (int i = threadIdx.x; i < step && first_k + i < params.K; i += kThreads) {
     double of_channel = 0;
@@ -245,7 +226,7 @@ __global__ void __launch_bounds__(kThreads) partials_kernel(const Params params)
       sum[0] += params.partial_ptr[static_cast<int64_t>(split) * params.K + k];
   }
   double* const smem = reinterpret_cast<double*>(modelnew_smem);
-  add_rows(sum, row, column, ROWS, kPartialLanes, smem);
+  add_rows<kThreads>(sum, row, column, ROWS, kPartialLanes, smem);
   if (row == 0 && k < params.K) store<Storage>(smem[column], params.out_ptr, k);
 }
 
@@ -389,9 +370,9 @@ inline cudaError_t launch(const Problem& problem, const Pointers& pointers, cuda
   Plan plan = make_plan(problem, pointers.dy);
   Params& params = plan.params;
   if (plan.blocks >= int64_t{1} << 31) return cudaErrorInvalidConfiguration;
-  const int64_t(&step)[4] = problem.y_stride;
-  const int64_t last = (problem.N - 1) * step[0] + (problem.K - 1) * step[1] + (problem.P - 1) * step[2] +
-                       (problem.Q - 1) * step[3];
+  const int64_t (&step)[4] = problem.y_stride;
+  const int64_t last =
+      (problem.N - 1) * step[0] + (problem.K - 1) * step[1] + (problem.P - 1) * step[2] + (problem.Q - 1) * step[3];
   params.dy_ptr = pointers.dy;
   params.end_ptr = static_cast<const char*>(pointers.dy) + (last + 1) * element_bytes(problem.dtype);
   params.partial_ptr = params.splits == 1 ? nullptr : static_cast<double*>(pointers.workspace);

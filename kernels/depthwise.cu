@@ -1,5 +1,6 @@
-// Depthwise engine: convolutions in which every output channel reads one input channel, forward and, without a stride,
-// dgrad, which is the same with the filter turned round. fp32, fp16 and bf16, with fp32 sums.
+// Depthwise engine: convolutions in which every output channel reads one input channel. fp32, fp16 and bf16, with fp32
+// sums. Here are the forward and, without a stride, dgrad, which is the same with the filter turned round; other
+// gradients are in depthwise_grad.cuh.
 //
 //   ring_kernel         NCHW without gaps, filters of 3x3 and 7x7: rows through a ring in shared memory, windows in
 //                       registers
@@ -25,6 +26,7 @@
 #include "memo.cuh"
 #endif
 
+#include "depthwise_grad.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
 #include "ptx.cuh"
@@ -32,8 +34,7 @@
 namespace modelnew {
 namespace depthwise {
 
-constexpr int kThreads = 128;
-constexpr int kChunk = 64;
+using depthwise_grad::is_channels_last, depthwise_grad::kChunk, depthwise_grad::kMostBlocks, depthwise_grad::kThreads;
 
 // A block stays within the 48 KB of shared memory that every GPU grants without being asked: four or more blocks run on
 // an SM, one loading while others multiply.
@@ -150,14 +151,7 @@ struct Params {
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-MODELNEW_HOST_DEVICE inline int least(int a, int b) { return a < b ? a : b; }
-MODELNEW_HOST_DEVICE inline int most(int a, int b) { return a < b ? b : a; }
-
-// Neighbours in memory, moved at once.
-template <typename Storage, int SIZE>
-struct alignas(SIZE * sizeof(Storage)) Pack {
-  Storage element[SIZE];
-};
+using depthwise_grad::least, depthwise_grad::most, depthwise_grad::Pack;
 
 // Neighbours rounded to the tensor's type: 16-bit ones two at a time.
 template <int SIZE>
@@ -1545,7 +1539,6 @@ struct Plan {
   double cost;
 };
 
-constexpr int64_t kMostBlocks = 0x7fffffff;
 constexpr int kVectorColumns = 4, kRingColumns = 7, kAnyRows = 4, kAnyColumns = 5, kPixelColumns = 4,
               kAnyPixelColumns = 8;
 
@@ -1964,10 +1957,6 @@ inline Ring choose_ring(const Problem& problem, const Axis& rows, const Axis& co
   return best;
 }
 
-inline bool is_channels_last(const Problem& problem) {
-  return problem.C > 1 && problem.x_stride[1] == 1 && problem.y_stride[1] == 1;
-}
-
 // Channels that a thread of pixels_kernel takes, zero if it is not for this problem.
 inline int window_channels(const Problem& problem, Operator op, bool aligned) {
   if (!is_windowed(row_axis(problem, op), column_axis(problem, op)) || problem.K != problem.C) return 0;
@@ -2152,13 +2141,15 @@ inline const Plan& plan_of(const Problem& problem, Operator op, bool aligned, bo
                   [&] { return make_plan(problem, op, aligned, {}, w_aligned); });
 }
 
+// Whether it takes kernels of its own: the gradient to x without a stride is a forward with the filter turned round.
+inline bool is_gradient(const Problem& problem, Operator op) {
+  return op == Operator::kWgrad || (op == Operator::kDgrad && (has_stride(problem) || problem.K != problem.C));
+}
+
 inline const char* refusal(const Problem& problem, Operator op) {
-  if (op == Operator::kWgrad || op == Operator::kBgrad) return "it computes the forward and the gradient to the input";
+  if (op == Operator::kBgrad) return "it computes no gradient to the bias";
   if (problem.C != problem.groups) return "more than one input channel in a group";
   if (problem.dtype == DType::kFloat64) return "float64";
-  if (op == Operator::kDgrad && problem.K != problem.C) return "a gradient that sums over several output channels";
-  if (op == Operator::kDgrad && has_stride(problem))
-    return "a gradient with a stride";
   // Positions are 32-bit numbers in the kernels, with room for a tile beyond the image.
   constexpr int64_t kMostPositions = int64_t{1} << 28;
   if (problem.H + 2 * static_cast<int64_t>(problem.pad_h) >= kMostPositions ||
@@ -2167,13 +2158,16 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (problem.S > kChunk) return "a filter row of more than 64 taps";
   if (static_cast<int64_t>(problem.R) * problem.S > kSharedBytes / 4)
     return "a filter that does not fit into shared memory";
+  if (is_gradient(problem, op)) return depthwise_grad::refusal(problem, op);
   thread_local Memo<bool> fits;
   if (!fits.get(key_of(problem, op, 0, 0, 0), [&] { return make_plan(problem, op, false, {true}).exists; }))
     return "no tile of it fits into shared memory, or it takes more than 2^31 - 1 of them";
   return nullptr;
 }
 
-inline int64_t workspace_bytes(const Problem&, Operator, const Pointers&) { return 0; }
+inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
+  return is_gradient(problem, op) ? depthwise_grad::workspace_bytes(problem, op, pointers) : 0;
+}
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
@@ -2333,6 +2327,7 @@ inline bool is_aligned(Operator op, const Pointers& pointers) {
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  if (is_gradient(problem, op)) return depthwise_grad::launch(op, problem, pointers, stream);
   const bool w_aligned = reinterpret_cast<uint64_t>(pointers.w) % 8 == 0;
   return launch_planned(op, problem, pointers, plan_of(problem, op, is_aligned(op, pointers), w_aligned), stream);
 }
@@ -2340,6 +2335,7 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
 #endif  // launchers
 
 inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
+  if (is_gradient(problem, op)) return depthwise_grad::describe(problem, op, text, text_size);
   const Plan& plan = plan_of(problem, op, true, true);
   const Tile& tile = plan.tile;
   const Strip& strip = plan.strip;

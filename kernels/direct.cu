@@ -4,7 +4,7 @@
 //   depthwise      the same with one input channel for each output, through shared memory
 //   points         the same for 1x1 filters to at most 8 channels of fp32: every pixel is read once, into registers
 //   weight_grad    dw from x and dy
-//   sliding_wgrad, depthwise_wgrad   the same with one input channel for each output: 3x3, any filter
+//   depthwise_wgrad   the same with one input channel for each output
 //   add_partials   [split][element] doubles -> dw
 //   bias_grad      db from dy, see bias_grad.cuh
 //
@@ -24,6 +24,7 @@
 #endif
 
 #include "bias_grad.cuh"
+#include "block_sum.cuh"
 #include "correlate.cuh"
 
 namespace modelnew {
@@ -440,21 +441,8 @@ __global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
 // global memory (neighbouring taps find it in L1). Partial sums: kChunk terms in acc, then double.
 constexpr int kDepthwiseTaps = 9;
 
-// Adds one double of each thread in a fixed order; thread 0 gets the sum.
-template <int THREADS>
-__device__ inline double block_sum(double value, double* smem) {
-  static_assert((THREADS & (THREADS - 1)) == 0, "halving reaches one thread");
-  __syncthreads();  // the sum before has been read
-  smem[threadIdx.x] = value;
-  for (int half = THREADS / 2; half > 0; half /= 2) {
-    __syncthreads();  // the level above is complete
-    if (static_cast<int>(threadIdx.x) < half) smem[threadIdx.x] += smem[threadIdx.x + half];
-  }
-  return threadIdx.x == 0 ? smem[0] : 0;
-}
-
 template <typename Acc, typename Storage>
-__device__ inline void add_rows(double (&sum)[kDepthwiseTaps], const WeightGradParams& params, int k, int first_tap,
+__device__ inline void add_products(double (&sum)[kDepthwiseTaps], const WeightGradParams& params, int k, int first_tap,
                                 int64_t first_row, int64_t end_row) {
   constexpr int TAPS = kDepthwiseTaps, WARPS = kReduceThreads / 32;
   const int R = params.rows.taps, S = params.columns.taps, lane_id = threadIdx.x % 32;
@@ -523,105 +511,14 @@ __global__ void __launch_bounds__(kReduceThreads) depthwise_wgrad_kernel(const W
 
   double sum[kDepthwiseTaps] = {};
   with_storage<Acc>(params.dtype,
-                    [&](auto tag) { add_rows<Acc, decltype(tag)>(sum, params, k, first_tap, first_row, end_row); });
+                    [&](auto tag) { add_products<Acc, decltype(tag)>(sum, params, k, first_tap, first_row, end_row); });
   const int all_taps = params.rows.taps * params.columns.taps;
   double* slots =
       params.partial_ptr + (static_cast<int64_t>(split) * params.groups * params.group_k + k) * all_taps + first_tap;
-#pragma unroll
-  for (int i = 0; i < kDepthwiseTaps; ++i) {
-    const double all = block_sum<kReduceThreads>(sum[i], reinterpret_cast<double*>(modelnew_smem));
-    if (threadIdx.x == 0 && first_tap + i < all_taps) slots[i] = all;
-  }
-}
-
-// ---- sliding_wgrad ----
-//
-// 3x3 with stride and dilation 1, where depthwise_wgrad would load each x nine times: a warp takes strips of 32 columns
-// and kStripRows rows of y; each lane walks down its column with the 3x3 window of x in registers and loads three new
-// values a row. Chunks are strips.
-constexpr int kSlidingTaps = 3, kStripRows = 32;
-static_assert(kStripRows <= kChunk, "a strip is one chunk");
-
-template <typename Acc, typename Storage>
-__device__ inline void add_strip(double (&sum)[kSlidingTaps * kSlidingTaps], const WeightGradParams& params,
-                                 const Storage* x_ptr, const Storage* dy_ptr, int first_p, int q) {
-  constexpr int TAPS = kSlidingTaps;
-  constexpr int BATCH = 4, HALO = TAPS - 1;
-  static_assert(kStripRows % BATCH == 0, "whole batches");
-  const int x_row = first_p - params.rows.pad, x_column = q - params.columns.pad;
-  x_ptr += x_row * params.x_stride[2] + x_column * params.x_stride[3];
-  dy_ptr += first_p * params.dy_stride[2] + q * params.dy_stride[3];
-  const auto load_row = [&](int h, Acc(&row)[TAPS]) {
-#pragma unroll
-    for (int s = 0; s < TAPS; ++s)
-      row[s] = widen(load_if(is_within(h, params.rows.x_size) & is_within(x_column + s, params.columns.x_size),
-                             x_ptr + s * params.x_stride[3]));
-    x_ptr += params.x_stride[2];
-  };
-  Acc acc[TAPS][TAPS] = {}, x_frag[BATCH + HALO][TAPS];
-#pragma unroll
-  for (int r = 0; r < HALO; ++r) load_row(x_row + r, x_frag[r]);
-#pragma unroll 1
-  for (int first = first_p; first < first_p + kStripRows; first += BATCH) {
-    Acc dy_frag[BATCH];
-    const auto exists = [&](int p) { return (p < params.rows.y_size) & (q < params.columns.y_size); };
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i, dy_ptr += params.dy_stride[2]) {
-      load_row(first + i - params.rows.pad + HALO, x_frag[i + HALO]);
-      dy_frag[i] = widen(load_if(exists(first + i), dy_ptr));
-    }
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      if (!exists(first + i)) continue;  // a zero for dy is not enough: x may be Inf
-      const bool finite = is_finite(dy_frag[i]);
-#pragma unroll
-      for (int r = 0; r < TAPS; ++r)
-#pragma unroll
-        for (int s = 0; s < TAPS; ++s)
-          // Padding is skipped, see depthwise; a finite dy may just as well meet its zeros.
-          if (finite || (is_within(first + i - params.rows.pad + r, params.rows.x_size) &&
-                         is_within(x_column + s, params.columns.x_size)))
-            acc[r][s] += dy_frag[i] * x_frag[i + r][s];
-    }
-#pragma unroll
-    for (int r = 0; r < HALO; ++r)
-#pragma unroll
-      for (int s = 0; s < TAPS; ++s) x_frag[r][s] = x_frag[BATCH + r][s];
-  }
-#pragma unroll
-  for (int i = 0; i < TAPS * TAPS; ++i) sum[i] += acc[i / TAPS][i % TAPS];
-}
-
-// blockIdx.x = (k, split); stages_per_split counts strips here.
-template <typename Acc>
-__global__ void __launch_bounds__(kReduceThreads, sizeof(Acc) == 8 ? 1 : 2)
-    sliding_wgrad_kernel(const WeightGradParams params) {
-  constexpr int TAPS = kSlidingTaps * kSlidingTaps;
-  extern __shared__ __align__(16) unsigned char modelnew_smem[];
-  const int split = static_cast<int>(blockIdx.x % params.splits), k = static_cast<int>(blockIdx.x / params.splits);
-  const int strips_p = (params.rows.y_size + kStripRows - 1) / kStripRows, strips_q = (params.columns.y_size + 31) / 32;
-  const int64_t strips = params.N * strips_p * strips_q, first = split * params.stages_per_split;
-  const int64_t end = first + params.stages_per_split < strips ? first + params.stages_per_split : strips;
-
-  double sum[TAPS] = {};
-  with_storage<Acc>(params.dtype, [&](auto tag) {
-    using Storage = decltype(tag);
-    for (int64_t strip = first + threadIdx.x / 32; strip < end; strip += kReduceThreads / 32) {
-      const int64_t n = strip / strips_q / strips_p;
-      const int first_p = static_cast<int>(strip / strips_q % strips_p) * kStripRows;
-      const int q = static_cast<int>(strip % strips_q) * 32 + static_cast<int>(threadIdx.x) % 32;
-      add_strip<Acc>(
-          sum, params,
-          static_cast<const Storage*>(params.x_ptr) + n * params.x_stride[0] + k / params.group_k * params.x_stride[1],
-          static_cast<const Storage*>(params.dy_ptr) + n * params.dy_stride[0] + k * params.dy_stride[1], first_p, q);
-    }
-  });
-  double* slots = params.partial_ptr + (static_cast<int64_t>(split) * params.groups * params.group_k + k) * TAPS;
-#pragma unroll
-  for (int i = 0; i < TAPS; ++i) {
-    const double all = block_sum<kReduceThreads>(sum[i], reinterpret_cast<double*>(modelnew_smem));
-    if (threadIdx.x == 0) slots[i] = all;
-  }
+  double* const smem = reinterpret_cast<double*>(modelnew_smem);
+  add_rows<kReduceThreads>(sum, threadIdx.x, 0, kReduceThreads, 1, smem);
+  const int i = threadIdx.x;
+  if (i < kDepthwiseTaps && first_tap + i < all_taps) slots[i] = smem[i * kReduceThreads];
 }
 
 // ---- add_partials ----
@@ -719,7 +616,7 @@ using WeightGradTall = WeightGradConfig<float, 16, 2, 8>;    // 128 channels of 
 using WeightGradWide = WeightGradConfig<float, 8, 4, 8>;     // 64 x 128
 using WeightGradDouble = WeightGradConfig<double, 4, 2, 8>;  // 32 x 64
 
-enum class WeightGradKernel { kTall, kWide, kDouble, kSliding, kDepthwise };
+enum class WeightGradKernel { kTall, kWide, kDouble, kDepthwise };
 
 struct WeightGradPlan {
   WeightGradKernel kernel;
@@ -763,17 +660,14 @@ inline WeightGradPlan plan_weight_grad(const Problem& problem) {
   const int group_c = problem.C / problem.groups;
   const int64_t e = static_cast<int64_t>(group_c) * problem.R * problem.S;
   if (group_c == 1) {
-    const bool slides = problem.R == kSlidingTaps && problem.S == kSlidingTaps && problem.stride_h == 1 &&
-                        problem.stride_w == 1 && problem.dilation_h == 1 && problem.dilation_w == 1;
     WeightGradPlan plan{};
-    plan.kernel = slides ? WeightGradKernel::kSliding : WeightGradKernel::kDepthwise;
+    plan.kernel = WeightGradKernel::kDepthwise;
     plan.tiles_k = problem.K;
-    plan.tiles_e = slides ? 1 : static_cast<int>(ceil_div(e, kDepthwiseTaps));
-    plan.smem_bytes = kReduceThreads * sizeof(double);
-    constexpr int64_t kLeastStages = 32;  // rows or strips: four a warp
-    const int64_t strips = problem.N * ceil_div(problem.P, kStripRows) * ceil_div(problem.Q, 32);
-    split_range(slides ? strips : problem.N * problem.P, static_cast<int64_t>(plan.tiles_k) * plan.tiles_e,
-                kDepthwiseWgradBlocks, problem.K * e, kLeastStages, plan.splits, plan.stages_per_split);
+    plan.tiles_e = static_cast<int>(ceil_div(e, kDepthwiseTaps));
+    plan.smem_bytes = kDepthwiseTaps * kReduceThreads * sizeof(double);
+    constexpr int64_t kLeastStages = 32;  // rows: four a warp
+    split_range(problem.N * problem.P, static_cast<int64_t>(plan.tiles_k) * plan.tiles_e, kDepthwiseWgradBlocks,
+                problem.K * e, kLeastStages, plan.splits, plan.stages_per_split);
     return plan;
   }
   if (problem.dtype == DType::kFloat64) return weight_grad_plan<WeightGradDouble>(WeightGradKernel::kDouble, problem);
@@ -953,7 +847,7 @@ inline cudaError_t launch_weight_grad(const Problem& problem, const Pointers& po
   params.dtype = problem.dtype;
   params.round_to_tf32 = uses_tf32(problem, Operator::kWgrad);
 
-  const bool depthwise = plan.kernel == WeightGradKernel::kDepthwise || plan.kernel == WeightGradKernel::kSliding;
+  const bool depthwise = plan.kernel == WeightGradKernel::kDepthwise;
   const int64_t all_blocks =
       static_cast<int64_t>(plan.tiles_k) * plan.tiles_e * plan.splits * (depthwise ? 1 : problem.groups);
   if (all_blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
@@ -968,12 +862,6 @@ inline cudaError_t launch_weight_grad(const Problem& problem, const Pointers& po
       break;
     case WeightGradKernel::kDouble:
       weight_grad_kernel<WeightGradDouble><<<blocks, WeightGradDouble::THREADS, smem_bytes, stream>>>(params);
-      break;
-    case WeightGradKernel::kSliding:
-      if (problem.dtype == DType::kFloat64)
-        sliding_wgrad_kernel<double><<<blocks, kReduceThreads, smem_bytes, stream>>>(params);
-      else
-        sliding_wgrad_kernel<float><<<blocks, kReduceThreads, smem_bytes, stream>>>(params);
       break;
     case WeightGradKernel::kDepthwise:
       if (problem.dtype == DType::kFloat64)
@@ -1005,7 +893,7 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   }
   if (op == Operator::kWgrad) {
     static constexpr const char* kNames[] = {"weight_grad 128x64", "weight_grad 64x128", "weight_grad 32x64 double",
-                                             "sliding_wgrad 3x3", "depthwise_wgrad"};
+                                             "depthwise_wgrad"};
     const WeightGradPlan plan = plan_weight_grad(problem);
     snprintf(text, text_size, "%s: %d x %d tiles of dw, %d splits of the pixels", kNames[static_cast<int>(plan.kernel)],
              plan.tiles_k, plan.tiles_e, plan.splits);

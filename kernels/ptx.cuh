@@ -56,6 +56,30 @@ __device__ __forceinline__ void load_2(const void* address, bool exist, uint32_t
   word = half_word;
 }
 
+// 4, 8 or 16 bytes, without asking for what follows them in memory.
+__device__ __forceinline__ void load_words(const void* address, bool exist, uint32_t (&words)[1]) {
+  asm volatile("{\n.reg .pred exist;\nsetp.ne.b32 exist, %2, 0;\nmov.b32 %0, 0;\n@exist ld.global.nc.b32 %0, [%1];\n}"
+               : "=&r"(words[0])
+               : "l"(address), "r"(static_cast<int>(exist)));
+}
+
+__device__ __forceinline__ void load_words(const void* address, bool exist, uint32_t (&words)[2]) {
+  asm volatile(
+      "{\n.reg .pred exist;\nsetp.ne.b32 exist, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+      "@exist ld.global.nc.v2.b32 {%0, %1}, [%2];\n}"
+      : "=&r"(words[0]), "=&r"(words[1])
+      : "l"(address), "r"(static_cast<int>(exist)));
+}
+
+__device__ __forceinline__ void load_words(const void* address, bool exist, uint32_t (&words)[4]) {
+  asm volatile(
+      "{\n.reg .pred exist;\nsetp.ne.b32 exist, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@exist ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
+      : "l"(address), "r"(static_cast<int>(exist)));
+}
+
 // Asynchronous copies to shared memory. The issuing thread sees them after copies_wait, others after a barrier as well.
 
 template <int BYTES>
@@ -498,10 +522,12 @@ __device__ __forceinline__ void load_matrix(uint32_t (&a)[4], uint32_t address) 
 // Loads the same operand transposed, from 16 rows of 16 values of 16 bits. Lane l addresses 8 values of row
 // l / 16 * 8 + l % 8: the first ones if l / 8 is even, else the last.
 __device__ __forceinline__ void load_matrix_transposed(uint32_t (&a)[4], uint32_t address) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                : "r"(address)
                : "memory");
+#endif
 }
 
 // Stores four blocks of 8 x 8 values of 16 bits. A lane holds, in words[i], columns 2*(l%4) and 2*(l%4) + 1 of row l/4;

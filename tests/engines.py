@@ -239,6 +239,10 @@ MMA_EDITS = {
     r'asm\("mma\.sync[^;]*;[^;]*;': "simt_multiply_add(d, a, b);",
     r"(__noinline__ float exact_output\(.*?\) \{)": r"\1 ++recomputed;",
 }
+MMA_WGRAD_EDITS = {
+    rf'asm\("mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.{name}[^;]*;[^;]*;': f"simt_multiply_add(d, a, b, {of}{{}});"
+    for name, of in (("f16", "Half"), ("bf16", "BFloat16"))
+} | {r'asm\("mma\.sync[^;]*;[^;]*;': "simt_multiply_add(d, a, b);", r" 1 << 29 : 1 << 27;": " 1 << 12 : 1 << 12;"}
 GATHER_EDITS = {
     r'asm volatile\("st\.shared\.v4[^;]*;[^;]*;': (
         "simt::check_shared(address, 16); const uint32_t words[4] = {a, b, c, d}; "
@@ -292,8 +296,12 @@ WITH_PARTS = Kernels(
 )
 EMULATED = {
     **dict.fromkeys(PARTS, WITH_PARTS),
-    "depthwise": Kernels(["depthwise.cu"], ["engine.h", "depthwise.h"], COPIES, SMALL_TF32),
+    # On a GPU as small as this, a thread of dgrad_any_kernel has several rows.
+    "depthwise": Kernels(
+        ["depthwise.cu"], ["engine.h", "depthwise.h"], COPIES, SMALL_TF32 | {r": 16, sms": ": 1, 1"}
+    ),
     "mma": by_mma("mma", shape=-1, hopper=1, splits=1),
+    "mma_wgrad": by_mma("mma_wgrad", MMA_WGRAD_EDITS, images=0, tile_p=0, tile_q=0, splits=0),
     "pointwise": by_mma("pointwise", staged=-1, row_bits=-1, split_bits=-1, slices=0),
     "stem": by_mma("stem", tile_k=0, tile_p=0, tile_q=0),
     "tma": by_tma("tma", shape=-1, windows=-1, splits=1, direct=-1),

@@ -189,16 +189,14 @@ SIDE = 1 << 28  # positions in 32 bits
 WITHIN = dataclasses.replace
 REFUSALS = {
     "depthwise": [
-        (depthwise_case(1, 4, 9, 9, 3, 3), "fprop dgrad", {}, None),
-        (depthwise_case(1, 4, 9, 9, 3, 3), "wgrad bgrad", {}, "forward"),
-        (depthwise_case(1, 4, 9, 9, 3, 3), "fprop dgrad", {"dtype": torch.float64}, "float64"),
-        (Case(1, 4, 9, 9, 4, 3, 3, groups=2), "fprop dgrad", {}, "input channel"),
-        (depthwise_case(1, 4, 9, 9, 3, 3, times=2), "dgrad", {}, "several"),
-        (depthwise_case(1, 4, 9, 9, 3, 3, stride=(1, 2)), "fprop", {}, None),
-        (depthwise_case(1, 4, 9, 9, 3, 3, stride=(1, 2)), "dgrad", {}, "stride"),
-        (depthwise_case(1, 4, 9, 99, 1, 65), "fprop dgrad", {}, "64 taps"),
-        (depthwise_case(1, 1, SIDE, 1, 1, 1), "fprop dgrad", {}, "image side"),
-        (depthwise_case(1, 1, 900, 900, 400, 60), "fprop dgrad", {}, "shared memory"),
+        (depthwise_case(1, 4, 9, 9, 3, 3), "bgrad", {}, "bias"),
+        (depthwise_case(1, 4, 9, 9, 3, 3), "fprop dgrad wgrad", {"dtype": torch.float64}, "float64"),
+        (Case(1, 4, 9, 9, 4, 3, 3, groups=2), "fprop dgrad wgrad", {}, "input channel"),
+        (depthwise_case(1, 4, 9, 9, 3, 3, times=2, stride=(1, 2)), "fprop dgrad wgrad", {}, None),
+        (depthwise_case(1, 4, 9, 99, 1, 65), "fprop dgrad wgrad", {}, "64 taps"),
+        (depthwise_case(1, 1, SIDE, 1, 1, 1), "fprop dgrad wgrad", {}, "image side"),
+        (depthwise_case(1, 1, 900, 900, 400, 60), "fprop dgrad wgrad", {}, "shared memory"),
+        (depthwise_case(1 << 29, 1, 9, 9, 3, 3, stride=(2, 2)), "dgrad", {}, "parts of images"),
     ],
     "dilated": [
         (Case(2, 3, 9, 9, 4, 3, 3, dilation=(2, 2)), "wgrad", {}, "outputs and input gradients only"),
@@ -346,8 +344,8 @@ def check_refusals(handle: Engine) -> None:
 SIMPLE = [
     ("direct", EXACT_CASES, set(OPERATOR_NUMBER), DTYPES[:1]),
     ("direct", DENSE_CASES[:10] + DEPTHWISE_CASES[:5], set(OPERATOR_NUMBER), DTYPES[1:]),
-    ("depthwise", ONE_TO_ONE_CASES, {"fprop"}, DTYPES[:3]),
-    ("depthwise", random_depthwise_cases(80, seed=0), set(), DTYPES[:3]),
+    ("depthwise", ONE_TO_ONE_CASES, {"fprop", "dgrad", "wgrad"}, DTYPES[:3]),
+    ("depthwise", random_depthwise_cases(80, seed=0), {"wgrad"}, DTYPES[:3]),
     ("dilated", DILATED_CASES, {"fprop"}, DTYPES[:1]),
     ("dilated", random_dilated_cases(150, seed=0), set(), DTYPES[:1]),
     ("patches", PATCHES_CASES, {"fprop"}, DTYPES[:3]),
@@ -519,6 +517,13 @@ TMA_WGRAD_SHIM_CASES = [
     Case(3, 72, 9, 4, 8, 3, 3, stride=(2, 2), padding=(1, 0)),
     Case(3, 16, 3, 9, 8, 1, 1, stride=(8, 2)),
 ]
+# Several groups a block and one, a group divided among blocks, channels that copies take and do not, many units.
+MMA_WGRAD_CASES = [
+    Case(2, 24, 9, 11, 24, 3, 3, padding=(1, 1), groups=3), Case(3, 64, 7, 7, 64, 3, 3, padding=(1, 1), groups=16),
+    Case(1, 96, 6, 20, 96, 3, 3, stride=(2, 2), padding=(1, 1), groups=2), Case(2, 15, 8, 9, 10, 1, 1, groups=5),
+    Case(1, 72, 5, 8, 80, 3, 3, padding=(1, 1)), Case(2, 48, 10, 12, 48, 5, 4, dilation=(1, 2), groups=2),
+    Case(1, 32, 8, 8, 128, 2, 2, stride=(2, 3), groups=4), Case(5, 24, 4, 4, 32, 1, 1, stride=(2, 1), groups=8),
+]  # fmt: skip
 # Windows with boxes of dy and without, strips of rows, images without gaps, filters that leave pixels out, groups,
 # words and channels one by one, windows that do not fit and one of which three stages do, in a tile of 256; pixels that
 # no output sees; ragged edges of all tiles.
@@ -634,6 +639,14 @@ EXACT_RUNS = {
             LAYOUTS[:1],
         ),
     ],
+    "mma_wgrad": [
+        Runs(
+            of_operator("wgrad", MMA_WGRAD_CASES),
+            6,
+            settings_of(FP32, TF32, FP16, BF16, images=(0, 2), tile_p=(0, 3), splits=(0, 3)),
+            layouts=X_AND_DY_LAYOUTS,
+        )
+    ],
     "wgrad": [
         Runs(
             of_operator("wgrad", WGRAD_SHIM_CASES),
@@ -674,9 +687,10 @@ STRIDES = {
         [{"dtype": torch.float32}],
     ),
     "depthwise": (
-        ["fprop", "dgrad"],
+        ["fprop", "dgrad", "wgrad"],
         [
             depthwise_case(2, 6, 9, 10, 3, 3, padding=(1, 1)),
+            depthwise_case(2, 6, 9, 10, 3, 3, stride=(2, 2), padding=(1, 1)),
             depthwise_case(2, 3, 9, 10, 3, 2, times=2, stride=(1, 2), padding=(1, 1)),
         ],
         [{"dtype": torch.float32}],
@@ -697,6 +711,7 @@ STRIDES = {
         [Case(2, 3, 9, 16, 36, 3, 3, padding=(1, 1)), Case(3, 4, 7, 9, 33, 2, 4)],
         settings_of(TF32, FP16),
     ),
+    "mma_wgrad": (["wgrad"], MMA_WGRAD_CASES[:2], settings_of(FP32, BF16, splits=(0, 2))),
     "wgrad": (["wgrad"], [Case(2, 8, 6, 12, 10, 3, 3, padding=(1, 1))], settings_of(FP32, BF16, splits=(0, 2))),
 }
 
@@ -765,9 +780,16 @@ ROUNDING = {
         [],
         lambda case, operator, tf32: tf32,
     ),
+    "mma_wgrad": (
+        [*MMA_WGRAD_CASES[:2], Case(1, 64, 5, 6, 40, 3, 3)],
+        [under_a_tf32_step, tf32_ties, wide, any_exponent],
+        [(torch.bfloat16, wide)],
+        lambda case, operator, tf32: tf32 and case.C // case.groups >= 8,
+    ),
     "pointwise": ([Case(2, 64, 5, 8, 40, 1, 1)], [under_a_tf32_step, wide], [], lambda case, operator, tf32: tf32),
 }
-OPERATORS = {"stem": ["fprop"], "wgrad": ["wgrad"], "mma": ["fprop", "dgrad"], "pointwise": ["fprop"]}
+OPERATORS = {"stem": ["fprop"], "mma": ["fprop", "dgrad"], "pointwise": ["fprop"]}
+OPERATORS |= {engine: ["wgrad"] for engine in ("wgrad", "mma_wgrad")}
 ROUNDING_RUNS = [
     *((engine, DTYPES[0], tf32, fill) for engine, of in ROUNDING.items() for fill in of[1] for tf32 in (False, True)),
     *((engine, dtype, True, fill) for engine, of in ROUNDING.items() for dtype, fill in of[2]),

@@ -65,7 +65,8 @@ FP32, TF32, FP16, BF16 = (torch.float32, False), (torch.float32, True), (torch.f
 ALL_TYPES = [TF32, FP16, BF16]
 WGMMA_TYPES = [*ALL_TYPES, FP32]
 HALVES = [FP16, BF16]
-ANY_GPU = ("mma", "patches", "pointwise")  # the other engines, or those that they give parts to, need Hopper
+# The other engines, or those that they give parts to, need Hopper.
+ANY_GPU = ("mma", "mma_wgrad", "patches", "pointwise")
 
 
 def hopper_gpu(test: Callable) -> Callable:
@@ -217,6 +218,16 @@ GPU_WGRAD_CASES = [
     Case(64, 128, 7, 7, 264, 3, 3, padding=(1, 1)),
     Case(32, 128, 56, 56, 192, 1, 1, stride=(2, 2)),
 ]
+# Groups of 4, 24, 32 and of all channels; tiles of several images and parts of one; the last one large enough for TF32.
+GPU_MMA_WGRAD_CASES = [
+    Case(8, 128, 28, 28, 128, 3, 3, padding=(1, 1), groups=32),
+    Case(4, 120, 30, 28, 120, 3, 3, stride=(2, 2), padding=(1, 1), groups=5),
+    Case(6, 1024, 7, 7, 1024, 3, 3, padding=(1, 1), groups=32),
+    Case(3, 72, 19, 21, 80, 3, 3, padding=(1, 1)),
+    Case(2, 60, 17, 40, 90, 5, 4, stride=(1, 2), padding=(2, 1), dilation=(2, 1), groups=3),
+    Case(9, 64, 14, 14, 96, 1, 1, groups=4),
+    Case(64, 96, 28, 28, 96, 3, 3, padding=(1, 1), groups=3),
+]
 GPU_WGRAD_VIEWED = [
     Case(3, 20, 12, 16, 24, 3, 3, padding=(1, 1)),
     *(Case(2, 16, 8, 8, 40, 1, 1, stride=(step, step)) for step in (1, 2)),
@@ -319,7 +330,7 @@ def merges(case: Case) -> bool:
 
 def operators_of(engine: str, case: Case) -> set[str]:
     """What an engine takes of the cases that it has here."""
-    if engine in ("wgrad", "tma_wgrad", "strided"):
+    if engine in ("mma_wgrad", "wgrad", "tma_wgrad", "strided"):
         return {"dgrad"} if engine == "strided" else {"wgrad"}
     both = engine in ("wgmma", "dilated") or (engine in ("gather", "mma", "tma") and case.stride == (1, 1))
     if engine == "tma":  # channels_last only with channels that are multiples of 8
@@ -349,6 +360,8 @@ EXACT = [
     ("gather", GATHER_APART_CASES, IN_LAYOUT, [TF32]),
     ("gather", [Case(2, 64, 40, 70, 64, 3, 7, padding=(13, 39), dilation=(13, 13))], of_names(ODD, "x"), [TF32]),
     ("mma", MMA_CASES, of_names(SOME_VIEWS, ("x", "w", "dy")), [FP32, TF32]),
+    ("mma_wgrad", GPU_MMA_WGRAD_CASES, ALL_LAYOUTS, WGMMA_TYPES),
+    ("mma_wgrad", GPU_MMA_WGRAD_CASES[:2], of_names(SOME_VIEWS, ("x", "dy")), [FP32, FP16]),
     ("patches", GPU_PATCHES_CASES, WITH_WEIGHTS, ALL_TYPES),
     ("wgrad", GPU_WGRAD_CASES, IN_LAYOUT, [*ALL_TYPES, FP32]),
     ("wgrad", GPU_WGRAD_VIEWED, of_names(VIEWS | SHIFTS, ("x", "dy"), ("x",), ("dy",)), ALL_TYPES),
@@ -408,6 +421,7 @@ FILLS_16 = {dtype: [fill for of, fill in STEM_16_BIT_FILLS if of == dtype] for d
 FEW_FILLS = [wide, under_a_tf32_step, near_the_smallest]  # for other layouts than contiguous ones
 ROUNDING = [
     ("gather", GATHER_APART_CASES, IN_LAYOUT, [TF32]),
+    ("mma_wgrad", GPU_MMA_WGRAD_CASES, IN_LAYOUT, WGMMA_TYPES),
     ("patches", GPU_PATCHES_CASES, WITH_WEIGHTS, ALL_TYPES),
     ("pointwise", POINTWISE_CASES, IN_LAYOUT, [FP32, TF32]),
     ("stem", STEM_CASES, IN_LAYOUT, STEM_CONTRACTS),
@@ -447,6 +461,7 @@ SPREADING = [
         ("wgmma", operator, [Case(2, 40, 66, 132, 72, 3, 5, padding=(1, 2), dilation=(2, 1))], WGMMA_TYPES)
         for operator in WGMMA_OPERATORS
     ),
+    ("mma_wgrad", "wgrad", GPU_MMA_WGRAD_CASES[:4], WGMMA_TYPES),
     ("wgrad", "wgrad", [Case(64, 32, 24, 24, 136, 3, 3, padding=(1, 1))], [FP32, TF32]),
 ]
 SPREADING_RUNS = [(*one, *contract) for *one, contracts in SPREADING for contract in contracts]

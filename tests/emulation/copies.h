@@ -64,6 +64,16 @@ inline void check_readable(const void* from, size_t bytes) {
 namespace modelnew {
 namespace hopper {
 
+// 2 bytes, and 4, 8 or 16.
+inline void load_2(const void* address, bool exist, uint32_t& word) {
+  word = exist ? *reinterpret_cast<const uint16_t*>(address) : 0;
+}
+template <int COUNT>
+void load_words(const void* address, bool exist, uint32_t (&words)[COUNT]) {
+  memset(words, 0, sizeof words);
+  if (exist) memcpy(words, address, sizeof words);
+}
+
 inline uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - simt::smem);
 }

@@ -17,8 +17,9 @@ int run_wished(int op, const int64_t* fields, void* const* pointers, const int*,
   const Problem problem = make_problem(fields);
   if (engines[engine_number]->refusal(problem, as_operator(op)) != nullptr) return -1;
   simt::shuffler.seed(seed);
-  Workspace workspace(engines[engine_number]->workspace_bytes(problem, as_operator(op), Pointers{}));
-  const Pointers all = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], workspace.data()};
+  Pointers all = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], nullptr};
+  Workspace workspace(engines[engine_number]->workspace_bytes(problem, as_operator(op), all));
+  all.workspace = workspace.data();
   const int code = engines[engine_number]->launch(as_operator(op), problem, all, nullptr);
   return unless_overrun(code, workspace);
 }

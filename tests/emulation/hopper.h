@@ -153,6 +153,7 @@ inline void begin_block() {
 inline const bool runs_independently = [] {
   before_block = begin_block;
   between_rounds = do_some;
+  block_barrier = [](int) { block_meeting.attend(blockDim.x); };
   return independent = true;
 }();
 
@@ -177,8 +178,6 @@ int simt_run(int seed, bool clusters, const Launch& launch) {
   return cudaErrorLaunchFailure;
 }
 
-#undef __syncthreads
-#define __syncthreads() simt::block_meeting.attend(blockDim.x)
 inline int __syncthreads_or(int vote) {
   static int votes = 0;
   votes |= vote != 0;
@@ -247,9 +246,6 @@ inline void load_8(const void* address, bool exist, uint32_t& low, uint32_t& hig
 }
 inline void load_4(const void* address, bool exist, uint32_t& word) {
   word = exist ? *reinterpret_cast<const uint32_t*>(address) : 0;
-}
-inline void load_2(const void* address, bool exist, uint32_t& word) {
-  word = exist ? *reinterpret_cast<const uint16_t*>(address) : 0;
 }
 
 template <int BYTES>

@@ -30,7 +30,7 @@
 #define __noinline__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
-#define __syncthreads() simt::suspend(__LINE__)
+#define __syncthreads() simt::block_barrier(__LINE__)
 
 extern "C" {
 int simt_mutation = 0;  // what takes place of a text made by with_mutations
@@ -105,6 +105,8 @@ inline void suspend(int line) {
   fibre.line = line;
   if (_setjmp(fibre.suspended) == 0) _longjmp(scheduler, 1);
 }
+
+inline void (*block_barrier)(int) = suspend;
 
 // Waits while a place has this value. The scheduler looks at the place, which is cheaper than to resume the thread.
 inline void wait_while(const unsigned& place, unsigned value) {

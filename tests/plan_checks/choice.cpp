@@ -4,6 +4,7 @@
 #include "stem.cu"
 #include "pointwise.cu"
 #include "mma.cu"
+#include "mma_wgrad.cu"
 #include "dilated.cu"
 #include "patches.cu"
 #include "strided.cu"
@@ -32,6 +33,7 @@ ENGINE(Pointwise, pointwise, pointwise::cycles)
 ENGINE(Mma, mma, mma::cycles)
 ENGINE(Tma, tma, tma::cycles)
 ENGINE(Wgrad, wgrad, wgrad::cycles)
+ENGINE(MmaWgrad, mma_wgrad, nullptr)
 ENGINE(TmaWgrad, tma_wgrad, nullptr)
 ENGINE(Dilated, dilated, nullptr)
 ENGINE(Patches, patches, nullptr)
