@@ -663,8 +663,9 @@ inline Shape wgrad_shape(const Params& params, int bytes, bool aligned) {
   const bool square = h.taps == w.taps && h.stride == w.stride && (h.taps == 3 || h.taps == 5 || h.taps == 7);
   const bool dense = h.dilation == 1 && w.dilation == 1;
   if (!square || (h.stride != 1 && (h.stride != 2 || !dense)))
-    return w.stride == 1 ? Shape{1, kSegment, 1, params.share.by_channels ? kWholeColumns : kDenseColumns, false, 1}
-                         : Shape{1, kSegment, 0, 1, false, 1, bytes};
+    return w.stride == 1
+               ? Shape{1, kSegment, 1, params.share.by_channels ? kWholeColumns : kDenseColumns, false, 1, bytes}
+               : Shape{1, kSegment, 0, 1, false, 1, bytes};
   const bool fours = aligned && !params.share.by_channels && dense && w.pad == w.taps / 2 &&
                      in_fours(params.x_stride, w.inputs) && in_fours(params.dy_stride, w.outputs);
   const auto even = [](const int64_t (&stride)[4]) {
