@@ -42,8 +42,9 @@ struct Axis {
   int inputs, outputs, taps, stride, dilation, pad;
 };
 
-// What a block does. A thread's items are numbered: columns first, then bands of rows, phases of rows, images. Phases:
-// with a dilation of d, every d-th row and column are a convolution of their own, without a dilation.
+// How channels and pixels are divided among blocks. An item is a thread's columns in a band of rows. Items are
+// numbered: columns first, then bands of rows, phases of rows, images. Phases: with a dilation of d, every d-th row and
+// column are a convolution of their own, without a dilation.
 struct Share {
   bool by_channels;   // threads side by side own neighbouring channels
   int lanes, items;   // channels of a block, and threads for each
@@ -92,7 +93,7 @@ struct Shape {
   MODELNEW_HOST_DEVICE constexpr int ahead() const {
     return taps_r != 3 || step_bytes() > 56 ? 1 : stride == 2 || columns * channels > 4 ? 2 : 3;
   }
-  // As registers allow.
+  // Blocks that run on an SM at once, as registers allow.
   MODELNEW_HOST_DEVICE constexpr int blocks_per_sm() const {
     const int outputs = columns * channels;
     if (taps_r == 7) return outputs > 1 ? 3 : 4;
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, Config::kShape.blocks_per_sm()) wgra
   const int x_right = static_cast<int>(params.x_stride[3]) * BYTES,
             load_right = in_register(AT_ONCE * columns.dilation * x_right);
   const int output_right = in_register(columns.stride * x_right);
-  // Of the first column of a load.
+  // The first column of load i, counted from the window's first one.
   const auto column_of = [&](int i) {
     return STRIDE == 0 ? i / TAPS_S * columns.stride + i % TAPS_S * columns.dilation : i * AT_ONCE * columns.dilation;
   };
@@ -446,7 +447,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const Params params) {
 //      columns of dx, with padding   2j     w[.][0] dy[j] + w[.][2] dy[j - 1] + ...
 //                                    2j+1   w[.][1] dy[j] + w[.][3] dy[j - 1] + ...
 //
-// Of a thread's first column the parity is the same in all calls, see dgrad_shift.
+// The parity of a thread's first column is the same in all calls, see dgrad_shift.
 template <int TAPS_, int COLUMNS_, typename Storage_>
 struct DgradConfig {
   using Storage = Storage_;
@@ -679,7 +680,7 @@ inline Shape wgrad_shape(const Params& params, int bytes, bool aligned) {
   return {h.taps, w.taps, h.stride, fours ? kFours : kDenseColumns, fours, 1, bytes};
 }
 
-// What limits how a problem is divided.
+// Limits on how a problem is divided.
 struct Limits {
   int channel_bytes;  // of a thread's channels that are neighbours
   int least_band;     // rows of a band

@@ -192,7 +192,7 @@ __device__ __forceinline__ void load_operand(uint32_t (&words)[4], const uint32_
   }
 }
 
-// What a lane adds to a pixel's address.
+// The bytes that a lane adds to a pixel's address.
 template <typename Format>
 __device__ __forceinline__ uint32_t lane_bytes() {
   const unsigned lane = threadIdx.x % 32;
@@ -210,7 +210,7 @@ struct Operand {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         split<Format::EXACT>(first[i], first[i], rest[i]);
-        // Truncated, a subnormal rest would err by 2^-136 instead of half of it.
+        // The tensor core would truncate it, which errs by twice as much for a subnormal rest.
         if constexpr (Format::EXACT) rest[i] = float_bits(round_to_tf32(bits_float(rest[i])));
       }
     }
@@ -254,7 +254,8 @@ __global__ void __launch_bounds__(kThreads, 2) mma_wgrad_kernel(const Params par
 
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, padded = plan.steps * STEP;
   const uint32_t stages = hopper::smem_address(modelnew_smem), zeros = stages + 2 * plan.stage_bytes;
-  // Of pixels of the tile and of its window: how far from the first one they lie in the tensor, and which they are.
+  // Tables of the tile's pixels and of its window's: the distance from the first one in the tensor, and image, row and
+  // column (pack_pixel).
   int* const pixel_offset = reinterpret_cast<int*>(modelnew_smem + 2 * plan.stage_bytes + PITCH);
   int* const window_offset = pixel_offset + padded;
   int* const pixel_table = window_offset + plan.window;

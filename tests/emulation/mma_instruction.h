@@ -14,7 +14,7 @@ inline void simt_multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint3
   }
 }
 
-// Of 16-bit values, two in a word.
+// The same for 16-bit values, two in a word.
 template <typename Storage>
 void simt_multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Storage) {
   const uint32_t own[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
