@@ -35,12 +35,14 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
 }
 
 // Splits v = first + rest, or rounds it to `first` alone; the tensor core ignores the bits behind TF32's. If v is Inf,
-// NaN or too large to be rounded, the rest is NaN or Inf.
+// NaN or too large to be rounded, the rest is NaN or Inf. Subnormal rests are rounded to multiples of 2^-136, TF32's
+// smallest number: truncated, they would be the largest error of all.
 template <bool EXACT>
 __device__ __forceinline__ void split(uint32_t v, uint32_t& first, uint32_t& rest) {
   if constexpr (EXACT) {
+    constexpr float kRounds = 0x1.8p-113f;  // the distance of whose neighbours is that number
     first = v + 0x1000u;
-    rest = float_bits(bits_float(v) - bits_float(first & ~0x1fffu));
+    rest = float_bits(bits_float(v) - bits_float(first & ~0x1fffu) + kRounds - kRounds);
   } else {
     first = float_bits(round_to_tf32(bits_float(v)));
   }

@@ -775,8 +775,8 @@ ROUNDING = {
         lambda case, operator, tf32: tf32,
     ),
     "mma": (
-        [Case(2, 20, 6, 9, 24, 3, 3, padding=(1, 1))],
-        [under_a_tf32_step, tf32_ties, wide],
+        [Case(2, 20, 6, 9, 24, 3, 3, padding=(1, 1)), Case(2, 9, 6, 9, 24, 1, 1)],
+        [under_a_tf32_step, tf32_ties, wide, any_exponent],
         [],
         lambda case, operator, tf32: tf32,
     ),
@@ -786,7 +786,12 @@ ROUNDING = {
         [(torch.bfloat16, wide)],
         lambda case, operator, tf32: tf32 and case.C // case.groups >= 8,
     ),
-    "pointwise": ([Case(2, 64, 5, 8, 40, 1, 1)], [under_a_tf32_step, wide], [], lambda case, operator, tf32: tf32),
+    "pointwise": (
+        [Case(2, 64, 5, 8, 40, 1, 1), Case(2, 9, 5, 8, 40, 1, 1)],
+        [under_a_tf32_step, wide, any_exponent],
+        [],
+        lambda case, operator, tf32: tf32,
+    ),
 }
 OPERATORS = {"stem": ["fprop"], "mma": ["fprop", "dgrad"], "pointwise": ["fprop"]}
 OPERATORS |= {engine: ["wgrad"] for engine in ("wgrad", "mma_wgrad")}
@@ -868,9 +873,9 @@ def test_nan_and_inf_spread_through_stages(pointwise_shim, row_bits):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nan_and_inf_stay_in_their_groups(tma_shim, layout):
     """Merged groups, whose weights are zeros in between: in each way, by boxes and by threads, with all their tiles."""
-    case = Case(2, 48, 6, 9, 48, 3, 3, padding=(1, 1), groups=6)
     ways = set()
-    for special, shape, windows in itertools.product((math.inf, math.nan), (4, 6, 9, 10), (0, 1)):
+    for groups, special, shape, windows in itertools.product((2, 6), (math.inf, math.nan), (4, 6, 9, 10), (0, 1)):
+        case = Case(2, 48, 6, 9, 48, 3, 3, padding=(1, 1), groups=groups)
         tensors = make_tensors(case, torch.float16, integers)
         tensors["x"][0, 9, 2, 3] = tensors["x"][1, 47, 5, 8] = tensors["w"][17, 3, 1, 1] = special
         expected = reference("fprop", case, tensors).half()
@@ -881,8 +886,8 @@ def test_nan_and_inf_stay_in_their_groups(tma_shim, layout):
         assert message in (None, ""), message
         if message == "":
             torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
-            ways.add((shape, windows))
-    assert len(ways) >= 4
+            ways.add((groups, shape, windows))
+    assert len(ways) >= 8
 
 
 # ---- Nothing is read behind operands: they end where memory does.
