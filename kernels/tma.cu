@@ -44,9 +44,10 @@
 // Tile 0 holds the last pixels, because the preceding kernel wrote them last and the L2 cache still has them.
 // Neighbouring blocks have tiles of the same pixels, hence x comes from memory once.
 //
-// Groups of a multiple of 64 channels are multiplied one by one. Smaller groups are merged, as many as make 64 input
-// channels, with zero weights between them. An Inf or NaN of another group times zero is NaN, hence each NaN that
-// results is computed again from its own group while it is staged (mend).
+// Groups of a multiple of 64 channels are multiplied one by one. Smaller groups are merged, as many as 64 input channels
+// hold, with zero weights between them and behind them. An Inf or NaN of another group times zero is NaN, hence each NaN
+// that results is computed again from its own group while it is staged (mend). Merged groups with fewer than 64 output
+// channels have a tile of their own, of which threads store the first channels.
 //
 // Bound by memory for 1x1 filters with many images, by the tensor cores for 3x3 filters with many channels, by the
 // bandwidth of the L2 cache for columns in small tiles, and by the launch for one image. Fewer than 64 input channels
@@ -85,12 +86,12 @@ constexpr int kMultiplyingThreads = 256, kThreads = 384;  // the last four warps
 static_assert(kThreads == kMultiplyingThreads + 128, "setmaxnreg applies to whole warpgroups");
 constexpr int kMultiplyingRegisters = 232, kOrderingRegisters = 40;  // per thread, from 168 at launch
 static_assert(2 * kMultiplyingRegisters + kOrderingRegisters <= 3 * 168, "no more registers than the block has");
-constexpr int kMostTaps = 49;          // filter taps in the kernel's parameters
-constexpr int kBlockPixels = 64;       // pixels of a TMA box of NCHW (direct)
-constexpr int kMostStages = 8;         // of each ring
-constexpr int kSharedBytes = 232448;   // shared memory that a block may have on sm_90
-constexpr int kMostBoxSide = 256;      // rows or columns of a TMA box
-constexpr int kMostSplits = 8;         // blocks of a portable cluster
+constexpr int kMostTaps = 49;            // filter taps in the kernel's parameters
+constexpr int kBlockPixels = 64;         // pixels of a TMA box of NCHW (direct)
+constexpr int kMostStages = 8;           // of each ring
+constexpr int kSharedBytes = 232448;     // shared memory that a block may have on sm_90
+constexpr int kMostBoxSide = 256;        // rows or columns of a TMA box
+constexpr int kMostSplits = 8;           // blocks of a portable cluster
 constexpr int64_t kMostSlots = 1 << 30;  // slots, and tiles, of a launch
 constexpr int kPackThreads = hopper::kCopyThreads, kPackTile = 32;
 
@@ -132,26 +133,28 @@ struct Grouped : Correlation {
   int own_in, own_out;  // channels of one group
   int block_out;        // output channels that read the same channels of x
 
-  MODELNEW_HOST_DEVICE bool merged() const { return own_in < in_channels; }
+  // Whether a stage holds channels that an output does not read.
+  MODELNEW_HOST_DEVICE bool merged() const { return own_in < all_in && own_in % kBlockChannels != 0; }
 };
 
 struct Plan {
   TileShape shape;
   bool windows;
-  bool packed;                // weights are packed first; otherwise TMA reads them in place
-  bool transposed;            // in place, with contiguous output channels
-  bool planes;                // x and y are NCHW
-  bool direct;                // x is NCHW and is multiplied in place
-  bool copied;                // x is NCHW and is copied to channels_last first
-  bool by_threads;            // threads store y, with any strides; otherwise TMA does
-  bool contained;             // operands are scaled fp16 copies of fp32 tensors, y is fp32
-  int out_vector;             // by_threads: outputs per store
-  int splits;                 // blocks of a cluster, each with a part of the reduction of one tile
+  bool packed;                          // weights are packed first; otherwise TMA reads them in place
+  bool transposed;                      // in place, with contiguous output channels
+  bool planes;                          // x and y are NCHW
+  bool direct;                          // x is NCHW and is multiplied in place
+  bool copied;                          // x is NCHW and is copied to channels_last first
+  bool by_threads;                      // threads store y, with any strides; otherwise TMA does
+  bool contained;                       // operands are scaled fp16 copies of fp32 tensors, y is fp32
+  int out_vector;                       // by_threads: outputs per store
+  int splits;                           // blocks of a cluster, each with a part of the reduction of one tile
   int tile_lines, tile_columns, pitch;  // columns, direct: one line of shape.slots columns
-  int loads;                  // stages of x per block of input channels
-  int box_rows, box_columns;  // of a stage in shared memory
+  int loads;                            // stages of x per block of input channels
+  int box_rows, box_columns;            // of a stage in shared memory
   int x_bytes, x_stage_bytes, x_stages, w_stage_bytes, w_stages;
   int x_steps, w_steps;  // stages of one tile
+  int step_k;            // channels from tile to tile, of which the tile may have more
   int tiles_k, tiles_p, tiles_q, tiles;
   int blocks;  // of the launch
   int smem_bytes;
@@ -240,25 +243,26 @@ MODELNEW_HOST_DEVICE inline Share share_of(const Plan& plan, int part) {
   return {part * plan.x_steps / plan.splits, (part + 1) * plan.x_steps / plan.splits};
 }
 
-// First output and first channel of a tile. With columns, q counts the pixels of all images.
+// First output and first channel of a tile, and the channel behind its last one. With columns, q counts the pixels of
+// all images.
 struct Tile {
-  int n, p, q, k;
+  int n, p, q, k, end_k;
 };
 
 MODELNEW_HOST_DEVICE inline Tile locate_tile(const Params& params, int number) {
   const Plan& plan = params.plan;
   const int pixels = quotient(number, params.by_tiles_k);
   const int from_start = plan.tiles / plan.tiles_k - 1 - pixels;
-  const int k = (number - pixels * plan.tiles_k) * plan.shape.channels;
+  const int k = (number - pixels * plan.tiles_k) * plan.step_k;
+  const int end_k = k + plan.step_k < params.of.out_channels ? k + plan.step_k : params.of.out_channels;
   const int row = quotient(from_start, params.by_tiles_q), image = quotient(row, params.by_tiles_p);
-  return {image, (row - image * plan.tiles_p) * plan.tile_lines,
-          (from_start - row * plan.tiles_q) * plan.tile_columns, k};
+  return {image, (row - image * plan.tiles_p) * plan.tile_lines, (from_start - row * plan.tiles_q) * plan.tile_columns,
+          k, end_k};
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 // ---- Device code ----
-
 
 struct Shared {
   uint32_t base;
@@ -332,7 +336,9 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
   const Grouped& of = params.of;
   const Tiles<SPLIT> tiles(plan);
   const Share share = tiles.share(plan);
-  if (!wait_for_operands<CONTAINED>(params)) return;
+  // An x that was there before the call does not wait for weights to be packed.
+  const bool is_ready = !CONTAINED && plan.packed && !plan.copied;
+  if (!is_ready && !wait_for_operands<CONTAINED>(params)) return;
   RingPosition ring;
 #pragma unroll 1
   for (int number = tiles.first; number < plan.tiles; number += tiles.step) {
@@ -426,8 +432,7 @@ struct Given {
 template <typename Stored, int CHANNELS, int SLOTS, bool DIRECT, bool TRANSPOSED, typename AllOrdered>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Share& share,
                                               Step of_tile, int first_channel, RingPosition& x, RingPosition& w,
-                                              float (&acc)[CHANNELS / 64][SLOTS / 2],
-                                              const AllOrdered& all_ordered) {
+                                              float (&acc)[CHANNELS / 64][SLOTS / 2], const AllOrdered& all_ordered) {
   const Plan& plan = params.plan;
   const uint32_t base = hopper::of_own_block(shared.base);  // wgmma descriptors want an address within the block
   Given before;
@@ -613,7 +618,7 @@ __device__ __forceinline__ void mend(const Params& params, const Tile& tile, int
   for (int i = threadIdx.x % 32; i < SLOTS * 16; i += 32) {
     const int slot = i / 16, channel = i % 16;
     const Output output = output_of_slot(params, tile, slot);
-    if (!output.exists || first_channel + channel >= params.of.out_channels) continue;
+    if (!output.exists || first_channel + channel >= tile.end_k) continue;
     Stored* const staged = place(slot, channel);
     const float value = widen(*staged);
     if (value != value) narrow(sum_of_group<Stored>(params, output, first_channel + channel), *staged);
@@ -628,7 +633,7 @@ __device__ __forceinline__ void store_channels(const Params& params, const Tile&
     uint16_t value[VECTOR];
   };
   const Plan& plan = params.plan;
-  const int channels = min(16, params.of.out_channels - first_channel);
+  const int channels = min(16, tile.end_k - first_channel);
   const int slots = plan.shape.slots, runs = plan.windows ? plan.tile_columns / VECTOR : 1;
   const int items = plan.windows ? plan.tile_lines * runs : slots / VECTOR;
   const int64_t step = params.of.out_stride[1];
@@ -671,8 +676,7 @@ __device__ __forceinline__ void store_pixels(const Params& params, const Tile& t
     for (int i = 0; i < 16; ++i) {
       const int slot = 2 * i + lane / 16;
       const int64_t place = __shfl_sync(~0u, places, slot);
-      if (place >= 0 && channel < params.of.out_channels)
-        to[place] = *reinterpret_cast<const uint16_t*>(from + 2 * (first + slot));
+      if (place >= 0 && channel < tile.end_k) to[place] = *reinterpret_cast<const uint16_t*>(from + 2 * (first + slot));
     }
   }
 }
@@ -682,7 +686,7 @@ constexpr int kLeastOfPixels = 8;
 
 __device__ __forceinline__ void store_channels(const Params& params, const Tile& tile, int first_channel,
                                                const uint8_t* staging) {
-  if (params.of.out_stride[1] == 1 && params.of.out_channels - first_channel >= kLeastOfPixels)
+  if (params.of.out_stride[1] == 1 && tile.end_k - first_channel >= kLeastOfPixels)
     return store_pixels(params, tile, first_channel, staging);
   switch (params.plan.out_vector) {
     case 8:
@@ -710,7 +714,7 @@ struct Finish {
 // neighbouring lanes have neighbouring pixels.
 __device__ __forceinline__ void store_run(const Params& params, const Tile& tile, int first_channel, int first_slot,
                                           int slots, const float* staging) {
-  const int lane = threadIdx.x % 32, channels = params.of.out_channels - first_channel;
+  const int lane = threadIdx.x % 32, channels = tile.end_k - first_channel;
   const int64_t step = params.of.out_stride[1];
   float* const out = static_cast<float*>(params.out_ptr) + first_channel * step;
   if (step == 1 && params.plan.out_vector == 4) {
@@ -769,8 +773,7 @@ __device__ __forceinline__ void leave_part(const Plan& plan, int first_channel, 
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
 #pragma unroll
   for (int block = 0; block < CHANNELS / 64; ++block) {
-    float* const to = parts + first_channel + 64 * block + 16 * warp + lane / 4 +
-                      lane % 4 * 2 * part_pitch(plan.shape);
+    float* const to = parts + first_channel + 64 * block + 16 * warp + lane / 4 + lane % 4 * 2 * part_pitch(plan.shape);
 #pragma unroll
     for (int j = 0; j < SLOTS / 8; ++j) {
 #pragma unroll
@@ -794,7 +797,7 @@ __device__ __forceinline__ void store_share(const Params& params, const Tile& ti
     const int slot = first + (along_pixels ? i % slots : i / pieces);
     const int channel = (along_pixels ? i / slots : i % pieces) * 8, k = tile.k + channel;
     const int64_t place = place_of_slot(params, tile, slot);
-    if (place < 0 || k >= params.of.out_channels) continue;
+    if (place < 0 || k >= tile.end_k) continue;
     const uint32_t address = from + 4 * (slot * part_pitch(plan.shape) + channel);
     const float4 low = hopper::add_cluster_4(address, plan.splits);
     const float4 high = hopper::add_cluster_4(address + 16, plan.splits);
@@ -807,14 +810,14 @@ __device__ __forceinline__ void store_share(const Params& params, const Tile& ti
       if (params.of.out_stride[1] == 1 && plan.out_vector == 4) {
 #pragma unroll
         for (int j = 0; j < 8; j += 4) {
-          if (k + j < params.of.out_channels)
+          if (k + j < tile.end_k)
             *reinterpret_cast<float4*>(to + j) = make_float4(values[j], values[j + 1], values[j + 2], values[j + 3]);
         }
         continue;
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        if (k + j < params.of.out_channels) to[j * params.of.out_stride[1]] = values[j];
+        if (k + j < tile.end_k) to[j * params.of.out_stride[1]] = values[j];
       }
       continue;
     }
@@ -822,8 +825,7 @@ __device__ __forceinline__ void store_share(const Params& params, const Tile& ti
     if (plan.by_threads) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        if (k + j < params.of.out_channels)
-          narrow(sums[j] + load_bias<Stored>(params, k + j), to[j * params.of.out_stride[1]]);
+        if (k + j < tile.end_k) narrow(sums[j] + load_bias<Stored>(params, k + j), to[j * params.of.out_stride[1]]);
       }
       continue;
     }
@@ -1014,10 +1016,10 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
     hopper::registers_take<kMultiplyingRegisters>();
     if constexpr (SPLIT)
       multiply_part<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED, CONTAINED>(params, shared,
-                                                                                    modelnew_tma_smem);
+                                                                                      modelnew_tma_smem);
     else
       multiply<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED, MERGED, CONTAINED>(params, shared,
-                                                                                       modelnew_tma_smem);
+                                                                                         modelnew_tma_smem);
   }
   if (SPLIT) hopper::cluster_leave();  // no other block reads this block's sums after this
 #endif
@@ -1154,12 +1156,12 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const double of_pixels = in_pixels ? costs.of_pixels : 1;
   const double stored = kTileCycles + of_pixels * (shape.together ? costs.store_together / 2 : costs.store) * outputs;
   // By turns, one tile is stored while the next one is multiplied; hence the larger of the two bounds.
-  const double tiles = shape.together ? turns * (multiplied + stored)
-                                      : std::max(turns * multiplied + stored,
-                                                 std::max(turns, 2.0) * (multiplied + stored) / 2);
+  const double tiles = shape.together
+                           ? turns * (multiplied + stored)
+                           : std::max(turns * multiplied + stored, std::max(turns, 2.0) * (multiplied + stored) / 2);
   const double pixels = static_cast<double>(of.N) * std::min(double(of.H) * of.W, double(of.P) * of.Q * taps);
-  const double bytes = 2 * pixels * of.all_in +
-                       (plan.contained ? 4.0 : 2.0) * static_cast<double>(of.N) * of.P * of.Q * of.out_channels;
+  const double bytes =
+      2 * pixels * of.all_in + (plan.contained ? 4.0 : 2.0) * static_cast<double>(of.N) * of.P * of.Q * of.out_channels;
   const double memory = bytes / sms / costs.memory_bytes;
   plan.cycles = plan.packed && !plan.contained ? kPrepareCycles : 0;
   if (plan.copied) plan.cycles += 2 * pixels * of.all_in * 2 / sms / costs.memory_bytes;
@@ -1170,7 +1172,7 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
 
 // Sets the numbers of tiles from the tile's shape and lines. Returns false where they would overflow.
 inline bool count_tiles(const Grouped& of, Plan& plan) {
-  plan.tiles_k = static_cast<int>(ceil_div(of.out_channels, plan.shape.channels));
+  plan.tiles_k = static_cast<int>(ceil_div(of.out_channels, plan.step_k));
   int64_t tiles;
   if (plan.windows) {
     plan.tiles_p = static_cast<int>(ceil_div(of.P, plan.tile_lines));
@@ -1255,7 +1257,9 @@ inline Grouped of_copy(const Grouped& of) {
 
 inline Grouped grouped(const Correlation& of) {
   Grouped result{of, of.groups * of.in_channels, of.in_channels, of.out_channels, of.out_channels};
-  const int merged = of.groups > 1 && of.in_channels < kBlockChannels ? kBlockChannels / of.in_channels : 1;
+  const int most = of.groups > 1 && of.in_channels < kBlockChannels ? kBlockChannels / of.in_channels : 1;
+  const bool whole = int64_t{of.out_channels} * most % 64 == 0 || of.out_channels >= 64;
+  const int merged = whole ? most : std::min(most, 64 / of.out_channels);
   result.in_channels *= merged;
   result.block_out = static_cast<int>(std::min(int64_t{of.out_channels} * merged, kMostSlots));
   result.out_channels *= of.groups;
@@ -1271,7 +1275,8 @@ inline Grouped grouped_products(const Correlation& of) {
 }
 
 inline bool takes_groups(const Grouped& of) {
-  return of.groups == 1 || (of.in_channels % kBlockChannels == 0 && of.block_out % 64 == 0);
+  const bool whole_in = of.in_channels <= kBlockChannels || of.in_channels % kBlockChannels == 0;
+  return of.groups == 1 || (whole_in && (of.block_out < 64 || of.block_out % 64 == 0));
 }
 
 // Forces properties of a plan, for tests; by default the plan with the lowest estimate is taken.
@@ -1291,8 +1296,8 @@ struct Search {
   void consider(const Grouped& of, Plan& plan) {
     if (plan.contained) return consider_parts(of, plan);
     plan.packed = plan.copied || !can_load_weights(of, address);
-    plan.transposed = plan.packed && !plan.copied && !plan.direct && may_transpose(plan.shape) &&
-                      can_load_transposed(of, address);
+    plan.transposed =
+        plan.packed && !plan.copied && !plan.direct && may_transpose(plan.shape) && can_load_transposed(of, address);
     plan.packed &= !plan.transposed;
     plan.out_vector = 1;
     if (plan.planes) {
@@ -1341,8 +1346,8 @@ struct Search {
       last = tiles_q;
       plan.tile_columns = static_cast<int>(ceil_div(of.Q, tiles_q));
       plan.pitch = plan.box_columns = plan.tile_columns + static_cast<int>(halo_w);
-      const int lines = std::min({(plan.shape.slots - plan.tile_columns) / plan.pitch + 1, of.P,
-                                  most_side - static_cast<int>(halo_h)});
+      const int lines = std::min(
+          {(plan.shape.slots - plan.tile_columns) / plan.pitch + 1, of.P, most_side - static_cast<int>(halo_h)});
       // As few lines as cover the image with the same number of tiles.
       plan.tile_lines = static_cast<int>(ceil_div(of.P, ceil_div(of.P, lines)));
       plan.box_rows = plan.tile_lines + static_cast<int>(halo_h);
@@ -1356,7 +1361,13 @@ struct Search {
     for (int i = 0; i < kTileShapeCount; ++i) {
       if (wishes.shape >= 0 && wishes.shape != i) continue;
       plan.shape = kTileShapes[i];
-      if (of.groups > 1 && of.block_out % plan.shape.channels != 0) continue;
+      plan.step_k = plan.shape.channels;
+      if (of.groups > 1 && of.block_out < 64) {
+        if (plan.shape.channels > 64) continue;
+        plan.step_k = of.block_out;
+      } else if (of.groups > 1 && of.block_out % plan.step_k != 0) {
+        continue;
+      }
       consider(plan);
     }
   }
@@ -1380,14 +1391,15 @@ inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan
   const bool single = int64_t{of.P} * of.Q == 1;
   plan.planes = !(in_pixels && (by_boxes || single)) && hopper::are_planes(of.in_stride, of.H, of.W) &&
                 hopper::are_planes(of.out_stride, of.P, of.Q);
-  plan.by_threads = plan.planes || !by_boxes;
+  const bool own_tiles = of.groups > 1 && of.block_out < std::min(64, of.out_channels);
+  plan.by_threads = plan.planes || !by_boxes || own_tiles;
   // x may need a copy although y is not NCHW: the outputs of a part of a strided dgrad have any strides.
   const bool must_copy = plan.planes || (!in_pixels && hopper::are_planes(of.in_stride, of.H, of.W));
   const bool may_be_copied = must_copy && hopper::can_copy(of.in_stride, of.N, of.all_in, of.H, of.W);
   const bool by_pixels = (must_copy ? may_be_copied : in_pixels) && wishes.direct != 1 && of.R * of.S <= kMostTaps &&
                          of.pad_h >= 0 && of.pad_w >= 0;
-  const bool may_multiply_planes = plan.planes && wishes.direct != 0 && wishes.windows != 1 && !of.merged() &&
-                                    may_be_direct(of, address);
+  const bool may_multiply_planes =
+      plan.planes && wishes.direct != 0 && wishes.windows != 1 && !of.merged() && may_be_direct(of, address);
   Search search{sms, address, wishes, best};
   search.with_each_shape(of, plan, [&](Plan shaped) {
     if (of.merged() && !may_merge(shaped.shape)) return;
@@ -1428,8 +1440,8 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
     return "it computes float16 and bfloat16 only";
   if (op == Operator::kDgrad && has_stride(problem)) return "it takes input gradients with stride 1 only";
   if (problem.groups > 1 && !takes_groups(grouped(correlation_of_problem(problem, op))))
-    return "a group must have a multiple or a divisor of 64 input channels, and the output channels that read the same "
-           "64 must be a multiple of 64";
+    return "a group must have at most 64 input channels or a multiple of 64, and the output channels that read the "
+           "same 64 must be fewer than 64 or a multiple of 64";
   return nullptr;
 }
 
@@ -1710,8 +1722,7 @@ cudaError_t run_contained_shape(const Params& params, cudaStream_t stream) {
     if (shape.channels != kShape.channels || shape.slots != kShape.slots || shape.together != kShape.together)
       return run_contained_shape<SHAPE + 1>(params, stream);
     if constexpr (may_split(kShape)) {
-      if (params.plan.splits > 1)
-        return run_kernel<Half, SHAPE, true, false, false, false, true>(params, stream);
+      if (params.plan.splits > 1) return run_kernel<Half, SHAPE, true, false, false, false, true>(params, stream);
     }
     return run_kernel<Half, SHAPE, false, false, false, false, true>(params, stream);
   }

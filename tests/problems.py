@@ -250,7 +250,7 @@ def random_tma_cases(rng: random.Random) -> tuple[Case, str]:
         padding = tuple(map(min, padding, halos))
     groups = 1
     if rng.random() < 1 / 8:
-        own, other = rng.choice([(64, 64), (64, 128), (32, 32), (16, 32), (8, 8), (4, 4), (4, 8), (2, 2)])
+        own, other = rng.choice([(64, 64), (64, 128), (32, 32), (16, 32), (24, 24), (12, 20), (8, 8), (4, 8), (2, 2)])
         groups = rng.choice([2, 3, 4, 8, 9, 32])
         C, K = (own * groups, other * groups) if operator == "fprop" else (other * groups, own * groups)
     case = Case(N, C, H, W, K, R, S, stride, padding, dilation, groups)

@@ -500,6 +500,10 @@ TMA_SHIM_CASES = [
     (Case(2, 80, 7, 8, 160, 3, 3, stride=(2, 2), padding=(1, 1), groups=5), "fprop"),
     (Case(2, 72, 7, 9, 72, 3, 3, padding=(1, 1), groups=9), "dgrad"),
     (Case(2, 128, 6, 8, 256, 1, 1, groups=2), "fprop"),
+    # Tiles of fewer channels, for merged groups and for one; the last of them in part.
+    (Case(2, 72, 6, 9, 72, 3, 3, padding=(1, 1), groups=3), "fprop"),
+    (Case(1, 80, 5, 8, 100, 2, 3, stride=(2, 1), groups=5), "fprop"),
+    (Case(2, 120, 5, 6, 48, 3, 3, padding=(1, 1), groups=3), "dgrad"),
 ]
 # Clusters of blocks, each with a part of the reduction.
 TMA_PARTS_CASES = [

@@ -32,7 +32,7 @@ static void check_numbers(const Grouped& of, const Plan& plan, int sms) {
   for (int side : {plan.box_rows * step_h, plan.box_columns * step_w, plan.tile_lines, plan.tile_columns,
                    shape.channels})
     CHECK(side >= 1 && side <= 256);
-  CHECK(covers(plan.tiles_k, shape.channels, of.out_channels));
+  CHECK(covers(plan.tiles_k, plan.step_k, of.out_channels) && plan.step_k <= shape.channels);
   const int64_t blocks_c = ceil_div(of.in_channels, 64);
   CHECK(plan.x_steps == blocks_c * plan.loads && plan.w_steps == blocks_c * of.R * of.S);
   CHECK(plan.blocks == (plan.splits == 1 ? std::min(plan.tiles, sms) : plan.tiles * plan.splits));
@@ -43,9 +43,12 @@ static void check_numbers(const Grouped& of, const Plan& plan, int sms) {
     next = share.last;
   }
   if (plan.splits > 1) CHECK(next == plan.x_steps);
-  // A tile's outputs read the same channels of x; of merged groups these are 64, and no parts are added up.
-  if (of.groups > 1) CHECK(of.in_channels % 64 == 0 && of.block_out % shape.channels == 0);
-  if (of.groups > 1 && of.own_in < 64) CHECK(plan.splits == 1 && !plan.direct && of.in_channels == 64);
+  // Channels that a tile has beyond its own are stored by threads, which leave them out, or they do not exist. Of merged
+  // groups no parts are added up.
+  if (plan.step_k < shape.channels) CHECK(plan.by_threads || plan.tiles_k == 1);
+  const bool shares_stage = of.groups > 1 && of.own_in % 64 != 0;
+  CHECK(of.merged() == shares_stage);
+  if (shares_stage) CHECK(plan.splits == 1 && !plan.direct && plan.packed && of.in_channels <= 64);
   CHECK(plan.cycles > 0);
 }
 
@@ -62,7 +65,12 @@ static void check_tiles(const Params& params, int64_t address) {
   Owned owned(plan.tiles_k * pixels);
   for (int number = 0; number < plan.tiles; ++number) {
     const Tile tile = locate_tile(params, number);
-    CHECK(within(tile.k, of.out_channels) && tile.k % plan.shape.channels == 0);
+    CHECK(within(tile.k, of.out_channels) && tile.k % plan.step_k == 0);
+    CHECK(tile.end_k == std::min(tile.k + plan.step_k, of.out_channels));
+    // All groups of a tile read the stages that it loads.
+    const int first_c = tile.k / of.block_out * of.in_channels, group = tile.k / of.own_out;
+    CHECK(group * of.own_in >= first_c);
+    CHECK((tile.end_k - 1) / of.own_out * of.own_in + of.own_in <= first_c + of.in_channels);
     CHECK(tile.n >= 0 && tile.p >= 0 && tile.q >= 0);
     std::vector<std::vector<int64_t>> lines(plan.windows ? plan.tile_lines : 1);  // places of their slots
     for (int slot = 0; slot < slots; ++slot) {
@@ -79,7 +87,7 @@ static void check_tiles(const Params& params, int64_t address) {
       if (in_tile) lines[plan.windows ? line : 0].push_back(place);
       if (!exists) continue;
       CHECK(place == n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3]);
-      CHECK(owned.take(tile.k / plan.shape.channels * pixels + (n * of.P + p) * of.Q + q));
+      CHECK(owned.take(tile.k / plan.step_k * pixels + (n * of.P + p) * of.Q + q));
       CHECK(plan.by_threads || (address + place) % 8 == 0);
     }
     for (const std::vector<int64_t>& places : lines) {
@@ -206,7 +214,7 @@ static bool check_plans(const Problem& problem, Operator op, const Addresses& at
     NOTE(plan.transposed);
     NOTE(plan.packed);
     NOTE(plan.by_threads);
-    NOTE(of.own_in < of.in_channels);
+    NOTE(of.merged());
     params.of = plan.copied ? of_copy(of) : of;
     set_numbers(params);
     check_memory(plan);
