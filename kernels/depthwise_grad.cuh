@@ -25,6 +25,7 @@
 #endif
 
 #include "block_sum.cuh"
+#include "divisor.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
 #include "ptx.cuh"
@@ -53,6 +54,7 @@ struct Share {
   int phases_h, phases_w, bands, band_rows, groups;
   unsigned all_items;  // of a channel
   int64_t blocks;
+  Divisor by_columns, by_phases_w, by_bands, by_phases_h;  // columns: items of a band
 };
 
 struct Params {
@@ -68,27 +70,25 @@ struct Params {
 };
 
 // A filter of a kernel template: `columns` of a thread, and the rows and columns of x that it holds in a step, which it
-// loads one by one or four at once.
+// loads one by one, or two or four at once.
 struct Shape {
-  int taps_r, taps_s, stride, columns;
-  bool fours;
+  int taps_r, taps_s, stride, columns, at_once;
   int channels, bytes;  // of a thread; of an element
 
   MODELNEW_HOST_DEVICE constexpr int step_rows() const { return stride == 2 ? 2 : 1; }
   MODELNEW_HOST_DEVICE constexpr int open() const { return (taps_r + step_rows() - 1) / step_rows(); }
   // Columns that are loaded in front of the window, whose padding is half a filter.
-  MODELNEW_HOST_DEVICE constexpr int lead() const { return fours ? (4 - taps_s / 2 % 4) % 4 : 0; }
-  MODELNEW_HOST_DEVICE constexpr int at_once() const { return fours ? 4 : 1; }
+  MODELNEW_HOST_DEVICE constexpr int lead() const { return (at_once - taps_s / 2 % at_once) % at_once; }
   MODELNEW_HOST_DEVICE constexpr int loads() const {
     const int window = stride == 0 ? columns * taps_s : (columns - 1) * stride + taps_s;
-    return (lead() + window + at_once() - 1) / at_once();
+    return (lead() + window + at_once - 1) / at_once;
   }
   MODELNEW_HOST_DEVICE constexpr int smem_bytes() const {
     return kSharedBytes + kThreads * taps_r * taps_s * channels * 4;
   }
   // Bytes of a step's operands, and steps whose operands are under way.
   MODELNEW_HOST_DEVICE constexpr int step_bytes() const {
-    return (step_rows() * loads() * at_once() + columns) * channels * bytes;
+    return (step_rows() * loads() * at_once + columns) * channels * bytes;
   }
   MODELNEW_HOST_DEVICE constexpr int ahead() const {
     return taps_r != 3 || step_bytes() > 56 ? 1 : stride == 2 || columns * channels > 4 ? 2 : 3;
@@ -164,16 +164,19 @@ struct Place {
 };
 
 __device__ inline Place locate(const Share& share, unsigned item, int all_rows, int columns) {
+  const auto divide = [](int& number, const Divisor& by) {  // leaves the quotient
+    const int all = number;
+    number = quotient(all, by);
+    return all - number * static_cast<int>(by.divisor);
+  };
+  int rest = static_cast<int>(item), group = divide(rest, share.by_columns);
+  const int phase_w = divide(group, share.by_phases_w), band = divide(rest, share.by_bands);
+  const int phase_h = divide(rest, share.by_phases_h);
   Place at;
-  const unsigned side = static_cast<unsigned>(share.groups) * share.phases_w;
-  const unsigned column = item % side;
-  item /= side;
-  at.column = static_cast<int>(column % share.phases_w + column / share.phases_w * columns * share.phases_w);
-  const int band = static_cast<int>(item % share.bands);
-  item /= share.bands;
-  at.row = static_cast<int>(item % share.phases_h) + band * share.band_rows * share.phases_h;
-  at.n = item / share.phases_h;
-  at.rows = least(share.band_rows, (all_rows - at.row + share.phases_h - 1) / share.phases_h);
+  at.n = rest;
+  at.column = phase_w + group * columns * share.phases_w;
+  at.row = phase_h + band * share.band_rows * share.phases_h;
+  at.rows = least(share.band_rows, quotient(all_rows - at.row + share.phases_h - 1, share.by_phases_h));
   return at;
 }
 
@@ -185,13 +188,13 @@ __device__ inline Place locate(const Share& share, unsigned item, int all_rows, 
 //
 // With a stride of 2, a step takes two rows of x and one of dy. A filter that is not compiled as a whole is divided
 // among blocks, kSegment taps of a row each (OPEN is 1), and a STRIDE of 0 stands for any.
-template <int TAPS_R_, int TAPS_S_, int STRIDE_, int COLUMNS_, bool FOURS_, int CHANNELS_, typename Storage_>
+template <int TAPS_R_, int TAPS_S_, int STRIDE_, int COLUMNS_, int AT_ONCE_, int CHANNELS_, typename Storage_>
 struct WgradConfig {
   using Storage = Storage_;
-  static constexpr Shape kShape{TAPS_R_, TAPS_S_, STRIDE_, COLUMNS_, FOURS_, CHANNELS_, sizeof(Storage_)};
+  static constexpr Shape kShape{TAPS_R_, TAPS_S_, STRIDE_, COLUMNS_, AT_ONCE_, CHANNELS_, sizeof(Storage_)};
   static_assert(kShape.loads() <= 32, "a bit for each load");
-  static_assert(COLUMNS_ % kShape.at_once() == 0, "whole loads of dy");
-  static_assert(CHANNELS_ == 1 || !FOURS_, "one kind of vectors");
+  static_assert(COLUMNS_ % AT_ONCE_ == 0, "whole loads of dy");
+  static_assert(CHANNELS_ == 1 || AT_ONCE_ == 1, "one kind of vectors");
 };
 
 // The sum of all products of tap (r, s) that exist, over every next_item-th item.
@@ -227,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, Config::kShape.blocks_per_sm()) wgra
   constexpr Shape kShape = Config::kShape;
   constexpr int TAPS_R = kShape.taps_r, TAPS_S = kShape.taps_s, STRIDE = kShape.stride, COLUMNS = kShape.columns;
   constexpr int STEP_ROWS = kShape.step_rows(), OPEN = kShape.open(), LEAD = kShape.lead(), LOADS = kShape.loads();
-  constexpr int AT_ONCE = kShape.at_once(), CHANNELS = kShape.channels, SUMS = TAPS_S * CHANNELS;
+  constexpr int AT_ONCE = kShape.at_once, CHANNELS = kShape.channels, SUMS = TAPS_S * CHANNELS;
   constexpr int WIDE = AT_ONCE * CHANNELS;  // elements of a load
   constexpr int AHEAD = kShape.ahead();
   constexpr bool ROTATES = AHEAD % OPEN == 0;  // rows of dy keep their registers
@@ -273,6 +276,8 @@ __global__ void __launch_bounds__(kThreads, Config::kShape.blocks_per_sm()) wgra
       asm volatile("" ::: "memory");  // a row at a time: all totals at once would not fit into registers
     }
   };
+  hopper::wait_for_prerequisites();
+  hopper::launch_dependents();
   int terms = 0;
   const unsigned first_item = exists ? split * share.items + worker.item : share.all_items;
   const unsigned next_item = share.splits * share.items;
@@ -425,6 +430,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const Params params) {
   const int64_t elements = static_cast<int64_t>(params.K) * filter;
   const int64_t element = static_cast<int64_t>(blockIdx.x) * tile + column;
   double sum[1] = {};
+  hopper::wait_for_prerequisites();
   if (element < elements) {
 #pragma unroll 8
     for (int split = row; split < params.share.splits; split += rows)
@@ -452,6 +458,7 @@ template <int TAPS_, int COLUMNS_, typename Storage_>
 struct DgradConfig {
   using Storage = Storage_;
   static constexpr int TAPS = TAPS_, COLUMNS = COLUMNS_, OPEN = (TAPS + 1) / 2, WINDOW = COLUMNS + OPEN - 1;
+  static constexpr int AHEAD = COLUMNS == 1 ? OPEN : 1;  // rows of dy under way, as registers allow
   static constexpr int PARITY = TAPS / 2 % 2;
   static_assert(TAPS * TAPS <= kChunk, "an output is one chunk");
 };
@@ -509,7 +516,7 @@ template <typename Config>
 __global__ void __launch_bounds__(kThreads, dgrad_blocks_per_sm(Config::TAPS)) dgrad_kernel(const Params params) {
   using Storage = typename Config::Storage;
   constexpr int TAPS = Config::TAPS, COLUMNS = Config::COLUMNS, OPEN = Config::OPEN, WINDOW = Config::WINDOW;
-  constexpr int PARITY = Config::PARITY;
+  constexpr int PARITY = Config::PARITY, AHEAD = Config::AHEAD;
   using Pair = Pack<Storage, 2>;
   const Task task = make_task(params);
   const Axis &rows = params.rows, &columns = params.columns;
@@ -563,16 +570,23 @@ __global__ void __launch_bounds__(kThreads, dgrad_blocks_per_sm(Config::TAPS)) d
       for (int j = 0; j < WINDOW; ++j)
         to[j] = load_if(is_within(p, rows.outputs) & (inside >> j & 1), moved(source, dy_right, j));
     };
-    Storage ahead[WINDOW], before[OPEN - 1][WINDOW];
+    Storage ahead[AHEAD][WINDOW], before[OPEN - 1][WINDOW];
     float dy_frag[OPEN][WINDOW];  // row i in place i minus the first one, modulo OPEN
 #pragma unroll
     for (int m = 1; m < OPEN; ++m) load(i - m, dy_row - m * params.dy_stride[2], before[m - 1]);
-    load(i, dy_row, ahead);
+    const int behind = i + at.rows;
+    int next = i;  // row that is loaded
+    const auto load_next = [&](Storage(&to)[WINDOW]) {
+      load(next < behind ? next : -1, dy_row, to);
+      ++next;
+      dy_row += params.dy_stride[2];
+    };
+#pragma unroll
+    for (int u = 0; u < AHEAD; ++u) load_next(ahead[u]);
 #pragma unroll
     for (int m = 1; m < OPEN; ++m)
 #pragma unroll
       for (int j = 0; j < WINDOW; ++j) dy_frag[OPEN - m][j] = widen(before[m - 1][j]);
-    const int behind = i + at.rows;
 #pragma unroll 1
     while (i < behind) {
       // OPEN pairs, so that rows of dy keep their registers.
@@ -580,9 +594,8 @@ __global__ void __launch_bounds__(kThreads, dgrad_blocks_per_sm(Config::TAPS)) d
       for (int u = 0; u < OPEN; ++u, ++i) {
         if (i >= behind) break;
 #pragma unroll
-        for (int j = 0; j < WINDOW; ++j) dy_frag[u][j] = widen(ahead[j]);
-        dy_row += params.dy_stride[2];
-        load(i + 1 < behind ? i + 1 : -1, dy_row, ahead);
+        for (int j = 0; j < WINDOW; ++j) dy_frag[u][j] = widen(ahead[u % AHEAD][j]);
+        load_next(ahead[u % AHEAD]);
 #pragma unroll
         for (int a = 0; a < 2; ++a, ++h, dx_row += params.x_stride[2]) {
           float dx[2 * COLUMNS] = {};
@@ -647,15 +660,15 @@ constexpr int kWholeColumns = 4, kDenseColumns = 1;  // of a thread whose neighb
 // Columns of a thread that owns two channels, as registers allow.
 constexpr int pairs_columns(int stride, int bytes) { return stride == 1 && bytes == 2 ? 4 : 2; }
 
-constexpr int kFours = 4;  // columns of a thread that loads four at once
+constexpr int kMostAtOnce = 4;  // columns of a thread that loads them at once
 
 inline bool is_channels_last(const Problem& problem) {
   return problem.C > 1 && problem.x_stride[1] == 1 && problem.y_stride[1] == 1;
 }
 
-// Whether rows are dense and begin at multiples of four elements, in memory that begins at such a one.
-inline bool in_fours(const int64_t (&stride)[4], int width) {
-  return stride[3] == 1 && stride[0] % 4 == 0 && stride[1] % 4 == 0 && stride[2] % 4 == 0 && width % 4 == 0;
+// Whether rows are dense and begin at multiples of `size` elements, in memory that begins at such a one.
+inline bool in_vectors(int size, const int64_t (&stride)[4], int width) {
+  return stride[3] == 1 && stride[0] % size == 0 && stride[1] % size == 0 && stride[2] % size == 0 && width % size == 0;
 }
 
 // The filter of a problem, if it is compiled as a whole for these strides and dilations, else a part of a row.
@@ -664,20 +677,22 @@ inline Shape wgrad_shape(const Params& params, int bytes, bool aligned) {
   const bool square = h.taps == w.taps && h.stride == w.stride && (h.taps == 3 || h.taps == 5 || h.taps == 7);
   const bool dense = h.dilation == 1 && w.dilation == 1;
   if (!square || (h.stride != 1 && (h.stride != 2 || !dense)))
-    return w.stride == 1
-               ? Shape{1, kSegment, 1, params.share.by_channels ? kWholeColumns : kDenseColumns, false, 1, bytes}
-               : Shape{1, kSegment, 0, 1, false, 1, bytes};
-  const bool fours = aligned && !params.share.by_channels && dense && w.pad == w.taps / 2 &&
-                     in_fours(params.x_stride, w.inputs) && in_fours(params.dy_stride, w.outputs);
+    return w.stride == 1 ? Shape{1, kSegment, 1, params.share.by_channels ? kWholeColumns : kDenseColumns, 1, 1, bytes}
+                         : Shape{1, kSegment, 0, 1, 1, 1, bytes};
+  // Columns that are loaded at once. Twos pay where a load of 16 bits costs as much as the products of its element.
+  const auto in = [&](int size) {
+    return aligned && !params.share.by_channels && dense && w.pad == w.taps / 2 &&
+           in_vectors(size, params.x_stride, w.inputs) && in_vectors(size, params.dy_stride, w.outputs);
+  };
+  const int at_once = in(kMostAtOnce) ? kMostAtOnce : bytes == 2 && h.stride == 1 && h.taps < 7 && in(2) ? 2 : 1;
   const auto even = [](const int64_t (&stride)[4]) {
     return stride[0] % 2 == 0 && stride[2] % 2 == 0 && stride[3] % 2 == 0;
   };
   const bool pairs = aligned && params.share.by_channels && h.taps == 3 && params.multiplier == 1 &&
                      params.K % 2 == 0 && even(params.x_stride) && even(params.dy_stride);
-  if (pairs) return {3, 3, h.stride, pairs_columns(h.stride, bytes), false, 2, bytes};
-  if (params.share.by_channels && h.taps > 3)
-    return {h.taps, w.taps, h.stride, kWholeColumns / h.stride, false, 1, bytes};
-  return {h.taps, w.taps, h.stride, fours ? kFours : kDenseColumns, fours, 1, bytes};
+  if (pairs) return {3, 3, h.stride, pairs_columns(h.stride, bytes), 1, 2, bytes};
+  if (params.share.by_channels && h.taps > 3) return {h.taps, w.taps, h.stride, kWholeColumns / h.stride, 1, 1, bytes};
+  return {h.taps, w.taps, h.stride, at_once, at_once, 1, bytes};
 }
 
 // Limits on how a problem is divided.
@@ -782,7 +797,7 @@ inline Plan make_plan(const Problem& problem, Operator op, bool aligned, int sms
     const bool dense = rows.dilation == 1 && columns.dilation == 1;
     plan.kernel = compiled && dense && params.multiplier == 1 ? Kernel::kDgrad : Kernel::kDgradAny;
     const bool in_pairs = plan.kernel == Kernel::kDgrad;
-    plan.shape = in_pairs ? Shape{rows.taps, columns.taps, 2, own_columns, false, 1, 0} : Shape{};
+    plan.shape = in_pairs ? Shape{rows.taps, columns.taps, 2, own_columns, 1, 1, 0} : Shape{};
     const int shift = dgrad_shift(columns.taps, columns.pad);
     params.pairs = aligned && shift == 0 && problem.W % 2 == 0 && problem.x_stride[3] == 1 &&
                    problem.x_stride[0] % 2 == 0 && problem.x_stride[1] % 2 == 0 && problem.x_stride[2] % 2 == 0;
@@ -793,6 +808,10 @@ inline Plan make_plan(const Problem& problem, Operator op, bool aligned, int sms
             in_pairs ? dgrad_blocks_per_sm(rows.taps) : 16, sms, kMostBlocks, is_large},
            share);
   }
+  share.by_columns = make_divisor(int64_t{share.groups} * share.phases_w);
+  share.by_phases_w = make_divisor(share.phases_w);
+  share.by_bands = make_divisor(share.bands);
+  share.by_phases_h = make_divisor(share.phases_h);
   // 32 steps along a row, as many as there are loads, are a 32-bit number of bytes in the kernels.
   const int64_t widest = int64_t{std::max(columns.stride, columns.dilation)} * element_bytes(problem.dtype);
   const bool near = std::max(problem.x_stride[3], problem.y_stride[3]) <= kMostBlocks / (32 * widest);
@@ -816,7 +835,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
 inline bool is_aligned(const Problem& problem, Operator op, const Pointers& pointers) {
   const int bytes = element_bytes(problem.dtype);
   const uint64_t read = reinterpret_cast<uint64_t>(pointers.x) | reinterpret_cast<uint64_t>(pointers.dy);
-  return op == Operator::kWgrad ? read % (kFours * bytes) == 0
+  return op == Operator::kWgrad ? read % (kMostAtOnce * bytes) == 0
                                 : reinterpret_cast<uint64_t>(pointers.out) % (2 * bytes) == 0;
 }
 
@@ -833,17 +852,19 @@ inline cudaError_t run_wgrad(const Params& params, cudaStream_t stream) {
   using Storage = typename Config::Storage;
   constexpr Shape kShape = Config::kShape;
   constexpr Instance kInstance{
-      "wgrad_kernel", {kTypeId<Storage>, kShape.taps_r, kShape.stride, kShape.columns, kShape.fours, kShape.channels}};
+      "wgrad_kernel",
+      {kTypeId<Storage>, kShape.taps_r, kShape.stride, kShape.columns, kShape.at_once, kShape.channels}};
   record(kInstance);
   if constexpr (!is_built(kInstance)) {
     return cudaErrorInvalidConfiguration;
   } else {
     constexpr int kSmemBytes = kShape.smem_bytes();
-    wgrad_kernel<Config><<<static_cast<unsigned>(params.share.blocks), kThreads, kSmemBytes, stream>>>(params);
+    const cudaError_t error = hopper::launch_early(wgrad_kernel<Config>, static_cast<unsigned>(params.share.blocks),
+                                                   kThreads, kSmemBytes, stream, params);
+    if (error != cudaSuccess) return error;
     const int64_t elements = static_cast<int64_t>(params.K) * params.rows.taps * params.columns.taps;
     const unsigned tiles = static_cast<unsigned>(ceil_div(elements, kThreads / rows_of_splits(params.share.splits)));
-    finish_kernel<Storage><<<tiles, kThreads, kThreads * sizeof(double), stream>>>(params);
-    return cudaGetLastError();
+    return hopper::launch_early(finish_kernel<Storage>, tiles, kThreads, kThreads * sizeof(double), stream, params);
   }
 }
 
@@ -862,15 +883,19 @@ inline cudaError_t run_dgrad(const Params& params, cudaStream_t stream) {
 template <typename Storage, int TAPS, int STRIDE>
 inline cudaError_t run_wgrad_of(const Plan& plan, cudaStream_t stream) {
   const Params& params = plan.params;
-  if (plan.shape.fours) return run_wgrad<WgradConfig<TAPS, TAPS, STRIDE, kFours, true, 1, Storage>>(params, stream);
+  if (plan.shape.at_once == kMostAtOnce)
+    return run_wgrad<WgradConfig<TAPS, TAPS, STRIDE, kMostAtOnce, kMostAtOnce, 1, Storage>>(params, stream);
+  if constexpr (sizeof(Storage) == 2 && STRIDE == 1 && TAPS < 7) {
+    if (plan.shape.at_once == 2) return run_wgrad<WgradConfig<TAPS, TAPS, 1, 2, 2, 1, Storage>>(params, stream);
+  }
   if constexpr (TAPS == 3) {
     if (plan.shape.channels == 2)
-      return run_wgrad<WgradConfig<3, 3, STRIDE, pairs_columns(STRIDE, sizeof(Storage)), false, 2, Storage>>(params,
-                                                                                                             stream);
+      return run_wgrad<WgradConfig<3, 3, STRIDE, pairs_columns(STRIDE, sizeof(Storage)), 1, 2, Storage>>(params,
+                                                                                                         stream);
   } else if (params.share.by_channels) {
-    return run_wgrad<WgradConfig<TAPS, TAPS, STRIDE, kWholeColumns / STRIDE, false, 1, Storage>>(params, stream);
+    return run_wgrad<WgradConfig<TAPS, TAPS, STRIDE, kWholeColumns / STRIDE, 1, 1, Storage>>(params, stream);
   }
-  return run_wgrad<WgradConfig<TAPS, TAPS, STRIDE, kDenseColumns, false, 1, Storage>>(params, stream);
+  return run_wgrad<WgradConfig<TAPS, TAPS, STRIDE, kDenseColumns, 1, 1, Storage>>(params, stream);
 }
 
 template <typename Storage, int TAPS>
@@ -900,9 +925,9 @@ inline cudaError_t run(const Plan& plan, cudaStream_t stream) {
                        : run_dgrad_of<Storage, kDenseColumns>(plan, stream);
   const Shape& shape = plan.shape;
   if (shape.taps_r == 1)
-    return shape.stride == 0 ? run_wgrad<WgradConfig<1, kSegment, 0, 1, false, 1, Storage>>(params, stream)
-           : by_channels     ? run_wgrad<WgradConfig<1, kSegment, 1, kWholeColumns, false, 1, Storage>>(params, stream)
-                             : run_wgrad<WgradConfig<1, kSegment, 1, kDenseColumns, false, 1, Storage>>(params, stream);
+    return shape.stride == 0 ? run_wgrad<WgradConfig<1, kSegment, 0, 1, 1, 1, Storage>>(params, stream)
+           : by_channels     ? run_wgrad<WgradConfig<1, kSegment, 1, kWholeColumns, 1, 1, Storage>>(params, stream)
+                             : run_wgrad<WgradConfig<1, kSegment, 1, kDenseColumns, 1, 1, Storage>>(params, stream);
   return shape.taps_r == 3   ? run_wgrad_of<Storage, 3>(plan, stream)
          : shape.taps_r == 5 ? run_wgrad_of<Storage, 5>(plan, stream)
                              : run_wgrad_of<Storage, 7>(plan, stream);

@@ -31,6 +31,7 @@
 #endif
 
 #include "block_sum.cuh"
+#include "divisor.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
 #include "ptx.cuh"
@@ -77,6 +78,7 @@ struct Plan {
   int64_t slots;                        // sums of a split
   int64_t blocks;
   int stage_bytes, smem_bytes;
+  Divisor by_image, by_row, by_window_image, by_window_row;  // pixels of a tile, and of its window
 };
 
 struct Params {
@@ -208,11 +210,7 @@ struct Operand {
     load_operand<Format>(first, pixel);
     if constexpr (Format::BYTES == 4) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        split<Format::EXACT>(first[i], first[i], rest[i]);
-        // The tensor core would truncate it, which errs by twice as much for a subnormal rest.
-        if constexpr (Format::EXACT) rest[i] = float_bits(round_to_tf32(bits_float(rest[i])));
-      }
+      for (int i = 0; i < 4; ++i) split<Format::EXACT>(first[i], first[i], rest[i]);
     }
   }
 };
@@ -262,15 +260,16 @@ __global__ void __launch_bounds__(kThreads, 2) mma_wgrad_kernel(const Params par
   int* const window_table = pixel_table + padded;
   int* const place_table = window_table + plan.window;  // of a pixel in the window
   for (int i = thread; i < padded; i += kThreads) {
-    const int image = i / (plan.tile_p * plan.tile_q), row = i / plan.tile_q % plan.tile_p, column = i % plan.tile_q;
+    const int image = quotient(i, plan.by_image), of_image = i - image * plan.tile_p * plan.tile_q;
+    const int row = quotient(of_image, plan.by_row), column = of_image - row * plan.tile_q;
     pixel_table[i] = i < plan.pixels ? pack_pixel(image, row, column) : -1;
     pixel_offset[i] =
         static_cast<int>(image * params.dy_stride[0] + row * params.dy_stride[2] + column * params.dy_stride[3]);
     place_table[i] = (image * plan.window_h + row * params.stride_h) * plan.window_w + column * params.stride_w;
   }
   for (int i = thread; i < plan.window; i += kThreads) {
-    const int image = i / (plan.window_h * plan.window_w), row = i / plan.window_w % plan.window_h;
-    const int column = i % plan.window_w;
+    const int image = quotient(i, plan.by_window_image), of_image = i - image * plan.window_h * plan.window_w;
+    const int row = quotient(of_image, plan.by_window_row), column = of_image - row * plan.window_w;
     window_table[i] = pack_pixel(image, row, column);
     window_offset[i] =
         static_cast<int>(image * params.x_stride[0] + row * params.x_stride[2] + column * params.x_stride[3]);
@@ -280,6 +279,7 @@ __global__ void __launch_bounds__(kThreads, 2) mma_wgrad_kernel(const Params par
     hopper::store_shared_4(zeros + i * 16, none);
   }
   __syncthreads();  // the tables are complete
+  hopper::wait_for_prerequisites();
 
   const Storage* const x_ptr = static_cast<const Storage*>(params.x_ptr) + pair.first_c * params.x_stride[1];
   const Storage* const dy_ptr = static_cast<const Storage*>(params.dy_ptr) + pair.first_k * params.dy_stride[1];
@@ -362,6 +362,7 @@ __global__ void __launch_bounds__(kThreads, 2) mma_wgrad_kernel(const Params par
     stage = next;
   }
   hopper::copies_wait<0>();
+  hopper::launch_dependents();
   // The first warp of a unit adds what the others have, [warp][sum][lane].
   float* const sums_smem = reinterpret_cast<float*>(modelnew_smem) + lane;
   const auto each_sum = [&](const auto& visit) {
@@ -394,9 +395,21 @@ struct Element {
   int x_c;
 };
 
-__device__ inline Element locate_slot(const Params& params, unsigned slot) {
+// kSlots neighbours: of one output channel and tap, by the first one's input channel.
+struct Elements {
+  bool exist;  // those of a channel of k's group
+  int k, r, s;
+  int c, x_c, of_group;  // in the filter, in x, and counted from the first one of k's group in this pair
+  int group_c, count_c;  // channels that k's group has, and that are left in the pair
+
+  __device__ Element operator[](int i) const {
+    const bool exists = exist && is_within(of_group + i, group_c) && i < count_c;
+    return {exists, k, c + i, r, s, x_c + i};
+  }
+};
+
+__device__ inline Elements locate_slots(const Params& params, unsigned slot) {
   const Plan& plan = params.plan;
-  const int m = static_cast<int>(slot % kUnit / kTile), n = static_cast<int>(slot % kTile);
   unsigned rest = slot / kUnit;
   const int t = static_cast<int>(rest % plan.taps);
   rest /= plan.taps;
@@ -404,11 +417,17 @@ __device__ inline Element locate_slot(const Params& params, unsigned slot) {
   rest /= plan.tap_chunks;
   const int unit = plan.unit[rest % plan.units];
   const Pair pair = locate_pair(params, static_cast<int>(rest / plan.units));
-  const int k = unit / 4 * kTile + m, c = unit % 4 * kTile + n;
-  const bool exists = (slot < plan.slots) & (tap < params.R * params.S) & (k < pair.count_k) & (c < pair.count_c) &&
-                      k / pair.step_k == c / pair.step_c;
-  const int x_c = pair.first_c + c;
-  return {exists, pair.first_k + k, x_c % params.group_c, tap / params.S, tap % params.S, x_c};
+  const int k = unit / 4 * kTile + static_cast<int>(slot % kUnit / kTile);
+  const int c = unit % 4 * kTile + static_cast<int>(slot % kTile), of_group = c - k / pair.step_k * pair.step_c;
+  return {slot < plan.slots && tap < params.R * params.S && k < pair.count_k,
+          pair.first_k + k,
+          tap / params.S,
+          tap % params.S,
+          pair.first_c % params.group_c + of_group,
+          pair.first_c + c,
+          of_group,
+          pair.step_c,
+          pair.count_c - c};
 }
 
 // The products of an element of dw that this thread takes of those of a block, padding and all.
@@ -444,6 +463,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const Params params) {
             row = static_cast<int>(threadIdx.x) / columns;
   const unsigned first = blockIdx.x * columns * kSlots, slot = first + threadIdx.x % columns * kSlots;
   double sum[kSlots] = {};
+  hopper::wait_for_prerequisites();
   if (slot < plan.slots) {
 #pragma unroll 8
     for (int split = row; split < plan.splits; split += rows) {
@@ -462,11 +482,11 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const Params params) {
   };
   bool finite = true;
   if (row == 0) {
+    const Elements own = locate_slots(params, slot);
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
       const double all = smem[i * kThreads + threadIdx.x];
-      const Element own = locate_slot(params, slot + i);
-      if (own.exists) store(own, all);
+      if (own[i].exists) store(own[i], all);
       finite &= all - all == 0;
     }
   }
@@ -474,7 +494,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const Params params) {
     if (!__syncthreads_or(!finite)) return;
 #pragma unroll 1
     for (int i = 0; i < columns * kSlots; ++i) {
-      const Element at = locate_slot(params, first + i);
+      const Element at = locate_slots(params, first + i - i % kSlots)[i % kSlots];
       if (!at.exists) continue;
       const double exact[1] = {exact_products<Storage>(params, at)};
       add_rows<kThreads>(exact, threadIdx.x, 0, kThreads, 1, smem);
@@ -588,6 +608,10 @@ inline bool make_plan(const Problem& problem, bool aligned, int sms, Plan& plan,
   }
   if (best_cost < 0) return false;
   plan = best;
+  plan.by_image = make_divisor(int64_t{plan.tile_p} * plan.tile_q);
+  plan.by_row = make_divisor(plan.tile_q);
+  plan.by_window_image = make_divisor(int64_t{plan.window_h} * plan.window_w);
+  plan.by_window_row = make_divisor(plan.window_w);
   plan.slots = int64_t{plan.pairs} * plan.units * plan.tap_chunks * plan.taps * kUnit;
   const int64_t rounds = int64_t{plan.pairs} * plan.unit_blocks * plan.tap_chunks;
   // Partial sums cost twice as much as operands, at most, but for chains of sums that would be too long.
@@ -667,13 +691,14 @@ inline cudaError_t run(const Params& params, cudaStream_t stream) {
     const auto kernel = mma_wgrad_kernel<Format, TAPS>;
     const Plan& plan = params.plan;
     // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (error != cudaSuccess) return error;
-    kernel<<<static_cast<unsigned>(plan.blocks), kThreads, plan.smem_bytes, stream>>>(params);
+    error = hopper::launch_early(kernel, static_cast<unsigned>(plan.blocks), kThreads, plan.smem_bytes, stream, params);
+    if (error != cudaSuccess) return error;
     const unsigned tiles =
         static_cast<unsigned>(ceil_div(plan.slots, kSlots * (kThreads / rows_of_splits(plan.splits))));
-    sum_kernel<Storage><<<tiles, kThreads, kSlots * kThreads * sizeof(double), stream>>>(params);
-    return cudaGetLastError();
+    return hopper::launch_early(sum_kernel<Storage>, tiles, kThreads, kSlots * kThreads * sizeof(double), stream,
+                                params);
   }
 }
 

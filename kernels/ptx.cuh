@@ -12,6 +12,8 @@
 #include <cuda_runtime_api.h>
 
 #include <type_traits>
+
+#include "device.cuh"
 #endif
 
 // Defined where the compiler may emit wgmma and setmaxnreg: on sm_90a, not on plain sm_90, which torch below 2.9
@@ -400,14 +402,15 @@ __device__ __forceinline__ void wait_for_prerequisites() {
 }
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-// Launches a kernel early, in clusters of `of_cluster` blocks.
+// Launches a kernel early, in clusters of `of_cluster` blocks; after its predecessor on other GPUs than Hopper's.
 template <typename... Params>
 cudaError_t launch_early_in_clusters(void (*kernel)(Params...), unsigned blocks, unsigned of_cluster, int threads,
                                      size_t smem_bytes, cudaStream_t stream,
                                      const std::remove_const_t<Params>&... params) {
   cudaLaunchAttribute attributes[2]{};
+  int sms = 0;
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[0].val.programmaticStreamSerializationAllowed = find_gpu(sms) == 90;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim.x = of_cluster;
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
@@ -417,7 +420,7 @@ cudaError_t launch_early_in_clusters(void (*kernel)(Params...), unsigned blocks,
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = of_cluster > 1 ? 2 : 1;
+  config.numAttrs = of_cluster > 1 ? 2 : attributes[0].val.programmaticStreamSerializationAllowed ? 1 : 0;
   void* arguments[] = {const_cast<std::remove_const_t<Params>*>(&params)...};
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
 }

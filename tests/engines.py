@@ -298,7 +298,7 @@ EMULATED = {
     **dict.fromkeys(PARTS, WITH_PARTS),
     # On a GPU as small as this, a thread of dgrad_any_kernel has several rows.
     "depthwise": Kernels(
-        ["depthwise.cu"], ["engine.h", "depthwise.h"], COPIES, SMALL_TF32 | {r": 16, sms": ": 1, 1"}
+        ["depthwise.cu"], ["engine.h", "depthwise.h"], edits=SMALL_TF32 | {r": 16, sms": ": 1, 1"}
     ),
     "mma": by_mma("mma", shape=-1, hopper=1, splits=1),
     "mma_wgrad": by_mma("mma_wgrad", MMA_WGRAD_EDITS, images=0, tile_p=0, tile_q=0, splits=0),
