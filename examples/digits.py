@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,13 @@ def main() -> None:
     if options.output is None:
         return
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"device": torch.cuda.get_device_name() if device == "cuda" else "CPU", "torch": torch.__version__,
-               "cudnn": torch.backends.cudnn.version(), "command": " ".join(sys.argv)}  # fmt: skip
+    machine = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "epochs": options.epochs,
+    }
     options.output.write_text(json.dumps({"machine": machine, "runs": found}) + "\n")
     draw(found, options.output.with_suffix(".svg"))
 

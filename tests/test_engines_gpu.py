@@ -273,7 +273,7 @@ TMA_CASES = [
     Case(2, 320, 16, 16, 320, 1, 1, groups=5),
     # Tiles of fewer than 64 channels.
     Case(3, 120, 28, 30, 120, 3, 3, padding=(1, 1), groups=5),
-    Case(2, 240, 14, 17, 280, 5, 3, stride=(2, 1), padding=(2, 1), groups=6),
+    Case(2, 240, 14, 17, 336, 5, 3, padding=(2, 1), groups=6),
 ]
 TMA_PLANES_CASES = [
     *TMA_CASES,
