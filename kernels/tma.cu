@@ -44,10 +44,10 @@
 // Tile 0 holds the last pixels, because the preceding kernel wrote them last and the L2 cache still has them.
 // Neighbouring blocks have tiles of the same pixels, hence x comes from memory once.
 //
-// Groups of a multiple of 64 channels are multiplied one by one. Smaller groups are merged, as many as 64 input channels
-// hold, with zero weights between them and behind them. An Inf or NaN of another group times zero is NaN, hence each NaN
-// that results is computed again from its own group while it is staged (mend). Merged groups with fewer than 64 output
-// channels have a tile of their own, of which threads store the first channels.
+// Groups of a multiple of 64 channels are multiplied one by one. Smaller groups are merged, as many as 64 input
+// channels hold, with zero weights between them and behind them. An Inf or NaN of another group times zero is NaN,
+// hence each NaN that results is computed again from its own group while it is staged (mend). Merged groups with fewer
+// than 64 output channels have a tile of their own, of which threads store the first channels.
 //
 // Bound by memory for 1x1 filters with many images, by the tensor cores for 3x3 filters with many channels, by the
 // bandwidth of the L2 cache for columns in small tiles, and by the launch for one image. Fewer than 64 input channels
