@@ -593,27 +593,53 @@ using WgmmaFirstTransposed = WgmmaLying<Operand, N, Lies::kTransposed, Lies::kRo
 template <typename Operand, int N>
 using WgmmaBothTransposed = WgmmaLying<Operand, N, Lies::kTransposed, Lies::kTransposed>;
 
-// With rows of `a` in the registers of four threads each.
+// Rows of `a` in the registers of four threads each.
+template <typename Operand>
+std::array<std::array<float, 32 / sizeof(Operand)>, 2> rows_in_registers(const uint32_t (&a)[4]) {
+  constexpr int kSteps = 32 / sizeof(Operand), kWord = 4 / sizeof(Operand);
+  const auto* const of_four = simt::shown_by_warp(a) + threadIdx.x % 32 / 4 * 4;
+  std::array<std::array<float, kSteps>, 2> rows;
+  for (int i = 0; i < 2; ++i)
+    for (int k = 0; k < kSteps; ++k) {
+      const uint32_t& word = of_four[k / kWord % 4][i + 2 * (k / kWord / 4)];
+      Operand value;
+      std::memcpy(&value, reinterpret_cast<const uint8_t*>(&word) + k % kWord * sizeof value, sizeof value);
+      rows[i][k] = value_of(value);
+    }
+  return rows;
+}
+
 template <typename Operand, int N>
 struct WgmmaRegisters {
   static void multiply(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int keep,
                        uint32_t b_high = kDescriptorHigh) {
-    constexpr int kSteps = 32 / sizeof(Operand), kWord = 4 / sizeof(Operand);
     const Lies b_lies = lies_in_rows(b_high) ? Lies::kRows : Lies::kPieces;
     if (b_lies == Lies::kRows && (b & 0x3fff) * 16 % 1024 > 96)
       simt::complain("an operand that does not begin with a group of eight rows");
-    const auto* const of_four = simt::shown_by_warp(a) + threadIdx.x % 32 / 4 * 4;
-    std::array<std::array<float, kSteps>, 2> rows;
-    for (int i = 0; i < 2; ++i)
-      for (int k = 0; k < kSteps; ++k) {
-        const uint32_t& word = of_four[k / kWord % 4][i + 2 * (k / kWord / 4)];
-        Operand value;
-        std::memcpy(&value, reinterpret_cast<const uint8_t*>(&word) + k % kWord * sizeof value, sizeof value);
-        rows[i][k] = value_of(value);
-      }
+    const auto rows = rows_in_registers<Operand>(a);
     multiply_rows<Operand, N>(
         acc, keep, [=](int i, auto& values) { std::copy(rows[i].begin(), rows[i].end(), values); },
         [=](int row, auto& values) { read_operand_row<Operand>(b_lies, b, row, values); });
+  }
+};
+
+// And chunks of eight columns of `b`, [step of the reduction] x 16 bytes each.
+template <typename Operand, int N>
+struct WgmmaRegistersTransposed {
+  static void multiply(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int keep, uint32_t b_high) {
+    if (b & 0xc000 || b_high >> 14 != 0) simt::complain("a descriptor beyond shared memory");
+    const auto rows = rows_in_registers<Operand>(a);
+    multiply_rows<Operand, N>(
+        acc, keep, [=](int i, auto& values) { std::copy(rows[i].begin(), rows[i].end(), values); },
+        [=](int column, auto& values) {
+          for (int k = 0; k < 16; ++k) {
+            const uint32_t place = (b & 0x3fff) * 16 + column / 8 * b_high * 16 + k / 8 * (b >> 16) * 16 + k % 8 * 16;
+            simt::check_shared(place, 16);
+            Operand value;
+            std::memcpy(&value, simt::smem + place + column % 8 * sizeof value, sizeof value);
+            values[k] = value_of(value);
+          }
+        });
   }
 };
 

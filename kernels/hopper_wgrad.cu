@@ -1,0 +1,841 @@
+// hopper_wgrad engine: the weight gradient of 16-bit tensors on Hopper's tensor cores (wgmma). One group; tensors in
+// channels_last, to which those in NCHW are copied first. Deterministic: sums are added in a fixed order.
+//
+//   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
+//
+//   hopper_wgrad_copy_kernel   x or dy in NCHW -> channels_last, where needed
+//   hopper_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32
+//   hopper_wgrad_add_kernel    sums of all parts -> dw
+//
+// GEMM: rows = output channels, columns = input channels, for each tap of its own; reduction = pixels. The sums of all
+// taps of a tile stay in registers, so that each pixel of dy, and of x, comes from memory once for them.
+//
+//   x    [chunk of 8 channels][pixel] x 16 bytes, a pixel of the window each slot: what wgmma reads along columns. A tap
+//        is a shift of the start address, by whole slots. At a stride, phases of x lie one behind another
+//   dy   [pixel][channel]; ldmatrix brings it to registers, transposed
+//
+//        columns + halo = pitch
+//      +-------------+            rows of outputs lie at the pitch of x. Where dy has no pixel there are zeros, and each
+//      | o  o  o  o  | .  .       tap of all pixels of a stage is at one distance. Inf or NaN in the halo makes NaN of
+//      | o  o  o  o  | .  .       such a zero: a thread that finds one among its sums takes its products anew, one by one
+//      +-------------+ .  .
+//        .  .  .  .    .  .       steps of wgmma: 16 slots each, through the ends of rows
+//
+// Blocks of 12 warps:
+//
+//   warps 0-7   multiply. Tiles of 128 output channels: each of two warpgroups has 64 of them. Tiles of 64: the
+//               warpgroups take steps by turns, and each one leaves sums of its own
+//   warps 8-11  load: cp.async of 16 bytes, by tables of the stage's pixels
+//
+// A sum is split after kMostChained pixels, because the tensor core truncates when it adds.
+#if !defined(__CUDACC_RTC__)
+#include <algorithm>
+#include <cstdio>
+
+#include "device.cuh"
+#include "engines.cuh"
+#include "memo.cuh"
+#endif
+
+#include "channels_last.cuh"
+#include "divisor.cuh"
+#include "numerics.cuh"
+#include "problem.cuh"
+#include "ptx.cuh"
+#include "ring.cuh"
+#include "wgmma.cuh"
+
+namespace modelnew {
+namespace hopper_wgrad {
+
+// ---- Geometry, host and device ----
+
+constexpr int kStepPixels = 16;
+constexpr int kMultiplyingThreads = 256, kLoadingThreads = 128, kThreads = kMultiplyingThreads + kLoadingThreads;
+constexpr int kMultiplyingRegisters = 208, kLoadingRegisters = 88;  // per thread, from 168 at launch
+static_assert(2 * kMultiplyingRegisters + kLoadingRegisters <= 3 * 168, "no more registers than the block has");
+constexpr int kSharedBytes = 232448;
+constexpr int kMostStages = 6, kAhead = 2;      // kAhead: stages under way beside the one that is waited for
+constexpr int64_t kMostChained = 8192;          // pixels of one sum on the tensor core
+constexpr int64_t kMostSumBytes = int64_t{1} << 30;
+constexpr int kAddThreads = 256;
+constexpr int kMostSide = 1 << 10;              // of a window and images of a stage: pack_pixel
+
+// Chunks of eight input channels and taps of a tile, which a kernel is compiled for: as many as have room for sums.
+struct TileShape {
+  int chunks, taps;
+};
+constexpr TileShape kTileShapes[] = {{4, 9}, {12, 3}, {32, 1}, {16, 1}, {8, 1}};
+constexpr int kTileShapeCount = sizeof kTileShapes / sizeof kTileShapes[0];
+
+struct Plan {
+  bool copies_x, copies_dy;
+  int channels;                                    // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
+  TileShape shape;
+  int blocks_c, blocks_t, tiles_k;                 // tiles along input channels, taps, output channels
+  int images, rows, columns;                       // outputs of a stage
+  int pitch, steps;                                // slots of a row; steps of an image
+  int phases_h, phases_w, slots;                   // of x; slots of a phase of an image
+  int tiles_p, tiles_q, tiles;                     // stages of an image, and of all
+  int parts, jobs, grid;
+  int stages, dy_bytes, chunk_bytes, stage_bytes;  // chunk: of x
+  int smem_bytes;
+  double cycles;
+};
+
+struct Params {
+  Plan plan;
+  const void *x_ptr, *dy_ptr;
+  int64_t x_stride[4], dy_stride[4];
+  int64_t N;
+  int C, H, W, K, P, Q, R, S;
+  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  float* sums_ptr;  // [part][output channel][tap][input channel], whole tiles
+  Divisor by_tiles, by_tiles_k, by_blocks_t, by_tiles_p, by_tiles_q, by_pitch, by_slots, by_image_slots, by_steps;
+};
+
+struct AddParams {
+  const float* sums_ptr;
+  void* dw_ptr;
+  int64_t part, row;  // steps in sums
+  int64_t w_stride[4];
+  int parts, C, S, row_channels;  // the latter: columns of a tap
+  int64_t weights;                   // of dw
+  Divisor by_c, by_taps, by_s;
+};
+
+
+// Parts of sums that a part of the pixels has.
+MODELNEW_HOST_DEVICE inline int sums_of_part(const Plan& plan) { return plan.channels == 64 ? 2 : 1; }
+
+MODELNEW_HOST_DEVICE inline int row_channels(const Plan& plan) { return plan.blocks_c * plan.shape.chunks * 8; }
+
+// Bytes from pixel to pixel of dy: eight of them meet all banks.
+MODELNEW_HOST_DEVICE constexpr int dy_pitch(int channels) { return 2 * channels + 16; }
+
+MODELNEW_HOST_DEVICE inline int phases_of(const Plan& plan) { return plan.phases_h * plan.phases_w; }
+
+struct Job {
+  int tile_k, block_c, block_t, part, first_tile, last_tile;
+};
+
+// Neighbouring blocks have tiles of the same pixels, which the L2 cache then serves.
+MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
+  const Plan& plan = params.plan;
+  const int part = quotient(number, params.by_tiles);
+  const int tile = number - part * static_cast<int>(params.by_tiles.divisor);
+  const int column = quotient(tile, params.by_tiles_k), block_c = quotient(column, params.by_blocks_t);
+  return {tile - column * plan.tiles_k,
+          block_c,
+          column - block_c * plan.blocks_t,
+          part,
+          static_cast<int>(static_cast<int64_t>(part) * plan.tiles / plan.parts),
+          static_cast<int>(static_cast<int64_t>(part + 1) * plan.tiles / plan.parts)};
+}
+
+// The first output of a stage.
+struct Place {
+  int64_t n;
+  int p, q;
+};
+
+MODELNEW_HOST_DEVICE inline Place locate_tile(const Params& params, int tile) {
+  const Plan& plan = params.plan;
+  const int row = quotient(tile, params.by_tiles_q), image = quotient(row, params.by_tiles_p);
+  return {int64_t{image} * plan.images, (row - image * plan.tiles_p) * plan.rows,
+          (tile - row * plan.tiles_q) * plan.columns};
+}
+
+// The slot of x, in a stage, of the first output's tap: in which phase, and how far.
+MODELNEW_HOST_DEVICE inline int slot_of_tap(const Params& params, int tap) {
+  const Plan& plan = params.plan;
+  const int r = tap / params.S, s = tap - r * params.S, h = r * params.dilation_h, w = s * params.dilation_w;
+  const int phase = h % params.stride_h * plan.phases_w + w % params.stride_w;
+  return phase * plan.slots + h / params.stride_h * plan.pitch + w / params.stride_w;
+}
+
+// A pixel of a stage: image, row and column, from the first output's on. Negative if there is none.
+MODELNEW_HOST_DEVICE inline int pack_pixel(int image, int row, int column) {
+  return (image << 20) + (row << 10) + column;
+}
+
+MODELNEW_HOST_DEVICE inline int dy_pixel(const Params& params, int number) {
+  const Plan& plan = params.plan;
+  const int step = number / kStepPixels, image = quotient(step, params.by_steps);
+  const int slot = number - image * plan.steps * kStepPixels, row = quotient(slot, params.by_pitch);
+  const int column = slot - row * plan.pitch;
+  return row < plan.rows && column < plan.columns ? pack_pixel(image, row, column) : -1;
+}
+
+MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
+  const Plan& plan = params.plan;
+  const int image = quotient(number, params.by_image_slots);
+  number -= image * static_cast<int>(params.by_image_slots.divisor);
+  const int phase = quotient(number, params.by_slots), slot = number - phase * plan.slots;
+  const int row = quotient(slot, params.by_pitch), column = slot - row * plan.pitch;
+  const int phase_h = phase / plan.phases_w;
+  if (row >= plan.rows + (params.R - 1) * params.dilation_h / params.stride_h) return -1;  // behind the window
+  return pack_pixel(image, row * params.stride_h + phase_h,
+                    column * params.stride_w + phase - phase_h * plan.phases_w);
+}
+
+// Of a block: stages first, [dy][x] each, then tables of pixels, then barriers.
+struct SharedLayout {
+  int dy_table, x_table, barriers, end;
+};
+
+MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
+  SharedLayout layout{};
+  layout.dy_table = plan.stages * plan.stage_bytes;
+  layout.x_table = layout.dy_table + plan.images * plan.steps * kStepPixels * 8;
+  layout.barriers = layout.x_table + plan.images * phases_of(plan) * plan.slots * 8;
+  layout.end = layout.barriers + 16 * kMostStages;
+  return layout;
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+// ---- Device code ----
+
+struct Shared {
+  uint32_t base;
+  SharedLayout layout;
+
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + layout.barriers + 16 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return base + layout.barriers + 16 * stage + 8; }
+};
+
+// A pixel's number and distance from the first output's, in the tensor.
+struct Entry {
+  int packed, offset;
+};
+
+template <typename PixelOf>
+__device__ __forceinline__ void fill_table(uint8_t* smem, int count, const int64_t (&stride)[4], const PixelOf& of) {
+  Entry* const table = reinterpret_cast<Entry*>(smem);
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const int packed = of(i);
+    const int64_t offset =
+        (packed >> 20) * stride[0] + (packed >> 10 & 1023) * stride[2] + (packed & 1023) * stride[3];
+    table[i] = {packed, packed < 0 ? 0 : static_cast<int>(offset)};
+  }
+}
+
+// Copies PIECES pieces of 16 bytes of each pixel of a table; what does not exist becomes zeros.
+template <typename To, typename Exists>
+__device__ __forceinline__ void copy_pixels(const Entry* table, int count, int pieces, const uint16_t* first,
+                                            int channels_left, const To& to, const Exists& exists) {
+  const int thread = static_cast<int>(threadIdx.x) - kMultiplyingThreads;
+  const int piece = thread % pieces;
+  const bool has_channel = 8 * piece < channels_left;
+#pragma unroll 1
+  for (int i = thread / pieces; i < count; i += kLoadingThreads / pieces) {
+    const Entry entry = table[i];
+    const bool copied = has_channel & (entry.packed >= 0) & exists(entry.packed);
+    hopper::copy_async<16>(to(i, piece), copied ? first + (entry.offset + 8 * piece) : first, copied ? 16 : 0);
+  }
+}
+
+__device__ __forceinline__ void load(const Params& params, const Shared& shared, const uint8_t* smem) {
+  const Plan& plan = params.plan;
+  const Entry* const dy_table = reinterpret_cast<const Entry*>(smem + shared.layout.dy_table);
+  const Entry* const x_table = reinterpret_cast<const Entry*>(smem + shared.layout.x_table);
+  const int dy_pixels = plan.images * plan.steps * kStepPixels;
+  const int x_pixels = plan.images * phases_of(plan) * plan.slots, pitch = dy_pitch(plan.channels);
+  const int chunks = plan.shape.chunks, x_pieces = chunks == 12 ? 4 : chunks;  // side by side: a power of 2
+  hopper::wait_for_prerequisites();
+  RingPosition ring, ready;
+  int under_way = 0;
+  const auto hand_over = [&] {
+    hopper::fence_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) hopper::barrier_arrive(shared.full(ready.slot));
+    ready.next(plan.stages);
+  };
+#pragma unroll 1
+  for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
+    const Job job = locate_job(params, number);
+    const int first_k = job.tile_k * plan.channels, first_c = job.block_c * chunks * 8;
+#pragma unroll 1
+    for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
+      const Place at = locate_tile(params, tile);
+      const int images = params.N - at.n < plan.images ? static_cast<int>(params.N - at.n) : plan.images;
+      const int first_h = at.p * params.stride_h - params.pad_h, first_w = at.q * params.stride_w - params.pad_w;
+      const uint16_t* const dy = static_cast<const uint16_t*>(params.dy_ptr) +
+                                 (at.n * params.dy_stride[0] + at.p * params.dy_stride[2] +
+                                  at.q * params.dy_stride[3] + first_k);
+      const uint16_t* const x = static_cast<const uint16_t*>(params.x_ptr) +
+                                (at.n * params.x_stride[0] + first_h * params.x_stride[2] +
+                                 first_w * params.x_stride[3] + first_c);
+      hopper::barrier_wait(shared.empty(ring.slot), ring.parity ^ 1);
+      const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
+      copy_pixels(
+          dy_table, dy_pixels, plan.channels / 8, dy, params.K - first_k,
+          [&](int i, int piece) { return stage + i * pitch + piece * 16; },
+          [&](int packed) {
+            return (packed >> 20 < images) & (at.p + (packed >> 10 & 1023) < params.P) &
+                   (at.q + (packed & 1023) < params.Q);
+          });
+#pragma unroll 1
+      for (int chunk = 0; chunk < chunks; chunk += x_pieces)
+        copy_pixels(
+            x_table, x_pixels, x_pieces, x + 8 * chunk, params.C - first_c - 8 * chunk,
+            [&](int i, int piece) { return stage + plan.dy_bytes + (chunk + piece) * plan.chunk_bytes + i * 16; },
+            [&](int packed) {
+              return (packed >> 20 < images) & is_within(first_h + (packed >> 10 & 1023), params.H) &
+                     is_within(first_w + (packed & 1023), params.W);
+            });
+      hopper::copies_commit();
+      ring.next(plan.stages);
+      if (++under_way > kAhead) {
+        hopper::copies_wait<kAhead>();
+        hand_over();
+      }
+    }
+  }
+  hopper::copies_wait<0>();
+  for (int i = under_way < kAhead ? under_way : kAhead; i > 0; --i) hand_over();
+}
+
+// All products of one sum of a job that exist, one by one.
+template <typename Stored>
+__device__ __noinline__ float exact_sum(const Params& params, const Job& job, int turns, int own_turn, int k, int c,
+                                        int tap) {
+  const Plan& plan = params.plan;
+  const int r = tap / params.S, s = tap - r * params.S;
+  const Stored* const x = static_cast<const Stored*>(params.x_ptr) + c;
+  const Stored* const dy = static_cast<const Stored*>(params.dy_ptr) + k;
+  double sum = 0;
+  int step = -1;
+  for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
+    const Place at = locate_tile(params, tile);
+    for (int i = 0; i < plan.images * plan.steps * kStepPixels; ++i) {
+      if (i % kStepPixels == 0) ++step;
+      const int packed = dy_pixel(params, i);
+      const int p = at.p + (packed >> 10 & 1023), q = at.q + (packed & 1023);
+      const int64_t n = at.n + (packed >> 20);
+      if (step % turns != own_turn || packed < 0 || n >= params.N || p >= params.P || q >= params.Q) continue;
+      const int h = p * params.stride_h - params.pad_h + r * params.dilation_h;
+      const int w = q * params.stride_w - params.pad_w + s * params.dilation_w;
+      if (!is_within(h, params.H) || !is_within(w, params.W)) continue;
+      sum += static_cast<double>(
+                 widen(dy[n * params.dy_stride[0] + p * params.dy_stride[2] + q * params.dy_stride[3]])) *
+             widen(x[n * params.x_stride[0] + h * params.x_stride[2] + w * params.x_stride[3]]);
+    }
+  }
+  return static_cast<float>(sum);
+}
+
+template <typename Stored, int CHUNKS, int TAPS>
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared) {
+  constexpr int COLUMNS = 8 * CHUNKS;
+  const Plan& plan = params.plan;
+  const int warpgroup = hopper::uniform(threadIdx.x / 128);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const bool by_turns = plan.channels == 64;
+  const int turns = by_turns ? 2 : 1, pitch = dy_pitch(plan.channels), steps = plan.images * plan.steps;
+  const uint32_t own_dy = (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 16 +
+                          (by_turns ? 0 : 128 * warpgroup) + 32 * warp;
+  const uint32_t high = plan.chunk_bytes / 16;
+  hopper::wait_for_prerequisites();  // a preceding kernel may still read the workspace
+  RingPosition ring;
+#pragma unroll 1
+  for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
+    const Job job = locate_job(params, number);
+    uint32_t tap_slots[TAPS];
+#pragma unroll
+    for (int t = 0; t < TAPS; ++t) {
+      const int tap = job.block_t * TAPS + t, taps = params.R * params.S;
+      tap_slots[t] = slot_of_tap(params, tap < taps ? tap : taps - 1);
+    }
+    float acc[TAPS][COLUMNS / 2];
+    uint32_t a[2][4];
+    int before = -1;  // the stage that the preceding wgmma group reads; released once only the next one is pending
+    const auto give_back = [&] {
+      if (before >= 0 && lane == 0) hopper::barrier_arrive(shared.empty(before));
+      before = -1;
+    };
+    int keep = 0;
+    hopper::wgmma_start(acc);
+    int tile = job.first_tile - 1, step = steps + (by_turns ? warpgroup : 0);
+    uint32_t a_stage = 0, b_stage = 0;
+    // One step, or false if there is none left; `set` is known to the compiler.
+    const auto multiply_step = [&](int set) {
+      while (step >= steps) {
+        if (tile >= job.first_tile) {
+          if (before >= 0) {  // no step of this stage was the warpgroup's
+            hopper::wgmma_wait<0>();
+            give_back();
+          }
+          before = ring.slot;
+          ring.next(plan.stages);
+        }
+        step -= steps;
+        if (++tile == job.last_tile) return false;
+        hopper::barrier_wait(shared.full(ring.slot), ring.parity);
+        a_stage = shared.base + ring.slot * plan.stage_bytes;
+        b_stage = hopper::descriptor(a_stage + plan.dy_bytes, 128);
+      }
+      const int image = quotient(step, params.by_steps), of_image = step - image * plan.steps;
+      hopper::load_matrix_transposed(a[set], a_stage + own_dy + step * kStepPixels * pitch);
+      const uint32_t b = b_stage + image * static_cast<int>(params.by_image_slots.divisor) + of_image * kStepPixels;
+      hopper::wgmma_fence();
+#pragma unroll
+      for (int t = 0; t < TAPS; ++t)
+        hopper::WgmmaRegistersTransposed<Stored, COLUMNS>::multiply(acc[t], a[set], b + tap_slots[t], keep, high);
+      hopper::wgmma_commit();
+      keep = 1;
+      hopper::wgmma_wait<1>();
+      give_back();
+      step += turns;
+      return true;
+    };
+    while (multiply_step(0) && multiply_step(1)) {
+    }
+    hopper::wgmma_wait<0>();
+#pragma unroll
+    for (int t = 0; t < TAPS; ++t) hopper::wgmma_settle(acc[t]);
+    give_back();
+    // A warpgroup that had no step still stores its sums: zeros.
+    if (keep == 0) {
+#pragma unroll
+      for (int t = 0; t < TAPS; ++t)
+#pragma unroll
+        for (float& sum : acc[t]) sum = 0;
+    }
+    const int part = by_turns ? 2 * job.part + warpgroup : job.part;
+    const int first_c = job.block_c * COLUMNS + lane % 4 * 2, channels = row_channels(plan);
+    const int k = job.tile_k * plan.channels + (by_turns ? 0 : 64 * warpgroup) + 16 * warp + lane / 4;
+    const int64_t row = static_cast<int64_t>(params.R) * params.S * channels;
+    float* const to = params.sums_ptr + (part * (static_cast<int64_t>(plan.tiles_k) * plan.channels) + k) * row + first_c;
+    const auto place = [&](int t, int j, int i) {
+      return to + 8 * i * row + (job.block_t * TAPS + t) * channels + 8 * j;
+    };
+    float finite = 0;  // or NaN, if a sum is not
+    const int taps = params.R * params.S - job.block_t * TAPS;
+#pragma unroll
+    for (int t = 0; t < TAPS; ++t)
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float low = acc[t][4 * j + 2 * i], high = acc[t][4 * j + 2 * i + 1];
+          finite += low * 0.f + high * 0.f;
+          if (t < taps) *reinterpret_cast<float2*>(place(t, j, i)) = make_float2(low, high);
+        }
+    if (finite == 0) continue;
+#pragma unroll 1
+    for (int number = 0; number < TAPS * COLUMNS / 2; ++number) {
+      const int t = number / (COLUMNS / 2), j = number / 4 % (COLUMNS / 8), i = number / 2 % 2, e = number % 2;
+      const int own_k = k + 8 * i, c = first_c + 8 * j + e;
+      if (t >= taps || own_k >= params.K || c >= params.C) continue;
+      float& sum = place(t, j, i)[e];
+      if (sum * 0.f != 0)
+        sum = exact_sum<Stored>(params, job, turns, by_turns ? warpgroup : 0, own_k, c, job.block_t * TAPS + t);
+    }
+  }
+}
+
+template <typename Stored, int CHUNKS, int TAPS>
+__global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_constant__ Params params) {
+#if defined(MODELNEW_SM90A)
+  extern __shared__ __align__(1024) uint8_t modelnew_hopper_wgrad_smem[];
+  const Plan& plan = params.plan;
+  const Shared shared{hopper::smem_address(modelnew_hopper_wgrad_smem), shared_layout(plan)};
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int stage = 0; stage < plan.stages; ++stage) {
+      hopper::barrier_init(shared.full(stage), kLoadingThreads / 32);
+      hopper::barrier_init(shared.empty(stage), kMultiplyingThreads / 32);
+    }
+    hopper::fence_async();
+  }
+  fill_table(modelnew_hopper_wgrad_smem + shared.layout.dy_table, plan.images * plan.steps * kStepPixels,
+             params.dy_stride, [&](int i) { return dy_pixel(params, i); });
+  fill_table(modelnew_hopper_wgrad_smem + shared.layout.x_table, plan.images * phases_of(plan) * plan.slots,
+             params.x_stride, [&](int i) { return x_pixel(params, i); });
+  __syncthreads();  // barriers and tables are there
+  if (threadIdx.x >= kMultiplyingThreads) {
+    hopper::registers_give_back<kLoadingRegisters>();
+    load(params, shared, modelnew_hopper_wgrad_smem);
+  } else {
+    hopper::registers_take<kMultiplyingRegisters>();
+    multiply<Stored, CHUNKS, TAPS>(params, shared);
+    hopper::launch_dependents();
+  }
+#endif
+}
+
+// Neighbouring threads have neighbouring input channels.
+template <typename Stored>
+__global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __grid_constant__ AddParams params) {
+  hopper::wait_for_prerequisites();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kAddThreads + threadIdx.x;
+  if (i >= params.weights) return;
+  const int number = static_cast<int>(i), of_taps = quotient(number, params.by_c), c = number - of_taps * params.C;
+  const int k = quotient(of_taps, params.by_taps), tap = of_taps - k * static_cast<int>(params.by_taps.divisor);
+  const int r = quotient(tap, params.by_s), s = tap - r * params.S;
+  const float* from = params.sums_ptr + k * params.row + tap * params.row_channels + c;
+  double sum = 0;
+#pragma unroll 4
+  for (int part = 0; part < params.parts; ++part) sum += from[part * params.part];
+  narrow(static_cast<float>(sum), static_cast<Stored*>(params.dw_ptr)[k * params.w_stride[0] + c * params.w_stride[1] +
+                                                                     r * params.w_stride[2] + s * params.w_stride[3]]);
+}
+
+__global__ void __launch_bounds__(hopper::kCopyThreads)
+    hopper_wgrad_copy_kernel(const __grid_constant__ hopper::PlanesCopy x, const __grid_constant__ hopper::PlanesCopy dy,
+                          int x_blocks) {
+  extern __shared__ __align__(16) uint8_t modelnew_hopper_wgrad_copy_smem[];
+  uint16_t* const smem = reinterpret_cast<uint16_t*>(modelnew_hopper_wgrad_copy_smem);
+  const int block = static_cast<int>(blockIdx.x);
+  hopper::wait_for_prerequisites();
+  hopper::launch_dependents();
+  if (block < x_blocks)
+    hopper::copy_planes(x, block, smem);
+  else
+    hopper::copy_planes(dy, block - x_blocks, smem);
+}
+
+#endif  // device code
+
+#if !defined(__CUDACC_RTC__)
+
+// ---- Host: plans ----
+
+struct Alignment {
+  uint64_t x, dy;
+};
+
+// The estimate, in cycles of an SM.
+constexpr double kCallCycles = 12150, kJobCycles = 4000, kStageCycles = 120, kStageBytes = 32, kSumCycles = 0.3;
+constexpr double kMemoryBytes = 9.3, kShorterShare = 0.29, kCopyCycles = 4270, kCopiedBytes = 31;
+
+inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
+  return (plan.copies_x ? hopper::copied_bytes(problem.N, problem.C, problem.H, problem.W) : 0) +
+         (plan.copies_dy ? hopper::copied_bytes(problem.N, problem.K, problem.P, problem.Q) : 0);
+}
+
+inline int64_t sums_of(const Problem& problem, const Plan& plan) {
+  return static_cast<int64_t>(plan.parts) * sums_of_part(plan) * plan.tiles_k * plan.channels * problem.R * problem.S *
+         row_channels(plan);
+}
+
+// The sums in the workspace; copies come behind them.
+inline int64_t sum_bytes(const Problem& problem, const Plan& plan) {
+  return static_cast<int64_t>(sizeof(float)) * sums_of(problem, plan);
+}
+
+inline double estimate(const Problem& problem, int sms, const Plan& plan) {
+  const double steps = plan.images * plan.steps / (plan.channels == 64 ? 2.0 : 1.0);
+  const double products = steps * plan.shape.chunks * 8 * plan.shape.taps;
+  const double loaded = plan.stage_bytes / kStageBytes;
+  const double stages = static_cast<double>(ceil_div(plan.tiles, plan.parts));
+  const double multiplied = static_cast<double>(ceil_div(plan.jobs, sms)) *
+                            (stages * (std::max(products, loaded) + kStageCycles) + kJobCycles);
+  const double pixels = static_cast<double>(problem.N) * problem.H * problem.W;
+  const double bytes = 2 * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
+  const double memory = bytes / sms / kMemoryBytes;
+  const int64_t copied = copied_bytes(problem, plan);
+  const double copying = copied == 0 ? 0 : kCopyCycles + 2.0 * copied / sms / kCopiedBytes;
+  return kCallCycles + copying + std::max(multiplied, memory) + kShorterShare * std::min(multiplied, memory) +
+         kSumCycles * sums_of(problem, plan) / sms;
+}
+
+// Demands on a plan beyond being the cheapest one; zeros, or -1 for the shape, demand nothing.
+struct Wish {
+  int shape = -1, channels = 0, parts = 0, images = 0, rows = 0, columns = 0;
+};
+
+// The numbers that follow from the outputs of a stage. Returns false where a stage does not fit.
+inline bool complete(const Problem& problem, Plan& plan) {
+  const int stride_h = taken_stride(problem.stride_h, problem.P), stride_w = taken_stride(problem.stride_w, problem.Q);
+  const int64_t reach_h = int64_t{problem.R - 1} * problem.dilation_h;
+  const int64_t reach_w = int64_t{problem.S - 1} * problem.dilation_w;
+  const int64_t pitch = plan.columns + reach_w / stride_w;
+  const int64_t window_h = (plan.rows + reach_h / stride_h) * stride_h, window_w = pitch * stride_w;
+  if (window_h >= kMostSide || window_w >= kMostSide || plan.images >= kMostSide) return false;
+  plan.pitch = static_cast<int>(pitch);
+  plan.phases_h = static_cast<int>(std::min<int64_t>(stride_h, reach_h + 1));
+  plan.phases_w = static_cast<int>(std::min<int64_t>(stride_w, reach_w + 1));
+  plan.steps = static_cast<int>(ceil_div((plan.rows - 1) * plan.pitch + plan.columns, kStepPixels));
+  const int64_t farthest = reach_h / stride_h * pitch + reach_w / stride_w;
+  plan.slots = static_cast<int>(
+      std::max<int64_t>((plan.rows + reach_h / stride_h) * pitch, plan.steps * kStepPixels + farthest));
+  const int64_t all_slots = int64_t{plan.images} * phases_of(plan) * plan.slots;
+  const int64_t pixels = int64_t{plan.images} * plan.steps * kStepPixels;
+  // Lanes that copy neighbouring chunks of few pixels meet all banks.
+  const int past = plan.shape.chunks % 8 == 0 ? 1 : 2;
+  const int64_t chunk_slots = (all_slots + 7 - past) / 8 * 8 + past;
+  plan.dy_bytes = static_cast<int>(pixels * dy_pitch(plan.channels));
+  const int64_t stage = plan.dy_bytes + plan.shape.chunks * chunk_slots * 16;
+  if (chunk_slots * 16 >= 1 << 18 || stage > kSharedBytes) return false;
+  plan.chunk_bytes = static_cast<int>(chunk_slots * 16);
+  plan.stage_bytes = static_cast<int>(stage);
+  for (plan.stages = kMostStages; plan.stages > kAhead; --plan.stages) {
+    plan.smem_bytes = shared_layout(plan).end;
+    if (plan.smem_bytes <= kSharedBytes) break;
+  }
+  if (plan.stages <= kAhead) return false;
+  const auto farthest_of = [&](const int64_t (&stride)[4], int64_t rows, int64_t columns) {
+    return plan.images * stride[0] + rows * stride[2] + columns * stride[3];
+  };
+  if (farthest_of(problem.x_stride, window_h, window_w) > INT32_MAX ||
+      farthest_of(problem.y_stride, plan.rows, plan.columns) > INT32_MAX)
+    return false;
+  plan.tiles_p = static_cast<int>(ceil_div(problem.P, plan.rows));
+  plan.tiles_q = static_cast<int>(ceil_div(problem.Q, plan.columns));
+  const int64_t tiles = ceil_div(problem.N, plan.images) * plan.tiles_p * plan.tiles_q;
+  plan.tiles = static_cast<int>(tiles);
+  return tiles < 1 << 30;
+}
+
+// Tries all numbers of parts.
+inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan, Plan& best, bool& found) {
+  const int64_t tiles = int64_t{plan.tiles_k} * plan.blocks_c * plan.blocks_t;
+  const int64_t pixels = int64_t{plan.tiles} * plan.images * plan.steps * kStepPixels;
+  const int64_t least = ceil_div(pixels, kMostChained * sums_of_part(plan));
+  const int64_t most = std::max(least, ceil_div(4 * sms, tiles)), last = std::min<int64_t>(most, plan.tiles);
+  for (int64_t parts = std::min<int64_t>(least, plan.tiles); parts <= last; ++parts) {
+    if (wish.parts > 0 && parts != wish.parts) continue;
+    if (tiles * parts >= 1 << 30) break;
+    plan.parts = static_cast<int>(parts);
+    if (sum_bytes(problem, plan) > kMostSumBytes) break;
+    plan.jobs = static_cast<int>(tiles * parts);
+    plan.grid = std::min(plan.jobs, sms);
+    plan.cycles = estimate(problem, sms, plan);
+    if (found && plan.cycles >= best.cycles) continue;
+    best = plan;
+    found = true;
+  }
+}
+
+inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, const Wish& wish = {}) {
+  const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
+  using hopper::is_in_place, hopper::can_copy;
+  Plan plan{};
+  plan.copies_x = !is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
+  plan.copies_dy = !is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
+  if (plan.copies_x && !can_copy(problem.x_stride, problem.N, problem.C, problem.H, problem.W)) return false;
+  if (plan.copies_dy && !can_copy(problem.y_stride, problem.N, problem.K, problem.P, problem.Q)) return false;
+  if (pixels >= int64_t{1} << 30 || taps * problem.C * problem.K >= int64_t{1} << 30) return false;
+  bool found = false;
+  constexpr int kMostPixels = 256;  // of a stage
+  for (int channels : {128, 64})
+    for (int i = 0; i < kTileShapeCount; ++i) {
+      plan.channels = channels;
+      plan.shape = kTileShapes[i];
+      if (wish.shape >= 0 ? wish.shape != i : (plan.shape.taps == 1) != (taps == 1)) continue;
+      if (wish.channels > 0 && wish.channels != channels) continue;
+      plan.tiles_k = static_cast<int>(ceil_div(problem.K, channels));
+      plan.blocks_c = static_cast<int>(ceil_div(problem.C, 8 * plan.shape.chunks));
+      plan.blocks_t = static_cast<int>(ceil_div(taps, plan.shape.taps));
+      const auto consider = [&](int images, int rows, int columns) {
+        if (images <= 0 || rows <= 0 || columns <= 0) return;
+        plan.images = images;
+        plan.rows = std::min(rows, problem.P);
+        plan.columns = std::min(columns, problem.Q);
+        if (complete(problem, plan)) divide(problem, sms, wish, plan, best, found);
+      };
+      if (wish.rows > 0) {
+        consider(wish.images, wish.rows, wish.columns);
+        continue;
+      }
+      for (int strips = 1; strips <= problem.Q; ++strips) {
+        const int columns = static_cast<int>(ceil_div(problem.Q, strips));
+        if (columns <= kMostPixels) {
+          const int most = std::min(problem.P, kMostPixels / columns);
+          for (int rows = most; rows > 0; rows = rows > 4 ? rows * 3 / 4 : rows - 1) consider(1, rows, columns);
+          if (strips == 1 && most == problem.P)
+            for (int images = kMostPixels / (columns * problem.P); images > 1; images /= 2)
+              consider(static_cast<int>(std::min<int64_t>(images, problem.N)), problem.P, columns);
+        }
+        if (columns <= 32) break;
+      }
+    }
+  return found;
+}
+
+struct Planned {
+  Plan plan;
+  bool found;
+};
+
+inline const Planned& plan_of(const Problem& problem, const Alignment& address) {
+  thread_local Memo<Planned> memo;
+  int sms = 0;
+  const int gpu = find_gpu(sms);
+  return memo.get(key_of(problem, Operator::kWgrad, address.x, address.dy, 0, gpu, sms), [&] {
+    Planned planned{};
+    planned.found = make_plan(problem, sms, address, planned.plan);
+    return planned;
+  });
+}
+
+inline const char* refusal(const Problem& problem, Operator op) {
+  if (op != Operator::kWgrad) return "it computes gradients to weights only";
+  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16)
+    return "it computes float16 and bfloat16 only";
+  if (problem.groups != 1) return "it takes one group only";
+  int sms = 0;
+  if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
+  if (!plan_of(problem, Alignment{}).found)
+    return "x and dy must be dense NCHW, or channels_last with a multiple of 8 channels, TMA must be able to address "
+           "the filter's taps, and the partial sums must fit into 1 GB";
+  return nullptr;
+}
+
+inline Alignment alignment_of(const Pointers& pointers) {
+  return {reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.dy)};
+}
+
+// wgrad reads NCHW as it is. It is taken to be faster below this multiple of this engine's estimate: docs/lab/tma.md.
+constexpr double kCyclesOfWgrad = 1.51;
+
+inline const char* yields(const Problem& problem, Operator op) {
+  const Plan& plan = plan_of(problem, Alignment{}).plan;
+  if (!plan.copies_x && !plan.copies_dy) return nullptr;
+  if (kWgradEngine.refusal(problem, op) != nullptr || kWgradEngine.yields(problem, op) != nullptr)
+    return "copying NCHW tensors is compared with wgrad only, and wgrad does not take this problem";
+  if (kWgradEngine.cycles(problem, op) < kCyclesOfWgrad * plan.cycles)
+    return "wgrad is faster by the estimates, as it copies less";
+  return nullptr;
+}
+
+// TMA needs addresses that are multiples of 16 bytes, and only the call knows them. A call whose channels_last tensors
+// are not aligned is handed on to this engine.
+inline const Engine& engine_of_others(const Problem& problem, Operator op) {
+  return kWgradEngine.refusal(problem, op) == nullptr ? kWgradEngine : kDirectEngine;
+}
+
+inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
+  const Planned& planned = plan_of(problem, alignment_of(pointers));
+  if (!planned.found) return engine_of_others(problem, op).workspace_bytes(problem, op, pointers);
+  return sum_bytes(problem, planned.plan) + copied_bytes(problem, planned.plan);
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+template <typename Stored, int SHAPE>
+cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t stream) {
+  constexpr TileShape kShape = kTileShapes[SHAPE];
+  constexpr Instance kInstance{"hopper_wgrad_kernel", {kTypeId<Stored>, SHAPE}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    const auto kernel = hopper_wgrad_kernel<Stored, kShape.chunks, kShape.taps>;
+    const Plan& plan = params.plan;
+    // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    if (error != cudaSuccess) return error;
+    error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
+    if (error != cudaSuccess) return error;
+    return hopper::launch_early(hopper_wgrad_add_kernel<Stored>,
+                                static_cast<unsigned>(ceil_div(add.weights, kAddThreads)), kAddThreads, 0, stream, add);
+  }
+}
+
+template <typename Stored, int SHAPE = 0>
+cudaError_t run_shape(const Params& params, const AddParams& add, cudaStream_t stream) {
+  if constexpr (SHAPE < kTileShapeCount) {
+    const TileShape &shape = params.plan.shape, &own = kTileShapes[SHAPE];
+    if (shape.chunks == own.chunks && shape.taps == own.taps) return run_kernel<Stored, SHAPE>(params, add, stream);
+    return run_shape<Stored, SHAPE + 1>(params, add, stream);
+  }
+  return cudaErrorInvalidConfiguration;
+}
+
+// Copies what cannot be read in place, and lets `problem` and `pointers` describe the copies.
+inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, cudaStream_t stream) {
+  uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(problem, plan);
+  const auto make = [&](const void*& from, int64_t(&stride)[4], int channels, int rows, int columns, int64_t& blocks) {
+    const hopper::PlanesCopy made =
+        hopper::make_planes_copy(from, stride, problem.N, channels, int64_t{rows} * columns, to, blocks);
+    hopper::set_copied_strides(channels, rows, columns, stride);
+    from = to;
+    to += hopper::copied_bytes(problem.N, channels, rows, columns);
+    return made;
+  };
+  hopper::PlanesCopy x{}, dy{};
+  int64_t x_blocks = 0, dy_blocks = 0;
+  if (plan.copies_x) x = make(pointers.x, problem.x_stride, problem.C, problem.H, problem.W, x_blocks);
+  if (plan.copies_dy) dy = make(pointers.dy, problem.y_stride, problem.K, problem.P, problem.Q, dy_blocks);
+  if (x_blocks + dy_blocks == 0) return cudaSuccess;
+  return hopper::launch_early(hopper_wgrad_copy_kernel, static_cast<unsigned>(x_blocks + dy_blocks), hopper::kCopyThreads,
+                              hopper::kCopyBytes, stream, x, dy, static_cast<int>(x_blocks));
+}
+
+template <typename Stored>
+cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream_t stream) {
+  cudaError_t error = copy(plan, problem, pointers, stream);
+  if (error != cudaSuccess) return error;
+  Params params{};
+  params.plan = plan;
+  params.x_ptr = pointers.x;
+  params.dy_ptr = pointers.dy;
+  std::copy_n(problem.x_stride, 4, params.x_stride);
+  std::copy_n(problem.y_stride, 4, params.dy_stride);
+  params.N = problem.N;
+  params.C = problem.C, params.H = problem.H, params.W = problem.W;
+  params.K = problem.K, params.P = problem.P, params.Q = problem.Q;
+  params.R = problem.R, params.S = problem.S;
+  params.stride_h = taken_stride(problem.stride_h, problem.P);
+  params.stride_w = taken_stride(problem.stride_w, problem.Q);
+  params.pad_h = problem.pad_h, params.pad_w = problem.pad_w;
+  params.dilation_h = problem.dilation_h, params.dilation_w = problem.dilation_w;
+  params.sums_ptr = static_cast<float*>(pointers.workspace);
+  params.by_tiles = make_divisor(int64_t{plan.tiles_k} * plan.blocks_c * plan.blocks_t);
+  params.by_tiles_k = make_divisor(plan.tiles_k);
+  params.by_blocks_t = make_divisor(plan.blocks_t);
+  params.by_tiles_p = make_divisor(plan.tiles_p);
+  params.by_tiles_q = make_divisor(plan.tiles_q);
+  params.by_pitch = make_divisor(plan.pitch);
+  params.by_slots = make_divisor(plan.slots);
+  params.by_image_slots = make_divisor(int64_t{phases_of(plan)} * plan.slots);
+  params.by_steps = make_divisor(plan.steps);
+  AddParams add{};
+  add.sums_ptr = params.sums_ptr;
+  add.dw_ptr = pointers.out;
+  add.row_channels = row_channels(plan);
+  add.row = int64_t{problem.R} * problem.S * add.row_channels;
+  add.part = add.row * plan.tiles_k * plan.channels;
+  std::copy_n(problem.w_stride, 4, add.w_stride);
+  add.parts = plan.parts * sums_of_part(plan);
+  add.C = problem.C;
+  add.S = problem.S;
+  add.weights = int64_t{problem.K} * problem.C * problem.R * problem.S;
+  add.by_c = make_divisor(problem.C);
+  add.by_taps = make_divisor(int64_t{problem.R} * problem.S);
+  add.by_s = make_divisor(problem.S);
+  return run_shape<Stored>(params, add, stream);
+}
+
+inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  const Planned& planned = plan_of(problem, alignment_of(pointers));
+  if (!planned.found) return engine_of_others(problem, op).launch(op, problem, pointers, stream);
+  if (problem.dtype == DType::kFloat16) return run<Half>(problem, planned.plan, pointers, stream);
+  return run<BFloat16>(problem, planned.plan, pointers, stream);
+}
+
+#endif  // launchers
+
+inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
+  const Plan& plan = plan_of(problem, Alignment{}).plan;
+  snprintf(text, text_size,
+           "%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and %d bytes, %d of "
+           "them, %d blocks for %d tiles in %d parts, about %.3g Mcycles",
+           plan.copies_x && plan.copies_dy ? "x and dy copied, "
+           : plan.copies_x                 ? "x copied, "
+           : plan.copies_dy                ? "dy copied, "
+                                           : "",
+           plan.channels, 8 * plan.shape.chunks, plan.shape.taps, plan.images, plan.rows, plan.columns,
+           plan.stage_bytes, plan.stages, plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t, plan.parts,
+           plan.cycles * 1e-6);
+}
+
+#endif  // host
+
+}  // namespace hopper_wgrad
+
+}  // namespace modelnew
