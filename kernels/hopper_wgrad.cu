@@ -297,7 +297,7 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
   for (int i = under_way < kAhead ? under_way : kAhead; i > 0; --i) hand_over();
 }
 
-// All products of one sum of a job that exist, one by one.
+// All products of one sum of a job, one by one, padding and all.
 template <typename Stored>
 __device__ __noinline__ float exact_sum(const Params& params, const Job& job, int turns, int own_turn, int k, int c,
                                         int tap) {
@@ -317,10 +317,11 @@ __device__ __noinline__ float exact_sum(const Params& params, const Job& job, in
       if (step % turns != own_turn || packed < 0 || n >= params.N || p >= params.P || q >= params.Q) continue;
       const int h = p * params.stride_h - params.pad_h + r * params.dilation_h;
       const int w = q * params.stride_w - params.pad_w + s * params.dilation_w;
-      if (!is_within(h, params.H) || !is_within(w, params.W)) continue;
+      const Stored value = load_if(is_within(h, params.H) && is_within(w, params.W),
+                                   x + (n * params.x_stride[0] + h * params.x_stride[2] + w * params.x_stride[3]));
       sum += static_cast<double>(
                  widen(dy[n * params.dy_stride[0] + p * params.dy_stride[2] + q * params.dy_stride[3]])) *
-             widen(x[n * params.x_stride[0] + h * params.x_stride[2] + w * params.x_stride[3]]);
+             widen(value);
     }
   }
   return static_cast<float>(sum);
