@@ -55,7 +55,7 @@ constexpr int kMultiplyingThreads = 256, kLoadingThreads = 128, kThreads = kMult
 constexpr int kMultiplyingRegisters = 208, kLoadingRegisters = 88;  // per thread, from 168 at launch
 static_assert(2 * kMultiplyingRegisters + kLoadingRegisters <= 3 * 168, "no more registers than the block has");
 constexpr int kSharedBytes = 232448;
-constexpr int kMostStages = 6, kAhead = 2;      // kAhead: stages under way beside the one that is waited for
+constexpr int kMostStages = 6, kMostAhead = 2;  // kMostAhead: stages under way beside the one that is waited for
 constexpr int64_t kMostChained = 8192;          // pixels of one sum on the tensor core
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 constexpr int kAddThreads = 256;
@@ -68,8 +68,20 @@ struct TileShape {
 constexpr TileShape kTileShapes[] = {{4, 9}, {12, 3}, {32, 1}, {16, 1}, {8, 1}};
 constexpr int kTileShapeCount = sizeof kTileShapes / sizeof kTileShapes[0];
 
+// How tensors are multiplied: 16 bits as they are; fp32 as the sum of two bf16 values, hi and lo, of which lo * lo is
+// left out. Each has fp32's range, and both together 16 bits.
+template <typename Stored_, typename Operand_, int PARTS_>
+struct Format {
+  using Stored = Stored_;    // in memory
+  using Operand = Operand_;  // of wgmma
+  static constexpr int BYTES = sizeof(Stored), PARTS = PARTS_;
+};
+
 struct Plan {
   bool copies_x, copies_dy;
+  int bytes, parts_of_x;       // of a value in memory; how many values of 16 bits it is multiplied as
+  bool dy_rows;                // dy lies as [channel][pixel] in shared memory, otherwise as [pixel][channel]
+  bool dy_pieces, x_pieces;    // 16 bytes of a pixel's channels are loaded at once
   int channels;                                    // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
   TileShape shape;
   int blocks_c, blocks_t, tiles_k;                 // tiles along input channels, taps, output channels
@@ -78,7 +90,7 @@ struct Plan {
   int phases_h, phases_w, slots;                   // of x; slots of a phase of an image
   int tiles_p, tiles_q, tiles;                     // stages of an image, and of all
   int parts, jobs, grid;
-  int stages, dy_bytes, chunk_bytes, stage_bytes;  // chunk: of x
+  int stages, ahead, dy_pitch, dy_bytes, chunk_bytes, stage_bytes;  // chunk: of x
   int smem_bytes;
   double cycles;
 };
@@ -110,8 +122,12 @@ MODELNEW_HOST_DEVICE inline int sums_of_part(const Plan& plan) { return plan.cha
 
 MODELNEW_HOST_DEVICE inline int row_channels(const Plan& plan) { return plan.blocks_c * plan.shape.chunks * 8; }
 
-// Bytes from pixel to pixel of dy: eight of them meet all banks.
-MODELNEW_HOST_DEVICE constexpr int dy_pitch(int channels) { return 2 * channels + 16; }
+// Bytes from row to row of dy, so that what lanes load at once meets all banks: eight pixels of 16 bytes; four pairs of
+// pixels and eight channels of fp32; or four channels and pairs of pixels.
+MODELNEW_HOST_DEVICE inline int dy_pitch(const Plan& plan) {
+  const int pixels = plan.images * plan.steps * kStepPixels;
+  return plan.dy_rows ? (pixels + 23) / 32 * 128 + 32 : plan.bytes * plan.channels + 16;
+}
 
 MODELNEW_HOST_DEVICE inline int phases_of(const Plan& plan) { return plan.phases_h * plan.phases_w; }
 
@@ -221,28 +237,102 @@ __device__ __forceinline__ void fill_table(uint8_t* smem, int count, const int64
   }
 }
 
-// Copies PIECES pieces of 16 bytes of each pixel of a table; what does not exist becomes zeros.
-template <typename To, typename Exists>
-__device__ __forceinline__ void copy_pixels(const Entry* table, int count, int pieces, const uint16_t* first,
-                                            int channels_left, const To& to, const Exists& exists) {
-  const int thread = static_cast<int>(threadIdx.x) - kMultiplyingThreads;
-  const int piece = thread % pieces;
-  const bool has_channel = 8 * piece < channels_left;
+__device__ __forceinline__ int loading_thread() { return static_cast<int>(threadIdx.x) - kMultiplyingThreads; }
+
+// Copies `pieces` pieces of BYTES bytes of the channels of each pixel of a table; what does not exist becomes zeros.
+template <int BYTES, typename Stored, typename To, typename Exists>
+__device__ __forceinline__ void copy_pixels(const Entry* table, int count, int pieces, const Stored* first,
+                                            int64_t channel_step, int channels_left, const To& to,
+                                            const Exists& exists) {
+  constexpr int VALUES = BYTES / static_cast<int>(sizeof(Stored));
+  const int piece = loading_thread() % pieces;
+  const Stored* const own = first + piece * VALUES * channel_step;
+  const bool has_channel = piece * VALUES < channels_left;
 #pragma unroll 1
-  for (int i = thread / pieces; i < count; i += kLoadingThreads / pieces) {
+  for (int i = loading_thread() / pieces; i < count; i += kLoadingThreads / pieces) {
     const Entry entry = table[i];
     const bool copied = has_channel & (entry.packed >= 0) & exists(entry.packed);
-    hopper::copy_async<16>(to(i, piece), copied ? first + (entry.offset + 8 * piece) : first, copied ? 16 : 0);
+    hopper::copy_async<BYTES>(to(i, piece), copied ? own + entry.offset : first, copied ? BYTES : 0);
   }
 }
 
+// The same of fp32 to rows of pixels; neighbouring threads have neighbouring pixels.
+template <typename Exists>
+__device__ __forceinline__ void copy_rows(const Entry* table, int count, int channels, const float* first,
+                                          int64_t channel_step, int channels_left, uint32_t to, int pitch,
+                                          const Exists& exists) {
+#pragma unroll 1
+  for (int i = loading_thread(); i < count; i += kLoadingThreads) {
+    const Entry entry = table[i];
+    const bool copied = (entry.packed >= 0) & exists(entry.packed);
+    const float* from = first + (copied ? entry.offset : 0);
+    uint32_t at = to + 4 * i;
+#pragma unroll 8
+    for (int k = 0; k < channels; ++k, from += channel_step, at += pitch)
+      hopper::copy_async<4>(at, from, copied & (k < channels_left) ? 4 : 0);
+  }
+}
+
+// Two neighbours along the reduction as two pairs of bf16.
+__device__ __forceinline__ void split(float low, float high, uint32_t& first, uint32_t& rest) {
+  first = narrow_pair(low, high, BFloat16{});
+  rest = narrow_pair(low - bits_float(first << 16), high - bits_float(first & 0xffff0000u), BFloat16{});
+}
+
+// Brings fp32 pixels of x to chunks of eight channels, in two parts. Neighbouring threads have neighbouring pixels, or
+// chunks of a pixel.
+template <typename Exists>
+__device__ __forceinline__ void split_pixels(const Entry* table, int count, const Plan& plan, const float* first,
+                                             int64_t channel_step, int channels_left, uint32_t to,
+                                             const Exists& exists) {
+  constexpr int BATCH = 2;  // pieces whose loads are under way
+  const int chunks = plan.shape.chunks, pieces = count * chunks;
+#pragma unroll 1
+  for (int number = loading_thread(); number < pieces; number += BATCH * kLoadingThreads) {
+    float values[BATCH][8];
+    uint32_t place[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const int own = number + j * kLoadingThreads;
+      const int chunk = plan.x_pieces ? own % chunks : own / count, i = plan.x_pieces ? own / chunks : own - chunk * count;
+      const bool is_piece = own < pieces;
+      const Entry entry = is_piece ? table[i] : Entry{-1, 0};
+      const bool loaded = (entry.packed >= 0) & exists(entry.packed);
+      const float* const from = first + (loaded ? entry.offset + 8 * chunk * channel_step : 0);
+      place[j] = is_piece ? to + chunk * plan.chunk_bytes + i * 16 : 0;
+      if (plan.x_pieces) {
+        uint32_t words[2][4];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) hopper::load_words(from + 4 * c, loaded & (8 * chunk < channels_left), words[c]);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) values[j][c] = bits_float(words[c / 4][c % 4]);
+      } else {
+#pragma unroll
+        for (int c = 0; c < 8; ++c)
+          values[j][c] = load_if(loaded & (8 * chunk + c < channels_left), from + c * channel_step);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      uint32_t hi[4], lo[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) split(values[j][2 * c], values[j][2 * c + 1], hi[c], lo[c]);
+      if (place[j] == 0) continue;
+      hopper::store_shared_4(place[j], hi);
+      hopper::store_shared_4(place[j] + chunks * plan.chunk_bytes, lo);
+    }
+  }
+}
+
+template <typename Format>
 __device__ __forceinline__ void load(const Params& params, const Shared& shared, const uint8_t* smem) {
+  using Stored = typename Format::Stored;
   const Plan& plan = params.plan;
   const Entry* const dy_table = reinterpret_cast<const Entry*>(smem + shared.layout.dy_table);
   const Entry* const x_table = reinterpret_cast<const Entry*>(smem + shared.layout.x_table);
   const int dy_pixels = plan.images * plan.steps * kStepPixels;
-  const int x_pixels = plan.images * phases_of(plan) * plan.slots, pitch = dy_pitch(plan.channels);
-  const int chunks = plan.shape.chunks, x_pieces = chunks == 12 ? 4 : chunks;  // side by side: a power of 2
+  const int x_pixels = plan.images * phases_of(plan) * plan.slots;
+  const int chunks = plan.shape.chunks, side = chunks == 12 ? 4 : chunks;  // side by side: a power of 2
   hopper::wait_for_prerequisites();
   RingPosition ring, ready;
   int under_way = 0;
@@ -261,40 +351,58 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
       const Place at = locate_tile(params, tile);
       const int images = params.N - at.n < plan.images ? static_cast<int>(params.N - at.n) : plan.images;
       const int first_h = at.p * params.stride_h - params.pad_h, first_w = at.q * params.stride_w - params.pad_w;
-      const uint16_t* const dy = static_cast<const uint16_t*>(params.dy_ptr) +
-                                 (at.n * params.dy_stride[0] + at.p * params.dy_stride[2] +
-                                  at.q * params.dy_stride[3] + first_k);
-      const uint16_t* const x = static_cast<const uint16_t*>(params.x_ptr) +
-                                (at.n * params.x_stride[0] + first_h * params.x_stride[2] +
-                                 first_w * params.x_stride[3] + first_c);
+      const Stored* const dy = static_cast<const Stored*>(params.dy_ptr) +
+                               (at.n * params.dy_stride[0] + first_k * params.dy_stride[1] +
+                                at.p * params.dy_stride[2] + at.q * params.dy_stride[3]);
+      const Stored* const x = static_cast<const Stored*>(params.x_ptr) +
+                              (at.n * params.x_stride[0] + first_c * params.x_stride[1] +
+                               first_h * params.x_stride[2] + first_w * params.x_stride[3]);
+      const auto dy_exists = [&](int packed) {
+        return (packed >> 20 < images) & (at.p + (packed >> 10 & 1023) < params.P) &
+               (at.q + (packed & 1023) < params.Q);
+      };
+      const auto x_exists = [&](int packed) {
+        return (packed >> 20 < images) & is_within(first_h + (packed >> 10 & 1023), params.H) &
+               is_within(first_w + (packed & 1023), params.W);
+      };
       hopper::barrier_wait(shared.empty(ring.slot), ring.parity ^ 1);
-      const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
-      copy_pixels(
-          dy_table, dy_pixels, plan.channels / 8, dy, params.K - first_k,
-          [&](int i, int piece) { return stage + i * pitch + piece * 16; },
-          [&](int packed) {
-            return (packed >> 20 < images) & (at.p + (packed >> 10 & 1023) < params.P) &
-                   (at.q + (packed & 1023) < params.Q);
-          });
+      const uint32_t stage = shared.base + ring.slot * plan.stage_bytes, x_stage = stage + plan.dy_bytes;
+      if constexpr (Format::BYTES == 2) {
+        copy_pixels<16>(
+            dy_table, dy_pixels, plan.channels / 8, dy, 1, params.K - first_k,
+            [&](int i, int piece) { return stage + i * plan.dy_pitch + piece * 16; }, dy_exists);
 #pragma unroll 1
-      for (int chunk = 0; chunk < chunks; chunk += x_pieces)
-        copy_pixels(
-            x_table, x_pixels, x_pieces, x + 8 * chunk, params.C - first_c - 8 * chunk,
-            [&](int i, int piece) { return stage + plan.dy_bytes + (chunk + piece) * plan.chunk_bytes + i * 16; },
-            [&](int packed) {
-              return (packed >> 20 < images) & is_within(first_h + (packed >> 10 & 1023), params.H) &
-                     is_within(first_w + (packed & 1023), params.W);
-            });
+        for (int chunk = 0; chunk < chunks; chunk += side)
+          copy_pixels<16>(
+              x_table, x_pixels, side, x + 8 * chunk, 1, params.C - first_c - 8 * chunk,
+              [&](int i, int piece) { return x_stage + (chunk + piece) * plan.chunk_bytes + i * 16; }, x_exists);
+      } else {
+        if (plan.dy_rows)
+          copy_rows(dy_table, dy_pixels, plan.channels, dy, params.dy_stride[1], params.K - first_k, stage,
+                    plan.dy_pitch, dy_exists);
+        else if (plan.dy_pieces)
+          copy_pixels<16>(
+              dy_table, dy_pixels, plan.channels / 4, dy, 1, params.K - first_k,
+              [&](int i, int piece) { return stage + i * plan.dy_pitch + piece * 16; }, dy_exists);
+        else
+          copy_pixels<4>(
+              dy_table, dy_pixels, plan.channels, dy, params.dy_stride[1], params.K - first_k,
+              [&](int i, int piece) { return stage + i * plan.dy_pitch + piece * 4; }, dy_exists);
+        split_pixels(x_table, x_pixels, plan, x, params.x_stride[1], params.C - first_c, x_stage, x_exists);
+      }
       hopper::copies_commit();
       ring.next(plan.stages);
-      if (++under_way > kAhead) {
-        hopper::copies_wait<kAhead>();
+      if (++under_way > plan.ahead) {
+        if (plan.ahead == 2)
+          hopper::copies_wait<2>();
+        else
+          hopper::copies_wait<1>();
         hand_over();
       }
     }
   }
   hopper::copies_wait<0>();
-  for (int i = under_way < kAhead ? under_way : kAhead; i > 0; --i) hand_over();
+  for (int i = under_way < plan.ahead ? under_way : plan.ahead; i > 0; --i) hand_over();
 }
 
 // All products of one sum of a job, one by one, padding and all.
@@ -303,8 +411,8 @@ __device__ __noinline__ float exact_sum(const Params& params, const Job& job, in
                                         int tap) {
   const Plan& plan = params.plan;
   const int r = tap / params.S, s = tap - r * params.S;
-  const Stored* const x = static_cast<const Stored*>(params.x_ptr) + c;
-  const Stored* const dy = static_cast<const Stored*>(params.dy_ptr) + k;
+  const Stored* const x = static_cast<const Stored*>(params.x_ptr) + c * params.x_stride[1];
+  const Stored* const dy = static_cast<const Stored*>(params.dy_ptr) + k * params.dy_stride[1];
   double sum = 0;
   int step = -1;
   for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
@@ -327,17 +435,45 @@ __device__ __noinline__ float exact_sum(const Params& params, const Job& job, in
   return static_cast<float>(sum);
 }
 
-template <typename Stored, int CHUNKS, int TAPS>
+// A step's 16 channels of a warp and 16 pixels of dy, as wgmma takes them, in parts. `address` is of the lane.
+template <typename Format>
+__device__ __forceinline__ void load_dy(const Plan& plan, uint32_t address, uint32_t (&a)[Format::PARTS][4]) {
+  if constexpr (Format::BYTES == 2) {
+    hopper::load_matrix_transposed(a[0], address);
+  } else {
+    uint32_t words[4][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int channel = i % 2 * 8, pixel = i / 2 * 8;
+      if (plan.dy_rows) {
+        hopper::load_shared_2(words[i], address + channel * plan.dy_pitch + pixel * 4);
+      } else {
+        const uint32_t from = address + pixel * plan.dy_pitch + channel * 4;
+        hopper::load_shared(words[i][0], from);
+        hopper::load_shared(words[i][1], from + plan.dy_pitch);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split(bits_float(words[i][0]), bits_float(words[i][1]), a[0][i], a[1][i]);
+  }
+}
+
+template <typename Format, int CHUNKS, int TAPS>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared) {
-  constexpr int COLUMNS = 8 * CHUNKS;
+  constexpr int COLUMNS = 8 * CHUNKS, PARTS = Format::PARTS;
+  using Stored = typename Format::Stored;
   const Plan& plan = params.plan;
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const bool by_turns = plan.channels == 64;
-  const int turns = by_turns ? 2 : 1, pitch = dy_pitch(plan.channels), steps = plan.images * plan.steps;
-  const uint32_t own_dy = (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 16 +
-                          (by_turns ? 0 : 128 * warpgroup) + 32 * warp;
-  const uint32_t high = plan.chunk_bytes / 16;
+  const int turns = by_turns ? 2 : 1, pitch = plan.dy_pitch, steps = plan.images * plan.steps;
+  const int own_channel = (by_turns ? 0 : 64 * warpgroup) + 16 * warp;
+  const uint32_t own_dy =
+      Format::BYTES == 2 ? (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 16 + 2 * own_channel
+      : plan.dy_rows     ? (own_channel + lane / 4) * pitch + lane % 4 * 8
+                         : lane % 4 * 2 * pitch + (own_channel + lane / 4) * 4;
+  const uint32_t step_bytes = kStepPixels * (plan.dy_rows ? 4 : pitch);
+  const uint32_t high = plan.chunk_bytes / 16, part = CHUNKS * high;  // part: slots from part to part of x
   hopper::wait_for_prerequisites();  // a preceding kernel may still read the workspace
   RingPosition ring;
 #pragma unroll 1
@@ -350,7 +486,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       tap_slots[t] = slot_of_tap(params, tap < taps ? tap : taps - 1);
     }
     float acc[TAPS][COLUMNS / 2];
-    uint32_t a[2][4];
+    uint32_t a[2][PARTS][4];
     int before = -1;  // the stage that the preceding wgmma group reads; released once only the next one is pending
     const auto give_back = [&] {
       if (before >= 0 && lane == 0) hopper::barrier_arrive(shared.empty(before));
@@ -378,12 +514,18 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         b_stage = hopper::descriptor(a_stage + plan.dy_bytes, 128);
       }
       const int image = quotient(step, params.by_steps), of_image = step - image * plan.steps;
-      hopper::load_matrix_transposed(a[set], a_stage + own_dy + step * kStepPixels * pitch);
+      load_dy<Format>(plan, a_stage + own_dy + step * step_bytes, a[set]);
       const uint32_t b = b_stage + image * static_cast<int>(params.by_image_slots.divisor) + of_image * kStepPixels;
       hopper::wgmma_fence();
 #pragma unroll
-      for (int t = 0; t < TAPS; ++t)
-        hopper::WgmmaRegistersTransposed<Stored, COLUMNS>::multiply(acc[t], a[set], b + tap_slots[t], keep, high);
+      for (int t = 0; t < TAPS; ++t) {
+        using Instruction = hopper::WgmmaRegistersTransposed<typename Format::Operand, COLUMNS>;
+        if constexpr (PARTS == 2) {
+          Instruction::multiply(acc[t], a[set][1], b + tap_slots[t], keep, high);
+          Instruction::multiply(acc[t], a[set][0], b + tap_slots[t] + part, 1, high);
+        }
+        Instruction::multiply(acc[t], a[set][0], b + tap_slots[t], PARTS == 2 ? 1 : keep, high);
+      }
       hopper::wgmma_commit();
       keep = 1;
       hopper::wgmma_wait<1>();
@@ -404,11 +546,11 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 #pragma unroll
         for (float& sum : acc[t]) sum = 0;
     }
-    const int part = by_turns ? 2 * job.part + warpgroup : job.part;
+    const int of_part = by_turns ? 2 * job.part + warpgroup : job.part;
     const int first_c = job.block_c * COLUMNS + lane % 4 * 2, channels = row_channels(plan);
-    const int k = job.tile_k * plan.channels + (by_turns ? 0 : 64 * warpgroup) + 16 * warp + lane / 4;
+    const int k = job.tile_k * plan.channels + own_channel + lane / 4;
     const int64_t row = static_cast<int64_t>(params.R) * params.S * channels;
-    float* const to = params.sums_ptr + (part * (static_cast<int64_t>(plan.tiles_k) * plan.channels) + k) * row + first_c;
+    float* const to = params.sums_ptr + (of_part * (static_cast<int64_t>(plan.tiles_k) * plan.channels) + k) * row + first_c;
     const auto place = [&](int t, int j, int i) {
       return to + 8 * i * row + (job.block_t * TAPS + t) * channels + 8 * j;
     };
@@ -437,7 +579,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   }
 }
 
-template <typename Stored, int CHUNKS, int TAPS>
+template <typename Format, int CHUNKS, int TAPS>
 __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_hopper_wgrad_smem[];
@@ -458,10 +600,10 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
   __syncthreads();  // barriers and tables are there
   if (threadIdx.x >= kMultiplyingThreads) {
     hopper::registers_give_back<kLoadingRegisters>();
-    load(params, shared, modelnew_hopper_wgrad_smem);
+    load<Format>(params, shared, modelnew_hopper_wgrad_smem);
   } else {
     hopper::registers_take<kMultiplyingRegisters>();
-    multiply<Stored, CHUNKS, TAPS>(params, shared);
+    multiply<Format, CHUNKS, TAPS>(params, shared);
     hopper::launch_dependents();
   }
 #endif
@@ -529,13 +671,13 @@ inline int64_t sum_bytes(const Problem& problem, const Plan& plan) {
 
 inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double steps = plan.images * plan.steps / (plan.channels == 64 ? 2.0 : 1.0);
-  const double products = steps * plan.shape.chunks * 8 * plan.shape.taps;
+  const double products = steps * plan.shape.chunks * 8 * plan.shape.taps * (plan.parts_of_x == 2 ? 3 : 1);
   const double loaded = plan.stage_bytes / kStageBytes;
   const double stages = static_cast<double>(ceil_div(plan.tiles, plan.parts));
   const double multiplied = static_cast<double>(ceil_div(plan.jobs, sms)) *
                             (stages * (std::max(products, loaded) + kStageCycles) + kJobCycles);
   const double pixels = static_cast<double>(problem.N) * problem.H * problem.W;
-  const double bytes = 2 * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
+  const double bytes = plan.bytes * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
   const double memory = bytes / sms / kMemoryBytes;
   const int64_t copied = copied_bytes(problem, plan);
   const double copying = copied == 0 ? 0 : kCopyCycles + 2.0 * copied / sms / kCopiedBytes;
@@ -568,16 +710,19 @@ inline bool complete(const Problem& problem, Plan& plan) {
   // Lanes that copy neighbouring chunks of few pixels meet all banks.
   const int past = plan.shape.chunks % 8 == 0 ? 1 : 2;
   const int64_t chunk_slots = (all_slots + 7 - past) / 8 * 8 + past;
-  plan.dy_bytes = static_cast<int>(pixels * dy_pitch(plan.channels));
-  const int64_t stage = plan.dy_bytes + plan.shape.chunks * chunk_slots * 16;
+  plan.dy_pitch = dy_pitch(plan);
+  plan.dy_bytes = static_cast<int>((plan.dy_rows ? plan.channels : pixels) * plan.dy_pitch);
+  const int64_t stage = plan.dy_bytes + plan.parts_of_x * plan.shape.chunks * chunk_slots * 16;
   if (chunk_slots * 16 >= 1 << 18 || stage > kSharedBytes) return false;
   plan.chunk_bytes = static_cast<int>(chunk_slots * 16);
   plan.stage_bytes = static_cast<int>(stage);
-  for (plan.stages = kMostStages; plan.stages > kAhead; --plan.stages) {
+  for (plan.stages = kMostStages; plan.stages > 2; --plan.stages) {
     plan.smem_bytes = shared_layout(plan).end;
     if (plan.smem_bytes <= kSharedBytes) break;
   }
-  if (plan.stages <= kAhead) return false;
+  // Besides those under way one is multiplied, and one is given back only when the next one is.
+  plan.ahead = std::min(kMostAhead, plan.stages - 2);
+  if (plan.ahead <= 0) return false;
   const auto farthest_of = [&](const int64_t (&stride)[4], int64_t rows, int64_t columns) {
     return plan.images * stride[0] + rows * stride[2] + columns * stride[3];
   };
@@ -615,8 +760,20 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
   using hopper::is_in_place, hopper::can_copy;
   Plan plan{};
-  plan.copies_x = !is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
-  plan.copies_dy = !is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
+  plan.bytes = element_bytes(problem.dtype);
+  plan.parts_of_x = plan.bytes == 2 ? 1 : 2;
+  const auto in_pieces = [&](const int64_t (&stride)[4], int channels, uint64_t begin) {
+    return stride[1] == 1 && channels % 4 == 0 && stride[0] % 4 == 0 && stride[2] % 4 == 0 && stride[3] % 4 == 0 &&
+           begin % 16 == 0;
+  };
+  if (plan.bytes == 4) {
+    plan.x_pieces = in_pieces(problem.x_stride, problem.C, address.x) && problem.C % 8 == 0;
+    plan.dy_pieces = in_pieces(problem.y_stride, problem.K, address.dy);
+    plan.dy_rows = problem.y_stride[1] != 1;
+  } else {
+    plan.copies_x = !is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
+    plan.copies_dy = !is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
+  }
   if (plan.copies_x && !can_copy(problem.x_stride, problem.N, problem.C, problem.H, problem.W)) return false;
   if (plan.copies_dy && !can_copy(problem.y_stride, problem.N, problem.K, problem.P, problem.Q)) return false;
   if (pixels >= int64_t{1} << 30 || taps * problem.C * problem.K >= int64_t{1} << 30) return false;
@@ -675,8 +832,9 @@ inline const Planned& plan_of(const Problem& problem, const Alignment& address) 
 
 inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kWgrad) return "it computes gradients to weights only";
-  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16)
-    return "it computes float16 and bfloat16 only";
+  if (problem.dtype == DType::kFloat64) return "it has no float64";
+  if (problem.dtype == DType::kFloat32 && !uses_tf32(problem, op))
+    return "it has TF32 accuracy only, but this problem needs full float32 accuracy";
   if (problem.groups != 1) return "it takes one group only";
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
@@ -717,32 +875,32 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-template <typename Stored, int SHAPE>
+template <typename Format, int SHAPE>
 cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
-  constexpr Instance kInstance{"hopper_wgrad_kernel", {kTypeId<Stored>, SHAPE}};
+  constexpr Instance kInstance{"hopper_wgrad_kernel", {kTypeId<typename Format::Stored>, SHAPE}};
   record(kInstance);
   if constexpr (!is_built(kInstance)) {
     return cudaErrorInvalidConfiguration;
   } else {
-    const auto kernel = hopper_wgrad_kernel<Stored, kShape.chunks, kShape.taps>;
+    const auto kernel = hopper_wgrad_kernel<Format, kShape.chunks, kShape.taps>;
     const Plan& plan = params.plan;
     // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (error != cudaSuccess) return error;
     error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
     if (error != cudaSuccess) return error;
-    return hopper::launch_early(hopper_wgrad_add_kernel<Stored>,
+    return hopper::launch_early(hopper_wgrad_add_kernel<typename Format::Stored>,
                                 static_cast<unsigned>(ceil_div(add.weights, kAddThreads)), kAddThreads, 0, stream, add);
   }
 }
 
-template <typename Stored, int SHAPE = 0>
+template <typename Format, int SHAPE = 0>
 cudaError_t run_shape(const Params& params, const AddParams& add, cudaStream_t stream) {
   if constexpr (SHAPE < kTileShapeCount) {
     const TileShape &shape = params.plan.shape, &own = kTileShapes[SHAPE];
-    if (shape.chunks == own.chunks && shape.taps == own.taps) return run_kernel<Stored, SHAPE>(params, add, stream);
-    return run_shape<Stored, SHAPE + 1>(params, add, stream);
+    if (shape.chunks == own.chunks && shape.taps == own.taps) return run_kernel<Format, SHAPE>(params, add, stream);
+    return run_shape<Format, SHAPE + 1>(params, add, stream);
   }
   return cudaErrorInvalidConfiguration;
 }
@@ -767,7 +925,7 @@ inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, 
                               hopper::kCopyBytes, stream, x, dy, static_cast<int>(x_blocks));
 }
 
-template <typename Stored>
+template <typename Format>
 cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream_t stream) {
   cudaError_t error = copy(plan, problem, pointers, stream);
   if (error != cudaSuccess) return error;
@@ -809,14 +967,27 @@ cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream
   add.by_c = make_divisor(problem.C);
   add.by_taps = make_divisor(int64_t{problem.R} * problem.S);
   add.by_s = make_divisor(problem.S);
-  return run_shape<Stored>(params, add, stream);
+  return run_shape<Format>(params, add, stream);
+}
+
+inline cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointers, cudaStream_t stream) {
+  switch (problem.dtype) {
+    case DType::kFloat16:
+      return run<Format<Half, Half, 1>>(problem, plan, pointers, stream);
+    case DType::kBFloat16:
+      return run<Format<BFloat16, BFloat16, 1>>(problem, plan, pointers, stream);
+    case DType::kFloat32:
+      return run<Format<float, BFloat16, 2>>(problem, plan, pointers, stream);
+    case DType::kFloat64:
+      break;
+  }
+  return cudaErrorInvalidValue;
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
   const Planned& planned = plan_of(problem, alignment_of(pointers));
   if (!planned.found) return engine_of_others(problem, op).launch(op, problem, pointers, stream);
-  if (problem.dtype == DType::kFloat16) return run<Half>(problem, planned.plan, pointers, stream);
-  return run<BFloat16>(problem, planned.plan, pointers, stream);
+  return run(problem, planned.plan, pointers, stream);
 }
 
 #endif  // launchers
