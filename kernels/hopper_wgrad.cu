@@ -56,10 +56,11 @@ constexpr int kMultiplyingRegisters = 208, kLoadingRegisters = 88;  // per threa
 static_assert(2 * kMultiplyingRegisters + kLoadingRegisters <= 3 * 168, "no more registers than the block has");
 constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 6, kMostAhead = 2;  // kMostAhead: stages under way beside the one that is waited for
+constexpr float kScale = 0x1p24f;               // of either operand in fp32
 constexpr int64_t kMostChained = 8192;          // pixels of one sum on the tensor core
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 constexpr int kAddThreads = 256;
-constexpr int kMostSide = 1 << 10;              // of a window and images of a stage: pack_pixel
+constexpr int kMostSide = 1 << 10;  // of a window and images of a stage: pack_pixel
 
 // Chunks of eight input channels and taps of a tile, which a kernel is compiled for: as many as have room for sums.
 struct TileShape {
@@ -79,16 +80,16 @@ struct Format {
 
 struct Plan {
   bool copies_x, copies_dy;
-  int bytes, parts_of_x;       // of a value in memory; how many values of 16 bits it is multiplied as
-  bool dy_rows;                // dy lies as [channel][pixel] in shared memory, otherwise as [pixel][channel]
-  bool dy_pieces, x_pieces;    // 16 bytes of a pixel's channels are loaded at once
-  int channels;                                    // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
+  int bytes, parts_of_x;     // of a value in memory; how many values of 16 bits it is multiplied as
+  bool dy_rows;              // dy lies as [channel][pixel] in shared memory, otherwise as [pixel][channel]
+  bool dy_pieces, x_pieces;  // 16 bytes of a pixel's channels are loaded at once
+  int channels;              // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
   TileShape shape;
-  int blocks_c, blocks_t, tiles_k;                 // tiles along input channels, taps, output channels
-  int images, rows, columns;                       // outputs of a stage
-  int pitch, steps;                                // slots of a row; steps of an image
-  int phases_h, phases_w, slots;                   // of x; slots of a phase of an image
-  int tiles_p, tiles_q, tiles;                     // stages of an image, and of all
+  int blocks_c, blocks_t, tiles_k;  // tiles along input channels, taps, output channels
+  int images, rows, columns;        // outputs of a stage
+  int pitch, steps;                 // slots of a row; steps of an image
+  int phases_h, phases_w, slots;    // of x; slots of a phase of an image
+  int tiles_p, tiles_q, tiles;      // stages of an image, and of all
   int parts, jobs, grid;
   int stages, ahead, dy_pitch, dy_bytes, chunk_bytes, stage_bytes;  // chunk: of x
   int smem_bytes;
@@ -112,10 +113,9 @@ struct AddParams {
   int64_t part, row;  // steps in sums
   int64_t w_stride[4];
   int parts, C, S, row_channels;  // the latter: columns of a tap
-  int64_t weights;                   // of dw
+  int64_t weights;                // of dw
   Divisor by_c, by_taps, by_s;
 };
-
 
 // Parts of sums that a part of the pixels has.
 MODELNEW_HOST_DEVICE inline int sums_of_part(const Plan& plan) { return plan.channels == 64 ? 2 : 1; }
@@ -191,8 +191,7 @@ MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
   const int row = quotient(slot, params.by_pitch), column = slot - row * plan.pitch;
   const int phase_h = phase / plan.phases_w;
   if (row >= plan.rows + (params.R - 1) * params.dilation_h / params.stride_h) return -1;  // behind the window
-  return pack_pixel(image, row * params.stride_h + phase_h,
-                    column * params.stride_w + phase - phase_h * plan.phases_w);
+  return pack_pixel(image, row * params.stride_h + phase_h, column * params.stride_w + phase - phase_h * plan.phases_w);
 }
 
 // Of a block: stages first, [dy][x] each, then tables of pixels, then barriers.
@@ -231,8 +230,7 @@ __device__ __forceinline__ void fill_table(uint8_t* smem, int count, const int64
   Entry* const table = reinterpret_cast<Entry*>(smem);
   for (int i = threadIdx.x; i < count; i += kThreads) {
     const int packed = of(i);
-    const int64_t offset =
-        (packed >> 20) * stride[0] + (packed >> 10 & 1023) * stride[2] + (packed & 1023) * stride[3];
+    const int64_t offset = (packed >> 20) * stride[0] + (packed >> 10 & 1023) * stride[2] + (packed & 1023) * stride[3];
     table[i] = {packed, packed < 0 ? 0 : static_cast<int>(offset)};
   }
 }
@@ -273,8 +271,11 @@ __device__ __forceinline__ void copy_rows(const Entry* table, int count, int cha
   }
 }
 
-// Two neighbours along the reduction as two pairs of bf16.
+// Two neighbours as two pairs of bf16. Both operands are scaled, as otherwise bf16 would lack the smallest numbers; what
+// then becomes too large is found among the sums.
 __device__ __forceinline__ void split(float low, float high, uint32_t& first, uint32_t& rest) {
+  low *= kScale;
+  high *= kScale;
   first = narrow_pair(low, high, BFloat16{});
   rest = narrow_pair(low - bits_float(first << 16), high - bits_float(first & 0xffff0000u), BFloat16{});
 }
@@ -294,7 +295,8 @@ __device__ __forceinline__ void split_pixels(const Entry* table, int count, cons
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
       const int own = number + j * kLoadingThreads;
-      const int chunk = plan.x_pieces ? own % chunks : own / count, i = plan.x_pieces ? own / chunks : own - chunk * count;
+      const int chunk = plan.x_pieces ? own % chunks : own / count,
+                i = plan.x_pieces ? own / chunks : own - chunk * count;
       const bool is_piece = own < pieces;
       const Entry entry = is_piece ? table[i] : Entry{-1, 0};
       const bool loaded = (entry.packed >= 0) & exists(entry.packed);
@@ -351,12 +353,12 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
       const Place at = locate_tile(params, tile);
       const int images = params.N - at.n < plan.images ? static_cast<int>(params.N - at.n) : plan.images;
       const int first_h = at.p * params.stride_h - params.pad_h, first_w = at.q * params.stride_w - params.pad_w;
-      const Stored* const dy = static_cast<const Stored*>(params.dy_ptr) +
-                               (at.n * params.dy_stride[0] + first_k * params.dy_stride[1] +
-                                at.p * params.dy_stride[2] + at.q * params.dy_stride[3]);
-      const Stored* const x = static_cast<const Stored*>(params.x_ptr) +
-                              (at.n * params.x_stride[0] + first_c * params.x_stride[1] +
-                               first_h * params.x_stride[2] + first_w * params.x_stride[3]);
+      const Stored* const dy =
+          static_cast<const Stored*>(params.dy_ptr) + (at.n * params.dy_stride[0] + first_k * params.dy_stride[1] +
+                                                       at.p * params.dy_stride[2] + at.q * params.dy_stride[3]);
+      const Stored* const x =
+          static_cast<const Stored*>(params.x_ptr) + (at.n * params.x_stride[0] + first_c * params.x_stride[1] +
+                                                      first_h * params.x_stride[2] + first_w * params.x_stride[3]);
       const auto dy_exists = [&](int packed) {
         return (packed >> 20 < images) & (at.p + (packed >> 10 & 1023) < params.P) &
                (at.q + (packed & 1023) < params.Q);
@@ -427,9 +429,9 @@ __device__ __noinline__ float exact_sum(const Params& params, const Job& job, in
       const int w = q * params.stride_w - params.pad_w + s * params.dilation_w;
       const Stored value = load_if(is_within(h, params.H) && is_within(w, params.W),
                                    x + (n * params.x_stride[0] + h * params.x_stride[2] + w * params.x_stride[3]));
-      sum += static_cast<double>(
-                 widen(dy[n * params.dy_stride[0] + p * params.dy_stride[2] + q * params.dy_stride[3]])) *
-             widen(value);
+      sum +=
+          static_cast<double>(widen(dy[n * params.dy_stride[0] + p * params.dy_stride[2] + q * params.dy_stride[3]])) *
+          widen(value);
     }
   }
   return static_cast<float>(sum);
@@ -468,13 +470,12 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const bool by_turns = plan.channels == 64;
   const int turns = by_turns ? 2 : 1, pitch = plan.dy_pitch, steps = plan.images * plan.steps;
   const int own_channel = (by_turns ? 0 : 64 * warpgroup) + 16 * warp;
-  const uint32_t own_dy =
-      Format::BYTES == 2 ? (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 16 + 2 * own_channel
-      : plan.dy_rows     ? (own_channel + lane / 4) * pitch + lane % 4 * 8
-                         : lane % 4 * 2 * pitch + (own_channel + lane / 4) * 4;
+  const uint32_t own_dy = Format::BYTES == 2 ? (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 16 + 2 * own_channel
+                          : plan.dy_rows     ? (own_channel + lane / 4) * pitch + lane % 4 * 8
+                                             : lane % 4 * 2 * pitch + (own_channel + lane / 4) * 4;
   const uint32_t step_bytes = kStepPixels * (plan.dy_rows ? 4 : pitch);
   const uint32_t high = plan.chunk_bytes / 16, part = CHUNKS * high;  // part: slots from part to part of x
-  hopper::wait_for_prerequisites();  // a preceding kernel may still read the workspace
+  hopper::wait_for_prerequisites();                                   // a preceding kernel may still read the workspace
   RingPosition ring;
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
@@ -550,7 +551,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     const int first_c = job.block_c * COLUMNS + lane % 4 * 2, channels = row_channels(plan);
     const int k = job.tile_k * plan.channels + own_channel + lane / 4;
     const int64_t row = static_cast<int64_t>(params.R) * params.S * channels;
-    float* const to = params.sums_ptr + (of_part * (static_cast<int64_t>(plan.tiles_k) * plan.channels) + k) * row + first_c;
+    float* const to =
+        params.sums_ptr + (of_part * (static_cast<int64_t>(plan.tiles_k) * plan.channels) + k) * row + first_c;
     const auto place = [&](int t, int j, int i) {
       return to + 8 * i * row + (job.block_t * TAPS + t) * channels + 8 * j;
     };
@@ -562,7 +564,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float low = acc[t][4 * j + 2 * i], high = acc[t][4 * j + 2 * i + 1];
+          constexpr float kBack = PARTS == 1 ? 1 : 1 / (kScale * kScale);
+          const float low = acc[t][4 * j + 2 * i] * kBack, high = acc[t][4 * j + 2 * i + 1] * kBack;
           finite += low * 0.f + high * 0.f;
           if (t < taps) *reinterpret_cast<float2*>(place(t, j, i)) = make_float2(low, high);
         }
@@ -623,12 +626,12 @@ __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __g
 #pragma unroll 4
   for (int part = 0; part < params.parts; ++part) sum += from[part * params.part];
   narrow(static_cast<float>(sum), static_cast<Stored*>(params.dw_ptr)[k * params.w_stride[0] + c * params.w_stride[1] +
-                                                                     r * params.w_stride[2] + s * params.w_stride[3]]);
+                                                                      r * params.w_stride[2] + s * params.w_stride[3]]);
 }
 
 __global__ void __launch_bounds__(hopper::kCopyThreads)
-    hopper_wgrad_copy_kernel(const __grid_constant__ hopper::PlanesCopy x, const __grid_constant__ hopper::PlanesCopy dy,
-                          int x_blocks) {
+    hopper_wgrad_copy_kernel(const __grid_constant__ hopper::PlanesCopy x,
+                             const __grid_constant__ hopper::PlanesCopy dy, int x_blocks) {
   extern __shared__ __align__(16) uint8_t modelnew_hopper_wgrad_copy_smem[];
   uint16_t* const smem = reinterpret_cast<uint16_t*>(modelnew_hopper_wgrad_copy_smem);
   const int block = static_cast<int>(blockIdx.x);
@@ -677,7 +680,8 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double multiplied = static_cast<double>(ceil_div(plan.jobs, sms)) *
                             (stages * (std::max(products, loaded) + kStageCycles) + kJobCycles);
   const double pixels = static_cast<double>(problem.N) * problem.H * problem.W;
-  const double bytes = plan.bytes * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
+  const double bytes =
+      plan.bytes * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
   const double memory = bytes / sms / kMemoryBytes;
   const int64_t copied = copied_bytes(problem, plan);
   const double copying = copied == 0 ? 0 : kCopyCycles + 2.0 * copied / sms / kCopiedBytes;
@@ -908,7 +912,7 @@ cudaError_t run_shape(const Params& params, const AddParams& add, cudaStream_t s
 // Copies what cannot be read in place, and lets `problem` and `pointers` describe the copies.
 inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, cudaStream_t stream) {
   uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(problem, plan);
-  const auto make = [&](const void*& from, int64_t(&stride)[4], int channels, int rows, int columns, int64_t& blocks) {
+  const auto make = [&](const void*& from, int64_t (&stride)[4], int channels, int rows, int columns, int64_t& blocks) {
     const hopper::PlanesCopy made =
         hopper::make_planes_copy(from, stride, problem.N, channels, int64_t{rows} * columns, to, blocks);
     hopper::set_copied_strides(channels, rows, columns, stride);
@@ -921,8 +925,8 @@ inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, 
   if (plan.copies_x) x = make(pointers.x, problem.x_stride, problem.C, problem.H, problem.W, x_blocks);
   if (plan.copies_dy) dy = make(pointers.dy, problem.y_stride, problem.K, problem.P, problem.Q, dy_blocks);
   if (x_blocks + dy_blocks == 0) return cudaSuccess;
-  return hopper::launch_early(hopper_wgrad_copy_kernel, static_cast<unsigned>(x_blocks + dy_blocks), hopper::kCopyThreads,
-                              hopper::kCopyBytes, stream, x, dy, static_cast<int>(x_blocks));
+  return hopper::launch_early(hopper_wgrad_copy_kernel, static_cast<unsigned>(x_blocks + dy_blocks),
+                              hopper::kCopyThreads, hopper::kCopyBytes, stream, x, dy, static_cast<int>(x_blocks));
 }
 
 template <typename Format>
@@ -994,16 +998,16 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
 
 inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
   const Plan& plan = plan_of(problem, Alignment{}).plan;
-  snprintf(text, text_size,
-           "%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and %d bytes, %d of "
-           "them, %d blocks for %d tiles in %d parts, about %.3g Mcycles",
-           plan.copies_x && plan.copies_dy ? "x and dy copied, "
-           : plan.copies_x                 ? "x copied, "
-           : plan.copies_dy                ? "dy copied, "
-                                           : "",
-           plan.channels, 8 * plan.shape.chunks, plan.shape.taps, plan.images, plan.rows, plan.columns,
-           plan.stage_bytes, plan.stages, plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t, plan.parts,
-           plan.cycles * 1e-6);
+  snprintf(
+      text, text_size,
+      "%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and %d bytes, %d of "
+      "them, %d blocks for %d tiles in %d parts, about %.3g Mcycles",
+      plan.copies_x && plan.copies_dy ? "x and dy copied, "
+      : plan.copies_x                 ? "x copied, "
+      : plan.copies_dy                ? "dy copied, "
+                                      : "",
+      plan.channels, 8 * plan.shape.chunks, plan.shape.taps, plan.images, plan.rows, plan.columns, plan.stage_bytes,
+      plan.stages, plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t, plan.parts, plan.cycles * 1e-6);
 }
 
 #endif  // host
