@@ -55,22 +55,30 @@ constexpr int kMultiplyingThreads = 256, kLoadingThreads = 128, kThreads = kMult
 constexpr int kMultiplyingRegisters = 208, kLoadingRegisters = 88;  // per thread, from 168 at launch
 static_assert(2 * kMultiplyingRegisters + kLoadingRegisters <= 3 * 168, "no more registers than the block has");
 constexpr int kSharedBytes = 232448;
-constexpr int kMostStages = 6, kMostAhead = 2;  // kMostAhead: stages under way beside the one that is waited for
-constexpr float kScale = 0x1p24f;               // of either operand in fp32
-constexpr int64_t kMostChained = 8192;          // pixels of one sum on the tensor core
+constexpr int kMostStages = 6, kMostAhead = 2;      // kMostAhead: stages under way beside the one that is waited for
+[[maybe_unused]] constexpr float kScale = 0x1p24f;  // of either operand in fp32
+constexpr int64_t kMostChained = 8192;              // pixels of one sum on the tensor core
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 constexpr int kAddThreads = 256;
 constexpr int kMostSide = 1 << 10;  // of a window and images of a stage: pack_pixel
 
-// Chunks of eight input channels and taps of a tile, which a kernel is compiled for: as many as have room for sums.
+// Chunks of eight input channels and taps of a tile, which a kernel is compiled for: as many as have room for sums, in
+// full fp32 accuracy for two of each.
 struct TileShape {
   int chunks, taps;
 };
-constexpr TileShape kTileShapes[] = {{4, 9}, {12, 3}, {32, 1}, {16, 1}, {8, 1}};
+constexpr TileShape kTileShapes[] = {{4, 9}, {12, 3}, {32, 1}, {1, 25}, {16, 1}, {8, 1}, {2, 9}, {6, 3}, {1, 9}};
 constexpr int kTileShapeCount = sizeof kTileShapes / sizeof kTileShapes[0];
+constexpr int kMostExact = 18;                       // chunks times taps that have room for two sums
+[[maybe_unused]] constexpr int kMostExactSteps = 6;  // of wgmma, whose sums are added to others by ordinary additions
 
-// How tensors are multiplied: 16 bits as they are; fp32 as the sum of two bf16 values, hi and lo, of which lo * lo is
-// left out. Each has fp32's range, and both together 16 bits.
+MODELNEW_HOST_DEVICE constexpr bool is_compiled(const TileShape& shape, int parts) {
+  const bool exact_only = shape.chunks == 6 || (shape.chunks == 1 && shape.taps == 9);
+  return parts == 3 ? shape.chunks * shape.taps <= kMostExact : !exact_only;
+}
+
+// How tensors are multiplied: 16 bits as they are; fp32 as the sum of bf16 values, the first and rests: two, with 16 bits
+// together, for TF32's contract, three for full accuracy. Products of rests that are too small are left out.
 template <typename Stored_, typename Operand_, int PARTS_>
 struct Format {
   using Stored = Stored_;    // in memory
@@ -271,18 +279,23 @@ __device__ __forceinline__ void copy_rows(const Entry* table, int count, int cha
   }
 }
 
-// Two neighbours as two pairs of bf16. Both operands are scaled, as otherwise bf16 would lack the smallest numbers; what
-// then becomes too large is found among the sums.
-__device__ __forceinline__ void split(float low, float high, uint32_t& first, uint32_t& rest) {
+// Two neighbours as pairs of bf16, of which parts[i][at] are the i-th. Both operands are scaled, as otherwise bf16 would
+// lack the smallest numbers; what then becomes too large is found among the sums.
+template <int PARTS>
+__device__ __forceinline__ void split(float low, float high, uint32_t (&parts)[PARTS][4], int at) {
   low *= kScale;
   high *= kScale;
-  first = narrow_pair(low, high, BFloat16{});
-  rest = narrow_pair(low - bits_float(first << 16), high - bits_float(first & 0xffff0000u), BFloat16{});
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) {
+    parts[i][at] = narrow_pair(low, high, BFloat16{});
+    low -= bits_float(parts[i][at] << 16);
+    high -= bits_float(parts[i][at] & 0xffff0000u);
+  }
 }
 
-// Brings fp32 pixels of x to chunks of eight channels, in two parts. Neighbouring threads have neighbouring pixels, or
+// Brings fp32 pixels of x to chunks of eight channels, in parts. Neighbouring threads have neighbouring pixels, or
 // chunks of a pixel.
-template <typename Exists>
+template <int PARTS, typename Exists>
 __device__ __forceinline__ void split_pixels(const Entry* table, int count, const Plan& plan, const float* first,
                                              int64_t channel_step, int channels_left, uint32_t to,
                                              const Exists& exists) {
@@ -316,12 +329,12 @@ __device__ __forceinline__ void split_pixels(const Entry* table, int count, cons
     }
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
-      uint32_t hi[4], lo[4];
+      uint32_t parts[PARTS][4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) split(values[j][2 * c], values[j][2 * c + 1], hi[c], lo[c]);
+      for (int c = 0; c < 4; ++c) split(values[j][2 * c], values[j][2 * c + 1], parts, c);
       if (place[j] == 0) continue;
-      hopper::store_shared_4(place[j], hi);
-      hopper::store_shared_4(place[j] + chunks * plan.chunk_bytes, lo);
+#pragma unroll
+      for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place[j] + i * chunks * plan.chunk_bytes, parts[i]);
     }
   }
 }
@@ -390,7 +403,8 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
           copy_pixels<4>(
               dy_table, dy_pixels, plan.channels, dy, params.dy_stride[1], params.K - first_k,
               [&](int i, int piece) { return stage + i * plan.dy_pitch + piece * 4; }, dy_exists);
-        split_pixels(x_table, x_pixels, plan, x, params.x_stride[1], params.C - first_c, x_stage, x_exists);
+        split_pixels<Format::PARTS>(x_table, x_pixels, plan, x, params.x_stride[1], params.C - first_c, x_stage,
+                                    x_exists);
       }
       hopper::copies_commit();
       ring.next(plan.stages);
@@ -456,7 +470,7 @@ __device__ __forceinline__ void load_dy(const Plan& plan, uint32_t address, uint
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) split(bits_float(words[i][0]), bits_float(words[i][1]), a[0][i], a[1][i]);
+    for (int i = 0; i < 4; ++i) split(bits_float(words[i][0]), bits_float(words[i][1]), a, i);
   }
 }
 
@@ -495,6 +509,21 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     };
     int keep = 0;
     hopper::wgmma_start(acc);
+    // Full accuracy: sums of chains of few steps, which ordinary additions add.
+    [[maybe_unused]] float sums[PARTS == 3 ? TAPS : 1][PARTS == 3 ? COLUMNS / 2 : 1] = {};
+    int chained = 0;
+    const auto end_chain = [&] {
+      hopper::wgmma_wait<0>();
+#pragma unroll
+      for (int t = 0; t < TAPS; ++t) hopper::wgmma_settle(acc[t]);
+      if constexpr (PARTS == 3) {
+#pragma unroll
+        for (int t = 0; t < TAPS; ++t)
+#pragma unroll
+          for (int i = 0; i < COLUMNS / 2; ++i) sums[t][i] += keep != 0 ? acc[t][i] : 0;
+      }
+      keep = chained = 0;
+    };
     int tile = job.first_tile - 1, step = steps + (by_turns ? warpgroup : 0);
     uint32_t a_stage = 0, b_stage = 0;
     // One step, or false if there is none left; `set` is known to the compiler.
@@ -514,18 +543,21 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         a_stage = shared.base + ring.slot * plan.stage_bytes;
         b_stage = hopper::descriptor(a_stage + plan.dy_bytes, 128);
       }
+      if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
       const int image = quotient(step, params.by_steps), of_image = step - image * plan.steps;
       load_dy<Format>(plan, a_stage + own_dy + step * step_bytes, a[set]);
       const uint32_t b = b_stage + image * static_cast<int>(params.by_image_slots.divisor) + of_image * kStepPixels;
       hopper::wgmma_fence();
 #pragma unroll
       for (int t = 0; t < TAPS; ++t) {
-        using Instruction = hopper::WgmmaRegistersTransposed<typename Format::Operand, COLUMNS>;
-        if constexpr (PARTS == 2) {
-          Instruction::multiply(acc[t], a[set][1], b + tap_slots[t], keep, high);
-          Instruction::multiply(acc[t], a[set][0], b + tap_slots[t] + part, 1, high);
-        }
-        Instruction::multiply(acc[t], a[set][0], b + tap_slots[t], PARTS == 2 ? 1 : keep, high);
+        // The smallest products first.
+#pragma unroll
+        for (int order = PARTS - 1; order >= 0; --order)
+#pragma unroll
+          for (int i = order; i >= 0; --i)
+            hopper::WgmmaRegistersTransposed<typename Format::Operand, COLUMNS>::multiply(
+                acc[t], a[set][i], b + tap_slots[t] + (order - i) * part, order == PARTS - 1 && i == order ? keep : 1,
+                high);
       }
       hopper::wgmma_commit();
       keep = 1;
@@ -536,17 +568,14 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     };
     while (multiply_step(0) && multiply_step(1)) {
     }
-    hopper::wgmma_wait<0>();
-#pragma unroll
-    for (int t = 0; t < TAPS; ++t) hopper::wgmma_settle(acc[t]);
+    const bool has_sums = keep != 0;
+    end_chain();
     give_back();
-    // A warpgroup that had no step still stores its sums: zeros.
-    if (keep == 0) {
-#pragma unroll
-      for (int t = 0; t < TAPS; ++t)
-#pragma unroll
-        for (float& sum : acc[t]) sum = 0;
-    }
+    const auto sum_of = [&](int t, int i) {
+      constexpr float kBack = PARTS == 1 ? 1 : 1 / (kScale * kScale);
+      if constexpr (PARTS == 3) return sums[t][i] * kBack;
+      return has_sums ? acc[t][i] * kBack : 0;  // a warpgroup that had no step still stores its sums
+    };
     const int of_part = by_turns ? 2 * job.part + warpgroup : job.part;
     const int first_c = job.block_c * COLUMNS + lane % 4 * 2, channels = row_channels(plan);
     const int k = job.tile_k * plan.channels + own_channel + lane / 4;
@@ -564,8 +593,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          constexpr float kBack = PARTS == 1 ? 1 : 1 / (kScale * kScale);
-          const float low = acc[t][4 * j + 2 * i] * kBack, high = acc[t][4 * j + 2 * i + 1] * kBack;
+          const float low = sum_of(t, 4 * j + 2 * i), high = sum_of(t, 4 * j + 2 * i + 1);
           finite += low * 0.f + high * 0.f;
           if (t < taps) *reinterpret_cast<float2*>(place(t, j, i)) = make_float2(low, high);
         }
@@ -674,7 +702,7 @@ inline int64_t sum_bytes(const Problem& problem, const Plan& plan) {
 
 inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double steps = plan.images * plan.steps / (plan.channels == 64 ? 2.0 : 1.0);
-  const double products = steps * plan.shape.chunks * 8 * plan.shape.taps * (plan.parts_of_x == 2 ? 3 : 1);
+  const double products = steps * plan.shape.chunks * 8 * plan.shape.taps * plan.parts_of_x * (plan.parts_of_x + 1) / 2;
   const double loaded = plan.stage_bytes / kStageBytes;
   const double stages = static_cast<double>(ceil_div(plan.tiles, plan.parts));
   const double multiplied = static_cast<double>(ceil_div(plan.jobs, sms)) *
@@ -765,7 +793,7 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
   using hopper::is_in_place, hopper::can_copy;
   Plan plan{};
   plan.bytes = element_bytes(problem.dtype);
-  plan.parts_of_x = plan.bytes == 2 ? 1 : 2;
+  plan.parts_of_x = plan.bytes == 2 ? 1 : uses_tf32(problem, Operator::kWgrad) ? 2 : 3;
   const auto in_pieces = [&](const int64_t (&stride)[4], int channels, uint64_t begin) {
     return stride[1] == 1 && channels % 4 == 0 && stride[0] % 4 == 0 && stride[2] % 4 == 0 && stride[3] % 4 == 0 &&
            begin % 16 == 0;
@@ -787,6 +815,7 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
     for (int i = 0; i < kTileShapeCount; ++i) {
       plan.channels = channels;
       plan.shape = kTileShapes[i];
+      if (!is_compiled(plan.shape, plan.parts_of_x)) continue;
       if (wish.shape >= 0 ? wish.shape != i : (plan.shape.taps == 1) != (taps == 1)) continue;
       if (wish.channels > 0 && wish.channels != channels) continue;
       plan.tiles_k = static_cast<int>(ceil_div(problem.K, channels));
@@ -837,8 +866,6 @@ inline const Planned& plan_of(const Problem& problem, const Alignment& address) 
 inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kWgrad) return "it computes gradients to weights only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
-  if (problem.dtype == DType::kFloat32 && !uses_tf32(problem, op))
-    return "it has TF32 accuracy only, but this problem needs full float32 accuracy";
   if (problem.groups != 1) return "it takes one group only";
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
@@ -882,9 +909,9 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
 template <typename Format, int SHAPE>
 cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
-  constexpr Instance kInstance{"hopper_wgrad_kernel", {kTypeId<typename Format::Stored>, SHAPE}};
+  constexpr Instance kInstance{"hopper_wgrad_kernel", {kTypeId<typename Format::Stored>, Format::PARTS, SHAPE}};
   record(kInstance);
-  if constexpr (!is_built(kInstance)) {
+  if constexpr (!is_compiled(kShape, Format::PARTS) || !is_built(kInstance)) {
     return cudaErrorInvalidConfiguration;
   } else {
     const auto kernel = hopper_wgrad_kernel<Format, kShape.chunks, kShape.taps>;
@@ -981,7 +1008,8 @@ inline cudaError_t run(const Problem& problem, const Plan& plan, const Pointers&
     case DType::kBFloat16:
       return run<Format<BFloat16, BFloat16, 1>>(problem, plan, pointers, stream);
     case DType::kFloat32:
-      return run<Format<float, BFloat16, 2>>(problem, plan, pointers, stream);
+      return plan.parts_of_x == 2 ? run<Format<float, BFloat16, 2>>(problem, plan, pointers, stream)
+                                  : run<Format<float, BFloat16, 3>>(problem, plan, pointers, stream);
     case DType::kFloat64:
       break;
   }

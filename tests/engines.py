@@ -306,7 +306,12 @@ EMULATED = {
     "stem": by_mma("stem", tile_k=0, tile_p=0, tile_q=0),
     "tma": by_tma("tma", shape=-1, windows=-1, splits=1, direct=-1),
     "tma_wgrad": by_tma("tma_wgrad", channels=0, blocks=0, parts=0),
-    "hopper_wgrad": by_tma("hopper_wgrad", shape=-1, channels=0, parts=0, images=0, rows=0, columns=0),
+    "hopper_wgrad": Kernels(
+        ["hopper_wgrad.cu"],
+        ["hopper_wgrad.h"],
+        edits={r" 1 << 29 : 1 << 27;": " 1 << 12 : 1 << 12;"},
+        wishes={"shape": -1, "channels": 0, "parts": 0, "images": 0, "rows": 0, "columns": 0},
+    ),
     "wgmma": Kernels(
         ["wgmma.cu", "listed.cu"],
         ["wgmma.h"],
