@@ -109,10 +109,12 @@ struct Params {
   const void *x_ptr, *dy_ptr;
   int64_t x_stride[4], dy_stride[4];
   int64_t N;
-  int C, H, W, K, P, Q, R, S;
+  int group_c, H, W, group_k, P, Q, R, S;
   int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
   float* sums_ptr;  // [part][output channel][tap][input channel], whole tiles
-  Divisor by_tiles, by_tiles_k, by_blocks_t, by_tiles_p, by_tiles_q, by_pitch, by_slots, by_image_slots, by_steps;
+  int64_t rows;     // output channels of those, of all groups
+  Divisor by_tiles, by_group_tiles, by_tiles_k, by_blocks_t, by_tiles_p, by_tiles_q, by_pitch, by_slots, by_image_slots,
+      by_steps;
 };
 
 struct AddParams {
@@ -122,7 +124,8 @@ struct AddParams {
   int64_t w_stride[4];
   int parts, C, S, row_channels;  // the latter: columns of a tap
   int64_t weights;                // of dw
-  Divisor by_c, by_taps, by_s;
+  int group_padding;              // rows of sums that a group has beyond its channels
+  Divisor by_c, by_taps, by_s, by_group_k;
 };
 
 // Parts of sums that a part of the pixels has.
@@ -140,16 +143,19 @@ MODELNEW_HOST_DEVICE inline int dy_pitch(const Plan& plan) {
 MODELNEW_HOST_DEVICE inline int phases_of(const Plan& plan) { return plan.phases_h * plan.phases_w; }
 
 struct Job {
-  int tile_k, block_c, block_t, part, first_tile, last_tile;
+  int group, tile_k, block_c, block_t, part, first_tile, last_tile;
 };
 
 // Neighbouring blocks have tiles of the same pixels, which the L2 cache then serves.
 MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
   const Plan& plan = params.plan;
   const int part = quotient(number, params.by_tiles);
-  const int tile = number - part * static_cast<int>(params.by_tiles.divisor);
+  const int of_all = number - part * static_cast<int>(params.by_tiles.divisor);
+  const int group = quotient(of_all, params.by_group_tiles);
+  const int tile = of_all - group * static_cast<int>(params.by_group_tiles.divisor);
   const int column = quotient(tile, params.by_tiles_k), block_c = quotient(column, params.by_blocks_t);
-  return {tile - column * plan.tiles_k,
+  return {group,
+          tile - column * plan.tiles_k,
           block_c,
           column - block_c * plan.blocks_t,
           part,
@@ -279,6 +285,34 @@ __device__ __forceinline__ void copy_rows(const Entry* table, int count, int cha
   }
 }
 
+// The same of 16 bits one by one, in pairs of channels to [pixel][channel].
+template <typename Exists>
+__device__ __forceinline__ void copy_values(const Entry* table, int count, int channels, const uint16_t* first,
+                                            int64_t channel_step, int channels_left, uint32_t to, int pitch,
+                                            const Exists& exists) {
+  constexpr int BATCH = 8;  // pairs whose loads are under way
+  const int pairs = channels / 2, all = count * pairs;
+#pragma unroll 1
+  for (int number = loading_thread(); number < all; number += BATCH * kLoadingThreads) {
+    uint32_t low[BATCH], high[BATCH], place[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const int own = number + j * kLoadingThreads;
+      const int pair = channel_step == 1 ? own % pairs : own / count;
+      const int i = channel_step == 1 ? own / pairs : own - pair * count;
+      const Entry entry = own < all ? table[i] : Entry{-1, 0};
+      const bool loaded = (entry.packed >= 0) & exists(entry.packed);
+      const uint16_t* const from = first + (loaded ? entry.offset + 2 * pair * channel_step : 0);
+      hopper::load_2(from, loaded & (2 * pair < channels_left), low[j]);
+      hopper::load_2(from + channel_step, loaded & (2 * pair + 1 < channels_left), high[j]);
+      place[j] = own < all ? to + i * pitch + pair * 4 : 0;
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j)
+      if (place[j] != 0) hopper::store_shared(place[j], low[j] | high[j] << 16);
+  }
+}
+
 // Two neighbours as pairs of bf16, of which parts[i][at] are the i-th. Both operands are scaled, as otherwise bf16 would
 // lack the smallest numbers; what then becomes too large is found among the sums.
 template <int PARTS>
@@ -293,45 +327,49 @@ __device__ __forceinline__ void split(float low, float high, uint32_t (&parts)[P
   }
 }
 
-// Brings fp32 pixels of x to chunks of eight channels, in parts. Neighbouring threads have neighbouring pixels, or
-// chunks of a pixel.
-template <int PARTS, typename Exists>
-__device__ __forceinline__ void split_pixels(const Entry* table, int count, const Plan& plan, const float* first,
-                                             int64_t channel_step, int channels_left, uint32_t to,
-                                             const Exists& exists) {
-  constexpr int BATCH = 2;  // pieces whose loads are under way
+// Brings pixels of x to chunks of eight channels, fp32 in parts. Neighbouring threads have neighbouring pixels, or chunks
+// of a pixel.
+template <typename Format, typename Exists>
+__device__ __forceinline__ void pack_pixels(const Entry* table, int count, const Plan& plan,
+                                            const typename Format::Stored* first, int64_t channel_step,
+                                            int channels_left, uint32_t to, const Exists& exists) {
+  constexpr int BATCH = 2, PARTS = Format::PARTS;  // BATCH: pieces whose loads are under way
   const int chunks = plan.shape.chunks, pieces = count * chunks;
 #pragma unroll 1
   for (int number = loading_thread(); number < pieces; number += BATCH * kLoadingThreads) {
-    float values[BATCH][8];
-    uint32_t place[BATCH];
+    uint32_t words[BATCH][2][4], place[BATCH];  // a value each
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
       const int own = number + j * kLoadingThreads;
-      const int chunk = plan.x_pieces ? own % chunks : own / count,
-                i = plan.x_pieces ? own / chunks : own - chunk * count;
-      const bool is_piece = own < pieces;
-      const Entry entry = is_piece ? table[i] : Entry{-1, 0};
+      const int chunk = channel_step == 1 ? own % chunks : own / count;
+      const int i = channel_step == 1 ? own / chunks : own - chunk * count;
+      const Entry entry = own < pieces ? table[i] : Entry{-1, 0};
       const bool loaded = (entry.packed >= 0) & exists(entry.packed);
-      const float* const from = first + (loaded ? entry.offset + 8 * chunk * channel_step : 0);
-      place[j] = is_piece ? to + chunk * plan.chunk_bytes + i * 16 : 0;
-      if (plan.x_pieces) {
-        uint32_t words[2][4];
+      const auto* const from = first + (loaded ? entry.offset + 8 * chunk * channel_step : 0);
+      place[j] = own < pieces ? to + chunk * plan.chunk_bytes + i * 16 : 0;
 #pragma unroll
-        for (int c = 0; c < 2; ++c) hopper::load_words(from + 4 * c, loaded & (8 * chunk < channels_left), words[c]);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) values[j][c] = bits_float(words[c / 4][c % 4]);
-      } else {
-#pragma unroll
-        for (int c = 0; c < 8; ++c)
-          values[j][c] = load_if(loaded & (8 * chunk + c < channels_left), from + c * channel_step);
+      for (int c = 0; c < 8; ++c) {
+        const bool exist = loaded & (8 * chunk + c < channels_left);
+        uint32_t& word = words[j][c / 4][c % 4];
+        if constexpr (Format::BYTES == 2)
+          hopper::load_2(from + c * channel_step, exist, word);
+        else if (!plan.x_pieces)
+          hopper::load_4(from + c * channel_step, exist, word);
+        else if (c % 4 == 0)
+          hopper::load_words(from + c, exist, words[j][c / 4]);
       }
     }
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
       uint32_t parts[PARTS][4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) split(values[j][2 * c], values[j][2 * c + 1], parts, c);
+      for (int c = 0; c < 4; ++c) {
+        const uint32_t low = words[j][c / 2][c % 2 * 2], high = words[j][c / 2][c % 2 * 2 + 1];
+        if constexpr (Format::BYTES == 2)
+          parts[0][c] = low | high << 16;
+        else
+          split(bits_float(low), bits_float(high), parts, c);
+      }
       if (place[j] == 0) continue;
 #pragma unroll
       for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place[j] + i * chunks * plan.chunk_bytes, parts[i]);
@@ -347,7 +385,7 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
   const Entry* const x_table = reinterpret_cast<const Entry*>(smem + shared.layout.x_table);
   const int dy_pixels = plan.images * plan.steps * kStepPixels;
   const int x_pixels = plan.images * phases_of(plan) * plan.slots;
-  const int chunks = plan.shape.chunks, side = chunks == 12 ? 4 : chunks;  // side by side: a power of 2
+  const int chunks = plan.shape.chunks, side = chunks & -chunks;  // side by side: a power of 2
   hopper::wait_for_prerequisites();
   RingPosition ring, ready;
   int under_way = 0;
@@ -360,7 +398,9 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
     const Job job = locate_job(params, number);
-    const int first_k = job.tile_k * plan.channels, first_c = job.block_c * chunks * 8;
+    const int of_group_k = job.tile_k * plan.channels, of_group_c = job.block_c * chunks * 8;
+    const int first_k = job.group * params.group_k + of_group_k, first_c = job.group * params.group_c + of_group_c;
+    const int k_left = params.group_k - of_group_k, c_left = params.group_c - of_group_c;
 #pragma unroll 1
     for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
       const Place at = locate_tile(params, tile);
@@ -382,29 +422,27 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
       };
       hopper::barrier_wait(shared.empty(ring.slot), ring.parity ^ 1);
       const uint32_t stage = shared.base + ring.slot * plan.stage_bytes, x_stage = stage + plan.dy_bytes;
-      if constexpr (Format::BYTES == 2) {
-        copy_pixels<16>(
-            dy_table, dy_pixels, plan.channels / 8, dy, 1, params.K - first_k,
-            [&](int i, int piece) { return stage + i * plan.dy_pitch + piece * 16; }, dy_exists);
+      const auto dy_place = [&](int i, int piece) { return stage + i * plan.dy_pitch + piece * 16; };
+      if (plan.dy_pieces) {
+        copy_pixels<16>(dy_table, dy_pixels, plan.channels * Format::BYTES / 16, dy, 1, k_left, dy_place, dy_exists);
+      } else if constexpr (Format::BYTES == 2) {
+        copy_values(dy_table, dy_pixels, plan.channels, reinterpret_cast<const uint16_t*>(dy), params.dy_stride[1],
+                    k_left, stage, plan.dy_pitch, dy_exists);
+      } else if (plan.dy_rows) {
+        copy_rows(dy_table, dy_pixels, plan.channels, dy, params.dy_stride[1], k_left, stage, plan.dy_pitch, dy_exists);
+      } else {
+        copy_pixels<4>(
+            dy_table, dy_pixels, plan.channels, dy, params.dy_stride[1], k_left,
+            [&](int i, int piece) { return stage + i * plan.dy_pitch + piece * 4; }, dy_exists);
+      }
+      if (Format::BYTES == 2 && plan.x_pieces) {
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk += side)
           copy_pixels<16>(
-              x_table, x_pixels, side, x + 8 * chunk, 1, params.C - first_c - 8 * chunk,
+              x_table, x_pixels, side, x + 8 * chunk, 1, c_left - 8 * chunk,
               [&](int i, int piece) { return x_stage + (chunk + piece) * plan.chunk_bytes + i * 16; }, x_exists);
       } else {
-        if (plan.dy_rows)
-          copy_rows(dy_table, dy_pixels, plan.channels, dy, params.dy_stride[1], params.K - first_k, stage,
-                    plan.dy_pitch, dy_exists);
-        else if (plan.dy_pieces)
-          copy_pixels<16>(
-              dy_table, dy_pixels, plan.channels / 4, dy, 1, params.K - first_k,
-              [&](int i, int piece) { return stage + i * plan.dy_pitch + piece * 16; }, dy_exists);
-        else
-          copy_pixels<4>(
-              dy_table, dy_pixels, plan.channels, dy, params.dy_stride[1], params.K - first_k,
-              [&](int i, int piece) { return stage + i * plan.dy_pitch + piece * 4; }, dy_exists);
-        split_pixels<Format::PARTS>(x_table, x_pixels, plan, x, params.x_stride[1], params.C - first_c, x_stage,
-                                    x_exists);
+        pack_pixels<Format>(x_table, x_pixels, plan, x, params.x_stride[1], c_left, x_stage, x_exists);
       }
       hopper::copies_commit();
       ring.next(plan.stages);
@@ -427,8 +465,10 @@ __device__ __noinline__ float exact_sum(const Params& params, const Job& job, in
                                         int tap) {
   const Plan& plan = params.plan;
   const int r = tap / params.S, s = tap - r * params.S;
-  const Stored* const x = static_cast<const Stored*>(params.x_ptr) + c * params.x_stride[1];
-  const Stored* const dy = static_cast<const Stored*>(params.dy_ptr) + k * params.dy_stride[1];
+  const Stored* const x =
+      static_cast<const Stored*>(params.x_ptr) + (job.group * params.group_c + c) * params.x_stride[1];
+  const Stored* const dy =
+      static_cast<const Stored*>(params.dy_ptr) + (job.group * params.group_k + k) * params.dy_stride[1];
   double sum = 0;
   int step = -1;
   for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
@@ -578,10 +618,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     };
     const int of_part = by_turns ? 2 * job.part + warpgroup : job.part;
     const int first_c = job.block_c * COLUMNS + lane % 4 * 2, channels = row_channels(plan);
-    const int k = job.tile_k * plan.channels + own_channel + lane / 4;
+    const int k = job.tile_k * plan.channels + own_channel + lane / 4;  // in the group
+    const int64_t row_k = static_cast<int64_t>(job.group) * plan.tiles_k * plan.channels + k;
     const int64_t row = static_cast<int64_t>(params.R) * params.S * channels;
-    float* const to =
-        params.sums_ptr + (of_part * (static_cast<int64_t>(plan.tiles_k) * plan.channels) + k) * row + first_c;
+    float* const to = params.sums_ptr + (of_part * params.rows + row_k) * row + first_c;
     const auto place = [&](int t, int j, int i) {
       return to + 8 * i * row + (job.block_t * TAPS + t) * channels + 8 * j;
     };
@@ -602,7 +642,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     for (int number = 0; number < TAPS * COLUMNS / 2; ++number) {
       const int t = number / (COLUMNS / 2), j = number / 4 % (COLUMNS / 8), i = number / 2 % 2, e = number % 2;
       const int own_k = k + 8 * i, c = first_c + 8 * j + e;
-      if (t >= taps || own_k >= params.K || c >= params.C) continue;
+      if (t >= taps || own_k >= params.group_k || c >= params.group_c) continue;
       float& sum = place(t, j, i)[e];
       if (sum * 0.f != 0)
         sum = exact_sum<Stored>(params, job, turns, by_turns ? warpgroup : 0, own_k, c, job.block_t * TAPS + t);
@@ -647,9 +687,11 @@ __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __g
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kAddThreads + threadIdx.x;
   if (i >= params.weights) return;
   const int number = static_cast<int>(i), of_taps = quotient(number, params.by_c), c = number - of_taps * params.C;
-  const int k = quotient(of_taps, params.by_taps), tap = of_taps - k * static_cast<int>(params.by_taps.divisor);
+  const int k = quotient(of_taps, params.by_taps), group = quotient(k, params.by_group_k),
+            tap = of_taps - k * static_cast<int>(params.by_taps.divisor);
   const int r = quotient(tap, params.by_s), s = tap - r * params.S;
-  const float* from = params.sums_ptr + k * params.row + tap * params.row_channels + c;
+  const int64_t row = k + group * static_cast<int64_t>(params.group_padding);
+  const float* from = params.sums_ptr + row * params.row + tap * params.row_channels + c;
   double sum = 0;
 #pragma unroll 4
   for (int part = 0; part < params.parts; ++part) sum += from[part * params.part];
@@ -691,8 +733,8 @@ inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
 }
 
 inline int64_t sums_of(const Problem& problem, const Plan& plan) {
-  return static_cast<int64_t>(plan.parts) * sums_of_part(plan) * plan.tiles_k * plan.channels * problem.R * problem.S *
-         row_channels(plan);
+  return static_cast<int64_t>(plan.parts) * sums_of_part(plan) * problem.groups * plan.tiles_k * plan.channels *
+         problem.R * problem.S * row_channels(plan);
 }
 
 // The sums in the workspace; copies come behind them.
@@ -770,7 +812,7 @@ inline bool complete(const Problem& problem, Plan& plan) {
 
 // Tries all numbers of parts.
 inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan, Plan& best, bool& found) {
-  const int64_t tiles = int64_t{plan.tiles_k} * plan.blocks_c * plan.blocks_t;
+  const int64_t tiles = int64_t{problem.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t;
   const int64_t pixels = int64_t{plan.tiles} * plan.images * plan.steps * kStepPixels;
   const int64_t least = ceil_div(pixels, kMostChained * sums_of_part(plan));
   const int64_t most = std::max(least, ceil_div(4 * sms, tiles)), last = std::min<int64_t>(most, plan.tiles);
@@ -790,25 +832,24 @@ inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan,
 
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, const Wish& wish = {}) {
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
-  using hopper::is_in_place, hopper::can_copy;
+  const int group_c = problem.C / problem.groups, group_k = problem.K / problem.groups;
   Plan plan{};
   plan.bytes = element_bytes(problem.dtype);
   plan.parts_of_x = plan.bytes == 2 ? 1 : uses_tf32(problem, Operator::kWgrad) ? 2 : 3;
-  const auto in_pieces = [&](const int64_t (&stride)[4], int channels, uint64_t begin) {
-    return stride[1] == 1 && channels % 4 == 0 && stride[0] % 4 == 0 && stride[2] % 4 == 0 && stride[3] % 4 == 0 &&
-           begin % 16 == 0;
+  // By pieces of 16 bytes, x by two of them in fp32, or after a copy of planes of 16 bits; else one by one.
+  const auto prepare = [&](const int64_t (&stride)[4], int channels, int of_group, int rows, int columns,
+                           uint64_t begin, int piece, bool& pieces, bool& copies) {
+    const bool whole = problem.groups == 1 || of_group % piece == 0;
+    pieces = whole && channels % piece == 0 && begin % 16 == 0 && stride[1] == 1;
+    for (int i : {0, 2, 3}) pieces &= stride[i] % (16 / plan.bytes) == 0;
+    copies = !pieces && whole && plan.bytes == 2 && hopper::can_copy(stride, problem.N, channels, rows, columns);
+    pieces |= copies;
   };
-  if (plan.bytes == 4) {
-    plan.x_pieces = in_pieces(problem.x_stride, problem.C, address.x) && problem.C % 8 == 0;
-    plan.dy_pieces = in_pieces(problem.y_stride, problem.K, address.dy);
-    plan.dy_rows = problem.y_stride[1] != 1;
-  } else {
-    plan.copies_x = !is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
-    plan.copies_dy = !is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
-  }
-  if (plan.copies_x && !can_copy(problem.x_stride, problem.N, problem.C, problem.H, problem.W)) return false;
-  if (plan.copies_dy && !can_copy(problem.y_stride, problem.N, problem.K, problem.P, problem.Q)) return false;
-  if (pixels >= int64_t{1} << 30 || taps * problem.C * problem.K >= int64_t{1} << 30) return false;
+  prepare(problem.x_stride, problem.C, group_c, problem.H, problem.W, address.x, 8, plan.x_pieces, plan.copies_x);
+  prepare(problem.y_stride, problem.K, group_k, problem.P, problem.Q, address.dy, 16 / plan.bytes, plan.dy_pieces,
+          plan.copies_dy);
+  plan.dy_rows = plan.bytes == 4 && problem.y_stride[1] != 1;
+  if (pixels >= int64_t{1} << 30 || taps * group_c * problem.K >= int64_t{1} << 30) return false;
   bool found = false;
   constexpr int kMostPixels = 256;  // of a stage
   for (int channels : {128, 64})
@@ -818,8 +859,8 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       if (!is_compiled(plan.shape, plan.parts_of_x)) continue;
       if (wish.shape >= 0 ? wish.shape != i : (plan.shape.taps == 1) != (taps == 1)) continue;
       if (wish.channels > 0 && wish.channels != channels) continue;
-      plan.tiles_k = static_cast<int>(ceil_div(problem.K, channels));
-      plan.blocks_c = static_cast<int>(ceil_div(problem.C, 8 * plan.shape.chunks));
+      plan.tiles_k = static_cast<int>(ceil_div(group_k, channels));
+      plan.blocks_c = static_cast<int>(ceil_div(group_c, 8 * plan.shape.chunks));
       plan.blocks_t = static_cast<int>(ceil_div(taps, plan.shape.taps));
       const auto consider = [&](int images, int rows, int columns) {
         if (images <= 0 || rows <= 0 || columns <= 0) return;
@@ -866,42 +907,28 @@ inline const Planned& plan_of(const Problem& problem, const Alignment& address) 
 inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kWgrad) return "it computes gradients to weights only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
-  if (problem.groups != 1) return "it takes one group only";
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
-  if (!plan_of(problem, Alignment{}).found)
-    return "x and dy must be dense NCHW, or channels_last with a multiple of 8 channels, TMA must be able to address "
-           "the filter's taps, and the partial sums must fit into 1 GB";
-  return nullptr;
+  return plan_of(problem, Alignment{}).found
+             ? nullptr
+             : "no stage of it fits into shared memory, or it has too many pixels or weights";
 }
 
 inline Alignment alignment_of(const Pointers& pointers) {
   return {reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.dy)};
 }
 
-// wgrad reads NCHW as it is. It is taken to be faster below this multiple of this engine's estimate: docs/lab/tma.md.
-constexpr double kCyclesOfWgrad = 1.51;
+// Fewest multiply-adds: below, launches take most of the time, and direct has fewer (docs/lab/wgrad.md).
+constexpr double kLeastWork = 1 << 23;
 
-inline const char* yields(const Problem& problem, Operator op) {
-  const Plan& plan = plan_of(problem, Alignment{}).plan;
-  if (!plan.copies_x && !plan.copies_dy) return nullptr;
-  if (kWgradEngine.refusal(problem, op) != nullptr || kWgradEngine.yields(problem, op) != nullptr)
-    return "copying NCHW tensors is compared with wgrad only, and wgrad does not take this problem";
-  if (kWgradEngine.cycles(problem, op) < kCyclesOfWgrad * plan.cycles)
-    return "wgrad is faster by the estimates, as it copies less";
-  return nullptr;
+inline const char* yields(const Problem& problem, Operator) {
+  if (multiply_adds(problem) < kLeastWork) return "another engine may be faster with few multiply-adds";
+  return problem.K / problem.groups < 4 ? "another engine may be faster with few output channels in a group" : nullptr;
 }
 
-// TMA needs addresses that are multiples of 16 bytes, and only the call knows them. A call whose channels_last tensors
-// are not aligned is handed on to this engine.
-inline const Engine& engine_of_others(const Problem& problem, Operator op) {
-  return kWgradEngine.refusal(problem, op) == nullptr ? kWgradEngine : kDirectEngine;
-}
-
-inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
-  const Planned& planned = plan_of(problem, alignment_of(pointers));
-  if (!planned.found) return engine_of_others(problem, op).workspace_bytes(problem, op, pointers);
-  return sum_bytes(problem, planned.plan) + copied_bytes(problem, planned.plan);
+inline int64_t workspace_bytes(const Problem& problem, Operator, const Pointers& pointers) {
+  const Plan& plan = plan_of(problem, alignment_of(pointers)).plan;
+  return sum_bytes(problem, plan) + copied_bytes(problem, plan);
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -967,15 +994,17 @@ cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream
   std::copy_n(problem.x_stride, 4, params.x_stride);
   std::copy_n(problem.y_stride, 4, params.dy_stride);
   params.N = problem.N;
-  params.C = problem.C, params.H = problem.H, params.W = problem.W;
-  params.K = problem.K, params.P = problem.P, params.Q = problem.Q;
+  params.group_c = problem.C / problem.groups, params.H = problem.H, params.W = problem.W;
+  params.group_k = problem.K / problem.groups, params.P = problem.P, params.Q = problem.Q;
   params.R = problem.R, params.S = problem.S;
   params.stride_h = taken_stride(problem.stride_h, problem.P);
   params.stride_w = taken_stride(problem.stride_w, problem.Q);
   params.pad_h = problem.pad_h, params.pad_w = problem.pad_w;
   params.dilation_h = problem.dilation_h, params.dilation_w = problem.dilation_w;
   params.sums_ptr = static_cast<float*>(pointers.workspace);
-  params.by_tiles = make_divisor(int64_t{plan.tiles_k} * plan.blocks_c * plan.blocks_t);
+  params.rows = int64_t{problem.groups} * plan.tiles_k * plan.channels;
+  params.by_tiles = make_divisor(int64_t{problem.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t);
+  params.by_group_tiles = make_divisor(int64_t{plan.tiles_k} * plan.blocks_c * plan.blocks_t);
   params.by_tiles_k = make_divisor(plan.tiles_k);
   params.by_blocks_t = make_divisor(plan.blocks_t);
   params.by_tiles_p = make_divisor(plan.tiles_p);
@@ -989,13 +1018,15 @@ cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream
   add.dw_ptr = pointers.out;
   add.row_channels = row_channels(plan);
   add.row = int64_t{problem.R} * problem.S * add.row_channels;
-  add.part = add.row * plan.tiles_k * plan.channels;
+  add.part = add.row * params.rows;
+  add.group_padding = plan.tiles_k * plan.channels - params.group_k;
+  add.by_group_k = make_divisor(params.group_k);
   std::copy_n(problem.w_stride, 4, add.w_stride);
   add.parts = plan.parts * sums_of_part(plan);
-  add.C = problem.C;
+  add.C = params.group_c;
   add.S = problem.S;
-  add.weights = int64_t{problem.K} * problem.C * problem.R * problem.S;
-  add.by_c = make_divisor(problem.C);
+  add.weights = int64_t{problem.K} * params.group_c * problem.R * problem.S;
+  add.by_c = make_divisor(params.group_c);
   add.by_taps = make_divisor(int64_t{problem.R} * problem.S);
   add.by_s = make_divisor(problem.S);
   return run_shape<Format>(params, add, stream);
@@ -1016,10 +1047,9 @@ inline cudaError_t run(const Problem& problem, const Plan& plan, const Pointers&
   return cudaErrorInvalidValue;
 }
 
-inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+inline cudaError_t launch(Operator, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
   const Planned& planned = plan_of(problem, alignment_of(pointers));
-  if (!planned.found) return engine_of_others(problem, op).launch(op, problem, pointers, stream);
-  return run(problem, planned.plan, pointers, stream);
+  return planned.found ? run(problem, planned.plan, pointers, stream) : cudaErrorInvalidConfiguration;
 }
 
 #endif  // launchers
@@ -1041,5 +1071,10 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
 #endif  // host
 
 }  // namespace hopper_wgrad
+
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+extern const Engine kHopperWgradEngine{"hopper_wgrad",       hopper_wgrad::refusal,  hopper_wgrad::workspace_bytes,
+                                       hopper_wgrad::launch, hopper_wgrad::describe, hopper_wgrad::yields};
+#endif
 
 }  // namespace modelnew
