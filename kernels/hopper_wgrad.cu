@@ -94,6 +94,7 @@ struct Plan {
   int channels;              // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
   TileShape shape;
   int blocks_c, blocks_t, tiles_k;  // tiles along input channels, taps, output channels
+  int span_r, span_s;               // rows and columns of taps in a window
   int images, rows, columns;        // outputs of a stage
   int pitch, steps;                 // slots of a row; steps of an image
   int phases_h, phases_w, slots;    // of x; slots of a phase of an image
@@ -176,10 +177,21 @@ MODELNEW_HOST_DEVICE inline Place locate_tile(const Params& params, int tile) {
           (tile - row * plan.tiles_q) * plan.columns};
 }
 
+// The first tap whose pixels the window of a block of taps has.
+struct Tap {
+  int r, s;
+};
+
+MODELNEW_HOST_DEVICE inline Tap first_tap(const Params& params, int block_t) {
+  const int tap = block_t * params.plan.shape.taps, r = tap / params.S;
+  return {r, params.plan.span_s == params.S ? 0 : tap - r * params.S};
+}
+
 // The slot of x, in a stage, of the first output's tap: in which phase, and how far.
-MODELNEW_HOST_DEVICE inline int slot_of_tap(const Params& params, int tap) {
+MODELNEW_HOST_DEVICE inline int slot_of_tap(const Params& params, const Tap& first, int tap) {
   const Plan& plan = params.plan;
-  const int r = tap / params.S, s = tap - r * params.S, h = r * params.dilation_h, w = s * params.dilation_w;
+  const int r = tap / params.S, s = tap - r * params.S;
+  const int h = (r - first.r) * params.dilation_h, w = (s - first.s) * params.dilation_w;
   const int phase = h % params.stride_h * plan.phases_w + w % params.stride_w;
   return phase * plan.slots + h / params.stride_h * plan.pitch + w / params.stride_w;
 }
@@ -204,7 +216,7 @@ MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
   const int phase = quotient(number, params.by_slots), slot = number - phase * plan.slots;
   const int row = quotient(slot, params.by_pitch), column = slot - row * plan.pitch;
   const int phase_h = phase / plan.phases_w;
-  if (row >= plan.rows + (params.R - 1) * params.dilation_h / params.stride_h) return -1;  // behind the window
+  if (row >= plan.rows + (plan.span_r - 1) * params.dilation_h / params.stride_h) return -1;  // behind the window
   return pack_pixel(image, row * params.stride_h + phase_h, column * params.stride_w + phase - phase_h * plan.phases_w);
 }
 
@@ -400,12 +412,14 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
     const Job job = locate_job(params, number);
     const int of_group_k = job.tile_k * plan.channels, of_group_c = job.block_c * chunks * 8;
     const int first_k = job.group * params.group_k + of_group_k, first_c = job.group * params.group_c + of_group_c;
+    const Tap tap = first_tap(params, job.block_t);
     const int k_left = params.group_k - of_group_k, c_left = params.group_c - of_group_c;
 #pragma unroll 1
     for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
       const Place at = locate_tile(params, tile);
       const int images = params.N - at.n < plan.images ? static_cast<int>(params.N - at.n) : plan.images;
-      const int first_h = at.p * params.stride_h - params.pad_h, first_w = at.q * params.stride_w - params.pad_w;
+      const int first_h = at.p * params.stride_h - params.pad_h + tap.r * params.dilation_h;
+      const int first_w = at.q * params.stride_w - params.pad_w + tap.s * params.dilation_w;
       const Stored* const dy =
           static_cast<const Stored*>(params.dy_ptr) + (at.n * params.dy_stride[0] + first_k * params.dy_stride[1] +
                                                        at.p * params.dy_stride[2] + at.q * params.dy_stride[3]);
@@ -538,7 +552,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 #pragma unroll
     for (int t = 0; t < TAPS; ++t) {
       const int tap = job.block_t * TAPS + t, taps = params.R * params.S;
-      tap_slots[t] = slot_of_tap(params, tap < taps ? tap : taps - 1);
+      tap_slots[t] = slot_of_tap(params, first_tap(params, job.block_t), tap < taps ? tap : taps - 1);
     }
     float acc[TAPS][COLUMNS / 2];
     uint32_t a[2][PARTS][4];
@@ -767,8 +781,12 @@ struct Wish {
 // The numbers that follow from the outputs of a stage. Returns false where a stage does not fit.
 inline bool complete(const Problem& problem, Plan& plan) {
   const int stride_h = taken_stride(problem.stride_h, problem.P), stride_w = taken_stride(problem.stride_w, problem.Q);
-  const int64_t reach_h = int64_t{problem.R - 1} * problem.dilation_h;
-  const int64_t reach_w = int64_t{problem.S - 1} * problem.dilation_w;
+  const int taps = plan.shape.taps, R = problem.R, S = problem.S;
+  const bool in_row = S % taps == 0, in_rows = taps % S == 0;  // a block's taps
+  plan.span_r = in_row ? 1 : std::min(R, in_rows ? taps / S : (taps + S - 2) / S + 1);
+  plan.span_s = in_row ? taps : S;
+  const int64_t reach_h = int64_t{plan.span_r - 1} * problem.dilation_h;
+  const int64_t reach_w = int64_t{plan.span_s - 1} * problem.dilation_w;
   const int64_t pitch = plan.columns + reach_w / stride_w;
   const int64_t window_h = (plan.rows + reach_h / stride_h) * stride_h, window_w = pitch * stride_w;
   if (window_h >= kMostSide || window_w >= kMostSide || plan.images >= kMostSide) return false;
@@ -857,7 +875,7 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       plan.channels = channels;
       plan.shape = kTileShapes[i];
       if (!is_compiled(plan.shape, plan.parts_of_x)) continue;
-      if (wish.shape >= 0 ? wish.shape != i : (plan.shape.taps == 1) != (taps == 1)) continue;
+      if (wish.shape >= 0 ? wish.shape != i : plan.shape.taps > 1 && taps == 1) continue;
       if (wish.channels > 0 && wish.channels != channels) continue;
       plan.tiles_k = static_cast<int>(ceil_div(group_k, channels));
       plan.blocks_c = static_cast<int>(ceil_div(group_c, 8 * plan.shape.chunks));
@@ -886,6 +904,33 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       }
     }
   return found;
+}
+
+inline Params make_params(const Problem& problem, const Plan& plan) {
+  Params params{};
+  params.plan = plan;
+  std::copy_n(problem.x_stride, 4, params.x_stride);
+  std::copy_n(problem.y_stride, 4, params.dy_stride);
+  params.N = problem.N;
+  params.group_c = problem.C / problem.groups, params.H = problem.H, params.W = problem.W;
+  params.group_k = problem.K / problem.groups, params.P = problem.P, params.Q = problem.Q;
+  params.R = problem.R, params.S = problem.S;
+  params.stride_h = taken_stride(problem.stride_h, problem.P);
+  params.stride_w = taken_stride(problem.stride_w, problem.Q);
+  params.pad_h = problem.pad_h, params.pad_w = problem.pad_w;
+  params.dilation_h = problem.dilation_h, params.dilation_w = problem.dilation_w;
+  params.rows = int64_t{problem.groups} * plan.tiles_k * plan.channels;
+  params.by_tiles = make_divisor(int64_t{problem.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t);
+  params.by_group_tiles = make_divisor(int64_t{plan.tiles_k} * plan.blocks_c * plan.blocks_t);
+  params.by_tiles_k = make_divisor(plan.tiles_k);
+  params.by_blocks_t = make_divisor(plan.blocks_t);
+  params.by_tiles_p = make_divisor(plan.tiles_p);
+  params.by_tiles_q = make_divisor(plan.tiles_q);
+  params.by_pitch = make_divisor(plan.pitch);
+  params.by_slots = make_divisor(plan.slots);
+  params.by_image_slots = make_divisor(int64_t{phases_of(plan)} * plan.slots);
+  params.by_steps = make_divisor(plan.steps);
+  return params;
 }
 
 struct Planned {
@@ -987,32 +1032,10 @@ template <typename Format>
 cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream_t stream) {
   cudaError_t error = copy(plan, problem, pointers, stream);
   if (error != cudaSuccess) return error;
-  Params params{};
-  params.plan = plan;
+  Params params = make_params(problem, plan);
   params.x_ptr = pointers.x;
   params.dy_ptr = pointers.dy;
-  std::copy_n(problem.x_stride, 4, params.x_stride);
-  std::copy_n(problem.y_stride, 4, params.dy_stride);
-  params.N = problem.N;
-  params.group_c = problem.C / problem.groups, params.H = problem.H, params.W = problem.W;
-  params.group_k = problem.K / problem.groups, params.P = problem.P, params.Q = problem.Q;
-  params.R = problem.R, params.S = problem.S;
-  params.stride_h = taken_stride(problem.stride_h, problem.P);
-  params.stride_w = taken_stride(problem.stride_w, problem.Q);
-  params.pad_h = problem.pad_h, params.pad_w = problem.pad_w;
-  params.dilation_h = problem.dilation_h, params.dilation_w = problem.dilation_w;
   params.sums_ptr = static_cast<float*>(pointers.workspace);
-  params.rows = int64_t{problem.groups} * plan.tiles_k * plan.channels;
-  params.by_tiles = make_divisor(int64_t{problem.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t);
-  params.by_group_tiles = make_divisor(int64_t{plan.tiles_k} * plan.blocks_c * plan.blocks_t);
-  params.by_tiles_k = make_divisor(plan.tiles_k);
-  params.by_blocks_t = make_divisor(plan.blocks_t);
-  params.by_tiles_p = make_divisor(plan.tiles_p);
-  params.by_tiles_q = make_divisor(plan.tiles_q);
-  params.by_pitch = make_divisor(plan.pitch);
-  params.by_slots = make_divisor(plan.slots);
-  params.by_image_slots = make_divisor(int64_t{phases_of(plan)} * plan.slots);
-  params.by_steps = make_divisor(plan.steps);
   AddParams add{};
   add.sums_ptr = params.sums_ptr;
   add.dw_ptr = pointers.out;
