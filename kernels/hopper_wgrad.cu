@@ -1,5 +1,6 @@
-// hopper_wgrad engine: the weight gradient of 16-bit tensors on Hopper's tensor cores (wgmma). One group; tensors in
-// channels_last, to which those in NCHW are copied first. Deterministic: sums are added in a fixed order.
+// hopper_wgrad engine: the weight gradient on Hopper's tensor cores (wgmma), of 16-bit tensors, and of fp32 under the
+// TF32 contract or in full accuracy. Any memory format; planes of 16 bits are copied to channels_last first.
+// Deterministic: sums are added in a fixed order.
 //
 //   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
 //
@@ -10,22 +11,22 @@
 // GEMM: rows = output channels, columns = input channels, for each tap of its own; reduction = pixels. The sums of all
 // taps of a tile stay in registers, so that each pixel of dy, and of x, comes from memory once for them.
 //
-//   x    [chunk of 8 channels][pixel] x 16 bytes, a pixel of the window each slot: what wgmma reads along columns. A tap
-//        is a shift of the start address, by whole slots. At a stride, phases of x lie one behind another
-//   dy   [pixel][channel]; ldmatrix brings it to registers, transposed
+//   x    [chunk of 8 channels][pixel of the window] x 16 bytes: what wgmma reads along columns. A tap is a shift of the
+//        start address, by whole slots. At a stride, phases of x lie one behind another
+//   dy   [pixel][channel], or [channel][pixel] in fp32; warps bring it to registers
 //
 //        columns + halo = pitch
-//      +-------------+            rows of outputs lie at the pitch of x. Where dy has no pixel there are zeros, and each
+//      +-------------+            Rows of outputs lie at the pitch of x. Where dy has no pixel there are zeros, and each
 //      | o  o  o  o  | .  .       tap of all pixels of a stage is at one distance. Inf or NaN in the halo makes NaN of
-//      | o  o  o  o  | .  .       such a zero: a thread that finds one among its sums takes its products anew, one by one
-//      +-------------+ .  .
-//        .  .  .  .    .  .       steps of wgmma: 16 slots each, through the ends of rows
+//      | o  o  o  o  | .  .       such a zero: a thread that finds one among its sums takes its products anew, one by
+//      +-------------+ .  .       one
+//        .  .  .  .    .  .       Steps of wgmma are 16 slots each, through the ends of rows.
 //
 // Blocks of 12 warps:
 //
 //   warps 0-7   multiply. Tiles of 128 output channels: each of two warpgroups has 64 of them. Tiles of 64: the
 //               warpgroups take steps by turns, and each one leaves sums of its own
-//   warps 8-11  load: cp.async of 16 bytes, by tables of the stage's pixels
+//   warps 8-11  load, by tables of the stage's pixels: cp.async where bytes may stay as they are; else through registers
 //
 // A sum is split after kMostChained pixels, because the tensor core truncates when it adds.
 #if !defined(__CUDACC_RTC__)
@@ -52,13 +53,14 @@ namespace hopper_wgrad {
 
 constexpr int kStepPixels = 16;
 constexpr int kMultiplyingThreads = 256, kLoadingThreads = 128, kThreads = kMultiplyingThreads + kLoadingThreads;
-constexpr int kMultiplyingRegisters = 208, kLoadingRegisters = 88;  // per thread, from 168 at launch
+constexpr int kMultiplyingRegisters = 216, kLoadingRegisters = 72;  // per thread, from 168 at launch
 static_assert(2 * kMultiplyingRegisters + kLoadingRegisters <= 3 * 168, "no more registers than the block has");
 constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 6, kMostAhead = 2;      // kMostAhead: stages under way beside the one that is waited for
 [[maybe_unused]] constexpr float kScale = 0x1p24f;  // of either operand in fp32
 constexpr int64_t kMostChained = 8192;              // pixels of one sum on the tensor core
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
+constexpr int64_t kMostElements = 0x7fffffff;  // from pixel to pixel of a stage
 constexpr int kAddThreads = 256;
 constexpr int kMostSide = 1 << 10;  // of a window and images of a stage: pack_pixel
 
@@ -77,8 +79,8 @@ MODELNEW_HOST_DEVICE constexpr bool is_compiled(const TileShape& shape, int part
   return parts == 3 ? shape.chunks * shape.taps <= kMostExact : !exact_only;
 }
 
-// How tensors are multiplied: 16 bits as they are; fp32 as the sum of bf16 values, the first and rests: two, with 16 bits
-// together, for TF32's contract, three for full accuracy. Products of rests that are too small are left out.
+// How tensors are multiplied: 16 bits as they are; fp32 as the sum of bf16 values, the first and rests: two, with 16
+// bits together, for TF32's contract, three for full accuracy. Products of rests that are too small are left out.
 template <typename Stored_, typename Operand_, int PARTS_>
 struct Format {
   using Stored = Stored_;    // in memory
@@ -325,8 +327,8 @@ __device__ __forceinline__ void copy_values(const Entry* table, int count, int c
   }
 }
 
-// Two neighbours as pairs of bf16, of which parts[i][at] are the i-th. Both operands are scaled, as otherwise bf16 would
-// lack the smallest numbers; what then becomes too large is found among the sums.
+// Two neighbours as pairs of bf16, of which parts[i][at] are the i-th. Both operands are scaled, as otherwise bf16
+// would lack the smallest numbers; what then becomes too large is found among the sums.
 template <int PARTS>
 __device__ __forceinline__ void split(float low, float high, uint32_t (&parts)[PARTS][4], int at) {
   low *= kScale;
@@ -339,38 +341,31 @@ __device__ __forceinline__ void split(float low, float high, uint32_t (&parts)[P
   }
 }
 
-// Brings pixels of x to chunks of eight channels, fp32 in parts. Neighbouring threads have neighbouring pixels, or chunks
-// of a pixel.
-template <typename Format, typename Exists>
+// Brings pixels of x to chunks of eight channels, fp32 in parts. Neighbouring threads have neighbouring chunks, SIDE of
+// them, or neighbouring pixels.
+template <typename Format, int CHUNKS, typename Exists>
 __device__ __forceinline__ void pack_pixels(const Entry* table, int count, const Plan& plan,
                                             const typename Format::Stored* first, int64_t channel_step,
                                             int channels_left, uint32_t to, const Exists& exists) {
-  constexpr int BATCH = 2, PARTS = Format::PARTS;  // BATCH: pieces whose loads are under way
-  const int chunks = plan.shape.chunks, pieces = count * chunks;
-#pragma unroll 1
-  for (int number = loading_thread(); number < pieces; number += BATCH * kLoadingThreads) {
-    uint32_t words[BATCH][2][4], place[BATCH];  // a value each
+  constexpr int BATCH = 2, PARTS = Format::PARTS, SIDE = CHUNKS & -CHUNKS;  // BATCH: pieces whose loads are under way
+  uint32_t words[BATCH][2][4], place[BATCH];                                // words: a value each
+  const auto load_piece = [&](int j, const Entry& entry, int i, int chunk, bool is_piece) {
+    const bool loaded = is_piece && entry.packed >= 0 && exists(entry.packed);
+    const auto* const from = first + (loaded ? entry.offset + 8 * chunk * channel_step : 0);
+    place[j] = is_piece ? to + chunk * plan.chunk_bytes + i * 16 : 0;
 #pragma unroll
-    for (int j = 0; j < BATCH; ++j) {
-      const int own = number + j * kLoadingThreads;
-      const int chunk = channel_step == 1 ? own % chunks : own / count;
-      const int i = channel_step == 1 ? own / chunks : own - chunk * count;
-      const Entry entry = own < pieces ? table[i] : Entry{-1, 0};
-      const bool loaded = (entry.packed >= 0) & exists(entry.packed);
-      const auto* const from = first + (loaded ? entry.offset + 8 * chunk * channel_step : 0);
-      place[j] = own < pieces ? to + chunk * plan.chunk_bytes + i * 16 : 0;
-#pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        const bool exist = loaded & (8 * chunk + c < channels_left);
-        uint32_t& word = words[j][c / 4][c % 4];
-        if constexpr (Format::BYTES == 2)
-          hopper::load_2(from + c * channel_step, exist, word);
-        else if (!plan.x_pieces)
-          hopper::load_4(from + c * channel_step, exist, word);
-        else if (c % 4 == 0)
-          hopper::load_words(from + c, exist, words[j][c / 4]);
-      }
+    for (int c = 0; c < 8; ++c) {
+      const bool exist = loaded & (8 * chunk + c < channels_left);
+      uint32_t& word = words[j][c / 4][c % 4];
+      if constexpr (Format::BYTES == 2)
+        hopper::load_2(from + c * channel_step, exist, word);
+      else if (!plan.x_pieces)
+        hopper::load_4(from + c * channel_step, exist, word);
+      else if (c % 4 == 0)
+        hopper::load_words(from + c, exist, words[j][c / 4]);
     }
+  };
+  const auto store_pieces = [&] {
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
       uint32_t parts[PARTS][4];
@@ -384,12 +379,37 @@ __device__ __forceinline__ void pack_pixels(const Entry* table, int count, const
       }
       if (place[j] == 0) continue;
 #pragma unroll
-      for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place[j] + i * chunks * plan.chunk_bytes, parts[i]);
+      for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place[j] + i * CHUNKS * plan.chunk_bytes, parts[i]);
+    }
+  };
+  if (channel_step == 1) {
+    constexpr int STEP = kLoadingThreads / SIDE;
+#pragma unroll 1
+    for (int chunk = loading_thread() % SIDE; chunk < CHUNKS; chunk += SIDE)
+#pragma unroll 1
+      for (int i = loading_thread() / SIDE; i < count; i += BATCH * STEP) {
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+          const int own = i + j * STEP;
+          load_piece(j, own < count ? table[own] : Entry{-1, 0}, own, chunk, own < count);
+        }
+        store_pieces();
+      }
+  } else {
+#pragma unroll 1
+    for (int i = loading_thread(); i < count; i += kLoadingThreads) {
+      const Entry entry = table[i];
+#pragma unroll 1
+      for (int chunk = 0; chunk < CHUNKS; chunk += BATCH) {
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) load_piece(j, entry, i, chunk + j, chunk + j < CHUNKS);
+        store_pieces();
+      }
     }
   }
 }
 
-template <typename Format>
+template <typename Format, int CHUNKS>
 __device__ __forceinline__ void load(const Params& params, const Shared& shared, const uint8_t* smem) {
   using Stored = typename Format::Stored;
   const Plan& plan = params.plan;
@@ -397,7 +417,7 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
   const Entry* const x_table = reinterpret_cast<const Entry*>(smem + shared.layout.x_table);
   const int dy_pixels = plan.images * plan.steps * kStepPixels;
   const int x_pixels = plan.images * phases_of(plan) * plan.slots;
-  const int chunks = plan.shape.chunks, side = chunks & -chunks;  // side by side: a power of 2
+  constexpr int SIDE = CHUNKS & -CHUNKS;  // chunks side by side, a power of 2
   hopper::wait_for_prerequisites();
   RingPosition ring, ready;
   int under_way = 0;
@@ -410,7 +430,7 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
     const Job job = locate_job(params, number);
-    const int of_group_k = job.tile_k * plan.channels, of_group_c = job.block_c * chunks * 8;
+    const int of_group_k = job.tile_k * plan.channels, of_group_c = job.block_c * CHUNKS * 8;
     const int first_k = job.group * params.group_k + of_group_k, first_c = job.group * params.group_c + of_group_c;
     const Tap tap = first_tap(params, job.block_t);
     const int k_left = params.group_k - of_group_k, c_left = params.group_c - of_group_c;
@@ -451,12 +471,12 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
       }
       if (Format::BYTES == 2 && plan.x_pieces) {
 #pragma unroll 1
-        for (int chunk = 0; chunk < chunks; chunk += side)
+        for (int chunk = 0; chunk < CHUNKS; chunk += SIDE)
           copy_pixels<16>(
-              x_table, x_pixels, side, x + 8 * chunk, 1, c_left - 8 * chunk,
+              x_table, x_pixels, SIDE, x + 8 * chunk, 1, c_left - 8 * chunk,
               [&](int i, int piece) { return x_stage + (chunk + piece) * plan.chunk_bytes + i * 16; }, x_exists);
       } else {
-        pack_pixels<Format>(x_table, x_pixels, plan, x, params.x_stride[1], c_left, x_stage, x_exists);
+        pack_pixels<Format, CHUNKS>(x_table, x_pixels, plan, x, params.x_stride[1], c_left, x_stage, x_exists);
       }
       hopper::copies_commit();
       ring.next(plan.stages);
@@ -475,8 +495,8 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
 
 // All products of one sum of a job, one by one, padding and all.
 template <typename Stored>
-__device__ __noinline__ float exact_sum(const Params& params, const Job& job, int turns, int own_turn, int k, int c,
-                                        int tap) {
+__device__ inline float exact_sum(const Params& params, const Job& job, int turns, int own_turn, int k, int c,
+                                  int tap) {
   const Plan& plan = params.plan;
   const int r = tap / params.S, s = tap - r * params.S;
   const Stored* const x =
@@ -485,8 +505,10 @@ __device__ __noinline__ float exact_sum(const Params& params, const Job& job, in
       static_cast<const Stored*>(params.dy_ptr) + (job.group * params.group_k + k) * params.dy_stride[1];
   double sum = 0;
   int step = -1;
+#pragma unroll 1
   for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
     const Place at = locate_tile(params, tile);
+#pragma unroll 1
     for (int i = 0; i < plan.images * plan.steps * kStepPixels; ++i) {
       if (i % kStepPixels == 0) ++step;
       const int packed = dy_pixel(params, i);
@@ -555,76 +577,57 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       tap_slots[t] = slot_of_tap(params, first_tap(params, job.block_t), tap < taps ? tap : taps - 1);
     }
     float acc[TAPS][COLUMNS / 2];
-    uint32_t a[2][PARTS][4];
-    int before = -1;  // the stage that the preceding wgmma group reads; released once only the next one is pending
-    const auto give_back = [&] {
-      if (before >= 0 && lane == 0) hopper::barrier_arrive(shared.empty(before));
-      before = -1;
-    };
     int keep = 0;
     hopper::wgmma_start(acc);
     // Full accuracy: sums of chains of few steps, which ordinary additions add.
     [[maybe_unused]] float sums[PARTS == 3 ? TAPS : 1][PARTS == 3 ? COLUMNS / 2 : 1] = {};
     int chained = 0;
     const auto end_chain = [&] {
-      hopper::wgmma_wait<0>();
-#pragma unroll
-      for (int t = 0; t < TAPS; ++t) hopper::wgmma_settle(acc[t]);
       if constexpr (PARTS == 3) {
 #pragma unroll
         for (int t = 0; t < TAPS; ++t)
 #pragma unroll
           for (int i = 0; i < COLUMNS / 2; ++i) sums[t][i] += keep != 0 ? acc[t][i] : 0;
+        keep = chained = 0;
       }
-      keep = chained = 0;
     };
-    int tile = job.first_tile - 1, step = steps + (by_turns ? warpgroup : 0);
-    uint32_t a_stage = 0, b_stage = 0;
-    // One step, or false if there is none left; `set` is known to the compiler.
-    const auto multiply_step = [&](int set) {
-      while (step >= steps) {
-        if (tile >= job.first_tile) {
-          if (before >= 0) {  // no step of this stage was the warpgroup's
-            hopper::wgmma_wait<0>();
-            give_back();
-          }
-          before = ring.slot;
-          ring.next(plan.stages);
-        }
-        step -= steps;
-        if (++tile == job.last_tile) return false;
-        hopper::barrier_wait(shared.full(ring.slot), ring.parity);
-        a_stage = shared.base + ring.slot * plan.stage_bytes;
-        b_stage = hopper::descriptor(a_stage + plan.dy_bytes, 128);
-      }
-      if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
-      const int image = quotient(step, params.by_steps), of_image = step - image * plan.steps;
-      load_dy<Format>(plan, a_stage + own_dy + step * step_bytes, a[set]);
-      const uint32_t b = b_stage + image * static_cast<int>(params.by_image_slots.divisor) + of_image * kStepPixels;
-      hopper::wgmma_fence();
-#pragma unroll
-      for (int t = 0; t < TAPS; ++t) {
-        // The smallest products first.
+    int turn = by_turns ? warpgroup : 0;  // steps until the warpgroup's next one
+#pragma unroll 1
+    for (int tile = job.first_tile; tile < job.last_tile; ++tile, ring.next(plan.stages)) {
+      hopper::barrier_wait(shared.full(ring.slot), ring.parity);
+      const uint32_t a_stage = shared.base + ring.slot * plan.stage_bytes;
+      const uint32_t b_stage = hopper::descriptor(a_stage + plan.dy_bytes, 128);
+      int step = turn;
+#pragma unroll 1
+      for (; step < steps; step += turns) {
+        if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
+        const int image = quotient(step, params.by_steps), of_image = step - image * plan.steps;
+        uint32_t a[PARTS][4];
+        load_dy<Format>(plan, a_stage + own_dy + step * step_bytes, a);
+        const uint32_t b = b_stage + image * static_cast<int>(params.by_image_slots.divisor) + of_image * kStepPixels;
+        hopper::wgmma_fence();
+        // The smallest products first; the taps in turn, as an instruction waits for the one before on the same sums.
 #pragma unroll
         for (int order = PARTS - 1; order >= 0; --order)
 #pragma unroll
           for (int i = order; i >= 0; --i)
-            hopper::WgmmaRegistersTransposed<typename Format::Operand, COLUMNS>::multiply(
-                acc[t], a[set][i], b + tap_slots[t] + (order - i) * part, order == PARTS - 1 && i == order ? keep : 1,
-                high);
+#pragma unroll
+            for (int t = 0; t < TAPS; ++t)
+              hopper::WgmmaRegistersTransposed<typename Format::Operand, COLUMNS>::multiply(
+                  acc[t], a[i], b + tap_slots[t] + (order - i) * part, order == PARTS - 1 && i == order ? keep : 1,
+                  high);
+        hopper::wgmma_commit();
+        // The other warpgroup's products keep the tensor cores busy until this one has its next operands.
+        hopper::wgmma_wait<0>();
+#pragma unroll
+        for (int t = 0; t < TAPS; ++t) hopper::wgmma_settle(acc[t]);
+        keep = 1;
       }
-      hopper::wgmma_commit();
-      keep = 1;
-      hopper::wgmma_wait<1>();
-      give_back();
-      step += turns;
-      return true;
-    };
-    while (multiply_step(0) && multiply_step(1)) {
+      turn = step - steps;
+      if (lane == 0) hopper::barrier_arrive(shared.empty(ring.slot));
     }
     const bool has_sums = keep != 0;
     end_chain();
-    give_back();
     const auto sum_of = [&](int t, int i) {
       constexpr float kBack = PARTS == 1 ? 1 : 1 / (kScale * kScale);
       if constexpr (PARTS == 3) return sums[t][i] * kBack;
@@ -685,7 +688,7 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
   __syncthreads();  // barriers and tables are there
   if (threadIdx.x >= kMultiplyingThreads) {
     hopper::registers_give_back<kLoadingRegisters>();
-    load<Format>(params, shared, modelnew_hopper_wgrad_smem);
+    load<Format, CHUNKS>(params, shared, modelnew_hopper_wgrad_smem);
   } else {
     hopper::registers_take<kMultiplyingRegisters>();
     multiply<Format, CHUNKS, TAPS>(params, shared);
@@ -818,8 +821,8 @@ inline bool complete(const Problem& problem, Plan& plan) {
   const auto farthest_of = [&](const int64_t (&stride)[4], int64_t rows, int64_t columns) {
     return plan.images * stride[0] + rows * stride[2] + columns * stride[3];
   };
-  if (farthest_of(problem.x_stride, window_h, window_w) > INT32_MAX ||
-      farthest_of(problem.y_stride, plan.rows, plan.columns) > INT32_MAX)
+  if (farthest_of(problem.x_stride, window_h, window_w) > kMostElements ||
+      farthest_of(problem.y_stride, plan.rows, plan.columns) > kMostElements)
     return false;
   plan.tiles_p = static_cast<int>(ceil_div(problem.P, plan.rows));
   plan.tiles_q = static_cast<int>(ceil_div(problem.Q, plan.columns));
