@@ -16,17 +16,17 @@
 //   dy   [pixel][channel], or [channel][pixel] in fp32; warps bring it to registers
 //
 //        columns + halo = pitch
-//      +-------------+            Rows of outputs lie at the pitch of x. Where dy has no pixel there are zeros, and each
-//      | o  o  o  o  | .  .       tap of all pixels of a stage is at one distance. Inf or NaN in the halo makes NaN of
-//      | o  o  o  o  | .  .       such a zero: a thread that finds one among its sums takes its products anew, one by
-//      +-------------+ .  .       one
-//        .  .  .  .    .  .       Steps of wgmma are 16 slots each, through the ends of rows.
+//      +-------------+           Rows of outputs lie at the pitch of x. Where dy has no pixel there are zeros, and each
+//      | o  o  o  o  | .  .      tap of all pixels of a stage is at one distance. Inf or NaN in the halo makes NaN of
+//      | o  o  o  o  | .  .      such a zero: a thread that finds one among its sums takes its products anew, one by one.
+//      +-------------+ .  .      Steps of wgmma are 16 slots each, through the ends of rows.
+//        .  .  .  .    .  .
 //
 // Blocks of 12 warps:
 //
 //   warps 0-7   multiply. Tiles of 128 output channels: each of two warpgroups has 64 of them. Tiles of 64: the
 //               warpgroups take steps by turns, and each one leaves sums of its own
-//   warps 8-11  load, by tables of the stage's pixels: cp.async where bytes may stay as they are; else through registers
+//   warps 8-11  load, by tables of the stage's pixels: cp.async where bytes stay as they are, else registers
 //
 // A sum is split after kMostChained pixels, because the tensor core truncates when it adds.
 #if !defined(__CUDACC_RTC__)
