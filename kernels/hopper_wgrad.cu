@@ -18,7 +18,7 @@
 //        columns + halo = pitch
 //      +-------------+           Rows of outputs lie at the pitch of x. Where dy has no pixel there are zeros, and each
 //      | o  o  o  o  | .  .      tap of all pixels of a stage is at one distance. Inf or NaN in the halo makes NaN of
-//      | o  o  o  o  | .  .      such a zero: a thread that finds one among its sums takes its products anew, one by one.
+//      | o  o  o  o  | .  .      such a zero: a thread that finds one among its sums takes its products anew.
 //      +-------------+ .  .      Steps of wgmma are 16 slots each, through the ends of rows.
 //        .  .  .  .    .  .
 //
