@@ -164,14 +164,14 @@ struct Place {
 };
 
 __device__ inline Place locate(const Share& share, unsigned item, int all_rows, int columns) {
-  const auto divide = [](int& number, const Divisor& by) {  // leaves the quotient
+  const auto rest_of = [](int& number, const Divisor& by) {  // leaves the quotient
     const int all = number;
     number = quotient(all, by);
     return all - number * static_cast<int>(by.divisor);
   };
-  int rest = static_cast<int>(item), group = divide(rest, share.by_columns);
-  const int phase_w = divide(group, share.by_phases_w), band = divide(rest, share.by_bands);
-  const int phase_h = divide(rest, share.by_phases_h);
+  int rest = static_cast<int>(item), group = rest_of(rest, share.by_columns);
+  const int phase_w = rest_of(group, share.by_phases_w), band = rest_of(rest, share.by_bands);
+  const int phase_h = rest_of(rest, share.by_phases_h);
   Place at;
   at.n = rest;
   at.column = phase_w + group * columns * share.phases_w;

@@ -362,7 +362,7 @@ __global__ void __launch_bounds__(kThreads, 2) mma_wgrad_kernel(const Params par
     stage = next;
   }
   hopper::copies_wait<0>();
-  hopper::launch_dependents();
+  hopper::launch_dependents();  // not before the tiles: docs/lab/wgrad.md
   // The first warp of a unit adds what the others have, [warp][sum][lane].
   float* const sums_smem = reinterpret_cast<float*>(modelnew_smem) + lane;
   const auto each_sum = [&](const auto& visit) {

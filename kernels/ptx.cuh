@@ -390,13 +390,13 @@ __device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
 // for each call (docs/lab/hopper.md).
 
 __device__ __forceinline__ void launch_dependents() {
-#if defined(MODELNEW_SM90A)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900  // plain sm_90 has them, too: kernels launched early must wait there
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
 __device__ __forceinline__ void wait_for_prerequisites() {
-#if defined(MODELNEW_SM90A)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
