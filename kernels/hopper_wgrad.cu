@@ -1,19 +1,21 @@
 // hopper_wgrad engine: the weight gradient on Hopper's tensor cores (wgmma), of 16-bit tensors, and of fp32 under the
-// TF32 contract or in full accuracy. Any memory format; planes of 16 bits are copied to channels_last first.
-// Deterministic: sums are added in a fixed order.
+// TF32 contract or in full accuracy. Deterministic: sums are added in a fixed order.
 //
 //   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
 //
-//   hopper_wgrad_copy_kernel   x or dy in NCHW -> channels_last, where needed
+//   hopper_wgrad_copy_kernel   x or dy in another memory format -> one that TMA boxes can read, where needed
 //   hopper_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32
 //   hopper_wgrad_add_kernel    sums of all parts -> dw
 //
 // GEMM: rows = output channels, columns = input channels, for each tap of its own; reduction = pixels. The sums of all
 // taps of a tile stay in registers, so that each pixel of dy, and of x, comes from memory once for them.
 //
-//   x    [chunk of 8 channels][pixel of the window] x 16 bytes: what wgmma reads along columns. A tap is a shift of the
-//        start address, by whole slots. At a stride, phases of x lie one behind another
-//   dy   [pixel][channel], or [channel][pixel] in fp32; warps bring it to registers
+// The Tensor Memory Accelerator (TMA) loads boxes of channels_last tensors, [pixel][channel] in its swizzle, and in fp32
+// of NCHW planes too, [channel][pixel]. From there:
+//
+//   x    wgmma reads 16 bits as they are. fp32 is split into parts of 16 bits, [chunk of 8 channels][pixel] x 16 bytes.
+//        A tap is a shift of the start address, by whole pixels. At a stride, phases of x lie one behind another
+//   dy   warps bring it to registers, and split it there
 //
 //        columns + halo = pitch
 //      +-------------+           Rows of outputs lie at the pitch of x. Where dy has no pixel there are zeros, and each
@@ -26,7 +28,7 @@
 //
 //   warps 0-7   multiply. Tiles of 128 output channels: each of two warpgroups has 64 of them. Tiles of 64: the
 //               warpgroups take steps by turns, and each one leaves sums of its own
-//   warps 8-11  load, by tables of the stage's pixels: cp.async where bytes stay as they are, else registers
+//   warps 8-11  one thread issues the boxes; all split x of fp32
 //
 // A sum is split after kMostChained pixels, because the tensor core truncates when it adds.
 #if !defined(__CUDACC_RTC__)
@@ -44,6 +46,7 @@
 #include "problem.cuh"
 #include "ptx.cuh"
 #include "ring.cuh"
+#include "tensor_map.cuh"
 #include "wgmma.cuh"
 
 namespace modelnew {
@@ -56,11 +59,13 @@ constexpr int kMultiplyingThreads = 256, kLoadingThreads = 128, kThreads = kMult
 constexpr int kMultiplyingRegisters = 216, kLoadingRegisters = 72;  // per thread, from 168 at launch
 static_assert(2 * kMultiplyingRegisters + kLoadingRegisters <= 3 * 168, "no more registers than the block has");
 constexpr int kSharedBytes = 232448;
-constexpr int kMostStages = 6, kMostAhead = 2;      // kMostAhead: stages under way beside the one that is waited for
+constexpr int kMostStages = 6;
+constexpr int kRegionBytes = 1024;                  // of a stage, at least: from there on the swizzle repeats itself
+constexpr int kMostBox = 256;                       // elements of a box along a dimension
+constexpr int kMostStep = 8;                        // of a box
 [[maybe_unused]] constexpr float kScale = 0x1p24f;  // of either operand in fp32
 constexpr int64_t kMostChained = 8192;              // pixels of one sum on the tensor core
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
-constexpr int64_t kMostElements = 0x7fffffff;  // from pixel to pixel of a stage
 constexpr int kAddThreads = 256;
 constexpr int kMostSide = 1 << 10;  // of a window and images of a stage: pack_pixel
 
@@ -91,23 +96,28 @@ struct Format {
 struct Plan {
   bool copies_x, copies_dy;
   int bytes, parts_of_x;     // of a value in memory; how many values of 16 bits it is multiplied as
-  bool dy_rows;              // dy lies as [channel][pixel] in shared memory, otherwise as [pixel][channel]
-  bool dy_pieces, x_pieces;  // 16 bytes of a pixel's channels are loaded at once
+  bool x_planes, dy_planes;  // NCHW, in fp32
   int channels;              // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
   TileShape shape;
   int blocks_c, blocks_t, tiles_k;  // tiles along input channels, taps, output channels
   int span_r, span_s;               // rows and columns of taps in a window
   int images, rows, columns;        // outputs of a stage
   int pitch, steps;                 // slots of a row; steps of an image
+  int window_h, window_w;           // pixels of x
   int phases_h, phases_w, slots;    // of x; slots of a phase of an image
+  int dy_slots;                     // of an image
   int tiles_p, tiles_q, tiles;      // stages of an image, and of all
   int parts, jobs, grid;
-  int stages, ahead, dy_pitch, dy_bytes, chunk_bytes, stage_bytes;  // chunk: of x
-  int smem_bytes;
+  int row_bytes, block_bytes;  // channels_last x: of a pixel, in a block of channels; of all its pixels
+  int dy_block_bytes;          // likewise, where a pixel has 128 bytes
+  int run, dy_run;             // planes: elements of a row of the window; of a channel of dy
+  int dy_bytes, raw_bytes, chunk_bytes, stage_bytes, loaded_bytes;  // raw: fp32 x; chunk: of its parts
+  int stages, smem_bytes;
   double cycles;
 };
 
 struct Params {
+  hopper::BoxMap x_map, dy_map;
   Plan plan;
   const void *x_ptr, *dy_ptr;
   int64_t x_stride[4], dy_stride[4];
@@ -117,7 +127,7 @@ struct Params {
   float* sums_ptr;  // [part][output channel][tap][input channel], whole tiles
   int64_t rows;     // output channels of those, of all groups
   Divisor by_tiles, by_group_tiles, by_tiles_k, by_blocks_t, by_tiles_p, by_tiles_q, by_pitch, by_slots, by_image_slots,
-      by_steps;
+      by_steps, by_all_slots;
 };
 
 struct AddParams {
@@ -131,19 +141,25 @@ struct AddParams {
   Divisor by_c, by_taps, by_s, by_group_k;
 };
 
+// Any memory format -> channels_last with `inner` channels a pixel, or planes of `inner` pixels; zeros fill the rest.
+struct OrderParams {
+  const void* from_ptr;
+  void* to_ptr;
+  int64_t stride[4];
+  int64_t elements;
+  int C, H, W, inner;
+  bool planes;
+  Divisor by_inner, by_c, by_h, by_w;
+};
+
 // Parts of sums that a part of the pixels has.
 MODELNEW_HOST_DEVICE inline int sums_of_part(const Plan& plan) { return plan.channels == 64 ? 2 : 1; }
 
 MODELNEW_HOST_DEVICE inline int row_channels(const Plan& plan) { return plan.blocks_c * plan.shape.chunks * 8; }
 
-// Bytes from row to row of dy, so that what lanes load at once meets all banks: eight pixels of 16 bytes; four pairs of
-// pixels and eight channels of fp32; or four channels and pairs of pixels.
-MODELNEW_HOST_DEVICE inline int dy_pitch(const Plan& plan) {
-  const int pixels = plan.images * plan.steps * kStepPixels;
-  return plan.dy_rows ? (pixels + 23) / 32 * 128 + 32 : plan.bytes * plan.channels + 16;
-}
-
 MODELNEW_HOST_DEVICE inline int phases_of(const Plan& plan) { return plan.phases_h * plan.phases_w; }
+
+MODELNEW_HOST_DEVICE inline int all_slots(const Plan& plan) { return plan.images * phases_of(plan) * plan.slots; }
 
 struct Job {
   int group, tile_k, block_c, block_t, part, first_tile, last_tile;
@@ -218,11 +234,11 @@ MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
   const int phase = quotient(number, params.by_slots), slot = number - phase * plan.slots;
   const int row = quotient(slot, params.by_pitch), column = slot - row * plan.pitch;
   const int phase_h = phase / plan.phases_w;
-  if (row >= plan.rows + (plan.span_r - 1) * params.dilation_h / params.stride_h) return -1;  // behind the window
+  if (row * params.stride_h >= plan.window_h) return -1;  // behind the window
   return pack_pixel(image, row * params.stride_h + phase_h, column * params.stride_w + phase - phase_h * plan.phases_w);
 }
 
-// Of a block: stages first, [dy][x] each, then tables of pixels, then barriers.
+// Of a block: stages first, [dy][x of fp32][x as multiplied] each, then tables of pixels, then barriers.
 struct SharedLayout {
   int dy_table, x_table, barriers, end;
 };
@@ -230,9 +246,9 @@ struct SharedLayout {
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   SharedLayout layout{};
   layout.dy_table = plan.stages * plan.stage_bytes;
-  layout.x_table = layout.dy_table + plan.images * plan.steps * kStepPixels * 8;
-  layout.barriers = layout.x_table + plan.images * phases_of(plan) * plan.slots * 8;
-  layout.end = layout.barriers + 16 * kMostStages;
+  layout.x_table = layout.dy_table + (plan.dy_planes ? plan.images * plan.dy_slots * 4 : 0);
+  layout.barriers = (layout.x_table + (plan.x_planes ? all_slots(plan) * 4 : 0) + 7) / 8 * 8;
+  layout.end = layout.barriers + 24 * kMostStages;
   return layout;
 }
 
@@ -244,86 +260,92 @@ struct Shared {
   uint32_t base;
   SharedLayout layout;
 
-  __device__ __forceinline__ uint32_t full(int stage) const { return base + layout.barriers + 16 * stage; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return base + layout.barriers + 16 * stage + 8; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + layout.barriers + 24 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return base + layout.barriers + 24 * stage + 8; }
+  __device__ __forceinline__ uint32_t raw(int stage) const { return base + layout.barriers + 24 * stage + 16; }
 };
-
-// A pixel's number and distance from the first output's, in the tensor.
-struct Entry {
-  int packed, offset;
-};
-
-template <typename PixelOf>
-__device__ __forceinline__ void fill_table(uint8_t* smem, int count, const int64_t (&stride)[4], const PixelOf& of) {
-  Entry* const table = reinterpret_cast<Entry*>(smem);
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    const int packed = of(i);
-    const int64_t offset = (packed >> 20) * stride[0] + (packed >> 10 & 1023) * stride[2] + (packed & 1023) * stride[3];
-    table[i] = {packed, packed < 0 ? 0 : static_cast<int>(offset)};
-  }
-}
 
 __device__ __forceinline__ int loading_thread() { return static_cast<int>(threadIdx.x) - kMultiplyingThreads; }
 
-// Copies `pieces` pieces of BYTES bytes of the channels of each pixel of a table; what does not exist becomes zeros.
-template <int BYTES, typename Stored, typename To, typename Exists>
-__device__ __forceinline__ void copy_pixels(const Entry* table, int count, int pieces, const Stored* first,
-                                            int64_t channel_step, int channels_left, const To& to,
-                                            const Exists& exists) {
-  constexpr int VALUES = BYTES / static_cast<int>(sizeof(Stored));
-  const int piece = loading_thread() % pieces;
-  const Stored* const own = first + piece * VALUES * channel_step;
-  const bool has_channel = piece * VALUES < channels_left;
-#pragma unroll 1
-  for (int i = loading_thread() / pieces; i < count; i += kLoadingThreads / pieces) {
-    const Entry entry = table[i];
-    const bool copied = has_channel & (entry.packed >= 0) & exists(entry.packed);
-    hopper::copy_async<BYTES>(to(i, piece), copied ? own + entry.offset : first, copied ? BYTES : 0);
+// All stages of a block, in turn.
+struct Walk {
+  const Params& params;
+  int number, tile;
+  Job job;
+
+  __device__ __forceinline__ explicit Walk(const Params& params) : params(params), number(blockIdx.x) { start(); }
+  __device__ __forceinline__ bool goes_on() const { return number < params.plan.jobs; }
+  __device__ __forceinline__ void next() {
+    if (++tile < job.last_tile) return;
+    number += gridDim.x;
+    start();
   }
+
+ private:
+  __device__ __forceinline__ void start() {
+    if (!goes_on()) return;
+    job = locate_job(params, number);
+    tile = job.first_tile;
+  }
+};
+
+// Where the window of a stage begins.
+struct Window {
+  Place at;
+  int first_h, first_w;
+};
+
+__device__ __forceinline__ Window locate_window(const Params& params, const Walk& walk) {
+  const Place at = locate_tile(params, walk.tile);
+  const Tap tap = first_tap(params, walk.job.block_t);
+  return {at, at.p * params.stride_h - params.pad_h + tap.r * params.dilation_h,
+          at.q * params.stride_w - params.pad_w + tap.s * params.dilation_w};
 }
 
-// The same of fp32 to rows of pixels; neighbouring threads have neighbouring pixels.
-template <typename Exists>
-__device__ __forceinline__ void copy_rows(const Entry* table, int count, int channels, const float* first,
-                                          int64_t channel_step, int channels_left, uint32_t to, int pitch,
-                                          const Exists& exists) {
+// Issues the boxes of a stage.
+template <typename Format, int CHUNKS>
+__device__ __forceinline__ void load_stage(const Params& params, const Walk& walk, uint32_t stage, uint32_t barrier) {
+  const Plan& plan = params.plan;
+  const Window window = locate_window(params, walk);
+  const int n = static_cast<int>(window.at.n);
+  const int first_k = walk.job.group * params.group_k + walk.job.tile_k * plan.channels;
+  const int first_c = walk.job.group * params.group_c + walk.job.block_c * CHUNKS * 8;
+  const uint32_t x_stage = stage + plan.dy_bytes;
+  hopper::barrier_arrive_expecting(barrier, plan.loaded_bytes);
 #pragma unroll 1
-  for (int i = loading_thread(); i < count; i += kLoadingThreads) {
-    const Entry entry = table[i];
-    const bool copied = (entry.packed >= 0) & exists(entry.packed);
-    const float* from = first + (copied ? entry.offset : 0);
-    uint32_t at = to + 4 * i;
-#pragma unroll 8
-    for (int k = 0; k < channels; ++k, from += channel_step, at += pitch)
-      hopper::copy_async<4>(at, from, copied & (k < channels_left) ? 4 : 0);
-  }
-}
-
-// The same of 16 bits one by one, in pairs of channels to [pixel][channel].
-template <typename Exists>
-__device__ __forceinline__ void copy_values(const Entry* table, int count, int channels, const uint16_t* first,
-                                            int64_t channel_step, int channels_left, uint32_t to, int pitch,
-                                            const Exists& exists) {
-  constexpr int BATCH = 8;  // pairs whose loads are under way
-  const int pairs = channels / 2, all = count * pairs;
+  for (int image = 0; image < plan.images; ++image) {
+    if (Format::BYTES == 4 && plan.dy_planes) {
+      hopper::load_box(params.dy_map, stage + image * plan.channels * plan.dy_run * 4,
+                       (window.at.p * params.Q + window.at.q) & ~3, first_k, n + image, 0, barrier);
+    } else {
+      constexpr int CHANNELS = hopper::kBoxRowBytes / Format::BYTES;
+      const int box_rows = plan.tiles_q == 1 ? plan.rows : 1;
 #pragma unroll 1
-  for (int number = loading_thread(); number < all; number += BATCH * kLoadingThreads) {
-    uint32_t low[BATCH], high[BATCH], place[BATCH];
-#pragma unroll
-    for (int j = 0; j < BATCH; ++j) {
-      const int own = number + j * kLoadingThreads;
-      const int pair = channel_step == 1 ? own % pairs : own / count;
-      const int i = channel_step == 1 ? own / pairs : own - pair * count;
-      const Entry entry = own < all ? table[i] : Entry{-1, 0};
-      const bool loaded = (entry.packed >= 0) & exists(entry.packed);
-      const uint16_t* const from = first + (loaded ? entry.offset + 2 * pair * channel_step : 0);
-      hopper::load_2(from, loaded & (2 * pair < channels_left), low[j]);
-      hopper::load_2(from + channel_step, loaded & (2 * pair + 1 < channels_left), high[j]);
-      place[j] = own < all ? to + i * pitch + pair * 4 : 0;
+      for (int row = 0; row < plan.rows; row += box_rows)
+#pragma unroll 1
+        for (int k = 0; k < plan.channels; k += CHANNELS)
+          hopper::load_box(params.dy_map,
+                           stage + k / CHANNELS * plan.dy_block_bytes +
+                               (image * plan.dy_slots + row * plan.pitch) * hopper::kBoxRowBytes,
+                           first_k + k, window.at.q, window.at.p + row, n + image, barrier);
     }
-#pragma unroll
-    for (int j = 0; j < BATCH; ++j)
-      if (place[j] != 0) hopper::store_shared(place[j], low[j] | high[j] << 16);
+    if (Format::BYTES == 4 && plan.x_planes) {
+#pragma unroll 1
+      for (int row = 0; row < plan.window_h; ++row)
+        hopper::load_box(params.x_map, x_stage + (image * plan.window_h + row) * CHUNKS * 8 * plan.run * 4,
+                         ((window.first_h + row) * params.W + window.first_w) & ~3, first_c, n + image, 0, barrier);
+    } else {
+      const int channels = plan.row_bytes / Format::BYTES;
+#pragma unroll 1
+      for (int phase = 0; phase < phases_of(plan); ++phase) {
+        const int phase_h = phase / plan.phases_w, phase_w = phase - phase_h * plan.phases_w;
+        uint32_t to = x_stage + (image * phases_of(plan) + phase) * plan.slots * plan.row_bytes;
+#pragma unroll 1
+        for (int c = 0; c < CHUNKS * 8; c += channels, to += plan.block_bytes)
+          hopper::load_box(params.x_map, to, first_c + c, window.first_w + phase_w, window.first_h + phase_h, n + image,
+                           barrier);
+      }
+    }
   }
 }
 
@@ -341,156 +363,74 @@ __device__ __forceinline__ void split(float low, float high, uint32_t (&parts)[P
   }
 }
 
-// Brings pixels of x to chunks of eight channels, fp32 in parts. Neighbouring threads have neighbouring chunks, SIDE of
-// them, or neighbouring pixels.
-template <typename Format, int CHUNKS, typename Exists>
-__device__ __forceinline__ void pack_pixels(const Entry* table, int count, const Plan& plan,
-                                            const typename Format::Stored* first, int64_t channel_step,
-                                            int channels_left, uint32_t to, const Exists& exists) {
-  constexpr int BATCH = 2, PARTS = Format::PARTS, SIDE = CHUNKS & -CHUNKS;  // BATCH: pieces whose loads are under way
-  uint32_t words[BATCH][2][4], place[BATCH];                                // words: a value each
-  const auto load_piece = [&](int j, const Entry& entry, int i, int chunk, bool is_piece) {
-    const bool loaded = is_piece && entry.packed >= 0 && exists(entry.packed);
-    const auto* const from = first + (loaded ? entry.offset + 8 * chunk * channel_step : 0);
-    place[j] = is_piece ? to + chunk * plan.chunk_bytes + i * 16 : 0;
+// Splits x of a stage into parts, [part][chunk][slot] x 16 bytes.
+template <int PARTS, int CHUNKS>
+__device__ __forceinline__ void split_stage(const Params& params, const Walk& walk, const int* table, uint32_t from) {
+  const Plan& plan = params.plan;
+  const uint32_t to = from + plan.raw_bytes;
+  const int slots = all_slots(plan);
+  const Window window = locate_window(params, walk);
+  const int channel_bytes = 4 * plan.run, row_bytes = CHUNKS * 8 * channel_bytes;  // of planes
+  const int pieces = plan.row_bytes / 16;
+#pragma unroll 1
+  for (int item = loading_thread(); item < CHUNKS * slots; item += kLoadingThreads) {
+    const int chunk = quotient(item, params.by_all_slots), slot = item - chunk * slots;
+    uint32_t words[2][4] = {}, parts[PARTS][4];
+    if (plan.x_planes) {
+      const int packed = table[slot], image = packed >> 20, row = packed >> 10 & 1023, column = packed & 1023;
+      const int h = window.first_h + row;
+      if (packed >= 0 && is_within(h, params.H) && is_within(window.first_w + column, params.W)) {
+        const uint32_t own = from + (image * plan.window_h + row) * row_bytes + 8 * chunk * channel_bytes +
+                             4 * (column + ((h * params.W + window.first_w) & 3));
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      const bool exist = loaded & (8 * chunk + c < channels_left);
-      uint32_t& word = words[j][c / 4][c % 4];
-      if constexpr (Format::BYTES == 2)
-        hopper::load_2(from + c * channel_step, exist, word);
-      else if (!plan.x_pieces)
-        hopper::load_4(from + c * channel_step, exist, word);
-      else if (c % 4 == 0)
-        hopper::load_words(from + c, exist, words[j][c / 4]);
-    }
-  };
-  const auto store_pieces = [&] {
-#pragma unroll
-    for (int j = 0; j < BATCH; ++j) {
-      uint32_t parts[PARTS][4];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const uint32_t low = words[j][c / 2][c % 2 * 2], high = words[j][c / 2][c % 2 * 2 + 1];
-        if constexpr (Format::BYTES == 2)
-          parts[0][c] = low | high << 16;
-        else
-          split(bits_float(low), bits_float(high), parts, c);
+        for (int c = 0; c < 8; ++c) hopper::load_shared(words[c / 4][c % 4], own + c * channel_bytes);
       }
-      if (place[j] == 0) continue;
+    } else {
+      const int block = 2 * chunk / pieces, piece = 2 * chunk - block * pieces;
+      const uint32_t own = from + block * plan.block_bytes + slot * plan.row_bytes;
+      const uint32_t order = own / hopper::kBoxRowBytes & (pieces - 1);
 #pragma unroll
-      for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place[j] + i * CHUNKS * plan.chunk_bytes, parts[i]);
+      for (int j = 0; j < 2; ++j) hopper::load_shared_4(words[j], own + ((piece + j) ^ order) * 16);
     }
-  };
-  if (channel_step == 1) {
-    constexpr int STEP = kLoadingThreads / SIDE;
-#pragma unroll 1
-    for (int chunk = loading_thread() % SIDE; chunk < CHUNKS; chunk += SIDE)
-#pragma unroll 1
-      for (int i = loading_thread() / SIDE; i < count; i += BATCH * STEP) {
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
-          const int own = i + j * STEP;
-          load_piece(j, own < count ? table[own] : Entry{-1, 0}, own, chunk, own < count);
-        }
-        store_pieces();
-      }
-  } else {
-#pragma unroll 1
-    for (int i = loading_thread(); i < count; i += kLoadingThreads) {
-      const Entry entry = table[i];
-#pragma unroll 1
-      for (int chunk = 0; chunk < CHUNKS; chunk += BATCH) {
+    for (int c = 0; c < 4; ++c)
+      split(bits_float(words[c / 2][c % 2 * 2]), bits_float(words[c / 2][c % 2 * 2 + 1]), parts, c);
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j) load_piece(j, entry, i, chunk + j, chunk + j < CHUNKS);
-        store_pieces();
-      }
-    }
+    for (int i = 0; i < PARTS; ++i)
+      hopper::store_shared_4(to + (i * CHUNKS + chunk) * plan.chunk_bytes + slot * 16, parts[i]);
   }
 }
 
 template <typename Format, int CHUNKS>
 __device__ __forceinline__ void load(const Params& params, const Shared& shared, const uint8_t* smem) {
-  using Stored = typename Format::Stored;
   const Plan& plan = params.plan;
-  const Entry* const dy_table = reinterpret_cast<const Entry*>(smem + shared.layout.dy_table);
-  const Entry* const x_table = reinterpret_cast<const Entry*>(smem + shared.layout.x_table);
-  const int dy_pixels = plan.images * plan.steps * kStepPixels;
-  const int x_pixels = plan.images * phases_of(plan) * plan.slots;
-  constexpr int SIDE = CHUNKS & -CHUNKS;  // chunks side by side, a power of 2
+  const bool issues = loading_thread() == 0;
   hopper::wait_for_prerequisites();
   RingPosition ring, ready;
-  int under_way = 0;
-  const auto hand_over = [&] {
-    hopper::fence_async();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) hopper::barrier_arrive(shared.full(ready.slot));
-    ready.next(plan.stages);
-  };
-#pragma unroll 1
-  for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
-    const Job job = locate_job(params, number);
-    const int of_group_k = job.tile_k * plan.channels, of_group_c = job.block_c * CHUNKS * 8;
-    const int first_k = job.group * params.group_k + of_group_k, first_c = job.group * params.group_c + of_group_c;
-    const Tap tap = first_tap(params, job.block_t);
-    const int k_left = params.group_k - of_group_k, c_left = params.group_c - of_group_c;
-#pragma unroll 1
-    for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
-      const Place at = locate_tile(params, tile);
-      const int images = params.N - at.n < plan.images ? static_cast<int>(params.N - at.n) : plan.images;
-      const int first_h = at.p * params.stride_h - params.pad_h + tap.r * params.dilation_h;
-      const int first_w = at.q * params.stride_w - params.pad_w + tap.s * params.dilation_w;
-      const Stored* const dy =
-          static_cast<const Stored*>(params.dy_ptr) + (at.n * params.dy_stride[0] + first_k * params.dy_stride[1] +
-                                                       at.p * params.dy_stride[2] + at.q * params.dy_stride[3]);
-      const Stored* const x =
-          static_cast<const Stored*>(params.x_ptr) + (at.n * params.x_stride[0] + first_c * params.x_stride[1] +
-                                                      first_h * params.x_stride[2] + first_w * params.x_stride[3]);
-      const auto dy_exists = [&](int packed) {
-        return (packed >> 20 < images) & (at.p + (packed >> 10 & 1023) < params.P) &
-               (at.q + (packed & 1023) < params.Q);
-      };
-      const auto x_exists = [&](int packed) {
-        return (packed >> 20 < images) & is_within(first_h + (packed >> 10 & 1023), params.H) &
-               is_within(first_w + (packed & 1023), params.W);
-      };
+  Walk loaded(params);
+  if constexpr (Format::PARTS == 1) {
+    for (; issues && loaded.goes_on(); loaded.next(), ring.next(plan.stages)) {
       hopper::barrier_wait(shared.empty(ring.slot), ring.parity ^ 1);
-      const uint32_t stage = shared.base + ring.slot * plan.stage_bytes, x_stage = stage + plan.dy_bytes;
-      const auto dy_place = [&](int i, int piece) { return stage + i * plan.dy_pitch + piece * 16; };
-      if (plan.dy_pieces) {
-        copy_pixels<16>(dy_table, dy_pixels, plan.channels * Format::BYTES / 16, dy, 1, k_left, dy_place, dy_exists);
-      } else if constexpr (Format::BYTES == 2) {
-        copy_values(dy_table, dy_pixels, plan.channels, reinterpret_cast<const uint16_t*>(dy), params.dy_stride[1],
-                    k_left, stage, plan.dy_pitch, dy_exists);
-      } else if (plan.dy_rows) {
-        copy_rows(dy_table, dy_pixels, plan.channels, dy, params.dy_stride[1], k_left, stage, plan.dy_pitch, dy_exists);
-      } else {
-        copy_pixels<4>(
-            dy_table, dy_pixels, plan.channels, dy, params.dy_stride[1], k_left,
-            [&](int i, int piece) { return stage + i * plan.dy_pitch + piece * 4; }, dy_exists);
+      load_stage<Format, CHUNKS>(params, loaded, shared.base + ring.slot * plan.stage_bytes, shared.full(ring.slot));
+    }
+  } else {
+    // Besides those under way one is multiplied, and one is given back only when the next one is.
+    int under_way = 0;
+    for (Walk splits(params); splits.goes_on(); splits.next(), ready.next(plan.stages), --under_way) {
+      for (; issues && loaded.goes_on() && under_way < plan.stages - 1;
+           ++under_way, loaded.next(), ring.next(plan.stages)) {
+        hopper::barrier_wait(shared.empty(ring.slot), ring.parity ^ 1);
+        load_stage<Format, CHUNKS>(params, loaded, shared.base + ring.slot * plan.stage_bytes, shared.raw(ring.slot));
       }
-      if (Format::BYTES == 2 && plan.x_pieces) {
-#pragma unroll 1
-        for (int chunk = 0; chunk < CHUNKS; chunk += SIDE)
-          copy_pixels<16>(
-              x_table, x_pixels, SIDE, x + 8 * chunk, 1, c_left - 8 * chunk,
-              [&](int i, int piece) { return x_stage + (chunk + piece) * plan.chunk_bytes + i * 16; }, x_exists);
-      } else {
-        pack_pixels<Format, CHUNKS>(x_table, x_pixels, plan, x, params.x_stride[1], c_left, x_stage, x_exists);
-      }
-      hopper::copies_commit();
-      ring.next(plan.stages);
-      if (++under_way > plan.ahead) {
-        if (plan.ahead == 2)
-          hopper::copies_wait<2>();
-        else
-          hopper::copies_wait<1>();
-        hand_over();
-      }
+      __syncwarp();
+      hopper::barrier_wait(shared.raw(ready.slot), ready.parity);
+      split_stage<Format::PARTS, CHUNKS>(params, splits, reinterpret_cast<const int*>(smem + shared.layout.x_table),
+                                         shared.base + ready.slot * plan.stage_bytes + plan.dy_bytes);
+      hopper::fence_async();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) hopper::barrier_arrive(shared.full(ready.slot));
     }
   }
-  hopper::copies_wait<0>();
-  for (int i = under_way < plan.ahead ? under_way : plan.ahead; i > 0; --i) hand_over();
 }
 
 // All products of one sum of a job, one by one, padding and all.
@@ -527,45 +467,88 @@ __device__ inline float exact_sum(const Params& params, const Job& job, int turn
   return static_cast<float>(sum);
 }
 
-// A step's 16 channels of a warp and 16 pixels of dy, as wgmma takes them, in parts. `address` is of the lane.
+// Where a lane finds dy of a step: its channel and the one eight further on, two neighbouring pixels and those eight
+// further on.
 template <typename Format>
-__device__ __forceinline__ void load_dy(const Plan& plan, uint32_t address, uint32_t (&a)[Format::PARTS][4]) {
+struct LaneOfDy {
+  uint32_t place[Format::BYTES == 2 ? 1 : 4];  // 16 bits: a row of ldmatrix. fp32: [pixel][channel]
+  uint32_t step_bytes, image_bytes;
+
+  __device__ __forceinline__ LaneOfDy(const Plan& plan, int own_channel, int lane) {
+    constexpr int CHANNELS = hopper::kBoxRowBytes / Format::BYTES;
+    const uint32_t block = own_channel / CHANNELS * plan.dy_block_bytes;
+    const int in_block = own_channel % CHANNELS;
+    step_bytes = kStepPixels * hopper::kBoxRowBytes;
+    image_bytes = plan.dy_slots * hopper::kBoxRowBytes;
+    if constexpr (Format::BYTES == 2) {
+      const int pixel = lane / 16 * 8 + lane % 8, piece = in_block / 8 + lane / 8 % 2;
+      place[0] = block + pixel * hopper::kBoxRowBytes + (piece ^ lane % 8) * 16;
+    } else if (plan.dy_planes) {
+      step_bytes = image_bytes = 0;  // in the table
+      place[0] = (own_channel + lane / 4) * plan.dy_run * 4;
+      place[1] = place[0] + 8 * plan.dy_run * 4;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int pixel = lane % 4 * 2 + i / 2, channel = in_block + lane / 4 + i % 2 * 8;
+        place[i] = block + pixel * hopper::kBoxRowBytes + (channel / 4 ^ pixel) * 16 + channel % 4 * 4;
+      }
+    }
+  }
+};
+
+// A step's 16 channels of a warp and 16 pixels of dy, as wgmma takes them, in parts. Planes: `table` has places of the
+// step's pixels, of which so many are `left`.
+template <typename Format>
+__device__ __forceinline__ void load_dy(const Plan& plan, const LaneOfDy<Format>& own, uint32_t from, const int* table,
+                                        int left, uint32_t (&a)[Format::PARTS][4]) {
   if constexpr (Format::BYTES == 2) {
-    hopper::load_matrix_transposed(a[0], address);
+    hopper::load_matrix_transposed(a[0], from + own.place[0]);
   } else {
-    uint32_t words[4][2];
+    float values[4][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int channel = i % 2 * 8, pixel = i / 2 * 8;
-      if (plan.dy_rows) {
-        hopper::load_shared_2(words[i], address + channel * plan.dy_pitch + pixel * 4);
-      } else {
-        const uint32_t from = address + pixel * plan.dy_pitch + channel * 4;
-        hopper::load_shared(words[i][0], from);
-        hopper::load_shared(words[i][1], from + plan.dy_pitch);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        uint32_t word;
+        if (plan.dy_planes) {
+          const int pixel = threadIdx.x % 4 * 2 + e + i / 2 * 8, at = table[pixel];
+          hopper::load_shared(word, from + own.place[i % 2] + max(at, 0));
+          values[i][e] = (at >= 0) & (pixel < left) ? bits_float(word) : 0;
+        } else {
+          hopper::load_shared(word, from + own.place[2 * e + i % 2] + i / 2 * 8 * hopper::kBoxRowBytes);
+          values[i][e] = bits_float(word);
+        }
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) split(bits_float(words[i][0]), bits_float(words[i][1]), a, i);
+    for (int i = 0; i < 4; ++i) split(values[i][0], values[i][1], a, i);
   }
 }
 
 template <typename Format, int CHUNKS, int TAPS>
-__device__ __forceinline__ void multiply(const Params& params, const Shared& shared) {
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, const uint8_t* smem) {
   constexpr int COLUMNS = 8 * CHUNKS, PARTS = Format::PARTS;
   using Stored = typename Format::Stored;
   const Plan& plan = params.plan;
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const bool by_turns = plan.channels == 64;
-  const int turns = by_turns ? 2 : 1, pitch = plan.dy_pitch, steps = plan.images * plan.steps;
+  const int turns = by_turns ? 2 : 1, steps = plan.images * plan.steps;
   const int own_channel = (by_turns ? 0 : 64 * warpgroup) + 16 * warp;
-  const uint32_t own_dy = Format::BYTES == 2 ? (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 16 + 2 * own_channel
-                          : plan.dy_rows     ? (own_channel + lane / 4) * pitch + lane % 4 * 8
-                                             : lane % 4 * 2 * pitch + (own_channel + lane / 4) * 4;
-  const uint32_t step_bytes = kStepPixels * (plan.dy_rows ? 4 : pitch);
-  const uint32_t high = plan.chunk_bytes / 16, part = CHUNKS * high;  // part: slots from part to part of x
-  hopper::wait_for_prerequisites();                                   // a preceding kernel may still read the workspace
+  const LaneOfDy<Format> own_dy(plan, own_channel, lane);
+  const int* const dy_table = reinterpret_cast<const int*>(smem + shared.layout.dy_table);
+  // Slots are 16 bytes of a chunk of fp32's parts, or rows in the swizzle of a box.
+  const int slot_units = Format::PARTS == 1 ? plan.row_bytes / 16 : 1;
+  const uint32_t high = Format::PARTS > 1 ? plan.chunk_bytes / 16
+                        : slot_units == 1 ? plan.block_bytes / 16
+                                          : 8 * slot_units | (slot_units == 8   ? 1u
+                                                              : slot_units == 4 ? 2u
+                                                                                : 3u)
+                                                                 << 30;
+  const uint32_t leading = Format::PARTS > 1 || slot_units == 1 ? 128 : plan.block_bytes;
+  const uint32_t part = CHUNKS * (plan.chunk_bytes / 16);  // from part to part of x
+  hopper::wait_for_prerequisites();                        // a preceding kernel may still read the workspace
   RingPosition ring;
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
@@ -574,7 +557,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 #pragma unroll
     for (int t = 0; t < TAPS; ++t) {
       const int tap = job.block_t * TAPS + t, taps = params.R * params.S;
-      tap_slots[t] = slot_of_tap(params, first_tap(params, job.block_t), tap < taps ? tap : taps - 1);
+      tap_slots[t] = slot_units * slot_of_tap(params, first_tap(params, job.block_t), tap < taps ? tap : taps - 1);
     }
     float acc[TAPS][COLUMNS / 2];
     int keep = 0;
@@ -595,16 +578,21 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 #pragma unroll 1
     for (int tile = job.first_tile; tile < job.last_tile; ++tile, ring.next(plan.stages)) {
       hopper::barrier_wait(shared.full(ring.slot), ring.parity);
-      const uint32_t a_stage = shared.base + ring.slot * plan.stage_bytes;
-      const uint32_t b_stage = hopper::descriptor(a_stage + plan.dy_bytes, 128);
+      const Place at = locate_tile(params, tile);
+      const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
+      const uint32_t a_stage = stage + (plan.dy_planes ? (at.p * params.Q + at.q) % 4 * 4 : 0);
+      const uint32_t b_stage = hopper::descriptor(stage + plan.dy_bytes + plan.raw_bytes, leading);
+      const int left = plan.tiles_q == 1 ? plan.pitch * plan.rows : params.Q - at.q;
       int step = turn;
 #pragma unroll 1
       for (; step < steps; step += turns) {
         if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
         const int image = quotient(step, params.by_steps), of_image = step - image * plan.steps;
         uint32_t a[PARTS][4];
-        load_dy<Format>(plan, a_stage + own_dy + step * step_bytes, a);
-        const uint32_t b = b_stage + image * static_cast<int>(params.by_image_slots.divisor) + of_image * kStepPixels;
+        load_dy<Format>(plan, own_dy, a_stage + image * own_dy.image_bytes + of_image * own_dy.step_bytes,
+                        dy_table + step * kStepPixels, left - of_image * kStepPixels, a);
+        const uint32_t b =
+            b_stage + slot_units * (image * static_cast<int>(params.by_image_slots.divisor) + of_image * kStepPixels);
         hopper::wgmma_fence();
         // The smallest products first; the taps in turn, as an instruction waits for the one before on the same sums.
 #pragma unroll
@@ -624,6 +612,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         keep = 1;
       }
       turn = step - steps;
+      __syncwarp();  // a warpgroup may have had no step
       if (lane == 0) hopper::barrier_arrive(shared.empty(ring.slot));
     }
     const bool has_sums = keep != 0;
@@ -671,27 +660,39 @@ template <typename Format, int CHUNKS, int TAPS>
 __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_hopper_wgrad_smem[];
+  uint8_t* const smem = modelnew_hopper_wgrad_smem;
   const Plan& plan = params.plan;
-  const Shared shared{hopper::smem_address(modelnew_hopper_wgrad_smem), shared_layout(plan)};
+  const Shared shared{hopper::smem_address(smem), shared_layout(plan)};
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int stage = 0; stage < plan.stages; ++stage) {
-      hopper::barrier_init(shared.full(stage), kLoadingThreads / 32);
+      hopper::barrier_init(shared.full(stage), Format::PARTS == 1 ? 1 : kLoadingThreads / 32);
       hopper::barrier_init(shared.empty(stage), kMultiplyingThreads / 32);
+      hopper::barrier_init(shared.raw(stage), 1);
     }
-    hopper::fence_async();
   }
-  fill_table(modelnew_hopper_wgrad_smem + shared.layout.dy_table, plan.images * plan.steps * kStepPixels,
-             params.dy_stride, [&](int i) { return dy_pixel(params, i); });
-  fill_table(modelnew_hopper_wgrad_smem + shared.layout.x_table, plan.images * phases_of(plan) * plan.slots,
-             params.x_stride, [&](int i) { return x_pixel(params, i); });
-  __syncthreads();  // barriers and tables are there
+  // Slots behind boxes stay zeros.
+  for (int i = threadIdx.x * 16; i < plan.stages * plan.stage_bytes; i += kThreads * 16)
+    *reinterpret_cast<uint4*>(smem + i) = uint4{};
+  if (plan.dy_planes) {
+    int* const table = reinterpret_cast<int*>(smem + shared.layout.dy_table);
+    for (int i = threadIdx.x; i < plan.images * plan.dy_slots; i += kThreads) {
+      const int packed = dy_pixel(params, i), image = packed >> 20, row = packed >> 10 & 1023, column = packed & 1023;
+      table[i] = packed < 0 ? -1 : 4 * (image * plan.channels * plan.dy_run + row * params.Q + column);
+    }
+  }
+  if (plan.x_planes) {
+    int* const table = reinterpret_cast<int*>(smem + shared.layout.x_table);
+    for (int i = threadIdx.x; i < all_slots(plan); i += kThreads) table[i] = x_pixel(params, i);
+  }
+  hopper::fence_async();
+  __syncthreads();  // barriers, zeros and tables are there
   if (threadIdx.x >= kMultiplyingThreads) {
     hopper::registers_give_back<kLoadingRegisters>();
-    load<Format, CHUNKS>(params, shared, modelnew_hopper_wgrad_smem);
+    load<Format, CHUNKS>(params, shared, smem);
   } else {
     hopper::registers_take<kMultiplyingRegisters>();
-    multiply<Format, CHUNKS, TAPS>(params, shared);
+    multiply<Format, CHUNKS, TAPS>(params, shared, smem);
     hopper::launch_dependents();
   }
 #endif
@@ -730,6 +731,24 @@ __global__ void __launch_bounds__(hopper::kCopyThreads)
     hopper::copy_planes(dy, block - x_blocks, smem);
 }
 
+// A thread for each element of the copy.
+template <typename Stored>
+__global__ void __launch_bounds__(kAddThreads) hopper_wgrad_order_kernel(const __grid_constant__ OrderParams params) {
+  hopper::wait_for_prerequisites();
+  hopper::launch_dependents();
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kAddThreads + threadIdx.x;
+  if (number >= params.elements) return;
+  const int i = static_cast<int>(number), outer = quotient(i, params.by_inner), inner = i - outer * params.inner;
+  const int row = params.planes ? quotient(inner, params.by_w) : quotient(outer, params.by_w);
+  const int w = (params.planes ? inner : outer) - row * params.W;
+  const int image = quotient(params.planes ? outer : row, params.planes ? params.by_c : params.by_h);
+  const int c = params.planes ? outer - image * params.C : inner, h = params.planes ? row : row - image * params.H;
+  const Stored* const from = static_cast<const Stored*>(params.from_ptr);
+  static_cast<Stored*>(params.to_ptr)[number] =
+      load_if(c < params.C && h < params.H,
+              from + (image * params.stride[0] + c * params.stride[1] + h * params.stride[2] + w * params.stride[3]));
+}
+
 #endif  // device code
 
 #if !defined(__CUDACC_RTC__)
@@ -741,12 +760,60 @@ struct Alignment {
 };
 
 // The estimate, in cycles of an SM.
-constexpr double kCallCycles = 12150, kJobCycles = 4000, kStageCycles = 120, kStageBytes = 32, kSumCycles = 0.3;
-constexpr double kMemoryBytes = 9.3, kShorterShare = 0.29, kCopyCycles = 4270, kCopiedBytes = 31;
+constexpr double kCallCycles = 12000, kJobCycles = 3000, kStageCycles = 150, kStageBytes = 24, kSumCycles = 0.3;
+constexpr double kMemoryBytes = 14, kShorterShare = 0.2, kCopyCycles = 4270, kCopiedBytes = 31;
+constexpr double kLeastColumns = 26, kStepCycles = 18, kStepLatency = 130;  // of wgmma (docs/lab/wgrad.md)
+
+// Sizes and strides of x or dy, for a copy or a map.
+struct Tensor {
+  int64_t stride[4];
+  int64_t N;
+  int C, H, W;
+};
+
+inline Tensor x_of(const Problem& problem) {
+  Tensor tensor{{}, problem.N, problem.C, problem.H, problem.W};
+  std::copy_n(problem.x_stride, 4, tensor.stride);
+  return tensor;
+}
+inline Tensor dy_of(const Problem& problem) {
+  Tensor tensor{{}, problem.N, problem.K, problem.P, problem.Q};
+  std::copy_n(problem.y_stride, 4, tensor.stride);
+  return tensor;
+}
+
+inline int64_t padded(int64_t size, int64_t multiple) { return ceil_div(size, multiple) * multiple; }
+
+// Whether boxes can read the channels of pixels, or planes, in place.
+inline bool has_pixels(const Tensor& of, int bytes, uint64_t address) {
+  const auto is = [&](int64_t stride, bool matters) { return !matters || (stride > 0 && stride * bytes % 16 == 0); };
+  return of.C * bytes % 16 == 0 && (of.stride[1] == 1 || of.C == 1) && is(of.stride[0], of.N > 1) &&
+         is(of.stride[2], of.H > 1) && is(of.stride[3], of.W > 1) && address % 16 == 0;
+}
+inline bool has_planes(const Tensor& of, uint64_t address) {
+  const auto is = [&](int64_t stride, bool matters) { return !matters || (stride > 0 && stride % 4 == 0); };
+  return hopper::are_planes(of.stride, of.H, of.W) && int64_t{of.H} * of.W % 4 == 0 && is(of.stride[0], of.N > 1) &&
+         is(of.stride[1], of.C > 1) && address % 16 == 0;
+}
+
+// A copy: of 16 bits in channels_last, of fp32 in planes.
+inline int64_t copied_bytes(const Tensor& of, int bytes) {
+  return bytes == 2 ? hopper::copied_bytes(of.N, of.C, of.H, of.W)
+                    : padded(4 * of.N * of.C * padded(int64_t{of.H} * of.W, 4), 16);
+}
+inline void set_copied_strides(const Tensor& of, int bytes, int64_t (&stride)[4]) {
+  if (bytes == 2) {
+    hopper::set_copied_strides(of.C, of.H, of.W, stride);
+  } else {
+    stride[3] = 1, stride[2] = of.W;
+    stride[1] = padded(int64_t{of.H} * of.W, 4);
+    stride[0] = stride[1] * of.C;
+  }
+}
 
 inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
-  return (plan.copies_x ? hopper::copied_bytes(problem.N, problem.C, problem.H, problem.W) : 0) +
-         (plan.copies_dy ? hopper::copied_bytes(problem.N, problem.K, problem.P, problem.Q) : 0);
+  return (plan.copies_x ? copied_bytes(x_of(problem), plan.bytes) : 0) +
+         (plan.copies_dy ? copied_bytes(dy_of(problem), plan.bytes) : 0);
 }
 
 inline int64_t sums_of(const Problem& problem, const Plan& plan) {
@@ -759,20 +826,44 @@ inline int64_t sum_bytes(const Problem& problem, const Plan& plan) {
   return static_cast<int64_t>(sizeof(float)) * sums_of(problem, plan);
 }
 
+// Tensors whose pixels have other places in memory, or whose pixels lie in fewer rows: the same sums.
+inline Problem as_planned(Problem problem, const Plan& plan) {
+  if (plan.copies_x) set_copied_strides(x_of(problem), plan.bytes, problem.x_stride);
+  if (plan.copies_dy) set_copied_strides(dy_of(problem), plan.bytes, problem.y_stride);
+  if (problem.R * problem.S != 1 || has_stride(problem) || problem.pad_h != 0 || problem.pad_w != 0 ||
+      problem.H != problem.P || problem.W != problem.Q)
+    return problem;
+  const auto joins = [&](const int64_t (&stride)[4], int outer, int inner, int64_t size) {
+    return stride[outer] == stride[inner] * size;
+  };
+  const int64_t plane = int64_t{problem.H} * problem.W;
+  if (problem.H > 1 && (!joins(problem.x_stride, 2, 3, problem.W) || !joins(problem.y_stride, 2, 3, problem.Q)))
+    return problem;
+  problem.H = problem.P = 1;
+  problem.W = problem.Q = static_cast<int>(plane);
+  if (plan.x_planes || plan.dy_planes || problem.N * plane >= int64_t{1} << 30) return problem;
+  if (problem.N > 1 && (!joins(problem.x_stride, 0, 3, plane) || !joins(problem.y_stride, 0, 3, plane))) return problem;
+  problem.W = problem.Q = static_cast<int>(problem.N * plane);
+  problem.N = 1;
+  return problem;
+}
+
 inline double estimate(const Problem& problem, int sms, const Plan& plan) {
+  const double products = plan.shape.taps * plan.parts_of_x * (plan.parts_of_x + 1) / 2 *
+                          std::max<double>(kLeastColumns, 8 * plan.shape.chunks);  // of two warpgroups in a step
   const double steps = plan.images * plan.steps / (plan.channels == 64 ? 2.0 : 1.0);
-  const double products = steps * plan.shape.chunks * 8 * plan.shape.taps * plan.parts_of_x * (plan.parts_of_x + 1) / 2;
-  const double loaded = plan.stage_bytes / kStageBytes;
+  const double multiplied = steps * std::max(products + kStepCycles, products / 2 + kStepLatency);
+  const double loaded = plan.loaded_bytes / kStageBytes;
   const double stages = static_cast<double>(ceil_div(plan.tiles, plan.parts));
-  const double multiplied = static_cast<double>(ceil_div(plan.jobs, sms)) *
-                            (stages * (std::max(products, loaded) + kStageCycles) + kJobCycles);
+  const double of_jobs = static_cast<double>(ceil_div(plan.jobs, sms)) *
+                         (stages * (std::max(multiplied, loaded) + kStageCycles) + kJobCycles);
   const double pixels = static_cast<double>(problem.N) * problem.H * problem.W;
   const double bytes =
       plan.bytes * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
   const double memory = bytes / sms / kMemoryBytes;
   const int64_t copied = copied_bytes(problem, plan);
   const double copying = copied == 0 ? 0 : kCopyCycles + 2.0 * copied / sms / kCopiedBytes;
-  return kCallCycles + copying + std::max(multiplied, memory) + kShorterShare * std::min(multiplied, memory) +
+  return kCallCycles + copying + std::max(of_jobs, memory) + kShorterShare * std::min(of_jobs, memory) +
          kSumCycles * sums_of(problem, plan) / sms;
 }
 
@@ -784,51 +875,77 @@ struct Wish {
 // The numbers that follow from the outputs of a stage. Returns false where a stage does not fit.
 inline bool complete(const Problem& problem, Plan& plan) {
   const int stride_h = taken_stride(problem.stride_h, problem.P), stride_w = taken_stride(problem.stride_w, problem.Q);
-  const int taps = plan.shape.taps, R = problem.R, S = problem.S;
+  const int taps = plan.shape.taps, R = problem.R, S = problem.S, columns = 8 * plan.shape.chunks;
   const bool in_row = S % taps == 0, in_rows = taps % S == 0;  // a block's taps
   plan.span_r = in_row ? 1 : std::min(R, in_rows ? taps / S : (taps + S - 2) / S + 1);
   plan.span_s = in_row ? taps : S;
+  plan.tiles_p = static_cast<int>(ceil_div(problem.P, plan.rows));
+  plan.tiles_q = static_cast<int>(ceil_div(problem.Q, plan.columns));
   const int64_t reach_h = int64_t{plan.span_r - 1} * problem.dilation_h;
   const int64_t reach_w = int64_t{plan.span_s - 1} * problem.dilation_w;
-  const int64_t pitch = plan.columns + reach_w / stride_w;
+  int64_t pitch = plan.columns + reach_w / stride_w;
+  const bool dy_by_rows = plan.tiles_q > 1 && plan.rows > 1;
+  if (dy_by_rows && plan.dy_planes) return false;
+  if (dy_by_rows) pitch = padded(pitch, 8);  // each row's box begins with a turn of the swizzle
   const int64_t window_h = (plan.rows + reach_h / stride_h) * stride_h, window_w = pitch * stride_w;
   if (window_h >= kMostSide || window_w >= kMostSide || plan.images >= kMostSide) return false;
   plan.pitch = static_cast<int>(pitch);
+  plan.window_h = static_cast<int>(window_h), plan.window_w = static_cast<int>(window_w);
   plan.phases_h = static_cast<int>(std::min<int64_t>(stride_h, reach_h + 1));
   plan.phases_w = static_cast<int>(std::min<int64_t>(stride_w, reach_w + 1));
   plan.steps = static_cast<int>(ceil_div((plan.rows - 1) * plan.pitch + plan.columns, kStepPixels));
   const int64_t farthest = reach_h / stride_h * pitch + reach_w / stride_w;
-  plan.slots = static_cast<int>(
-      std::max<int64_t>((plan.rows + reach_h / stride_h) * pitch, plan.steps * kStepPixels + farthest));
-  const int64_t all_slots = int64_t{plan.images} * phases_of(plan) * plan.slots;
-  const int64_t pixels = int64_t{plan.images} * plan.steps * kStepPixels;
-  // Lanes that copy neighbouring chunks of few pixels meet all banks.
-  const int past = plan.shape.chunks % 8 == 0 ? 1 : 2;
-  const int64_t chunk_slots = (all_slots + 7 - past) / 8 * 8 + past;
-  plan.dy_pitch = dy_pitch(plan);
-  plan.dy_bytes = static_cast<int>((plan.dy_rows ? plan.channels : pixels) * plan.dy_pitch);
-  const int64_t stage = plan.dy_bytes + plan.parts_of_x * plan.shape.chunks * chunk_slots * 16;
-  if (chunk_slots * 16 >= 1 << 18 || stage > kSharedBytes) return false;
-  plan.chunk_bytes = static_cast<int>(chunk_slots * 16);
+  plan.slots =
+      static_cast<int>(padded(std::max<int64_t>(window_h / stride_h * pitch, plan.steps * kStepPixels + farthest), 8));
+  int64_t loaded = 0, dy_bytes = 0, raw_bytes = 0, x_bytes = 0;
+  if (plan.dy_planes) {
+    // Lanes of a warp read eight channels, whose rows are 8 words apart in the banks.
+    const int64_t run = plan.tiles_q == 1 ? (plan.rows - 1) * problem.Q + plan.columns : plan.columns;
+    const bool in_fours =
+        (plan.tiles_p == 1 || int64_t{plan.rows} * problem.Q % 4 == 0) && (plan.tiles_q == 1 || plan.columns % 4 == 0);
+    plan.dy_run = static_cast<int>(padded(run + (in_fours ? 0 : 3) - 8, 32) + 8);
+    plan.dy_slots = plan.steps * kStepPixels;
+    dy_bytes = loaded = int64_t{plan.images} * plan.channels * plan.dy_run * 4;
+    if (plan.dy_run > kMostBox) return false;
+  } else {
+    const int64_t boxes = plan.tiles_q == 1 ? plan.rows * pitch : int64_t{plan.rows} * plan.columns;
+    plan.dy_slots = static_cast<int>(padded(std::max<int64_t>(plan.steps * kStepPixels, plan.rows * pitch), 8));
+    plan.dy_block_bytes = plan.images * plan.dy_slots * hopper::kBoxRowBytes;
+    dy_bytes = int64_t{plan.channels} * plan.bytes / hopper::kBoxRowBytes * plan.dy_block_bytes;
+    loaded = plan.images * boxes * plan.channels * plan.bytes;
+    if (pitch > kMostBox || plan.rows > kMostBox) return false;
+  }
+  const int64_t slots = all_slots(plan);
+  if (plan.x_planes) {
+    plan.run = static_cast<int>(padded(window_w + 3, 4));
+    raw_bytes = int64_t{plan.images} * window_h * columns * plan.run * 4;
+    loaded += raw_bytes;
+    if (plan.run > kMostBox) return false;
+  } else {
+    const int all_bytes = columns * plan.bytes;
+    plan.row_bytes = std::min(hopper::kBoxRowBytes, all_bytes & -all_bytes);
+    plan.block_bytes = static_cast<int>(slots * plan.row_bytes);
+    (plan.bytes == 2 ? x_bytes : raw_bytes) = slots * all_bytes;
+    loaded += int64_t{plan.images} * phases_of(plan) * (window_h / stride_h) * pitch * all_bytes;
+    if (window_h > kMostBox || window_w > kMostBox || stride_h > kMostStep || stride_w > kMostStep) return false;
+  }
+  if (plan.bytes == 4) x_bytes = int64_t{plan.parts_of_x} * plan.shape.chunks * slots * 16;
+  const int64_t stage =
+      padded(dy_bytes, kRegionBytes) + padded(raw_bytes, kRegionBytes) + padded(x_bytes, kRegionBytes);
+  if (stage > kSharedBytes / 2) return false;
+  plan.dy_bytes = static_cast<int>(padded(dy_bytes, kRegionBytes));
+  plan.raw_bytes = static_cast<int>(padded(raw_bytes, kRegionBytes));
+  plan.chunk_bytes = static_cast<int>(slots * 16);
   plan.stage_bytes = static_cast<int>(stage);
-  for (plan.stages = kMostStages; plan.stages > 2; --plan.stages) {
+  plan.loaded_bytes = static_cast<int>(loaded);
+  const int least = plan.bytes == 2 ? 2 : 3;  // two are under way while one is multiplied
+  for (plan.stages = kMostStages; plan.stages >= least; --plan.stages) {
     plan.smem_bytes = shared_layout(plan).end;
     if (plan.smem_bytes <= kSharedBytes) break;
   }
-  // Besides those under way one is multiplied, and one is given back only when the next one is.
-  plan.ahead = std::min(kMostAhead, plan.stages - 2);
-  if (plan.ahead <= 0) return false;
-  const auto farthest_of = [&](const int64_t (&stride)[4], int64_t rows, int64_t columns) {
-    return plan.images * stride[0] + rows * stride[2] + columns * stride[3];
-  };
-  if (farthest_of(problem.x_stride, window_h, window_w) > kMostElements ||
-      farthest_of(problem.y_stride, plan.rows, plan.columns) > kMostElements)
-    return false;
-  plan.tiles_p = static_cast<int>(ceil_div(problem.P, plan.rows));
-  plan.tiles_q = static_cast<int>(ceil_div(problem.Q, plan.columns));
   const int64_t tiles = ceil_div(problem.N, plan.images) * plan.tiles_p * plan.tiles_q;
   plan.tiles = static_cast<int>(tiles);
-  return tiles < 1 << 30;
+  return plan.stages >= least && tiles < 1 << 30;
 }
 
 // Tries all numbers of parts.
@@ -851,25 +968,25 @@ inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan,
   }
 }
 
-inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, const Wish& wish = {}) {
-  const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
-  const int group_c = problem.C / problem.groups, group_k = problem.K / problem.groups;
+inline bool make_plan(const Problem& original, int sms, const Alignment& address, Plan& best, const Wish& wish = {}) {
   Plan plan{};
-  plan.bytes = element_bytes(problem.dtype);
-  plan.parts_of_x = plan.bytes == 2 ? 1 : uses_tf32(problem, Operator::kWgrad) ? 2 : 3;
-  // By pieces of 16 bytes, x by two of them in fp32, or after a copy of planes of 16 bits; else one by one.
-  const auto prepare = [&](const int64_t (&stride)[4], int channels, int of_group, int rows, int columns,
-                           uint64_t begin, int piece, bool& pieces, bool& copies) {
-    const bool whole = problem.groups == 1 || of_group % piece == 0;
-    pieces = whole && channels % piece == 0 && begin % 16 == 0 && stride[1] == 1;
-    for (int i : {0, 2, 3}) pieces &= stride[i] % (16 / plan.bytes) == 0;
-    copies = !pieces && whole && plan.bytes == 2 && hopper::can_copy(stride, problem.N, channels, rows, columns);
-    pieces |= copies;
+  plan.bytes = element_bytes(original.dtype);
+  plan.parts_of_x = plan.bytes == 2 ? 1 : uses_tf32(original, Operator::kWgrad) ? 2 : 3;
+  const int group_c = original.C / original.groups, group_k = original.K / original.groups;
+  const auto prepare = [&](const Tensor& of, int of_group, uint64_t begin, bool& planes, bool& copies) {
+    const bool whole = original.groups == 1 || of_group * plan.bytes % 16 == 0;
+    planes = copies = false;
+    if (whole && has_pixels(of, plan.bytes, begin)) return true;
+    planes = plan.bytes == 4;
+    copies = !planes || !has_planes(of, begin);
+    return (planes || whole) && int64_t{of.H} * of.W < 1 << 30 &&
+           (!copies || copied_bytes(of, plan.bytes) <= kMostCopiedBytes);
   };
-  prepare(problem.x_stride, problem.C, group_c, problem.H, problem.W, address.x, 8, plan.x_pieces, plan.copies_x);
-  prepare(problem.y_stride, problem.K, group_k, problem.P, problem.Q, address.dy, 16 / plan.bytes, plan.dy_pieces,
-          plan.copies_dy);
-  plan.dy_rows = plan.bytes == 4 && problem.y_stride[1] != 1;
+  if (!prepare(x_of(original), group_c, address.x, plan.x_planes, plan.copies_x) ||
+      !prepare(dy_of(original), group_k, address.dy, plan.dy_planes, plan.copies_dy))
+    return false;
+  const Problem problem = as_planned(original, plan);
+  const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
   if (pixels >= int64_t{1} << 30 || taps * group_c * problem.K >= int64_t{1} << 30) return false;
   bool found = false;
   constexpr int kMostPixels = 256;  // of a stage
@@ -894,16 +1011,22 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
         consider(wish.images, wish.rows, wish.columns);
         continue;
       }
-      for (int strips = 1; strips <= problem.Q; ++strips) {
-        const int columns = static_cast<int>(ceil_div(problem.Q, strips));
-        if (columns <= kMostPixels) {
-          const int most = std::min(problem.P, kMostPixels / columns);
-          for (int rows = most; rows > 0; rows = rows > 4 ? rows * 3 / 4 : rows - 1) consider(1, rows, columns);
-          if (strips == 1 && most == problem.P)
-            for (int images = kMostPixels / (columns * problem.P); images > 1; images /= 2)
-              consider(static_cast<int>(std::min<int64_t>(images, problem.N)), problem.P, columns);
-        }
-        if (columns <= 32) break;
+      const auto consider_rows = [&](int columns) {
+        if (columns > kMostPixels) return;
+        const int most = std::min(problem.P, kMostPixels / columns);
+        for (int rows = most; rows > 0; rows = rows > 4 ? rows * 3 / 4 : rows - 1) consider(1, rows, columns);
+        if (columns == problem.Q && most == problem.P)
+          for (int images = kMostPixels / (columns * problem.P); images > 1; images /= 2)
+            consider(static_cast<int>(std::min<int64_t>(images, problem.N)), problem.P, columns);
+      };
+      consider_rows(problem.Q);
+      // Strips, of equal or convenient columns.
+      for (int most : {240, 224, 192, 160, 136, 112, 96, 72, 62, 40}) {
+        if (most >= problem.Q) continue;
+        consider_rows(most);
+        const int equal = static_cast<int>(ceil_div(problem.Q, ceil_div(problem.Q, most)));
+        consider_rows(equal);
+        if (equal % 4 != 0) consider_rows(static_cast<int>(padded(equal, 4)));
       }
     }
   return found;
@@ -933,6 +1056,7 @@ inline Params make_params(const Problem& problem, const Plan& plan) {
   params.by_slots = make_divisor(plan.slots);
   params.by_image_slots = make_divisor(int64_t{phases_of(plan)} * plan.slots);
   params.by_steps = make_divisor(plan.steps);
+  params.by_all_slots = make_divisor(all_slots(plan));
   return params;
 }
 
@@ -981,6 +1105,41 @@ inline int64_t workspace_bytes(const Problem& problem, Operator, const Pointers&
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
+inline cudaError_t make_maps(const Problem& problem, Params& params) {
+  const Plan& plan = params.plan;
+  const auto step = [&](int64_t stride, int64_t size) {
+    return static_cast<uint64_t>(size > 1 ? stride * plan.bytes : 16);
+  };
+  const auto make = [&](const void* from, const Tensor& of, bool planes, const uint32_t (&box)[4], int step_w,
+                        int step_h, int row_bytes, hopper::BoxMap& map) {
+    const uint64_t images = static_cast<uint64_t>(of.N), height = static_cast<uint64_t>(of.H);
+    const uint64_t channels = static_cast<uint64_t>(planes ? of.C : padded(of.C, 16 / plan.bytes));  // a copy has more
+    if (planes)
+      return hopper::make_box_map(hopper::BoxUse::kLoad, from, 4,
+                                  {static_cast<uint64_t>(padded(int64_t{of.H} * of.W, 4)), channels, images, 1},
+                                  {step(of.stride[1], of.C), step(of.stride[0], of.N), 16}, box, map);
+    return hopper::make_box_map(row_bytes == 128  ? hopper::BoxUse::kLoadRows
+                                : row_bytes == 64 ? hopper::BoxUse::kLoadHalves
+                                : row_bytes == 32 ? hopper::BoxUse::kLoadQuarters
+                                                  : hopper::BoxUse::kLoad,
+                                from, plan.bytes, {channels, static_cast<uint64_t>(of.W), height, images},
+                                {step(of.stride[3], of.W), step(of.stride[2], of.H), step(of.stride[0], of.N)}, box,
+                                map, step_w, step_h);
+  };
+  const auto u = [](int value) { return static_cast<uint32_t>(value); };
+  const uint32_t x_planes[4] = {u(plan.run), u(8 * plan.shape.chunks), 1, 1};
+  const uint32_t x_pixels[4] = {u(plan.row_bytes / plan.bytes), u(plan.window_w), u(plan.window_h), 1};
+  const uint32_t dy_planes[4] = {u(plan.dy_run), u(plan.channels), 1, 1};
+  const bool whole = plan.tiles_q == 1;
+  const uint32_t dy_pixels[4] = {u(hopper::kBoxRowBytes / plan.bytes), u(whole ? plan.pitch : plan.columns),
+                                 u(whole ? plan.rows : 1), 1};
+  const cudaError_t error = make(params.x_ptr, x_of(problem), plan.x_planes, plan.x_planes ? x_planes : x_pixels,
+                                 params.stride_w, params.stride_h, plan.row_bytes, params.x_map);
+  if (error != cudaSuccess) return error;
+  return make(params.dy_ptr, dy_of(problem), plan.dy_planes, plan.dy_planes ? dy_planes : dy_pixels, 1, 1,
+              hopper::kBoxRowBytes, params.dy_map);
+}
+
 template <typename Format, int SHAPE>
 cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
@@ -1011,33 +1170,53 @@ cudaError_t run_shape(const Params& params, const AddParams& add, cudaStream_t s
   return cudaErrorInvalidConfiguration;
 }
 
-// Copies what cannot be read in place, and lets `problem` and `pointers` describe the copies.
-inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, cudaStream_t stream) {
+// Copies what boxes cannot read in place.
+inline cudaError_t copy(const Problem& problem, const Plan& plan, Pointers& pointers, cudaStream_t stream) {
   uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(problem, plan);
-  const auto make = [&](const void*& from, int64_t (&stride)[4], int channels, int rows, int columns, int64_t& blocks) {
-    const hopper::PlanesCopy made =
-        hopper::make_planes_copy(from, stride, problem.N, channels, int64_t{rows} * columns, to, blocks);
-    hopper::set_copied_strides(channels, rows, columns, stride);
+  hopper::PlanesCopy of_planes[2] = {};
+  int64_t blocks[2] = {};
+  const auto make = [&](const Tensor& of, const void*& from, int64_t& own_blocks, hopper::PlanesCopy& planes) {
+    cudaError_t error = cudaSuccess;
+    if (plan.bytes == 2 && hopper::are_planes(of.stride, of.H, of.W)) {
+      planes = hopper::make_planes_copy(from, of.stride, of.N, of.C, int64_t{of.H} * of.W, to, own_blocks);
+    } else {
+      OrderParams params{from, to};
+      std::copy_n(of.stride, 4, params.stride);
+      params.elements = copied_bytes(of, plan.bytes) / plan.bytes;
+      params.C = of.C, params.H = of.H, params.W = of.W;
+      params.planes = plan.bytes == 4;
+      params.inner = static_cast<int>(params.planes ? padded(int64_t{of.H} * of.W, 4) : padded(of.C, 8));
+      params.by_inner = make_divisor(params.inner);
+      params.by_c = make_divisor(of.C), params.by_h = make_divisor(of.H), params.by_w = make_divisor(of.W);
+      const unsigned order_blocks = static_cast<unsigned>(ceil_div(params.elements, kAddThreads));
+      error =
+          plan.bytes == 2
+              ? hopper::launch_early(hopper_wgrad_order_kernel<Half>, order_blocks, kAddThreads, 0, stream, params)
+              : hopper::launch_early(hopper_wgrad_order_kernel<float>, order_blocks, kAddThreads, 0, stream, params);
+    }
     from = to;
-    to += hopper::copied_bytes(problem.N, channels, rows, columns);
-    return made;
+    to += copied_bytes(of, plan.bytes);
+    return error;
   };
-  hopper::PlanesCopy x{}, dy{};
-  int64_t x_blocks = 0, dy_blocks = 0;
-  if (plan.copies_x) x = make(pointers.x, problem.x_stride, problem.C, problem.H, problem.W, x_blocks);
-  if (plan.copies_dy) dy = make(pointers.dy, problem.y_stride, problem.K, problem.P, problem.Q, dy_blocks);
-  if (x_blocks + dy_blocks == 0) return cudaSuccess;
-  return hopper::launch_early(hopper_wgrad_copy_kernel, static_cast<unsigned>(x_blocks + dy_blocks),
-                              hopper::kCopyThreads, hopper::kCopyBytes, stream, x, dy, static_cast<int>(x_blocks));
+  cudaError_t error = cudaSuccess;
+  if (plan.copies_x) error = make(x_of(problem), pointers.x, blocks[0], of_planes[0]);
+  if (plan.copies_dy && error == cudaSuccess) error = make(dy_of(problem), pointers.dy, blocks[1], of_planes[1]);
+  if (error != cudaSuccess || blocks[0] + blocks[1] == 0) return error;
+  return hopper::launch_early(hopper_wgrad_copy_kernel, static_cast<unsigned>(blocks[0] + blocks[1]),
+                              hopper::kCopyThreads, hopper::kCopyBytes, stream, of_planes[0], of_planes[1],
+                              static_cast<int>(blocks[0]));
 }
 
 template <typename Format>
-cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream_t stream) {
-  cudaError_t error = copy(plan, problem, pointers, stream);
+cudaError_t run(const Problem& problem, const Plan& plan, Pointers pointers, cudaStream_t stream) {
+  cudaError_t error = copy(problem, plan, pointers, stream);
   if (error != cudaSuccess) return error;
-  Params params = make_params(problem, plan);
+  const Problem planned = as_planned(problem, plan);
+  Params params = make_params(planned, plan);
   params.x_ptr = pointers.x;
   params.dy_ptr = pointers.dy;
+  error = make_maps(planned, params);
+  if (error != cudaSuccess) return error;
   params.sums_ptr = static_cast<float*>(pointers.workspace);
   AddParams add{};
   add.sums_ptr = params.sums_ptr;

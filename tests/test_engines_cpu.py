@@ -121,7 +121,7 @@ PLANS = [
         lambda: itertools.product(HARD_WGMMA_CASES * 6 + random_wgmma_cases(1200, seed=0), WGMMA_OPERATORS),
         0.5,
     ),
-    ("hopper_wgrad", lambda: of_operator("wgrad", random_wgrad_cases(1500, seed=0)), 0.9),
+    ("hopper_wgrad", lambda: of_operator("wgrad", random_wgrad_cases(1500, seed=0)), 0.6),
 ]
 
 

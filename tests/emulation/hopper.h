@@ -346,7 +346,7 @@ inline cudaError_t accepted(bool right) {
   if (!right) simt::complain("a map that the driver would refuse");
   return right ? cudaSuccess : cudaErrorInvalidValue;
 }
-enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves };
+enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves, kLoadQuarters };
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                 const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map,
                                 uint32_t step = 1, uint32_t step_2 = 1) {
@@ -355,7 +355,7 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
   bool right = reinterpret_cast<uint64_t>(tensor) % 16 == 0;
   const bool quarters = use == BoxUse::kStoreQuarters;
   const bool halves = use == BoxUse::kStoreHalves || use == BoxUse::kLoadHalves;
-  map.pieces = use == BoxUse::kLoad || quarters ? 0 : halves ? 4 : 8;
+  map.pieces = use == BoxUse::kLoad || quarters ? 0 : use == BoxUse::kLoadQuarters ? 2 : halves ? 4 : 8;
   right &= map.pieces > 0 ? row_bytes == map.pieces * 16 : quarters ? row_bytes == 32 : row_bytes % 16 == 0;
   // A box spans so many elements of memory and takes one in every `step`.
   right &= step >= 1 && step <= 8 && box[1] % step == 0 && step_2 >= 1 && step_2 <= 8 && box[2] % step_2 == 0;
@@ -623,17 +623,24 @@ struct WgmmaRegisters {
   }
 };
 
-// And chunks of eight columns of `b`, [step of the reduction] x 16 bytes each.
+// And chunks of eight columns of `b`, [step of the reduction] x 16 bytes each, or rows in a swizzle, 128, 64 or 32 bytes
+// of columns each.
 template <typename Operand, int N>
 struct WgmmaRegistersTransposed {
   static void multiply(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int keep, uint32_t b_high) {
-    if (b & 0xc000 || b_high >> 14 != 0) simt::complain("a descriptor beyond shared memory");
+    if (b & 0xc000 || (b_high & 0x3fffffff) >> 14 != 0) simt::complain("a descriptor beyond shared memory");
+    const uint32_t row_bytes = b_high >> 30 == 0 ? 16 : 256 >> (b_high >> 30), to_next = (b_high & 0x3fff) * 16;
+    if (row_bytes > 16 && to_next != 8 * row_bytes) simt::complain("rows of a swizzle that do not follow each other");
     const auto rows = rows_in_registers<Operand>(a);
     multiply_rows<Operand, N>(
         acc, keep, [=](int i, auto& values) { std::copy(rows[i].begin(), rows[i].end(), values); },
         [=](int column, auto& values) {
           for (int k = 0; k < 16; ++k) {
-            const uint32_t place = (b & 0x3fff) * 16 + column / 8 * b_high * 16 + k / 8 * (b >> 16) * 16 + k % 8 * 16;
+            const uint32_t first = (b & 0x3fff) * 16, leading = (b >> 16) * 16, bytes = column * 2;
+            uint32_t place = first + bytes / row_bytes * leading + k / 8 * to_next + k % 8 * row_bytes;
+            if (row_bytes == 16) place = first + column / 8 * to_next + k / 8 * leading + k % 8 * 16;
+            place += bytes % row_bytes / 16 * 16;
+            place ^= place / kBoxRowBytes % (row_bytes / 16) * 16;
             simt::check_shared(place, 16);
             Operand value;
             std::memcpy(&value, simt::smem + place + column % 8 * sizeof value, sizeof value);

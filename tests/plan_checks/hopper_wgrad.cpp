@@ -70,26 +70,33 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   NOTE_VALUES(plan.shape.taps, 1, 9);
   NOTE(plan.channels == 64);
   NOTE(plan.copies_x != plan.copies_dy);
-  NOTE(plan.dy_rows);
-  NOTE(plan.dy_pieces && plan.x_pieces);
+  NOTE(plan.dy_planes);
+  NOTE(plan.x_planes);
   NOTE(plan.images > 1);
   NOTE(plan.tiles_q > 1);
   NOTE(plan.jobs > plan.grid);
   NOTE_VALUES(plan.parts_of_x, 1, 2, 3);
   CHECK(is_compiled(plan.shape, plan.parts_of_x) && (plan.channels == 64 || plan.channels == 128));
   CHECK(plan.smem_bytes == shared_layout(plan).end && plan.smem_bytes <= kSharedMemory && plan.stages <= kMostStages);
-  CHECK(plan.ahead >= 1 && plan.ahead <= kMostAhead && plan.stages >= plan.ahead + 2);
-  CHECK(multiples(16, {plan.dy_bytes, plan.chunk_bytes, plan.stage_bytes, plan.dy_pitch}));
-  CHECK(shared_layout(plan).dy_table % 8 == 0 && shared_layout(plan).barriers % 8 == 0);
-  const int64_t slots = int64_t{plan.images} * phases_of(plan) * plan.slots;
-  const int64_t pixels = int64_t{plan.images} * plan.steps * kStepPixels;
-  CHECK(plan.chunk_bytes >= 16 * slots && plan.chunk_bytes < 1 << 18);
-  CHECK(plan.dy_bytes >= (plan.dy_rows ? plan.channels * pixels * 4 : pixels * plan.channels * plan.bytes));
-  CHECK(plan.stage_bytes >= plan.dy_bytes + plan.parts_of_x * plan.shape.chunks * plan.chunk_bytes);
+  CHECK(plan.stages >= (plan.bytes == 2 ? 2 : 3));
+  CHECK(multiples(kRegionBytes, {plan.dy_bytes, plan.raw_bytes, plan.stage_bytes}) && plan.slots % 8 == 0);
+  CHECK(shared_layout(plan).barriers % 8 == 0);
+  const int slots = all_slots(plan), columns = 8 * plan.shape.chunks;
+  if (plan.dy_planes)
+    CHECK(plan.dy_bytes >= plan.images * plan.channels * plan.dy_run * 4 && plan.dy_run % 32 == 8);
+  else
+    CHECK(plan.dy_bytes >= plan.images * plan.dy_slots * plan.channels * plan.bytes && plan.dy_slots % 8 == 0);
+  CHECK(plan.dy_slots >= plan.steps * kStepPixels);
+  const int x_bytes = plan.stage_bytes - plan.dy_bytes - plan.raw_bytes;
+  CHECK(x_bytes >= slots * columns * 2 * plan.parts_of_x);
+  CHECK(plan.bytes == 2 || plan.raw_bytes >= (plan.x_planes ? plan.images * plan.window_h * columns * plan.run * 4
+                                                             : slots * columns * 4));
   CHECK(plan.jobs == int64_t{p.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t * plan.parts);
   CHECK(plan.grid == std::min(plan.jobs, sms) && plan.cycles > 0);
-  const Params params = make_params(p, plan);
-  check_jobs(p, params);
-  if (p.N * p.P * p.Q < 1 << 18) check_pixels(p, params);
+  const Problem planned = as_planned(p, plan);
+  NOTE(planned.Q > p.Q);
+  const Params params = make_params(planned, plan);
+  check_jobs(planned, params);
+  if (p.N * p.P * p.Q < 1 << 18) check_pixels(planned, params);
   return true;
 }
