@@ -66,8 +66,9 @@ constexpr int kMostStep = 8;                        // of a box
 [[maybe_unused]] constexpr float kScale = 0x1p24f;  // of either operand in fp32
 constexpr int64_t kMostChained = 8192;              // pixels of one sum on the tensor core
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
-constexpr int kAddThreads = 256;
-constexpr int kMostSide = 1 << 10;  // of a window and images of a stage: pack_pixel
+constexpr int kAddThreads = 256, kMostShares = 16;
+[[maybe_unused]] constexpr int64_t kFewSums = 1 << 17;  // fewer threads leave memory idle
+constexpr int kMostSide = 1 << 10;                      // of a window and images of a stage: pack_pixel
 
 // Chunks of eight input channels and taps of a tile, which a kernel is compiled for: as many as have room for sums, in
 // full fp32 accuracy for two of each.
@@ -136,9 +137,10 @@ struct AddParams {
   int64_t part, row;  // steps in sums
   int64_t w_stride[4];
   int parts, C, S, row_channels;  // the latter: columns of a tap
-  int64_t weights;                // of dw
+  int64_t quads;                  // of neighbouring channels of a tap, of dw
+  int shares;                     // groups of threads among which parts are divided, a power of two
   int group_padding;              // rows of sums that a group has beyond its channels
-  Divisor by_c, by_taps, by_s, by_group_k;
+  Divisor by_quads, by_taps, by_s, by_group_k;
 };
 
 // Any memory format -> channels_last with `inner` channels a pixel, or planes of `inner` pixels; zeros fill the rest.
@@ -534,7 +536,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const bool by_turns = plan.channels == 64;
-  const int turns = by_turns ? 2 : 1, steps = plan.images * plan.steps;
+  const int turns = by_turns ? 2 : 1;
   const int own_channel = (by_turns ? 0 : 64 * warpgroup) + 16 * warp;
   const LaneOfDy<Format> own_dy(plan, own_channel, lane);
   const int* const dy_table = reinterpret_cast<const int*>(smem + shared.layout.dy_table);
@@ -548,7 +550,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
                                                                  << 30;
   const uint32_t leading = Format::PARTS > 1 || slot_units == 1 ? 128 : plan.block_bytes;
   const uint32_t part = CHUNKS * (plan.chunk_bytes / 16);  // from part to part of x
-  hopper::wait_for_prerequisites();                        // a preceding kernel may still read the workspace
+  const uint32_t image_units = slot_units * phases_of(plan) * plan.slots;
+  hopper::wait_for_prerequisites();  // a preceding kernel may still read the workspace
   RingPosition ring;
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
@@ -560,12 +563,19 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       tap_slots[t] = slot_units * slot_of_tap(params, first_tap(params, job.block_t), tap < taps ? tap : taps - 1);
     }
     float acc[TAPS][COLUMNS / 2];
+    uint32_t a[2][PARTS][4];
     int keep = 0;
     hopper::wgmma_start(acc);
+    const auto finish = [&] {
+      hopper::wgmma_wait<0>();
+#pragma unroll
+      for (int t = 0; t < TAPS; ++t) hopper::wgmma_settle(acc[t]);
+    };
     // Full accuracy: sums of chains of few steps, which ordinary additions add.
     [[maybe_unused]] float sums[PARTS == 3 ? TAPS : 1][PARTS == 3 ? COLUMNS / 2 : 1] = {};
     int chained = 0;
     const auto end_chain = [&] {
+      finish();
       if constexpr (PARTS == 3) {
 #pragma unroll
         for (int t = 0; t < TAPS; ++t)
@@ -574,49 +584,76 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         keep = chained = 0;
       }
     };
-    int turn = by_turns ? warpgroup : 0;  // steps until the warpgroup's next one
-#pragma unroll 1
-    for (int tile = job.first_tile; tile < job.last_tile; ++tile, ring.next(plan.stages)) {
-      hopper::barrier_wait(shared.full(ring.slot), ring.parity);
-      const Place at = locate_tile(params, tile);
-      const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
-      const uint32_t a_stage = stage + (plan.dy_planes ? (at.p * params.Q + at.q) % 4 * 4 : 0);
-      const uint32_t b_stage = hopper::descriptor(stage + plan.dy_bytes + plan.raw_bytes, leading);
-      const int left = plan.tiles_q == 1 ? plan.pitch * plan.rows : params.Q - at.q;
-      int step = turn;
-#pragma unroll 1
-      for (; step < steps; step += turns) {
-        if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
-        const int image = quotient(step, params.by_steps), of_image = step - image * plan.steps;
-        uint32_t a[PARTS][4];
-        load_dy<Format>(plan, own_dy, a_stage + image * own_dy.image_bytes + of_image * own_dy.step_bytes,
-                        dy_table + step * kStepPixels, left - of_image * kStepPixels, a);
-        const uint32_t b =
-            b_stage + slot_units * (image * static_cast<int>(params.by_image_slots.divisor) + of_image * kStepPixels);
-        hopper::wgmma_fence();
-        // The smallest products first; the taps in turn, as an instruction waits for the one before on the same sums.
-#pragma unroll
-        for (int order = PARTS - 1; order >= 0; --order)
-#pragma unroll
-          for (int i = order; i >= 0; --i)
-#pragma unroll
-            for (int t = 0; t < TAPS; ++t)
-              hopper::WgmmaRegistersTransposed<typename Format::Operand, COLUMNS>::multiply(
-                  acc[t], a[i], b + tap_slots[t] + (order - i) * part, order == PARTS - 1 && i == order ? keep : 1,
-                  high);
-        hopper::wgmma_commit();
-        // The other warpgroup's products keep the tensor cores busy until this one has its next operands.
-        hopper::wgmma_wait<0>();
-#pragma unroll
-        for (int t = 0; t < TAPS; ++t) hopper::wgmma_settle(acc[t]);
-        keep = 1;
+    // The stage that pending products may read is given back when the next ones are under way.
+    int before = -1;
+    const auto give_back = [&] {
+      __syncwarp();
+      if (before >= 0 && lane == 0) hopper::barrier_arrive(shared.empty(before));
+      before = -1;
+    };
+    int tile = job.first_tile - 1, image = plan.images - 1, step = plan.steps - turns + (by_turns ? warpgroup : 0);
+    uint32_t dy_image = 0, x_image = 0;  // where these begin; x in a descriptor
+    const int* table = nullptr;
+    int left = 0;
+    // Goes on to the warpgroup's next step. Returns false if there is none.
+    const auto advance = [&] {
+      for (step += turns; step >= plan.steps;) {
+        step -= plan.steps;
+        if (++image < plan.images) {
+          dy_image += own_dy.image_bytes;
+          x_image += image_units;
+          table += plan.dy_slots;
+          continue;
+        }
+        image = 0;
+        if (tile >= job.first_tile) {
+          if (before >= 0) {  // this stage had no step of the warpgroup
+            hopper::wgmma_wait<0>();
+            give_back();
+          }
+          before = ring.slot;
+          ring.next(plan.stages);
+        }
+        if (++tile == job.last_tile) return false;
+        hopper::barrier_wait(shared.full(ring.slot), ring.parity);
+        const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
+        const Place at = locate_tile(params, tile);
+        dy_image = stage + (plan.dy_planes ? (at.p * params.Q + at.q) % 4 * 4 : 0);
+        x_image = hopper::descriptor(stage + plan.dy_bytes + plan.raw_bytes, leading);
+        table = dy_table;
+        left = plan.tiles_q == 1 ? plan.pitch * plan.rows : params.Q - at.q;
       }
-      turn = step - steps;
-      __syncwarp();  // a warpgroup may have had no step
-      if (lane == 0) hopper::barrier_arrive(shared.empty(ring.slot));
+      return true;
+    };
+    // One step: its operands come while the products of the step before are under way. `set` is known to the compiler.
+    const auto multiply_step = [&](int set) {
+      if (!advance()) return false;
+      if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
+      load_dy<Format>(plan, own_dy, dy_image + step * own_dy.step_bytes, table + step * kStepPixels,
+                      left - step * kStepPixels, a[set]);
+      const uint32_t b = x_image + step * kStepPixels * slot_units;
+      hopper::wgmma_fence();
+      // The smallest products first; the taps in turn, as an instruction waits for the one before on the same sums.
+#pragma unroll
+      for (int order = PARTS - 1; order >= 0; --order)
+#pragma unroll
+        for (int i = order; i >= 0; --i)
+#pragma unroll
+          for (int t = 0; t < TAPS; ++t)
+            hopper::WgmmaRegistersTransposed<typename Format::Operand, COLUMNS>::multiply(
+                acc[t], a[set][i], b + tap_slots[t] + (order - i) * part, order == PARTS - 1 && i == order ? keep : 1,
+                high);
+      hopper::wgmma_commit();
+      keep = 1;
+      hopper::wgmma_wait<1>();
+      if (before >= 0) give_back();
+      return true;
+    };
+    while (multiply_step(0) && multiply_step(1)) {
     }
     const bool has_sums = keep != 0;
     end_chain();
+    give_back();
     const auto sum_of = [&](int t, int i) {
       constexpr float kBack = PARTS == 1 ? 1 : 1 / (kScale * kScale);
       if constexpr (PARTS == 3) return sums[t][i] * kBack;
@@ -698,23 +735,44 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
 #endif
 }
 
-// Neighbouring threads have neighbouring input channels.
+// Neighbouring threads have neighbouring input channels, four each. Of few weights, groups of threads share the parts.
 template <typename Stored>
 __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __grid_constant__ AddParams params) {
+  extern __shared__ __align__(16) uint8_t modelnew_hopper_wgrad_add_smem[];
+  double* const shared_sums = reinterpret_cast<double*>(modelnew_hopper_wgrad_add_smem);  // [thread][4]
   hopper::wait_for_prerequisites();
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kAddThreads + threadIdx.x;
-  if (i >= params.weights) return;
-  const int number = static_cast<int>(i), of_taps = quotient(number, params.by_c), c = number - of_taps * params.C;
+  const int threads = kAddThreads / params.shares, share = static_cast<int>(threadIdx.x) / threads;
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x % threads;
+  double sums[4] = {};
+  const bool exists = number < params.quads;
+  const int i = static_cast<int>(exists ? number : 0), of_taps = quotient(i, params.by_quads);
+  const int c = 4 * (i - of_taps * static_cast<int>(params.by_quads.divisor));
   const int k = quotient(of_taps, params.by_taps), group = quotient(k, params.by_group_k),
             tap = of_taps - k * static_cast<int>(params.by_taps.divisor);
-  const int r = quotient(tap, params.by_s), s = tap - r * params.S;
   const int64_t row = k + group * static_cast<int64_t>(params.group_padding);
   const float* from = params.sums_ptr + row * params.row + tap * params.row_channels + c;
-  double sum = 0;
 #pragma unroll 4
-  for (int part = 0; part < params.parts; ++part) sum += from[part * params.part];
-  narrow(static_cast<float>(sum), static_cast<Stored*>(params.dw_ptr)[k * params.w_stride[0] + c * params.w_stride[1] +
-                                                                      r * params.w_stride[2] + s * params.w_stride[3]]);
+  for (int part = share; part < params.parts; part += params.shares) {
+    const float4 values = *reinterpret_cast<const float4*>(from + part * params.part);
+    sums[0] += values.x, sums[1] += values.y, sums[2] += values.z, sums[3] += values.w;
+  }
+  if (params.shares > 1) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) shared_sums[threadIdx.x * 4 + j] = sums[j];
+    __syncthreads();  // all shares are there
+    if (share > 0) return;
+#pragma unroll 1
+    for (int other = 1; other < params.shares; ++other)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[j] += shared_sums[(threadIdx.x + other * threads) * 4 + j];
+  }
+  if (!exists) return;
+  const int r = quotient(tap, params.by_s), s = tap - r * params.S;
+  Stored* const to = static_cast<Stored*>(params.dw_ptr) + (k * params.w_stride[0] + c * params.w_stride[1] +
+                                                            r * params.w_stride[2] + s * params.w_stride[3]);
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    if (c + j < params.C) narrow(static_cast<float>(sums[j]), to[j * params.w_stride[1]]);
 }
 
 __global__ void __launch_bounds__(hopper::kCopyThreads)
@@ -932,20 +990,20 @@ inline bool complete(const Problem& problem, Plan& plan) {
   if (plan.bytes == 4) x_bytes = int64_t{plan.parts_of_x} * plan.shape.chunks * slots * 16;
   const int64_t stage =
       padded(dy_bytes, kRegionBytes) + padded(raw_bytes, kRegionBytes) + padded(x_bytes, kRegionBytes);
-  if (stage > kSharedBytes / 2) return false;
+  if (stage > kSharedBytes) return false;
   plan.dy_bytes = static_cast<int>(padded(dy_bytes, kRegionBytes));
   plan.raw_bytes = static_cast<int>(padded(raw_bytes, kRegionBytes));
   plan.chunk_bytes = static_cast<int>(slots * 16);
   plan.stage_bytes = static_cast<int>(stage);
   plan.loaded_bytes = static_cast<int>(loaded);
-  const int least = plan.bytes == 2 ? 2 : 3;  // two are under way while one is multiplied
-  for (plan.stages = kMostStages; plan.stages >= least; --plan.stages) {
+  constexpr int kLeastStages = 3;  // two are under way while one is multiplied
+  for (plan.stages = kMostStages; plan.stages >= kLeastStages; --plan.stages) {
     plan.smem_bytes = shared_layout(plan).end;
     if (plan.smem_bytes <= kSharedBytes) break;
   }
   const int64_t tiles = ceil_div(problem.N, plan.images) * plan.tiles_p * plan.tiles_q;
   plan.tiles = static_cast<int>(tiles);
-  return plan.stages >= least && tiles < 1 << 30;
+  return plan.stages >= kLeastStages && tiles < 1 << 30;
 }
 
 // Tries all numbers of parts.
@@ -1156,7 +1214,8 @@ cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t 
     error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
     if (error != cudaSuccess) return error;
     return hopper::launch_early(hopper_wgrad_add_kernel<typename Format::Stored>,
-                                static_cast<unsigned>(ceil_div(add.weights, kAddThreads)), kAddThreads, 0, stream, add);
+                                static_cast<unsigned>(ceil_div(add.quads * add.shares, kAddThreads)), kAddThreads,
+                                add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0, stream, add);
   }
 }
 
@@ -1230,8 +1289,11 @@ cudaError_t run(const Problem& problem, const Plan& plan, Pointers pointers, cud
   add.parts = plan.parts * sums_of_part(plan);
   add.C = params.group_c;
   add.S = problem.S;
-  add.weights = int64_t{problem.K} * params.group_c * problem.R * problem.S;
-  add.by_c = make_divisor(params.group_c);
+  const int64_t quads = ceil_div(params.group_c, 4);
+  add.quads = int64_t{problem.K} * quads * problem.R * problem.S;
+  add.by_quads = make_divisor(quads);
+  for (add.shares = 1; add.shares < kMostShares && 4 * add.shares <= add.parts && add.quads * add.shares < kFewSums;)
+    add.shares *= 2;
   add.by_taps = make_divisor(int64_t{problem.R} * problem.S);
   add.by_s = make_divisor(problem.S);
   return run_shape<Format>(params, add, stream);

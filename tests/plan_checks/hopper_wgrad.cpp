@@ -78,7 +78,7 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   NOTE_VALUES(plan.parts_of_x, 1, 2, 3);
   CHECK(is_compiled(plan.shape, plan.parts_of_x) && (plan.channels == 64 || plan.channels == 128));
   CHECK(plan.smem_bytes == shared_layout(plan).end && plan.smem_bytes <= kSharedMemory && plan.stages <= kMostStages);
-  CHECK(plan.stages >= (plan.bytes == 2 ? 2 : 3));
+  CHECK(plan.stages >= 3);
   CHECK(multiples(kRegionBytes, {plan.dy_bytes, plan.raw_bytes, plan.stage_bytes}) && plan.slots % 8 == 0);
   CHECK(shared_layout(plan).barriers % 8 == 0);
   const int slots = all_slots(plan), columns = 8 * plan.shape.chunks;
