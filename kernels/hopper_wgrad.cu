@@ -58,6 +58,7 @@ constexpr int kStepPixels = 16;
 constexpr int kMultiplyingThreads = 256, kLoadingThreads = 128, kThreads = kMultiplyingThreads + kLoadingThreads;
 constexpr int kMultiplyingRegisters = 216, kLoadingRegisters = 72;  // per thread, from 168 at launch
 static_assert(2 * kMultiplyingRegisters + kLoadingRegisters <= 3 * 168, "no more registers than the block has");
+constexpr int kMultiplyingBarrier = 1;
 constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 6;
 constexpr int kRegionBytes = 1024;                  // of a stage, at least: from there on the swizzle repeats itself
@@ -65,10 +66,11 @@ constexpr int kMostBox = 256;                       // elements of a box along a
 constexpr int kMostStep = 8;                        // of a box
 [[maybe_unused]] constexpr float kScale = 0x1p24f;  // of either operand in fp32
 constexpr int64_t kMostChained = 8192;              // pixels of one sum on the tensor core
+constexpr int kMostCluster = 8;
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
-constexpr int kAddThreads = 256, kMostShares = 16;
-[[maybe_unused]] constexpr int64_t kFewSums = 1 << 17;  // fewer threads leave memory idle
-constexpr int kMostSide = 1 << 10;                      // of a window and images of a stage: pack_pixel
+constexpr int kAddThreads = 256, kMostAddChannels = 64, kMostAddSums = 4096;  // of a block
+[[maybe_unused]] constexpr int kFewBlocks = 512;                              // they leave memory idle
+constexpr int kMostSide = 1 << 10;  // of a window and images of a stage: pack_pixel
 
 // Chunks of eight input channels and taps of a tile, which a kernel is compiled for: as many as have room for sums, in
 // full fp32 accuracy for two of each.
@@ -108,10 +110,10 @@ struct Plan {
   int phases_h, phases_w, slots;    // of x; slots of a phase of an image
   int dy_slots;                     // of an image
   int tiles_p, tiles_q, tiles;      // stages of an image, and of all
-  int parts, jobs, grid;
-  int row_bytes, block_bytes;  // channels_last x: of a pixel, in a block of channels; of all its pixels
-  int dy_block_bytes;          // likewise, where a pixel has 128 bytes
-  int run, dy_run;             // planes: elements of a row of the window; of a channel of dy
+  int parts, cluster, jobs, grid;   // of the pixels; blocks that add up their sums
+  int row_bytes, block_bytes;       // channels_last x: of a pixel, in a block of channels; of all its pixels
+  int dy_block_bytes;               // likewise, where a pixel has 128 bytes
+  int run, dy_run;                  // planes: elements of a row of the window; of a channel of dy
   int dy_bytes, raw_bytes, chunk_bytes, stage_bytes, loaded_bytes;  // raw: fp32 x; chunk: of its parts
   int stages, smem_bytes;
   double cycles;
@@ -136,11 +138,10 @@ struct AddParams {
   void* dw_ptr;
   int64_t part, row;  // steps in sums
   int64_t w_stride[4];
-  int parts, C, S, row_channels;  // the latter: columns of a tap
-  int64_t quads;                  // of neighbouring channels of a tap, of dw
-  int shares;                     // groups of threads among which parts are divided, a power of two
-  int group_padding;              // rows of sums that a group has beyond its channels
-  Divisor by_quads, by_taps, by_s, by_group_k;
+  int parts, C, S, taps, row_channels;  // the latter: columns of a tap
+  int channels, shares;                 // of a block; of parts
+  int group_padding;                    // rows of sums that a group has beyond its channels
+  Divisor by_blocks_c, by_quads, by_taps, by_s, by_group_k;
 };
 
 // Any memory format -> channels_last with `inner` channels a pixel, or planes of `inner` pixels; zeros fill the rest.
@@ -154,34 +155,37 @@ struct OrderParams {
   Divisor by_inner, by_c, by_h, by_w;
 };
 
-// Parts of sums that a part of the pixels has.
-MODELNEW_HOST_DEVICE inline int sums_of_part(const Plan& plan) { return plan.channels == 64 ? 2 : 1; }
-
 MODELNEW_HOST_DEVICE inline int row_channels(const Plan& plan) { return plan.blocks_c * plan.shape.chunks * 8; }
 
 MODELNEW_HOST_DEVICE inline int phases_of(const Plan& plan) { return plan.phases_h * plan.phases_w; }
 
 MODELNEW_HOST_DEVICE inline int all_slots(const Plan& plan) { return plan.images * phases_of(plan) * plan.slots; }
 
+// `meeting`: of the parts of the pixels whose sums the blocks of a cluster add up.
 struct Job {
-  int group, tile_k, block_c, block_t, part, first_tile, last_tile;
+  int group, tile_k, block_c, block_t, part, first_tile, last_tile, meeting, first_met, last_met;
 };
 
-// Neighbouring blocks have tiles of the same pixels, which the L2 cache then serves.
+// Neighbouring clusters have tiles of the same pixels, which the L2 cache then serves.
 MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
   const Plan& plan = params.plan;
-  const int part = quotient(number, params.by_tiles);
-  const int of_all = number - part * static_cast<int>(params.by_tiles.divisor);
+  const int of_cluster = number / plan.cluster, meeting = quotient(of_cluster, params.by_tiles);
+  const int of_all = of_cluster - meeting * static_cast<int>(params.by_tiles.divisor);
   const int group = quotient(of_all, params.by_group_tiles);
   const int tile = of_all - group * static_cast<int>(params.by_group_tiles.divisor);
   const int column = quotient(tile, params.by_tiles_k), block_c = quotient(column, params.by_blocks_t);
+  const int first = meeting * plan.cluster, part = first + number % plan.cluster;
+  const auto begin = [&](int of) { return static_cast<int>(static_cast<int64_t>(of) * plan.tiles / plan.parts); };
   return {group,
           tile - column * plan.tiles_k,
           block_c,
           column - block_c * plan.blocks_t,
           part,
-          static_cast<int>(static_cast<int64_t>(part) * plan.tiles / plan.parts),
-          static_cast<int>(static_cast<int64_t>(part + 1) * plan.tiles / plan.parts)};
+          begin(part),
+          begin(part + 1),
+          meeting,
+          begin(first),
+          begin(first + plan.cluster)};
 }
 
 // The first output of a stage.
@@ -240,14 +244,16 @@ MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
   return pack_pixel(image, row * params.stride_h + phase_h, column * params.stride_w + phase - phase_h * plan.phases_w);
 }
 
-// Of a block: stages first, [dy][x of fp32][x as multiplied] each, then tables of pixels, then barriers.
+// Of a block: stages first, [dy][x of fp32][x as multiplied] each, or sums, then tables of pixels, then barriers.
 struct SharedLayout {
   int dy_table, x_table, barriers, end;
 };
 
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   SharedLayout layout{};
-  layout.dy_table = plan.stages * plan.stage_bytes;
+  const int stages = plan.stages * plan.stage_bytes,
+            staging = kMultiplyingThreads * 16 * plan.shape.chunks * plan.shape.taps;
+  layout.dy_table = stages > staging ? stages : staging;
   layout.x_table = layout.dy_table + (plan.dy_planes ? plan.images * plan.dy_slots * 4 : 0);
   layout.barriers = (layout.x_table + (plan.x_planes ? all_slots(plan) * 4 : 0) + 7) / 8 * 8;
   layout.end = layout.barriers + 24 * kMostStages;
@@ -269,27 +275,13 @@ struct Shared {
 
 __device__ __forceinline__ int loading_thread() { return static_cast<int>(threadIdx.x) - kMultiplyingThreads; }
 
-// All stages of a block, in turn.
-struct Walk {
-  const Params& params;
-  int number, tile;
-  Job job;
-
-  __device__ __forceinline__ explicit Walk(const Params& params) : params(params), number(blockIdx.x) { start(); }
-  __device__ __forceinline__ bool goes_on() const { return number < params.plan.jobs; }
-  __device__ __forceinline__ void next() {
-    if (++tile < job.last_tile) return;
-    number += gridDim.x;
-    start();
-  }
-
- private:
-  __device__ __forceinline__ void start() {
-    if (!goes_on()) return;
-    job = locate_job(params, number);
-    tile = job.first_tile;
-  }
-};
+// All threads of a block, or of a cluster, meet.
+__device__ __forceinline__ void meet(const Plan& plan) {
+  if (plan.cluster > 1)
+    hopper::cluster_sync();
+  else
+    __syncthreads();
+}
 
 // Where the window of a stage begins.
 struct Window {
@@ -297,21 +289,22 @@ struct Window {
   int first_h, first_w;
 };
 
-__device__ __forceinline__ Window locate_window(const Params& params, const Walk& walk) {
-  const Place at = locate_tile(params, walk.tile);
-  const Tap tap = first_tap(params, walk.job.block_t);
+__device__ __forceinline__ Window locate_window(const Params& params, const Job& job, int tile) {
+  const Place at = locate_tile(params, tile);
+  const Tap tap = first_tap(params, job.block_t);
   return {at, at.p * params.stride_h - params.pad_h + tap.r * params.dilation_h,
           at.q * params.stride_w - params.pad_w + tap.s * params.dilation_w};
 }
 
 // Issues the boxes of a stage.
 template <typename Format, int CHUNKS>
-__device__ __forceinline__ void load_stage(const Params& params, const Walk& walk, uint32_t stage, uint32_t barrier) {
+__device__ __forceinline__ void load_stage(const Params& params, const Job& job, int tile, uint32_t stage,
+                                           uint32_t barrier) {
   const Plan& plan = params.plan;
-  const Window window = locate_window(params, walk);
+  const Window window = locate_window(params, job, tile);
   const int n = static_cast<int>(window.at.n);
-  const int first_k = walk.job.group * params.group_k + walk.job.tile_k * plan.channels;
-  const int first_c = walk.job.group * params.group_c + walk.job.block_c * CHUNKS * 8;
+  const int first_k = job.group * params.group_k + job.tile_k * plan.channels;
+  const int first_c = job.group * params.group_c + job.block_c * CHUNKS * 8;
   const uint32_t x_stage = stage + plan.dy_bytes;
   hopper::barrier_arrive_expecting(barrier, plan.loaded_bytes);
 #pragma unroll 1
@@ -367,39 +360,58 @@ __device__ __forceinline__ void split(float low, float high, uint32_t (&parts)[P
 
 // Splits x of a stage into parts, [part][chunk][slot] x 16 bytes.
 template <int PARTS, int CHUNKS>
-__device__ __forceinline__ void split_stage(const Params& params, const Walk& walk, const int* table, uint32_t from) {
+__device__ __forceinline__ void split_stage(const Params& params, const Job& job, int tile, const int* table,
+                                            uint32_t from) {
+  constexpr int BATCH = 2;  // slots of chunks whose loads are under way
   const Plan& plan = params.plan;
   const uint32_t to = from + plan.raw_bytes;
   const int slots = all_slots(plan);
-  const Window window = locate_window(params, walk);
+  const Window window = locate_window(params, job, tile);
   const int channel_bytes = 4 * plan.run, row_bytes = CHUNKS * 8 * channel_bytes;  // of planes
   const int pieces = plan.row_bytes / 16;
+  int chunk = 0, slot = loading_thread();
+  const auto skip_chunks = [&] {
+    for (; slot >= slots; slot -= slots) ++chunk;
+  };
+  skip_chunks();
 #pragma unroll 1
-  for (int item = loading_thread(); item < CHUNKS * slots; item += kLoadingThreads) {
-    const int chunk = quotient(item, params.by_all_slots), slot = item - chunk * slots;
-    uint32_t words[2][4] = {}, parts[PARTS][4];
-    if (plan.x_planes) {
-      const int packed = table[slot], image = packed >> 20, row = packed >> 10 & 1023, column = packed & 1023;
-      const int h = window.first_h + row;
-      if (packed >= 0 && is_within(h, params.H) && is_within(window.first_w + column, params.W)) {
+  while (chunk < CHUNKS) {
+    uint32_t words[BATCH][2][4], place[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const bool exists = chunk < CHUNKS;
+      place[j] = exists ? to + chunk * plan.chunk_bytes + slot * 16 : 0;
+      if (plan.x_planes) {
+        const int packed = exists ? table[slot] : -1, row = packed >> 10 & 1023, column = packed & 1023;
+        const int h = window.first_h + row, image = packed >> 20;
+        const bool loaded = packed >= 0 && is_within(h, params.H) && is_within(window.first_w + column, params.W);
         const uint32_t own = from + (image * plan.window_h + row) * row_bytes + 8 * chunk * channel_bytes +
                              4 * (column + ((h * params.W + window.first_w) & 3));
 #pragma unroll
-        for (int c = 0; c < 8; ++c) hopper::load_shared(words[c / 4][c % 4], own + c * channel_bytes);
-      }
-    } else {
-      const int block = 2 * chunk / pieces, piece = 2 * chunk - block * pieces;
-      const uint32_t own = from + block * plan.block_bytes + slot * plan.row_bytes;
-      const uint32_t order = own / hopper::kBoxRowBytes & (pieces - 1);
+        for (int c = 0; c < 8; ++c) {
+          words[j][c / 4][c % 4] = 0;
+          if (loaded) hopper::load_shared(words[j][c / 4][c % 4], own + c * channel_bytes);
+        }
+      } else {
+        const int block = 2 * chunk / pieces, piece = 2 * chunk - block * pieces;
+        const uint32_t own = from + (exists ? block * plan.block_bytes + slot * plan.row_bytes : 0);
+        const uint32_t order = own / hopper::kBoxRowBytes & (pieces - 1);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) hopper::load_shared_4(words[j], own + ((piece + j) ^ order) * 16);
+        for (int i = 0; i < 2; ++i) hopper::load_shared_4(words[j][i], own + ((piece + i) ^ order) * 16);
+      }
+      slot += kLoadingThreads;
+      skip_chunks();
     }
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-      split(bits_float(words[c / 2][c % 2 * 2]), bits_float(words[c / 2][c % 2 * 2 + 1]), parts, c);
+    for (int j = 0; j < BATCH; ++j) {
+      uint32_t parts[PARTS][4];
 #pragma unroll
-    for (int i = 0; i < PARTS; ++i)
-      hopper::store_shared_4(to + (i * CHUNKS + chunk) * plan.chunk_bytes + slot * 16, parts[i]);
+      for (int c = 0; c < 4; ++c)
+        split(bits_float(words[j][c / 2][c % 2 * 2]), bits_float(words[j][c / 2][c % 2 * 2 + 1]), parts, c);
+      if (place[j] == 0) continue;
+#pragma unroll
+      for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place[j] + i * CHUNKS * plan.chunk_bytes, parts[i]);
+    }
   }
 }
 
@@ -409,36 +421,43 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
   const bool issues = loading_thread() == 0;
   hopper::wait_for_prerequisites();
   RingPosition ring, ready;
-  Walk loaded(params);
-  if constexpr (Format::PARTS == 1) {
-    for (; issues && loaded.goes_on(); loaded.next(), ring.next(plan.stages)) {
+#pragma unroll 1
+  for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
+    const Job job = locate_job(params, number);
+    int loaded = job.first_tile;
+    const auto load_next = [&](auto barrier_of) {
       hopper::barrier_wait(shared.empty(ring.slot), ring.parity ^ 1);
-      load_stage<Format, CHUNKS>(params, loaded, shared.base + ring.slot * plan.stage_bytes, shared.full(ring.slot));
-    }
-  } else {
-    // Besides those under way one is multiplied, and one is given back only when the next one is.
-    int under_way = 0;
-    for (Walk splits(params); splits.goes_on(); splits.next(), ready.next(plan.stages), --under_way) {
-      for (; issues && loaded.goes_on() && under_way < plan.stages - 1;
-           ++under_way, loaded.next(), ring.next(plan.stages)) {
-        hopper::barrier_wait(shared.empty(ring.slot), ring.parity ^ 1);
-        load_stage<Format, CHUNKS>(params, loaded, shared.base + ring.slot * plan.stage_bytes, shared.raw(ring.slot));
+      load_stage<Format, CHUNKS>(params, job, loaded++, shared.base + ring.slot * plan.stage_bytes,
+                                 barrier_of(ring.slot));
+      ring.next(plan.stages);
+    };
+    if constexpr (Format::PARTS == 1) {
+      while (issues && loaded < job.last_tile) load_next([&](int stage) { return shared.full(stage); });
+    } else {
+#pragma unroll 1
+      for (int tile = job.first_tile; tile < job.last_tile; ++tile, ready.next(plan.stages)) {
+        // Besides those under way one is multiplied, and it is given back only when the next one is.
+        while (issues && loaded < job.last_tile && loaded - tile < plan.stages - 1)
+          load_next([&](int stage) { return shared.raw(stage); });
+        __syncwarp();
+        hopper::barrier_wait(shared.raw(ready.slot), ready.parity);
+        split_stage<Format::PARTS, CHUNKS>(params, job, tile,
+                                           reinterpret_cast<const int*>(smem + shared.layout.x_table),
+                                           shared.base + ready.slot * plan.stage_bytes + plan.dy_bytes);
+        hopper::fence_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) hopper::barrier_arrive(shared.full(ready.slot));
       }
-      __syncwarp();
-      hopper::barrier_wait(shared.raw(ready.slot), ready.parity);
-      split_stage<Format::PARTS, CHUNKS>(params, splits, reinterpret_cast<const int*>(smem + shared.layout.x_table),
-                                         shared.base + ready.slot * plan.stage_bytes + plan.dy_bytes);
-      hopper::fence_async();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) hopper::barrier_arrive(shared.full(ready.slot));
     }
+    __syncwarp();
+    meet(plan);  // sums are in shared memory
+    meet(plan);  // and nobody reads them any more
   }
 }
 
-// All products of one sum of a job, one by one, padding and all.
+// All products of one sum of a cluster's jobs, one by one, padding and all.
 template <typename Stored>
-__device__ inline float exact_sum(const Params& params, const Job& job, int turns, int own_turn, int k, int c,
-                                  int tap) {
+__device__ inline float exact_sum(const Params& params, const Job& job, int k, int c, int tap) {
   const Plan& plan = params.plan;
   const int r = tap / params.S, s = tap - r * params.S;
   const Stored* const x =
@@ -446,17 +465,15 @@ __device__ inline float exact_sum(const Params& params, const Job& job, int turn
   const Stored* const dy =
       static_cast<const Stored*>(params.dy_ptr) + (job.group * params.group_k + k) * params.dy_stride[1];
   double sum = 0;
-  int step = -1;
 #pragma unroll 1
-  for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
+  for (int tile = job.first_met; tile < job.last_met; ++tile) {
     const Place at = locate_tile(params, tile);
 #pragma unroll 1
     for (int i = 0; i < plan.images * plan.steps * kStepPixels; ++i) {
-      if (i % kStepPixels == 0) ++step;
       const int packed = dy_pixel(params, i);
       const int p = at.p + (packed >> 10 & 1023), q = at.q + (packed & 1023);
       const int64_t n = at.n + (packed >> 20);
-      if (step % turns != own_turn || packed < 0 || n >= params.N || p >= params.P || q >= params.Q) continue;
+      if (packed < 0 || n >= params.N || p >= params.P || q >= params.Q) continue;
       const int h = p * params.stride_h - params.pad_h + r * params.dilation_h;
       const int w = q * params.stride_w - params.pad_w + s * params.dilation_w;
       const Stored value = load_if(is_within(h, params.H) && is_within(w, params.W),
@@ -508,15 +525,19 @@ __device__ __forceinline__ void load_dy(const Plan& plan, const LaneOfDy<Format>
     hopper::load_matrix_transposed(a[0], from + own.place[0]);
   } else {
     float values[4][2];
+    uint2 at[2];  // of two neighbours each
+    if (plan.dy_planes)
+      for (int i = 0; i < 2; ++i) at[i] = *reinterpret_cast<const uint2*>(table + threadIdx.x % 4 * 2 + 8 * i);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         uint32_t word;
         if (plan.dy_planes) {
-          const int pixel = threadIdx.x % 4 * 2 + e + i / 2 * 8, at = table[pixel];
-          hopper::load_shared(word, from + own.place[i % 2] + max(at, 0));
-          values[i][e] = (at >= 0) & (pixel < left) ? bits_float(word) : 0;
+          const int offset = static_cast<int>(e == 0 ? at[i / 2].x : at[i / 2].y),
+                    pixel = threadIdx.x % 4 * 2 + e + i / 2 * 8;
+          hopper::load_shared(word, from + own.place[i % 2] + max(offset, 0));
+          values[i][e] = (offset >= 0) & (pixel < left) ? bits_float(word) : 0;
         } else {
           hopper::load_shared(word, from + own.place[2 * e + i % 2] + i / 2 * 8 * hopper::kBoxRowBytes);
           values[i][e] = bits_float(word);
@@ -529,7 +550,7 @@ __device__ __forceinline__ void load_dy(const Plan& plan, const LaneOfDy<Format>
 }
 
 template <typename Format, int CHUNKS, int TAPS>
-__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, const uint8_t* smem) {
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem) {
   constexpr int COLUMNS = 8 * CHUNKS, PARTS = Format::PARTS;
   using Stored = typename Format::Stored;
   const Plan& plan = params.plan;
@@ -659,37 +680,56 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if constexpr (PARTS == 3) return sums[t][i] * kBack;
       return has_sums ? acc[t][i] * kBack : 0;  // a warpgroup that had no step still stores its sums
     };
-    const int of_part = by_turns ? 2 * job.part + warpgroup : job.part;
+    // Sums meet in shared memory, of both warpgroups where they took turns, and of all blocks of a cluster.
+    constexpr int QUADS = TAPS * CHUNKS;  // of a thread's sums
+    float4* const staging = reinterpret_cast<float4*>(smem) + threadIdx.x;
+    hopper::named_barrier(kMultiplyingBarrier, kMultiplyingThreads);  // nobody reads stages any more
+#pragma unroll
+    for (int t = 0; t < TAPS; ++t)
+#pragma unroll
+      for (int j = 0; j < CHUNKS; ++j)
+        staging[(t * CHUNKS + j) * kMultiplyingThreads] =
+            make_float4(sum_of(t, 4 * j), sum_of(t, 4 * j + 1), sum_of(t, 4 * j + 2), sum_of(t, 4 * j + 3));
+    meet(plan);
     const int first_c = job.block_c * COLUMNS + lane % 4 * 2, channels = row_channels(plan);
     const int k = job.tile_k * plan.channels + own_channel + lane / 4;  // in the group
     const int64_t row_k = static_cast<int64_t>(job.group) * plan.tiles_k * plan.channels + k;
     const int64_t row = static_cast<int64_t>(params.R) * params.S * channels;
-    float* const to = params.sums_ptr + (of_part * params.rows + row_k) * row + first_c;
-    const auto place = [&](int t, int j, int i) {
-      return to + 8 * i * row + (job.block_t * TAPS + t) * channels + 8 * j;
-    };
-    float finite = 0;  // or NaN, if a sum is not
+    float* const to = params.sums_ptr + (job.meeting * params.rows + row_k) * row + first_c;
     const int taps = params.R * params.S - job.block_t * TAPS;
-#pragma unroll
-    for (int t = 0; t < TAPS; ++t)
-#pragma unroll
-      for (int j = 0; j < COLUMNS / 8; ++j)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float low = sum_of(t, 4 * j + 2 * i), high = sum_of(t, 4 * j + 2 * i + 1);
-          finite += low * 0.f + high * 0.f;
-          if (t < taps) *reinterpret_cast<float2*>(place(t, j, i)) = make_float2(low, high);
-        }
-    if (finite == 0) continue;
+    const auto add = [&](const float4* of) {
+      return plan.cluster > 1 ? hopper::add_cluster_4(hopper::smem_address(of), plan.cluster) : *of;
+    };
 #pragma unroll 1
-    for (int number = 0; number < TAPS * COLUMNS / 2; ++number) {
-      const int t = number / (COLUMNS / 2), j = number / 4 % (COLUMNS / 8), i = number / 2 % 2, e = number % 2;
-      const int own_k = k + 8 * i, c = first_c + 8 * j + e;
-      if (t >= taps || own_k >= params.group_k || c >= params.group_c) continue;
-      float& sum = place(t, j, i)[e];
-      if (sum * 0.f != 0)
-        sum = exact_sum<Stored>(params, job, turns, by_turns ? warpgroup : 0, own_k, c, job.block_t * TAPS + t);
+    for (int quad = job.part % plan.cluster + (by_turns ? warpgroup * plan.cluster : 0); quad < QUADS;
+         quad += turns * plan.cluster) {
+      const int t = quad / CHUNKS, j = quad % CHUNKS;
+      if (t >= taps) break;
+      const float4* const of = staging + quad * kMultiplyingThreads;
+      float4 sum = add(by_turns ? of - threadIdx.x / 128 * 128 : of);
+      if (by_turns) {
+        const float4 other = add(of + (1 - static_cast<int>(threadIdx.x) / 128) * 128);
+        sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+      }
+      float* const place = to + (job.block_t * TAPS + t) * channels + 8 * j;
+      *reinterpret_cast<float2*>(place) = make_float2(sum.x, sum.y);
+      *reinterpret_cast<float2*>(place + 8 * row) = make_float2(sum.z, sum.w);
+      if ((sum.x + sum.y + sum.z + sum.w) * 0.f == 0) continue;
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) {
+        const int own_k = k + i / 2 * 8, c = first_c + 8 * j + i % 2;
+        float& own = place[i / 2 * 8 * row + i % 2];
+        if (own_k < params.group_k && c < params.group_c && own * 0.f != 0)
+          own = exact_sum<Stored>(params, job, own_k, c, job.block_t * TAPS + t);
+      }
     }
+    if (number + static_cast<int>(gridDim.x) < plan.jobs) {  // stages again, zeros behind boxes
+      hopper::named_barrier(kMultiplyingBarrier, kMultiplyingThreads);
+#pragma unroll 1
+      for (int i = 0; i < QUADS; ++i) staging[i * kMultiplyingThreads] = float4{};
+    }
+    hopper::fence_async();
+    meet(plan);
   }
 }
 
@@ -735,44 +775,58 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
 #endif
 }
 
-// Neighbouring threads have neighbouring input channels, four each. Of few weights, groups of threads share the parts.
+// A block for some channels of all taps of an output channel. Threads have four channels of a tap each; where they are
+// more than that, shares of the parts. Sums are stored in the order of dw, by way of shared memory.
 template <typename Stored>
 __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __grid_constant__ AddParams params) {
   extern __shared__ __align__(16) uint8_t modelnew_hopper_wgrad_add_smem[];
-  double* const shared_sums = reinterpret_cast<double*>(modelnew_hopper_wgrad_add_smem);  // [thread][4]
+  float* const sums = reinterpret_cast<float*>(modelnew_hopper_wgrad_add_smem);            // [tap][channel]
+  double* const shares = reinterpret_cast<double*>(sums + params.taps * params.channels);  // [thread][4]
+  const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
+  const int k = quotient(block, params.by_blocks_c);
+  const int first_c = (block - k * static_cast<int>(params.by_blocks_c.divisor)) * params.channels;
+  const int quads = params.taps * params.channels / 4,
+            share = params.shares > 1 ? quotient(thread, params.by_quads) : 0;
+  const int64_t row = k + quotient(k, params.by_group_k) * static_cast<int64_t>(params.group_padding);
+  const float* const from = params.sums_ptr + row * params.row + first_c;
   hopper::wait_for_prerequisites();
-  const int threads = kAddThreads / params.shares, share = static_cast<int>(threadIdx.x) / threads;
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x % threads;
-  double sums[4] = {};
-  const bool exists = number < params.quads;
-  const int i = static_cast<int>(exists ? number : 0), of_taps = quotient(i, params.by_quads);
-  const int c = 4 * (i - of_taps * static_cast<int>(params.by_quads.divisor));
-  const int k = quotient(of_taps, params.by_taps), group = quotient(k, params.by_group_k),
-            tap = of_taps - k * static_cast<int>(params.by_taps.divisor);
-  const int64_t row = k + group * static_cast<int64_t>(params.group_padding);
-  const float* from = params.sums_ptr + row * params.row + tap * params.row_channels + c;
-#pragma unroll 4
-  for (int part = share; part < params.parts; part += params.shares) {
-    const float4 values = *reinterpret_cast<const float4*>(from + part * params.part);
-    sums[0] += values.x, sums[1] += values.y, sums[2] += values.z, sums[3] += values.w;
+  double own[4];
+#pragma unroll 1
+  for (int quad = thread - share * quads; quad < quads; quad += kAddThreads) {
+    const int tap = 4 * quad / params.channels, c = 4 * quad - tap * params.channels;
+    const float* const first = from + tap * params.row_channels + c;
+    own[0] = own[1] = own[2] = own[3] = 0;
+#pragma unroll 8
+    for (int part = share; part < params.parts; part += params.shares) {
+      const float4 values = *reinterpret_cast<const float4*>(first + part * params.part);
+      own[0] += values.x, own[1] += values.y, own[2] += values.z, own[3] += values.w;
+    }
+    if (params.shares > 1) break;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sums[4 * quad + j] = static_cast<float>(own[j]);
   }
   if (params.shares > 1) {
+    if (share < params.shares)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) shared_sums[threadIdx.x * 4 + j] = sums[j];
+      for (int j = 0; j < 4; ++j) shares[4 * thread + j] = own[j];
     __syncthreads();  // all shares are there
-    if (share > 0) return;
-#pragma unroll 1
-    for (int other = 1; other < params.shares; ++other)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums[j] += shared_sums[(threadIdx.x + other * threads) * 4 + j];
+    for (int i = thread; i < 4 * quads; i += kAddThreads) {
+      double sum = 0;
+      for (int other = 0; other < params.shares; ++other) sum += shares[4 * quads * other + i];
+      sums[i] = static_cast<float>(sum);
+    }
   }
-  if (!exists) return;
-  const int r = quotient(tap, params.by_s), s = tap - r * params.S;
-  Stored* const to = static_cast<Stored*>(params.dw_ptr) + (k * params.w_stride[0] + c * params.w_stride[1] +
-                                                            r * params.w_stride[2] + s * params.w_stride[3]);
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
-    if (c + j < params.C) narrow(static_cast<float>(sums[j]), to[j * params.w_stride[1]]);
+  __syncthreads();  // all sums are there
+  Stored* const to = static_cast<Stored*>(params.dw_ptr) + k * params.w_stride[0];
+  for (int i = thread; i < 4 * quads; i += kAddThreads) {
+    const int major = params.w_stride[1] == 1 ? i / params.channels : quotient(i, params.by_taps);
+    const int minor = i - major * (params.w_stride[1] == 1 ? params.channels : params.taps);
+    const int tap = params.w_stride[1] == 1 ? major : minor, of_block = params.w_stride[1] == 1 ? minor : major;
+    const int c = first_c + of_block, r = quotient(tap, params.by_s), s = tap - r * params.S;
+    if (c < params.C)
+      narrow(sums[tap * params.channels + of_block],
+             to[c * params.w_stride[1] + r * params.w_stride[2] + s * params.w_stride[3]]);
+  }
 }
 
 __global__ void __launch_bounds__(hopper::kCopyThreads)
@@ -820,6 +874,9 @@ struct Alignment {
 // The estimate, in cycles of an SM.
 constexpr double kCallCycles = 12000, kJobCycles = 3000, kStageCycles = 150, kStageBytes = 24, kSumCycles = 0.3;
 constexpr double kMemoryBytes = 14, kShorterShare = 0.2, kCopyCycles = 4270, kCopiedBytes = 31;
+constexpr double kClusterCycles = 2000;  // of meeting
+// The shares of SMs that clusters of four and eight get, as GPCs differ.
+constexpr double kShareOfFours = 0.94, kShareOfEights = 0.88;
 constexpr double kLeastColumns = 26, kStepCycles = 18, kStepLatency = 130;  // of wgmma (docs/lab/wgrad.md)
 
 // Sizes and strides of x or dy, for a copy or a map.
@@ -875,8 +932,8 @@ inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
 }
 
 inline int64_t sums_of(const Problem& problem, const Plan& plan) {
-  return static_cast<int64_t>(plan.parts) * sums_of_part(plan) * problem.groups * plan.tiles_k * plan.channels *
-         problem.R * problem.S * row_channels(plan);
+  return static_cast<int64_t>(plan.parts / plan.cluster) * problem.groups * plan.tiles_k * plan.channels * problem.R *
+         problem.S * row_channels(plan);
 }
 
 // The sums in the workspace; copies come behind them.
@@ -922,12 +979,12 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const int64_t copied = copied_bytes(problem, plan);
   const double copying = copied == 0 ? 0 : kCopyCycles + 2.0 * copied / sms / kCopiedBytes;
   return kCallCycles + copying + std::max(of_jobs, memory) + kShorterShare * std::min(of_jobs, memory) +
-         kSumCycles * sums_of(problem, plan) / sms;
+         kSumCycles * sums_of(problem, plan) / sms + (plan.cluster > 1 ? kClusterCycles : 0);
 }
 
 // Demands on a plan beyond being the cheapest one; zeros, or -1 for the shape, demand nothing.
 struct Wish {
-  int shape = -1, channels = 0, parts = 0, images = 0, rows = 0, columns = 0;
+  int shape = -1, channels = 0, parts = 0, images = 0, rows = 0, columns = 0, cluster = 0;
 };
 
 // The numbers that follow from the outputs of a stage. Returns false where a stage does not fit.
@@ -1010,19 +1067,25 @@ inline bool complete(const Problem& problem, Plan& plan) {
 inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan, Plan& best, bool& found) {
   const int64_t tiles = int64_t{problem.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t;
   const int64_t pixels = int64_t{plan.tiles} * plan.images * plan.steps * kStepPixels;
-  const int64_t least = ceil_div(pixels, kMostChained * sums_of_part(plan));
+  const int64_t least = ceil_div(pixels, kMostChained * (plan.channels == 64 ? 2 : 1));
   const int64_t most = std::max(least, ceil_div(4 * sms, tiles)), last = std::min<int64_t>(most, plan.tiles);
   for (int64_t parts = std::min<int64_t>(least, plan.tiles); parts <= last; ++parts) {
     if (wish.parts > 0 && parts != wish.parts) continue;
     if (tiles * parts >= 1 << 30) break;
     plan.parts = static_cast<int>(parts);
-    if (sum_bytes(problem, plan) > kMostSumBytes) break;
     plan.jobs = static_cast<int>(tiles * parts);
-    plan.grid = std::min(plan.jobs, sms);
-    plan.cycles = estimate(problem, sms, plan);
-    if (found && plan.cycles >= best.cycles) continue;
-    best = plan;
-    found = true;
+    for (plan.cluster = 1; plan.cluster <= kMostCluster; plan.cluster *= 2) {
+      // A cluster's blocks have one job each, as its shared memory is staging then.
+      const double share = plan.cluster <= 2 ? 1 : plan.cluster == 4 ? kShareOfFours : kShareOfEights;
+      if (plan.cluster > 1 && (parts % plan.cluster != 0 || plan.jobs > share * sms)) break;
+      if (wish.cluster > 0 && plan.cluster != wish.cluster) continue;
+      if (sum_bytes(problem, plan) > kMostSumBytes) continue;
+      plan.grid = std::min(plan.jobs, sms);
+      plan.cycles = estimate(problem, sms, plan);
+      if (found && plan.cycles >= best.cycles) continue;
+      best = plan;
+      found = true;
+    }
   }
 }
 
@@ -1045,7 +1108,8 @@ inline bool make_plan(const Problem& original, int sms, const Alignment& address
     return false;
   const Problem problem = as_planned(original, plan);
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
-  if (pixels >= int64_t{1} << 30 || taps * group_c * problem.K >= int64_t{1} << 30) return false;
+  if (pixels >= int64_t{1} << 30 || taps * group_c * problem.K >= int64_t{1} << 30 || taps * 4 > kMostAddSums)
+    return false;
   bool found = false;
   constexpr int kMostPixels = 256;  // of a stage
   for (int channels : {128, 64})
@@ -1199,7 +1263,7 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
 }
 
 template <typename Format, int SHAPE>
-cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t stream) {
+cudaError_t run_kernel(const Params& params, const AddParams& add, int K, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
   constexpr Instance kInstance{"hopper_wgrad_kernel", {kTypeId<typename Format::Stored>, Format::PARTS, SHAPE}};
   record(kInstance);
@@ -1211,20 +1275,23 @@ cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t 
     // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (error != cudaSuccess) return error;
-    error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
+    error = hopper::launch_early_in_clusters(kernel, static_cast<unsigned>(plan.grid), plan.cluster, kThreads,
+                                             plan.smem_bytes, stream, params);
     if (error != cudaSuccess) return error;
-    return hopper::launch_early(hopper_wgrad_add_kernel<typename Format::Stored>,
-                                static_cast<unsigned>(ceil_div(add.quads * add.shares, kAddThreads)), kAddThreads,
-                                add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0, stream, add);
+    const unsigned blocks = static_cast<unsigned>(K * add.by_blocks_c.divisor);
+    const size_t bytes =
+        add.taps * add.channels * sizeof(float) + (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);
+    return hopper::launch_early(hopper_wgrad_add_kernel<typename Format::Stored>, blocks, kAddThreads, bytes, stream,
+                                add);
   }
 }
 
 template <typename Format, int SHAPE = 0>
-cudaError_t run_shape(const Params& params, const AddParams& add, cudaStream_t stream) {
+cudaError_t run_shape(const Params& params, const AddParams& add, int K, cudaStream_t stream) {
   if constexpr (SHAPE < kTileShapeCount) {
     const TileShape &shape = params.plan.shape, &own = kTileShapes[SHAPE];
-    if (shape.chunks == own.chunks && shape.taps == own.taps) return run_kernel<Format, SHAPE>(params, add, stream);
-    return run_shape<Format, SHAPE + 1>(params, add, stream);
+    if (shape.chunks == own.chunks && shape.taps == own.taps) return run_kernel<Format, SHAPE>(params, add, K, stream);
+    return run_shape<Format, SHAPE + 1>(params, add, K, stream);
   }
   return cudaErrorInvalidConfiguration;
 }
@@ -1286,17 +1353,21 @@ cudaError_t run(const Problem& problem, const Plan& plan, Pointers pointers, cud
   add.group_padding = plan.tiles_k * plan.channels - params.group_k;
   add.by_group_k = make_divisor(params.group_k);
   std::copy_n(problem.w_stride, 4, add.w_stride);
-  add.parts = plan.parts * sums_of_part(plan);
+  add.parts = plan.parts / plan.cluster;
   add.C = params.group_c;
   add.S = problem.S;
-  const int64_t quads = ceil_div(params.group_c, 4);
-  add.quads = int64_t{problem.K} * quads * problem.R * problem.S;
+  add.taps = problem.R * problem.S;
+  for (add.channels = kMostAddChannels; add.channels > 4; add.channels /= 2)
+    if (add.channels * add.taps <= kMostAddSums &&
+        (add.channels <= 16 || problem.K * ceil_div(add.C, add.channels) >= kFewBlocks))
+      break;
+  const int64_t quads = int64_t{add.taps} * add.channels / 4;
+  add.shares = static_cast<int>(std::clamp<int64_t>(kAddThreads / quads, 1, ceil_div(add.parts, 2)));
+  add.by_blocks_c = make_divisor(ceil_div(add.C, add.channels));
   add.by_quads = make_divisor(quads);
-  for (add.shares = 1; add.shares < kMostShares && 4 * add.shares <= add.parts && add.quads * add.shares < kFewSums;)
-    add.shares *= 2;
-  add.by_taps = make_divisor(int64_t{problem.R} * problem.S);
+  add.by_taps = make_divisor(add.taps);
   add.by_s = make_divisor(problem.S);
-  return run_shape<Format>(params, add, stream);
+  return run_shape<Format>(params, add, problem.K, stream);
 }
 
 inline cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointers, cudaStream_t stream) {
@@ -1326,13 +1397,14 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
   snprintf(
       text, text_size,
       "%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and %d bytes, %d of "
-      "them, %d blocks for %d tiles in %d parts, about %.3g Mcycles",
+      "them, %d blocks for %d tiles in %d parts, clusters of %d, about %.3g Mcycles",
       plan.copies_x && plan.copies_dy ? "x and dy copied, "
       : plan.copies_x                 ? "x copied, "
       : plan.copies_dy                ? "dy copied, "
                                       : "",
       plan.channels, 8 * plan.shape.chunks, plan.shape.taps, plan.images, plan.rows, plan.columns, plan.stage_bytes,
-      plan.stages, plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t, plan.parts, plan.cycles * 1e-6);
+      plan.stages, plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t, plan.parts, plan.cluster,
+      plan.cycles * 1e-6);
 }
 
 #endif  // host
