@@ -60,7 +60,7 @@ constexpr int kMultiplyingRegisters = 216, kLoadingRegisters = 72;  // per threa
 static_assert(2 * kMultiplyingRegisters + kLoadingRegisters <= 3 * 168, "no more registers than the block has");
 constexpr int kMultiplyingBarrier = 1;
 constexpr int kSharedBytes = 232448;
-constexpr int kMostStages = 6;
+constexpr int kMostStages = 6, kPartStages = 2;     // the latter: of x in parts
 constexpr int kRegionBytes = 1024;                  // of a stage, at least: from there on the swizzle repeats itself
 constexpr int kMostBox = 256;                       // elements of a box along a dimension
 constexpr int kMostStep = 8;                        // of a box
@@ -114,8 +114,9 @@ struct Plan {
   int row_bytes, block_bytes;       // channels_last x: of a pixel, in a block of channels; of all its pixels
   int dy_block_bytes;               // likewise, where a pixel has 128 bytes
   int run, dy_run;                  // planes: elements of a row of the window; of a channel of dy
-  int dy_bytes, raw_bytes, chunk_bytes, stage_bytes, loaded_bytes;  // raw: fp32 x; chunk: of its parts
-  int stages, smem_bytes;
+  // Of a stage: dy, with x of 16 bits; fp32 x, and a chunk of its parts, of which there are rings of their own.
+  int dy_bytes, stage_bytes, raw_bytes, chunk_bytes, part_bytes, dy_loaded, x_loaded;
+  int stages, raw_stages, smem_bytes;
   double cycles;
 };
 
@@ -244,19 +245,21 @@ MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
   return pack_pixel(image, row * params.stride_h + phase_h, column * params.stride_w + phase - phase_h * plan.phases_w);
 }
 
-// Of a block: stages first, [dy][x of fp32][x as multiplied] each, or sums, then tables of pixels, then barriers.
+// Of a block: stages, or sums, then tables of pixels, then barriers.
 struct SharedLayout {
-  int dy_table, x_table, barriers, end;
+  int raw, parts, dy_table, x_table, barriers, end;
 };
 
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   SharedLayout layout{};
-  const int stages = plan.stages * plan.stage_bytes,
-            staging = kMultiplyingThreads * 16 * plan.shape.chunks * plan.shape.taps;
+  layout.raw = plan.stages * plan.stage_bytes;
+  layout.parts = layout.raw + plan.raw_stages * plan.raw_bytes;
+  const int stages = layout.parts + (plan.raw_stages > 0 ? kPartStages * plan.part_bytes : 0);
+  const int staging = kMultiplyingThreads * 16 * plan.shape.chunks * plan.shape.taps;
   layout.dy_table = stages > staging ? stages : staging;
   layout.x_table = layout.dy_table + (plan.dy_planes ? plan.images * plan.dy_slots * 4 : 0);
   layout.barriers = (layout.x_table + (plan.x_planes ? all_slots(plan) * 4 : 0) + 7) / 8 * 8;
-  layout.end = layout.barriers + 24 * kMostStages;
+  layout.end = layout.barriers + 16 * (2 * kMostStages + kPartStages);
   return layout;
 }
 
@@ -268,9 +271,10 @@ struct Shared {
   uint32_t base;
   SharedLayout layout;
 
-  __device__ __forceinline__ uint32_t full(int stage) const { return base + layout.barriers + 24 * stage; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return base + layout.barriers + 24 * stage + 8; }
-  __device__ __forceinline__ uint32_t raw(int stage) const { return base + layout.barriers + 24 * stage + 16; }
+  // "Full" barriers of rings; "empty" ones are 8 bytes further on.
+  __device__ __forceinline__ uint32_t stage(int number) const { return base + layout.barriers + 16 * number; }
+  __device__ __forceinline__ uint32_t raw(int number) const { return stage(kMostStages + number); }
+  __device__ __forceinline__ uint32_t part(int number) const { return stage(2 * kMostStages + number); }
 };
 
 __device__ __forceinline__ int loading_thread() { return static_cast<int>(threadIdx.x) - kMultiplyingThreads; }
@@ -296,17 +300,17 @@ __device__ __forceinline__ Window locate_window(const Params& params, const Job&
           at.q * params.stride_w - params.pad_w + tap.s * params.dilation_w};
 }
 
-// Issues the boxes of a stage.
+// Issues the boxes of a stage, of dy and of x, which come to their own barriers.
 template <typename Format, int CHUNKS>
 __device__ __forceinline__ void load_stage(const Params& params, const Job& job, int tile, uint32_t stage,
-                                           uint32_t barrier) {
+                                           uint32_t barrier, uint32_t x_stage, uint32_t x_barrier) {
   const Plan& plan = params.plan;
   const Window window = locate_window(params, job, tile);
   const int n = static_cast<int>(window.at.n);
   const int first_k = job.group * params.group_k + job.tile_k * plan.channels;
   const int first_c = job.group * params.group_c + job.block_c * CHUNKS * 8;
-  const uint32_t x_stage = stage + plan.dy_bytes;
-  hopper::barrier_arrive_expecting(barrier, plan.loaded_bytes);
+  hopper::barrier_arrive_expecting(barrier, plan.dy_loaded + (Format::PARTS == 1 ? plan.x_loaded : 0));
+  if (Format::PARTS > 1) hopper::barrier_arrive_expecting(x_barrier, plan.x_loaded);
 #pragma unroll 1
   for (int image = 0; image < plan.images; ++image) {
     if (Format::BYTES == 4 && plan.dy_planes) {
@@ -328,7 +332,7 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
 #pragma unroll 1
       for (int row = 0; row < plan.window_h; ++row)
         hopper::load_box(params.x_map, x_stage + (image * plan.window_h + row) * CHUNKS * 8 * plan.run * 4,
-                         ((window.first_h + row) * params.W + window.first_w) & ~3, first_c, n + image, 0, barrier);
+                         ((window.first_h + row) * params.W + window.first_w) & ~3, first_c, n + image, 0, x_barrier);
     } else {
       const int channels = plan.row_bytes / Format::BYTES;
 #pragma unroll 1
@@ -338,7 +342,7 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
 #pragma unroll 1
         for (int c = 0; c < CHUNKS * 8; c += channels, to += plan.block_bytes)
           hopper::load_box(params.x_map, to, first_c + c, window.first_w + phase_w, window.first_h + phase_h, n + image,
-                           barrier);
+                           x_barrier);
       }
     }
   }
@@ -361,10 +365,9 @@ __device__ __forceinline__ void split(float low, float high, uint32_t (&parts)[P
 // Splits x of a stage into parts, [part][chunk][slot] x 16 bytes.
 template <int PARTS, int CHUNKS>
 __device__ __forceinline__ void split_stage(const Params& params, const Job& job, int tile, const int* table,
-                                            uint32_t from) {
+                                            uint32_t from, uint32_t to) {
   constexpr int BATCH = 2;  // slots of chunks whose loads are under way
   const Plan& plan = params.plan;
-  const uint32_t to = from + plan.raw_bytes;
   const int slots = all_slots(plan);
   const Window window = locate_window(params, job, tile);
   const int channel_bytes = 4 * plan.run, row_bytes = CHUNKS * 8 * channel_bytes;  // of planes
@@ -420,33 +423,49 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
   const Plan& plan = params.plan;
   const bool issues = loading_thread() == 0;
   hopper::wait_for_prerequisites();
-  RingPosition ring, ready;
+  RingPosition ring, raw, ready, part;
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
     const Job job = locate_job(params, number);
     int loaded = job.first_tile;
-    const auto load_next = [&](auto barrier_of) {
-      hopper::barrier_wait(shared.empty(ring.slot), ring.parity ^ 1);
-      load_stage<Format, CHUNKS>(params, job, loaded++, shared.base + ring.slot * plan.stage_bytes,
-                                 barrier_of(ring.slot));
+    const auto load_next = [&] {
+      const uint32_t stage = shared.base + ring.slot * plan.stage_bytes, barrier = shared.stage(ring.slot);
+      hopper::barrier_wait(barrier + 8, ring.parity ^ 1);
+      if constexpr (Format::PARTS == 1) {
+        load_stage<Format, CHUNKS>(params, job, loaded, stage, barrier, stage + plan.dy_bytes, barrier);
+      } else {
+        const uint32_t raw_barrier = shared.raw(raw.slot);
+        hopper::barrier_wait(raw_barrier + 8, raw.parity ^ 1);
+        load_stage<Format, CHUNKS>(params, job, loaded, stage, barrier,
+                                   shared.base + shared.layout.raw + raw.slot * plan.raw_bytes, raw_barrier);
+        raw.next(plan.raw_stages);
+      }
       ring.next(plan.stages);
+      ++loaded;
     };
     if constexpr (Format::PARTS == 1) {
-      while (issues && loaded < job.last_tile) load_next([&](int stage) { return shared.full(stage); });
+      while (issues && loaded < job.last_tile) load_next();
     } else {
 #pragma unroll 1
-      for (int tile = job.first_tile; tile < job.last_tile; ++tile, ready.next(plan.stages)) {
-        // Besides those under way one is multiplied, and it is given back only when the next one is.
-        while (issues && loaded < job.last_tile && loaded - tile < plan.stages - 1)
-          load_next([&](int stage) { return shared.raw(stage); });
+      for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
+        // The products of all parts but the latest have ended: there is room for what is loaded now.
+        const uint32_t part_barrier = shared.part(part.slot), ready_barrier = shared.raw(ready.slot);
+        hopper::barrier_wait(part_barrier + 8, part.parity ^ 1);
+        while (issues && loaded < job.last_tile && loaded < tile + plan.raw_stages) load_next();
         __syncwarp();
-        hopper::barrier_wait(shared.raw(ready.slot), ready.parity);
+        hopper::barrier_wait(ready_barrier, ready.parity);
         split_stage<Format::PARTS, CHUNKS>(params, job, tile,
                                            reinterpret_cast<const int*>(smem + shared.layout.x_table),
-                                           shared.base + ready.slot * plan.stage_bytes + plan.dy_bytes);
+                                           shared.base + shared.layout.raw + ready.slot * plan.raw_bytes,
+                                           shared.base + shared.layout.parts + part.slot * plan.part_bytes);
         hopper::fence_async();
         __syncwarp();
-        if (threadIdx.x % 32 == 0) hopper::barrier_arrive(shared.full(ready.slot));
+        if (threadIdx.x % 32 == 0) {
+          hopper::barrier_arrive(part_barrier);
+          hopper::barrier_arrive(ready_barrier + 8);
+        }
+        ready.next(plan.raw_stages);
+        part.next(kPartStages);
       }
     }
     __syncwarp();
@@ -570,10 +589,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
                                                                                 : 3u)
                                                                  << 30;
   const uint32_t leading = Format::PARTS > 1 || slot_units == 1 ? 128 : plan.block_bytes;
-  const uint32_t part = CHUNKS * (plan.chunk_bytes / 16);  // from part to part of x
+  const uint32_t of_part = CHUNKS * (plan.chunk_bytes / 16);  // from part to part of x
   const uint32_t image_units = slot_units * phases_of(plan) * plan.slots;
   hopper::wait_for_prerequisites();  // a preceding kernel may still read the workspace
-  RingPosition ring;
+  RingPosition ring, part;
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
     const Job job = locate_job(params, number);
@@ -606,10 +625,13 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       }
     };
     // The stage that pending products may read is given back when the next ones are under way.
-    int before = -1;
+    int before = -1, part_before = 0;
     const auto give_back = [&] {
       __syncwarp();
-      if (before >= 0 && lane == 0) hopper::barrier_arrive(shared.empty(before));
+      if (before >= 0 && lane == 0) {
+        hopper::barrier_arrive(shared.stage(before) + 8);
+        if (PARTS > 1) hopper::barrier_arrive(shared.part(part_before) + 8);
+      }
       before = -1;
     };
     int tile = job.first_tile - 1, image = plan.images - 1, step = plan.steps - turns + (by_turns ? warpgroup : 0);
@@ -633,14 +655,19 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
             give_back();
           }
           before = ring.slot;
+          part_before = part.slot;
           ring.next(plan.stages);
+          part.next(kPartStages);
         }
         if (++tile == job.last_tile) return false;
-        hopper::barrier_wait(shared.full(ring.slot), ring.parity);
+        hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
+        if (PARTS > 1) hopper::barrier_wait(shared.part(part.slot), part.parity);
         const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
         const Place at = locate_tile(params, tile);
         dy_image = stage + (plan.dy_planes ? (at.p * params.Q + at.q) % 4 * 4 : 0);
-        x_image = hopper::descriptor(stage + plan.dy_bytes + plan.raw_bytes, leading);
+        const uint32_t x_stage =
+            PARTS == 1 ? stage + plan.dy_bytes : shared.base + shared.layout.parts + part.slot * plan.part_bytes;
+        x_image = hopper::descriptor(hopper::of_own_block(x_stage), leading);
         table = dy_table;
         left = plan.tiles_q == 1 ? plan.pitch * plan.rows : params.Q - at.q;
       }
@@ -662,8 +689,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 #pragma unroll
           for (int t = 0; t < TAPS; ++t)
             hopper::WgmmaRegistersTransposed<typename Format::Operand, COLUMNS>::multiply(
-                acc[t], a[set][i], b + tap_slots[t] + (order - i) * part, order == PARTS - 1 && i == order ? keep : 1,
-                high);
+                acc[t], a[set][i], b + tap_slots[t] + (order - i) * of_part,
+                order == PARTS - 1 && i == order ? keep : 1, high);
       hopper::wgmma_commit();
       keep = 1;
       hopper::wgmma_wait<1>();
@@ -742,14 +769,20 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
   const Shared shared{hopper::smem_address(smem), shared_layout(plan)};
   if (threadIdx.x == 0) {
 #pragma unroll 1
-    for (int stage = 0; stage < plan.stages; ++stage) {
-      hopper::barrier_init(shared.full(stage), Format::PARTS == 1 ? 1 : kLoadingThreads / 32);
-      hopper::barrier_init(shared.empty(stage), kMultiplyingThreads / 32);
+    for (int stage = 0; stage < kMostStages; ++stage) {
+      hopper::barrier_init(shared.stage(stage), 1);
+      hopper::barrier_init(shared.stage(stage) + 8, kMultiplyingThreads / 32);
       hopper::barrier_init(shared.raw(stage), 1);
+      hopper::barrier_init(shared.raw(stage) + 8, kLoadingThreads / 32);
+    }
+#pragma unroll 1
+    for (int stage = 0; stage < kPartStages; ++stage) {
+      hopper::barrier_init(shared.part(stage), kLoadingThreads / 32);
+      hopper::barrier_init(shared.part(stage) + 8, kMultiplyingThreads / 32);
     }
   }
   // Slots behind boxes stay zeros.
-  for (int i = threadIdx.x * 16; i < plan.stages * plan.stage_bytes; i += kThreads * 16)
+  for (int i = threadIdx.x * 16; i < shared.layout.dy_table; i += kThreads * 16)
     *reinterpret_cast<uint4*>(smem + i) = uint4{};
   if (plan.dy_planes) {
     int* const table = reinterpret_cast<int*>(smem + shared.layout.dy_table);
@@ -968,7 +1001,7 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
                           std::max<double>(kLeastColumns, 8 * plan.shape.chunks);  // of two warpgroups in a step
   const double steps = plan.images * plan.steps / (plan.channels == 64 ? 2.0 : 1.0);
   const double multiplied = steps * std::max(products + kStepCycles, products / 2 + kStepLatency);
-  const double loaded = plan.loaded_bytes / kStageBytes;
+  const double loaded = (plan.dy_loaded + plan.x_loaded) / kStageBytes;
   const double stages = static_cast<double>(ceil_div(plan.tiles, plan.parts));
   const double of_jobs = static_cast<double>(ceil_div(plan.jobs, sms)) *
                          (stages * (std::max(multiplied, loaded) + kStageCycles) + kJobCycles);
@@ -1012,7 +1045,7 @@ inline bool complete(const Problem& problem, Plan& plan) {
   const int64_t farthest = reach_h / stride_h * pitch + reach_w / stride_w;
   plan.slots =
       static_cast<int>(padded(std::max<int64_t>(window_h / stride_h * pitch, plan.steps * kStepPixels + farthest), 8));
-  int64_t loaded = 0, dy_bytes = 0, raw_bytes = 0, x_bytes = 0;
+  int64_t dy_loaded = 0, x_loaded = 0, dy_bytes = 0, raw_bytes = 0, x_bytes = 0;
   if (plan.dy_planes) {
     // Lanes of a warp read eight channels, whose rows are 8 words apart in the banks.
     const int64_t run = plan.tiles_q == 1 ? (plan.rows - 1) * problem.Q + plan.columns : plan.columns;
@@ -1020,41 +1053,43 @@ inline bool complete(const Problem& problem, Plan& plan) {
         (plan.tiles_p == 1 || int64_t{plan.rows} * problem.Q % 4 == 0) && (plan.tiles_q == 1 || plan.columns % 4 == 0);
     plan.dy_run = static_cast<int>(padded(run + (in_fours ? 0 : 3) - 8, 32) + 8);
     plan.dy_slots = plan.steps * kStepPixels;
-    dy_bytes = loaded = int64_t{plan.images} * plan.channels * plan.dy_run * 4;
+    dy_bytes = dy_loaded = int64_t{plan.images} * plan.channels * plan.dy_run * 4;
     if (plan.dy_run > kMostBox) return false;
   } else {
     const int64_t boxes = plan.tiles_q == 1 ? plan.rows * pitch : int64_t{plan.rows} * plan.columns;
     plan.dy_slots = static_cast<int>(padded(std::max<int64_t>(plan.steps * kStepPixels, plan.rows * pitch), 8));
     plan.dy_block_bytes = plan.images * plan.dy_slots * hopper::kBoxRowBytes;
     dy_bytes = int64_t{plan.channels} * plan.bytes / hopper::kBoxRowBytes * plan.dy_block_bytes;
-    loaded = plan.images * boxes * plan.channels * plan.bytes;
+    dy_loaded = plan.images * boxes * plan.channels * plan.bytes;
     if (pitch > kMostBox || plan.rows > kMostBox) return false;
   }
   const int64_t slots = all_slots(plan);
   if (plan.x_planes) {
     plan.run = static_cast<int>(padded(window_w + 3, 4));
     raw_bytes = int64_t{plan.images} * window_h * columns * plan.run * 4;
-    loaded += raw_bytes;
+    x_loaded = raw_bytes;
     if (plan.run > kMostBox) return false;
   } else {
     const int all_bytes = columns * plan.bytes;
     plan.row_bytes = std::min(hopper::kBoxRowBytes, all_bytes & -all_bytes);
     plan.block_bytes = static_cast<int>(slots * plan.row_bytes);
     (plan.bytes == 2 ? x_bytes : raw_bytes) = slots * all_bytes;
-    loaded += int64_t{plan.images} * phases_of(plan) * (window_h / stride_h) * pitch * all_bytes;
+    x_loaded = int64_t{plan.images} * phases_of(plan) * (window_h / stride_h) * pitch * all_bytes;
     if (window_h > kMostBox || window_w > kMostBox || stride_h > kMostStep || stride_w > kMostStep) return false;
   }
   if (plan.bytes == 4) x_bytes = int64_t{plan.parts_of_x} * plan.shape.chunks * slots * 16;
-  const int64_t stage =
-      padded(dy_bytes, kRegionBytes) + padded(raw_bytes, kRegionBytes) + padded(x_bytes, kRegionBytes);
-  if (stage > kSharedBytes) return false;
+  plan.part_bytes = static_cast<int>(padded(x_bytes, kRegionBytes));
+  const int64_t stage = padded(dy_bytes, kRegionBytes) + (plan.bytes == 2 ? plan.part_bytes : 0);
+  if (stage + raw_bytes > kSharedBytes) return false;
   plan.dy_bytes = static_cast<int>(padded(dy_bytes, kRegionBytes));
   plan.raw_bytes = static_cast<int>(padded(raw_bytes, kRegionBytes));
   plan.chunk_bytes = static_cast<int>(slots * 16);
   plan.stage_bytes = static_cast<int>(stage);
-  plan.loaded_bytes = static_cast<int>(loaded);
-  constexpr int kLeastStages = 3;  // two are under way while one is multiplied
+  plan.dy_loaded = static_cast<int>(dy_loaded), plan.x_loaded = static_cast<int>(x_loaded);
+  // Two stages of 16 bits are under way while one is multiplied. Of fp32, x is, and dy of the stage in parts as well.
+  constexpr int kLeastStages = 3;
   for (plan.stages = kMostStages; plan.stages >= kLeastStages; --plan.stages) {
+    plan.raw_stages = plan.bytes == 2 ? 0 : plan.stages - 1;
     plan.smem_bytes = shared_layout(plan).end;
     if (plan.smem_bytes <= kSharedBytes) break;
   }
@@ -1402,9 +1437,9 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
       : plan.copies_x                 ? "x copied, "
       : plan.copies_dy                ? "dy copied, "
                                       : "",
-      plan.channels, 8 * plan.shape.chunks, plan.shape.taps, plan.images, plan.rows, plan.columns, plan.stage_bytes,
-      plan.stages, plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t, plan.parts, plan.cluster,
-      plan.cycles * 1e-6);
+      plan.channels, 8 * plan.shape.chunks, plan.shape.taps, plan.images, plan.rows, plan.columns,
+      plan.stage_bytes + plan.raw_bytes, plan.stages, plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t,
+      plan.parts, plan.cluster, plan.cycles * 1e-6);
 }
 
 #endif  // host

@@ -94,8 +94,9 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   else
     CHECK(plan.dy_bytes >= plan.images * plan.dy_slots * plan.channels * plan.bytes && plan.dy_slots % 8 == 0);
   CHECK(plan.dy_slots >= plan.steps * kStepPixels);
-  const int x_bytes = plan.stage_bytes - plan.dy_bytes - plan.raw_bytes;
-  CHECK(x_bytes >= slots * columns * 2 * plan.parts_of_x);
+  CHECK(plan.part_bytes >= slots * columns * 2 * plan.parts_of_x);
+  CHECK(plan.stage_bytes == plan.dy_bytes + (plan.bytes == 2 ? plan.part_bytes : 0));
+  CHECK(plan.bytes == 2 || plan.raw_stages == plan.stages - 1);
   CHECK(plan.bytes == 2 || plan.raw_bytes >= (plan.x_planes ? plan.images * plan.window_h * columns * plan.run * 4
                                                              : slots * columns * 4));
   CHECK(plan.jobs == int64_t{p.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t * plan.parts);
