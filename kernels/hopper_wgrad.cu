@@ -56,7 +56,7 @@ namespace hopper_wgrad {
 
 constexpr int kStepPixels = 16;
 constexpr int kMultiplyingThreads = 256, kLoadingThreads = 128, kThreads = kMultiplyingThreads + kLoadingThreads;
-constexpr int kMultiplyingRegisters = 216, kLoadingRegisters = 72;  // per thread, from 168 at launch
+constexpr int kMultiplyingRegisters = 224, kLoadingRegisters = 56;  // per thread, from 168 at launch
 static_assert(2 * kMultiplyingRegisters + kLoadingRegisters <= 3 * 168, "no more registers than the block has");
 constexpr int kMultiplyingBarrier = 1;
 constexpr int kSharedBytes = 232448;
@@ -140,9 +140,9 @@ struct AddParams {
   int64_t part, row;  // steps in sums
   int64_t w_stride[4];
   int parts, C, S, taps, row_channels;  // the latter: columns of a tap
-  int channels, shares;                 // of a block; of parts
+  int K, block_k, channels, shares;     // of a block, the middle ones; of parts
   int group_padding;                    // rows of sums that a group has beyond its channels
-  Divisor by_blocks_c, by_quads, by_taps, by_s, by_group_k;
+  Divisor by_blocks_c, by_quads, by_taps, by_channels, by_of_k, by_s, by_group_k;
 };
 
 // Any memory format -> channels_last with `inner` channels a pixel, or planes of `inner` pixels; zeros fill the rest.
@@ -247,7 +247,7 @@ MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
 
 // Of a block: stages, or sums, then tables of pixels, then barriers.
 struct SharedLayout {
-  int raw, parts, dy_table, x_table, barriers, end;
+  int raw, parts, dy_table, x_table, nothing, barriers, end;
 };
 
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
@@ -258,7 +258,8 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   const int staging = kMultiplyingThreads * 16 * plan.shape.chunks * plan.shape.taps;
   layout.dy_table = stages > staging ? stages : staging;
   layout.x_table = layout.dy_table + (plan.dy_planes ? plan.images * plan.dy_slots * 4 : 0);
-  layout.barriers = (layout.x_table + (plan.x_planes ? all_slots(plan) * 4 : 0) + 7) / 8 * 8;
+  layout.nothing = layout.x_table + (plan.x_planes ? all_slots(plan) * 8 : 0);
+  layout.barriers = layout.nothing + 16;
   layout.end = layout.barriers + 16 * (2 * kMostStages + kPartStages);
   return layout;
 }
@@ -362,58 +363,58 @@ __device__ __forceinline__ void split(float low, float high, uint32_t (&parts)[P
   }
 }
 
-// Splits x of a stage into parts, [part][chunk][slot] x 16 bytes.
-template <int PARTS, int CHUNKS>
-__device__ __forceinline__ void split_stage(const Params& params, const Job& job, int tile, const int* table,
-                                            uint32_t from, uint32_t to) {
-  constexpr int BATCH = 2;  // slots of chunks whose loads are under way
+// A slot of x in planes: its pixel, and where that lies in the window.
+struct alignas(8) Slot {
+  int packed, offset;
+};
+
+// Splits x of a stage into parts, [part][chunk][slot] x 16 bytes. A thread takes a slot of a few chunks, which are a row
+// of a box in channels_last. `nothing`: the address of 16 bytes of zeros.
+template <int PARTS, int CHUNKS, bool PLANES>
+__device__ __forceinline__ void split_stage(const Params& params, const Job& job, int tile, const Slot* table,
+                                            uint32_t from, uint32_t to, uint32_t nothing) {
+  constexpr int GROUP = CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;  // chunks
+  constexpr int BATCH = GROUP < 2 ? GROUP : 2;                          // chunks whose loads are under way
   const Plan& plan = params.plan;
   const int slots = all_slots(plan);
   const Window window = locate_window(params, job, tile);
-  const int channel_bytes = 4 * plan.run, row_bytes = CHUNKS * 8 * channel_bytes;  // of planes
-  const int pieces = plan.row_bytes / 16;
-  int chunk = 0, slot = loading_thread();
-  const auto skip_chunks = [&] {
-    for (; slot >= slots; slot -= slots) ++chunk;
-  };
-  skip_chunks();
 #pragma unroll 1
-  while (chunk < CHUNKS) {
-    uint32_t words[BATCH][2][4], place[BATCH];
-#pragma unroll
-    for (int j = 0; j < BATCH; ++j) {
-      const bool exists = chunk < CHUNKS;
-      place[j] = exists ? to + chunk * plan.chunk_bytes + slot * 16 : 0;
-      if (plan.x_planes) {
-        const int packed = exists ? table[slot] : -1, row = packed >> 10 & 1023, column = packed & 1023;
-        const int h = window.first_h + row, image = packed >> 20;
-        const bool loaded = packed >= 0 && is_within(h, params.H) && is_within(window.first_w + column, params.W);
-        const uint32_t own = from + (image * plan.window_h + row) * row_bytes + 8 * chunk * channel_bytes +
-                             4 * (column + ((h * params.W + window.first_w) & 3));
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-          words[j][c / 4][c % 4] = 0;
-          if (loaded) hopper::load_shared(words[j][c / 4][c % 4], own + c * channel_bytes);
-        }
-      } else {
-        const int block = 2 * chunk / pieces, piece = 2 * chunk - block * pieces;
-        const uint32_t own = from + (exists ? block * plan.block_bytes + slot * plan.row_bytes : 0);
-        const uint32_t order = own / hopper::kBoxRowBytes & (pieces - 1);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) hopper::load_shared_4(words[j][i], own + ((piece + i) ^ order) * 16);
-      }
-      slot += kLoadingThreads;
-      skip_chunks();
+  for (int item = loading_thread(); item < CHUNKS / GROUP * slots; item += kLoadingThreads) {
+    const int group = quotient(item, params.by_all_slots), slot = item - group * slots;
+    uint32_t own, step = 4 * plan.run;  // planes: from channel to channel
+    if constexpr (PLANES) {
+      const Slot entry = table[slot];
+      const int h = window.first_h + (entry.packed >> 10 & 1023), w = window.first_w + (entry.packed & 1023);
+      own = from + group * GROUP * 8 * step + entry.offset + 4 * ((h * params.W + window.first_w) & 3);
+      if (!(entry.packed >= 0 && is_within(h, params.H) && is_within(w, params.W))) own = nothing, step = 0;
+    } else {
+      own = from + group * plan.block_bytes + slot * GROUP * 32;
     }
+    uint32_t place = to + group * GROUP * plan.chunk_bytes + slot * 16;
 #pragma unroll
-    for (int j = 0; j < BATCH; ++j) {
-      uint32_t parts[PARTS][4];
+    for (int first = 0; first < GROUP; first += BATCH) {
+      uint32_t words[BATCH][2][4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c)
-        split(bits_float(words[j][c / 2][c % 2 * 2]), bits_float(words[j][c / 2][c % 2 * 2 + 1]), parts, c);
-      if (place[j] == 0) continue;
+      for (int j = 0; j < BATCH; ++j) {
 #pragma unroll
-      for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place[j] + i * CHUNKS * plan.chunk_bytes, parts[i]);
+        for (int i = 0; i < 2; ++i)
+          if constexpr (PLANES) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c, own += step) hopper::load_shared(words[j][i][c], own);
+          } else {
+            const uint32_t piece = 2 * (first + j) + i, order = own / hopper::kBoxRowBytes & (2 * GROUP - 1);
+            hopper::load_shared_4(words[j][i], own + (piece ^ order) * 16);
+          }
+      }
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j, place += plan.chunk_bytes) {
+        uint32_t parts[PARTS][4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          split(bits_float(words[j][c / 2][c % 2 * 2]), bits_float(words[j][c / 2][c % 2 * 2 + 1]), parts, c);
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place + i * CHUNKS * plan.chunk_bytes, parts[i]);
+      }
     }
   }
 }
@@ -454,10 +455,14 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
         while (issues && loaded < job.last_tile && loaded < tile + plan.raw_stages) load_next();
         __syncwarp();
         hopper::barrier_wait(ready_barrier, ready.parity);
-        split_stage<Format::PARTS, CHUNKS>(params, job, tile,
-                                           reinterpret_cast<const int*>(smem + shared.layout.x_table),
-                                           shared.base + shared.layout.raw + ready.slot * plan.raw_bytes,
-                                           shared.base + shared.layout.parts + part.slot * plan.part_bytes);
+        const Slot* const table = reinterpret_cast<const Slot*>(smem + shared.layout.x_table);
+        const uint32_t from = shared.base + shared.layout.raw + ready.slot * plan.raw_bytes;
+        const uint32_t to = shared.base + shared.layout.parts + part.slot * plan.part_bytes;
+        const uint32_t nothing = shared.base + shared.layout.nothing;
+        if (plan.x_planes)
+          split_stage<Format::PARTS, CHUNKS, true>(params, job, tile, table, from, to, nothing);
+        else
+          split_stage<Format::PARTS, CHUNKS, false>(params, job, tile, table, from, to, nothing);
         hopper::fence_async();
         __syncwarp();
         if (threadIdx.x % 32 == 0) {
@@ -571,6 +576,8 @@ __device__ __forceinline__ void load_dy(const Plan& plan, const LaneOfDy<Format>
 template <typename Format, int CHUNKS, int TAPS>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem) {
   constexpr int COLUMNS = 8 * CHUNKS, PARTS = Format::PARTS;
+  // Of operands of dy: where registers are few, the other warpgroup's products alone hide how they come.
+  constexpr int SETS = PARTS == 1 ? 2 : 1;
   using Stored = typename Format::Stored;
   const Plan& plan = params.plan;
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
@@ -603,7 +610,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       tap_slots[t] = slot_units * slot_of_tap(params, first_tap(params, job.block_t), tap < taps ? tap : taps - 1);
     }
     float acc[TAPS][COLUMNS / 2];
-    uint32_t a[2][PARTS][4];
+    uint32_t a[SETS][PARTS][4];
     int keep = 0;
     hopper::wgmma_start(acc);
     const auto finish = [&] {
@@ -660,8 +667,15 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
           part.next(kPartStages);
         }
         if (++tile == job.last_tile) return false;
-        hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
-        if (PARTS > 1) hopper::barrier_wait(shared.part(part.slot), part.parity);
+        const uint32_t barrier = PARTS == 1 ? shared.stage(ring.slot) : shared.part(part.slot);
+        const uint32_t parity = PARTS == 1 ? ring.parity : part.parity;
+        // Those who load or split may wait for the stage before.
+        if (before >= 0 && __any_sync(~0u, !hopper::barrier_ended(barrier, parity))) {
+          hopper::wgmma_wait<0>();
+          give_back();
+        }
+        hopper::barrier_wait(barrier, parity);
+        if (PARTS > 1) hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
         const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
         const Place at = locate_tile(params, tile);
         dy_image = stage + (plan.dy_planes ? (at.p * params.Q + at.q) % 4 * 4 : 0);
@@ -673,7 +687,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       }
       return true;
     };
-    // One step: its operands come while the products of the step before are under way. `set` is known to the compiler.
+    // One step. With two sets, its operands come while the products of the step before are under way. The compiler knows
+    // `set`.
     const auto multiply_step = [&](int set) {
       if (!advance()) return false;
       if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
@@ -693,11 +708,11 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
                 order == PARTS - 1 && i == order ? keep : 1, high);
       hopper::wgmma_commit();
       keep = 1;
-      hopper::wgmma_wait<1>();
+      hopper::wgmma_wait<SETS - 1>();
       if (before >= 0) give_back();
       return true;
     };
-    while (multiply_step(0) && multiply_step(1)) {
+    while (multiply_step(0) && multiply_step(SETS - 1)) {
     }
     const bool has_sums = keep != 0;
     end_chain();
@@ -727,27 +742,39 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     const auto add = [&](const float4* of) {
       return plan.cluster > 1 ? hopper::add_cluster_4(hopper::smem_address(of), plan.cluster) : *of;
     };
+    constexpr int BATCH = 4;  // quads whose loads are under way
+    const int sharers = turns * plan.cluster;
 #pragma unroll 1
-    for (int quad = job.part % plan.cluster + (by_turns ? warpgroup * plan.cluster : 0); quad < QUADS;
-         quad += turns * plan.cluster) {
-      const int t = quad / CHUNKS, j = quad % CHUNKS;
-      if (t >= taps) break;
-      const float4* const of = staging + quad * kMultiplyingThreads;
-      float4 sum = add(by_turns ? of - threadIdx.x / 128 * 128 : of);
-      if (by_turns) {
-        const float4 other = add(of + (1 - static_cast<int>(threadIdx.x) / 128) * 128);
-        sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+    for (int first = job.part % plan.cluster + (by_turns ? warpgroup * plan.cluster : 0); first < QUADS;
+         first += BATCH * sharers) {
+      float4 sums_of[BATCH];
+#pragma unroll
+      for (int n = 0; n < BATCH; ++n) {
+        const int quad = first + n * sharers;
+        if (quad >= QUADS) break;
+        const float4* const of = staging + quad * kMultiplyingThreads;
+        sums_of[n] = add(by_turns ? of - threadIdx.x / 128 * 128 : of);
+        if (by_turns) {
+          const float4 other = add(of + (1 - static_cast<int>(threadIdx.x) / 128) * 128);
+          sums_of[n].x += other.x, sums_of[n].y += other.y, sums_of[n].z += other.z, sums_of[n].w += other.w;
+        }
       }
-      float* const place = to + (job.block_t * TAPS + t) * channels + 8 * j;
-      *reinterpret_cast<float2*>(place) = make_float2(sum.x, sum.y);
-      *reinterpret_cast<float2*>(place + 8 * row) = make_float2(sum.z, sum.w);
-      if ((sum.x + sum.y + sum.z + sum.w) * 0.f == 0) continue;
+#pragma unroll
+      for (int n = 0; n < BATCH; ++n) {
+        const int quad = first + n * sharers, t = quad / CHUNKS, j = quad % CHUNKS;
+        if (quad >= QUADS || t >= taps) break;
+        const float4 sum = sums_of[n];
+        float* const place = to + (job.block_t * TAPS + t) * channels + 8 * j;
+        *reinterpret_cast<float2*>(place) = make_float2(sum.x, sum.y);
+        *reinterpret_cast<float2*>(place + 8 * row) = make_float2(sum.z, sum.w);
+        if ((sum.x + sum.y + sum.z + sum.w) * 0.f == 0) continue;
 #pragma unroll 1
-      for (int i = 0; i < 4; ++i) {
-        const int own_k = k + i / 2 * 8, c = first_c + 8 * j + i % 2;
-        float& own = place[i / 2 * 8 * row + i % 2];
-        if (own_k < params.group_k && c < params.group_c && own * 0.f != 0)
-          own = exact_sum<Stored>(params, job, own_k, c, job.block_t * TAPS + t);
+        for (int i = 0; i < 4; ++i) {
+          const int own_k = k + i / 2 * 8, c = first_c + 8 * j + i % 2;
+          float& own = place[i / 2 * 8 * row + i % 2];
+          if (own_k < params.group_k && c < params.group_c && own * 0.f != 0)
+            own = exact_sum<Stored>(params, job, own_k, c, job.block_t * TAPS + t);
+        }
       }
     }
     if (number + static_cast<int>(gridDim.x) < plan.jobs) {  // stages again, zeros behind boxes
@@ -781,6 +808,7 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
       hopper::barrier_init(shared.part(stage) + 8, kMultiplyingThreads / 32);
     }
   }
+  if (threadIdx.x == 0) *reinterpret_cast<uint4*>(smem + shared.layout.nothing) = uint4{};
   // Slots behind boxes stay zeros.
   for (int i = threadIdx.x * 16; i < shared.layout.dy_table; i += kThreads * 16)
     *reinterpret_cast<uint4*>(smem + i) = uint4{};
@@ -792,8 +820,12 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
     }
   }
   if (plan.x_planes) {
-    int* const table = reinterpret_cast<int*>(smem + shared.layout.x_table);
-    for (int i = threadIdx.x; i < all_slots(plan); i += kThreads) table[i] = x_pixel(params, i);
+    Slot* const table = reinterpret_cast<Slot*>(smem + shared.layout.x_table);
+    const int row_pixels = plan.shape.chunks * 8 * plan.run;
+    for (int i = threadIdx.x; i < all_slots(plan); i += kThreads) {
+      const int packed = x_pixel(params, i), image = packed >> 20, row = packed >> 10 & 1023, column = packed & 1023;
+      table[i] = {packed, packed < 0 ? 0 : 4 * ((image * plan.window_h + row) * row_pixels + column)};
+    }
   }
   hopper::fence_async();
   __syncthreads();  // barriers, zeros and tables are there
@@ -808,26 +840,28 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
 #endif
 }
 
-// A block for some channels of all taps of an output channel. Threads have four channels of a tap each; where they are
-// more than that, shares of the parts. Sums are stored in the order of dw, by way of shared memory.
+// A block for some input channels of all taps of a few output channels. Threads have four channels of a tap each; where
+// they are more than that, shares of the parts. Sums are stored in the order of dw, by way of shared memory.
 template <typename Stored>
 __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __grid_constant__ AddParams params) {
   extern __shared__ __align__(16) uint8_t modelnew_hopper_wgrad_add_smem[];
-  float* const sums = reinterpret_cast<float*>(modelnew_hopper_wgrad_add_smem);            // [tap][channel]
-  double* const shares = reinterpret_cast<double*>(sums + params.taps * params.channels);  // [thread][4]
+  const int of_k = params.taps * params.channels;
+  float* const sums = reinterpret_cast<float*>(modelnew_hopper_wgrad_add_smem);    // [output channel][tap][channel]
+  double* const shares = reinterpret_cast<double*>(sums + params.block_k * of_k);  // [thread][4]
   const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
-  const int k = quotient(block, params.by_blocks_c);
-  const int first_c = (block - k * static_cast<int>(params.by_blocks_c.divisor)) * params.channels;
-  const int quads = params.taps * params.channels / 4,
-            share = params.shares > 1 ? quotient(thread, params.by_quads) : 0;
-  const int64_t row = k + quotient(k, params.by_group_k) * static_cast<int64_t>(params.group_padding);
-  const float* const from = params.sums_ptr + row * params.row + first_c;
+  const int column = quotient(block, params.by_blocks_c), first_k = column * params.block_k;
+  const int first_c = (block - column * static_cast<int>(params.by_blocks_c.divisor)) * params.channels;
+  const int block_k = params.K - first_k < params.block_k ? params.K - first_k : params.block_k;
+  const int quads = params.block_k * of_k / 4, share = params.shares > 1 ? quotient(thread, params.by_quads) : 0;
   hopper::wait_for_prerequisites();
   double own[4];
 #pragma unroll 1
   for (int quad = thread - share * quads; quad < quads; quad += kAddThreads) {
-    const int tap = 4 * quad / params.channels, c = 4 * quad - tap * params.channels;
-    const float* const first = from + tap * params.row_channels + c;
+    const int row = 4 * quad / params.channels, c = 4 * quad - row * params.channels;
+    const int in_block = quotient(row, params.by_taps), k = first_k + (in_block < block_k ? in_block : 0);
+    const int64_t row_k = k + quotient(k, params.by_group_k) * static_cast<int64_t>(params.group_padding);
+    const float* const first =
+        params.sums_ptr + row_k * params.row + (row - in_block * params.taps) * params.row_channels + first_c + c;
     own[0] = own[1] = own[2] = own[3] = 0;
 #pragma unroll 8
     for (int part = share; part < params.parts; part += params.shares) {
@@ -849,16 +883,19 @@ __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __g
       sums[i] = static_cast<float>(sum);
     }
   }
-  __syncthreads();  // all sums are there
-  Stored* const to = static_cast<Stored*>(params.dw_ptr) + k * params.w_stride[0];
-  for (int i = thread; i < 4 * quads; i += kAddThreads) {
-    const int major = params.w_stride[1] == 1 ? i / params.channels : quotient(i, params.by_taps);
-    const int minor = i - major * (params.w_stride[1] == 1 ? params.channels : params.taps);
-    const int tap = params.w_stride[1] == 1 ? major : minor, of_block = params.w_stride[1] == 1 ? minor : major;
-    const int c = first_c + of_block, r = quotient(tap, params.by_s), s = tap - r * params.S;
+  __syncthreads();                            // all sums are there
+  const bool last = params.w_stride[1] == 1;  // channels_last
+  const Divisor& by_minor = last ? params.by_channels : params.by_taps;
+  Stored* const to = static_cast<Stored*>(params.dw_ptr);
+  for (int i = thread; i < block_k * of_k; i += kAddThreads) {
+    const int in_block = quotient(i, params.by_of_k), of = i - in_block * of_k, major = quotient(of, by_minor);
+    const int minor = of - major * static_cast<int>(by_minor.divisor), tap = last ? major : minor;
+    const int of_channels = last ? minor : major, c = first_c + of_channels;
+    const int r = quotient(tap, params.by_s), s = tap - r * params.S;
     if (c < params.C)
-      narrow(sums[tap * params.channels + of_block],
-             to[c * params.w_stride[1] + r * params.w_stride[2] + s * params.w_stride[3]]);
+      narrow(sums[in_block * of_k + tap * params.channels + of_channels],
+             to[(first_k + in_block) * params.w_stride[0] + c * params.w_stride[1] + r * params.w_stride[2] +
+                s * params.w_stride[3]]);
   }
 }
 
@@ -1298,7 +1335,7 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
 }
 
 template <typename Format, int SHAPE>
-cudaError_t run_kernel(const Params& params, const AddParams& add, int K, cudaStream_t stream) {
+cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
   constexpr Instance kInstance{"hopper_wgrad_kernel", {kTypeId<typename Format::Stored>, Format::PARTS, SHAPE}};
   record(kInstance);
@@ -1313,20 +1350,20 @@ cudaError_t run_kernel(const Params& params, const AddParams& add, int K, cudaSt
     error = hopper::launch_early_in_clusters(kernel, static_cast<unsigned>(plan.grid), plan.cluster, kThreads,
                                              plan.smem_bytes, stream, params);
     if (error != cudaSuccess) return error;
-    const unsigned blocks = static_cast<unsigned>(K * add.by_blocks_c.divisor);
+    const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
     const size_t bytes =
-        add.taps * add.channels * sizeof(float) + (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);
+        add.block_k * add.taps * add.channels * sizeof(float) + (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);
     return hopper::launch_early(hopper_wgrad_add_kernel<typename Format::Stored>, blocks, kAddThreads, bytes, stream,
                                 add);
   }
 }
 
 template <typename Format, int SHAPE = 0>
-cudaError_t run_shape(const Params& params, const AddParams& add, int K, cudaStream_t stream) {
+cudaError_t run_shape(const Params& params, const AddParams& add, cudaStream_t stream) {
   if constexpr (SHAPE < kTileShapeCount) {
     const TileShape &shape = params.plan.shape, &own = kTileShapes[SHAPE];
-    if (shape.chunks == own.chunks && shape.taps == own.taps) return run_kernel<Format, SHAPE>(params, add, K, stream);
-    return run_shape<Format, SHAPE + 1>(params, add, K, stream);
+    if (shape.chunks == own.chunks && shape.taps == own.taps) return run_kernel<Format, SHAPE>(params, add, stream);
+    return run_shape<Format, SHAPE + 1>(params, add, stream);
   }
   return cudaErrorInvalidConfiguration;
 }
@@ -1396,13 +1433,19 @@ cudaError_t run(const Problem& problem, const Plan& plan, Pointers pointers, cud
     if (add.channels * add.taps <= kMostAddSums &&
         (add.channels <= 16 || problem.K * ceil_div(add.C, add.channels) >= kFewBlocks))
       break;
-  const int64_t quads = int64_t{add.taps} * add.channels / 4;
+  add.K = problem.K;
+  const int64_t of_k = int64_t{add.taps} * add.channels;
+  add.block_k = static_cast<int>(
+      std::clamp<int64_t>(4 * kAddThreads / of_k, 1, std::max(1, problem.K * add.C / add.channels / kFewBlocks)));
+  const int64_t quads = add.block_k * of_k / 4;
   add.shares = static_cast<int>(std::clamp<int64_t>(kAddThreads / quads, 1, ceil_div(add.parts, 2)));
+  add.by_of_k = make_divisor(of_k);
+  add.by_channels = make_divisor(add.channels);
   add.by_blocks_c = make_divisor(ceil_div(add.C, add.channels));
   add.by_quads = make_divisor(quads);
   add.by_taps = make_divisor(add.taps);
   add.by_s = make_divisor(problem.S);
-  return run_shape<Format>(params, add, problem.K, stream);
+  return run_shape<Format>(params, add, stream);
 }
 
 inline cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointers, cudaStream_t stream) {

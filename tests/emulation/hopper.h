@@ -267,6 +267,7 @@ inline void barrier_arrive_expecting(uint32_t barrier, int bytes) { simt::arrive
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   simt::wait_while(simt::barrier_at(barrier).phase, parity & 1);
 }
+inline bool barrier_ended(uint32_t barrier, uint32_t parity) { return simt::barrier_at(barrier).phase != (parity & 1); }
 inline void barrier_wait_idly(uint32_t barrier, uint32_t parity) { barrier_wait(barrier, parity); }
 inline void fence_async() {}
 inline void fence_async_memory() {}
