@@ -58,7 +58,6 @@ constexpr int kStepPixels = 16;
 constexpr int kMultiplyingThreads = 256, kLoadingThreads = 128, kThreads = kMultiplyingThreads + kLoadingThreads;
 constexpr int kMultiplyingRegisters = 224, kLoadingRegisters = 56;  // per thread, from 168 at launch
 static_assert(2 * kMultiplyingRegisters + kLoadingRegisters <= 3 * 168, "no more registers than the block has");
-constexpr int kMultiplyingBarrier = 1;
 constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 6, kPartStages = 2;     // the latter: of x in parts
 constexpr int kRegionBytes = 1024;                  // of a stage, at least: from there on the swizzle repeats itself
@@ -66,7 +65,6 @@ constexpr int kMostBox = 256;                       // elements of a box along a
 constexpr int kMostStep = 8;                        // of a box
 [[maybe_unused]] constexpr float kScale = 0x1p24f;  // of either operand in fp32
 constexpr int64_t kMostChained = 8192;              // pixels of one sum on the tensor core
-constexpr int kMostCluster = 8;
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 constexpr int kAddThreads = 256, kMostAddChannels = 64, kMostAddSums = 4096;  // of a block
 [[maybe_unused]] constexpr int kFewBlocks = 512;                              // they leave memory idle
@@ -99,6 +97,7 @@ struct Format {
 struct Plan {
   bool copies_x, copies_dy;
   int bytes, parts_of_x;     // of a value in memory; how many values of 16 bits it is multiplied as
+  bool has_gaps;             // slots behind boxes
   bool x_planes, dy_planes;  // NCHW, in fp32
   int channels;              // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
   TileShape shape;
@@ -110,10 +109,10 @@ struct Plan {
   int phases_h, phases_w, slots;    // of x; slots of a phase of an image
   int dy_slots;                     // of an image
   int tiles_p, tiles_q, tiles;      // stages of an image, and of all
-  int parts, cluster, jobs, grid;   // of the pixels; blocks that add up their sums
-  int row_bytes, block_bytes;       // channels_last x: of a pixel, in a block of channels; of all its pixels
-  int dy_block_bytes;               // likewise, where a pixel has 128 bytes
-  int run, dy_run;                  // planes: elements of a row of the window; of a channel of dy
+  int parts, jobs, grid;
+  int row_bytes, block_bytes;  // channels_last x: of a pixel, in a block of channels; of all its pixels
+  int dy_block_bytes;          // likewise, where a pixel has 128 bytes
+  int run, dy_run;             // planes: elements of a row of the window; of a channel of dy
   // Of a stage: dy, with x of 16 bits; fp32 x, and a chunk of its parts, of which there are rings of their own.
   int dy_bytes, stage_bytes, raw_bytes, chunk_bytes, part_bytes, dy_loaded, x_loaded;
   int stages, raw_stages, smem_bytes;
@@ -156,37 +155,34 @@ struct OrderParams {
   Divisor by_inner, by_c, by_h, by_w;
 };
 
+// Parts of sums that a part of the pixels has.
+MODELNEW_HOST_DEVICE inline int sums_of_part(const Plan& plan) { return plan.channels == 64 ? 2 : 1; }
+
 MODELNEW_HOST_DEVICE inline int row_channels(const Plan& plan) { return plan.blocks_c * plan.shape.chunks * 8; }
 
 MODELNEW_HOST_DEVICE inline int phases_of(const Plan& plan) { return plan.phases_h * plan.phases_w; }
 
 MODELNEW_HOST_DEVICE inline int all_slots(const Plan& plan) { return plan.images * phases_of(plan) * plan.slots; }
 
-// `meeting`: of the parts of the pixels whose sums the blocks of a cluster add up.
 struct Job {
-  int group, tile_k, block_c, block_t, part, first_tile, last_tile, meeting, first_met, last_met;
+  int group, tile_k, block_c, block_t, part, first_tile, last_tile;
 };
 
-// Neighbouring clusters have tiles of the same pixels, which the L2 cache then serves.
+// Neighbouring blocks have tiles of the same pixels, which the L2 cache then serves.
 MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
   const Plan& plan = params.plan;
-  const int of_cluster = number / plan.cluster, meeting = quotient(of_cluster, params.by_tiles);
-  const int of_all = of_cluster - meeting * static_cast<int>(params.by_tiles.divisor);
+  const int part = quotient(number, params.by_tiles);
+  const int of_all = number - part * static_cast<int>(params.by_tiles.divisor);
   const int group = quotient(of_all, params.by_group_tiles);
   const int tile = of_all - group * static_cast<int>(params.by_group_tiles.divisor);
   const int column = quotient(tile, params.by_tiles_k), block_c = quotient(column, params.by_blocks_t);
-  const int first = meeting * plan.cluster, part = first + number % plan.cluster;
-  const auto begin = [&](int of) { return static_cast<int>(static_cast<int64_t>(of) * plan.tiles / plan.parts); };
   return {group,
           tile - column * plan.tiles_k,
           block_c,
           column - block_c * plan.blocks_t,
           part,
-          begin(part),
-          begin(part + 1),
-          meeting,
-          begin(first),
-          begin(first + plan.cluster)};
+          static_cast<int>(static_cast<int64_t>(part) * plan.tiles / plan.parts),
+          static_cast<int>(static_cast<int64_t>(part + 1) * plan.tiles / plan.parts)};
 }
 
 // The first output of a stage.
@@ -245,20 +241,19 @@ MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
   return pack_pixel(image, row * params.stride_h + phase_h, column * params.stride_w + phase - phase_h * plan.phases_w);
 }
 
-// Of a block: stages, or sums, then tables of pixels, then barriers.
+// Of a block: stages, then tables of pixels and taps, then barriers.
 struct SharedLayout {
-  int raw, parts, dy_table, x_table, nothing, barriers, end;
+  int raw, parts, dy_table, x_table, tap_table, nothing, barriers, end;
 };
 
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   SharedLayout layout{};
   layout.raw = plan.stages * plan.stage_bytes;
   layout.parts = layout.raw + plan.raw_stages * plan.raw_bytes;
-  const int stages = layout.parts + (plan.raw_stages > 0 ? kPartStages * plan.part_bytes : 0);
-  const int staging = kMultiplyingThreads * 16 * plan.shape.chunks * plan.shape.taps;
-  layout.dy_table = stages > staging ? stages : staging;
+  layout.dy_table = layout.parts + (plan.raw_stages > 0 ? kPartStages * plan.part_bytes : 0);
   layout.x_table = layout.dy_table + (plan.dy_planes ? plan.images * plan.dy_slots * 4 : 0);
-  layout.nothing = layout.x_table + (plan.x_planes ? all_slots(plan) * 8 : 0);
+  layout.tap_table = layout.x_table + (plan.x_planes ? all_slots(plan) * 8 : 0);
+  layout.nothing = layout.tap_table + (plan.blocks_t * plan.shape.taps + 3) / 4 * 16;
   layout.barriers = layout.nothing + 16;
   layout.end = layout.barriers + 16 * (2 * kMostStages + kPartStages);
   return layout;
@@ -279,14 +274,6 @@ struct Shared {
 };
 
 __device__ __forceinline__ int loading_thread() { return static_cast<int>(threadIdx.x) - kMultiplyingThreads; }
-
-// All threads of a block, or of a cluster, meet.
-__device__ __forceinline__ void meet(const Plan& plan) {
-  if (plan.cluster > 1)
-    hopper::cluster_sync();
-  else
-    __syncthreads();
-}
 
 // Where the window of a stage begins.
 struct Window {
@@ -473,15 +460,13 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
         part.next(kPartStages);
       }
     }
-    __syncwarp();
-    meet(plan);  // sums are in shared memory
-    meet(plan);  // and nobody reads them any more
   }
 }
 
-// All products of one sum of a cluster's jobs, one by one, padding and all.
+// All products of one sum of a job, one by one, padding and all.
 template <typename Stored>
-__device__ inline float exact_sum(const Params& params, const Job& job, int k, int c, int tap) {
+__device__ inline float exact_sum(const Params& params, const Job& job, int turns, int own_turn, int k, int c,
+                                  int tap) {
   const Plan& plan = params.plan;
   const int r = tap / params.S, s = tap - r * params.S;
   const Stored* const x =
@@ -489,15 +474,17 @@ __device__ inline float exact_sum(const Params& params, const Job& job, int k, i
   const Stored* const dy =
       static_cast<const Stored*>(params.dy_ptr) + (job.group * params.group_k + k) * params.dy_stride[1];
   double sum = 0;
+  int step = -1;
 #pragma unroll 1
-  for (int tile = job.first_met; tile < job.last_met; ++tile) {
+  for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
     const Place at = locate_tile(params, tile);
 #pragma unroll 1
     for (int i = 0; i < plan.images * plan.steps * kStepPixels; ++i) {
+      if (i % kStepPixels == 0) ++step;
       const int packed = dy_pixel(params, i);
       const int p = at.p + (packed >> 10 & 1023), q = at.q + (packed & 1023);
       const int64_t n = at.n + (packed >> 20);
-      if (packed < 0 || n >= params.N || p >= params.P || q >= params.Q) continue;
+      if (step % turns != own_turn || packed < 0 || n >= params.N || p >= params.P || q >= params.Q) continue;
       const int h = p * params.stride_h - params.pad_h + r * params.dilation_h;
       const int w = q * params.stride_w - params.pad_w + s * params.dilation_w;
       const Stored value = load_if(is_within(h, params.H) && is_within(w, params.W),
@@ -574,7 +561,7 @@ __device__ __forceinline__ void load_dy(const Plan& plan, const LaneOfDy<Format>
 }
 
 template <typename Format, int CHUNKS, int TAPS>
-__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem) {
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, const uint8_t* smem) {
   constexpr int COLUMNS = 8 * CHUNKS, PARTS = Format::PARTS;
   // Of operands of dy: where registers are few, the other warpgroup's products alone hide how they come.
   constexpr int SETS = PARTS == 1 ? 2 : 1;
@@ -587,6 +574,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const int own_channel = (by_turns ? 0 : 64 * warpgroup) + 16 * warp;
   const LaneOfDy<Format> own_dy(plan, own_channel, lane);
   const int* const dy_table = reinterpret_cast<const int*>(smem + shared.layout.dy_table);
+  const int* const tap_table = reinterpret_cast<const int*>(smem + shared.layout.tap_table);
   // Slots are 16 bytes of a chunk of fp32's parts, or rows in the swizzle of a box.
   const int slot_units = Format::PARTS == 1 ? plan.row_bytes / 16 : 1;
   const uint32_t high = Format::PARTS > 1 ? plan.chunk_bytes / 16
@@ -605,10 +593,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     const Job job = locate_job(params, number);
     uint32_t tap_slots[TAPS];
 #pragma unroll
-    for (int t = 0; t < TAPS; ++t) {
-      const int tap = job.block_t * TAPS + t, taps = params.R * params.S;
-      tap_slots[t] = slot_units * slot_of_tap(params, first_tap(params, job.block_t), tap < taps ? tap : taps - 1);
-    }
+    for (int t = 0; t < TAPS; ++t) tap_slots[t] = slot_units * tap_table[job.block_t * TAPS + t];
     float acc[TAPS][COLUMNS / 2];
     uint32_t a[SETS][PARTS][4];
     int keep = 0;
@@ -663,6 +648,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
           }
           before = ring.slot;
           part_before = part.slot;
+          if (SETS == 1) give_back();
           ring.next(plan.stages);
           part.next(kPartStages);
         }
@@ -722,68 +708,37 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if constexpr (PARTS == 3) return sums[t][i] * kBack;
       return has_sums ? acc[t][i] * kBack : 0;  // a warpgroup that had no step still stores its sums
     };
-    // Sums meet in shared memory, of both warpgroups where they took turns, and of all blocks of a cluster.
-    constexpr int QUADS = TAPS * CHUNKS;  // of a thread's sums
-    float4* const staging = reinterpret_cast<float4*>(smem) + threadIdx.x;
-    hopper::named_barrier(kMultiplyingBarrier, kMultiplyingThreads);  // nobody reads stages any more
-#pragma unroll
-    for (int t = 0; t < TAPS; ++t)
-#pragma unroll
-      for (int j = 0; j < CHUNKS; ++j)
-        staging[(t * CHUNKS + j) * kMultiplyingThreads] =
-            make_float4(sum_of(t, 4 * j), sum_of(t, 4 * j + 1), sum_of(t, 4 * j + 2), sum_of(t, 4 * j + 3));
-    meet(plan);
+    const int of_part = by_turns ? 2 * job.part + warpgroup : job.part;
     const int first_c = job.block_c * COLUMNS + lane % 4 * 2, channels = row_channels(plan);
     const int k = job.tile_k * plan.channels + own_channel + lane / 4;  // in the group
     const int64_t row_k = static_cast<int64_t>(job.group) * plan.tiles_k * plan.channels + k;
     const int64_t row = static_cast<int64_t>(params.R) * params.S * channels;
-    float* const to = params.sums_ptr + (job.meeting * params.rows + row_k) * row + first_c;
-    const int taps = params.R * params.S - job.block_t * TAPS;
-    const auto add = [&](const float4* of) {
-      return plan.cluster > 1 ? hopper::add_cluster_4(hopper::smem_address(of), plan.cluster) : *of;
+    float* const to = params.sums_ptr + (of_part * params.rows + row_k) * row + first_c;
+    const auto place = [&](int t, int j, int i) {
+      return to + 8 * i * row + (job.block_t * TAPS + t) * channels + 8 * j;
     };
-    constexpr int BATCH = 4;  // quads whose loads are under way
-    const int sharers = turns * plan.cluster;
-#pragma unroll 1
-    for (int first = job.part % plan.cluster + (by_turns ? warpgroup * plan.cluster : 0); first < QUADS;
-         first += BATCH * sharers) {
-      float4 sums_of[BATCH];
+    float finite = 0;  // or NaN, if a sum is not
+    const int taps = params.R * params.S - job.block_t * TAPS;
 #pragma unroll
-      for (int n = 0; n < BATCH; ++n) {
-        const int quad = first + n * sharers;
-        if (quad >= QUADS) break;
-        const float4* const of = staging + quad * kMultiplyingThreads;
-        sums_of[n] = add(by_turns ? of - threadIdx.x / 128 * 128 : of);
-        if (by_turns) {
-          const float4 other = add(of + (1 - static_cast<int>(threadIdx.x) / 128) * 128);
-          sums_of[n].x += other.x, sums_of[n].y += other.y, sums_of[n].z += other.z, sums_of[n].w += other.w;
-        }
-      }
+    for (int t = 0; t < TAPS; ++t)
 #pragma unroll
-      for (int n = 0; n < BATCH; ++n) {
-        const int quad = first + n * sharers, t = quad / CHUNKS, j = quad % CHUNKS;
-        if (quad >= QUADS || t >= taps) break;
-        const float4 sum = sums_of[n];
-        float* const place = to + (job.block_t * TAPS + t) * channels + 8 * j;
-        *reinterpret_cast<float2*>(place) = make_float2(sum.x, sum.y);
-        *reinterpret_cast<float2*>(place + 8 * row) = make_float2(sum.z, sum.w);
-        if ((sum.x + sum.y + sum.z + sum.w) * 0.f == 0) continue;
-#pragma unroll 1
-        for (int i = 0; i < 4; ++i) {
-          const int own_k = k + i / 2 * 8, c = first_c + 8 * j + i % 2;
-          float& own = place[i / 2 * 8 * row + i % 2];
-          if (own_k < params.group_k && c < params.group_c && own * 0.f != 0)
-            own = exact_sum<Stored>(params, job, own_k, c, job.block_t * TAPS + t);
+      for (int j = 0; j < CHUNKS; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float low = sum_of(t, 4 * j + 2 * i), high = sum_of(t, 4 * j + 2 * i + 1);
+          finite += low * 0.f + high * 0.f;
+          if (t < taps) *reinterpret_cast<float2*>(place(t, j, i)) = make_float2(low, high);
         }
-      }
-    }
-    if (number + static_cast<int>(gridDim.x) < plan.jobs) {  // stages again, zeros behind boxes
-      hopper::named_barrier(kMultiplyingBarrier, kMultiplyingThreads);
+    if (finite == 0) continue;
 #pragma unroll 1
-      for (int i = 0; i < QUADS; ++i) staging[i * kMultiplyingThreads] = float4{};
+    for (int number = 0; number < TAPS * COLUMNS / 2; ++number) {
+      const int t = number / (COLUMNS / 2), j = number / 4 % CHUNKS, i = number / 2 % 2, e = number % 2;
+      const int own_k = k + 8 * i, c = first_c + 8 * j + e;
+      if (t >= taps || own_k >= params.group_k || c >= params.group_c) continue;
+      float& sum = place(t, j, i)[e];
+      if (sum * 0.f != 0)
+        sum = exact_sum<Stored>(params, job, turns, by_turns ? warpgroup : 0, own_k, c, job.block_t * TAPS + t);
     }
-    hopper::fence_async();
-    meet(plan);
   }
 }
 
@@ -810,8 +765,13 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
   }
   if (threadIdx.x == 0) *reinterpret_cast<uint4*>(smem + shared.layout.nothing) = uint4{};
   // Slots behind boxes stay zeros.
-  for (int i = threadIdx.x * 16; i < shared.layout.dy_table; i += kThreads * 16)
+  for (int i = threadIdx.x * 16; plan.has_gaps && i < shared.layout.dy_table; i += kThreads * 16)
     *reinterpret_cast<uint4*>(smem + i) = uint4{};
+  for (int i = threadIdx.x; i < plan.blocks_t * TAPS; i += kThreads) {
+    const int last = params.R * params.S - 1;
+    reinterpret_cast<int*>(smem + shared.layout.tap_table)[i] =
+        slot_of_tap(params, first_tap(params, i / TAPS), i < last ? i : last);
+  }
   if (plan.dy_planes) {
     int* const table = reinterpret_cast<int*>(smem + shared.layout.dy_table);
     for (int i = threadIdx.x; i < plan.images * plan.dy_slots; i += kThreads) {
@@ -944,9 +904,6 @@ struct Alignment {
 // The estimate, in cycles of an SM.
 constexpr double kCallCycles = 12000, kJobCycles = 3000, kStageCycles = 150, kStageBytes = 24, kSumCycles = 0.3;
 constexpr double kMemoryBytes = 14, kShorterShare = 0.2, kCopyCycles = 4270, kCopiedBytes = 31;
-constexpr double kClusterCycles = 2000;  // of meeting
-// The shares of SMs that clusters of four and eight get, as GPCs differ.
-constexpr double kShareOfFours = 0.94, kShareOfEights = 0.88;
 constexpr double kLeastColumns = 26, kStepCycles = 18, kStepLatency = 130;  // of wgmma (docs/lab/wgrad.md)
 
 // Sizes and strides of x or dy, for a copy or a map.
@@ -1002,8 +959,8 @@ inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
 }
 
 inline int64_t sums_of(const Problem& problem, const Plan& plan) {
-  return static_cast<int64_t>(plan.parts / plan.cluster) * problem.groups * plan.tiles_k * plan.channels * problem.R *
-         problem.S * row_channels(plan);
+  return static_cast<int64_t>(plan.parts) * sums_of_part(plan) * problem.groups * plan.tiles_k * plan.channels *
+         problem.R * problem.S * row_channels(plan);
 }
 
 // The sums in the workspace; copies come behind them.
@@ -1049,12 +1006,12 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const int64_t copied = copied_bytes(problem, plan);
   const double copying = copied == 0 ? 0 : kCopyCycles + 2.0 * copied / sms / kCopiedBytes;
   return kCallCycles + copying + std::max(of_jobs, memory) + kShorterShare * std::min(of_jobs, memory) +
-         kSumCycles * sums_of(problem, plan) / sms + (plan.cluster > 1 ? kClusterCycles : 0);
+         kSumCycles * sums_of(problem, plan) / sms;
 }
 
 // Demands on a plan beyond being the cheapest one; zeros, or -1 for the shape, demand nothing.
 struct Wish {
-  int shape = -1, channels = 0, parts = 0, images = 0, rows = 0, columns = 0, cluster = 0;
+  int shape = -1, channels = 0, parts = 0, images = 0, rows = 0, columns = 0;
 };
 
 // The numbers that follow from the outputs of a stage. Returns false where a stage does not fit.
@@ -1101,6 +1058,8 @@ inline bool complete(const Problem& problem, Plan& plan) {
     if (pitch > kMostBox || plan.rows > kMostBox) return false;
   }
   const int64_t slots = all_slots(plan);
+  plan.has_gaps = !plan.dy_planes &&
+                  (plan.dy_slots > plan.rows * pitch || dy_by_rows || (plan.tiles_q > 1 && pitch > plan.columns));
   if (plan.x_planes) {
     plan.run = static_cast<int>(padded(window_w + 3, 4));
     raw_bytes = int64_t{plan.images} * window_h * columns * plan.run * 4;
@@ -1112,6 +1071,7 @@ inline bool complete(const Problem& problem, Plan& plan) {
     plan.block_bytes = static_cast<int>(slots * plan.row_bytes);
     (plan.bytes == 2 ? x_bytes : raw_bytes) = slots * all_bytes;
     x_loaded = int64_t{plan.images} * phases_of(plan) * (window_h / stride_h) * pitch * all_bytes;
+    plan.has_gaps |= plan.slots > window_h / stride_h * pitch;
     if (window_h > kMostBox || window_w > kMostBox || stride_h > kMostStep || stride_w > kMostStep) return false;
   }
   if (plan.bytes == 4) x_bytes = int64_t{plan.parts_of_x} * plan.shape.chunks * slots * 16;
@@ -1139,25 +1099,19 @@ inline bool complete(const Problem& problem, Plan& plan) {
 inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan, Plan& best, bool& found) {
   const int64_t tiles = int64_t{problem.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t;
   const int64_t pixels = int64_t{plan.tiles} * plan.images * plan.steps * kStepPixels;
-  const int64_t least = ceil_div(pixels, kMostChained * (plan.channels == 64 ? 2 : 1));
+  const int64_t least = ceil_div(pixels, kMostChained * sums_of_part(plan));
   const int64_t most = std::max(least, ceil_div(4 * sms, tiles)), last = std::min<int64_t>(most, plan.tiles);
   for (int64_t parts = std::min<int64_t>(least, plan.tiles); parts <= last; ++parts) {
     if (wish.parts > 0 && parts != wish.parts) continue;
     if (tiles * parts >= 1 << 30) break;
     plan.parts = static_cast<int>(parts);
     plan.jobs = static_cast<int>(tiles * parts);
-    for (plan.cluster = 1; plan.cluster <= kMostCluster; plan.cluster *= 2) {
-      // A cluster's blocks have one job each, as its shared memory is staging then.
-      const double share = plan.cluster <= 2 ? 1 : plan.cluster == 4 ? kShareOfFours : kShareOfEights;
-      if (plan.cluster > 1 && (parts % plan.cluster != 0 || plan.jobs > share * sms)) break;
-      if (wish.cluster > 0 && plan.cluster != wish.cluster) continue;
-      if (sum_bytes(problem, plan) > kMostSumBytes) continue;
-      plan.grid = std::min(plan.jobs, sms);
-      plan.cycles = estimate(problem, sms, plan);
-      if (found && plan.cycles >= best.cycles) continue;
-      best = plan;
-      found = true;
-    }
+    if (sum_bytes(problem, plan) > kMostSumBytes) break;
+    plan.grid = std::min(plan.jobs, sms);
+    plan.cycles = estimate(problem, sms, plan);
+    if (found && plan.cycles >= best.cycles) continue;
+    best = plan;
+    found = true;
   }
 }
 
@@ -1347,8 +1301,7 @@ cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t 
     // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (error != cudaSuccess) return error;
-    error = hopper::launch_early_in_clusters(kernel, static_cast<unsigned>(plan.grid), plan.cluster, kThreads,
-                                             plan.smem_bytes, stream, params);
+    error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
     if (error != cudaSuccess) return error;
     const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
     const size_t bytes =
@@ -1425,7 +1378,7 @@ cudaError_t run(const Problem& problem, const Plan& plan, Pointers pointers, cud
   add.group_padding = plan.tiles_k * plan.channels - params.group_k;
   add.by_group_k = make_divisor(params.group_k);
   std::copy_n(problem.w_stride, 4, add.w_stride);
-  add.parts = plan.parts / plan.cluster;
+  add.parts = plan.parts * sums_of_part(plan);
   add.C = params.group_c;
   add.S = problem.S;
   add.taps = problem.R * problem.S;
@@ -1475,14 +1428,14 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
   snprintf(
       text, text_size,
       "%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and %d bytes, %d of "
-      "them, %d blocks for %d tiles in %d parts, clusters of %d, about %.3g Mcycles",
+      "them, %d blocks for %d tiles in %d parts, about %.3g Mcycles",
       plan.copies_x && plan.copies_dy ? "x and dy copied, "
       : plan.copies_x                 ? "x copied, "
       : plan.copies_dy                ? "dy copied, "
                                       : "",
       plan.channels, 8 * plan.shape.chunks, plan.shape.taps, plan.images, plan.rows, plan.columns,
       plan.stage_bytes + plan.raw_bytes, plan.stages, plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t,
-      plan.parts, plan.cluster, plan.cycles * 1e-6);
+      plan.parts, plan.cycles * 1e-6);
 }
 
 #endif  // host

@@ -294,7 +294,7 @@ EMULATED = {
         ["hopper_wgrad.cu"],
         ["hopper_wgrad.h"],
         edits={r" 1 << 29 : 1 << 27;": " 1 << 12 : 1 << 12;"},
-        wishes={"shape": -1, "channels": 0, "parts": 0, "images": 0, "rows": 0, "columns": 0, "cluster": 0},
+        wishes={"shape": -1, "channels": 0, "parts": 0, "images": 0, "rows": 0, "columns": 0},
     ),
     "wgmma": Kernels(
         ["wgmma.cu", "listed.cu"],

@@ -608,7 +608,6 @@ EXACT_RUNS = {
             8,
             settings_of(TF32, FP16, BF16, shape=(-1, 0, 1, 2, 3, 6), channels=(0, 64))
             + settings_of(TF32, FP16, shape=(0, 5), images=(1, 2), rows=(2,), columns=(5,), parts=(0, 2))
-            + settings_of(TF32, FP16, cluster=(2, 4), parts=(4,), channels=(64, 128))
             + settings_of(FP32, shape=(-1, 4, 5, 6, 7, 8), channels=(64, 128)),
             layouts=X_AND_DY_LAYOUTS,
         )

@@ -3,15 +3,14 @@
 
 using namespace modelnew::hopper_wgrad;
 
-// These stages and tiles, in so many parts and clusters of so many (0: any; of the shape: -1), on a GPU of three SMs, or one with room for
-// clusters.
+// These stages and tiles, in so many parts (0: any; of the shape: -1), on a GPU of three SMs.
 extern "C" int run_wished(int, const int64_t* fields, void* const* pointers, const int* wishes, int seed) {
-  const Wish wish{wishes[0], wishes[1], wishes[2], wishes[3], wishes[4], wishes[5], wishes[6]};
+  const Wish wish{wishes[0], wishes[1], wishes[2], wishes[3], wishes[4], wishes[5]};
   const Problem problem = make_problem(fields);
   Plan plan;
-  if (!make_plan(problem, wish.cluster > 1 ? 132 : 3, {address(pointers[0]), address(pointers[3])}, plan, wish)) return -1;
+  if (!make_plan(problem, 3, {address(pointers[0]), address(pointers[3])}, plan, wish)) return -1;
   Workspace workspace(sum_bytes(problem, plan) + copied_bytes(problem, plan));
   const Pointers all = {pointers[0], nullptr, nullptr, pointers[3], pointers[4], workspace.data()};
-  const int code = simt_run(seed, plan.cluster > 1, [&] { return run(problem, plan, all, nullptr); });
+  const int code = simt_run(seed, false, [&] { return run(problem, plan, all, nullptr); });
   return unless_overrun(code, workspace);
 }

@@ -17,20 +17,16 @@ static void check_jobs(const Problem& problem, const Params& params) {
     CHECK(within(job.block_c, plan.blocks_c) && within(job.block_t, plan.blocks_t));
     const int64_t tile = ((int64_t{job.part} * problem.groups + job.group) * plan.tiles_k + job.tile_k) * plan.blocks_c;
     CHECK(owned.take((tile + job.block_c) * plan.blocks_t + job.block_t));
-    CHECK(job.meeting == job.part / plan.cluster && job.part % plan.cluster == number % plan.cluster);
-    CHECK(job.first_met <= job.first_tile && job.first_tile < job.last_tile && job.last_tile <= job.last_met);
-    CHECK(job.part % plan.cluster != 0 || job.first_met == job.first_tile);
-    CHECK(job.part % plan.cluster != plan.cluster - 1 || job.last_met == job.last_tile);
+    CHECK(job.first_tile < job.last_tile);
     CHECK(firsts[job.part] == plan.tiles || firsts[job.part] == job.first_tile);
     firsts[job.part] = job.first_tile;
     CHECK(firsts[job.part + 1] == plan.tiles || firsts[job.part + 1] == job.last_tile);
     const int64_t pixels = int64_t{job.last_tile - job.first_tile} * plan.images * plan.steps * kStepPixels;
-    CHECK(pixels / (plan.channels == 64 ? 2 : 1) <= kMostChained + plan.images * plan.steps * kStepPixels);
+    CHECK(pixels / sums_of_part(plan) <= kMostChained + plan.images * plan.steps * kStepPixels);
   }
   CHECK(firsts[0] == 0);
   CHECK(params.rows >= int64_t{problem.groups} * plan.tiles_k * plan.channels);
-  CHECK(plan.parts / plan.cluster * params.rows * row == sums_of(problem, plan));
-  CHECK(plan.parts % plan.cluster == 0 && (plan.cluster == 1 || plan.jobs == plan.grid));
+  CHECK(plan.parts * sums_of_part(plan) * params.rows * row == sums_of(problem, plan));
 }
 
 // Every pixel is in one stage. Each of its taps is the pixel of x that the convolution says.
@@ -81,7 +77,6 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   NOTE(plan.images > 1);
   NOTE(plan.tiles_q > 1);
   NOTE(plan.jobs > plan.grid);
-  NOTE_VALUES(plan.cluster, 1, 2);
   NOTE_VALUES(plan.parts_of_x, 1, 2, 3);
   CHECK(is_compiled(plan.shape, plan.parts_of_x) && (plan.channels == 64 || plan.channels == 128));
   CHECK(plan.smem_bytes == shared_layout(plan).end && plan.smem_bytes <= kSharedMemory && plan.stages <= kMostStages);
