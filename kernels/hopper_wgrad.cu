@@ -65,6 +65,7 @@ constexpr int kMostBox = 256;                       // elements of a box along a
 constexpr int kMostStep = 8;                        // of a box
 [[maybe_unused]] constexpr float kScale = 0x1p24f;  // of either operand in fp32
 constexpr int64_t kMostChained = 8192;              // pixels of one sum on the tensor core
+constexpr int kMostTaps = 256;
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 constexpr int kAddThreads = 256, kMostAddChannels = 64, kMostAddSums = 4096;  // of a block
 [[maybe_unused]] constexpr int kFewBlocks = 512;                              // they leave memory idle
@@ -76,6 +77,7 @@ struct TileShape {
   int chunks, taps;
 };
 constexpr TileShape kTileShapes[] = {{4, 9}, {12, 3}, {32, 1}, {1, 25}, {16, 1}, {8, 1}, {2, 9}, {6, 3}, {1, 9}};
+constexpr int kMostTapsOfTile = 25;
 constexpr int kTileShapeCount = sizeof kTileShapes / sizeof kTileShapes[0];
 constexpr int kMostExact = 18;                       // chunks times taps that have room for two sums
 [[maybe_unused]] constexpr int kMostExactSteps = 6;  // of wgmma, whose sums are added to others by ordinary additions
@@ -127,8 +129,9 @@ struct Params {
   int64_t N;
   int group_c, H, W, group_k, P, Q, R, S;
   int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
-  float* sums_ptr;  // [part][output channel][tap][input channel], whole tiles
-  int64_t rows;     // output channels of those, of all groups
+  float* sums_ptr;                             // [part][output channel][tap][input channel], whole tiles
+  int64_t rows;                                // output channels of those, of all groups
+  int tap_units[kMostTaps + kMostTapsOfTile];  // from the first output's slot to the tap's, in 16 bytes
   Divisor by_tiles, by_group_tiles, by_tiles_k, by_blocks_t, by_tiles_p, by_tiles_q, by_pitch, by_slots, by_image_slots,
       by_steps, by_all_slots;
 };
@@ -243,7 +246,7 @@ MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
 
 // Of a block: stages, then tables of pixels and taps, then barriers.
 struct SharedLayout {
-  int raw, parts, dy_table, x_table, tap_table, nothing, barriers, end;
+  int raw, parts, dy_table, x_table, nothing, barriers, end;
 };
 
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
@@ -252,8 +255,7 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   layout.parts = layout.raw + plan.raw_stages * plan.raw_bytes;
   layout.dy_table = layout.parts + (plan.raw_stages > 0 ? kPartStages * plan.part_bytes : 0);
   layout.x_table = layout.dy_table + (plan.dy_planes ? plan.images * plan.dy_slots * 4 : 0);
-  layout.tap_table = layout.x_table + (plan.x_planes ? all_slots(plan) * 8 : 0);
-  layout.nothing = layout.tap_table + (plan.blocks_t * plan.shape.taps + 3) / 4 * 16;
+  layout.nothing = layout.x_table + (plan.x_planes ? all_slots(plan) * 8 : 0);
   layout.barriers = layout.nothing + 16;
   layout.end = layout.barriers + 16 * (2 * kMostStages + kPartStages);
   return layout;
@@ -574,7 +576,6 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const int own_channel = (by_turns ? 0 : 64 * warpgroup) + 16 * warp;
   const LaneOfDy<Format> own_dy(plan, own_channel, lane);
   const int* const dy_table = reinterpret_cast<const int*>(smem + shared.layout.dy_table);
-  const int* const tap_table = reinterpret_cast<const int*>(smem + shared.layout.tap_table);
   // Slots are 16 bytes of a chunk of fp32's parts, or rows in the swizzle of a box.
   const int slot_units = Format::PARTS == 1 ? plan.row_bytes / 16 : 1;
   const uint32_t high = Format::PARTS > 1 ? plan.chunk_bytes / 16
@@ -593,7 +594,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     const Job job = locate_job(params, number);
     uint32_t tap_slots[TAPS];
 #pragma unroll
-    for (int t = 0; t < TAPS; ++t) tap_slots[t] = slot_units * tap_table[job.block_t * TAPS + t];
+    for (int t = 0; t < TAPS; ++t) tap_slots[t] = params.tap_units[job.block_t * TAPS + t];
     float acc[TAPS][COLUMNS / 2];
     uint32_t a[SETS][PARTS][4];
     int keep = 0;
@@ -680,7 +681,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
       load_dy<Format>(plan, own_dy, dy_image + step * own_dy.step_bytes, table + step * kStepPixels,
                       left - step * kStepPixels, a[set]);
-      const uint32_t b = x_image + step * kStepPixels * slot_units;
+      const uint32_t b = hopper::uniform(x_image + step * kStepPixels * slot_units);
       hopper::wgmma_fence();
       // The smallest products first; the taps in turn, as an instruction waits for the one before on the same sums.
 #pragma unroll
@@ -767,11 +768,6 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
   // Slots behind boxes stay zeros.
   for (int i = threadIdx.x * 16; plan.has_gaps && i < shared.layout.dy_table; i += kThreads * 16)
     *reinterpret_cast<uint4*>(smem + i) = uint4{};
-  for (int i = threadIdx.x; i < plan.blocks_t * TAPS; i += kThreads) {
-    const int last = params.R * params.S - 1;
-    reinterpret_cast<int*>(smem + shared.layout.tap_table)[i] =
-        slot_of_tap(params, first_tap(params, i / TAPS), i < last ? i : last);
-  }
   if (plan.dy_planes) {
     int* const table = reinterpret_cast<int*>(smem + shared.layout.dy_table);
     for (int i = threadIdx.x; i < plan.images * plan.dy_slots; i += kThreads) {
@@ -1134,8 +1130,7 @@ inline bool make_plan(const Problem& original, int sms, const Alignment& address
     return false;
   const Problem problem = as_planned(original, plan);
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
-  if (pixels >= int64_t{1} << 30 || taps * group_c * problem.K >= int64_t{1} << 30 || taps * 4 > kMostAddSums)
-    return false;
+  if (pixels >= int64_t{1} << 30 || taps * group_c * problem.K >= int64_t{1} << 30 || taps > kMostTaps) return false;
   bool found = false;
   constexpr int kMostPixels = 256;  // of a stage
   for (int channels : {128, 64})
@@ -1194,6 +1189,9 @@ inline Params make_params(const Problem& problem, const Plan& plan) {
   params.pad_h = problem.pad_h, params.pad_w = problem.pad_w;
   params.dilation_h = problem.dilation_h, params.dilation_w = problem.dilation_w;
   params.rows = int64_t{problem.groups} * plan.tiles_k * plan.channels;
+  const int taps = params.R * params.S, units = plan.bytes == 2 ? plan.row_bytes / 16 : 1;
+  for (int i = 0; i < plan.blocks_t * plan.shape.taps; ++i)
+    params.tap_units[i] = units * slot_of_tap(params, first_tap(params, i / plan.shape.taps), std::min(i, taps - 1));
   params.by_tiles = make_divisor(int64_t{problem.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t);
   params.by_group_tiles = make_divisor(int64_t{plan.tiles_k} * plan.blocks_c * plan.blocks_t);
   params.by_tiles_k = make_divisor(plan.tiles_k);
