@@ -66,6 +66,7 @@ constexpr int kMostStep = 8;                        // of a box
 [[maybe_unused]] constexpr float kScale = 0x1p24f;  // of either operand in fp32
 constexpr int64_t kMostChained = 8192;              // pixels of one sum on the tensor core
 constexpr int kMostTaps = 256;
+constexpr int kLeastFold = 5, kMostFolded = 32;  // columns of filters; channels of x
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 constexpr int kAddThreads = 256, kMostAddChannels = 64, kMostAddSums = 4096;  // of a block
 [[maybe_unused]] constexpr int kFewBlocks = 512;                              // they leave memory idle
@@ -98,10 +99,11 @@ struct Format {
 
 struct Plan {
   bool copies_x, copies_dy;
-  int bytes, parts_of_x;     // of a value in memory; how many values of 16 bits it is multiplied as
-  bool has_gaps;             // slots behind boxes
-  bool x_planes, dy_planes;  // NCHW, in fp32
-  int channels;              // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
+  int fold;                               // columns of a filter that become channels of x, or 1
+  int bytes, parts_of_x;                  // of a value in memory; how many values of 16 bits it is multiplied as
+  bool has_gaps;                          // slots behind boxes
+  bool x_planes, dy_planes, dy_straight;  // NCHW, in fp32; dy in the order of slots
+  int channels;                           // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
   TileShape shape;
   int blocks_c, blocks_t, tiles_k;  // tiles along input channels, taps, output channels
   int span_r, span_s;               // rows and columns of taps in a window
@@ -144,18 +146,20 @@ struct AddParams {
   int parts, C, S, taps, row_channels;  // the latter: columns of a tap
   int K, block_k, channels, shares;     // of a block, the middle ones; of parts
   int group_padding;                    // rows of sums that a group has beyond its channels
-  Divisor by_blocks_c, by_quads, by_taps, by_channels, by_of_k, by_s, by_group_k;
+  Divisor by_blocks_c, by_quads, by_taps, by_channels, by_of_k, by_s, by_group_k, by_fold;
 };
 
 // Any memory format -> channels_last with `inner` channels a pixel, or planes of `inner` pixels; zeros fill the rest.
+// With a fold, channels become as many times more, each of them one tap of a row: x for filters of a single column.
 struct OrderParams {
   const void* from_ptr;
   void* to_ptr;
-  int64_t stride[4];
+  int64_t stride[4];  // of what is read
   int64_t elements;
-  int C, H, W, inner;
+  int C, H, W, inner, from_w;  // sizes of the copy, but for the last
+  int step, pad, dilation;     // between columns of what is read
   bool planes;
-  Divisor by_inner, by_c, by_h, by_w;
+  Divisor by_inner, by_c, by_h, by_w, by_fold;
 };
 
 // Parts of sums that a part of the pixels has.
@@ -518,6 +522,11 @@ struct LaneOfDy {
     } else if (plan.dy_planes) {
       step_bytes = image_bytes = 0;  // in the table
       place[0] = (own_channel + lane / 4) * plan.dy_run * 4;
+      if (plan.dy_straight) {
+        step_bytes = kStepPixels * 4;
+        image_bytes = plan.channels * plan.dy_run * 4;
+        place[0] += lane % 4 * 8;
+      }
       place[1] = place[0] + 8 * plan.dy_run * 4;
     } else {
 #pragma unroll
@@ -529,36 +538,40 @@ struct LaneOfDy {
   }
 };
 
-// A step's 16 channels of a warp and 16 pixels of dy, as wgmma takes them, in parts. Planes: `table` has places of the
-// step's pixels, of which so many are `left`.
+// A step's 16 channels of a warp and 16 pixels of dy, as wgmma takes them, in parts. Planes: from the lane's first pixel
+// on, `table` has places, and so many pixels are `left`.
 template <typename Format>
 __device__ __forceinline__ void load_dy(const Plan& plan, const LaneOfDy<Format>& own, uint32_t from, const int* table,
                                         int left, uint32_t (&a)[Format::PARTS][4]) {
   if constexpr (Format::BYTES == 2) {
     hopper::load_matrix_transposed(a[0], from + own.place[0]);
   } else {
-    float values[4][2];
-    uint2 at[2];  // of two neighbours each
-    if (plan.dy_planes)
-      for (int i = 0; i < 2; ++i) at[i] = *reinterpret_cast<const uint2*>(table + threadIdx.x % 4 * 2 + 8 * i);
+    uint32_t words[4][2];
+    if (plan.dy_straight) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 4; ++i) hopper::load_shared_2(words[i], from + own.place[i % 2] + i / 2 * 32);
+      if (left < kStepPixels)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        uint32_t word;
-        if (plan.dy_planes) {
-          const int offset = static_cast<int>(e == 0 ? at[i / 2].x : at[i / 2].y),
-                    pixel = threadIdx.x % 4 * 2 + e + i / 2 * 8;
-          hopper::load_shared(word, from + own.place[i % 2] + max(offset, 0));
-          values[i][e] = (offset >= 0) & (pixel < left) ? bits_float(word) : 0;
-        } else {
-          hopper::load_shared(word, from + own.place[2 * e + i % 2] + i / 2 * 8 * hopper::kBoxRowBytes);
-          values[i][e] = bits_float(word);
-        }
-      }
+        for (int i = 0; i < 8; ++i)
+          if (i % 2 + i / 4 * 8 >= left) words[i / 2][i % 2] = 0;
+    } else if (plan.dy_planes) {
+      const uint2 near = *reinterpret_cast<const uint2*>(table), far = *reinterpret_cast<const uint2*>(table + 8);
+      const int at[4] = {static_cast<int>(near.x), static_cast<int>(near.y), static_cast<int>(far.x),
+                         static_cast<int>(far.y)};
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        hopper::load_shared(words[i / 2][i % 2], from + own.place[i / 2 % 2] + max(at[i / 4 * 2 + i % 2], 0));
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if ((at[i / 4 * 2 + i % 2] < 0) | (i % 2 + i / 4 * 8 >= left)) words[i / 2][i % 2] = 0;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        hopper::load_shared(words[i / 2][i % 2],
+                            from + own.place[i % 2 * 2 + i / 2 % 2] + i / 4 * 8 * hopper::kBoxRowBytes);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) split(values[i][0], values[i][1], a, i);
+    for (int i = 0; i < 4; ++i) split(bits_float(words[i][0]), bits_float(words[i][1]), a, i);
   }
 }
 
@@ -670,7 +683,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
             PARTS == 1 ? stage + plan.dy_bytes : shared.base + shared.layout.parts + part.slot * plan.part_bytes;
         x_image = hopper::descriptor(hopper::of_own_block(x_stage), leading);
         table = dy_table;
-        left = plan.tiles_q == 1 ? plan.pitch * plan.rows : params.Q - at.q;
+        left = plan.tiles_q == 1 ? plan.pitch * plan.rows : min(plan.columns, params.Q - at.q);
       }
       return true;
     };
@@ -679,8 +692,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     const auto multiply_step = [&](int set) {
       if (!advance()) return false;
       if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
-      load_dy<Format>(plan, own_dy, dy_image + step * own_dy.step_bytes, table + step * kStepPixels,
-                      left - step * kStepPixels, a[set]);
+      load_dy<Format>(plan, own_dy, dy_image + step * own_dy.step_bytes, table + step * kStepPixels + lane % 4 * 2,
+                      left - step * kStepPixels - lane % 4 * 2, a[set]);
       const uint32_t b = hopper::uniform(x_image + step * kStepPixels * slot_units);
       hopper::wgmma_fence();
       // The smallest products first; the taps in turn, as an instruction waits for the one before on the same sums.
@@ -801,9 +814,10 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
 template <typename Stored>
 __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __grid_constant__ AddParams params) {
   extern __shared__ __align__(16) uint8_t modelnew_hopper_wgrad_add_smem[];
-  const int of_k = params.taps * params.channels;
-  float* const sums = reinterpret_cast<float*>(modelnew_hopper_wgrad_add_smem);    // [output channel][tap][channel]
-  double* const shares = reinterpret_cast<double*>(sums + params.block_k * of_k);  // [thread][4]
+  const int of_k = params.taps * params.channels,
+            pitch = params.channels + 4;  // the pitch lets threads meet other banks
+  float* const sums = reinterpret_cast<float*>(modelnew_hopper_wgrad_add_smem);  // [output channel][tap][channel]
+  double* const shares = reinterpret_cast<double*>(sums + params.block_k * params.taps * pitch);  // [thread][4]
   const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
   const int column = quotient(block, params.by_blocks_c), first_k = column * params.block_k;
   const int first_c = (block - column * static_cast<int>(params.by_blocks_c.divisor)) * params.channels;
@@ -826,7 +840,7 @@ __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __g
     }
     if (params.shares > 1) break;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) sums[4 * quad + j] = static_cast<float>(own[j]);
+    for (int j = 0; j < 4; ++j) sums[row * pitch + c + j] = static_cast<float>(own[j]);
   }
   if (params.shares > 1) {
     if (share < params.shares)
@@ -836,7 +850,8 @@ __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __g
     for (int i = thread; i < 4 * quads; i += kAddThreads) {
       double sum = 0;
       for (int other = 0; other < params.shares; ++other) sum += shares[4 * quads * other + i];
-      sums[i] = static_cast<float>(sum);
+      const int row = quotient(i, params.by_channels);
+      sums[row * pitch + i - row * params.channels] = static_cast<float>(sum);
     }
   }
   __syncthreads();                            // all sums are there
@@ -848,10 +863,11 @@ __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __g
     const int minor = of - major * static_cast<int>(by_minor.divisor), tap = last ? major : minor;
     const int of_channels = last ? minor : major, c = first_c + of_channels;
     const int r = quotient(tap, params.by_s), s = tap - r * params.S;
-    if (c < params.C)
-      narrow(sums[in_block * of_k + tap * params.channels + of_channels],
-             to[(first_k + in_block) * params.w_stride[0] + c * params.w_stride[1] + r * params.w_stride[2] +
-                s * params.w_stride[3]]);
+    if (c >= params.C) continue;
+    const int own_c = quotient(c, params.by_fold), own_s = s + c - own_c * static_cast<int>(params.by_fold.divisor);
+    narrow(sums[(in_block * params.taps + tap) * pitch + of_channels],
+           to[(first_k + in_block) * params.w_stride[0] + own_c * params.w_stride[1] + r * params.w_stride[2] +
+              own_s * params.w_stride[3]]);
   }
 }
 
@@ -881,10 +897,12 @@ __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_order_kernel(const _
   const int w = (params.planes ? inner : outer) - row * params.W;
   const int image = quotient(params.planes ? outer : row, params.planes ? params.by_c : params.by_h);
   const int c = params.planes ? outer - image * params.C : inner, h = params.planes ? row : row - image * params.H;
+  const int own_c = quotient(c, params.by_fold), tap = c - own_c * static_cast<int>(params.by_fold.divisor);
+  const int column = w * params.step - params.pad + tap * params.dilation;
   const Stored* const from = static_cast<const Stored*>(params.from_ptr);
-  static_cast<Stored*>(params.to_ptr)[number] =
-      load_if(c < params.C && h < params.H,
-              from + (image * params.stride[0] + c * params.stride[1] + h * params.stride[2] + w * params.stride[3]));
+  static_cast<Stored*>(params.to_ptr)[number] = load_if(
+      c < params.C && h < params.H && is_within(column, params.from_w),
+      from + (image * params.stride[0] + own_c * params.stride[1] + h * params.stride[2] + column * params.stride[3]));
 }
 
 #endif  // device code
@@ -964,8 +982,15 @@ inline int64_t sum_bytes(const Problem& problem, const Plan& plan) {
   return static_cast<int64_t>(sizeof(float)) * sums_of(problem, plan);
 }
 
-// Tensors whose pixels have other places in memory, or whose pixels lie in fewer rows: the same sums.
+// The problem that kernels solve: of copies, folded, with pixels in fewer rows.
 inline Problem as_planned(Problem problem, const Plan& plan) {
+  if (plan.fold > 1) {
+    problem.C *= problem.S;
+    problem.S = 1;
+    problem.W = problem.Q;
+    problem.stride_w = problem.dilation_w = 1;
+    problem.pad_w = 0;
+  }
   if (plan.copies_x) set_copied_strides(x_of(problem), plan.bytes, problem.x_stride);
   if (plan.copies_dy) set_copied_strides(dy_of(problem), plan.bytes, problem.y_stride);
   if (problem.R * problem.S != 1 || has_stride(problem) || problem.pad_h != 0 || problem.pad_w != 0 ||
@@ -1043,6 +1068,7 @@ inline bool complete(const Problem& problem, Plan& plan) {
         (plan.tiles_p == 1 || int64_t{plan.rows} * problem.Q % 4 == 0) && (plan.tiles_q == 1 || plan.columns % 4 == 0);
     plan.dy_run = static_cast<int>(padded(run + (in_fours ? 0 : 3) - 8, 32) + 8);
     plan.dy_slots = plan.steps * kStepPixels;
+    plan.dy_straight = in_fours && pitch == plan.columns;
     dy_bytes = dy_loaded = int64_t{plan.images} * plan.channels * plan.dy_run * 4;
     if (plan.dy_run > kMostBox) return false;
   } else {
@@ -1115,20 +1141,26 @@ inline bool make_plan(const Problem& original, int sms, const Alignment& address
   Plan plan{};
   plan.bytes = element_bytes(original.dtype);
   plan.parts_of_x = plan.bytes == 2 ? 1 : uses_tf32(original, Operator::kWgrad) ? 2 : 3;
-  const int group_c = original.C / original.groups, group_k = original.K / original.groups;
-  const auto prepare = [&](const Tensor& of, int of_group, uint64_t begin, bool& planes, bool& copies) {
+  int group_c = original.C / original.groups;
+  const int group_k = original.K / original.groups;
+  // Few channels leave most of a chunk idle.
+  const bool folds = original.groups == 1 && original.S >= kLeastFold && original.C * original.S <= kMostFolded;
+  plan.fold = folds ? original.S : 1;
+  const auto prepare = [&](const Tensor& of, int of_group, uint64_t begin, bool folds, bool& planes, bool& copies) {
     const bool whole = original.groups == 1 || of_group * plan.bytes % 16 == 0;
     planes = copies = false;
-    if (whole && has_pixels(of, plan.bytes, begin)) return true;
+    if (!folds && whole && has_pixels(of, plan.bytes, begin)) return true;
     planes = plan.bytes == 4;
-    copies = !planes || !has_planes(of, begin);
+    copies = folds || !planes || !has_planes(of, begin);
     return (planes || whole) && int64_t{of.H} * of.W < 1 << 30 &&
            (!copies || copied_bytes(of, plan.bytes) <= kMostCopiedBytes);
   };
-  if (!prepare(x_of(original), group_c, address.x, plan.x_planes, plan.copies_x) ||
-      !prepare(dy_of(original), group_k, address.dy, plan.dy_planes, plan.copies_dy))
+  if (!prepare(x_of(original), group_c, address.x, folds, plan.x_planes, plan.copies_x) ||
+      !prepare(dy_of(original), group_k, address.dy, false, plan.dy_planes, plan.copies_dy))
     return false;
   const Problem problem = as_planned(original, plan);
+  group_c = problem.C / problem.groups;
+  if (copied_bytes(problem, plan) > 2 * kMostCopiedBytes) return false;
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
   if (pixels >= int64_t{1} << 30 || taps * group_c * problem.K >= int64_t{1} << 30 || taps > kMostTaps) return false;
   bool found = false;
@@ -1244,9 +1276,14 @@ inline const char* yields(const Problem& problem, Operator) {
   return problem.K / problem.groups < 4 ? "another engine may be faster with few output channels in a group" : nullptr;
 }
 
+// Of the workspace.
+inline int64_t bytes_of(const Problem& problem, const Plan& plan) {
+  const Problem planned = as_planned(problem, plan);
+  return sum_bytes(planned, plan) + copied_bytes(planned, plan);
+}
+
 inline int64_t workspace_bytes(const Problem& problem, Operator, const Pointers& pointers) {
-  const Plan& plan = plan_of(problem, alignment_of(pointers)).plan;
-  return sum_bytes(problem, plan) + copied_bytes(problem, plan);
+  return bytes_of(problem, plan_of(problem, alignment_of(pointers)).plan);
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -1302,8 +1339,8 @@ cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t 
     error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
     if (error != cudaSuccess) return error;
     const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
-    const size_t bytes =
-        add.block_k * add.taps * add.channels * sizeof(float) + (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);
+    const size_t bytes = add.block_k * add.taps * (add.channels + 4) * sizeof(float) +
+                         (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);
     return hopper::launch_early(hopper_wgrad_add_kernel<typename Format::Stored>, blocks, kAddThreads, bytes, stream,
                                 add);
   }
@@ -1319,37 +1356,43 @@ cudaError_t run_shape(const Params& params, const AddParams& add, cudaStream_t s
   return cudaErrorInvalidConfiguration;
 }
 
-// Copies what boxes cannot read in place.
-inline cudaError_t copy(const Problem& problem, const Plan& plan, Pointers& pointers, cudaStream_t stream) {
-  uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(problem, plan);
+// Copies what boxes cannot read in place; `planned` is of the copies.
+inline cudaError_t copy(const Problem& problem, const Problem& planned, const Plan& plan, Pointers& pointers,
+                        cudaStream_t stream) {
+  uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(planned, plan);
   hopper::PlanesCopy of_planes[2] = {};
   int64_t blocks[2] = {};
-  const auto make = [&](const Tensor& of, const void*& from, int64_t& own_blocks, hopper::PlanesCopy& planes) {
+  const auto make = [&](const Tensor& of, int fold, const void*& from, int64_t& own_blocks,
+                        hopper::PlanesCopy& planes) {
+    Tensor copied = of;
+    if (fold > 1) copied.C *= fold, copied.W = problem.Q;
     cudaError_t error = cudaSuccess;
-    if (plan.bytes == 2 && hopper::are_planes(of.stride, of.H, of.W)) {
+    if (plan.bytes == 2 && fold == 1 && hopper::are_planes(of.stride, of.H, of.W)) {
       planes = hopper::make_planes_copy(from, of.stride, of.N, of.C, int64_t{of.H} * of.W, to, own_blocks);
     } else {
       OrderParams params{from, to};
       std::copy_n(of.stride, 4, params.stride);
-      params.elements = copied_bytes(of, plan.bytes) / plan.bytes;
-      params.C = of.C, params.H = of.H, params.W = of.W;
+      params.elements = copied_bytes(copied, plan.bytes) / plan.bytes;
+      params.C = copied.C, params.H = copied.H, params.W = copied.W, params.from_w = of.W;
+      params.step = fold > 1 ? problem.stride_w : 1;
+      params.pad = fold > 1 ? problem.pad_w : 0;
+      params.dilation = problem.dilation_w;
       params.planes = plan.bytes == 4;
-      params.inner = static_cast<int>(params.planes ? padded(int64_t{of.H} * of.W, 4) : padded(of.C, 8));
+      params.inner = static_cast<int>(params.planes ? padded(int64_t{copied.H} * copied.W, 4) : padded(copied.C, 8));
       params.by_inner = make_divisor(params.inner);
-      params.by_c = make_divisor(of.C), params.by_h = make_divisor(of.H), params.by_w = make_divisor(of.W);
+      params.by_c = make_divisor(copied.C), params.by_h = make_divisor(copied.H);
+      params.by_w = make_divisor(copied.W), params.by_fold = make_divisor(fold);
       const unsigned order_blocks = static_cast<unsigned>(ceil_div(params.elements, kAddThreads));
-      error =
-          plan.bytes == 2
-              ? hopper::launch_early(hopper_wgrad_order_kernel<Half>, order_blocks, kAddThreads, 0, stream, params)
-              : hopper::launch_early(hopper_wgrad_order_kernel<float>, order_blocks, kAddThreads, 0, stream, params);
+      const auto kernel = plan.bytes == 2 ? hopper_wgrad_order_kernel<Half> : hopper_wgrad_order_kernel<float>;
+      error = hopper::launch_early(kernel, order_blocks, kAddThreads, 0, stream, params);
     }
     from = to;
-    to += copied_bytes(of, plan.bytes);
+    to += copied_bytes(copied, plan.bytes);
     return error;
   };
   cudaError_t error = cudaSuccess;
-  if (plan.copies_x) error = make(x_of(problem), pointers.x, blocks[0], of_planes[0]);
-  if (plan.copies_dy && error == cudaSuccess) error = make(dy_of(problem), pointers.dy, blocks[1], of_planes[1]);
+  if (plan.copies_x) error = make(x_of(problem), plan.fold, pointers.x, blocks[0], of_planes[0]);
+  if (plan.copies_dy && error == cudaSuccess) error = make(dy_of(problem), 1, pointers.dy, blocks[1], of_planes[1]);
   if (error != cudaSuccess || blocks[0] + blocks[1] == 0) return error;
   return hopper::launch_early(hopper_wgrad_copy_kernel, static_cast<unsigned>(blocks[0] + blocks[1]),
                               hopper::kCopyThreads, hopper::kCopyBytes, stream, of_planes[0], of_planes[1],
@@ -1358,9 +1401,9 @@ inline cudaError_t copy(const Problem& problem, const Plan& plan, Pointers& poin
 
 template <typename Format>
 cudaError_t run(const Problem& problem, const Plan& plan, Pointers pointers, cudaStream_t stream) {
-  cudaError_t error = copy(problem, plan, pointers, stream);
-  if (error != cudaSuccess) return error;
   const Problem planned = as_planned(problem, plan);
+  cudaError_t error = copy(problem, planned, plan, pointers, stream);
+  if (error != cudaSuccess) return error;
   Params params = make_params(planned, plan);
   params.x_ptr = pointers.x;
   params.dy_ptr = pointers.dy;
@@ -1371,15 +1414,15 @@ cudaError_t run(const Problem& problem, const Plan& plan, Pointers pointers, cud
   add.sums_ptr = params.sums_ptr;
   add.dw_ptr = pointers.out;
   add.row_channels = row_channels(plan);
-  add.row = int64_t{problem.R} * problem.S * add.row_channels;
+  add.row = int64_t{params.R} * params.S * add.row_channels;
   add.part = add.row * params.rows;
   add.group_padding = plan.tiles_k * plan.channels - params.group_k;
   add.by_group_k = make_divisor(params.group_k);
   std::copy_n(problem.w_stride, 4, add.w_stride);
   add.parts = plan.parts * sums_of_part(plan);
   add.C = params.group_c;
-  add.S = problem.S;
-  add.taps = problem.R * problem.S;
+  add.S = params.S;
+  add.taps = params.R * params.S;
   for (add.channels = kMostAddChannels; add.channels > 4; add.channels /= 2)
     if (add.channels * add.taps <= kMostAddSums &&
         (add.channels <= 16 || problem.K * ceil_div(add.C, add.channels) >= kFewBlocks))
@@ -1395,7 +1438,8 @@ cudaError_t run(const Problem& problem, const Plan& plan, Pointers pointers, cud
   add.by_blocks_c = make_divisor(ceil_div(add.C, add.channels));
   add.by_quads = make_divisor(quads);
   add.by_taps = make_divisor(add.taps);
-  add.by_s = make_divisor(problem.S);
+  add.by_s = make_divisor(params.S);
+  add.by_fold = make_divisor(plan.fold);
   return run_shape<Format>(params, add, stream);
 }
 
@@ -1425,15 +1469,15 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
   const Plan& plan = plan_of(problem, Alignment{}).plan;
   snprintf(
       text, text_size,
-      "%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and %d bytes, %d of "
+      "%s%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and %d bytes, %d of "
       "them, %d blocks for %d tiles in %d parts, about %.3g Mcycles",
       plan.copies_x && plan.copies_dy ? "x and dy copied, "
       : plan.copies_x                 ? "x copied, "
       : plan.copies_dy                ? "dy copied, "
                                       : "",
-      plan.channels, 8 * plan.shape.chunks, plan.shape.taps, plan.images, plan.rows, plan.columns,
-      plan.stage_bytes + plan.raw_bytes, plan.stages, plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t,
-      plan.parts, plan.cycles * 1e-6);
+      plan.fold > 1 ? "filter columns as channels, " : "", plan.channels, 8 * plan.shape.chunks, plan.shape.taps,
+      plan.images, plan.rows, plan.columns, plan.stage_bytes + plan.raw_bytes, plan.stages, plan.grid,
+      plan.tiles_k * plan.blocks_c * plan.blocks_t, plan.parts, plan.cycles * 1e-6);
 }
 
 #endif  // host

@@ -515,7 +515,7 @@ HOPPER_WGRAD_CASES = [
     Case(3, 40, 7, 7, 72, 3, 3, padding=(1, 1)), Case(2, 9, 5, 40, 17, 3, 2, padding=(1, 0)),
     Case(5, 136, 5, 6, 130, 1, 1), Case(3, 20, 9, 10, 24, 1, 1, stride=(2, 2), padding=(1, 0)),
     Case(2, 10, 15, 14, 12, 5, 4, stride=(2, 3), padding=(2, 1), dilation=(1, 2)),
-    Case(2, 32, 9, 10, 140, 3, 3, padding=(1, 1), groups=2), Case(1, 5, 13, 20, 9, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(2, 32, 9, 10, 140, 3, 3, padding=(1, 1), groups=2), Case(1, 4, 13, 20, 9, 7, 7, stride=(2, 2), padding=(3, 3)),
     Case(1, 16, 20, 20, 9, 3, 3, dilation=(7, 4)), Case(2, 24, 8, 12, 12, 1, 9, padding=(0, 4), groups=3),
     Case(70, 16, 1, 1, 8, 1, 1), Case(2, 8, 10, 12, 20, 2, 2, stride=(3, 3)),
 ]  # fmt: skip

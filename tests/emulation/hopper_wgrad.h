@@ -9,7 +9,7 @@ extern "C" int run_wished(int, const int64_t* fields, void* const* pointers, con
   const Problem problem = make_problem(fields);
   Plan plan;
   if (!make_plan(problem, 3, {address(pointers[0]), address(pointers[3])}, plan, wish)) return -1;
-  Workspace workspace(sum_bytes(problem, plan) + copied_bytes(problem, plan));
+  Workspace workspace(bytes_of(problem, plan));
   const Pointers all = {pointers[0], nullptr, nullptr, pointers[3], pointers[4], workspace.data()};
   const int code = simt_run(seed, false, [&] { return run(problem, plan, all, nullptr); });
   return unless_overrun(code, workspace);

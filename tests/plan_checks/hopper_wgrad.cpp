@@ -98,6 +98,7 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   CHECK(plan.grid == std::min(plan.jobs, sms) && plan.cycles > 0);
   const Problem planned = as_planned(p, plan);
   NOTE(planned.Q > p.Q);
+  NOTE(plan.fold > 1);
   const Params params = make_params(planned, plan);
   check_jobs(planned, params);
   if (p.N * p.P * p.Q < 1 << 18) check_pixels(planned, params);
