@@ -1255,11 +1255,20 @@ inline Grouped of_copy(const Grouped& of) {
   return copy;
 }
 
+// Whether input channels of merged groups begin where boxes can, at multiples of 8, or are all there are.
+inline bool begin_in_boxes(int64_t in_channels, const Correlation& of) {
+  return in_channels % 8 == 0 || in_channels >= int64_t{of.groups} * of.in_channels;
+}
+
 inline Grouped grouped(const Correlation& of) {
   Grouped result{of, of.groups * of.in_channels, of.in_channels, of.out_channels, of.out_channels};
-  const int most = of.groups > 1 && of.in_channels < kBlockChannels ? kBlockChannels / of.in_channels : 1;
-  const bool whole = int64_t{of.out_channels} * most % 64 == 0 || of.out_channels >= 64;
-  const int merged = whole ? most : std::min(most, 64 / of.out_channels);
+  // The most groups whose output channels are whole tiles, or one tile of fewer.
+  int merged = of.groups > 1 && of.in_channels < kBlockChannels ? kBlockChannels / of.in_channels : 1;
+  const auto fits = [&] {
+    const int64_t out = int64_t{of.out_channels} * merged;
+    return begin_in_boxes(int64_t{of.in_channels} * merged, of) && (out % 64 == 0 || out < 64 || of.out_channels >= 64);
+  };
+  while (merged > 1 && !fits()) --merged;
   result.in_channels *= merged;
   result.block_out = static_cast<int>(std::min(int64_t{of.out_channels} * merged, kMostSlots));
   result.out_channels *= of.groups;
@@ -1276,7 +1285,8 @@ inline Grouped grouped_products(const Correlation& of) {
 
 inline bool takes_groups(const Grouped& of) {
   const bool whole_in = of.in_channels <= kBlockChannels || of.in_channels % kBlockChannels == 0;
-  return of.groups == 1 || (whole_in && (of.block_out < 64 || of.block_out % 64 == 0));
+  const bool in_boxes = of.in_channels % 8 == 0 || of.in_channels >= int64_t{of.groups} * of.own_in;
+  return of.groups == 1 || (whole_in && in_boxes && (of.block_out < 64 || of.block_out % 64 == 0));
 }
 
 // Forces properties of a plan, for tests; by default the plan with the lowest estimate is taken.
@@ -1440,8 +1450,8 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
     return "it computes float16 and bfloat16 only";
   if (op == Operator::kDgrad && has_stride(problem)) return "it takes input gradients with stride 1 only";
   if (problem.groups > 1 && !takes_groups(grouped(correlation_of_problem(problem, op))))
-    return "a group must have at most 64 input channels or a multiple of 64, and the output channels that read the "
-           "same 64 must be fewer than 64 or a multiple of 64";
+    return "groups that share 64 input channels must have a multiple of 8 together, larger ones a multiple of 64, and "
+           "the output channels that read the same 64 must be fewer than 64 or a multiple of 64";
   return nullptr;
 }
 

@@ -491,6 +491,11 @@ TMA_SHIM_CASES = [
     (Case(2, 80, 7, 8, 160, 3, 3, stride=(2, 2), padding=(1, 1), groups=5), "fprop"),
     (Case(2, 72, 7, 9, 72, 3, 3, padding=(1, 1), groups=9), "dgrad"),
     (Case(2, 128, 6, 8, 256, 1, 1, groups=2), "fprop"),
+    # As many groups as begin where a box can, at multiples of 8 channels, of one block and of several.
+    (Case(1, 72, 6, 8, 120, 3, 3, padding=(1, 1), groups=6), "fprop"),
+    (Case(2, 96, 5, 7, 96, 3, 2, padding=(1, 0), groups=8), "dgrad"),
+    (Case(1, 24, 7, 9, 256, 3, 3, groups=8), "fprop"),
+    (Case(2, 24, 6, 7, 40, 3, 3, padding=(1, 1), groups=2), "fprop"),
     # Tiles of fewer channels, for merged groups and for one; the last of them in part.
     (Case(2, 72, 6, 9, 72, 3, 3, padding=(1, 1), groups=3), "fprop"),
     (Case(1, 80, 5, 8, 100, 2, 3, stride=(2, 1), groups=5), "fprop"),

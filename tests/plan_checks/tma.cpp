@@ -49,6 +49,7 @@ static void check_numbers(const Grouped& of, const Plan& plan, int sms) {
   const bool shares_stage = of.groups > 1 && of.own_in % 64 != 0;
   CHECK(of.merged() == shares_stage);
   if (shares_stage) CHECK(plan.splits == 1 && !plan.direct && plan.packed && of.in_channels <= 64);
+  CHECK(of.groups == 1 || of.in_channels % 8 == 0 || of.in_channels >= of.groups * of.own_in);  // boxes begin there
   CHECK(plan.cycles > 0);
 }
 
