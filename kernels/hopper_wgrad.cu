@@ -885,24 +885,37 @@ __global__ void __launch_bounds__(hopper::kCopyThreads)
     hopper::copy_planes(dy, block - x_blocks, smem);
 }
 
-// A thread for each element of the copy.
+// A thread for 16 bytes of the copy: neighbouring channels of a pixel, or pixels of a plane.
 template <typename Stored>
 __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_order_kernel(const __grid_constant__ OrderParams params) {
+  constexpr int VALUES = 16 / static_cast<int>(sizeof(Stored));
+  struct alignas(16) Piece {
+    Stored values[VALUES];
+  };
   hopper::wait_for_prerequisites();
   hopper::launch_dependents();
   const int64_t number = static_cast<int64_t>(blockIdx.x) * kAddThreads + threadIdx.x;
-  if (number >= params.elements) return;
-  const int i = static_cast<int>(number), outer = quotient(i, params.by_inner), inner = i - outer * params.inner;
+  if (number * VALUES >= params.elements) return;
+  const int i = static_cast<int>(number * VALUES), outer = quotient(i, params.by_inner);
+  const int inner = i - outer * params.inner;
   const int row = params.planes ? quotient(inner, params.by_w) : quotient(outer, params.by_w);
-  const int w = (params.planes ? inner : outer) - row * params.W;
+  int w = (params.planes ? inner : outer) - row * params.W;
   const int image = quotient(params.planes ? outer : row, params.planes ? params.by_c : params.by_h);
-  const int c = params.planes ? outer - image * params.C : inner, h = params.planes ? row : row - image * params.H;
-  const int own_c = quotient(c, params.by_fold), tap = c - own_c * static_cast<int>(params.by_fold.divisor);
-  const int column = w * params.step - params.pad + tap * params.dilation;
-  const Stored* const from = static_cast<const Stored*>(params.from_ptr);
-  static_cast<Stored*>(params.to_ptr)[number] = load_if(
-      c < params.C && h < params.H && is_within(column, params.from_w),
-      from + (image * params.stride[0] + own_c * params.stride[1] + h * params.stride[2] + column * params.stride[3]));
+  int c = params.planes ? outer - image * params.C : inner, h = params.planes ? row : row - image * params.H;
+  const int fold = static_cast<int>(params.by_fold.divisor);
+  int own_c = quotient(c, params.by_fold), tap = c - own_c * fold;
+  const Stored* const from = static_cast<const Stored*>(params.from_ptr) + image * params.stride[0];
+  Piece piece;
+#pragma unroll
+  for (int j = 0; j < VALUES; ++j) {
+    const int column = w * params.step - params.pad + tap * params.dilation;
+    piece.values[j] = load_if(c < params.C && h < params.H && is_within(column, params.from_w),
+                              from + (own_c * params.stride[1] + h * params.stride[2] + column * params.stride[3]));
+    if (params.planes && ++w == params.W) w = 0, ++h;
+    if (!params.planes) ++c;
+    if (!params.planes && ++tap == fold) tap = 0, ++own_c;
+  }
+  reinterpret_cast<Piece*>(params.to_ptr)[number] = piece;
 }
 
 #endif  // device code
@@ -1382,7 +1395,7 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
       params.by_inner = make_divisor(params.inner);
       params.by_c = make_divisor(copied.C), params.by_h = make_divisor(copied.H);
       params.by_w = make_divisor(copied.W), params.by_fold = make_divisor(fold);
-      const unsigned order_blocks = static_cast<unsigned>(ceil_div(params.elements, kAddThreads));
+      const unsigned order_blocks = static_cast<unsigned>(ceil_div(params.elements * plan.bytes, 16 * kAddThreads));
       const auto kernel = plan.bytes == 2 ? hopper_wgrad_order_kernel<Half> : hopper_wgrad_order_kernel<float>;
       error = hopper::launch_early(kernel, order_blocks, kAddThreads, 0, stream, params);
     }
