@@ -1256,8 +1256,8 @@ inline Grouped of_copy(const Grouped& of) {
 }
 
 // Whether input channels of merged groups begin where boxes can, at multiples of 8, or are all there are.
-inline bool begin_in_boxes(int64_t in_channels, const Correlation& of) {
-  return in_channels % 8 == 0 || in_channels >= int64_t{of.groups} * of.in_channels;
+inline bool begin_in_boxes(int64_t in_channels, int groups, int of_group) {
+  return in_channels % 8 == 0 || in_channels >= int64_t{groups} * of_group;
 }
 
 inline Grouped grouped(const Correlation& of) {
@@ -1266,7 +1266,8 @@ inline Grouped grouped(const Correlation& of) {
   int merged = of.groups > 1 && of.in_channels < kBlockChannels ? kBlockChannels / of.in_channels : 1;
   const auto fits = [&] {
     const int64_t out = int64_t{of.out_channels} * merged;
-    return begin_in_boxes(int64_t{of.in_channels} * merged, of) && (out % 64 == 0 || out < 64 || of.out_channels >= 64);
+    return begin_in_boxes(int64_t{of.in_channels} * merged, of.groups, of.in_channels) &&
+           (out % 64 == 0 || out < 64 || of.out_channels >= 64);
   };
   while (merged > 1 && !fits()) --merged;
   result.in_channels *= merged;
@@ -1285,7 +1286,7 @@ inline Grouped grouped_products(const Correlation& of) {
 
 inline bool takes_groups(const Grouped& of) {
   const bool whole_in = of.in_channels <= kBlockChannels || of.in_channels % kBlockChannels == 0;
-  const bool in_boxes = of.in_channels % 8 == 0 || of.in_channels >= int64_t{of.groups} * of.own_in;
+  const bool in_boxes = begin_in_boxes(of.in_channels, of.groups, of.own_in);
   return of.groups == 1 || (whole_in && in_boxes && (of.block_out < 64 || of.block_out % 64 == 0));
 }
 

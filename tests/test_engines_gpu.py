@@ -273,7 +273,7 @@ TMA_CASES = [
     Case(2, 320, 16, 16, 320, 1, 1, groups=5),
     # As many groups as begin at multiples of 8 channels.
     Case(2, 96, 14, 14, 96, 7, 2, padding=(4, 2), dilation=(2, 2), groups=8),
-    Case(3, 88, 15, 13, 128, 3, 3, stride=(2, 2), padding=(2, 2), groups=4),
+    Case(3, 80, 15, 13, 128, 3, 3, stride=(2, 2), padding=(2, 2), groups=4),
     # Tiles of fewer than 64 channels.
     Case(3, 120, 28, 30, 120, 3, 3, padding=(1, 1), groups=5),
     Case(2, 240, 14, 17, 336, 5, 3, padding=(2, 1), groups=6),
