@@ -59,7 +59,7 @@ constexpr int kMultiplyingThreads = 256, kLoadingThreads = 128, kThreads = kMult
 constexpr int kMultiplyingRegisters = 224, kLoadingRegisters = 56;  // per thread, from 168 at launch
 static_assert(2 * kMultiplyingRegisters + kLoadingRegisters <= 3 * 168, "no more registers than the block has");
 constexpr int kSharedBytes = 232448;
-constexpr int kMostStages = 6, kPartStages = 2;     // the latter: of x in parts
+constexpr int kMostStages = 6, kMostPartStages = 3;  // the latter: of x in parts
 constexpr int kRegionBytes = 1024;                  // of a stage, at least: from there on the swizzle repeats itself
 constexpr int kMostBox = 256;                       // elements of a box along a dimension
 constexpr int kMostStep = 8;                        // of a box
@@ -116,10 +116,11 @@ struct Plan {
   int parts, jobs, grid;
   int row_bytes, block_bytes;  // channels_last x: of a pixel, in a block of channels; of all its pixels
   int dy_block_bytes;          // likewise, where a pixel has 128 bytes
-  int run, dy_run;             // planes: elements of a row of the window; of a channel of dy
+  int x_boxes, box_rows;       // planes: of an image's window; rows of the window in each
+  int run, dy_run;             // planes: elements of a channel in a box of x, of dy
   // Of a stage: dy, with x of 16 bits; fp32 x, and a chunk of its parts, of which there are rings of their own.
   int dy_bytes, stage_bytes, raw_bytes, chunk_bytes, part_bytes, dy_loaded, x_loaded;
-  int stages, raw_stages, smem_bytes;
+  int stages, raw_stages, part_stages, smem_bytes;
   double cycles;
 };
 
@@ -171,8 +172,19 @@ MODELNEW_HOST_DEVICE inline int phases_of(const Plan& plan) { return plan.phases
 
 MODELNEW_HOST_DEVICE inline int all_slots(const Plan& plan) { return plan.images * phases_of(plan) * plan.slots; }
 
+// The first tap whose pixels the window of a block of taps has.
+struct Tap {
+  int r, s;
+};
+
+MODELNEW_HOST_DEVICE inline Tap first_tap(const Params& params, int block_t) {
+  const int tap = block_t * params.plan.shape.taps, r = tap / params.S;
+  return {r, params.plan.span_s == params.S ? 0 : tap - r * params.S};
+}
+
 struct Job {
   int group, tile_k, block_c, block_t, part, first_tile, last_tile;
+  Tap tap;
 };
 
 // Neighbouring blocks have tiles of the same pixels, which the L2 cache then serves.
@@ -183,13 +195,15 @@ MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
   const int group = quotient(of_all, params.by_group_tiles);
   const int tile = of_all - group * static_cast<int>(params.by_group_tiles.divisor);
   const int column = quotient(tile, params.by_tiles_k), block_c = quotient(column, params.by_blocks_t);
+  const int block_t = column - block_c * plan.blocks_t;
   return {group,
           tile - column * plan.tiles_k,
           block_c,
-          column - block_c * plan.blocks_t,
+          block_t,
           part,
           static_cast<int>(static_cast<int64_t>(part) * plan.tiles / plan.parts),
-          static_cast<int>(static_cast<int64_t>(part + 1) * plan.tiles / plan.parts)};
+          static_cast<int>(static_cast<int64_t>(part + 1) * plan.tiles / plan.parts),
+          first_tap(params, block_t)};
 }
 
 // The first output of a stage.
@@ -203,16 +217,6 @@ MODELNEW_HOST_DEVICE inline Place locate_tile(const Params& params, int tile) {
   const int row = quotient(tile, params.by_tiles_q), image = quotient(row, params.by_tiles_p);
   return {int64_t{image} * plan.images, (row - image * plan.tiles_p) * plan.rows,
           (tile - row * plan.tiles_q) * plan.columns};
-}
-
-// The first tap whose pixels the window of a block of taps has.
-struct Tap {
-  int r, s;
-};
-
-MODELNEW_HOST_DEVICE inline Tap first_tap(const Params& params, int block_t) {
-  const int tap = block_t * params.plan.shape.taps, r = tap / params.S;
-  return {r, params.plan.span_s == params.S ? 0 : tap - r * params.S};
 }
 
 // The slot of x, in a stage, of the first output's tap: in which phase, and how far.
@@ -248,6 +252,27 @@ MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
   return pack_pixel(image, row * params.stride_h + phase_h, column * params.stride_w + phase - phase_h * plan.phases_w);
 }
 
+// Planes: the first row of a window that its `number`-th box has. Rows that no tap reads are left out.
+MODELNEW_HOST_DEVICE inline int first_row(const Params& params, int number) {
+  const Plan& plan = params.plan;
+  if (plan.phases_h == params.stride_h) return number * plan.box_rows;
+  const int row = number / plan.phases_h;
+  return row * params.stride_h + number - row * plan.phases_h;
+}
+
+// Where a pixel of a window begins, in elements: the box, and how far from its first row.
+struct InBox {
+  int number, offset;
+};
+
+MODELNEW_HOST_DEVICE inline InBox place_in_box(const Params& params, int row, int column) {
+  const Plan& plan = params.plan;
+  if (plan.phases_h < params.stride_h)
+    return {row / params.stride_h * plan.phases_h + row % params.stride_h, column};
+  const int number = row / plan.box_rows;
+  return {number, (row - number * plan.box_rows) * params.W + column};
+}
+
 // Of a block: stages, then tables of pixels and taps, then barriers.
 struct SharedLayout {
   int raw, parts, dy_table, x_table, nothing, barriers, end;
@@ -257,11 +282,11 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   SharedLayout layout{};
   layout.raw = plan.stages * plan.stage_bytes;
   layout.parts = layout.raw + plan.raw_stages * plan.raw_bytes;
-  layout.dy_table = layout.parts + (plan.raw_stages > 0 ? kPartStages * plan.part_bytes : 0);
+  layout.dy_table = layout.parts + plan.part_stages * plan.part_bytes;
   layout.x_table = layout.dy_table + (plan.dy_planes ? plan.images * plan.dy_slots * 4 : 0);
   layout.nothing = layout.x_table + (plan.x_planes ? all_slots(plan) * 8 : 0);
   layout.barriers = layout.nothing + 16;
-  layout.end = layout.barriers + 16 * (2 * kMostStages + kPartStages);
+  layout.end = layout.barriers + 16 * (2 * kMostStages + kMostPartStages);
   return layout;
 }
 
@@ -289,27 +314,31 @@ struct Window {
 
 __device__ __forceinline__ Window locate_window(const Params& params, const Job& job, int tile) {
   const Place at = locate_tile(params, tile);
-  const Tap tap = first_tap(params, job.block_t);
-  return {at, at.p * params.stride_h - params.pad_h + tap.r * params.dilation_h,
-          at.q * params.stride_w - params.pad_w + tap.s * params.dilation_w};
+  return {at, at.p * params.stride_h - params.pad_h + job.tap.r * params.dilation_h,
+          at.q * params.stride_w - params.pad_w + job.tap.s * params.dilation_w};
 }
 
-// Issues the boxes of a stage, of dy and of x, which come to their own barriers.
+// Issues every fourth box of a stage, of dy and of x, which come to their own barriers. Number 0 announces all of them.
 template <typename Format, int CHUNKS>
-__device__ __forceinline__ void load_stage(const Params& params, const Job& job, int tile, uint32_t stage,
+__device__ __forceinline__ void load_stage(const Params& params, const Job& job, int tile, int own, uint32_t stage,
                                            uint32_t barrier, uint32_t x_stage, uint32_t x_barrier) {
   const Plan& plan = params.plan;
   const Window window = locate_window(params, job, tile);
   const int n = static_cast<int>(window.at.n);
   const int first_k = job.group * params.group_k + job.tile_k * plan.channels;
   const int first_c = job.group * params.group_c + job.block_c * CHUNKS * 8;
-  hopper::barrier_arrive_expecting(barrier, plan.dy_loaded + (Format::PARTS == 1 ? plan.x_loaded : 0));
-  if (Format::PARTS > 1) hopper::barrier_arrive_expecting(x_barrier, plan.x_loaded);
+  if (own == 0) {
+    hopper::barrier_arrive_expecting(barrier, plan.dy_loaded + (Format::PARTS == 1 ? plan.x_loaded : 0));
+    if (Format::PARTS > 1) hopper::barrier_arrive_expecting(x_barrier, plan.x_loaded);
+  }
+  int box = own;
+  const auto is_own = [&] { return (box++ & 3) == 0; };
 #pragma unroll 1
   for (int image = 0; image < plan.images; ++image) {
     if (Format::BYTES == 4 && plan.dy_planes) {
-      hopper::load_box(params.dy_map, stage + image * plan.channels * plan.dy_run * 4,
-                       (window.at.p * params.Q + window.at.q) & ~3, first_k, n + image, 0, barrier);
+      if (is_own())
+        hopper::load_box(params.dy_map, stage + image * plan.channels * plan.dy_run * 4,
+                         (window.at.p * params.Q + window.at.q) & ~3, first_k, n + image, 0, barrier);
     } else {
       constexpr int CHANNELS = hopper::kBoxRowBytes / Format::BYTES;
       const int box_rows = plan.tiles_q == 1 ? plan.rows : 1;
@@ -317,16 +346,19 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
       for (int row = 0; row < plan.rows; row += box_rows)
 #pragma unroll 1
         for (int k = 0; k < plan.channels; k += CHANNELS)
-          hopper::load_box(params.dy_map,
-                           stage + k / CHANNELS * plan.dy_block_bytes +
-                               (image * plan.dy_slots + row * plan.pitch) * hopper::kBoxRowBytes,
-                           first_k + k, window.at.q, window.at.p + row, n + image, barrier);
+          if (is_own())
+            hopper::load_box(params.dy_map,
+                             stage + k / CHANNELS * plan.dy_block_bytes +
+                                 (image * plan.dy_slots + row * plan.pitch) * hopper::kBoxRowBytes,
+                             first_k + k, window.at.q, window.at.p + row, n + image, barrier);
     }
     if (Format::BYTES == 4 && plan.x_planes) {
 #pragma unroll 1
-      for (int row = 0; row < plan.window_h; ++row)
-        hopper::load_box(params.x_map, x_stage + (image * plan.window_h + row) * CHUNKS * 8 * plan.run * 4,
-                         ((window.first_h + row) * params.W + window.first_w) & ~3, first_c, n + image, 0, x_barrier);
+      for (int number = 0; number < plan.x_boxes; ++number)
+        if (is_own())
+          hopper::load_box(params.x_map, x_stage + (image * plan.x_boxes + number) * CHUNKS * 8 * plan.run * 4,
+                           ((window.first_h + first_row(params, number)) * params.W + window.first_w) & ~3, first_c,
+                           n + image, 0, x_barrier);
     } else {
       const int channels = plan.row_bytes / Format::BYTES;
 #pragma unroll 1
@@ -335,8 +367,9 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
         uint32_t to = x_stage + (image * phases_of(plan) + phase) * plan.slots * plan.row_bytes;
 #pragma unroll 1
         for (int c = 0; c < CHUNKS * 8; c += channels, to += plan.block_bytes)
-          hopper::load_box(params.x_map, to, first_c + c, window.first_w + phase_w, window.first_h + phase_h, n + image,
-                           x_barrier);
+          if (is_own())
+            hopper::load_box(params.x_map, to, first_c + c, window.first_w + phase_w, window.first_h + phase_h,
+                             n + image, x_barrier);
       }
     }
   }
@@ -356,9 +389,10 @@ __device__ __forceinline__ void split(float low, float high, uint32_t (&parts)[P
   }
 }
 
-// A slot of x in planes: its pixel, and where that lies in the window.
+// A slot of x in planes: its pixel, the first row of its box, and where it lies in the stage.
 struct alignas(8) Slot {
-  int packed, offset;
+  int packed;
+  uint32_t row : 10, offset : 22;
 };
 
 // Splits x of a stage into parts, [part][chunk][slot] x 16 bytes. A thread takes a slot of a few chunks, which are a row
@@ -378,7 +412,8 @@ __device__ __forceinline__ void split_stage(const Params& params, const Job& job
     if constexpr (PLANES) {
       const Slot entry = table[slot];
       const int h = window.first_h + (entry.packed >> 10 & 1023), w = window.first_w + (entry.packed & 1023);
-      own = from + group * GROUP * 8 * step + entry.offset + 4 * ((h * params.W + window.first_w) & 3);
+      const int begin = (window.first_h + entry.row) * params.W + window.first_w;  // of its box
+      own = from + group * GROUP * 8 * step + entry.offset + 4 * (begin & 3);
       if (!(entry.packed >= 0 && is_within(h, params.H) && is_within(w, params.W))) own = nothing, step = 0;
     } else {
       own = from + group * plan.block_bytes + slot * GROUP * 32;
@@ -415,7 +450,8 @@ __device__ __forceinline__ void split_stage(const Params& params, const Job& job
 template <typename Format, int CHUNKS>
 __device__ __forceinline__ void load(const Params& params, const Shared& shared, const uint8_t* smem) {
   const Plan& plan = params.plan;
-  const bool issues = loading_thread() == 0;
+  const bool issues = loading_thread() % 32 == 0;
+  const int own = loading_thread() / 32;
   hopper::wait_for_prerequisites();
   RingPosition ring, raw, ready, part;
 #pragma unroll 1
@@ -426,11 +462,11 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
       const uint32_t stage = shared.base + ring.slot * plan.stage_bytes, barrier = shared.stage(ring.slot);
       hopper::barrier_wait(barrier + 8, ring.parity ^ 1);
       if constexpr (Format::PARTS == 1) {
-        load_stage<Format, CHUNKS>(params, job, loaded, stage, barrier, stage + plan.dy_bytes, barrier);
+        load_stage<Format, CHUNKS>(params, job, loaded, own, stage, barrier, stage + plan.dy_bytes, barrier);
       } else {
         const uint32_t raw_barrier = shared.raw(raw.slot);
         hopper::barrier_wait(raw_barrier + 8, raw.parity ^ 1);
-        load_stage<Format, CHUNKS>(params, job, loaded, stage, barrier,
+        load_stage<Format, CHUNKS>(params, job, loaded, own, stage, barrier,
                                    shared.base + shared.layout.raw + raw.slot * plan.raw_bytes, raw_barrier);
         raw.next(plan.raw_stages);
       }
@@ -463,7 +499,7 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared,
           hopper::barrier_arrive(ready_barrier + 8);
         }
         ready.next(plan.raw_stages);
-        part.next(kPartStages);
+        part.next(plan.part_stages);
       }
     }
   }
@@ -509,6 +545,7 @@ template <typename Format>
 struct LaneOfDy {
   uint32_t place[Format::BYTES == 2 ? 1 : 4];  // 16 bits: a row of ldmatrix. fp32: [pixel][channel]
   uint32_t step_bytes, image_bytes;
+  bool planes, straight;
 
   __device__ __forceinline__ LaneOfDy(const Plan& plan, int own_channel, int lane) {
     constexpr int CHANNELS = hopper::kBoxRowBytes / Format::BYTES;
@@ -516,6 +553,7 @@ struct LaneOfDy {
     const int in_block = own_channel % CHANNELS;
     step_bytes = kStepPixels * hopper::kBoxRowBytes;
     image_bytes = plan.dy_slots * hopper::kBoxRowBytes;
+    planes = hopper::in_register(int{plan.dy_planes}), straight = hopper::in_register(int{plan.dy_straight});
     if constexpr (Format::BYTES == 2) {
       const int pixel = lane / 16 * 8 + lane % 8, piece = in_block / 8 + lane / 8 % 2;
       place[0] = block + pixel * hopper::kBoxRowBytes + (piece ^ lane % 8) * 16;
@@ -535,26 +573,28 @@ struct LaneOfDy {
         place[i] = block + pixel * hopper::kBoxRowBytes + (channel / 4 ^ pixel) * 16 + channel % 4 * 4;
       }
     }
+    for (uint32_t& one : place) one = hopper::in_register(one);
+    step_bytes = hopper::in_register(step_bytes), image_bytes = hopper::in_register(image_bytes);
   }
 };
 
 // A step's 16 channels of a warp and 16 pixels of dy, as wgmma takes them, in parts. Planes: from the lane's first pixel
 // on, `table` has places, and so many pixels are `left`.
 template <typename Format>
-__device__ __forceinline__ void load_dy(const Plan& plan, const LaneOfDy<Format>& own, uint32_t from, const int* table,
+__device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t from, const int* table,
                                         int left, uint32_t (&a)[Format::PARTS][4]) {
   if constexpr (Format::BYTES == 2) {
     hopper::load_matrix_transposed(a[0], from + own.place[0]);
   } else {
     uint32_t words[4][2];
-    if (plan.dy_straight) {
+    if (own.straight) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) hopper::load_shared_2(words[i], from + own.place[i % 2] + i / 2 * 32);
       if (left < kStepPixels)
 #pragma unroll
         for (int i = 0; i < 8; ++i)
           if (i % 2 + i / 4 * 8 >= left) words[i / 2][i % 2] = 0;
-    } else if (plan.dy_planes) {
+    } else if (own.planes) {
       const uint2 near = *reinterpret_cast<const uint2*>(table), far = *reinterpret_cast<const uint2*>(table + 8);
       const int at[4] = {static_cast<int>(near.x), static_cast<int>(near.y), static_cast<int>(far.x),
                          static_cast<int>(far.y)};
@@ -583,7 +623,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   using Stored = typename Format::Stored;
   const Plan& plan = params.plan;
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const int lane = hopper::in_register(static_cast<int>(threadIdx.x % 32)), warp = threadIdx.x % 128 / 32;
+  const int steps = hopper::in_register(plan.steps), images = hopper::in_register(plan.images);
   const bool by_turns = plan.channels == 64;
   const int turns = by_turns ? 2 : 1;
   const int own_channel = (by_turns ? 0 : 64 * warpgroup) + 16 * warp;
@@ -640,15 +681,15 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       }
       before = -1;
     };
-    int tile = job.first_tile - 1, image = plan.images - 1, step = plan.steps - turns + (by_turns ? warpgroup : 0);
+    int tile = job.first_tile - 1, image = images - 1, step = steps - turns + (by_turns ? warpgroup : 0);
     uint32_t dy_image = 0, x_image = 0;  // where these begin; x in a descriptor
     const int* table = nullptr;
     int left = 0;
     // Goes on to the warpgroup's next step. Returns false if there is none.
     const auto advance = [&] {
-      for (step += turns; step >= plan.steps;) {
-        step -= plan.steps;
-        if (++image < plan.images) {
+      for (step += turns; step >= steps;) {
+        step -= steps;
+        if (++image < images) {
           dy_image += own_dy.image_bytes;
           x_image += image_units;
           table += plan.dy_slots;
@@ -664,7 +705,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
           part_before = part.slot;
           if (SETS == 1) give_back();
           ring.next(plan.stages);
-          part.next(kPartStages);
+          part.next(plan.part_stages);
         }
         if (++tile == job.last_tile) return false;
         const uint32_t barrier = PARTS == 1 ? shared.stage(ring.slot) : shared.part(part.slot);
@@ -692,7 +733,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     const auto multiply_step = [&](int set) {
       if (!advance()) return false;
       if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
-      load_dy<Format>(plan, own_dy, dy_image + step * own_dy.step_bytes, table + step * kStepPixels + lane % 4 * 2,
+      load_dy<Format>(own_dy, dy_image + step * own_dy.step_bytes, table + step * kStepPixels + lane % 4 * 2,
                       left - step * kStepPixels - lane % 4 * 2, a[set]);
       const uint32_t b = hopper::uniform(x_image + step * kStepPixels * slot_units);
       hopper::wgmma_fence();
@@ -772,7 +813,7 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
       hopper::barrier_init(shared.raw(stage) + 8, kLoadingThreads / 32);
     }
 #pragma unroll 1
-    for (int stage = 0; stage < kPartStages; ++stage) {
+    for (int stage = 0; stage < kMostPartStages; ++stage) {
       hopper::barrier_init(shared.part(stage), kLoadingThreads / 32);
       hopper::barrier_init(shared.part(stage) + 8, kMultiplyingThreads / 32);
     }
@@ -790,10 +831,14 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
   }
   if (plan.x_planes) {
     Slot* const table = reinterpret_cast<Slot*>(smem + shared.layout.x_table);
-    const int row_pixels = plan.shape.chunks * 8 * plan.run;
+    const int box_size = plan.shape.chunks * 8 * plan.run;
     for (int i = threadIdx.x; i < all_slots(plan); i += kThreads) {
       const int packed = x_pixel(params, i), image = packed >> 20, row = packed >> 10 & 1023, column = packed & 1023;
-      table[i] = {packed, packed < 0 ? 0 : 4 * ((image * plan.window_h + row) * row_pixels + column)};
+      const InBox at = place_in_box(params, row, column);
+      table[i] = {-1, 0, 0};
+      if (packed >= 0)
+        table[i] = {packed, static_cast<uint32_t>(first_row(params, at.number)),
+                    static_cast<uint32_t>(4 * ((image * plan.x_boxes + at.number) * box_size + at.offset))};
     }
   }
   hopper::fence_async();
@@ -1096,9 +1141,13 @@ inline bool complete(const Problem& problem, Plan& plan) {
   plan.has_gaps = !plan.dy_planes &&
                   (plan.dy_slots > plan.rows * pitch || dy_by_rows || (plan.tiles_q > 1 && pitch > plan.columns));
   if (plan.x_planes) {
-    plan.run = static_cast<int>(padded(window_w + 3, 4));
-    raw_bytes = int64_t{plan.images} * window_h * columns * plan.run * 4;
-    x_loaded = raw_bytes;
+    // As many rows in a box as there are room for, where the window has whole ones.
+    const int64_t fit = (kMostBox - 3 - window_w) / problem.W + 1;
+    const bool whole = plan.tiles_q == 1 && plan.phases_h == stride_h;
+    plan.box_rows = whole ? static_cast<int>(std::clamp<int64_t>(fit, 1, window_h)) : 1;
+    plan.x_boxes = static_cast<int>(ceil_div(window_h / stride_h * plan.phases_h, plan.box_rows));
+    plan.run = static_cast<int>(padded((plan.box_rows - 1) * problem.W + window_w + 3, 4));
+    raw_bytes = x_loaded = int64_t{plan.images} * plan.x_boxes * columns * plan.run * 4;
     if (plan.run > kMostBox) return false;
   } else {
     const int all_bytes = columns * plan.bytes;
@@ -1120,14 +1169,18 @@ inline bool complete(const Problem& problem, Plan& plan) {
   plan.dy_loaded = static_cast<int>(dy_loaded), plan.x_loaded = static_cast<int>(x_loaded);
   // Two stages of 16 bits are under way while one is multiplied. Of fp32, x is, and dy of the stage in parts as well.
   constexpr int kLeastStages = 3;
-  for (plan.stages = kMostStages; plan.stages >= kLeastStages; --plan.stages) {
-    plan.raw_stages = plan.bytes == 2 ? 0 : plan.stages - 1;
-    plan.smem_bytes = shared_layout(plan).end;
-    if (plan.smem_bytes <= kSharedBytes) break;
-  }
+  const auto fits = [&](int part_stages) {
+    for (plan.stages = kMostStages; plan.stages >= kLeastStages; --plan.stages) {
+      plan.raw_stages = plan.bytes == 2 ? 0 : plan.stages - 1;
+      plan.part_stages = plan.bytes == 2 ? 0 : part_stages;
+      plan.smem_bytes = shared_layout(plan).end;
+      if (plan.smem_bytes <= kSharedBytes) return true;
+    }
+    return false;
+  };
   const int64_t tiles = ceil_div(problem.N, plan.images) * plan.tiles_p * plan.tiles_q;
   plan.tiles = static_cast<int>(tiles);
-  return plan.stages >= kLeastStages && tiles < 1 << 30;
+  return (fits(kMostPartStages) || fits(kMostPartStages - 1)) && tiles < 1 << 30;
 }
 
 // Tries all numbers of parts.

@@ -234,6 +234,10 @@ using std::min;
 namespace modelnew {
 namespace hopper {
 
+template <typename Number>
+Number in_register(Number number) {
+  return number;
+}
 inline int uniform(int value) {
   const int first = __shfl_sync(~0u, value, 0);
   if (first != value) simt::complain("lanes that differ");

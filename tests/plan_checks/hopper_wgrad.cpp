@@ -92,15 +92,26 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   CHECK(plan.part_bytes >= slots * columns * 2 * plan.parts_of_x);
   CHECK(plan.stage_bytes == plan.dy_bytes + (plan.bytes == 2 ? plan.part_bytes : 0));
   CHECK(plan.bytes == 2 || plan.raw_stages == plan.stages - 1);
-  CHECK(plan.bytes == 2 || plan.raw_bytes >= (plan.x_planes ? plan.images * plan.window_h * columns * plan.run * 4
-                                                             : slots * columns * 4));
+  CHECK(plan.bytes == 2 || plan.part_stages == 2 || plan.part_stages == 3);
+  CHECK(plan.bytes == 2 ||
+        plan.raw_bytes >= columns * 4 * (plan.x_planes ? plan.images * plan.x_boxes * plan.run : slots));
   CHECK(plan.jobs == int64_t{p.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t * plan.parts);
   CHECK(plan.grid == std::min(plan.jobs, sms) && plan.cycles > 0);
   const Problem planned = as_planned(p, plan);
   NOTE(planned.Q > p.Q);
   NOTE(plan.fold > 1);
+  NOTE(plan.x_planes && plan.box_rows > 1);
+  NOTE(plan.x_planes && plan.phases_h < p.stride_h);
   const Params params = make_params(planned, plan);
   check_jobs(planned, params);
+  // Every pixel of a window that a slot has lies in a box, whose first pixel may be three behind its address.
+  for (int slot = 0; plan.x_planes && slot < slots; ++slot) {
+    const int packed = x_pixel(params, slot), row = packed >> 10 & 1023, column = packed & 1023;
+    if (packed < 0) continue;
+    const InBox place = place_in_box(params, row, column);
+    CHECK(within(place.number, plan.x_boxes) && within(place.offset + 3, plan.run));
+    CHECK((row - first_row(params, place.number)) * planned.W + column == place.offset);
+  }
   if (p.N * p.P * p.Q < 1 << 18) check_pixels(planned, params);
   return true;
 }

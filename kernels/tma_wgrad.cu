@@ -1,0 +1,612 @@
+// tma_wgrad engine: the weight gradient of 16-bit tensors on Hopper's tensor cores (wgmma). The Tensor Memory
+// Accelerator (TMA) brings both operands to shared memory; no thread touches x or dy. One group; tensors
+// in channels_last, to which those in NCHW are copied first. Deterministic: sums are added in a fixed order.
+//
+//   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
+//
+//   tma_wgrad_copy_kernel   x or dy in NCHW -> channels_last, where needed
+//   tma_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32
+//   tma_wgrad_add_kernel    sums of all parts -> dw
+//
+// GEMM: rows = output channels, columns = (r, s, block of 64 input channels, channel), reduction = pixels. A stage
+// holds 64 pixels: for dy, and for each block of columns of x, 64 rows of 128 bytes (64 channels of a pixel) in TMA's
+// 128-byte swizzle. TMA's im2col mode finds the pixels that a tap reads. wgmma reads both operands transposed.
+//
+//            64 channels of dy           64 channels of one tap     64 of another one ..
+//   pixel    k k k k k k k k             c c c c c c c c            c c c c c c c c
+//   pixel    k k k k k k k k             c c c c c c c c            c c c c c c c c
+//   ..       (64 pixels, 8 KB)           (8 KB)                     up to 4 of them
+//
+// One persistent block per SM, 12 warps:
+//
+//   warps 0-7   multiply. Tiles of 128 output channels: each of two warpgroups has 64 of them. Tiles of 64: the
+//               warpgroups take stages by turns, and each one leaves sums of its own
+//   warp 8      one thread issues the loads
+//
+//   dy --TMA--> +----------------+
+//               | ring of stages | --> wgmma --> registers --> sums of a part
+//   x  --TMA--> +----------------+     full, empty: one mbarrier each per stage
+//
+// A sum is split after kMostChained pixels, because the tensor core truncates when it adds.
+//
+// Bound by the largest of multiplying, loading stages from the L2 cache and reading memory, as the estimate has it; no
+// profile tells them apart. Measurements: docs/lab/tma.md.
+#if !defined(__CUDACC_RTC__)
+#include <algorithm>
+#include <cstdio>
+
+#include "device.cuh"
+#include "engines.cuh"
+#include "memo.cuh"
+#endif
+
+#include "channels_last.cuh"
+#include "divisor.cuh"
+#include "numerics.cuh"
+#include "problem.cuh"
+#include "ptx.cuh"
+#include "ring.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
+
+namespace modelnew {
+namespace tma_wgrad {
+
+// ---- Geometry, host and device ----
+
+constexpr int kStagePixels = 64, kBlockChannels = 64;
+constexpr int kBlockBytes = kStagePixels * hopper::kBoxRowBytes;  // 64 channels of all pixels of a stage
+constexpr int kMultiplyingThreads = 256, kThreads = 384;
+static_assert(kThreads == kMultiplyingThreads + 128, "setmaxnreg applies to whole warpgroups");
+constexpr int kMultiplyingRegisters = 232, kOrderingRegisters = 40;  // per thread, from 168 at launch
+static_assert(2 * kMultiplyingRegisters + kOrderingRegisters <= 3 * 168, "no more registers than the block has");
+constexpr int kSharedBytes = 232448;
+constexpr int kMostStages = 8, kMostBlocks = 4;  // kMostBlocks: blocks of columns of a tile
+constexpr int64_t kMostChained = 8192;           // pixels of one sum on the tensor core
+constexpr int64_t kMostSumBytes = int64_t{1} << 30;
+constexpr int kAddThreads = 256;
+
+struct Plan {
+  bool copies_x, copies_dy;
+  int channels;     // of a tile: 128, or 64 of which warpgroups have sums of their own
+  int blocks;       // of columns of a tile
+  int blocks_c;     // of all input channels
+  int tiles_k, tiles_e, parts;
+  int steps;        // stages of all pixels
+  int stages, stage_bytes;
+  int jobs;         // tiles times parts
+  int grid;
+  int smem_bytes;
+  double cycles;
+};
+
+struct Params {
+  Plan plan;
+  int P, Q, S, taps;
+  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  float* sums_ptr;  // [part][output channel][column], whole tiles
+  Divisor by_tiles, by_tiles_k, by_plane, by_row, by_blocks_c, by_s;
+  hopper::BoxMap x_map, dy_map;
+};
+
+struct AddParams {
+  const float* sums_ptr;
+  void* dw_ptr;
+  int64_t part, row;  // steps in sums
+  int64_t w_stride[4];
+  int parts, C, S, row_channels;  // the latter: columns of a tap
+  int64_t weights;                   // of dw
+  Divisor by_c, by_taps, by_s;
+};
+
+// Parts of sums that a part of the pixels has.
+MODELNEW_HOST_DEVICE inline int sums_of_part(const Plan& plan) { return plan.channels == 64 ? 2 : 1; }
+
+MODELNEW_HOST_DEVICE inline int64_t row_columns(const Plan& plan) {
+  return static_cast<int64_t>(plan.tiles_e) * plan.blocks * kBlockChannels;
+}
+
+struct Job {
+  int tile_k, tile_e, part, first_step, last_step;
+};
+
+// Neighbouring blocks have tiles of the same pixels, which the L2 cache then serves.
+MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
+  const Plan& plan = params.plan;
+  const int part = quotient(number, params.by_tiles), tile = number - part * plan.tiles_k * plan.tiles_e;
+  const int tile_e = quotient(tile, params.by_tiles_k);
+  return {tile - tile_e * plan.tiles_k, tile_e, part,
+          static_cast<int>(static_cast<int64_t>(part) * plan.steps / plan.parts),
+          static_cast<int>(static_cast<int64_t>(part + 1) * plan.steps / plan.parts)};
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+// ---- Device code ----
+
+
+// Barriers lie behind the stages.
+struct Shared {
+  uint32_t base, barriers;
+
+  __device__ __forceinline__ explicit Shared(const Plan& plan, uint32_t smem)
+      : base(smem), barriers(smem + plan.stages * plan.stage_bytes) {}
+  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (kMostStages + stage); }
+};
+
+template <int CHANNELS, int BLOCKS>
+__device__ __forceinline__ void order_boxes(const Params& params, const Shared& shared) {
+  const Plan& plan = params.plan;
+  hopper::wait_for_prerequisites();
+  RingPosition ring;
+#pragma unroll 1
+  for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
+    const Job job = locate_job(params, number);
+    int channel[BLOCKS], move_h[BLOCKS], move_w[BLOCKS];
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) {
+      const int block = job.tile_e * BLOCKS + i, tap = quotient(block, params.by_blocks_c);
+      const bool exists = tap < params.taps;  // else no channel
+      const int r = quotient(exists ? tap : 0, params.by_s), s = (exists ? tap : 0) - r * params.S;
+      channel[i] = exists ? (block - tap * plan.blocks_c) * kBlockChannels : plan.blocks_c * kBlockChannels;
+      move_h[i] = r * params.dilation_h;
+      move_w[i] = s * params.dilation_w;
+    }
+#pragma unroll 1
+    for (int step = job.first_step; step < job.last_step; ++step) {
+      const int pixel = step * kStagePixels, n = quotient(pixel, params.by_plane);
+      const int of_image = pixel - n * params.P * params.Q, p = quotient(of_image, params.by_row);
+      const int q = of_image - p * params.Q;
+      const uint32_t full = shared.full(ring.slot), to = shared.base + ring.slot * plan.stage_bytes;
+      hopper::barrier_wait(shared.empty(ring.slot), ring.parity ^ 1);
+      hopper::barrier_arrive_expecting(full, plan.stage_bytes);
+#pragma unroll
+      for (int i = 0; i < CHANNELS / 64; ++i)
+        hopper::load_columns(params.dy_map, to + i * kBlockBytes, job.tile_k * CHANNELS + i * 64, q, p, n, 0, 0, full);
+#pragma unroll
+      for (int i = 0; i < BLOCKS; ++i)
+        hopper::load_columns(params.x_map, to + (CHANNELS / 64 + i) * kBlockBytes, channel[i],
+                             q * params.stride_w - params.pad_w, p * params.stride_h - params.pad_h, n, move_w[i],
+                             move_h[i], full);
+      ring.next(plan.stages);
+    }
+  }
+}
+
+template <typename Stored, int CHANNELS, int BLOCKS>
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared) {
+  constexpr bool kByTurns = CHANNELS == 64;
+  constexpr int kColumns = BLOCKS * kBlockChannels;
+  const Plan& plan = params.plan;
+  const int warpgroup = hopper::uniform(threadIdx.x / 128);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  hopper::wait_for_prerequisites();  // a preceding kernel may still read the workspace
+  RingPosition ring;
+  int turn = 0;  // of stages
+#pragma unroll 1
+  for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
+    const Job job = locate_job(params, number);
+    float acc[kColumns / 2];
+    int before = -1;  // the stage that the preceding wgmma group reads; released once only the next one is pending
+    const auto give_back = [&] {
+      if (before >= 0 && lane == 0) hopper::barrier_arrive(shared.empty(before));
+    };
+    bool keep = false;
+    hopper::wgmma_start(acc);
+#pragma unroll 1
+    for (int step = job.first_step; step < job.last_step; ++step, turn ^= 1, ring.next(plan.stages)) {
+      if (kByTurns && turn != warpgroup) continue;
+      hopper::barrier_wait(shared.full(ring.slot), ring.parity);
+      const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
+      const uint32_t a = hopper::descriptor(stage + (kByTurns ? 0 : warpgroup * kBlockBytes), kBlockBytes);
+      const uint32_t b = hopper::descriptor(stage + CHANNELS / 64 * kBlockBytes, kBlockBytes);
+      hopper::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kStagePixels / 16; ++i) {
+        const uint32_t rows = i * 16 * hopper::kBoxRowBytes / 16;
+        hopper::WgmmaBothTransposed<Stored, kColumns>::multiply(acc, a + rows, b + rows, keep || i > 0,
+                                                                hopper::kRowsDescriptorHigh);
+      }
+      hopper::wgmma_commit();
+      keep = true;
+      hopper::wgmma_wait<1>();
+      give_back();
+      before = ring.slot;
+    }
+    hopper::wgmma_wait<0>();
+    hopper::wgmma_settle(acc);
+    give_back();
+    // A warpgroup that had no stage still stores its sums: zeros.
+    if (!keep) {
+#pragma unroll
+      for (float& sum : acc) sum = 0;
+    }
+    const int part = kByTurns ? 2 * job.part + warpgroup : job.part;
+    const int k = job.tile_k * CHANNELS + (kByTurns ? 0 : 64 * warpgroup) + 16 * warp + lane / 4;
+    const int64_t columns = row_columns(plan), rows = static_cast<int64_t>(plan.tiles_k) * CHANNELS;
+    float* const to = params.sums_ptr + (part * rows + k) * columns + job.tile_e * kColumns + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        *reinterpret_cast<float2*>(to + 8 * i * columns + 8 * j) =
+            make_float2(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
+    }
+  }
+}
+
+template <typename Stored, int CHANNELS, int BLOCKS>
+__global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_constant__ Params params) {
+#if defined(MODELNEW_SM90A)
+  extern __shared__ __align__(1024) uint8_t modelnew_tma_wgrad_smem[];
+  const Plan& plan = params.plan;
+  const Shared shared(plan, hopper::smem_address(modelnew_tma_wgrad_smem));
+  const int warp = hopper::uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int stage = 0; stage < plan.stages; ++stage) {
+      hopper::barrier_init(shared.full(stage), 1);
+      hopper::barrier_init(shared.empty(stage), CHANNELS == 64 ? 4 : 8);  // warps that give it back
+    }
+    hopper::fence_async();  // makes the barriers visible to TMA, which arrives at them
+  }
+  if (threadIdx.x == kMultiplyingThreads) {
+    hopper::prefetch_map(params.x_map);
+    hopper::prefetch_map(params.dy_map);
+  }
+  __syncthreads();  // barriers are there
+  if (warp >= kMultiplyingThreads / 32) {
+    hopper::registers_give_back<kOrderingRegisters>();
+    if (warp == kMultiplyingThreads / 32 && lane == 0) order_boxes<CHANNELS, BLOCKS>(params, shared);
+  } else {
+    hopper::registers_take<kMultiplyingRegisters>();
+    multiply<Stored, CHANNELS, BLOCKS>(params, shared);
+    hopper::launch_dependents();
+  }
+#endif
+}
+
+// Neighbouring threads have neighbouring input channels.
+template <typename Stored>
+__global__ void __launch_bounds__(kAddThreads) tma_wgrad_add_kernel(const __grid_constant__ AddParams params) {
+  hopper::wait_for_prerequisites();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kAddThreads + threadIdx.x;
+  if (i >= params.weights) return;
+  const int number = static_cast<int>(i), of_taps = quotient(number, params.by_c), c = number - of_taps * params.C;
+  const int k = quotient(of_taps, params.by_taps), tap = of_taps - k * static_cast<int>(params.by_taps.divisor);
+  const int r = quotient(tap, params.by_s), s = tap - r * params.S;
+  const float* from = params.sums_ptr + k * params.row + tap * params.row_channels + c;
+  double sum = 0;
+#pragma unroll 4
+  for (int part = 0; part < params.parts; ++part) sum += from[part * params.part];
+  narrow(static_cast<float>(sum), static_cast<Stored*>(params.dw_ptr)[k * params.w_stride[0] + c * params.w_stride[1] +
+                                                                     r * params.w_stride[2] + s * params.w_stride[3]]);
+}
+
+__global__ void __launch_bounds__(hopper::kCopyThreads)
+    tma_wgrad_copy_kernel(const __grid_constant__ hopper::PlanesCopy x, const __grid_constant__ hopper::PlanesCopy dy,
+                          int x_blocks) {
+  extern __shared__ __align__(16) uint8_t modelnew_tma_wgrad_copy_smem[];
+  uint16_t* const smem = reinterpret_cast<uint16_t*>(modelnew_tma_wgrad_copy_smem);
+  const int block = static_cast<int>(blockIdx.x);
+  hopper::wait_for_prerequisites();
+  hopper::launch_dependents();
+  if (block < x_blocks)
+    hopper::copy_planes(x, block, smem);
+  else
+    hopper::copy_planes(dy, block - x_blocks, smem);
+}
+
+#endif  // device code
+
+#if !defined(__CUDACC_RTC__)
+
+// ---- Host: plans ----
+
+struct Alignment {
+  uint64_t x, dy;
+};
+
+// The im2col windows of x, as the taps read it, and of dy.
+inline hopper::Columns columns_of_x(const Problem& p) {
+  return hopper::columns_of({p.W, p.Q, p.S, taken_stride(p.stride_w, p.Q), p.pad_w, p.dilation_w},
+                            {p.H, p.P, p.R, taken_stride(p.stride_h, p.P), p.pad_h, p.dilation_h});
+}
+
+inline hopper::Columns columns_of_dy(const Problem& p) {
+  return hopper::columns_of({p.Q, p.Q, 1, 1, 0, 1}, {p.P, p.P, 1, 1, 0, 1});
+}
+
+// The estimate, in cycles of an SM. All constants are fitted to measured times (docs/lab/tma.md): those of copies
+// together with kCyclesOfWgrad. How fast TMA loads depends on how many boxes a stage has.
+constexpr double kCallCycles = 12150, kJobCycles = 2424, kJobColumnCycles = 2.85, kStepCycles = 59, kSumCycles = 0.3;
+constexpr double kProductFactor = 1.05, kMemoryBytes = 9.3, kShorterShare = 0.29;
+constexpr double kCopyCycles = 4270, kCopiedBytes = 31;
+constexpr double kBoxBytes[2][kMostBlocks] = {{75, 54, 49, 41}, {64, 50, 40, 41}};  // a cycle; [channels == 128]
+
+inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
+  return (plan.copies_x ? hopper::copied_bytes(problem.N, problem.C, problem.H, problem.W) : 0) +
+         (plan.copies_dy ? hopper::copied_bytes(problem.N, problem.K, problem.P, problem.Q) : 0);
+}
+
+inline double estimate(const Problem& problem, int sms, const Plan& plan) {
+  const double products = plan.channels * plan.blocks * 64.0 * kStagePixels / 2048;
+  const double step = std::max(kProductFactor * products + kStepCycles,
+                               plan.stage_bytes / kBoxBytes[plan.channels == 128][plan.blocks - 1]);
+  const double turns = static_cast<double>(ceil_div(plan.jobs, sms));
+  const double multiplied = turns * (ceil_div(plan.steps, plan.parts) * step + kJobCycles +
+                                     kJobColumnCycles * plan.blocks * kBlockChannels);
+  const double pixels = static_cast<double>(problem.N) * problem.H * problem.W;
+  const double bytes = 2 * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
+  const double memory = bytes / sms / kMemoryBytes;
+  const double sums = 1.0 * plan.jobs * plan.channels * plan.blocks * kBlockChannels * sums_of_part(plan);
+  const int64_t copied = copied_bytes(problem, plan);
+  const double copying = copied == 0 ? 0 : kCopyCycles + 2.0 * copied / sms / kCopiedBytes;
+  return kCallCycles + copying + std::max(multiplied, memory) + kShorterShare * std::min(multiplied, memory) +
+         kSumCycles * sums / sms;
+}
+
+inline int64_t sums_of(const Plan& plan) {
+  return static_cast<int64_t>(plan.parts) * sums_of_part(plan) * plan.tiles_k * plan.channels * row_columns(plan);
+}
+
+// The sums in the workspace; copies come behind them.
+inline int64_t sum_bytes(const Plan& plan) { return static_cast<int64_t>(sizeof(float)) * sums_of(plan); }
+
+inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, int forced_channels = 0,
+                      int forced_blocks = 0, int forced_parts = 0) {
+  const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
+  using hopper::is_in_place, hopper::can_copy;
+  const bool in_place_x = is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
+  const bool in_place_dy = is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
+  if (!in_place_x && !can_copy(problem.x_stride, problem.N, problem.C, problem.H, problem.W)) return false;
+  if (!in_place_dy && !can_copy(problem.y_stride, problem.N, problem.K, problem.P, problem.Q)) return false;
+  if (!hopper::can_map(columns_of_x(problem))) return false;
+  if (pixels >= int64_t{1} << 30 || taps * problem.C * problem.K >= int64_t{1} << 30) return false;
+  bool found = false;
+  for (int channels : {128, 64}) {
+    for (int blocks = 1; blocks <= kMostBlocks; ++blocks) {
+      if (forced_channels > 0 && channels != forced_channels) continue;
+      if (forced_blocks > 0 && blocks != forced_blocks) continue;
+      Plan plan{};
+      plan.copies_x = !in_place_x;
+      plan.copies_dy = !in_place_dy;
+      plan.channels = channels;
+      plan.blocks = blocks;
+      plan.blocks_c = static_cast<int>(ceil_div(problem.C, kBlockChannels));
+      plan.tiles_k = static_cast<int>(ceil_div(problem.K, channels));
+      plan.tiles_e = static_cast<int>(ceil_div(taps * plan.blocks_c, blocks));
+      plan.steps = static_cast<int>(ceil_div(pixels, kStagePixels));
+      plan.stage_bytes = (channels / 64 + blocks) * kBlockBytes;
+      const int barriers = 2 * kMostStages * 8;
+      plan.stages = std::min(kMostStages, (kSharedBytes - barriers) / plan.stage_bytes);
+      // By turns, a warpgroup always has the same stages of an even number. Of an odd number it would see each one only
+      // every other round, when the parity of its barrier is the same again.
+      if (channels == 64) plan.stages -= plan.stages % 2;
+      plan.smem_bytes = plan.stages * plan.stage_bytes + barriers;
+      const int64_t tiles = int64_t{plan.tiles_k} * plan.tiles_e;
+      const int64_t least = ceil_div(pixels, kMostChained * sums_of_part(plan));
+      const int64_t most = std::max(least, ceil_div(4 * sms, tiles));
+      const int64_t last = std::min<int64_t>(most, plan.steps);
+      for (int64_t parts = std::min<int64_t>(least, plan.steps); parts <= last; ++parts) {
+        if (forced_parts > 0 && parts != forced_parts) continue;
+        if (tiles * parts >= 1 << 30) break;
+        plan.parts = static_cast<int>(parts);
+        if (sum_bytes(plan) > kMostSumBytes) break;
+        plan.jobs = static_cast<int>(tiles * parts);
+        plan.grid = std::min(plan.jobs, sms);
+        plan.cycles = estimate(problem, sms, plan);
+        if (found && plan.cycles >= best.cycles) continue;
+        best = plan;
+        found = true;
+      }
+    }
+  }
+  return found;
+}
+
+struct Planned {
+  Plan plan;
+  bool found;
+};
+
+inline const Planned& plan_of(const Problem& problem, const Alignment& address) {
+  thread_local Memo<Planned> memo;
+  int sms = 0;
+  const int gpu = find_gpu(sms);
+  return memo.get(key_of(problem, Operator::kWgrad, address.x, address.dy, 0, gpu, sms), [&] {
+    Planned planned{};
+    planned.found = make_plan(problem, sms, address, planned.plan);
+    return planned;
+  });
+}
+
+inline const char* refusal(const Problem& problem, Operator op) {
+  if (op != Operator::kWgrad) return "it computes gradients to weights only";
+  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16)
+    return "it computes float16 and bfloat16 only";
+  if (problem.groups != 1) return "it takes one group only";
+  int sms = 0;
+  if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
+  if (!plan_of(problem, Alignment{}).found)
+    return "x and dy must be dense NCHW, or channels_last with a multiple of 8 channels, TMA must be able to address "
+           "the filter's taps, and the partial sums must fit into 1 GB";
+  return nullptr;
+}
+
+inline Alignment alignment_of(const Pointers& pointers) {
+  return {reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.dy)};
+}
+
+// wgrad reads NCHW as it is. It is taken to be faster below this multiple of this engine's estimate: docs/lab/tma.md.
+constexpr double kCyclesOfWgrad = 1.51;
+
+inline const char* yields(const Problem& problem, Operator op) {
+  const Plan& plan = plan_of(problem, Alignment{}).plan;
+  if (!plan.copies_x && !plan.copies_dy) return nullptr;
+  if (kWgradEngine.refusal(problem, op) != nullptr || kWgradEngine.yields(problem, op) != nullptr)
+    return "copying NCHW tensors is compared with wgrad only, and wgrad does not take this problem";
+  if (kWgradEngine.cycles(problem, op) < kCyclesOfWgrad * plan.cycles)
+    return "wgrad is faster by the estimates, as it copies less";
+  return nullptr;
+}
+
+// TMA needs addresses that are multiples of 16 bytes, and only the call knows them. A call whose channels_last tensors
+// are not aligned is handed on to this engine.
+inline const Engine& engine_of_others(const Problem& problem, Operator op) {
+  return kWgradEngine.refusal(problem, op) == nullptr ? kWgradEngine : kDirectEngine;
+}
+
+inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
+  const Planned& planned = plan_of(problem, alignment_of(pointers));
+  if (!planned.found) return engine_of_others(problem, op).workspace_bytes(problem, op, pointers);
+  return sum_bytes(planned.plan) + copied_bytes(problem, planned.plan);
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const void* dy_ptr, Params& params) {
+  const auto make = [&](const void* tensor, const int64_t (&stride)[4], int channels, int rows, int columns,
+                        const hopper::Columns& map_columns, hopper::BoxMap& map) {
+    const uint64_t sizes[4] = {static_cast<uint64_t>(hopper::copied_channels(channels)), static_cast<uint64_t>(columns),
+                               static_cast<uint64_t>(rows), static_cast<uint64_t>(problem.N)};
+    const uint64_t strides[3] = {hopper::step_bytes(stride[3], columns), hopper::step_bytes(stride[2], rows),
+                                 hopper::step_bytes(stride[0], problem.N)};
+    return hopper::make_columns_map(tensor, 2, sizes, strides, map_columns.first, map_columns.last, map_columns.steps,
+                                    kStagePixels, map);
+  };
+  const cudaError_t error = make(x_ptr, problem.x_stride, problem.C, problem.H, problem.W, columns_of_x(problem),
+                                 params.x_map);
+  if (error != cudaSuccess) return error;
+  return make(dy_ptr, problem.y_stride, problem.K, problem.P, problem.Q, columns_of_dy(problem), params.dy_map);
+}
+
+template <typename Stored, int CHANNELS, int BLOCKS>
+cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t stream) {
+  constexpr Instance kInstance{"tma_wgrad_kernel", {kTypeId<Stored>, CHANNELS, BLOCKS}};
+  record(kInstance);
+  if constexpr (!is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    const auto kernel = tma_wgrad_kernel<Stored, CHANNELS, BLOCKS>;
+    const Plan& plan = params.plan;
+    // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    if (error != cudaSuccess) return error;
+    error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
+    if (error != cudaSuccess) return error;
+    return hopper::launch_early(tma_wgrad_add_kernel<Stored>, static_cast<unsigned>(ceil_div(add.weights, kAddThreads)),
+                                kAddThreads, 0, stream, add);
+  }
+}
+
+template <typename Stored, int CHANNELS>
+cudaError_t run_blocks(const Params& params, const AddParams& add, cudaStream_t stream) {
+  switch (params.plan.blocks) {
+    case 1:
+      return run_kernel<Stored, CHANNELS, 1>(params, add, stream);
+    case 2:
+      return run_kernel<Stored, CHANNELS, 2>(params, add, stream);
+    case 3:
+      return run_kernel<Stored, CHANNELS, 3>(params, add, stream);
+    default:
+      return run_kernel<Stored, CHANNELS, 4>(params, add, stream);
+  }
+}
+
+// Copies what TMA cannot read in place, and lets `problem` and `pointers` describe the copies.
+inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, cudaStream_t stream) {
+  uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(plan);
+  const auto make = [&](const void*& from, int64_t(&stride)[4], int channels, int rows, int columns, int64_t& blocks) {
+    const hopper::PlanesCopy made =
+        hopper::make_planes_copy(from, stride, problem.N, channels, int64_t{rows} * columns, to, blocks);
+    hopper::set_copied_strides(channels, rows, columns, stride);
+    from = to;
+    to += hopper::copied_bytes(problem.N, channels, rows, columns);
+    return made;
+  };
+  hopper::PlanesCopy x{}, dy{};
+  int64_t x_blocks = 0, dy_blocks = 0;
+  if (plan.copies_x) x = make(pointers.x, problem.x_stride, problem.C, problem.H, problem.W, x_blocks);
+  if (plan.copies_dy) dy = make(pointers.dy, problem.y_stride, problem.K, problem.P, problem.Q, dy_blocks);
+  if (x_blocks + dy_blocks == 0) return cudaSuccess;
+  return hopper::launch_early(tma_wgrad_copy_kernel, static_cast<unsigned>(x_blocks + dy_blocks), hopper::kCopyThreads,
+                              hopper::kCopyBytes, stream, x, dy, static_cast<int>(x_blocks));
+}
+
+template <typename Stored>
+cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream_t stream) {
+  cudaError_t error = copy(plan, problem, pointers, stream);
+  if (error != cudaSuccess) return error;
+  Params params{};
+  params.plan = plan;
+  params.P = problem.P;
+  params.Q = problem.Q;
+  params.S = problem.S;
+  params.taps = problem.R * problem.S;
+  params.stride_h = taken_stride(problem.stride_h, problem.P);
+  params.stride_w = taken_stride(problem.stride_w, problem.Q);
+  params.pad_h = problem.pad_h;
+  params.pad_w = problem.pad_w;
+  params.dilation_h = problem.dilation_h;
+  params.dilation_w = problem.dilation_w;
+  params.sums_ptr = static_cast<float*>(pointers.workspace);
+  params.by_tiles = make_divisor(int64_t{plan.tiles_k} * plan.tiles_e);
+  params.by_tiles_k = make_divisor(plan.tiles_k);
+  params.by_plane = make_divisor(int64_t{problem.P} * problem.Q);
+  params.by_row = make_divisor(problem.Q);
+  params.by_blocks_c = make_divisor(plan.blocks_c);
+  params.by_s = make_divisor(problem.S);
+  error = make_maps(problem, pointers.x, pointers.dy, params);
+  if (error != cudaSuccess) return error;
+  AddParams add{};
+  add.sums_ptr = params.sums_ptr;
+  add.dw_ptr = pointers.out;
+  add.row = row_columns(plan);
+  add.part = add.row * plan.tiles_k * plan.channels;
+  std::copy_n(problem.w_stride, 4, add.w_stride);
+  add.parts = plan.parts * sums_of_part(plan);
+  add.C = problem.C;
+  add.S = problem.S;
+  add.row_channels = plan.blocks_c * kBlockChannels;
+  add.weights = int64_t{problem.K} * problem.C * params.taps;
+  add.by_c = make_divisor(problem.C);
+  add.by_taps = make_divisor(params.taps);
+  add.by_s = params.by_s;
+  return plan.channels == 128 ? run_blocks<Stored, 128>(params, add, stream)
+                              : run_blocks<Stored, 64>(params, add, stream);
+}
+
+inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  const Planned& planned = plan_of(problem, alignment_of(pointers));
+  if (!planned.found) return engine_of_others(problem, op).launch(op, problem, pointers, stream);
+  if (problem.dtype == DType::kFloat16) return run<Half>(problem, planned.plan, pointers, stream);
+  return run<BFloat16>(problem, planned.plan, pointers, stream);
+}
+
+#endif  // launchers
+
+inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
+  const Plan& plan = plan_of(problem, Alignment{}).plan;
+  snprintf(text, text_size,
+           "%stile of %d output channels x %d blocks of 64 weights, %d stages of 64 pixels and %d bytes, %d blocks for "
+           "%d tiles in %d parts, about %.3g Mcycles",
+           plan.copies_x && plan.copies_dy ? "x and dy copied, "
+           : plan.copies_x                 ? "x copied, "
+           : plan.copies_dy                ? "dy copied, "
+                                           : "",
+           plan.channels, plan.blocks, plan.stages, plan.stage_bytes, plan.grid, plan.tiles_k * plan.tiles_e,
+           plan.parts, plan.cycles * 1e-6);
+}
+
+#endif  // host
+
+}  // namespace tma_wgrad
+
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+extern const Engine kTmaWgradEngine{"tma_wgrad",         tma_wgrad::refusal, tma_wgrad::workspace_bytes,
+                                    tma_wgrad::launch,   tma_wgrad::describe, tma_wgrad::yields};
+#endif
+
+}  // namespace modelnew

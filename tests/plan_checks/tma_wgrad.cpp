@@ -1,0 +1,89 @@
+#include "tma_wgrad.cu"
+
+using namespace modelnew;
+using namespace modelnew::tma_wgrad;
+static double estimate(const Problem& problem, Operator) { return plan_of(problem, Alignment{}).plan.cycles; }
+#include "planner.h"
+#include "tma_columns.h"
+
+static void check_numbers(const Problem& problem, const Plan& plan, int sms) {
+  const int64_t blocks_c = ceil_div(problem.C, 64);
+  CHECK((plan.channels == 64 || plan.channels == 128) && plan.blocks >= 1 && plan.blocks <= 4);
+  CHECK(plan.stage_bytes == (plan.channels / 64 + plan.blocks) * 64 * 128);
+  CHECK(plan.stages >= 2 && plan.stages <= kMostStages);
+  CHECK(plan.channels == 128 || plan.stages % 2 == 0);  // by turns
+  CHECK(plan.smem_bytes >= plan.stages * plan.stage_bytes + 2 * kMostStages * 8 && plan.smem_bytes <= kSharedMemory);
+  CHECK(covers(plan.tiles_k, plan.channels, problem.K) && plan.blocks_c == blocks_c);
+  CHECK(covers(plan.tiles_e, plan.blocks, int64_t{problem.R} * problem.S * blocks_c));
+  CHECK(covers(plan.steps, 64, problem.N * problem.P * problem.Q));
+  CHECK(plan.parts >= 1 && plan.jobs == int64_t{plan.tiles_k} * plan.tiles_e * plan.parts);
+  CHECK(plan.grid == std::min(plan.jobs, sms) && plan.cycles > 0);
+}
+
+// Each tile of each part is one job's, the parts have each pixel once, no chain of sums is too long, and all sums find
+// room.
+static void check_jobs(const Problem& problem, const Plan& plan) {
+  Params params{};
+  params.plan = plan;
+  params.by_tiles = make_divisor(int64_t{plan.tiles_k} * plan.tiles_e);
+  params.by_tiles_k = make_divisor(plan.tiles_k);
+  const int64_t rows = int64_t{plan.tiles_k} * plan.channels, columns = row_columns(plan);
+  const int of_part = plan.channels == 64 ? 2 : 1;  // sums of each warpgroup
+  Owned owned(plan.jobs);
+  std::vector<std::set<std::pair<int, int>>> steps(plan.parts);
+  for (int number = 0; number < plan.jobs; ++number) {
+    const Job job = locate_job(params, number);
+    CHECK(within(job.tile_k, plan.tiles_k) && within(job.tile_e, plan.tiles_e) && within(job.part, plan.parts));
+    CHECK(owned.take((job.part * plan.tiles_e + job.tile_e) * plan.tiles_k + job.tile_k));
+    steps[job.part].insert({job.first_step, job.last_step});
+    const int64_t last_part = int64_t{of_part} * (job.part + 1) - 1;
+    const int64_t last_row = last_part * rows + (job.tile_k + 1) * plan.channels - 1;
+    CHECK(last_row * columns + (int64_t{job.tile_e} + 1) * plan.blocks * 64 <= sums_of(plan));
+    CHECK(ceil_div(job.last_step - job.first_step, of_part) * 64 <= kMostChained);
+  }
+  int next = 0;
+  for (const auto& of_tiles : steps) {
+    CHECK(of_tiles.size() == 1 && of_tiles.begin()->first == next && of_tiles.begin()->second > next);
+    next = of_tiles.begin()->second;
+  }
+  CHECK(next == plan.steps);
+  const int64_t taps = int64_t{problem.R} * problem.S;
+  CHECK(problem.K <= rows && (taps - 1) * plan.blocks_c * 64 + problem.C <= columns);  // what is added up
+}
+
+// Plans for a GPU of few SMs or of many: there is one where boxes take x and dy, or copies of them.
+static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt19937& random) {
+  const int sms = std::array{3, 64, kSms}[random() % 3];
+  const hopper::Axis of_x[2] = {{p.W, p.Q, p.S, p.Q == 1 ? 1 : p.stride_w, p.pad_w, p.dilation_w},
+                                {p.H, p.P, p.R, p.P == 1 ? 1 : p.stride_h, p.pad_h, p.dilation_h}};
+  const bool in_place_x = has_pixels_for_boxes(p.x_stride, at.in, {p.N, p.C, p.H, p.W});
+  const bool in_place_dy = has_pixels_for_boxes(p.y_stride, at.w, {p.N, p.K, p.P, p.Q});
+  const bool may = (in_place_x || has_planes(p.x_stride, p.H, p.W)) &&
+                   (in_place_dy || has_planes(p.y_stride, p.P, p.Q)) &&
+                   are_columns(columns_of_dy(p), {{p.Q, p.Q, 1, 1, 0, 1}, {p.P, p.P, 1, 1, 0, 1}}) &&
+                   are_columns(hopper::columns_of(of_x[0], of_x[1]), of_x);
+  Plan best{};
+  CHECK(make_plan(p, sms, {at.in, at.w}, best) == may);
+  if (!may) return false;
+  CHECK(best.copies_x != in_place_x && best.copies_dy != in_place_dy && are_columns(columns_of_x(p), of_x));
+  for (int i = 0; i < 6; ++i) {
+    plan_in_hand = "plan " + std::to_string(i) + " for " + std::to_string(sms) + " SMs";
+    Plan plan = best;
+    const int channels = 64 * static_cast<int>(random() % 3), blocks = random() % (kMostBlocks + 1);
+    const int parts = random() % 2 ? 0 : best.parts + static_cast<int>(random() % 3) - 1;
+    if (i > 0) {  // 0: the planner's choice
+      if (!make_plan(p, sms, {at.in, at.w}, plan, channels, blocks, parts)) continue;
+      CHECK((channels == 0 || plan.channels == channels) && (blocks == 0 || plan.blocks == blocks));
+      CHECK(parts == 0 || plan.parts == parts);
+    }
+    const int64_t most = kMostChained * plan.parts * sums_of_part(plan);
+    NOTE_VALUES(plan.blocks, 1, 2, 3, 4);
+    NOTE(plan.channels == 64);
+    NOTE(plan.copies_x != plan.copies_dy);
+    NOTE(plan.jobs > plan.grid);
+    NOTE(int64_t{plan.steps} * 64 > most - most / 8);  // nearly the longest chains
+    check_numbers(p, plan, sms);
+    check_jobs(p, plan);
+  }
+  return true;
+}
