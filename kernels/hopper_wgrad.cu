@@ -24,11 +24,12 @@
 //      +-------------+ .  .      Steps of wgmma are 16 slots each, through the ends of rows.
 //        .  .  .  .    .  .
 //
-// Blocks of 12 warps:
+// Blocks of 12 warps, or of 16 in fp32:
 //
 //   warps 0-7   multiply. Tiles of 128 output channels: each of two warpgroups has 64 of them. Tiles of 64: the
 //               warpgroups take steps by turns, and each one leaves sums of its own
-//   warps 8-11  one thread issues the boxes; all split x of fp32
+//   warp 8      one thread issues the boxes
+//   warps 9-15  split x of fp32
 //
 // A sum is split after kMostChained pixels, because the tensor core truncates when it adds.
 #if !defined(__CUDACC_RTC__)
@@ -55,9 +56,7 @@ namespace hopper_wgrad {
 // ---- Geometry, host and device ----
 
 constexpr int kStepPixels = 16;
-constexpr int kMultiplyingThreads = 256, kLoadingThreads = 128, kThreads = kMultiplyingThreads + kLoadingThreads;
-constexpr int kMultiplyingRegisters = 224, kLoadingRegisters = 56;  // per thread, from 168 at launch
-static_assert(2 * kMultiplyingRegisters + kLoadingRegisters <= 3 * 168, "no more registers than the block has");
+constexpr int kMultiplyingThreads = 256, kSplittingThreads = 224;
 constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 6, kMostPartStages = 3;  // the latter: of x in parts
 constexpr int kRegionBytes = 1024;                  // of a stage, at least: from there on the swizzle repeats itself
@@ -84,8 +83,9 @@ constexpr int kMostExact = 18;                       // chunks times taps that h
 [[maybe_unused]] constexpr int kMostExactSteps = 6;  // of wgmma, whose sums are added to others by ordinary additions
 
 MODELNEW_HOST_DEVICE constexpr bool is_compiled(const TileShape& shape, int parts) {
+  if (parts == 3) return shape.chunks * shape.taps <= kMostExact;
   const bool exact_only = shape.chunks == 6 || (shape.chunks == 1 && shape.taps == 9);
-  return parts == 3 ? shape.chunks * shape.taps <= kMostExact : !exact_only;
+  return !exact_only && (parts == 1 || shape.chunks < 32);  // which is too wide for blocks of 16 warps
 }
 
 // How tensors are multiplied: 16 bits as they are; fp32 as the sum of bf16 values, the first and rests: two, with 16
@@ -95,6 +95,10 @@ struct Format {
   using Stored = Stored_;    // in memory
   using Operand = Operand_;  // of wgmma
   static constexpr int BYTES = sizeof(Stored), PARTS = PARTS_;
+  // Registers of a thread that multiplies and of any other.
+  static constexpr int THREADS = PARTS == 1 ? 384 : 512;
+  static constexpr int MULTIPLYING_REGISTERS = PARTS == 1 ? 224 : 200, OTHER_REGISTERS = 56;
+  static_assert(256 * MULTIPLYING_REGISTERS + (THREADS - 256) * OTHER_REGISTERS <= 65536, "those of an SM");
 };
 
 struct Plan {
@@ -304,8 +308,6 @@ struct Shared {
   __device__ __forceinline__ uint32_t part(int number) const { return stage(2 * kMostStages + number); }
 };
 
-__device__ __forceinline__ int loading_thread() { return static_cast<int>(threadIdx.x) - kMultiplyingThreads; }
-
 // Where the window of a stage begins.
 struct Window {
   Place at;
@@ -318,27 +320,22 @@ __device__ __forceinline__ Window locate_window(const Params& params, const Job&
           at.q * params.stride_w - params.pad_w + job.tap.s * params.dilation_w};
 }
 
-// Issues every fourth box of a stage, of dy and of x, which come to their own barriers. Number 0 announces all of them.
+// Issues the boxes of a stage, of dy and of x, which come to their own barriers.
 template <typename Format, int CHUNKS>
-__device__ __forceinline__ void load_stage(const Params& params, const Job& job, int tile, int own, uint32_t stage,
+__device__ __forceinline__ void load_stage(const Params& params, const Job& job, int tile, uint32_t stage,
                                            uint32_t barrier, uint32_t x_stage, uint32_t x_barrier) {
   const Plan& plan = params.plan;
   const Window window = locate_window(params, job, tile);
   const int n = static_cast<int>(window.at.n);
   const int first_k = job.group * params.group_k + job.tile_k * plan.channels;
   const int first_c = job.group * params.group_c + job.block_c * CHUNKS * 8;
-  if (own == 0) {
-    hopper::barrier_arrive_expecting(barrier, plan.dy_loaded + (Format::PARTS == 1 ? plan.x_loaded : 0));
-    if (Format::PARTS > 1) hopper::barrier_arrive_expecting(x_barrier, plan.x_loaded);
-  }
-  int box = own;
-  const auto is_own = [&] { return (box++ & 3) == 0; };
+  hopper::barrier_arrive_expecting(barrier, plan.dy_loaded + (Format::PARTS == 1 ? plan.x_loaded : 0));
+  if (Format::PARTS > 1) hopper::barrier_arrive_expecting(x_barrier, plan.x_loaded);
 #pragma unroll 1
   for (int image = 0; image < plan.images; ++image) {
     if (Format::BYTES == 4 && plan.dy_planes) {
-      if (is_own())
-        hopper::load_box(params.dy_map, stage + image * plan.channels * plan.dy_run * 4,
-                         (window.at.p * params.Q + window.at.q) & ~3, first_k, n + image, 0, barrier);
+      hopper::load_box(params.dy_map, stage + image * plan.channels * plan.dy_run * 4,
+                       (window.at.p * params.Q + window.at.q) & ~3, first_k, n + image, 0, barrier);
     } else {
       constexpr int CHANNELS = hopper::kBoxRowBytes / Format::BYTES;
       const int box_rows = plan.tiles_q == 1 ? plan.rows : 1;
@@ -346,19 +343,17 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
       for (int row = 0; row < plan.rows; row += box_rows)
 #pragma unroll 1
         for (int k = 0; k < plan.channels; k += CHANNELS)
-          if (is_own())
-            hopper::load_box(params.dy_map,
-                             stage + k / CHANNELS * plan.dy_block_bytes +
-                                 (image * plan.dy_slots + row * plan.pitch) * hopper::kBoxRowBytes,
-                             first_k + k, window.at.q, window.at.p + row, n + image, barrier);
+          hopper::load_box(params.dy_map,
+                           stage + k / CHANNELS * plan.dy_block_bytes +
+                               (image * plan.dy_slots + row * plan.pitch) * hopper::kBoxRowBytes,
+                           first_k + k, window.at.q, window.at.p + row, n + image, barrier);
     }
     if (Format::BYTES == 4 && plan.x_planes) {
 #pragma unroll 1
       for (int number = 0; number < plan.x_boxes; ++number)
-        if (is_own())
-          hopper::load_box(params.x_map, x_stage + (image * plan.x_boxes + number) * CHUNKS * 8 * plan.run * 4,
-                           ((window.first_h + first_row(params, number)) * params.W + window.first_w) & ~3, first_c,
-                           n + image, 0, x_barrier);
+        hopper::load_box(params.x_map, x_stage + (image * plan.x_boxes + number) * CHUNKS * 8 * plan.run * 4,
+                         ((window.first_h + first_row(params, number)) * params.W + window.first_w) & ~3, first_c,
+                         n + image, 0, x_barrier);
     } else {
       const int channels = plan.row_bytes / Format::BYTES;
 #pragma unroll 1
@@ -367,9 +362,8 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
         uint32_t to = x_stage + (image * phases_of(plan) + phase) * plan.slots * plan.row_bytes;
 #pragma unroll 1
         for (int c = 0; c < CHUNKS * 8; c += channels, to += plan.block_bytes)
-          if (is_own())
-            hopper::load_box(params.x_map, to, first_c + c, window.first_w + phase_w, window.first_h + phase_h,
-                             n + image, x_barrier);
+          hopper::load_box(params.x_map, to, first_c + c, window.first_w + phase_w, window.first_h + phase_h,
+                           n + image, x_barrier);
       }
     }
   }
@@ -400,107 +394,103 @@ struct alignas(8) Slot {
 template <int PARTS, int CHUNKS, bool PLANES>
 __device__ __forceinline__ void split_stage(const Params& params, const Job& job, int tile, const Slot* table,
                                             uint32_t from, uint32_t to, uint32_t nothing) {
-  constexpr int GROUP = CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;  // chunks
-  constexpr int BATCH = GROUP < 2 ? GROUP : 2;                          // chunks whose loads are under way
+  constexpr int ROW = CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;  // chunks of a row of a box
+  constexpr int ITEM = ROW < 2 ? ROW : 2;                             // chunks of a thread at a time
   const Plan& plan = params.plan;
   const int slots = all_slots(plan);
   const Window window = locate_window(params, job, tile);
 #pragma unroll 1
-  for (int item = loading_thread(); item < CHUNKS / GROUP * slots; item += kLoadingThreads) {
-    const int group = quotient(item, params.by_all_slots), slot = item - group * slots;
+  for (int item = threadIdx.x - (kMultiplyingThreads + 32); item < CHUNKS / ITEM * slots; item += kSplittingThreads) {
+    const int chunk = quotient(item, params.by_all_slots) * ITEM, slot = item - chunk / ITEM * slots;
     uint32_t own, step = 4 * plan.run;  // planes: from channel to channel
     if constexpr (PLANES) {
       const Slot entry = table[slot];
       const int h = window.first_h + (entry.packed >> 10 & 1023), w = window.first_w + (entry.packed & 1023);
       const int begin = (window.first_h + entry.row) * params.W + window.first_w;  // of its box
-      own = from + group * GROUP * 8 * step + entry.offset + 4 * (begin & 3);
+      own = from + chunk * 8 * step + entry.offset + 4 * (begin & 3);
       if (!(entry.packed >= 0 && is_within(h, params.H) && is_within(w, params.W))) own = nothing, step = 0;
     } else {
-      own = from + group * plan.block_bytes + slot * GROUP * 32;
+      own = from + chunk / ROW * plan.block_bytes + slot * ROW * 32;
     }
-    uint32_t place = to + group * GROUP * plan.chunk_bytes + slot * 16;
+    uint32_t place = to + chunk * plan.chunk_bytes + slot * 16;
+    uint32_t words[ITEM][2][4];
 #pragma unroll
-    for (int first = 0; first < GROUP; first += BATCH) {
-      uint32_t words[BATCH][2][4];
+    for (int j = 0; j < ITEM; ++j)
 #pragma unroll
-      for (int j = 0; j < BATCH; ++j) {
+      for (int i = 0; i < 2; ++i)
+        if constexpr (PLANES) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if constexpr (PLANES) {
+          for (int c = 0; c < 4; ++c, own += step) hopper::load_shared(words[j][i][c], own);
+        } else {
+          const uint32_t piece = 2 * (chunk % ROW + j) + i, order = own / hopper::kBoxRowBytes & (2 * ROW - 1);
+          hopper::load_shared_4(words[j][i], own + (piece ^ order) * 16);
+        }
 #pragma unroll
-            for (int c = 0; c < 4; ++c, own += step) hopper::load_shared(words[j][i][c], own);
-          } else {
-            const uint32_t piece = 2 * (first + j) + i, order = own / hopper::kBoxRowBytes & (2 * GROUP - 1);
-            hopper::load_shared_4(words[j][i], own + (piece ^ order) * 16);
-          }
-      }
+    for (int j = 0; j < ITEM; ++j, place += plan.chunk_bytes) {
+      uint32_t parts[PARTS][4];
 #pragma unroll
-      for (int j = 0; j < BATCH; ++j, place += plan.chunk_bytes) {
-        uint32_t parts[PARTS][4];
+      for (int c = 0; c < 4; ++c)
+        split(bits_float(words[j][c / 2][c % 2 * 2]), bits_float(words[j][c / 2][c % 2 * 2 + 1]), parts, c);
 #pragma unroll
-        for (int c = 0; c < 4; ++c)
-          split(bits_float(words[j][c / 2][c % 2 * 2]), bits_float(words[j][c / 2][c % 2 * 2 + 1]), parts, c);
-#pragma unroll
-        for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place + i * CHUNKS * plan.chunk_bytes, parts[i]);
-      }
+      for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place + i * CHUNKS * plan.chunk_bytes, parts[i]);
     }
   }
 }
 
 template <typename Format, int CHUNKS>
-__device__ __forceinline__ void load(const Params& params, const Shared& shared, const uint8_t* smem) {
+__device__ __forceinline__ void load(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
-  const bool issues = loading_thread() % 32 == 0;
-  const int own = loading_thread() / 32;
-  hopper::wait_for_prerequisites();
-  RingPosition ring, raw, ready, part;
+  RingPosition ring, raw;
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
     const Job job = locate_job(params, number);
-    int loaded = job.first_tile;
-    const auto load_next = [&] {
+#pragma unroll 1
+    for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
       const uint32_t stage = shared.base + ring.slot * plan.stage_bytes, barrier = shared.stage(ring.slot);
       hopper::barrier_wait(barrier + 8, ring.parity ^ 1);
       if constexpr (Format::PARTS == 1) {
-        load_stage<Format, CHUNKS>(params, job, loaded, own, stage, barrier, stage + plan.dy_bytes, barrier);
+        load_stage<Format, CHUNKS>(params, job, tile, stage, barrier, stage + plan.dy_bytes, barrier);
       } else {
         const uint32_t raw_barrier = shared.raw(raw.slot);
         hopper::barrier_wait(raw_barrier + 8, raw.parity ^ 1);
-        load_stage<Format, CHUNKS>(params, job, loaded, own, stage, barrier,
+        load_stage<Format, CHUNKS>(params, job, tile, stage, barrier,
                                    shared.base + shared.layout.raw + raw.slot * plan.raw_bytes, raw_barrier);
         raw.next(plan.raw_stages);
       }
       ring.next(plan.stages);
-      ++loaded;
-    };
-    if constexpr (Format::PARTS == 1) {
-      while (issues && loaded < job.last_tile) load_next();
-    } else {
+    }
+  }
+}
+
+template <typename Format, int CHUNKS>
+__device__ __forceinline__ void split_all(const Params& params, const Shared& shared, const uint8_t* smem) {
+  const Plan& plan = params.plan;
+  const Slot* const table = reinterpret_cast<const Slot*>(smem + shared.layout.x_table);
+  const uint32_t nothing = shared.base + shared.layout.nothing;
+  const bool planes = plan.x_planes;
+  RingPosition raw, part;
 #pragma unroll 1
-      for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
-        // The products of all parts but the latest have ended: there is room for what is loaded now.
-        const uint32_t part_barrier = shared.part(part.slot), ready_barrier = shared.raw(ready.slot);
-        hopper::barrier_wait(part_barrier + 8, part.parity ^ 1);
-        while (issues && loaded < job.last_tile && loaded < tile + plan.raw_stages) load_next();
-        __syncwarp();
-        hopper::barrier_wait(ready_barrier, ready.parity);
-        const Slot* const table = reinterpret_cast<const Slot*>(smem + shared.layout.x_table);
-        const uint32_t from = shared.base + shared.layout.raw + ready.slot * plan.raw_bytes;
-        const uint32_t to = shared.base + shared.layout.parts + part.slot * plan.part_bytes;
-        const uint32_t nothing = shared.base + shared.layout.nothing;
-        if (plan.x_planes)
-          split_stage<Format::PARTS, CHUNKS, true>(params, job, tile, table, from, to, nothing);
-        else
-          split_stage<Format::PARTS, CHUNKS, false>(params, job, tile, table, from, to, nothing);
-        hopper::fence_async();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) {
-          hopper::barrier_arrive(part_barrier);
-          hopper::barrier_arrive(ready_barrier + 8);
-        }
-        ready.next(plan.raw_stages);
-        part.next(plan.part_stages);
+  for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
+    const Job job = locate_job(params, number);
+#pragma unroll 1
+    for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
+      const uint32_t part_barrier = shared.part(part.slot), raw_barrier = shared.raw(raw.slot);
+      hopper::barrier_wait(part_barrier + 8, part.parity ^ 1);
+      hopper::barrier_wait(raw_barrier, raw.parity);
+      const uint32_t from = shared.base + shared.layout.raw + raw.slot * plan.raw_bytes;
+      const uint32_t to = shared.base + shared.layout.parts + part.slot * plan.part_bytes;
+      if (planes)
+        split_stage<Format::PARTS, CHUNKS, true>(params, job, tile, table, from, to, nothing);
+      else
+        split_stage<Format::PARTS, CHUNKS, false>(params, job, tile, table, from, to, nothing);
+      hopper::fence_async();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        hopper::barrier_arrive(part_barrier);
+        hopper::barrier_arrive(raw_barrier + 8);
       }
+      raw.next(plan.raw_stages);
+      part.next(plan.part_stages);
     }
   }
 }
@@ -619,7 +609,7 @@ template <typename Format, int CHUNKS, int TAPS>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, const uint8_t* smem) {
   constexpr int COLUMNS = 8 * CHUNKS, PARTS = Format::PARTS;
   // Of operands of dy: where registers are few, the other warpgroup's products alone hide how they come.
-  constexpr int SETS = PARTS == 1 ? 2 : 1;
+  constexpr int SETS = PARTS == 1 || (PARTS == 2 && CHUNKS * TAPS < 32) ? 2 : 1;
   using Stored = typename Format::Stored;
   const Plan& plan = params.plan;
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
@@ -798,7 +788,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 }
 
 template <typename Format, int CHUNKS, int TAPS>
-__global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_hopper_wgrad_smem[];
   uint8_t* const smem = modelnew_hopper_wgrad_smem;
@@ -810,21 +800,21 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
       hopper::barrier_init(shared.stage(stage), 1);
       hopper::barrier_init(shared.stage(stage) + 8, kMultiplyingThreads / 32);
       hopper::barrier_init(shared.raw(stage), 1);
-      hopper::barrier_init(shared.raw(stage) + 8, kLoadingThreads / 32);
+      hopper::barrier_init(shared.raw(stage) + 8, kSplittingThreads / 32);
     }
 #pragma unroll 1
     for (int stage = 0; stage < kMostPartStages; ++stage) {
-      hopper::barrier_init(shared.part(stage), kLoadingThreads / 32);
+      hopper::barrier_init(shared.part(stage), kSplittingThreads / 32);
       hopper::barrier_init(shared.part(stage) + 8, kMultiplyingThreads / 32);
     }
   }
   if (threadIdx.x == 0) *reinterpret_cast<uint4*>(smem + shared.layout.nothing) = uint4{};
   // Slots behind boxes stay zeros.
-  for (int i = threadIdx.x * 16; plan.has_gaps && i < shared.layout.dy_table; i += kThreads * 16)
+  for (int i = threadIdx.x * 16; plan.has_gaps && i < shared.layout.dy_table; i += Format::THREADS * 16)
     *reinterpret_cast<uint4*>(smem + i) = uint4{};
   if (plan.dy_planes) {
     int* const table = reinterpret_cast<int*>(smem + shared.layout.dy_table);
-    for (int i = threadIdx.x; i < plan.images * plan.dy_slots; i += kThreads) {
+    for (int i = threadIdx.x; i < plan.images * plan.dy_slots; i += Format::THREADS) {
       const int packed = dy_pixel(params, i), image = packed >> 20, row = packed >> 10 & 1023, column = packed & 1023;
       table[i] = packed < 0 ? -1 : 4 * (image * plan.channels * plan.dy_run + row * params.Q + column);
     }
@@ -832,7 +822,7 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
   if (plan.x_planes) {
     Slot* const table = reinterpret_cast<Slot*>(smem + shared.layout.x_table);
     const int box_size = plan.shape.chunks * 8 * plan.run;
-    for (int i = threadIdx.x; i < all_slots(plan); i += kThreads) {
+    for (int i = threadIdx.x; i < all_slots(plan); i += Format::THREADS) {
       const int packed = x_pixel(params, i), image = packed >> 20, row = packed >> 10 & 1023, column = packed & 1023;
       const InBox at = place_in_box(params, row, column);
       table[i] = {-1, 0, 0};
@@ -844,10 +834,14 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_wgrad_kernel(const __grid_
   hopper::fence_async();
   __syncthreads();  // barriers, zeros and tables are there
   if (threadIdx.x >= kMultiplyingThreads) {
-    hopper::registers_give_back<kLoadingRegisters>();
-    load<Format, CHUNKS>(params, shared, smem);
+    hopper::registers_give_back<Format::OTHER_REGISTERS>();
+    hopper::wait_for_prerequisites();
+    if (threadIdx.x == kMultiplyingThreads)
+      load<Format, CHUNKS>(params, shared);
+    else if (Format::PARTS > 1 && threadIdx.x >= Format::THREADS - kSplittingThreads)
+      split_all<Format, CHUNKS>(params, shared, smem);
   } else {
-    hopper::registers_take<kMultiplyingRegisters>();
+    hopper::registers_take<Format::MULTIPLYING_REGISTERS>();
     multiply<Format, CHUNKS, TAPS>(params, shared, smem);
     hopper::launch_dependents();
   }
@@ -1402,7 +1396,7 @@ cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t 
     // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (error != cudaSuccess) return error;
-    error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
+    error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), Format::THREADS, plan.smem_bytes, stream, params);
     if (error != cudaSuccess) return error;
     const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
     const size_t bytes = add.block_k * add.taps * (add.channels + 4) * sizeof(float) +
