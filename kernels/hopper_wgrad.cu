@@ -59,11 +59,11 @@ constexpr int kStepPixels = 16;
 constexpr int kMultiplyingThreads = 256, kSplittingThreads = 224;
 constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 6, kMostPartStages = 3;  // the latter: of x in parts
-constexpr int kRegionBytes = 1024;                  // of a stage, at least: from there on the swizzle repeats itself
-constexpr int kMostBox = 256;                       // elements of a box along a dimension
-constexpr int kMostStep = 8;                        // of a box
-[[maybe_unused]] constexpr float kScale = 0x1p24f;  // of either operand in fp32
-constexpr int64_t kMostChained = 8192;              // pixels of one sum on the tensor core
+constexpr int kRegionBytes = 1024;                   // of a stage, at least: from there on the swizzle repeats itself
+constexpr int kMostBox = 256;                        // elements of a box along a dimension
+constexpr int kMostStep = 8;                         // of a box
+[[maybe_unused]] constexpr float kScale = 0x1p24f;   // of either operand in fp32
+constexpr int64_t kMostChained = 8192;               // pixels of one sum on the tensor core
 constexpr int kMostTaps = 256;
 constexpr int kLeastFold = 5, kMostFolded = 32;  // columns of filters; channels of x
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
@@ -107,6 +107,7 @@ struct Plan {
   int bytes, parts_of_x;                  // of a value in memory; how many values of 16 bits it is multiplied as
   bool has_gaps;                          // slots behind boxes
   bool x_planes, dy_planes, dy_straight;  // NCHW, in fp32; dy in the order of slots
+  bool x_whole, dy_whole;                 // planes of any size, which follow each other in memory, of whole images
   int channels;                           // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
   TileShape shape;
   int blocks_c, blocks_t, tiles_k;  // tiles along input channels, taps, output channels
@@ -134,7 +135,7 @@ struct Params {
   const void *x_ptr, *dy_ptr;
   int64_t x_stride[4], dy_stride[4];
   int64_t N;
-  int group_c, H, W, group_k, P, Q, R, S;
+  int C, group_c, H, W, K, group_k, P, Q, R, S;
   int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
   float* sums_ptr;                             // [part][output channel][tap][input channel], whole tiles
   int64_t rows;                                // output channels of those, of all groups
@@ -259,7 +260,7 @@ MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
 // Planes: the first row of a window that its `number`-th box has. Rows that no tap reads are left out.
 MODELNEW_HOST_DEVICE inline int first_row(const Params& params, int number) {
   const Plan& plan = params.plan;
-  if (plan.phases_h == params.stride_h) return number * plan.box_rows;
+  if (plan.phases_h == params.stride_h || plan.x_whole) return number * plan.box_rows;
   const int row = number / plan.phases_h;
   return row * params.stride_h + number - row * plan.phases_h;
 }
@@ -271,7 +272,7 @@ struct InBox {
 
 MODELNEW_HOST_DEVICE inline InBox place_in_box(const Params& params, int row, int column) {
   const Plan& plan = params.plan;
-  if (plan.phases_h < params.stride_h)
+  if (plan.phases_h < params.stride_h && !plan.x_whole)
     return {row / params.stride_h * plan.phases_h + row % params.stride_h, column};
   const int number = row / plan.box_rows;
   return {number, (row - number * plan.box_rows) * params.W + column};
@@ -329,11 +330,24 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
   const int n = static_cast<int>(window.at.n);
   const int first_k = job.group * params.group_k + job.tile_k * plan.channels;
   const int first_c = job.group * params.group_c + job.block_c * CHUNKS * 8;
-  hopper::barrier_arrive_expecting(barrier, plan.dy_loaded + (Format::PARTS == 1 ? plan.x_loaded : 0));
-  if (Format::PARTS > 1) hopper::barrier_arrive_expecting(x_barrier, plan.x_loaded);
+  // Of planes that follow each other as many as there are.
+  const auto whole = [&](int tile_channels, int channels, int plane) {
+    return min(tile_channels, channels) * plane * 4;
+  };
+  const int dy_plane = whole(plan.channels, params.K - first_k, plan.dy_run);
+  const int x_plane = whole(CHUNKS * 8, params.C - first_c, plan.run);
+  const int dy_loaded = plan.dy_whole ? plan.images * dy_plane : plan.dy_loaded;
+  const int x_loaded = plan.x_whole ? plan.images * x_plane : plan.x_loaded;
+  hopper::barrier_arrive_expecting(barrier, dy_loaded + (Format::PARTS == 1 ? x_loaded : 0));
+  if (Format::PARTS > 1) hopper::barrier_arrive_expecting(x_barrier, x_loaded);
 #pragma unroll 1
   for (int image = 0; image < plan.images; ++image) {
-    if (Format::BYTES == 4 && plan.dy_planes) {
+    if (Format::BYTES == 4 && plan.dy_whole) {
+      hopper::bulk_load(stage + image * plan.channels * plan.dy_run * 4,
+                        static_cast<const float*>(params.dy_ptr) + (window.at.n + image) * params.dy_stride[0] +
+                            static_cast<int64_t>(first_k) * plan.dy_run,
+                        dy_plane, barrier);
+    } else if (Format::BYTES == 4 && plan.dy_planes) {
       hopper::load_box(params.dy_map, stage + image * plan.channels * plan.dy_run * 4,
                        (window.at.p * params.Q + window.at.q) & ~3, first_k, n + image, 0, barrier);
     } else {
@@ -348,7 +362,12 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
                                (image * plan.dy_slots + row * plan.pitch) * hopper::kBoxRowBytes,
                            first_k + k, window.at.q, window.at.p + row, n + image, barrier);
     }
-    if (Format::BYTES == 4 && plan.x_planes) {
+    if (Format::BYTES == 4 && plan.x_whole) {
+      hopper::bulk_load(x_stage + image * CHUNKS * 8 * plan.run * 4,
+                        static_cast<const float*>(params.x_ptr) + (window.at.n + image) * params.x_stride[0] +
+                            static_cast<int64_t>(first_c) * plan.run,
+                        x_plane, x_barrier);
+    } else if (Format::BYTES == 4 && plan.x_planes) {
 #pragma unroll 1
       for (int number = 0; number < plan.x_boxes; ++number)
         hopper::load_box(params.x_map, x_stage + (image * plan.x_boxes + number) * CHUNKS * 8 * plan.run * 4,
@@ -362,8 +381,8 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
         uint32_t to = x_stage + (image * phases_of(plan) + phase) * plan.slots * plan.row_bytes;
 #pragma unroll 1
         for (int c = 0; c < CHUNKS * 8; c += channels, to += plan.block_bytes)
-          hopper::load_box(params.x_map, to, first_c + c, window.first_w + phase_w, window.first_h + phase_h,
-                           n + image, x_barrier);
+          hopper::load_box(params.x_map, to, first_c + c, window.first_w + phase_w, window.first_h + phase_h, n + image,
+                           x_barrier);
       }
     }
   }
@@ -399,6 +418,7 @@ __device__ __forceinline__ void split_stage(const Params& params, const Job& job
   const Plan& plan = params.plan;
   const int slots = all_slots(plan);
   const Window window = locate_window(params, job, tile);
+  const int misplaced = plan.x_whole ? ~0 : 3;  // of a box, behind its address
 #pragma unroll 1
   for (int item = threadIdx.x - (kMultiplyingThreads + 32); item < CHUNKS / ITEM * slots; item += kSplittingThreads) {
     const int chunk = quotient(item, params.by_all_slots) * ITEM, slot = item - chunk / ITEM * slots;
@@ -407,7 +427,7 @@ __device__ __forceinline__ void split_stage(const Params& params, const Job& job
       const Slot entry = table[slot];
       const int h = window.first_h + (entry.packed >> 10 & 1023), w = window.first_w + (entry.packed & 1023);
       const int begin = (window.first_h + entry.row) * params.W + window.first_w;  // of its box
-      own = from + chunk * 8 * step + entry.offset + 4 * (begin & 3);
+      own = from + chunk * 8 * step + entry.offset + 4 * (begin & misplaced);
       if (!(entry.packed >= 0 && is_within(h, params.H) && is_within(w, params.W))) own = nothing, step = 0;
     } else {
       own = from + chunk / ROW * plan.block_bytes + slot * ROW * 32;
@@ -571,8 +591,8 @@ struct LaneOfDy {
 // A step's 16 channels of a warp and 16 pixels of dy, as wgmma takes them, in parts. Planes: from the lane's first pixel
 // on, `table` has places, and so many pixels are `left`.
 template <typename Format>
-__device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t from, const int* table,
-                                        int left, uint32_t (&a)[Format::PARTS][4]) {
+__device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t from, const int* table, int left,
+                                        uint32_t (&a)[Format::PARTS][4]) {
   if constexpr (Format::BYTES == 2) {
     hopper::load_matrix_transposed(a[0], from + own.place[0]);
   } else {
@@ -967,10 +987,11 @@ struct Alignment {
   uint64_t x, dy;
 };
 
-// The estimate, in cycles of an SM.
-constexpr double kCallCycles = 12000, kJobCycles = 3000, kStageCycles = 150, kStageBytes = 24, kSumCycles = 0.3;
-constexpr double kMemoryBytes = 14, kShorterShare = 0.2, kCopyCycles = 4270, kCopiedBytes = 31;
-constexpr double kLeastColumns = 26, kStepCycles = 18, kStepLatency = 130;  // of wgmma (docs/lab/wgrad.md)
+// The estimate, in cycles of an SM; those of fp32 are fitted (docs/lab/wgrad.md).
+constexpr double kCallCycles = 13200, kStageCycles = 590, kStageBytes = 25, kSumCycles = 1.08, kMemoryBytes = 22.6;
+constexpr double kShorterShare = 0.03, kCopyCycles = 4270, kCopiedBytes = 31;
+constexpr double kLeastColumns = 29, kStepCycles = 93;   // of wgmma
+constexpr double kSplitCycles = 1.5, kSplitStage = 430;  // of x: a slot of a chunk, a stage
 
 // Sizes and strides of x or dy, for a copy or a map.
 struct Tensor {
@@ -1002,6 +1023,13 @@ inline bool has_planes(const Tensor& of, uint64_t address) {
   const auto is = [&](int64_t stride, bool matters) { return !matters || (stride > 0 && stride % 4 == 0); };
   return hopper::are_planes(of.stride, of.H, of.W) && int64_t{of.H} * of.W % 4 == 0 && is(of.stride[0], of.N > 1) &&
          is(of.stride[1], of.C > 1) && address % 16 == 0;
+}
+
+// Whether planes of any size follow each other, so that four of them begin at a multiple of 16 bytes.
+inline bool has_whole_planes(const Tensor& of, uint64_t address) {
+  const int64_t plane = int64_t{of.H} * of.W;
+  return hopper::are_planes(of.stride, of.H, of.W) && of.C % 4 == 0 && of.stride[1] == plane && of.stride[0] > 0 &&
+         of.stride[0] % 4 == 0 && address % 16 == 0;
 }
 
 // A copy: of 16 bits in channels_last, of fp32 in planes.
@@ -1067,11 +1095,12 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double products = plan.shape.taps * plan.parts_of_x * (plan.parts_of_x + 1) / 2 *
                           std::max<double>(kLeastColumns, 8 * plan.shape.chunks);  // of two warpgroups in a step
   const double steps = plan.images * plan.steps / (plan.channels == 64 ? 2.0 : 1.0);
-  const double multiplied = steps * std::max(products + kStepCycles, products / 2 + kStepLatency);
+  const double multiplied = steps * (products + kStepCycles);
   const double loaded = (plan.dy_loaded + plan.x_loaded) / kStageBytes;
+  const double split = plan.bytes == 2 ? 0 : kSplitStage + kSplitCycles * all_slots(plan) * plan.shape.chunks;
   const double stages = static_cast<double>(ceil_div(plan.tiles, plan.parts));
-  const double of_jobs = static_cast<double>(ceil_div(plan.jobs, sms)) *
-                         (stages * (std::max(multiplied, loaded) + kStageCycles) + kJobCycles);
+  const double of_jobs =
+      static_cast<double>(ceil_div(plan.jobs, sms)) * stages * (std::max({multiplied, split, loaded}) + kStageCycles);
   const double pixels = static_cast<double>(problem.N) * problem.H * problem.W;
   const double bytes =
       plan.bytes * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
@@ -1099,6 +1128,8 @@ inline bool complete(const Problem& problem, Plan& plan) {
   const int64_t reach_h = int64_t{plan.span_r - 1} * problem.dilation_h;
   const int64_t reach_w = int64_t{plan.span_s - 1} * problem.dilation_w;
   int64_t pitch = plan.columns + reach_w / stride_w;
+  if ((plan.x_whole || plan.dy_whole) && (plan.tiles_p > 1 || plan.tiles_q > 1 || problem.N % plan.images != 0))
+    return false;
   const bool dy_by_rows = plan.tiles_q > 1 && plan.rows > 1;
   if (dy_by_rows && plan.dy_planes) return false;
   if (dy_by_rows) pitch = padded(pitch, 8);  // each row's box begins with a turn of the swizzle
@@ -1114,15 +1145,15 @@ inline bool complete(const Problem& problem, Plan& plan) {
       static_cast<int>(padded(std::max<int64_t>(window_h / stride_h * pitch, plan.steps * kStepPixels + farthest), 8));
   int64_t dy_loaded = 0, x_loaded = 0, dy_bytes = 0, raw_bytes = 0, x_bytes = 0;
   if (plan.dy_planes) {
-    // Lanes of a warp read eight channels, whose rows are 8 words apart in the banks.
+    // Lanes of a warp read eight channels, whose rows are 8 or 24 words apart in the banks.
     const int64_t run = plan.tiles_q == 1 ? (plan.rows - 1) * problem.Q + plan.columns : plan.columns;
     const bool in_fours =
         (plan.tiles_p == 1 || int64_t{plan.rows} * problem.Q % 4 == 0) && (plan.tiles_q == 1 || plan.columns % 4 == 0);
-    plan.dy_run = static_cast<int>(padded(run + (in_fours ? 0 : 3) - 8, 32) + 8);
+    plan.dy_run = static_cast<int>(plan.dy_whole ? run : padded(run + (in_fours ? 0 : 3) - 8, 16) + 8);
     plan.dy_slots = plan.steps * kStepPixels;
-    plan.dy_straight = in_fours && pitch == plan.columns;
+    plan.dy_straight = in_fours && pitch == plan.columns && !plan.dy_whole;
     dy_bytes = dy_loaded = int64_t{plan.images} * plan.channels * plan.dy_run * 4;
-    if (plan.dy_run > kMostBox) return false;
+    if (plan.dy_run > kMostBox && !plan.dy_whole) return false;
   } else {
     const int64_t boxes = plan.tiles_q == 1 ? plan.rows * pitch : int64_t{plan.rows} * plan.columns;
     plan.dy_slots = static_cast<int>(padded(std::max<int64_t>(plan.steps * kStepPixels, plan.rows * pitch), 8));
@@ -1137,12 +1168,14 @@ inline bool complete(const Problem& problem, Plan& plan) {
   if (plan.x_planes) {
     // As many rows in a box as there are room for, where the window has whole ones.
     const int64_t fit = (kMostBox - 3 - window_w) / problem.W + 1;
-    const bool whole = plan.tiles_q == 1 && plan.phases_h == stride_h;
-    plan.box_rows = whole ? static_cast<int>(std::clamp<int64_t>(fit, 1, window_h)) : 1;
+    const bool whole_rows = plan.tiles_q == 1 && plan.phases_h == stride_h;
+    plan.box_rows = whole_rows ? static_cast<int>(std::clamp<int64_t>(fit, 1, window_h)) : 1;
+    if (plan.x_whole) plan.box_rows = plan.window_h;
     plan.x_boxes = static_cast<int>(ceil_div(window_h / stride_h * plan.phases_h, plan.box_rows));
-    plan.run = static_cast<int>(padded((plan.box_rows - 1) * problem.W + window_w + 3, 4));
+    plan.run = static_cast<int>(plan.x_whole ? int64_t{problem.H} * problem.W
+                                             : padded((plan.box_rows - 1) * problem.W + window_w + 3, 4));
     raw_bytes = x_loaded = int64_t{plan.images} * plan.x_boxes * columns * plan.run * 4;
-    if (plan.run > kMostBox) return false;
+    if (plan.run > kMostBox && !plan.x_whole) return false;
   } else {
     const int all_bytes = columns * plan.bytes;
     plan.row_bytes = std::min(hopper::kBoxRowBytes, all_bytes & -all_bytes);
@@ -1197,7 +1230,9 @@ inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan,
   }
 }
 
-inline bool make_plan(const Problem& original, int sms, const Alignment& address, Plan& best, const Wish& wish = {}) {
+// Adds the plans with whole planes, where there are any, or those without to the search.
+inline void search(const Problem& original, int sms, const Alignment& address, bool whole, const Wish& wish, Plan& best,
+                   bool& found) {
   Plan plan{};
   plan.bytes = element_bytes(original.dtype);
   plan.parts_of_x = plan.bytes == 2 ? 1 : uses_tf32(original, Operator::kWgrad) ? 2 : 3;
@@ -1206,24 +1241,27 @@ inline bool make_plan(const Problem& original, int sms, const Alignment& address
   // Few channels leave most of a chunk idle.
   const bool folds = original.groups == 1 && original.S >= kLeastFold && original.C * original.S <= kMostFolded;
   plan.fold = folds ? original.S : 1;
-  const auto prepare = [&](const Tensor& of, int of_group, uint64_t begin, bool folds, bool& planes, bool& copies) {
-    const bool whole = original.groups == 1 || of_group * plan.bytes % 16 == 0;
-    planes = copies = false;
-    if (!folds && whole && has_pixels(of, plan.bytes, begin)) return true;
+  const auto prepare = [&](const Tensor& of, int of_group, uint64_t begin, bool folds, bool& planes, bool& are_whole,
+                           bool& copies) {
+    const bool in_pieces = original.groups == 1 || of_group * plan.bytes % 16 == 0;
+    planes = copies = are_whole = false;
+    if (!folds && in_pieces && has_pixels(of, plan.bytes, begin)) return true;
     planes = plan.bytes == 4;
     copies = folds || !planes || !has_planes(of, begin);
-    return (planes || whole) && int64_t{of.H} * of.W < 1 << 30 &&
+    are_whole = whole && planes && copies && !folds && in_pieces && has_whole_planes(of, begin);
+    copies &= !are_whole;
+    return (planes || in_pieces) && int64_t{of.H} * of.W < 1 << 30 &&
            (!copies || copied_bytes(of, plan.bytes) <= kMostCopiedBytes);
   };
-  if (!prepare(x_of(original), group_c, address.x, folds, plan.x_planes, plan.copies_x) ||
-      !prepare(dy_of(original), group_k, address.dy, false, plan.dy_planes, plan.copies_dy))
-    return false;
+  if (!prepare(x_of(original), group_c, address.x, folds, plan.x_planes, plan.x_whole, plan.copies_x) ||
+      !prepare(dy_of(original), group_k, address.dy, false, plan.dy_planes, plan.dy_whole, plan.copies_dy) ||
+      (whole && !plan.x_whole && !plan.dy_whole))
+    return;
   const Problem problem = as_planned(original, plan);
   group_c = problem.C / problem.groups;
-  if (copied_bytes(problem, plan) > 2 * kMostCopiedBytes) return false;
+  if (copied_bytes(problem, plan) > 2 * kMostCopiedBytes) return;
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
-  if (pixels >= int64_t{1} << 30 || taps * group_c * problem.K >= int64_t{1} << 30 || taps > kMostTaps) return false;
-  bool found = false;
+  if (pixels >= int64_t{1} << 30 || taps * group_c * problem.K >= int64_t{1} << 30 || taps > kMostTaps) return;
   constexpr int kMostPixels = 256;  // of a stage
   for (int channels : {128, 64})
     for (int i = 0; i < kTileShapeCount; ++i) {
@@ -1251,12 +1289,13 @@ inline bool make_plan(const Problem& original, int sms, const Alignment& address
         const int most = std::min(problem.P, kMostPixels / columns);
         for (int rows = most; rows > 0; rows = rows > 4 ? rows * 3 / 4 : rows - 1) consider(1, rows, columns);
         if (columns == problem.Q && most == problem.P)
-          for (int images = kMostPixels / (columns * problem.P); images > 1; images /= 2)
-            consider(static_cast<int>(std::min<int64_t>(images, problem.N)), problem.P, columns);
+          for (int images = 16; images > 1; images /= 2)
+            if (images * columns * problem.P <= kMostPixels && images <= problem.N)
+              consider(images, problem.P, columns);
       };
       consider_rows(problem.Q);
       // Strips, of equal or convenient columns.
-      for (int most : {240, 224, 192, 160, 136, 112, 96, 72, 62, 40}) {
+      for (int most : {240, 224, 192, 160, 136, 112, 96, 72, 64, 56, 48, 40, 32}) {
         if (most >= problem.Q) continue;
         consider_rows(most);
         const int equal = static_cast<int>(ceil_div(problem.Q, ceil_div(problem.Q, most)));
@@ -1264,6 +1303,11 @@ inline bool make_plan(const Problem& original, int sms, const Alignment& address
         if (equal % 4 != 0) consider_rows(static_cast<int>(padded(equal, 4)));
       }
     }
+}
+
+inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, const Wish& wish = {}) {
+  bool found = false;
+  for (bool whole : {true, false}) search(problem, sms, address, whole, wish, best, found);
   return found;
 }
 
@@ -1273,8 +1317,8 @@ inline Params make_params(const Problem& problem, const Plan& plan) {
   std::copy_n(problem.x_stride, 4, params.x_stride);
   std::copy_n(problem.y_stride, 4, params.dy_stride);
   params.N = problem.N;
-  params.group_c = problem.C / problem.groups, params.H = problem.H, params.W = problem.W;
-  params.group_k = problem.K / problem.groups, params.P = problem.P, params.Q = problem.Q;
+  params.C = problem.C, params.group_c = problem.C / problem.groups, params.H = problem.H, params.W = problem.W;
+  params.K = problem.K, params.group_k = problem.K / problem.groups, params.P = problem.P, params.Q = problem.Q;
   params.R = problem.R, params.S = problem.S;
   params.stride_h = taken_stride(problem.stride_h, problem.P);
   params.stride_w = taken_stride(problem.stride_w, problem.Q);
@@ -1376,9 +1420,11 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
   const bool whole = plan.tiles_q == 1;
   const uint32_t dy_pixels[4] = {u(hopper::kBoxRowBytes / plan.bytes), u(whole ? plan.pitch : plan.columns),
                                  u(whole ? plan.rows : 1), 1};
-  const cudaError_t error = make(params.x_ptr, x_of(problem), plan.x_planes, plan.x_planes ? x_planes : x_pixels,
-                                 params.stride_w, params.stride_h, plan.row_bytes, params.x_map);
-  if (error != cudaSuccess) return error;
+  cudaError_t error = cudaSuccess;
+  if (!plan.x_whole)
+    error = make(params.x_ptr, x_of(problem), plan.x_planes, plan.x_planes ? x_planes : x_pixels, params.stride_w,
+                 params.stride_h, plan.row_bytes, params.x_map);
+  if (error != cudaSuccess || plan.dy_whole) return error;
   return make(params.dy_ptr, dy_of(problem), plan.dy_planes, plan.dy_planes ? dy_planes : dy_pixels, 1, 1,
               hopper::kBoxRowBytes, params.dy_map);
 }
@@ -1396,7 +1442,8 @@ cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t 
     // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (error != cudaSuccess) return error;
-    error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), Format::THREADS, plan.smem_bytes, stream, params);
+    error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), Format::THREADS, plan.smem_bytes, stream,
+                                 params);
     if (error != cudaSuccess) return error;
     const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
     const size_t bytes = add.block_k * add.taps * (add.channels + 4) * sizeof(float) +

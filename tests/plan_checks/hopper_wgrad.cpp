@@ -85,7 +85,7 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   CHECK(shared_layout(plan).barriers % 8 == 0);
   const int slots = all_slots(plan), columns = 8 * plan.shape.chunks;
   if (plan.dy_planes)
-    CHECK(plan.dy_bytes >= plan.images * plan.channels * plan.dy_run * 4 && plan.dy_run % 32 == 8);
+    CHECK(plan.dy_bytes >= plan.images * plan.channels * plan.dy_run * 4 && (plan.dy_whole || plan.dy_run % 16 == 8));
   else
     CHECK(plan.dy_bytes >= plan.images * plan.dy_slots * plan.channels * plan.bytes && plan.dy_slots % 8 == 0);
   CHECK(plan.dy_slots >= plan.steps * kStepPixels);
@@ -96,16 +96,20 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   CHECK(plan.bytes == 2 ||
         plan.raw_bytes >= columns * 4 * (plan.x_planes ? plan.images * plan.x_boxes * plan.run : slots));
   CHECK(plan.jobs == int64_t{p.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t * plan.parts);
+  CHECK(!(plan.x_whole || plan.dy_whole) || (plan.tiles_p == 1 && plan.tiles_q == 1 && p.N % plan.images == 0));
+  CHECK(!(plan.x_whole && plan.copies_x) && !(plan.dy_whole && plan.copies_dy));
   CHECK(plan.grid == std::min(plan.jobs, sms) && plan.cycles > 0);
   const Problem planned = as_planned(p, plan);
   NOTE(planned.Q > p.Q);
   NOTE(plan.fold > 1);
   NOTE(plan.x_planes && plan.box_rows > 1);
+  NOTE(plan.x_whole);
+  NOTE(plan.dy_whole);
   NOTE(plan.x_planes && plan.phases_h < p.stride_h);
   const Params params = make_params(planned, plan);
   check_jobs(planned, params);
   // Every pixel of a window that a slot has lies in a box, whose first pixel may be three behind its address.
-  for (int slot = 0; plan.x_planes && slot < slots; ++slot) {
+  for (int slot = 0; plan.x_planes && !plan.x_whole && slot < slots; ++slot) {
     const int packed = x_pixel(params, slot), row = packed >> 10 & 1023, column = packed & 1023;
     if (packed < 0) continue;
     const InBox place = place_in_box(params, row, column);
