@@ -251,7 +251,7 @@ def _cuda_flags(capabilities: list[tuple[int, int]]) -> list[str]:
 _COMPILER_VARIABLES = ("CC", "PYTORCH_NVCC", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
 # Engines that need a Hopper GPU, and the unit that replaces them in builds for other GPUs.
-_HOPPER_UNITS = frozenset({"gather.cu", "hopper_wgrad.cu", "stem.cu", "tma.cu", "wgmma.cu"})
+_HOPPER_UNITS = frozenset({"gather.cu", "hopper_wgrad.cu", "stem.cu", "tma.cu", "tma_wgrad.cu", "wgmma.cu"})
 _UNIT_WITHOUT_HOPPER = "without_hopper.cpp"
 
 # Files that only bundle() uses: the dry run, the binding of a bundle, and the end of its kernels.
@@ -963,6 +963,7 @@ _ENGINE_NAMES = (
     "mma",
     "strided",
     "mma_wgrad",
+    "tma_wgrad",
     "hopper_wgrad",
     "direct",
 )

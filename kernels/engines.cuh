@@ -49,14 +49,15 @@ extern const Engine kDilatedEngine;
 extern const Engine kPatchesEngine;
 extern const Engine kStridedEngine;
 extern const Engine kMmaWgradEngine;
+extern const Engine kTmaWgradEngine;
 extern const Engine kHopperWgradEngine;
 extern const Engine kDirectEngine;
 
 // The first engine that neither refuses a problem nor yields it to a later one runs it. The last one computes every
 // problem.
-inline const Engine* const kEngines[] = {&kPatchesEngine, &kDilatedEngine, &kTmaEngine,       &kWgmmaEngine,
-                                         &kGatherEngine,  &kStemEngine,    &kDepthwiseEngine, &kPointwiseEngine,
-                                         &kMmaEngine,     &kStridedEngine, &kMmaWgradEngine,  &kHopperWgradEngine,
-                                         &kDirectEngine};
+inline const Engine* const kEngines[] = {&kPatchesEngine,     &kDilatedEngine, &kTmaEngine,       &kWgmmaEngine,
+                                         &kGatherEngine,      &kStemEngine,    &kDepthwiseEngine, &kPointwiseEngine,
+                                         &kMmaEngine,         &kStridedEngine, &kMmaWgradEngine,  &kTmaWgradEngine,
+                                         &kHopperWgradEngine, &kDirectEngine};
 
 }  // namespace modelnew

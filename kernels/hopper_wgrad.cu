@@ -1358,6 +1358,9 @@ inline const Planned& plan_of(const Problem& problem, const Alignment& address) 
   });
 }
 
+// Clock cycles of a call, as far as the estimate goes. tma_wgrad compares them with its own.
+inline double cycles(const Problem& problem, Operator) { return plan_of(problem, Alignment{}).plan.cycles; }
+
 inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kWgrad) return "it computes gradients to weights only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
@@ -1593,7 +1596,8 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
 extern const Engine kHopperWgradEngine{"hopper_wgrad",       hopper_wgrad::refusal,  hopper_wgrad::workspace_bytes,
-                                       hopper_wgrad::launch, hopper_wgrad::describe, hopper_wgrad::yields};
+                                       hopper_wgrad::launch, hopper_wgrad::describe, hopper_wgrad::yields,
+                                       hopper_wgrad::cycles};
 #endif
 
 }  // namespace modelnew

@@ -78,9 +78,11 @@ struct Wgmma;
 template <typename Operand, int N>
 struct WgmmaTransposed;
 
-// wgmma with a transposed `a`, contiguous along its 64 rows.
+// wgmma with a transposed `a`, contiguous along its 64 rows, and with both operands transposed.
 template <typename Operand, int N>
 struct WgmmaFirstTransposed;
+template <typename Operand, int N>
+struct WgmmaBothTransposed;
 
 #define MODELNEW_NAMES_4 "%0, %1, %2, %3"
 #define MODELNEW_NAMES_8 MODELNEW_NAMES_4 ", %4, %5, %6, %7"
@@ -156,7 +158,11 @@ struct WgmmaFirstTransposed;
   MODELNEW_WGMMA(WgmmaTransposed, OPERAND, 128, 64, "%64", "%65", "%66", TYPES, "1, 1, 0, 1")     \
   MODELNEW_WGMMA(WgmmaTransposed, OPERAND, 256, 128, "%128", "%129", "%130", TYPES, "1, 1, 0, 1") \
   MODELNEW_WGMMA(WgmmaFirstTransposed, OPERAND, 64, 32, "%32", "%33", "%34", TYPES, "1, 1, 1, 0") \
-  MODELNEW_WGMMA(WgmmaFirstTransposed, OPERAND, 128, 64, "%64", "%65", "%66", TYPES, "1, 1, 1, 0")
+  MODELNEW_WGMMA(WgmmaFirstTransposed, OPERAND, 128, 64, "%64", "%65", "%66", TYPES, "1, 1, 1, 0") \
+  MODELNEW_WGMMA(WgmmaBothTransposed, OPERAND, 64, 32, "%32", "%33", "%34", TYPES, "1, 1, 1, 1")  \
+  MODELNEW_WGMMA(WgmmaBothTransposed, OPERAND, 128, 64, "%64", "%65", "%66", TYPES, "1, 1, 1, 1") \
+  MODELNEW_WGMMA(WgmmaBothTransposed, OPERAND, 192, 96, "%96", "%97", "%98", TYPES, "1, 1, 1, 1") \
+  MODELNEW_WGMMA(WgmmaBothTransposed, OPERAND, 256, 128, "%128", "%129", "%130", TYPES, "1, 1, 1, 1")
 
 #if defined(MODELNEW_SM90A)
 MODELNEW_WGMMA_TRANSPOSED(Half, "k16.f32.f16.f16")

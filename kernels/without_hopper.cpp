@@ -22,6 +22,7 @@ extern const Engine kGatherEngine = stand_in("gather");
 extern const Engine kHopperWgradEngine = stand_in("hopper_wgrad");
 extern const Engine kStemEngine = stand_in("stem");
 extern const Engine kTmaEngine = stand_in("tma");
+extern const Engine kTmaWgradEngine = stand_in("tma_wgrad");
 extern const Engine kWgmmaEngine = stand_in("wgmma");
 
 bool gather_lands(const Problem&, Operator) { return false; }

@@ -172,6 +172,7 @@ TMA_EDITS = [
 PLANNED = {
     "gather": Planned(DTYPES[:3], in_memory_orders),
     "hopper_wgrad": Planned(DTYPES[:3], in_memory_orders),
+    "tma_wgrad": Planned(DTYPES[1:3], planes_or_pixels),
     "mma": Planned(DTYPES[:1], anywhere),
     "pointwise": Planned(DTYPES[:1], anywhere),
     "stem": Planned(DTYPES[:3], anywhere),
@@ -290,6 +291,7 @@ EMULATED = {
     "pointwise": by_mma("pointwise", staged=-1, row_bits=-1, split_bits=-1, slices=0),
     "stem": by_mma("stem", tile_k=0, tile_p=0, tile_q=0),
     "tma": by_tma("tma", shape=-1, windows=-1, splits=1, direct=-1),
+    "tma_wgrad": by_tma("tma_wgrad", channels=0, blocks=0, parts=0),
     "hopper_wgrad": Kernels(
         ["hopper_wgrad.cu"],
         ["hopper_wgrad.h"],

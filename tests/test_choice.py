@@ -47,7 +47,7 @@ def test_chosen_engines_are_near_the_fastest(choice, file, operator, dtype, leas
 
 
 def test_every_problem_has_an_engine(
-    gather_plans, stem_plans, pointwise_plans, mma_plans, tma_plans, hopper_wgrad_plans, direct_shim
+    gather_plans, stem_plans, pointwise_plans, mma_plans, tma_plans, hopper_wgrad_plans, tma_wgrad_plans, direct_shim
 ):
     """The others refuse in a sentence or have a plan; direct takes what is left."""
     planners = (gather_plans, stem_plans, pointwise_plans, mma_plans, tma_plans, hopper_wgrad_plans)

@@ -121,6 +121,7 @@ PLANS = [
         lambda: itertools.product(HARD_WGMMA_CASES * 6 + random_wgmma_cases(1200, seed=0), WGMMA_OPERATORS),
         0.5,
     ),
+    ("tma_wgrad", lambda: ((case, "wgrad") for case, _ in random_tma_cases(4000, seed=0)), 0.4),
     ("hopper_wgrad", lambda: of_operator("wgrad", random_wgrad_cases(1500, seed=0)), 0.6),
 ]
 
@@ -146,6 +147,14 @@ GROWTH = [
     ("stem", lambda: of_operator("fprop", random_stem_cases(400, seed=1)), {"tf32": False}, "NK", 0.7),
     ("tma", lambda: random_tma_cases(1000, seed=1), {"dtype": torch.float16}, "NCK", 0.5),
     ("tma", lambda: random_tma_cases(1000, seed=1), {"layout": "channels_last", "dtype": torch.bfloat16}, "NCK", 0.5),
+    ("wgmma", lambda: itertools.product(random_wgmma_cases(500, seed=1), WGMMA_OPERATORS), {}, "N", 1),
+    (
+        "tma_wgrad",
+        lambda: ((c, "wgrad") for c, _ in random_tma_cases(1000, seed=1) if c.C % 8 == c.K % 8 == 0),
+        {"dtype": torch.float16},
+        "NCK",
+        1,
+    ),
     ("wgmma", lambda: itertools.product(random_wgmma_cases(500, seed=1), WGMMA_OPERATORS), {}, "N", 1),
     # Twice as many channels may need no copy.
     ("hopper_wgrad", lambda: of_operator("wgrad", random_wgrad_cases(100, seed=2)), {}, "NCK", 0.8),
@@ -508,6 +517,16 @@ TMA_PARTS_CASES = [
     (Case(2, 520, 4, 6, 136, 1, 1), "fprop"),
     (Case(1, 40, 5, 6, 520, 1, 3, padding=(0, 1)), "dgrad"),
 ]
+# Ragged channels on both sides, a stride, a dilation, points, images of one pixel.
+TMA_WGRAD_SHIM_CASES = [
+    Case(2, 24, 7, 9, 72, 3, 3, padding=(1, 1)),
+    Case(3, 136, 5, 6, 136, 1, 1),
+    Case(2, 8, 12, 11, 16, 5, 3, stride=(2, 3), padding=(2, 1)),
+    Case(1, 72, 10, 10, 64, 2, 3, padding=(2, 0), dilation=(3, 2)),
+    Case(70, 16, 1, 1, 8, 1, 1),
+    Case(3, 72, 9, 4, 8, 3, 3, stride=(2, 2), padding=(1, 0)),
+    Case(3, 16, 3, 9, 8, 1, 1, stride=(8, 2)),
+]
 # Several groups a block and one, a group divided among blocks, channels that copies take and do not, many units.
 MMA_WGRAD_CASES = [
     Case(2, 24, 9, 11, 24, 3, 3, padding=(1, 1), groups=3), Case(3, 64, 7, 7, 64, 3, 3, padding=(1, 1), groups=16),
@@ -607,6 +626,21 @@ EXACT_RUNS = {
             settings_of(FP32, TF32, FP16, BF16, images=(0, 2), tile_p=(0, 3), splits=(0, 3)),
             layouts=X_AND_DY_LAYOUTS,
         )
+    ],
+    "tma_wgrad": [
+        Runs(
+            of_operator("wgrad", TMA_WGRAD_SHIM_CASES),
+            10,
+            settings_of(FP16, BF16, channels=(128, 64), blocks=(1, 2, 3, 4), parts=(0, 2)),
+            layouts=X_AND_DY_LAYOUTS,
+        ),
+        # Planes of dy, whose channels may be no eights.
+        Runs(
+            of_operator("wgrad", [Case(2, 24, 7, 9, 13, 3, 3, padding=(1, 1))]),
+            2,
+            settings_of(FP16),
+            layouts=X_AND_DY_LAYOUTS[3:],
+        ),
     ],
     "hopper_wgrad": [
         Runs(

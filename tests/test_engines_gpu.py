@@ -336,7 +336,7 @@ def merges(case: Case) -> bool:
 
 def operators_of(engine: str, case: Case) -> set[str]:
     """What an engine takes of the cases that it has here."""
-    if engine in ("mma_wgrad", "hopper_wgrad", "strided"):
+    if engine in ("mma_wgrad", "hopper_wgrad", "tma_wgrad", "strided"):
         return {"dgrad"} if engine == "strided" else {"wgrad"}
     both = engine in ("wgmma", "dilated") or (engine in ("gather", "mma", "tma") and case.stride == (1, 1))
     if engine == "tma":  # channels_last only with channels that are multiples of 8
@@ -379,9 +379,9 @@ EXACT = [
     ("tma", TMA_PLANES_CASES, {"contiguous": {}} | of_names(SHIFTS, "x"), HALVES),
     ("tma", TMA_CASES[:1], of_names(ODD, "xw"), [FP16]),
     ("tma", [Case(3, 13, 8, 16, 11, 1, 1)], of_names(ONE_FOR_ALL, "x") | WIDER_ROWS, HALVES),
-    ("hopper_wgrad", TMA_EIGHTS, WITH_WEIGHTS | of_names({"channels_last": LAST}, "x", ("dy",)), HALVES),
+    ("tma_wgrad", TMA_EIGHTS, WITH_WEIGHTS | of_names({"channels_last": LAST}, "x", ("dy",)), HALVES),
     # Planes are copied: those that begin anywhere, one image or channel for all.
-    ("hopper_wgrad", TMA_UNGROUPED, of_names(SHIFTS, "x", ("dy",)) | of_names(ONE_FOR_ALL, "x"), HALVES),
+    ("tma_wgrad", TMA_UNGROUPED, of_names(SHIFTS, "x", ("dy",)) | of_names(ONE_FOR_ALL, "x"), HALVES),
     ("stem", STEM_CASES, XW_VIEWS, STEM_CONTRACTS),
     ("pointwise", POINTWISE_CASES, XW_VIEWS | of_names(SHIFTS, "x") | {"in wider ones": WIDER}, [FP32, TF32]),
     ("wgmma", WGMMA_CASES, {"contiguous": {}}, WGMMA_TYPES),
@@ -434,6 +434,7 @@ ROUNDING = [
     ("strided", GPU_STRIDED_CASES, IN_LAYOUT, ALL_TYPES),
     ("tma", TMA_CASES, IN_LAYOUT, HALVES),
     ("hopper_wgrad", GPU_WGRAD_CASES, IN_LAYOUT, [*ALL_TYPES, FP32]),
+    ("tma_wgrad", TMA_EIGHTS, {"channels_last": WITH_WEIGHTS["channels_last"]}, HALVES),
 ]
 ROUNDING_RUNS = [
     (engine, cases, view, changes, dtype, tf32, fill)

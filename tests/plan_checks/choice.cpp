@@ -10,6 +10,7 @@
 #include "strided.cu"
 #include "tma.cu"
 #include "hopper_wgrad.cu"
+#include "tma_wgrad.cu"
 
 #include "problem_fields.h"
 
@@ -32,7 +33,8 @@ ENGINE(Pointwise, pointwise, pointwise::cycles)
 ENGINE(Mma, mma, mma::cycles)
 ENGINE(Tma, tma, tma::cycles)
 ENGINE(MmaWgrad, mma_wgrad, nullptr)
-ENGINE(HopperWgrad, hopper_wgrad, nullptr)
+ENGINE(TmaWgrad, tma_wgrad, nullptr)
+ENGINE(HopperWgrad, hopper_wgrad, hopper_wgrad::cycles)
 ENGINE(Dilated, dilated, nullptr)
 ENGINE(Patches, patches, nullptr)
 ENGINE(Strided, strided, nullptr)
