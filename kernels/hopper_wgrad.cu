@@ -103,6 +103,8 @@ struct Format {
 
 struct Plan {
   bool copies_x, copies_dy;
+  int64_t slice_images;  // copied and multiplied at a time, for a part of all sums each
+  int slices;
   int fold;                               // columns of a filter that become channels of x, or 1
   int bytes, parts_of_x;                  // of a value in memory; how many values of 16 bits it is multiplied as
   bool has_gaps;                          // slots behind boxes
@@ -987,10 +989,14 @@ struct Alignment {
   uint64_t x, dy;
 };
 
-// The estimate, in cycles of an SM; those of fp32 are fitted (docs/lab/wgrad.md).
-constexpr double kCallCycles = 13200, kStageCycles = 590, kStageBytes = 25, kSumCycles = 1.08, kMemoryBytes = 22.6;
-constexpr double kShorterShare = 0.03, kCopyCycles = 4270, kCopiedBytes = 31;
-constexpr double kLeastColumns = 29, kStepCycles = 93;   // of wgmma
+// The estimate, in cycles of an SM, fitted to the times of many plans (docs/lab/wgrad.md).
+struct Costs {
+  double stage_bytes, memory_bytes;  // per cycle
+  double sum, step;
+};
+constexpr Costs kCosts16{46, 16.8, 0.68, 3}, kCosts32{25, 22.6, 1.08, 93};
+constexpr double kCallCycles = 13400, kStageCycles = 600, kCopyCycles = 6500, kCopiedBytes = 21;
+constexpr double kLeastColumns = 30;                     // of wgmma
 constexpr double kSplitCycles = 1.5, kSplitStage = 430;  // of x: a slot of a chunk, a stage
 
 // Sizes and strides of x or dy, for a copy or a map.
@@ -1053,8 +1059,8 @@ inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
 }
 
 inline int64_t sums_of(const Problem& problem, const Plan& plan) {
-  return static_cast<int64_t>(plan.parts) * sums_of_part(plan) * problem.groups * plan.tiles_k * plan.channels *
-         problem.R * problem.S * row_channels(plan);
+  return static_cast<int64_t>(plan.slices) * plan.parts * sums_of_part(plan) * problem.groups * plan.tiles_k *
+         plan.channels * problem.R * problem.S * row_channels(plan);
 }
 
 // The sums in the workspace; copies come behind them.
@@ -1092,23 +1098,25 @@ inline Problem as_planned(Problem problem, const Plan& plan) {
 }
 
 inline double estimate(const Problem& problem, int sms, const Plan& plan) {
+  const Costs& costs = plan.bytes == 2 ? kCosts16 : kCosts32;
   const double products = plan.shape.taps * plan.parts_of_x * (plan.parts_of_x + 1) / 2 *
                           std::max<double>(kLeastColumns, 8 * plan.shape.chunks);  // of two warpgroups in a step
   const double steps = plan.images * plan.steps / (plan.channels == 64 ? 2.0 : 1.0);
-  const double multiplied = steps * (products + kStepCycles);
-  const double loaded = (plan.dy_loaded + plan.x_loaded) / kStageBytes;
+  const double multiplied = steps * (products + costs.step);
+  const double loaded = (plan.dy_loaded + plan.x_loaded) / costs.stage_bytes;
   const double split = plan.bytes == 2 ? 0 : kSplitStage + kSplitCycles * all_slots(plan) * plan.shape.chunks;
-  const double stages = static_cast<double>(ceil_div(plan.tiles, plan.parts));
-  const double of_jobs =
-      static_cast<double>(ceil_div(plan.jobs, sms)) * stages * (std::max({multiplied, split, loaded}) + kStageCycles);
-  const double pixels = static_cast<double>(problem.N) * problem.H * problem.W;
+  const double stages = static_cast<double>(ceil_div(plan.jobs, sms) * ceil_div(plan.tiles, plan.parts));
+  // A stride may leave pixels out.
+  const double pixels =
+      problem.N * std::min(1.0 * problem.H * problem.W, 1.0 * problem.P * problem.Q * problem.R * problem.S);
   const double bytes =
       plan.bytes * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
-  const double memory = bytes / sms / kMemoryBytes;
   const int64_t copied = copied_bytes(problem, plan);
   const double copying = copied == 0 ? 0 : kCopyCycles + 2.0 * copied / sms / kCopiedBytes;
-  return kCallCycles + copying + std::max(of_jobs, memory) + kShorterShare * std::min(of_jobs, memory) +
-         kSumCycles * sums_of(problem, plan) / sms;
+  const double reading = bytes / sms / costs.memory_bytes;
+  return kCallCycles +
+         plan.slices * (copying + std::max(stages * (std::max({multiplied, split, loaded}) + kStageCycles), reading)) +
+         costs.sum * sums_of(problem, plan) / sms;
 }
 
 // Demands on a plan beyond being the cheapest one; zeros, or -1 for the shape, demand nothing.
@@ -1250,18 +1258,26 @@ inline void search(const Problem& original, int sms, const Alignment& address, b
     copies = folds || !planes || !has_planes(of, begin);
     are_whole = whole && planes && copies && !folds && in_pieces && has_whole_planes(of, begin);
     copies &= !are_whole;
-    return (planes || in_pieces) && int64_t{of.H} * of.W < 1 << 30 &&
-           (!copies || copied_bytes(of, plan.bytes) <= kMostCopiedBytes);
+    return (planes || in_pieces) && int64_t{of.H} * of.W < 1 << 30;
   };
   if (!prepare(x_of(original), group_c, address.x, folds, plan.x_planes, plan.x_whole, plan.copies_x) ||
       !prepare(dy_of(original), group_k, address.dy, false, plan.dy_planes, plan.dy_whole, plan.copies_dy) ||
       (whole && !plan.x_whole && !plan.dy_whole))
     return;
-  const Problem problem = as_planned(original, plan);
+  // As many images at a time as find room in the copies, and whose pixels 32 bits count.
+  Problem slice = original;
+  slice.N = 1;
+  const int64_t copied = copied_bytes(as_planned(slice, plan), plan);
+  const int64_t most = std::min(((int64_t{1} << 30) - 1) / (int64_t{slice.P} * slice.Q),
+                                copied == 0 ? original.N : kMostCopiedBytes / copied);
+  if (most < 1) return;
+  plan.slices = static_cast<int>(std::min(ceil_div(original.N, most), int64_t{1} << 20));
+  slice.N = plan.slice_images = ceil_div(original.N, plan.slices);
+  if (slice.N > most || (whole && plan.slices > 1)) return;
+  const Problem problem = as_planned(slice, plan);
   group_c = problem.C / problem.groups;
-  if (copied_bytes(problem, plan) > 2 * kMostCopiedBytes) return;
-  const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
-  if (pixels >= int64_t{1} << 30 || taps * group_c * problem.K >= int64_t{1} << 30 || taps > kMostTaps) return;
+  const int64_t taps = int64_t{problem.R} * problem.S;
+  if (taps * group_c * problem.K >= int64_t{1} << 30 || taps > kMostTaps) return;
   constexpr int kMostPixels = 256;  // of a stage
   for (int channels : {128, 64})
     for (int i = 0; i < kTileShapeCount; ++i) {
@@ -1384,7 +1400,8 @@ inline const char* yields(const Problem& problem, Operator) {
 }
 
 // Of the workspace.
-inline int64_t bytes_of(const Problem& problem, const Plan& plan) {
+inline int64_t bytes_of(Problem problem, const Plan& plan) {
+  problem.N = plan.slice_images;
   const Problem planned = as_planned(problem, plan);
   return sum_bytes(planned, plan) + copied_bytes(planned, plan);
 }
@@ -1433,7 +1450,7 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
 }
 
 template <typename Format, int SHAPE>
-cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t stream) {
+cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
   constexpr Instance kInstance{"hopper_wgrad_kernel", {kTypeId<typename Format::Stored>, Format::PARTS, SHAPE}};
   record(kInstance);
@@ -1445,23 +1462,17 @@ cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t 
     // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (error != cudaSuccess) return error;
-    error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), Format::THREADS, plan.smem_bytes, stream,
-                                 params);
-    if (error != cudaSuccess) return error;
-    const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
-    const size_t bytes = add.block_k * add.taps * (add.channels + 4) * sizeof(float) +
-                         (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);
-    return hopper::launch_early(hopper_wgrad_add_kernel<typename Format::Stored>, blocks, kAddThreads, bytes, stream,
-                                add);
+    return hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), Format::THREADS, plan.smem_bytes, stream,
+                                params);
   }
 }
 
 template <typename Format, int SHAPE = 0>
-cudaError_t run_shape(const Params& params, const AddParams& add, cudaStream_t stream) {
+cudaError_t run_shape(const Params& params, cudaStream_t stream) {
   if constexpr (SHAPE < kTileShapeCount) {
     const TileShape &shape = params.plan.shape, &own = kTileShapes[SHAPE];
-    if (shape.chunks == own.chunks && shape.taps == own.taps) return run_kernel<Format, SHAPE>(params, add, stream);
-    return run_shape<Format, SHAPE + 1>(params, add, stream);
+    if (shape.chunks == own.chunks && shape.taps == own.taps) return run_kernel<Format, SHAPE>(params, stream);
+    return run_shape<Format, SHAPE + 1>(params, stream);
   }
   return cudaErrorInvalidConfiguration;
 }
@@ -1509,8 +1520,13 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
                               static_cast<int>(blocks[0]));
 }
 
+// The images of a slice: copies, and sums of its parts.
 template <typename Format>
-cudaError_t run(const Problem& problem, const Plan& plan, Pointers pointers, cudaStream_t stream) {
+cudaError_t run_slice(Problem problem, const Plan& plan, Pointers pointers, int slice, cudaStream_t stream) {
+  const int64_t first = slice * plan.slice_images;
+  problem.N = std::min(plan.slice_images, problem.N - first);
+  pointers.x = static_cast<const typename Format::Stored*>(pointers.x) + first * problem.x_stride[0];
+  pointers.dy = static_cast<const typename Format::Stored*>(pointers.dy) + first * problem.y_stride[0];
   const Problem planned = as_planned(problem, plan);
   cudaError_t error = copy(problem, planned, plan, pointers, stream);
   if (error != cudaSuccess) return error;
@@ -1519,20 +1535,31 @@ cudaError_t run(const Problem& problem, const Plan& plan, Pointers pointers, cud
   params.dy_ptr = pointers.dy;
   error = make_maps(planned, params);
   if (error != cudaSuccess) return error;
-  params.sums_ptr = static_cast<float*>(pointers.workspace);
+  params.sums_ptr = static_cast<float*>(pointers.workspace) + slice * (sums_of(planned, plan) / plan.slices);
+  return run_shape<Format>(params, stream);
+}
+
+template <typename Format>
+cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointers, cudaStream_t stream) {
+  for (int slice = 0; slice < plan.slices; ++slice) {
+    const cudaError_t error = run_slice<Format>(problem, plan, pointers, slice, stream);
+    if (error != cudaSuccess) return error;
+  }
+  const Problem planned = as_planned(problem, plan);
+  const int group_k = problem.K / problem.groups;
   AddParams add{};
-  add.sums_ptr = params.sums_ptr;
+  add.sums_ptr = static_cast<const float*>(pointers.workspace);
   add.dw_ptr = pointers.out;
   add.row_channels = row_channels(plan);
-  add.row = int64_t{params.R} * params.S * add.row_channels;
-  add.part = add.row * params.rows;
-  add.group_padding = plan.tiles_k * plan.channels - params.group_k;
-  add.by_group_k = make_divisor(params.group_k);
+  add.row = int64_t{planned.R} * planned.S * add.row_channels;
+  add.part = add.row * problem.groups * plan.tiles_k * plan.channels;
+  add.group_padding = plan.tiles_k * plan.channels - group_k;
+  add.by_group_k = make_divisor(group_k);
   std::copy_n(problem.w_stride, 4, add.w_stride);
-  add.parts = plan.parts * sums_of_part(plan);
-  add.C = params.group_c;
-  add.S = params.S;
-  add.taps = params.R * params.S;
+  add.parts = plan.slices * plan.parts * sums_of_part(plan);
+  add.C = planned.C / planned.groups;
+  add.S = planned.S;
+  add.taps = planned.R * planned.S;
   for (add.channels = kMostAddChannels; add.channels > 4; add.channels /= 2)
     if (add.channels * add.taps <= kMostAddSums &&
         (add.channels <= 16 || problem.K * ceil_div(add.C, add.channels) >= kFewBlocks))
@@ -1548,9 +1575,13 @@ cudaError_t run(const Problem& problem, const Plan& plan, Pointers pointers, cud
   add.by_blocks_c = make_divisor(ceil_div(add.C, add.channels));
   add.by_quads = make_divisor(quads);
   add.by_taps = make_divisor(add.taps);
-  add.by_s = make_divisor(params.S);
+  add.by_s = make_divisor(planned.S);
   add.by_fold = make_divisor(plan.fold);
-  return run_shape<Format>(params, add, stream);
+  const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
+  const size_t bytes = add.block_k * add.taps * (add.channels + 4) * sizeof(float) +
+                       (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);
+  return hopper::launch_early(hopper_wgrad_add_kernel<typename Format::Stored>, blocks, kAddThreads, bytes, stream,
+                              add);
 }
 
 inline cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointers, cudaStream_t stream) {

@@ -320,7 +320,7 @@ inline hopper::Columns columns_of_dy(const Problem& p) {
 // The estimate, in cycles of an SM. All constants are fitted to measured times (docs/lab/tma.md): those of copies
 // together with kCyclesOfWgrad. How fast TMA loads depends on how many boxes a stage has.
 constexpr double kCallCycles = 12150, kJobCycles = 2424, kJobColumnCycles = 2.85, kStepCycles = 59, kSumCycles = 0.3;
-constexpr double kProductFactor = 1.05, kMemoryBytes = 9.3, kShorterShare = 0.29;
+constexpr double kProductFactor = 1.05, kMemoryBytes = 12, kShorterShare = 0.29;
 constexpr double kCopyCycles = 4270, kCopiedBytes = 31;
 constexpr double kBoxBytes[2][kMostBlocks] = {{75, 54, 49, 41}, {64, 50, 40, 41}};  // a cycle; [channels == 128]
 
@@ -336,7 +336,9 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double turns = static_cast<double>(ceil_div(plan.jobs, sms));
   const double multiplied =
       turns * (ceil_div(plan.steps, plan.parts) * step + kJobCycles + kJobColumnCycles * plan.blocks * kBlockChannels);
-  const double pixels = static_cast<double>(problem.N) * problem.H * problem.W;
+  // A stride may leave pixels out.
+  const double pixels =
+      problem.N * std::min(1.0 * problem.H * problem.W, 1.0 * problem.P * problem.Q * problem.R * problem.S);
   const double bytes = 2 * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
   const double memory = bytes / sms / kMemoryBytes;
   const double sums = 1.0 * plan.jobs * plan.channels * plan.blocks * kBlockChannels * sums_of_part(plan);

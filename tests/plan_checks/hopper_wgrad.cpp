@@ -26,7 +26,7 @@ static void check_jobs(const Problem& problem, const Params& params) {
   }
   CHECK(firsts[0] == 0);
   CHECK(params.rows >= int64_t{problem.groups} * plan.tiles_k * plan.channels);
-  CHECK(plan.parts * sums_of_part(plan) * params.rows * row == sums_of(problem, plan));
+  CHECK(plan.slices * plan.parts * sums_of_part(plan) * params.rows * row == sums_of(problem, plan));
 }
 
 // Every pixel is in one stage. Each of its taps is the pixel of x that the convolution says.
@@ -99,7 +99,11 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   CHECK(!(plan.x_whole || plan.dy_whole) || (plan.tiles_p == 1 && plan.tiles_q == 1 && p.N % plan.images == 0));
   CHECK(!(plan.x_whole && plan.copies_x) && !(plan.dy_whole && plan.copies_dy));
   CHECK(plan.grid == std::min(plan.jobs, sms) && plan.cycles > 0);
-  const Problem planned = as_planned(p, plan);
+  CHECK(plan.slices * plan.slice_images >= p.N && (plan.slices - 1) * plan.slice_images < p.N);
+  Problem slice = p;
+  slice.N = plan.slice_images;
+  const Problem planned = as_planned(slice, plan);
+  CHECK(copied_bytes(planned, plan) <= kMostCopiedBytes && planned.N * planned.P * planned.Q < 1 << 30);
   NOTE(planned.Q > p.Q);
   NOTE(plan.fold > 1);
   NOTE(plan.x_planes && plan.box_rows > 1);
