@@ -1982,7 +1982,7 @@ def _kernels_for(keys: list[tuple[Any, ...]], capability: tuple[int, int], sm_co
             instances |= launched.union(*(_planned(key, tf32, operator, gpu, engine)[1] for gpu in others))
             engines.add(engine)
             chosen.append(f"&k{''.join(map(str.capitalize, engine.split('_')))}Engine")
-        rows.append(f"{{{{{', '.join(chosen[:4])}}}, {{{', '.join(chosen[4:])}}}}}")
+        rows.append(f"{{{{{', '.join(chosen[:4])}}}, \\\n   {{{', '.join(chosen[4:])}}}}}")
     files = {f"{engine}.cu" for engine in engines}
     kernels = {re.match(r'\{("\w+")', instance)[1] for instance in instances}
     for name, text in _sources.items():

@@ -10,8 +10,8 @@
 // GEMM: rows = output channels, columns = input channels, for each tap of its own; reduction = pixels. The sums of all
 // taps of a tile stay in registers, so that each pixel of dy, and of x, comes from memory once for them.
 //
-// The Tensor Memory Accelerator (TMA) loads boxes of channels_last tensors, [pixel][channel] in its swizzle, and in fp32
-// of NCHW planes too, [channel][pixel]. From there:
+// The Tensor Memory Accelerator (TMA) loads boxes of channels_last tensors, [pixel][channel] in its swizzle, and in
+// fp32 of NCHW planes too, [channel][pixel]. From there:
 //
 //   x    wgmma reads 16 bits as they are. fp32 is split into parts of 16 bits, [chunk of 8 channels][pixel] x 16 bytes.
 //        A tap is a shift of the start address, by whole pixels. At a stride, phases of x lie one behind another
@@ -56,7 +56,7 @@ namespace hopper_wgrad {
 // ---- Geometry, host and device ----
 
 constexpr int kStepPixels = 16;
-constexpr int kMultiplyingThreads = 256, kSplittingThreads = 224;
+[[maybe_unused]] constexpr int kMultiplyingThreads = 256, kSplittingThreads = 224;
 constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 6, kMostPartStages = 3;  // the latter: of x in parts
 constexpr int kRegionBytes = 1024;                   // of a stage, at least: from there on the swizzle repeats itself
@@ -410,8 +410,8 @@ struct alignas(8) Slot {
   uint32_t row : 10, offset : 22;
 };
 
-// Splits x of a stage into parts, [part][chunk][slot] x 16 bytes. A thread takes a slot of a few chunks, which are a row
-// of a box in channels_last. `nothing`: the address of 16 bytes of zeros.
+// Splits x of a stage into parts, [part][chunk][slot] x 16 bytes. A thread takes a slot of a few chunks, which lie in a
+// row of a box in channels_last. `nothing`: the address of 16 bytes of zeros.
 template <int PARTS, int CHUNKS, bool PLANES>
 __device__ __forceinline__ void split_stage(const Params& params, const Job& job, int tile, const Slot* table,
                                             uint32_t from, uint32_t to, uint32_t nothing) {
@@ -590,8 +590,8 @@ struct LaneOfDy {
   }
 };
 
-// A step's 16 channels of a warp and 16 pixels of dy, as wgmma takes them, in parts. Planes: from the lane's first pixel
-// on, `table` has places, and so many pixels are `left`.
+// A step's 16 channels of a warp and 16 pixels of dy, as wgmma takes them, in parts. Planes: from the lane's first
+// pixel on, `table` has places, and so many pixels are `left`.
 template <typename Format>
 __device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t from, const int* table, int left,
                                         uint32_t (&a)[Format::PARTS][4]) {
@@ -740,8 +740,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       }
       return true;
     };
-    // One step. With two sets, its operands come while the products of the step before are under way. The compiler knows
-    // `set`.
+    // One step. With two sets, its operands come while the products of the step before are under way. The compiler
+    // knows `set`.
     const auto multiply_step = [&](int set) {
       if (!advance()) return false;
       if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
@@ -1177,7 +1177,7 @@ inline bool complete(const Problem& problem, Plan& plan) {
     // As many rows in a box as there are room for, where the window has whole ones.
     const int64_t fit = (kMostBox - 3 - window_w) / problem.W + 1;
     const bool whole_rows = plan.tiles_q == 1 && plan.phases_h == stride_h;
-    plan.box_rows = whole_rows ? static_cast<int>(std::clamp<int64_t>(fit, 1, window_h)) : 1;
+    plan.box_rows = whole_rows ? static_cast<int>(std::min(std::max(fit, int64_t{1}), window_h)) : 1;
     if (plan.x_whole) plan.box_rows = plan.window_h;
     plan.x_boxes = static_cast<int>(ceil_div(window_h / stride_h * plan.phases_h, plan.box_rows));
     plan.run = static_cast<int>(plan.x_whole ? int64_t{problem.H} * problem.W

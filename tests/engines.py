@@ -295,7 +295,10 @@ EMULATED = {
     "hopper_wgrad": Kernels(
         ["hopper_wgrad.cu"],
         ["hopper_wgrad.h"],
-        edits={r" 1 << 29 : 1 << 27;": " 1 << 12 : 1 << 12;", r"kMostCopiedBytes = 512 << 20;": "kMostCopiedBytes = 70000;"},
+        edits={
+            r" 1 << 29 : 1 << 27;": " 1 << 12 : 1 << 12;",
+            r"kMostCopiedBytes = 512 << 20;": "kMostCopiedBytes = 70000;",
+        },
         wishes={"shape": -1, "channels": 0, "parts": 0, "images": 0, "rows": 0, "columns": 0},
     ),
     "wgmma": Kernels(
