@@ -10,10 +10,11 @@
 // GEMM: rows = output channels, columns = input channels, for each tap of its own; reduction = pixels. The sums of all
 // taps of a tile stay in registers, so that each pixel of dy, and of x, comes from memory once for them.
 //
-// The Tensor Memory Accelerator (TMA) loads boxes of channels_last tensors, [pixel][channel] in its swizzle, and in
-// fp32 of NCHW planes too, [channel][pixel]. From there:
+// The Tensor Memory Accelerator (TMA) loads boxes of channels_last tensors, [pixel][channel] in its swizzle, and of NCHW
+// planes, [channel][pixel]. From there:
 //
-//   x    wgmma reads 16 bits as they are. fp32 is split into parts of 16 bits, [chunk of 8 channels][pixel] x 16 bytes.
+//   x    wgmma reads pixels of 16 bits as they are. Planes are transposed, and fp32 is split into parts of 16 bits:
+//        [chunk of 8 channels][pixel] x 16 bytes.
 //        A tap is a shift of the start address, by whole pixels. At a stride, phases of x lie one behind another
 //   dy   warps bring it to registers, and split it there
 //
@@ -24,12 +25,12 @@
 //      +-------------+ .  .      Steps of wgmma are 16 slots each, through the ends of rows.
 //        .  .  .  .    .  .
 //
-// Blocks of 12 warps, or of 16 in fp32:
+// Blocks of 12 warps, or of 16 where x passes through some:
 //
 //   warps 0-7   multiply. Tiles of 128 output channels: each of two warpgroups has 64 of them. Tiles of 64: the
 //               warpgroups take steps by turns, and each one leaves sums of its own
 //   warp 8      one thread issues the boxes
-//   warps 9-15  split x of fp32
+//   warps 9-15  split x of fp32, or transpose planes
 //
 // A sum is split after kMostChained pixels, because the tensor core truncates when it adds.
 #if !defined(__CUDACC_RTC__)
@@ -82,22 +83,23 @@ constexpr int kTileShapeCount = sizeof kTileShapes / sizeof kTileShapes[0];
 constexpr int kMostExact = 18;                       // chunks times taps that have room for two sums
 [[maybe_unused]] constexpr int kMostExactSteps = 6;  // of wgmma, whose sums are added to others by ordinary additions
 
-MODELNEW_HOST_DEVICE constexpr bool is_compiled(const TileShape& shape, int parts) {
+MODELNEW_HOST_DEVICE constexpr bool is_compiled(const TileShape& shape, int parts, bool splits) {
   if (parts == 3) return shape.chunks * shape.taps <= kMostExact;
   const bool exact_only = shape.chunks == 6 || (shape.chunks == 1 && shape.taps == 9);
-  return !exact_only && (parts == 1 || shape.chunks < 32);  // which is too wide for blocks of 16 warps
+  return !exact_only && (!splits || shape.chunks < 32);  // which is too wide for blocks of 16 warps
 }
 
 // How tensors are multiplied: 16 bits as they are; fp32 as the sum of bf16 values, the first and rests: two, with 16
 // bits together, for TF32's contract, three for full accuracy. Products of rests that are too small are left out.
-template <typename Stored_, typename Operand_, int PARTS_>
+template <typename Stored_, typename Operand_, int PARTS_, bool SPLITS_>
 struct Format {
   using Stored = Stored_;    // in memory
   using Operand = Operand_;  // of wgmma
   static constexpr int BYTES = sizeof(Stored), PARTS = PARTS_;
+  static constexpr bool SPLITS = SPLITS_;  // x, into parts: fp32, and planes of 16 bits
   // Registers of a thread that multiplies and of any other.
-  static constexpr int THREADS = PARTS == 1 ? 384 : 512;
-  static constexpr int MULTIPLYING_REGISTERS = PARTS == 1 ? 224 : 200, OTHER_REGISTERS = 56;
+  static constexpr int THREADS = SPLITS ? 512 : 384;
+  static constexpr int MULTIPLYING_REGISTERS = SPLITS ? 200 : 224, OTHER_REGISTERS = 56;
   static_assert(256 * MULTIPLYING_REGISTERS + (THREADS - 256) * OTHER_REGISTERS <= 65536, "those of an SM");
 };
 
@@ -108,7 +110,8 @@ struct Plan {
   int fold;                               // columns of a filter that become channels of x, or 1
   int bytes, parts_of_x;                  // of a value in memory; how many values of 16 bits it is multiplied as
   bool has_gaps;                          // slots behind boxes
-  bool x_planes, dy_planes, dy_straight;  // NCHW, in fp32; dy in the order of slots
+  bool splits;                            // as Format has it
+  bool x_planes, dy_planes, dy_straight;  // NCHW, of 16 bits both; dy in the order of slots
   bool x_whole, dy_whole;                 // planes of any size, which follow each other in memory, of whole images
   int channels;                           // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
   TileShape shape;
@@ -327,6 +330,8 @@ __device__ __forceinline__ Window locate_window(const Params& params, const Job&
 template <typename Format, int CHUNKS>
 __device__ __forceinline__ void load_stage(const Params& params, const Job& job, int tile, uint32_t stage,
                                            uint32_t barrier, uint32_t x_stage, uint32_t x_barrier) {
+  using Stored = typename Format::Stored;
+  constexpr int kMisplaced = 16 / Format::BYTES - 1;  // elements behind a multiple of 16 bytes, at most
   const Plan& plan = params.plan;
   const Window window = locate_window(params, job, tile);
   const int n = static_cast<int>(window.at.n);
@@ -334,24 +339,24 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
   const int first_c = job.group * params.group_c + job.block_c * CHUNKS * 8;
   // Of planes that follow each other as many as there are.
   const auto whole = [&](int tile_channels, int channels, int plane) {
-    return min(tile_channels, channels) * plane * 4;
+    return min(tile_channels, channels) * plane * Format::BYTES;
   };
   const int dy_plane = whole(plan.channels, params.K - first_k, plan.dy_run);
   const int x_plane = whole(CHUNKS * 8, params.C - first_c, plan.run);
   const int dy_loaded = plan.dy_whole ? plan.images * dy_plane : plan.dy_loaded;
   const int x_loaded = plan.x_whole ? plan.images * x_plane : plan.x_loaded;
-  hopper::barrier_arrive_expecting(barrier, dy_loaded + (Format::PARTS == 1 ? x_loaded : 0));
-  if (Format::PARTS > 1) hopper::barrier_arrive_expecting(x_barrier, x_loaded);
+  hopper::barrier_arrive_expecting(barrier, dy_loaded + (Format::SPLITS ? 0 : x_loaded));
+  if (Format::SPLITS) hopper::barrier_arrive_expecting(x_barrier, x_loaded);
 #pragma unroll 1
   for (int image = 0; image < plan.images; ++image) {
-    if (Format::BYTES == 4 && plan.dy_whole) {
-      hopper::bulk_load(stage + image * plan.channels * plan.dy_run * 4,
-                        static_cast<const float*>(params.dy_ptr) + (window.at.n + image) * params.dy_stride[0] +
+    if (Format::SPLITS && plan.dy_whole) {
+      hopper::bulk_load(stage + image * plan.channels * plan.dy_run * Format::BYTES,
+                        static_cast<const Stored*>(params.dy_ptr) + (window.at.n + image) * params.dy_stride[0] +
                             static_cast<int64_t>(first_k) * plan.dy_run,
                         dy_plane, barrier);
-    } else if (Format::BYTES == 4 && plan.dy_planes) {
-      hopper::load_box(params.dy_map, stage + image * plan.channels * plan.dy_run * 4,
-                       (window.at.p * params.Q + window.at.q) & ~3, first_k, n + image, 0, barrier);
+    } else if (Format::SPLITS && plan.dy_planes) {
+      hopper::load_box(params.dy_map, stage + image * plan.channels * plan.dy_run * Format::BYTES,
+                       (window.at.p * params.Q + window.at.q) & ~kMisplaced, first_k, n + image, 0, barrier);
     } else {
       constexpr int CHANNELS = hopper::kBoxRowBytes / Format::BYTES;
       const int box_rows = plan.tiles_q == 1 ? plan.rows : 1;
@@ -364,17 +369,18 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
                                (image * plan.dy_slots + row * plan.pitch) * hopper::kBoxRowBytes,
                            first_k + k, window.at.q, window.at.p + row, n + image, barrier);
     }
-    if (Format::BYTES == 4 && plan.x_whole) {
-      hopper::bulk_load(x_stage + image * CHUNKS * 8 * plan.run * 4,
-                        static_cast<const float*>(params.x_ptr) + (window.at.n + image) * params.x_stride[0] +
+    if (Format::SPLITS && plan.x_whole) {
+      hopper::bulk_load(x_stage + image * CHUNKS * 8 * plan.run * Format::BYTES,
+                        static_cast<const Stored*>(params.x_ptr) + (window.at.n + image) * params.x_stride[0] +
                             static_cast<int64_t>(first_c) * plan.run,
                         x_plane, x_barrier);
-    } else if (Format::BYTES == 4 && plan.x_planes) {
+    } else if (Format::SPLITS && plan.x_planes) {
 #pragma unroll 1
       for (int number = 0; number < plan.x_boxes; ++number)
-        hopper::load_box(params.x_map, x_stage + (image * plan.x_boxes + number) * CHUNKS * 8 * plan.run * 4,
-                         ((window.first_h + first_row(params, number)) * params.W + window.first_w) & ~3, first_c,
-                         n + image, 0, x_barrier);
+        hopper::load_box(params.x_map,
+                         x_stage + (image * plan.x_boxes + number) * CHUNKS * 8 * plan.run * Format::BYTES,
+                         ((window.first_h + first_row(params, number)) * params.W + window.first_w) & ~kMisplaced,
+                         first_c, n + image, 0, x_barrier);
     } else {
       const int channels = plan.row_bytes / Format::BYTES;
 #pragma unroll 1
@@ -412,49 +418,65 @@ struct alignas(8) Slot {
 
 // Splits x of a stage into parts, [part][chunk][slot] x 16 bytes. A thread takes a slot of a few chunks, which lie in a
 // row of a box in channels_last. `nothing`: the address of 16 bytes of zeros.
-template <int PARTS, int CHUNKS, bool PLANES>
+template <typename Format, int CHUNKS, bool PLANES>
 __device__ __forceinline__ void split_stage(const Params& params, const Job& job, int tile, const Slot* table,
                                             uint32_t from, uint32_t to, uint32_t nothing) {
+  constexpr int PARTS = Format::PARTS, BYTES = Format::BYTES;
   constexpr int ROW = CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;  // chunks of a row of a box
   constexpr int ITEM = ROW < 2 ? ROW : 2;                             // chunks of a thread at a time
   const Plan& plan = params.plan;
   const int slots = all_slots(plan);
   const Window window = locate_window(params, job, tile);
-  const int misplaced = plan.x_whole ? ~0 : 3;  // of a box, behind its address
+  const int misplaced = plan.x_whole ? ~0 : 16 / BYTES - 1;  // of a box, behind its address
 #pragma unroll 1
   for (int item = threadIdx.x - (kMultiplyingThreads + 32); item < CHUNKS / ITEM * slots; item += kSplittingThreads) {
     const int chunk = quotient(item, params.by_all_slots) * ITEM, slot = item - chunk / ITEM * slots;
-    uint32_t own, step = 4 * plan.run;  // planes: from channel to channel
+    uint32_t own, step = BYTES * plan.run;  // planes: from channel to channel
     if constexpr (PLANES) {
       const Slot entry = table[slot];
       const int h = window.first_h + (entry.packed >> 10 & 1023), w = window.first_w + (entry.packed & 1023);
       const int begin = (window.first_h + entry.row) * params.W + window.first_w;  // of its box
-      own = from + chunk * 8 * step + entry.offset + 4 * (begin & misplaced);
+      own = from + chunk * 8 * step + entry.offset + BYTES * (begin & misplaced);
       if (!(entry.packed >= 0 && is_within(h, params.H) && is_within(w, params.W))) own = nothing, step = 0;
     } else {
       own = from + chunk / ROW * plan.block_bytes + slot * ROW * 32;
     }
     uint32_t place = to + chunk * plan.chunk_bytes + slot * 16;
-    uint32_t words[ITEM][2][4];
+    if constexpr (BYTES == 2) {
+      uint32_t values[ITEM][8];
 #pragma unroll
-    for (int j = 0; j < ITEM; ++j)
+      for (int j = 0; j < ITEM; ++j)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if constexpr (PLANES) {
+        for (int c = 0; c < 8; ++c, own += step) hopper::load_shared_half(values[j][c], own);
 #pragma unroll
-          for (int c = 0; c < 4; ++c, own += step) hopper::load_shared(words[j][i][c], own);
-        } else {
-          const uint32_t piece = 2 * (chunk % ROW + j) + i, order = own / hopper::kBoxRowBytes & (2 * ROW - 1);
-          hopper::load_shared_4(words[j][i], own + (piece ^ order) * 16);
-        }
+      for (int j = 0; j < ITEM; ++j, place += plan.chunk_bytes) {
+        uint32_t pairs[4];
 #pragma unroll
-    for (int j = 0; j < ITEM; ++j, place += plan.chunk_bytes) {
-      uint32_t parts[PARTS][4];
+        for (int c = 0; c < 4; ++c) pairs[c] = values[j][2 * c] | values[j][2 * c + 1] << 16;
+        hopper::store_shared_4(place, pairs);
+      }
+    } else {
+      uint32_t words[ITEM][2][4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c)
-        split(bits_float(words[j][c / 2][c % 2 * 2]), bits_float(words[j][c / 2][c % 2 * 2 + 1]), parts, c);
+      for (int j = 0; j < ITEM; ++j)
 #pragma unroll
-      for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place + i * CHUNKS * plan.chunk_bytes, parts[i]);
+        for (int i = 0; i < 2; ++i)
+          if constexpr (PLANES) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c, own += step) hopper::load_shared(words[j][i][c], own);
+          } else {
+            const uint32_t piece = 2 * (chunk % ROW + j) + i, order = own / hopper::kBoxRowBytes & (2 * ROW - 1);
+            hopper::load_shared_4(words[j][i], own + (piece ^ order) * 16);
+          }
+#pragma unroll
+      for (int j = 0; j < ITEM; ++j, place += plan.chunk_bytes) {
+        uint32_t parts[PARTS][4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          split(bits_float(words[j][c / 2][c % 2 * 2]), bits_float(words[j][c / 2][c % 2 * 2 + 1]), parts, c);
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place + i * CHUNKS * plan.chunk_bytes, parts[i]);
+      }
     }
   }
 }
@@ -470,7 +492,7 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared)
     for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
       const uint32_t stage = shared.base + ring.slot * plan.stage_bytes, barrier = shared.stage(ring.slot);
       hopper::barrier_wait(barrier + 8, ring.parity ^ 1);
-      if constexpr (Format::PARTS == 1) {
+      if constexpr (!Format::SPLITS) {
         load_stage<Format, CHUNKS>(params, job, tile, stage, barrier, stage + plan.dy_bytes, barrier);
       } else {
         const uint32_t raw_barrier = shared.raw(raw.slot);
@@ -501,10 +523,10 @@ __device__ __forceinline__ void split_all(const Params& params, const Shared& sh
       hopper::barrier_wait(raw_barrier, raw.parity);
       const uint32_t from = shared.base + shared.layout.raw + raw.slot * plan.raw_bytes;
       const uint32_t to = shared.base + shared.layout.parts + part.slot * plan.part_bytes;
-      if (planes)
-        split_stage<Format::PARTS, CHUNKS, true>(params, job, tile, table, from, to, nothing);
+      if (Format::BYTES == 2 || planes)
+        split_stage<Format, CHUNKS, true>(params, job, tile, table, from, to, nothing);
       else
-        split_stage<Format::PARTS, CHUNKS, false>(params, job, tile, table, from, to, nothing);
+        split_stage<Format, CHUNKS, false>(params, job, tile, table, from, to, nothing);
       hopper::fence_async();
       __syncwarp();
       if (threadIdx.x % 32 == 0) {
@@ -555,7 +577,7 @@ __device__ inline float exact_sum(const Params& params, const Job& job, int turn
 // further on.
 template <typename Format>
 struct LaneOfDy {
-  uint32_t place[Format::BYTES == 2 ? 1 : 4];  // 16 bits: a row of ldmatrix. fp32: [pixel][channel]
+  uint32_t place[Format::BYTES == 4 ? 4 : Format::SPLITS ? 2 : 1];  // pixels of 16 bits: a row of ldmatrix
   uint32_t step_bytes, image_bytes;
   bool planes, straight;
 
@@ -566,19 +588,19 @@ struct LaneOfDy {
     step_bytes = kStepPixels * hopper::kBoxRowBytes;
     image_bytes = plan.dy_slots * hopper::kBoxRowBytes;
     planes = hopper::in_register(int{plan.dy_planes}), straight = hopper::in_register(int{plan.dy_straight});
-    if constexpr (Format::BYTES == 2) {
+    if constexpr (!Format::SPLITS) {
       const int pixel = lane / 16 * 8 + lane % 8, piece = in_block / 8 + lane / 8 % 2;
       place[0] = block + pixel * hopper::kBoxRowBytes + (piece ^ lane % 8) * 16;
-    } else if (plan.dy_planes) {
+    } else if (Format::BYTES == 2 || plan.dy_planes) {
       step_bytes = image_bytes = 0;  // in the table
-      place[0] = (own_channel + lane / 4) * plan.dy_run * 4;
+      place[0] = (own_channel + lane / 4) * plan.dy_run * Format::BYTES;
       if (plan.dy_straight) {
-        step_bytes = kStepPixels * 4;
-        image_bytes = plan.channels * plan.dy_run * 4;
-        place[0] += lane % 4 * 8;
+        step_bytes = kStepPixels * Format::BYTES;
+        image_bytes = plan.channels * plan.dy_run * Format::BYTES;
+        place[0] += lane % 4 * 2 * Format::BYTES;
       }
-      place[1] = place[0] + 8 * plan.dy_run * 4;
-    } else {
+      place[1] = place[0] + 8 * plan.dy_run * Format::BYTES;
+    } else if constexpr (Format::BYTES == 4) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int pixel = lane % 4 * 2 + i / 2, channel = in_block + lane / 4 + i % 2 * 8;
@@ -595,8 +617,29 @@ struct LaneOfDy {
 template <typename Format>
 __device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t from, const int* table, int left,
                                         uint32_t (&a)[Format::PARTS][4]) {
-  if constexpr (Format::BYTES == 2) {
+  if constexpr (!Format::SPLITS) {
     hopper::load_matrix_transposed(a[0], from + own.place[0]);
+  } else if constexpr (Format::BYTES == 2) {
+    if (own.straight) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) hopper::load_shared(a[0][i], from + own.place[i % 2] + i / 2 * 16);
+      if (left < kStepPixels)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[0][i] &= i / 2 * 8 + 1 < left ? ~0u : i / 2 * 8 < left ? 0xffffu : 0;
+    } else {
+      const uint2 near = *reinterpret_cast<const uint2*>(table), far = *reinterpret_cast<const uint2*>(table + 8);
+      const int at[4] = {static_cast<int>(near.x), static_cast<int>(near.y), static_cast<int>(far.x),
+                         static_cast<int>(far.y)};
+      uint32_t values[4][2];
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        hopper::load_shared_half(values[i / 2][i % 2], from + own.place[i / 2 % 2] + max(at[i / 4 * 2 + i % 2], 0));
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if ((at[i / 4 * 2 + i % 2] < 0) | (i % 2 + i / 4 * 8 >= left)) values[i / 2][i % 2] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[0][i] = values[i][0] | values[i][1] << 16;
+    }
   } else {
     uint32_t words[4][2];
     if (own.straight) {
@@ -643,14 +686,14 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const LaneOfDy<Format> own_dy(plan, own_channel, lane);
   const int* const dy_table = reinterpret_cast<const int*>(smem + shared.layout.dy_table);
   // Slots are 16 bytes of a chunk of fp32's parts, or rows in the swizzle of a box.
-  const int slot_units = Format::PARTS == 1 ? plan.row_bytes / 16 : 1;
-  const uint32_t high = Format::PARTS > 1 ? plan.chunk_bytes / 16
+  const int slot_units = Format::SPLITS ? 1 : plan.row_bytes / 16;
+  const uint32_t high = Format::SPLITS    ? plan.chunk_bytes / 16
                         : slot_units == 1 ? plan.block_bytes / 16
                                           : 8 * slot_units | (slot_units == 8   ? 1u
                                                               : slot_units == 4 ? 2u
                                                                                 : 3u)
                                                                  << 30;
-  const uint32_t leading = Format::PARTS > 1 || slot_units == 1 ? 128 : plan.block_bytes;
+  const uint32_t leading = Format::SPLITS || slot_units == 1 ? 128 : plan.block_bytes;
   const uint32_t of_part = CHUNKS * (plan.chunk_bytes / 16);  // from part to part of x
   const uint32_t image_units = slot_units * phases_of(plan) * plan.slots;
   hopper::wait_for_prerequisites();  // a preceding kernel may still read the workspace
@@ -689,7 +732,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       __syncwarp();
       if (before >= 0 && lane == 0) {
         hopper::barrier_arrive(shared.stage(before) + 8);
-        if (PARTS > 1) hopper::barrier_arrive(shared.part(part_before) + 8);
+        if (Format::SPLITS) hopper::barrier_arrive(shared.part(part_before) + 8);
       }
       before = -1;
     };
@@ -720,20 +763,20 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
           part.next(plan.part_stages);
         }
         if (++tile == job.last_tile) return false;
-        const uint32_t barrier = PARTS == 1 ? shared.stage(ring.slot) : shared.part(part.slot);
-        const uint32_t parity = PARTS == 1 ? ring.parity : part.parity;
+        const uint32_t barrier = Format::SPLITS ? shared.part(part.slot) : shared.stage(ring.slot);
+        const uint32_t parity = Format::SPLITS ? part.parity : ring.parity;
         // Those who load or split may wait for the stage before.
         if (before >= 0 && __any_sync(~0u, !hopper::barrier_ended(barrier, parity))) {
           hopper::wgmma_wait<0>();
           give_back();
         }
         hopper::barrier_wait(barrier, parity);
-        if (PARTS > 1) hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
+        if (Format::SPLITS) hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
         const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
         const Place at = locate_tile(params, tile);
-        dy_image = stage + (plan.dy_planes ? (at.p * params.Q + at.q) % 4 * 4 : 0);
+        dy_image = stage + (plan.dy_planes ? (at.p * params.Q + at.q) % (16 / Format::BYTES) * Format::BYTES : 0);
         const uint32_t x_stage =
-            PARTS == 1 ? stage + plan.dy_bytes : shared.base + shared.layout.parts + part.slot * plan.part_bytes;
+            Format::SPLITS ? shared.base + shared.layout.parts + part.slot * plan.part_bytes : stage + plan.dy_bytes;
         x_image = hopper::descriptor(hopper::of_own_block(x_stage), leading);
         table = dy_table;
         left = plan.tiles_q == 1 ? plan.pitch * plan.rows : min(plan.columns, params.Q - at.q);
@@ -838,7 +881,7 @@ __global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const 
     int* const table = reinterpret_cast<int*>(smem + shared.layout.dy_table);
     for (int i = threadIdx.x; i < plan.images * plan.dy_slots; i += Format::THREADS) {
       const int packed = dy_pixel(params, i), image = packed >> 20, row = packed >> 10 & 1023, column = packed & 1023;
-      table[i] = packed < 0 ? -1 : 4 * (image * plan.channels * plan.dy_run + row * params.Q + column);
+      table[i] = packed < 0 ? -1 : Format::BYTES * (image * plan.channels * plan.dy_run + row * params.Q + column);
     }
   }
   if (plan.x_planes) {
@@ -850,7 +893,7 @@ __global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const 
       table[i] = {-1, 0, 0};
       if (packed >= 0)
         table[i] = {packed, static_cast<uint32_t>(first_row(params, at.number)),
-                    static_cast<uint32_t>(4 * ((image * plan.x_boxes + at.number) * box_size + at.offset))};
+                    static_cast<uint32_t>(Format::BYTES * ((image * plan.x_boxes + at.number) * box_size + at.offset))};
     }
   }
   hopper::fence_async();
@@ -860,7 +903,7 @@ __global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const 
     hopper::wait_for_prerequisites();
     if (threadIdx.x == kMultiplyingThreads)
       load<Format, CHUNKS>(params, shared);
-    else if (Format::PARTS > 1 && threadIdx.x >= Format::THREADS - kSplittingThreads)
+    else if (Format::SPLITS && threadIdx.x >= Format::THREADS - kSplittingThreads)
       split_all<Format, CHUNKS>(params, shared, smem);
   } else {
     hopper::registers_take<Format::MULTIPLYING_REGISTERS>();
@@ -1025,37 +1068,37 @@ inline bool has_pixels(const Tensor& of, int bytes, uint64_t address) {
   return of.C * bytes % 16 == 0 && (of.stride[1] == 1 || of.C == 1) && is(of.stride[0], of.N > 1) &&
          is(of.stride[2], of.H > 1) && is(of.stride[3], of.W > 1) && address % 16 == 0;
 }
-inline bool has_planes(const Tensor& of, uint64_t address) {
-  const auto is = [&](int64_t stride, bool matters) { return !matters || (stride > 0 && stride % 4 == 0); };
-  return hopper::are_planes(of.stride, of.H, of.W) && int64_t{of.H} * of.W % 4 == 0 && is(of.stride[0], of.N > 1) &&
-         is(of.stride[1], of.C > 1) && address % 16 == 0;
+inline bool has_planes(const Tensor& of, int bytes, uint64_t address) {
+  const auto is = [&](int64_t stride, bool matters) { return !matters || (stride > 0 && stride * bytes % 16 == 0); };
+  return hopper::are_planes(of.stride, of.H, of.W) && int64_t{of.H} * of.W * bytes % 16 == 0 &&
+         is(of.stride[0], of.N > 1) && is(of.stride[1], of.C > 1) && address % 16 == 0;
 }
 
-// Whether planes of any size follow each other, so that four of them begin at a multiple of 16 bytes.
-inline bool has_whole_planes(const Tensor& of, uint64_t address) {
+// Whether planes of any size follow each other, so that four or eight of them begin at a multiple of 16 bytes.
+inline bool has_whole_planes(const Tensor& of, int bytes, uint64_t address) {
   const int64_t plane = int64_t{of.H} * of.W;
-  return hopper::are_planes(of.stride, of.H, of.W) && of.C % 4 == 0 && of.stride[1] == plane && of.stride[0] > 0 &&
-         of.stride[0] % 4 == 0 && address % 16 == 0;
+  return hopper::are_planes(of.stride, of.H, of.W) && of.C * bytes % 16 == 0 && of.stride[1] == plane &&
+         of.stride[0] > 0 && of.stride[0] * bytes % 16 == 0 && address % 16 == 0;
 }
 
-// A copy: of 16 bits in channels_last, of fp32 in planes.
-inline int64_t copied_bytes(const Tensor& of, int bytes) {
-  return bytes == 2 ? hopper::copied_bytes(of.N, of.C, of.H, of.W)
-                    : padded(4 * of.N * of.C * padded(int64_t{of.H} * of.W, 4), 16);
+// A copy: of planes, whole 16 bytes each, or of 16 bits in channels_last.
+inline int64_t copied_bytes(const Tensor& of, int bytes, bool planes) {
+  return planes ? padded(bytes * of.N * of.C * padded(int64_t{of.H} * of.W, 16 / bytes), 16)
+                : hopper::copied_bytes(of.N, of.C, of.H, of.W);
 }
-inline void set_copied_strides(const Tensor& of, int bytes, int64_t (&stride)[4]) {
-  if (bytes == 2) {
+inline void set_copied_strides(const Tensor& of, int bytes, bool planes, int64_t (&stride)[4]) {
+  if (!planes) {
     hopper::set_copied_strides(of.C, of.H, of.W, stride);
   } else {
     stride[3] = 1, stride[2] = of.W;
-    stride[1] = padded(int64_t{of.H} * of.W, 4);
+    stride[1] = padded(int64_t{of.H} * of.W, 16 / bytes);
     stride[0] = stride[1] * of.C;
   }
 }
 
 inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
-  return (plan.copies_x ? copied_bytes(x_of(problem), plan.bytes) : 0) +
-         (plan.copies_dy ? copied_bytes(dy_of(problem), plan.bytes) : 0);
+  return (plan.copies_x ? copied_bytes(x_of(problem), plan.bytes, plan.x_planes) : 0) +
+         (plan.copies_dy ? copied_bytes(dy_of(problem), plan.bytes, plan.dy_planes) : 0);
 }
 
 inline int64_t sums_of(const Problem& problem, const Plan& plan) {
@@ -1077,8 +1120,8 @@ inline Problem as_planned(Problem problem, const Plan& plan) {
     problem.stride_w = problem.dilation_w = 1;
     problem.pad_w = 0;
   }
-  if (plan.copies_x) set_copied_strides(x_of(problem), plan.bytes, problem.x_stride);
-  if (plan.copies_dy) set_copied_strides(dy_of(problem), plan.bytes, problem.y_stride);
+  if (plan.copies_x) set_copied_strides(x_of(problem), plan.bytes, plan.x_planes, problem.x_stride);
+  if (plan.copies_dy) set_copied_strides(dy_of(problem), plan.bytes, plan.dy_planes, problem.y_stride);
   if (problem.R * problem.S != 1 || has_stride(problem) || problem.pad_h != 0 || problem.pad_w != 0 ||
       problem.H != problem.P || problem.W != problem.Q)
     return problem;
@@ -1104,7 +1147,7 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double steps = plan.images * plan.steps / (plan.channels == 64 ? 2.0 : 1.0);
   const double multiplied = steps * (products + costs.step);
   const double loaded = (plan.dy_loaded + plan.x_loaded) / costs.stage_bytes;
-  const double split = plan.bytes == 2 ? 0 : kSplitStage + kSplitCycles * all_slots(plan) * plan.shape.chunks;
+  const double split = !plan.splits ? 0 : kSplitStage + kSplitCycles * all_slots(plan) * plan.shape.chunks;
   const double stages = static_cast<double>(ceil_div(plan.jobs, sms) * ceil_div(plan.tiles, plan.parts));
   // A stride may leave pixels out.
   const double pixels =
@@ -1155,12 +1198,13 @@ inline bool complete(const Problem& problem, Plan& plan) {
   if (plan.dy_planes) {
     // Lanes of a warp read eight channels, whose rows are 8 or 24 words apart in the banks.
     const int64_t run = plan.tiles_q == 1 ? (plan.rows - 1) * problem.Q + plan.columns : plan.columns;
-    const bool in_fours =
-        (plan.tiles_p == 1 || int64_t{plan.rows} * problem.Q % 4 == 0) && (plan.tiles_q == 1 || plan.columns % 4 == 0);
-    plan.dy_run = static_cast<int>(plan.dy_whole ? run : padded(run + (in_fours ? 0 : 3) - 8, 16) + 8);
+    const int64_t piece = 16 / plan.bytes;
+    const bool in_pieces = (plan.tiles_p == 1 || int64_t{plan.rows} * problem.Q % piece == 0) &&
+                           (plan.tiles_q == 1 || plan.columns % piece == 0);
+    plan.dy_run = static_cast<int>(plan.dy_whole ? run : padded(run + (in_pieces ? 0 : piece - 1) - 8, 16) + 8);
     plan.dy_slots = plan.steps * kStepPixels;
-    plan.dy_straight = in_fours && pitch == plan.columns && !plan.dy_whole;
-    dy_bytes = dy_loaded = int64_t{plan.images} * plan.channels * plan.dy_run * 4;
+    plan.dy_straight = in_pieces && pitch == plan.columns && !plan.dy_whole;
+    dy_bytes = dy_loaded = int64_t{plan.images} * plan.channels * plan.dy_run * plan.bytes;
     if (plan.dy_run > kMostBox && !plan.dy_whole) return false;
   } else {
     const int64_t boxes = plan.tiles_q == 1 ? plan.rows * pitch : int64_t{plan.rows} * plan.columns;
@@ -1175,27 +1219,27 @@ inline bool complete(const Problem& problem, Plan& plan) {
                   (plan.dy_slots > plan.rows * pitch || dy_by_rows || (plan.tiles_q > 1 && pitch > plan.columns));
   if (plan.x_planes) {
     // As many rows in a box as there are room for, where the window has whole ones.
-    const int64_t fit = (kMostBox - 3 - window_w) / problem.W + 1;
+    const int64_t piece = 16 / plan.bytes, fit = (kMostBox - piece + 1 - window_w) / problem.W + 1;
     const bool whole_rows = plan.tiles_q == 1 && plan.phases_h == stride_h;
     plan.box_rows = whole_rows ? static_cast<int>(std::min(std::max(fit, int64_t{1}), window_h)) : 1;
     if (plan.x_whole) plan.box_rows = plan.window_h;
     plan.x_boxes = static_cast<int>(ceil_div(window_h / stride_h * plan.phases_h, plan.box_rows));
     plan.run = static_cast<int>(plan.x_whole ? int64_t{problem.H} * problem.W
-                                             : padded((plan.box_rows - 1) * problem.W + window_w + 3, 4));
-    raw_bytes = x_loaded = int64_t{plan.images} * plan.x_boxes * columns * plan.run * 4;
+                                             : padded((plan.box_rows - 1) * problem.W + window_w + piece - 1, piece));
+    raw_bytes = x_loaded = int64_t{plan.images} * plan.x_boxes * columns * plan.run * plan.bytes;
     if (plan.run > kMostBox && !plan.x_whole) return false;
   } else {
     const int all_bytes = columns * plan.bytes;
     plan.row_bytes = std::min(hopper::kBoxRowBytes, all_bytes & -all_bytes);
     plan.block_bytes = static_cast<int>(slots * plan.row_bytes);
-    (plan.bytes == 2 ? x_bytes : raw_bytes) = slots * all_bytes;
+    (plan.splits ? raw_bytes : x_bytes) = slots * all_bytes;
     x_loaded = int64_t{plan.images} * phases_of(plan) * (window_h / stride_h) * pitch * all_bytes;
     plan.has_gaps |= plan.slots > window_h / stride_h * pitch;
     if (window_h > kMostBox || window_w > kMostBox || stride_h > kMostStep || stride_w > kMostStep) return false;
   }
-  if (plan.bytes == 4) x_bytes = int64_t{plan.parts_of_x} * plan.shape.chunks * slots * 16;
+  if (plan.splits) x_bytes = int64_t{plan.parts_of_x} * plan.shape.chunks * slots * 16;
   plan.part_bytes = static_cast<int>(padded(x_bytes, kRegionBytes));
-  const int64_t stage = padded(dy_bytes, kRegionBytes) + (plan.bytes == 2 ? plan.part_bytes : 0);
+  const int64_t stage = padded(dy_bytes, kRegionBytes) + (plan.splits ? 0 : plan.part_bytes);
   if (stage + raw_bytes > kSharedBytes) return false;
   plan.dy_bytes = static_cast<int>(padded(dy_bytes, kRegionBytes));
   plan.raw_bytes = static_cast<int>(padded(raw_bytes, kRegionBytes));
@@ -1206,8 +1250,8 @@ inline bool complete(const Problem& problem, Plan& plan) {
   constexpr int kLeastStages = 3;
   const auto fits = [&](int part_stages) {
     for (plan.stages = kMostStages; plan.stages >= kLeastStages; --plan.stages) {
-      plan.raw_stages = plan.bytes == 2 ? 0 : plan.stages - 1;
-      plan.part_stages = plan.bytes == 2 ? 0 : part_stages;
+      plan.raw_stages = plan.splits ? plan.stages - 1 : 0;
+      plan.part_stages = plan.splits ? part_stages : 0;
       plan.smem_bytes = shared_layout(plan).end;
       if (plan.smem_bytes <= kSharedBytes) return true;
     }
@@ -1238,8 +1282,11 @@ inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan,
   }
 }
 
-// Adds the plans with whole planes, where there are any, or those without to the search.
-inline void search(const Problem& original, int sms, const Alignment& address, bool whole, const Wish& wish, Plan& best,
+// How 16 bits are read, and planes of fp32: whole planes of any size, boxes of planes, or channels_last.
+enum class Way { kWhole, kPlanes, kPixels };
+
+// Adds the plans of a way to the search.
+inline void search(const Problem& original, int sms, const Alignment& address, Way way, const Wish& wish, Plan& best,
                    bool& found) {
   Plan plan{};
   plan.bytes = element_bytes(original.dtype);
@@ -1249,16 +1296,18 @@ inline void search(const Problem& original, int sms, const Alignment& address, b
   // Few channels leave most of a chunk idle.
   const bool folds = original.groups == 1 && original.S >= kLeastFold && original.C * original.S <= kMostFolded;
   plan.fold = folds ? original.S : 1;
+  plan.splits = plan.bytes == 4 || way != Way::kPixels;
+  const bool whole = way == Way::kWhole;
   const auto prepare = [&](const Tensor& of, int of_group, uint64_t begin, bool folds, bool& planes, bool& are_whole,
                            bool& copies) {
     const bool in_pieces = original.groups == 1 || of_group * plan.bytes % 16 == 0;
-    planes = copies = are_whole = false;
-    if (!folds && in_pieces && has_pixels(of, plan.bytes, begin)) return true;
-    planes = plan.bytes == 4;
-    copies = folds || !planes || !has_planes(of, begin);
-    are_whole = whole && planes && copies && !folds && in_pieces && has_whole_planes(of, begin);
-    copies &= !are_whole;
-    return (planes || in_pieces) && int64_t{of.H} * of.W < 1 << 30;
+    const bool pixels = !folds && in_pieces && has_pixels(of, plan.bytes, begin);
+    planes = plan.splits && !(pixels && plan.bytes == 4);
+    are_whole = whole && planes && !folds && in_pieces && !has_planes(of, plan.bytes, begin) &&
+                has_whole_planes(of, plan.bytes, begin);
+    copies = planes ? !are_whole && (folds || !has_planes(of, plan.bytes, begin)) : !pixels;
+    const bool allowed = planes ? plan.bytes == 4 || folds || !copies : in_pieces;
+    return allowed && int64_t{of.H} * of.W < 1 << 30;
   };
   if (!prepare(x_of(original), group_c, address.x, folds, plan.x_planes, plan.x_whole, plan.copies_x) ||
       !prepare(dy_of(original), group_k, address.dy, false, plan.dy_planes, plan.dy_whole, plan.copies_dy) ||
@@ -1283,7 +1332,7 @@ inline void search(const Problem& original, int sms, const Alignment& address, b
     for (int i = 0; i < kTileShapeCount; ++i) {
       plan.channels = channels;
       plan.shape = kTileShapes[i];
-      if (!is_compiled(plan.shape, plan.parts_of_x)) continue;
+      if (!is_compiled(plan.shape, plan.parts_of_x, plan.splits)) continue;
       if (wish.shape >= 0 ? wish.shape != i : plan.shape.taps > 1 && taps == 1) continue;
       if (wish.channels > 0 && wish.channels != channels) continue;
       plan.tiles_k = static_cast<int>(ceil_div(group_k, channels));
@@ -1323,7 +1372,8 @@ inline void search(const Problem& original, int sms, const Alignment& address, b
 
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, const Wish& wish = {}) {
   bool found = false;
-  for (bool whole : {true, false}) search(problem, sms, address, whole, wish, best, found);
+  for (Way way : {Way::kWhole, Way::kPlanes, Way::kPixels})
+    if (way != Way::kPixels || element_bytes(problem.dtype) == 2) search(problem, sms, address, way, wish, best, found);
   return found;
 }
 
@@ -1341,7 +1391,7 @@ inline Params make_params(const Problem& problem, const Plan& plan) {
   params.pad_h = problem.pad_h, params.pad_w = problem.pad_w;
   params.dilation_h = problem.dilation_h, params.dilation_w = problem.dilation_w;
   params.rows = int64_t{problem.groups} * plan.tiles_k * plan.channels;
-  const int taps = params.R * params.S, units = plan.bytes == 2 ? plan.row_bytes / 16 : 1;
+  const int taps = params.R * params.S, units = plan.splits ? 1 : plan.row_bytes / 16;
   for (int i = 0; i < plan.blocks_t * plan.shape.taps; ++i)
     params.tap_units[i] = units * slot_of_tap(params, first_tap(params, i / plan.shape.taps), std::min(i, taps - 1));
   params.by_tiles = make_divisor(int64_t{problem.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t);
@@ -1422,9 +1472,10 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
     const uint64_t images = static_cast<uint64_t>(of.N), height = static_cast<uint64_t>(of.H);
     const uint64_t channels = static_cast<uint64_t>(planes ? of.C : padded(of.C, 16 / plan.bytes));  // a copy has more
     if (planes)
-      return hopper::make_box_map(hopper::BoxUse::kLoad, from, 4,
-                                  {static_cast<uint64_t>(padded(int64_t{of.H} * of.W, 4)), channels, images, 1},
-                                  {step(of.stride[1], of.C), step(of.stride[0], of.N), 16}, box, map);
+      return hopper::make_box_map(
+          hopper::BoxUse::kLoad, from, plan.bytes,
+          {static_cast<uint64_t>(padded(int64_t{of.H} * of.W, 16 / plan.bytes)), channels, images, 1},
+          {step(of.stride[1], of.C), step(of.stride[0], of.N), 16}, box, map);
     return hopper::make_box_map(row_bytes == 128  ? hopper::BoxUse::kLoadRows
                                 : row_bytes == 64 ? hopper::BoxUse::kLoadHalves
                                 : row_bytes == 32 ? hopper::BoxUse::kLoadQuarters
@@ -1452,9 +1503,10 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
 template <typename Format, int SHAPE>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
-  constexpr Instance kInstance{"hopper_wgrad_kernel", {kTypeId<typename Format::Stored>, Format::PARTS, SHAPE}};
+  constexpr Instance kInstance{"hopper_wgrad_kernel",
+                               {kTypeId<typename Format::Stored>, Format::PARTS, Format::SPLITS, SHAPE}};
   record(kInstance);
-  if constexpr (!is_compiled(kShape, Format::PARTS) || !is_built(kInstance)) {
+  if constexpr (!is_compiled(kShape, Format::PARTS, Format::SPLITS) || !is_built(kInstance)) {
     return cudaErrorInvalidConfiguration;
   } else {
     const auto kernel = hopper_wgrad_kernel<Format, kShape.chunks, kShape.taps>;
@@ -1483,23 +1535,24 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
   uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(planned, plan);
   hopper::PlanesCopy of_planes[2] = {};
   int64_t blocks[2] = {};
-  const auto make = [&](const Tensor& of, int fold, const void*& from, int64_t& own_blocks,
+  const auto make = [&](const Tensor& of, bool to_planes, int fold, const void*& from, int64_t& own_blocks,
                         hopper::PlanesCopy& planes) {
     Tensor copied = of;
     if (fold > 1) copied.C *= fold, copied.W = problem.Q;
     cudaError_t error = cudaSuccess;
-    if (plan.bytes == 2 && fold == 1 && hopper::are_planes(of.stride, of.H, of.W)) {
+    if (!to_planes && fold == 1 && hopper::are_planes(of.stride, of.H, of.W)) {
       planes = hopper::make_planes_copy(from, of.stride, of.N, of.C, int64_t{of.H} * of.W, to, own_blocks);
     } else {
       OrderParams params{from, to};
       std::copy_n(of.stride, 4, params.stride);
-      params.elements = copied_bytes(copied, plan.bytes) / plan.bytes;
+      params.elements = copied_bytes(copied, plan.bytes, to_planes) / plan.bytes;
       params.C = copied.C, params.H = copied.H, params.W = copied.W, params.from_w = of.W;
       params.step = fold > 1 ? problem.stride_w : 1;
       params.pad = fold > 1 ? problem.pad_w : 0;
       params.dilation = problem.dilation_w;
-      params.planes = plan.bytes == 4;
-      params.inner = static_cast<int>(params.planes ? padded(int64_t{copied.H} * copied.W, 4) : padded(copied.C, 8));
+      params.planes = to_planes;
+      params.inner =
+          static_cast<int>(to_planes ? padded(int64_t{copied.H} * copied.W, 16 / plan.bytes) : padded(copied.C, 8));
       params.by_inner = make_divisor(params.inner);
       params.by_c = make_divisor(copied.C), params.by_h = make_divisor(copied.H);
       params.by_w = make_divisor(copied.W), params.by_fold = make_divisor(fold);
@@ -1508,12 +1561,13 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
       error = hopper::launch_early(kernel, order_blocks, kAddThreads, 0, stream, params);
     }
     from = to;
-    to += copied_bytes(copied, plan.bytes);
+    to += copied_bytes(copied, plan.bytes, to_planes);
     return error;
   };
   cudaError_t error = cudaSuccess;
-  if (plan.copies_x) error = make(x_of(problem), plan.fold, pointers.x, blocks[0], of_planes[0]);
-  if (plan.copies_dy && error == cudaSuccess) error = make(dy_of(problem), 1, pointers.dy, blocks[1], of_planes[1]);
+  if (plan.copies_x) error = make(x_of(problem), plan.x_planes, plan.fold, pointers.x, blocks[0], of_planes[0]);
+  if (plan.copies_dy && error == cudaSuccess)
+    error = make(dy_of(problem), plan.dy_planes, 1, pointers.dy, blocks[1], of_planes[1]);
   if (error != cudaSuccess || blocks[0] + blocks[1] == 0) return error;
   return hopper::launch_early(hopper_wgrad_copy_kernel, static_cast<unsigned>(blocks[0] + blocks[1]),
                               hopper::kCopyThreads, hopper::kCopyBytes, stream, of_planes[0], of_planes[1],
@@ -1587,12 +1641,14 @@ cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointe
 inline cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointers, cudaStream_t stream) {
   switch (problem.dtype) {
     case DType::kFloat16:
-      return run<Format<Half, Half, 1>>(problem, plan, pointers, stream);
+      return plan.splits ? run<Format<Half, Half, 1, true>>(problem, plan, pointers, stream)
+                         : run<Format<Half, Half, 1, false>>(problem, plan, pointers, stream);
     case DType::kBFloat16:
-      return run<Format<BFloat16, BFloat16, 1>>(problem, plan, pointers, stream);
+      return plan.splits ? run<Format<BFloat16, BFloat16, 1, true>>(problem, plan, pointers, stream)
+                         : run<Format<BFloat16, BFloat16, 1, false>>(problem, plan, pointers, stream);
     case DType::kFloat32:
-      return plan.parts_of_x == 2 ? run<Format<float, BFloat16, 2>>(problem, plan, pointers, stream)
-                                  : run<Format<float, BFloat16, 3>>(problem, plan, pointers, stream);
+      return plan.parts_of_x == 2 ? run<Format<float, BFloat16, 2, true>>(problem, plan, pointers, stream)
+                                  : run<Format<float, BFloat16, 3, true>>(problem, plan, pointers, stream);
     case DType::kFloat64:
       break;
   }

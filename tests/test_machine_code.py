@@ -33,7 +33,7 @@ def most_spilled(function: str, gate: str) -> int:
     """
     if "6FormatIfNS_4HalfELi2EE" in function:
         return 700
-    if "6FormatIfNS_8BFloat16ELi3EEELi2ELi9EE" in function:
+    if "6FormatIfNS_8BFloat16ELi3ELb1EEELi2ELi9EE" in function:
         return 64
     is_mma = "mma_kernel" in function.replace("wgmma", "")
     return 0 if not is_mma else 96 if gate == "sm_120" else 64

@@ -78,23 +78,25 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   NOTE(plan.tiles_q > 1);
   NOTE(plan.jobs > plan.grid);
   NOTE_VALUES(plan.parts_of_x, 1, 2, 3);
-  CHECK(is_compiled(plan.shape, plan.parts_of_x) && (plan.channels == 64 || plan.channels == 128));
+  CHECK(is_compiled(plan.shape, plan.parts_of_x, plan.splits) && (plan.channels == 64 || plan.channels == 128));
   CHECK(plan.smem_bytes == shared_layout(plan).end && plan.smem_bytes <= kSharedMemory && plan.stages <= kMostStages);
   CHECK(plan.stages >= 3);
   CHECK(multiples(kRegionBytes, {plan.dy_bytes, plan.raw_bytes, plan.stage_bytes}) && plan.slots % 8 == 0);
   CHECK(shared_layout(plan).barriers % 8 == 0);
   const int slots = all_slots(plan), columns = 8 * plan.shape.chunks;
   if (plan.dy_planes)
-    CHECK(plan.dy_bytes >= plan.images * plan.channels * plan.dy_run * 4 && (plan.dy_whole || plan.dy_run % 16 == 8));
+    CHECK(plan.dy_bytes >= plan.images * plan.channels * plan.dy_run * plan.bytes && (plan.dy_whole || plan.dy_run % 16 == 8));
   else
     CHECK(plan.dy_bytes >= plan.images * plan.dy_slots * plan.channels * plan.bytes && plan.dy_slots % 8 == 0);
   CHECK(plan.dy_slots >= plan.steps * kStepPixels);
   CHECK(plan.part_bytes >= slots * columns * 2 * plan.parts_of_x);
-  CHECK(plan.stage_bytes == plan.dy_bytes + (plan.bytes == 2 ? plan.part_bytes : 0));
-  CHECK(plan.bytes == 2 || plan.raw_stages == plan.stages - 1);
-  CHECK(plan.bytes == 2 || plan.part_stages == 2 || plan.part_stages == 3);
-  CHECK(plan.bytes == 2 ||
-        plan.raw_bytes >= columns * 4 * (plan.x_planes ? plan.images * plan.x_boxes * plan.run : slots));
+  CHECK(plan.stage_bytes == plan.dy_bytes + (plan.splits ? 0 : plan.part_bytes));
+  CHECK(plan.splits == (plan.bytes == 4 || plan.x_planes) && (plan.bytes == 4 || plan.x_planes == plan.dy_planes));
+  CHECK(!plan.splits || plan.raw_stages == plan.stages - 1);
+  NOTE(plan.bytes == 2 && plan.x_planes);
+  CHECK(!plan.splits || plan.part_stages == 2 || plan.part_stages == 3);
+  CHECK(!plan.splits ||
+        plan.raw_bytes >= columns * plan.bytes * (plan.x_planes ? plan.images * plan.x_boxes * plan.run : slots));
   CHECK(plan.jobs == int64_t{p.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t * plan.parts);
   CHECK(!(plan.x_whole || plan.dy_whole) || (plan.tiles_p == 1 && plan.tiles_q == 1 && p.N % plan.images == 0));
   CHECK(!(plan.x_whole && plan.copies_x) && !(plan.dy_whole && plan.copies_dy));
@@ -117,7 +119,7 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
     const int packed = x_pixel(params, slot), row = packed >> 10 & 1023, column = packed & 1023;
     if (packed < 0) continue;
     const InBox place = place_in_box(params, row, column);
-    CHECK(within(place.number, plan.x_boxes) && within(place.offset + 3, plan.run));
+    CHECK(within(place.number, plan.x_boxes) && within(place.offset + 16 / plan.bytes - 1, plan.run));
     CHECK((row - first_row(params, place.number)) * planned.W + column == place.offset);
   }
   if (p.N * p.P * p.Q < 1 << 18) check_pixels(planned, params);
