@@ -10,8 +10,8 @@
 // GEMM: rows = output channels, columns = input channels, for each tap of its own; reduction = pixels. The sums of all
 // taps of a tile stay in registers, so that each pixel of dy, and of x, comes from memory once for them.
 //
-// The Tensor Memory Accelerator (TMA) loads boxes of channels_last tensors, [pixel][channel] in its swizzle, and of NCHW
-// planes, [channel][pixel]. From there:
+// The Tensor Memory Accelerator (TMA) loads boxes of channels_last tensors, [pixel][channel] in its swizzle, and of
+// NCHW planes, [channel][pixel]. From there:
 //
 //   x    wgmma reads pixels of 16 bits as they are. Planes are transposed, and fp32 is split into parts of 16 bits:
 //        [chunk of 8 channels][pixel] x 16 bytes.
@@ -1036,11 +1036,12 @@ struct Alignment {
 struct Costs {
   double stage_bytes, memory_bytes;  // per cycle
   double sum, step;
+  double split, split_stage;  // a slot of a chunk; what a stage takes besides
 };
-constexpr Costs kCosts16{46, 16.8, 0.68, 3}, kCosts32{25, 22.6, 1.08, 93};
+constexpr Costs kPixels16{46, 16.8, 0.68, 3, 0, 0}, kPlanes16{24, 16.8, 0.68, 280, 0.86, 390};
+constexpr Costs kOfFloat32{25, 22.6, 1.08, 93, 1.5, 430};
 constexpr double kCallCycles = 13400, kStageCycles = 600, kCopyCycles = 6500, kCopiedBytes = 21;
-constexpr double kLeastColumns = 30;                     // of wgmma
-constexpr double kSplitCycles = 1.5, kSplitStage = 430;  // of x: a slot of a chunk, a stage
+constexpr double kLeastColumns = 30;  // of wgmma
 
 // Sizes and strides of x or dy, for a copy or a map.
 struct Tensor {
@@ -1141,13 +1142,13 @@ inline Problem as_planned(Problem problem, const Plan& plan) {
 }
 
 inline double estimate(const Problem& problem, int sms, const Plan& plan) {
-  const Costs& costs = plan.bytes == 2 ? kCosts16 : kCosts32;
+  const Costs& costs = plan.bytes == 4 ? kOfFloat32 : plan.splits ? kPlanes16 : kPixels16;
   const double products = plan.shape.taps * plan.parts_of_x * (plan.parts_of_x + 1) / 2 *
                           std::max<double>(kLeastColumns, 8 * plan.shape.chunks);  // of two warpgroups in a step
   const double steps = plan.images * plan.steps / (plan.channels == 64 ? 2.0 : 1.0);
   const double multiplied = steps * (products + costs.step);
   const double loaded = (plan.dy_loaded + plan.x_loaded) / costs.stage_bytes;
-  const double split = !plan.splits ? 0 : kSplitStage + kSplitCycles * all_slots(plan) * plan.shape.chunks;
+  const double split = costs.split_stage + costs.split * all_slots(plan) * plan.shape.chunks;
   const double stages = static_cast<double>(ceil_div(plan.jobs, sms) * ceil_div(plan.tiles, plan.parts));
   // A stride may leave pixels out.
   const double pixels =
@@ -1372,8 +1373,9 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
 
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, const Wish& wish = {}) {
   bool found = false;
-  for (Way way : {Way::kWhole, Way::kPlanes, Way::kPixels})
-    if (way != Way::kPixels || element_bytes(problem.dtype) == 2) search(problem, sms, address, way, wish, best, found);
+  const bool halves = element_bytes(problem.dtype) == 2;  // lanes read whole planes of these from few banks
+  for (Way way : {halves ? Way::kPixels : Way::kWhole, Way::kPlanes})
+    search(problem, sms, address, way, wish, best, found);
   return found;
 }
 

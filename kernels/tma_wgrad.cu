@@ -321,7 +321,7 @@ inline hopper::Columns columns_of_dy(const Problem& p) {
 // together with kCyclesOfWgrad. How fast TMA loads depends on how many boxes a stage has.
 constexpr double kCallCycles = 12150, kJobCycles = 2424, kJobColumnCycles = 2.85, kStepCycles = 59, kSumCycles = 0.3;
 constexpr double kProductFactor = 1.05, kMemoryBytes = 12, kShorterShare = 0.29;
-constexpr double kCopyCycles = 4270, kCopiedBytes = 31;
+constexpr double kCopyCycles = 6500, kCopiedBytes = 21;
 constexpr double kBoxBytes[2][kMostBlocks] = {{75, 54, 49, 41}, {64, 50, 40, 41}};  // a cycle; [channels == 128]
 
 inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
