@@ -441,7 +441,7 @@ inline Alignment alignment_of(const Pointers& pointers) {
 }
 
 // hopper_wgrad is taken to be faster below this multiple of this engine's estimate: docs/lab/tma.md.
-constexpr double kCyclesOfHopperWgrad = 1;
+constexpr double kCyclesOfHopperWgrad = 0.95;
 
 inline const char* yields(const Problem& problem, Operator op) {
   const Plan& plan = plan_of(problem, Alignment{}).plan;
