@@ -251,7 +251,7 @@ def _cuda_flags(capabilities: list[tuple[int, int]]) -> list[str]:
 _COMPILER_VARIABLES = ("CC", "PYTORCH_NVCC", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
 # Engines that need a Hopper GPU, and the unit that replaces them in builds for other GPUs.
-_HOPPER_UNITS = frozenset({"gather.cu", "stem.cu", "tma.cu", "tma_wgrad.cu", "wgmma.cu", "wgrad.cu"})
+_HOPPER_UNITS = frozenset({"gather.cu", "hopper_wgrad.cu", "stem.cu", "tma.cu", "tma_wgrad.cu", "wgmma.cu"})
 _UNIT_WITHOUT_HOPPER = "without_hopper.cpp"
 
 # Files that only bundle() uses: the dry run, the binding of a bundle, and the end of its kernels.
@@ -264,7 +264,7 @@ _UNIT_SECONDS = {
     "wgmma.cu": 72,
     "tma.cu": 69,
     "depthwise.cu": 66,
-    "wgrad.cu": 25,
+    "hopper_wgrad.cu": 25,
     "binding.cpp": 20,
     "operators.cpp": 15,
     "direct.cu": 14,
@@ -964,7 +964,7 @@ _ENGINE_NAMES = (
     "strided",
     "mma_wgrad",
     "tma_wgrad",
-    "wgrad",
+    "hopper_wgrad",
     "direct",
 )
 
@@ -1982,7 +1982,7 @@ def _kernels_for(keys: list[tuple[Any, ...]], capability: tuple[int, int], sm_co
             instances |= launched.union(*(_planned(key, tf32, operator, gpu, engine)[1] for gpu in others))
             engines.add(engine)
             chosen.append(f"&k{''.join(map(str.capitalize, engine.split('_')))}Engine")
-        rows.append(f"{{{{{', '.join(chosen[:4])}}}, {{{', '.join(chosen[4:])}}}}}")
+        rows.append(f"{{{{{', '.join(chosen[:4])}}}, \\\n   {{{', '.join(chosen[4:])}}}}}")
     files = {f"{engine}.cu" for engine in engines}
     kernels = {re.match(r'\{("\w+")', instance)[1] for instance in instances}
     for name, text in _sources.items():

@@ -107,12 +107,6 @@ struct Shape {
 MODELNEW_HOST_DEVICE inline int least(int a, int b) { return a < b ? a : b; }
 MODELNEW_HOST_DEVICE inline int most(int a, int b) { return a < b ? b : a; }
 
-// Keeps the compiler from computing a number again wherever it is used.
-__device__ inline int in_register(int number) {
-  asm("" : "+r"(number));
-  return number;
-}
-
 // The place `count` steps of so many bytes away. Offsets of 32 bits without a sign take two instructions less.
 template <typename Storage>
 __device__ inline const Storage* moved(const Storage* place, int bytes, int count) {
@@ -255,10 +249,10 @@ __global__ void __launch_bounds__(kThreads, Config::kShape.blocks_per_sm()) wgra
   const int row_step = TAPS_R == 1 ? rows.stride : rows.dilation;
   const int64_t x_down = row_step * params.x_stride[2], dy_down = share.phases_h * params.dy_stride[2];
   constexpr int BYTES = sizeof(Storage);
-  const int dy_right = in_register(AT_ONCE * share.phases_w * static_cast<int>(params.dy_stride[3]) * BYTES);
+  const int dy_right = hopper::in_register(AT_ONCE * share.phases_w * static_cast<int>(params.dy_stride[3]) * BYTES);
   const int x_right = static_cast<int>(params.x_stride[3]) * BYTES,
-            load_right = in_register(AT_ONCE * columns.dilation * x_right);
-  const int output_right = in_register(columns.stride * x_right);
+            load_right = hopper::in_register(AT_ONCE * columns.dilation * x_right);
+  const int output_right = hopper::in_register(columns.stride * x_right);
   // The first column of load i, counted from the window's first one.
   const auto column_of = [&](int i) {
     return STRIDE == 0 ? i / TAPS_S * columns.stride + i % TAPS_S * columns.dilation : i * AT_ONCE * columns.dilation;
@@ -521,7 +515,7 @@ __global__ void __launch_bounds__(kThreads, dgrad_blocks_per_sm(Config::TAPS)) d
   const Task task = make_task(params);
   const Axis &rows = params.rows, &columns = params.columns;
   if (task.item >= params.share.all_items) return;
-  const int dy_right = in_register(static_cast<int>(params.dy_stride[3] * sizeof(Storage)));
+  const int dy_right = hopper::in_register(static_cast<int>(params.dy_stride[3] * sizeof(Storage)));
   const int64_t dx_right = params.x_stride[3];
   const int c = task.c, first_pair = rows.pad / 2, pairs = (rows.pad + rows.inputs - 1) / 2 - first_pair + 1;
 

@@ -50,14 +50,14 @@ extern const Engine kPatchesEngine;
 extern const Engine kStridedEngine;
 extern const Engine kMmaWgradEngine;
 extern const Engine kTmaWgradEngine;
-extern const Engine kWgradEngine;
+extern const Engine kHopperWgradEngine;
 extern const Engine kDirectEngine;
 
 // The first engine that neither refuses a problem nor yields it to a later one runs it. The last one computes every
 // problem.
-inline const Engine* const kEngines[] = {&kPatchesEngine, &kDilatedEngine, &kTmaEngine,       &kWgmmaEngine,
-                                         &kGatherEngine,  &kStemEngine,    &kDepthwiseEngine, &kPointwiseEngine,
-                                         &kMmaEngine,     &kStridedEngine, &kMmaWgradEngine,  &kTmaWgradEngine,
-                                         &kWgradEngine,   &kDirectEngine};
+inline const Engine* const kEngines[] = {&kPatchesEngine,     &kDilatedEngine, &kTmaEngine,       &kWgmmaEngine,
+                                         &kGatherEngine,      &kStemEngine,    &kDepthwiseEngine, &kPointwiseEngine,
+                                         &kMmaEngine,         &kStridedEngine, &kMmaWgradEngine,  &kTmaWgradEngine,
+                                         &kHopperWgradEngine, &kDirectEngine};
 
 }  // namespace modelnew

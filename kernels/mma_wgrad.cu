@@ -665,12 +665,14 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return plan_of(problem, false).exists ? nullptr : "no tile of it fits into shared memory, or it takes too many";
 }
 
-inline const char* yields(const Problem& problem, Operator) {
+inline const char* yields(const Problem& problem, Operator op) {
   int sms = 0;
   const int group_c = problem.C / problem.groups, group_k = problem.K / problem.groups;
   if (std::min(group_c, group_k) == 1) return "it is made for groups of several channels";
   const bool few = problem.groups > 1 && std::max(group_c, group_k) < kChannels;
-  return find_gpu(sms) == 90 && !few ? "wgrad and tma_wgrad have faster instructions" : nullptr;
+  return find_gpu(sms) == 90 && !few && kHopperWgradEngine.refusal(problem, op) == nullptr
+             ? "hopper_wgrad has faster instructions"
+             : nullptr;
 }
 
 inline int64_t workspace_bytes(const Problem& problem, Operator, const Pointers& pointers) {

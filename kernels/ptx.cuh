@@ -32,6 +32,13 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
 // Tells the compiler that all lanes of a warp hold the same number, such as the warp's own (docs/lab/hopper.md).
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
+// Keeps the compiler from computing a number again, or loading a kernel's parameter, wherever it is used.
+template <typename Number>
+__device__ __forceinline__ Number in_register(Number number) {
+  asm("" : "+r"(number));
+  return number;
+}
+
 // Loads of read-only global memory, of the given number of bytes; 0 where `exist` is false. They are in assembly so
 // that the load stays where it is written and its address outside of the condition.
 

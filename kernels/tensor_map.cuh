@@ -13,7 +13,7 @@ namespace modelnew {
 namespace hopper {
 
 // Halves: rows of 64 bytes. Quarters: rows of 32 bytes. kLoadRows: rows of 128 bytes, swizzled like those to be stored.
-enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves };
+enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves, kLoadQuarters };
 
 // Finds a function of the driver at run time, because libcuda is not linked.
 template <typename Function>
@@ -53,6 +53,7 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
                   element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
                   const_cast<void*>(tensor), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   use == BoxUse::kLoad || use == BoxUse::kStoreQuarters       ? CU_TENSOR_MAP_SWIZZLE_NONE
+                  : use == BoxUse::kLoadQuarters                              ? CU_TENSOR_MAP_SWIZZLE_32B
                   : use == BoxUse::kStoreHalves || use == BoxUse::kLoadHalves ? CU_TENSOR_MAP_SWIZZLE_64B
                                                                               : CU_TENSOR_MAP_SWIZZLE_128B,
                   use == BoxUse::kStore || use == BoxUse::kStoreHalves || use == BoxUse::kStoreQuarters

@@ -68,13 +68,13 @@ constexpr int kAddThreads = 256;
 
 struct Plan {
   bool copies_x, copies_dy;
-  int channels;     // of a tile: 128, or 64 of which warpgroups have sums of their own
-  int blocks;       // of columns of a tile
-  int blocks_c;     // of all input channels
+  int channels;  // of a tile: 128, or 64 of which warpgroups have sums of their own
+  int blocks;    // of columns of a tile
+  int blocks_c;  // of all input channels
   int tiles_k, tiles_e, parts;
-  int steps;        // stages of all pixels
+  int steps;  // stages of all pixels
   int stages, stage_bytes;
-  int jobs;         // tiles times parts
+  int jobs;  // tiles times parts
   int grid;
   int smem_bytes;
   double cycles;
@@ -95,7 +95,7 @@ struct AddParams {
   int64_t part, row;  // steps in sums
   int64_t w_stride[4];
   int parts, C, S, row_channels;  // the latter: columns of a tap
-  int64_t weights;                   // of dw
+  int64_t weights;                // of dw
   Divisor by_c, by_taps, by_s;
 };
 
@@ -123,7 +123,6 @@ MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 // ---- Device code ----
-
 
 // Barriers lie behind the stages.
 struct Shared {
@@ -281,7 +280,7 @@ __global__ void __launch_bounds__(kAddThreads) tma_wgrad_add_kernel(const __grid
 #pragma unroll 4
   for (int part = 0; part < params.parts; ++part) sum += from[part * params.part];
   narrow(static_cast<float>(sum), static_cast<Stored*>(params.dw_ptr)[k * params.w_stride[0] + c * params.w_stride[1] +
-                                                                     r * params.w_stride[2] + s * params.w_stride[3]]);
+                                                                      r * params.w_stride[2] + s * params.w_stride[3]]);
 }
 
 __global__ void __launch_bounds__(hopper::kCopyThreads)
@@ -321,8 +320,8 @@ inline hopper::Columns columns_of_dy(const Problem& p) {
 // The estimate, in cycles of an SM. All constants are fitted to measured times (docs/lab/tma.md): those of copies
 // together with kCyclesOfWgrad. How fast TMA loads depends on how many boxes a stage has.
 constexpr double kCallCycles = 12150, kJobCycles = 2424, kJobColumnCycles = 2.85, kStepCycles = 59, kSumCycles = 0.3;
-constexpr double kProductFactor = 1.05, kMemoryBytes = 9.3, kShorterShare = 0.29;
-constexpr double kCopyCycles = 4270, kCopiedBytes = 31;
+constexpr double kProductFactor = 1.05, kMemoryBytes = 12, kShorterShare = 0.29;
+constexpr double kCopyCycles = 6500, kCopiedBytes = 21;
 constexpr double kBoxBytes[2][kMostBlocks] = {{75, 54, 49, 41}, {64, 50, 40, 41}};  // a cycle; [channels == 128]
 
 inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
@@ -335,9 +334,11 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double step = std::max(kProductFactor * products + kStepCycles,
                                plan.stage_bytes / kBoxBytes[plan.channels == 128][plan.blocks - 1]);
   const double turns = static_cast<double>(ceil_div(plan.jobs, sms));
-  const double multiplied = turns * (ceil_div(plan.steps, plan.parts) * step + kJobCycles +
-                                     kJobColumnCycles * plan.blocks * kBlockChannels);
-  const double pixels = static_cast<double>(problem.N) * problem.H * problem.W;
+  const double multiplied =
+      turns * (ceil_div(plan.steps, plan.parts) * step + kJobCycles + kJobColumnCycles * plan.blocks * kBlockChannels);
+  // A stride may leave pixels out.
+  const double pixels =
+      problem.N * std::min(1.0 * problem.H * problem.W, 1.0 * problem.P * problem.Q * problem.R * problem.S);
   const double bytes = 2 * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
   const double memory = bytes / sms / kMemoryBytes;
   const double sums = 1.0 * plan.jobs * plan.channels * plan.blocks * kBlockChannels * sums_of_part(plan);
@@ -439,23 +440,23 @@ inline Alignment alignment_of(const Pointers& pointers) {
   return {reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.dy)};
 }
 
-// wgrad reads NCHW as it is. It is taken to be faster below this multiple of this engine's estimate: docs/lab/tma.md.
-constexpr double kCyclesOfWgrad = 1.51;
+// hopper_wgrad is taken to be faster below this multiple of this engine's estimate: docs/lab/tma.md.
+constexpr double kCyclesOfHopperWgrad = 0.95;
 
 inline const char* yields(const Problem& problem, Operator op) {
   const Plan& plan = plan_of(problem, Alignment{}).plan;
-  if (!plan.copies_x && !plan.copies_dy) return nullptr;
-  if (kWgradEngine.refusal(problem, op) != nullptr || kWgradEngine.yields(problem, op) != nullptr)
-    return "copying NCHW tensors is compared with wgrad only, and wgrad does not take this problem";
-  if (kWgradEngine.cycles(problem, op) < kCyclesOfWgrad * plan.cycles)
-    return "wgrad is faster by the estimates, as it copies less";
+  if (kHopperWgradEngine.refusal(problem, op) != nullptr) return nullptr;
+  if ((plan.copies_x || plan.copies_dy) && kHopperWgradEngine.yields(problem, op) != nullptr)
+    return "another engine may be faster with few multiply-adds or output channels, as it copies nothing";
+  if (kHopperWgradEngine.cycles(problem, op) < kCyclesOfHopperWgrad * plan.cycles)
+    return "hopper_wgrad is faster by the estimates";
   return nullptr;
 }
 
 // TMA needs addresses that are multiples of 16 bytes, and only the call knows them. A call whose channels_last tensors
 // are not aligned is handed on to this engine.
 inline const Engine& engine_of_others(const Problem& problem, Operator op) {
-  return kWgradEngine.refusal(problem, op) == nullptr ? kWgradEngine : kDirectEngine;
+  return kHopperWgradEngine.refusal(problem, op) == nullptr ? kHopperWgradEngine : kDirectEngine;
 }
 
 inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
@@ -476,8 +477,8 @@ inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const vo
     return hopper::make_columns_map(tensor, 2, sizes, strides, map_columns.first, map_columns.last, map_columns.steps,
                                     kStagePixels, map);
   };
-  const cudaError_t error = make(x_ptr, problem.x_stride, problem.C, problem.H, problem.W, columns_of_x(problem),
-                                 params.x_map);
+  const cudaError_t error =
+      make(x_ptr, problem.x_stride, problem.C, problem.H, problem.W, columns_of_x(problem), params.x_map);
   if (error != cudaSuccess) return error;
   return make(dy_ptr, problem.y_stride, problem.K, problem.P, problem.Q, columns_of_dy(problem), params.dy_map);
 }
@@ -518,7 +519,7 @@ cudaError_t run_blocks(const Params& params, const AddParams& add, cudaStream_t 
 // Copies what TMA cannot read in place, and lets `problem` and `pointers` describe the copies.
 inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, cudaStream_t stream) {
   uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(plan);
-  const auto make = [&](const void*& from, int64_t(&stride)[4], int channels, int rows, int columns, int64_t& blocks) {
+  const auto make = [&](const void*& from, int64_t (&stride)[4], int channels, int rows, int columns, int64_t& blocks) {
     const hopper::PlanesCopy made =
         hopper::make_planes_copy(from, stride, problem.N, channels, int64_t{rows} * columns, to, blocks);
     hopper::set_copied_strides(channels, rows, columns, stride);
@@ -605,8 +606,8 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
 }  // namespace tma_wgrad
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-extern const Engine kTmaWgradEngine{"tma_wgrad",         tma_wgrad::refusal, tma_wgrad::workspace_bytes,
-                                    tma_wgrad::launch,   tma_wgrad::describe, tma_wgrad::yields};
+extern const Engine kTmaWgradEngine{"tma_wgrad",       tma_wgrad::refusal,  tma_wgrad::workspace_bytes,
+                                    tma_wgrad::launch, tma_wgrad::describe, tma_wgrad::yields};
 #endif
 
 }  // namespace modelnew

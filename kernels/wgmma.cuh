@@ -84,8 +84,11 @@ struct WgmmaFirstTransposed;
 template <typename Operand, int N>
 struct WgmmaBothTransposed;
 
-#define MODELNEW_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define MODELNEW_NAMES_28 MODELNEW_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27"
+#define MODELNEW_NAMES_4 "%0, %1, %2, %3"
+#define MODELNEW_NAMES_8 MODELNEW_NAMES_4 ", %4, %5, %6, %7"
+#define MODELNEW_NAMES_16 MODELNEW_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define MODELNEW_NAMES_24 MODELNEW_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define MODELNEW_NAMES_28 MODELNEW_NAMES_24 ", %24, %25, %26, %27"
 #define MODELNEW_NAMES_32 MODELNEW_NAMES_28 ", %28, %29, %30, %31"
 #define MODELNEW_NAMES_48 MODELNEW_NAMES_32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -104,6 +107,8 @@ struct WgmmaBothTransposed;
 #define MODELNEW_NAMES_128 MODELNEW_NAMES_116 ", %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define MODELNEW_ACC_4(i) "+f"(acc[(i)]), "+f"(acc[(i) + 1]), "+f"(acc[(i) + 2]), "+f"(acc[(i) + 3])
+#define MODELNEW_ACC_8(i) MODELNEW_ACC_4(i), MODELNEW_ACC_4((i) + 4)
+#define MODELNEW_ACC_24(i) MODELNEW_ACC_16(i), MODELNEW_ACC_8((i) + 16)
 #define MODELNEW_ACC_16(i) MODELNEW_ACC_4(i), MODELNEW_ACC_4((i) + 4), MODELNEW_ACC_4((i) + 8), MODELNEW_ACC_4((i) + 12)
 #define MODELNEW_ACC_28(i) \
   MODELNEW_ACC_16(i), MODELNEW_ACC_4((i) + 16), MODELNEW_ACC_4((i) + 20), MODELNEW_ACC_4((i) + 24)
@@ -174,9 +179,11 @@ MODELNEW_WGMMA_SHAPES(float, "k8.f32.tf32.tf32", "1, 1")
 template <typename Operand, int N>
 struct WgmmaRegisters;
 
-#define MODELNEW_WGMMA_REGISTERS(OPERAND, N, COUNT, A, B, KEEP, TYPES, SIGNS)                                        \
+#define MODELNEW_WGMMA_REGISTERS(OPERAND, N, COUNT, A, B, KEEP, TYPES, SIGNS) \
+  MODELNEW_WGMMA_REGISTERS_OF(WgmmaRegisters, OPERAND, N, COUNT, A, B, KEEP, TYPES, SIGNS)
+#define MODELNEW_WGMMA_REGISTERS_OF(STRUCT, OPERAND, N, COUNT, A, B, KEEP, TYPES, SIGNS)                             \
   template <>                                                                                                        \
-  struct WgmmaRegisters<OPERAND, N> {                                                                                \
+  struct STRUCT<OPERAND, N> {                                                                                        \
     static __device__ __forceinline__ void multiply(float (&acc)[COUNT], const uint32_t (&a)[4], uint32_t b,         \
                                                     int keep, uint32_t b_high = kDescriptorHigh) {                   \
       const uint64_t b_operand = static_cast<uint64_t>(b_high) << 32 | b;                                            \
@@ -203,6 +210,27 @@ MODELNEW_WGMMA_REGISTERS(Half, 120, 60, "%60, %61, %62, %63", "%64", "%65", "k16
 MODELNEW_WGMMA_REGISTERS(Half, 136, 68, "%68, %69, %70, %71", "%72", "%73", "k16.f32.f16.f16", "1, 1, 0")
 MODELNEW_WGMMA_REGISTERS_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0")
 MODELNEW_WGMMA_REGISTERS_SHAPES(float, "k8.f32.tf32.tf32", "1, 1")
+#endif
+
+// The same with a `b` that is contiguous along N: chunks of eight columns, the upper half of the descriptor apart, each
+// [step of the reduction] x 16 bytes, and eight steps LBO further on the next ones.
+template <typename Operand, int N>
+struct WgmmaRegistersTransposed;
+
+#if defined(MODELNEW_SM90A)
+#define MODELNEW_WGMMA_REGISTERS_TRANSPOSED(OPERAND, N, COUNT, A, B, KEEP, TYPES) \
+  MODELNEW_WGMMA_REGISTERS_OF(WgmmaRegistersTransposed, OPERAND, N, COUNT, A, B, KEEP, TYPES, "1, 1, 1")
+#define MODELNEW_WGMMA_REGISTERS_TRANSPOSED_SHAPES(OPERAND, TYPES) \
+  MODELNEW_WGMMA_REGISTERS_TRANSPOSED(OPERAND, 8, 4, "%4, %5, %6, %7", "%8", "%9", TYPES) \
+  MODELNEW_WGMMA_REGISTERS_TRANSPOSED(OPERAND, 16, 8, "%8, %9, %10, %11", "%12", "%13", TYPES) \
+  MODELNEW_WGMMA_REGISTERS_TRANSPOSED(OPERAND, 32, 16, "%16, %17, %18, %19", "%20", "%21", TYPES) \
+  MODELNEW_WGMMA_REGISTERS_TRANSPOSED(OPERAND, 48, 24, "%24, %25, %26, %27", "%28", "%29", TYPES) \
+  MODELNEW_WGMMA_REGISTERS_TRANSPOSED(OPERAND, 64, 32, "%32, %33, %34, %35", "%36", "%37", TYPES) \
+  MODELNEW_WGMMA_REGISTERS_TRANSPOSED(OPERAND, 96, 48, "%48, %49, %50, %51", "%52", "%53", TYPES) \
+  MODELNEW_WGMMA_REGISTERS_TRANSPOSED(OPERAND, 128, 64, "%64, %65, %66, %67", "%68", "%69", TYPES) \
+  MODELNEW_WGMMA_REGISTERS_TRANSPOSED(OPERAND, 256, 128, "%128, %129, %130, %131", "%132", "%133", TYPES)
+MODELNEW_WGMMA_REGISTERS_TRANSPOSED_SHAPES(Half, "k16.f32.f16.f16")
+MODELNEW_WGMMA_REGISTERS_TRANSPOSED_SHAPES(BFloat16, "k16.f32.bf16.bf16")
 #endif
 
 }  // namespace hopper

@@ -19,11 +19,11 @@ constexpr Engine stand_in(const char* name) { return {name, refusal, workspace_b
 }  // namespace
 
 extern const Engine kGatherEngine = stand_in("gather");
+extern const Engine kHopperWgradEngine = stand_in("hopper_wgrad");
 extern const Engine kStemEngine = stand_in("stem");
 extern const Engine kTmaEngine = stand_in("tma");
 extern const Engine kTmaWgradEngine = stand_in("tma_wgrad");
 extern const Engine kWgmmaEngine = stand_in("wgmma");
-extern const Engine kWgradEngine = stand_in("wgrad");
 
 bool gather_lands(const Problem&, Operator) { return false; }
 bool gather_takes_taps_apart(const Problem&, Operator) { return false; }

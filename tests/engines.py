@@ -171,13 +171,13 @@ TMA_EDITS = [
 ]
 PLANNED = {
     "gather": Planned(DTYPES[:3], in_memory_orders),
+    "hopper_wgrad": Planned(DTYPES[:3], in_memory_orders),
+    "tma_wgrad": Planned(DTYPES[1:3], planes_or_pixels),
     "mma": Planned(DTYPES[:1], anywhere),
     "pointwise": Planned(DTYPES[:1], anywhere),
     "stem": Planned(DTYPES[:3], anywhere),
     "tma": Planned(DTYPES[1:3], planes_or_pixels, TMA_EDITS),
-    "tma_wgrad": Planned(DTYPES[1:3], planes_or_pixels),
     "wgmma": Planned(DTYPES[:3], dense),
-    "wgrad": Planned(DTYPES[:3], dense),
 }
 
 
@@ -250,18 +250,6 @@ GATHER_EDITS = {
     ),
     r"run<BFloat16>\(": "run<Half>(",  # the same code
 }
-WGRAD_EDITS = {
-    r" 1 << 29 : 1 << 27;": " 1 << 12 : 1 << 12;",
-    r"constexpr int64_t kMostCopiedBytes = 512 << 20;": "#define kMostCopiedBytes most_copied_bytes",
-}
-# Rows of a box that end within 16 bytes are loaded up to there, as they lie in memory: wgrad does not mind.
-WGRAD_BOXES = {
-    'simt::complain("rows of a box that end within 16 bytes");': "{}",
-    "exists &= at >= 0 && static_cast<uint64_t>(at) < map.sizes[i];": (
-        "const uint64_t rest = 16 / map.element_bytes - 1, whole = (map.sizes[0] + rest) / (rest + 1) * (rest + 1);\n"
-        "        exists &= at >= 0 && static_cast<uint64_t>(at) < (i == 0 ? whole : map.sizes[i]);"
-    ),
-}
 
 
 def replaced(text: str, edits: Mapping[str, str]) -> str:
@@ -297,15 +285,22 @@ WITH_PARTS = Kernels(
 EMULATED = {
     **dict.fromkeys(PARTS, WITH_PARTS),
     # On a GPU as small as this, a thread of dgrad_any_kernel has several rows.
-    "depthwise": Kernels(
-        ["depthwise.cu"], ["engine.h", "depthwise.h"], edits=SMALL_TF32 | {r": 16, sms": ": 1, 1"}
-    ),
+    "depthwise": Kernels(["depthwise.cu"], ["engine.h", "depthwise.h"], edits=SMALL_TF32 | {r": 16, sms": ": 1, 1"}),
     "mma": by_mma("mma", shape=-1, hopper=1, splits=1),
     "mma_wgrad": by_mma("mma_wgrad", MMA_WGRAD_EDITS, images=0, tile_p=0, tile_q=0, splits=0),
     "pointwise": by_mma("pointwise", staged=-1, row_bits=-1, split_bits=-1, slices=0),
     "stem": by_mma("stem", tile_k=0, tile_p=0, tile_q=0),
     "tma": by_tma("tma", shape=-1, windows=-1, splits=1, direct=-1),
     "tma_wgrad": by_tma("tma_wgrad", channels=0, blocks=0, parts=0),
+    "hopper_wgrad": Kernels(
+        ["hopper_wgrad.cu"],
+        ["hopper_wgrad.h"],
+        edits={
+            r" 1 << 29 : 1 << 27;": " 1 << 12 : 1 << 12;",
+            r"kMostCopiedBytes = 512 << 20;": "kMostCopiedBytes = 70000;",
+        },
+        wishes={"shape": -1, "channels": 0, "parts": 0, "images": 0, "rows": 0, "columns": 0},
+    ),
     "wgmma": Kernels(
         ["wgmma.cu", "listed.cu"],
         ["wgmma.h"],
@@ -318,13 +313,6 @@ EMULATED = {
         HOPPER_STAND_IN + INSTRUCTION,
         GATHER_EDITS,
         {"shape": -1, "splits": 0, "sms": 3, "images": 0, "windows": -1, "tma_splits": 1},
-    ),
-    "wgrad": Kernels(
-        ["wgrad.cu"],
-        ["wgrad.h"],
-        replaced(HOPPER_STAND_IN, WGRAD_BOXES) + cpp("emulation/wgrad_copies.h"),
-        WGRAD_EDITS,
-        {"tile_k": 0, "splits": 0},
     ),
 }
 OTHER_ENGINE = cpp("emulation/listed.h")
@@ -453,7 +441,7 @@ class Emulated(Engine):
         if operator == "fprop" and rng.random() < 0.5:
             del tensors["bias"]
         plain = {**tensors}
-        if self.engine == "wgrad":  # what no output sees may be anything
+        if self.engine == "hopper_wgrad":  # what no output sees may be anything
             seen = nn.grad.conv2d_input(case.x_shape, torch.ones(case.w_shape), torch.ones(case.y_shape), **case.kwargs)
             tensors["x"] = tensors["x"].masked_fill(seen == 0, math.nan)
         of_x, of_dy, of_out = (layout,) * 3 if isinstance(layout, str) else layout

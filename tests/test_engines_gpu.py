@@ -200,8 +200,8 @@ GPU_PATCHES_CASES = [
     Case(3, 3, 56, 58, 136, 14, 14, stride=(14, 14)),
     Case(3, 1, 33, 40, 64, 3, 5, stride=(3, 5)),
 ]
-# Windows with boxes of dy and without, strips of rows, copies of x and of dy, images without gaps, filters that leave
-# pixels out, groups, words and channels one by one; ragged edges of every tile, and several splits.
+# Strips of rows, several images in a stage, strides, dilations, groups, few input channels, ragged edges of every tile,
+# several parts.
 GPU_WGRAD_CASES = [
     Case(3, 64, 28, 28, 64, 3, 3, padding=(1, 1)),
     Case(5, 96, 14, 14, 300, 1, 1),
@@ -336,7 +336,7 @@ def merges(case: Case) -> bool:
 
 def operators_of(engine: str, case: Case) -> set[str]:
     """What an engine takes of the cases that it has here."""
-    if engine in ("mma_wgrad", "wgrad", "tma_wgrad", "strided"):
+    if engine in ("mma_wgrad", "hopper_wgrad", "tma_wgrad", "strided"):
         return {"dgrad"} if engine == "strided" else {"wgrad"}
     both = engine in ("wgmma", "dilated") or (engine in ("gather", "mma", "tma") and case.stride == (1, 1))
     if engine == "tma":  # channels_last only with channels that are multiples of 8
@@ -369,10 +369,10 @@ EXACT = [
     ("mma_wgrad", GPU_MMA_WGRAD_CASES, ALL_LAYOUTS, WGMMA_TYPES),
     ("mma_wgrad", GPU_MMA_WGRAD_CASES[:2], of_names(SOME_VIEWS, ("x", "dy")), [FP32, FP16]),
     ("patches", GPU_PATCHES_CASES, WITH_WEIGHTS, ALL_TYPES),
-    ("wgrad", GPU_WGRAD_CASES, IN_LAYOUT, [*ALL_TYPES, FP32]),
-    ("wgrad", GPU_WGRAD_VIEWED, of_names(VIEWS | SHIFTS, ("x", "dy"), ("x",), ("dy",)), ALL_TYPES),
-    ("wgrad", [Case(2, 8, 6, 70, 8, 3, 3, padding=(1, 1))], {"rows before NaN": {"dy": ROWS}}, ALL_TYPES),
-    ("wgrad", [Case(2, 8, 6, 7, 8, 3, 3, padding=(1, 1))], {"images before NaN": {"dy": IMAGES}}, ALL_TYPES),
+    ("hopper_wgrad", GPU_WGRAD_CASES, IN_LAYOUT, [*ALL_TYPES, FP32]),
+    ("hopper_wgrad", GPU_WGRAD_VIEWED, of_names(VIEWS | SHIFTS, ("x", "dy"), ("x",), ("dy",)), ALL_TYPES),
+    ("hopper_wgrad", [Case(2, 8, 6, 70, 8, 3, 3, padding=(1, 1))], {"rows before NaN": {"dy": ROWS}}, ALL_TYPES),
+    ("hopper_wgrad", [Case(2, 8, 6, 7, 8, 3, 3, padding=(1, 1))], {"images before NaN": {"dy": IMAGES}}, ALL_TYPES),
     ("strided", GPU_STRIDED_CASES, IN_LAYOUT, ALL_TYPES),
     ("dilated", GPU_DILATED_CASES, IN_LAYOUT, WGMMA_TYPES),
     ("tma", TMA_CASES, of_names({"channels_last": LAST}, ("x", "dy"), ("x", "w", "dy")), HALVES),
@@ -433,8 +433,8 @@ ROUNDING = [
     ("stem", STEM_CASES, IN_LAYOUT, STEM_CONTRACTS),
     ("strided", GPU_STRIDED_CASES, IN_LAYOUT, ALL_TYPES),
     ("tma", TMA_CASES, IN_LAYOUT, HALVES),
+    ("hopper_wgrad", GPU_WGRAD_CASES, IN_LAYOUT, [*ALL_TYPES, FP32]),
     ("tma_wgrad", TMA_EIGHTS, {"channels_last": WITH_WEIGHTS["channels_last"]}, HALVES),
-    ("wgrad", GPU_WGRAD_CASES, IN_LAYOUT, [*ALL_TYPES, FP32]),
 ]
 ROUNDING_RUNS = [
     (engine, cases, view, changes, dtype, tf32, fill)
@@ -468,7 +468,7 @@ SPREADING = [
         for operator in WGMMA_OPERATORS
     ),
     ("mma_wgrad", "wgrad", GPU_MMA_WGRAD_CASES[:4], WGMMA_TYPES),
-    ("wgrad", "wgrad", [Case(64, 32, 24, 24, 136, 3, 3, padding=(1, 1))], [FP32, TF32]),
+    ("hopper_wgrad", "wgrad", [Case(64, 32, 24, 24, 136, 3, 3, padding=(1, 1))], [FP32, TF32]),
 ]
 SPREADING_RUNS = [(*one, *contract) for *one, contracts in SPREADING for contract in contracts]
 
@@ -660,7 +660,7 @@ print(gradient.isfinite().all().item())
 
 
 @hopper_gpu
-@pytest.mark.parametrize("engine", ["wgrad", "gather"])
+@pytest.mark.parametrize("engine", ["hopper_wgrad", "gather"])
 def test_gpu_first_gradient_of_a_process(engine):
     """Computed in a thread of autograd's own, which has called nothing of CUDA's before."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(KERNELS.parent), *sys.path])}
@@ -673,7 +673,7 @@ def test_gpu_first_gradient_of_a_process(engine):
 GRAPHED = [
     *(("tma", "fprop", Case(2, 512, 7, 7, 512, 3, 3, padding=(1, 1)), layout, FP16) for layout in LAYOUTS),
     *(
-        ("wgrad", "wgrad", case, "contiguous", TF32)
+        ("hopper_wgrad", "wgrad", case, "contiguous", TF32)
         for case in (Case(8, 64, 28, 28, 96, 3, 3, padding=(1, 1)), Case(8, 64, 7, 7, 136, 1, 1))
     ),
     *(("wgmma", "fprop", Case(2, 16, 130, 518, 128, 3, 3), "contiguous", contract) for contract in (TF32, FP32)),

@@ -21,5 +21,3 @@ def test_memo_tells_problems_apart_and_forgets_none_of_a_network(mma_plans):
     fault = mma_plans.library.mma_fault_of_memo
     fault.restype = ctypes.c_char_p
     assert fault(fields, len(PROBLEM_FIELDS), 0) == b""
-
-

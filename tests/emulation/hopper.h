@@ -234,6 +234,10 @@ using std::min;
 namespace modelnew {
 namespace hopper {
 
+template <typename Number>
+Number in_register(Number number) {
+  return number;
+}
 inline int uniform(int value) {
   const int first = __shfl_sync(~0u, value, 0);
   if (first != value) simt::complain("lanes that differ");
@@ -267,6 +271,7 @@ inline void barrier_arrive_expecting(uint32_t barrier, int bytes) { simt::arrive
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   simt::wait_while(simt::barrier_at(barrier).phase, parity & 1);
 }
+inline bool barrier_ended(uint32_t barrier, uint32_t parity) { return simt::barrier_at(barrier).phase != (parity & 1); }
 inline void barrier_wait_idly(uint32_t barrier, uint32_t parity) { barrier_wait(barrier, parity); }
 inline void fence_async() {}
 inline void fence_async_memory() {}
@@ -346,7 +351,7 @@ inline cudaError_t accepted(bool right) {
   if (!right) simt::complain("a map that the driver would refuse");
   return right ? cudaSuccess : cudaErrorInvalidValue;
 }
-enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves };
+enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves, kLoadQuarters };
 inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                 const uint64_t (&strides)[3], const uint32_t (&box)[4], BoxMap& map,
                                 uint32_t step = 1, uint32_t step_2 = 1) {
@@ -355,7 +360,7 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
   bool right = reinterpret_cast<uint64_t>(tensor) % 16 == 0;
   const bool quarters = use == BoxUse::kStoreQuarters;
   const bool halves = use == BoxUse::kStoreHalves || use == BoxUse::kLoadHalves;
-  map.pieces = use == BoxUse::kLoad || quarters ? 0 : halves ? 4 : 8;
+  map.pieces = use == BoxUse::kLoad || quarters ? 0 : use == BoxUse::kLoadQuarters ? 2 : halves ? 4 : 8;
   right &= map.pieces > 0 ? row_bytes == map.pieces * 16 : quarters ? row_bytes == 32 : row_bytes % 16 == 0;
   // A box spans so many elements of memory and takes one in every `step`.
   right &= step >= 1 && step <= 8 && box[1] % step == 0 && step_2 >= 1 && step_2 <= 8 && box[2] % step_2 == 0;
@@ -593,27 +598,60 @@ using WgmmaFirstTransposed = WgmmaLying<Operand, N, Lies::kTransposed, Lies::kRo
 template <typename Operand, int N>
 using WgmmaBothTransposed = WgmmaLying<Operand, N, Lies::kTransposed, Lies::kTransposed>;
 
-// With rows of `a` in the registers of four threads each.
+// Rows of `a` in the registers of four threads each.
+template <typename Operand>
+std::array<std::array<float, 32 / sizeof(Operand)>, 2> rows_in_registers(const uint32_t (&a)[4]) {
+  constexpr int kSteps = 32 / sizeof(Operand), kWord = 4 / sizeof(Operand);
+  const auto* const of_four = simt::shown_by_warp(a) + threadIdx.x % 32 / 4 * 4;
+  std::array<std::array<float, kSteps>, 2> rows;
+  for (int i = 0; i < 2; ++i)
+    for (int k = 0; k < kSteps; ++k) {
+      const uint32_t& word = of_four[k / kWord % 4][i + 2 * (k / kWord / 4)];
+      Operand value;
+      std::memcpy(&value, reinterpret_cast<const uint8_t*>(&word) + k % kWord * sizeof value, sizeof value);
+      rows[i][k] = value_of(value);
+    }
+  return rows;
+}
+
 template <typename Operand, int N>
 struct WgmmaRegisters {
   static void multiply(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int keep,
                        uint32_t b_high = kDescriptorHigh) {
-    constexpr int kSteps = 32 / sizeof(Operand), kWord = 4 / sizeof(Operand);
     const Lies b_lies = lies_in_rows(b_high) ? Lies::kRows : Lies::kPieces;
     if (b_lies == Lies::kRows && (b & 0x3fff) * 16 % 1024 > 96)
       simt::complain("an operand that does not begin with a group of eight rows");
-    const auto* const of_four = simt::shown_by_warp(a) + threadIdx.x % 32 / 4 * 4;
-    std::array<std::array<float, kSteps>, 2> rows;
-    for (int i = 0; i < 2; ++i)
-      for (int k = 0; k < kSteps; ++k) {
-        const uint32_t& word = of_four[k / kWord % 4][i + 2 * (k / kWord / 4)];
-        Operand value;
-        std::memcpy(&value, reinterpret_cast<const uint8_t*>(&word) + k % kWord * sizeof value, sizeof value);
-        rows[i][k] = value_of(value);
-      }
+    const auto rows = rows_in_registers<Operand>(a);
     multiply_rows<Operand, N>(
         acc, keep, [=](int i, auto& values) { std::copy(rows[i].begin(), rows[i].end(), values); },
         [=](int row, auto& values) { read_operand_row<Operand>(b_lies, b, row, values); });
+  }
+};
+
+// And chunks of eight columns of `b`, [step of the reduction] x 16 bytes each, or rows in a swizzle, 128, 64 or 32 bytes
+// of columns each.
+template <typename Operand, int N>
+struct WgmmaRegistersTransposed {
+  static void multiply(float (&acc)[N / 2], const uint32_t (&a)[4], uint32_t b, int keep, uint32_t b_high) {
+    if (b & 0xc000 || (b_high & 0x3fffffff) >> 14 != 0) simt::complain("a descriptor beyond shared memory");
+    const uint32_t row_bytes = b_high >> 30 == 0 ? 16 : 256 >> (b_high >> 30), to_next = (b_high & 0x3fff) * 16;
+    if (row_bytes > 16 && to_next != 8 * row_bytes) simt::complain("rows of a swizzle that do not follow each other");
+    const auto rows = rows_in_registers<Operand>(a);
+    multiply_rows<Operand, N>(
+        acc, keep, [=](int i, auto& values) { std::copy(rows[i].begin(), rows[i].end(), values); },
+        [=](int column, auto& values) {
+          for (int k = 0; k < 16; ++k) {
+            const uint32_t first = (b & 0x3fff) * 16, leading = (b >> 16) * 16, bytes = column * 2;
+            uint32_t place = first + bytes / row_bytes * leading + k / 8 * to_next + k % 8 * row_bytes;
+            if (row_bytes == 16) place = first + column / 8 * to_next + k / 8 * leading + k % 8 * 16;
+            place += bytes % row_bytes / 16 * 16;
+            place ^= place / kBoxRowBytes % (row_bytes / 16) * 16;
+            simt::check_shared(place, 16);
+            Operand value;
+            std::memcpy(&value, simt::smem + place + column % 8 * sizeof value, sizeof value);
+            values[k] = value_of(value);
+          }
+        });
   }
 };
 

@@ -1,4 +1,5 @@
 #include "run.h"
+IDLE(kHopperWgradEngine)
 using namespace modelnew::mma_wgrad;
 
 // A tile and a number of splits on a GPU of three SMs.

@@ -1,6 +1,6 @@
 #include "run.h"
 
-IDLE(kWgradEngine) IDLE(kDirectEngine)
+IDLE(kHopperWgradEngine) IDLE(kDirectEngine)
 using namespace modelnew::tma_wgrad;
 
 // This tile in so many parts (0: any), on a GPU of three SMs.

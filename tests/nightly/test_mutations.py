@@ -38,9 +38,9 @@ MOST_SECONDS = 10.0  # for the tests of one mutant, as they take without it
 
 
 # Mutants are made in an engine's own files; others are another engine's, or the stand-ins replace them.
-NAMES = ("direct", "depthwise", "wgmma", "gather", "mma", "pointwise", "stem", "tma", "wgrad", "tma_wgrad")
+NAMES = ("direct", "depthwise", "wgmma", "gather", "mma", "pointwise", "stem", "tma", "hopper_wgrad", "tma_wgrad")
 HEADERS = {"direct": "correlate.cuh", "depthwise": "depthwise_grad.cuh", "mma": "tf32.cuh"}
-HEADERS |= {"tma_wgrad": "channels_last.cuh"}
+HEADERS |= {"tma": "channels_last.cuh"}
 FILES = {name: {f"{name}.cu", HEADERS.get(name)} for name in NAMES}
 
 

@@ -9,8 +9,8 @@
 #include "patches.cu"
 #include "strided.cu"
 #include "tma.cu"
+#include "hopper_wgrad.cu"
 #include "tma_wgrad.cu"
-#include "wgrad.cu"
 
 #include "problem_fields.h"
 
@@ -32,9 +32,9 @@ ENGINE(Stem, stem, stem::cycles)
 ENGINE(Pointwise, pointwise, pointwise::cycles)
 ENGINE(Mma, mma, mma::cycles)
 ENGINE(Tma, tma, tma::cycles)
-ENGINE(Wgrad, wgrad, wgrad::cycles)
 ENGINE(MmaWgrad, mma_wgrad, nullptr)
 ENGINE(TmaWgrad, tma_wgrad, nullptr)
+ENGINE(HopperWgrad, hopper_wgrad, hopper_wgrad::cycles)
 ENGINE(Dilated, dilated, nullptr)
 ENGINE(Patches, patches, nullptr)
 ENGINE(Strided, strided, nullptr)

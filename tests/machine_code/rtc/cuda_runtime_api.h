@@ -13,8 +13,12 @@ template <class Kernel> Launch launch(Kernel*, dim3, dim3, size_t = 0, cudaStrea
 namespace modelnew {
 namespace hopper {
 struct BoxMap;
-enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves };
+enum class BoxUse { kStore, kStoreHalves, kStoreQuarters, kLoad, kLoadRows, kLoadHalves, kLoadQuarters };
 template <class... T> cudaError_t make_box_map(T&&...) { return cudaSuccess; }
+template <class... T>
+cudaError_t make_box_map(BoxUse, const void*, int, const uint64_t (&)[4], const uint64_t (&)[3], T&&...) {
+  return cudaSuccess;
+}
 template <class... T> cudaError_t make_columns_map(T&&...) { return cudaSuccess; }
 template <class Kernel, class... Params>
 cudaError_t launch_early(Kernel*, unsigned, int, size_t, cudaStream_t, const Params&...) { return cudaSuccess; }

@@ -1,0 +1,1692 @@
+// hopper_wgrad engine: the weight gradient on Hopper's tensor cores (wgmma), of 16-bit tensors, and of fp32 under the
+// TF32 contract or in full accuracy. Deterministic: sums are added in a fixed order.
+//
+//   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
+//
+//   hopper_wgrad_copy_kernel   x or dy in another memory format -> one that TMA boxes can read, where needed
+//   hopper_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32
+//   hopper_wgrad_add_kernel    sums of all parts -> dw
+//
+// GEMM: rows = output channels, columns = input channels, for each tap of its own; reduction = pixels. The sums of all
+// taps of a tile stay in registers, so that each pixel of dy, and of x, comes from memory once for them.
+//
+// The Tensor Memory Accelerator (TMA) loads boxes of channels_last tensors, [pixel][channel] in its swizzle, and of
+// NCHW planes, [channel][pixel]. From there:
+//
+//   x    wgmma reads pixels of 16 bits as they are. Planes are transposed, and fp32 is split into parts of 16 bits:
+//        [chunk of 8 channels][pixel] x 16 bytes.
+//        A tap is a shift of the start address, by whole pixels. At a stride, phases of x lie one behind another
+//   dy   warps bring it to registers, and split it there
+//
+//        columns + halo = pitch
+//      +-------------+           Rows of outputs lie at the pitch of x. Where dy has no pixel there are zeros, and each
+//      | o  o  o  o  | .  .      tap of all pixels of a stage is at one distance. Inf or NaN in the halo makes NaN of
+//      | o  o  o  o  | .  .      such a zero: a thread that finds one among its sums takes its products anew.
+//      +-------------+ .  .      Steps of wgmma are 16 slots each, through the ends of rows.
+//        .  .  .  .    .  .
+//
+// Blocks of 12 warps, or of 16 where x passes through some:
+//
+//   warps 0-7   multiply. Tiles of 128 output channels: each of two warpgroups has 64 of them. Tiles of 64: the
+//               warpgroups take steps by turns, and each one leaves sums of its own
+//   warp 8      one thread issues the boxes
+//   warps 9-15  split x of fp32, or transpose planes
+//
+// A sum is split after kMostChained pixels, because the tensor core truncates when it adds.
+#if !defined(__CUDACC_RTC__)
+#include <algorithm>
+#include <cstdio>
+
+#include "device.cuh"
+#include "engines.cuh"
+#include "memo.cuh"
+#endif
+
+#include "channels_last.cuh"
+#include "divisor.cuh"
+#include "numerics.cuh"
+#include "problem.cuh"
+#include "ptx.cuh"
+#include "ring.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
+
+namespace modelnew {
+namespace hopper_wgrad {
+
+// ---- Geometry, host and device ----
+
+constexpr int kStepPixels = 16;
+[[maybe_unused]] constexpr int kMultiplyingThreads = 256, kSplittingThreads = 224;
+constexpr int kSharedBytes = 232448;
+constexpr int kMostStages = 6, kMostPartStages = 3;  // the latter: of x in parts
+constexpr int kRegionBytes = 1024;                   // of a stage, at least: from there on the swizzle repeats itself
+constexpr int kMostBox = 256;                        // elements of a box along a dimension
+constexpr int kMostStep = 8;                         // of a box
+[[maybe_unused]] constexpr float kScale = 0x1p24f;   // of either operand in fp32
+constexpr int64_t kMostChained = 8192;               // pixels of one sum on the tensor core
+constexpr int kMostTaps = 256;
+constexpr int kLeastFold = 5, kMostFolded = 32;  // columns of filters; channels of x
+constexpr int64_t kMostSumBytes = int64_t{1} << 30;
+constexpr int kAddThreads = 256, kMostAddChannels = 64, kMostAddSums = 4096;  // of a block
+[[maybe_unused]] constexpr int kFewBlocks = 512;                              // they leave memory idle
+constexpr int kMostSide = 1 << 10;  // of a window and images of a stage: pack_pixel
+
+// Chunks of eight input channels and taps of a tile, which a kernel is compiled for: as many as have room for sums, in
+// full fp32 accuracy for two of each.
+struct TileShape {
+  int chunks, taps;
+};
+constexpr TileShape kTileShapes[] = {{4, 9}, {12, 3}, {32, 1}, {1, 25}, {16, 1}, {8, 1}, {2, 9}, {6, 3}, {1, 9}};
+constexpr int kMostTapsOfTile = 25;
+constexpr int kTileShapeCount = sizeof kTileShapes / sizeof kTileShapes[0];
+constexpr int kMostExact = 18;                       // chunks times taps that have room for two sums
+[[maybe_unused]] constexpr int kMostExactSteps = 6;  // of wgmma, whose sums are added to others by ordinary additions
+
+MODELNEW_HOST_DEVICE constexpr bool is_compiled(const TileShape& shape, int parts, bool splits) {
+  if (parts == 3) return shape.chunks * shape.taps <= kMostExact;
+  const bool exact_only = shape.chunks == 6 || (shape.chunks == 1 && shape.taps == 9);
+  return !exact_only && (!splits || shape.chunks < 32);  // which is too wide for blocks of 16 warps
+}
+
+// How tensors are multiplied: 16 bits as they are; fp32 as the sum of bf16 values, the first and rests: two, with 16
+// bits together, for TF32's contract, three for full accuracy. Products of rests that are too small are left out.
+template <typename Stored_, typename Operand_, int PARTS_, bool SPLITS_>
+struct Format {
+  using Stored = Stored_;    // in memory
+  using Operand = Operand_;  // of wgmma
+  static constexpr int BYTES = sizeof(Stored), PARTS = PARTS_;
+  static constexpr bool SPLITS = SPLITS_;  // x, into parts: fp32, and planes of 16 bits
+  // Registers of a thread that multiplies and of any other.
+  static constexpr int THREADS = SPLITS ? 512 : 384;
+  static constexpr int MULTIPLYING_REGISTERS = SPLITS ? 200 : 224, OTHER_REGISTERS = 56;
+  static_assert(256 * MULTIPLYING_REGISTERS + (THREADS - 256) * OTHER_REGISTERS <= 65536, "those of an SM");
+};
+
+struct Plan {
+  bool copies_x, copies_dy;
+  int64_t slice_images;  // copied and multiplied at a time, for a part of all sums each
+  int slices;
+  int fold;                               // columns of a filter that become channels of x, or 1
+  int bytes, parts_of_x;                  // of a value in memory; how many values of 16 bits it is multiplied as
+  bool has_gaps;                          // slots behind boxes
+  bool splits;                            // as Format has it
+  bool x_planes, dy_planes, dy_straight;  // NCHW, of 16 bits both; dy in the order of slots
+  bool x_whole, dy_whole;                 // planes of any size, which follow each other in memory, of whole images
+  int channels;                           // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
+  TileShape shape;
+  int blocks_c, blocks_t, tiles_k;  // tiles along input channels, taps, output channels
+  int span_r, span_s;               // rows and columns of taps in a window
+  int images, rows, columns;        // outputs of a stage
+  int pitch, steps;                 // slots of a row; steps of an image
+  int window_h, window_w;           // pixels of x
+  int phases_h, phases_w, slots;    // of x; slots of a phase of an image
+  int dy_slots;                     // of an image
+  int tiles_p, tiles_q, tiles;      // stages of an image, and of all
+  int parts, jobs, grid;
+  int row_bytes, block_bytes;  // channels_last x: of a pixel, in a block of channels; of all its pixels
+  int dy_block_bytes;          // likewise, where a pixel has 128 bytes
+  int x_boxes, box_rows;       // planes: of an image's window; rows of the window in each
+  int run, dy_run;             // planes: elements of a channel in a box of x, of dy
+  // Of a stage: dy, with x of 16 bits; fp32 x, and a chunk of its parts, of which there are rings of their own.
+  int dy_bytes, stage_bytes, raw_bytes, chunk_bytes, part_bytes, dy_loaded, x_loaded;
+  int stages, raw_stages, part_stages, smem_bytes;
+  double cycles;
+};
+
+struct Params {
+  hopper::BoxMap x_map, dy_map;
+  Plan plan;
+  const void *x_ptr, *dy_ptr;
+  int64_t x_stride[4], dy_stride[4];
+  int64_t N;
+  int C, group_c, H, W, K, group_k, P, Q, R, S;
+  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  float* sums_ptr;                             // [part][output channel][tap][input channel], whole tiles
+  int64_t rows;                                // output channels of those, of all groups
+  int tap_units[kMostTaps + kMostTapsOfTile];  // from the first output's slot to the tap's, in 16 bytes
+  Divisor by_tiles, by_group_tiles, by_tiles_k, by_blocks_t, by_tiles_p, by_tiles_q, by_pitch, by_slots, by_image_slots,
+      by_steps, by_all_slots;
+};
+
+struct AddParams {
+  const float* sums_ptr;
+  void* dw_ptr;
+  int64_t part, row;  // steps in sums
+  int64_t w_stride[4];
+  int parts, C, S, taps, row_channels;  // the latter: columns of a tap
+  int K, block_k, channels, shares;     // of a block, the middle ones; of parts
+  int group_padding;                    // rows of sums that a group has beyond its channels
+  Divisor by_blocks_c, by_quads, by_taps, by_channels, by_of_k, by_s, by_group_k, by_fold;
+};
+
+// Any memory format -> channels_last with `inner` channels a pixel, or planes of `inner` pixels; zeros fill the rest.
+// With a fold, channels become as many times more, each of them one tap of a row: x for filters of a single column.
+struct OrderParams {
+  const void* from_ptr;
+  void* to_ptr;
+  int64_t stride[4];  // of what is read
+  int64_t elements;
+  int C, H, W, inner, from_w;  // sizes of the copy, but for the last
+  int step, pad, dilation;     // between columns of what is read
+  bool planes;
+  Divisor by_inner, by_c, by_h, by_w, by_fold;
+};
+
+// Parts of sums that a part of the pixels has.
+MODELNEW_HOST_DEVICE inline int sums_of_part(const Plan& plan) { return plan.channels == 64 ? 2 : 1; }
+
+MODELNEW_HOST_DEVICE inline int row_channels(const Plan& plan) { return plan.blocks_c * plan.shape.chunks * 8; }
+
+MODELNEW_HOST_DEVICE inline int phases_of(const Plan& plan) { return plan.phases_h * plan.phases_w; }
+
+MODELNEW_HOST_DEVICE inline int all_slots(const Plan& plan) { return plan.images * phases_of(plan) * plan.slots; }
+
+// The first tap whose pixels the window of a block of taps has.
+struct Tap {
+  int r, s;
+};
+
+MODELNEW_HOST_DEVICE inline Tap first_tap(const Params& params, int block_t) {
+  const int tap = block_t * params.plan.shape.taps, r = tap / params.S;
+  return {r, params.plan.span_s == params.S ? 0 : tap - r * params.S};
+}
+
+struct Job {
+  int group, tile_k, block_c, block_t, part, first_tile, last_tile;
+  Tap tap;
+};
+
+// Neighbouring blocks have tiles of the same pixels, which the L2 cache then serves.
+MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
+  const Plan& plan = params.plan;
+  const int part = quotient(number, params.by_tiles);
+  const int of_all = number - part * static_cast<int>(params.by_tiles.divisor);
+  const int group = quotient(of_all, params.by_group_tiles);
+  const int tile = of_all - group * static_cast<int>(params.by_group_tiles.divisor);
+  const int column = quotient(tile, params.by_tiles_k), block_c = quotient(column, params.by_blocks_t);
+  const int block_t = column - block_c * plan.blocks_t;
+  return {group,
+          tile - column * plan.tiles_k,
+          block_c,
+          block_t,
+          part,
+          static_cast<int>(static_cast<int64_t>(part) * plan.tiles / plan.parts),
+          static_cast<int>(static_cast<int64_t>(part + 1) * plan.tiles / plan.parts),
+          first_tap(params, block_t)};
+}
+
+// The first output of a stage.
+struct Place {
+  int64_t n;
+  int p, q;
+};
+
+MODELNEW_HOST_DEVICE inline Place locate_tile(const Params& params, int tile) {
+  const Plan& plan = params.plan;
+  const int row = quotient(tile, params.by_tiles_q), image = quotient(row, params.by_tiles_p);
+  return {int64_t{image} * plan.images, (row - image * plan.tiles_p) * plan.rows,
+          (tile - row * plan.tiles_q) * plan.columns};
+}
+
+// The slot of x, in a stage, of the first output's tap: in which phase, and how far.
+MODELNEW_HOST_DEVICE inline int slot_of_tap(const Params& params, const Tap& first, int tap) {
+  const Plan& plan = params.plan;
+  const int r = tap / params.S, s = tap - r * params.S;
+  const int h = (r - first.r) * params.dilation_h, w = (s - first.s) * params.dilation_w;
+  const int phase = h % params.stride_h * plan.phases_w + w % params.stride_w;
+  return phase * plan.slots + h / params.stride_h * plan.pitch + w / params.stride_w;
+}
+
+// A pixel of a stage: image, row and column, from the first output's on. Negative if there is none.
+MODELNEW_HOST_DEVICE inline int pack_pixel(int image, int row, int column) {
+  return (image << 20) + (row << 10) + column;
+}
+
+MODELNEW_HOST_DEVICE inline int dy_pixel(const Params& params, int number) {
+  const Plan& plan = params.plan;
+  const int step = number / kStepPixels, image = quotient(step, params.by_steps);
+  const int slot = number - image * plan.steps * kStepPixels, row = quotient(slot, params.by_pitch);
+  const int column = slot - row * plan.pitch;
+  return row < plan.rows && column < plan.columns ? pack_pixel(image, row, column) : -1;
+}
+
+MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
+  const Plan& plan = params.plan;
+  const int image = quotient(number, params.by_image_slots);
+  number -= image * static_cast<int>(params.by_image_slots.divisor);
+  const int phase = quotient(number, params.by_slots), slot = number - phase * plan.slots;
+  const int row = quotient(slot, params.by_pitch), column = slot - row * plan.pitch;
+  const int phase_h = phase / plan.phases_w;
+  if (row * params.stride_h >= plan.window_h) return -1;  // behind the window
+  return pack_pixel(image, row * params.stride_h + phase_h, column * params.stride_w + phase - phase_h * plan.phases_w);
+}
+
+// Planes: the first row of a window that its `number`-th box has. Rows that no tap reads are left out.
+MODELNEW_HOST_DEVICE inline int first_row(const Params& params, int number) {
+  const Plan& plan = params.plan;
+  if (plan.phases_h == params.stride_h || plan.x_whole) return number * plan.box_rows;
+  const int row = number / plan.phases_h;
+  return row * params.stride_h + number - row * plan.phases_h;
+}
+
+// Where a pixel of a window begins, in elements: the box, and how far from its first row.
+struct InBox {
+  int number, offset;
+};
+
+MODELNEW_HOST_DEVICE inline InBox place_in_box(const Params& params, int row, int column) {
+  const Plan& plan = params.plan;
+  if (plan.phases_h < params.stride_h && !plan.x_whole)
+    return {row / params.stride_h * plan.phases_h + row % params.stride_h, column};
+  const int number = row / plan.box_rows;
+  return {number, (row - number * plan.box_rows) * params.W + column};
+}
+
+// Of a block: stages, then tables of pixels and taps, then barriers.
+struct SharedLayout {
+  int raw, parts, dy_table, x_table, nothing, barriers, end;
+};
+
+MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
+  SharedLayout layout{};
+  layout.raw = plan.stages * plan.stage_bytes;
+  layout.parts = layout.raw + plan.raw_stages * plan.raw_bytes;
+  layout.dy_table = layout.parts + plan.part_stages * plan.part_bytes;
+  layout.x_table = layout.dy_table + (plan.dy_planes ? plan.images * plan.dy_slots * 4 : 0);
+  layout.nothing = layout.x_table + (plan.x_planes ? all_slots(plan) * 8 : 0);
+  layout.barriers = layout.nothing + 16;
+  layout.end = layout.barriers + 16 * (2 * kMostStages + kMostPartStages);
+  return layout;
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+// ---- Device code ----
+
+struct Shared {
+  uint32_t base;
+  SharedLayout layout;
+
+  // "Full" barriers of rings; "empty" ones are 8 bytes further on.
+  __device__ __forceinline__ uint32_t stage(int number) const { return base + layout.barriers + 16 * number; }
+  __device__ __forceinline__ uint32_t raw(int number) const { return stage(kMostStages + number); }
+  __device__ __forceinline__ uint32_t part(int number) const { return stage(2 * kMostStages + number); }
+};
+
+// Where the window of a stage begins.
+struct Window {
+  Place at;
+  int first_h, first_w;
+};
+
+__device__ __forceinline__ Window locate_window(const Params& params, const Job& job, int tile) {
+  const Place at = locate_tile(params, tile);
+  return {at, at.p * params.stride_h - params.pad_h + job.tap.r * params.dilation_h,
+          at.q * params.stride_w - params.pad_w + job.tap.s * params.dilation_w};
+}
+
+// Issues the boxes of a stage, of dy and of x, which come to their own barriers.
+template <typename Format, int CHUNKS>
+__device__ __forceinline__ void load_stage(const Params& params, const Job& job, int tile, uint32_t stage,
+                                           uint32_t barrier, uint32_t x_stage, uint32_t x_barrier) {
+  using Stored = typename Format::Stored;
+  constexpr int kMisplaced = 16 / Format::BYTES - 1;  // elements behind a multiple of 16 bytes, at most
+  const Plan& plan = params.plan;
+  const Window window = locate_window(params, job, tile);
+  const int n = static_cast<int>(window.at.n);
+  const int first_k = job.group * params.group_k + job.tile_k * plan.channels;
+  const int first_c = job.group * params.group_c + job.block_c * CHUNKS * 8;
+  // Of planes that follow each other as many as there are.
+  const auto whole = [&](int tile_channels, int channels, int plane) {
+    return min(tile_channels, channels) * plane * Format::BYTES;
+  };
+  const int dy_plane = whole(plan.channels, params.K - first_k, plan.dy_run);
+  const int x_plane = whole(CHUNKS * 8, params.C - first_c, plan.run);
+  const int dy_loaded = plan.dy_whole ? plan.images * dy_plane : plan.dy_loaded;
+  const int x_loaded = plan.x_whole ? plan.images * x_plane : plan.x_loaded;
+  hopper::barrier_arrive_expecting(barrier, dy_loaded + (Format::SPLITS ? 0 : x_loaded));
+  if (Format::SPLITS) hopper::barrier_arrive_expecting(x_barrier, x_loaded);
+#pragma unroll 1
+  for (int image = 0; image < plan.images; ++image) {
+    if (Format::SPLITS && plan.dy_whole) {
+      hopper::bulk_load(stage + image * plan.channels * plan.dy_run * Format::BYTES,
+                        static_cast<const Stored*>(params.dy_ptr) + (window.at.n + image) * params.dy_stride[0] +
+                            static_cast<int64_t>(first_k) * plan.dy_run,
+                        dy_plane, barrier);
+    } else if (Format::SPLITS && plan.dy_planes) {
+      hopper::load_box(params.dy_map, stage + image * plan.channels * plan.dy_run * Format::BYTES,
+                       (window.at.p * params.Q + window.at.q) & ~kMisplaced, first_k, n + image, 0, barrier);
+    } else {
+      constexpr int CHANNELS = hopper::kBoxRowBytes / Format::BYTES;
+      const int box_rows = plan.tiles_q == 1 ? plan.rows : 1;
+#pragma unroll 1
+      for (int row = 0; row < plan.rows; row += box_rows)
+#pragma unroll 1
+        for (int k = 0; k < plan.channels; k += CHANNELS)
+          hopper::load_box(params.dy_map,
+                           stage + k / CHANNELS * plan.dy_block_bytes +
+                               (image * plan.dy_slots + row * plan.pitch) * hopper::kBoxRowBytes,
+                           first_k + k, window.at.q, window.at.p + row, n + image, barrier);
+    }
+    if (Format::SPLITS && plan.x_whole) {
+      hopper::bulk_load(x_stage + image * CHUNKS * 8 * plan.run * Format::BYTES,
+                        static_cast<const Stored*>(params.x_ptr) + (window.at.n + image) * params.x_stride[0] +
+                            static_cast<int64_t>(first_c) * plan.run,
+                        x_plane, x_barrier);
+    } else if (Format::SPLITS && plan.x_planes) {
+#pragma unroll 1
+      for (int number = 0; number < plan.x_boxes; ++number)
+        hopper::load_box(params.x_map,
+                         x_stage + (image * plan.x_boxes + number) * CHUNKS * 8 * plan.run * Format::BYTES,
+                         ((window.first_h + first_row(params, number)) * params.W + window.first_w) & ~kMisplaced,
+                         first_c, n + image, 0, x_barrier);
+    } else {
+      const int channels = plan.row_bytes / Format::BYTES;
+#pragma unroll 1
+      for (int phase = 0; phase < phases_of(plan); ++phase) {
+        const int phase_h = phase / plan.phases_w, phase_w = phase - phase_h * plan.phases_w;
+        uint32_t to = x_stage + (image * phases_of(plan) + phase) * plan.slots * plan.row_bytes;
+#pragma unroll 1
+        for (int c = 0; c < CHUNKS * 8; c += channels, to += plan.block_bytes)
+          hopper::load_box(params.x_map, to, first_c + c, window.first_w + phase_w, window.first_h + phase_h, n + image,
+                           x_barrier);
+      }
+    }
+  }
+}
+
+// Two neighbours as pairs of bf16, of which parts[i][at] are the i-th. Both operands are scaled, as otherwise bf16
+// would lack the smallest numbers; what then becomes too large is found among the sums.
+template <int PARTS>
+__device__ __forceinline__ void split(float low, float high, uint32_t (&parts)[PARTS][4], int at) {
+  low *= kScale;
+  high *= kScale;
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) {
+    parts[i][at] = narrow_pair(low, high, BFloat16{});
+    low -= bits_float(parts[i][at] << 16);
+    high -= bits_float(parts[i][at] & 0xffff0000u);
+  }
+}
+
+// A slot of x in planes: its pixel, the first row of its box, and where it lies in the stage.
+struct alignas(8) Slot {
+  int packed;
+  uint32_t row : 10, offset : 22;
+};
+
+// Splits x of a stage into parts, [part][chunk][slot] x 16 bytes. A thread takes a slot of a few chunks, which lie in a
+// row of a box in channels_last. `nothing`: the address of 16 bytes of zeros.
+template <typename Format, int CHUNKS, bool PLANES>
+__device__ __forceinline__ void split_stage(const Params& params, const Job& job, int tile, const Slot* table,
+                                            uint32_t from, uint32_t to, uint32_t nothing) {
+  constexpr int PARTS = Format::PARTS, BYTES = Format::BYTES;
+  constexpr int ROW = CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;  // chunks of a row of a box
+  constexpr int ITEM = ROW < 2 ? ROW : 2;                             // chunks of a thread at a time
+  const Plan& plan = params.plan;
+  const int slots = all_slots(plan);
+  const Window window = locate_window(params, job, tile);
+  const int misplaced = plan.x_whole ? ~0 : 16 / BYTES - 1;  // of a box, behind its address
+#pragma unroll 1
+  for (int item = threadIdx.x - (kMultiplyingThreads + 32); item < CHUNKS / ITEM * slots; item += kSplittingThreads) {
+    const int chunk = quotient(item, params.by_all_slots) * ITEM, slot = item - chunk / ITEM * slots;
+    uint32_t own, step = BYTES * plan.run;  // planes: from channel to channel
+    if constexpr (PLANES) {
+      const Slot entry = table[slot];
+      const int h = window.first_h + (entry.packed >> 10 & 1023), w = window.first_w + (entry.packed & 1023);
+      const int begin = (window.first_h + entry.row) * params.W + window.first_w;  // of its box
+      own = from + chunk * 8 * step + entry.offset + BYTES * (begin & misplaced);
+      if (!(entry.packed >= 0 && is_within(h, params.H) && is_within(w, params.W))) own = nothing, step = 0;
+    } else {
+      own = from + chunk / ROW * plan.block_bytes + slot * ROW * 32;
+    }
+    uint32_t place = to + chunk * plan.chunk_bytes + slot * 16;
+    if constexpr (BYTES == 2) {
+      uint32_t values[ITEM][8];
+#pragma unroll
+      for (int j = 0; j < ITEM; ++j)
+#pragma unroll
+        for (int c = 0; c < 8; ++c, own += step) hopper::load_shared_half(values[j][c], own);
+#pragma unroll
+      for (int j = 0; j < ITEM; ++j, place += plan.chunk_bytes) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) pairs[c] = values[j][2 * c] | values[j][2 * c + 1] << 16;
+        hopper::store_shared_4(place, pairs);
+      }
+    } else {
+      uint32_t words[ITEM][2][4];
+#pragma unroll
+      for (int j = 0; j < ITEM; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if constexpr (PLANES) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c, own += step) hopper::load_shared(words[j][i][c], own);
+          } else {
+            const uint32_t piece = 2 * (chunk % ROW + j) + i, order = own / hopper::kBoxRowBytes & (2 * ROW - 1);
+            hopper::load_shared_4(words[j][i], own + (piece ^ order) * 16);
+          }
+#pragma unroll
+      for (int j = 0; j < ITEM; ++j, place += plan.chunk_bytes) {
+        uint32_t parts[PARTS][4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          split(bits_float(words[j][c / 2][c % 2 * 2]), bits_float(words[j][c / 2][c % 2 * 2 + 1]), parts, c);
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place + i * CHUNKS * plan.chunk_bytes, parts[i]);
+      }
+    }
+  }
+}
+
+template <typename Format, int CHUNKS>
+__device__ __forceinline__ void load(const Params& params, const Shared& shared) {
+  const Plan& plan = params.plan;
+  RingPosition ring, raw;
+#pragma unroll 1
+  for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
+    const Job job = locate_job(params, number);
+#pragma unroll 1
+    for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
+      const uint32_t stage = shared.base + ring.slot * plan.stage_bytes, barrier = shared.stage(ring.slot);
+      hopper::barrier_wait(barrier + 8, ring.parity ^ 1);
+      if constexpr (!Format::SPLITS) {
+        load_stage<Format, CHUNKS>(params, job, tile, stage, barrier, stage + plan.dy_bytes, barrier);
+      } else {
+        const uint32_t raw_barrier = shared.raw(raw.slot);
+        hopper::barrier_wait(raw_barrier + 8, raw.parity ^ 1);
+        load_stage<Format, CHUNKS>(params, job, tile, stage, barrier,
+                                   shared.base + shared.layout.raw + raw.slot * plan.raw_bytes, raw_barrier);
+        raw.next(plan.raw_stages);
+      }
+      ring.next(plan.stages);
+    }
+  }
+}
+
+template <typename Format, int CHUNKS>
+__device__ __forceinline__ void split_all(const Params& params, const Shared& shared, const uint8_t* smem) {
+  const Plan& plan = params.plan;
+  const Slot* const table = reinterpret_cast<const Slot*>(smem + shared.layout.x_table);
+  const uint32_t nothing = shared.base + shared.layout.nothing;
+  const bool planes = plan.x_planes;
+  RingPosition raw, part;
+#pragma unroll 1
+  for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
+    const Job job = locate_job(params, number);
+#pragma unroll 1
+    for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
+      const uint32_t part_barrier = shared.part(part.slot), raw_barrier = shared.raw(raw.slot);
+      hopper::barrier_wait(part_barrier + 8, part.parity ^ 1);
+      hopper::barrier_wait(raw_barrier, raw.parity);
+      const uint32_t from = shared.base + shared.layout.raw + raw.slot * plan.raw_bytes;
+      const uint32_t to = shared.base + shared.layout.parts + part.slot * plan.part_bytes;
+      if (Format::BYTES == 2 || planes)
+        split_stage<Format, CHUNKS, true>(params, job, tile, table, from, to, nothing);
+      else
+        split_stage<Format, CHUNKS, false>(params, job, tile, table, from, to, nothing);
+      hopper::fence_async();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        hopper::barrier_arrive(part_barrier);
+        hopper::barrier_arrive(raw_barrier + 8);
+      }
+      raw.next(plan.raw_stages);
+      part.next(plan.part_stages);
+    }
+  }
+}
+
+// All products of one sum of a job, one by one, padding and all.
+template <typename Stored>
+__device__ inline float exact_sum(const Params& params, const Job& job, int turns, int own_turn, int k, int c,
+                                  int tap) {
+  const Plan& plan = params.plan;
+  const int r = tap / params.S, s = tap - r * params.S;
+  const Stored* const x =
+      static_cast<const Stored*>(params.x_ptr) + (job.group * params.group_c + c) * params.x_stride[1];
+  const Stored* const dy =
+      static_cast<const Stored*>(params.dy_ptr) + (job.group * params.group_k + k) * params.dy_stride[1];
+  double sum = 0;
+  int step = -1;
+#pragma unroll 1
+  for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
+    const Place at = locate_tile(params, tile);
+#pragma unroll 1
+    for (int i = 0; i < plan.images * plan.steps * kStepPixels; ++i) {
+      if (i % kStepPixels == 0) ++step;
+      const int packed = dy_pixel(params, i);
+      const int p = at.p + (packed >> 10 & 1023), q = at.q + (packed & 1023);
+      const int64_t n = at.n + (packed >> 20);
+      if (step % turns != own_turn || packed < 0 || n >= params.N || p >= params.P || q >= params.Q) continue;
+      const int h = p * params.stride_h - params.pad_h + r * params.dilation_h;
+      const int w = q * params.stride_w - params.pad_w + s * params.dilation_w;
+      const Stored value = load_if(is_within(h, params.H) && is_within(w, params.W),
+                                   x + (n * params.x_stride[0] + h * params.x_stride[2] + w * params.x_stride[3]));
+      sum +=
+          static_cast<double>(widen(dy[n * params.dy_stride[0] + p * params.dy_stride[2] + q * params.dy_stride[3]])) *
+          widen(value);
+    }
+  }
+  return static_cast<float>(sum);
+}
+
+// Where a lane finds dy of a step: its channel and the one eight further on, two neighbouring pixels and those eight
+// further on.
+template <typename Format>
+struct LaneOfDy {
+  uint32_t place[Format::BYTES == 4 ? 4 : Format::SPLITS ? 2 : 1];  // pixels of 16 bits: a row of ldmatrix
+  uint32_t step_bytes, image_bytes;
+  bool planes, straight;
+
+  __device__ __forceinline__ LaneOfDy(const Plan& plan, int own_channel, int lane) {
+    constexpr int CHANNELS = hopper::kBoxRowBytes / Format::BYTES;
+    const uint32_t block = own_channel / CHANNELS * plan.dy_block_bytes;
+    const int in_block = own_channel % CHANNELS;
+    step_bytes = kStepPixels * hopper::kBoxRowBytes;
+    image_bytes = plan.dy_slots * hopper::kBoxRowBytes;
+    planes = hopper::in_register(int{plan.dy_planes}), straight = hopper::in_register(int{plan.dy_straight});
+    if constexpr (!Format::SPLITS) {
+      const int pixel = lane / 16 * 8 + lane % 8, piece = in_block / 8 + lane / 8 % 2;
+      place[0] = block + pixel * hopper::kBoxRowBytes + (piece ^ lane % 8) * 16;
+    } else if (Format::BYTES == 2 || plan.dy_planes) {
+      step_bytes = image_bytes = 0;  // in the table
+      place[0] = (own_channel + lane / 4) * plan.dy_run * Format::BYTES;
+      if (plan.dy_straight) {
+        step_bytes = kStepPixels * Format::BYTES;
+        image_bytes = plan.channels * plan.dy_run * Format::BYTES;
+        place[0] += lane % 4 * 2 * Format::BYTES;
+      }
+      place[1] = place[0] + 8 * plan.dy_run * Format::BYTES;
+    } else if constexpr (Format::BYTES == 4) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int pixel = lane % 4 * 2 + i / 2, channel = in_block + lane / 4 + i % 2 * 8;
+        place[i] = block + pixel * hopper::kBoxRowBytes + (channel / 4 ^ pixel) * 16 + channel % 4 * 4;
+      }
+    }
+    for (uint32_t& one : place) one = hopper::in_register(one);
+    step_bytes = hopper::in_register(step_bytes), image_bytes = hopper::in_register(image_bytes);
+  }
+};
+
+// A step's 16 channels of a warp and 16 pixels of dy, as wgmma takes them, in parts. Planes: from the lane's first
+// pixel on, `table` has places, and so many pixels are `left`.
+template <typename Format>
+__device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t from, const int* table, int left,
+                                        uint32_t (&a)[Format::PARTS][4]) {
+  if constexpr (!Format::SPLITS) {
+    hopper::load_matrix_transposed(a[0], from + own.place[0]);
+  } else if constexpr (Format::BYTES == 2) {
+    if (own.straight) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) hopper::load_shared(a[0][i], from + own.place[i % 2] + i / 2 * 16);
+      if (left < kStepPixels)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[0][i] &= i / 2 * 8 + 1 < left ? ~0u : i / 2 * 8 < left ? 0xffffu : 0;
+    } else {
+      const uint2 near = *reinterpret_cast<const uint2*>(table), far = *reinterpret_cast<const uint2*>(table + 8);
+      const int at[4] = {static_cast<int>(near.x), static_cast<int>(near.y), static_cast<int>(far.x),
+                         static_cast<int>(far.y)};
+      uint32_t values[4][2];
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        hopper::load_shared_half(values[i / 2][i % 2], from + own.place[i / 2 % 2] + max(at[i / 4 * 2 + i % 2], 0));
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if ((at[i / 4 * 2 + i % 2] < 0) | (i % 2 + i / 4 * 8 >= left)) values[i / 2][i % 2] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[0][i] = values[i][0] | values[i][1] << 16;
+    }
+  } else {
+    uint32_t words[4][2];
+    if (own.straight) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) hopper::load_shared_2(words[i], from + own.place[i % 2] + i / 2 * 32);
+      if (left < kStepPixels)
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          if (i % 2 + i / 4 * 8 >= left) words[i / 2][i % 2] = 0;
+    } else if (own.planes) {
+      const uint2 near = *reinterpret_cast<const uint2*>(table), far = *reinterpret_cast<const uint2*>(table + 8);
+      const int at[4] = {static_cast<int>(near.x), static_cast<int>(near.y), static_cast<int>(far.x),
+                         static_cast<int>(far.y)};
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        hopper::load_shared(words[i / 2][i % 2], from + own.place[i / 2 % 2] + max(at[i / 4 * 2 + i % 2], 0));
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if ((at[i / 4 * 2 + i % 2] < 0) | (i % 2 + i / 4 * 8 >= left)) words[i / 2][i % 2] = 0;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        hopper::load_shared(words[i / 2][i % 2],
+                            from + own.place[i % 2 * 2 + i / 2 % 2] + i / 4 * 8 * hopper::kBoxRowBytes);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split(bits_float(words[i][0]), bits_float(words[i][1]), a, i);
+  }
+}
+
+template <typename Format, int CHUNKS, int TAPS>
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, const uint8_t* smem) {
+  constexpr int COLUMNS = 8 * CHUNKS, PARTS = Format::PARTS;
+  // Of operands of dy: where registers are few, the other warpgroup's products alone hide how they come.
+  constexpr int SETS = PARTS == 1 || (PARTS == 2 && CHUNKS * TAPS < 32) ? 2 : 1;
+  using Stored = typename Format::Stored;
+  const Plan& plan = params.plan;
+  const int warpgroup = hopper::uniform(threadIdx.x / 128);
+  const int lane = hopper::in_register(static_cast<int>(threadIdx.x % 32)), warp = threadIdx.x % 128 / 32;
+  const int steps = hopper::in_register(plan.steps), images = hopper::in_register(plan.images);
+  const bool by_turns = plan.channels == 64;
+  const int turns = by_turns ? 2 : 1;
+  const int own_channel = (by_turns ? 0 : 64 * warpgroup) + 16 * warp;
+  const LaneOfDy<Format> own_dy(plan, own_channel, lane);
+  const int* const dy_table = reinterpret_cast<const int*>(smem + shared.layout.dy_table);
+  // Slots are 16 bytes of a chunk of fp32's parts, or rows in the swizzle of a box.
+  const int slot_units = Format::SPLITS ? 1 : plan.row_bytes / 16;
+  const uint32_t high = Format::SPLITS    ? plan.chunk_bytes / 16
+                        : slot_units == 1 ? plan.block_bytes / 16
+                                          : 8 * slot_units | (slot_units == 8   ? 1u
+                                                              : slot_units == 4 ? 2u
+                                                                                : 3u)
+                                                                 << 30;
+  const uint32_t leading = Format::SPLITS || slot_units == 1 ? 128 : plan.block_bytes;
+  const uint32_t of_part = CHUNKS * (plan.chunk_bytes / 16);  // from part to part of x
+  const uint32_t image_units = slot_units * phases_of(plan) * plan.slots;
+  hopper::wait_for_prerequisites();  // a preceding kernel may still read the workspace
+  RingPosition ring, part;
+#pragma unroll 1
+  for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
+    const Job job = locate_job(params, number);
+    uint32_t tap_slots[TAPS];
+#pragma unroll
+    for (int t = 0; t < TAPS; ++t) tap_slots[t] = params.tap_units[job.block_t * TAPS + t];
+    float acc[TAPS][COLUMNS / 2];
+    uint32_t a[SETS][PARTS][4];
+    int keep = 0;
+    hopper::wgmma_start(acc);
+    const auto finish = [&] {
+      hopper::wgmma_wait<0>();
+#pragma unroll
+      for (int t = 0; t < TAPS; ++t) hopper::wgmma_settle(acc[t]);
+    };
+    // Full accuracy: sums of chains of few steps, which ordinary additions add.
+    [[maybe_unused]] float sums[PARTS == 3 ? TAPS : 1][PARTS == 3 ? COLUMNS / 2 : 1] = {};
+    int chained = 0;
+    const auto end_chain = [&] {
+      finish();
+      if constexpr (PARTS == 3) {
+#pragma unroll
+        for (int t = 0; t < TAPS; ++t)
+#pragma unroll
+          for (int i = 0; i < COLUMNS / 2; ++i) sums[t][i] += keep != 0 ? acc[t][i] : 0;
+        keep = chained = 0;
+      }
+    };
+    // The stage that pending products may read is given back when the next ones are under way.
+    int before = -1, part_before = 0;
+    const auto give_back = [&] {
+      __syncwarp();
+      if (before >= 0 && lane == 0) {
+        hopper::barrier_arrive(shared.stage(before) + 8);
+        if (Format::SPLITS) hopper::barrier_arrive(shared.part(part_before) + 8);
+      }
+      before = -1;
+    };
+    int tile = job.first_tile - 1, image = images - 1, step = steps - turns + (by_turns ? warpgroup : 0);
+    uint32_t dy_image = 0, x_image = 0;  // where these begin; x in a descriptor
+    const int* table = nullptr;
+    int left = 0;
+    // Goes on to the warpgroup's next step. Returns false if there is none.
+    const auto advance = [&] {
+      for (step += turns; step >= steps;) {
+        step -= steps;
+        if (++image < images) {
+          dy_image += own_dy.image_bytes;
+          x_image += image_units;
+          table += plan.dy_slots;
+          continue;
+        }
+        image = 0;
+        if (tile >= job.first_tile) {
+          if (before >= 0) {  // this stage had no step of the warpgroup
+            hopper::wgmma_wait<0>();
+            give_back();
+          }
+          before = ring.slot;
+          part_before = part.slot;
+          if (SETS == 1) give_back();
+          ring.next(plan.stages);
+          part.next(plan.part_stages);
+        }
+        if (++tile == job.last_tile) return false;
+        const uint32_t barrier = Format::SPLITS ? shared.part(part.slot) : shared.stage(ring.slot);
+        const uint32_t parity = Format::SPLITS ? part.parity : ring.parity;
+        // Those who load or split may wait for the stage before.
+        if (before >= 0 && __any_sync(~0u, !hopper::barrier_ended(barrier, parity))) {
+          hopper::wgmma_wait<0>();
+          give_back();
+        }
+        hopper::barrier_wait(barrier, parity);
+        if (Format::SPLITS) hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
+        const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
+        const Place at = locate_tile(params, tile);
+        dy_image = stage + (plan.dy_planes ? (at.p * params.Q + at.q) % (16 / Format::BYTES) * Format::BYTES : 0);
+        const uint32_t x_stage =
+            Format::SPLITS ? shared.base + shared.layout.parts + part.slot * plan.part_bytes : stage + plan.dy_bytes;
+        x_image = hopper::descriptor(hopper::of_own_block(x_stage), leading);
+        table = dy_table;
+        left = plan.tiles_q == 1 ? plan.pitch * plan.rows : min(plan.columns, params.Q - at.q);
+      }
+      return true;
+    };
+    // One step. With two sets, its operands come while the products of the step before are under way. The compiler
+    // knows `set`.
+    const auto multiply_step = [&](int set) {
+      if (!advance()) return false;
+      if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
+      load_dy<Format>(own_dy, dy_image + step * own_dy.step_bytes, table + step * kStepPixels + lane % 4 * 2,
+                      left - step * kStepPixels - lane % 4 * 2, a[set]);
+      const uint32_t b = hopper::uniform(x_image + step * kStepPixels * slot_units);
+      hopper::wgmma_fence();
+      // The smallest products first; the taps in turn, as an instruction waits for the one before on the same sums.
+#pragma unroll
+      for (int order = PARTS - 1; order >= 0; --order)
+#pragma unroll
+        for (int i = order; i >= 0; --i)
+#pragma unroll
+          for (int t = 0; t < TAPS; ++t)
+            hopper::WgmmaRegistersTransposed<typename Format::Operand, COLUMNS>::multiply(
+                acc[t], a[set][i], b + tap_slots[t] + (order - i) * of_part,
+                order == PARTS - 1 && i == order ? keep : 1, high);
+      hopper::wgmma_commit();
+      keep = 1;
+      hopper::wgmma_wait<SETS - 1>();
+      if (before >= 0) give_back();
+      return true;
+    };
+    while (multiply_step(0) && multiply_step(SETS - 1)) {
+    }
+    const bool has_sums = keep != 0;
+    end_chain();
+    give_back();
+    const auto sum_of = [&](int t, int i) {
+      constexpr float kBack = PARTS == 1 ? 1 : 1 / (kScale * kScale);
+      if constexpr (PARTS == 3) return sums[t][i] * kBack;
+      return has_sums ? acc[t][i] * kBack : 0;  // a warpgroup that had no step still stores its sums
+    };
+    const int of_part = by_turns ? 2 * job.part + warpgroup : job.part;
+    const int first_c = job.block_c * COLUMNS + lane % 4 * 2, channels = row_channels(plan);
+    const int k = job.tile_k * plan.channels + own_channel + lane / 4;  // in the group
+    const int64_t row_k = static_cast<int64_t>(job.group) * plan.tiles_k * plan.channels + k;
+    const int64_t row = static_cast<int64_t>(params.R) * params.S * channels;
+    float* const to = params.sums_ptr + (of_part * params.rows + row_k) * row + first_c;
+    const auto place = [&](int t, int j, int i) {
+      return to + 8 * i * row + (job.block_t * TAPS + t) * channels + 8 * j;
+    };
+    float finite = 0;  // or NaN, if a sum is not
+    const int taps = params.R * params.S - job.block_t * TAPS;
+#pragma unroll
+    for (int t = 0; t < TAPS; ++t)
+#pragma unroll
+      for (int j = 0; j < CHUNKS; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float low = sum_of(t, 4 * j + 2 * i), high = sum_of(t, 4 * j + 2 * i + 1);
+          finite += low * 0.f + high * 0.f;
+          if (t < taps) *reinterpret_cast<float2*>(place(t, j, i)) = make_float2(low, high);
+        }
+    if (finite == 0) continue;
+#pragma unroll 1
+    for (int number = 0; number < TAPS * COLUMNS / 2; ++number) {
+      const int t = number / (COLUMNS / 2), j = number / 4 % CHUNKS, i = number / 2 % 2, e = number % 2;
+      const int own_k = k + 8 * i, c = first_c + 8 * j + e;
+      if (t >= taps || own_k >= params.group_k || c >= params.group_c) continue;
+      float& sum = place(t, j, i)[e];
+      if (sum * 0.f != 0)
+        sum = exact_sum<Stored>(params, job, turns, by_turns ? warpgroup : 0, own_k, c, job.block_t * TAPS + t);
+    }
+  }
+}
+
+template <typename Format, int CHUNKS, int TAPS>
+__global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const __grid_constant__ Params params) {
+#if defined(MODELNEW_SM90A)
+  extern __shared__ __align__(1024) uint8_t modelnew_hopper_wgrad_smem[];
+  uint8_t* const smem = modelnew_hopper_wgrad_smem;
+  const Plan& plan = params.plan;
+  const Shared shared{hopper::smem_address(smem), shared_layout(plan)};
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int stage = 0; stage < kMostStages; ++stage) {
+      hopper::barrier_init(shared.stage(stage), 1);
+      hopper::barrier_init(shared.stage(stage) + 8, kMultiplyingThreads / 32);
+      hopper::barrier_init(shared.raw(stage), 1);
+      hopper::barrier_init(shared.raw(stage) + 8, kSplittingThreads / 32);
+    }
+#pragma unroll 1
+    for (int stage = 0; stage < kMostPartStages; ++stage) {
+      hopper::barrier_init(shared.part(stage), kSplittingThreads / 32);
+      hopper::barrier_init(shared.part(stage) + 8, kMultiplyingThreads / 32);
+    }
+  }
+  if (threadIdx.x == 0) *reinterpret_cast<uint4*>(smem + shared.layout.nothing) = uint4{};
+  // Slots behind boxes stay zeros.
+  for (int i = threadIdx.x * 16; plan.has_gaps && i < shared.layout.dy_table; i += Format::THREADS * 16)
+    *reinterpret_cast<uint4*>(smem + i) = uint4{};
+  if (plan.dy_planes) {
+    int* const table = reinterpret_cast<int*>(smem + shared.layout.dy_table);
+    for (int i = threadIdx.x; i < plan.images * plan.dy_slots; i += Format::THREADS) {
+      const int packed = dy_pixel(params, i), image = packed >> 20, row = packed >> 10 & 1023, column = packed & 1023;
+      table[i] = packed < 0 ? -1 : Format::BYTES * (image * plan.channels * plan.dy_run + row * params.Q + column);
+    }
+  }
+  if (plan.x_planes) {
+    Slot* const table = reinterpret_cast<Slot*>(smem + shared.layout.x_table);
+    const int box_size = plan.shape.chunks * 8 * plan.run;
+    for (int i = threadIdx.x; i < all_slots(plan); i += Format::THREADS) {
+      const int packed = x_pixel(params, i), image = packed >> 20, row = packed >> 10 & 1023, column = packed & 1023;
+      const InBox at = place_in_box(params, row, column);
+      table[i] = {-1, 0, 0};
+      if (packed >= 0)
+        table[i] = {packed, static_cast<uint32_t>(first_row(params, at.number)),
+                    static_cast<uint32_t>(Format::BYTES * ((image * plan.x_boxes + at.number) * box_size + at.offset))};
+    }
+  }
+  hopper::fence_async();
+  __syncthreads();  // barriers, zeros and tables are there
+  if (threadIdx.x >= kMultiplyingThreads) {
+    hopper::registers_give_back<Format::OTHER_REGISTERS>();
+    hopper::wait_for_prerequisites();
+    if (threadIdx.x == kMultiplyingThreads)
+      load<Format, CHUNKS>(params, shared);
+    else if (Format::SPLITS && threadIdx.x >= Format::THREADS - kSplittingThreads)
+      split_all<Format, CHUNKS>(params, shared, smem);
+  } else {
+    hopper::registers_take<Format::MULTIPLYING_REGISTERS>();
+    multiply<Format, CHUNKS, TAPS>(params, shared, smem);
+    hopper::launch_dependents();
+  }
+#endif
+}
+
+// A block for some input channels of all taps of a few output channels. Threads have four channels of a tap each; where
+// they are more than that, shares of the parts. Sums are stored in the order of dw, by way of shared memory.
+template <typename Stored>
+__global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __grid_constant__ AddParams params) {
+  extern __shared__ __align__(16) uint8_t modelnew_hopper_wgrad_add_smem[];
+  const int of_k = params.taps * params.channels,
+            pitch = params.channels + 4;  // the pitch lets threads meet other banks
+  float* const sums = reinterpret_cast<float*>(modelnew_hopper_wgrad_add_smem);  // [output channel][tap][channel]
+  double* const shares = reinterpret_cast<double*>(sums + params.block_k * params.taps * pitch);  // [thread][4]
+  const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
+  const int column = quotient(block, params.by_blocks_c), first_k = column * params.block_k;
+  const int first_c = (block - column * static_cast<int>(params.by_blocks_c.divisor)) * params.channels;
+  const int block_k = params.K - first_k < params.block_k ? params.K - first_k : params.block_k;
+  const int quads = params.block_k * of_k / 4, share = params.shares > 1 ? quotient(thread, params.by_quads) : 0;
+  hopper::wait_for_prerequisites();
+  double own[4];
+#pragma unroll 1
+  for (int quad = thread - share * quads; quad < quads; quad += kAddThreads) {
+    const int row = 4 * quad / params.channels, c = 4 * quad - row * params.channels;
+    const int in_block = quotient(row, params.by_taps), k = first_k + (in_block < block_k ? in_block : 0);
+    const int64_t row_k = k + quotient(k, params.by_group_k) * static_cast<int64_t>(params.group_padding);
+    const float* const first =
+        params.sums_ptr + row_k * params.row + (row - in_block * params.taps) * params.row_channels + first_c + c;
+    own[0] = own[1] = own[2] = own[3] = 0;
+#pragma unroll 8
+    for (int part = share; part < params.parts; part += params.shares) {
+      const float4 values = *reinterpret_cast<const float4*>(first + part * params.part);
+      own[0] += values.x, own[1] += values.y, own[2] += values.z, own[3] += values.w;
+    }
+    if (params.shares > 1) break;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sums[row * pitch + c + j] = static_cast<float>(own[j]);
+  }
+  if (params.shares > 1) {
+    if (share < params.shares)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) shares[4 * thread + j] = own[j];
+    __syncthreads();  // all shares are there
+    for (int i = thread; i < 4 * quads; i += kAddThreads) {
+      double sum = 0;
+      for (int other = 0; other < params.shares; ++other) sum += shares[4 * quads * other + i];
+      const int row = quotient(i, params.by_channels);
+      sums[row * pitch + i - row * params.channels] = static_cast<float>(sum);
+    }
+  }
+  __syncthreads();                            // all sums are there
+  const bool last = params.w_stride[1] == 1;  // channels_last
+  const Divisor& by_minor = last ? params.by_channels : params.by_taps;
+  Stored* const to = static_cast<Stored*>(params.dw_ptr);
+  for (int i = thread; i < block_k * of_k; i += kAddThreads) {
+    const int in_block = quotient(i, params.by_of_k), of = i - in_block * of_k, major = quotient(of, by_minor);
+    const int minor = of - major * static_cast<int>(by_minor.divisor), tap = last ? major : minor;
+    const int of_channels = last ? minor : major, c = first_c + of_channels;
+    const int r = quotient(tap, params.by_s), s = tap - r * params.S;
+    if (c >= params.C) continue;
+    const int own_c = quotient(c, params.by_fold), own_s = s + c - own_c * static_cast<int>(params.by_fold.divisor);
+    narrow(sums[(in_block * params.taps + tap) * pitch + of_channels],
+           to[(first_k + in_block) * params.w_stride[0] + own_c * params.w_stride[1] + r * params.w_stride[2] +
+              own_s * params.w_stride[3]]);
+  }
+}
+
+__global__ void __launch_bounds__(hopper::kCopyThreads)
+    hopper_wgrad_copy_kernel(const __grid_constant__ hopper::PlanesCopy x,
+                             const __grid_constant__ hopper::PlanesCopy dy, int x_blocks) {
+  extern __shared__ __align__(16) uint8_t modelnew_hopper_wgrad_copy_smem[];
+  uint16_t* const smem = reinterpret_cast<uint16_t*>(modelnew_hopper_wgrad_copy_smem);
+  const int block = static_cast<int>(blockIdx.x);
+  hopper::wait_for_prerequisites();
+  hopper::launch_dependents();
+  if (block < x_blocks)
+    hopper::copy_planes(x, block, smem);
+  else
+    hopper::copy_planes(dy, block - x_blocks, smem);
+}
+
+// A thread for 16 bytes of the copy: neighbouring channels of a pixel, or pixels of a plane.
+template <typename Stored>
+__global__ void __launch_bounds__(kAddThreads) hopper_wgrad_order_kernel(const __grid_constant__ OrderParams params) {
+  constexpr int VALUES = 16 / static_cast<int>(sizeof(Stored));
+  struct alignas(16) Piece {
+    Stored values[VALUES];
+  };
+  hopper::wait_for_prerequisites();
+  hopper::launch_dependents();
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kAddThreads + threadIdx.x;
+  if (number * VALUES >= params.elements) return;
+  const int i = static_cast<int>(number * VALUES), outer = quotient(i, params.by_inner);
+  const int inner = i - outer * params.inner;
+  const int row = params.planes ? quotient(inner, params.by_w) : quotient(outer, params.by_w);
+  int w = (params.planes ? inner : outer) - row * params.W;
+  const int image = quotient(params.planes ? outer : row, params.planes ? params.by_c : params.by_h);
+  int c = params.planes ? outer - image * params.C : inner, h = params.planes ? row : row - image * params.H;
+  const int fold = static_cast<int>(params.by_fold.divisor);
+  int own_c = quotient(c, params.by_fold), tap = c - own_c * fold;
+  const Stored* const from = static_cast<const Stored*>(params.from_ptr) + image * params.stride[0];
+  Piece piece;
+#pragma unroll
+  for (int j = 0; j < VALUES; ++j) {
+    const int column = w * params.step - params.pad + tap * params.dilation;
+    piece.values[j] = load_if(c < params.C && h < params.H && is_within(column, params.from_w),
+                              from + (own_c * params.stride[1] + h * params.stride[2] + column * params.stride[3]));
+    if (params.planes && ++w == params.W) w = 0, ++h;
+    if (!params.planes) ++c;
+    if (!params.planes && ++tap == fold) tap = 0, ++own_c;
+  }
+  reinterpret_cast<Piece*>(params.to_ptr)[number] = piece;
+}
+
+#endif  // device code
+
+#if !defined(__CUDACC_RTC__)
+
+// ---- Host: plans ----
+
+struct Alignment {
+  uint64_t x, dy;
+};
+
+// The estimate, in cycles of an SM, fitted to the times of many plans (docs/lab/wgrad.md).
+struct Costs {
+  double stage_bytes, memory_bytes;  // per cycle
+  double sum, step;
+  double split, split_stage;  // a slot of a chunk; what a stage takes besides
+};
+constexpr Costs kPixels16{46, 16.8, 0.68, 3, 0, 0}, kPlanes16{24, 16.8, 0.68, 280, 0.86, 390};
+constexpr Costs kOfFloat32{25, 22.6, 1.08, 93, 1.5, 430};
+constexpr double kCallCycles = 13400, kStageCycles = 600, kCopyCycles = 6500, kCopiedBytes = 21;
+constexpr double kLeastColumns = 30;  // of wgmma
+
+// Sizes and strides of x or dy, for a copy or a map.
+struct Tensor {
+  int64_t stride[4];
+  int64_t N;
+  int C, H, W;
+};
+
+inline Tensor x_of(const Problem& problem) {
+  Tensor tensor{{}, problem.N, problem.C, problem.H, problem.W};
+  std::copy_n(problem.x_stride, 4, tensor.stride);
+  return tensor;
+}
+inline Tensor dy_of(const Problem& problem) {
+  Tensor tensor{{}, problem.N, problem.K, problem.P, problem.Q};
+  std::copy_n(problem.y_stride, 4, tensor.stride);
+  return tensor;
+}
+
+inline int64_t padded(int64_t size, int64_t multiple) { return ceil_div(size, multiple) * multiple; }
+
+// Whether boxes can read the channels of pixels, or planes, in place.
+inline bool has_pixels(const Tensor& of, int bytes, uint64_t address) {
+  const auto is = [&](int64_t stride, bool matters) { return !matters || (stride > 0 && stride * bytes % 16 == 0); };
+  return of.C * bytes % 16 == 0 && (of.stride[1] == 1 || of.C == 1) && is(of.stride[0], of.N > 1) &&
+         is(of.stride[2], of.H > 1) && is(of.stride[3], of.W > 1) && address % 16 == 0;
+}
+inline bool has_planes(const Tensor& of, int bytes, uint64_t address) {
+  const auto is = [&](int64_t stride, bool matters) { return !matters || (stride > 0 && stride * bytes % 16 == 0); };
+  return hopper::are_planes(of.stride, of.H, of.W) && int64_t{of.H} * of.W * bytes % 16 == 0 &&
+         is(of.stride[0], of.N > 1) && is(of.stride[1], of.C > 1) && address % 16 == 0;
+}
+
+// Whether planes of any size follow each other, so that four or eight of them begin at a multiple of 16 bytes.
+inline bool has_whole_planes(const Tensor& of, int bytes, uint64_t address) {
+  const int64_t plane = int64_t{of.H} * of.W;
+  return hopper::are_planes(of.stride, of.H, of.W) && of.C * bytes % 16 == 0 && of.stride[1] == plane &&
+         of.stride[0] > 0 && of.stride[0] * bytes % 16 == 0 && address % 16 == 0;
+}
+
+// A copy: of planes, whole 16 bytes each, or of 16 bits in channels_last.
+inline int64_t copied_bytes(const Tensor& of, int bytes, bool planes) {
+  return planes ? padded(bytes * of.N * of.C * padded(int64_t{of.H} * of.W, 16 / bytes), 16)
+                : hopper::copied_bytes(of.N, of.C, of.H, of.W);
+}
+inline void set_copied_strides(const Tensor& of, int bytes, bool planes, int64_t (&stride)[4]) {
+  if (!planes) {
+    hopper::set_copied_strides(of.C, of.H, of.W, stride);
+  } else {
+    stride[3] = 1, stride[2] = of.W;
+    stride[1] = padded(int64_t{of.H} * of.W, 16 / bytes);
+    stride[0] = stride[1] * of.C;
+  }
+}
+
+inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
+  return (plan.copies_x ? copied_bytes(x_of(problem), plan.bytes, plan.x_planes) : 0) +
+         (plan.copies_dy ? copied_bytes(dy_of(problem), plan.bytes, plan.dy_planes) : 0);
+}
+
+inline int64_t sums_of(const Problem& problem, const Plan& plan) {
+  return static_cast<int64_t>(plan.slices) * plan.parts * sums_of_part(plan) * problem.groups * plan.tiles_k *
+         plan.channels * problem.R * problem.S * row_channels(plan);
+}
+
+// The sums in the workspace; copies come behind them.
+inline int64_t sum_bytes(const Problem& problem, const Plan& plan) {
+  return static_cast<int64_t>(sizeof(float)) * sums_of(problem, plan);
+}
+
+// The problem that kernels solve: of copies, folded, with pixels in fewer rows.
+inline Problem as_planned(Problem problem, const Plan& plan) {
+  if (plan.fold > 1) {
+    problem.C *= problem.S;
+    problem.S = 1;
+    problem.W = problem.Q;
+    problem.stride_w = problem.dilation_w = 1;
+    problem.pad_w = 0;
+  }
+  if (plan.copies_x) set_copied_strides(x_of(problem), plan.bytes, plan.x_planes, problem.x_stride);
+  if (plan.copies_dy) set_copied_strides(dy_of(problem), plan.bytes, plan.dy_planes, problem.y_stride);
+  if (problem.R * problem.S != 1 || has_stride(problem) || problem.pad_h != 0 || problem.pad_w != 0 ||
+      problem.H != problem.P || problem.W != problem.Q)
+    return problem;
+  const auto joins = [&](const int64_t (&stride)[4], int outer, int inner, int64_t size) {
+    return stride[outer] == stride[inner] * size;
+  };
+  const int64_t plane = int64_t{problem.H} * problem.W;
+  if (problem.H > 1 && (!joins(problem.x_stride, 2, 3, problem.W) || !joins(problem.y_stride, 2, 3, problem.Q)))
+    return problem;
+  problem.H = problem.P = 1;
+  problem.W = problem.Q = static_cast<int>(plane);
+  if (plan.x_planes || plan.dy_planes || problem.N * plane >= int64_t{1} << 30) return problem;
+  if (problem.N > 1 && (!joins(problem.x_stride, 0, 3, plane) || !joins(problem.y_stride, 0, 3, plane))) return problem;
+  problem.W = problem.Q = static_cast<int>(problem.N * plane);
+  problem.N = 1;
+  return problem;
+}
+
+inline double estimate(const Problem& problem, int sms, const Plan& plan) {
+  const Costs& costs = plan.bytes == 4 ? kOfFloat32 : plan.splits ? kPlanes16 : kPixels16;
+  const double products = plan.shape.taps * plan.parts_of_x * (plan.parts_of_x + 1) / 2 *
+                          std::max<double>(kLeastColumns, 8 * plan.shape.chunks);  // of two warpgroups in a step
+  const double steps = plan.images * plan.steps / (plan.channels == 64 ? 2.0 : 1.0);
+  const double multiplied = steps * (products + costs.step);
+  const double loaded = (plan.dy_loaded + plan.x_loaded) / costs.stage_bytes;
+  const double split = costs.split_stage + costs.split * all_slots(plan) * plan.shape.chunks;
+  const double stages = static_cast<double>(ceil_div(plan.jobs, sms) * ceil_div(plan.tiles, plan.parts));
+  // A stride may leave pixels out.
+  const double pixels =
+      problem.N * std::min(1.0 * problem.H * problem.W, 1.0 * problem.P * problem.Q * problem.R * problem.S);
+  const double bytes =
+      plan.bytes * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
+  const int64_t copied = copied_bytes(problem, plan);
+  const double copying = copied == 0 ? 0 : kCopyCycles + 2.0 * copied / sms / kCopiedBytes;
+  const double reading = bytes / sms / costs.memory_bytes;
+  return kCallCycles +
+         plan.slices * (copying + std::max(stages * (std::max({multiplied, split, loaded}) + kStageCycles), reading)) +
+         costs.sum * sums_of(problem, plan) / sms;
+}
+
+// Demands on a plan beyond being the cheapest one; zeros, or -1 for the shape, demand nothing.
+struct Wish {
+  int shape = -1, channels = 0, parts = 0, images = 0, rows = 0, columns = 0;
+};
+
+// The numbers that follow from the outputs of a stage. Returns false where a stage does not fit.
+inline bool complete(const Problem& problem, Plan& plan) {
+  const int stride_h = taken_stride(problem.stride_h, problem.P), stride_w = taken_stride(problem.stride_w, problem.Q);
+  const int taps = plan.shape.taps, R = problem.R, S = problem.S, columns = 8 * plan.shape.chunks;
+  const bool in_row = S % taps == 0, in_rows = taps % S == 0;  // a block's taps
+  plan.span_r = in_row ? 1 : std::min(R, in_rows ? taps / S : (taps + S - 2) / S + 1);
+  plan.span_s = in_row ? taps : S;
+  plan.tiles_p = static_cast<int>(ceil_div(problem.P, plan.rows));
+  plan.tiles_q = static_cast<int>(ceil_div(problem.Q, plan.columns));
+  const int64_t reach_h = int64_t{plan.span_r - 1} * problem.dilation_h;
+  const int64_t reach_w = int64_t{plan.span_s - 1} * problem.dilation_w;
+  int64_t pitch = plan.columns + reach_w / stride_w;
+  if ((plan.x_whole || plan.dy_whole) && (plan.tiles_p > 1 || plan.tiles_q > 1 || problem.N % plan.images != 0))
+    return false;
+  const bool dy_by_rows = plan.tiles_q > 1 && plan.rows > 1;
+  if (dy_by_rows && plan.dy_planes) return false;
+  if (dy_by_rows) pitch = padded(pitch, 8);  // each row's box begins with a turn of the swizzle
+  const int64_t window_h = (plan.rows + reach_h / stride_h) * stride_h, window_w = pitch * stride_w;
+  if (window_h >= kMostSide || window_w >= kMostSide || plan.images >= kMostSide) return false;
+  plan.pitch = static_cast<int>(pitch);
+  plan.window_h = static_cast<int>(window_h), plan.window_w = static_cast<int>(window_w);
+  plan.phases_h = static_cast<int>(std::min<int64_t>(stride_h, reach_h + 1));
+  plan.phases_w = static_cast<int>(std::min<int64_t>(stride_w, reach_w + 1));
+  plan.steps = static_cast<int>(ceil_div((plan.rows - 1) * plan.pitch + plan.columns, kStepPixels));
+  const int64_t farthest = reach_h / stride_h * pitch + reach_w / stride_w;
+  plan.slots =
+      static_cast<int>(padded(std::max<int64_t>(window_h / stride_h * pitch, plan.steps * kStepPixels + farthest), 8));
+  int64_t dy_loaded = 0, x_loaded = 0, dy_bytes = 0, raw_bytes = 0, x_bytes = 0;
+  if (plan.dy_planes) {
+    // Lanes of a warp read eight channels, whose rows are 8 or 24 words apart in the banks.
+    const int64_t run = plan.tiles_q == 1 ? (plan.rows - 1) * problem.Q + plan.columns : plan.columns;
+    const int64_t piece = 16 / plan.bytes;
+    const bool in_pieces = (plan.tiles_p == 1 || int64_t{plan.rows} * problem.Q % piece == 0) &&
+                           (plan.tiles_q == 1 || plan.columns % piece == 0);
+    plan.dy_run = static_cast<int>(plan.dy_whole ? run : padded(run + (in_pieces ? 0 : piece - 1) - 8, 16) + 8);
+    plan.dy_slots = plan.steps * kStepPixels;
+    plan.dy_straight = in_pieces && pitch == plan.columns && !plan.dy_whole;
+    dy_bytes = dy_loaded = int64_t{plan.images} * plan.channels * plan.dy_run * plan.bytes;
+    if (plan.dy_run > kMostBox && !plan.dy_whole) return false;
+  } else {
+    const int64_t boxes = plan.tiles_q == 1 ? plan.rows * pitch : int64_t{plan.rows} * plan.columns;
+    plan.dy_slots = static_cast<int>(padded(std::max<int64_t>(plan.steps * kStepPixels, plan.rows * pitch), 8));
+    plan.dy_block_bytes = plan.images * plan.dy_slots * hopper::kBoxRowBytes;
+    dy_bytes = int64_t{plan.channels} * plan.bytes / hopper::kBoxRowBytes * plan.dy_block_bytes;
+    dy_loaded = plan.images * boxes * plan.channels * plan.bytes;
+    if (pitch > kMostBox || plan.rows > kMostBox) return false;
+  }
+  const int64_t slots = all_slots(plan);
+  plan.has_gaps = !plan.dy_planes &&
+                  (plan.dy_slots > plan.rows * pitch || dy_by_rows || (plan.tiles_q > 1 && pitch > plan.columns));
+  if (plan.x_planes) {
+    // As many rows in a box as there are room for, where the window has whole ones.
+    const int64_t piece = 16 / plan.bytes, fit = (kMostBox - piece + 1 - window_w) / problem.W + 1;
+    const bool whole_rows = plan.tiles_q == 1 && plan.phases_h == stride_h;
+    plan.box_rows = whole_rows ? static_cast<int>(std::min(std::max(fit, int64_t{1}), window_h)) : 1;
+    if (plan.x_whole) plan.box_rows = plan.window_h;
+    plan.x_boxes = static_cast<int>(ceil_div(window_h / stride_h * plan.phases_h, plan.box_rows));
+    plan.run = static_cast<int>(plan.x_whole ? int64_t{problem.H} * problem.W
+                                             : padded((plan.box_rows - 1) * problem.W + window_w + piece - 1, piece));
+    raw_bytes = x_loaded = int64_t{plan.images} * plan.x_boxes * columns * plan.run * plan.bytes;
+    if (plan.run > kMostBox && !plan.x_whole) return false;
+  } else {
+    const int all_bytes = columns * plan.bytes;
+    plan.row_bytes = std::min(hopper::kBoxRowBytes, all_bytes & -all_bytes);
+    plan.block_bytes = static_cast<int>(slots * plan.row_bytes);
+    (plan.splits ? raw_bytes : x_bytes) = slots * all_bytes;
+    x_loaded = int64_t{plan.images} * phases_of(plan) * (window_h / stride_h) * pitch * all_bytes;
+    plan.has_gaps |= plan.slots > window_h / stride_h * pitch;
+    if (window_h > kMostBox || window_w > kMostBox || stride_h > kMostStep || stride_w > kMostStep) return false;
+  }
+  if (plan.splits) x_bytes = int64_t{plan.parts_of_x} * plan.shape.chunks * slots * 16;
+  plan.part_bytes = static_cast<int>(padded(x_bytes, kRegionBytes));
+  const int64_t stage = padded(dy_bytes, kRegionBytes) + (plan.splits ? 0 : plan.part_bytes);
+  if (stage + raw_bytes > kSharedBytes) return false;
+  plan.dy_bytes = static_cast<int>(padded(dy_bytes, kRegionBytes));
+  plan.raw_bytes = static_cast<int>(padded(raw_bytes, kRegionBytes));
+  plan.chunk_bytes = static_cast<int>(slots * 16);
+  plan.stage_bytes = static_cast<int>(stage);
+  plan.dy_loaded = static_cast<int>(dy_loaded), plan.x_loaded = static_cast<int>(x_loaded);
+  // Two stages of 16 bits are under way while one is multiplied. Of fp32, x is, and dy of the stage in parts as well.
+  constexpr int kLeastStages = 3;
+  const auto fits = [&](int part_stages) {
+    for (plan.stages = kMostStages; plan.stages >= kLeastStages; --plan.stages) {
+      plan.raw_stages = plan.splits ? plan.stages - 1 : 0;
+      plan.part_stages = plan.splits ? part_stages : 0;
+      plan.smem_bytes = shared_layout(plan).end;
+      if (plan.smem_bytes <= kSharedBytes) return true;
+    }
+    return false;
+  };
+  const int64_t tiles = ceil_div(problem.N, plan.images) * plan.tiles_p * plan.tiles_q;
+  plan.tiles = static_cast<int>(tiles);
+  return (fits(kMostPartStages) || fits(kMostPartStages - 1)) && tiles < 1 << 30;
+}
+
+// Tries all numbers of parts.
+inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan, Plan& best, bool& found) {
+  const int64_t tiles = int64_t{problem.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t;
+  const int64_t pixels = int64_t{plan.tiles} * plan.images * plan.steps * kStepPixels;
+  const int64_t least = ceil_div(pixels, kMostChained * sums_of_part(plan));
+  const int64_t most = std::max(least, ceil_div(4 * sms, tiles)), last = std::min<int64_t>(most, plan.tiles);
+  for (int64_t parts = std::min<int64_t>(least, plan.tiles); parts <= last; ++parts) {
+    if (wish.parts > 0 && parts != wish.parts) continue;
+    if (tiles * parts >= 1 << 30) break;
+    plan.parts = static_cast<int>(parts);
+    plan.jobs = static_cast<int>(tiles * parts);
+    if (sum_bytes(problem, plan) > kMostSumBytes) break;
+    plan.grid = std::min(plan.jobs, sms);
+    plan.cycles = estimate(problem, sms, plan);
+    if (found && plan.cycles >= best.cycles) continue;
+    best = plan;
+    found = true;
+  }
+}
+
+// How 16 bits are read, and planes of fp32: whole planes of any size, boxes of planes, or channels_last.
+enum class Way { kWhole, kPlanes, kPixels };
+
+// Adds the plans of a way to the search.
+inline void search(const Problem& original, int sms, const Alignment& address, Way way, const Wish& wish, Plan& best,
+                   bool& found) {
+  Plan plan{};
+  plan.bytes = element_bytes(original.dtype);
+  plan.parts_of_x = plan.bytes == 2 ? 1 : uses_tf32(original, Operator::kWgrad) ? 2 : 3;
+  int group_c = original.C / original.groups;
+  const int group_k = original.K / original.groups;
+  // Few channels leave most of a chunk idle.
+  const bool folds = original.groups == 1 && original.S >= kLeastFold && original.C * original.S <= kMostFolded;
+  plan.fold = folds ? original.S : 1;
+  plan.splits = plan.bytes == 4 || way != Way::kPixels;
+  const bool whole = way == Way::kWhole;
+  const auto prepare = [&](const Tensor& of, int of_group, uint64_t begin, bool folds, bool& planes, bool& are_whole,
+                           bool& copies) {
+    const bool in_pieces = original.groups == 1 || of_group * plan.bytes % 16 == 0;
+    const bool pixels = !folds && in_pieces && has_pixels(of, plan.bytes, begin);
+    planes = plan.splits && !(pixels && plan.bytes == 4);
+    are_whole = whole && planes && !folds && in_pieces && !has_planes(of, plan.bytes, begin) &&
+                has_whole_planes(of, plan.bytes, begin);
+    copies = planes ? !are_whole && (folds || !has_planes(of, plan.bytes, begin)) : !pixels;
+    const bool allowed = planes ? plan.bytes == 4 || folds || !copies : in_pieces;
+    return allowed && int64_t{of.H} * of.W < 1 << 30;
+  };
+  if (!prepare(x_of(original), group_c, address.x, folds, plan.x_planes, plan.x_whole, plan.copies_x) ||
+      !prepare(dy_of(original), group_k, address.dy, false, plan.dy_planes, plan.dy_whole, plan.copies_dy) ||
+      (whole && !plan.x_whole && !plan.dy_whole))
+    return;
+  // As many images at a time as find room in the copies, and whose pixels 32 bits count.
+  Problem slice = original;
+  slice.N = 1;
+  const int64_t copied = copied_bytes(as_planned(slice, plan), plan);
+  const int64_t most = std::min(((int64_t{1} << 30) - 1) / (int64_t{slice.P} * slice.Q),
+                                copied == 0 ? original.N : kMostCopiedBytes / copied);
+  if (most < 1) return;
+  plan.slices = static_cast<int>(std::min(ceil_div(original.N, most), int64_t{1} << 20));
+  slice.N = plan.slice_images = ceil_div(original.N, plan.slices);
+  if (slice.N > most || (whole && plan.slices > 1)) return;
+  const Problem problem = as_planned(slice, plan);
+  group_c = problem.C / problem.groups;
+  const int64_t taps = int64_t{problem.R} * problem.S;
+  if (taps * group_c * problem.K >= int64_t{1} << 30 || taps > kMostTaps) return;
+  constexpr int kMostPixels = 256;  // of a stage
+  for (int channels : {128, 64})
+    for (int i = 0; i < kTileShapeCount; ++i) {
+      plan.channels = channels;
+      plan.shape = kTileShapes[i];
+      if (!is_compiled(plan.shape, plan.parts_of_x, plan.splits)) continue;
+      if (wish.shape >= 0 ? wish.shape != i : plan.shape.taps > 1 && taps == 1) continue;
+      if (wish.channels > 0 && wish.channels != channels) continue;
+      plan.tiles_k = static_cast<int>(ceil_div(group_k, channels));
+      plan.blocks_c = static_cast<int>(ceil_div(group_c, 8 * plan.shape.chunks));
+      plan.blocks_t = static_cast<int>(ceil_div(taps, plan.shape.taps));
+      const auto consider = [&](int images, int rows, int columns) {
+        if (images <= 0 || rows <= 0 || columns <= 0) return;
+        plan.images = images;
+        plan.rows = std::min(rows, problem.P);
+        plan.columns = std::min(columns, problem.Q);
+        if (complete(problem, plan)) divide(problem, sms, wish, plan, best, found);
+      };
+      if (wish.rows > 0) {
+        consider(wish.images, wish.rows, wish.columns);
+        continue;
+      }
+      const auto consider_rows = [&](int columns) {
+        if (columns > kMostPixels) return;
+        const int most = std::min(problem.P, kMostPixels / columns);
+        for (int rows = most; rows > 0; rows = rows > 4 ? rows * 3 / 4 : rows - 1) consider(1, rows, columns);
+        if (columns == problem.Q && most == problem.P)
+          for (int images = 16; images > 1; images /= 2)
+            if (images * columns * problem.P <= kMostPixels && images <= problem.N)
+              consider(images, problem.P, columns);
+      };
+      consider_rows(problem.Q);
+      // Strips, of equal or convenient columns.
+      for (int most : {240, 224, 192, 160, 136, 112, 96, 72, 64, 56, 48, 40, 32}) {
+        if (most >= problem.Q) continue;
+        consider_rows(most);
+        const int equal = static_cast<int>(ceil_div(problem.Q, ceil_div(problem.Q, most)));
+        consider_rows(equal);
+        if (equal % 4 != 0) consider_rows(static_cast<int>(padded(equal, 4)));
+      }
+    }
+}
+
+inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, const Wish& wish = {}) {
+  bool found = false;
+  const bool halves = element_bytes(problem.dtype) == 2;  // lanes read whole planes of these from few banks
+  for (Way way : {halves ? Way::kPixels : Way::kWhole, Way::kPlanes})
+    search(problem, sms, address, way, wish, best, found);
+  return found;
+}
+
+inline Params make_params(const Problem& problem, const Plan& plan) {
+  Params params{};
+  params.plan = plan;
+  std::copy_n(problem.x_stride, 4, params.x_stride);
+  std::copy_n(problem.y_stride, 4, params.dy_stride);
+  params.N = problem.N;
+  params.C = problem.C, params.group_c = problem.C / problem.groups, params.H = problem.H, params.W = problem.W;
+  params.K = problem.K, params.group_k = problem.K / problem.groups, params.P = problem.P, params.Q = problem.Q;
+  params.R = problem.R, params.S = problem.S;
+  params.stride_h = taken_stride(problem.stride_h, problem.P);
+  params.stride_w = taken_stride(problem.stride_w, problem.Q);
+  params.pad_h = problem.pad_h, params.pad_w = problem.pad_w;
+  params.dilation_h = problem.dilation_h, params.dilation_w = problem.dilation_w;
+  params.rows = int64_t{problem.groups} * plan.tiles_k * plan.channels;
+  const int taps = params.R * params.S, units = plan.splits ? 1 : plan.row_bytes / 16;
+  for (int i = 0; i < plan.blocks_t * plan.shape.taps; ++i)
+    params.tap_units[i] = units * slot_of_tap(params, first_tap(params, i / plan.shape.taps), std::min(i, taps - 1));
+  params.by_tiles = make_divisor(int64_t{problem.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t);
+  params.by_group_tiles = make_divisor(int64_t{plan.tiles_k} * plan.blocks_c * plan.blocks_t);
+  params.by_tiles_k = make_divisor(plan.tiles_k);
+  params.by_blocks_t = make_divisor(plan.blocks_t);
+  params.by_tiles_p = make_divisor(plan.tiles_p);
+  params.by_tiles_q = make_divisor(plan.tiles_q);
+  params.by_pitch = make_divisor(plan.pitch);
+  params.by_slots = make_divisor(plan.slots);
+  params.by_image_slots = make_divisor(int64_t{phases_of(plan)} * plan.slots);
+  params.by_steps = make_divisor(plan.steps);
+  params.by_all_slots = make_divisor(all_slots(plan));
+  return params;
+}
+
+struct Planned {
+  Plan plan;
+  bool found;
+};
+
+inline const Planned& plan_of(const Problem& problem, const Alignment& address) {
+  thread_local Memo<Planned> memo;
+  int sms = 0;
+  const int gpu = find_gpu(sms);
+  return memo.get(key_of(problem, Operator::kWgrad, address.x, address.dy, 0, gpu, sms), [&] {
+    Planned planned{};
+    planned.found = make_plan(problem, sms, address, planned.plan);
+    return planned;
+  });
+}
+
+// Clock cycles of a call, as far as the estimate goes. tma_wgrad compares them with its own.
+inline double cycles(const Problem& problem, Operator) { return plan_of(problem, Alignment{}).plan.cycles; }
+
+inline const char* refusal(const Problem& problem, Operator op) {
+  if (op != Operator::kWgrad) return "it computes gradients to weights only";
+  if (problem.dtype == DType::kFloat64) return "it has no float64";
+  int sms = 0;
+  if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
+  return plan_of(problem, Alignment{}).found
+             ? nullptr
+             : "no stage of it fits into shared memory, or it has too many pixels or weights";
+}
+
+inline Alignment alignment_of(const Pointers& pointers) {
+  return {reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.dy)};
+}
+
+// Fewest multiply-adds: below, launches take most of the time, and direct has fewer (docs/lab/wgrad.md).
+constexpr double kLeastWork = 1 << 23;
+
+inline const char* yields(const Problem& problem, Operator) {
+  if (multiply_adds(problem) < kLeastWork) return "another engine may be faster with few multiply-adds";
+  return problem.K / problem.groups < 4 ? "another engine may be faster with few output channels in a group" : nullptr;
+}
+
+// Of the workspace.
+inline int64_t bytes_of(Problem problem, const Plan& plan) {
+  problem.N = plan.slice_images;
+  const Problem planned = as_planned(problem, plan);
+  return sum_bytes(planned, plan) + copied_bytes(planned, plan);
+}
+
+inline int64_t workspace_bytes(const Problem& problem, Operator, const Pointers& pointers) {
+  return bytes_of(problem, plan_of(problem, alignment_of(pointers)).plan);
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+inline cudaError_t make_maps(const Problem& problem, Params& params) {
+  const Plan& plan = params.plan;
+  const auto step = [&](int64_t stride, int64_t size) {
+    return static_cast<uint64_t>(size > 1 ? stride * plan.bytes : 16);
+  };
+  const auto make = [&](const void* from, const Tensor& of, bool planes, const uint32_t (&box)[4], int step_w,
+                        int step_h, int row_bytes, hopper::BoxMap& map) {
+    const uint64_t images = static_cast<uint64_t>(of.N), height = static_cast<uint64_t>(of.H);
+    const uint64_t channels = static_cast<uint64_t>(planes ? of.C : padded(of.C, 16 / plan.bytes));  // a copy has more
+    if (planes)
+      return hopper::make_box_map(
+          hopper::BoxUse::kLoad, from, plan.bytes,
+          {static_cast<uint64_t>(padded(int64_t{of.H} * of.W, 16 / plan.bytes)), channels, images, 1},
+          {step(of.stride[1], of.C), step(of.stride[0], of.N), 16}, box, map);
+    return hopper::make_box_map(row_bytes == 128  ? hopper::BoxUse::kLoadRows
+                                : row_bytes == 64 ? hopper::BoxUse::kLoadHalves
+                                : row_bytes == 32 ? hopper::BoxUse::kLoadQuarters
+                                                  : hopper::BoxUse::kLoad,
+                                from, plan.bytes, {channels, static_cast<uint64_t>(of.W), height, images},
+                                {step(of.stride[3], of.W), step(of.stride[2], of.H), step(of.stride[0], of.N)}, box,
+                                map, step_w, step_h);
+  };
+  const auto u = [](int value) { return static_cast<uint32_t>(value); };
+  const uint32_t x_planes[4] = {u(plan.run), u(8 * plan.shape.chunks), 1, 1};
+  const uint32_t x_pixels[4] = {u(plan.row_bytes / plan.bytes), u(plan.window_w), u(plan.window_h), 1};
+  const uint32_t dy_planes[4] = {u(plan.dy_run), u(plan.channels), 1, 1};
+  const bool whole = plan.tiles_q == 1;
+  const uint32_t dy_pixels[4] = {u(hopper::kBoxRowBytes / plan.bytes), u(whole ? plan.pitch : plan.columns),
+                                 u(whole ? plan.rows : 1), 1};
+  cudaError_t error = cudaSuccess;
+  if (!plan.x_whole)
+    error = make(params.x_ptr, x_of(problem), plan.x_planes, plan.x_planes ? x_planes : x_pixels, params.stride_w,
+                 params.stride_h, plan.row_bytes, params.x_map);
+  if (error != cudaSuccess || plan.dy_whole) return error;
+  return make(params.dy_ptr, dy_of(problem), plan.dy_planes, plan.dy_planes ? dy_planes : dy_pixels, 1, 1,
+              hopper::kBoxRowBytes, params.dy_map);
+}
+
+template <typename Format, int SHAPE>
+cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
+  constexpr TileShape kShape = kTileShapes[SHAPE];
+  constexpr Instance kInstance{"hopper_wgrad_kernel",
+                               {kTypeId<typename Format::Stored>, Format::PARTS, Format::SPLITS, SHAPE}};
+  record(kInstance);
+  if constexpr (!is_compiled(kShape, Format::PARTS, Format::SPLITS) || !is_built(kInstance)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    const auto kernel = hopper_wgrad_kernel<Format, kShape.chunks, kShape.taps>;
+    const Plan& plan = params.plan;
+    // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    if (error != cudaSuccess) return error;
+    return hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), Format::THREADS, plan.smem_bytes, stream,
+                                params);
+  }
+}
+
+template <typename Format, int SHAPE = 0>
+cudaError_t run_shape(const Params& params, cudaStream_t stream) {
+  if constexpr (SHAPE < kTileShapeCount) {
+    const TileShape &shape = params.plan.shape, &own = kTileShapes[SHAPE];
+    if (shape.chunks == own.chunks && shape.taps == own.taps) return run_kernel<Format, SHAPE>(params, stream);
+    return run_shape<Format, SHAPE + 1>(params, stream);
+  }
+  return cudaErrorInvalidConfiguration;
+}
+
+// Copies what boxes cannot read in place; `planned` is of the copies.
+inline cudaError_t copy(const Problem& problem, const Problem& planned, const Plan& plan, Pointers& pointers,
+                        cudaStream_t stream) {
+  uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(planned, plan);
+  hopper::PlanesCopy of_planes[2] = {};
+  int64_t blocks[2] = {};
+  const auto make = [&](const Tensor& of, bool to_planes, int fold, const void*& from, int64_t& own_blocks,
+                        hopper::PlanesCopy& planes) {
+    Tensor copied = of;
+    if (fold > 1) copied.C *= fold, copied.W = problem.Q;
+    cudaError_t error = cudaSuccess;
+    if (!to_planes && fold == 1 && hopper::are_planes(of.stride, of.H, of.W)) {
+      planes = hopper::make_planes_copy(from, of.stride, of.N, of.C, int64_t{of.H} * of.W, to, own_blocks);
+    } else {
+      OrderParams params{from, to};
+      std::copy_n(of.stride, 4, params.stride);
+      params.elements = copied_bytes(copied, plan.bytes, to_planes) / plan.bytes;
+      params.C = copied.C, params.H = copied.H, params.W = copied.W, params.from_w = of.W;
+      params.step = fold > 1 ? problem.stride_w : 1;
+      params.pad = fold > 1 ? problem.pad_w : 0;
+      params.dilation = problem.dilation_w;
+      params.planes = to_planes;
+      params.inner =
+          static_cast<int>(to_planes ? padded(int64_t{copied.H} * copied.W, 16 / plan.bytes) : padded(copied.C, 8));
+      params.by_inner = make_divisor(params.inner);
+      params.by_c = make_divisor(copied.C), params.by_h = make_divisor(copied.H);
+      params.by_w = make_divisor(copied.W), params.by_fold = make_divisor(fold);
+      const unsigned order_blocks = static_cast<unsigned>(ceil_div(params.elements * plan.bytes, 16 * kAddThreads));
+      const auto kernel = plan.bytes == 2 ? hopper_wgrad_order_kernel<Half> : hopper_wgrad_order_kernel<float>;
+      error = hopper::launch_early(kernel, order_blocks, kAddThreads, 0, stream, params);
+    }
+    from = to;
+    to += copied_bytes(copied, plan.bytes, to_planes);
+    return error;
+  };
+  cudaError_t error = cudaSuccess;
+  if (plan.copies_x) error = make(x_of(problem), plan.x_planes, plan.fold, pointers.x, blocks[0], of_planes[0]);
+  if (plan.copies_dy && error == cudaSuccess)
+    error = make(dy_of(problem), plan.dy_planes, 1, pointers.dy, blocks[1], of_planes[1]);
+  if (error != cudaSuccess || blocks[0] + blocks[1] == 0) return error;
+  return hopper::launch_early(hopper_wgrad_copy_kernel, static_cast<unsigned>(blocks[0] + blocks[1]),
+                              hopper::kCopyThreads, hopper::kCopyBytes, stream, of_planes[0], of_planes[1],
+                              static_cast<int>(blocks[0]));
+}
+
+// The images of a slice: copies, and sums of its parts.
+template <typename Format>
+cudaError_t run_slice(Problem problem, const Plan& plan, Pointers pointers, int slice, cudaStream_t stream) {
+  const int64_t first = slice * plan.slice_images;
+  problem.N = std::min(plan.slice_images, problem.N - first);
+  pointers.x = static_cast<const typename Format::Stored*>(pointers.x) + first * problem.x_stride[0];
+  pointers.dy = static_cast<const typename Format::Stored*>(pointers.dy) + first * problem.y_stride[0];
+  const Problem planned = as_planned(problem, plan);
+  cudaError_t error = copy(problem, planned, plan, pointers, stream);
+  if (error != cudaSuccess) return error;
+  Params params = make_params(planned, plan);
+  params.x_ptr = pointers.x;
+  params.dy_ptr = pointers.dy;
+  error = make_maps(planned, params);
+  if (error != cudaSuccess) return error;
+  params.sums_ptr = static_cast<float*>(pointers.workspace) + slice * (sums_of(planned, plan) / plan.slices);
+  return run_shape<Format>(params, stream);
+}
+
+template <typename Format>
+cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointers, cudaStream_t stream) {
+  for (int slice = 0; slice < plan.slices; ++slice) {
+    const cudaError_t error = run_slice<Format>(problem, plan, pointers, slice, stream);
+    if (error != cudaSuccess) return error;
+  }
+  const Problem planned = as_planned(problem, plan);
+  const int group_k = problem.K / problem.groups;
+  AddParams add{};
+  add.sums_ptr = static_cast<const float*>(pointers.workspace);
+  add.dw_ptr = pointers.out;
+  add.row_channels = row_channels(plan);
+  add.row = int64_t{planned.R} * planned.S * add.row_channels;
+  add.part = add.row * problem.groups * plan.tiles_k * plan.channels;
+  add.group_padding = plan.tiles_k * plan.channels - group_k;
+  add.by_group_k = make_divisor(group_k);
+  std::copy_n(problem.w_stride, 4, add.w_stride);
+  add.parts = plan.slices * plan.parts * sums_of_part(plan);
+  add.C = planned.C / planned.groups;
+  add.S = planned.S;
+  add.taps = planned.R * planned.S;
+  for (add.channels = kMostAddChannels; add.channels > 4; add.channels /= 2)
+    if (add.channels * add.taps <= kMostAddSums &&
+        (add.channels <= 16 || problem.K * ceil_div(add.C, add.channels) >= kFewBlocks))
+      break;
+  add.K = problem.K;
+  const int64_t of_k = int64_t{add.taps} * add.channels;
+  add.block_k = static_cast<int>(
+      std::clamp<int64_t>(4 * kAddThreads / of_k, 1, std::max(1, problem.K * add.C / add.channels / kFewBlocks)));
+  const int64_t quads = add.block_k * of_k / 4;
+  add.shares = static_cast<int>(std::clamp<int64_t>(kAddThreads / quads, 1, ceil_div(add.parts, 2)));
+  add.by_of_k = make_divisor(of_k);
+  add.by_channels = make_divisor(add.channels);
+  add.by_blocks_c = make_divisor(ceil_div(add.C, add.channels));
+  add.by_quads = make_divisor(quads);
+  add.by_taps = make_divisor(add.taps);
+  add.by_s = make_divisor(planned.S);
+  add.by_fold = make_divisor(plan.fold);
+  const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
+  const size_t bytes = add.block_k * add.taps * (add.channels + 4) * sizeof(float) +
+                       (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);
+  return hopper::launch_early(hopper_wgrad_add_kernel<typename Format::Stored>, blocks, kAddThreads, bytes, stream,
+                              add);
+}
+
+inline cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointers, cudaStream_t stream) {
+  switch (problem.dtype) {
+    case DType::kFloat16:
+      return plan.splits ? run<Format<Half, Half, 1, true>>(problem, plan, pointers, stream)
+                         : run<Format<Half, Half, 1, false>>(problem, plan, pointers, stream);
+    case DType::kBFloat16:
+      return plan.splits ? run<Format<BFloat16, BFloat16, 1, true>>(problem, plan, pointers, stream)
+                         : run<Format<BFloat16, BFloat16, 1, false>>(problem, plan, pointers, stream);
+    case DType::kFloat32:
+      return plan.parts_of_x == 2 ? run<Format<float, BFloat16, 2, true>>(problem, plan, pointers, stream)
+                                  : run<Format<float, BFloat16, 3, true>>(problem, plan, pointers, stream);
+    case DType::kFloat64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+inline cudaError_t launch(Operator, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  const Planned& planned = plan_of(problem, alignment_of(pointers));
+  return planned.found ? run(problem, planned.plan, pointers, stream) : cudaErrorInvalidConfiguration;
+}
+
+#endif  // launchers
+
+inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
+  const Plan& plan = plan_of(problem, Alignment{}).plan;
+  snprintf(
+      text, text_size,
+      "%s%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and %d bytes, %d of "
+      "them, %d blocks for %d tiles in %d parts, about %.3g Mcycles",
+      plan.copies_x && plan.copies_dy ? "x and dy copied, "
+      : plan.copies_x                 ? "x copied, "
+      : plan.copies_dy                ? "dy copied, "
+                                      : "",
+      plan.fold > 1 ? "filter columns as channels, " : "", plan.channels, 8 * plan.shape.chunks, plan.shape.taps,
+      plan.images, plan.rows, plan.columns, plan.stage_bytes + plan.raw_bytes, plan.stages, plan.grid,
+      plan.tiles_k * plan.blocks_c * plan.blocks_t, plan.parts, plan.cycles * 1e-6);
+}
+
+#endif  // host
+
+}  // namespace hopper_wgrad
+
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+extern const Engine kHopperWgradEngine{"hopper_wgrad",       hopper_wgrad::refusal,  hopper_wgrad::workspace_bytes,
+                                       hopper_wgrad::launch, hopper_wgrad::describe, hopper_wgrad::yields,
+                                       hopper_wgrad::cycles};
+#endif
+
+}  // namespace modelnew
