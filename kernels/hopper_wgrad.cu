@@ -128,7 +128,8 @@ struct Plan {
   int dy_block_bytes;          // likewise, where a pixel has 128 bytes
   int x_boxes, box_rows;       // planes: of an image's window; rows of the window in each
   int run, dy_run;             // planes: elements of a channel in a box of x, of dy
-  // Of a stage: dy, with x of 16 bits; fp32 x, and a chunk of its parts, of which there are rings of their own.
+  // Bytes of a stage: dy, with x as pixels of 16 bits; x that is split, a chunk of its parts and all of them. Both have
+  // rings of their own. The last two are what boxes bring.
   int dy_bytes, stage_bytes, raw_bytes, chunk_bytes, part_bytes, dy_loaded, x_loaded;
   int stages, raw_stages, part_stages, smem_bytes;
   double cycles;
@@ -283,7 +284,7 @@ MODELNEW_HOST_DEVICE inline InBox place_in_box(const Params& params, int row, in
   return {number, (row - number * plan.box_rows) * params.W + column};
 }
 
-// Of a block: stages, then tables of pixels and taps, then barriers.
+// A block's shared memory: stages, then tables of pixels, then barriers.
 struct SharedLayout {
   int raw, parts, dy_table, x_table, nothing, barriers, end;
 };
@@ -337,7 +338,7 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
   const int n = static_cast<int>(window.at.n);
   const int first_k = job.group * params.group_k + job.tile_k * plan.channels;
   const int first_c = job.group * params.group_c + job.block_c * CHUNKS * 8;
-  // Of planes that follow each other as many as there are.
+  // Whole planes: the last tile has fewer channels, and nothing is read behind the tensor.
   const auto whole = [&](int tile_channels, int channels, int plane) {
     return min(tile_channels, channels) * plane * Format::BYTES;
   };
@@ -673,7 +674,7 @@ __device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t fr
 template <typename Format, int CHUNKS, int TAPS>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, const uint8_t* smem) {
   constexpr int COLUMNS = 8 * CHUNKS, PARTS = Format::PARTS;
-  // Of operands of dy: where registers are few, the other warpgroup's products alone hide how they come.
+  // Sets of operands of dy. Where sums leave few registers there is one: the other warpgroup multiplies meanwhile.
   constexpr int SETS = PARTS == 1 || (PARTS == 2 && CHUNKS * TAPS < 32) ? 2 : 1;
   using Stored = typename Format::Stored;
   const Plan& plan = params.plan;
@@ -1451,7 +1452,7 @@ inline const char* yields(const Problem& problem, Operator) {
   return problem.K / problem.groups < 4 ? "another engine may be faster with few output channels in a group" : nullptr;
 }
 
-// Of the workspace.
+// The workspace has the sums and the copies of one slice.
 inline int64_t bytes_of(Problem problem, const Plan& plan) {
   problem.N = plan.slice_images;
   const Problem planned = as_planned(problem, plan);
