@@ -133,6 +133,7 @@ constexpr bool queues_fit(int number) {
          (queue_smem_bytes(kQueueShapes[number], kMostQueueLanes) <= kSharedBytes && queues_fit(number + 1));
 }
 static_assert(queues_fit(0), "what every GPU grants");
+constexpr int pixels_blocks_per_sm(int taps, int stride) { return taps == 7 && stride == 2 ? 3 : 4; }  // by registers
 
 struct Params {
   const void *in_ptr, *w_ptr, *bias_ptr;
@@ -345,8 +346,7 @@ __device__ inline void stage_filters(float* w_smem, int* flag, const Params& par
 // The sum of one output over the taps that meet rows from first_row on, `rows` of them, and no others. `product(r, s,
 // row, column)` is that of tap (r, s), which reads this row and column.
 template <typename Product>
-__device__ inline float exact_sum(const Params& params, int first_row, int rows, int p, int q,
-                                  const Product& product) {
+__device__ inline float exact_sum(const Params& params, int first_row, int rows, int p, int q, const Product& product) {
   float acc = 0, total = 0;
   int terms = 0;
 #pragma unroll 1
@@ -1072,7 +1072,7 @@ struct PixelsConfig {
   static constexpr int TAPS = TAPS_, STRIDE = STRIDE_, CHANNELS = CHANNELS_, COLUMNS = 4;
   static constexpr int OPEN = (TAPS + STRIDE - 1) / STRIDE, WINDOW = (COLUMNS - 1) * STRIDE + TAPS;
   static constexpr int STEPS = TAPS == 3 && STRIDE == 1 ? 2 : 1;  // at once
-  static constexpr int BLOCKS_PER_SM = 4;
+  static constexpr int BLOCKS_PER_SM = pixels_blocks_per_sm(TAPS, STRIDE);
   static_assert(TAPS * TAPS <= kChunk, "an output is one chunk");
 };
 
@@ -1117,8 +1117,7 @@ struct OpenRows {
             for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
               for (int v = 0; v < CHANNELS; ++v)
-                acc[OPEN - 1 - m][j][v] +=
-                    w_frag[v][a + m * STRIDE][s] * widen(x_frag[a][j * STRIDE + s].element[v]);
+                acc[OPEN - 1 - m][j][v] += w_frag[v][a + m * STRIDE][s] * widen(x_frag[a][j * STRIDE + s].element[v]);
   }
 
   template <typename Storage>
@@ -1554,9 +1553,7 @@ inline Axis column_axis(const Problem& problem, Operator op) {
 inline bool is_windowed(const Axis& rows, const Axis& columns) {
   const bool square = rows.taps == columns.taps && rows.stride == columns.stride;
   const bool dense = rows.dilation == 1 && columns.dilation == 1;
-  const bool compiled =
-      ((rows.taps == 3 || rows.taps == 5) && rows.stride <= 2) || (rows.taps == 7 && rows.stride == 1);
-  return square && dense && compiled;
+  return square && dense && (rows.taps == 3 || rows.taps == 5 || rows.taps == 7) && rows.stride <= 2;
 }
 
 inline bool is_multiple(const int64_t (&strides)[4], int dimensions, int of) {
@@ -1966,11 +1963,41 @@ inline int window_channels(const Problem& problem, Operator op, bool aligned) {
   return pairs ? 2 : 0;
 }
 
+// Of all blocks of an SM that has room for so many: each has these instructions, or waits.
+inline double block_cycles(const Strip& strip, int resident, double instructions, double waiting) {
+  const double all = static_cast<double>(strip.blocks) / kMultiprocessors;
+  const double active = std::min<double>(resident, std::max(1.0, all)), rounds = all / active;
+  // The last one of few rounds is not full.
+  return (rounds > 4 ? rounds : (std::ceil(rounds) + rounds) / 2) * std::max(active * instructions, waiting);
+}
+
+// Cycles but for a constant. Memory, and the blocks that an SM has room for; a fit (docs/lab/depthwise.md).
+inline double pixels_cost(const Problem& problem, const Axis& rows, const Axis& columns, const Strip& strip,
+                          int channels) {
+  constexpr double kThread = 200, kLoad = 6.8, kWeight = 39;  // instructions; for a pixel, and for a weight in turn
+  constexpr double kStall = 3.1;                              // cycles from one instruction of a warp to its next one
+  constexpr double kBytes = 18.3;                             // from and to memory, a cycle
+  constexpr double kPower = 1.28;                             // how far the two overlap
+  const int taps = rows.taps * columns.taps, open = static_cast<int>(ceil_div(rows.taps, rows.stride));
+  const int window = (kPixelColumns - 1) * columns.stride + columns.taps;
+  const double turned = kWeight * strip.lanes * channels * taps / kThreads, first = kPixelColumns * taps * channels;
+  const double steps =
+      (strip.band_rows + open - 1.0) * (kPixelColumns * taps * channels + kLoad * window * rows.stride);
+  const double blocks = block_cycles(strip, pixels_blocks_per_sm(rows.taps, rows.stride),
+                                     kThread + turned + first + steps, 2 * turned + first + kStall * steps);
+  const int64_t bytes_wide = int64_t{strip.lanes} * channels * element_bytes(problem.dtype);
+  const double narrow = (bytes_wide < 128 ? 1.055 : 1) * (bytes_wide < 64 ? 1.055 : 1) * (strip.lanes < 32 ? 1.07 : 1);
+  const double broken = bytes_wide % 128 == 0 ? 1 : strip.chunks == 1 ? 1.025 : 1.05;  // lines of memory
+  const double pixels = 1.0 * rows.inputs * columns.inputs + 1.0 * rows.outputs * columns.outputs;
+  const double memory = static_cast<double>(problem.N) * problem.C * element_bytes(problem.dtype) * pixels /
+                        kMultiprocessors / kBytes * narrow * broken;
+  return std::pow(std::pow(blocks, kPower) + std::pow(memory, kPower), 1 / kPower);
+}
+
 inline Strip choose_strip(const Problem& problem, Operator op, int channels, bool slides, const Wish& wish,
                           double& best_cost) {
   const Axis rows = row_axis(problem, op), columns = column_axis(problem, op);
-  const int taps = rows.taps * columns.taps, open = static_cast<int>(ceil_div(rows.taps, rows.stride));
-  const int window = (kPixelColumns - 1) * columns.stride + columns.taps;
+  const int taps = rows.taps * columns.taps;
   const int all_lanes =
       static_cast<int>(ceil_div(op == Operator::kDgrad ? problem.C : problem.K, std::max(channels, 1)));
   Strip best{};
@@ -1991,14 +2018,11 @@ inline Strip choose_strip(const Problem& problem, Operator op, int channels, boo
     for (int part = 0; (strip.band_rows = band_candidate(rows.outputs, part, wish.band_rows)) != 0; ++part) {
       strip.bands = static_cast<int>(ceil_div(rows.outputs, strip.band_rows));
       strip.blocks = ceil_div(problem.N * strip.bands * strip.groups, strip.items) * strip.chunks;
-      const double step =
-          channels > 0 ? kPixelColumns * taps * channels + 4.0 * window + 20 : (slides ? 14.0 : 40.0) * taps;
-      const double thread = 200 + 4.0 * taps + (strip.band_rows + (channels > 0 ? open - 1 : 0)) * step;
-      const int bytes_wide = lanes * std::max(channels, 1) * element_bytes(problem.dtype);
-      const double cost =
-          cycles(static_cast<double>(strip.blocks), kThreads * thread, thread) * (bytes_wide < 64    ? 1.5
-                                                                                  : bytes_wide < 128 ? 1.1
-                                                                                                     : 1);
+      const double thread = 200 + (4 + strip.band_rows * (slides ? 14.0 : 40.0)) * taps;
+      const int bytes_wide = lanes * element_bytes(problem.dtype);
+      const double narrow = bytes_wide < 64 ? 1.5 : bytes_wide < 128 ? 1.1 : 1;
+      const double cost = channels > 0 ? pixels_cost(problem, rows, columns, strip, channels)
+                                       : narrow * cycles(static_cast<double>(strip.blocks), kThreads * thread, thread);
       if (strip.blocks <= kMostBlocks && (best_cost < 0 || cost < best_cost)) best = strip, best_cost = cost;
       if (wish.any && best_cost >= 0) return best;
     }
@@ -2009,8 +2033,8 @@ inline Strip choose_strip(const Problem& problem, Operator op, int channels, boo
 // Whether a shape of queue_kernel is for a problem whose tensors and filters begin where vectors may.
 inline bool queue_takes(const QueueShape& shape, const Problem& problem, Operator op) {
   const Axis rows = row_axis(problem, op), columns = column_axis(problem, op);
-  const bool w_packed = problem.w_stride[0] == problem.R * problem.S && problem.w_stride[2] == problem.S &&
-                        problem.w_stride[3] == 1;
+  const bool w_packed =
+      problem.w_stride[0] == problem.R * problem.S && problem.w_stride[2] == problem.S && problem.w_stride[3] == 1;
   const auto is_for = [&](const Axis& axis) {
     return axis.taps == shape.taps && axis.stride == shape.stride && axis.dilation == 1;
   };
@@ -2038,12 +2062,7 @@ inline double queue_cost(const QueueShape& shape, const Problem& problem, const 
   const double waiting = kLatency + 2 * copied + widened + steps * std::max(kStall * a_step, kLatency / shape.depth);
 
   const int resident = std::min(shape.blocks_per_sm, 227 * 1024 / (strip.smem_bytes + 1024));
-  const double all = static_cast<double>(strip.blocks) / kMultiprocessors;  // blocks of an SM
-  const double active = std::min<double>(resident, std::max(1.0, all)), rounds = all / active;
-  // The last one of few rounds is not full.
-  const double blocks =
-      (rounds > 4 ? rounds : (std::ceil(rounds) + rounds) / 2) * std::max(active * instructions, waiting);
-
+  const double blocks = block_cycles(strip, resident, instructions, waiting);
   const double pixels = 2.0 * static_cast<double>(problem.N) * problem.C;  // bytes of one, in all images
   const double read = strip.bands * ((strip.band_rows - 1.0) * rows.stride + rows.taps) / rows.inputs;  // times
   const double in_bytes = pixels * rows.inputs * columns.inputs * (1 + kHalo * std::max(0.0, read - 1));
@@ -2115,7 +2134,7 @@ inline Plan make_plan(const Problem& problem, Operator op, bool aligned, const W
     if (plan.exists) return plan;
   }
   const bool dgrad = op == Operator::kDgrad;
-  const bool windowed = is_windowed(rows, columns);
+  const bool windowed = is_windowed(rows, columns) && !(rows.taps == 7 && rows.stride == 2);
   const TileWork work = {problem,
                          op,
                          rows,
@@ -2275,7 +2294,8 @@ inline cudaError_t run(const Plan& plan, const Params& params, cudaStream_t stre
              : variant == 32 ? run_pixels<PixelsConfig<3, 2, 2, Storage>>(params, stream)
              : variant == 51 ? run_pixels<PixelsConfig<5, 1, 1, Storage>>(params, stream)
              : variant == 52 ? run_pixels<PixelsConfig<5, 2, 1, Storage>>(params, stream)
-                             : run_pixels<PixelsConfig<7, 1, 1, Storage>>(params, stream);
+             : variant == 71 ? run_pixels<PixelsConfig<7, 1, 1, Storage>>(params, stream)
+                             : run_pixels<PixelsConfig<7, 2, 1, Storage>>(params, stream);
     case Kernel::kQueue:
       return run_queue<0, Storage>(params, stream);
     case Kernel::kPixelsAny:

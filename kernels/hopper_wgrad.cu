@@ -1459,8 +1459,16 @@ inline int64_t bytes_of(Problem problem, const Plan& plan) {
   return sum_bytes(planned, plan) + copied_bytes(planned, plan);
 }
 
-inline int64_t workspace_bytes(const Problem& problem, Operator, const Pointers& pointers) {
-  return bytes_of(problem, plan_of(problem, alignment_of(pointers)).plan);
+// Planes of 16 bits in groups whose channels are no multiple of 8 are read in place only, and where they begin only a
+// call knows. One whose tensors are not aligned is handed on to this engine.
+inline const Engine& engine_of_others(const Problem& problem, Operator op) {
+  return kMmaWgradEngine.refusal(problem, op) == nullptr ? kMmaWgradEngine : kDirectEngine;
+}
+
+inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
+  const Planned& planned = plan_of(problem, alignment_of(pointers));
+  if (!planned.found) return engine_of_others(problem, op).workspace_bytes(problem, op, pointers);
+  return bytes_of(problem, planned.plan);
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -1658,9 +1666,10 @@ inline cudaError_t run(const Problem& problem, const Plan& plan, const Pointers&
   return cudaErrorInvalidValue;
 }
 
-inline cudaError_t launch(Operator, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
   const Planned& planned = plan_of(problem, alignment_of(pointers));
-  return planned.found ? run(problem, planned.plan, pointers, stream) : cudaErrorInvalidConfiguration;
+  return planned.found ? run(problem, planned.plan, pointers, stream)
+                       : engine_of_others(problem, op).launch(op, problem, pointers, stream);
 }
 
 #endif  // launchers

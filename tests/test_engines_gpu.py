@@ -371,6 +371,7 @@ EXACT = [
     ("patches", GPU_PATCHES_CASES, WITH_WEIGHTS, ALL_TYPES),
     ("hopper_wgrad", GPU_WGRAD_CASES, IN_LAYOUT, [*ALL_TYPES, FP32]),
     ("hopper_wgrad", GPU_WGRAD_VIEWED, of_names(VIEWS | SHIFTS, ("x", "dy"), ("x",), ("dy",)), ALL_TYPES),
+    ("hopper_wgrad", [Case(2, 40, 8, 8, 24, 3, 3, padding=(1, 1), groups=2)], of_names(SHIFTS, "x", ("dy",)), HALVES),
     ("hopper_wgrad", [Case(2, 8, 6, 70, 8, 3, 3, padding=(1, 1))], {"rows before NaN": {"dy": ROWS}}, ALL_TYPES),
     ("hopper_wgrad", [Case(2, 8, 6, 7, 8, 3, 3, padding=(1, 1))], {"images before NaN": {"dy": IMAGES}}, ALL_TYPES),
     ("strided", GPU_STRIDED_CASES, IN_LAYOUT, ALL_TYPES),

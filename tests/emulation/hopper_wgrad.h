@@ -1,6 +1,6 @@
 #include "run.h"
 
-
+IDLE(kMmaWgradEngine) IDLE(kDirectEngine)
 using namespace modelnew::hopper_wgrad;
 
 // These stages and tiles, in so many parts (0: any; of the shape: -1), on a GPU of three SMs.

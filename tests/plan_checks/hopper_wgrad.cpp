@@ -67,7 +67,11 @@ static void check_pixels(const Problem& p, const Params& params) {
 static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt19937& random) {
   const int sms = std::array{3, 64, kSms}[random() % 3];
   Plan plan{};
-  if (!make_plan(p, sms, {at.in, at.w}, plan)) return false;
+  if (!make_plan(p, sms, {at.in, at.w}, plan)) {  // only some groups of 16 bits may be handed on
+    CHECK(element_bytes(p.dtype) == 2 && (p.C / p.groups % 8 != 0 || p.K / p.groups % 8 != 0));
+    CHECK(p.groups > 1 && (at.in % 16 != 0 || at.w % 16 != 0));
+    return false;
+  }
   plan_in_hand = "the plan for " + std::to_string(sms) + " SMs";
   NOTE_VALUES(plan.shape.taps, 1, 9);
   NOTE(plan.channels == 64);

@@ -9,7 +9,7 @@ namespace modelnew {
 static const char* refuse_all(const Problem&, Operator) { return "everything"; }
 #define IDLE(name) const Engine name{#name, refuse_all, nullptr, nullptr, nullptr};
 IDLE(kGatherEngine) IDLE(kWgmmaEngine) IDLE(kStemEngine) IDLE(kPointwiseEngine) IDLE(kMmaEngine) IDLE(kTmaEngine)
-IDLE(kHopperWgradEngine) IDLE(kDirectEngine)
+IDLE(kHopperWgradEngine) IDLE(kMmaWgradEngine) IDLE(kDirectEngine)
 #undef IDLE
 bool direct_has_points(const Problem&, Operator) { return false; }
 bool gather_lands(const Problem&, Operator) { return false; }
