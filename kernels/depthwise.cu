@@ -1971,13 +1971,12 @@ inline double block_cycles(const Strip& strip, int resident, double instructions
   return (rounds > 4 ? rounds : (std::ceil(rounds) + rounds) / 2) * std::max(active * instructions, waiting);
 }
 
-// Cycles but for a constant. Memory, and the blocks that an SM has room for; a fit (docs/lab/depthwise.md).
+// Cycles but for a constant, to the power of 4/3: of memory, and of blocks; a fit (docs/lab/depthwise.md).
 inline double pixels_cost(const Problem& problem, const Axis& rows, const Axis& columns, const Strip& strip,
                           int channels) {
   constexpr double kThread = 200, kLoad = 6.8, kWeight = 39;  // instructions; for a pixel, and for a weight in turn
   constexpr double kStall = 3.1;                              // cycles from one instruction of a warp to its next one
   constexpr double kBytes = 18.3;                             // from and to memory, a cycle
-  constexpr double kPower = 1.28;                             // how far the two overlap
   const int taps = rows.taps * columns.taps, open = static_cast<int>(ceil_div(rows.taps, rows.stride));
   const int window = (kPixelColumns - 1) * columns.stride + columns.taps;
   const double turned = kWeight * strip.lanes * channels * taps / kThreads, first = kPixelColumns * taps * channels;
@@ -1991,7 +1990,7 @@ inline double pixels_cost(const Problem& problem, const Axis& rows, const Axis& 
   const double pixels = 1.0 * rows.inputs * columns.inputs + 1.0 * rows.outputs * columns.outputs;
   const double memory = static_cast<double>(problem.N) * problem.C * element_bytes(problem.dtype) * pixels /
                         kMultiprocessors / kBytes * narrow * broken;
-  return std::pow(std::pow(blocks, kPower) + std::pow(memory, kPower), 1 / kPower);
+  return blocks * std::cbrt(blocks) + memory * std::cbrt(memory);
 }
 
 inline Strip choose_strip(const Problem& problem, Operator op, int channels, bool slides, const Wish& wish,
