@@ -83,20 +83,23 @@ constexpr int kTileShapeCount = sizeof kTileShapes / sizeof kTileShapes[0];
 constexpr int kMostExact = 18;                       // chunks times taps that have room for two sums
 [[maybe_unused]] constexpr int kMostExactSteps = 6;  // of wgmma, whose sums are added to others by ordinary additions
 
-MODELNEW_HOST_DEVICE constexpr bool is_compiled(const TileShape& shape, int parts, bool splits) {
+MODELNEW_HOST_DEVICE constexpr bool is_compiled(const TileShape& shape, int parts, bool splits, bool contains) {
+  if (contains && (parts != 2 || shape.taps == 1)) return false;
   if (parts == 3) return shape.chunks * shape.taps <= kMostExact;
   const bool exact_only = shape.chunks == 6 || (shape.chunks == 1 && shape.taps == 9);
   return !exact_only && (!splits || shape.chunks < 32);  // which is too wide for blocks of 16 warps
 }
 
 // How tensors are multiplied: 16 bits as they are; fp32 as the sum of bf16 values, the first and rests: two, with 16
-// bits together, for TF32's contract, three for full accuracy. Products of rests that are too small are left out.
-template <typename Stored_, typename Operand_, int PARTS_, bool SPLITS_>
+// bits together, for TF32's contract, three for full accuracy. Products of rests that are too small are left out. Where
+// taps are several, stages whose values fit into scaled fp16 (numerics.cuh) may be multiplied once instead.
+template <typename Stored_, typename Operand_, int PARTS_, bool SPLITS_, bool CONTAINS_ = false>
 struct Format {
   using Stored = Stored_;    // in memory
   using Operand = Operand_;  // of wgmma
   static constexpr int BYTES = sizeof(Stored), PARTS = PARTS_;
-  static constexpr bool SPLITS = SPLITS_;  // x, into parts: fp32, and planes of 16 bits
+  static constexpr bool SPLITS = SPLITS_;      // x, into parts: fp32, and planes of 16 bits
+  static constexpr bool CONTAINS = CONTAINS_;  // stages that fit into scaled fp16
   // Registers of a thread that multiplies and of any other.
   static constexpr int THREADS = SPLITS ? 512 : 384;
   static constexpr int MULTIPLYING_REGISTERS = SPLITS ? 200 : 224, OTHER_REGISTERS = 56;
@@ -133,6 +136,8 @@ struct Plan {
   int dy_bytes, stage_bytes, raw_bytes, chunk_bytes, part_bytes, dy_loaded, x_loaded;
   int stages, raw_stages, part_stages, smem_bytes;
   double cycles;
+  bool contains;  // see Format
+  int dy_seen;    // bytes that boxes bring, and zeros between them
 };
 
 struct Params {
@@ -286,7 +291,7 @@ MODELNEW_HOST_DEVICE inline InBox place_in_box(const Params& params, int row, in
 
 // A block's shared memory: stages, then tables of pixels, then barriers.
 struct SharedLayout {
-  int raw, parts, dy_table, x_table, nothing, barriers, end;
+  int raw, parts, dy_table, x_table, nothing, magnitudes, of_parts, barriers, end;
 };
 
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
@@ -296,7 +301,9 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   layout.dy_table = layout.parts + plan.part_stages * plan.part_bytes;
   layout.x_table = layout.dy_table + (plan.dy_planes ? plan.images * plan.dy_slots * 4 : 0);
   layout.nothing = layout.x_table + (plan.x_planes ? all_slots(plan) * 8 : 0);
-  layout.barriers = layout.nothing + 16;
+  layout.magnitudes = layout.nothing + 16;
+  layout.of_parts = layout.magnitudes + 8;
+  layout.barriers = layout.of_parts + 8 * kMostPartStages;
   layout.end = layout.barriers + 16 * (2 * kMostStages + kMostPartStages);
   return layout;
 }
@@ -313,6 +320,9 @@ struct Shared {
   __device__ __forceinline__ uint32_t stage(int number) const { return base + layout.barriers + 16 * number; }
   __device__ __forceinline__ uint32_t raw(int number) const { return stage(kMostStages + number); }
   __device__ __forceinline__ uint32_t part(int number) const { return stage(2 * kMostStages + number); }
+
+  // How a stage of parts was scaled: see Scales.
+  __device__ __forceinline__ uint32_t of_part(int number) const { return base + layout.of_parts + 4 * number; }
 };
 
 // Where the window of a stage begins.
@@ -327,6 +337,12 @@ __device__ __forceinline__ Window locate_window(const Params& params, const Job&
           at.q * params.stride_w - params.pad_w + job.tap.s * params.dilation_w};
 }
 
+// Of an image's whole planes: the last tile has fewer channels, and nothing is read behind the tensor.
+template <typename Format>
+__device__ __forceinline__ int whole_bytes(int tile_channels, int channels, int plane) {
+  return min(tile_channels, channels) * plane * Format::BYTES;
+}
+
 // Issues the boxes of a stage, of dy and of x, which come to their own barriers.
 template <typename Format, int CHUNKS>
 __device__ __forceinline__ void load_stage(const Params& params, const Job& job, int tile, uint32_t stage,
@@ -338,12 +354,8 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
   const int n = static_cast<int>(window.at.n);
   const int first_k = job.group * params.group_k + job.tile_k * plan.channels;
   const int first_c = job.group * params.group_c + job.block_c * CHUNKS * 8;
-  // Whole planes: the last tile has fewer channels, and nothing is read behind the tensor.
-  const auto whole = [&](int tile_channels, int channels, int plane) {
-    return min(tile_channels, channels) * plane * Format::BYTES;
-  };
-  const int dy_plane = whole(plan.channels, params.K - first_k, plan.dy_run);
-  const int x_plane = whole(CHUNKS * 8, params.C - first_c, plan.run);
+  const int dy_plane = whole_bytes<Format>(plan.channels, params.K - first_k, plan.dy_run);
+  const int x_plane = whole_bytes<Format>(CHUNKS * 8, params.C - first_c, plan.run);
   const int dy_loaded = plan.dy_whole ? plan.images * dy_plane : plan.dy_loaded;
   const int x_loaded = plan.x_whole ? plan.images * x_plane : plan.x_loaded;
   hopper::barrier_arrive_expecting(barrier, dy_loaded + (Format::SPLITS ? 0 : x_loaded));
@@ -397,19 +409,61 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
   }
 }
 
-// Two neighbours as pairs of bf16, of which parts[i][at] are the i-th. Both operands are scaled, as otherwise bf16
+// Two neighbours as pairs of fp16, or of bf16, of which parts[i][at] are the i-th. They are scaled, as otherwise bf16
 // would lack the smallest numbers; what then becomes too large is found among the sums.
 template <int PARTS>
-__device__ __forceinline__ void split(float low, float high, uint32_t (&parts)[PARTS][4], int at) {
-  low *= kScale;
-  high *= kScale;
+__device__ __forceinline__ void split(float low, float high, float scale, bool contained, uint32_t (&parts)[PARTS][4],
+                                      int at) {
+  low *= scale;
+  high *= scale;
+  if (contained) parts[0][at] = narrow_pair(low, high, Half{});
 #pragma unroll
-  for (int i = 0; i < PARTS; ++i) {
+  for (int i = 0; i < PARTS && !contained; ++i) {
     parts[i][at] = narrow_pair(low, high, BFloat16{});
     low -= bits_float(parts[i][at] << 16);
     high -= bits_float(parts[i][at] & 0xffff0000u);
   }
 }
+
+// Exponents of the powers of two that x and dy are multiplied by. Each job finds its own, from the first stages with
+// other values than zeros. Where values are too small even for bf16 it goes on with kScale: wide.
+struct Scales {
+  static constexpr int kUnknown = 1000;
+  int x = kUnknown, dy = kUnknown;
+  bool wide = false;
+  __device__ __forceinline__ int of_x() const { return wide ? 24 : x == kUnknown ? 0 : x; }
+  __device__ __forceinline__ int of_dy() const { return wide ? 24 : dy == kUnknown ? 0 : dy; }
+};
+
+// Both in a word: that of dy, as a float, their sum, and whether the stage is contained.
+__device__ __forceinline__ uint32_t pack(const Scales& scales, bool contained) {
+  return float_bits(power_of_two(scales.of_dy())) |
+         static_cast<uint32_t>(scales.of_x() + scales.of_dy() + 2 * kMostExponent) << 1 | (contained ? 1 : 0);
+}
+__device__ __forceinline__ int exponent_of_sums(uint32_t packed) {
+  return static_cast<int>(packed >> 1 & 1023) - 2 * kMostExponent;
+}
+
+// What values there are, of fp32.
+struct Seen {
+  uint32_t least = 0;  // as in Watch
+  float most = 0;      // largest magnitude, but for NaN
+
+  __device__ __forceinline__ void see(const uint32_t (&words)[4]) {
+#pragma unroll
+    for (uint32_t word : words) {
+      least = max(least, 0u - 2 * word);
+      most = fmaxf(most, fabsf(bits_float(word)));
+    }
+  }
+  // Whether none but zero is less than 2^exponent.
+  __device__ __forceinline__ bool is_from(int exponent) const {
+    return least <= 0u - 2 * float_bits(power_of_two(max(exponent, -126)));
+  }
+  __device__ __forceinline__ bool fits(int scale) const {
+    return is_from(-14 - scale) && most * power_of_two(scale) <= 65504.f;
+  }
+};
 
 // A slot of x in planes: its pixel, the first row of its box, and where it lies in the stage.
 struct alignas(8) Slot {
@@ -417,11 +471,15 @@ struct alignas(8) Slot {
   uint32_t row : 10, offset : 22;
 };
 
+// Under TF32's contract x is seen, or contained and seen; stages that do not fit are split.
+enum class Visit { kSee, kContain, kSplit };
+
 // Splits x of a stage into parts, [part][chunk][slot] x 16 bytes. A thread takes a slot of a few chunks, which lie in a
 // row of a box in channels_last. `nothing`: the address of 16 bytes of zeros.
 template <typename Format, int CHUNKS, bool PLANES>
 __device__ __forceinline__ void split_stage(const Params& params, const Job& job, int tile, const Slot* table,
-                                            uint32_t from, uint32_t to, uint32_t nothing) {
+                                            uint32_t from, uint32_t to, uint32_t nothing, Visit visit, float scale,
+                                            Seen& seen) {
   constexpr int PARTS = Format::PARTS, BYTES = Format::BYTES;
   constexpr int ROW = CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;  // chunks of a row of a box
   constexpr int ITEM = ROW < 2 ? ROW : 2;                             // chunks of a thread at a time
@@ -469,14 +527,21 @@ __device__ __forceinline__ void split_stage(const Params& params, const Job& job
             const uint32_t piece = 2 * (chunk % ROW + j) + i, order = own / hopper::kBoxRowBytes & (2 * ROW - 1);
             hopper::load_shared_4(words[j][i], own + (piece ^ order) * 16);
           }
+      if (Format::CONTAINS && visit != Visit::kSplit)
+#pragma unroll
+        for (int i = 0; i < 2 * ITEM; ++i) seen.see(words[i / 2][i % 2]);
+      if (Format::CONTAINS && visit == Visit::kSee) continue;
+      const bool contained = Format::CONTAINS && visit == Visit::kContain;
 #pragma unroll
       for (int j = 0; j < ITEM; ++j, place += plan.chunk_bytes) {
         uint32_t parts[PARTS][4];
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-          split(bits_float(words[j][c / 2][c % 2 * 2]), bits_float(words[j][c / 2][c % 2 * 2 + 1]), parts, c);
+          split(bits_float(words[j][c / 2][c % 2 * 2]), bits_float(words[j][c / 2][c % 2 * 2 + 1]), scale, contained,
+                parts, c);
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i) hopper::store_shared_4(place + i * CHUNKS * plan.chunk_bytes, parts[i]);
+        for (int i = 0; i < PARTS; ++i)
+          if (i == 0 || !contained) hopper::store_shared_4(place + i * CHUNKS * plan.chunk_bytes, parts[i]);
       }
     }
   }
@@ -507,16 +572,50 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared)
   }
 }
 
+// Sees dy of a stage. Places behind the end are the first one again.
+__device__ __forceinline__ void see_dy(const Plan& plan, uint32_t stage, int bytes, Seen& seen) {
+  constexpr int kStep = 16 * kSplittingThreads, kAtOnce = 4;
+  const int first = 16 * (static_cast<int>(threadIdx.x) - (kMultiplyingThreads + 32));
+  if (first >= bytes) return;
+#pragma unroll 1
+  for (int image = 0; image < (plan.dy_whole ? plan.images : 1); ++image, stage += plan.channels * plan.dy_run * 4)
+#pragma unroll 1
+    for (int i = first; i < bytes; i += kAtOnce * kStep) {
+      uint32_t words[kAtOnce][4];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        hopper::load_shared_4(words[j], stage + (i + j * kStep < bytes ? i + j * kStep : first));
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) seen.see(words[j]);
+    }
+}
+
+// The scales that are not known yet, with room for eight times as much, if threads have seen others than zeros.
+__device__ __forceinline__ void find_scales(const Seen& of_x, const Seen& of_dy, uint32_t* magnitudes, Scales& scales) {
+  const uint32_t most_x = hopper::warp_max(float_bits(of_x.most)), most_dy = hopper::warp_max(float_bits(of_dy.most));
+  hopper::named_barrier(1, kSplittingThreads);  // all have read the magnitudes before
+  if (threadIdx.x == kMultiplyingThreads + 32) magnitudes[0] = magnitudes[1] = 0;
+  hopper::named_barrier(1, kSplittingThreads);
+  if (threadIdx.x % 32 == 0) atomicMax(magnitudes, most_x), atomicMax(magnitudes + 1, most_dy);
+  hopper::named_barrier(1, kSplittingThreads);
+  if (scales.x == Scales::kUnknown && magnitudes[0] != 0) scale_exponent(magnitudes[0] >> 23, 13, scales.x);
+  if (scales.dy == Scales::kUnknown && magnitudes[1] != 0) scale_exponent(magnitudes[1] >> 23, 13, scales.dy);
+}
+
 template <typename Format, int CHUNKS>
-__device__ __forceinline__ void split_all(const Params& params, const Shared& shared, const uint8_t* smem) {
+__device__ __forceinline__ void split_all(const Params& params, const Shared& shared, uint8_t* smem) {
   const Plan& plan = params.plan;
   const Slot* const table = reinterpret_cast<const Slot*>(smem + shared.layout.x_table);
+  uint32_t* const magnitudes = reinterpret_cast<uint32_t*>(smem + shared.layout.magnitudes);  // of x, of dy
   const uint32_t nothing = shared.base + shared.layout.nothing;
   const bool planes = plan.x_planes;
-  RingPosition raw, part;
+  RingPosition ring, raw, part;
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
     const Job job = locate_job(params, number);
+    Scales scales;
+    const int left_k = params.K - job.group * params.group_k - job.tile_k * plan.channels;
+    const int dy_bytes = plan.dy_whole ? whole_bytes<Format>(plan.channels, left_k, plan.dy_run) : plan.dy_seen;
 #pragma unroll 1
     for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
       const uint32_t part_barrier = shared.part(part.slot), raw_barrier = shared.raw(raw.slot);
@@ -524,10 +623,40 @@ __device__ __forceinline__ void split_all(const Params& params, const Shared& sh
       hopper::barrier_wait(raw_barrier, raw.parity);
       const uint32_t from = shared.base + shared.layout.raw + raw.slot * plan.raw_bytes;
       const uint32_t to = shared.base + shared.layout.parts + part.slot * plan.part_bytes;
-      if (Format::BYTES == 2 || planes)
-        split_stage<Format, CHUNKS, true>(params, job, tile, table, from, to, nothing);
-      else
-        split_stage<Format, CHUNKS, false>(params, job, tile, table, from, to, nothing);
+      const auto visit_x = [&](Visit visit, float scale, Seen& seen) {
+        if (Format::BYTES == 2 || planes)
+          split_stage<Format, CHUNKS, true>(params, job, tile, table, from, to, nothing, visit, scale, seen);
+        else
+          split_stage<Format, CHUNKS, false>(params, job, tile, table, from, to, nothing, visit, scale, seen);
+      };
+      Seen of_x, of_dy;
+      if constexpr (!Format::CONTAINS) {
+        visit_x(Visit::kSplit, kScale, of_x);
+      } else {
+        bool contained = false;
+        if (!scales.wide) {
+          hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
+          see_dy(plan, shared.base + ring.slot * plan.stage_bytes, dy_bytes, of_dy);
+          if (scales.x == Scales::kUnknown || scales.dy == Scales::kUnknown) {
+            visit_x(Visit::kSee, 0, of_x);
+            find_scales(of_x, of_dy, magnitudes, scales);
+            of_x = {};
+          }
+          visit_x(Visit::kContain, power_of_two(scales.of_x()), of_x);
+          const bool fits = of_x.fits(scales.of_x()) && of_dy.fits(scales.of_dy());
+          contained = !hopper::named_barrier_any(2, kSplittingThreads, !fits);
+          if (!contained) {
+            // bf16 has two parts of what is 2^-100 and more, and the sums lose nothing that dw would have.
+            const bool lacks = !of_x.is_from(-100 - scales.of_x()) || !of_dy.is_from(-100 - scales.of_dy()) ||
+                               scales.of_x() + scales.of_dy() < 24;
+            scales.wide = hopper::named_barrier_any(2, kSplittingThreads, lacks);
+          }
+        }
+        if (!contained) visit_x(Visit::kSplit, power_of_two(scales.of_x()), of_x);
+        if (threadIdx.x == Format::THREADS - 1)
+          hopper::store_shared(shared.of_part(part.slot), pack(scales, contained));
+        ring.next(plan.stages);
+      }
       hopper::fence_async();
       __syncwarp();
       if (threadIdx.x % 32 == 0) {
@@ -613,11 +742,30 @@ struct LaneOfDy {
   }
 };
 
-// A step's 16 channels of a warp and 16 pixels of dy, as wgmma takes them, in parts. Planes: from the lane's first
-// pixel on, `table` has places, and so many pixels are `left`.
+// Of planes, from the lane's first pixel on, `table` has places, and so many pixels are `left`.
+template <typename Format>
+__device__ __forceinline__ void load_by_table(const LaneOfDy<Format>& own, uint32_t from, const int* table, int left,
+                                              uint32_t (&words)[4][2]) {
+  const uint2 near = *reinterpret_cast<const uint2*>(table), far = *reinterpret_cast<const uint2*>(table + 8);
+  const int at[4] = {static_cast<int>(near.x), static_cast<int>(near.y), static_cast<int>(far.x),
+                     static_cast<int>(far.y)};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t place = from + own.place[i / 2 % 2] + max(at[i / 4 * 2 + i % 2], 0);
+    if constexpr (Format::BYTES == 2)
+      hopper::load_shared_half(words[i / 2][i % 2], place);
+    else
+      hopper::load_shared(words[i / 2][i % 2], place);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if ((at[i / 4 * 2 + i % 2] < 0) | (i % 2 + i / 4 * 8 >= left)) words[i / 2][i % 2] = 0;
+}
+
+// A step's 16 channels of a warp and 16 pixels of dy, as wgmma takes them, in parts.
 template <typename Format>
 __device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t from, const int* table, int left,
-                                        uint32_t (&a)[Format::PARTS][4]) {
+                                        float scale, bool contained, uint32_t (&a)[Format::PARTS][4]) {
   if constexpr (!Format::SPLITS) {
     hopper::load_matrix_transposed(a[0], from + own.place[0]);
   } else if constexpr (Format::BYTES == 2) {
@@ -628,16 +776,8 @@ __device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t fr
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[0][i] &= i / 2 * 8 + 1 < left ? ~0u : i / 2 * 8 < left ? 0xffffu : 0;
     } else {
-      const uint2 near = *reinterpret_cast<const uint2*>(table), far = *reinterpret_cast<const uint2*>(table + 8);
-      const int at[4] = {static_cast<int>(near.x), static_cast<int>(near.y), static_cast<int>(far.x),
-                         static_cast<int>(far.y)};
       uint32_t values[4][2];
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        hopper::load_shared_half(values[i / 2][i % 2], from + own.place[i / 2 % 2] + max(at[i / 4 * 2 + i % 2], 0));
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        if ((at[i / 4 * 2 + i % 2] < 0) | (i % 2 + i / 4 * 8 >= left)) values[i / 2][i % 2] = 0;
+      load_by_table(own, from, table, left, values);
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[0][i] = values[i][0] | values[i][1] << 16;
     }
@@ -651,15 +791,7 @@ __device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t fr
         for (int i = 0; i < 8; ++i)
           if (i % 2 + i / 4 * 8 >= left) words[i / 2][i % 2] = 0;
     } else if (own.planes) {
-      const uint2 near = *reinterpret_cast<const uint2*>(table), far = *reinterpret_cast<const uint2*>(table + 8);
-      const int at[4] = {static_cast<int>(near.x), static_cast<int>(near.y), static_cast<int>(far.x),
-                         static_cast<int>(far.y)};
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        hopper::load_shared(words[i / 2][i % 2], from + own.place[i / 2 % 2] + max(at[i / 4 * 2 + i % 2], 0));
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        if ((at[i / 4 * 2 + i % 2] < 0) | (i % 2 + i / 4 * 8 >= left)) words[i / 2][i % 2] = 0;
+      load_by_table(own, from, table, left, words);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
@@ -667,7 +799,7 @@ __device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t fr
                             from + own.place[i % 2 * 2 + i / 2 % 2] + i / 4 * 8 * hopper::kBoxRowBytes);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) split(bits_float(words[i][0]), bits_float(words[i][1]), a, i);
+    for (int i = 0; i < 4; ++i) split(bits_float(words[i][0]), bits_float(words[i][1]), scale, contained, a, i);
   }
 }
 
@@ -727,6 +859,14 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         keep = chained = 0;
       }
     };
+    // By halves, so that nothing is too large or too small on the way.
+    const auto scale_sums = [&](int exponent) {
+      const float first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
+#pragma unroll
+      for (int t = 0; t < TAPS; ++t)
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) acc[t][i] = acc[t][i] * first * second;
+    };
     // The stage that pending products may read is given back when the next ones are under way.
     int before = -1, part_before = 0;
     const auto give_back = [&] {
@@ -741,6 +881,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     uint32_t dy_image = 0, x_image = 0;  // where these begin; x in a descriptor
     const int* table = nullptr;
     int left = 0;
+    uint32_t scales = 0;  // of the stage
     // Goes on to the warpgroup's next step. Returns false if there is none.
     const auto advance = [&] {
       for (step += turns; step >= steps;) {
@@ -779,6 +920,14 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         const uint32_t x_stage =
             Format::SPLITS ? shared.base + shared.layout.parts + part.slot * plan.part_bytes : stage + plan.dy_bytes;
         x_image = hopper::descriptor(hopper::of_own_block(x_stage), leading);
+        if constexpr (Format::CONTAINS) {
+          const int before_scales = exponent_of_sums(scales);
+          hopper::load_shared(scales, shared.of_part(part.slot));
+          if (const int more = exponent_of_sums(scales) - before_scales; more != 0 && keep != 0) {
+            finish();
+            scale_sums(more);
+          }
+        }
         table = dy_table;
         left = plan.tiles_q == 1 ? plan.pitch * plan.rows : min(plan.columns, params.Q - at.q);
       }
@@ -789,21 +938,31 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     const auto multiply_step = [&](int set) {
       if (!advance()) return false;
       if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
+      const bool contained = Format::CONTAINS && (scales & 1) != 0;
       load_dy<Format>(own_dy, dy_image + step * own_dy.step_bytes, table + step * kStepPixels + lane % 4 * 2,
-                      left - step * kStepPixels - lane % 4 * 2, a[set]);
+                      left - step * kStepPixels - lane % 4 * 2,
+                      Format::CONTAINS ? bits_float(scales & 0xff800000u) : kScale, contained, a[set]);
       const uint32_t b = hopper::uniform(x_image + step * kStepPixels * slot_units);
-      hopper::wgmma_fence();
-      // The smallest products first; the taps in turn, as an instruction waits for the one before on the same sums.
+      if (contained) {
+        hopper::wgmma_fence();
 #pragma unroll
-      for (int order = PARTS - 1; order >= 0; --order)
+        for (int t = 0; t < TAPS; ++t)
+          hopper::WgmmaRegistersTransposed<Half, COLUMNS>::multiply(acc[t], a[set][0], b + tap_slots[t], keep, high);
+        hopper::wgmma_commit();
+      } else {
+        hopper::wgmma_fence();
+        // The smallest products first; the taps in turn, as an instruction waits for the one before on the same sums.
 #pragma unroll
-        for (int i = order; i >= 0; --i)
+        for (int order = PARTS - 1; order >= 0; --order)
 #pragma unroll
-          for (int t = 0; t < TAPS; ++t)
-            hopper::WgmmaRegistersTransposed<typename Format::Operand, COLUMNS>::multiply(
-                acc[t], a[set][i], b + tap_slots[t] + (order - i) * of_part,
-                order == PARTS - 1 && i == order ? keep : 1, high);
-      hopper::wgmma_commit();
+          for (int i = order; i >= 0; --i)
+#pragma unroll
+            for (int t = 0; t < TAPS; ++t)
+              hopper::WgmmaRegistersTransposed<typename Format::Operand, COLUMNS>::multiply(
+                  acc[t], a[set][i], b + tap_slots[t] + (order - i) * of_part,
+                  order == PARTS - 1 && i == order ? keep : 1, high);
+        hopper::wgmma_commit();
+      }
       keep = 1;
       hopper::wgmma_wait<SETS - 1>();
       if (before >= 0) give_back();
@@ -814,8 +973,9 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     const bool has_sums = keep != 0;
     end_chain();
     give_back();
+    if constexpr (Format::CONTAINS) scale_sums(-exponent_of_sums(scales));
     const auto sum_of = [&](int t, int i) {
-      constexpr float kBack = PARTS == 1 ? 1 : 1 / (kScale * kScale);
+      constexpr float kBack = PARTS == 1 || Format::CONTAINS ? 1 : 1 / (kScale * kScale);
       if constexpr (PARTS == 3) return sums[t][i] * kBack;
       return has_sums ? acc[t][i] * kBack : 0;  // a warpgroup that had no step still stores its sums
     };
@@ -867,14 +1027,12 @@ __global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const 
       hopper::barrier_init(shared.stage(stage) + 8, kMultiplyingThreads / 32);
       hopper::barrier_init(shared.raw(stage), 1);
       hopper::barrier_init(shared.raw(stage) + 8, kSplittingThreads / 32);
-    }
-#pragma unroll 1
-    for (int stage = 0; stage < kMostPartStages; ++stage) {
+      if (stage >= kMostPartStages) continue;
       hopper::barrier_init(shared.part(stage), kSplittingThreads / 32);
       hopper::barrier_init(shared.part(stage) + 8, kMultiplyingThreads / 32);
     }
+    *reinterpret_cast<uint4*>(smem + shared.layout.nothing) = uint4{};
   }
-  if (threadIdx.x == 0) *reinterpret_cast<uint4*>(smem + shared.layout.nothing) = uint4{};
   // Slots behind boxes stay zeros.
   for (int i = threadIdx.x * 16; plan.has_gaps && i < shared.layout.dy_table; i += Format::THREADS * 16)
     *reinterpret_cast<uint4*>(smem + i) = uint4{};
@@ -1040,9 +1198,9 @@ struct Costs {
   double split, split_stage;  // a slot of a chunk; what a stage takes besides
 };
 constexpr Costs kPixels16{46, 16.8, 0.68, 3, 0, 0}, kPlanes16{24, 16.8, 0.68, 280, 0.86, 390};
-constexpr Costs kOfFloat32{25, 22.6, 1.08, 93, 1.5, 430};
+constexpr Costs kOfFloat32{25, 22.6, 1.08, 93, 1.5, 430}, kContained{19, 22.6, 1.08, 38, 1.06, 490};
 constexpr double kCallCycles = 13400, kStageCycles = 600, kCopyCycles = 6500, kCopiedBytes = 21;
-constexpr double kLeastColumns = 30;  // of wgmma
+constexpr double kLeastColumns = 30, kSeen = 30;  // of wgmma; for 128 values of dy
 
 // Sizes and strides of x or dy, for a copy or a map.
 struct Tensor {
@@ -1051,29 +1209,24 @@ struct Tensor {
   int C, H, W;
 };
 
-inline Tensor x_of(const Problem& problem) {
-  Tensor tensor{{}, problem.N, problem.C, problem.H, problem.W};
-  std::copy_n(problem.x_stride, 4, tensor.stride);
-  return tensor;
+inline Tensor x_of(const Problem& p) {
+  return {{p.x_stride[0], p.x_stride[1], p.x_stride[2], p.x_stride[3]}, p.N, p.C, p.H, p.W};
 }
-inline Tensor dy_of(const Problem& problem) {
-  Tensor tensor{{}, problem.N, problem.K, problem.P, problem.Q};
-  std::copy_n(problem.y_stride, 4, tensor.stride);
-  return tensor;
+inline Tensor dy_of(const Problem& p) {
+  return {{p.y_stride[0], p.y_stride[1], p.y_stride[2], p.y_stride[3]}, p.N, p.K, p.P, p.Q};
 }
 
 inline int64_t padded(int64_t size, int64_t multiple) { return ceil_div(size, multiple) * multiple; }
 
 // Whether boxes can read the channels of pixels, or planes, in place.
+inline bool is_step(int64_t bytes, int64_t size) { return size == 1 || (bytes > 0 && bytes % 16 == 0); }
 inline bool has_pixels(const Tensor& of, int bytes, uint64_t address) {
-  const auto is = [&](int64_t stride, bool matters) { return !matters || (stride > 0 && stride * bytes % 16 == 0); };
-  return of.C * bytes % 16 == 0 && (of.stride[1] == 1 || of.C == 1) && is(of.stride[0], of.N > 1) &&
-         is(of.stride[2], of.H > 1) && is(of.stride[3], of.W > 1) && address % 16 == 0;
+  return of.C * bytes % 16 == 0 && (of.stride[1] == 1 || of.C == 1) && is_step(of.stride[0] * bytes, of.N) &&
+         is_step(of.stride[2] * bytes, of.H) && is_step(of.stride[3] * bytes, of.W) && address % 16 == 0;
 }
 inline bool has_planes(const Tensor& of, int bytes, uint64_t address) {
-  const auto is = [&](int64_t stride, bool matters) { return !matters || (stride > 0 && stride * bytes % 16 == 0); };
   return hopper::are_planes(of.stride, of.H, of.W) && int64_t{of.H} * of.W * bytes % 16 == 0 &&
-         is(of.stride[0], of.N > 1) && is(of.stride[1], of.C > 1) && address % 16 == 0;
+         is_step(of.stride[0] * bytes, of.N) && is_step(of.stride[1] * bytes, of.C) && address % 16 == 0;
 }
 
 // Whether planes of any size follow each other, so that four or eight of them begin at a multiple of 16 bytes.
@@ -1143,13 +1296,14 @@ inline Problem as_planned(Problem problem, const Plan& plan) {
 }
 
 inline double estimate(const Problem& problem, int sms, const Plan& plan) {
-  const Costs& costs = plan.bytes == 4 ? kOfFloat32 : plan.splits ? kPlanes16 : kPixels16;
-  const double products = plan.shape.taps * plan.parts_of_x * (plan.parts_of_x + 1) / 2 *
+  const Costs& costs = plan.contains ? kContained : plan.bytes == 4 ? kOfFloat32 : plan.splits ? kPlanes16 : kPixels16;
+  const double products = plan.shape.taps * (plan.contains ? 1 : plan.parts_of_x * (plan.parts_of_x + 1) / 2) *
                           std::max<double>(kLeastColumns, 8 * plan.shape.chunks);  // of two warpgroups in a step
   const double steps = plan.images * plan.steps / (plan.channels == 64 ? 2.0 : 1.0);
   const double multiplied = steps * (products + costs.step);
   const double loaded = (plan.dy_loaded + plan.x_loaded) / costs.stage_bytes;
-  const double split = costs.split_stage + costs.split * all_slots(plan) * plan.shape.chunks;
+  const double split = costs.split_stage + costs.split * all_slots(plan) * plan.shape.chunks +
+                       (plan.contains ? kSeen * plan.images * plan.steps * kStepPixels * plan.channels / 128 : 0);
   const double stages = static_cast<double>(ceil_div(plan.jobs, sms) * ceil_div(plan.tiles, plan.parts));
   // A stride may leave pixels out.
   const double pixels =
@@ -1164,9 +1318,9 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
          costs.sum * sums_of(problem, plan) / sms;
 }
 
-// Demands on a plan beyond being the cheapest one; zeros, or -1 for the shape, demand nothing.
+// Demands on a plan beyond being the cheapest one; zeros, or -1 for the shape and `contains`, demand nothing.
 struct Wish {
-  int shape = -1, channels = 0, parts = 0, images = 0, rows = 0, columns = 0;
+  int shape = -1, channels = 0, parts = 0, images = 0, rows = 0, columns = 0, contains = -1;
 };
 
 // The numbers that follow from the outputs of a stage. Returns false where a stage does not fit.
@@ -1244,14 +1398,14 @@ inline bool complete(const Problem& problem, Plan& plan) {
   const int64_t stage = padded(dy_bytes, kRegionBytes) + (plan.splits ? 0 : plan.part_bytes);
   if (stage + raw_bytes > kSharedBytes) return false;
   plan.dy_bytes = static_cast<int>(padded(dy_bytes, kRegionBytes));
+  plan.dy_seen = static_cast<int>(dy_bytes);
   plan.raw_bytes = static_cast<int>(padded(raw_bytes, kRegionBytes));
   plan.chunk_bytes = static_cast<int>(slots * 16);
   plan.stage_bytes = static_cast<int>(stage);
   plan.dy_loaded = static_cast<int>(dy_loaded), plan.x_loaded = static_cast<int>(x_loaded);
   // Two stages of 16 bits are under way while one is multiplied. Of fp32, x is, and dy of the stage in parts as well.
-  constexpr int kLeastStages = 3;
   const auto fits = [&](int part_stages) {
-    for (plan.stages = kMostStages; plan.stages >= kLeastStages; --plan.stages) {
+    for (plan.stages = kMostStages; plan.stages >= 3; --plan.stages) {
       plan.raw_stages = plan.splits ? plan.stages - 1 : 0;
       plan.part_stages = plan.splits ? part_stages : 0;
       plan.smem_bytes = shared_layout(plan).end;
@@ -1334,7 +1488,7 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
     for (int i = 0; i < kTileShapeCount; ++i) {
       plan.channels = channels;
       plan.shape = kTileShapes[i];
-      if (!is_compiled(plan.shape, plan.parts_of_x, plan.splits)) continue;
+      if (!is_compiled(plan.shape, plan.parts_of_x, plan.splits, false)) continue;
       if (wish.shape >= 0 ? wish.shape != i : plan.shape.taps > 1 && taps == 1) continue;
       if (wish.channels > 0 && wish.channels != channels) continue;
       plan.tiles_k = static_cast<int>(ceil_div(group_k, channels));
@@ -1345,7 +1499,13 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
         plan.images = images;
         plan.rows = std::min(rows, problem.P);
         plan.columns = std::min(columns, problem.Q);
-        if (complete(problem, plan)) divide(problem, sms, wish, plan, best, found);
+        if (!complete(problem, plan)) return;
+        const bool may_contain = is_compiled(plan.shape, plan.parts_of_x, plan.splits, true);
+        for (const bool contains : {false, true}) {
+          if (contains ? !may_contain || wish.contains == 0 : may_contain && wish.contains == 1) continue;
+          plan.contains = contains;
+          divide(problem, sms, wish, plan, best, found);
+        }
       };
       if (wish.rows > 0) {
         consider(wish.images, wish.rows, wish.columns);
@@ -1411,31 +1571,27 @@ inline Params make_params(const Problem& problem, const Plan& plan) {
   return params;
 }
 
-struct Planned {
-  Plan plan;
-  bool found;
-};
-
-inline const Planned& plan_of(const Problem& problem, const Alignment& address) {
-  thread_local Memo<Planned> memo;
+// A plan of no cycles: there is none.
+inline const Plan& plan_of(const Problem& problem, const Alignment& address) {
+  thread_local Memo<Plan> memo;
   int sms = 0;
   const int gpu = find_gpu(sms);
   return memo.get(key_of(problem, Operator::kWgrad, address.x, address.dy, 0, gpu, sms), [&] {
-    Planned planned{};
-    planned.found = make_plan(problem, sms, address, planned.plan);
-    return planned;
+    Plan plan{};
+    make_plan(problem, sms, address, plan);
+    return plan;
   });
 }
 
 // Clock cycles of a call, as far as the estimate goes. tma_wgrad compares them with its own.
-inline double cycles(const Problem& problem, Operator) { return plan_of(problem, Alignment{}).plan.cycles; }
+inline double cycles(const Problem& problem, Operator) { return plan_of(problem, Alignment{}).cycles; }
 
 inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kWgrad) return "it computes gradients to weights only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
-  return plan_of(problem, Alignment{}).found
+  return plan_of(problem, Alignment{}).cycles > 0
              ? nullptr
              : "no stage of it fits into shared memory, or it has too many pixels or weights";
 }
@@ -1466,9 +1622,9 @@ inline const Engine& engine_of_others(const Problem& problem, Operator op) {
 }
 
 inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
-  const Planned& planned = plan_of(problem, alignment_of(pointers));
-  if (!planned.found) return engine_of_others(problem, op).workspace_bytes(problem, op, pointers);
-  return bytes_of(problem, planned.plan);
+  const Plan& plan = plan_of(problem, alignment_of(pointers));
+  return plan.cycles > 0 ? bytes_of(problem, plan)
+                         : engine_of_others(problem, op).workspace_bytes(problem, op, pointers);
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -1514,10 +1670,11 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
 template <typename Format, int SHAPE>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
-  constexpr Instance kInstance{"hopper_wgrad_kernel",
-                               {kTypeId<typename Format::Stored>, Format::PARTS, Format::SPLITS, SHAPE}};
+  constexpr Instance kInstance{
+      "hopper_wgrad_kernel",
+      {kTypeId<typename Format::Stored>, Format::PARTS, Format::SPLITS, Format::CONTAINS, SHAPE}};
   record(kInstance);
-  if constexpr (!is_compiled(kShape, Format::PARTS, Format::SPLITS) || !is_built(kInstance)) {
+  if constexpr (!is_compiled(kShape, Format::PARTS, Format::SPLITS, Format::CONTAINS) || !is_built(kInstance)) {
     return cudaErrorInvalidConfiguration;
   } else {
     const auto kernel = hopper_wgrad_kernel<Format, kShape.chunks, kShape.taps>;
@@ -1658,8 +1815,9 @@ inline cudaError_t run(const Problem& problem, const Plan& plan, const Pointers&
       return plan.splits ? run<Format<BFloat16, BFloat16, 1, true>>(problem, plan, pointers, stream)
                          : run<Format<BFloat16, BFloat16, 1, false>>(problem, plan, pointers, stream);
     case DType::kFloat32:
-      return plan.parts_of_x == 2 ? run<Format<float, BFloat16, 2, true>>(problem, plan, pointers, stream)
-                                  : run<Format<float, BFloat16, 3, true>>(problem, plan, pointers, stream);
+      return plan.contains          ? run<Format<float, BFloat16, 2, true, true>>(problem, plan, pointers, stream)
+             : plan.parts_of_x == 2 ? run<Format<float, BFloat16, 2, true>>(problem, plan, pointers, stream)
+                                    : run<Format<float, BFloat16, 3, true>>(problem, plan, pointers, stream);
     case DType::kFloat64:
       break;
   }
@@ -1667,26 +1825,23 @@ inline cudaError_t run(const Problem& problem, const Plan& plan, const Pointers&
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
-  const Planned& planned = plan_of(problem, alignment_of(pointers));
-  return planned.found ? run(problem, planned.plan, pointers, stream)
-                       : engine_of_others(problem, op).launch(op, problem, pointers, stream);
+  const Plan& plan = plan_of(problem, alignment_of(pointers));
+  return plan.cycles > 0 ? run(problem, plan, pointers, stream)
+                         : engine_of_others(problem, op).launch(op, problem, pointers, stream);
 }
 
 #endif  // launchers
 
 inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
-  const Plan& plan = plan_of(problem, Alignment{}).plan;
-  snprintf(
-      text, text_size,
-      "%s%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and %d bytes, %d of "
-      "them, %d blocks for %d tiles in %d parts, about %.3g Mcycles",
-      plan.copies_x && plan.copies_dy ? "x and dy copied, "
-      : plan.copies_x                 ? "x copied, "
-      : plan.copies_dy                ? "dy copied, "
-                                      : "",
-      plan.fold > 1 ? "filter columns as channels, " : "", plan.channels, 8 * plan.shape.chunks, plan.shape.taps,
-      plan.images, plan.rows, plan.columns, plan.stage_bytes + plan.raw_bytes, plan.stages, plan.grid,
-      plan.tiles_k * plan.blocks_c * plan.blocks_t, plan.parts, plan.cycles * 1e-6);
+  const Plan& plan = plan_of(problem, Alignment{});
+  snprintf(text, text_size,
+           "%s%s%s%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and "
+           "%d bytes, %d of them, %d blocks for %d tiles in %d parts, about %.3g Mcycles",
+           plan.copies_x ? "x copied, " : "", plan.copies_dy ? "dy copied, " : "",
+           plan.fold > 1 ? "filter columns as channels, " : "", plan.contains ? "scaled fp16, " : "", plan.channels,
+           8 * plan.shape.chunks, plan.shape.taps, plan.images, plan.rows, plan.columns,
+           plan.stage_bytes + plan.raw_bytes, plan.stages, plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t,
+           plan.parts, plan.cycles * 1e-6);
 }
 
 #endif  // host

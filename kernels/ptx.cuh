@@ -167,6 +167,16 @@ __device__ __forceinline__ void named_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// The same. Returns whether one of the threads has brought a true.
+__device__ __forceinline__ bool named_barrier_any(int number, int threads, bool own) {
+  int any = own;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\nbar.red.or.pred p, %1, %2, p;\nselp.b32 %0, 1, 0, p;\n}"
+               : "+r"(any)
+               : "r"(number), "r"(threads)
+               : "memory");
+  return any != 0;
+}
+
 // mbarriers: a phase ends when `count` arrivals and all expected bytes are in.
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {

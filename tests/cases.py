@@ -225,6 +225,12 @@ def any_exponent(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return (normal(shape, generator).double() * torch.exp2(exponents.double())).float()
 
 
+def specks(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Less than 1, but here and there values that are far smaller or larger: parts of a tensor have none of them."""
+    exponents = whole(-60, 12, shape, generator).where(whole(0, 300, shape, generator) == 0, -8)
+    return normal(shape, generator) * torch.exp2(exponents.float())
+
+
 def under_a_tf32_step(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Just below a step of TF32 and all positive: truncating the operands errs by twice what rounding may."""
     steps = whole(0, 8, shape, generator)
@@ -453,7 +459,7 @@ ROUNDING_CASES = [
     Case(1, 6, 40, 33, 6, 3, 3, padding=(1, 1), groups=6),
     Case(1, 512, 5, 6, 40, 3, 3),
 ]
-FILLS = [normal, wide, tiny, huge, any_exponent, under_a_tf32_step, tf32_ties, equal]
+FILLS = [normal, wide, tiny, huge, any_exponent, specks, under_a_tf32_step, tf32_ties, equal]
 # float16 holds no wide range of sums.
 OTHER_FILLS = [
     pytest.param(dtype, fill, id=f"{dtype} {fill.__name__}")

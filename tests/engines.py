@@ -299,7 +299,7 @@ EMULATED = {
             r" 1 << 29 : 1 << 27;": " 1 << 12 : 1 << 12;",
             r"kMostCopiedBytes = 512 << 20;": "kMostCopiedBytes = 70000;",
         },
-        wishes={"shape": -1, "channels": 0, "parts": 0, "images": 0, "rows": 0, "columns": 0},
+        wishes={"shape": -1, "channels": 0, "parts": 0, "images": 0, "rows": 0, "columns": 0, "contains": 1},
     ),
     "wgmma": Kernels(
         ["wgmma.cu", "listed.cu"],

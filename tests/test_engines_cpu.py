@@ -41,6 +41,7 @@ from tests.cases import (
     random_depthwise_cases,
     reference,
     round_to_tf32,
+    specks,
     tf32_ties,
     tiny,
     under_a_tf32_step,
@@ -758,7 +759,7 @@ ROUNDING = {
     "stem": ([STEM_ROUNDING_CASE], FILLS, STEM_16_BIT_FILLS, lambda case, operator, tf32: tf32),
     "hopper_wgrad": (
         [HOPPER_WGRAD_CASES[0], Case(1, 64, 5, 6, 40, 3, 3), Case(2, 9, 6, 9, 24, 1, 1)],
-        [normal, wide, tiny, huge, any_exponent, equal],
+        [normal, wide, tiny, huge, any_exponent, specks, equal],
         [(torch.bfloat16, wide)],
         lambda case, operator, tf32: tf32,
     ),

@@ -656,6 +656,16 @@ struct WgmmaRegistersTransposed {
 };
 
 inline void named_barrier(int number, int threads) { simt::named_meetings[number].attend(threads); }
+inline bool named_barrier_any(int number, int threads, bool own) {
+  static bool any[2][16];  // of the meeting at hand, and of the one before
+  const int round = simt::named_meetings[number].round % 2;
+  any[round][number] |= own;
+  simt::named_meetings[number].attend(threads);
+  const bool answer = any[round][number];
+  simt::named_meetings[number].attend(threads);
+  any[round][number] = false;
+  return answer;
+}
 
 // Blocks of 8 x 8 values of 16 bits that the lanes of a warp hold, two of a row each, to pieces of 16 bytes.
 inline void store_blocks(uint32_t address, const uint32_t (&words)[4], bool transposed) {

@@ -2,7 +2,7 @@
 
 using namespace modelnew;
 using namespace modelnew::hopper_wgrad;
-static double estimate(const Problem& problem, Operator) { return plan_of(problem, Alignment{}).plan.cycles; }
+static double estimate(const Problem& problem, Operator) { return plan_of(problem, Alignment{}).cycles; }
 #include "planner.h"
 
 // Each tile of each part is one job's, no chain of sums is too long, and all sums find room.
@@ -82,7 +82,7 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   NOTE(plan.tiles_q > 1);
   NOTE(plan.jobs > plan.grid);
   NOTE_VALUES(plan.parts_of_x, 1, 2, 3);
-  CHECK(is_compiled(plan.shape, plan.parts_of_x, plan.splits) && (plan.channels == 64 || plan.channels == 128));
+  CHECK(is_compiled(plan.shape, plan.parts_of_x, plan.splits, plan.contains) && (plan.channels == 64 || plan.channels == 128));
   CHECK(plan.smem_bytes == shared_layout(plan).end && plan.smem_bytes <= kSharedMemory && plan.stages <= kMostStages);
   CHECK(plan.stages >= 3);
   CHECK(multiples(kRegionBytes, {plan.dy_bytes, plan.raw_bytes, plan.stage_bytes}) && plan.slots % 8 == 0);
