@@ -576,7 +576,6 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared)
 __device__ __forceinline__ void see_dy(const Plan& plan, uint32_t stage, int bytes, Seen& seen) {
   constexpr int kStep = 16 * kSplittingThreads, kAtOnce = 4;
   const int first = 16 * (static_cast<int>(threadIdx.x) - (kMultiplyingThreads + 32));
-  if (first >= bytes) return;
 #pragma unroll 1
   for (int image = 0; image < (plan.dy_whole ? plan.images : 1); ++image, stage += plan.channels * plan.dy_run * 4)
 #pragma unroll 1
@@ -646,9 +645,9 @@ __device__ __forceinline__ void split_all(const Params& params, const Shared& sh
           const bool fits = of_x.fits(scales.of_x()) && of_dy.fits(scales.of_dy());
           contained = !hopper::named_barrier_any(2, kSplittingThreads, !fits);
           if (!contained) {
-            // bf16 has two parts of what is 2^-100 and more, and the sums lose nothing that dw would have.
+            // bf16 has two parts of what is 2^-100 and more. Sums that are scaled so neither vanish nor overflow.
             const bool lacks = !of_x.is_from(-100 - scales.of_x()) || !of_dy.is_from(-100 - scales.of_dy()) ||
-                               scales.of_x() + scales.of_dy() < 24;
+                               !is_within(scales.of_x() + scales.of_dy() - 24, 40);
             scales.wide = hopper::named_barrier_any(2, kSplittingThreads, lacks);
           }
         }
@@ -1500,7 +1499,8 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
         plan.rows = std::min(rows, problem.P);
         plan.columns = std::min(columns, problem.Q);
         if (!complete(problem, plan)) return;
-        const bool may_contain = is_compiled(plan.shape, plan.parts_of_x, plan.splits, true);
+        const bool full = !plan.x_whole || group_c % (8 * plan.shape.chunks) == 0;  // else x has more than is loaded
+        const bool may_contain = full && is_compiled(plan.shape, plan.parts_of_x, plan.splits, true);
         for (const bool contains : {false, true}) {
           if (contains ? !may_contain || wish.contains == 0 : may_contain && wish.contains == 1) continue;
           plan.contains = contains;

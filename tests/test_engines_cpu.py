@@ -807,6 +807,29 @@ def test_rounding(emulated: Emulated, dtype: torch.dtype, tf32: bool, fill: Call
             check_bounds(case, {operator: out}, rounded, tf32=())
 
 
+# Tiles that are not full, of engines that look at the values of a stage.
+PARTIAL = {
+    "hopper_wgrad": ("wgrad", [Case(2, C, P, P, 16, 3, 3, padding=(1, 1)) for C in (20, 32, 36) for P in (5, 7)]),
+    "gather": ("fprop", [Case(2, 20, 9, 11, 40, 3, 3, padding=(1, 1)), Case(2, 36, 7, 7, 24, 1, 1)]),
+    "wgmma": ("fprop", [Case(1, 12, 9, 40, 20, 3, 3, padding=(1, 1))]),
+}
+
+
+@pytest.mark.parametrize("emulated", PARTIAL, indirect=True)
+def test_shared_memory_that_nobody_wrote_changes_nothing(emulated: Emulated):
+    """Values may be multiplied in several ways, and which one it is must follow from the tensors alone."""
+    operator, cases = PARTIAL[emulated.engine]
+    wishes = {"shape": 0} if emulated.engine == "hopper_wgrad" else {}
+    for case, layout in itertools.product(cases, LAYOUTS):
+        tensors = make_tensors(case, torch.float32, normal)
+        results = []
+        for poison in (0xFF, 0x5A, 0x01):
+            emulated.set("simt_poison", poison)
+            results.append(emulated.result(operator, case, tensors, layout, tf32=True, **wishes))
+        emulated.set("simt_poison", 0xFF)
+        assert all(torch.equal(results[0], result) for result in results), f"{case}, {layout}"
+
+
 @pytest.mark.parametrize("emulated", ["mma", "pointwise"], indirect=True)
 def test_long_sums_keep_the_contract(emulated: Emulated):
     """Products that are all the same, of the size at which additions err most: in two sums at least."""

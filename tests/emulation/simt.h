@@ -34,6 +34,7 @@
 
 extern "C" {
 int simt_mutation = 0;  // what takes place of a text made by with_mutations
+int simt_poison = 0xff;  // bytes of shared memory at first: four of them are a NaN
 }
 
 using cudaStream_t = void*;
@@ -66,7 +67,6 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace simt {
 
 constexpr size_t kStackBytes = 128 << 10, kDefaultSmemBytes = 48 << 10, kMaxSmemBytes = 232448, kMarginBytes = 1024;
-constexpr unsigned char kPoison = 0xff;  // four of them are a NaN
 constexpr int kExited = -1, kWaiting = -2;
 
 // The block's shared memory, 227 KiB as on sm_90, and a margin behind it in which stray writes are seen.
@@ -211,14 +211,14 @@ inline bool run_in_step(std::vector<unsigned>& order) {
 
 inline bool run_block(size_t smem_bytes) {
   unsigned char* const end = smem + smem_bytes;
-  std::memset(smem, kPoison, smem_bytes + kMarginBytes);
+  std::memset(smem, simt_poison, smem_bytes + kMarginBytes);
   granted_bytes = smem_bytes;
   std::vector<unsigned> order(blockDim.x);
   std::iota(order.begin(), order.end(), 0u);
   for (unsigned thread : order) fibres[thread].line = 0, fibres[thread].place = nullptr;
   before_block();
   if (!(independent ? run_independently(order) : run_in_step(order))) return false;
-  if (std::any_of(end, end + kMarginBytes, [](unsigned char byte) { return byte != kPoison; })) {
+  if (std::any_of(end, end + kMarginBytes, [](unsigned char byte) { return byte != simt_poison; })) {
     fail("write beyond the shared memory asked for");
     return false;
   }

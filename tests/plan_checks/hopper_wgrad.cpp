@@ -103,6 +103,8 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
         plan.raw_bytes >= columns * plan.bytes * (plan.x_planes ? plan.images * plan.x_boxes * plan.run : slots));
   CHECK(plan.jobs == int64_t{p.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t * plan.parts);
   CHECK(!(plan.x_whole || plan.dy_whole) || (plan.tiles_p == 1 && plan.tiles_q == 1 && p.N % plan.images == 0));
+  CHECK(!plan.contains || !plan.x_whole || p.C / p.groups % columns == 0);
+  NOTE(plan.contains);
   CHECK(!(plan.x_whole && plan.copies_x) && !(plan.dy_whole && plan.copies_dy));
   CHECK(plan.grid == std::min(plan.jobs, sms) && plan.cycles > 0);
   CHECK(plan.slices * plan.slice_images >= p.N && (plan.slices - 1) * plan.slice_images < p.N);
