@@ -1963,7 +1963,7 @@ inline int window_channels(const Problem& problem, Operator op, bool aligned) {
   return pairs ? 2 : 0;
 }
 
-// Of all blocks of an SM that has room for so many: each has these instructions, or waits.
+// Cycles of an SM's blocks, of which it has room for `resident`: each issues its instructions, or waits.
 inline double block_cycles(const Strip& strip, int resident, double instructions, double waiting) {
   const double all = static_cast<double>(strip.blocks) / kMultiprocessors;
   const double active = std::min<double>(resident, std::max(1.0, all)), rounds = all / active;
@@ -1971,7 +1971,7 @@ inline double block_cycles(const Strip& strip, int resident, double instructions
   return (rounds > 4 ? rounds : (std::ceil(rounds) + rounds) / 2) * std::max(active * instructions, waiting);
 }
 
-// Cycles but for a constant, to the power of 4/3: of memory, and of blocks; a fit (docs/lab/depthwise.md).
+// Ranks strips by the cycles of memory and of blocks, each times its cube root; a fit (docs/lab/depthwise.md).
 inline double pixels_cost(const Problem& problem, const Axis& rows, const Axis& columns, const Strip& strip,
                           int channels) {
   constexpr double kThread = 200, kLoad = 6.8, kWeight = 39;  // instructions; for a pixel, and for a weight in turn

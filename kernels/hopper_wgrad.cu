@@ -291,7 +291,7 @@ MODELNEW_HOST_DEVICE inline InBox place_in_box(const Params& params, int row, in
 
 // A block's shared memory: stages, then tables of pixels, then barriers.
 struct SharedLayout {
-  int raw, parts, dy_table, x_table, nothing, magnitudes, of_parts, barriers, end;
+  int raw, parts, dy_table, x_table, nothing, magnitudes, scales, barriers, end;
 };
 
 MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
@@ -302,8 +302,8 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   layout.x_table = layout.dy_table + (plan.dy_planes ? plan.images * plan.dy_slots * 4 : 0);
   layout.nothing = layout.x_table + (plan.x_planes ? all_slots(plan) * 8 : 0);
   layout.magnitudes = layout.nothing + 16;
-  layout.of_parts = layout.magnitudes + 8;
-  layout.barriers = layout.of_parts + 8 * kMostPartStages;
+  layout.scales = layout.magnitudes + 8;
+  layout.barriers = layout.scales + 8 * kMostPartStages;
   layout.end = layout.barriers + 16 * (2 * kMostStages + kMostPartStages);
   return layout;
 }
@@ -321,8 +321,8 @@ struct Shared {
   __device__ __forceinline__ uint32_t raw(int number) const { return stage(kMostStages + number); }
   __device__ __forceinline__ uint32_t part(int number) const { return stage(2 * kMostStages + number); }
 
-  // How a stage of parts was scaled: see Scales.
-  __device__ __forceinline__ uint32_t of_part(int number) const { return base + layout.of_parts + 4 * number; }
+  // The scales of a stage of parts, packed.
+  __device__ __forceinline__ uint32_t scales(int number) const { return base + layout.scales + 4 * number; }
 };
 
 // Where the window of a stage begins.
@@ -337,7 +337,7 @@ __device__ __forceinline__ Window locate_window(const Params& params, const Job&
           at.q * params.stride_w - params.pad_w + job.tap.s * params.dilation_w};
 }
 
-// Of an image's whole planes: the last tile has fewer channels, and nothing is read behind the tensor.
+// Bytes of an image's whole planes: the last tile has fewer channels, as nothing is read behind the tensor.
 template <typename Format>
 __device__ __forceinline__ int whole_bytes(int tile_channels, int channels, int plane) {
   return min(tile_channels, channels) * plane * Format::BYTES;
@@ -425,8 +425,8 @@ __device__ __forceinline__ void split(float low, float high, float scale, bool c
   }
 }
 
-// Exponents of the powers of two that x and dy are multiplied by. Each job finds its own, from the first stages with
-// other values than zeros. Where values are too small even for bf16 it goes on with kScale: wide.
+// Exponents of the powers of two that x and dy are multiplied by. Each job finds its own in the first stages that are
+// not all zeros. If values are too small even for bf16, the rest of the job has kScale, which is 2^24 (`wide`).
 struct Scales {
   static constexpr int kUnknown = 1000;
   int x = kUnknown, dy = kUnknown;
@@ -435,7 +435,7 @@ struct Scales {
   __device__ __forceinline__ int of_dy() const { return wide ? 24 : dy == kUnknown ? 0 : dy; }
 };
 
-// Both in a word: that of dy, as a float, their sum, and whether the stage is contained.
+// A word for those who multiply: the scale of dy as a float, the sum of exponents, whether the stage is contained.
 __device__ __forceinline__ uint32_t pack(const Scales& scales, bool contained) {
   return float_bits(power_of_two(scales.of_dy())) |
          static_cast<uint32_t>(scales.of_x() + scales.of_dy() + 2 * kMostExponent) << 1 | (contained ? 1 : 0);
@@ -444,7 +444,7 @@ __device__ __forceinline__ int exponent_of_sums(uint32_t packed) {
   return static_cast<int>(packed >> 1 & 1023) - 2 * kMostExponent;
 }
 
-// What values there are, of fp32.
+// The range of the fp32 values that a thread has seen.
 struct Seen {
   uint32_t least = 0;  // as in Watch
   float most = 0;      // largest magnitude, but for NaN
@@ -601,6 +601,7 @@ __device__ __forceinline__ void find_scales(const Seen& of_x, const Seen& of_dy,
   if (scales.dy == Scales::kUnknown && magnitudes[1] != 0) scale_exponent(magnitudes[1] >> 23, 13, scales.dy);
 }
 
+// The splitting warps see both operands of a stage, where that may be contained, vote how it is multiplied, split x.
 template <typename Format, int CHUNKS>
 __device__ __forceinline__ void split_all(const Params& params, const Shared& shared, uint8_t* smem) {
   const Plan& plan = params.plan;
@@ -652,8 +653,7 @@ __device__ __forceinline__ void split_all(const Params& params, const Shared& sh
           }
         }
         if (!contained) visit_x(Visit::kSplit, power_of_two(scales.of_x()), of_x);
-        if (threadIdx.x == Format::THREADS - 1)
-          hopper::store_shared(shared.of_part(part.slot), pack(scales, contained));
+        if (threadIdx.x == Format::THREADS - 1) hopper::store_shared(shared.scales(part.slot), pack(scales, contained));
         ring.next(plan.stages);
       }
       hopper::fence_async();
@@ -741,7 +741,7 @@ struct LaneOfDy {
   }
 };
 
-// Of planes, from the lane's first pixel on, `table` has places, and so many pixels are `left`.
+// Loads from planes: `table` has the places from the lane's first pixel on, and `left` pixels remain.
 template <typename Format>
 __device__ __forceinline__ void load_by_table(const LaneOfDy<Format>& own, uint32_t from, const int* table, int left,
                                               uint32_t (&words)[4][2]) {
@@ -921,7 +921,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         x_image = hopper::descriptor(hopper::of_own_block(x_stage), leading);
         if constexpr (Format::CONTAINS) {
           const int before_scales = exponent_of_sums(scales);
-          hopper::load_shared(scales, shared.of_part(part.slot));
+          hopper::load_shared(scales, shared.scales(part.slot));
           if (const int more = exponent_of_sums(scales) - before_scales; more != 0 && keep != 0) {
             finish();
             scale_sums(more);
