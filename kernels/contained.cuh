@@ -7,6 +7,7 @@
 #endif
 
 #include "correlation.cuh"
+#include "out_phases.cuh"
 #include "problem.cuh"
 
 namespace modelnew {
@@ -16,8 +17,9 @@ struct ContainedControl {
   uint32_t listed;     // out-of-range values of x on the list; more than kMostListed: too many
   uint32_t all_again;  // 1: a weight is out of range, or x has no scale
   int32_t x_exponent;  // x is scaled by 2^x_exponent
-  // Parts of the weights that blocks of the `again` kernel have claimed and packed, where it recomputes everything.
-  uint32_t claimed, packed;
+  // Of each phase of y: parts of the weights that blocks of the `again` kernel have claimed and packed, where it
+  // recomputes everything.
+  uint32_t claimed[kMostOutPhases], packed[kMostOutPhases];
 };
 constexpr uint32_t kMostListed = 256;
 

@@ -9,13 +9,12 @@
 
 namespace modelnew {
 
-// For dgrad the filter is flipped, its channel axes are swapped, and the padding may be negative. Channels are those of
-// one group; strides are in elements. dgrad with a stride is no correlation.
+// For dgrad the filter is flipped, its channel axes are swapped, the padding may be negative, and the filter moves by 1
+// over rows and columns that are `up` apart, with zeros between. Channels are a group's; strides are in elements.
 struct Correlation {
   int64_t N;
-  int groups, in_channels, out_channels;
-  int H, W, P, Q, R, S;
-  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  int groups, in_channels, out_channels, H, W, P, Q, R, S;
+  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, up_h, up_w;
   int64_t in_stride[4], out_stride[4];
   int64_t w_stride_group, w_stride_out, w_stride_in, w_stride_r, w_stride_s;
   bool flipped;
@@ -36,8 +35,9 @@ inline Correlation correlation_of_problem(const Problem& problem, Operator op) {
   of.w_stride_r = problem.w_stride[2];
   of.w_stride_s = problem.w_stride[3];
   of.flipped = op == Operator::kDgrad;
-  of.stride_h = taken_stride(problem.stride_h, problem.P);
-  of.stride_w = taken_stride(problem.stride_w, problem.Q);
+  of.stride_h = of.stride_w = of.up_h = of.up_w = 1;
+  (of.flipped ? of.up_h : of.stride_h) = taken_stride(problem.stride_h, problem.P);
+  (of.flipped ? of.up_w : of.stride_w) = taken_stride(problem.stride_w, problem.Q);
   if (op == Operator::kDgrad) {
     of.in_channels = group_k;
     of.out_channels = group_c;

@@ -1,8 +1,8 @@
 // gather engine: implicit-GEMM convolution on Hopper's tensor cores (wgmma, sm_90a) for problems without long rows:
-// strides, 1x1 filters, small images, channels_last. It computes the forward, and the gradient to the input without a
-// stride, in fp16, bf16, and fp32 under the TF32 contract. fp32 is multiplied as TF32 or as scaled fp16 (`contained`:
-// docs/glossary.md, numerics.cuh), whichever is faster by the estimate. Deterministic: an output is one sum in one
-// order.
+// strides, 1x1 filters, small images, channels_last. It computes the forward, and the gradient to the input, in fp16,
+// bf16, and fp32 under the TF32 contract. fp32 is multiplied as TF32 or as scaled fp16 (`contained`: docs/glossary.md,
+// numerics.cuh), whichever is faster by the estimate; the gradient at a stride as scaled fp16 alone, by tma.
+// Deterministic: an output is one sum in one order.
 //
 // GEMM view: rows = output pixels, columns = output channels, reduction = (block of channels, r, s, channel).
 //
@@ -69,6 +69,7 @@
 #include "contained.cuh"
 #include "divisor.cuh"
 #include "numerics.cuh"
+#include "out_phases.cuh"
 #include "problem.cuh"
 #include "ptx.cuh"
 #include "tensor_map.cuh"
@@ -446,8 +447,10 @@ struct Params {
   hopper::BoxMap in_map, w_map, out_map;
   hopper::BoxMap rest_map;  // of what lands: of rows of y that are staged behind others
   Guard guard;
-  // Contained: how weights are packed for the kernel that does all again, and how x was copied, or would have been.
+  // Contained: how weights are packed for the kernel that does all again, or a phase of y, and the number of phases and
+  // of this one; and how x was copied, or would have been.
   PackParams other_pack;
+  int phases, phase;
   CopyParams copy;
 };
 
@@ -3273,7 +3276,7 @@ __device__ __forceinline__ void pack_for_again(const Params& params, uint32_t& c
   ContainedControl& control = *params.guard.control;
   const int parts = (pack.count + kPiecesOfPart - 1) / kPiecesOfPart;
   for (;;) {
-    if (threadIdx.x == 0) claimed = atomicAdd(&control.claimed, 1u);
+    if (threadIdx.x == 0) claimed = atomicAdd(&control.claimed[params.phase], 1u);
     __syncthreads();  // a part is claimed
     const int first = static_cast<int>(claimed) * kPiecesOfPart;
     if (first >= pack.count) break;
@@ -3282,9 +3285,9 @@ __device__ __forceinline__ void pack_for_again(const Params& params, uint32_t& c
       pack_piece<Tf32>(pack, number);
     __threadfence();
     __syncthreads();  // the part is packed
-    if (threadIdx.x == 0) atomicAdd(&control.packed, 1u);
+    if (threadIdx.x == 0) atomicAdd(&control.packed[params.phase], 1u);
   }
-  if (threadIdx.x == 0) hopper::wait_for_count(&control.packed, static_cast<uint32_t>(parts));
+  if (threadIdx.x == 0) hopper::wait_for_count(&control.packed[params.phase], static_cast<uint32_t>(parts));
   __syncthreads();  // all parts are packed
   hopper::fence_async_memory();
 }
@@ -3297,7 +3300,7 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
   extern __shared__ __align__(1024) uint8_t modelnew_gather_smem[];
   // `again` may be made ready; it waits for the end of this kernel before it reads or writes memory. What is the last
   // kernel of its call allows nothing: see ptx.cuh.
-  if (Format::CONTAINED) hopper::launch_dependents();
+  if (Format::CONTAINED || params.phase + 1 < params.phases) hopper::launch_dependents();
   Shared shared{hopper::smem_address(modelnew_gather_smem), shared_layout(params.plan)};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
@@ -3372,10 +3375,13 @@ __global__ void __launch_bounds__(threads_of(WARPGROUPS), blocks_per_sm(WARPGROU
 
 // ---- Host: what to compute ----
 
+inline Phases unphased(const Correlation& of) {
+  return {1, 1, {0, 0}, {of.R, 0}, {0, 0}, {of.S, 0}, of.R * of.S, {}};
+}
+
 inline Phased phased_of(const Problem& problem, Operator op) {
-  Phased of{correlation_of_problem(problem, op), 1, {}};
-  of.phases = {1, 1, {0, 0}, {of.R, 0}, {0, 0}, {of.S, 0}, of.R * of.S, {}};
-  return of;
+  const Correlation of = correlation_of_problem(problem, op);
+  return {of, 1, unphased(of)};
 }
 
 // ---- Host: how to cut it up ----
@@ -4009,11 +4015,36 @@ inline void improve(const Phased& of, int out_bytes, const Device& device, const
   }
 }
 
-// With TF32 operands, for what contained ones are not fit for.
-inline bool plan_again(const Phased& of, const Device& device, const Alignment& address, Plan& plan) {
-  bool found = false;
-  improve(of, 4, device, address, kAgainShape, 1, 0, false, found, plan);
-  return found;
+// What TF32 operands do again where contained ones are not fit for it: all, or a phase of y, which begins at these
+// elements of w and y.
+struct PhaseAgain {
+  Phased of;
+  Plan plan;
+  int64_t w, out;
+};
+struct Agains {
+  PhaseAgain each[kMostOutPhases];
+  int count;
+};
+
+// False where there is no plan for a phase, or no tap meets it: then nobody would store zeros.
+inline bool plan_again(const Phased& of, const Device& device, const Alignment& address, Agains& agains) {
+  agains.count = out_phases(of);
+  if (agains.count > kMostOutPhases) return false;
+  for (int i = 0; i < agains.count; ++i) {
+    PhaseAgain& again = agains.each[i];
+    again = {of, {}, 0, 0};
+    if (has_out_phases(of)) {
+      const OutPhase phase = out_phase(of, i);
+      if (phase.taps() == 0) return false;
+      again.of = correlation_of_phase(of, phase, again.w, again.out);
+      again.of.phases = unphased(again.of);
+    }
+    bool found = false;
+    improve(again.of, 4, device, address, kAgainShape, 1, 0, false, found, again.plan);
+    if (!found) return false;
+  }
+  return true;
 }
 
 // The same for contained operands that tma multiplies. Weights are packed as whole rows.
@@ -4037,17 +4068,19 @@ inline bool make_plan(const Phased& of, int element_bytes, const Device& device,
   bool found = false;
   int number = 0;
   const Alignment of_copy{0, address.out};
-  Plan again;
+  Agains again;
   const bool few_in_boxes = of.in_stride[1] == 1 && of.groups == 1 && of.N * of.P * of.Q < kManyOutputs;
   const Phased as_contained = merged(of);
   const int channels = std::min(as_contained.in_channels, as_contained.out_channels);
   const bool is_large = forced >= 0 || channels >= kLeastContained;
   const bool may_do_again = element_bytes == 4 && is_large && plan_again(of, device, address, again);
-  const bool contains = may_do_again && may_contain(of, element_bytes) &&
-                        (forced >= 0 || !few_in_boxes || channels >= kLeastContainedChannels);
+  // dgrad at a stride: tma alone has phases of y.
+  const bool by_tma_alone = has_out_phases(of);
+  const bool contains = may_do_again && may_contain(of, element_bytes) && !(by_tma_alone && of.R * of.S == 1) &&
+                        (forced >= 0 || by_tma_alone || !few_in_boxes || channels >= kLeastContainedChannels);
   const bool lands = may_do_again && may_land(of, element_bytes);
   for (const TileShape& shape : kTileShapes) {
-    if (forced >= 0 && number++ != forced) continue;
+    if ((forced >= 0 && number++ != forced) || by_tma_alone) continue;
     if (shape.lands) {
       Plan plan;
       if (lands && forced_splits <= 1 && complete_landing(of, device, address, shape, plan) &&
@@ -4086,7 +4119,8 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (problem.dtype == DType::kFloat64) return "it has no float64";
   if (problem.dtype == DType::kFloat32 && !uses_tf32(problem, op))
     return "it has TF32 accuracy only, but this problem needs full float32 accuracy";
-  if (op == Operator::kDgrad && has_stride(problem)) return "it takes input gradients with stride 1 only";
+  if (op == Operator::kDgrad && has_stride(problem) && problem.dtype != DType::kFloat32)
+    return "it takes input gradients of 16 bits with stride 1 only";
   if (problem.C / problem.groups < 8) return "it takes at least 8 input channels a group";
   if (problem.K / problem.groups < 8) return "it takes at least 8 output channels a group";
   return nullptr;
@@ -4094,7 +4128,8 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
 
 struct Planned {
   Phased of;
-  Plan plan, again;  // again: where the plan is contained
+  Plan plan;
+  Agains again;  // where the plan is contained
   bool found;
 };
 
@@ -4116,7 +4151,11 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (const char* reason = refusal_of_problem(problem, op)) return reason;
   Device device{};
   if (find_gpu(device.sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
-  if (!plan_of(problem, op, Alignment{}).found) return "a tile with its halo does not fit into shared memory";
+  if (!plan_of(problem, op, Alignment{}).found)
+    return op == Operator::kDgrad && has_stride(problem)
+               ? "it takes input gradients with up to 4 phases, stride_h times stride_w, each of which some tap meets, "
+                 "and at a stride from 64 channels on"
+               : "a tile with its halo does not fit into shared memory";
   return nullptr;
 }
 
@@ -4190,7 +4229,7 @@ inline int64_t packed_bytes(const Phased& of, const Plan& plan) {
 }
 
 // For tensors of so many bytes an element; `again`: where the plan is contained.
-inline WorkspaceLayout workspace_layout(const Phased& of, const Plan& plan, const Plan& again, int element_bytes) {
+inline WorkspaceLayout workspace_layout(const Phased& of, const Plan& plan, const Agains& agains, int element_bytes) {
   const auto aligned = [](int64_t bytes) { return ceil_div(bytes, 128) * 128; };
   const int64_t bytes_of_copy = plan.lands       ? 0
                                 : plan.contained ? contained_bytes(of, plan.by_tma)
@@ -4204,7 +4243,10 @@ inline WorkspaceLayout workspace_layout(const Phased& of, const Plan& plan, cons
     layout.packed = layout.w_factors + aligned(4 * packed_rows(merged(of), plan.tile_n));
   }
   layout.packed_again = layout.packed + aligned(packed_bytes(plan.contained ? merged(of) : of, plan));
-  layout.copied = layout.packed_again + (plan.contained ? aligned(packed_bytes(of, again)) : 0);
+  int64_t again_bytes = 0;
+  for (int i = 0; plan.contained && i < agains.count; ++i)
+    again_bytes = std::max(again_bytes, packed_bytes(agains.each[i].of, agains.each[i].plan));
+  layout.copied = layout.packed_again + aligned(again_bytes);
   layout.end = layout.copied + aligned(bytes_of_copy);
   return layout;
 }
@@ -4548,7 +4590,7 @@ int64_t values_side_by_side(const int64_t (&sizes)[COUNT], const int64_t (&strid
 
 // multiply_by_tma(products): see run.
 template <typename MultiplyByTma>
-cudaError_t run_contained(const PackParams& pack, const Phased& copy, const Plan& again,
+cudaError_t run_contained(const PackParams& pack, const Phased& copy, const Agains& agains,
                           const WorkspaceLayout& layout, uint8_t* workspace, Params& params,
                           const MultiplyByTma& multiply_by_tma, cudaStream_t stream) {
   const Plan& plan = params.plan;
@@ -4638,7 +4680,6 @@ cudaError_t run_contained(const PackParams& pack, const Phased& copy, const Plan
   if (error != cudaSuccess) return error;
 
   params.packed_ptr = pack.packed_ptr;
-  params.other_pack = pack_params(of, of.phases, again, pack.w_ptr, workspace + layout.packed_again);
   if (plan.lands) {
     error = run_landing(params, stream);
   } else if (plan.by_tma) {
@@ -4652,18 +4693,27 @@ cudaError_t run_contained(const PackParams& pack, const Phased& copy, const Plan
   }
   if (error != cudaSuccess) return error;
   params.in_ptr = in_ptr;
-  params.of = of;
-  params.plan = again;
-  params.packed_ptr = params.other_pack.packed_ptr;
-  error = make_maps(of, sizeof(float), params);
-  if (error != cudaSuccess) return error;
-  return run_kernel<Again, kAgainShape.tile_n, kAgainShape.blocks_m, kAgainShape.pieces, kAgainShape.warpgroups,
-                    Source::kAny>(params, stream);
+  float* const out = static_cast<float*>(params.out_ptr);
+  params.phases = agains.count;
+  for (params.phase = 0; error == cudaSuccess && params.phase < agains.count; ++params.phase) {
+    const PhaseAgain& again = agains.each[params.phase];
+    params.other_pack = pack_params(again.of, again.of.phases, again.plan,
+                                    static_cast<const float*>(pack.w_ptr) + again.w, workspace + layout.packed_again);
+    params.of = again.of;
+    params.plan = again.plan;
+    params.packed_ptr = params.other_pack.packed_ptr;
+    params.out_ptr = out + again.out;
+    error = make_maps(again.of, sizeof(float), params);
+    if (error != cudaSuccess) break;
+    error = run_kernel<Again, kAgainShape.tile_n, kAgainShape.blocks_m, kAgainShape.pieces,
+                       kAgainShape.warpgroups, Source::kAny>(params, stream);
+  }
+  return error;
 }
 
 // Runs the plan in `params`; `again`: with contained operands. multiply_by_tma(products): has tma multiply these.
 template <typename Stored, typename MultiplyByTma>
-cudaError_t run(const void* w_ptr, void* workspace, const Plan& again, Params& params,
+cudaError_t run(const void* w_ptr, void* workspace, const Agains& again, Params& params,
                 const MultiplyByTma& multiply_by_tma, cudaStream_t stream) {
   const Phased& of = params.of;
   const Plan plan = params.plan;
@@ -4688,7 +4738,7 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   if (!planned.found) return engine_of_others(problem, op).launch(op, problem, pointers, stream);
   params.of = planned.of;
   params.plan = planned.plan;
-  const Plan& again = planned.again;
+  const Agains& again = planned.again;
   const auto by_tma = [&](const ContainedProducts& products) {
     return multiply_contained(problem, op, products, stream);
   };

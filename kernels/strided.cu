@@ -1,16 +1,14 @@
 // strided engine: the gradient to the input where the filter leaves out positions. It has no kernel of its own: other
 // engines compute parts of the problem, which have a stride of 1.
 //
-// Row h of dx is met by those taps r for which (h + pad - r*dilation) is a multiple of the stride. Rows that are a
-// stride apart, a phase, are met by the same ones, which are a step apart:
-//
-//   row of dx         0  1  2  3  4  5         stride 2, 3 taps, pad 1:
-//   phase             A  B  A  B  A  B         A is met by tap 1; B by taps 0 and 2
+// Rows of dx that are a stride apart, a phase, are met by the same taps (out_phases.cuh):
 //
 //   dx[a + stride*i] = sum over j of dy[i + pad' - j*dilation'] w[first + step*j]
 //
 // and that is the gradient of a convolution without a stride, with every step-th tap of the filter. The same goes for
 // columns; a phase of both is a part. Phases that no tap meets are zeros, and so all of dx is before, if there are any.
+//
+// tma and gather have phases in one launch (up to four, each met by some tap); these are the other problems.
 //
 // Bound by memory where parts are several: each reads dy anew and stores every stride-th column of dx alone.
 // Measurements: docs/lab/lowering.md.
@@ -19,6 +17,7 @@
 
 #include "choice.cuh"
 #include "engines.cuh"
+#include "out_phases.cuh"
 #include "problem.cuh"
 
 namespace modelnew {
@@ -42,18 +41,11 @@ struct Phase {
 };
 
 inline Phase phase_of(int number, int size, int taps, int stride, int pad, int dilation) {
-  const int common = greatest_common_divisor(stride, dilation);
-  Phase phase{};
-  phase.rows = static_cast<int>(ceil_div(size - number, stride));
-  phase.step = stride / common;
-  phase.dilation = dilation / common;
-  while (phase.first < phase.step && (int64_t{number} + pad - int64_t{phase.first} * dilation) % stride != 0)
-    ++phase.first;
-  if (phase.first >= phase.step || phase.first >= taps) return phase;  // no tap
-  phase.taps = (taps - 1 - phase.first) / phase.step + 1;
-  phase.pad = static_cast<int>((int64_t{number} + pad - int64_t{phase.first} * dilation) / stride);
-  if (phase.taps == 1) phase.dilation = 1;
-  return phase;
+  const AxisPhase of = axis_phase(number, size, taps, int64_t{dilation} * (taps - 1) - pad, dilation, stride);
+  const int others = std::max(of.taps - 1, 0);
+  const int first = taps - 1 - of.first - others * of.step;
+  const int64_t taken_pad = int64_t{others} * of.dilation + of.row;
+  return {of.outputs, of.taps, first, of.step, static_cast<int>(taken_pad), of.dilation};
 }
 
 // Phases of dx: no more than rows.
@@ -124,8 +116,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kDgrad) return "it computes input gradients only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
   if (!has_stride(problem)) return "it requires a stride greater than 1 along an axis with more than one output";
-  const int64_t parts = int64_t{phases(problem.H, problem.P, problem.stride_h)} *
-                        phases(problem.W, problem.Q, problem.stride_w);
+  const int64_t parts =
+      int64_t{phases(problem.H, problem.P, problem.stride_h)} * phases(problem.W, problem.Q, problem.stride_w);
   if (parts > kMostParts) return "it splits the input into at most 16 phases, stride_h times stride_w";
   const bool taken = for_each_part(problem, [](const Part& part) {
     return part.problem.pad_h >= 0 && part.problem.pad_w >= 0 && taker_of(part.problem) != nullptr;
@@ -210,9 +202,9 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   for_each_part(problem, [&](const Part&) { return ++parts > 0; }, &idle);
   for_each_part(problem, [&](const Part& part) {
     const Engine* const taker = taker_of(part.problem);
-    const int written = snprintf(text, text_size, "%d parts%s, the first of %dx%d taps by %s: ", parts,
-                                 idle > 0 ? " and zeros" : "", part.problem.R, part.problem.S,
-                                 taker == nullptr ? "nobody" : taker->name);
+    const int written =
+        snprintf(text, text_size, "%d parts%s, the first of %dx%d taps by %s: ", parts, idle > 0 ? " and zeros" : "",
+                 part.problem.R, part.problem.S, taker == nullptr ? "nobody" : taker->name);
     if (taker != nullptr && written > 0 && static_cast<size_t>(written) < text_size)
       taker->describe(part.problem, op, text + written, text_size - written);
     return false;

@@ -1,6 +1,6 @@
 // tma engine: implicit GEMM on Hopper's tensor cores (wgmma) for 16-bit tensors. The Tensor Memory Accelerator (TMA)
-// brings both operands to shared memory; no thread touches them. It computes fprop, and dgrad with stride 1. For the
-// gather engine it also multiplies fp32 tensors that gather has copied as scaled fp16 (`contained`, contained.cuh).
+// brings both operands to shared memory; no thread touches them. It computes fprop and dgrad, at a stride too. For
+// the gather engine it also multiplies fp32 tensors that gather has copied as scaled fp16 (`contained`, contained.cuh).
 // Deterministic: each output is one sum, added in a fixed order.
 //
 //   tma_prepare_kernel   packs w as [k][r][s][c] where it does not lie so (NCHW weights, dgrad, merged groups), and
@@ -38,6 +38,10 @@
 //
 //   per stage: full  (TMA has written it)  --> multiplying warps;   empty (all of them have read it) --> loading thread
 //
+// dgrad at a stride: rows and columns of dx that are a stride apart, a phase, are met by the same taps. Each phase has
+// tiles of its own in the same launch, by windows, and multiplies its own taps alone (out_phases.cuh). The
+// filter is not cut up: a tap says where its weights are.
+//
 // Where there are fewer tiles than SMs, clusters of 2, 4 or 8 blocks split the reduction of each tile. Every block
 // leaves its sums in shared memory, then adds those of all blocks, in a fixed order, for a share of the tile.
 //
@@ -66,6 +70,7 @@
 #include "correlation.cuh"
 #include "divisor.cuh"
 #include "numerics.cuh"
+#include "out_phases.cuh"
 #include "problem.cuh"
 #include "ptx.cuh"
 #include "ring.cuh"
@@ -153,15 +158,18 @@ struct Plan {
   int loads;                            // stages of x per block of input channels
   int box_rows, box_columns;            // of a stage in shared memory
   int x_bytes, x_stage_bytes, x_stages, w_stage_bytes, w_stages;
-  int x_steps, w_steps;  // stages of one tile
-  int step_k;            // channels from tile to tile, of which the tile may have more
-  int tiles_k, tiles_p, tiles_q, tiles;
-  int blocks;  // of the launch
+  int x_steps, w_steps;           // stages of one tile; w_steps: of one of each phase
+  int step_k;                     // channels from tile to tile, of which the tile may have more
+  int phases;                     // of y; 1 but for dgrad at a stride
+  int tiles_k, tiles_p, tiles_q;  // of a phase
+  int tiles, phase_tiles;         // of all, and of each
+  int blocks;                     // of the launch
   int smem_bytes;
   double cycles;  // estimate
 };
 
-// A stage of x: its first row and column, relative to the receptive field of the tile's first output, and its taps.
+// A stage of x: its first row and column, relative to the receptive field of the tile's first output, and its taps. If
+// phases of y are several, each has one.
 struct Load {
   int16_t row, column, first_tap, taps;
 };
@@ -172,6 +180,11 @@ struct Tap {
   uint8_t r, s;
 };
 
+// The first row and column of a phase of y.
+struct Phase {
+  int row, column;
+};
+
 struct Params {
   const void *in_ptr, *bias_ptr;
   const void* w_ptr;  // packed weights, which mend() reads; or null
@@ -179,10 +192,12 @@ struct Params {
   Grouped of;
   Plan plan;
   int64_t out_step;  // columns: from pixel to pixel of y
-  Divisor by_tiles_k, by_tiles_q, by_tiles_p, by_pitch, by_plane, by_row, by_runs, by_blocks, by_block_out;
+  Divisor by_tiles_k, by_tiles_q, by_tiles_p, by_pitch, by_plane, by_row, by_runs, by_blocks, by_block_out,
+      by_phases;  // in NCHW by their number, elsewhere by their tiles
   Load load[kMostTaps];
   Tap tap[kMostTaps];
-  hopper::BoxMap in_map, w_map, out_map;
+  Phase phase[kMostOutPhases];
+  hopper::BoxMap in_map, w_map, out_map[kMostOutPhases];
   // Contained operands only.
   const ContainedControl* control;
   const float* w_factors;
@@ -244,20 +259,38 @@ MODELNEW_HOST_DEVICE inline Share share_of(const Plan& plan, int part) {
 }
 
 // First output and first channel of a tile, and the channel behind its last one. With columns, q counts the pixels of
-// all images.
+// all images. p and q count the rows and columns of the phase.
 struct Tile {
-  int n, p, q, k, end_k;
+  int phase, n, p, q, k, end_k;
 };
+
+// The phase of a tile, and its number there. In NCHW tiles of all phases take turns, as these share sectors of memory,
+// and so do phases within a block, since they take different times. Elsewhere those that take longest come first.
+struct PlaceOfTile {
+  int phase, number;
+};
+
+MODELNEW_HOST_DEVICE inline PlaceOfTile place_of_tile(const Params& params, int number) {
+  const int of_which = static_cast<int>(params.by_phases.divisor);
+  const int first = quotient(number, params.by_phases), second = number - first * of_which;
+  if (params.plan.planes) return {(second + first) % of_which, first};
+  return {first, second};
+}
 
 MODELNEW_HOST_DEVICE inline Tile locate_tile(const Params& params, int number) {
   const Plan& plan = params.plan;
-  const int pixels = quotient(number, params.by_tiles_k);
-  const int from_start = plan.tiles / plan.tiles_k - 1 - pixels;
-  const int k = (number - pixels * plan.tiles_k) * plan.step_k;
+  const auto [phase, of_phase] = place_of_tile(params, number);
+  const int pixels = quotient(of_phase, params.by_tiles_k);
+  const int from_start = plan.phase_tiles / plan.tiles_k - 1 - pixels;
+  const int k = (of_phase - pixels * plan.tiles_k) * plan.step_k;
   const int end_k = k + plan.step_k < params.of.out_channels ? k + plan.step_k : params.of.out_channels;
   const int row = quotient(from_start, params.by_tiles_q), image = quotient(row, params.by_tiles_p);
-  return {image, (row - image * plan.tiles_p) * plan.tile_lines, (from_start - row * plan.tiles_q) * plan.tile_columns,
-          k, end_k};
+  return {phase,
+          image,
+          (row - image * plan.tiles_p) * plan.tile_lines,
+          (from_start - row * plan.tiles_q) * plan.tile_columns,
+          k,
+          end_k};
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -355,7 +388,7 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
     Step step = tiles.first_step(plan, share);
 #pragma unroll 1
     for (int i = share.first; i < share.last; ++i, step.next(plan)) {
-      const Load load = params.load[step.load];
+      const Load load = params.load[tile.phase + step.load];
       const uint32_t full = shared.x_full(ring.slot);
       const uint32_t to = shared.base + shared.layout.x + ring.slot * plan.x_stage_bytes;
       const int c = first_c + step.block * kBlockChannels;
@@ -391,7 +424,7 @@ __device__ __forceinline__ void order_w(const Params& params, const Shared& shar
     Step step = tiles.first_step(plan, share);
 #pragma unroll 1
     for (int i = share.first; i < share.last; ++i, step.next(plan)) {
-      const Load load = params.load[step.load];
+      const Load load = params.load[tile.phase + step.load];
 #pragma unroll 1
       for (int t = 0; t < load.taps; ++t) {
         const Tap tap = params.tap[load.first_tap + t];
@@ -430,7 +463,7 @@ struct Given {
 };
 
 template <typename Stored, int CHANNELS, int SLOTS, bool DIRECT, bool TRANSPOSED, typename AllOrdered>
-__device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Share& share,
+__device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, int phase, const Share& share,
                                               Step of_tile, int first_channel, RingPosition& x, RingPosition& w,
                                               float (&acc)[CHANNELS / 64][SLOTS / 2], const AllOrdered& all_ordered) {
   const Plan& plan = params.plan;
@@ -440,7 +473,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   hopper::wgmma_start(acc);
 #pragma unroll 1
   for (int number = share.first; number < share.last; ++number, of_tile.next(plan)) {
-    const Load load = params.load[of_tile.load];
+    const Load load = params.load[phase + of_tile.load];
     hopper::barrier_wait(shared.x_full(x.slot), x.parity);
     const uint32_t slots = hopper::descriptor(base + shared.layout.x + x.slot * plan.x_stage_bytes,
                                               DIRECT ? kBlockPixels * kSlotBytes : 16);
@@ -533,7 +566,8 @@ __device__ __forceinline__ Output output_of_slot(const Params& params, const Til
   const Correlation& of = params.of;
   if (plan.windows) {
     const int line = quotient(slot, params.by_pitch), column = slot - line * plan.pitch;
-    const int p = tile.p + line, q = tile.q + column;
+    const int p = (tile.p + line) * of.up_h + params.phase[tile.phase].row;
+    const int q = (tile.q + column) * of.up_w + params.phase[tile.phase].column;
     return {tile.n, p, q, line < plan.tile_lines && column < plan.tile_columns && p < of.P && q < of.Q};
   }
   const int pixel = tile.q + slot, n = quotient(pixel, params.by_plane), in_image = pixel - n * of.P * of.Q;
@@ -856,8 +890,8 @@ __device__ __forceinline__ void multiply_part(const Params& params, const Shared
     float acc[kOwn / 64][SLOTS / 2];
     const Share share = tiles.share(params.plan);
     const Step step = tiles.first_step(params.plan, share);
-    multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, share, step, warpgroup * kOwn, x, w, acc,
-                                                           [] {});
+    multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile.phase, share, step, warpgroup * kOwn, x,
+                                                           w, acc, [] {});
     // Both warpgroups, or the only one, have read the rings; leave_part() overwrites them.
     if (TOGETHER)
       multiplying_sync();
@@ -881,9 +915,11 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   uint8_t* const staging = smem + shared.layout.staging + warpgroup * staged_bytes(plan);
   const bool stores = threadIdx.x % 128 == 0;
   RingPosition x, w;
-  const auto skip_tile = [&] {
+  const auto skip_tile = [&](int number) {
+    if (number >= plan.tiles) return;
     x.advance_far(plan.x_stages, plan.x_steps);
-    w.advance_far(plan.w_stages, plan.w_steps);
+    const int taps = params.load[place_of_tile(params, number).phase].taps;
+    w.advance_far(plan.w_stages, plan.phases > 1 ? plan.x_steps * taps : plan.w_steps);
   };
   const int first_tile = TOGETHER ? blockIdx.x : blockIdx.x + warpgroup * gridDim.x;
   const int tile_step = TOGETHER ? gridDim.x : 2 * gridDim.x;
@@ -891,7 +927,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   if constexpr (CONTAINED) {
     if (!wait_for_operands<true>(params, &x_factor)) return;
   }
-  if (!TOGETHER && warpgroup == 1) skip_tile();
+  if (!TOGETHER && warpgroup == 1) skip_tile(blockIdx.x);
   uint32_t turn = warpgroup ^ 1;  // the first warpgroup begins
 #pragma unroll 1
   for (int number = first_tile; number < plan.tiles; number += tile_step) {
@@ -899,17 +935,19 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     float acc[kOwn / 64][SLOTS / 2];
     if constexpr (TOGETHER) {
       tile.k += warpgroup * kOwn;
-      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, whole, Step{}, warpgroup * kOwn, x, w, acc,
-                                                             [] {});
+      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile.phase, whole, Step{},
+                                                             warpgroup * kOwn, x, w, acc, [] {});
     } else {
       // This warpgroup's stages follow the other one's. Without the turn it could be two rounds of the ring ahead
       // of a full barrier, whose parity is the same then, and would read the stage too early.
       hopper::barrier_wait(shared.turn(warpgroup), turn);
       turn ^= 1;
-      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, whole, Step{}, 0, x, w, acc, [&] {
+      const auto all_ordered = [&] {
         if (lane == 0) hopper::barrier_arrive(shared.turn(warpgroup ^ 1));
-      });
-      skip_tile();
+      };
+      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile.phase, whole, Step{}, 0, x, w, acc,
+                                                             all_ordered);
+      skip_tile(number + gridDim.x);
     }
     if constexpr (CONTAINED) {
       float* const own = reinterpret_cast<float*>(staging) + warp * kRunSlots * kRunPitch;
@@ -967,7 +1005,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       for (int block = 0; block < kOwn / 64; ++block) {
         const int k = tile.k + 64 * block;
         if (k < params.of.out_channels)
-          hopper::store_box<false>(params.out_map, staging + block * SLOTS * kSlotBytes, k, tile.q, tile.p, tile.n);
+          hopper::store_box<false>(params.out_map[tile.phase], staging + block * SLOTS * kSlotBytes, k, tile.q, tile.p,
+                                   tile.n);
       }
       hopper::bulk_stores_commit();
     }
@@ -987,7 +1026,7 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
   const int warp = hopper::uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   constexpr int kOrdersX = kMultiplyingThreads / 32, kOrdersW = kOrdersX + 1;
   if (lane == 0) {
-    if (warp == 0 && !plan.by_threads) hopper::prefetch_map(params.out_map);
+    if (warp == 0 && !plan.by_threads) hopper::prefetch_map(params.out_map[0]);
     if (warp == kOrdersX) hopper::prefetch_map(params.in_map);
     if (warp == kOrdersW) hopper::prefetch_map(params.w_map);
   }
@@ -1105,6 +1144,10 @@ inline bool can_load_transposed(const Grouped& of, const Alignment& address) {
          in_eights(of.w_stride_s, of.S > 1) && address.w % 16 == 0;
 }
 
+// Rows and columns of the largest phase.
+inline int phase_rows(const Correlation& of) { return static_cast<int>(ceil_div(of.P, of.up_h)); }
+inline int phase_columns(const Correlation& of) { return static_cast<int>(ceil_div(of.Q, of.up_w)); }
+
 inline int64_t step_of_outputs(const Correlation& of) {
   return of.Q > 1 ? of.out_stride[3] : of.P > 1 ? of.out_stride[2] : of.out_stride[0];
 }
@@ -1146,12 +1189,13 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const double outputs = shape.channels * shape.slots;
   const double taps = static_cast<double>(of.R) * of.S, turns = static_cast<double>(ceil_div(plan.tiles, sms));
   const double products = outputs * kBlockChannels / 2048.0;
-  const double loaded = static_cast<double>(plan.x_steps) / plan.w_steps * plan.x_bytes + plan.w_stage_bytes;
+  const double loaded =
+      static_cast<double>(plan.x_steps) * plan.phases / plan.w_steps * plan.x_bytes + plan.w_stage_bytes;
   const double step = std::max({costs.product_factor * products + (shape.together ? kStepTogetherCycles : kStepCycles),
                                 loaded / (plan.windows ? costs.windows_bytes : kColumnsBytes), costs.least_step}) +
                       (outputs > 192 * 128 ? kStepOfLargestCycles : 0);
   const double share = static_cast<double>(ceil_div(plan.x_steps, plan.splits)) / plan.x_steps;
-  const double multiplied = share * plan.w_steps * step;
+  const double multiplied = share * plan.w_steps / plan.phases * step;
   const bool in_pixels = of.out_stride[1] == 1;
   const double of_pixels = in_pixels ? costs.of_pixels : 1;
   const double stored = kTileCycles + of_pixels * (shape.together ? costs.store_together / 2 : costs.store) * outputs;
@@ -1175,9 +1219,9 @@ inline bool count_tiles(const Grouped& of, Plan& plan) {
   plan.tiles_k = static_cast<int>(ceil_div(of.out_channels, plan.step_k));
   int64_t tiles;
   if (plan.windows) {
-    plan.tiles_p = static_cast<int>(ceil_div(of.P, plan.tile_lines));
-    plan.tiles_q = static_cast<int>(ceil_div(of.Q, plan.tile_columns));
-    tiles = of.N * plan.tiles_p * plan.tiles_q * plan.tiles_k;
+    plan.tiles_p = static_cast<int>(ceil_div(phase_rows(of), plan.tile_lines));
+    plan.tiles_q = static_cast<int>(ceil_div(phase_columns(of), plan.tile_columns));
+    tiles = of.N * plan.tiles_p * plan.tiles_q * plan.tiles_k * plan.phases;
   } else {
     const int64_t pixels = int64_t{of.P} * of.Q;
     const int64_t slots = of.N * (plan.direct ? ceil_div(pixels, kBlockPixels) * kBlockPixels : pixels);
@@ -1187,6 +1231,7 @@ inline bool count_tiles(const Grouped& of, Plan& plan) {
     tiles = int64_t{plan.tiles_q} * plan.tiles_k;
   }
   plan.tiles = static_cast<int>(tiles);
+  plan.phase_tiles = plan.tiles / plan.phases;
   return tiles < kMostSlots;
 }
 
@@ -1221,7 +1266,9 @@ inline bool count_stages(Plan& plan) {
 
 // Completes a plan whose shape, way of loading and splits are set. Returns false where it does not fit.
 inline bool finish(const Grouped& of, int sms, Plan& plan) {
-  const int64_t blocks_c = ceil_div(of.in_channels, kBlockChannels), taps = int64_t{of.R} * of.S;
+  const int64_t blocks_c = ceil_div(of.in_channels, kBlockChannels);
+  int64_t taps = 0;
+  for (int i = 0; i < plan.phases; ++i) taps += out_phase(of, i).taps();
   if (blocks_c * taps >= 1 << 24 || !count_tiles(of, plan)) return false;
   plan.x_steps = static_cast<int>(blocks_c * plan.loads);
   plan.w_steps = static_cast<int>(blocks_c * taps);
@@ -1290,6 +1337,16 @@ inline bool takes_groups(const Grouped& of) {
   return of.groups == 1 || (whole_in && in_boxes && (of.block_out < 64 || of.block_out % 64 == 0));
 }
 
+// Phases of y: not of merged groups, and each met by some tap.
+inline bool takes_phases(const Grouped& of) {
+  const int phases = out_phases(of);
+  if (phases > kMostOutPhases || (has_out_phases(of) && of.merged())) return false;
+  for (int i = 0; i < phases; ++i) {
+    if (out_phase(of, i).taps() == 0) return false;
+  }
+  return true;
+}
+
 // Forces properties of a plan, for tests; by default the plan with the lowest estimate is taken.
 struct Wishes {
   int shape = -1, windows = -1, splits = 0, direct = -1;
@@ -1312,7 +1369,7 @@ struct Search {
     plan.packed &= !plan.transposed;
     plan.out_vector = 1;
     if (plan.planes) {
-      const bool in_pairs = plan.pitch % 2 == 0 && of.Q % plan.tile_columns == 0;
+      const bool in_pairs = plan.pitch % 2 == 0 && of.Q % plan.tile_columns == 0 && !has_out_phases(of);
       const int run = !plan.windows ? of.P * of.Q : in_pairs ? plan.tile_columns : 1;
       plan.out_vector = hopper::vector_of(of.out_stride, of.N, of.out_channels, run, address.out);
     }
@@ -1343,24 +1400,25 @@ struct Search {
     if (!strided && (of.stride_h != 1 || of.stride_w != 1)) return;
     // Columns do the same for 1x1 filters.
     const bool in_lines = has_dense_outputs(of) || (plan.contained && plan.planes);
-    if (of.R * of.S == 1 && in_lines && hopper::can_map(hopper::columns_of(of))) return;
-    const int64_t halo_h = strided ? (of.R - 1) / 2 : int64_t{of.R - 1} * of.dilation_h;
-    const int64_t halo_w = strided ? (of.S - 1) / 2 : int64_t{of.S - 1} * of.dilation_w;
+    if (of.R * of.S == 1 && in_lines && !has_out_phases(of) && hopper::can_map(hopper::columns_of(of))) return;
+    const int64_t halo_h = strided ? (of.R - 1) / 2 : reach_of_rows(of).halo;
+    const int64_t halo_w = strided ? (of.S - 1) / 2 : reach_of_columns(of).halo;
     const int most_side = kMostBoxSide / (strided ? 2 : 1);
     if (halo_h >= most_side || halo_w >= most_side) return;
     plan.windows = true;
     plan.loads = strided ? std::min(of.R, 2) * std::min(of.S, 2) : 1;
-    const int most_columns = std::min({of.Q, plan.shape.slots, most_side - static_cast<int>(halo_w)});
+    const int Q = phase_columns(of), P = phase_rows(of);
+    const int most_columns = std::min({Q, plan.shape.slots, most_side - static_cast<int>(halo_w)});
     for (int columns = most_columns, last = 0; columns > 0 && last <= 16; --columns) {
-      const int tiles_q = static_cast<int>(ceil_div(of.Q, columns));
+      const int tiles_q = static_cast<int>(ceil_div(Q, columns));
       if (tiles_q == last) continue;
       last = tiles_q;
-      plan.tile_columns = static_cast<int>(ceil_div(of.Q, tiles_q));
+      plan.tile_columns = static_cast<int>(ceil_div(Q, tiles_q));
       plan.pitch = plan.box_columns = plan.tile_columns + static_cast<int>(halo_w);
-      const int lines = std::min(
-          {(plan.shape.slots - plan.tile_columns) / plan.pitch + 1, of.P, most_side - static_cast<int>(halo_h)});
+      const int lines =
+          std::min({(plan.shape.slots - plan.tile_columns) / plan.pitch + 1, P, most_side - static_cast<int>(halo_h)});
       // As few lines as cover the image with the same number of tiles.
-      plan.tile_lines = static_cast<int>(ceil_div(of.P, ceil_div(of.P, lines)));
+      plan.tile_lines = static_cast<int>(ceil_div(P, ceil_div(P, lines)));
       plan.box_rows = plan.tile_lines + static_cast<int>(halo_h);
       consider(of, plan);
     }
@@ -1379,13 +1437,15 @@ struct Search {
       } else if (of.groups > 1 && of.block_out % plan.step_k != 0) {
         continue;
       }
+      plan.phases = out_phases(of);
       consider(plan);
     }
   }
 
   // Tries `plan` with columns and with windows. x is, in place or copied, channels_last.
   void consider_pixels(const Grouped& of, const Plan& plan) {
-    if (hopper::can_map(hopper::columns_of(of)) && (plan.planes || has_dense_outputs(of)) && wishes.windows != 1)
+    const bool in_lines = plan.planes || has_dense_outputs(of);
+    if (in_lines && !has_out_phases(of) && hopper::can_map(hopper::columns_of(of)) && wishes.windows != 1)
       consider_line(of, plan);
     if (wishes.windows != 0) consider_windows(of, plan);
   }
@@ -1393,7 +1453,7 @@ struct Search {
 
 inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan& best,
                       const Wishes& wishes = Wishes{}) {
-  if (int64_t{of.H} * of.W >= kMostSlots || int64_t{of.P} * of.Q >= kMostSlots) return false;
+  if (int64_t{of.H} * of.W >= kMostSlots || int64_t{of.P} * of.Q >= kMostSlots || !takes_phases(of)) return false;
   Plan plan{};
   // Tensors of a single pixel are both NCHW and channels_last. They count as channels_last even where TMA cannot store
   // y, since threads can.
@@ -1428,7 +1488,7 @@ inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan
 // Contained operands: x is a channels_last copy, weights are packed, y has any strides. The operands are finite, hence
 // the copy's channels of padding need no weights. Returns false where there is no plan.
 inline bool make_contained_plan(const Grouped& of, int sms, uint64_t out, Plan& best, const Wishes& wishes = Wishes{}) {
-  if (int64_t{of.H} * of.W >= kMostSlots || int64_t{of.P} * of.Q >= kMostSlots) return false;
+  if (int64_t{of.H} * of.W >= kMostSlots || int64_t{of.P} * of.Q >= kMostSlots || !takes_phases(of)) return false;
   if (of.R * of.S > kMostTaps || of.pad_h < 0 || of.pad_w < 0) return false;
   Plan plan{};
   plan.contained = plan.by_threads = plan.packed = true;
@@ -1449,8 +1509,11 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
   if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16)
     return "it computes float16 and bfloat16 only";
-  if (op == Operator::kDgrad && has_stride(problem)) return "it takes input gradients with stride 1 only";
-  if (problem.groups > 1 && !takes_groups(grouped(correlation_of_problem(problem, op))))
+  const Grouped of = grouped(correlation_of_problem(problem, op));
+  if (!takes_phases(of))
+    return "it takes input gradients with up to 4 phases, stride_h times stride_w, each of which some tap meets, and "
+           "without a stride where it multiplies several groups as one";
+  if (problem.groups > 1 && !takes_groups(of))
     return "groups that share 64 input channels must have a multiple of 8 together, larger ones a multiple of 64, and "
            "the output channels that read the same 64 must be fewer than 64 or a multiple of 64";
   return nullptr;
@@ -1562,6 +1625,7 @@ inline void set_numbers(Params& params) {
   params.by_tiles_k = make_divisor(plan.tiles_k);
   params.by_tiles_p = make_divisor(plan.tiles_p);
   params.by_tiles_q = make_divisor(plan.tiles_q);
+  params.by_phases = make_divisor(plan.planes ? plan.phases : plan.phase_tiles);
   params.by_pitch = make_divisor(plan.pitch);
   params.by_plane = make_divisor(int64_t{of.P} * of.Q);
   params.by_row = make_divisor(of.Q);
@@ -1569,7 +1633,8 @@ inline void set_numbers(Params& params) {
   params.by_block_out = make_divisor(of.block_out);
   params.by_runs = make_divisor(std::max(plan.tile_columns / plan.out_vector, 1));
   params.out_step = step_of_outputs(of);
-  // Taps are ordered by the stages that they read. Windows have one stage per phase (one phase with stride 1).
+  // Taps are ordered by the stages that they read. Windows have one stage per phase of x (one phase with stride 1), or
+  // per phase of y.
   const int phases = plan.windows && of.stride_h == 2 ? 2 : 1;
   int taps = 0, loads = 0;
   const bool flipped = plan.transposed && of.flipped;
@@ -1585,6 +1650,27 @@ inline void set_numbers(Params& params) {
     }
     return;
   }
+  if (has_out_phases(of)) {
+    const int first_row = static_cast<int>(reach_of_rows(of).first);
+    const int first_column = static_cast<int>(reach_of_columns(of).first);
+    OutPhase of_out[kMostOutPhases];
+    for (int i = 0; i < plan.phases; ++i) of_out[i] = out_phase(of, i);
+    std::stable_sort(of_out, of_out + plan.phases,
+                     [](const OutPhase& a, const OutPhase& b) { return a.taps() > b.taps(); });
+    for (; loads < plan.phases; ++loads) {
+      const auto& [row, column, rows, columns] = of_out[loads];
+      params.phase[loads] = {row, column};
+      for (int i = 0; i < rows.taps; ++i) {
+        for (int j = 0; j < columns.taps; ++j) {
+          const int down = static_cast<int>(rows.row) + i * rows.dilation - first_row;
+          const int right = static_cast<int>(columns.row) + j * columns.dilation - first_column;
+          add(first_row + of.pad_h, first_column + of.pad_w, down * plan.pitch + right, rows.first + i * rows.step,
+              columns.first + j * columns.step);
+        }
+      }
+    }
+    return;
+  }
   for (int phase_h = 0; phase_h < std::min(phases, of.R); ++phase_h) {
     for (int phase_w = 0; phase_w < std::min(phases, of.S); ++phase_w, ++loads) {
       for (int r = phase_h; r < of.R; r += phases) {
@@ -1597,23 +1683,33 @@ inline void set_numbers(Params& params) {
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-inline cudaError_t make_out_map(Params& params) {
+// The tensor maps of the phases of y.
+inline cudaError_t make_out_maps(Params& params) {
   const Grouped& of = params.of;
   const Plan& plan = params.plan;
   if (plan.by_threads) return cudaSuccess;
   using hopper::step_bytes;
-  const uint64_t K = of.out_channels, P = of.P, Q = of.Q, N = of.N;
+  const uint64_t K = of.out_channels, N = of.N;
   const uint32_t columns = plan.tile_columns, lines = plan.tile_lines;
   const uint32_t box[4] = {kStagedChannels, columns, lines, 1};
   if (!plan.windows) {
-    const int64_t step = step_of_outputs(of);
-    const uint64_t sizes[4] = {K, N * P * Q, 1, 1}, strides[3] = {step_bytes(step, of.N * of.P * of.Q), 16, 16};
-    return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, 2, sizes, strides, box, params.out_map);
+    const int64_t step = step_of_outputs(of), pixels = of.N * of.P * of.Q;
+    const uint64_t sizes[4] = {K, static_cast<uint64_t>(pixels), 1, 1}, strides[3] = {step_bytes(step, pixels), 16, 16};
+    return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, 2, sizes, strides, box, params.out_map[0]);
   }
-  const uint64_t sizes[4] = {K, Q, P, N};
-  const uint64_t strides[3] = {step_bytes(of.out_stride[3], of.Q), step_bytes(of.out_stride[2], of.P),
-                               step_bytes(of.out_stride[0], of.N)};
-  return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, 2, sizes, strides, box, params.out_map);
+  for (int i = 0; i < plan.phases; ++i) {
+    const Phase& phase = params.phase[i];
+    const int64_t rows = ceil_div(of.P - phase.row, of.up_h), row_columns = ceil_div(of.Q - phase.column, of.up_w);
+    const uint64_t sizes[4] = {K, static_cast<uint64_t>(row_columns), static_cast<uint64_t>(rows), N};
+    const uint64_t strides[3] = {step_bytes(of.out_stride[3] * of.up_w, row_columns),
+                                 step_bytes(of.out_stride[2] * of.up_h, rows), step_bytes(of.out_stride[0], of.N)};
+    uint8_t* const first =
+        static_cast<uint8_t*>(params.out_ptr) + 2 * (phase.row * of.out_stride[2] + phase.column * of.out_stride[3]);
+    const cudaError_t error =
+        hopper::make_box_map(hopper::BoxUse::kStore, first, 2, sizes, strides, box, params.out_map[i]);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 // The tensor map of x: boxes (windows, direct) or im2col (columns).
@@ -1667,7 +1763,7 @@ inline cudaError_t make_w_map(const void* w_ptr, Params& params) {
 inline cudaError_t make_maps(const void* w_ptr, Params& params) {
   cudaError_t error = make_in_map(params);
   if (error == cudaSuccess) error = make_w_map(w_ptr, params);
-  return error == cudaSuccess ? make_out_map(params) : error;
+  return error == cudaSuccess ? make_out_maps(params) : error;
 }
 
 template <typename Stored, int SHAPE, bool SPLIT, bool DIRECT, bool TRANSPOSED, bool MERGED = false,

@@ -511,6 +511,14 @@ TMA_SHIM_CASES = [
     (Case(2, 72, 6, 9, 72, 3, 3, padding=(1, 1), groups=3), "fprop"),
     (Case(1, 80, 5, 8, 100, 2, 3, stride=(2, 1), groups=5), "fprop"),
     (Case(2, 120, 5, 6, 48, 3, 3, padding=(1, 1), groups=3), "dgrad"),
+    # Phases of dx: with one to four taps, of different sizes; strides of one axis; dilation; groups.
+    (Case(2, 136, 9, 12, 72, 3, 3, stride=(2, 2), padding=(1, 1)), "dgrad"),
+    (Case(2, 72, 10, 9, 72, 4, 1, stride=(3, 1)), "dgrad"),
+    (Case(1, 24, 11, 13, 40, 5, 4, stride=(2, 2), padding=(2, 0)), "dgrad"),
+    (Case(2, 16, 8, 11, 72, 2, 3, stride=(2, 1), padding=(1, 2)), "dgrad"),
+    (Case(1, 16, 12, 14, 24, 3, 3, stride=(1, 2), padding=(2, 2), dilation=(2, 3)), "dgrad"),
+    (Case(2, 128, 6, 7, 128, 3, 3, stride=(2, 2), padding=(1, 1), groups=2), "dgrad"),
+    (Case(3, 24, 1, 5, 72, 3, 3, stride=(2, 2), padding=(2, 0)), "dgrad"),
 ]
 # Clusters of blocks, each with a part of the reduction.
 TMA_PARTS_CASES = [

@@ -249,6 +249,12 @@ GPU_DILATED_CASES = [
     Case(2, 64, 14, 14, 256, 3, 3, padding=(24, 24), dilation=(24, 24)),
     Case(40, 96, 30, 26, 64, 3, 3, padding=(9, 2), dilation=(12, 9)),
 ]
+# Gradients to x at a stride, of which gather contains dy and tma multiplies each phase of dx.
+GATHER_PHASES_OF_DX = [
+    Case(32, 128, 28, 28, 128, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(16, 64, 57, 40, 72, 5, 4, stride=(2, 2), padding=(2, 1)),
+    Case(8, 72, 41, 60, 64, 3, 3, stride=(1, 2), padding=(0, 1), dilation=(2, 1)),
+]
 # Blocks of channels in full and ragged, several tiles of output channels and few, points, halos, strides with phases
 # and without, dilation, rows longer than a tile, few tiles with long reductions.
 TMA_CASES = [
@@ -338,9 +344,12 @@ def operators_of(engine: str, case: Case) -> set[str]:
     """What an engine takes of the cases that it has here."""
     if engine in ("mma_wgrad", "hopper_wgrad", "tma_wgrad", "strided"):
         return {"dgrad"} if engine == "strided" else {"wgrad"}
+    if engine == "gather" and case in GATHER_PHASES_OF_DX:
+        return {"dgrad"}
     both = engine in ("wgmma", "dilated") or (engine in ("gather", "mma", "tma") and case.stride == (1, 1))
     if engine == "tma":  # channels_last only with channels that are multiples of 8
-        both = both and merges(case) and (case.K % 8 == 0 or case.C % 8 != 0)
+        in_phases = case.stride == (2, 2) and case.groups == 1 and min(case.R, case.S, *case.y_shape[2:]) > 1
+        both = (both or in_phases) and merges(case) and (case.K % 8 == 0 or case.C % 8 != 0)
     return {"fprop", "dgrad"} if both else {"fprop"}
 
 
@@ -364,6 +373,7 @@ def of_engines(table: Iterable[tuple]) -> list:
 EXACT = [
     ("gather", GATHER_CASES, ALL_LAYOUTS, ALL_TYPES),
     ("gather", GATHER_APART_CASES, IN_LAYOUT, [TF32]),
+    ("gather", GATHER_PHASES_OF_DX, ALL_LAYOUTS, [TF32]),
     ("gather", [Case(2, 64, 40, 70, 64, 3, 7, padding=(13, 39), dilation=(13, 13))], of_names(ODD, "x"), [TF32]),
     ("mma", MMA_CASES, of_names(SOME_VIEWS, ("x", "w", "dy")), [FP32, TF32]),
     ("mma_wgrad", GPU_MMA_WGRAD_CASES, ALL_LAYOUTS, WGMMA_TYPES),
@@ -428,6 +438,7 @@ FILLS_16 = {dtype: [fill for of, fill in STEM_16_BIT_FILLS if of == dtype] for d
 FEW_FILLS = [wide, under_a_tf32_step, near_the_smallest]  # for other layouts than contiguous ones
 ROUNDING = [
     ("gather", GATHER_APART_CASES, IN_LAYOUT, [TF32]),
+    ("gather", GATHER_PHASES_OF_DX, IN_LAYOUT, [TF32]),
     ("mma_wgrad", GPU_MMA_WGRAD_CASES, IN_LAYOUT, WGMMA_TYPES),
     ("patches", GPU_PATCHES_CASES, WITH_WEIGHTS, ALL_TYPES),
     ("pointwise", POINTWISE_CASES, IN_LAYOUT, [FP32, TF32]),
@@ -498,6 +509,7 @@ def test_gpu_spreads_nan_and_inf(engine, operator, cases, dtype, tf32, layout, s
 # In the last one of wgmma boxes load x.
 ADVERSE_RUNS = [
     ("gather", GATHER_SCALED_CASES, True),
+    ("gather", GATHER_PHASES_OF_DX[1:], True),
     *(("wgmma", [WGMMA_CASE, Case(2, 64, 40, 264, 128, 3, 3, padding=(1, 0))], tf32) for tf32 in (True, False)),
 ]
 
@@ -517,7 +529,7 @@ def test_gpu_keeps_the_contract_where_fp16_does_not_fit(engine, cases, tf32, kin
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("value", [1e-9, math.nan, math.inf], ids=str)
 def test_gpu_gather_mends(value, layout):
-    for case in GATHER_SCALED_CASES:
+    for case in [*GATHER_SCALED_CASES, *GATHER_PHASES_OF_DX]:
         for operator in operators_of("gather", case):
             tensors = in_layout(misfit_tensors(operator, case, value, "cuda"), layout)
             check_misfits(operator, case, forced("gather", case, tensors, True, {operator})[operator], tensors)

@@ -163,6 +163,10 @@ GATHER_SHIM_TMA_CASES = [
     (Case(2, 128, 9, 10, 128, 3, 3, stride=(2, 2), padding=(1, 1), groups=8), "fprop"),
     (Case(1, 128, 6, 7, 256, 2, 2, groups=2), "fprop"),
     (Case(2, 128, 7, 5, 128, 3, 3, padding=(1, 1), groups=4), "dgrad"),
+    # Phases of dx.
+    (Case(2, 72, 9, 12, 40, 3, 3, stride=(2, 2), padding=(1, 1)), "dgrad"),
+    (Case(1, 24, 8, 7, 70, 2, 3, stride=(2, 1), padding=(1, 2)), "dgrad"),
+    (Case(2, 128, 7, 6, 128, 3, 2, stride=(2, 2), padding=(1, 0), groups=2), "dgrad"),
 ]
 GATHER_SHIM_LANDING_CASES = [
     (Case(2, 40, 12, 36, 72, 3, 3, padding=(1, 1)), "fprop"),
@@ -375,18 +379,28 @@ ADVERSE_LANDING_CASES = [
 # In parts of the reduction, the last one shorter: what is mended comes behind their sum.
 ADVERSE_PARTS_CASE = ("fprop", Case(2, 136, 4, 9, 40, 1, 3, padding=(0, 1)), "contiguous")
 # Operator, problem, memory format, shape of a tile.
+ADVERSE_PHASES_OF_DX = ("dgrad", Case(3, 40, 12, 11, 72, 3, 3, stride=(2, 2), padding=(1, 1)), "contiguous")
 ADVERSE_WAYS = {
     "copied": [(*of, GATHER_CONTAINED[number % 5]) for number, of in enumerate(ADVERSE_GATHER_CASES)],
     "in parts": [(*ADVERSE_PARTS_CASE, shape) for shape in (7, 22)],
     # Not groups as one whose outputs are no whole tiles.
     "multiplied by tma": [(*of, GATHER_BY_TMA[number]) for number, of in enumerate(ADVERSE_GATHER_CASES[:10])],
+    "phases of dx": [(*ADVERSE_PHASES_OF_DX, shape) for shape in (GATHER_BY_TMA[2], GATHER_BY_TMA[9])],
     "on its way": ADVERSE_LANDING_CASES,
 }
 IN_PARTS = {"splits": 3, "sms": 72}
 
 
-@pytest.mark.parametrize("number, kind", [*enumerate(ADVERSE)])
-@pytest.mark.parametrize("way", ["copied", "multiplied by tma", "on its way"])
+ADVERSE_RUNS = [
+    (way, number, kind)
+    for way in ("copied", "multiplied by tma", "phases of dx", "on its way")
+    for number, kind in enumerate(ADVERSE)
+    # Every sum of dx has that channel.
+    if (way, kind) != ("phases of dx", "faint output channel")
+]
+
+
+@pytest.mark.parametrize("way, number, kind", ADVERSE_RUNS)
 def test_gather_shim_contains_what_fits_and_does_the_rest_again(gather_shim, way, number, kind):
     """Single values of x are mended; weights that do not fit take everything along."""
     ways = ADVERSE_WAYS[way]
@@ -409,7 +423,7 @@ def test_gather_shim_mends(gather_shim, way, number, value):
     tensors, first = misfit_tensors(operator, case, value), None
     places, copied = misfit_places(operator, case)
     # All of x is copied where tma multiplies phases.
-    expected = len(places) if way == "multiplied by tma" and case.R * case.S > 1 else copied
+    expected = len(places) if way in ("multiplied by tma", "phases of dx") and case.R * case.S > 1 else copied
     for seed in range(2 if value == 1e-9 else 1):
         settings = {"shape": shape, "seed": seed} | (IN_PARTS if way == "in parts" else {})
         out = gather_shim.result(operator, case, tensors, layout, **settings)

@@ -51,7 +51,7 @@ extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, 
   };
   latest_source = static_cast<int>(source_of_plan(plan));
   latest_boxes = plan.boxes && !plan.points && !plan.packed;
-  Plan again{};
+  Agains again{};
   latest_parts = plan.splits;
   if (plan.contained && !plan_again(params.of, Device{sms}, alignment, again)) return -1;
   Workspace workspace(workspace_layout(params.of, plan, again, bytes).end);

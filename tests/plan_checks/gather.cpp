@@ -417,16 +417,19 @@ static void check_landing(const Phased& of, const Plan& plan, const Addresses& a
 }
 
 // The workspace has room for the list, for packed weights, also those of `again`, and for the copy, and little more.
-static void check_workspace(const Phased& of, const Plan& plan, const Plan& again, int bytes, int64_t bytes_of_copy) {
+static void check_workspace(const Phased& of, const Plan& plan, const Agains& again, int bytes, int64_t bytes_of_copy) {
   const auto packed = [](const Phased& groups, const Plan& plan) {
     return int64_t{groups.groups} * plan.tiles_n * plan.iterations * plan.pieces * plan.tile_n * 16;
   };
   const Phased grouped = plan.contained ? merged(of) : of;
+  int64_t packed_again = 0;  // phases of y, one after another
+  for (int i = 0; plan.contained && i < again.count; ++i)
+    packed_again = std::max(packed_again, packed(again.each[i].of, again.each[i].plan));
   const WorkspaceLayout layout = workspace_layout(of, plan, again, bytes);
   const int64_t starts[] = {0,           layout.samples,      layout.list,   layout.w_factors,
                             layout.packed, layout.packed_again, layout.copied, layout.end};
   int64_t sizes[] = {sizeof(ContainedControl), 4 * kSampleBlocks, kMostListed * sizeof(Listed),
-                     4 * packed_rows(grouped, plan.tile_n), packed(grouped, plan), packed(of, again), bytes_of_copy};
+                     4 * packed_rows(grouped, plan.tile_n), packed(grouped, plan), packed_again, bytes_of_copy};
   int64_t all = 0;
   for (int i = 0; i < 7; ++i) {
     const bool needed = plan.contained || i == 4 || i == 6;
@@ -494,13 +497,14 @@ static bool check_plans(const Problem& problem, Operator op, const Addresses& at
   const int bytes = element_bytes(problem.dtype);
   const Alignment alignment{at.in, at.out};
   plan_in_hand = "what does contained operands again";
-  Plan again{};
+  Agains again{};
   const bool has_again = bytes == 4 && plan_again(of, Device{kSms}, alignment, again);
-  if (has_again) {
-    check_multiplied(of, again, bytes, bytes, at, random);
-    CHECK(again.splits == 1 && !again.copied);
+  for (int i = 0; has_again && i < again.count; ++i) {
+    const Plan& each = again.each[i].plan;
+    check_multiplied(again.each[i].of, each, bytes, bytes, at, random);
+    CHECK(each.splits == 1 && !each.copied);
     // The list in order, and for each warp which of it an output reads.
-    CHECK(kBarrierBytes + kMostListed * (sizeof(Listed) + kThreads / 32) <= static_cast<size_t>(again.smem_bytes));
+    CHECK(kBarrierBytes + kMostListed * (sizeof(Listed) + kThreads / 32) <= static_cast<size_t>(each.smem_bytes));
   }
   bool any = false;
   constexpr int kShapes = static_cast<int>(std::size(kTileShapes));  // and, behind them, what tma multiplies
@@ -511,7 +515,7 @@ static bool check_plans(const Problem& problem, Operator op, const Addresses& at
     if (!make_plan(of, bytes, Device{kSms}, alignment, shape, plan, splits)) {
       // Windows may be too large for shared memory, points that may be contained are not.
       const bool copies = within(shape, kShapes) && kTileShapes[shape].contained && !kTileShapes[shape].lands;
-      CHECK(!copies || of.R * of.S > 1 || splits > 0 || !has_again || !may_contain(of, bytes));
+      CHECK(!copies || of.R * of.S > 1 || has_out_phases(of) || splits > 0 || !has_again || !may_contain(of, bytes));
       continue;
     }
     any = true;

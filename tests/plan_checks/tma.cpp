@@ -34,7 +34,10 @@ static void check_numbers(const Grouped& of, const Plan& plan, int sms) {
     CHECK(side >= 1 && side <= 256);
   CHECK(covers(plan.tiles_k, plan.step_k, of.out_channels) && plan.step_k <= shape.channels);
   const int64_t blocks_c = ceil_div(of.in_channels, 64);
-  CHECK(plan.x_steps == blocks_c * plan.loads && plan.w_steps == blocks_c * of.R * of.S);
+  int taps = 0;  // those of phases that there are
+  for (int i = 0; i < plan.phases; ++i) taps += out_phase(of, i).taps();
+  CHECK(plan.x_steps == blocks_c * plan.loads && plan.w_steps == blocks_c * taps);
+  CHECK(taps == of.R * of.S || of.P < of.up_h || of.Q < of.up_w);
   CHECK(plan.blocks == (plan.splits == 1 ? std::min(plan.tiles, sms) : plan.tiles * plan.splits));
   int next = 0;
   for (int part = 0; part < plan.splits; ++part) {
@@ -76,7 +79,8 @@ static void check_tiles(const Params& params, int64_t address) {
     std::vector<std::vector<int64_t>> lines(plan.windows ? plan.tile_lines : 1);  // places of their slots
     for (int slot = 0; slot < slots; ++slot) {
       const int line = slot / plan.pitch, column = slot % plan.pitch;
-      int64_t n = tile.n, p = tile.p + line, q = tile.q + column;
+      const Phase& phase = params.phase[tile.phase];
+      int64_t n = tile.n, p = (tile.p + line) * of.up_h + phase.row, q = (tile.q + column) * of.up_w + phase.column;
       const bool in_tile = !plan.windows || (line < plan.tile_lines && column < plan.tile_columns);
       if (!plan.windows) {
         const int64_t at = tile.q + slot;
@@ -106,8 +110,9 @@ static void check_taps(const Params& params) {
   const int64_t last_stage = shared_layout(plan).x + int64_t{plan.x_stages - 1} * plan.x_stage_bytes;
   Owned owned(of.R * of.S);
   int next = 0;
-  for (int i = 0; i < plan.loads; ++i) {
+  for (int i = 0; i < plan.loads * plan.phases; ++i) {
     const Load& load = params.load[i];
+    const Phase& phase = params.phase[plan.phases > 1 ? i : 0];
     CHECK(load.first_tap == next && load.taps >= 1 && next + load.taps <= of.R * of.S);
     for (; next < load.first_tap + load.taps; ++next) {
       const Tap& tap = params.tap[next];
@@ -122,12 +127,14 @@ static void check_taps(const Params& params) {
         for (int at = 0; at < plan.tile_columns; ++at) {
           const int slot = line * plan.pitch + at + tap.shift;
           CHECK(slot < plan.box_rows * plan.box_columns);
-          CHECK(load.row + slot / plan.box_columns * of.stride_h == line * of.stride_h + row);
-          CHECK(load.column + slot % plan.box_columns * of.stride_w == at * of.stride_w + column);
+          const int h = load.row - of.pad_h + slot / plan.box_columns * of.stride_h;
+          const int w = load.column - of.pad_w + slot % plan.box_columns * of.stride_w;
+          CHECK(h * of.up_h == (line * of.up_h + phase.row) * of.stride_h - of.pad_h + row);
+          CHECK(w * of.up_w == (at * of.up_w + phase.column) * of.stride_w - of.pad_w + column);
         }
     }
   }
-  CHECK(owned.all());
+  CHECK(owned.all() || of.P < of.up_h || of.Q < of.up_w);
 }
 
 // Here and below `of` has x as the call has it.
