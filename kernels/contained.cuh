@@ -17,7 +17,7 @@ struct ContainedControl {
   uint32_t listed;     // out-of-range values of x on the list; more than kMostListed: too many
   uint32_t all_again;  // 1: a weight is out of range, or x has no scale
   int32_t x_exponent;  // x is scaled by 2^x_exponent
-  // Of each phase of y: parts of the weights that blocks of the `again` kernel have claimed and packed, where it
+  // Parts of the weights, for each phase of y, that blocks of the `again` kernel have claimed and packed, where it
   // recomputes everything.
   uint32_t claimed[kMostOutPhases], packed[kMostOutPhases];
 };
