@@ -4015,7 +4015,7 @@ inline void improve(const Phased& of, int out_bytes, const Device& device, const
   }
 }
 
-// What TF32 operands do again where contained ones are not fit for it: all, or a phase of y, which begins at these
+// Done again with TF32 operands where contained ones are not fit for it: all, or a phase of y, which begins at these
 // elements of w and y.
 struct PhaseAgain {
   Phased of;
