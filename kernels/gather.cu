@@ -4041,7 +4041,8 @@ inline bool plan_again(const Phased& of, const Device& device, const Alignment& 
       again.of.phases = unphased(again.of);
     }
     bool found = false;
-    improve(again.of, 4, device, address, kAgainShape, 1, 0, false, found, again.plan);
+    const Alignment first{address.in, address.out + 4 * again.out};
+    improve(again.of, 4, device, first, kAgainShape, 1, 0, false, found, again.plan);
     if (!found) return false;
   }
   return true;
