@@ -116,8 +116,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kDgrad) return "it computes input gradients only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
   if (!has_stride(problem)) return "it requires a stride greater than 1 along an axis with more than one output";
-  const int64_t parts =
-      int64_t{phases(problem.H, problem.P, problem.stride_h)} * phases(problem.W, problem.Q, problem.stride_w);
+  const int64_t parts = int64_t{phases(problem.H, problem.P, problem.stride_h)} *
+                        phases(problem.W, problem.Q, problem.stride_w);
   if (parts > kMostParts) return "it splits the input into at most 16 phases, stride_h times stride_w";
   const bool taken = for_each_part(problem, [](const Part& part) {
     return part.problem.pad_h >= 0 && part.problem.pad_w >= 0 && taker_of(part.problem) != nullptr;
@@ -202,9 +202,9 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   for_each_part(problem, [&](const Part&) { return ++parts > 0; }, &idle);
   for_each_part(problem, [&](const Part& part) {
     const Engine* const taker = taker_of(part.problem);
-    const int written =
-        snprintf(text, text_size, "%d parts%s, the first of %dx%d taps by %s: ", parts, idle > 0 ? " and zeros" : "",
-                 part.problem.R, part.problem.S, taker == nullptr ? "nobody" : taker->name);
+    const int written = snprintf(text, text_size, "%d parts%s, the first of %dx%d taps by %s: ", parts,
+                                 idle > 0 ? " and zeros" : "", part.problem.R, part.problem.S,
+                                 taker == nullptr ? "nobody" : taker->name);
     if (taker != nullptr && written > 0 && static_cast<size_t>(written) < text_size)
       taker->describe(part.problem, op, text + written, text_size - written);
     return false;

@@ -1,6 +1,6 @@
 // tma engine: implicit GEMM on Hopper's tensor cores (wgmma) for 16-bit tensors. The Tensor Memory Accelerator (TMA)
-// brings both operands to shared memory; no thread touches them. It computes fprop and dgrad, at a stride too. For
-// the gather engine it also multiplies fp32 tensors that gather has copied as scaled fp16 (`contained`, contained.cuh).
+// brings both operands to shared memory; no thread touches them. It computes fprop and dgrad, at a stride too. For the
+// gather engine it also multiplies fp32 tensors that gather has copied as scaled fp16 (`contained`, contained.cuh).
 // Deterministic: each output is one sum, added in a fixed order.
 //
 //   tma_prepare_kernel   packs w as [k][r][s][c] where it does not lie so (NCHW weights, dgrad, merged groups), and
@@ -39,8 +39,8 @@
 //   per stage: full  (TMA has written it)  --> multiplying warps;   empty (all of them have read it) --> loading thread
 //
 // dgrad at a stride: rows and columns of dx that are a stride apart, a phase, are met by the same taps. Each phase has
-// tiles of its own in the same launch, by windows, and multiplies its own taps alone (out_phases.cuh). The
-// filter is not cut up: a tap says where its weights are.
+// tiles of its own in the same launch, by windows, and multiplies its own taps alone (out_phases.cuh). The filter is
+// not cut up: a tap says where its weights are.
 //
 // Where there are fewer tiles than SMs, clusters of 2, 4 or 8 blocks split the reduction of each tile. Every block
 // leaves its sums in shared memory, then adds those of all blocks, in a fixed order, for a share of the tile.
@@ -1635,7 +1635,7 @@ inline void set_numbers(Params& params) {
   params.out_step = step_of_outputs(of);
   // Taps are ordered by the stages that they read. Windows have one stage per phase of x (one phase with stride 1), or
   // per phase of y.
-  const int phases = plan.windows && of.stride_h == 2 ? 2 : 1;
+  const int x_phases = plan.windows && of.stride_h == 2 ? 2 : 1;
   int taps = 0, loads = 0;
   const bool flipped = plan.transposed && of.flipped;
   const auto add = [&](int row, int column, int shift, int r, int s) {
@@ -1671,11 +1671,11 @@ inline void set_numbers(Params& params) {
     }
     return;
   }
-  for (int phase_h = 0; phase_h < std::min(phases, of.R); ++phase_h) {
-    for (int phase_w = 0; phase_w < std::min(phases, of.S); ++phase_w, ++loads) {
-      for (int r = phase_h; r < of.R; r += phases) {
-        for (int s = phase_w; s < of.S; s += phases)
-          add(phase_h, phase_w, r / phases * of.dilation_h * plan.pitch + s / phases * of.dilation_w, r, s);
+  for (int phase_h = 0; phase_h < std::min(x_phases, of.R); ++phase_h) {
+    for (int phase_w = 0; phase_w < std::min(x_phases, of.S); ++phase_w, ++loads) {
+      for (int r = phase_h; r < of.R; r += x_phases) {
+        for (int s = phase_w; s < of.S; s += x_phases)
+          add(phase_h, phase_w, r / x_phases * of.dilation_h * plan.pitch + s / x_phases * of.dilation_w, r, s);
       }
     }
   }
