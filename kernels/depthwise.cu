@@ -26,6 +26,7 @@
 #include "memo.cuh"
 #endif
 
+#include "async_copy.cuh"
 #include "depthwise_grad.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"

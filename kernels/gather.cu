@@ -65,9 +65,12 @@
 #include "memo.cuh"
 #endif
 
+#include "async_copy.cuh"
 #include "channels_last.cuh"
+#include "cluster.cuh"
 #include "contained.cuh"
 #include "divisor.cuh"
+#include "im2col_map.cuh"
 #include "numerics.cuh"
 #include "out_phases.cuh"
 #include "problem.cuh"

@@ -15,8 +15,9 @@
 //
 //   x    wgmma reads pixels of 16 bits as they are. Planes are transposed, and fp32 is split into parts of 16 bits:
 //        [chunk of 8 channels][pixel] x 16 bytes.
-//        A tap is a shift of the start address, by whole pixels. At a stride, phases of x lie one behind another
-//   dy   warps bring it to registers, and split it there
+//        A tap is a shift of the start address, by whole pixels. At a stride, phases of x lie one behind another.
+//        Tiles of one tap need no shift: under the TF32 contract x is rounded, [channel][32 pixels] in a swizzle
+//   dy   warps bring it to registers, and split or round it there
 //
 //        columns + halo = pitch
 //      +-------------+           Rows of outputs lie at the pitch of x. Where dy has no pixel there are zeros, and each
@@ -25,12 +26,12 @@
 //      +-------------+ .  .      Steps of wgmma are 16 slots each, through the ends of rows.
 //        .  .  .  .    .  .
 //
-// Blocks of 12 warps, or of 16 where x passes through some:
+// Blocks of 12 warps, or of 16 where x is split:
 //
 //   warps 0-7   multiply. Tiles of 128 output channels: each of two warpgroups has 64 of them. Tiles of 64: the
 //               warpgroups take steps by turns, and each one leaves sums of its own
 //   warp 8      one thread issues the boxes
-//   warps 9-15  split x of fp32, or transpose planes
+//   warps 9-    split x of fp32, round it, or transpose planes
 //
 // A sum is split after kMostChained pixels, because the tensor core truncates when it adds.
 #if !defined(__CUDACC_RTC__)
@@ -57,7 +58,7 @@ namespace hopper_wgrad {
 // ---- Geometry, host and device ----
 
 constexpr int kStepPixels = 16;
-[[maybe_unused]] constexpr int kMultiplyingThreads = 256, kSplittingThreads = 224;
+[[maybe_unused]] constexpr int kMultiplyingThreads = 256;
 constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 6, kMostPartStages = 3;  // the latter: of x in parts
 constexpr int kRegionBytes = 1024;                   // of a stage, at least: from there on the swizzle repeats itself
@@ -83,7 +84,9 @@ constexpr int kTileShapeCount = sizeof kTileShapes / sizeof kTileShapes[0];
 constexpr int kMostExact = 18;                       // chunks times taps that have room for two sums
 [[maybe_unused]] constexpr int kMostExactSteps = 6;  // of wgmma, whose sums are added to others by ordinary additions
 
-MODELNEW_HOST_DEVICE constexpr bool is_compiled(const TileShape& shape, int parts, bool splits, bool contains) {
+MODELNEW_HOST_DEVICE constexpr bool is_compiled(const TileShape& shape, int parts, bool splits, bool contains,
+                                                bool rounds) {
+  if (rounds) return !contains && shape.taps == 1;
   if (contains && (parts != 2 || shape.taps == 1)) return false;
   if (parts == 3) return shape.chunks * shape.taps <= kMostExact;
   const bool exact_only = shape.chunks == 6 || (shape.chunks == 1 && shape.taps == 9);
@@ -92,18 +95,22 @@ MODELNEW_HOST_DEVICE constexpr bool is_compiled(const TileShape& shape, int part
 
 // How tensors are multiplied: 16 bits as they are; fp32 as the sum of bf16 values, the first and rests: two, with 16
 // bits together, for TF32's contract, three for full accuracy. Products of rests that are too small are left out. Where
-// taps are several, stages whose values fit into scaled fp16 (numerics.cuh) may be multiplied once instead.
+// taps are several, stages whose values fit into scaled fp16 (numerics.cuh) may be multiplied once instead. Tiles of
+// one tap may be multiplied in TF32.
 template <typename Stored_, typename Operand_, int PARTS_, bool SPLITS_, bool CONTAINS_ = false>
 struct Format {
   using Stored = Stored_;    // in memory
   using Operand = Operand_;  // of wgmma
   static constexpr int BYTES = sizeof(Stored), PARTS = PARTS_;
-  static constexpr bool SPLITS = SPLITS_;      // x, into parts: fp32, and planes of 16 bits
-  static constexpr bool CONTAINS = CONTAINS_;  // stages that fit into scaled fp16
+  static constexpr bool SPLITS = SPLITS_;               // x, into parts: fp32, and planes of 16 bits
+  static constexpr bool CONTAINS = CONTAINS_;           // stages that fit into scaled fp16
+  static constexpr bool ROUNDS = sizeof(Operand) == 4;  // x, to TF32, in place
+  static constexpr int OPERANDS = ROUNDS ? 2 : PARTS;   // of dy in a step
   // Registers of a thread that multiplies and of any other.
-  static constexpr int THREADS = SPLITS ? 512 : 384;
-  static constexpr int MULTIPLYING_REGISTERS = SPLITS ? 200 : 224, OTHER_REGISTERS = 56;
-  static_assert(256 * MULTIPLYING_REGISTERS + (THREADS - 256) * OTHER_REGISTERS <= 65536, "those of an SM");
+  static constexpr int THREADS = SPLITS ? 512 : 384, SPLITTING = THREADS - kMultiplyingThreads - 32;
+  static constexpr int MULTIPLYING_REGISTERS = SPLITS ? 200 : ROUNDS ? 216 : 224, OTHER_REGISTERS = ROUNDS ? 72 : 56;
+  static_assert(256 * MULTIPLYING_REGISTERS + (THREADS - 256) * OTHER_REGISTERS <= 65536 / THREADS / 8 * 8 * THREADS,
+                "those that a block is launched with: more would be waited for without end");
 };
 
 struct Plan {
@@ -136,8 +143,8 @@ struct Plan {
   int dy_bytes, stage_bytes, raw_bytes, chunk_bytes, part_bytes, dy_loaded, x_loaded;
   int stages, raw_stages, part_stages, smem_bytes;
   double cycles;
-  bool contains;  // see Format
-  int dy_seen;    // bytes that boxes bring, and zeros between them
+  bool contains, rounds;  // see Format
+  int dy_seen;            // bytes that boxes bring, and zeros between them
 };
 
 struct Params {
@@ -268,6 +275,8 @@ MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
   return pack_pixel(image, row * params.stride_h + phase_h, column * params.stride_w + phase - phase_h * plan.phases_w);
 }
 
+constexpr int kLine = 32;  // pixels of a row of rounded x, and of a box of planes that are rounded
+
 // Planes: the first row of a window that its `number`-th box has. Rows that no tap reads are left out.
 MODELNEW_HOST_DEVICE inline int first_row(const Params& params, int number) {
   const Plan& plan = params.plan;
@@ -299,8 +308,8 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const Plan& plan) {
   layout.raw = plan.stages * plan.stage_bytes;
   layout.parts = layout.raw + plan.raw_stages * plan.raw_bytes;
   layout.dy_table = layout.parts + plan.part_stages * plan.part_bytes;
-  layout.x_table = layout.dy_table + (plan.dy_planes ? plan.images * plan.dy_slots * 4 : 0);
-  layout.nothing = layout.x_table + (plan.x_planes ? all_slots(plan) * 8 : 0);
+  layout.x_table = layout.dy_table + (plan.dy_planes && !plan.rounds ? plan.images * plan.dy_slots * 4 : 0);
+  layout.nothing = layout.x_table + (plan.x_planes && !plan.rounds ? all_slots(plan) * 8 : 0);
   layout.magnitudes = layout.nothing + 16;
   layout.scales = layout.magnitudes + 8;
   layout.barriers = layout.scales + 8 * kMostPartStages;
@@ -320,6 +329,9 @@ struct Shared {
   __device__ __forceinline__ uint32_t stage(int number) const { return base + layout.barriers + 16 * number; }
   __device__ __forceinline__ uint32_t raw(int number) const { return stage(kMostStages + number); }
   __device__ __forceinline__ uint32_t part(int number) const { return stage(2 * kMostStages + number); }
+
+  // "Full" for those who multiply, where x is rounded in between.
+  __device__ __forceinline__ uint32_t rounded(int number) const { return raw(number) + 8; }
 
   // The scales of a stage of parts, packed.
   __device__ __forceinline__ uint32_t scales(int number) const { return base + layout.scales + 4 * number; }
@@ -362,6 +374,17 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
   if (Format::SPLITS) hopper::barrier_arrive_expecting(x_barrier, x_loaded);
 #pragma unroll 1
   for (int image = 0; image < plan.images; ++image) {
+    if (Format::ROUNDS && plan.x_planes) {
+#pragma unroll 1
+      for (int pixel = 0; pixel < plan.slots; pixel += kLine) {
+        const int place = (image * plan.slots + pixel) * Format::BYTES;
+        hopper::load_box(params.dy_map, stage + place * plan.channels, window.at.q + pixel, first_k, n + image, 0,
+                         barrier);
+        hopper::load_box(params.x_map, x_stage + place * CHUNKS * 8, window.at.q + pixel, first_c, n + image, 0,
+                         x_barrier);
+      }
+      continue;
+    }
     if (Format::SPLITS && plan.dy_whole) {
       hopper::bulk_load(stage + image * plan.channels * plan.dy_run * Format::BYTES,
                         static_cast<const Stored*>(params.dy_ptr) + (window.at.n + image) * params.dy_stride[0] +
@@ -395,11 +418,15 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
                          ((window.first_h + first_row(params, number)) * params.W + window.first_w) & ~kMisplaced,
                          first_c, n + image, 0, x_barrier);
     } else {
+      // Phases, or lines, which go on where the one before ends.
       const int channels = plan.row_bytes / Format::BYTES;
+      const int count = Format::ROUNDS ? plan.slots / kLine : phases_of(plan);
 #pragma unroll 1
-      for (int phase = 0; phase < phases_of(plan); ++phase) {
-        const int phase_h = phase / plan.phases_w, phase_w = phase - phase_h * plan.phases_w;
-        uint32_t to = x_stage + (image * phases_of(plan) + phase) * plan.slots * plan.row_bytes;
+      for (int phase = 0; phase < count; ++phase) {
+        const int phase_h = Format::ROUNDS ? 0 : phase / plan.phases_w;
+        const int phase_w = Format::ROUNDS ? phase * kLine * params.stride_w : phase - phase_h * plan.phases_w;
+        uint32_t to = x_stage + plan.row_bytes * (Format::ROUNDS ? phase * CHUNKS / 4 * kLine
+                                                                 : (image * phases_of(plan) + phase) * plan.slots);
 #pragma unroll 1
         for (int c = 0; c < CHUNKS * 8; c += channels, to += plan.block_bytes)
           hopper::load_box(params.x_map, to, first_c + c, window.first_w + phase_w, window.first_h + phase_h, n + image,
@@ -488,7 +515,7 @@ __device__ __forceinline__ void split_stage(const Params& params, const Job& job
   const Window window = locate_window(params, job, tile);
   const int misplaced = plan.x_whole ? ~0 : 16 / BYTES - 1;  // of a box, behind its address
 #pragma unroll 1
-  for (int item = threadIdx.x - (kMultiplyingThreads + 32); item < CHUNKS / ITEM * slots; item += kSplittingThreads) {
+  for (int item = threadIdx.x - (kMultiplyingThreads + 32); item < CHUNKS / ITEM * slots; item += Format::SPLITTING) {
     const int chunk = quotient(item, params.by_all_slots) * ITEM, slot = item - chunk / ITEM * slots;
     uint32_t own, step = BYTES * plan.run;  // planes: from channel to channel
     if constexpr (PLANES) {
@@ -547,6 +574,69 @@ __device__ __forceinline__ void split_stage(const Params& params, const Job& job
   }
 }
 
+// Rounds to TF32 as tf32_operand() does, but for NaN, which becomes Inf: sums that are not finite are computed anew.
+__device__ __forceinline__ uint32_t rounded(uint32_t word) {
+  return float_bits(fminf(bits_float(word), bits_float(0x7f800000u))) + 0x1000u;
+}
+
+// Rounds x of a stage in place: channels as rows of 32 slots in the swizzle. Lines have that order already. Pixels are
+// transposed, 32 of 32 channels by a warp: a lane has four pixels, two apart, of four channels, twice. Lanes that load
+// or store at once meet all banks.
+template <typename Format, int CHUNKS>
+__device__ __forceinline__ void round_stage(const Plan& plan, uint32_t x) {
+  constexpr int kRow = hopper::kBoxRowBytes;
+  const int thread = static_cast<int>(threadIdx.x) - (kMultiplyingThreads + 32), lane = thread % 32;
+  if (plan.x_planes) {
+#pragma unroll 4
+    for (int place = 16 * thread; place < plan.x_loaded; place += 16 * Format::SPLITTING) {
+      uint32_t words[4];
+      hopper::load_shared_4(words, x + place);
+#pragma unroll
+      for (uint32_t& word : words) word = rounded(word);
+      hopper::store_shared_4(x + place, words);
+    }
+    return;
+  }
+  const int piece = lane % 8, quad = ((lane & 1) << 2 | (lane >> 1 & 3)) ^ lane / 8;
+  const uint32_t from = (piece / 2 * 8 + piece % 2) * kRow + (quad ^ piece % 2) * 16;
+  const uint32_t to = quad * 4 * kRow + (piece ^ quad % 2 * 4) * 16;
+#pragma unroll 1
+  for (int block = thread / 32; block < plan.slots / kLine * (CHUNKS / 4); block += Format::SPLITTING / 32) {
+    const uint32_t begin = x + block * kLine * kRow;
+    uint32_t words[2][4][4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      hopper::load_shared_4(words[i / 4][i % 4], begin + (from ^ i / 4 * 64 ^ i % 4 * 32) + i % 4 * 2 * kRow);
+    __syncwarp();  // all have loaded
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t values[4];
+#pragma unroll
+      for (int pixel = 0; pixel < 4; ++pixel) values[pixel] = rounded(words[i / 4][pixel][i % 4]);
+      hopper::store_shared_4(begin + (to ^ (i / 4 * 16 * kRow + i % 4 * 16)) + i % 4 * kRow, values);
+    }
+  }
+}
+
+template <typename Format, int CHUNKS>
+__device__ __forceinline__ void round_all(const Params& params, const Shared& shared) {
+  const Plan& plan = params.plan;
+  RingPosition ring;
+#pragma unroll 1
+  for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
+    const Job job = locate_job(params, number);
+#pragma unroll 1
+    for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
+      hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
+      round_stage<Format, CHUNKS>(plan, shared.base + ring.slot * plan.stage_bytes + plan.dy_bytes);
+      hopper::fence_async();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) hopper::barrier_arrive(shared.rounded(ring.slot));
+      ring.next(plan.stages);
+    }
+  }
+}
+
 template <typename Format, int CHUNKS>
 __device__ __forceinline__ void load(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
@@ -573,8 +663,9 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared)
 }
 
 // Sees dy of a stage. Places behind the end are the first one again.
+template <typename Format>
 __device__ __forceinline__ void see_dy(const Plan& plan, uint32_t stage, int bytes, Seen& seen) {
-  constexpr int kStep = 16 * kSplittingThreads, kAtOnce = 4;
+  constexpr int kStep = 16 * Format::SPLITTING, kAtOnce = 4;
   const int first = 16 * (static_cast<int>(threadIdx.x) - (kMultiplyingThreads + 32));
 #pragma unroll 1
   for (int image = 0; image < (plan.dy_whole ? plan.images : 1); ++image, stage += plan.channels * plan.dy_run * 4)
@@ -590,13 +681,14 @@ __device__ __forceinline__ void see_dy(const Plan& plan, uint32_t stage, int byt
 }
 
 // The scales that are not known yet, with room for eight times as much, if threads have seen others than zeros.
+template <typename Format>
 __device__ __forceinline__ void find_scales(const Seen& of_x, const Seen& of_dy, uint32_t* magnitudes, Scales& scales) {
   const uint32_t most_x = hopper::warp_max(float_bits(of_x.most)), most_dy = hopper::warp_max(float_bits(of_dy.most));
-  hopper::named_barrier(1, kSplittingThreads);  // all have read the magnitudes before
+  hopper::named_barrier(1, Format::SPLITTING);  // all have read the magnitudes before
   if (threadIdx.x == kMultiplyingThreads + 32) magnitudes[0] = magnitudes[1] = 0;
-  hopper::named_barrier(1, kSplittingThreads);
+  hopper::named_barrier(1, Format::SPLITTING);
   if (threadIdx.x % 32 == 0) atomicMax(magnitudes, most_x), atomicMax(magnitudes + 1, most_dy);
-  hopper::named_barrier(1, kSplittingThreads);
+  hopper::named_barrier(1, Format::SPLITTING);
   if (scales.x == Scales::kUnknown && magnitudes[0] != 0) scale_exponent(magnitudes[0] >> 23, 13, scales.x);
   if (scales.dy == Scales::kUnknown && magnitudes[1] != 0) scale_exponent(magnitudes[1] >> 23, 13, scales.dy);
 }
@@ -636,20 +728,20 @@ __device__ __forceinline__ void split_all(const Params& params, const Shared& sh
         bool contained = false;
         if (!scales.wide) {
           hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
-          see_dy(plan, shared.base + ring.slot * plan.stage_bytes, dy_bytes, of_dy);
+          see_dy<Format>(plan, shared.base + ring.slot * plan.stage_bytes, dy_bytes, of_dy);
           if (scales.x == Scales::kUnknown || scales.dy == Scales::kUnknown) {
             visit_x(Visit::kSee, 0, of_x);
-            find_scales(of_x, of_dy, magnitudes, scales);
+            find_scales<Format>(of_x, of_dy, magnitudes, scales);
             of_x = {};
           }
           visit_x(Visit::kContain, power_of_two(scales.of_x()), of_x);
           const bool fits = of_x.fits(scales.of_x()) && of_dy.fits(scales.of_dy());
-          contained = !hopper::named_barrier_any(2, kSplittingThreads, !fits);
+          contained = !hopper::named_barrier_any(2, Format::SPLITTING, !fits);
           if (!contained) {
             // bf16 has two parts of what is 2^-100 and more. Sums that are scaled so neither vanish nor overflow.
             const bool lacks = !of_x.is_from(-100 - scales.of_x()) || !of_dy.is_from(-100 - scales.of_dy()) ||
                                !is_within(scales.of_x() + scales.of_dy() - 24, 40);
-            scales.wide = hopper::named_barrier_any(2, kSplittingThreads, lacks);
+            scales.wide = hopper::named_barrier_any(2, Format::SPLITTING, lacks);
           }
         }
         if (!contained) visit_x(Visit::kSplit, power_of_two(scales.of_x()), of_x);
@@ -717,9 +809,13 @@ struct LaneOfDy {
     step_bytes = kStepPixels * hopper::kBoxRowBytes;
     image_bytes = plan.dy_slots * hopper::kBoxRowBytes;
     planes = hopper::in_register(int{plan.dy_planes}), straight = hopper::in_register(int{plan.dy_straight});
-    if constexpr (!Format::SPLITS) {
+    if constexpr (Format::BYTES == 2 && !Format::SPLITS) {
       const int pixel = lane / 16 * 8 + lane % 8, piece = in_block / 8 + lane / 8 % 2;
       place[0] = block + pixel * hopper::kBoxRowBytes + (piece ^ lane % 8) * 16;
+    } else if (Format::ROUNDS && plan.dy_planes) {
+      step_bytes = plan.channels * hopper::kBoxRowBytes;  // of two steps
+      image_bytes = plan.slots * plan.channels * Format::BYTES;
+      place[0] = (own_channel + lane / 4) * hopper::kBoxRowBytes + lane / 4 * 16 + lane % 4 * 4;
     } else if (Format::BYTES == 2 || plan.dy_planes) {
       step_bytes = image_bytes = 0;  // in the table
       place[0] = (own_channel + lane / 4) * plan.dy_run * Format::BYTES;
@@ -802,6 +898,24 @@ __device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t fr
   }
 }
 
+// The same, rounded to TF32, as operands of eight pixels each.
+template <typename Format>
+__device__ __forceinline__ void load_rounded_dy(const LaneOfDy<Format>& own, uint32_t image, int step,
+                                                uint32_t (&a)[2][4]) {
+  constexpr uint32_t kEight = 8 * hopper::kBoxRowBytes;  // channels, or pixels
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    uint32_t from = image;
+    if (own.planes)
+      from += step / 2 * own.step_bytes + (own.place[0] ^ (step % 2 * 64 + i / 2 * 16)) + i % 2 * kEight;
+    else
+      from += step * own.step_bytes + own.place[i % 4] + i / 4 * kEight;
+    hopper::load_shared(a[i / 4][i % 4], from);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = rounded(a[i / 4][i % 4]);
+}
+
 template <typename Format, int CHUNKS, int TAPS>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, const uint8_t* smem) {
   constexpr int COLUMNS = 8 * CHUNKS, PARTS = Format::PARTS;
@@ -819,7 +933,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const int* const dy_table = reinterpret_cast<const int*>(smem + shared.layout.dy_table);
   // Slots are 16 bytes of a chunk of fp32's parts, or rows in the swizzle of a box.
   const int slot_units = Format::SPLITS ? 1 : plan.row_bytes / 16;
-  const uint32_t high = Format::SPLITS    ? plan.chunk_bytes / 16
+  const uint32_t high = Format::ROUNDS    ? hopper::kRowsDescriptorHigh
+                        : Format::SPLITS  ? plan.chunk_bytes / 16
                         : slot_units == 1 ? plan.block_bytes / 16
                                           : 8 * slot_units | (slot_units == 8   ? 1u
                                                               : slot_units == 4 ? 2u
@@ -827,7 +942,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
                                                                  << 30;
   const uint32_t leading = Format::SPLITS || slot_units == 1 ? 128 : plan.block_bytes;
   const uint32_t of_part = CHUNKS * (plan.chunk_bytes / 16);  // from part to part of x
-  const uint32_t image_units = slot_units * phases_of(plan) * plan.slots;
+  const uint32_t image_units = Format::ROUNDS ? COLUMNS / 4 * plan.slots : slot_units * phases_of(plan) * plan.slots;
   hopper::wait_for_prerequisites();  // a preceding kernel may still read the workspace
   RingPosition ring, part;
 #pragma unroll 1
@@ -837,7 +952,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 #pragma unroll
     for (int t = 0; t < TAPS; ++t) tap_slots[t] = params.tap_units[job.block_t * TAPS + t];
     float acc[TAPS][COLUMNS / 2];
-    uint32_t a[SETS][PARTS][4];
+    uint32_t a[SETS][Format::OPERANDS][4];
     int keep = 0;
     hopper::wgmma_start(acc);
     const auto finish = [&] {
@@ -904,7 +1019,9 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
           part.next(plan.part_stages);
         }
         if (++tile == job.last_tile) return false;
-        const uint32_t barrier = Format::SPLITS ? shared.part(part.slot) : shared.stage(ring.slot);
+        const uint32_t barrier = Format::SPLITS   ? shared.part(part.slot)
+                                 : Format::ROUNDS ? shared.rounded(ring.slot)
+                                                  : shared.stage(ring.slot);
         const uint32_t parity = Format::SPLITS ? part.parity : ring.parity;
         // Those who load or split may wait for the stage before.
         if (before >= 0 && __any_sync(~0u, !hopper::barrier_ended(barrier, parity))) {
@@ -912,7 +1029,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
           give_back();
         }
         hopper::barrier_wait(barrier, parity);
-        if (Format::SPLITS) hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
+        if (Format::SPLITS || Format::ROUNDS) hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
         const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
         const Place at = locate_tile(params, tile);
         dy_image = stage + (plan.dy_planes ? (at.p * params.Q + at.q) % (16 / Format::BYTES) * Format::BYTES : 0);
@@ -938,11 +1055,21 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if (!advance()) return false;
       if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
       const bool contained = Format::CONTAINS && (scales & 1) != 0;
-      load_dy<Format>(own_dy, dy_image + step * own_dy.step_bytes, table + step * kStepPixels + lane % 4 * 2,
-                      left - step * kStepPixels - lane % 4 * 2,
-                      Format::CONTAINS ? bits_float(scales & 0xff800000u) : kScale, contained, a[set]);
-      const uint32_t b = hopper::uniform(x_image + step * kStepPixels * slot_units);
-      if (contained) {
+      if constexpr (Format::ROUNDS)
+        load_rounded_dy<Format>(own_dy, dy_image, step, a[set]);
+      else
+        load_dy<Format>(own_dy, dy_image + step * own_dy.step_bytes, table + step * kStepPixels + lane % 4 * 2,
+                        left - step * kStepPixels - lane % 4 * 2,
+                        Format::CONTAINS ? bits_float(scales & 0xff800000u) : kScale, contained, a[set]);
+      const uint32_t b = hopper::uniform(x_image + (Format::ROUNDS ? step / 2 * (COLUMNS * 8) + step % 2 * 4
+                                                                   : step * kStepPixels * slot_units));
+      if constexpr (Format::ROUNDS) {
+        hopper::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          hopper::WgmmaRegisters<float, COLUMNS>::multiply(acc[0], a[set][i], b + 2 * i, i == 0 ? keep : 1, high);
+        hopper::wgmma_commit();
+      } else if (contained) {
         hopper::wgmma_fence();
 #pragma unroll
         for (int t = 0; t < TAPS; ++t)
@@ -1025,9 +1152,9 @@ __global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const 
       hopper::barrier_init(shared.stage(stage), 1);
       hopper::barrier_init(shared.stage(stage) + 8, kMultiplyingThreads / 32);
       hopper::barrier_init(shared.raw(stage), 1);
-      hopper::barrier_init(shared.raw(stage) + 8, kSplittingThreads / 32);
+      hopper::barrier_init(shared.raw(stage) + 8, Format::SPLITTING / 32);
       if (stage >= kMostPartStages) continue;
-      hopper::barrier_init(shared.part(stage), kSplittingThreads / 32);
+      hopper::barrier_init(shared.part(stage), Format::SPLITTING / 32);
       hopper::barrier_init(shared.part(stage) + 8, kMultiplyingThreads / 32);
     }
     *reinterpret_cast<uint4*>(smem + shared.layout.nothing) = uint4{};
@@ -1035,14 +1162,14 @@ __global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const 
   // Slots behind boxes stay zeros.
   for (int i = threadIdx.x * 16; plan.has_gaps && i < shared.layout.dy_table; i += Format::THREADS * 16)
     *reinterpret_cast<uint4*>(smem + i) = uint4{};
-  if (plan.dy_planes) {
+  if (plan.dy_planes && !Format::ROUNDS) {
     int* const table = reinterpret_cast<int*>(smem + shared.layout.dy_table);
     for (int i = threadIdx.x; i < plan.images * plan.dy_slots; i += Format::THREADS) {
       const int packed = dy_pixel(params, i), image = packed >> 20, row = packed >> 10 & 1023, column = packed & 1023;
       table[i] = packed < 0 ? -1 : Format::BYTES * (image * plan.channels * plan.dy_run + row * params.Q + column);
     }
   }
-  if (plan.x_planes) {
+  if (plan.x_planes && !Format::ROUNDS) {
     Slot* const table = reinterpret_cast<Slot*>(smem + shared.layout.x_table);
     const int box_size = plan.shape.chunks * 8 * plan.run;
     for (int i = threadIdx.x; i < all_slots(plan); i += Format::THREADS) {
@@ -1061,7 +1188,9 @@ __global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const 
     hopper::wait_for_prerequisites();
     if (threadIdx.x == kMultiplyingThreads)
       load<Format, CHUNKS>(params, shared);
-    else if (Format::SPLITS && threadIdx.x >= Format::THREADS - kSplittingThreads)
+    else if (Format::ROUNDS && threadIdx.x >= kMultiplyingThreads + 32)
+      round_all<Format, CHUNKS>(params, shared);
+    else if (Format::SPLITS && threadIdx.x >= kMultiplyingThreads + 32)
       split_all<Format, CHUNKS>(params, shared, smem);
   } else {
     hopper::registers_take<Format::MULTIPLYING_REGISTERS>();
@@ -1198,6 +1327,7 @@ struct Costs {
 };
 constexpr Costs kPixels16{46, 16.8, 0.68, 3, 0, 0}, kPlanes16{24, 16.8, 0.68, 280, 0.86, 390};
 constexpr Costs kOfFloat32{25, 22.6, 1.08, 93, 1.5, 430}, kContained{19, 22.6, 1.08, 38, 1.06, 490};
+constexpr Costs kRounded{27.8, 14.2, 0.55, 54, 0.76, 342};
 constexpr double kCallCycles = 13400, kStageCycles = 600, kCopyCycles = 6500, kCopiedBytes = 21;
 constexpr double kLeastColumns = 30, kSeen = 30;  // of wgmma; for 128 values of dy
 
@@ -1295,8 +1425,13 @@ inline Problem as_planned(Problem problem, const Plan& plan) {
 }
 
 inline double estimate(const Problem& problem, int sms, const Plan& plan) {
-  const Costs& costs = plan.contains ? kContained : plan.bytes == 4 ? kOfFloat32 : plan.splits ? kPlanes16 : kPixels16;
-  const double products = plan.shape.taps * (plan.contains ? 1 : plan.parts_of_x * (plan.parts_of_x + 1) / 2) *
+  const Costs& costs = plan.rounds       ? kRounded
+                       : plan.contains   ? kContained
+                       : plan.bytes == 4 ? kOfFloat32
+                       : plan.splits     ? kPlanes16
+                                         : kPixels16;
+  const int times = plan.contains ? 1 : plan.rounds ? 2 : plan.parts_of_x * (plan.parts_of_x + 1) / 2;
+  const double products = plan.shape.taps * times *
                           std::max<double>(kLeastColumns, 8 * plan.shape.chunks);  // of two warpgroups in a step
   const double steps = plan.images * plan.steps / (plan.channels == 64 ? 2.0 : 1.0);
   const double multiplied = steps * (products + costs.step);
@@ -1317,10 +1452,15 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
          costs.sum * sums_of(problem, plan) / sms;
 }
 
-// Demands on a plan beyond being the cheapest one; zeros, or -1 for the shape and `contains`, demand nothing.
+// Demands on a plan beyond being the cheapest one; the values here demand nothing.
 struct Wish {
-  int shape = -1, channels = 0, parts = 0, images = 0, rows = 0, columns = 0, contains = -1;
+  int shape = -1, channels = 0, parts = 0, images = 0, rows = 0, columns = 0, contains = -1, rounds = -1;
 };
+
+// Columns of a window of pixels that a box spans.
+inline int box_width(const Plan& plan, int stride_w) {
+  return plan.rounds ? std::min(plan.window_w, kLine * stride_w) : plan.window_w;
+}
 
 // The numbers that follow from the outputs of a stage. Returns false where a stage does not fit.
 inline bool complete(const Problem& problem, Plan& plan) {
@@ -1338,6 +1478,9 @@ inline bool complete(const Problem& problem, Plan& plan) {
     return false;
   const bool dy_by_rows = plan.tiles_q > 1 && plan.rows > 1;
   if (dy_by_rows && plan.dy_planes) return false;
+  const bool lines = plan.rounds && plan.x_planes;
+  if (lines && plan.tiles_q > 1 && plan.columns % kLine != 0) return false;
+  if (plan.rounds && !lines && (plan.images > 1 || (plan.rows > 1 && plan.rows * pitch > kLine))) return false;
   if (dy_by_rows) pitch = padded(pitch, 8);  // each row's box begins with a turn of the swizzle
   const int64_t window_h = (plan.rows + reach_h / stride_h) * stride_h, window_w = pitch * stride_w;
   if (window_h >= kMostSide || window_w >= kMostSide || plan.images >= kMostSide) return false;
@@ -1347,10 +1490,14 @@ inline bool complete(const Problem& problem, Plan& plan) {
   plan.phases_w = static_cast<int>(std::min<int64_t>(stride_w, reach_w + 1));
   plan.steps = static_cast<int>(ceil_div((plan.rows - 1) * plan.pitch + plan.columns, kStepPixels));
   const int64_t farthest = reach_h / stride_h * pitch + reach_w / stride_w;
-  plan.slots =
-      static_cast<int>(padded(std::max<int64_t>(window_h / stride_h * pitch, plan.steps * kStepPixels + farthest), 8));
+  plan.slots = static_cast<int>(padded(
+      std::max<int64_t>(window_h / stride_h * pitch, plan.steps * kStepPixels + farthest), plan.rounds ? kLine : 8));
   int64_t dy_loaded = 0, x_loaded = 0, dy_bytes = 0, raw_bytes = 0, x_bytes = 0;
-  if (plan.dy_planes) {
+  if (lines) {
+    plan.dy_slots = plan.steps * kStepPixels;
+    dy_bytes = dy_loaded = int64_t{plan.images} * plan.channels * plan.slots * plan.bytes;
+    x_bytes = x_loaded = int64_t{plan.images} * columns * plan.slots * plan.bytes;
+  } else if (plan.dy_planes) {
     // Lanes of a warp read eight channels, whose rows are 8 or 24 words apart in the banks.
     const int64_t run = plan.tiles_q == 1 ? (plan.rows - 1) * problem.Q + plan.columns : plan.columns;
     const int64_t piece = 16 / plan.bytes;
@@ -1372,7 +1519,7 @@ inline bool complete(const Problem& problem, Plan& plan) {
   const int64_t slots = all_slots(plan);
   plan.has_gaps = !plan.dy_planes &&
                   (plan.dy_slots > plan.rows * pitch || dy_by_rows || (plan.tiles_q > 1 && pitch > plan.columns));
-  if (plan.x_planes) {
+  if (plan.x_planes && !lines) {
     // As many rows in a box as there are room for, where the window has whole ones.
     const int64_t piece = 16 / plan.bytes, fit = (kMostBox - piece + 1 - window_w) / problem.W + 1;
     const bool whole_rows = plan.tiles_q == 1 && plan.phases_h == stride_h;
@@ -1383,14 +1530,16 @@ inline bool complete(const Problem& problem, Plan& plan) {
                                              : padded((plan.box_rows - 1) * problem.W + window_w + piece - 1, piece));
     raw_bytes = x_loaded = int64_t{plan.images} * plan.x_boxes * columns * plan.run * plan.bytes;
     if (plan.run > kMostBox && !plan.x_whole) return false;
-  } else {
+  } else if (!lines) {
     const int all_bytes = columns * plan.bytes;
     plan.row_bytes = std::min(hopper::kBoxRowBytes, all_bytes & -all_bytes);
-    plan.block_bytes = static_cast<int>(slots * plan.row_bytes);
+    plan.block_bytes = static_cast<int>((plan.rounds ? kLine : slots) * plan.row_bytes);
     (plan.splits ? raw_bytes : x_bytes) = slots * all_bytes;
     x_loaded = int64_t{plan.images} * phases_of(plan) * (window_h / stride_h) * pitch * all_bytes;
+    if (plan.rounds && pitch > kLine) x_loaded = slots * all_bytes;
     plan.has_gaps |= plan.slots > window_h / stride_h * pitch;
-    if (window_h > kMostBox || window_w > kMostBox || stride_h > kMostStep || stride_w > kMostStep) return false;
+    if (window_h > kMostBox || box_width(plan, stride_w) > kMostBox || stride_h > kMostStep || stride_w > kMostStep)
+      return false;
   }
   if (plan.splits) x_bytes = int64_t{plan.parts_of_x} * plan.shape.chunks * slots * 16;
   plan.part_bytes = static_cast<int>(padded(x_bytes, kRegionBytes));
@@ -1445,19 +1594,20 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
                    bool& found) {
   Plan plan{};
   plan.bytes = element_bytes(original.dtype);
-  plan.parts_of_x = plan.bytes == 2 ? 1 : uses_tf32(original, Operator::kWgrad) ? 2 : 3;
+  const bool tf32 = plan.bytes == 4 && uses_tf32(original, Operator::kWgrad);
+  const int parts = plan.bytes == 2 ? 1 : tf32 ? 2 : 3;
   int group_c = original.C / original.groups;
   const int group_k = original.K / original.groups;
   // Few channels leave most of a chunk idle.
   const bool folds = original.groups == 1 && original.S >= kLeastFold && original.C * original.S <= kMostFolded;
   plan.fold = folds ? original.S : 1;
-  plan.splits = plan.bytes == 4 || way != Way::kPixels;
+  const bool splits = plan.bytes == 4 || way != Way::kPixels;
   const bool whole = way == Way::kWhole;
   const auto prepare = [&](const Tensor& of, int of_group, uint64_t begin, bool folds, bool& planes, bool& are_whole,
                            bool& copies) {
     const bool in_pieces = original.groups == 1 || of_group * plan.bytes % 16 == 0;
     const bool pixels = !folds && in_pieces && has_pixels(of, plan.bytes, begin);
-    planes = plan.splits && !(pixels && plan.bytes == 4);
+    planes = splits && !(pixels && plan.bytes == 4);
     are_whole = whole && planes && !folds && in_pieces && !has_planes(of, plan.bytes, begin) &&
                 has_whole_planes(of, plan.bytes, begin);
     copies = planes ? !are_whole && (folds || !has_planes(of, plan.bytes, begin)) : !pixels;
@@ -1482,12 +1632,22 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
   group_c = problem.C / problem.groups;
   const int64_t taps = int64_t{problem.R} * problem.S;
   if (taps * group_c * problem.K >= int64_t{1} << 30 || taps > kMostTaps) return;
+  // Planes whose pixels are one line, which no tap shifts.
+  const bool lines = taps == 1 && problem.H == 1 && problem.P == 1 && problem.W == problem.Q && !has_stride(problem) &&
+                     plan.x_planes && plan.dy_planes && !plan.x_whole && !plan.dy_whole;
+  const bool may_round = tf32 && (lines || (!plan.x_planes && !plan.dy_planes));
   constexpr int kMostPixels = 256;  // of a stage
-  for (int channels : {128, 64})
+  for (int kind = 0; kind < (may_round ? 4 : 2); ++kind)
     for (int i = 0; i < kTileShapeCount; ++i) {
+      const int channels = kind % 2 == 0 ? 128 : 64;
+      const bool rounds = kind > 1;
+      if (wish.rounds >= 0 && wish.rounds != (rounds ? 1 : 0)) continue;
       plan.channels = channels;
       plan.shape = kTileShapes[i];
-      if (!is_compiled(plan.shape, plan.parts_of_x, plan.splits, false)) continue;
+      plan.rounds = rounds;
+      plan.splits = splits && !rounds;
+      plan.parts_of_x = rounds ? 1 : parts;
+      if (!is_compiled(plan.shape, plan.parts_of_x, plan.splits, false, rounds)) continue;
       if (wish.shape >= 0 ? wish.shape != i : plan.shape.taps > 1 && taps == 1) continue;
       if (wish.channels > 0 && wish.channels != channels) continue;
       plan.tiles_k = static_cast<int>(ceil_div(group_k, channels));
@@ -1500,7 +1660,7 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
         plan.columns = std::min(columns, problem.Q);
         if (!complete(problem, plan)) return;
         const bool full = !plan.x_whole || group_c % (8 * plan.shape.chunks) == 0;  // else x has more than is loaded
-        const bool may_contain = full && is_compiled(plan.shape, plan.parts_of_x, plan.splits, true);
+        const bool may_contain = full && is_compiled(plan.shape, plan.parts_of_x, plan.splits, true, plan.rounds);
         for (const bool contains : {false, true}) {
           if (contains ? !may_contain || wish.contains == 0 : may_contain && wish.contains == 1) continue;
           plan.contains = contains;
@@ -1513,6 +1673,7 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
       }
       const auto consider_rows = [&](int columns) {
         if (columns > kMostPixels) return;
+        if (rounds) consider(1, kLine / columns, columns);
         const int most = std::min(problem.P, kMostPixels / columns);
         for (int rows = most; rows > 0; rows = rows > 4 ? rows * 3 / 4 : rows - 1) consider(1, rows, columns);
         if (columns == problem.Q && most == problem.P)
@@ -1640,7 +1801,7 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
     const uint64_t channels = static_cast<uint64_t>(planes ? of.C : padded(of.C, 16 / plan.bytes));  // a copy has more
     if (planes)
       return hopper::make_box_map(
-          hopper::BoxUse::kLoad, from, plan.bytes,
+          plan.rounds ? hopper::BoxUse::kLoadRows : hopper::BoxUse::kLoad, from, plan.bytes,
           {static_cast<uint64_t>(padded(int64_t{of.H} * of.W, 16 / plan.bytes)), channels, images, 1},
           {step(of.stride[1], of.C), step(of.stride[0], of.N), 16}, box, map);
     return hopper::make_box_map(row_bytes == 128  ? hopper::BoxUse::kLoadRows
@@ -1652,9 +1813,10 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
                                 map, step_w, step_h);
   };
   const auto u = [](int value) { return static_cast<uint32_t>(value); };
-  const uint32_t x_planes[4] = {u(plan.run), u(8 * plan.shape.chunks), 1, 1};
-  const uint32_t x_pixels[4] = {u(plan.row_bytes / plan.bytes), u(plan.window_w), u(plan.window_h), 1};
-  const uint32_t dy_planes[4] = {u(plan.dy_run), u(plan.channels), 1, 1};
+  const uint32_t x_planes[4] = {u(plan.rounds ? kLine : plan.run), u(8 * plan.shape.chunks), 1, 1};
+  const uint32_t x_pixels[4] = {u(plan.row_bytes / plan.bytes), u(box_width(plan, params.stride_w)), u(plan.window_h),
+                                1};
+  const uint32_t dy_planes[4] = {u(plan.rounds ? kLine : plan.dy_run), u(plan.channels), 1, 1};
   const bool whole = plan.tiles_q == 1;
   const uint32_t dy_pixels[4] = {u(hopper::kBoxRowBytes / plan.bytes), u(whole ? plan.pitch : plan.columns),
                                  u(whole ? plan.rows : 1), 1};
@@ -1674,7 +1836,8 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
       "hopper_wgrad_kernel",
       {kTypeId<typename Format::Stored>, Format::PARTS, Format::SPLITS, Format::CONTAINS, SHAPE}};
   record(kInstance);
-  if constexpr (!is_compiled(kShape, Format::PARTS, Format::SPLITS, Format::CONTAINS) || !is_built(kInstance)) {
+  if constexpr (!is_compiled(kShape, Format::PARTS, Format::SPLITS, Format::CONTAINS, Format::ROUNDS) ||
+                !is_built(kInstance)) {
     return cudaErrorInvalidConfiguration;
   } else {
     const auto kernel = hopper_wgrad_kernel<Format, kShape.chunks, kShape.taps>;
@@ -1815,7 +1978,8 @@ inline cudaError_t run(const Problem& problem, const Plan& plan, const Pointers&
       return plan.splits ? run<Format<BFloat16, BFloat16, 1, true>>(problem, plan, pointers, stream)
                          : run<Format<BFloat16, BFloat16, 1, false>>(problem, plan, pointers, stream);
     case DType::kFloat32:
-      return plan.contains          ? run<Format<float, BFloat16, 2, true, true>>(problem, plan, pointers, stream)
+      return plan.rounds            ? run<Format<float, float, 1, false>>(problem, plan, pointers, stream)
+             : plan.contains        ? run<Format<float, BFloat16, 2, true, true>>(problem, plan, pointers, stream)
              : plan.parts_of_x == 2 ? run<Format<float, BFloat16, 2, true>>(problem, plan, pointers, stream)
                                     : run<Format<float, BFloat16, 3, true>>(problem, plan, pointers, stream);
     case DType::kFloat64:
@@ -1838,8 +2002,11 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
            "%s%s%s%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and "
            "%d bytes, %d of them, %d blocks for %d tiles in %d parts, about %.3g Mcycles",
            plan.copies_x ? "x copied, " : "", plan.copies_dy ? "dy copied, " : "",
-           plan.fold > 1 ? "filter columns as channels, " : "", plan.contains ? "scaled fp16, " : "", plan.channels,
-           8 * plan.shape.chunks, plan.shape.taps, plan.images, plan.rows, plan.columns,
+           plan.fold > 1 ? "filter columns as channels, " : "",
+           plan.rounds     ? "TF32, "
+           : plan.contains ? "scaled fp16, "
+                           : "",
+           plan.channels, 8 * plan.shape.chunks, plan.shape.taps, plan.images, plan.rows, plan.columns,
            plan.stage_bytes + plan.raw_bytes, plan.stages, plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t,
            plan.parts, plan.cycles * 1e-6);
 }

@@ -56,6 +56,8 @@
 #include "memo.cuh"
 #endif
 
+#include "async_copy.cuh"
+#include "cluster.cuh"
 #include "correlation.cuh"
 #include "divisor.cuh"
 #include "numerics.cuh"

@@ -30,6 +30,7 @@
 #include "memo.cuh"
 #endif
 
+#include "async_copy.cuh"
 #include "block_sum.cuh"
 #include "divisor.cuh"
 #include "numerics.cuh"

@@ -45,6 +45,8 @@
 #include "engines.cuh"
 #endif
 
+#include "async_copy.cuh"
+#include "cluster.cuh"
 #include "correlation.cuh"
 #include "divisor.cuh"
 #include "numerics.cuh"

@@ -1,6 +1,7 @@
 // PTX instructions of Ampere and Hopper (sm_90a), each as one small function: cp.async, mbarriers, TMA copies, fences,
-// clusters, setmaxnreg, programmatic dependent launch, ldmatrix and stmatrix, and a few loads and stores. wgmma is in
-// wgmma.cuh. PTX ISA 8.0, so that CUDA 12.1 assembles them.
+// setmaxnreg, programmatic dependent launch, ldmatrix and stmatrix, and a few loads and stores. wgmma is in wgmma.cuh;
+// async_copy.cuh, cluster.cuh and im2col_map.cuh have what fewer engines use. PTX ISA 8.0, so that CUDA 12.1 assembles
+// them.
 //
 // Shared memory is addressed by 32-bit numbers, as these instructions want it. Measurements: docs/lab/hopper.md.
 #pragma once
@@ -96,56 +97,6 @@ __device__ __forceinline__ void copy_later(uint32_t to_smem, const void* address
   asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], %2, %3;" ::"r"(to_smem), "l"(address), "n"(BYTES),
                "r"(exist ? BYTES : 0)
                : "memory");
-}
-
-// Copies the first `size` of BYTES and fills the rest with zeros. GPUs before sm_80 copy words synchronously.
-template <int BYTES>
-__device__ __forceinline__ void copy_async(uint32_t to_smem, const void* address, int size) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#pragma unroll
-  for (int i = 0; i < BYTES / 4; ++i) {
-    const uint32_t word = 4 * i < size ? static_cast<const uint32_t*>(address)[i] : 0;
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to_smem + 4 * i), "r"(word) : "memory");
-  }
-#else
-  if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_smem), "l"(address), "r"(size)
-                 : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(to_smem), "l"(address), "n"(BYTES),
-                 "r"(size)
-                 : "memory");
-#endif
-}
-
-// A cache policy for streamed data: it leaves L2 first.
-__device__ __forceinline__ uint64_t evict_first() {
-  uint64_t policy = 0;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#endif
-  return policy;
-}
-
-template <int BYTES>
-__device__ __forceinline__ void copy_async(uint32_t to_smem, const void* address, int size, uint64_t policy) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-  copy_async<BYTES>(to_smem, address, size);
-#else
-  if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to_smem),
-                 "l"(address), "r"(size), "l"(policy)
-                 : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global.L2::cache_hint.L2::128B [%0], [%1], %2, %3, %4;" ::"r"(to_smem),
-                 "l"(address), "n"(BYTES), "r"(size), "l"(policy)
-                 : "memory");
-#endif
-}
-
-// Arrives at an mbarrier once all earlier copies of this thread are complete.
-__device__ __forceinline__ void copies_arrive(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Puts this thread's copies since the last commit into one group.
@@ -295,17 +246,6 @@ __device__ __forceinline__ void load_box(const BoxMap& map, uint32_t to_smem, in
       : "memory");
 }
 
-// Loads from an im2col map: pixels from (j, k) of image l on, shifted by (move_j, move_k), channels from i on.
-__device__ __forceinline__ void load_columns(const BoxMap& map, uint32_t to_smem, int i, int j, int k, int l,
-                                             int move_j, int move_k, uint32_t barrier) {
-  asm volatile(
-      "{\n.reg .b16 move_j, move_k;\ncvt.u16.u32 move_j, %7;\ncvt.u16.u32 move_k, %8;\n"
-      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%2, %3, %4, %5}], [%6], {move_j, move_k};\n}" ::"r"(to_smem),
-      "l"(&map), "r"(i), "r"(j), "r"(k), "r"(l), "r"(barrier), "r"(move_j), "r"(move_k)
-      : "memory");
-}
-
 __device__ __forceinline__ void prefetch_map(const BoxMap& map) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -320,74 +260,6 @@ __device__ __forceinline__ void bulk_stores_commit() { asm volatile("cp.async.bu
 template <int PENDING>
 __device__ __forceinline__ void bulk_stores_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-
-// Clusters: blocks that read one another's shared memory.
-
-__device__ __forceinline__ void cluster_sync() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-
-// The last barrier of a cluster: it orders no memory, as the threads have read what they need.
-__device__ __forceinline__ void cluster_leave() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-
-// Loads from the shared memory of block `rank` of the cluster, at the same address as in this block.
-__device__ __forceinline__ float4 load_cluster_4(uint32_t address, int rank) {
-  float4 value{};
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
-      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-      : "r"(address), "r"(rank)
-      : "memory");
-#endif
-  return value;
-}
-
-__device__ __forceinline__ float load_cluster(uint32_t address, int rank) {
-  float value = 0;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, [there];\n}"
-               : "=f"(value)
-               : "r"(address), "r"(rank)
-               : "memory");
-#endif
-  return value;
-}
-
-// Sums over the 2, 4 or 8 blocks of a cluster in their order. All loads precede the additions to overlap their latency.
-__device__ __forceinline__ float4 add_cluster_4(uint32_t address, int blocks) {
-  float4 sum{}, parts[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) parts[i] = i < blocks ? load_cluster_4(address, i) : float4{};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    sum.x += parts[i].x;
-    sum.y += parts[i].y;
-    sum.z += parts[i].z;
-    sum.w += parts[i].w;
-  }
-  return sum;
-}
-
-__device__ __forceinline__ float add_cluster(uint32_t address, int blocks) {
-  float sum = 0;
-#pragma unroll 1
-  for (int rank = 0; rank < blocks; rank += 4) {
-    float parts[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) parts[i] = rank + i < blocks ? load_cluster(address, rank + i) : 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum += parts[i];
-  }
-  return sum;
 }
 
 // Programmatic dependent launch: the launch of a kernel is hidden behind its predecessor.
@@ -447,26 +319,6 @@ cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, int threads
                          cudaStream_t stream, const std::remove_const_t<Params>&... params) {
   return launch_early_in_clusters(kernel, blocks, 1, threads, smem_bytes, stream, params...);
 }
-
-// The configuration of a launch in clusters of `of` blocks.
-struct ClusterLaunch {
-  cudaLaunchAttribute attribute{};
-  cudaLaunchConfig_t config{};
-
-  ClusterLaunch(unsigned blocks, int of, int threads, int smem_bytes, cudaStream_t stream) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = of;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.gridDim = blocks;
-    config.blockDim = threads;
-    config.dynamicSmemBytes = smem_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-  }
-  ClusterLaunch(const ClusterLaunch&) = delete;  // config points to attribute
-  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
-};
 #endif
 
 // Register reallocation between warpgroups (setmaxnreg): one gives registers back, another takes them.

@@ -64,6 +64,7 @@
 #include "memo.cuh"
 #endif
 
+#include "async_copy.cuh"
 #include "correlation.cuh"
 #include "divisor.cuh"
 #include "numerics.cuh"

@@ -66,9 +66,11 @@
 #endif
 
 #include "channels_last.cuh"
+#include "cluster.cuh"
 #include "contained.cuh"
 #include "correlation.cuh"
 #include "divisor.cuh"
+#include "im2col_map.cuh"
 #include "numerics.cuh"
 #include "out_phases.cuh"
 #include "problem.cuh"

@@ -42,6 +42,7 @@
 
 #include "channels_last.cuh"
 #include "divisor.cuh"
+#include "im2col_map.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
 #include "ptx.cuh"

@@ -216,6 +216,10 @@ class Planner(Engine):
         return None if fault is None else fault.decode()
 
 
+# Headers that a Kernels' `hopper` takes the place of, besides ptx.cuh.
+STOOD_IN_FOR = ("async_copy.cuh", "cluster.cuh", "im2col_map.cuh", "tensor_map.cuh", "wgmma.cuh")
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernels:
     """How an engine's kernels are compiled for the CPU, and where operands of a run may lie in memory."""
@@ -299,7 +303,8 @@ EMULATED = {
             r" 1 << 29 : 1 << 27;": " 1 << 12 : 1 << 12;",
             r"kMostCopiedBytes = 512 << 20;": "kMostCopiedBytes = 70000;",
         },
-        wishes={"shape": -1, "channels": 0, "parts": 0, "images": 0, "rows": 0, "columns": 0, "contains": 1},
+        wishes={"shape": -1, "channels": 0, "parts": 0, "images": 0, "rows": 0, "columns": 0}
+        | {"contains": 1, "rounds": -1},
     ),
     "wgmma": Kernels(
         ["wgmma.cu", "listed.cu"],
@@ -332,7 +337,7 @@ class Emulated(Engine):
 
     def __init__(self, engine: str, folder: Path, transform: Transform = unchanged) -> None:
         self.engine, self.kernels = engine, EMULATED[engine]
-        headers = {"ptx.cuh": self.kernels.hopper, "tensor_map.cuh": "", "wgmma.cuh": ""}
+        headers = {"ptx.cuh": self.kernels.hopper, **dict.fromkeys(STOOD_IN_FOR, "")}
         source = amalgamate(SOURCES | headers, self.kernels.files)
         for pattern, replacement in self.kernels.edits.items():
             source, found = re.subn(pattern, replacement, source)

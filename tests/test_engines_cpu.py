@@ -553,6 +553,10 @@ HOPPER_WGRAD_CASES = [
     Case(1, 16, 20, 20, 9, 3, 3, dilation=(7, 4)), Case(2, 24, 8, 12, 12, 1, 9, padding=(0, 4), groups=3),
     Case(70, 16, 1, 1, 8, 1, 1), Case(2, 8, 10, 12, 20, 2, 2, stride=(3, 3)),
 ]  # fmt: skip
+HOPPER_WGRAD_LINES = [
+    Case(5, 136, 5, 6, 130, 1, 1), Case(2, 72, 9, 12, 40, 1, 1), Case(70, 16, 1, 1, 8, 1, 1),
+    Case(3, 40, 7, 7, 72, 1, 1), Case(3, 260, 4, 10, 24, 1, 1), Case(2, 16, 12, 15, 20, 1, 1),
+]  # fmt: skip
 WGMMA_SHIM_CASES = [
     (case, operator) for case, operator, _ in small_wgmma_cases(110, seed=0) if case.multiply_adds < 1 << 23
 ]
@@ -656,11 +660,20 @@ EXACT_RUNS = {
             of_operator("wgrad", HOPPER_WGRAD_CASES),
             8,
             settings_of(TF32, FP16, BF16, shape=(-1, 0, 1, 3, 4, 6), channels=(0, 64))
-            + settings_of(FP16, shape=(2,), channels=(0, 64))
+            + settings_of(TF32, FP16, shape=(2,), channels=(0, 64))
             + settings_of(TF32, FP16, shape=(0, 5), images=(1, 2), rows=(2,), columns=(5,), parts=(0, 2))
             + settings_of(FP32, shape=(-1, 4, 5, 6, 7, 8), channels=(64, 128)),
             layouts=X_AND_DY_LAYOUTS,
-        )
+        ),
+        # x that is rounded: lines of planes, and pixels.
+        Runs(
+            of_operator("wgrad", HOPPER_WGRAD_LINES),
+            10,
+            settings_of(TF32, shape=(-1, 2, 4, 5), channels=(64, 128), rounds=(1,))
+            + settings_of(TF32, shape=(4, 5), images=(1,), rows=(1,), columns=(32, 64, 100), rounds=(1,))
+            + settings_of(TF32),  # where addresses allow no other
+            layouts=X_AND_DY_LAYOUTS[:2],
+        ),
     ],
 }
 

@@ -215,6 +215,9 @@ GPU_WGRAD_CASES = [
     # Large enough for TF32.
     Case(16, 128, 28, 28, 256, 3, 3, padding=(1, 1)),
     Case(256, 512, 7, 7, 136, 1, 1),
+    Case(32, 256, 28, 28, 264, 1, 1),
+    Case(33, 100, 30, 30, 300, 1, 1),
+    Case(32, 264, 28, 28, 512, 1, 1, stride=(2, 2)),
     Case(64, 128, 7, 7, 264, 3, 3, padding=(1, 1)),
     Case(32, 128, 56, 56, 192, 1, 1, stride=(2, 2)),
 ]
@@ -481,6 +484,7 @@ SPREADING = [
     ),
     ("mma_wgrad", "wgrad", GPU_MMA_WGRAD_CASES[:4], WGMMA_TYPES),
     ("hopper_wgrad", "wgrad", [Case(64, 32, 24, 24, 136, 3, 3, padding=(1, 1))], [FP32, TF32]),
+    ("hopper_wgrad", "wgrad", [Case(32, 128, 28, 28, 192, 1, 1)], [FP32, TF32]),
 ]
 SPREADING_RUNS = [(*one, *contract) for *one, contracts in SPREADING for contract in contracts]
 

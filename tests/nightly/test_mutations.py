@@ -128,7 +128,7 @@ def drawn(sites: list[Site], count: int) -> list[Site]:
 @functools.cache
 def shares() -> dict[str, int]:
     """How many of the mutants are each engine's: as many as it has places for them, of all."""
-    headers = SOURCES | {"ptx.cuh": "", "tensor_map.cuh": "", "wgmma.cuh": ""}
+    headers = SOURCES | {"ptx.cuh": "", **dict.fromkeys(engines.STOOD_IN_FOR, "")}
     places = {name: len(sites_of(amalgamate(headers, [f"{name}.cu"]), files)) for name, files in FILES.items()}
     exact = {name: MUTANTS * count / sum(places.values()) for name, count in places.items()}
     rest = sorted(exact, key=lambda name: int(exact[name]) - exact[name])[: MUTANTS - sum(map(int, exact.values()))]

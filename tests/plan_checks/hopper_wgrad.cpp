@@ -82,25 +82,31 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   NOTE(plan.tiles_q > 1);
   NOTE(plan.jobs > plan.grid);
   NOTE_VALUES(plan.parts_of_x, 1, 2, 3);
-  CHECK(is_compiled(plan.shape, plan.parts_of_x, plan.splits, plan.contains) && (plan.channels == 64 || plan.channels == 128));
+  CHECK(is_compiled(plan.shape, plan.parts_of_x, plan.splits, plan.contains, plan.rounds) && (plan.channels == 64 || plan.channels == 128));
   CHECK(plan.smem_bytes == shared_layout(plan).end && plan.smem_bytes <= kSharedMemory && plan.stages <= kMostStages);
   CHECK(plan.stages >= 3);
   CHECK(multiples(kRegionBytes, {plan.dy_bytes, plan.raw_bytes, plan.stage_bytes}) && plan.slots % 8 == 0);
   CHECK(shared_layout(plan).barriers % 8 == 0);
   const int slots = all_slots(plan), columns = 8 * plan.shape.chunks;
-  if (plan.dy_planes)
+  const bool lines = plan.rounds && plan.x_planes;
+  if (lines)
+    CHECK(plan.dy_planes && plan.dy_bytes >= plan.images * plan.channels * plan.slots * 4 && plan.slots % kLine == 0);
+  else if (plan.dy_planes)
     CHECK(plan.dy_bytes >= plan.images * plan.channels * plan.dy_run * plan.bytes && (plan.dy_whole || plan.dy_run % 16 == 8));
   else
     CHECK(plan.dy_bytes >= plan.images * plan.dy_slots * plan.channels * plan.bytes && plan.dy_slots % 8 == 0);
   CHECK(plan.dy_slots >= plan.steps * kStepPixels);
-  CHECK(plan.part_bytes >= slots * columns * 2 * plan.parts_of_x);
+  CHECK(plan.part_bytes >= slots * columns * (plan.rounds ? 4 : 2 * plan.parts_of_x));
   CHECK(plan.stage_bytes == plan.dy_bytes + (plan.splits ? 0 : plan.part_bytes));
-  CHECK(plan.splits == (plan.bytes == 4 || plan.x_planes) && (plan.bytes == 4 || plan.x_planes == plan.dy_planes));
+  CHECK(plan.splits == ((plan.bytes == 4 && !plan.rounds) || (plan.bytes == 2 && plan.x_planes)) && (plan.bytes == 4 || plan.x_planes == plan.dy_planes));
   CHECK(!plan.splits || plan.raw_stages == plan.stages - 1);
   NOTE(plan.bytes == 2 && plan.x_planes);
+  CHECK(!plan.rounds || (plan.shape.taps == 1 && plan.slots % kLine == 0));
   CHECK(!plan.splits || plan.part_stages == 2 || plan.part_stages == 3);
   CHECK(!plan.splits ||
         plan.raw_bytes >= columns * plan.bytes * (plan.x_planes ? plan.images * plan.x_boxes * plan.run : slots));
+  NOTE(lines);
+  NOTE(plan.rounds && !lines);
   CHECK(plan.jobs == int64_t{p.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t * plan.parts);
   CHECK(!(plan.x_whole || plan.dy_whole) || (plan.tiles_p == 1 && plan.tiles_q == 1 && p.N % plan.images == 0));
   CHECK(!plan.contains || !plan.x_whole || p.C / p.groups % columns == 0);
@@ -114,14 +120,14 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   CHECK(copied_bytes(planned, plan) <= kMostCopiedBytes && planned.N * planned.P * planned.Q < 1 << 30);
   NOTE(planned.Q > p.Q);
   NOTE(plan.fold > 1);
-  NOTE(plan.x_planes && plan.box_rows > 1);
+  NOTE(plan.x_planes && !lines && plan.box_rows > 1);
   NOTE(plan.x_whole);
   NOTE(plan.dy_whole);
   NOTE(plan.x_planes && plan.phases_h < p.stride_h);
   const Params params = make_params(planned, plan);
   check_jobs(planned, params);
   // Every pixel of a window that a slot has lies in a box, whose first pixel may be three behind its address.
-  for (int slot = 0; plan.x_planes && !plan.x_whole && slot < slots; ++slot) {
+  for (int slot = 0; plan.x_planes && !lines && !plan.x_whole && slot < slots; ++slot) {
     const int packed = x_pixel(params, slot), row = packed >> 10 & 1023, column = packed & 1023;
     if (packed < 0) continue;
     const InBox place = place_in_box(params, row, column);
