@@ -57,7 +57,7 @@ namespace hopper_wgrad {
 
 // ---- Geometry, host and device ----
 
-constexpr int kStepPixels = 16;
+constexpr int kStepPixels = 16, kLine = 32;  // of a step; where x is rounded, which lies in rows of so many
 [[maybe_unused]] constexpr int kMultiplyingThreads = 256;
 constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 6, kMostPartStages = 3;  // the latter: of x in parts
@@ -67,6 +67,7 @@ constexpr int kMostStep = 8;                         // of a box
 [[maybe_unused]] constexpr float kScale = 0x1p24f;   // of either operand in fp32
 constexpr int64_t kMostChained = 8192;               // pixels of one sum on the tensor core
 constexpr int kMostTaps = 256;
+constexpr int kLeastRounded = 64;                // channels of pixels that are rounded: fewer leave lanes idle
 constexpr int kLeastFold = 5, kMostFolded = 32;  // columns of filters; channels of x
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 constexpr int kAddThreads = 256, kMostAddChannels = 64, kMostAddSums = 4096;  // of a block
@@ -105,10 +106,11 @@ struct Format {
   static constexpr bool SPLITS = SPLITS_;               // x, into parts: fp32, and planes of 16 bits
   static constexpr bool CONTAINS = CONTAINS_;           // stages that fit into scaled fp16
   static constexpr bool ROUNDS = sizeof(Operand) == 4;  // x, to TF32, in place
-  static constexpr int OPERANDS = ROUNDS ? 2 : PARTS;   // of dy in a step
+  static constexpr int OPERANDS = ROUNDS ? 4 : PARTS;   // of dy in a step
+  static constexpr int STEP = ROUNDS ? kLine : kStepPixels;
   // Registers of a thread that multiplies and of any other.
   static constexpr int THREADS = SPLITS ? 512 : 384, SPLITTING = THREADS - kMultiplyingThreads - 32;
-  static constexpr int MULTIPLYING_REGISTERS = SPLITS ? 200 : ROUNDS ? 216 : 224, OTHER_REGISTERS = ROUNDS ? 72 : 56;
+  static constexpr int MULTIPLYING_REGISTERS = SPLITS ? 200 : ROUNDS ? 208 : 224, OTHER_REGISTERS = ROUNDS ? 88 : 56;
   static_assert(256 * MULTIPLYING_REGISTERS + (THREADS - 256) * OTHER_REGISTERS <= 65536 / THREADS / 8 * 8 * THREADS,
                 "those that a block is launched with: more would be waited for without end");
 };
@@ -193,6 +195,8 @@ MODELNEW_HOST_DEVICE inline int row_channels(const Plan& plan) { return plan.blo
 
 MODELNEW_HOST_DEVICE inline int phases_of(const Plan& plan) { return plan.phases_h * plan.phases_w; }
 
+MODELNEW_HOST_DEVICE inline int step_pixels(const Plan& plan) { return plan.rounds ? kLine : kStepPixels; }
+
 MODELNEW_HOST_DEVICE inline int all_slots(const Plan& plan) { return plan.images * phases_of(plan) * plan.slots; }
 
 // The first tap whose pixels the window of a block of taps has.
@@ -256,10 +260,10 @@ MODELNEW_HOST_DEVICE inline int pack_pixel(int image, int row, int column) {
   return (image << 20) + (row << 10) + column;
 }
 
-MODELNEW_HOST_DEVICE inline int dy_pixel(const Params& params, int number) {
+MODELNEW_HOST_DEVICE inline int dy_pixel(const Params& params, int number, int step_pixels) {
   const Plan& plan = params.plan;
-  const int step = number / kStepPixels, image = quotient(step, params.by_steps);
-  const int slot = number - image * plan.steps * kStepPixels, row = quotient(slot, params.by_pitch);
+  const int step = number / step_pixels, image = quotient(step, params.by_steps);
+  const int slot = number - image * plan.steps * step_pixels, row = quotient(slot, params.by_pitch);
   const int column = slot - row * plan.pitch;
   return row < plan.rows && column < plan.columns ? pack_pixel(image, row, column) : -1;
 }
@@ -274,8 +278,6 @@ MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
   if (row * params.stride_h >= plan.window_h) return -1;  // behind the window
   return pack_pixel(image, row * params.stride_h + phase_h, column * params.stride_w + phase - phase_h * plan.phases_w);
 }
-
-constexpr int kLine = 32;  // pixels of a row of rounded x, and of a box of planes that are rounded
 
 // Planes: the first row of a window that its `number`-th box has. Rows that no tap reads are left out.
 MODELNEW_HOST_DEVICE inline int first_row(const Params& params, int number) {
@@ -587,13 +589,19 @@ __device__ __forceinline__ void round_stage(const Plan& plan, uint32_t x) {
   constexpr int kRow = hopper::kBoxRowBytes;
   const int thread = static_cast<int>(threadIdx.x) - (kMultiplyingThreads + 32), lane = thread % 32;
   if (plan.x_planes) {
-#pragma unroll 4
-    for (int place = 16 * thread; place < plan.x_loaded; place += 16 * Format::SPLITTING) {
-      uint32_t words[4];
-      hopper::load_shared_4(words, x + place);
+    constexpr int kStep = 16 * Format::SPLITTING, kAtOnce = 4;
+#pragma unroll 1
+    for (int place = 16 * thread; place < plan.x_loaded; place += kAtOnce * kStep) {
+      uint32_t words[kAtOnce][4];
 #pragma unroll
-      for (uint32_t& word : words) word = rounded(word);
-      hopper::store_shared_4(x + place, words);
+      for (int i = 0; i < kAtOnce; ++i)
+        if (place + i * kStep < plan.x_loaded) hopper::load_shared_4(words[i], x + place + i * kStep);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (uint32_t& word : words[i]) word = rounded(word);
+        if (place + i * kStep < plan.x_loaded) hopper::store_shared_4(x + place + i * kStep, words[i]);
+      }
     }
     return;
   }
@@ -761,9 +769,10 @@ __device__ __forceinline__ void split_all(const Params& params, const Shared& sh
 }
 
 // All products of one sum of a job, one by one, padding and all.
-template <typename Stored>
+template <typename Format>
 __device__ inline float exact_sum(const Params& params, const Job& job, int turns, int own_turn, int k, int c,
                                   int tap) {
+  using Stored = typename Format::Stored;
   const Plan& plan = params.plan;
   const int r = tap / params.S, s = tap - r * params.S;
   const Stored* const x =
@@ -776,9 +785,9 @@ __device__ inline float exact_sum(const Params& params, const Job& job, int turn
   for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
     const Place at = locate_tile(params, tile);
 #pragma unroll 1
-    for (int i = 0; i < plan.images * plan.steps * kStepPixels; ++i) {
-      if (i % kStepPixels == 0) ++step;
-      const int packed = dy_pixel(params, i);
+    for (int i = 0; i < plan.images * plan.steps * Format::STEP; ++i) {
+      if (i % Format::STEP == 0) ++step;
+      const int packed = dy_pixel(params, i, Format::STEP);
       const int p = at.p + (packed >> 10 & 1023), q = at.q + (packed & 1023);
       const int64_t n = at.n + (packed >> 20);
       if (step % turns != own_turn || packed < 0 || n >= params.N || p >= params.P || q >= params.Q) continue;
@@ -806,14 +815,14 @@ struct LaneOfDy {
     constexpr int CHANNELS = hopper::kBoxRowBytes / Format::BYTES;
     const uint32_t block = own_channel / CHANNELS * plan.dy_block_bytes;
     const int in_block = own_channel % CHANNELS;
-    step_bytes = kStepPixels * hopper::kBoxRowBytes;
+    step_bytes = Format::STEP * hopper::kBoxRowBytes;
     image_bytes = plan.dy_slots * hopper::kBoxRowBytes;
     planes = hopper::in_register(int{plan.dy_planes}), straight = hopper::in_register(int{plan.dy_straight});
     if constexpr (Format::BYTES == 2 && !Format::SPLITS) {
       const int pixel = lane / 16 * 8 + lane % 8, piece = in_block / 8 + lane / 8 % 2;
       place[0] = block + pixel * hopper::kBoxRowBytes + (piece ^ lane % 8) * 16;
     } else if (Format::ROUNDS && plan.dy_planes) {
-      step_bytes = plan.channels * hopper::kBoxRowBytes;  // of two steps
+      step_bytes = plan.channels * hopper::kBoxRowBytes;
       image_bytes = plan.slots * plan.channels * Format::BYTES;
       place[0] = (own_channel + lane / 4) * hopper::kBoxRowBytes + lane / 4 * 16 + lane % 4 * 4;
     } else if (Format::BYTES == 2 || plan.dy_planes) {
@@ -898,22 +907,16 @@ __device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t fr
   }
 }
 
-// The same, rounded to TF32, as operands of eight pixels each.
+// The same of a line, rounded to TF32, as operands of eight pixels each.
 template <typename Format>
-__device__ __forceinline__ void load_rounded_dy(const LaneOfDy<Format>& own, uint32_t image, int step,
-                                                uint32_t (&a)[2][4]) {
+__device__ __forceinline__ void load_rounded_dy(const LaneOfDy<Format>& own, uint32_t from, uint32_t (&a)[4][4]) {
   constexpr uint32_t kEight = 8 * hopper::kBoxRowBytes;  // channels, or pixels
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    uint32_t from = image;
-    if (own.planes)
-      from += step / 2 * own.step_bytes + (own.place[0] ^ (step % 2 * 64 + i / 2 * 16)) + i % 2 * kEight;
-    else
-      from += step * own.step_bytes + own.place[i % 4] + i / 4 * kEight;
-    hopper::load_shared(a[i / 4][i % 4], from);
-  }
+  for (int i = 0; i < 16; ++i)
+    hopper::load_shared(a[i / 4][i % 4], from + (own.planes ? (own.place[0] ^ i / 2 * 16) + i % 2 * kEight
+                                                            : own.place[i % 4] + i / 4 * kEight));
 #pragma unroll
-  for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = rounded(a[i / 4][i % 4]);
+  for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = rounded(a[i / 4][i % 4]);
 }
 
 template <typename Format, int CHUNKS, int TAPS>
@@ -921,7 +924,6 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   constexpr int COLUMNS = 8 * CHUNKS, PARTS = Format::PARTS;
   // Sets of operands of dy. Where sums leave few registers there is one: the other warpgroup multiplies meanwhile.
   constexpr int SETS = PARTS == 1 || (PARTS == 2 && CHUNKS * TAPS < 32) ? 2 : 1;
-  using Stored = typename Format::Stored;
   const Plan& plan = params.plan;
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
   const int lane = hopper::in_register(static_cast<int>(threadIdx.x % 32)), warp = threadIdx.x % 128 / 32;
@@ -1056,17 +1058,16 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if (PARTS == 3 && chained++ == kMostExactSteps) end_chain();
       const bool contained = Format::CONTAINS && (scales & 1) != 0;
       if constexpr (Format::ROUNDS)
-        load_rounded_dy<Format>(own_dy, dy_image, step, a[set]);
+        load_rounded_dy<Format>(own_dy, dy_image + step * own_dy.step_bytes, a[set]);
       else
         load_dy<Format>(own_dy, dy_image + step * own_dy.step_bytes, table + step * kStepPixels + lane % 4 * 2,
                         left - step * kStepPixels - lane % 4 * 2,
                         Format::CONTAINS ? bits_float(scales & 0xff800000u) : kScale, contained, a[set]);
-      const uint32_t b = hopper::uniform(x_image + (Format::ROUNDS ? step / 2 * (COLUMNS * 8) + step % 2 * 4
-                                                                   : step * kStepPixels * slot_units));
+      const uint32_t b = hopper::uniform(x_image + step * (Format::ROUNDS ? COLUMNS * 8 : kStepPixels * slot_units));
       if constexpr (Format::ROUNDS) {
         hopper::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < Format::OPERANDS; ++i)
           hopper::WgmmaRegisters<float, COLUMNS>::multiply(acc[0], a[set][i], b + 2 * i, i == 0 ? keep : 1, high);
         hopper::wgmma_commit();
       } else if (contained) {
@@ -1134,7 +1135,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       if (t >= taps || own_k >= params.group_k || c >= params.group_c) continue;
       float& sum = place(t, j, i)[e];
       if (sum * 0.f != 0)
-        sum = exact_sum<Stored>(params, job, turns, by_turns ? warpgroup : 0, own_k, c, job.block_t * TAPS + t);
+        sum = exact_sum<Format>(params, job, turns, by_turns ? warpgroup : 0, own_k, c, job.block_t * TAPS + t);
     }
   }
 }
@@ -1165,7 +1166,8 @@ __global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const 
   if (plan.dy_planes && !Format::ROUNDS) {
     int* const table = reinterpret_cast<int*>(smem + shared.layout.dy_table);
     for (int i = threadIdx.x; i < plan.images * plan.dy_slots; i += Format::THREADS) {
-      const int packed = dy_pixel(params, i), image = packed >> 20, row = packed >> 10 & 1023, column = packed & 1023;
+      const int packed = dy_pixel(params, i, kStepPixels), image = packed >> 20, row = packed >> 10 & 1023;
+      const int column = packed & 1023;
       table[i] = packed < 0 ? -1 : Format::BYTES * (image * plan.channels * plan.dy_run + row * params.Q + column);
     }
   }
@@ -1327,7 +1329,7 @@ struct Costs {
 };
 constexpr Costs kPixels16{46, 16.8, 0.68, 3, 0, 0}, kPlanes16{24, 16.8, 0.68, 280, 0.86, 390};
 constexpr Costs kOfFloat32{25, 22.6, 1.08, 93, 1.5, 430}, kContained{19, 22.6, 1.08, 38, 1.06, 490};
-constexpr Costs kRounded{27.8, 14.2, 0.55, 54, 0.76, 342};
+constexpr Costs kRounded{34.6, 14.1, 0.59, 47, 0.49, 331};
 constexpr double kCallCycles = 13400, kStageCycles = 600, kCopyCycles = 6500, kCopiedBytes = 21;
 constexpr double kLeastColumns = 30, kSeen = 30;  // of wgmma; for 128 values of dy
 
@@ -1430,7 +1432,7 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
                        : plan.bytes == 4 ? kOfFloat32
                        : plan.splits     ? kPlanes16
                                          : kPixels16;
-  const int times = plan.contains ? 1 : plan.rounds ? 2 : plan.parts_of_x * (plan.parts_of_x + 1) / 2;
+  const int times = plan.contains ? 1 : plan.rounds ? 4 : plan.parts_of_x * (plan.parts_of_x + 1) / 2;
   const double products = plan.shape.taps * times *
                           std::max<double>(kLeastColumns, 8 * plan.shape.chunks);  // of two warpgroups in a step
   const double steps = plan.images * plan.steps / (plan.channels == 64 ? 2.0 : 1.0);
@@ -1488,13 +1490,13 @@ inline bool complete(const Problem& problem, Plan& plan) {
   plan.window_h = static_cast<int>(window_h), plan.window_w = static_cast<int>(window_w);
   plan.phases_h = static_cast<int>(std::min<int64_t>(stride_h, reach_h + 1));
   plan.phases_w = static_cast<int>(std::min<int64_t>(stride_w, reach_w + 1));
-  plan.steps = static_cast<int>(ceil_div((plan.rows - 1) * plan.pitch + plan.columns, kStepPixels));
+  plan.steps = static_cast<int>(ceil_div((plan.rows - 1) * plan.pitch + plan.columns, step_pixels(plan)));
   const int64_t farthest = reach_h / stride_h * pitch + reach_w / stride_w;
-  plan.slots = static_cast<int>(padded(
-      std::max<int64_t>(window_h / stride_h * pitch, plan.steps * kStepPixels + farthest), plan.rounds ? kLine : 8));
+  plan.slots = static_cast<int>(
+      padded(std::max<int64_t>(window_h / stride_h * pitch, plan.steps * step_pixels(plan) + farthest), 8));
   int64_t dy_loaded = 0, x_loaded = 0, dy_bytes = 0, raw_bytes = 0, x_bytes = 0;
   if (lines) {
-    plan.dy_slots = plan.steps * kStepPixels;
+    plan.dy_slots = plan.slots;
     dy_bytes = dy_loaded = int64_t{plan.images} * plan.channels * plan.slots * plan.bytes;
     x_bytes = x_loaded = int64_t{plan.images} * columns * plan.slots * plan.bytes;
   } else if (plan.dy_planes) {
@@ -1510,7 +1512,7 @@ inline bool complete(const Problem& problem, Plan& plan) {
     if (plan.dy_run > kMostBox && !plan.dy_whole) return false;
   } else {
     const int64_t boxes = plan.tiles_q == 1 ? plan.rows * pitch : int64_t{plan.rows} * plan.columns;
-    plan.dy_slots = static_cast<int>(padded(std::max<int64_t>(plan.steps * kStepPixels, plan.rows * pitch), 8));
+    plan.dy_slots = static_cast<int>(padded(std::max<int64_t>(plan.steps * step_pixels(plan), plan.rows * pitch), 8));
     plan.dy_block_bytes = plan.images * plan.dy_slots * hopper::kBoxRowBytes;
     dy_bytes = int64_t{plan.channels} * plan.bytes / hopper::kBoxRowBytes * plan.dy_block_bytes;
     dy_loaded = plan.images * boxes * plan.channels * plan.bytes;
@@ -1569,7 +1571,7 @@ inline bool complete(const Problem& problem, Plan& plan) {
 // Tries all numbers of parts.
 inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan, Plan& best, bool& found) {
   const int64_t tiles = int64_t{problem.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t;
-  const int64_t pixels = int64_t{plan.tiles} * plan.images * plan.steps * kStepPixels;
+  const int64_t pixels = int64_t{plan.tiles} * plan.images * plan.steps * step_pixels(plan);
   const int64_t least = ceil_div(pixels, kMostChained * sums_of_part(plan));
   const int64_t most = std::max(least, ceil_div(4 * sms, tiles)), last = std::min<int64_t>(most, plan.tiles);
   for (int64_t parts = std::min<int64_t>(least, plan.tiles); parts <= last; ++parts) {
@@ -1635,7 +1637,8 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
   // Planes whose pixels are one line, which no tap shifts.
   const bool lines = taps == 1 && problem.H == 1 && problem.P == 1 && problem.W == problem.Q && !has_stride(problem) &&
                      plan.x_planes && plan.dy_planes && !plan.x_whole && !plan.dy_whole;
-  const bool may_round = tf32 && (lines || (!plan.x_planes && !plan.dy_planes));
+  const bool pixels = !plan.x_planes && !plan.dy_planes && std::min(group_c, group_k) >= kLeastRounded;
+  const bool may_round = tf32 && (lines || pixels);
   constexpr int kMostPixels = 256;  // of a stage
   for (int kind = 0; kind < (may_round ? 4 : 2); ++kind)
     for (int i = 0; i < kTileShapeCount; ++i) {
@@ -1814,8 +1817,8 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
   };
   const auto u = [](int value) { return static_cast<uint32_t>(value); };
   const uint32_t x_planes[4] = {u(plan.rounds ? kLine : plan.run), u(8 * plan.shape.chunks), 1, 1};
-  const uint32_t x_pixels[4] = {u(plan.row_bytes / plan.bytes), u(box_width(plan, params.stride_w)), u(plan.window_h),
-                                1};
+  const uint32_t x_pixels[4] = {u(plan.row_bytes / plan.bytes), u(box_width(plan, params.stride_w)),
+                                u(plan.window_h), 1};
   const uint32_t dy_planes[4] = {u(plan.rounds ? kLine : plan.dy_run), u(plan.channels), 1, 1};
   const bool whole = plan.tiles_q == 1;
   const uint32_t dy_pixels[4] = {u(hopper::kBoxRowBytes / plan.bytes), u(whole ? plan.pitch : plan.columns),
@@ -1998,17 +2001,14 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
 
 inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
   const Plan& plan = plan_of(problem, Alignment{});
+  const char* const operands = plan.rounds ? "TF32, " : plan.contains ? "scaled fp16, " : "";
   snprintf(text, text_size,
            "%s%s%s%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and "
            "%d bytes, %d of them, %d blocks for %d tiles in %d parts, about %.3g Mcycles",
            plan.copies_x ? "x copied, " : "", plan.copies_dy ? "dy copied, " : "",
-           plan.fold > 1 ? "filter columns as channels, " : "",
-           plan.rounds     ? "TF32, "
-           : plan.contains ? "scaled fp16, "
-                           : "",
-           plan.channels, 8 * plan.shape.chunks, plan.shape.taps, plan.images, plan.rows, plan.columns,
-           plan.stage_bytes + plan.raw_bytes, plan.stages, plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t,
-           plan.parts, plan.cycles * 1e-6);
+           plan.fold > 1 ? "filter columns as channels, " : "", operands, plan.channels, 8 * plan.shape.chunks,
+           plan.shape.taps, plan.images, plan.rows, plan.columns, plan.stage_bytes + plan.raw_bytes, plan.stages,
+           plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t, plan.parts, plan.cycles * 1e-6);
 }
 
 #endif  // host

@@ -556,6 +556,7 @@ HOPPER_WGRAD_CASES = [
 HOPPER_WGRAD_LINES = [
     Case(5, 136, 5, 6, 130, 1, 1), Case(2, 72, 9, 12, 40, 1, 1), Case(70, 16, 1, 1, 8, 1, 1),
     Case(3, 40, 7, 7, 72, 1, 1), Case(3, 260, 4, 10, 24, 1, 1), Case(2, 16, 12, 15, 20, 1, 1),
+    Case(3, 64, 7, 9, 96, 1, 1), Case(2, 128, 8, 8, 160, 1, 1),
 ]  # fmt: skip
 WGMMA_SHIM_CASES = [
     (case, operator) for case, operator, _ in small_wgmma_cases(110, seed=0) if case.multiply_adds < 1 << 23
@@ -665,12 +666,13 @@ EXACT_RUNS = {
             + settings_of(FP32, shape=(-1, 4, 5, 6, 7, 8), channels=(64, 128)),
             layouts=X_AND_DY_LAYOUTS,
         ),
-        # x that is rounded: lines of planes, and pixels.
+        # 1x1: x that is rounded, lines of planes and pixels; boxes of all channels of a tile.
         Runs(
             of_operator("wgrad", HOPPER_WGRAD_LINES),
             10,
             settings_of(TF32, shape=(-1, 2, 4, 5), channels=(64, 128), rounds=(1,))
             + settings_of(TF32, shape=(4, 5), images=(1,), rows=(1,), columns=(32, 64, 100), rounds=(1,))
+            + settings_of(FP32, TF32, FP16, images=(1,), rows=(1,), columns=(16, 32, 64))
             + settings_of(TF32),  # where addresses allow no other
             layouts=X_AND_DY_LAYOUTS[:2],
         ),

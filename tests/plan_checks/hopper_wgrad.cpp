@@ -21,8 +21,8 @@ static void check_jobs(const Problem& problem, const Params& params) {
     CHECK(firsts[job.part] == plan.tiles || firsts[job.part] == job.first_tile);
     firsts[job.part] = job.first_tile;
     CHECK(firsts[job.part + 1] == plan.tiles || firsts[job.part + 1] == job.last_tile);
-    const int64_t pixels = int64_t{job.last_tile - job.first_tile} * plan.images * plan.steps * kStepPixels;
-    CHECK(pixels / sums_of_part(plan) <= kMostChained + plan.images * plan.steps * kStepPixels);
+    const int64_t pixels = int64_t{job.last_tile - job.first_tile} * plan.images * plan.steps * step_pixels(plan);
+    CHECK(pixels / sums_of_part(plan) <= kMostChained + plan.images * plan.steps * step_pixels(plan));
   }
   CHECK(firsts[0] == 0);
   CHECK(params.rows >= int64_t{problem.groups} * plan.tiles_k * plan.channels);
@@ -32,12 +32,12 @@ static void check_jobs(const Problem& problem, const Params& params) {
 // Every pixel is in one stage. Each of its taps is the pixel of x that the convolution says.
 static void check_pixels(const Problem& p, const Params& params) {
   const Plan& plan = params.plan;
-  const int dy_pixels = plan.images * plan.steps * kStepPixels;
+  const int dy_pixels = plan.images * plan.steps * step_pixels(plan);
   Owned owned(p.N * p.P * p.Q);
   for (int tile = 0; tile < plan.tiles; ++tile) {
     const Place at = locate_tile(params, tile);
     for (int i = 0; i < dy_pixels; ++i) {
-      const int packed = dy_pixel(params, i);
+      const int packed = dy_pixel(params, i, step_pixels(plan));
       const int64_t n = at.n + (packed >> 20);
       const int y = at.p + (packed >> 10 & 1023), x = at.q + (packed & 1023);
       if (packed >= 0 && n < p.N && y < p.P && x < p.Q) CHECK(owned.take((n * p.P + y) * p.Q + x));
@@ -51,8 +51,8 @@ static void check_pixels(const Problem& p, const Params& params) {
       if (tap >= p.R * p.S) break;
       const int from = slot_of_tap(params, first, tap);
       for (int i = 0; i < dy_pixels; ++i) {
-        const int image = i / (plan.steps * kStepPixels), slot = i % (plan.steps * kStepPixels);
-        const int place = image * phases_of(plan) * plan.slots + from + slot, packed = dy_pixel(params, i);
+        const int image = i / (plan.steps * step_pixels(plan)), slot = i % (plan.steps * step_pixels(plan));
+        const int place = image * phases_of(plan) * plan.slots + from + slot, packed = dy_pixel(params, i, step_pixels(plan));
         CHECK(within(place, plan.images * phases_of(plan) * plan.slots));
         if (packed < 0) continue;
         const int y = (packed >> 10 & 1023) * params.stride_h + r * p.dilation_h;
@@ -95,7 +95,7 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
     CHECK(plan.dy_bytes >= plan.images * plan.channels * plan.dy_run * plan.bytes && (plan.dy_whole || plan.dy_run % 16 == 8));
   else
     CHECK(plan.dy_bytes >= plan.images * plan.dy_slots * plan.channels * plan.bytes && plan.dy_slots % 8 == 0);
-  CHECK(plan.dy_slots >= plan.steps * kStepPixels);
+  CHECK(plan.dy_slots >= plan.steps * step_pixels(plan));
   CHECK(plan.part_bytes >= slots * columns * (plan.rounds ? 4 : 2 * plan.parts_of_x));
   CHECK(plan.stage_bytes == plan.dy_bytes + (plan.splits ? 0 : plan.part_bytes));
   CHECK(plan.splits == ((plan.bytes == 4 && !plan.rounds) || (plan.bytes == 2 && plan.x_planes)) && (plan.bytes == 4 || plan.x_planes == plan.dy_planes));
