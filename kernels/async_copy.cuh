@@ -1,10 +1,35 @@
-// cp.async with sizes and cache policies, whose arrival an mbarrier may count. GPUs before sm_80 copy at once.
+// cp.async with sizes and cache policies, whose arrival an mbarrier may count, and loads of words. GPUs before sm_80 copy
+// at once.
 #pragma once
 
 #include "ptx.cuh"
 
 namespace modelnew {
 namespace hopper {
+
+// Loads 4, 8 or 16 bytes of read-only global memory, or 0 where `exist` is false. They do not ask for what follows.
+__device__ __forceinline__ void load_words(const void* address, bool exist, uint32_t (&words)[1]) {
+  asm volatile("{\n.reg .pred exist;\nsetp.ne.b32 exist, %2, 0;\nmov.b32 %0, 0;\n@exist ld.global.nc.b32 %0, [%1];\n}"
+               : "=&r"(words[0])
+               : "l"(address), "r"(static_cast<int>(exist)));
+}
+
+__device__ __forceinline__ void load_words(const void* address, bool exist, uint32_t (&words)[2]) {
+  asm volatile(
+      "{\n.reg .pred exist;\nsetp.ne.b32 exist, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+      "@exist ld.global.nc.v2.b32 {%0, %1}, [%2];\n}"
+      : "=&r"(words[0]), "=&r"(words[1])
+      : "l"(address), "r"(static_cast<int>(exist)));
+}
+
+__device__ __forceinline__ void load_words(const void* address, bool exist, uint32_t (&words)[4]) {
+  asm volatile(
+      "{\n.reg .pred exist;\nsetp.ne.b32 exist, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@exist ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
+      : "l"(address), "r"(static_cast<int>(exist)));
+}
 
 // Copies the first `size` of BYTES and fills the rest with zeros. GPUs before sm_80 copy words synchronously.
 template <int BYTES>

@@ -28,7 +28,7 @@
 #include "divisor.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
-#include "ptx.cuh"
+#include "async_copy.cuh"
 
 namespace modelnew {
 namespace depthwise_grad {

@@ -120,6 +120,7 @@ struct Plan {
   int64_t slice_images;  // copied and multiplied at a time, for a part of all sums each
   int slices;
   int fold;                               // columns of a filter that become channels of x, or 1
+  bool thins;                             // a copy of the pixels of x that a 1x1 filter reads
   int bytes, parts_of_x;                  // of a value in memory; how many values of 16 bits it is multiplied as
   bool has_gaps;                          // slots behind boxes
   bool splits;                            // as Format has it
@@ -182,8 +183,8 @@ struct OrderParams {
   void* to_ptr;
   int64_t stride[4];  // of what is read
   int64_t elements;
-  int C, H, W, inner, from_w;  // sizes of the copy, but for the last
-  int step, pad, dilation;     // between columns of what is read
+  int C, H, W, inner, from_h, from_w;           // sizes of the copy, but for the last two
+  int step_h, pad_h, step_w, pad_w, dilation;  // between rows and columns of what is read
   bool planes;
   Divisor by_inner, by_c, by_h, by_w, by_fold;
 };
@@ -1301,9 +1302,11 @@ __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_order_kernel(const _
   Piece piece;
 #pragma unroll
   for (int j = 0; j < VALUES; ++j) {
-    const int column = w * params.step - params.pad + tap * params.dilation;
-    piece.values[j] = load_if(c < params.C && h < params.H && is_within(column, params.from_w),
-                              from + (own_c * params.stride[1] + h * params.stride[2] + column * params.stride[3]));
+    const int own_h = h * params.step_h - params.pad_h;
+    const int own_w = w * params.step_w - params.pad_w + tap * params.dilation;
+    const bool exists = c < params.C && h < params.H && is_within(own_h, params.from_h);
+    piece.values[j] = load_if(exists && is_within(own_w, params.from_w),
+                              from + (own_c * params.stride[1] + own_h * params.stride[2] + own_w * params.stride[3]));
     if (params.planes && ++w == params.W) w = 0, ++h;
     if (!params.planes) ++c;
     if (!params.planes && ++tap == fold) tap = 0, ++own_c;
@@ -1406,6 +1409,11 @@ inline Problem as_planned(Problem problem, const Plan& plan) {
     problem.stride_w = problem.dilation_w = 1;
     problem.pad_w = 0;
   }
+  if (plan.thins) {
+    problem.H = problem.P, problem.W = problem.Q;
+    problem.stride_h = problem.stride_w = 1;
+    problem.pad_h = problem.pad_w = 0;
+  }
   if (plan.copies_x) set_copied_strides(x_of(problem), plan.bytes, plan.x_planes, problem.x_stride);
   if (plan.copies_dy) set_copied_strides(dy_of(problem), plan.bytes, plan.dy_planes, problem.y_stride);
   if (problem.R * problem.S != 1 || has_stride(problem) || problem.pad_h != 0 || problem.pad_w != 0 ||
@@ -1447,7 +1455,7 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double bytes =
       plan.bytes * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
   const int64_t copied = copied_bytes(problem, plan);
-  const double copying = copied == 0 ? 0 : kCopyCycles + 2.0 * copied / sms / kCopiedBytes;
+  const double copying = copied == 0 ? 0 : kCopyCycles + (plan.thins ? 3.0 : 2.0) * copied / sms / kCopiedBytes;
   const double reading = bytes / sms / costs.memory_bytes;
   return kCallCycles +
          plan.slices * (copying + std::max(stages * (std::max({multiplied, split, loaded}) + kStageCycles), reading)) +
@@ -1588,8 +1596,9 @@ inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan,
   }
 }
 
-// How 16 bits are read, and planes of fp32: whole planes of any size, boxes of planes, or channels_last.
-enum class Way { kWhole, kPlanes, kPixels };
+// How 16 bits are read, and planes of fp32: whole planes of any size, boxes of planes, or channels_last; boxes of a
+// copy of x that has those pixels alone that a 1x1 filter reads at its stride.
+enum class Way { kWhole, kPlanes, kPixels, kThinned };
 
 // Adds the plans of a way to the search.
 inline void search(const Problem& original, int sms, const Alignment& address, Way way, const Wish& wish, Plan& best,
@@ -1603,6 +1612,8 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
   // Few channels leave most of a chunk idle.
   const bool folds = original.groups == 1 && original.S >= kLeastFold && original.C * original.S <= kMostFolded;
   plan.fold = folds ? original.S : 1;
+  plan.thins = way == Way::kThinned;
+  if (plan.thins && !(tf32 && original.R * original.S == 1 && has_stride(original))) return;
   const bool splits = plan.bytes == 4 || way != Way::kPixels;
   const bool whole = way == Way::kWhole;
   const auto prepare = [&](const Tensor& of, int of_group, uint64_t begin, bool folds, bool& planes, bool& are_whole,
@@ -1616,9 +1627,9 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
     const bool allowed = planes ? plan.bytes == 4 || folds || !copies : in_pieces;
     return allowed && int64_t{of.H} * of.W < 1 << 30;
   };
-  if (!prepare(x_of(original), group_c, address.x, folds, plan.x_planes, plan.x_whole, plan.copies_x) ||
+  if (!prepare(x_of(original), group_c, address.x, folds || plan.thins, plan.x_planes, plan.x_whole, plan.copies_x) ||
       !prepare(dy_of(original), group_k, address.dy, false, plan.dy_planes, plan.dy_whole, plan.copies_dy) ||
-      (whole && !plan.x_whole && !plan.dy_whole))
+      (whole && !plan.x_whole && !plan.dy_whole) || (plan.thins && !(plan.x_planes && plan.dy_planes)))
     return;
   // As many images at a time as find room in the copies, and whose pixels 32 bits count.
   Problem slice = original;
@@ -1699,7 +1710,7 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, const Wish& wish = {}) {
   bool found = false;
   const bool halves = element_bytes(problem.dtype) == 2;  // lanes read whole planes of these from few banks
-  for (Way way : {halves ? Way::kPixels : Way::kWhole, Way::kPlanes})
+  for (Way way : {halves ? Way::kPixels : Way::kWhole, Way::kPlanes, Way::kThinned})
     search(problem, sms, address, way, wish, best, found);
   return found;
 }
@@ -1869,20 +1880,23 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
   uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(planned, plan);
   hopper::PlanesCopy of_planes[2] = {};
   int64_t blocks[2] = {};
-  const auto make = [&](const Tensor& of, bool to_planes, int fold, const void*& from, int64_t& own_blocks,
+  const auto make = [&](const Tensor& of, bool to_planes, bool is_x, const void*& from, int64_t& own_blocks,
                         hopper::PlanesCopy& planes) {
     Tensor copied = of;
-    if (fold > 1) copied.C *= fold, copied.W = problem.Q;
+    const int fold = is_x ? plan.fold : 1;
+    const bool thins = is_x && plan.thins, picks = thins || fold > 1;
+    if (thins) copied.H = problem.P;
+    if (picks) copied.C *= fold, copied.W = problem.Q;
     cudaError_t error = cudaSuccess;
-    if (!to_planes && fold == 1 && hopper::are_planes(of.stride, of.H, of.W)) {
+    if (!to_planes && !picks && hopper::are_planes(of.stride, of.H, of.W)) {
       planes = hopper::make_planes_copy(from, of.stride, of.N, of.C, int64_t{of.H} * of.W, to, own_blocks);
     } else {
       OrderParams params{from, to};
       std::copy_n(of.stride, 4, params.stride);
       params.elements = copied_bytes(copied, plan.bytes, to_planes) / plan.bytes;
-      params.C = copied.C, params.H = copied.H, params.W = copied.W, params.from_w = of.W;
-      params.step = fold > 1 ? problem.stride_w : 1;
-      params.pad = fold > 1 ? problem.pad_w : 0;
+      params.C = copied.C, params.H = copied.H, params.W = copied.W, params.from_h = of.H, params.from_w = of.W;
+      params.step_h = thins ? problem.stride_h : 1, params.step_w = picks ? problem.stride_w : 1;
+      params.pad_h = thins ? problem.pad_h : 0, params.pad_w = picks ? problem.pad_w : 0;
       params.dilation = problem.dilation_w;
       params.planes = to_planes;
       params.inner =
@@ -1899,9 +1913,9 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
     return error;
   };
   cudaError_t error = cudaSuccess;
-  if (plan.copies_x) error = make(x_of(problem), plan.x_planes, plan.fold, pointers.x, blocks[0], of_planes[0]);
+  if (plan.copies_x) error = make(x_of(problem), plan.x_planes, true, pointers.x, blocks[0], of_planes[0]);
   if (plan.copies_dy && error == cudaSuccess)
-    error = make(dy_of(problem), plan.dy_planes, 1, pointers.dy, blocks[1], of_planes[1]);
+    error = make(dy_of(problem), plan.dy_planes, false, pointers.dy, blocks[1], of_planes[1]);
   if (error != cudaSuccess || blocks[0] + blocks[1] == 0) return error;
   return hopper::launch_early(hopper_wgrad_copy_kernel, static_cast<unsigned>(blocks[0] + blocks[1]),
                               hopper::kCopyThreads, hopper::kCopyBytes, stream, of_planes[0], of_planes[1],

@@ -66,30 +66,6 @@ __device__ __forceinline__ void load_2(const void* address, bool exist, uint32_t
   word = half_word;
 }
 
-// 4, 8 or 16 bytes, without asking for what follows them in memory.
-__device__ __forceinline__ void load_words(const void* address, bool exist, uint32_t (&words)[1]) {
-  asm volatile("{\n.reg .pred exist;\nsetp.ne.b32 exist, %2, 0;\nmov.b32 %0, 0;\n@exist ld.global.nc.b32 %0, [%1];\n}"
-               : "=&r"(words[0])
-               : "l"(address), "r"(static_cast<int>(exist)));
-}
-
-__device__ __forceinline__ void load_words(const void* address, bool exist, uint32_t (&words)[2]) {
-  asm volatile(
-      "{\n.reg .pred exist;\nsetp.ne.b32 exist, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
-      "@exist ld.global.nc.v2.b32 {%0, %1}, [%2];\n}"
-      : "=&r"(words[0]), "=&r"(words[1])
-      : "l"(address), "r"(static_cast<int>(exist)));
-}
-
-__device__ __forceinline__ void load_words(const void* address, bool exist, uint32_t (&words)[4]) {
-  asm volatile(
-      "{\n.reg .pred exist;\nsetp.ne.b32 exist, %5, 0;\n"
-      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-      "@exist ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
-      : "l"(address), "r"(static_cast<int>(exist)));
-}
-
 // Asynchronous copies to shared memory. The issuing thread sees them after copies_wait, others after a barrier as well.
 
 template <int BYTES>

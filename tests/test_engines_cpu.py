@@ -556,7 +556,9 @@ HOPPER_WGRAD_CASES = [
 HOPPER_WGRAD_LINES = [
     Case(5, 136, 5, 6, 130, 1, 1), Case(2, 72, 9, 12, 40, 1, 1), Case(70, 16, 1, 1, 8, 1, 1),
     Case(3, 40, 7, 7, 72, 1, 1), Case(3, 260, 4, 10, 24, 1, 1), Case(2, 16, 12, 15, 20, 1, 1),
-    Case(3, 64, 7, 9, 96, 1, 1), Case(2, 128, 8, 8, 160, 1, 1),
+    Case(3, 64, 7, 9, 96, 1, 1), Case(2, 128, 8, 8, 160, 1, 1), Case(2, 72, 11, 9, 68, 1, 1, stride=(3, 1)),
+    Case(3, 20, 9, 10, 24, 1, 1, stride=(2, 2), padding=(1, 0)),
+    Case(2, 68, 8, 9, 64, 1, 1, stride=(1, 2), padding=(0, 2)),
 ]  # fmt: skip
 WGMMA_SHIM_CASES = [
     (case, operator) for case, operator, _ in small_wgmma_cases(110, seed=0) if case.multiply_adds < 1 << 23

@@ -29,8 +29,8 @@ WGMMA_REMARKS = re.compile(r"\(C75\d\d\)|serialized|setmaxnreg")
 def most_spilled(function: str, gate: str) -> int:
     """The bytes that a kernel may spill: a few registers of mma, more with split operands (three accumulators each).
 
-    And of hopper_wgrad in full accuracy, with two sums for each of 16 channels and nine taps, where stages may be
-    scaled fp16, and in TF32 with tiles of 256 channels: outside of steps.
+    And of hopper_wgrad in full accuracy, with two sums for each of 16 channels and nine taps, in two parts,
+    and in TF32 with tiles of 256 channels: outside of steps.
     """
     if "6FormatIfNS_4HalfELi2EE" in function:
         return 700
@@ -38,7 +38,7 @@ def most_spilled(function: str, gate: str) -> int:
         return 64
     if "6FormatIfNS_8BFloat16ELi2ELb1ELb1EEELi4ELi9EE" in function:
         return 48
-    if "6FormatIfNS_8BFloat16ELi2ELb1ELb1EE" in function or "6FormatIffLi1ELb0ELb0EEELi32E" in function:
+    if "6FormatIfNS_8BFloat16ELi2ELb1E" in function or "6FormatIffLi1ELb0ELb0EEELi32E" in function:
         return 8
     is_mma = "mma_kernel" in function.replace("wgmma", "")
     return 0 if not is_mma else 96 if gate == "sm_120" else 64

@@ -107,6 +107,7 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
         plan.raw_bytes >= columns * plan.bytes * (plan.x_planes ? plan.images * plan.x_boxes * plan.run : slots));
   NOTE(lines);
   NOTE(plan.rounds && !lines);
+  NOTE(plan.thins);
   CHECK(plan.jobs == int64_t{p.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t * plan.parts);
   CHECK(!(plan.x_whole || plan.dy_whole) || (plan.tiles_p == 1 && plan.tiles_q == 1 && p.N % plan.images == 0));
   CHECK(!plan.contains || !plan.x_whole || p.C / p.groups % columns == 0);
