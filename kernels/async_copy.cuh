@@ -1,5 +1,5 @@
-// cp.async with sizes and cache policies, whose arrival an mbarrier may count, and loads of words. GPUs before sm_80 copy
-// at once.
+// cp.async with sizes and cache policies, whose arrival an mbarrier may count, and loads of words. GPUs before sm_80
+// copy at once.
 #pragma once
 
 #include "ptx.cuh"

@@ -1649,13 +1649,13 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
   const bool lines = taps == 1 && problem.H == 1 && problem.P == 1 && problem.W == problem.Q && !has_stride(problem) &&
                      plan.x_planes && plan.dy_planes && !plan.x_whole && !plan.dy_whole;
   const bool pixels = !plan.x_planes && !plan.dy_planes && std::min(group_c, group_k) >= kLeastRounded;
-  const bool may_round = tf32 && (lines || pixels);
+  const bool may_round = tf32 && (lines || (pixels && (taps == 1 || has_stride(problem))));
   constexpr int kMostPixels = 256;  // of a stage
   for (int kind = 0; kind < (may_round ? 4 : 2); ++kind)
     for (int i = 0; i < kTileShapeCount; ++i) {
       const int channels = kind % 2 == 0 ? 128 : 64;
       const bool rounds = kind > 1;
-      if (wish.rounds >= 0 && wish.rounds != (rounds ? 1 : 0)) continue;
+      if (wish.rounds >= 0 ? wish.rounds != (rounds ? 1 : 0) : may_round && taps == 1 && !rounds) continue;
       plan.channels = channels;
       plan.shape = kTileShapes[i];
       plan.rounds = rounds;
