@@ -24,11 +24,12 @@
 #include "memo.cuh"
 #endif
 
+#include "async_copy.cuh"
 #include "block_sum.cuh"
 #include "divisor.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
-#include "async_copy.cuh"
+#include "ptx.cuh"
 
 namespace modelnew {
 namespace depthwise_grad {
