@@ -377,7 +377,7 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
   if (Format::SPLITS) hopper::barrier_arrive_expecting(x_barrier, x_loaded);
 #pragma unroll 1
   for (int image = 0; image < plan.images; ++image) {
-    if (Format::ROUNDS && plan.x_planes) {
+    if (Format::ROUNDS && plan.x_planes) {  // lines of both: [32 pixels of all channels] by a box
 #pragma unroll 1
       for (int pixel = 0; pixel < plan.slots; pixel += kLine) {
         const int place = (image * plan.slots + pixel) * Format::BYTES;
@@ -577,8 +577,9 @@ __device__ __forceinline__ void split_stage(const Params& params, const Job& job
   }
 }
 
-// Rounds to TF32 as tf32_operand() does, but for NaN, which becomes Inf: sums that are not finite are computed anew.
-__device__ __forceinline__ uint32_t rounded(uint32_t word) {
+// tf32_operand() without a predicate, so that the result may go to another register. NaN becomes Inf: sums that are
+// not finite are computed anew.
+__device__ __forceinline__ uint32_t as_tf32(uint32_t word) {
   return float_bits(fminf(bits_float(word), bits_float(0x7f800000u))) + 0x1000u;
 }
 
@@ -600,7 +601,7 @@ __device__ __forceinline__ void round_stage(const Plan& plan, uint32_t x) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-        for (uint32_t& word : words[i]) word = rounded(word);
+        for (uint32_t& word : words[i]) word = as_tf32(word);
         if (place + i * kStep < plan.x_loaded) hopper::store_shared_4(x + place + i * kStep, words[i]);
       }
     }
@@ -621,12 +622,13 @@ __device__ __forceinline__ void round_stage(const Plan& plan, uint32_t x) {
     for (int i = 0; i < 8; ++i) {
       uint32_t values[4];
 #pragma unroll
-      for (int pixel = 0; pixel < 4; ++pixel) values[pixel] = rounded(words[i / 4][pixel][i % 4]);
+      for (int pixel = 0; pixel < 4; ++pixel) values[pixel] = as_tf32(words[i / 4][pixel][i % 4]);
       hopper::store_shared_4(begin + (to ^ (i / 4 * 16 * kRow + i % 4 * 16)) + i % 4 * kRow, values);
     }
   }
 }
 
+// Boxes have brought a stage; when all three warps have rounded their part of x, it is free to be multiplied.
 template <typename Format, int CHUNKS>
 __device__ __forceinline__ void round_all(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
@@ -917,7 +919,7 @@ __device__ __forceinline__ void load_rounded_dy(const LaneOfDy<Format>& own, uin
     hopper::load_shared(a[i / 4][i % 4], from + (own.planes ? (own.place[0] ^ i / 2 * 16) + i % 2 * kEight
                                                             : own.place[i % 4] + i / 4 * kEight));
 #pragma unroll
-  for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = rounded(a[i / 4][i % 4]);
+  for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = as_tf32(a[i / 4][i % 4]);
 }
 
 template <typename Format, int CHUNKS, int TAPS>
@@ -1161,7 +1163,7 @@ __global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const 
     }
     *reinterpret_cast<uint4*>(smem + shared.layout.nothing) = uint4{};
   }
-  // Slots behind boxes stay zeros.
+  // Slots behind boxes stay zeros, but for x that is transposed in place: dy has zeros there, too.
   for (int i = threadIdx.x * 16; plan.has_gaps && i < shared.layout.dy_table; i += Format::THREADS * 16)
     *reinterpret_cast<uint4*>(smem + i) = uint4{};
   if (plan.dy_planes && !Format::ROUNDS) {
@@ -1651,7 +1653,7 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
   const bool pixels = !plan.x_planes && !plan.dy_planes && std::min(group_c, group_k) >= kLeastRounded;
   const bool may_round = tf32 && (lines || (pixels && (taps == 1 || has_stride(problem))));
   constexpr int kMostPixels = 256;  // of a stage
-  for (int kind = 0; kind < (may_round ? 4 : 2); ++kind)
+  for (int kind = 0; kind < (may_round ? 4 : 2); ++kind)  // tiles of 128 and 64 output channels; the same, rounded
     for (int i = 0; i < kTileShapeCount; ++i) {
       const int channels = kind % 2 == 0 ? 128 : 64;
       const bool rounds = kind > 1;
