@@ -68,6 +68,7 @@
 #include "async_copy.cuh"
 #include "channels_last.cuh"
 #include "cluster.cuh"
+#include "columns.cuh"
 #include "contained.cuh"
 #include "divisor.cuh"
 #include "im2col_map.cuh"

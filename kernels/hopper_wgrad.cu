@@ -68,7 +68,7 @@ constexpr int kMostStep = 8;                         // of a box
 constexpr int64_t kMostChained = 8192;               // pixels of one sum on the tensor core
 constexpr int kMostTaps = 256;
 constexpr int kLeastRounded = 64;                // channels of pixels that are rounded: fewer leave lanes idle
-constexpr int kLeastFold = 5, kMostFolded = 32;  // columns of filters; channels of x
+constexpr int kMostFoldedFrom = 7;               // channels of x of which several taps become channels
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 constexpr int kAddThreads = 256, kMostAddChannels = 64, kMostAddSums = 4096;  // of a block
 [[maybe_unused]] constexpr int kFewBlocks = 512;                              // they leave memory idle
@@ -119,8 +119,7 @@ struct Plan {
   bool copies_x, copies_dy;
   int64_t slice_images;  // copied and multiplied at a time, for a part of all sums each
   int slices;
-  int fold;                               // columns of a filter that become channels of x, or 1
-  bool thins;                             // a copy of the pixels of x that a 1x1 filter reads
+  int fold_h, fold_w;                     // taps of a column and of a row that become channels; 0: the axis is as it is
   int bytes, parts_of_x;                  // of a value in memory; how many values of 16 bits it is multiplied as
   bool has_gaps;                          // slots behind boxes
   bool splits;                            // as Format has it
@@ -173,20 +172,21 @@ struct AddParams {
   int parts, C, S, taps, row_channels;  // the latter: columns of a tap
   int K, block_k, channels, shares;     // of a block, the middle ones; of parts
   int group_padding;                    // rows of sums that a group has beyond its channels
-  Divisor by_blocks_c, by_quads, by_taps, by_channels, by_of_k, by_s, by_group_k, by_fold;
+  int R, own_S;                         // of dw; S and taps are what a fold leaves
+  Divisor by_blocks_c, by_quads, by_taps, by_channels, by_of_k, by_s, by_group_k, by_fold_h, by_fold_w;
 };
 
 // Any memory format -> channels_last with `inner` channels a pixel, or planes of `inner` pixels; zeros fill the rest.
-// With a fold, channels become as many times more, each of them one tap of a row: x for filters of a single column.
+// With a fold, channels become as many times more, each of them a tap: see as_planned.
 struct OrderParams {
   const void* from_ptr;
   void* to_ptr;
   int64_t stride[4];  // of what is read
   int64_t elements;
   int C, H, W, inner, from_h, from_w;           // sizes of the copy, but for the last two
-  int step_h, pad_h, step_w, pad_w, dilation;  // between rows and columns of what is read
+  int step_h, pad_h, dilation_h, step_w, pad_w, dilation_w;  // rows and columns of what is read; between taps of a fold
   bool planes;
-  Divisor by_inner, by_c, by_h, by_w, by_fold;
+  Divisor by_inner, by_c, by_h, by_w, by_fold_h, by_fold_w;
 };
 
 // Parts of sums that a part of the pixels has.
@@ -1260,9 +1260,12 @@ __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __g
     const int of_channels = last ? minor : major, c = first_c + of_channels;
     const int r = quotient(tap, params.by_s), s = tap - r * params.S;
     if (c >= params.C) continue;
-    const int own_c = quotient(c, params.by_fold), own_s = s + c - own_c * static_cast<int>(params.by_fold.divisor);
+    const int fold_h = static_cast<int>(params.by_fold_h.divisor), fold_w = static_cast<int>(params.by_fold_w.divisor);
+    const int row_c = quotient(c, params.by_fold_w), own_c = quotient(row_c, params.by_fold_h);
+    const int own_r = (r - own_c) * fold_h + row_c, own_s = (s - row_c) * fold_w + c;
+    if (own_r >= params.R || own_s >= params.own_S) continue;
     narrow(sums[(in_block * params.taps + tap) * pitch + of_channels],
-           to[(first_k + in_block) * params.w_stride[0] + own_c * params.w_stride[1] + r * params.w_stride[2] +
+           to[(first_k + in_block) * params.w_stride[0] + own_c * params.w_stride[1] + own_r * params.w_stride[2] +
               own_s * params.w_stride[3]]);
   }
 }
@@ -1298,20 +1301,22 @@ __global__ void __launch_bounds__(kAddThreads) hopper_wgrad_order_kernel(const _
   int w = (params.planes ? inner : outer) - row * params.W;
   const int image = quotient(params.planes ? outer : row, params.planes ? params.by_c : params.by_h);
   int c = params.planes ? outer - image * params.C : inner, h = params.planes ? row : row - image * params.H;
-  const int fold = static_cast<int>(params.by_fold.divisor);
-  int own_c = quotient(c, params.by_fold), tap = c - own_c * fold;
+  const int fold_h = static_cast<int>(params.by_fold_h.divisor), fold_w = static_cast<int>(params.by_fold_w.divisor);
+  const int row_c = quotient(c, params.by_fold_w);
+  int own_c = quotient(row_c, params.by_fold_h), r = row_c - own_c * fold_h, s = c - row_c * fold_w;
   const Stored* const from = static_cast<const Stored*>(params.from_ptr) + image * params.stride[0];
   Piece piece;
 #pragma unroll
   for (int j = 0; j < VALUES; ++j) {
-    const int own_h = h * params.step_h - params.pad_h;
-    const int own_w = w * params.step_w - params.pad_w + tap * params.dilation;
+    const int own_h = h * params.step_h - params.pad_h + r * params.dilation_h;
+    const int own_w = w * params.step_w - params.pad_w + s * params.dilation_w;
     const bool exists = c < params.C && h < params.H && is_within(own_h, params.from_h);
     piece.values[j] = load_if(exists && is_within(own_w, params.from_w),
                               from + (own_c * params.stride[1] + own_h * params.stride[2] + own_w * params.stride[3]));
     if (params.planes && ++w == params.W) w = 0, ++h;
     if (!params.planes) ++c;
-    if (!params.planes && ++tap == fold) tap = 0, ++own_c;
+    if (!params.planes && ++s == fold_w) s = 0, ++r;
+    if (r == fold_h) r = 0, ++own_c;
   }
   reinterpret_cast<Piece*>(params.to_ptr)[number] = piece;
 }
@@ -1402,20 +1407,29 @@ inline int64_t sum_bytes(const Problem& problem, const Plan& plan) {
   return static_cast<int64_t>(sizeof(float)) * sums_of(problem, plan);
 }
 
+// With a fold an axis has no stride: pixel i of a copy of x has as channels what the first `fold` taps read for output
+// i. Tap t of dw is channel t % fold of tap t / fold. With 7 taps, a stride of 2 and a fold of 4:
+//
+//   tap of dw    0 1 2 3   4 5 6
+//   channel      0 1 2 3   0 1 2
+//   tap          0         1: two pixels on
+inline Problem folded(Problem problem, const Plan& plan) {
+  const auto fold_axis = [&](int fold, int outputs, int& taps, int& size, int& stride, int& pad, int& dilation) {
+    if (fold == 0) return;
+    problem.C *= fold;
+    taps = static_cast<int>(ceil_div(taps, fold));
+    dilation = taps > 1 ? fold / taken_stride(stride, outputs) : 1;
+    size = outputs + (taps - 1) * dilation;
+    stride = 1, pad = 0;
+  };
+  fold_axis(plan.fold_h, problem.P, problem.R, problem.H, problem.stride_h, problem.pad_h, problem.dilation_h);
+  fold_axis(plan.fold_w, problem.Q, problem.S, problem.W, problem.stride_w, problem.pad_w, problem.dilation_w);
+  return problem;
+}
+
 // The problem that kernels solve: of copies, folded, with pixels in fewer rows.
 inline Problem as_planned(Problem problem, const Plan& plan) {
-  if (plan.fold > 1) {
-    problem.C *= problem.S;
-    problem.S = 1;
-    problem.W = problem.Q;
-    problem.stride_w = problem.dilation_w = 1;
-    problem.pad_w = 0;
-  }
-  if (plan.thins) {
-    problem.H = problem.P, problem.W = problem.Q;
-    problem.stride_h = problem.stride_w = 1;
-    problem.pad_h = problem.pad_w = 0;
-  }
+  problem = folded(problem, plan);
   if (plan.copies_x) set_copied_strides(x_of(problem), plan.bytes, plan.x_planes, problem.x_stride);
   if (plan.copies_dy) set_copied_strides(dy_of(problem), plan.bytes, plan.dy_planes, problem.y_stride);
   if (problem.R * problem.S != 1 || has_stride(problem) || problem.pad_h != 0 || problem.pad_w != 0 ||
@@ -1436,7 +1450,8 @@ inline Problem as_planned(Problem problem, const Plan& plan) {
   return problem;
 }
 
-inline double estimate(const Problem& problem, int sms, const Plan& plan) {
+// `stages` of a block.
+inline double estimate(const Problem& problem, int sms, const Plan& plan, double stages) {
   const Costs& costs = plan.rounds       ? kRounded
                        : plan.contains   ? kContained
                        : plan.bytes == 4 ? kOfFloat32
@@ -1450,14 +1465,14 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double loaded = (plan.dy_loaded + plan.x_loaded) / costs.stage_bytes;
   const double split = costs.split_stage + costs.split * all_slots(plan) * plan.shape.chunks +
                        (plan.contains ? kSeen * plan.images * plan.steps * kStepPixels * plan.channels / 128 : 0);
-  const double stages = static_cast<double>(ceil_div(plan.jobs, sms) * ceil_div(plan.tiles, plan.parts));
   // A stride may leave pixels out.
   const double pixels =
       problem.N * std::min(1.0 * problem.H * problem.W, 1.0 * problem.P * problem.Q * problem.R * problem.S);
   const double bytes =
       plan.bytes * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
   const int64_t copied = copied_bytes(problem, plan);
-  const double copying = copied == 0 ? 0 : kCopyCycles + (plan.thins ? 3.0 : 2.0) * copied / sms / kCopiedBytes;
+  const double accesses = plan.fold_h + plan.fold_w > 0 ? 3 : 2;  // of what is copied; a fold reads in no order
+  const double copying = copied == 0 ? 0 : kCopyCycles + accesses * copied / sms / kCopiedBytes;
   const double reading = bytes / sms / costs.memory_bytes;
   return kCallCycles +
          plan.slices * (copying + std::max(stages * (std::max({multiplied, split, loaded}) + kStageCycles), reading)) +
@@ -1466,7 +1481,7 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
 
 // Demands on a plan beyond being the cheapest one; the values here demand nothing.
 struct Wish {
-  int shape = -1, channels = 0, parts = 0, images = 0, rows = 0, columns = 0, contains = -1, rounds = -1;
+  int shape = -1, channels = 0, parts = 0, images = 0, rows = 0, columns = 0, contains = -1, rounds = -1, fold = -1;
 };
 
 // Columns of a window of pixels that a box spans.
@@ -1584,38 +1599,37 @@ inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan,
   const int64_t pixels = int64_t{plan.tiles} * plan.images * plan.steps * step_pixels(plan);
   const int64_t least = ceil_div(pixels, kMostChained * sums_of_part(plan));
   const int64_t most = std::max(least, ceil_div(4 * sms, tiles)), last = std::min<int64_t>(most, plan.tiles);
-  for (int64_t parts = std::min<int64_t>(least, plan.tiles); parts <= last; ++parts) {
+  plan.parts = static_cast<int>(std::min<int64_t>(least, plan.tiles));
+  if (found && estimate(problem, sms, plan, static_cast<double>(tiles) * plan.tiles / sms) >= best.cycles) return;
+  for (int64_t parts = plan.parts; parts <= last; ++parts) {
     if (wish.parts > 0 && parts != wish.parts) continue;
     if (tiles * parts >= 1 << 30) break;
     plan.parts = static_cast<int>(parts);
     plan.jobs = static_cast<int>(tiles * parts);
     if (sum_bytes(problem, plan) > kMostSumBytes) break;
     plan.grid = std::min(plan.jobs, sms);
-    plan.cycles = estimate(problem, sms, plan);
+    const int64_t stages = ceil_div(plan.jobs, sms) * ceil_div(plan.tiles, parts);
+    plan.cycles = estimate(problem, sms, plan, static_cast<double>(stages));
     if (found && plan.cycles >= best.cycles) continue;
     best = plan;
     found = true;
   }
 }
 
-// How 16 bits are read, and planes of fp32: whole planes of any size, boxes of planes, or channels_last; boxes of a
-// copy of x that has those pixels alone that a 1x1 filter reads at its stride.
-enum class Way { kWhole, kPlanes, kPixels, kThinned };
+// How 16 bits are read, and planes of fp32: whole planes of any size, boxes of planes, or channels_last.
+enum class Way { kWhole, kPlanes, kPixels };
 
-// Adds the plans of a way to the search.
-inline void search(const Problem& original, int sms, const Alignment& address, Way way, const Wish& wish, Plan& best,
-                   bool& found) {
+// Adds the plans of a way and a fold to the search.
+inline void search(const Problem& original, int sms, const Alignment& address, Way way, int fold_h, int fold_w,
+                   const Wish& wish, Plan& best, bool& found) {
   Plan plan{};
+  plan.fold_h = fold_h, plan.fold_w = fold_w;
   plan.bytes = element_bytes(original.dtype);
   const bool tf32 = plan.bytes == 4 && uses_tf32(original, Operator::kWgrad);
   const int parts = plan.bytes == 2 ? 1 : tf32 ? 2 : 3;
   int group_c = original.C / original.groups;
   const int group_k = original.K / original.groups;
-  // Few channels leave most of a chunk idle.
-  const bool folds = original.groups == 1 && original.S >= kLeastFold && original.C * original.S <= kMostFolded;
-  plan.fold = folds ? original.S : 1;
-  plan.thins = way == Way::kThinned;
-  if (plan.thins && !(tf32 && original.R * original.S == 1 && has_stride(original))) return;
+  const bool folds = fold_h + fold_w > 0;
   const bool splits = plan.bytes == 4 || way != Way::kPixels;
   const bool whole = way == Way::kWhole;
   const auto prepare = [&](const Tensor& of, int of_group, uint64_t begin, bool folds, bool& planes, bool& are_whole,
@@ -1629,9 +1643,9 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
     const bool allowed = planes ? plan.bytes == 4 || folds || !copies : in_pieces;
     return allowed && int64_t{of.H} * of.W < 1 << 30;
   };
-  if (!prepare(x_of(original), group_c, address.x, folds || plan.thins, plan.x_planes, plan.x_whole, plan.copies_x) ||
+  if (!prepare(x_of(original), group_c, address.x, folds, plan.x_planes, plan.x_whole, plan.copies_x) ||
       !prepare(dy_of(original), group_k, address.dy, false, plan.dy_planes, plan.dy_whole, plan.copies_dy) ||
-      (whole && !plan.x_whole && !plan.dy_whole) || (plan.thins && !(plan.x_planes && plan.dy_planes)))
+      (whole && !plan.x_whole && !plan.dy_whole))
     return;
   // As many images at a time as find room in the copies, and whose pixels 32 bits count.
   Problem slice = original;
@@ -1709,11 +1723,37 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
     }
 }
 
+// Calls use(fold_h, fold_w) for folds that may be worth a copy of x: of few channels, which leave most of a chunk idle,
+// and for 1x1 filters at a stride, of planes in TF32, where boxes would bring pixels that nobody reads.
+template <typename Use>
+void for_each_fold(const Problem& p, const Use& use) {
+  use(0, 0);
+  if (p.groups > 1) return;
+  if (p.R * p.S == 1) {
+    const bool pixels = has_pixels(x_of(p), 4, 0) || has_pixels(dy_of(p), 4, 0);
+    if (has_stride(p) && !pixels && uses_tf32(p, Operator::kWgrad)) use(1, 1);
+    return;
+  }
+  if (p.C > kMostFoldedFrom) return;
+  // All taps of an axis, or blocks of them.
+  const auto blocks = [](int fold, int taps, int stride, int dilation) {
+    return stride > 1 && fold < taps && dilation == 1 ? fold : -1;
+  };
+  const int down = taken_stride(p.stride_h, p.P), right = taken_stride(p.stride_w, p.Q);
+  for (int fold_h : {0, p.R, blocks(down, p.R, down, p.dilation_h)})
+    for (int fold_w : {0, p.S, blocks(right, p.S, right, p.dilation_w), blocks(2 * right, p.S, right, p.dilation_w)})
+      if (fold_h >= 0 && fold_w >= 0 && fold_h + fold_w > 0) use(fold_h, fold_w);
+}
+
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, const Wish& wish = {}) {
   bool found = false;
+  int number = 0;
   const bool halves = element_bytes(problem.dtype) == 2;  // lanes read whole planes of these from few banks
-  for (Way way : {halves ? Way::kPixels : Way::kWhole, Way::kPlanes, Way::kThinned})
-    search(problem, sms, address, way, wish, best, found);
+  for_each_fold(problem, [&](int fold_h, int fold_w) {
+    if (wish.fold >= 0 && wish.fold != number++) return;
+    for (Way way : {halves ? Way::kPixels : Way::kWhole, Way::kPlanes})
+      search(problem, sms, address, way, fold_h, fold_w, wish, best, found);
+  });
   return found;
 }
 
@@ -1884,28 +1924,28 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
   int64_t blocks[2] = {};
   const auto make = [&](const Tensor& of, bool to_planes, bool is_x, const void*& from, int64_t& own_blocks,
                         hopper::PlanesCopy& planes) {
-    Tensor copied = of;
-    const int fold = is_x ? plan.fold : 1;
-    const bool thins = is_x && plan.thins, picks = thins || fold > 1;
-    if (thins) copied.H = problem.P;
-    if (picks) copied.C *= fold, copied.W = problem.Q;
+    const bool folds_h = is_x && plan.fold_h > 0, folds_w = is_x && plan.fold_w > 0;
+    const Tensor copied = is_x ? x_of(folded(problem, plan)) : of;
     cudaError_t error = cudaSuccess;
-    if (!to_planes && !picks && hopper::are_planes(of.stride, of.H, of.W)) {
+    if (!to_planes && !folds_h && !folds_w && hopper::are_planes(of.stride, of.H, of.W)) {
       planes = hopper::make_planes_copy(from, of.stride, of.N, of.C, int64_t{of.H} * of.W, to, own_blocks);
     } else {
       OrderParams params{from, to};
       std::copy_n(of.stride, 4, params.stride);
       params.elements = copied_bytes(copied, plan.bytes, to_planes) / plan.bytes;
       params.C = copied.C, params.H = copied.H, params.W = copied.W, params.from_h = of.H, params.from_w = of.W;
-      params.step_h = thins ? problem.stride_h : 1, params.step_w = picks ? problem.stride_w : 1;
-      params.pad_h = thins ? problem.pad_h : 0, params.pad_w = picks ? problem.pad_w : 0;
-      params.dilation = problem.dilation_w;
+      params.step_h = folds_h ? taken_stride(problem.stride_h, problem.P) : 1;
+      params.step_w = folds_w ? taken_stride(problem.stride_w, problem.Q) : 1;
+      params.pad_h = folds_h ? problem.pad_h : 0, params.pad_w = folds_w ? problem.pad_w : 0;
+      params.dilation_h = problem.dilation_h, params.dilation_w = problem.dilation_w;
       params.planes = to_planes;
       params.inner =
           static_cast<int>(to_planes ? padded(int64_t{copied.H} * copied.W, 16 / plan.bytes) : padded(copied.C, 8));
       params.by_inner = make_divisor(params.inner);
       params.by_c = make_divisor(copied.C), params.by_h = make_divisor(copied.H);
-      params.by_w = make_divisor(copied.W), params.by_fold = make_divisor(fold);
+      params.by_w = make_divisor(copied.W);
+      params.by_fold_h = make_divisor(folds_h ? plan.fold_h : 1);
+      params.by_fold_w = make_divisor(folds_w ? plan.fold_w : 1);
       const unsigned order_blocks = static_cast<unsigned>(ceil_div(params.elements * plan.bytes, 16 * kAddThreads));
       const auto kernel = plan.bytes == 2 ? hopper_wgrad_order_kernel<Half> : hopper_wgrad_order_kernel<float>;
       error = hopper::launch_early(kernel, order_blocks, kAddThreads, 0, stream, params);
@@ -1980,7 +2020,9 @@ cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointe
   add.by_quads = make_divisor(quads);
   add.by_taps = make_divisor(add.taps);
   add.by_s = make_divisor(planned.S);
-  add.by_fold = make_divisor(plan.fold);
+  add.R = problem.R, add.own_S = problem.S;
+  add.by_fold_h = make_divisor(std::max(plan.fold_h, 1));
+  add.by_fold_w = make_divisor(std::max(plan.fold_w, 1));
   const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
   const size_t bytes = add.block_k * add.taps * (add.channels + 4) * sizeof(float) +
                        (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);
@@ -2022,7 +2064,7 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
            "%s%s%s%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and "
            "%d bytes, %d of them, %d blocks for %d tiles in %d parts, about %.3g Mcycles",
            plan.copies_x ? "x copied, " : "", plan.copies_dy ? "dy copied, " : "",
-           plan.fold > 1 ? "filter columns as channels, " : "", operands, plan.channels, 8 * plan.shape.chunks,
+           plan.fold_h + plan.fold_w > 2 ? "taps as channels, " : "", operands, plan.channels, 8 * plan.shape.chunks,
            plan.shape.taps, plan.images, plan.rows, plan.columns, plan.stage_bytes + plan.raw_bytes, plan.stages,
            plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t, plan.parts, plan.cycles * 1e-6);
 }

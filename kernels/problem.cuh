@@ -99,14 +99,17 @@ constexpr double kLeastStem = 1 << 25;  // multiply-adds (docs/lab/hopper.md)
 //
 // cuDNN leaves TF32 where C/groups < 8 and where the problem is small, and users compare with cuDNN. More accuracy than
 // cuDNN's is welcome, less is a defect. Hence these limits: above them cuDNN hardly ever computes in fp32. The stem of
-// a ResNet, 7x7 from 3 channels, is an exception: there cuDNN uses TF32. The survey is in docs/lab/hopper.md.
+// a ResNet, 7x7 from 3 channels, is an exception: there cuDNN uses TF32. So it does for weight gradients of large
+// filters from 3 or 4 channels. The survey is in docs/lab/hopper.md.
 inline bool uses_tf32(const Problem& problem, Operator op) {
   const int channels = problem.C / problem.groups, filters = problem.K / problem.groups;
   const bool stem = op == Operator::kFprop && problem.groups == 1 && channels == 3 &&
                     (filters == 64 || filters == 128) && problem.R == 7 && problem.S == 7 && problem.N >= 8;
+  const bool stem_gradient = op == Operator::kWgrad && problem.groups == 1 && (channels == 3 || channels == 4) &&
+                             filters >= 64 && problem.R * problem.S >= 49 && problem.N >= 8;
   if (problem.dtype != DType::kFloat32 || !problem.tf32_allowed) return false;
   if (stem && multiply_adds(problem) >= kLeastStem) return true;
-  if (channels < 8 || filters < 8) return false;
+  if ((channels < 8 || filters < 8) && !stem_gradient) return false;
   double least = op == Operator::kWgrad ? 1 << 29 : 1 << 27;
   if (op == Operator::kFprop && problem.groups == 1) {
     const bool points = problem.R == 1 && problem.S == 1;

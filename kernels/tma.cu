@@ -67,6 +67,7 @@
 
 #include "channels_last.cuh"
 #include "cluster.cuh"
+#include "columns.cuh"
 #include "contained.cuh"
 #include "correlation.cuh"
 #include "divisor.cuh"

@@ -41,6 +41,7 @@
 #endif
 
 #include "channels_last.cuh"
+#include "columns.cuh"
 #include "divisor.cuh"
 #include "im2col_map.cuh"
 #include "numerics.cuh"

@@ -102,9 +102,11 @@ class Case:
         """Operators under the TF32 contract, by the rule of kernels/problem.cuh: where cuDNN uses TF32 as well."""
         if dtype != torch.float32 or not allowed:
             return set()
-        stem = (self.C, self.R, self.S, self.groups) == (3, 7, 7, 1) and self.K in (64, 128) and self.N >= 8
-        if stem and self.multiply_adds >= 2**25:
-            return {"fprop"}
+        stem = self.C in (3, 4) and self.groups == 1 and self.K >= 64 and self.N >= 8
+        if stem and self.R * self.S >= 49:
+            of_resnet = (self.C, self.R, self.S) == (3, 7, 7) and self.K in (64, 128) and self.multiply_adds >= 2**25
+            large = self.multiply_adds >= 2**29
+            return {name for name, uses in {"fprop": of_resnet, "wgrad": large}.items() if uses}
         if min(self.C, self.K) // self.groups < 8:
             return set()
         limits = dict(least or LEAST_TF32_WORK)

@@ -304,7 +304,7 @@ EMULATED = {
             r"kMostCopiedBytes = 512 << 20;": "kMostCopiedBytes = 70000;",
         },
         wishes={"shape": -1, "channels": 0, "parts": 0, "images": 0, "rows": 0, "columns": 0}
-        | {"contains": 1, "rounds": -1},
+        | {"contains": 1, "rounds": -1, "fold": -1},
     ),
     "wgmma": Kernels(
         ["wgmma.cu", "listed.cu"],
@@ -385,7 +385,7 @@ class Emulated(Engine):
         strided = tensors if operator == "bgrad" else tensors | {PLACES[operator]: out}
         fields = problem_fields(case, strided, self.kernels.tf32 if tf32 is None else tf32)
         pointers = (ctypes.c_void_p * 5)(*input_pointers(operator, tensors), out.data_ptr())
-        wanted = (ctypes.c_int * 8)(*(self.kernels.wishes | wishes).values())
+        wanted = (ctypes.c_int * 9)(*(self.kernels.wishes | wishes).values())
         code = self.library.run_wished(OPERATOR_NUMBER[operator], fields, pointers, wanted, seed)
         if code == -1:
             return None

@@ -553,6 +553,14 @@ HOPPER_WGRAD_CASES = [
     Case(1, 16, 20, 20, 9, 3, 3, dilation=(7, 4)), Case(2, 24, 8, 12, 12, 1, 9, padding=(0, 4), groups=3),
     Case(70, 16, 1, 1, 8, 1, 1), Case(2, 8, 10, 12, 20, 2, 2, stride=(3, 3)),
 ]  # fmt: skip
+# Few input channels, of which taps become more: all of an axis or blocks of them.
+HOPPER_WGRAD_STEMS = [
+    Case(2, 3, 9, 11, 9, 3, 3, stride=(2, 2), padding=(1, 1)), Case(2, 3, 8, 12, 70, 4, 4, stride=(4, 4)),
+    Case(1, 4, 13, 20, 9, 7, 7, stride=(2, 2), padding=(3, 3)), Case(3, 2, 12, 14, 20, 3, 2, padding=(1, 1)),
+    Case(2, 1, 10, 19, 12, 5, 4, stride=(1, 3), padding=(2, 0), dilation=(2, 1)),
+    Case(2, 7, 9, 17, 8, 3, 5, stride=(2, 2), padding=(0, 4)), Case(2, 5, 6, 7, 10, 6, 7, stride=(3, 2)),
+    Case(1, 3, 30, 31, 12, 11, 9, stride=(3, 4), padding=(2, 1)),
+]  # fmt: skip
 HOPPER_WGRAD_LINES = [
     Case(5, 136, 5, 6, 130, 1, 1), Case(2, 72, 9, 12, 40, 1, 1), Case(70, 16, 1, 1, 8, 1, 1),
     Case(3, 40, 7, 7, 72, 1, 1), Case(3, 260, 4, 10, 24, 1, 1), Case(2, 16, 12, 15, 20, 1, 1),
@@ -666,6 +674,13 @@ EXACT_RUNS = {
             + settings_of(TF32, FP16, shape=(2,), channels=(0, 64))
             + settings_of(TF32, FP16, shape=(0, 5), images=(1, 2), rows=(2,), columns=(5,), parts=(0, 2))
             + settings_of(FP32, shape=(-1, 4, 5, 6, 7, 8), channels=(64, 128)),
+            layouts=X_AND_DY_LAYOUTS,
+        ),
+        Runs(
+            of_operator("wgrad", HOPPER_WGRAD_STEMS),
+            12,
+            settings_of(TF32, FP32, FP16, fold=(-1, 1, 2, 3, 4, 5, 6, 7, 8, 9))
+            + settings_of(TF32, FP16, fold=(0, 4, 7), channels=(64, 128), parts=(2,)),
             layouts=X_AND_DY_LAYOUTS,
         ),
         # 1x1: x that is rounded, lines of planes and pixels; boxes of all channels of a tile.

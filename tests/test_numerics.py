@@ -113,7 +113,7 @@ def test_scales_take_the_largest_value_where_it_belongs(host_numerics):
 
 
 # Both sides of the rule's thresholds: 8 channels a group, 2^27 multiply-adds, 2^29 in wgrad, 2^24 of 64 channels in the
-# forward but 2^29 of 1x1 at a stride; a huge problem; and stems.
+# forward but 2^29 of 1x1 at a stride; a huge problem; stems; weight gradients of filters of 49 taps from 3 channels.
 @pytest.mark.parametrize(
     "case",
     [
@@ -134,6 +134,11 @@ def test_scales_take_the_largest_value_where_it_belongs(host_numerics):
         Case(7, 3, 224, 224, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
         Case(8, 3, 224, 224, 128, 7, 7, padding=(3, 3)),
         Case(8, 4, 224, 224, 64, 7, 7, padding=(3, 3)),
+        Case(8, 3, 224, 224, 768, 16, 16, stride=(16, 16)),
+        Case(8, 3, 224, 224, 63, 16, 16, stride=(8, 8)),
+        Case(8, 3, 112, 112, 128, 7, 7, stride=(4, 4), padding=(3, 3)),  # 2^26.8 multiply-adds
+        Case(8, 3, 224, 224, 64, 6, 8, padding=(3, 3)),
+        Case(8, 2, 224, 224, 64, 7, 8, padding=(3, 3)),
     ],
     ids=str,
 )

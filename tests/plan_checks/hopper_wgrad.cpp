@@ -107,7 +107,7 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
         plan.raw_bytes >= columns * plan.bytes * (plan.x_planes ? plan.images * plan.x_boxes * plan.run : slots));
   NOTE(lines);
   NOTE(plan.rounds && !lines);
-  NOTE(plan.thins);
+  NOTE(plan.fold_h * plan.fold_w == 1);
   CHECK(plan.jobs == int64_t{p.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t * plan.parts);
   CHECK(!(plan.x_whole || plan.dy_whole) || (plan.tiles_p == 1 && plan.tiles_q == 1 && p.N % plan.images == 0));
   CHECK(!plan.contains || !plan.x_whole || p.C / p.groups % columns == 0);
@@ -120,7 +120,8 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   const Problem planned = as_planned(slice, plan);
   CHECK(copied_bytes(planned, plan) <= kMostCopiedBytes && planned.N * planned.P * planned.Q < 1 << 30);
   NOTE(planned.Q > p.Q);
-  NOTE(plan.fold > 1);
+  NOTE(plan.fold_h + plan.fold_w > 2);
+  NOTE(planned.R > 1 && planned.R < p.R && planned.dilation_w > 1);
   NOTE(plan.x_planes && !lines && plan.box_rows > 1);
   NOTE(plan.x_whole);
   NOTE(plan.dy_whole);
