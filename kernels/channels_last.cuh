@@ -1,5 +1,5 @@
-// 16-bit tensors in channels_last for engines that load operands by TMA: requirements of boxes, and copies of NCHW planes
-// into this format.
+// 16-bit tensors in channels_last for engines that load operands by TMA: requirements of boxes, and copies of NCHW
+// planes into this format.
 #pragma once
 
 #include "divisor.cuh"

@@ -134,7 +134,7 @@ constexpr int kLandingTaps = 3, kLandingStagedChannels = 16, kLandedPixelBytes =
 // Stages of landed boxes and of windows; most stages of weights, and of rows of these (docs/lab/gather.md).
 constexpr int kLandedBoxes = 3, kLandingWindows = 3, kMostLandingWeights = 4, kMostLandingRows = 6;
 constexpr int kWholeRowsPadding = 1;  // columns of a window in front of whole rows of x, which nobody writes
-constexpr int kSharedRows = 3;  // of the filter, where warpgroups share the pixels: docs/lab/gather.md
+constexpr int kSharedRows = 3;  // of the filter, where warpgroups share the pixels, or where they stack
 constexpr int kContainWarps = 6, kLandingThreads = 32 * (8 + kContainWarps + 2);  // two warps order copies
 
 // A tile of what is contained on its way, as the compiler knows it, so that channels, slots and places are found
@@ -144,18 +144,25 @@ struct LandingShape {
   int columns, rows;  // of y; rows of a warpgroup, at most
   int stride;         // of both axes: 1, or 2, where a window holds four phases of x
   bool channels_last;
+  int pairs;  // 2: of rows of x only every second one begins at a multiple of 16 bytes; otherwise 1
 
   // Planes of 14 columns without a stride have none, nor has a stride in channels_last.
   MODELNEW_HOST_DEVICE constexpr bool has_kernel() const {
+    if (pairs == 2 || stacks()) return !channels_last && stride == 1 && columns == 32 && rows != 7;
     return channels_last ? stride == 1 : stride == 2 || columns > 14;
   }
+  // Of 64 rows of the GEMM 16 are of each row of taps: warp r sums products of tap (r, s) of all rows of the window, and
+  // three warps add theirs, each a row further on, while they stage y.
+  MODELNEW_HOST_DEVICE constexpr bool stacks() const { return tile_n == 16; }
+  MODELNEW_HOST_DEVICE constexpr int gemm_rows() const { return stacks() ? 64 : tile_n; }
+  MODELNEW_HOST_DEVICE constexpr int multiplied_rows() const { return rows + (stacks() ? kLandingTaps - 1 : 0); }
   // Both warpgroups multiply the same pixels, by other channels.
   MODELNEW_HOST_DEVICE constexpr bool shares() const { return tile_n == 128; }
   MODELNEW_HOST_DEVICE constexpr int tile_rows() const { return (shares() ? 1 : 2) * rows; }
   // Slots of a row, of a phase; even: pairs of slots are of one row.
   MODELNEW_HOST_DEVICE constexpr int pitch() const { return (columns + (stride == 1 ? 2 : 1) + 1) / 2 * 2; }
   // Slots of each of two wgmmas.
-  MODELNEW_HOST_DEVICE constexpr int product_slots() const { return ((rows - 1) * pitch() + columns + 15) / 16 * 8; }
+  MODELNEW_HOST_DEVICE constexpr int product_slots() const { return ((multiplied_rows() - 1) * pitch() + columns + 15) / 16 * 8; }
   // Slots of a phase; neighbouring columns, which are of two phases, meet other banks.
   MODELNEW_HOST_DEVICE constexpr int phase_slots() const {
     return stride == 1 ? 0 : ((tile_rows() + 1) * pitch() + 3) / 8 * 8 + 4;
@@ -168,12 +175,13 @@ struct LandingShape {
   MODELNEW_HOST_DEVICE constexpr int window_columns() const { return stride * (columns - 1) + kLandingTaps; }
   MODELNEW_HOST_DEVICE constexpr int window_rows() const { return stride * (tile_rows() - 1) + kLandingTaps; }
   // Boxes land so many rows of 8 planes at a time, twice a step, or of 16 channels in channels_last. At a stride of 2
-  // rows of x are whole and follow one another, and a box is of four of them as if they were one.
+  // rows of x are whole and follow one another, and a box is of four of them as if they were one. Of pairs of rows, as
+  // if they were one, a box has the even or the odd ones; and what it has beside a row is of the other ones.
   MODELNEW_HOST_DEVICE constexpr bool whole_rows() const { return stride == 2; }
   MODELNEW_HOST_DEVICE constexpr int landed_rows() const {
     return whole_rows() ? (window_rows() + 3) / 4 * 4 : window_rows();
   }
-  MODELNEW_HOST_DEVICE constexpr int box_rows() const { return whole_rows() ? 4 : window_rows(); }
+  MODELNEW_HOST_DEVICE constexpr int box_rows() const { return whole_rows() ? 4 : window_rows() / pairs; }
   // Planes: fours of columns, from up to three columns before the window on, unless a box has whole rows.
   MODELNEW_HOST_DEVICE constexpr int box_columns() const {
     return whole_rows() ? 2 * columns : channels_last ? window_columns() : (window_columns() + 6) / 4 * 4;
@@ -324,7 +332,7 @@ struct Landing {
   int rows;                       // of y, of a warpgroup
   int tiles_p, span;              // tiles of a column of an image, and rows of y of each
   int window_rows, slots;         // rows; slots of a piece
-  int lead;                       // columns of a box in front of the window
+  int lead[2];                    // columns of a box in front of the window; of every second row with pairs of rows
   int steps;                      // of 16 channels
   int w_stages_of_step;           // each row of taps by itself, where registers hold it, or all of them
   int stages, stage_bytes;        // of landed boxes
@@ -400,7 +408,9 @@ struct PackParams {
   Phased of;
   Phases phases;                                        // of x as it is multiplied
   int tile_n, tiles_n, iterations, row_pieces, pieces;  // stages of a tile, pieces of a row of it, of a stage
-  int group_in, group_out;                              // channels of one group of the filter
+  int group_in, group_out;                              // channels of one group of the filter, in the tile's rows
+  int group_step, group_rows;  // from a group's first input channel to the next one's; output channels that it has
+  int64_t first;               // weight, in elements
   bool whole_rows;                                      // for tma: a row is [tap][piece], one behind the other
   bool by_images;                                       // piece i of a stage: channels i, i + pieces, i + 2 * pieces...
   int count;                                            // of pieces
@@ -808,11 +818,12 @@ MODELNEW_HOST_DEVICE inline PackedRow locate_row(const PackParams& params, int r
   row.number = row_of_all - row.tile * params.tile_n;
   const int group = quotient(row.tile, params.by_tiles_n);
   const int k = (row.tile - group * params.tiles_n) * params.tile_n + row.number;
-  const int in_group = quotient(k, params.by_group_out);  // of the groups of the filter that are one here
-  row.first = in_group * params.group_in;
-  row.end = k < of.out_channels ? row.first + params.group_in : 0;
+  // Of the groups of the filter that are one here, or rows of taps, where they stack.
+  const int in_group = quotient(k, params.by_group_out), own_k = k - in_group * params.group_out;
+  row.first = in_group * params.group_step;
+  row.end = k < of.out_channels && own_k < params.group_rows ? row.first + params.group_in : 0;
   row.from =
-      (int64_t{group} * of.merged + in_group) * of.w_stride_group + (k - in_group * params.group_out) * of.w_stride_out;
+      params.first + (int64_t{group} * of.merged + in_group) * of.w_stride_group + own_k * of.w_stride_out;
   return row;
 }
 
@@ -2653,7 +2664,7 @@ __device__ __forceinline__ void order_landing(const Params& params, const Landin
   hopper::prefetch_map(params.in_map);
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
     const LandingTile tile = locate_landing(plan, unit);
-    const int column = tile.q * kShape.stride - of.pad_w - landing.lead, row = tile.p * kShape.stride - of.pad_h;
+    const int column = tile.q * kShape.stride - of.pad_w, row = tile.p * kShape.stride - of.pad_h;
     for (int step = 0; step < landing.steps; ++step) {
       for (int part = 0; part < kParts; ++part) {
         const uint32_t full = shared.landed_full(landed.slot());
@@ -2664,10 +2675,13 @@ __device__ __forceinline__ void order_landing(const Params& params, const Landin
           hopper::load_box(params.in_map, to, 16 * step, column, row, tile.n, full);
         } else {
 #pragma unroll
-          for (int box = 0; box < kShape.boxes(); ++box)
-            hopper::load_box(params.in_map, to + box * kShape.box_bytes(),
-                             kShape.whole_rows() ? row * of.W + box * kShape.box_plane() : column,
-                             kShape.whole_rows() ? 0 : row, 16 * step + 8 * part, tile.n, full);
+          for (int box = 0; box < kShape.boxes(); ++box) {
+            int from_column = column - landing.lead[box % 2], from_row = row;
+            if (kShape.whole_rows()) from_column = row * of.W + box * kShape.box_plane(), from_row = 0;
+            if (kShape.pairs == 2) from_column += ((row + box) & 1) * of.W, from_row = (row + box) >> 1;
+            hopper::load_box(params.in_map, to + box * kShape.box_bytes(), from_column, from_row, 16 * step + 8 * part,
+                             tile.n, full);
+          }
         }
         landed.next(landing.stages);
       }
@@ -2712,9 +2726,9 @@ __device__ __forceinline__ void copy_landing_weights(const Params& params, const
 // The share of a lane in what lands at a time: in words of a landed plane, and in bytes of a window: -1 if there is
 // none, and the lane looks at a value that is another one's. In channels_last `from` is where the first four of the
 // channels are, in bytes; piece number i of 16 bytes of a pixel lies at place i ^ pixel / 2 % 4. With two pieces `from`
-// is the first one's and `to` the second one's.
+// is the first one's and `to` the second one's. `row` and `column`: of the window, of the first piece.
 struct LandedPixel {
-  int from, to;
+  int from, to, row, column;
 };
 
 // From where the second of two pieces goes to where the first one does, in bytes: of halves of the channels, or of two
@@ -2741,50 +2755,45 @@ __device__ __forceinline__ LandedPixel landed_pixel(const Landing& landing, int 
     row = number / (kShape.by_rows() ? kRest : kLanes);
     of_row = kShape.by_rows() ? 32 + number % kRest : number % kLanes;
   }
-  if (row >= rows) return {0, -1};
+  if (row >= rows) return {0, -1, 0, 0};
+  constexpr int kBoxRows = kShape.box_rows(), kBoxWords = kShape.box_bytes() / 4;
   if constexpr (kShape.whole_rows()) {
-    constexpr int kBoxRows = kShape.box_rows(), kBoxWords = kShape.box_bytes() / 4;
+    const int column = 2 * of_row + kWholeRowsPadding;
     return {row / kBoxRows * kBoxWords + row % kBoxRows * kShape.box_columns() + 2 * of_row,
-            kShape.slot_of(row, 2 * of_row + 1 + kWholeRowsPadding) * 16};
+            kShape.slot_of(row, column + 1) * 16, row, column};
   } else if constexpr (kShape.channels_last) {
     const int number = row * kShape.box_columns() + of_row;
-    return {number * kLandedPixelBytes + number / 2 % 4 * 16, (landing.slots + kShape.slot_of(row, of_row)) * 16};
+    return {number * kLandedPixelBytes + number / 2 % 4 * 16, (landing.slots + kShape.slot_of(row, of_row)) * 16, row,
+            of_row};
   }
-  return {row * kShape.box_columns() + of_row + landing.lead, kShape.slot_of(row, of_row) * 16};
+  const int box = row % kShape.pairs;
+  return {box * kBoxWords + row / kShape.pairs * kShape.box_columns() + of_row + landing.lead[box],
+          kShape.slot_of(row, of_row) * 16, row, of_row};
 }
 
 // Landed values of which something did not fit: that becomes zero, and goes on the list, once. Channels from `channel`
 // on.
-template <typename Shape, int ITEMS>
-__device__ __forceinline__ void list_landed(const Params& params, const LandingTile& tile, int channel, int x_exponent,
-                                            const LandedPixel (&pixels)[ITEMS], const uint8_t* landed,
-                                            uint8_t* window) {
+template <typename Shape>
+__device__ __forceinline__ void list_landed(const Params& params, const LandingTile& tile, int warp, int channel,
+                                            int x_exponent, const uint8_t* landed, uint8_t* window) {
   const Plan& plan = params.plan;
   const Landing& landing = plan.landing;
   const Phased& of = params.of;
   constexpr LandingShape kShape = Shape::kShape;
-  constexpr int kColumns = kShape.box_columns(), kPieces = kShape.lane_pieces();
+  constexpr int kPieces = kShape.lane_pieces();
 #pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    if (pixels[i].to < 0) continue;
+  for (int i = 0; i < kShape.items_of_warp(); ++i) {
+    const LandedPixel own_pixel = landed_pixel<Shape>(landing, warp + i * kContainWarps);
+    if (own_pixel.to < 0) continue;
 #pragma unroll 1
     for (int j = 0; j < kPieces; ++j) {
-      const int from = pixels[i].from + (kShape.channels_last ? 0 : j);
-      const int to = pixels[i].to + (j < kPieces - 1 ? to_first_piece<Shape>(landing) : 0);
-      int pixel = from, first_channel = channel, row = 0, column = -landing.lead;
-      if constexpr (kShape.channels_last) {
-        pixel = from / kLandedPixelBytes;
-        first_channel += 8 * j;
-      } else if constexpr (kShape.whole_rows()) {
-        constexpr int kBoxWords = kShape.box_bytes() / 4;
-        row = from / kBoxWords * kShape.box_rows();
-        pixel = from % kBoxWords;
-        column = kWholeRowsPadding;
-      }
-      row += pixel / kColumns;
-      column += pixel % kColumns;
+      const int from = own_pixel.from + (kShape.channels_last ? 0 : j);
+      const int to = own_pixel.to + (j < kPieces - 1 ? to_first_piece<Shape>(landing) : 0);
+      const int first_channel = channel + (kShape.channels_last ? 8 * j : 0);
+      const int row = own_pixel.row, column = own_pixel.column + (kShape.channels_last ? 0 : j);
       const int h = tile.p * kShape.stride - of.pad_h + row, w = tile.q * kShape.stride - of.pad_w + column;
       const bool own = lists(of, plan, tile, row, column);
+      if (kShape.pairs == 2 && !is_within(w, of.W)) continue;  // of another row
 #pragma unroll 1
       for (int c = 0; c < 8; ++c) {
         const uint32_t* const word =
@@ -2824,6 +2833,12 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
   const uint32_t least = least_contained(x_exponent, 1);
   PackedRingPosition landed, x;
   for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
+    [[maybe_unused]] bool exists = true, rest_exists = true;  // pixels of the first 32 columns, and behind
+    if constexpr (kShape.pairs == 2) {
+      static_assert(kShape.by_rows() && kShape.row_lanes() == 34, "which columns these are");
+      const int column = locate_landing(plan, unit).q - params.of.pad_w;
+      exists = is_within(column + lane, params.of.W), rest_exists = is_within(column + 32 + lane % 2, params.of.W);
+    }
     for (int step = 0; step < landing.steps; ++step) {
       hopper::barrier_wait_idly(shared.x_empty(x.slot()), x.parity() ^ 1);
 #pragma unroll 1
@@ -2865,14 +2880,16 @@ __device__ __forceinline__ void contain_landed(const Params& params, const Landi
               watch.see(words[j][c + 1]);
               return contain_pair(words[j][c], words[j][c + 1], scale);
             };
-            const uint4 piece = make_uint4(pair(0), pair(2), pair(4), pair(6));
+            uint4 piece = make_uint4(pair(0), pair(2), pair(4), pair(6));
             watch.see_contained(piece);
+            if (kShape.pairs == 2 && !(warp + i * kContainWarps < landing.window_rows ? exists : rest_exists))
+              piece = uint4{};
             if (pixels[i].to >= 0)
               *reinterpret_cast<uint4*>(to + pixels[i].to + (j < kPieces - 1 ? to_first : 0)) = piece;
           }
         }
         if (!watch.fits(least))
-          list_landed<Shape>(params, locate_landing(plan, unit), 16 * step + 8 * part, x_exponent, pixels, from, to);
+          list_landed<Shape>(params, locate_landing(plan, unit), warp, 16 * step + 8 * part, x_exponent, from, to);
         __syncwarp();  // what has landed has been read
         if (lane == 0) hopper::barrier_arrive(shared.landed_empty(landed.slot()));
         landed.next(landing.stages);
@@ -2900,14 +2917,16 @@ struct Constant {
 // it: a warp stages while nothing else hides its instructions, and the next one waits for it (docs/lab/gather.md).
 template <typename Shape, int FIRST_ROW>
 __device__ __forceinline__ void stage_landed(const Params& params, const LandedSums<Shape>& acc,
-                                             const float (&factor)[2], const float (&bias)[2], uint8_t* staging) {
+                                             const float (&factor)[2], const float (&bias)[2], uint8_t* staging,
+                                             [[maybe_unused]] int stacked) {
   constexpr LandingShape kShape = Shape::kShape;
   constexpr int kRowBytes = kLandingStagedChannels * hopper::kBoxRowBytes, kEight = 8 * hopper::kBoxRowBytes;
   constexpr int kPitch = kShape.pitch(), kFours = kShape.product_slots() / 8;  // of pairs, of a product
   const int lane = threadIdx.x % 32, pair = lane % 4, channel = lane / 4;
-  constexpr int kEndRow = FIRST_ROW + kShape.staged_rows();
-  const int end_row = min(params.plan.landing.rows, kEndRow);
-  staging += channel * hopper::kBoxRowBytes;
+  constexpr int kEndRow = FIRST_ROW + (kShape.stacks() ? kShape.multiplied_rows() : kShape.staged_rows());
+  const int shift = kShape.stacks() ? stacked : 0;  // of rows
+  const int end_row = shift + min(params.plan.landing.rows, FIRST_ROW + kShape.staged_rows());
+  staging += channel * hopper::kBoxRowBytes - shift * kRowBytes;
 #pragma unroll
   for (int j = 0; j < 2 * kFours; ++j) {
     if (8 * j / kPitch + 1 < FIRST_ROW || 8 * j / kPitch >= kEndRow) continue;
@@ -2924,12 +2943,16 @@ __device__ __forceinline__ void stage_landed(const Params& params, const LandedS
         in_piece = in_next % 4 * 4;
       }
     }
-    if (exists && row >= FIRST_ROW && row < end_row) {
+    if (exists && row >= FIRST_ROW + shift && row < end_row) {
       uint8_t* const to = staging + (row - FIRST_ROW) * kRowBytes + ((piece ^ channel) * 16 + in_piece);
       const float* const sums = acc[j / kFours] + j % kFours * 4;
-      *reinterpret_cast<float2*>(to) = make_float2(sums[0] * factor[0] + bias[0], sums[1] * factor[0] + bias[0]);
-      *reinterpret_cast<float2*>(to + kEight) =
-          make_float2(sums[2] * factor[1] + bias[1], sums[3] * factor[1] + bias[1]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float2& staged = *reinterpret_cast<float2*>(to + i * kEight);
+        float2 two = make_float2(sums[2 * i] * factor[i] + bias[i], sums[2 * i + 1] * factor[i] + bias[i]);
+        if (kShape.stacks() && shift > 0) two.x += staged.x, two.y += staged.y;
+        staged = two;
+      }
     }
   }
 }
@@ -3007,10 +3030,12 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
   const int warpgroup = hopper::uniform(threadIdx.x / 128), warp = hopper::uniform(threadIdx.x % 128 / 32);
   constexpr LandingShape kShape = Shape::kShape;
   constexpr bool kShares = kShape.shares();
-  constexpr int kTileN = kShape.tile_n, kSlots = kShape.product_slots();
+  constexpr int kTileN = kShape.gemm_rows(), kSlots = kShape.product_slots();
+  constexpr int kLast = kLandingTaps - 1;  // of the warps that add up what they stack, and store it
   const int own_slot = kShares ? 0 : warpgroup * landing.rows * kShape.pitch();
   const int own_row = kShares ? 0 : warpgroup * landing.rows, own_channel = (kShares ? warpgroup * 64 : 0) + 16 * warp;
-  uint8_t* const staging = smem + shared.layout.staging + warp * kShape.staged_bytes();
+  uint8_t* const staging = smem + shared.layout.staging + (kShape.stacks() ? 0 : warp * kShape.staged_bytes());
+  const int rows_of_taps = kShape.stacks() ? 1 : of.R;
   if (kShape.stores_boxes() && threadIdx.x == 0) hopper::prefetch_map(params.out_map);
   int x_exponent;
   if (!wait_for_scales(params, &x_exponent)) return;
@@ -3083,7 +3108,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
         for (int r = 1; r < kSharedRows; ++r) multiply_row(rows[r], r, true);
       } else {
 #pragma unroll 1
-        for (int r = 1; r < of.R; ++r) multiply_row(rows[0], r, true);
+        for (int r = 1; r < rows_of_taps; ++r) multiply_row(rows[0], r, true);
         w_before = w.slot();
         w.next(plan.w_stages);
       }
@@ -3102,15 +3127,22 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
 #pragma unroll
     for (auto& of_product : acc) hopper::wgmma_settle(of_product);
     give_back();
-    hopper::barrier_wait(shared.staged_empty(warpgroup, warp), turn);
+    hopper::barrier_wait(shared.staged_empty(warpgroup, kShape.stacks() ? kLast : warp), turn);
     turn ^= 1;
+    if constexpr (kShape.stacks()) {
+      for (int i = 0; i < min(warp, kLast); ++i) hopper::named_barrier(1 + warpgroup, 128);  // those before have added
+    }
     const auto store = [&](auto first_row, const hopper::BoxMap& map) {
       constexpr LandingShape kOwn = Shape::kShape;
       constexpr int kFirstRow = decltype(first_row)::value;
       if constexpr (kOwn.channels_last)
         stage_landed_channels<Shape, kFirstRow>(params, acc, factor, bias, staging);
-      else
-        stage_landed<Shape, kFirstRow>(params, acc, factor, bias, staging);
+      else if (!kOwn.stacks() || warp <= kLast)
+        stage_landed<Shape, kFirstRow>(params, acc, factor, bias, staging, warp);
+      if constexpr (kOwn.stacks()) {
+        for (int i = warp; i < kLast; ++i) hopper::named_barrier(1 + warpgroup, 128);
+        if (warp != kLast) return;
+      }
       const int row = tile.p + own_row + kFirstRow;
       if constexpr (!kOwn.stores_boxes()) {
         __syncwarp();  // all channels are staged
@@ -3120,11 +3152,12 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
       hopper::fence_async();
       __syncwarp();  // all channels are staged
       if (lane != 0) return;
-      if (row < of.P && channel < of.out_channels) {
+      const int first_channel = kOwn.stacks() ? 0 : channel;
+      if (row < of.P && first_channel < of.out_channels) {
         if constexpr (kOwn.channels_last)
-          hopper::store_box(map, staging, channel, tile.q, row, tile.n);
+          hopper::store_box(map, staging, first_channel, tile.q, row, tile.n);
         else
-          hopper::store_box(map, staging, tile.q, channel, row, tile.n);
+          hopper::store_box(map, staging, tile.q, first_channel, row, tile.n);
       }
       hopper::bulk_stores_commit();
     };
@@ -3140,20 +3173,20 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
     if constexpr (kStagedRows < kShape.rows) store_rest(Constant<kStagedRows>{});
     if constexpr (2 * kStagedRows < kShape.rows) store_rest(Constant<2 * kStagedRows>{});
     if constexpr (3 * kStagedRows < kShape.rows) store_rest(Constant<3 * kStagedRows>{});
-    stores = true;
+    stores = !kShape.stacks() || warp == kLast;
   }
   if (stores) give_staging();  // also before the shared memory goes
 }
 
-template <int TILE_N, int COLUMNS, int ROWS, int STRIDE, bool CHANNELS_LAST>
+template <int TILE_N, int COLUMNS, int ROWS, int STRIDE, bool CHANNELS_LAST, int PAIRS>
 struct ConstantShape {
-  static constexpr LandingShape kShape{TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST};
+  static constexpr LandingShape kShape{TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST, PAIRS};
 };
 
-template <int TILE_N, int COLUMNS, int ROWS, int STRIDE, bool CHANNELS_LAST>
+template <int TILE_N, int COLUMNS, int ROWS, int STRIDE, bool CHANNELS_LAST, int PAIRS>
 __global__ void __launch_bounds__(kLandingThreads, 1) landing_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
-  using Shape = ConstantShape<TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST>;
+  using Shape = ConstantShape<TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST, PAIRS>;
   constexpr LandingShape kShape = Shape::kShape;
   extern __shared__ __align__(1024) uint8_t modelnew_gather_landing_smem[];
   hopper::launch_dependents();
@@ -3469,7 +3502,8 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByMost | kByImages | k16
                                      {128, 7, 2, 1800, kByLanding, true, 2, true, 5000, 14, 2},
                                      {128, 1, 8, 1050, kByBoxes, false, 3},
                                      {128, 1, 8, 900, kByBoxes, true, 3},
-                                     {64, 1, 8, 1000, kByPixels | kByBoxes, false, 3}};
+                                     {64, 1, 8, 1000, kByPixels | kByBoxes, false, 3},
+                                     {16, 6, 2, 1500, kByLanding, true, 2, true, 6000, 32, 1}};
 // The tile of calls that are done again.
 constexpr TileShape kAgainShape{64, 2, 8, 1150, ~(kByTaps | kByImages)};
 
@@ -3846,16 +3880,18 @@ inline bool complete_landing(const Phased& of, const Device& device, const Align
   plan.contained = plan.lands = true;
   plan.warpgroups = 2;
   plan.splits = 1;
-  plan.tile_n = tile_shape.tile_n;
   plan.pieces = tile_shape.pieces;
   plan.blocks_m = tile_shape.blocks_m;
   Landing& landing = plan.landing;
   const bool is_channels_last = of.in_stride[3] != 1 || of.out_stride[3] != 1;
+  const bool in_pairs = !is_channels_last && of.W % 4 == 2 && of.H % 2 == 0 && of.in_stride[2] == of.W;
   const LandingShape shape{tile_shape.tile_n, tile_shape.columns, tile_shape.blocks_m, tile_shape.stride,
-                           is_channels_last};
+                           is_channels_last, in_pairs ? 2 : 1};
   if (!shape.has_kernel()) return false;
   landing.shape = shape;
-  if (of.stride_h != shape.stride || (shape.shares() && of.R != kSharedRows)) return false;
+  plan.tile_n = shape.gemm_rows();
+  if (of.stride_h != shape.stride || ((shape.shares() || shape.stacks()) && of.R != kSharedRows)) return false;
+  if (shape.stacks() && of.out_channels > shape.tile_n) return false;
   // Fewer columns have not been tried. Rows that are staged for a box of planes, of 128 bytes, would end in another
   // tile.
   if (of.Q < shape.columns - shape.columns / 8) return false;
@@ -3867,7 +3903,9 @@ inline bool complete_landing(const Phased& of, const Device& device, const Align
            (landing.shape.channels_last ? is(stride[3], columns > 1) && channels % 4 == 0
                                         : is(stride[1], channels > 1) && columns % 4 == 0);
   };
-  if (!in_fours(of.in_stride, of.in_channels, of.H, of.W) || address.in % 16 != 0) return false;
+  const int64_t in_stride[4] = {of.in_stride[0], of.in_stride[1], of.in_stride[2] * shape.pairs, of.in_stride[3]};
+  if (!in_fours(in_stride, of.in_channels, of.H / shape.pairs, of.W * shape.pairs) || address.in % 16 != 0)
+    return false;
   plan.boxes = shape.stores_boxes();
   if (plan.boxes && (!in_fours(of.out_stride, of.out_channels, of.P, of.Q) || address.out % 16 != 0)) return false;
   const bool has_whole_rows = !shape.channels_last && of.W == shape.box_columns() && of.pad_w == kWholeRowsPadding &&
@@ -3879,17 +3917,22 @@ inline bool complete_landing(const Phased& of, const Device& device, const Align
   if (most_rows < 1) return false;
   landing.tiles_p = static_cast<int>(ceil_div(of.P, most_rows * warpgroup_tiles));
   landing.rows = static_cast<int>(ceil_div(of.P, int64_t{landing.tiles_p} * warpgroup_tiles));
+  if (shape.pairs == 2) landing.rows = round_up(landing.rows, 2);  // all tiles begin with the same one of a pair
   landing.span = landing.rows * warpgroup_tiles;
   landing.tiles_p = static_cast<int>(ceil_div(of.P, landing.span));
   landing.window_rows = shape.stride * (landing.span - 1) + of.R;
+  const int rows_of_taps = shape.stacks() ? 1 : of.R;
   if (shape.stride == 1) {
-    const int last = (landing.span - landing.rows + of.R - 1) * shape.pitch() + kLandingTaps - 1 +
+    const int last = (landing.span - landing.rows + rows_of_taps - 1) * shape.pitch() + kLandingTaps - 1 +
                      2 * shape.product_slots();
     landing.slots = (std::max(landing.window_rows * shape.pitch(), last) + 7) / 8 * 8;
   } else {
     landing.slots = 4 * shape.phase_slots();
   }
-  landing.lead = shape.channels_last || shape.whole_rows() ? 0 : -of.pad_w & 3;
+  for (int i = 0; i < 2; ++i)
+    landing.lead[i] = shape.channels_last || shape.whole_rows() ? 0
+                      : shape.pairs == 1                        ? -of.pad_w & 3
+                                                                : (((i - of.pad_h) & 1) * of.W - of.pad_w) & 3;
   landing.stage_bytes = shape.boxes() * shape.box_bytes();
   if (landing.shape.channels_last) landing.stage_bytes = (landing.stage_bytes + 511) / 512 * 512;  // order starts anew
   landing.steps = static_cast<int>(ceil_div(of.in_channels, 16));
@@ -3902,12 +3945,12 @@ inline bool complete_landing(const Phased& of, const Device& device, const Align
   plan.tiles_m = static_cast<int>(tiles / plan.tiles_n);
   plan.tiles = plan.whole_tiles = plan.units = static_cast<int>(tiles);
   plan.blocks_c = landing.steps;
-  plan.iterations = plan.blocks_c * of.R * of.S;
+  plan.iterations = plan.blocks_c * rows_of_taps * of.S;
   if (packed_rows(of, plan.tile_n) * plan.iterations * plan.pieces >= (1 << 30)) return false;
   plan.blocks = std::min(plan.units, device.sms);
   plan.x_stage_bytes = landing.slots * kStepPieces * 16;
   landing.w_stages_of_step = shape.shares() ? of.R : 1;
-  plan.w_stage_bytes = of.R / landing.w_stages_of_step * kLandingTaps * kStepPieces * plan.tile_n * 16;
+  plan.w_stage_bytes = rows_of_taps / landing.w_stages_of_step * kLandingTaps * kStepPieces * plan.tile_n * 16;
   plan.x_stages = shape.whole_rows() ? kLandingWindows - 1 : kLandingWindows;
   landing.stages = shape.channels_last ? kLandedBoxes - 1 : kLandedBoxes;  // of twice as many channels
   for (plan.w_stages = shape.shares() ? kMostLandingRows : kMostLandingWeights;; --plan.w_stages) {
@@ -4078,10 +4121,12 @@ inline bool make_plan(const Phased& of, int element_bytes, const Device& device,
   const Phased as_contained = merged(of);
   const int channels = std::min(as_contained.in_channels, as_contained.out_channels);
   const bool is_large = forced >= 0 || channels >= kLeastContained;
-  const bool may_do_again = element_bytes == 4 && is_large && plan_again(of, device, address, again);
+  const bool may_do_again = element_bytes == 4 && (forced >= 0 || as_contained.in_channels >= kLeastContained) &&
+                            plan_again(of, device, address, again);
   // dgrad at a stride: tma alone has phases of y.
   const bool by_tma_alone = has_out_phases(of);
-  const bool contains = may_do_again && may_contain(of, element_bytes) && !(by_tma_alone && of.R * of.S == 1) &&
+  const bool contains = may_do_again && is_large && may_contain(of, element_bytes) &&
+                        !(by_tma_alone && of.R * of.S == 1) &&
                         (forced >= 0 || by_tma_alone || !few_in_boxes || channels >= kLeastContainedChannels);
   const bool lands = may_do_again && may_land(of, element_bytes);
   for (const TileShape& shape : kTileShapes) {
@@ -4373,10 +4418,11 @@ inline cudaError_t make_landing_maps(Params& params) {
   const LandingShape& shape = landing.shape;
   // Rows that are whole are one.
   const bool channels_last = shape.channels_last, whole = shape.whole_rows();
+  const int64_t in_stride[4] = {of.in_stride[0], of.in_stride[1], of.in_stride[2] * shape.pairs, of.in_stride[3]};
   cudaError_t error =
-      make(channels_last ? BoxUse::kLoadHalves : BoxUse::kLoad, params.in_ptr, of.in_stride, of.in_channels,
-           whole ? 1 : of.H, whole ? of.H * of.W : of.W, channels_last ? 16 : 8, whole ? 1 : shape.box_rows(),
-           whole ? shape.box_plane() : shape.box_columns(), params.in_map);
+      make(channels_last ? BoxUse::kLoadHalves : BoxUse::kLoad, params.in_ptr, in_stride, of.in_channels,
+           whole ? 1 : of.H / shape.pairs, whole ? of.H * of.W : of.W * shape.pairs, channels_last ? 16 : 8,
+           whole ? 1 : shape.box_rows(), whole ? shape.box_plane() : shape.box_columns(), params.in_map);
   if (error != cudaSuccess) return error;
   // Rows of planes are of 128 bytes in shared memory.
   const auto make_out = [&](int rows, hopper::BoxMap& map) {
@@ -4389,14 +4435,14 @@ inline cudaError_t make_landing_maps(Params& params) {
   return error == cudaSuccess && rest > 0 ? make_out(rest, params.rest_map) : error;
 }
 
-template <int TILE_N, int COLUMNS, int ROWS, int STRIDE, bool CHANNELS_LAST>
+template <int TILE_N, int COLUMNS, int ROWS, int STRIDE, bool CHANNELS_LAST, int PAIRS>
 cudaError_t run_landing_kernel(Params& params, cudaStream_t stream) {
-  constexpr Instance kInstance{"landing_kernel", {TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST}};
+  constexpr Instance kInstance{"landing_kernel", {TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST, PAIRS}};
   record(kInstance);
   if constexpr (!is_built(kInstance)) {
     return cudaErrorInvalidConfiguration;
   } else {
-    const auto kernel = landing_kernel<TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST>;
+    const auto kernel = landing_kernel<TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST, PAIRS>;
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
     if (error != cudaSuccess) return error;
@@ -4406,34 +4452,36 @@ cudaError_t run_landing_kernel(Params& params, cudaStream_t stream) {
 }
 
 // Runs the plan by the kernel of this shape of a tile, if it has it: true, and what became of it.
-template <int SHAPE, bool CHANNELS_LAST>
+template <int SHAPE, bool CHANNELS_LAST, int PAIRS>
 bool run_landing_shape(Params& params, cudaStream_t stream, cudaError_t& error) {
   constexpr TileShape kTile = kTileShapes[SHAPE];
-  constexpr LandingShape kShape{kTile.tile_n, kTile.columns, kTile.blocks_m, kTile.stride, CHANNELS_LAST};
+  constexpr LandingShape kShape{kTile.tile_n, kTile.columns, kTile.blocks_m, kTile.stride, CHANNELS_LAST, PAIRS};
   const LandingShape& shape = params.plan.landing.shape;
   if (!kTile.lands || shape.tile_n != kShape.tile_n || shape.columns != kShape.columns || shape.rows != kShape.rows ||
       shape.stride != kShape.stride)
     return false;
   if constexpr (kTile.lands && kShape.has_kernel())
-    error = run_landing_kernel<kTile.tile_n, kTile.columns, kTile.blocks_m, kTile.stride, CHANNELS_LAST>(params,
-                                                                                                         stream);
+    error = run_landing_kernel<kTile.tile_n, kTile.columns, kTile.blocks_m, kTile.stride, CHANNELS_LAST, PAIRS>(
+        params, stream);
   return true;
 }
 
 using AllShapes = std::make_index_sequence<sizeof(kTileShapes) / sizeof(TileShape)>;
 
-template <bool CHANNELS_LAST, size_t... SHAPES>
+template <bool CHANNELS_LAST, int PAIRS, size_t... SHAPES>
 cudaError_t run_landing_tile(Params& params, cudaStream_t stream, std::index_sequence<SHAPES...>) {
   cudaError_t error = cudaErrorInvalidConfiguration;
-  static_cast<void>((run_landing_shape<SHAPES, CHANNELS_LAST>(params, stream, error) || ...));
+  static_cast<void>((run_landing_shape<SHAPES, CHANNELS_LAST, PAIRS>(params, stream, error) || ...));
   return error;
 }
 
 inline cudaError_t run_landing(Params& params, cudaStream_t stream) {
   const cudaError_t error = make_landing_maps(params);
   if (error != cudaSuccess) return error;
-  return params.plan.landing.shape.channels_last ? run_landing_tile<true>(params, stream, AllShapes{})
-                                                 : run_landing_tile<false>(params, stream, AllShapes{});
+  const LandingShape& shape = params.plan.landing.shape;
+  return shape.channels_last ? run_landing_tile<true, 1>(params, stream, AllShapes{})
+         : shape.pairs == 2  ? run_landing_tile<false, 2>(params, stream, AllShapes{})
+                             : run_landing_tile<false, 1>(params, stream, AllShapes{});
 }
 
 template <typename Format, int TILE_N, int BLOCKS_M, int PIECES, int WARPGROUPS, Source SOURCE>
@@ -4512,8 +4560,16 @@ inline PackParams pack_params(const Phased& of, const Phases& phases, const Plan
   pack.iterations = plan.iterations;
   pack.row_pieces = plan.iterations * plan.pieces;
   pack.pieces = plan.pieces;
-  pack.group_in = of.in_channels / of.merged;
-  pack.group_out = of.out_channels / of.merged;
+  pack.group_in = pack.group_step = of.in_channels / of.merged;
+  pack.group_out = pack.group_rows = of.out_channels / of.merged;
+  if (plan.lands && plan.landing.shape.stacks()) {
+    pack.group_step = 0;
+    pack.group_out = plan.landing.shape.tile_n;
+    pack.of.out_channels = of.R * pack.group_out;
+    pack.of.w_stride_group = of.flipped ? -of.w_stride_r : of.w_stride_r;
+    pack.first = of.flipped ? (of.R - 1) * of.w_stride_r : 0;
+    pack.of.R = 1;
+  }
   pack.whole_rows = plan.by_tma;
   pack.by_images = plan.in_images;
   pack.count = static_cast<int>(packed_rows(of, plan.tile_n) * pack.row_pieces);
@@ -4521,7 +4577,7 @@ inline PackParams pack_params(const Phased& of, const Phases& phases, const Plan
   pack.by_tiles_n = make_divisor(plan.tiles_n);
   pack.by_pieces = make_divisor(plan.pieces);
   pack.by_row_pieces = make_divisor(pack.row_pieces);
-  pack.by_taps = make_divisor(of.R * of.S);
+  pack.by_taps = make_divisor(pack.of.R * of.S);
   pack.by_s = make_divisor(of.S);
   pack.by_group_out = make_divisor(pack.group_out);
   return pack;
@@ -4622,7 +4678,7 @@ cudaError_t run_contained(const PackParams& pack, const Phased& copy, const Agai
 
   ContainParams contain{};
   contain.pack = pack;
-  const int64_t row_sizes[] = {of.in_channels, of.R, of.S};
+  const int64_t row_sizes[] = {of.in_channels, pack.of.R, of.S};
   const int64_t row_strides[] = {of.w_stride_in, of.w_stride_r, of.w_stride_s};
   const int64_t side_by_side = values_side_by_side(row_sizes, row_strides);
   const int64_t row_words = side_by_side > 0 ? side_by_side : 8 * int64_t{pack.row_pieces};

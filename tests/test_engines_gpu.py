@@ -157,7 +157,7 @@ GATHER_CONTAINED_CASES = [
     Case(8, 518, 7, 7, 500, 3, 3, padding=(1, 1)),  # tiles that blocks share; weights of taps in no fours
 ]
 # In fp32 these are contained on their way, by tiles of each width but one, with rows, columns and channels that are not
-# there; the last one by tiles of that width, in channels_last only.
+# there; the last but one by tiles of that width, in channels_last only.
 GATHER_LANDING_CASES = [
     Case(40, 64, 40, 124, 64, 3, 3, padding=(1, 1)),
     Case(22, 70, 62, 60, 66, 3, 3, padding=(1, 1)),
@@ -166,6 +166,8 @@ GATHER_LANDING_CASES = [
     Case(32, 128, 56, 56, 128, 3, 3, stride=(2, 2), padding=(1, 1)),
     Case(64, 256, 28, 28, 256, 3, 3, stride=(2, 2), padding=(1, 1)),
     Case(256, 256, 14, 14, 256, 3, 3, padding=(1, 1)),
+    Case(24, 66, 64, 124, 72, 3, 3),  # pairs of rows of dy
+    Case(24, 80, 62, 122, 16, 3, 3, padding=(1, 2)),  # rows of taps that stack
 ]
 GATHER_SCALED_CASES = [*GATHER_CONTAINED_CASES, *GATHER_LANDING_CASES]
 # In fp32 boxes of a tap load these.

@@ -29,6 +29,7 @@ from tests.engines import (
     GATHER_POINTS,
     GATHER_SHAPES,
     GATHER_SHAPES_16,
+    GATHER_STACKED,
     GATHER_WINDOWS,
     TF32,
     Runs,
@@ -186,6 +187,24 @@ GATHER_SHIM_LANDING_CASES = [
     (Case(2, 24, 28, 28, 130, 3, 3, stride=(2, 2), padding=(1, 1)), "fprop"),
     (Case(1, 17, 39, 28, 20, 3, 3, stride=(2, 2), padding=(0, 1)), "fprop"),
 ]
+# Rows of x that begin at a multiple of 16 bytes in pairs alone, the even or the odd ones of a window.
+GATHER_SHIM_PAIRS_OF_ROWS = [
+    (Case(2, 72, 12, 36, 40, 3, 3), "dgrad"),
+    (Case(2, 130, 40, 64, 24, 3, 3), "dgrad"),
+    (Case(1, 24, 10, 34, 40, 3, 3, padding=(1, 2)), "fprop"),
+    (Case(2, 17, 36, 66, 136, 3, 3, padding=(2, 0)), "fprop"),
+    (Case(1, 20, 13, 60, 24, 2, 3), "dgrad"),
+    (Case(3, 9, 2, 30, 16, 3, 3, padding=(1, 4)), "fprop"),
+]
+# Up to 16 output channels, whose rows of taps stack; tiles that are full and not; pairs of rows.
+GATHER_SHIM_STACKED = [
+    (Case(2, 40, 12, 36, 16, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(1, 24, 33, 32, 9, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(2, 10, 25, 68, 40, 3, 3, padding=(1, 1)), "dgrad"),
+    (Case(2, 16, 12, 36, 72, 3, 3), "dgrad"),
+    (Case(1, 17, 40, 66, 12, 3, 3, padding=(2, 0)), "fprop"),
+    (Case(2, 33, 5, 28, 8, 3, 3, padding=(0, 1)), "fprop"),
+]
 # Taps as far apart as they may be, and further apart than the image is large; one axis only; several images in a tile
 # and several tiles; channels that fill a stage and not; groups; no padding, some, and so much that y is larger than x.
 GATHER_SHIM_TAPS_APART = [
@@ -295,7 +314,7 @@ GATHER_RUNS = [
     Runs(
         of_operator("fprop", [Case(1, 520, 4, 5, 72, 1, 3, padding=(0, 1))]),
         16,
-        settings_of(TF32, shape=(26, 27, 33, 34), windows=(0, 1), tma_splits=(2, 8)),
+        settings_of(TF32, shape=(27, 28, 34, 35), windows=(0, 1), tma_splits=(2, 8)),
         name="multiplied by tma in parts",
     ),
     Runs(
@@ -306,6 +325,24 @@ GATHER_RUNS = [
         PLANES,
         ["landing_kernel", "contain_rows_kernel"],
         "contained on its way, planes",
+    ),
+    Runs(
+        GATHER_SHIM_STACKED,
+        4,
+        settings_of(TF32, shape=(GATHER_STACKED,), shift=(0,)),
+        {},
+        PLANES,
+        ["landing_kernel", "contain_rows_kernel"],
+        "contained on its way, rows of taps stacked",
+    ),
+    Runs(
+        GATHER_SHIM_PAIRS_OF_ROWS,
+        4,
+        settings_of(TF32, shape=(13, 15), shift=(0,)),
+        {},
+        PLANES,
+        ["landing_kernel", "contain_rows_kernel"],
+        "contained on its way, pairs of rows",
     ),
     Runs(
         with_fours([of for of in GATHER_SHIM_LANDING_CASES if of[0].stride == (1, 1)]),
@@ -375,6 +412,10 @@ ADVERSE_LANDING_CASES = [
     ("fprop", Case(2, 24, 15, 14, 40, 3, 3, padding=(1, 1)), "channels_last", 17),
     ("dgrad", Case(2, 24, 9, 26, 20, 3, 3, padding=(1, 1)), "channels_last", 16),
     ("fprop", Case(2, 20, 17, 28, 24, 3, 3, stride=(2, 2), padding=(1, 1)), "contiguous", 20),
+    ("dgrad", Case(2, 72, 12, 36, 40, 3, 3), "contiguous", 13),
+    ("dgrad", Case(2, 16, 12, 36, 40, 3, 3), "contiguous", GATHER_STACKED),
+    ("fprop", Case(2, 24, 14, 36, 12, 3, 3, padding=(1, 1)), "contiguous", GATHER_STACKED),
+    ("fprop", Case(2, 24, 20, 66, 40, 3, 3, padding=(1, 0)), "contiguous", 15),
 ]
 # In parts of the reduction, the last one shorter: what is mended comes behind their sum.
 ADVERSE_PARTS_CASE = ("fprop", Case(2, 136, 4, 9, 40, 1, 3, padding=(0, 1)), "contiguous")

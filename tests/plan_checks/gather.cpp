@@ -324,7 +324,7 @@ static void check_landing_memory(const Phased& of, const Plan& plan) {
   CHECK(landing.stage_bytes >= shape.boxes() * shape.box_bytes());
   CHECK(plan.x_stage_bytes == 2 * 16 * landing.slots);
   CHECK(landing.w_stages_of_step == (shape.shares() ? 3 : 1));  // a row of taps each, or all of them
-  CHECK(plan.w_stage_bytes == (shape.shares() ? 1 : of.R) * 3 * 2 * 16 * plan.tile_n);
+  CHECK(plan.w_stage_bytes == (shape.shares() || shape.stacks() ? 1 : of.R) * 3 * 2 * 16 * plan.tile_n);
   CHECK(layout.x_ring - layout.landed == landing.stages * landing.stage_bytes);
   CHECK(layout.w_ring - layout.x_ring == plan.x_stages * plan.x_stage_bytes);
   CHECK(layout.end - layout.w_ring == plan.w_stages * plan.w_stage_bytes);
@@ -337,13 +337,15 @@ static void check_landing(const Phased& of, const Plan& plan, const Addresses& a
   const Landing& landing = plan.landing;
   const LandingShape& shape = landing.shape;
   const bool channels_last = shape.channels_last, whole_rows = shape.whole_rows();
-  CHECK(shape.has_kernel() && shape.tile_n == plan.tile_n && shape.rows == plan.blocks_m);
+  CHECK(shape.has_kernel() && shape.gemm_rows() == plan.tile_n && shape.rows == plan.blocks_m);
   CHECK(shape.columns == plan.tile_q && shape.stride == of.stride_h);
   CHECK(plan.contained && !plan.copied && !plan.in_boxes && !plan.in_phases && of.groups == 1);
   CHECK(of.S == 3 && of.stride_w == of.stride_h && of.dilation_h == 1 && of.dilation_w == 1);
   if (shape.shares()) CHECK(of.R == 3);
   check_landing_memory(of, plan);
-  CHECK(covers(landing.steps, 16, of.in_channels) && plan.iterations == landing.steps * of.R * of.S);
+  const int rows_of_taps = shape.stacks() ? 1 : of.R;  // that a warp multiplies
+  if (shape.stacks()) CHECK(of.R == 3 && of.out_channels <= 16);
+  CHECK(covers(landing.steps, 16, of.in_channels) && plan.iterations == landing.steps * rows_of_taps * of.S);
   CHECK(covers(plan.tiles_n, plan.tile_n, of.out_channels) && plan.pieces == 2);
   CHECK(plan.units == plan.tiles && within(plan.blocks - 1, std::min(kSms, plan.units)) && plan.cycles > 0);
   const auto are_fours = [&](const int64_t (&stride)[4], int channels, int rows, int columns) {
@@ -352,7 +354,11 @@ static void check_landing(const Phased& of, const Plan& plan, const Addresses& a
     return stride[side_by_side] == 1 && sizes[side_by_side] % 4 == 0 &&
            steps_of_boxes(stride, sizes, 4, {0, channels_last ? 3 : 1, 2});
   };
-  CHECK(at.in % 16 == 0 && are_fours(of.in_stride, of.in_channels, of.H, of.W));
+  // Pairs of rows, as one.
+  const int pairs = shape.pairs;
+  const int64_t in_stride[4] = {of.in_stride[0], of.in_stride[1], pairs * of.in_stride[2], of.in_stride[3]};
+  CHECK(at.in % 16 == 0 && are_fours(in_stride, of.in_channels, of.H / pairs, of.W * pairs));
+  CHECK(pairs == 1 || (of.in_stride[2] == of.W && of.H % 2 == 0 && landing.span % 2 == 0));
   // Rows of 14 columns of a plane are not multiples of 16 bytes.
   CHECK(plan.boxes == (channels_last || shape.columns > 14));
   if (plan.boxes) CHECK(at.out % 16 == 0 && are_fours(of.out_stride, of.out_channels, of.P, of.Q));
@@ -368,7 +374,7 @@ static void check_landing(const Phased& of, const Plan& plan, const Addresses& a
     CHECK(of.W == shape.box_columns() && of.pad_w == 1 && of.W + of.pad_w <= window_columns);
     CHECK(shape.box_rows() == 4 && (of.H == 1 || of.in_stride[2] == of.W));
   } else {
-    CHECK(landing.lead + window_columns <= shape.box_columns());
+    for (int lead : landing.lead) CHECK(lead >= 0 && lead + window_columns <= shape.box_columns());
   }
   // A slot holds one row and column of the window.
   std::vector<std::pair<int, int>> held(landing.slots, {-1, -1});
@@ -379,14 +385,17 @@ static void check_landing(const Phased& of, const Plan& plan, const Addresses& a
       held[slot] = {row, column};
     }
   const int last_row = (landing.span - landing.rows) * shape.pitch(), read_slots = 2 * shape.product_slots();
-  for (int tap = 0; tap < of.R * of.S; ++tap)
+  for (int tap = 0; tap < rows_of_taps * of.S; ++tap)
     CHECK(last_row + shape.slot_of(tap / of.S, tap % of.S) + read_slots <= landing.slots);
   Owned owned(of.N * of.P * of.Q * plan.tiles_n);
   std::vector<int> listed(of.N * of.H * of.W), read(of.N * of.H * of.W);
   for (int unit = 0; unit < plan.units; ++unit) {
     const LandingTile tile = locate_landing(plan, unit);
     CHECK(within(tile.n, of.N) && within(tile.n_block, plan.tiles_n));
-    CHECK(landing.lead >= 0 && (channels_last || whole_rows || (tile.q - of.pad_w - landing.lead) % 4 == 0));
+    for (int box = 0; box < pairs && !channels_last && !whole_rows; ++box) {
+      const int of_pair = pairs == 1 ? 0 : (tile.p - of.pad_h + box) & 1;
+      CHECK((of_pair * of.W + tile.q - of.pad_w - landing.lead[box]) % 4 == 0);
+    }
     CHECK(whole_rows ? tile.q == 0 : channels_last || tile.q % 4 == 0);
     const int first_h = tile.p * shape.stride - of.pad_h, first_w = tile.q * shape.stride - of.pad_w;
     const auto place = [&](int h, int w) { return (static_cast<int64_t>(tile.n) * of.H + h) * of.W + w; };
@@ -400,6 +409,7 @@ static void check_landing(const Phased& of, const Plan& plan, const Addresses& a
         for (int r = 0; r < of.R; ++r)
           for (int s = 0; s < of.S; ++s) {
             const int slot = row / landing.rows * last_row + shape.slot_of(r, s) + in_warpgroup;
+            if (shape.stacks()) CHECK(in_warpgroup + r * shape.pitch() < read_slots);
             CHECK(slot < landing.slots && held[slot].first >= 0);
             const int h = first_h + held[slot].first, w = first_w + held[slot].second;
             CHECK(h == p * shape.stride - of.pad_h + r && w == q * shape.stride - of.pad_w + s);
@@ -459,10 +469,11 @@ static void note(const Phased& of, const Plan& plan) {
   if (plan.lands) {
     const LandingShape& landing = plan.landing.shape;
     NOTE(landing.channels_last);
-    NOTE_VALUES(landing.tile_n, 64, 128);
+    NOTE_VALUES(landing.tile_n, 16, 64, 128);
     NOTE_VALUES(landing.columns, 14, 28, 32);
-    NOTE_VALUES(landing.rows, 7, 8, 14);
+    NOTE_VALUES(landing.rows, 6, 7, 8, 14);
     NOTE_VALUES(landing.stride, 1, 2);
+    NOTE_VALUES(landing.pairs, 1, 2);
   } else if (!plan.by_tma) {
     NOTE_VALUES(source_of_plan(plan), 0, 1, 2, 3, 4, 5, 6);
     NOTE_VALUES(plan.warpgroups, 1, 2, 3);
