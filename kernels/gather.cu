@@ -35,7 +35,8 @@
 //   kImages                       1x1, planes of no multiple of 4 pixels: bulk copies of whole images
 //   kPhases                       boxes of every second row and column (stride 2, channels_last, TF32: see Phases)
 //   kTaps                         an im2col box for each tap, where taps lie far apart (dilation)
-//   kLanding                      boxes of fp32 that warps contain on their way to wgmma, without a copy (see Landing)
+//   kLanding                      boxes of fp32 that warps contain on their way to wgmma, without a copy (see Landing);
+//                                 up to 16 output channels share 64 rows of the GEMM with their rows of taps
 //   kAny                          gathered or boxes, as the plan says: 16 bits, and `again`
 //
 // Kernels of a call. Each starts early (PDL) and waits for the preceding one where it needs what that writes:
@@ -151,8 +152,8 @@ struct LandingShape {
     if (pairs == 2 || stacks()) return !channels_last && stride == 1 && columns == 32 && rows != 7;
     return channels_last ? stride == 1 : stride == 2 || columns > 14;
   }
-  // Of 64 rows of the GEMM 16 are of each row of taps: warp r sums products of tap (r, s) of all rows of the window, and
-  // three warps add theirs, each a row further on, while they stage y.
+  // Of 64 rows of the GEMM 16 are of each row of taps: warp r has sums of products of taps (r, s) of all rows of the
+  // window. Those of three warps make y, each of them a row further on.
   MODELNEW_HOST_DEVICE constexpr bool stacks() const { return tile_n == 16; }
   MODELNEW_HOST_DEVICE constexpr int gemm_rows() const { return stacks() ? 64 : tile_n; }
   MODELNEW_HOST_DEVICE constexpr int multiplied_rows() const { return rows + (stacks() ? kLandingTaps - 1 : 0); }
@@ -162,7 +163,9 @@ struct LandingShape {
   // Slots of a row, of a phase; even: pairs of slots are of one row.
   MODELNEW_HOST_DEVICE constexpr int pitch() const { return (columns + (stride == 1 ? 2 : 1) + 1) / 2 * 2; }
   // Slots of each of two wgmmas.
-  MODELNEW_HOST_DEVICE constexpr int product_slots() const { return ((multiplied_rows() - 1) * pitch() + columns + 15) / 16 * 8; }
+  MODELNEW_HOST_DEVICE constexpr int product_slots() const {
+    return ((multiplied_rows() - 1) * pitch() + columns + 15) / 16 * 8;
+  }
   // Slots of a phase; neighbouring columns, which are of two phases, meet other banks.
   MODELNEW_HOST_DEVICE constexpr int phase_slots() const {
     return stride == 1 ? 0 : ((tile_rows() + 1) * pitch() + 3) / 8 * 8 + 4;
@@ -210,7 +213,7 @@ struct LandingShape {
   MODELNEW_HOST_DEVICE constexpr int contain_registers() const { return stride == 2 ? 64 : shares() ? 56 : 88; }
   MODELNEW_HOST_DEVICE constexpr int multiply_registers() const { return 256 - contain_registers(); }
   // Rows of y that are staged at a time, for a box; or, of planes of few columns, for stores of a warp.
-  MODELNEW_HOST_DEVICE constexpr int staged_rows() const { return stride == 1 ? rows : 4; }
+  MODELNEW_HOST_DEVICE constexpr int staged_rows() const { return stride == 1 ? multiplied_rows() : 4; }
   MODELNEW_HOST_DEVICE constexpr bool stores_boxes() const { return channels_last || columns > 14; }
   MODELNEW_HOST_DEVICE constexpr int staged_row_bytes() const {
     return channels_last ? columns * kLandedPixelBytes : kLandingStagedChannels * 128;
@@ -2917,16 +2920,14 @@ struct Constant {
 // it: a warp stages while nothing else hides its instructions, and the next one waits for it (docs/lab/gather.md).
 template <typename Shape, int FIRST_ROW>
 __device__ __forceinline__ void stage_landed(const Params& params, const LandedSums<Shape>& acc,
-                                             const float (&factor)[2], const float (&bias)[2], uint8_t* staging,
-                                             [[maybe_unused]] int stacked) {
+                                             const float (&factor)[2], const float (&bias)[2], uint8_t* staging) {
   constexpr LandingShape kShape = Shape::kShape;
   constexpr int kRowBytes = kLandingStagedChannels * hopper::kBoxRowBytes, kEight = 8 * hopper::kBoxRowBytes;
   constexpr int kPitch = kShape.pitch(), kFours = kShape.product_slots() / 8;  // of pairs, of a product
   const int lane = threadIdx.x % 32, pair = lane % 4, channel = lane / 4;
-  constexpr int kEndRow = FIRST_ROW + (kShape.stacks() ? kShape.multiplied_rows() : kShape.staged_rows());
-  const int shift = kShape.stacks() ? stacked : 0;  // of rows
-  const int end_row = shift + min(params.plan.landing.rows, FIRST_ROW + kShape.staged_rows());
-  staging += channel * hopper::kBoxRowBytes - shift * kRowBytes;
+  constexpr int kEndRow = FIRST_ROW + kShape.staged_rows();
+  const int end_row = kShape.stacks() ? kEndRow : min(params.plan.landing.rows, kEndRow);
+  staging += channel * hopper::kBoxRowBytes;
 #pragma unroll
   for (int j = 0; j < 2 * kFours; ++j) {
     if (8 * j / kPitch + 1 < FIRST_ROW || 8 * j / kPitch >= kEndRow) continue;
@@ -2943,16 +2944,27 @@ __device__ __forceinline__ void stage_landed(const Params& params, const LandedS
         in_piece = in_next % 4 * 4;
       }
     }
-    if (exists && row >= FIRST_ROW + shift && row < end_row) {
+    if (exists && row >= FIRST_ROW && row < end_row) {
       uint8_t* const to = staging + (row - FIRST_ROW) * kRowBytes + ((piece ^ channel) * 16 + in_piece);
       const float* const sums = acc[j / kFours] + j % kFours * 4;
+      *reinterpret_cast<float2*>(to) = make_float2(sums[0] * factor[0] + bias[0], sums[1] * factor[0] + bias[0]);
+      *reinterpret_cast<float2*>(to + kEight) =
+          make_float2(sums[2] * factor[1] + bias[1], sums[3] * factor[1] + bias[1]);
+    }
+  }
+}
+
+// Adds up what three warps have staged, into the first one's share, for which the warpgroup has come together.
+template <typename Shape>
+__device__ __forceinline__ void add_stacked(int rows, uint8_t* staging) {
+  constexpr int kRowBytes = kLandingStagedChannels * hopper::kBoxRowBytes;
+  constexpr int kNext = Shape::kShape.staged_bytes() + kRowBytes;
+  for (int i = threadIdx.x % 128 * 16; i < rows * kRowBytes; i += 128 * 16) {
+    float4& sum = *reinterpret_cast<float4*>(staging + i);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float2& staged = *reinterpret_cast<float2*>(to + i * kEight);
-        float2 two = make_float2(sums[2 * i] * factor[i] + bias[i], sums[2 * i + 1] * factor[i] + bias[i]);
-        if (kShape.stacks() && shift > 0) two.x += staged.x, two.y += staged.y;
-        staged = two;
-      }
+    for (int r = 1; r < kLandingTaps; ++r) {
+      const float4 four = *reinterpret_cast<const float4*>(staging + i + r * kNext);
+      sum.x += four.x, sum.y += four.y, sum.z += four.z, sum.w += four.w;
     }
   }
 }
@@ -3031,10 +3043,9 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
   constexpr LandingShape kShape = Shape::kShape;
   constexpr bool kShares = kShape.shares();
   constexpr int kTileN = kShape.gemm_rows(), kSlots = kShape.product_slots();
-  constexpr int kLast = kLandingTaps - 1;  // of the warps that add up what they stack, and store it
   const int own_slot = kShares ? 0 : warpgroup * landing.rows * kShape.pitch();
   const int own_row = kShares ? 0 : warpgroup * landing.rows, own_channel = (kShares ? warpgroup * 64 : 0) + 16 * warp;
-  uint8_t* const staging = smem + shared.layout.staging + (kShape.stacks() ? 0 : warp * kShape.staged_bytes());
+  uint8_t* const staging = smem + shared.layout.staging + warp * kShape.staged_bytes();
   const int rows_of_taps = kShape.stacks() ? 1 : of.R;
   if (kShape.stores_boxes() && threadIdx.x == 0) hopper::prefetch_map(params.out_map);
   int x_exponent;
@@ -3127,21 +3138,18 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
 #pragma unroll
     for (auto& of_product : acc) hopper::wgmma_settle(of_product);
     give_back();
-    hopper::barrier_wait(shared.staged_empty(warpgroup, kShape.stacks() ? kLast : warp), turn);
+    hopper::barrier_wait(shared.staged_empty(warpgroup, kShape.stacks() ? 0 : warp), turn);
     turn ^= 1;
-    if constexpr (kShape.stacks()) {
-      for (int i = 0; i < min(warp, kLast); ++i) hopper::named_barrier(1 + warpgroup, 128);  // those before have added
-    }
     const auto store = [&](auto first_row, const hopper::BoxMap& map) {
       constexpr LandingShape kOwn = Shape::kShape;
       constexpr int kFirstRow = decltype(first_row)::value;
       if constexpr (kOwn.channels_last)
         stage_landed_channels<Shape, kFirstRow>(params, acc, factor, bias, staging);
-      else if (!kOwn.stacks() || warp <= kLast)
-        stage_landed<Shape, kFirstRow>(params, acc, factor, bias, staging, warp);
+      else
+        stage_landed<Shape, kFirstRow>(params, acc, factor, bias, staging);
       if constexpr (kOwn.stacks()) {
-        for (int i = warp; i < kLast; ++i) hopper::named_barrier(1 + warpgroup, 128);
-        if (warp != kLast) return;
+        hopper::named_barrier(1 + warpgroup, 128);
+        add_stacked<Shape>(landing.rows, smem + shared.layout.staging);
       }
       const int row = tile.p + own_row + kFirstRow;
       if constexpr (!kOwn.stores_boxes()) {
@@ -3150,14 +3158,14 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
         return;
       }
       hopper::fence_async();
+      if constexpr (kOwn.stacks()) hopper::named_barrier(1 + warpgroup, 128);
       __syncwarp();  // all channels are staged
-      if (lane != 0) return;
-      const int first_channel = kOwn.stacks() ? 0 : channel;
-      if (row < of.P && first_channel < of.out_channels) {
+      if (lane != 0 || (kOwn.stacks() && warp != 0)) return;
+      if (row < of.P && channel < of.out_channels) {
         if constexpr (kOwn.channels_last)
-          hopper::store_box(map, staging, first_channel, tile.q, row, tile.n);
+          hopper::store_box(map, staging, channel, tile.q, row, tile.n);
         else
-          hopper::store_box(map, staging, tile.q, first_channel, row, tile.n);
+          hopper::store_box(map, staging, tile.q, channel, row, tile.n);
       }
       hopper::bulk_stores_commit();
     };
@@ -3173,7 +3181,7 @@ __device__ __forceinline__ void multiply_landed(const Params& params, const Land
     if constexpr (kStagedRows < kShape.rows) store_rest(Constant<kStagedRows>{});
     if constexpr (2 * kStagedRows < kShape.rows) store_rest(Constant<2 * kStagedRows>{});
     if constexpr (3 * kStagedRows < kShape.rows) store_rest(Constant<3 * kStagedRows>{});
-    stores = !kShape.stacks() || warp == kLast;
+    stores = !kShape.stacks() || warp == 0;
   }
   if (stores) give_staging();  // also before the shared memory goes
 }
@@ -3503,7 +3511,7 @@ constexpr TileShape kTileShapes[] = {{256, 1, 8, 1210, kByMost | kByImages | k16
                                      {128, 1, 8, 1050, kByBoxes, false, 3},
                                      {128, 1, 8, 900, kByBoxes, true, 3},
                                      {64, 1, 8, 1000, kByPixels | kByBoxes, false, 3},
-                                     {16, 6, 2, 1500, kByLanding, true, 2, true, 6000, 32, 1}};
+                                     {16, 6, 2, 1500, kByLanding, true, 2, true, 7500, 32, 1}};
 // The tile of calls that are done again.
 constexpr TileShape kAgainShape{64, 2, 8, 1150, ~(kByTaps | kByImages)};
 
@@ -3580,8 +3588,8 @@ inline bool may_land(const Phased& of, int element_bytes) {
          of.N * of.H * of.W * ((of.in_channels + 7) / 8 * 8) < (int64_t{1} << 31);
 }
 
-// Fewer channels have not been tried. Channels_last needs more of them for a copy, as x comes by boxes as it is, unless
-// it has many outputs (docs/lab/gather.md).
+// Fewer channels have not been tried, those of y but where x lands. Channels_last needs more of them for a copy, as x
+// comes by boxes as it is, unless it has many outputs (docs/lab/gather.md).
 constexpr int kLeastContained = 64, kLeastContainedChannels = 128;
 constexpr int64_t kManyOutputs = 1 << 19;
 
