@@ -3,6 +3,7 @@
 //   correlate      y from x (fprop) and dx from dy (dgrad), see correlate.cuh
 //   depthwise      the same with one input channel for each output, through shared memory
 //   points         the same for 1x1 filters to at most 8 channels of fp32: every pixel is read once, into registers
+//   stem_dgrad     dx of few channels at a stride of 2, see stem_dgrad.cuh
 //   weight_grad    dw from x and dy
 //   depthwise_wgrad   the same with one input channel for each output
 //   add_partials   [split][element] doubles -> dw
@@ -26,6 +27,7 @@
 #include "bias_grad.cuh"
 #include "block_sum.cuh"
 #include "correlate.cuh"
+#include "stem_dgrad.cuh"
 
 namespace modelnew {
 namespace direct {
@@ -719,6 +721,7 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
   constexpr int64_t kSlot = sizeof(double);
   if (op == Operator::kWgrad) return plan_weight_grad(problem).splits * weight_elements(problem) * kSlot;
   if (op == Operator::kBgrad) return bias_grad::workspace_bytes(problem, pointers.dy);
+  if (stem_dgrad::takes(problem, op)) return 0;
   const int64_t element_size = problem.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
   return packed_elements(problem, op, plan_correlate(problem, op)) * element_size;
 }
@@ -880,6 +883,7 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   const void* const in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
   const bool aligned = (reinterpret_cast<uint64_t>(in_ptr) | reinterpret_cast<uint64_t>(pointers.out)) % 16 == 0;
   if (aligned && takes_points(problem, op)) return launch_points(op, problem, pointers, stream);
+  if (stem_dgrad::takes(problem, op)) return stem_dgrad::launch(problem, pointers, stream);
   return launch_correlate(op, problem, pointers, stream);
 }
 
@@ -901,6 +905,10 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   }
   if (takes_points(problem, op)) {
     snprintf(text, text_size, "points: all output channels of four pixels a thread");
+    return;
+  }
+  if (stem_dgrad::takes(problem, op)) {
+    snprintf(text, text_size, "stem_dgrad: all channels of 2 x 8 pixels a thread");
     return;
   }
   static constexpr const char* kNames[] = {"correlate",        "correlate", "correlate",

@@ -343,9 +343,22 @@ def check_refusals(handle: Engine) -> None:
 
 
 # ---- Kernels of engines that synchronise by __syncthreads alone.
+# Few channels at a stride of 2: each filter and number of channels; tiles that are full and not, rows of dx of whole 16
+# bytes and not, paddings above the usual one, rows and columns that no tap meets.
+STEM_GRADIENTS = [
+    Case(2, 3, 34, 67, 10, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(1, 1, 40, 64, 8, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(1, 4, 9, 70, 17, 4, 4, stride=(2, 2), padding=(1, 3)),
+    Case(2, 3, 33, 64, 3, 5, 5, stride=(2, 2), padding=(2, 0)),
+    Case(1, 4, 12, 31, 9, 7, 7, stride=(2, 2), padding=(1, 5)),
+    Case(1, 3, 35, 20, 4, 3, 3, stride=(2, 2), padding=(3, 1)),
+    Case(1, 1, 8, 129, 5, 5, 5, stride=(2, 2), padding=(4, 2)),
+    Case(2, 3, 20, 24, 12, 4, 4, stride=(2, 2), padding=(1, 1)),
+]
 SIMPLE = [
     ("direct", EXACT_CASES, set(OPERATOR_NUMBER), DTYPES[:1]),
     ("direct", DENSE_CASES[:10] + DEPTHWISE_CASES[:5], set(OPERATOR_NUMBER), DTYPES[1:]),
+    ("direct", STEM_GRADIENTS, {"dgrad"}, DTYPES[:3]),
     ("depthwise", ONE_TO_ONE_CASES, {"fprop", "dgrad", "wgrad"}, DTYPES[:3]),
     ("depthwise", random_depthwise_cases(80, seed=0), {"wgrad"}, DTYPES[:3]),
     ("dilated", DILATED_CASES, {"fprop"}, DTYPES[:1]),

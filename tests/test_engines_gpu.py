@@ -66,7 +66,7 @@ ALL_TYPES = [TF32, FP16, BF16]
 WGMMA_TYPES = [*ALL_TYPES, FP32]
 HALVES = [FP16, BF16]
 # The other engines, or those that they give parts to, need Hopper.
-ANY_GPU = ("mma", "mma_wgrad", "patches", "pointwise")
+ANY_GPU = ("direct", "mma", "mma_wgrad", "patches", "pointwise")
 
 
 def hopper_gpu(test: Callable) -> Callable:
@@ -202,6 +202,13 @@ GPU_PATCHES_CASES = [
     Case(3, 3, 56, 58, 136, 14, 14, stride=(14, 14)),
     Case(3, 1, 33, 40, 64, 3, 5, stride=(3, 5)),
 ]
+# Few channels of dx, so many tiles that its own kernel takes them.
+GPU_STEM_GRADIENTS = [
+    Case(36, 3, 64, 130, 20, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(140, 1, 31, 33, 9, 3, 3, stride=(2, 2), padding=(1, 1)),
+    Case(70, 4, 40, 64, 12, 4, 4, stride=(2, 2), padding=(1, 3)),
+    Case(140, 3, 17, 62, 17, 5, 5, stride=(2, 2), padding=(2, 2)),
+]
 # Strips of rows, several images in a stage, strides, dilations, groups, few input channels, ragged edges of every tile,
 # several parts.
 GPU_WGRAD_CASES = [
@@ -212,6 +219,9 @@ GPU_WGRAD_CASES = [
     Case(2, 24, 33, 29, 40, 5, 4, stride=(2, 3), padding=(2, 1), dilation=(1, 2)),
     Case(3, 64, 20, 20, 96, 3, 3, padding=(1, 1), groups=2),
     Case(2, 3, 64, 60, 64, 7, 7, stride=(2, 2), padding=(3, 3)),
+    Case(8, 3, 112, 112, 72, 16, 16, stride=(16, 16)),
+    Case(8, 4, 90, 88, 70, 11, 11, stride=(4, 4), padding=(2, 2)),
+    Case(4, 1, 40, 44, 32, 5, 3, stride=(2, 3), padding=(2, 1)),
     Case(2, 30, 19, 21, 20, 3, 3, padding=(2, 2), dilation=(3, 2)),
     Case(1, 16, 5, 3, 17, 1, 1),
     # Large enough for TF32.
@@ -347,8 +357,8 @@ def merges(case: Case) -> bool:
 
 def operators_of(engine: str, case: Case) -> set[str]:
     """What an engine takes of the cases that it has here."""
-    if engine in ("mma_wgrad", "hopper_wgrad", "tma_wgrad", "strided"):
-        return {"dgrad"} if engine == "strided" else {"wgrad"}
+    if engine in ("mma_wgrad", "hopper_wgrad", "tma_wgrad", "strided", "direct"):
+        return {"dgrad"} if engine in ("strided", "direct") else {"wgrad"}
     if engine == "gather" and case in GATHER_PHASES_OF_DX:
         return {"dgrad"}
     both = engine in ("wgmma", "dilated") or (engine in ("gather", "mma", "tma") and case.stride == (1, 1))
@@ -384,6 +394,7 @@ EXACT = [
     ("mma_wgrad", GPU_MMA_WGRAD_CASES, ALL_LAYOUTS, WGMMA_TYPES),
     ("mma_wgrad", GPU_MMA_WGRAD_CASES[:2], of_names(SOME_VIEWS, ("x", "dy")), [FP32, FP16]),
     ("patches", GPU_PATCHES_CASES, WITH_WEIGHTS, ALL_TYPES),
+    ("direct", GPU_STEM_GRADIENTS, ALL_LAYOUTS, [FP32, *HALVES]),
     ("hopper_wgrad", GPU_WGRAD_CASES, IN_LAYOUT, [*ALL_TYPES, FP32]),
     ("hopper_wgrad", GPU_WGRAD_VIEWED, of_names(VIEWS | SHIFTS, ("x", "dy"), ("x",), ("dy",)), ALL_TYPES),
     ("hopper_wgrad", [Case(2, 40, 8, 8, 24, 3, 3, padding=(1, 1), groups=2)], of_names(SHIFTS, "x", ("dy",)), HALVES),
@@ -446,6 +457,7 @@ ROUNDING = [
     ("gather", GATHER_PHASES_OF_DX, IN_LAYOUT, [TF32]),
     ("mma_wgrad", GPU_MMA_WGRAD_CASES, IN_LAYOUT, WGMMA_TYPES),
     ("patches", GPU_PATCHES_CASES, WITH_WEIGHTS, ALL_TYPES),
+    ("direct", GPU_STEM_GRADIENTS, IN_LAYOUT, [FP32, *HALVES]),
     ("pointwise", POINTWISE_CASES, IN_LAYOUT, [FP32, TF32]),
     ("stem", STEM_CASES, IN_LAYOUT, STEM_CONTRACTS),
     ("strided", GPU_STRIDED_CASES, IN_LAYOUT, ALL_TYPES),

@@ -1,0 +1,299 @@
+// stem_dgrad, part of the direct engine: the gradient to an input of few channels at a stride of 2, as the first layers
+// of networks have them. Full fp32 by multiply-adds; sums run in chunks of at most kChunk terms (numerics.cuh).
+//
+// Of 2x2 pixels of dx each tap meets one, and they read the same window of dy. With 7 taps and a padding of 3:
+//
+//   row of dy        i-1  i  i+1  i+2
+//   tap of row 2i     5   3   1    -
+//   of row 2i + 1     6   4   2    0
+//
+// A thread owns four such blocks side by side, and all channels of them: a tap's weights, one load of shared memory,
+// are multiplied 4 * CHANNELS times. What meets what the compiler knows. Tiles of 32 x 64 pixels of dx:
+//
+//   dy --(kFilters channels at a time)--> shared memory [channel][row][column]   --+
+//   w  --------------------------------> shared memory [channel][tap] x 16 bytes --+--> FFMA --> registers --> dx
+//
+// Bound by instruction issue. Measurements: docs/lab/direct.md.
+#pragma once
+
+#include "correlate.cuh"
+
+namespace modelnew {
+namespace direct {
+namespace stem_dgrad {
+
+constexpr int kThreads = 128, kFilters = 8;        // output channels of the convolution, of a stage
+constexpr int kBlocks = 4;                         // of 2x2 pixels, of a thread, side by side
+constexpr int kLanes = 8;                          // threads of a row of a tile
+constexpr int kTileRows = kThreads / kLanes, kTileColumns = kLanes * kBlocks;  // of blocks
+
+// The taps of an axis whose padding is odd or even.
+template <int TAPS, int ODD>
+struct Taps {
+  // First tap of even and odd rows of dx; so many; which row of dy the first tap reads, from block i's own on.
+  MODELNEW_HOST_DEVICE static constexpr int first(int phase) { return (phase + ODD) % 2; }
+  MODELNEW_HOST_DEVICE static constexpr int count(int phase) { return (TAPS - first(phase) + 1) / 2; }
+  MODELNEW_HOST_DEVICE static constexpr int reach(int phase) { return (phase + ODD - first(phase)) / 2; }
+  MODELNEW_HOST_DEVICE static constexpr int low() {
+    const int even = reach(0) - count(0), odd = reach(1) - count(1);
+    return 1 + (even < odd ? even : odd);
+  }
+  MODELNEW_HOST_DEVICE static constexpr int window() {
+    return (reach(0) > reach(1) ? reach(0) : reach(1)) - low() + 1;
+  }
+  // Of a channel of dy in shared memory: of a row, and of all rows.
+  MODELNEW_HOST_DEVICE static constexpr int pitch() { return (kTileColumns + window() - 1 + 3) / 4 * 4; }
+  MODELNEW_HOST_DEVICE static constexpr int plane() { return (kTileRows + window() - 1) * pitch(); }
+  static constexpr int kSharedBytes = kFilters * (plane() + TAPS * TAPS * 4) * static_cast<int>(sizeof(float));
+  // The tap by which a row reads row number `place` of the window, or -1.
+  MODELNEW_HOST_DEVICE static constexpr int tap(int phase, int place) {
+    const int number = reach(phase) - low() - place;
+    return number >= 0 && number < count(phase) ? first(phase) + 2 * number : -1;
+  }
+};
+
+struct Params {
+  const void *dy_ptr, *w_ptr;
+  void* dx_ptr;
+  int64_t dy_stride[4], dx_stride[4], w_stride[4];
+  int H, W, K, P, Q;
+  int first_p, first_q;  // what the window of block 0 begins with
+  int tiles_h, tiles_w;
+  bool channels_last, in_vectors;  // dx; its runs may be stored by 16 bytes
+  DType dtype;
+};
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+// Neighbouring values of dx, `count` of them.
+template <typename Storage, int VALUES>
+__device__ __forceinline__ void store_run(const float (&values)[VALUES], int count, bool in_vectors, Storage* to) {
+  constexpr int kSize = 16 / static_cast<int>(sizeof(Storage));
+  struct alignas(16) Piece {
+    Storage value[kSize];
+  };
+  if (in_vectors && count == VALUES) {
+#pragma unroll
+    for (int i = 0; i < VALUES / kSize; ++i) {
+      Piece piece;
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) narrow(values[i * kSize + j], piece.value[j]);
+      reinterpret_cast<Piece*>(to)[i] = piece;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < VALUES; ++i) {
+    if (i < count) narrow(values[i], to[i]);
+  }
+}
+
+template <int TAPS, int ODD, int CHANNELS>
+__global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 2 : 3)
+    stem_dgrad_kernel(const __grid_constant__ Params params) {
+  using Axis = Taps<TAPS, ODD>;
+  constexpr int kWindow = Axis::window(), kPitch = Axis::pitch(), kPlane = Axis::plane(), kAllTaps = TAPS * TAPS;
+  constexpr int kReads = (kBlocks + kWindow - 1 + 3) / 4 * 4;  // values of a row of dy that a thread loads
+  static_assert(kPitch >= (kLanes - 1) * kBlocks + kReads, "it loads fours");
+  constexpr int kChunkFilters = 4;
+  static_assert(kChunkFilters * Axis::count(1) * Axis::count(1) <= kChunk && Axis::count(0) <= 4, "of a chunk");
+  extern __shared__ __align__(16) unsigned char stem_dgrad_smem[];
+  float* const dy_smem = reinterpret_cast<float*>(stem_dgrad_smem);
+  float* const w_smem = dy_smem + kFilters * kPlane;
+
+  const int thread = static_cast<int>(threadIdx.x), column = thread % kLanes, row = thread / kLanes;
+  int tile = static_cast<int>(blockIdx.x);
+  const int tile_w = tile % params.tiles_w;
+  tile /= params.tiles_w;
+  const int tile_h = tile % params.tiles_h, n = tile / params.tiles_h;
+  const int first_i = tile_h * kTileRows, first_j = tile_w * kTileColumns;
+  float acc[2][2 * kBlocks][CHANNELS] = {}, total[2][2 * kBlocks][CHANNELS] = {};
+  const auto end_chunk = [&] {
+#pragma unroll
+    for (int a = 0; a < 2; ++a)
+#pragma unroll
+      for (int j = 0; j < 2 * kBlocks; ++j)
+#pragma unroll
+        for (int c = 0; c < CHANNELS; ++c) add_chunk(acc[a][j][c], total[a][j][c]);
+  };
+  for (int first_k = 0; first_k < params.K; first_k += kFilters) {
+    __syncthreads();  // the stage before has been read
+    with_storage<float>(params.dtype, [&](auto tag) {
+      using Storage = decltype(tag);
+      for (int i = thread; i < kPlane; i += kThreads) {
+        const int p = params.first_p + first_i + i / kPitch, q = params.first_q + first_j + i % kPitch;
+        const bool exists = is_within(p, params.P) && is_within(q, params.Q);
+        const Storage* const from = static_cast<const Storage*>(params.dy_ptr) + n * params.dy_stride[0] +
+                                    first_k * params.dy_stride[1] + p * params.dy_stride[2] + q * params.dy_stride[3];
+        Storage values[kFilters];
+#pragma unroll
+        for (int k = 0; k < kFilters; ++k)
+          values[k] = load_if(exists && first_k + k < params.K, from + k * params.dy_stride[1]);
+#pragma unroll
+        for (int k = 0; k < kFilters; ++k) dy_smem[k * kPlane + i] = widen(values[k]);
+      }
+      for (int i = thread; i < kFilters * kAllTaps * 4; i += kThreads) {
+        const int c = i % 4, tap = i / 4 % kAllTaps, k = first_k + i / (4 * kAllTaps);
+        const int64_t from = k * params.w_stride[0] + c * params.w_stride[1] + tap / TAPS * params.w_stride[2] +
+                             tap % TAPS * params.w_stride[3];
+        w_smem[i] = widen(load_if(k < params.K && c < CHANNELS, static_cast<const Storage*>(params.w_ptr) + from));
+      }
+    });
+    __syncthreads();  // it is there
+#pragma unroll 1
+    for (int k = 0; k < kFilters; ++k) {
+      const float* const dy_rows = dy_smem + k * kPlane + row * kPitch + column * kBlocks;
+      const float4* const w_taps = reinterpret_cast<const float4*>(w_smem) + k * kAllTaps;
+#pragma unroll
+      for (int down = 0; down < kWindow; ++down) {
+        float dy[kReads];
+#pragma unroll
+        for (int i = 0; i < kReads; i += 4)
+          reinterpret_cast<float4&>(dy[i]) = *reinterpret_cast<const float4*>(dy_rows + down * kPitch + i);
+#pragma unroll
+        for (int a = 0; a < 2; ++a) {
+          if (Axis::tap(a, down) < 0) continue;
+#pragma unroll
+          for (int right = 0; right < kWindow; ++right)
+#pragma unroll
+            for (int b = 0; b < 2; ++b) {
+              if (Axis::tap(b, right) < 0) continue;
+              const float4 four = w_taps[Axis::tap(a, down) * TAPS + Axis::tap(b, right)];
+              const float w[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+              for (int j = 0; j < kBlocks; ++j)
+#pragma unroll
+                for (int c = 0; c < CHANNELS; ++c)
+                  acc[a][2 * j + b][c] = fmaf(w[c], dy[j + right], acc[a][2 * j + b][c]);
+            }
+        }
+      }
+      if (k % kChunkFilters == kChunkFilters - 1) end_chunk();
+    }
+  }
+
+  with_storage<float>(params.dtype, [&](auto tag) {
+    using Storage = decltype(tag);
+    const int w = 2 * (first_j + column * kBlocks);
+    const int columns = params.W - w < 2 * kBlocks ? params.W - w : 2 * kBlocks;
+#pragma unroll
+    for (int a = 0; a < 2; ++a) {
+      const int h = 2 * (first_i + row) + a;
+      if (h >= params.H || columns <= 0) break;
+      Storage* const to = static_cast<Storage*>(params.dx_ptr) + n * params.dx_stride[0] + h * params.dx_stride[2] +
+                          w * params.dx_stride[3];
+      if (params.channels_last) {
+        float run[2 * kBlocks * CHANNELS];
+#pragma unroll
+        for (int i = 0; i < 2 * kBlocks * CHANNELS; ++i) {
+          const int j = i / CHANNELS, c = i % CHANNELS;
+          run[i] = total[a][j][c] + acc[a][j][c];
+        }
+        store_run(run, columns * CHANNELS, params.in_vectors, to);
+      } else {
+#pragma unroll
+        for (int c = 0; c < CHANNELS; ++c) {
+          float run[2 * kBlocks];
+#pragma unroll
+          for (int j = 0; j < 2 * kBlocks; ++j) run[j] = total[a][j][c] + acc[a][j][c];
+          store_run(run, columns, params.in_vectors, to + c * params.dx_stride[1]);
+        }
+      }
+    }
+  });
+}
+
+#endif  // device code
+
+#if !defined(__CUDACC_RTC__)
+
+// Calls use(TAPS, ODD, CHANNELS), as constants, if there is a kernel of them: of square filters with the usual padding.
+template <int VALUE>
+struct Constant {
+  static constexpr int value = VALUE;
+};
+
+template <typename Use>
+bool with_kernel(const Problem& problem, const Use& use) {
+  const auto with_channels = [&](auto taps) {
+    switch (problem.C) {
+      case 1:
+        return use(taps, Constant<1>{});
+      case 3:
+        return use(taps, Constant<3>{});
+      case 4:
+        return use(taps, Constant<4>{});
+    }
+    return false;
+  };
+  switch (problem.R) {
+    case 3:
+      return with_channels(Constant<3>{});
+    case 4:
+      return with_channels(Constant<4>{});
+    case 5:
+      return with_channels(Constant<5>{});
+    case 7:
+      return with_channels(Constant<7>{});
+  }
+  return false;
+}
+
+// Whether a padding is odd, where filters of so many taps have kernels.
+constexpr int odd_of(int taps) { return taps == 5 ? 0 : 1; }
+
+inline int64_t tiles_of(const Problem& problem) {
+  return problem.N * ceil_div(problem.H, 2 * kTileRows) * ceil_div(problem.W, 2 * kTileColumns);
+}
+
+// Fewer tiles leave SMs without one.
+constexpr int64_t kLeastTiles = 132, kMostTiles = int64_t{1} << 31;
+
+inline bool takes(const Problem& problem, Operator op) {
+  const int64_t (&dx)[4] = problem.x_stride;
+  const bool square = problem.R == problem.S && problem.stride_h == 2 && problem.stride_w == 2 &&
+                      problem.dilation_h == 1 && problem.dilation_w == 1;
+  const bool known = problem.pad_h >= 0 && problem.pad_w >= 0 && problem.pad_h % 2 == odd_of(problem.R) &&
+                     problem.pad_w % 2 == odd_of(problem.R);
+  const bool side_by_side = dx[3] == 1 || ((dx[1] == 1 || problem.C == 1) && dx[3] == problem.C);
+  return op == Operator::kDgrad && problem.dtype != DType::kFloat64 && problem.groups == 1 && square && known &&
+         side_by_side && tiles_of(problem) >= kLeastTiles && tiles_of(problem) < kMostTiles &&
+         with_kernel(problem, [](auto, auto) { return true; });
+}
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+inline cudaError_t launch(const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  Params params{pointers.dy, pointers.w, pointers.out};
+  std::copy_n(problem.y_stride, 4, params.dy_stride);
+  std::copy_n(problem.x_stride, 4, params.dx_stride);
+  std::copy_n(problem.w_stride, 4, params.w_stride);
+  params.H = problem.H, params.W = problem.W, params.K = problem.K, params.P = problem.P, params.Q = problem.Q;
+  params.tiles_h = static_cast<int>(ceil_div(problem.H, 2 * kTileRows));
+  params.tiles_w = static_cast<int>(ceil_div(problem.W, 2 * kTileColumns));
+  params.channels_last = problem.x_stride[3] != 1;
+  params.dtype = problem.dtype;
+  const int values = 16 / element_bytes(problem.dtype);
+  const auto in_vectors = [&](int64_t step, int64_t size) { return size == 1 || step % values == 0; };
+  params.in_vectors = reinterpret_cast<uint64_t>(pointers.out) % 16 == 0 &&
+                      in_vectors(params.dx_stride[0], problem.N) && in_vectors(params.dx_stride[2], problem.H) &&
+                      (params.channels_last || in_vectors(params.dx_stride[1], problem.C));
+  with_kernel(problem, [&](auto taps, auto channels) {
+    constexpr int kTaps = decltype(taps)::value, kOdd = odd_of(kTaps);
+    using Axis = Taps<kTaps, kOdd>;
+    params.first_p = (problem.pad_h - kOdd) / 2 + Axis::low();
+    params.first_q = (problem.pad_w - kOdd) / 2 + Axis::low();
+    const auto kernel = stem_dgrad_kernel<kTaps, kOdd, decltype(channels)::value>;
+    kernel<<<static_cast<unsigned>(tiles_of(problem)), kThreads, Axis::kSharedBytes, stream>>>(params);
+    return true;
+  });
+  return cudaGetLastError();
+}
+
+#endif  // launcher
+
+#endif  // host
+
+}  // namespace stem_dgrad
+}  // namespace direct
+}  // namespace modelnew
