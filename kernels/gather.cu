@@ -480,17 +480,26 @@ struct SampleParams {
 };
 
 // How a row of weights comes to shared memory: by fours or single values as they lie in w, side by side; or in the
-// order in which they are packed, from anywhere; or not at all, if it is too long.
-enum class RowLoads : int { kFours, kSingle, kPieces, kNone };
+// order in which they are packed, from anywhere; or not at all, if it is too long. kTogether: four rows at once, which
+// lie side by side in w: those of a tap, or of all taps of an input channel.
+enum class RowLoads : int { kFours, kSingle, kPieces, kNone, kTogether };
+constexpr int kRowsTogether = 4, kTogetherGap = 8;  // words behind those of eight channels, against bank conflicts
 
 struct ContainParams {
   PackParams pack;
   int rows_of_block, row_blocks;  // of packed weights
   RowLoads row_loads;
   int row_words, row_pitch;  // in shared memory
+  int row_step, tap_step;    // of four rows together, in there; between input channels lie those of four rows
   CopyParams copy;
   Guard guard;
 };
+
+// Where a weight of the first of four rows lies in shared memory.
+MODELNEW_HOST_DEVICE inline int place_together(const ContainParams& contain, int channel, int tap) {
+  const int taps = contain.pack.of.R * contain.pack.of.S;
+  return channel * kRowsTogether * taps + channel / 8 * kTogetherGap + tap * contain.tap_step;
+}
 
 // Whether bulk copies bring x, which one warp orders: then there is no table of slots, and one arrival a stage.
 MODELNEW_HOST_DEVICE inline bool comes_in_bulk(const Plan& plan) { return plan.in_boxes || plan.in_images; }
@@ -1092,9 +1101,36 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, int t
   const int rows = contain.rows_of_block, row_threads = threads / rows;
   const int first_row = static_cast<int>(blockIdx.x) * rows;
   const float* const w = static_cast<const float*>(params.w_ptr);
+  const bool together = contain.row_loads == RowLoads::kTogether;
   float values[8];
   if (threadIdx.x < kMostRowsOfBlock) magnitudes[threadIdx.x] = 0;
-  {
+  if (together) {
+    const PackedRow row = locate_row(params, first_row);
+    const int taps = of.R * of.S, all = of.in_channels * taps;
+    for (int i = threadIdx.x; i < all; i += threads) {
+      const int channel = quotient(i, params.by_taps), in_channel = i - channel * taps;
+      const int r = quotient(in_channel, params.by_s), s = in_channel - r * of.S;
+      const int64_t in_order = contain.tap_step == 1 ? 4 * in_channel : r * of.w_stride_r + s * of.w_stride_s;
+      hopper::copy_async<16>(hopper::smem_address(staged + channel / 8 * kTogetherGap + 4 * i),
+                             w + row.from + channel * of.w_stride_in + in_order, row.end != 0 ? 16 : 0);
+    }
+    hopper::copies_commit();
+    hopper::copies_wait<0>();
+    __syncthreads();  // all of it is there, and so are first values of magnitudes
+    uint32_t largest[kRowsTogether] = {};
+    for (int i = threadIdx.x; i < all; i += threads) {
+      const int channel = quotient(i, params.by_taps);
+      const float* const from = staged + place_together(contain, channel, i - channel * taps);
+#pragma unroll
+      for (int k = 0; k < kRowsTogether; ++k)
+        largest[k] = max(largest[k], float_bits(from[k * contain.row_step]) & 0x7fffffff);
+    }
+#pragma unroll
+    for (int k = 0; k < kRowsTogether; ++k) {
+      const uint32_t magnitude = hopper::warp_max(largest[k]);
+      if (threadIdx.x % 32 == 0) atomicMax(&magnitudes[k], magnitude);
+    }
+  } else {
     const int in_block = static_cast<int>(threadIdx.x) / row_threads;
     const int first = static_cast<int>(threadIdx.x) % row_threads;
     const PackedRow row = locate_row(params, first_row + in_block);
@@ -1147,15 +1183,16 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, int t
 
   // Inf and NaN have no scale either.
   const int thread = static_cast<int>(threadIdx.x);
-  const int in_block = params.whole_rows ? thread / row_threads : thread % rows;
-  const int first = params.whole_rows ? thread % row_threads : thread / rows;
+  const bool by_rows = params.whole_rows && !together;
+  const int in_block = by_rows ? thread / row_threads : thread % rows;
+  const int first = by_rows ? thread % row_threads : thread / rows;
   const PackedRow row = locate_row(params, first_row + in_block);
   const uint32_t magnitude = magnitudes[in_block];
   int exponent = 0;
   const bool scaled = scale_exponent(magnitude >> 23, 14, exponent) || magnitude == 0;
   const float scale = power_of_two(exponent);
   const bool in_order = contain.row_loads == RowLoads::kPieces;
-  const int step = in_order ? 1 : static_cast<int>(of.w_stride_in);
+  const int step = in_order ? 1 : together ? kRowsTogether * of.R * of.S : static_cast<int>(of.w_stride_in);
   Watch watch;
 #pragma unroll 1
   for (int number = first; number < params.row_pieces; number += row_threads) {
@@ -1163,8 +1200,10 @@ __device__ __forceinline__ void contain_rows(const ContainParams& contain, int t
     if (contain.row_loads == RowLoads::kNone) {
       load_weights(params, row, piece, values);
     } else {
-      const int in_row = in_order ? 8 * number : offset_in_row<int>(of, piece);
-      const float* const of_piece = staged + in_block * contain.row_pitch + in_row;
+      const int in_row = in_order   ? 8 * number
+                         : together ? place_together(contain, -piece.first, piece.r * of.S + piece.s)
+                                    : offset_in_row<int>(of, piece);
+      const float* const of_piece = staged + in_block * (together ? contain.row_step : contain.row_pitch) + in_row;
       if (piece.first <= 0 && piece.end >= 8) {
         // By fours, if they are aligned: by single values threads of neighbouring pieces meet in few banks.
         if (params.whole_rows && step == 1 && in_row % 4 == 0) {
@@ -4702,15 +4741,37 @@ cudaError_t run_contained(const PackParams& pack, const Phased& copy, const Agai
     rows = 2;
   contain.row_blocks = static_cast<int>(packed_rows(pack.of, plan.tile_n)) / rows;
   const bool staged = staged_bytes(rows) <= most_staged_bytes;
+  // Four rows together: of weights in channels_last, or of planes.
+  const Phased& packed = pack.of;
+  const int taps = packed.R * packed.S;
+  const bool in_planes = packed.w_stride_s == 1 && packed.w_stride_r == packed.S && packed.w_stride_out == taps;
+  const int64_t together_words =
+      int64_t{packed.in_channels} * kRowsTogether * taps + packed.in_channels / 8 * kTogetherGap;
+  const bool together = side_by_side == 0 && packed.merged == 1 && pack.group_step == pack.group_in &&
+                        packed.in_channels % 8 == 0 && packed.out_channels % kRowsTogether == 0 &&
+                        (in_planes || packed.w_stride_out == 1) && packed.w_stride_in % 4 == 0 &&
+                        packed.w_stride_group % 4 == 0 &&
+                        (in_planes || (packed.w_stride_r % 4 == 0 && packed.w_stride_s % 4 == 0)) &&
+                        reinterpret_cast<uint64_t>(pack.w_ptr) % 16 == 0 &&
+                        kMagnitudeBytes + 4 * together_words <= (plan.lands ? kMostStagedBytes : most_staged_bytes);
+  if (together) {
+    rows = kRowsTogether;
+    contain.row_blocks = static_cast<int>(packed_rows(pack.of, plan.tile_n)) / rows;
+    contain.row_step = in_planes ? taps : 1;
+    contain.tap_step = in_planes ? 1 : kRowsTogether;
+  }
   const bool fours = side_by_side % 4 == 0 && of.w_stride_out % 4 == 0 && of.w_stride_group % 4 == 0 &&
                      reinterpret_cast<uint64_t>(pack.w_ptr) % 16 == 0;
-  contain.row_loads = !staged             ? RowLoads::kNone
+  contain.row_loads = together            ? RowLoads::kTogether
+                      : !staged           ? RowLoads::kNone
                       : side_by_side == 0 ? RowLoads::kPieces
                       : fours             ? RowLoads::kFours
                                           : RowLoads::kSingle;
   contain.row_words = static_cast<int>(row_words);
   contain.row_pitch = static_cast<int>(row_pitch);
-  const int64_t contained_bytes = staged ? staged_bytes(rows) : kMagnitudeBytes;
+  const int64_t contained_bytes = together ? kMagnitudeBytes + 4 * together_words
+                                  : staged ? staged_bytes(rows)
+                                           : kMagnitudeBytes;
   const int smem_bytes = static_cast<int>(std::max<int64_t>(sizeof(ContainShared), contained_bytes));
   contain.copy = params.copy;
   contain.guard = guard;

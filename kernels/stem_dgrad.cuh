@@ -246,8 +246,8 @@ inline int64_t tiles_of(const Problem& problem) {
   return problem.N * ceil_div(problem.H, 2 * kTileRows) * ceil_div(problem.W, 2 * kTileColumns);
 }
 
-// Fewer tiles leave SMs without one.
-constexpr int64_t kLeastTiles = 132, kMostTiles = int64_t{1} << 31;
+// Fewer tiles leave most SMs without one.
+constexpr int64_t kLeastTiles = 16, kMostTiles = int64_t{1} << 31;
 
 inline bool takes(const Problem& problem, Operator op) {
   const int64_t (&dx)[4] = problem.x_stride;

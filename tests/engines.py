@@ -284,7 +284,7 @@ WITH_PARTS = Kernels(
     [f"{engine}.cu" for engine in PARTS],
     ["engine.h", "parts.h"],
     COPIES,
-    SMALL_TF32 | LIMITS | {r"kLeastPoints = 1 << 17;": "kLeastPoints = 1;", r"kLeastTiles = 132,": "kLeastTiles = 1,"},
+    SMALL_TF32 | LIMITS | {r"kLeastPoints = 1 << 17;": "kLeastPoints = 1;", r"kLeastTiles = 16,": "kLeastTiles = 1,"},
 )
 EMULATED = {
     **dict.fromkeys(PARTS, WITH_PARTS),
