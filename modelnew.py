@@ -1834,8 +1834,9 @@ def bundle(problems: ConvProblem | Iterable[ConvProblem] | None = None, arch: st
     Args:
         problems: convolutions to include. The file contains the engines that they use, forward and backward, with TF32
             and without, and compiles only the kernel instances that they launch. An engine that calls others, such as
-            strided, brings all that it may call. In the file, other arguments raise ValueError, and operands with other
-            strides are copied. None: all engines, for any problem and memory format.
+            strided, brings all that it may call. The gradient to the input runs on the forward's engine where that can
+            compute it: the file is shorter then, this gradient slower. In the file, other arguments raise ValueError,
+            and operands with other strides are copied. None: all engines, for any problem and memory format.
         arch: compute capability of the GPU that will run the file, such as "9.0". Default: the current GPU's.
 
     Returns:
@@ -1979,6 +1980,11 @@ def _kernels_for(keys: list[tuple[Any, ...]], capability: tuple[int, int], sm_co
                 chosen.append("nullptr")
                 continue
             engine, launched = _planned(key, tf32, operator, first)
+            if operator == 0:
+                of_forward = engine
+            elif operator == 1 and of_forward != engine != "direct":  # one engine less to paste, if it can do both
+                with contextlib.suppress(ValueError):
+                    engine, launched = _planned(key, tf32, operator, first, of_forward)
             instances |= launched.union(*(_planned(key, tf32, operator, gpu, engine)[1] for gpu in others))
             engines.add(engine)
             chosen.append(f"&k{''.join(map(str.capitalize, engine.split('_')))}Engine")

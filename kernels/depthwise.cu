@@ -2184,6 +2184,14 @@ inline const char* refusal(const Problem& problem, Operator op) {
   return nullptr;
 }
 
+// One channel to many (docs/lab/depthwise.md).
+inline const char* yields(const Problem& problem, Operator op) {
+  if (problem.groups > 1 || problem.K == 1 || op == Operator::kFprop) return nullptr;
+  if (op == Operator::kDgrad) return "direct is faster where many channels meet one";
+  const bool large = problem.R * problem.S >= 49 && kHopperWgradEngine.refusal(problem, op) == nullptr;
+  return large ? "hopper_wgrad is faster with one channel and large filters" : nullptr;
+}
+
 inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
   return is_gradient(problem, op) ? depthwise_grad::workspace_bytes(problem, op, pointers) : 0;
 }
@@ -2394,7 +2402,7 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
 
 #if (defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)) && !defined(__CUDACC_RTC__)
 extern const Engine kDepthwiseEngine{"depthwise", depthwise::refusal, depthwise::workspace_bytes, depthwise::launch,
-                                     depthwise::describe};
+                                     depthwise::describe, depthwise::yields};
 #endif
 
 }  // namespace modelnew

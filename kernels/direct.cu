@@ -3,7 +3,7 @@
 //   correlate      y from x (fprop) and dx from dy (dgrad), see correlate.cuh
 //   depthwise      the same with one input channel for each output, through shared memory
 //   points         the same for 1x1 filters to at most 8 channels of fp32: every pixel is read once, into registers
-//   stem_dgrad     dx of few channels at a stride of 2, see stem_dgrad.cuh
+//   stem_dgrad     dx of few channels, see stem_dgrad.cuh
 //   weight_grad    dw from x and dy
 //   depthwise_wgrad   the same with one input channel for each output
 //   add_partials   [split][element] doubles -> dw
@@ -908,7 +908,7 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
     return;
   }
   if (stem_dgrad::takes(problem, op)) {
-    snprintf(text, text_size, "stem_dgrad: all channels of 2 x 8 pixels a thread");
+    snprintf(text, text_size, "stem_dgrad: all channels of 8 or 16 pixels a thread");
     return;
   }
   static constexpr const char* kNames[] = {"correlate",        "correlate", "correlate",

@@ -210,7 +210,9 @@ struct LandingShape {
   // Registers of warps that contain, which for two columns a lane hold 16 words instead of 8, and of those that
   // multiply, which may hold weights (shares): all start with 128, which is too few for a wgmma of 240 slots, but not
   // for two of 120.
-  MODELNEW_HOST_DEVICE constexpr int contain_registers() const { return stride == 2 ? 64 : shares() ? 56 : 88; }
+  MODELNEW_HOST_DEVICE constexpr int contain_registers() const {
+    return stride == 2 ? 64 : shares() ? 56 : stacks() ? 72 : 88;
+  }
   MODELNEW_HOST_DEVICE constexpr int multiply_registers() const { return 256 - contain_registers(); }
   // Rows of y that are staged at a time, for a box; or, of planes of few columns, for stores of a warp.
   MODELNEW_HOST_DEVICE constexpr int staged_rows() const { return stride == 1 ? multiplied_rows() : 4; }

@@ -1,16 +1,17 @@
-// stem_dgrad, part of the direct engine: the gradient to an input of few channels at a stride of 2, as the first layers
-// of networks have them. Full fp32 by multiply-adds; sums run in chunks of at most kChunk terms (numerics.cuh).
+// stem_dgrad, part of the direct engine: the gradient to an input of few channels, as the first layers of networks have
+// them, at a stride of 1 or 2. Full fp32 by multiply-adds; sums run in chunks of at most kChunk terms (numerics.cuh).
 //
-// Of 2x2 pixels of dx each tap meets one, and they read the same window of dy. With 7 taps and a padding of 3:
+// At a stride of 2 each tap meets one of 2x2 pixels of dx, and they read the same window of dy. With 7 taps and a
+// padding of 3:
 //
 //   row of dy        i-1  i  i+1  i+2
 //   tap of row 2i     5   3   1    -
 //   of row 2i + 1     6   4   2    0
 //
-// A thread owns four such blocks side by side, and all channels of them: a tap's weights, one load of shared memory,
-// are multiplied 4 * CHANNELS times. What meets what the compiler knows. Tiles of 32 x 64 pixels of dx:
+// A thread owns four such blocks side by side, or eight pixels, and all channels of them: a tap's weights, one load of
+// shared memory, are multiplied so many times. What meets what the compiler knows. Tiles of 32 x 64 or 16 x 64 pixels:
 //
-//   dy --(kFilters channels at a time)--> shared memory [channel][row][column]   --+
+//   dy --(4 or 8 channels at a time)----> shared memory [channel][row][column]   --+
 //   w  --------------------------------> shared memory [channel][tap] x 16 bytes --+--> FFMA --> registers --> dx
 //
 // Bound by instruction issue. Measurements: docs/lab/direct.md.
@@ -22,24 +23,27 @@ namespace modelnew {
 namespace direct {
 namespace stem_dgrad {
 
-constexpr int kThreads = 128, kFilters = 8;        // output channels of the convolution, of a stage
-constexpr int kBlocks = 4;                         // of 2x2 pixels, of a thread, side by side
-constexpr int kLanes = 8;                          // threads of a row of a tile
-constexpr int kTileRows = kThreads / kLanes, kTileColumns = kLanes * kBlocks;  // of blocks
+constexpr int kThreads = 128;
+constexpr int kLanes = 8, kColumns = 8;       // threads of a row of a tile; pixels of dx of each, side by side
+constexpr int kTileRows = kThreads / kLanes;  // of threads
 
-// The taps of an axis whose padding is odd or even.
-template <int TAPS, int ODD>
+// The taps of an axis at a stride, whose padding is ODD above a multiple of it.
+template <int TAPS, int STRIDE, int ODD>
 struct Taps {
-  // First tap of even and odd rows of dx; so many; which row of dy the first tap reads, from block i's own on.
-  MODELNEW_HOST_DEVICE static constexpr int first(int phase) { return (phase + ODD) % 2; }
-  MODELNEW_HOST_DEVICE static constexpr int count(int phase) { return (TAPS - first(phase) + 1) / 2; }
-  MODELNEW_HOST_DEVICE static constexpr int reach(int phase) { return (phase + ODD - first(phase)) / 2; }
+  static constexpr int kBlocks = kColumns / STRIDE, kTileColumns = kLanes * kBlocks;
+  static constexpr int kFilters = 4 * STRIDE;  // output channels of the convolution, of a stage
+  // Of rows of dx of a phase: first tap; so many; which row of dy the first tap reads, from block i's own on.
+  MODELNEW_HOST_DEVICE static constexpr int first(int phase) { return (phase + ODD) % STRIDE; }
+  MODELNEW_HOST_DEVICE static constexpr int count(int phase) { return (TAPS - first(phase) + STRIDE - 1) / STRIDE; }
+  MODELNEW_HOST_DEVICE static constexpr int reach(int phase) { return (phase + ODD - first(phase)) / STRIDE; }
+  MODELNEW_HOST_DEVICE static constexpr int most() { return (TAPS + STRIDE - 1) / STRIDE; }  // of a phase
   MODELNEW_HOST_DEVICE static constexpr int low() {
-    const int even = reach(0) - count(0), odd = reach(1) - count(1);
-    return 1 + (even < odd ? even : odd);
+    const int of_first = reach(0) - count(0), of_last = reach(STRIDE - 1) - count(STRIDE - 1);
+    return 1 + (of_first < of_last ? of_first : of_last);
   }
   MODELNEW_HOST_DEVICE static constexpr int window() {
-    return (reach(0) > reach(1) ? reach(0) : reach(1)) - low() + 1;
+    const int of_last = reach(STRIDE - 1);
+    return (reach(0) > of_last ? reach(0) : of_last) - low() + 1;
   }
   // Of a channel of dy in shared memory: of a row, and of all rows.
   MODELNEW_HOST_DEVICE static constexpr int pitch() { return (kTileColumns + window() - 1 + 3) / 4 * 4; }
@@ -48,7 +52,7 @@ struct Taps {
   // The tap by which a row reads row number `place` of the window, or -1.
   MODELNEW_HOST_DEVICE static constexpr int tap(int phase, int place) {
     const int number = reach(phase) - low() - place;
-    return number >= 0 && number < count(phase) ? first(phase) + 2 * number : -1;
+    return number >= 0 && number < count(phase) ? first(phase) + STRIDE * number : -1;
   }
 };
 
@@ -88,15 +92,17 @@ __device__ __forceinline__ void store_run(const float (&values)[VALUES], int cou
   }
 }
 
-template <int TAPS, int ODD, int CHANNELS>
-__global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 2 : 3)
+template <int TAPS, int STRIDE, int ODD, int CHANNELS>
+__global__ void __launch_bounds__(kThreads, STRIDE * CHANNELS > 4 ? 2 : 3)
     stem_dgrad_kernel(const __grid_constant__ Params params) {
-  using Axis = Taps<TAPS, ODD>;
+  using Axis = Taps<TAPS, STRIDE, ODD>;
   constexpr int kWindow = Axis::window(), kPitch = Axis::pitch(), kPlane = Axis::plane(), kAllTaps = TAPS * TAPS;
+  constexpr int kBlocks = Axis::kBlocks, kTileColumns = Axis::kTileColumns, kFilters = Axis::kFilters;
   constexpr int kReads = (kBlocks + kWindow - 1 + 3) / 4 * 4;  // values of a row of dy that a thread loads
   static_assert(kPitch >= (kLanes - 1) * kBlocks + kReads, "it loads fours");
-  constexpr int kChunkFilters = 4;
-  static_assert(kChunkFilters * Axis::count(1) * Axis::count(1) <= kChunk && Axis::count(0) <= 4, "of a chunk");
+  constexpr int kMostTerms = Axis::most() * Axis::most();  // of a filter
+  constexpr int kChunkFilters = kChunk / kMostTerms >= 4 ? 4 : kChunk / kMostTerms >= 2 ? 2 : 1;
+  static_assert(kMostTerms <= kChunk, "a filter's terms are a chunk at most");
   extern __shared__ __align__(16) unsigned char stem_dgrad_smem[];
   float* const dy_smem = reinterpret_cast<float*>(stem_dgrad_smem);
   float* const w_smem = dy_smem + kFilters * kPlane;
@@ -107,12 +113,12 @@ __global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 2 : 3)
   tile /= params.tiles_w;
   const int tile_h = tile % params.tiles_h, n = tile / params.tiles_h;
   const int first_i = tile_h * kTileRows, first_j = tile_w * kTileColumns;
-  float acc[2][2 * kBlocks][CHANNELS] = {}, total[2][2 * kBlocks][CHANNELS] = {};
+  float acc[STRIDE][kColumns][CHANNELS] = {}, total[STRIDE][kColumns][CHANNELS] = {};
   const auto end_chunk = [&] {
 #pragma unroll
-    for (int a = 0; a < 2; ++a)
+    for (int a = 0; a < STRIDE; ++a)
 #pragma unroll
-      for (int j = 0; j < 2 * kBlocks; ++j)
+      for (int j = 0; j < kColumns; ++j)
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) add_chunk(acc[a][j][c], total[a][j][c]);
   };
@@ -151,12 +157,12 @@ __global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 2 : 3)
         for (int i = 0; i < kReads; i += 4)
           reinterpret_cast<float4&>(dy[i]) = *reinterpret_cast<const float4*>(dy_rows + down * kPitch + i);
 #pragma unroll
-        for (int a = 0; a < 2; ++a) {
+        for (int a = 0; a < STRIDE; ++a) {
           if (Axis::tap(a, down) < 0) continue;
 #pragma unroll
           for (int right = 0; right < kWindow; ++right)
 #pragma unroll
-            for (int b = 0; b < 2; ++b) {
+            for (int b = 0; b < STRIDE; ++b) {
               if (Axis::tap(b, right) < 0) continue;
               const float4 four = w_taps[Axis::tap(a, down) * TAPS + Axis::tap(b, right)];
               const float w[4] = {four.x, four.y, four.z, four.w};
@@ -164,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 2 : 3)
               for (int j = 0; j < kBlocks; ++j)
 #pragma unroll
                 for (int c = 0; c < CHANNELS; ++c)
-                  acc[a][2 * j + b][c] = fmaf(w[c], dy[j + right], acc[a][2 * j + b][c]);
+                  acc[a][STRIDE * j + b][c] = fmaf(w[c], dy[j + right], acc[a][STRIDE * j + b][c]);
             }
         }
       }
@@ -174,18 +180,18 @@ __global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 2 : 3)
 
   with_storage<float>(params.dtype, [&](auto tag) {
     using Storage = decltype(tag);
-    const int w = 2 * (first_j + column * kBlocks);
-    const int columns = params.W - w < 2 * kBlocks ? params.W - w : 2 * kBlocks;
+    const int w = STRIDE * (first_j + column * kBlocks);
+    const int columns = params.W - w < kColumns ? params.W - w : kColumns;
 #pragma unroll
-    for (int a = 0; a < 2; ++a) {
-      const int h = 2 * (first_i + row) + a;
+    for (int a = 0; a < STRIDE; ++a) {
+      const int h = STRIDE * (first_i + row) + a;
       if (h >= params.H || columns <= 0) break;
       Storage* const to = static_cast<Storage*>(params.dx_ptr) + n * params.dx_stride[0] + h * params.dx_stride[2] +
                           w * params.dx_stride[3];
       if (params.channels_last) {
-        float run[2 * kBlocks * CHANNELS];
+        float run[kColumns * CHANNELS];
 #pragma unroll
-        for (int i = 0; i < 2 * kBlocks * CHANNELS; ++i) {
+        for (int i = 0; i < kColumns * CHANNELS; ++i) {
           const int j = i / CHANNELS, c = i % CHANNELS;
           run[i] = total[a][j][c] + acc[a][j][c];
         }
@@ -193,9 +199,9 @@ __global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 2 : 3)
       } else {
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) {
-          float run[2 * kBlocks];
+          float run[kColumns];
 #pragma unroll
-          for (int j = 0; j < 2 * kBlocks; ++j) run[j] = total[a][j][c] + acc[a][j][c];
+          for (int j = 0; j < kColumns; ++j) run[j] = total[a][j][c] + acc[a][j][c];
           store_run(run, columns, params.in_vectors, to + c * params.dx_stride[1]);
         }
       }
@@ -207,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 2 : 3)
 
 #if !defined(__CUDACC_RTC__)
 
-// Calls use(TAPS, ODD, CHANNELS), as constants, if there is a kernel of them: of square filters with the usual padding.
+// Calls use(TAPS, STRIDE, CHANNELS), as constants, if there is a kernel of them.
 template <int VALUE>
 struct Constant {
   static constexpr int value = VALUE;
@@ -215,50 +221,54 @@ struct Constant {
 
 template <typename Use>
 bool with_kernel(const Problem& problem, const Use& use) {
-  const auto with_channels = [&](auto taps) {
+  const auto with_channels = [&](auto taps, auto stride) {
     switch (problem.C) {
       case 1:
-        return use(taps, Constant<1>{});
+        return use(taps, stride, Constant<1>{});
       case 3:
-        return use(taps, Constant<3>{});
+        return use(taps, stride, Constant<3>{});
       case 4:
-        return use(taps, Constant<4>{});
+        return use(taps, stride, Constant<4>{});
     }
     return false;
   };
+  const auto with_stride = [&](auto taps) {
+    return problem.stride_h == 1 ? with_channels(taps, Constant<1>{}) : with_channels(taps, Constant<2>{});
+  };
   switch (problem.R) {
     case 3:
-      return with_channels(Constant<3>{});
+      return with_stride(Constant<3>{});
     case 4:
-      return with_channels(Constant<4>{});
+      return with_stride(Constant<4>{});
     case 5:
-      return with_channels(Constant<5>{});
+      return with_stride(Constant<5>{});
     case 7:
-      return with_channels(Constant<7>{});
+      return with_stride(Constant<7>{});
   }
   return false;
 }
 
-// Whether a padding is odd, where filters of so many taps have kernels.
-constexpr int odd_of(int taps) { return taps == 5 ? 0 : 1; }
+// The padding at a stride of 2 is odd, as usual with so many taps, or even.
+constexpr int odd_of(int taps, int stride) { return stride == 1 || taps == 5 ? 0 : 1; }
 
-inline int64_t tiles_of(const Problem& problem) {
-  return problem.N * ceil_div(problem.H, 2 * kTileRows) * ceil_div(problem.W, 2 * kTileColumns);
-}
+inline int64_t tiles_h(const Problem& problem) { return ceil_div(problem.H, problem.stride_h * kTileRows); }
+inline int64_t tiles_w(const Problem& problem) { return ceil_div(problem.W, kLanes * kColumns); }
+inline int64_t tiles_of(const Problem& problem) { return problem.N * tiles_h(problem) * tiles_w(problem); }
 
 // Fewer tiles leave most SMs without one.
 constexpr int64_t kLeastTiles = 16, kMostTiles = int64_t{1} << 31;
 
 inline bool takes(const Problem& problem, Operator op) {
   const int64_t (&dx)[4] = problem.x_stride;
-  const bool square = problem.R == problem.S && problem.stride_h == 2 && problem.stride_w == 2 &&
+  const int stride = problem.stride_h, odd = odd_of(problem.R, stride);
+  const bool square = problem.R == problem.S && (stride == 1 || stride == 2) && problem.stride_w == stride &&
                       problem.dilation_h == 1 && problem.dilation_w == 1;
-  const bool known = problem.pad_h >= 0 && problem.pad_w >= 0 && problem.pad_h % 2 == odd_of(problem.R) &&
-                     problem.pad_w % 2 == odd_of(problem.R);
+  const bool known = problem.pad_h >= 0 && problem.pad_w >= 0 && problem.pad_h % stride == odd &&
+                     problem.pad_w % stride == odd;
   const bool side_by_side = dx[3] == 1 || ((dx[1] == 1 || problem.C == 1) && dx[3] == problem.C);
   return op == Operator::kDgrad && problem.dtype != DType::kFloat64 && problem.groups == 1 && square && known &&
          side_by_side && tiles_of(problem) >= kLeastTiles && tiles_of(problem) < kMostTiles &&
-         with_kernel(problem, [](auto, auto) { return true; });
+         with_kernel(problem, [](auto, auto, auto) { return true; });
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -269,8 +279,7 @@ inline cudaError_t launch(const Problem& problem, const Pointers& pointers, cuda
   std::copy_n(problem.x_stride, 4, params.dx_stride);
   std::copy_n(problem.w_stride, 4, params.w_stride);
   params.H = problem.H, params.W = problem.W, params.K = problem.K, params.P = problem.P, params.Q = problem.Q;
-  params.tiles_h = static_cast<int>(ceil_div(problem.H, 2 * kTileRows));
-  params.tiles_w = static_cast<int>(ceil_div(problem.W, 2 * kTileColumns));
+  params.tiles_h = static_cast<int>(tiles_h(problem)), params.tiles_w = static_cast<int>(tiles_w(problem));
   params.channels_last = problem.x_stride[3] != 1;
   params.dtype = problem.dtype;
   const int values = 16 / element_bytes(problem.dtype);
@@ -278,12 +287,12 @@ inline cudaError_t launch(const Problem& problem, const Pointers& pointers, cuda
   params.in_vectors = reinterpret_cast<uint64_t>(pointers.out) % 16 == 0 &&
                       in_vectors(params.dx_stride[0], problem.N) && in_vectors(params.dx_stride[2], problem.H) &&
                       (params.channels_last || in_vectors(params.dx_stride[1], problem.C));
-  with_kernel(problem, [&](auto taps, auto channels) {
-    constexpr int kTaps = decltype(taps)::value, kOdd = odd_of(kTaps);
-    using Axis = Taps<kTaps, kOdd>;
-    params.first_p = (problem.pad_h - kOdd) / 2 + Axis::low();
-    params.first_q = (problem.pad_w - kOdd) / 2 + Axis::low();
-    const auto kernel = stem_dgrad_kernel<kTaps, kOdd, decltype(channels)::value>;
+  with_kernel(problem, [&](auto taps, auto stride, auto channels) {
+    constexpr int kTaps = decltype(taps)::value, kStride = decltype(stride)::value, kOdd = odd_of(kTaps, kStride);
+    using Axis = Taps<kTaps, kStride, kOdd>;
+    params.first_p = (problem.pad_h - kOdd) / kStride + Axis::low();
+    params.first_q = (problem.pad_w - kOdd) / kStride + Axis::low();
+    const auto kernel = stem_dgrad_kernel<kTaps, kStride, kOdd, decltype(channels)::value>;
     kernel<<<static_cast<unsigned>(tiles_of(problem)), kThreads, Axis::kSharedBytes, stream>>>(params);
     return true;
   });

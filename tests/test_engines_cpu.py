@@ -343,8 +343,8 @@ def check_refusals(handle: Engine) -> None:
 
 
 # ---- Kernels of engines that synchronise by __syncthreads alone.
-# Few channels at a stride of 2: each filter and number of channels; tiles that are full and not, rows of dx of whole 16
-# bytes and not, paddings above the usual one, rows and columns that no tap meets.
+# Few channels at strides of 1 and 2: each filter and number of channels; tiles that are full and not, rows of dx of
+# whole 16 bytes and not, paddings above the usual one, rows and columns that no tap meets.
 STEM_GRADIENTS = [
     Case(2, 3, 34, 67, 10, 7, 7, stride=(2, 2), padding=(3, 3)),
     Case(1, 1, 40, 64, 8, 3, 3, stride=(2, 2), padding=(1, 1)),
@@ -354,6 +354,10 @@ STEM_GRADIENTS = [
     Case(1, 3, 35, 20, 4, 3, 3, stride=(2, 2), padding=(3, 1)),
     Case(1, 1, 8, 129, 5, 5, 5, stride=(2, 2), padding=(4, 2)),
     Case(2, 3, 20, 24, 12, 4, 4, stride=(2, 2), padding=(1, 1)),
+    Case(2, 3, 18, 67, 10, 3, 3, padding=(1, 1)),
+    Case(1, 1, 33, 64, 11, 7, 7, padding=(3, 0)),
+    Case(1, 4, 9, 70, 17, 5, 5, padding=(0, 4)),
+    Case(2, 3, 16, 9, 8, 4, 4, padding=(2, 1)),
 ]
 SIMPLE = [
     ("direct", EXACT_CASES, set(OPERATOR_NUMBER), DTYPES[:1]),

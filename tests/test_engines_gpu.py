@@ -208,6 +208,9 @@ GPU_STEM_GRADIENTS = [
     Case(140, 1, 31, 33, 9, 3, 3, stride=(2, 2), padding=(1, 1)),
     Case(70, 4, 40, 64, 12, 4, 4, stride=(2, 2), padding=(1, 3)),
     Case(140, 3, 17, 62, 17, 5, 5, stride=(2, 2), padding=(2, 2)),
+    Case(20, 3, 33, 130, 20, 3, 3, padding=(1, 1)),
+    Case(30, 1, 20, 64, 18, 5, 5, padding=(2, 0)),
+    Case(30, 4, 18, 40, 9, 7, 7, padding=(3, 3)),
 ]
 # Strips of rows, several images in a stage, strides, dilations, groups, few input channels, ragged edges of every tile,
 # several parts.

@@ -1,5 +1,7 @@
 // Entry points of depthwise's kernels in shapes of the caller's choice: -1 if there is no such plan.
 
+IDLE(kHopperWgradEngine)
+
 static int run_if(depthwise::Kernel kernel, int op, const int64_t* fields, void* const* pointers,
                   const depthwise::Wish& wish) {
   const Problem problem = make_problem(fields);
