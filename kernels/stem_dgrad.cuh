@@ -11,8 +11,9 @@
 // A thread owns four such blocks side by side, or eight pixels, and all channels of them: a tap's weights, one load of
 // shared memory, are multiplied so many times. What meets what the compiler knows. Tiles of 32 x 64 or 16 x 64 pixels:
 //
-//   dy --(4 or 8 channels at a time)----> shared memory [channel][row][column]   --+
+//   dy --(kFilters channels at a time)--> shared memory [channel][row][column]   --+
 //   w  --------------------------------> shared memory [channel][tap] x 16 bytes --+--> FFMA --> registers --> dx
+//                                        totals of chunks
 //
 // Bound by instruction issue. Measurements: docs/lab/direct.md.
 #pragma once
@@ -23,7 +24,7 @@ namespace modelnew {
 namespace direct {
 namespace stem_dgrad {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 128, kFilters = 4;   // output channels of the convolution, of a stage
 constexpr int kLanes = 8, kColumns = 8;       // threads of a row of a tile; pixels of dx of each, side by side
 constexpr int kTileRows = kThreads / kLanes;  // of threads
 
@@ -31,7 +32,6 @@ constexpr int kTileRows = kThreads / kLanes;  // of threads
 template <int TAPS, int STRIDE, int ODD>
 struct Taps {
   static constexpr int kBlocks = kColumns / STRIDE, kTileColumns = kLanes * kBlocks;
-  static constexpr int kFilters = 4 * STRIDE;  // output channels of the convolution, of a stage
   // Of rows of dx of a phase: first tap; so many; which row of dy the first tap reads, from block i's own on.
   MODELNEW_HOST_DEVICE static constexpr int first(int phase) { return (phase + ODD) % STRIDE; }
   MODELNEW_HOST_DEVICE static constexpr int count(int phase) { return (TAPS - first(phase) + STRIDE - 1) / STRIDE; }
@@ -48,7 +48,11 @@ struct Taps {
   // Of a channel of dy in shared memory: of a row, and of all rows.
   MODELNEW_HOST_DEVICE static constexpr int pitch() { return (kTileColumns + window() - 1 + 3) / 4 * 4; }
   MODELNEW_HOST_DEVICE static constexpr int plane() { return (kTileRows + window() - 1) * pitch(); }
-  static constexpr int kSharedBytes = kFilters * (plane() + TAPS * TAPS * 4) * static_cast<int>(sizeof(float));
+  MODELNEW_HOST_DEVICE static constexpr int staged() { return kFilters * (plane() + TAPS * TAPS * 4); }
+  // Of shared memory, with totals of so many channels.
+  static constexpr int bytes(int channels) {
+    return (staged() + STRIDE * kColumns * channels * kThreads) * static_cast<int>(sizeof(float));
+  }
   // The tap by which a row reads row number `place` of the window, or -1.
   MODELNEW_HOST_DEVICE static constexpr int tap(int phase, int place) {
     const int number = reach(phase) - low() - place;
@@ -93,11 +97,11 @@ __device__ __forceinline__ void store_run(const float (&values)[VALUES], int cou
 }
 
 template <int TAPS, int STRIDE, int ODD, int CHANNELS>
-__global__ void __launch_bounds__(kThreads, STRIDE * CHANNELS > 4 ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 3 : 4)
     stem_dgrad_kernel(const __grid_constant__ Params params) {
   using Axis = Taps<TAPS, STRIDE, ODD>;
   constexpr int kWindow = Axis::window(), kPitch = Axis::pitch(), kPlane = Axis::plane(), kAllTaps = TAPS * TAPS;
-  constexpr int kBlocks = Axis::kBlocks, kTileColumns = Axis::kTileColumns, kFilters = Axis::kFilters;
+  constexpr int kBlocks = Axis::kBlocks, kTileColumns = Axis::kTileColumns;
   constexpr int kReads = (kBlocks + kWindow - 1 + 3) / 4 * 4;  // values of a row of dy that a thread loads
   static_assert(kPitch >= (kLanes - 1) * kBlocks + kReads, "it loads fours");
   constexpr int kMostTerms = Axis::most() * Axis::most();  // of a filter
@@ -113,14 +117,17 @@ __global__ void __launch_bounds__(kThreads, STRIDE * CHANNELS > 4 ? 2 : 3)
   tile /= params.tiles_w;
   const int tile_h = tile % params.tiles_h, n = tile / params.tiles_h;
   const int first_i = tile_h * kTileRows, first_j = tile_w * kTileColumns;
-  float acc[STRIDE][kColumns][CHANNELS] = {}, total[STRIDE][kColumns][CHANNELS] = {};
+  float acc[STRIDE][kColumns][CHANNELS] = {};
+  float* const totals = w_smem + kFilters * kAllTaps * 4 + thread;
+  const auto place = [](int a, int j, int c) { return ((a * kColumns + j) * CHANNELS + c) * kThreads; };
+  for (int i = 0; i < STRIDE * kColumns * CHANNELS; ++i) totals[i * kThreads] = 0;
   const auto end_chunk = [&] {
 #pragma unroll
     for (int a = 0; a < STRIDE; ++a)
 #pragma unroll
       for (int j = 0; j < kColumns; ++j)
 #pragma unroll
-        for (int c = 0; c < CHANNELS; ++c) add_chunk(acc[a][j][c], total[a][j][c]);
+        for (int c = 0; c < CHANNELS; ++c) add_chunk(acc[a][j][c], totals[place(a, j, c)]);
   };
   for (int first_k = 0; first_k < params.K; first_k += kFilters) {
     __syncthreads();  // the stage before has been read
@@ -193,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, STRIDE * CHANNELS > 4 ? 2 : 3)
 #pragma unroll
         for (int i = 0; i < kColumns * CHANNELS; ++i) {
           const int j = i / CHANNELS, c = i % CHANNELS;
-          run[i] = total[a][j][c] + acc[a][j][c];
+          run[i] = totals[place(a, j, c)] + acc[a][j][c];
         }
         store_run(run, columns * CHANNELS, params.in_vectors, to);
       } else {
@@ -201,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, STRIDE * CHANNELS > 4 ? 2 : 3)
         for (int c = 0; c < CHANNELS; ++c) {
           float run[kColumns];
 #pragma unroll
-          for (int j = 0; j < kColumns; ++j) run[j] = total[a][j][c] + acc[a][j][c];
+          for (int j = 0; j < kColumns; ++j) run[j] = totals[place(a, j, c)] + acc[a][j][c];
           store_run(run, columns, params.in_vectors, to + c * params.dx_stride[1]);
         }
       }
@@ -292,8 +299,9 @@ inline cudaError_t launch(const Problem& problem, const Pointers& pointers, cuda
     using Axis = Taps<kTaps, kStride, kOdd>;
     params.first_p = (problem.pad_h - kOdd) / kStride + Axis::low();
     params.first_q = (problem.pad_w - kOdd) / kStride + Axis::low();
-    const auto kernel = stem_dgrad_kernel<kTaps, kStride, kOdd, decltype(channels)::value>;
-    kernel<<<static_cast<unsigned>(tiles_of(problem)), kThreads, Axis::kSharedBytes, stream>>>(params);
+    constexpr int kChannels = decltype(channels)::value;
+    const auto kernel = stem_dgrad_kernel<kTaps, kStride, kOdd, kChannels>;
+    kernel<<<static_cast<unsigned>(tiles_of(problem)), kThreads, Axis::bytes(kChannels), stream>>>(params);
     return true;
   });
   return cudaGetLastError();
