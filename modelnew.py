@@ -1963,6 +1963,18 @@ def _planned(
     return name, set(map(_instance, instances))
 
 
+def _planned_for_file(
+    key: tuple[Any, ...], tf32: bool, operator: int, gpu: tuple[int, int, int]
+) -> tuple[str, set[str]]:
+    """Return the same, but the gradient to the input by the forward's engine if it can: one engine less to paste."""
+    planned = _planned(key, tf32, operator, gpu)
+    forward = _planned(key, tf32, 0, gpu)[0]
+    if operator == 1 and forward != planned[0] != "direct":
+        with contextlib.suppress(ValueError):
+            return _planned(key, tf32, operator, gpu, forward)
+    return planned
+
+
 def _instance(line: str) -> str:
     """Return the C++ text of an instance for a line of the dry run."""
     kernel, *numbers = line.split()
@@ -1979,12 +1991,7 @@ def _kernels_for(keys: list[tuple[Any, ...]], capability: tuple[int, int], sm_co
             if operator == 3 and not key[2]:  # bgrad without a bias
                 chosen.append("nullptr")
                 continue
-            engine, launched = _planned(key, tf32, operator, first)
-            if operator == 0:
-                of_forward = engine
-            elif operator == 1 and of_forward != engine != "direct":  # one engine less to paste, if it can do both
-                with contextlib.suppress(ValueError):
-                    engine, launched = _planned(key, tf32, operator, first, of_forward)
+            engine, launched = _planned_for_file(key, tf32, operator, first)
             instances |= launched.union(*(_planned(key, tf32, operator, gpu, engine)[1] for gpu in others))
             engines.add(engine)
             chosen.append(f"&k{''.join(map(str.capitalize, engine.split('_')))}Engine")

@@ -367,7 +367,7 @@ def test_bundle_has_every_instance_that_its_problems_launch(name, callers, tmp_p
     for row, problem in enumerate(problems):
         key = modelnew._problem_key(problem)
         for tf32, operator in itertools.product((False, True), range(4 if problem.bias else 3)):
-            engine, _ = modelnew._planned(key, tf32, operator, gpus[0])
+            engine, _ = modelnew._planned_for_file(key, tf32, operator, gpus[0])
             sizes = modelnew._sizes_for_kernels(key, tf32)
             numbers, said = (ctypes.c_int64 * len(sizes))(*sizes), ctypes.create_string_buffer(1 << 14)
             for gpu_ in gpus:

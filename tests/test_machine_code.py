@@ -169,11 +169,12 @@ def rtc_text(source: Path) -> str:
     text = "#include <cstdint>\n" + source.read_text()
     if source.name == "patches.cu":
         return text + PATCHES_KERNELS
-    for header in ("correlate.cuh", "bias_grad.cuh", "depthwise_grad.cuh"):  # which have launchers
+    for header in ("correlate.cuh", "bias_grad.cuh", "depthwise_grad.cuh", "stem_dgrad.cuh"):  # which have launchers
         before, include, behind = text.partition(f'#include "{header}"')
         if include:
+            there = before + '#include "correlate.cuh"\n'  # which is there in any case
             lines = (KERNELS / header).read_text().replace("#pragma once", "").splitlines(keepends=True)
-            own = [line for line in lines if not (line.startswith("#include") and line in before)]
+            own = [line for line in lines if not (line.startswith("#include") and line in there)]
             text = before + "".join(own) + behind
     text = text.replace("__CUDACC_RTC__", "MODELNEW_NEVER_DEFINED")
     text = KERNEL_LAUNCH.sub(r"rtc::launch(\1, \2)", text)
