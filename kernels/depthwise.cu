@@ -80,8 +80,7 @@ struct Tile {
   int smem_bytes;
 };
 
-// A block of ring_kernel: `planes` channels of some images, one image after the other, all rows or a band of them. Rows
-// come and go in chunks of `steps` steps.
+// A block of ring_kernel: `planes` channels of some images, one after the other, all rows or a band, `steps` at a time.
 struct Ring {
   int planes, groups, threads;  // a thread for each group of columns and each split of a plane; whole warps
   int splits, split_rows;       // of a band's outputs: several only if a chunk is all of an image's planes
@@ -374,8 +373,7 @@ __device__ inline float exact_sum(const float* x_plane, const float* w, int row_
   });
 }
 
-// Where a thread of the planes kernels writes: the first output of its plane and tile, in shared memory if they leave
-// by runs.
+// Where a thread of the planes kernels writes: its plane and tile's first output, in shared memory if by runs.
 template <typename Storage>
 struct Target {
   Storage* first;
@@ -577,8 +575,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) planes_kernel
 //                           slot 1 |  chunk i      |--windows--> sums --> | outputs of chunk i | --16 bytes--> memory
 //
 // A step takes STRIDE input rows and completes at most one output row. Columns outside the image can be the first and
-// last EDGE of a window: the last group of columns ends with the image, even if it then repeats outputs of the one
-// before.
+// last EDGE of a window: the last group of columns ends with the image, and may repeat outputs of the one before.
 // Blocks on an SM, of kThreads threads each, as registers allow that hold TAPS^2 weights.
 MODELNEW_HOST_DEVICE constexpr int ring_blocks_per_sm(int taps) { return taps == 7 ? 3 : 6; }
 
@@ -740,8 +737,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) ring_kernel(c
   const Runs runs = {thread / ring.lanes, ring.threads / ring.lanes, ring.whole ? 1 : planes, thread % ring.lanes,
                      ring.lanes,          TAPS == 3 && ring.whole};
   const int run_planes = ring.whole ? planes : 1;
-  // x is streamed, evict_first: it displaces itself, not lines of others in L2, which may be dirty and then have to be
-  // written first.
+  // x is streamed, evict_first: it displaces itself, not others' lines in L2, which may have to be written first.
   const uint64_t policy = hopper::evict_first();
   int64_t ordered_n = first_n;
   int ordered_step = 0, ordered_slot = 0;
@@ -1226,8 +1222,7 @@ __global__ void __launch_bounds__(kThreads, Config::BLOCKS_PER_SM) pixels_kernel
     }
     open.drop_first();
   };
-  // Steps above the image, steps that meet it, steps below. A row outside, in a step whose other rows are inside, is
-  // zeros.
+  // Steps above the image, steps that meet it, steps below. Rows outside, in a step with others inside, are zeros.
 #pragma unroll 1
   for (int above = 0; above < least(step, outputs_p); ++above) end_step(above);
 #pragma unroll 1
@@ -1788,8 +1783,7 @@ inline int ring_pitch(int64_t elements, int groups, int stride, int vector, int 
   return groups >= 32 ? least_pitch : least_pitch + (target + period - least_pitch % period) % period;
 }
 
-// Completes a ring of which planes, threads, steps, slots, parts, band_rows and split_rows are given. False if it does
-// not fit.
+// Completes a ring of which planes, threads, steps, slots, parts, band_rows and split_rows are given, if it fits.
 inline bool complete(const Problem& problem, const Axis& rows, const Axis& columns, Ring& ring) {
   const int element = element_bytes(problem.dtype), open = static_cast<int>(ceil_div(rows.taps, rows.stride));
   ring.groups = static_cast<int>(ceil_div(columns.outputs, kRingColumns));
@@ -2043,8 +2037,7 @@ inline bool queue_takes(const QueueShape& shape, const Problem& problem, Operato
          is_multiple(problem.y_stride, 13, shape.channels);
 }
 
-// Cycles. Memory, or the blocks that an SM has room for: each waits for its steps or multiplies; a fit
-// (docs/lab/depthwise.md).
+// Cycles: of memory, or of the blocks of an SM, each waiting for its steps or multiplying (docs/lab/depthwise.md).
 inline double queue_cost(const QueueShape& shape, const Problem& problem, const Axis& rows, const Axis& columns,
                          const Strip& strip) {
   constexpr double kLaunch = 15500;  // of whatever kernel, and until the first bytes are there
@@ -2122,8 +2115,7 @@ inline Plan make_plan(const Problem& problem, Operator op, bool aligned, const W
     plan.exists = plan.cost >= 0;
     if (plan.exists) return plan;
   }
-  // planes_kernel has as many bytes under way with wide planes of fp32, with fewer instructions
-  // (docs/lab/depthwise.md).
+  // With wide planes of fp32 planes_kernel has as many bytes under way by fewer instructions (docs/lab/depthwise.md).
   constexpr int kMostRingColumns = 40;
   const bool wide =
       problem.dtype == DType::kFloat32 && rows.taps == 3 && rows.stride == 1 && columns.outputs > kMostRingColumns;
