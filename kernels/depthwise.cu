@@ -2180,7 +2180,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
 inline const char* yields(const Problem& problem, Operator op) {
   if (problem.groups > 1 || problem.K == 1 || op == Operator::kFprop) return nullptr;
   if (op == Operator::kDgrad) return "direct is faster where many channels meet one";
-  const bool large = problem.R * problem.S >= 49 && kHopperWgradEngine.refusal(problem, op) == nullptr;
+  const bool large = problem.R * problem.S >= 49 && kHopperWgradEngine.refusal(problem, op) == nullptr &&
+                     kHopperWgradEngine.yields(problem, op) == nullptr;
   return large ? "hopper_wgrad is faster with one channel and large filters" : nullptr;
 }
 

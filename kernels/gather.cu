@@ -4762,7 +4762,8 @@ cudaError_t run_contained(const PackParams& pack, const Phased& copy, const Agai
     contain.row_step = in_planes ? taps : 1;
     contain.tap_step = in_planes ? 1 : kRowsTogether;
   }
-  const bool fours = side_by_side % 4 == 0 && of.w_stride_out % 4 == 0 && of.w_stride_group % 4 == 0 &&
+  const bool fours = side_by_side % 4 == 0 && packed.w_stride_out % 4 == 0 && packed.w_stride_group % 4 == 0 &&
+                     pack.first % 4 == 0 &&
                      reinterpret_cast<uint64_t>(pack.w_ptr) % 16 == 0;
   contain.row_loads = together            ? RowLoads::kTogether
                       : !staged           ? RowLoads::kNone

@@ -1729,7 +1729,7 @@ template <typename Use>
 void for_each_fold(const Problem& p, const Use& use) {
   use(0, 0);
   if (p.groups > 1) return;
-  if (p.R * p.S == 1) {
+  if (p.R == 1 && p.S == 1) {
     const bool pixels = has_pixels(x_of(p), 4, 0) || has_pixels(dy_of(p), 4, 0);
     if (has_stride(p) && !pixels && uses_tf32(p, Operator::kWgrad)) use(1, 1);
     return;
@@ -1742,7 +1742,8 @@ void for_each_fold(const Problem& p, const Use& use) {
   const int down = taken_stride(p.stride_h, p.P), right = taken_stride(p.stride_w, p.Q);
   for (int fold_h : {0, p.R, blocks(down, p.R, down, p.dilation_h)})
     for (int fold_w : {0, p.S, blocks(right, p.S, right, p.dilation_w), blocks(2 * right, p.S, right, p.dilation_w)})
-      if (fold_h >= 0 && fold_w >= 0 && fold_h + fold_w > 0) use(fold_h, fold_w);
+      if (fold_h >= 0 && fold_w >= 0 && fold_h + fold_w > 0 && fold_h <= kMostSide && fold_w <= kMostSide)
+        use(fold_h, fold_w);
 }
 
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, const Wish& wish = {}) {

@@ -320,6 +320,7 @@ REFUSALS = {
         (Case(1, 8, 9, 9, 8, 3, 3), "wgrad", {"dtype": torch.float64}, "no float64"),
         (Case(2, 8, 32768, 32768, 8, 1, 1), "wgrad", {}, "too many pixels or weights"),
         (Case(1, 32768, 1, 1, 65536, 1, 1), "wgrad", {}, "too many pixels or weights"),
+        (Case(1, 1, 2, 2, 4, 2**16, 2**16, padding=(2**15, 2**15)), "wgrad", HALF, "too many pixels or weights"),
     ],
 }
 

@@ -16,6 +16,8 @@ from tests.cases import (
     Case,
     adverse_tensors,
     check_bounds,
+    check_exact,
+    integers,
     make_tensors,
     normal,
     same_values,
@@ -380,6 +382,18 @@ GATHER_RUNS = [
 @pytest.mark.parametrize("runs", GATHER_RUNS, ids=str)
 def test_gather_shim_is_exact(gather_shim, runs):
     runs.check(gather_shim)
+
+
+def test_gather_shim_stacks_rows_of_taps_that_begin_anywhere(gather_shim):
+    """Rows of a filter that do not begin at multiples of 16 bytes, although filters do."""
+    case = Case(1, 24, 8, 32, 12, 3, 3, padding=(1, 1))
+    tensors = make_tensors(case, torch.float32, integers)
+    del tensors["bias"]
+    weights = torch.empty(12, 4, 73)[:, :3, :72].unflatten(2, (3, 24)).permute(0, 3, 1, 2)
+    assert weights.stride() == (292, 1, 73, 24)
+    plain = tensors | {"w": weights.copy_(tensors["w"])}
+    out = gather_shim.result("fprop", case, plain, tf32=True, shape=GATHER_STACKED)
+    check_exact(case, {"fprop": out}, tensors)
 
 
 # ---- Values that fp16 does not hold: they are mended, or all is done again.
