@@ -1,5 +1,5 @@
-// What im2col maps (im2col_map.cuh) of an image enumerate: columns of output pixels of all images, each of them the
-// pixel that a filter tap reads. Host only.
+// The geometry of im2col maps (im2col_map.cuh). A map enumerates the output pixels of all images, and yields for each
+// the pixel that a filter tap reads. Host only.
 #pragma once
 
 #if !defined(__CUDACC_RTC__)

@@ -152,8 +152,8 @@ struct LandingShape {
     if (pairs == 2 || stacks()) return !channels_last && stride == 1 && columns == 32 && rows != 7;
     return channels_last ? stride == 1 : stride == 2 || columns > 14;
   }
-  // Of 64 rows of the GEMM 16 are of each row of taps: warp r has sums of products of taps (r, s) of all rows of the
-  // window. Those of three warps make y, each of them a row further on.
+  // Each row of taps has 16 of the 64 rows of the GEMM: warp r sums the products of taps (r, s) for all rows of the
+  // window. y is the sum of three warps' results, each taken one row further on.
   MODELNEW_HOST_DEVICE constexpr bool stacks() const { return tile_n == 16; }
   MODELNEW_HOST_DEVICE constexpr int gemm_rows() const { return stacks() ? 64 : tile_n; }
   MODELNEW_HOST_DEVICE constexpr int multiplied_rows() const { return rows + (stacks() ? kLandingTaps - 1 : 0); }
@@ -832,7 +832,7 @@ MODELNEW_HOST_DEVICE inline PackedRow locate_row(const PackParams& params, int r
   row.number = row_of_all - row.tile * params.tile_n;
   const int group = quotient(row.tile, params.by_tiles_n);
   const int k = (row.tile - group * params.tiles_n) * params.tile_n + row.number;
-  // Of the groups of the filter that are one here, or rows of taps, where they stack.
+  // Several groups of the filter may be one here; where rows of taps stack, each of these counts as a group.
   const int in_group = quotient(k, params.by_group_out), own_k = k - in_group * params.group_out;
   row.first = in_group * params.group_step;
   row.end = k < of.out_channels && own_k < params.group_rows ? row.first + params.group_in : 0;

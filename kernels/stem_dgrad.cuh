@@ -32,7 +32,8 @@ constexpr int kTileRows = kThreads / kLanes;  // of threads
 template <int TAPS, int STRIDE, int ODD>
 struct Taps {
   static constexpr int kBlocks = kColumns / STRIDE, kTileColumns = kLanes * kBlocks;
-  // Of rows of dx of a phase: first tap; so many; which row of dy the first tap reads, from block i's own on.
+  // A phase of rows of dx has a first tap, a count of taps, and a reach: the row of dy that the first tap reads,
+  // counted from block i's own.
   MODELNEW_HOST_DEVICE static constexpr int first(int phase) { return (phase + ODD) % STRIDE; }
   MODELNEW_HOST_DEVICE static constexpr int count(int phase) { return (TAPS - first(phase) + STRIDE - 1) / STRIDE; }
   MODELNEW_HOST_DEVICE static constexpr int reach(int phase) { return (phase + ODD - first(phase)) / STRIDE; }
@@ -45,11 +46,11 @@ struct Taps {
     const int of_last = reach(STRIDE - 1);
     return (reach(0) > of_last ? reach(0) : of_last) - low() + 1;
   }
-  // Of a channel of dy in shared memory: of a row, and of all rows.
+  // Values of a row and of all rows of a channel of dy in shared memory.
   MODELNEW_HOST_DEVICE static constexpr int pitch() { return (kTileColumns + window() - 1 + 3) / 4 * 4; }
   MODELNEW_HOST_DEVICE static constexpr int plane() { return (kTileRows + window() - 1) * pitch(); }
   MODELNEW_HOST_DEVICE static constexpr int staged() { return kFilters * (plane() + TAPS * TAPS * 4); }
-  // Of shared memory, with totals of so many channels.
+  // Bytes of shared memory of a block, with the totals of these channels of dx.
   static constexpr int bytes(int channels) {
     return (staged() + STRIDE * kColumns * channels * kThreads) * static_cast<int>(sizeof(float));
   }
