@@ -5,24 +5,35 @@
 
 namespace modelnew {
 
-// Returns the compute capability, times 10, and sets `sms`; returns 0 without a GPU. A thread queries CUDA only after
-// it has switched to another GPU: queries add up over a call (docs/lab/hopper.md).
-inline int find_gpu(int& sms) {
-  struct Gpu {
-    int number, capability, sms;
-  };
-  thread_local Gpu latest{-1, 0, 0};
+struct Gpu { int number, capability, sms, smem_bytes; };  // capability: times 10; smem_bytes: a block's, at most
+
+// Zeros without a GPU. A thread queries CUDA only after a switch to another GPU: queries add up (docs/lab/hopper.md).
+inline const Gpu& current_gpu() {
+  thread_local Gpu latest{-1, 0, 0, 0}, none{-1, 0, 0, 0};
   int number = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&number) != cudaSuccess) return 0;
+  if (cudaGetDevice(&number) != cudaSuccess) return none;
   if (number != latest.number) {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, number);
     cudaDeviceGetAttribute(&latest.sms, cudaDevAttrMultiProcessorCount, number);
+    cudaDeviceGetAttribute(&latest.smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, number);
     latest.capability = 10 * major + minor;
     latest.number = number;
   }
-  sms = latest.sms;
-  return latest.capability;
+  return latest;
+}
+
+// Returns the compute capability, times 10, and sets `sms`; returns 0 and leaves `sms` without a GPU.
+inline int find_gpu(int& sms) {
+  if (current_gpu().capability > 0) sms = current_gpu().sms;
+  return current_gpu().capability;
+}
+
+// Lets blocks of a kernel have as much shared memory as there is, never only a plan's: the limit is the kernel's, which
+// another host thread may be about to launch with a larger plan.
+template <typename Kernel>
+cudaError_t allow_all_shared_memory(Kernel kernel) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, current_gpu().smem_bytes);
 }
 
 }  // namespace modelnew

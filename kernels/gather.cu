@@ -448,7 +448,6 @@ constexpr int kSamples = 1 << 16;
 constexpr int kMostRowsOfBlock = 8, kMostRowThreads = 512;
 constexpr int64_t kMostStagedBytes = 75 * 1024, kFewStagedBytes = 20 * 1024, kLongRowBytes = 16 * 1024;
 constexpr int64_t kMagnitudeBytes = kMostRowsOfBlock * sizeof(uint32_t);
-constexpr int kSharedBytesUnasked = 48 * 1024;  // what a kernel may have without asking for it, on every call
 
 // Where that lies in the workspace.
 struct Guard {
@@ -3962,7 +3961,7 @@ inline bool complete_landing(const Phased& of, const Device& device, const Align
   if (shape.whole_rows() && !has_whole_rows) return false;
   const int warpgroup_tiles = shape.shares() ? 1 : 2;
   const int window_rows = (shape.window_rows() - of.R) / shape.stride + 1;
-  const int most_rows = std::min({shape.rows, window_rows / warpgroup_tiles, of.P});
+  const int most_rows = std::min(std::min(shape.rows, window_rows / warpgroup_tiles) / shape.pairs * shape.pairs, of.P);
   if (most_rows < 1) return false;
   landing.tiles_p = static_cast<int>(ceil_div(of.P, most_rows * warpgroup_tiles));
   landing.rows = static_cast<int>(ceil_div(of.P, int64_t{landing.tiles_p} * warpgroup_tiles));
@@ -4492,8 +4491,7 @@ cudaError_t run_landing_kernel(Params& params, cudaStream_t stream) {
     return cudaErrorInvalidConfiguration;
   } else {
     const auto kernel = landing_kernel<TILE_N, COLUMNS, ROWS, STRIDE, CHANNELS_LAST, PAIRS>;
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
+    const cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     return hopper::launch_early(kernel, static_cast<unsigned>(params.plan.blocks), kLandingThreads,
                                 params.plan.smem_bytes, stream, params);
@@ -4544,8 +4542,7 @@ cudaError_t run_kernel(Params& params, cudaStream_t stream) {
     return cudaErrorInvalidConfiguration;
   } else {
     const auto kernel = gather_kernel<Format, TILE_N, BLOCKS_M, PIECES, WARPGROUPS, SOURCE>;
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
+    const cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     const unsigned blocks = static_cast<unsigned>(params.plan.blocks);
     return hopper::launch_early_in_clusters(kernel, blocks, params.plan.splits, threads_of(WARPGROUPS),
@@ -4664,10 +4661,9 @@ cudaError_t run_packed(const PackParams& pack, const Phased& planned, void* copy
   params.plan.w_in_boxes = params.plan.w_in_boxes && reinterpret_cast<uint64_t>(pack.w_ptr) % 16 == 0;
   params.packed_ptr = params.plan.w_in_boxes ? pack.w_ptr : pack.packed_ptr;
   CopyParams copy{};
-  size_t smem_bytes = 0;
+  const size_t smem_bytes = params.plan.copied ? sizeof(CopyShared<typename Format::Stored>) : 0;
   if (params.plan.copied) {
     copy = copy_params(of, planned, params.in_ptr, copy_ptr);
-    smem_bytes = sizeof(CopyShared<typename Format::Stored>);
     params.in_ptr = copy_ptr;
   }
   const unsigned blocks = static_cast<unsigned>(copy.blocks + ceil_div(pack.count, kPackThreads));
@@ -4803,10 +4799,8 @@ cudaError_t run_contained(const PackParams& pack, const Phased& copy, const Agai
                          : vector == 2 ? contain_kernel<2>
                                        : contain_kernel<1>;
   const auto kernel = plan.lands ? contain_rows_kernel : contain_x;
-  if (smem_bytes > kSharedBytesUnasked) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-    if (error != cudaSuccess) return error;
-  }
+  if (smem_bytes > 48 << 10) error = allow_all_shared_memory(kernel);  // less needs no asking, which takes time
+  if (error != cudaSuccess) return error;
   const int threads = plan.lands && rows * pack.row_pieces > 2 * kPackThreads ? kMostRowThreads : kPackThreads;
   error = hopper::launch_early(kernel, static_cast<unsigned>(contain.row_blocks + contain.copy.blocks), threads,
                                smem_bytes, stream, contain);

@@ -1899,8 +1899,7 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   } else {
     const auto kernel = hopper_wgrad_kernel<Format, kShape.chunks, kShape.taps>;
     const Plan& plan = params.plan;
-    // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     return hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), Format::THREADS, plan.smem_bytes, stream,
                                 params);

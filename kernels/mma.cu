@@ -1183,9 +1183,7 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
 // Fills in the device; returns its compute capability, times 10, or 0 without a GPU.
 inline int current_device(Device& device) {
   const int capability = find_gpu(device.sms);
-  int number = 0;
-  if (cudaGetDevice(&number) != cudaSuccess) return 0;
-  cudaDeviceGetAttribute(&device.smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, number);
+  device.smem_bytes = current_gpu().smem_bytes;
   device.has_clusters_and_tma = capability / 10 == 9;
   return capability;
 }
@@ -1196,7 +1194,7 @@ inline void find_clusters(Device& device) {
 #if defined(__CUDACC__)
   if (!device.has_clusters_and_tma) return;
   const auto kernel = mma_kernel<Shape0, false>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.smem_bytes);
+  cudaError_t error = allow_all_shared_memory(kernel);
   for (int bits = 1; bits < 4 && error == cudaSuccess; ++bits) {
     const hopper::ClusterLaunch launch(device.sms << bits, 1 << bits, kThreads, device.smem_bytes, nullptr);
     int found = 0;
@@ -1291,8 +1289,7 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   } else {
     const auto kernel = mma_kernel<Shape, EXACT>;
     const Plan& plan = params.plan;
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
+    const cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     const unsigned blocks = static_cast<unsigned>(plan.tiles * plan.splits);
 #if defined(__CUDACC__)

@@ -693,8 +693,7 @@ inline cudaError_t run(const Params& params, cudaStream_t stream) {
   } else {
     const auto kernel = mma_wgrad_kernel<Format, TAPS>;
     const Plan& plan = params.plan;
-    // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     error = hopper::launch_early(kernel, static_cast<unsigned>(plan.blocks), kThreads, plan.smem_bytes, stream, params);
     if (error != cudaSuccess) return error;

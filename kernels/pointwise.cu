@@ -714,17 +714,11 @@ inline bool make_plan(const Correlation& of, bool exact, const Device& device, c
   return found;
 }
 
-// Shared memory of a block, by the CUDA C++ Programming Guide ("Technical Specifications per Compute Capability").
-inline int most_shared_bytes(int capability) {
-  if (capability >= 90 && capability < 120) return 227 << 10;
-  return capability == 80 || capability == 87 ? 163 << 10 : 99 << 10;
-}
-
 // Compute capability, times 10.
 inline int current_device(Device& device) {
   const int capability = find_gpu(device.sms);
   device.has_clusters = capability / 10 == 9;
-  device.shared_bytes = most_shared_bytes(capability);
+  device.shared_bytes = current_gpu().smem_bytes;
   return capability;
 }
 
@@ -804,7 +798,7 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
     const Plan& plan = params.plan;
     const int smem_bytes = shared_bytes(plan), threads = 32 * plan.slices << plan.row_bits;
     if (smem_bytes > 48 << 10) {
-      const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+      const cudaError_t error = allow_all_shared_memory(kernel);
       if (error != cudaSuccess) return error;
     }
     const unsigned blocks = static_cast<unsigned>(plan.row_tiles) * plan.column_tiles * splits_of(plan);
@@ -829,7 +823,7 @@ cudaError_t run_staged_kernel(const Params& all, cudaStream_t stream) {
     const auto kernel = staged_kernel<ROW_BITS, TERMS>;
     const Plan& plan = all.plan;
     const int smem_bytes = shared_bytes(plan);
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+    const cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     const StagedParams params{all.x_ptr,   all.w_ptr,     all.bias_ptr, all.out_ptr,   plan.rows, plan.columns,
                               all.x_image, all.x_channel, all.y_image,  all.y_channel, all.w_out, all.by_plane};

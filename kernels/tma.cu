@@ -1782,8 +1782,7 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
     const auto kernel = tma_kernel<Stored, kShape.channels, kShape.slots, kShape.together, SPLIT, DIRECT, TRANSPOSED,
                                    MERGED, CONTAINED>;
     const Plan& plan = params.plan;
-    // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    const cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     return hopper::launch_early_in_clusters(kernel, static_cast<unsigned>(plan.blocks), plan.splits, kThreads,
                                             plan.smem_bytes, stream, params);

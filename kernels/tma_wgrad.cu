@@ -494,8 +494,7 @@ cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t 
   } else {
     const auto kernel = tma_wgrad_kernel<Stored, CHANNELS, BLOCKS>;
     const Plan& plan = params.plan;
-    // Always the maximum: host threads may launch one kernel with different plans, and the attribute is the kernel's.
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
     if (error != cudaSuccess) return error;

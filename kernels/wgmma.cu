@@ -2809,8 +2809,7 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
     return cudaErrorInvalidConfiguration;
   } else {
     const auto kernel = wgmma_kernel<Format, TILE_P, TILE_Q>;
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.plan.smem_bytes);
+    const cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     kernel<<<params.plan.blocks, kThreads, params.plan.smem_bytes, stream>>>(params);
     return cudaGetLastError();

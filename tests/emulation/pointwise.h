@@ -13,7 +13,7 @@ extern "C" int run_wished(int, const int64_t* fields, void* const* pointers, con
   const Correlation of = flattened(problem);
   const Alignment alignment{address(pointers[0]), address(pointers[1]), address(pointers[4])};
   Plan plan{};
-  const Device device{3, true, most_shared_bytes(90)};
+  const Device device{3, true, 232448};
   if (!make_plan(of, !problem.tf32_allowed, device, alignment, plan, staged, row_bits, split_bits, slices)) return -1;
   loads = static_cast<int>(plan.loads), out_vector = plan.out_vector, stage_terms = plan.stage_terms;
   Params params = make_params(of, plan);

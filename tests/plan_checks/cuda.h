@@ -33,11 +33,16 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount            ? 132
-           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? (stand_in_capability == 90 ? 232448 : 101376)
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? (stand_in_capability == 90   ? 232448
+                                                                     : stand_in_capability == 80 ? 166912
+                                                                                                 : 101376)
            : attribute == cudaDevAttrComputeCapabilityMajor       ? stand_in_capability / 10
                                                                   : stand_in_capability % 10;
   return cudaSuccess;
 }
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int);
 struct float4 { float x, y, z, w; };
 unsigned long long __cvta_generic_to_shared(const void*);
 void __nanosleep(unsigned);
