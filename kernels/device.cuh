@@ -29,8 +29,7 @@ inline int find_gpu(int& sms) {
   return current_gpu().capability;
 }
 
-// Lets blocks of a kernel have as much shared memory as there is, never only a plan's: the limit is the kernel's, which
-// another host thread may be about to launch with a larger plan.
+// Lets blocks have all shared memory, not only a plan's: another host thread may be about to launch a larger plan.
 template <typename Kernel>
 cudaError_t allow_all_shared_memory(Kernel kernel) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, current_gpu().smem_bytes);
