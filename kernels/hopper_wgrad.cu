@@ -16,7 +16,9 @@
 //   x    wgmma reads pixels of 16 bits as they are. Planes are transposed, and fp32 is split into parts of 16 bits:
 //        [chunk of 8 channels][pixel] x 16 bytes.
 //        A tap is a shift of the start address, by whole pixels. At a stride, phases of x lie one behind another.
-//        Tiles of one tap need no shift: under the TF32 contract x is rounded, [channel][32 pixels] in a swizzle
+//        Tiles of one tap need no shift: under the TF32 contract x is rounded, [channel][32 pixels] in a swizzle.
+//        Planes of 65 x 65 begin 4 bytes further behind a multiple of 16 each, up to every fourth one. So do rows of
+//        their boxes. Those who round x and load dy shift them back; a line has 28 pixels then, in 32 slots
 //   dy   warps bring it to registers, and split or round it there
 //
 //        columns + halo = pitch
@@ -57,7 +59,8 @@ namespace hopper_wgrad {
 
 // ---- Geometry, host and device ----
 
-constexpr int kStepPixels = 16, kLine = 32;  // of a step; where x is rounded, which lies in rows of so many
+constexpr int kStepPixels = 16, kLine = 32;  // of a step; where x is rounded, which lies in rows of so many slots
+constexpr int kShiftedLine = 28;             // pixels of a line whose rows may begin with three others
 [[maybe_unused]] constexpr int kMultiplyingThreads = 256;
 constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 6, kMostPartStages = 3;  // the latter: of x in parts
@@ -125,6 +128,7 @@ struct Plan {
   bool splits;                            // as Format has it
   bool x_planes, dy_planes, dy_straight;  // NCHW, of 16 bits both; dy in the order of slots
   bool x_whole, dy_whole;                 // planes of any size, which follow each other in memory, of whole images
+  bool shifted;                           // lines whose rows begin with up to three other pixels
   int channels;                           // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
   TileShape shape;
   int blocks_c, blocks_t, tiles_k;  // tiles along input channels, taps, output channels
@@ -196,7 +200,16 @@ MODELNEW_HOST_DEVICE inline int row_channels(const Plan& plan) { return plan.blo
 
 MODELNEW_HOST_DEVICE inline int phases_of(const Plan& plan) { return plan.phases_h * plan.phases_w; }
 
-MODELNEW_HOST_DEVICE inline int step_pixels(const Plan& plan) { return plan.rounds ? kLine : kStepPixels; }
+// Slots of a step, and those of them that have pixels.
+MODELNEW_HOST_DEVICE inline int step_slots(const Plan& plan) { return plan.rounds ? kLine : kStepPixels; }
+MODELNEW_HOST_DEVICE inline int step_pixels(const Plan& plan) {
+  return plan.shifted ? kShiftedLine : step_slots(plan);
+}
+
+// Lines: how many planes shift by one step more each, until the next one begins at a multiple of 16 bytes again.
+MODELNEW_HOST_DEVICE inline int planes_together(const Plan& plan, int64_t stride) {
+  return plan.shifted && stride % 4 != 0 ? 4 / static_cast<int>(stride % 4) : 1;
+}
 
 MODELNEW_HOST_DEVICE inline int all_slots(const Plan& plan) { return plan.images * phases_of(plan) * plan.slots; }
 
@@ -261,12 +274,12 @@ MODELNEW_HOST_DEVICE inline int pack_pixel(int image, int row, int column) {
   return (image << 20) + (row << 10) + column;
 }
 
-MODELNEW_HOST_DEVICE inline int dy_pixel(const Params& params, int number, int step_pixels) {
+MODELNEW_HOST_DEVICE inline int dy_pixel(const Params& params, int number, int step_slots, int step_pixels) {
   const Plan& plan = params.plan;
-  const int step = number / step_pixels, image = quotient(step, params.by_steps);
-  const int slot = number - image * plan.steps * step_pixels, row = quotient(slot, params.by_pitch);
-  const int column = slot - row * plan.pitch;
-  return row < plan.rows && column < plan.columns ? pack_pixel(image, row, column) : -1;
+  const int step = number / step_slots, image = quotient(step, params.by_steps), in_step = number - step * step_slots;
+  const int pixel = (step - image * plan.steps) * step_pixels + in_step, row = quotient(pixel, params.by_pitch);
+  const int column = pixel - row * plan.pitch;
+  return in_step < step_pixels && row < plan.rows && column < plan.columns ? pack_pixel(image, row, column) : -1;
 }
 
 MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
@@ -378,13 +391,15 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
 #pragma unroll 1
   for (int image = 0; image < plan.images; ++image) {
     if (Format::ROUNDS && plan.x_planes) {  // lines of both: [32 pixels of all channels] by a box
+      // Of four planes together there is a quarter.
+      const int place_k = first_k >> planes_together(plan, params.dy_stride[1]) / 2;
+      const int place_c = first_c >> planes_together(plan, params.x_stride[1]) / 2;
 #pragma unroll 1
-      for (int pixel = 0; pixel < plan.slots; pixel += kLine) {
-        const int place = (image * plan.slots + pixel) * Format::BYTES;
-        hopper::load_box(params.dy_map, stage + place * plan.channels, window.at.q + pixel, first_k, n + image, 0,
-                         barrier);
-        hopper::load_box(params.x_map, x_stage + place * CHUNKS * 8, window.at.q + pixel, first_c, n + image, 0,
-                         x_barrier);
+      for (int line = 0; line < plan.steps; ++line) {
+        const int place = (image * plan.slots + line * kLine) * Format::BYTES;
+        const int first = window.at.q + line * step_pixels(plan);
+        hopper::load_box(params.dy_map, stage + place * plan.channels, first, 0, place_k, n + image, barrier);
+        hopper::load_box(params.x_map, x_stage + place * CHUNKS * 8, first, 0, place_c, n + image, x_barrier);
       }
       continue;
     }
@@ -583,13 +598,51 @@ __device__ __forceinline__ uint32_t as_tf32(uint32_t word) {
   return float_bits(fminf(bits_float(word), bits_float(0x7f800000u))) + 0x1000u;
 }
 
+// Rounds x of a stage, shifted so that each row begins with the line's first pixel; `left` pixels of an image remain. A
+// thread has a row.
+template <typename Format, int CHUNKS>
+__device__ __forceinline__ void round_shifted(const Params& params, uint32_t x, int left) {
+  constexpr int kRows = 8 * CHUNKS, kPieces = kLine / 4;
+  const Plan& plan = params.plan;
+#pragma unroll 1
+  for (int row = static_cast<int>(threadIdx.x) - (kMultiplyingThreads + 32); row < plan.images * plan.steps * kRows;
+       row += Format::SPLITTING) {
+    const int line = row / kRows, image = quotient(line, params.by_steps);
+    const int shift = row * static_cast<int>(params.x_stride[1]) & 3;  // a tile begins with a multiple of 4 channels
+    const int pixels = left - (line - image * plan.steps) * kShiftedLine;
+    const uint32_t begin = x + row * hopper::kBoxRowBytes, order = row % 8;
+    uint32_t words[kLine];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      uint32_t(&piece)[4] = *reinterpret_cast<uint32_t(*)[4]>(words + 4 * i);
+      hopper::load_shared_4(piece, begin + (i ^ order) * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < kLine - 1; ++i) words[i] = (shift & 1) != 0 ? words[i + 1] : words[i];
+#pragma unroll
+    for (int i = 0; i < kShiftedLine; ++i) words[i] = as_tf32((shift & 2) != 0 ? words[i + 2] : words[i]);
+    if (pixels < kShiftedLine)
+#pragma unroll
+      for (int i = 0; i < kShiftedLine; ++i) words[i] = i < pixels ? words[i] : 0;
+#pragma unroll
+    for (int i = kShiftedLine; i < kLine; ++i) words[i] = 0;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const uint32_t(&piece)[4] = *reinterpret_cast<const uint32_t(*)[4]>(words + 4 * i);
+      hopper::store_shared_4(begin + (i ^ order) * 16, piece);
+    }
+  }
+}
+
 // Rounds x of a stage in place: channels as rows of 32 slots in the swizzle. Lines have that order already. Pixels are
 // transposed, 32 of 32 channels by a warp: a lane has four pixels, two apart, of four channels, twice. Lanes that load
 // or store at once meet all banks.
 template <typename Format, int CHUNKS>
-__device__ __forceinline__ void round_stage(const Plan& plan, uint32_t x) {
+__device__ __forceinline__ void round_stage(const Params& params, uint32_t x, int tile) {
   constexpr int kRow = hopper::kBoxRowBytes;
+  const Plan& plan = params.plan;
   const int thread = static_cast<int>(threadIdx.x) - (kMultiplyingThreads + 32), lane = thread % 32;
+  if (plan.shifted) return round_shifted<Format, CHUNKS>(params, x, params.Q - locate_tile(params, tile).q);
   if (plan.x_planes) {
     constexpr int kStep = 16 * Format::SPLITTING, kAtOnce = 4;
 #pragma unroll 1
@@ -639,7 +692,7 @@ __device__ __forceinline__ void round_all(const Params& params, const Shared& sh
 #pragma unroll 1
     for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
       hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
-      round_stage<Format, CHUNKS>(plan, shared.base + ring.slot * plan.stage_bytes + plan.dy_bytes);
+      round_stage<Format, CHUNKS>(params, shared.base + ring.slot * plan.stage_bytes + plan.dy_bytes, tile);
       hopper::fence_async();
       __syncwarp();
       if (threadIdx.x % 32 == 0) hopper::barrier_arrive(shared.rounded(ring.slot));
@@ -790,7 +843,7 @@ __device__ inline float exact_sum(const Params& params, const Job& job, int turn
 #pragma unroll 1
     for (int i = 0; i < plan.images * plan.steps * Format::STEP; ++i) {
       if (i % Format::STEP == 0) ++step;
-      const int packed = dy_pixel(params, i, Format::STEP);
+      const int packed = dy_pixel(params, i, Format::STEP, Format::ROUNDS ? step_pixels(plan) : Format::STEP);
       const int p = at.p + (packed >> 10 & 1023), q = at.q + (packed & 1023);
       const int64_t n = at.n + (packed >> 20);
       if (step % turns != own_turn || packed < 0 || n >= params.N || p >= params.P || q >= params.Q) continue;
@@ -811,10 +864,11 @@ __device__ inline float exact_sum(const Params& params, const Job& job, int turn
 template <typename Format>
 struct LaneOfDy {
   uint32_t place[Format::BYTES == 4 ? 4 : Format::SPLITS ? 2 : 1];  // pixels of 16 bits: a row of ldmatrix
-  uint32_t step_bytes, image_bytes;
+  uint32_t step_bytes, image_bytes, carry;
   bool planes, straight;
 
-  __device__ __forceinline__ LaneOfDy(const Plan& plan, int own_channel, int lane) {
+  // `shift`: slots of a line before its first pixel.
+  __device__ __forceinline__ LaneOfDy(const Plan& plan, int own_channel, int lane, int shift) {
     constexpr int CHANNELS = hopper::kBoxRowBytes / Format::BYTES;
     const uint32_t block = own_channel / CHANNELS * plan.dy_block_bytes;
     const int in_block = own_channel % CHANNELS;
@@ -827,7 +881,7 @@ struct LaneOfDy {
     } else if (Format::ROUNDS && plan.dy_planes) {
       step_bytes = plan.channels * hopper::kBoxRowBytes;
       image_bytes = plan.slots * plan.channels * Format::BYTES;
-      place[0] = (own_channel + lane / 4) * hopper::kBoxRowBytes + lane / 4 * 16 + lane % 4 * 4;
+      place[0] = (own_channel + lane / 4) * hopper::kBoxRowBytes + lane / 4 * 16 + (lane % 4 + shift) % 4 * 4;
     } else if (Format::BYTES == 2 || plan.dy_planes) {
       step_bytes = image_bytes = 0;  // in the table
       place[0] = (own_channel + lane / 4) * plan.dy_run * Format::BYTES;
@@ -845,6 +899,7 @@ struct LaneOfDy {
       }
     }
     for (uint32_t& one : place) one = hopper::in_register(one);
+    if (Format::ROUNDS) carry = hopper::in_register((lane % 4 + shift) / 4 * 16);
     step_bytes = hopper::in_register(step_bytes), image_bytes = hopper::in_register(image_bytes);
   }
 };
@@ -910,14 +965,16 @@ __device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t fr
   }
 }
 
-// The same of a line, rounded to TF32, as operands of eight pixels each.
+// The same of a line, rounded to TF32, as operands of eight pixels each. Of shifted ones the last four slots have any
+// pixels of the row, which meet zeros of x.
 template <typename Format>
 __device__ __forceinline__ void load_rounded_dy(const LaneOfDy<Format>& own, uint32_t from, uint32_t (&a)[4][4]) {
   constexpr uint32_t kEight = 8 * hopper::kBoxRowBytes;  // channels, or pixels
 #pragma unroll
   for (int i = 0; i < 16; ++i)
-    hopper::load_shared(a[i / 4][i % 4], from + (own.planes ? (own.place[0] ^ i / 2 * 16) + i % 2 * kEight
-                                                            : own.place[i % 4] + i / 4 * kEight));
+    hopper::load_shared(a[i / 4][i % 4],
+                        from + (own.planes ? (own.place[0] ^ ((i / 2 * 16 + own.carry) & 112)) + i % 2 * kEight
+                                           : own.place[i % 4] + i / 4 * kEight));
 #pragma unroll
   for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = as_tf32(a[i / 4][i % 4]);
 }
@@ -934,7 +991,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const bool by_turns = plan.channels == 64;
   const int turns = by_turns ? 2 : 1;
   const int own_channel = (by_turns ? 0 : 64 * warpgroup) + 16 * warp;
-  const LaneOfDy<Format> own_dy(plan, own_channel, lane);
+  const LaneOfDy<Format> own_dy(plan, own_channel, lane,
+                                plan.shifted ? lane / 4 * static_cast<int>(params.dy_stride[1]) & 3 : 0);
   const int* const dy_table = reinterpret_cast<const int*>(smem + shared.layout.dy_table);
   // Slots are 16 bytes of a chunk of fp32's parts, or rows in the swizzle of a box.
   const int slot_units = Format::SPLITS ? 1 : plan.row_bytes / 16;
@@ -1169,7 +1227,7 @@ __global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const 
   if (plan.dy_planes && !Format::ROUNDS) {
     int* const table = reinterpret_cast<int*>(smem + shared.layout.dy_table);
     for (int i = threadIdx.x; i < plan.images * plan.dy_slots; i += Format::THREADS) {
-      const int packed = dy_pixel(params, i, kStepPixels), image = packed >> 20, row = packed >> 10 & 1023;
+      const int packed = dy_pixel(params, i, kStepPixels, kStepPixels), image = packed >> 20, row = packed >> 10 & 1023;
       const int column = packed & 1023;
       table[i] = packed < 0 ? -1 : Format::BYTES * (image * plan.channels * plan.dy_run + row * params.Q + column);
     }
@@ -1339,7 +1397,7 @@ struct Costs {
 };
 constexpr Costs kPixels16{46, 16.8, 0.68, 3, 0, 0}, kPlanes16{24, 16.8, 0.68, 280, 0.86, 390};
 constexpr Costs kOfFloat32{25, 22.6, 1.08, 93, 1.5, 430}, kContained{19, 22.6, 1.08, 38, 1.06, 490};
-constexpr Costs kRounded{34.6, 14.1, 0.59, 47, 0.49, 331};
+constexpr Costs kRounded{34.6, 14.1, 0.59, 47, 0.49, 331}, kShifted{28, 14.1, 0.59, 47, 0.49, 331};
 constexpr double kCallCycles = 13400, kStageCycles = 600, kCopyCycles = 6500, kCopiedBytes = 21;
 constexpr double kLeastColumns = 30, kSeen = 30;  // of wgmma; for 128 values of dy
 
@@ -1375,6 +1433,12 @@ inline bool has_whole_planes(const Tensor& of, int bytes, uint64_t address) {
   const int64_t plane = int64_t{of.H} * of.W;
   return hopper::are_planes(of.stride, of.H, of.W) && of.C * bytes % 16 == 0 && of.stride[1] == plane &&
          of.stride[0] > 0 && of.stride[0] * bytes % 16 == 0 && address % 16 == 0;
+}
+
+// Whether boxes can read planes of fp32 in place that are lines, shifted.
+inline bool has_shifted_lines(const Tensor& of, int group, uint64_t address) {
+  return of.H == 1 && (of.stride[3] == 1 || of.W == 1) && of.stride[1] >= of.W && of.stride[1] % 4 != 3 &&
+         group % 4 == 0 && is_step(4 * of.stride[0], of.N) && address % 16 == 0;
 }
 
 // A copy: of planes, whole 16 bytes each, or of 16 bits in channels_last.
@@ -1452,7 +1516,8 @@ inline Problem as_planned(Problem problem, const Plan& plan) {
 
 // `stages` of a block.
 inline double estimate(const Problem& problem, int sms, const Plan& plan, double stages) {
-  const Costs& costs = plan.rounds       ? kRounded
+  const Costs& costs = plan.shifted      ? kShifted
+                       : plan.rounds     ? kRounded
                        : plan.contains   ? kContained
                        : plan.bytes == 4 ? kOfFloat32
                        : plan.splits     ? kPlanes16
@@ -1506,7 +1571,7 @@ inline bool complete(const Problem& problem, Plan& plan) {
   const bool dy_by_rows = plan.tiles_q > 1 && plan.rows > 1;
   if (dy_by_rows && plan.dy_planes) return false;
   const bool lines = plan.rounds && plan.x_planes;
-  if (lines && plan.tiles_q > 1 && plan.columns % kLine != 0) return false;
+  if (lines && plan.tiles_q > 1 && plan.columns % step_pixels(plan) != 0) return false;
   if (plan.rounds && !lines && (plan.images > 1 || (plan.rows > 1 && plan.rows * pitch > kLine))) return false;
   if (dy_by_rows) pitch = padded(pitch, 8);  // each row's box begins with a turn of the swizzle
   const int64_t window_h = (plan.rows + reach_h / stride_h) * stride_h, window_w = pitch * stride_w;
@@ -1518,7 +1583,7 @@ inline bool complete(const Problem& problem, Plan& plan) {
   plan.steps = static_cast<int>(ceil_div((plan.rows - 1) * plan.pitch + plan.columns, step_pixels(plan)));
   const int64_t farthest = reach_h / stride_h * pitch + reach_w / stride_w;
   plan.slots = static_cast<int>(
-      padded(std::max<int64_t>(window_h / stride_h * pitch, plan.steps * step_pixels(plan) + farthest), 8));
+      padded(std::max<int64_t>(window_h / stride_h * pitch, plan.steps * step_slots(plan) + farthest), 8));
   int64_t dy_loaded = 0, x_loaded = 0, dy_bytes = 0, raw_bytes = 0, x_bytes = 0;
   if (lines) {
     plan.dy_slots = plan.slots;
@@ -1537,7 +1602,7 @@ inline bool complete(const Problem& problem, Plan& plan) {
     if (plan.dy_run > kMostBox && !plan.dy_whole) return false;
   } else {
     const int64_t boxes = plan.tiles_q == 1 ? plan.rows * pitch : int64_t{plan.rows} * plan.columns;
-    plan.dy_slots = static_cast<int>(padded(std::max<int64_t>(plan.steps * step_pixels(plan), plan.rows * pitch), 8));
+    plan.dy_slots = static_cast<int>(padded(std::max<int64_t>(plan.steps * step_slots(plan), plan.rows * pitch), 8));
     plan.dy_block_bytes = plan.images * plan.dy_slots * hopper::kBoxRowBytes;
     dy_bytes = int64_t{plan.channels} * plan.bytes / hopper::kBoxRowBytes * plan.dy_block_bytes;
     dy_loaded = plan.images * boxes * plan.channels * plan.bytes;
@@ -1616,8 +1681,9 @@ inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan,
   }
 }
 
-// How 16 bits are read, and planes of fp32: whole planes of any size, boxes of planes, or channels_last.
-enum class Way { kWhole, kPlanes, kPixels };
+// How 16 bits are read, and planes of fp32: whole planes of any size, boxes of planes, also shifted ones, or
+// channels_last.
+enum class Way { kWhole, kPlanes, kShifted, kPixels };
 
 // Adds the plans of a way and a fold to the search.
 inline void search(const Problem& original, int sms, const Alignment& address, Way way, int fold_h, int fold_w,
@@ -1632,6 +1698,7 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
   const bool folds = fold_h + fold_w > 0;
   const bool splits = plan.bytes == 4 || way != Way::kPixels;
   const bool whole = way == Way::kWhole;
+  plan.shifted = way == Way::kShifted;
   const auto prepare = [&](const Tensor& of, int of_group, uint64_t begin, bool folds, bool& planes, bool& are_whole,
                            bool& copies) {
     const bool in_pieces = original.groups == 1 || of_group * plan.bytes % 16 == 0;
@@ -1639,7 +1706,7 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
     planes = splits && !(pixels && plan.bytes == 4);
     are_whole = whole && planes && !folds && in_pieces && !has_planes(of, plan.bytes, begin) &&
                 has_whole_planes(of, plan.bytes, begin);
-    copies = planes ? !are_whole && (folds || !has_planes(of, plan.bytes, begin)) : !pixels;
+    copies = planes ? folds || (!are_whole && !plan.shifted && !has_planes(of, plan.bytes, begin)) : !pixels;
     const bool allowed = planes ? plan.bytes == 4 || folds || !copies : in_pieces;
     return allowed && int64_t{of.H} * of.W < 1 << 30;
   };
@@ -1659,11 +1726,19 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
   if (slice.N > most || (whole && plan.slices > 1)) return;
   const Problem problem = as_planned(slice, plan);
   group_c = problem.C / problem.groups;
+  if (plan.shifted) {
+    const Tensor x = x_of(problem), dy = dy_of(problem);
+    const uint64_t x_address = plan.copies_x ? 0 : address.x;
+    if (!has_shifted_lines(x, group_c, x_address) || !has_shifted_lines(dy, group_k, address.dy) ||
+        (has_planes(x, plan.bytes, x_address) && has_planes(dy, plan.bytes, address.dy)))
+      return;
+  }
   const int64_t taps = int64_t{problem.R} * problem.S;
   if (taps * group_c * problem.K >= int64_t{1} << 30 || taps > kMostTaps) return;
   // Planes whose pixels are one line, which no tap shifts.
   const bool lines = taps == 1 && problem.H == 1 && problem.P == 1 && problem.W == problem.Q && !has_stride(problem) &&
                      plan.x_planes && plan.dy_planes && !plan.x_whole && !plan.dy_whole;
+  if (plan.shifted && !(tf32 && lines)) return;
   const bool pixels = !plan.x_planes && !plan.dy_planes && std::min(group_c, group_k) >= kLeastRounded;
   const bool may_round = tf32 && (lines || (pixels && (taps == 1 || has_stride(problem))));
   constexpr int kMostPixels = 256;  // of a stage
@@ -1672,6 +1747,7 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
       const int channels = kind % 2 == 0 ? 128 : 64;
       const bool rounds = kind > 1;
       if (wish.rounds >= 0 ? wish.rounds != (rounds ? 1 : 0) : may_round && taps == 1 && !rounds) continue;
+      if (plan.shifted && !rounds) continue;
       plan.channels = channels;
       plan.shape = kTileShapes[i];
       plan.rounds = rounds;
@@ -1711,6 +1787,12 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
             if (images * columns * problem.P <= kMostPixels && images <= problem.N)
               consider(images, problem.P, columns);
       };
+      if (plan.shifted) {
+        for (int i = 1; i <= kMostPixels / kShiftedLine; ++i) consider(1, 1, i * kShiftedLine);
+        for (int images = 2; images <= problem.N && images * problem.Q <= kMostPixels; images *= 2)
+          consider(images, 1, problem.Q);
+        continue;
+      }
       consider_rows(problem.Q);
       // Strips, of equal or convenient columns.
       for (int most : {240, 224, 192, 160, 136, 112, 96, 72, 64, 56, 48, 40, 32}) {
@@ -1752,8 +1834,8 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
   const bool halves = element_bytes(problem.dtype) == 2;  // lanes read whole planes of these from few banks
   for_each_fold(problem, [&](int fold_h, int fold_w) {
     if (wish.fold >= 0 && wish.fold != number++) return;
-    for (Way way : {halves ? Way::kPixels : Way::kWhole, Way::kPlanes})
-      search(problem, sms, address, way, fold_h, fold_w, wish, best, found);
+    for (Way way : {halves ? Way::kPixels : Way::kWhole, Way::kPlanes, Way::kShifted})
+      if (way != Way::kShifted || !halves) search(problem, sms, address, way, fold_h, fold_w, wish, best, found);
   });
   return found;
 }
@@ -1856,9 +1938,19 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
                         int step_h, int row_bytes, hopper::BoxMap& map) {
     const uint64_t images = static_cast<uint64_t>(of.N), height = static_cast<uint64_t>(of.H);
     const uint64_t channels = static_cast<uint64_t>(planes ? of.C : padded(of.C, 16 / plan.bytes));  // a copy has more
+    if (planes && plan.rounds) {
+      const uint32_t together = static_cast<uint32_t>(planes_together(plan, of.stride[1]));
+      const int64_t shift = together > 1 ? of.stride[1] % 4 : 0;
+      const uint64_t line = static_cast<uint64_t>(padded(of.W + (together - 1) * shift, 16 / plan.bytes));
+      return hopper::make_box_map(hopper::BoxUse::kLoadRows, from, plan.bytes,
+                                  {line, together, channels / together, images},
+                                  {step(of.stride[1] - shift, together),
+                                   step(of.stride[1] * together, of.C / together), step(of.stride[0], of.N)},
+                                  {box[0], together, box[1] / together, 1}, map);
+    }
     if (planes)
       return hopper::make_box_map(
-          plan.rounds ? hopper::BoxUse::kLoadRows : hopper::BoxUse::kLoad, from, plan.bytes,
+          hopper::BoxUse::kLoad, from, plan.bytes,
           {static_cast<uint64_t>(padded(int64_t{of.H} * of.W, 16 / plan.bytes)), channels, images, 1},
           {step(of.stride[1], of.C), step(of.stride[0], of.N), 16}, box, map);
     return hopper::make_box_map(row_bytes == 128  ? hopper::BoxUse::kLoadRows
@@ -2061,12 +2153,13 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
   const Plan& plan = plan_of(problem, Alignment{});
   const char* const operands = plan.rounds ? "TF32, " : plan.contains ? "scaled fp16, " : "";
   snprintf(text, text_size,
-           "%s%s%s%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and "
+           "%s%s%s%s%stile of %d output channels x %d input channels x %d taps, stages of %d x %d x %d pixels and "
            "%d bytes, %d of them, %d blocks for %d tiles in %d parts, about %.3g Mcycles",
-           plan.copies_x ? "x copied, " : "", plan.copies_dy ? "dy copied, " : "",
-           plan.fold_h + plan.fold_w > 2 ? "taps as channels, " : "", operands, plan.channels, 8 * plan.shape.chunks,
-           plan.shape.taps, plan.images, plan.rows, plan.columns, plan.stage_bytes + plan.raw_bytes, plan.stages,
-           plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t, plan.parts, plan.cycles * 1e-6);
+           plan.shifted ? "planes shifted, " : "", plan.copies_x ? "x copied, " : "",
+           plan.copies_dy ? "dy copied, " : "", plan.fold_h + plan.fold_w > 2 ? "taps as channels, " : "", operands,
+           plan.channels, 8 * plan.shape.chunks, plan.shape.taps, plan.images, plan.rows, plan.columns,
+           plan.stage_bytes + plan.raw_bytes, plan.stages, plan.grid, plan.tiles_k * plan.blocks_c * plan.blocks_t,
+           plan.parts, plan.cycles * 1e-6);
 }
 
 #endif  // host

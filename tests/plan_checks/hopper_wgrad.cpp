@@ -32,12 +32,12 @@ static void check_jobs(const Problem& problem, const Params& params) {
 // Every pixel is in one stage. Each of its taps is the pixel of x that the convolution says.
 static void check_pixels(const Problem& p, const Params& params) {
   const Plan& plan = params.plan;
-  const int dy_pixels = plan.images * plan.steps * step_pixels(plan);
+  const int dy_pixels = plan.images * plan.steps * step_slots(plan);
   Owned owned(p.N * p.P * p.Q);
   for (int tile = 0; tile < plan.tiles; ++tile) {
     const Place at = locate_tile(params, tile);
     for (int i = 0; i < dy_pixels; ++i) {
-      const int packed = dy_pixel(params, i, step_pixels(plan));
+      const int packed = dy_pixel(params, i, step_slots(plan), step_pixels(plan));
       const int64_t n = at.n + (packed >> 20);
       const int y = at.p + (packed >> 10 & 1023), x = at.q + (packed & 1023);
       if (packed >= 0 && n < p.N && y < p.P && x < p.Q) CHECK(owned.take((n * p.P + y) * p.Q + x));
@@ -51,13 +51,14 @@ static void check_pixels(const Problem& p, const Params& params) {
       if (tap >= p.R * p.S) break;
       const int from = slot_of_tap(params, first, tap);
       for (int i = 0; i < dy_pixels; ++i) {
-        const int image = i / (plan.steps * step_pixels(plan)), slot = i % (plan.steps * step_pixels(plan));
-        const int place = image * phases_of(plan) * plan.slots + from + slot, packed = dy_pixel(params, i, step_pixels(plan));
+        const int image = i / (plan.steps * step_slots(plan)), slot = i % (plan.steps * step_slots(plan));
+        const int place = image * phases_of(plan) * plan.slots + from + slot;
+        const int packed = dy_pixel(params, i, step_slots(plan), step_pixels(plan));
         CHECK(within(place, plan.images * phases_of(plan) * plan.slots));
         if (packed < 0) continue;
         const int y = (packed >> 10 & 1023) * params.stride_h + r * p.dilation_h;
         const int x = (packed & 1023) * params.stride_w + s * p.dilation_w;
-        CHECK(x_pixel(params, place) == pack_pixel(packed >> 20, y, x));
+        CHECK(plan.shifted || x_pixel(params, place) == pack_pixel(packed >> 20, y, x));
       }
     }
   }
@@ -95,7 +96,7 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
     CHECK(plan.dy_bytes >= plan.images * plan.channels * plan.dy_run * plan.bytes && (plan.dy_whole || plan.dy_run % 16 == 8));
   else
     CHECK(plan.dy_bytes >= plan.images * plan.dy_slots * plan.channels * plan.bytes && plan.dy_slots % 8 == 0);
-  CHECK(plan.dy_slots >= plan.steps * step_pixels(plan));
+  CHECK(plan.dy_slots >= plan.steps * step_slots(plan));
   CHECK(plan.part_bytes >= slots * columns * (plan.rounds ? 4 : 2 * plan.parts_of_x));
   CHECK(plan.stage_bytes == plan.dy_bytes + (plan.splits ? 0 : plan.part_bytes));
   CHECK(plan.splits == ((plan.bytes == 4 && !plan.rounds) || (plan.bytes == 2 && plan.x_planes)) && (plan.bytes == 4 || plan.x_planes == plan.dy_planes));
@@ -106,6 +107,7 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   CHECK(!plan.splits ||
         plan.raw_bytes >= columns * plan.bytes * (plan.x_planes ? plan.images * plan.x_boxes * plan.run : slots));
   NOTE(lines);
+  NOTE(plan.shifted);
   NOTE(plan.rounds && !lines);
   NOTE(plan.fold_h * plan.fold_w == 1);
   CHECK(plan.jobs == int64_t{p.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t * plan.parts);
