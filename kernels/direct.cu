@@ -34,6 +34,14 @@ namespace direct {
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
+// ---- correlate: correlate.cuh ----
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::THREADS, Config::BLOCKS_PER_SM)
+    correlate_kernel(const CorrelateParams params) {
+  correlate_tile<Config>(params, locate_tile(params, blockIdx.x, Config::TILE_K));
+}
+
 // ---- Points: 1x1 filters to few channels ----
 //
 // A thread owns four neighbouring pixels and all output channels of them. Memory traffic bounds it: the batches of
@@ -556,6 +564,30 @@ __global__ void __launch_bounds__(kReduceThreads) add_partials_kernel(const AddP
 #if !defined(__CUDACC_RTC__)
 
 // ---- Choosing tiles: plain host code, the same for launch() and explain() ----
+
+using NarrowK = CorrelateConfig<float, 8, 4, 2, 4, 2>;   // 16 x 512
+using FewK = CorrelateConfig<float, 4, 4, 1, 4, 4>;      // 4 x 512
+using DoubleK = CorrelateConfig<double, 4, 4, 4, 1, 3>;  // 16 x 128
+
+// Chooses the tile of correlate among powers of two and the whole width, with at most TILE_PIXELS pixels.
+template <typename Config>
+inline Tiling correlate_tiling(const Window& rows, const Window& columns, int in_channels) {
+  constexpr int FRAGMENT = Config::THREAD_K * Config::THREAD_PIXELS;
+  // Per tap and thread: multiply-adds, two slots a pixel (address, load), loads of weights, the loop.
+  constexpr double kThreadSlots =
+      FRAGMENT + 2 * Config::THREAD_PIXELS + Config::THREAD_K / Vector<typename Config::Acc>::SIZE + 4;
+  Tiling best{};
+  best.cost = -1;
+  const auto consider = [&](int tile_q) {
+    const int tile_p = std::min(Config::TILE_PIXELS / tile_q, rows.outputs);
+    try_tiling<Config>(rows, columns, in_channels, std::max(tile_p, 1), tile_q, kThreadSlots * Config::THREADS, true,
+                       best);
+  };
+  for (int tile_q = 4; tile_q <= Config::TILE_PIXELS && tile_q < std::max(8, 2 * columns.outputs); tile_q *= 2)
+    consider(tile_q);
+  if (columns.outputs > 0 && columns.outputs < Config::TILE_PIXELS) consider(columns.outputs);
+  return best;
+}
 
 // Tiles of depthwise: `tile_q` columns and as many bands of ROWS as the block's threads make.
 template <typename Config>

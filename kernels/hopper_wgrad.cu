@@ -598,68 +598,44 @@ __device__ __forceinline__ uint32_t as_tf32(uint32_t word) {
   return float_bits(fminf(bits_float(word), bits_float(0x7f800000u))) + 0x1000u;
 }
 
-// Rounds x of a stage, shifted so that each row begins with the line's first pixel; `left` pixels of an image remain. A
-// thread has a row.
+// Rounds x of a stage in place: channels as rows of 32 slots in the swizzle. Lines have that order already, and rows of
+// shifted ones go back to where their pixels belong: a thread has a row, of which `left` pixels of an image remain.
 template <typename Format, int CHUNKS>
-__device__ __forceinline__ void round_shifted(const Params& params, uint32_t x, int left) {
-  constexpr int kRows = 8 * CHUNKS, kPieces = kLine / 4;
+__device__ __forceinline__ void round_lines(const Params& params, uint32_t x, int left) {
+  constexpr int kRows = 8 * CHUNKS;
   const Plan& plan = params.plan;
 #pragma unroll 1
   for (int row = static_cast<int>(threadIdx.x) - (kMultiplyingThreads + 32); row < plan.images * plan.steps * kRows;
        row += Format::SPLITTING) {
-    const int line = row / kRows, image = quotient(line, params.by_steps);
-    const int shift = row * static_cast<int>(params.x_stride[1]) & 3;  // a tile begins with a multiple of 4 channels
-    const int pixels = left - (line - image * plan.steps) * kShiftedLine;
     const uint32_t begin = x + row * hopper::kBoxRowBytes, order = row % 8;
-    uint32_t words[kLine];
+    uint32_t words[kLine / 4][4];
+    const auto word = [&](int i) -> uint32_t& { return words[i / 4][i % 4]; };
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      uint32_t(&piece)[4] = *reinterpret_cast<uint32_t(*)[4]>(words + 4 * i);
-      hopper::load_shared_4(piece, begin + (i ^ order) * 16);
+    for (int i = 0; i < kLine / 4; ++i) hopper::load_shared_4(words[i], begin + (i ^ order) * 16);
+    if (plan.shifted) {
+      const int shift = row * static_cast<int>(params.x_stride[1]) & 3;  // a tile begins with a multiple of 4 channels
+      const int line = row / kRows % plan.steps, pixels = left - line * kShiftedLine;
+#pragma unroll
+      for (int i = 0; i < kLine - 1; ++i) word(i) = (shift & 1) != 0 ? word(i + 1) : word(i);
+#pragma unroll
+      for (int i = 0; i < kLine; ++i)
+        word(i) = i >= kShiftedLine || i >= pixels ? 0 : (shift & 2) != 0 ? word(i + 2) : word(i);
     }
 #pragma unroll
-    for (int i = 0; i < kLine - 1; ++i) words[i] = (shift & 1) != 0 ? words[i + 1] : words[i];
+    for (int i = 0; i < kLine / 4; ++i) {
 #pragma unroll
-    for (int i = 0; i < kShiftedLine; ++i) words[i] = as_tf32((shift & 2) != 0 ? words[i + 2] : words[i]);
-    if (pixels < kShiftedLine)
-#pragma unroll
-      for (int i = 0; i < kShiftedLine; ++i) words[i] = i < pixels ? words[i] : 0;
-#pragma unroll
-    for (int i = kShiftedLine; i < kLine; ++i) words[i] = 0;
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const uint32_t(&piece)[4] = *reinterpret_cast<const uint32_t(*)[4]>(words + 4 * i);
-      hopper::store_shared_4(begin + (i ^ order) * 16, piece);
+      for (uint32_t& one : words[i]) one = as_tf32(one);
+      hopper::store_shared_4(begin + (i ^ order) * 16, words[i]);
     }
   }
 }
 
-// Rounds x of a stage in place: channels as rows of 32 slots in the swizzle. Lines have that order already. Pixels are
-// transposed, 32 of 32 channels by a warp: a lane has four pixels, two apart, of four channels, twice. Lanes that load
-// or store at once meet all banks.
+// Pixels are transposed, 32 of 32 channels by a warp: a lane has four pixels, two apart, of four channels, twice. Lanes
+// that load or store at once meet all banks.
 template <typename Format, int CHUNKS>
-__device__ __forceinline__ void round_stage(const Params& params, uint32_t x, int tile) {
+__device__ __forceinline__ void round_pixels(const Plan& plan, uint32_t x) {
   constexpr int kRow = hopper::kBoxRowBytes;
-  const Plan& plan = params.plan;
   const int thread = static_cast<int>(threadIdx.x) - (kMultiplyingThreads + 32), lane = thread % 32;
-  if (plan.shifted) return round_shifted<Format, CHUNKS>(params, x, params.Q - locate_tile(params, tile).q);
-  if (plan.x_planes) {
-    constexpr int kStep = 16 * Format::SPLITTING, kAtOnce = 4;
-#pragma unroll 1
-    for (int place = 16 * thread; place < plan.x_loaded; place += kAtOnce * kStep) {
-      uint32_t words[kAtOnce][4];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (place + i * kStep < plan.x_loaded) hopper::load_shared_4(words[i], x + place + i * kStep);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-        for (uint32_t& word : words[i]) word = as_tf32(word);
-        if (place + i * kStep < plan.x_loaded) hopper::store_shared_4(x + place + i * kStep, words[i]);
-      }
-    }
-    return;
-  }
   const int piece = lane % 8, quad = ((lane & 1) << 2 | (lane >> 1 & 3)) ^ lane / 8;
   const uint32_t from = (piece / 2 * 8 + piece % 2) * kRow + (quad ^ piece % 2) * 16;
   const uint32_t to = quad * 4 * kRow + (piece ^ quad % 2 * 4) * 16;
@@ -692,7 +668,11 @@ __device__ __forceinline__ void round_all(const Params& params, const Shared& sh
 #pragma unroll 1
     for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
       hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
-      round_stage<Format, CHUNKS>(params, shared.base + ring.slot * plan.stage_bytes + plan.dy_bytes, tile);
+      const uint32_t x = shared.base + ring.slot * plan.stage_bytes + plan.dy_bytes;
+      if (plan.x_planes)
+        round_lines<Format, CHUNKS>(params, x, params.Q - locate_tile(params, tile).q);
+      else
+        round_pixels<Format, CHUNKS>(plan, x);
       hopper::fence_async();
       __syncwarp();
       if (threadIdx.x % 32 == 0) hopper::barrier_arrive(shared.rounded(ring.slot));
@@ -1397,7 +1377,7 @@ struct Costs {
 };
 constexpr Costs kPixels16{46, 16.8, 0.68, 3, 0, 0}, kPlanes16{24, 16.8, 0.68, 280, 0.86, 390};
 constexpr Costs kOfFloat32{25, 22.6, 1.08, 93, 1.5, 430}, kContained{19, 22.6, 1.08, 38, 1.06, 490};
-constexpr Costs kRounded{34.6, 14.1, 0.59, 47, 0.49, 331}, kShifted{28, 14.1, 0.59, 47, 0.49, 331};
+constexpr Costs kRounded{34.6, 14.1, 0.59, 47, 0.49, 331}, kShifted{31, 14.1, 0.59, 47, 0.49, 331};
 constexpr double kCallCycles = 13400, kStageCycles = 600, kCopyCycles = 6500, kCopiedBytes = 21;
 constexpr double kLeastColumns = 30, kSeen = 30;  // of wgmma; for 128 values of dy
 
