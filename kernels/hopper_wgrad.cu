@@ -16,9 +16,7 @@
 //   x    wgmma reads pixels of 16 bits as they are. Planes are transposed, and fp32 is split into parts of 16 bits:
 //        [chunk of 8 channels][pixel] x 16 bytes.
 //        A tap is a shift of the start address, by whole pixels. At a stride, phases of x lie one behind another.
-//        Tiles of one tap need no shift: under the TF32 contract x is rounded, [channel][32 pixels] in a swizzle.
-//        Planes of 65 x 65 begin 4 bytes further behind a multiple of 16 each, up to every fourth one. So do rows of
-//        their boxes. Those who round x and load dy shift them back; a line has 28 pixels then, in 32 slots
+//        Tiles of one tap need no shift: under the TF32 contract x is rounded, [channel][32 pixels] in a swizzle
 //   dy   warps bring it to registers, and split or round it there
 //
 //        columns + halo = pitch
@@ -27,6 +25,10 @@
 //      | o  o  o  o  | .  .      such a zero: a thread that finds one among its sums takes its products anew.
 //      +-------------+ .  .      Steps of wgmma are 16 slots each, through the ends of rows.
 //        .  .  .  .    .  .
+//
+// Planes of fp32 may begin at any multiple of 4 bytes. Those of 65 x 65 begin 4 bytes further behind a multiple of 16
+// each, up to every fourth one, and so do pixels in the rows of a box. Who reads a row knows its shift. Lines that are
+// rounded are shifted back in place, and have 28 pixels then, in 32 slots.
 //
 // Blocks of 12 warps, or of 16 where x is split:
 //
@@ -127,8 +129,7 @@ struct Plan {
   bool has_gaps;                          // slots behind boxes
   bool splits;                            // as Format has it
   bool x_planes, dy_planes, dy_straight;  // NCHW, of 16 bits both; dy in the order of slots
-  bool x_whole, dy_whole;                 // planes of any size, which follow each other in memory, of whole images
-  bool shifted;                           // lines whose rows begin with up to three other pixels
+  bool shifted;                           // planes may be: their rows in boxes begin with up to three other pixels
   int channels;                           // of y, of a tile: 128, or 64 of which warpgroups take steps by turns
   TileShape shape;
   int blocks_c, blocks_t, tiles_k;  // tiles along input channels, taps, output channels
@@ -203,12 +204,16 @@ MODELNEW_HOST_DEVICE inline int phases_of(const Plan& plan) { return plan.phases
 // Slots of a step, and those of them that have pixels.
 MODELNEW_HOST_DEVICE inline int step_slots(const Plan& plan) { return plan.rounds ? kLine : kStepPixels; }
 MODELNEW_HOST_DEVICE inline int step_pixels(const Plan& plan) {
-  return plan.shifted ? kShiftedLine : step_slots(plan);
+  return plan.rounds && plan.shifted ? kShiftedLine : step_slots(plan);
 }
 
-// Lines: how many planes shift by one step more each, until the next one begins at a multiple of 16 bytes again.
-MODELNEW_HOST_DEVICE inline int planes_together(const Plan& plan, int64_t stride) {
-  return plan.shifted && stride % 4 != 0 ? 4 / static_cast<int>(stride % 4) : 1;
+// How many planes are shifted by one step more each, until the next one begins at a multiple of 16 bytes again; by how
+// many pixels one of them is.
+MODELNEW_HOST_DEVICE inline int planes_together(const Plan& plan, int channels, int64_t stride) {
+  return plan.shifted && channels % 4 == 0 && stride % 4 != 0 ? 4 / static_cast<int>(stride % 4) : 1;
+}
+MODELNEW_HOST_DEVICE inline int shift_of(const Plan& plan, int channel, int64_t stride) {
+  return plan.shifted ? channel * static_cast<int>(stride) & 3 : 0;
 }
 
 MODELNEW_HOST_DEVICE inline int all_slots(const Plan& plan) { return plan.images * phases_of(plan) * plan.slots; }
@@ -296,7 +301,7 @@ MODELNEW_HOST_DEVICE inline int x_pixel(const Params& params, int number) {
 // Planes: the first row of a window that its `number`-th box has. Rows that no tap reads are left out.
 MODELNEW_HOST_DEVICE inline int first_row(const Params& params, int number) {
   const Plan& plan = params.plan;
-  if (plan.phases_h == params.stride_h || plan.x_whole) return number * plan.box_rows;
+  if (plan.phases_h == params.stride_h) return number * plan.box_rows;
   const int row = number / plan.phases_h;
   return row * params.stride_h + number - row * plan.phases_h;
 }
@@ -308,7 +313,7 @@ struct InBox {
 
 MODELNEW_HOST_DEVICE inline InBox place_in_box(const Params& params, int row, int column) {
   const Plan& plan = params.plan;
-  if (plan.phases_h < params.stride_h && !plan.x_whole)
+  if (plan.phases_h < params.stride_h)
     return {row / params.stride_h * plan.phases_h + row % params.stride_h, column};
   const int number = row / plan.box_rows;
   return {number, (row - number * plan.box_rows) * params.W + column};
@@ -365,35 +370,24 @@ __device__ __forceinline__ Window locate_window(const Params& params, const Job&
           at.q * params.stride_w - params.pad_w + job.tap.s * params.dilation_w};
 }
 
-// Bytes of an image's whole planes: the last tile has fewer channels, as nothing is read behind the tensor.
-template <typename Format>
-__device__ __forceinline__ int whole_bytes(int tile_channels, int channels, int plane) {
-  return min(tile_channels, channels) * plane * Format::BYTES;
-}
-
 // Issues the boxes of a stage, of dy and of x, which come to their own barriers.
 template <typename Format, int CHUNKS>
 __device__ __forceinline__ void load_stage(const Params& params, const Job& job, int tile, uint32_t stage,
                                            uint32_t barrier, uint32_t x_stage, uint32_t x_barrier) {
-  using Stored = typename Format::Stored;
   constexpr int kMisplaced = 16 / Format::BYTES - 1;  // elements behind a multiple of 16 bytes, at most
   const Plan& plan = params.plan;
   const Window window = locate_window(params, job, tile);
   const int n = static_cast<int>(window.at.n);
   const int first_k = job.group * params.group_k + job.tile_k * plan.channels;
   const int first_c = job.group * params.group_c + job.block_c * CHUNKS * 8;
-  const int dy_plane = whole_bytes<Format>(plan.channels, params.K - first_k, plan.dy_run);
-  const int x_plane = whole_bytes<Format>(CHUNKS * 8, params.C - first_c, plan.run);
-  const int dy_loaded = plan.dy_whole ? plan.images * dy_plane : plan.dy_loaded;
-  const int x_loaded = plan.x_whole ? plan.images * x_plane : plan.x_loaded;
-  hopper::barrier_arrive_expecting(barrier, dy_loaded + (Format::SPLITS ? 0 : x_loaded));
-  if (Format::SPLITS) hopper::barrier_arrive_expecting(x_barrier, x_loaded);
+  // Planes: of two or four together there is a half or a quarter.
+  const int place_k = first_k >> planes_together(plan, params.group_k, params.dy_stride[1]) / 2;
+  const int place_c = first_c >> planes_together(plan, params.group_c, params.x_stride[1]) / 2;
+  hopper::barrier_arrive_expecting(barrier, plan.dy_loaded + (Format::SPLITS ? 0 : plan.x_loaded));
+  if (Format::SPLITS) hopper::barrier_arrive_expecting(x_barrier, plan.x_loaded);
 #pragma unroll 1
   for (int image = 0; image < plan.images; ++image) {
     if (Format::ROUNDS && plan.x_planes) {  // lines of both: [32 pixels of all channels] by a box
-      // Of four planes together there is a quarter.
-      const int place_k = first_k >> planes_together(plan, params.dy_stride[1]) / 2;
-      const int place_c = first_c >> planes_together(plan, params.x_stride[1]) / 2;
 #pragma unroll 1
       for (int line = 0; line < plan.steps; ++line) {
         const int place = (image * plan.slots + line * kLine) * Format::BYTES;
@@ -403,14 +397,9 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
       }
       continue;
     }
-    if (Format::SPLITS && plan.dy_whole) {
-      hopper::bulk_load(stage + image * plan.channels * plan.dy_run * Format::BYTES,
-                        static_cast<const Stored*>(params.dy_ptr) + (window.at.n + image) * params.dy_stride[0] +
-                            static_cast<int64_t>(first_k) * plan.dy_run,
-                        dy_plane, barrier);
-    } else if (Format::SPLITS && plan.dy_planes) {
+    if (Format::SPLITS && plan.dy_planes) {
       hopper::load_box(params.dy_map, stage + image * plan.channels * plan.dy_run * Format::BYTES,
-                       (window.at.p * params.Q + window.at.q) & ~kMisplaced, first_k, n + image, 0, barrier);
+                       (window.at.p * params.Q + window.at.q) & ~kMisplaced, 0, place_k, n + image, barrier);
     } else {
       constexpr int CHANNELS = hopper::kBoxRowBytes / Format::BYTES;
       const int box_rows = plan.tiles_q == 1 ? plan.rows : 1;
@@ -423,18 +412,13 @@ __device__ __forceinline__ void load_stage(const Params& params, const Job& job,
                                (image * plan.dy_slots + row * plan.pitch) * hopper::kBoxRowBytes,
                            first_k + k, window.at.q, window.at.p + row, n + image, barrier);
     }
-    if (Format::SPLITS && plan.x_whole) {
-      hopper::bulk_load(x_stage + image * CHUNKS * 8 * plan.run * Format::BYTES,
-                        static_cast<const Stored*>(params.x_ptr) + (window.at.n + image) * params.x_stride[0] +
-                            static_cast<int64_t>(first_c) * plan.run,
-                        x_plane, x_barrier);
-    } else if (Format::SPLITS && plan.x_planes) {
+    if (Format::SPLITS && plan.x_planes) {
 #pragma unroll 1
       for (int number = 0; number < plan.x_boxes; ++number)
         hopper::load_box(params.x_map,
                          x_stage + (image * plan.x_boxes + number) * CHUNKS * 8 * plan.run * Format::BYTES,
-                         ((window.first_h + first_row(params, number)) * params.W + window.first_w) & ~kMisplaced,
-                         first_c, n + image, 0, x_barrier);
+                         ((window.first_h + first_row(params, number)) * params.W + window.first_w) & ~kMisplaced, 0,
+                         place_c, n + image, x_barrier);
     } else {
       // Phases, or lines, which go on where the one before ends.
       const int channels = plan.row_bytes / Format::BYTES;
@@ -531,7 +515,10 @@ __device__ __forceinline__ void split_stage(const Params& params, const Job& job
   const Plan& plan = params.plan;
   const int slots = all_slots(plan);
   const Window window = locate_window(params, job, tile);
-  const int misplaced = plan.x_whole ? ~0 : 16 / BYTES - 1;  // of a box, behind its address
+  constexpr int kMisplaced = 16 / BYTES - 1;  // elements of a box before its first row
+  uint32_t shifts[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) shifts[i] = BYTES * shift_of(plan, i, params.x_stride[1]);
 #pragma unroll 1
   for (int item = threadIdx.x - (kMultiplyingThreads + 32); item < CHUNKS / ITEM * slots; item += Format::SPLITTING) {
     const int chunk = quotient(item, params.by_all_slots) * ITEM, slot = item - chunk / ITEM * slots;
@@ -540,7 +527,7 @@ __device__ __forceinline__ void split_stage(const Params& params, const Job& job
       const Slot entry = table[slot];
       const int h = window.first_h + (entry.packed >> 10 & 1023), w = window.first_w + (entry.packed & 1023);
       const int begin = (window.first_h + entry.row) * params.W + window.first_w;  // of its box
-      own = from + chunk * 8 * step + entry.offset + BYTES * (begin & misplaced);
+      own = from + chunk * 8 * step + entry.offset + BYTES * (begin & kMisplaced);
       if (!(entry.packed >= 0 && is_within(h, params.H) && is_within(w, params.W))) own = nothing, step = 0;
     } else {
       own = from + chunk / ROW * plan.block_bytes + slot * ROW * 32;
@@ -567,7 +554,7 @@ __device__ __forceinline__ void split_stage(const Params& params, const Job& job
         for (int i = 0; i < 2; ++i)
           if constexpr (PLANES) {
 #pragma unroll
-            for (int c = 0; c < 4; ++c, own += step) hopper::load_shared(words[j][i][c], own);
+            for (int c = 0; c < 4; ++c, own += step) hopper::load_shared(words[j][i][c], own + shifts[c]);
           } else {
             const uint32_t piece = 2 * (chunk % ROW + j) + i, order = own / hopper::kBoxRowBytes & (2 * ROW - 1);
             hopper::load_shared_4(words[j][i], own + (piece ^ order) * 16);
@@ -613,7 +600,7 @@ __device__ __forceinline__ void round_lines(const Params& params, uint32_t x, in
 #pragma unroll
     for (int i = 0; i < kLine / 4; ++i) hopper::load_shared_4(words[i], begin + (i ^ order) * 16);
     if (plan.shifted) {
-      const int shift = row * static_cast<int>(params.x_stride[1]) & 3;  // a tile begins with a multiple of 4 channels
+      const int shift = shift_of(plan, row, params.x_stride[1]);
       const int line = row / kRows % plan.steps, pixels = left - line * kShiftedLine;
 #pragma unroll
       for (int i = 0; i < kLine - 1; ++i) word(i) = (shift & 1) != 0 ? word(i + 1) : word(i);
@@ -708,20 +695,18 @@ __device__ __forceinline__ void load(const Params& params, const Shared& shared)
 
 // Sees dy of a stage. Places behind the end are the first one again.
 template <typename Format>
-__device__ __forceinline__ void see_dy(const Plan& plan, uint32_t stage, int bytes, Seen& seen) {
+__device__ __forceinline__ void see_dy(const Plan& plan, uint32_t stage, Seen& seen) {
   constexpr int kStep = 16 * Format::SPLITTING, kAtOnce = 4;
   const int first = 16 * (static_cast<int>(threadIdx.x) - (kMultiplyingThreads + 32));
 #pragma unroll 1
-  for (int image = 0; image < (plan.dy_whole ? plan.images : 1); ++image, stage += plan.channels * plan.dy_run * 4)
-#pragma unroll 1
-    for (int i = first; i < bytes; i += kAtOnce * kStep) {
-      uint32_t words[kAtOnce][4];
+  for (int i = first; i < plan.dy_seen; i += kAtOnce * kStep) {
+    uint32_t words[kAtOnce][4];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j)
-        hopper::load_shared_4(words[j], stage + (i + j * kStep < bytes ? i + j * kStep : first));
+    for (int j = 0; j < kAtOnce; ++j)
+      hopper::load_shared_4(words[j], stage + (i + j * kStep < plan.dy_seen ? i + j * kStep : first));
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) seen.see(words[j]);
-    }
+    for (int j = 0; j < kAtOnce; ++j) seen.see(words[j]);
+  }
 }
 
 // The scales that are not known yet, with room for eight times as much, if threads have seen others than zeros.
@@ -750,8 +735,6 @@ __device__ __forceinline__ void split_all(const Params& params, const Shared& sh
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
     const Job job = locate_job(params, number);
     Scales scales;
-    const int left_k = params.K - job.group * params.group_k - job.tile_k * plan.channels;
-    const int dy_bytes = plan.dy_whole ? whole_bytes<Format>(plan.channels, left_k, plan.dy_run) : plan.dy_seen;
 #pragma unroll 1
     for (int tile = job.first_tile; tile < job.last_tile; ++tile) {
       const uint32_t part_barrier = shared.part(part.slot), raw_barrier = shared.raw(raw.slot);
@@ -772,7 +755,7 @@ __device__ __forceinline__ void split_all(const Params& params, const Shared& sh
         bool contained = false;
         if (!scales.wide) {
           hopper::barrier_wait(shared.stage(ring.slot), ring.parity);
-          see_dy<Format>(plan, shared.base + ring.slot * plan.stage_bytes, dy_bytes, of_dy);
+          see_dy<Format>(plan, shared.base + ring.slot * plan.stage_bytes, of_dy);
           if (scales.x == Scales::kUnknown || scales.dy == Scales::kUnknown) {
             visit_x(Visit::kSee, 0, of_x);
             find_scales<Format>(of_x, of_dy, magnitudes, scales);
@@ -847,7 +830,7 @@ struct LaneOfDy {
   uint32_t step_bytes, image_bytes, carry;
   bool planes, straight;
 
-  // `shift`: slots of a line before its first pixel.
+  // `shift`: of planes.
   __device__ __forceinline__ LaneOfDy(const Plan& plan, int own_channel, int lane, int shift) {
     constexpr int CHANNELS = hopper::kBoxRowBytes / Format::BYTES;
     const uint32_t block = own_channel / CHANNELS * plan.dy_block_bytes;
@@ -864,7 +847,7 @@ struct LaneOfDy {
       place[0] = (own_channel + lane / 4) * hopper::kBoxRowBytes + lane / 4 * 16 + (lane % 4 + shift) % 4 * 4;
     } else if (Format::BYTES == 2 || plan.dy_planes) {
       step_bytes = image_bytes = 0;  // in the table
-      place[0] = (own_channel + lane / 4) * plan.dy_run * Format::BYTES;
+      place[0] = ((own_channel + lane / 4) * plan.dy_run + shift) * Format::BYTES;
       if (plan.dy_straight) {
         step_bytes = kStepPixels * Format::BYTES;
         image_bytes = plan.channels * plan.dy_run * Format::BYTES;
@@ -971,8 +954,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const bool by_turns = plan.channels == 64;
   const int turns = by_turns ? 2 : 1;
   const int own_channel = (by_turns ? 0 : 64 * warpgroup) + 16 * warp;
-  const LaneOfDy<Format> own_dy(plan, own_channel, lane,
-                                plan.shifted ? lane / 4 * static_cast<int>(params.dy_stride[1]) & 3 : 0);
+  const LaneOfDy<Format> own_dy(plan, own_channel, lane, shift_of(plan, lane / 4, params.dy_stride[1]));
   const int* const dy_table = reinterpret_cast<const int*>(smem + shared.layout.dy_table);
   // Slots are 16 bytes of a chunk of fp32's parts, or rows in the swizzle of a box.
   const int slot_units = Format::SPLITS ? 1 : plan.row_bytes / 16;
@@ -1408,17 +1390,10 @@ inline bool has_planes(const Tensor& of, int bytes, uint64_t address) {
          is_step(of.stride[0] * bytes, of.N) && is_step(of.stride[1] * bytes, of.C) && address % 16 == 0;
 }
 
-// Whether planes of any size follow each other, so that four or eight of them begin at a multiple of 16 bytes.
-inline bool has_whole_planes(const Tensor& of, int bytes, uint64_t address) {
-  const int64_t plane = int64_t{of.H} * of.W;
-  return hopper::are_planes(of.stride, of.H, of.W) && of.C * bytes % 16 == 0 && of.stride[1] == plane &&
-         of.stride[0] > 0 && of.stride[0] * bytes % 16 == 0 && address % 16 == 0;
-}
-
-// Whether boxes can read planes of fp32 in place that are lines, shifted.
-inline bool has_shifted_lines(const Tensor& of, int group, uint64_t address) {
-  return of.H == 1 && (of.stride[3] == 1 || of.W == 1) && of.stride[1] >= of.W && of.stride[1] % 4 != 3 &&
-         group % 4 == 0 && is_step(4 * of.stride[0], of.N) && address % 16 == 0;
+// Whether boxes can read planes of fp32 in place that do not all begin at a multiple of 16 bytes.
+inline bool has_shifted_planes(const Tensor& of, int bytes, uint64_t address) {
+  return bytes == 4 && hopper::are_planes(of.stride, of.H, of.W) && of.stride[1] >= int64_t{of.H} * of.W &&
+         of.stride[1] % 4 != 3 && is_step(of.stride[0] * bytes, of.N) && address % 16 == 0;
 }
 
 // A copy: of planes, whole 16 bytes each, or of 16 bits in channels_last.
@@ -1496,8 +1471,7 @@ inline Problem as_planned(Problem problem, const Plan& plan) {
 
 // `stages` of a block.
 inline double estimate(const Problem& problem, int sms, const Plan& plan, double stages) {
-  const Costs& costs = plan.shifted      ? kShifted
-                       : plan.rounds     ? kRounded
+  const Costs& costs = plan.rounds       ? plan.shifted ? kShifted : kRounded
                        : plan.contains   ? kContained
                        : plan.bytes == 4 ? kOfFloat32
                        : plan.splits     ? kPlanes16
@@ -1546,8 +1520,6 @@ inline bool complete(const Problem& problem, Plan& plan) {
   const int64_t reach_h = int64_t{plan.span_r - 1} * problem.dilation_h;
   const int64_t reach_w = int64_t{plan.span_s - 1} * problem.dilation_w;
   int64_t pitch = plan.columns + reach_w / stride_w;
-  if ((plan.x_whole || plan.dy_whole) && (plan.tiles_p > 1 || plan.tiles_q > 1 || problem.N % plan.images != 0))
-    return false;
   const bool dy_by_rows = plan.tiles_q > 1 && plan.rows > 1;
   if (dy_by_rows && plan.dy_planes) return false;
   const bool lines = plan.rounds && plan.x_planes;
@@ -1575,11 +1547,12 @@ inline bool complete(const Problem& problem, Plan& plan) {
     const int64_t piece = 16 / plan.bytes;
     const bool in_pieces = (plan.tiles_p == 1 || int64_t{plan.rows} * problem.Q % piece == 0) &&
                            (plan.tiles_q == 1 || plan.columns % piece == 0);
-    plan.dy_run = static_cast<int>(plan.dy_whole ? run : padded(run + (in_pieces ? 0 : piece - 1) - 8, 16) + 8);
+    const bool shifted = shift_of(plan, 1, problem.y_stride[1]) != 0;
+    plan.dy_run = static_cast<int>(padded(run + (in_pieces ? 0 : piece - 1) + (shifted ? 3 : 0) - 8, 16) + 8);
     plan.dy_slots = plan.steps * kStepPixels;
-    plan.dy_straight = in_pieces && pitch == plan.columns && !plan.dy_whole;
+    plan.dy_straight = in_pieces && pitch == plan.columns && !shifted;
     dy_bytes = dy_loaded = int64_t{plan.images} * plan.channels * plan.dy_run * plan.bytes;
-    if (plan.dy_run > kMostBox && !plan.dy_whole) return false;
+    if (plan.dy_run > kMostBox) return false;
   } else {
     const int64_t boxes = plan.tiles_q == 1 ? plan.rows * pitch : int64_t{plan.rows} * plan.columns;
     plan.dy_slots = static_cast<int>(padded(std::max<int64_t>(plan.steps * step_slots(plan), plan.rows * pitch), 8));
@@ -1593,15 +1566,14 @@ inline bool complete(const Problem& problem, Plan& plan) {
                   (plan.dy_slots > plan.rows * pitch || dy_by_rows || (plan.tiles_q > 1 && pitch > plan.columns));
   if (plan.x_planes && !lines) {
     // As many rows in a box as there are room for, where the window has whole ones.
-    const int64_t piece = 16 / plan.bytes, fit = (kMostBox - piece + 1 - window_w) / problem.W + 1;
+    const int64_t piece = 16 / plan.bytes, more = piece - 1 + (plan.shifted ? 3 : 0);
+    const int64_t fit = (kMostBox - more - window_w) / problem.W + 1;
     const bool whole_rows = plan.tiles_q == 1 && plan.phases_h == stride_h;
     plan.box_rows = whole_rows ? static_cast<int>(std::min(std::max(fit, int64_t{1}), window_h)) : 1;
-    if (plan.x_whole) plan.box_rows = plan.window_h;
     plan.x_boxes = static_cast<int>(ceil_div(window_h / stride_h * plan.phases_h, plan.box_rows));
-    plan.run = static_cast<int>(plan.x_whole ? int64_t{problem.H} * problem.W
-                                             : padded((plan.box_rows - 1) * problem.W + window_w + piece - 1, piece));
+    plan.run = static_cast<int>(padded((plan.box_rows - 1) * problem.W + window_w + more, piece));
     raw_bytes = x_loaded = int64_t{plan.images} * plan.x_boxes * columns * plan.run * plan.bytes;
-    if (plan.run > kMostBox && !plan.x_whole) return false;
+    if (plan.run > kMostBox) return false;
   } else if (!lines) {
     const int all_bytes = columns * plan.bytes;
     plan.row_bytes = std::min(hopper::kBoxRowBytes, all_bytes & -all_bytes);
@@ -1661,9 +1633,8 @@ inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan,
   }
 }
 
-// How 16 bits are read, and planes of fp32: whole planes of any size, boxes of planes, also shifted ones, or
-// channels_last.
-enum class Way { kWhole, kPlanes, kShifted, kPixels };
+// How 16 bits are read, and planes of fp32: boxes of planes, shifted ones, too, or channels_last.
+enum class Way { kPlanes, kShifted, kPixels };
 
 // Adds the plans of a way and a fold to the search.
 inline void search(const Problem& original, int sms, const Alignment& address, Way way, int fold_h, int fold_w,
@@ -1677,22 +1648,21 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
   const int group_k = original.K / original.groups;
   const bool folds = fold_h + fold_w > 0;
   const bool splits = plan.bytes == 4 || way != Way::kPixels;
-  const bool whole = way == Way::kWhole;
   plan.shifted = way == Way::kShifted;
-  const auto prepare = [&](const Tensor& of, int of_group, uint64_t begin, bool folds, bool& planes, bool& are_whole,
-                           bool& copies) {
+  bool shifts = false;  // some planes
+  const auto prepare = [&](const Tensor& of, int of_group, uint64_t begin, bool folds, bool& planes, bool& copies) {
     const bool in_pieces = original.groups == 1 || of_group * plan.bytes % 16 == 0;
     const bool pixels = !folds && in_pieces && has_pixels(of, plan.bytes, begin);
     planes = splits && !(pixels && plan.bytes == 4);
-    are_whole = whole && planes && !folds && in_pieces && !has_planes(of, plan.bytes, begin) &&
-                has_whole_planes(of, plan.bytes, begin);
-    copies = planes ? folds || (!are_whole && !plan.shifted && !has_planes(of, plan.bytes, begin)) : !pixels;
+    copies = planes ? folds || !has_planes(of, plan.bytes, begin) : !pixels;
+    if (plan.shifted && planes && !folds && copies && of_group % 4 == 0 && has_shifted_planes(of, plan.bytes, begin))
+      shifts = true, copies = false;
     const bool allowed = planes ? plan.bytes == 4 || folds || !copies : in_pieces;
-    return allowed && int64_t{of.H} * of.W < 1 << 30;
+    return allowed && int64_t{of.H} * of.W < 1 << 29;
   };
-  if (!prepare(x_of(original), group_c, address.x, folds, plan.x_planes, plan.x_whole, plan.copies_x) ||
-      !prepare(dy_of(original), group_k, address.dy, false, plan.dy_planes, plan.dy_whole, plan.copies_dy) ||
-      (whole && !plan.x_whole && !plan.dy_whole))
+  if (!prepare(x_of(original), group_c, address.x, folds, plan.x_planes, plan.copies_x) ||
+      !prepare(dy_of(original), group_k, address.dy, false, plan.dy_planes, plan.copies_dy) ||
+      shifts != plan.shifted)
     return;
   // As many images at a time as find room in the copies, and whose pixels 32 bits count.
   Problem slice = original;
@@ -1703,22 +1673,14 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
   if (most < 1) return;
   plan.slices = static_cast<int>(std::min(ceil_div(original.N, most), int64_t{1} << 20));
   slice.N = plan.slice_images = ceil_div(original.N, plan.slices);
-  if (slice.N > most || (whole && plan.slices > 1)) return;
+  if (slice.N > most) return;
   const Problem problem = as_planned(slice, plan);
   group_c = problem.C / problem.groups;
-  if (plan.shifted) {
-    const Tensor x = x_of(problem), dy = dy_of(problem);
-    const uint64_t x_address = plan.copies_x ? 0 : address.x;
-    if (!has_shifted_lines(x, group_c, x_address) || !has_shifted_lines(dy, group_k, address.dy) ||
-        (has_planes(x, plan.bytes, x_address) && has_planes(dy, plan.bytes, address.dy)))
-      return;
-  }
   const int64_t taps = int64_t{problem.R} * problem.S;
   if (taps * group_c * problem.K >= int64_t{1} << 30 || taps > kMostTaps) return;
   // Planes whose pixels are one line, which no tap shifts.
   const bool lines = taps == 1 && problem.H == 1 && problem.P == 1 && problem.W == problem.Q && !has_stride(problem) &&
-                     plan.x_planes && plan.dy_planes && !plan.x_whole && !plan.dy_whole;
-  if (plan.shifted && !(tf32 && lines)) return;
+                     plan.x_planes && plan.dy_planes;
   const bool pixels = !plan.x_planes && !plan.dy_planes && std::min(group_c, group_k) >= kLeastRounded;
   const bool may_round = tf32 && (lines || (pixels && (taps == 1 || has_stride(problem))));
   constexpr int kMostPixels = 256;  // of a stage
@@ -1727,7 +1689,6 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
       const int channels = kind % 2 == 0 ? 128 : 64;
       const bool rounds = kind > 1;
       if (wish.rounds >= 0 ? wish.rounds != (rounds ? 1 : 0) : may_round && taps == 1 && !rounds) continue;
-      if (plan.shifted && !rounds) continue;
       plan.channels = channels;
       plan.shape = kTileShapes[i];
       plan.rounds = rounds;
@@ -1745,8 +1706,7 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
         plan.rows = std::min(rows, problem.P);
         plan.columns = std::min(columns, problem.Q);
         if (!complete(problem, plan)) return;
-        const bool full = !plan.x_whole || group_c % (8 * plan.shape.chunks) == 0;  // else x has more than is loaded
-        const bool may_contain = full && is_compiled(plan.shape, plan.parts_of_x, plan.splits, true, plan.rounds);
+        const bool may_contain = is_compiled(plan.shape, plan.parts_of_x, plan.splits, true, plan.rounds);
         for (const bool contains : {false, true}) {
           if (contains ? !may_contain || wish.contains == 0 : may_contain && wish.contains == 1) continue;
           plan.contains = contains;
@@ -1767,7 +1727,7 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
             if (images * columns * problem.P <= kMostPixels && images <= problem.N)
               consider(images, problem.P, columns);
       };
-      if (plan.shifted) {
+      if (plan.shifted && rounds) {
         for (int i = 1; i <= kMostPixels / kShiftedLine; ++i) consider(1, 1, i * kShiftedLine);
         for (int images = 2; images <= problem.N && images * problem.Q <= kMostPixels; images *= 2)
           consider(images, 1, problem.Q);
@@ -1811,11 +1771,11 @@ void for_each_fold(const Problem& p, const Use& use) {
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, const Wish& wish = {}) {
   bool found = false;
   int number = 0;
-  const bool halves = element_bytes(problem.dtype) == 2;  // lanes read whole planes of these from few banks
+  const bool halves = element_bytes(problem.dtype) == 2;
   for_each_fold(problem, [&](int fold_h, int fold_w) {
     if (wish.fold >= 0 && wish.fold != number++) return;
-    for (Way way : {halves ? Way::kPixels : Way::kWhole, Way::kPlanes, Way::kShifted})
-      if (way != Way::kShifted || !halves) search(problem, sms, address, way, fold_h, fold_w, wish, best, found);
+    for (Way way : {halves ? Way::kPixels : Way::kShifted, Way::kPlanes})
+      search(problem, sms, address, way, fold_h, fold_w, wish, best, found);
   });
   return found;
 }
@@ -1914,25 +1874,20 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
   const auto step = [&](int64_t stride, int64_t size) {
     return static_cast<uint64_t>(size > 1 ? stride * plan.bytes : 16);
   };
-  const auto make = [&](const void* from, const Tensor& of, bool planes, const uint32_t (&box)[4], int step_w,
-                        int step_h, int row_bytes, hopper::BoxMap& map) {
+  const auto make = [&](const void* from, const Tensor& of, int group, bool planes, const uint32_t (&box)[4],
+                        int step_w, int step_h, int row_bytes, hopper::BoxMap& map) {
     const uint64_t images = static_cast<uint64_t>(of.N), height = static_cast<uint64_t>(of.H);
     const uint64_t channels = static_cast<uint64_t>(planes ? of.C : padded(of.C, 16 / plan.bytes));  // a copy has more
-    if (planes && plan.rounds) {
-      const uint32_t together = static_cast<uint32_t>(planes_together(plan, of.stride[1]));
+    if (planes) {
+      const uint32_t together = static_cast<uint32_t>(planes_together(plan, group, of.stride[1]));
       const int64_t shift = together > 1 ? of.stride[1] % 4 : 0;
-      const uint64_t line = static_cast<uint64_t>(padded(of.W + (together - 1) * shift, 16 / plan.bytes));
-      return hopper::make_box_map(hopper::BoxUse::kLoadRows, from, plan.bytes,
-                                  {line, together, channels / together, images},
+      const uint64_t plane = padded(int64_t{of.H} * of.W + (together - 1) * shift, 16 / plan.bytes);
+      return hopper::make_box_map(plan.rounds ? hopper::BoxUse::kLoadRows : hopper::BoxUse::kLoad, from, plan.bytes,
+                                  {plane, together, channels / together, images},
                                   {step(of.stride[1] - shift, together),
                                    step(of.stride[1] * together, of.C / together), step(of.stride[0], of.N)},
                                   {box[0], together, box[1] / together, 1}, map);
     }
-    if (planes)
-      return hopper::make_box_map(
-          hopper::BoxUse::kLoad, from, plan.bytes,
-          {static_cast<uint64_t>(padded(int64_t{of.H} * of.W, 16 / plan.bytes)), channels, images, 1},
-          {step(of.stride[1], of.C), step(of.stride[0], of.N), 16}, box, map);
     return hopper::make_box_map(row_bytes == 128  ? hopper::BoxUse::kLoadRows
                                 : row_bytes == 64 ? hopper::BoxUse::kLoadHalves
                                 : row_bytes == 32 ? hopper::BoxUse::kLoadQuarters
@@ -1949,13 +1904,12 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
   const bool whole = plan.tiles_q == 1;
   const uint32_t dy_pixels[4] = {u(hopper::kBoxRowBytes / plan.bytes), u(whole ? plan.pitch : plan.columns),
                                  u(whole ? plan.rows : 1), 1};
-  cudaError_t error = cudaSuccess;
-  if (!plan.x_whole)
-    error = make(params.x_ptr, x_of(problem), plan.x_planes, plan.x_planes ? x_planes : x_pixels, params.stride_w,
-                 params.stride_h, plan.row_bytes, params.x_map);
-  if (error != cudaSuccess || plan.dy_whole) return error;
-  return make(params.dy_ptr, dy_of(problem), plan.dy_planes, plan.dy_planes ? dy_planes : dy_pixels, 1, 1,
-              hopper::kBoxRowBytes, params.dy_map);
+  const cudaError_t error =
+      make(params.x_ptr, x_of(problem), params.group_c, plan.x_planes, plan.x_planes ? x_planes : x_pixels,
+           params.stride_w, params.stride_h, plan.row_bytes, params.x_map);
+  if (error != cudaSuccess) return error;
+  return make(params.dy_ptr, dy_of(problem), params.group_k, plan.dy_planes, plan.dy_planes ? dy_planes : dy_pixels, 1,
+              1, hopper::kBoxRowBytes, params.dy_map);
 }
 
 template <typename Format, int SHAPE>

@@ -93,7 +93,7 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   if (lines)
     CHECK(plan.dy_planes && plan.dy_bytes >= plan.images * plan.channels * plan.slots * 4 && plan.slots % kLine == 0);
   else if (plan.dy_planes)
-    CHECK(plan.dy_bytes >= plan.images * plan.channels * plan.dy_run * plan.bytes && (plan.dy_whole || plan.dy_run % 16 == 8));
+    CHECK(plan.dy_bytes >= plan.images * plan.channels * plan.dy_run * plan.bytes && plan.dy_run % 16 == 8);
   else
     CHECK(plan.dy_bytes >= plan.images * plan.dy_slots * plan.channels * plan.bytes && plan.dy_slots % 8 == 0);
   CHECK(plan.dy_slots >= plan.steps * step_slots(plan));
@@ -111,10 +111,8 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   NOTE(plan.rounds && !lines);
   NOTE(plan.fold_h * plan.fold_w == 1);
   CHECK(plan.jobs == int64_t{p.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t * plan.parts);
-  CHECK(!(plan.x_whole || plan.dy_whole) || (plan.tiles_p == 1 && plan.tiles_q == 1 && p.N % plan.images == 0));
-  CHECK(!plan.contains || !plan.x_whole || p.C / p.groups % columns == 0);
   NOTE(plan.contains);
-  CHECK(!(plan.x_whole && plan.copies_x) && !(plan.dy_whole && plan.copies_dy));
+  CHECK(!plan.shifted || !plan.copies_x || !plan.copies_dy);
   CHECK(plan.grid == std::min(plan.jobs, sms) && plan.cycles > 0);
   CHECK(plan.slices * plan.slice_images >= p.N && (plan.slices - 1) * plan.slice_images < p.N);
   Problem slice = p;
@@ -125,17 +123,17 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   NOTE(plan.fold_h + plan.fold_w > 2);
   NOTE(planned.R > 1 && planned.R < p.R && planned.dilation_w > 1);
   NOTE(plan.x_planes && !lines && plan.box_rows > 1);
-  NOTE(plan.x_whole);
-  NOTE(plan.dy_whole);
+  NOTE(plan.shifted && !lines);
   NOTE(plan.x_planes && plan.phases_h < p.stride_h);
   const Params params = make_params(planned, plan);
   check_jobs(planned, params);
-  // Every pixel of a window that a slot has lies in a box, whose first pixel may be three behind its address.
-  for (int slot = 0; plan.x_planes && !lines && !plan.x_whole && slot < slots; ++slot) {
+  // Every pixel of a window that a slot has lies in a box, whose first pixel may be three behind its address, and three
+  // more where planes are shifted.
+  for (int slot = 0; plan.x_planes && !lines && slot < slots; ++slot) {
     const int packed = x_pixel(params, slot), row = packed >> 10 & 1023, column = packed & 1023;
     if (packed < 0) continue;
     const InBox place = place_in_box(params, row, column);
-    CHECK(within(place.number, plan.x_boxes) && within(place.offset + 16 / plan.bytes - 1, plan.run));
+    CHECK(within(place.number, plan.x_boxes) && within(place.offset + 16 / plan.bytes - 1 + (plan.shifted ? 3 : 0), plan.run));
     CHECK((row - first_row(params, place.number)) * planned.W + column == place.offset);
   }
   if (p.N * p.P * p.Q < 1 << 18) check_pixels(planned, params);
