@@ -605,8 +605,10 @@ __device__ __forceinline__ void round_lines(const Params& params, uint32_t x, in
 #pragma unroll
       for (int i = 0; i < kLine - 1; ++i) word(i) = (shift & 1) != 0 ? word(i + 1) : word(i);
 #pragma unroll
-      for (int i = 0; i < kLine; ++i)
-        word(i) = i >= kShiftedLine || i >= pixels ? 0 : (shift & 2) != 0 ? word(i + 2) : word(i);
+      for (int i = 0; i < kLine; ++i) word(i) = i >= kShiftedLine ? 0 : (shift & 2) != 0 ? word(i + 2) : word(i);
+      if (pixels < kShiftedLine)
+#pragma unroll
+        for (int i = 0; i < kShiftedLine; ++i) word(i) = i < pixels ? word(i) : 0;
     }
 #pragma unroll
     for (int i = 0; i < kLine / 4; ++i) {
@@ -1070,7 +1072,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
           }
         }
         table = dy_table;
-        left = plan.tiles_q == 1 ? plan.pitch * plan.rows : min(plan.columns, params.Q - at.q);
+        left = plan.tiles_q == 1 ? plan.pitch * min(plan.rows, params.P - at.p) : min(plan.columns, params.Q - at.q);
       }
       return true;
     };
