@@ -586,22 +586,24 @@ __device__ __forceinline__ uint32_t as_tf32(uint32_t word) {
 }
 
 // Rounds x of a stage in place: channels as rows of 32 slots in the swizzle. Lines have that order already, and rows of
-// shifted ones go back to where their pixels belong: a thread has a row, of which `left` pixels of an image remain.
+// shifted ones go back to where their pixels belong. A thread has rows of one shift and one order of pieces; `left`
+// pixels of an image remain.
 template <typename Format, int CHUNKS>
 __device__ __forceinline__ void round_lines(const Params& params, uint32_t x, int left) {
   constexpr int kRows = 8 * CHUNKS;
   const Plan& plan = params.plan;
+  const int first = static_cast<int>(threadIdx.x) - (kMultiplyingThreads + 32), order = first % 8;
+  const int shift = shift_of(plan, first, params.x_stride[1]);
 #pragma unroll 1
-  for (int row = static_cast<int>(threadIdx.x) - (kMultiplyingThreads + 32); row < plan.images * plan.steps * kRows;
-       row += Format::SPLITTING) {
-    const uint32_t begin = x + row * hopper::kBoxRowBytes, order = row % 8;
+  for (int row = first; row < plan.images * plan.steps * kRows; row += Format::SPLITTING) {
+    const uint32_t begin = x + row * hopper::kBoxRowBytes;
     uint32_t words[kLine / 4][4];
     const auto word = [&](int i) -> uint32_t& { return words[i / 4][i % 4]; };
 #pragma unroll
     for (int i = 0; i < kLine / 4; ++i) hopper::load_shared_4(words[i], begin + (i ^ order) * 16);
     if (plan.shifted) {
-      const int shift = shift_of(plan, row, params.x_stride[1]);
-      const int line = row / kRows % plan.steps, pixels = left - line * kShiftedLine;
+      const int line = row / kRows, of_image = line - quotient(line, params.by_steps) * plan.steps;
+      const int pixels = left - of_image * kShiftedLine;
 #pragma unroll
       for (int i = 0; i < kLine - 1; ++i) word(i) = (shift & 1) != 0 ? word(i + 1) : word(i);
 #pragma unroll

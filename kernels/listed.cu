@@ -6,25 +6,26 @@
 
 #include "correlate.cuh"
 
-namespace modelnew {
-namespace direct {
-
 #if !defined(__CUDACC_RTC__)
 
-// Tiles of 128 pixels, with the list's number of columns.
-inline CorrelatePlan listed_plan(const Problem& problem, Operator op, int tile_q) {
-  CorrelatePlan plan{CorrelateKernel::kWideK, WideK::TILE_K, {}};
-  plan.tiling.cost = -1;
-  try_tiling<WideK>(widest_window(op, row_axis(problem)), widest_window(op, column_axis(problem)),
-                    correlate_channels(problem, op).in, WideK::TILE_PIXELS / tile_q, tile_q, 1, true, plan.tiling);
-  return plan;
+namespace modelnew {
+
+int64_t listed_workspace_bytes(const Problem& problem, Operator op) {
+  const direct::CorrelatePlan plan{direct::CorrelateKernel::kWideK, direct::WideK::TILE_K, {}};
+  return direct::packed_elements(problem, op, plan) * static_cast<int64_t>(sizeof(float));
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-inline cudaError_t launch_listed(Operator op, const Problem& problem, const Pointers& pointers, const TileList& list,
-                                 int sms, cudaStream_t stream) {
-  const CorrelatePlan plan = listed_plan(problem, op, list.tile_q);
+// Tiles of 128 pixels, with the list's number of columns.
+cudaError_t launch_listed(Operator op, const Problem& problem, const Pointers& pointers, const TileList& list, int sms,
+                          cudaStream_t stream) {
+  using namespace direct;
+  CorrelatePlan plan{CorrelateKernel::kWideK, WideK::TILE_K, {}};
+  plan.tiling.cost = -1;
+  try_tiling<WideK>(widest_window(op, row_axis(problem)), widest_window(op, column_axis(problem)),
+                    correlate_channels(problem, op).in, WideK::TILE_PIXELS / list.tile_q, list.tile_q, 1, true,
+                    plan.tiling);
   if (plan.tiling.cost < 0) return cudaErrorInvalidConfiguration;
   CorrelateParams params = correlate_params(op, problem, pointers, plan);
   const cudaError_t error =
@@ -39,21 +40,6 @@ inline cudaError_t launch_listed(Operator op, const Problem& problem, const Poin
 
 #endif  // launcher
 
-#endif  // host
-
-}  // namespace direct
-#if !defined(__CUDACC_RTC__)
-int64_t listed_workspace_bytes(const Problem& problem, Operator op) {
-  const direct::CorrelatePlan plan{direct::CorrelateKernel::kWideK, direct::WideK::TILE_K, {}};
-  return direct::packed_elements(problem, op, plan) * static_cast<int64_t>(sizeof(float));
-}
-#endif
-
-#if (defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)) && !defined(__CUDACC_RTC__)
-cudaError_t launch_listed(Operator op, const Problem& problem, const Pointers& pointers, const TileList& list, int sms,
-                          cudaStream_t stream) {
-  return direct::launch_listed(op, problem, pointers, list, sms, stream);
-}
-#endif
-
 }  // namespace modelnew
+
+#endif  // host
