@@ -1,5 +1,5 @@
 // 16-bit tensors in channels_last for engines that load operands by TMA: requirements of boxes, and copies of NCHW
-// planes into this format.
+// planes, and of pixels that boxes cannot read, into this format.
 #pragma once
 
 #include "divisor.cuh"
@@ -29,11 +29,12 @@ inline uint64_t step_bytes(int64_t stride, int64_t size) { return static_cast<ui
 // Copies of NCHW planes.
 
 // [image][plane][pixel] -> [image][pixel][channel], with channels padded by zeros to a multiple of 8. A block
-// transposes 64 channels x 64 pixels: it reads along pixels and writes along channels.
+// transposes 64 channels x 64 pixels: it reads along pixels, or along channels where pixels lie apart, and writes along
+// channels.
 struct PlanesCopy {
   const void* from_ptr;
   void* to_ptr;
-  int64_t image, plane;  // strides, in elements
+  int64_t image, plane, pixel;  // strides, in elements
   int pixels, channels, row_channels, vector;
   Divisor by_tiles, by_channel_tiles;
 };
@@ -54,19 +55,22 @@ __device__ __forceinline__ void copy_tile(const PlanesCopy& params, int block, u
   const int first_channel = (row - n * params.by_channel_tiles.divisor) * kCopyTile;
   const uint16_t* const from = static_cast<const uint16_t*>(params.from_ptr) + n * params.image;
   Values loaded[kCopyTile * kRuns / kCopyThreads];
+  const bool along_channels = VECTOR == 1 && params.pixel != 1;
+  const auto row_of = [&](int item) { return along_channels ? item % kCopyTile : item / kRuns; };
+  const auto column_of = [&](int item) { return along_channels ? item / kCopyTile : item % kRuns * VECTOR; };
 #pragma unroll
   for (int i = 0; i < kCopyTile * kRuns / kCopyThreads; ++i) {
-    const int item = i * kCopyThreads + threadIdx.x, channel = first_channel + item / kRuns;
-    const int pixel = first_pixel + item % kRuns * VECTOR;
+    const int item = i * kCopyThreads + threadIdx.x, channel = first_channel + row_of(item);
+    const int pixel = first_pixel + column_of(item);
     loaded[i] = Values{};
     if (channel < params.channels && pixel < params.pixels)
-      loaded[i] = *reinterpret_cast<const Values*>(from + channel * params.plane + pixel);
+      loaded[i] = *reinterpret_cast<const Values*>(from + channel * params.plane + pixel * params.pixel);
   }
 #pragma unroll
   for (int i = 0; i < kCopyTile * kRuns / kCopyThreads; ++i) {
     const int item = i * kCopyThreads + threadIdx.x;
 #pragma unroll
-    for (int v = 0; v < VECTOR; ++v) smem[item / kRuns * kPitch + item % kRuns * VECTOR + v] = loaded[i].value[v];
+    for (int v = 0; v < VECTOR; ++v) smem[row_of(item) * kPitch + column_of(item) + v] = loaded[i].value[v];
   }
   __syncthreads();  // the tile is there: all loads are in shared memory
   uint16_t* const to = static_cast<uint16_t*>(params.to_ptr) +
@@ -106,8 +110,17 @@ inline int vector_of(const int64_t (&stride)[4], int64_t images, int channels, i
   return is(8) ? 8 : is(4) ? 4 : is(2) ? 2 : 1;
 }
 
+// From pixel to pixel of an image, in elements, if all are as far apart.
+inline int64_t pixel_step(const int64_t (&stride)[4], int rows, int columns) {
+  return columns > 1 ? stride[3] : rows > 1 ? stride[2] : 1;
+}
+
+inline bool are_lines(const int64_t (&stride)[4], int rows, int columns) {
+  return rows == 1 || columns == 1 || stride[2] == stride[3] * columns;
+}
+
 inline bool are_planes(const int64_t (&stride)[4], int rows, int columns) {
-  return (stride[3] == 1 || columns == 1) && (stride[2] == columns || rows == 1);
+  return are_lines(stride, rows, columns) && pixel_step(stride, rows, columns) == 1;
 }
 
 // Channels per pixel, bytes and strides of a copy.
@@ -118,7 +131,7 @@ inline int64_t copied_bytes(int64_t images, int channels, int rows, int columns)
 }
 
 inline bool can_copy(const int64_t (&stride)[4], int64_t images, int channels, int rows, int columns) {
-  return are_planes(stride, rows, columns) && int64_t{rows} * columns < 1 << 30 &&
+  return are_lines(stride, rows, columns) && int64_t{rows} * columns < 1 << 30 &&
          copied_bytes(images, channels, rows, columns) <= kMostCopiedBytes;
 }
 
@@ -130,21 +143,16 @@ inline void set_copied_strides(int channels, int rows, int columns, int64_t (&st
 }
 
 // Describes a copy and the number of blocks that it takes.
-inline PlanesCopy make_planes_copy(const void* from, const int64_t (&stride)[4], int64_t images, int channels,
-                                   int64_t pixels, void* to, int64_t& blocks) {
-  const int row_channels = copied_channels(channels);
+inline PlanesCopy make_planes_copy(const void* from, const int64_t (&stride)[4], int64_t images, int channels, int rows,
+                                   int columns, void* to, int64_t& blocks) {
+  const int row_channels = copied_channels(channels), pixels = rows * columns;
+  const int64_t step = pixel_step(stride, rows, columns);
   const int64_t pixel_tiles = ceil_div(pixels, kCopyTile), channel_tiles = ceil_div(row_channels, kCopyTile);
   blocks = images * pixel_tiles * channel_tiles;
-  return {from,
-          to,
-          stride[0],
-          stride[1],
-          static_cast<int>(pixels),
-          channels,
-          row_channels,
-          vector_of(stride, images, channels, static_cast<int>(pixels), reinterpret_cast<uint64_t>(from)),
-          make_divisor(pixel_tiles),
-          make_divisor(channel_tiles)};
+  const int vector =
+      step == 1 ? vector_of(stride, images, channels, pixels, reinterpret_cast<uint64_t>(from)) : 1;
+  return {from,   to,       stride[0],    stride[1], step,
+          pixels, channels, row_channels, vector,    make_divisor(pixel_tiles), make_divisor(channel_tiles)};
 }
 
 }  // namespace hopper

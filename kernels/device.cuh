@@ -8,10 +8,10 @@ namespace modelnew {
 struct Gpu { int number, capability, sms, smem_bytes; };  // capability: times 10; smem_bytes: a block's, at most
 
 // Zeros without a GPU. A thread queries CUDA only after a switch to another GPU: queries add up (docs/lab/hopper.md).
-inline const Gpu& current_gpu() {
-  thread_local Gpu latest{-1, 0, 0, 0}, none{-1, 0, 0, 0};
+inline Gpu current_gpu() {
+  thread_local Gpu latest{-1, 0, 0, 0};
   int number = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&number) != cudaSuccess) return none;
+  if (cudaGetDevice(&number) != cudaSuccess) return {};
   if (number != latest.number) {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, number);
@@ -25,8 +25,9 @@ inline const Gpu& current_gpu() {
 
 // Returns the compute capability, times 10, and sets `sms`; returns 0 and leaves `sms` without a GPU.
 inline int find_gpu(int& sms) {
-  if (current_gpu().capability > 0) sms = current_gpu().sms;
-  return current_gpu().capability;
+  const Gpu gpu = current_gpu();
+  if (gpu.capability > 0) sms = gpu.sms;
+  return gpu.capability;
 }
 
 // Lets blocks have all shared memory, not only a plan's: another host thread may be about to launch a larger plan.

@@ -1886,11 +1886,12 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
       const uint32_t together = static_cast<uint32_t>(planes_together(plan, group, of.stride[1]));
       const int64_t shift = together > 1 ? of.stride[1] % 4 : 0;
       const uint64_t plane = padded(int64_t{of.H} * of.W + (together - 1) * shift, 16 / plan.bytes);
+      const uint64_t sizes[4] = {plane, together, channels / together, images};
+      const uint64_t strides[3] = {step(of.stride[1] - shift, together),
+                                   step(of.stride[1] * together, of.C / together), step(of.stride[0], of.N)};
+      const uint32_t boxes[4] = {box[0], together, box[1] / together, 1};
       return hopper::make_box_map(plan.rounds ? hopper::BoxUse::kLoadRows : hopper::BoxUse::kLoad, from, plan.bytes,
-                                  {plane, together, channels / together, images},
-                                  {step(of.stride[1] - shift, together),
-                                   step(of.stride[1] * together, of.C / together), step(of.stride[0], of.N)},
-                                  {box[0], together, box[1] / together, 1}, map);
+                                  sizes, strides, boxes, map);
     }
     return hopper::make_box_map(row_bytes == 128  ? hopper::BoxUse::kLoadRows
                                 : row_bytes == 64 ? hopper::BoxUse::kLoadHalves
@@ -1957,8 +1958,8 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
     const bool folds_h = is_x && plan.fold_h > 0, folds_w = is_x && plan.fold_w > 0;
     const Tensor copied = is_x ? x_of(folded(problem, plan)) : of;
     cudaError_t error = cudaSuccess;
-    if (!to_planes && !folds_h && !folds_w && hopper::are_planes(of.stride, of.H, of.W)) {
-      planes = hopper::make_planes_copy(from, of.stride, of.N, of.C, int64_t{of.H} * of.W, to, own_blocks);
+    if (!to_planes && !folds_h && !folds_w && hopper::are_lines(of.stride, of.H, of.W)) {
+      planes = hopper::make_planes_copy(from, of.stride, of.N, of.C, of.H, of.W, to, own_blocks);
     } else {
       OrderParams params{from, to};
       std::copy_n(of.stride, 4, params.stride);

@@ -4,7 +4,7 @@
 // Deterministic: each output is one sum, added in a fixed order.
 //
 //   tma_prepare_kernel   packs w as [k][r][s][c] where it does not lie so (NCHW weights, dgrad, merged groups), and
-//                        copies x to channels_last where x is NCHW and no tile can multiply it in place
+//                        copies x to channels_last where no tile can multiply it in place
 //   tma_kernel           y from x (fprop), dx from dy (dgrad)
 //
 // GEMM: rows = output channels, columns = output pixels, reduction = (block of 64 input channels, r, s, channel). A
@@ -152,7 +152,7 @@ struct Plan {
   bool transposed;                      // in place, with contiguous output channels
   bool planes;                          // x and y are NCHW
   bool direct;                          // x is NCHW and is multiplied in place
-  bool copied;                          // x is NCHW and is copied to channels_last first
+  bool copied;                          // x is copied to channels_last first
   bool by_threads;                      // threads store y, with any strides; otherwise TMA does
   bool contained;                       // operands are scaled fp16 copies of fp32 tensors, y is fp32
   int out_vector;                       // by_threads: outputs per store
@@ -1467,8 +1467,9 @@ inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan
                 hopper::are_planes(of.out_stride, of.P, of.Q);
   const bool own_tiles = of.groups > 1 && of.block_out < std::min(64, of.out_channels);
   plan.by_threads = plan.planes || !by_boxes || own_tiles;
-  // x may need a copy although y is not NCHW: the outputs of a part of a strided dgrad have any strides.
-  const bool must_copy = plan.planes || (!in_pixels && hopper::are_planes(of.in_stride, of.H, of.W));
+  // x may need a copy although y is not NCHW: the outputs of a part of a strided dgrad have any strides, and pixels of
+  // x may have no multiple of 8 channels.
+  const bool must_copy = plan.planes || !in_pixels;
   const bool may_be_copied = must_copy && hopper::can_copy(of.in_stride, of.N, of.all_in, of.H, of.W);
   const bool by_pixels = (must_copy ? may_be_copied : in_pixels) && wishes.direct != 1 && of.R * of.S <= kMostTaps &&
                          of.pad_h >= 0 && of.pad_w >= 0;
@@ -1560,8 +1561,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   if (!plan_of(problem, op, Alignment{}).found)
-    return "its input must be dense NCHW, or channels_last with a multiple of 8 channels, and its filter must have at "
-           "most 49 taps that TMA can address";
+    return "the pixels of an image must be a step apart, and its filter must have at most 49 taps that TMA can address";
   return nullptr;
 }
 
@@ -1865,7 +1865,7 @@ inline cudaError_t prepare(const Grouped& of, const Plan& plan, const void* in_p
   hopper::PlanesCopy copy{};
   if (plan.copied) {
     int64_t more = 0;
-    copy = hopper::make_planes_copy(in_ptr, of.in_stride, of.N, of.all_in, int64_t{of.H} * of.W,
+    copy = hopper::make_planes_copy(in_ptr, of.in_stride, of.N, of.all_in, of.H, of.W,
                                     workspace + packed_bytes(of, plan), more);
     blocks += more;
   }

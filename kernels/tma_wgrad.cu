@@ -433,7 +433,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   if (!plan_of(problem, Alignment{}).found)
-    return "x and dy must be dense NCHW, or channels_last with a multiple of 8 channels, TMA must be able to address "
+    return "the pixels of an image of x and dy must be a step apart, TMA must be able to address "
            "the filter's taps, and the partial sums must fit into 1 GB";
   return nullptr;
 }
@@ -522,7 +522,7 @@ inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, 
   uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(plan);
   const auto make = [&](const void*& from, int64_t (&stride)[4], int channels, int rows, int columns, int64_t& blocks) {
     const hopper::PlanesCopy made =
-        hopper::make_planes_copy(from, stride, problem.N, channels, int64_t{rows} * columns, to, blocks);
+        hopper::make_planes_copy(from, stride, problem.N, channels, rows, columns, to, blocks);
     hopper::set_copied_strides(channels, rows, columns, stride);
     from = to;
     to += hopper::copied_bytes(problem.N, channels, rows, columns);

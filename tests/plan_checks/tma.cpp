@@ -140,7 +140,9 @@ static void check_taps(const Params& params) {
 // Here and below `of` has x as the call has it.
 static void check_x_and_y(const Grouped& of, const Plan& plan, const Addresses& at) {
   const int64_t x_sizes[] = {of.N, of.all_in, of.H, of.W}, y_sizes[] = {of.N, of.out_channels, of.P, of.Q};
-  if (plan.planes || plan.copied) CHECK(has_planes(of.in_stride, of.H, of.W));
+  if (plan.planes) CHECK(has_planes(of.in_stride, of.H, of.W));
+  if (plan.copied) CHECK(has_lines(of.in_stride, of.H, of.W));
+  NOTE(plan.copied && !has_planes(of.in_stride, of.H, of.W));
   if (plan.planes) {
     CHECK(has_planes(of.out_stride, of.P, of.Q) && at.out % (2 * plan.out_vector) == 0);
     CHECK(plan.direct != plan.copied && plan.by_threads);

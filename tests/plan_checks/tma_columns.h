@@ -21,7 +21,12 @@ static bool has_pixels_for_boxes(const int64_t (&stride)[4], uint64_t address, c
   return stride[1] == 1 && sizes[1] % 8 == 0 && address % 16 == 0 && steps_of_boxes(stride, sizes, 8, {0, 2, 3});
 }
 
+// Whether rows of pixels follow one another, one step after the other.
+static bool has_lines(const int64_t (&stride)[4], int rows, int columns) {
+  return columns == 1 || rows == 1 || stride[2] == columns * stride[3];
+}
+
 // Whether rows of planes follow one another.
-static bool has_planes(const int64_t (&stride)[4], int rows, int columns) {
+[[maybe_unused]] static bool has_planes(const int64_t (&stride)[4], int rows, int columns) {
   return (columns == 1 || stride[3] == 1) && (rows == 1 || stride[2] == columns);
 }

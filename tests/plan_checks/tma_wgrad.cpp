@@ -58,8 +58,8 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
                                 {p.H, p.P, p.R, p.P == 1 ? 1 : p.stride_h, p.pad_h, p.dilation_h}};
   const bool in_place_x = has_pixels_for_boxes(p.x_stride, at.in, {p.N, p.C, p.H, p.W});
   const bool in_place_dy = has_pixels_for_boxes(p.y_stride, at.w, {p.N, p.K, p.P, p.Q});
-  const bool may = (in_place_x || has_planes(p.x_stride, p.H, p.W)) &&
-                   (in_place_dy || has_planes(p.y_stride, p.P, p.Q)) &&
+  const bool may = (in_place_x || has_lines(p.x_stride, p.H, p.W)) &&
+                   (in_place_dy || has_lines(p.y_stride, p.P, p.Q)) &&
                    are_columns(columns_of_dy(p), {{p.Q, p.Q, 1, 1, 0, 1}, {p.P, p.P, 1, 1, 0, 1}}) &&
                    are_columns(hopper::columns_of(of_x[0], of_x[1]), of_x);
   Plan best{};
