@@ -29,8 +29,8 @@ inline uint64_t step_bytes(int64_t stride, int64_t size) { return static_cast<ui
 // Copies of NCHW planes.
 
 // [image][plane][pixel] -> [image][pixel][channel], with channels padded by zeros to a multiple of 8. A block
-// transposes 64 channels x 64 pixels: it reads along pixels, or along channels where pixels lie apart, and writes along
-// channels.
+// transposes 64 channels x 64 pixels: it reads along pixels, or along channels where pixels lie far apart, and writes
+// along channels.
 struct PlanesCopy {
   const void* from_ptr;
   void* to_ptr;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void copy_tile(const PlanesCopy& params, int block, u
   const int first_channel = (row - n * params.by_channel_tiles.divisor) * kCopyTile;
   const uint16_t* const from = static_cast<const uint16_t*>(params.from_ptr) + n * params.image;
   Values loaded[kCopyTile * kRuns / kCopyThreads];
-  const bool along_channels = VECTOR == 1 && params.pixel != 1;
+  const bool along_channels = VECTOR == 1 && params.pixel > 8;
   const auto row_of = [&](int item) { return along_channels ? item % kCopyTile : item / kRuns; };
   const auto column_of = [&](int item) { return along_channels ? item / kCopyTile : item % kRuns * VECTOR; };
 #pragma unroll

@@ -1845,11 +1845,12 @@ inline Alignment alignment_of(const Pointers& pointers) {
 }
 
 // Fewest multiply-adds: below, launches take most of the time, and direct has fewer (docs/lab/wgrad.md).
-constexpr double kLeastWork = 1 << 23;
+constexpr double kLeastWork = 1 << 23, kLeastWorkOfFew = 1 << 26;  // the latter: of fewer than 4 output channels
 
 inline const char* yields(const Problem& problem, Operator) {
   if (multiply_adds(problem) < kLeastWork) return "another engine may be faster with few multiply-adds";
-  return problem.K / problem.groups < 4 ? "another engine may be faster with few output channels in a group" : nullptr;
+  const bool few = problem.groups > 1 || multiply_adds(problem) < kLeastWorkOfFew;
+  return few && problem.K / problem.groups < 4 ? "another engine may be faster with few output channels" : nullptr;
 }
 
 // The workspace has the sums and the copies of one slice.

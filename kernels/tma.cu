@@ -1581,9 +1581,12 @@ inline bool wgmma_is_faster(const Problem& problem, Operator op) {
   return kWgmmaCallCycles + 1.15 * kWgmmaEngine.cycles(problem, op) < own;
 }
 
+constexpr double kLeastWorkOfFew = 1 << 26;  // multiply-adds of dgrad from fewer than 8 channels
+
 // Why the engine defers to another one although it could compute the problem, or null. Measured in docs/lab/tma.md.
 inline const char* yields(const Problem& problem, Operator op) {
-  if (problem.C < 8 || (op == Operator::kDgrad && problem.K < 8))
+  // Copies of pixels with fewer than 8 channels are several times as large.
+  if (problem.C < 8 || (op == Operator::kDgrad && problem.K < 8 && multiply_adds(problem) < kLeastWorkOfFew))
     return "other engines are faster with fewer than 8 channels";
   if (problem.groups > 1 && (problem.C == problem.groups || problem.K == problem.groups))
     return "other engines are faster with one input or output channel per group";
