@@ -55,7 +55,7 @@ __device__ __forceinline__ void copy_tile(const PlanesCopy& params, int block, u
   const int first_channel = (row - n * params.by_channel_tiles.divisor) * kCopyTile;
   const uint16_t* const from = static_cast<const uint16_t*>(params.from_ptr) + n * params.image;
   Values loaded[kCopyTile * kRuns / kCopyThreads];
-  const bool along_channels = VECTOR == 1 && params.pixel > 8;
+  const bool along_channels = VECTOR == 1 && params.pixel > 8;  // along fewer, lanes would idle
   const auto row_of = [&](int item) { return along_channels ? item % kCopyTile : item / kRuns; };
   const auto column_of = [&](int item) { return along_channels ? item / kCopyTile : item % kRuns * VECTOR; };
 #pragma unroll

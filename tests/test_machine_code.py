@@ -233,3 +233,9 @@ def test_units_of_a_gpu_link(nvcc_runs, capability, gate, tmp_path):
 @pytest.mark.skipif(modelnew._find_cuda_home() is None, reason="needs CUDA's headers")
 def test_binding_compiles(tmp_path):
     check_binding(KERNELS / "binding.cpp", tmp_path, f"-I{KERNELS}", "-Wextra", "-Wno-unused-parameter")
+
+
+def test_kernels_may_have_all_shared_memory():
+    """No call sets a limit of what its own plan needs: another thread may be about to launch the kernel with more."""
+    callers = {path.name for path in KERNELS.iterdir() if "cudaFuncSetAttribute(" in path.read_text()}
+    assert callers == {"device.cuh", "cuda_stand_ins.h"}
