@@ -267,7 +267,7 @@ class Clock:
         self.device, self.rest_ms, self.scratch = device, rest_ms, None
         if device.type == "cuda":
             l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
-            # Eight times the L2: nothing survives in it, and writing takes longer than the host takes to launch.
+            # Eight times the L2: nothing survives in it.
             self.scratch = torch.empty(max(8 * l2_bytes, 128 << 20), dtype=torch.uint8, device=device)
 
     def release_memory(self) -> None:
@@ -293,7 +293,7 @@ class Clock:
         if self.rest_ms > 0:
             torch.cuda.synchronize(self.device)
             time.sleep(self.rest_ms / 1e3)
-            torch.cuda._sleep(2_000_000)  # over 1 ms: after a rest autograd takes the host 0.6 ms to launch
+        torch.cuda._sleep(2_000_000)  # over 1 ms: autograd may take the host longer to launch than writing the L2
         self.scratch.zero_()
         begin.record()
         call()
