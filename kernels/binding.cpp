@@ -142,6 +142,17 @@ void copy_strides(const at::Tensor& tensor, int64_t (&strides)[4]) {
   for (int axis = 0; axis < 4; ++axis) strides[axis] = tensor.stride(axis);
 }
 
+// Images of one pixel under 1x1 filters are a row of pixels of one image. Engines have tiles of pixels, of one image or
+// of few.
+void join_single_pixels(Problem& p) {
+  const bool single = p.H == 1 && p.W == 1 && p.P == 1 && p.Q == 1 && p.R == 1 && p.S == 1;
+  if (!single || p.pad_h != 0 || p.pad_w != 0 || p.N > std::numeric_limits<int>::max() / 4) return;
+  p.W = p.Q = static_cast<int>(p.N);
+  p.N = p.stride_w = 1;
+  p.x_stride[3] = p.x_stride[0];
+  p.y_stride[3] = p.y_stride[0];
+}
+
 // Returns the problem of valid arguments with a batch dimension. `y` is the output or its gradient.
 Problem problem_of(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, const Settings& s) {
   Problem problem{};
@@ -166,6 +177,7 @@ Problem problem_of(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y
   copy_strides(y, problem.y_stride);
   problem.dtype = *served_dtype(x.scalar_type());
   problem.tf32_allowed = tf32_allowed();
+  join_single_pixels(problem);
   return problem;
 }
 

@@ -88,8 +88,23 @@ __device__ __forceinline__ void copy_tile(const PlanesCopy& params, int block, u
   }
 }
 
+// Up to eight channels: a thread has all of a pixel.
+__device__ __forceinline__ void copy_pixels(const PlanesCopy& params, int block) {
+  const int n = quotient(block, params.by_tiles);
+  const int pixel = (block - n * static_cast<int>(params.by_tiles.divisor)) * kCopyThreads + threadIdx.x;
+  if (pixel >= params.pixels) return;
+  const uint16_t* const from =
+      static_cast<const uint16_t*>(params.from_ptr) + n * params.image + pixel * params.pixel;
+  const auto channel = [&](int c) -> uint32_t { return c < params.channels ? from[c * params.plane] : 0; };
+  const uint4 piece = {channel(0) | channel(1) << 16, channel(2) | channel(3) << 16, channel(4) | channel(5) << 16,
+                       channel(6) | channel(7) << 16};
+  static_cast<uint4*>(params.to_ptr)[static_cast<int64_t>(n) * params.pixels + pixel] = piece;
+}
+
 __device__ __forceinline__ void copy_planes(const PlanesCopy& params, int block, uint16_t* smem) {
-  if (params.vector == 8)
+  if (params.row_channels == 8)
+    copy_pixels(params, block);
+  else if (params.vector == 8)
     copy_tile<8>(params, block, smem);
   else if (params.vector == 4)
     copy_tile<4>(params, block, smem);
@@ -147,7 +162,8 @@ inline PlanesCopy make_planes_copy(const void* from, const int64_t (&stride)[4],
                                    int columns, void* to, int64_t& blocks) {
   const int row_channels = copied_channels(channels), pixels = rows * columns;
   const int64_t step = pixel_step(stride, rows, columns);
-  const int64_t pixel_tiles = ceil_div(pixels, kCopyTile), channel_tiles = ceil_div(row_channels, kCopyTile);
+  const int64_t pixel_tiles = ceil_div(pixels, row_channels == 8 ? kCopyThreads : kCopyTile);
+  const int64_t channel_tiles = ceil_div(row_channels, kCopyTile);
   blocks = images * pixel_tiles * channel_tiles;
   const int vector =
       step == 1 ? vector_of(stride, images, channels, pixels, reinterpret_cast<uint64_t>(from)) : 1;

@@ -958,6 +958,7 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
 
 #if !defined(__CUDACC_RTC__)
 bool direct_has_points(const Problem& problem, Operator op) { return direct::takes_points(problem, op); }
+bool direct_has_stem_dgrad(const Problem& problem, Operator op) { return direct::stem_dgrad::takes(problem, op); }
 #endif
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)

@@ -31,6 +31,9 @@ int64_t listed_workspace_bytes(const Problem&, Operator);
 // Whether direct computes the problem in its points kernel: 1x1 filters to few channels, each pixel read once.
 bool direct_has_points(const Problem&, Operator);
 
+// Whether it has it in stem_dgrad: the gradient to an input of few channels.
+bool direct_has_stem_dgrad(const Problem&, Operator);
+
 // Whether gather, if it can compute the problem, converts x to scaled fp16 while it loads tiles. That needs no copy,
 // and tiles suit large images as well as small ones.
 bool gather_lands(const Problem&, Operator);

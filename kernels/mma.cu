@@ -1250,6 +1250,8 @@ inline const char* yields(const Problem& problem, Operator op) {
   const int channels = problem.C / problem.groups, filters = problem.K / problem.groups;
   const int out_channels = op == Operator::kDgrad ? channels : filters;
   const double taps = multiply_adds(problem) / channels / filters;  // tap applications over all outputs
+  if (direct_has_stem_dgrad(problem, op) && multiply_adds(problem) >= kLeastOfFewChannels)
+    return "direct is faster with gradients to few channels";
   const int64_t (&in_stride)[4] = op == Operator::kDgrad ? problem.y_stride : problem.x_stride;
   const bool pixels = in_stride[1] == 1 && in_stride[3] > 1;  // channels are neighbours in memory
   const int in_channels = op == Operator::kDgrad ? filters : channels;

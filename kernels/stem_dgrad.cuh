@@ -69,6 +69,7 @@ struct Params {
   int first_p, first_q;  // what the window of block 0 begins with
   int tiles_h, tiles_w;
   bool channels_last, in_vectors;  // dx; its runs may be stored by 16 bytes
+  bool in_fours;                   // dy: the channels of a stage are neighbours, and may be loaded together
   DType dtype;
 };
 
@@ -139,12 +140,18 @@ __global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 3 : 4)
         const bool exists = is_within(p, params.P) && is_within(q, params.Q);
         const Storage* const from = static_cast<const Storage*>(params.dy_ptr) + n * params.dy_stride[0] +
                                     first_k * params.dy_stride[1] + p * params.dy_stride[2] + q * params.dy_stride[3];
-        Storage values[kFilters];
+        struct alignas(kFilters * sizeof(Storage)) Four {
+          Storage value[kFilters];
+        } four;
+        if (params.in_fours) {
+          four = load_if(exists, reinterpret_cast<const Four*>(from));
+        } else {
 #pragma unroll
-        for (int k = 0; k < kFilters; ++k)
-          values[k] = load_if(exists && first_k + k < params.K, from + k * params.dy_stride[1]);
+          for (int k = 0; k < kFilters; ++k)
+            four.value[k] = load_if(exists && first_k + k < params.K, from + k * params.dy_stride[1]);
+        }
 #pragma unroll
-        for (int k = 0; k < kFilters; ++k) dy_smem[k * kPlane + i] = widen(values[k]);
+        for (int k = 0; k < kFilters; ++k) dy_smem[k * kPlane + i] = widen(four.value[k]);
       }
       for (int i = thread; i < kFilters * kAllTaps * 4; i += kThreads) {
         const int c = i % 4, tap = i / 4 % kAllTaps, k = first_k + i / (4 * kAllTaps);
@@ -295,6 +302,11 @@ inline cudaError_t launch(const Problem& problem, const Pointers& pointers, cuda
   params.in_vectors = reinterpret_cast<uint64_t>(pointers.out) % 16 == 0 &&
                       in_vectors(params.dx_stride[0], problem.N) && in_vectors(params.dx_stride[2], problem.H) &&
                       (params.channels_last || in_vectors(params.dx_stride[1], problem.C));
+  const auto fours = [](int64_t step, int64_t size) { return size == 1 || step % kFilters == 0; };
+  const int64_t (&dy)[4] = problem.y_stride;
+  params.in_fours = dy[1] == 1 && problem.K % kFilters == 0 && fours(dy[0], problem.N) && fours(dy[2], problem.P) &&
+                    fours(dy[3], problem.Q) &&
+                    reinterpret_cast<uint64_t>(pointers.dy) % (kFilters * element_bytes(problem.dtype)) == 0;
   with_kernel(problem, [&](auto taps, auto stride, auto channels) {
     constexpr int kTaps = decltype(taps)::value, kStride = decltype(stride)::value, kOdd = odd_of(kTaps, kStride);
     using Axis = Taps<kTaps, kStride, kOdd>;

@@ -1,11 +1,12 @@
 // tma_wgrad engine: the weight gradient of 16-bit tensors on Hopper's tensor cores (wgmma). The Tensor Memory
 // Accelerator (TMA) brings both operands to shared memory; no thread touches x or dy. One group; tensors
-// in channels_last, to which those in NCHW are copied first. Deterministic: sums are added in a fixed order.
+// in channels_last, to which those in NCHW are copied first, except for 1x1 filters. Deterministic: sums are added in a
+// fixed order.
 //
 //   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
 //
 //   tma_wgrad_copy_kernel   x or dy in NCHW -> channels_last, where needed
-//   tma_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32
+//   tma_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32; or -> dw, where there is one part
 //   tma_wgrad_add_kernel    sums of all parts -> dw
 //
 // GEMM: rows = output channels, columns = (r, s, block of 64 input channels, channel), reduction = pixels. A stage
@@ -16,6 +17,9 @@
 //   pixel    k k k k k k k k             c c c c c c c c            c c c c c c c c
 //   pixel    k k k k k k k k             c c c c c c c c            c c c c c c c c
 //   ..       (64 pixels, 8 KB)           (8 KB)                     up to 4 of them
+//
+// NCHW planes that 1x1 filters read whole come as they are, 64 pixels of 64 channels: rows are channels then, and
+// wgmma reads both operands as they lie.
 //
 // One persistent block per SM, 12 warps:
 //
@@ -50,6 +54,7 @@
 #include "ring.cuh"
 #include "tensor_map.cuh"
 #include "wgmma.cuh"
+#include "wgmma_transposed.cuh"
 
 namespace modelnew {
 namespace tma_wgrad {
@@ -70,11 +75,12 @@ constexpr int kAddThreads = 256;
 
 struct Plan {
   bool copies_x, copies_dy;
+  bool planes;   // NCHW, in place
   int channels;  // of a tile: 128, or 64 of which warpgroups have sums of their own
   int blocks;    // of columns of a tile
   int blocks_c;  // of all input channels
   int tiles_k, tiles_e, parts;
-  int steps;  // stages of all pixels
+  int steps;  // stages of all pixels; in planes, each image begins with a stage
   int stages, stage_bytes;
   int jobs;  // tiles times parts
   int grid;
@@ -87,7 +93,10 @@ struct Params {
   int P, Q, S, taps;
   int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
   float* sums_ptr;  // [part][output channel][column], whole tiles
-  Divisor by_tiles, by_tiles_k, by_plane, by_row, by_blocks_c, by_s;
+  void* dw_ptr;     // stored to without a detour where it is not null
+  int K, C;
+  int64_t w_stride[4];
+  Divisor by_tiles, by_tiles_k, by_image, by_row, by_blocks_c, by_s;  // by_image: pixels, or stages of planes
   hopper::BoxMap x_map, dy_map;
 };
 
@@ -136,7 +145,7 @@ struct Shared {
   __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (kMostStages + stage); }
 };
 
-template <int CHANNELS, int BLOCKS>
+template <int CHANNELS, int BLOCKS, bool PLANES>
 __device__ __forceinline__ void order_boxes(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
   hopper::wait_for_prerequisites();
@@ -156,29 +165,66 @@ __device__ __forceinline__ void order_boxes(const Params& params, const Shared& 
     }
 #pragma unroll 1
     for (int step = job.first_step; step < job.last_step; ++step) {
-      const int pixel = step * kStagePixels, n = quotient(pixel, params.by_plane);
-      const int of_image = pixel - n * params.P * params.Q, p = quotient(of_image, params.by_row);
-      const int q = of_image - p * params.Q;
+      const int first = PLANES ? step : step * kStagePixels, n = quotient(first, params.by_image);
+      const int of_image = first - n * static_cast<int>(params.by_image.divisor);
+      const int p = PLANES ? 0 : quotient(of_image, params.by_row);
+      const int q = PLANES ? of_image * kStagePixels : of_image - p * params.Q;
       const uint32_t full = shared.full(ring.slot), to = shared.base + ring.slot * plan.stage_bytes;
       hopper::barrier_wait(shared.empty(ring.slot), ring.parity ^ 1);
       hopper::barrier_arrive_expecting(full, plan.stage_bytes);
 #pragma unroll
-      for (int i = 0; i < CHANNELS / 64; ++i)
-        hopper::load_columns(params.dy_map, to + i * kBlockBytes, job.tile_k * CHANNELS + i * 64, q, p, n, 0, 0, full);
+      for (int i = 0; i < CHANNELS / 64; ++i) {
+        const int k = job.tile_k * CHANNELS + i * 64;
+        if constexpr (PLANES)
+          hopper::load_box(params.dy_map, to + i * kBlockBytes, q, k, n, 0, full);
+        else
+          hopper::load_columns(params.dy_map, to + i * kBlockBytes, k, q, p, n, 0, 0, full);
+      }
 #pragma unroll
-      for (int i = 0; i < BLOCKS; ++i)
-        hopper::load_columns(params.x_map, to + (CHANNELS / 64 + i) * kBlockBytes, channel[i],
-                             q * params.stride_w - params.pad_w, p * params.stride_h - params.pad_h, n, move_w[i],
-                             move_h[i], full);
+      for (int i = 0; i < BLOCKS; ++i) {
+        const uint32_t block = to + (CHANNELS / 64 + i) * kBlockBytes;
+        if constexpr (PLANES)
+          hopper::load_box(params.x_map, block, q, channel[i], n, 0, full);
+        else
+          hopper::load_columns(params.x_map, block, channel[i], q * params.stride_w - params.pad_w,
+                               p * params.stride_h - params.pad_h, n, move_w[i], move_h[i], full);
+      }
       ring.next(plan.stages);
     }
   }
 }
 
-template <typename Stored, int CHANNELS, int BLOCKS>
+// Sums of two neighbouring input channels, and of the output channel eight further on, of each eight columns -> dw.
+template <typename Stored, int BLOCKS>
+__device__ __forceinline__ void store_weights(const Params& params, const Job& job, int k, int lane,
+                                              const float (&acc)[BLOCKS * kBlockChannels / 2]) {
+#pragma unroll
+  for (int i = 0; i < BLOCKS; ++i) {
+    const int block = job.tile_e * BLOCKS + i, tap = quotient(block, params.by_blocks_c);
+    const int r = quotient(tap, params.by_s), s = tap - r * params.S;
+    const int first_c = (block - tap * params.plan.blocks_c) * kBlockChannels + lane % 4 * 2;
+    Stored* const to = static_cast<Stored*>(params.dw_ptr) + k * params.w_stride[0] + r * params.w_stride[2] +
+                       s * params.w_stride[3] + first_c;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (tap >= params.taps || first_c + 8 * j >= params.C || k + 8 * e >= params.K) continue;
+        const int low = 32 * i + 4 * j + 2 * e;
+        *reinterpret_cast<uint32_t*>(to + 8 * e * params.w_stride[0] + 8 * j) =
+            narrow_pair(acc[low], acc[low + 1], Stored{});
+      }
+  }
+}
+
+template <typename Stored, int CHANNELS, int BLOCKS, bool PLANES>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared) {
   constexpr bool kByTurns = CHANNELS == 64;
   constexpr int kColumns = BLOCKS * kBlockChannels;
+  using Wgmma = std::conditional_t<PLANES, hopper::Wgmma<Stored, kColumns>,
+                                   hopper::WgmmaBothTransposed<Stored, kColumns>>;
+  // 16 pixels of a stage, in descriptors: a part of each row, or as many rows.
+  constexpr uint32_t kPixels = (PLANES ? 16 * sizeof(Stored) : 16 * hopper::kBoxRowBytes) / 16;
   const Plan& plan = params.plan;
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
@@ -204,11 +250,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       const uint32_t b = hopper::descriptor(stage + CHANNELS / 64 * kBlockBytes, kBlockBytes);
       hopper::wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kStagePixels / 16; ++i) {
-        const uint32_t rows = i * 16 * hopper::kBoxRowBytes / 16;
-        hopper::WgmmaBothTransposed<Stored, kColumns>::multiply(acc, a + rows, b + rows, keep || i > 0,
-                                                                hopper::kRowsDescriptorHigh);
-      }
+      for (int i = 0; i < kStagePixels / 16; ++i)
+        Wgmma::multiply(acc, a + i * kPixels, b + i * kPixels, keep || i > 0, hopper::kRowsDescriptorHigh);
       hopper::wgmma_commit();
       keep = true;
       hopper::wgmma_wait<1>();
@@ -225,6 +268,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     }
     const int part = kByTurns ? 2 * job.part + warpgroup : job.part;
     const int k = job.tile_k * CHANNELS + (kByTurns ? 0 : 64 * warpgroup) + 16 * warp + lane / 4;
+    if (!kByTurns && params.dw_ptr != nullptr) {
+      store_weights<Stored, BLOCKS>(params, job, k, lane, acc);
+      continue;
+    }
     const int64_t columns = row_columns(plan), rows = static_cast<int64_t>(plan.tiles_k) * CHANNELS;
     float* const to = params.sums_ptr + (part * rows + k) * columns + job.tile_e * kColumns + lane % 4 * 2;
 #pragma unroll
@@ -237,7 +284,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   }
 }
 
-template <typename Stored, int CHANNELS, int BLOCKS>
+template <typename Stored, int CHANNELS, int BLOCKS, bool PLANES>
 __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_tma_wgrad_smem[];
@@ -259,11 +306,11 @@ __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_con
   __syncthreads();  // barriers are there
   if (warp >= kMultiplyingThreads / 32) {
     hopper::registers_give_back<kOrderingRegisters>();
-    if (warp == kMultiplyingThreads / 32 && lane == 0) order_boxes<CHANNELS, BLOCKS>(params, shared);
+    if (warp == kMultiplyingThreads / 32 && lane == 0) order_boxes<CHANNELS, BLOCKS, PLANES>(params, shared);
   } else {
     hopper::registers_take<kMultiplyingRegisters>();
-    multiply<Stored, CHANNELS, BLOCKS>(params, shared);
-    hopper::launch_dependents();
+    multiply<Stored, CHANNELS, BLOCKS, PLANES>(params, shared);
+    if (params.dw_ptr == nullptr) hopper::launch_dependents();  // else the call ends here
   }
 #endif
 }
@@ -319,11 +366,29 @@ inline hopper::Columns columns_of_dy(const Problem& p) {
   return hopper::columns_of({p.Q, p.Q, 1, 1, 0, 1}, {p.P, p.P, 1, 1, 0, 1});
 }
 
+// Whether boxes take 64 pixels of a channel: 1x1 filters read each pixel of NCHW planes once.
+inline bool are_whole_planes(const Problem& p, const Alignment& address) {
+  const auto in_boxes = [&](const int64_t (&stride)[4], int channels, uint64_t at) {
+    return hopper::are_planes(stride, p.P, p.Q) && hopper::in_eights(stride[1], channels > 1) &&
+           hopper::in_eights(stride[0], p.N > 1) && at % 16 == 0;
+  };
+  const bool each_once = p.R == 1 && p.S == 1 && p.P == p.H && p.Q == p.W && p.pad_h == 0 && p.pad_w == 0;
+  return each_once && int64_t{p.P} * p.Q % 8 == 0 && in_boxes(p.x_stride, p.C, address.x) &&
+         in_boxes(p.y_stride, p.K, address.dy);
+}
+
+// Whether blocks may store sums as weights, in pairs of input channels: of one part, to dw in channels_last.
+inline bool stores_weights(const Problem& p, const Plan& plan) {
+  const auto even = [](int64_t step, int size) { return size == 1 || step % 2 == 0; };
+  return plan.parts == 1 && plan.channels == 128 && p.C % 2 == 0 && p.w_stride[1] == 1 && even(p.w_stride[0], p.K) &&
+         even(p.w_stride[2], p.R) && even(p.w_stride[3], p.S);
+}
+
 // The estimate, in cycles of an SM. All constants are fitted to measured times (docs/lab/tma.md): those of copies
 // together with kCyclesOfWgrad. How fast TMA loads depends on how many boxes a stage has.
 constexpr double kCallCycles = 12150, kJobCycles = 2424, kJobColumnCycles = 2.85, kStepCycles = 59, kSumCycles = 0.3;
 constexpr double kProductFactor = 1.05, kMemoryBytes = 12, kShorterShare = 0.29;
-constexpr double kCopyCycles = 6500, kCopiedBytes = 21;
+constexpr double kCopyCycles = 6500, kCopiedBytes = 21, kAddCycles = 4500;
 constexpr double kBoxBytes[2][kMostBlocks] = {{75, 54, 49, 41}, {64, 50, 40, 41}};  // a cycle; [channels == 128]
 
 inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
@@ -344,10 +409,10 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double bytes = 2 * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
   const double memory = bytes / sms / kMemoryBytes;
   const double sums = 1.0 * plan.jobs * plan.channels * plan.blocks * kBlockChannels * sums_of_part(plan);
+  const double adding = stores_weights(problem, plan) ? -kAddCycles : kSumCycles * sums / sms;
   const int64_t copied = copied_bytes(problem, plan);
   const double copying = copied == 0 ? 0 : kCopyCycles + 2.0 * copied / sms / kCopiedBytes;
-  return kCallCycles + copying + std::max(multiplied, memory) + kShorterShare * std::min(multiplied, memory) +
-         kSumCycles * sums / sms;
+  return kCallCycles + copying + std::max(multiplied, memory) + kShorterShare * std::min(multiplied, memory) + adding;
 }
 
 inline int64_t sums_of(const Plan& plan) {
@@ -361,8 +426,10 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
                       int forced_blocks = 0, int forced_parts = 0) {
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
   using hopper::is_in_place, hopper::can_copy;
-  const bool in_place_x = is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
-  const bool in_place_dy = is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
+  bool in_place_x = is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
+  bool in_place_dy = is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
+  const bool planes = !(in_place_x && in_place_dy) && are_whole_planes(problem, address);
+  if (planes) in_place_x = in_place_dy = true;
   if (!in_place_x && !can_copy(problem.x_stride, problem.N, problem.C, problem.H, problem.W)) return false;
   if (!in_place_dy && !can_copy(problem.y_stride, problem.N, problem.K, problem.P, problem.Q)) return false;
   if (!hopper::can_map(columns_of_x(problem))) return false;
@@ -375,12 +442,14 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       Plan plan{};
       plan.copies_x = !in_place_x;
       plan.copies_dy = !in_place_dy;
+      plan.planes = planes;
       plan.channels = channels;
       plan.blocks = blocks;
       plan.blocks_c = static_cast<int>(ceil_div(problem.C, kBlockChannels));
       plan.tiles_k = static_cast<int>(ceil_div(problem.K, channels));
       plan.tiles_e = static_cast<int>(ceil_div(taps * plan.blocks_c, blocks));
-      plan.steps = static_cast<int>(ceil_div(pixels, kStagePixels));
+      plan.steps = static_cast<int>(planes ? problem.N * ceil_div(pixels / problem.N, kStagePixels)
+                                           : ceil_div(pixels, kStagePixels));
       plan.stage_bytes = (channels / 64 + blocks) * kBlockBytes;
       const int barriers = 2 * kMostStages * 8;
       plan.stages = std::min(kMostStages, (kSharedBytes - barriers) / plan.stage_bytes);
@@ -389,7 +458,7 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       if (channels == 64) plan.stages -= plan.stages % 2;
       plan.smem_bytes = plan.stages * plan.stage_bytes + barriers;
       const int64_t tiles = int64_t{plan.tiles_k} * plan.tiles_e;
-      const int64_t least = ceil_div(pixels, kMostChained * sums_of_part(plan));
+      const int64_t least = ceil_div(int64_t{plan.steps} * kStagePixels, kMostChained * sums_of_part(plan));
       const int64_t most = std::max(least, ceil_div(4 * sms, tiles));
       const int64_t last = std::min<int64_t>(most, plan.steps);
       for (int64_t parts = std::min<int64_t>(least, plan.steps); parts <= last; ++parts) {
@@ -470,6 +539,18 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const void* dy_ptr, Params& params) {
+  if (params.plan.planes) {
+    const auto of_planes = [&](const void* tensor, const int64_t (&stride)[4], int channels, hopper::BoxMap& map) {
+      const uint64_t sizes[4] = {uint64_t{1} * problem.P * problem.Q, static_cast<uint64_t>(channels),
+                                 static_cast<uint64_t>(problem.N), 1};
+      const uint64_t strides[3] = {hopper::step_bytes(stride[1], channels), hopper::step_bytes(stride[0], problem.N),
+                                   16};
+      const uint32_t box[4] = {kStagePixels, kBlockChannels, 1, 1};
+      return hopper::make_box_map(hopper::BoxUse::kLoadRows, tensor, 2, sizes, strides, box, map);
+    };
+    const cudaError_t error = of_planes(x_ptr, problem.x_stride, problem.C, params.x_map);
+    return error != cudaSuccess ? error : of_planes(dy_ptr, problem.y_stride, problem.K, params.dy_map);
+  }
   const auto make = [&](const void* tensor, const int64_t (&stride)[4], int channels, int rows, int columns,
                         const hopper::Columns& map_columns, hopper::BoxMap& map) {
     const uint64_t sizes[4] = {static_cast<uint64_t>(hopper::copied_channels(channels)), static_cast<uint64_t>(columns),
@@ -485,36 +566,42 @@ inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const vo
   return make(dy_ptr, problem.y_stride, problem.K, problem.P, problem.Q, columns_of_dy(problem), params.dy_map);
 }
 
-template <typename Stored, int CHANNELS, int BLOCKS>
+template <typename Stored, int CHANNELS, int BLOCKS, bool PLANES>
 cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t stream) {
-  constexpr Instance kInstance{"tma_wgrad_kernel", {kTypeId<Stored>, CHANNELS, BLOCKS}};
+  constexpr Instance kInstance{"tma_wgrad_kernel", {kTypeId<Stored>, CHANNELS, BLOCKS, PLANES}};
   record(kInstance);
   if constexpr (!is_built(kInstance)) {
     return cudaErrorInvalidConfiguration;
   } else {
-    const auto kernel = tma_wgrad_kernel<Stored, CHANNELS, BLOCKS>;
+    const auto kernel = tma_wgrad_kernel<Stored, CHANNELS, BLOCKS, PLANES>;
     const Plan& plan = params.plan;
     cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
-    if (error != cudaSuccess) return error;
+    if (error != cudaSuccess || params.dw_ptr != nullptr) return error;
     return hopper::launch_early(tma_wgrad_add_kernel<Stored>, static_cast<unsigned>(ceil_div(add.weights, kAddThreads)),
                                 kAddThreads, 0, stream, add);
   }
 }
 
-template <typename Stored, int CHANNELS>
+template <typename Stored, int CHANNELS, bool PLANES>
 cudaError_t run_blocks(const Params& params, const AddParams& add, cudaStream_t stream) {
   switch (params.plan.blocks) {
     case 1:
-      return run_kernel<Stored, CHANNELS, 1>(params, add, stream);
+      return run_kernel<Stored, CHANNELS, 1, PLANES>(params, add, stream);
     case 2:
-      return run_kernel<Stored, CHANNELS, 2>(params, add, stream);
+      return run_kernel<Stored, CHANNELS, 2, PLANES>(params, add, stream);
     case 3:
-      return run_kernel<Stored, CHANNELS, 3>(params, add, stream);
+      return run_kernel<Stored, CHANNELS, 3, PLANES>(params, add, stream);
     default:
-      return run_kernel<Stored, CHANNELS, 4>(params, add, stream);
+      return run_kernel<Stored, CHANNELS, 4, PLANES>(params, add, stream);
   }
+}
+
+template <typename Stored, int CHANNELS>
+cudaError_t run_channels(const Params& params, const AddParams& add, cudaStream_t stream) {
+  return params.plan.planes ? run_blocks<Stored, CHANNELS, true>(params, add, stream)
+                            : run_blocks<Stored, CHANNELS, false>(params, add, stream);
 }
 
 // Copies what TMA cannot read in place, and lets `problem` and `pointers` describe the copies.
@@ -554,9 +641,14 @@ cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream
   params.dilation_h = problem.dilation_h;
   params.dilation_w = problem.dilation_w;
   params.sums_ptr = static_cast<float*>(pointers.workspace);
+  if (stores_weights(problem, plan) && reinterpret_cast<uint64_t>(pointers.out) % 4 == 0) params.dw_ptr = pointers.out;
+  params.K = problem.K;
+  params.C = problem.C;
+  std::copy_n(problem.w_stride, 4, params.w_stride);
   params.by_tiles = make_divisor(int64_t{plan.tiles_k} * plan.tiles_e);
   params.by_tiles_k = make_divisor(plan.tiles_k);
-  params.by_plane = make_divisor(int64_t{problem.P} * problem.Q);
+  const int64_t plane = int64_t{problem.P} * problem.Q;
+  params.by_image = make_divisor(plan.planes ? ceil_div(plane, kStagePixels) : plane);
   params.by_row = make_divisor(problem.Q);
   params.by_blocks_c = make_divisor(plan.blocks_c);
   params.by_s = make_divisor(problem.S);
@@ -576,8 +668,8 @@ cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream
   add.by_c = make_divisor(problem.C);
   add.by_taps = make_divisor(params.taps);
   add.by_s = params.by_s;
-  return plan.channels == 128 ? run_blocks<Stored, 128>(params, add, stream)
-                              : run_blocks<Stored, 64>(params, add, stream);
+  return plan.channels == 128 ? run_channels<Stored, 128>(params, add, stream)
+                              : run_channels<Stored, 64>(params, add, stream);
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
@@ -592,14 +684,14 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
 inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
   const Plan& plan = plan_of(problem, Alignment{}).plan;
   snprintf(text, text_size,
-           "%stile of %d output channels x %d blocks of 64 weights, %d stages of 64 pixels and %d bytes, %d blocks for "
-           "%d tiles in %d parts, about %.3g Mcycles",
+           "%s%stile of %d output channels x %d blocks of 64 weights, %d stages of 64 pixels and %d bytes, %d blocks "
+           "for %d tiles in %d parts, about %.3g Mcycles",
            plan.copies_x && plan.copies_dy ? "x and dy copied, "
            : plan.copies_x                 ? "x copied, "
            : plan.copies_dy                ? "dy copied, "
                                            : "",
-           plan.channels, plan.blocks, plan.stages, plan.stage_bytes, plan.grid, plan.tiles_k * plan.tiles_e,
-           plan.parts, plan.cycles * 1e-6);
+           plan.planes ? "planes, " : "", plan.channels, plan.blocks, plan.stages, plan.stage_bytes, plan.grid,
+           plan.tiles_k * plan.tiles_e, plan.parts, plan.cycles * 1e-6);
 }
 
 #endif  // host

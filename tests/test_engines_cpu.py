@@ -683,6 +683,13 @@ EXACT_RUNS = {
             settings_of(FP16, BF16, channels=(128, 64), blocks=(1, 2, 3, 4), parts=(0, 2)),
             layouts=X_AND_DY_LAYOUTS,
         ),
+        # Planes that 1x1 filters read whole: of several stages, and the last one with few pixels.
+        Runs(
+            of_operator("wgrad", [Case(3, 72, 4, 18, 136, 1, 1), Case(2, 200, 12, 12, 70, 1, 1)]),
+            30,
+            settings_of(FP16, BF16, channels=(128, 64), blocks=(1, 2, 3, 4), parts=(0, 1, 2), shift=(0,)),
+            layouts=X_AND_DY_LAYOUTS[:1] + X_AND_DY_LAYOUTS[4:5],
+        ),
         # Planes of dy, whose channels may be no eights.
         Runs(
             of_operator("wgrad", [Case(2, 24, 7, 9, 13, 3, 3, padding=(1, 1))]),

@@ -1,6 +1,7 @@
 #include "run.h"
 
 bool modelnew::direct_has_points(const Problem&, Operator) { return false; }
+bool modelnew::direct_has_stem_dgrad(const modelnew::Problem&, modelnew::Operator) { return false; }
 using namespace modelnew::stem;
 
 extern "C" {

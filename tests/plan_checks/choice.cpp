@@ -16,6 +16,7 @@
 
 namespace modelnew {
 bool direct_has_points(const Problem&, Operator) { return false; }
+bool direct_has_stem_dgrad(const Problem&, Operator) { return false; }
 bool gather_lands(const Problem& problem, Operator op) {
   return gather::plan_of(problem, op, gather::Alignment{}).plan.lands;
 }

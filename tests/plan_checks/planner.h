@@ -12,6 +12,7 @@ IDLE(kGatherEngine) IDLE(kWgmmaEngine) IDLE(kStemEngine) IDLE(kPointwiseEngine) 
 IDLE(kHopperWgradEngine) IDLE(kMmaWgradEngine) IDLE(kDirectEngine)
 #undef IDLE
 bool direct_has_points(const Problem&, Operator) { return false; }
+bool direct_has_stem_dgrad(const Problem&, Operator) { return false; }
 bool gather_lands(const Problem&, Operator) { return false; }
 int64_t listed_workspace_bytes(const Problem&, Operator) { return 12345; }
 }  // namespace modelnew

@@ -15,7 +15,8 @@ static void check_numbers(const Problem& problem, const Plan& plan, int sms) {
   CHECK(plan.smem_bytes >= plan.stages * plan.stage_bytes + 2 * kMostStages * 8 && plan.smem_bytes <= kSharedMemory);
   CHECK(covers(plan.tiles_k, plan.channels, problem.K) && plan.blocks_c == blocks_c);
   CHECK(covers(plan.tiles_e, plan.blocks, int64_t{problem.R} * problem.S * blocks_c));
-  CHECK(covers(plan.steps, 64, problem.N * problem.P * problem.Q));
+  const int64_t images = plan.planes ? problem.N : 1;
+  CHECK(plan.steps % images == 0 && covers(plan.steps / images, 64, problem.N / images * problem.P * problem.Q));
   CHECK(plan.parts >= 1 && plan.jobs == int64_t{plan.tiles_k} * plan.tiles_e * plan.parts);
   CHECK(plan.grid == std::min(plan.jobs, sms) && plan.cycles > 0);
 }
@@ -58,6 +59,14 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
                                 {p.H, p.P, p.R, p.P == 1 ? 1 : p.stride_h, p.pad_h, p.dilation_h}};
   const bool in_place_x = has_pixels_for_boxes(p.x_stride, at.in, {p.N, p.C, p.H, p.W});
   const bool in_place_dy = has_pixels_for_boxes(p.y_stride, at.w, {p.N, p.K, p.P, p.Q});
+  const auto has_planes = [&](const int64_t (&stride)[4], uint64_t address, int channels) {
+    const bool dense = (p.Q == 1 || stride[3] == 1) && (p.P == 1 || stride[2] == p.Q * (p.Q == 1 ? stride[2] : 1));
+    return dense && address % 16 == 0 && (channels == 1 || (stride[1] > 0 && stride[1] % 8 == 0)) &&
+           (p.N == 1 || (stride[0] > 0 && stride[0] % 8 == 0));
+  };
+  const bool alike = p.R == 1 && p.S == 1 && p.H == p.P && p.W == p.Q && p.pad_h == 0 && p.pad_w == 0;
+  const bool planes = !(in_place_x && in_place_dy) && alike && p.P * p.Q % 8 == 0 &&
+                      has_planes(p.x_stride, at.in, p.C) && has_planes(p.y_stride, at.w, p.K);
   const bool may = (in_place_x || has_lines(p.x_stride, p.H, p.W)) &&
                    (in_place_dy || has_lines(p.y_stride, p.P, p.Q)) &&
                    are_columns(columns_of_dy(p), {{p.Q, p.Q, 1, 1, 0, 1}, {p.P, p.P, 1, 1, 0, 1}}) &&
@@ -65,7 +74,8 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   Plan best{};
   CHECK(make_plan(p, sms, {at.in, at.w}, best) == may);
   if (!may) return false;
-  CHECK(best.copies_x != in_place_x && best.copies_dy != in_place_dy && are_columns(columns_of_x(p), of_x));
+  CHECK(best.planes == planes && best.copies_x == !(in_place_x || planes));
+  CHECK(best.copies_dy == !(in_place_dy || planes) && are_columns(columns_of_x(p), of_x));
   for (int i = 0; i < 6; ++i) {
     plan_in_hand = "plan " + std::to_string(i) + " for " + std::to_string(sms) + " SMs";
     Plan plan = best;
@@ -80,6 +90,8 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
     NOTE_VALUES(plan.blocks, 1, 2, 3, 4);
     NOTE(plan.channels == 64);
     NOTE(plan.copies_x != plan.copies_dy);
+    NOTE(plan.planes);
+    NOTE(stores_weights(p, plan));
     NOTE(plan.jobs > plan.grid);
     NOTE(int64_t{plan.steps} * 64 > most - most / 8);  // nearly the longest chains
     check_numbers(p, plan, sms);
