@@ -1,10 +1,11 @@
 // dilated engine: filters whose taps lie so far apart that a tile with its halo fills shared memory with what few taps
 // read, or does not fit there at all, as where networks that segment images look around (3x3 filters with a dilation
 // of 4 to 36). It has no kernel of its own: other engines compute parts of the problem, whose filters are dilated along
-// rows only.
+// rows only (fprop, dgrad), or have one tap (wgrad).
 //
-// First, taps that meet nothing but padding are left out along an axis that is dilated: of a 3x3 filter with a dilation
-// of 36 on 28x28 pixels one is left. (So a weight of Inf or NaN that meets nothing but padding makes no NaN.)
+// In fprop and dgrad, taps that meet nothing but padding are first left out along an axis that is dilated: of a 3x3
+// filter with a dilation of 36 on 28x28 pixels one is left. (So a weight of Inf or NaN that meets nothing but padding
+// makes no NaN.)
 //
 // Then, row p of y reads rows p + r*d of x, d being the dilation down the columns. Rows that are d apart, a phase, are
 // an image of their own, whose rows follow one another, and need no others of x than those of one phase as well:
@@ -14,6 +15,16 @@
 //
 // A part is one phase of all images; or, if these are fewer launches, neighbouring phases of one image, which are the
 // images of a batch: from one to the next it is one row of x.
+//
+// In wgrad a part is one tap (r, s), whose gradient is that of a 1x1 filter. The outputs whose tap meets a pixel are a
+// rectangle of dy, and the pixels that they meet are one of x. No part reads padding, or what lies between the taps:
+//
+//   row of x           0  1  2  3  4  5         d = 2, padding 2, three taps: row p of y meets row p - 2 + 2*r of x
+//   row of dy, r = 0   2  3  4  5
+//              r = 1   0  1  2  3  4  5
+//              r = 2         0  1  2  3
+//
+// A part writes its tap of dw alone. (So dy of Inf or NaN makes no NaN in taps by which it meets padding.)
 //
 // Bound by the engine that computes the parts; each part is a launch of its own. Measurements: docs/lab/lowering.md.
 #if !defined(__CUDACC_RTC__)
@@ -31,7 +42,10 @@ namespace dilated {
 const Engine* const kTakers[] = {&kTmaEngine,       &kWgmmaEngine,     &kGatherEngine, &kStemEngine,
                                  &kDepthwiseEngine, &kPointwiseEngine, &kMmaEngine};
 
-constexpr int kMostDilation = 256;  // so many launches at most
+// The same for wgrad. depthwise is among them to compute its problems as a whole.
+const Engine* const kWgradTakers[] = {&kDepthwiseEngine, &kMmaWgradEngine, &kTmaWgradEngine, &kHopperWgradEngine};
+
+constexpr int kMostDilation = 256, kMostTaps = 64;  // so many launches at most
 
 // A part of a problem, and from where on in x, w and y, in elements.
 struct Part {
@@ -106,9 +120,52 @@ inline Runs runs_of(const Problem& p) {
   return all;
 }
 
+// The outputs of an axis whose tap meets a pixel, and the pixels from the first that they meet to the last one. The
+// number of outputs is not positive if there are none.
+struct Crop {
+  int first_output, outputs;
+  int64_t first_pixel;
+  int size;
+};
+
+// `offset` is the distance from the first tap to this one. Output i meets a pixel if i * stride is in least .. most.
+inline Crop crop_of(int size, int outputs, int stride, int pad, int64_t offset) {
+  const int64_t least = pad - offset, most = least + size - 1;
+  const int64_t first = std::max<int64_t>(0, ceil_div(least, stride));
+  const int64_t last = most < 0 ? -1 : std::min<int64_t>(outputs - 1, most / stride);
+  const int count = static_cast<int>(last - first + 1);
+  return {static_cast<int>(first), count, first * stride - least, (count - 1) * stride + 1};
+}
+
+// The same as for_each_part, for wgrad: a part for each tap.
+template <typename Use>
+bool for_each_tap(const Problem& p, const Use& use) {
+  const bool tf32 = uses_tf32(p, Operator::kWgrad);
+  const int stride_h = taken_stride(p.stride_h, p.P), stride_w = taken_stride(p.stride_w, p.Q);
+  for (int r = 0; r < p.R; ++r) {
+    const Crop rows = crop_of(p.H, p.P, stride_h, p.pad_h, int64_t{r} * p.dilation_h);
+    for (int s = 0; s < p.S; ++s) {
+      const Crop columns = crop_of(p.W, p.Q, stride_w, p.pad_w, int64_t{s} * p.dilation_w);
+      Part part{p, 0, 0, 0};
+      Problem& of = part.problem;
+      of.tf32_allowed = tf32;
+      of.R = of.S = of.dilation_h = of.dilation_w = 1;
+      of.pad_h = of.pad_w = 0;
+      of.P = rows.outputs, of.H = rows.size;
+      of.Q = columns.outputs, of.W = columns.size;
+      part.x = rows.first_pixel * p.x_stride[2] + columns.first_pixel * p.x_stride[3];
+      part.w = r * p.w_stride[2] + s * p.w_stride[3];
+      part.y = rows.first_output * p.y_stride[2] + columns.first_output * p.y_stride[3];
+      if (!use(part)) return false;
+    }
+  }
+  return true;
+}
+
 // Calls use(part) for each of them, which return whether to go on; and returns whether all did.
 template <typename Use>
 bool for_each_part(const Problem& problem, Operator op, const Use& use) {
+  if (op == Operator::kWgrad) return for_each_tap(problem, use);
   Part whole = without_idle_taps(problem);
   whole.problem.tf32_allowed = uses_tf32(problem, op);  // of parts, if they are not too small for it
   const Problem& p = whole.problem;
@@ -144,8 +201,9 @@ bool for_each_part(const Problem& problem, Operator op, const Use& use) {
 
 // The engine that computes a part, or null.
 inline const Engine* taker_of(const Problem& problem, Operator op) {
-  thread_local Memo<const Engine*> memo;
-  return first_of(kTakers, problem, op, memo);
+  thread_local Memo<const Engine*> memo, wgrad_memo;
+  return op == Operator::kWgrad ? first_of(kWgradTakers, problem, op, wgrad_memo)
+                                : first_of(kTakers, problem, op, memo);
 }
 
 inline int count_parts(const Problem& problem, Operator op) {
@@ -154,8 +212,15 @@ inline int count_parts(const Problem& problem, Operator op) {
   return count;
 }
 
-inline const char* refusal(const Problem& problem, Operator op) {
-  if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
+inline const char* refusal_of_taps(const Problem& p) {
+  if ((p.R == 1 || p.dilation_h == 1) && (p.S == 1 || p.dilation_w == 1))
+    return "it requires a dilation greater than 1 along an axis of several filter taps";
+  if (int64_t{p.R} * p.S > kMostTaps) return "it requires a filter of at most 64 taps";
+  const bool meet = for_each_tap(p, [](const Part& part) { return part.problem.P > 0 && part.problem.Q > 0; });
+  return meet ? nullptr : "a filter tap always falls into the padding";
+}
+
+inline const char* refusal_of_phases(const Problem& problem) {
   const Part whole = without_idle_taps(problem);
   const Problem& p = whole.problem;
   if (p.R == 0 || p.S == 0) return "every filter tap falls into the padding";
@@ -167,6 +232,13 @@ inline const char* refusal(const Problem& problem, Operator op) {
       return "it requires a dilation_h of at most the number of rows of x and of y";
     if (p.dilation_h > kMostDilation) return "it requires a dilation_h of at most 256";
   }
+  return nullptr;
+}
+
+inline const char* refusal(const Problem& problem, Operator op) {
+  if (op == Operator::kBgrad) return "it computes no gradient to the bias";
+  const char* const reason = op == Operator::kWgrad ? refusal_of_taps(problem) : refusal_of_phases(problem);
+  if (reason != nullptr) return reason;
   const bool taken =
       for_each_part(problem, op, [&](const Part& part) { return taker_of(part.problem, op) != nullptr; });
   return taken ? nullptr : "it splits the problem into parts, and no other engine computes one of them";
@@ -177,6 +249,8 @@ inline const char* refusal(const Problem& problem, Operator op) {
 constexpr double kWorthwhile = 1.5, kWorthwhileAgainstMma = 0.9;
 // The same against gather with a box for each tap, and the overhead of a part (docs/lab/lowering.md).
 constexpr double kWorthwhileAgainstTaps = 1.08, kPartCycles = 8250;
+// The same for wgrad, whose estimates include the call (docs/lab/lowering.md).
+constexpr double kWorthwhileTaps = 1.05;
 // Multiply-adds of a part below which direct is faster, by arithmetic (docs/lab/lowering.md).
 constexpr double kLeastOfPart = 1 << 28;  // multiply-adds, before idle taps are left out
 
@@ -184,22 +258,27 @@ constexpr double kLeastOfPart = 1 << 28;  // multiply-adds, before idle taps are
 constexpr double kCallCycles = 12 * 1650;
 
 inline const char* yields(const Problem& problem, Operator op) {
+  const bool wgrad = op == Operator::kWgrad;
   const Engine* const whole = taker_of(problem, op);
-  if (whole == nullptr)
+  if (whole == nullptr && !wgrad)
     return multiply_adds(problem) < kLeastOfPart * count_parts(problem, op)
                ? "direct is faster if the parts have few multiply-adds"
                : nullptr;
   const bool by_taps = whole == &kGatherEngine && gather_takes_taps_apart(problem, op);
   double cycles = 0;
-  const bool known = whole->cycles != nullptr && for_each_part(problem, op, [&](const Part& part) {
-                       const Engine* const taker = taker_of(part.problem, op);
-                       if (taker == nullptr || taker->cycles == nullptr) return false;
-                       const bool call = whole == &kTmaEngine && taker != &kTmaEngine;
-                       cycles += taker->cycles(part.problem, op) + (by_taps ? kPartCycles : call ? kCallCycles : 0);
-                       return true;
-                     });
+  const bool known =
+      whole != nullptr && whole->cycles != nullptr && for_each_part(problem, op, [&](const Part& part) {
+        const Engine* const taker = taker_of(part.problem, op);
+        if (taker == nullptr || taker->cycles == nullptr) return false;
+        const bool call = whole == &kTmaEngine && taker != &kTmaEngine;
+        cycles += taker->cycles(part.problem, op) + (by_taps ? kPartCycles : call ? kCallCycles : 0);
+        return true;
+      });
   const bool far_apart = whole == &kMmaEngine && kGatherEngine.refusal(problem, op) != nullptr;
-  const double worthwhile = far_apart ? kWorthwhileAgainstMma : by_taps ? kWorthwhileAgainstTaps : kWorthwhile;
+  const double worthwhile = wgrad       ? kWorthwhileTaps
+                            : far_apart ? kWorthwhileAgainstMma
+                            : by_taps   ? kWorthwhileAgainstTaps
+                                        : kWorthwhile;
   if (known && whole->cycles(problem, op) > worthwhile * cycles) return nullptr;
   return "an engine that computes the problem as a whole is as fast";
 }
@@ -213,7 +292,8 @@ inline Pointers pointers_of(const Part& part, Operator op, const Pointers& point
   result.x = from(pointers.x, part.x);
   result.w = from(pointers.w, part.w);
   result.dy = from(pointers.dy, part.y);
-  result.out = const_cast<void*>(from(pointers.out, op == Operator::kDgrad ? part.x : part.y));
+  const int64_t written = op == Operator::kDgrad ? part.x : op == Operator::kWgrad ? part.w : part.y;
+  result.out = const_cast<void*>(from(pointers.out, written));
   return result;
 }
 
@@ -244,10 +324,11 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   for_each_part(problem, op, [&](const Part& part) {
     const Problem& p = part.problem;
     const Engine* const taker = taker_of(p, op);
+    const int parts = count_parts(problem, op);
     const int written =
-        snprintf(text, text_size, "%d of %dx%d taps in %d parts, the first of %lld x %d rows by %s: ", p.R * p.S,
-                 problem.R, problem.S, count_parts(problem, op), static_cast<long long>(p.N), p.P,
-                 taker == nullptr ? "nobody" : taker->name);
+        snprintf(text, text_size, "%d of %dx%d taps in %d parts, the first of %lld x %d rows by %s: ",
+                 op == Operator::kWgrad ? parts : p.R * p.S, problem.R, problem.S, parts, static_cast<long long>(p.N),
+                 p.P, taker == nullptr ? "nobody" : taker->name);
     if (taker != nullptr && written > 0 && static_cast<size_t>(written) < text_size)
       taker->describe(p, op, text + written, text_size - written);
     return false;

@@ -356,6 +356,18 @@ DILATED_CASES = [
     Case(1, 2, 7, 5, 3, 2, 1, padding=(1, 0), dilation=(3, 1)),  # phases of as many rows of y, but not of x
     Case(1, 2, 9, 7, 3, 2, 2, padding=(0, 2), dilation=(2, 8)),  # a tap meets the last column alone
 ]
+# Weight gradients by taps: the pyramid in small; strides, of one axis or over a single output; paddings, dilations and
+# taps that differ between axes, on odd sizes; taps that one output meets; outputs that meet nothing but padding.
+DILATED_WGRAD_CASES = [
+    Case(3, 4, 9, 9, 5, 3, 3, padding=(6, 6), dilation=(6, 6)),
+    Case(2, 3, 13, 11, 4, 3, 3, stride=(2, 2), padding=(4, 4), dilation=(4, 4)),
+    Case(2, 4, 15, 10, 6, 3, 2, stride=(1, 2), padding=(5, 1), dilation=(3, 4), groups=2),
+    Case(2, 3, 11, 7, 4, 2, 5, stride=(3, 1), padding=(2, 7), dilation=(5, 2)),
+    Case(1, 3, 5, 12, 4, 1, 3, stride=(7, 1), padding=(0, 3), dilation=(1, 3)),
+    Case(2, 2, 7, 6, 3, 3, 3, padding=(6, 1), dilation=(6, 1)),
+    Case(1, 2, 4, 5, 3, 2, 2, padding=(5, 6), dilation=(2, 3)),
+    Case(1, 4, 17, 14, 4, 8, 8, padding=(7, 0), dilation=(2, 1), groups=4),
+]
 # Filters of multiples of 16 bytes and others; pixels that no patch has; an axis of one tap, or of one output; runs of a
 # row in x that are aligned and not; several images.
 PATCHES_CASES = [

@@ -320,6 +320,7 @@ PLANNED = {
     "55": ([P55], "9.0"),
     "several": ([P56, P63, ConvProblem((8, 64, 56, 56), (64, 64, 3, 3), bias=True, padding=1)], "9.0"),
     "points, dilated": ([POINTS, DILATED], "9.0"),
+    "wgrad of dilated": ([ConvProblem((32, 2048, 65, 65), (256, 2048, 3, 3), padding=36, dilation=36)], "9.0"),
     "stem, depthwise, groups": ([STEM, DEPTHWISE, GROUPS], "9.0"),
     "strided": ([ConvProblem((32, 256, 56, 56), (512, 256, 3, 3), stride=2, padding=1)], "9.0"),
     "half": ([ConvProblem((32, 128, 28, 28), (128, 128, 3, 3), padding=1, dtype=torch.float16)], "9.0"),

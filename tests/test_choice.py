@@ -10,7 +10,7 @@ import statistics
 import pytest
 import torch
 
-from tests.cases import DTYPES, KERNELS, OPERATOR_NUMBER, Case
+from tests.cases import DTYPES, KERNELS, LAYOUTS, OPERATOR_NUMBER, Case
 from tests.engines import meta_tensors, problem_fields
 from tests.problems import (
     random_gather_cases,
@@ -44,6 +44,27 @@ def test_chosen_engines_are_near_the_fastest(choice, file, operator, dtype, leas
     assert len(ratios) > least
     assert statistics.geometric_mean(ratios) < mean
     assert max(ratios) < most
+
+
+# Pyramids of networks for segmentation by taps; taps as near as this, and small layers, as a whole.
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "case, name",
+    [
+        *((Case(32, 2048, 65, 65, 256, 3, 3, padding=(d, d), dilation=(d, d)), "dilated") for d in (12, 24, 36)),
+        (Case(32, 2048, 65, 65, 256, 3, 3, padding=(1, 1)), "hopper_wgrad"),
+        (Case(32, 2048, 65, 65, 256, 1, 1), "hopper_wgrad"),
+        (Case(32, 64, 56, 56, 64, 3, 3, padding=(2, 2), dilation=(2, 2)), "hopper_wgrad"),
+        (Case(2, 64, 64, 64, 64, 3, 3, padding=(12, 12), dilation=(12, 12)), "hopper_wgrad"),
+        # No estimates to compare.
+        (Case(1, 16, 20, 20, 16, 3, 3, padding=(6, 6), dilation=(6, 6)), "direct"),
+        (Case(32, 256, 65, 65, 256, 3, 3, padding=(4, 4), dilation=(4, 4), groups=16), "mma_wgrad"),
+    ],
+    ids=str,
+)
+def test_weight_gradients_of_far_taps_are_split(choice, case, name, layout):
+    fields = problem_fields(case, meta_tensors(case, layout=layout), True)
+    assert choice.choose(OPERATOR_NUMBER["wgrad"], fields).decode() == name
 
 
 def test_every_problem_has_an_engine(

@@ -69,6 +69,7 @@ from tests.engines import (
 )
 from tests.problems import (
     DILATED_CASES,
+    DILATED_WGRAD_CASES,
     GATHER_CASE,
     PATCHES_CASES,
     STEM_16_BIT_FILLS,
@@ -207,7 +208,7 @@ REFUSALS = {
         (depthwise_case(1 << 29, 1, 9, 9, 3, 3, stride=(2, 2)), "dgrad", {}, "parts of images"),
     ],
     "dilated": [
-        (Case(2, 3, 9, 9, 4, 3, 3, dilation=(2, 2)), "wgrad", {}, "outputs and input gradients only"),
+        (Case(2, 3, 9, 9, 4, 3, 3, dilation=(2, 2)), "bgrad", {}, "no gradient to the bias"),
         (Case(2, 3, 9, 9, 4, 3, 3), "fprop", {}, "dilation_h greater than 1"),
         (Case(2, 3, 9, 9, 4, 3, 3, dilation=(1, 2)), "fprop", {}, "dilation_h greater than 1"),
         # Idle taps, but near ones.
@@ -216,6 +217,15 @@ REFUSALS = {
         (Case(2, 3, 9, 9, 4, 3, 3, padding=(1, 1), dilation=(4, 4)), "fprop", {}, "at most the number of rows"),
         (Case(1, 3, 999, 1, 4, 2, 1, dilation=(300, 1)), "fprop", {}, "at most 256"),
         (Case(2, 3, 1, 9, 4, 2, 3, padding=(9, 0), dilation=(19, 2)), "fprop", {}, "falls into the padding"),
+        *((Case(2, 3, 9, 9, 4, 3, 3, dilation=d), "wgrad", {}, None) for d in ((1, 2), (2, 1), (3, 3))),
+        (Case(2, 3, 9, 9, 4, 3, 3), "wgrad", {}, "a dilation greater than 1"),
+        (Case(2, 3, 9, 9, 4, 1, 3, dilation=(2, 1)), "wgrad", {}, "a dilation greater than 1"),
+        (Case(1, 3, 17, 15, 4, 8, 8, dilation=(2, 2)), "wgrad", {}, None),
+        (Case(1, 3, 17, 17, 4, 5, 13, padding=(0, 6), dilation=(2, 1)), "wgrad", {}, "at most 64 taps"),
+        (Case(2, 3, 7, 7, 4, 3, 3, padding=(9, 9), dilation=(9, 9)), "wgrad", {}, "always falls into the padding"),
+        # Outputs meet rows -1, 1 and 3 of the one row 0 by the second tap.
+        (Case(1, 2, 1, 5, 3, 2, 1, (2, 1), (4, 0), (3, 1)), "wgrad", {}, "always falls into the padding"),
+        (Case(2, 3, 9, 9, 4, 3, 3, dilation=(2, 2)), "wgrad", {"dtype": torch.float64}, "no other engine computes"),
     ],
     # Only what its 32-bit positions cannot number; the forward of a problem may run where a gradient does not.
     "direct": [
@@ -373,6 +383,7 @@ SIMPLE = [
     ("depthwise", random_depthwise_cases(80, seed=0), {"wgrad"}, DTYPES[:3]),
     ("dilated", DILATED_CASES, {"fprop"}, DTYPES[:1]),
     ("dilated", random_dilated_cases(150, seed=0), set(), DTYPES[:1]),
+    ("dilated", DILATED_WGRAD_CASES, {"wgrad"}, DTYPES[:3]),
     ("patches", PATCHES_CASES, {"fprop"}, DTYPES[:3]),
     ("strided", STRIDED_CASES, {"dgrad"}, DTYPES[:2]),
     ("strided", random_strided_cases(100, seed=0), set(), DTYPES[:1]),
@@ -394,6 +405,17 @@ def test_exact(emulated: Emulated, cases: Sequence[Case], operators: set[str], d
             check_exact(case, results, tensors)
             taken += bool(results)
     assert taken > len(cases) // 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dilated_writes_weight_gradients_of_any_strides(dilated_shim, layout):
+    """Each tap is a part, which may write nothing but its own weights."""
+    cases = [*DILATED_WGRAD_CASES, *random_dilated_cases(150, seed=1)]
+    faults = [dilated_shim.fault("wgrad", case, layout, seed, gaps=seed % 2 == 0) for seed, case in enumerate(cases)]
+    assert {*faults} == {None, ""}
+    assert faults.count("") > 40
+    described = dilated_shim.describes("wgrad", DILATED_WGRAD_CASES[0])
+    assert described.startswith("9 of 3x3 taps in 9 parts, the first of 3 x 3 rows by hopper_wgrad: ")
 
 
 PADDING_CASES = {

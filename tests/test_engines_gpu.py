@@ -267,6 +267,17 @@ GPU_DILATED_CASES = [
     Case(2, 64, 14, 14, 256, 3, 3, padding=(24, 24), dilation=(24, 24)),
     Case(40, 96, 30, 26, 64, 3, 3, padding=(9, 2), dilation=(12, 9)),
 ]
+# Weight gradients by taps, each with enough work: in full fp32, in TF32 all taps or the middle one alone; strides, axes
+# that differ, groups of many channels and of few.
+GPU_DILATED_WGRAD_CASES = [
+    Case(16, 64, 28, 28, 64, 3, 3, padding=(12, 12), dilation=(12, 12)),
+    Case(16, 128, 60, 60, 128, 1, 3, padding=(0, 8), dilation=(1, 8)),
+    Case(32, 128, 33, 33, 128, 3, 3, padding=(16, 16), dilation=(16, 16)),
+    Case(8, 72, 41, 37, 136, 3, 5, stride=(2, 1), padding=(3, 6), dilation=(5, 3)),
+    Case(8, 128, 41, 43, 96, 2, 3, stride=(2, 2), padding=(4, 9), dilation=(8, 9)),
+    Case(8, 128, 30, 26, 192, 3, 3, padding=(4, 9), dilation=(4, 9), groups=2),
+    Case(8, 64, 30, 26, 64, 3, 2, padding=(2, 1), dilation=(2, 3), groups=4),
+]
 # Gradients to x at a stride, of which gather contains dy and tma multiplies each phase of dx.
 GATHER_PHASES_OF_DX = [
     Case(32, 128, 28, 28, 128, 3, 3, stride=(2, 2), padding=(1, 1)),
@@ -364,6 +375,8 @@ def operators_of(engine: str, case: Case) -> set[str]:
         return {"dgrad"} if engine in ("strided", "direct") else {"wgrad"}
     if engine == "gather" and case in GATHER_PHASES_OF_DX:
         return {"dgrad"}
+    if engine == "dilated" and case in GPU_DILATED_WGRAD_CASES:
+        return {"wgrad"}
     both = engine in ("wgmma", "dilated") or (engine in ("gather", "mma", "tma") and case.stride == (1, 1))
     if engine == "tma":  # channels_last only with channels that are multiples of 8
         in_phases = case.stride == (2, 2) and case.groups == 1 and min(case.R, case.S, *case.y_shape[2:]) > 1
@@ -405,6 +418,7 @@ EXACT = [
     ("hopper_wgrad", [Case(2, 8, 6, 7, 8, 3, 3, padding=(1, 1))], {"images before NaN": {"dy": IMAGES}}, ALL_TYPES),
     ("strided", GPU_STRIDED_CASES, IN_LAYOUT, ALL_TYPES),
     ("dilated", GPU_DILATED_CASES, IN_LAYOUT, WGMMA_TYPES),
+    ("dilated", GPU_DILATED_WGRAD_CASES, ALL_LAYOUTS, WGMMA_TYPES),
     ("tma", TMA_CASES, of_names({"channels_last": LAST}, ("x", "dy"), ("x", "w", "dy")), HALVES),
     ("tma", TMA_PLANES_CASES, {"contiguous": {}} | of_names(SHIFTS, "x"), HALVES),
     ("tma", TMA_CASES[:1], of_names(ODD, "xw"), [FP16]),
@@ -466,6 +480,7 @@ ROUNDING = [
     ("strided", GPU_STRIDED_CASES, IN_LAYOUT, ALL_TYPES),
     ("tma", TMA_CASES, IN_LAYOUT, HALVES),
     ("hopper_wgrad", GPU_WGRAD_CASES, IN_LAYOUT, [*ALL_TYPES, FP32]),
+    ("dilated", GPU_DILATED_WGRAD_CASES, IN_LAYOUT, WGMMA_TYPES),
     ("tma_wgrad", TMA_EIGHTS, {"channels_last": WITH_WEIGHTS["channels_last"]}, HALVES),
 ]
 ROUNDING_RUNS = [
