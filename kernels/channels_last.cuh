@@ -108,8 +108,6 @@ __device__ __forceinline__ void copy_planes(const PlanesCopy& params, int block,
     copy_tile<8>(params, block, smem);
   else if (params.vector == 4)
     copy_tile<4>(params, block, smem);
-  else if (params.vector == 2)
-    copy_tile<2>(params, block, smem);
   else
     copy_tile<1>(params, block, smem);
 }
@@ -122,7 +120,7 @@ inline int vector_of(const int64_t (&stride)[4], int64_t images, int channels, i
     return run % vector == 0 && address % (2 * vector) == 0 && (images == 1 || stride[0] % vector == 0) &&
            (channels == 1 || stride[1] % vector == 0);
   };
-  return is(8) ? 8 : is(4) ? 4 : is(2) ? 2 : 1;
+  return is(8) ? 8 : is(4) ? 4 : 1;
 }
 
 // From pixel to pixel of an image, in elements, if all are as far apart.

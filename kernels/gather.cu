@@ -79,6 +79,7 @@
 #include "ptx.cuh"
 #include "tensor_map.cuh"
 #include "wgmma.cuh"
+#include "wgmma_forms.cuh"
 
 namespace modelnew {
 namespace gather {

@@ -5,7 +5,7 @@
 //
 //   hopper_wgrad_copy_kernel   x or dy in another memory format -> one that TMA boxes can read, where needed
 //   hopper_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32
-//   hopper_wgrad_add_kernel    sums of all parts -> dw
+//   weight_sums_kernel         sums of all parts -> dw (weight_sums.cuh)
 //
 // GEMM: rows = output channels, columns = input channels, for each tap of its own; reduction = pixels. The sums of all
 // taps of a tile stay in registers, so that each pixel of dy, and of x, comes from memory once for them.
@@ -54,6 +54,7 @@
 #include "ptx.cuh"
 #include "ring.cuh"
 #include "tensor_map.cuh"
+#include "weight_sums.cuh"
 #include "wgmma.cuh"
 
 namespace modelnew {
@@ -75,8 +76,6 @@ constexpr int kMostTaps = 256;
 constexpr int kLeastRounded = 64;                // channels of pixels that are rounded: fewer leave lanes idle
 constexpr int kMostFoldedFrom = 7;               // channels of x of which several taps become channels
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
-constexpr int kAddThreads = 256, kMostAddChannels = 64, kMostAddSums = 4096;  // of a block
-[[maybe_unused]] constexpr int kFewBlocks = 512;                              // they leave memory idle
 constexpr int kMostSide = 1 << 10;  // of a window and images of a stage: pack_pixel
 
 // Chunks of eight input channels and taps of a tile, which a kernel is compiled for: as many as have room for sums, in
@@ -167,18 +166,6 @@ struct Params {
   int tap_units[kMostTaps + kMostTapsOfTile];  // from the first output's slot to the tap's, in 16 bytes
   Divisor by_tiles, by_group_tiles, by_tiles_k, by_blocks_t, by_tiles_p, by_tiles_q, by_pitch, by_slots, by_image_slots,
       by_steps, by_all_slots;
-};
-
-struct AddParams {
-  const float* sums_ptr;
-  void* dw_ptr;
-  int64_t part, row;  // steps in sums
-  int64_t w_stride[4];
-  int parts, C, S, taps, row_channels;  // the latter: columns of a tap
-  int K, block_k, channels, shares;     // of a block, the middle ones; of parts
-  int group_padding;                    // rows of sums that a group has beyond its channels
-  int R, own_S;                         // of dw; S and taps are what a fold leaves
-  Divisor by_blocks_c, by_quads, by_taps, by_channels, by_of_k, by_s, by_group_k, by_fold_h, by_fold_w;
 };
 
 // Any memory format -> channels_last with `inner` channels a pixel, or planes of `inner` pixels; zeros fill the rest.
@@ -1229,71 +1216,6 @@ __global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const 
 #endif
 }
 
-// A block for some input channels of all taps of a few output channels. Threads have four channels of a tap each; where
-// they are more than that, shares of the parts. Sums are stored in the order of dw, by way of shared memory.
-template <typename Stored>
-__global__ void __launch_bounds__(kAddThreads) hopper_wgrad_add_kernel(const __grid_constant__ AddParams params) {
-  extern __shared__ __align__(16) uint8_t modelnew_hopper_wgrad_add_smem[];
-  const int of_k = params.taps * params.channels,
-            pitch = params.channels + 4;  // the pitch lets threads meet other banks
-  float* const sums = reinterpret_cast<float*>(modelnew_hopper_wgrad_add_smem);  // [output channel][tap][channel]
-  double* const shares = reinterpret_cast<double*>(sums + params.block_k * params.taps * pitch);  // [thread][4]
-  const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
-  const int column = quotient(block, params.by_blocks_c), first_k = column * params.block_k;
-  const int first_c = (block - column * static_cast<int>(params.by_blocks_c.divisor)) * params.channels;
-  const int block_k = params.K - first_k < params.block_k ? params.K - first_k : params.block_k;
-  const int quads = params.block_k * of_k / 4, share = params.shares > 1 ? quotient(thread, params.by_quads) : 0;
-  hopper::wait_for_prerequisites();
-  double own[4];
-#pragma unroll 1
-  for (int quad = thread - share * quads; quad < quads; quad += kAddThreads) {
-    const int row = 4 * quad / params.channels, c = 4 * quad - row * params.channels;
-    const int in_block = quotient(row, params.by_taps), k = first_k + (in_block < block_k ? in_block : 0);
-    const int64_t row_k = k + quotient(k, params.by_group_k) * static_cast<int64_t>(params.group_padding);
-    const float* const first =
-        params.sums_ptr + row_k * params.row + (row - in_block * params.taps) * params.row_channels + first_c + c;
-    own[0] = own[1] = own[2] = own[3] = 0;
-#pragma unroll 8
-    for (int part = share; part < params.parts; part += params.shares) {
-      const float4 values = *reinterpret_cast<const float4*>(first + part * params.part);
-      own[0] += values.x, own[1] += values.y, own[2] += values.z, own[3] += values.w;
-    }
-    if (params.shares > 1) break;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) sums[row * pitch + c + j] = static_cast<float>(own[j]);
-  }
-  if (params.shares > 1) {
-    if (share < params.shares)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) shares[4 * thread + j] = own[j];
-    __syncthreads();  // all shares are there
-    for (int i = thread; i < 4 * quads; i += kAddThreads) {
-      double sum = 0;
-      for (int other = 0; other < params.shares; ++other) sum += shares[4 * quads * other + i];
-      const int row = quotient(i, params.by_channels);
-      sums[row * pitch + i - row * params.channels] = static_cast<float>(sum);
-    }
-  }
-  __syncthreads();                            // all sums are there
-  const bool last = params.w_stride[1] == 1;  // channels_last
-  const Divisor& by_minor = last ? params.by_channels : params.by_taps;
-  Stored* const to = static_cast<Stored*>(params.dw_ptr);
-  for (int i = thread; i < block_k * of_k; i += kAddThreads) {
-    const int in_block = quotient(i, params.by_of_k), of = i - in_block * of_k, major = quotient(of, by_minor);
-    const int minor = of - major * static_cast<int>(by_minor.divisor), tap = last ? major : minor;
-    const int of_channels = last ? minor : major, c = first_c + of_channels;
-    const int r = quotient(tap, params.by_s), s = tap - r * params.S;
-    if (c >= params.C) continue;
-    const int fold_h = static_cast<int>(params.by_fold_h.divisor), fold_w = static_cast<int>(params.by_fold_w.divisor);
-    const int row_c = quotient(c, params.by_fold_w), own_c = quotient(row_c, params.by_fold_h);
-    const int own_r = (r - own_c) * fold_h + row_c, own_s = (s - row_c) * fold_w + c;
-    if (own_r >= params.R || own_s >= params.own_S) continue;
-    narrow(sums[(in_block * params.taps + tap) * pitch + of_channels],
-           to[(first_k + in_block) * params.w_stride[0] + own_c * params.w_stride[1] + own_r * params.w_stride[2] +
-              own_s * params.w_stride[3]]);
-  }
-}
-
 __global__ void __launch_bounds__(hopper::kCopyThreads)
     hopper_wgrad_copy_kernel(const __grid_constant__ hopper::PlanesCopy x,
                              const __grid_constant__ hopper::PlanesCopy dy, int x_blocks) {
@@ -1310,14 +1232,14 @@ __global__ void __launch_bounds__(hopper::kCopyThreads)
 
 // A thread for 16 bytes of the copy: neighbouring channels of a pixel, or pixels of a plane.
 template <typename Stored>
-__global__ void __launch_bounds__(kAddThreads) hopper_wgrad_order_kernel(const __grid_constant__ OrderParams params) {
+__global__ void __launch_bounds__(hopper::kCopyThreads) hopper_wgrad_order_kernel(const __grid_constant__ OrderParams params) {
   constexpr int VALUES = 16 / static_cast<int>(sizeof(Stored));
   struct alignas(16) Piece {
     Stored values[VALUES];
   };
   hopper::wait_for_prerequisites();
   hopper::launch_dependents();
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * kAddThreads + threadIdx.x;
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * hopper::kCopyThreads + threadIdx.x;
   if (number * VALUES >= params.elements) return;
   const int i = static_cast<int>(number * VALUES), outer = quotient(i, params.by_inner);
   const int inner = i - outer * params.inner;
@@ -1978,9 +1900,9 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
       params.by_w = make_divisor(copied.W);
       params.by_fold_h = make_divisor(folds_h ? plan.fold_h : 1);
       params.by_fold_w = make_divisor(folds_w ? plan.fold_w : 1);
-      const unsigned order_blocks = static_cast<unsigned>(ceil_div(params.elements * plan.bytes, 16 * kAddThreads));
+      const unsigned order_blocks = static_cast<unsigned>(ceil_div(params.elements * plan.bytes, 16 * hopper::kCopyThreads));
       const auto kernel = plan.bytes == 2 ? hopper_wgrad_order_kernel<Half> : hopper_wgrad_order_kernel<float>;
-      error = hopper::launch_early(kernel, order_blocks, kAddThreads, 0, stream, params);
+      error = hopper::launch_early(kernel, order_blocks, hopper::kCopyThreads, 0, stream, params);
     }
     from = to;
     to += copied_bytes(copied, plan.bytes, to_planes);
@@ -2022,44 +1944,12 @@ cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointe
     if (error != cudaSuccess) return error;
   }
   const Problem planned = as_planned(problem, plan);
-  const int group_k = problem.K / problem.groups;
-  AddParams add{};
-  add.sums_ptr = static_cast<const float*>(pointers.workspace);
-  add.dw_ptr = pointers.out;
+  hopper::WeightSums add{static_cast<const float*>(pointers.workspace), pointers.out};
   add.row_channels = row_channels(plan);
   add.row = int64_t{planned.R} * planned.S * add.row_channels;
-  add.part = add.row * problem.groups * plan.tiles_k * plan.channels;
-  add.group_padding = plan.tiles_k * plan.channels - group_k;
-  add.by_group_k = make_divisor(group_k);
-  std::copy_n(problem.w_stride, 4, add.w_stride);
   add.parts = plan.slices * plan.parts * sums_of_part(plan);
-  add.C = planned.C / planned.groups;
-  add.S = planned.S;
-  add.taps = planned.R * planned.S;
-  for (add.channels = kMostAddChannels; add.channels > 4; add.channels /= 2)
-    if (add.channels * add.taps <= kMostAddSums &&
-        (add.channels <= 16 || problem.K * ceil_div(add.C, add.channels) >= kFewBlocks))
-      break;
-  add.K = problem.K;
-  const int64_t of_k = int64_t{add.taps} * add.channels;
-  add.block_k = static_cast<int>(
-      std::clamp<int64_t>(4 * kAddThreads / of_k, 1, std::max(1, problem.K * add.C / add.channels / kFewBlocks)));
-  const int64_t quads = add.block_k * of_k / 4;
-  add.shares = static_cast<int>(std::clamp<int64_t>(kAddThreads / quads, 1, ceil_div(add.parts, 2)));
-  add.by_of_k = make_divisor(of_k);
-  add.by_channels = make_divisor(add.channels);
-  add.by_blocks_c = make_divisor(ceil_div(add.C, add.channels));
-  add.by_quads = make_divisor(quads);
-  add.by_taps = make_divisor(add.taps);
-  add.by_s = make_divisor(planned.S);
-  add.R = problem.R, add.own_S = problem.S;
-  add.by_fold_h = make_divisor(std::max(plan.fold_h, 1));
-  add.by_fold_w = make_divisor(std::max(plan.fold_w, 1));
-  const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
-  const size_t bytes = add.block_k * add.taps * (add.channels + 4) * sizeof(float) +
-                       (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);
-  return hopper::launch_early(hopper_wgrad_add_kernel<typename Format::Stored>, blocks, kAddThreads, bytes, stream,
-                              add);
+  return hopper::add_weights<typename Format::Stored>(problem, planned, plan.fold_h, plan.fold_w, add,
+                                                      plan.tiles_k * plan.channels, stream);
 }
 
 inline cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointers, cudaStream_t stream) {

@@ -135,24 +135,33 @@ __global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 3 : 4)
     __syncthreads();  // the stage before has been read
     with_storage<float>(params.dtype, [&](auto tag) {
       using Storage = decltype(tag);
-      for (int i = thread; i < kPlane; i += kThreads) {
-        const int p = params.first_p + first_i + i / kPitch, q = params.first_q + first_j + i % kPitch;
-        const bool exists = is_within(p, params.P) && is_within(q, params.Q);
-        const Storage* const from = static_cast<const Storage*>(params.dy_ptr) + n * params.dy_stride[0] +
-                                    first_k * params.dy_stride[1] + p * params.dy_stride[2] + q * params.dy_stride[3];
-        struct alignas(kFilters * sizeof(Storage)) Four {
-          Storage value[kFilters];
-        } four;
-        if (params.in_fours) {
-          four = load_if(exists, reinterpret_cast<const Four*>(from));
-        } else {
+      struct alignas(kFilters * sizeof(Storage)) Four {
+        Storage value[kFilters];
+      };
+      const auto stage = [&](auto in_fours) {
+#pragma unroll 2
+        for (int i = thread; i < kPlane; i += kThreads) {
+          const int p = params.first_p + first_i + i / kPitch, q = params.first_q + first_j + i % kPitch;
+          const bool exists = is_within(p, params.P) && is_within(q, params.Q);
+          const Storage* const from = static_cast<const Storage*>(params.dy_ptr) + n * params.dy_stride[0] +
+                                      first_k * params.dy_stride[1] + p * params.dy_stride[2] +
+                                      q * params.dy_stride[3];
+          Four four;
+          if constexpr (decltype(in_fours)::value) {
+            four = load_if(exists, reinterpret_cast<const Four*>(from));
+          } else {
 #pragma unroll
-          for (int k = 0; k < kFilters; ++k)
-            four.value[k] = load_if(exists && first_k + k < params.K, from + k * params.dy_stride[1]);
+            for (int k = 0; k < kFilters; ++k)
+              four.value[k] = load_if(exists && first_k + k < params.K, from + k * params.dy_stride[1]);
+          }
+#pragma unroll
+          for (int k = 0; k < kFilters; ++k) dy_smem[k * kPlane + i] = widen(four.value[k]);
         }
-#pragma unroll
-        for (int k = 0; k < kFilters; ++k) dy_smem[k * kPlane + i] = widen(four.value[k]);
-      }
+      };
+      if (params.in_fours)
+        stage(std::true_type{});
+      else
+        stage(std::false_type{});
       for (int i = thread; i < kFilters * kAllTaps * 4; i += kThreads) {
         const int c = i % 4, tap = i / 4 % kAllTaps, k = first_k + i / (4 * kAllTaps);
         const int64_t from = k * params.w_stride[0] + c * params.w_stride[1] + tap / TAPS * params.w_stride[2] +

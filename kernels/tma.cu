@@ -79,7 +79,7 @@
 #include "ring.cuh"
 #include "tensor_map.cuh"
 #include "wgmma.cuh"
-#include "wgmma_transposed.cuh"
+#include "wgmma_forms.cuh"
 
 namespace modelnew {
 namespace tma {

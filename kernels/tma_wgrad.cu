@@ -7,7 +7,7 @@
 //
 //   tma_wgrad_copy_kernel   x or dy in NCHW -> channels_last, where needed
 //   tma_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32; or -> dw, where there is one part
-//   tma_wgrad_add_kernel    sums of all parts -> dw
+//   weight_sums_kernel      sums of all parts -> dw (weight_sums.cuh)
 //
 // GEMM: rows = output channels, columns = (r, s, block of 64 input channels, channel), reduction = pixels. A stage
 // holds 64 pixels: for dy, and for each block of columns of x, 64 rows of 128 bytes (64 channels of a pixel) in TMA's
@@ -53,8 +53,9 @@
 #include "ptx.cuh"
 #include "ring.cuh"
 #include "tensor_map.cuh"
+#include "weight_sums.cuh"
 #include "wgmma.cuh"
-#include "wgmma_transposed.cuh"
+#include "wgmma_forms.cuh"
 
 namespace modelnew {
 namespace tma_wgrad {
@@ -71,7 +72,6 @@ constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 8, kMostBlocks = 4;  // kMostBlocks: blocks of columns of a tile
 constexpr int64_t kMostChained = 8192;           // pixels of one sum on the tensor core
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
-constexpr int kAddThreads = 256;
 
 struct Plan {
   bool copies_x, copies_dy;
@@ -98,16 +98,6 @@ struct Params {
   int64_t w_stride[4];
   Divisor by_tiles, by_tiles_k, by_image, by_row, by_blocks_c, by_s;  // by_image: pixels, or stages of planes
   hopper::BoxMap x_map, dy_map;
-};
-
-struct AddParams {
-  const float* sums_ptr;
-  void* dw_ptr;
-  int64_t part, row;  // steps in sums
-  int64_t w_stride[4];
-  int parts, C, S, row_channels;  // the latter: columns of a tap
-  int64_t weights;                // of dw
-  Divisor by_c, by_taps, by_s;
 };
 
 // Parts of sums that a part of the pixels has.
@@ -313,23 +303,6 @@ __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_con
     if (params.dw_ptr == nullptr) hopper::launch_dependents();  // else the call ends here
   }
 #endif
-}
-
-// Neighbouring threads have neighbouring input channels.
-template <typename Stored>
-__global__ void __launch_bounds__(kAddThreads) tma_wgrad_add_kernel(const __grid_constant__ AddParams params) {
-  hopper::wait_for_prerequisites();
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kAddThreads + threadIdx.x;
-  if (i >= params.weights) return;
-  const int number = static_cast<int>(i), of_taps = quotient(number, params.by_c), c = number - of_taps * params.C;
-  const int k = quotient(of_taps, params.by_taps), tap = of_taps - k * static_cast<int>(params.by_taps.divisor);
-  const int r = quotient(tap, params.by_s), s = tap - r * params.S;
-  const float* from = params.sums_ptr + k * params.row + tap * params.row_channels + c;
-  double sum = 0;
-#pragma unroll 4
-  for (int part = 0; part < params.parts; ++part) sum += from[part * params.part];
-  narrow(static_cast<float>(sum), static_cast<Stored*>(params.dw_ptr)[k * params.w_stride[0] + c * params.w_stride[1] +
-                                                                      r * params.w_stride[2] + s * params.w_stride[3]]);
 }
 
 __global__ void __launch_bounds__(hopper::kCopyThreads)
@@ -567,7 +540,7 @@ inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const vo
 }
 
 template <typename Stored, int CHANNELS, int BLOCKS, bool PLANES>
-cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t stream) {
+cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   constexpr Instance kInstance{"tma_wgrad_kernel", {kTypeId<Stored>, CHANNELS, BLOCKS, PLANES}};
   record(kInstance);
   if constexpr (!is_built(kInstance)) {
@@ -577,31 +550,28 @@ cudaError_t run_kernel(const Params& params, const AddParams& add, cudaStream_t 
     const Plan& plan = params.plan;
     cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
-    error = hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
-    if (error != cudaSuccess || params.dw_ptr != nullptr) return error;
-    return hopper::launch_early(tma_wgrad_add_kernel<Stored>, static_cast<unsigned>(ceil_div(add.weights, kAddThreads)),
-                                kAddThreads, 0, stream, add);
+    return hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
   }
 }
 
 template <typename Stored, int CHANNELS, bool PLANES>
-cudaError_t run_blocks(const Params& params, const AddParams& add, cudaStream_t stream) {
+cudaError_t run_blocks(const Params& params, cudaStream_t stream) {
   switch (params.plan.blocks) {
     case 1:
-      return run_kernel<Stored, CHANNELS, 1, PLANES>(params, add, stream);
+      return run_kernel<Stored, CHANNELS, 1, PLANES>(params, stream);
     case 2:
-      return run_kernel<Stored, CHANNELS, 2, PLANES>(params, add, stream);
+      return run_kernel<Stored, CHANNELS, 2, PLANES>(params, stream);
     case 3:
-      return run_kernel<Stored, CHANNELS, 3, PLANES>(params, add, stream);
+      return run_kernel<Stored, CHANNELS, 3, PLANES>(params, stream);
     default:
-      return run_kernel<Stored, CHANNELS, 4, PLANES>(params, add, stream);
+      return run_kernel<Stored, CHANNELS, 4, PLANES>(params, stream);
   }
 }
 
 template <typename Stored, int CHANNELS>
-cudaError_t run_channels(const Params& params, const AddParams& add, cudaStream_t stream) {
-  return params.plan.planes ? run_blocks<Stored, CHANNELS, true>(params, add, stream)
-                            : run_blocks<Stored, CHANNELS, false>(params, add, stream);
+cudaError_t run_channels(const Params& params, cudaStream_t stream) {
+  return params.plan.planes ? run_blocks<Stored, CHANNELS, true>(params, stream)
+                            : run_blocks<Stored, CHANNELS, false>(params, stream);
 }
 
 // Copies what TMA cannot read in place, and lets `problem` and `pointers` describe the copies.
@@ -654,22 +624,13 @@ cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream
   params.by_s = make_divisor(problem.S);
   error = make_maps(problem, pointers.x, pointers.dy, params);
   if (error != cudaSuccess) return error;
-  AddParams add{};
-  add.sums_ptr = params.sums_ptr;
-  add.dw_ptr = pointers.out;
-  add.row = row_columns(plan);
-  add.part = add.row * plan.tiles_k * plan.channels;
-  std::copy_n(problem.w_stride, 4, add.w_stride);
-  add.parts = plan.parts * sums_of_part(plan);
-  add.C = problem.C;
-  add.S = problem.S;
+  error = plan.channels == 128 ? run_channels<Stored, 128>(params, stream) : run_channels<Stored, 64>(params, stream);
+  if (error != cudaSuccess || params.dw_ptr != nullptr) return error;
+  hopper::WeightSums add{params.sums_ptr, pointers.out};
   add.row_channels = plan.blocks_c * kBlockChannels;
-  add.weights = int64_t{problem.K} * problem.C * params.taps;
-  add.by_c = make_divisor(problem.C);
-  add.by_taps = make_divisor(params.taps);
-  add.by_s = params.by_s;
-  return plan.channels == 128 ? run_channels<Stored, 128>(params, add, stream)
-                              : run_channels<Stored, 64>(params, add, stream);
+  add.row = row_columns(plan);
+  add.parts = plan.parts * sums_of_part(plan);
+  return hopper::add_weights<Stored>(problem, problem, 0, 0, add, plan.tiles_k * plan.channels, stream);
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {

@@ -99,20 +99,11 @@ struct Wgmma;
 #define MODELNEW_ACC_8(i) MODELNEW_ACC_4(i), MODELNEW_ACC_4((i) + 4)
 #define MODELNEW_ACC_24(i) MODELNEW_ACC_16(i), MODELNEW_ACC_8((i) + 16)
 #define MODELNEW_ACC_16(i) MODELNEW_ACC_4(i), MODELNEW_ACC_4((i) + 4), MODELNEW_ACC_4((i) + 8), MODELNEW_ACC_4((i) + 12)
-#define MODELNEW_ACC_28(i) \
-  MODELNEW_ACC_16(i), MODELNEW_ACC_4((i) + 16), MODELNEW_ACC_4((i) + 20), MODELNEW_ACC_4((i) + 24)
 #define MODELNEW_ACC_32(i) MODELNEW_ACC_16(i), MODELNEW_ACC_16((i) + 16)
 #define MODELNEW_ACC_64(i) MODELNEW_ACC_32(i), MODELNEW_ACC_32((i) + 32)
-#define MODELNEW_ACC_52(i) MODELNEW_ACC_32(i), MODELNEW_ACC_16((i) + 32), MODELNEW_ACC_4((i) + 48)
-#define MODELNEW_ACC_56(i) MODELNEW_ACC_52(i), MODELNEW_ACC_4((i) + 52)
-#define MODELNEW_ACC_60(i) MODELNEW_ACC_56(i), MODELNEW_ACC_4((i) + 56)
-#define MODELNEW_ACC_68(i) MODELNEW_ACC_64(i), MODELNEW_ACC_4((i) + 64)
 #define MODELNEW_ACC_72(i) MODELNEW_ACC_64(i), MODELNEW_ACC_4((i) + 64), MODELNEW_ACC_4((i) + 68)
 #define MODELNEW_ACC_96(i) MODELNEW_ACC_64(i), MODELNEW_ACC_32((i) + 64)
 #define MODELNEW_ACC_48(i) MODELNEW_ACC_32(i), MODELNEW_ACC_16((i) + 32)
-#define MODELNEW_ACC_104(i) MODELNEW_ACC_96(i), MODELNEW_ACC_4((i) + 96), MODELNEW_ACC_4((i) + 100)
-#define MODELNEW_ACC_112(i) MODELNEW_ACC_96(i), MODELNEW_ACC_16((i) + 96)
-#define MODELNEW_ACC_116(i) MODELNEW_ACC_112(i), MODELNEW_ACC_4((i) + 112)
 #define MODELNEW_ACC_128(i) MODELNEW_ACC_64(i), MODELNEW_ACC_64((i) + 64)
 
 // COUNT accumulators per thread; A, B, KEEP: the operand numbers that follow them. Without `keep`, acc is overwritten.
@@ -134,21 +125,10 @@ struct Wgmma;
   MODELNEW_WGMMA(Wgmma, OPERAND, 64, 32, "%32", "%33", "%34", TYPES, SIGNS)  \
   MODELNEW_WGMMA(Wgmma, OPERAND, 128, 64, "%64", "%65", "%66", TYPES, SIGNS) \
   MODELNEW_WGMMA(Wgmma, OPERAND, 256, 128, "%128", "%129", "%130", TYPES, SIGNS)
-#define MODELNEW_WGMMA_MORE_SHAPES(OPERAND, TYPES, SIGNS)                 \
-  MODELNEW_WGMMA(Wgmma, OPERAND, 96, 48, "%48", "%49", "%50", TYPES, SIGNS)      \
-  MODELNEW_WGMMA(Wgmma, OPERAND, 112, 56, "%56", "%57", "%58", TYPES, SIGNS)     \
-  MODELNEW_WGMMA(Wgmma, OPERAND, 120, 60, "%60", "%61", "%62", TYPES, SIGNS)     \
-  MODELNEW_WGMMA(Wgmma, OPERAND, 192, 96, "%96", "%97", "%98", TYPES, SIGNS)     \
-  MODELNEW_WGMMA(Wgmma, OPERAND, 208, 104, "%104", "%105", "%106", TYPES, SIGNS) \
-  MODELNEW_WGMMA(Wgmma, OPERAND, 224, 112, "%112", "%113", "%114", TYPES, SIGNS) \
-  MODELNEW_WGMMA(Wgmma, OPERAND, 232, 116, "%116", "%117", "%118", TYPES, SIGNS)
 
 #if defined(MODELNEW_SM90A)
 MODELNEW_WGMMA_SHAPES(Half, "k16.f32.f16.f16", "1, 1, 0, 0")
-MODELNEW_WGMMA_MORE_SHAPES(Half, "k16.f32.f16.f16", "1, 1, 0, 0")
-MODELNEW_WGMMA(Wgmma, Half, 136, 68, "%68", "%69", "%70", "k16.f32.f16.f16", "1, 1, 0, 0")
 MODELNEW_WGMMA_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0, 0")
-MODELNEW_WGMMA_MORE_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0, 0")
 MODELNEW_WGMMA_SHAPES(float, "k8.f32.tf32.tf32", "1, 1")
 #endif
 
@@ -180,11 +160,6 @@ struct WgmmaRegisters;
 
 #if defined(MODELNEW_SM90A)
 MODELNEW_WGMMA_REGISTERS_SHAPES(Half, "k16.f32.f16.f16", "1, 1, 0")
-MODELNEW_WGMMA_REGISTERS(Half, 56, 28, "%28, %29, %30, %31", "%32", "%33", "k16.f32.f16.f16", "1, 1, 0")
-MODELNEW_WGMMA_REGISTERS(Half, 104, 52, "%52, %53, %54, %55", "%56", "%57", "k16.f32.f16.f16", "1, 1, 0")
-MODELNEW_WGMMA_REGISTERS(Half, 112, 56, "%56, %57, %58, %59", "%60", "%61", "k16.f32.f16.f16", "1, 1, 0")
-MODELNEW_WGMMA_REGISTERS(Half, 120, 60, "%60, %61, %62, %63", "%64", "%65", "k16.f32.f16.f16", "1, 1, 0")
-MODELNEW_WGMMA_REGISTERS(Half, 136, 68, "%68, %69, %70, %71", "%72", "%73", "k16.f32.f16.f16", "1, 1, 0")
 MODELNEW_WGMMA_REGISTERS_SHAPES(BFloat16, "k16.f32.bf16.bf16", "1, 1, 0")
 MODELNEW_WGMMA_REGISTERS_SHAPES(float, "k8.f32.tf32.tf32", "1, 1")
 #endif

@@ -217,7 +217,7 @@ class Planner(Engine):
 
 
 # Headers that a Kernels' `hopper` takes the place of, besides ptx.cuh.
-STOOD_IN_FOR = ("async_copy.cuh", "cluster.cuh", "im2col_map.cuh", "tensor_map.cuh", "wgmma.cuh", "wgmma_transposed.cuh")
+STOOD_IN_FOR = ("async_copy.cuh", "cluster.cuh", "im2col_map.cuh", "tensor_map.cuh", "wgmma.cuh", "wgmma_forms.cuh")
 
 
 @dataclasses.dataclass(frozen=True)
