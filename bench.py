@@ -5,14 +5,16 @@
     python bench.py run --suite resnet50 --batch 1 32 --backward --channels-last --dtype float16
     python bench.py run --case 8,64,128,3,3,56,56,1,1    N,C,K,R,S,H,W[,stride,pad,dilation,groups]
     python bench.py networks resnet50 --mode tf32 train-amp-nhwc    whole networks, before and after accelerate()
+    python bench.py training --json results/h200-training.json    losses of a ResNet-18 beside nn.Conv2d's
     python bench.py compare before.json after.json  how two stored runs differ
     python bench.py plot results/h200-networks.json the picture in README
-    python bench.py render                          README's table and picture and results/README.md, from results/
+    python bench.py render                          README's table, results/README.md and pictures, from results/
 
 `run` measures one pass of one layer a row. Our result goes to memory that is filled with NaN and is compared with
 float64, element by element; only a correct one is timed: ours and PyTorch's in turn, the L2 cache overwritten before
 each call, median of CUDA events. The floor is the least time that the traffic and the arithmetic take at the rates that
-this run measured. Without a GPU the suites run scaled down on the CPU, where modelnew is PyTorch.
+this run measured. `training` trains from the same weights on the same batches and compares the losses (judge()).
+Without a GPU everything runs scaled down on the CPU, where modelnew is PyTorch.
 
 Exit code 0: every row is correct; 1: a row is wrong or could not run, its time is not printed; 2: bad arguments.
 """
@@ -41,6 +43,7 @@ from examples.networks import DEFAULT_MODES, MODES, NETWORKS, Mode, gradients_or
 from results import report
 
 SEED = 42
+TAIL = 20  # last steps of a training run, over which losses are averaged
 REST_MS = 20  # before a timed call; without it the power cap lowers the clocks (docs/performance.md)
 FORWARD, DGRAD, WGRAD, BGRAD = "forward", "dgrad", "wgrad", "bgrad"
 REAL = ("float32", "float16", "bfloat16", "float64")
@@ -639,6 +642,79 @@ def peak_mb(step: Callable[[], Any], clock: Clock) -> float:
     return 0.0
 
 
+# A training run.
+
+
+class Training:
+    """A network, the losses of its steps so far, and how it does on images that it is not trained on."""
+
+    def __init__(self, model: nn.Module, how: Mode, batches: Sequence[tuple[Tensor, Tensor]], steps: int) -> None:
+        """Trains on the first `steps` batches; the others are held out."""
+        from examples.train import step_of
+
+        layout = torch.channels_last if how.channels_last else torch.contiguous_format
+        batches = [(images.contiguous(memory_format=layout), labels) for images, labels in batches]
+        self.model, self.autocast, self.held_out = model.to(memory_format=layout), how.autocast, batches[steps:]
+        self.next_loss, self.losses = step_of(self.model, batches[:steps], how.autocast), []
+
+    def step(self) -> None:
+        self.losses.append(self.next_loss())
+
+    def results(self, who: str) -> dict[str, Any]:
+        """Fields of a row: losses, their mean over the last TAIL steps, loss and accuracy on the held-out images."""
+        labels = torch.cat([labels for _, labels in self.held_out])
+        self.model.eval()
+        with torch.no_grad(), torch.autocast(labels.device.type, torch.bfloat16, enabled=self.autocast):
+            y = torch.cat([self.model(images).float() for images, _ in self.held_out])
+        losses = [round(loss.item(), 5) for loss in self.losses]
+        return {
+            f"{who}_losses": losses,
+            f"{who}_loss": statistics.fmean(losses[-TAIL:]),
+            f"{who}_held_out_loss": F.cross_entropy(y, labels).item(),
+            f"{who}_held_out_accuracy": (y.argmax(1) == labels).float().mean().item(),
+        }
+
+
+def judge(row: dict[str, Any]) -> dict[str, Any]:
+    """The yardstick, by how much our loss may exceed nn.Conv2d's, and in `failure` what is wrong, if anything.
+
+    Rounding drives right trainings apart. The yardstick is how far it drives nn.Conv2d in this mode from nn.Conv2d in
+    full float32: the root mean square of the differences of their losses over the last TAIL steps. Over these steps the
+    mean of our losses may exceed that of nn.Conv2d's by twice the yardstick plus 1%, since the yardstick is zero
+    where this mode is full float32, as on a CPU. No loss may be infinite or NaN.
+    """
+    tails = (row[f"{who}_losses"][-TAIL:] for who in ("peer", "full"))
+    yardstick = math.sqrt(statistics.fmean((a - b) ** 2 for a, b in zip(*tails, strict=True)))
+    allowed, failure = 2 * yardstick + 0.01 * row["peer_loss"], None
+    losses = [loss for who in ("ours", "peer", "full") for loss in (*row[f"{who}_losses"], row[f"{who}_held_out_loss"])]
+    if not all(map(math.isfinite, losses)):
+        failure = "wrong: a loss is not finite"
+    elif row["ours_loss"] - row["peer_loss"] > allowed:
+        failure = f"wrong: loss {row['ours_loss']:.4f}, nn.Conv2d's {row['peer_loss']:.4f}, allowed {allowed:.4f} more"
+    return {"yardstick": yardstick, "allowed": allowed, "failure": failure}
+
+
+def measure_training(mode: str, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], steps: int,
+                     full: dict[str, Any], clock: Clock) -> dict[str, Any]:  # fmt: skip
+    """A network trained with nn.Conv2d and with all its convolutions on modelnew, step by step in turn.
+
+    `full` has the results of the same training in full float32.
+    """
+    import modelnew
+
+    clock.release_memory()
+    accelerated, decided = modelnew.accelerate(copy.deepcopy(model), keep_slower=True)
+    ours, peer = (Training(network, MODES[mode], batches, steps) for network in (accelerated, copy.deepcopy(model)))
+    times = clock.milliseconds([ours.step, peer.step], steps - 2)
+    row = {"batch": len(batches[0][0]), "steps": steps, "replaced": sum(layer.replaced for layer in decided.layers),
+           "convolutions": len(decided.layers)} | ours.results("ours") | peer.results("peer") | full  # fmt: skip
+    row |= judge(row)
+    if row["failure"] is None:
+        row |= quartiles("ours", times[0]) | quartiles("peer", times[1])
+        row["speedup"] = row["peer_ms"] / row["ours_ms"]
+    return row
+
+
 # The commands.
 
 
@@ -730,6 +806,28 @@ def networks(args: argparse.Namespace, device: torch.device) -> int:
         return complete(report.new_document("networks", settings), todo, args)
 
 
+def training(args: argparse.Namespace, device: torch.device) -> int:
+    from examples.train import ResNet18, draw_batches
+
+    torch.backends.cudnn.benchmark = True
+    clock, steps = Clock(device), args.steps
+    width, batch, held_out = (64, 128, 8) if device.type == "cuda" else (8, 32, 2)
+    settings = {"seed": SEED, "repeats": steps - 2, "rest_ms": 0, "engine": None, "cudnn_benchmark": True,
+                "width": width, "batch": batch, "held_out": held_out * batch}  # fmt: skip
+    torch.manual_seed(SEED)
+    model, batches = ResNet18(width).to(device), draw_batches(steps + held_out, batch, device)
+    yardstick = Training(copy.deepcopy(model), Mode(), batches, steps)
+    with fp32_precision(torch.backends.cudnn, "fp32"):
+        for _ in range(steps):
+            yardstick.step()
+        full = yardstick.results("full")
+    del yardstick
+    todo = [({"name": "resnet18", "mode": m}, lambda m=m: measure_training(m, model, batches, steps, full, clock))
+            for m in args.mode]  # fmt: skip
+    with fp32_precision(torch.backends.cudnn, "tf32"):
+        return complete(report.new_document("training", settings), todo, args)
+
+
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -761,15 +859,20 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     for add in common:
         add("--filter", default="", metavar="REGEX", help="only rows whose name and shape match")
         add("--list", action="store_true", help="print names and shapes, measure nothing")
+    common.append(add := command("training", "train a ResNet-18 for images of 32x32, losses beside nn.Conv2d's"))
+    modes = [mode for mode, how in MODES.items() if how.train]
+    add("--mode", nargs="+", choices=modes, default=modes, metavar="MODE", help=f"{', '.join(modes)} (default: all)")
+    add("--steps", type=int, default=200, metavar="N", help="steps of SGD (default: 200)")
+    for add in common:
         add("--wide", action="store_true", help="print all columns")
         add("--json", type=Path, metavar="FILE", help="store all numbers of this run")
     add = command("compare", "say how two stored runs differ")
     add("before", type=Path)
     add("after", type=Path)
-    add = command("plot", "draw speed-ups as bars (needs matplotlib)")
+    add = command("plot", "draw speed-ups as bars, or the losses of a training run (needs matplotlib)")
     add("files", nargs="+", type=Path, metavar="FILE.json")
     add("-o", "--output", type=Path, default=report.PICTURE, help="an SVG or PNG file (default: docs/speedup.svg)")
-    command("render", "write README's table and picture and results/README.md from results/*.json")
+    command("render", "write README's table, results/README.md and all pictures from results/*.json")
     if not argv or argv[0] not in (*commands.choices, "-h", "--help"):
         argv = ["run", *argv]
     args = parser.parse_args(argv)
@@ -777,6 +880,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--batch is for the layers of a network; other layers have an N of their own")
     if args.command in ("run", "networks") and args.repeats is not None and args.repeats < 3:
         parser.error(f"--repeats {args.repeats} is not at least 3, as quartiles need")
+    if args.command == "training" and args.steps < 5:
+        parser.error(f"--steps {args.steps} is not at least 5: two that are not timed, and three for quartiles")
     if args.command == "run" and (min(args.batch, default=1) < 1 or not 0 <= (args.rest or 0) < math.inf):
         parser.error("--batch needs positive numbers and --rest a finite, non-negative one")
     return args
@@ -792,7 +897,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.render()
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        return {"run": run, "networks": networks}[args.command](args, device)
+        return {"run": run, "networks": networks, "training": training}[args.command](args, device)
     return 0
 
 

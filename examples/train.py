@@ -1,15 +1,16 @@
-"""Trains the same small network twice, with nn.Conv2d and accelerated: autocast, channels_last, torch.compile if asked.
+"""Trains a ResNet-18 twice, with nn.Conv2d and accelerated: autocast, channels_last, torch.compile if asked.
 
     python examples/train.py --steps 200 --compile
 
-The images are synthetic: each shows a stripe pattern, and the class is its direction. Losses agree as far as rounding
-allows, which grows from step to step.
+The images are synthetic and of CIFAR's size: random crops of ten patterns, with noise. Losses agree as far as rounding
+allows, which grows from step to step. `python bench.py training` stores such losses in four modes.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,60 +19,98 @@ from torch import Tensor, nn
 import modelnew
 
 
-def network(classes: int) -> nn.Module:
-    """A plain residual-free network of 3x3 convolutions, 64 to 256 channels."""
-    layers: list[nn.Module] = []
-    for inputs, outputs, stride in ((3, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1)):
-        layers += [nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, classes))
+class Block(nn.Module):
+    """A basic residual block (He et al.): two 3x3 convolutions, the first one at the stride."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or inputs != outputs:
+            conv = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(y + self.shortcut(x))
 
 
-def stripes(batch: int, size: int, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Images [batch, 3, size, size] in channels_last, and their classes."""
-    device = generator.device
-    labels = torch.randint(classes, (batch,), generator=generator, device=device)
-    angles = labels[:, None, None] * torch.pi / classes
-    line = torch.arange(size, device=device) * 0.7
-    pattern = torch.sin(line[None, :, None] * torch.cos(angles) + line[None, None, :] * torch.sin(angles))
-    noise = torch.randn(batch, 3, size, size, generator=generator, device=device)
-    return (pattern[:, None] + noise).contiguous(memory_format=torch.channels_last), labels
+class ResNet18(nn.Sequential):
+    """ResNet-18 as used on CIFAR, a 3x3 filter at a stride of 1 first and no pooling: [N, 3, 32, 32] to [N, 10]."""
+
+    def __init__(self, width: int = 64) -> None:
+        layers = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        inputs = width
+        for outputs, stride in ((width, 1), (2 * width, 2), (4 * width, 2), (8 * width, 2)):
+            layers += [Block(inputs, outputs, stride), Block(outputs, outputs, 1)]
+            inputs = outputs
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
+
+
+def draw_batches(count: int, batch: int, device: str | torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Batches of images [batch, 3, 32, 32] and their classes, the same ones on every machine: a CPU draws them.
+
+    A class is a smooth pattern of 40x40. An image is a random crop of it, flipped or not, and four times as much noise.
+    """
+    generator = torch.Generator().manual_seed(1)
+    patterns = F.avg_pool2d(torch.randn(10, 3, 44, 44, generator=generator), 5, 1) * 5  # of variance 1
+    line, batches = torch.arange(32), []
+    for _ in range(count):
+        labels = torch.randint(10, (batch,), generator=generator)
+        top, left, flipped = (torch.randint(n, (batch, 1), generator=generator) for n in (9, 9, 2))
+        rows, columns = top + line, left + torch.where(flipped == 1, 31 - line, line)
+        images = patterns[labels[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+        images = images.contiguous() + 4 * torch.randn(batch, 3, 32, 32, generator=generator)
+        batches.append((images.to(device), labels.to(device)))
+    return batches
+
+
+def step_of(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], autocast: bool) -> Callable[[], Tensor]:
+    """A call that trains on the next batch, forward, backward and SGD, and returns the loss."""
+    optimizer, remaining = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), iter(batches)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
+
+    def step() -> Tensor:
+        images, labels = next(remaining)
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
+            loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        return loss.detach()
+
+    return step
 
 
 def train(accelerated: bool, options: argparse.Namespace, device: str) -> tuple[list[float], float]:
     """The loss of each step and the time of a step in ms, the first ten left out."""
     torch.manual_seed(0)
-    generator = torch.Generator(device).manual_seed(1)
-    model = network(options.classes).to(device, memory_format=torch.channels_last).train()
-    autocast = torch.autocast(device, torch.bfloat16)
-    images, _ = stripes(options.batch, options.size, options.classes, generator)
+    model = ResNet18(options.width).to(device, memory_format=torch.channels_last)
+    batches = draw_batches(options.steps, options.batch, device)
+    batches = [(images.contiguous(memory_format=torch.channels_last), labels) for images, labels in batches]
     if accelerated:
-        with autocast:  # the decision is made for what will run
-            model, report = modelnew.accelerate(model, images)
+        with torch.autocast(device, torch.bfloat16):  # the decision is made for what will run
+            model, report = modelnew.accelerate(model, batches[0][0])
         print(report)
-    step_model = torch.compile(model) if options.compile else model
-    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
-    losses, begin = [], 0.0
-    for step in range(options.steps):
-        if step == min(10, options.steps - 1):
-            float(losses[-1] if losses else 0)  # waits for the GPU
-            begin = time.perf_counter()
-        images, labels = stripes(options.batch, options.size, options.classes, generator)
-        optimizer.zero_grad(set_to_none=True)
-        with autocast:
-            loss = F.cross_entropy(step_model(images), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    step = step_of(torch.compile(model) if options.compile else model, batches, autocast=True)
+    untimed = min(10, options.steps - 1)
+    losses = [step() for _ in range(untimed)]
+    float(losses[-1] if losses else 0)  # waits for the GPU
+    begin = time.perf_counter()
+    losses += [step() for _ in range(options.steps - untimed)]
     losses = [loss.item() for loss in losses]
-    return losses, (time.perf_counter() - begin) * 1e3 / max(1, options.steps - min(10, options.steps - 1))
+    return losses, (time.perf_counter() - begin) * 1e3 / (options.steps - untimed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--size", type=int, default=64, help="height and width of the images")
-    parser.add_argument("--classes", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--width", type=int, default=64, help="channels of the first layer")
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -24,11 +24,14 @@ NOTES = (
     "longer. The matrix rate is the type's own, for TF32 float16's, for fp32 a third of float16's.",
     "Error: of the whole result, relative to float64. Worst: of any element, in multiples of its bound.",
     "Allclose: ours to PyTorch's at rtol = atol = 1e-4.",
+    "Training: the loss is the mean over the last 20 steps. The yardstick is the root mean square difference, over the "
+    "same steps, between nn.Conv2d's losses and those in full float32. Our loss may exceed nn.Conv2d's by twice the "
+    "yardstick plus 1%.",
 )
 
 
 def new_document(kind: str, settings: dict[str, Any], ceilings: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A run of "layers" or "networks" without rows."""
+    """A run of "layers", "networks" or "training" without rows."""
     return {"format": FORMAT, "kind": kind, "machine": describe_machine(), "settings": settings,
             "ceilings": ceilings, "rows": []}  # fmt: skip
 
@@ -78,6 +81,9 @@ def header(document: dict[str, Any]) -> list[str]:
     how += f"; engine {settings['engine']} forced" if settings["engine"] else ""
     if document["kind"] == "layers":
         how += f"; inputs {settings['inputs']}, seed {settings['seed']}"
+    if document["kind"] == "training":
+        how += f"; {settings['width']} channels in the first layer, {settings['held_out']} images held out"
+        how += "; every convolution by modelnew, slower ones too"
     lines.append(how)
     if ceilings:
         memory = ", ".join(f"{name} {ceilings[f'{name}_gbs']:.0f}" for name in ("copy", "fill", "read"))
@@ -119,6 +125,15 @@ def pass_of(row: dict[str, Any]) -> str:
     return f"{row['pass']} {row['contract']}{setting}{' NHWC' if row['channels_last'] else ''}"
 
 
+def held_out(what: str, form: str) -> Callable[[dict[str, Any]], str]:
+    """Ours and PyTorch's on images that were not trained on."""
+    return lambda row: form.format(*(row[f"{who}_held_out_{what}"] for who in ("ours", "peer")))
+
+
+def images_per_second(row: dict[str, Any]) -> str:
+    return " / ".join(f"{1e3 * row['batch'] / row[f'{who}_ms']:.0f}" for who in ("ours", "peer"))
+
+
 TIMES = (
     Column("ours ms", time_of("ours")),
     Column("PyTorch ms", time_of("peer")),
@@ -151,6 +166,21 @@ COLUMNS = {
         Column("± PyTorch", spread_of("peer"), wide=True),
         Column("error / PyTorch's", lambda row: f"{row['ours_error']:.2e} / {row['peer_error']:.2e}", wide=True),
         Column("peak MB / PyTorch's", lambda row: f"{row['ours_peak_mb']:.0f} / {row['peer_peak_mb']:.0f}", wide=True),
+    ),
+    "training": (
+        Column("network", lambda row: row["name"], left=True),
+        Column("mode", pass_of, left=True),
+        Column("loss", lambda row: f"{row['ours_loss']:.4f}"),
+        Column("PyTorch's", lambda row: f"{row['peer_loss']:.4f}"),
+        Column("difference", lambda row: f"{row['ours_loss'] - row['peer_loss']:+.4f}"),
+        Column("yardstick", lambda row: f"{row['yardstick']:.4f}"),
+        Column("held-out loss", held_out("loss", "{:.4f} / {:.4f}")),
+        Column("accuracy", held_out("accuracy", "{:.1%} / {:.1%}")),
+        *TIMES,
+        Column("error", accuracy),
+        Column("images/s / PyTorch's", images_per_second, wide=True),
+        Column("steps", lambda row: str(row["steps"]), wide=True),
+        Column("replaced", lambda row: f"{row['replaced']} of {row['convolutions']}", wide=True),
     ),
 }
 
@@ -188,11 +218,16 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         return "Nothing measured."
     means = ", ".join(f"{name} {mean_speedup(group):.2f}x" for name, group in grouped(measured, pass_of).items())
     slowest = min(measured, key=lambda row: row["speedup"])
-    error = max(measured, key=lambda row: row["error_ratio"])
+    if "yardstick" in measured[0]:
+        worst = max(measured, key=lambda row: row["ours_loss"] - row["peer_loss"])
+        errors = (f"Largest loss beside PyTorch's: {worst['ours_loss'] - worst['peer_loss']:+.4f}, "
+                  f"{pass_of(worst)}; {worst['allowed']:.4f} is allowed there.")  # fmt: skip
+    else:
+        worst = max(measured, key=lambda row: row["error_ratio"])
+        errors = f"Largest error beside PyTorch's: {worst['error_ratio']:.3f} times, {worst['name']} {pass_of(worst)}."
     return (
         f"Geometric mean of the speed-up over {len(measured)} rows: {mean_speedup(measured):.2f}x ({means}). "
-        f"Worst row: {slowest['name']} {pass_of(slowest)}, {slowest['speedup']:.2f}x. "
-        f"Largest error beside PyTorch's: {error['error_ratio']:.3f} times, {error['name']} {pass_of(error)}."
+        f"Worst row: {slowest['name']} {pass_of(slowest)}, {slowest['speedup']:.2f}x. {errors}"
     )
 
 
@@ -247,7 +282,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
-    """Bars of speed-ups: a group for each network or suite, a color for each mode or pass, and the line at 1."""
+    """The losses of a training run, or speed-ups as bars, as an SVG or PNG file."""
     try:
         import matplotlib
     except ImportError:
@@ -255,11 +290,28 @@ def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "modelnew", "font.size": 9})
     rows = [row for document in documents for row in document["rows"] if not row["failure"]]
+    training = documents[0]["kind"] == "training"
+    panels = (1, len(rows)) if training else (1, 1)
+    figure, axes = pyplot.subplots(*panels, figsize=(11, 3.8), layout="constrained", sharey=True, squeeze=False)
+    if training:
+        draw_losses(axes[0], rows)
+    else:
+        draw_speedups(axes[0, 0], rows)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    machine = documents[0]["machine"]
+    title = f"{machine['device']}, torch {machine['torch']}, cuDNN {machine['cudnn']}"
+    figure.legend(handles, labels, ncols=len(labels), frameon=False, loc="outside upper center", title=title)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+    print(f"drew {path}", file=sys.stderr)
+
+
+def draw_speedups(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Bars: a group for each network or suite, a color for each mode or pass, and the line at 1."""
     groups = grouped(rows, lambda row: row["name"] if "mode" in row else row["suite"])
     series = {name: mean_speedup(of_series) for name, of_series in grouped(rows, pass_of).items()}
-    pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "modelnew", "font.size": 9})
-    figure, axes = pyplot.subplots(figsize=(11, 3.8), layout="constrained")
     width = 0.8 / len(series)
     for index, (name, mean) in enumerate(series.items()):
         heights = [[row for row in of_group if pass_of(row) == name] for of_group in groups.values()]
@@ -268,14 +320,19 @@ def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
         axes.bar(*zip(*known, strict=True), width, label=f"{name}, mean {mean:.2f}")
     axes.axhline(1, color="black", linewidth=1)
     axes.set_xticks(range(len(groups)), [name.replace("_", "\n") for name in groups])
-    machine = documents[0]["machine"]
-    title = f"{machine['device']}, torch {machine['torch']}, cuDNN {machine['cudnn']}"
     axes.set_ylabel("speed-up over PyTorch")
-    figure.legend(ncols=len(series), frameon=False, loc="outside upper center", title=title)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
-    print(f"drew {path}", file=sys.stderr)
+
+
+def draw_losses(panels: Sequence[Any], rows: Sequence[dict[str, Any]]) -> None:
+    """The loss of each step: a panel for each mode, a line for each training."""
+    lines = (("peer", "nn.Conv2d", "-"), ("ours", "modelnew", "--"), ("full", "nn.Conv2d in full float32", ":"))
+    for axes, row in zip(panels, rows, strict=True):
+        for who, label, style in lines:
+            axes.semilogy(range(1, 1 + row["steps"]), row[f"{who}_losses"], style, linewidth=1, label=label)
+        axes.set(title=row["mode"], xlabel="step")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("loss")
 
 
 def results_page(documents: dict[Path, dict[str, Any]]) -> str:
@@ -284,8 +341,11 @@ def results_page(documents: dict[Path, dict[str, Any]]) -> str:
              "\n".join(f"- {note}" for note in NOTES)]  # fmt: skip
     for path, document in documents.items():
         lines = "\n".join(table(COLUMNS[document["kind"]], document["rows"], markdown=True))
-        parts += [f"## {path.stem}", "\n".join(f"- {line}" for line in header(document)), summary(document["rows"]),
-                  f"<details><summary>{len(document['rows'])} rows</summary>\n\n{lines}\n\n</details>"]  # fmt: skip
+        parts += [f"## {path.stem}", "\n".join(f"- {line}" for line in header(document)), summary(document["rows"])]
+        if document["kind"] == "training":
+            parts += [f"![Losses of each step, with nn.Conv2d and modelnew]({path.stem}.svg)", lines]
+        else:
+            parts.append(f"<details><summary>{len(document['rows'])} rows</summary>\n\n{lines}\n\n</details>")
     return "\n\n".join(parts) + "\n"
 
 
@@ -331,9 +391,12 @@ def replace_between_markers(page: str, section: str) -> str:
 
 
 def render() -> None:
-    """Writes README's table and picture and results/README.md."""
+    """Writes README's table and picture, results/README.md and its pictures of losses."""
     documents, readme = stored(), ROOT / "README.md"
     (RESULTS / "README.md").write_text(results_page(documents), encoding="utf-8")
     page = replace_between_markers(readme.read_text(encoding="utf-8"), short_table(documents))
     readme.write_text(page, encoding="utf-8")
     plot([document for document in documents.values() if document["kind"] == "networks"], PICTURE)
+    for path, document in documents.items():
+        if document["kind"] == "training":
+            plot([document], path.with_suffix(".svg"))

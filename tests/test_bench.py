@@ -44,7 +44,8 @@ def run_bench(no_gpu, capsys):
     """Runs a command line on the CPU; exit code and printed lines."""
 
     def run(*arguments: str) -> tuple[int, list[str]]:
-        code = bench.main([*arguments, *(["--repeats", "3"] if "--list" not in arguments else [])])
+        repeats = [] if {"--list", "training"} & {*arguments} else ["--repeats", "3"]
+        code = bench.main([*arguments, *repeats])
         return code, capsys.readouterr().out.splitlines()
 
     return run
@@ -174,6 +175,8 @@ BAD_ARGUMENTS = {
     "run --rest nan": "finite",
     "run --suite alexnet": "invalid choice",
     "networks unet --mode tf16": "invalid choice",
+    "training --mode tf32": "invalid choice",
+    "training --steps 4": "at least 5",
     "compare a.json": "after",
 }
 
@@ -245,6 +248,42 @@ def test_a_wrong_network_is_not_timed(small, run_bench, monkeypatch):
     assert any("FAILED" in line for line in lines)
 
 
+@pytest.mark.parametrize("mode", ["train-tf32", "train-amp-nhwc"])
+def test_training_learns_beside_pytorch(run_bench, tmp_path, mode):
+    """The loss falls, each loss is stored, and what is stored can be shown. On a CPU both sides are PyTorch."""
+    path = tmp_path / "run.json"
+    code, lines = run_bench("training", "--mode", mode, "--steps", "60", "--json", str(path), "--wide")
+    document = report.load(path)
+    (row,) = document["rows"]
+    assert code == 0
+    assert any(line.startswith("resnet18") and mode in line for line in lines)
+    for who in ("ours", "peer", "full"):
+        losses = row[f"{who}_losses"]
+        assert len(losses) == row["steps"] == 60
+        assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+        assert row[f"{who}_loss"] == pytest.approx(sum(losses[-bench.TAIL :]) / bench.TAIL)
+    assert row["ours_losses"] == pytest.approx(row["peer_losses"], rel=0.01)
+    assert row["replaced"] == row["convolutions"] == 20
+    assert "(run.svg)" in report.results_page({path: document})
+
+
+@pytest.mark.parametrize("factor, steps, message", [(0, 60, "wrong: loss"), (math.nan, 5, "not finite")])
+def test_a_wrong_gradient_fails_the_training(run_bench, monkeypatch, factor, steps, message):
+    accelerate = modelnew.accelerate
+
+    def broken(model: nn.Module, **options: bool) -> tuple:
+        for layer in model.modules():
+            if isinstance(layer, nn.Conv2d):
+                layer.weight.register_hook(lambda gradient: gradient * factor)
+        return accelerate(model, **options)
+
+    monkeypatch.setattr(modelnew, "accelerate", broken)
+    code, lines = run_bench("training", "--mode", "train-amp-nhwc", "--steps", str(steps))
+    assert code == 1
+    assert any(message in line for line in lines)
+    assert any(line.startswith("resnet18") and line.endswith("FAILED") for line in lines)
+
+
 def test_filter_and_list(run_bench):
     """`run` is the default command."""
     code, lines = run_bench("--list", "--suite", "reference", "depthwise", "--filter", "P5|stride 2")
@@ -267,11 +306,13 @@ def test_compare_sets_runs_side_by_side(run_bench, tmp_path, capsys):
         bench.main(["compare", str(tmp_path / "a.json"), str(tmp_path / "c.json")])
 
 
-def test_plot_draws_both_kinds(small, run_bench, tmp_path):
+def test_plot_draws_all_kinds(small, run_bench, tmp_path):
     pytest.importorskip("matplotlib")
     run_bench("run", "--case", SMALL, "--backward", "--json", str(tmp_path / "a.json"))
     run_bench("networks", "unet", "--mode", "tf32", "--json", str(tmp_path / "b.json"))
-    for run, picture, begin in (("a.json", "a.png", b"\x89PNG"), ("b.json", "b.svg", b"<?xml")):
+    run_bench("training", "--steps", "5", "--mode", "train-tf32", "train-amp", "--json", str(tmp_path / "c.json"))
+    for run, picture in (("a.json", "a.png"), ("b.json", "b.svg"), ("c.json", "c.svg")):
+        begin = b"\x89PNG" if picture.endswith("png") else b"<?xml"
         assert bench.main(["plot", str(tmp_path / run), "-o", str(tmp_path / picture)]) == 0
         assert (tmp_path / picture).read_bytes().startswith(begin)
 
@@ -284,7 +325,7 @@ def test_the_pages_are_what_render_writes():
     assert (report.RESULTS / "README.md").read_text(encoding="utf-8") == report.results_page(documents)
 
 
-@pytest.mark.parametrize("arguments", ["quickstart.py", "train.py --steps 2 --batch 2 --size 8", "kernelbench.py"])
+@pytest.mark.parametrize("arguments", ["quickstart.py", "train.py --steps 2 --batch 2 --width 8", "kernelbench.py"])
 def test_examples_run_on_a_cpu(arguments, no_gpu, monkeypatch, capsys):
     """The last one needs a GPU, and is run by hand there: three builds take two minutes."""
     monkeypatch.setattr(sys, "argv", arguments.split())
@@ -302,6 +343,12 @@ def test_gpu_bench(precision, capsys):
     code = bench.main(["run", *arguments, "--backward", "--precision", precision, "--repeats", "3"])
     assert code == 0, capsys.readouterr().out
     assert "No GPU" not in capsys.readouterr().out
+
+
+@gpu
+def test_gpu_training():
+    """All steps: midway, where losses fall steeply, two right trainings differ most."""
+    assert bench.main(["training", "--mode", "train-amp-nhwc"]) == 0
 
 
 @gpu
