@@ -1232,7 +1232,8 @@ __global__ void __launch_bounds__(hopper::kCopyThreads)
 
 // A thread for 16 bytes of the copy: neighbouring channels of a pixel, or pixels of a plane.
 template <typename Stored>
-__global__ void __launch_bounds__(hopper::kCopyThreads) hopper_wgrad_order_kernel(const __grid_constant__ OrderParams params) {
+__global__ void __launch_bounds__(hopper::kCopyThreads)
+    hopper_wgrad_order_kernel(const __grid_constant__ OrderParams params) {
   constexpr int VALUES = 16 / static_cast<int>(sizeof(Stored));
   struct alignas(16) Piece {
     Stored values[VALUES];
@@ -1900,7 +1901,8 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
       params.by_w = make_divisor(copied.W);
       params.by_fold_h = make_divisor(folds_h ? plan.fold_h : 1);
       params.by_fold_w = make_divisor(folds_w ? plan.fold_w : 1);
-      const unsigned order_blocks = static_cast<unsigned>(ceil_div(params.elements * plan.bytes, 16 * hopper::kCopyThreads));
+      constexpr int kBytes = 16 * hopper::kCopyThreads;  // of a block
+      const unsigned order_blocks = static_cast<unsigned>(ceil_div(params.elements * plan.bytes, kBytes));
       const auto kernel = plan.bytes == 2 ? hopper_wgrad_order_kernel<Half> : hopper_wgrad_order_kernel<float>;
       error = hopper::launch_early(kernel, order_blocks, hopper::kCopyThreads, 0, stream, params);
     }

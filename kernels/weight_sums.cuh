@@ -1,7 +1,7 @@
-// Sums over parts of the pixels, as blocks leave them in the workspace -> dw. A block has some input channels of all taps
-// of a few output channels, and a thread adds four neighbouring channels of a tap at a time; where a block has few of
-// them, threads share the parts. Sums come to dw by way of shared memory, which has its order, unless dw has four
-// neighbouring channels side by side as well. Deterministic: the order of additions, of doubles, is fixed.
+// Sums over parts of the pixels, as blocks leave them in the workspace -> dw. A block has some input channels of all
+// taps of a few output channels, and a thread adds four neighbouring channels of a tap at a time; where a block has few
+// of them, threads share the parts. Sums come to dw by way of shared memory, unless dw has four channels side by side,
+// too. Deterministic: the order of additions, of doubles, is fixed.
 #pragma once
 
 #include "divisor.cuh"
@@ -14,7 +14,7 @@ namespace hopper {
 
 constexpr int kAddThreads = 256, kMostAddChannels = 64, kMostAddSums = 4096;  // of a block
 [[maybe_unused]] constexpr int kFewBlocks = 512;                              // they leave memory idle
-constexpr int kAddQuads = 4;  // of a thread at a time
+constexpr int kAddQuads = 2;  // of a thread at a time
 
 struct WeightSums {
   const float* sums_ptr;  // [part][output channel][tap][input channel]
@@ -25,7 +25,7 @@ struct WeightSums {
   int K, block_k, channels, shares;     // of a block, the middle ones; of parts
   int group_padding;                    // rows of sums that a group has beyond its channels
   int R, own_S;                         // of dw; S and taps are what a fold leaves
-  bool by_fours;                        // dw has four channels side by side, and at once
+  bool by_fours, planes;                // dw has four channels side by side; its filters are [C][R][S] without gaps
   Divisor by_blocks_c, by_quads, by_taps, by_channels, by_of_k, by_s, by_group_k, by_fold_h, by_fold_w;
 };
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_parts(const WeightSums& params, int first, i
     const int64_t row_k = k + quotient(k, params.by_group_k) * static_cast<int64_t>(params.group_padding);
     of[i] = from + row_k * params.row + (row[i] - in_block * params.taps) * params.row_channels + c[i];
   }
-#pragma unroll(8 / QUADS)
+#pragma unroll(4 / QUADS)
   for (int part = share; part < params.parts; part += params.shares) {
     float4 values[QUADS];
 #pragma unroll
@@ -62,7 +62,7 @@ __device__ __forceinline__ void add_parts(const WeightSums& params, int first, i
 }
 
 template <typename Stored>
-__global__ void __launch_bounds__(kAddThreads) weight_sums_kernel(const __grid_constant__ WeightSums params) {
+__global__ void __launch_bounds__(kAddThreads, 4) weight_sums_kernel(const __grid_constant__ WeightSums params) {
   extern __shared__ __align__(16) uint8_t modelnew_weight_sums_smem[];
   const int of_k = params.taps * params.channels;
   const int pitch = params.channels + 4;  // it lets threads meet other banks
@@ -83,13 +83,16 @@ __global__ void __launch_bounds__(kAddThreads) weight_sums_kernel(const __grid_c
         for (int j = 0; j < 4; ++j) shares[4 * thread + j] = own[j];
       });
     __syncthreads();  // all shares are there
+#pragma unroll 1
     for (int i = thread; i < 4 * quads; i += kAddThreads) {
       double sum = 0;
+#pragma unroll 1
       for (int other = 0; other < params.shares; ++other) sum += shares[4 * quads * other + i];
       const int row = quotient(i, params.by_channels);
       sums[row * pitch + i - row * params.channels] = static_cast<float>(sum);
     }
   } else {
+#pragma unroll 1
     for (int quad = thread; quad < quads; quad += kAddQuads * kAddThreads)
       add_parts<kAddQuads>(params, quad, quads, 0, from, first_k, [&](int row, int c, const double(&own)[4]) {
         struct alignas(4 * sizeof(Stored)) Four {
@@ -110,22 +113,24 @@ __global__ void __launch_bounds__(kAddThreads) weight_sums_kernel(const __grid_c
       });
     if (params.by_fours) return;
   }
-  __syncthreads();                            // all sums are there
-  const bool last = params.w_stride[1] == 1;  // channels_last
-  const Divisor& by_minor = last ? params.by_channels : params.by_taps;
+  __syncthreads();  // all sums are there
+#pragma unroll 1
   for (int i = thread; i < block_k * of_k; i += kAddThreads) {
-    const int in_block = quotient(i, params.by_of_k), of = i - in_block * of_k, major = quotient(of, by_minor);
-    const int minor = of - major * static_cast<int>(by_minor.divisor), tap = last ? major : minor;
-    const int of_channels = last ? minor : major, c = first_c + of_channels;
-    const int r = quotient(tap, params.by_s), s = tap - r * params.S;
+    const int in_block = quotient(i, params.by_of_k), of = i - in_block * of_k;
+    const int of_channels = quotient(of, params.by_taps), tap = of - of_channels * params.taps;
+    const int c = first_c + of_channels;
     if (c >= params.C) continue;
-    const int fold_h = static_cast<int>(params.by_fold_h.divisor), fold_w = static_cast<int>(params.by_fold_w.divisor);
-    const int row_c = quotient(c, params.by_fold_w), own_c = quotient(row_c, params.by_fold_h);
-    const int own_r = (r - own_c) * fold_h + row_c, own_s = (s - row_c) * fold_w + c;
-    if (own_r >= params.R || own_s >= params.own_S) continue;
+    int64_t place = first_c * params.taps + of;
+    if (!params.planes) {
+      const int fold_h = static_cast<int>(params.by_fold_h.divisor), row_c = quotient(c, params.by_fold_w);
+      const int fold_w = static_cast<int>(params.by_fold_w.divisor), own_c = quotient(row_c, params.by_fold_h);
+      const int r = quotient(tap, params.by_s), s = tap - r * params.S;
+      const int own_r = (r - own_c) * fold_h + row_c, own_s = (s - row_c) * fold_w + c;
+      if (own_r >= params.R || own_s >= params.own_S) continue;
+      place = own_c * params.w_stride[1] + own_r * params.w_stride[2] + own_s * params.w_stride[3];
+    }
     narrow(sums[(in_block * params.taps + tap) * pitch + of_channels],
-           to[(first_k + in_block) * params.w_stride[0] + own_c * params.w_stride[1] + own_r * params.w_stride[2] +
-              own_s * params.w_stride[3]]);
+           to[(first_k + in_block) * params.w_stride[0] + place]);
   }
 }
 
@@ -143,9 +148,7 @@ cudaError_t add_weights(const Problem& problem, const Problem& planned, int fold
   add.group_padding = rows - group_k;
   add.by_group_k = make_divisor(group_k);
   std::copy_n(problem.w_stride, 4, add.w_stride);
-  add.C = planned.C / planned.groups;
-  add.S = planned.S;
-  add.taps = planned.R * planned.S;
+  add.C = planned.C / planned.groups, add.S = planned.S, add.taps = planned.R * planned.S;
   for (add.channels = kMostAddChannels; add.channels > 4; add.channels /= 2)
     if (add.channels * add.taps <= kMostAddSums &&
         (add.channels <= 16 || problem.K * ceil_div(add.C, add.channels) >= kFewBlocks))
@@ -156,20 +159,18 @@ cudaError_t add_weights(const Problem& problem, const Problem& planned, int fold
                                                      std::max(1, problem.K * add.C / add.channels / kFewBlocks)));
   const int64_t quads = add.block_k * of_k / 4;
   add.shares = static_cast<int>(std::clamp<int64_t>(kAddThreads / quads, 1, ceil_div(add.parts, 2)));
-  add.by_of_k = make_divisor(of_k);
-  add.by_channels = make_divisor(add.channels);
-  add.by_blocks_c = make_divisor(ceil_div(add.C, add.channels));
-  add.by_quads = make_divisor(quads);
-  add.by_taps = make_divisor(add.taps);
-  add.by_s = make_divisor(planned.S);
+  add.by_of_k = make_divisor(of_k), add.by_channels = make_divisor(add.channels);
+  add.by_blocks_c = make_divisor(ceil_div(add.C, add.channels)), add.by_quads = make_divisor(quads);
+  add.by_taps = make_divisor(add.taps), add.by_s = make_divisor(planned.S);
   add.R = problem.R, add.own_S = problem.S;
-  add.by_fold_h = make_divisor(std::max(fold_h, 1));
-  add.by_fold_w = make_divisor(std::max(fold_w, 1));
+  add.by_fold_h = make_divisor(std::max(fold_h, 1)), add.by_fold_w = make_divisor(std::max(fold_w, 1));
   const auto fours = [](int64_t step, int size) { return size == 1 || step % 4 == 0; };
   const int64_t (&w)[4] = add.w_stride;
   add.by_fours = fold_h + fold_w == 0 && w[1] == 1 && add.C % 4 == 0 && fours(w[0], problem.K) &&
                  fours(w[2], problem.R) && fours(w[3], problem.S) &&
                  reinterpret_cast<uint64_t>(add.dw_ptr) % (4 * sizeof(Stored)) == 0;
+  add.planes = fold_h + fold_w == 0 && (w[3] == 1 || add.S == 1) && (w[2] == add.S || planned.R == 1) &&
+               (w[1] == add.taps || add.C == 1);
   const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
   const size_t bytes = add.block_k * add.taps * (add.channels + 4) * sizeof(float) +
                        (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);

@@ -1,5 +1,5 @@
-// Forms of wgmma that fewer engines use: operands that lie across the reduction, in rows of 128 bytes, as TMA brings the
-// pixels of channels_last tensors; and widths that suit rows of images.
+// Forms of wgmma that fewer engines use: operands that lie across the reduction, in rows of 128 bytes, as TMA brings
+// the pixels of channels_last tensors; and widths that suit rows of images.
 #pragma once
 
 #include "wgmma.cuh"
