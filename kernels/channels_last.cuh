@@ -120,7 +120,7 @@ inline int vector_of(const int64_t (&stride)[4], int64_t images, int channels, i
     return run % vector == 0 && address % (2 * vector) == 0 && (images == 1 || stride[0] % vector == 0) &&
            (channels == 1 || stride[1] % vector == 0);
   };
-  return is(8) ? 8 : is(4) ? 4 : 1;
+  return is(8) ? 8 : is(4) ? 4 : is(2) ? 2 : 1;
 }
 
 // From pixel to pixel of an image, in elements, if all are as far apart.

@@ -126,8 +126,8 @@ MODELNEW_HOST_DEVICE constexpr bool may_be_direct(const TileShape& shape) {
 // Whether a cluster may split the reduction of a tile. Only problems with few tiles need that, and theirs are small.
 MODELNEW_HOST_DEVICE constexpr bool may_split(const TileShape& shape) { return shape.slots <= 128; }
 
-// Whether a kernel reads filters with contiguous output channels in place. Packing costs most, relatively, where the
-// problem is small and so are its tiles.
+// Whether a kernel reads filters with contiguous output channels in place, besides direct ones, which all do. Packing
+// costs most, relatively, where the problem is small and so are its tiles.
 MODELNEW_HOST_DEVICE constexpr bool may_transpose(const TileShape& shape) { return shape.slots <= 128; }
 
 // Whether a kernel multiplies merged groups with this shape. Only some shapes of 64 channels have one.
@@ -494,7 +494,11 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
 #pragma unroll
         for (int i = 0; i < CHANNELS / 64; ++i) {
           const uint32_t own = a + 64 * i * (kSlotBytes / 16) + (TRANSPOSED ? 16 * step * (kSlotBytes / 16) : 2 * step);
-          if constexpr (DIRECT)  // rows are channels: a step of 16 channels is 16 rows
+          // Direct: rows are channels, a step of 16 channels is 16 rows.
+          if constexpr (DIRECT && TRANSPOSED)
+            hopper::WgmmaBothTransposed<Stored, SLOTS>::multiply(acc[i], own, b + 16 * step * (kSlotBytes / 16),
+                                                                 keep || step > 0, hopper::kRowsDescriptorHigh);
+          else if constexpr (DIRECT)
             hopper::WgmmaTransposed<Stored, SLOTS>::multiply(acc[i], own, b + 16 * step * (kSlotBytes / 16),
                                                              keep || step > 0, hopper::kRowsDescriptorHigh);
           else if constexpr (TRANSPOSED)
@@ -1211,7 +1215,7 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const double bytes =
       2 * pixels * of.all_in + (plan.contained ? 4.0 : 2.0) * static_cast<double>(of.N) * of.P * of.Q * of.out_channels;
   const double memory = bytes / sms / costs.memory_bytes;
-  plan.cycles = plan.packed && !plan.contained ? kPrepareCycles : 0;
+  plan.cycles = (plan.packed || plan.copied) && !plan.contained ? kPrepareCycles : 0;
   if (plan.copied) plan.cycles += 2 * pixels * of.all_in * 2 / sms / costs.memory_bytes;
   plan.cycles += in_pixels ? costs.call_of_pixels : costs.call;
   plan.cycles += std::max(tiles, memory) + costs.shorter_share * std::min(tiles, memory);
@@ -1362,14 +1366,16 @@ struct Search {
   const Alignment& address;
   const Wishes& wishes;
   Plan& best;
+  bool pads_channels = false;  // a copy of x has channels of zeros, which weights must have, too
   bool found = false;
 
   // Tries `plan` with each number of splits. `of` describes x as the kernel reads it.
   void consider(const Grouped& of, Plan& plan) {
     if (plan.contained) return consider_parts(of, plan);
-    plan.packed = plan.copied || !can_load_weights(of, address);
-    plan.transposed =
-        plan.packed && !plan.copied && !plan.direct && may_transpose(plan.shape) && can_load_transposed(of, address);
+    const bool pads = plan.copied && pads_channels;
+    plan.packed = pads || !can_load_weights(of, address);
+    plan.transposed = plan.packed && !pads && (plan.direct || may_transpose(plan.shape)) &&
+                      can_load_transposed(of, address);
     plan.packed &= !plan.transposed;
     plan.out_vector = 1;
     if (plan.planes) {
@@ -1476,7 +1482,7 @@ inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan
                          of.pad_h >= 0 && of.pad_w >= 0;
   const bool may_multiply_planes =
       plan.planes && wishes.direct != 0 && wishes.windows != 1 && !of.merged() && may_be_direct(of, address);
-  Search search{sms, address, wishes, best};
+  Search search{sms, address, wishes, best, hopper::copied_channels(of.all_in) != of.all_in};
   search.with_each_shape(of, plan, [&](Plan shaped) {
     if (of.merged() && !may_merge(shaped.shape)) return;
     if (may_multiply_planes && may_be_direct(shaped.shape)) {
@@ -1807,7 +1813,9 @@ cudaError_t run_source(const Params& params, cudaStream_t stream) {
     if (params.of.merged()) return run_kernel<Stored, SHAPE, false, false, false, true>(params, stream);
   }
   if constexpr (may_be_direct(kTileShapes[SHAPE])) {
-    if (params.plan.direct) return run_split<Stored, SHAPE, true, false>(params, stream);
+    if (params.plan.direct)
+      return params.plan.transposed ? run_split<Stored, SHAPE, true, true>(params, stream)
+                                    : run_split<Stored, SHAPE, true, false>(params, stream);
   }
   if constexpr (may_transpose(kTileShapes[SHAPE])) {
     if (params.plan.transposed) return run_split<Stored, SHAPE, false, true>(params, stream);
@@ -1842,7 +1850,7 @@ cudaError_t run_contained_shape(const Params& params, cudaStream_t stream) {
   return cudaErrorInvalidConfiguration;
 }
 
-// Launches the kernel that packs w and copies x.
+// Launches the kernel that packs w, copies x, or both.
 inline cudaError_t prepare(const Grouped& of, const Plan& plan, const void* in_ptr, const void* w_ptr,
                            uint8_t* workspace, cudaStream_t stream) {
   PackParams pack{w_ptr,
@@ -1863,7 +1871,7 @@ inline cudaError_t prepare(const Grouped& of, const Plan& plan, const void* in_p
                   of.flipped,
                   0};
   const int64_t pack_tiles = ceil_div(pack.row_channels, kPackTile) * ceil_div(pack.out_channels, kPackTile);
-  int64_t blocks = pack_tiles * of.R * of.S;
+  int64_t blocks = plan.packed ? pack_tiles * of.R * of.S : 0;
   if (blocks >= int64_t{1} << 30) return cudaErrorInvalidConfiguration;
   pack.blocks = static_cast<int>(blocks);
   hopper::PlanesCopy copy{};
@@ -1896,11 +1904,11 @@ inline cudaError_t run_contained(const Planned& planned, const ContainedProducts
 template <typename Stored>
 cudaError_t run(const void* w_ptr, void* workspace, Params& params, cudaStream_t stream) {
   const Plan& plan = params.plan;
-  if (plan.packed) {
+  if (plan.packed || plan.copied) {
     uint8_t* const start = static_cast<uint8_t*>(workspace);
     const cudaError_t error = prepare(params.of, plan, params.in_ptr, w_ptr, start, stream);
     if (error != cudaSuccess) return error;
-    params.w_ptr = start;
+    if (plan.packed) params.w_ptr = start;
     if (plan.copied) {
       params.in_ptr = start + packed_bytes(params.of, plan);
       params.of = of_copy(params.of);

@@ -679,6 +679,21 @@ EXACT_RUNS = {
             {"way": {0, 1, 2, 4, 5}},
         ),
         Runs(TMA_PARTS_CASES, 12, settings_of(FP16, shape=(2, 3, 9, 10), splits=(2, 4, 8))),
+        # Planes and weights as they are; copies of x with weights as they are.
+        Runs(
+            [(Case(3, 136, 5, 8, 40, 1, 1), "dgrad"), (Case(2, 72, 12, 12, 200, 1, 1), "dgrad")],
+            6,
+            settings_of(FP16, shape=(0, 2, 4, 9), direct=(1,), splits=(1,), shift=(0,))
+            + settings_of(FP16, shape=(2, 9), direct=(1,), splits=(2,), shift=(0,)),
+            layouts=("contiguous",),
+        ),
+        Runs(
+            [(Case(2, 72, 7, 7, 136, 1, 1), "dgrad"), (Case(2, 72, 7, 7, 136, 1, 1), "fprop"),
+             (Case(2, 24, 7, 9, 40, 3, 3, padding=(1, 1)), "dgrad")],
+            6,
+            settings_of(FP16, shape=(0, 2, 3, 9, 10), direct=(0,), shift=(0,)),
+            layouts=("contiguous", "channels_last"),
+        ),
     ],
     "wgmma": [
         Runs(WGMMA_SHIM_CASES, 1, WGMMA_SETTINGS),

@@ -186,7 +186,7 @@ static void check_w_and_workspace(const Grouped& of, const Plan& plan, const Add
   const Grouped copy = of_copy(of);
   const int64_t (&stride)[4] = copy.in_stride;
   const int64_t last = (of.N - 1) * stride[0] + (of.H - 1) * stride[2] + (of.W - 1) * stride[3];
-  CHECK(plan.packed && copy.all_in == channels && copied_bytes(of, plan) >= 2 * (last + channels));
+  CHECK((plan.packed || of.all_in % 8 == 0) && copy.all_in == channels && copied_bytes(of, plan) >= 2 * (last + channels));
   CHECK(copied_bytes(of, plan) <= int64_t{512} << 20);
 }
 
@@ -218,6 +218,8 @@ static bool check_plans(const Problem& problem, Operator op, const Addresses& at
     NOTE_VALUES(plan.shape.slots, 64, 128, 192, 208, 224, 232, 256);
     NOTE_VALUES(plan.splits, 1, 2, 4, 8);
     NOTE_VALUES(plan.out_vector, 1, 2, 4, 8);
+    NOTE(plan.direct && plan.transposed);
+    NOTE(plan.copied && plan.transposed);
     NOTE(plan.direct && plan.splits > 1);
     NOTE(plan.windows && of.stride_h == 2);
     NOTE(!plan.planes && plan.copied);
