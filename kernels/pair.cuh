@@ -11,13 +11,12 @@ namespace hopper {
 // The blocks of a pair meet: before the first use of the other one's barriers, and before either ends.
 __device__ __forceinline__ void pair_sync() { cluster_sync(); }
 
-// Arrives at the mbarrier of block `rank`, after reads of a slot. It releases no writes to the other block: at the
-// scope of a cluster that would take a fence of all memory.
+// Arrives at the mbarrier of block `rank`.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
       "r"(rank)
       : "memory");
 #endif

@@ -252,7 +252,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     for (int step = job.first_step; step < job.last_step; ++step, turn ^= 1, ring.next(plan.stages)) {
       if (kByTurns && turn != warpgroup) continue;
       hopper::barrier_wait(shared.full(ring.slot), ring.parity);
-      const uint32_t stage = hopper::of_own_block(shared.base) + ring.slot * plan.stage_bytes;
+      const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
       const uint32_t a = hopper::descriptor(stage + (kByTurns ? 0 : warpgroup * kBlockBytes), kBlockBytes);
       const uint32_t b = hopper::descriptor(stage + CHANNELS / 64 * kBlockBytes, kBlockBytes);
       hopper::wgmma_fence();
