@@ -45,9 +45,6 @@
 // Where there are fewer tiles than SMs, clusters of 2, 4 or 8 blocks split the reduction of each tile. Every block
 // leaves its sums in shared memory, then adds those of all blocks, in a fixed order, for a share of the tile.
 //
-// With columns and direct tiles two blocks with neighbouring output channels are a pair (pair.cuh), where tiles of
-// these are even in number: each stage of x comes once for both, by either in turn.
-//
 // Tile 0 holds the last pixels, because the preceding kernel wrote them last and the L2 cache still has them.
 // Neighbouring blocks have tiles of the same pixels, hence x comes from memory once.
 //
@@ -69,13 +66,13 @@
 #endif
 
 #include "channels_last.cuh"
+#include "cluster.cuh"
 #include "columns.cuh"
 #include "contained.cuh"
 #include "correlation.cuh"
 #include "divisor.cuh"
 #include "im2col_map.cuh"
 #include "numerics.cuh"
-#include "pair.cuh"
 #include "out_phases.cuh"
 #include "problem.cuh"
 #include "ptx.cuh"
@@ -161,7 +158,6 @@ struct Plan {
   bool contained;                       // operands are scaled fp16 copies of fp32 tensors, y is fp32
   int out_vector;                       // by_threads: outputs per store
   int splits;                           // blocks of a cluster, each with a part of the reduction of one tile
-  bool paired;                          // blocks, by two: of the same pixels of x and neighbouring output channels
   int tile_lines, tile_columns, pitch;  // columns, direct: one line of shape.slots columns
   int loads;                            // stages of x per block of input channels
   int box_rows, box_columns;            // of a stage in shared memory
@@ -381,7 +377,6 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
   const bool is_ready = !CONTAINED && plan.packed && !plan.copied;
   if (!is_ready && !wait_for_operands<CONTAINED>(params)) return;
   RingPosition ring;
-  bool own_turn = blockIdx.x % 2 == 0;  // of a pair
 #pragma unroll 1
   for (int number = tiles.first; number < plan.tiles; number += tiles.step) {
     const Tile tile = locate_tile(params, number);
@@ -409,19 +404,12 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
         for (int first = 0; first < plan.shape.slots; first += kBlockPixels) {
           const int block = (tile.q + first) / kBlockPixels, image = quotient(block, params.by_blocks);
           const int pixel = (block - image * static_cast<int>(params.by_blocks.divisor)) * kBlockPixels;
-          if (!SPLIT && plan.paired)
-            hopper::load_box_for_both(own_turn, params.in_map, to + first * kSlotBytes, pixel, c, image, 0, full);
-          else
-            hopper::load_box(params.in_map, to + first * kSlotBytes, pixel, c, image, 0, full);
+          hopper::load_box(params.in_map, to + first * kSlotBytes, pixel, c, image, 0, full);
         }
-      } else if (plan.windows) {
+      } else if (plan.windows)
         hopper::load_box(params.in_map, to, c, w + load.column, h + load.row, n, full);
-      } else if (!SPLIT && plan.paired) {
-        hopper::load_columns_for_both(own_turn, params.in_map, to, c, w, h, n, load.column, load.row, full);
-      } else {
+      else
         hopper::load_columns(params.in_map, to, c, w, h, n, load.column, load.row, full);
-      }
-      own_turn = !own_turn;
       ring.next(plan.x_stages);
     }
   }
@@ -471,11 +459,10 @@ __device__ __forceinline__ void multiplying_sync() { hopper::named_barrier(3, kM
 struct Given {
   int x = -1, w = -1;
 
-  __device__ __forceinline__ void give_back(const Shared& shared, bool paired) const {
-    const int lane = threadIdx.x % 32;
-    if (lane == 0 && w >= 0) hopper::barrier_arrive(shared.w_empty(w));
-    if (paired && lane < 2 && x >= 0) hopper::barrier_arrive_at(shared.x_empty(x), lane);
-    if (!paired && lane == 0 && x >= 0) hopper::barrier_arrive(shared.x_empty(x));
+  __device__ __forceinline__ void give_back(const Shared& shared) const {
+    if (threadIdx.x % 32 != 0) return;
+    if (w >= 0) hopper::barrier_arrive(shared.w_empty(w));
+    if (x >= 0) hopper::barrier_arrive(shared.x_empty(x));
   }
 };
 
@@ -525,7 +512,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
       hopper::wgmma_commit();
       keep = true;
       hopper::wgmma_wait<1>();
-      before.give_back(shared, plan.paired);
+      before.give_back(shared);
       before.w = w.slot;
       before.x = t + 1 == load.taps ? x.slot : -1;
       w.next(plan.w_stages);
@@ -536,7 +523,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   hopper::wgmma_wait<0>();
 #pragma unroll
   for (auto& sums : acc) hopper::wgmma_settle(sums);
-  before.give_back(shared, plan.paired);
+  before.give_back(shared);
 }
 
 // Offset of 8 channels (a piece) of a staged output, in the 128-byte swizzle that the TMA store expects.
@@ -1056,7 +1043,7 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
 #pragma unroll 1
     for (int stage = 0; stage < kMostStages; ++stage) {
       hopper::barrier_init(shared.x_full(stage), 1);
-      hopper::barrier_init(shared.x_empty(stage), plan.paired ? 2 * givers : givers);
+      hopper::barrier_init(shared.x_empty(stage), givers);
       hopper::barrier_init(shared.w_full(stage), 1);
       hopper::barrier_init(shared.w_empty(stage), givers);
     }
@@ -1064,7 +1051,6 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
     hopper::fence_async();  // makes the barriers visible to TMA, which arrives at them
   }
   __syncthreads();  // barriers are initialised
-  if (!SPLIT && plan.paired) hopper::pair_sync();
   if (warp >= kOrdersX) {
     hopper::registers_give_back<kOrderingRegisters>();
     if (lane == 0) {
@@ -1083,8 +1069,6 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
                                                                                          modelnew_tma_smem);
   }
   if (SPLIT) hopper::cluster_leave();  // no other block reads this block's sums after this
-  __syncwarp();
-  if (!SPLIT && plan.paired) hopper::pair_sync();
 #endif
 }
 
@@ -1214,8 +1198,7 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const double taps = static_cast<double>(of.R) * of.S, turns = static_cast<double>(ceil_div(plan.tiles, sms));
   const double products = outputs * kBlockChannels / 2048.0;
   const double loaded =
-      static_cast<double>(plan.x_steps) * plan.phases / plan.w_steps * plan.x_bytes * (plan.paired ? 0.5 : 1) +
-      plan.w_stage_bytes;
+      static_cast<double>(plan.x_steps) * plan.phases / plan.w_steps * plan.x_bytes + plan.w_stage_bytes;
   const double step = std::max({costs.product_factor * products + (shape.together ? kStepTogetherCycles : kStepCycles),
                                 loaded / (plan.windows ? costs.windows_bytes : kColumnsBytes), costs.least_step}) +
                       (outputs > 192 * 128 ? kStepOfLargestCycles : 0);
@@ -1297,8 +1280,7 @@ inline bool finish(const Grouped& of, int sms, Plan& plan) {
   if (blocks_c * taps >= 1 << 24 || !count_tiles(of, plan)) return false;
   plan.x_steps = static_cast<int>(blocks_c * plan.loads);
   plan.w_steps = static_cast<int>(blocks_c * taps);
-  plan.paired = plan.splits == 1 && !plan.windows && of.groups == 1 && plan.tiles_k % 2 == 0 && sms >= 2;
-  plan.blocks = std::min(plan.tiles, plan.paired ? sms / 2 * 2 : sms);
+  plan.blocks = std::min(plan.tiles, sms);
   if (plan.splits > 1) {
     // One wave of clusters only. Those of 4 and 8 blocks do not reach every SM (docs/lab/tma.md).
     const int room = plan.splits > 2 ? sms * 10 / 11 : sms;
@@ -1812,8 +1794,8 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
     const Plan& plan = params.plan;
     const cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
-    return hopper::launch_early_in_clusters(kernel, static_cast<unsigned>(plan.blocks), plan.paired ? 2 : plan.splits,
-                                            kThreads, plan.smem_bytes, stream, params);
+    return hopper::launch_early_in_clusters(kernel, static_cast<unsigned>(plan.blocks), plan.splits, kThreads,
+                                            plan.smem_bytes, stream, params);
   }
 }
 

@@ -38,9 +38,7 @@ static void check_numbers(const Grouped& of, const Plan& plan, int sms) {
   for (int i = 0; i < plan.phases; ++i) taps += out_phase(of, i).taps();
   CHECK(plan.x_steps == blocks_c * plan.loads && plan.w_steps == blocks_c * taps);
   CHECK(taps == of.R * of.S || of.P < of.up_h || of.Q < of.up_w);
-  CHECK(!plan.paired || (plan.splits == 1 && of.groups == 1 && plan.tiles_k % 2 == 0 && plan.blocks % 2 == 0));
-  const int room = plan.paired ? sms / 2 * 2 : sms;
-  CHECK(plan.blocks == (plan.splits == 1 ? std::min(plan.tiles, room) : plan.tiles * plan.splits));
+  CHECK(plan.blocks == (plan.splits == 1 ? std::min(plan.tiles, sms) : plan.tiles * plan.splits));
   int next = 0;
   for (int part = 0; part < plan.splits; ++part) {
     const Share share = share_of(plan, part);
@@ -222,7 +220,6 @@ static bool check_plans(const Problem& problem, Operator op, const Addresses& at
     NOTE_VALUES(plan.out_vector, 1, 2, 4, 8);
     NOTE(plan.direct && plan.transposed);
     NOTE(plan.copied && plan.transposed);
-    NOTE(plan.paired);
     NOTE(plan.direct && plan.splits > 1);
     NOTE(plan.windows && of.stride_h == 2);
     NOTE(!plan.planes && plan.copied);
