@@ -31,9 +31,6 @@
 //               | ring of stages | --> wgmma --> registers --> sums of a part
 //   x  --TMA--> +----------------+     full, empty: one mbarrier each per stage
 //
-// Where tiles of output channels are even in number, two blocks with neighbouring ones are a pair (pair.cuh): each
-// block of columns of x comes once for both, by either in turn.
-//
 // A sum is split after kMostChained pixels, because the tensor core truncates when it adds.
 //
 // Bound by the largest of multiplying, loading stages from the L2 cache and reading memory, as the estimate has it; no
@@ -52,7 +49,6 @@
 #include "divisor.cuh"
 #include "im2col_map.cuh"
 #include "numerics.cuh"
-#include "pair.cuh"
 #include "problem.cuh"
 #include "ptx.cuh"
 #include "ring.cuh"
@@ -80,7 +76,6 @@ constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 struct Plan {
   bool copies_x, copies_dy;
   bool planes;   // NCHW, in place
-  bool paired;   // blocks, by two: of the same pixels of x and neighbouring output channels
   int channels;  // of a tile: 128, or 64 of which warpgroups have sums of their own
   int blocks;    // of columns of a tile
   int blocks_c;  // of all input channels
@@ -144,7 +139,6 @@ template <int CHANNELS, int BLOCKS, bool PLANES>
 __device__ __forceinline__ void order_boxes(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
   hopper::wait_for_prerequisites();
-  const bool paired = plan.paired;
   RingPosition ring;
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
@@ -179,18 +173,11 @@ __device__ __forceinline__ void order_boxes(const Params& params, const Shared& 
 #pragma unroll
       for (int i = 0; i < BLOCKS; ++i) {
         const uint32_t block = to + (CHANNELS / 64 + i) * kBlockBytes;
-        const int w = q * params.stride_w - params.pad_w, h = p * params.stride_h - params.pad_h;
-        const bool own_turn = (step + i + static_cast<int>(blockIdx.x)) % 2 == 0;
-        if constexpr (PLANES) {
-          if (paired)
-            hopper::load_box_for_both(own_turn, params.x_map, block, q, channel[i], n, 0, full);
-          else
-            hopper::load_box(params.x_map, block, q, channel[i], n, 0, full);
-        } else if (paired) {
-          hopper::load_columns_for_both(own_turn, params.x_map, block, channel[i], w, h, n, move_w[i], move_h[i], full);
-        } else {
-          hopper::load_columns(params.x_map, block, channel[i], w, h, n, move_w[i], move_h[i], full);
-        }
+        if constexpr (PLANES)
+          hopper::load_box(params.x_map, block, q, channel[i], n, 0, full);
+        else
+          hopper::load_columns(params.x_map, block, channel[i], q * params.stride_w - params.pad_w,
+                               p * params.stride_h - params.pad_h, n, move_w[i], move_h[i], full);
       }
       ring.next(plan.stages);
     }
@@ -240,11 +227,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     float acc[kColumns / 2];
     int before = -1;  // the stage that the preceding wgmma group reads; released once only the next one is pending
     const auto give_back = [&] {
-      if (before < 0 || lane > 1) return;
-      if (plan.paired)
-        hopper::barrier_arrive_at(shared.empty(before), lane);
-      else if (lane == 0)
-        hopper::barrier_arrive(shared.empty(before));
+      if (before >= 0 && lane == 0) hopper::barrier_arrive(shared.empty(before));
     };
     bool keep = false;
     hopper::wgmma_start(acc);
@@ -302,8 +285,7 @@ __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_con
 #pragma unroll 1
     for (int stage = 0; stage < plan.stages; ++stage) {
       hopper::barrier_init(shared.full(stage), 1);
-      // Warps that give it back.
-      hopper::barrier_init(shared.empty(stage), (CHANNELS == 64 ? 4 : 8) * (plan.paired ? 2 : 1));
+      hopper::barrier_init(shared.empty(stage), CHANNELS == 64 ? 4 : 8);  // warps that give it back
     }
     hopper::fence_async();  // makes the barriers visible to TMA, which arrives at them
   }
@@ -312,7 +294,6 @@ __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_con
     hopper::prefetch_map(params.dy_map);
   }
   __syncthreads();  // barriers are there
-  if (plan.paired) hopper::pair_sync();
   if (warp >= kMultiplyingThreads / 32) {
     hopper::registers_give_back<kOrderingRegisters>();
     if (warp == kMultiplyingThreads / 32 && lane == 0) order_boxes<CHANNELS, BLOCKS, PLANES>(params, shared);
@@ -321,8 +302,6 @@ __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_con
     multiply<Stored, CHANNELS, BLOCKS, PLANES>(params, shared);
     if (params.dw_ptr == nullptr) hopper::launch_dependents();  // else the call ends here
   }
-  __syncwarp();
-  if (plan.paired) hopper::pair_sync();
 #endif
 }
 
@@ -392,9 +371,8 @@ inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
 
 inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double products = plan.channels * plan.blocks * 64.0 * kStagePixels / 2048;
-  const double loaded = plan.stage_bytes - (plan.paired ? 0.5 : 0) * plan.blocks * kBlockBytes;
   const double step = std::max(kProductFactor * products + kStepCycles,
-                               loaded / kBoxBytes[plan.channels == 128][plan.blocks - 1]);
+                               plan.stage_bytes / kBoxBytes[plan.channels == 128][plan.blocks - 1]);
   const double turns = static_cast<double>(ceil_div(plan.jobs, sms));
   const double multiplied =
       turns * (ceil_div(plan.steps, plan.parts) * step + kJobCycles + kJobColumnCycles * plan.blocks * kBlockChannels);
@@ -462,8 +440,7 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
         plan.parts = static_cast<int>(parts);
         if (sum_bytes(plan) > kMostSumBytes) break;
         plan.jobs = static_cast<int>(tiles * parts);
-        plan.paired = plan.tiles_k % 2 == 0 && sms >= 2;
-        plan.grid = std::min(plan.jobs, plan.paired ? sms / 2 * 2 : sms);
+        plan.grid = std::min(plan.jobs, sms);
         plan.cycles = estimate(problem, sms, plan);
         if (found && plan.cycles >= best.cycles) continue;
         best = plan;
@@ -573,8 +550,7 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
     const Plan& plan = params.plan;
     cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
-    return hopper::launch_early_in_clusters(kernel, static_cast<unsigned>(plan.grid), plan.paired ? 2 : 1, kThreads,
-                                            plan.smem_bytes, stream, params);
+    return hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), kThreads, plan.smem_bytes, stream, params);
   }
 }
 

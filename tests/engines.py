@@ -217,10 +217,7 @@ class Planner(Engine):
 
 
 # Headers that a Kernels' `hopper` takes the place of, besides ptx.cuh.
-STOOD_IN_FOR = tuple(
-    f"{name}.cuh"
-    for name in ("async_copy", "cluster", "im2col_map", "pair", "tensor_map", "wgmma", "wgmma_forms")
-)
+STOOD_IN_FOR = ("async_copy.cuh", "cluster.cuh", "im2col_map.cuh", "tensor_map.cuh", "wgmma.cuh", "wgmma_forms.cuh")
 
 
 @dataclasses.dataclass(frozen=True)

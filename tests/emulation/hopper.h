@@ -287,12 +287,6 @@ inline void cluster_sync() {
   simt::attend_cluster();
 }
 inline void cluster_leave() { simt::attend_cluster(); }
-// Blocks of a pair run one after another: each loads what is for both, and arrives for the other one.
-inline void pair_sync() {}
-inline void barrier_arrive_at(uint32_t barrier, int rank) {
-  if (static_cast<unsigned>(rank) >= simt::of_cluster) simt::complain("a block of another cluster");
-  simt::arrive(barrier);
-}
 inline float4 load_cluster_4(uint32_t address, int rank) {
   simt::check_shared(address, 16);
   const unsigned block = blockIdx.x / simt::of_cluster * simt::of_cluster + rank;
@@ -473,14 +467,6 @@ inline void load_columns(const BoxMap& map, uint32_t to, int i, int j, int k, in
     ++l;
   }
   simt::bulk_copy(to, std::move(loaded), barrier);
-}
-template <typename... Arguments>
-void load_box_for_both(bool, const Arguments&... arguments) {
-  load_box(arguments...);
-}
-template <typename... Arguments>
-void load_columns_for_both(bool, const Arguments&... arguments) {
-  load_columns(arguments...);
 }
 template <bool LEAVES_FIRST = true>
 void store_box(const BoxMap& map, const void* from, int i, int j, int k, int l) {

@@ -18,8 +18,7 @@ static void check_numbers(const Problem& problem, const Plan& plan, int sms) {
   const int64_t images = plan.planes ? problem.N : 1;
   CHECK(plan.steps % images == 0 && covers(plan.steps / images, 64, problem.N / images * problem.P * problem.Q));
   CHECK(plan.parts >= 1 && plan.jobs == int64_t{plan.tiles_k} * plan.tiles_e * plan.parts);
-  CHECK(plan.paired == (plan.tiles_k % 2 == 0) && (!plan.paired || plan.grid % 2 == 0));
-  CHECK(plan.grid == std::min(plan.jobs, plan.paired ? sms / 2 * 2 : sms) && plan.cycles > 0);
+  CHECK(plan.grid == std::min(plan.jobs, sms) && plan.cycles > 0);
 }
 
 // Each tile of each part is one job's, the parts have each pixel once, no chain of sums is too long, and all sums find
@@ -92,7 +91,6 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
     NOTE(plan.channels == 64);
     NOTE(plan.copies_x != plan.copies_dy);
     NOTE(plan.planes);
-    NOTE(plan.paired);
     NOTE(stores_weights(p, plan));
     NOTE(plan.jobs > plan.grid);
     NOTE(int64_t{plan.steps} * 64 > most - most / 8);  // nearly the longest chains
