@@ -1761,7 +1761,7 @@ inline cudaError_t make_w_map(const void* w_ptr, Params& params) {
   const uint64_t tap_strides[2] = {step_bytes(plan.packed ? row : of.w_stride_s, of.S),
                                    step_bytes(plan.packed ? row * of.S : of.w_stride_r, of.R)};
   if (plan.transposed) {
-    const uint64_t sizes[4] = {K, C, S, R};
+    const uint64_t sizes[4] = {K, static_cast<uint64_t>(of.in_channels), S, R};  // rows beyond them may hold anything
     const uint64_t strides[3] = {step_bytes(of.w_stride_in, of.in_channels), tap_strides[0], tap_strides[1]};
     const uint32_t box[4] = {kRowChannels, kBlockChannels, 1, 1};
     return hopper::make_box_map(hopper::BoxUse::kLoadRows, w_ptr, 2, sizes, strides, box, params.w_map);
