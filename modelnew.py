@@ -2062,8 +2062,8 @@ def _one_text(files: set[str]) -> str:
             parts.append(_stand_ins(files))
         text = re.sub(r'^#(pragma once|include ".*")\n', "", _sources[file], flags=re.MULTILINE)
         # A bundle explains nothing.
-        text = re.sub(r"^inline void describe\(.*?^}\n\n", "", text, flags=re.MULTILINE | re.DOTALL)
-        text = re.sub(r"\b\w+::describe\b", "nullptr", text)
+        text = re.sub(r"^inline void describe\(const Problem.*?^}\n\n", "", text, flags=re.MULTILINE | re.DOTALL)
+        text = re.sub(r"\b\w+::describe\b(?=[,}])", "nullptr", text)
         parts.append(f"// ---- kernels/{file} ----\n\n{text}")
     return "\n".join(filter(None, parts))
 

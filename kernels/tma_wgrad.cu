@@ -1,6 +1,6 @@
 // tma_wgrad engine: the weight gradient of 16-bit tensors on Hopper's tensor cores (wgmma). The Tensor Memory
 // Accelerator (TMA) brings both operands to shared memory; no thread touches x or dy. One group; tensors
-// in channels_last, to which those in NCHW are copied first, except for 1x1 filters. Deterministic: sums are added in a
+// in channels_last, to which those in NCHW are copied first, unless filters are 1x1. Deterministic: sums are added in a
 // fixed order.
 //
 //   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]

@@ -4,6 +4,10 @@
 // too. Deterministic: the order of additions, of doubles, is fixed.
 #pragma once
 
+#if !defined(__CUDACC_RTC__)
+#include <algorithm>
+#endif
+
 #include "divisor.cuh"
 #include "numerics.cuh"
 #include "problem.cuh"
@@ -13,8 +17,7 @@ namespace modelnew {
 namespace hopper {
 
 constexpr int kAddThreads = 256, kMostAddChannels = 64, kMostAddSums = 4096;  // of a block
-[[maybe_unused]] constexpr int kFewBlocks = 512;                              // they leave memory idle
-constexpr int kAddQuads = 2;  // of a thread at a time
+constexpr int kAddQuads = 2, kFewBlocks = 512;  // of a thread at a time; so many leave memory idle
 
 struct WeightSums {
   const float* sums_ptr;  // [part][output channel][tap][input channel]
@@ -64,8 +67,7 @@ __device__ __forceinline__ void add_parts(const WeightSums& params, int first, i
 template <typename Stored>
 __global__ void __launch_bounds__(kAddThreads, 4) weight_sums_kernel(const __grid_constant__ WeightSums params) {
   extern __shared__ __align__(16) uint8_t modelnew_weight_sums_smem[];
-  const int of_k = params.taps * params.channels;
-  const int pitch = params.channels + 4;  // it lets threads meet other banks
+  const int of_k = params.taps * params.channels, pitch = params.channels + 4;  // lets threads meet other banks
   float* const sums = reinterpret_cast<float*>(modelnew_weight_sums_smem);  // [output channel][tap][channel]
   double* const shares = reinterpret_cast<double*>(sums + params.block_k * params.taps * pitch);  // [thread][4]
   const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
@@ -144,16 +146,15 @@ template <typename Stored>
 cudaError_t add_weights(const Problem& problem, const Problem& planned, int fold_h, int fold_w, WeightSums add,
                         int rows, cudaStream_t stream) {
   const int group_k = problem.K / problem.groups;
+  add.K = problem.K, add.R = problem.R, add.own_S = problem.S;
   add.part = add.row * problem.groups * rows;
-  add.group_padding = rows - group_k;
-  add.by_group_k = make_divisor(group_k);
+  add.group_padding = rows - group_k, add.by_group_k = make_divisor(group_k);
   std::copy_n(problem.w_stride, 4, add.w_stride);
   add.C = planned.C / planned.groups, add.S = planned.S, add.taps = planned.R * planned.S;
   for (add.channels = kMostAddChannels; add.channels > 4; add.channels /= 2)
     if (add.channels * add.taps <= kMostAddSums &&
         (add.channels <= 16 || problem.K * ceil_div(add.C, add.channels) >= kFewBlocks))
       break;
-  add.K = problem.K;
   const int64_t of_k = int64_t{add.taps} * add.channels;
   add.block_k = static_cast<int>(std::clamp<int64_t>(4 * kAddQuads * kAddThreads / of_k, 1,
                                                      std::max(1, problem.K * add.C / add.channels / kFewBlocks)));
@@ -162,7 +163,6 @@ cudaError_t add_weights(const Problem& problem, const Problem& planned, int fold
   add.by_of_k = make_divisor(of_k), add.by_channels = make_divisor(add.channels);
   add.by_blocks_c = make_divisor(ceil_div(add.C, add.channels)), add.by_quads = make_divisor(quads);
   add.by_taps = make_divisor(add.taps), add.by_s = make_divisor(planned.S);
-  add.R = problem.R, add.own_S = problem.S;
   add.by_fold_h = make_divisor(std::max(fold_h, 1)), add.by_fold_w = make_divisor(std::max(fold_w, 1));
   const auto fours = [](int64_t step, int size) { return size == 1 || step % 4 == 0; };
   const int64_t (&w)[4] = add.w_stride;

@@ -426,6 +426,13 @@ EXACT = [
     ("tma_wgrad", TMA_EIGHTS, WITH_WEIGHTS | of_names({"channels_last": LAST}, "x", ("dy",)), HALVES),
     # Planes are copied: those that begin anywhere, one image or channel for all.
     ("tma_wgrad", TMA_UNGROUPED, of_names(SHIFTS, "x", ("dy",)) | of_names(ONE_FOR_ALL, "x"), HALVES),
+    # Planes in place, where 1x1 filters read them whole and they begin at multiples of 16 bytes.
+    (
+        "tma_wgrad",
+        [Case(3, 72, 8, 17, 136, 1, 1), Case(40, 200, 28, 28, 70, 1, 1)],
+        WITH_WEIGHTS | of_names(SHIFTS, "x") | of_names(ONE_FOR_ALL, "x"),
+        HALVES,
+    ),
     ("stem", STEM_CASES, XW_VIEWS, STEM_CONTRACTS),
     ("pointwise", POINTWISE_CASES, XW_VIEWS | of_names(SHIFTS, "x") | {"in wider ones": WIDER}, [FP32, TF32]),
     ("wgmma", WGMMA_CASES, {"contiguous": {}}, WGMMA_TYPES),
@@ -465,6 +472,23 @@ def test_gpu_exact(engine, cases, view, changes, dtype, tf32):
             del tensors["bias"]
             check_exact(case, forced(engine, case, tensors, tf32, {"fprop"}), tensors)
         assert all(margins_intact(tensor) for tensor in plain.values())
+
+
+SINGLE_PIXELS = [
+    Case(5, 33, 1, 1, 19, 1, 1), Case(128, 96, 1, 1, 240, 1, 1), Case(3, 8, 1, 1, 16, 1, 1, stride=(2, 3)),
+    Case(40, 48, 1, 1, 64, 1, 1, groups=4), Case(9, 24, 1, 1, 24, 1, 1, groups=24),
+    Case(7, 16, 1, 1, 8, 3, 3, padding=(1, 1)),
+]  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize("case", SINGLE_PIXELS, ids=str)
+@pytest.mark.parametrize("changes", [{}, {"x": ONE_FOR_ALL["one image"]}, {"dy": ONE_FOR_ALL["one channel"]}])
+@pytest.mark.parametrize("dtype, tf32", [FP32, *ALL_TYPES, (torch.float64, True)], ids=named_or_text)
+def test_gpu_images_of_one_pixel(case, changes, dtype, tf32):
+    """They are a row of pixels to the engines, whatever lies between them."""
+    tensors = changed(make_tensors(case, dtype, integers, "cuda"), changes)
+    check_exact(case, computed(None, case, tensors, tf32, {"fprop", "dgrad", "wgrad", "bgrad"}), tensors)
 
 
 FILLS_16 = {dtype: [fill for of, fill in STEM_16_BIT_FILLS if of == dtype] for dtype, _ in HALVES}
