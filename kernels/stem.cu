@@ -1,5 +1,6 @@
 // stem engine: few input channels on Hopper's tensor cores, for fp32, fp16 and bf16 tensors: the first layer of a
-// network. One launch, no workspace. Deterministic: one sum an output, in one order.
+// network, and the input gradient of 1x1 filters to few channels, as networks end with that segment images. One launch,
+// no workspace. Deterministic: one sum an output, in one order.
 //
 // GEMM view: rows = output pixels, columns = output channels, reduction = (channel, r, quad, term). A quad is four
 // neighbouring taps of a row of the filter; the last one of a row is filled up with zero weights. Channels that are
@@ -919,10 +920,15 @@ inline bool make_plan(const Correlation& of, const Format& format, const Device&
 
 // Null, or why not. Without a GPU: the sizes alone decide.
 inline const char* refusal_of_problem(const Problem& problem, Operator op) {
-  if (op != Operator::kFprop) return "it computes outputs only";
+  if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
+  // A filter of several taps is flipped.
+  const bool points = problem.R == 1 && problem.S == 1 && problem.pad_h == 0 && problem.pad_w == 0;
+  if (op == Operator::kDgrad && (!points || has_stride(problem)))
+    return "it computes input gradients of 1x1 filters without a stride or padding only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
   if (problem.groups != 1) return "it takes one group only";
-  if (problem.C > kMostChannels) return "it takes up to 7 input channels only";
+  if ((op == Operator::kDgrad ? problem.K : problem.C) > kMostChannels)
+    return "it takes up to 7 input channels only, or output channels in an input gradient";
   return nullptr;
 }
 
@@ -978,11 +984,13 @@ constexpr double kFarSlower = 2;
 
 inline const char* yields(const Problem& problem, Operator op) {
   if (direct_has_points(problem, op)) return "direct is faster with 1x1 filters to few channels, as it reads x once";
-  if (problem.K <= 4) return "mma or direct may be faster with few output channels";
-  if (problem.C == 1 && problem.K <= 16) return "depthwise is faster with few channels out of one";
+  const int in_channels = op == Operator::kDgrad ? problem.K : problem.C;
+  const int out_channels = op == Operator::kDgrad ? problem.C : problem.K;
+  if (out_channels <= 4) return "mma or direct may be faster with few output channels";
+  if (in_channels == 1 && out_channels <= 16) return "depthwise is faster with few channels out of one";
   if (problem.dtype != DType::kFloat32)
     return multiply_adds(problem) <= kFewMultiplyAdds ? "direct may be faster with few multiply-adds" : nullptr;
-  if (problem.N * problem.K * problem.P * problem.Q <= kFewOutputs) return "mma is faster with few outputs";
+  if (problem.N * out_channels * problem.P * problem.Q <= kFewOutputs) return "mma is faster with few outputs";
   if (kMmaEngine.refusal(problem, op) == nullptr && cycles(problem, op) > kFarSlower * kMmaEngine.cycles(problem, op))
     return "mma is faster with filters that fill shared memory";
   return nullptr;
@@ -1082,11 +1090,11 @@ inline cudaError_t run(DType dtype, bool exact, Params& params, cudaStream_t str
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
   Params params{};
-  params.in_ptr = pointers.x;
+  params.in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
   params.w_ptr = pointers.w;
-  params.bias_ptr = pointers.bias;
+  params.bias_ptr = op == Operator::kDgrad ? nullptr : pointers.bias;
   params.out_ptr = pointers.out;
-  const Alignment address{reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.out)};
+  const Alignment address{reinterpret_cast<uint64_t>(params.in_ptr), reinterpret_cast<uint64_t>(pointers.out)};
   const Planned& planned = plan_of(problem, op, address);
   if (!planned.found) return cudaErrorInvalidConfiguration;
   params.of = planned.of;

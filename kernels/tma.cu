@@ -1593,7 +1593,9 @@ constexpr double kLeastWorkOfFew = 1 << 26;  // multiply-adds of dgrad from fewe
 // Why the engine defers to another one although it could compute the problem, or null. Measured in docs/lab/tma.md.
 inline const char* yields(const Problem& problem, Operator op) {
   // Copies of pixels with fewer than 8 channels are several times as large.
-  if (problem.C < 8 || (op == Operator::kDgrad && problem.K < 8 && multiply_adds(problem) < kLeastWorkOfFew))
+  const bool few = op == Operator::kDgrad && problem.K < 8;
+  if (problem.C < 8 || (few && multiply_adds(problem) < kLeastWorkOfFew) ||
+      (few && kStemEngine.refusal(problem, op) == nullptr))
     return "other engines are faster with fewer than 8 channels";
   if (problem.groups > 1 && (problem.C == problem.groups || problem.K == problem.groups))
     return "other engines are faster with one input or output channel per group";

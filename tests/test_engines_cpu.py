@@ -290,7 +290,12 @@ REFUSALS = {
         *((STEM_CASE, "fprop", {"capability": capability}, "Hopper") for capability in (0, 80, 89, 100, 120)),
         *((STEM_CASE, "fprop", {"dtype": dtype}, None) for dtype in DTYPES[1:3]),
         (STEM_CASE, "fprop", {"dtype": torch.float64}, "no float64"),
-        (STEM_CASE, "dgrad wgrad bgrad", {}, "outputs only"),
+        (STEM_CASE, "wgrad bgrad", {}, "outputs and input gradients only"),
+        (STEM_CASE, "dgrad", {}, "1x1 filters without a stride"),
+        (Case(2, 64, 9, 9, 7, 1, 1), "dgrad", {}, None),
+        (Case(2, 64, 9, 9, 8, 1, 1), "dgrad", {}, "7 input channels"),
+        (Case(2, 64, 9, 9, 2, 1, 1, padding=(0, 1)), "dgrad", {}, "stride or padding"),
+        (Case(2, 64, 9, 9, 2, 1, 1, stride=(1, 2)), "dgrad", {}, "stride or padding"),
         (WITHIN(STEM_CASE, C=7), "fprop", {}, None),
         (WITHIN(STEM_CASE, C=8), "fprop", {}, "7 input channels"),
         (WITHIN(STEM_CASE, C=6, groups=2), "fprop", {}, "one group only"),
@@ -667,7 +672,13 @@ EXACT_RUNS = {
         ),
     ],
     "stem": [
-        Runs(of_operator("fprop", STEM_SHIM_CASES), 8, STEM_SETTINGS, {"x_loads": {0, 1, 2}, "y_stores": {0, 1, 2}})
+        Runs(of_operator("fprop", STEM_SHIM_CASES), 8, STEM_SETTINGS, {"x_loads": {0, 1, 2}, "y_stores": {0, 1, 2}}),
+        Runs(
+            [(Case(2, 20, 7, 8, 2, 1, 1), "dgrad"), (Case(1, 64, 5, 16, 7, 1, 1), "dgrad")],
+            16,
+            settings_of(FP32, TF32, FP16, BF16, tile_k=(0, 64)),
+            {"x_loads": {1, 2}, "y_stores": {0, 1}},
+        ),
     ],
     "tma": [
         Runs(

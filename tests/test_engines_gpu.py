@@ -103,6 +103,7 @@ STEM_CASES = [
     Case(2, 2, 40, 513, 64, 3, 7, padding=(1, 3), dilation=(1, 2)),
     Case(300, 6, 2, 1, 100, 2, 3, padding=(0, 1)),
 ]
+STEM_GRADIENTS = [Case(2, 64, 57, 60, 2, 1, 1), Case(3, 33, 20, 24, 7, 1, 1), Case(300, 40, 4, 4, 1, 1, 1)]
 POINTWISE_CASES = [
     Case(N, C, H, W, K, 1, 1)
     for N, C, H, W, K in [
@@ -375,6 +376,8 @@ def operators_of(engine: str, case: Case) -> set[str]:
         return {"dgrad"} if engine in ("strided", "direct") else {"wgrad"}
     if engine == "gather" and case in GATHER_PHASES_OF_DX:
         return {"dgrad"}
+    if engine == "stem" and case in STEM_GRADIENTS:
+        return {"dgrad"}
     if engine == "dilated" and case in GPU_DILATED_WGRAD_CASES:
         return {"wgrad"}
     both = engine in ("wgmma", "dilated") or (engine in ("gather", "mma", "tma") and case.stride == (1, 1))
@@ -434,6 +437,7 @@ EXACT = [
         HALVES,
     ),
     ("stem", STEM_CASES, XW_VIEWS, STEM_CONTRACTS),
+    ("stem", STEM_GRADIENTS, ALL_LAYOUTS | of_names(SHIFTS, ("dy",)), STEM_CONTRACTS),
     ("pointwise", POINTWISE_CASES, XW_VIEWS | of_names(SHIFTS, "x") | {"in wider ones": WIDER}, [FP32, TF32]),
     ("wgmma", WGMMA_CASES, {"contiguous": {}}, WGMMA_TYPES),
     # The alignments that change how pixels are loaded: even rows of x at an odd address, besides strides of any kind.
@@ -501,6 +505,7 @@ ROUNDING = [
     ("direct", GPU_STEM_GRADIENTS, IN_LAYOUT, [FP32, *HALVES]),
     ("pointwise", POINTWISE_CASES, IN_LAYOUT, [FP32, TF32]),
     ("stem", STEM_CASES, IN_LAYOUT, STEM_CONTRACTS),
+    ("stem", STEM_GRADIENTS, IN_LAYOUT, STEM_CONTRACTS),
     ("strided", GPU_STRIDED_CASES, IN_LAYOUT, ALL_TYPES),
     ("tma", TMA_CASES, IN_LAYOUT, HALVES),
     ("hopper_wgrad", GPU_WGRAD_CASES, IN_LAYOUT, [*ALL_TYPES, FP32]),

@@ -15,8 +15,8 @@ extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, 
   Params params{};
   set_pointers(params, op, pointers);
   params.w_ptr = pointers[1];
-  params.of = correlation_of_problem(problem, Operator::kFprop);
-  const Alignment alignment{address(pointers[0]), address(pointers[4])};
+  params.of = correlation_of_problem(problem, static_cast<Operator>(op));
+  const Alignment alignment{address(params.in_ptr), address(pointers[4])};
   const Format format{element_bytes(problem.dtype), problem.dtype == DType::kFloat32 && !problem.tf32_allowed};
   if (!make_plan(params.of, format, Device{3}, alignment, params.plan, tile_k, tile_p, tile_q)) return -1;
   x_loads = params.plan.in_box ? 1 + params.plan.lines : 0, y_stores = static_cast<int>(params.plan.stores);

@@ -1,6 +1,6 @@
 #include "run.h"
 
-IDLE(kWgmmaEngine) IDLE(kGatherEngine) IDLE(kDirectEngine)
+IDLE(kWgmmaEngine) IDLE(kGatherEngine) IDLE(kDirectEngine) IDLE(kStemEngine)
 using namespace modelnew::tma;
 
 extern "C" {
