@@ -20,6 +20,7 @@
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
+#include <type_traits>
 
 #include "engines.cuh"
 #endif

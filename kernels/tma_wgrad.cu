@@ -38,6 +38,7 @@
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
+#include <type_traits>
 
 #include "device.cuh"
 #include "engines.cuh"

@@ -136,10 +136,6 @@ __global__ void __launch_bounds__(kAddThreads, 4) weight_sums_kernel(const __gri
   }
 }
 
-#endif  // device code
-
-#if !defined(__CUDACC_RTC__) && (defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION))
-
 // Adds `parts` sums of the weights of `planned`, [groups x rows][R*S][row_channels or more], and stores them as dw of
 // `problem`. The two differ by a fold: so many taps of a column and of a row are channels in the former.
 template <typename Stored>
@@ -177,7 +173,7 @@ cudaError_t add_weights(const Problem& problem, const Problem& planned, int fold
   return launch_early(weight_sums_kernel<Stored>, blocks, kAddThreads, bytes, stream, add);
 }
 
-#endif  // launcher
+#endif  // device code, launcher
 
 }  // namespace hopper
 }  // namespace modelnew
