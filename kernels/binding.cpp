@@ -146,9 +146,11 @@ void copy_strides(const at::Tensor& tensor, int64_t (&strides)[4]) {
 // of few.
 void join_single_pixels(Problem& p) {
   const bool single = p.H == 1 && p.W == 1 && p.P == 1 && p.Q == 1 && p.R == 1 && p.S == 1;
-  if (!single || p.pad_h != 0 || p.pad_w != 0 || p.N > std::numeric_limits<int>::max() / 4) return;
+  // A stride leaves nothing out here, but the contract's size rule knows of it.
+  const bool plain = p.pad_h == 0 && p.pad_w == 0 && p.stride_h == 1 && p.stride_w == 1;
+  if (!single || !plain || p.N > std::numeric_limits<int>::max() / 4) return;
   p.W = p.Q = static_cast<int>(p.N);
-  p.N = p.stride_w = 1;
+  p.N = 1;
   p.x_stride[3] = p.x_stride[0];
   p.y_stride[3] = p.y_stride[0];
 }

@@ -408,6 +408,7 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
   if (!in_place_dy && !can_copy(problem.y_stride, problem.N, problem.K, problem.P, problem.Q)) return false;
   if (!hopper::can_map(columns_of_x(problem))) return false;
   if (pixels >= int64_t{1} << 30 || taps * problem.C * problem.K >= int64_t{1} << 30) return false;
+  if (taps > hopper::kMostAddTaps) return false;
   bool found = false;
   for (int channels : {128, 64}) {
     for (int blocks = 1; blocks <= kMostBlocks; ++blocks) {
@@ -477,7 +478,7 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
   if (!plan_of(problem, Alignment{}).found)
     return "the pixels of an image of x and dy must be a step apart, TMA must be able to address "
-           "the filter's taps, and the partial sums must fit into 1 GB";
+           "the filter's taps, up to 7168, and the partial sums must fit into 1 GB";
   return nullptr;
 }
 

@@ -18,6 +18,7 @@ namespace hopper {
 
 constexpr int kAddThreads = 256, kMostAddChannels = 64, kMostAddSums = 4096;  // of a block
 constexpr int kAddQuads = 2, kFewBlocks = 512;  // of a thread at a time; so many leave memory idle
+constexpr int kMostAddTaps = 7168;              // of a filter: sums of four channels find room in shared memory
 
 struct WeightSums {
   const float* sums_ptr;  // [part][output channel][tap][input channel]
@@ -148,7 +149,7 @@ cudaError_t add_weights(const Problem& problem, const Problem& planned, int fold
   std::copy_n(problem.w_stride, 4, add.w_stride);
   add.C = planned.C / planned.groups, add.S = planned.S, add.taps = planned.R * planned.S;
   for (add.channels = kMostAddChannels; add.channels > 4; add.channels /= 2)
-    if (add.channels * add.taps <= kMostAddSums &&
+    if (add.row_channels % add.channels == 0 && add.channels * add.taps <= kMostAddSums &&
         (add.channels <= 16 || problem.K * ceil_div(add.C, add.channels) >= kFewBlocks))
       break;
   const int64_t of_k = int64_t{add.taps} * add.channels;
@@ -170,6 +171,8 @@ cudaError_t add_weights(const Problem& problem, const Problem& planned, int fold
   const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
   const size_t bytes = add.block_k * add.taps * (add.channels + 4) * sizeof(float) +
                        (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);
+  const cudaError_t error = allow_all_shared_memory(weight_sums_kernel<Stored>);  // for filters of many taps
+  if (error != cudaSuccess) return error;
   return launch_early(weight_sums_kernel<Stored>, blocks, kAddThreads, bytes, stream, add);
 }
 

@@ -67,7 +67,7 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   const bool alike = p.R == 1 && p.S == 1 && p.H == p.P && p.W == p.Q && p.pad_h == 0 && p.pad_w == 0;
   const bool planes = !(in_place_x && in_place_dy) && alike && p.P * p.Q % 8 == 0 &&
                       has_planes(p.x_stride, at.in, p.C) && has_planes(p.y_stride, at.w, p.K);
-  const bool may = (in_place_x || has_lines(p.x_stride, p.H, p.W)) &&
+  const bool may = int64_t{p.R} * p.S <= 7168 && (in_place_x || has_lines(p.x_stride, p.H, p.W)) &&
                    (in_place_dy || has_lines(p.y_stride, p.P, p.Q)) &&
                    are_columns(columns_of_dy(p), {{p.Q, p.Q, 1, 1, 0, 1}, {p.P, p.P, 1, 1, 0, 1}}) &&
                    are_columns(hopper::columns_of(of_x[0], of_x[1]), of_x);
