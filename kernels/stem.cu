@@ -1,6 +1,6 @@
 // stem engine: few input channels on Hopper's tensor cores, for fp32, fp16 and bf16 tensors: the first layer of a
-// network, and the input gradient of 1x1 filters to few channels, as networks end with that segment images. One launch,
-// no workspace. Deterministic: one sum an output, in one order.
+// network, and the input gradient of 1x1 filters with few output channels, the last layer of networks that segment
+// images. One launch, no workspace. Deterministic: one sum an output, in one order.
 //
 // GEMM view: rows = output pixels, columns = output channels, reduction = (channel, r, quad, term). A quad is four
 // neighbouring taps of a row of the filter; the last one of a row is filled up with zero weights. Channels that are

@@ -17,7 +17,7 @@ namespace modelnew {
 namespace hopper {
 
 constexpr int kAddThreads = 256, kMostAddChannels = 64, kMostAddSums = 4096;  // of a block
-constexpr int kAddQuads = 2, kFewBlocks = 512;  // of a thread at a time; so many leave memory idle
+constexpr int kAddQuads = 2, kFewBlocks = 512;  // of a thread at a time; fewer blocks leave memory idle
 constexpr int kMostAddTaps = 7168;              // of a filter: sums of four channels find room in shared memory
 
 struct WeightSums {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void add_parts(const WeightSums& params, int first, i
 template <typename Stored>
 __global__ void __launch_bounds__(kAddThreads, 4) weight_sums_kernel(const __grid_constant__ WeightSums params) {
   extern __shared__ __align__(16) uint8_t modelnew_weight_sums_smem[];
-  const int of_k = params.taps * params.channels, pitch = params.channels + 4;  // lets threads meet other banks
+  const int of_k = params.taps * params.channels, pitch = params.channels + 4;  // rows begin in other banks
   float* const sums = reinterpret_cast<float*>(modelnew_weight_sums_smem);  // [output channel][tap][channel]
   double* const shares = reinterpret_cast<double*>(sums + params.block_k * params.taps * pitch);  // [thread][4]
   const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
@@ -171,7 +171,8 @@ cudaError_t add_weights(const Problem& problem, const Problem& planned, int fold
   const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
   const size_t bytes = add.block_k * add.taps * (add.channels + 4) * sizeof(float) +
                        (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);
-  const cudaError_t error = allow_all_shared_memory(weight_sums_kernel<Stored>);  // for filters of many taps
+  // Filters of many taps need more than any kernel may have. Others save the host the call.
+  const cudaError_t error = bytes > 48 << 10 ? allow_all_shared_memory(weight_sums_kernel<Stored>) : cudaSuccess;
   if (error != cudaSuccess) return error;
   return launch_early(weight_sums_kernel<Stored>, blocks, kAddThreads, bytes, stream, add);
 }
