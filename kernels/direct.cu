@@ -22,6 +22,7 @@
 #include <cstdio>
 #include <type_traits>
 
+#include "device.cuh"
 #include "engines.cuh"
 #endif
 

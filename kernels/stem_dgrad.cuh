@@ -24,9 +24,14 @@ namespace modelnew {
 namespace direct {
 namespace stem_dgrad {
 
-constexpr int kThreads = 128, kFilters = 4;   // output channels of the convolution, of a stage
+constexpr int kThreads = 128, kFilters = 8;   // output channels of the convolution, of a stage
 constexpr int kLanes = 8, kColumns = 8;       // threads of a row of a tile; pixels of dx of each, side by side
 constexpr int kTileRows = kThreads / kLanes;  // of threads
+
+template <int VALUE>
+struct Constant {
+  static constexpr int value = VALUE;
+};
 
 // The taps of an axis at a stride, whose padding is ODD above a multiple of it.
 template <int TAPS, int STRIDE, int ODD>
@@ -48,7 +53,8 @@ struct Taps {
   }
   // Values of a row and of all rows of a channel of dy in shared memory.
   MODELNEW_HOST_DEVICE static constexpr int pitch() { return (kTileColumns + window() - 1 + 3) / 4 * 4; }
-  MODELNEW_HOST_DEVICE static constexpr int plane() { return (kTileRows + window() - 1) * pitch(); }
+  // Four planes are 16 banks more than a multiple of all: threads store two fours of a pixel at once.
+  MODELNEW_HOST_DEVICE static constexpr int plane() { return ((kTileRows + window() - 1) * pitch() + 3) / 8 * 8 + 4; }
   MODELNEW_HOST_DEVICE static constexpr int staged() { return kFilters * (plane() + TAPS * TAPS * 4); }
   // Bytes of shared memory of a block, with the totals of these channels of dx.
   static constexpr int bytes(int channels) {
@@ -69,7 +75,7 @@ struct Params {
   int first_p, first_q;  // what the window of block 0 begins with
   int tiles_h, tiles_w;
   bool channels_last, in_vectors;  // dx; its runs may be stored by 16 bytes
-  bool in_fours;                   // dy: the channels of a stage are neighbours, and may be loaded together
+  bool in_pieces;                  // dy: the channels of a stage are neighbours, and may be loaded by 16 bytes
   DType dtype;
 };
 
@@ -135,33 +141,35 @@ __global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 3 : 4)
     __syncthreads();  // the stage before has been read
     with_storage<float>(params.dtype, [&](auto tag) {
       using Storage = decltype(tag);
-      struct alignas(kFilters * sizeof(Storage)) Four {
-        Storage value[kFilters];
-      };
-      const auto stage = [&](auto in_fours) {
+      // In channels_last neighbouring threads load a pixel's pieces, whole sectors of memory.
+      const auto stage = [&](auto piece_channels) {
+        constexpr int kPiece = decltype(piece_channels)::value;
+        constexpr int kNeighbours = kPiece == 1 ? 1 : kFilters / kPiece, kEach = kPiece == 1 ? kFilters : 1;
+        struct alignas(kPiece * sizeof(Storage)) Piece {
+          Storage value[kPiece];
+        };
 #pragma unroll 2
-        for (int i = thread; i < kPlane; i += kThreads) {
-          const int p = params.first_p + first_i + i / kPitch, q = params.first_q + first_j + i % kPitch;
+        for (int i = thread; i < kNeighbours * kPlane; i += kThreads) {
+          const int pixel = i / kNeighbours, first = i % kNeighbours * kPiece;
+          const int p = params.first_p + first_i + pixel / kPitch, q = params.first_q + first_j + pixel % kPitch;
           const bool exists = is_within(p, params.P) && is_within(q, params.Q);
           const Storage* const from = static_cast<const Storage*>(params.dy_ptr) + n * params.dy_stride[0] +
-                                      first_k * params.dy_stride[1] + p * params.dy_stride[2] +
+                                      (first_k + first) * params.dy_stride[1] + p * params.dy_stride[2] +
                                       q * params.dy_stride[3];
-          Four four;
-          if constexpr (decltype(in_fours)::value) {
-            four = load_if(exists, reinterpret_cast<const Four*>(from));
-          } else {
+          Piece pieces[kEach];
 #pragma unroll
-            for (int k = 0; k < kFilters; ++k)
-              four.value[k] = load_if(exists && first_k + k < params.K, from + k * params.dy_stride[1]);
-          }
+          for (int k = 0; k < kEach; ++k)
+            pieces[k] = load_if(exists && first_k + first + k < params.K,
+                                reinterpret_cast<const Piece*>(from + k * params.dy_stride[1]));
 #pragma unroll
-          for (int k = 0; k < kFilters; ++k) dy_smem[k * kPlane + i] = widen(four.value[k]);
+          for (int k = 0; k < kFilters / kNeighbours; ++k)
+            dy_smem[(first + k) * kPlane + pixel] = widen(pieces[k / kPiece].value[k % kPiece]);
         }
       };
-      if (params.in_fours)
-        stage(std::true_type{});
+      if (params.in_pieces)
+        stage(Constant<16 / sizeof(Storage)>{});
       else
-        stage(std::false_type{});
+        stage(Constant<1>{});
       for (int i = thread; i < kFilters * kAllTaps * 4; i += kThreads) {
         const int c = i % 4, tap = i / 4 % kAllTaps, k = first_k + i / (4 * kAllTaps);
         const int64_t from = k * params.w_stride[0] + c * params.w_stride[1] + tap / TAPS * params.w_stride[2] +
@@ -238,17 +246,14 @@ __global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 3 : 4)
 #if !defined(__CUDACC_RTC__)
 
 // Calls use(TAPS, STRIDE, CHANNELS), as constants, if there is a kernel of them.
-template <int VALUE>
-struct Constant {
-  static constexpr int value = VALUE;
-};
-
 template <typename Use>
 bool with_kernel(const Problem& problem, const Use& use) {
   const auto with_channels = [&](auto taps, auto stride) {
     switch (problem.C) {
       case 1:
         return use(taps, stride, Constant<1>{});
+      case 2:
+        return use(taps, stride, Constant<2>{});
       case 3:
         return use(taps, stride, Constant<3>{});
       case 4:
@@ -311,11 +316,11 @@ inline cudaError_t launch(const Problem& problem, const Pointers& pointers, cuda
   params.in_vectors = reinterpret_cast<uint64_t>(pointers.out) % 16 == 0 &&
                       in_vectors(params.dx_stride[0], problem.N) && in_vectors(params.dx_stride[2], problem.H) &&
                       (params.channels_last || in_vectors(params.dx_stride[1], problem.C));
-  const auto fours = [](int64_t step, int64_t size) { return size == 1 || step % kFilters == 0; };
   const int64_t (&dy)[4] = problem.y_stride;
-  params.in_fours = dy[1] == 1 && problem.K % kFilters == 0 && fours(dy[0], problem.N) && fours(dy[2], problem.P) &&
-                    fours(dy[3], problem.Q) &&
-                    reinterpret_cast<uint64_t>(pointers.dy) % (kFilters * element_bytes(problem.dtype)) == 0;
+  params.in_pieces = dy[1] == 1 && problem.K % values == 0 && in_vectors(dy[0], problem.N) &&
+                     in_vectors(dy[2], problem.P) && in_vectors(dy[3], problem.Q) &&
+                     reinterpret_cast<uint64_t>(pointers.dy) % 16 == 0;
+  cudaError_t error = cudaSuccess;
   with_kernel(problem, [&](auto taps, auto stride, auto channels) {
     constexpr int kTaps = decltype(taps)::value, kStride = decltype(stride)::value, kOdd = odd_of(kTaps, kStride);
     using Axis = Taps<kTaps, kStride, kOdd>;
@@ -323,10 +328,12 @@ inline cudaError_t launch(const Problem& problem, const Pointers& pointers, cuda
     params.first_q = (problem.pad_w - kOdd) / kStride + Axis::low();
     constexpr int kChannels = decltype(channels)::value;
     const auto kernel = stem_dgrad_kernel<kTaps, kStride, kOdd, kChannels>;
-    kernel<<<static_cast<unsigned>(tiles_of(problem)), kThreads, Axis::bytes(kChannels), stream>>>(params);
+    error = allow_all_shared_memory(kernel);
+    if (error == cudaSuccess)
+      kernel<<<static_cast<unsigned>(tiles_of(problem)), kThreads, Axis::bytes(kChannels), stream>>>(params);
     return true;
   });
-  return cudaGetLastError();
+  return error == cudaSuccess ? cudaGetLastError() : error;
 }
 
 #endif  // launcher
