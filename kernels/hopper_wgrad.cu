@@ -1767,13 +1767,10 @@ inline Alignment alignment_of(const Pointers& pointers) {
   return {reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.dy)};
 }
 
-// Fewest multiply-adds: below, launches take most of the time, and direct has fewer (docs/lab/wgrad.md).
-constexpr double kLeastWork = 1 << 23, kLeastWorkOfFew = 1 << 26;  // the latter: of fewer than 4 output channels
-
 inline const char* yields(const Problem& problem, Operator) {
-  if (multiply_adds(problem) < kLeastWork) return "another engine may be faster with few multiply-adds";
-  const bool few = problem.groups > 1 || multiply_adds(problem) < kLeastWorkOfFew;
-  return few && problem.K / problem.groups < 4 ? "another engine may be faster with few output channels" : nullptr;
+  return problem.groups > 1 && problem.K / problem.groups < 4
+             ? "another engine may be faster with few output channels of a group"
+             : nullptr;
 }
 
 // The workspace has the sums and the copies of one slice.

@@ -493,7 +493,7 @@ inline const char* yields(const Problem& problem, Operator op) {
   const Plan& plan = plan_of(problem, Alignment{}).plan;
   if (kHopperWgradEngine.refusal(problem, op) != nullptr) return nullptr;
   if ((plan.copies_x || plan.copies_dy) && kHopperWgradEngine.yields(problem, op) != nullptr)
-    return "another engine may be faster with few multiply-adds or output channels, as it copies nothing";
+    return "another engine may be faster with few output channels of a group, as it copies nothing";
   if (kHopperWgradEngine.cycles(problem, op) < kCyclesOfHopperWgrad * plan.cycles)
     return "hopper_wgrad is faster by the estimates";
   return nullptr;
