@@ -29,8 +29,8 @@
 //
 //   warps 0-7   multiply. Two warpgroups take tiles by turns, one stores while the other multiplies; or both multiply
 //               half of the channels of one tile (TileShape::together), which loads fewer bytes per product
-//   warp 8      one thread issues the loads of x
-//   warp 9      one thread issues the loads of w
+//   warp 8      one thread issues the loads of x; with direct half of them, and one of warp 11 the others
+//   warp 9      one thread issues the loads of w; of 128 transposed channels half, and one of warp 10 the others
 //
 //   x --TMA--> ring of x stages --+                            +--TMA------> y in channels_last
 //                                 +--> wgmma --> registers --> staging
@@ -161,12 +161,13 @@ struct Plan {
   int tile_lines, tile_columns, pitch;  // columns, direct: one line of shape.slots columns
   int loads;                            // stages of x per block of input channels
   int box_rows, box_columns;            // of a stage in shared memory
-  int x_bytes, x_stage_bytes, x_stages, w_stage_bytes, w_stages;
+  int x_bytes, x_stage_bytes, x_stages, w_bytes, w_stage_bytes, w_stages;
   int x_steps, w_steps;           // stages of one tile; w_steps: of one of each phase
   int step_k;                     // channels from tile to tile, of which the tile may have more
   int phases;                     // of y; 1 but for dgrad at a stride
   int tiles_k, tiles_p, tiles_q;  // of a phase
-  int tiles, phase_tiles;         // of all, and of each
+  int tiles, phase_tiles;         // of all phases, and of each
+  int pixel_tiles;                // of a phase, of the same channels
   int blocks;                     // of the launch
   int smem_bytes;
   double cycles;  // estimate
@@ -285,7 +286,7 @@ MODELNEW_HOST_DEVICE inline Tile locate_tile(const Params& params, int number) {
   const Plan& plan = params.plan;
   const auto [phase, of_phase] = place_of_tile(params, number);
   const int pixels = quotient(of_phase, params.by_tiles_k);
-  const int from_start = plan.phase_tiles / plan.tiles_k - 1 - pixels;
+  const int from_start = plan.pixel_tiles - 1 - pixels;
   const int k = (of_phase - pixels * plan.tiles_k) * plan.step_k;
   const int end_k = k + plan.step_k < params.of.out_channels ? k + plan.step_k : params.of.out_channels;
   const int row = quotient(from_start, params.by_tiles_q), image = quotient(row, params.by_tiles_p);
@@ -367,7 +368,8 @@ __device__ __forceinline__ bool wait_for_operands(const Params& params, float* x
   return true;
 }
 
-template <bool SPLIT, bool DIRECT, bool CONTAINED>
+// Direct tiles take a box for each 64 pixels: FIRST orders the first half of them, another thread the others.
+template <bool SPLIT, bool DIRECT, bool CONTAINED, bool FIRST>
 __device__ __forceinline__ void order_x(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
   const Grouped& of = params.of;
@@ -389,6 +391,18 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
       q -= p * of.Q;
     }
     const int h = p * of.stride_h - of.pad_h, w = q * of.stride_w - of.pad_w;
+    // Blocks of 64 pixels are numbered through all images; no block spans two images.
+    constexpr int kMostOwnBlocks = 2;
+    const int own_blocks = plan.shape.slots / kBlockPixels / 2, first_block = FIRST ? 0 : own_blocks;
+    int image[kMostOwnBlocks], pixel[kMostOwnBlocks];
+    if (DIRECT) {
+#pragma unroll
+      for (int j = 0; j < kMostOwnBlocks; ++j) {
+        const int block = tile.q / kBlockPixels + first_block + j;
+        image[j] = quotient(block, params.by_blocks);
+        pixel[j] = (block - image[j] * static_cast<int>(params.by_blocks.divisor)) * kBlockPixels;
+      }
+    }
     Step step = tiles.first_step(plan, share);
 #pragma unroll 1
     for (int i = share.first; i < share.last; ++i, step.next(plan)) {
@@ -397,25 +411,25 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
       const uint32_t to = shared.base + shared.layout.x + ring.slot * plan.x_stage_bytes;
       const int c = first_c + step.block * kBlockChannels;
       hopper::barrier_wait(shared.x_empty(ring.slot), ring.parity ^ 1);
-      hopper::barrier_arrive_expecting(full, plan.x_bytes);
+      if (FIRST) hopper::barrier_arrive_expecting(full, plan.x_bytes);
       if (DIRECT) {
-        // Blocks of 64 pixels are numbered through all images; no block spans two images.
-#pragma unroll 1
-        for (int first = 0; first < plan.shape.slots; first += kBlockPixels) {
-          const int block = (tile.q + first) / kBlockPixels, image = quotient(block, params.by_blocks);
-          const int pixel = (block - image * static_cast<int>(params.by_blocks.divisor)) * kBlockPixels;
-          hopper::load_box(params.in_map, to + first * kSlotBytes, pixel, c, image, 0, full);
+#pragma unroll
+        for (int j = 0; j < kMostOwnBlocks; ++j) {
+          const uint32_t block = to + (first_block + j) * kBlockPixels * kSlotBytes;
+          if (j < own_blocks) hopper::load_box(params.in_map, block, pixel[j], c, image[j], 0, full);
         }
-      } else if (plan.windows)
+      } else if (plan.windows) {
         hopper::load_box(params.in_map, to, c, w + load.column, h + load.row, n, full);
-      else
+      } else {
         hopper::load_columns(params.in_map, to, c, w, h, n, load.column, load.row, full);
+      }
       ring.next(plan.x_stages);
     }
   }
 }
 
-template <bool SPLIT, bool TRANSPOSED, bool CONTAINED>
+// Transposed weights take a box for each 64 output channels: FIRST orders the first of them, another thread the others.
+template <bool SPLIT, bool TRANSPOSED, bool CONTAINED, bool FIRST>
 __device__ __forceinline__ void order_w(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
   const Tiles<SPLIT> tiles(plan);
@@ -426,25 +440,26 @@ __device__ __forceinline__ void order_w(const Params& params, const Shared& shar
   for (int number = tiles.first; number < plan.tiles; number += tiles.step) {
     const Tile tile = locate_tile(params, number);
     Step step = tiles.first_step(plan, share);
+    Load load = params.load[tile.phase + step.load];
+    int of_stage = 0;  // number of the tap among those of its stage of x
 #pragma unroll 1
-    for (int i = share.first; i < share.last; ++i, step.next(plan)) {
-      const Load load = params.load[tile.phase + step.load];
-#pragma unroll 1
-      for (int t = 0; t < load.taps; ++t) {
-        const Tap tap = params.tap[load.first_tap + t];
-        const uint32_t full = shared.w_full(ring.slot);
-        hopper::barrier_wait(shared.w_empty(ring.slot), ring.parity ^ 1);
-        hopper::barrier_arrive_expecting(full, plan.w_stage_bytes);
-        const uint32_t to = shared.base + shared.layout.w + ring.slot * plan.w_stage_bytes;
-        const int c = step.block * kBlockChannels;
-        if (TRANSPOSED) {
-#pragma unroll 1
-          for (int i = 0; i < plan.shape.channels; i += kRowChannels)
-            hopper::load_box(params.w_map, to + i * kSlotBytes, tile.k + i, c, tap.s, tap.r, full);
-        } else {
-          hopper::load_box(params.w_map, to, c, tile.k, tap.s, tap.r, full);
-        }
-        ring.next(plan.w_stages);
+    for (int i = share.first; i < share.last;) {
+      const Tap tap = params.tap[load.first_tap + of_stage];
+      const int c = step.block * kBlockChannels;
+      const uint32_t full = shared.w_full(ring.slot);
+      const uint32_t to = shared.base + shared.layout.w + ring.slot * plan.w_stage_bytes;
+      hopper::barrier_wait(shared.w_empty(ring.slot), ring.parity ^ 1);
+      if (FIRST) hopper::barrier_arrive_expecting(full, plan.w_bytes);
+      if (FIRST && !TRANSPOSED) hopper::load_box(params.w_map, to, c, tile.k, tap.s, tap.r, full);
+      if (FIRST && TRANSPOSED) hopper::load_box(params.w_map, to, tile.k, c, tap.s, tap.r, full);
+      if (!FIRST)
+        hopper::load_box(params.w_map, to + kRowChannels * kSlotBytes, tile.k + kRowChannels, c, tap.s, tap.r, full);
+      ring.next(plan.w_stages);
+      if (++of_stage == load.taps) {
+        of_stage = 0;
+        ++i;
+        step.next(plan);
+        load = params.load[tile.phase + step.load];
       }
     }
   }
@@ -460,9 +475,9 @@ struct Given {
   int x = -1, w = -1;
 
   __device__ __forceinline__ void give_back(const Shared& shared) const {
-    if (threadIdx.x % 32 != 0) return;
-    if (w >= 0) hopper::barrier_arrive(shared.w_empty(w));
-    if (x >= 0) hopper::barrier_arrive(shared.x_empty(x));
+    const bool gives = threadIdx.x % 32 == 0;
+    if (gives && w >= 0) hopper::barrier_arrive(shared.w_empty(w));
+    if (gives && x >= 0) hopper::barrier_arrive(shared.x_empty(x));
   }
 };
 
@@ -651,9 +666,11 @@ __device__ __forceinline__ float sum_of_group(const Params& params, const Output
 template <typename Stored, int SLOTS, typename Place>
 __device__ __forceinline__ void mend(const Params& params, const Tile& tile, int first_channel,
                                      const float (&acc)[SLOTS / 2], const Place& place) {
+  const int own_channel = first_channel + threadIdx.x % 32 / 4;
+  const bool exists[2] = {own_channel < tile.end_k, own_channel + 8 < tile.end_k};
   bool is_nan = false;
 #pragma unroll
-  for (int i = 0; i < SLOTS / 2; ++i) is_nan |= acc[i] != acc[i];
+  for (int i = 0; i < SLOTS / 2; ++i) is_nan |= exists[i / 2 % 2] && acc[i] != acc[i];
   if (!__any_sync(~0u, is_nan)) return;
   __syncwarp();  // all of it is staged: lanes read what others have staged
 #pragma unroll 1
@@ -667,10 +684,16 @@ __device__ __forceinline__ void mend(const Params& params, const Tile& tile, int
   }
 }
 
-// Stores a warp's 16 channels to NCHW: neighbouring lanes have neighbouring pixels, hence coalesced stores.
+// The warps that store 16 staged channels: one, or all of a warpgroup, which take pixels by turns.
+struct Storing {
+  int warp, warps;
+};
+
+// Stores staged channels to NCHW, or few to channels_last: neighbouring lanes have neighbouring pixels, hence coalesced
+// stores.
 template <int VECTOR>
 __device__ __forceinline__ void store_channels(const Params& params, const Tile& tile, int first_channel,
-                                               const uint8_t* staging) {
+                                               const Storing& by, const uint8_t* staging) {
   struct alignas(2 * VECTOR) Values {
     uint16_t value[VECTOR];
   };
@@ -680,7 +703,7 @@ __device__ __forceinline__ void store_channels(const Params& params, const Tile&
   const int items = plan.windows ? plan.tile_lines * runs : slots / VECTOR;
   const int64_t step = params.of.out_stride[1];
 #pragma unroll 1
-  for (int i = threadIdx.x % 32; i < items; i += 32) {
+  for (int i = 32 * by.warp + threadIdx.x % 32; i < items; i += 32 * by.warps) {
     int slot = i * VECTOR;
     if (plan.windows) {
       const int line = quotient(i, params.by_runs);
@@ -705,14 +728,14 @@ __device__ __forceinline__ void store_channels(const Params& params, const Tile&
   }
 }
 
-// Stores a warp's 16 channels to channels_last: 16 neighbouring lanes have the channels of one pixel.
+// Stores 16 staged channels to channels_last: 16 neighbouring lanes have the channels of one pixel.
 __device__ __forceinline__ void store_pixels(const Params& params, const Tile& tile, int first_channel,
-                                             const uint8_t* staging) {
+                                             const Storing& by, const uint8_t* staging) {
   const int slots = params.plan.shape.slots, lane = threadIdx.x % 32, channel = first_channel + lane % 16;
   uint16_t* const to = static_cast<uint16_t*>(params.out_ptr) + channel * params.of.out_stride[1];
   const uint8_t* const from = staging + lane % 16 * staged_pitch(slots);
 #pragma unroll 1
-  for (int first = 0; first < slots; first += 32) {
+  for (int first = 32 * by.warp; first < slots; first += 32 * by.warps) {
     const int64_t places = first + lane < slots ? place_of_slot(params, tile, first + lane) : -1;
 #pragma unroll 8
     for (int i = 0; i < 16; ++i) {
@@ -727,18 +750,18 @@ __device__ __forceinline__ void store_pixels(const Params& params, const Tile& t
 constexpr int kLeastOfPixels = 8;
 
 __device__ __forceinline__ void store_channels(const Params& params, const Tile& tile, int first_channel,
-                                               const uint8_t* staging) {
+                                               const Storing& by, const uint8_t* staging) {
   if (params.of.out_stride[1] == 1 && tile.end_k - first_channel >= kLeastOfPixels)
-    return store_pixels(params, tile, first_channel, staging);
+    return store_pixels(params, tile, first_channel, by, staging);
   switch (params.plan.out_vector) {
     case 8:
-      return store_channels<8>(params, tile, first_channel, staging);
+      return store_channels<8>(params, tile, first_channel, by, staging);
     case 4:
-      return store_channels<4>(params, tile, first_channel, staging);
+      return store_channels<4>(params, tile, first_channel, by, staging);
     case 2:
-      return store_channels<2>(params, tile, first_channel, staging);
+      return store_channels<2>(params, tile, first_channel, by, staging);
     default:
-      return store_channels<1>(params, tile, first_channel, staging);
+      return store_channels<1>(params, tile, first_channel, by, staging);
   }
 }
 
@@ -966,20 +989,29 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     }
     if (plan.by_threads) {
       uint8_t* const own = staging + 16 * warp * staged_pitch(SLOTS);
+      // The first warp has all channels of a tile, and every warp stores some pixels.
+      const bool few = min(plan.step_k, params.of.out_channels) <= 16;
+      const auto sync = [&] {
+        if (few)
+          warpgroup_sync(warpgroup);
+        else
+          __syncwarp();
+      };
 #pragma unroll
       for (int block = 0; block < kOwn / 64; ++block) {
         const int channel = tile.k + 64 * block + 16 * warp;
         const float bias[2] = {load_bias<Stored>(params, channel + lane / 4),
                                load_bias<Stored>(params, channel + lane / 4 + 8)};
-        __syncwarp();  // the channels staged before have been read
+        sync();  // the channels staged before have been read
         stage_channels<Stored, SLOTS>(bias, hopper::smem_address(own), acc[block]);
         if constexpr (MERGED) {
           mend<Stored, SLOTS>(params, tile, channel, acc[block], [&](int slot, int in_warp) {
             return reinterpret_cast<Stored*>(own + in_warp * staged_pitch(SLOTS) + 2 * slot);
           });
         }
-        __syncwarp();  // all of it is staged
-        store_channels(params, tile, channel, own);
+        sync();  // all of it is staged
+        store_channels(params, tile, few ? tile.k + 64 * block : channel, few ? Storing{warp, 4} : Storing{0, 1},
+                       few ? staging : own);
       }
       continue;
     }
@@ -1033,6 +1065,7 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
   const Shared shared{hopper::smem_address(modelnew_tma_smem), shared_layout(plan)};
   const int warp = hopper::uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   constexpr int kOrdersX = kMultiplyingThreads / 32, kOrdersW = kOrdersX + 1;
+  constexpr int kOrdersMoreOfW = kOrdersW + 1, kOrdersMoreOfX = kOrdersW + 2;
   if (lane == 0) {
     if (warp == 0 && !plan.by_threads) hopper::prefetch_map(params.out_map[0]);
     if (warp == kOrdersX) hopper::prefetch_map(params.in_map);
@@ -1040,7 +1073,7 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
   }
   if (threadIdx.x == 0) {
     const int givers = TOGETHER ? 8 : 4;  // warps that release a stage
-#pragma unroll 1
+#pragma unroll
     for (int stage = 0; stage < kMostStages; ++stage) {
       hopper::barrier_init(shared.x_full(stage), 1);
       hopper::barrier_init(shared.x_empty(stage), givers);
@@ -1054,8 +1087,11 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
   if (warp >= kOrdersX) {
     hopper::registers_give_back<kOrderingRegisters>();
     if (lane == 0) {
-      if (warp == kOrdersX) order_x<SPLIT, DIRECT, CONTAINED>(params, shared);
-      if (warp == kOrdersW) order_w<SPLIT, TRANSPOSED, CONTAINED>(params, shared);
+      if (warp == kOrdersX) order_x<SPLIT, DIRECT, CONTAINED, true>(params, shared);
+      if (DIRECT && warp == kOrdersMoreOfX) order_x<SPLIT, DIRECT, CONTAINED, false>(params, shared);
+      if (warp == kOrdersW) order_w<SPLIT, TRANSPOSED, CONTAINED, true>(params, shared);
+      if (TRANSPOSED && CHANNELS > kRowChannels && warp == kOrdersMoreOfW)
+        order_w<SPLIT, TRANSPOSED, CONTAINED, false>(params, shared);
     }
     __syncwarp();
     if (SPLIT) hopper::cluster_sync();
@@ -1198,7 +1234,7 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const double taps = static_cast<double>(of.R) * of.S, turns = static_cast<double>(ceil_div(plan.tiles, sms));
   const double products = outputs * kBlockChannels / 2048.0;
   const double loaded =
-      static_cast<double>(plan.x_steps) * plan.phases / plan.w_steps * plan.x_bytes + plan.w_stage_bytes;
+      static_cast<double>(plan.x_steps) * plan.phases / plan.w_steps * plan.x_bytes + plan.w_bytes;
   const double step = std::max({costs.product_factor * products + (shape.together ? kStepTogetherCycles : kStepCycles),
                                 loaded / (plan.windows ? costs.windows_bytes : kColumnsBytes), costs.least_step}) +
                       (outputs > 192 * 128 ? kStepOfLargestCycles : 0);
@@ -1240,15 +1276,23 @@ inline bool count_tiles(const Grouped& of, Plan& plan) {
   }
   plan.tiles = static_cast<int>(tiles);
   plan.phase_tiles = plan.tiles / plan.phases;
+  plan.pixel_tiles = plan.phase_tiles / plan.tiles_k;
   return tiles < kMostSlots;
+}
+
+// Rows of a box of w that is not transposed: output channels of a tile. TMA takes its time to write zeros for others,
+// and the sums of what shared memory holds instead are not stored.
+inline int w_rows(const Grouped& of, const Plan& plan) {
+  return static_cast<int>(std::min<int64_t>(plan.step_k, of.out_channels));
 }
 
 // Divides shared memory among the rings; returns false where two stages of each do not fit. Columns: as many stages of
 // x as of w. Windows: 2 of x, and more only where at least 6 of w fit, since w takes one stage per tap.
-inline bool count_stages(Plan& plan) {
+inline bool count_stages(const Grouped& of, Plan& plan) {
   plan.x_bytes = plan.box_rows * plan.box_columns * kSlotBytes;
   plan.x_stage_bytes = round_up(plan.x_bytes, kRowsAligned);
   plan.w_stage_bytes = plan.shape.channels * kSlotBytes;
+  plan.w_bytes = plan.transposed ? plan.w_stage_bytes : w_rows(of, plan) * kSlotBytes;
   const auto fits = [&] { return shared_layout(plan).end <= kSharedBytes; };
   if (plan.windows) {
     plan.x_stages = 2;
@@ -1288,7 +1332,7 @@ inline bool finish(const Grouped& of, int sms, Plan& plan) {
       return false;
     plan.blocks = plan.tiles * plan.splits;
   }
-  if (!count_stages(plan)) return false;
+  if (!count_stages(of, plan)) return false;
   estimate(of, sms, plan);
   return true;
 }
@@ -1589,14 +1633,17 @@ inline bool wgmma_is_faster(const Problem& problem, Operator op) {
 }
 
 constexpr double kLeastWorkOfFew = 1 << 26;  // multiply-adds of dgrad from fewer than 8 channels
+constexpr int64_t kLeastOfStemDgrad = 1 << 18;  // pixels
 
 // Why the engine defers to another one although it could compute the problem, or null. Measured in docs/lab/tma.md.
 inline const char* yields(const Problem& problem, Operator op) {
   // Copies of pixels with fewer than 8 channels are several times as large.
-  const bool few = op == Operator::kDgrad && problem.K < 8;
-  if (problem.C < 8 || (few && multiply_adds(problem) < kLeastWorkOfFew) ||
+  const bool is_dgrad = op == Operator::kDgrad, few = is_dgrad && problem.K < 8;
+  if ((!is_dgrad && problem.C < 8) || (few && multiply_adds(problem) < kLeastWorkOfFew) ||
       (few && kStemEngine.refusal(problem, op) == nullptr))
     return "other engines are faster with fewer than 8 channels";
+  const bool strided = problem.stride_h > 1 && int64_t{problem.N} * problem.H * problem.W >= kLeastOfStemDgrad;
+  if (strided && direct_has_stem_dgrad(problem, op)) return "direct multiplies no zeros for the channels that it lacks";
   if (problem.groups > 1 && (problem.C == problem.groups || problem.K == problem.groups))
     return "other engines are faster with one input or output channel per group";
   if (wgmma_is_faster(problem, op)) return "wgmma is faster by the estimates, as it does not copy x";
@@ -1771,7 +1818,7 @@ inline cudaError_t make_w_map(const void* w_ptr, Params& params) {
   const uint64_t sizes[4] = {C, K, S, R};
   const uint64_t strides[3] = {step_bytes(plan.packed ? row * taps : of.w_stride_out, of.out_channels), tap_strides[0],
                                tap_strides[1]};
-  const uint32_t box[4] = {kBlockChannels, static_cast<uint32_t>(plan.shape.channels), 1, 1};
+  const uint32_t box[4] = {kBlockChannels, static_cast<uint32_t>(w_rows(of, plan)), 1, 1};
   return hopper::make_box_map(hopper::BoxUse::kLoadRows, w_ptr, 2, sizes, strides, box, params.w_map);
 }
 

@@ -56,8 +56,8 @@ def test_chosen_engines_are_near_the_fastest(choice, file, operator, dtype, leas
         (Case(32, 2048, 65, 65, 256, 1, 1), "hopper_wgrad"),
         (Case(32, 64, 56, 56, 64, 3, 3, padding=(2, 2), dilation=(2, 2)), "hopper_wgrad"),
         (Case(2, 64, 64, 64, 64, 3, 3, padding=(12, 12), dilation=(12, 12)), "hopper_wgrad"),
+        (Case(1, 16, 20, 20, 16, 3, 3, padding=(6, 6), dilation=(6, 6)), "hopper_wgrad"),
         # No estimates to compare.
-        (Case(1, 16, 20, 20, 16, 3, 3, padding=(6, 6), dilation=(6, 6)), "direct"),
         (Case(32, 256, 65, 65, 256, 3, 3, padding=(4, 4), dilation=(4, 4), groups=16), "mma_wgrad"),
     ],
     ids=str,
@@ -65,6 +65,26 @@ def test_chosen_engines_are_near_the_fastest(choice, file, operator, dtype, leas
 def test_weight_gradients_of_far_taps_are_split(choice, case, name, layout):
     fields = problem_fields(case, meta_tensors(case, layout=layout), True)
     assert choice.choose(OPERATOR_NUMBER["wgrad"], fields).decode() == name
+
+
+# Weight gradients of few multiply-adds, and gradients of 16 bits to few channels: tensor cores, though they multiply
+# zeros, but for many pixels at a stride.
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "operator, dtype, case, name",
+    [
+        ("wgrad", torch.float32, Case(1, 8, 8, 8, 8, 1, 1), "hopper_wgrad"),
+        ("wgrad", torch.float32, Case(2, 16, 16, 16, 3, 3, 3, padding=(1, 1)), "hopper_wgrad"),
+        ("dgrad", torch.float16, Case(16, 3, 512, 512, 64, 3, 3, padding=(1, 1)), "tma"),
+        ("dgrad", torch.float16, Case(4, 2, 64, 64, 32, 5, 7, padding=(2, 3)), "tma"),
+        ("dgrad", torch.float16, Case(2, 3, 224, 224, 64, 7, 7, stride=(2, 2), padding=(3, 3)), "tma"),
+        ("dgrad", torch.float16, Case(32, 3, 224, 224, 64, 7, 7, stride=(2, 2), padding=(3, 3)), "direct"),
+    ],
+    ids=str,
+)
+def test_few_multiply_adds_and_few_channels(choice, operator, dtype, case, name, layout):
+    fields = problem_fields(case, meta_tensors(case, dtype, layout), True)
+    assert choice.choose(OPERATOR_NUMBER[operator], fields).decode() == name
 
 
 def test_every_problem_has_an_engine(

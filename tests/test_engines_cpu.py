@@ -705,6 +705,15 @@ EXACT_RUNS = {
             settings_of(FP16, shape=(0, 2, 3, 9, 10), direct=(0,), shift=(0,)),
             layouts=("contiguous", "channels_last"),
         ),
+        # Few output channels: boxes of as many weights, and all warps store them.
+        Runs(
+            [(Case(2, 24, 9, 11, 3, 3, 3, padding=(1, 1)), "fprop"), (Case(1, 72, 5, 9, 12, 1, 1), "fprop"),
+             (Case(2, 3, 9, 11, 24, 3, 3, padding=(1, 1)), "dgrad"),
+             (Case(2, 3, 9, 10, 24, 7, 7, (2, 2), (3, 3)), "dgrad")],
+            6,
+            settings_of(FP16, shape=(0, 2, 3, 6, 10), direct=(0,), shift=(0,)),
+            layouts=("contiguous", "channels_last"),
+        ),
     ],
     "wgmma": [
         Runs(WGMMA_SHIM_CASES, 1, WGMMA_SETTINGS),

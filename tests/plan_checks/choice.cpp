@@ -16,7 +16,10 @@
 
 namespace modelnew {
 bool direct_has_points(const Problem&, Operator) { return false; }
-bool direct_has_stem_dgrad(const Problem&, Operator) { return false; }
+// Some of those that it has.
+bool direct_has_stem_dgrad(const Problem& problem, Operator op) {
+  return op == Operator::kDgrad && problem.C == 3 && problem.K == 64 && problem.R == problem.S;
+}
 bool gather_lands(const Problem& problem, Operator op) {
   return gather::plan_of(problem, op, gather::Alignment{}).plan.lands;
 }

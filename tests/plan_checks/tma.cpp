@@ -17,6 +17,7 @@ static void check_memory(const Plan& plan) {
   CHECK(layout.x >= layout.staging + 2 * staged_bytes(plan));
   const int slots = plan.windows ? plan.box_rows * plan.box_columns : shape.slots;
   CHECK(plan.x_bytes == 128 * slots && plan.w_stage_bytes == 128 * shape.channels);
+  CHECK(plan.w_bytes > 0 && plan.w_bytes <= plan.w_stage_bytes && plan.w_bytes % 128 == 0);
   CHECK(std::max(plan.x_bytes, plan.w_stage_bytes) < 1 << 20);  // what a barrier can expect
   CHECK(plan.x_stage_bytes >= plan.x_bytes && layout.w >= layout.x + plan.x_stages * plan.x_stage_bytes);
   CHECK(layout.barriers >= layout.w + plan.w_stages * plan.w_stage_bytes);
