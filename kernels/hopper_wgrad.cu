@@ -1381,6 +1381,7 @@ inline Problem as_planned(Problem problem, const Plan& plan) {
   if (problem.R * problem.S != 1 || has_stride(problem) || problem.pad_h != 0 || problem.pad_w != 0 ||
       problem.H != problem.P || problem.W != problem.Q)
     return problem;
+  problem.stride_h = problem.stride_w = 1;  // a stride over a single output would be one over several
   const auto joins = [&](const int64_t (&stride)[4], int outer, int inner, int64_t size) {
     return stride[outer] == stride[inner] * size;
   };

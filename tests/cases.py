@@ -381,6 +381,7 @@ DENSE_CASES = [
     Case(1, 3, 6, 7, 2, 3, 3, stride=(2, 2), padding=(2, 2), dilation=(2, 2)),  # phases of dx without a tap
     Case(1, 2, 19, 20, 2, 3, 3, stride=(4, 6), padding=(3, 2), dilation=(2, 3)),  # stride and dilation share divisors
     Case(2, 2, 5, 6, 3, 5, 6),  # one output
+    Case(3, 8, 8, 1, 12, 1, 1, stride=(1, 3)),  # a stride over a single column
     Case(1, 8, 4, 5, 8, 2, 2, stride=(8388608, 1)),  # a stride whose multiples leave 32 bits
     Case(1, 2, 4, 5, 2, 2, 2, stride=(4202600, 536870911), groups=2),
     Case(1, 2, 40, 3, 2, 2, 2, stride=(37, 1), padding=(2, 0)),  # more phases of dx than filter rows

@@ -602,6 +602,7 @@ HOPPER_WGRAD_CASES = [
     Case(2, 32, 9, 10, 140, 3, 3, padding=(1, 1), groups=2), Case(1, 4, 13, 20, 9, 7, 7, stride=(2, 2), padding=(3, 3)),
     Case(1, 16, 20, 20, 9, 3, 3, dilation=(7, 4)), Case(2, 24, 8, 12, 12, 1, 9, padding=(0, 4), groups=3),
     Case(70, 16, 1, 1, 8, 1, 1), Case(2, 8, 10, 12, 20, 2, 2, stride=(3, 3)),
+    Case(3, 16, 8, 1, 12, 1, 1, stride=(1, 3)),
     Case(2, 12, 15, 15, 20, 3, 3, padding=(1, 1)), Case(2, 8, 11, 10, 12, 3, 2, padding=(1, 1)),
     Case(1, 36, 17, 17, 8, 3, 3, stride=(2, 2), padding=(1, 1)),
 ]  # fmt: skip
