@@ -24,7 +24,7 @@ namespace modelnew {
 namespace direct {
 namespace stem_dgrad {
 
-constexpr int kThreads = 128, kFilters = 8;   // output channels of the convolution, of a stage
+constexpr int kThreads = 128;
 constexpr int kLanes = 8, kColumns = 8;       // threads of a row of a tile; pixels of dx of each, side by side
 constexpr int kTileRows = kThreads / kLanes;  // of threads
 
@@ -37,6 +37,8 @@ struct Constant {
 template <int TAPS, int STRIDE, int ODD>
 struct Taps {
   static constexpr int kBlocks = kColumns / STRIDE, kTileColumns = kLanes * kBlocks;
+  // Output channels of the convolution, of a stage. Blocks may have 64 KB on every GPU; 4x4 filters need registers.
+  static constexpr int kFilters = TAPS == 4 || (TAPS == 7 && STRIDE == 1) ? 4 : 8;
   // A phase of rows of dx has a first tap, a count of taps, and a reach: the row of dy that the first tap reads,
   // counted from block i's own.
   MODELNEW_HOST_DEVICE static constexpr int first(int phase) { return (phase + ODD) % STRIDE; }
@@ -75,7 +77,7 @@ struct Params {
   int first_p, first_q;  // what the window of block 0 begins with
   int tiles_h, tiles_w;
   bool channels_last, in_vectors;  // dx; its runs may be stored by 16 bytes
-  bool in_pieces;                  // dy: the channels of a stage are neighbours, and may be loaded by 16 bytes
+  bool in_pieces;                  // dy: the channels of a stage are neighbours, and may be loaded by pieces
   DType dtype;
 };
 
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 3 : 4)
     stem_dgrad_kernel(const __grid_constant__ Params params) {
   using Axis = Taps<TAPS, STRIDE, ODD>;
   constexpr int kWindow = Axis::window(), kPitch = Axis::pitch(), kPlane = Axis::plane(), kAllTaps = TAPS * TAPS;
-  constexpr int kBlocks = Axis::kBlocks, kTileColumns = Axis::kTileColumns;
+  constexpr int kBlocks = Axis::kBlocks, kTileColumns = Axis::kTileColumns, kFilters = Axis::kFilters;
   constexpr int kReads = (kBlocks + kWindow - 1 + 3) / 4 * 4;  // values of a row of dy that a thread loads
   static_assert(kPitch >= (kLanes - 1) * kBlocks + kReads, "it loads fours");
   constexpr int kMostTerms = Axis::most() * Axis::most();  // of a filter
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 3 : 4)
     __syncthreads();  // the stage before has been read
     with_storage<float>(params.dtype, [&](auto tag) {
       using Storage = decltype(tag);
-      // In channels_last neighbouring threads load a pixel's pieces, whole sectors of memory.
+      // In channels_last neighbouring threads load a pixel's pieces of up to 16 bytes, whole sectors of memory in fp32.
       const auto stage = [&](auto piece_channels) {
         constexpr int kPiece = decltype(piece_channels)::value;
         constexpr int kNeighbours = kPiece == 1 ? 1 : kFilters / kPiece, kEach = kPiece == 1 ? kFilters : 1;
@@ -167,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, CHANNELS == 4 ? 3 : 4)
         }
       };
       if (params.in_pieces)
-        stage(Constant<16 / sizeof(Storage)>{});
+        stage(Constant<sizeof(Storage) == 2 ? kFilters : 4>{});
       else
         stage(Constant<1>{});
       for (int i = thread; i < kFilters * kAllTaps * 4; i += kThreads) {
@@ -328,6 +330,7 @@ inline cudaError_t launch(const Problem& problem, const Pointers& pointers, cuda
     params.first_q = (problem.pad_w - kOdd) / kStride + Axis::low();
     constexpr int kChannels = decltype(channels)::value;
     const auto kernel = stem_dgrad_kernel<kTaps, kStride, kOdd, kChannels>;
+    static_assert(Axis::bytes(kChannels) <= 64 << 10, "what every GPU has");
     error = allow_all_shared_memory(kernel);
     if (error == cudaSuccess)
       kernel<<<static_cast<unsigned>(tiles_of(problem)), kThreads, Axis::bytes(kChannels), stream>>>(params);
