@@ -1633,7 +1633,7 @@ inline bool wgmma_is_faster(const Problem& problem, Operator op) {
 }
 
 constexpr double kLeastWorkOfFew = 1 << 26;  // multiply-adds of dgrad from fewer than 8 channels
-constexpr int64_t kLeastOfStemDgrad = 1 << 18;  // pixels
+constexpr int64_t kLeastOfStemDgrad = 1 << 18;  // pixels of dx at a stride: with more, zeros cost more than FFMA
 
 // Why the engine defers to another one although it could compute the problem, or null. Measured in docs/lab/tma.md.
 inline const char* yields(const Problem& problem, Operator op) {
