@@ -1,38 +1,111 @@
-// strided engine: the gradient to the input where the filter leaves out positions. It has no kernel of its own: other
-// engines compute parts of the problem, which have a stride of 1.
+// strided engine: the gradient to the input where the filter leaves out positions. Other engines compute parts of the
+// problem, which have a stride of 1.
 //
 // Rows of dx that are a stride apart, a phase, are met by the same taps (out_phases.cuh):
 //
 //   dx[a + stride*i] = sum over j of dy[i + pad' - j*dilation'] w[first + step*j]
 //
 // and that is the gradient of a convolution without a stride, with every step-th tap of the filter. The same goes for
-// columns; a phase of both is a part. Phases that no tap meets are zeros, and so all of dx is before, if there are any.
+// columns; a phase of both is a part. Phases that no tap meets, as with 1x1 filters, are idle: zeros. If there are any,
+// a kernel writes them once the parts are there (stride 2, 1x1; A is the only part):
+//
+//   dx in channels_last: A lies in place         dx in NCHW: A is a dense image in the workspace
+//
+//   A 0 A 0    the kernel writes the pixels      A A  ->  A 0 A 0    the kernel writes dx row by row, since every
+//   0 0 0 0    of idle phases alone              A A      0 0 0 0    other column would cost as much as all
 //
 // tma and gather have phases in one launch (up to four, each met by some tap); these are the other problems.
 //
 // Bound by memory where parts are several: each reads dy anew and stores every stride-th column of dx alone.
 // Measurements: docs/lab/lowering.md.
 #if !defined(__CUDACC_RTC__)
+#include <algorithm>
 #include <cstdio>
 
 #include "choice.cuh"
 #include "engines.cuh"
 #include "out_phases.cuh"
+#endif
+
+#include "divisor.cuh"
 #include "problem.cuh"
+#include "ptx.cuh"
 
 namespace modelnew {
 namespace strided {
+
+constexpr int kMostParts = 16, kThreads = 256, kItems = 8 * kThreads;  // vectors that a block writes
+
+// dx as lines, [outer][line][item][VECTOR values]: in NCHW image, channel, row and column; in channels_last image, row,
+// column and channel.
+struct Fill {
+  void* dx_ptr;
+  const void* part_ptr[kMostParts];  // of a phase: dense [image][channel][row][column]; null if it is idle
+  int rows[kMostParts], columns[kMostParts];
+  int64_t outer, line, item, value;  // steps in dx
+  int lines;                  // of all images
+  Divisor by_chunks, by_items_of_line, by_lines_of_image, by_vectors, by_stride_h, by_stride_w;
+};
+
+#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+
+// Writes zeros to idle phases (channels_last), or all of dx (PLANES).
+template <typename Value, int VECTOR, bool PLANES>
+__global__ void __launch_bounds__(kThreads) strided_fill_kernel(const __grid_constant__ Fill params) {
+  struct alignas(VECTOR * sizeof(Value)) Vector {
+    Value values[VECTOR];
+  };
+  const int stride_h = static_cast<int>(params.by_stride_h.divisor);
+  const int stride_w = static_cast<int>(params.by_stride_w.divisor);
+  const int block = static_cast<int>(blockIdx.x), group = quotient(block, params.by_chunks);
+  const int chunk = block - group * static_cast<int>(params.by_chunks.divisor);
+  const int of_line = static_cast<int>(params.by_items_of_line.divisor);
+  const int lines_of_group = of_line < kItems ? kItems / of_line : 1;
+  hopper::wait_for_prerequisites();
+#pragma unroll 1
+  for (int i = chunk * kItems + static_cast<int>(threadIdx.x); i < (chunk + 1) * kItems; i += kThreads) {
+    const int in_group = quotient(i, params.by_items_of_line), line = group * lines_of_group + in_group;
+    if (in_group >= lines_of_group || line >= params.lines) return;
+    const int n = quotient(line, params.by_lines_of_image);
+    const int of_image = line - n * static_cast<int>(params.by_lines_of_image.divisor);
+    const int in_line = i - in_group * of_line, item = quotient(in_line, params.by_vectors);
+    const int first = (in_line - item * static_cast<int>(params.by_vectors.divisor)) * VECTOR;
+    const int h = PLANES ? item : of_image, row = quotient(h, params.by_stride_h), phase_h = h - row * stride_h;
+    Vector vector;
+    if constexpr (PLANES) {
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) {
+        const int column = quotient(first + j, params.by_stride_w);
+        const int phase = phase_h * stride_w + first + j - column * stride_w;
+        const Value* const part = static_cast<const Value*>(params.part_ptr[phase]);
+        const int64_t of_part = static_cast<int64_t>(line) * params.rows[phase] + row;
+        vector.values[j] = part != nullptr ? part[of_part * params.columns[phase] + column] : Value{0};
+      }
+    } else {
+      const int phase = phase_h * stride_w + item - quotient(item, params.by_stride_w) * stride_w;
+      if (params.part_ptr[phase] != nullptr) continue;
+      vector = Vector{};
+    }
+    *reinterpret_cast<Vector*>(static_cast<Value*>(params.dx_ptr) + n * params.outer + of_image * params.line +
+                               item * params.item + first * params.value) = vector;
+  }
+}
+
+#endif  // device code
+
+#if !defined(__CUDACC_RTC__)
+
+constexpr int kVectorBytes = 16;
 
 // Tried in this order, that of all engines.
 const Engine* const kTakers[] = {&kDilatedEngine, &kTmaEngine,       &kWgmmaEngine,     &kGatherEngine,
                                  &kStemEngine,    &kDepthwiseEngine, &kPointwiseEngine, &kMmaEngine};
 
-constexpr int kMostParts = 16;
-
-// A part of a problem, and from where on in x and w, in elements.
+// A part of a problem, and from where on in dx (or the workspace, if it is dense) and w, in elements.
 struct Part {
   Problem problem;
   int64_t x, w;
+  int phase;
 };
 
 // A phase of one axis: its rows of dx, and the taps that meet them.
@@ -48,55 +121,72 @@ inline Phase phase_of(int number, int size, int taps, int stride, int pad, int d
   return {of.outputs, of.taps, first, of.step, static_cast<int>(taken_pad), of.dilation};
 }
 
-// Phases of dx: no more than rows.
-inline int phases(int size, int outputs, int stride) {
-  if (outputs == 1) return 1;
-  return stride < size ? stride : size;
+// The phases of dx: no more than rows and columns.
+struct Phases {
+  int rows, columns;
+  Phase row[kMostParts], column[kMostParts];
+
+  explicit Phases(const Problem& p)
+      : rows(p.P == 1 ? 1 : std::min(p.stride_h, p.H)), columns(p.Q == 1 ? 1 : std::min(p.stride_w, p.W)) {
+    if (!fit()) return;
+    for (int a = 0; a < rows; ++a)
+      row[a] = phase_of(a, p.H, p.R, taken_stride(p.stride_h, p.P), p.pad_h, p.dilation_h);
+    for (int b = 0; b < columns; ++b)
+      column[b] = phase_of(b, p.W, p.S, taken_stride(p.stride_w, p.Q), p.pad_w, p.dilation_w);
+  }
+  bool fit() const { return int64_t{rows} * columns <= kMostParts; }
+  bool is_idle(int a, int b) const { return row[a].taps == 0 || column[b].taps == 0; }
+  int idle() const {
+    int count = 0;
+    for (int i = 0; i < rows * columns; ++i) count += is_idle(i / columns, i % columns);
+    return count;
+  }
+};
+
+// Whether dx is written row by row from dense parts.
+inline bool has_dense_parts(const Problem& problem, const Phases& phases) {
+  return problem.x_stride[1] != 1 && phases.idle() > 0;
 }
 
-// Calls use(part) for each of them, which return whether to go on; and returns whether all did. `idle` counts phases of
-// zeros.
+// Elements of a dense part, such that the next one begins at a multiple of 256 bytes.
+inline int64_t dense_values(const Problem& part) { return ceil_div(part.N * part.C * part.H * part.W, 128) * 128; }
+
+// Calls use(part) for each of them, which return whether to go on; and returns whether all did.
 template <typename Use>
-bool for_each_part(const Problem& problem, const Use& use, int* idle = nullptr) {
-  const Problem& p = problem;
-  const int stride_h = taken_stride(p.stride_h, p.P), stride_w = taken_stride(p.stride_w, p.Q);
-  const int rows = phases(p.H, p.P, p.stride_h), columns = phases(p.W, p.Q, p.stride_w);
-  const bool tf32 = uses_tf32(problem, Operator::kDgrad);
-  for (int a = 0; a < rows; ++a) {
-    for (int b = 0; b < columns; ++b) {
-      const Phase row = phase_of(a, p.H, p.R, stride_h, p.pad_h, p.dilation_h);
-      const Phase column = phase_of(b, p.W, p.S, stride_w, p.pad_w, p.dilation_w);
-      if (row.taps == 0 || column.taps == 0) {
-        if (idle != nullptr) ++*idle;
-        continue;
-      }
-      Part part{problem, a * p.x_stride[2] + b * p.x_stride[3],
-                row.first * p.w_stride[2] + column.first * p.w_stride[3]};
-      Problem& of = part.problem;
-      of.H = row.rows;
-      of.W = column.rows;
-      of.R = row.taps;
-      of.S = column.taps;
-      of.stride_h = of.stride_w = 1;
-      of.pad_h = row.pad;
-      of.pad_w = column.pad;
-      of.dilation_h = row.dilation;
-      of.dilation_w = column.dilation;
-      of.x_stride[2] *= stride_h;
-      of.x_stride[3] *= stride_w;
-      of.w_stride[2] *= row.step;
-      of.w_stride[3] *= column.step;
-      of.tf32_allowed = tf32;  // of parts, if they are not too small for it
-      if (!use(part)) return false;
+bool for_each_part(const Problem& p, const Phases& phases, const Use& use) {
+  const bool tf32 = uses_tf32(p, Operator::kDgrad), dense = has_dense_parts(p, phases);
+  int64_t workspace = 0;
+  for (int i = 0; i < phases.rows * phases.columns; ++i) {
+    const int a = i / phases.columns, b = i % phases.columns;
+    const Phase &row = phases.row[a], &column = phases.column[b];
+    if (phases.is_idle(a, b)) continue;
+    Part part{p, a * p.x_stride[2] + b * p.x_stride[3], row.first * p.w_stride[2] + column.first * p.w_stride[3], i};
+    Problem& of = part.problem;
+    of.H = row.rows;
+    of.W = column.rows;
+    of.R = row.taps;
+    of.S = column.taps;
+    of.stride_h = of.stride_w = 1;
+    of.pad_h = row.pad;
+    of.pad_w = column.pad;
+    of.dilation_h = row.dilation;
+    of.dilation_w = column.dilation;
+    of.x_stride[2] *= taken_stride(p.stride_h, p.P);
+    of.x_stride[3] *= taken_stride(p.stride_w, p.Q);
+    of.w_stride[2] *= row.step;
+    of.w_stride[3] *= column.step;
+    of.tf32_allowed = tf32;  // of parts, if they are not too small for it
+    if (dense) {
+      part.x = workspace;
+      workspace += dense_values(of);
+      of.x_stride[3] = 1;
+      of.x_stride[2] = of.W;
+      of.x_stride[1] = int64_t{of.H} * of.W;
+      of.x_stride[0] = of.C * of.x_stride[1];
     }
+    if (!use(part)) return false;
   }
   return true;
-}
-
-inline int idle_phases(const Problem& problem) {
-  int idle = 0;
-  for_each_part(problem, [](const Part&) { return true; }, &idle);
-  return idle;
 }
 
 inline const Engine* taker_of(const Problem& problem) {
@@ -104,27 +194,18 @@ inline const Engine* taker_of(const Problem& problem) {
   return first_of(kTakers, problem, Operator::kDgrad, memo);
 }
 
-// Whether dx has no gaps.
-inline bool is_dense(const Problem& p) {
-  const int64_t sizes[4] = {p.N, p.C, p.H, p.W};
-  int64_t last = 0;
-  for (int i = 0; i < 4; ++i) last += (sizes[i] - 1) * p.x_stride[i];
-  return last + 1 == p.N * p.C * p.H * p.W;
-}
-
 inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kDgrad) return "it computes input gradients only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
   if (!has_stride(problem)) return "it requires a stride greater than 1 along an axis with more than one output";
-  const int64_t parts = int64_t{phases(problem.H, problem.P, problem.stride_h)} *
-                        phases(problem.W, problem.Q, problem.stride_w);
-  if (parts > kMostParts) return "it splits the input into at most 16 phases, stride_h times stride_w";
-  const bool taken = for_each_part(problem, [](const Part& part) {
+  const Phases phases(problem);
+  if (!phases.fit()) return "it splits the input into at most 16 phases, stride_h times stride_w";
+  const bool taken = for_each_part(problem, phases, [](const Part& part) {
     return part.problem.pad_h >= 0 && part.problem.pad_w >= 0 && taker_of(part.problem) != nullptr;
   });
   if (!taken) return "it splits the problem into parts, and no other engine computes one of them";
-  if (idle_phases(problem) > 0 && !is_dense(problem))
-    return "it requires a dense input gradient, as no filter tap meets some of its pixels";
+  if (phases.idle() > 0 && problem.N * std::max(problem.C, problem.H) >= int64_t{1} << 30)
+    return "it numbers planes, or rows of all images, up to 2^30";
   return nullptr;
 }
 
@@ -141,7 +222,7 @@ inline double least_work(const Problem& problem) {
   if (problem.dtype == DType::kFloat32) return kLeastWork;
   int parts = 0;
   bool by_tma = true;
-  for_each_part(problem, [&](const Part& part) {
+  for_each_part(problem, Phases(problem), [&](const Part& part) {
     by_tma &= taker_of(part.problem) == &kTmaEngine;
     return ++parts > 0;
   });
@@ -153,54 +234,112 @@ inline const char* yields(const Problem& problem, Operator) {
   return multiply_adds(problem) < least_work(problem) ? "direct may be faster with few multiply-adds" : nullptr;
 }
 
-inline Pointers pointers_of(const Part& part, const Pointers& pointers) {
+// Null, as long as the workspace is not known, stands for an aligned address.
+inline Pointers pointers_of(const Part& part, bool dense, int64_t dense_bytes, const Pointers& pointers) {
   const int bytes = element_bytes(part.problem.dtype);
-  const auto from = [&](const void* pointer, int64_t elements) -> const void* {
-    return pointer == nullptr ? nullptr : static_cast<const uint8_t*>(pointer) + elements * bytes;
+  const auto from = [](const void* pointer, int64_t offset) -> void* {
+    return pointer == nullptr ? nullptr : static_cast<uint8_t*>(const_cast<void*>(pointer)) + offset;
   };
   Pointers result = pointers;
-  result.w = from(pointers.w, part.w);
-  result.out = const_cast<void*>(from(pointers.out, part.x));
+  result.w = from(pointers.w, part.w * bytes);
+  result.out = from(dense ? pointers.workspace : pointers.out, part.x * bytes);
+  result.workspace = from(pointers.workspace, dense_bytes);
   return result;
 }
 
+// Bytes of all dense parts, which come first in the workspace.
+inline int64_t bytes_of_dense_parts(const Problem& problem, const Phases& phases) {
+  int64_t values = 0;
+  if (has_dense_parts(problem, phases))
+    for_each_part(problem, phases, [&](const Part& part) { return (values += dense_values(part.problem)) > 0; });
+  return values * element_bytes(problem.dtype);
+}
+
 inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
+  const Phases phases(problem);
+  const int64_t dense_bytes = bytes_of_dense_parts(problem, phases);
   int64_t most = 0;
-  for_each_part(problem, [&](const Part& part) {
+  for_each_part(problem, phases, [&](const Part& part) {
     const Engine* const taker = taker_of(part.problem);
     if (taker == nullptr) return false;
-    const int64_t bytes = taker->workspace_bytes(part.problem, op, pointers_of(part, pointers));
-    if (bytes > most) most = bytes;
+    const Pointers own = pointers_of(part, dense_bytes > 0, dense_bytes, pointers);
+    most = std::max(most, taker->workspace_bytes(part.problem, op, own));
     return true;
   });
-  return most;
+  return dense_bytes + most;
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
+// The values of an item that a thread may write at once.
+inline int vector_of(const Problem& p, const Fill& fill, bool planes) {
+  const int size = planes ? p.W : p.C;
+  int vector = fill.value == 1 ? kVectorBytes / element_bytes(p.dtype) : 1;
+  const auto fits = [&] {
+    return size % vector == 0 && fill.outer % vector == 0 && fill.line % vector == 0 && fill.item % vector == 0 &&
+           reinterpret_cast<uint64_t>(fill.dx_ptr) % (vector * element_bytes(p.dtype)) == 0;
+  };
+  while (vector > 1 && !fits()) vector /= 2;
+  return vector;
+}
+
+template <typename Value, bool PLANES, int VECTOR = kVectorBytes / sizeof(Value)>
+cudaError_t run_fill(const Fill& params, int vector, unsigned blocks, cudaStream_t stream) {
+  if (vector == VECTOR)
+    return hopper::launch_early(strided_fill_kernel<Value, VECTOR, PLANES>, blocks, kThreads, 0, stream, params);
+  if constexpr (VECTOR > 1) return run_fill<Value, PLANES, VECTOR / 2>(params, vector, blocks, stream);
+  return cudaErrorInvalidConfiguration;
+}
+
+inline cudaError_t fill(const Problem& p, const Phases& phases, Fill params, cudaStream_t stream) {
+  const bool planes = has_dense_parts(p, phases);
+  const int64_t (&step)[4] = p.x_stride;
+  params.outer = step[0], params.line = planes ? step[1] : step[2], params.item = planes ? step[2] : step[3];
+  params.value = planes ? step[3] : step[1];
+  const int vector = vector_of(p, params, planes), lines_of_image = planes ? p.C : p.H;
+  const int vectors = (planes ? p.W : p.C) / vector;
+  const int64_t items = int64_t{planes ? p.H : p.W} * vectors;
+  params.lines = static_cast<int>(p.N * lines_of_image);
+  params.by_lines_of_image = make_divisor(lines_of_image);
+  params.by_items_of_line = make_divisor(items);
+  params.by_vectors = make_divisor(vectors);
+  params.by_stride_h = make_divisor(phases.rows), params.by_stride_w = make_divisor(phases.columns);
+  const int64_t chunks = ceil_div(items, kItems), groups = ceil_div(params.lines, std::max<int64_t>(kItems / items, 1));
+  params.by_chunks = make_divisor(chunks);
+  const unsigned blocks = static_cast<unsigned>(chunks * groups);
+  if (p.dtype == DType::kFloat32)
+    return planes ? run_fill<uint32_t, true>(params, vector, blocks, stream)
+                  : run_fill<uint32_t, false>(params, vector, blocks, stream);
+  return planes ? run_fill<uint16_t, true>(params, vector, blocks, stream)
+                : run_fill<uint16_t, false>(params, vector, blocks, stream);
+}
+
 // One part behind another, in the same workspace.
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  const Phases phases(problem);
+  const int64_t dense_bytes = bytes_of_dense_parts(problem, phases);
+  Fill params{};
+  params.dx_ptr = pointers.out;
   cudaError_t error = cudaSuccess;
-  if (idle_phases(problem) > 0) {
-    const int64_t bytes = problem.N * problem.C * problem.H * problem.W * element_bytes(problem.dtype);
-    error = cudaMemsetAsync(pointers.out, 0, bytes, stream);
-    if (error != cudaSuccess) return error;
-  }
-  const bool all = for_each_part(problem, [&](const Part& part) {
+  const bool all = for_each_part(problem, phases, [&](const Part& part) {
     const Engine* const taker = taker_of(part.problem);
     if (taker == nullptr) return false;
-    error = taker->launch(op, part.problem, pointers_of(part, pointers), stream);
+    const Pointers own = pointers_of(part, dense_bytes > 0, dense_bytes, pointers);
+    params.part_ptr[part.phase] = own.out;
+    params.rows[part.phase] = part.problem.H, params.columns[part.phase] = part.problem.W;
+    error = taker->launch(op, part.problem, own, stream);
     return error == cudaSuccess;
   });
-  return all || error != cudaSuccess ? error : cudaErrorInvalidConfiguration;
+  if (!all) return error != cudaSuccess ? error : cudaErrorInvalidConfiguration;
+  return phases.idle() > 0 ? fill(problem, phases, params, stream) : cudaSuccess;
 }
 
 #endif  // launchers
 
 inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
-  int parts = 0, idle = 0;
-  for_each_part(problem, [&](const Part&) { return ++parts > 0; }, &idle);
-  for_each_part(problem, [&](const Part& part) {
+  const Phases phases(problem);
+  const int idle = phases.idle(), parts = phases.rows * phases.columns - idle;
+  for_each_part(problem, phases, [&](const Part& part) {
     const Engine* const taker = taker_of(part.problem);
     const int written = snprintf(text, text_size, "%d parts%s, the first of %dx%d taps by %s: ", parts,
                                  idle > 0 ? " and zeros" : "", part.problem.R, part.problem.S,
@@ -211,12 +350,13 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   });
 }
 
+#endif  // host
+
 }  // namespace strided
 
-#if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
+#if (defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)) && !defined(__CUDACC_RTC__)
 extern const Engine kStridedEngine{"strided",       strided::refusal,  strided::workspace_bytes,
                                    strided::launch, strided::describe, strided::yields};
 #endif
 
 }  // namespace modelnew
-#endif

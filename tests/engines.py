@@ -283,7 +283,7 @@ PARTS = ("direct", "dilated", "patches", "strided")
 WITH_PARTS = Kernels(
     [f"{engine}.cu" for engine in PARTS],
     ["engine.h", "parts.h"],
-    COPIES,
+    HOPPER_STAND_IN,
     SMALL_TF32 | LIMITS | {r"kLeastPoints = 1 << 17;": "kLeastPoints = 1;", r"kLeastTiles = 16,": "kLeastTiles = 1,"},
 )
 EMULATED = {

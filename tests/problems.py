@@ -386,4 +386,9 @@ STRIDED_CASES = [
     Case(1, 8, 6, 7, 8, 3, 3, stride=(2, 2), padding=(2, 2), dilation=(2, 2)),  # the same taps for all that any meets
     Case(2, 16, 9, 8, 24, 3, 3, stride=(1, 2), padding=(0, 1), groups=2),
     Case(1, 8, 5, 30, 8, 4, 3, stride=(9, 2), padding=(0, 1)),  # one row of outputs
+    # Phases of zeros: vectors of 16 bytes and of fewer, several planes a block and several blocks a plane.
+    Case(2, 16, 12, 16, 8, 1, 1, stride=(2, 2)),
+    Case(3, 12, 9, 12, 8, 1, 2, stride=(2, 3)),
+    Case(1, 8, 131, 129, 8, 1, 1, stride=(2, 2)),
+    Case(2, 8, 3, 10, 8, 1, 1, stride=(1, 4)),
 ]

@@ -260,6 +260,10 @@ GPU_STRIDED_CASES = [
     # Large enough for TF32.
     Case(32, 128, 28, 28, 128, 3, 3, stride=(2, 2), padding=(1, 1)),
     Case(64, 256, 28, 28, 128, 1, 1, stride=(2, 2)),
+    # Phases of zeros: other vectors, several blocks a plane, groups, taps that leave gaps.
+    Case(8, 64, 129, 65, 64, 1, 1, stride=(2, 2)),
+    Case(16, 128, 56, 56, 128, 1, 1, stride=(3, 2), groups=2),
+    Case(3, 72, 30, 34, 40, 2, 3, stride=(4, 4), padding=(1, 0)),
 ]
 # Phases of all images and of one, by several engines; a single tap that is left; fewer rows than phases.
 GPU_DILATED_CASES = [

@@ -115,18 +115,29 @@ def nvrtc_ptx(source: str, *options: str) -> str:
     return fetch("PTX")
 
 
-# dilated.cu and strided.cu have no kernel. gather.cu and wgmma.cu are for Hopper alone and take long to compile to
+# dilated.cu has no kernel. gather.cu and wgmma.cu are for Hopper alone and take long to compile to
 # nothing elsewhere; direct.cu and listed.cu use nothing of Hopper. sm_80 differs from both others in mma.cu alone.
 RTC_ARCHS = dict.fromkeys(("gather.cu", "wgmma.cu"), ("90a",)) | dict.fromkeys(("direct.cu", "listed.cu"), ("70",))
-RTC_ARCHS |= {"mma.cu": ("70", "80", "90a"), "dilated.cu": (), "strided.cu": ()}
+RTC_ARCHS |= {"mma.cu": ("70", "80", "90a"), "dilated.cu": ()}
 RTC_TARGETS = [(source, arch) for source in ENGINE_SOURCES for arch in RTC_ARCHS.get(source.name, ("70", "90a"))]
 RTC_HOST_PARTS = cpp("machine_code/rtc_host_parts.h")
 
-# The launcher of patches.cu asks other engines: it stays hidden, and its kernels are named.
-PATCHES_KERNELS = "".join(
-    f"template __global__ void modelnew::patches::patches_kernel<{arguments}>(modelnew::patches::Params);\n"
-    for arguments in ("uint32_t, true", "uint16_t, false")
-)
+# The launchers of patches.cu and strided.cu ask other engines: they stay hidden, and their kernels are named.
+NAMED_KERNELS = {
+    f"{engine}.cu": "".join(
+        f"template __global__ void modelnew::{engine}::{engine}_{kernel}<{arguments}>({params});\n"
+        for arguments in all_arguments
+    )
+    for engine, kernel, params, all_arguments in (
+        ("patches", "kernel", "modelnew::patches::Params", ("uint32_t, true", "uint16_t, false")),
+        (
+            "strided",
+            "fill_kernel",
+            "const __grid_constant__ modelnew::strided::Fill",
+            ("uint32_t, 4, true", "uint16_t, 8, false"),
+        ),
+    )
+}
 
 # Planners are compiled as device code as well, unless nothing refers to them.
 ENGINE_TABLE = re.compile(r"^extern const Engine k\w+Engine\{[^;]*;", re.MULTILINE)
@@ -167,8 +178,8 @@ RTC_FEWER = {
 def rtc_text(source: Path) -> str:
     """An engine as NVRTC takes it: launchers, which are hidden from it otherwise, are wanted here."""
     text = "#include <cstdint>\n" + source.read_text()
-    if source.name == "patches.cu":
-        return text + PATCHES_KERNELS
+    if source.name in NAMED_KERNELS:
+        return text + NAMED_KERNELS[source.name]
     for header in ("correlate.cuh", "bias_grad.cuh", "depthwise_grad.cuh", "stem_dgrad.cuh"):  # which have launchers
         before, include, behind = text.partition(f'#include "{header}"')
         if include:
