@@ -34,60 +34,69 @@
 namespace modelnew {
 namespace strided {
 
-constexpr int kMostParts = 16, kThreads = 256, kItems = 8 * kThreads;  // vectors that a block writes
+constexpr int kMostParts = 16, kThreads = 256;
 
-// dx as lines, [outer][line][item][VECTOR values]: in NCHW image, channel, row and column; in channels_last image, row,
-// column and channel.
+// dx as lines, [outer][line][item][value]: in NCHW image, channel, row and column; in channels_last image, row, column
+// and channel. A thread has the same few values of some items of a line.
 struct Fill {
   void* dx_ptr;
   const void* part_ptr[kMostParts];  // of a phase: dense [image][channel][row][column]; null if it is idle
   int rows[kMostParts], columns[kMostParts];
   int64_t outer, line, item, value;  // steps in dx
-  int lines;                  // of all images
-  Divisor by_chunks, by_items_of_line, by_lines_of_image, by_vectors, by_stride_h, by_stride_w;
+  int lines, items, values;          // lines of all images, items of a line, values of an item
+  Divisor by_vectors, by_chunks, by_lines_of_image, by_stride_h, by_stride_w;
 };
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-// Writes zeros to idle phases (channels_last), or all of dx (PLANES).
-template <typename Value, int VECTOR, bool PLANES>
+// Writes zeros to idle phases (channels_last), or all of dx (PLANES). WHOLE: items are whole vectors.
+template <typename Value, int VECTOR, bool WHOLE, bool PLANES>
 __global__ void __launch_bounds__(kThreads) strided_fill_kernel(const __grid_constant__ Fill params) {
-  struct alignas(VECTOR * sizeof(Value)) Vector {
+  struct alignas(WHOLE ? VECTOR * sizeof(Value) : sizeof(Value)) Vector {
     Value values[VECTOR];
   };
   const int stride_h = static_cast<int>(params.by_stride_h.divisor);
   const int stride_w = static_cast<int>(params.by_stride_w.divisor);
-  const int block = static_cast<int>(blockIdx.x), group = quotient(block, params.by_chunks);
-  const int chunk = block - group * static_cast<int>(params.by_chunks.divisor);
-  const int of_line = static_cast<int>(params.by_items_of_line.divisor);
-  const int lines_of_group = of_line < kItems ? kItems / of_line : 1;
+  const int chunks = static_cast<int>(params.by_chunks.divisor);
+  const int number = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  const int of_lines = quotient(number, params.by_vectors), line = quotient(of_lines, params.by_chunks);
+  const int first = (number - of_lines * static_cast<int>(params.by_vectors.divisor)) * VECTOR;
+  if (line >= params.lines) return;
+  const int n = quotient(line, params.by_lines_of_image);
+  const int of_image = line - n * static_cast<int>(params.by_lines_of_image.divisor);
+  Value* const to = static_cast<Value*>(params.dx_ptr) + n * params.outer + of_image * params.line +
+                    first * params.value;
+  int column[VECTOR], phase_w[VECTOR];
+#pragma unroll
+  for (int j = 0; j < VECTOR; ++j) {
+    column[j] = quotient(first + j, params.by_stride_w);
+    phase_w[j] = first + j - column[j] * stride_w;
+  }
   hopper::wait_for_prerequisites();
 #pragma unroll 1
-  for (int i = chunk * kItems + static_cast<int>(threadIdx.x); i < (chunk + 1) * kItems; i += kThreads) {
-    const int in_group = quotient(i, params.by_items_of_line), line = group * lines_of_group + in_group;
-    if (in_group >= lines_of_group || line >= params.lines) return;
-    const int n = quotient(line, params.by_lines_of_image);
-    const int of_image = line - n * static_cast<int>(params.by_lines_of_image.divisor);
-    const int in_line = i - in_group * of_line, item = quotient(in_line, params.by_vectors);
-    const int first = (in_line - item * static_cast<int>(params.by_vectors.divisor)) * VECTOR;
+  for (int item = of_lines - line * chunks; item < params.items; item += chunks) {
     const int h = PLANES ? item : of_image, row = quotient(h, params.by_stride_h), phase_h = h - row * stride_h;
-    Vector vector;
+    Vector vector{};
     if constexpr (PLANES) {
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
-        const int column = quotient(first + j, params.by_stride_w);
-        const int phase = phase_h * stride_w + first + j - column * stride_w;
+        const int phase = phase_h * stride_w + phase_w[j];
         const Value* const part = static_cast<const Value*>(params.part_ptr[phase]);
         const int64_t of_part = static_cast<int64_t>(line) * params.rows[phase] + row;
-        vector.values[j] = part != nullptr ? part[of_part * params.columns[phase] + column] : Value{0};
+        if (part != nullptr && (WHOLE || first + j < params.values))
+          vector.values[j] = part[of_part * params.columns[phase] + column[j]];
       }
     } else {
       const int phase = phase_h * stride_w + item - quotient(item, params.by_stride_w) * stride_w;
       if (params.part_ptr[phase] != nullptr) continue;
-      vector = Vector{};
     }
-    *reinterpret_cast<Vector*>(static_cast<Value*>(params.dx_ptr) + n * params.outer + of_image * params.line +
-                               item * params.item + first * params.value) = vector;
+    if constexpr (WHOLE) {
+      *reinterpret_cast<Vector*>(to + item * params.item) = vector;
+    } else {
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j)
+        if (first + j < params.values) to[item * params.item + j * params.value] = vector.values[j];
+    }
   }
 }
 
@@ -271,47 +280,41 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-// The values of an item that a thread may write at once.
-inline int vector_of(const Problem& p, const Fill& fill, bool planes) {
-  const int size = planes ? p.W : p.C;
-  int vector = fill.value == 1 ? kVectorBytes / element_bytes(p.dtype) : 1;
-  const auto fits = [&] {
-    return size % vector == 0 && fill.outer % vector == 0 && fill.line % vector == 0 && fill.item % vector == 0 &&
-           reinterpret_cast<uint64_t>(fill.dx_ptr) % (vector * element_bytes(p.dtype)) == 0;
-  };
-  while (vector > 1 && !fits()) vector /= 2;
-  return vector;
-}
-
+// Values that a thread writes at once, as one vector if there is one that fits, else one by one.
 template <typename Value, bool PLANES, int VECTOR = kVectorBytes / sizeof(Value)>
-cudaError_t run_fill(const Fill& params, int vector, unsigned blocks, cudaStream_t stream) {
-  if (vector == VECTOR)
-    return hopper::launch_early(strided_fill_kernel<Value, VECTOR, PLANES>, blocks, kThreads, 0, stream, params);
-  if constexpr (VECTOR > 1) return run_fill<Value, PLANES, VECTOR / 2>(params, vector, blocks, stream);
-  return cudaErrorInvalidConfiguration;
+cudaError_t run_fill(Fill& params, cudaStream_t stream) {
+  constexpr int kApart = 4, kItems = 8;  // items of a thread
+  const auto run = [&](auto kernel, int vector) {
+    const int64_t vectors = ceil_div(params.values, vector), chunks = ceil_div(params.items, kItems);
+    params.by_vectors = make_divisor(vectors);
+    params.by_chunks = make_divisor(chunks);
+    const int64_t blocks = ceil_div(params.lines * chunks * vectors, kThreads);
+    if (blocks * kThreads >= int64_t{1} << 31) return cudaErrorInvalidConfiguration;
+    return hopper::launch_early(kernel, static_cast<unsigned>(blocks), kThreads, 0, stream, params);
+  };
+  const auto fits = [](int64_t step) { return step % VECTOR == 0; };
+  if (params.value == 1 && fits(params.values) && fits(params.outer) && fits(params.line) && fits(params.item) &&
+      reinterpret_cast<uint64_t>(params.dx_ptr) % (VECTOR * sizeof(Value)) == 0)
+    return run(strided_fill_kernel<Value, VECTOR, true, PLANES>, VECTOR);
+  if constexpr (VECTOR > 2) return run_fill<Value, PLANES, VECTOR / 2>(params, stream);
+  return run(strided_fill_kernel<Value, kApart, false, PLANES>, kApart);
 }
 
 inline cudaError_t fill(const Problem& p, const Phases& phases, Fill params, cudaStream_t stream) {
   const bool planes = has_dense_parts(p, phases);
   const int64_t (&step)[4] = p.x_stride;
-  params.outer = step[0], params.line = planes ? step[1] : step[2], params.item = planes ? step[2] : step[3];
+  params.outer = step[0];
+  params.line = planes ? step[1] : step[2];
+  params.item = planes ? step[2] : step[3];
   params.value = planes ? step[3] : step[1];
-  const int vector = vector_of(p, params, planes), lines_of_image = planes ? p.C : p.H;
-  const int vectors = (planes ? p.W : p.C) / vector;
-  const int64_t items = int64_t{planes ? p.H : p.W} * vectors;
-  params.lines = static_cast<int>(p.N * lines_of_image);
-  params.by_lines_of_image = make_divisor(lines_of_image);
-  params.by_items_of_line = make_divisor(items);
-  params.by_vectors = make_divisor(vectors);
+  params.lines = static_cast<int>(p.N * (planes ? p.C : p.H));
+  params.items = planes ? p.H : p.W;
+  params.values = planes ? p.W : p.C;
+  params.by_lines_of_image = make_divisor(planes ? p.C : p.H);
   params.by_stride_h = make_divisor(phases.rows), params.by_stride_w = make_divisor(phases.columns);
-  const int64_t chunks = ceil_div(items, kItems), groups = ceil_div(params.lines, std::max<int64_t>(kItems / items, 1));
-  params.by_chunks = make_divisor(chunks);
-  const unsigned blocks = static_cast<unsigned>(chunks * groups);
   if (p.dtype == DType::kFloat32)
-    return planes ? run_fill<uint32_t, true>(params, vector, blocks, stream)
-                  : run_fill<uint32_t, false>(params, vector, blocks, stream);
-  return planes ? run_fill<uint16_t, true>(params, vector, blocks, stream)
-                : run_fill<uint16_t, false>(params, vector, blocks, stream);
+    return planes ? run_fill<uint32_t, true>(params, stream) : run_fill<uint32_t, false>(params, stream);
+  return planes ? run_fill<uint16_t, true>(params, stream) : run_fill<uint16_t, false>(params, stream);
 }
 
 // One part behind another, in the same workspace.

@@ -134,7 +134,7 @@ NAMED_KERNELS = {
             "strided",
             "fill_kernel",
             "const __grid_constant__ modelnew::strided::Fill",
-            ("uint32_t, 4, true", "uint16_t, 8, false"),
+            ("uint32_t, 4, true, true", "uint16_t, 4, false, false"),
         ),
     )
 }
