@@ -12,7 +12,9 @@
 // pixel (x). The row of a pixel is called its slot. There are three ways to load x:
 //
 //   columns   im2col: a stage holds the pixels that one tap reads for the tile. Output pixels are numbered through all
-//             images, hence any stride and no wasted slot; but each tap loads x from the L2 cache again
+//             images, hence any stride and no wasted slot; but each tap loads x from the L2 cache again. Rows of taps
+//             that meet nothing but padding in a tile are left out, as with large dilations; so an Inf or NaN among
+//             their weights makes no NaN there
 //   windows   a stage holds the receptive field of the tile as one TMA box; a tap reads it from a start address that is
 //             shifted by whole slots. With stride 2 a stage holds one phase of x: every other row and column
 //   direct    1x1 filters on NCHW: a stage holds rows of 64 pixels of one channel, which wgmma reads transposed. Images
@@ -164,6 +166,8 @@ struct Plan {
   int x_bytes, x_stage_bytes, x_stages, w_bytes, w_stage_bytes, w_stages;
   int x_steps, w_steps;           // stages of one tile; w_steps: of one of each phase
   int step_k;                     // channels from tile to tile, of which the tile may have more
+  double met;                     // the part of x_steps that tiles take on average
+  bool leaves_out;                // columns: rows of taps that meet nothing in a tile; met is less than 1
   int phases;                     // of y; 1 but for dgrad at a stride
   int tiles_k, tiles_p, tiles_q;  // of a phase
   int tiles, phase_tiles;         // of all phases, and of each
@@ -353,6 +357,43 @@ struct Tiles {
   }
 };
 
+// Columns: the rows of y that a tile has. It may end in the next image (`wraps`).
+struct TileRows {
+  int first, last;
+  bool wraps;
+
+  __device__ __forceinline__ TileRows(const Params& params, const Tile& tile) : first(0), last(0), wraps(false) {
+    const Grouped& of = params.of;
+    if (!params.plan.leaves_out) return;
+    const int pixels = of.P * of.Q, end = min(tile.q + params.plan.shape.slots, static_cast<int>(of.N) * pixels);
+    const int n = quotient(tile.q, params.by_plane), last_n = quotient(end - 1, params.by_plane);
+    first = last_n > n + 1 ? 0 : quotient(tile.q - n * pixels, params.by_row);
+    last = last_n > n + 1 ? of.P - 1 : quotient(end - 1 - last_n * pixels, params.by_row);
+    wraps = last_n == n + 1;
+  }
+
+  // Whether a row of taps may meet pixels.
+  __device__ __forceinline__ bool meet(const Params& params, int row_of_taps) const {
+    const Grouped& of = params.of;
+    if (!params.plan.leaves_out) return true;
+    const auto meets = [&](int from, int to) {
+      const int move = row_of_taps - of.pad_h;
+      return to * of.stride_h + move >= 0 && from * of.stride_h + move < of.H;
+    };
+    return wraps ? meets(first, of.P - 1) || meets(0, last) : meets(first, last);
+  }
+
+  // The stages of x, of those of all taps, that a tile takes. It always takes the first one, to begin its sums.
+  __device__ __forceinline__ int steps(const Params& params) const {
+    const Plan& plan = params.plan;
+    if (!plan.leaves_out) return plan.x_steps;
+    int rows = 0;
+#pragma unroll 1
+    for (int r = 0; r < params.of.R; ++r) rows += meet(params, r * params.of.dilation_h);
+    return plan.x_steps / params.of.R * rows + !meet(params, 0);
+  }
+};
+
 // -- Load x and w: one thread each --
 
 // Waits for the preceding kernels. Returns false where an operand did not fit into scaled fp16: then another kernel
@@ -403,10 +444,12 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
         pixel[j] = (block - image[j] * static_cast<int>(params.by_blocks.divisor)) * kBlockPixels;
       }
     }
+    const TileRows rows(params, tile);
     Step step = tiles.first_step(plan, share);
 #pragma unroll 1
     for (int i = share.first; i < share.last; ++i, step.next(plan)) {
       const Load load = params.load[tile.phase + step.load];
+      if (i > share.first && !rows.meet(params, load.row)) continue;
       const uint32_t full = shared.x_full(ring.slot);
       const uint32_t to = shared.base + shared.layout.x + ring.slot * plan.x_stage_bytes;
       const int c = first_c + step.block * kBlockChannels;
@@ -440,8 +483,15 @@ __device__ __forceinline__ void order_w(const Params& params, const Shared& shar
   for (int number = tiles.first; number < plan.tiles; number += tiles.step) {
     const Tile tile = locate_tile(params, number);
     Step step = tiles.first_step(plan, share);
+    const TileRows rows(params, tile);
     Load load = params.load[tile.phase + step.load];
     int of_stage = 0;  // number of the tap among those of its stage of x
+    const auto next_load = [&](int& i) {
+      do {
+        step.next(plan);
+        load = params.load[tile.phase + step.load];
+      } while (++i < share.last && !rows.meet(params, load.row));
+    };
 #pragma unroll 1
     for (int i = share.first; i < share.last;) {
       const Tap tap = params.tap[load.first_tap + of_stage];
@@ -457,9 +507,7 @@ __device__ __forceinline__ void order_w(const Params& params, const Shared& shar
       ring.next(plan.w_stages);
       if (++of_stage == load.taps) {
         of_stage = 0;
-        ++i;
-        step.next(plan);
-        load = params.load[tile.phase + step.load];
+        next_load(i);
       }
     }
   }
@@ -482,17 +530,20 @@ struct Given {
 };
 
 template <typename Stored, int CHANNELS, int SLOTS, bool DIRECT, bool TRANSPOSED, typename AllOrdered>
-__device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, int phase, const Share& share,
-                                              Step of_tile, int first_channel, RingPosition& x, RingPosition& w,
-                                              float (&acc)[CHANNELS / 64][SLOTS / 2], const AllOrdered& all_ordered) {
+__device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Tile& tile,
+                                              const Share& share, Step of_tile, int first_channel, RingPosition& x,
+                                              RingPosition& w, float (&acc)[CHANNELS / 64][SLOTS / 2],
+                                              const AllOrdered& all_ordered) {
   const Plan& plan = params.plan;
   const uint32_t base = hopper::of_own_block(shared.base);  // wgmma descriptors want an address within the block
   Given before;
   bool keep = false;
+  const TileRows rows(params, tile);
   hopper::wgmma_start(acc);
 #pragma unroll 1
   for (int number = share.first; number < share.last; ++number, of_tile.next(plan)) {
-    const Load load = params.load[phase + of_tile.load];
+    const Load load = params.load[tile.phase + of_tile.load];
+    if (number > share.first && !rows.meet(params, load.row)) continue;
     hopper::barrier_wait(shared.x_full(x.slot), x.parity);
     const uint32_t slots = hopper::descriptor(base + shared.layout.x + x.slot * plan.x_stage_bytes,
                                               DIRECT ? kBlockPixels * kSlotBytes : 16);
@@ -921,8 +972,8 @@ __device__ __forceinline__ void multiply_part(const Params& params, const Shared
     float acc[kOwn / 64][SLOTS / 2];
     const Share share = tiles.share(params.plan);
     const Step step = tiles.first_step(params.plan, share);
-    multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile.phase, share, step, warpgroup * kOwn, x,
-                                                           w, acc, [] {});
+    multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile, share, step, warpgroup * kOwn, x, w,
+                                                           acc, [] {});
     // Both warpgroups, or the only one, have read the rings; leave_part() overwrites them.
     if (TOGETHER)
       multiplying_sync();
@@ -948,9 +999,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   RingPosition x, w;
   const auto skip_tile = [&](int number) {
     if (number >= plan.tiles) return;
-    x.advance_far(plan.x_stages, plan.x_steps);
-    const int taps = params.load[place_of_tile(params, number).phase].taps;
-    w.advance_far(plan.w_stages, plan.phases > 1 ? plan.x_steps * taps : plan.w_steps);
+    const Tile tile = locate_tile(params, number);
+    const int steps = TileRows(params, tile).steps(params), taps = params.load[tile.phase].taps;
+    x.advance_far(plan.x_stages, steps);
+    w.advance_far(plan.w_stages, plan.phases > 1 ? steps * taps : plan.windows ? plan.w_steps : steps);
   };
   const int first_tile = TOGETHER ? blockIdx.x : blockIdx.x + warpgroup * gridDim.x;
   const int tile_step = TOGETHER ? gridDim.x : 2 * gridDim.x;
@@ -966,8 +1018,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     float acc[kOwn / 64][SLOTS / 2];
     if constexpr (TOGETHER) {
       tile.k += warpgroup * kOwn;
-      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile.phase, whole, Step{},
-                                                             warpgroup * kOwn, x, w, acc, [] {});
+      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile, whole, Step{}, warpgroup * kOwn, x,
+                                                             w, acc, [] {});
     } else {
       // This warpgroup's stages follow the other one's. Without the turn it could be two rounds of the ring ahead
       // of a full barrier, whose parity is the same then, and would read the stage too early.
@@ -976,7 +1028,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       const auto all_ordered = [&] {
         if (lane == 0) hopper::barrier_arrive(shared.turn(warpgroup ^ 1));
       };
-      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile.phase, whole, Step{}, 0, x, w, acc,
+      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile, whole, Step{}, 0, x, w, acc,
                                                              all_ordered);
       skip_tile(number + gridDim.x);
     }
@@ -1239,7 +1291,7 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
                                 loaded / (plan.windows ? costs.windows_bytes : kColumnsBytes), costs.least_step}) +
                       (outputs > 192 * 128 ? kStepOfLargestCycles : 0);
   const double share = static_cast<double>(ceil_div(plan.x_steps, plan.splits)) / plan.x_steps;
-  const double multiplied = share * plan.w_steps / plan.phases * step;
+  const double multiplied = share * plan.met * plan.w_steps / plan.phases * step;
   const bool in_pixels = of.out_stride[1] == 1;
   const double of_pixels = in_pixels ? costs.of_pixels : 1;
   const double stored = kTileCycles + of_pixels * (shape.together ? costs.store_together / 2 : costs.store) * outputs;
@@ -1440,11 +1492,27 @@ struct Search {
     }
   }
 
+  // The part of the steps of columns that tiles take: some rows of them, and the pixels that a row of taps meets.
+  static double met_of(const Grouped& of, int slots) {
+    const int64_t stride = of.stride_h, of_tile = ceil_div(slots, of.Q);
+    double met = 0;
+    for (int r = 0; r < of.R; ++r) {
+      const int64_t move = of.pad_h - int64_t{r} * of.dilation_h, end = of.H + move;  // outputs times the stride, from
+      const int64_t first = move > 0 ? ceil_div(move, stride) : 0;
+      const int64_t last = std::min<int64_t>(end > 0 ? ceil_div(end, stride) : 0, of.P);
+      const int64_t rows = std::max<int64_t>(last - first, 0) + (first > 0) * of_tile + (last < of.P) * of_tile;
+      met += static_cast<double>(std::min<int64_t>(rows, of.P)) / of.P;
+    }
+    return met / of.R;
+  }
+
   // Tries `plan` with columns or direct: a tile is one line of slots.
   void consider_line(const Grouped& of, Plan plan) {
     plan.loads = plan.direct ? 1 : of.R * of.S;
     plan.tile_lines = plan.box_rows = 1;
     plan.tile_columns = plan.pitch = plan.box_columns = plan.shape.slots;
+    plan.met = met_of(of, plan.shape.slots);
+    plan.leaves_out = plan.met < 1;
     consider(of, plan);
   }
 
@@ -1460,6 +1528,7 @@ struct Search {
     const int most_side = kMostBoxSide / (strided ? 2 : 1);
     if (halo_h >= most_side || halo_w >= most_side) return;
     plan.windows = true;
+    plan.met = 1;
     plan.loads = strided ? std::min(of.R, 2) * std::min(of.S, 2) : 1;
     const int Q = phase_columns(of), P = phase_rows(of);
     const int most_columns = std::min({Q, plan.shape.slots, most_side - static_cast<int>(halo_w)});

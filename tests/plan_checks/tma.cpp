@@ -54,7 +54,8 @@ static void check_numbers(const Grouped& of, const Plan& plan, int sms) {
   CHECK(of.merged() == shares_stage);
   if (shares_stage) CHECK(plan.splits == 1 && !plan.direct && plan.packed && of.in_channels <= 64);
   CHECK(of.groups == 1 || of.in_channels % 8 == 0 || of.in_channels >= of.groups * of.own_in);  // boxes begin there
-  CHECK(plan.cycles > 0);
+  CHECK(plan.cycles > 0 && plan.met > 0 && plan.met <= 1 && plan.leaves_out == (plan.met < 1));
+  CHECK(!plan.leaves_out || !plan.windows);
 }
 
 // Every output is one slot's of one tile, which stores it where it belongs. The address is in values.
