@@ -78,13 +78,15 @@ __global__ void __launch_bounds__(kThreads) strided_fill_kernel(const __grid_con
     const int h = PLANES ? item : of_image, row = quotient(h, params.by_stride_h), phase_h = h - row * stride_h;
     Vector vector{};
     if constexpr (PLANES) {
+#pragma unroll 1
+      for (int b = 0; b < stride_w; ++b) {
+        const int phase = phase_h * stride_w + b;
+        const Value* part = static_cast<const Value*>(params.part_ptr[phase]);
+        if (part == nullptr) continue;
+        part += (static_cast<int64_t>(line) * params.rows[phase] + row) * params.columns[phase];
 #pragma unroll
-      for (int j = 0; j < VECTOR; ++j) {
-        const int phase = phase_h * stride_w + phase_w[j];
-        const Value* const part = static_cast<const Value*>(params.part_ptr[phase]);
-        const int64_t of_part = static_cast<int64_t>(line) * params.rows[phase] + row;
-        if (part != nullptr && (WHOLE || first + j < params.values))
-          vector.values[j] = part[of_part * params.columns[phase] + column[j]];
+        for (int j = 0; j < VECTOR; ++j)
+          if (phase_w[j] == b && (WHOLE || first + j < params.values)) vector.values[j] = part[column[j]];
       }
     } else {
       const int phase = phase_h * stride_w + item - quotient(item, params.by_stride_w) * stride_w;
