@@ -32,7 +32,6 @@
 //   warps 0-7   multiply. Two warpgroups take tiles by turns, one stores while the other multiplies; or both multiply
 //               half of the channels of one tile (TileShape::together), which loads fewer bytes per product
 //   warp 8      one thread issues the loads of x; with direct half of them, and one of warp 11 the others
-//   warp 11     otherwise zeros, where dgrad leaves out pixels
 //   warp 9      one thread issues the loads of w; of 128 transposed channels half, and one of warp 10 the others
 //
 //   x --TMA--> ring of x stages --+                            +--TMA------> y in channels_last
@@ -43,8 +42,7 @@
 //
 // dgrad at a stride: rows and columns of dx that are a stride apart, a phase, are met by the same taps. Each phase has
 // tiles of its own in the same launch, by windows, and multiplies its own taps alone (out_phases.cuh). The filter is
-// not cut up: a tap says where its weights are. 1x1 filters meet one phase only, which is computed as an image whose
-// pixels lie apart; an idle warp writes zeros to the other phases (channels_last only).
+// not cut up: a tap says where its weights are.
 //
 // Where there are fewer tiles than SMs, clusters of 2, 4 or 8 blocks split the reduction of each tile. Every block
 // leaves its sums in shared memory, then adds those of all blocks, in a fixed order, for a share of the tile.
@@ -196,15 +194,6 @@ struct Phase {
   int row, column;
 };
 
-// dx in channels_last but for the phase that 1x1 filters meet at a stride: zeros.
-struct IdlePixels {
-  void* out_ptr;
-  int rows, columns, pieces;  // rows of all images, 0 if none are idle; 16 bytes of a pixel
-  int met_row, met_column;    // the first ones of the phase
-  int64_t stride[3];          // image, row, column
-  Divisor by_rows, by_pieces, by_up_h, by_up_w;
-};
-
 struct Params {
   const void *in_ptr, *bias_ptr;
   const void* w_ptr;  // packed weights, which mend() reads; or null
@@ -221,7 +210,6 @@ struct Params {
   // Contained operands only.
   const ContainedControl* control;
   const float* w_factors;
-  IdlePixels idle;
 };
 
 struct PackParams {
@@ -521,30 +509,6 @@ __device__ __forceinline__ void order_w(const Params& params, const Shared& shar
         of_stage = 0;
         next_load(i);
       }
-    }
-  }
-}
-
-// -- Zeros, by one warp of each block. Rows that are met take less time than others: blocks have both kinds. --
-
-__device__ __forceinline__ int remainder(int number, const Divisor& by) {
-  return number - quotient(number, by) * static_cast<int>(by.divisor);
-}
-
-__device__ __forceinline__ void write_zeros(const IdlePixels& idle) {
-  hopper::wait_for_prerequisites();
-  const int blocks = gridDim.x;
-#pragma unroll 1
-  for (int i = 0, place = blockIdx.x; i * blocks + place < idle.rows; ++i, place = place + 1 < blocks ? place + 1 : 0) {
-    const int row = i * blocks + place, n = quotient(row, idle.by_rows);
-    const int h = row - n * static_cast<int>(idle.by_rows.divisor);
-    const bool met = remainder(h, idle.by_up_h) == idle.met_row;
-    uint16_t* const to = static_cast<uint16_t*>(idle.out_ptr) + n * idle.stride[0] + h * idle.stride[1];
-#pragma unroll 1
-    for (int item = threadIdx.x % 32; item < idle.columns * idle.pieces; item += 32) {
-      const int w = quotient(item, idle.by_pieces);
-      if (met && remainder(w, idle.by_up_w) == idle.met_column) continue;
-      *reinterpret_cast<uint4*>(to + w * idle.stride[2] + (item - w * idle.pieces) * 8) = uint4{0, 0, 0, 0};
     }
   }
 }
@@ -1181,7 +1145,6 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
       if (TRANSPOSED && CHANNELS > kRowChannels && warp == kOrdersMoreOfW)
         order_w<SPLIT, TRANSPOSED, CONTAINED, false>(params, shared);
     }
-    if (!DIRECT && !CONTAINED && warp == kOrdersMoreOfX && params.idle.rows > 0) write_zeros(params.idle);
     __syncwarp();
     if (SPLIT) hopper::cluster_sync();
   } else {
@@ -1665,51 +1628,12 @@ inline bool make_contained_plan(const Grouped& of, int sms, uint64_t out, Plan& 
   return search.found;
 }
 
-struct Planned {
-  Grouped of;
-  Plan plan;
-  bool found;
-  int64_t first_out = 0;  // where the outputs begin, in elements
-  IdlePixels idle{};
-};
-
-// The problem as tiles compute it. At a stride, 1x1 filters meet one phase of dx, which is all of it then.
-inline Planned planned_of(const Problem& problem, Operator op, uint64_t out) {
-  Planned planned{};
-  const Correlation all = correlation_of_problem(problem, op);
-  Correlation of = all;
-  const int channels = all.groups * all.out_channels;
-  if (has_out_phases(all) && all.R == 1 && all.S == 1 && all.N * all.P < kMostSlots &&
-      int64_t{all.Q} * channels < kMostSlots &&
-      hopper::is_in_place(all.out_stride, all.N, channels, all.P, all.Q, out)) {
-    for (int i = 0; i < out_phases(all); ++i) {
-      const OutPhase phase = out_phase(all, i);
-      if (phase.taps() == 0) continue;
-      int64_t w = 0;
-      of = correlation_of_phase(all, phase, w, planned.first_out);
-      planned.idle = {nullptr,
-                      static_cast<int>(all.N * all.P),
-                      all.Q,
-                      channels / 8,
-                      phase.row,
-                      phase.column,
-                      {all.out_stride[0], all.out_stride[2], all.out_stride[3]},
-                      make_divisor(all.P),
-                      make_divisor(channels / 8),
-                      make_divisor(all.up_h),
-                      make_divisor(all.up_w)};
-    }
-  }
-  planned.of = grouped(of);
-  return planned;
-}
-
 // Returns why the engine cannot compute a problem, judged by sizes alone (no GPU needed), or null.
 inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   if (op != Operator::kFprop && op != Operator::kDgrad) return "it computes outputs and input gradients only";
   if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16)
     return "it computes float16 and bfloat16 only";
-  const Grouped of = planned_of(problem, op, 0).of;
+  const Grouped of = grouped(correlation_of_problem(problem, op));
   if (!takes_phases(of))
     return "it takes input gradients with up to 4 phases, stride_h times stride_w, each of which some tap meets, and "
            "without a stride where it multiplies several groups as one";
@@ -1719,7 +1643,11 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
   return nullptr;
 }
 
-;
+struct Planned {
+  Grouped of;
+  Plan plan;
+  bool found;
+};
 
 inline Planned plan_contained(const Correlation& of, int sms, uint64_t out) {
   Planned planned{};
@@ -1741,7 +1669,8 @@ inline const Planned& plan_of(const Problem& problem, Operator op, const Alignme
   int sms = 0;
   const int gpu = find_gpu(sms);
   return memo.get(key_of(problem, op, address.in, address.w, address.out, gpu, sms), [&] {
-    Planned planned = planned_of(problem, op, address.out);
+    Planned planned{};
+    planned.of = grouped(correlation_of_problem(problem, op));
     planned.found = make_plan(planned.of, sms, address, planned.plan);
     return planned;
   });
@@ -1819,14 +1748,6 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
   const Planned& planned = plan_of(problem, op, alignment_of(op, pointers));
   if (!planned.found) return engine_of_others(problem, op).workspace_bytes(problem, op, pointers);
   return packed_bytes(planned.of, planned.plan) + copied_bytes(planned.of, planned.plan);
-}
-
-inline void set_planned(const Planned& planned, void* out_ptr, Params& params) {
-  params.of = planned.of;
-  params.plan = planned.plan;
-  params.out_ptr = static_cast<uint16_t*>(out_ptr) + planned.first_out;
-  params.idle = planned.idle;
-  params.idle.out_ptr = out_ptr;
 }
 
 inline void set_numbers(Params& params) {
@@ -2121,9 +2042,11 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   Params params{};
   params.in_ptr = op == Operator::kDgrad ? pointers.dy : pointers.x;
   params.bias_ptr = op == Operator::kDgrad ? nullptr : pointers.bias;
+  params.out_ptr = pointers.out;
   const Planned& planned = plan_of(problem, op, alignment_of(op, pointers));
   if (!planned.found) return engine_of_others(problem, op).launch(op, problem, pointers, stream);
-  set_planned(planned, pointers.out, params);
+  params.of = planned.of;
+  params.plan = planned.plan;
   if (problem.dtype == DType::kFloat16) return run<Half>(pointers.w, pointers.workspace, params, stream);
   return run<BFloat16>(pointers.w, pointers.workspace, params, stream);
 }

@@ -706,16 +706,6 @@ EXACT_RUNS = {
             settings_of(FP16, shape=(0, 2, 3, 9, 10), direct=(0,), shift=(0,)),
             layouts=("contiguous", "channels_last"),
         ),
-        # 1x1 filters at a stride: zeros between, by a warp of each block.
-        Runs(
-            [(Case(3, 24, 9, 12, 72, 1, 1, stride=(2, 2)), "dgrad"),
-             (Case(2, 72, 8, 7, 40, 1, 1, stride=(3, 2)), "dgrad"),
-             (Case(2, 128, 6, 9, 64, 1, 1, stride=(1, 3), groups=2), "dgrad")],
-            6,
-            settings_of(FP16, shape=(2, 3, 6, 10), shift=(0,))
-            + settings_of(FP16, shape=(10,), splits=(2,), shift=(0,)),
-            layouts=("channels_last",),
-        ),
         # Rows of taps that meet nothing but padding, in some tiles or in all; a stride, tiles of several images.
         Runs(
             [(Case(2, 72, 30, 9, 40, 3, 3, padding=(12, 1), dilation=(12, 1)), "fprop"),

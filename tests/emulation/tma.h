@@ -16,8 +16,8 @@ extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, 
   Params params{};
   set_pointers(params, op, pointers);
   if (which == Operator::kDgrad) params.bias_ptr = nullptr;
+  params.of = grouped(correlation_of_problem(problem, which));
   const Alignment alignment{address(params.in_ptr), address(pointers[1]), address(params.out_ptr)};
-  set_planned(planned_of(problem, which, alignment.out), params.out_ptr, params);
   const int sms = splits > 1 ? 64 : 3;
   if (!make_plan(params.of, sms, alignment, params.plan, {shape, windows, splits, direct})) return -1;
   const Plan plan = params.plan;

@@ -197,7 +197,7 @@ static bool check_plans(const Problem& problem, Operator op, const Addresses& at
   if (refusal_of_problem(problem, op) != nullptr) return false;
   const auto any_of = [&](std::initializer_list<int> values) { return values.begin()[random() % values.size()]; };
   const int sms = any_of({3, 64, kSms});
-  const Grouped of = planned_of(problem, op, at.out).of;
+  const Grouped of = grouped(correlation_of_problem(problem, op));
   bool found = false;
   for (int i = 0; i < 8; ++i) {
     plan_in_hand = "plan " + std::to_string(i) + " for " + std::to_string(sms) + " SMs";
