@@ -132,6 +132,12 @@ MODELNEW_HOST_DEVICE constexpr bool may_split(const TileShape& shape) { return s
 // costs most, relatively, where the problem is small and so are its tiles.
 MODELNEW_HOST_DEVICE constexpr bool may_transpose(const TileShape& shape) { return shape.slots <= 128; }
 
+// Whether a kernel leaves out taps that meet nothing but padding. That costs a little, so it is one of its own, and
+// problems with such taps are large.
+MODELNEW_HOST_DEVICE constexpr bool may_leave_out(const TileShape& shape) {
+  return shape.channels == 128 && shape.slots == 256;
+}
+
 // Whether a kernel multiplies merged groups with this shape. Only some shapes of 64 channels have one.
 MODELNEW_HOST_DEVICE constexpr bool may_merge(const TileShape& shape) {
   return shape.channels == 64 && (shape.slots == 256 || shape.slots == 224 || shape.slots == 128 || shape.slots == 64);
@@ -201,7 +207,7 @@ struct Params {
   Grouped of;
   Plan plan;
   int64_t out_step;  // columns: from pixel to pixel of y
-  Divisor by_tiles_k, by_tiles_q, by_tiles_p, by_pitch, by_plane, by_row, by_runs, by_blocks, by_block_out,
+  Divisor by_tiles_k, by_tiles_q, by_tiles_p, by_pitch, by_plane, by_row, by_runs, by_blocks, by_block_out, by_dilation,
       by_phases;  // in NCHW by their number, elsewhere by their tiles
   Load load[kMostTaps];
   Tap tap[kMostTaps];
@@ -323,20 +329,41 @@ struct Shared {
 
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) { hopper::named_barrier(1 + warpgroup, 128); }
 
-// Iterates over the x stages of a tile: `load` within `block` of input channels.
+// Iterates over the x stages of a tile: `load`, from the first one to the end, within `block` of input channels.
 struct Step {
-  int block = 0, load = 0;
+  int block, load, first, end;
 
-  __device__ __forceinline__ void next(const Plan& plan) {
-    if (++load == plan.loads) {
-      load = 0;
+  __device__ __forceinline__ void next() {
+    if (++load == end) {
+      load = first;
       ++block;
     }
   }
 };
 
+// The x stages that a block multiplies of a tile.
+struct Steps {
+  int count;
+  Step first;
+};
+
+// Columns: without rows of taps that meet nothing but padding; one at least is left.
+__device__ __forceinline__ Steps met_steps(const Params& params, int first_pixel) {
+  const Plan& plan = params.plan;
+  const Grouped& of = params.of;
+  const int plane = of.P * of.Q, end = min(first_pixel + plan.shape.slots, static_cast<int>(of.N) * plane) - 1;
+  const int n = quotient(first_pixel, params.by_plane), end_n = quotient(end, params.by_plane);
+  // A tile of several images may have all of their rows.
+  const int p = n < end_n ? 0 : quotient(first_pixel - n * plane, params.by_row);
+  const int end_p = n < end_n ? of.P - 1 : quotient(end - end_n * plane, params.by_row);
+  const int before = max(of.pad_h - end_p * of.stride_h, 0), behind = max(of.pad_h + of.H - 1 - p * of.stride_h, 0);
+  const int first = min(quotient(before + of.dilation_h - 1, params.by_dilation), of.R - 1);
+  const int last = max(min(quotient(behind, params.by_dilation), of.R - 1), first);
+  return {plan.x_steps / of.R * (last - first + 1), {0, first * of.S, first * of.S, (last + 1) * of.S}};
+}
+
 // The tiles of a block: every gridDim.x-th one; or, where a cluster splits the reduction, a part of one tile.
-template <bool SPLIT>
+template <bool SPLIT, bool LEAVES_OUT>
 struct Tiles {
   int first, step, part;
 
@@ -344,53 +371,18 @@ struct Tiles {
       : first(SPLIT ? blockIdx.x / plan.splits : blockIdx.x),
         step(gridDim.x),
         part(SPLIT ? blockIdx.x - first * plan.splits : 0) {}
-  __device__ __forceinline__ Share share(const Plan& plan) const {
-    return SPLIT ? share_of(plan, part) : Share{0, plan.x_steps};
-  }
-  __device__ __forceinline__ Step first_step(const Plan& plan, const Share& share) const {
-    Step step;
-    if (SPLIT) {
-      step.block = share.first / plan.loads;
-      step.load = share.first - step.block * plan.loads;
-    }
-    return step;
-  }
-};
-
-// Columns: the rows of y that a tile has. It may end in the next image (`wraps`).
-struct TileRows {
-  int first, last;
-  bool wraps;
-
-  __device__ __forceinline__ TileRows(const Params& params, const Tile& tile) : first(0), last(0), wraps(false) {
-    const Grouped& of = params.of;
-    if (!params.plan.leaves_out) return;
-    const int pixels = of.P * of.Q, end = min(tile.q + params.plan.shape.slots, static_cast<int>(of.N) * pixels);
-    const int n = quotient(tile.q, params.by_plane), last_n = quotient(end - 1, params.by_plane);
-    first = last_n > n + 1 ? 0 : quotient(tile.q - n * pixels, params.by_row);
-    last = last_n > n + 1 ? of.P - 1 : quotient(end - 1 - last_n * pixels, params.by_row);
-    wraps = last_n == n + 1;
-  }
-
-  // Whether a row of taps may meet pixels.
-  __device__ __forceinline__ bool meet(const Params& params, int row_of_taps) const {
-    const Grouped& of = params.of;
-    if (!params.plan.leaves_out) return true;
-    const auto meets = [&](int from, int to) {
-      const int move = row_of_taps - of.pad_h;
-      return to * of.stride_h + move >= 0 && from * of.stride_h + move < of.H;
-    };
-    return wraps ? meets(first, of.P - 1) || meets(0, last) : meets(first, last);
-  }
-
-  // The stages of x, of those of all taps, that a tile takes. It always takes the first one, to begin its sums.
-  __device__ __forceinline__ int steps(const Params& params) const {
+  __device__ __forceinline__ Steps steps(const Params& params, const Tile& tile) const {
     const Plan& plan = params.plan;
-    if (!plan.leaves_out) return plan.x_steps;
-    int rows = 0;
-#pragma unroll 1
-    for (int r = 0; r < params.of.R; ++r) rows += meet(params, r * params.of.dilation_h);
-    return plan.x_steps / params.of.R * rows + !meet(params, 0);
+    Steps steps{plan.x_steps, {0, 0, 0, plan.loads}};
+    if (SPLIT) {
+      const Share share = share_of(plan, part);
+      steps.count = share.last - share.first;
+      steps.first.block = share.first / plan.loads;
+      steps.first.load = share.first - steps.first.block * plan.loads;
+    } else if (LEAVES_OUT) {
+      steps = met_steps(params, tile.q);
+    }
+    return steps;
   }
 };
 
@@ -410,12 +402,11 @@ __device__ __forceinline__ bool wait_for_operands(const Params& params, float* x
 }
 
 // Direct tiles take a box for each 64 pixels: FIRST orders the first half of them, another thread the others.
-template <bool SPLIT, bool DIRECT, bool CONTAINED, bool FIRST>
+template <bool SPLIT, bool DIRECT, bool CONTAINED, bool LEAVES_OUT, bool FIRST>
 __device__ __forceinline__ void order_x(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
   const Grouped& of = params.of;
-  const Tiles<SPLIT> tiles(plan);
-  const Share share = tiles.share(plan);
+  const Tiles<SPLIT, LEAVES_OUT> tiles(plan);
   // An x that was there before the call does not wait for weights to be packed.
   const bool is_ready = !CONTAINED && plan.packed && !plan.copied;
   if (!is_ready && !wait_for_operands<CONTAINED>(params)) return;
@@ -444,12 +435,11 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
         pixel[j] = (block - image[j] * static_cast<int>(params.by_blocks.divisor)) * kBlockPixels;
       }
     }
-    const TileRows rows(params, tile);
-    Step step = tiles.first_step(plan, share);
+    const Steps steps = tiles.steps(params, tile);
+    Step step = steps.first;
 #pragma unroll 1
-    for (int i = share.first; i < share.last; ++i, step.next(plan)) {
+    for (int i = 0; i < steps.count; ++i, step.next()) {
       const Load load = params.load[tile.phase + step.load];
-      if (i > share.first && !rows.meet(params, load.row)) continue;
       const uint32_t full = shared.x_full(ring.slot);
       const uint32_t to = shared.base + shared.layout.x + ring.slot * plan.x_stage_bytes;
       const int c = first_c + step.block * kBlockChannels;
@@ -472,28 +462,21 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
 }
 
 // Transposed weights take a box for each 64 output channels: FIRST orders the first of them, another thread the others.
-template <bool SPLIT, bool TRANSPOSED, bool CONTAINED, bool FIRST>
+template <bool SPLIT, bool TRANSPOSED, bool CONTAINED, bool LEAVES_OUT, bool FIRST>
 __device__ __forceinline__ void order_w(const Params& params, const Shared& shared) {
   const Plan& plan = params.plan;
-  const Tiles<SPLIT> tiles(plan);
-  const Share share = tiles.share(plan);
+  const Tiles<SPLIT, LEAVES_OUT> tiles(plan);
   if (!wait_for_operands<CONTAINED>(params)) return;
   RingPosition ring;
 #pragma unroll 1
   for (int number = tiles.first; number < plan.tiles; number += tiles.step) {
     const Tile tile = locate_tile(params, number);
-    Step step = tiles.first_step(plan, share);
-    const TileRows rows(params, tile);
+    const Steps steps = tiles.steps(params, tile);
+    Step step = steps.first;
     Load load = params.load[tile.phase + step.load];
     int of_stage = 0;  // number of the tap among those of its stage of x
-    const auto next_load = [&](int& i) {
-      do {
-        step.next(plan);
-        load = params.load[tile.phase + step.load];
-      } while (++i < share.last && !rows.meet(params, load.row));
-    };
 #pragma unroll 1
-    for (int i = share.first; i < share.last;) {
+    for (int i = 0; i < steps.count;) {
       const Tap tap = params.tap[load.first_tap + of_stage];
       const int c = step.block * kBlockChannels;
       const uint32_t full = shared.w_full(ring.slot);
@@ -507,7 +490,9 @@ __device__ __forceinline__ void order_w(const Params& params, const Shared& shar
       ring.next(plan.w_stages);
       if (++of_stage == load.taps) {
         of_stage = 0;
-        next_load(i);
+        ++i;
+        step.next();
+        load = params.load[tile.phase + step.load];
       }
     }
   }
@@ -530,20 +515,18 @@ struct Given {
 };
 
 template <typename Stored, int CHANNELS, int SLOTS, bool DIRECT, bool TRANSPOSED, typename AllOrdered>
-__device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, const Tile& tile,
-                                              const Share& share, Step of_tile, int first_channel, RingPosition& x,
-                                              RingPosition& w, float (&acc)[CHANNELS / 64][SLOTS / 2],
-                                              const AllOrdered& all_ordered) {
+__device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, int phase, const Steps& steps,
+                                              int first_channel, RingPosition& x, RingPosition& w,
+                                              float (&acc)[CHANNELS / 64][SLOTS / 2], const AllOrdered& all_ordered) {
   const Plan& plan = params.plan;
   const uint32_t base = hopper::of_own_block(shared.base);  // wgmma descriptors want an address within the block
   Given before;
   bool keep = false;
-  const TileRows rows(params, tile);
   hopper::wgmma_start(acc);
+  Step of_tile = steps.first;
 #pragma unroll 1
-  for (int number = share.first; number < share.last; ++number, of_tile.next(plan)) {
-    const Load load = params.load[tile.phase + of_tile.load];
-    if (number > share.first && !rows.meet(params, load.row)) continue;
+  for (int number = 0; number < steps.count; ++number, of_tile.next()) {
+    const Load load = params.load[phase + of_tile.load];
     hopper::barrier_wait(shared.x_full(x.slot), x.parity);
     const uint32_t slots = hopper::descriptor(base + shared.layout.x + x.slot * plan.x_stage_bytes,
                                               DIRECT ? kBlockPixels * kSlotBytes : 16);
@@ -960,7 +943,7 @@ template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT, 
 __device__ __forceinline__ void multiply_part(const Params& params, const Shared& shared, uint8_t* smem) {
   constexpr int kOwn = TileShape{CHANNELS, SLOTS, TOGETHER}.own_channels();
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
-  const Tiles<true> tiles(params.plan);
+  const Tiles<true, false> tiles(params.plan);
   const Tile tile = locate_tile(params, tiles.first);
   float* const parts = reinterpret_cast<float*>(smem + shared.layout.x);
   float x_factor = 1;
@@ -970,10 +953,8 @@ __device__ __forceinline__ void multiply_part(const Params& params, const Shared
   if (TOGETHER || warpgroup == 0) {
     RingPosition x, w;
     float acc[kOwn / 64][SLOTS / 2];
-    const Share share = tiles.share(params.plan);
-    const Step step = tiles.first_step(params.plan, share);
-    multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile, share, step, warpgroup * kOwn, x, w,
-                                                           acc, [] {});
+    multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile.phase, tiles.steps(params, tile),
+                                                           warpgroup * kOwn, x, w, acc, [] {});
     // Both warpgroups, or the only one, have read the rings; leave_part() overwrites them.
     if (TOGETHER)
       multiplying_sync();
@@ -987,22 +968,21 @@ __device__ __forceinline__ void multiply_part(const Params& params, const Shared
 
 // Role of the multiplying warps otherwise: whole tiles, multiplied and stored one after another.
 template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool DIRECT, bool TRANSPOSED, bool MERGED,
-          bool CONTAINED>
+          bool CONTAINED, bool LEAVES_OUT>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, uint8_t* smem) {
   constexpr int kOwn = TileShape{CHANNELS, SLOTS, TOGETHER}.own_channels();
   const Plan& plan = params.plan;
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  const Share whole{0, plan.x_steps};
+  const Tiles<false, LEAVES_OUT> tiles(plan);
   uint8_t* const staging = smem + shared.layout.staging + warpgroup * staged_bytes(plan);
   const bool stores = threadIdx.x % 128 == 0;
   RingPosition x, w;
   const auto skip_tile = [&](int number) {
     if (number >= plan.tiles) return;
-    const Tile tile = locate_tile(params, number);
-    const int steps = TileRows(params, tile).steps(params), taps = params.load[tile.phase].taps;
-    x.advance_far(plan.x_stages, steps);
-    w.advance_far(plan.w_stages, plan.phases > 1 ? steps * taps : plan.windows ? plan.w_steps : steps);
+    x.advance_far(plan.x_stages, plan.x_steps);
+    const int taps = params.load[place_of_tile(params, number).phase].taps;
+    w.advance_far(plan.w_stages, plan.phases > 1 ? plan.x_steps * taps : plan.w_steps);
   };
   const int first_tile = TOGETHER ? blockIdx.x : blockIdx.x + warpgroup * gridDim.x;
   const int tile_step = TOGETHER ? gridDim.x : 2 * gridDim.x;
@@ -1018,8 +998,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     float acc[kOwn / 64][SLOTS / 2];
     if constexpr (TOGETHER) {
       tile.k += warpgroup * kOwn;
-      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile, whole, Step{}, warpgroup * kOwn, x,
-                                                             w, acc, [] {});
+      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile.phase, tiles.steps(params, tile),
+                                                             warpgroup * kOwn, x, w, acc, [] {});
     } else {
       // This warpgroup's stages follow the other one's. Without the turn it could be two rounds of the ring ahead
       // of a full barrier, whose parity is the same then, and would read the stage too early.
@@ -1028,7 +1008,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       const auto all_ordered = [&] {
         if (lane == 0) hopper::barrier_arrive(shared.turn(warpgroup ^ 1));
       };
-      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile, whole, Step{}, 0, x, w, acc,
+      const Steps steps = tiles.steps(params, tile);
+      multiply_tile<Stored, kOwn, SLOTS, DIRECT, TRANSPOSED>(params, shared, tile.phase, steps, 0, x, w, acc,
                                                              all_ordered);
       skip_tile(number + gridDim.x);
     }
@@ -1107,7 +1088,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 }
 
 template <typename Stored, int CHANNELS, int SLOTS, bool TOGETHER, bool SPLIT, bool DIRECT, bool TRANSPOSED,
-          bool MERGED, bool CONTAINED>
+          bool MERGED, bool CONTAINED, bool LEAVES_OUT>
 __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   // The kernel that corrects out-of-range values may start early; it waits for the end of this one.
@@ -1139,11 +1120,11 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
   if (warp >= kOrdersX) {
     hopper::registers_give_back<kOrderingRegisters>();
     if (lane == 0) {
-      if (warp == kOrdersX) order_x<SPLIT, DIRECT, CONTAINED, true>(params, shared);
-      if (DIRECT && warp == kOrdersMoreOfX) order_x<SPLIT, DIRECT, CONTAINED, false>(params, shared);
-      if (warp == kOrdersW) order_w<SPLIT, TRANSPOSED, CONTAINED, true>(params, shared);
+      if (warp == kOrdersX) order_x<SPLIT, DIRECT, CONTAINED, LEAVES_OUT, true>(params, shared);
+      if (DIRECT && warp == kOrdersMoreOfX) order_x<SPLIT, DIRECT, CONTAINED, false, false>(params, shared);
+      if (warp == kOrdersW) order_w<SPLIT, TRANSPOSED, CONTAINED, LEAVES_OUT, true>(params, shared);
       if (TRANSPOSED && CHANNELS > kRowChannels && warp == kOrdersMoreOfW)
-        order_w<SPLIT, TRANSPOSED, CONTAINED, false>(params, shared);
+        order_w<SPLIT, TRANSPOSED, CONTAINED, false, false>(params, shared);
     }
     __syncwarp();
     if (SPLIT) hopper::cluster_sync();
@@ -1153,8 +1134,8 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
       multiply_part<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED, CONTAINED>(params, shared,
                                                                                       modelnew_tma_smem);
     else
-      multiply<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED, MERGED, CONTAINED>(params, shared,
-                                                                                         modelnew_tma_smem);
+      multiply<Stored, CHANNELS, SLOTS, TOGETHER, DIRECT, TRANSPOSED, MERGED, CONTAINED, LEAVES_OUT>(
+          params, shared, modelnew_tma_smem);
   }
   if (SPLIT) hopper::cluster_leave();  // no other block reads this block's sums after this
 #endif
@@ -1511,7 +1492,7 @@ struct Search {
     plan.loads = plan.direct ? 1 : of.R * of.S;
     plan.tile_lines = plan.box_rows = 1;
     plan.tile_columns = plan.pitch = plan.box_columns = plan.shape.slots;
-    plan.met = met_of(of, plan.shape.slots);
+    plan.met = may_leave_out(plan.shape) ? met_of(of, plan.shape.slots) : 1;
     plan.leaves_out = plan.met < 1;
     consider(of, plan);
   }
@@ -1762,6 +1743,7 @@ inline void set_numbers(Params& params) {
   params.by_row = make_divisor(of.Q);
   params.by_blocks = make_divisor(ceil_div(int64_t{of.P} * of.Q, kBlockPixels));
   params.by_block_out = make_divisor(of.block_out);
+  params.by_dilation = make_divisor(of.dilation_h);
   params.by_runs = make_divisor(std::max(plan.tile_columns / plan.out_vector, 1));
   params.out_step = step_of_outputs(of);
   // Taps are ordered by the stages that they read. Windows have one stage per phase of x (one phase with stride 1), or
@@ -1898,17 +1880,17 @@ inline cudaError_t make_maps(const void* w_ptr, Params& params) {
 }
 
 template <typename Stored, int SHAPE, bool SPLIT, bool DIRECT, bool TRANSPOSED, bool MERGED = false,
-          bool CONTAINED = false>
+          bool CONTAINED = false, bool LEAVES_OUT = false>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  constexpr Instance kInstance{"tma_kernel",
-                               {kTypeId<Stored>, SHAPE, SPLIT + 2 * CONTAINED, DIRECT, TRANSPOSED, MERGED}};
+  constexpr int kVariant = SPLIT + 2 * CONTAINED + 4 * LEAVES_OUT;
+  constexpr Instance kInstance{"tma_kernel", {kTypeId<Stored>, SHAPE, kVariant, DIRECT, TRANSPOSED, MERGED}};
   record(kInstance);
   if constexpr (!is_built(kInstance)) {
     return cudaErrorInvalidConfiguration;
   } else {
     constexpr TileShape kShape = kTileShapes[SHAPE];
     const auto kernel = tma_kernel<Stored, kShape.channels, kShape.slots, kShape.together, SPLIT, DIRECT, TRANSPOSED,
-                                   MERGED, CONTAINED>;
+                                   MERGED, CONTAINED, LEAVES_OUT>;
     const Plan& plan = params.plan;
     const cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
@@ -1938,6 +1920,10 @@ cudaError_t run_source(const Params& params, cudaStream_t stream) {
   if constexpr (may_transpose(kTileShapes[SHAPE])) {
     if (params.plan.transposed) return run_split<Stored, SHAPE, false, true>(params, stream);
   }
+  if constexpr (may_leave_out(kTileShapes[SHAPE])) {
+    if (params.plan.leaves_out)
+      return run_kernel<Stored, SHAPE, false, false, false, false, false, true>(params, stream);
+  }
   return run_split<Stored, SHAPE, false, false>(params, stream);
 }
 
@@ -1962,6 +1948,10 @@ cudaError_t run_contained_shape(const Params& params, cudaStream_t stream) {
       return run_contained_shape<SHAPE + 1>(params, stream);
     if constexpr (may_split(kShape)) {
       if (params.plan.splits > 1) return run_kernel<Half, SHAPE, true, false, false, false, true>(params, stream);
+    }
+    if constexpr (may_leave_out(kShape)) {
+      if (params.plan.leaves_out)
+        return run_kernel<Half, SHAPE, false, false, false, false, true, true>(params, stream);
     }
     return run_kernel<Half, SHAPE, false, false, false, false, true>(params, stream);
   }
