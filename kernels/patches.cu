@@ -165,7 +165,7 @@ inline const char* refusal_of_problem(const Problem& problem, Operator op) {
     return "it requires a stride equal to the filter size, no padding and no dilation";
   if (values_of(problem) >= 1 << 24 || bytes_of_x(problem) > kMostCopiedBytes ||
       bytes_of_rows(problem, problem.K) > kMostCopiedBytes)
-    return "the copy of x or of the weights exceeds 512 MB, or a filter has 2^24 weights or more";
+    return "the copy of x or of the weights exceeds 1 GB, or a filter has 2^24 weights or more";
   return nullptr;
 }
 

@@ -84,7 +84,7 @@ inline bool has_stride(const Problem& problem) {
 }
 
 // Bytes of a copy of x, dy or w in the workspace, at most.
-constexpr int64_t kMostCopiedBytes = 512 << 20;
+constexpr int64_t kMostCopiedBytes = 1 << 30;
 
 // Multiply-adds, the same number for fprop, dgrad and wgrad.
 inline double multiply_adds(const Problem& problem) {

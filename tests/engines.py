@@ -301,7 +301,7 @@ EMULATED = {
         ["hopper_wgrad.h"],
         edits={
             r" 1 << 29 : 1 << 27;": " 1 << 12 : 1 << 12;",
-            r"kMostCopiedBytes = 512 << 20;": "kMostCopiedBytes = 70000;",
+            r"kMostCopiedBytes = 1 << 30;": "kMostCopiedBytes = 70000;",
         },
         wishes={"shape": -1, "channels": 0, "parts": 0, "images": 0, "rows": 0, "columns": 0}
         | {"contains": 1, "rounds": -1, "fold": -1},

@@ -189,7 +189,7 @@ static void check_w_and_workspace(const Grouped& of, const Plan& plan, const Add
   const int64_t (&stride)[4] = copy.in_stride;
   const int64_t last = (of.N - 1) * stride[0] + (of.H - 1) * stride[2] + (of.W - 1) * stride[3];
   CHECK((plan.packed || of.all_in % 8 == 0) && copy.all_in == channels && copied_bytes(of, plan) >= 2 * (last + channels));
-  CHECK(copied_bytes(of, plan) <= int64_t{512} << 20);
+  CHECK(copied_bytes(of, plan) <= kMostCopiedBytes);
 }
 
 // Plans for a GPU of few SMs or of many.
