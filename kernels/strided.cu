@@ -14,6 +14,8 @@
 //   A 0 A 0    the kernel writes the pixels      A A  ->  A 0 A 0    the kernel writes dx row by row, since every
 //   0 0 0 0    of idle phases alone              A A      0 0 0 0    other column would cost as much as all
 //
+// Images come in slices, should their dense parts exceed 1 GB.
+//
 // tma and gather have phases in one launch (up to four, each met by some tap); these are the other problems.
 //
 // Bound by memory where parts are several: each reads dy anew and stores every stride-th column of dx alone.
@@ -34,7 +36,7 @@
 namespace modelnew {
 namespace strided {
 
-constexpr int kMostParts = 16, kThreads = 256;
+constexpr int kMostParts = 16, kThreads = 256, kItems = 8;  // items of a thread
 
 // dx as lines, [outer][line][item][value]: in NCHW image, channel, row and column; in channels_last image, row, column
 // and channel. A thread has the same few values of some items of a line.
@@ -162,6 +164,33 @@ inline bool has_dense_parts(const Problem& problem, const Phases& phases) {
 // Elements of a dense part, such that the next one begins at a multiple of 256 bytes.
 inline int64_t dense_values(const Problem& part) { return ceil_div(part.N * part.C * part.H * part.W, 128) * 128; }
 
+constexpr int64_t kMostDenseBytes = kMostCopiedBytes;  // of all dense parts together
+constexpr int64_t kMostThreads = (int64_t{1} << 31) - kThreads;
+
+// Threads that fill an image, at most.
+inline int64_t threads_of_image(const Problem& p) {
+  return std::max(p.C * ceil_div(p.H, kItems) * ceil_div(p.W, 2), p.H * ceil_div(p.W, kItems) * ceil_div(p.C, 2));
+}
+
+// Calls use(slice, its first image) for images that have as many dense parts as the workspace may hold, and as many
+// threads as a launch may have; use returns whether to go on. Returns whether all did.
+template <typename Use>
+bool for_each_slice(const Problem& problem, const Phases& phases, const Use& use) {
+  int64_t most = problem.N;
+  if (phases.idle() > 0) most = std::clamp<int64_t>(kMostThreads / threads_of_image(problem), 1, most);
+  if (has_dense_parts(problem, phases)) {
+    const int64_t bytes = int64_t{problem.C} * problem.H * problem.W * element_bytes(problem.dtype);
+    most = std::clamp<int64_t>(kMostDenseBytes / bytes, 1, most);
+  }
+  most = ceil_div(problem.N, ceil_div(problem.N, most));  // all of about the same size
+  for (int64_t first = 0; first < problem.N; first += most) {
+    Problem slice = problem;
+    slice.N = std::min(most, problem.N - first);
+    if (!use(slice, first)) return false;
+  }
+  return true;
+}
+
 // Calls use(part) for each of them, which return whether to go on; and returns whether all did.
 template <typename Use>
 bool for_each_part(const Problem& p, const Phases& phases, const Use& use) {
@@ -211,13 +240,13 @@ inline const char* refusal(const Problem& problem, Operator op) {
   if (!has_stride(problem)) return "it requires a stride greater than 1 along an axis with more than one output";
   const Phases phases(problem);
   if (!phases.fit()) return "it splits the input into at most 16 phases, stride_h times stride_w";
-  const bool taken = for_each_part(problem, phases, [](const Part& part) {
-    return part.problem.pad_h >= 0 && part.problem.pad_w >= 0 && taker_of(part.problem) != nullptr;
+  if (phases.idle() > 0 && threads_of_image(problem) > kMostThreads) return "it fills images of up to 2^31 vectors";
+  const bool taken = for_each_slice(problem, phases, [&](const Problem& slice, int64_t) {
+    return for_each_part(slice, phases, [](const Part& part) {
+      return part.problem.pad_h >= 0 && part.problem.pad_w >= 0 && taker_of(part.problem) != nullptr;
+    });
   });
-  if (!taken) return "it splits the problem into parts, and no other engine computes one of them";
-  if (phases.idle() > 0 && problem.N * std::max(problem.C, problem.H) >= int64_t{1} << 30)
-    return "it numbers planes, or rows of all images, up to 2^30";
-  return nullptr;
+  return taken ? nullptr : "it splits the problem into parts, and no other engine computes one of them";
 }
 
 // Multiply-adds from which parts are preferred to direct; fewer are untested with fp32 (docs/lab/lowering.md).
@@ -246,15 +275,23 @@ inline const char* yields(const Problem& problem, Operator) {
 }
 
 // Null, as long as the workspace is not known, stands for an aligned address.
+inline void* moved(const void* pointer, int64_t bytes) {
+  return pointer == nullptr ? nullptr : static_cast<uint8_t*>(const_cast<void*>(pointer)) + bytes;
+}
+
+inline Pointers pointers_from(const Problem& p, int64_t image, const Pointers& pointers) {
+  Pointers result = pointers;
+  result.dy = moved(pointers.dy, image * p.y_stride[0] * element_bytes(p.dtype));
+  result.out = moved(pointers.out, image * p.x_stride[0] * element_bytes(p.dtype));
+  return result;
+}
+
 inline Pointers pointers_of(const Part& part, bool dense, int64_t dense_bytes, const Pointers& pointers) {
   const int bytes = element_bytes(part.problem.dtype);
-  const auto from = [](const void* pointer, int64_t offset) -> void* {
-    return pointer == nullptr ? nullptr : static_cast<uint8_t*>(const_cast<void*>(pointer)) + offset;
-  };
   Pointers result = pointers;
-  result.w = from(pointers.w, part.w * bytes);
-  result.out = from(dense ? pointers.workspace : pointers.out, part.x * bytes);
-  result.workspace = from(pointers.workspace, dense_bytes);
+  result.w = moved(pointers.w, part.w * bytes);
+  result.out = moved(dense ? pointers.workspace : pointers.out, part.x * bytes);
+  result.workspace = moved(pointers.workspace, dense_bytes);
   return result;
 }
 
@@ -268,16 +305,19 @@ inline int64_t bytes_of_dense_parts(const Problem& problem, const Phases& phases
 
 inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
   const Phases phases(problem);
-  const int64_t dense_bytes = bytes_of_dense_parts(problem, phases);
   int64_t most = 0;
-  for_each_part(problem, phases, [&](const Part& part) {
-    const Engine* const taker = taker_of(part.problem);
-    if (taker == nullptr) return false;
-    const Pointers own = pointers_of(part, dense_bytes > 0, dense_bytes, pointers);
-    most = std::max(most, taker->workspace_bytes(part.problem, op, own));
-    return true;
+  for_each_slice(problem, phases, [&](const Problem& slice, int64_t first) {
+    const Pointers of_slice = pointers_from(problem, first, pointers);
+    const int64_t dense_bytes = bytes_of_dense_parts(slice, phases);
+    return for_each_part(slice, phases, [&](const Part& part) {
+      const Engine* const taker = taker_of(part.problem);
+      if (taker == nullptr) return false;
+      const Pointers own = pointers_of(part, dense_bytes > 0, dense_bytes, of_slice);
+      most = std::max(most, dense_bytes + taker->workspace_bytes(part.problem, op, own));
+      return true;
+    });
   });
-  return dense_bytes + most;
+  return most;
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -285,13 +325,12 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
 // Values that a thread writes at once, as one vector if there is one that fits, else one by one.
 template <typename Value, bool PLANES, int VECTOR = kVectorBytes / sizeof(Value)>
 cudaError_t run_fill(Fill& params, cudaStream_t stream) {
-  constexpr int kApart = 4, kItems = 8;  // items of a thread
+  constexpr int kApart = 4;
   const auto run = [&](auto kernel, int vector) {
     const int64_t vectors = ceil_div(params.values, vector), chunks = ceil_div(params.items, kItems);
     params.by_vectors = make_divisor(vectors);
     params.by_chunks = make_divisor(chunks);
     const int64_t blocks = ceil_div(params.lines * chunks * vectors, kThreads);
-    if (blocks * kThreads >= int64_t{1} << 31) return cudaErrorInvalidConfiguration;
     return hopper::launch_early(kernel, static_cast<unsigned>(blocks), kThreads, 0, stream, params);
   };
   const auto fits = [](int64_t step) { return step % VECTOR == 0; };
@@ -320,8 +359,8 @@ inline cudaError_t fill(const Problem& p, const Phases& phases, Fill params, cud
 }
 
 // One part behind another, in the same workspace.
-inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
-  const Phases phases(problem);
+inline cudaError_t launch_slice(Operator op, const Problem& problem, const Phases& phases, const Pointers& pointers,
+                                cudaStream_t stream) {
   const int64_t dense_bytes = bytes_of_dense_parts(problem, phases);
   Fill params{};
   params.dx_ptr = pointers.out;
@@ -339,9 +378,20 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
   return phases.idle() > 0 ? fill(problem, phases, params, stream) : cudaSuccess;
 }
 
+inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
+  const Phases phases(problem);
+  cudaError_t error = cudaSuccess;
+  for_each_slice(problem, phases, [&](const Problem& slice, int64_t first) {
+    error = launch_slice(op, slice, phases, pointers_from(problem, first, pointers), stream);
+    return error == cudaSuccess;
+  });
+  return error;
+}
+
 #endif  // launchers
 
 inline void describe(const Problem& problem, Operator op, char* text, size_t text_size) {
+  if (text_size > 0) *text = '\0';
   const Phases phases(problem);
   const int idle = phases.idle(), parts = phases.rows * phases.columns - idle;
   for_each_part(problem, phases, [&](const Part& part) {

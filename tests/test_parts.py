@@ -1,8 +1,13 @@
-"""The patches engine without another one that computes the rest: see emulation/parts.h."""
+"""Engines that give parts to others, at the limits of that: see emulation/parts.h."""
 
 from __future__ import annotations
 
-from tests.cases import Case
+import ctypes
+
+import pytest
+import torch
+
+from tests.cases import Case, integers, make_tensors, reference
 
 
 def test_patches_refuses_without_an_engine_for_the_rest(patches_shim):
@@ -12,3 +17,16 @@ def test_patches_refuses_without_an_engine_for_the_rest(patches_shim):
         assert "no other engine" in patches_shim.refusal("fprop", case)
     finally:
         patches_shim.set("takes_the_rest", 1)
+
+
+@pytest.mark.parametrize("most_bytes", [1, 1500, 4000])
+def test_strided_fills_few_images_at_a_time(strided_shim, most_bytes):
+    limit = ctypes.c_int64.in_dll(strided_shim.library, "limit_kMostDenseBytes")
+    before, limit.value = limit.value, most_bytes
+    try:
+        for case in (Case(5, 8, 9, 10, 8, 1, 1, stride=(2, 2)), Case(7, 8, 3, 7, 16, 2, 1, stride=(3, 2))):
+            tensors = make_tensors(case, torch.float32, integers)
+            dx = strided_shim.result("dgrad", case, tensors)
+            assert torch.equal(dx, reference("dgrad", case, tensors).to(dx.dtype))
+    finally:
+        limit.value = before
