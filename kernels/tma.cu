@@ -1473,12 +1473,13 @@ struct Search {
     }
   }
 
-  // The part of the steps of columns that tiles take: some rows of them, and the pixels that a row of taps meets.
+  // The part of the steps of columns that tiles take on average. A row of taps meets pixels for outputs from row
+  // `first` to `last`; tiles that reach over these ends take it as well.
   static double met_of(const Grouped& of, int slots) {
     const int64_t stride = of.stride_h, of_tile = ceil_div(slots, of.Q);
     double met = 0;
     for (int r = 0; r < of.R; ++r) {
-      const int64_t move = of.pad_h - int64_t{r} * of.dilation_h, end = of.H + move;  // outputs times the stride, from
+      const int64_t move = of.pad_h - int64_t{r} * of.dilation_h, end = of.H + move;
       const int64_t first = move > 0 ? ceil_div(move, stride) : 0;
       const int64_t last = std::min<int64_t>(end > 0 ? ceil_div(end, stride) : 0, of.P);
       const int64_t rows = std::max<int64_t>(last - first, 0) + (first > 0) * of_tile + (last < of.P) * of_tile;
