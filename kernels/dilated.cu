@@ -285,12 +285,15 @@ inline const char* yields(const Problem& problem, Operator op) {
 
 inline Pointers pointers_of(const Part& part, Operator op, const Pointers& pointers) {
   const int bytes = element_bytes(part.problem.dtype);
+  const auto from = [&](const void* pointer, int64_t elements) -> const void* {
+    return pointer == nullptr ? nullptr : static_cast<const uint8_t*>(pointer) + elements * bytes;
+  };
   Pointers result = pointers;
-  result.x = moved(pointers.x, part.x * bytes);
-  result.w = moved(pointers.w, part.w * bytes);
-  result.dy = moved(pointers.dy, part.y * bytes);
+  result.x = from(pointers.x, part.x);
+  result.w = from(pointers.w, part.w);
+  result.dy = from(pointers.dy, part.y);
   const int64_t written = op == Operator::kDgrad ? part.x : op == Operator::kWgrad ? part.w : part.y;
-  result.out = moved(pointers.out, written * bytes);
+  result.out = const_cast<void*>(from(pointers.out, written));
   return result;
 }
 

@@ -198,10 +198,13 @@ inline int64_t copied_bytes(const Problem& problem) {
 
 // Null, as long as the workspace is not known, stands for an aligned address.
 inline Pointers pointers_of_rest(const Problem& problem, const Pointers& pointers, void* workspace) {
+  const auto behind = [&](int64_t bytes) -> void* {
+    return workspace == nullptr ? nullptr : static_cast<uint8_t*>(workspace) + bytes;
+  };
   Pointers rest = pointers;
   rest.x = workspace;
-  if (copies_weights(problem)) rest.w = moved(workspace, bytes_of_x(problem));
-  rest.workspace = moved(workspace, copied_bytes(problem));
+  if (copies_weights(problem)) rest.w = behind(bytes_of_x(problem));
+  rest.workspace = behind(copied_bytes(problem));
   return rest;
 }
 

@@ -50,11 +50,6 @@ struct Pointers {
   void* workspace;
 };
 
-// A pointer so many bytes further on; null stays null.
-inline void* moved(const void* pointer, int64_t bytes) {
-  return pointer == nullptr ? nullptr : static_cast<uint8_t*>(const_cast<void*>(pointer)) + bytes;
-}
-
 // Output tiles to compute: those on a list in global memory, or all. The number of a tile is
 // (((group * N + image) * rows of tiles + row) * columns of tiles + column) * tiles_k + tile of a group's channels.
 struct TileList {

@@ -274,6 +274,11 @@ inline const char* yields(const Problem& problem, Operator) {
   return multiply_adds(problem) < least_work(problem) ? "direct may be faster with few multiply-adds" : nullptr;
 }
 
+// Null, as long as the workspace is not known, stands for an aligned address.
+inline void* moved(const void* pointer, int64_t bytes) {
+  return pointer == nullptr ? nullptr : static_cast<uint8_t*>(const_cast<void*>(pointer)) + bytes;
+}
+
 inline Pointers pointers_from(const Problem& p, int64_t image, const Pointers& pointers) {
   Pointers result = pointers;
   result.dy = moved(pointers.dy, image * p.y_stride[0] * element_bytes(p.dtype));
@@ -281,7 +286,6 @@ inline Pointers pointers_from(const Problem& p, int64_t image, const Pointers& p
   return result;
 }
 
-// Null, as long as the workspace is not known, stands for an aligned address.
 inline Pointers pointers_of(const Part& part, bool dense, int64_t dense_bytes, const Pointers& pointers) {
   const int bytes = element_bytes(part.problem.dtype);
   Pointers result = pointers;
@@ -354,7 +358,7 @@ inline cudaError_t fill(const Problem& p, const Phases& phases, Fill params, cud
   return planes ? run_fill<uint16_t, true>(params, stream) : run_fill<uint16_t, false>(params, stream);
 }
 
-// One part behind another, in the same workspace, and the rest of dx behind them.
+// One part behind another, in the same workspace.
 inline cudaError_t launch_slice(Operator op, const Problem& problem, const Phases& phases, const Pointers& pointers,
                                 cudaStream_t stream) {
   const int64_t dense_bytes = bytes_of_dense_parts(problem, phases);
