@@ -1420,7 +1420,7 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan, double
   const int64_t copied = copied_bytes(problem, plan);
   const double accesses = plan.fold_h + plan.fold_w > 0 ? 3 : 2;  // of what is copied; a fold reads in no order
   const double copying = copied == 0 ? 0 : kCopyCycles + accesses * copied / sms / kCopiedBytes;
-  const double reading = bytes / sms / costs.memory_bytes;
+  const double reading = bytes / (plan.grid > 0 ? plan.grid : sms) / costs.memory_bytes;
   return kCallCycles +
          plan.slices * (copying + std::max(stages * (std::max({multiplied, split, loaded}) + kStageCycles), reading)) +
          costs.sum * sums_of(problem, plan) / sms;
