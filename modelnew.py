@@ -1835,8 +1835,9 @@ def bundle(problems: ConvProblem | Iterable[ConvProblem] | None = None, arch: st
         problems: convolutions to include. The file contains the engines that they use, forward and backward, with TF32
             and without, and compiles only the kernel instances that they launch. An engine that calls others, such as
             strided, brings all that it may call. The gradient to the input runs on the forward's engine where that can
-            compute it: the file is shorter then, this gradient slower. In the file, other arguments raise ValueError,
-            and operands with other strides are copied. None: all engines, for any problem and memory format.
+            compute it, the one to a float32 weight on a single engine: the file is shorter then, these gradients may be
+            slower. In the file, other arguments raise ValueError, and operands with other strides are copied. None: all
+            engines, for any problem and memory format.
         arch: compute capability of the GPU that will run the file, such as "9.0". Default: the current GPU's.
 
     Returns:
@@ -1966,12 +1967,20 @@ def _planned(
 def _planned_for_file(
     key: tuple[Any, ...], tf32: bool, operator: int, gpu: tuple[int, int, int]
 ) -> tuple[str, set[str]]:
-    """Return the same, but the gradient to the input by the forward's engine if it can: one engine less to paste."""
+    """Return the same, but with an engine less to paste where another one of the file can compute a gradient.
+
+    That is the forward's for the gradient to the input, and hopper_wgrad for the gradient to a weight in float32, which
+    tma_wgrad launches besides its own kernels.
+    """
     planned = _planned(key, tf32, operator, gpu)
-    forward = _planned(key, tf32, 0, gpu)[0]
-    if operator == 1 and forward != planned[0] != "direct":
+    other = planned[0]
+    if operator == 1 and other != "direct":
+        other = _planned(key, tf32, 0, gpu)[0]
+    elif other == "tma_wgrad" and key[-1] == torch.float32:
+        other = "hopper_wgrad"
+    if other != planned[0]:
         with contextlib.suppress(ValueError):
-            return _planned(key, tf32, operator, gpu, forward)
+            return _planned(key, tf32, operator, gpu, other)
     return planned
 
 

@@ -157,6 +157,7 @@ struct Params {
   hopper::BoxMap x_map, dy_map;
   Plan plan;
   const void *x_ptr, *dy_ptr;
+  const int* done;
   int64_t x_stride[4], dy_stride[4];
   int64_t N;
   int C, group_c, H, W, K, group_k, P, Q, R, S;
@@ -1160,6 +1161,10 @@ __global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const 
   extern __shared__ __align__(1024) uint8_t modelnew_hopper_wgrad_smem[];
   uint8_t* const smem = modelnew_hopper_wgrad_smem;
   const Plan& plan = params.plan;
+  if (Format::BYTES == 4 && params.done != nullptr) {
+    hopper::wait_for_prerequisites();
+    if (*params.done != 0) return;
+  }
   const Shared shared{hopper::smem_address(smem), shared_layout(plan)};
   if (threadIdx.x == 0) {
 #pragma unroll 1
@@ -1617,10 +1622,8 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
       const int channels = kind % 2 == 0 ? 128 : 64;
       const bool rounds = kind > 1;
       if (wish.rounds >= 0 ? wish.rounds != (rounds ? 1 : 0) : may_round && taps == 1 && !rounds) continue;
-      plan.channels = channels;
-      plan.shape = kTileShapes[i];
-      plan.rounds = rounds;
-      plan.splits = splits && !rounds;
+      plan.channels = channels, plan.shape = kTileShapes[i];
+      plan.rounds = rounds, plan.splits = splits && !rounds;
       plan.parts_of_x = rounds ? 1 : parts;
       if (!is_compiled(plan.shape, plan.parts_of_x, plan.splits, false, rounds)) continue;
       if (wish.shape >= 0 ? wish.shape != i : plan.shape.taps > 1 && taps == 1) continue;
@@ -1631,8 +1634,7 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
       const auto consider = [&](int images, int rows, int columns) {
         if (images <= 0 || rows <= 0 || columns <= 0) return;
         plan.images = images;
-        plan.rows = std::min(rows, problem.P);
-        plan.columns = std::min(columns, problem.Q);
+        plan.rows = std::min(rows, problem.P), plan.columns = std::min(columns, problem.Q);
         if (!complete(problem, plan)) return;
         const bool may_contain = is_compiled(plan.shape, plan.parts_of_x, plan.splits, true, plan.rounds);
         for (const bool contains : {false, true}) {
@@ -1727,15 +1729,11 @@ inline Params make_params(const Problem& problem, const Plan& plan) {
     params.tap_units[i] = units * slot_of_tap(params, first_tap(params, i / plan.shape.taps), std::min(i, taps - 1));
   params.by_tiles = make_divisor(int64_t{problem.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t);
   params.by_group_tiles = make_divisor(int64_t{plan.tiles_k} * plan.blocks_c * plan.blocks_t);
-  params.by_tiles_k = make_divisor(plan.tiles_k);
-  params.by_blocks_t = make_divisor(plan.blocks_t);
-  params.by_tiles_p = make_divisor(plan.tiles_p);
-  params.by_tiles_q = make_divisor(plan.tiles_q);
-  params.by_pitch = make_divisor(plan.pitch);
-  params.by_slots = make_divisor(plan.slots);
+  params.by_tiles_k = make_divisor(plan.tiles_k), params.by_blocks_t = make_divisor(plan.blocks_t);
+  params.by_tiles_p = make_divisor(plan.tiles_p), params.by_tiles_q = make_divisor(plan.tiles_q);
+  params.by_pitch = make_divisor(plan.pitch), params.by_slots = make_divisor(plan.slots);
   params.by_image_slots = make_divisor(int64_t{phases_of(plan)} * plan.slots);
-  params.by_steps = make_divisor(plan.steps);
-  params.by_all_slots = make_divisor(all_slots(plan));
+  params.by_steps = make_divisor(plan.steps), params.by_all_slots = make_divisor(all_slots(plan));
   return params;
 }
 
@@ -1929,8 +1927,7 @@ cudaError_t run_slice(Problem problem, const Plan& plan, Pointers pointers, int 
   cudaError_t error = copy(problem, planned, plan, pointers, stream);
   if (error != cudaSuccess) return error;
   Params params = make_params(planned, plan);
-  params.x_ptr = pointers.x;
-  params.dy_ptr = pointers.dy;
+  params.x_ptr = pointers.x, params.dy_ptr = pointers.dy, params.done = pointers.done;
   error = make_maps(planned, params);
   if (error != cudaSuccess) return error;
   params.sums_ptr = static_cast<float*>(pointers.workspace) + slice * (sums_of(planned, plan) / plan.slices);
@@ -1944,7 +1941,7 @@ cudaError_t run(const Problem& problem, const Plan& plan, const Pointers& pointe
     if (error != cudaSuccess) return error;
   }
   const Problem planned = as_planned(problem, plan);
-  hopper::WeightSums add{static_cast<const float*>(pointers.workspace), pointers.out};
+  hopper::WeightSums add{static_cast<const float*>(pointers.workspace), pointers.out, pointers.done};
   add.row_channels = row_channels(plan);
   add.row = int64_t{planned.R} * planned.S * add.row_channels;
   add.parts = plan.slices * plan.parts * sums_of_part(plan);

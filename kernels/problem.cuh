@@ -48,6 +48,7 @@ struct Pointers {
   const void* dy;
   void* out;
   void* workspace;
+  const int* done;  // where it is not 0 nothing is left to do; null: all is
 };
 
 // Output tiles to compute: those on a list in global memory, or all. The number of a tile is
@@ -98,9 +99,9 @@ constexpr double kLeastStem = 1 << 25;  // multiply-adds (docs/lab/hopper.md)
 // fp32.
 //
 // cuDNN leaves TF32 where C/groups < 8 and where the problem is small, and users compare with cuDNN. More accuracy than
-// cuDNN's is welcome, less is a defect. Hence these limits: above them cuDNN hardly ever computes in fp32. The stem of
-// a ResNet, 7x7 from 3 channels, is an exception: there cuDNN uses TF32. So it does for weight gradients of large
-// filters from 3 or 4 channels. The survey is in docs/lab/hopper.md.
+// cuDNN's is welcome, less is a defect. Hence these limits: above them cuDNN hardly ever computes in fp32. Exceptions,
+// where cuDNN uses TF32: the stem of a ResNet, weight gradients of large filters from 3 or 4 channels, and many groups
+// of 4 channels, but for their weight gradients. The survey is in docs/lab/hopper.md.
 inline bool uses_tf32(const Problem& problem, Operator op) {
   const int channels = problem.C / problem.groups, filters = problem.K / problem.groups;
   const bool stem = op == Operator::kFprop && problem.groups == 1 && channels == 3 &&
@@ -109,7 +110,9 @@ inline bool uses_tf32(const Problem& problem, Operator op) {
                              filters >= 64 && problem.R * problem.S >= 49 && problem.N >= 8;
   if (problem.dtype != DType::kFloat32 || !problem.tf32_allowed) return false;
   if (stem && multiply_adds(problem) >= kLeastStem) return true;
-  if ((channels < 8 || filters < 8) && !stem_gradient) return false;
+  const bool fours = op != Operator::kWgrad && problem.groups >= 8 && channels % 4 == 0 && filters % 4 == 0 &&
+                     problem.R * problem.S > 1;
+  if ((channels < 8 || filters < 8) && !stem_gradient && !fours) return false;
   double least = op == Operator::kWgrad ? 1 << 29 : 1 << 27;
   if (op == Operator::kFprop && problem.groups == 1) {
     const bool points = problem.R == 1 && problem.S == 1;

@@ -1,13 +1,17 @@
-// tma_wgrad engine: the weight gradient of 16-bit tensors on Hopper's tensor cores (wgmma). The Tensor Memory
-// Accelerator (TMA) brings both operands to shared memory; no thread touches x or dy. One group; tensors
-// in channels_last, to which those in NCHW are copied first, unless filters are 1x1. Deterministic: sums are added in a
-// fixed order.
+// tma_wgrad engine: the weight gradient on Hopper's tensor cores (wgmma), of 16-bit tensors, and of fp32 under the TF32
+// contract. The Tensor Memory Accelerator (TMA) brings both operands to shared memory; no thread touches x or dy there.
+// One group; 16 bits in channels_last, to which those in NCHW are copied first, unless filters are 1x1; fp32 in copies
+// in scaled fp16 (contained_copy.cuh). Deterministic: sums are added in a fixed order.
 //
 //   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
 //
 //   tma_wgrad_copy_kernel   x or dy in NCHW -> channels_last, where needed
 //   tma_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32; or -> dw, where there is one part
 //   weight_sums_kernel      sums of all parts -> dw (weight_sums.cuh)
+//
+// fp32: tma_wgrad_sample_kernel finds scales, tma_wgrad_contain_kernel makes the copies. Values that do not fit are
+// zeros there; their products are added to the sums of the first part. With too many of them the kernel ends at once,
+// and hopper_wgrad, whose kernels are launched in any case, computes dw. `done` tells it whether anything is to be done.
 //
 // GEMM: rows = output channels, columns = (r, s, block of 64 input channels, channel), reduction = pixels. A stage
 // holds 64 pixels: for dy, and for each block of columns of x, 64 rows of 128 bytes (64 channels of a pixel) in TMA's
@@ -47,6 +51,7 @@
 
 #include "channels_last.cuh"
 #include "columns.cuh"
+#include "contained_copy.cuh"
 #include "divisor.cuh"
 #include "im2col_map.cuh"
 #include "numerics.cuh"
@@ -77,6 +82,7 @@ constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 struct Plan {
   bool copies_x, copies_dy;
   bool planes;   // NCHW, in place
+  bool contains;  // fp32, in copies in scaled fp16
   int channels;  // of a tile: 128, or 64 of which warpgroups have sums of their own
   int blocks;    // of columns of a tile
   int blocks_c;  // of all input channels
@@ -99,6 +105,23 @@ struct Params {
   int64_t w_stride[4];
   Divisor by_tiles, by_tiles_k, by_image, by_row, by_blocks_c, by_s;  // by_image: pixels, or stages of planes
   hopper::BoxMap x_map, dy_map;
+  // Of fp32: what does not fit into the copies, x's and dy's; the copy of x, and dy itself.
+  contained::Guard guard[2];
+  int H, W, channels[2];  // the latter: of a pixel of a copy
+  const Half* x_copy;
+  const float* dy_ptr;
+  int64_t dy_stride[4];
+  int* done;  // set to 1 here, or 0: dw is still to be computed
+};
+
+struct SampleBoth {
+  contained::SampleParams of[2];
+};
+
+struct ContainBoth {
+  contained::CopyParams copy[2];
+  contained::Guard guard[2];
+  int vector[2];
 };
 
 // Parts of sums that a part of the pixels has.
@@ -208,8 +231,68 @@ __device__ __forceinline__ void store_weights(const Params& params, const Job& j
   }
 }
 
+// Whether a kernel may have fp32 in copies.
+template <typename Stored, bool PLANES>
+constexpr bool kMayContain = std::is_same_v<Stored, Half> && !PLANES;
+
+// Adds the products of what does not fit into the copies to a warpgroup's sums, of 64 output channels from first_k on,
+// which begin at `to`: of x with dy as it is, of dy with the copy of x, which has zeros where x is on the list. All in
+// the order of their places.
+template <int BLOCKS>
+__device__ __forceinline__ void add_misfits(const Params& params, const Job& job, int first_k, float* to) {
+  const int thread = static_cast<int>(threadIdx.x) % 128, barrier = 1 + static_cast<int>(threadIdx.x) / 128;
+  const int64_t columns = row_columns(params.plan);
+  if ((params.guard[0].control->listed | params.guard[1].control->listed) == 0) return;
+  int x_exponent;
+  contained::find_scale(params.guard[0], x_exponent);
+  hopper::named_barrier(barrier, 128);  // sums are there
+#pragma unroll 1
+  for (int tensor = 0; tensor < 2; ++tensor) {
+    const contained::Listed* const list = params.guard[tensor].list;
+    const int count = static_cast<int>(params.guard[tensor].control->listed), channels = params.channels[tensor];
+    const int width = tensor == 0 ? params.W : params.Q, height = tensor == 0 ? params.H : params.P;
+#pragma unroll 1
+    for (int i = 0, before = -1; i < count; ++i) {
+      contained::Listed next{0x7fffffff, 0};
+#pragma unroll 4
+      for (int j = 0; j < count; ++j)
+        if (list[j].place > before && list[j].place < next.place) next = list[j];
+      before = next.place;
+      const int pixel = next.place / channels, own = next.place - pixel * channels, row = pixel / width;
+      const int n = row / height, in_column = row - n * height, in_row = pixel - row * width;
+      const float value = round_to_tf32(next.value);
+#pragma unroll 1
+      for (int item = thread; item < BLOCKS * kBlockChannels; item += 128) {
+        const int block = job.tile_e * BLOCKS + item / kBlockChannels, tap = quotient(block, params.by_blocks_c);
+        const int r = quotient(tap, params.by_s), s = tap - r * params.S;
+        const int first_c = (block - tap * params.plan.blocks_c) * kBlockChannels;
+        if (tap >= params.taps) continue;
+        const int down = r * params.dilation_h - params.pad_h, right = s * params.dilation_w - params.pad_w;
+        if (tensor == 0) {  // a channel's column in this block, of each output channel
+          const int k = item % kBlockChannels, from_h = in_column - down, from_w = in_row - right;
+          const int p = from_h / params.stride_h, q = from_w / params.stride_w;
+          if (own / kBlockChannels * kBlockChannels != first_c || first_k + k >= params.K || from_h < 0 || from_w < 0 ||
+              p * params.stride_h != from_h || q * params.stride_w != from_w || p >= params.P || q >= params.Q)
+            continue;
+          to[k * columns + item / kBlockChannels * kBlockChannels + own % kBlockChannels] +=
+              value * round_to_tf32(params.dy_ptr[n * params.dy_stride[0] + (first_k + k) * params.dy_stride[1] +
+                                                  p * params.dy_stride[2] + q * params.dy_stride[3]]);
+        } else {  // all columns of an output channel
+          const int k = own - first_k, c = first_c + item % kBlockChannels;
+          const int h = in_column * params.stride_h + down, w = in_row * params.stride_w + right;
+          if (k < 0 || k >= 64 || c >= params.C || !is_within(h, params.H) || !is_within(w, params.W)) continue;
+          const int64_t x_pixel = (static_cast<int64_t>(n) * params.H + h) * params.W + w;
+          to[k * columns + item] +=
+              value * (widen(params.x_copy[x_pixel * params.channels[0] + c]) * power_of_two(-x_exponent));
+        }
+      }
+      hopper::named_barrier(barrier, 128);  // the next one may have products for the same sums
+    }
+  }
+}
+
 template <typename Stored, int CHANNELS, int BLOCKS, bool PLANES>
-__device__ __forceinline__ void multiply(const Params& params, const Shared& shared) {
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, float factor) {
   constexpr bool kByTurns = CHANNELS == 64;
   constexpr int kColumns = BLOCKS * kBlockChannels;
   using Wgmma = std::conditional_t<PLANES, hopper::Wgmma<Stored, kColumns>,
@@ -263,6 +346,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       store_weights<Stored, BLOCKS>(params, job, k, lane, acc);
       continue;
     }
+    if (kMayContain<Stored, PLANES> && plan.contains) {
+#pragma unroll
+      for (float& sum : acc) sum *= factor;
+    }
     const int64_t columns = row_columns(plan), rows = static_cast<int64_t>(plan.tiles_k) * CHANNELS;
     float* const to = params.sums_ptr + (part * rows + k) * columns + job.tile_e * kColumns + lane % 4 * 2;
 #pragma unroll
@@ -271,6 +358,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       for (int i = 0; i < 2; ++i)
         *reinterpret_cast<float2*>(to + 8 * i * columns + 8 * j) =
             make_float2(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
+    }
+    if (kMayContain<Stored, PLANES> && plan.contains && part == 0) {
+      const int first_k = job.tile_k * CHANNELS + (kByTurns ? 0 : 64 * warpgroup);
+      add_misfits<BLOCKS>(params, job, first_k, params.sums_ptr + first_k * columns + job.tile_e * kColumns);
     }
   }
 }
@@ -294,13 +385,25 @@ __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_con
     hopper::prefetch_map(params.x_map);
     hopper::prefetch_map(params.dy_map);
   }
+  float factor = 1;  // undoes both scales
+  if (kMayContain<Stored, PLANES> && plan.contains) {
+    int exponent[2];
+    bool contained = true;
+    for (int i = 0; i < 2; ++i)
+      contained = contained::find_scale(params.guard[i], exponent[i]) && are_contained(*params.guard[i].control) &&
+                  contained;
+    contained = contained && is_within(exponent[0] + exponent[1] + 126, 253);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.done = contained ? 1 : 0;
+    if (!contained) return;
+    factor = power_of_two(-exponent[0] - exponent[1]);
+  }
   __syncthreads();  // barriers are there
   if (warp >= kMultiplyingThreads / 32) {
     hopper::registers_give_back<kOrderingRegisters>();
     if (warp == kMultiplyingThreads / 32 && lane == 0) order_boxes<CHANNELS, BLOCKS, PLANES>(params, shared);
   } else {
     hopper::registers_take<kMultiplyingRegisters>();
-    multiply<Stored, CHANNELS, BLOCKS, PLANES>(params, shared);
+    multiply<Stored, CHANNELS, BLOCKS, PLANES>(params, shared, factor);
     if (params.dw_ptr == nullptr) hopper::launch_dependents();  // else the call ends here
   }
 #endif
@@ -318,6 +421,34 @@ __global__ void __launch_bounds__(hopper::kCopyThreads)
     hopper::copy_planes(x, block, smem);
   else
     hopper::copy_planes(dy, block - x_blocks, smem);
+}
+
+__global__ void __launch_bounds__(contained::kPackThreads)
+    tma_wgrad_sample_kernel(const __grid_constant__ SampleBoth params) {
+  extern __shared__ __align__(16) uint8_t modelnew_tma_wgrad_sample_smem[];
+  const int tensor = static_cast<int>(blockIdx.x) / contained::kSampleBlocks;
+  contained::sample(params.of[tensor], static_cast<int>(blockIdx.x) % contained::kSampleBlocks,
+                    *reinterpret_cast<uint32_t*>(modelnew_tma_wgrad_sample_smem));
+}
+
+// Blocks of x, then those of dy.
+__global__ void __launch_bounds__(contained::kPackThreads, 5)
+    tma_wgrad_contain_kernel(const __grid_constant__ ContainBoth params) {
+#if defined(MODELNEW_SM90A)
+  extern __shared__ __align__(16) uint8_t modelnew_tma_wgrad_contain_smem[];
+  auto& shared = *reinterpret_cast<contained::ContainShared*>(modelnew_tma_wgrad_contain_smem);
+  hopper::launch_dependents();
+  const int x_blocks = params.copy[0].blocks, tensor = static_cast<int>(blockIdx.x) < x_blocks ? 0 : 1;
+  const int block = static_cast<int>(blockIdx.x) - tensor * x_blocks;
+  const contained::CopyParams& copy = params.copy[tensor];
+  const contained::Guard& guard = params.guard[tensor];
+  if (params.vector[tensor] == 8)
+    contained::contain_points<8>(copy, guard, block, shared);
+  else if (params.vector[tensor] == 4)
+    contained::contain_points<4>(copy, guard, block, shared);
+  else
+    contained::contain_points<1>(copy, guard, block, shared);
+#endif
 }
 
 #endif  // device code
@@ -363,12 +494,43 @@ inline bool stores_weights(const Problem& p, const Plan& plan) {
 constexpr double kCallCycles = 12150, kJobCycles = 2424, kJobColumnCycles = 2.85, kStepCycles = 59, kSumCycles = 0.3;
 constexpr double kProductFactor = 1.05, kMemoryBytes = 12, kShorterShare = 0.29;
 constexpr double kCopyCycles = 6500, kCopiedBytes = 21, kAddCycles = 4500;
+constexpr double kContainCycles = 17000, kContainedBytes = 17;
 constexpr double kBoxBytes[2][kMostBlocks] = {{75, 54, 49, 41}, {64, 50, 40, 41}};  // a cycle; [channels == 128]
+
+inline int64_t padded_bytes(int64_t bytes) { return ceil_div(bytes, 128) * 128; }
 
 inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
   return (plan.copies_x ? hopper::copied_bytes(problem.N, problem.C, problem.H, problem.W) : 0) +
          (plan.copies_dy ? hopper::copied_bytes(problem.N, problem.K, problem.P, problem.Q) : 0);
 }
+
+// fp32 as the kernels multiply it: as copies, of 1x1 filters of what they read.
+inline Problem contained_problem(Problem problem) {
+  problem.dtype = DType::kFloat16;
+  if (problem.R * problem.S == 1) {
+    problem.H = problem.P, problem.W = problem.Q;
+    problem.stride_h = problem.stride_w = 1, problem.pad_h = problem.pad_w = 0;
+  }
+  hopper::set_copied_strides(problem.C, problem.H, problem.W, problem.x_stride);
+  hopper::set_copied_strides(problem.K, problem.P, problem.Q, problem.y_stride);
+  return problem;
+}
+
+inline int64_t contained_bytes_of_x(const Problem& contained) {
+  return padded_bytes(hopper::copied_bytes(contained.N, contained.C, contained.H, contained.W));
+}
+inline int64_t contained_bytes(const Problem& contained) {
+  return contained_bytes_of_x(contained) + hopper::copied_bytes(contained.N, contained.K, contained.P, contained.Q);
+}
+
+// Of the two tensors of a call in fp32. The workspace begins with it: what hopper_wgrad needs may lie over all else.
+struct GuardLayout {
+  ContainedControl control[2];
+  contained::Listed list[2][kMostListed];
+  uint32_t samples[2][contained::kSampleBlocks];
+  int done;
+};
+constexpr int64_t kGuardBytes = (sizeof(GuardLayout) + 127) / 128 * 128;
 
 inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double products = plan.channels * plan.blocks * 64.0 * kStagePixels / 2048;
@@ -453,6 +615,19 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
   return found;
 }
 
+// The same for fp32, and what it takes to contain it.
+inline bool make_contained_plan(const Problem& problem, int sms, Plan& best, int forced_channels = 0,
+                                int forced_blocks = 0, int forced_parts = 0) {
+  const Problem contained = contained_problem(problem);
+  if (hopper::copied_bytes(contained.N, contained.C, contained.H, contained.W) > kMostCopiedBytes ||
+      hopper::copied_bytes(contained.N, contained.K, contained.P, contained.Q) > kMostCopiedBytes ||
+      !make_plan(contained, sms, Alignment{}, best, forced_channels, forced_blocks, forced_parts))
+    return false;
+  best.contains = true;
+  best.cycles += kContainCycles + 3.0 * contained_bytes(contained) / sms / kContainedBytes;
+  return true;
+}
+
 struct Planned {
   Plan plan;
   bool found;
@@ -464,15 +639,19 @@ inline const Planned& plan_of(const Problem& problem, const Alignment& address) 
   const int gpu = find_gpu(sms);
   return memo.get(key_of(problem, Operator::kWgrad, address.x, address.dy, 0, gpu, sms), [&] {
     Planned planned{};
-    planned.found = make_plan(problem, sms, address, planned.plan);
+    planned.found = problem.dtype == DType::kFloat32 ? make_contained_plan(problem, sms, planned.plan)
+                                                     : make_plan(problem, sms, address, planned.plan);
     return planned;
   });
 }
 
 inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kWgrad) return "it computes gradients to weights only";
-  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16)
-    return "it computes float16 and bfloat16 only";
+  if (problem.dtype == DType::kFloat64) return "it has no float64";
+  if (problem.dtype == DType::kFloat32 && !uses_tf32(problem, op))
+    return "it has TF32 accuracy only, but this problem needs full float32 accuracy";
+  if (problem.dtype == DType::kFloat32 && kHopperWgradEngine.refusal(problem, op) != nullptr)
+    return "hopper_wgrad must be able to compute what does not fit into scaled fp16";
   if (problem.groups != 1) return "it takes one group only";
   int sms = 0;
   if (find_gpu(sms) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
@@ -487,14 +666,15 @@ inline Alignment alignment_of(const Pointers& pointers) {
 }
 
 // hopper_wgrad is taken to be faster below this multiple of this engine's estimate: docs/lab/tma.md.
-constexpr double kCyclesOfHopperWgrad = 0.95;
+constexpr double kCyclesOfHopperWgrad = 0.95, kCyclesOfHopperWgradInFp32 = 1.09;
 
 inline const char* yields(const Problem& problem, Operator op) {
   const Plan& plan = plan_of(problem, Alignment{}).plan;
   if (kHopperWgradEngine.refusal(problem, op) != nullptr) return nullptr;
   if ((plan.copies_x || plan.copies_dy) && kHopperWgradEngine.yields(problem, op) != nullptr)
     return "another engine may be faster with few output channels of a group, as it copies nothing";
-  if (kHopperWgradEngine.cycles(problem, op) < kCyclesOfHopperWgrad * plan.cycles)
+  const double factor = problem.dtype == DType::kFloat32 ? kCyclesOfHopperWgradInFp32 : kCyclesOfHopperWgrad;
+  if (kHopperWgradEngine.cycles(problem, op) < factor * plan.cycles)
     return "hopper_wgrad is faster by the estimates";
   return nullptr;
 }
@@ -505,10 +685,17 @@ inline const Engine& engine_of_others(const Problem& problem, Operator op) {
   return kHopperWgradEngine.refusal(problem, op) == nullptr ? kHopperWgradEngine : kDirectEngine;
 }
 
+// Sums and copies; of fp32 also what comes before them, and what hopper_wgrad may put in their place.
+inline int64_t bytes_of(const Problem& problem, Operator op, const Plan& plan, const Pointers& pointers) {
+  if (!plan.contains) return sum_bytes(plan) + copied_bytes(problem, plan);
+  return kGuardBytes + std::max(padded_bytes(sum_bytes(plan)) + contained_bytes(contained_problem(problem)),
+                                kHopperWgradEngine.workspace_bytes(problem, op, pointers));
+}
+
 inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointers& pointers) {
   const Planned& planned = plan_of(problem, alignment_of(pointers));
   if (!planned.found) return engine_of_others(problem, op).workspace_bytes(problem, op, pointers);
-  return sum_bytes(planned.plan) + copied_bytes(problem, planned.plan);
+  return bytes_of(problem, op, planned.plan, pointers);
 }
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
@@ -596,12 +783,57 @@ inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, 
                               hopper::kCopyBytes, stream, x, dy, static_cast<int>(x_blocks));
 }
 
-template <typename Stored>
-cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream_t stream) {
-  cudaError_t error = copy(plan, problem, pointers, stream);
+// Contains x and dy, and lets `problem` and `pointers` describe the copies.
+inline cudaError_t contain(const Plan& plan, Problem& problem, Pointers& pointers, Params& params,
+                           cudaStream_t stream) {
+  GuardLayout& layout = *static_cast<GuardLayout*>(pointers.workspace);
+  uint8_t* const workspace = static_cast<uint8_t*>(pointers.workspace) + kGuardBytes;
+  const Problem contained = contained_problem(problem);
+  uint8_t* const copies = workspace + padded_bytes(sum_bytes(plan));
+  void* const copied[2] = {copies, copies + contained_bytes_of_x(contained)};
+  const void* const from[2] = {pointers.x, pointers.dy};
+  contained::Phased of[2] = {};
+  static_cast<Correlation&>(of[0]) = correlation_of_problem(problem, Operator::kFprop);
+  Correlation& of_dy = of[1];
+  of_dy.N = problem.N, of_dy.groups = 1, of_dy.in_channels = problem.K;
+  of_dy.H = of_dy.P = problem.P, of_dy.W = of_dy.Q = problem.Q;
+  of_dy.R = of_dy.S = of_dy.stride_h = of_dy.stride_w = 1;
+  std::copy_n(problem.y_stride, 4, of_dy.in_stride);
+  SampleBoth sampled{};
+  ContainBoth both{};
+  for (int i = 0; i < 2; ++i) {
+    params.guard[i] = both.guard[i] = {&layout.control[i], layout.samples[i], layout.list[i], nullptr};
+    of[i].phases = contained::unphased(of[i]);
+    contained::Phased copy = of[i];
+    copy.in_channels = params.channels[i] = hopper::copied_channels(of[i].in_channels);
+    both.copy[i] = contained::copy_params(of[i], copy, from[i], copied[i]);
+    both.vector[i] = contained::vector_of(both.copy[i]);
+    sampled.of[i] = contained::sample_params(of[i], from[i], both.guard[i]);
+  }
+  params.H = contained.H, params.W = contained.W;
+  params.x_copy = static_cast<const Half*>(copied[0]);
+  params.dy_ptr = static_cast<const float*>(pointers.dy);
+  std::copy_n(problem.y_stride, 4, params.dy_stride);
+  params.done = &layout.done;
+  problem = contained;
+  pointers.x = copied[0], pointers.dy = copied[1], pointers.workspace = workspace;
+  const cudaError_t error =
+      hopper::launch_early(tma_wgrad_sample_kernel, 2 * contained::kSampleBlocks, contained::kPackThreads,
+                           sizeof(uint32_t), stream, sampled);
   if (error != cudaSuccess) return error;
+  const unsigned blocks = static_cast<unsigned>(both.copy[0].blocks + both.copy[1].blocks);
+  return hopper::launch_early(tma_wgrad_contain_kernel, blocks, contained::kPackThreads,
+                              sizeof(contained::ContainShared), stream, both);
+}
+
+// `Stored` of the kernel; `Out` of dw.
+template <typename Stored, typename Out = Stored>
+cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream_t stream) {
   Params params{};
   params.plan = plan;
+  cudaError_t error = plan.contains ? contain(plan, problem, pointers, params, stream)
+                                    : copy(plan, problem, pointers, stream);
+  if (error != cudaSuccess) return error;
   params.P = problem.P;
   params.Q = problem.Q;
   params.S = problem.S;
@@ -613,7 +845,8 @@ cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream
   params.dilation_h = problem.dilation_h;
   params.dilation_w = problem.dilation_w;
   params.sums_ptr = static_cast<float*>(pointers.workspace);
-  if (stores_weights(problem, plan) && reinterpret_cast<uint64_t>(pointers.out) % 4 == 0) params.dw_ptr = pointers.out;
+  if (!plan.contains && stores_weights(problem, plan) && reinterpret_cast<uint64_t>(pointers.out) % 4 == 0)
+    params.dw_ptr = pointers.out;
   params.K = problem.K;
   params.C = problem.C;
   std::copy_n(problem.w_stride, 4, params.w_stride);
@@ -632,12 +865,24 @@ cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream
   add.row_channels = plan.blocks_c * kBlockChannels;
   add.row = row_columns(plan);
   add.parts = plan.parts * sums_of_part(plan);
-  return hopper::add_weights<Stored>(problem, problem, 0, 0, add, plan.tiles_k * plan.channels, stream);
+  return hopper::add_weights<Out>(problem, problem, 0, 0, add, plan.tiles_k * plan.channels, stream);
+}
+
+// fp32: as copies, and by hopper_wgrad if operands do not fit into these.
+inline cudaError_t run_contained(Operator op, const Problem& problem, const Plan& plan, const Pointers& pointers,
+                                 cudaStream_t stream) {
+  const cudaError_t error = run<Half, float>(problem, plan, pointers, stream);
+  if (error != cudaSuccess) return error;
+  Pointers again = pointers;
+  again.done = &static_cast<GuardLayout*>(pointers.workspace)->done;
+  again.workspace = static_cast<uint8_t*>(pointers.workspace) + kGuardBytes;
+  return kHopperWgradEngine.launch(op, problem, again, stream);
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
   const Planned& planned = plan_of(problem, alignment_of(pointers));
   if (!planned.found) return engine_of_others(problem, op).launch(op, problem, pointers, stream);
+  if (problem.dtype == DType::kFloat32) return run_contained(op, problem, planned.plan, pointers, stream);
   if (problem.dtype == DType::kFloat16) return run<Half>(problem, planned.plan, pointers, stream);
   return run<BFloat16>(problem, planned.plan, pointers, stream);
 }
@@ -647,8 +892,9 @@ inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& p
 inline void describe(const Problem& problem, Operator, char* text, size_t text_size) {
   const Plan& plan = plan_of(problem, Alignment{}).plan;
   snprintf(text, text_size,
-           "%s%stile of %d output channels x %d blocks of 64 weights, %d stages of 64 pixels and %d bytes, %d blocks "
+           "%s%s%stile of %d output channels x %d blocks of 64 weights, %d stages of 64 pixels and %d bytes, %d blocks "
            "for %d tiles in %d parts, about %.3g Mcycles",
+           plan.contains ? "scaled fp16, " : "",
            plan.copies_x && plan.copies_dy ? "x and dy copied, "
            : plan.copies_x                 ? "x copied, "
            : plan.copies_dy                ? "dy copied, "

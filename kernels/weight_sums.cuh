@@ -23,6 +23,7 @@ constexpr int kMostAddTaps = 7168;              // of a filter: sums of four cha
 struct WeightSums {
   const float* sums_ptr;  // [part][output channel][tap][input channel]
   void* dw_ptr;
+  const int* done;  // as Pointers have it
   int64_t part, row;  // steps in sums
   int64_t w_stride[4];
   int parts, C, S, taps, row_channels;  // the latter: columns of a tap
@@ -78,6 +79,7 @@ __global__ void __launch_bounds__(kAddThreads, 4) weight_sums_kernel(const __gri
   const float* const from = params.sums_ptr + first_c;
   Stored* const to = static_cast<Stored*>(params.dw_ptr);
   wait_for_prerequisites();
+  if (params.done != nullptr && *params.done != 0) return;
   if (params.shares > 1) {
     const int share = quotient(thread, params.by_quads);
     if (share < params.shares)

@@ -51,10 +51,9 @@ def test_chosen_engines_are_near_the_fastest(choice, file, operator, dtype, leas
 @pytest.mark.parametrize(
     "case, name",
     [
-        *((Case(32, 2048, 65, 65, 256, 3, 3, padding=(d, d), dilation=(d, d)), "dilated") for d in (12, 24, 36)),
-        (Case(32, 2048, 65, 65, 256, 3, 3, padding=(1, 1)), "hopper_wgrad"),
+        *((Case(32, 2048, 65, 65, 256, 3, 3, padding=(d, d), dilation=(d, d)), "tma_wgrad") for d in (1, 12, 24, 36)),
         (Case(32, 2048, 65, 65, 256, 1, 1), "hopper_wgrad"),
-        (Case(32, 64, 56, 56, 64, 3, 3, padding=(2, 2), dilation=(2, 2)), "hopper_wgrad"),
+        (Case(32, 64, 56, 56, 64, 3, 3, padding=(2, 2), dilation=(2, 2)), "tma_wgrad"),
         (Case(2, 64, 64, 64, 64, 3, 3, padding=(12, 12), dilation=(12, 12)), "hopper_wgrad"),
         (Case(1, 16, 20, 20, 16, 3, 3, padding=(6, 6), dilation=(6, 6)), "hopper_wgrad"),
         # No estimates to compare.
