@@ -101,7 +101,7 @@ constexpr double kLeastStem = 1 << 25;  // multiply-adds (docs/lab/hopper.md)
 // cuDNN leaves TF32 where C/groups < 8 and where the problem is small, and users compare with cuDNN. More accuracy than
 // cuDNN's is welcome, less is a defect. Hence these limits: above them cuDNN hardly ever computes in fp32. Exceptions,
 // where cuDNN uses TF32: the stem of a ResNet, weight gradients of large filters from 3 or 4 channels, and many groups
-// of 4 channels, but for their weight gradients. The survey is in docs/lab/hopper.md.
+// of 4 channels without a stride, but for their weight gradients. The survey is in docs/lab/hopper.md.
 inline bool uses_tf32(const Problem& problem, Operator op) {
   const int channels = problem.C / problem.groups, filters = problem.K / problem.groups;
   const bool stem = op == Operator::kFprop && problem.groups == 1 && channels == 3 &&
@@ -111,7 +111,7 @@ inline bool uses_tf32(const Problem& problem, Operator op) {
   if (problem.dtype != DType::kFloat32 || !problem.tf32_allowed) return false;
   if (stem && multiply_adds(problem) >= kLeastStem) return true;
   const bool fours = op != Operator::kWgrad && problem.groups >= 8 && channels % 4 == 0 && filters % 4 == 0 &&
-                     problem.R * problem.S > 1;
+                     problem.R * problem.S > 1 && !has_stride(problem);
   if ((channels < 8 || filters < 8) && !stem_gradient && !fours) return false;
   double least = op == Operator::kWgrad ? 1 << 29 : 1 << 27;
   if (op == Operator::kFprop && problem.groups == 1) {

@@ -11,7 +11,7 @@
 //
 // fp32: tma_wgrad_sample_kernel finds scales, tma_wgrad_contain_kernel makes the copies. Values that do not fit are
 // zeros there; their products are added to the sums of the first part. With too many of them the kernel ends at once,
-// and hopper_wgrad, whose kernels are launched in any case, computes dw. `done` tells it whether anything is to be done.
+// and hopper_wgrad, whose kernels are launched in any case, computes dw, unless `done` tells it that all is.
 //
 // GEMM: rows = output channels, columns = (r, s, block of 64 input channels, channel), reduction = pixels. A stage
 // holds 64 pixels: for dy, and for each block of columns of x, 64 rows of 128 bytes (64 channels of a pixel) in TMA's
@@ -277,13 +277,14 @@ __device__ __forceinline__ void add_misfits(const Params& params, const Job& job
           to[k * columns + item / kBlockChannels * kBlockChannels + own % kBlockChannels] +=
               value * round_to_tf32(params.dy_ptr[n * params.dy_stride[0] + (first_k + k) * params.dy_stride[1] +
                                                   p * params.dy_stride[2] + q * params.dy_stride[3]]);
-        } else {  // all columns of an output channel
+        } else {  // all columns of an output channel; padding counts, as Inf times 0 is NaN
           const int k = own - first_k, c = first_c + item % kBlockChannels;
           const int h = in_column * params.stride_h + down, w = in_row * params.stride_w + right;
-          if (k < 0 || k >= 64 || c >= params.C || !is_within(h, params.H) || !is_within(w, params.W)) continue;
+          if (k < 0 || k >= 64 || c >= params.C) continue;
           const int64_t x_pixel = (static_cast<int64_t>(n) * params.H + h) * params.W + w;
+          const bool exists = is_within(h, params.H) && is_within(w, params.W);
           to[k * columns + item] +=
-              value * (widen(params.x_copy[x_pixel * params.channels[0] + c]) * power_of_two(-x_exponent));
+              value * (exists ? widen(params.x_copy[x_pixel * params.channels[0] + c]) * power_of_two(-x_exponent) : 0);
         }
       }
       hopper::named_barrier(barrier, 128);  // the next one may have products for the same sums
@@ -559,11 +560,11 @@ inline int64_t sums_of(const Plan& plan) {
 inline int64_t sum_bytes(const Plan& plan) { return static_cast<int64_t>(sizeof(float)) * sums_of(plan); }
 
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, int forced_channels = 0,
-                      int forced_blocks = 0, int forced_parts = 0) {
+                      int forced_blocks = 0, int forced_parts = 0, bool contains = false) {
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
   using hopper::is_in_place, hopper::can_copy;
-  bool in_place_x = is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
-  bool in_place_dy = is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
+  bool in_place_x = contains || is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
+  bool in_place_dy = contains || is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
   const bool planes = !(in_place_x && in_place_dy) && are_whole_planes(problem, address);
   if (planes) in_place_x = in_place_dy = true;
   if (!in_place_x && !can_copy(problem.x_stride, problem.N, problem.C, problem.H, problem.W)) return false;
@@ -580,6 +581,7 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       plan.copies_x = !in_place_x;
       plan.copies_dy = !in_place_dy;
       plan.planes = planes;
+      plan.contains = contains;
       plan.channels = channels;
       plan.blocks = blocks;
       plan.blocks_c = static_cast<int>(ceil_div(problem.C, kBlockChannels));
@@ -621,9 +623,8 @@ inline bool make_contained_plan(const Problem& problem, int sms, Plan& best, int
   const Problem contained = contained_problem(problem);
   if (hopper::copied_bytes(contained.N, contained.C, contained.H, contained.W) > kMostCopiedBytes ||
       hopper::copied_bytes(contained.N, contained.K, contained.P, contained.Q) > kMostCopiedBytes ||
-      !make_plan(contained, sms, Alignment{}, best, forced_channels, forced_blocks, forced_parts))
+      !make_plan(contained, sms, Alignment{}, best, forced_channels, forced_blocks, forced_parts, true))
     return false;
-  best.contains = true;
   best.cycles += kContainCycles + 3.0 * contained_bytes(contained) / sms / kContainedBytes;
   return true;
 }
@@ -666,14 +667,19 @@ inline Alignment alignment_of(const Pointers& pointers) {
 }
 
 // hopper_wgrad is taken to be faster below this multiple of this engine's estimate: docs/lab/tma.md.
-constexpr double kCyclesOfHopperWgrad = 0.95, kCyclesOfHopperWgradInFp32 = 1.09;
+constexpr double kCyclesOfHopperWgrad = 0.95;
+// The same for fp32; with several taps of channels_last hopper_wgrad is faster than its estimate.
+constexpr double kCyclesInFp32 = 1.09, kCyclesOfPixelsInFp32 = 1.16;
 
 inline const char* yields(const Problem& problem, Operator op) {
   const Plan& plan = plan_of(problem, Alignment{}).plan;
   if (kHopperWgradEngine.refusal(problem, op) != nullptr) return nullptr;
   if ((plan.copies_x || plan.copies_dy) && kHopperWgradEngine.yields(problem, op) != nullptr)
     return "another engine may be faster with few output channels of a group, as it copies nothing";
-  const double factor = problem.dtype == DType::kFloat32 ? kCyclesOfHopperWgradInFp32 : kCyclesOfHopperWgrad;
+  const bool pixels = problem.x_stride[1] == 1 && problem.R * problem.S > 1 && !has_stride(problem);
+  const double factor = problem.dtype != DType::kFloat32 ? kCyclesOfHopperWgrad
+                        : pixels                         ? kCyclesOfPixelsInFp32
+                                                         : kCyclesInFp32;
   if (kHopperWgradEngine.cycles(problem, op) < factor * plan.cycles)
     return "hopper_wgrad is faster by the estimates";
   return nullptr;

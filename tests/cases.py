@@ -296,10 +296,10 @@ ADVERSE = {
 
 
 def adverse_tensors(case: Case, kind: str, operator: str, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
-    """Operands of fprop or dgrad, changed."""
+    """Operands of fprop or dgrad, changed; of wgrad x."""
     tensors = make_tensors(case, torch.float32, normal, device, seed)
     tensors["w"] *= 1e-2
-    ADVERSE[kind](tensors[{"fprop": "x", "dgrad": "dy"}[operator]], tensors["w"])
+    ADVERSE[kind](tensors[{"fprop": "x", "dgrad": "dy", "wgrad": "x"}[operator]], tensors["w"])
     return tensors
 
 

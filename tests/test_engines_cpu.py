@@ -751,6 +751,13 @@ EXACT_RUNS = {
             settings_of(FP16, BF16, channels=(128, 64), blocks=(1, 2, 3, 4), parts=(0, 2)),
             layouts=X_AND_DY_LAYOUTS,
         ),
+        # fp32, in copies that hold scaled fp16.
+        Runs(
+            of_operator("wgrad", [*TMA_WGRAD_SHIM_CASES, Case(2, 20, 9, 7, 70, 1, 1, stride=(2, 3), padding=(1, 2))]),
+            10,
+            settings_of(TF32, channels=(128, 64), blocks=(1, 2, 3, 4), parts=(0, 2)),
+            layouts=X_AND_DY_LAYOUTS,
+        ),
         # Planes that 1x1 filters read whole: of several stages, and the last one with few pixels.
         Runs(
             of_operator("wgrad", [Case(3, 72, 4, 18, 136, 1, 1), Case(2, 200, 12, 12, 70, 1, 1)]),
@@ -844,6 +851,7 @@ STRIDES = {
     ),
     "mma_wgrad": (["wgrad"], MMA_WGRAD_CASES[:2], settings_of(FP32, BF16, splits=(0, 2))),
     "hopper_wgrad": (["wgrad"], HOPPER_WGRAD_CASES[:2], settings_of(FP32, BF16, parts=(0, 2))),
+    "tma_wgrad": (["wgrad"], HOPPER_WGRAD_CASES[:2], settings_of(TF32, parts=(0, 2))),
 }
 
 
@@ -905,6 +913,12 @@ ROUNDING = {
         [(torch.bfloat16, wide)],
         lambda case, operator, tf32: tf32,
     ),
+    "tma_wgrad": (
+        [HOPPER_WGRAD_CASES[0], Case(1, 64, 5, 6, 40, 3, 3), Case(2, 9, 6, 9, 24, 1, 1, stride=(2, 1))],
+        [normal, wide, tiny, huge, any_exponent, specks, equal],
+        [(torch.bfloat16, wide)],
+        lambda *_: True,
+    ),
     "mma": (
         [Case(2, 20, 6, 9, 24, 3, 3, padding=(1, 1)), Case(2, 9, 6, 9, 24, 1, 1)],
         [under_a_tf32_step, tf32_ties, wide, any_exponent],
@@ -925,7 +939,7 @@ ROUNDING = {
     ),
 }
 OPERATORS = {"stem": ["fprop"], "mma": ["fprop", "dgrad"], "pointwise": ["fprop"]}
-OPERATORS |= {engine: ["wgrad"] for engine in ("hopper_wgrad", "mma_wgrad")}
+OPERATORS |= {engine: ["wgrad"] for engine in ("hopper_wgrad", "mma_wgrad", "tma_wgrad")}
 ROUNDING_RUNS = [
     *((engine, DTYPES[0], tf32, fill) for engine, of in ROUNDING.items() for fill in of[1] for tf32 in (False, True)),
     *((engine, dtype, True, fill) for engine, of in ROUNDING.items() for dtype, fill in of[2]),
@@ -944,7 +958,8 @@ def test_rounding(emulated: Emulated, dtype: torch.dtype, tf32: bool, fill: Call
         out = emulated.result(operator, case, tensors, layout, tf32=tf32)
         of_tf32 = dtype == torch.float32 and has_tf32(case, operator, tf32)
         check_bounds(case, {operator: out}, tensors, {operator} if of_tf32 else ())
-        if of_tf32 and emulated.engine != "hopper_wgrad":  # fp32 sums of rounded operands; it rounds them to bf16 twice
+        # fp32 sums of rounded operands; hopper_wgrad rounds them to bf16 twice, also where tma_wgrad leaves dw to it.
+        if of_tf32 and emulated.engine not in ("hopper_wgrad", "tma_wgrad"):
             rounded = {name: round_to_tf32(tensor) if name != "bias" else tensor for name, tensor in tensors.items()}
             check_bounds(case, {operator: out}, rounded, tf32=())
 
@@ -1007,6 +1022,10 @@ SPREADING = [
         for tf32 in (False, True)
     ),
     *(
+        ("tma_wgrad", case, {"tf32": True, "operator": "wgrad"})
+        for case in (Case(2, 12, 9, 12, 20, 3, 3, padding=(1, 1)), Case(2, 16, 8, 8, 72, 1, 1, padding=(1, 0)))
+    ),
+    *(
         ("direct", Case(1, 16, 40, 37, 8, 3, 3), {"tf32": tf32, "operator": operator})
         for tf32, operator in itertools.product((False, True), OPERANDS)
     ),
@@ -1049,6 +1068,7 @@ GUARDED = {
     "direct": (DENSE_CASES[::2] + DEPTHWISE_CASES[::2], {}),
     "depthwise": (ONE_TO_ONE_CASES[::3], {}),
     "hopper_wgrad": (HOPPER_WGRAD_CASES[:7], {"channels": 64}),
+    "tma_wgrad": ([case for case in HOPPER_WGRAD_CASES[:7] if case.groups == 1], {}),
 }
 
 
@@ -1065,9 +1085,48 @@ def test_reads_nothing_behind_its_operands(emulated: Emulated, layouts: tuple[st
         for operator, place in PLACES.items():
             shape = (case.K,) if operator == "bgrad" else getattr(case, SHAPES[place])
             out = torch.full(shape, math.nan, dtype=dtype)
-            if emulated.engine == "hopper_wgrad" and operator != "wgrad":
+            if emulated.engine in ("hopper_wgrad", "tma_wgrad") and operator != "wgrad":
                 continue
             message = emulated.run(operator, case, tensors, out, **wishes)
             assert message in (None, ""), f"{operator} of {case}: {message}"
             if message == "":
                 check_exact(case, {operator: out}, tensors)
+
+
+# ---- Weight gradients of fp32 in scaled fp16, with values that do not fit.
+@pytest.mark.parametrize("emulated", ["tma_wgrad"], indirect=True)
+@pytest.mark.parametrize("count", [1, 7, 256, 257])
+@pytest.mark.parametrize("names", [("x",), ("dy",), ("x", "dy")], ids=str)
+def test_lists_what_does_not_fit(emulated: Emulated, names: tuple[str, ...], count: int):
+    """Products with each other as well, in an order of their own; with too many all is computed otherwise."""
+    for case, layout in itertools.product(LISTED_CASES, LAYOUTS):
+        tensors = make_tensors(case, torch.float32, normal)
+        for name in names:
+            values = tensors[name].view(-1)
+            values[torch.linspace(0, values.numel() - 1, count).long()] = torch.linspace(1e-12, 3e-12, count)
+        results = []
+        for channels, seed in itertools.product((64, 128), (0, 1)):
+            out = emulated.result("wgrad", case, tensors, layout, channels=channels, seed=seed)
+            check_bounds(case, {"wgrad": out}, tensors, {"wgrad"})
+            results.append(out)
+            # 1x1 filters leave pixels of x out.
+            assert emulated.last("listed") == count * len(names) or (case.R == 1 and "x" in names)
+            assert emulated.last("done") == (count <= 256) or (case.R == 1 and names == ("x",))
+        if emulated.last("done"):
+            assert torch.equal(results[0], results[1])
+            assert torch.equal(results[2], results[3])
+
+
+LISTED_CASES = [
+    Case(3, 20, 9, 11, 70, 3, 3, stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
+    Case(2, 72, 8, 9, 40, 1, 1, stride=(1, 2), padding=(1, 0)),
+]
+
+
+@pytest.mark.parametrize("emulated", ["tma_wgrad"], indirect=True)
+@pytest.mark.parametrize("zeros", ["x", "dy"])
+def test_zeros_have_any_scale(emulated: Emulated, zeros: str):
+    tensors = make_tensors(LISTED_CASES[0], torch.float32, normal)
+    tensors[zeros].zero_()
+    assert not emulated.result("wgrad", LISTED_CASES[0], tensors).any()
+    assert emulated.last("done") == 1

@@ -215,6 +215,12 @@ GPU_STEM_GRADIENTS = [
 ]
 # Strips of rows, several images in a stage, strides, dilations, groups, few input channels, ragged edges of every tile,
 # several parts.
+# Weight gradients that are large enough for TF32.
+GPU_CONTAINED_WGRAD_CASES = [
+    Case(16, 72, 40, 40, 136, 3, 3, padding=(1, 1)),
+    Case(32, 100, 57, 43, 130, 3, 2, stride=(2, 1), padding=(2, 1), dilation=(1, 2)),
+    Case(64, 256, 29, 28, 192, 1, 1, stride=(2, 2), padding=(1, 0)),
+]
 GPU_WGRAD_CASES = [
     Case(3, 64, 28, 28, 64, 3, 3, padding=(1, 1)),
     Case(5, 96, 14, 14, 300, 1, 1),
@@ -434,6 +440,7 @@ EXACT = [
     ("tma", TMA_CASES[:1], of_names(ODD, "xw"), [FP16]),
     ("tma", [Case(3, 13, 8, 16, 11, 1, 1)], of_names(ONE_FOR_ALL, "x") | WIDER_ROWS, HALVES),
     ("tma_wgrad", TMA_EIGHTS, WITH_WEIGHTS | of_names({"channels_last": LAST}, "x", ("dy",)), HALVES),
+    ("tma_wgrad", GPU_CONTAINED_WGRAD_CASES, ALL_LAYOUTS | of_names(SHIFTS | ONE_FOR_ALL, "x", ("dy",)), [TF32]),
     # Planes are copied: those that begin anywhere, one image or channel for all.
     ("tma_wgrad", TMA_UNGROUPED, of_names(SHIFTS, "x", ("dy",)) | of_names(ONE_FOR_ALL, "x"), HALVES),
     # Planes in place, where 1x1 filters read them whole and they begin at multiples of 16 bytes.
@@ -518,6 +525,7 @@ ROUNDING = [
     ("hopper_wgrad", GPU_WGRAD_CASES, IN_LAYOUT, [*ALL_TYPES, FP32]),
     ("dilated", GPU_DILATED_WGRAD_CASES, IN_LAYOUT, WGMMA_TYPES),
     ("tma_wgrad", TMA_EIGHTS, {"channels_last": WITH_WEIGHTS["channels_last"]}, HALVES),
+    ("tma_wgrad", GPU_CONTAINED_WGRAD_CASES, IN_LAYOUT, [TF32]),
 ]
 ROUNDING_RUNS = [
     (engine, cases, view, changes, dtype, tf32, fill)
@@ -553,6 +561,7 @@ SPREADING = [
     ("mma_wgrad", "wgrad", GPU_MMA_WGRAD_CASES[:4], WGMMA_TYPES),
     ("hopper_wgrad", "wgrad", [Case(64, 32, 24, 24, 136, 3, 3, padding=(1, 1))], [FP32, TF32]),
     ("hopper_wgrad", "wgrad", [Case(32, 128, 28, 28, 192, 1, 1)], [FP32, TF32]),
+    ("tma_wgrad", "wgrad", [Case(64, 32, 24, 24, 136, 3, 3, padding=(1, 1)), Case(32, 128, 28, 28, 192, 1, 1)], [TF32]),
 ]
 SPREADING_RUNS = [(*one, *contract) for *one, contracts in SPREADING for contract in contracts]
 
@@ -582,6 +591,7 @@ def test_gpu_spreads_nan_and_inf(engine, operator, cases, dtype, tf32, layout, s
 ADVERSE_RUNS = [
     ("gather", GATHER_SCALED_CASES, True),
     ("gather", GATHER_PHASES_OF_DX[1:], True),
+    ("tma_wgrad", GPU_CONTAINED_WGRAD_CASES, True),
     *(("wgmma", [WGMMA_CASE, Case(2, 64, 40, 264, 128, 3, 3, padding=(1, 0))], tf32) for tf32 in (True, False)),
 ]
 
@@ -590,7 +600,7 @@ ADVERSE_RUNS = [
 @pytest.mark.parametrize("kind", ADVERSE)
 @pytest.mark.parametrize("engine, cases, tf32", ADVERSE_RUNS, ids=named_or_text)
 def test_gpu_keeps_the_contract_where_fp16_does_not_fit(engine, cases, tf32, kind):
-    for case, layout in itertools.product(cases, LAYOUTS if engine == "gather" else LAYOUTS[:1]):
+    for case, layout in itertools.product(cases, LAYOUTS if engine != "wgmma" else LAYOUTS[:1]):
         for operator in operators_of(engine, case):
             tensors = in_layout(adverse_tensors(case, kind, operator, "cuda"), layout)
             results = forced(engine, case, tensors, tf32, {operator})
@@ -763,6 +773,7 @@ GRAPHED = [
     ),
     *(("wgmma", "fprop", Case(2, 16, 130, 518, 128, 3, 3), "contiguous", contract) for contract in (TF32, FP32)),
     ("gather", "fprop", GATHER_CONTAINED_CASES[1], "contiguous", TF32),
+    ("tma_wgrad", "wgrad", GPU_CONTAINED_WGRAD_CASES[0], "contiguous", TF32),
 ]
 
 
@@ -771,7 +782,7 @@ GRAPHED = [
 def test_cuda_graph_replays_with_data_of_another_size(engine, operator, case, layout, contract):
     """Whatever derives from operands is computed anew in every replay."""
     dtype, tf32 = contract
-    if engine in ("wgmma", "gather"):
+    if engine in ("wgmma", "gather", "tma_wgrad"):
         kinds = enumerate([*ADVERSE, "few small"])
         fresh = [adverse_tensors(case, kind, operator, "cuda", seed) for seed, kind in kinds]
     else:

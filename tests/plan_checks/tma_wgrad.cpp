@@ -52,6 +52,22 @@ static void check_jobs(const Problem& problem, const Plan& plan) {
   CHECK(problem.K <= rows && (taps - 1) * plan.blocks_c * 64 + problem.C <= columns);  // what is added up
 }
 
+// The same of fp32: copies have all that the filter reads, in place for boxes.
+static void check_contained(Problem p, int sms) {
+  p.dtype = DType::kFloat32;
+  Plan plan{};
+  if (!make_contained_plan(p, sms, plan)) return;
+  const Problem contained = contained_problem(p);
+  CHECK(plan.contains && !plan.copies_x && !plan.copies_dy && !plan.planes);
+  CHECK(has_pixels_for_boxes(contained.x_stride, 0, {p.N, 8 * ceil_div(p.C, 8), contained.H, contained.W}));
+  CHECK(has_pixels_for_boxes(contained.y_stride, 0, {p.N, 8 * ceil_div(p.K, 8), p.P, p.Q}));
+  CHECK(contained.P == p.P && contained.Q == p.Q && contained_bytes_of_x(contained) % 128 == 0);
+  CHECK(kGuardBytes % 128 == 0 && kGuardBytes >= static_cast<int64_t>(sizeof(GuardLayout)));
+  NOTE(contained.H != p.H);
+  check_numbers(contained, plan, sms);
+  check_jobs(contained, plan);
+}
+
 // Plans for a GPU of few SMs or of many: there is one where boxes take x and dy, or copies of them.
 static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt19937& random) {
   const int sms = std::array{3, 64, kSms}[random() % 3];
@@ -67,6 +83,7 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   const bool alike = p.R == 1 && p.S == 1 && p.H == p.P && p.W == p.Q && p.pad_h == 0 && p.pad_w == 0;
   const bool planes = !(in_place_x && in_place_dy) && alike && p.P * p.Q % 8 == 0 &&
                       has_planes(p.x_stride, at.in, p.C) && has_planes(p.y_stride, at.w, p.K);
+  check_contained(p, sms);
   const bool may = int64_t{p.R} * p.S <= 7168 && (in_place_x || has_lines(p.x_stride, p.H, p.W)) &&
                    (in_place_dy || has_lines(p.y_stride, p.P, p.Q)) &&
                    are_columns(columns_of_dy(p), {{p.Q, p.Q, 1, 1, 0, 1}, {p.P, p.P, 1, 1, 0, 1}}) &&
