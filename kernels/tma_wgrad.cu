@@ -105,7 +105,7 @@ struct Params {
   int64_t w_stride[4];
   Divisor by_tiles, by_tiles_k, by_image, by_row, by_blocks_c, by_s;  // by_image: pixels, or stages of planes
   hopper::BoxMap x_map, dy_map;
-  // Of fp32: what does not fit into the copies, x's and dy's; the copy of x, and dy itself.
+  // For fp32: the lists of what does not fit into the copies of x and dy, the copy of x, and dy itself.
   contained::Guard guard[2];
   int H, W, channels[2];  // the latter: of a pixel of a copy
   const Half* x_copy;
@@ -235,9 +235,15 @@ __device__ __forceinline__ void store_weights(const Params& params, const Job& j
 template <typename Stored, bool PLANES>
 constexpr bool kMayContain = std::is_same_v<Stored, Half> && !PLANES;
 
-// Adds the products of what does not fit into the copies to a warpgroup's sums, of 64 output channels from first_k on,
-// which begin at `to`: of x with dy as it is, of dy with the copy of x, which has zeros where x is on the list. All in
-// the order of their places.
+__device__ __forceinline__ bool is_listed(const contained::Guard& guard, int place) {
+  for (uint32_t i = 0; i < guard.control->listed; ++i)
+    if (guard.list[i].place == place) return true;
+  return false;
+}
+
+// Adds the products of the listed values to a warpgroup's sums, of 64 output channels from first_k on, which begin at
+// `to`. First come listed values of x times dy as it is in memory, then listed values of dy times the copy of x, which
+// has zeros where x is on the list, so that no product counts twice. The order of places fixes that of additions.
 template <int BLOCKS>
 __device__ __forceinline__ void add_misfits(const Params& params, const Job& job, int first_k, float* to) {
   const int thread = static_cast<int>(threadIdx.x) % 128, barrier = 1 + static_cast<int>(threadIdx.x) / 128;
@@ -281,10 +287,11 @@ __device__ __forceinline__ void add_misfits(const Params& params, const Job& job
           const int k = own - first_k, c = first_c + item % kBlockChannels;
           const int h = in_column * params.stride_h + down, w = in_row * params.stride_w + right;
           if (k < 0 || k >= 64 || c >= params.C) continue;
-          const int64_t x_pixel = (static_cast<int64_t>(n) * params.H + h) * params.W + w;
           const bool exists = is_within(h, params.H) && is_within(w, params.W);
-          to[k * columns + item] +=
-              value * (exists ? widen(params.x_copy[x_pixel * params.channels[0] + c]) * power_of_two(-x_exponent) : 0);
+          const int place = ((n * params.H + h) * params.W + w) * params.channels[0] + c;
+          // Inf times the zero that stands for a listed value would be NaN.
+          if (exists && !is_finite(value) && is_listed(params.guard[0], place)) continue;
+          to[k * columns + item] += value * (exists ? widen(params.x_copy[place]) * power_of_two(-x_exponent) : 0);
         }
       }
       hopper::named_barrier(barrier, 128);  // the next one may have products for the same sums
@@ -524,7 +531,7 @@ inline int64_t contained_bytes(const Problem& contained) {
   return contained_bytes_of_x(contained) + hopper::copied_bytes(contained.N, contained.K, contained.P, contained.Q);
 }
 
-// Of the two tensors of a call in fp32. The workspace begins with it: what hopper_wgrad needs may lie over all else.
+// State of a call in fp32, for x and dy. The workspace begins with it: hopper_wgrad may write over all else.
 struct GuardLayout {
   ContainedControl control[2];
   contained::Listed list[2][kMostListed];

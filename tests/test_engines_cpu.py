@@ -38,6 +38,7 @@ from tests.cases import (
     margins_intact,
     named,
     normal,
+    positive,
     random_depthwise_cases,
     reference,
     round_to_tf32,
@@ -1130,3 +1131,19 @@ def test_zeros_have_any_scale(emulated: Emulated, zeros: str):
     tensors[zeros].zero_()
     assert not emulated.result("wgrad", LISTED_CASES[0], tensors).any()
     assert emulated.last("done") == 1
+
+
+@pytest.mark.parametrize("emulated", ["tma_wgrad"], indirect=True)
+@pytest.mark.parametrize("of_x", [1e-20, math.inf])
+@pytest.mark.parametrize("of_dy", [1e-20, math.inf, -math.inf])
+def test_listed_values_meet(emulated: Emulated, of_x: float, of_dy: float):
+    """Inf where one of them is Inf, and NaN from the padding alone."""
+    for padding, layout in itertools.product((0, 1), LAYOUTS):
+        case = Case(2, 12, 9, 12, 20, 3, 3, padding=(padding, padding))
+        tensors = make_tensors(case, torch.float32, positive)
+        tensors["x"][0, 3, 5, 7] = of_x
+        tensors["dy"][0, 1, 4, 6] = of_dy
+        expected = reference("wgrad", case, tensors).float()
+        out = emulated.result("wgrad", case, tensors, layout)
+        assert emulated.last("done") == 1
+        torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3, equal_nan=True)
