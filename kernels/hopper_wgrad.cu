@@ -174,6 +174,7 @@ struct Params {
 struct OrderParams {
   const void* from_ptr;
   void* to_ptr;
+  const int* done;
   int64_t stride[4];  // of what is read
   int64_t elements;
   int C, H, W, inner, from_h, from_w;           // sizes of the copy, but for the last two
@@ -1246,7 +1247,7 @@ __global__ void __launch_bounds__(hopper::kCopyThreads)
   hopper::wait_for_prerequisites();
   hopper::launch_dependents();
   const int64_t number = static_cast<int64_t>(blockIdx.x) * hopper::kCopyThreads + threadIdx.x;
-  if (number * VALUES >= params.elements) return;
+  if (number * VALUES >= params.elements || (params.done != nullptr && *params.done != 0)) return;
   const int i = static_cast<int>(number * VALUES), outer = quotient(i, params.by_inner);
   const int inner = i - outer * params.inner;
   const int row = params.planes ? quotient(inner, params.by_w) : quotient(outer, params.by_w);
@@ -1881,7 +1882,7 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
     if (!to_planes && !folds_h && !folds_w && hopper::are_lines(of.stride, of.H, of.W)) {
       planes = hopper::make_planes_copy(from, of.stride, of.N, of.C, of.H, of.W, to, own_blocks);
     } else {
-      OrderParams params{from, to};
+      OrderParams params{from, to, pointers.done};
       std::copy_n(of.stride, 4, params.stride);
       params.elements = copied_bytes(copied, plan.bytes, to_planes) / plan.bytes;
       params.C = copied.C, params.H = copied.H, params.W = copied.W, params.from_h = of.H, params.from_w = of.W;
@@ -1892,9 +1893,8 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
       params.planes = to_planes;
       params.inner =
           static_cast<int>(to_planes ? padded(int64_t{copied.H} * copied.W, 16 / plan.bytes) : padded(copied.C, 8));
-      params.by_inner = make_divisor(params.inner);
+      params.by_inner = make_divisor(params.inner), params.by_w = make_divisor(copied.W);
       params.by_c = make_divisor(copied.C), params.by_h = make_divisor(copied.H);
-      params.by_w = make_divisor(copied.W);
       params.by_fold_h = make_divisor(folds_h ? plan.fold_h : 1);
       params.by_fold_w = make_divisor(folds_w ? plan.fold_w : 1);
       constexpr int kBytes = 16 * hopper::kCopyThreads;  // of a block

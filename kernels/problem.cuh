@@ -110,8 +110,8 @@ inline bool uses_tf32(const Problem& problem, Operator op) {
                              filters >= 64 && problem.R * problem.S >= 49 && problem.N >= 8;
   if (problem.dtype != DType::kFloat32 || !problem.tf32_allowed) return false;
   if (stem && multiply_adds(problem) >= kLeastStem) return true;
-  const bool fours = op != Operator::kWgrad && problem.groups >= 8 && channels % 4 == 0 && filters % 4 == 0 &&
-                     problem.R * problem.S > 1 && !has_stride(problem);
+  const bool fours = op != Operator::kWgrad && problem.groups % 16 == 0 && (channels == 4 || channels == 8) &&
+                     (filters == 4 || filters == 8) && problem.R * problem.S > 1 && !has_stride(problem);
   if ((channels < 8 || filters < 8) && !stem_gradient && !fours) return false;
   double least = op == Operator::kWgrad ? 1 << 29 : 1 << 27;
   if (op == Operator::kFprop && problem.groups == 1) {

@@ -657,8 +657,9 @@ struct WgmmaRegistersTransposed {
 
 inline void named_barrier(int number, int threads) { simt::named_meetings[number].attend(threads); }
 inline bool named_barrier_any(int number, int threads, bool own) {
-  static bool any[2][16];  // of the meeting at hand, and of the one before
-  const int round = simt::named_meetings[number].round % 2;
+  // Calls take two meetings each, and turns: a slow thread may still clear the votes of the call before.
+  static bool any[2][16];
+  const int round = simt::named_meetings[number].round / 2 % 2;
   any[round][number] |= own;
   simt::named_meetings[number].attend(threads);
   const bool answer = any[round][number];
