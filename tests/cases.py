@@ -107,9 +107,13 @@ class Case:
             of_resnet = (self.C, self.R, self.S) == (3, 7, 7) and self.K in (64, 128) and self.multiply_adds >= 2**25
             large = self.multiply_adds >= 2**29
             return {name for name, uses in {"fprop": of_resnet, "wgrad": large}.items() if uses}
-        if min(self.C, self.K) // self.groups < 8:
-            return set()
         limits = dict(least or LEAST_TF32_WORK)
+        if min(self.C, self.K) // self.groups < 8:
+            of_four = {self.C // self.groups, self.K // self.groups} <= {4, 8} and self.R * self.S > 1
+            steps = [s for s, outputs in zip(self.stride, self.y_shape[2:], strict=True) if outputs > 1]
+            if not of_four or self.groups % 16 != 0 or max(steps, default=1) > 1:
+                return set()
+            del limits["wgrad"]
         if least is None and self.groups == 1:
             if (self.R, self.S) == (1, 1) and max(self.stride) > 1:
                 limits["fprop"] = 2**29

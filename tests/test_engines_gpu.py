@@ -177,6 +177,11 @@ GATHER_APART_CASES = [
     Case(3, 100, 40, 61, 260, 3, 3, padding=(18, 36), dilation=(18, 36)),
     Case(20, 128, 28, 30, 128, 3, 3, padding=(8, 10), dilation=(8, 10), groups=2),
 ]
+# Groups of 4 channels: 16 of them are multiplied as one.
+GATHER_FOURS = [
+    Case(20, 64, 56, 56, 64, 3, 3, padding=(1, 1), groups=16),
+    Case(30, 64, 40, 43, 128, 5, 3, padding=(2, 0), groups=16),
+]
 GATHER_CASES = [
     dataclasses.replace(GATHER_CASE, N=12),
     Case(16, 256, 14, 14, 260, 1, 1),
@@ -420,6 +425,7 @@ def of_engines(table: Iterable[tuple]) -> list:
 EXACT = [
     ("gather", GATHER_CASES, ALL_LAYOUTS, ALL_TYPES),
     ("gather", GATHER_APART_CASES, IN_LAYOUT, [TF32]),
+    ("gather", GATHER_FOURS, IN_LAYOUT, [TF32]),
     ("gather", GATHER_PHASES_OF_DX, ALL_LAYOUTS, [TF32]),
     ("gather", [Case(2, 64, 40, 70, 64, 3, 7, padding=(13, 39), dilation=(13, 13))], of_names(ODD, "x"), [TF32]),
     ("mma", MMA_CASES, of_names(SOME_VIEWS, ("x", "w", "dy")), [FP32, TF32]),
@@ -513,6 +519,7 @@ FILLS_16 = {dtype: [fill for of, fill in STEM_16_BIT_FILLS if of == dtype] for d
 FEW_FILLS = [wide, under_a_tf32_step, near_the_smallest]  # for other layouts than contiguous ones
 ROUNDING = [
     ("gather", GATHER_APART_CASES, IN_LAYOUT, [TF32]),
+    ("gather", GATHER_FOURS, IN_LAYOUT, [TF32]),
     ("gather", GATHER_PHASES_OF_DX, IN_LAYOUT, [TF32]),
     ("mma_wgrad", GPU_MMA_WGRAD_CASES, IN_LAYOUT, WGMMA_TYPES),
     ("patches", GPU_PATCHES_CASES, WITH_WEIGHTS, ALL_TYPES),
@@ -591,6 +598,7 @@ def test_gpu_spreads_nan_and_inf(engine, operator, cases, dtype, tf32, layout, s
 ADVERSE_RUNS = [
     ("gather", GATHER_SCALED_CASES, True),
     ("gather", GATHER_PHASES_OF_DX[1:], True),
+    ("gather", GATHER_FOURS, True),
     ("tma_wgrad", GPU_CONTAINED_WGRAD_CASES, True),
     *(("wgmma", [WGMMA_CASE, Case(2, 64, 40, 264, 128, 3, 3, padding=(1, 0))], tf32) for tf32 in (True, False)),
 ]

@@ -120,6 +120,8 @@ GATHER_SHIM_CONTAINED_CASES = [
     (Case(3, 64, 7, 7, 40, 3, 3, padding=(1, 1)), "dgrad"),
     (Case(2, 72, 17, 21, 16, 2, 3, stride=(3, 1), dilation=(1, 2)), "fprop"),
     (Case(2, 64, 9, 10, 72, 3, 3, padding=(1, 1), groups=8), "fprop"),
+    (Case(2, 64, 9, 10, 64, 3, 3, padding=(1, 1), groups=16), "fprop"),
+    (Case(2, 64, 6, 9, 128, 2, 3, padding=(1, 1), groups=16), "dgrad"),
     (Case(3, 128, 7, 8, 72, 3, 3, padding=(1, 1), groups=4), "fprop"),
     (Case(2, 96, 8, 9, 128, 1, 1, groups=4), "dgrad"),
     (Case(2, 128, 6, 7, 260, 2, 2, groups=2), "fprop"),

@@ -139,6 +139,12 @@ def test_scales_take_the_largest_value_where_it_belongs(host_numerics):
         Case(8, 3, 112, 112, 128, 7, 7, stride=(4, 4), padding=(3, 3)),  # 2^26.8 multiply-adds
         Case(8, 3, 224, 224, 64, 6, 8, padding=(3, 3)),
         Case(8, 2, 224, 224, 64, 7, 8, padding=(3, 3)),
+        *(Case(32, 4 * g, 56, 56, 4 * g, 3, 3, padding=(1, 1), groups=g) for g in (16, 24, 32)),
+        Case(1, 128, 56, 56, 128, 3, 3, padding=(1, 1), groups=32),
+        Case(32, 128, 56, 56, 256, 3, 3, padding=(1, 1), groups=32),
+        Case(32, 128, 112, 112, 128, 3, 3, stride=(2, 2), padding=(1, 1), groups=32),
+        Case(64, 128, 56, 56, 128, 1, 1, groups=32),
+        Case(32, 192, 56, 56, 128, 3, 3, padding=(1, 1), groups=32),
     ],
     ids=str,
 )
