@@ -343,8 +343,6 @@ __device__ __forceinline__ void contain_points(const CopyParams& copy, const Gua
 
 #endif  // device code
 
-#if !defined(__CUDACC_RTC__)
-
 inline Phases unphased(const Correlation& of) {
   return {1, 1, {0, 0}, {of.R, 0}, {0, 0}, {of.S, 0}, of.R * of.S, {}};
 }
@@ -429,8 +427,6 @@ inline int vector_of(CopyParams& copy) {
   copy.blocks = static_cast<int>(ceil_div(of.N * of.P * of.Q, kCopySide / 2)) * copy.channel_blocks;
   return 2;
 }
-
-#endif  // host
 
 }  // namespace contained
 }  // namespace modelnew

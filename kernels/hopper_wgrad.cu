@@ -157,7 +157,6 @@ struct Params {
   hopper::BoxMap x_map, dy_map;
   Plan plan;
   const void *x_ptr, *dy_ptr;
-  const int* done;
   int64_t x_stride[4], dy_stride[4];
   int64_t N;
   int C, group_c, H, W, K, group_k, P, Q, R, S;
@@ -167,6 +166,7 @@ struct Params {
   int tap_units[kMostTaps + kMostTapsOfTile];  // from the first output's slot to the tap's, in 16 bytes
   Divisor by_tiles, by_group_tiles, by_tiles_k, by_blocks_t, by_tiles_p, by_tiles_q, by_pitch, by_slots, by_image_slots,
       by_steps, by_all_slots;
+  const int* done;
 };
 
 // Any memory format -> channels_last with `inner` channels a pixel, or planes of `inner` pixels; zeros fill the rest.
