@@ -21,7 +21,7 @@ struct ContainedControl {
   // recomputes everything.
   uint32_t claimed[kMostOutPhases], packed[kMostOutPhases];
 };
-constexpr uint32_t kMostListed = 256;
+constexpr uint32_t kMostListed = 1024;
 
 // Whether all operands of the call are contained, apart from the values on the list.
 MODELNEW_HOST_DEVICE inline bool are_contained(const ContainedControl& control) {

@@ -197,6 +197,14 @@ __device__ __forceinline__ bool list_misfit(const Guard& guard, float value, int
   return true;
 }
 
+// How many places on the list come before this one. The list is in no order; that of places fixes the order of sums.
+__device__ __forceinline__ int listed_before(const Guard& guard, int count, int place) {
+  int before = 0;
+#pragma unroll 8
+  for (int i = 0; i < count; ++i) before += guard.list[i].place < place;
+  return before;
+}
+
 // A block takes 64 rows of 64 channels of the copy, a thread eight pairs of channels. VECTOR, of values that lie side
 // by side in x and are loaded at once: 8 channels, as in the copy; or 4, 2 or 1 columns, of which a warp has
 // neighbours, and which change threads. A row is a pixel; of two columns one of the phase of odd ones follows each.

@@ -2973,10 +2973,7 @@ struct Misfit {
   float value;
 };
 
-struct MendShared {
-  Misfit list[kMostListed];  // in the order of their places
-  uint8_t reads[kThreads / 32][kMostListed];
-};
+using MendShared = Misfit[kMostListed];  // in the order of their places
 
 // The number of the tap by which an output reads a value, or -1.
 __device__ __forceinline__ int tap_of(const Phased& of, const Misfit& misfit, int n, int p, int q) {
@@ -2987,35 +2984,34 @@ __device__ __forceinline__ int tap_of(const Phased& of, const Misfit& misfit, in
   return reads ? r * of.S + s : -1;
 }
 
-__device__ __forceinline__ void mend(const Params& params, int count, MendShared& shared) {
+__device__ __forceinline__ void mend(const Params& params, int count, MendShared& list) {
   const Phased& of = params.of;
   const CopyParams& copy = params.copy;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, taps = of.R * of.S;
   for (int i = threadIdx.x; i < count; i += kThreads) {
     const Listed own = params.guard.list[i];
-    int before = 0;
-    for (int j = 0; j < count; ++j) before += params.guard.list[j].place < own.place;
     const int pixel = own.place / copy.channels, channel = own.place - pixel * copy.channels;
     const int phase_channels = copy.channels / phases_of(copy.phases);
     const SourcePixel at = source_pixel(copy, pixel, channel / phase_channels);
-    shared.list[before] = {at.n, at.h, at.w, channel % phase_channels, own.value};
+    list[listed_before(params.guard, count, own.place)] = {at.n, at.h, at.w, channel % phase_channels, own.value};
   }
   __syncthreads();  // the list is in order
   const int warps = static_cast<int>(gridDim.x) * (kThreads / 32), out_channels = of.groups * of.out_channels;
   const int shares = max(1, min(warps / (count * taps), (out_channels + 31) / 32));
   for (int unit = static_cast<int>(blockIdx.x) * (kThreads / 32) + warp; unit < count * taps * shares; unit += warps) {
     const int share = unit % shares, first = unit / shares / taps, tap = unit / shares % taps;
-    const Misfit& own = shared.list[first];
+    const Misfit& own = list[first];
     const int down = own.h + of.pad_h - tap / of.S * of.dilation_h;
     const int right = own.w + of.pad_w - tap % of.S * of.dilation_w;
     const int p = down / of.stride_h, q = right / of.stride_w;
     if (down < 0 || right < 0 || p * of.stride_h != down || q * of.stride_w != right || p >= of.P || q >= of.Q)
       continue;
-    uint8_t* const reads = shared.reads[warp];
-    for (int i = lane; i < count; i += 32) reads[i] = tap_of(of, shared.list[i], own.n, p, q) >= 0;
-    __syncwarp();  // all of the list has been looked at
+    // An output reads neighbours on the list, of which two phases of rows follow one another.
+    const auto is_near = [&](int i) {
+      return i >= 0 && i < count && list[i].n == own.n && abs(list[i].h - own.h) <= of.R * of.dilation_h;
+    };
     bool is_first = true;
-    for (int i = 0; i < first; ++i) is_first = is_first && reads[i] == 0;
+    for (int i = first - 1; is_first && is_near(i); --i) is_first = tap_of(of, list[i], own.n, p, q) < 0;
     float* const out =
         static_cast<float*>(params.out_ptr) + own.n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3];
     const float* const w = static_cast<const float*>(params.other_pack.w_ptr);
@@ -3023,10 +3019,10 @@ __device__ __forceinline__ void mend(const Params& params, int count, MendShared
       const int group = k / of.out_channels, least = group * of.in_channels;
       const float* const of_k = w + group * of.w_stride_group + (k - group * of.out_channels) * of.w_stride_out;
       float sum = 0;  // added to y at once: a bias may be far larger
-      for (int i = first; i < count; ++i) {
-        const Misfit& misfit = shared.list[i];
-        if (reads[i] == 0 || misfit.c < least || misfit.c >= least + of.in_channels) continue;
+      for (int i = first; is_near(i); ++i) {
+        const Misfit& misfit = list[i];
         const int by = tap_of(of, misfit, own.n, p, q), r = by / of.S, s = by % of.S;
+        if (by < 0 || misfit.c < least || misfit.c >= least + of.in_channels) continue;
         const float weight =
             of_k[(misfit.c - least) * of.w_stride_in + (of.flipped ? of.R - 1 - r : r) * of.w_stride_r +
                  (of.flipped ? of.S - 1 - s : s) * of.w_stride_s];
@@ -3034,7 +3030,6 @@ __device__ __forceinline__ void mend(const Params& params, int count, MendShared
       }
       if (sum != 0) out[k * of.out_stride[1]] += sum;
     }
-    __syncwarp();  // the next output's do not overtake them
   }
 }
 

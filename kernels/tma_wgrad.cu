@@ -10,8 +10,8 @@
 //   weight_sums_kernel      sums of all parts -> dw (weight_sums.cuh)
 //
 // fp32: tma_wgrad_sample_kernel finds scales, tma_wgrad_contain_kernel makes the copies. Values that do not fit are
-// zeros there; their products are added to the sums of the first part. With too many of them the kernel ends at once,
-// and hopper_wgrad, whose kernels are launched in any case, computes dw, unless `done` tells it that all is.
+// zeros there; their products are added to the sums, by each part its share. With too many the kernel ends at once, and
+// hopper_wgrad, whose kernels are launched in any case, computes dw, unless `done` tells it that all is.
 //
 // GEMM: rows = output channels, columns = (r, s, block of 64 input channels, channel), reduction = pixels. A stage
 // holds 64 pixels: for dy, and for each block of columns of x, 64 rows of 128 bytes (64 channels of a pixel) in TMA's
@@ -76,6 +76,7 @@ constexpr int kMultiplyingRegisters = 232, kOrderingRegisters = 40;  // per thre
 static_assert(2 * kMultiplyingRegisters + kOrderingRegisters <= 3 * 168, "no more registers than the block has");
 constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 8, kMostBlocks = 4;  // kMostBlocks: blocks of columns of a tile
+constexpr int kBarrierBytes = 2 * kMostStages * 8, kOrderBytes = 2 * kMostListed;
 constexpr int64_t kMostChained = 8192;           // pixels of one sum on the tensor core
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 
@@ -149,7 +150,7 @@ MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
 
 // ---- Device code ----
 
-// Barriers lie behind the stages.
+// Barriers lie behind the stages, and behind these what is listed, in order.
 struct Shared {
   uint32_t base, barriers;
 
@@ -241,32 +242,47 @@ __device__ __forceinline__ bool is_listed(const contained::Guard& guard, int pla
   return false;
 }
 
-// Adds the products of the listed values to a warpgroup's sums, of 64 output channels from first_k on, which begin at
-// `to`. First come listed values of x times dy as it is in memory, then listed values of dy times the copy of x, which
-// has zeros where x is on the list, so that no product counts twice. The order of places fixes that of additions.
+// What is listed of x, then of dy, in the order of their places: numbers on the lists.
+using Order = uint16_t[kMostListed];
+
+__device__ __forceinline__ void order_lists(const Params& params, Order& order) {
+  for (int tensor = 0, first = 0; tensor < 2; ++tensor) {
+    const contained::Guard& guard = params.guard[tensor];
+    const int count = static_cast<int>(guard.control->listed);
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads)
+      order[first + contained::listed_before(guard, count, guard.list[i].place)] = static_cast<uint16_t>(i);
+    first += count;
+  }
+}
+
+// Adds the products of listed values to a warpgroup's sums, of 64 output channels from first_k on, which begin at `to`:
+// of each list one of so many, as each part takes its share. First come listed values of x times dy as it is in memory,
+// then listed values of dy times the copy of x, which has zeros where x is on the list, so that no product counts twice.
+// The order of places fixes that of additions.
 template <int BLOCKS>
-__device__ __forceinline__ void add_misfits(const Params& params, const Job& job, int first_k, float* to) {
+__device__ __forceinline__ void add_misfits(const Params& params, const Order& order, const Job& job, int share,
+                                            int shares, int first_k, float* to) {
   const int thread = static_cast<int>(threadIdx.x) % 128, barrier = 1 + static_cast<int>(threadIdx.x) / 128;
   const int64_t columns = row_columns(params.plan);
-  if ((params.guard[0].control->listed | params.guard[1].control->listed) == 0) return;
+  const int of_x = static_cast<int>(params.guard[0].control->listed);
+  const int of_dy = static_cast<int>(params.guard[1].control->listed);
+  if (share >= max(of_x, of_dy)) return;
   int x_exponent;
   contained::find_scale(params.guard[0], x_exponent);
-  hopper::named_barrier(barrier, 128);  // sums are there
 #pragma unroll 1
   for (int tensor = 0; tensor < 2; ++tensor) {
-    const contained::Listed* const list = params.guard[tensor].list;
-    const int count = static_cast<int>(params.guard[tensor].control->listed), channels = params.channels[tensor];
+    const int first = tensor == 0 ? 0 : of_x, end = first + (tensor == 0 ? of_x : of_dy);
+    const int channels = params.channels[tensor];
     const int width = tensor == 0 ? params.W : params.Q, height = tensor == 0 ? params.H : params.P;
+    hopper::named_barrier(barrier, 128);  // what other threads have added to these sums is there
 #pragma unroll 1
-    for (int i = 0, before = -1; i < count; ++i) {
-      contained::Listed next{0x7fffffff, 0};
-#pragma unroll 4
-      for (int j = 0; j < count; ++j)
-        if (list[j].place > before && list[j].place < next.place) next = list[j];
-      before = next.place;
-      const int pixel = next.place / channels, own = next.place - pixel * channels, row = pixel / width;
+    for (int number = first + share; number < end; number += shares) {
+      const contained::Listed listed = params.guard[tensor].list[order[number]];
+      const int pixel = listed.place / channels, own = listed.place - pixel * channels, row = pixel / width;
       const int n = row / height, in_column = row - n * height, in_row = pixel - row * width;
-      const float value = round_to_tf32(next.value);
+      const float value = round_to_tf32(listed.value);
+      if (tensor == 1 && !is_within(own - first_k, 64)) continue;
+      // A thread has the same sums of each value, so that it waits for no other one.
 #pragma unroll 1
       for (int item = thread; item < BLOCKS * kBlockChannels; item += 128) {
         const int block = job.tile_e * BLOCKS + item / kBlockChannels, tap = quotient(block, params.by_blocks_c);
@@ -284,23 +300,23 @@ __device__ __forceinline__ void add_misfits(const Params& params, const Job& job
               value * round_to_tf32(params.dy_ptr[n * params.dy_stride[0] + (first_k + k) * params.dy_stride[1] +
                                                   p * params.dy_stride[2] + q * params.dy_stride[3]]);
         } else {  // all columns of an output channel; padding counts, as Inf times 0 is NaN
-          const int k = own - first_k, c = first_c + item % kBlockChannels;
+          const int c = first_c + item % kBlockChannels;
           const int h = in_column * params.stride_h + down, w = in_row * params.stride_w + right;
-          if (k < 0 || k >= 64 || c >= params.C) continue;
+          if (c >= params.C) continue;
           const bool exists = is_within(h, params.H) && is_within(w, params.W);
           const int place = ((n * params.H + h) * params.W + w) * params.channels[0] + c;
           // Inf times the zero that stands for a listed value would be NaN.
           if (exists && !is_finite(value) && is_listed(params.guard[0], place)) continue;
-          to[k * columns + item] += value * (exists ? widen(params.x_copy[place]) * power_of_two(-x_exponent) : 0);
+          to[(own - first_k) * columns + item] +=
+              value * (exists ? widen(params.x_copy[place]) * power_of_two(-x_exponent) : 0);
         }
       }
-      hopper::named_barrier(barrier, 128);  // the next one may have products for the same sums
     }
   }
 }
 
 template <typename Stored, int CHANNELS, int BLOCKS, bool PLANES>
-__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, float factor) {
+__device__ __forceinline__ void multiply(const Params& params, const Shared& shared, const Order& order, float factor) {
   constexpr bool kByTurns = CHANNELS == 64;
   constexpr int kColumns = BLOCKS * kBlockChannels;
   using Wgmma = std::conditional_t<PLANES, hopper::Wgmma<Stored, kColumns>,
@@ -367,9 +383,10 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         *reinterpret_cast<float2*>(to + 8 * i * columns + 8 * j) =
             make_float2(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
     }
-    if (kMayContain<Stored, PLANES> && plan.contains && part == 0) {
+    if (kMayContain<Stored, PLANES> && plan.contains) {
       const int first_k = job.tile_k * CHANNELS + (kByTurns ? 0 : 64 * warpgroup);
-      add_misfits<BLOCKS>(params, job, first_k, params.sums_ptr + first_k * columns + job.tile_e * kColumns);
+      add_misfits<BLOCKS>(params, order, job, part, plan.parts * sums_of_part(plan), first_k,
+                          params.sums_ptr + (part * rows + first_k) * columns + job.tile_e * kColumns);
     }
   }
 }
@@ -393,6 +410,7 @@ __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_con
     hopper::prefetch_map(params.x_map);
     hopper::prefetch_map(params.dy_map);
   }
+  Order& order = *reinterpret_cast<Order*>(modelnew_tma_wgrad_smem + plan.stages * plan.stage_bytes + kBarrierBytes);
   float factor = 1;  // undoes both scales
   if (kMayContain<Stored, PLANES> && plan.contains) {
     int exponent[2];
@@ -400,18 +418,20 @@ __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_con
     for (int i = 0; i < 2; ++i)
       contained = contained::find_scale(params.guard[i], exponent[i]) && are_contained(*params.guard[i].control) &&
                   contained;
-    contained = contained && is_within(exponent[0] + exponent[1] + 126, 253);
+    contained = contained && is_within(exponent[0] + exponent[1] + 126, 253) &&
+                params.guard[0].control->listed + params.guard[1].control->listed <= kMostListed;
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.done = contained ? 1 : 0;
     if (!contained) return;
     factor = power_of_two(-exponent[0] - exponent[1]);
+    order_lists(params, order);
   }
-  __syncthreads();  // barriers are there
+  __syncthreads();  // barriers are there, and the order
   if (warp >= kMultiplyingThreads / 32) {
     hopper::registers_give_back<kOrderingRegisters>();
     if (warp == kMultiplyingThreads / 32 && lane == 0) order_boxes<CHANNELS, BLOCKS, PLANES>(params, shared);
   } else {
     hopper::registers_take<kMultiplyingRegisters>();
-    multiply<Stored, CHANNELS, BLOCKS, PLANES>(params, shared, factor);
+    multiply<Stored, CHANNELS, BLOCKS, PLANES>(params, shared, order, factor);
     if (params.dw_ptr == nullptr) hopper::launch_dependents();  // else the call ends here
   }
 #endif
@@ -597,12 +617,12 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       plan.steps = static_cast<int>(planes ? problem.N * ceil_div(pixels / problem.N, kStagePixels)
                                            : ceil_div(pixels, kStagePixels));
       plan.stage_bytes = (channels / 64 + blocks) * kBlockBytes;
-      const int barriers = 2 * kMostStages * 8;
-      plan.stages = std::min(kMostStages, (kSharedBytes - barriers) / plan.stage_bytes);
+      const int beside = kBarrierBytes + (contains ? kOrderBytes : 0);
+      plan.stages = std::min(kMostStages, (kSharedBytes - beside) / plan.stage_bytes);
       // By turns, a warpgroup always has the same stages of an even number. Of an odd number it would see each one only
       // every other round, when the parity of its barrier is the same again.
       if (channels == 64) plan.stages -= plan.stages % 2;
-      plan.smem_bytes = plan.stages * plan.stage_bytes + barriers;
+      plan.smem_bytes = plan.stages * plan.stage_bytes + beside;
       const int64_t tiles = int64_t{plan.tiles_k} * plan.tiles_e;
       const int64_t least = ceil_div(int64_t{plan.steps} * kStagePixels, kMostChained * sums_of_part(plan));
       const int64_t most = std::max(least, ceil_div(4 * sms, tiles));
