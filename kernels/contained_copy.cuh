@@ -1,4 +1,4 @@
-// Copies of fp32 tensors in scaled fp16 (contained operands: docs/glossary.md, numerics.cuh), [pixel][channel].
+// Copies of fp32 tensors in scaled fp16 (contained operands: docs/glossary.md, numerics.cuh), [part][pixel][channel].
 //
 //   sample            some values of a tensor -> its scale, a power of two
 //   contain_points    the tensor -> the copy, and a list of the values that do not fit, which are zeros there
@@ -182,19 +182,22 @@ __device__ __forceinline__ bool find_scale(const Guard& guard, int& exponent) {
 
 using ContainShared = uint32_t[kCopySide][kCopySide / 2 + 1];  // pairs of channels
 
-// Whether a value does not fit, of those of a thread one of which does not: then it goes on the list. `place` is that
-// in the copy, or in the one that would be made.
-__device__ __forceinline__ bool list_misfit(const Guard& guard, float value, int x_exponent, int place) {
+// Whether a value fits into so many parts of scaled fp16.
+__device__ __forceinline__ bool does_fit(float value, int x_exponent, int parts) {
+  const uint32_t bits = float_bits(value);
+  const float scale = power_of_two(x_exponent);
   Watch watch;
-  watch.see(float_bits(value));
-  watch.see_contained(contain_pair(float_bits(value), 0, power_of_two(x_exponent)));
-  if (watch.fits(least_contained(x_exponent, 1))) return false;
+  watch.see(bits);
+  watch.see_contained(parts == 1 ? contain_pair(bits, 0, scale) : split_pair(bits, 0, scale));
+  return watch.fits(least_contained(x_exponent, parts));
+}
+
+// Puts a value on the list. `place` is that in the copy, or in the one that would be made.
+__device__ __forceinline__ void list_misfit(const Guard& guard, float value, int place) {
   // Once there are too many, all waits for a place on the list would be for nothing.
-  if (*static_cast<volatile uint32_t*>(&guard.control->listed) <= kMostListed) {
-    const uint32_t number = atomicAdd(&guard.control->listed, 1u);
-    if (number < kMostListed) guard.list[number] = {place, value};
-  }
-  return true;
+  if (*static_cast<volatile uint32_t*>(&guard.control->listed) > kMostListed) return;
+  const uint32_t number = atomicAdd(&guard.control->listed, 1u);
+  if (number < kMostListed) guard.list[number] = {place, value};
 }
 
 // How many places on the list come before this one. The list is in no order; that of places fixes the order of sums.
@@ -207,10 +210,11 @@ __device__ __forceinline__ int listed_before(const Guard& guard, int count, int 
 
 // A block takes 64 rows of 64 channels of the copy, a thread eight pairs of channels. VECTOR, of values that lie side
 // by side in x and are loaded at once: 8 channels, as in the copy; or 4, 2 or 1 columns, of which a warp has
-// neighbours, and which change threads. A row is a pixel; of two columns one of the phase of odd ones follows each.
-template <int VECTOR>
+// neighbours, and which change threads. A row is a pixel; of two columns one of the phase of odd ones follows each. Of
+// two PARTS of a value, the second one lies so many values (`rests`) behind the first.
+template <int VECTOR, int PARTS = 1>
 __device__ __forceinline__ void contain_points(const CopyParams& copy, const Guard& guard, int block,
-                                               ContainShared& shared) {
+                                               ContainShared& shared, int64_t rests = 0) {
   const Phased& of = copy.of;
   const int thread = static_cast<int>(threadIdx.x);
   constexpr int kRowsOfPixel = VECTOR == 2 ? 2 : 1;
@@ -307,45 +311,59 @@ __device__ __forceinline__ void contain_points(const CopyParams& copy, const Gua
   for (int i = 0; i < kPairs; ++i) {
     watch.see(words[2 * i]);
     watch.see(words[2 * i + 1]);
-    pairs[i] = contain_pair(words[2 * i], words[2 * i + 1], scale);
+    pairs[i] = PARTS == 1 ? contain_pair(words[2 * i], words[2 * i + 1], scale)
+                          : split_pair(words[2 * i], words[2 * i + 1], scale);
     watch.see_contained(pairs[i]);
   }
-  const auto store_eights = [&] {
-    const int pixels = static_cast<int>(of.N) * of.P * of.Q, channel = thread % 8 * 8;
-    const bool exists = phase_channels > 0 || first_channel + channel < copy.channels;  // phases are whole blocks
+  const bool fits = watch.fits(least_contained(x_exponent, PARTS));
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = thread / 8 + 32 * i;
-      if (exists && first_pixel + row / kRowsOfPixel < pixels)
-        static_cast<uint4*>(copy.out_ptr)[place_of(row, channel) / 8] =
-            make_uint4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
+  for (int part = 0; part < PARTS; ++part) {
+    Half* const out = static_cast<Half*>(copy.out_ptr) + part * rests;
+    const auto store_eights = [&](const uint32_t (&stored)[kPairs]) {
+      const int pixels = static_cast<int>(of.N) * of.P * of.Q, channel = thread % 8 * 8;
+      const bool exists = phase_channels > 0 || first_channel + channel < copy.channels;  // phases are whole blocks
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = thread / 8 + 32 * i;
+        if (exists && first_pixel + row / kRowsOfPixel < pixels)
+          reinterpret_cast<uint4*>(out)[place_of(row, channel) / 8] =
+              make_uint4(stored[4 * i], stored[4 * i + 1], stored[4 * i + 2], stored[4 * i + 3]);
+      }
+    };
+    if (part == 1) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) pairs[i] = split_rest(words[2 * i], words[2 * i + 1], scale, pairs[i]);
     }
-  };
-  if constexpr (VECTOR == 8) {
-    store_eights();
-  } else {
+    if constexpr (VECTOR == 8) {
+      store_eights(pairs);
+    } else {
+      if (part == 1) __syncthreads();  // all have read the first parts
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) shared[row_of(i)][channel_of(i) / 2] = pairs[i];
-  }
-  if (!watch.fits(least_contained(x_exponent, 1))) {
-    // Values that do not fit become zero. They are loaded once more: to keep them would cost registers.
+      for (int i = 0; i < kPairs; ++i) shared[row_of(i)][channel_of(i) / 2] = pairs[i];
+    }
+    if (!fits) {
+      // Values that do not fit become zero. They are loaded once more: to keep them would cost registers.
 #pragma unroll 1
-    for (int i = 0; i < 2 * kPairs; ++i) {
-      const int row = row_of(i / 2), channel = channel_of(i / 2) + i % 2, place = place_of(row, channel);
-      const float* const from = source_of_row(row);
-      if (from == nullptr || first_channel + channel >= of.in_channels) continue;
-      if (!list_misfit(guard, from[(first_channel + channel) * of.in_stride[1]], x_exponent, place)) continue;
-      if constexpr (VECTOR == 8)
-        static_cast<Half*>(copy.out_ptr)[place] = Half{};
-      else
-        reinterpret_cast<Half*>(shared[row])[channel] = Half{};
+      for (int i = 0; i < 2 * kPairs; ++i) {
+        const int row = row_of(i / 2), channel = channel_of(i / 2) + i % 2, place = place_of(row, channel);
+        const float* const from = source_of_row(row);
+        if (from == nullptr || first_channel + channel >= of.in_channels) continue;
+        const float value = from[(first_channel + channel) * of.in_stride[1]];
+        if (does_fit(value, x_exponent, PARTS)) continue;
+        if (part == 0) list_misfit(guard, value, place);
+        if constexpr (VECTOR == 8)
+          out[place] = Half{};
+        else
+          reinterpret_cast<Half*>(shared[row])[channel] = Half{};
+      }
     }
-  }
-  if constexpr (VECTOR != 8) {
-    __syncthreads();  // all of it is there
+    if constexpr (VECTOR != 8) {
+      __syncthreads();  // all of it is there
+      uint32_t stored[kPairs];
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) pairs[i] = shared[thread / 8 + i / 4 * 32][thread % 8 * 4 + i % 4];
-    store_eights();
+      for (int i = 0; i < kPairs; ++i) stored[i] = shared[thread / 8 + i / 4 * 32][thread % 8 * 4 + i % 4];
+      store_eights(stored);
+    }
   }
 }
 

@@ -2531,13 +2531,10 @@ __device__ __forceinline__ void list_landed(const Params& params, const LandingT
             kShape.channels_last ? landed_four<Shape>(landed, from, j, c / 4) + c % 4
                                  : reinterpret_cast<const uint32_t*>(landed) + from + c * kShape.box_plane();
         const float value = bits_float(*word);
-        Watch watch;
-        watch.see(float_bits(value));
-        watch.see_contained(contain_pair(float_bits(value), 0, power_of_two(x_exponent)));
-        if (watch.fits(least_contained(x_exponent, 1))) continue;
+        if (does_fit(value, x_exponent, 1)) continue;
         reinterpret_cast<Half*>(window + to)[c] = Half{};
         const int place = ((tile.n * of.H + h) * of.W + w) * params.copy.channels + first_channel + c;
-        if (own) list_misfit(params.guard, value, x_exponent, place);
+        if (own) list_misfit(params.guard, value, place);
       }
     }
   }

@@ -1,7 +1,7 @@
-// tma_wgrad engine: the weight gradient on Hopper's tensor cores (wgmma), of 16-bit tensors, and of fp32 under the TF32
-// contract. The Tensor Memory Accelerator (TMA) brings both operands to shared memory; no thread touches x or dy there.
-// One group; 16 bits in channels_last, to which those in NCHW are copied first, unless filters are 1x1; fp32 in copies
-// in scaled fp16 (contained_copy.cuh). Deterministic: sums are added in a fixed order.
+// tma_wgrad engine: the weight gradient on Hopper's tensor cores (wgmma). The Tensor Memory Accelerator (TMA) brings both
+// operands to shared memory; no thread touches x or dy there. One group; 16 bits in channels_last, to which those in
+// NCHW are copied first, unless filters are 1x1; fp32 in copies in scaled fp16 (contained_copy.cuh), of one part under
+// the TF32 contract, else of two. Deterministic: sums are added in a fixed order.
 //
 //   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
 //
@@ -35,7 +35,8 @@
 //               | ring of stages | --> wgmma --> registers --> sums of a part
 //   x  --TMA--> +----------------+     full, empty: one mbarrier each per stage
 //
-// A sum is split after kMostChained pixels, because the tensor core truncates when it adds.
+// A sum is split after kMostChained pixels, because the tensor core truncates when it adds. In full accuracy, stages hold
+// both parts of values, and the tensor core adds products of first parts within a stage only.
 //
 // Bound by the largest of multiplying, loading stages from the L2 cache and reading memory, as the estimate has it; no
 // profile tells them apart. Measurements: docs/lab/tma.md.
@@ -76,6 +77,7 @@ constexpr int kMultiplyingRegisters = 232, kOrderingRegisters = 40;  // per thre
 static_assert(2 * kMultiplyingRegisters + kOrderingRegisters <= 3 * 168, "no more registers than the block has");
 constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 8, kMostBlocks = 4;  // kMostBlocks: blocks of columns of a tile
+constexpr int kMostSplitBlocks = 2;              // in two parts, which take three sets of sums
 constexpr int kBarrierBytes = 2 * kMostStages * 8, kOrderBytes = 2 * kMostListed;
 constexpr int64_t kMostChained = 8192;           // pixels of one sum on the tensor core
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
@@ -83,7 +85,7 @@ constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 struct Plan {
   bool copies_x, copies_dy;
   bool planes;   // NCHW, in place
-  bool contains;  // fp32, in copies in scaled fp16
+  int contained;  // parts of scaled fp16 that contain a value of fp32, in copies; or 0
   int channels;  // of a tile: 128, or 64 of which warpgroups have sums of their own
   int blocks;    // of columns of a tile
   int blocks_c;  // of all input channels
@@ -96,6 +98,9 @@ struct Plan {
   double cycles;
 };
 
+// How operands lie in memory: 16 bits as [pixel][channel], or as planes; fp32 as two copies, of first parts and of rests.
+enum class Form { kPixels, kPlanes, kSplit };
+
 struct Params {
   Plan plan;
   int P, Q, S, taps;
@@ -105,10 +110,11 @@ struct Params {
   int K, C;
   int64_t w_stride[4];
   Divisor by_tiles, by_tiles_k, by_image, by_row, by_blocks_c, by_s;  // by_image: pixels, or stages of planes
-  hopper::BoxMap x_map, dy_map;
+  hopper::BoxMap x_map[2], dy_map[2];  // of each part of values
   // For fp32: the lists of what does not fit into the copies of x and dy, the copy of x, and dy itself.
   contained::Guard guard[2];
   int H, W, channels[2];  // the latter: of a pixel of a copy
+  int64_t rests[2];       // as ContainBoth has it
   const Half* x_copy;
   const float* dy_ptr;
   int64_t dy_stride[4];
@@ -123,6 +129,7 @@ struct ContainBoth {
   contained::CopyParams copy[2];
   contained::Guard guard[2];
   int vector[2];
+  int64_t rests[2];  // from a value's first part to its rest
 };
 
 // Parts of sums that a part of the pixels has.
@@ -135,6 +142,10 @@ MODELNEW_HOST_DEVICE inline int64_t row_columns(const Plan& plan) {
 struct Job {
   int tile_k, tile_e, part, first_step, last_step;
 };
+
+// Of a stage: one part of all values of dy, then of x.
+template <int CHANNELS, int BLOCKS>
+constexpr int kPartBytes = (CHANNELS / 64 + BLOCKS) * kBlockBytes;
 
 // Neighbouring blocks have tiles of the same pixels, which the L2 cache then serves.
 MODELNEW_HOST_DEVICE inline Job locate_job(const Params& params, int number) {
@@ -160,8 +171,10 @@ struct Shared {
   __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (kMostStages + stage); }
 };
 
-template <int CHANNELS, int BLOCKS, bool PLANES>
+template <int CHANNELS, int BLOCKS, Form FORM>
 __device__ __forceinline__ void order_boxes(const Params& params, const Shared& shared) {
+  constexpr bool PLANES = FORM == Form::kPlanes;
+  constexpr int kParts = FORM == Form::kSplit ? 2 : 1;
   const Plan& plan = params.plan;
   hopper::wait_for_prerequisites();
   RingPosition ring;
@@ -188,21 +201,26 @@ __device__ __forceinline__ void order_boxes(const Params& params, const Shared& 
       hopper::barrier_wait(shared.empty(ring.slot), ring.parity ^ 1);
       hopper::barrier_arrive_expecting(full, plan.stage_bytes);
 #pragma unroll
-      for (int i = 0; i < CHANNELS / 64; ++i) {
-        const int k = job.tile_k * CHANNELS + i * 64;
-        if constexpr (PLANES)
-          hopper::load_box(params.dy_map, to + i * kBlockBytes, q, k, n, 0, full);
-        else
-          hopper::load_columns(params.dy_map, to + i * kBlockBytes, k, q, p, n, 0, 0, full);
-      }
+      for (int part = 0; part < kParts; ++part) {
+        const uint32_t first_block = to + part * kPartBytes<CHANNELS, BLOCKS>;
+        const hopper::BoxMap &x_map = params.x_map[part], &dy_map = params.dy_map[part];
 #pragma unroll
-      for (int i = 0; i < BLOCKS; ++i) {
-        const uint32_t block = to + (CHANNELS / 64 + i) * kBlockBytes;
-        if constexpr (PLANES)
-          hopper::load_box(params.x_map, block, q, channel[i], n, 0, full);
-        else
-          hopper::load_columns(params.x_map, block, channel[i], q * params.stride_w - params.pad_w,
-                               p * params.stride_h - params.pad_h, n, move_w[i], move_h[i], full);
+        for (int i = 0; i < CHANNELS / 64; ++i) {
+          const int k = job.tile_k * CHANNELS + i * 64;
+          if constexpr (PLANES)
+            hopper::load_box(dy_map, first_block + i * kBlockBytes, q, k, n, 0, full);
+          else
+            hopper::load_columns(dy_map, first_block + i * kBlockBytes, k, q, p, n, 0, 0, full);
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCKS; ++i) {
+          const uint32_t block = first_block + (CHANNELS / 64 + i) * kBlockBytes;
+          if constexpr (PLANES)
+            hopper::load_box(x_map, block, q, channel[i], n, 0, full);
+          else
+            hopper::load_columns(x_map, block, channel[i], q * params.stride_w - params.pad_w,
+                                 p * params.stride_h - params.pad_h, n, move_w[i], move_h[i], full);
+        }
       }
       ring.next(plan.stages);
     }
@@ -233,8 +251,8 @@ __device__ __forceinline__ void store_weights(const Params& params, const Job& j
 }
 
 // Whether a kernel may have fp32 in copies.
-template <typename Stored, bool PLANES>
-constexpr bool kMayContain = std::is_same_v<Stored, Half> && !PLANES;
+template <typename Stored, Form FORM>
+constexpr bool kMayContain = std::is_same_v<Stored, Half> && FORM != Form::kPlanes;
 
 __device__ __forceinline__ bool is_listed(const contained::Guard& guard, int place) {
   for (uint32_t i = 0; i < guard.control->listed; ++i)
@@ -259,28 +277,29 @@ __device__ __forceinline__ void order_lists(const Params& params, Order& order) 
 // of each list one of so many, as each part takes its share. First come listed values of x times dy as it is in memory,
 // then listed values of dy times the copy of x, which has zeros where x is on the list, so that no product counts twice.
 // The order of places fixes that of additions.
-template <int BLOCKS>
+template <int BLOCKS, bool SPLIT>
 __device__ __forceinline__ void add_misfits(const Params& params, const Order& order, const Job& job, int share,
                                             int shares, int first_k, float* to) {
   const int thread = static_cast<int>(threadIdx.x) % 128, barrier = 1 + static_cast<int>(threadIdx.x) / 128;
   const int64_t columns = row_columns(params.plan);
-  const int of_x = static_cast<int>(params.guard[0].control->listed);
-  const int of_dy = static_cast<int>(params.guard[1].control->listed);
-  if (share >= max(of_x, of_dy)) return;
+  const int listed[2] = {static_cast<int>(params.guard[0].control->listed),
+                         static_cast<int>(params.guard[1].control->listed)};
+  if (share >= max(listed[0], listed[1])) return;
   int x_exponent;
   contained::find_scale(params.guard[0], x_exponent);
 #pragma unroll 1
   for (int tensor = 0; tensor < 2; ++tensor) {
-    const int first = tensor == 0 ? 0 : of_x, end = first + (tensor == 0 ? of_x : of_dy);
+    const int first = tensor == 0 ? 0 : listed[0], end = first + (tensor == 0 ? listed[0] : listed[1]);
     const int channels = params.channels[tensor];
     const int width = tensor == 0 ? params.W : params.Q, height = tensor == 0 ? params.H : params.P;
     hopper::named_barrier(barrier, 128);  // what other threads have added to these sums is there
 #pragma unroll 1
     for (int number = first + share; number < end; number += shares) {
-      const contained::Listed listed = params.guard[tensor].list[order[number]];
-      const int pixel = listed.place / channels, own = listed.place - pixel * channels, row = pixel / width;
+      const contained::Listed misfit = params.guard[tensor].list[order[number]];
+      const int pixel = misfit.place / channels, own = misfit.place - pixel * channels, row = pixel / width;
       const int n = row / height, in_column = row - n * height, in_row = pixel - row * width;
-      const float value = round_to_tf32(listed.value);
+      const auto rounded = [](float of) { return SPLIT ? of : round_to_tf32(of); };
+      const float value = rounded(misfit.value);
       if (tensor == 1 && !is_within(own - first_k, 64)) continue;
       // A thread has the same sums of each value, so that it waits for no other one.
 #pragma unroll 1
@@ -297,8 +316,8 @@ __device__ __forceinline__ void add_misfits(const Params& params, const Order& o
               p * params.stride_h != from_h || q * params.stride_w != from_w || p >= params.P || q >= params.Q)
             continue;
           to[k * columns + item / kBlockChannels * kBlockChannels + own % kBlockChannels] +=
-              value * round_to_tf32(params.dy_ptr[n * params.dy_stride[0] + (first_k + k) * params.dy_stride[1] +
-                                                  p * params.dy_stride[2] + q * params.dy_stride[3]]);
+              value * rounded(params.dy_ptr[n * params.dy_stride[0] + (first_k + k) * params.dy_stride[1] +
+                                            p * params.dy_stride[2] + q * params.dy_stride[3]]);
         } else {  // all columns of an output channel; padding counts, as Inf times 0 is NaN
           const int c = first_c + item % kBlockChannels;
           const int h = in_column * params.stride_h + down, w = in_row * params.stride_w + right;
@@ -307,22 +326,24 @@ __device__ __forceinline__ void add_misfits(const Params& params, const Order& o
           const int place = ((n * params.H + h) * params.W + w) * params.channels[0] + c;
           // Inf times the zero that stands for a listed value would be NaN.
           if (exists && !is_finite(value) && is_listed(params.guard[0], place)) continue;
-          to[(own - first_k) * columns + item] +=
-              value * (exists ? widen(params.x_copy[place]) * power_of_two(-x_exponent) : 0);
+          float of_x = exists ? widen(params.x_copy[place]) : 0;
+          if (SPLIT && exists) of_x += widen(params.x_copy[place + params.rests[0]]) * (1 / kRestScale);
+          to[(own - first_k) * columns + item] += value * (of_x * power_of_two(-x_exponent));
         }
       }
     }
   }
 }
 
-template <typename Stored, int CHANNELS, int BLOCKS, bool PLANES>
+template <typename Stored, int CHANNELS, int BLOCKS, Form FORM>
 __device__ __forceinline__ void multiply(const Params& params, const Shared& shared, const Order& order, float factor) {
-  constexpr bool kByTurns = CHANNELS == 64;
-  constexpr int kColumns = BLOCKS * kBlockChannels;
-  using Wgmma = std::conditional_t<PLANES, hopper::Wgmma<Stored, kColumns>,
+  constexpr bool kByTurns = CHANNELS == 64, kPlanes = FORM == Form::kPlanes, kSplit = FORM == Form::kSplit;
+  constexpr int kColumns = BLOCKS * kBlockChannels, kSums = kColumns / 2;
+  using Wgmma = std::conditional_t<kPlanes, hopper::Wgmma<Stored, kColumns>,
                                    hopper::WgmmaBothTransposed<Stored, kColumns>>;
-  // 16 pixels of a stage, in descriptors: a part of each row, or as many rows.
-  constexpr uint32_t kPixels = (PLANES ? 16 * sizeof(Stored) : 16 * hopper::kBoxRowBytes) / 16;
+  // 16 pixels of a stage, in descriptors: a part of each row, or as many rows. And from first parts to rests.
+  constexpr uint32_t kPixels = (kPlanes ? 16 * sizeof(Stored) : 16 * hopper::kBoxRowBytes) / 16;
+  constexpr uint32_t kRests = kPartBytes<CHANNELS, BLOCKS> / 16;
   const Plan& plan = params.plan;
   const int warpgroup = hopper::uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
@@ -332,13 +353,19 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 #pragma unroll 1
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
     const Job job = locate_job(params, number);
-    float acc[kColumns / 2];
+    float acc[kSums];
+    float of_stages[kSplit ? kSums : 1], of_rests[kSplit ? kSums : 1];  // first parts of stages before; with rests
     int before = -1;  // the stage that the preceding wgmma group reads; released once only the next one is pending
     const auto give_back = [&] {
       if (before >= 0 && lane == 0) hopper::barrier_arrive(shared.empty(before));
     };
     bool keep = false;
     hopper::wgmma_start(acc);
+    if constexpr (kSplit) {
+      hopper::wgmma_start(of_rests);
+#pragma unroll
+      for (float& sum : of_stages) sum = 0;
+    }
 #pragma unroll 1
     for (int step = job.first_step; step < job.last_step; ++step, turn ^= 1, ring.next(plan.stages)) {
       if (kByTurns && turn != warpgroup) continue;
@@ -346,19 +373,39 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       const uint32_t stage = shared.base + ring.slot * plan.stage_bytes;
       const uint32_t a = hopper::descriptor(stage + (kByTurns ? 0 : warpgroup * kBlockBytes), kBlockBytes);
       const uint32_t b = hopper::descriptor(stage + CHANNELS / 64 * kBlockBytes, kBlockBytes);
+      const auto add = [&](auto& sums, uint32_t of_a, uint32_t of_b, int i, bool to_sums) {
+        Wgmma::multiply(sums, of_a + i * kPixels, of_b + i * kPixels, to_sums, hopper::kRowsDescriptorHigh);
+      };
       hopper::wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kStagePixels / 16; ++i)
-        Wgmma::multiply(acc, a + i * kPixels, b + i * kPixels, keep || i > 0, hopper::kRowsDescriptorHigh);
+      for (int i = 0; i < kStagePixels / 16; ++i) add(acc, a, b, i, (!kSplit && keep) || i > 0);
       hopper::wgmma_commit();
+      if constexpr (kSplit) {
+#pragma unroll
+        for (int i = 0; i < kStagePixels / 16; ++i) {
+          add(of_rests, a, b + kRests, i, keep || i > 0);
+          add(of_rests, a + kRests, b, i, true);
+        }
+        hopper::wgmma_commit();
+      }
       keep = true;
       hopper::wgmma_wait<1>();
       give_back();
       before = ring.slot;
+      if constexpr (kSplit) {
+        hopper::wgmma_settle(acc);
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) of_stages[i] += acc[i];
+      }
     }
     hopper::wgmma_wait<0>();
     hopper::wgmma_settle(acc);
     give_back();
+    if constexpr (kSplit) {
+      hopper::wgmma_settle(of_rests);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) acc[i] = of_stages[i] + of_rests[i] * (1 / kRestScale);
+    }
     // A warpgroup that had no stage still stores its sums: zeros.
     if (!keep) {
 #pragma unroll
@@ -370,7 +417,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       store_weights<Stored, BLOCKS>(params, job, k, lane, acc);
       continue;
     }
-    if (kMayContain<Stored, PLANES> && plan.contains) {
+    if (kMayContain<Stored, FORM> && plan.contained != 0) {
 #pragma unroll
       for (float& sum : acc) sum *= factor;
     }
@@ -383,15 +430,15 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         *reinterpret_cast<float2*>(to + 8 * i * columns + 8 * j) =
             make_float2(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
     }
-    if (kMayContain<Stored, PLANES> && plan.contains) {
+    if (kMayContain<Stored, FORM> && plan.contained != 0) {
       const int first_k = job.tile_k * CHANNELS + (kByTurns ? 0 : 64 * warpgroup);
-      add_misfits<BLOCKS>(params, order, job, part, plan.parts * sums_of_part(plan), first_k,
+      add_misfits<BLOCKS, kSplit>(params, order, job, part, plan.parts * sums_of_part(plan), first_k,
                           params.sums_ptr + (part * rows + first_k) * columns + job.tile_e * kColumns);
     }
   }
 }
 
-template <typename Stored, int CHANNELS, int BLOCKS, bool PLANES>
+template <typename Stored, int CHANNELS, int BLOCKS, Form FORM>
 __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_constant__ Params params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(1024) uint8_t modelnew_tma_wgrad_smem[];
@@ -407,12 +454,14 @@ __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_con
     hopper::fence_async();  // makes the barriers visible to TMA, which arrives at them
   }
   if (threadIdx.x == kMultiplyingThreads) {
-    hopper::prefetch_map(params.x_map);
-    hopper::prefetch_map(params.dy_map);
+    for (int part = 0; part < (FORM == Form::kSplit ? 2 : 1); ++part) {
+      hopper::prefetch_map(params.x_map[part]);
+      hopper::prefetch_map(params.dy_map[part]);
+    }
   }
   Order& order = *reinterpret_cast<Order*>(modelnew_tma_wgrad_smem + plan.stages * plan.stage_bytes + kBarrierBytes);
   float factor = 1;  // undoes both scales
-  if (kMayContain<Stored, PLANES> && plan.contains) {
+  if (kMayContain<Stored, FORM> && plan.contained != 0) {
     int exponent[2];
     bool contained = true;
     for (int i = 0; i < 2; ++i)
@@ -428,10 +477,10 @@ __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_con
   __syncthreads();  // barriers are there, and the order
   if (warp >= kMultiplyingThreads / 32) {
     hopper::registers_give_back<kOrderingRegisters>();
-    if (warp == kMultiplyingThreads / 32 && lane == 0) order_boxes<CHANNELS, BLOCKS, PLANES>(params, shared);
+    if (warp == kMultiplyingThreads / 32 && lane == 0) order_boxes<CHANNELS, BLOCKS, FORM>(params, shared);
   } else {
     hopper::registers_take<kMultiplyingRegisters>();
-    multiply<Stored, CHANNELS, BLOCKS, PLANES>(params, shared, order, factor);
+    multiply<Stored, CHANNELS, BLOCKS, FORM>(params, shared, order, factor);
     if (params.dw_ptr == nullptr) hopper::launch_dependents();  // else the call ends here
   }
 #endif
@@ -460,7 +509,8 @@ __global__ void __launch_bounds__(contained::kPackThreads)
 }
 
 // Blocks of x, then those of dy.
-__global__ void __launch_bounds__(contained::kPackThreads, 5)
+template <int PARTS>
+__global__ void __launch_bounds__(contained::kPackThreads, PARTS == 1 ? 5 : 4)
     tma_wgrad_contain_kernel(const __grid_constant__ ContainBoth params) {
 #if defined(MODELNEW_SM90A)
   extern __shared__ __align__(16) uint8_t modelnew_tma_wgrad_contain_smem[];
@@ -471,11 +521,11 @@ __global__ void __launch_bounds__(contained::kPackThreads, 5)
   const contained::CopyParams& copy = params.copy[tensor];
   const contained::Guard& guard = params.guard[tensor];
   if (params.vector[tensor] == 8)
-    contained::contain_points<8>(copy, guard, block, shared);
+    contained::contain_points<8, PARTS>(copy, guard, block, shared, params.rests[tensor]);
   else if (params.vector[tensor] == 4)
-    contained::contain_points<4>(copy, guard, block, shared);
+    contained::contain_points<4, PARTS>(copy, guard, block, shared, params.rests[tensor]);
   else
-    contained::contain_points<1>(copy, guard, block, shared);
+    contained::contain_points<1, PARTS>(copy, guard, block, shared, params.rests[tensor]);
 #endif
 }
 
@@ -544,11 +594,12 @@ inline Problem contained_problem(Problem problem) {
   return problem;
 }
 
+// Of one part.
 inline int64_t contained_bytes_of_x(const Problem& contained) {
-  return padded_bytes(hopper::copied_bytes(contained.N, contained.C, contained.H, contained.W));
+  return hopper::copied_bytes(contained.N, contained.C, contained.H, contained.W);
 }
-inline int64_t contained_bytes(const Problem& contained) {
-  return contained_bytes_of_x(contained) + hopper::copied_bytes(contained.N, contained.K, contained.P, contained.Q);
+inline int64_t contained_bytes_of_dy(const Problem& contained) {
+  return hopper::copied_bytes(contained.N, contained.K, contained.P, contained.Q);
 }
 
 // State of a call in fp32, for x and dy. The workspace begins with it: hopper_wgrad may write over all else.
@@ -587,11 +638,11 @@ inline int64_t sums_of(const Plan& plan) {
 inline int64_t sum_bytes(const Plan& plan) { return static_cast<int64_t>(sizeof(float)) * sums_of(plan); }
 
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, int forced_channels = 0,
-                      int forced_blocks = 0, int forced_parts = 0, bool contains = false) {
+                      int forced_blocks = 0, int forced_parts = 0, int contained = 0) {
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
   using hopper::is_in_place, hopper::can_copy;
-  bool in_place_x = contains || is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
-  bool in_place_dy = contains || is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
+  bool in_place_x = contained != 0 || is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
+  bool in_place_dy = contained != 0 || is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
   const bool planes = !(in_place_x && in_place_dy) && are_whole_planes(problem, address);
   if (planes) in_place_x = in_place_dy = true;
   if (!in_place_x && !can_copy(problem.x_stride, problem.N, problem.C, problem.H, problem.W)) return false;
@@ -601,14 +652,14 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
   if (taps > hopper::kMostAddTaps) return false;
   bool found = false;
   for (int channels : {128, 64}) {
-    for (int blocks = 1; blocks <= kMostBlocks; ++blocks) {
+    for (int blocks = 1; blocks <= (contained == 2 ? kMostSplitBlocks : kMostBlocks); ++blocks) {
       if (forced_channels > 0 && channels != forced_channels) continue;
       if (forced_blocks > 0 && blocks != forced_blocks) continue;
       Plan plan{};
       plan.copies_x = !in_place_x;
       plan.copies_dy = !in_place_dy;
       plan.planes = planes;
-      plan.contains = contains;
+      plan.contained = contained;
       plan.channels = channels;
       plan.blocks = blocks;
       plan.blocks_c = static_cast<int>(ceil_div(problem.C, kBlockChannels));
@@ -616,8 +667,8 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       plan.tiles_e = static_cast<int>(ceil_div(taps * plan.blocks_c, blocks));
       plan.steps = static_cast<int>(planes ? problem.N * ceil_div(pixels / problem.N, kStagePixels)
                                            : ceil_div(pixels, kStagePixels));
-      plan.stage_bytes = (channels / 64 + blocks) * kBlockBytes;
-      const int beside = kBarrierBytes + (contains ? kOrderBytes : 0);
+      plan.stage_bytes = std::max(contained, 1) * (channels / 64 + blocks) * kBlockBytes;
+      const int beside = kBarrierBytes + (contained != 0 ? kOrderBytes : 0);
       plan.stages = std::min(kMostStages, (kSharedBytes - beside) / plan.stage_bytes);
       // By turns, a warpgroup always has the same stages of an even number. Of an odd number it would see each one only
       // every other round, when the parity of its barrier is the same again.
@@ -648,11 +699,12 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
 inline bool make_contained_plan(const Problem& problem, int sms, Plan& best, int forced_channels = 0,
                                 int forced_blocks = 0, int forced_parts = 0) {
   const Problem contained = contained_problem(problem);
-  if (hopper::copied_bytes(contained.N, contained.C, contained.H, contained.W) > kMostCopiedBytes ||
-      hopper::copied_bytes(contained.N, contained.K, contained.P, contained.Q) > kMostCopiedBytes ||
-      !make_plan(contained, sms, Alignment{}, best, forced_channels, forced_blocks, forced_parts, true))
+  const int parts = uses_tf32(problem, Operator::kWgrad) ? 1 : 2;
+  const int64_t bytes_of_x = contained_bytes_of_x(contained), bytes_of_dy = contained_bytes_of_dy(contained);
+  if (std::max(bytes_of_x, bytes_of_dy) > kMostCopiedBytes ||
+      !make_plan(contained, sms, Alignment{}, best, forced_channels, forced_blocks, forced_parts, parts))
     return false;
-  best.cycles += kContainCycles + 3.0 * contained_bytes(contained) / sms / kContainedBytes;
+  best.cycles += kContainCycles + (2.0 + parts) * (bytes_of_x + bytes_of_dy) / sms / kContainedBytes;
   return true;
 }
 
@@ -676,8 +728,6 @@ inline const Planned& plan_of(const Problem& problem, const Alignment& address) 
 inline const char* refusal(const Problem& problem, Operator op) {
   if (op != Operator::kWgrad) return "it computes gradients to weights only";
   if (problem.dtype == DType::kFloat64) return "it has no float64";
-  if (problem.dtype == DType::kFloat32 && !uses_tf32(problem, op))
-    return "it has TF32 accuracy only, but this problem needs full float32 accuracy";
   if (problem.dtype == DType::kFloat32 && kHopperWgradEngine.refusal(problem, op) != nullptr)
     return "hopper_wgrad must be able to compute what does not fit into scaled fp16";
   if (problem.groups != 1) return "it takes one group only";
@@ -720,8 +770,11 @@ inline const Engine& engine_of_others(const Problem& problem, Operator op) {
 
 // Sums and copies; of fp32 also what comes before them, and what hopper_wgrad may put in their place.
 inline int64_t bytes_of(const Problem& problem, Operator op, const Plan& plan, const Pointers& pointers) {
-  if (!plan.contains) return sum_bytes(plan) + copied_bytes(problem, plan);
-  return kGuardBytes + std::max(padded_bytes(sum_bytes(plan)) + contained_bytes(contained_problem(problem)),
+  if (plan.contained == 0) return sum_bytes(plan) + copied_bytes(problem, plan);
+  const Problem contained = contained_problem(problem);
+  const int64_t copies =
+      padded_bytes(plan.contained * contained_bytes_of_x(contained)) + plan.contained * contained_bytes_of_dy(contained);
+  return kGuardBytes + std::max(padded_bytes(sum_bytes(plan)) + copies,
                                 kHopperWgradEngine.workspace_bytes(problem, op, pointers));
 }
 
@@ -743,8 +796,8 @@ inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const vo
       const uint32_t box[4] = {kStagePixels, kBlockChannels, 1, 1};
       return hopper::make_box_map(hopper::BoxUse::kLoadRows, tensor, 2, sizes, strides, box, map);
     };
-    const cudaError_t error = of_planes(x_ptr, problem.x_stride, problem.C, params.x_map);
-    return error != cudaSuccess ? error : of_planes(dy_ptr, problem.y_stride, problem.K, params.dy_map);
+    const cudaError_t error = of_planes(x_ptr, problem.x_stride, problem.C, params.x_map[0]);
+    return error != cudaSuccess ? error : of_planes(dy_ptr, problem.y_stride, problem.K, params.dy_map[0]);
   }
   const auto make = [&](const void* tensor, const int64_t (&stride)[4], int channels, int rows, int columns,
                         const hopper::Columns& map_columns, hopper::BoxMap& map) {
@@ -755,20 +808,25 @@ inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const vo
     return hopper::make_columns_map(tensor, 2, sizes, strides, map_columns.first, map_columns.last, map_columns.steps,
                                     kStagePixels, map);
   };
-  const cudaError_t error =
-      make(x_ptr, problem.x_stride, problem.C, problem.H, problem.W, columns_of_x(problem), params.x_map);
-  if (error != cudaSuccess) return error;
-  return make(dy_ptr, problem.y_stride, problem.K, problem.P, problem.Q, columns_of_dy(problem), params.dy_map);
+  cudaError_t error = cudaSuccess;
+  for (int part = 0; error == cudaSuccess && part < std::max(params.plan.contained, 1); ++part) {
+    const Half *const x = static_cast<const Half*>(x_ptr) + part * params.rests[0],
+                *const dy = static_cast<const Half*>(dy_ptr) + part * params.rests[1];
+    error = make(x, problem.x_stride, problem.C, problem.H, problem.W, columns_of_x(problem), params.x_map[part]);
+    if (error != cudaSuccess) break;
+    error = make(dy, problem.y_stride, problem.K, problem.P, problem.Q, columns_of_dy(problem), params.dy_map[part]);
+  }
+  return error;
 }
 
-template <typename Stored, int CHANNELS, int BLOCKS, bool PLANES>
+template <typename Stored, int CHANNELS, int BLOCKS, Form FORM>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  constexpr Instance kInstance{"tma_wgrad_kernel", {kTypeId<Stored>, CHANNELS, BLOCKS, PLANES}};
+  constexpr Instance kInstance{"tma_wgrad_kernel", {kTypeId<Stored>, CHANNELS, BLOCKS, static_cast<int>(FORM)}};
   record(kInstance);
-  if constexpr (!is_built(kInstance)) {
+  if constexpr (!is_built(kInstance) || (FORM == Form::kSplit && BLOCKS > kMostSplitBlocks)) {
     return cudaErrorInvalidConfiguration;
   } else {
-    const auto kernel = tma_wgrad_kernel<Stored, CHANNELS, BLOCKS, PLANES>;
+    const auto kernel = tma_wgrad_kernel<Stored, CHANNELS, BLOCKS, FORM>;
     const Plan& plan = params.plan;
     cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
@@ -776,24 +834,27 @@ cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   }
 }
 
-template <typename Stored, int CHANNELS, bool PLANES>
+template <typename Stored, int CHANNELS, Form FORM>
 cudaError_t run_blocks(const Params& params, cudaStream_t stream) {
   switch (params.plan.blocks) {
     case 1:
-      return run_kernel<Stored, CHANNELS, 1, PLANES>(params, stream);
+      return run_kernel<Stored, CHANNELS, 1, FORM>(params, stream);
     case 2:
-      return run_kernel<Stored, CHANNELS, 2, PLANES>(params, stream);
+      return run_kernel<Stored, CHANNELS, 2, FORM>(params, stream);
     case 3:
-      return run_kernel<Stored, CHANNELS, 3, PLANES>(params, stream);
+      return run_kernel<Stored, CHANNELS, 3, FORM>(params, stream);
     default:
-      return run_kernel<Stored, CHANNELS, 4, PLANES>(params, stream);
+      return run_kernel<Stored, CHANNELS, 4, FORM>(params, stream);
   }
 }
 
 template <typename Stored, int CHANNELS>
 cudaError_t run_channels(const Params& params, cudaStream_t stream) {
-  return params.plan.planes ? run_blocks<Stored, CHANNELS, true>(params, stream)
-                            : run_blocks<Stored, CHANNELS, false>(params, stream);
+  if constexpr (std::is_same_v<Stored, Half>) {
+    if (params.plan.contained == 2) return run_blocks<Stored, CHANNELS, Form::kSplit>(params, stream);
+  }
+  return params.plan.planes ? run_blocks<Stored, CHANNELS, Form::kPlanes>(params, stream)
+                            : run_blocks<Stored, CHANNELS, Form::kPixels>(params, stream);
 }
 
 // Copies what TMA cannot read in place, and lets `problem` and `pointers` describe the copies.
@@ -823,7 +884,8 @@ inline cudaError_t contain(const Plan& plan, Problem& problem, Pointers& pointer
   uint8_t* const workspace = static_cast<uint8_t*>(pointers.workspace) + kGuardBytes;
   const Problem contained = contained_problem(problem);
   uint8_t* const copies = workspace + padded_bytes(sum_bytes(plan));
-  void* const copied[2] = {copies, copies + contained_bytes_of_x(contained)};
+  const int parts = plan.contained;
+  void* const copied[2] = {copies, copies + padded_bytes(parts * contained_bytes_of_x(contained))};
   const void* const from[2] = {pointers.x, pointers.dy};
   contained::Phased of[2] = {};
   static_cast<Correlation&>(of[0]) = correlation_of_problem(problem, Operator::kFprop);
@@ -841,6 +903,7 @@ inline cudaError_t contain(const Plan& plan, Problem& problem, Pointers& pointer
     copy.in_channels = params.channels[i] = hopper::copied_channels(of[i].in_channels);
     both.copy[i] = contained::copy_params(of[i], copy, from[i], copied[i]);
     both.vector[i] = contained::vector_of(both.copy[i]);
+    params.rests[i] = both.rests[i] = (i == 0 ? contained_bytes_of_x(contained) : contained_bytes_of_dy(contained)) / 2;
     sampled.of[i] = contained::sample_params(of[i], from[i], both.guard[i]);
   }
   params.H = contained.H, params.W = contained.W;
@@ -855,8 +918,8 @@ inline cudaError_t contain(const Plan& plan, Problem& problem, Pointers& pointer
                            sizeof(uint32_t), stream, sampled);
   if (error != cudaSuccess) return error;
   const unsigned blocks = static_cast<unsigned>(both.copy[0].blocks + both.copy[1].blocks);
-  return hopper::launch_early(tma_wgrad_contain_kernel, blocks, contained::kPackThreads,
-                              sizeof(contained::ContainShared), stream, both);
+  return hopper::launch_early(parts == 1 ? tma_wgrad_contain_kernel<1> : tma_wgrad_contain_kernel<2>, blocks,
+                              contained::kPackThreads, sizeof(contained::ContainShared), stream, both);
 }
 
 // `Stored` of the kernel; `Out` of dw.
@@ -864,8 +927,8 @@ template <typename Stored, typename Out = Stored>
 cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream_t stream) {
   Params params{};
   params.plan = plan;
-  cudaError_t error = plan.contains ? contain(plan, problem, pointers, params, stream)
-                                    : copy(plan, problem, pointers, stream);
+  cudaError_t error = plan.contained != 0 ? contain(plan, problem, pointers, params, stream)
+                                          : copy(plan, problem, pointers, stream);
   if (error != cudaSuccess) return error;
   params.P = problem.P;
   params.Q = problem.Q;
@@ -878,7 +941,7 @@ cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream
   params.dilation_h = problem.dilation_h;
   params.dilation_w = problem.dilation_w;
   params.sums_ptr = static_cast<float*>(pointers.workspace);
-  if (!plan.contains && stores_weights(problem, plan) && reinterpret_cast<uint64_t>(pointers.out) % 4 == 0)
+  if (plan.contained == 0 && stores_weights(problem, plan) && reinterpret_cast<uint64_t>(pointers.out) % 4 == 0)
     params.dw_ptr = pointers.out;
   params.K = problem.K;
   params.C = problem.C;
@@ -927,7 +990,7 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
   snprintf(text, text_size,
            "%s%s%stile of %d output channels x %d blocks of 64 weights, %d stages of 64 pixels and %d bytes, %d blocks "
            "for %d tiles in %d parts, about %.3g Mcycles",
-           plan.contains ? "scaled fp16, " : "",
+           plan.contained == 2 ? "two parts of scaled fp16, " : plan.contained == 1 ? "scaled fp16, " : "",
            plan.copies_x && plan.copies_dy ? "x and dy copied, "
            : plan.copies_x                 ? "x copied, "
            : plan.copies_dy                ? "dy copied, "

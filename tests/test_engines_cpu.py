@@ -756,7 +756,10 @@ EXACT_RUNS = {
         Runs(
             of_operator("wgrad", [*TMA_WGRAD_SHIM_CASES, Case(2, 20, 9, 7, 70, 1, 1, stride=(2, 3), padding=(1, 2))]),
             10,
-            settings_of(TF32, channels=(128, 64), blocks=(1, 2, 3, 4), parts=(0, 2)),
+            [
+                *settings_of(TF32, channels=(128, 64), blocks=(1, 2, 3, 4), parts=(0, 2)),
+                *settings_of(FP32, channels=(128, 64), blocks=(1, 2), parts=(0, 2)),
+            ],
             layouts=X_AND_DY_LAYOUTS,
         ),
         # Planes that 1x1 filters read whole: of several stages, and the last one with few pixels.
@@ -852,7 +855,7 @@ STRIDES = {
     ),
     "mma_wgrad": (["wgrad"], MMA_WGRAD_CASES[:2], settings_of(FP32, BF16, splits=(0, 2))),
     "hopper_wgrad": (["wgrad"], HOPPER_WGRAD_CASES[:2], settings_of(FP32, BF16, parts=(0, 2))),
-    "tma_wgrad": (["wgrad"], HOPPER_WGRAD_CASES[:2], settings_of(TF32, parts=(0, 2))),
+    "tma_wgrad": (["wgrad"], HOPPER_WGRAD_CASES[:2], settings_of(FP32, TF32, parts=(0, 2))),
 }
 
 
@@ -918,7 +921,7 @@ ROUNDING = {
         [HOPPER_WGRAD_CASES[0], Case(1, 64, 5, 6, 40, 3, 3), Case(2, 9, 6, 9, 24, 1, 1, stride=(2, 1))],
         [normal, wide, tiny, huge, any_exponent, specks, equal],
         [(torch.bfloat16, wide)],
-        lambda *_: True,
+        lambda case, operator, tf32: tf32,
     ),
     "mma": (
         [Case(2, 20, 6, 9, 24, 3, 3, padding=(1, 1)), Case(2, 9, 6, 9, 24, 1, 1)],
@@ -1098,7 +1101,8 @@ def test_reads_nothing_behind_its_operands(emulated: Emulated, layouts: tuple[st
 @pytest.mark.parametrize("emulated", ["tma_wgrad"], indirect=True)
 @pytest.mark.parametrize("count", [2, 14, 1024, 1025])
 @pytest.mark.parametrize("names", [("x",), ("dy",), ("x", "dy")], ids=str)
-def test_lists_what_does_not_fit(emulated: Emulated, names: tuple[str, ...], count: int):
+@pytest.mark.parametrize("tf32", [False, True])
+def test_lists_what_does_not_fit(emulated: Emulated, names: tuple[str, ...], count: int, tf32: bool):
     """Products with each other as well, in an order of their own; with too many all is computed otherwise."""
     for case, layout in itertools.product(LISTED_CASES, LAYOUTS):
         tensors = make_tensors(case, torch.float32, normal)
@@ -1107,8 +1111,8 @@ def test_lists_what_does_not_fit(emulated: Emulated, names: tuple[str, ...], cou
             values[torch.linspace(0, values.numel() - 1, own).long()] = torch.linspace(1e-12, 3e-12, own)
         results = []
         for channels, seed in itertools.product((64, 128), (0, 1)):
-            out = emulated.result("wgrad", case, tensors, layout, channels=channels, seed=seed)
-            check_bounds(case, {"wgrad": out}, tensors, {"wgrad"})
+            out = emulated.result("wgrad", case, tensors, layout, channels=channels, seed=seed, tf32=tf32)
+            check_bounds(case, {"wgrad": out}, tensors, {"wgrad"} if tf32 else ())
             results.append(out)
             # 1x1 filters leave pixels of x out.
             assert emulated.last("listed") == count or (case.R == 1 and "x" in names)
@@ -1135,7 +1139,8 @@ def test_zeros_have_any_scale(emulated: Emulated, zeros: str):
 @pytest.mark.parametrize("emulated", ["tma_wgrad"], indirect=True)
 @pytest.mark.parametrize("of_x", [1e-20, math.inf])
 @pytest.mark.parametrize("of_dy", [1e-20, math.inf, -math.inf])
-def test_listed_values_meet(emulated: Emulated, of_x: float, of_dy: float):
+@pytest.mark.parametrize("tf32", [False, True])
+def test_listed_values_meet(emulated: Emulated, of_x: float, of_dy: float, tf32: bool):
     """Inf where one of them is Inf, and NaN from the padding alone."""
     for padding, layout in itertools.product((0, 1), LAYOUTS):
         case = Case(2, 12, 9, 12, 20, 3, 3, padding=(padding, padding))
@@ -1143,6 +1148,6 @@ def test_listed_values_meet(emulated: Emulated, of_x: float, of_dy: float):
         tensors["x"][0, 3, 5, 7] = of_x
         tensors["dy"][0, 1, 4, 6] = of_dy
         expected = reference("wgrad", case, tensors).float()
-        out = emulated.result("wgrad", case, tensors, layout)
+        out = emulated.result("wgrad", case, tensors, layout, tf32=tf32)
         assert emulated.last("done") == 1
         torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3, equal_nan=True)

@@ -446,7 +446,7 @@ EXACT = [
     ("tma", TMA_CASES[:1], of_names(ODD, "xw"), [FP16]),
     ("tma", [Case(3, 13, 8, 16, 11, 1, 1)], of_names(ONE_FOR_ALL, "x") | WIDER_ROWS, HALVES),
     ("tma_wgrad", TMA_EIGHTS, WITH_WEIGHTS | of_names({"channels_last": LAST}, "x", ("dy",)), HALVES),
-    ("tma_wgrad", GPU_CONTAINED_WGRAD_CASES, ALL_LAYOUTS | of_names(SHIFTS | ONE_FOR_ALL, "x", ("dy",)), [TF32]),
+    ("tma_wgrad", GPU_CONTAINED_WGRAD_CASES, ALL_LAYOUTS | of_names(SHIFTS | ONE_FOR_ALL, "x", ("dy",)), [FP32, TF32]),
     # Planes are copied: those that begin anywhere, one image or channel for all.
     ("tma_wgrad", TMA_UNGROUPED, of_names(SHIFTS, "x", ("dy",)) | of_names(ONE_FOR_ALL, "x"), HALVES),
     # Planes in place, where 1x1 filters read them whole and they begin at multiples of 16 bytes.
@@ -532,7 +532,7 @@ ROUNDING = [
     ("hopper_wgrad", GPU_WGRAD_CASES, IN_LAYOUT, [*ALL_TYPES, FP32]),
     ("dilated", GPU_DILATED_WGRAD_CASES, IN_LAYOUT, WGMMA_TYPES),
     ("tma_wgrad", TMA_EIGHTS, {"channels_last": WITH_WEIGHTS["channels_last"]}, HALVES),
-    ("tma_wgrad", GPU_CONTAINED_WGRAD_CASES, IN_LAYOUT, [TF32]),
+    ("tma_wgrad", GPU_CONTAINED_WGRAD_CASES, IN_LAYOUT, [FP32, TF32]),
 ]
 ROUNDING_RUNS = [
     (engine, cases, view, changes, dtype, tf32, fill)
@@ -568,7 +568,10 @@ SPREADING = [
     ("mma_wgrad", "wgrad", GPU_MMA_WGRAD_CASES[:4], WGMMA_TYPES),
     ("hopper_wgrad", "wgrad", [Case(64, 32, 24, 24, 136, 3, 3, padding=(1, 1))], [FP32, TF32]),
     ("hopper_wgrad", "wgrad", [Case(32, 128, 28, 28, 192, 1, 1)], [FP32, TF32]),
-    ("tma_wgrad", "wgrad", [Case(64, 32, 24, 24, 136, 3, 3, padding=(1, 1)), Case(32, 128, 28, 28, 192, 1, 1)], [TF32]),
+    *(
+        ("tma_wgrad", "wgrad", [case], [FP32, TF32])
+        for case in (Case(64, 32, 24, 24, 136, 3, 3, padding=(1, 1)), Case(32, 128, 28, 28, 192, 1, 1))
+    ),
 ]
 SPREADING_RUNS = [(*one, *contract) for *one, contracts in SPREADING for contract in contracts]
 
@@ -599,7 +602,7 @@ ADVERSE_RUNS = [
     ("gather", GATHER_SCALED_CASES, True),
     ("gather", GATHER_PHASES_OF_DX[1:], True),
     ("gather", GATHER_FOURS, True),
-    ("tma_wgrad", GPU_CONTAINED_WGRAD_CASES, True),
+    *(("tma_wgrad", GPU_CONTAINED_WGRAD_CASES, tf32) for tf32 in (True, False)),
     *(("wgmma", [WGMMA_CASE, Case(2, 64, 40, 264, 128, 3, 3, padding=(1, 0))], tf32) for tf32 in (True, False)),
 ]
 

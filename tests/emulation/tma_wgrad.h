@@ -15,19 +15,19 @@ extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, 
   const int channels = wishes[0], blocks = wishes[1], parts = wishes[2];
   const Problem problem = make_problem(fields);
   Plan plan;
-  const bool contains = problem.dtype == DType::kFloat32;
-  if (contains ? !make_contained_plan(problem, 3, plan, channels, blocks, parts)
+  const bool contained = problem.dtype == DType::kFloat32;
+  if (contained ? !make_contained_plan(problem, 3, plan, channels, blocks, parts)
                : !make_plan(problem, 3, {address(pointers[0]), address(pointers[3])}, plan, channels, blocks, parts))
     return -1;
   Pointers all = {pointers[0], nullptr, nullptr, pointers[3], pointers[4], nullptr};
   Workspace workspace(bytes_of(problem, as_operator(op), plan, all));
   all.workspace = workspace.data();
   const int code = simt_run(seed, false, [&] {
-    return contains                            ? run_contained(as_operator(op), problem, plan, all, nullptr)
+    return contained                           ? run_contained(as_operator(op), problem, plan, all, nullptr)
            : problem.dtype == DType::kFloat16 ? run<Half>(problem, plan, all, nullptr)
                                                : run<BFloat16>(problem, plan, all, nullptr);
   });
-  if (contains) {
+  if (contained) {
     const GuardLayout& guard = *reinterpret_cast<const GuardLayout*>(workspace.data());
     done = guard.done;
     listed = static_cast<int>(guard.control[0].listed + guard.control[1].listed);

@@ -9,7 +9,8 @@ static double estimate(const Problem& problem, Operator) { return plan_of(proble
 static void check_numbers(const Problem& problem, const Plan& plan, int sms) {
   const int64_t blocks_c = ceil_div(problem.C, 64);
   CHECK((plan.channels == 64 || plan.channels == 128) && plan.blocks >= 1 && plan.blocks <= 4);
-  CHECK(plan.stage_bytes == (plan.channels / 64 + plan.blocks) * 64 * 128);
+  CHECK(plan.contained < 2 || plan.blocks <= 2);
+  CHECK(plan.stage_bytes == (plan.contained == 2 ? 2 : 1) * (plan.channels / 64 + plan.blocks) * 64 * 128);
   CHECK(plan.stages >= 2 && plan.stages <= kMostStages);
   CHECK(plan.channels == 128 || plan.stages % 2 == 0);  // by turns
   CHECK(plan.smem_bytes >= plan.stages * plan.stage_bytes + 2 * kMostStages * 8 && plan.smem_bytes <= kSharedMemory);
@@ -58,12 +59,14 @@ static void check_contained(Problem p, int sms) {
   Plan plan{};
   if (!make_contained_plan(p, sms, plan)) return;
   const Problem contained = contained_problem(p);
-  CHECK(plan.contains && !plan.copies_x && !plan.copies_dy && !plan.planes);
+  CHECK(plan.contained == (uses_tf32(p, Operator::kWgrad) ? 1 : 2) && !plan.copies_x && !plan.copies_dy && !plan.planes);
   CHECK(has_pixels_for_boxes(contained.x_stride, 0, {p.N, 8 * ceil_div(p.C, 8), contained.H, contained.W}));
   CHECK(has_pixels_for_boxes(contained.y_stride, 0, {p.N, 8 * ceil_div(p.K, 8), p.P, p.Q}));
-  CHECK(contained.P == p.P && contained.Q == p.Q && contained_bytes_of_x(contained) % 128 == 0);
+  CHECK(contained.P == p.P && contained.Q == p.Q && contained_bytes_of_x(contained) % 16 == 0);
+  CHECK(contained_bytes_of_dy(contained) % 16 == 0);
   CHECK(kGuardBytes % 128 == 0 && kGuardBytes >= static_cast<int64_t>(sizeof(GuardLayout)));
   NOTE(contained.H != p.H);
+  NOTE(plan.contained == 2);
   check_numbers(contained, plan, sms);
   check_jobs(contained, plan);
 }
@@ -84,6 +87,9 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   const bool planes = !(in_place_x && in_place_dy) && alike && p.P * p.Q % 8 == 0 &&
                       has_planes(p.x_stride, at.in, p.C) && has_planes(p.y_stride, at.w, p.K);
   check_contained(p, sms);
+  Problem other = p;
+  other.tf32_allowed = !p.tf32_allowed;
+  check_contained(other, sms);
   const bool may = int64_t{p.R} * p.S <= 7168 && (in_place_x || has_lines(p.x_stride, p.H, p.W)) &&
                    (in_place_dy || has_lines(p.y_stride, p.P, p.Q)) &&
                    are_columns(columns_of_dy(p), {{p.Q, p.Q, 1, 1, 0, 1}, {p.P, p.P, 1, 1, 0, 1}}) &&
