@@ -3012,20 +3012,30 @@ __device__ __forceinline__ void mend(const Params& params, int count, MendShared
     float* const out =
         static_cast<float*>(params.out_ptr) + own.n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3];
     const float* const w = static_cast<const float*>(params.other_pack.w_ptr);
-    for (int k = is_first ? 32 * share + lane : out_channels; k < out_channels; k += 32 * shares) {
-      const int group = k / of.out_channels, least = group * of.in_channels;
-      const float* const of_k = w + group * of.w_stride_group + (k - group * of.out_channels) * of.w_stride_out;
-      float sum = 0;  // added to y at once: a bias may be far larger
+    constexpr int kAtOnce = 8;  // channels, whose loads a warp does not wait for one by one
+    const int step = 32 * shares;
+    for (int first_k = is_first ? 32 * share + lane : out_channels; first_k < out_channels; first_k += kAtOnce * step) {
+      float sums[kAtOnce] = {}, before[kAtOnce];  // added to y at once: a bias may be far larger
       for (int i = first; is_near(i); ++i) {
         const Misfit& misfit = list[i];
         const int by = tap_of(of, misfit, own.n, p, q), r = by / of.S, s = by % of.S;
-        if (by < 0 || misfit.c < least || misfit.c >= least + of.in_channels) continue;
-        const float weight =
-            of_k[(misfit.c - least) * of.w_stride_in + (of.flipped ? of.R - 1 - r : r) * of.w_stride_r +
-                 (of.flipped ? of.S - 1 - s : s) * of.w_stride_s];
-        sum = fmaf(round_to_tf32(misfit.value), round_to_tf32(weight), sum);
+        if (by < 0) continue;
+        const float* const of_tap = w + (of.flipped ? of.R - 1 - r : r) * of.w_stride_r +
+                                    (of.flipped ? of.S - 1 - s : s) * of.w_stride_s;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int k = first_k + j * step, group = k / of.out_channels, c = misfit.c - group * of.in_channels;
+          if (k >= out_channels || !is_within(c, of.in_channels)) continue;
+          const float weight = of_tap[group * of.w_stride_group + (k - group * of.out_channels) * of.w_stride_out +
+                                      c * of.w_stride_in];
+          sums[j] = fmaf(round_to_tf32(misfit.value), round_to_tf32(weight), sums[j]);
+        }
       }
-      if (sum != 0) out[k * of.out_stride[1]] += sum;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) before[j] = sums[j] == 0 ? 0 : out[(first_k + j * step) * of.out_stride[1]];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (sums[j] != 0) out[(first_k + j * step) * of.out_stride[1]] = before[j] + sums[j];
     }
   }
 }

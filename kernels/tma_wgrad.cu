@@ -301,9 +301,16 @@ __device__ __forceinline__ void add_misfits(const Params& params, const Order& o
       const auto rounded = [](float of) { return SPLIT ? of : round_to_tf32(of); };
       const float value = rounded(misfit.value);
       if (tensor == 1 && !is_within(own - first_k, 64)) continue;
-      // A thread has the same sums of each value, so that it waits for no other one.
-#pragma unroll 1
-      for (int item = thread; item < BLOCKS * kBlockChannels; item += 128) {
+      // A thread has the same sums of each value, so that it waits for no other one; all are loaded before one is stored.
+      constexpr int kItems = (BLOCKS + 1) / 2;
+      float* at[kItems];
+      float before[kItems] = {}, of_dy[kItems] = {};
+      Half of_x[kItems][2] = {};
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const int item = thread + 128 * i;
+        at[i] = nullptr;
+        if (item >= BLOCKS * kBlockChannels) continue;
         const int block = job.tile_e * BLOCKS + item / kBlockChannels, tap = quotient(block, params.by_blocks_c);
         const int r = quotient(tap, params.by_s), s = tap - r * params.S;
         const int first_c = (block - tap * params.plan.blocks_c) * kBlockChannels;
@@ -315,9 +322,9 @@ __device__ __forceinline__ void add_misfits(const Params& params, const Order& o
           if (own / kBlockChannels * kBlockChannels != first_c || first_k + k >= params.K || from_h < 0 || from_w < 0 ||
               p * params.stride_h != from_h || q * params.stride_w != from_w || p >= params.P || q >= params.Q)
             continue;
-          to[k * columns + item / kBlockChannels * kBlockChannels + own % kBlockChannels] +=
-              value * rounded(params.dy_ptr[n * params.dy_stride[0] + (first_k + k) * params.dy_stride[1] +
-                                            p * params.dy_stride[2] + q * params.dy_stride[3]]);
+          at[i] = to + k * columns + item / kBlockChannels * kBlockChannels + own % kBlockChannels;
+          of_dy[i] = params.dy_ptr[n * params.dy_stride[0] + (first_k + k) * params.dy_stride[1] +
+                                   p * params.dy_stride[2] + q * params.dy_stride[3]];
         } else {  // all columns of an output channel; padding counts, as Inf times 0 is NaN
           const int c = first_c + item % kBlockChannels;
           const int h = in_column * params.stride_h + down, w = in_row * params.stride_w + right;
@@ -326,10 +333,17 @@ __device__ __forceinline__ void add_misfits(const Params& params, const Order& o
           const int place = ((n * params.H + h) * params.W + w) * params.channels[0] + c;
           // Inf times the zero that stands for a listed value would be NaN.
           if (exists && !is_finite(value) && is_listed(params.guard[0], place)) continue;
-          float of_x = exists ? widen(params.x_copy[place]) : 0;
-          if (SPLIT && exists) of_x += widen(params.x_copy[place + params.rests[0]]) * (1 / kRestScale);
-          to[(own - first_k) * columns + item] += value * (of_x * power_of_two(-x_exponent));
+          if (exists) of_x[i][0] = params.x_copy[place];
+          if (exists && SPLIT) of_x[i][1] = params.x_copy[place + params.rests[0]];
+          at[i] = to + (own - first_k) * columns + item;
         }
+        before[i] = *at[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        if (at[i] == nullptr) continue;
+        const float x = (widen(of_x[i][0]) + widen(of_x[i][1]) * (1 / kRestScale)) * power_of_two(-x_exponent);
+        *at[i] = before[i] + value * (tensor == 0 ? rounded(of_dy[i]) : x);
       }
     }
   }
