@@ -342,19 +342,27 @@ __device__ __forceinline__ void contain_points(const CopyParams& copy, const Gua
       for (int i = 0; i < kPairs; ++i) shared[row_of(i)][channel_of(i) / 2] = pairs[i];
     }
     if (!fits) {
-      // Values that do not fit become zero. They are loaded once more: to keep them would cost registers.
+      // Values that do not fit become zero. They are loaded once more, four at a time: to keep them would cost registers.
 #pragma unroll 1
-      for (int i = 0; i < 2 * kPairs; ++i) {
-        const int row = row_of(i / 2), channel = channel_of(i / 2) + i % 2, place = place_of(row, channel);
-        const float* const from = source_of_row(row);
-        if (from == nullptr || first_channel + channel >= of.in_channels) continue;
-        const float value = from[(first_channel + channel) * of.in_stride[1]];
-        if (does_fit(value, x_exponent, PARTS)) continue;
-        if (part == 0) list_misfit(guard, value, place);
-        if constexpr (VECTOR == 8)
-          out[place] = Half{};
-        else
-          reinterpret_cast<Half*>(shared[row])[channel] = Half{};
+      for (int first = 0; first < 2 * kPairs; first += 4) {
+        float values[4];
+        const auto visit = [&](const auto& use) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) use(j, row_of((first + j) / 2), channel_of((first + j) / 2) + j % 2);
+        };
+        visit([&](int j, int row, int channel) {
+          const float* const from = source_of_row(row);
+          const bool exists = from != nullptr && first_channel + channel < of.in_channels;
+          values[j] = exists ? from[(first_channel + channel) * of.in_stride[1]] : 0;
+        });
+        visit([&](int j, int row, int channel) {
+          if (does_fit(values[j], x_exponent, PARTS)) return;
+          if (part == 0) list_misfit(guard, values[j], place_of(row, channel));
+          if constexpr (VECTOR == 8)
+            out[place_of(row, channel)] = Half{};
+          else
+            reinterpret_cast<Half*>(shared[row])[channel] = Half{};
+        });
       }
     }
     if constexpr (VECTOR != 8) {

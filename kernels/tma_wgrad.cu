@@ -280,70 +280,82 @@ __device__ __forceinline__ void order_lists(const Params& params, Order& order) 
 template <int BLOCKS, bool SPLIT>
 __device__ __forceinline__ void add_misfits(const Params& params, const Order& order, const Job& job, int share,
                                             int shares, int first_k, float* to) {
-  const int thread = static_cast<int>(threadIdx.x) % 128, barrier = 1 + static_cast<int>(threadIdx.x) / 128;
+  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   const int64_t columns = row_columns(params.plan);
-  const int listed[2] = {static_cast<int>(params.guard[0].control->listed),
-                         static_cast<int>(params.guard[1].control->listed)};
-  if (share >= max(listed[0], listed[1])) return;
+  const int of_x = static_cast<int>(params.guard[0].control->listed);
+  const int of_dy = static_cast<int>(params.guard[1].control->listed);
+  if (share >= max(of_x, of_dy)) return;
   int x_exponent;
   contained::find_scale(params.guard[0], x_exponent);
+  const auto rounded = [](float of) { return SPLIT ? of : round_to_tf32(of); };
+  // A thread has the same items of each value: a column of the tile, or a row of a block of columns.
+  constexpr int kItems = (BLOCKS + 1) / 2;
+  int first_c[kItems], down[kItems], right[kItems];  // of the item's block of columns: channel, move of its tap
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int number = (thread + 128 * i) / kBlockChannels, block = job.tile_e * BLOCKS + number;
+    const int tap = quotient(block, params.by_blocks_c), r = quotient(tap, params.by_s), s = tap - r * params.S;
+    const bool exists = number < BLOCKS && tap < params.taps;
+    first_c[i] = exists ? (block - tap * params.plan.blocks_c) * kBlockChannels : params.C;  // none
+    down[i] = r * params.dilation_h - params.pad_h;
+    right[i] = s * params.dilation_w - params.pad_w;
+  }
 #pragma unroll 1
   for (int tensor = 0; tensor < 2; ++tensor) {
-    const int first = tensor == 0 ? 0 : listed[0], end = first + (tensor == 0 ? listed[0] : listed[1]);
-    const int channels = params.channels[tensor];
+    const int listed = tensor == 0 ? of_x : of_dy, channels = params.channels[tensor];
     const int width = tensor == 0 ? params.W : params.Q, height = tensor == 0 ? params.H : params.P;
-    hopper::named_barrier(barrier, 128);  // what other threads have added to these sums is there
+    hopper::named_barrier(1 + static_cast<int>(threadIdx.x) / 128, 128);  // what others have added to these sums is there
 #pragma unroll 1
-    for (int number = first + share; number < end; number += shares) {
-      const contained::Listed misfit = params.guard[tensor].list[order[number]];
-      const int pixel = misfit.place / channels, own = misfit.place - pixel * channels, row = pixel / width;
-      const int n = row / height, in_column = row - n * height, in_row = pixel - row * width;
-      const auto rounded = [](float of) { return SPLIT ? of : round_to_tf32(of); };
-      const float value = rounded(misfit.value);
-      if (tensor == 1 && !is_within(own - first_k, 64)) continue;
-      // A thread has the same sums of each value, so that it waits for no other one; all are loaded before one is stored.
-      constexpr int kItems = (BLOCKS + 1) / 2;
-      float* at[kItems];
-      float before[kItems] = {}, of_dy[kItems] = {};
-      Half of_x[kItems][2] = {};
+    for (int first = share; first < listed; first += 32 * shares) {
+      // Each lane finds out about one value.
+      const int number = min(first + lane * shares, listed - 1);
+      const contained::Listed misfit = params.guard[tensor].list[order[tensor * of_x + number]];
+      const int pixel = misfit.place / channels, channel = misfit.place - pixel * channels, line = pixel / width;
+      const int image = line / height, at_row = line - image * height, at_column = pixel - line * width;
+      const bool matters = tensor == 0 || is_within(channel - first_k, 64);
+      uint32_t left = __ballot_sync(~0u, first + lane * shares < listed && matters);
+#pragma unroll 1
+      for (; left != 0; left &= left - 1) {
+        const int of = __ffs(left) - 1;
+        const float value = rounded(__shfl_sync(~0u, misfit.value, of));
+        const int own = __shfl_sync(~0u, channel, of), n = __shfl_sync(~0u, image, of);
+        const int row = __shfl_sync(~0u, at_row, of), column = __shfl_sync(~0u, at_column, of);
+        float* at[kItems];
+        float before[kItems] = {}, dy[kItems] = {};
+        Half x[kItems][2] = {};
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        const int item = thread + 128 * i;
-        at[i] = nullptr;
-        if (item >= BLOCKS * kBlockChannels) continue;
-        const int block = job.tile_e * BLOCKS + item / kBlockChannels, tap = quotient(block, params.by_blocks_c);
-        const int r = quotient(tap, params.by_s), s = tap - r * params.S;
-        const int first_c = (block - tap * params.plan.blocks_c) * kBlockChannels;
-        if (tap >= params.taps) continue;
-        const int down = r * params.dilation_h - params.pad_h, right = s * params.dilation_w - params.pad_w;
-        if (tensor == 0) {  // a channel's column in this block, of each output channel
-          const int k = item % kBlockChannels, from_h = in_column - down, from_w = in_row - right;
-          const int p = from_h / params.stride_h, q = from_w / params.stride_w;
-          if (own / kBlockChannels * kBlockChannels != first_c || first_k + k >= params.K || from_h < 0 || from_w < 0 ||
-              p * params.stride_h != from_h || q * params.stride_w != from_w || p >= params.P || q >= params.Q)
-            continue;
-          at[i] = to + k * columns + item / kBlockChannels * kBlockChannels + own % kBlockChannels;
-          of_dy[i] = params.dy_ptr[n * params.dy_stride[0] + (first_k + k) * params.dy_stride[1] +
-                                   p * params.dy_stride[2] + q * params.dy_stride[3]];
-        } else {  // all columns of an output channel; padding counts, as Inf times 0 is NaN
-          const int c = first_c + item % kBlockChannels;
-          const int h = in_column * params.stride_h + down, w = in_row * params.stride_w + right;
-          if (c >= params.C) continue;
-          const bool exists = is_within(h, params.H) && is_within(w, params.W);
-          const int place = ((n * params.H + h) * params.W + w) * params.channels[0] + c;
-          // Inf times the zero that stands for a listed value would be NaN.
-          if (exists && !is_finite(value) && is_listed(params.guard[0], place)) continue;
-          if (exists) of_x[i][0] = params.x_copy[place];
-          if (exists && SPLIT) of_x[i][1] = params.x_copy[place + params.rests[0]];
-          at[i] = to + (own - first_k) * columns + item;
+        for (int i = 0; i < kItems; ++i) {
+          const int item = thread + 128 * i, in_block = item % kBlockChannels, c = first_c[i] + in_block;
+          at[i] = nullptr;
+          if (tensor == 0) {  // a channel's column in this block, of each output channel
+            const int from_h = row - down[i], from_w = column - right[i];
+            const int p = from_h / params.stride_h, q = from_w / params.stride_w;
+            if (own / kBlockChannels * kBlockChannels != first_c[i] || first_k + in_block >= params.K || from_h < 0 ||
+                from_w < 0 || p * params.stride_h != from_h || q * params.stride_w != from_w || p >= params.P ||
+                q >= params.Q)
+              continue;
+            at[i] = to + in_block * columns + item - in_block + own % kBlockChannels;
+            dy[i] = params.dy_ptr[n * params.dy_stride[0] + (first_k + in_block) * params.dy_stride[1] +
+                                  p * params.dy_stride[2] + q * params.dy_stride[3]];
+          } else {  // all columns of an output channel; padding counts, as Inf times 0 is NaN
+            const int h = row * params.stride_h + down[i], w = column * params.stride_w + right[i];
+            if (c >= params.C) continue;
+            const bool exists = is_within(h, params.H) && is_within(w, params.W);
+            const int place = ((n * params.H + h) * params.W + w) * params.channels[0] + c;
+            // Inf times the zero that stands for a listed value would be NaN.
+            if (exists && !is_finite(value) && is_listed(params.guard[0], place)) continue;
+            if (exists) x[i][0] = params.x_copy[place];
+            if (exists && SPLIT) x[i][1] = params.x_copy[place + params.rests[0]];
+            at[i] = to + (own - first_k) * columns + item;
+          }
+          before[i] = *at[i];
         }
-        before[i] = *at[i];
-      }
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        if (at[i] == nullptr) continue;
-        const float x = (widen(of_x[i][0]) + widen(of_x[i][1]) * (1 / kRestScale)) * power_of_two(-x_exponent);
-        *at[i] = before[i] + value * (tensor == 0 ? rounded(of_dy[i]) : x);
+        for (int i = 0; i < kItems; ++i) {  // all are loaded before one is stored
+          if (at[i] == nullptr) continue;
+          const float both = widen(x[i][0]) + widen(x[i][1]) * (1 / kRestScale);
+          *at[i] = before[i] + value * (tensor == 0 ? rounded(dy[i]) : both * power_of_two(-x_exponent));
+        }
       }
     }
   }

@@ -207,6 +207,13 @@ inline bool __any_sync(unsigned, bool value) {
   const bool* const lanes = simt::shown_by_warp(value);
   return std::any_of(lanes, lanes + 32, [](bool one) { return one; });
 }
+inline unsigned __ballot_sync(unsigned, bool value) {
+  const bool* const lanes = simt::shown_by_warp(value);
+  unsigned result = 0;
+  for (int lane = 0; lane < 32; ++lane) result |= unsigned{lanes[lane]} << lane;
+  return result;
+}
+inline int __ffs(unsigned value) { return __builtin_ffs(static_cast<int>(value)); }
 // Threads change at waits only, hence these are atomic.
 template <typename Value, typename Other>
 Value atomicAdd(Value* place, Other value) {
