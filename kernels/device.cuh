@@ -30,10 +30,15 @@ inline int find_gpu(int& sms) {
   return gpu.capability;
 }
 
-// Lets blocks have all shared memory, not only a plan's: another host thread may be about to launch a larger plan.
+// Lets blocks have all shared memory: other threads may launch a larger plan. Once, as it takes a fifth of a launch.
 template <typename Kernel>
 cudaError_t allow_all_shared_memory(Kernel kernel) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, current_gpu().smem_bytes);
+  thread_local struct { Kernel kernel; int gpu; } latest[64];
+  auto& allowed = latest[reinterpret_cast<size_t>(kernel) / 16 % 64];
+  const Gpu gpu = current_gpu();
+  if (allowed.kernel == kernel && allowed.gpu == gpu.number) return cudaSuccess;
+  allowed = {kernel, gpu.number};
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.smem_bytes);
 }
 
 }  // namespace modelnew

@@ -4407,7 +4407,7 @@ cudaError_t run_contained(const PackParams& pack, const Phased& copy, const Agai
                          : vector == 2 ? contain_kernel<2>
                                        : contain_kernel<1>;
   const auto kernel = plan.lands ? contain_rows_kernel : contain_x;
-  if (smem_bytes > 48 << 10) error = allow_all_shared_memory(kernel);  // less needs no asking, which takes time
+  error = allow_all_shared_memory(kernel);
   if (error != cudaSuccess) return error;
   const int threads = plan.lands && rows * pack.row_pieces > 2 * kPackThreads ? kMostRowThreads : kPackThreads;
   error = hopper::launch_early(kernel, static_cast<unsigned>(contain.row_blocks + contain.copy.blocks), threads,

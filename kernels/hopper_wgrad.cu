@@ -1841,20 +1841,18 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
 template <typename Format, int SHAPE>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
   constexpr TileShape kShape = kTileShapes[SHAPE];
-  constexpr Instance kInstance{
-      "hopper_wgrad_kernel",
-      {kTypeId<typename Format::Stored>, Format::PARTS, Format::SPLITS, Format::CONTAINS, SHAPE}};
+  constexpr Instance kInstance{"hopper_wgrad_kernel", {kTypeId<typename Format::Stored>, Format::PARTS, Format::SPLITS,
+                                                       Format::CONTAINS, SHAPE}};
   record(kInstance);
   if constexpr (!is_compiled(kShape, Format::PARTS, Format::SPLITS, Format::CONTAINS, Format::ROUNDS) ||
                 !is_built(kInstance)) {
     return cudaErrorInvalidConfiguration;
   } else {
     const auto kernel = hopper_wgrad_kernel<Format, kShape.chunks, kShape.taps>;
-    const Plan& plan = params.plan;
-    cudaError_t error = allow_all_shared_memory(kernel);
+    const cudaError_t error = allow_all_shared_memory(kernel);
     if (error != cudaSuccess) return error;
-    return hopper::launch_early(kernel, static_cast<unsigned>(plan.grid), Format::THREADS, plan.smem_bytes, stream,
-                                params);
+    return hopper::launch_early(kernel, static_cast<unsigned>(params.plan.grid), Format::THREADS,
+                                params.plan.smem_bytes, stream, params);
   }
 }
 

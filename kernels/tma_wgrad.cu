@@ -143,7 +143,7 @@ struct Job {
   int tile_k, tile_e, part, first_step, last_step;
 };
 
-// Of a stage: one part of all values of dy, then of x.
+// Bytes of a stage that hold one part of values: of dy, then of x.
 template <int CHANNELS, int BLOCKS>
 constexpr int kPartBytes = (CHANNELS / 64 + BLOCKS) * kBlockBytes;
 
@@ -260,7 +260,7 @@ __device__ __forceinline__ bool is_listed(const contained::Guard& guard, int pla
   return false;
 }
 
-// What is listed of x, then of dy, in the order of their places: numbers on the lists.
+// Numbers on the lists, of x and then of dy, in the order of places.
 using Order = uint16_t[kMostListed];
 
 __device__ __forceinline__ void order_lists(const Params& params, Order& order) {
@@ -620,7 +620,7 @@ inline Problem contained_problem(Problem problem) {
   return problem;
 }
 
-// Of one part.
+// Bytes of a copy, in one part.
 inline int64_t contained_bytes_of_x(const Problem& contained) {
   return hopper::copied_bytes(contained.N, contained.C, contained.H, contained.W);
 }

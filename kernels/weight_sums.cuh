@@ -24,8 +24,7 @@ struct WeightSums {
   const float* sums_ptr;  // [part][output channel][tap][input channel]
   void* dw_ptr;
   const int* done;  // as Pointers have it
-  int64_t part, row;  // steps in sums
-  int64_t w_stride[4];
+  int64_t part, row, w_stride[4];  // steps: the first two in sums
   int parts, C, S, taps, row_channels;  // the latter: columns of a tap
   int K, block_k, channels, shares;     // of a block, the middle ones; of parts
   int group_padding;                    // rows of sums that a group has beyond its channels
@@ -145,8 +144,7 @@ template <typename Stored>
 cudaError_t add_weights(const Problem& problem, const Problem& planned, int fold_h, int fold_w, WeightSums add,
                         int rows, cudaStream_t stream) {
   const int group_k = problem.K / problem.groups;
-  add.K = problem.K, add.R = problem.R, add.own_S = problem.S;
-  add.part = add.row * problem.groups * rows;
+  add.K = problem.K, add.R = problem.R, add.own_S = problem.S, add.part = add.row * problem.groups * rows;
   add.group_padding = rows - group_k, add.by_group_k = make_divisor(group_k);
   std::copy_n(problem.w_stride, 4, add.w_stride);
   add.C = planned.C / planned.groups, add.S = planned.S, add.taps = planned.R * planned.S;
@@ -173,10 +171,9 @@ cudaError_t add_weights(const Problem& problem, const Problem& planned, int fold
   const unsigned blocks = static_cast<unsigned>(ceil_div(add.K, add.block_k) * add.by_blocks_c.divisor);
   const size_t bytes = add.block_k * add.taps * (add.channels + 4) * sizeof(float) +
                        (add.shares > 1 ? kAddThreads * 4 * sizeof(double) : 0);
-  // Filters of many taps need more than any kernel may have. Others save the host the call.
-  const cudaError_t error = bytes > 48 << 10 ? allow_all_shared_memory(weight_sums_kernel<Stored>) : cudaSuccess;
-  if (error != cudaSuccess) return error;
-  return launch_early(weight_sums_kernel<Stored>, blocks, kAddThreads, bytes, stream, add);
+  const auto kernel = weight_sums_kernel<Stored>;
+  const cudaError_t error = allow_all_shared_memory(kernel);  // filters may have many taps
+  return error != cudaSuccess ? error : launch_early(kernel, blocks, kAddThreads, bytes, stream, add);
 }
 
 #endif  // device code, launcher
