@@ -342,7 +342,7 @@ __device__ __forceinline__ void contain_points(const CopyParams& copy, const Gua
       for (int i = 0; i < kPairs; ++i) shared[row_of(i)][channel_of(i) / 2] = pairs[i];
     }
     if (!fits) {
-      // Values that do not fit become zero. They are loaded once more, four at a time: to keep them would cost registers.
+      // Values that do not fit become zero. They are loaded once more, four at a time, as to keep them costs registers.
 #pragma unroll 1
       for (int first = 0; first < 2 * kPairs; first += 4) {
         float values[4];

@@ -1,7 +1,7 @@
-// tma_wgrad engine: the weight gradient on Hopper's tensor cores (wgmma). The Tensor Memory Accelerator (TMA) brings both
-// operands to shared memory; no thread touches x or dy there. One group; 16 bits in channels_last, to which those in
-// NCHW are copied first, unless filters are 1x1; fp32 in copies in scaled fp16 (contained_copy.cuh), of one part under
-// the TF32 contract, else of two. Deterministic: sums are added in a fixed order.
+// tma_wgrad engine: the weight gradient on Hopper's tensor cores (wgmma). The Tensor Memory Accelerator (TMA) brings
+// both operands to shared memory; no thread touches x or dy there. One group; 16 bits in channels_last, to which those
+// in NCHW are copied first, unless filters are 1x1; fp32 in copies in scaled fp16 (contained_copy.cuh), of one part
+// under the TF32 contract, else of two. Deterministic: sums are added in a fixed order.
 //
 //   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
 //
@@ -35,8 +35,8 @@
 //               | ring of stages | --> wgmma --> registers --> sums of a part
 //   x  --TMA--> +----------------+     full, empty: one mbarrier each per stage
 //
-// A sum is split after kMostChained pixels, because the tensor core truncates when it adds. In full accuracy, stages hold
-// both parts of values, and the tensor core adds products of first parts within a stage only.
+// A sum is split after kMostChained pixels, because the tensor core truncates when it adds. In full accuracy, stages
+// hold both parts of values, and the tensor core adds products of first parts within a stage only.
 //
 // Bound by the largest of multiplying, loading stages from the L2 cache and reading memory, as the estimate has it; no
 // profile tells them apart. Measurements: docs/lab/tma.md.
@@ -98,7 +98,7 @@ struct Plan {
   double cycles;
 };
 
-// How operands lie in memory: 16 bits as [pixel][channel], or as planes; fp32 as two copies, of first parts and of rests.
+// How operands lie in memory: as [pixel][channel], or as planes; kSplit: as two copies, of first parts and of rests.
 enum class Form { kPixels, kPlanes, kSplit };
 
 struct Params {
@@ -275,8 +275,8 @@ __device__ __forceinline__ void order_lists(const Params& params, Order& order) 
 
 // Adds the products of listed values to a warpgroup's sums, of 64 output channels from first_k on, which begin at `to`:
 // of each list one of so many, as each part takes its share. First come listed values of x times dy as it is in memory,
-// then listed values of dy times the copy of x, which has zeros where x is on the list, so that no product counts twice.
-// The order of places fixes that of additions.
+// then listed values of dy times the copy of x, which has zeros where x is on the list: no product counts twice. The
+// order of places fixes that of additions.
 template <int BLOCKS, bool SPLIT>
 __device__ __forceinline__ void add_misfits(const Params& params, const Order& order, const Job& job, int share,
                                             int shares, int first_k, float* to) {
@@ -304,7 +304,7 @@ __device__ __forceinline__ void add_misfits(const Params& params, const Order& o
   for (int tensor = 0; tensor < 2; ++tensor) {
     const int listed = tensor == 0 ? of_x : of_dy, channels = params.channels[tensor];
     const int width = tensor == 0 ? params.W : params.Q, height = tensor == 0 ? params.H : params.P;
-    hopper::named_barrier(1 + static_cast<int>(threadIdx.x) / 128, 128);  // what others have added to these sums is there
+    hopper::named_barrier(1 + static_cast<int>(threadIdx.x) / 128, 128);  // what others added to these sums is there
 #pragma unroll 1
     for (int first = share; first < listed; first += 32 * shares) {
       // Each lane finds out about one value.
@@ -638,7 +638,8 @@ struct GuardLayout {
 constexpr int64_t kGuardBytes = (sizeof(GuardLayout) + 127) / 128 * 128;
 
 inline double estimate(const Problem& problem, int sms, const Plan& plan) {
-  const double products = plan.channels * plan.blocks * 64.0 * kStagePixels / 2048;
+  const int times = plan.contained == 2 ? 3 : 1;  // products of parts
+  const double products = times * plan.channels * plan.blocks * 64.0 * kStagePixels / 2048;
   const double step = std::max(kProductFactor * products + kStepCycles,
                                plan.stage_bytes / kBoxBytes[plan.channels == 128][plan.blocks - 1]);
   const double turns = static_cast<double>(ceil_div(plan.jobs, sms));
@@ -647,7 +648,8 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   // A stride may leave pixels out.
   const double pixels =
       problem.N * std::min(1.0 * problem.H * problem.W, 1.0 * problem.P * problem.Q * problem.R * problem.S);
-  const double bytes = 2 * (pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K);
+  const double values = pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K;
+  const double bytes = 2 * std::max(plan.contained, 1) * values;
   const double memory = bytes / sms / kMemoryBytes;
   const double sums = 1.0 * plan.jobs * plan.channels * plan.blocks * kBlockChannels * sums_of_part(plan);
   const double adding = stores_weights(problem, plan) ? -kAddCycles : kSumCycles * sums / sms;
@@ -667,8 +669,9 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
                       int forced_blocks = 0, int forced_parts = 0, int contained = 0) {
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
   using hopper::is_in_place, hopper::can_copy;
-  bool in_place_x = contained != 0 || is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
-  bool in_place_dy = contained != 0 || is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
+  const bool copied = contained != 0;
+  bool in_place_x = copied || is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
+  bool in_place_dy = copied || is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
   const bool planes = !(in_place_x && in_place_dy) && are_whole_planes(problem, address);
   if (planes) in_place_x = in_place_dy = true;
   if (!in_place_x && !can_copy(problem.x_stride, problem.N, problem.C, problem.H, problem.W)) return false;
@@ -798,8 +801,8 @@ inline const Engine& engine_of_others(const Problem& problem, Operator op) {
 inline int64_t bytes_of(const Problem& problem, Operator op, const Plan& plan, const Pointers& pointers) {
   if (plan.contained == 0) return sum_bytes(plan) + copied_bytes(problem, plan);
   const Problem contained = contained_problem(problem);
-  const int64_t copies =
-      padded_bytes(plan.contained * contained_bytes_of_x(contained)) + plan.contained * contained_bytes_of_dy(contained);
+  const int64_t copies_of_x = padded_bytes(plan.contained * contained_bytes_of_x(contained));
+  const int64_t copies = copies_of_x + plan.contained * contained_bytes_of_dy(contained);
   return kGuardBytes + std::max(padded_bytes(sum_bytes(plan)) + copies,
                                 kHopperWgradEngine.workspace_bytes(problem, op, pointers));
 }
