@@ -37,8 +37,9 @@ cudaError_t allow_all_shared_memory(Kernel kernel) {
   auto& allowed = latest[reinterpret_cast<size_t>(kernel) / 16 % 64];
   const Gpu gpu = current_gpu();
   if (allowed.kernel == kernel && allowed.gpu == gpu.number) return cudaSuccess;
-  allowed = {kernel, gpu.number};
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.smem_bytes);
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.smem_bytes);
+  if (error == cudaSuccess) allowed = {kernel, gpu.number};
+  return error;
 }
 
 }  // namespace modelnew

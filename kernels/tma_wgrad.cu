@@ -772,6 +772,8 @@ inline Alignment alignment_of(const Pointers& pointers) {
   return {reinterpret_cast<uint64_t>(pointers.x), reinterpret_cast<uint64_t>(pointers.dy)};
 }
 
+inline double cycles(const Problem& problem, Operator) { return plan_of(problem, Alignment{}).plan.cycles; }
+
 // hopper_wgrad is taken to be faster below this multiple of this engine's estimate: docs/lab/tma.md.
 constexpr double kCyclesOfHopperWgrad = 0.95;
 // The same for fp32; with several taps of channels_last hopper_wgrad is faster than its estimate.
@@ -1033,8 +1035,9 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
 }  // namespace tma_wgrad
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-extern const Engine kTmaWgradEngine{"tma_wgrad",       tma_wgrad::refusal,  tma_wgrad::workspace_bytes,
-                                    tma_wgrad::launch, tma_wgrad::describe, tma_wgrad::yields};
+extern const Engine kTmaWgradEngine{"tma_wgrad",         tma_wgrad::refusal, tma_wgrad::workspace_bytes,
+                                    tma_wgrad::launch,   tma_wgrad::describe, tma_wgrad::yields,
+                                    tma_wgrad::cycles};
 #endif
 
 }  // namespace modelnew

@@ -52,6 +52,7 @@ def test_chosen_engines_are_near_the_fastest(choice, file, operator, dtype, leas
     "case, name",
     [
         *((Case(32, 2048, 65, 65, 256, 3, 3, padding=(d, d), dilation=(d, d)), "tma_wgrad") for d in (1, 12, 24, 36)),
+        (Case(32, 512, 65, 65, 256, 3, 3, padding=(60, 60), dilation=(60, 60)), "dilated"),
         (Case(32, 2048, 65, 65, 256, 1, 1), "hopper_wgrad"),
         (Case(32, 64, 56, 56, 64, 3, 3, padding=(2, 2), dilation=(2, 2)), "tma_wgrad"),
         (Case(2, 64, 64, 64, 64, 3, 3, padding=(12, 12), dilation=(12, 12)), "hopper_wgrad"),
@@ -63,6 +64,14 @@ def test_chosen_engines_are_near_the_fastest(choice, file, operator, dtype, leas
 )
 def test_weight_gradients_of_far_taps_are_split(choice, case, name, layout):
     fields = problem_fields(case, meta_tensors(case, layout=layout), True)
+    assert choice.choose(OPERATOR_NUMBER["wgrad"], fields).decode() == name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("distance, name", [(12, "tma_wgrad"), (36, "dilated"), (60, "dilated")])
+def test_weight_gradients_of_far_taps_are_split_in_full_accuracy(choice, distance, name, layout):
+    case = Case(32, 2048, 65, 65, 256, 3, 3, padding=(distance, distance), dilation=(distance, distance))
+    fields = problem_fields(case, meta_tensors(case, layout=layout), False)
     assert choice.choose(OPERATOR_NUMBER["wgrad"], fields).decode() == name
 
 

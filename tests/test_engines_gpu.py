@@ -635,6 +635,7 @@ DETERMINISTIC = [
         for case in (Case(8, 40, 66, 257, 130, 3, 3), Case(8, 72, 65, 64, 64, 3, 3, padding=(1, 1)))
         for contract in WGMMA_TYPES
     ),
+    *(("tma_wgrad", GPU_CONTAINED_WGRAD_CASES[0], contract) for contract in (FP32, TF32)),
 ]
 
 
@@ -643,8 +644,8 @@ DETERMINISTIC = [
 def test_gpu_is_deterministic(engine, case, contract):
     """Also where few values do not fit into fp16 and are corrected."""
     tensors = make_tensors(case, contract[0], normal, "cuda")
-    if engine == "gather":
-        tensors = adverse_tensors(case, "few small", "fprop", "cuda")
+    if engine != "wgmma":
+        tensors = adverse_tensors(case, "few small", "wgrad" if engine == "tma_wgrad" else "fprop", "cuda")
     first = forced(engine, case, tensors, contract[1])
     for _ in range(50):
         again = forced(engine, case, tensors, contract[1])

@@ -514,8 +514,8 @@ static bool check_plans(const Problem& problem, Operator op, const Addresses& at
     const Plan& each = again.each[i].plan;
     check_multiplied(again.each[i].of, each, bytes, bytes, at, random);
     CHECK(each.splits == 1 && !each.copied);
-    // The list in order, and for each warp which of it an output reads.
-    CHECK(kBarrierBytes + kMostListed * (sizeof(Listed) + kThreads / 32) <= static_cast<size_t>(each.smem_bytes));
+    // The list in order: image, row, column, channel and value.
+    CHECK(kBarrierBytes + kMostListed * 5 * sizeof(float) <= static_cast<size_t>(each.smem_bytes));
   }
   bool any = false;
   constexpr int kShapes = static_cast<int>(std::size(kTileShapes));  // and, behind them, what tma multiplies

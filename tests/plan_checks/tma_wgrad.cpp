@@ -13,7 +13,8 @@ static void check_numbers(const Problem& problem, const Plan& plan, int sms) {
   CHECK(plan.stage_bytes == (plan.contained == 2 ? 2 : 1) * (plan.channels / 64 + plan.blocks) * 64 * 128);
   CHECK(plan.stages >= 2 && plan.stages <= kMostStages);
   CHECK(plan.channels == 128 || plan.stages % 2 == 0);  // by turns
-  CHECK(plan.smem_bytes >= plan.stages * plan.stage_bytes + 2 * kMostStages * 8 && plan.smem_bytes <= kSharedMemory);
+  const int beside = 2 * kMostStages * 8 + (plan.contained != 0 ? static_cast<int>(sizeof(uint16_t) * kMostListed) : 0);
+  CHECK(plan.smem_bytes >= plan.stages * plan.stage_bytes + beside && plan.smem_bytes <= kSharedMemory);
   CHECK(covers(plan.tiles_k, plan.channels, problem.K) && plan.blocks_c == blocks_c);
   CHECK(covers(plan.tiles_e, plan.blocks, int64_t{problem.R} * problem.S * blocks_c));
   const int64_t images = plan.planes ? problem.N : 1;
