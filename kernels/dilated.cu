@@ -249,8 +249,9 @@ inline const char* refusal(const Problem& problem, Operator op) {
 constexpr double kWorthwhile = 1.5, kWorthwhileAgainstMma = 0.9;
 // The same against gather with a box for each tap, and the overhead of a part (docs/lab/lowering.md).
 constexpr double kWorthwhileAgainstTaps = 1.08, kPartCycles = 8250;
-// The same for wgrad, whose estimates include the call (docs/lab/lowering.md).
-constexpr double kWorthwhileTaps = 1.05;
+// The same for wgrad, whose estimates include the call; 16 bits, against tma_wgrad in channels_last, and as planes, of
+// which parts take longer to copy than their estimates say (docs/lab/lowering.md).
+constexpr double kWorthwhileTaps = 1.05, kWorthwhileTapsOfPixels = 0.9, kWorthwhileTapsOfPlanes = 1.5;
 // Multiply-adds of a part below which direct is faster, by arithmetic (docs/lab/lowering.md).
 constexpr double kLeastOfPart = 1 << 28;  // multiply-adds, before idle taps are left out
 
@@ -274,8 +275,13 @@ inline const char* yields(const Problem& problem, Operator op) {
         cycles += taker->cycles(part.problem, op) + (by_taps ? kPartCycles : call ? kCallCycles : 0);
         return true;
       });
+  const bool pixels = whole == &kTmaWgradEngine && problem.x_stride[1] == 1 && problem.y_stride[1] == 1;
+  const double of_taps = element_bytes(problem.dtype) != 2 ? kWorthwhileTaps
+                         : pixels                           ? kWorthwhileTapsOfPixels
+                         : problem.x_stride[1] != 1         ? kWorthwhileTapsOfPlanes
+                                                            : kWorthwhileTaps;
   const bool far_apart = whole == &kMmaEngine && kGatherEngine.refusal(problem, op) != nullptr;
-  const double worthwhile = wgrad       ? kWorthwhileTaps
+  const double worthwhile = wgrad       ? of_taps
                             : far_apart ? kWorthwhileAgainstMma
                             : by_taps   ? kWorthwhileAgainstTaps
                                         : kWorthwhile;

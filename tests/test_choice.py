@@ -68,10 +68,18 @@ def test_weight_gradients_of_far_taps_are_split(choice, case, name, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("distance, name", [(12, "tma_wgrad"), (36, "dilated"), (60, "dilated")])
-def test_weight_gradients_of_far_taps_are_split_in_full_accuracy(choice, distance, name, layout):
+@pytest.mark.parametrize("distance", [12, 36, 60])
+@pytest.mark.parametrize(
+    "dtype, whole",
+    [
+        (torch.float32, {("contiguous", 12), ("channels_last", 12)}),  # in full accuracy
+        (torch.float16, {("contiguous", 12), ("contiguous", 36)}),  # parts of planes would be copied
+    ],
+)
+def test_weight_gradients_of_far_taps_are_split_by_contract(choice, dtype, whole, distance, layout):
     case = Case(32, 2048, 65, 65, 256, 3, 3, padding=(distance, distance), dilation=(distance, distance))
-    fields = problem_fields(case, meta_tensors(case, layout=layout), False)
+    fields = problem_fields(case, meta_tensors(case, dtype, layout), False)
+    name = "tma_wgrad" if (layout, distance) in whole else "dilated"
     assert choice.choose(OPERATOR_NUMBER["wgrad"], fields).decode() == name
 
 
