@@ -1768,9 +1768,8 @@ inline Alignment alignment_of(const Pointers& pointers) {
 }
 
 inline const char* yields(const Problem& problem, Operator) {
-  return problem.groups > 1 && problem.K / problem.groups < 4
-             ? "another engine may be faster with few output channels of a group"
-             : nullptr;
+  const bool few = problem.groups > 1 && problem.K / problem.groups < 4;
+  return few ? "another engine may be faster with few output channels of a group" : nullptr;
 }
 
 // The workspace has the sums and the copies of one slice.
