@@ -3,7 +3,7 @@
 //
 //   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
 //
-//   hopper_wgrad_copy_kernel   x or dy in another memory format -> one that TMA boxes can read, where needed
+//   planes_copy_kernel         x or dy in another memory format -> one that TMA boxes can read, where needed
 //   hopper_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32
 //   weight_sums_kernel         sums of all parts -> dw (weight_sums.cuh)
 //
@@ -1222,20 +1222,6 @@ __global__ void __launch_bounds__(Format::THREADS, 1) hopper_wgrad_kernel(const 
 #endif
 }
 
-__global__ void __launch_bounds__(hopper::kCopyThreads)
-    hopper_wgrad_copy_kernel(const __grid_constant__ hopper::PlanesCopy x,
-                             const __grid_constant__ hopper::PlanesCopy dy, int x_blocks) {
-  extern __shared__ __align__(16) uint8_t modelnew_hopper_wgrad_copy_smem[];
-  uint16_t* const smem = reinterpret_cast<uint16_t*>(modelnew_hopper_wgrad_copy_smem);
-  const int block = static_cast<int>(blockIdx.x);
-  hopper::wait_for_prerequisites();
-  hopper::launch_dependents();
-  if (block < x_blocks)
-    hopper::copy_planes(x, block, smem);
-  else
-    hopper::copy_planes(dy, block - x_blocks, smem);
-}
-
 // A thread for 16 bytes of the copy: neighbouring channels of a pixel, or pixels of a plane.
 template <typename Stored>
 __global__ void __launch_bounds__(hopper::kCopyThreads)
@@ -1870,47 +1856,38 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
                         cudaStream_t stream) {
   uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(planned, plan);
   hopper::PlanesCopy of_planes[2] = {};
-  int64_t blocks[2] = {};
-  const auto make = [&](const Tensor& of, bool to_planes, bool is_x, const void*& from, int64_t& own_blocks,
-                        hopper::PlanesCopy& planes) {
-    const bool folds_h = is_x && plan.fold_h > 0, folds_w = is_x && plan.fold_w > 0;
+  const auto make = [&](const Tensor& of, bool to_planes, bool is_x, const void*& from) {
+    const int fold_h = is_x ? plan.fold_h : 0, fold_w = is_x ? plan.fold_w : 0;  // 0: no fold
     const Tensor copied = is_x ? x_of(folded(problem, plan)) : of;
+    const int64_t bytes = copied_bytes(copied, plan.bytes, to_planes);
     cudaError_t error = cudaSuccess;
-    if (!to_planes && !folds_h && !folds_w && hopper::are_lines(of.stride, of.H, of.W)) {
-      planes = hopper::make_planes_copy(from, of.stride, of.N, of.C, of.H, of.W, to, own_blocks);
+    if (!to_planes && fold_h == 0 && fold_w == 0 && hopper::are_lines(of.stride, of.H, of.W)) {
+      of_planes[is_x] = hopper::make_planes_copy(from, of.stride, of.N, of.C, of.H, of.W, to);
     } else {
       OrderParams params{from, to, pointers.done};
       std::copy_n(of.stride, 4, params.stride);
-      params.elements = copied_bytes(copied, plan.bytes, to_planes) / plan.bytes;
+      params.elements = bytes / plan.bytes;
       params.C = copied.C, params.H = copied.H, params.W = copied.W, params.from_h = of.H, params.from_w = of.W;
-      params.step_h = folds_h ? taken_stride(problem.stride_h, problem.P) : 1;
-      params.step_w = folds_w ? taken_stride(problem.stride_w, problem.Q) : 1;
-      params.pad_h = folds_h ? problem.pad_h : 0, params.pad_w = folds_w ? problem.pad_w : 0;
-      params.dilation_h = problem.dilation_h, params.dilation_w = problem.dilation_w;
-      params.planes = to_planes;
-      params.inner =
-          static_cast<int>(to_planes ? padded(int64_t{copied.H} * copied.W, 16 / plan.bytes) : padded(copied.C, 8));
+      params.step_h = fold_h > 0 ? taken_stride(problem.stride_h, problem.P) : 1;
+      params.step_w = fold_w > 0 ? taken_stride(problem.stride_w, problem.Q) : 1;
+      params.pad_h = fold_h > 0 ? problem.pad_h : 0, params.pad_w = fold_w > 0 ? problem.pad_w : 0;
+      params.dilation_h = problem.dilation_h, params.dilation_w = problem.dilation_w, params.planes = to_planes;
+      const int64_t inner = to_planes ? int64_t{copied.H} * copied.W : copied.C;
+      params.inner = static_cast<int>(padded(inner, to_planes ? 16 / plan.bytes : 8));
       params.by_inner = make_divisor(params.inner), params.by_w = make_divisor(copied.W);
       params.by_c = make_divisor(copied.C), params.by_h = make_divisor(copied.H);
-      params.by_fold_h = make_divisor(folds_h ? plan.fold_h : 1);
-      params.by_fold_w = make_divisor(folds_w ? plan.fold_w : 1);
-      constexpr int kBytes = 16 * hopper::kCopyThreads;  // of a block
-      const unsigned order_blocks = static_cast<unsigned>(ceil_div(params.elements * plan.bytes, kBytes));
+      params.by_fold_h = make_divisor(std::max(fold_h, 1)), params.by_fold_w = make_divisor(std::max(fold_w, 1));
+      const unsigned blocks = static_cast<unsigned>(ceil_div(bytes, 16 * hopper::kCopyThreads));
       const auto kernel = plan.bytes == 2 ? hopper_wgrad_order_kernel<Half> : hopper_wgrad_order_kernel<float>;
-      error = hopper::launch_early(kernel, order_blocks, hopper::kCopyThreads, 0, stream, params);
+      error = hopper::launch_early(kernel, blocks, hopper::kCopyThreads, 0, stream, params);
     }
     from = to;
-    to += copied_bytes(copied, plan.bytes, to_planes);
+    to += bytes;
     return error;
   };
-  cudaError_t error = cudaSuccess;
-  if (plan.copies_x) error = make(x_of(problem), plan.x_planes, true, pointers.x, blocks[0], of_planes[0]);
-  if (plan.copies_dy && error == cudaSuccess)
-    error = make(dy_of(problem), plan.dy_planes, false, pointers.dy, blocks[1], of_planes[1]);
-  if (error != cudaSuccess || blocks[0] + blocks[1] == 0) return error;
-  return hopper::launch_early(hopper_wgrad_copy_kernel, static_cast<unsigned>(blocks[0] + blocks[1]),
-                              hopper::kCopyThreads, hopper::kCopyBytes, stream, of_planes[0], of_planes[1],
-                              static_cast<int>(blocks[0]));
+  cudaError_t error = plan.copies_x ? make(x_of(problem), plan.x_planes, true, pointers.x) : cudaSuccess;
+  if (plan.copies_dy && error == cudaSuccess) error = make(dy_of(problem), plan.dy_planes, false, pointers.dy);
+  return error == cudaSuccess ? hopper::copy_both(of_planes[0], of_planes[1], stream) : error;
 }
 
 // The images of a slice: copies, and sums of its parts.

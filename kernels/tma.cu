@@ -1186,14 +1186,13 @@ __device__ __forceinline__ void pack_weights(const PackParams& params, uint16_t*
 __global__ void __launch_bounds__(kPackThreads)
     tma_prepare_kernel(const __grid_constant__ PackParams pack, const __grid_constant__ hopper::PlanesCopy copy) {
   extern __shared__ __align__(16) uint8_t modelnew_tma_prepare_smem[];
-  uint16_t* const smem = reinterpret_cast<uint16_t*>(modelnew_tma_prepare_smem);
   hopper::wait_for_prerequisites();
   hopper::launch_dependents();
   const int block = static_cast<int>(blockIdx.x) - pack.blocks;
   if (block < 0)
-    pack_weights(pack, smem);
+    pack_weights(pack, reinterpret_cast<uint16_t*>(modelnew_tma_prepare_smem));
   else
-    hopper::copy_planes(copy, block, smem);
+    hopper::copy_planes(copy, block, modelnew_tma_prepare_smem);
 }
 
 #endif  // device code
@@ -1206,6 +1205,15 @@ __global__ void __launch_bounds__(kPackThreads)
 struct Alignment {
   uint64_t in, w, out;
 };
+
+// Number of neighbouring values of a plane that one vector load may take.
+inline int vector_of(const int64_t (&stride)[4], int64_t images, int channels, int run, uint64_t address) {
+  const auto is = [&](int vector) {
+    return run % vector == 0 && address % (2 * vector) == 0 && (images == 1 || stride[0] % vector == 0) &&
+           (channels == 1 || stride[1] % vector == 0);
+  };
+  return is(8) ? 8 : is(4) ? 4 : is(2) ? 2 : 1;
+}
 
 inline bool can_load_weights(const Grouped& of, const Alignment& address) {
   using hopper::in_eights;
@@ -1374,7 +1382,7 @@ inline bool finish(const Grouped& of, int sms, Plan& plan) {
 inline bool may_be_direct(const Grouped& of, const Alignment& address) {
   const bool points = of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0;
   return points && of.H == of.P && of.W == of.Q &&
-         hopper::vector_of(of.in_stride, of.N, of.all_in, of.H * of.W, address.in) == 8 &&
+         vector_of(of.in_stride, of.N, of.all_in, of.H * of.W, address.in) == 8 &&
          hopper::in_eights(of.in_stride[0], of.N > 1) && hopper::in_eights(of.in_stride[1], of.all_in > 1);
 }
 
@@ -1458,7 +1466,7 @@ struct Search {
     if (plan.planes) {
       const bool in_pairs = plan.pitch % 2 == 0 && of.Q % plan.tile_columns == 0 && !has_out_phases(of);
       const int run = !plan.windows ? of.P * of.Q : in_pairs ? plan.tile_columns : 1;
-      plan.out_vector = hopper::vector_of(of.out_stride, of.N, of.out_channels, run, address.out);
+      plan.out_vector = vector_of(of.out_stride, of.N, of.out_channels, run, address.out);
     }
     consider_parts(of, plan);
   }
@@ -1503,7 +1511,7 @@ struct Search {
     const bool strided = of.stride_h == 2 && of.stride_w == 2 && of.dilation_h == 1 && of.dilation_w == 1;
     if (!strided && (of.stride_h != 1 || of.stride_w != 1)) return;
     // Columns do the same for 1x1 filters.
-    const bool in_lines = has_dense_outputs(of) || (plan.contained && plan.planes);
+    const bool in_lines = has_dense_outputs(of) || plan.planes;
     if (of.R * of.S == 1 && in_lines && !has_out_phases(of) && hopper::can_map(hopper::columns_of(of))) return;
     const int64_t halo_h = strided ? (of.R - 1) / 2 : reach_of_rows(of).halo;
     const int64_t halo_w = strided ? (of.S - 1) / 2 : reach_of_columns(of).halo;
@@ -1672,11 +1680,13 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 // Overhead of a call of wgmma, which its own estimate lacks: docs/lab/tma.md.
 constexpr double kWgmmaCallCycles = 12 * 1650;
 
-// Whether wgmma, which reads NCHW without a copy, is estimated to be faster. The factors correct both estimates by
-// measured times, this engine's also for the zeros that fill up fewer than 64 input channels (docs/lab/tma.md).
+// Whether wgmma, which reads NCHW without a copy, is estimated to be faster. It is not where rows begin between 16
+// bytes: it loads them by one or two values. The factors correct both estimates by measured times, this engine's also
+// for the zeros that fill up fewer than 64 input channels (docs/lab/tma.md).
 inline bool wgmma_is_faster(const Problem& problem, Operator op) {
   const Planned& planned = plan_of(problem, op, Alignment{});
-  if (!planned.plan.copied || kWgmmaEngine.refusal(problem, op) != nullptr) return false;
+  const bool may_be = planned.plan.copied && hopper::in_eights(planned.of.in_stride[2], planned.of.H > 1);
+  if (!may_be || kWgmmaEngine.refusal(problem, op) != nullptr) return false;
   const int channels = planned.of.in_channels;
   const double factor = channels < 16 ? 3 : channels < 32 ? 1.5 : channels < 64 ? 1.35 : 1.15;
   const double own = kCallCycles + (planned.plan.cycles - kCallCycles) * factor;
@@ -1985,10 +1995,9 @@ inline cudaError_t prepare(const Grouped& of, const Plan& plan, const void* in_p
   pack.blocks = static_cast<int>(blocks);
   hopper::PlanesCopy copy{};
   if (plan.copied) {
-    int64_t more = 0;
     copy = hopper::make_planes_copy(in_ptr, of.in_stride, of.N, of.all_in, of.H, of.W,
-                                    workspace + packed_bytes(of, plan), more);
-    blocks += more;
+                                    workspace + packed_bytes(of, plan));
+    blocks += copy.blocks;
   }
   return hopper::launch_early(tma_prepare_kernel, static_cast<unsigned>(blocks), kPackThreads, hopper::kCopyBytes,
                               stream, pack, copy);

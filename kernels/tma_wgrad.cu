@@ -5,7 +5,7 @@
 //
 //   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
 //
-//   tma_wgrad_copy_kernel   x or dy in NCHW -> channels_last, where needed
+//   planes_copy_kernel      x or dy in NCHW -> channels_last, where needed
 //   tma_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32; or -> dw, where there is one part
 //   weight_sums_kernel      sums of all parts -> dw (weight_sums.cuh)
 //
@@ -512,20 +512,6 @@ __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_con
 #endif
 }
 
-__global__ void __launch_bounds__(hopper::kCopyThreads)
-    tma_wgrad_copy_kernel(const __grid_constant__ hopper::PlanesCopy x, const __grid_constant__ hopper::PlanesCopy dy,
-                          int x_blocks) {
-  extern __shared__ __align__(16) uint8_t modelnew_tma_wgrad_copy_smem[];
-  uint16_t* const smem = reinterpret_cast<uint16_t*>(modelnew_tma_wgrad_copy_smem);
-  const int block = static_cast<int>(blockIdx.x);
-  hopper::wait_for_prerequisites();
-  hopper::launch_dependents();
-  if (block < x_blocks)
-    hopper::copy_planes(x, block, smem);
-  else
-    hopper::copy_planes(dy, block - x_blocks, smem);
-}
-
 __global__ void __launch_bounds__(contained::kPackThreads)
     tma_wgrad_sample_kernel(const __grid_constant__ SampleBoth params) {
   extern __shared__ __align__(16) uint8_t modelnew_tma_wgrad_sample_smem[];
@@ -891,21 +877,17 @@ cudaError_t run_channels(const Params& params, cudaStream_t stream) {
 // Copies what TMA cannot read in place, and lets `problem` and `pointers` describe the copies.
 inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, cudaStream_t stream) {
   uint8_t* to = static_cast<uint8_t*>(pointers.workspace) + sum_bytes(plan);
-  const auto make = [&](const void*& from, int64_t (&stride)[4], int channels, int rows, int columns, int64_t& blocks) {
-    const hopper::PlanesCopy made =
-        hopper::make_planes_copy(from, stride, problem.N, channels, rows, columns, to, blocks);
+  const auto make = [&](const void*& from, int64_t (&stride)[4], int channels, int rows, int columns) {
+    const hopper::PlanesCopy made = hopper::make_planes_copy(from, stride, problem.N, channels, rows, columns, to);
     hopper::set_copied_strides(channels, rows, columns, stride);
     from = to;
     to += hopper::copied_bytes(problem.N, channels, rows, columns);
     return made;
   };
   hopper::PlanesCopy x{}, dy{};
-  int64_t x_blocks = 0, dy_blocks = 0;
-  if (plan.copies_x) x = make(pointers.x, problem.x_stride, problem.C, problem.H, problem.W, x_blocks);
-  if (plan.copies_dy) dy = make(pointers.dy, problem.y_stride, problem.K, problem.P, problem.Q, dy_blocks);
-  if (x_blocks + dy_blocks == 0) return cudaSuccess;
-  return hopper::launch_early(tma_wgrad_copy_kernel, static_cast<unsigned>(x_blocks + dy_blocks), hopper::kCopyThreads,
-                              hopper::kCopyBytes, stream, x, dy, static_cast<int>(x_blocks));
+  if (plan.copies_x) x = make(pointers.x, problem.x_stride, problem.C, problem.H, problem.W);
+  if (plan.copies_dy) dy = make(pointers.dy, problem.y_stride, problem.K, problem.P, problem.Q);
+  return hopper::copy_both(x, dy, stream);
 }
 
 // Contains x and dy, and lets `problem` and `pointers` describe the copies.
