@@ -46,6 +46,15 @@ def test_chosen_engines_are_near_the_fastest(choice, file, operator, dtype, leas
     assert max(ratios) < most
 
 
+# wgmma loads rows that begin between 16 bytes by single values or pairs.
+@pytest.mark.parametrize("operator", ["fprop", "dgrad"])
+@pytest.mark.parametrize("columns, name", [(128, "wgmma"), (129, "tma"), (130, "tma"), (132, "tma")])
+def test_wgmma_has_aligned_rows_of_16_bits(choice, columns, name, operator):
+    case = Case(16, 128, 128, columns, 256, 3, 3, padding=(1, 1))
+    fields = problem_fields(case, meta_tensors(case, torch.float16), True)
+    assert choice.choose(OPERATOR_NUMBER[operator], fields).decode() == name
+
+
 # Pyramids of networks for segmentation by taps; taps as near as this, and small layers, as a whole.
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
