@@ -22,6 +22,10 @@
 //   pixel    k k k k k k k k             c c c c c c c c            c c c c c c c c
 //   ..       (64 pixels, 8 KB)           (8 KB)                     up to 4 of them
 //
+// In full accuracy a stage holds values as two parts, and at most two blocks of columns of either:
+//
+//   | dy, first parts | x, first parts | dy, rests | x, rests |
+//
 // NCHW planes that 1x1 filters read whole come as they are, 64 pixels of 64 channels: rows are channels then, and
 // wgmma reads both operands as they lie.
 //
@@ -84,11 +88,11 @@ constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 
 struct Plan {
   bool copies_x, copies_dy;
-  bool planes;   // NCHW, in place
-  int contained;  // parts of scaled fp16 that contain a value of fp32, in copies; or 0
-  int channels;  // of a tile: 128, or 64 of which warpgroups have sums of their own
-  int blocks;    // of columns of a tile
-  int blocks_c;  // of all input channels
+  bool planes;     // NCHW, in place
+  int fp16_parts;  // of scaled fp16 that hold a value of fp32, in copies; 0: 16-bit tensors
+  int channels;    // of a tile: 128, or 64 of which warpgroups have sums of their own
+  int blocks;      // of columns of a tile
+  int blocks_c;    // of all input channels
   int tiles_k, tiles_e, parts;
   int steps;  // stages of all pixels; in planes, each image begins with a stage
   int stages, stage_bytes;
@@ -443,7 +447,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       store_weights<Stored, BLOCKS>(params, job, k, lane, acc);
       continue;
     }
-    if (kMayContain<Stored, FORM> && plan.contained != 0) {
+    if (kMayContain<Stored, FORM> && plan.fp16_parts != 0) {
 #pragma unroll
       for (float& sum : acc) sum *= factor;
     }
@@ -456,7 +460,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         *reinterpret_cast<float2*>(to + 8 * i * columns + 8 * j) =
             make_float2(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
     }
-    if (kMayContain<Stored, FORM> && plan.contained != 0) {
+    if (kMayContain<Stored, FORM> && plan.fp16_parts != 0) {
       const int first_k = job.tile_k * CHANNELS + (kByTurns ? 0 : 64 * warpgroup);
       add_misfits<BLOCKS, kSplit>(params, order, job, part, plan.parts * sums_of_part(plan), first_k,
                           params.sums_ptr + (part * rows + first_k) * columns + job.tile_e * kColumns);
@@ -487,16 +491,15 @@ __global__ void __launch_bounds__(kThreads, 1) tma_wgrad_kernel(const __grid_con
   }
   Order& order = *reinterpret_cast<Order*>(modelnew_tma_wgrad_smem + plan.stages * plan.stage_bytes + kBarrierBytes);
   float factor = 1;  // undoes both scales
-  if (kMayContain<Stored, FORM> && plan.contained != 0) {
+  if (kMayContain<Stored, FORM> && plan.fp16_parts != 0) {
     int exponent[2];
-    bool contained = true;
+    bool fit = true;
     for (int i = 0; i < 2; ++i)
-      contained = contained::find_scale(params.guard[i], exponent[i]) && are_contained(*params.guard[i].control) &&
-                  contained;
-    contained = contained && is_within(exponent[0] + exponent[1] + 126, 253) &&
-                params.guard[0].control->listed + params.guard[1].control->listed <= kMostListed;
-    if (blockIdx.x == 0 && threadIdx.x == 0) *params.done = contained ? 1 : 0;
-    if (!contained) return;
+      fit = contained::find_scale(params.guard[i], exponent[i]) && are_contained(*params.guard[i].control) && fit;
+    fit = fit && is_within(exponent[0] + exponent[1] + 126, 253) &&
+          params.guard[0].control->listed + params.guard[1].control->listed <= kMostListed;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.done = fit ? 1 : 0;
+    if (!fit) return;
     factor = power_of_two(-exponent[0] - exponent[1]);
     order_lists(params, order);
   }
@@ -595,7 +598,7 @@ inline int64_t copied_bytes(const Problem& problem, const Plan& plan) {
 }
 
 // fp32 as the kernels multiply it: as copies, of 1x1 filters of what they read.
-inline Problem contained_problem(Problem problem) {
+inline Problem problem_of_copies(Problem problem) {
   problem.dtype = DType::kFloat16;
   if (problem.R * problem.S == 1) {
     problem.H = problem.P, problem.W = problem.Q;
@@ -607,11 +610,11 @@ inline Problem contained_problem(Problem problem) {
 }
 
 // Bytes of a copy, in one part.
-inline int64_t contained_bytes_of_x(const Problem& contained) {
-  return hopper::copied_bytes(contained.N, contained.C, contained.H, contained.W);
+inline int64_t copy_bytes_of_x(const Problem& copies) {
+  return hopper::copied_bytes(copies.N, copies.C, copies.H, copies.W);
 }
-inline int64_t contained_bytes_of_dy(const Problem& contained) {
-  return hopper::copied_bytes(contained.N, contained.K, contained.P, contained.Q);
+inline int64_t copy_bytes_of_dy(const Problem& copies) {
+  return hopper::copied_bytes(copies.N, copies.K, copies.P, copies.Q);
 }
 
 // State of a call in fp32, for x and dy. The workspace begins with it: hopper_wgrad may write over all else.
@@ -624,7 +627,7 @@ struct GuardLayout {
 constexpr int64_t kGuardBytes = (sizeof(GuardLayout) + 127) / 128 * 128;
 
 inline double estimate(const Problem& problem, int sms, const Plan& plan) {
-  const int times = plan.contained == 2 ? 3 : 1;  // products of parts
+  const int times = plan.fp16_parts == 2 ? 3 : 1;  // products of parts
   const double products = times * plan.channels * plan.blocks * 64.0 * kStagePixels / 2048;
   const double step = std::max(kProductFactor * products + kStepCycles,
                                plan.stage_bytes / kBoxBytes[plan.channels == 128][plan.blocks - 1]);
@@ -635,7 +638,7 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const double pixels =
       problem.N * std::min(1.0 * problem.H * problem.W, 1.0 * problem.P * problem.Q * problem.R * problem.S);
   const double values = pixels * problem.C + static_cast<double>(problem.N) * problem.P * problem.Q * problem.K;
-  const double bytes = 2 * std::max(plan.contained, 1) * values;
+  const double bytes = 2 * std::max(plan.fp16_parts, 1) * values;
   const double memory = bytes / sms / kMemoryBytes;
   const double sums = 1.0 * plan.jobs * plan.channels * plan.blocks * kBlockChannels * sums_of_part(plan);
   const double adding = stores_weights(problem, plan) ? -kAddCycles : kSumCycles * sums / sms;
@@ -652,10 +655,10 @@ inline int64_t sums_of(const Plan& plan) {
 inline int64_t sum_bytes(const Plan& plan) { return static_cast<int64_t>(sizeof(float)) * sums_of(plan); }
 
 inline bool make_plan(const Problem& problem, int sms, const Alignment& address, Plan& best, int forced_channels = 0,
-                      int forced_blocks = 0, int forced_parts = 0, int contained = 0) {
+                      int forced_blocks = 0, int forced_parts = 0, int fp16_parts = 0) {
   const int64_t pixels = problem.N * problem.P * problem.Q, taps = int64_t{problem.R} * problem.S;
   using hopper::is_in_place, hopper::can_copy;
-  const bool copied = contained != 0;
+  const bool copied = fp16_parts != 0;
   bool in_place_x = copied || is_in_place(problem.x_stride, problem.N, problem.C, problem.H, problem.W, address.x);
   bool in_place_dy = copied || is_in_place(problem.y_stride, problem.N, problem.K, problem.P, problem.Q, address.dy);
   const bool planes = !(in_place_x && in_place_dy) && are_whole_planes(problem, address);
@@ -667,14 +670,14 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
   if (taps > hopper::kMostAddTaps) return false;
   bool found = false;
   for (int channels : {128, 64}) {
-    for (int blocks = 1; blocks <= (contained == 2 ? kMostSplitBlocks : kMostBlocks); ++blocks) {
+    for (int blocks = 1; blocks <= (fp16_parts == 2 ? kMostSplitBlocks : kMostBlocks); ++blocks) {
       if (forced_channels > 0 && channels != forced_channels) continue;
       if (forced_blocks > 0 && blocks != forced_blocks) continue;
       Plan plan{};
       plan.copies_x = !in_place_x;
       plan.copies_dy = !in_place_dy;
       plan.planes = planes;
-      plan.contained = contained;
+      plan.fp16_parts = fp16_parts;
       plan.channels = channels;
       plan.blocks = blocks;
       plan.blocks_c = static_cast<int>(ceil_div(problem.C, kBlockChannels));
@@ -682,8 +685,8 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       plan.tiles_e = static_cast<int>(ceil_div(taps * plan.blocks_c, blocks));
       plan.steps = static_cast<int>(planes ? problem.N * ceil_div(pixels / problem.N, kStagePixels)
                                            : ceil_div(pixels, kStagePixels));
-      plan.stage_bytes = std::max(contained, 1) * (channels / 64 + blocks) * kBlockBytes;
-      const int beside = kBarrierBytes + (contained != 0 ? kOrderBytes : 0);
+      plan.stage_bytes = std::max(fp16_parts, 1) * (channels / 64 + blocks) * kBlockBytes;
+      const int beside = kBarrierBytes + (fp16_parts != 0 ? kOrderBytes : 0);
       plan.stages = std::min(kMostStages, (kSharedBytes - beside) / plan.stage_bytes);
       // By turns, a warpgroup always has the same stages of an even number. Of an odd number it would see each one only
       // every other round, when the parity of its barrier is the same again.
@@ -713,11 +716,11 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
 // The same for fp32, and what it takes to contain it.
 inline bool make_contained_plan(const Problem& problem, int sms, Plan& best, int forced_channels = 0,
                                 int forced_blocks = 0, int forced_parts = 0) {
-  const Problem contained = contained_problem(problem);
+  const Problem of_copies = problem_of_copies(problem);
   const int parts = uses_tf32(problem, Operator::kWgrad) ? 1 : 2;
-  const int64_t bytes_of_x = contained_bytes_of_x(contained), bytes_of_dy = contained_bytes_of_dy(contained);
+  const int64_t bytes_of_x = copy_bytes_of_x(of_copies), bytes_of_dy = copy_bytes_of_dy(of_copies);
   if (std::max(bytes_of_x, bytes_of_dy) > kMostCopiedBytes ||
-      !make_plan(contained, sms, Alignment{}, best, forced_channels, forced_blocks, forced_parts, parts))
+      !make_plan(of_copies, sms, Alignment{}, best, forced_channels, forced_blocks, forced_parts, parts))
     return false;
   best.cycles += kContainCycles + (2.0 + parts) * (bytes_of_x + bytes_of_dy) / sms / kContainedBytes;
   return true;
@@ -787,10 +790,10 @@ inline const Engine& engine_of_others(const Problem& problem, Operator op) {
 
 // Sums and copies; of fp32 also what comes before them, and what hopper_wgrad may put in their place.
 inline int64_t bytes_of(const Problem& problem, Operator op, const Plan& plan, const Pointers& pointers) {
-  if (plan.contained == 0) return sum_bytes(plan) + copied_bytes(problem, plan);
-  const Problem contained = contained_problem(problem);
-  const int64_t copies_of_x = padded_bytes(plan.contained * contained_bytes_of_x(contained));
-  const int64_t copies = copies_of_x + plan.contained * contained_bytes_of_dy(contained);
+  if (plan.fp16_parts == 0) return sum_bytes(plan) + copied_bytes(problem, plan);
+  const Problem of_copies = problem_of_copies(problem);
+  const int64_t copies_of_x = padded_bytes(plan.fp16_parts * copy_bytes_of_x(of_copies));
+  const int64_t copies = copies_of_x + plan.fp16_parts * copy_bytes_of_dy(of_copies);
   return kGuardBytes + std::max(padded_bytes(sum_bytes(plan)) + copies,
                                 kHopperWgradEngine.workspace_bytes(problem, op, pointers));
 }
@@ -826,7 +829,7 @@ inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const vo
                                     kStagePixels, map);
   };
   cudaError_t error = cudaSuccess;
-  for (int part = 0; error == cudaSuccess && part < std::max(params.plan.contained, 1); ++part) {
+  for (int part = 0; error == cudaSuccess && part < std::max(params.plan.fp16_parts, 1); ++part) {
     const Half *const x = static_cast<const Half*>(x_ptr) + part * params.rests[0],
                 *const dy = static_cast<const Half*>(dy_ptr) + part * params.rests[1];
     error = make(x, problem.x_stride, problem.C, problem.H, problem.W, columns_of_x(problem), params.x_map[part]);
@@ -868,7 +871,7 @@ cudaError_t run_blocks(const Params& params, cudaStream_t stream) {
 template <typename Stored, int CHANNELS>
 cudaError_t run_channels(const Params& params, cudaStream_t stream) {
   if constexpr (std::is_same_v<Stored, Half>) {
-    if (params.plan.contained == 2) return run_blocks<Stored, CHANNELS, Form::kSplit>(params, stream);
+    if (params.plan.fp16_parts == 2) return run_blocks<Stored, CHANNELS, Form::kSplit>(params, stream);
   }
   return params.plan.planes ? run_blocks<Stored, CHANNELS, Form::kPlanes>(params, stream)
                             : run_blocks<Stored, CHANNELS, Form::kPixels>(params, stream);
@@ -895,10 +898,10 @@ inline cudaError_t contain(const Plan& plan, Problem& problem, Pointers& pointer
                            cudaStream_t stream) {
   GuardLayout& layout = *static_cast<GuardLayout*>(pointers.workspace);
   uint8_t* const workspace = static_cast<uint8_t*>(pointers.workspace) + kGuardBytes;
-  const Problem contained = contained_problem(problem);
+  const Problem of_copies = problem_of_copies(problem);
   uint8_t* const copies = workspace + padded_bytes(sum_bytes(plan));
-  const int parts = plan.contained;
-  void* const copied[2] = {copies, copies + padded_bytes(parts * contained_bytes_of_x(contained))};
+  const int parts = plan.fp16_parts;
+  void* const copied[2] = {copies, copies + padded_bytes(parts * copy_bytes_of_x(of_copies))};
   const void* const from[2] = {pointers.x, pointers.dy};
   contained::Phased of[2] = {};
   static_cast<Correlation&>(of[0]) = correlation_of_problem(problem, Operator::kFprop);
@@ -916,15 +919,15 @@ inline cudaError_t contain(const Plan& plan, Problem& problem, Pointers& pointer
     copy.in_channels = params.channels[i] = hopper::copied_channels(of[i].in_channels);
     both.copy[i] = contained::copy_params(of[i], copy, from[i], copied[i]);
     both.vector[i] = contained::vector_of(both.copy[i]);
-    params.rests[i] = both.rests[i] = (i == 0 ? contained_bytes_of_x(contained) : contained_bytes_of_dy(contained)) / 2;
+    params.rests[i] = both.rests[i] = (i == 0 ? copy_bytes_of_x(of_copies) : copy_bytes_of_dy(of_copies)) / 2;
     sampled.of[i] = contained::sample_params(of[i], from[i], both.guard[i]);
   }
-  params.H = contained.H, params.W = contained.W;
+  params.H = of_copies.H, params.W = of_copies.W;
   params.x_copy = static_cast<const Half*>(copied[0]);
   params.dy_ptr = static_cast<const float*>(pointers.dy);
   std::copy_n(problem.y_stride, 4, params.dy_stride);
   params.done = &layout.done;
-  problem = contained;
+  problem = of_copies;
   pointers.x = copied[0], pointers.dy = copied[1], pointers.workspace = workspace;
   const cudaError_t error =
       hopper::launch_early(tma_wgrad_sample_kernel, 2 * contained::kSampleBlocks, contained::kPackThreads,
@@ -940,7 +943,7 @@ template <typename Stored, typename Out = Stored>
 cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream_t stream) {
   Params params{};
   params.plan = plan;
-  cudaError_t error = plan.contained != 0 ? contain(plan, problem, pointers, params, stream)
+  cudaError_t error = plan.fp16_parts != 0 ? contain(plan, problem, pointers, params, stream)
                                           : copy(plan, problem, pointers, stream);
   if (error != cudaSuccess) return error;
   params.P = problem.P;
@@ -954,7 +957,7 @@ cudaError_t run(Problem problem, const Plan& plan, Pointers pointers, cudaStream
   params.dilation_h = problem.dilation_h;
   params.dilation_w = problem.dilation_w;
   params.sums_ptr = static_cast<float*>(pointers.workspace);
-  if (plan.contained == 0 && stores_weights(problem, plan) && reinterpret_cast<uint64_t>(pointers.out) % 4 == 0)
+  if (plan.fp16_parts == 0 && stores_weights(problem, plan) && reinterpret_cast<uint64_t>(pointers.out) % 4 == 0)
     params.dw_ptr = pointers.out;
   params.K = problem.K;
   params.C = problem.C;
@@ -1003,7 +1006,7 @@ inline void describe(const Problem& problem, Operator, char* text, size_t text_s
   snprintf(text, text_size,
            "%s%s%stile of %d output channels x %d blocks of 64 weights, %d stages of 64 pixels and %d bytes, %d blocks "
            "for %d tiles in %d parts, about %.3g Mcycles",
-           plan.contained == 2 ? "two parts of scaled fp16, " : plan.contained == 1 ? "scaled fp16, " : "",
+           plan.fp16_parts == 2 ? "two parts of scaled fp16, " : plan.fp16_parts == 1 ? "scaled fp16, " : "",
            plan.copies_x && plan.copies_dy ? "x and dy copied, "
            : plan.copies_x                 ? "x copied, "
            : plan.copies_dy                ? "dy copied, "

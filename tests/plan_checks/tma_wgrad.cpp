@@ -9,11 +9,12 @@ static double estimate(const Problem& problem, Operator) { return plan_of(proble
 static void check_numbers(const Problem& problem, const Plan& plan, int sms) {
   const int64_t blocks_c = ceil_div(problem.C, 64);
   CHECK((plan.channels == 64 || plan.channels == 128) && plan.blocks >= 1 && plan.blocks <= 4);
-  CHECK(plan.contained < 2 || plan.blocks <= 2);
-  CHECK(plan.stage_bytes == (plan.contained == 2 ? 2 : 1) * (plan.channels / 64 + plan.blocks) * 64 * 128);
+  CHECK(plan.fp16_parts < 2 || plan.blocks <= 2);
+  CHECK(plan.stage_bytes == (plan.fp16_parts == 2 ? 2 : 1) * (plan.channels / 64 + plan.blocks) * 64 * 128);
   CHECK(plan.stages >= 2 && plan.stages <= kMostStages);
   CHECK(plan.channels == 128 || plan.stages % 2 == 0);  // by turns
-  const int beside = 2 * kMostStages * 8 + (plan.contained != 0 ? static_cast<int>(sizeof(uint16_t) * kMostListed) : 0);
+  const int order = plan.fp16_parts != 0 ? static_cast<int>(sizeof(uint16_t) * kMostListed) : 0;
+  const int beside = 2 * kMostStages * 8 + order;
   CHECK(plan.smem_bytes >= plan.stages * plan.stage_bytes + beside && plan.smem_bytes <= kSharedMemory);
   CHECK(covers(plan.tiles_k, plan.channels, problem.K) && plan.blocks_c == blocks_c);
   CHECK(covers(plan.tiles_e, plan.blocks, int64_t{problem.R} * problem.S * blocks_c));
@@ -59,17 +60,18 @@ static void check_contained(Problem p, int sms) {
   p.dtype = DType::kFloat32;
   Plan plan{};
   if (!make_contained_plan(p, sms, plan)) return;
-  const Problem contained = contained_problem(p);
-  CHECK(plan.contained == (uses_tf32(p, Operator::kWgrad) ? 1 : 2) && !plan.copies_x && !plan.copies_dy && !plan.planes);
-  CHECK(has_pixels_for_boxes(contained.x_stride, 0, {p.N, 8 * ceil_div(p.C, 8), contained.H, contained.W}));
-  CHECK(has_pixels_for_boxes(contained.y_stride, 0, {p.N, 8 * ceil_div(p.K, 8), p.P, p.Q}));
-  CHECK(contained.P == p.P && contained.Q == p.Q && contained_bytes_of_x(contained) % 16 == 0);
-  CHECK(contained_bytes_of_dy(contained) % 16 == 0);
+  const Problem of_copies = problem_of_copies(p);
+  CHECK(plan.fp16_parts == (uses_tf32(p, Operator::kWgrad) ? 1 : 2));
+  CHECK(!plan.copies_x && !plan.copies_dy && !plan.planes);
+  CHECK(has_pixels_for_boxes(of_copies.x_stride, 0, {p.N, 8 * ceil_div(p.C, 8), of_copies.H, of_copies.W}));
+  CHECK(has_pixels_for_boxes(of_copies.y_stride, 0, {p.N, 8 * ceil_div(p.K, 8), p.P, p.Q}));
+  CHECK(of_copies.P == p.P && of_copies.Q == p.Q && copy_bytes_of_x(of_copies) % 16 == 0);
+  CHECK(copy_bytes_of_dy(of_copies) % 16 == 0);
   CHECK(kGuardBytes % 128 == 0 && kGuardBytes >= static_cast<int64_t>(sizeof(GuardLayout)));
-  NOTE(contained.H != p.H);
-  NOTE(plan.contained == 2);
-  check_numbers(contained, plan, sms);
-  check_jobs(contained, plan);
+  NOTE(of_copies.H != p.H);
+  NOTE(plan.fp16_parts == 2);
+  check_numbers(of_copies, plan, sms);
+  check_jobs(of_copies, plan);
 }
 
 // Plans for a GPU of few SMs or of many: there is one where boxes take x and dy, or copies of them.
