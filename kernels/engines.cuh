@@ -7,6 +7,10 @@
 
 namespace modelnew {
 
+namespace hopper {
+struct PlanesCopy;
+}
+
 struct Engine {
   const char* name;
   // Null if the engine can compute the problem, else the reason why not.
@@ -27,6 +31,9 @@ struct Engine {
 // (listed.cu). It needs listed_workspace_bytes of workspace.
 cudaError_t launch_listed(Operator, const Problem&, const Pointers&, const TileList&, int sms, cudaStream_t);
 int64_t listed_workspace_bytes(const Problem&, Operator);
+
+// Copies x and dy to channels_last (planes_copy.cu). One of them may have no blocks: it is not copied.
+cudaError_t launch_planes_copy(const hopper::PlanesCopy&, const hopper::PlanesCopy&, cudaStream_t);
 
 // Whether direct computes the problem in its points kernel: 1x1 filters to few channels, each pixel read once.
 bool direct_has_points(const Problem&, Operator);

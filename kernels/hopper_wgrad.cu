@@ -3,7 +3,7 @@
 //
 //   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
 //
-//   planes_copy_kernel         x or dy in another memory format -> one that TMA boxes can read, where needed
+//   planes_copy.cu             x or dy in another memory format -> one that TMA boxes can read, where needed
 //   hopper_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32
 //   weight_sums_kernel         sums of all parts -> dw (weight_sums.cuh)
 //
@@ -37,7 +37,7 @@
 //   warp 8      one thread issues the boxes
 //   warps 9-    split x of fp32, round it, or transpose planes
 //
-// A sum is split after kMostChained pixels, because the tensor core truncates when it adds.
+// A sum is split after a number of pixels (most_chained), because the tensor core truncates when it adds.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -71,7 +71,6 @@ constexpr int kRegionBytes = 1024;                   // of a stage, at least: fr
 constexpr int kMostBox = 256;                        // elements of a box along a dimension
 constexpr int kMostStep = 8;                         // of a box
 [[maybe_unused]] constexpr float kScale = 0x1p24f;   // of either operand in fp32
-constexpr int64_t kMostChained = 8192;               // pixels of one sum on the tensor core
 constexpr int kMostTaps = 256;
 constexpr int kLeastRounded = 64;                // channels of pixels that are rounded: fewer leave lanes idle
 constexpr int kMostFoldedFrom = 7;               // channels of x of which several taps become channels
@@ -196,13 +195,21 @@ MODELNEW_HOST_DEVICE inline int step_pixels(const Plan& plan) {
   return plan.rounds && plan.shifted ? kShiftedLine : step_slots(plan);
 }
 
+// Values in 16 bytes, of `bytes` each.
+MODELNEW_HOST_DEVICE constexpr int piece_of(int bytes) { return 16 / bytes; }
+
 // How many planes are shifted by one step more each, until the next one begins at a multiple of 16 bytes again; by how
-// many pixels one of them is.
-MODELNEW_HOST_DEVICE inline int planes_together(const Plan& plan, int channels, int64_t stride) {
-  return plan.shifted && channels % 4 == 0 && stride % 4 != 0 ? 4 / static_cast<int>(stride % 4) : 1;
+// many pixels one of them is, and all of them at most.
+MODELNEW_HOST_DEVICE inline int planes_together(const Plan& plan, int channels, int64_t stride, int bytes) {
+  const int piece = piece_of(bytes), rest = static_cast<int>(stride % piece);
+  return plan.shifted && channels % piece == 0 && rest != 0 ? piece / rest : 1;
 }
-MODELNEW_HOST_DEVICE inline int shift_of(const Plan& plan, int channel, int64_t stride) {
-  return plan.shifted ? channel * static_cast<int>(stride) & 3 : 0;
+MODELNEW_HOST_DEVICE inline int shift_of(const Plan& plan, int channel, int64_t stride, int bytes) {
+  return plan.shifted ? channel * static_cast<int>(stride) & (piece_of(bytes) - 1) : 0;
+}
+MODELNEW_HOST_DEVICE inline int most_shift(const Plan& plan, int64_t stride, int bytes) {
+  const int piece = piece_of(bytes), rest = static_cast<int>(stride % piece);
+  return plan.shifted && rest != 0 ? piece - rest : 0;
 }
 
 MODELNEW_HOST_DEVICE inline int all_slots(const Plan& plan) { return plan.images * phases_of(plan) * plan.slots; }
@@ -363,15 +370,15 @@ __device__ __forceinline__ Window locate_window(const Params& params, const Job&
 template <typename Format, int CHUNKS>
 __device__ __forceinline__ void load_stage(const Params& params, const Job& job, int tile, uint32_t stage,
                                            uint32_t barrier, uint32_t x_stage, uint32_t x_barrier) {
-  constexpr int kMisplaced = 16 / Format::BYTES - 1;  // elements behind a multiple of 16 bytes, at most
+  constexpr int BYTES = Format::BYTES;
+  constexpr int kMisplaced = piece_of(BYTES) - 1;  // elements behind a multiple of 16 bytes, at most
   const Plan& plan = params.plan;
   const Window window = locate_window(params, job, tile);
   const int n = static_cast<int>(window.at.n);
   const int first_k = job.group * params.group_k + job.tile_k * plan.channels;
   const int first_c = job.group * params.group_c + job.block_c * CHUNKS * 8;
-  // Planes: of two or four together there is a half or a quarter.
-  const int place_k = first_k >> planes_together(plan, params.group_k, params.dy_stride[1]) / 2;
-  const int place_c = first_c >> planes_together(plan, params.group_c, params.x_stride[1]) / 2;
+  const int place_k = first_k / planes_together(plan, params.group_k, params.dy_stride[1], BYTES);
+  const int place_c = first_c / planes_together(plan, params.group_c, params.x_stride[1], BYTES);
   hopper::barrier_arrive_expecting(barrier, plan.dy_loaded + (Format::SPLITS ? 0 : plan.x_loaded));
   if (Format::SPLITS) hopper::barrier_arrive_expecting(x_barrier, plan.x_loaded);
 #pragma unroll 1
@@ -504,10 +511,10 @@ __device__ __forceinline__ void split_stage(const Params& params, const Job& job
   const Plan& plan = params.plan;
   const int slots = all_slots(plan);
   const Window window = locate_window(params, job, tile);
-  constexpr int kMisplaced = 16 / BYTES - 1;  // elements of a box before its first row
-  uint32_t shifts[4];
+  constexpr int PIECE = piece_of(BYTES), kMisplaced = PIECE - 1;  // elements of a box before its first row
+  uint32_t shifts[PIECE];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) shifts[i] = BYTES * shift_of(plan, i, params.x_stride[1]);
+  for (int i = 0; i < PIECE; ++i) shifts[i] = BYTES * shift_of(plan, i, params.x_stride[1], BYTES);
 #pragma unroll 1
   for (int item = threadIdx.x - (kMultiplyingThreads + 32); item < CHUNKS / ITEM * slots; item += Format::SPLITTING) {
     const int chunk = quotient(item, params.by_all_slots) * ITEM, slot = item - chunk / ITEM * slots;
@@ -527,7 +534,7 @@ __device__ __forceinline__ void split_stage(const Params& params, const Job& job
 #pragma unroll
       for (int j = 0; j < ITEM; ++j)
 #pragma unroll
-        for (int c = 0; c < 8; ++c, own += step) hopper::load_shared_half(values[j][c], own);
+        for (int c = 0; c < 8; ++c, own += step) hopper::load_shared_half(values[j][c], own + shifts[c]);
 #pragma unroll
       for (int j = 0; j < ITEM; ++j, place += plan.chunk_bytes) {
         uint32_t pairs[4];
@@ -582,7 +589,7 @@ __device__ __forceinline__ void round_lines(const Params& params, uint32_t x, in
   constexpr int kRows = 8 * CHUNKS;
   const Plan& plan = params.plan;
   const int first = static_cast<int>(threadIdx.x) - (kMultiplyingThreads + 32), order = first % 8;
-  const int shift = shift_of(plan, first, params.x_stride[1]);
+  const int shift = shift_of(plan, first, params.x_stride[1], Format::BYTES);
 #pragma unroll 1
   for (int row = first; row < plan.images * plan.steps * kRows; row += Format::SPLITTING) {
     const uint32_t begin = x + row * hopper::kBoxRowBytes;
@@ -821,16 +828,19 @@ template <typename Format>
 struct LaneOfDy {
   uint32_t place[Format::BYTES == 4 ? 4 : Format::SPLITS ? 2 : 1];  // pixels of 16 bits: a row of ldmatrix
   uint32_t step_bytes, image_bytes, carry;
+  uint32_t odd;  // 16 bits: 2 where rows may begin between words
   bool planes, straight;
 
-  // `shift`: of planes.
-  __device__ __forceinline__ LaneOfDy(const Plan& plan, int own_channel, int lane, int shift) {
+  __device__ __forceinline__ LaneOfDy(const Params& params, int own_channel, int lane) {
+    const Plan& plan = params.plan;
+    const int shift = shift_of(plan, lane / 4, params.dy_stride[1], Format::BYTES);
     constexpr int CHANNELS = hopper::kBoxRowBytes / Format::BYTES;
     const uint32_t block = own_channel / CHANNELS * plan.dy_block_bytes;
     const int in_block = own_channel % CHANNELS;
     step_bytes = Format::STEP * hopper::kBoxRowBytes;
     image_bytes = plan.dy_slots * hopper::kBoxRowBytes;
     planes = hopper::in_register(int{plan.dy_planes}), straight = hopper::in_register(int{plan.dy_straight});
+    odd = 2 * (shift_of(plan, 1, params.dy_stride[1], Format::BYTES) & 1);
     if constexpr (Format::BYTES == 2 && !Format::SPLITS) {
       const int pixel = lane / 16 * 8 + lane % 8, piece = in_block / 8 + lane / 8 % 2;
       place[0] = block + pixel * hopper::kBoxRowBytes + (piece ^ lane % 8) * 16;
@@ -888,8 +898,17 @@ __device__ __forceinline__ void load_dy(const LaneOfDy<Format>& own, uint32_t fr
     hopper::load_matrix_transposed(a[0], from + own.place[0]);
   } else if constexpr (Format::BYTES == 2) {
     if (own.straight) {
+      const uint32_t at = from + own.place[0], between = at & 2, next = own.place[1] - own.place[0];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) hopper::load_shared(a[0][i], from + own.place[i % 2] + i / 2 * 16);
+      for (int i = 0; i < 4; ++i) hopper::load_shared(a[0][i], at - between + i % 2 * next + i / 2 * 16);
+      if (((from | own.odd) & 2) != 0) {  // pairs of some lane lie in two words
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          uint32_t behind;
+          hopper::load_shared(behind, at - between + i % 2 * next + i / 2 * 16 + 4);
+          a[0][i] = static_cast<uint32_t>((uint64_t{behind} << 32 | a[0][i]) >> between * 8);
+        }
+      }
       if (left < kStepPixels)
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[0][i] &= i / 2 * 8 + 1 < left ? ~0u : i / 2 * 8 < left ? 0xffffu : 0;
@@ -947,7 +966,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const bool by_turns = plan.channels == 64;
   const int turns = by_turns ? 2 : 1;
   const int own_channel = (by_turns ? 0 : 64 * warpgroup) + 16 * warp;
-  const LaneOfDy<Format> own_dy(plan, own_channel, lane, shift_of(plan, lane / 4, params.dy_stride[1]));
+  const LaneOfDy<Format> own_dy(params, own_channel, lane);
   const int* const dy_table = reinterpret_cast<const int*>(smem + shared.layout.dy_table);
   // Slots are 16 bytes of a chunk of fp32's parts, or rows in the swizzle of a box.
   const int slot_units = Format::SPLITS ? 1 : plan.row_bytes / 16;
@@ -973,6 +992,13 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     uint32_t a[SETS][Format::OPERANDS][4];
     int keep = 0;
     hopper::wgmma_start(acc);
+    // With zeros to begin with, an instruction a product is saved: whether to keep sums.
+    if constexpr (Format::BYTES == 2) {
+#pragma unroll
+      for (int t = 0; t < TAPS; ++t)
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) acc[t][i] = 0;
+    }
     const auto finish = [&] {
       hopper::wgmma_wait<0>();
 #pragma unroll
@@ -1063,7 +1089,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
           }
         }
         table = dy_table;
-        left = plan.tiles_q == 1 ? plan.pitch * min(plan.rows, params.P - at.p) : min(plan.columns, params.Q - at.q);
+        left = plan.rows == 1 ? min(plan.columns, params.Q - at.q) : plan.pitch * min(plan.rows, params.P - at.p);
       }
       return true;
     };
@@ -1103,7 +1129,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
             for (int t = 0; t < TAPS; ++t)
               hopper::WgmmaRegistersTransposed<typename Format::Operand, COLUMNS>::multiply(
                   acc[t], a[set][i], b + tap_slots[t] + (order - i) * of_part,
-                  order == PARTS - 1 && i == order ? keep : 1, high);
+                  Format::BYTES == 4 && order == PARTS - 1 && i == order ? keep : 1, high);
         hopper::wgmma_commit();
       }
       keep = 1;
@@ -1276,7 +1302,8 @@ struct Costs {
   double sum, step;
   double split, split_stage;  // a slot of a chunk; what a stage takes besides
 };
-constexpr Costs kPixels16{46, 16.8, 0.68, 3, 0, 0}, kPlanes16{24, 16.8, 0.68, 280, 0.86, 390};
+constexpr Costs kPixels16{46, 16.8, 0.68, 3, 0, 0};
+constexpr Costs kPlanes16{24, 16.8, 0.68, 280, 0.86, 390}, kWords16{24, 16.8, 0.68, 200, 0.86, 390};
 constexpr Costs kOfFloat32{25, 22.6, 1.08, 93, 1.5, 430}, kContained{19, 22.6, 1.08, 38, 1.06, 490};
 constexpr Costs kRounded{34.6, 14.1, 0.59, 47, 0.49, 331}, kShifted{31, 14.1, 0.59, 47, 0.49, 331};
 constexpr double kCallCycles = 13400, kStageCycles = 600, kCopyCycles = 6500, kCopiedBytes = 21;
@@ -1309,10 +1336,11 @@ inline bool has_planes(const Tensor& of, int bytes, uint64_t address) {
          is_step(of.stride[0] * bytes, of.N) && is_step(of.stride[1] * bytes, of.C) && address % 16 == 0;
 }
 
-// Whether boxes can read planes of fp32 in place that do not all begin at a multiple of 16 bytes.
+// Whether boxes can read planes in place that do not all begin at a multiple of 16 bytes.
 inline bool has_shifted_planes(const Tensor& of, int bytes, uint64_t address) {
-  return bytes == 4 && hopper::are_planes(of.stride, of.H, of.W) && of.stride[1] >= int64_t{of.H} * of.W &&
-         of.stride[1] % 4 != 3 && is_step(of.stride[0] * bytes, of.N) && address % 16 == 0;
+  const int64_t rest = of.stride[1] % piece_of(bytes);
+  return hopper::are_planes(of.stride, of.H, of.W) && of.stride[1] >= int64_t{of.H} * of.W && (rest & (rest - 1)) == 0 &&
+         is_step(of.stride[0] * bytes, of.N) && address % 16 == 0;
 }
 
 // A copy: of planes, whole 16 bytes each, or of 16 bits in channels_last.
@@ -1391,10 +1419,13 @@ inline Problem as_planned(Problem problem, const Plan& plan) {
 
 // `stages` of a block.
 inline double estimate(const Problem& problem, int sms, const Plan& plan, double stages) {
+  // Pairs of pixels of dy lie in words.
+  const bool words = plan.dy_straight && plan.shape.taps > 1 && problem.y_stride[1] % 2 == 0 &&
+                     (problem.P == 1 || problem.Q % 2 == 0) && (plan.tiles_q == 1 || plan.columns % 2 == 0);
   const Costs& costs = plan.rounds       ? plan.shifted ? kShifted : kRounded
                        : plan.contains   ? kContained
                        : plan.bytes == 4 ? kOfFloat32
-                       : plan.splits     ? kPlanes16
+                       : plan.splits     ? words ? kWords16 : kPlanes16
                                          : kPixels16;
   const int times = plan.contains ? 1 : plan.rounds ? 4 : plan.parts_of_x * (plan.parts_of_x + 1) / 2;
   const double products = plan.shape.taps * times *
@@ -1464,13 +1495,14 @@ inline bool complete(const Problem& problem, Plan& plan) {
   } else if (plan.dy_planes) {
     // Lanes of a warp read eight channels, whose rows are 8 or 24 words apart in the banks.
     const int64_t run = plan.tiles_q == 1 ? (plan.rows - 1) * problem.Q + plan.columns : plan.columns;
-    const int64_t piece = 16 / plan.bytes;
+    const int64_t piece = piece_of(plan.bytes);
     const bool in_pieces = (plan.tiles_p == 1 || int64_t{plan.rows} * problem.Q % piece == 0) &&
                            (plan.tiles_q == 1 || plan.columns % piece == 0);
-    const bool shifted = shift_of(plan, 1, problem.y_stride[1]) != 0;
-    plan.dy_run = static_cast<int>(padded(run + (in_pieces ? 0 : piece - 1) + (shifted ? 3 : 0) - 8, 16) + 8);
+    const int shift = most_shift(plan, problem.y_stride[1], plan.bytes);
+    plan.dy_run = static_cast<int>(padded(run + (in_pieces ? 0 : piece - 1) + shift - 8, 16) + 8);
     plan.dy_slots = plan.steps * kStepPixels;
-    plan.dy_straight = in_pieces && pitch == plan.columns && !shifted;
+    plan.dy_straight = plan.bytes == 2 ? pitch == plan.columns || plan.rows == 1
+                                       : in_pieces && pitch == plan.columns && shift == 0;
     dy_bytes = dy_loaded = int64_t{plan.images} * plan.channels * plan.dy_run * plan.bytes;
     if (plan.dy_run > kMostBox) return false;
   } else {
@@ -1486,7 +1518,7 @@ inline bool complete(const Problem& problem, Plan& plan) {
                   (plan.dy_slots > plan.rows * pitch || dy_by_rows || (plan.tiles_q > 1 && pitch > plan.columns));
   if (plan.x_planes && !lines) {
     // As many rows in a box as there are room for, where the window has whole ones.
-    const int64_t piece = 16 / plan.bytes, more = piece - 1 + (plan.shifted ? 3 : 0);
+    const int64_t piece = piece_of(plan.bytes), more = piece - 1 + most_shift(plan, problem.x_stride[1], plan.bytes);
     const int64_t fit = (kMostBox - more - window_w) / problem.W + 1;
     const bool whole_rows = plan.tiles_q == 1 && plan.phases_h == stride_h;
     plan.box_rows = whole_rows ? static_cast<int>(std::min(std::max(fit, int64_t{1}), window_h)) : 1;
@@ -1534,7 +1566,7 @@ inline bool complete(const Problem& problem, Plan& plan) {
 inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan, Plan& best, bool& found) {
   const int64_t tiles = int64_t{problem.groups} * plan.tiles_k * plan.blocks_c * plan.blocks_t;
   const int64_t pixels = int64_t{plan.tiles} * plan.images * plan.steps * step_pixels(plan);
-  const int64_t least = ceil_div(pixels, kMostChained * sums_of_part(plan));
+  const int64_t least = ceil_div(pixels, hopper::most_chained(plan.bytes == 2) * sums_of_part(plan));
   const int64_t most = std::max(least, ceil_div(4 * sms, tiles)), last = std::min<int64_t>(most, plan.tiles);
   plan.parts = static_cast<int>(std::min<int64_t>(least, plan.tiles));
   if (found && estimate(problem, sms, plan, static_cast<double>(tiles) * plan.tiles / sms) >= best.cycles) return;
@@ -1553,7 +1585,7 @@ inline void divide(const Problem& problem, int sms, const Wish& wish, Plan plan,
   }
 }
 
-// How 16 bits are read, and planes of fp32: boxes of planes, shifted ones, too, or channels_last.
+// How planes are read: by boxes, also of shifted ones, or, of 16 bits, copied to channels_last.
 enum class Way { kPlanes, kShifted, kPixels };
 
 // Adds the plans of a way and a fold to the search.
@@ -1575,7 +1607,8 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
     const bool pixels = !folds && in_pieces && has_pixels(of, plan.bytes, begin);
     planes = splits && !(pixels && plan.bytes == 4);
     copies = planes ? folds || !has_planes(of, plan.bytes, begin) : !pixels;
-    if (plan.shifted && planes && !folds && copies && of_group % 4 == 0 && has_shifted_planes(of, plan.bytes, begin))
+    if (plan.shifted && planes && !folds && copies && of_group % piece_of(plan.bytes) == 0 &&
+        has_shifted_planes(of, plan.bytes, begin))
       shifts = true, copies = false;
     const bool allowed = planes ? plan.bytes == 4 || folds || !copies : in_pieces;
     return allowed && int64_t{of.H} * of.W < 1 << 29;
@@ -1657,7 +1690,7 @@ inline void search(const Problem& original, int sms, const Alignment& address, W
         consider_rows(most);
         const int equal = static_cast<int>(ceil_div(problem.Q, ceil_div(problem.Q, most)));
         consider_rows(equal);
-        if (equal % 4 != 0) consider_rows(static_cast<int>(padded(equal, 4)));
+        consider_rows(static_cast<int>(padded(equal, piece_of(plan.bytes))));
       }
     }
 }
@@ -1691,8 +1724,8 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
   const bool halves = element_bytes(problem.dtype) == 2;
   for_each_fold(problem, [&](int fold_h, int fold_w) {
     if (wish.fold >= 0 && wish.fold != number++) return;
-    for (Way way : {halves ? Way::kPixels : Way::kShifted, Way::kPlanes})
-      search(problem, sms, address, way, fold_h, fold_w, wish, best, found);
+    for (Way way : {Way::kPixels, Way::kShifted, Way::kPlanes})
+      if (halves || way != Way::kPixels) search(problem, sms, address, way, fold_h, fold_w, wish, best, found);
   });
   return found;
 }
@@ -1789,9 +1822,9 @@ inline cudaError_t make_maps(const Problem& problem, Params& params) {
     const uint64_t images = static_cast<uint64_t>(of.N), height = static_cast<uint64_t>(of.H);
     const uint64_t channels = static_cast<uint64_t>(planes ? of.C : padded(of.C, 16 / plan.bytes));  // a copy has more
     if (planes) {
-      const uint32_t together = static_cast<uint32_t>(planes_together(plan, group, of.stride[1]));
-      const int64_t shift = together > 1 ? of.stride[1] % 4 : 0;
-      const uint64_t plane = padded(int64_t{of.H} * of.W + (together - 1) * shift, 16 / plan.bytes);
+      const uint32_t together = static_cast<uint32_t>(planes_together(plan, group, of.stride[1], plan.bytes));
+      const int64_t shift = together > 1 ? of.stride[1] % piece_of(plan.bytes) : 0;
+      const uint64_t plane = padded(int64_t{of.H} * of.W + (together - 1) * shift, piece_of(plan.bytes));
       const uint64_t sizes[4] = {plane, together, channels / together, images};
       const uint64_t strides[3] = {step(of.stride[1] - shift, together),
                                    step(of.stride[1] * together, of.C / together), step(of.stride[0], of.N)};
@@ -1887,7 +1920,7 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
   };
   cudaError_t error = plan.copies_x ? make(x_of(problem), plan.x_planes, true, pointers.x) : cudaSuccess;
   if (plan.copies_dy && error == cudaSuccess) error = make(dy_of(problem), plan.dy_planes, false, pointers.dy);
-  return error == cudaSuccess ? hopper::copy_both(of_planes[0], of_planes[1], stream) : error;
+  return error == cudaSuccess ? launch_planes_copy(of_planes[0], of_planes[1], stream) : error;
 }
 
 // The images of a slice: copies, and sums of its parts.

@@ -76,6 +76,7 @@
 #include "im2col_map.cuh"
 #include "numerics.cuh"
 #include "out_phases.cuh"
+#include "planes_copy.cuh"
 #include "problem.cuh"
 #include "ptx.cuh"
 #include "ring.cuh"
@@ -1680,17 +1681,18 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 // Overhead of a call of wgmma, which its own estimate lacks: docs/lab/tma.md.
 constexpr double kWgmmaCallCycles = 12 * 1650;
 
-// Whether wgmma, which reads NCHW without a copy, is estimated to be faster. It is not where rows begin between 16
-// bytes: it loads them by one or two values. The factors correct both estimates by measured times, this engine's also
-// for the zeros that fill up fewer than 64 input channels (docs/lab/tma.md).
+// Whether wgmma, which reads NCHW without a copy, is estimated to be faster. The factors correct both estimates by
+// measured times: this engine's for the zeros that fill up fewer than 64 input channels, wgmma's for rows that begin
+// between 16 bytes, which it loads by two values or one (docs/lab/tma.md).
 inline bool wgmma_is_faster(const Problem& problem, Operator op) {
   const Planned& planned = plan_of(problem, op, Alignment{});
-  const bool may_be = planned.plan.copied && hopper::in_eights(planned.of.in_stride[2], planned.of.H > 1);
-  if (!may_be || kWgmmaEngine.refusal(problem, op) != nullptr) return false;
+  if (!planned.plan.copied || kWgmmaEngine.refusal(problem, op) != nullptr) return false;
   const int channels = planned.of.in_channels;
   const double factor = channels < 16 ? 3 : channels < 32 ? 1.5 : channels < 64 ? 1.35 : 1.15;
   const double own = kCallCycles + (planned.plan.cycles - kCallCycles) * factor;
-  return kWgmmaCallCycles + 1.15 * kWgmmaEngine.cycles(problem, op) < own;
+  const int64_t row = planned.of.H > 1 ? planned.of.in_stride[2] : 0;
+  const double longer = row % 8 == 0 ? 1.15 : row % 2 == 0 ? 1.4 : 2;
+  return kWgmmaCallCycles + longer * kWgmmaEngine.cycles(problem, op) < own;
 }
 
 constexpr double kLeastWorkOfFew = 1 << 26;  // multiply-adds of dgrad from fewer than 8 channels

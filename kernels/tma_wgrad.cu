@@ -5,7 +5,7 @@
 //
 //   dw[k, r, s, c] = sum over pixels (n, p, q) of dy[n, p, q, k] * x[n, p*stride_h - pad_h + r*dilation_h, .., c]
 //
-//   planes_copy_kernel      x or dy in NCHW -> channels_last, where needed
+//   planes_copy.cu          x or dy in NCHW -> channels_last, where needed
 //   tma_wgrad_kernel        sums over a part of the pixels -> workspace, in fp32; or -> dw, where there is one part
 //   weight_sums_kernel      sums of all parts -> dw (weight_sums.cuh)
 //
@@ -39,8 +39,8 @@
 //               | ring of stages | --> wgmma --> registers --> sums of a part
 //   x  --TMA--> +----------------+     full, empty: one mbarrier each per stage
 //
-// A sum is split after kMostChained pixels, because the tensor core truncates when it adds. In full accuracy, stages
-// hold both parts of values, and the tensor core adds products of first parts within a stage only.
+// A sum is split after a number of pixels (most_chained), because the tensor core truncates when it adds. In full
+// accuracy, stages hold both parts of values, and the tensor core adds products of first parts within a stage only.
 //
 // Bound by the largest of multiplying, loading stages from the L2 cache and reading memory, as the estimate has it; no
 // profile tells them apart. Measurements: docs/lab/tma.md.
@@ -83,7 +83,6 @@ constexpr int kSharedBytes = 232448;
 constexpr int kMostStages = 8, kMostBlocks = 4;  // kMostBlocks: blocks of columns of a tile
 constexpr int kMostSplitBlocks = 2;              // in two parts, which take three sets of sums
 constexpr int kBarrierBytes = 2 * kMostStages * 8, kOrderBytes = 2 * kMostListed;
-constexpr int64_t kMostChained = 8192;           // pixels of one sum on the tensor core
 constexpr int64_t kMostSumBytes = int64_t{1} << 30;
 
 struct Plan {
@@ -693,7 +692,7 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       if (channels == 64) plan.stages -= plan.stages % 2;
       plan.smem_bytes = plan.stages * plan.stage_bytes + beside;
       const int64_t tiles = int64_t{plan.tiles_k} * plan.tiles_e;
-      const int64_t least = ceil_div(int64_t{plan.steps} * kStagePixels, kMostChained * sums_of_part(plan));
+      const int64_t least = ceil_div(int64_t{plan.steps} * kStagePixels, hopper::most_chained(fp16_parts == 0) * sums_of_part(plan));
       const int64_t most = std::max(least, ceil_div(4 * sms, tiles));
       const int64_t last = std::min<int64_t>(most, plan.steps);
       for (int64_t parts = std::min<int64_t>(least, plan.steps); parts <= last; ++parts) {
@@ -764,8 +763,8 @@ inline Alignment alignment_of(const Pointers& pointers) {
 inline double cycles(const Problem& problem, Operator) { return plan_of(problem, Alignment{}).plan.cycles; }
 
 // hopper_wgrad is taken to be faster below this multiple of this engine's estimate: docs/lab/tma.md.
-constexpr double kCyclesOfHopperWgrad = 0.95;
-// The same for fp32; with several taps of channels_last hopper_wgrad is faster than its estimate.
+// Of channels_last this engine's own is too long in 16 bits, that of hopper_wgrad in fp32 with several taps.
+constexpr double kCyclesIn16Bits = 0.95, kCyclesOfPixelsIn16Bits = 0.75;
 constexpr double kCyclesInFp32 = 1.09, kCyclesOfPixelsInFp32 = 1.16;
 
 inline const char* yields(const Problem& problem, Operator op) {
@@ -773,9 +772,9 @@ inline const char* yields(const Problem& problem, Operator op) {
   if (kHopperWgradEngine.refusal(problem, op) != nullptr) return nullptr;
   if ((plan.copies_x || plan.copies_dy) && kHopperWgradEngine.yields(problem, op) != nullptr)
     return "another engine may be faster with few output channels of a group, as it copies nothing";
-  const bool pixels = problem.x_stride[1] == 1 && problem.R * problem.S > 1 && !has_stride(problem);
-  const double factor = problem.dtype != DType::kFloat32 ? kCyclesOfHopperWgrad
-                        : pixels                         ? kCyclesOfPixelsInFp32
+  const bool pixels = problem.x_stride[1] == 1, shifts = problem.R * problem.S > 1 && !has_stride(problem);
+  const double factor = problem.dtype != DType::kFloat32 ? (pixels ? kCyclesOfPixelsIn16Bits : kCyclesIn16Bits)
+                        : pixels && shifts               ? kCyclesOfPixelsInFp32
                                                          : kCyclesInFp32;
   if (kHopperWgradEngine.cycles(problem, op) < factor * plan.cycles)
     return "hopper_wgrad is faster by the estimates";
@@ -890,7 +889,7 @@ inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, 
   hopper::PlanesCopy x{}, dy{};
   if (plan.copies_x) x = make(pointers.x, problem.x_stride, problem.C, problem.H, problem.W);
   if (plan.copies_dy) dy = make(pointers.dy, problem.y_stride, problem.K, problem.P, problem.Q);
-  return hopper::copy_both(x, dy, stream);
+  return launch_planes_copy(x, dy, stream);
 }
 
 // Contains x and dy, and lets `problem` and `pointers` describe the copies.

@@ -20,6 +20,9 @@ constexpr int kAddThreads = 256, kMostAddChannels = 64, kMostAddSums = 4096;  //
 constexpr int kAddQuads = 2, kFewBlocks = 512;  // of a thread at a time; fewer blocks leave memory idle
 constexpr int kMostAddTaps = 7168;              // of a filter: sums of four channels find room in shared memory
 
+// Pixels of one sum on the tensor core, which truncates when it adds. dw of 16 bits is rounded more than that.
+MODELNEW_HOST_DEVICE constexpr int64_t most_chained(bool of_16_bits) { return of_16_bits ? 1 << 15 : 1 << 13; }
+
 struct WeightSums {
   const float* sums_ptr;  // [part][output channel][tap][input channel]
   void* dw_ptr;

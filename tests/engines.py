@@ -297,11 +297,12 @@ EMULATED = {
     "tma": by_tma("tma", shape=-1, windows=-1, splits=1, direct=-1),
     "tma_wgrad": dataclasses.replace(
         by_tma("tma_wgrad", channels=0, blocks=0, parts=0),
-        files=["tma_wgrad.cu", "hopper_wgrad.cu"],  # which computes what does not fit into scaled fp16
+        # hopper_wgrad computes what does not fit into scaled fp16.
+        files=["tma_wgrad.cu", "planes_copy.cu", "hopper_wgrad.cu"],
         edits={r" 1 << 29 : 1 << 27;": " 1 << 12 : 1 << 12;"},
     ),
     "hopper_wgrad": Kernels(
-        ["hopper_wgrad.cu"],
+        ["hopper_wgrad.cu", "planes_copy.cu"],
         ["hopper_wgrad.h"],
         edits={
             r" 1 << 29 : 1 << 27;": " 1 << 12 : 1 << 12;",
@@ -324,7 +325,9 @@ EMULATED = {
         {"shape": -1, "splits": 0, "sms": 3, "images": 0, "windows": -1, "tma_splits": 1},
     ),
 }
-OTHER_ENGINE = cpp("emulation/listed.h")
+# Functions of other units, by the unit that calls them.
+OTHER_UNITS = {"wgmma.cu": cpp("emulation/listed.h")}
+OTHER_UNITS |= dict.fromkeys(("hopper_wgrad.cu", "tma_wgrad.cu"), cpp("emulation/planes_copy.h"))
 
 
 def arranged(tensor: Tensor, layout: str, shift: int) -> Tensor:

@@ -46,13 +46,32 @@ def test_chosen_engines_are_near_the_fastest(choice, file, operator, dtype, leas
     assert max(ratios) < most
 
 
-# wgmma loads rows that begin between 16 bytes by single values or pairs.
-@pytest.mark.parametrize("operator", ["fprop", "dgrad"])
-@pytest.mark.parametrize("columns, name", [(128, "wgmma"), (129, "tma"), (130, "tma"), (132, "tma")])
-def test_wgmma_has_aligned_rows_of_16_bits(choice, columns, name, operator):
-    case = Case(16, 128, 128, columns, 256, 3, 3, padding=(1, 1))
+# Planes of 16 bits. wgmma loads rows that begin between 16 bytes by single values or pairs; tma copies all of them.
+@pytest.mark.parametrize(
+    "case, operator, name",
+    [
+        *((Case(16, 128, 128, columns, 256, 3, 3, padding=(1, 1)), operator, "tma" if columns > 128 else "wgmma")
+          for columns in (128, 129, 130, 132) for operator in ("fprop", "dgrad")),
+        (Case(8, 64, 512, 1024, 128, 3, 3), "dgrad", "wgmma"),
+        (Case(8, 64, 512, 256, 128, 5, 7), "dgrad", "wgmma"),
+        (Case(8, 64, 512, 1023, 128, 3, 3), "dgrad", "tma"),
+        (Case(8, 64, 512, 1024, 128, 3, 3), "wgrad", "hopper_wgrad"),
+        (Case(32, 64, 129, 129, 256, 1, 1), "wgrad", "hopper_wgrad"),
+        (Case(32, 64, 56, 56, 64, 1, 1), "wgrad", "tma_wgrad"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_planes_of_16_bits(choice, case, operator, name):
     fields = problem_fields(case, meta_tensors(case, torch.float16), True)
     assert choice.choose(OPERATOR_NUMBER[operator], fields).decode() == name
+
+
+# Weight gradients of 16 bits in channels_last, by output channels: a tile of tma_wgrad has 128.
+@pytest.mark.parametrize("channels, name", [(64, "hopper_wgrad"), (128, "tma_wgrad")])
+def test_pixels_of_16_bits(choice, channels, name):
+    case = Case(16, 64, 512, 512, channels, 3, 3, padding=(1, 1))
+    fields = problem_fields(case, meta_tensors(case, torch.float16, "channels_last"), True)
+    assert choice.choose(OPERATOR_NUMBER["wgrad"], fields).decode() == name
 
 
 # Pyramids of networks for segmentation by taps; taps as near as this, and small layers, as a whole.

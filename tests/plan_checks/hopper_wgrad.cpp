@@ -22,7 +22,7 @@ static void check_jobs(const Problem& problem, const Params& params) {
     firsts[job.part] = job.first_tile;
     CHECK(firsts[job.part + 1] == plan.tiles || firsts[job.part + 1] == job.last_tile);
     const int64_t pixels = int64_t{job.last_tile - job.first_tile} * plan.images * plan.steps * step_pixels(plan);
-    CHECK(pixels / sums_of_part(plan) <= kMostChained + plan.images * plan.steps * step_pixels(plan));
+    CHECK(pixels / sums_of_part(plan) <= hopper::most_chained(plan.bytes == 2) + plan.images * plan.steps * step_pixels(plan));
   }
   CHECK(firsts[0] == 0);
   CHECK(params.rows >= int64_t{problem.groups} * plan.tiles_k * plan.channels);
@@ -127,13 +127,13 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   NOTE(plan.x_planes && plan.phases_h < p.stride_h);
   const Params params = make_params(planned, plan);
   check_jobs(planned, params);
-  // Every pixel of a window that a slot has lies in a box, whose first pixel may be three behind its address, and three
-  // more where planes are shifted.
+  // Every pixel of a window that a slot has lies in a box, whose first pixel may lie up to 16 bytes behind its
+  // address, and as far behind that as planes are shifted.
   for (int slot = 0; plan.x_planes && !lines && slot < slots; ++slot) {
     const int packed = x_pixel(params, slot), row = packed >> 10 & 1023, column = packed & 1023;
     if (packed < 0) continue;
     const InBox place = place_in_box(params, row, column);
-    CHECK(within(place.number, plan.x_boxes) && within(place.offset + 16 / plan.bytes - 1 + (plan.shifted ? 3 : 0), plan.run));
+    CHECK(within(place.number, plan.x_boxes) && within(place.offset + piece_of(plan.bytes) - 1 + most_shift(plan, planned.x_stride[1], plan.bytes), plan.run));
     CHECK((row - first_row(params, place.number)) * planned.W + column == place.offset);
   }
   if (p.N * p.P * p.Q < 1 << 18) check_pixels(planned, params);
