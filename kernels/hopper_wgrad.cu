@@ -26,9 +26,9 @@
 //      +-------------+ .  .      Steps of wgmma are 16 slots each, through the ends of rows.
 //        .  .  .  .    .  .
 //
-// Planes of fp32 may begin at any multiple of 4 bytes. Those of 65 x 65 begin 4 bytes further behind a multiple of 16
-// each, up to every fourth one, and so do pixels in the rows of a box. Who reads a row knows its shift. Lines that are
-// rounded are shifted back in place, and have 28 pixels then, in 32 slots.
+// Planes may begin between multiples of 16 bytes. Those of 65 x 65 begin a pixel further behind one each, up to every
+// fourth one of fp32 and every eighth one of 16 bits, and so do pixels in the rows of a box. Who reads a row knows its
+// shift. Lines that are rounded are shifted back in place, and have 28 pixels then, in 32 slots.
 //
 // Blocks of 12 warps, or of 16 where x is split:
 //
@@ -1339,8 +1339,8 @@ inline bool has_planes(const Tensor& of, int bytes, uint64_t address) {
 // Whether boxes can read planes in place that do not all begin at a multiple of 16 bytes.
 inline bool has_shifted_planes(const Tensor& of, int bytes, uint64_t address) {
   const int64_t rest = of.stride[1] % piece_of(bytes);
-  return hopper::are_planes(of.stride, of.H, of.W) && of.stride[1] >= int64_t{of.H} * of.W && (rest & (rest - 1)) == 0 &&
-         is_step(of.stride[0] * bytes, of.N) && address % 16 == 0;
+  return hopper::are_planes(of.stride, of.H, of.W) && of.stride[1] >= int64_t{of.H} * of.W &&
+         (rest & (rest - 1)) == 0 && is_step(of.stride[0] * bytes, of.N) && address % 16 == 0;
 }
 
 // A copy: of planes, whole 16 bytes each, or of 16 bits in channels_last.
@@ -1920,7 +1920,8 @@ inline cudaError_t copy(const Problem& problem, const Problem& planned, const Pl
   };
   cudaError_t error = plan.copies_x ? make(x_of(problem), plan.x_planes, true, pointers.x) : cudaSuccess;
   if (plan.copies_dy && error == cudaSuccess) error = make(dy_of(problem), plan.dy_planes, false, pointers.dy);
-  return error == cudaSuccess ? launch_planes_copy(of_planes[0], of_planes[1], stream) : error;
+  if (error != cudaSuccess || of_planes[0].blocks + of_planes[1].blocks == 0) return error;
+  return launch_planes_copy(of_planes[0], of_planes[1], stream);
 }
 
 // The images of a slice: copies, and sums of its parts.

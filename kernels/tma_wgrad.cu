@@ -692,7 +692,8 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       if (channels == 64) plan.stages -= plan.stages % 2;
       plan.smem_bytes = plan.stages * plan.stage_bytes + beside;
       const int64_t tiles = int64_t{plan.tiles_k} * plan.tiles_e;
-      const int64_t least = ceil_div(int64_t{plan.steps} * kStagePixels, hopper::most_chained(fp16_parts == 0) * sums_of_part(plan));
+      const int64_t chained = hopper::most_chained(fp16_parts == 0) * sums_of_part(plan);
+      const int64_t least = ceil_div(int64_t{plan.steps} * kStagePixels, chained);
       const int64_t most = std::max(least, ceil_div(4 * sms, tiles));
       const int64_t last = std::min<int64_t>(most, plan.steps);
       for (int64_t parts = std::min<int64_t>(least, plan.steps); parts <= last; ++parts) {
@@ -889,7 +890,7 @@ inline cudaError_t copy(const Plan& plan, Problem& problem, Pointers& pointers, 
   hopper::PlanesCopy x{}, dy{};
   if (plan.copies_x) x = make(pointers.x, problem.x_stride, problem.C, problem.H, problem.W);
   if (plan.copies_dy) dy = make(pointers.dy, problem.y_stride, problem.K, problem.P, problem.Q);
-  return launch_planes_copy(x, dy, stream);
+  return x.blocks + dy.blocks == 0 ? cudaSuccess : launch_planes_copy(x, dy, stream);
 }
 
 // Contains x and dy, and lets `problem` and `pointers` describe the copies.
