@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import re
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -693,6 +694,9 @@ def test_gpu_passes_keep_no_memory():
     modelnew.accelerate(network, x)  # libraries keep workspaces from now on
     memory = torch.cuda.memory_allocated()
     modelnew.accelerate(network, x)
+    deadline = time.monotonic() + 10  # autograd's thread may hold the last gradients for a moment
+    while torch.cuda.memory_allocated() > memory and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert torch.cuda.memory_allocated() <= memory
 
 
