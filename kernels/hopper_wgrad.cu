@@ -1336,10 +1336,11 @@ inline bool has_planes(const Tensor& of, int bytes, uint64_t address) {
          is_step(of.stride[0] * bytes, of.N) && is_step(of.stride[1] * bytes, of.C) && address % 16 == 0;
 }
 
-// Whether boxes can read planes in place that do not all begin at a multiple of 16 bytes.
+// Whether boxes can read planes in place that do not all begin at a multiple of 16 bytes. From row to row they go on by
+// `rest` pixels less than a plane, which must not be nothing.
 inline bool has_shifted_planes(const Tensor& of, int bytes, uint64_t address) {
   const int64_t rest = of.stride[1] % piece_of(bytes);
-  return hopper::are_planes(of.stride, of.H, of.W) && of.stride[1] >= int64_t{of.H} * of.W &&
+  return hopper::are_planes(of.stride, of.H, of.W) && of.stride[1] >= std::max(int64_t{of.H} * of.W, rest + 1) &&
          (rest & (rest - 1)) == 0 && is_step(of.stride[0] * bytes, of.N) && address % 16 == 0;
 }
 

@@ -239,6 +239,8 @@ GPU_WGRAD_CASES = [
     Case(4, 1, 40, 44, 32, 5, 3, stride=(2, 3), padding=(2, 1)),
     Case(2, 30, 19, 21, 20, 3, 3, padding=(2, 2), dilation=(3, 2)),
     Case(1, 16, 5, 3, 17, 1, 1),
+    Case(8, 64, 4, 4, 64, 3, 3, stride=(2, 2), padding=(1, 1)),  # planes of dy are less than 16 bytes
+    Case(2, 64, 2, 1, 64, 1, 1),
     # Large enough for TF32.
     Case(16, 128, 28, 28, 256, 3, 3, padding=(1, 1)),
     Case(256, 512, 7, 7, 136, 1, 1),

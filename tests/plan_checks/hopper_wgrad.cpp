@@ -124,6 +124,8 @@ static bool check_plans(const Problem& p, Operator, const Addresses& at, std::mt
   NOTE(planned.R > 1 && planned.R < p.R && planned.dilation_w > 1);
   NOTE(plan.x_planes && !lines && plan.box_rows > 1);
   NOTE(plan.shifted && !lines);
+  for (const Tensor& of : {x_of(planned), dy_of(planned)})
+    CHECK(!plan.shifted || of.stride[1] > shift_of(plan, 1, of.stride[1], plan.bytes));
   NOTE(plan.x_planes && plan.phases_h < p.stride_h);
   const Params params = make_params(planned, plan);
   check_jobs(planned, params);
