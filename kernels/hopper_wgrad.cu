@@ -991,14 +991,8 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     float acc[TAPS][COLUMNS / 2];
     uint32_t a[SETS][Format::OPERANDS][4];
     int keep = 0;
-    hopper::wgmma_start(acc);
-    // With zeros to begin with, an instruction a product is saved: whether to keep sums.
-    if constexpr (Format::BYTES == 2) {
-#pragma unroll
-      for (int t = 0; t < TAPS; ++t)
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 2; ++i) acc[t][i] = 0;
-    }
+    // In 16 bits every product adds, the first one to zeros: to choose would take an instruction more for each.
+    hopper::wgmma_start<Format::BYTES == 2>(acc);
     const auto finish = [&] {
       hopper::wgmma_wait<0>();
 #pragma unroll
@@ -1420,7 +1414,7 @@ inline Problem as_planned(Problem problem, const Plan& plan) {
 
 // `stages` of a block.
 inline double estimate(const Problem& problem, int sms, const Plan& plan, double stages) {
-  // Pairs of pixels of dy lie in words.
+  // Whether each pair of pixels of dy that a thread loads is a word.
   const bool words = plan.dy_straight && plan.shape.taps > 1 && problem.y_stride[1] % 2 == 0 &&
                      (problem.P == 1 || problem.Q % 2 == 0) && (plan.tiles_q == 1 || plan.columns % 2 == 0);
   const Costs& costs = plan.rounds       ? plan.shifted ? kShifted : kRounded

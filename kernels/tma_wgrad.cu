@@ -764,7 +764,7 @@ inline Alignment alignment_of(const Pointers& pointers) {
 inline double cycles(const Problem& problem, Operator) { return plan_of(problem, Alignment{}).plan.cycles; }
 
 // hopper_wgrad is taken to be faster below this multiple of this engine's estimate: docs/lab/tma.md.
-// Of channels_last this engine's own is too long in 16 bits, that of hopper_wgrad in fp32 with several taps.
+// In channels_last this engine's estimate is too long in 16 bits, and hopper_wgrad's is in fp32 with several taps.
 constexpr double kCyclesIn16Bits = 0.95, kCyclesOfPixelsIn16Bits = 0.75;
 constexpr double kCyclesInFp32 = 1.09, kCyclesOfPixelsInFp32 = 1.16;
 

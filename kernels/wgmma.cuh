@@ -50,17 +50,18 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 }
 
-// Clears accumulators that the first wgmma overwrites. ptxas of CUDA 12.1 takes them for uninitialised otherwise, and
-// then serialises every wgmma (C7515); that of 13.0 does not.
-template <typename Sums>
+// Clears accumulators if the first wgmma adds to them. Otherwise it overwrites them, but ptxas of CUDA 12.1 takes them
+// for uninitialised unless they are cleared, and then serialises every wgmma (C7515); that of 13.0 does not.
+template <bool ADDS = false, typename Sums>
 __device__ __forceinline__ void wgmma_start(Sums& sums) {
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 13
+  constexpr bool kClears = true;
+#else
+  constexpr bool kClears = ADDS;
+#endif
   float* const sum = reinterpret_cast<float*>(&sums);
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof sums / sizeof *sum); ++i) sum[i] = 0;
-#else
-  static_cast<void>(sums);
-#endif
+  for (int i = 0; kClears && i < static_cast<int>(sizeof sums / sizeof *sum); ++i) sum[i] = 0;
 }
 
 // Keeps the compiler from reading `acc` before the preceding wgmma_wait.

@@ -502,9 +502,9 @@ void wgmma_wait() {
   simt::multiplications[threadIdx.x].wait(PENDING);
   __syncwarp();  // the instruction is the whole warp's
 }
-template <typename Sums>
+template <bool ADDS = false, typename Sums>
 void wgmma_start(Sums& sums) {
-  std::fill_n(reinterpret_cast<float*>(&sums), sizeof sums / sizeof(float), NAN);
+  std::fill_n(reinterpret_cast<float*>(&sums), sizeof sums / sizeof(float), ADDS ? 0 : NAN);
 }
 template <int COUNT>
 void wgmma_settle(float (&)[COUNT]) {}
