@@ -247,13 +247,10 @@ MODELNEW_HOST_DEVICE inline int64_t stage_elements(const StageAxis& rows, const 
 
 // Weights are packed once a call, in the order and rounding of stages, which then copy 16 bytes at a time.
 struct PackParams {
-  const void* w_ptr;
+  CorrelateParams of;
   void* packed_ptr;  // [group][tile of output channels][input channel][r][s][TILE_K]
-  int64_t w_stride_group, w_stride_out, w_stride_in, w_stride_r, w_stride_s;
   int64_t elements;
-  int out_channels, in_channels, R, S, tile_k, tiles_k;
-  DType dtype;
-  bool round_to_tf32;
+  int tile_k;
   TileList list;  // if given and empty, packing is skipped
 };
 
@@ -262,21 +259,22 @@ template <typename Acc>
 __global__ void __launch_bounds__(kReduceThreads) pack_weights_kernel(const PackParams params) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kReduceThreads + threadIdx.x;
   if (i >= params.elements || (params.list.all != nullptr && *params.list.all == 0 && *params.list.count == 0)) return;
+  const CorrelateParams& of = params.of;
   int64_t rest = i / params.tile_k;
-  const int s = static_cast<int>(rest % params.S);
-  rest /= params.S;
-  const int r = static_cast<int>(rest % params.R);
-  rest /= params.R;
-  const int c = static_cast<int>(rest % params.in_channels);
-  rest /= params.in_channels;
-  const int k = static_cast<int>(rest % params.tiles_k) * params.tile_k + static_cast<int>(i % params.tile_k);
-  const int64_t group = rest / params.tiles_k;
-  const int64_t offset = group * params.w_stride_group + k * params.w_stride_out + c * params.w_stride_in +
-                         r * params.w_stride_r + s * params.w_stride_s;
-  with_storage<Acc>(params.dtype, [&](auto tag) {
+  const int s = static_cast<int>(rest % of.columns.taps);
+  rest /= of.columns.taps;
+  const int r = static_cast<int>(rest % of.rows.taps);
+  rest /= of.rows.taps;
+  const int c = static_cast<int>(rest % of.in_channels);
+  rest /= of.in_channels;
+  const int k = static_cast<int>(rest % of.tiles_k) * params.tile_k + static_cast<int>(i % params.tile_k);
+  const int64_t group = rest / of.tiles_k;
+  const int64_t offset =
+      group * of.w_stride_group + k * of.w_stride_out + c * of.w_stride_in + r * of.w_stride_r + s * of.w_stride_s;
+  with_storage<Acc>(of.dtype, [&](auto tag) {
     using Storage = decltype(tag);
-    const Storage value = load_if(k < params.out_channels, static_cast<const Storage*>(params.w_ptr) + offset);
-    static_cast<Acc*>(params.packed_ptr)[i] = to_operand<Acc>(value, params.round_to_tf32);
+    const Storage value = load_if(k < of.out_channels, static_cast<const Storage*>(of.w_ptr) + offset);
+    static_cast<Acc*>(params.packed_ptr)[i] = to_operand<Acc>(value, of.round_to_tf32);
   });
 }
 
@@ -609,24 +607,7 @@ inline int64_t packed_elements(const Problem& problem, Operator op, const Correl
 
 inline cudaError_t pack_weights(const CorrelateParams& correlate, void* packed_ptr, int tile_k, int64_t elements,
                                 const TileList& list, cudaStream_t stream) {
-  PackParams params{};
-  params.list = list;
-  params.w_ptr = correlate.w_ptr;
-  params.packed_ptr = packed_ptr;
-  params.w_stride_group = correlate.w_stride_group;
-  params.w_stride_out = correlate.w_stride_out;
-  params.w_stride_in = correlate.w_stride_in;
-  params.w_stride_r = correlate.w_stride_r;
-  params.w_stride_s = correlate.w_stride_s;
-  params.elements = elements;
-  params.out_channels = correlate.out_channels;
-  params.in_channels = correlate.in_channels;
-  params.R = correlate.rows.taps;
-  params.S = correlate.columns.taps;
-  params.tile_k = tile_k;
-  params.tiles_k = correlate.tiles_k;
-  params.dtype = correlate.dtype;
-  params.round_to_tf32 = correlate.round_to_tf32;
+  const PackParams params{correlate, packed_ptr, elements, tile_k, list};
   const int64_t blocks = ceil_div(elements, kReduceThreads);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
   if (correlate.dtype == DType::kFloat64)

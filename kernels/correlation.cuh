@@ -23,48 +23,34 @@ struct Correlation {
 #if !defined(__CUDACC_RTC__)
 
 inline Correlation correlation_of_problem(const Problem& problem, Operator op) {
-  Correlation of{};
+  const bool dgrad = op == Operator::kDgrad;
   const int group_c = problem.C / problem.groups, group_k = problem.K / problem.groups;
+  Correlation of{};
   of.N = problem.N;
   of.groups = problem.groups;
+  of.in_channels = dgrad ? group_k : group_c;
+  of.out_channels = dgrad ? group_c : group_k;
+  of.H = dgrad ? problem.P : problem.H;
+  of.W = dgrad ? problem.Q : problem.W;
+  of.P = dgrad ? problem.H : problem.P;
+  of.Q = dgrad ? problem.W : problem.Q;
   of.R = problem.R;
   of.S = problem.S;
   of.dilation_h = problem.dilation_h;
   of.dilation_w = problem.dilation_w;
+  of.pad_h = dgrad ? problem.dilation_h * (problem.R - 1) - problem.pad_h : problem.pad_h;
+  of.pad_w = dgrad ? problem.dilation_w * (problem.S - 1) - problem.pad_w : problem.pad_w;
+  of.stride_h = of.stride_w = of.up_h = of.up_w = 1;
+  (dgrad ? of.up_h : of.stride_h) = taken_stride(problem.stride_h, problem.P);
+  (dgrad ? of.up_w : of.stride_w) = taken_stride(problem.stride_w, problem.Q);
+  std::copy_n(dgrad ? problem.y_stride : problem.x_stride, 4, of.in_stride);
+  std::copy_n(dgrad ? problem.x_stride : problem.y_stride, 4, of.out_stride);
   of.w_stride_group = group_k * problem.w_stride[0];
+  of.w_stride_out = problem.w_stride[dgrad ? 1 : 0];
+  of.w_stride_in = problem.w_stride[dgrad ? 0 : 1];
   of.w_stride_r = problem.w_stride[2];
   of.w_stride_s = problem.w_stride[3];
-  of.flipped = op == Operator::kDgrad;
-  of.stride_h = of.stride_w = of.up_h = of.up_w = 1;
-  (of.flipped ? of.up_h : of.stride_h) = taken_stride(problem.stride_h, problem.P);
-  (of.flipped ? of.up_w : of.stride_w) = taken_stride(problem.stride_w, problem.Q);
-  if (op == Operator::kDgrad) {
-    of.in_channels = group_k;
-    of.out_channels = group_c;
-    of.H = problem.P;
-    of.W = problem.Q;
-    of.P = problem.H;
-    of.Q = problem.W;
-    of.pad_h = problem.dilation_h * (problem.R - 1) - problem.pad_h;
-    of.pad_w = problem.dilation_w * (problem.S - 1) - problem.pad_w;
-    of.w_stride_out = problem.w_stride[1];
-    of.w_stride_in = problem.w_stride[0];
-    std::copy_n(problem.y_stride, 4, of.in_stride);
-    std::copy_n(problem.x_stride, 4, of.out_stride);
-  } else {
-    of.in_channels = group_c;
-    of.out_channels = group_k;
-    of.H = problem.H;
-    of.W = problem.W;
-    of.P = problem.P;
-    of.Q = problem.Q;
-    of.pad_h = problem.pad_h;
-    of.pad_w = problem.pad_w;
-    of.w_stride_out = problem.w_stride[0];
-    of.w_stride_in = problem.w_stride[1];
-    std::copy_n(problem.x_stride, 4, of.in_stride);
-    std::copy_n(problem.y_stride, 4, of.out_stride);
-  }
+  of.flipped = dgrad;
   return of;
 }
 

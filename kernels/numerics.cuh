@@ -128,26 +128,17 @@ MODELNEW_HOST_DEVICE inline void narrow(float value, Half& stored) {
 }
 
 // Narrows two values into one word, the first in the lower half.
-MODELNEW_HOST_DEVICE inline uint32_t narrow_pair(float first, float second, Half) {
+template <typename Number>
+MODELNEW_HOST_DEVICE inline uint32_t narrow_pair(float first, float second, Number) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  if constexpr (kTypeId<Number> == kTypeId<Half>)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
   return pair;
 #else
-  Half low, high;
-  narrow(first, low);
-  narrow(second, high);
-  return low.bits | static_cast<uint32_t>(high.bits) << 16;
-#endif
-}
-
-MODELNEW_HOST_DEVICE inline uint32_t narrow_pair(float first, float second, BFloat16) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-  return pair;
-#else
-  BFloat16 low, high;
+  Number low, high;
   narrow(first, low);
   narrow(second, high);
   return low.bits | static_cast<uint32_t>(high.bits) << 16;

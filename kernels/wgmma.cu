@@ -53,6 +53,14 @@
 //   x = x1 + x2 / 2^11      w1 x1, of a group       --wgmma--> GROUP_SUM --added, a group at a time--> SUM
 //   w = w1 + w2 / 2^11      w1 x2 + w2 x1, of all   --wgmma--> RESTS     --times 2^-11, at the end---> SUM --> memory
 //
+// Stacked rows of taps: 16 bits and split operands, three rows of taps, 16 output channels. A product has 64 rows, of
+// which each warp has 16: here the channels at one row of taps, the fourth warp none. A block walks down, the
+// warpgroups take rows of x by turns, and a row is converted once and meets a third of the products. The sums of warp r
+// are for outputs r rows above those of warp 0, so each is handed on to the next warp for the next row of x:
+//
+//   row p of x:   warp 0: y[p]   --.    warp 1: y[p-1] --.    warp 2: y[p-2] --> memory
+//   row p+1:      warp 0: y[p+1]   '--> warp 1: y[p]     '--> warp 2: y[p-1] --> memory
+//
 // Bound by memory with few channels, by converting and storing in fp32, by power with many channels of 16 bits.
 // Measurements: docs/lab/wgmma.md.
 #if !defined(__CUDACC_RTC__)
@@ -81,10 +89,11 @@ constexpr int kServiceWarps = 4;  // convert x; the last one may copy weights in
 constexpr int kThreads = 32 * (kMultiplyWarps + kServiceWarps);
 
 // The types that tensors hold in memory and that the tensor cores multiply.
-template <typename Stored_, typename Multiplied_, int CONTAINED_ = 0>
+template <typename Stored_, typename Multiplied_, int CONTAINED_ = 0, bool STACKED_ = false>
 struct Format {
   using Stored = Stored_;
   using Multiplied = Multiplied_;
+  static constexpr bool STACKED = STACKED_;             // rows of taps share a product
   static constexpr int CONTAINED = CONTAINED_;          // parts of scaled fp16 that contain an fp32 value, or 0
   static constexpr int PARTS = CONTAINED == 2 ? 2 : 1;  // of an operand
   // Sets of accumulators: that of all products; of split operands, that of the first parts of a group of steps, of all
@@ -102,6 +111,9 @@ using Bf16 = Format<BFloat16, BFloat16>;
 using Tf32 = Format<float, float>;
 using Contained = Format<float, Half, 1>;
 using Split = Format<float, Half, 2>;
+using StackedFp16 = Format<Half, Half, 0, true>;
+using StackedBf16 = Format<BFloat16, BFloat16, 0, true>;
+using StackedSplit = Format<float, Half, 2, true>;
 
 // The same for the host.
 struct Operands {
@@ -129,6 +141,8 @@ constexpr int kBarrierBytes = 1024;
 constexpr int kRecordBytes = 512;
 constexpr int kSharedBytes = 232448;  // what a block may have on sm_90
 constexpr int kGroupChannels = 64;    // output channels of a warpgroup
+constexpr int kStackedRows = 3;       // rows of taps that share a product,
+constexpr int kStackedChannels = 16;  // each with the output channels of a warp
 
 constexpr int kSector = 32;  // bytes of memory: what a store should fill
 
@@ -151,6 +165,7 @@ MODELNEW_HOST_DEVICE constexpr int staging_part_bytes(int planes, int element_by
 // each.
 MODELNEW_HOST_DEVICE constexpr int raw_parts(int contained) { return contained == 2 ? 2 : 4; }
 constexpr int kRawPartBytes = 8 * 32 * 8;
+constexpr int k16BitParts = 7;  // of 16 bits, in registers
 
 // Contained operands where boxes load x: chunks of 64 pixels of 16 channels, two to a warp.
 constexpr int kChunks = 6;
@@ -176,7 +191,7 @@ struct UnitCorrelation {
 // How it is cut up. All roles of the kernel derive their loops from this, so they agree.
 struct Plan {
   int contained;       // parts of scaled fp16 that contain an fp32 value, or 0: multiplied as stored
-  int tile_k;          // output channels of a block: 128, or 64 where the warpgroups share the channels, not the rows
+  int tile_k;          // output channels of a block: 128, or where the warpgroups share them, not the rows, 64, or 16
   int tile_p, tile_q;  // rows of a block, columns
   int tiles_p, tiles_q, tiles_k;
   int tiles;                         // of all images and groups, for one tile of output channels
@@ -251,11 +266,25 @@ MODELNEW_HOST_DEVICE constexpr int channel_of_row(int row, int boxes) {
 
 // Where the parts of a block's shared memory start.
 struct SharedLayout {
-  int staging, records, finish, carried, raw, notes, x_ring, w_ring, end;
+  int staging, records, finish, carried, handed, raw, notes, x_ring, w_ring, end;
 };
 
+MODELNEW_HOST_DEVICE inline bool stacked(const Plan& plan) { return plan.tile_k == kStackedChannels; }
+
+// Taps whose products follow one another, and tiles of 64 rows of the matrix of weights.
+MODELNEW_HOST_DEVICE inline int taps_in_turn(const UnitCorrelation& of, const Plan& plan) {
+  return stacked(plan) ? of.S : of.R * of.S;
+}
+MODELNEW_HOST_DEVICE inline int weight_tiles(const Plan& plan) { return plan.tile_k > kGroupChannels ? 2 : 1; }
+MODELNEW_HOST_DEVICE inline int weight_rows(const Plan& plan) { return weight_tiles(plan) * kGroupChannels; }
+
+// Rows of x that a warpgroup multiplies in a tile: every other one of its window, or of those by which this lies lower.
+MODELNEW_HOST_DEVICE inline int stacked_rows(const Plan& plan, bool continues) {
+  return (continues ? plan.tile_p : plan.x_rows) / 2;
+}
+
 MODELNEW_HOST_DEVICE inline int total_steps(const UnitCorrelation& of, const Plan& plan) {
-  return of.R * of.S * plan.blocks_c * plan.block_steps;
+  return taps_in_turn(of, plan) * plan.blocks_c * plan.block_steps;
 }
 
 MODELNEW_HOST_DEVICE constexpr int operand_parts(int contained) { return contained == 2 ? 2 : 1; }
@@ -279,9 +308,10 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const UnitCorrelation& of
                        : plan.staging_parts * staging_part_bytes(plan.staged_planes, element_bytes, plan.contained));
   layout.finish = layout.records + kRecordBytes;
   layout.carried = layout.finish + (plan.contained == 2 ? kMultiplyWarps * kFinishBytes : 0);
-  // Downwards sectors are carried from part to part, and split operands have one part.
-  const bool carries = !plan.down || plan.contained != 2;
-  layout.raw = layout.carried + (carries ? kMultiplyWarps * kCarriedBytes : 0);
+  // Downwards sectors are carried from part to part, and split and stacked operands have one part.
+  const bool carries = !plan.down || (plan.contained != 2 && !stacked(plan));
+  layout.handed = layout.carried + (carries ? kMultiplyWarps * kCarriedBytes : 0);
+  layout.raw = layout.handed + (stacked(plan) ? (kStackedRows - 1) * kStackedChannels * plan.tile_q * 4 : 0);
   if (plan.chunks) {
     layout.raw = (layout.raw + 127) / 128 * 128;
     layout.notes = layout.raw + kChunks * kChunkBytes;
@@ -292,7 +322,7 @@ MODELNEW_HOST_DEVICE inline SharedLayout shared_layout(const UnitCorrelation& of
   }
   layout.w_ring = layout.x_ring + operand_parts(plan.contained) * x_ring_bytes(plan);
   const int steps =
-      plan.w_stages > 0 ? plan.w_stages * plan.group_steps : total_steps(of, plan) * (plan.tile_k / kGroupChannels);
+      plan.w_stages > 0 ? plan.w_stages * plan.group_steps : total_steps(of, plan) * weight_tiles(plan);
   // A tile wider than y reads on behind its rows of x, and stores nothing of what comes of that.
   const int weight_bytes = steps * weight_step_bytes(plan);
   layout.end = layout.w_ring + (weight_bytes > plan.tile_q * 16 ? weight_bytes : plan.tile_q * 16);
@@ -444,7 +474,8 @@ constexpr int kRecords = kRecordBytes / sizeof(TileRecord);
 static_assert(kRecords >= 9, "room for all records in use");
 
 // Addresses in shared memory. Barriers of 8 bytes: x_full and x_empty, kMaxRows of each, w_full and w_empty, kMaxStages
-// of each, the turns of the warpgroups, those of two warps that share a part of staging, and one for each chunk.
+// of each, the turns of the warpgroups, those of two warps that share a part of staging, and one for each chunk, or
+// where no boxes load x one for each warpgroup that has handed on its sums.
 struct Shared {
   static constexpr int kTurns = 8 * (2 * kMaxRows + 2 * kMaxStages);
 
@@ -460,6 +491,7 @@ struct Shared {
   __device__ __forceinline__ uint32_t raw_full(int chunk) const {
     return base + kTurns + 8 * (2 + kMultiplyWarps + chunk);
   }
+  __device__ __forceinline__ uint32_t handed(int warpgroup_id) const { return raw_full(warpgroup_id); }
   __device__ __forceinline__ uint32_t x_ring() const { return base + layout.x_ring; }
   __device__ __forceinline__ uint32_t w_ring() const { return base + layout.w_ring; }
 };
@@ -470,7 +502,7 @@ static_assert(Shared::kTurns + 8 * (2 + kMultiplyWarps + kChunks) <= kBarrierByt
 // All weights of a tile.
 __device__ __forceinline__ void copy_resident_weights(const Params& params, const Shared& shared, int wanted) {
   constexpr int kPiece = 16384;
-  const int groups = params.plan.tile_k / kGroupChannels;
+  const int groups = weight_tiles(params.plan);
   const int bytes = total_steps(params.of, params.plan) * groups * weight_step_bytes(params.plan);
   const uint8_t* from = static_cast<const uint8_t*>(params.packed_ptr) + static_cast<int64_t>(wanted) * bytes;
   hopper::barrier_arrive_expecting(shared.w_full(0), bytes);
@@ -482,7 +514,7 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
   const UnitCorrelation& of = params.of;
   const Plan& plan = params.plan;
   const int64_t group_bytes = static_cast<int64_t>(total_steps(of, plan)) * weight_step_bytes(plan);
-  const int groups = plan.tile_k / kGroupChannels;
+  const int groups = weight_tiles(plan);
   RingPosition at;
   int resident = -1;
   for_each_tile(of, plan, agenda, blockIdx.x, [&](const Tile& tile) {
@@ -496,7 +528,8 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
       return;
     }
     const uint8_t* from = static_cast<const uint8_t*>(params.packed_ptr) + wanted * groups * group_bytes;
-    for (int block = 0; block < plan.blocks_c; ++block) {
+    const int blocks = stacked(plan) ? stacked_rows(plan, tile.continues) : plan.blocks_c;
+    for (int block = 0; block < blocks; ++block) {
       for (int warpgroup_id = 0; warpgroup_id < 2; ++warpgroup_id) {
         const uint8_t* piece = from + (groups == 2 ? warpgroup_id * group_bytes : 0);
         for (int i = 0; i < plan.groups; ++i) {
@@ -509,7 +542,7 @@ __device__ __forceinline__ void copy_weights(const Params& params, const Shared&
           at.next(plan.w_stages);
         }
       }
-      from += of.R * of.S * plan.block_steps * weight_step_bytes(plan);
+      if (!stacked(plan)) from += of.R * of.S * plan.block_steps * weight_step_bytes(plan);
     }
   });
 }
@@ -629,7 +662,8 @@ struct Converter {
   static constexpr int CHANNELS = 16 / sizeof(typename Format::Multiplied);  // of a piece
   static constexpr int WORDS = sizeof(Stored) == 2 ? 1 : PIXELS;             // of one channel of an item
   static constexpr int ITEM_WORDS = CHANNELS * WORDS;
-  static constexpr int BATCH = Format::CONTAINED != 0 ? raw_parts(Format::CONTAINED) : sizeof(Stored) == 4 ? 6 : 7;
+  static constexpr int BATCH =
+      Format::CONTAINED != 0 ? raw_parts(Format::CONTAINED) : sizeof(Stored) == 4 ? 6 : k16BitParts;
   static constexpr int FIRST_HALF = (BATCH + 1) / 2;
   static constexpr int HELD = Format::CONTAINED != 0 ? 1 : BATCH;  // parts in registers
   static constexpr int STEP_CHANNELS = kStepBytes / sizeof(typename Format::Multiplied);
@@ -806,6 +840,7 @@ struct Converter {
       const int item = (first_part + i * WARPS) * 32 + lane_id;
       int at = place + item * PIXELS * 16;
       if (at >= ring_bytes) at -= ring_bytes;
+      if (Format::STACKED && at >= ring_bytes) at -= ring_bytes;  // whose first fill may be twice the ring
       uint4* to = reinterpret_cast<uint4*>(ring + at);
       uint32_t (&words)[ITEM_WORDS] = held[Format::CONTAINED != 0 ? 0 : i];
       if constexpr (Format::CONTAINED != 0) {
@@ -1631,6 +1666,32 @@ __device__ __forceinline__ void store_rows(const Params& params, const Store& st
   }
 }
 
+// Stacked: warp r has summed up the products of row r of taps with a row of x, which are for r rows of outputs above
+// that of warp 0. It adds what warp r-1 has summed up for the same outputs, in the other warpgroup, with the row of x
+// above, and hands it all on to warp r+1, for the row below.
+template <int COUNT>
+__device__ __forceinline__ void hand_on_sums(const Shared& shared, uint8_t* smem, int warpgroup_id, uint32_t parity,
+                                             float (&sums)[COUNT]) {
+  const int lane_id = threadIdx.x % 32, tap_row = hopper::uniform(threadIdx.x / 32 % 4);
+  float4* const next = reinterpret_cast<float4*>(smem + shared.layout.handed) + tap_row * COUNT * 8 + lane_id;
+  const float4* const before = next - COUNT * 8;
+  hopper::barrier_wait(shared.handed(1 - warpgroup_id), parity);
+  if (tap_row > 0 && tap_row < kStackedRows) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+      const float4 four = before[8 * i];
+      sums[i] += four.x, sums[i + 1] += four.y, sums[i + 2] += four.z, sums[i + 3] += four.w;
+    }
+  }
+  hopper::named_barrier(1 + warpgroup_id, 128);  // all have been read
+  if (tap_row < kStackedRows - 1) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) next[8 * i] = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+  }
+  __syncwarp();  // all lanes have written before one of them tells
+  if (lane_id == 0) hopper::barrier_arrive(shared.handed(warpgroup_id));
+}
+
 // -- Multiply: x ring, w ring -> accumulators --
 //
 // The warpgroups take turns: one multiplies a block of channels for its half of a tile, alone, at the full rate of the
@@ -1654,7 +1715,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   store.carried = shared.layout.carried + warp_id * kCarriedBytes;
   store.warp_id = warp_id;
   store.lane_id = lane_id;
-  store.first_k = (split_k ? warpgroup_id * kGroupChannels : 0) + 16 * (warp_id % 4);
+  store.first_k = Format::STACKED ? 0 : (split_k ? warpgroup_id * kGroupChannels : 0) + 16 * (warp_id % 4);
   store.first_p = split_k ? 0 : warpgroup_id * TILE_P;
 
   // In units of 16 bytes, as descriptors count.
@@ -1683,7 +1744,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     const int r = quotient(step, by_row);
     const int in_row = step - r * row_steps;
     const int s = quotient(in_row, by_tap);
-    return {store.first_p + r * of.dilation_h,
+    return {Format::STACKED ? 0 : store.first_p + r * of.dilation_h,
             b_base + s * of.dilation_w + (in_row - s * plan.block_steps) * 2 * plan.x_pitch};
   };
   StepPlace first_steps = place_of_step(lane_id);
@@ -1707,13 +1768,15 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     }
   };
   if (warpgroup_id == 1 && streamed) w_at.advance(plan.w_stages, plan.groups);
+  if (Format::STACKED && warpgroup_id == 1) x_at.advance(x_slots);  // every other row
+  bool continues = false;
   int resident = -1;
   Finish<Format::CONTAINED != 0> finish;
   // The record of the tile, in shared memory: read again where it is needed, which is cheaper than to keep it.
   const TileRecord* const records = reinterpret_cast<const TileRecord*>(smem + shared.layout.records);
   const TileRecord* record = records;
   const auto factor_of = [&](int weights, int row) {
-    const int32_t* const w_exponents = params.guard.w_exponents + weights * plan.tile_k + store.first_k;
+    const int32_t* const w_exponents = params.guard.w_exponents + weights * weight_rows(plan) + store.first_k;
     return power_of_two(-params.guard.control->x_exponent - w_exponents[row]);
   };
   const auto bias_of = [&](int row) {
@@ -1728,9 +1791,25 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     uint32_t a = a_resident;
     int keep = 0;  // the first step overwrites the accumulators
     hopper::wgmma_start(acc);
-    if constexpr (Format::SUMS > 1) for_each_sum([&](int row, int i) { acc[Format::SUM][row][i] = 0; });
-    for (int block = 0; block < plan.blocks_c; ++block) {
-      if (lane_id < plan.x_rows) {
+    const auto clear_sum = [&] {
+      if constexpr (Format::SUMS > 1) for_each_sum([&](int row, int i) { acc[Format::SUM][row][i] = 0; });
+    };
+    const auto settle_sum = [&] {
+#pragma unroll
+      for (int row = 0; row < TILE_P; ++row) hopper::wgmma_settle(acc[Format::RESTS][row]);
+      if constexpr (Format::SUMS > 1)
+        for_each_sum(
+            [&](int row, int i) { acc[Format::SUM][row][i] += acc[Format::RESTS][row][i] * (1 / kRestScale); });
+    };
+    if constexpr (!Format::STACKED) clear_sum();
+    // Stacked rows of taps: rows of x one by one, all of the first window, then those by which the next ones lie lower.
+    const int blocks = Format::STACKED ? stacked_rows(plan, continues) : plan.blocks_c;
+    for (int block = 0; block < blocks; ++block) {
+      if constexpr (Format::STACKED) {
+        hopper::barrier_wait(shared.x_full(x_at.slot), x_at.parity);
+        a = a_resident, keep = 0;
+        clear_sum();
+      } else if (lane_id < plan.x_rows) {
         const bool round = x_at.slot + lane_id >= plan.x_slots;
         hopper::barrier_wait(shared.x_full(x_at.slot + lane_id - (round ? plan.x_slots : 0)), x_at.parity ^ round);
       }
@@ -1852,7 +1931,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       release(shared.turn(1 - warpgroup_id));
 
       // Rows of the window that the next tile does not need.
-      const int drop = record->flags & TileRecord::kGoesOn ? plan.tile_p : plan.x_rows;
+      const int drop = Format::STACKED ? 1 : record->flags & TileRecord::kGoesOn ? plan.tile_p : plan.x_rows;
       hopper::wgmma_wait<0>();
       if (w_done != 0) release(w_done);
       if (w_latest != 0) release(w_latest);
@@ -1860,20 +1939,25 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         const int slot = x_at.slot + lane_id;
         hopper::barrier_arrive(shared.x_empty(slot >= plan.x_slots ? slot - plan.x_slots : slot));
       }
-      x_at.skip(plan.x_slots, drop);
+      x_at.skip(plan.x_slots, Format::STACKED ? 2 : drop);
       if (streamed) w_at.advance(plan.w_stages, plan.groups);  // those of the other warpgroup
+      if constexpr (Format::STACKED) {
+        settle_sum();
+        hand_on_sums(shared, smem, warpgroup_id, turn ^ 1, acc[Format::SUM][0]);
+      }
     }
-#pragma unroll
-    for (int row = 0; row < TILE_P; ++row) hopper::wgmma_settle(acc[Format::RESTS][row]);
+    if constexpr (!Format::STACKED) settle_sum();
     if constexpr (Format::SUMS > 1) {
-      for_each_sum([&](int row, int i) { acc[Format::SUM][row][i] += acc[Format::RESTS][row][i] * (1 / kRestScale); });
       for (int i = 0; i < 2; ++i) {
         const float2 of_row = finish_of_row[lane_id / 4 + 8 * i];
         finish.factor[i] = of_row.x, finish.bias[i] = of_row.y;
       }
     }
 
-    if constexpr (TILE_P == 1 && TILE_Q == Format::PIXELS) {
+    if constexpr (Format::STACKED) {
+      continues = (record->flags & TileRecord::kGoesOn) != 0;
+      if (warp_id % 4 != kStackedRows - 1) continue;  // sums of some rows of taps only
+    } else if constexpr (TILE_P == 1 && TILE_Q == Format::PIXELS) {
       if (plan.boxes != 0) {
         store_boxes<Format, TILE_Q>(params, store, *record, finish, acc[Format::SUM][0]);
         continue;
@@ -1888,7 +1972,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         continue;
       }
     }
-    if constexpr (TILE_P * TILE_Q == Format::PIXELS)
+    if constexpr (TILE_P * TILE_Q == Format::PIXELS && !Format::STACKED)
       store_rows<Format, TILE_P, TILE_Q>(params, store, *record, finish, acc[Format::SUM]);
   } while ((record->flags & TileRecord::kLast) == 0);
   if (plan.boxes != 0) hopper::bulk_stores_wait_read<0>();  // shared memory lives no longer than the block
@@ -1915,7 +1999,7 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kMaxRows; ++slot) {
       hopper::barrier_init(shared.x_full(slot), params.plan.convert_warps);
-      hopper::barrier_init(shared.x_empty(slot), kMultiplyWarps);
+      hopper::barrier_init(shared.x_empty(slot), Format::STACKED ? kMultiplyWarps / 2 : kMultiplyWarps);
     }
     for (int slot = 0; slot < kMaxStages; ++slot) {
       hopper::barrier_init(shared.w_full(slot), 1);
@@ -1923,7 +2007,7 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
     }
     for (int warpgroup_id = 0; warpgroup_id < 2; ++warpgroup_id) hopper::barrier_init(shared.turn(warpgroup_id), 4);
     for (int warp_id = 0; warp_id < kMultiplyWarps; ++warp_id) hopper::barrier_init(shared.staging_turn(warp_id), 32);
-    for (int chunk = 0; chunk < kChunks; ++chunk) hopper::barrier_init(shared.raw_full(chunk), 1);
+    for (int chunk = 0; chunk < kChunks; ++chunk) hopper::barrier_init(shared.raw_full(chunk), Format::STACKED ? 4 : 1);
     hopper::fence_async();  // bulk copies complete on these barriers
     if (params.plan.convert_warps == kServiceWarps)
       copy_resident_weights(params, shared, static_cast<int>(blockIdx.x) % params.plan.tiles_k);
@@ -1967,7 +2051,8 @@ struct PackOperandsParams {
   void* packed_ptr;
   UnitCorrelation of;
   int tiles_k, blocks_c, block_steps;  // tiles of 64 output channels
-  int boxes;
+  int boxes, taps;  // of a row
+  bool stacks;
   int64_t pieces;
 };
 
@@ -1983,19 +2068,23 @@ __device__ __forceinline__ PackedPiece packed_piece(const PackOperandsParams& pa
                                                     int64_t piece) {
   constexpr int kChunk = 16 / sizeof(typename Format::Multiplied);
   const UnitCorrelation& of = params.of;
-  const int taps = of.R * of.S;
   const int half = static_cast<int>(piece % 2);
   piece /= 2;
   const int step = static_cast<int>(piece % params.block_steps);
   piece /= params.block_steps;
-  const int tap = static_cast<int>(piece % taps), block = static_cast<int>(piece / taps);
+  const int tap = static_cast<int>(piece % params.taps), block = static_cast<int>(piece / params.taps);
   PackedPiece at;
   at.group = group;
   at.k = channel_of_row<sizeof(typename Format::Stored)>(row, params.boxes);
+  int r = tap / of.S;
+  if (params.stacks) {
+    at.k = row / kGroupChannels * kStackedChannels + row % kStackedChannels;
+    r = row % kGroupChannels / kStackedChannels;
+  }
   at.channel = (2 * (block * params.block_steps + step) + half) * kChunk;
-  at.r = of.flipped ? of.R - 1 - tap / of.S : tap / of.S;
+  at.r = of.flipped ? of.R - 1 - r : r;
   at.s = of.flipped ? of.S - 1 - tap % of.S : tap % of.S;
-  at.exists = at.k < of.out_channels;
+  at.exists = at.k < of.out_channels && r < of.R;
   return at;
 }
 
@@ -2017,7 +2106,7 @@ template <typename Format>
 __device__ __forceinline__ void pack_piece(const PackOperandsParams& params, int64_t piece) {
   using Stored = typename Format::Stored;
   if (piece >= params.pieces) return;
-  const int64_t row_pieces = static_cast<int64_t>(params.blocks_c) * params.of.R * params.of.S * params.block_steps * 2;
+  const int64_t row_pieces = static_cast<int64_t>(params.blocks_c) * params.taps * params.block_steps * 2;
   const int64_t tile = piece / kGroupChannels / row_pieces;  // of 64 output channels, in all groups
   const int group = static_cast<int>(tile / params.tiles_k);
   const int row = static_cast<int>(tile % params.tiles_k * kGroupChannels + piece % kGroupChannels);
@@ -2044,7 +2133,7 @@ struct PrepareParams {
   Guard guard;
   int parts;       // of contained operands
   int row_blocks;  // rows of packed weights, of all groups
-  int tile_k;
+  int tile_rows;   // of a tile of output channels
   float window;            // values of x in the window of a tile
   float again_from;        // such a share of all tiles all of them are done otherwise
   float most_in_a_window;  // values that do not fit: more on average, and that share of tiles has one
@@ -2058,13 +2147,14 @@ struct PrepareShared {
   uint32_t samples[256];
 };
 
-// The weights of one output channel, times the power of two that takes the largest to 2^14..2^15.
+// The weights of one output channel, times the power of two that takes the largest to 2^14..2^15. Where rows of taps
+// share a product these are weights of one row of taps, and the largest is that of all: their sums are added.
 __device__ __forceinline__ void pack_contained_row(const PrepareParams& prepare, PrepareShared& shared,
                                                    int row_of_all) {
   const PackOperandsParams& params = prepare.contained;
   const int rows = params.tiles_k * kGroupChannels, group = row_of_all / rows, row = row_of_all - group * rows;
-  const int row_pieces = params.blocks_c * params.of.R * params.of.S * params.block_steps * 2, parts = prepare.parts;
-  const auto weights_of = [&](int piece, uint32_t (&words)[8]) {
+  const int row_pieces = params.blocks_c * params.taps * params.block_steps * 2, parts = prepare.parts;
+  const auto weights_of = [&](int row, int piece, uint32_t (&words)[8]) {
     float values[8];
     load_weights(params, packed_piece<Contained>(params, group, row, piece), values);
 #pragma unroll
@@ -2072,8 +2162,11 @@ __device__ __forceinline__ void pack_contained_row(const PrepareParams& prepare,
   };
   uint32_t words[8], magnitude = 0;
   for (int piece = threadIdx.x; piece < row_pieces; piece += kPackThreads) {
-    weights_of(piece, words);
-    for (uint32_t word : words) magnitude = max(magnitude, word & 0x7fffffff);
+    for (int r = 0; r < (params.stacks ? kStackedRows : 1); ++r) {
+      const int in_tile = row % kStackedChannels + r * kStackedChannels;
+      weights_of(params.stacks ? row - row % kGroupChannels + in_tile : row, piece, words);
+      for (uint32_t word : words) magnitude = max(magnitude, word & 0x7fffffff);
+    }
   }
   atomicMax(&shared.magnitude, magnitude);
   __syncthreads();  // all have seen their weights
@@ -2087,7 +2180,7 @@ __device__ __forceinline__ void pack_contained_row(const PrepareParams& prepare,
                         static_cast<int64_t>(row_of_all / kGroupChannels) * parts * row_pieces * kGroupChannels +
                         row_of_all % kGroupChannels;
   for (int piece = threadIdx.x; piece < row_pieces; piece += kPackThreads) {
-    weights_of(piece, words);
+    weights_of(row, piece, words);
     const uint4 contained = parts == 2 ? piece_of<Split, 1>(words, 0, scale) : piece_of<Contained, 1>(words, 0, scale);
     for (uint32_t word : words) watch.see(word);
     watch.see_contained(contained);
@@ -2095,13 +2188,13 @@ __device__ __forceinline__ void pack_contained_row(const PrepareParams& prepare,
     to[0] = contained;
     if (parts == 2) to[2 * kGroupChannels] = rest_of<1>(words, 0, scale, contained);
   }
-  if (!scaled || !watch.fits(least_contained(exponent, prepare.parts))) shared.bad = 1;
+  if (!scaled || !watch.fits(least_contained(exponent, parts))) shared.bad = 1;
   __syncthreads();  // all have judged
   if (threadIdx.x != 0) return;
   prepare.guard.w_exponents[row_of_all] = exponent;
   atomicMax(&prepare.guard.control->most, exponent);
   atomicMax(&prepare.guard.control->least, -exponent);
-  if (shared.bad != 0 && atomicExch(prepare.guard.bad_tile_k + row_of_all / prepare.tile_k, 1) == 0)
+  if (shared.bad != 0 && atomicExch(prepare.guard.bad_tile_k + row_of_all / prepare.tile_rows, 1) == 0)
     atomicAdd(&prepare.guard.control->bad_tiles_k, 1);
 }
 
@@ -2149,7 +2242,7 @@ __device__ __forceinline__ void decide(const PrepareParams& prepare, PrepareShar
   if (!finite || exponent < least_contained_exponent(prepare.parts) - x_exponent) atomicAdd(&shared.outside, count);
   __syncthreads();  // what does not fit is counted
   if (exponent != 0) return;
-  const uint32_t bad_tiles_k = atomicAdd(&control.bad_tiles_k, 0), tiles_k = prepare.row_blocks / prepare.tile_k;
+  const uint32_t bad_tiles_k = atomicAdd(&control.bad_tiles_k, 0), tiles_k = prepare.row_blocks / prepare.tile_rows;
   const float in_a_window = shared.outside * prepare.window / kSamples;
   // One factor, a normal number, undoes both scales.
   const int most = atomicMax(&control.most, 0), least = atomicMax(&control.least, 0);
@@ -2284,24 +2377,27 @@ inline bool complete(const UnitCorrelation& of, const Operands& operands, const 
   const int tile_pixels = group_rows * plan.tile_q;
   const bool small = shape >= kSmallShapes, split = operands.contained == 2;
   if (small != split && !(small && operands.multiplied_bytes() == 4 && plan.down && plan.y_runs)) return false;
-  plan.tile_p = tile_k == 64 ? 2 * group_rows : group_rows;
+  plan.tile_p = tile_k < 128 ? 2 * group_rows : group_rows;
   plan.tiles_p = static_cast<int>(ceil_div(of.P, plan.tile_p));
   plan.tiles_q = static_cast<int>(ceil_div(of.Q, plan.tile_q));
   plan.tiles_k = static_cast<int>(ceil_div(of.out_channels, tile_k));
   if (static_cast<int64_t>(plan.tiles_p) * plan.tiles_q > 1 << 30) return false;
+  const bool stacks = stacked(plan);
+  if (stacks && (of.R != kStackedRows || of.dilation_h != 1 || !plan.y_runs)) return false;
+  if (stacks && split && plan.tiles_k > 1) return false;  // the list's tiles have more channels
 
   plan.lead = plan.chunks ? -of.pad_w & 3 : of.pad_w & 1;  // boxes start at multiples of 16 bytes
   const int64_t rows = plan.tile_p + (of.R - 1) * static_cast<int64_t>(of.dilation_h);
   // Pixels behind the last column of y may be missing: what is read in their place is not stored.
   const int64_t columns = std::min(plan.tile_q, of.Q);
   const int64_t pitch = even(columns + (of.S - 1) * static_cast<int64_t>(of.dilation_w) + plan.lead);
-  if (rows > kMaxRows || pitch > kSharedBytes || rows * pitch * 32 * parts > kSharedBytes) return false;
+  if (rows > kMaxRows || pitch > kSharedBytes || (stacks ? 2 : rows) * pitch * 32 * parts > kSharedBytes) return false;
   plan.x_rows = static_cast<int>(rows);
   plan.x_pitch = static_cast<int>(pitch);
 
   // A row of the ring has all channels or, where that does not fit twice, equal blocks of them.
   const int channel_steps = static_cast<int>(ceil_div(of.in_channels, step_channels));
-  const int64_t taps = static_cast<int64_t>(of.R) * of.S;
+  const int64_t taps = (stacks ? 1 : static_cast<int64_t>(of.R)) * of.S;
   plan.block_steps = channel_steps;
   if (!plan.down) {
     const int64_t most_steps = kWindowBytes / (rows * pitch * 32 * parts);
@@ -2311,9 +2407,9 @@ inline bool complete(const UnitCorrelation& of, const Operands& operands, const 
   }
   plan.blocks_c = static_cast<int>(ceil_div(channel_steps, plan.block_steps));
   const int64_t pass_steps = taps * plan.block_steps;
-  if (pass_steps >= 1 << 16 || pass_steps * plan.blocks_c * plan.tile_k * kStepBytes * parts > int64_t{1} << 30)
+  if (pass_steps >= 1 << 16 || pass_steps * plan.blocks_c * 128 * kStepBytes * parts > int64_t{1} << 30)
     return false;
-  if (rows * pitch * 32 * parts * plan.block_steps > kSharedBytes) return false;
+  if ((stacks ? 2 : rows) * pitch * 32 * parts * plan.block_steps > kSharedBytes) return false;
   const bool same_blocks = of.in_channels % (plan.block_steps * step_channels) == 0;
   plan.x_simple = plan.chunks || (plan.x_pairs && same_blocks);
   if (plan.chunks) {
@@ -2351,7 +2447,10 @@ inline bool complete(const UnitCorrelation& of, const Operands& operands, const 
   const auto fits = [&] { return shared_layout(of, plan, element_size).end <= kSharedBytes; };
   // Where a tile has several rows, its window has to lie in one piece.
   if (plan.down && group_rows > 1) return false;
-  const int least_slots = plan.down ? plan.x_rows + plan.tile_p : plan.x_rows;
+  // Stacked rows are multiplied and given back one by one; but no batch of items may reach into more than two.
+  const int batch = (plan.contained != 0 ? raw_parts(plan.contained) : k16BitParts) * kServiceWarps * 32;
+  const bool long_rows = plan.block_steps * plan.x_pitch >= batch;
+  const int least_slots = stacks ? (long_rows ? 2 : plan.x_rows) : plan.down ? plan.x_rows + plan.tile_p : plan.x_rows;
   if (least_slots > kMaxRows) return false;
   plan.x_slots = least_slots;
   plan.y_flat = !plan.down && plan.y_runs && group_rows == 1 && tile_k == 128 && of.out_stride[2] == of.Q;
@@ -2360,7 +2459,7 @@ inline bool complete(const UnitCorrelation& of, const Operands& operands, const 
   // stage in one part, by turns (store_rows takes none), but not for long.
   plan.staged_planes = element_size == 2 && group_rows == 1 && plan.y_runs ? 2 * kPlanes : kPlanes;
   const bool sharing = plan.down && plan.y_runs && (plan.staged_planes == 2 * kPlanes || small || plan.contained != 0);
-  plan.staging_parts = sharing ? kMultiplyWarps / 2 : kMultiplyWarps;
+  plan.staging_parts = stacks ? 1 : sharing ? kMultiplyWarps / 2 : kMultiplyWarps;
   plan.w_stages = 0;
   if (!fits()) plan.boxes = 0;  // larger rings matter more
   while (2 << plan.log_boxes <= plan.boxes) ++plan.log_boxes;
@@ -2372,7 +2471,7 @@ inline bool complete(const UnitCorrelation& of, const Operands& operands, const 
   // With boxes a window may begin at any row of the ring, and a ring of two windows leaves more to the L1 cache. There,
   // and downwards, another warp may convert a place in the next round: x_full, the multiplying warps and x_empty order
   // the two, though racecheck reports a hazard (docs/lab/wgmma.md).
-  const int unit_slots = plan.down ? plan.tile_p : plan.boxes != 0 ? 1 : plan.x_rows;
+  const int unit_slots = stacks ? 1 : plan.down ? plan.tile_p : plan.boxes != 0 ? 1 : plan.x_rows;
   const auto grow = [&](int& count, int by, int most) {
     while (count + by <= most) {
       count += by;
@@ -2496,9 +2595,10 @@ inline void set_alignments(const UnitCorrelation& of, int element_size, const Al
 }
 
 // The best plan, or one of the configurations that tests force by number: shape + 4 * (64 channels a tile) + 8 * down,
-// with operands as they are stored, or 16 with the first of the small shapes. With values contained in one part the
-// same but the last, from kContainedConfigurations on; in two parts those of the small shapes, from twice that on.
-constexpr int kConfigurations = 17;
+// with operands as they are stored, 16 with the first of the small shapes, or 17 with stacked rows of taps. With values
+// contained in one part those below 16, from kContainedConfigurations on; in two parts those of the small shapes, and
+// stacked rows of taps, from twice that on.
+constexpr int kConfigurations = 18, kSmall = 16, kStacked = 17;
 constexpr int kContainedConfigurations = 32;
 constexpr int kSplitConfigurations = 2 * kContainedConfigurations;
 constexpr int kAllConfigurations = 3 * kContainedConfigurations;
@@ -2507,15 +2607,16 @@ inline bool plan_configuration(const UnitCorrelation& of, int element_size, cons
                                const Alignment& address, int configuration, bool chunks, Plan& plan) {
   const int contained = configuration / kContainedConfigurations;
   configuration %= kContainedConfigurations;
-  const bool last = configuration == kConfigurations - 1;
-  if (configuration >= kConfigurations || (contained != 0 && (element_size != 4 || last))) return false;
+  const bool small = configuration == kSmall, stacks = configuration == kStacked;
+  if (configuration >= kConfigurations || (contained != 0 && (element_size != 4 || small))) return false;
+  if (stacks && element_size == 4 && contained != 2) return false;
   plan = Plan{};
   set_alignments(of, element_size, address, plan);
   plan.chunks = chunks;
   plan.down = configuration >= 8;
-  const int shape = last ? kSmallShapes : (contained == 2 ? kSmallShapes : 0) + configuration % 4;
+  const int shape = (small || contained == 2 ? kSmallShapes : 0) + (small || stacks ? 0 : configuration % 4);
   if (shape >= static_cast<int>(sizeof kShapes / sizeof kShapes[0])) return false;
-  const int tile_k = !last && configuration / 4 % 2 != 0 ? 64 : 128;
+  const int tile_k = stacks ? kStackedChannels : !small && configuration / 4 % 2 != 0 ? kGroupChannels : 128;
   return complete(of, {element_size, contained}, device, shape, tile_k, plan);
 }
 
@@ -2703,7 +2804,7 @@ inline const char* yields(const Problem& problem, Operator op) {
 }
 
 inline int64_t packed_bytes(const UnitCorrelation& of, const Plan& plan) {
-  return static_cast<int64_t>(of.groups) * plan.tiles_k * total_steps(of, plan) * (plan.tile_k / kGroupChannels) *
+  return static_cast<int64_t>(of.groups) * plan.tiles_k * total_steps(of, plan) * weight_tiles(plan) *
          weight_step_bytes(plan);
 }
 
@@ -2728,7 +2829,7 @@ inline WorkspaceLayout workspace_layout(const Problem& problem, Operator op, con
   layout.zeros_end = layout.marked + aligned(ceil_div(tiles, 8));
   layout.list = layout.zeros_end;
   layout.w_exponents = layout.list + aligned(4 * tiles);
-  layout.packed = layout.w_exponents + aligned(4 * tiles_k * plan.tile_k);
+  layout.packed = layout.w_exponents + aligned(4 * tiles_k * weight_rows(plan));
   layout.packed_again = layout.packed + aligned(packed_bytes(of, plan));
   layout.end = layout.packed_again +
                (plan.contained == 2 ? listed_workspace_bytes(problem, op) : packed_bytes(of, planned.again));
@@ -2753,10 +2854,12 @@ inline PackOperandsParams pack_params(const void* w_ptr, void* packed_ptr, const
   params.w_ptr = w_ptr;
   params.packed_ptr = packed_ptr;
   params.of = of;
-  params.tiles_k = plan.tiles_k * (plan.tile_k / kGroupChannels);
+  params.tiles_k = plan.tiles_k * weight_tiles(plan);
   params.blocks_c = plan.blocks_c;
   params.block_steps = plan.block_steps;
   params.boxes = plan.boxes;
+  params.taps = taps_in_turn(of, plan);
+  params.stacks = stacked(plan);
   params.pieces = packed_bytes(of, plan) / 16;
   return params;
 }
@@ -2803,9 +2906,10 @@ inline cudaError_t make_chunk_maps(Params& params) {
 
 template <typename Format, int TILE_P, int TILE_Q>
 cudaError_t run_kernel(const Params& params, cudaStream_t stream) {
-  constexpr Instance kInstance{"wgmma_kernel", {kTypeId<typename Format::Stored>, Format::CONTAINED, TILE_P, TILE_Q}};
+  constexpr Instance kInstance{
+      "wgmma_kernel", {kTypeId<typename Format::Stored>, Format::CONTAINED, TILE_P, TILE_Q, Format::STACKED}};
   record(kInstance);
-  if constexpr (!is_built(kInstance)) {
+  if constexpr (!is_built(kInstance) || (Format::STACKED && TILE_P > 1)) {
     return cudaErrorInvalidConfiguration;
   } else {
     const auto kernel = wgmma_kernel<Format, TILE_P, TILE_Q>;
@@ -2880,8 +2984,8 @@ inline cudaError_t run_contained(const Call& call, Params& params, cudaStream_t 
   if (!split) prepare.tf32 = pack_params(call.pointers.w, part(layout.packed_again), of, again);
   prepare.guard = params.guard;
   prepare.parts = plan.contained;
-  prepare.row_blocks = of.groups * plan.tiles_k * plan.tile_k;
-  prepare.tile_k = plan.tile_k;
+  prepare.tile_rows = weight_rows(plan);
+  prepare.row_blocks = of.groups * plan.tiles_k * prepare.tile_rows;
   prepare.window = static_cast<float>(plan.x_rows) * plan.x_pitch * of.in_channels;
   prepare.again_from = split ? 0.9f : 0.5f;
   prepare.most_in_a_window = split ? 2.3f : 0.7f;  // -log(1 - again_from)
@@ -2893,12 +2997,12 @@ inline cudaError_t run_contained(const Call& call, Params& params, cudaStream_t 
   if (error != cudaSuccess) return error;
   params.packed_ptr = part(layout.packed);
   if (split) {
-    error = run_packed<Split>(params, stream);
+    error = stacked(plan) ? run_packed<StackedSplit>(params, stream) : run_packed<Split>(params, stream);
     if (error != cudaSuccess) return error;
     const TileList list{&params.guard.control->all_again,
                         &params.guard.control->listed,
                         params.guard.list,
-                        plan.tile_k,
+                        weight_rows(plan),
                         plan.tile_p,
                         plan.tile_q};
     Pointers pointers = call.pointers;
@@ -2918,9 +3022,14 @@ inline cudaError_t run_plan(const Call& call, Params& params, cudaStream_t strea
   params.of = call.planned.of;
   params.plan = call.planned.plan;
   if (params.plan.contained != 0) return run_contained(call, params, stream);
-  if (dtype == DType::kFloat16) return run<Fp16>(call.pointers.w, call.pointers.workspace, params, stream);
-  if (dtype == DType::kBFloat16) return run<Bf16>(call.pointers.w, call.pointers.workspace, params, stream);
-  return run<Tf32>(call.pointers.w, call.pointers.workspace, params, stream);
+  const void* const w_ptr = call.pointers.w;
+  void* const workspace = call.pointers.workspace;
+  const bool stacks = stacked(params.plan), fp16 = dtype == DType::kFloat16;
+  if (dtype == DType::kFloat32) return run<Tf32>(w_ptr, workspace, params, stream);
+  if (stacks && fp16) return run<StackedFp16>(w_ptr, workspace, params, stream);
+  if (stacks) return run<StackedBf16>(w_ptr, workspace, params, stream);
+  if (fp16) return run<Fp16>(w_ptr, workspace, params, stream);
+  return run<Bf16>(w_ptr, workspace, params, stream);
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {
@@ -2939,27 +3048,16 @@ inline void describe(const Problem& problem, Operator op, char* text, size_t tex
   const Plan& plan = plan_of(problem, op, Alignment{}).plan;
   const Operands operands{element_bytes(problem.dtype), plan.contained};
   const int channels = kStepBytes / operands.multiplied_bytes() * plan.block_steps;
-  char weights[64];
-  if (plan.w_stages == 0)
-    snprintf(weights, sizeof weights, "resident weights");
-  else
-    snprintf(weights, sizeof weights, "weights in %d stages of %d bytes", plan.w_stages,
-             plan.group_steps * weight_step_bytes(plan));
-  char boxes[40] = "";
-  if (plan.boxes == 1)
-    snprintf(boxes, sizeof boxes, "boxes, ");
-  else if (plan.boxes > 1)
-    snprintf(boxes, sizeof boxes, "boxes of every %d%s channel, ", plan.boxes, plan.boxes == 2 ? "nd" : "th");
-  snprintf(
-      text, text_size,
-      "%stile of %d channels x %d x %d pixels, %s, %d input channels a row of %d%s, %s, %s%d bytes of shared memory, "
-      "%d blocks, units of %d tiles, about %.3g Mcycles",
-      plan.contained == 2   ? "in two parts of scaled fp16, "
-      : plan.contained == 1 ? "in scaled fp16, "
-                            : "",
-      plan.tile_k, plan.tile_p, plan.tile_q, plan.down ? "downwards" : "rightwards", channels, plan.x_slots,
-      plan.chunks ? " loaded by boxes" : "", weights, boxes, plan.smem_bytes, plan.blocks, plan.unit_tiles,
-      plan.cycles * 1e-6);
+  snprintf(text, text_size,
+           "%s%s%stile of %d channels x %d x %d pixels, %s, %d input channels a row of %d%s, %d stages of weights of "
+           "%d bytes%s, %d bytes of shared memory, %d blocks, units of %d tiles, about %.3g Mcycles",
+           plan.contained == 2   ? "two parts of scaled fp16, "
+           : plan.contained == 1 ? "scaled fp16, "
+                                 : "",
+           stacked(plan) ? "rows of taps in one product, " : "", plan.boxes != 0 ? "stored by boxes, " : "",
+           plan.tile_k, plan.tile_p, plan.tile_q, plan.down ? "downwards" : "rightwards", channels, plan.x_slots,
+           plan.chunks ? " loaded by boxes" : "", plan.w_stages, plan.group_steps * weight_step_bytes(plan),
+           plan.w_stages == 0 ? " (resident)" : "", plan.smem_bytes, plan.blocks, plan.unit_tiles, plan.cycles * 1e-6);
 }
 
 #endif  // host

@@ -314,7 +314,7 @@ EMULATED = {
     "wgmma": Kernels(
         ["wgmma.cu", "listed.cu"],
         ["wgmma.h"],
-        edits={r"return run<Bf16>\(": "return run<Fp16>("},  # the same code
+        edits={r"return run<(Stacked)?Bf16>\(": r"return run<\1Fp16>("},  # the same code
         wishes={"configuration": -1},
     ),
     "gather": Kernels(
@@ -599,7 +599,7 @@ GATHER_SHAPES = [*GATHER_WINDOWS, *GATHER_POINTS]
 GATHER_LANDING, GATHER_STACKED, GATHER_BY_TMA = range(12, 21), 24, range(25, 36)
 GATHER_ALL_AGAIN = -1
 
-WGMMA_SPLIT_CONFIGURATIONS = {64, 65, 66, 68, 69, 70, 72, 76}
+WGMMA_SPLIT_CONFIGURATIONS = {64, 65, 66, 68, 69, 70, 72, 76, 81}
 
 
 def build_choice(folder: Path) -> ctypes.CDLL:

@@ -96,6 +96,7 @@ from tests.problems import (
 # several rows of pixels a warpgroup. TF32 also has 128 pixels downwards, and the others with contained operands; fp32
 # in full the three narrow ones of half the size. -1 is the planner's choice.
 WGMMA_CONFIGURATIONS = {*range(8), 8, 12}
+WGMMA_STACKED = 17
 WGMMA_TF32_CONFIGURATIONS = {16, *(32 + number for number in WGMMA_CONFIGURATIONS)}
 # Former faults: a last block of channels that takes fewer groups of steps than the others; x at an odd
 # address, where another tile is the best, with more packed weights; rows of so many channels that 32 bits cannot count
@@ -634,8 +635,18 @@ WGMMA_CHUNK_CASES = [
     (Case(1, 120, 4, 68, 128, 3, 3, padding=(1, 2)), "fprop"),
     (Case(1, 128, 3, 140, 256, 3, 3, padding=(0, 1), groups=2), "fprop"),
 ]
+# Rows of taps in one product: several tiles one below the other, odd numbers of rows, two images, groups, tiles of
+# channels (of 16 bits), rows by single values, and rings that are shorter than the first window.
+WGMMA_STACKED_CASES = [
+    (Case(2, 24, 7, 70, 16, 3, 3, padding=(1, 1)), "fprop"),
+    (Case(1, 9, 11, 300, 24, 3, 2, padding=(0, 1)), "dgrad"),
+    (Case(1, 40, 9, 65, 20, 3, 5, padding=(2, 0), dilation=(1, 2)), "fprop"),
+    (Case(2, 32, 6, 50, 18, 3, 1, groups=2), "dgrad"),
+    (Case(1, 128, 4, 258, 9, 3, 3), "fprop"),
+]
 WGMMA_SETTINGS = [
     *settings_of(FP16, TF32, configuration=[-1, *sorted(WGMMA_CONFIGURATIONS)]),
+    *settings_of(FP16, configuration=[WGMMA_STACKED]),
     *settings_of(TF32, TF32, configuration=sorted(WGMMA_TF32_CONFIGURATIONS)),
     *settings_of(FP32, configuration=[-1, *sorted(WGMMA_SPLIT_CONFIGURATIONS)]),
 ]
@@ -729,6 +740,13 @@ EXACT_RUNS = {
     ],
     "wgmma": [
         Runs(WGMMA_SHIM_CASES, 1, WGMMA_SETTINGS),
+        Runs(
+            WGMMA_STACKED_CASES,
+            1,
+            [*settings_of(FP16, configuration=[WGMMA_STACKED]), *settings_of(FP32, configuration=[64 + WGMMA_STACKED])],
+            {"rows_stacked": {1}},
+            LAYOUTS[:1],
+        ),
         Runs(
             WGMMA_CHUNK_CASES,
             1,

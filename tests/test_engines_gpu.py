@@ -130,6 +130,10 @@ WGMMA_CASES = [
     Case(2, 51, 101, 130, 93, 3, 3, padding=(0, 1), groups=3),
     # Boxes load x of fp32, with rests of several sizes.
     Case(2, 64, 45, 264, 128, 3, 3),
+    # Rows of taps in one product, of 16 bits and in full: streamed weights, rings of two rows, rows by single values.
+    Case(3, 16, 150, 600, 128, 3, 3),
+    Case(2, 200, 67, 517, 11, 3, 3, padding=(2, 1)),
+    Case(2, 32, 200, 300, 40, 3, 5, padding=(1, 2), groups=2),
     # One row; and images one after another of one tile each.
     Case(4, 100, 1, 513, 130, 3, 3, padding=(1, 1)),
     Case(70, 40, 7, 36, 72, 3, 3),
@@ -599,13 +603,14 @@ def test_gpu_spreads_nan_and_inf(engine, operator, cases, dtype, tf32, layout, s
         torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
-# In the last one of wgmma boxes load x.
+# In the last one of wgmma as TF32 boxes load x; in the very last one rows of taps share a product, in dgrad.
 ADVERSE_RUNS = [
     ("gather", GATHER_SCALED_CASES, True),
     ("gather", GATHER_PHASES_OF_DX[1:], True),
     ("gather", GATHER_FOURS, True),
     *(("tma_wgrad", GPU_CONTAINED_WGRAD_CASES, tf32) for tf32 in (True, False)),
     *(("wgmma", [WGMMA_CASE, Case(2, 64, 40, 264, 128, 3, 3, padding=(1, 0))], tf32) for tf32 in (True, False)),
+    ("wgmma", [Case(2, 16, 90, 333, 128, 3, 3, padding=(1, 0))], False),
 ]
 
 

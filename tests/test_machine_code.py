@@ -32,7 +32,7 @@ def most_spilled(function: str, gate: str) -> int:
     And of hopper_wgrad in full accuracy, with two sums for each of 16 channels and nine taps, in two parts,
     and in TF32 with tiles of 256 channels: outside of steps.
     """
-    if "6FormatIfNS_4HalfELi2EE" in function:
+    if re.search("wgmma_kernelI.*6FormatIfNS_4HalfELi2E", function):
         return 700
     if "6FormatIfNS_8BFloat16ELi3ELb1ELb0EEELi2ELi9EE" in function:
         return 64
@@ -193,7 +193,7 @@ def rtc_text(source: Path) -> str:
     memo = '#include "memo.cuh"' if "memo.cuh" in text else '#include "correlation.cuh"'
     text = text.replace(memo, '#include "correlation.cuh"' + RTC_HOST_PARTS)
     text = ENGINE_TABLE.sub("", text)
-    text = re.sub(r"return run<(BFloat16|Bf16)(, false)?>\(.*;", "return cudaErrorUnknown;", text)
+    text = re.sub(r"return run<(BFloat16|(Stacked)?Bf16)(, false)?>\(.*;", "return cudaErrorUnknown;", text)
     for pattern, replacement in RTC_FEWER.get(source.name, {}).items():
         text, found = re.subn(pattern, replacement, text)
         assert found > 0, pattern

@@ -17,6 +17,7 @@ ADVERSE_CASES = [
     ("fprop", Case(2, 16, 4, 300, 128, 3, 3), 40, 72),
     ("dgrad", Case(2, 70, 5, 150, 40, 3, 4, padding=(1, 2)), 33, 69),
     ("fprop", Case(2, 18, 7, 70, 140, 2, 2, groups=2, dilation=(2, 1)), 38, 66),
+    ("fprop", Case(2, 32, 9, 150, 12, 3, 3), 36, 81),
 ]
 # All kinds as TF32, every other one in full: a GPU does all.
 ADVERSE_RUNS = [
@@ -43,11 +44,13 @@ def test_wgmma_shim_contains_what_fits_and_does_the_rest_again(wgmma_shim, numbe
         (64, 257, 6, math.nan),
         (72, 580, 3, 3e-42),
         (72, 257, 6, -math.inf),
+        (81, 300, 2, 1e-12),
+        (81, 257, 4, math.nan),
     ],
 )
 def test_wgmma_shim_marks_the_tiles_whose_windows_have_it(wgmma_shim, configuration, column, tiles, value):
     """Those of three rows, and of two columns if it lies in the halo; and no sample sees these places."""
-    case = Case(2, 16, 7, 600, 128, 3, 3)
+    case = Case(2, 16, 7, 600, 16 if configuration == 81 else 128, 3, 3)
     tensors = make_tensors(case, torch.float32, normal)
     tensors["x"][1, 5, 4, column] = value
     tf32 = configuration not in WGMMA_SPLIT_CONFIGURATIONS

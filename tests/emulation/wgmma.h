@@ -3,7 +3,7 @@ using namespace modelnew::wgmma;
 
 extern "C" {
 int done_again = 0, of_tiles = 0;  // of the last run with contained operands
-int chunks = 0;                    // whether the last run loads x by boxes
+int chunks = 0, rows_stacked = 0;  // whether the last run loads x by boxes, multiplies rows of taps as one
 }
 
 // One configuration, on a GPU of three SMs.
@@ -26,6 +26,7 @@ extern "C" int run_wished(int op, const int64_t* fields, void* const* pointers, 
   const int tiles = plan.tiles * plan.tiles_k;
   const bool contained = plan.contained != 0;
   chunks = plan.chunks;
+  rows_stacked = stacked(plan);
   const Pointers operands{pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], workspace.data()};
   const auto launch = [&] { return run_plan({which, problem, operands, planned}, params, nullptr); };
   const int code = simt_run(seed, false, launch);

@@ -14,20 +14,21 @@ static void check_memory(const UnitCorrelation& of, const Plan& plan, int bytes)
   CHECK(layout.end == plan.smem_bytes && plan.smem_bytes <= kSharedMemory);
   CHECK(layout.w_ring - layout.x_ring == fp16_parts * plan.x_slots * row_bytes);
   CHECK(layout.end - layout.w_ring >= plan.tile_q * 16);  // products reach so far behind the rows of x
-  const int64_t steps = int64_t{of.R} * of.S * plan.block_steps;
+  const int64_t steps = int64_t{stacked(plan) ? 1 : of.R} * of.S * plan.block_steps;
   const int64_t weight_bytes = plan.w_stages > 0 ? int64_t{plan.w_stages} * plan.group_steps * 64 * 32
-                                                 : steps * plan.blocks_c * plan.tile_k * 32;
+                                                 : steps * plan.blocks_c * std::max(plan.tile_k, 64) * 32;
   CHECK(layout.end - layout.w_ring >= fp16_parts * weight_bytes);
   CHECK(plan.w_stages == 0 || (plan.w_stages >= 4 && plan.w_stages <= kMaxStages));
   if (plan.contained == 2) CHECK(layout.carried - layout.finish >= 8 * 16 * 8);
-  if (plan.contained != 2 || !plan.down) CHECK(layout.raw - layout.carried >= 8 * 16 * 32);
+  if (!plan.down || (plan.contained != 2 && !stacked(plan))) CHECK(layout.handed - layout.carried >= 8 * 16 * 32);
+  if (stacked(plan)) CHECK(layout.raw - layout.handed >= 2 * 16 * plan.tile_q * 4);
   CHECK(plan.convert_warps == 3 || plan.convert_warps == 4);
   // The fourth one would else copy weights, and only simple x is shared among four.
   const bool same_weights = plan.w_stages == 0 && of.groups == 1 && plan.blocks % plan.tiles_k == 0;
   if (plan.convert_warps == 4) CHECK(same_weights && plan.x_simple);
   // Warps that stage where another one does take turns.
   CHECK(plan.staging_parts == kMultiplyWarps ||
-        (plan.staging_parts == kMultiplyWarps / 2 && plan.down && plan.y_runs));
+        (plan.staging_parts == (stacked(plan) ? 1 : kMultiplyWarps / 2) && plan.down && plan.y_runs));
   if (plan.contained != 0)
     CHECK(layout.x_ring - layout.raw >= plan.convert_warps * raw_parts(plan.contained) * kRawPartBytes);
   if (plan.boxes != 0) {
@@ -48,10 +49,12 @@ static void check_window(const UnitCorrelation& of, const Plan& plan, int bytes)
   const bool small = group_rows == 1 && multiplied_bytes == 4 && plan.down && plan.y_runs;
   CHECK(plan.contained == 2 ? tile_pixels == 128 : tile_pixels == 256 || (tile_pixels == 128 && small));
   CHECK(plan.x_rows == plan.tile_p + (of.R - 1) * of.dilation_h);
-  CHECK(plan.x_slots >= plan.x_rows && plan.x_slots <= kMaxRows);
+  // A batch of 32 pairs of pixels, times 7 parts or of split operands 2, times 4 warps, reaches into two rows at most.
+  const bool long_rows = plan.block_steps * plan.x_pitch >= (plan.contained == 2 ? 2 : 7) * 4 * 32;
+  CHECK(plan.x_slots >= (stacked(plan) && long_rows ? 2 : plan.x_rows) && plan.x_slots <= kMaxRows);
   CHECK(group_rows == 1 || plan.x_slots % plan.x_rows == 0);  // windows do not wrap round the ring
   if (plan.down) {  // the rows that the next tile adds find room
-    CHECK(plan.blocks_c == 1 && group_rows == 1 && plan.x_slots >= plan.x_rows + plan.tile_p);
+    CHECK(plan.blocks_c == 1 && group_rows == 1 && (stacked(plan) || plan.x_slots >= plan.x_rows + plan.tile_p));
   }
   const int columns = std::min(plan.tile_q, of.Q) + (of.S - 1) * of.dilation_w, even = plan.chunks ? 4 : 2;
   CHECK(within(plan.lead, even) && (of.pad_w + plan.lead) % even == 0);
@@ -71,7 +74,9 @@ static void check_window(const UnitCorrelation& of, const Plan& plan, int bytes)
 }
 
 static void check_work(const UnitCorrelation& of, const Plan& plan, int bytes) {
-  const int64_t block_steps = int64_t{of.R} * of.S * plan.block_steps;
+  if (stacked(plan)) CHECK(of.R == 3 && of.dilation_h == 1 && plan.tile_p == 2 && plan.down && plan.y_runs);
+  if (stacked(plan) && plan.contained == 2) CHECK(plan.tiles_k == 1);
+  const int64_t block_steps = int64_t{stacked(plan) ? 1 : of.R} * of.S * plan.block_steps;
   CHECK(plan.group_steps >= 1 && plan.group_steps <= most_group_steps(plan.tile_q, plan.contained));
   CHECK(plan.contained != 2 || plan.group_steps * 16 <= 64);  // terms that tensor cores add up
   CHECK(plan.large_groups >= 1 && plan.large_groups <= plan.groups);
@@ -149,6 +154,7 @@ static bool check_plans(const Problem& problem, Operator op, const Addresses& at
     NOTE_VALUES(configuration, 0, 1, 2, 3, 4, 5, 6, 7, 8, 12);  // four widths by channels and directions
     NOTE_VALUES(configuration, 16, 32, 33, 34, 35, 36, 37, 38, 39, 40, 44);  // as TF32, the latter contained
     NOTE_VALUES(configuration, 64, 65, 66, 68, 69, 70, 72, 76);  // in full accuracy
+    NOTE_VALUES(configuration, 17, 81);                          // rows of taps in one product
     check_plan(of, plan, bytes);
     CHECK(precision.exact == (plan.contained == 2));
     if (plan.contained != 1) continue;
