@@ -80,3 +80,14 @@ def test_wgmma_shim_exact_in_other_strides(wgmma_shim, configuration):
         assert message == "" or (message is None and configuration == 16 and of is case)
         if message == "":
             check_exact(of, {"fprop": out}, operands)
+
+
+@pytest.mark.parametrize("scales", [(1, 1e-2, 1e2), (1e2, 1, 0)])
+def test_wgmma_shim_adds_up_rows_of_taps_of_any_size(wgmma_shim, scales):
+    """Rows of taps in one product are scaled alike, whichever has the largest weight."""
+    case = Case(1, 32, 8, 140, 12, 3, 3, padding=(1, 1))
+    tensors = make_tensors(case, torch.float32, normal)
+    tensors["w"] *= torch.tensor(scales)[:, None]
+    out = wgmma_shim.result("fprop", case, tensors, tf32=False, seed=3, configuration=81)
+    check_bounds(case, {"fprop": out}, tensors, tf32=())
+    assert wgmma_shim.last("done_again") == 0
