@@ -4077,7 +4077,7 @@ inline cudaError_t make_in_map(const Phased& of, int element_bytes, Params& para
     const uint64_t sizes[4] = {channels, W, H, N}, strides[3] = {bytes(3, W), bytes(2, H), bytes(0, N)};
     const hopper::Columns columns = hopper::columns_of(of);
     return hopper::make_columns_map(in_ptr, element_bytes, sizes, strides, columns.first, columns.last, columns.steps,
-                                    tile_pixels(plan), params.in_map);
+                                    box_channels, tile_pixels(plan), params.in_map);
   }
   if (plan.dense_slots) {
     const uint64_t sizes[4] = {channels, N * H * W, 1, 1}, strides[3] = {bytes(3, N * H * W), 16, 16};

@@ -18,19 +18,19 @@ __device__ __forceinline__ void load_columns(const BoxMap& map, uint32_t to_smem
 }
 
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-// An im2col map of [image][row][column][channel], elements of 2 or 4 bytes. A load brings 128 bytes of channels of
-// `pixels` consecutive pixels, row by row and image by image, swizzled as BoxUse::kLoadRows. In each image pixels run
+// An im2col map of [image][row][column][channel], elements of 2 or 4 bytes. A load brings `channels`, of 128 bytes at
+// most, of `pixels` consecutive pixels, row by row and image by image, as BoxUse::kLoadRows. In each image pixels run
 // from column and row `first` (negative: in the padding) to `last` relative to its end, every steps-th of them.
 inline cudaError_t make_columns_map(const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                     const uint64_t (&strides)[3], const int (&first)[2], const int (&last)[2],
-                                    const int (&steps)[2], uint32_t pixels, BoxMap& map) {
+                                    const int (&steps)[2], uint32_t channels, uint32_t pixels, BoxMap& map) {
   static const auto encode = driver_function<decltype(&cuTensorMapEncodeIm2col)>("cuTensorMapEncodeIm2col");
   if (encode == nullptr) return cudaErrorNotSupported;
   const uint32_t element_strides[4] = {1, static_cast<uint32_t>(steps[0]), static_cast<uint32_t>(steps[1]), 1};
   const auto make = [&] {
     return encode(reinterpret_cast<CUtensorMap*>(&map),
                   element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
-                  const_cast<void*>(tensor), sizes, strides, first, last, kBoxRowBytes / element_bytes, pixels,
+                  const_cast<void*>(tensor), sizes, strides, first, last, channels, pixels,
                   element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };

@@ -89,7 +89,7 @@ namespace tma {
 
 // ---- Geometry, host and device ----
 
-constexpr int kBlockChannels = 64;                        // input channels of a stage
+constexpr int kBlockChannels = 64;                        // input channels of a stage, at most
 constexpr int kRowChannels = 64;                          // output channels in a row of transposed weights
 constexpr int kSlotBytes = hopper::kBoxRowBytes;          // 64 channels of 16 bits
 constexpr int kRowsAligned = 1024;                        // period of the swizzle, in bytes
@@ -170,6 +170,7 @@ struct Plan {
   int tile_lines, tile_columns, pitch;  // columns, direct: one line of shape.slots columns
   int loads;                            // stages of x per block of input channels
   int box_rows, box_columns;            // of a stage in shared memory
+  int block_channels;                   // input channels of a stage
   int x_bytes, x_stage_bytes, x_stages, w_bytes, w_stage_bytes, w_stages;
   int x_steps, w_steps;           // stages of one tile; w_steps: of one of each phase
   int step_k;                     // channels from tile to tile, of which the tile may have more
@@ -443,7 +444,7 @@ __device__ __forceinline__ void order_x(const Params& params, const Shared& shar
       const Load load = params.load[tile.phase + step.load];
       const uint32_t full = shared.x_full(ring.slot);
       const uint32_t to = shared.base + shared.layout.x + ring.slot * plan.x_stage_bytes;
-      const int c = first_c + step.block * kBlockChannels;
+      const int c = first_c + step.block * plan.block_channels;
       hopper::barrier_wait(shared.x_empty(ring.slot), ring.parity ^ 1);
       if (FIRST) hopper::barrier_arrive_expecting(full, plan.x_bytes);
       if (DIRECT) {
@@ -479,7 +480,7 @@ __device__ __forceinline__ void order_w(const Params& params, const Shared& shar
 #pragma unroll 1
     for (int i = 0; i < steps.count;) {
       const Tap tap = params.tap[load.first_tap + of_stage];
-      const int c = step.block * kBlockChannels;
+      const int c = step.block * plan.block_channels;
       const uint32_t full = shared.w_full(ring.slot);
       const uint32_t to = shared.base + shared.layout.w + ring.slot * plan.w_stage_bytes;
       hopper::barrier_wait(shared.w_empty(ring.slot), ring.parity ^ 1);
@@ -515,6 +516,14 @@ struct Given {
   }
 };
 
+// The form of wgmma, by whether rows of its operands are channels.
+template <typename Stored, int SLOTS, bool FIRST, bool SECOND>
+using Form = std::conditional_t<FIRST,
+                                std::conditional_t<SECOND, hopper::WgmmaBothTransposed<Stored, SLOTS>,
+                                                   hopper::WgmmaFirstTransposed<Stored, SLOTS>>,
+                                std::conditional_t<SECOND, hopper::WgmmaTransposed<Stored, SLOTS>,
+                                                   hopper::Wgmma<Stored, SLOTS>>>;
+
 template <typename Stored, int CHANNELS, int SLOTS, bool DIRECT, bool TRANSPOSED, typename AllOrdered>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, int phase, const Steps& steps,
                                               int first_channel, RingPosition& x, RingPosition& w,
@@ -529,6 +538,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   for (int number = 0; number < steps.count; ++number, of_tile.next()) {
     const Load load = params.load[phase + of_tile.load];
     hopper::barrier_wait(shared.x_full(x.slot), x.parity);
+    const int channels = min(plan.block_channels, params.of.in_channels - of_tile.block * plan.block_channels);
     const uint32_t slots = hopper::descriptor(base + shared.layout.x + x.slot * plan.x_stage_bytes,
                                               DIRECT ? kBlockPixels * kSlotBytes : 16);
 #pragma unroll 1
@@ -538,28 +548,29 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
       // 64 output channels take 8 KB, as 64 rows of input channels or (transposed) of output channels.
       const uint32_t a = hopper::descriptor(base + shared.layout.w + w.slot * plan.w_stage_bytes, 16) +
                          first_channel * (kSlotBytes / 16);
-      hopper::wgmma_fence();
+      // In straight-line code each, or ptxas serialises wgmma.
+      const auto multiply_steps = [&](auto count) {
+        hopper::wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kBlockChannels / 16; ++step) {
+        for (int step = 0; step < decltype(count)::kValue; ++step) {
+          // Along channels, or across them: rows are channels then.
+          constexpr uint32_t kAlong = 2, kAcross = 16 * (kSlotBytes / 16);
 #pragma unroll
-        for (int i = 0; i < CHANNELS / 64; ++i) {
-          const uint32_t own = a + 64 * i * (kSlotBytes / 16) + (TRANSPOSED ? 16 * step * (kSlotBytes / 16) : 2 * step);
-          // Direct: rows are channels, a step of 16 channels is 16 rows.
-          if constexpr (DIRECT && TRANSPOSED)
-            hopper::WgmmaBothTransposed<Stored, SLOTS>::multiply(acc[i], own, b + 16 * step * (kSlotBytes / 16),
-                                                                 keep || step > 0, hopper::kRowsDescriptorHigh);
-          else if constexpr (DIRECT)
-            hopper::WgmmaTransposed<Stored, SLOTS>::multiply(acc[i], own, b + 16 * step * (kSlotBytes / 16),
-                                                             keep || step > 0, hopper::kRowsDescriptorHigh);
-          else if constexpr (TRANSPOSED)
-            hopper::WgmmaFirstTransposed<Stored, SLOTS>::multiply(acc[i], own, b + 2 * step, keep || step > 0,
-                                                                  hopper::kRowsDescriptorHigh);
-          else
-            hopper::Wgmma<Stored, SLOTS>::multiply(acc[i], own, b + 2 * step, keep || step > 0,
-                                                   hopper::kRowsDescriptorHigh);
+          for (int i = 0; i < CHANNELS / 64; ++i)
+            Form<Stored, SLOTS, TRANSPOSED, DIRECT>::multiply(
+                acc[i], a + 64 * i * (kSlotBytes / 16) + step * (TRANSPOSED ? kAcross : kAlong),
+                b + step * (DIRECT ? kAcross : kAlong), keep || step > 0, hopper::kRowsDescriptorHigh);
         }
-      }
-      hopper::wgmma_commit();
+        hopper::wgmma_commit();
+      };
+      if (channels > 48)
+        multiply_steps(hopper::Count<4>{});
+      else if (channels > 32)
+        multiply_steps(hopper::Count<3>{});
+      else if (channels > 16)
+        multiply_steps(hopper::Count<2>{});
+      else
+        multiply_steps(hopper::Count<1>{});
       keep = true;
       hopper::wgmma_wait<1>();
       before.give_back(shared);
@@ -1105,6 +1116,12 @@ __global__ void __launch_bounds__(kThreads, 1) tma_kernel(const __grid_constant_
     if (warp == kOrdersX) hopper::prefetch_map(params.in_map);
     if (warp == kOrdersW) hopper::prefetch_map(params.w_map);
   }
+  if (plan.block_channels % 16 != 0) {  // no box writes the second half of the last step
+    uint4* const stages = reinterpret_cast<uint4*>(modelnew_tma_smem + shared.layout.x);
+    const int pieces = (shared.layout.barriers - shared.layout.x) / 16;
+    for (int i = threadIdx.x; i < pieces; i += kThreads) stages[i] = make_uint4(0, 0, 0, 0);
+    hopper::fence_async();
+  }
   if (threadIdx.x == 0) {
     const int givers = TOGETHER ? 8 : 4;  // warps that release a stage
 #pragma unroll
@@ -1249,6 +1266,7 @@ inline bool has_dense_outputs(const Correlation& of) {
 constexpr double kCallCycles = 10500;
 constexpr double kStepCycles = 17, kStepTogetherCycles = 25, kStepOfLargestCycles = 58;  // overhead per w stage
 constexpr double kColumnsBytes = 58.6;   // loaded per cycle of an SM, columns
+constexpr double kShortColumn = 2.7;     // cycles of a column of fewer than 64 channels, at least
 constexpr double kTileCycles = 305;      // overhead per tile
 constexpr double kPrepareCycles = 3000;  // tma_prepare_kernel
 
@@ -1274,11 +1292,15 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const Costs& costs = plan.contained ? kContainedCosts : kCosts;
   const double outputs = shape.channels * shape.slots;
   const double taps = static_cast<double>(of.R) * of.S, turns = static_cast<double>(ceil_div(plan.tiles, sms));
-  const double products = outputs * kBlockChannels / 2048.0;
+  const double products =
+      outputs * 16 * ceil_div(of.in_channels, 16) / ceil_div(of.in_channels, plan.block_channels) / 2048.0;
   const double loaded =
       static_cast<double>(plan.x_steps) * plan.phases / plan.w_steps * plan.x_bytes + plan.w_bytes;
+  const bool short_columns = !plan.windows && !plan.direct && plan.block_channels < kBlockChannels;
+  const double loading = std::max(loaded / (plan.windows ? costs.windows_bytes : kColumnsBytes),
+                                  short_columns ? kShortColumn * shape.slots : 0.0);
   const double step = std::max({costs.product_factor * products + (shape.together ? kStepTogetherCycles : kStepCycles),
-                                loaded / (plan.windows ? costs.windows_bytes : kColumnsBytes), costs.least_step}) +
+                                loading, costs.least_step}) +
                       (outputs > 192 * 128 ? kStepOfLargestCycles : 0);
   const double share = static_cast<double>(ceil_div(plan.x_steps, plan.splits)) / plan.x_steps;
   const double multiplied = share * plan.met * plan.w_steps / plan.phases * step;
@@ -1328,13 +1350,17 @@ inline int w_rows(const Grouped& of, const Plan& plan) {
   return static_cast<int>(std::min<int64_t>(plan.step_k, of.out_channels));
 }
 
+// Output channels of a box of w that is transposed.
+inline int row_channels(const Grouped& of) { return std::min(round_up(of.out_channels, 8), kRowChannels); }
+
 // Divides shared memory among the rings; returns false where two stages of each do not fit. Columns: as many stages of
 // x as of w. Windows: 2 of x, and more only where at least 6 of w fit, since w takes one stage per tap.
 inline bool count_stages(const Grouped& of, Plan& plan) {
-  plan.x_bytes = plan.box_rows * plan.box_columns * kSlotBytes;
-  plan.x_stage_bytes = round_up(plan.x_bytes, kRowsAligned);
+  plan.x_bytes = plan.box_rows * plan.box_columns * 2 * plan.block_channels;
+  plan.x_stage_bytes = round_up(plan.box_rows * plan.box_columns * kSlotBytes, kRowsAligned);
   plan.w_stage_bytes = plan.shape.channels * kSlotBytes;
-  plan.w_bytes = plan.transposed ? plan.w_stage_bytes : w_rows(of, plan) * kSlotBytes;
+  const int w_channels = plan.transposed ? plan.shape.channels / kRowChannels * row_channels(of) : w_rows(of, plan);
+  plan.w_bytes = w_channels * 2 * plan.block_channels;
   const auto fits = [&] { return shared_layout(plan).end <= kSharedBytes; };
   if (plan.windows) {
     plan.x_stages = 2;
@@ -1360,7 +1386,7 @@ inline bool count_stages(const Grouped& of, Plan& plan) {
 
 // Completes a plan whose shape, way of loading and splits are set. Returns false where it does not fit.
 inline bool finish(const Grouped& of, int sms, Plan& plan) {
-  const int64_t blocks_c = ceil_div(of.in_channels, kBlockChannels);
+  const int64_t blocks_c = ceil_div(of.in_channels, plan.block_channels);
   int64_t taps = 0;
   for (int i = 0; i < plan.phases; ++i) taps += out_phase(of, i).taps();
   if (blocks_c * taps >= 1 << 24 || !count_tiles(of, plan)) return false;
@@ -1441,6 +1467,18 @@ inline bool takes_phases(const Grouped& of) {
   return true;
 }
 
+// Input channels of a stage: equal blocks, as boxes that reach beyond a tensor are slow, where that takes few steps of
+// 16 channels more.
+inline int block_channels_of(const Grouped& of) {
+  const int least = static_cast<int>(ceil_div(of.in_channels, kBlockChannels));
+  const int64_t pieces = ceil_div(of.in_channels, 8), steps = ceil_div(of.in_channels, 16);
+  for (int blocks = least; of.groups == 1 && blocks <= 2 * least; ++blocks) {
+    const int64_t channels = 8 * pieces / blocks;
+    if (pieces % blocks == 0 && 3 * blocks * ceil_div(channels, 16) <= 4 * steps) return static_cast<int>(channels);
+  }
+  return kBlockChannels;
+}
+
 // Forces properties of a plan, for tests; by default the plan with the lowest estimate is taken.
 struct Wishes {
   int shape = -1, windows = -1, splits = 0, direct = -1;
@@ -1473,6 +1511,7 @@ struct Search {
   }
 
   void consider_parts(const Grouped& of, Plan& plan) {
+    plan.block_channels = block_channels_of(of);
     for (plan.splits = 1; plan.splits <= kMostSplits; plan.splits *= 2) {
       if (wishes.splits > 0 && plan.splits != wishes.splits) continue;
       if (!finish(of, sms, plan)) break;
@@ -1844,10 +1883,11 @@ inline cudaError_t make_in_map(Params& params) {
   const Plan& plan = params.plan;
   using hopper::step_bytes;
   const uint64_t C = of.all_in, H = of.H, W = of.W, N = of.N;
+  const uint32_t channels = plan.block_channels;
   if (plan.direct) {
     const uint64_t sizes[4] = {H * W, C, N, 1};
     const uint64_t strides[3] = {step_bytes(of.in_stride[1], of.all_in), step_bytes(of.in_stride[0], of.N), 16};
-    const uint32_t box[4] = {kBlockPixels, kBlockChannels, 1, 1};
+    const uint32_t box[4] = {kBlockPixels, channels, 1, 1};
     return hopper::make_box_map(hopper::BoxUse::kLoadRows, params.in_ptr, 2, sizes, strides, box, params.in_map);
   }
   const uint64_t sizes[4] = {C, W, H, N};
@@ -1855,13 +1895,13 @@ inline cudaError_t make_in_map(Params& params) {
                                step_bytes(of.in_stride[0], of.N)};
   if (plan.windows) {
     const uint32_t step_h = of.stride_h, step_w = of.stride_w;
-    const uint32_t box[4] = {kBlockChannels, plan.box_columns * step_w, plan.box_rows * step_h, 1};
+    const uint32_t box[4] = {channels, plan.box_columns * step_w, plan.box_rows * step_h, 1};
     return hopper::make_box_map(hopper::BoxUse::kLoadRows, params.in_ptr, 2, sizes, strides, box, params.in_map, step_w,
                                 step_h);
   }
   const hopper::Columns columns = hopper::columns_of(of);
   return hopper::make_columns_map(params.in_ptr, 2, sizes, strides, columns.first, columns.last, columns.steps,
-                                  plan.box_columns, params.in_map);
+                                  channels, plan.box_columns, params.in_map);
 }
 
 // The tensor map of w: [r][s][output channel][input channel], or [r][s][input channel][output channel] (transposed).
@@ -1870,19 +1910,20 @@ inline cudaError_t make_w_map(const void* w_ptr, Params& params) {
   const Plan& plan = params.plan;
   using hopper::step_bytes;
   const uint64_t C = packed_row_channels(of), K = of.out_channels, R = of.R, S = of.S;
+  const uint32_t channels = plan.block_channels;
   const int64_t row = packed_row_channels(of), taps = int64_t{of.R} * of.S;
   const uint64_t tap_strides[2] = {step_bytes(plan.packed ? row : of.w_stride_s, of.S),
                                    step_bytes(plan.packed ? row * of.S : of.w_stride_r, of.R)};
   if (plan.transposed) {
     const uint64_t sizes[4] = {K, static_cast<uint64_t>(of.in_channels), S, R};  // rows beyond them may hold anything
     const uint64_t strides[3] = {step_bytes(of.w_stride_in, of.in_channels), tap_strides[0], tap_strides[1]};
-    const uint32_t box[4] = {kRowChannels, kBlockChannels, 1, 1};
+    const uint32_t box[4] = {static_cast<uint32_t>(row_channels(of)), channels, 1, 1};
     return hopper::make_box_map(hopper::BoxUse::kLoadRows, w_ptr, 2, sizes, strides, box, params.w_map);
   }
   const uint64_t sizes[4] = {C, K, S, R};
   const uint64_t strides[3] = {step_bytes(plan.packed ? row * taps : of.w_stride_out, of.out_channels), tap_strides[0],
                                tap_strides[1]};
-  const uint32_t box[4] = {kBlockChannels, static_cast<uint32_t>(w_rows(of, plan)), 1, 1};
+  const uint32_t box[4] = {channels, static_cast<uint32_t>(w_rows(of, plan)), 1, 1};
   return hopper::make_box_map(hopper::BoxUse::kLoadRows, w_ptr, 2, sizes, strides, box, params.w_map);
 }
 

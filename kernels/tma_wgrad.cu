@@ -826,7 +826,7 @@ inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const vo
     const uint64_t strides[3] = {hopper::step_bytes(stride[3], columns), hopper::step_bytes(stride[2], rows),
                                  hopper::step_bytes(stride[0], problem.N)};
     return hopper::make_columns_map(tensor, 2, sizes, strides, map_columns.first, map_columns.last, map_columns.steps,
-                                    kStagePixels, map);
+                                    64, kStagePixels, map);
   };
   cudaError_t error = cudaSuccess;
   for (int part = 0; error == cudaSuccess && part < std::max(params.plan.fp16_parts, 1); ++part) {

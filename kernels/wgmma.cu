@@ -448,12 +448,6 @@ MODELNEW_HOST_DEVICE inline void for_each_tile(const UnitCorrelation& of, const 
 
 // ---- Device code ----
 
-// A number known to the compiler.
-template <int N>
-struct Count {
-  static constexpr int kValue = N;
-};
-
 // A tile's place, for the multiplying warps. A converting warp works it out before the first row of the tile is there,
 // because it takes long and the multiplying warps have no time for it.
 struct alignas(16) TileRecord {
@@ -1920,13 +1914,13 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       turn ^= 1;
       constexpr int kMostGroupSteps = most_group_steps(TILE_Q, Format::CONTAINED);
       if constexpr (kMostGroupSteps >= 6) {
-        multiply_groups(Count<6>{}, groups_of(6));
-        multiply_groups(Count<5>{}, groups_of(5));
+        multiply_groups(hopper::Count<6>{}, groups_of(6));
+        multiply_groups(hopper::Count<5>{}, groups_of(5));
       }
-      if constexpr (kMostGroupSteps >= 4) multiply_groups(Count<4>{}, groups_of(4));
-      multiply_groups(Count<3>{}, groups_of(3));
-      multiply_groups(Count<2>{}, groups_of(2));
-      multiply_groups(Count<1>{}, groups_of(1));
+      if constexpr (kMostGroupSteps >= 4) multiply_groups(hopper::Count<4>{}, groups_of(4));
+      multiply_groups(hopper::Count<3>{}, groups_of(3));
+      multiply_groups(hopper::Count<2>{}, groups_of(2));
+      multiply_groups(hopper::Count<1>{}, groups_of(1));
       release(shared.turn(1 - warpgroup_id));
 
       // Rows of the window that the next tile does not need.

@@ -23,6 +23,12 @@ constexpr uint32_t kDescriptorHigh = 128 / 16;
 // operand starts at a multiple of 1024, and a step of 32 bytes along the reduction adds 2 to the lower half.
 constexpr uint32_t kRowsDescriptorHigh = 1024 / 16 | 1u << 30;
 
+// A number known to the compiler.
+template <int N>
+struct Count {
+  static constexpr int kValue = N;
+};
+
 // Removes the number of the block from a shared-memory address in a cluster: a descriptor has no room for it.
 __device__ __forceinline__ uint32_t of_own_block(uint32_t address) { return address & 0x3ffff; }
 

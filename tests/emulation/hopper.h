@@ -45,12 +45,17 @@ inline Ordered multiplications[1024];
 inline std::map<unsigned, Ordered> bulk_stores;
 inline std::map<unsigned, std::deque<Action>> arriving;
 
-inline void bulk_copy(uint32_t to, std::vector<uint8_t> bytes, uint32_t address) {
+// `left_out`: bytes that are not written, if any.
+inline void bulk_copy(uint32_t to, std::vector<uint8_t> bytes, uint32_t address, std::vector<bool> left_out = {}) {
   check_shared(to, bytes.size());
   Barrier& barrier = barrier_at(address);
-  bulk_copies.push_back([to, bytes = std::move(bytes), &barrier] {
-    std::copy(bytes.begin(), bytes.end(), smem + to);
-    barrier.bytes -= static_cast<int64_t>(bytes.size());
+  left_out.resize(bytes.size());
+  bulk_copies.push_back([to, bytes = std::move(bytes), left_out = std::move(left_out), &barrier] {
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      if (left_out[i]) continue;
+      smem[to + i] = bytes[i];
+      --barrier.bytes;
+    }
     end_phase_if_due(barrier);
   });
 }
@@ -368,7 +373,7 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
   const bool quarters = use == BoxUse::kStoreQuarters;
   const bool halves = use == BoxUse::kStoreHalves || use == BoxUse::kLoadHalves;
   map.pieces = use == BoxUse::kLoad || quarters ? 0 : use == BoxUse::kLoadQuarters ? 2 : halves ? 4 : 8;
-  right &= map.pieces > 0 ? row_bytes == map.pieces * 16 : quarters ? row_bytes == 32 : row_bytes % 16 == 0;
+  right &= row_bytes % 16 == 0 && (map.pieces > 0 ? row_bytes <= map.pieces * 16 : !quarters || row_bytes == 32);
   // A box spans so many elements of memory and takes one in every `step`.
   right &= step >= 1 && step <= 8 && box[1] % step == 0 && step_2 >= 1 && step_2 <= 8 && box[2] % step_2 == 0;
   const uint32_t steps[4] = {1, step, step_2, 1};
@@ -382,8 +387,7 @@ inline cudaError_t make_box_map(BoxUse use, const void* tensor, int element_byte
 }
 inline cudaError_t make_columns_map(const void* tensor, int element_bytes, const uint64_t (&sizes)[4],
                                     const uint64_t (&strides)[3], const int (&first)[2], const int (&last)[2],
-                                    const int (&steps)[2], uint32_t pixels, BoxMap& map) {
-  const uint32_t channels = kBoxRowBytes / element_bytes;
+                                    const int (&steps)[2], uint32_t channels, uint32_t pixels, BoxMap& map) {
   const cudaError_t error =
       make_box_map(BoxUse::kLoadRows, tensor, element_bytes, sizes, strides, {channels, 1, 1, 1}, map);
   map.pixels = pixels;
@@ -408,6 +412,10 @@ inline uint8_t* element_at(const BoxMap& map, const int64_t (&numbers)[4]) {
   }
   return exists ? place : nullptr;
 }
+// Rows may be shorter than those of their swizzle: what is left lies unused between them.
+inline uint32_t row_pitch(const BoxMap& map) {
+  return map.pieces > 0 ? map.pieces * 16 : map.box[0] * map.element_bytes;
+}
 // Visits all elements of a box that lies at `address` in shared memory: the address of each in the tensor, or null, and
 // its place in the box, where the order of pieces depends on `address`.
 template <typename Visit>
@@ -424,14 +432,12 @@ void for_each_in_box(const BoxMap& map, uint32_t address, const int64_t (&first)
                                   row / map.box[1] / map.box[2]};
       int64_t numbers[4];
       for (int i = 0; i < 4; ++i) numbers[i] = first[i] + int64_t{inside[i]} * map.steps[i];
-      uint32_t place = (row * map.box[0] + element) * map.element_bytes;
+      uint32_t place = row * row_pitch(map) + element * map.element_bytes;
       if (map.pieces > 0) place ^= (place + address) / kBoxRowBytes % map.pieces * 16;
       visit(element_at(map, numbers), place);
     }
 }
-inline uint32_t box_bytes(const BoxMap& map) {
-  return map.box[0] * map.box[1] * map.box[2] * map.box[3] * map.element_bytes;
-}
+inline uint32_t box_bytes(const BoxMap& map) { return map.box[1] * map.box[2] * map.box[3] * row_pitch(map); }
 inline void store_box_now(const BoxMap& map, uint32_t from, const int64_t (&first)[4]) {
   simt::check_shared(from, box_bytes(map));
   // The order of pieces repeats itself from there on.
@@ -443,18 +449,21 @@ inline void store_box_now(const BoxMap& map, uint32_t from, const int64_t (&firs
 inline void load_box(const BoxMap& map, uint32_t to, int i, int j, int k, int l, uint32_t barrier) {
   if (to % 128 != 0) simt::complain("a box that is not aligned in shared memory");
   std::vector<uint8_t> loaded(box_bytes(map));
+  std::vector<bool> left_out(loaded.size(), true);
   for_each_in_box(map, to, {i, j, k, l}, [&](const uint8_t* from, uint32_t place) {
     if (from != nullptr) std::memcpy(&loaded[place], from, map.element_bytes);
+    std::fill_n(left_out.begin() + place, map.element_bytes, false);
   });
-  simt::bulk_copy(to, std::move(loaded), barrier);
+  simt::bulk_copy(to, std::move(loaded), barrier, std::move(left_out));
 }
 inline void load_columns(const BoxMap& map, uint32_t to, int i, int j, int k, int l, int move_j, int move_k,
                          uint32_t barrier) {
   if (to % 128 != 0) simt::complain("columns that are not aligned in shared memory");
-  const int in_16_bytes = 16 / map.element_bytes, channels = kBoxRowBytes / map.element_bytes;
+  const int in_16_bytes = 16 / map.element_bytes, channels = map.box[0];
   if (i % in_16_bytes != 0 || map.sizes[0] % in_16_bytes != 0) simt::complain("columns that are not aligned in memory");
   if (move_j < 0 || move_j > 255 || move_k < 0 || move_k > 255) simt::complain("columns that move too far");
   std::vector<uint8_t> loaded(map.pixels * kBoxRowBytes);
+  std::vector<bool> left_out(loaded.size(), true);
   int at[2] = {j, k};
   const int64_t end[2] = {static_cast<int64_t>(map.sizes[1]) + map.last[0],
                           static_cast<int64_t>(map.sizes[2]) + map.last[1]};
@@ -464,8 +473,10 @@ inline void load_columns(const BoxMap& map, uint32_t to, int i, int j, int k, in
     for (int channel = 0; channel < channels; ++channel) {
       const uint8_t* const from =
           element_at(map, {int64_t{i} + channel, int64_t{at[0]} + move_j, int64_t{at[1]} + move_k, l});
-      const uint32_t place = pixel * kBoxRowBytes + channel * map.element_bytes;
-      if (from != nullptr) std::memcpy(&loaded[place ^ (place + to) / kBoxRowBytes % 8 * 16], from, map.element_bytes);
+      uint32_t place = pixel * kBoxRowBytes + channel * map.element_bytes;
+      place ^= (place + to) / kBoxRowBytes % 8 * 16;
+      if (from != nullptr) std::memcpy(&loaded[place], from, map.element_bytes);
+      std::fill_n(left_out.begin() + place, map.element_bytes, false);
     }
     if ((at[0] += map.steps[1]) < end[0]) continue;
     at[0] = map.first[0];
@@ -473,7 +484,7 @@ inline void load_columns(const BoxMap& map, uint32_t to, int i, int j, int k, in
     at[1] = map.first[1];
     ++l;
   }
-  simt::bulk_copy(to, std::move(loaded), barrier);
+  simt::bulk_copy(to, std::move(loaded), barrier, std::move(left_out));
 }
 template <bool LEAVES_FIRST = true>
 void store_box(const BoxMap& map, const void* from, int i, int j, int k, int l) {
@@ -529,6 +540,10 @@ inline void widen_16_bytes<Half>(const unsigned char* from, float* to) {
 }
 #endif
 
+template <int N>
+struct Count {
+  static constexpr int kValue = N;
+};
 constexpr uint32_t kDescriptorHigh = 128 / 16, kRowsDescriptorHigh = 1024 / 16 | 1u << 30;
 
 // A row of an operand, 32 bytes along the reduction: 16 bytes in each of two places; or of rows of 128 bytes in the

@@ -16,8 +16,9 @@ static void check_memory(const Plan& plan) {
   CHECK(plan.by_threads || staged_bytes(plan) % 1024 == 0);
   CHECK(layout.x >= layout.staging + 2 * staged_bytes(plan));
   const int slots = plan.windows ? plan.box_rows * plan.box_columns : shape.slots;
-  CHECK(plan.x_bytes == 128 * slots && plan.w_stage_bytes == 128 * shape.channels);
-  CHECK(plan.w_bytes > 0 && plan.w_bytes <= plan.w_stage_bytes && plan.w_bytes % 128 == 0);
+  CHECK(plan.block_channels > 0 && plan.block_channels <= 64 && plan.block_channels % 8 == 0);
+  CHECK(plan.x_bytes == 2 * plan.block_channels * slots && plan.w_stage_bytes == 128 * shape.channels);
+  CHECK(plan.w_bytes > 0 && plan.w_bytes <= plan.w_stage_bytes && plan.w_bytes % (2 * plan.block_channels) == 0);
   CHECK(std::max(plan.x_bytes, plan.w_stage_bytes) < 1 << 20);  // what a barrier can expect
   CHECK(plan.x_stage_bytes >= plan.x_bytes && layout.w >= layout.x + plan.x_stages * plan.x_stage_bytes);
   CHECK(layout.barriers >= layout.w + plan.w_stages * plan.w_stage_bytes);
@@ -34,7 +35,7 @@ static void check_numbers(const Grouped& of, const Plan& plan, int sms) {
                    shape.channels})
     CHECK(side >= 1 && side <= 256);
   CHECK(covers(plan.tiles_k, plan.step_k, of.out_channels) && plan.step_k <= shape.channels);
-  const int64_t blocks_c = ceil_div(of.in_channels, 64);
+  const int64_t blocks_c = ceil_div(of.in_channels, plan.block_channels);
   int taps = 0;  // those of phases that there are
   for (int i = 0; i < plan.phases; ++i) taps += out_phase(of, i).taps();
   CHECK(plan.x_steps == blocks_c * plan.loads && plan.w_steps == blocks_c * taps);
