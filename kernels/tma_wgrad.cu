@@ -92,6 +92,7 @@ struct Plan {
   int channels;    // of a tile: 128, or 64 of which warpgroups have sums of their own
   int blocks;      // of columns of a tile
   int blocks_c;    // of all input channels
+  int x_channels, dy_channels;  // of a box: 64, or fewer where there are no more, as boxes beyond a tensor are slow
   int tiles_k, tiles_e, parts;
   int steps;  // stages of all pixels; in planes, each image begins with a stage
   int stages, stage_bytes;
@@ -185,12 +186,14 @@ __device__ __forceinline__ void order_boxes(const Params& params, const Shared& 
   for (int number = blockIdx.x; number < plan.jobs; number += gridDim.x) {
     const Job job = locate_job(params, number);
     int channel[BLOCKS], move_h[BLOCKS], move_w[BLOCKS];
+    // Blocks behind the last tap are not loaded, and the sums of what lies there are not stored.
+    const int blocks = min(BLOCKS, params.taps * plan.blocks_c - job.tile_e * BLOCKS);
+    const int bytes = kParts * 2 * kStagePixels * (CHANNELS / 64 * plan.dy_channels + blocks * plan.x_channels);
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
       const int block = job.tile_e * BLOCKS + i, tap = quotient(block, params.by_blocks_c);
-      const bool exists = tap < params.taps;  // else no channel
-      const int r = quotient(exists ? tap : 0, params.by_s), s = (exists ? tap : 0) - r * params.S;
-      channel[i] = exists ? (block - tap * plan.blocks_c) * kBlockChannels : plan.blocks_c * kBlockChannels;
+      const int r = quotient(tap, params.by_s), s = tap - r * params.S;
+      channel[i] = (block - tap * plan.blocks_c) * kBlockChannels;
       move_h[i] = r * params.dilation_h;
       move_w[i] = s * params.dilation_w;
     }
@@ -202,7 +205,7 @@ __device__ __forceinline__ void order_boxes(const Params& params, const Shared& 
       const int q = PLANES ? of_image * kStagePixels : of_image - p * params.Q;
       const uint32_t full = shared.full(ring.slot), to = shared.base + ring.slot * plan.stage_bytes;
       hopper::barrier_wait(shared.empty(ring.slot), ring.parity ^ 1);
-      hopper::barrier_arrive_expecting(full, plan.stage_bytes);
+      hopper::barrier_arrive_expecting(full, bytes);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const uint32_t first_block = to + part * kPartBytes<CHANNELS, BLOCKS>;
@@ -218,6 +221,7 @@ __device__ __forceinline__ void order_boxes(const Params& params, const Shared& 
 #pragma unroll
         for (int i = 0; i < BLOCKS; ++i) {
           const uint32_t block = first_block + (CHANNELS / 64 + i) * kBlockBytes;
+          if (i >= blocks) break;
           if constexpr (PLANES)
             hopper::load_box(x_map, block, q, channel[i], n, 0, full);
           else
@@ -680,6 +684,8 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       plan.channels = channels;
       plan.blocks = blocks;
       plan.blocks_c = static_cast<int>(ceil_div(problem.C, kBlockChannels));
+      plan.x_channels = std::min(8 * static_cast<int>(ceil_div(problem.C, 8)), kBlockChannels);
+      plan.dy_channels = std::min(8 * static_cast<int>(ceil_div(problem.K, 8)), kBlockChannels);
       plan.tiles_k = static_cast<int>(ceil_div(problem.K, channels));
       plan.tiles_e = static_cast<int>(ceil_div(taps * plan.blocks_c, blocks));
       plan.steps = static_cast<int>(planes ? problem.N * ceil_div(pixels / problem.N, kStagePixels)
@@ -808,33 +814,38 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
 
 inline cudaError_t make_maps(const Problem& problem, const void* x_ptr, const void* dy_ptr, Params& params) {
   if (params.plan.planes) {
-    const auto of_planes = [&](const void* tensor, const int64_t (&stride)[4], int channels, hopper::BoxMap& map) {
+    const auto of_planes = [&](const void* tensor, const int64_t (&stride)[4], int channels, int box_channels,
+                               hopper::BoxMap& map) {
       const uint64_t sizes[4] = {uint64_t{1} * problem.P * problem.Q, static_cast<uint64_t>(channels),
                                  static_cast<uint64_t>(problem.N), 1};
       const uint64_t strides[3] = {hopper::step_bytes(stride[1], channels), hopper::step_bytes(stride[0], problem.N),
                                    16};
-      const uint32_t box[4] = {kStagePixels, kBlockChannels, 1, 1};
+      const uint32_t box[4] = {kStagePixels, static_cast<uint32_t>(box_channels), 1, 1};
       return hopper::make_box_map(hopper::BoxUse::kLoadRows, tensor, 2, sizes, strides, box, map);
     };
-    const cudaError_t error = of_planes(x_ptr, problem.x_stride, problem.C, params.x_map[0]);
-    return error != cudaSuccess ? error : of_planes(dy_ptr, problem.y_stride, problem.K, params.dy_map[0]);
+    const Plan& plan = params.plan;
+    const cudaError_t error = of_planes(x_ptr, problem.x_stride, problem.C, plan.x_channels, params.x_map[0]);
+    if (error != cudaSuccess) return error;
+    return of_planes(dy_ptr, problem.y_stride, problem.K, plan.dy_channels, params.dy_map[0]);
   }
   const auto make = [&](const void* tensor, const int64_t (&stride)[4], int channels, int rows, int columns,
-                        const hopper::Columns& map_columns, hopper::BoxMap& map) {
+                        const hopper::Columns& map_columns, int box_channels, hopper::BoxMap& map) {
     const uint64_t sizes[4] = {static_cast<uint64_t>(hopper::copied_channels(channels)), static_cast<uint64_t>(columns),
                                static_cast<uint64_t>(rows), static_cast<uint64_t>(problem.N)};
     const uint64_t strides[3] = {hopper::step_bytes(stride[3], columns), hopper::step_bytes(stride[2], rows),
                                  hopper::step_bytes(stride[0], problem.N)};
     return hopper::make_columns_map(tensor, 2, sizes, strides, map_columns.first, map_columns.last, map_columns.steps,
-                                    64, kStagePixels, map);
+                                    box_channels, kStagePixels, map);
   };
   cudaError_t error = cudaSuccess;
   for (int part = 0; error == cudaSuccess && part < std::max(params.plan.fp16_parts, 1); ++part) {
     const Half *const x = static_cast<const Half*>(x_ptr) + part * params.rests[0],
                 *const dy = static_cast<const Half*>(dy_ptr) + part * params.rests[1];
-    error = make(x, problem.x_stride, problem.C, problem.H, problem.W, columns_of_x(problem), params.x_map[part]);
+    error = make(x, problem.x_stride, problem.C, problem.H, problem.W, columns_of_x(problem), params.plan.x_channels,
+                 params.x_map[part]);
     if (error != cudaSuccess) break;
-    error = make(dy, problem.y_stride, problem.K, problem.P, problem.Q, columns_of_dy(problem), params.dy_map[part]);
+    error = make(dy, problem.y_stride, problem.K, problem.P, problem.Q, columns_of_dy(problem), params.plan.dy_channels,
+                 params.dy_map[part]);
   }
   return error;
 }
