@@ -171,6 +171,7 @@ struct Plan {
   int loads;                            // stages of x per block of input channels
   int box_rows, box_columns;            // of a stage in shared memory
   int block_channels;                   // input channels of a stage
+  int whole_blocks, short_steps;        // blocks of 64 channels, and steps of 16 channels of others
   int x_bytes, x_stage_bytes, x_stages, w_bytes, w_stage_bytes, w_stages;
   int x_steps, w_steps;           // stages of one tile; w_steps: of one of each phase
   int step_k;                     // channels from tile to tile, of which the tile may have more
@@ -538,18 +539,17 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   for (int number = 0; number < steps.count; ++number, of_tile.next()) {
     const Load load = params.load[phase + of_tile.load];
     hopper::barrier_wait(shared.x_full(x.slot), x.parity);
-    const int channels = min(plan.block_channels, params.of.in_channels - of_tile.block * plan.block_channels);
     const uint32_t slots = hopper::descriptor(base + shared.layout.x + x.slot * plan.x_stage_bytes,
                                               DIRECT ? kBlockPixels * kSlotBytes : 16);
+    // COUNT steps of 16 channels, in straight-line code, or ptxas serialises wgmma.
+    const auto multiply_taps = [&](auto count) {
 #pragma unroll 1
-    for (int t = 0; t < load.taps; ++t) {
-      const uint32_t b = slots + params.tap[load.first_tap + t].shift * (kSlotBytes / 16);
-      hopper::barrier_wait(shared.w_full(w.slot), w.parity);
-      // 64 output channels take 8 KB, as 64 rows of input channels or (transposed) of output channels.
-      const uint32_t a = hopper::descriptor(base + shared.layout.w + w.slot * plan.w_stage_bytes, 16) +
-                         first_channel * (kSlotBytes / 16);
-      // In straight-line code each, or ptxas serialises wgmma.
-      const auto multiply_steps = [&](auto count) {
+      for (int t = 0; t < load.taps; ++t) {
+        const uint32_t b = slots + params.tap[load.first_tap + t].shift * (kSlotBytes / 16);
+        hopper::barrier_wait(shared.w_full(w.slot), w.parity);
+        // 64 output channels take 8 KB, as 64 rows of input channels or (transposed) of output channels.
+        const uint32_t a = hopper::descriptor(base + shared.layout.w + w.slot * plan.w_stage_bytes, 16) +
+                           first_channel * (kSlotBytes / 16);
         hopper::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < decltype(count)::kValue; ++step) {
@@ -562,22 +562,22 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
                 b + step * (DIRECT ? kAcross : kAlong), keep || step > 0, hopper::kRowsDescriptorHigh);
         }
         hopper::wgmma_commit();
-      };
-      if (channels > 48)
-        multiply_steps(hopper::Count<4>{});
-      else if (channels > 32)
-        multiply_steps(hopper::Count<3>{});
-      else if (channels > 16)
-        multiply_steps(hopper::Count<2>{});
-      else
-        multiply_steps(hopper::Count<1>{});
-      keep = true;
-      hopper::wgmma_wait<1>();
-      before.give_back(shared);
-      before.w = w.slot;
-      before.x = t + 1 == load.taps ? x.slot : -1;
-      w.next(plan.w_stages);
-    }
+        keep = true;
+        hopper::wgmma_wait<1>();
+        before.give_back(shared);
+        before.w = w.slot;
+        before.x = t + 1 == load.taps ? x.slot : -1;
+        w.next(plan.w_stages);
+      }
+    };
+    if (of_tile.block < plan.whole_blocks)
+      multiply_taps(hopper::Count<4>{});
+    else if (plan.short_steps == 1)
+      multiply_taps(hopper::Count<1>{});
+    else if (plan.short_steps == 2)
+      multiply_taps(hopper::Count<2>{});
+    else
+      multiply_taps(hopper::Count<3>{});
     x.next(plan.x_stages);
   }
   all_ordered();
@@ -1467,16 +1467,14 @@ inline bool takes_phases(const Grouped& of) {
   return true;
 }
 
-// Input channels of a stage: equal blocks, as boxes that reach beyond a tensor are slow, where that takes few steps of
-// 16 channels more.
+// Input channels of a stage: equal blocks, as boxes that reach beyond a tensor are slow, where these begin at multiples
+// of 32 bytes.
 inline int block_channels_of(const Grouped& of) {
-  const int least = static_cast<int>(ceil_div(of.in_channels, kBlockChannels));
-  const int64_t pieces = ceil_div(of.in_channels, 8), steps = ceil_div(of.in_channels, 16);
-  for (int blocks = least; of.groups == 1 && blocks <= 2 * least; ++blocks) {
-    const int64_t channels = 8 * pieces / blocks;
-    if (pieces % blocks == 0 && 3 * blocks * ceil_div(channels, 16) <= 4 * steps) return static_cast<int>(channels);
-  }
-  return kBlockChannels;
+  const int blocks = static_cast<int>(ceil_div(of.in_channels, kBlockChannels));
+  if (of.groups > 1) return kBlockChannels;
+  return blocks == 1                             ? round_up(of.in_channels, 8)
+         : of.in_channels % (16 * blocks) == 0 ? of.in_channels / blocks
+                                                 : kBlockChannels;
 }
 
 // Forces properties of a plan, for tests; by default the plan with the lowest estimate is taken.
@@ -1512,6 +1510,11 @@ struct Search {
 
   void consider_parts(const Grouped& of, Plan& plan) {
     plan.block_channels = block_channels_of(of);
+    const int short_channels = of.in_channels % plan.block_channels;  // of the last block, or of all
+    plan.short_steps = static_cast<int>(ceil_div(short_channels > 0 ? short_channels : plan.block_channels, 16));
+    plan.whole_blocks = plan.short_steps == 4        ? of.in_channels
+                        : plan.block_channels > 48 ? of.in_channels / plan.block_channels
+                                                     : 0;
     for (plan.splits = 1; plan.splits <= kMostSplits; plan.splits *= 2) {
       if (wishes.splits > 0 && plan.splits != wishes.splits) continue;
       if (!finish(of, sms, plan)) break;
@@ -1721,13 +1724,13 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 constexpr double kWgmmaCallCycles = 12 * 1650;
 
 // Whether wgmma, which reads NCHW without a copy, is estimated to be faster. The factors correct both estimates by
-// measured times: this engine's for the zeros that fill up fewer than 64 input channels, wgmma's for rows that begin
+// measured times: this engine's more with fewer than 64 input channels, wgmma's for rows that begin
 // between 16 bytes, which it loads by two values or one (docs/lab/tma.md).
 inline bool wgmma_is_faster(const Problem& problem, Operator op) {
   const Planned& planned = plan_of(problem, op, Alignment{});
   if (!planned.plan.copied || kWgmmaEngine.refusal(problem, op) != nullptr) return false;
   const int channels = planned.of.in_channels;
-  const double factor = channels < 16 ? 3 : channels < 32 ? 1.5 : channels < 64 ? 1.35 : 1.15;
+  const double factor = channels < 64 ? 1.3 : 1.15;
   const double own = kCallCycles + (planned.plan.cycles - kCallCycles) * factor;
   const int64_t row = planned.of.H > 1 ? planned.of.in_stride[2] : 0;
   const double longer = row % 8 == 0 ? 1.15 : row % 2 == 0 ? 1.4 : 2;
