@@ -7,9 +7,10 @@
 //                        copies x to channels_last where no tile can multiply it in place
 //   tma_kernel           y from x (fprop), dx from dy (dgrad)
 //
-// GEMM: rows = output channels, columns = output pixels, reduction = (block of 64 input channels, r, s, channel). A
-// stage of shared memory has rows of 128 bytes in TMA's 128-byte swizzle: 64 channels of one filter tap (w), or of one
-// pixel (x). The row of a pixel is called its slot. There are three ways to load x:
+// GEMM: rows = output channels, columns = output pixels, reduction = (block of input channels, r, s, channel). A stage
+// of shared memory has rows of 128 bytes in TMA's 128-byte swizzle: up to 64 channels of one filter tap (w), or of one
+// pixel (x). The row of a pixel is called its slot. Boxes have as many channels as there are, as TMA takes its time to
+// write zeros, and leave the rest of a row alone. There are three ways to load x:
 //
 //   columns   im2col: a stage holds the pixels that one tap reads for the tile. Output pixels are numbered through all
 //             images, hence any stride and no wasted slot; but each tap loads x from the L2 cache again. Rows of taps
@@ -56,8 +57,8 @@
 // than 64 output channels have a tile of their own, of which threads store the first channels.
 //
 // Bound by memory for 1x1 filters with many images, by the tensor cores for 3x3 filters with many channels, by the
-// bandwidth of the L2 cache for columns in small tiles, and by the launch for one image. Fewer than 64 input channels
-// cost as much as 64. Measurements: docs/lab/tma.md.
+// bandwidth of the L2 cache for columns in small tiles, with few input channels by what a tap takes beside products, and
+// by the launch for one image. Measurements: docs/lab/tma.md.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
 #include <cstdio>
@@ -1724,8 +1725,8 @@ inline double cycles(const Problem& problem, Operator op) { return plan_of(probl
 constexpr double kWgmmaCallCycles = 12 * 1650;
 
 // Whether wgmma, which reads NCHW without a copy, is estimated to be faster. The factors correct both estimates by
-// measured times: this engine's more with fewer than 64 input channels, wgmma's for rows that begin
-// between 16 bytes, which it loads by two values or one (docs/lab/tma.md).
+// measured times: this engine's more with fewer than 64 input channels, wgmma's for rows that begin between 16 bytes,
+// which it loads by two values or one (docs/lab/tma.md).
 inline bool wgmma_is_faster(const Problem& problem, Operator op) {
   const Planned& planned = plan_of(problem, op, Alignment{});
   if (!planned.plan.copied || kWgmmaEngine.refusal(problem, op) != nullptr) return false;

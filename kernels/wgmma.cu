@@ -2440,8 +2440,8 @@ inline bool complete(const UnitCorrelation& of, const Operands& operands, const 
   const auto fits = [&] { return shared_layout(of, plan, element_size).end <= kSharedBytes; };
   // Where a tile has several rows, its window has to lie in one piece.
   if (plan.down && group_rows > 1) return false;
-  // Stacked rows are multiplied and given back one by one; but no batch of items may reach into more than two. Fills are
-  // of 4 or 2 rows, and so wrap round a ring of 2 rows only once.
+  // Stacked rows are multiplied and given back one by one; but no batch of items may reach into more than two. Fills
+  // are of 4 or 2 rows, and so wrap round a ring of 2 rows only once.
   const int batch = (plan.contained != 0 ? raw_parts(plan.contained) : k16BitParts) * kServiceWarps * 32;
   const bool long_rows = plan.block_steps * plan.x_pitch >= batch;
   const int least_slots = stacks ? (long_rows ? 2 : plan.x_rows) : plan.down ? plan.x_rows + plan.tile_p : plan.x_rows;

@@ -36,6 +36,10 @@ static void check_numbers(const Grouped& of, const Plan& plan, int sms) {
     CHECK(side >= 1 && side <= 256);
   CHECK(covers(plan.tiles_k, plan.step_k, of.out_channels) && plan.step_k <= shape.channels);
   const int64_t blocks_c = ceil_div(of.in_channels, plan.block_channels);
+  for (int block = 0; block < blocks_c; ++block) {  // steps of 16 channels: as many as there are
+    const int channels = std::min(plan.block_channels, of.in_channels - block * plan.block_channels);
+    CHECK((block < plan.whole_blocks ? 4 : plan.short_steps) == ceil_div(channels, 16));
+  }
   int taps = 0;  // those of phases that there are
   for (int i = 0; i < plan.phases; ++i) taps += out_phase(of, i).taps();
   CHECK(plan.x_steps == blocks_c * plan.loads && plan.w_steps == blocks_c * taps);
