@@ -57,7 +57,7 @@
 // than 64 output channels have a tile of their own, of which threads store the first channels.
 //
 // Bound by memory for 1x1 filters with many images, by the tensor cores for 3x3 filters with many channels, by the
-// bandwidth of the L2 cache for columns in small tiles, with few input channels by what a tap takes beside products, and
+// bandwidth of the L2 cache for columns in small tiles, by what a tap takes beside products where channels are few, and
 // by the launch for one image. Measurements: docs/lab/tma.md.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
@@ -520,11 +520,13 @@ struct Given {
 
 // The form of wgmma, by whether rows of its operands are channels.
 template <typename Stored, int SLOTS, bool FIRST, bool SECOND>
-using Form = std::conditional_t<FIRST,
-                                std::conditional_t<SECOND, hopper::WgmmaBothTransposed<Stored, SLOTS>,
-                                                   hopper::WgmmaFirstTransposed<Stored, SLOTS>>,
-                                std::conditional_t<SECOND, hopper::WgmmaTransposed<Stored, SLOTS>,
-                                                   hopper::Wgmma<Stored, SLOTS>>>;
+struct Form : hopper::Wgmma<Stored, SLOTS> {};
+template <typename Stored, int SLOTS>
+struct Form<Stored, SLOTS, true, false> : hopper::WgmmaFirstTransposed<Stored, SLOTS> {};
+template <typename Stored, int SLOTS>
+struct Form<Stored, SLOTS, false, true> : hopper::WgmmaTransposed<Stored, SLOTS> {};
+template <typename Stored, int SLOTS>
+struct Form<Stored, SLOTS, true, true> : hopper::WgmmaBothTransposed<Stored, SLOTS> {};
 
 template <typename Stored, int CHANNELS, int SLOTS, bool DIRECT, bool TRANSPOSED, typename AllOrdered>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, int phase, const Steps& steps,

@@ -591,7 +591,7 @@ constexpr double kCallCycles = 12150, kJobCycles = 2424, kJobColumnCycles = 2.85
 constexpr double kProductFactor = 1.05, kMemoryBytes = 12, kShorterShare = 0.29;
 constexpr double kCopyCycles = 6500, kCopiedBytes = 21, kAddCycles = 4500;
 constexpr double kContainCycles = 17000, kContainedBytes = 17;
-constexpr double kUnevenFactor = 1.4;
+constexpr double kUnevenFactor = 1.8, kRestFactor = 1.4;
 constexpr double kBoxBytes[2][kMostBlocks] = {{75, 54, 49, 41}, {64, 50, 40, 41}};  // a cycle; [channels == 128]
 
 inline int64_t padded_bytes(int64_t bytes) { return ceil_div(bytes, 128) * 128; }
@@ -634,10 +634,11 @@ inline double estimate(const Problem& problem, int sms, const Plan& plan) {
   const int times = plan.fp16_parts == 2 ? 3 : 1;  // products of parts
   const double products = times * plan.channels * plan.blocks * 64.0 * kStagePixels / 2048;
   // Pixels that begin between 64 bytes are loaded slowly, and so are zeros, behind the last channels.
-  const bool uneven = problem.R * problem.S > 1 && ((problem.C > 16 && problem.C % 32 != 0) ||
-                                                    (problem.C > kBlockChannels && problem.C % kBlockChannels != 0));
-  const double loading = plan.stage_bytes / kBoxBytes[plan.channels == 128][plan.blocks - 1];
-  const double step = std::max(kProductFactor * products + kStepCycles, uneven ? kUnevenFactor * loading : loading);
+  const bool single = problem.R * problem.S == 1, rest = problem.C > kBlockChannels && problem.C % kBlockChannels != 0;
+  const bool uneven = problem.C > 16 && problem.C < kBlockChannels && problem.C % 32 != 0;
+  const double longer = single ? 1 : rest ? kRestFactor : uneven ? kUnevenFactor : 1;
+  const double loading = longer * plan.stage_bytes / kBoxBytes[plan.channels == 128][plan.blocks - 1];
+  const double step = std::max(kProductFactor * products + kStepCycles, loading);
   const double turns = static_cast<double>(ceil_div(plan.jobs, sms));
   const double multiplied =
       turns * (ceil_div(plan.steps, plan.parts) * step + kJobCycles + kJobColumnCycles * plan.blocks * kBlockChannels);
