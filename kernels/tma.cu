@@ -172,7 +172,7 @@ struct Plan {
   int loads;                            // stages of x per block of input channels
   int box_rows, box_columns;            // of a stage in shared memory
   int block_channels;                   // input channels of a stage
-  int whole_blocks, short_steps;        // blocks of 64 channels, and steps of 16 channels of others
+  int whole_blocks, short_steps;        // blocks of four steps of 16 channels, and the steps of the others
   int x_bytes, x_stage_bytes, x_stages, w_bytes, w_stage_bytes, w_stages;
   int x_steps, w_steps;           // stages of one tile; w_steps: of one of each phase
   int step_k;                     // channels from tile to tile, of which the tile may have more
@@ -1475,9 +1475,9 @@ inline bool takes_phases(const Grouped& of) {
 inline int block_channels_of(const Grouped& of) {
   const int blocks = static_cast<int>(ceil_div(of.in_channels, kBlockChannels));
   if (of.groups > 1) return kBlockChannels;
-  return blocks == 1                             ? round_up(of.in_channels, 8)
+  return blocks == 1                           ? round_up(of.in_channels, 8)
          : of.in_channels % (16 * blocks) == 0 ? of.in_channels / blocks
-                                                 : kBlockChannels;
+                                               : kBlockChannels;
 }
 
 // Forces properties of a plan, for tests; by default the plan with the lowest estimate is taken.
@@ -1515,9 +1515,9 @@ struct Search {
     plan.block_channels = block_channels_of(of);
     const int short_channels = of.in_channels % plan.block_channels;  // of the last block, or of all
     plan.short_steps = static_cast<int>(ceil_div(short_channels > 0 ? short_channels : plan.block_channels, 16));
-    plan.whole_blocks = plan.short_steps == 4        ? of.in_channels
+    plan.whole_blocks = plan.short_steps == 4      ? of.in_channels  // as many as there are, at least
                         : plan.block_channels > 48 ? of.in_channels / plan.block_channels
-                                                     : 0;
+                                                   : 0;
     for (plan.splits = 1; plan.splits <= kMostSplits; plan.splits *= 2) {
       if (wishes.splits > 0 && plan.splits != wishes.splits) continue;
       if (!finish(of, sms, plan)) break;

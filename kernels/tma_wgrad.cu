@@ -14,7 +14,7 @@
 // hopper_wgrad, whose kernels are launched in any case, computes dw, unless `done` tells it that all is.
 //
 // GEMM: rows = output channels, columns = (r, s, block of 64 input channels, channel), reduction = pixels. A stage
-// holds 64 pixels: for dy, and for each block of columns of x, 64 rows of 128 bytes (64 channels of a pixel) in TMA's
+// holds 64 pixels: for dy, and for each block of columns of x, 64 rows of 128 bytes (up to 64 channels) in TMA's
 // 128-byte swizzle. TMA's im2col mode finds the pixels that a tap reads. wgmma reads both operands transposed.
 //
 //            64 channels of dy           64 channels of one tap     64 of another one ..
@@ -689,8 +689,8 @@ inline bool make_plan(const Problem& problem, int sms, const Alignment& address,
       plan.channels = channels;
       plan.blocks = blocks;
       plan.blocks_c = static_cast<int>(ceil_div(problem.C, kBlockChannels));
-      plan.x_channels = std::min(8 * static_cast<int>(ceil_div(problem.C, 8)), kBlockChannels);
-      plan.dy_channels = std::min(8 * static_cast<int>(ceil_div(problem.K, 8)), kBlockChannels);
+      plan.x_channels = std::min(hopper::copied_channels(problem.C), kBlockChannels);
+      plan.dy_channels = std::min(hopper::copied_channels(problem.K), kBlockChannels);
       plan.tiles_k = static_cast<int>(ceil_div(problem.K, channels));
       plan.tiles_e = static_cast<int>(ceil_div(taps * plan.blocks_c, blocks));
       plan.steps = static_cast<int>(planes ? problem.N * ceil_div(pixels / problem.N, kStagePixels)
