@@ -19,7 +19,7 @@
 //   windows   a stage holds the receptive field of the tile as one TMA box; a tap reads it from a start address that is
 //             shifted by whole slots. With stride 2 a stage holds one phase of x: every other row and column
 //   direct    1x1 filters on NCHW: a stage holds rows of 64 pixels of one channel, which wgmma reads transposed. Images
-//             are padded to multiples of 64 pixels
+//             are padded to multiples of 64 pixels. Boxes of such rows store y as well
 //
 //       pitch = columns + halo
 //     +-------------+
@@ -35,9 +35,9 @@
 //   warp 8      one thread issues the loads of x; with direct half of them, and one of warp 11 the others
 //   warp 9      one thread issues the loads of w; of 128 transposed channels half, and one of warp 10 the others
 //
-//   x --TMA--> ring of x stages --+                            +--TMA------> y in channels_last
+//   x --TMA--> ring of x stages --+                            +--TMA------> y in channels_last, or direct
 //                                 +--> wgmma --> registers --> staging
-//   w --TMA--> ring of w stages --+                            +--threads--> y in NCHW, or K not a multiple of 8
+//   w --TMA--> ring of w stages --+                            +--threads--> other NCHW, or K not a multiple of 8
 //
 //   per stage: full  (TMA has written it)  --> multiplying warps;   empty (all of them have read it) --> loading thread
 //
@@ -667,12 +667,11 @@ __device__ __forceinline__ int64_t place_of_slot(const Params& params, const Til
   return n * of.out_stride[0] + pixel - n * of.P * of.Q;
 }
 
-// Sums of a warp's 16 channels -> [channel][slot], staged by that warp alone, which then stores them to y.
-template <typename Stored, int SLOTS>
-__device__ __forceinline__ void stage_channels(const float (&bias)[2], uint32_t staging,
+// Stages sums of a warp's 16 channels as [channel][slot]. place(slot) is the address of that slot of channel lane % 16.
+template <typename Stored, int SLOTS, typename Place>
+__device__ __forceinline__ void stage_channels(const float (&bias)[2], const Place& place,
                                                const float (&acc)[SLOTS / 2]) {
   const int lane = threadIdx.x % 32;
-  const uint32_t to = staging + lane % 16 * staged_pitch(SLOTS) + lane / 16 * 16;
 #pragma unroll
   for (int j = 0; j < SLOTS / 8; j += 2) {
     const bool pair = j + 1 < SLOTS / 8;  // stmatrix stores 16 slots; an odd last 8 are written twice
@@ -682,7 +681,7 @@ __device__ __forceinline__ void stage_channels(const float (&bias)[2], uint32_t 
       const int first = 4 * (pair ? j + e / 2 : j) + 2 * (e % 2);
       words[e] = narrow_pair(acc[first] + bias[e % 2], acc[first + 1] + bias[e % 2], Stored{});
     }
-    hopper::store_matrix(to + 16 * j - (pair ? 0 : lane / 16 * 16), words);
+    hopper::store_matrix(place(8 * j + (pair ? lane / 16 * 8 : 0)), words);
   }
 }
 
@@ -905,7 +904,8 @@ __device__ __forceinline__ void store_share(const Params& params, const Tile& ti
   const int pieces = plan.shape.channels / 8;
   const int first = part * plan.shape.slots / plan.splits, slots = (part + 1) * plan.shape.slots / plan.splits - first;
   const uint32_t from = hopper::smem_address(parts);
-  const bool along_pixels = CONTAINED ? params.of.out_stride[1] != 1 : plan.by_threads;
+  const bool by_values = plan.by_threads || plan.direct;
+  const bool along_pixels = CONTAINED ? params.of.out_stride[1] != 1 : by_values;
 #pragma unroll 1
   for (int i = threadIdx.x; i < slots * pieces; i += kMultiplyingThreads) {
     const int slot = first + (along_pixels ? i % slots : i / pieces);
@@ -936,7 +936,7 @@ __device__ __forceinline__ void store_share(const Params& params, const Tile& ti
       continue;
     }
     Stored* const to = static_cast<Stored*>(params.out_ptr) + place + k * params.of.out_stride[1];
-    if (plan.by_threads) {
+    if (by_values) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (k + j < tile.end_k) narrow(sums[j] + load_bias<Stored>(params, k + j), to[j * params.of.out_stride[1]]);
@@ -991,7 +991,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const Tiles<false, LEAVES_OUT> tiles(plan);
   uint8_t* const staging = smem + shared.layout.staging + warpgroup * staged_bytes(plan);
-  const bool stores = threadIdx.x % 128 == 0;
+  const bool stores = DIRECT ? lane == 0 && warp < SLOTS / kBlockPixels : threadIdx.x % 128 == 0;
   RingPosition x, w;
   const auto skip_tile = [&](int number) {
     if (number >= plan.tiles) return;
@@ -1035,8 +1035,9 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         store_floats<SLOTS>(params, tile, tile.k + 64 * block + 16 * warp, x_factor, own, acc[block]);
       continue;
     }
-    if (plan.by_threads) {
+    if (!DIRECT && plan.by_threads) {
       uint8_t* const own = staging + 16 * warp * staged_pitch(SLOTS);
+      const uint32_t to = hopper::smem_address(own) + lane % 16 * staged_pitch(SLOTS);
       // The first warp has all channels of a tile, and every warp stores some pixels.
       const bool few = min(plan.step_k, params.of.out_channels) <= 16;
       const auto sync = [&] {
@@ -1051,7 +1052,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
         const float bias[2] = {load_bias<Stored>(params, channel + lane / 4),
                                load_bias<Stored>(params, channel + lane / 4 + 8)};
         sync();  // the channels staged before have been read
-        stage_channels<Stored, SLOTS>(bias, hopper::smem_address(own), acc[block]);
+        stage_channels<Stored, SLOTS>(bias, [to](int slot) { return to + 2 * slot; }, acc[block]);
         if constexpr (MERGED) {
           mend<Stored, SLOTS>(params, tile, channel, acc[block], [&](int slot, int in_warp) {
             return reinterpret_cast<Stored*>(own + in_warp * staged_pitch(SLOTS) + 2 * slot);
@@ -1070,7 +1071,12 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
       const int channel = tile.k + 64 * block + 16 * warp + lane / 4;
       const float bias[2] = {load_bias<Stored>(params, channel), load_bias<Stored>(params, channel + 8)};
       const uint32_t to = hopper::smem_address(staging) + block * SLOTS * kSlotBytes;
-      if (plan.windows)
+      if constexpr (DIRECT)
+        stage_channels<Stored, SLOTS>(bias, [&](int slot) {
+          return to + slot / kBlockPixels * kStagedChannels * kSlotBytes +
+                 offset_of_piece(16 * warp + lane % 16, slot % kBlockPixels / 8);
+        }, acc[block]);
+      else if (plan.windows)
         stage_tile<Stored, SLOTS, true>(params, bias, to, acc[block]);
       else
         stage_tile<Stored, SLOTS, false>(params, bias, to, acc[block]);
@@ -1092,9 +1098,15 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
 #pragma unroll
       for (int block = 0; block < kOwn / 64; ++block) {
         const int k = tile.k + 64 * block;
-        if (k < params.of.out_channels)
-          hopper::store_box<false>(params.out_map[tile.phase], staging + block * SLOTS * kSlotBytes, k, tile.q, tile.p,
-                                   tile.n);
+        uint8_t* const from = staging + block * SLOTS * kSlotBytes;
+        if (k >= params.of.out_channels) continue;
+        if (DIRECT) {
+          const int number = tile.q / kBlockPixels + warp, n = quotient(number, params.by_blocks);
+          const int pixel = (number - n * static_cast<int>(params.by_blocks.divisor)) * kBlockPixels;
+          hopper::store_box<false>(params.out_map[0], from + warp * kStagedChannels * kSlotBytes, pixel, k, n, 0);
+        } else {
+          hopper::store_box<false>(params.out_map[tile.phase], from, k, tile.q, tile.p, tile.n);
+        }
       }
       hopper::bulk_stores_commit();
     }
@@ -1272,6 +1284,7 @@ constexpr double kColumnsBytes = 58.6;   // loaded per cycle of an SM, columns
 constexpr double kShortColumn = 2.7;     // cycles of a column of fewer than 64 channels, at least
 constexpr double kTileCycles = 305;      // overhead per tile
 constexpr double kPrepareCycles = 3000;  // tma_prepare_kernel
+constexpr double kDirectStore = 0.5;     // factor of store_together where TMA stores NCHW
 
 // The constants that differ where y is fp32.
 struct Costs {
@@ -1308,8 +1321,8 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const double share = static_cast<double>(ceil_div(plan.x_steps, plan.splits)) / plan.x_steps;
   const double multiplied = share * plan.met * plan.w_steps / plan.phases * step;
   const bool in_pixels = of.out_stride[1] == 1;
-  const double of_pixels = in_pixels ? costs.of_pixels : 1;
-  const double stored = kTileCycles + of_pixels * (shape.together ? costs.store_together / 2 : costs.store) * outputs;
+  const double factor = in_pixels ? costs.of_pixels : plan.direct && shape.together ? kDirectStore : 1;
+  const double stored = kTileCycles + factor * (shape.together ? costs.store_together / 2 : costs.store) * outputs;
   // By turns, one tile is stored while the next one is multiplied; hence the larger of the two bounds.
   const double tiles = shape.together
                            ? turns * (multiplied + stored)
@@ -1408,12 +1421,15 @@ inline bool finish(const Grouped& of, int sms, Plan& plan) {
   return true;
 }
 
-// Whether x can be multiplied in place from NCHW: 1x1 filters that read every pixel, and strides that TMA takes.
+// Whether NCHW can be multiplied in place: 1x1 filters that read every pixel, and strides that TMA takes.
 inline bool may_be_direct(const Grouped& of, const Alignment& address) {
   const bool points = of.R == 1 && of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0;
-  return points && of.H == of.P && of.W == of.Q &&
-         vector_of(of.in_stride, of.N, of.all_in, of.H * of.W, address.in) == 8 &&
-         hopper::in_eights(of.in_stride[0], of.N > 1) && hopper::in_eights(of.in_stride[1], of.all_in > 1);
+  const auto maps = [&](const int64_t (&stride)[4], int channels, uint64_t at) {
+    return vector_of(stride, of.N, channels, of.H * of.W, at) == 8 && hopper::in_eights(stride[0], of.N > 1) &&
+           hopper::in_eights(stride[1], channels > 1);
+  };
+  return points && of.H == of.P && of.W == of.Q && maps(of.in_stride, of.all_in, address.in) &&
+         maps(of.out_stride, of.out_channels, address.out);
 }
 
 // The problem with x replaced by its channels_last copy.
@@ -1637,6 +1653,7 @@ inline bool make_plan(const Grouped& of, int sms, const Alignment& address, Plan
     if (may_multiply_planes && may_be_direct(shaped.shape)) {
       Plan direct = shaped;
       direct.direct = true;
+      direct.by_threads = false;
       search.consider_line(of, direct);
     }
     shaped.copied = must_copy;
@@ -1862,6 +1879,12 @@ inline cudaError_t make_out_maps(Params& params) {
   using hopper::step_bytes;
   const uint64_t K = of.out_channels, N = of.N;
   const uint32_t columns = plan.tile_columns, lines = plan.tile_lines;
+  if (plan.direct) {
+    const uint64_t sizes[4] = {static_cast<uint64_t>(of.P) * of.Q, K, N, 1};
+    const uint64_t strides[3] = {step_bytes(of.out_stride[1], of.out_channels), step_bytes(of.out_stride[0], of.N), 16};
+    const uint32_t channels = std::min(plan.step_k, kStagedChannels), box[4] = {kBlockPixels, channels, 1, 1};
+    return hopper::make_box_map(hopper::BoxUse::kStore, params.out_ptr, 2, sizes, strides, box, params.out_map[0]);
+  }
   const uint32_t box[4] = {kStagedChannels, columns, lines, 1};
   if (!plan.windows) {
     const int64_t step = step_of_outputs(of), pixels = of.N * of.P * of.Q;

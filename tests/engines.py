@@ -167,7 +167,7 @@ class Planned:
 # Which slot is which output is the device's to say, but for tma's planner: the host compiles it as well.
 TMA_EDITS = [
     ("struct Output {", "#endif\nstruct Output {"),
-    ("// Sums of a warp's 16 channels -> [channel][slot],", "#if 0\n// Sums of a warp's 16 channels,"),
+    ("// Stages sums of a warp's 16 channels", "#if 0\n// Stages sums of a warp's 16 channels"),
 ]
 PLANNED = {
     "gather": Planned(DTYPES[:3], in_memory_orders),

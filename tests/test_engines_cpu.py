@@ -118,8 +118,8 @@ PLANS = [
     ("pointwise", lambda: of_operator("fprop", random_pointwise_cases(4000, seed=0)), 0.9),
     # A third are for a GPU that it does not take.
     ("stem", lambda: of_operator("fprop", random_stem_cases(2500, seed=0)), 0.5),
-    # Others have channels or addresses that are no eights.
-    ("tma", lambda: random_tma_cases(6000, seed=0), 0.6),
+    # Others have channels or addresses that are no eights. Planes in place, by clusters, are too rare otherwise.
+    ("tma", lambda: [(Case(2, 512, 28, 28, 64, 1, 1), "fprop")] * 60 + [*random_tma_cases(6000, seed=0)], 0.6),
     (
         "wgmma",
         lambda: itertools.product(HARD_WGMMA_CASES * 6 + random_wgmma_cases(1200, seed=0), WGMMA_OPERATORS),
@@ -705,7 +705,8 @@ EXACT_RUNS = {
         Runs(TMA_PARTS_CASES, 12, settings_of(FP16, shape=(2, 3, 9, 10), splits=(2, 4, 8))),
         # Planes and weights as they are; copies of x with weights as they are.
         Runs(
-            [(Case(3, 136, 5, 8, 40, 1, 1), "dgrad"), (Case(2, 72, 12, 12, 70, 1, 1), "dgrad")],
+            [(Case(3, 136, 5, 8, 40, 1, 1), "dgrad"), (Case(2, 72, 12, 12, 70, 1, 1), "dgrad"),
+             (Case(2, 128, 6, 8, 48, 1, 1, groups=2), "fprop")],
             6,
             settings_of(FP16, shape=(0, 2, 4, 9), direct=(1,), splits=(1,), shift=(0,))
             + settings_of(FP16, shape=(2, 9), direct=(1,), splits=(2,), shift=(0,)),

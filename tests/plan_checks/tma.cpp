@@ -52,9 +52,9 @@ static void check_numbers(const Grouped& of, const Plan& plan, int sms) {
     next = share.last;
   }
   if (plan.splits > 1) CHECK(next == plan.x_steps);
-  // Channels that a tile has beyond its own are stored by threads, which leave them out, or they do not exist. Of merged
-  // groups no parts are added up.
-  if (plan.step_k < shape.channels) CHECK(plan.by_threads || plan.tiles_k == 1);
+  // Channels that a tile has beyond its own are stored by threads or direct boxes, which leave them out, or they do not
+  // exist. Of merged groups no parts are added up.
+  if (plan.step_k < shape.channels) CHECK(plan.by_threads || plan.direct || plan.tiles_k == 1);
   const bool shares_stage = of.groups > 1 && of.own_in % 64 != 0;
   CHECK(of.merged() == shares_stage);
   if (shares_stage) CHECK(plan.splits == 1 && !plan.direct && plan.packed && of.in_channels <= 64);
@@ -100,7 +100,7 @@ static void check_tiles(const Params& params, int64_t address) {
       if (!exists) continue;
       CHECK(place == n * of.out_stride[0] + p * of.out_stride[2] + q * of.out_stride[3]);
       CHECK(owned.take(tile.k / plan.step_k * pixels + (n * of.P + p) * of.Q + q));
-      CHECK(plan.by_threads || (address + place) % 8 == 0);
+      CHECK(plan.by_threads || plan.direct || (address + place) % 8 == 0);
     }
     for (const std::vector<int64_t>& places : lines) {
       CHECK(vector == 1 || are_runs(places, vector));
@@ -152,7 +152,7 @@ static void check_x_and_y(const Grouped& of, const Plan& plan, const Addresses& 
   NOTE(plan.copied && !has_planes(of.in_stride, of.H, of.W));
   if (plan.planes) {
     CHECK(has_planes(of.out_stride, of.P, of.Q) && at.out % (2 * plan.out_vector) == 0);
-    CHECK(plan.direct != plan.copied && plan.by_threads);
+    CHECK(plan.direct != plan.copied && plan.direct != plan.by_threads);
   } else {
     CHECK(!plan.direct && plan.out_vector == 1);
     CHECK(plan.copied || has_pixels_for_boxes(of.in_stride, at.in, x_sizes));
@@ -162,6 +162,7 @@ static void check_x_and_y(const Grouped& of, const Plan& plan, const Addresses& 
     CHECK(of.R * of.S == 1 && of.stride_h == 1 && of.stride_w == 1 && of.pad_h == 0 && of.pad_w == 0);
     CHECK(of.H == of.P && of.W == of.Q && of.H * of.W % 8 == 0);
     CHECK(at.in % 16 == 0 && steps_of_boxes(of.in_stride, x_sizes, 8, {0, 1}));
+    CHECK(at.out % 16 == 0 && steps_of_boxes(of.out_stride, y_sizes, 8, {0, 1}));
   } else {
     CHECK(of.pad_h >= 0 && of.pad_w >= 0);
   }
