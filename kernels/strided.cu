@@ -11,14 +11,14 @@
 //
 //   dx in channels_last: A lies in place         dx in NCHW: A is a dense image in the workspace
 //
-//   A 0 A 0    the kernel writes the pixels      A A  ->  A 0 A 0    the kernel writes dx row by row, since every
-//   0 0 0 0    of idle phases alone              A A      0 0 0 0    other column would cost as much as all
+//   A 0 A 0    the kernel writes the pixels      A A  ->  A 0 A 0    the kernel writes all of dx, since every other
+//   0 0 0 0    of idle phases alone              A A      0 0 0 0    column would cost as much
 //
 // Images come in slices, should their dense parts exceed 1 GB.
 //
 // tma and gather have phases in one launch (up to four, each met by some tap); these are the other problems.
 //
-// Bound by memory where parts are several: each reads dy anew and stores every stride-th column of dx alone.
+// Bound by memory: parts that are several read dy anew, each, and store every stride-th column of dx alone.
 // Measurements: docs/lab/lowering.md.
 #if !defined(__CUDACC_RTC__)
 #include <algorithm>
@@ -36,23 +36,32 @@
 namespace modelnew {
 namespace strided {
 
-constexpr int kMostParts = 16, kThreads = 256, kItems = 8;  // items of a thread
+constexpr int kMostParts = 16, kThreads = 256, kVectorBytes = 16, kPixels = 8;  // of a thread
+constexpr int kSpreadBytes = 16384, kBatch = 4;  // of a block, and values that a thread loads at once
 
-// dx as lines, [outer][line][item][value]: in NCHW image, channel, row and column; in channels_last image, row, column
-// and channel. A thread has the same few values of some items of a line.
+// dx as lines, [image][row][pixel][value], of which a thread has the same few values of some pixels.
 struct Fill {
   void* dx_ptr;
+  bool met[kMostParts];              // phases that are there
+  int64_t image, row, pixel, value;  // steps in dx
+  int lines, pixels, values;         // lines of all images, pixels of a line, values of a pixel
+  Divisor by_vectors, by_chunks, by_rows, by_stride_h, by_stride_w;
+};
+
+// dx as values one behind another: planes without gaps. A block writes kSpreadBytes of them.
+struct Spread {
+  void* dx_ptr;
   const void* part_ptr[kMostParts];  // of a phase: dense [image][channel][row][column]; null if it is idle
-  int rows[kMostParts], columns[kMostParts];
-  int64_t outer, line, item, value;  // steps in dx
-  int lines, items, values;          // lines of all images, items of a line, values of an item
-  Divisor by_vectors, by_chunks, by_lines_of_image, by_stride_h, by_stride_w;
+  Divisor by_row[kMostParts], by_plane[kMostParts];  // columns and rows of a part
+  int values;
+  bool aligned;  // the address of dx is a multiple of 16
+  Divisor by_dx_row, by_dx_plane, by_stride_h, by_stride_w;
 };
 
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
-// Writes zeros to idle phases (channels_last), or all of dx (PLANES). WHOLE: items are whole vectors.
-template <typename Value, int VECTOR, bool WHOLE, bool PLANES>
+// Writes zeros to the pixels of idle phases. WHOLE: pixels are whole vectors.
+template <typename Value, int VECTOR, bool WHOLE>
 __global__ void __launch_bounds__(kThreads) strided_fill_kernel(const __grid_constant__ Fill params) {
   struct alignas(WHOLE ? VECTOR * sizeof(Value) : sizeof(Value)) Vector {
     Value values[VECTOR];
@@ -64,51 +73,80 @@ __global__ void __launch_bounds__(kThreads) strided_fill_kernel(const __grid_con
   const int of_lines = quotient(number, params.by_vectors), line = quotient(of_lines, params.by_chunks);
   const int first = (number - of_lines * static_cast<int>(params.by_vectors.divisor)) * VECTOR;
   if (line >= params.lines) return;
-  const int n = quotient(line, params.by_lines_of_image);
-  const int of_image = line - n * static_cast<int>(params.by_lines_of_image.divisor);
-  Value* const to = static_cast<Value*>(params.dx_ptr) + n * params.outer + of_image * params.line +
-                    first * params.value;
-  int column[VECTOR], phase_w[VECTOR];
-#pragma unroll
-  for (int j = 0; j < VECTOR; ++j) {
-    column[j] = quotient(first + j, params.by_stride_w);
-    phase_w[j] = first + j - column[j] * stride_w;
-  }
+  const int n = quotient(line, params.by_rows), h = line - n * static_cast<int>(params.by_rows.divisor);
+  const int phase_h = h - quotient(h, params.by_stride_h) * stride_h;
+  Value* const to = static_cast<Value*>(params.dx_ptr) + n * params.image + h * params.row + first * params.value;
   hopper::wait_for_prerequisites();
 #pragma unroll 1
-  for (int item = of_lines - line * chunks; item < params.items; item += chunks) {
-    const int h = PLANES ? item : of_image, row = quotient(h, params.by_stride_h), phase_h = h - row * stride_h;
-    Vector vector{};
-    if constexpr (PLANES) {
-#pragma unroll 1
-      for (int b = 0; b < stride_w; ++b) {
-        const int phase = phase_h * stride_w + b;
-        const Value* part = static_cast<const Value*>(params.part_ptr[phase]);
-        if (part == nullptr) continue;
-        part += (static_cast<int64_t>(line) * params.rows[phase] + row) * params.columns[phase];
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j)
-          if (phase_w[j] == b && (WHOLE || first + j < params.values)) vector.values[j] = part[column[j]];
-      }
-    } else {
-      const int phase = phase_h * stride_w + item - quotient(item, params.by_stride_w) * stride_w;
-      if (params.part_ptr[phase] != nullptr) continue;
-    }
+  for (int w = of_lines - line * chunks; w < params.pixels; w += chunks) {
+    if (params.met[phase_h * stride_w + w - quotient(w, params.by_stride_w) * stride_w]) continue;
     if constexpr (WHOLE) {
-      *reinterpret_cast<Vector*>(to + item * params.item) = vector;
+      *reinterpret_cast<Vector*>(to + w * params.pixel) = Vector{};
     } else {
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j)
-        if (first + j < params.values) to[item * params.item + j * params.value] = vector.values[j];
+        if (first + j < params.values) to[w * params.pixel + j * params.value] = 0;
     }
   }
+}
+
+// Writes all of dx: zeros in shared memory, the values of met phases between them, then all of it by vectors.
+template <typename Value>
+__global__ void __launch_bounds__(kThreads) strided_spread_kernel(const __grid_constant__ Spread params) {
+  constexpr int kValues = kSpreadBytes / sizeof(Value);
+  extern __shared__ __align__(16) unsigned char modelnew_smem[];
+  Value* const staged = reinterpret_cast<Value*>(modelnew_smem);
+  const auto size_of = [](const Divisor& by) { return static_cast<int>(by.divisor); };
+  const int stride_h = size_of(params.by_stride_h), stride_w = size_of(params.by_stride_w);
+  const int width = size_of(params.by_dx_row), height = size_of(params.by_dx_plane);
+  const int first = static_cast<int>(blockIdx.x) * kValues, count = min(params.values - first, kValues);
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int i = thread; i < kSpreadBytes / 16; i += kThreads) reinterpret_cast<uint4*>(staged)[i] = uint4{};
+  hopper::wait_for_prerequisites();
+  __syncthreads();
+#pragma unroll 1
+  for (int phase = 0; phase < stride_h * stride_w; ++phase) {
+    const Value* const part = static_cast<const Value*>(params.part_ptr[phase]);
+    if (part == nullptr) continue;
+    const int phase_h = quotient(phase, params.by_stride_w), phase_w = phase - phase_h * stride_w;
+    const int columns = size_of(params.by_row[phase]), rows = size_of(params.by_plane[phase]);
+    // Rows of the part, of all planes, in front of a line of dx.
+    const auto rows_before = [&](int line) {
+      const int plane = quotient(line, params.by_dx_plane), h = line - plane * height;
+      return plane * rows + quotient(h + stride_h - 1 - phase_h, params.by_stride_h);
+    };
+    const int row = rows_before(quotient(first, params.by_dx_row));
+    const int items = (rows_before(quotient(first + count - 1, params.by_dx_row) + 1) - row) * columns;
+    const Value* const from = part + row * columns;
+#pragma unroll 1
+    for (int next = thread; next < items; next += kBatch * kThreads) {
+      Value values[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) values[j] = from[min(next + j * kThreads, items - 1)];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int i = min(next + j * kThreads, items - 1);
+        const int of_row = quotient(i, params.by_row[phase]), plane = quotient(row + of_row, params.by_plane[phase]);
+        const int line = plane * height + (row + of_row - plane * rows) * stride_h + phase_h;
+        const int at = line * width + (i - of_row * columns) * stride_w + phase_w - first;
+        if (at >= 0 && at < count) staged[at] = values[j];
+      }
+    }
+  }
+  __syncthreads();
+  Value* const to = static_cast<Value*>(params.dx_ptr) + first;
+  if (params.aligned && count == kValues) {
+#pragma unroll
+    for (int i = thread; i < kSpreadBytes / 16; i += kThreads)
+      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(staged)[i];
+    return;
+  }
+  for (int i = thread; i < count; i += kThreads) to[i] = staged[i];
 }
 
 #endif  // device code
 
 #if !defined(__CUDACC_RTC__)
-
-constexpr int kVectorBytes = 16;
 
 // Tried in this order, that of all engines.
 const Engine* const kTakers[] = {&kDilatedEngine, &kTmaEngine,       &kWgmmaEngine,     &kGatherEngine,
@@ -156,21 +194,23 @@ struct Phases {
   }
 };
 
-// Whether dx is written row by row from dense parts.
-inline bool has_dense_parts(const Problem& problem, const Phases& phases) {
-  return problem.x_stride[1] != 1 && phases.idle() > 0;
-}
-
 // Elements of a dense part, such that the next one begins at a multiple of 256 bytes.
 inline int64_t dense_values(const Problem& part) { return ceil_div(part.N * part.C * part.H * part.W, 128) * 128; }
 
-constexpr int64_t kMostDenseBytes = kMostCopiedBytes;  // of all dense parts together
+constexpr int64_t kMostDenseBytes = kMostCopiedBytes;  // of all dense parts together, and of dx then
+// Whether all of dx is written, from dense parts: planes without gaps that have idle phases.
+inline bool has_dense_parts(const Problem& p, const Phases& phases) {
+  const auto is = [](int64_t size, int64_t stride, int64_t dense) { return size == 1 || stride == dense; };
+  const int64_t row = p.W, plane = p.H * row, (&step)[4] = p.x_stride;
+  const bool planes = is(p.N, step[0], p.C * plane) && is(p.C, step[1], plane) && is(p.H, step[2], row) &&
+                      is(p.W, step[3], 1);
+  return planes && phases.idle() > 0 && p.C * plane * element_bytes(p.dtype) <= kMostDenseBytes;
+}
+
 constexpr int64_t kMostThreads = (int64_t{1} << 31) - kThreads;
 
 // Threads that fill an image, at most.
-inline int64_t threads_of_image(const Problem& p) {
-  return std::max(p.C * ceil_div(p.H, kItems) * ceil_div(p.W, 2), p.H * ceil_div(p.W, kItems) * ceil_div(p.C, 2));
-}
+inline int64_t threads_of_image(const Problem& p) { return p.H * ceil_div(p.W, kPixels) * ceil_div(p.C, 2); }
 
 // Calls use(slice, its first image) for images that have as many dense parts as the workspace may hold, and as many
 // threads as a launch may have; use returns whether to go on. Returns whether all did.
@@ -323,59 +363,66 @@ inline int64_t workspace_bytes(const Problem& problem, Operator op, const Pointe
 #if defined(__CUDACC__) || defined(MODELNEW_HOST_EMULATION)
 
 // Values that a thread writes at once, as one vector if there is one that fits, else one by one.
-template <typename Value, bool PLANES, int VECTOR = kVectorBytes / sizeof(Value)>
+template <typename Value, int VECTOR = kVectorBytes / sizeof(Value)>
 cudaError_t run_fill(Fill& params, cudaStream_t stream) {
   constexpr int kApart = 4;
   const auto run = [&](auto kernel, int vector) {
-    const int64_t vectors = ceil_div(params.values, vector), chunks = ceil_div(params.items, kItems);
+    const int64_t vectors = ceil_div(params.values, vector), chunks = ceil_div(params.pixels, kPixels);
     params.by_vectors = make_divisor(vectors);
     params.by_chunks = make_divisor(chunks);
     const int64_t blocks = ceil_div(params.lines * chunks * vectors, kThreads);
     return hopper::launch_early(kernel, static_cast<unsigned>(blocks), kThreads, 0, stream, params);
   };
   const auto fits = [](int64_t step) { return step % VECTOR == 0; };
-  if (params.value == 1 && fits(params.values) && fits(params.outer) && fits(params.line) && fits(params.item) &&
+  if (params.value == 1 && fits(params.values) && fits(params.image) && fits(params.row) && fits(params.pixel) &&
       reinterpret_cast<uint64_t>(params.dx_ptr) % (VECTOR * sizeof(Value)) == 0)
-    return run(strided_fill_kernel<Value, VECTOR, true, PLANES>, VECTOR);
-  if constexpr (VECTOR > 2) return run_fill<Value, PLANES, VECTOR / 2>(params, stream);
-  return run(strided_fill_kernel<Value, kApart, false, PLANES>, kApart);
+    return run(strided_fill_kernel<Value, VECTOR, true>, VECTOR);
+  if constexpr (VECTOR > 2) return run_fill<Value, VECTOR / 2>(params, stream);
+  return run(strided_fill_kernel<Value, kApart, false>, kApart);
 }
 
-inline cudaError_t fill(const Problem& p, const Phases& phases, Fill params, cudaStream_t stream) {
-  const bool planes = has_dense_parts(p, phases);
+inline cudaError_t fill(const Problem& p, const Phases& phases, void* dx_ptr, cudaStream_t stream) {
   const int64_t (&step)[4] = p.x_stride;
-  params.outer = step[0];
-  params.line = planes ? step[1] : step[2];
-  params.item = planes ? step[2] : step[3];
-  params.value = planes ? step[3] : step[1];
-  params.lines = static_cast<int>(p.N * (planes ? p.C : p.H));
-  params.items = planes ? p.H : p.W;
-  params.values = planes ? p.W : p.C;
-  params.by_lines_of_image = make_divisor(planes ? p.C : p.H);
+  Fill params{dx_ptr, {}, step[0], step[2], step[3], step[1], static_cast<int>(p.N * p.H), p.W, p.C};
+  for (int i = 0; i < phases.rows * phases.columns; ++i)
+    params.met[i] = !phases.is_idle(i / phases.columns, i % phases.columns);
+  params.by_rows = make_divisor(p.H);
   params.by_stride_h = make_divisor(phases.rows), params.by_stride_w = make_divisor(phases.columns);
-  if (p.dtype == DType::kFloat32)
-    return planes ? run_fill<uint32_t, true>(params, stream) : run_fill<uint32_t, false>(params, stream);
-  return planes ? run_fill<uint16_t, true>(params, stream) : run_fill<uint16_t, false>(params, stream);
+  return p.dtype == DType::kFloat32 ? run_fill<uint32_t>(params, stream) : run_fill<uint16_t>(params, stream);
+}
+
+template <typename Value>
+cudaError_t run_spread(const Spread& params, cudaStream_t stream) {
+  const int64_t blocks = ceil_div(params.values, kSpreadBytes / static_cast<int>(sizeof(Value)));
+  return hopper::launch_early(strided_spread_kernel<Value>, static_cast<unsigned>(blocks), kThreads, kSpreadBytes,
+                              stream, params);
 }
 
 // One part behind another, in the same workspace.
 inline cudaError_t launch_slice(Operator op, const Problem& problem, const Phases& phases, const Pointers& pointers,
                                 cudaStream_t stream) {
   const int64_t dense_bytes = bytes_of_dense_parts(problem, phases);
-  Fill params{};
-  params.dx_ptr = pointers.out;
+  Spread params{};
   cudaError_t error = cudaSuccess;
   const bool all = for_each_part(problem, phases, [&](const Part& part) {
     const Engine* const taker = taker_of(part.problem);
     if (taker == nullptr) return false;
     const Pointers own = pointers_of(part, dense_bytes > 0, dense_bytes, pointers);
     params.part_ptr[part.phase] = own.out;
-    params.rows[part.phase] = part.problem.H, params.columns[part.phase] = part.problem.W;
+    params.by_row[part.phase] = make_divisor(part.problem.W);
+    params.by_plane[part.phase] = make_divisor(part.problem.H);
     error = taker->launch(op, part.problem, own, stream);
     return error == cudaSuccess;
   });
   if (!all) return error != cudaSuccess ? error : cudaErrorInvalidConfiguration;
-  return phases.idle() > 0 ? fill(problem, phases, params, stream) : cudaSuccess;
+  if (phases.idle() == 0) return cudaSuccess;
+  if (dense_bytes == 0) return fill(problem, phases, pointers.out, stream);
+  params.dx_ptr = pointers.out;
+  params.aligned = reinterpret_cast<uint64_t>(pointers.out) % kVectorBytes == 0;
+  params.values = static_cast<int>(problem.N * problem.C * int64_t{problem.H} * problem.W);
+  params.by_dx_row = make_divisor(problem.W), params.by_dx_plane = make_divisor(problem.H);
+  params.by_stride_h = make_divisor(phases.rows), params.by_stride_w = make_divisor(phases.columns);
+  return problem.dtype == DType::kFloat32 ? run_spread<uint32_t>(params, stream) : run_spread<uint16_t>(params, stream);
 }
 
 inline cudaError_t launch(Operator op, const Problem& problem, const Pointers& pointers, cudaStream_t stream) {

@@ -123,20 +123,27 @@ RTC_TARGETS = [(source, arch) for source in ENGINE_SOURCES for arch in RTC_ARCHS
 RTC_HOST_PARTS = cpp("machine_code/rtc_host_parts.h")
 
 # The launchers of patches.cu and strided.cu ask other engines: they stay hidden, and their kernels are named.
+def named_kernel(name: str, params: str, *all_arguments: str) -> str:
+    lines = (f"template __global__ void modelnew::{name}<{arguments}>({params});\n" for arguments in all_arguments)
+    return "".join(lines)
+
+
 NAMED_KERNELS = {
-    f"{engine}.cu": "".join(
-        f"template __global__ void modelnew::{engine}::{engine}_{kernel}<{arguments}>({params});\n"
-        for arguments in all_arguments
+    "patches.cu": named_kernel(
+        "patches::patches_kernel", "modelnew::patches::Params", "uint32_t, true", "uint16_t, false"
+    ),
+    "strided.cu": named_kernel(
+        "strided::strided_fill_kernel",
+        "const __grid_constant__ modelnew::strided::Fill",
+        "uint32_t, 4, true",
+        "uint16_t, 4, false",
     )
-    for engine, kernel, params, all_arguments in (
-        ("patches", "kernel", "modelnew::patches::Params", ("uint32_t, true", "uint16_t, false")),
-        (
-            "strided",
-            "fill_kernel",
-            "const __grid_constant__ modelnew::strided::Fill",
-            ("uint32_t, 4, true, true", "uint16_t, 4, false, false"),
-        ),
-    )
+    + named_kernel(
+        "strided::strided_spread_kernel",
+        "const __grid_constant__ modelnew::strided::Spread",
+        "uint32_t",
+        "uint16_t",
+    ),
 }
 
 # Planners are compiled as device code as well, unless nothing refers to them.
