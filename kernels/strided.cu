@@ -9,12 +9,12 @@
 // columns; a phase of both is a part. Phases that no tap meets, as with 1x1 filters, are idle: zeros. If there are any,
 // a kernel writes them once the parts are there (stride 2, 1x1; A is the only part):
 //
-//   dx in channels_last: A lies in place         dx in NCHW: A is a dense image in the workspace
+//   dx in channels_last: A lies in place         dx in dense NCHW: A is a dense image in the workspace
 //
 //   A 0 A 0    the kernel writes the pixels      A A  ->  A 0 A 0    the kernel writes all of dx, since every other
 //   0 0 0 0    of idle phases alone              A A      0 0 0 0    column would cost as much
 //
-// Images come in slices, should their dense parts exceed 1 GB.
+// Images come in slices, should dx exceed 1 GB where it is written from dense parts.
 //
 // tma and gather have phases in one launch (up to four, each met by some tap); these are the other problems.
 //
@@ -110,26 +110,25 @@ __global__ void __launch_bounds__(kThreads) strided_spread_kernel(const __grid_c
     if (part == nullptr) continue;
     const int phase_h = quotient(phase, params.by_stride_w), phase_w = phase - phase_h * stride_w;
     const int columns = size_of(params.by_row[phase]), rows = size_of(params.by_plane[phase]);
-    // Rows of the part, of all planes, in front of a line of dx.
-    const auto rows_before = [&](int line) {
-      const int plane = quotient(line, params.by_dx_plane), h = line - plane * height;
-      return plane * rows + quotient(h + stride_h - 1 - phase_h, params.by_stride_h);
+    // Values of the part in front of a value of dx.
+    const auto values_before = [&](int number) {
+      const int line = quotient(number, params.by_dx_row), plane = quotient(line, params.by_dx_plane);
+      const int h = line - plane * height, row = quotient(h + stride_h - 1 - phase_h, params.by_stride_h);
+      const int column = quotient(number - line * width + stride_w - 1 - phase_w, params.by_stride_w);
+      return (plane * rows + row) * columns + (row * stride_h + phase_h == h ? column : 0);
     };
-    const int row = rows_before(quotient(first, params.by_dx_row));
-    const int items = (rows_before(quotient(first + count - 1, params.by_dx_row) + 1) - row) * columns;
-    const Value* const from = part + row * columns;
+    const int end = values_before(first + count);
 #pragma unroll 1
-    for (int next = thread; next < items; next += kBatch * kThreads) {
+    for (int next = values_before(first) + thread; next < end; next += kBatch * kThreads) {
       Value values[kBatch];
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) values[j] = from[min(next + j * kThreads, items - 1)];
+      for (int j = 0; j < kBatch; ++j) values[j] = part[min(next + j * kThreads, end - 1)];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const int i = min(next + j * kThreads, items - 1);
-        const int of_row = quotient(i, params.by_row[phase]), plane = quotient(row + of_row, params.by_plane[phase]);
-        const int line = plane * height + (row + of_row - plane * rows) * stride_h + phase_h;
-        const int at = line * width + (i - of_row * columns) * stride_w + phase_w - first;
-        if (at >= 0 && at < count) staged[at] = values[j];
+        const int number = min(next + j * kThreads, end - 1);  // the last one may come twice
+        const int row = quotient(number, params.by_row[phase]), plane = quotient(row, params.by_plane[phase]);
+        const int line = plane * height + (row - plane * rows) * stride_h + phase_h;
+        staged[line * width + (number - row * columns) * stride_w + phase_w - first] = values[j];
       }
     }
   }
@@ -197,14 +196,15 @@ struct Phases {
 // Elements of a dense part, such that the next one begins at a multiple of 256 bytes.
 inline int64_t dense_values(const Problem& part) { return ceil_div(part.N * part.C * part.H * part.W, 128) * 128; }
 
-constexpr int64_t kMostDenseBytes = kMostCopiedBytes;  // of all dense parts together, and of dx then
+constexpr int64_t kMostDenseBytes = kMostCopiedBytes;  // of dx that is written from dense parts, but for one image
+constexpr int64_t kMostSpreadValues = 0x40000000;      // of such an image
 // Whether all of dx is written, from dense parts: planes without gaps that have idle phases.
 inline bool has_dense_parts(const Problem& p, const Phases& phases) {
   const auto is = [](int64_t size, int64_t stride, int64_t dense) { return size == 1 || stride == dense; };
   const int64_t row = p.W, plane = p.H * row, (&step)[4] = p.x_stride;
   const bool planes = is(p.N, step[0], p.C * plane) && is(p.C, step[1], plane) && is(p.H, step[2], row) &&
                       is(p.W, step[3], 1);
-  return planes && phases.idle() > 0 && p.C * plane * element_bytes(p.dtype) <= kMostDenseBytes;
+  return planes && phases.idle() > 0 && p.C * plane <= kMostSpreadValues;
 }
 
 constexpr int64_t kMostThreads = (int64_t{1} << 31) - kThreads;
@@ -212,8 +212,8 @@ constexpr int64_t kMostThreads = (int64_t{1} << 31) - kThreads;
 // Threads that fill an image, at most.
 inline int64_t threads_of_image(const Problem& p) { return p.H * ceil_div(p.W, kPixels) * ceil_div(p.C, 2); }
 
-// Calls use(slice, its first image) for images that have as many dense parts as the workspace may hold, and as many
-// threads as a launch may have; use returns whether to go on. Returns whether all did.
+// Calls use(slice, its first image) for as many images as may have dense parts, and as many threads as a launch may
+// have; use returns whether to go on. Returns whether all did.
 template <typename Use>
 bool for_each_slice(const Problem& problem, const Phases& phases, const Use& use) {
   int64_t most = problem.N;

@@ -1321,7 +1321,8 @@ inline void estimate(const Grouped& of, int sms, Plan& plan) {
   const double share = static_cast<double>(ceil_div(plan.x_steps, plan.splits)) / plan.x_steps;
   const double multiplied = share * plan.met * plan.w_steps / plan.phases * step;
   const bool in_pixels = of.out_stride[1] == 1;
-  const double factor = in_pixels ? costs.of_pixels : plan.direct && shape.together ? kDirectStore : 1;
+  const bool by_direct_boxes = plan.direct && plan.splits == 1;
+  const double factor = in_pixels ? costs.of_pixels : by_direct_boxes && shape.together ? kDirectStore : 1;
   const double stored = kTileCycles + factor * (shape.together ? costs.store_together / 2 : costs.store) * outputs;
   // By turns, one tile is stored while the next one is multiplied; hence the larger of the two bounds.
   const double tiles = shape.together

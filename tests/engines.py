@@ -276,7 +276,7 @@ def by_tma(engine: str, **wishes: int) -> Kernels:
 # Limits that tests may lower, for small problems to exceed them.
 LIMITS = {
     rf"constexpr int64_t ({name}) = (\w+);": (r'extern "C" { int64_t limit_\1 = \2; } static int64_t& \1 = limit_\1;')
-    for name in ("kMostBlocks", "kWeightGradBlocks", "kDepthwiseWgradBlocks", "kMostDenseBytes")
+    for name in ("kMostBlocks", "kWeightGradBlocks", "kDepthwiseWgradBlocks", "kMostDenseBytes", "kMostSpreadValues")
 }
 # direct and the engines that give it parts, in one library.
 PARTS = ("direct", "dilated", "patches", "strided")

@@ -391,4 +391,5 @@ STRIDED_CASES = [
     Case(3, 12, 9, 12, 8, 1, 2, stride=(2, 3)),
     Case(1, 8, 131, 129, 8, 1, 1, stride=(2, 2)),
     Case(2, 8, 3, 10, 8, 1, 1, stride=(1, 4)),
+    Case(1, 8, 2, 9001, 8, 1, 1, stride=(2, 2)),  # blocks within a row
 ]

@@ -122,12 +122,13 @@ RTC_ARCHS |= {"mma.cu": ("70", "80", "90a"), "dilated.cu": ()}
 RTC_TARGETS = [(source, arch) for source in ENGINE_SOURCES for arch in RTC_ARCHS.get(source.name, ("70", "90a"))]
 RTC_HOST_PARTS = cpp("machine_code/rtc_host_parts.h")
 
-# The launchers of patches.cu and strided.cu ask other engines: they stay hidden, and their kernels are named.
+
 def named_kernel(name: str, params: str, *all_arguments: str) -> str:
     lines = (f"template __global__ void modelnew::{name}<{arguments}>({params});\n" for arguments in all_arguments)
     return "".join(lines)
 
 
+# The launchers of patches.cu and strided.cu ask other engines: they stay hidden, and their kernels are named.
 NAMED_KERNELS = {
     "patches.cu": named_kernel(
         "patches::patches_kernel", "modelnew::patches::Params", "uint32_t, true", "uint16_t, false"

@@ -19,14 +19,14 @@ def test_patches_refuses_without_an_engine_for_the_rest(patches_shim):
         patches_shim.set("takes_the_rest", 1)
 
 
-@pytest.mark.parametrize("most_bytes", [1, 1500, 4000])
-def test_strided_fills_few_images_at_a_time(strided_shim, most_bytes):
-    limit = ctypes.c_int64.in_dll(strided_shim.library, "limit_kMostDenseBytes")
-    before, limit.value = limit.value, most_bytes
+@pytest.mark.parametrize("limit, most", [("kMostDenseBytes", 1), ("kMostDenseBytes", 4000), ("kMostSpreadValues", 1)])
+def test_strided_fills_few_images_at_a_time_and_large_ones_in_place(strided_shim, limit, most):
+    value = ctypes.c_int64.in_dll(strided_shim.library, f"limit_{limit}")
+    before, value.value = value.value, most
     try:
         for case in (Case(5, 8, 9, 10, 8, 1, 1, stride=(2, 2)), Case(7, 8, 3, 7, 16, 2, 1, stride=(3, 2))):
             tensors = make_tensors(case, torch.float32, integers)
             dx = strided_shim.result("dgrad", case, tensors)
             assert torch.equal(dx, reference("dgrad", case, tensors).to(dx.dtype))
     finally:
-        limit.value = before
+        value.value = before
