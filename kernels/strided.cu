@@ -198,12 +198,13 @@ inline int64_t dense_values(const Problem& part) { return ceil_div(part.N * part
 
 constexpr int64_t kMostDenseBytes = kMostCopiedBytes;  // of dx that is written from dense parts, but for one image
 constexpr int64_t kMostSpreadValues = 0x40000000;      // of such an image
+
 // Whether all of dx is written, from dense parts: planes without gaps that have idle phases.
 inline bool has_dense_parts(const Problem& p, const Phases& phases) {
   const auto is = [](int64_t size, int64_t stride, int64_t dense) { return size == 1 || stride == dense; };
   const int64_t row = p.W, plane = p.H * row, (&step)[4] = p.x_stride;
-  const bool planes = is(p.N, step[0], p.C * plane) && is(p.C, step[1], plane) && is(p.H, step[2], row) &&
-                      is(p.W, step[3], 1);
+  const bool planes =
+      is(p.N, step[0], p.C * plane) && is(p.C, step[1], plane) && is(p.H, step[2], row) && is(p.W, step[3], 1);
   return planes && phases.idle() > 0 && p.C * plane <= kMostSpreadValues;
 }
 

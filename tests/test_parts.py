@@ -19,7 +19,9 @@ def test_patches_refuses_without_an_engine_for_the_rest(patches_shim):
         patches_shim.set("takes_the_rest", 1)
 
 
-@pytest.mark.parametrize("limit, most", [("kMostDenseBytes", 1), ("kMostDenseBytes", 4000), ("kMostSpreadValues", 1)])
+@pytest.mark.parametrize(
+    "limit, most", [*(("kMostDenseBytes", most) for most in (1, 1500, 4000)), ("kMostSpreadValues", 1)]
+)
 def test_strided_fills_few_images_at_a_time_and_large_ones_in_place(strided_shim, limit, most):
     value = ctypes.c_int64.in_dll(strided_shim.library, f"limit_{limit}")
     before, value.value = value.value, most
